@@ -1,1 +1,9 @@
-//! x
+//! Kilo's agent as a library. Data flows one way:
+//! `backend` → `topology` → `plan` → {`wireguard`, `net`, `dataplane`}.
+
+pub mod backend;
+pub mod dataplane;
+pub mod net;
+pub mod plan;
+pub mod topology;
+pub mod wireguard;

@@ -1,2 +1,7 @@
-#![no_std]
-//! x
+//! What the BPF programs and the agent share: map layouts, verdicts and the
+//! packet arithmetic of both sides. No I/O, no allocation; everything here is
+//! tested on the host.
+#![cfg_attr(not(test), no_std)]
+
+pub mod maps;
+pub mod verdict;

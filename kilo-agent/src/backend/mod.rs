@@ -1,0 +1,94 @@
+//! Where nodes and peers come from, and where a node writes about itself.
+
+use std::collections::BTreeMap;
+
+use crate::topology::{Endpoint, Granularity, Node, Peer};
+use crate::wireguard::key::PublicKey;
+use ipnet::IpNet;
+use std::net::SocketAddr;
+
+/// Everything a backend knows at one moment. Invalid objects are left out
+/// and named in `problems`; they never hide valid ones.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Nodes by name, ready or not.
+    pub nodes: BTreeMap<String, Node>,
+    /// Valid peers by name.
+    pub peers: BTreeMap<String, Peer>,
+    /// Object -> why it (or one of its fields) was not used.
+    pub problems: BTreeMap<String, String>,
+}
+
+/// What an agent publishes about its own node (parity.md: written annotations).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Published {
+    /// `endpoint`.
+    pub endpoint: Option<Endpoint>,
+    /// `internal-ip`; `None` writes an empty value.
+    pub internal_ip: Option<IpNet>,
+    /// `key`.
+    pub key: Option<PublicKey>,
+    /// `last-seen`, Unix seconds.
+    pub last_seen: i64,
+    /// `wireguard-ip`; `None` writes an empty value.
+    pub wireguard_ip: Option<IpNet>,
+    /// `discovered-endpoints`; empty removes the annotation.
+    pub discovered_endpoints: BTreeMap<PublicKey, SocketAddr>,
+    /// `granularity`.
+    pub granularity: Granularity,
+    /// `cni-compatibility-ip`; `None` removes the annotation.
+    pub cni_compatibility_ip: Option<IpNet>,
+}
+
+/// Why a backend could not do what was asked; the variant's label is a metric label.
+#[derive(Debug, thiserror::Error)]
+pub enum BackendError {
+    /// The node this agent runs on is not known to the backend.
+    #[error("node {0:?} does not exist; check --hostname against `kubectl get nodes`")]
+    NoSuchNode(String),
+    /// Reading or writing the directory failed.
+    #[error("{path}: {source}")]
+    Io {
+        /// File or directory.
+        path: String,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The Kubernetes API refused or failed.
+    #[error("{0}")]
+    Api(String),
+    /// The configuration (kubeconfig, directory) cannot be used.
+    #[error("{0}")]
+    Config(String),
+}
+
+impl BackendError {
+    /// Metric label.
+    pub const fn label(&self) -> &'static str {
+        match self {
+            Self::NoSuchNode(_) => "no_such_node",
+            Self::Io { .. } => "io",
+            Self::Api(_) => "api",
+            Self::Config(_) => "config",
+        }
+    }
+}
+
+/// A source of nodes and peers.
+pub trait Backend: Send + Sync + 'static {
+    /// The latest snapshot; changes are signalled by the receiver. The first
+    /// value is there once every object has been read once.
+    fn watch(&self) -> tokio::sync::watch::Receiver<std::sync::Arc<Snapshot>>;
+
+    /// Writes what differs from what the node object holds now; no difference,
+    /// no write. Answers whether something was written.
+    fn publish(
+        &self,
+        node: &str,
+        published: &Published,
+    ) -> impl Future<Output = Result<bool, BackendError>> + Send;
+
+    /// Removes every annotation `publish` writes.
+    fn retract(&self, node: &str) -> impl Future<Output = Result<(), BackendError>> + Send;
+}

@@ -1,0 +1,1 @@
+//! Links, addresses and routes of this host.

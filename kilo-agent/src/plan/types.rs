@@ -1,0 +1,130 @@
+//! The desired state of one host.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+};
+
+use ipnet::{IpNet, Ipv4Net};
+use kilo_common::maps;
+
+use crate::wireguard::key::{PublicKey, SecretKey};
+
+/// Everything the actuators bring about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostPlan {
+    /// Peers of the WireGuard device.
+    pub wireguard: WireguardPlan,
+    /// Addresses, routes and rules.
+    pub net: NetPlan,
+    /// Content of the BPF maps.
+    pub tables: Tables,
+    /// Interfaces the TC programs sit on, besides the WireGuard device.
+    pub uplinks: BTreeSet<u32>,
+}
+
+/// Desired WireGuard peers. The private key stays with the actuator.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WireguardPlan {
+    /// UDP port, host byte order.
+    pub listen_port: u16,
+    /// Peers by key.
+    pub peers: BTreeMap<PublicKey, WireguardPeer>,
+}
+
+/// One desired WireGuard peer.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WireguardPeer {
+    /// Prefixes routed to it; a prefix is claimed by one peer only.
+    pub allowed_ips: BTreeSet<IpNet>,
+    /// Resolved endpoint; `None` leaves what the device has.
+    pub endpoint: Option<SocketAddr>,
+    /// True when the peer may roam (it has a keepalive): an endpoint the
+    /// device learnt by itself is not overwritten.
+    pub roams: bool,
+    /// Seconds; 0 = off.
+    pub persistent_keepalive: u16,
+    /// Optional symmetric key.
+    pub preshared_key: Option<SecretKey>,
+}
+
+/// Desired addresses, routes and policy rules of this host; only these are
+/// managed, everything else is somebody else's.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NetPlan {
+    /// MTU of the WireGuard device in bytes.
+    pub mtu: u32,
+    /// Addresses of the WireGuard device.
+    pub addresses: BTreeSet<IpNet>,
+    /// Routes, all through the WireGuard device.
+    pub routes: BTreeSet<Route>,
+    /// Policy rules.
+    pub rules: BTreeSet<Rule>,
+}
+
+/// Route through the WireGuard device (scope link).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Route {
+    /// Destination.
+    pub destination: IpNet,
+    /// Routing table: 254 = main, [`POD_TABLE`].
+    pub table: u32,
+    /// Preferred source address.
+    pub source: Option<IpAddr>,
+}
+
+/// The main routing table.
+pub const MAIN_TABLE: u32 = 254;
+/// Table for traffic of this node's pods to private addresses of nodes of the
+/// own location, which the network between the nodes need not route back.
+pub const POD_TABLE: u32 = 1107;
+/// Priority of the rule that leads to [`POD_TABLE`].
+pub const POD_RULE_PRIORITY: u32 = 1107;
+
+/// Policy rule `from <prefix> lookup <table>`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Rule {
+    /// Source prefix.
+    pub from: IpNet,
+    /// Table to look in.
+    pub table: u32,
+    /// Order among the rules.
+    pub priority: u32,
+}
+
+/// Desired content of the BPF maps.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tables {
+    /// `prefix_v4`.
+    pub prefix_v4: BTreeMap<Ipv4Net, maps::PrefixValue>,
+    /// `hop`; absent ids are zero (drop).
+    pub hop: BTreeMap<u32, maps::Hop>,
+    /// `node_v4`.
+    pub node_v4: BTreeMap<Ipv4Addr, maps::NodeValue>,
+    /// `masq_src`.
+    pub masq_src: BTreeMap<Ipv4Net, u32>,
+    /// `masq_dst`.
+    pub masq_dst: BTreeMap<Ipv4Net, u32>,
+    /// `device`, by interface index.
+    pub device: BTreeMap<u32, maps::Device>,
+    /// `config`.
+    pub config: maps::Config,
+}
+
+/// What the plan needs to know about this host's links.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HostLinks {
+    /// Index of the WireGuard device.
+    pub kilo: u32,
+    /// Interface that carries the private address.
+    pub private: Option<u32>,
+    /// Interfaces that lead out of the host (never loopback, the WireGuard
+    /// device, the CNI bridge or pods' interfaces), with the address
+    /// masqueraded packets get. The private interface is one of them.
+    pub uplinks: BTreeMap<u32, Ipv4Addr>,
+    /// MTU of each uplink in bytes.
+    pub mtus: BTreeMap<u32, u32>,
+    /// Interface and preferred path to each node address of the own location:
+    /// what a route lookup answers; absent = the private interface.
+    pub towards: BTreeMap<Ipv4Addr, u32>,
+}

@@ -1,0 +1,213 @@
+//! Keys and values of the BPF maps (`repr(C)`, no implicit padding).
+//!
+//! IPv4 addresses are `[u8; 4]` in network byte order; interface indexes,
+//! lengths and flags are in host byte order.
+
+/// Version of everything in this module; part of the pin path, so that two
+/// layouts never share a map.
+pub const LAYOUT_VERSION: u32 = 1;
+
+/// Hop id no prefix may point to: the array's zeroed entry drops.
+pub const HOP_NONE: u32 = 0;
+/// Hop id of this node itself.
+pub const HOP_LOCAL: u32 = 1;
+/// Hop id of everything outside the own location: WireGuard on a leader, the
+/// leader on every other node. A leader change is one write to this entry.
+pub const HOP_REMOTE: u32 = 2;
+/// First hop id given to a node of the own location.
+pub const HOP_FIRST_NODE: u32 = 3;
+
+/// Size of the `hop` array: nodes of one location, plus the fixed entries.
+pub const MAX_HOPS: u32 = 16_384;
+/// Size of the `prefix_v4` trie.
+pub const MAX_PREFIXES: u32 = 262_144;
+/// Size of the `node_v4` hash.
+pub const MAX_NODES: u32 = 16_384;
+/// Size of the masquerade tries.
+pub const MAX_MASQ_PREFIXES: u32 = 262_144;
+/// Size of `nat_v4`; two entries a flow.
+pub const MAX_NAT: u32 = 131_072;
+/// Size of the `device` hash.
+pub const MAX_DEVICES: u32 = 256;
+
+/// Names of the maps, as pinned and as `bpftool map` shows them.
+pub mod name {
+    /// LPM: IPv4 prefix -> [`super::PrefixValue`].
+    pub const PREFIX_V4: &str = "prefix_v4";
+    /// Array: hop id -> [`super::Hop`].
+    pub const HOP: &str = "hop";
+    /// Hash: outer IPv4 source -> [`super::NodeValue`].
+    pub const NODE_V4: &str = "node_v4";
+    /// LPM: IPv4 source prefix -> `u32` (any value: its traffic is masqueraded).
+    pub const MASQ_SRC: &str = "masq_src";
+    /// LPM: IPv4 destination prefix -> `u32` [`super::MASQ_EXCLUDE`] or [`super::MASQ_FORCE`].
+    pub const MASQ_DST: &str = "masq_dst";
+    /// LRU hash: [`super::NatKey`] -> [`super::NatValue`].
+    pub const NAT_V4: &str = "nat_v4";
+    /// Hash: interface index -> [`super::Device`].
+    pub const DEVICE: &str = "device";
+    /// Per-CPU array: [`crate::verdict`] index -> `u64` packets.
+    pub const COUNT: &str = "count";
+    /// Array of one [`super::Config`].
+    pub const CONFIG: &str = "config";
+}
+
+/// `PrefixValue::flags`: destinations in this prefix are steered to the hop.
+pub const PREFIX_ROUTE: u32 = 1;
+/// `PrefixValue::flags`: steered packets may have an inner source in this
+/// prefix when they come from this hop (`HOP_REMOTE`: from the leader).
+pub const PREFIX_SOURCE: u32 = 2;
+
+/// What a prefix leads to.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PrefixValue {
+    /// Index into `hop`.
+    pub hop: u32,
+    /// `PREFIX_*` bits.
+    pub flags: u32,
+}
+
+/// `Hop::kind`: drop and count (also the zeroed entry: fail closed).
+pub const HOP_KIND_DROP: u32 = 0;
+/// `Hop::kind`: this node's own stack.
+pub const HOP_KIND_LOCAL: u32 = 1;
+/// `Hop::kind`: WireGuard encrypts.
+pub const HOP_KIND_WIREGUARD: u32 = 2;
+/// `Hop::kind`: another node of the own location.
+pub const HOP_KIND_NODE: u32 = 3;
+
+/// `Hop::tunnel`: plain IP packet to the node's link-layer address.
+pub const TUNNEL_NONE: u32 = 0;
+/// `Hop::tunnel`: IP in IP, RFC 2003 (protocol 4).
+pub const TUNNEL_IPIP: u32 = 1;
+
+/// How to reach a hop.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Hop {
+    /// `HOP_KIND_*`.
+    pub kind: u32,
+    /// `TUNNEL_*`; meaningful for [`HOP_KIND_NODE`].
+    pub tunnel: u32,
+    /// Interface towards the node.
+    pub ifindex: u32,
+    /// Largest inner packet in bytes; 0 = no limit known.
+    pub mtu: u32,
+    /// Outer source: this node's private address.
+    pub local: [u8; 4],
+    /// Outer destination: the node's private address.
+    pub remote: [u8; 4],
+}
+
+/// `NodeValue::flags`: this node leads the location, and so may carry inner
+/// sources of any remote prefix.
+pub const NODE_LEADER: u32 = 1;
+
+/// A node that may send us steered packets.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NodeValue {
+    /// Hop id of that node.
+    pub hop: u32,
+    /// `NODE_*` bits.
+    pub flags: u32,
+}
+
+/// Value of `masq_dst`: never masqueraded.
+pub const MASQ_EXCLUDE: u32 = 1;
+/// Value of `masq_dst`: masqueraded whatever the source.
+pub const MASQ_FORCE: u32 = 2;
+
+/// `NatKey::direction`: as the packet leaves, before translation.
+pub const NAT_EGRESS: u8 = 0;
+/// `NatKey::direction`: the reply as it arrives, before translation back.
+pub const NAT_INGRESS: u8 = 1;
+
+/// One direction of a translated flow, as seen on the packet before it is
+/// rewritten. For ICMP echo the identifier stands in both ports.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NatKey {
+    /// Source address.
+    pub src: [u8; 4],
+    /// Destination address.
+    pub dst: [u8; 4],
+    /// Source port, network byte order.
+    pub src_port: [u8; 2],
+    /// Destination port, network byte order.
+    pub dst_port: [u8; 2],
+    /// IP protocol number.
+    pub protocol: u8,
+    /// `NAT_*`.
+    pub direction: u8,
+    /// Always zero.
+    pub pad: [u8; 2],
+}
+
+/// What the packet is rewritten to: the source on egress, the destination on
+/// ingress.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NatValue {
+    /// New address.
+    pub addr: [u8; 4],
+    /// New port or ICMP identifier, network byte order.
+    pub port: [u8; 2],
+    /// TCP flags seen so far in this direction (or-ed), for the collector.
+    pub tcp_flags: u8,
+    /// Always zero.
+    pub pad: u8,
+    /// `bpf_ktime_get_ns` of the last packet.
+    pub last_seen: u64,
+}
+
+/// `Device::flags`: packets that leave through it may be masqueraded.
+pub const DEVICE_MASQUERADE: u32 = 1;
+
+/// An interface our programs sit on.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Device {
+    /// Address that masqueraded packets get.
+    pub masq_addr: [u8; 4],
+    /// `DEVICE_*` bits.
+    pub flags: u32,
+}
+
+/// `Config::flags`: this node leads its location.
+pub const CONFIG_LEADER: u32 = 1;
+/// `Config::flags`: masquerading is done by our programs.
+pub const CONFIG_MASQUERADE: u32 = 2;
+
+/// What every program needs to know of this host.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Config {
+    /// Interface index of the WireGuard device.
+    pub kilo_ifindex: u32,
+    /// `CONFIG_*` bits.
+    pub flags: u32,
+    /// First port masquerading may choose when a port is taken.
+    pub nat_port_min: u16,
+    /// Last port masquerading may choose (inclusive).
+    pub nat_port_max: u16,
+    /// WireGuard's UDP port, host byte order.
+    pub wireguard_port: u16,
+    /// Always zero.
+    pub pad: u16,
+    /// This node's private address; zero = none.
+    pub private_addr: [u8; 4],
+}
+
+macro_rules! plain_old_data {
+    ($($t:ty: $size:literal),* $(,)?) => {
+        $(
+            const _: () = assert!(core::mem::size_of::<$t>() == $size);
+            // SAFETY: repr(C), Copy, integers only, and the size equals the sum of the fields.
+            #[cfg(feature = "user")]
+            unsafe impl aya::Pod for $t {}
+        )*
+    };
+}
+plain_old_data!(PrefixValue: 8, Hop: 24, NodeValue: 8, NatKey: 16, NatValue: 16, Device: 8, Config: 20);
