@@ -1,0 +1,182 @@
+//! Values of command line flags that are more than text: parsers with
+//! messages that name what is possible.
+
+use std::{
+    net::{IpAddr, Ipv6Addr, SocketAddr},
+    str::FromStr,
+    time::Duration,
+};
+
+use crate::topology::UnknownValue;
+
+/// Declares an enum whose variants are a flag's possible values.
+macro_rules! flag_values {
+    ($(#[$meta:meta])* $name:ident, $what:literal { $($(#[$doc:meta])* $variant:ident = $text:literal,)* }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $name { $($(#[$doc])* $variant,)* }
+
+        impl $name {
+            /// Possible values of the flag.
+            pub const VALUES: &'static [&'static str] = &[$($text,)*];
+        }
+
+        impl FromStr for $name {
+            type Err = UnknownValue;
+            fn from_str(text: &str) -> Result<Self, UnknownValue> {
+                match text {
+                    $($text => Ok(Self::$variant),)*
+                    _ => Err(UnknownValue {
+                        what: $what,
+                        value: text.to_owned(),
+                        possible: Self::VALUES.join(", "),
+                    }),
+                }
+            }
+        }
+    };
+}
+
+flag_values! {
+    /// `--backend`.
+    BackendKind, "backend" {
+        /// Node and Peer objects of a Kubernetes API server.
+        Kubernetes = "kubernetes",
+        /// A directory of Node and Peer YAML.
+        File = "file",
+    }
+}
+
+flag_values! {
+    /// `--log-level`.
+    LogLevel, "log level" {
+        /// Everything.
+        All = "all",
+        /// Also what changed and why.
+        Debug = "debug",
+        /// What an operator wants to know.
+        Info = "info",
+        /// What may need attention.
+        Warn = "warn",
+        /// What failed.
+        Error = "error",
+        /// Nothing.
+        None = "none",
+    }
+}
+
+flag_values! {
+    /// `--masquerade`.
+    Masquerade, "masquerade" {
+        /// By the TC programs.
+        Ebpf = "ebpf",
+        /// Not at all: somebody else's task.
+        Off = "off",
+    }
+}
+
+impl LogLevel {
+    /// The filter directive for `tracing-subscriber`.
+    pub const fn directive(self) -> &'static str {
+        match self {
+            Self::All => "trace",
+            Self::Debug => "debug",
+            Self::Info => "info",
+            Self::Warn => "warn",
+            Self::Error => "error",
+            Self::None => "off",
+        }
+    }
+}
+
+/// Text that is no duration in Go's syntax.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is not a duration; write for example 30s, 1m30s or 500ms")]
+pub struct InvalidDuration(String);
+
+/// Parses a duration as Go's `time.ParseDuration` does (no sign): a sequence
+/// of decimal numbers, each with a unit of `ns us µs ms s m h`.
+pub fn parse_duration(text: &str) -> Result<Duration, InvalidDuration> {
+    let invalid = || InvalidDuration(text.to_owned());
+    if text == "0" {
+        return Ok(Duration::ZERO);
+    }
+    let mut rest = text;
+    let mut total = 0.0_f64;
+    while !rest.is_empty() {
+        let digits = rest.find(|c: char| !c.is_ascii_digit() && c != '.').ok_or_else(invalid)?;
+        let number: f64 = rest[..digits].parse().map_err(|_| invalid())?;
+        rest = &rest[digits..];
+        let unit_len = rest.find(|c: char| c.is_ascii_digit() || c == '.').unwrap_or(rest.len());
+        let seconds = match &rest[..unit_len] {
+            "ns" => 1e-9,
+            "us" | "µs" | "μs" => 1e-6,
+            "ms" => 1e-3,
+            "s" => 1.0,
+            "m" => 60.0,
+            "h" => 3600.0,
+            _ => return Err(invalid()),
+        };
+        total += number * seconds;
+        rest = &rest[unit_len..];
+    }
+    if text.is_empty() { Err(invalid()) } else { Duration::try_from_secs_f64(total).map_err(|_| invalid()) }
+}
+
+/// Text that is no address to listen on.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is not an address to listen on; write for example :1107, 127.0.0.1:1107 or [::1]:1107")]
+pub struct InvalidListen(String);
+
+/// Parses `:PORT` (all addresses, both families) or `IP:PORT`.
+pub fn parse_listen(text: &str) -> Result<SocketAddr, InvalidListen> {
+    let invalid = || InvalidListen(text.to_owned());
+    match text.strip_prefix(':') {
+        Some(port) => {
+            Ok(SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), port.parse().map_err(|_| invalid())?))
+        }
+        None => text.parse().map_err(|_| invalid()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_are_read_as_go_writes_them() {
+        let cases = [
+            ("30s", 30_000),
+            ("1m30s", 90_000),
+            ("1.5h", 5_400_000),
+            ("500ms", 500),
+            ("1h0m0s", 3_600_000),
+            ("0", 0),
+        ];
+        for (text, millis) in cases {
+            assert_eq!(parse_duration(text), Ok(Duration::from_millis(millis)), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_duration_is_refused() {
+        for text in ["", "30", "s", "-1s", "1 s", "1d", "1..5s", "1e9h1e9h", "99999999999999999999h"] {
+            assert!(parse_duration(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_port_alone_means_all_addresses_of_both_families() {
+        assert_eq!(parse_listen(":1107"), Ok("[::]:1107".parse().unwrap()));
+        assert_eq!(parse_listen("127.0.0.1:1"), Ok("127.0.0.1:1".parse().unwrap()));
+        for text in ["", "1107", ":x", ":70000", "host:1"] {
+            assert!(parse_listen(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn an_unknown_value_is_answered_with_the_possible_ones() {
+        let message = "etcd".parse::<BackendKind>().unwrap_err().to_string();
+        assert!(message.contains("kubernetes, file"), "{message}");
+    }
+}

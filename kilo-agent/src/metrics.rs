@@ -1,0 +1,224 @@
+//! Metrics of the agent: Kilo's names, and what the data path counts.
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric, text::encode},
+    metrics::{
+        counter::{ConstCounter, Counter},
+        family::Family,
+        gauge::{ConstGauge, Gauge},
+        histogram::{Histogram, exponential_buckets},
+    },
+    registry::Registry,
+};
+
+use crate::wireguard::key::PublicKey;
+
+/// What failed; the label of an error is its metric label.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct EventLabel {
+    /// The failing step.
+    pub event: String,
+}
+
+/// Bytes and age of one WireGuard peer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PeerSample {
+    /// Bytes received from it.
+    pub received: u64,
+    /// Bytes sent to it.
+    pub sent: u64,
+    /// Unix seconds of the last handshake, if there was one.
+    pub last_handshake: Option<u64>,
+}
+
+/// What is read from the kernel at each scrape or reconcile.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Samples {
+    /// Packets by action.
+    pub actions: BTreeMap<&'static str, u64>,
+    /// Packets by reason they were dropped for.
+    pub drops: BTreeMap<&'static str, u64>,
+    /// WireGuard peers.
+    pub peers: BTreeMap<PublicKey, PeerSample>,
+}
+
+#[derive(Debug)]
+struct SampleCollector(Arc<Mutex<Samples>>);
+
+impl Collector for SampleCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        let samples = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let counter = |value: &u64| ConstCounter::new(*value);
+        by_label(
+            &mut encoder,
+            "kilo_packets",
+            "Packets by what the data path did with them",
+            "action",
+            samples.actions.iter().map(|(label, value)| ((*label).to_owned(), counter(value))),
+        )?;
+        by_label(
+            &mut encoder,
+            "kilo_dropped_packets",
+            "Packets the data path dropped, by reason",
+            "reason",
+            samples.drops.iter().map(|(label, value)| ((*label).to_owned(), counter(value))),
+        )?;
+        let peers = &samples.peers;
+        by_label(
+            &mut encoder,
+            "kilo_wireguard_received_bytes",
+            "Bytes received from a WireGuard peer",
+            "public_key",
+            peers.iter().map(|(key, sample)| (key.to_string(), counter(&sample.received))),
+        )?;
+        by_label(
+            &mut encoder,
+            "kilo_wireguard_sent_bytes",
+            "Bytes sent to a WireGuard peer",
+            "public_key",
+            peers.iter().map(|(key, sample)| (key.to_string(), counter(&sample.sent))),
+        )?;
+        by_label(
+            &mut encoder,
+            "kilo_wireguard_last_handshake_seconds",
+            "Unix time of the last handshake with a WireGuard peer",
+            "public_key",
+            peers.iter().filter_map(|(key, sample)| {
+                Some((key.to_string(), ConstGauge::new(i64::try_from(sample.last_handshake?).ok()?)))
+            }),
+        )
+    }
+}
+
+fn by_label<M: EncodeMetric>(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    label: &'static str,
+    values: impl Iterator<Item = (String, M)>,
+) -> Result<(), fmt::Error> {
+    let mut metric = None;
+    for (text, value) in values {
+        if metric.is_none() {
+            metric = Some(encoder.encode_descriptor(name, help, None, value.metric_type())?);
+        }
+        if let Some(metric) = &mut metric {
+            value.encode(metric.encode_family(&[(label, text)])?)?;
+        }
+    }
+    Ok(())
+}
+
+/// Handles of all metrics; cloning shares them.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    registry: Arc<Registry>,
+    /// `kilo_errors_total{event}`.
+    pub errors: Family<EventLabel, Counter>,
+    /// `kilo_leader`: 1 when this node leads its location.
+    pub leader: Gauge,
+    /// `kilo_nodes`: nodes in the mesh.
+    pub nodes: Gauge,
+    /// `kilo_peers`: VPN peers.
+    pub peers: Gauge,
+    /// `kilo_reconciles_total`.
+    pub reconciles: Counter,
+    /// `kilo_reconcile_duration_seconds`.
+    pub reconcile_seconds: Histogram,
+    /// `kilo_writes_total`: changes made to the kernel.
+    pub writes: Counter,
+    samples: Arc<Mutex<Samples>>,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let mut registry = Registry::default();
+        let samples = Arc::new(Mutex::new(Samples::default()));
+        let metrics = Self {
+            errors: Family::default(),
+            leader: Gauge::default(),
+            nodes: Gauge::default(),
+            peers: Gauge::default(),
+            reconciles: Counter::default(),
+            reconcile_seconds: Histogram::new(exponential_buckets(0.001, 2.0, 14)),
+            writes: Counter::default(),
+            samples: Arc::clone(&samples),
+            registry: Arc::default(),
+        };
+        registry.register("kilo_errors", "Errors by the step that failed", metrics.errors.clone());
+        registry.register("kilo_leader", "Whether this node leads its location", metrics.leader.clone());
+        registry.register("kilo_nodes", "Nodes in the mesh", metrics.nodes.clone());
+        registry.register("kilo_peers", "VPN peers in the mesh", metrics.peers.clone());
+        registry.register("kilo_reconciles", "Reconciliation attempts", metrics.reconciles.clone());
+        registry.register(
+            "kilo_reconcile_duration_seconds",
+            "Time one reconciliation took",
+            metrics.reconcile_seconds.clone(),
+        );
+        registry.register(
+            "kilo_writes",
+            "Changes made to links, routes, WireGuard and maps",
+            metrics.writes.clone(),
+        );
+        registry.register_collector(Box::new(SampleCollector(samples)));
+        Self { registry: Arc::new(registry), ..metrics }
+    }
+}
+
+impl Metrics {
+    /// Counts one error of that kind.
+    pub fn error(&self, event: &str) {
+        self.errors.get_or_create(&EventLabel { event: event.to_owned() }).inc();
+    }
+
+    /// Replaces what the kernel counts.
+    pub fn set_samples(&self, samples: Samples) {
+        *self.samples.lock().unwrap_or_else(PoisonError::into_inner) = samples;
+    }
+
+    /// The text exposition format (OpenMetrics).
+    pub fn encode(&self) -> Result<String, fmt::Error> {
+        let mut text = String::new();
+        encode(&mut text, &self.registry)?;
+        Ok(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_kilo_users_scrape() {
+        let metrics = Metrics::default();
+        metrics.error("apply");
+        metrics.reconciles.inc();
+        metrics.set_samples(Samples {
+            actions: BTreeMap::from([("steer", 3)]),
+            drops: BTreeMap::from([("no_prefix", 1)]),
+            peers: BTreeMap::from([(
+                PublicKey([1; 32]),
+                PeerSample { received: 5, ..PeerSample::default() },
+            )]),
+        });
+        let text = metrics.encode().unwrap();
+        for line in [
+            "kilo_errors_total{event=\"apply\"} 1",
+            "kilo_reconciles_total 1",
+            "kilo_leader 0",
+            "kilo_nodes 0",
+            "kilo_peers 0",
+            "kilo_packets_total{action=\"steer\"} 3",
+            "kilo_dropped_packets_total{reason=\"no_prefix\"} 1",
+        ] {
+            assert!(text.lines().any(|l| l == line), "{line} is missing from\n{text}");
+        }
+    }
+}
