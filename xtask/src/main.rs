@@ -1,2 +1,63 @@
-//! x
-fn main() {}
+//! Build, lab and test commands of this repository: `cargo xtask --help`.
+
+mod apt;
+mod build_ebpf;
+mod command;
+mod lab;
+mod report;
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+#[derive(Parser, Debug)]
+#[command(name = "cargo xtask", about = "Build, lab and test commands of this repository")]
+struct Cli {
+    #[command(subcommand)]
+    command: Task,
+}
+
+#[derive(Subcommand, Debug)]
+enum Task {
+    /// Build the BPF object (target/bpf/kilo.o), fetching what that needs.
+    BuildEbpf {
+        /// Build a second time in another directory and compare the bytes.
+        #[arg(long)]
+        check_reproducible: bool,
+    },
+    /// Build everything and show a working mesh in network namespaces.
+    Lab(lab::LabArgs),
+}
+
+fn main() -> Result<()> {
+    match Cli::parse().command {
+        Task::BuildEbpf { check_reproducible: false } => build_ebpf::build(false).map(drop),
+        Task::BuildEbpf { check_reproducible: true } => build_ebpf::check_reproducible(),
+        Task::Lab(args) => {
+            if args.needs_build() {
+                apt::install(lab::PACKAGES)?;
+                build_all()?;
+            }
+            lab::main(args)
+        }
+    }
+}
+
+/// Builds the BPF object and the binaries.
+fn build_all() -> Result<()> {
+    build_ebpf::build(false)?;
+    println!("xtask: cargo build");
+    command::show(
+        Command::new("cargo").current_dir(workspace_root()).args(["build", "--locked", "--quiet", "--bins"]),
+    )
+}
+
+/// Root of this workspace.
+fn workspace_root() -> PathBuf {
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
+    manifest.parent().unwrap_or(manifest).to_owned()
+}

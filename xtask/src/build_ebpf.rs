@@ -1,0 +1,200 @@
+//! `cargo xtask build-ebpf`: the BPF object from source, with stable Rust.
+
+use std::{
+    env, fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::{
+    apt::{self, Suites},
+    command::{output, run, show},
+    workspace_root,
+};
+
+/// Version that matches the LLVM of the pinned toolchain.
+const BPF_LINKER: &str = "0.13.0";
+const TARGET: &str = "bpfel-unknown-none";
+
+/// Where the object is written, relative to the workspace.
+pub const OBJECT: &str = "target/bpf/kilo.o";
+
+/// Builds the object; answers its path.
+pub fn build(quiet: bool) -> Result<PathBuf> {
+    build_in(&workspace_root(), quiet)
+}
+
+fn build_in(root: &Path, quiet: bool) -> Result<PathBuf> {
+    let say = |line: String| {
+        if !quiet {
+            println!("build-ebpf: {line}");
+        }
+    };
+    let cache = apt::cache_directory()?;
+    let sysroot = PathBuf::from(output(Command::new("rustc").args(["--print", "sysroot"]))?.trim());
+    let source = rust_source(&sysroot, &cache, &say)?;
+    let linker = bpf_linker(&sysroot, &cache, &say)?;
+    let cargo_home = env::var_os("CARGO_HOME")
+        .map_or_else(|| PathBuf::from(env::var_os("HOME").unwrap_or_default()).join(".cargo"), PathBuf::from);
+    // Paths of this machine must not reach the object: two builds are equal to the byte.
+    let flags = [
+        "-Cdebuginfo=2".to_owned(),
+        "-Ctarget-cpu=v3".to_owned(),
+        "-Clink-arg=--btf".to_owned(),
+        format!("-Clinker={}", linker.display()),
+        format!("--remap-path-prefix={}=/kilo", root.display()),
+        format!("--remap-path-prefix={}=/cargo", cargo_home.display()),
+        format!("--remap-path-prefix={}=/rust", source.library.parent().unwrap_or(Path::new("/")).display()),
+        format!("--remap-path-prefix={}=/sysroot", sysroot.display()),
+    ];
+    let target_directory = root.join("target/bpf-build");
+    let mut command = Command::new("cargo");
+    command
+        .current_dir(root)
+        .env("RUSTC_BOOTSTRAP", "1")
+        .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"))
+        .env("CARGO_TARGET_DIR", &target_directory)
+        .env_remove("RUSTFLAGS")
+        .args([
+            "build",
+            "--release",
+            "--locked",
+            "--package",
+            "kilo-ebpf",
+            "-Z",
+            "build-std=core",
+            "--target",
+            TARGET,
+        ]);
+    if !source.in_sysroot {
+        command.env("__CARGO_TESTS_ONLY_SRC_ROOT", &source.library);
+    }
+    if quiet {
+        command.arg("--quiet");
+    }
+    show(&mut command).context("the BPF programs do not build")?;
+    let built = target_directory.join(TARGET).join("release/kilo-ebpf");
+    let object = root.join(OBJECT);
+    fs::create_dir_all(object.parent().context("no parent")?)?;
+    strip(&sysroot, &built, &object)?;
+    say(format!("{OBJECT}, {} bytes", fs::metadata(&object)?.len()));
+    Ok(object)
+}
+
+/// Removes DWARF; BTF stays. The file keeps its time when nothing changed, so
+/// that cargo does not build the agent again.
+fn strip(sysroot: &Path, from: &Path, to: &Path) -> Result<()> {
+    let host = output(Command::new("rustc").arg("-vV"))?;
+    let host = host.lines().find_map(|line| line.strip_prefix("host: ")).context("rustc names no host")?;
+    let tool = sysroot.join("lib/rustlib").join(host).join("bin/rust-objcopy");
+    let stripped = to.with_extension("o.new");
+    run(Command::new(tool)
+        .env("LD_LIBRARY_PATH", sysroot.join("lib"))
+        .arg("--strip-debug")
+        .arg(from)
+        .arg(&stripped))?;
+    if fs::read(&stripped)? == fs::read(to).unwrap_or_default() {
+        fs::remove_file(&stripped)?;
+    } else {
+        fs::rename(&stripped, to)?;
+    }
+    Ok(())
+}
+
+/// Builds once more in a copy of the sources elsewhere, and compares.
+pub fn check_reproducible() -> Result<()> {
+    let first = build(true)?;
+    let copy = tempfile::tempdir()?;
+    let root = workspace_root();
+    for name in ["Cargo.toml", "Cargo.lock", "kilo-common", "kilo-ebpf", "kilo-agent", "xtask"] {
+        run(Command::new("cp").arg("-a").arg(root.join(name)).arg(copy.path()))?;
+    }
+    let second = build_in(copy.path(), true)?;
+    if fs::read(&first)? != fs::read(&second)? {
+        bail!("two builds of the same sources differ: {} and a copy elsewhere", first.display());
+    }
+    println!("build-ebpf: a second build in another directory is equal to the byte");
+    Ok(())
+}
+
+struct RustSource {
+    /// The `library` directory.
+    library: PathBuf,
+    in_sysroot: bool,
+}
+
+/// The sources of `core`: sysroot, cache, rustup, Debian.
+fn rust_source(sysroot: &Path, cache: &Path, say: &dyn Fn(String)) -> Result<RustSource> {
+    let in_sysroot = sysroot.join("lib/rustlib/src/rust/library");
+    if in_sysroot.join("core/src/lib.rs").exists() {
+        say("rust-src: found in the toolchain".to_owned());
+        return Ok(RustSource { library: in_sysroot, in_sysroot: true });
+    }
+    let version = output(Command::new("rustc").arg("--version"))?;
+    let version = version.split_whitespace().nth(1).context("rustc names no version")?;
+    let unpacked = cache.join(format!("rust-src-{version}"));
+    let library = unpacked.join(format!("usr/src/rustc-{version}/library"));
+    if library.join("core/src/lib.rs").exists() {
+        say(format!("rust-src: found in {}", cache.display()));
+        return Ok(RustSource { library, in_sysroot: false });
+    }
+    if run(Command::new("timeout").args(["60", "rustup", "component", "add", "rust-src"])).is_ok()
+        && in_sysroot.join("core/src/lib.rs").exists()
+    {
+        say("rust-src: fetched with rustup".to_owned());
+        return Ok(RustSource { library: in_sysroot, in_sysroot: true });
+    }
+    let suites = Suites::open(cache, &["trixie-backports", "forky", "sid"], false)?;
+    let wanted = format!("{version}+");
+    let package = suites
+        .versions("rust-src")?
+        .into_iter()
+        .find(|candidate| candidate.starts_with(&wanted))
+        .with_context(|| {
+        format!("neither rustup nor Debian has rust-src {version}; install it into the toolchain")
+    })?;
+    suites.unpack(&format!("rust-src={package}"), &unpacked)?;
+    if !library.join("core/src/lib.rs").exists() {
+        bail!("Debian's rust-src {package} holds no {}", library.display());
+    }
+    say(format!("rust-src: fetched Debian's {package}"));
+    Ok(RustSource { library, in_sysroot: false })
+}
+
+/// bpf-linker, built against the LLVM that rustc itself brings.
+fn bpf_linker(sysroot: &Path, cache: &Path, say: &dyn Fn(String)) -> Result<PathBuf> {
+    let tools = cache.join(format!("bpf-linker-{BPF_LINKER}"));
+    let linker = tools.join("bin/bpf-linker");
+    if run(Command::new(&linker).arg("--version")).is_ok() {
+        say(format!("bpf-linker {BPF_LINKER}: found in {}", cache.display()));
+        return Ok(linker);
+    }
+    apt::install(&["build-essential", "pkg-config", "zlib1g-dev"])?;
+    let llvm = fs::read_dir(sysroot.join("lib"))?
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libLLVM")))
+        .collect::<Vec<_>>();
+    let Some(first) = llvm.iter().min() else {
+        bail!("{} holds no libLLVM; bpf-linker needs rustc's own", sysroot.join("lib").display());
+    };
+    let shim = tools.join("llvm");
+    let _ = fs::remove_dir_all(&shim);
+    fs::create_dir_all(shim.join("lib"))?;
+    for path in &llvm {
+        symlink(path, shim.join("lib").join(path.file_name().unwrap_or_default()))?;
+    }
+    symlink(first, shim.join("lib/libLLVM.so"))?;
+    say(format!("bpf-linker {BPF_LINKER}: building it (about a minute)"));
+    run(Command::new("cargo")
+        .env("LLVM_PREFIX", &shim)
+        .env_remove("RUSTFLAGS")
+        .args(["install", "--locked", &format!("bpf-linker@{BPF_LINKER}")])
+        .args(["--no-default-features", "--features", "llvm-22", "--root"])
+        .arg(&tools))?;
+    say(format!("bpf-linker {BPF_LINKER}: built"));
+    Ok(linker)
+}

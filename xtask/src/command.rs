@@ -1,0 +1,46 @@
+//! Running programs, with errors that show what they said.
+
+use std::process::{Command, Stdio};
+
+use anyhow::{Context as _, Result, bail};
+
+fn describe(command: &Command) -> String {
+    let words: Vec<_> = std::iter::once(command.get_program())
+        .chain(command.get_args())
+        .map(|word| word.to_string_lossy().into_owned())
+        .collect();
+    words.join(" ")
+}
+
+/// Runs to the end; what the program printed is shown only when it fails.
+pub fn run(command: &mut Command) -> Result<()> {
+    output(command).map(drop)
+}
+
+/// Runs to the end and answers standard output.
+pub fn output(command: &mut Command) -> Result<String> {
+    let what = describe(command);
+    let program = command.get_program().to_string_lossy().into_owned();
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("{program} cannot be run; is it installed?"))?;
+    let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+    if output.status.success() {
+        return Ok(stdout);
+    }
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let said: Vec<_> = stdout.lines().chain(stderr.lines()).collect();
+    let last = said[said.len().saturating_sub(40)..].join("\n");
+    bail!("{what}: {}\n{last}", output.status)
+}
+
+/// Runs to the end with the terminal's own input and output.
+pub fn show(command: &mut Command) -> Result<()> {
+    let what = describe(command);
+    let status = command.status().with_context(|| format!("{what} cannot be run"))?;
+    if !status.success() {
+        bail!("{what}: {status}");
+    }
+    Ok(())
+}

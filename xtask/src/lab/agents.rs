@@ -1,0 +1,289 @@
+//! The agents of the lab: the cluster's objects as files, one `kg` a node, and
+//! the laptop that joins as a peer.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    os::unix::process::CommandExt as _,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    counters,
+    network::{LAPTOP, Network, Node},
+    space::{Space, run},
+};
+
+/// How the agents are run, and which run now.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Agents {
+    bin: PathBuf,
+    directory: PathBuf,
+    wireguard: String,
+    /// Process ids by node.
+    pids: std::collections::BTreeMap<String, u32>,
+}
+
+impl Agents {
+    /// Writes the Node and Peer objects.
+    pub fn prepare(bin: &Path, directory: &Path, wireguard: &str, network: &Network) -> Result<Self> {
+        for program in ["kg", "kgctl"] {
+            let path = bin.join(program);
+            if !path.exists() {
+                bail!("{} does not exist; run `cargo build` first", path.display());
+            }
+        }
+        let cluster = directory.join("cluster");
+        fs::create_dir_all(&cluster)?;
+        for node in &network.nodes {
+            let yaml = format!(
+                "apiVersion: v1\nkind: Node\nmetadata:\n  name: {name}\n  labels:\n    \
+                 topology.kubernetes.io/region: {location}\nspec:\n  podCIDR: {cidr}\n  podCIDRs: [{cidr}]\n",
+                name = node.name(),
+                location = node.location,
+                cidr = node.pod_cidr(),
+            );
+            fs::write(cluster.join(format!("node-{}.yaml", node.name())), yaml)?;
+        }
+        let private = run(Command::new("wg").arg("genkey"))?;
+        let key = directory.join("laptop.key");
+        fs::write(&key, &private)?;
+        let public = run(Command::new("sh").args(["-c", "wg pubkey < \"$0\""]).arg(&key))?;
+        let yaml = format!(
+            "apiVersion: kilo.squat.ai/v1alpha1\nkind: Peer\nmetadata:\n  name: laptop\nspec:\n  \
+             allowedIPs: [{LAPTOP}/32]\n  publicKey: {}\n  persistentKeepalive: 5\n",
+            public.trim()
+        );
+        fs::write(cluster.join("peer-laptop.yaml"), yaml)?;
+        Ok(Self {
+            bin: bin.to_owned(),
+            directory: directory.to_owned(),
+            wireguard: wireguard.to_owned(),
+            pids: std::collections::BTreeMap::new(),
+        })
+    }
+
+    /// Directory of the Node and Peer objects.
+    pub fn cluster(&self) -> PathBuf {
+        self.directory.join("cluster")
+    }
+
+    /// Path of `kg` or `kgctl`.
+    pub fn program(&self, name: &str) -> PathBuf {
+        self.bin.join(name)
+    }
+
+    /// Process id of the node's agent.
+    pub fn pid(&self, node: &str) -> Option<u32> {
+        self.pids.get(node).copied()
+    }
+
+    /// Where the node's agent logs to.
+    pub fn log(&self, node: &str) -> PathBuf {
+        self.directory.join("logs").join(format!("{node}.log"))
+    }
+
+    /// Starts the node's agent.
+    pub fn start(&mut self, node: &Node) -> Result<()> {
+        let log = OpenOptions::new().create(true).append(true).open(self.log(node.name()))?;
+        let child = node
+            .space
+            .command(self.program("kg"))
+            .args(["--backend", "file", "--backend-dir"])
+            .arg(self.cluster())
+            .args(["--wireguard", &self.wireguard, "--resync-period", "5s", "--log-level", "debug"])
+            .args(["--cni-path", "/run/10-kilo.conflist"])
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .process_group(0)
+            .spawn()?;
+        self.pids.insert(node.name().to_owned(), child.id());
+        Ok(())
+    }
+
+    /// Sends a signal to the node's agent and waits until it is gone.
+    pub fn stop(&mut self, node: &str, signal: Signal) -> Result<()> {
+        let pid = self.pids.remove(node).with_context(|| format!("no agent runs on {node}"))?;
+        let pid = Pid::from_raw(pid.cast_signed());
+        kill(pid, signal).with_context(|| format!("agent of {node}"))?;
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while Instant::now() < deadline {
+            // The lab started it, so it is a child to be waited for; after `--keep` it is not.
+            let _ = nix::sys::wait::waitpid(pid, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
+            if kill(pid, None).is_err() {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        bail!("the agent of {node} did not end within 30 s of {signal}; see {}", self.log(node).display())
+    }
+
+    /// Waits until every agent sees every node and has nothing left to do.
+    pub fn wait_until_ready(&self, network: &Network, limit: Duration) -> Result<()> {
+        let started = Instant::now();
+        let mut shown = usize::MAX;
+        loop {
+            let ready = network.nodes.iter().filter(|node| self.is_ready(node, network.nodes.len())).count();
+            if ready != shown {
+                println!(
+                    "lab:   {ready} of {} nodes ready, {:.1} s",
+                    network.nodes.len(),
+                    started.elapsed().as_secs_f32()
+                );
+                shown = ready;
+            }
+            if ready == network.nodes.len() {
+                return Ok(());
+            }
+            for node in &network.nodes {
+                if let Some(pid) = self.pid(node.name()) {
+                    let pid = Pid::from_raw(pid.cast_signed());
+                    let _ = nix::sys::wait::waitpid(pid, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
+                    if kill(pid, None).is_err() {
+                        bail!("the agent of {} ended:\n{}", node.name(), tail(&self.log(node.name())));
+                    }
+                }
+            }
+            if started.elapsed() > limit {
+                let logs: Vec<_> = network
+                    .nodes
+                    .iter()
+                    .map(|node| format!("{}:\n{}", node.name(), tail(&self.log(node.name()))))
+                    .collect();
+                bail!("the mesh did not stand within {} s\n{}", limit.as_secs(), logs.join("\n"));
+            }
+            std::thread::sleep(Duration::from_millis(200));
+        }
+    }
+
+    fn is_ready(&self, node: &Node, nodes: usize) -> bool {
+        let Ok(metrics) = counters::scrape(&node.space) else { return false };
+        metrics.get("kilo_nodes").is_some_and(|&seen| seen == nodes as u64)
+            && metrics.get("kilo_peers").is_some_and(|&seen| seen == 1)
+    }
+
+    /// Runs kgctl on this machine against the lab's objects.
+    pub fn kgctl(&self, arguments: &[&str]) -> Result<String> {
+        run(Command::new(self.program("kgctl"))
+            .args(["--backend", "file", "--backend-dir"])
+            .arg(self.cluster())
+            .args(arguments))
+    }
+
+    /// Configures the laptop with plain wireguard-tools from what kgctl says.
+    pub fn join_laptop(&self, network: &Network) -> Result<()> {
+        let laptop = &network.laptop;
+        let private = fs::read_to_string(self.directory.join("laptop.key"))?;
+        let peers = self.kgctl(&["showconf", "peer", "laptop"])?;
+        let allowed: Vec<&str> = peers
+            .lines()
+            .filter_map(|line| line.strip_prefix("AllowedIPs = "))
+            .flat_map(|list| list.split(", "))
+            .collect();
+        if allowed.is_empty() {
+            bail!("kgctl showconf peer laptop names no allowed IPs:\n{peers}");
+        }
+        let conf = self.directory.join("laptop.conf");
+        fs::write(&conf, format!("[Interface]\nPrivateKey = {}\n\n{peers}", private.trim()))?;
+        let kernel = self.wireguard != "userspace" && laptop.ip("link add kilo-vpn type wireguard").is_ok();
+        if !kernel {
+            let mut command = laptop.command("unshare");
+            // Its control socket must not meet those of other labs.
+            command
+                .args(["--mount", "--propagation", "private", "sh", "-c"])
+                .arg("mkdir -p /run/wireguard && mount -t tmpfs wg /run/wireguard && \"$0\" userspace-wireguard kilo-vpn & \
+                      for i in $(seq 100); do wg show kilo-vpn >/dev/null 2>&1 && break; sleep 0.1; done; \
+                      wg setconf kilo-vpn \"$1\" || exit 1; echo configured; exec sleep infinity")
+                .arg(self.program("kg"))
+                .arg(&conf);
+            start_and_wait(command, &self.directory.join("logs/laptop.log"), "configured")?;
+        }
+        let mut batch = format!("address add {LAPTOP}/32 dev kilo-vpn\nlink set kilo-vpn mtu 1420 up\n");
+        for prefix in allowed {
+            batch += &format!("route add {prefix} dev kilo-vpn\n");
+        }
+        if kernel {
+            laptop.sh(&format!("wg setconf kilo-vpn {}", conf.display()))?;
+        }
+        laptop.ip(&batch)
+    }
+
+    /// The topology as text: locations, leaders, addresses.
+    pub fn describe(&self, network: &Network) -> Result<String> {
+        let dot = self.kgctl(&["graph"])?;
+        let mut text = String::new();
+        for location in ["site-a", "site-b"] {
+            text += &format!("  {location}\n");
+            for node in network.nodes.iter().filter(|node| node.location == location) {
+                let shown = dot.lines().find_map(|line| {
+                    let line = line.trim().strip_prefix(&format!("\"{}\" [ label=\"", node.name()))?;
+                    Some(line.split('"').next()?.replace("\\n", "  "))
+                });
+                text += &format!(
+                    "    {}\n",
+                    shown.unwrap_or_else(|| format!("{} (not in the mesh)", node.name()))
+                );
+            }
+        }
+        Ok(text)
+    }
+
+    /// One line an agent.
+    pub fn print_status(&self, network: &Network) {
+        for node in &network.nodes {
+            let state = match self.pid(node.name()) {
+                Some(pid) if kill(Pid::from_raw(pid.cast_signed()), None).is_ok() => {
+                    format!("kg runs as {pid}")
+                }
+                _ => "no kg runs".to_owned(),
+            };
+            println!("{:4} {}  {}  {}", node.name(), node.location, node.private, state);
+        }
+    }
+}
+
+/// Starts a long-lived command and waits until it has printed `word`.
+fn start_and_wait(mut command: Command, log: &Path, word: &str) -> Result<()> {
+    command
+        .stdin(Stdio::null())
+        .stdout(File::create(log)?)
+        .stderr(OpenOptions::new().append(true).open(log)?)
+        .process_group(0)
+        .spawn()?;
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while Instant::now() < deadline {
+        if fs::read_to_string(log)?.contains(word) {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    bail!("{}", tail(log))
+}
+
+/// The last lines of a log.
+pub fn tail(log: &Path) -> String {
+    let text = fs::read_to_string(log).unwrap_or_default();
+    let lines: Vec<_> = text.lines().collect();
+    lines[lines.len().saturating_sub(12)..].join("\n")
+}
+
+/// Waits until the agent of a node answers its health check.
+pub fn wait_healthy(space: &Space, limit: Duration) -> Result<()> {
+    let deadline = Instant::now() + limit;
+    loop {
+        match counters::scrape(space) {
+            Ok(metrics) if metrics.get("kilo_reconciles_total").is_some_and(|&n| n > 0) => return Ok(()),
+            _ if Instant::now() > deadline => bail!("the agent of {} does not answer", space.name),
+            _ => std::thread::sleep(Duration::from_millis(100)),
+        }
+    }
+}

@@ -1,0 +1,372 @@
+//! What the lab proves, one named check at a time.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::Path,
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use nix::sys::signal::Signal;
+
+use super::{
+    Lab, agents,
+    counters::{self, action, drops},
+    matrix,
+};
+use crate::report::TestOutcome;
+
+/// A check's name is a sentence; it gets the lab as the one before left it.
+type Check = (&'static str, fn(&mut Lab) -> Result<String>);
+
+const CHECKS: &[Check] = &[
+    ("non-leaders steer and never encrypt; leaders encrypt, forward and carry transit", ways),
+    ("pod traffic to the outside is masqueraded", masquerade),
+    ("no pod packet is seen in clear between the locations", nothing_in_clear),
+    ("no mesh packet was dropped on the way", no_drops),
+    ("bpftool shows named programs and readable map fields", bpftool),
+    ("a reconcile with nothing new writes nothing", quiet),
+    ("killing kg with SIGKILL loses no packet and a restarted one adopts", kill_agents),
+    ("restarting kg cleanly loses no packet", restart_agents),
+    ("a second agent on a node refuses to start", second_agent),
+    ("after `kg uninstall` nothing of ours is left", uninstall),
+];
+
+/// Runs every check; the lab is taken down by the caller.
+pub fn run(mut lab: Lab, started: Instant, prefix: &str) -> Vec<TestOutcome> {
+    let mut outcomes = vec![outcome(prefix, "the mesh comes up", started, &Ok(String::new()))];
+    let began = Instant::now();
+    match matrix::run(&lab.network) {
+        Ok(matrix) => {
+            matrix.print();
+            outcomes.extend(by_kind(&matrix, prefix, began));
+        }
+        Err(error) => outcomes.push(outcome(prefix, "the matrix runs", began, &Err(error))),
+    }
+    for (name, check) in CHECKS {
+        let began = Instant::now();
+        let result = check(&mut lab);
+        outcomes.push(outcome(prefix, name, began, &result));
+    }
+    if outcomes.iter().any(|outcome| outcome.outcome == "failed") {
+        for node in &lab.network.nodes {
+            println!(
+                "-- last lines of the agent of {}\n{}",
+                node.name(),
+                agents::tail(&lab.agents.log(node.name()))
+            );
+        }
+    }
+    outcomes
+}
+
+fn outcome(prefix: &str, name: &str, began: Instant, result: &Result<String>) -> TestOutcome {
+    let seconds = began.elapsed().as_secs_f64();
+    let passed = match result {
+        Ok(figure) => {
+            println!("test {prefix}{name} ... ok {figure}");
+            true
+        }
+        Err(error) => {
+            println!("test {prefix}{name} ... FAILED\n    {error:#}");
+            false
+        }
+    };
+    TestOutcome {
+        part: "lab".to_owned(),
+        name: format!("{prefix}{name}"),
+        outcome: if passed { "passed" } else { "failed" }.to_owned(),
+        seconds,
+    }
+}
+
+/// One outcome for each kind of path, so that a report says what works.
+fn by_kind(matrix: &matrix::Matrix, prefix: &str, began: Instant) -> Vec<TestOutcome> {
+    let kinds: BTreeSet<_> =
+        matrix.cells.iter().map(|cell| (cell.source_kind, cell.target_kind, cell.protocol)).collect();
+    kinds
+        .into_iter()
+        .map(|kind| {
+            let cells = matrix
+                .cells
+                .iter()
+                .filter(|cell| (cell.source_kind, cell.target_kind, cell.protocol) == kind);
+            let failed: Vec<_> = cells
+                .clone()
+                .filter_map(|cell| {
+                    Some(format!("{} -> {}: {}", cell.source, cell.target, cell.error.as_ref()?))
+                })
+                .collect();
+            let result = if failed.is_empty() {
+                Ok(format!("({} paths)", cells.count()))
+            } else {
+                Err(anyhow::anyhow!(failed.join("\n    ")))
+            };
+            let name = format!("{} reaches {} by {}", kind.0, kind.1, kind.2.label());
+            outcome(prefix, &name, began, &result)
+        })
+        .collect()
+}
+
+fn ways(lab: &mut Lab) -> Result<String> {
+    for node in &lab.network.nodes {
+        let metrics = counters::scrape(&node.space)?;
+        let count = |name| action(&metrics, name);
+        let shown = format!("{}: {metrics:?}", node.name());
+        if node.public.is_some() {
+            for name in ["encrypt", "decrypt", "transit", "forward"] {
+                ensure!(count(name) > 0, "leader counts no {name}; {shown}");
+            }
+        } else {
+            ensure!(
+                count("steer") > 0 && count("deliver") > 0,
+                "non-leader steers or delivers nothing; {shown}"
+            );
+            ensure!(count("encrypt") == 0 && count("transit") == 0, "non-leader encrypts; {shown}");
+        }
+    }
+    Ok(String::new())
+}
+
+fn masquerade(lab: &mut Lab) -> Result<String> {
+    let mut sum = 0;
+    for node in &lab.network.nodes {
+        let metrics = counters::scrape(&node.space)?;
+        let (out, back) = (action(&metrics, "masquerade"), action(&metrics, "unmasquerade"));
+        ensure!(out > 0 && back > 0, "{}: {out} masqueraded, {back} back", node.name());
+        sum += out;
+    }
+    Ok(format!("({sum} packets)"))
+}
+
+fn nothing_in_clear(lab: &mut Lab) -> Result<String> {
+    let packets = counters::clear_pod_packets(&lab.network)?;
+    ensure!(packets == 0, "the router saw {packets} packets with pod addresses");
+    Ok(String::new())
+}
+
+fn no_drops(lab: &mut Lab) -> Result<String> {
+    for node in &lab.network.nodes {
+        let drops = drops(&counters::scrape(&node.space)?);
+        ensure!(drops.is_empty(), "{} dropped {drops:?}", node.name());
+    }
+    Ok(String::new())
+}
+
+fn bpftool(lab: &mut Lab) -> Result<String> {
+    for node in &lab.network.nodes {
+        let programs = node.space.sh("bpftool prog list")?;
+        for name in ["kilo_egress", "kilo_ingress", "lan_ingress", "uplink_egress"] {
+            ensure!(
+                programs.contains(&format!("name {name} ")),
+                "{}: no program {name}:\n{programs}",
+                node.name()
+            );
+        }
+        let dump = node.space.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v1/prefix_v4")?;
+        ensure!(
+            dump.contains("\"hop\"") && dump.contains("\"flags\""),
+            "{}: no field names:\n{dump}",
+            node.name()
+        );
+        let dump = node.space.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v1/hop | head -40")?;
+        ensure!(
+            dump.contains("\"kind\"") && dump.contains("\"tunnel\""),
+            "{}: no field names:\n{dump}",
+            node.name()
+        );
+    }
+    Ok(String::new())
+}
+
+fn quiet(lab: &mut Lab) -> Result<String> {
+    let read = |lab: &Lab| -> Result<Vec<(u64, u64)>> {
+        lab.network
+            .nodes
+            .iter()
+            .map(|node| {
+                let metrics = counters::scrape(&node.space)?;
+                let value = |name: &str| metrics.get(name).copied().unwrap_or(0);
+                Ok((value("kilo_reconciles_total"), value("kilo_writes_total")))
+            })
+            .collect()
+    };
+    let before = read(lab)?;
+    std::thread::sleep(Duration::from_secs(12));
+    let after = read(lab)?;
+    let mut reconciles = 0;
+    for (node, (before, after)) in lab.network.nodes.iter().zip(before.iter().zip(&after)) {
+        ensure!(after.0 > before.0, "{} did not reconcile", node.name());
+        ensure!(after.1 == before.1, "{} wrote {} times", node.name(), after.1 - before.1);
+        reconciles += after.0 - before.0;
+    }
+    Ok(format!("({reconciles} reconciles, 0 writes)"))
+}
+
+/// A ping and a TCP flow between pods of the two locations.
+struct Traffic {
+    ping: Child,
+    server: Child,
+    flow: Child,
+}
+
+impl Traffic {
+    fn start(lab: &Lab, seconds: u64) -> Result<Self> {
+        let (from, to) = (lab.network.node("a2")?, lab.network.node("b2")?);
+        let target = to.pod_ip().to_string();
+        let server = quiet_child(to.pod.command("iperf3").args(["-s", "-1", "-p", "5201"]))?;
+        std::thread::sleep(Duration::from_millis(300));
+        let interval = "0.01";
+        let count = (seconds * 100).to_string();
+        let ping =
+            quiet_child(from.pod.command("ping").args(["-n", "-q", "-i", interval, "-c", &count, &target]))?;
+        let flow = quiet_child(from.pod.command("iperf3").args([
+            "-c",
+            &target,
+            "-p",
+            "5201",
+            "-J",
+            "-b",
+            "20M",
+            "-i",
+            "0.5",
+            "-t",
+            &seconds.to_string(),
+        ]))?;
+        Ok(Self { ping, server, flow })
+    }
+
+    /// Waits for the end; a sentence with the figures, or what was lost.
+    fn finish(self) -> Result<String> {
+        let Self { ping, mut server, flow } = self;
+        let ping = ping.wait_with_output()?;
+        let flow = flow.wait_with_output()?;
+        let _ = server.kill();
+        let _ = server.wait();
+        let text = String::from_utf8_lossy(&ping.stdout).into_owned();
+        let line =
+            text.lines().find(|line| line.contains("packets transmitted")).context("ping said nothing")?;
+        ensure!(line.contains(" 0% packet loss"), "ping: {line}");
+        let json: serde_json::Value = serde_json::from_slice(&flow.stdout).context("iperf3 wrote no JSON")?;
+        if let Some(error) = json.get("error") {
+            bail!("iperf3: {error}");
+        }
+        let intervals =
+            json.pointer("/intervals").and_then(|v| v.as_array()).context("iperf3: no intervals")?;
+        let stalled = intervals
+            .iter()
+            .filter(|interval| interval.pointer("/sum/bytes").and_then(serde_json::Value::as_u64) == Some(0))
+            .count();
+        ensure!(stalled == 0, "the TCP flow stood still in {stalled} of {} half seconds", intervals.len());
+        let bytes = json.pointer("/end/sum_received/bytes").and_then(serde_json::Value::as_u64).unwrap_or(0);
+        ensure!(bytes > 0, "iperf3 received nothing");
+        Ok(format!("({}; iperf3 {} KB, no stall)", line.trim(), bytes / 1000))
+    }
+}
+
+fn quiet_child(command: &mut Command) -> Result<Child> {
+    Ok(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?)
+}
+
+fn each_agent(lab: &mut Lab, signal: Signal, down_for: Duration) -> Result<String> {
+    let names: Vec<_> = lab.network.nodes.iter().map(|node| node.name().to_owned()).collect();
+    let before: Vec<_> =
+        lab.network.nodes.iter().map(|node| counters::scrape(&node.space)).collect::<Result<_>>()?;
+    let traffic = Traffic::start(lab, 20)?;
+    std::thread::sleep(Duration::from_secs(1));
+    for name in &names {
+        lab.agents.stop(name, signal)?;
+    }
+    std::thread::sleep(down_for);
+    for name in &names {
+        let node = lab.network.node(name)?.clone();
+        lab.agents.start(&node)?;
+    }
+    for node in &lab.network.nodes {
+        agents::wait_healthy(&node.space, Duration::from_secs(30))?;
+    }
+    let figures = traffic.finish()?;
+    for (node, before) in lab.network.nodes.iter().zip(before) {
+        let after = counters::scrape(&node.space)?;
+        for name in ["steer", "encrypt", "decrypt", "masquerade"] {
+            ensure!(
+                action(&after, name) >= action(&before, name),
+                "{}: {name} counted {} before and {} after: the maps were not adopted",
+                node.name(),
+                action(&before, name),
+                action(&after, name)
+            );
+        }
+        let programs = node.space.sh("bpftool net list")?;
+        for name in ["kilo_egress", "kilo_ingress"] {
+            let copies = programs.matches(name).count();
+            ensure!(copies == 1, "{}: {copies} copies of {name}:\n{programs}", node.name());
+        }
+    }
+    no_drops(lab)?;
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+    Ok(figures)
+}
+
+fn kill_agents(lab: &mut Lab) -> Result<String> {
+    each_agent(lab, Signal::SIGKILL, Duration::from_secs(5))
+}
+
+fn restart_agents(lab: &mut Lab) -> Result<String> {
+    each_agent(lab, Signal::SIGTERM, Duration::from_secs(2))
+}
+
+fn second_agent(lab: &mut Lab) -> Result<String> {
+    let node = lab.network.node("a2")?;
+    let output = node
+        .space
+        .command("timeout")
+        .arg("10")
+        .arg(lab.agents.program("kg"))
+        .args(["--backend", "file", "--backend-dir"])
+        .arg(lab.agents.cluster())
+        .args(["--listen", ":1108"])
+        .output()?;
+    let said =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    ensure!(!output.status.success() && output.status.code() != Some(124), "it kept running: {said}");
+    ensure!(said.contains("already"), "it does not say why: {said}");
+    counters::scrape(&node.space).context("the first agent no longer answers")?;
+    Ok(String::new())
+}
+
+fn uninstall(lab: &mut Lab) -> Result<String> {
+    for name in ["a1", "a2"] {
+        lab.agents.stop(name, Signal::SIGKILL)?;
+        let node = lab.network.node(name)?;
+        let kg = lab.agents.program("kg");
+        let output = node
+            .space
+            .command(&kg)
+            .args(["uninstall", "--backend", "file", "--backend-dir"])
+            .arg(lab.agents.cluster())
+            .output()?;
+        ensure!(output.status.success(), "kg uninstall: {}", String::from_utf8_lossy(&output.stderr));
+        let left = node.space.sh(
+            "ls /sys/fs/bpf; ip -o link show kilo0 2>/dev/null || true; ip rule | grep 1107 || true; \
+             ip route show table all | grep kilo0 || true; bpftool net list | grep -E 'kilo_|lan_ingress|uplink_' || true",
+        )?;
+        ensure!(left.trim().is_empty(), "{name} still has:\n{left}");
+        let yaml = read_all(&lab.agents.cluster(), name)?;
+        ensure!(!yaml.contains("kilo.squat.ai/key"), "{name} still has annotations:\n{yaml}");
+    }
+    Ok(String::new())
+}
+
+/// Everything the cluster directory says about one node.
+fn read_all(directory: &Path, node: &str) -> Result<String> {
+    let mut text = String::new();
+    for entry in fs::read_dir(directory)?.flatten() {
+        if entry.file_name().to_string_lossy().contains(node) {
+            text += &fs::read_to_string(entry.path())?;
+        }
+    }
+    Ok(text)
+}

@@ -1,0 +1,85 @@
+//! Counters of the agents, read from `/metrics` inside each node.
+
+use std::{
+    collections::BTreeMap,
+    io::{Read as _, Write as _},
+    net::{Ipv4Addr, SocketAddr, TcpStream},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result};
+
+use super::{network::Network, space::Space};
+
+/// Metrics by name and labels, whole numbers only.
+pub type Metrics = BTreeMap<String, u64>;
+
+/// Reads the metrics of the agent in that namespace.
+pub fn scrape(space: &Space) -> Result<Metrics> {
+    let text = space.spawn(|| get("/metrics")).join().map_err(|_| anyhow::anyhow!("scrape thread"))???;
+    Ok(text
+        .lines()
+        .filter_map(|line| {
+            let (name, value) = line.rsplit_once(' ')?;
+            Some((name.to_owned(), value.parse().ok()?))
+        })
+        .collect())
+}
+
+fn get(path: &str) -> Result<String> {
+    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 1107));
+    let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(2))?;
+    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text)?;
+    text.split_once("\r\n\r\n").map(|(_, body)| body.to_owned()).context("no HTTP answer")
+}
+
+/// Packets of one action at one node.
+pub fn action(metrics: &Metrics, action: &str) -> u64 {
+    metrics.get(&format!("kilo_packets_total{{action=\"{action}\"}}")).copied().unwrap_or(0)
+}
+
+/// Dropped packets by reason, zeros left out.
+pub fn drops(metrics: &Metrics) -> BTreeMap<String, u64> {
+    metrics
+        .iter()
+        .filter_map(|(name, &value)| {
+            let reason = name.strip_prefix("kilo_dropped_packets_total{reason=\"")?.strip_suffix("\"}")?;
+            (value > 0).then(|| (reason.to_owned(), value))
+        })
+        .collect()
+}
+
+const SHOWN: [&str; 8] =
+    ["steer", "encrypt", "transit", "forward", "deliver", "decrypt", "masquerade", "unmasquerade"];
+
+/// Prints a table: a row a node, a column an action.
+pub fn print(network: &Network) {
+    let header: String = SHOWN.iter().map(|action| format!("{action:>13}")).collect();
+    println!("{:6}{header}  dropped", "");
+    for node in &network.nodes {
+        match scrape(&node.space) {
+            Ok(metrics) => {
+                let row: String =
+                    SHOWN.iter().map(|name| format!("{:>13}", action(&metrics, name))).collect();
+                let drops: Vec<_> =
+                    drops(&metrics).iter().map(|(reason, count)| format!("{reason} {count}")).collect();
+                let drops = if drops.is_empty() { "-".to_owned() } else { drops.join(", ") };
+                println!("{:6}{row}  {drops}", node.name());
+            }
+            Err(error) => println!("{:6} {error:#}", node.name()),
+        }
+    }
+}
+
+/// Packets with a pod's address that the router saw in clear.
+pub fn clear_pod_packets(network: &Network) -> Result<u64> {
+    let text = network.router.sh("nft list counter ip lab clear-pod-traffic")?;
+    text.split_whitespace()
+        .skip_while(|word| *word != "packets")
+        .nth(1)
+        .and_then(|number| number.parse().ok())
+        .with_context(|| format!("nft says: {text}"))
+}

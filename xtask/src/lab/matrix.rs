@@ -1,0 +1,255 @@
+//! Who reaches whom, by which protocol, and with which source address.
+
+use std::{
+    net::{IpAddr, Ipv4Addr},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, bail};
+
+use super::{
+    network::{LAPTOP, Network, OUTSIDE, ROUTER_OUTSIDE},
+    probe::{self, Protocol},
+    space::Space,
+};
+
+/// Longest wait for one answer; more than a WireGuard handshake takes.
+const TIMEOUT: Duration = Duration::from_secs(4);
+
+/// A place packets start from or go to.
+#[derive(Clone, Debug)]
+struct Place {
+    name: String,
+    kind: &'static str,
+    space: Space,
+    address: Ipv4Addr,
+    /// Address the outside host sees its packets come from.
+    outside_sees: Ipv4Addr,
+    /// Node it is on, for pods and hosts.
+    node: Option<String>,
+}
+
+/// One probe's result.
+#[derive(Clone, Debug)]
+pub struct Cell {
+    /// Where it started.
+    pub source: String,
+    /// `pod`, `host` or `vpn`.
+    pub source_kind: &'static str,
+    /// Where it went.
+    pub target: String,
+    /// `pod`, `host`, `vpn` or `outside`.
+    pub target_kind: &'static str,
+    /// What was sent.
+    pub protocol: Protocol,
+    /// Why it failed.
+    pub error: Option<String>,
+}
+
+/// All results.
+#[derive(Debug, Default)]
+pub struct Matrix {
+    /// One a probe.
+    pub cells: Vec<Cell>,
+    targets: Vec<String>,
+}
+
+fn places(network: &Network) -> Vec<Place> {
+    let mut places = Vec::new();
+    for node in &network.nodes {
+        places.push(Place {
+            name: format!("pod-{}", node.name()),
+            kind: "pod",
+            space: node.pod.clone(),
+            address: node.pod_ip(),
+            outside_sees: node.public.unwrap_or(ROUTER_OUTSIDE),
+            node: Some(node.name().to_owned()),
+        });
+    }
+    for node in &network.nodes {
+        places.push(Place {
+            name: node.name().to_owned(),
+            kind: "host",
+            space: node.space.clone(),
+            address: node.private,
+            outside_sees: node.public.unwrap_or(ROUTER_OUTSIDE),
+            node: Some(node.name().to_owned()),
+        });
+    }
+    places.push(Place {
+        name: "laptop".to_owned(),
+        kind: "vpn",
+        space: network.laptop.clone(),
+        address: LAPTOP,
+        outside_sees: ROUTER_OUTSIDE,
+        node: None,
+    });
+    places
+}
+
+/// Source address the target must see; `None` where any will do.
+fn expected_source(source: &Place, target: &Place) -> Option<Ipv4Addr> {
+    if target.kind == "outside" {
+        return Some(source.outside_sees);
+    }
+    // Between a host and its own pod the kernel takes the bridge's address.
+    let same_node = source.node.is_some() && source.node == target.node;
+    (!same_node).then_some(source.address)
+}
+
+/// Sends every probe, each source on a thread of its own.
+pub fn run(network: &Network) -> Result<Matrix> {
+    let sources = places(network);
+    let mut targets = sources.clone();
+    targets.push(Place {
+        name: "outside".to_owned(),
+        kind: "outside",
+        space: network.outside.clone(),
+        address: OUTSIDE,
+        outside_sees: OUTSIDE,
+        node: None,
+    });
+    let names = targets.iter().map(|target| target.name.clone()).collect();
+    let threads: Vec<_> = sources
+        .into_iter()
+        .map(|source| {
+            let targets = targets.clone();
+            source.space.clone().spawn(move || probe_all(&source, &targets))
+        })
+        .collect();
+    let mut matrix = Matrix { cells: Vec::new(), targets: names };
+    for thread in threads {
+        matrix.cells.extend(thread.join().map_err(|_| anyhow::anyhow!("probe thread"))??);
+    }
+    Ok(matrix)
+}
+
+fn probe_all(source: &Place, targets: &[Place]) -> Vec<Cell> {
+    let mut cells = Vec::new();
+    for target in targets.iter().filter(|target| target.name != source.name) {
+        for protocol in Protocol::ALL {
+            let error = match probe::probe(protocol, target.address, TIMEOUT) {
+                Ok(Some(seen)) => match expected_source(source, target) {
+                    Some(expected) if IpAddr::V4(expected) != seen => {
+                        Some(format!("came from {seen} instead of {expected}"))
+                    }
+                    _ => None,
+                },
+                Ok(None) => None,
+                Err(error) => Some(format!("{error:#}")),
+            };
+            cells.push(Cell {
+                source: source.name.clone(),
+                source_kind: source.kind,
+                target: target.name.clone(),
+                target_kind: target.kind,
+                protocol,
+                error,
+            });
+        }
+    }
+    cells
+}
+
+/// Waits until pods of all nodes reach each other and the laptop once, so that
+/// tunnels stand before anything is counted.
+pub fn settle(network: &Network, limit: Duration) -> Result<()> {
+    let started = Instant::now();
+    let mut shown = None;
+    loop {
+        let matrix = run_pings(network)?;
+        if shown != Some(matrix.0) {
+            println!(
+                "lab:   {} of {} paths answer, {:.1} s",
+                matrix.0,
+                matrix.1,
+                started.elapsed().as_secs_f32()
+            );
+            shown = Some(matrix.0);
+        }
+        if matrix.0 == matrix.1 || started.elapsed() > limit {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(300));
+    }
+}
+
+/// One short ping between all pods, and from the laptop: (answered, sent).
+fn run_pings(network: &Network) -> Result<(usize, usize)> {
+    let places: Vec<_> = places(network).into_iter().filter(|place| place.kind != "host").collect();
+    let threads: Vec<_> = places
+        .iter()
+        .map(|source| {
+            let source = source.clone();
+            let targets: Vec<_> = places
+                .iter()
+                .filter(|target| target.name != source.name)
+                .map(|target| target.address)
+                .collect();
+            source.space.clone().spawn(move || {
+                let ok = targets
+                    .iter()
+                    .filter(|&&target| probe::probe(Protocol::Icmp, target, Duration::from_secs(1)).is_ok())
+                    .count();
+                (ok, targets.len())
+            })
+        })
+        .collect();
+    let mut sum = (0, 0);
+    for thread in threads {
+        match thread.join() {
+            Ok(Ok((ok, sent))) => sum = (sum.0 + ok, sum.1 + sent),
+            Ok(Err(error)) => return Err(error),
+            Err(_) => bail!("ping thread"),
+        }
+    }
+    Ok(sum)
+}
+
+impl Matrix {
+    /// Number of probes sent.
+    pub fn total(&self) -> usize {
+        self.cells.len()
+    }
+
+    /// Number of probes that passed.
+    pub fn passed(&self) -> usize {
+        self.cells.iter().filter(|cell| cell.error.is_none()).count()
+    }
+
+    /// A row a source, a column a target; `ok`, or the protocols that failed.
+    pub fn print(&self) {
+        let header: String = self.targets.iter().map(|target| format!("{target:>9}")).collect();
+        println!("{:8}{header}", "");
+        let mut sources: Vec<&str> = Vec::new();
+        for cell in &self.cells {
+            if !sources.contains(&cell.source.as_str()) {
+                sources.push(&cell.source);
+            }
+        }
+        for source in sources {
+            let row: String =
+                self.targets.iter().map(|target| format!("{:>9}", self.show(source, target))).collect();
+            println!("{source:8}{row}");
+        }
+        for cell in self.cells.iter().filter(|cell| cell.error.is_some()) {
+            let error = cell.error.as_deref().unwrap_or_default();
+            println!("  FAILED {} -> {} {}: {error}", cell.source, cell.target, cell.protocol.label());
+        }
+    }
+
+    fn show(&self, source: &str, target: &str) -> String {
+        let cells: Vec<_> =
+            self.cells.iter().filter(|cell| cell.source == source && cell.target == target).collect();
+        let failed: Vec<_> = cells
+            .iter()
+            .filter(|cell| cell.error.is_some())
+            .map(|cell| &cell.protocol.label()[..1])
+            .collect();
+        match (cells.is_empty(), failed.is_empty()) {
+            (true, _) => "-".to_owned(),
+            (false, true) => "ok".to_owned(),
+            (false, false) => format!("!{}", failed.join("")),
+        }
+    }
+}

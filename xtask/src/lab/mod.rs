@@ -1,0 +1,276 @@
+//! `cargo xtask lab`: a mesh on this machine, with a real agent a node.
+
+mod agents;
+mod checks;
+mod counters;
+mod matrix;
+mod network;
+mod probe;
+mod space;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+use clap::{Args, Subcommand};
+use serde::{Deserialize, Serialize};
+
+use agents::Agents;
+use network::Network;
+
+/// Debian packages the lab needs.
+pub const PACKAGES: &[&str] =
+    &["iproute2", "nftables", "wireguard-tools", "iputils-ping", "iperf3", "bpftool"];
+
+/// Options and subcommands of the lab.
+#[derive(Args, Debug)]
+pub struct LabArgs {
+    /// Name of the lab; several can stand side by side.
+    #[arg(long, default_value = "kilo-lab", global = true)]
+    name: String,
+    /// Leave the lab up when everything has been shown.
+    #[arg(long)]
+    keep: bool,
+    /// WireGuard implementation of the agents: auto, kernel or userspace.
+    #[arg(long, default_value = "auto", global = true)]
+    wireguard: String,
+    /// Directory of the kg and kgctl binaries (default: where this program is).
+    #[arg(long, global = true)]
+    bin: Option<PathBuf>,
+    #[command(subcommand)]
+    command: Option<LabCommand>,
+}
+
+#[derive(Subcommand, Debug)]
+enum LabCommand {
+    /// Run a command inside a node, pod (pod-NODE), router, outside or laptop.
+    Exec {
+        /// Name of the namespace.
+        space: String,
+        /// The command.
+        #[arg(last = true, required = true)]
+        command: Vec<String>,
+    },
+    /// Show the agents and their counters.
+    Status,
+    /// Take the lab down.
+    Down,
+    /// Build the lab, run every check, take it down.
+    Test {
+        /// Write the outcomes to this file as JSON.
+        #[arg(long)]
+        json: Option<PathBuf>,
+        /// Put this before each test's name.
+        #[arg(long, default_value = "")]
+        prefix: String,
+    },
+}
+
+impl LabArgs {
+    /// True when binaries must be built first.
+    pub fn needs_build(&self) -> bool {
+        self.bin.is_none() && matches!(self.command, None | Some(LabCommand::Test { .. }))
+    }
+}
+
+/// A lab that stands, as its state file describes it.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Lab {
+    name: String,
+    directory: PathBuf,
+    network: Network,
+    agents: Agents,
+}
+
+/// Takes the lab down when dropped, unless told to keep it.
+struct Guard {
+    name: String,
+    keep: bool,
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if !self.keep {
+            if let Err(error) = down(&self.name) {
+                eprintln!("lab: {error:#}");
+            }
+        }
+    }
+}
+
+/// Runs `cargo xtask lab`.
+pub fn main(args: LabArgs) -> Result<()> {
+    if !nix::unistd::geteuid().is_root() {
+        bail!("the lab makes network namespaces and loads BPF programs: run it as root");
+    }
+    let valid = |c: char| c.is_ascii_alphanumeric() || c == '-';
+    if args.name.is_empty() || args.name.len() > 32 || !args.name.chars().all(valid) {
+        bail!("--name {:?}: use 1 to 32 letters, digits and hyphens", args.name);
+    }
+    match args.command {
+        None => show(&args),
+        Some(LabCommand::Exec { space, command }) => exec(&args.name, &space, &command),
+        Some(LabCommand::Status) => {
+            let lab = Lab::load(&args.name)?;
+            lab.agents.print_status(&lab.network);
+            counters::print(&lab.network);
+            Ok(())
+        }
+        Some(LabCommand::Down) => down(&args.name),
+        Some(LabCommand::Test { ref json, ref prefix }) => {
+            let _guard = take_over(&args.name)?;
+            let started = Instant::now();
+            let outcomes = checks::run(Lab::up(&args)?, started, prefix);
+            if let Some(path) = json {
+                fs::write(path, serde_json::to_vec_pretty(&outcomes)?)
+                    .with_context(|| path.display().to_string())?;
+            }
+            let failed = outcomes.iter().filter(|outcome| outcome.outcome == "failed").count();
+            if failed > 0 {
+                bail!("{failed} of {} checks failed", outcomes.len());
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Removes what an earlier lab of that name left, and arranges that this one
+/// goes away on return, Ctrl-C and SIGTERM.
+fn take_over(name: &str) -> Result<Guard> {
+    if directory(name).exists() {
+        down(name)?;
+    }
+    let on_signal = name.to_owned();
+    ctrlc::set_handler(move || {
+        eprintln!("\nlab: interrupted, cleaning up");
+        let _ = down(&on_signal);
+        std::process::exit(130);
+    })
+    .context("signal handler")?;
+    Ok(Guard { name: name.to_owned(), keep: false })
+}
+
+fn show(args: &LabArgs) -> Result<()> {
+    let mut guard = take_over(&args.name)?;
+    let started = Instant::now();
+    let lab = Lab::up(args)?;
+    println!("\n== Topology (kgctl graph; circles lead)\n{}", lab.agents.describe(&lab.network)?);
+    println!("== Reachability: TCP with 8 KB, UDP and ICMP echo, each way, with the source address checked");
+    let matrix = matrix::run(&lab.network)?;
+    matrix.print();
+    println!("\n== Which way they went (packets; `kilo_packets_total` of each agent)");
+    counters::print(&lab.network);
+    println!("pod packets seen in clear on the router: {}", counters::clear_pod_packets(&lab.network)?);
+    println!(
+        "\nlab: {} of {} probes passed, {:.1} s",
+        matrix.passed(),
+        matrix.total(),
+        started.elapsed().as_secs_f32()
+    );
+    if args.keep {
+        guard.keep = true;
+        println!("\nThe lab stays up. Look around:");
+        for line in [
+            "lab status",
+            "lab exec a2 -- ip route",
+            "lab exec a1 -- wg",
+            "lab exec a2 -- bpftool prog",
+            "lab exec a2 -- bpftool map dump pinned /sys/fs/bpf/kilo/v1/prefix_v4",
+            "lab exec pod-a2 -- ping -c 3 10.42.5.2",
+            "lab exec a1 -- curl -s localhost:1107/metrics",
+            "lab down",
+        ] {
+            println!("  cargo xtask {line}");
+        }
+    }
+    if matrix.passed() < matrix.total() {
+        bail!("{} probes failed", matrix.total() - matrix.passed());
+    }
+    Ok(())
+}
+
+fn exec(name: &str, space: &str, command: &[String]) -> Result<()> {
+    let lab = Lab::load(name)?;
+    let (program, arguments) = command.split_first().context("no command")?;
+    let status = lab.network.space(space)?.command(program).args(arguments).status()?;
+    std::process::exit(status.code().unwrap_or(1));
+}
+
+fn directory(name: &str) -> PathBuf {
+    std::env::temp_dir().join(name)
+}
+
+fn down(name: &str) -> Result<()> {
+    let directory = directory(name);
+    // The plan names every namespace, so a lab that was only half built goes too.
+    let network = Network::plan(name);
+    let spaces: Vec<_> = network.spaces().into_iter().filter(|space| space.path().exists()).collect();
+    space::kill_inside(&spaces);
+    for space in &spaces {
+        space::run(std::process::Command::new("ip").args(["netns", "delete", &space.netns]))?;
+    }
+    if directory.exists() {
+        fs::remove_dir_all(&directory).with_context(|| directory.display().to_string())?;
+    }
+    Ok(())
+}
+
+impl Lab {
+    /// Builds namespaces, writes the cluster's objects, starts the agents and
+    /// the laptop, and waits until the mesh stands.
+    fn up(args: &LabArgs) -> Result<Self> {
+        let directory = directory(&args.name);
+        let logs = directory.join("logs");
+        fs::create_dir_all(&logs).with_context(|| logs.display().to_string())?;
+        step("namespaces, links, addresses, NAT");
+        let mut network = Network::plan(&args.name);
+        network.build(&args.name, &logs)?;
+        let bin = match &args.bin {
+            Some(bin) => bin.clone(),
+            None => std::env::current_exe()?
+                .parent()
+                .map(Path::to_owned)
+                .context("no directory of this program")?,
+        };
+        let mut agents = Agents::prepare(&bin, &directory, &args.wireguard, &network)?;
+        step("an agent on each of 5 nodes");
+        for node in &network.nodes {
+            agents.start(node)?;
+        }
+        let lab = Self { name: args.name.clone(), directory, network, agents };
+        lab.save()?;
+        step("waiting for the mesh");
+        lab.agents.wait_until_ready(&lab.network, Duration::from_secs(120))?;
+        step("a VPN peer, configured by `kgctl showconf peer laptop`");
+        lab.agents.join_laptop(&lab.network)?;
+        step("TCP and UDP servers everywhere");
+        for space in lab.network.spaces() {
+            if space.name != "router" {
+                probe::serve(&space)?;
+            }
+        }
+        matrix::settle(&lab.network, Duration::from_secs(60))?;
+        lab.save()?;
+        Ok(lab)
+    }
+
+    fn save(&self) -> Result<()> {
+        let path = self.directory.join("state.json");
+        fs::write(&path, serde_json::to_vec_pretty(self)?).with_context(|| path.display().to_string())
+    }
+
+    fn load(name: &str) -> Result<Self> {
+        let path = directory(name).join("state.json");
+        let text = fs::read(&path)
+            .with_context(|| format!("no lab named {name} is up; start one with `cargo xtask lab --keep`"))?;
+        Ok(serde_json::from_slice(&text)?)
+    }
+}
+
+/// Prints one line of progress.
+fn step(what: &str) {
+    println!("lab: {what} ...");
+}

@@ -1,0 +1,230 @@
+//! The lab's network: two locations on LANs of their own, a router between
+//! them that translates addresses, an outside host, a laptop, pods.
+//!
+//! ```text
+//!   site-a 10.1.0.0/24          router           site-b 10.2.0.0/24
+//!   a1 (leader) .11 ──┐    ┌── lan-a  lan-b ──┐  ┌── b1 (leader) .11
+//!   a2 .12, a3 .13  ──┴────┘                  └──┴── b2 .12
+//!   a1 192.0.2.11 ─────────── wan 192.0.2.0/24 ───── b1 192.0.2.21
+//!   outside 198.51.100.2 ──── beyond NAT     laptop 172.16.9.2 behind NAT
+//! ```
+
+use std::net::Ipv4Addr;
+
+use anyhow::{Result, bail};
+use serde::{Deserialize, Serialize};
+
+use super::space::Space;
+
+/// A node of the lab.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Node {
+    /// Where it runs.
+    pub space: Space,
+    /// Where its pod runs.
+    pub pod: Space,
+    /// Value of the region label.
+    pub location: String,
+    /// Address on the LAN of its location.
+    pub private: Ipv4Addr,
+    /// Address on the router's public network, which only leaders have.
+    pub public: Option<Ipv4Addr>,
+    /// First three octets of its pod CIDR (/24).
+    pub pod_prefix: [u8; 3],
+}
+
+impl Node {
+    /// Name of the node.
+    pub fn name(&self) -> &str {
+        &self.space.name
+    }
+
+    /// Address `host` in the node's pod CIDR.
+    pub fn pod_address(&self, host: u8) -> Ipv4Addr {
+        let [a, b, c] = self.pod_prefix;
+        Ipv4Addr::new(a, b, c, host)
+    }
+
+    /// Address of the node's pod.
+    pub fn pod_ip(&self) -> Ipv4Addr {
+        self.pod_address(2)
+    }
+
+    /// The node's pod CIDR.
+    pub fn pod_cidr(&self) -> String {
+        format!("{}/24", self.pod_address(0))
+    }
+}
+
+/// Name, location, last octet on the LAN, public address.
+const NODES: [(&str, &str, u8, Option<Ipv4Addr>); 5] = [
+    ("a1", "site-a", 11, Some(Ipv4Addr::new(192, 0, 2, 11))),
+    ("a2", "site-a", 12, None),
+    ("a3", "site-a", 13, None),
+    ("b1", "site-b", 11, Some(Ipv4Addr::new(192, 0, 2, 21))),
+    ("b2", "site-b", 12, None),
+];
+
+/// Address of the outside host.
+pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 2);
+/// Address the outside host sees for what the router translates.
+pub const ROUTER_OUTSIDE: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 1);
+/// VPN address of the laptop.
+pub const LAPTOP: Ipv4Addr = Ipv4Addr::new(10, 5, 0, 1);
+/// All pods of the lab.
+pub const PODS: &str = "10.42.0.0/16";
+
+/// Every namespace of the lab.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Network {
+    /// Joins everything.
+    pub router: Space,
+    /// A host that knows nothing of the mesh.
+    pub outside: Space,
+    /// A VPN peer behind NAT.
+    pub laptop: Space,
+    /// The nodes, sorted by name.
+    pub nodes: Vec<Node>,
+}
+
+impl Network {
+    /// Every namespace, the router first.
+    pub fn spaces(&self) -> Vec<Space> {
+        let mut spaces = vec![self.router.clone(), self.outside.clone(), self.laptop.clone()];
+        for node in &self.nodes {
+            spaces.push(node.pod.clone());
+            spaces.push(node.space.clone());
+        }
+        spaces
+    }
+
+    /// The namespace of that name.
+    pub fn space(&self, name: &str) -> Result<Space> {
+        let spaces = self.spaces();
+        match spaces.iter().find(|space| space.name == name) {
+            Some(space) => Ok(space.clone()),
+            None => {
+                let names: Vec<_> = spaces.iter().map(|space| space.name.as_str()).collect();
+                bail!("{name:?} is not in the lab; there are: {}", names.join(", "))
+            }
+        }
+    }
+
+    /// The node of that name.
+    pub fn node(&self, name: &str) -> Result<&Node> {
+        match self.nodes.iter().find(|node| node.name() == name) {
+            Some(node) => Ok(node),
+            None => bail!("{name:?} is no node of the lab"),
+        }
+    }
+
+    /// Names the namespaces without creating them, so that a half-built lab
+    /// can be taken down.
+    pub fn plan(lab: &str) -> Self {
+        let space =
+            |name: &str| Space { name: name.to_owned(), netns: format!("{lab}-{name}"), holder: None };
+        let nodes = NODES
+            .iter()
+            .zip(1u8..)
+            .map(|(&(name, location, host, public), number)| Node {
+                space: space(name),
+                pod: space(&format!("pod-{name}")),
+                location: location.to_owned(),
+                private: Ipv4Addr::new(10, if location == "site-a" { 1 } else { 2 }, 0, host),
+                public,
+                pod_prefix: [10, 42, number],
+            })
+            .collect();
+        Self { router: space("router"), outside: space("outside"), laptop: space("laptop"), nodes }
+    }
+
+    /// Creates every namespace, link, address and route.
+    pub fn build(&mut self, lab: &str, logs: &std::path::Path) -> Result<()> {
+        for space in self.spaces() {
+            Space::create(lab, &space.name)?;
+        }
+        self.router.ip(
+            "link add lan-a type bridge\nlink add lan-b type bridge\nlink add wan type bridge\n\
+             link set lan-a up\nlink set lan-b up\nlink set wan up\n\
+             address add 10.1.0.1/24 dev lan-a\naddress add 10.2.0.1/24 dev lan-b\n\
+             address add 192.0.2.1/24 dev wan\n",
+        )?;
+        self.attach(&self.outside, "eth0", "outside", None)?;
+        self.attach(&self.laptop, "eth0", "laptop", None)?;
+        self.router.ip("address add 198.51.100.1/24 dev outside\naddress add 172.16.9.1/24 dev laptop\n")?;
+        self.outside
+            .ip(&format!("address add {OUTSIDE}/24 dev eth0\nroute add 192.0.2.0/24 via 198.51.100.1\n"))?;
+        self.laptop.ip("address add 172.16.9.2/24 dev eth0\nroute add default via 172.16.9.1\n")?;
+        self.router.sh(ROUTER_RULES)?;
+        for node in &mut self.nodes {
+            node.space.hold(&logs.join(format!("{}-namespaces.log", node.space.name)))?;
+        }
+        for node in &self.nodes {
+            self.build_node(node)?;
+        }
+        Ok(())
+    }
+
+    /// Joins `space` to the router by a veth pair, and to a bridge there.
+    fn attach(&self, space: &Space, device: &str, router_device: &str, bridge: Option<&str>) -> Result<()> {
+        space.ip(&format!(
+            "link add {device} type veth peer name {router_device} netns {}\nlink set {device} up\n",
+            self.router.netns
+        ))?;
+        let master = bridge.map(|bridge| format!(" master {bridge}")).unwrap_or_default();
+        self.router.ip(&format!("link set {router_device}{master} up\n"))
+    }
+
+    fn build_node(&self, node: &Node) -> Result<()> {
+        let name = node.name();
+        let lan = if node.location == "site-a" { "lan-a" } else { "lan-b" };
+        self.attach(&node.space, "eth0", &format!("{name}-lan"), Some(lan))?;
+        let [_, site, ..] = node.private.octets();
+        let mut batch = format!("address add {}/24 dev eth0\n", node.private);
+        match node.public {
+            Some(public) => {
+                self.attach(&node.space, "eth1", &format!("{name}-wan"), Some("wan"))?;
+                batch += &format!("address add {public}/24 dev eth1\nroute add default via 192.0.2.1\n");
+            }
+            None => batch += &format!("route add default via 10.{site}.0.1\n"),
+        }
+        batch += &format!(
+            "link add kube-bridge type bridge\naddress add {}/24 dev kube-bridge\nlink set kube-bridge up\n\
+             link add pod type veth peer name eth0 netns {}\nlink set pod master kube-bridge up\n",
+            node.pod_address(1),
+            node.pod.netns
+        );
+        node.space.ip(&batch)?;
+        node.pod.ip(&format!(
+            "address add {}/24 dev eth0\nlink set eth0 up\nroute add default via {}\n",
+            node.pod_ip(),
+            node.pod_address(1)
+        ))?;
+        node.space.sh("echo 1 > /proc/sys/net/ipv4/ip_forward; \
+             for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $d; done")?;
+        Ok(())
+    }
+}
+
+/// The router forwards, keeps the two LANs apart (as the Internet does),
+/// translates private addresses, and counts what should never be there:
+/// a packet with a pod's address in clear.
+const ROUTER_RULES: &str = r#"
+echo 1 > /proc/sys/net/ipv4/ip_forward
+nft -f - <<'RULES'
+table ip lab {
+    counter clear-pod-traffic { }
+    chain forward {
+        type filter hook forward priority 0; policy accept;
+        ip saddr 10.42.0.0/16 counter name clear-pod-traffic drop
+        ip daddr 10.42.0.0/16 counter name clear-pod-traffic drop
+        iifname { "lan-a", "lan-b" } oifname { "lan-a", "lan-b" } drop
+        iifname { "wan", "laptop", "outside" } oifname { "lan-a", "lan-b" } ct state new drop
+    }
+    chain postrouting {
+        type nat hook postrouting priority 100;
+        oifname { "wan", "outside" } ip saddr { 10.1.0.0/24, 10.2.0.0/24, 172.16.9.0/24 } masquerade
+    }
+}
+RULES
+"#;

@@ -1,0 +1,192 @@
+//! TCP, UDP and ICMP probes: servers that answer with the address they saw,
+//! clients that check the echo. Everything runs on threads inside the
+//! namespaces, with real sockets.
+
+use std::{
+    io::{Read as _, Write as _},
+    mem::MaybeUninit,
+    net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+use socket2::{Domain, Protocol as SocketProtocol, Socket, Type};
+
+use super::space::Space;
+
+/// Port both servers listen on.
+const PORT: u16 = 7007;
+/// Payload of a TCP probe in bytes: several segments.
+const TCP_PAYLOAD: usize = 8_000;
+/// Payload of a UDP or ICMP probe in bytes.
+const DATAGRAM_PAYLOAD: usize = 600;
+
+/// What a probe sends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Protocol {
+    /// One connection that carries [`TCP_PAYLOAD`] bytes both ways.
+    Tcp,
+    /// One datagram and its answer.
+    Udp,
+    /// One echo request and its reply.
+    Icmp,
+}
+
+impl Protocol {
+    /// All of them, in the order of the matrix.
+    pub const ALL: [Self; 3] = [Self::Tcp, Self::Udp, Self::Icmp];
+
+    /// Name in the matrix.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Udp => "udp",
+            Self::Icmp => "icmp",
+        }
+    }
+}
+
+/// Starts a TCP and a UDP server in the namespace; they live as long as this
+/// process.
+pub fn serve(space: &Space) -> Result<()> {
+    let listener = space
+        .spawn(|| TcpListener::bind((Ipv4Addr::UNSPECIFIED, PORT)))
+        .join()
+        .map_err(|_| anyhow::anyhow!("server thread"))??
+        .with_context(|| format!("TCP port {PORT} in {}", space.name))?;
+    let socket = space
+        .spawn(|| UdpSocket::bind((Ipv4Addr::UNSPECIFIED, PORT)))
+        .join()
+        .map_err(|_| anyhow::anyhow!("server thread"))??
+        .with_context(|| format!("UDP port {PORT} in {}", space.name))?;
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            std::thread::spawn(move || echo_tcp(stream));
+        }
+    });
+    std::thread::spawn(move || {
+        let mut buffer = [0; 2048];
+        while let Ok((length, peer)) = socket.recv_from(&mut buffer) {
+            let answer = [peer.ip().to_string().as_bytes(), b"\n", &buffer[..length]].concat();
+            let _ = socket.send_to(&answer, peer);
+        }
+    });
+    Ok(())
+}
+
+fn echo_tcp(mut stream: TcpStream) -> Option<()> {
+    let peer = stream.peer_addr().ok()?;
+    stream.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
+    stream.write_all(format!("{}\n", peer.ip()).as_bytes()).ok()?;
+    let mut buffer = [0; 4096];
+    loop {
+        match stream.read(&mut buffer).ok()? {
+            0 => return Some(()),
+            length => stream.write_all(&buffer[..length]).ok()?,
+        }
+    }
+}
+
+/// Sends one probe from this thread's namespace. Answers the source address
+/// the server saw (`None` for ICMP, where nobody tells).
+pub fn probe(protocol: Protocol, target: Ipv4Addr, timeout: Duration) -> Result<Option<IpAddr>> {
+    match protocol {
+        Protocol::Tcp => tcp(target, timeout).map(Some),
+        Protocol::Udp => udp(target, timeout).map(Some),
+        Protocol::Icmp => icmp(target, timeout).map(|()| None),
+    }
+}
+
+fn pattern(length: usize) -> Vec<u8> {
+    (0..length).map(|i| (i % 251) as u8).collect()
+}
+
+fn split_answer(answer: &[u8]) -> Result<(IpAddr, &[u8])> {
+    let end = answer.iter().position(|&byte| byte == b'\n').context("no address in the answer")?;
+    Ok((std::str::from_utf8(&answer[..end])?.parse()?, &answer[end + 1..]))
+}
+
+fn tcp(target: Ipv4Addr, timeout: Duration) -> Result<IpAddr> {
+    let mut stream = TcpStream::connect_timeout(&SocketAddr::from((target, PORT)), timeout)?;
+    stream.set_read_timeout(Some(timeout))?;
+    stream.set_write_timeout(Some(timeout))?;
+    let sent = pattern(TCP_PAYLOAD);
+    stream.write_all(&sent)?;
+    stream.shutdown(std::net::Shutdown::Write)?;
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer)?;
+    let (seen, echoed) = split_answer(&answer)?;
+    if echoed != sent {
+        bail!("{} of {} bytes came back, or other ones", echoed.len(), sent.len());
+    }
+    Ok(seen)
+}
+
+fn udp(target: Ipv4Addr, timeout: Duration) -> Result<IpAddr> {
+    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+    socket.connect((target, PORT))?;
+    socket.set_read_timeout(Some(timeout))?;
+    let sent = pattern(DATAGRAM_PAYLOAD);
+    socket.send(&sent)?;
+    let mut buffer = [0; 2048];
+    let length = socket.recv(&mut buffer)?;
+    let (seen, echoed) = split_answer(&buffer[..length])?;
+    if echoed != sent {
+        bail!("another payload came back");
+    }
+    Ok(seen)
+}
+
+/// RFC 792 echo over a raw socket.
+fn icmp(target: Ipv4Addr, timeout: Duration) -> Result<()> {
+    static SEQUENCE: std::sync::atomic::AtomicU16 = std::sync::atomic::AtomicU16::new(1);
+    let sequence = SEQUENCE.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    let socket = Socket::new(Domain::IPV4, Type::RAW, Some(SocketProtocol::ICMPV4))?;
+    socket.set_read_timeout(Some(timeout))?;
+    let mut request = vec![8, 0, 0, 0, 0x4b, 0x69, (sequence >> 8) as u8, sequence as u8];
+    request.extend(pattern(DATAGRAM_PAYLOAD));
+    let checksum = internet_checksum(&request);
+    request[2..4].copy_from_slice(&checksum.to_be_bytes());
+    socket.send_to(&request, &SocketAddr::from((target, 0)).into())?;
+    let deadline = Instant::now() + timeout;
+    while Instant::now() < deadline {
+        let mut buffer = [MaybeUninit::<u8>::uninit(); 2048];
+        let (length, from) = socket.recv_from(&mut buffer)?;
+        // SAFETY: recv_from initialised the first `length` bytes.
+        let packet = unsafe { std::slice::from_raw_parts(buffer.as_ptr().cast::<u8>(), length) };
+        let header = usize::from(packet.first().context("empty packet")? & 0xf) * 4;
+        let Some(reply) = packet.get(header..) else { continue };
+        if reply.len() == request.len() && reply[0] == 0 && reply[4..] == request[4..] {
+            if from.as_socket_ipv4().map(|from| *from.ip()) != Some(target) {
+                bail!("the reply came from {from:?}");
+            }
+            return Ok(());
+        }
+    }
+    bail!("no reply")
+}
+
+/// RFC 1071 checksum.
+fn internet_checksum(bytes: &[u8]) -> u16 {
+    let mut sum: u32 = bytes
+        .chunks(2)
+        .map(|pair| u32::from(pair[0]) << 8 | pair.get(1).map_or(0, |&byte| u32::from(byte)))
+        .sum();
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    !(sum as u16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_checksum_of_a_packet_with_its_checksum_is_zero() {
+        let mut packet = vec![8, 0, 0, 0, 1, 2, 3, 4, 5];
+        let checksum = internet_checksum(&packet);
+        packet[2..4].copy_from_slice(&checksum.to_be_bytes());
+        assert_eq!(internet_checksum(&packet), 0);
+    }
+}

@@ -1,0 +1,153 @@
+//! Network namespaces of the lab: running commands and code inside them.
+
+use std::{
+    fs::File,
+    io::Write as _,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context as _, Result, bail};
+use nix::sched::{CloneFlags, setns};
+
+/// Where `ip netns` keeps its names.
+const NETNS_DIR: &str = "/run/netns";
+
+/// One named network namespace, optionally with a process that holds a mount
+/// and a UTS namespace beside it.
+#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
+pub struct Space {
+    /// Name within the lab: `a1`, `pod-a1`, `router`.
+    pub name: String,
+    /// Name of the network namespace on the machine.
+    pub netns: String,
+    /// Process that holds the other namespaces (nodes only).
+    pub holder: Option<u32>,
+}
+
+impl Space {
+    /// Creates the network namespace and brings loopback up.
+    pub fn create(lab: &str, name: &str) -> Result<Self> {
+        let netns = format!("{lab}-{name}");
+        run(Command::new("ip").args(["netns", "add", &netns]))?;
+        let space = Self { name: name.to_owned(), netns, holder: None };
+        space.ip("link set lo up")?;
+        Ok(space)
+    }
+
+    /// Adds mount and UTS namespaces: own /sys, /sys/fs/bpf, /run and
+    /// /var/lib, as a container host would have; held by a sleeping process.
+    pub fn hold(&mut self, log: &Path) -> Result<()> {
+        let script = format!(
+            "mount -t sysfs sys /sys && mount -t bpf bpf /sys/fs/bpf && \
+             mount -t tmpfs run /run && mkdir -p /run/wireguard && \
+             mount -t tmpfs lib /var/lib && hostname {} && echo ready && exec sleep infinity",
+            self.name
+        );
+        let mut child = Command::new("nsenter")
+            .arg(format!("--net={}", self.path().display()))
+            .args(["unshare", "--mount", "--uts", "--propagation", "private", "sh", "-c", &script])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(File::create(log)?)
+            .spawn()
+            .context("cannot run nsenter; install util-linux")?;
+        let mut line = String::new();
+        if let Some(stdout) = child.stdout.take() {
+            std::io::BufRead::read_line(&mut std::io::BufReader::new(stdout), &mut line)?;
+        }
+        if line.trim() != "ready" {
+            bail!("the namespaces of {} could not be set up; see {}", self.name, log.display());
+        }
+        self.holder = Some(child.id());
+        Ok(())
+    }
+
+    /// Path of the network namespace.
+    pub fn path(&self) -> PathBuf {
+        Path::new(NETNS_DIR).join(&self.netns)
+    }
+
+    /// A command that will run inside; its process id is the command's own.
+    pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = Command::new("nsenter");
+        match self.holder {
+            Some(pid) => {
+                command.arg(format!("--target={pid}")).args(["--mount", "--net", "--uts"]);
+                if let Ok(dir) = std::env::current_dir() {
+                    command.arg(format!("--wd={}", dir.display()));
+                }
+            }
+            None => {
+                command.arg(format!("--net={}", self.path().display()));
+            }
+        }
+        command.arg("--").arg(program);
+        command
+    }
+
+    /// Runs a shell script inside and answers its standard output.
+    pub fn sh(&self, script: &str) -> Result<String> {
+        run(self.command("sh").args(["-euc", script])).with_context(|| format!("in {}", self.name))
+    }
+
+    /// Runs lines of `ip` commands inside in one go.
+    pub fn ip(&self, batch: &str) -> Result<()> {
+        let mut child = Command::new("ip")
+            .args(["-n", &self.netns, "-batch", "-"])
+            .stdin(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .context("cannot run ip; install iproute2")?;
+        if let Some(mut stdin) = child.stdin.take() {
+            stdin.write_all(batch.as_bytes())?;
+        }
+        let output = child.wait_with_output()?;
+        if !output.status.success() {
+            bail!("ip in {}: {}", self.name, String::from_utf8_lossy(&output.stderr).trim());
+        }
+        Ok(())
+    }
+
+    /// Runs `code` on a thread of its own inside the network namespace.
+    pub fn spawn<T: Send + 'static>(
+        &self,
+        code: impl FnOnce() -> T + Send + 'static,
+    ) -> std::thread::JoinHandle<Result<T>> {
+        let path = self.path();
+        std::thread::spawn(move || {
+            let file = File::open(&path).with_context(|| format!("{} is gone", path.display()))?;
+            setns(file, CloneFlags::CLONE_NEWNET).context("setns")?;
+            Ok(code())
+        })
+    }
+}
+
+/// Runs a command to its end; its standard output, or an error with what it
+/// said on standard error.
+pub fn run(command: &mut Command) -> Result<String> {
+    let program = format!("{command:?}");
+    let output = command.stdin(Stdio::null()).output().with_context(|| format!("cannot run {program}"))?;
+    if !output.status.success() {
+        bail!("{program}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Ends every process that lives in one of these network namespaces.
+pub fn kill_inside(spaces: &[Space]) {
+    use std::os::linux::fs::MetadataExt as _;
+    let inodes: Vec<u64> =
+        spaces.iter().filter_map(|space| Some(std::fs::metadata(space.path()).ok()?.st_ino())).collect();
+    let Ok(entries) = std::fs::read_dir("/proc") else { return };
+    for entry in entries.flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else {
+            continue;
+        };
+        let Ok(link) = std::fs::metadata(entry.path().join("ns/net")) else { continue };
+        if inodes.contains(&link.st_ino()) && pid != std::process::id().cast_signed() {
+            let _ =
+                nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
+        }
+    }
+}
