@@ -3,5 +3,9 @@
 //! tested on the host.
 #![cfg_attr(not(test), no_std)]
 
+pub mod checksum;
+pub mod encap;
 pub mod maps;
+pub mod nat;
+pub mod packet;
 pub mod verdict;

@@ -38,7 +38,7 @@ pub mod name {
     pub const HOP: &str = "hop";
     /// Hash: outer IPv4 source -> [`super::NodeValue`].
     pub const NODE_V4: &str = "node_v4";
-    /// LPM: IPv4 source prefix -> `u32` (any value: its traffic is masqueraded).
+    /// LPM: IPv4 source prefix -> `u32` [`super::MASQ_SRC_ALWAYS`] or [`super::MASQ_SRC_EXEMPT`].
     pub const MASQ_SRC: &str = "masq_src";
     /// LPM: IPv4 destination prefix -> `u32` [`super::MASQ_EXCLUDE`] or [`super::MASQ_FORCE`].
     pub const MASQ_DST: &str = "masq_dst";
@@ -114,6 +114,12 @@ pub struct NodeValue {
     pub flags: u32,
 }
 
+/// Value of `masq_src`: masqueraded unless the destination is excluded.
+pub const MASQ_SRC_ALWAYS: u32 = 1;
+/// Value of `masq_src`: not masqueraded towards a forced destination either
+/// (squat/kilo#496: two prefixes of one location's allowed-location-ips).
+pub const MASQ_SRC_EXEMPT: u32 = 2;
+
 /// Value of `masq_dst`: never masqueraded.
 pub const MASQ_EXCLUDE: u32 = 1;
 /// Value of `masq_dst`: masqueraded whatever the source.
@@ -179,6 +185,8 @@ pub struct Device {
 pub const CONFIG_LEADER: u32 = 1;
 /// `Config::flags`: masquerading is done by our programs.
 pub const CONFIG_MASQUERADE: u32 = 2;
+/// `Config::flags`: nodes of the location may send packets without an outer header.
+pub const CONFIG_PLAIN: u32 = 4;
 
 /// What every program needs to know of this host.
 #[repr(C)]

@@ -1,0 +1,147 @@
+//! Reading IPv4 headers (RFC 791).
+
+use crate::verdict::DropReason;
+
+/// IP protocol numbers (IANA).
+pub mod protocol {
+    /// ICMP, RFC 792.
+    pub const ICMP: u8 = 1;
+    /// IP in IP, RFC 2003.
+    pub const IPIP: u8 = 4;
+    /// TCP, RFC 9293.
+    pub const TCP: u8 = 6;
+    /// UDP, RFC 768.
+    pub const UDP: u8 = 17;
+}
+
+/// EtherType of IPv4, host byte order.
+pub const ETHERTYPE_IPV4: u16 = 0x0800;
+/// Bytes of an Ethernet header.
+pub const ETHERNET_LEN: usize = 14;
+/// Bytes of an IPv4 header without options.
+pub const IPV4_LEN: usize = 20;
+
+/// The fields of an IPv4 header the data path looks at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ipv4 {
+    /// Source address.
+    pub src: [u8; 4],
+    /// Destination address.
+    pub dst: [u8; 4],
+    /// Header length in bytes with options: 20 to 60.
+    pub header_len: usize,
+    /// Length of the packet in bytes, header included, as the header says.
+    pub total_len: u16,
+    /// Type of service.
+    pub tos: u8,
+    /// Time to live.
+    pub ttl: u8,
+    /// Protocol of the payload.
+    pub protocol: u8,
+    /// Flags and fragment offset, host byte order.
+    pub fragment: u16,
+}
+
+impl Ipv4 {
+    /// Reads the fixed part of a header. `available` is the number of bytes
+    /// from the start of the header to the end of the packet.
+    ///
+    /// # Errors
+    /// `Malformed` when version or header length are impossible, `Truncated`
+    /// when the header or the packet is longer than what is there.
+    #[inline(always)]
+    pub const fn parse(bytes: &[u8; IPV4_LEN], available: usize) -> Result<Self, DropReason> {
+        if bytes[0] >> 4 != 4 {
+            return Err(DropReason::Malformed);
+        }
+        let header_len = (bytes[0] & 0xf) as usize * 4;
+        let total_len = u16::from_be_bytes([bytes[2], bytes[3]]);
+        if header_len < IPV4_LEN || (total_len as usize) < header_len {
+            return Err(DropReason::Malformed);
+        }
+        if total_len as usize > available {
+            return Err(DropReason::Truncated);
+        }
+        Ok(Self {
+            src: [bytes[12], bytes[13], bytes[14], bytes[15]],
+            dst: [bytes[16], bytes[17], bytes[18], bytes[19]],
+            header_len,
+            total_len,
+            tos: bytes[1],
+            ttl: bytes[8],
+            protocol: bytes[9],
+            fragment: u16::from_be_bytes([bytes[6], bytes[7]]),
+        })
+    }
+
+    /// True for every part of a fragmented packet (more fragments, or an offset).
+    #[inline(always)]
+    pub const fn is_fragment(&self) -> bool {
+        self.fragment & 0x3fff != 0
+    }
+}
+
+/// True for destinations that are never steered: 0/8, loopback, link-local,
+/// multicast, reserved and limited broadcast (RFC 6890).
+#[inline(always)]
+pub const fn never_steered(dst: [u8; 4]) -> bool {
+    matches!(dst, [0 | 127 | 224..=255, ..] | [169, 254, ..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn header() -> [u8; 20] {
+        let mut bytes = [0; 20];
+        bytes[0] = 0x45;
+        bytes[3] = 40;
+        bytes
+    }
+
+    #[test]
+    fn a_packet_shorter_than_its_header_says_is_truncated() {
+        assert_eq!(Ipv4::parse(&header(), 39), Err(DropReason::Truncated));
+        assert!(Ipv4::parse(&header(), 40).is_ok());
+    }
+
+    #[test]
+    fn an_impossible_header_is_malformed() {
+        for (index, value) in [(0, 0x65), (0, 0x44), (0, 0x00), (3, 19)] {
+            let mut bytes = header();
+            bytes[index] = value;
+            assert_eq!(Ipv4::parse(&bytes, 1500), Err(DropReason::Malformed), "{index} {value:#x}");
+        }
+    }
+
+    #[test]
+    fn both_the_first_and_the_last_fragment_are_fragments() {
+        for (fragment, expected) in [(0x4000u16, false), (0, false), (0x2000, true), (0x0001, true)] {
+            let mut bytes = header();
+            bytes[6..8].copy_from_slice(&fragment.to_be_bytes());
+            assert_eq!(Ipv4::parse(&bytes, 40).map(|ip| ip.is_fragment()), Ok(expected));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_without_a_panic(bytes in any::<[u8; 20]>(), available in 0usize..70_000) {
+            if let Ok(ip) = Ipv4::parse(&bytes, available) {
+                prop_assert!(ip.header_len <= usize::from(ip.total_len));
+                prop_assert!(usize::from(ip.total_len) <= available);
+                prop_assert!(ip.header_len <= 60);
+            }
+        }
+    }
+
+    #[test]
+    fn addresses_that_do_not_leave_a_link_are_never_steered() {
+        for dst in [[224, 0, 0, 1], [255; 4], [169, 254, 1, 1], [127, 0, 0, 1], [0; 4]] {
+            assert!(never_steered(dst), "{dst:?}");
+        }
+        for dst in [[10, 0, 0, 255], [8, 8, 8, 8], [169, 253, 1, 1], [223, 255, 255, 255]] {
+            assert!(!never_steered(dst), "{dst:?}");
+        }
+    }
+}
