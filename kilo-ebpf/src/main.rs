@@ -1,2 +1,91 @@
-//! x
-fn main() {}
+//! TC programs of Kilo. Entry points only: what a packet is, where it goes and
+//! what it becomes is decided in the modules and in `kilo-common`.
+//!
+//! | program | hook | job |
+//! |---|---|---|
+//! | `kilo_egress` | egress of the WireGuard device | steer, or let WireGuard encrypt |
+//! | `kilo_ingress` | ingress of the WireGuard device | on a leader: on to other nodes |
+//! | `lan_ingress` | ingress of uplinks | take steered packets; translate replies back |
+//! | `uplink_egress` | egress of uplinks | masquerade |
+#![cfg_attr(target_arch = "bpf", no_std, no_main)]
+#![cfg_attr(not(target_arch = "bpf"), allow(unused_crate_dependencies))]
+
+#[cfg(target_arch = "bpf")]
+mod maps;
+#[cfg(target_arch = "bpf")]
+mod masquerade;
+#[cfg(target_arch = "bpf")]
+mod packet;
+#[cfg(target_arch = "bpf")]
+mod steer;
+#[cfg(target_arch = "bpf")]
+mod tunnel;
+
+#[cfg(target_arch = "bpf")]
+mod programs {
+    use aya_ebpf::{macros::classifier, programs::TcContext};
+    use kilo_common::{maps::Config, verdict::DropReason};
+
+    use crate::{maps, masquerade, steer, tunnel};
+
+    /// Goes on with the next program on the hook, and then with the stack.
+    pub const TC_ACT_UNSPEC: i32 = -1;
+    const TC_ACT_SHOT: i32 = 2;
+
+    #[inline(always)]
+    fn verdict(
+        ctx: TcContext,
+        program: impl FnOnce(&TcContext, &'static Config) -> Result<i32, DropReason>,
+    ) -> i32 {
+        // The array has its one entry from the start; zeroed it means: nothing is ours.
+        let Some(config) = maps::CONFIG.get(0) else { return TC_ACT_UNSPEC };
+        match program(&ctx, config) {
+            Ok(action) => action,
+            Err(reason) => {
+                maps::count(reason.index());
+                TC_ACT_SHOT
+            }
+        }
+    }
+
+    /// Packets that the stack, or a leader's transit, sends into the WireGuard device.
+    #[classifier]
+    pub fn kilo_egress(ctx: TcContext) -> i32 {
+        verdict(ctx, steer::kilo_egress)
+    }
+
+    /// Packets that WireGuard decrypted, or that `lan_ingress` decapsulated.
+    #[classifier]
+    pub fn kilo_ingress(ctx: TcContext) -> i32 {
+        verdict(ctx, steer::kilo_ingress)
+    }
+
+    /// Packets from the network the node is in.
+    #[classifier]
+    pub fn lan_ingress(ctx: TcContext) -> i32 {
+        verdict(ctx, tunnel::lan_ingress)
+    }
+
+    /// Packets to the network the node is in.
+    #[classifier]
+    pub fn uplink_egress(ctx: TcContext) -> i32 {
+        verdict(ctx, masquerade::uplink_egress)
+    }
+}
+
+#[cfg(target_arch = "bpf")]
+#[panic_handler]
+fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
+    loop {}
+}
+
+/// The kernel lets GPL-compatible programs call every helper.
+#[cfg(target_arch = "bpf")]
+#[unsafe(link_section = "license")]
+#[unsafe(no_mangle)]
+static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";
+
+#[cfg(not(target_arch = "bpf"))]
+fn main() {
+    eprintln!("this crate holds BPF programs; build them with `cargo xtask build-ebpf`");
+}

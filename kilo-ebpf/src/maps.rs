@@ -1,0 +1,72 @@
+//! The maps; layouts and sizes are `kilo_common::maps`.
+
+use aya_ebpf::{
+    btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, lpm_trie::Key},
+    macros::btf_map,
+};
+use kilo_common::{
+    maps::{
+        Config, Device, Hop, MAX_DEVICES, MAX_HOPS, MAX_MASQ_PREFIXES, MAX_NAT, MAX_NODES, MAX_PREFIXES,
+        NatKey, NatValue, NodeValue, PREFIX_ROUTE, PrefixValue,
+    },
+    verdict::{Action, COUNTERS},
+};
+
+#[btf_map(name = "prefix_v4")]
+static PREFIX_V4: LpmTrie<[u8; 4], PrefixValue, { MAX_PREFIXES as usize }> = LpmTrie::new();
+#[btf_map(name = "hop")]
+static HOP: Array<Hop, { MAX_HOPS as usize }> = Array::new();
+#[btf_map(name = "node_v4")]
+pub static NODE_V4: HashMap<[u8; 4], NodeValue, { MAX_NODES as usize }> = HashMap::new();
+#[btf_map(name = "masq_src")]
+pub static MASQ_SRC: LpmTrie<[u8; 4], u32, { MAX_MASQ_PREFIXES as usize }> = LpmTrie::new();
+#[btf_map(name = "masq_dst")]
+pub static MASQ_DST: LpmTrie<[u8; 4], u32, { MAX_MASQ_PREFIXES as usize }> = LpmTrie::new();
+#[btf_map(name = "nat_v4")]
+pub static NAT_V4: LruHashMap<NatKey, NatValue, { MAX_NAT as usize }> = LruHashMap::new();
+#[btf_map(name = "device")]
+static DEVICE: HashMap<u32, Device, { MAX_DEVICES as usize }> = HashMap::new();
+#[btf_map(name = "count")]
+static COUNT: PerCpuArray<u64, { COUNTERS as usize }> = PerCpuArray::new();
+#[btf_map(name = "config")]
+pub static CONFIG: Array<Config, 1> = Array::new();
+
+/// Counts one packet.
+#[inline(always)]
+pub fn count(index: u32) {
+    if let Some(counter) = COUNT.get_ptr_mut(index) {
+        // SAFETY: the entry is this CPU's own, and programs on one CPU do not preempt each other.
+        unsafe { *counter += 1 };
+    }
+}
+
+/// Counts one packet that was not dropped.
+#[inline(always)]
+pub fn count_action(action: Action) {
+    count(action.index());
+}
+
+/// The longest prefix that holds this address.
+#[inline(always)]
+pub fn prefix(addr: [u8; 4]) -> Option<PrefixValue> {
+    PREFIX_V4.get(&Key::new(32, addr)).copied()
+}
+
+/// The hop packets to this address are steered to.
+#[inline(always)]
+pub fn route(dst: [u8; 4]) -> Option<u32> {
+    prefix(dst).filter(|value| value.flags & PREFIX_ROUTE != 0).map(|value| value.hop)
+}
+
+/// The entry of a hop id.
+#[inline(always)]
+pub fn hop(id: u32) -> Option<&'static Hop> {
+    HOP.get(id)
+}
+
+/// What is known of the interface a program runs on.
+#[inline(always)]
+pub fn device(ifindex: u32) -> Option<Device> {
+    // SAFETY: the value is copied at once; entries are only replaced by the agent.
+    unsafe { DEVICE.get(&ifindex) }.copied()
+}
