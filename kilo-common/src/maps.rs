@@ -18,11 +18,11 @@ pub const HOP_REMOTE: u32 = 2;
 pub const HOP_FIRST_NODE: u32 = 3;
 
 /// Size of the `hop` array: nodes of one location, plus the fixed entries.
-pub const MAX_HOPS: u32 = 16_384;
+pub const MAX_HOPS: u32 = 4_096;
 /// Size of the `prefix_v4` trie.
 pub const MAX_PREFIXES: u32 = 262_144;
 /// Size of the `node_v4` hash.
-pub const MAX_NODES: u32 = 16_384;
+pub const MAX_NODES: u32 = 4_096;
 /// Size of the masquerade tries.
 pub const MAX_MASQ_PREFIXES: u32 = 262_144;
 /// Size of `nat_v4`; two entries a flow.

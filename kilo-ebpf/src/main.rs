@@ -26,7 +26,7 @@ mod programs {
     use aya_ebpf::{macros::classifier, programs::TcContext};
     use kilo_common::{maps::Config, verdict::DropReason};
 
-    use crate::{maps, masquerade, steer, tunnel};
+    use crate::{maps, masquerade, packet, steer, tunnel};
 
     /// Goes on with the next program on the hook, and then with the stack.
     pub const TC_ACT_UNSPEC: i32 = -1;
@@ -43,6 +43,13 @@ mod programs {
             Ok(action) => action,
             Err(reason) => {
                 maps::count(reason.index());
+                // Loaded with the level off, the verifier removes this.
+                aya_log_ebpf::debug!(
+                    &ctx,
+                    "dropped: reason {} on interface {}",
+                    reason.index(),
+                    packet::ifindex(&ctx)
+                );
                 TC_ACT_SHOT
             }
         }

@@ -133,9 +133,8 @@ fn send_plain(ctx: &TcContext, hop: &Hop) -> Result<i32, DropReason> {
     };
     neighbour.__bindgen_anon_1.ipv4_nh = u32::from_ne_bytes(hop.remote);
     // SAFETY: the parameters are a complete bpf_redir_neigh on the stack.
-    Ok(unsafe {
-        bpf_redirect_neigh(hop.ifindex, &raw mut neighbour, size_of::<bpf_redir_neigh>() as i32, 0)
-    } as i32)
+    Ok(unsafe { bpf_redirect_neigh(hop.ifindex, &raw mut neighbour, size_of::<bpf_redir_neigh>() as i32, 0) }
+        as i32)
 }
 
 #[inline(always)]

@@ -1,1 +1,118 @@
-//! BPF programs and maps: load, attach, diff, count.
+//! BPF programs and maps: load, attach, diff, count. Everything is pinned, so
+//! that packets flow without the agent and the next agent takes over.
+
+mod attach;
+mod error;
+mod load;
+mod maps;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::{Path, PathBuf},
+};
+
+use aya::{
+    Ebpf,
+    maps::{MapError, PerCpuArray},
+};
+use kilo_common::verdict::{Action, DropReason};
+
+pub use error::DataplaneError;
+
+use crate::plan::Tables;
+
+/// Where the BPF file system is, by convention.
+pub const BPFFS: &str = "/sys/fs/bpf";
+
+/// Directory of our pins below a BPF file system: `kilo/v<layout>`.
+pub fn pin_directory(bpffs: &Path) -> PathBuf {
+    bpffs.join("kilo").join(format!("v{}", kilo_common::maps::LAYOUT_VERSION))
+}
+
+/// Packets by what happened to them, summed over all CPUs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// By [`Action`].
+    pub actions: BTreeMap<&'static str, u64>,
+    /// By [`DropReason`].
+    pub drops: BTreeMap<&'static str, u64>,
+}
+
+/// The loaded programs, their maps, and where they are attached.
+pub struct Dataplane {
+    bpf: Ebpf,
+    directory: PathBuf,
+    /// What the maps hold: read once at start, kept by every write since.
+    present: Tables,
+    attachments: attach::Attachments,
+}
+
+impl Dataplane {
+    /// Loads the programs. Maps pinned by an earlier agent are adopted with
+    /// their content; pins that do not fit are replaced.
+    ///
+    /// # Errors
+    /// Says which capability, mount or kernel feature is missing.
+    pub fn open(bpffs: &Path, debug: bool) -> Result<Self, DataplaneError> {
+        load::mount_bpffs(bpffs)?;
+        let directory = pin_directory(bpffs);
+        std::fs::create_dir_all(&directory)
+            .map_err(|source| DataplaneError::Pin { path: directory.clone(), source })?;
+        let mut bpf = load::load(&directory, debug)?;
+        let present = maps::read(&mut bpf)?;
+        Ok(Self { bpf, directory, present, attachments: attach::Attachments::default() })
+    }
+
+    /// Brings the maps to the desired content; answers the number of writes.
+    ///
+    /// # Errors
+    /// When a map refuses a write (full, or gone).
+    pub fn write(&mut self, desired: &Tables) -> Result<u64, DataplaneError> {
+        maps::apply(&mut self.bpf, &mut self.present, desired)
+    }
+
+    /// Attaches the programs to the WireGuard device and the uplinks, replaces
+    /// what an earlier agent attached, and detaches from all other interfaces.
+    /// Answers the number of changes.
+    ///
+    /// # Errors
+    /// When an interface refuses a program.
+    pub fn attach(&mut self, kilo: u32, uplinks: &BTreeSet<u32>) -> Result<u64, DataplaneError> {
+        self.attachments.apply(&mut self.bpf, &self.directory, kilo, uplinks)
+    }
+
+    /// Reads the counters.
+    ///
+    /// # Errors
+    /// When the map cannot be read.
+    pub fn counters(&self) -> Result<Counters, DataplaneError> {
+        let map = self.bpf.map(kilo_common::maps::name::COUNT).ok_or(DataplaneError::Object("count"))?;
+        let counts = PerCpuArray::<_, u64>::try_from(map)?;
+        let sum = |index: u32| -> Result<u64, MapError> { Ok(counts.get(&index, 0)?.iter().sum()) };
+        let mut counters = Counters::default();
+        for action in Action::ALL {
+            counters.actions.insert(action.label(), sum(action.index())?);
+        }
+        for reason in DropReason::ALL {
+            counters.drops.insert(reason.label(), sum(reason.index())?);
+        }
+        Ok(counters)
+    }
+
+    /// The programs and maps, for tests that run single programs.
+    pub fn bpf_mut(&mut self) -> &mut Ebpf {
+        &mut self.bpf
+    }
+}
+
+/// Removes every program, map and pin of ours; answers what went wrong on the way.
+pub fn remove(bpffs: &Path) -> Vec<String> {
+    let mut problems = attach::detach_everywhere();
+    let top = bpffs.join("kilo");
+    if let Err(error) = std::fs::remove_dir_all(&top)
+        && error.kind() != std::io::ErrorKind::NotFound
+    {
+        problems.push(format!("{}: {error}", top.display()));
+    }
+    problems
+}

@@ -1,0 +1,101 @@
+//! Why the data path could not be brought about.
+
+use std::path::PathBuf;
+
+use aya::{EbpfError, maps::MapError, programs::ProgramError};
+
+/// What failed; the label is a metric label.
+#[derive(Debug, thiserror::Error)]
+pub enum DataplaneError {
+    /// The BPF file system is not there and cannot be mounted.
+    #[error("{path}: cannot mount the BPF file system ({source}); mount it on the host: mount -t bpf bpf {path}", path = path.display())]
+    Bpffs {
+        /// Mount point.
+        path: PathBuf,
+        /// What the kernel said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A pin cannot be made, read or removed.
+    #[error("{path}: {source}", path = path.display())]
+    Pin {
+        /// Path of the pin.
+        path: PathBuf,
+        /// What the kernel said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The kernel refused the object.
+    #[error(
+        "the kernel does not load the BPF programs: {0}; kg needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON \
+         (before Linux 6.6 also CAP_SYS_ADMIN) and a kernel from 6.1 on with CONFIG_NET_CLS_ACT"
+    )]
+    Load(String),
+    /// A program or map is not in the object.
+    #[error("the BPF object has no {0}; build it again with `cargo xtask build-ebpf`")]
+    Object(&'static str),
+    /// A program cannot be attached.
+    #[error("interface {ifindex}: cannot attach {program}: {reason}")]
+    Attach {
+        /// Interface index.
+        ifindex: u32,
+        /// Program name.
+        program: &'static str,
+        /// What the kernel said.
+        reason: String,
+    },
+    /// A map cannot be read or written.
+    #[error("BPF map: {0}")]
+    Map(#[from] MapError),
+    /// A map holds as many entries as fit.
+    #[error("BPF map {map} holds at most {capacity} entries, {wanted} are wanted; nothing was changed")]
+    Full {
+        /// Name of the map.
+        map: &'static str,
+        /// Its size.
+        capacity: u32,
+        /// Number of entries in the plan.
+        wanted: usize,
+    },
+}
+
+impl DataplaneError {
+    /// Metric label.
+    pub const fn label(&self) -> &'static str {
+        match self {
+            Self::Bpffs { .. } => "bpffs",
+            Self::Pin { .. } => "bpf_pin",
+            Self::Load(_) => "bpf_load",
+            Self::Object(_) => "bpf_object",
+            Self::Attach { .. } => "bpf_attach",
+            Self::Map(_) => "bpf_map",
+            Self::Full { .. } => "bpf_map_full",
+        }
+    }
+}
+
+impl From<EbpfError> for DataplaneError {
+    fn from(error: EbpfError) -> Self {
+        Self::Load(chain(&error))
+    }
+}
+
+impl From<ProgramError> for DataplaneError {
+    fn from(error: ProgramError) -> Self {
+        Self::Load(chain(&error))
+    }
+}
+
+/// An error with everything that caused it, in one line.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let next = error.to_string();
+        if !text.contains(&next) {
+            text = format!("{text}: {next}");
+        }
+        cause = error.source();
+    }
+    text
+}

@@ -1,0 +1,148 @@
+//! Loading the object: pins adopted where they fit, replaced where not.
+
+use std::{io, path::Path};
+
+use aya::{
+    Ebpf, EbpfLoader,
+    maps::{Map, MapData},
+    programs::SchedClassifier,
+};
+use aya_log::EbpfLogger;
+use kilo_common::maps::name;
+use nix::{
+    mount::{MsFlags, mount},
+    sys::statfs::{BPF_FS_MAGIC, statfs},
+};
+
+use super::{DataplaneError, error::chain};
+
+static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("KILO_EBPF_OBJECT"));
+
+/// Programs of the object.
+pub const PROGRAMS: [&str; 4] = ["kilo_egress", "kilo_ingress", "lan_ingress", "uplink_egress"];
+
+/// Maps that outlive the agent.
+const PINNED: [&str; 9] = [
+    name::PREFIX_V4,
+    name::HOP,
+    name::NODE_V4,
+    name::MASQ_SRC,
+    name::MASQ_DST,
+    name::NAT_V4,
+    name::DEVICE,
+    name::COUNT,
+    name::CONFIG,
+];
+
+/// Mounts a BPF file system unless one is there.
+pub fn mount_bpffs(path: &Path) -> Result<(), DataplaneError> {
+    let failed = |source: io::Error| DataplaneError::Bpffs { path: path.to_owned(), source };
+    if statfs(path).is_ok_and(|stat| stat.filesystem_type() == BPF_FS_MAGIC) {
+        return Ok(());
+    }
+    std::fs::create_dir_all(path).map_err(failed)?;
+    mount(Some("bpf"), path, Some("bpf"), MsFlags::empty(), None::<&str>)
+        .map_err(|errno| failed(errno.into()))
+}
+
+/// Loads the object with its maps pinned in `directory`.
+pub fn load(directory: &Path, debug: bool) -> Result<Ebpf, DataplaneError> {
+    match try_load(directory, debug) {
+        Err(error) if directory.join(name::CONFIG).exists() => {
+            // A pin of another shape under our own path: of no use to anybody.
+            let strays = remove_unfit(directory)?;
+            if strays == 0 {
+                return Err(error);
+            }
+            try_load(directory, debug)
+        }
+        other => other,
+    }
+}
+
+fn try_load(directory: &Path, debug: bool) -> Result<Ebpf, DataplaneError> {
+    remove_unfit(directory)?;
+    let level: u8 = if debug { aya_log::Level::Debug as u8 } else { 0 };
+    let mut loader = EbpfLoader::new();
+    for map in PINNED {
+        loader.map_pin_path(map, directory.join(map));
+    }
+    loader.override_global(aya_log::LEVEL, &level, false);
+    let mut bpf = loader.load(OBJECT)?;
+    if debug {
+        forward_log(&mut bpf);
+    }
+    for program in PROGRAMS {
+        let program: &mut SchedClassifier =
+            bpf.program_mut(program).ok_or(DataplaneError::Object("program"))?.try_into()?;
+        program.load()?;
+    }
+    Ok(bpf)
+}
+
+/// Hands what the programs log to `tracing`; debugging only.
+fn forward_log(bpf: &mut Ebpf) {
+    let logger = match EbpfLogger::init(bpf) {
+        Ok(logger) => logger,
+        Err(error) => {
+            tracing::warn!(error = %chain(&error), "the BPF programs' log cannot be read");
+            return;
+        }
+    };
+    if tokio::runtime::Handle::try_current().is_err() {
+        return;
+    }
+    tokio::spawn(async move {
+        // SAFETY: the logger owns its descriptor and always answers the same one.
+        let logger = unsafe {
+            tokio::io::unix::AsyncFd::register_with_interest(logger, tokio::io::Interest::READABLE)
+        };
+        let Ok(mut logger) = logger else { return };
+        while let Ok(mut guard) = logger.readable_mut().await {
+            guard.get_inner_mut().flush();
+            guard.clear_ready();
+        }
+    });
+}
+
+/// Removes pinned maps whose type or sizes are not those of this layout;
+/// answers how many.
+fn remove_unfit(directory: &Path) -> Result<usize, DataplaneError> {
+    let mut removed = 0;
+    for map in PINNED {
+        let path = directory.join(map);
+        if !path.exists() || fits(map, &path) {
+            continue;
+        }
+        tracing::warn!(path = %path.display(), "replacing a pin that does not fit this version");
+        std::fs::remove_file(&path).map_err(|source| DataplaneError::Pin { path, source })?;
+        removed += 1;
+    }
+    Ok(removed)
+}
+
+fn fits(map: &str, path: &Path) -> bool {
+    use aya::maps::MapType;
+    use kilo_common::{maps::*, verdict::COUNTERS};
+
+    let size = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX);
+    let (kind, key, value, entries) = match map {
+        name::PREFIX_V4 => (MapType::LpmTrie, 8, size(size_of::<PrefixValue>()), MAX_PREFIXES),
+        name::HOP => (MapType::Array, 4, size(size_of::<Hop>()), MAX_HOPS),
+        name::NODE_V4 => (MapType::Hash, 4, size(size_of::<NodeValue>()), MAX_NODES),
+        name::MASQ_SRC | name::MASQ_DST => (MapType::LpmTrie, 8, 4, MAX_MASQ_PREFIXES),
+        name::NAT_V4 => (MapType::LruHash, size(size_of::<NatKey>()), size(size_of::<NatValue>()), MAX_NAT),
+        name::DEVICE => (MapType::Hash, 4, size(size_of::<Device>()), MAX_DEVICES),
+        name::COUNT => (MapType::PerCpuArray, 4, 8, COUNTERS),
+        name::CONFIG => (MapType::Array, 4, size(size_of::<Config>()), 1),
+        _ => return false,
+    };
+    let Ok(info) = MapData::from_pin(path).and_then(|data| data.info()) else { return false };
+    info.map_type().is_ok_and(|found| found == kind)
+        && (info.key_size(), info.value_size(), info.max_entries()) == (key, value, entries)
+}
+
+/// The map of that name.
+pub fn map<'a>(bpf: &'a mut Ebpf, name: &'static str) -> Result<&'a mut Map, DataplaneError> {
+    bpf.map_mut(name).ok_or(DataplaneError::Object(name))
+}

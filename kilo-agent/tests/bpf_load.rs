@@ -1,0 +1,60 @@
+//! The object loads, pins what it should, and is adopted again.
+
+mod support;
+
+use kilo_agent::dataplane::{Dataplane, pin_directory};
+
+#[test]
+fn every_program_loads_with_room_to_spare() {
+    let Some(fs) = support::bpffs() else { return };
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    for (name, program) in dataplane.bpf_mut().programs() {
+        let info = program.info().unwrap();
+        let verified = info.verified_instruction_count().unwrap_or(0);
+        println!("{name}: {verified} instructions verified");
+        assert!(verified < 200_000, "{name} needs {verified} of the verifier's million");
+    }
+}
+
+#[test]
+fn maps_are_adopted_with_their_content() {
+    let Some(fs) = support::bpffs() else { return };
+    let tables = support::leader_tables();
+    let mut first = Dataplane::open(fs.path(), false).unwrap();
+    assert!(first.write(&tables).unwrap() > 0);
+    drop(first);
+    let mut second = Dataplane::open(fs.path(), false).unwrap();
+    assert_eq!(second.write(&tables).unwrap(), 0, "the next agent finds everything as it should be");
+}
+
+#[test]
+fn one_changed_prefix_is_one_write() {
+    let Some(fs) = support::bpffs() else { return };
+    let mut tables = support::leader_tables();
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    dataplane.write(&tables).unwrap();
+    tables.prefix_v4.remove(&"10.42.9.0/24".parse().unwrap());
+    assert_eq!(dataplane.write(&tables).unwrap(), 1);
+}
+
+#[test]
+fn a_pin_of_another_shape_is_replaced() {
+    let Some(fs) = support::bpffs() else { return };
+    drop(Dataplane::open(fs.path(), false).unwrap());
+    let pins = pin_directory(fs.path());
+    std::fs::remove_file(pins.join("config")).unwrap();
+    std::fs::rename(pins.join("count"), pins.join("config")).unwrap();
+    drop(Dataplane::open(fs.path(), false).unwrap());
+}
+
+#[test]
+fn rubbish_that_is_no_map_is_replaced() {
+    let Some(fs) = support::bpffs() else { return };
+    drop(Dataplane::open(fs.path(), false).unwrap());
+    let pin = pin_directory(fs.path()).join("hop");
+    std::fs::remove_file(&pin).unwrap();
+    std::fs::create_dir(&pin).unwrap();
+    let error = Dataplane::open(fs.path(), false).err().map(|error| error.to_string());
+    // A directory is nothing we ever made: it is named, not removed.
+    assert!(error.is_some_and(|error| error.contains("hop")));
+}

@@ -1,0 +1,124 @@
+//! What tests with real BPF programs share.
+#![allow(dead_code, unreachable_pub)]
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
+
+use kilo_agent::plan::Tables;
+use kilo_common::maps::*;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+
+/// A BPF file system of the test's own.
+pub struct BpfFs(PathBuf);
+
+impl BpfFs {
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for BpfFs {
+    fn drop(&mut self) {
+        let _ = umount2(&self.0, MntFlags::MNT_DETACH);
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+/// Prints why the test is skipped, in the form the test runner counts.
+pub fn skip(reason: &str) {
+    println!("kilo-skip: {reason}");
+}
+
+/// Mounts a BPF file system, or says that the test is skipped.
+pub fn bpffs() -> Option<BpfFs> {
+    if !nix::unistd::geteuid().is_root() {
+        skip("loading BPF programs needs root");
+        return None;
+    }
+    let directory = tempfile::tempdir().unwrap().keep();
+    mount(Some("bpf"), &directory, Some("bpf"), MsFlags::empty(), None::<&str>).unwrap();
+    Some(BpfFs(directory))
+}
+
+pub const SELF: [u8; 4] = [10, 1, 0, 11];
+pub const MEMBER: [u8; 4] = [10, 1, 0, 12];
+pub const OWN_POD: [u8; 4] = [10, 42, 1, 2];
+pub const MEMBER_POD: [u8; 4] = [10, 42, 2, 2];
+pub const REMOTE_POD: [u8; 4] = [10, 42, 4, 2];
+pub const OUTSIDE: [u8; 4] = [198, 51, 100, 2];
+pub const PUBLIC: [u8; 4] = [192, 0, 2, 11];
+/// Loopback: the interface BPF_PROG_TEST_RUN gives to packets.
+pub const IFINDEX: u32 = 1;
+pub const MEMBER_HOP: u32 = HOP_FIRST_NODE;
+
+fn prefixes(list: &[(&str, u32)]) -> BTreeMap<ipnet::Ipv4Net, PrefixValue> {
+    list.iter()
+        .map(|(prefix, hop)| {
+            (prefix.parse().unwrap(), PrefixValue { hop: *hop, flags: PREFIX_ROUTE | PREFIX_SOURCE })
+        })
+        .collect()
+}
+
+/// Tables of the leader a1 with one member a2 and a remote location.
+pub fn leader_tables() -> Tables {
+    let member = Hop {
+        kind: HOP_KIND_NODE,
+        tunnel: TUNNEL_IPIP,
+        ifindex: IFINDEX,
+        mtu: 1480,
+        local: SELF,
+        remote: MEMBER,
+    };
+    Tables {
+        prefix_v4: prefixes(&[
+            ("10.42.1.0/24", HOP_LOCAL),
+            ("10.1.0.11/32", HOP_LOCAL),
+            ("10.42.2.0/24", MEMBER_HOP),
+            ("10.1.0.12/32", MEMBER_HOP),
+            ("10.42.4.0/24", HOP_REMOTE),
+            ("10.42.9.0/24", HOP_REMOTE),
+            ("10.5.0.1/32", HOP_REMOTE),
+        ]),
+        hop: BTreeMap::from([
+            (HOP_LOCAL, Hop { kind: HOP_KIND_LOCAL, ..Hop::default() }),
+            (HOP_REMOTE, Hop { kind: HOP_KIND_WIREGUARD, ..Hop::default() }),
+            (MEMBER_HOP, member),
+        ]),
+        node_v4: BTreeMap::from([(MEMBER.into(), NodeValue { hop: MEMBER_HOP, flags: 0 })]),
+        masq_src: BTreeMap::from([("10.42.1.0/24".parse().unwrap(), MASQ_SRC_ALWAYS)]),
+        masq_dst: BTreeMap::from([
+            ("10.42.1.0/24".parse().unwrap(), MASQ_EXCLUDE),
+            ("10.42.2.0/24".parse().unwrap(), MASQ_EXCLUDE),
+            ("10.42.4.0/24".parse().unwrap(), MASQ_EXCLUDE),
+        ]),
+        device: BTreeMap::from([(IFINDEX, Device { masq_addr: PUBLIC, flags: DEVICE_MASQUERADE })]),
+        config: Config {
+            kilo_ifindex: IFINDEX,
+            flags: CONFIG_LEADER | CONFIG_MASQUERADE,
+            nat_port_min: 32_768,
+            nat_port_max: 60_999,
+            wireguard_port: 51_820,
+            pad: 0,
+            private_addr: SELF,
+        },
+    }
+}
+
+/// Tables of the member a2, whose leader is a1.
+pub fn member_tables() -> Tables {
+    let mut tables = leader_tables();
+    let leader = Hop {
+        kind: HOP_KIND_NODE,
+        tunnel: TUNNEL_IPIP,
+        ifindex: IFINDEX,
+        mtu: 1480,
+        local: SELF,
+        remote: MEMBER,
+    };
+    tables.config.flags = CONFIG_MASQUERADE;
+    tables.hop.insert(HOP_REMOTE, leader);
+    tables.node_v4 = BTreeMap::from([(MEMBER.into(), NodeValue { hop: MEMBER_HOP, flags: NODE_LEADER })]);
+    tables
+}
