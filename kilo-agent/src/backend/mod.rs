@@ -1,5 +1,8 @@
 //! Where nodes and peers come from, and where a node writes about itself.
 
+pub mod node;
+pub mod peer;
+
 use std::collections::BTreeMap;
 
 use crate::topology::{Endpoint, Granularity, Node, Peer};

@@ -1,6 +1,14 @@
 //! From nodes, peers and settings to the mesh: locations, leaders, addresses
 //! and allowed IPs. Pure: no I/O, no clock.
 
+mod allocate;
+mod graph;
+mod leader;
+mod mesh;
+mod segment;
 mod types;
 
+pub use graph::dot;
+pub use mesh::{Mesh, READY_SECONDS, is_complete, ready_at};
+pub use segment::{Member, Segment};
 pub use types::*;

@@ -1,0 +1,269 @@
+//! Node objects and their annotations, to and from what the topology needs.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+    str::FromStr,
+};
+
+use ipnet::IpNet;
+use k8s_openapi::api::core::v1 as core;
+use serde::{Deserialize, Serialize};
+
+use super::Published;
+use crate::{
+    topology::{Endpoint, EndpointHost, Granularity, Node},
+    wireguard::key::PublicKey,
+};
+
+/// What every annotation of ours starts with.
+pub const PREFIX: &str = "kilo.squat.ai/";
+
+/// Annotations an agent writes about its own node.
+pub const WRITTEN: [&str; 8] = [
+    "endpoint",
+    "internal-ip",
+    "key",
+    "last-seen",
+    "wireguard-ip",
+    "discovered-endpoints",
+    "granularity",
+    "cni-compatibility-ip",
+];
+
+/// Text that is no `host:port`.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no endpoint; write 192.0.2.1:51820, [2001:db8::1]:51820 or a DNS name with a port")]
+pub struct InvalidEndpoint(String);
+
+impl FromStr for Endpoint {
+    type Err = InvalidEndpoint;
+    fn from_str(text: &str) -> Result<Self, InvalidEndpoint> {
+        let invalid = || InvalidEndpoint(text.to_owned());
+        let (host, port) = text.rsplit_once(':').ok_or_else(invalid)?;
+        let port: u16 = port.parse().map_err(|_| invalid())?;
+        let bracketed = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+        let host = match (bracketed, bracketed.unwrap_or(host).parse::<IpAddr>()) {
+            (_, Ok(ip)) if bracketed.is_some() || ip.is_ipv4() => EndpointHost::Ip(ip),
+            (None, Err(_)) if is_dns_name(host) => EndpointHost::Dns(host.to_owned()),
+            _ => return Err(invalid()),
+        };
+        if port == 0 { Err(invalid()) } else { Ok(Self { host, port }) }
+    }
+}
+
+/// A DNS name in lower case as Kubernetes accepts it (RFC 1123 subdomain).
+pub fn is_dns_name(name: &str) -> bool {
+    let label = |label: &str| {
+        let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        !label.is_empty() && label.chars().all(inner) && !label.starts_with('-') && !label.ends_with('-')
+    };
+    name.len() <= 253 && name.split('.').all(label)
+}
+
+/// One seen endpoint, as Kilo writes Go's `net.UDPAddr`.
+#[derive(Serialize, Deserialize)]
+struct SeenEndpoint {
+    #[serde(rename = "IP")]
+    ip: IpAddr,
+    #[serde(rename = "Port")]
+    port: u16,
+    #[serde(rename = "Zone", default)]
+    zone: String,
+}
+
+/// Reads a Node object. What cannot be read counts as absent, and is named in
+/// the second value.
+pub fn from_object(object: &core::Node, topology_label: &str) -> (Node, Vec<String>) {
+    let empty = BTreeMap::new();
+    let annotations = object.metadata.annotations.as_ref().unwrap_or(&empty);
+    let labels = object.metadata.labels.as_ref().unwrap_or(&empty);
+    let mut reader = Reader { annotations, problems: Vec::new() };
+    let mut node = Node { name: object.metadata.name.clone().unwrap_or_default(), ..Node::default() };
+
+    node.endpoint = reader.parse("force-endpoint");
+    node.endpoint_forced = node.endpoint.is_some();
+    if !node.endpoint_forced {
+        node.endpoint = reader.parse("endpoint");
+    }
+    match reader.get("force-internal-ip") {
+        Some("" | "-") => node.no_internal_ip = true,
+        _ => {
+            node.internal_ip = reader.parse("force-internal-ip");
+            node.internal_ip_forced = node.internal_ip.is_some();
+            if !node.internal_ip_forced {
+                node.internal_ip = reader.parse_unless_empty("internal-ip");
+            }
+        }
+    }
+    node.key = reader.parse("key");
+    node.last_seen = reader.parse("last-seen").unwrap_or(0);
+    node.leader = reader.get("leader").is_some();
+    let location = reader.get("location").map(ToOwned::to_owned);
+    node.location = location.or_else(|| labels.get(topology_label).cloned()).unwrap_or_default();
+    node.persistent_keepalive = reader.parse("persistent-keepalive").unwrap_or(0);
+    node.wireguard_ip = reader.parse_unless_empty("wireguard-ip");
+    node.granularity = reader.parse("granularity");
+    node.cni_compatibility_ip = reader.parse_unless_empty("cni-compatibility-ip");
+    node.discovered_endpoints = reader.discovered_endpoints();
+    node.allowed_location_ips = reader.prefix_list("allowed-location-ips");
+    node.pod_cidrs = reader.pod_cidrs(object.spec.as_ref());
+    (node, reader.problems)
+}
+
+struct Reader<'a> {
+    annotations: &'a BTreeMap<String, String>,
+    problems: Vec<String>,
+}
+
+impl<'a> Reader<'a> {
+    fn get(&self, name: &str) -> Option<&'a str> {
+        self.annotations.get(&format!("{PREFIX}{name}")).map(String::as_str)
+    }
+
+    fn parse<T: FromStr<Err: std::fmt::Display>>(&mut self, name: &str) -> Option<T> {
+        let text = self.get(name)?;
+        match text.trim().parse() {
+            Ok(value) => Some(value),
+            Err(error) => {
+                self.problems.push(format!("annotation {PREFIX}{name} {text:?} is ignored: {error}"));
+                None
+            }
+        }
+    }
+
+    fn parse_unless_empty<T: FromStr<Err: std::fmt::Display>>(&mut self, name: &str) -> Option<T> {
+        self.get(name).filter(|text| !text.is_empty())?;
+        self.parse(name)
+    }
+
+    fn prefix_list(&mut self, name: &str) -> Vec<IpNet> {
+        let mut list = Vec::new();
+        for item in self.get(name).unwrap_or_default().split(',').map(str::trim).filter(|item| !item.is_empty()) {
+            match item.parse::<IpNet>() {
+                Ok(prefix) => list.push(prefix.trunc()),
+                Err(_) => self.problems.push(format!("annotation {PREFIX}{name}: {item:?} is no CIDR, skipped")),
+            }
+        }
+        list
+    }
+
+    fn discovered_endpoints(&mut self) -> BTreeMap<PublicKey, SocketAddr> {
+        let name = "discovered-endpoints";
+        let Some(text) = self.get(name).filter(|text| !text.is_empty()) else { return BTreeMap::new() };
+        match serde_json::from_str::<BTreeMap<PublicKey, SeenEndpoint>>(text) {
+            Ok(seen) => seen.into_iter().map(|(key, seen)| (key, SocketAddr::new(seen.ip, seen.port))).collect(),
+            Err(error) => {
+                self.problems.push(format!("annotation {PREFIX}{name} is ignored: {error}"));
+                BTreeMap::new()
+            }
+        }
+    }
+
+    fn pod_cidrs(&mut self, spec: Option<&core::NodeSpec>) -> Vec<IpNet> {
+        let mut cidrs: Vec<IpNet> = Vec::new();
+        let Some(spec) = spec else { return cidrs };
+        for text in spec.pod_cidr.iter().chain(spec.pod_cidrs.iter().flatten()).filter(|text| !text.is_empty()) {
+            match text.parse::<IpNet>() {
+                Ok(cidr) if !cidrs.contains(&cidr.trunc()) => cidrs.push(cidr.trunc()),
+                Ok(_) => {}
+                Err(_) => self.problems.push(format!("pod CIDR {text:?} is no CIDR, skipped")),
+            }
+        }
+        cidrs
+    }
+}
+
+/// The annotations that say this, by full name; `None` = must not be there.
+pub fn annotations(published: &Published) -> BTreeMap<String, Option<String>> {
+    let prefix_or_empty = |prefix: Option<IpNet>| Some(prefix.map(|prefix| prefix.to_string()).unwrap_or_default());
+    let seen: BTreeMap<_, _> = published
+        .discovered_endpoints
+        .iter()
+        .map(|(key, addr)| (*key, SeenEndpoint { ip: addr.ip(), port: addr.port(), zone: String::new() }))
+        .collect();
+    let seen = if seen.is_empty() { None } else { serde_json::to_string(&seen).ok() };
+    [
+        ("endpoint", published.endpoint.as_ref().map(ToString::to_string)),
+        ("internal-ip", prefix_or_empty(published.internal_ip)),
+        ("key", published.key.map(|key| key.to_string())),
+        ("last-seen", Some(published.last_seen.to_string())),
+        ("wireguard-ip", prefix_or_empty(published.wireguard_ip)),
+        ("discovered-endpoints", seen),
+        ("granularity", Some(Granularity::as_str(published.granularity).to_owned())),
+        ("cni-compatibility-ip", published.cni_compatibility_ip.map(|prefix| prefix.to_string())),
+    ]
+    .into_iter()
+    .map(|(name, value)| (format!("{PREFIX}{name}"), value))
+    .collect()
+}
+
+/// Those of the wanted annotations that are not there yet, or must go.
+pub fn changes(
+    present: &BTreeMap<String, String>,
+    wanted: BTreeMap<String, Option<String>>,
+) -> BTreeMap<String, Option<String>> {
+    wanted.into_iter().filter(|(name, value)| present.get(name) != value.as_ref()).collect()
+}
+
+/// Every written annotation, to be removed.
+pub fn retracted() -> BTreeMap<String, Option<String>> {
+    WRITTEN.iter().map(|name| (format!("{PREFIX}{name}"), None)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endpoints_are_read_as_kilo_users_write_them() {
+        for text in ["1.2.3.4:51820", "[2001:db8::1]:51820", "vpn.example.com:1", "localhost:65535"] {
+            assert_eq!(text.parse::<Endpoint>().map(|endpoint| endpoint.to_string()), Ok(text.to_owned()));
+        }
+        for text in ["", "1.2.3.4", "1.2.3.4:0", "1.2.3.4:70000", "2001:db8::1:51820", "a_b:1", ":51820", "-a:1", "[x]:1"] {
+            assert!(text.parse::<Endpoint>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_published_is_read_back() {
+        let published = Published {
+            endpoint: "1.2.3.4:51820".parse().ok(),
+            internal_ip: "10.0.0.1/24".parse().ok(),
+            key: Some(PublicKey([3; 32])),
+            last_seen: 17,
+            wireguard_ip: "10.4.0.1/16".parse().ok(),
+            discovered_endpoints: BTreeMap::from([(PublicKey([4; 32]), "5.6.7.8:9".parse().unwrap())]),
+            granularity: Granularity::Full,
+            cni_compatibility_ip: None,
+        };
+        let mut object = core::Node::default();
+        let written = annotations(&published);
+        object.metadata.annotations =
+            Some(written.clone().into_iter().filter_map(|(name, value)| Some((name, value?))).collect());
+        let (node, problems) = from_object(&object, "region");
+        assert_eq!(problems, Vec::<String>::new());
+        assert_eq!(node.endpoint, published.endpoint);
+        assert_eq!(node.internal_ip, published.internal_ip);
+        assert_eq!(node.key, published.key);
+        assert_eq!(node.last_seen, 17);
+        assert_eq!(node.wireguard_ip, published.wireguard_ip);
+        assert_eq!(node.discovered_endpoints, published.discovered_endpoints);
+        assert_eq!(node.granularity, Some(Granularity::Full));
+        assert!(changes(object.metadata.annotations.as_ref().unwrap(), written).is_empty());
+    }
+
+    #[test]
+    fn rubbish_in_one_annotation_is_named_and_leaves_the_others() {
+        let mut object = core::Node::default();
+        object.metadata.annotations = Some(BTreeMap::from([
+            (format!("{PREFIX}endpoint"), "nonsense".to_owned()),
+            (format!("{PREFIX}allowed-location-ips"), "10.0.0.0/8, x, 192.168.0.0/16".to_owned()),
+            (format!("{PREFIX}key"), PublicKey([1; 32]).to_string()),
+        ]));
+        let (node, problems) = from_object(&object, "region");
+        assert_eq!(problems.len(), 2, "{problems:?}");
+        assert_eq!(node.allowed_location_ips.len(), 2);
+        assert!(node.key.is_some());
+    }
+}

@@ -1,0 +1,139 @@
+//! The mesh: every location with its leader, and the VPN peers.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
+};
+
+use ipnet::{IpNet, Ipv4Net};
+
+use super::{Granularity, Node, Peer, Segment, allocate};
+use crate::wireguard::key::PublicKey;
+
+/// A node that has not checked in for this long is not ready (Kilo's figure).
+pub const READY_SECONDS: i64 = 60;
+
+/// True when a node has all it needs to take part: an endpoint, a key and a
+/// pod CIDR. Whether it is alive is judged apart from this.
+pub fn is_complete(node: &Node) -> bool {
+    node.endpoint.is_some() && node.key.is_some() && !node.pod_cidrs.is_empty()
+}
+
+/// Kilo's judgement of one snapshot: complete, and checked in within the last
+/// [`READY_SECONDS`] of `now` (Unix seconds).
+pub fn ready_at(node: &Node, now: i64) -> bool {
+    is_complete(node) && now.saturating_sub(node.last_seen) < READY_SECONDS
+}
+
+/// Locations, leaders, addresses and allowed IPs of all nodes that take part.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mesh {
+    /// WireGuard addresses come from here.
+    pub subnet: Ipv4Net,
+    /// Locations, sorted by name.
+    pub segments: Vec<Segment>,
+    /// VPN peers, sorted by name; an allowed IP belongs to the first that claims it.
+    pub peers: Vec<Peer>,
+    /// Endpoints nodes see each other at, the first in topology order counts.
+    pub discovered: BTreeMap<PublicKey, SocketAddr>,
+}
+
+impl Mesh {
+    /// Computes the mesh of `nodes`, all of which are ready.
+    pub fn new<'a>(
+        nodes: impl IntoIterator<Item = &'a Node>,
+        peers: &BTreeMap<String, Peer>,
+        granularity: Granularity,
+        subnet: Ipv4Net,
+    ) -> Self {
+        let mut locations: BTreeMap<String, Vec<&Node>> = BTreeMap::new();
+        for node in nodes {
+            locations.entry(location(node, granularity)).or_default().push(node);
+        }
+        let mut addresses = allocate::addresses(subnet);
+        let mut discovered = BTreeMap::new();
+        let mut segments = Vec::new();
+        for (location, mut nodes) in locations {
+            nodes.sort_by(|a, b| a.name.cmp(&b.name));
+            let Some(mut segment) = Segment::new(location, &nodes) else { continue };
+            segment.wireguard_ip = addresses.next();
+            segment.allowed_ips.extend(segment.wireguard_ip.map(|ip| IpNet::from(std::net::IpAddr::V4(ip))));
+            segments.push(segment);
+            for node in nodes {
+                for (key, addr) in &node.discovered_endpoints {
+                    discovered.entry(*key).or_insert(*addr);
+                }
+            }
+        }
+        let peers = without_duplicates(peers);
+        filter_location_ips(&mut segments, &peers);
+        Self { subnet, segments, peers, discovered }
+    }
+
+    /// The location a node is in: its index in `segments` and the node's index
+    /// among the members.
+    pub fn find(&self, node: &str) -> Option<(usize, usize)> {
+        self.segments.iter().enumerate().find_map(|(index, segment)| {
+            let member = segment.members.iter().position(|member| member.name == node)?;
+            Some((index, member))
+        })
+    }
+
+    /// Whether a node leads its location.
+    pub fn leads(&self, node: &str) -> bool {
+        self.find(node).is_some_and(|(segment, member)| self.segments[segment].leader == member)
+    }
+
+    /// Number of nodes in the mesh.
+    pub fn node_count(&self) -> usize {
+        self.segments.iter().map(|segment| segment.members.len()).sum()
+    }
+}
+
+/// A node without private address, or any node of a full mesh, is on its own.
+fn location(node: &Node, granularity: Granularity) -> String {
+    if granularity == Granularity::Full || node.internal_ip.is_none() {
+        format!("node:{}", node.name)
+    } else {
+        format!("location:{}", node.location)
+    }
+}
+
+fn without_duplicates(peers: &BTreeMap<String, Peer>) -> Vec<Peer> {
+    let mut claimed = BTreeSet::new();
+    peers
+        .values()
+        .map(|peer| {
+            let allowed_ips =
+                peer.allowed_ips.iter().map(IpNet::trunc).filter(|prefix| claimed.insert(*prefix));
+            Peer { allowed_ips: allowed_ips.collect(), ..peer.clone() }
+        })
+        .collect()
+}
+
+/// Drops allowed-location-ips that another location also offers, or that meet
+/// what is reached otherwise. Locations are taken in order: one whose prefix
+/// was dropped no longer stands in the way of the next.
+fn filter_location_ips(segments: &mut [Segment], peers: &[Peer]) {
+    for own in 0..segments.len() {
+        let kept = segments[own]
+            .allowed_location_ips
+            .iter()
+            .filter(|prefix| {
+                let elsewhere = segments.iter().enumerate().any(|(index, segment)| {
+                    (index != own
+                        && segment.allowed_location_ips.iter().any(|other| intersect(prefix, other)))
+                        || segment.allowed_ips.iter().any(|other| other.contains(*prefix))
+                });
+                !elsewhere
+                    && !peers.iter().flat_map(|peer| &peer.allowed_ips).any(|other| intersect(prefix, other))
+            })
+            .copied()
+            .collect();
+        segments[own].allowed_location_ips = kept;
+    }
+}
+
+fn intersect(a: &IpNet, b: &IpNet) -> bool {
+    a.contains(b) || b.contains(a)
+}
