@@ -33,7 +33,7 @@ fn one_changed_prefix_is_one_write() {
     let mut tables = support::leader_tables();
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.write(&tables).unwrap();
-    tables.prefix_v4.remove(&"10.42.9.0/24".parse().unwrap());
+    tables.prefix.remove(&"10.42.9.0/24".parse().unwrap());
     assert_eq!(dataplane.write(&tables).unwrap(), 1);
 }
 

@@ -139,10 +139,14 @@ impl<'a> Reader<'a> {
 
     fn prefix_list(&mut self, name: &str) -> Vec<IpNet> {
         let mut list = Vec::new();
-        for item in self.get(name).unwrap_or_default().split(',').map(str::trim).filter(|item| !item.is_empty()) {
+        for item in
+            self.get(name).unwrap_or_default().split(',').map(str::trim).filter(|item| !item.is_empty())
+        {
             match item.parse::<IpNet>() {
                 Ok(prefix) => list.push(prefix.trunc()),
-                Err(_) => self.problems.push(format!("annotation {PREFIX}{name}: {item:?} is no CIDR, skipped")),
+                Err(_) => {
+                    self.problems.push(format!("annotation {PREFIX}{name}: {item:?} is no CIDR, skipped"))
+                }
             }
         }
         list
@@ -152,7 +156,9 @@ impl<'a> Reader<'a> {
         let name = "discovered-endpoints";
         let Some(text) = self.get(name).filter(|text| !text.is_empty()) else { return BTreeMap::new() };
         match serde_json::from_str::<BTreeMap<PublicKey, SeenEndpoint>>(text) {
-            Ok(seen) => seen.into_iter().map(|(key, seen)| (key, SocketAddr::new(seen.ip, seen.port))).collect(),
+            Ok(seen) => {
+                seen.into_iter().map(|(key, seen)| (key, SocketAddr::new(seen.ip, seen.port))).collect()
+            }
             Err(error) => {
                 self.problems.push(format!("annotation {PREFIX}{name} is ignored: {error}"));
                 BTreeMap::new()
@@ -163,7 +169,9 @@ impl<'a> Reader<'a> {
     fn pod_cidrs(&mut self, spec: Option<&core::NodeSpec>) -> Vec<IpNet> {
         let mut cidrs: Vec<IpNet> = Vec::new();
         let Some(spec) = spec else { return cidrs };
-        for text in spec.pod_cidr.iter().chain(spec.pod_cidrs.iter().flatten()).filter(|text| !text.is_empty()) {
+        for text in
+            spec.pod_cidr.iter().chain(spec.pod_cidrs.iter().flatten()).filter(|text| !text.is_empty())
+        {
             match text.parse::<IpNet>() {
                 Ok(cidr) if !cidrs.contains(&cidr.trunc()) => cidrs.push(cidr.trunc()),
                 Ok(_) => {}
@@ -176,7 +184,8 @@ impl<'a> Reader<'a> {
 
 /// The annotations that say this, by full name; `None` = must not be there.
 pub fn annotations(published: &Published) -> BTreeMap<String, Option<String>> {
-    let prefix_or_empty = |prefix: Option<IpNet>| Some(prefix.map(|prefix| prefix.to_string()).unwrap_or_default());
+    let prefix_or_empty =
+        |prefix: Option<IpNet>| Some(prefix.map(|prefix| prefix.to_string()).unwrap_or_default());
     let seen: BTreeMap<_, _> = published
         .discovered_endpoints
         .iter()
@@ -220,7 +229,17 @@ mod tests {
         for text in ["1.2.3.4:51820", "[2001:db8::1]:51820", "vpn.example.com:1", "localhost:65535"] {
             assert_eq!(text.parse::<Endpoint>().map(|endpoint| endpoint.to_string()), Ok(text.to_owned()));
         }
-        for text in ["", "1.2.3.4", "1.2.3.4:0", "1.2.3.4:70000", "2001:db8::1:51820", "a_b:1", ":51820", "-a:1", "[x]:1"] {
+        for text in [
+            "",
+            "1.2.3.4",
+            "1.2.3.4:0",
+            "1.2.3.4:70000",
+            "2001:db8::1:51820",
+            "a_b:1",
+            ":51820",
+            "-a:1",
+            "[x]:1",
+        ] {
             assert!(text.parse::<Endpoint>().is_err(), "{text}");
         }
     }

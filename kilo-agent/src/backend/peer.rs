@@ -89,10 +89,13 @@ pub fn from_object(object: &Peer) -> Result<topology::Peer, InvalidPeer> {
     let allowed_ips = spec
         .allowed_ips
         .iter()
-        .map(|text| text.parse().map(|prefix: IpNet| prefix.trunc()).map_err(|_| InvalidPeer::AllowedIp(text.clone())))
+        .map(|text| {
+            text.parse().map(|prefix: IpNet| prefix.trunc()).map_err(|_| InvalidPeer::AllowedIp(text.clone()))
+        })
         .collect::<Result<_, _>>()?;
     let keepalive = spec.persistent_keepalive.unwrap_or(0);
-    let persistent_keepalive = u16::try_from(keepalive).map_err(|_| InvalidPeer::Keepalive(keepalive))?.into();
+    let persistent_keepalive =
+        u16::try_from(keepalive).map_err(|_| InvalidPeer::Keepalive(keepalive))?.into();
     let preshared_key = match spec.preshared_key.as_deref() {
         None | Some("") => None,
         Some(text) => Some(text.parse().map_err(|_| InvalidPeer::Key("presharedKey"))?),
@@ -108,7 +111,8 @@ pub fn from_object(object: &Peer) -> Result<topology::Peer, InvalidPeer> {
 }
 
 fn endpoint(endpoint: &PeerEndpoint) -> Result<Endpoint, InvalidPeer> {
-    let port = u16::try_from(endpoint.port).ok().filter(|&port| port > 0).ok_or(InvalidPeer::Port(endpoint.port))?;
+    let port =
+        u16::try_from(endpoint.port).ok().filter(|&port| port > 0).ok_or(InvalidPeer::Port(endpoint.port))?;
     let dns = endpoint.dns_or_ip.dns.as_deref().filter(|dns| !dns.is_empty());
     let ip = endpoint.dns_or_ip.ip.as_deref().filter(|ip| !ip.is_empty());
     let host = match (dns, ip) {
@@ -175,7 +179,8 @@ mod tests {
         let endpoint = |dns: &str, ip: &str, port| {
             let text = |text: &str| (!text.is_empty()).then(|| text.to_owned());
             let mut peer = valid();
-            peer.spec.endpoint = Some(PeerEndpoint { dns_or_ip: DnsOrIp { dns: text(dns), ip: text(ip) }, port });
+            peer.spec.endpoint =
+                Some(PeerEndpoint { dns_or_ip: DnsOrIp { dns: text(dns), ip: text(ip) }, port });
             from_object(&peer)
         };
         assert!(endpoint("", "1.2.3.4", 0).unwrap_err().to_string().contains("port"));

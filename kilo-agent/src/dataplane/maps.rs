@@ -1,7 +1,10 @@
 //! Desired map content against what the maps hold: only differences are
 //! written, in an order in which no packet sees a prefix without its hop.
 
-use std::{collections::BTreeMap, net::Ipv4Addr};
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, Ipv4Addr},
+};
 
 use aya::{
     Ebpf, Pod,
@@ -10,22 +13,88 @@ use aya::{
         lpm_trie::{Key, LpmTrie},
     },
 };
-use ipnet::Ipv4Net;
+use ipnet::{IpNet, Ipv4Net};
 use kilo_common::maps::{
-    Config, Device, Hop, MAX_DEVICES, MAX_HOPS, MAX_MASQ_PREFIXES, MAX_NODES, MAX_PREFIXES, NodeValue,
-    PrefixValue, name,
+    Config, Device, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop, MAX_DEVICES, MAX_HOPS,
+    MAX_MASQ_PREFIXES, MAX_NODES, MAX_PREFIXES, NodeValue, PrefixValue, TUNNEL_IPIP, TUNNEL_NONE, name,
 };
 
 use super::{DataplaneError, load::map};
-use crate::plan::Tables;
+use crate::plan;
+
+/// Map content as the programs read it. They handle IPv4; what leads over an
+/// IPv6 underlay has no hop, and so is dropped and counted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Content {
+    prefix_v4: BTreeMap<Ipv4Net, PrefixValue>,
+    hop: BTreeMap<u32, Hop>,
+    node_v4: BTreeMap<Ipv4Addr, NodeValue>,
+    masq_src: BTreeMap<Ipv4Net, u32>,
+    masq_dst: BTreeMap<Ipv4Net, u32>,
+    device: BTreeMap<u32, Device>,
+    config: Config,
+}
+
+impl From<&plan::Tables> for Content {
+    fn from(tables: &plan::Tables) -> Self {
+        Self {
+            prefix_v4: ipv4(&tables.prefix),
+            hop: tables.hop.iter().filter_map(|(id, hop)| Some((*id, raw_hop(hop)?))).collect(),
+            node_v4: tables
+                .node
+                .iter()
+                .filter_map(|(addr, value)| match addr {
+                    IpAddr::V4(addr) => Some((*addr, *value)),
+                    IpAddr::V6(_) => None,
+                })
+                .collect(),
+            masq_src: ipv4(&tables.masq_src),
+            masq_dst: ipv4(&tables.masq_dst),
+            device: tables.device.clone(),
+            config: tables.config,
+        }
+    }
+}
+
+fn ipv4<V: Copy>(table: &BTreeMap<IpNet, V>) -> BTreeMap<Ipv4Net, V> {
+    table
+        .iter()
+        .filter_map(|(prefix, value)| match prefix {
+            IpNet::V4(prefix) => Some((*prefix, *value)),
+            IpNet::V6(_) => None,
+        })
+        .collect()
+}
+
+fn raw_hop(hop: &plan::Hop) -> Option<Hop> {
+    match *hop {
+        plan::Hop::Local => Some(Hop { kind: HOP_KIND_LOCAL, ..Hop::default() }),
+        plan::Hop::Wireguard => Some(Hop { kind: HOP_KIND_WIREGUARD, ..Hop::default() }),
+        plan::Hop::Node {
+            encapsulated,
+            ifindex,
+            mtu,
+            local: IpAddr::V4(local),
+            remote: IpAddr::V4(remote),
+        } => Some(Hop {
+            kind: HOP_KIND_NODE,
+            tunnel: if encapsulated { TUNNEL_IPIP } else { TUNNEL_NONE },
+            ifindex,
+            mtu,
+            local: local.octets(),
+            remote: remote.octets(),
+        }),
+        plan::Hop::Node { .. } => None,
+    }
+}
 
 /// Reads everything the maps hold.
-pub fn read(bpf: &mut Ebpf) -> Result<Tables, DataplaneError> {
-    let mut tables = Tables {
+pub fn read(bpf: &mut Ebpf) -> Result<Content, DataplaneError> {
+    let mut tables = Content {
         prefix_v4: read_trie::<PrefixValue>(bpf, name::PREFIX_V4)?,
         masq_src: read_trie::<u32>(bpf, name::MASQ_SRC)?,
         masq_dst: read_trie::<u32>(bpf, name::MASQ_DST)?,
-        ..Tables::default()
+        ..Content::default()
     };
     let hops = Array::<_, Hop>::try_from(map(bpf, name::HOP)?)?;
     for id in 0..hops.len() {
@@ -82,7 +151,7 @@ fn difference<K: Ord + Copy, V: PartialEq + Copy>(
 }
 
 /// Writes what differs and keeps `present` true; answers the number of writes.
-pub fn apply(bpf: &mut Ebpf, present: &mut Tables, desired: &Tables) -> Result<u64, DataplaneError> {
+pub fn apply(bpf: &mut Ebpf, present: &mut Content, desired: &Content) -> Result<u64, DataplaneError> {
     check_capacity(desired)?;
     let mut writes = 0;
     // First what others point to, then the pointers; on the way back the other way round.
@@ -122,7 +191,7 @@ pub fn apply(bpf: &mut Ebpf, present: &mut Tables, desired: &Tables) -> Result<u
     Ok(writes)
 }
 
-fn check_capacity(desired: &Tables) -> Result<(), DataplaneError> {
+fn check_capacity(desired: &Content) -> Result<(), DataplaneError> {
     let full = |map, capacity: u32, wanted: usize| {
         if wanted > capacity as usize { Err(DataplaneError::Full { map, capacity, wanted }) } else { Ok(()) }
     };

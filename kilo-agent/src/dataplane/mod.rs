@@ -43,7 +43,7 @@ pub struct Dataplane {
     bpf: Ebpf,
     directory: PathBuf,
     /// What the maps hold: read once at start, kept by every write since.
-    present: Tables,
+    present: maps::Content,
     attachments: attach::Attachments,
 }
 
@@ -68,7 +68,7 @@ impl Dataplane {
     /// # Errors
     /// When a map refuses a write (full, or gone).
     pub fn write(&mut self, desired: &Tables) -> Result<u64, DataplaneError> {
-        maps::apply(&mut self.bpf, &mut self.present, desired)
+        maps::apply(&mut self.bpf, &mut self.present, &desired.into())
     }
 
     /// Attaches the programs to the WireGuard device and the uplinks, replaces

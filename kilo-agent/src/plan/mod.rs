@@ -1,6 +1,122 @@
 //! From the mesh, this node and its links to the complete desired state of
 //! this host, as plain values. Pure: no I/O, no clock.
 
+mod hops;
+mod masquerade;
+pub mod model;
+mod routes;
+mod steering;
 mod types;
+mod wireguard;
 
+pub use hops::HopIds;
 pub use types::*;
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+};
+
+use kilo_common::maps::{CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_PLAIN, Config};
+
+use crate::{
+    topology::{Encapsulate, Member, Mesh, Segment, Settings},
+    wireguard::key::PublicKey,
+};
+
+/// Ports masquerading chooses from: Linux's default range for outgoing connections.
+pub const NAT_PORTS: (u16, u16) = (32_768, 60_999);
+
+/// Everything the plan of one host depends on.
+#[derive(Clone, Copy, Debug)]
+pub struct Inputs<'a> {
+    /// The mesh.
+    pub mesh: &'a Mesh,
+    /// Flags of this agent.
+    pub settings: &'a Settings,
+    /// Name of this node.
+    pub node: &'a str,
+    /// This host's interfaces.
+    pub links: &'a HostLinks,
+    /// Hop ids, allocated for this mesh by [`HopIds::update`].
+    pub hops: &'a HopIds,
+    /// Addresses of endpoints that are DNS names.
+    pub resolved: &'a BTreeMap<String, IpAddr>,
+    /// Endpoints this host's own WireGuard device sees its peers at.
+    pub seen: &'a BTreeMap<PublicKey, SocketAddr>,
+    /// Keepalive of this node in seconds, written for all its peers.
+    pub persistent_keepalive: u32,
+    /// Masquerading is ours to do.
+    pub masquerade: bool,
+    /// MTU of the WireGuard device in bytes.
+    pub mtu: u32,
+}
+
+/// This node's place in the mesh.
+#[derive(Clone, Copy, Debug)]
+struct Own<'a> {
+    segment: &'a Segment,
+    index: usize,
+    member: &'a Member,
+    leads: bool,
+}
+
+impl<'a> Own<'a> {
+    fn find(mesh: &'a Mesh, node: &str) -> Option<Self> {
+        let (index, position) = mesh.find(node)?;
+        let segment = &mesh.segments[index];
+        Some(Self { segment, index, member: &segment.members[position], leads: segment.leader == position })
+    }
+
+    fn others(&self) -> impl Iterator<Item = &'a Member> + use<'a> {
+        let name = &self.member.name;
+        self.segment.members.iter().filter(move |member| member.name != *name)
+    }
+
+    /// The tunnel towards another node of the location (`--encapsulate`).
+    fn encapsulates(&self, settings: &Settings, to: &Member) -> bool {
+        match settings.encapsulate {
+            Encapsulate::Always => true,
+            Encapsulate::Never => false,
+            Encapsulate::CrossSubnet => match (self.member.internal_ip, to.private_ip()) {
+                (Some(own), Some(ip)) => !own.contains(&ip),
+                _ => true,
+            },
+        }
+    }
+}
+
+/// The desired state of this host; `None` while the node is not in the mesh.
+pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
+    let own = Own::find(inputs.mesh, inputs.node)?;
+    let mut tables = steering::tables(inputs, &own);
+    masquerade::fill(inputs, &own, &mut tables);
+    let plain = tables.hop.values().any(|hop| matches!(hop, Hop::Node { encapsulated: false, .. }));
+    let flag = |set: bool, bit: u32| if set { bit } else { 0 };
+    tables.config = Config {
+        kilo_ifindex: inputs.links.kilo,
+        flags: flag(own.leads, CONFIG_LEADER)
+            | flag(inputs.masquerade, CONFIG_MASQUERADE)
+            | flag(plain, CONFIG_PLAIN),
+        nat_port_min: NAT_PORTS.0,
+        nat_port_max: NAT_PORTS.1,
+        wireguard_port: inputs.settings.port,
+        pad: 0,
+        private_addr: match own.member.private_ip() {
+            Some(IpAddr::V4(ip)) => ip.octets(),
+            _ => [0; 4],
+        },
+    };
+    Some(HostPlan {
+        wireguard: wireguard::peers(inputs, &own),
+        net: routes::net(inputs, &own),
+        tables,
+        uplinks: inputs.links.uplinks.keys().chain(&inputs.links.private).copied().collect(),
+    })
+}
+
+/// This node's WireGuard address with the subnet's prefix length, if it leads.
+pub fn wireguard_address(mesh: &Mesh, node: &str) -> Option<ipnet::IpNet> {
+    let own = Own::find(mesh, node).filter(|own| own.leads)?;
+    ipnet::IpNet::new(own.segment.wireguard_ip?, mesh.subnet.prefix_len()).ok()
+}

@@ -5,7 +5,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
 };
 
-use ipnet::{IpNet, Ipv4Net};
+use ipnet::IpNet;
 use kilo_common::maps;
 
 use crate::wireguard::key::{PublicKey, SecretKey};
@@ -92,23 +92,46 @@ pub struct Rule {
     pub priority: u32,
 }
 
-/// Desired content of the BPF maps.
+/// Desired content of the BPF maps, both families; `dataplane` writes what the
+/// programs handle.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tables {
-    /// `prefix_v4`.
-    pub prefix_v4: BTreeMap<Ipv4Net, maps::PrefixValue>,
-    /// `hop`; absent ids are zero (drop).
-    pub hop: BTreeMap<u32, maps::Hop>,
-    /// `node_v4`.
-    pub node_v4: BTreeMap<Ipv4Addr, maps::NodeValue>,
-    /// `masq_src`.
-    pub masq_src: BTreeMap<Ipv4Net, u32>,
-    /// `masq_dst`.
-    pub masq_dst: BTreeMap<Ipv4Net, u32>,
-    /// `device`, by interface index.
+    /// Where prefixes lead, and who may send from them.
+    pub prefix: BTreeMap<IpNet, maps::PrefixValue>,
+    /// Hops by id; an absent id drops.
+    pub hop: BTreeMap<u32, Hop>,
+    /// Outer source -> the node that may send from it.
+    pub node: BTreeMap<IpAddr, maps::NodeValue>,
+    /// Sources: `MASQ_SRC_*`.
+    pub masq_src: BTreeMap<IpNet, u32>,
+    /// Destinations: `MASQ_EXCLUDE` or `MASQ_FORCE`.
+    pub masq_dst: BTreeMap<IpNet, u32>,
+    /// Interfaces the programs sit on, by index.
     pub device: BTreeMap<u32, maps::Device>,
-    /// `config`.
+    /// What every program needs to know.
     pub config: maps::Config,
+}
+
+/// How a hop is reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hop {
+    /// This node's own stack.
+    Local,
+    /// WireGuard encrypts.
+    Wireguard,
+    /// Another node of the own location.
+    Node {
+        /// With an outer header (IP in IP), or plainly on the link.
+        encapsulated: bool,
+        /// Interface towards the node.
+        ifindex: u32,
+        /// Largest inner packet in bytes; 0 = not known.
+        mtu: u32,
+        /// This node's private address.
+        local: IpAddr,
+        /// The other node's private address.
+        remote: IpAddr,
+    },
 }
 
 /// What the plan needs to know about this host's links.

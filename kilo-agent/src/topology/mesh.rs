@@ -5,7 +5,7 @@ use std::{
     net::SocketAddr,
 };
 
-use ipnet::{IpNet, Ipv4Net};
+use ipnet::IpNet;
 
 use super::{Granularity, Node, Peer, Segment, allocate};
 use crate::wireguard::key::PublicKey;
@@ -29,7 +29,7 @@ pub fn ready_at(node: &Node, now: i64) -> bool {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mesh {
     /// WireGuard addresses come from here.
-    pub subnet: Ipv4Net,
+    pub subnet: IpNet,
     /// Locations, sorted by name.
     pub segments: Vec<Segment>,
     /// VPN peers, sorted by name; an allowed IP belongs to the first that claims it.
@@ -44,7 +44,7 @@ impl Mesh {
         nodes: impl IntoIterator<Item = &'a Node>,
         peers: &BTreeMap<String, Peer>,
         granularity: Granularity,
-        subnet: Ipv4Net,
+        subnet: IpNet,
     ) -> Self {
         let mut locations: BTreeMap<String, Vec<&Node>> = BTreeMap::new();
         for node in nodes {
@@ -57,7 +57,7 @@ impl Mesh {
             nodes.sort_by(|a, b| a.name.cmp(&b.name));
             let Some(mut segment) = Segment::new(location, &nodes) else { continue };
             segment.wireguard_ip = addresses.next();
-            segment.allowed_ips.extend(segment.wireguard_ip.map(|ip| IpNet::from(std::net::IpAddr::V4(ip))));
+            segment.allowed_ips.extend(segment.wireguard_ip.map(IpNet::from));
             segments.push(segment);
             for node in nodes {
                 for (key, addr) in &node.discovered_endpoints {
@@ -77,6 +77,13 @@ impl Mesh {
             let member = segment.members.iter().position(|member| member.name == node)?;
             Some((index, member))
         })
+    }
+
+    /// The mesh as a node sees it: endpoints it has seen itself count first.
+    #[must_use]
+    pub fn seen_by(mut self, own: &BTreeMap<PublicKey, SocketAddr>) -> Self {
+        self.discovered.extend(own);
+        self
     }
 
     /// Whether a node leads its location.
@@ -111,9 +118,9 @@ fn without_duplicates(peers: &BTreeMap<String, Peer>) -> Vec<Peer> {
         .collect()
 }
 
-/// Drops allowed-location-ips that another location also offers, or that meet
-/// what is reached otherwise. Locations are taken in order: one whose prefix
-/// was dropped no longer stands in the way of the next.
+/// Drops allowed-location-ips that another location also offers, that start
+/// inside what is reached otherwise, or that meet a peer's. Locations are taken
+/// in order: one whose prefix was dropped no longer stands in the way of the next.
 fn filter_location_ips(segments: &mut [Segment], peers: &[Peer]) {
     for own in 0..segments.len() {
         let kept = segments[own]
@@ -123,7 +130,7 @@ fn filter_location_ips(segments: &mut [Segment], peers: &[Peer]) {
                 let elsewhere = segments.iter().enumerate().any(|(index, segment)| {
                     (index != own
                         && segment.allowed_location_ips.iter().any(|other| intersect(prefix, other)))
-                        || segment.allowed_ips.iter().any(|other| other.contains(*prefix))
+                        || segment.allowed_ips.iter().any(|other| other.contains(&prefix.network()))
                 });
                 !elsewhere
                     && !peers.iter().flat_map(|peer| &peer.allowed_ips).any(|other| intersect(prefix, other))

@@ -1,6 +1,6 @@
 //! One location of the mesh.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 
 use ipnet::IpNet;
 
@@ -41,7 +41,7 @@ pub struct Segment {
     /// The leader's keepalive in seconds; not zero = it is behind NAT.
     pub persistent_keepalive: u32,
     /// The leader's WireGuard address; `None` when the subnet has no more.
-    pub wireguard_ip: Option<Ipv4Addr>,
+    pub wireguard_ip: Option<IpAddr>,
     /// Pod CIDRs, private addresses, the WireGuard address.
     pub allowed_ips: Vec<IpNet>,
     /// Prefixes reachable through the location, checked against all others.

@@ -7,7 +7,7 @@ use std::{
     str::FromStr,
 };
 
-use ipnet::{IpNet, Ipv4Net};
+use ipnet::IpNet;
 
 use crate::wireguard::key::{PublicKey, SecretKey};
 
@@ -207,7 +207,7 @@ pub struct Settings {
     /// `--cni`: this node's pods are ours, so their traffic is masqueraded.
     pub cni: bool,
     /// `--subnet`: WireGuard addresses.
-    pub subnet: Ipv4Net,
+    pub subnet: IpNet,
     /// `--service-cidr`: never masqueraded.
     pub service_cidrs: Vec<IpNet>,
     /// `--port`: WireGuard port of this node.

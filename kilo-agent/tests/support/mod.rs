@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kilo_agent::plan::Tables;
+use kilo_agent::plan::{self, Tables};
 use kilo_common::maps::*;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
@@ -53,7 +53,7 @@ pub const PUBLIC: [u8; 4] = [192, 0, 2, 11];
 pub const IFINDEX: u32 = 1;
 pub const MEMBER_HOP: u32 = HOP_FIRST_NODE;
 
-fn prefixes(list: &[(&str, u32)]) -> BTreeMap<ipnet::Ipv4Net, PrefixValue> {
+fn prefixes(list: &[(&str, u32)]) -> BTreeMap<ipnet::IpNet, PrefixValue> {
     list.iter()
         .map(|(prefix, hop)| {
             (prefix.parse().unwrap(), PrefixValue { hop: *hop, flags: PREFIX_ROUTE | PREFIX_SOURCE })
@@ -63,16 +63,15 @@ fn prefixes(list: &[(&str, u32)]) -> BTreeMap<ipnet::Ipv4Net, PrefixValue> {
 
 /// Tables of the leader a1 with one member a2 and a remote location.
 pub fn leader_tables() -> Tables {
-    let member = Hop {
-        kind: HOP_KIND_NODE,
-        tunnel: TUNNEL_IPIP,
+    let member = plan::Hop::Node {
+        encapsulated: true,
         ifindex: IFINDEX,
         mtu: 1480,
-        local: SELF,
-        remote: MEMBER,
+        local: std::net::IpAddr::from(SELF),
+        remote: std::net::IpAddr::from(MEMBER),
     };
     Tables {
-        prefix_v4: prefixes(&[
+        prefix: prefixes(&[
             ("10.42.1.0/24", HOP_LOCAL),
             ("10.1.0.11/32", HOP_LOCAL),
             ("10.42.2.0/24", MEMBER_HOP),
@@ -82,11 +81,11 @@ pub fn leader_tables() -> Tables {
             ("10.5.0.1/32", HOP_REMOTE),
         ]),
         hop: BTreeMap::from([
-            (HOP_LOCAL, Hop { kind: HOP_KIND_LOCAL, ..Hop::default() }),
-            (HOP_REMOTE, Hop { kind: HOP_KIND_WIREGUARD, ..Hop::default() }),
+            (HOP_LOCAL, plan::Hop::Local),
+            (HOP_REMOTE, plan::Hop::Wireguard),
             (MEMBER_HOP, member),
         ]),
-        node_v4: BTreeMap::from([(MEMBER.into(), NodeValue { hop: MEMBER_HOP, flags: 0 })]),
+        node: BTreeMap::from([(MEMBER.into(), NodeValue { hop: MEMBER_HOP, flags: 0 })]),
         masq_src: BTreeMap::from([("10.42.1.0/24".parse().unwrap(), MASQ_SRC_ALWAYS)]),
         masq_dst: BTreeMap::from([
             ("10.42.1.0/24".parse().unwrap(), MASQ_EXCLUDE),
@@ -109,16 +108,15 @@ pub fn leader_tables() -> Tables {
 /// Tables of the member a2, whose leader is a1.
 pub fn member_tables() -> Tables {
     let mut tables = leader_tables();
-    let leader = Hop {
-        kind: HOP_KIND_NODE,
-        tunnel: TUNNEL_IPIP,
+    let leader = plan::Hop::Node {
+        encapsulated: true,
         ifindex: IFINDEX,
         mtu: 1480,
-        local: SELF,
-        remote: MEMBER,
+        local: std::net::IpAddr::from(SELF),
+        remote: std::net::IpAddr::from(MEMBER),
     };
     tables.config.flags = CONFIG_MASQUERADE;
     tables.hop.insert(HOP_REMOTE, leader);
-    tables.node_v4 = BTreeMap::from([(MEMBER.into(), NodeValue { hop: MEMBER_HOP, flags: NODE_LEADER })]);
+    tables.node = BTreeMap::from([(MEMBER.into(), NodeValue { hop: MEMBER_HOP, flags: NODE_LEADER })]);
     tables
 }

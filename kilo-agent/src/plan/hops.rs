@@ -1,0 +1,48 @@
+//! Hop ids of the nodes of the own location. An id stays with its node, so
+//! that nodes that come and go change no other entry.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kilo_common::maps::{HOP_FIRST_NODE, MAX_HOPS};
+
+use crate::topology::Mesh;
+
+/// Node name -> hop id.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HopIds(BTreeMap<String, u32>);
+
+impl HopIds {
+    /// Keeps the ids of nodes that are still in the location of `node`, frees
+    /// the others, and gives the lowest free ids to new ones.
+    #[must_use]
+    pub fn update(&self, mesh: &Mesh, node: &str) -> Self {
+        let Some((segment, _)) = mesh.find(node) else { return Self::default() };
+        let names: BTreeSet<&str> = mesh.segments[segment]
+            .members
+            .iter()
+            .map(|member| member.name.as_str())
+            .filter(|name| *name != node)
+            .collect();
+        let mut ids: BTreeMap<String, u32> = self
+            .0
+            .iter()
+            .filter(|(name, _)| names.contains(name.as_str()))
+            .map(|(n, id)| (n.clone(), *id))
+            .collect();
+        let taken: BTreeSet<u32> = ids.values().copied().collect();
+        let mut free = (HOP_FIRST_NODE..MAX_HOPS).filter(|id| !taken.contains(id));
+        for name in names {
+            if !ids.contains_key(name)
+                && let Some(id) = free.next()
+            {
+                ids.insert(name.to_owned(), id);
+            }
+        }
+        Self(ids)
+    }
+
+    /// The id of a node.
+    pub fn get(&self, node: &str) -> Option<u32> {
+        self.0.get(node).copied()
+    }
+}

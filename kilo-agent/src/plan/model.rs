@@ -1,0 +1,166 @@
+//! What the data path does with one packet, read from the tables alone, in
+//! plain Rust: the judge of the BPF programs, and of conformance to Kilo.
+
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+use kilo_common::{
+    maps::{CONFIG_LEADER, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue},
+    nat,
+    packet::never_steered,
+    verdict::{Action, DropReason},
+};
+
+use super::{Hop, HostPlan, MAIN_TABLE, Tables};
+
+/// Source and destination of a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Packet {
+    /// Source address.
+    pub src: IpAddr,
+    /// Destination address.
+    pub dst: IpAddr,
+}
+
+/// What a program does: the action, and the node it sends to, if any.
+pub type Verdict = Result<(Action, Option<Hop>), DropReason>;
+
+/// Where a packet goes as seen from outside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Route {
+    /// Encrypted by this node's WireGuard.
+    Wireguard,
+    /// To another node of the own location.
+    Gateway {
+        /// Private address of that node.
+        gateway: IpAddr,
+        /// With an outer header.
+        encapsulated: bool,
+    },
+    /// Not ours: this host's other routes decide.
+    Other,
+    /// Dropped.
+    Dropped(DropReason),
+}
+
+fn longest<V: Copy>(table: &std::collections::BTreeMap<IpNet, V>, addr: IpAddr) -> Option<V> {
+    let host = IpNet::from(addr);
+    (0..=host.max_prefix_len()).rev().find_map(|length| {
+        let prefix = IpNet::new(addr, length).ok()?.trunc();
+        table.get(&prefix).copied()
+    })
+}
+
+impl Tables {
+    fn prefix(&self, addr: IpAddr) -> Option<PrefixValue> {
+        longest(&self.prefix, addr)
+    }
+
+    fn routed(&self, dst: IpAddr) -> Option<u32> {
+        self.prefix(dst).filter(|value| value.flags & PREFIX_ROUTE != 0).map(|value| value.hop)
+    }
+
+    /// True for addresses of this node and its pods.
+    pub fn is_local(&self, addr: IpAddr) -> bool {
+        self.prefix(addr).is_some_and(|value| value.hop == HOP_LOCAL)
+    }
+
+    fn leads(&self) -> bool {
+        self.config.flags & CONFIG_LEADER != 0
+    }
+
+    /// Whether a packet is source-translated when it leaves.
+    pub fn masquerades(&self, packet: Packet) -> bool {
+        nat::is_masqueraded(longest(&self.masq_src, packet.src), longest(&self.masq_dst, packet.dst))
+    }
+
+    /// `kilo_egress` for a packet that is not masqueraded.
+    pub fn kilo_egress(&self, packet: Packet) -> Verdict {
+        if is_never_steered(packet.dst) {
+            return Err(DropReason::NotUnicast);
+        }
+        let Some(id) = self.routed(packet.dst) else {
+            return if self.leads() { Ok((Action::Pass, None)) } else { Err(DropReason::NoPrefix) };
+        };
+        match self.hop.get(&id) {
+            Some(Hop::Wireguard) if self.leads() => Ok((Action::Encrypt, None)),
+            Some(hop @ Hop::Node { .. }) => Ok((Action::Steer, Some(*hop))),
+            Some(Hop::Local) => Err(DropReason::NoPrefix),
+            _ => Err(DropReason::NoHop),
+        }
+    }
+
+    /// `kilo_ingress` for a packet with TTL left that is no reply to a masqueraded one.
+    pub fn kilo_ingress(&self, packet: Packet) -> Verdict {
+        let hop = self.routed(packet.dst).and_then(|id| self.hop.get(&id));
+        match hop {
+            Some(hop @ Hop::Node { .. }) if self.leads() => Ok((Action::Forward, Some(*hop))),
+            _ => Ok((Action::Decrypt, None)),
+        }
+    }
+
+    /// `lan_ingress` for an encapsulated packet addressed to this node.
+    pub fn lan_ingress(&self, outer_src: IpAddr, inner: Packet) -> Verdict {
+        let sender = self.node.get(&outer_src).ok_or(DropReason::UnknownSender)?;
+        let owner = self.prefix(inner.src).ok_or(DropReason::ForeignSource)?;
+        let carried = owner.hop == HOP_REMOTE && sender.flags & NODE_LEADER != 0;
+        if owner.flags & PREFIX_SOURCE == 0 || !(owner.hop == sender.hop || carried) {
+            return Err(DropReason::ForeignSource);
+        }
+        match self.prefix(inner.dst) {
+            Some(value) if value.hop == HOP_LOCAL => Ok((Action::Deliver, None)),
+            Some(value) if value.hop == HOP_REMOTE && value.flags & PREFIX_ROUTE != 0 && self.leads() => {
+                Ok((Action::Transit, None))
+            }
+            _ => Err(DropReason::NotForUs),
+        }
+    }
+}
+
+impl HostPlan {
+    /// Where a packet goes that starts on this host or arrives at its stack.
+    pub fn route(&self, packet: Packet) -> Route {
+        if !self.is_routed_to_kilo(packet) {
+            return Route::Other;
+        }
+        seen_from_outside(self.tables.kilo_egress(packet))
+    }
+
+    /// Where a packet goes that comes out of the WireGuard device.
+    pub fn route_from_kilo(&self, packet: Packet) -> Route {
+        match self.tables.kilo_ingress(packet) {
+            Ok((Action::Decrypt, _)) => self.route(packet),
+            verdict => seen_from_outside(verdict),
+        }
+    }
+
+    /// The kernel's own decision: policy rules first, then the main table.
+    fn is_routed_to_kilo(&self, packet: Packet) -> bool {
+        let src = IpNet::from(packet.src);
+        let dst = IpNet::from(packet.dst);
+        let tables = self.net.rules.iter().filter(|rule| rule.from.contains(&src)).map(|rule| rule.table);
+        tables.chain([MAIN_TABLE]).any(|table| {
+            self.net.routes.iter().any(|route| route.table == table && route.destination.contains(&dst))
+                // A local address is never sent.
+                && !self.tables.is_local(packet.dst)
+        })
+    }
+}
+
+fn seen_from_outside(verdict: Verdict) -> Route {
+    match verdict {
+        Ok((_, Some(Hop::Node { remote, encapsulated, .. }))) => {
+            Route::Gateway { gateway: remote, encapsulated }
+        }
+        Ok((Action::Encrypt | Action::Transit, _)) => Route::Wireguard,
+        Ok(_) => Route::Other,
+        Err(reason) => Route::Dropped(reason),
+    }
+}
+
+fn is_never_steered(dst: IpAddr) -> bool {
+    match dst {
+        IpAddr::V4(dst) => never_steered(dst.octets()),
+        IpAddr::V6(dst) => dst.is_multicast() || dst.is_unicast_link_local() || dst.is_loopback(),
+    }
+}

@@ -1,0 +1,68 @@
+//! Addresses, routes and rules that bring packets to the WireGuard device.
+
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+
+use super::{Inputs, MAIN_TABLE, NetPlan, Own, POD_RULE_PRIORITY, POD_TABLE, Route, Rule};
+
+pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>) -> NetPlan {
+    let mut net = NetPlan { mtu: inputs.mtu, ..NetPlan::default() };
+    net.addresses.extend(super::wireguard_address(inputs.mesh, inputs.node));
+    let source = source(own);
+    let mut add = |prefix: IpNet, table: u32| {
+        let source = source.filter(|source| source.is_ipv4() == prefix.addr().is_ipv4());
+        net.routes.insert(Route { destination: prefix.trunc(), table, source });
+    };
+    if !own.leads {
+        if let Some(ip) = own.segment.wireguard_ip {
+            add(IpNet::from(ip), MAIN_TABLE);
+        }
+    }
+    let mut pods_take_the_tunnel = false;
+    for member in own.others().filter(|_| inputs.settings.local) {
+        for cidr in &member.pod_cidrs {
+            add(*cidr, MAIN_TABLE);
+        }
+        if own.encapsulates(inputs.settings, member) {
+            if let Some(ip) = member.private_ip() {
+                add(ip.into(), POD_TABLE);
+                pods_take_the_tunnel = true;
+            }
+        }
+    }
+    for (index, segment) in inputs.mesh.segments.iter().enumerate() {
+        if index == own.index {
+            continue;
+        }
+        for prefix in segment.all_allowed_ips() {
+            let is = |ip: Option<IpAddr>| ip.is_some_and(|ip| prefix == IpNet::from(ip));
+            // On a leader the tunnel itself goes to the endpoint, and the
+            // device's address brings a route to all WireGuard addresses.
+            let other_way = own.leads && (is(segment.endpoint.ip()) || is(segment.wireguard_ip));
+            if !other_way {
+                add(prefix, MAIN_TABLE);
+            }
+        }
+    }
+    for prefix in inputs.mesh.peers.iter().flat_map(|peer| &peer.allowed_ips) {
+        add(*prefix, MAIN_TABLE);
+    }
+    if pods_take_the_tunnel {
+        for cidr in &own.member.pod_cidrs {
+            net.rules.insert(Rule { from: cidr.trunc(), table: POD_TABLE, priority: POD_RULE_PRIORITY });
+        }
+    }
+    net
+}
+
+/// The address this host's own packets into the mesh get: its private one. A
+/// leader whose private address is its WireGuard endpoint takes its WireGuard
+/// address, because answers to the endpoint would not come through the tunnel.
+fn source(own: &Own<'_>) -> Option<IpAddr> {
+    match own.member.private_ip() {
+        Some(ip) if !(own.leads && own.segment.is_endpoint(ip)) => Some(ip),
+        _ if own.leads => own.segment.wireguard_ip,
+        _ => None,
+    }
+}

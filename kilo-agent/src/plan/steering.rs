@@ -1,0 +1,89 @@
+//! Tables of the steering programs: prefixes, hops, and who may send.
+
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+use kilo_common::{
+    encap::IPIP_OVERHEAD,
+    maps::{HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue},
+};
+
+use super::{Hop, Inputs, Own, Tables};
+use crate::topology::Member;
+
+pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>) -> Tables {
+    let mut tables = Tables::default();
+    let mut add = |prefix: IpNet, hop: u32, routed: bool| {
+        let flags = if routed { PREFIX_ROUTE | PREFIX_SOURCE } else { PREFIX_SOURCE };
+        // The first to name a prefix keeps it: what is nearer is added first.
+        tables.prefix.entry(prefix.trunc()).or_insert(PrefixValue { hop, flags });
+    };
+    for prefix in own.member.pod_cidrs.iter().copied().chain(own.member.private_ip().map(IpNet::from)) {
+        add(prefix, HOP_LOCAL, true);
+    }
+    let own_wireguard_ip = own.segment.wireguard_ip.map(IpNet::from);
+    if let Some(prefix) = own_wireguard_ip {
+        match own.segment.leading().and_then(|leader| inputs.hops.get(&leader.name)) {
+            _ if own.leads => add(prefix, HOP_LOCAL, true),
+            Some(hop) => add(prefix, hop, true),
+            None => {}
+        }
+    }
+    for member in own.others() {
+        let Some(hop) = inputs.hops.get(&member.name) else { continue };
+        for cidr in &member.pod_cidrs {
+            add(*cidr, hop, inputs.settings.local);
+        }
+        let private_is_steered = inputs.settings.local && own.encapsulates(inputs.settings, member);
+        if let Some(ip) = member.private_ip() {
+            add(ip.into(), hop, private_is_steered);
+        }
+    }
+    for (index, segment) in inputs.mesh.segments.iter().enumerate() {
+        if index == own.index {
+            continue;
+        }
+        for prefix in segment.all_allowed_ips() {
+            add(prefix, HOP_REMOTE, true);
+        }
+    }
+    for peer in &inputs.mesh.peers {
+        for prefix in &peer.allowed_ips {
+            add(*prefix, HOP_REMOTE, true);
+        }
+    }
+    fill_hops(inputs, own, &mut tables);
+    tables
+}
+
+fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
+    tables.hop.insert(HOP_LOCAL, Hop::Local);
+    let leader = own.segment.leading().map(|leader| leader.name.as_str());
+    for member in own.others() {
+        let (Some(id), Some(remote)) = (inputs.hops.get(&member.name), member.private_ip()) else { continue };
+        let Some(hop) = node_hop(inputs, own, member, remote) else { continue };
+        tables.hop.insert(id, hop);
+        let leads = Some(member.name.as_str()) == leader;
+        if leads {
+            tables.hop.insert(HOP_REMOTE, hop);
+        }
+        tables.node.insert(remote, NodeValue { hop: id, flags: if leads { NODE_LEADER } else { 0 } });
+    }
+    if own.leads {
+        tables.hop.insert(HOP_REMOTE, Hop::Wireguard);
+    }
+}
+
+/// How another node of the location is reached.
+fn node_hop(inputs: &Inputs<'_>, own: &Own<'_>, member: &Member, remote: IpAddr) -> Option<Hop> {
+    let local = own.member.private_ip()?;
+    let towards = match remote {
+        IpAddr::V4(remote) => inputs.links.towards.get(&remote).copied(),
+        IpAddr::V6(_) => None,
+    };
+    let ifindex = towards.or(inputs.links.private).unwrap_or(0);
+    let encapsulated = own.encapsulates(inputs.settings, member);
+    let overhead = if encapsulated { u32::try_from(IPIP_OVERHEAD).unwrap_or(0) } else { 0 };
+    let mtu = inputs.links.mtus.get(&ifindex).map_or(0, |mtu| mtu.saturating_sub(overhead));
+    Some(Hop::Node { encapsulated, ifindex, mtu, local, remote })
+}

@@ -1,0 +1,368 @@
+//! Conformance to recorded answers of Kilo, scenario by scenario.
+//!
+//! `KILO_GOLDEN=<file>` reads another file of the same format. Deviations, all
+//! deliberate:
+//!
+//! * an endpoint that is not known is left out of a configuration, where Kilo
+//!   writes `<nil>`, which no tool reads;
+//! * a packet to 0.0.0.0/8 is dropped and counted, where Kilo encrypts it when
+//!   somebody allows 0.0.0.0/0: that is no destination (RFC 6890);
+//! * a packet to an address of this very node stays here. The recording knows
+//!   Kilo's routes alone and says `wireguard` when one of them is 0.0.0.0/0; the
+//!   host's own routes, which are longer, are not in it.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Debug,
+};
+
+use kilo_agent::{
+    backend::{node, peer},
+    plan::{self, HopIds, HostLinks, Inputs, model},
+    topology::{self, Mesh, Peer, Settings},
+    wireguard::{conf, key::SecretKey},
+};
+use serde::Deserialize;
+use serde_json::Value;
+
+#[derive(Deserialize)]
+struct Scenario {
+    seed: Value,
+    now: i64,
+    config: Config,
+    nodes: Vec<k8s_openapi::api::core::v1::Node>,
+    peers: Option<Vec<Value>>,
+    views: BTreeMap<String, View>,
+}
+
+#[derive(Deserialize)]
+struct Config {
+    cni: bool,
+    encapsulate: String,
+    local: bool,
+    mesh_granularity: String,
+    service_cidrs: Option<Vec<String>>,
+    subnet: String,
+    topology_label: String,
+}
+
+#[derive(Deserialize)]
+struct View {
+    leader: bool,
+    location: String,
+    wireguard_cidr: Option<String>,
+    segments: Option<Vec<Value>>,
+    conf: String,
+    as_peer: String,
+    peer_conf: Option<BTreeMap<String, String>>,
+    dot: String,
+    probes: Vec<Probe>,
+}
+
+#[derive(Deserialize)]
+struct Probe {
+    src: String,
+    dst: String,
+    masquerade: bool,
+    route: Value,
+    route_if_received_from_kilo0: Option<Value>,
+}
+
+/// Counts comparisons and collects what differs.
+#[derive(Default)]
+struct Report {
+    compared: BTreeMap<&'static str, usize>,
+    differences: Vec<String>,
+}
+
+impl Report {
+    fn equal<T: PartialEq + Debug>(&mut self, what: &'static str, at: &str, got: T, want: T) {
+        *self.compared.entry(what).or_default() += 1;
+        if got != want {
+            self.differences.push(format!("{at}: {what}\n   got {got:?}\n  want {want:?}"));
+        }
+    }
+}
+
+#[test]
+fn every_recorded_answer_of_kilo_is_ours() {
+    let path = std::env::var("KILO_GOLDEN")
+        .unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/testdata/topology.jsonl").to_owned());
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
+    let mut report = Report::default();
+    let mut scenarios = 0;
+    for line in text.lines().filter(|line| !line.trim().is_empty()) {
+        compare(&serde_json::from_str(line).unwrap(), &mut report);
+        scenarios += 1;
+    }
+    println!("{scenarios} scenarios: {:?}", report.compared);
+    let shown = report.differences.iter().take(20).cloned().collect::<Vec<_>>().join("\n");
+    assert!(report.differences.is_empty(), "{} differences, the first:\n{shown}", report.differences.len());
+    assert!(scenarios > 0, "{path} holds no scenario");
+}
+
+fn compare(scenario: &Scenario, report: &mut Report) {
+    let config = &scenario.config;
+    let nodes: BTreeMap<String, topology::Node> = scenario
+        .nodes
+        .iter()
+        .map(|object| {
+            let (node, _) = node::from_object(object, &config.topology_label);
+            (node.name.clone(), node)
+        })
+        .collect();
+    let peers: BTreeMap<String, Peer> = scenario
+        .peers
+        .iter()
+        .flatten()
+        .filter_map(|object| peer::from_object(&serde_json::from_value(object.clone()).ok()?).ok())
+        .map(|peer| (peer.name.clone(), peer))
+        .collect();
+    let ready: Vec<_> = nodes.values().filter(|node| topology::ready_at(node, scenario.now)).collect();
+    let at = format!("seed {}", scenario.seed);
+    let names: Vec<_> = ready.iter().map(|node| node.name.as_str()).collect();
+    report.equal("ready nodes", &at, names, scenario.views.keys().map(String::as_str).collect());
+    let mut settings = Settings {
+        granularity: config.mesh_granularity.parse().unwrap(),
+        encapsulate: config.encapsulate.parse().unwrap(),
+        local: config.local,
+        cni: config.cni,
+        subnet: config.subnet.parse().unwrap(),
+        service_cidrs: config.service_cidrs.iter().flatten().map(|cidr| cidr.parse().unwrap()).collect(),
+        port: 0,
+    };
+    let mesh = Mesh::new(ready, &peers, settings.granularity, settings.subnet);
+    for (name, view) in &scenario.views {
+        let at = format!("{at}, node {name}");
+        let Some(node) = nodes.get(name) else { continue };
+        let mesh = mesh.clone().seen_by(&node.discovered_endpoints);
+        settings.port = node.endpoint.as_ref().map_or(0, |endpoint| endpoint.port);
+        compare_view(&mesh, node, &settings, view, &at, report);
+    }
+}
+
+fn compare_view(
+    mesh: &Mesh,
+    node: &topology::Node,
+    settings: &Settings,
+    view: &View,
+    at: &str,
+    report: &mut Report,
+) {
+    let (own, _) = mesh.find(&node.name).unwrap();
+    let segment = &mesh.segments[own];
+    report.equal("leader", at, mesh.leads(&node.name), view.leader);
+    report.equal("location", at, segment.location.as_str(), &view.location);
+    if view.leader {
+        let cidr = plan::wireguard_address(mesh, &node.name).map(|cidr| cidr.to_string());
+        report.equal("wireguard_cidr", at, cidr, view.wireguard_cidr.clone());
+    }
+    if let Some(want) = &view.segments {
+        let got: Vec<Value> = mesh.segments.iter().map(segment_value).collect();
+        report.equal("number of segments", at, got.len(), want.len());
+        for (got, want) in got.into_iter().zip(want) {
+            report.equal("segment", at, got, want.clone());
+        }
+    }
+    let mut secret = [0; 32];
+    secret[0] = 1;
+    let conf =
+        conf::of_node(mesh, own, SecretKey::from_bytes(secret), settings.port, node.persistent_keepalive);
+    report.equal("conf", at, conf.to_ini(), without_nil(&view.conf));
+    let as_peer = conf::Conf { interface: None, peers: vec![conf::as_peer(segment)] };
+    report.equal("as_peer", at, as_peer.to_ini(), without_nil(&view.as_peer));
+    for (name, want) in view.peer_conf.iter().flatten() {
+        let got = conf::of_peer(mesh, name).map(|conf| conf.to_ini());
+        report.equal("peer_conf", at, got, Some(without_nil(want)));
+    }
+    report.equal("dot", at, Graph::parse(&topology::dot(mesh)), Graph::parse(&view.dot));
+    compare_probes(mesh, node, settings, view, at, report);
+}
+
+fn compare_probes(
+    mesh: &Mesh,
+    node: &topology::Node,
+    settings: &Settings,
+    view: &View,
+    at: &str,
+    report: &mut Report,
+) {
+    let links = HostLinks { kilo: 9, private: Some(2), ..HostLinks::default() };
+    let hops = HopIds::default().update(mesh, &node.name);
+    let plan = plan::host_plan(&Inputs {
+        mesh,
+        settings,
+        node: &node.name,
+        links: &links,
+        hops: &hops,
+        resolved: &BTreeMap::new(),
+        seen: &BTreeMap::new(),
+        persistent_keepalive: node.persistent_keepalive,
+        masquerade: true,
+        mtu: 1420,
+    })
+    .unwrap();
+    for probe in view.probes.iter().filter(|probe| !probe.dst.starts_with("0.")) {
+        let packet = model::Packet { src: probe.src.parse().unwrap(), dst: probe.dst.parse().unwrap() };
+        let at = format!("{at}, {} -> {}", probe.src, probe.dst);
+        report.equal("masquerade", &at, plan.tables.masquerades(packet), probe.masquerade);
+        let own = plan.tables.is_local(packet.dst);
+        let here = serde_json::json!({"via": "other"});
+        let want = |recorded: &Value| if own { here.clone() } else { recorded.clone() };
+        report.equal("route", &at, route_value(plan.route(packet)), want(&probe.route));
+        let from_kilo = probe.route_if_received_from_kilo0.as_ref().unwrap_or(&probe.route);
+        report.equal("route from kilo0", &at, route_value(plan.route_from_kilo(packet)), want(from_kilo));
+    }
+}
+
+fn route_value(route: model::Route) -> Value {
+    match route {
+        model::Route::Wireguard => serde_json::json!({"via": "wireguard"}),
+        model::Route::Gateway { gateway, encapsulated } => {
+            serde_json::json!({"via": "gateway", "gateway": gateway.to_string(), "encapsulated": encapsulated})
+        }
+        model::Route::Other => serde_json::json!({"via": "other"}),
+        model::Route::Dropped(reason) => serde_json::json!({"dropped": reason.label()}),
+    }
+}
+
+fn segment_value(segment: &topology::Segment) -> Value {
+    let texts = |list: &[ipnet::IpNet]| list.iter().map(ToString::to_string).collect::<Vec<_>>();
+    let members = &segment.members;
+    serde_json::json!({
+        "allowed_ips": texts(&segment.allowed_ips),
+        "allowed_location_ips": texts(&segment.allowed_location_ips),
+        "endpoint": segment.endpoint.to_string(),
+        "hostnames": members.iter().map(|member| member.name.clone()).collect::<Vec<_>>(),
+        "leader": members[segment.leader].name,
+        "location": segment.location,
+        "persistent_keepalive_seconds": segment.persistent_keepalive,
+        "pod_cidrs": members.iter().flat_map(|member| texts(&member.pod_cidrs)).collect::<Vec<_>>(),
+        "private_ips": members.iter().filter_map(|m| Some(m.private_ip()?.to_string())).collect::<Vec<_>>(),
+        "public_key": segment.key.to_string(),
+        "wireguard_ip": segment.wireguard_ip.map(|ip| ip.to_string()),
+    })
+}
+
+fn without_nil(ini: &str) -> String {
+    let mut text: String =
+        ini.lines().filter(|line| !line.contains("<nil>")).map(|line| format!("{line}\n")).collect();
+    text.truncate(text.trim_end().len());
+    if !text.is_empty() {
+        text.push('\n');
+    }
+    text
+}
+
+/// A DOT file as a graph: order, white space and spelling do not matter.
+#[derive(Debug, PartialEq, Eq, Default)]
+struct Graph {
+    attributes: BTreeMap<String, String>,
+    /// Both ends sorted, with the attributes.
+    edges: BTreeSet<(String, String, BTreeMap<String, String>)>,
+    /// Name -> cluster and attributes.
+    nodes: BTreeMap<String, (String, BTreeMap<String, String>)>,
+    /// Cluster -> attributes.
+    clusters: BTreeMap<String, BTreeMap<String, String>>,
+}
+
+impl Graph {
+    fn parse(text: &str) -> Self {
+        let tokens = tokens(text);
+        let mut graph = Self::default();
+        let mut cluster: Option<String> = None;
+        let mut at = tokens.iter().position(|token| token == "{").unwrap() + 1;
+        while at < tokens.len() {
+            let token = tokens[at].as_str();
+            let next = tokens.get(at + 1).map_or("", String::as_str);
+            match (token, next) {
+                ("subgraph", name) => {
+                    graph.clusters.insert(name.to_owned(), BTreeMap::new());
+                    cluster = Some(name.to_owned());
+                    at += 3;
+                }
+                ("}", _) => {
+                    cluster = None;
+                    at += 1;
+                }
+                (";", _) => at += 1,
+                (name, "=") => {
+                    let value = tokens[at + 2].clone();
+                    match &cluster {
+                        Some(cluster) => {
+                            graph.clusters.get_mut(cluster).unwrap().insert(name.to_owned(), value)
+                        }
+                        None => graph.attributes.insert(name.to_owned(), value),
+                    };
+                    at += 3;
+                }
+                (from, "->") => {
+                    let to = tokens[at + 2].clone();
+                    let (attributes, end) = attributes(&tokens, at + 3);
+                    let (a, b) =
+                        if from < to.as_str() { (from.to_owned(), to) } else { (to, from.to_owned()) };
+                    graph.edges.insert((a, b, attributes));
+                    at = end;
+                }
+                (name, "[") => {
+                    let (attributes, end) = attributes(&tokens, at + 1);
+                    graph.nodes.insert(name.to_owned(), (cluster.clone().unwrap_or_default(), attributes));
+                    at = end;
+                }
+                other => panic!("DOT: {other:?}"),
+            }
+        }
+        graph
+    }
+}
+
+/// `[ a=b, c=d ]` from the bracket on; answers where it ends.
+fn attributes(tokens: &[String], mut at: usize) -> (BTreeMap<String, String>, usize) {
+    let mut attributes = BTreeMap::new();
+    assert_eq!(tokens[at], "[");
+    at += 1;
+    while tokens[at] != "]" {
+        if tokens[at] == "," {
+            at += 1;
+            continue;
+        }
+        let value = tokens[at + 2].replace("\\n", "\n").trim().to_owned();
+        attributes.insert(tokens[at].clone(), value);
+        at += 3;
+    }
+    (attributes, at + 1)
+}
+
+fn tokens(text: &str) -> Vec<String> {
+    let mut tokens = Vec::new();
+    let mut chars = text.chars().peekable();
+    while let Some(c) = chars.next() {
+        match c {
+            '"' => {
+                let mut token = String::new();
+                while let Some(c) = chars.next() {
+                    match c {
+                        '"' => break,
+                        '\\' if chars.peek() == Some(&'"') => token.extend(chars.next()),
+                        c => token.push(c),
+                    }
+                }
+                tokens.push(token);
+            }
+            '-' if chars.peek() == Some(&'>') => {
+                chars.next();
+                tokens.push("->".to_owned());
+            }
+            '{' | '}' | '[' | ']' | ';' | ',' | '=' => tokens.push(c.to_string()),
+            c if c.is_whitespace() => {}
+            c => {
+                let mut token = c.to_string();
+                while let Some(c) = chars.next_if(|c| c.is_alphanumeric() || matches!(c, '_' | '.')) {
+                    token.push(c);
+                }
+                tokens.push(token);
+            }
+        }
+    }
+    tokens
+}
