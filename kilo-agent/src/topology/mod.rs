@@ -9,6 +9,7 @@ mod segment;
 mod types;
 
 pub use graph::dot;
+pub use leader::is_public;
 pub use mesh::{Mesh, READY_SECONDS, is_complete, ready_at};
 pub use segment::{Member, Segment};
 pub use types::*;
