@@ -1,5 +1,8 @@
 //! Where nodes and peers come from, and where a node writes about itself.
 
+pub mod confirm;
+pub mod file;
+pub mod kubernetes;
 pub mod node;
 pub mod peer;
 
