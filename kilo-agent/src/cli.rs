@@ -75,6 +75,30 @@ flag_values! {
     }
 }
 
+flag_values! {
+    /// `--wireguard`.
+    WireguardMode, "WireGuard implementation" {
+        /// The kernel's, else our own.
+        Auto = "auto",
+        /// The kernel's.
+        Kernel = "kernel",
+        /// Our own, in a process beside the agent.
+        Userspace = "userspace",
+    }
+}
+
+flag_values! {
+    /// `--compatibility`.
+    Compatibility, "compatibility" {
+        /// No other CNI.
+        None = "",
+        /// Flannel manages routes inside a location.
+        Flannel = "flannel",
+        /// Cilium manages routes inside a location.
+        Cilium = "cilium",
+    }
+}
+
 impl LogLevel {
     /// The filter directive for `tracing-subscriber`.
     pub const fn directive(self) -> &'static str {

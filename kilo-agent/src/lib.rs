@@ -1,13 +1,17 @@
 //! Kilo's agent as a library. Data flows one way:
 //! `backend` → `topology` → `plan` → {`wireguard`, `net`, `dataplane`}.
 
+pub mod agent;
 pub mod backend;
 pub mod cli;
+pub mod cni;
 pub mod dataplane;
 pub mod health;
 pub mod http;
+pub mod interface;
 pub mod metrics;
 pub mod net;
 pub mod plan;
+pub mod resolve;
 pub mod topology;
 pub mod wireguard;

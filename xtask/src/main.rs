@@ -8,7 +8,7 @@ mod report;
 
 use std::{
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, ExitCode},
 };
 
 use anyhow::Result;
@@ -33,7 +33,17 @@ enum Task {
     Lab(lab::LabArgs),
 }
 
-fn main() -> Result<()> {
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
     match Cli::parse().command {
         Task::BuildEbpf { check_reproducible: false } => build_ebpf::build(false).map(drop),
         Task::BuildEbpf { check_reproducible: true } => build_ebpf::check_reproducible(),

@@ -4,12 +4,14 @@
 mod allocate;
 mod graph;
 mod leader;
+mod liveness;
 mod mesh;
 mod segment;
 mod types;
 
 pub use graph::dot;
 pub use leader::is_public;
+pub use liveness::Liveness;
 pub use mesh::{Mesh, READY_SECONDS, is_complete, ready_at};
 pub use segment::{Member, Segment};
 pub use types::*;

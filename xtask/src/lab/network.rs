@@ -71,8 +71,6 @@ pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 2);
 pub const ROUTER_OUTSIDE: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 1);
 /// VPN address of the laptop.
 pub const LAPTOP: Ipv4Addr = Ipv4Addr::new(10, 5, 0, 1);
-/// All pods of the lab.
-pub const PODS: &str = "10.42.0.0/16";
 
 /// Every namespace of the lab.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -1,0 +1,479 @@
+//! The reconcile loop: whatever happened, compute the desired state and apply
+//! what differs. The same code serves first start, restart and repair.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use ipnet::IpNet;
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    backend::{Backend, BackendError, Published, Snapshot},
+    cni,
+    dataplane::{self, Dataplane, DataplaneError},
+    health::Health,
+    interface::{self, Interface, InterfaceError},
+    metrics::{Metrics, PeerSample, Samples},
+    net::{Link, Net, NetError, discovery, links, mtu::Mtu, watch},
+    plan::{self, HopIds, HostPlan, Inputs},
+    resolve::Resolver,
+    topology::{self, Liveness, Mesh, Node, Settings},
+    wireguard::{
+        device::{self, DeviceError},
+        key::SecretKey,
+    },
+};
+
+/// Seconds between two signs of life; every agent adds its own jitter.
+const CHECK_IN: Duration = Duration::from_secs(30);
+
+/// Everything the flags say.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Name of this node.
+    pub hostname: String,
+    /// The WireGuard device.
+    pub interface: interface::Options,
+    /// Settings of the mesh.
+    pub settings: Settings,
+    /// `--mtu`.
+    pub mtu: Mtu,
+    /// `--resync-period`.
+    pub resync: Duration,
+    /// `--internal-cidr`.
+    pub internal_cidrs: Vec<IpNet>,
+    /// `--prioritise-private-addresses`.
+    pub prefer_private: bool,
+    /// The CNI configuration list to write pod CIDRs into.
+    pub cni: Option<PathBuf>,
+    /// Masquerade with our programs.
+    pub masquerade: bool,
+    /// The BPF file system.
+    pub bpffs: PathBuf,
+    /// Load the programs with their log.
+    pub debug: bool,
+}
+
+/// Why a reconciliation fell short.
+#[derive(Debug, thiserror::Error)]
+pub enum AgentError {
+    /// Nodes and peers.
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+    /// Links, addresses, routes.
+    #[error(transparent)]
+    Net(#[from] NetError),
+    /// The WireGuard device.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// Creating the WireGuard device.
+    #[error(transparent)]
+    Interface(#[from] InterfaceError),
+    /// Programs and maps.
+    #[error(transparent)]
+    Dataplane(#[from] DataplaneError),
+    /// The node lacks something; the text says what.
+    #[error("node {node}: {missing}")]
+    Incomplete {
+        /// This node.
+        node: String,
+        /// What is missing and where it comes from.
+        missing: &'static str,
+    },
+}
+
+impl AgentError {
+    /// Metric label.
+    pub const fn label(&self) -> &'static str {
+        match self {
+            Self::Backend(error) => error.label(),
+            Self::Net(error) => error.label(),
+            Self::Device(error) => error.label(),
+            Self::Interface(error) => error.label(),
+            Self::Dataplane(error) => error.label(),
+            Self::Incomplete { .. } => "incomplete",
+        }
+    }
+}
+
+/// The agent of one node.
+pub struct Agent<B> {
+    options: Options,
+    backend: B,
+    key: SecretKey,
+    net: Net,
+    dataplane: Dataplane,
+    liveness: Liveness,
+    hops: HopIds,
+    resolver: Resolver,
+    next_check_in: Instant,
+    metrics: Metrics,
+    health: Health,
+    graph: tokio::sync::watch::Sender<Arc<str>>,
+    reported: BTreeMap<String, String>,
+}
+
+impl<B: Backend> Agent<B> {
+    /// Opens what the agent needs; nothing is changed yet but the loading of
+    /// programs and the adoption of pinned maps.
+    ///
+    /// # Errors
+    /// When a capability or kernel feature is missing; the text says which.
+    pub fn new(
+        options: Options,
+        backend: B,
+        key: SecretKey,
+        metrics: Metrics,
+        health: Health,
+        graph: tokio::sync::watch::Sender<Arc<str>>,
+    ) -> Result<Self, AgentError> {
+        let dataplane = Dataplane::open(&options.bpffs, options.debug)?;
+        Ok(Self {
+            net: Net::new()?,
+            dataplane,
+            options,
+            backend,
+            key,
+            liveness: Liveness::default(),
+            hops: HopIds::default(),
+            resolver: Resolver::default(),
+            next_check_in: Instant::now(),
+            metrics,
+            health,
+            graph,
+            reported: BTreeMap::new(),
+        })
+    }
+
+    /// Reconciles on every change and every resync period until told to stop.
+    ///
+    /// # Errors
+    /// When the kernel's events cannot be followed.
+    pub async fn run(mut self, stop: CancellationToken) -> Result<(), AgentError> {
+        let mut snapshots = self.backend.watch();
+        let host_changed = Arc::new(Notify::new());
+        watch::watch(Arc::clone(&host_changed))?;
+        let mut resync = tokio::time::interval(self.options.resync.max(Duration::from_millis(100)));
+        resync.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return Ok(()),
+                _ = resync.tick() => {}
+                () = host_changed.notified() => {}
+                changed = snapshots.changed() => {
+                    if changed.is_err() {
+                        tracing::error!("the backend has ended");
+                        return Ok(());
+                    }
+                }
+                () = tokio::time::sleep_until(self.next_check_in.into()) => {}
+            }
+            let snapshot = Arc::clone(&snapshots.borrow_and_update());
+            let started = Instant::now();
+            self.metrics.reconciles.inc();
+            match self.reconcile(&snapshot).await {
+                Ok(writes) => {
+                    self.health.succeeded(Instant::now());
+                    self.metrics.writes.inc_by(writes);
+                    tracing::debug!(writes, milliseconds = started.elapsed().as_millis(), "reconciled");
+                }
+                Err(error) => {
+                    self.metrics.error(error.label());
+                    tracing::error!(%error, "reconcile");
+                    self.health.failed(error.to_string());
+                }
+            }
+            self.metrics.reconcile_seconds.observe(started.elapsed().as_secs_f64());
+        }
+    }
+
+    /// Computes the desired state once and applies what differs; answers the
+    /// number of writes to the kernel.
+    async fn reconcile(&mut self, snapshot: &Snapshot) -> Result<u64, AgentError> {
+        self.report(&snapshot.problems);
+        let now = Instant::now();
+        let unix_now = unix_now();
+        let name = self.options.hostname.clone();
+        let seen = snapshot.nodes.get(&name).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
+
+        let (interface, created) = Interface::ensure(&self.net, &self.options.interface).await?;
+        let links = self.net.links().await?;
+        let kilo = links
+            .iter()
+            .find(|link| link.index == interface.index)
+            .ok_or(NetError::Missing(format!("link {}", self.options.interface.name)))?;
+        let default_route = self.net.default_interface().await?;
+        let state = interface.device.read().await?;
+        let own = self.own_node(seen, &links, default_route, &state, unix_now).await;
+
+        let mut nodes = snapshot.nodes.clone();
+        nodes.insert(name.clone(), Node { last_seen: seen.last_seen, ..own.clone() });
+        let ready = self.liveness.ready(&nodes, &name, now, unix_now);
+        let members = nodes.values().filter(|node| ready.contains(&node.name));
+        let settings = &self.options.settings;
+        let mesh = Mesh::new(members, &snapshot.peers, settings.granularity, settings.subnet);
+        self.publish(&own, seen, &mesh, &state, now, unix_now).await?;
+        self.observe(&mesh, &state);
+
+        let missing = |missing| AgentError::Incomplete { node: name.clone(), missing };
+        if own.pod_cidrs.is_empty() {
+            return Err(missing(
+                "it has no pod CIDR; set spec.podCIDR (kube-controller-manager --allocate-node-cidrs)",
+            ));
+        }
+        if own.endpoint.is_none() {
+            return Err(missing(
+                "no address of this host can be an endpoint; set the annotation force-endpoint",
+            ));
+        }
+        let plan = self.plan(&mesh, &own, kilo, &links, default_route, &state).await;
+        let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
+        self.write_cni(&own);
+        let writes = self.apply(&plan, &interface, kilo, &state).await?;
+        Ok(writes + u64::from(created))
+    }
+
+    /// Programs and tables first, routes last: a packet that reaches the
+    /// device always meets a program that knows what to do with it.
+    async fn apply(
+        &mut self,
+        plan: &HostPlan,
+        interface: &Interface,
+        kilo: &Link,
+        state: &device::State,
+    ) -> Result<u64, AgentError> {
+        let mut writes = self.dataplane.write(&plan.tables)?;
+        writes += self.dataplane.attach(interface.index, &plan.uplinks)?;
+        let changes = device::diff(state, &plan.wireguard, &self.key);
+        writes += interface.device.apply(changes).await?;
+        writes += self.net.apply(&plan.net, kilo).await?;
+        writes += enable_forwarding();
+        Ok(writes)
+    }
+
+    /// This node as it should be known to all.
+    async fn own_node(
+        &self,
+        seen: &Node,
+        links: &[Link],
+        default_route: Option<u32>,
+        state: &device::State,
+        unix_now: i64,
+    ) -> Node {
+        let hostname: Vec<IpAddr> = match tokio::net::lookup_host((self.options.hostname.as_str(), 0)).await {
+            Ok(addresses) => addresses.map(|address| address.ip()).collect(),
+            Err(_) => Vec::new(),
+        };
+        let found = discovery::discover(&discovery::Sources {
+            hostname: &hostname,
+            default_interface: default_route,
+            links,
+            kilo: &self.options.interface.name,
+            pod_cidrs: &seen.pod_cidrs,
+            internal_cidrs: &self.options.internal_cidrs,
+        });
+        let mut own = seen.clone();
+        own.key = Some(self.key.public());
+        own.last_seen = unix_now;
+        own.granularity = Some(self.options.settings.granularity);
+        own.discovered_endpoints = state.seen_endpoints();
+        if !own.internal_ip_forced {
+            own.internal_ip = found.private.filter(|_| !own.no_internal_ip);
+        }
+        if !own.endpoint_forced {
+            let private = found.private.filter(|_| self.options.prefer_private);
+            let address = private.or(found.public).map(|net| net.addr());
+            own.endpoint = address.map(|ip| SocketAddr::new(ip, self.options.settings.port).into());
+        }
+        own
+    }
+
+    /// Writes the own annotations when one differs or a sign of life is due.
+    async fn publish(
+        &mut self,
+        own: &Node,
+        seen: &Node,
+        mesh: &Mesh,
+        state: &device::State,
+        now: Instant,
+        unix_now: i64,
+    ) -> Result<(), AgentError> {
+        let due = now >= self.next_check_in;
+        // Only endpoints of peers that roam are of use to others.
+        let roaming: BTreeSet<_> = mesh
+            .segments
+            .iter()
+            .filter(|segment| segment.persistent_keepalive > 0)
+            .map(|segment| segment.key)
+            .chain(mesh.peers.iter().filter(|peer| peer.persistent_keepalive > 0).map(|peer| peer.public_key))
+            .collect();
+        let published = Published {
+            endpoint: own.endpoint.clone(),
+            internal_ip: own.internal_ip,
+            key: own.key,
+            last_seen: if due { unix_now } else { seen.last_seen },
+            wireguard_ip: plan::wireguard_address(mesh, &self.options.hostname),
+            discovered_endpoints: state
+                .seen_endpoints()
+                .into_iter()
+                .filter(|(key, _)| roaming.contains(key))
+                .collect(),
+            granularity: self.options.settings.granularity,
+            cni_compatibility_ip: None,
+        };
+        self.backend.publish(&self.options.hostname, &published).await?;
+        if due {
+            self.next_check_in = now + CHECK_IN.mul_f64(rand::random_range(0.9..1.1));
+        }
+        Ok(())
+    }
+
+    async fn plan(
+        &mut self,
+        mesh: &Mesh,
+        own: &Node,
+        kilo: &Link,
+        links: &[Link],
+        default_route: Option<u32>,
+        state: &device::State,
+    ) -> Option<HostPlan> {
+        let private = own.internal_ip.map(|net| net.addr());
+        let mut host = links::host_links(links, &kilo.name, private, &own.pod_cidrs);
+        let (segment, _) = mesh.find(&own.name)?;
+        let others = mesh.segments[segment].members.iter().filter(|member| member.name != own.name);
+        for addr in links::ipv4_only(others.filter_map(topology::Member::private_ip)) {
+            if let Ok(interface) = self.net.interface_towards(addr).await {
+                host.towards.insert(addr, interface);
+            }
+        }
+        self.hops = self.hops.update(mesh, &own.name);
+        let resolved = self.resolver.resolve(mesh).await;
+        let default_mtu = links.iter().find(|link| Some(link.index) == default_route).map(|link| link.mtu);
+        plan::host_plan(&Inputs {
+            mesh,
+            settings: &self.options.settings,
+            node: &own.name,
+            links: &host,
+            hops: &self.hops,
+            resolved: &resolved,
+            seen: &state.seen_endpoints(),
+            persistent_keepalive: own.persistent_keepalive,
+            masquerade: self.options.masquerade,
+            mtu: self.options.mtu.resolve(default_mtu),
+        })
+    }
+
+    fn write_cni(&self, own: &Node) {
+        let Some(path) = &self.options.cni else { return };
+        match cni::update(path, &own.pod_cidrs) {
+            Ok(true) => {
+                tracing::info!(path = %path.display(), "wrote the pod CIDRs into the CNI configuration")
+            }
+            Ok(false) => {}
+            Err(error) => {
+                self.metrics.error("cni");
+                tracing::error!(%error, "CNI configuration");
+            }
+        }
+    }
+
+    /// Sets gauges, samples and the graph.
+    fn observe(&self, mesh: &Mesh, state: &device::State) {
+        let gauge = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        self.metrics.leader.set(i64::from(mesh.leads(&self.options.hostname)));
+        self.metrics.nodes.set(gauge(mesh.node_count()));
+        self.metrics.peers.set(gauge(mesh.peers.len()));
+        self.graph.send_replace(topology::dot(mesh).into());
+        match self.dataplane.counters() {
+            Ok(counters) => self.metrics.set_samples(Samples {
+                actions: counters.actions,
+                drops: counters.drops,
+                peers: state
+                    .peers
+                    .iter()
+                    .map(|(key, peer)| {
+                        let sample = PeerSample {
+                            received: peer.received,
+                            sent: peer.sent,
+                            last_handshake: peer.last_handshake,
+                        };
+                        (*key, sample)
+                    })
+                    .collect(),
+            }),
+            Err(error) => {
+                self.metrics.error(error.label());
+                tracing::error!(%error, "counters");
+            }
+        }
+    }
+
+    /// Says once what is wrong with which object.
+    fn report(&mut self, problems: &BTreeMap<String, String>) {
+        for (object, problem) in problems {
+            if self.reported.get(object) != Some(problem) {
+                self.metrics.error("invalid_object");
+                tracing::warn!(object, problem, "ignored");
+            }
+        }
+        self.reported.clone_from(problems);
+    }
+}
+
+/// Removes everything of ours from this host and the node's annotations;
+/// answers what could not be removed.
+pub async fn uninstall<B: Backend>(
+    backend: Option<&B>,
+    hostname: &str,
+    options: &interface::Options,
+    bpffs: &std::path::Path,
+) -> Vec<String> {
+    let mut problems = Vec::new();
+    if let Some(backend) = backend
+        && let Err(error) = backend.retract(hostname).await
+    {
+        problems.push(error.to_string());
+    }
+    match Net::new() {
+        Ok(net) => {
+            if let Err(error) = net.remove().await {
+                problems.push(error.to_string());
+            }
+            if let Err(error) = Interface::remove(&net, options).await {
+                problems.push(error.to_string());
+            }
+        }
+        Err(error) => problems.push(error.to_string()),
+    }
+    problems.extend(dataplane::remove(bpffs));
+    problems
+}
+
+fn unix_now() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
+}
+
+/// Pods and leaders forward; somebody may have turned it off.
+fn enable_forwarding() -> u64 {
+    const PATH: &str = "/proc/sys/net/ipv4/ip_forward";
+    match std::fs::read_to_string(PATH) {
+        Ok(text) if text.trim() == "0" => match std::fs::write(PATH, "1") {
+            Ok(()) => {
+                tracing::warn!("IPv4 forwarding was off; turned on");
+                1
+            }
+            Err(error) => {
+                tracing::error!(%error, "IPv4 forwarding is off and cannot be turned on: sysctl net.ipv4.ip_forward=1");
+                0
+            }
+        },
+        _ => 0,
+    }
+}

@@ -1,0 +1,58 @@
+//! DNS names of endpoints. One name that fails does not stop the others, and
+//! keeps the address it had.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    time::Duration,
+};
+
+use futures::future::join_all;
+
+use crate::topology::{EndpointHost, Mesh};
+
+/// Longest wait for one name.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Remembers the last good answer of each name.
+#[derive(Debug, Default)]
+pub struct Resolver {
+    known: BTreeMap<String, IpAddr>,
+}
+
+impl Resolver {
+    /// Addresses of every name the mesh's endpoints use.
+    pub async fn resolve(&mut self, mesh: &Mesh) -> BTreeMap<String, IpAddr> {
+        let endpoints = mesh.segments.iter().map(|segment| &segment.endpoint);
+        let names: BTreeSet<&str> = endpoints
+            .chain(mesh.peers.iter().filter_map(|peer| peer.endpoint.as_ref()))
+            .filter_map(|endpoint| match &endpoint.host {
+                EndpointHost::Dns(name) => Some(name.as_str()),
+                EndpointHost::Ip(_) => None,
+            })
+            .collect();
+        self.known.retain(|name, _| names.contains(name.as_str()));
+        let answers = join_all(names.into_iter().map(|name| async move { (name, lookup(name).await) })).await;
+        for (name, answer) in answers {
+            match answer {
+                // An address that is still among the answers stays: round robin must not flap.
+                Ok(addresses) if self.known.get(name).is_some_and(|known| addresses.contains(known)) => {}
+                Ok(addresses) => {
+                    if let Some(address) = addresses.first() {
+                        self.known.insert(name.to_owned(), *address);
+                    }
+                }
+                Err(error) => tracing::warn!(name, error, "endpoint cannot be resolved"),
+            }
+        }
+        self.known.clone()
+    }
+}
+
+async fn lookup(name: &str) -> Result<Vec<IpAddr>, String> {
+    match tokio::time::timeout(PATIENCE, tokio::net::lookup_host((name, 0))).await {
+        Ok(Ok(addresses)) => Ok(addresses.map(|address| address.ip()).collect()),
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(_) => Err(format!("no answer within {} s", PATIENCE.as_secs())),
+    }
+}

@@ -1,0 +1,134 @@
+//! Who is alive, without trusting anybody's wall clock: a node lives while its
+//! `last-seen` keeps changing, by the clock of the one who looks.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
+
+use super::{Node, READY_SECONDS, is_complete, ready_at};
+
+/// A value that has not changed for this long is no sign of life.
+const PATIENCE: Duration = Duration::from_secs(READY_SECONDS as u64);
+
+/// What one agent has seen of the others.
+#[derive(Debug, Default)]
+pub struct Liveness {
+    seen: BTreeMap<String, Sight>,
+    ready: BTreeSet<String>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Sight {
+    value: i64,
+    /// When the value changed last; `None` = it has not changed since first seen, and was old then.
+    changed: Option<Instant>,
+}
+
+impl Liveness {
+    /// Judges every node. `own` is this agent's node, which checks in like all
+    /// others: while its own sign of life does not come back, the view is
+    /// stale, and nobody is given up.
+    ///
+    /// `unix_now` helps with nodes seen for the first time: one with an old
+    /// sign of life must change it before it counts, unless most are old, which
+    /// says more about our clock, or an API server that was away.
+    pub fn ready(
+        &mut self,
+        nodes: &BTreeMap<String, Node>,
+        own: &str,
+        now: Instant,
+        unix_now: i64,
+    ) -> BTreeSet<String> {
+        self.seen.retain(|name, _| nodes.contains_key(name));
+        let unseen: Vec<&Node> =
+            nodes.values().filter(|node| is_complete(node) && !self.seen.contains_key(&node.name)).collect();
+        let fresh = unseen.iter().filter(|node| ready_at(node, unix_now)).count();
+        let clocks_agree = fresh * 2 >= unseen.len();
+        for node in nodes.values() {
+            let sight = self.seen.entry(node.name.clone()).or_insert_with(|| Sight {
+                value: node.last_seen,
+                changed: (!clocks_agree || ready_at(node, unix_now)).then_some(now),
+            });
+            if sight.value != node.last_seen {
+                *sight = Sight { value: node.last_seen, changed: Some(now) };
+            }
+        }
+        let alive = |name: &str| {
+            let changed = self.seen.get(name).and_then(|sight| sight.changed);
+            changed.is_some_and(|changed| now.saturating_duration_since(changed) < PATIENCE)
+        };
+        let stale = self.seen.contains_key(own) && !alive(own) && !self.ready.is_empty();
+        let ready = nodes
+            .values()
+            .filter(|node| is_complete(node))
+            .map(|node| node.name.as_str())
+            .filter(|name| *name == own || alive(name) || (stale && self.ready.contains(*name)));
+        self.ready = ready.map(ToOwned::to_owned).collect();
+        self.ready.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wireguard::key::PublicKey;
+
+    fn node(name: &str, last_seen: i64) -> Node {
+        Node {
+            name: name.to_owned(),
+            endpoint: "192.0.2.1:51820".parse().ok(),
+            key: Some(PublicKey([1; 32])),
+            pod_cidrs: vec!["10.42.0.0/24".parse().unwrap()],
+            last_seen,
+            ..Node::default()
+        }
+    }
+
+    fn nodes(list: &[(&str, i64)]) -> BTreeMap<String, Node> {
+        list.iter().map(|(name, seen)| ((*name).to_owned(), node(name, *seen))).collect()
+    }
+
+    fn names(ready: &BTreeSet<String>) -> Vec<&str> {
+        ready.iter().map(String::as_str).collect()
+    }
+
+    #[test]
+    fn a_node_lives_while_its_sign_of_life_changes() {
+        let (start, step) = (Instant::now(), Duration::from_secs(30));
+        let mut liveness = Liveness::default();
+        liveness.ready(&nodes(&[("a", 1000), ("b", 1000)]), "a", start, 1000);
+        let ready = liveness.ready(&nodes(&[("a", 1030), ("b", 1000)]), "a", start + step, 1030);
+        assert_eq!(names(&ready), ["a", "b"]);
+        let ready = liveness.ready(&nodes(&[("a", 1060), ("b", 1000)]), "a", start + step * 2, 1060);
+        assert_eq!(names(&ready), ["a"]);
+    }
+
+    #[test]
+    fn a_clock_that_is_an_hour_wrong_changes_nothing() {
+        let start = Instant::now();
+        let mut liveness = Liveness::default();
+        liveness.ready(&nodes(&[("a", 10_000), ("b", 10_000), ("c", 6_400)]), "a", start, 10_000);
+        let later = nodes(&[("a", 10_030), ("b", 10_030), ("c", 6_430)]);
+        let ready = liveness.ready(&later, "a", start + Duration::from_secs(30), 10_030);
+        assert_eq!(names(&ready), ["a", "b", "c"]);
+    }
+
+    #[test]
+    fn a_node_dead_for_long_is_not_taken_for_alive_at_start() {
+        let mut liveness = Liveness::default();
+        let ready =
+            liveness.ready(&nodes(&[("a", 9_990), ("b", 9_995), ("c", 100)]), "a", Instant::now(), 10_000);
+        assert_eq!(names(&ready), ["a", "b"]);
+    }
+
+    #[test]
+    fn while_the_own_sign_of_life_does_not_come_back_nobody_is_given_up() {
+        let start = Instant::now();
+        let all = nodes(&[("a", 1000), ("b", 1000)]);
+        let mut liveness = Liveness::default();
+        liveness.ready(&all, "a", start, 1000);
+        let ready = liveness.ready(&all, "a", start + Duration::from_secs(3600), 4600);
+        assert_eq!(names(&ready), ["a", "b"]);
+    }
+}
