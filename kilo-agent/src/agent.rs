@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::{IpAddr, SocketAddr},
+    net::SocketAddr,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
@@ -19,10 +19,10 @@ use crate::{
     dataplane::{self, Dataplane, DataplaneError},
     health::Health,
     interface::{self, Interface, InterfaceError},
-    metrics::{Metrics, PeerSample, Samples},
+    metrics::{Metrics, PeerSample},
     net::{Link, Net, NetError, discovery, links, mtu::Mtu, watch},
     plan::{self, HopIds, HostPlan, Inputs},
-    resolve::Resolver,
+    resolve::{self, Resolver},
     topology::{self, Liveness, Mesh, Node, Settings},
     wireguard::{
         device::{self, DeviceError},
@@ -134,6 +134,7 @@ impl<B: Backend> Agent<B> {
         graph: tokio::sync::watch::Sender<Arc<str>>,
     ) -> Result<Self, AgentError> {
         let dataplane = Dataplane::open(&options.bpffs, options.debug)?;
+        metrics.set_counters(dataplane.counters()?);
         Ok(Self {
             net: Net::new()?,
             dataplane,
@@ -266,10 +267,8 @@ impl<B: Backend> Agent<B> {
         state: &device::State,
         unix_now: i64,
     ) -> Node {
-        let hostname: Vec<IpAddr> = match tokio::net::lookup_host((self.options.hostname.as_str(), 0)).await {
-            Ok(addresses) => addresses.map(|address| address.ip()).collect(),
-            Err(_) => Vec::new(),
-        };
+        // A host without its own name in DNS is ordinary; a slow server must not hold us up.
+        let hostname = resolve::lookup(&self.options.hostname).await.unwrap_or_default();
         let found = discovery::discover(&discovery::Sources {
             hostname: &hostname,
             default_interface: default_route,
@@ -390,28 +389,12 @@ impl<B: Backend> Agent<B> {
         self.metrics.nodes.set(gauge(mesh.node_count()));
         self.metrics.peers.set(gauge(mesh.peers.len()));
         self.graph.send_replace(topology::dot(mesh).into());
-        match self.dataplane.counters() {
-            Ok(counters) => self.metrics.set_samples(Samples {
-                actions: counters.actions,
-                drops: counters.drops,
-                peers: state
-                    .peers
-                    .iter()
-                    .map(|(key, peer)| {
-                        let sample = PeerSample {
-                            received: peer.received,
-                            sent: peer.sent,
-                            last_handshake: peer.last_handshake,
-                        };
-                        (*key, sample)
-                    })
-                    .collect(),
-            }),
-            Err(error) => {
-                self.metrics.error(error.label());
-                tracing::error!(%error, "counters");
-            }
-        }
+        let sample = |peer: &device::PeerState| PeerSample {
+            received: peer.received,
+            sent: peer.sent,
+            last_handshake: peer.last_handshake,
+        };
+        self.metrics.set_peers(state.peers.iter().map(|(key, peer)| (*key, sample(peer))).collect());
     }
 
     /// Says once what is wrong with which object.

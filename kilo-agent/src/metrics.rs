@@ -18,7 +18,10 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use crate::wireguard::key::PublicKey;
+use crate::{
+    dataplane::{CounterReader, Counters},
+    wireguard::key::PublicKey,
+};
 
 /// What failed; the label of an error is its metric label.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -38,15 +41,13 @@ pub struct PeerSample {
     pub last_handshake: Option<u64>,
 }
 
-/// What is read from the kernel at each scrape or reconcile.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Samples {
-    /// Packets by action.
-    pub actions: BTreeMap<&'static str, u64>,
-    /// Packets by reason they were dropped for.
-    pub drops: BTreeMap<&'static str, u64>,
-    /// WireGuard peers.
-    pub peers: BTreeMap<PublicKey, PeerSample>,
+/// What is not counted by the agent itself.
+#[derive(Debug, Default)]
+struct Samples {
+    /// Packet counters, read at each scrape.
+    counters: Option<CounterReader>,
+    /// WireGuard peers as of the last reconcile.
+    peers: BTreeMap<PublicKey, PeerSample>,
 }
 
 #[derive(Debug)]
@@ -54,21 +55,29 @@ struct SampleCollector(Arc<Mutex<Samples>>);
 
 impl Collector for SampleCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let samples = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let samples = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let counted = match samples.counters.as_ref().map(CounterReader::read) {
+            Some(Ok(counters)) => counters,
+            Some(Err(error)) => {
+                tracing::error!(%error, "packet counters");
+                Counters::default()
+            }
+            None => Counters::default(),
+        };
         let counter = |value: &u64| ConstCounter::new(*value);
         by_label(
             &mut encoder,
             "kilo_packets",
             "Packets by what the data path did with them",
             "action",
-            samples.actions.iter().map(|(label, value)| ((*label).to_owned(), counter(value))),
+            counted.actions.iter().map(|(label, value)| ((*label).to_owned(), counter(value))),
         )?;
         by_label(
             &mut encoder,
             "kilo_dropped_packets",
             "Packets the data path dropped, by reason",
             "reason",
-            samples.drops.iter().map(|(label, value)| ((*label).to_owned(), counter(value))),
+            counted.drops.iter().map(|(label, value)| ((*label).to_owned(), counter(value))),
         )?;
         let peers = &samples.peers;
         by_label(
@@ -178,9 +187,14 @@ impl Metrics {
         self.errors.get_or_create(&EventLabel { event: event.to_owned() }).inc();
     }
 
-    /// Replaces what the kernel counts.
-    pub fn set_samples(&self, samples: Samples) {
-        *self.samples.lock().unwrap_or_else(PoisonError::into_inner) = samples;
+    /// Shows the data path's counters from now on.
+    pub fn set_counters(&self, counters: CounterReader) {
+        self.samples.lock().unwrap_or_else(PoisonError::into_inner).counters = Some(counters);
+    }
+
+    /// Replaces what is known of the WireGuard peers.
+    pub fn set_peers(&self, peers: BTreeMap<PublicKey, PeerSample>) {
+        self.samples.lock().unwrap_or_else(PoisonError::into_inner).peers = peers;
     }
 
     /// The text exposition format (OpenMetrics).
@@ -215,8 +229,7 @@ mod tests {
             "kilo_leader 0",
             "kilo_nodes 0",
             "kilo_peers 0",
-            "kilo_packets_total{action=\"steer\"} 3",
-            "kilo_dropped_packets_total{reason=\"no_prefix\"} 1",
+            &format!("kilo_wireguard_received_bytes_total{{public_key=\"{key}\"}} 5"),
         ] {
             assert!(text.lines().any(|l| l == line), "{line} is missing from\n{text}");
         }

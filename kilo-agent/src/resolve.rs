@@ -49,7 +49,11 @@ impl Resolver {
     }
 }
 
-async fn lookup(name: &str) -> Result<Vec<IpAddr>, String> {
+/// Every address of a host name.
+///
+/// # Errors
+/// What the resolver said, or that it did not answer in time.
+pub async fn lookup(name: &str) -> Result<Vec<IpAddr>, String> {
     match tokio::time::timeout(PATIENCE, tokio::net::lookup_host((name, 0))).await {
         Ok(Ok(addresses)) => Ok(addresses.map(|address| address.ip()).collect()),
         Ok(Err(error)) => Err(error.to_string()),

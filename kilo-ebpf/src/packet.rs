@@ -63,6 +63,16 @@ pub fn ipv4(ctx: &TcContext, offset: usize) -> Result<Ipv4, DropReason> {
     Ipv4::parse(unsafe { &*header }, (ctx.len() as usize).saturating_sub(offset))
 }
 
+/// True for IPv6 packets (without link-layer header) to multicast and
+/// link-local addresses: neighbour discovery and the like.
+#[inline(always)]
+pub fn is_ipv6_for_the_link(ctx: &TcContext) -> bool {
+    // Version and traffic class stand in byte 0, the destination starts at byte 24 (RFC 8200).
+    let Ok(version) = ctx.load::<u8>(0) else { return false };
+    let Ok(dst) = ctx.load::<[u8; 2]>(24) else { return false };
+    version >> 4 == 6 && (dst[0] == 0xff || (dst[0] == 0xfe && dst[1] & 0xc0 == 0x80))
+}
+
 /// Counts this host as a hop: lowers the TTL of the IPv4 header at `offset`.
 #[inline(always)]
 pub fn lower_ttl(ctx: &TcContext, offset: usize) -> Result<(), DropReason> {

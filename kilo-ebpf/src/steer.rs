@@ -33,7 +33,11 @@ pub fn kilo_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
     let leader = config.flags & CONFIG_LEADER != 0;
     if !packet::is_ipv4(ctx) {
         // WireGuard's own check of allowed IPs decides on a leader; elsewhere nothing may pass.
-        return if leader { pass() } else { Err(DropReason::NoPrefix) };
+        return match packet::is_ipv6_for_the_link(ctx) {
+            true => Err(DropReason::NotUnicast),
+            false if leader => pass(),
+            false => Err(DropReason::NoPrefix),
+        };
     }
     let mut ip = packet::ipv4(ctx, 0)?;
     if never_steered(ip.dst) {

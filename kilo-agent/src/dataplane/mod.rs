@@ -13,7 +13,7 @@ use std::{
 
 use aya::{
     Ebpf,
-    maps::{MapError, PerCpuArray},
+    maps::{Map, MapData, MapError, PerCpuArray},
 };
 use kilo_common::verdict::{Action, DropReason};
 
@@ -81,14 +81,37 @@ impl Dataplane {
         self.attachments.apply(&mut self.bpf, &self.directory, kilo, uplinks)
     }
 
-    /// Reads the counters.
+    /// A reader of the counters that goes on independently of this handle.
+    ///
+    /// # Errors
+    /// When the pinned map cannot be opened.
+    pub fn counters(&self) -> Result<CounterReader, DataplaneError> {
+        let data = MapData::from_pin(self.directory.join(kilo_common::maps::name::COUNT))?;
+        Ok(CounterReader(PerCpuArray::try_from(Map::PerCpuArray(data))?))
+    }
+
+    /// The programs and maps, for tests that run single programs.
+    pub fn bpf_mut(&mut self) -> &mut Ebpf {
+        &mut self.bpf
+    }
+}
+
+/// Reads the counters whenever somebody asks.
+pub struct CounterReader(PerCpuArray<MapData, u64>);
+
+impl std::fmt::Debug for CounterReader {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("CounterReader")
+    }
+}
+
+impl CounterReader {
+    /// The counters now.
     ///
     /// # Errors
     /// When the map cannot be read.
-    pub fn counters(&self) -> Result<Counters, DataplaneError> {
-        let map = self.bpf.map(kilo_common::maps::name::COUNT).ok_or(DataplaneError::Object("count"))?;
-        let counts = PerCpuArray::<_, u64>::try_from(map)?;
-        let sum = |index: u32| -> Result<u64, MapError> { Ok(counts.get(&index, 0)?.iter().sum()) };
+    pub fn read(&self) -> Result<Counters, DataplaneError> {
+        let sum = |index: u32| -> Result<u64, MapError> { Ok(self.0.get(&index, 0)?.iter().sum()) };
         let mut counters = Counters::default();
         for action in Action::ALL {
             counters.actions.insert(action.label(), sum(action.index())?);
@@ -97,11 +120,6 @@ impl Dataplane {
             counters.drops.insert(reason.label(), sum(reason.index())?);
         }
         Ok(counters)
-    }
-
-    /// The programs and maps, for tests that run single programs.
-    pub fn bpf_mut(&mut self) -> &mut Ebpf {
-        &mut self.bpf
     }
 }
 

@@ -97,10 +97,9 @@ fn expected_source(source: &Place, target: &Place) -> Option<Ipv4Addr> {
     (!same_node).then_some(source.address)
 }
 
-/// Sends every probe, each source on a thread of its own.
-pub fn run(network: &Network) -> Result<Matrix> {
-    let sources = places(network);
-    let mut targets = sources.clone();
+/// Every place packets go to: the sources, and the outside host.
+fn targets(network: &Network) -> Vec<Place> {
+    let mut targets = places(network);
     targets.push(Place {
         name: "outside".to_owned(),
         kind: "outside",
@@ -109,6 +108,18 @@ pub fn run(network: &Network) -> Result<Matrix> {
         outside_sees: OUTSIDE,
         node: None,
     });
+    targets
+}
+
+/// Starts the servers the probes talk to.
+pub fn serve(network: &Network) -> Result<()> {
+    targets(network).iter().try_for_each(|target| probe::serve(&target.space, target.address))
+}
+
+/// Sends every probe, each source on a thread of its own.
+pub fn run(network: &Network) -> Result<Matrix> {
+    let sources = places(network);
+    let targets = targets(network);
     let names = targets.iter().map(|target| target.name.clone()).collect();
     let threads: Vec<_> = sources
         .into_iter()

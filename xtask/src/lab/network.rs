@@ -216,7 +216,8 @@ table ip lab {
         type filter hook forward priority 0; policy accept;
         ip saddr 10.42.0.0/16 counter name clear-pod-traffic drop
         ip daddr 10.42.0.0/16 counter name clear-pod-traffic drop
-        iifname { "lan-a", "lan-b" } oifname { "lan-a", "lan-b" } drop
+        iifname "lan-a" oifname "lan-b" drop
+        iifname "lan-b" oifname "lan-a" drop
         iifname { "wan", "laptop", "outside" } oifname { "lan-a", "lan-b" } ct state new drop
     }
     chain postrouting {

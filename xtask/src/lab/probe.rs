@@ -46,16 +46,16 @@ impl Protocol {
     }
 }
 
-/// Starts a TCP and a UDP server in the namespace; they live as long as this
-/// process.
-pub fn serve(space: &Space) -> Result<()> {
+/// Starts a TCP and a UDP server on an address in the namespace; they live as
+/// long as this process.
+pub fn serve(space: &Space, address: Ipv4Addr) -> Result<()> {
     let listener = space
-        .spawn(|| TcpListener::bind((Ipv4Addr::UNSPECIFIED, PORT)))
+        .spawn(move || TcpListener::bind((address, PORT)))
         .join()
         .map_err(|_| anyhow::anyhow!("server thread"))??
         .with_context(|| format!("TCP port {PORT} in {}", space.name))?;
     let socket = space
-        .spawn(|| UdpSocket::bind((Ipv4Addr::UNSPECIFIED, PORT)))
+        .spawn(move || UdpSocket::bind((address, PORT)))
         .join()
         .map_err(|_| anyhow::anyhow!("server thread"))??
         .with_context(|| format!("UDP port {PORT} in {}", space.name))?;

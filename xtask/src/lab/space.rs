@@ -36,12 +36,16 @@ impl Space {
     }
 
     /// Adds mount and UTS namespaces: own /sys, /sys/fs/bpf, /run and
-    /// /var/lib, as a container host would have; held by a sleeping process.
+    /// /var/lib, as a container host would have, and no name server; held by a
+    /// sleeping process.
     pub fn hold(&mut self, log: &Path) -> Result<()> {
         let script = format!(
             "mount -t sysfs sys /sys && mount -t bpf bpf /sys/fs/bpf && \
              mount -t tmpfs run /run && mkdir -p /run/wireguard && \
-             mount -t tmpfs lib /var/lib && hostname {} && echo ready && exec sleep infinity",
+             mount -t tmpfs lib /var/lib && touch /run/resolv.conf && \
+             mount --bind /run/resolv.conf /etc/resolv.conf && \
+             echo '127.0.0.1 localhost' > /run/hosts && mount --bind /run/hosts /etc/hosts && \
+             hostname {} && echo ready && exec sleep infinity",
             self.name
         );
         let mut child = Command::new("nsenter")
