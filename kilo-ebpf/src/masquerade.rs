@@ -13,7 +13,7 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use kilo_common::{
-    maps::{CONFIG_MASQUERADE, Config, DEVICE_MASQUERADE, NatValue},
+    maps::{CONFIG_MASQUERADE, Config, DEVICE_MASQUERADE, MASQ_EXCLUDE, NatValue},
     nat::{Flow, ICMP_ECHO, ICMP_ECHO_REPLY, PORT_ATTEMPTS, candidate_port, is_masqueraded, layout},
     packet::{ETHERNET_LEN, Ipv4, protocol},
     verdict::{Action, DropReason},
@@ -54,16 +54,24 @@ pub fn egress(
     }
     let Some(device) = device(packet::ifindex(ctx)) else { return Ok(None) };
     // Ours already: the host's own packets, and what netfilter has translated.
-    if device.flags & DEVICE_MASQUERADE == 0 || ip.src == device.masq_addr {
+    let own = ip.src == device.masq_addr;
+    if device.flags & DEVICE_MASQUERADE == 0 || (own && ip.protocol != protocol::ICMP) {
         return Ok(None);
     }
     let destination = MASQ_DST.get(&Key::new(32, ip.dst)).copied();
     let source = MASQ_SRC.get(&Key::new(32, ip.src)).copied();
-    if !is_masqueraded(source, destination) {
+    // No socket tells which echo identifiers the host uses: its own echoes
+    // claim theirs like those of pods, where both may go.
+    let due = if own { destination != Some(MASQ_EXCLUDE) } else { is_masqueraded(source, destination) };
+    if !due {
         return Ok(None);
     }
     let payload = offset + ip.header_len;
-    let flow = flow(ctx, payload, ip, ICMP_ECHO).ok_or(DropReason::NatUnsupported)?;
+    let flow = match flow(ctx, payload, ip, ICMP_ECHO) {
+        Some(flow) => flow,
+        None if own => return Ok(None),
+        None => return Err(DropReason::NatUnsupported),
+    };
     let port = translation(ctx, config, &flow, device.masq_addr)?;
     rewrite(
         ctx,
@@ -79,6 +87,9 @@ pub fn egress(
             source: true,
         },
     )?;
+    if own {
+        return Ok(None);
+    }
     count_action(Action::Masquerade);
     Ok(Some(device.masq_addr))
 }
@@ -120,7 +131,9 @@ pub fn ingress(
             source: false,
         },
     )?;
-    count_action(Action::Unmasquerade);
+    if value.addr != flow.dst {
+        count_action(Action::Unmasquerade);
+    }
     Ok(Some(value.addr))
 }
 

@@ -365,7 +365,7 @@ fn uninstall(lab: &mut Lab) -> Result<String> {
             .output()?;
         ensure!(output.status.success(), "kg uninstall: {}", String::from_utf8_lossy(&output.stderr));
         let left = node.space.sh(
-            "ls /sys/fs/bpf; ip -o link show kilo0 2>/dev/null || true; ip rule | grep 1107 || true; \
+            "ls -d /sys/fs/bpf/kilo 2>/dev/null || true; ip -o link show kilo0 2>/dev/null || true; ip rule | grep 1107 || true; \
              ip route show table all | grep kilo0 || true; for d in kilo0 eth0 eth1; do for h in ingress egress; do tc filter show dev $d $h 2>/dev/null; done; done \
              | grep -E 'kilo_|lan_ingress|uplink_' || true",
         )?;
