@@ -3,8 +3,10 @@
 mod apt;
 mod build_ebpf;
 mod command;
+mod kubernetes;
 mod lab;
 mod report;
+mod vm;
 
 use std::{
     path::{Path, PathBuf},
@@ -29,6 +31,10 @@ enum Task {
         #[arg(long)]
         check_reproducible: bool,
     },
+    /// Run a command in a QEMU guest with a Debian kernel.
+    Vm(vm::VmArgs),
+    /// Find or build etcd and kube-apiserver for the API tests.
+    KubeAssets,
     /// Build everything and show a working mesh in network namespaces.
     Lab(lab::LabArgs),
 }
@@ -47,6 +53,8 @@ fn run() -> Result<()> {
     match Cli::parse().command {
         Task::BuildEbpf { check_reproducible: false } => build_ebpf::build(false).map(drop),
         Task::BuildEbpf { check_reproducible: true } => build_ebpf::check_reproducible(),
+        Task::Vm(args) => std::process::exit(vm::execute(&args)?),
+        Task::KubeAssets => kubernetes::assets().map(drop),
         Task::Lab(args) => {
             if args.needs_build() {
                 apt::install(lab::PACKAGES)?;

@@ -1,0 +1,161 @@
+//! A real API server for tests: `$KUBEBUILDER_ASSETS`, the cache, or built
+//! once from Debian's sources.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::{
+    apt::{self, Suites},
+    command::{output, run},
+};
+
+/// Debian's source package that still builds with Debian's Go alone.
+const SOURCE: &str = "kubernetes=1.20.5+really1.20.2-1.1";
+const PACKAGE: &str = "k8s.io/kubernetes";
+
+/// Directory with `etcd` and `kube-apiserver` (the envtest convention).
+pub fn assets() -> Result<PathBuf> {
+    if let Some(given) = std::env::var_os("KUBEBUILDER_ASSETS").map(PathBuf::from) {
+        if is_complete(&given) {
+            println!("kube-assets: found in $KUBEBUILDER_ASSETS");
+            return Ok(given);
+        }
+        bail!("$KUBEBUILDER_ASSETS ({}) holds no etcd and kube-apiserver", given.display());
+    }
+    let cache = apt::cache_directory()?;
+    let directory = cache.join("kube-assets");
+    if is_complete(&directory) {
+        println!("kube-assets: found in {}", directory.display());
+        return Ok(directory);
+    }
+    build(&cache, &directory)?;
+    Ok(directory)
+}
+
+fn is_complete(directory: &Path) -> bool {
+    ["etcd", "etcdctl", "kube-apiserver"].iter().all(|program| directory.join(program).is_file())
+}
+
+fn build(cache: &Path, directory: &Path) -> Result<()> {
+    println!("kube-assets: building kube-apiserver from Debian's source, once (about five minutes)");
+    apt::install(&["dpkg-dev", "golang-1.19-go", "git"])?;
+    let suites = Suites::open(cache, &["bookworm"], true)?;
+    let work = cache.join("kube-build");
+    let _ = fs::remove_dir_all(&work);
+    fs::create_dir_all(&work)?;
+    for package in ["etcd-server", "etcd-client", "golang-github-modern-go-reflect2-dev"] {
+        suites.unpack(package, &work.join(package))?;
+    }
+    fetch_source(&suites, &work)?;
+    let tree = fs::read_dir(&work)?
+        .flatten()
+        .map(|entry| entry.path())
+        .find(|path| path.join("cmd/kube-apiserver").is_dir())
+        .context("the source package holds no cmd/kube-apiserver")?;
+    // GOPATH mode wants the tree under its import path.
+    let gopath = work.join("go");
+    let root = gopath.join("src").join(PACKAGE);
+    fs::create_dir_all(root.parent().context("no parent")?)?;
+    fs::rename(&tree, &root)?;
+    mend(&work, &root)?;
+    go(&gopath, &root)
+        .args(["build", "-tags", "providerless", "-ldflags", "-s -w", "-o"])
+        .arg(work.join("kube-apiserver"))
+        .arg("./cmd/kube-apiserver")
+        .status()
+        .context("go")?
+        .success()
+        .then_some(())
+        .context("kube-apiserver does not build")?;
+    fs::create_dir_all(directory)?;
+    fs::copy(work.join("kube-apiserver"), directory.join("kube-apiserver"))?;
+    fs::copy(work.join("etcd-server/usr/bin/etcd"), directory.join("etcd"))?;
+    fs::copy(work.join("etcd-client/usr/bin/etcdctl"), directory.join("etcdctl"))?;
+    fs::remove_dir_all(&work)?;
+    println!("kube-assets: built into {}", directory.display());
+    Ok(())
+}
+
+/// Fetches the source package; its exact version may have moved on.
+fn fetch_source(suites: &Suites, work: &Path) -> Result<()> {
+    let fetch = |package: &str| {
+        run(suites.command("apt-get").current_dir(work).args(["source", "-q", "--only-source", package]))
+    };
+    fetch(SOURCE).or_else(|_| fetch("kubernetes"))
+}
+
+fn go(gopath: &Path, root: &Path) -> Command {
+    let mut command = Command::new("/usr/lib/go-1.19/bin/go");
+    command
+        .current_dir(root)
+        .env("GO111MODULE", "off")
+        .env("GOPATH", gopath)
+        .env("GOFLAGS", "")
+        .env("GOCACHE", gopath.join("cache"))
+        .env("CGO_ENABLED", "0");
+    command
+}
+
+/// Debian's tree lacks a generated file, and carries a reflect2 too old for its Go.
+fn mend(work: &Path, root: &Path) -> Result<()> {
+    let vendored = root.join("vendor/github.com/modern-go/reflect2");
+    let newer =
+        work.join("golang-github-modern-go-reflect2-dev/usr/share/gocode/src/github.com/modern-go/reflect2");
+    fs::remove_dir_all(&vendored).with_context(|| vendored.display().to_string())?;
+    run(Command::new("cp").arg("-r").arg(&newer).arg(&vendored))?;
+    let target = root.join("pkg/generated/openapi");
+    if target.join("zz_generated.openapi.go").exists() {
+        return Ok(());
+    }
+    let inputs = openapi_inputs(root)?;
+    let boilerplate = root.join("hack/boilerplate/boilerplate.generatego.txt");
+    let boilerplate = if boilerplate.exists() { boilerplate } else { PathBuf::from("/dev/null") };
+    run(go(&work.join("go"), root)
+        .args(["run", "./vendor/k8s.io/kube-openapi/cmd/openapi-gen"])
+        .args([
+            "-O",
+            "zz_generated.openapi",
+            "-p",
+            &format!("{PACKAGE}/pkg/generated/openapi"),
+            "-r",
+            "/dev/null",
+        ])
+        .arg("-o")
+        .arg(work.join("go/src"))
+        .arg("-h")
+        .arg(boilerplate)
+        .args(["-i", &inputs.join(",")]))
+}
+
+/// Packages marked for OpenAPI generation.
+fn openapi_inputs(root: &Path) -> Result<Vec<String>> {
+    let marked = output(Command::new("grep").current_dir(root).args([
+        "-rlE",
+        "^// \\+k8s:openapi-gen=",
+        "--include=*.go",
+        "pkg",
+        "staging/src",
+        "vendor/k8s.io",
+    ]))?;
+    let mut packages: Vec<String> = marked
+        .lines()
+        .filter(|file| {
+            !file.contains("/kube-openapi/")
+                && !file.contains("code-generator")
+                && !file.contains("/testdata/")
+        })
+        .filter_map(|file| Some(Path::new(file).parent()?.to_string_lossy().into_owned()))
+        .map(|directory| match directory.strip_prefix("staging/src/").or(directory.strip_prefix("vendor/")) {
+            Some(package) => format!("{PACKAGE}/vendor/{package}"),
+            None => format!("{PACKAGE}/{directory}"),
+        })
+        .collect();
+    packages.sort();
+    packages.dedup();
+    Ok(packages)
+}
