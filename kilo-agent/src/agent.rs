@@ -351,6 +351,9 @@ impl<B: Backend> Agent<B> {
                 host.towards.insert(addr, interface);
             }
         }
+        if self.hops.is_empty() {
+            self.hops = HopIds::adopt(mesh, &own.name, &self.dataplane.held_hops());
+        }
         self.hops = self.hops.update(mesh, &own.name);
         let resolved = self.resolver.resolve(mesh).await;
         let default_mtu = links.iter().find(|link| Some(link.index) == default_route).map(|link| link.mtu);

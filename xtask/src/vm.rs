@@ -215,7 +215,8 @@ fn unpack_module(from: &Path, to: &Path) -> Result<()> {
     run(Command::new("sh").args(["-c", "\"$0\" -dc \"$1\" > \"$2\"", tool]).arg(from).arg(to))
 }
 
-/// The rest of the guest's first process: root, modules, command, power off.
+/// The rest of the guest's first process: the root, and over to the command.
+/// (A real root, not a chroot: nsenter leaves a chroot.)
 const INIT: &str = r#"
 o=trans=virtio,version=9p2000.L,msize=262144
 $b mount -t 9p -o $o,ro,cache=loose host /host || $b sh
@@ -239,9 +240,8 @@ s=$($b sed 's/.*kilo.shared=\([^ ]*\).*/\1/' /proc/cmdline)
 $b mkdir -p /new$s
 $b mount -t 9p -o $o,cache=none shared /new$s
 $b ip link set lo up
-$b chroot /new /bin/sh $s/command
-$b sync
-$b poweroff -f
+$b umount /proc /sys /dev
+exec $b switch_root /new /bin/sh $s/command
 "#;
 
 /// The script the guest runs, in this directory and with this PATH.
@@ -255,7 +255,8 @@ fn write_command(args: &VmArgs, shared: &Path) -> Result<()> {
         shared.join("command"),
         format!(
             "export PATH={}:/usr/sbin:/usr/bin:/sbin:/bin HOME={} LANG=C.UTF-8\ncd {}\nhostname vm\n\
-             for m in {MODULES}; do modprobe $m 2>/dev/null; done\n{}\necho $? > {}\n",
+             for m in {MODULES}; do modprobe $m 2>/dev/null; done\n{}\necho $? > {}\n\
+             sync\n/bin/busybox poweroff -f\n",
             quote(&path),
             quote(&home),
             quote(&directory.to_string_lossy()),

@@ -35,6 +35,12 @@ pub struct Content {
     config: Config,
 }
 
+impl Content {
+    pub(super) fn held_hops(&self) -> BTreeMap<IpAddr, u32> {
+        self.node_v4.iter().map(|(addr, node)| (IpAddr::V4(*addr), node.hop)).collect()
+    }
+}
+
 impl From<&plan::Tables> for Content {
     fn from(tables: &plan::Tables) -> Self {
         Self {

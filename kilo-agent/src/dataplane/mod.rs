@@ -8,6 +8,7 @@ mod maps;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
     path::{Path, PathBuf},
 };
 
@@ -61,6 +62,11 @@ impl Dataplane {
         let mut bpf = load::load(&directory, debug)?;
         let present = maps::read(&mut bpf)?;
         Ok(Self { bpf, directory, present, attachments: attach::Attachments::default() })
+    }
+
+    /// Private address -> hop id, as the maps hold them.
+    pub fn held_hops(&self) -> BTreeMap<IpAddr, u32> {
+        self.present.held_hops()
     }
 
     /// Brings the maps to the desired content; answers the number of writes.
