@@ -289,7 +289,7 @@ fn each_agent(lab: &mut Lab, signal: Signal, down_for: Duration) -> Result<Strin
     for node in &lab.network.nodes {
         agents::wait_healthy(&node.space, Duration::from_secs(30))?;
     }
-    let figures = traffic.finish()?;
+    let figures = traffic.finish().with_context(|| where_lost(lab))?;
     for (node, before) in lab.network.nodes.iter().zip(before) {
         let after = counters::scrape(&node.space)?;
         for name in ["steer", "encrypt", "decrypt", "masquerade"] {
@@ -313,6 +313,19 @@ fn each_agent(lab: &mut Lab, signal: Signal, down_for: Duration) -> Result<Strin
     no_drops(lab)?;
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
     Ok(figures)
+}
+
+/// What each node counts of packets that did not get through.
+fn where_lost(lab: &Lab) -> String {
+    let places = lab.network.nodes.iter().map(|node| {
+        let ours = counters::scrape(&node.space).map(|metrics| drops(&metrics)).unwrap_or_default();
+        let kernel = node.space.sh(
+            "awk '{print \"backlog\", $2, $3}' /proc/net/softnet_stat; nstat -az 2>/dev/null | awk '/ReversePath|OutNoRoutes|InDiscards|OutDiscards|IpInAddr/ && $2 > 0'; \
+             ip -s -o link show kilo0; ip -s -o link show eth0; tc -s qdisc show | grep -B1 dropped | head -40",
+        );
+        format!("{}: ours {ours:?}; kernel: {}", node.name(), kernel.unwrap_or_default())
+    });
+    places.collect::<Vec<_>>().join("\n")
 }
 
 /// Programs of ours on hooks of this node, over TCX links and clsact filters.
