@@ -72,7 +72,10 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
             tables.hop.insert(HOP_REMOTE, hop);
         }
         // As with prefixes, the first node to name an address keeps it.
-        tables.node.entry(remote).or_insert(NodeValue { hop: id, flags: if leads { NODE_LEADER } else { 0 } });
+        tables
+            .node
+            .entry(remote)
+            .or_insert(NodeValue { hop: id, flags: if leads { NODE_LEADER } else { 0 } });
     }
     if own.leads {
         tables.hop.insert(HOP_REMOTE, Hop::Wireguard);
