@@ -61,6 +61,25 @@ fn healthy_nodes() -> impl Strategy<Value = BTreeMap<String, Node>> {
     })
 }
 
+/// The same node in a cluster without IPv4.
+fn with_ipv6(node: &Node) -> Node {
+    let six = |prefix: IpNet, bits: u8| match prefix.addr() {
+        IpAddr::V4(ip) => {
+            let low = u128::from(u32::from(ip)) << bits;
+            IpNet::new(
+                IpAddr::from(((0xfd11_u128 << 112) | low).to_be_bytes()),
+                96 + prefix.prefix_len() - bits,
+            )
+        }
+        IpAddr::V6(_) => Ok(prefix),
+    };
+    Node {
+        internal_ip: node.internal_ip.and_then(|net| six(net, 0).ok()),
+        pod_cidrs: node.pod_cidrs.iter().filter_map(|cidr| six(*cidr, 8).ok()).collect(),
+        ..node.clone()
+    }
+}
+
 fn vpn_peers() -> impl Strategy<Value = BTreeMap<String, Peer>> {
     let prefix = prop_oneof![
         (1u8..5).prop_map(|last| format!("10.5.0.{last}/32")),
@@ -212,7 +231,13 @@ proptest! {
         nodes in healthy_nodes(),
         granularity in granularity(),
         encapsulate in encapsulate(),
+        six in any::<bool>(),
     ) {
+        let nodes: BTreeMap<_, _> = if six {
+            nodes.iter().map(|(name, node)| (name.clone(), with_ipv6(node))).collect()
+        } else {
+            nodes
+        };
         let settings = settings(granularity, encapsulate);
         let mesh = mesh(&nodes, &BTreeMap::new(), &settings);
         let world = World::new(&mesh, &settings, nodes.values());

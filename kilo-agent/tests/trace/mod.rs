@@ -96,8 +96,8 @@ impl<'a> World<'a> {
                     return Step::Stack(node);
                 }
                 let plan = &self.plans[&node];
-                let own = self.plans[at].tables.config.private_addr;
-                match plan.tables.lan_ingress(IpAddr::from(own), packet) {
+                let Some(own) = self.private_ip(at) else { return Step::lost(at, "no private address") };
+                match plan.tables.lan_ingress(own, packet) {
                     Ok((Action::Deliver, _)) => Step::Stack(node),
                     Ok((Action::Transit, _)) => self.encrypt(&node, packet, depth + 1),
                     Ok(other) => Step::lost(&node, &format!("{other:?}")),
@@ -125,6 +125,11 @@ impl<'a> World<'a> {
             model::Route::Other => Step::Stack(node),
             route => self.step(&node, route, packet, depth + 1),
         }
+    }
+
+    fn private_ip(&self, node: &str) -> Option<IpAddr> {
+        let (segment, member) = self.mesh.find(node)?;
+        self.mesh.segments[segment].members[member].private_ip()
     }
 
     /// The node of the same location with this private address.
