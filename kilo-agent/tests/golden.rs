@@ -10,6 +10,7 @@
 //! * a packet to an address of this very node stays here. The recording knows
 //!   Kilo's routes alone and says `wireguard` when one of them is 0.0.0.0/0; the
 //!   host's own routes, which are longer, are not in it.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test's helpers fail as the test does")]
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -85,6 +86,7 @@ impl Report {
         *self.deviations.entry(how).or_default() += 1;
     }
 
+    #[allow(clippy::needless_pass_by_value, reason = "callers compare what they have just made")]
     fn equal<T: PartialEq + Debug>(&mut self, what: &'static str, at: &str, got: T, want: T) {
         *self.compared.entry(what).or_default() += 1;
         if got != want {

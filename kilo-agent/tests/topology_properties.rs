@@ -1,4 +1,5 @@
 //! What holds for every mesh, whatever the nodes and peers.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test's helpers fail as the test does")]
 
 mod trace;
 
@@ -10,7 +11,7 @@ use std::{
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1 as core;
 use kilo_agent::{
-    backend::{node, peer},
+    backend::node,
     plan::{HopIds, MAIN_TABLE, model},
     topology::{self, Encapsulate, Granularity, Mesh, Node, Peer, Settings},
     wireguard::{conf, key::PublicKey},
@@ -466,7 +467,7 @@ fn ten_thousand_nodes_are_planned_in_reasonable_time() {
             internal_ip: IpNet::new([10, 200 + high, mid, low].into(), 16).ok(),
             location: format!("l{location}"),
             pod_cidrs: vec![IpNet::new([100, 64 + (index >> 8) as u8, index as u8, 0].into(), 24).unwrap()],
-            allowed_location_ips: if index % 10 == 0 {
+            allowed_location_ips: if index.is_multiple_of(10) {
                 vec![IpNet::new([172, 16 + high, mid, low].into(), 32).unwrap()]
             } else {
                 Vec::new()
