@@ -143,11 +143,7 @@ fn filter_location_ips(segments: &mut [Segment], peers: &[Peer]) {
         segment.allowed_location_ips = kept;
         let dropped: Vec<IpNet> = dropped;
         for prefix in dropped {
-            let offering = offered.entry(prefix);
-            offering.remove(&own);
-            if offering.is_empty() {
-                offered.remove(prefix);
-            }
+            offered.entry(prefix).remove(&own);
         }
     }
 }

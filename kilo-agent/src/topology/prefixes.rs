@@ -36,11 +36,6 @@ impl<V> Prefixes<V> {
         self.0.entry(prefix.trunc()).or_default()
     }
 
-    /// Takes out exactly this prefix.
-    pub fn remove(&mut self, prefix: IpNet) -> Option<V> {
-        self.0.remove(&prefix.trunc())
-    }
-
     /// Every prefix, sorted.
     pub fn keys(&self) -> impl Iterator<Item = IpNet> {
         self.0.keys().copied()
