@@ -10,6 +10,16 @@
 //! * a packet to an address of this very node stays here. The recording knows
 //!   Kilo's routes alone and says `wireguard` when one of them is 0.0.0.0/0; the
 //!   host's own routes, which are longer, are not in it.
+//!
+//! Deviations that no recorded packet shows:
+//!
+//! * between two of one location's allowed-location-ips nothing is masqueraded
+//!   (squat/kilo#496), unless the source's prefix also holds known addresses;
+//! * of two nodes with one key the first in topology order is the peer, where
+//!   Kilo's device ends up with a mixture;
+//! * a leader whose private address is its endpoint speaks to the mesh from its
+//!   WireGuard address, or the answers would not come through the tunnel;
+//! * a node that does not lead has no WireGuard peers; Kilo's keeps unused ones.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test's helpers fail as the test does")]
 
 use std::{

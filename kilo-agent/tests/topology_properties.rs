@@ -110,6 +110,18 @@ fn encapsulate() -> impl Strategy<Value = Encapsulate> {
     prop_oneof![Just(Encapsulate::Always), Just(Encapsulate::CrossSubnet), Just(Encapsulate::Never)]
 }
 
+/// What locations offer in tests; some lie in others, in pods or in services.
+const OFFERED: [&str; 8] = [
+    "0.0.0.0/0",
+    "192.168.0.0/16",
+    "192.168.5.0/24",
+    "198.18.0.0/15",
+    "10.42.0.0/16",
+    "10.43.7.0/24",
+    "10.43.0.0/16",
+    "172.31.5.0/24",
+];
+
 /// Texts that annotations hold, good and bad.
 fn rubbish() -> impl Strategy<Value = String> {
     prop_oneof![
@@ -301,6 +313,44 @@ proptest! {
                 let end = world.trace(&to.name, back);
                 let led = encapsulate != Encapsulate::Always && is_left_beside(&mesh, &end, from);
                 prop_assert!(led || end == End::Node(from.name.clone()), "{:?}: {:?}", back, end);
+            }
+        }
+    }
+
+    #[test]
+    fn masquerading_is_what_its_definition_says(
+        nodes in healthy_nodes(),
+        peers in vpn_peers(),
+        offered in prop::collection::vec((any::<prop::sample::Index>(), prop::sample::select(OFFERED.to_vec())), 0..5),
+        cni in any::<bool>(),
+    ) {
+        let mut nodes = nodes;
+        let names: Vec<String> = nodes.keys().cloned().collect();
+        for (at, prefix) in offered {
+            nodes.get_mut(at.get(&names)).unwrap().allowed_location_ips.push(prefix.parse().unwrap());
+        }
+        let settings = Settings { cni, ..settings(Granularity::Location, Encapsulate::Always) };
+        let mesh = mesh(&nodes, &peers, &settings);
+        let world = World::new(&mesh, &settings, nodes.values());
+        let outside = ["8.8.8.8", "192.168.5.7", "192.168.9.9", "198.18.0.1", "10.43.7.1", "10.5.0.1", "172.31.5.1", "10.42.200.1"];
+        let addresses: Vec<IpAddr> = outside.map(|addr| addr.parse().unwrap()).into_iter().chain(nodes.values().map(pod)).collect();
+        for node in nodes.values().take(3) {
+            let own = &mesh.segments[mesh.find(&node.name).unwrap().0];
+            let of_peers: Vec<IpNet> = mesh.peers.iter().flat_map(|peer| peer.allowed_ips.clone()).collect();
+            let known: Vec<IpNet> = mesh.segments.iter().flat_map(|segment| segment.allowed_ips.clone())
+                .chain(of_peers.clone()).chain(settings.service_cidrs.clone()).collect();
+            let always: Vec<IpNet> = node.pod_cidrs.iter().copied().filter(|_| cni).chain(of_peers).collect();
+            // squat/kilo#496: inside what a location offers addresses stay, where that is all a prefix holds.
+            let exempt: Vec<IpNet> = own.allowed_location_ips.iter().copied()
+                .filter(|prefix| !known.iter().any(|known| prefix.contains(known))).collect();
+            let holds = |list: &[IpNet], addr: &IpAddr| list.iter().any(|prefix| prefix.contains(addr));
+            for src in &addresses {
+                for dst in &addresses {
+                    let forced = holds(&own.allowed_location_ips, dst) && !holds(&exempt, src);
+                    let wanted = (holds(&always, src) || forced) && !holds(&known, dst);
+                    let packet = model::Packet { src: *src, dst: *dst };
+                    prop_assert_eq!(world.plans[&node.name].tables.masquerades(packet), wanted, "{:?} at {}", packet, node.name);
+                }
             }
         }
     }
