@@ -144,9 +144,7 @@ impl<'a> Reader<'a> {
         {
             match item.parse::<IpNet>() {
                 Ok(prefix) => list.push(prefix.trunc()),
-                Err(_) => {
-                    self.problems.push(format!("annotation {PREFIX}{name}: {item:?} is no CIDR, skipped"))
-                }
+                Err(error) => self.skip(name, item, &error),
             }
         }
         list
@@ -155,15 +153,28 @@ impl<'a> Reader<'a> {
     fn discovered_endpoints(&mut self) -> BTreeMap<PublicKey, SocketAddr> {
         let name = "discovered-endpoints";
         let Some(text) = self.get(name).filter(|text| !text.is_empty()) else { return BTreeMap::new() };
-        match serde_json::from_str::<BTreeMap<PublicKey, SeenEndpoint>>(text) {
-            Ok(seen) => {
-                seen.into_iter().map(|(key, seen)| (key, SocketAddr::new(seen.ip, seen.port))).collect()
-            }
+        let entries = match serde_json::from_str::<BTreeMap<String, serde_json::Value>>(text) {
+            Ok(entries) => entries,
             Err(error) => {
                 self.problems.push(format!("annotation {PREFIX}{name} is ignored: {error}"));
-                BTreeMap::new()
+                return BTreeMap::new();
+            }
+        };
+        let mut seen = BTreeMap::new();
+        for (key, value) in entries {
+            match (key.parse(), serde_json::from_value::<SeenEndpoint>(value)) {
+                (Ok(key), Ok(endpoint)) => {
+                    seen.insert(key, SocketAddr::new(endpoint.ip, endpoint.port));
+                }
+                (Err(error), _) => self.skip(name, &key, &error),
+                (_, Err(error)) => self.skip(name, &key, &error),
             }
         }
+        seen
+    }
+
+    fn skip(&mut self, name: &str, item: &str, error: &dyn std::fmt::Display) {
+        self.problems.push(format!("annotation {PREFIX}{name}: {item:?} is skipped: {error}"));
     }
 
     fn pod_cidrs(&mut self, spec: Option<&core::NodeSpec>) -> Vec<IpNet> {
@@ -270,6 +281,20 @@ mod tests {
         assert_eq!(node.discovered_endpoints, published.discovered_endpoints);
         assert_eq!(node.granularity, Some(Granularity::Full));
         assert!(changes(object.metadata.annotations.as_ref().unwrap(), written).is_empty());
+    }
+
+    #[test]
+    fn one_seen_endpoint_that_is_rubbish_leaves_the_others() {
+        let good = PublicKey([7; 32]);
+        let text = format!(
+            r#"{{"{good}":{{"IP":"1.2.3.4","Port":5,"Zone":""}},"x":{{"IP":"1.2.3.4","Port":5}},"{}":{{"IP":"","Port":0}}}}"#,
+            PublicKey([8; 32])
+        );
+        let mut object = core::Node::default();
+        object.metadata.annotations = Some(BTreeMap::from([(format!("{PREFIX}discovered-endpoints"), text)]));
+        let (node, problems) = from_object(&object, "region");
+        assert_eq!(node.discovered_endpoints, BTreeMap::from([(good, "1.2.3.4:5".parse().unwrap())]));
+        assert_eq!(problems.len(), 2, "{problems:?}");
     }
 
     #[test]

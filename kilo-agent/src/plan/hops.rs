@@ -6,7 +6,7 @@ use std::{
     net::IpAddr,
 };
 
-use kilo_common::maps::{HOP_FIRST_NODE, MAX_HOPS};
+use kilo_common::maps::{HOP_FIRST_NODE, MAX_HOPS, NodeValue};
 
 use crate::topology::Mesh;
 
@@ -57,6 +57,22 @@ impl HopIds {
             }
         }
         Self(ids)
+    }
+
+    /// The ids an earlier agent left in the map of senders (`node`): private
+    /// address -> id. A restarted agent that numbered the nodes anew would
+    /// rewrite hops while packets still follow the old prefixes to them.
+    #[must_use]
+    pub fn adopt(senders: &BTreeMap<IpAddr, NodeValue>, mesh: &Mesh, node: &str) -> Self {
+        let Some((segment, _)) = mesh.find(node) else { return Self::default() };
+        let mut taken = BTreeSet::new();
+        let others = mesh.segments[segment].members.iter().filter(|member| member.name != node);
+        let ids = others.filter_map(|member| {
+            let id = senders.get(&member.private_ip()?)?.hop;
+            let usable = (HOP_FIRST_NODE..MAX_HOPS).contains(&id) && taken.insert(id);
+            usable.then(|| (member.name.clone(), id))
+        });
+        Self(ids.collect())
     }
 
     /// The id of a node.

@@ -1,6 +1,6 @@
 //! Tables of masquerading: who is translated, and towards what never.
 
-use std::{collections::BTreeSet, net::IpAddr};
+use std::net::IpAddr;
 
 use ipnet::IpNet;
 use kilo_common::maps::{
@@ -8,10 +8,11 @@ use kilo_common::maps::{
 };
 
 use super::{Inputs, Own, Tables};
+use crate::topology::prefixes::Prefixes;
 
 pub(super) fn fill(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
     let peers = inputs.mesh.peers.iter().flat_map(|peer| &peer.allowed_ips).copied();
-    let known: BTreeSet<IpNet> = inputs
+    let known: Prefixes<()> = inputs
         .mesh
         .segments
         .iter()
@@ -19,24 +20,19 @@ pub(super) fn fill(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
         .copied()
         .chain(peers.clone())
         .chain(inputs.settings.service_cidrs.iter().copied())
-        .map(|prefix| prefix.trunc())
         .collect();
-    let forced: Vec<IpNet> =
-        own.segment.allowed_location_ips.iter().copied().map(|prefix| prefix.trunc()).collect();
-    for prefix in &forced {
+    for prefix in own.segment.allowed_location_ips.iter().map(IpNet::trunc) {
         // A known prefix always wins; the trie would prefer the longer one.
-        if !known.iter().any(|known| known.contains(prefix)) {
-            tables.masq_dst.insert(*prefix, MASQ_FORCE);
+        if known.holding(prefix).next().is_none() {
+            tables.masq_dst.insert(prefix, MASQ_FORCE);
         }
         // Between prefixes of the own location addresses stay as they are
         // (squat/kilo#496), unless the prefix also holds what lies elsewhere.
-        if !known.iter().any(|known| prefix.contains(known)) {
-            tables.masq_src.insert(*prefix, MASQ_SRC_EXEMPT);
+        if known.inside(prefix).next().is_none() {
+            tables.masq_src.insert(prefix, MASQ_SRC_EXEMPT);
         }
     }
-    for prefix in known {
-        tables.masq_dst.insert(prefix, MASQ_EXCLUDE);
-    }
+    tables.masq_dst.extend(known.keys().map(|prefix| (prefix, MASQ_EXCLUDE)));
     let pods = own.member.pod_cidrs.iter().copied().filter(|_| inputs.settings.cni);
     for prefix in pods.chain(peers).map(|prefix| prefix.trunc()) {
         tables.masq_src.insert(prefix, MASQ_SRC_ALWAYS);

@@ -12,6 +12,7 @@ use kilo_common::{
 };
 
 use super::{Hop, HostPlan, MAIN_TABLE, Tables};
+use crate::topology::prefixes::longest;
 
 /// Source and destination of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,14 +42,6 @@ pub enum Route {
     Other,
     /// Dropped.
     Dropped(DropReason),
-}
-
-fn longest<V: Copy>(table: &std::collections::BTreeMap<IpNet, V>, addr: IpAddr) -> Option<V> {
-    let host = IpNet::from(addr);
-    (0..=host.max_prefix_len()).rev().find_map(|length| {
-        let prefix = IpNet::new(addr, length).ok()?.trunc();
-        table.get(&prefix).copied()
-    })
 }
 
 impl Tables {

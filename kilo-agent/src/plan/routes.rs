@@ -14,21 +14,17 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>) -> NetPlan {
         let source = source.filter(|source| source.is_ipv4() == prefix.addr().is_ipv4());
         net.routes.insert(Route { destination: prefix.trunc(), table, source });
     };
-    if !own.leads {
-        if let Some(ip) = own.segment.wireguard_ip {
-            add(IpNet::from(ip), MAIN_TABLE);
-        }
+    if let Some(ip) = own.segment.wireguard_ip.filter(|_| !own.leads) {
+        add(IpNet::from(ip), MAIN_TABLE);
     }
     let mut pods_take_the_tunnel = false;
     for member in own.others().filter(|_| inputs.settings.local) {
         for cidr in &member.pod_cidrs {
             add(*cidr, MAIN_TABLE);
         }
-        if own.encapsulates(inputs.settings, member) {
-            if let Some(ip) = member.private_ip() {
-                add(ip.into(), POD_TABLE);
-                pods_take_the_tunnel = true;
-            }
+        if let Some(ip) = member.private_ip().filter(|_| own.encapsulates(inputs.settings, member)) {
+            add(ip.into(), POD_TABLE);
+            pods_take_the_tunnel = true;
         }
     }
     for (index, segment) in inputs.mesh.segments.iter().enumerate() {

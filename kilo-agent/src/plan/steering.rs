@@ -61,13 +61,21 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
     let leader = own.segment.leading().map(|leader| leader.name.as_str());
     for member in own.others() {
         let (Some(id), Some(remote)) = (inputs.hops.get(&member.name), member.private_ip()) else { continue };
+        // Two nodes with one private address: what is sent there would come back here.
+        if own.member.private_ip() == Some(remote) {
+            continue;
+        }
         let Some(hop) = node_hop(inputs, own, member, remote) else { continue };
         tables.hop.insert(id, hop);
         let leads = Some(member.name.as_str()) == leader;
         if leads {
             tables.hop.insert(HOP_REMOTE, hop);
         }
-        tables.node.insert(remote, NodeValue { hop: id, flags: if leads { NODE_LEADER } else { 0 } });
+        // As with prefixes, the first node to name an address keeps it.
+        tables
+            .node
+            .entry(remote)
+            .or_insert(NodeValue { hop: id, flags: if leads { NODE_LEADER } else { 0 } });
     }
     if own.leads {
         tables.hop.insert(HOP_REMOTE, Hop::Wireguard);

@@ -5,10 +5,12 @@ use std::{
     net::SocketAddr,
 };
 
+use ipnet::IpNet;
+
 use super::{Inputs, Own, WireguardPeer, WireguardPlan};
 use crate::{
     topology::{Endpoint, EndpointHost},
-    wireguard::key::PublicKey,
+    wireguard::key::{PublicKey, SecretKey},
 };
 
 pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>) -> WireguardPlan {
@@ -16,31 +18,48 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>) -> WireguardPlan {
     if !own.leads {
         return plan;
     }
-    let persistent_keepalive = u16::try_from(inputs.persistent_keepalive).unwrap_or(u16::MAX);
+    let segments = inputs.mesh.segments.iter().enumerate().filter(|(index, _)| *index != own.index);
+    let locations = segments.map(|(_, segment)| Claim {
+        key: segment.key,
+        allowed_ips: segment.all_allowed_ips().collect(),
+        endpoint: Some(&segment.endpoint),
+        behind_nat: segment.persistent_keepalive > 0,
+        preshared_key: None,
+    });
+    let vpn_peers = inputs.mesh.peers.iter().map(|peer| Claim {
+        key: peer.public_key,
+        allowed_ips: peer.allowed_ips.clone(),
+        endpoint: peer.endpoint.as_ref(),
+        behind_nat: peer.persistent_keepalive > 0,
+        preshared_key: peer.preshared_key,
+    });
     let mut claimed = BTreeSet::new();
-    for (index, segment) in inputs.mesh.segments.iter().enumerate() {
-        if index == own.index {
+    for claim in locations.chain(vpn_peers) {
+        // The kernel silently leaves out a peer with its own key, so asking
+        // for one would be a difference for ever.
+        if claim.key == own.segment.key {
             continue;
         }
-        let peer = plan.peers.entry(segment.key).or_default();
-        peer.allowed_ips.extend(segment.all_allowed_ips().filter(|prefix| claimed.insert(*prefix)));
-        peer.roams = segment.persistent_keepalive > 0;
-        peer.endpoint = endpoint(inputs, Some(&segment.endpoint), &segment.key, peer.roams);
-        peer.persistent_keepalive = persistent_keepalive;
-    }
-    for vpn in &inputs.mesh.peers {
-        // A key that two claim belongs to the first: a node, or the first peer by name.
-        let Entry::Vacant(entry) = plan.peers.entry(vpn.public_key) else { continue };
-        let roams = vpn.persistent_keepalive > 0 || vpn.endpoint.is_none();
+        // A key that two claim belongs to the first: a location, or a peer by name.
+        let Entry::Vacant(entry) = plan.peers.entry(claim.key) else { continue };
         entry.insert(WireguardPeer {
-            allowed_ips: vpn.allowed_ips.iter().copied().filter(|prefix| claimed.insert(*prefix)).collect(),
-            endpoint: endpoint(inputs, vpn.endpoint.as_ref(), &vpn.public_key, vpn.persistent_keepalive > 0),
-            roams,
-            persistent_keepalive,
-            preshared_key: vpn.preshared_key,
+            allowed_ips: claim.allowed_ips.into_iter().filter(|prefix| claimed.insert(*prefix)).collect(),
+            endpoint: endpoint(inputs, claim.endpoint, &claim.key, claim.behind_nat),
+            roams: claim.behind_nat || claim.endpoint.is_none(),
+            persistent_keepalive: u16::try_from(inputs.persistent_keepalive).unwrap_or(u16::MAX),
+            preshared_key: claim.preshared_key,
         });
     }
     plan
+}
+
+/// What a location or a VPN peer wants of the device.
+struct Claim<'a> {
+    key: PublicKey,
+    allowed_ips: Vec<IpNet>,
+    endpoint: Option<&'a Endpoint>,
+    behind_nat: bool,
+    preshared_key: Option<SecretKey>,
 }
 
 /// Behind NAT a peer is where somebody last saw it, the own device first.
@@ -48,9 +67,9 @@ fn endpoint(
     inputs: &Inputs<'_>,
     given: Option<&Endpoint>,
     key: &PublicKey,
-    roams: bool,
+    behind_nat: bool,
 ) -> Option<SocketAddr> {
-    if roams && let Some(seen) = inputs.seen.get(key).or_else(|| inputs.mesh.discovered.get(key)) {
+    if behind_nat && let Some(seen) = inputs.seen.get(key).or_else(|| inputs.mesh.discovered.get(key)) {
         return Some(*seen);
     }
     let given = given?;

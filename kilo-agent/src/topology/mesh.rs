@@ -7,7 +7,7 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Granularity, Node, Peer, Segment, allocate};
+use super::{Granularity, Node, Peer, Segment, allocate, prefixes::Prefixes};
 use crate::wireguard::key::PublicKey;
 
 /// A node that has not checked in for this long is not ready (Kilo's figure).
@@ -122,25 +122,28 @@ fn without_duplicates(peers: &BTreeMap<String, Peer>) -> Vec<Peer> {
 /// inside what is reached otherwise, or that meet a peer's. Locations are taken
 /// in order: one whose prefix was dropped no longer stands in the way of the next.
 fn filter_location_ips(segments: &mut [Segment], peers: &[Peer]) {
-    for own in 0..segments.len() {
-        let kept = segments[own]
-            .allowed_location_ips
-            .iter()
-            .filter(|prefix| {
-                let elsewhere = segments.iter().enumerate().any(|(index, segment)| {
-                    (index != own
-                        && segment.allowed_location_ips.iter().any(|other| intersect(prefix, other)))
-                        || segment.allowed_ips.iter().any(|other| other.contains(&prefix.network()))
-                });
-                !elsewhere
-                    && !peers.iter().flat_map(|peer| &peer.allowed_ips).any(|other| intersect(prefix, other))
-            })
-            .copied()
-            .collect();
-        segments[own].allowed_location_ips = kept;
+    if segments.iter().all(|segment| segment.allowed_location_ips.is_empty()) {
+        return;
     }
-}
-
-fn intersect(a: &IpNet, b: &IpNet) -> bool {
-    a.contains(b) || b.contains(a)
+    let allowed: Prefixes<()> = segments.iter().flat_map(|segment| &segment.allowed_ips).copied().collect();
+    let of_peers: Prefixes<()> = peers.iter().flat_map(|peer| &peer.allowed_ips).copied().collect();
+    let mut offered: Prefixes<BTreeSet<usize>> = Prefixes::default();
+    for (index, segment) in segments.iter().enumerate() {
+        for prefix in &segment.allowed_location_ips {
+            offered.entry(*prefix).insert(index);
+        }
+    }
+    for (own, segment) in segments.iter_mut().enumerate() {
+        let (kept, dropped) = segment.allowed_location_ips.iter().partition(|&&prefix| {
+            let mut meeting = offered.holding(prefix).chain(offered.inside(prefix));
+            let elsewhere = meeting.any(|(_, offering)| offering.iter().any(|index| *index != own));
+            let reached = allowed.holding(prefix.network().into()).next().is_some();
+            !elsewhere && !reached && !of_peers.intersect(prefix)
+        });
+        segment.allowed_location_ips = kept;
+        let dropped: Vec<IpNet> = dropped;
+        for prefix in dropped {
+            offered.entry(prefix).remove(&own);
+        }
+    }
 }

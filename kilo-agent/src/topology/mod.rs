@@ -6,6 +6,7 @@ mod graph;
 mod leader;
 mod liveness;
 mod mesh;
+pub mod prefixes;
 mod segment;
 mod types;
 
