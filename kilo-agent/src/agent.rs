@@ -352,7 +352,7 @@ impl<B: Backend> Agent<B> {
             }
         }
         if self.hops.is_empty() {
-            self.hops = HopIds::adopt(mesh, &own.name, &self.dataplane.held_hops());
+            self.hops = HopIds::adopt(&self.dataplane.held_senders(), mesh, &own.name);
         }
         self.hops = self.hops.update(mesh, &own.name);
         let resolved = self.resolver.resolve(mesh).await;

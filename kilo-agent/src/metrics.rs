@@ -214,14 +214,8 @@ mod tests {
         let metrics = Metrics::default();
         metrics.error("apply");
         metrics.reconciles.inc();
-        metrics.set_samples(Samples {
-            actions: BTreeMap::from([("steer", 3)]),
-            drops: BTreeMap::from([("no_prefix", 1)]),
-            peers: BTreeMap::from([(
-                PublicKey([1; 32]),
-                PeerSample { received: 5, ..PeerSample::default() },
-            )]),
-        });
+        let key = PublicKey([1; 32]);
+        metrics.set_peers(BTreeMap::from([(key, PeerSample { received: 5, ..PeerSample::default() })]));
         let text = metrics.encode().unwrap();
         for line in [
             "kilo_errors_total{event=\"apply\"} 1",

@@ -36,8 +36,8 @@ pub struct Content {
 }
 
 impl Content {
-    pub(super) fn held_hops(&self) -> BTreeMap<IpAddr, u32> {
-        self.node_v4.iter().map(|(addr, node)| (IpAddr::V4(*addr), node.hop)).collect()
+    pub(super) fn held_senders(&self) -> BTreeMap<IpAddr, NodeValue> {
+        self.node_v4.iter().map(|(addr, node)| (IpAddr::V4(*addr), *node)).collect()
     }
 }
 

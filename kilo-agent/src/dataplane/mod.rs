@@ -16,7 +16,10 @@ use aya::{
     Ebpf,
     maps::{Map, MapData, MapError, PerCpuArray},
 };
-use kilo_common::verdict::{Action, DropReason};
+use kilo_common::{
+    maps::NodeValue,
+    verdict::{Action, DropReason},
+};
 
 pub use error::DataplaneError;
 
@@ -64,9 +67,9 @@ impl Dataplane {
         Ok(Self { bpf, directory, present, attachments: attach::Attachments::default() })
     }
 
-    /// Private address -> hop id, as the maps hold them.
-    pub fn held_hops(&self) -> BTreeMap<IpAddr, u32> {
-        self.present.held_hops()
+    /// Nodes that may send us steered packets, as the maps hold them.
+    pub fn held_senders(&self) -> BTreeMap<IpAddr, NodeValue> {
+        self.present.held_senders()
     }
 
     /// Brings the maps to the desired content; answers the number of writes.

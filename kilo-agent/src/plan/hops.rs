@@ -15,16 +15,6 @@ use crate::topology::Mesh;
 pub struct HopIds(BTreeMap<String, u32>);
 
 impl HopIds {
-    /// The ids an earlier agent gave, as the maps still hold them: private
-    /// address -> id. Ids that changed over a restart would mix up flows.
-    #[must_use]
-    pub fn adopt(mesh: &Mesh, node: &str, held: &BTreeMap<IpAddr, u32>) -> Self {
-        let Some((segment, _)) = mesh.find(node) else { return Self::default() };
-        let members = mesh.segments[segment].members.iter();
-        let ids = members.filter_map(|member| Some((member.name.clone(), *held.get(&member.private_ip()?)?)));
-        Self(ids.collect())
-    }
-
     /// True before the first node got an id.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
