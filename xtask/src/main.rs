@@ -6,6 +6,7 @@ mod command;
 mod kubernetes;
 mod lab;
 mod report;
+mod test;
 mod vm;
 
 use std::{
@@ -31,6 +32,8 @@ enum Task {
         #[arg(long)]
         check_reproducible: bool,
     },
+    /// Run all tests, or the named parts.
+    Test(test::TestArgs),
     /// Run a command in a QEMU guest with a Debian kernel.
     Vm(vm::VmArgs),
     /// Find or build etcd and kube-apiserver for the API tests.
@@ -53,6 +56,7 @@ fn run() -> Result<()> {
     match Cli::parse().command {
         Task::BuildEbpf { check_reproducible: false } => build_ebpf::build(false).map(drop),
         Task::BuildEbpf { check_reproducible: true } => build_ebpf::check_reproducible(),
+        Task::Test(args) => test::main(&args),
         Task::Vm(args) => std::process::exit(vm::execute(&args)?),
         Task::KubeAssets => kubernetes::assets().map(drop),
         Task::Lab(args) => {

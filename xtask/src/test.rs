@@ -1,0 +1,375 @@
+//! `cargo xtask test`: everything, or single parts, with one count at the end.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{BufRead as _, BufReader},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::Instant,
+};
+
+use anyhow::{Context as _, Result, bail};
+use clap::{Args, ValueEnum};
+
+use crate::{apt, build_all, kubernetes, lab, report::TestOutcome, vm, workspace_root};
+
+/// Where the outcomes are written, relative to the workspace.
+const REPORT: &str = "target/test-report.json";
+
+/// Kernels the lab runs on in virtual machines.
+const VM_KERNELS: [&str; 2] = ["6.1", "6.12"];
+
+/// What can be tested alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+pub enum Part {
+    /// Formatting, lints, unit and property tests: nothing but cargo.
+    Unit,
+    /// The BPF programs through BPF_PROG_TEST_RUN on this kernel.
+    Bpf,
+    /// The mesh in namespaces on this kernel, and what else needs root.
+    Lab,
+    /// Against a real kube-apiserver.
+    Api,
+    /// The mesh with kernel WireGuard on Debian's kernels.
+    Vm,
+}
+
+const ALL: [Part; 5] = [Part::Unit, Part::Bpf, Part::Lab, Part::Api, Part::Vm];
+
+impl Part {
+    const fn label(self) -> &'static str {
+        match self {
+            Self::Unit => "unit",
+            Self::Bpf => "bpf",
+            Self::Lab => "lab",
+            Self::Api => "api",
+            Self::Vm => "vm",
+        }
+    }
+}
+
+/// Options of the test command.
+#[derive(Args, Debug)]
+pub struct TestArgs {
+    /// Parts to run; all when none is named.
+    parts: Vec<Part>,
+    /// Stop at the first part with a failure.
+    #[arg(long)]
+    fail_fast: bool,
+}
+
+/// Runs the parts, writes the report, prints the count as the last line.
+pub fn main(args: &TestArgs) -> Result<()> {
+    let parts = if args.parts.is_empty() { ALL.to_vec() } else { args.parts.clone() };
+    let mut outcomes = Vec::new();
+    let mut binaries = None;
+    for part in parts {
+        println!("\n== {}", part.label());
+        let started = Instant::now();
+        let ran = run_part(part, &mut binaries).unwrap_or_else(|error| {
+            println!("FAILED {}: {error:#}", part.label());
+            vec![outcome(part, "the part runs", "failed", started)]
+        });
+        let failed = ran.iter().any(|outcome| outcome.outcome == "failed");
+        outcomes.extend(ran);
+        println!("== {}: {:.0} s", part.label(), started.elapsed().as_secs_f32());
+        if failed && args.fail_fast {
+            break;
+        }
+    }
+    let path = workspace_root().join(REPORT);
+    fs::write(&path, serde_json::to_vec_pretty(&outcomes)?).with_context(|| path.display().to_string())?;
+    let count = |wanted: &str| outcomes.iter().filter(|outcome| outcome.outcome == wanted).count();
+    println!();
+    for outcome in outcomes.iter().filter(|outcome| outcome.outcome != "passed") {
+        println!("{} {}: {}", outcome.outcome.to_uppercase(), outcome.part, outcome.name);
+    }
+    let failed = count("failed");
+    println!("{} passed, {failed} failed, {} skipped", count("passed"), count("skipped"));
+    if failed > 0 {
+        std::process::exit(1);
+    }
+    Ok(())
+}
+
+fn outcome(part: Part, name: &str, outcome: &str, started: Instant) -> TestOutcome {
+    TestOutcome {
+        part: part.label().to_owned(),
+        name: name.to_owned(),
+        outcome: outcome.to_owned(),
+        seconds: started.elapsed().as_secs_f64(),
+    }
+}
+
+fn run_part(part: Part, binaries: &mut Option<Vec<TestBinary>>) -> Result<Vec<TestOutcome>> {
+    if binaries.is_none() {
+        build_all()?;
+        *binaries = Some(build_tests()?);
+    }
+    let binaries = binaries.as_deref().unwrap_or_default();
+    match part {
+        Part::Unit => {
+            let mut outcomes =
+                vec![checked(part, "rustfmt finds nothing to change", &["fmt", "--all", "--check"])];
+            outcomes.push(checked(
+                part,
+                "clippy has no warnings",
+                &["clippy", "--workspace", "--all-targets", "--locked", "--quiet", "--", "-D", "warnings"],
+            ));
+            outcomes.extend(run_binaries(part, binaries, &BTreeMap::new())?);
+            outcomes.push(reproducible(part));
+            Ok(outcomes)
+        }
+        Part::Bpf => {
+            apt::install(lab::PACKAGES)?;
+            run_binaries(part, binaries, &BTreeMap::new())
+        }
+        Part::Lab => {
+            apt::install(lab::PACKAGES)?;
+            let mut outcomes = run_binaries(part, binaries, &BTreeMap::new())?;
+            outcomes.extend(run_lab()?);
+            Ok(outcomes)
+        }
+        Part::Api => {
+            apt::install(&["openssl"])?;
+            let assets = kubernetes::assets()?;
+            let environment = BTreeMap::from([("KUBEBUILDER_ASSETS".to_owned(), assets)]);
+            run_binaries(part, binaries, &environment)
+        }
+        Part::Vm => {
+            apt::install(lab::PACKAGES)?;
+            let mut outcomes = Vec::new();
+            for kernel in VM_KERNELS {
+                outcomes.extend(run_in_vm(kernel, binaries)?);
+            }
+            Ok(outcomes)
+        }
+    }
+}
+
+/// A cargo command that passes or fails as a whole.
+fn checked(part: Part, name: &str, arguments: &[&str]) -> TestOutcome {
+    let started = Instant::now();
+    let status = Command::new("cargo").current_dir(workspace_root()).args(arguments).status();
+    let result = if status.is_ok_and(|status| status.success()) { "passed" } else { "failed" };
+    println!("test {name} ... {result}");
+    outcome(part, name, result, started)
+}
+
+fn reproducible(part: Part) -> TestOutcome {
+    let started = Instant::now();
+    let name = "two builds of the BPF object are equal to the byte";
+    let result = match crate::build_ebpf::check_reproducible() {
+        Ok(()) => "passed",
+        Err(error) => {
+            println!("{error:#}");
+            "failed"
+        }
+    };
+    println!("test {name} ... {result}");
+    outcome(part, name, result, started)
+}
+
+/// One compiled test program.
+struct TestBinary {
+    /// Name of the target: `kilo_agent`, `golden`, `bpf_load` ...
+    target: String,
+    path: PathBuf,
+}
+
+impl TestBinary {
+    /// Which part it belongs to, by its name.
+    fn part(&self) -> Part {
+        let starts = |prefix: &str| self.target.starts_with(prefix);
+        match () {
+            () if starts("bpf_") => Part::Bpf,
+            () if starts("api_") => Part::Api,
+            () if starts("lab_") || starts("net_") || starts("wireguard_") || starts("cli_") => Part::Lab,
+            () => Part::Unit,
+        }
+    }
+}
+
+fn build_tests() -> Result<Vec<TestBinary>> {
+    println!("xtask: cargo test --no-run");
+    let output = Command::new("cargo")
+        .current_dir(workspace_root())
+        .args(["test", "--locked", "--no-run", "--message-format", "json", "--quiet"])
+        .stderr(Stdio::inherit())
+        .output()
+        .context("cargo")?;
+    if !output.status.success() {
+        bail!("the tests do not compile");
+    }
+    let text = String::from_utf8_lossy(&output.stdout);
+    let binaries = text.lines().filter_map(|line| {
+        let message: serde_json::Value = serde_json::from_str(line).ok()?;
+        let path = message.get("executable")?.as_str()?;
+        message.pointer("/profile/test")?.as_bool()?.then_some(())?;
+        let target = message.pointer("/target/name")?.as_str()?;
+        Some(TestBinary { target: target.replace('-', "_"), path: PathBuf::from(path) })
+    });
+    Ok(binaries.collect())
+}
+
+fn run_binaries(
+    part: Part,
+    binaries: &[TestBinary],
+    environment: &BTreeMap<String, PathBuf>,
+) -> Result<Vec<TestOutcome>> {
+    let mut outcomes = Vec::new();
+    for binary in binaries.iter().filter(|binary| binary.part() == part) {
+        let mut command = Command::new(&binary.path);
+        command.envs(environment).current_dir(workspace_root().join(package_of(binary)));
+        outcomes.extend(run_binary(part, &binary.target, &mut command)?);
+    }
+    Ok(outcomes)
+}
+
+/// Tests run in the directory of their package, as under cargo.
+fn package_of(binary: &TestBinary) -> &'static str {
+    match binary.target.as_str() {
+        "kilo_common" => "kilo-common",
+        "xtask" => "xtask",
+        _ => "kilo-agent",
+    }
+}
+
+/// Runs one program test by test, so that each has its own time and a test
+/// that says why it is skipped is counted as such.
+fn run_binary(part: Part, target: &str, command: &mut Command) -> Result<Vec<TestOutcome>> {
+    // One thread: lines of one test stay together, and times are its own.
+    command.args(["--test-threads=1", "--nocapture"]).stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut child = command.spawn().with_context(|| target.to_owned())?;
+    let stdout = child.stdout.take().context("no output")?;
+    let mut outcomes = Vec::new();
+    let mut running: Option<String> = None;
+    let mut skip = None;
+    let mut began = Instant::now();
+    for line in BufReader::new(stdout).lines() {
+        let line = line?;
+        // "test NAME ... " and, perhaps lines later, "ok" or "FAILED".
+        let mut rest = line.as_str();
+        if let Some((name, after)) = line.strip_prefix("test ").and_then(|line| line.split_once(" ... ")) {
+            running = Some(name.trim_end_matches(" - should panic").to_owned());
+            began = Instant::now();
+            rest = after;
+        }
+        let said = rest.split_once("kilo-skip: ").map(|(_, reason)| reason.to_owned());
+        skip = said.or(skip);
+        let ended = rest.trim();
+        let result = match ended {
+            "ok" => Some("passed"),
+            "FAILED" => Some("failed"),
+            _ if ended.starts_with("ignored") => Some("skipped"),
+            _ => None,
+        };
+        let Some((result, name)) = result.zip(running.take_if(|_| result.is_some())) else {
+            println!("    {line}");
+            continue;
+        };
+        let result = match skip.take() {
+            Some(reason) if result == "passed" => {
+                println!("SKIPPED {target}::{name}: {reason}");
+                "skipped"
+            }
+            _ => {
+                println!("test {target}::{name} ... {result}");
+                result
+            }
+        };
+        outcomes.push(outcome(part, &format!("{target}::{name}"), result, began));
+    }
+    let status = child.wait()?;
+    if !status.success() && !outcomes.iter().any(|outcome| outcome.outcome == "failed") {
+        println!("test {target} ... failed ({status})");
+        outcomes.push(outcome(part, &format!("{target} ends properly"), "failed", began));
+    }
+    Ok(outcomes)
+}
+
+fn read_outcomes(path: &Path, part: Part) -> Result<Vec<TestOutcome>> {
+    let text = fs::read(path).with_context(|| format!("{}: the lab wrote no outcomes", path.display()))?;
+    let outcomes: Vec<TestOutcome> = serde_json::from_slice(&text)?;
+    Ok(outcomes.into_iter().map(|outcome| TestOutcome { part: part.label().to_owned(), ..outcome }).collect())
+}
+
+/// The lab in a process of its own, because it takes over signals.
+fn run_lab() -> Result<Vec<TestOutcome>> {
+    let file = tempfile::NamedTempFile::new()?;
+    let this = std::env::current_exe()?;
+    let bin = this.parent().context("no directory")?.to_owned();
+    let mut command = Command::new(&this);
+    command.args(["lab", "test", "--name", "kilo-test", "--json"]).arg(file.path()).arg("--bin").arg(bin);
+    // Failures are in the file.
+    let _ = command.status().context("lab")?;
+    read_outcomes(file.path(), Part::Lab)
+}
+
+/// The lab and the BPF tests in a guest with that kernel.
+fn run_in_vm(kernel: &str, binaries: &[TestBinary]) -> Result<Vec<TestOutcome>> {
+    println!("-- kernel {kernel}");
+    let started = Instant::now();
+    let shared = workspace_root().join(vm::SHARED);
+    fs::create_dir_all(&shared)?;
+    let json = shared.join("outcomes.json");
+    let _ = fs::remove_file(&json);
+    let this = std::env::current_exe()?;
+    let bin = this.parent().context("no directory")?;
+    let prefix = format!("{kernel}: ");
+    let code = vm::execute(&vm::VmArgs {
+        kernel: kernel.to_owned(),
+        modules: None,
+        memory: 3072,
+        timeout: 900,
+        icount: false,
+        command: [
+            this.as_os_str(),
+            "lab".as_ref(),
+            "test".as_ref(),
+            "--bin".as_ref(),
+            bin.as_os_str(),
+            "--wireguard".as_ref(),
+            "kernel".as_ref(),
+            "--prefix".as_ref(),
+            prefix.as_ref(),
+            "--json".as_ref(),
+            json.as_os_str(),
+        ]
+        .iter()
+        .map(|word| word.to_string_lossy().into_owned())
+        .collect(),
+    })?;
+    let mut outcomes = read_outcomes(&json, Part::Vm)?;
+    if code != 0 && !outcomes.iter().any(|outcome| outcome.outcome == "failed") {
+        outcomes.push(outcome(Part::Vm, &format!("{prefix}the guest ends properly"), "failed", started));
+    }
+    outcomes.extend(load_in_vm(kernel, binaries)?);
+    Ok(outcomes)
+}
+
+/// Every program loads on that kernel, with the verifier's figures.
+fn load_in_vm(kernel: &str, binaries: &[TestBinary]) -> Result<Vec<TestOutcome>> {
+    let started = Instant::now();
+    let binary = binaries.iter().find(|binary| binary.target == "bpf_load").context("no bpf_load tests")?;
+    let code = vm::execute(&vm::VmArgs {
+        kernel: kernel.to_owned(),
+        modules: None,
+        memory: 1024,
+        timeout: 300,
+        icount: false,
+        command: vec![
+            binary.path.to_string_lossy().into_owned(),
+            "--test-threads=1".to_owned(),
+            "--nocapture".to_owned(),
+        ],
+    })?;
+    let result = if code == 0 { "passed" } else { "failed" };
+    Ok(vec![outcome(
+        Part::Vm,
+        &format!("{kernel}: every program loads, and pins are adopted"),
+        result,
+        started,
+    )])
+}
