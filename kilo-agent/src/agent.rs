@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
@@ -18,16 +18,13 @@ use crate::{
     cni,
     dataplane::{self, Dataplane, DataplaneError},
     health::Health,
-    interface::{self, Interface, InterfaceError},
+    interface::{self, Interface},
     metrics::{Metrics, PeerSample},
     net::{Link, Net, NetError, discovery, links, mtu::Mtu, watch},
     plan::{self, HopIds, HostPlan, Inputs},
     resolve::{self, Resolver},
     topology::{self, Liveness, Mesh, Node, Settings},
-    wireguard::{
-        device::{self, DeviceError},
-        key::SecretKey,
-    },
+    wireguard::{DeviceState, PeerState, WireguardError, diff, key::SecretKey},
 };
 
 /// Seconds between two signs of life; every agent adds its own jitter.
@@ -71,10 +68,7 @@ pub enum AgentError {
     Net(#[from] NetError),
     /// The WireGuard device.
     #[error(transparent)]
-    Device(#[from] DeviceError),
-    /// Creating the WireGuard device.
-    #[error(transparent)]
-    Interface(#[from] InterfaceError),
+    Wireguard(#[from] WireguardError),
     /// Programs and maps.
     #[error(transparent)]
     Dataplane(#[from] DataplaneError),
@@ -94,8 +88,7 @@ impl AgentError {
         match self {
             Self::Backend(error) => error.label(),
             Self::Net(error) => error.label(),
-            Self::Device(error) => error.label(),
-            Self::Interface(error) => error.label(),
+            Self::Wireguard(error) => error.label(),
             Self::Dataplane(error) => error.label(),
             Self::Incomplete { .. } => "incomplete",
         }
@@ -211,7 +204,7 @@ impl<B: Backend> Agent<B> {
             .ok_or(NetError::Missing(format!("link {}", self.options.interface.name)))?;
         let default_route = self.net.default_interface().await?;
         let state = interface.device.read().await?;
-        let own = self.own_node(seen, &links, default_route, &state, unix_now).await;
+        let own = self.own_node(seen, kilo.index, &links, default_route, &state, unix_now).await;
 
         let mut nodes = snapshot.nodes.clone();
         nodes.insert(name.clone(), Node { last_seen: seen.last_seen, ..own.clone() });
@@ -236,7 +229,7 @@ impl<B: Backend> Agent<B> {
         let plan = self.plan(&mesh, &own, kilo, &links, default_route, &state).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
         self.write_cni(&own);
-        let writes = self.apply(&plan, &interface, kilo, &state).await?;
+        let writes = self.apply(&plan, &interface, &state).await?;
         Ok(writes + u64::from(created))
     }
 
@@ -246,14 +239,13 @@ impl<B: Backend> Agent<B> {
         &mut self,
         plan: &HostPlan,
         interface: &Interface,
-        kilo: &Link,
-        state: &device::State,
+        state: &DeviceState,
     ) -> Result<u64, AgentError> {
         let mut writes = self.dataplane.write(&plan.tables)?;
         writes += self.dataplane.attach(interface.index, &plan.uplinks)?;
-        let changes = device::diff(state, &plan.wireguard, &self.key);
-        writes += interface.device.apply(changes).await?;
-        writes += self.net.apply(&plan.net, kilo).await?;
+        let changes = diff(state, &plan.wireguard, &self.key);
+        writes += interface.device.apply(&changes).await? as u64;
+        writes += self.net.apply(&plan.net, interface.index).await? as u64;
         writes += enable_forwarding();
         Ok(writes)
     }
@@ -262,18 +254,19 @@ impl<B: Backend> Agent<B> {
     async fn own_node(
         &self,
         seen: &Node,
+        kilo: u32,
         links: &[Link],
         default_route: Option<u32>,
-        state: &device::State,
+        state: &DeviceState,
         unix_now: i64,
     ) -> Node {
         // A host without its own name in DNS is ordinary; a slow server must not hold us up.
         let hostname = resolve::lookup(&self.options.hostname).await.unwrap_or_default();
-        let found = discovery::discover(&discovery::Sources {
-            hostname: &hostname,
+        let found = discovery::discover(&discovery::Facts {
+            resolved: &hostname,
             default_interface: default_route,
             links,
-            kilo: &self.options.interface.name,
+            kilo,
             pod_cidrs: &seen.pod_cidrs,
             internal_cidrs: &self.options.internal_cidrs,
         });
@@ -283,11 +276,11 @@ impl<B: Backend> Agent<B> {
         own.granularity = Some(self.options.settings.granularity);
         own.discovered_endpoints = state.seen_endpoints();
         if !own.internal_ip_forced {
-            own.internal_ip = found.private.filter(|_| !own.no_internal_ip);
+            own.internal_ip = found.and_then(|found| found.private).filter(|_| !own.no_internal_ip);
         }
         if !own.endpoint_forced {
-            let private = found.private.filter(|_| self.options.prefer_private);
-            let address = private.or(found.public).map(|net| net.addr());
+            let private = found.and_then(|found| found.private).filter(|_| self.options.prefer_private);
+            let address = private.or(found.map(|found| found.public)).map(|net| net.addr());
             own.endpoint = address.map(|ip| SocketAddr::new(ip, self.options.settings.port).into());
         }
         own
@@ -299,7 +292,7 @@ impl<B: Backend> Agent<B> {
         own: &Node,
         seen: &Node,
         mesh: &Mesh,
-        state: &device::State,
+        state: &DeviceState,
         now: Instant,
         unix_now: i64,
     ) -> Result<(), AgentError> {
@@ -340,23 +333,26 @@ impl<B: Backend> Agent<B> {
         kilo: &Link,
         links: &[Link],
         default_route: Option<u32>,
-        state: &device::State,
+        state: &DeviceState,
     ) -> Option<HostPlan> {
         let private = own.internal_ip.map(|net| net.addr());
-        let mut host = links::host_links(links, &kilo.name, private, &own.pod_cidrs);
         let (segment, _) = mesh.find(&own.name)?;
         let others = mesh.segments[segment].members.iter().filter(|member| member.name != own.name);
-        for addr in links::ipv4_only(others.filter_map(topology::Member::private_ip)) {
-            if let Ok(interface) = self.net.interface_towards(addr).await {
-                host.towards.insert(addr, interface);
+        let mut paths = BTreeMap::new();
+        for address in others.filter_map(topology::Member::private_ip) {
+            if let IpAddr::V4(address) = address
+                && let Ok(Some(interface)) = self.net.interface_towards(address).await
+            {
+                paths.insert(address, interface);
             }
         }
         if self.hops.is_empty() {
             self.hops = HopIds::adopt(&self.dataplane.held_senders(), mesh, &own.name);
         }
+        let query = links::HostQuery { kilo: kilo.index, private, pod_cidrs: &own.pod_cidrs };
+        let host = links::host_links(links, &query, &paths);
         self.hops = self.hops.update(mesh, &own.name);
         let resolved = self.resolver.resolve(mesh).await;
-        let default_mtu = links.iter().find(|link| Some(link.index) == default_route).map(|link| link.mtu);
         plan::host_plan(&Inputs {
             mesh,
             settings: &self.options.settings,
@@ -367,7 +363,7 @@ impl<B: Backend> Agent<B> {
             seen: &state.seen_endpoints(),
             persistent_keepalive: own.persistent_keepalive,
             masquerade: self.options.masquerade,
-            mtu: self.options.mtu.resolve(default_mtu),
+            mtu: self.options.mtu.resolve(links, default_route),
         })
     }
 
@@ -386,16 +382,18 @@ impl<B: Backend> Agent<B> {
     }
 
     /// Sets gauges, samples and the graph.
-    fn observe(&self, mesh: &Mesh, state: &device::State) {
+    fn observe(&self, mesh: &Mesh, state: &DeviceState) {
         let gauge = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         self.metrics.leader.set(i64::from(mesh.leads(&self.options.hostname)));
         self.metrics.nodes.set(gauge(mesh.node_count()));
         self.metrics.peers.set(gauge(mesh.peers.len()));
         self.graph.send_replace(topology::dot(mesh).into());
-        let sample = |peer: &device::PeerState| PeerSample {
-            received: peer.received,
-            sent: peer.sent,
-            last_handshake: peer.last_handshake,
+        let sample = |peer: &PeerState| PeerSample {
+            received: peer.rx_bytes,
+            sent: peer.tx_bytes,
+            last_handshake: peer
+                .handshake_age
+                .and_then(|age| u64::try_from(unix_now()).ok()?.checked_sub(age.as_secs())),
         };
         self.metrics.set_peers(state.peers.iter().map(|(key, peer)| (*key, sample(peer))).collect());
     }
@@ -428,7 +426,7 @@ pub async fn uninstall<B: Backend>(
     }
     match Net::new() {
         Ok(net) => {
-            if let Err(error) = net.remove().await {
+            if let Err(error) = net.remove(None).await {
                 problems.push(error.to_string());
             }
             if let Err(error) = Interface::remove(&net, options).await {

@@ -1,42 +1,115 @@
 //! Addresses of the WireGuard device.
+//!
+//! The device is ours, so every address on it that is not link-local is: one
+//! left by an earlier agent goes away. Other interfaces are never touched.
 
 use std::collections::BTreeSet;
 
 use ipnet::IpNet;
-use nix::errno::Errno;
 use rtnetlink::{
-    Handle,
+    packet_core::{NLM_F_CREATE, NLM_F_EXCL},
     packet_route::{
-        AddressFamily,
-        address::{AddressAttribute, AddressMessage},
+        AddressFamily, RouteNetlinkMessage,
+        address::{AddressAttribute, AddressMessage, AddressScope},
     },
 };
 
-use super::{Link, NetError, error::errno, is_local_scope};
+use super::{NetError, Refused, Rtnl, links};
 
-/// Adds what is missing, then removes what is too much; link-local addresses
-/// are the kernel's own.
-pub(super) async fn apply(handle: &Handle, kilo: &Link, desired: &BTreeSet<IpNet>) -> Result<u64, NetError> {
-    let mut writes = 0;
-    for net in desired.iter().filter(|net| !kilo.addresses.contains(net)) {
-        let request = handle.address().add(kilo.index, net.addr(), net.prefix_len());
-        match request.execute().await {
-            Err(error) if errno(&error) == Some(Errno::EEXIST as i32) => {}
-            other => other.map_err(NetError::at(format!("add address {net} to {}", kilo.name)))?,
-        }
-        writes += 1;
+/// Difference between the addresses there are and those wanted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Changes {
+    /// To add, before anything is removed.
+    pub add: Vec<IpNet>,
+    /// To remove.
+    pub remove: Vec<IpNet>,
+}
+
+/// Pure: what has to change.
+pub fn diff(current: &BTreeSet<IpNet>, wanted: &BTreeSet<IpNet>) -> Changes {
+    Changes {
+        add: wanted.difference(current).copied().collect(),
+        remove: current.difference(wanted).copied().collect(),
     }
-    for net in kilo.addresses.iter().filter(|net| !desired.contains(net) && !is_local_scope(net.addr())) {
-        let mut message = AddressMessage::default();
-        message.header.index = kilo.index;
-        message.header.prefix_len = net.prefix_len();
-        message.header.family = if net.addr().is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
-        message.attributes.push(AddressAttribute::Local(net.addr()));
-        match handle.address().del(message).execute().await {
-            Err(error) if errno(&error) == Some(Errno::EADDRNOTAVAIL as i32) => {}
-            other => other.map_err(NetError::at(format!("remove address {net} from {}", kilo.name)))?,
+}
+
+/// Addresses of an interface that this module manages.
+pub async fn read(rtnl: &Rtnl, index: u32) -> Result<BTreeSet<IpNet>, NetError> {
+    Ok(links::addresses(rtnl)
+        .await?
+        .into_iter()
+        .filter(|(of, address)| *of == index && address.global)
+        .map(|(_, address)| address.net)
+        .collect())
+}
+
+/// Adds and removes; returns the number of writes.
+pub async fn apply(
+    rtnl: &Rtnl,
+    index: u32,
+    wanted: &BTreeSet<IpNet>,
+    refused: &mut Vec<Refused>,
+) -> Result<usize, NetError> {
+    let mut writes = 0;
+    // Removing a network's primary address takes its secondary ones along
+    // (promote_secondaries=0): the second round puts back what went with it.
+    for _ in 0..2 {
+        let changes = diff(&read(rtnl, index).await?, wanted);
+        for net in &changes.add {
+            let what = format!("add address {net}");
+            let message = RouteNetlinkMessage::NewAddress(message(index, *net));
+            writes += keep(refused, rtnl.write(&what, message, NLM_F_CREATE | NLM_F_EXCL).await)?;
         }
-        writes += 1;
+        for net in &changes.remove {
+            let what = format!("remove address {net}");
+            let message = RouteNetlinkMessage::DelAddress(message(index, *net));
+            match rtnl.write(&what, message, 0).await {
+                // It went with its network's primary address.
+                Err(error) if error.errno() == Some(nix::libc::EADDRNOTAVAIL) => {}
+                other => writes += keep(refused, other)?,
+            }
+        }
+        if changes.remove.is_empty() || !refused.is_empty() {
+            break;
+        }
     }
     Ok(writes)
+}
+
+/// Counts a write, or notes its refusal; only a broken socket stops the rest.
+pub(super) fn keep(refused: &mut Vec<Refused>, result: Result<(), NetError>) -> Result<usize, NetError> {
+    match result {
+        Ok(()) => Ok(1),
+        Err(NetError::Kernel { what, source }) => {
+            refused.push(Refused { what, source });
+            Ok(0)
+        }
+        Err(other) => Err(other),
+    }
+}
+
+fn message(index: u32, net: IpNet) -> AddressMessage {
+    let mut message = AddressMessage::default();
+    message.header.family = if net.addr().is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
+    message.header.prefix_len = net.prefix_len();
+    message.header.scope = AddressScope::Universe;
+    message.header.index = index;
+    message.attributes.push(AddressAttribute::Local(net.addr()));
+    message.attributes.push(AddressAttribute::Address(net.addr()));
+    message
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_sets_need_nothing_and_others_only_their_difference() {
+        let set =
+            |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect::<BTreeSet<IpNet>>();
+        assert_eq!(diff(&set(&["10.4.0.1/16"]), &set(&["10.4.0.1/16"])), Changes::default());
+        let changes = diff(&set(&["10.4.0.1/16", "fd00::1/64"]), &set(&["10.4.0.2/16", "fd00::1/64"]));
+        assert_eq!(changes.add, vec!["10.4.0.2/16".parse::<IpNet>().unwrap()]);
+        assert_eq!(changes.remove, vec!["10.4.0.1/16".parse::<IpNet>().unwrap()]);
+    }
 }

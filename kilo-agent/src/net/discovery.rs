@@ -1,140 +1,217 @@
-//! Addresses a node finds for itself (parity with Kilo's order).
+//! The private and the public address a node finds for itself.
 
-use std::net::IpAddr;
+use std::{
+    net::{IpAddr, Ipv6Addr},
+    time::Duration,
+};
 
 use ipnet::IpNet;
 
-use super::{
-    Link,
-    links::{LinkKind, routed_addresses},
-};
+use super::{Net, NetError, links, links::Link};
 
-/// The private and the public address of a node.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Addresses {
-    /// Address with the prefix length of its network.
+/// How long a host name may take to resolve.
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// A node's addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Discovered {
+    /// Address inside the location, with its network's prefix length.
     pub private: Option<IpNet>,
-    /// Address others reach it at; the private one where there is no other.
-    pub public: Option<IpNet>,
+    /// Address for the WireGuard endpoint.
+    pub public: IpNet,
 }
 
-/// What discovery may look at.
-#[derive(Clone, Copy, Debug)]
-pub struct Sources<'a> {
-    /// Addresses the host name resolves to.
-    pub hostname: &'a [IpAddr],
+/// What the choice depends on.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Facts<'a> {
+    /// What the host name resolves to.
+    pub resolved: &'a [IpAddr],
     /// Interface of the default route.
     pub default_interface: Option<u32>,
-    /// All links.
+    /// All links with their addresses.
     pub links: &'a [Link],
-    /// Name of the WireGuard device.
-    pub kilo: &'a str,
-    /// Pod CIDRs: an interface with such an address is the CNI's.
+    /// The WireGuard device, 0 when there is none yet.
+    pub kilo: u32,
+    /// Own pod CIDRs: an interface with such an address is the CNI's.
     pub pod_cidrs: &'a [IpNet],
-    /// `--internal-cidr`: only these count as private; empty = any private address.
+    /// `--internal-cidr`: when given, only addresses inside are private ones.
     pub internal_cidrs: &'a [IpNet],
 }
 
-/// Finds both addresses: of those the host name resolves to, then of the
-/// default route's interface, then of any interface.
-pub fn discover(sources: &Sources<'_>) -> Addresses {
-    let usable: Vec<&Link> = sources.links.iter().filter(|link| is_usable(link, sources)).collect();
-    let assigned: Vec<IpNet> = usable.iter().flat_map(|link| routed_addresses(link)).collect();
-    let by_name =
-        sources.hostname.iter().filter_map(|ip| assigned.iter().find(|net| net.addr() == *ip)).copied();
-    let by_route = usable
+/// Pure: the addresses by parity's order (host name, default route's
+/// interface, any interface; inside each IPv4 before IPv6, then by text).
+pub fn discover(facts: &Facts<'_>) -> Option<Discovered> {
+    let usable: Vec<(u32, IpNet)> = facts
+        .links
         .iter()
-        .filter(|link| Some(link.index) == sources.default_interface)
-        .flat_map(|link| routed_addresses(link));
-    let candidates: Vec<IpNet> = by_name.chain(by_route).chain(assigned.iter().copied()).collect();
-    let internal = |net: &&IpNet| {
-        sources.internal_cidrs.is_empty()
-            || sources.internal_cidrs.iter().any(|cidr| cidr.contains(&net.addr()))
+        .filter(|link| link.up && !links::is_internal(link, facts.kilo, facts.pod_cidrs))
+        .flat_map(|link| link.addresses.iter().map(move |address| (link, address)))
+        .filter(|(_, address)| address.global && !is_local(address.net.addr()))
+        .filter(|(_, address)| !address.unusable)
+        // A privacy address changes by the hour: nothing to publish.
+        .filter(|(_, address)| address.net.addr().is_ipv4() || !address.secondary)
+        .map(|(link, address)| (link.index, address.net))
+        .collect();
+    let tiers: [Vec<IpNet>; 3] = [
+        sorted(usable.iter().filter(|(_, net)| facts.resolved.contains(&net.addr()))),
+        sorted(usable.iter().filter(|(index, _)| Some(*index) == facts.default_interface)),
+        sorted(usable.iter()),
+    ];
+    let first = |wanted: &dyn Fn(&IpNet) -> bool| tiers.iter().flatten().find(|net| wanted(net)).copied();
+    let private = first(&|net| {
+        !is_public(net.addr())
+            && (facts.internal_cidrs.is_empty()
+                || facts.internal_cidrs.iter().any(|cidr| cidr.contains(&net.addr())))
+    });
+    let private = private.or_else(|| {
+        // Addresses of --internal-cidr count as private whatever they look like.
+        first(&|net| facts.internal_cidrs.iter().any(|cidr| cidr.contains(&net.addr())))
+    });
+    let public = first(&|net| is_public(net.addr())).or(private)?;
+    Some(Discovered { private, public })
+}
+
+fn sorted<'a>(nets: impl Iterator<Item = &'a (u32, IpNet)>) -> Vec<IpNet> {
+    let mut nets: Vec<IpNet> = nets.map(|(_, net)| *net).collect();
+    nets.sort_by_key(|net| (net.addr().is_ipv6(), net.to_string()));
+    nets
+}
+
+/// Neither RFC 1918 nor `fd00::/16`, as Kilo counts.
+pub fn is_public(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(address) => !address.is_private(),
+        IpAddr::V6(address) => address.segments()[0] != 0xfd00,
+    }
+}
+
+fn is_local(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(address) => address.is_loopback() || address.is_link_local() || address.is_unspecified(),
+        IpAddr::V6(address) => {
+            address == Ipv6Addr::LOCALHOST || address.is_unicast_link_local() || address.is_multicast()
+        }
+    }
+}
+
+/// Reads the facts and chooses. A host name that does not resolve (or not in
+/// time) only means that its step is skipped.
+pub async fn run(
+    net: &Net,
+    hostname: &str,
+    kilo: u32,
+    pod_cidrs: &[IpNet],
+    internal_cidrs: &[IpNet],
+) -> Result<Discovered, NetError> {
+    let links = net.links().await?;
+    let default_interface = net.default_interface().await?;
+    let lookup = tokio::net::lookup_host((hostname, 0));
+    let resolved: Vec<IpAddr> = match tokio::time::timeout(RESOLVE_TIMEOUT, lookup).await {
+        Ok(Ok(addresses)) => addresses.map(|address| address.ip()).collect(),
+        _ => Vec::new(),
     };
-    // An explicit list of internal ranges may name public ones.
-    let is_private = |net: &&IpNet| !sources.internal_cidrs.is_empty() || !is_public(net.addr());
-    let private = candidates.iter().filter(internal).find(is_private).copied();
-    let public = candidates.iter().find(|net| is_public(net.addr())).copied();
-    Addresses { private, public: public.or(private) }
-}
-
-fn is_usable(link: &Link, sources: &Sources<'_>) -> bool {
-    let of_cni =
-        link.addresses.iter().any(|net| sources.pod_cidrs.iter().any(|cidr| cidr.contains(&net.addr())));
-    let tunnel = matches!(link.kind, LinkKind::IpTunnel | LinkKind::Wireguard);
-    link.up && !link.loopback && link.name != sources.kilo && !of_cni && !tunnel
-}
-
-/// Public as Kilo means it: not RFC 1918, not `fd00::/16`.
-fn is_public(ip: IpAddr) -> bool {
-    crate::topology::is_public(ip)
+    let facts =
+        Facts { resolved: &resolved, default_interface, links: &links, kilo, pod_cidrs, internal_cidrs };
+    discover(&facts).ok_or(NetError::NoAddress)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::links::Address, *};
 
-    fn link(index: u32, name: &str, addresses: &[&str]) -> Link {
+    fn link(index: u32, kind: &str, addresses: &[&str]) -> Link {
+        let addresses = addresses
+            .iter()
+            .map(|text| Address {
+                net: text.parse().unwrap(),
+                global: true,
+                secondary: false,
+                unusable: false,
+            })
+            .collect();
         Link {
             index,
-            name: name.to_owned(),
-            kind: LinkKind::Other,
-            up: true,
-            loopback: name == "lo",
+            name: format!("if{index}"),
+            kind: kind.into(),
             mtu: 1500,
-            addresses: addresses.iter().map(|text| text.parse().unwrap()).collect(),
-            controller: None,
+            up: true,
+            addresses,
+            ..Link::default()
         }
     }
 
-    fn run(links: &[Link], hostname: &[&str], default_interface: u32, internal: &[&str]) -> (String, String) {
-        let hostname: Vec<IpAddr> = hostname.iter().map(|text| text.parse().unwrap()).collect();
-        let internal: Vec<IpNet> = internal.iter().map(|text| text.parse().unwrap()).collect();
-        let found = discover(&Sources {
-            hostname: &hostname,
-            default_interface: Some(default_interface),
-            links,
-            kilo: "kilo0",
-            pod_cidrs: &["10.42.0.0/16".parse().unwrap()],
-            internal_cidrs: &internal,
-        });
-        let text = |net: Option<IpNet>| net.map(|net| net.to_string()).unwrap_or_default();
-        (text(found.private), text(found.public))
+    fn nets(texts: &[&str]) -> Vec<IpNet> {
+        texts.iter().map(|text| text.parse().unwrap()).collect()
+    }
+
+    fn check(facts: Facts<'_>, private: Option<&str>, public: Option<&str>) {
+        let found = discover(&facts);
+        let net = |text: &str| text.parse::<IpNet>().unwrap();
+        assert_eq!(found.and_then(|found| found.private), private.map(net));
+        assert_eq!(found.map(|found| found.public), public.map(net));
     }
 
     #[test]
-    fn a_node_with_lan_and_wan_finds_both() {
+    fn order_is_host_name_then_default_route_then_any() {
         let links = [
-            link(1, "lo", &["127.0.0.1/8"]),
-            link(2, "eth0", &["10.1.0.11/24"]),
-            link(3, "eth1", &["192.0.2.11/24"]),
-            link(4, "kilo0", &["10.4.0.1/16"]),
-            link(5, "kube-bridge", &["10.42.1.1/24"]),
+            link(2, "", &["10.0.0.5/24", "198.51.100.5/24"]),
+            link(3, "", &["10.1.0.5/16", "203.0.113.5/24"]),
+            link(4, "", &["10.0.0.1/8"]),
         ];
-        assert_eq!(run(&links, &[], 3, &[]), ("10.1.0.11/24".to_owned(), "192.0.2.11/24".to_owned()));
-    }
-
-    #[test]
-    fn without_a_public_address_the_private_one_serves() {
-        let links = [link(2, "eth0", &["10.1.0.12/24", "fe80::1/64"])];
-        assert_eq!(run(&links, &[], 2, &[]), ("10.1.0.12/24".to_owned(), "10.1.0.12/24".to_owned()));
-    }
-
-    #[test]
-    fn what_the_host_name_resolves_to_comes_first() {
-        let links = [link(2, "eth0", &["10.1.0.12/24"]), link(3, "eth1", &["10.9.0.1/24"])];
-        assert_eq!(run(&links, &["10.9.0.1"], 2, &[]).0, "10.9.0.1/24");
-        assert_eq!(
-            run(&links, &["10.8.0.1"], 2, &[]).0,
-            "10.1.0.12/24",
-            "an address of another host does not count"
+        let facts = Facts { links: &links, ..Facts::default() };
+        check(facts, Some("10.0.0.1/8"), Some("198.51.100.5/24"));
+        check(Facts { default_interface: Some(3), ..facts }, Some("10.1.0.5/16"), Some("203.0.113.5/24"));
+        let resolved = ["10.0.0.5".parse().unwrap(), "192.0.2.77".parse().unwrap()];
+        check(
+            Facts { default_interface: Some(3), resolved: &resolved, ..facts },
+            Some("10.0.0.5/24"),
+            Some("203.0.113.5/24"),
         );
     }
 
     #[test]
-    fn internal_cidrs_choose_among_addresses() {
-        let links = [link(2, "eth0", &["10.1.0.12/24"]), link(3, "eth1", &["100.64.0.5/10"])];
-        assert_eq!(run(&links, &[], 2, &["100.64.0.0/10"]).0, "100.64.0.5/10");
-        assert_eq!(run(&links, &[], 2, &["192.168.0.0/16"]).0, "");
+    fn text_order_and_ipv4_first_as_kilo_sorts() {
+        let links = [link(2, "", &["10.0.0.9/24", "10.0.0.10/24", "fd00::1/64"])];
+        check(Facts { links: &links, ..Facts::default() }, Some("10.0.0.10/24"), Some("10.0.0.10/24"));
+    }
+
+    #[test]
+    fn no_private_address_is_possible_no_address_is_an_error() {
+        let links = [link(2, "", &["203.0.113.5/24"])];
+        check(Facts { links: &links, ..Facts::default() }, None, Some("203.0.113.5/24"));
+        check(Facts::default(), None, None);
+    }
+
+    #[test]
+    fn internal_cidrs_filter_the_private_choice_only() {
+        let links = [link(2, "", &["10.0.0.5/24", "192.168.1.5/24", "203.0.113.5/24"])];
+        let inside = nets(&["192.168.0.0/16"]);
+        let facts = Facts { links: &links, internal_cidrs: &inside, ..Facts::default() };
+        check(facts, Some("192.168.1.5/24"), Some("203.0.113.5/24"));
+        let odd = nets(&["203.0.113.0/24"]);
+        check(Facts { internal_cidrs: &odd, ..facts }, Some("203.0.113.5/24"), Some("203.0.113.5/24"));
+        let none = nets(&["172.16.0.0/12"]);
+        check(Facts { internal_cidrs: &none, ..facts }, None, Some("203.0.113.5/24"));
+    }
+
+    #[test]
+    fn tunnels_the_cni_and_local_addresses_do_not_count() {
+        let mut privacy = link(8, "", &["2001:db8::77/64"]);
+        privacy.addresses[0].secondary = true;
+        let mut down = link(9, "", &["10.0.0.2/24"]);
+        down.up = false;
+        let links = [
+            link(2, "", &["10.9.0.5/24"]),
+            link(3, "wireguard", &["10.4.0.1/16"]),
+            link(4, "ipip", &["10.0.0.3/32"]),
+            link(5, "bridge", &["10.244.3.1/24"]),
+            link(6, "", &["169.254.3.3/16", "fe80::1/64", "127.0.0.1/8"]),
+            link(7, "tun", &["10.4.0.9/16"]),
+            privacy,
+            down,
+        ];
+        let pods = nets(&["10.244.3.0/24"]);
+        let facts = Facts { links: &links, kilo: 7, pod_cidrs: &pods, ..Facts::default() };
+        check(facts, Some("10.9.0.5/24"), Some("10.9.0.5/24"));
     }
 }

@@ -1,54 +1,97 @@
-//! Why the host's network could not be read or changed.
+//! What can go wrong when the host's network is read or changed.
 
-/// What failed; the label is a metric label.
+use std::{fmt, io};
+
+/// A single item the kernel refused.
+#[derive(Debug)]
+pub struct Refused {
+    /// What was asked, in words.
+    pub what: String,
+    /// The kernel's answer.
+    pub source: io::Error,
+}
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.what, self.source)
+    }
+}
+
+/// Failure to read or change links, addresses, routes or rules.
 #[derive(Debug, thiserror::Error)]
 pub enum NetError {
     /// No netlink socket.
-    #[error("cannot open a netlink socket: {0}")]
-    Socket(#[source] std::io::Error),
+    #[error("cannot open a netlink socket: {0}; does the security policy allow AF_NETLINK?")]
+    Socket(#[source] io::Error),
+    /// The kernel closed the socket or the runtime ended; open a new one.
+    #[error("the netlink socket was closed during a request; restart the agent if this repeats")]
+    Closed,
     /// The kernel refused a request.
     #[error("{what}: {source}{}", hint(source))]
-    Request {
-        /// What was asked.
+    Kernel {
+        /// What was asked, in words.
         what: String,
-        /// What the kernel said.
-        #[source]
-        source: rtnetlink::Error,
+        /// The kernel's answer.
+        source: io::Error,
     },
-    /// The kernel has no support for what was asked.
-    #[error("{0}: not supported by this kernel")]
-    Unsupported(String),
-    /// Something that must be there is not.
-    #[error("{0}: no answer")]
+    /// Several items of one apply were refused; the others are in place.
+    #[error("{} change(s) refused, {writes} made; first: {}", refused.len(), first(refused))]
+    Refused {
+        /// Changes made all the same.
+        writes: usize,
+        /// What was refused.
+        refused: Vec<Refused>,
+    },
+    /// A kernel setting cannot be read or written.
+    #[error("{path}: {source}; set it on the host (sysctl) or let the agent write /proc/sys")]
+    Sysctl {
+        /// File.
+        path: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// Something that was there a moment ago.
+    #[error("{0} does not exist (any more); the next reconcile looks again")]
     Missing(String),
+    /// The agent found no usable address.
+    #[error(
+        "no usable IP address on any interface; set the annotations kilo.squat.ai/force-internal-ip and \
+         kilo.squat.ai/force-endpoint, or check --internal-cidr"
+    )]
+    NoAddress,
 }
 
 impl NetError {
-    /// Metric label.
+    /// Short constant name for `kilo_errors_total{event}`.
     pub const fn label(&self) -> &'static str {
         match self {
-            Self::Socket(_) => "netlink_socket",
-            Self::Request { .. } => "netlink_request",
-            Self::Unsupported(_) => "netlink_unsupported",
-            Self::Missing(_) => "netlink_missing",
+            Self::Socket(_) | Self::Closed => "netlink",
+            Self::Kernel { .. } | Self::Refused { .. } | Self::Missing(_) => "network",
+            Self::Sysctl { .. } => "sysctl",
+            Self::NoAddress => "discovery",
         }
     }
 
-    /// Says what was asked when the kernel refuses.
-    pub(super) fn at(what: impl Into<String>) -> impl FnOnce(rtnetlink::Error) -> Self {
-        let what = what.into();
-        move |source| Self::Request { what, source }
+    /// The kernel's error number, when there is one.
+    pub fn errno(&self) -> Option<i32> {
+        match self {
+            Self::Kernel { source, .. } | Self::Socket(source) => source.raw_os_error(),
+            _ => None,
+        }
     }
 }
 
-/// The errno of a netlink error message, positive.
-pub(super) fn errno(error: &rtnetlink::Error) -> Option<i32> {
-    match error {
-        rtnetlink::Error::NetlinkError(message) => Some(message.raw_code().abs()),
-        _ => None,
-    }
+fn first(refused: &[Refused]) -> String {
+    refused.first().map(ToString::to_string).unwrap_or_default()
 }
 
-fn hint(error: &rtnetlink::Error) -> &'static str {
-    if errno(error) == Some(nix::errno::Errno::EPERM as i32) { "; kg needs CAP_NET_ADMIN" } else { "" }
+fn hint(source: &io::Error) -> &'static str {
+    match source.kind() {
+        io::ErrorKind::PermissionDenied => "; the agent needs CAP_NET_ADMIN",
+        // WireGuard takes its port when the interface goes up.
+        io::ErrorKind::AddrInUse => {
+            "; the WireGuard port belongs to another program or interface: stop it or choose another --port"
+        }
+        _ => "",
+    }
 }

@@ -1,198 +1,313 @@
-//! Links: reading them all, and the few changes made to ours.
+//! Links: what there is, and which of them lead out of the host.
 
 use std::{
     collections::BTreeMap,
     net::{IpAddr, Ipv4Addr},
 };
 
-use futures::TryStreamExt as _;
 use ipnet::IpNet;
-use nix::errno::Errno;
-use rtnetlink::{
-    Handle, LinkMessageBuilder, LinkUnspec, LinkWireguard,
-    packet_route::{
-        address::AddressAttribute,
-        link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo},
-    },
+use rtnetlink::packet_route::{
+    RouteNetlinkMessage,
+    address::{AddressAttribute, AddressFlags, AddressMessage, AddressScope},
+    link::{LinkAttribute, LinkExtentMask, LinkFlags, LinkInfo, LinkMessage},
 };
 
-use super::{NetError, error::errno, is_local_scope};
+use super::{NetError, Rtnl};
 use crate::plan::HostLinks;
 
-/// What a link is made by, as far as it matters here.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LinkKind {
-    /// Kernel WireGuard.
-    Wireguard,
-    /// TUN device (userspace WireGuard).
-    Tun,
-    /// Bridge.
-    Bridge,
-    /// One end of a veth pair.
-    Veth,
-    /// IP-in-IP tunnel.
-    IpTunnel,
-    /// Anything else, physical interfaces too.
-    Other,
-}
-
-/// One link with its addresses.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A network interface.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Link {
     /// Interface index.
     pub index: u32,
-    /// Name.
+    /// Interface name.
     pub name: String,
-    /// What it is.
-    pub kind: LinkKind,
-    /// Administratively up.
-    pub up: bool,
-    /// Is the loopback device.
-    pub loopback: bool,
+    /// Kind as the kernel calls it (`wireguard`, `tun`, `veth`); empty for hardware.
+    pub kind: String,
     /// MTU in bytes.
     pub mtu: u32,
-    /// Addresses with prefix lengths, in the kernel's order (primary first).
-    pub addresses: Vec<IpNet>,
-    /// Index of the bridge it is a port of.
+    /// Set up by the administrator (whatever the cable does).
+    pub up: bool,
+    /// The loopback interface.
+    pub loopback: bool,
+    /// Index of the bridge or bond it belongs to.
     pub controller: Option<u32>,
+    /// Its addresses, in the kernel's order (the primary one first).
+    pub addresses: Vec<Address>,
 }
 
-pub(super) async fn list(handle: &Handle) -> Result<Vec<Link>, NetError> {
-    let mut links = BTreeMap::new();
-    let mut messages = handle.link().get().execute();
-    while let Some(message) = messages.try_next().await.map_err(NetError::at("list links"))? {
-        let mut link = Link {
-            index: message.header.index,
-            name: String::new(),
-            kind: LinkKind::Other,
-            up: message.header.flags.contains(LinkFlags::Up),
-            loopback: message.header.flags.contains(LinkFlags::Loopback),
-            mtu: 0,
-            addresses: Vec::new(),
-            controller: None,
-        };
-        for attribute in message.attributes {
-            match attribute {
-                LinkAttribute::IfName(name) => link.name = name,
-                LinkAttribute::Mtu(mtu) => link.mtu = mtu,
-                LinkAttribute::Controller(index) => link.controller = Some(index),
-                LinkAttribute::LinkInfo(infos) => {
-                    link.kind = infos
-                        .iter()
-                        .find_map(|info| match info {
-                            LinkInfo::Kind(InfoKind::Wireguard) => Some(LinkKind::Wireguard),
-                            LinkInfo::Kind(InfoKind::Tun) => Some(LinkKind::Tun),
-                            LinkInfo::Kind(InfoKind::Bridge) => Some(LinkKind::Bridge),
-                            LinkInfo::Kind(InfoKind::Veth) => Some(LinkKind::Veth),
-                            LinkInfo::Kind(InfoKind::IpIp) => Some(LinkKind::IpTunnel),
-                            _ => None,
-                        })
-                        .unwrap_or(LinkKind::Other);
+/// An address of an interface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Address {
+    /// Address with its prefix length.
+    pub net: IpNet,
+    /// Valid everywhere (not link-local or host-local).
+    pub global: bool,
+    /// A second IPv4 address of the same network, or an IPv6 privacy address.
+    pub secondary: bool,
+    /// IPv6 address that is not (yet, or any more) good for new connections.
+    pub unusable: bool,
+}
+
+/// What [`host_links`] is to look for.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HostQuery<'a> {
+    /// Index of the WireGuard device.
+    pub kilo: u32,
+    /// This node's private address.
+    pub private: Option<IpAddr>,
+    /// This node's own pod CIDRs: an interface with such an address is the CNI's.
+    pub pod_cidrs: &'a [IpNet],
+}
+
+/// All links with their addresses.
+pub async fn list(rtnl: &Rtnl) -> Result<Vec<Link>, NetError> {
+    let mut request = LinkMessage::default();
+    request.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
+    let mut links: Vec<Link> = rtnl
+        .dump("list interfaces", RouteNetlinkMessage::GetLink(request))
+        .await?
+        .into_iter()
+        .filter_map(|message| match message {
+            RouteNetlinkMessage::NewLink(link) => Some(parse_link(link)),
+            _ => None,
+        })
+        .collect();
+    for (index, address) in addresses(rtnl).await? {
+        if let Some(link) = links.iter_mut().find(|link| link.index == index) {
+            link.addresses.push(address);
+        }
+    }
+    Ok(links)
+}
+
+/// The link of that name, without addresses; `None` when there is none.
+pub async fn by_name(rtnl: &Rtnl, name: &str) -> Result<Option<Link>, NetError> {
+    let mut request = LinkMessage::default();
+    request.attributes.push(LinkAttribute::IfName(name.to_owned()));
+    single(rtnl.get("look up an interface", RouteNetlinkMessage::GetLink(request)).await)
+}
+
+/// The link of that index, without addresses; `None` when there is none.
+pub async fn by_index(rtnl: &Rtnl, index: u32) -> Result<Option<Link>, NetError> {
+    let mut request = LinkMessage::default();
+    request.header.index = index;
+    single(rtnl.get("look up an interface", RouteNetlinkMessage::GetLink(request)).await)
+}
+
+fn single(answer: Result<Vec<RouteNetlinkMessage>, NetError>) -> Result<Option<Link>, NetError> {
+    match answer {
+        Ok(messages) => Ok(messages.into_iter().find_map(|message| match message {
+            RouteNetlinkMessage::NewLink(link) => Some(parse_link(link)),
+            _ => None,
+        })),
+        Err(error) if error.errno() == Some(nix::libc::ENODEV) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// All addresses of the namespace by interface index.
+pub(super) async fn addresses(rtnl: &Rtnl) -> Result<Vec<(u32, Address)>, NetError> {
+    let request = RouteNetlinkMessage::GetAddress(AddressMessage::default());
+    let answers = rtnl.dump("list addresses", request).await?;
+    Ok(answers
+        .into_iter()
+        .filter_map(|message| match message {
+            RouteNetlinkMessage::NewAddress(address) => parse_address(&address),
+            _ => None,
+        })
+        .collect())
+}
+
+fn parse_link(message: LinkMessage) -> Link {
+    let flags = message.header.flags;
+    let mut link = Link {
+        index: message.header.index,
+        up: flags.contains(LinkFlags::Up),
+        loopback: flags.contains(LinkFlags::Loopback),
+        ..Link::default()
+    };
+    for attribute in message.attributes {
+        match attribute {
+            LinkAttribute::IfName(name) => link.name = name,
+            LinkAttribute::Mtu(mtu) => link.mtu = mtu,
+            LinkAttribute::Controller(index) => link.controller = Some(index),
+            LinkAttribute::LinkInfo(infos) => {
+                for info in infos {
+                    if let LinkInfo::Kind(kind) = info {
+                        link.kind = kind.to_string();
+                    }
                 }
-                _ => {}
             }
-        }
-        links.insert(link.index, link);
-    }
-    let mut messages = handle.address().get().execute();
-    while let Some(message) = messages.try_next().await.map_err(NetError::at("list addresses"))? {
-        // On point-to-point links IFA_LOCAL is ours and IFA_ADDRESS the other end's.
-        let find =
-            |wanted: fn(&AddressAttribute) -> Option<IpAddr>| message.attributes.iter().find_map(wanted);
-        let local = find(|attribute| match attribute {
-            AddressAttribute::Local(ip) => Some(*ip),
-            _ => None,
-        });
-        let address = find(|attribute| match attribute {
-            AddressAttribute::Address(ip) => Some(*ip),
-            _ => None,
-        });
-        if let Some(ip) = local.or(address)
-            && let Ok(net) = IpNet::new(ip, message.header.prefix_len)
-            && let Some(link) = links.get_mut(&message.header.index)
-        {
-            link.addresses.push(net);
+            _ => {}
         }
     }
-    Ok(links.into_values().collect())
+    link
 }
 
-pub(super) async fn create_wireguard(handle: &Handle, name: &str) -> Result<(), NetError> {
-    let what = format!("create WireGuard device {name}");
-    match handle.link().add(LinkWireguard::new(name).build()).execute().await {
-        Ok(()) => Ok(()),
-        Err(error) if errno(&error) == Some(Errno::EOPNOTSUPP as i32) => Err(NetError::Unsupported(what)),
-        Err(error) => Err(NetError::at(what)(error)),
+fn parse_address(message: &AddressMessage) -> Option<(u32, Address)> {
+    let mut flags = AddressFlags::from_bits_retain(u32::from(message.header.flags.bits()));
+    let (mut local, mut address) = (None, None);
+    for attribute in &message.attributes {
+        match attribute {
+            AddressAttribute::Local(ip) => local = Some(*ip),
+            AddressAttribute::Address(ip) => address = Some(*ip),
+            AddressAttribute::Flags(more) => flags |= *more,
+            _ => {}
+        }
     }
+    // On a point-to-point link IFA_ADDRESS is the peer's, IFA_LOCAL ours.
+    let net = IpNet::new(local.or(address)?, message.header.prefix_len).ok()?;
+    let unusable = AddressFlags::Tentative | AddressFlags::Dadfailed | AddressFlags::Deprecated;
+    Some((
+        message.header.index,
+        Address {
+            net,
+            global: message.header.scope == AddressScope::Universe,
+            secondary: flags.contains(AddressFlags::Secondary),
+            unusable: net.addr().is_ipv6() && flags.intersects(unusable),
+        },
+    ))
 }
 
-pub(super) async fn set_mtu(handle: &Handle, index: u32, mtu: u32) -> Result<(), NetError> {
-    let message = LinkMessageBuilder::<LinkUnspec>::new().index(index).mtu(mtu).build();
-    handle.link().set(message).execute().await.map_err(NetError::at(format!("set MTU {mtu} on link {index}")))
-}
-
-pub(super) async fn set_up(handle: &Handle, index: u32) -> Result<(), NetError> {
-    let message = LinkMessageBuilder::<LinkUnspec>::new().index(index).up().build();
-    handle.link().set(message).execute().await.map_err(NetError::at(format!("set link {index} up")))
-}
-
-pub(super) async fn delete(handle: &Handle, index: u32) -> Result<(), NetError> {
-    match handle.link().del(index).execute().await {
-        Err(error) if errno(&error) == Some(Errno::ENODEV as i32) => Ok(()),
-        other => other.map_err(NetError::at(format!("delete link {index}"))),
-    }
-}
-
-/// Interfaces that lead out of the host: up, with an address that is routed,
-/// and neither loopback nor a tunnel nor a bridge or port for pods.
-pub fn host_links(links: &[Link], kilo: &str, private: Option<IpAddr>, pod_cidrs: &[IpNet]) -> HostLinks {
-    let mut host = HostLinks::default();
+/// Pure: uplinks, their MTUs and masquerade addresses, the private interface
+/// and the path to each node address in `paths` (what a route lookup said).
+///
+/// An uplink is up, has a global IPv4 address and is none of: loopback, the
+/// WireGuard device, an IPIP tunnel (Kilo's `tunl0`), a dummy, an interface
+/// whose address lies in the own pod CIDR (CNI bridge, flannel, pods' veths).
+/// The private interface is one of them.
+pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<Ipv4Addr, u32>) -> HostLinks {
+    let mut host = HostLinks { kilo: query.kilo, ..HostLinks::default() };
     for link in links {
-        if link.name == kilo {
-            host.kilo = link.index;
+        let Some(primary) = primary_v4(link) else { continue };
+        if !link.up || is_internal(link, query.kilo, query.pod_cidrs) {
             continue;
         }
-        if !leads_out(link, pod_cidrs) {
-            continue;
-        }
-        if private.is_some_and(|ip| link.addresses.iter().any(|net| net.addr() == ip)) {
-            host.private = Some(link.index);
-        }
-        let first = link.addresses.iter().find_map(|net| match net.addr() {
-            IpAddr::V4(ip) if !is_local_scope(IpAddr::V4(ip)) => Some(ip),
-            _ => None,
-        });
-        if let Some(addr) = first {
-            host.uplinks.insert(link.index, addr);
-            host.mtus.insert(link.index, link.mtu);
-        }
+        host.uplinks.insert(link.index, primary);
+        host.mtus.insert(link.index, link.mtu);
     }
+    host.private = query.private.and_then(|private| {
+        links
+            .iter()
+            .find(|link| {
+                link.index != query.kilo && link.addresses.iter().any(|address| address.net.addr() == private)
+            })
+            .map(|link| link.index)
+    });
+    host.towards = paths
+        .iter()
+        .filter(|(_, index)| **index != query.kilo && host.private != Some(**index))
+        .map(|(address, index)| (*address, *index))
+        .collect();
     host
 }
 
-fn leads_out(link: &Link, pod_cidrs: &[IpNet]) -> bool {
-    let for_pods = link.addresses.iter().any(|net| pod_cidrs.iter().any(|cidr| cidr.contains(&net.addr())));
-    let tunnel = matches!(link.kind, LinkKind::Wireguard | LinkKind::Tun | LinkKind::IpTunnel);
-    link.up
-        && !link.loopback
-        && !tunnel
-        && !for_pods
-        && link.controller.is_none()
-        && !link.name.starts_with("cilium_")
+/// Loopback, the WireGuard device, a tunnel or an interface of the CNI.
+pub(super) fn is_internal(link: &Link, kilo: u32, pod_cidrs: &[IpNet]) -> bool {
+    link.loopback
+        || link.index == kilo
+        || matches!(link.kind.as_str(), "ipip" | "dummy" | "wireguard")
+        || link.name == "kube-bridge"
+        || link
+            .addresses
+            .iter()
+            .any(|address| pod_cidrs.iter().any(|cidr| cidr.contains(&address.net.addr())))
 }
 
-/// Address of a link that is not one of the CNI's, in the order of discovery.
-pub(super) fn routed_addresses(link: &Link) -> impl Iterator<Item = IpNet> + '_ {
-    link.addresses.iter().copied().filter(|net| !is_local_scope(net.addr()))
+fn primary_v4(link: &Link) -> Option<Ipv4Addr> {
+    let usable = |address: &&Address| address.global && address.net.addr().is_ipv4();
+    let mut candidates =
+        link.addresses.iter().filter(usable).filter(|address| !address.net.addr().is_loopback());
+    let first = candidates.next()?;
+    match first.net.addr() {
+        IpAddr::V4(address) if !address.is_link_local() => Some(address),
+        _ => None,
+    }
 }
 
-/// Addresses of nodes of the own location whose interface is looked up.
-pub fn ipv4_only(addresses: impl IntoIterator<Item = IpAddr>) -> Vec<Ipv4Addr> {
-    addresses
-        .into_iter()
-        .filter_map(|ip| match ip {
-            IpAddr::V4(ip) => Some(ip),
-            IpAddr::V6(_) => None,
-        })
-        .collect()
+/// Sets MTU and up where they are not; returns the number of writes (0 or 1).
+pub async fn bring_up(rtnl: &Rtnl, index: u32, mtu: u32) -> Result<usize, NetError> {
+    let link = by_index(rtnl, index).await?.ok_or_else(|| NetError::Kernel {
+        what: format!("interface with index {index} is gone; it is created again at the next reconcile"),
+        source: std::io::Error::from_raw_os_error(nix::libc::ENODEV),
+    })?;
+    let mut message = LinkMessage::default();
+    message.header.index = index;
+    if mtu != 0 && link.mtu != mtu {
+        message.attributes.push(LinkAttribute::Mtu(mtu));
+    }
+    if !link.up {
+        message.header.flags = LinkFlags::Up;
+        message.header.change_mask = LinkFlags::Up;
+    }
+    if link.up && message.attributes.is_empty() {
+        return Ok(0);
+    }
+    let what = format!("set interface {} up with MTU {mtu}", link.name);
+    rtnl.write(&what, RouteNetlinkMessage::SetLink(message), 0).await.map(|()| 1)
+}
+
+/// Deletes a link; false when it was gone already.
+pub async fn delete(rtnl: &Rtnl, index: u32) -> Result<bool, NetError> {
+    let mut message = LinkMessage::default();
+    message.header.index = index;
+    match rtnl.write("delete an interface", RouteNetlinkMessage::DelLink(message), 0).await {
+        Ok(()) => Ok(true),
+        Err(error) if error.errno() == Some(nix::libc::ENODEV) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn link(index: u32, name: &str, kind: &str, addresses: &[&str]) -> Link {
+        Link {
+            index,
+            name: name.into(),
+            kind: kind.into(),
+            mtu: 1500,
+            up: true,
+            loopback: name == "lo",
+            controller: None,
+            addresses: addresses
+                .iter()
+                .map(|text| Address {
+                    net: text.parse().unwrap(),
+                    global: !text.starts_with("fe80") && !text.starts_with("127."),
+                    secondary: false,
+                    unusable: false,
+                })
+                .collect(),
+        }
+    }
+
+    #[test]
+    fn only_what_leads_out_is_an_uplink() {
+        let mut down = link(8, "eth9", "", &["192.0.2.9/24"]);
+        down.up = false;
+        let links = [
+            link(1, "lo", "", &["127.0.0.1/8", "10.9.9.9/32"]),
+            link(2, "eth0", "", &["10.0.0.5/24", "10.0.0.6/24", "fe80::1/64"]),
+            link(3, "eth1", "veth", &["203.0.113.7/29"]),
+            link(4, "kilo0", "wireguard", &["10.4.0.1/16"]),
+            link(5, "tunl0", "ipip", &["10.244.1.1/32"]),
+            link(6, "cni0", "bridge", &["10.244.1.1/24"]),
+            link(7, "veth1", "veth", &["fe80::2/64"]),
+            down,
+            link(9, "eth2", "", &["169.254.1.1/16"]),
+        ];
+        let pods = ["10.244.1.0/24".parse().unwrap()];
+        let query = HostQuery { kilo: 4, private: Some("10.0.0.5".parse().unwrap()), pod_cidrs: &pods };
+        let address = |text: &str| text.parse::<Ipv4Addr>().unwrap();
+        let paths =
+            BTreeMap::from([(address("10.0.0.7"), 2), (address("203.0.113.2"), 3), (address("9.9.9.9"), 4)]);
+        let host = host_links(&links, &query, &paths);
+        assert_eq!(host.uplinks, BTreeMap::from([(2, address("10.0.0.5")), (3, address("203.0.113.7"))]));
+        assert_eq!(host.mtus, BTreeMap::from([(2, 1500), (3, 1500)]));
+        assert_eq!(host.private, Some(2));
+        assert_eq!(host.towards, BTreeMap::from([(address("203.0.113.2"), 3)]));
+    }
 }

@@ -1,122 +1,134 @@
-//! Links, addresses and routes of this host, over rtnetlink.
+//! Links, addresses and routes of this host.
+//!
+//! Each part reads what the kernel has, compares it with the plan in a pure
+//! function and writes only the difference. Routes and rules of ours carry
+//! [`PROTOCOL`], so nobody else's are touched.
 
-mod addresses;
+pub mod addresses;
 pub mod discovery;
 mod error;
 pub mod links;
 pub mod mtu;
-mod routes;
+pub mod routes;
+mod rtnl;
+pub mod rules;
 pub mod watch;
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, Ipv4Addr},
+};
 
-pub use error::NetError;
-use futures::TryStreamExt as _;
+pub use error::{NetError, Refused};
 pub use links::Link;
-use rtnetlink::{Handle, RouteMessageBuilder, packet_route::route::RouteAttribute};
+pub use rtnl::Rtnl;
 
-use crate::plan::NetPlan;
+use crate::plan::{HostLinks, NetPlan};
 
-/// A connection to the kernel's routing tables.
-#[derive(Clone)]
+/// Protocol number our routes and rules carry (`ip route show proto 107`).
+/// 107 belongs to nobody in iproute2's `rt_protos`; it stands for the agent's
+/// port 1107, which does not fit in a byte.
+pub const PROTOCOL: u8 = 107;
+
+/// Reads and changes this network namespace's links, addresses, routes and rules.
+#[derive(Clone, Debug)]
 pub struct Net {
-    handle: Handle,
+    rtnl: Rtnl,
 }
 
 impl Net {
-    /// Opens the connection in the network namespace of the calling thread.
-    ///
-    /// # Errors
-    /// When the kernel refuses a netlink socket.
+    /// Opens a netlink socket in the network namespace of the calling thread.
+    /// Must be called inside a tokio runtime.
     pub fn new() -> Result<Self, NetError> {
-        let (connection, handle, _) = rtnetlink::new_connection().map_err(NetError::Socket)?;
-        tokio::spawn(connection);
-        Ok(Self { handle })
+        Ok(Self { rtnl: Rtnl::new()? })
     }
 
-    /// Every link with its addresses.
-    ///
-    /// # Errors
-    /// When the kernel does not answer.
+    /// The socket, for callers with requests of their own.
+    pub fn rtnl(&self) -> &Rtnl {
+        &self.rtnl
+    }
+
+    /// All links with their addresses.
     pub async fn links(&self) -> Result<Vec<Link>, NetError> {
-        links::list(&self.handle).await
+        links::list(&self.rtnl).await
     }
 
-    /// Brings addresses, routes and rules to the plan; answers the number of writes.
-    ///
-    /// # Errors
-    /// The first change the kernel refused, in words.
-    pub async fn apply(&self, plan: &NetPlan, kilo: &Link) -> Result<u64, NetError> {
-        let mut writes = 0;
-        if kilo.mtu != plan.mtu {
-            links::set_mtu(&self.handle, kilo.index, plan.mtu).await?;
-            writes += 1;
+    /// What the plan needs to know: see [`links::host_links`]. `towards` are
+    /// node addresses of the own location; each costs one route lookup.
+    pub async fn host_links(
+        &self,
+        query: &links::HostQuery<'_>,
+        towards: &[Ipv4Addr],
+    ) -> Result<HostLinks, NetError> {
+        let all = self.links().await?;
+        let mut paths = BTreeMap::new();
+        for address in towards {
+            if let Some(index) = self.interface_towards(*address).await? {
+                paths.insert(*address, index);
+            }
         }
-        if !kilo.up {
-            links::set_up(&self.handle, kilo.index).await?;
-            writes += 1;
-        }
-        writes += addresses::apply(&self.handle, kilo, &plan.addresses).await?;
-        writes += routes::apply(&self.handle, kilo.index, plan).await?;
-        Ok(writes)
+        Ok(links::host_links(&all, query, &paths))
     }
 
-    /// Removes every route and rule of ours.
-    ///
-    /// # Errors
-    /// When the kernel refuses a removal.
-    pub async fn remove(&self) -> Result<(), NetError> {
-        routes::remove(&self.handle).await
+    /// Interface the kernel would use towards an address; `None` without a route.
+    pub async fn interface_towards(&self, address: Ipv4Addr) -> Result<Option<u32>, NetError> {
+        routes::lookup(&self.rtnl, IpAddr::V4(address)).await
     }
 
-    /// Creates a kernel WireGuard device.
-    ///
-    /// # Errors
-    /// [`NetError::Unsupported`] when the kernel has no WireGuard.
-    pub async fn create_wireguard(&self, name: &str) -> Result<(), NetError> {
-        links::create_wireguard(&self.handle, name).await
-    }
-
-    /// Deletes a link; one that is gone already is fine.
-    ///
-    /// # Errors
-    /// When the kernel refuses.
-    pub async fn delete_link(&self, index: u32) -> Result<(), NetError> {
-        links::delete(&self.handle, index).await
-    }
-
-    /// Interface that leads to an address, as the kernel would route it.
-    ///
-    /// # Errors
-    /// When there is no route.
-    pub async fn interface_towards(&self, addr: Ipv4Addr) -> Result<u32, NetError> {
-        let request = RouteMessageBuilder::<Ipv4Addr>::new().destination_prefix(addr, 32).build();
-        let what = || format!("route lookup of {addr}");
-        let answer =
-            self.handle.route().get(request).execute().try_next().await.map_err(NetError::at(what()))?;
-        let interface =
-            answer.iter().flat_map(|route| &route.attributes).find_map(|attribute| match attribute {
-                RouteAttribute::Oif(index) => Some(*index),
-                _ => None,
-            });
-        interface.ok_or_else(|| NetError::Missing(what()))
-    }
-
-    /// Interface of the default route with the lowest metric.
-    ///
-    /// # Errors
-    /// When the kernel does not answer.
+    /// Interface of the default route, IPv4 before IPv6.
     pub async fn default_interface(&self) -> Result<Option<u32>, NetError> {
-        routes::default_interface(&self.handle).await
+        routes::default_interface(&self.rtnl).await
+    }
+
+    /// Brings the plan about on interface `kilo` and says how many writes it
+    /// took; 0 when all was right already.
+    ///
+    /// Removing the last IPv4 address of an interface makes the kernel flush
+    /// its IPv4 routes, so routes are read after the addresses were changed.
+    /// One refused item does not stop the others: all are tried, then the
+    /// refusals are returned together.
+    pub async fn apply(&self, plan: &NetPlan, kilo: u32) -> Result<usize, NetError> {
+        let mut writes = links::bring_up(&self.rtnl, kilo, plan.mtu).await?;
+        let mut refused = Vec::new();
+        writes += addresses::apply(&self.rtnl, kilo, &plan.addresses, &mut refused).await?;
+        let current = routes::read(&self.rtnl).await?;
+        let changes = routes::diff(&current, &plan.routes, kilo);
+        writes += routes::apply_sets(&self.rtnl, &changes, kilo, &mut refused).await?;
+        writes += rules::apply(&self.rtnl, &plan.rules, &mut refused).await?;
+        // Only after the rule that led to them is gone.
+        writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;
+        if refused.is_empty() { Ok(writes) } else { Err(NetError::Refused { writes, refused }) }
+    }
+
+    /// Removes our routes and rules everywhere and our addresses from `kilo`
+    /// (when it still exists). The interface itself stays: [`links::delete`].
+    pub async fn remove(&self, kilo: Option<u32>) -> Result<usize, NetError> {
+        let mut refused = Vec::new();
+        let mut writes = rules::apply(&self.rtnl, &BTreeSet::new(), &mut refused).await?;
+        let changes = routes::diff(&routes::read(&self.rtnl).await?, &BTreeSet::new(), kilo.unwrap_or(0));
+        writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;
+        if let Some(kilo) = kilo {
+            writes += addresses::apply(&self.rtnl, kilo, &BTreeSet::new(), &mut refused).await?;
+        }
+        if refused.is_empty() { Ok(writes) } else { Err(NetError::Refused { writes, refused }) }
     }
 }
 
-/// True for addresses that belong to one link or host only.
-fn is_local_scope(ip: IpAddr) -> bool {
-    match ip {
-        IpAddr::V4(ip) => ip.is_loopback() || ip.is_link_local() || ip.is_unspecified() || ip.is_multicast(),
-        IpAddr::V6(ip) => {
-            ip.is_loopback() || ip.is_unicast_link_local() || ip.is_unspecified() || ip.is_multicast()
-        }
+const IP_FORWARD: &str = "/proc/sys/net/ipv4/ip_forward";
+
+/// Whether this network namespace forwards IPv4.
+pub fn ip_forward() -> Result<bool, NetError> {
+    std::fs::read_to_string(IP_FORWARD)
+        .map(|text| text.trim() != "0")
+        .map_err(|source| NetError::Sysctl { path: IP_FORWARD, source })
+}
+
+/// Turns IPv4 forwarding on when it is off; true when it had to.
+pub fn ensure_ip_forward() -> Result<bool, NetError> {
+    if ip_forward()? {
+        return Ok(false);
     }
+    std::fs::write(IP_FORWARD, "1")
+        .map(|()| true)
+        .map_err(|source| NetError::Sysctl { path: IP_FORWARD, source })
 }

@@ -1,45 +1,67 @@
-//! `--mtu`: a number, or what the default route leaves.
+//! MTU of the WireGuard device: `--mtu auto|<bytes>`.
 
-use std::str::FromStr;
+use std::{fmt, str::FromStr};
 
-/// Bytes WireGuard adds over IPv6 (the larger case).
-const WIREGUARD_OVERHEAD: u32 = 80;
-/// Smallest MTU that carries IPv6 (RFC 8200).
-const MIN: u32 = 1280;
-/// Largest MTU of a WireGuard device.
-const MAX: u32 = 65_455;
+use super::Link;
 
-/// The flag.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// WireGuard's overhead over an IPv6 underlay (40 IP + 8 UDP + 32 WireGuard).
+pub const OVERHEAD: u32 = 80;
+/// What every IPv4 host must take.
+pub const MIN: u32 = 576;
+/// What a TUN device allows, less the overhead.
+pub const MAX: u32 = 65_535 - OVERHEAD;
+/// For a host without default route: Ethernet's 1500 less the overhead.
+const FALLBACK: u32 = 1500 - OVERHEAD;
+
+/// The value of `--mtu`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Mtu {
-    /// MTU of the default route's interface, less WireGuard's overhead.
+    /// MTU of the default route's interface less [`OVERHEAD`], read at every reconcile.
+    #[default]
     Auto,
-    /// A fixed number of bytes.
+    /// That many bytes.
     Fixed(u32),
 }
 
-/// A value that is no MTU.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("MTU {0:?} is neither auto nor a number from 576 to 65455")]
+/// Text that is no MTU.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{0}` is no MTU: possible values are auto and {MIN} to {MAX} (bytes)")]
 pub struct InvalidMtu(String);
 
 impl FromStr for Mtu {
     type Err = InvalidMtu;
+
     fn from_str(text: &str) -> Result<Self, InvalidMtu> {
         if text == "auto" {
             return Ok(Self::Auto);
         }
-        let valid = text.parse().ok().filter(|mtu| (576..=MAX).contains(mtu));
-        valid.map(Self::Fixed).ok_or_else(|| InvalidMtu(text.to_owned()))
+        match text.parse() {
+            Ok(bytes) if (MIN..=MAX).contains(&bytes) => Ok(Self::Fixed(bytes)),
+            _ => Err(InvalidMtu(text.to_owned())),
+        }
+    }
+}
+
+impl fmt::Display for Mtu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Fixed(bytes) => write!(f, "{bytes}"),
+        }
     }
 }
 
 impl Mtu {
-    /// MTU of the WireGuard device, given that of the default route's interface.
-    pub fn resolve(self, default_route: Option<u32>) -> u32 {
+    /// Bytes for the WireGuard device. `default_interface` is the index
+    /// [`super::Net::default_interface`] found.
+    pub fn resolve(self, links: &[Link], default_interface: Option<u32>) -> u32 {
         match self {
-            Self::Fixed(mtu) => mtu,
-            Self::Auto => default_route.unwrap_or(1500).saturating_sub(WIREGUARD_OVERHEAD).clamp(MIN, MAX),
+            Self::Fixed(bytes) => bytes,
+            Self::Auto => links
+                .iter()
+                .find(|link| Some(link.index) == default_interface)
+                // Loopback as default route has 65536.
+                .map_or(FALLBACK, |link| link.mtu.saturating_sub(OVERHEAD).clamp(MIN, MAX)),
         }
     }
 }
@@ -49,19 +71,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn auto_leaves_room_for_wireguard() {
-        assert_eq!(Mtu::Auto.resolve(Some(1500)), 1420);
-        assert_eq!(Mtu::Auto.resolve(Some(9001)), 8921);
-        assert_eq!(Mtu::Auto.resolve(Some(1300)), 1280);
-        assert_eq!(Mtu::Auto.resolve(None), 1420);
+    fn texts_are_bounded() {
+        assert_eq!("auto".parse(), Ok(Mtu::Auto));
+        assert_eq!("1420".parse(), Ok(Mtu::Fixed(1420)));
+        for text in ["", "575", "65456", "-1", "Auto", "1420 ", "1e3"] {
+            let error = text.parse::<Mtu>().unwrap_err().to_string();
+            assert!(error.contains("auto and 576 to 65455"), "{error}");
+        }
     }
 
     #[test]
-    fn only_auto_and_sane_numbers_are_accepted() {
-        assert_eq!("auto".parse(), Ok(Mtu::Auto));
-        assert_eq!("1400".parse(), Ok(Mtu::Fixed(1400)));
-        for text in ["", "Auto", "100", "70000", "-1", "1400.5"] {
-            assert!(text.parse::<Mtu>().is_err(), "{text}");
-        }
+    fn auto_follows_the_default_interface() {
+        let link = |index, mtu| Link { index, mtu, ..Link::default() };
+        let links = [link(2, 1500), link(3, 9000), link(4, 100)];
+        assert_eq!(Mtu::Auto.resolve(&links, Some(2)), 1420);
+        assert_eq!(Mtu::Auto.resolve(&links, Some(3)), 8920);
+        assert_eq!(Mtu::Auto.resolve(&links, Some(4)), MIN);
+        assert_eq!(Mtu::Auto.resolve(&links, None), 1420);
+        assert_eq!(Mtu::Fixed(1300).resolve(&links, Some(3)), 1300);
     }
 }

@@ -1,241 +1,379 @@
-//! Routes and rules of ours: marked with a protocol number of their own, so
-//! that everything else is left alone.
+//! Routes through the WireGuard device, marked with [`PROTOCOL`], and lookups.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
+    io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
-use futures::TryStreamExt as _;
 use ipnet::IpNet;
-use nix::errno::Errno;
 use rtnetlink::{
-    Handle, IpVersion, RouteMessageBuilder,
+    packet_core::{NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE},
     packet_route::{
-        AddressFamily,
-        route::{RouteAddress, RouteAttribute, RouteMessage, RouteProtocol, RouteScope},
-        rule::{RuleAction, RuleAttribute, RuleMessage},
+        AddressFamily, RouteNetlinkMessage,
+        route::{
+            RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
+        },
     },
 };
 
-use super::{NetError, error::errno};
-use crate::plan::{MAIN_TABLE, NetPlan, Route, Rule};
+use super::{NetError, PROTOCOL, Refused, Rtnl, addresses::keep, links};
+use crate::plan::{MAIN_TABLE, Route};
 
-/// Protocol number of our routes and rules ("k"; not in /etc/iproute2/rt_protos).
-pub const PROTOCOL: u8 = 107;
-
-fn protocol() -> RouteProtocol {
-    RouteProtocol::from(PROTOCOL)
+/// A route of the kernel's tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Found {
+    /// Destination, table and preferred source.
+    pub route: Route,
+    /// Output interface; `None` for multipath and unreachable routes.
+    pub interface: Option<u32>,
+    /// Metric; smaller wins.
+    pub priority: u32,
+    /// Who made it: 2 = kernel, 3 = boot, 4 = static, [`PROTOCOL`] = us.
+    pub protocol: u8,
 }
 
-/// Adds and replaces first, removes last; answers the number of writes.
-pub(super) async fn apply(handle: &Handle, kilo: u32, plan: &NetPlan) -> Result<u64, NetError> {
+/// Difference between the routes there are and those wanted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Changes {
+    /// New destinations.
+    pub add: Vec<Route>,
+    /// Ours with another source or interface: changed in place, never absent.
+    pub replace: Vec<Route>,
+    /// Ours that nobody wants, deleted last.
+    pub delete: Vec<Found>,
+}
+
+/// Pure: what has to change so that our routes are `wanted`, all through `kilo`.
+pub fn diff(current: &[Found], wanted: &BTreeSet<Route>, kilo: u32) -> Changes {
+    let wanted: BTreeMap<(u32, IpNet), Route> = wanted
+        .iter()
+        .map(|route| {
+            let route = normalise(*route);
+            ((route.table, route.destination), route)
+        })
+        .collect();
+    let mut changes = Changes::default();
+    let mut right = BTreeSet::new();
+    let mut present = BTreeSet::new();
+    for found in current {
+        let key = (found.route.table, found.route.destination);
+        match wanted.get(&key) {
+            None => changes.delete.push(*found),
+            Some(route) => {
+                present.insert(key);
+                if *route == found.route && found.interface == Some(kilo) {
+                    right.insert(key);
+                }
+            }
+        }
+    }
+    for (key, route) in wanted {
+        if right.contains(&key) {
+        } else if present.contains(&key) {
+            changes.replace.push(route);
+        } else {
+            changes.add.push(route);
+        }
+    }
+    changes
+}
+
+/// The form the kernel gives back: no host bits; a source of the other family
+/// cannot be expressed and is left out.
+fn normalise(mut route: Route) -> Route {
+    route.destination = route.destination.trunc();
+    route.source = route.source.filter(|source| source.is_ipv4() == route.destination.addr().is_ipv4());
+    route
+}
+
+/// Our routes in all tables, both families.
+pub async fn read(rtnl: &Rtnl) -> Result<Vec<Found>, NetError> {
+    dump(rtnl, RouteProtocol::from(PROTOCOL)).await
+}
+
+async fn dump(rtnl: &Rtnl, protocol: RouteProtocol) -> Result<Vec<Found>, NetError> {
+    let mut all = Vec::new();
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        let mut request = RouteMessage::default();
+        request.header.address_family = family;
+        request.header.protocol = protocol;
+        let answers = rtnl.dump("list routes", RouteNetlinkMessage::GetRoute(request)).await?;
+        all.extend(answers.into_iter().filter_map(|message| match message {
+            // A kernel without IPv6 answers with IPv4's routes again, and an
+            // old one does not filter.
+            RouteNetlinkMessage::NewRoute(route)
+                if route.header.address_family == family
+                    && (protocol == RouteProtocol::Unspec || route.header.protocol == protocol) =>
+            {
+                parse(&route)
+            }
+            _ => None,
+        }));
+    }
+    Ok(all)
+}
+
+fn parse(message: &RouteMessage) -> Option<Found> {
+    let any = match message.header.address_family {
+        AddressFamily::Inet => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+        _ => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+    };
+    let mut found = Found {
+        route: Route {
+            destination: IpNet::new(any, message.header.destination_prefix_length).ok()?,
+            table: u32::from(message.header.table),
+            source: None,
+        },
+        interface: None,
+        priority: 0,
+        protocol: message.header.protocol.into(),
+    };
+    for attribute in &message.attributes {
+        match attribute {
+            RouteAttribute::Destination(address) => {
+                found.route.destination =
+                    IpNet::new(ip(address)?, message.header.destination_prefix_length).ok()?;
+            }
+            RouteAttribute::PrefSource(address) => found.route.source = ip(address),
+            RouteAttribute::Table(table) => found.route.table = *table,
+            RouteAttribute::Oif(index) => found.interface = Some(*index),
+            RouteAttribute::Priority(priority) => found.priority = *priority,
+            RouteAttribute::MultiPath(hops) => {
+                // Any of the hops will do for "which interface leads there".
+                found.interface = hops.first().map(|hop| hop.interface_index);
+            }
+            _ => {}
+        }
+    }
+    Some(found)
+}
+
+fn ip(address: &RouteAddress) -> Option<IpAddr> {
+    match address {
+        RouteAddress::Inet(address) => Some(IpAddr::V4(*address)),
+        RouteAddress::Inet6(address) => Some(IpAddr::V6(*address)),
+        _ => None,
+    }
+}
+
+/// Adds and replaces; returns the number of writes.
+pub(super) async fn apply_sets(
+    rtnl: &Rtnl,
+    changes: &Changes,
+    kilo: u32,
+    refused: &mut Vec<Refused>,
+) -> Result<usize, NetError> {
     let mut writes = 0;
-    let present = list(handle).await?;
-    let kept: BTreeSet<Route> =
-        present.iter().filter(|(_, oif)| *oif == Some(kilo)).map(|(route, _)| *route).collect();
-    for route in plan.routes.difference(&kept) {
-        add(handle, kilo, route).await?;
-        writes += 1;
-    }
-    let rules = list_rules(handle).await?;
-    for rule in &plan.rules {
-        if !rules.iter().any(|(present, _)| present == rule) {
-            add_rule(handle, rule).await?;
-            writes += 1;
+    let mut taken = Vec::new();
+    for route in &changes.add {
+        match set(rtnl, route, kilo, NLM_F_CREATE | NLM_F_EXCL).await {
+            Err(error) if error.errno() == Some(nix::libc::EEXIST) => taken.push(*route),
+            other => writes += keep(refused, other)?,
         }
     }
-    for (rule, message) in rules {
-        if !plan.rules.contains(&rule) {
-            delete_rule(handle, &rule, message).await?;
-            writes += 1;
-        }
+    for route in &changes.replace {
+        writes += keep(refused, set(rtnl, route, kilo, NLM_F_CREATE | NLM_F_REPLACE).await)?;
     }
-    // A route that only changed was replaced by its new form.
-    let wanted: BTreeSet<(IpNet, u32)> =
-        plan.routes.iter().map(|route| (route.destination, route.table)).collect();
-    for (route, oif) in present {
-        if !wanted.contains(&(route.destination, route.table)) {
-            delete(handle, oif, &route).await?;
-            writes += 1;
+    if !taken.is_empty() {
+        writes += take_over(rtnl, &taken, kilo, refused).await?;
+    }
+    Ok(writes)
+}
+
+/// Destinations somebody else already routes: what an earlier Kilo left (over
+/// the WireGuard or an IPIP device) is replaced in place, the rest is refused.
+async fn take_over(
+    rtnl: &Rtnl,
+    taken: &[Route],
+    kilo: u32,
+    refused: &mut Vec<Refused>,
+) -> Result<usize, NetError> {
+    let mut writes = 0;
+    let links = links::list(rtnl).await?;
+    let existing = dump(rtnl, RouteProtocol::Unspec).await?;
+    for route in taken {
+        let holder = existing
+            .iter()
+            .filter(|found| found.route.table == route.table && found.route.destination == route.destination)
+            .min_by_key(|found| found.priority);
+        let device = holder.and_then(|found| links.iter().find(|link| Some(link.index) == found.interface));
+        let ours = device.is_some_and(|link| link.index == kilo || link.kind == "ipip");
+        if ours {
+            writes += keep(refused, set(rtnl, route, kilo, NLM_F_CREATE | NLM_F_REPLACE).await)?;
+        } else {
+            refused.push(Refused {
+                what: format!(
+                    "route to {} (table {}) exists already through {} (protocol {}); remove it, or give this \
+                     node another pod CIDR",
+                    route.destination,
+                    route.table,
+                    device.map_or("no interface", |link| link.name.as_str()),
+                    holder.map_or(0, |found| found.protocol),
+                ),
+                source: io::Error::from_raw_os_error(nix::libc::EEXIST),
+            });
         }
     }
     Ok(writes)
 }
 
-pub(super) async fn remove(handle: &Handle) -> Result<(), NetError> {
-    for (rule, message) in list_rules(handle).await? {
-        delete_rule(handle, &rule, message).await?;
+/// Deletes; returns the number of writes.
+pub(super) async fn apply_deletes(
+    rtnl: &Rtnl,
+    changes: &Changes,
+    refused: &mut Vec<Refused>,
+) -> Result<usize, NetError> {
+    let mut writes = 0;
+    for found in &changes.delete {
+        let mut message = message(&found.route, found.interface);
+        message.header.scope = RouteScope::NoWhere;
+        message.header.kind = RouteType::Unspec;
+        if found.priority != 0 {
+            message.attributes.push(RouteAttribute::Priority(found.priority));
+        }
+        let what = format!("delete route to {} (table {})", found.route.destination, found.route.table);
+        match rtnl.write(&what, RouteNetlinkMessage::DelRoute(message), 0).await {
+            // The kernel took it away meanwhile.
+            Err(error) if error.errno() == Some(nix::libc::ESRCH) => {}
+            other => writes += keep(refused, other)?,
+        }
     }
-    for (route, oif) in list(handle).await? {
-        delete(handle, oif, &route).await?;
-    }
-    Ok(())
+    Ok(writes)
 }
 
-fn message(kilo: Option<u32>, route: &Route) -> RouteMessage {
-    let mut message = match (route.destination, route.source) {
-        (IpNet::V4(net), source) => {
-            let mut builder =
-                RouteMessageBuilder::<Ipv4Addr>::new().destination_prefix(net.addr(), net.prefix_len());
-            if let Some(IpAddr::V4(source)) = source {
-                builder = builder.pref_source(source);
-            }
-            builder.table_id(route.table).build()
-        }
-        (IpNet::V6(net), source) => {
-            let mut builder =
-                RouteMessageBuilder::<Ipv6Addr>::new().destination_prefix(net.addr(), net.prefix_len());
-            if let Some(IpAddr::V6(source)) = source {
-                builder = builder.pref_source(source);
-            }
-            builder.table_id(route.table).build()
-        }
-    };
-    message.header.protocol = protocol();
-    message.header.scope = RouteScope::Link;
-    message.attributes.extend(kilo.map(RouteAttribute::Oif));
+async fn set(rtnl: &Rtnl, route: &Route, kilo: u32, flags: u16) -> Result<(), NetError> {
+    let source = route.source.map_or_else(String::new, |source| format!(" from {source}"));
+    let what = format!("route to {}{source} (table {})", route.destination, route.table);
+    rtnl.write(&what, RouteNetlinkMessage::NewRoute(message(route, Some(kilo))), flags).await
+}
+
+fn message(route: &Route, interface: Option<u32>) -> RouteMessage {
+    let mut message = RouteMessage::default();
+    let v4 = route.destination.addr().is_ipv4();
+    message.header.address_family = if v4 { AddressFamily::Inet } else { AddressFamily::Inet6 };
+    message.header.destination_prefix_length = route.destination.prefix_len();
+    // The attribute carries tables beyond the header's byte.
+    message.header.table = u8::try_from(route.table).unwrap_or(RouteHeader::RT_TABLE_UNSPEC);
+    message.header.protocol = RouteProtocol::from(PROTOCOL);
+    message.header.scope = if v4 { RouteScope::Link } else { RouteScope::Universe };
+    message.header.kind = RouteType::Unicast;
+    message.attributes.push(RouteAttribute::Destination(route.destination.addr().into()));
+    message.attributes.push(RouteAttribute::Table(route.table));
+    if let Some(source) = route.source {
+        message.attributes.push(RouteAttribute::PrefSource(source.into()));
+    }
+    if let Some(index) = interface {
+        message.attributes.push(RouteAttribute::Oif(index));
+    }
     message
 }
 
-async fn add(handle: &Handle, kilo: u32, route: &Route) -> Result<(), NetError> {
-    let what = format!("route {} in table {}", route.destination, route.table);
-    handle.route().add(message(Some(kilo), route)).replace().execute().await.map_err(NetError::at(what))
-}
-
-async fn delete(handle: &Handle, oif: Option<u32>, route: &Route) -> Result<(), NetError> {
-    let what = format!("remove route {} from table {}", route.destination, route.table);
-    match handle.route().del(message(oif, &Route { source: None, ..*route })).execute().await {
-        Err(error) if errno(&error) == Some(Errno::ESRCH as i32) => Ok(()),
-        other => other.map_err(NetError::at(what)),
-    }
-}
-
-fn address(address: &RouteAddress) -> Option<IpAddr> {
-    match address {
-        RouteAddress::Inet(ip) => Some((*ip).into()),
-        RouteAddress::Inet6(ip) => Some((*ip).into()),
-        _ => None,
-    }
-}
-
-/// Every route of ours with the interface it leads to.
-async fn list(handle: &Handle) -> Result<Vec<(Route, Option<u32>)>, NetError> {
-    let mut routes = Vec::new();
-    for message in
-        [RouteMessageBuilder::<Ipv4Addr>::new().build(), RouteMessageBuilder::<Ipv6Addr>::new().build()]
-    {
-        let mut messages = handle.route().get(message).execute();
-        while let Some(message) = messages.try_next().await.map_err(NetError::at("list routes"))? {
-            if message.header.protocol == protocol() {
-                routes.extend(parse(&message));
-            }
-        }
-    }
-    Ok(routes)
-}
-
-fn parse(message: &RouteMessage) -> Option<(Route, Option<u32>)> {
-    let mut table = u32::from(message.header.table);
-    let unspecified = match message.header.address_family {
-        AddressFamily::Inet => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
-        AddressFamily::Inet6 => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
-        _ => return None,
+/// Output interface the kernel would use towards an address from this host;
+/// `None` when there is no route.
+pub async fn lookup(rtnl: &Rtnl, address: IpAddr) -> Result<Option<u32>, NetError> {
+    let mut request = RouteMessage::default();
+    let (family, length) = match address {
+        IpAddr::V4(_) => (AddressFamily::Inet, 32),
+        IpAddr::V6(_) => (AddressFamily::Inet6, 128),
     };
-    let (mut destination, mut source, mut oif) = (unspecified, None, None);
-    for attribute in &message.attributes {
-        match attribute {
-            RouteAttribute::Destination(addr) => destination = address(addr)?,
-            RouteAttribute::PrefSource(addr) => source = address(addr),
-            RouteAttribute::Oif(index) => oif = Some(*index),
-            RouteAttribute::Table(id) => table = *id,
-            _ => {}
-        }
-    }
-    let destination = IpNet::new(destination, message.header.destination_prefix_length).ok()?;
-    Some((Route { destination, table, source }, oif))
-}
-
-/// Interface of the default route of the main table with the lowest metric.
-pub(super) async fn default_interface(handle: &Handle) -> Result<Option<u32>, NetError> {
-    let mut best: Option<(u32, u32)> = None;
-    for message in
-        [RouteMessageBuilder::<Ipv4Addr>::new().build(), RouteMessageBuilder::<Ipv6Addr>::new().build()]
-    {
-        let mut messages = handle.route().get(message).execute();
-        while let Some(message) = messages.try_next().await.map_err(NetError::at("list routes"))? {
-            let Some((route, Some(oif))) = parse(&message) else { continue };
-            if route.destination.prefix_len() != 0 || route.table != MAIN_TABLE {
-                continue;
+    request.header.address_family = family;
+    request.header.destination_prefix_length = length;
+    request.attributes.push(RouteAttribute::Destination(address.into()));
+    match rtnl.get("look up a route", RouteNetlinkMessage::GetRoute(request)).await {
+        Ok(answers) => Ok(answers.into_iter().find_map(|message| match message {
+            RouteNetlinkMessage::NewRoute(route) if route.header.kind == RouteType::Unicast => {
+                parse(&route)?.interface
             }
-            let metric = message.attributes.iter().find_map(|attribute| match attribute {
-                RouteAttribute::Priority(metric) => Some(*metric),
-                _ => None,
-            });
-            let metric = metric.unwrap_or(0);
-            if best.is_none_or(|(lowest, _)| metric < lowest) {
-                best = Some((metric, oif));
+            _ => None,
+        })),
+        Err(NetError::Kernel { .. }) => Ok(None),
+        Err(other) => Err(other),
+    }
+}
+
+/// Interface of the default route with the smallest metric, IPv4 before IPv6.
+pub async fn default_interface(rtnl: &Rtnl) -> Result<Option<u32>, NetError> {
+    Ok(default_of(&dump(rtnl, RouteProtocol::Unspec).await?))
+}
+
+fn default_of(routes: &[Found]) -> Option<u32> {
+    routes
+        .iter()
+        .filter(|found| found.route.table == MAIN_TABLE && found.route.destination.prefix_len() == 0)
+        .filter_map(|found| {
+            let index = found.interface?;
+            Some((found.route.destination.addr().is_ipv6(), found.priority, index))
+        })
+        .min_by_key(|(v6, priority, _)| (*v6, *priority))
+        .map(|(_, _, index)| index)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn route(destination: &str, source: Option<&str>) -> Route {
+        Route {
+            destination: destination.parse().unwrap(),
+            table: MAIN_TABLE,
+            source: source.map(|text| text.parse().unwrap()),
+        }
+    }
+
+    fn found(route: Route, interface: u32, priority: u32) -> Found {
+        Found { route, interface: Some(interface), priority, protocol: PROTOCOL }
+    }
+
+    #[test]
+    fn another_source_or_interface_is_replaced_in_place() {
+        let old = route("10.2.0.0/24", Some("10.0.0.1"));
+        let new = route("10.2.0.0/24", Some("10.0.0.2"));
+        let changes = diff(&[found(old, 5, 0)], &BTreeSet::from([new]), 5);
+        assert_eq!(changes, Changes { replace: vec![new], ..Changes::default() });
+        let changes = diff(&[found(new, 4, 0)], &BTreeSet::from([new]), 5);
+        assert_eq!(changes, Changes { replace: vec![new], ..Changes::default() });
+        assert_eq!(diff(&[found(new, 5, 0)], &BTreeSet::from([new]), 5), Changes::default());
+    }
+
+    #[test]
+    fn a_source_of_the_other_family_is_no_difference() {
+        let wanted = BTreeSet::from([route("fd00:1::/64", Some("10.0.0.1"))]);
+        assert_eq!(diff(&[found(route("fd00:1::/64", None), 5, 1024)], &wanted, 5), Changes::default());
+    }
+
+    #[test]
+    fn default_route_is_the_cheapest_and_prefers_ipv4() {
+        let any4 = route("0.0.0.0/0", None);
+        let any6 = route("::/0", None);
+        assert_eq!(default_of(&[found(any6, 2, 0), found(any4, 3, 600), found(any4, 4, 100)]), Some(4));
+        assert_eq!(default_of(&[found(any6, 2, 1024)]), Some(2));
+        assert_eq!(default_of(&[found(route("10.0.0.0/8", None), 2, 0)]), None);
+    }
+
+    proptest! {
+        #[test]
+        fn applying_a_diff_reaches_the_plan(
+            have in proptest::collection::btree_map(0u8..40, (0u8..3, 4u32..6), 0..30),
+            want in proptest::collection::btree_map(0u8..40, 0u8..3, 0..30),
+        ) {
+            let make = |net: u8, source: u8| route(&format!("10.{net}.0.0/24"), Some(&format!("192.0.2.{source}")));
+            let current: Vec<Found> =
+                have.iter().map(|(net, (source, oif))| found(make(*net, *source), *oif, 0)).collect();
+            let wanted: BTreeSet<Route> = want.iter().map(|(net, source)| make(*net, *source)).collect();
+            let changes = diff(&current, &wanted, 5);
+            let mut table: BTreeMap<IpNet, Found> = current.iter().map(|f| (f.route.destination, *f)).collect();
+            for route in changes.add.iter().chain(&changes.replace) {
+                table.insert(route.destination, found(*route, 5, 0));
             }
-        }
-    }
-    Ok(best.map(|(_, oif)| oif))
-}
-
-/// Every rule of ours.
-async fn list_rules(handle: &Handle) -> Result<Vec<(Rule, RuleMessage)>, NetError> {
-    let mut rules = Vec::new();
-    for version in [IpVersion::V4, IpVersion::V6] {
-        let mut messages = handle.rule().get(version).execute();
-        while let Some(message) = messages.try_next().await.map_err(NetError::at("list rules"))? {
-            let ours = message
-                .attributes
-                .iter()
-                .any(|attribute| matches!(attribute, RuleAttribute::Protocol(p) if *p == protocol()));
-            if ours && let Some(rule) = parse_rule(&message) {
-                rules.push((rule, message));
+            for gone in &changes.delete {
+                prop_assert!(table.remove(&gone.route.destination).is_some());
             }
+            let after: Vec<Found> = table.into_values().collect();
+            prop_assert_eq!(after.iter().map(|f| f.route).collect::<BTreeSet<_>>(), wanted.clone());
+            prop_assert_eq!(diff(&after, &wanted, 5), Changes::default());
         }
-    }
-    Ok(rules)
-}
-
-fn parse_rule(message: &RuleMessage) -> Option<Rule> {
-    let mut table = u32::from(message.header.table);
-    let (mut from, mut priority) = (None, 0);
-    for attribute in &message.attributes {
-        match attribute {
-            RuleAttribute::Source(addr) => from = IpNet::new(*addr, message.header.src_len).ok(),
-            RuleAttribute::Priority(value) => priority = *value,
-            RuleAttribute::Table(id) => table = *id,
-            _ => {}
-        }
-    }
-    Some(Rule { from: from?, table, priority })
-}
-
-async fn add_rule(handle: &Handle, rule: &Rule) -> Result<(), NetError> {
-    let what = format!("rule from {} lookup {}", rule.from, rule.table);
-    let request =
-        handle.rule().add().table_id(rule.table).priority(rule.priority).action(RuleAction::ToTable);
-    let mark = RuleAttribute::Protocol(protocol());
-    let result = match rule.from {
-        IpNet::V4(net) => {
-            let mut request = request.v4().source_prefix(net.addr(), net.prefix_len());
-            request.message_mut().attributes.push(mark);
-            request.execute().await
-        }
-        IpNet::V6(net) => {
-            let mut request = request.v6().source_prefix(net.addr(), net.prefix_len());
-            request.message_mut().attributes.push(mark);
-            request.execute().await
-        }
-    };
-    result.map_err(NetError::at(what))
-}
-
-async fn delete_rule(handle: &Handle, rule: &Rule, message: RuleMessage) -> Result<(), NetError> {
-    match handle.rule().del(message).execute().await {
-        Err(error) if errno(&error) == Some(Errno::ENOENT as i32) => Ok(()),
-        other => other.map_err(NetError::at(format!("remove rule from {} lookup {}", rule.from, rule.table))),
     }
 }

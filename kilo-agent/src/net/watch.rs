@@ -1,35 +1,160 @@
-//! Changes to links, addresses and routes by anybody, as one signal.
+//! Tells when links, addresses, routes or rules of the namespace change.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU8, Ordering},
+    },
+    time::Duration,
+};
 
-use futures::StreamExt as _;
-use rtnetlink::{MulticastGroup, new_multicast_connection};
-use tokio::sync::Notify;
+use futures::StreamExt;
+use rtnetlink::{MulticastGroup, packet_core::NetlinkPayload, packet_route::RouteNetlinkMessage};
+use tokio::{
+    sync::Notify,
+    time::{Instant, sleep_until},
+};
 
-use super::NetError;
+use super::{NetError, rtnl::Task};
 
-/// Quiet time after which a burst of events becomes one signal.
-const SETTLE: Duration = Duration::from_millis(200);
+/// Events are gathered until none came for this long …
+const QUIET: Duration = Duration::from_millis(100);
+/// … but never longer than this.
+const LONGEST: Duration = Duration::from_secs(1);
 
-/// Signals `notify` after each burst of changes, until the runtime ends.
-///
-/// # Errors
-/// When the kernel refuses the subscription.
+const LINKS: u8 = 1;
+const ADDRESSES: u8 = 2;
+const ROUTES: u8 = 4;
+const RULES: u8 = 8;
+const CLOSED: u8 = 16;
+
+/// What changed since the last look.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Changed {
+    /// Links came, went, or changed their state or MTU.
+    pub links: bool,
+    /// Addresses came or went.
+    pub addresses: bool,
+    /// Routes came or went.
+    pub routes: bool,
+    /// Policy rules came or went.
+    pub rules: bool,
+}
+
+/// Subscription to the kernel's announcements. Our own writes are announced
+/// too; the reconcile they cause finds nothing to do.
+#[derive(Debug)]
+pub struct Watcher {
+    pending: Arc<Pending>,
+    _tasks: [Task; 2],
+}
+
+#[derive(Debug, Default)]
+struct Pending {
+    bits: AtomicU8,
+    notify: Notify,
+}
+
+impl Pending {
+    fn add(&self, bits: u8) {
+        self.bits.fetch_or(bits, Ordering::AcqRel);
+        self.notify.notify_one();
+    }
+}
+
+impl Watcher {
+    /// Subscribes in the calling thread's network namespace.
+    pub fn new() -> Result<Self, NetError> {
+        let groups = [
+            MulticastGroup::Link,
+            MulticastGroup::Ipv4Ifaddr,
+            MulticastGroup::Ipv6Ifaddr,
+            MulticastGroup::Ipv4Route,
+            MulticastGroup::Ipv6Route,
+            MulticastGroup::Ipv4Rule,
+            MulticastGroup::Ipv6Rule,
+        ];
+        let (connection, _handle, mut messages) =
+            rtnetlink::new_multicast_connection(&groups).map_err(NetError::Socket)?;
+        let pending = Arc::new(Pending::default());
+        let connection = Task(tokio::spawn(connection));
+        let sink = Arc::clone(&pending);
+        // Drained at once and kept as four bits: a storm of events costs no memory.
+        let reader = Task(tokio::spawn(async move {
+            while let Some((message, _)) = messages.next().await {
+                let bits = match message.payload {
+                    NetlinkPayload::InnerMessage(inner) => classify(&inner),
+                    // Events were lost: look at everything.
+                    NetlinkPayload::Overrun(_) => LINKS | ADDRESSES | ROUTES | RULES,
+                    _ => 0,
+                };
+                if bits != 0 {
+                    sink.add(bits);
+                }
+            }
+            sink.add(CLOSED);
+        }));
+        Ok(Self { pending, _tasks: [connection, reader] })
+    }
+
+    /// Waits for the next change and gathers what comes with it. An error
+    /// means that the subscription ended: open a new one and look at everything.
+    pub async fn changed(&mut self) -> Result<Changed, NetError> {
+        let mut bits = 0;
+        while bits == 0 {
+            self.pending.notify.notified().await;
+            bits = self.pending.bits.swap(0, Ordering::AcqRel);
+        }
+        let longest = Instant::now() + LONGEST;
+        while bits & CLOSED == 0 {
+            let quiet = Instant::now() + QUIET;
+            tokio::select! {
+                () = self.pending.notify.notified() => bits |= self.pending.bits.swap(0, Ordering::AcqRel),
+                () = sleep_until(quiet.min(longest)) => break,
+            }
+            if Instant::now() >= longest {
+                break;
+            }
+        }
+        if bits & CLOSED != 0 {
+            return Err(NetError::Closed);
+        }
+        Ok(Changed {
+            links: bits & LINKS != 0,
+            addresses: bits & ADDRESSES != 0,
+            routes: bits & ROUTES != 0,
+            rules: bits & RULES != 0,
+        })
+    }
+}
+
+/// Notifies on every change for as long as the runtime lives. A subscription
+/// that ends is opened again, and counts as a change.
 pub fn watch(notify: Arc<Notify>) -> Result<(), NetError> {
-    let groups = [
-        MulticastGroup::Link,
-        MulticastGroup::Ipv4Ifaddr,
-        MulticastGroup::Ipv6Ifaddr,
-        MulticastGroup::Ipv4Route,
-        MulticastGroup::Ipv4Rule,
-    ];
-    let (connection, _, mut messages) = new_multicast_connection(&groups).map_err(NetError::Socket)?;
-    tokio::spawn(connection);
+    let mut watcher = Watcher::new()?;
     tokio::spawn(async move {
-        while messages.next().await.is_some() {
-            while let Ok(Some(_)) = tokio::time::timeout(SETTLE, messages.next()).await {}
+        loop {
+            if watcher.changed().await.is_err() {
+                match Watcher::new() {
+                    Ok(new) => watcher = new,
+                    Err(error) => {
+                        tracing::error!(%error, "cannot follow the kernel's events, trying again");
+                        tokio::time::sleep(LONGEST).await;
+                    }
+                }
+            }
             notify.notify_one();
         }
     });
     Ok(())
+}
+
+fn classify(message: &RouteNetlinkMessage) -> u8 {
+    match message {
+        RouteNetlinkMessage::NewLink(_) | RouteNetlinkMessage::DelLink(_) => LINKS,
+        RouteNetlinkMessage::NewAddress(_) | RouteNetlinkMessage::DelAddress(_) => ADDRESSES,
+        RouteNetlinkMessage::NewRoute(_) | RouteNetlinkMessage::DelRoute(_) => ROUTES,
+        RouteNetlinkMessage::NewRule(_) | RouteNetlinkMessage::DelRule(_) => RULES,
+        _ => 0,
+    }
 }

@@ -1,458 +1,335 @@
-//! The WireGuard device through `wireguard-control`, kernel and userspace
-//! alike: read, compare, change one by one. Peers are never replaced all at
-//! once, and a device that is gone is never created silently.
+//! A WireGuard device: reading it and writing changes, kernel or userspace.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     io,
     net::SocketAddr,
-    time::{SystemTime, UNIX_EPOCH},
+    path::PathBuf,
+    time::{Duration, SystemTime},
 };
 
 use ipnet::IpNet;
-use wireguard_control::{Device as Control, DeviceUpdate, InterfaceName, Key, PeerConfigBuilder};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::UnixStream,
+    task::spawn_blocking,
+};
+use wireguard_control as control;
 
-pub use wireguard_control::Backend;
+use super::{
+    WireguardError,
+    diff::{self, Change, DeviceState, PeerState},
+    key::{PublicKey, SecretKey},
+    uapi::{self, SetPeer, SetRequest},
+    userspace,
+};
+use crate::{
+    net::{Rtnl, links},
+    plan::WireguardPlan,
+};
 
-use super::key::{PublicKey, SecretKey};
-use crate::plan::{WireguardPeer, WireguardPlan};
-
-/// Allowed IPs in one entry of a peer: more IPv6 ones than this do not fit one
-/// netlink message (8 KB); the kernel merges entries of the same key.
-const ALLOWED_IPS_PER_ENTRY: usize = 200;
-
-/// Why the device could not be read or changed; the label is a metric label.
-#[derive(Debug, thiserror::Error)]
-pub enum DeviceError {
-    /// The name is longer than Linux allows, or empty.
-    #[error("interface name {0:?}: use 1 to 15 characters")]
-    Name(String),
-    /// The device is gone.
-    #[error("WireGuard device {0} does not exist")]
-    Gone(String),
-    /// The device refused.
-    #[error("WireGuard device {name}: {source}{}", hint(source))]
-    Io {
-        /// Interface.
-        name: String,
-        /// What the kernel or the process said.
-        #[source]
-        source: io::Error,
-    },
+/// Who does the encryption.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backend {
+    /// The kernel's module, over generic netlink.
+    Kernel,
+    /// A process with a TUN device, over its UAPI socket.
+    Userspace,
 }
 
-impl DeviceError {
-    /// Metric label.
-    pub const fn label(&self) -> &'static str {
+impl Backend {
+    /// Name in messages and metrics.
+    pub fn name(self) -> &'static str {
         match self {
-            Self::Name(_) => "wireguard_name",
-            Self::Gone(_) => "wireguard_gone",
-            Self::Io { .. } => "wireguard",
+            Self::Kernel => "kernel",
+            Self::Userspace => "userspace",
         }
     }
 }
 
-fn hint(error: &io::Error) -> &'static str {
-    match error.kind() {
-        io::ErrorKind::PermissionDenied => "; kg needs CAP_NET_ADMIN",
-        io::ErrorKind::AddrInUse => "; another program uses the port, choose one with --port",
-        _ => "",
-    }
-}
-
-/// What a device holds.
+/// What status and metrics show of a peer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct State {
-    /// Its private key.
-    pub private_key: Option<SecretKey>,
-    /// Its UDP port.
-    pub listen_port: Option<u16>,
-    /// Its peers.
-    pub peers: BTreeMap<PublicKey, PeerState>,
-}
-
-/// What a device knows of one peer.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PeerState {
-    /// Prefixes routed to it.
-    pub allowed_ips: BTreeSet<IpNet>,
-    /// Where it was seen last, or was said to be.
+pub struct PeerStatus {
+    /// Where it was last seen, or what was set.
     pub endpoint: Option<SocketAddr>,
-    /// Seconds; 0 = off.
-    pub persistent_keepalive: u16,
-    /// Optional symmetric key.
-    pub preshared_key: Option<SecretKey>,
-    /// Unix seconds of the last handshake.
-    pub last_handshake: Option<u64>,
-    /// Bytes received.
-    pub received: u64,
-    /// Bytes sent.
-    pub sent: u64,
+    /// Time since the last handshake; `None` = there was none, and then the
+    /// endpoint is only what was set, not what was seen.
+    pub handshake_age: Option<Duration>,
+    /// Bytes received from it.
+    pub rx_bytes: u64,
+    /// Bytes sent to it.
+    pub tx_bytes: u64,
 }
 
-impl State {
-    /// Endpoints of peers that have really shaken hands.
-    pub fn seen_endpoints(&self) -> BTreeMap<PublicKey, SocketAddr> {
-        let seen = self.peers.iter().filter(|(_, peer)| peer.last_handshake.is_some());
-        seen.filter_map(|(key, peer)| Some((*key, peer.endpoint?))).collect()
-    }
-}
+/// A userspace process that answers slower than this is stuck.
+const SOCKET_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// One entry for one peer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Change {
-    /// Set the private key.
-    PrivateKey(SecretKey),
-    /// Listen on another port.
-    ListenPort(u16),
-    /// Forget a peer.
-    Remove(PublicKey),
-    /// Add a peer or change what differs.
-    Peer {
-        /// Which peer.
-        key: PublicKey,
-        /// Prefixes to add; one that another peer has moves here.
-        add: Vec<IpNet>,
-        /// Forget all its prefixes first; `add` then holds all that stay.
-        replace_allowed_ips: bool,
-        /// New endpoint.
-        endpoint: Option<SocketAddr>,
-        /// New keepalive in seconds.
-        persistent_keepalive: Option<u16>,
-        /// New symmetric key; `Some(None)` removes it.
-        preshared_key: Option<Option<SecretKey>>,
-    },
-}
-
-/// What must change for the device to be as planned.
-pub fn diff(present: &State, plan: &WireguardPlan, private_key: &SecretKey) -> Vec<Change> {
-    let mut changes = Vec::new();
-    if present.private_key != Some(*private_key) {
-        changes.push(Change::PrivateKey(*private_key));
-    }
-    if present.listen_port != Some(plan.listen_port) {
-        changes.push(Change::ListenPort(plan.listen_port));
-    }
-    changes.extend(
-        present.peers.keys().filter(|key| !plan.peers.contains_key(key)).map(|key| Change::Remove(*key)),
-    );
-    let claimed: BTreeMap<IpNet, PublicKey> = plan
-        .peers
-        .iter()
-        .flat_map(|(key, peer)| peer.allowed_ips.iter().map(|prefix| (*prefix, *key)))
-        .collect();
-    for (key, wanted) in &plan.peers {
-        changes.extend(diff_peer(*key, present.peers.get(key), wanted, &claimed));
-    }
-    changes
-}
-
-fn diff_peer(
-    key: PublicKey,
-    present: Option<&PeerState>,
-    wanted: &WireguardPeer,
-    claimed: &BTreeMap<IpNet, PublicKey>,
-) -> Option<Change> {
-    let empty = PeerState::default();
-    let has = present.unwrap_or(&empty);
-    // A prefix that another peer is about to claim leaves by itself.
-    let replace_allowed_ips =
-        has.allowed_ips.difference(&wanted.allowed_ips).any(|prefix| !claimed.contains_key(prefix));
-    let add: Vec<IpNet> = if replace_allowed_ips {
-        wanted.allowed_ips.iter().copied().collect()
-    } else {
-        wanted.allowed_ips.difference(&has.allowed_ips).copied().collect()
-    };
-    // What the device learnt by roaming is newer than what anybody wrote down.
-    let keeps_endpoint = wanted.roams && has.endpoint.is_some();
-    let endpoint = wanted.endpoint.filter(|endpoint| has.endpoint != Some(*endpoint) && !keeps_endpoint);
-    let persistent_keepalive =
-        Some(wanted.persistent_keepalive).filter(|seconds| has.persistent_keepalive != *seconds);
-    let preshared_key = Some(wanted.preshared_key).filter(|key| has.preshared_key != *key);
-    let nothing = add.is_empty()
-        && !replace_allowed_ips
-        && endpoint.is_none()
-        && persistent_keepalive.is_none()
-        && preshared_key.is_none();
-    if present.is_some() && nothing {
-        return None;
-    }
-    Some(Change::Peer { key, add, replace_allowed_ips, endpoint, persistent_keepalive, preshared_key })
-}
-
-/// A handle to one device.
+/// An existing WireGuard device.
 #[derive(Clone, Debug)]
 pub struct Device {
-    name: InterfaceName,
+    name: String,
+    index: u32,
     backend: Backend,
+    rtnl: Rtnl,
 }
 
 impl Device {
-    /// A device that exists, or will.
-    ///
-    /// # Errors
-    /// When the name is no interface name.
-    pub fn new(name: &str, backend: Backend) -> Result<Self, DeviceError> {
-        let parsed = name.parse().map_err(|_| DeviceError::Name(name.to_owned()))?;
-        Ok(Self { name: parsed, backend })
+    /// A device that exists, by name.
+    pub async fn open(rtnl: &Rtnl, name: &str, backend: Backend) -> Result<Self, WireguardError> {
+        check_name(name)?;
+        let link =
+            links::by_name(rtnl, name).await?.ok_or_else(|| WireguardError::Vanished(name.to_owned()))?;
+        Ok(Self { name: name.to_owned(), index: link.index, backend, rtnl: rtnl.clone() })
     }
 
-    /// Reads everything, in a thread that may block. A peer that the kernel
-    /// splits over several messages is put together again.
-    ///
-    /// # Errors
-    /// When the device is gone or does not answer.
-    pub async fn read(&self) -> Result<State, DeviceError> {
-        let device = self.clone();
-        blocking(&self.name, move || device.read_now()).await
+    /// True when a userspace process answers for the interface.
+    pub async fn is_userspace(name: &str) -> bool {
+        UnixStream::connect(socket_path(name)).await.is_ok()
     }
 
-    fn read_now(&self) -> Result<State, DeviceError> {
-        self.check_exists()?;
-        let control = Control::get(&self.name, self.backend).map_err(|source| self.failed(source))?;
-        let secret = |key: &Key| SecretKey::from_bytes(key.0);
-        // All zero means that there is none.
-        let some = |key: SecretKey| Some(key).filter(|key| *key.as_bytes() != [0; 32]);
-        let mut state = State {
-            private_key: control.private_key.as_ref().map(secret).and_then(some),
-            listen_port: control.listen_port,
-            peers: BTreeMap::new(),
-        };
-        for info in control.peers {
-            let peer = state.peers.entry(PublicKey(info.config.public_key.0)).or_default();
-            let prefixes =
-                info.config.allowed_ips.iter().filter_map(|ip| IpNet::new(ip.address, ip.cidr).ok());
-            peer.allowed_ips.extend(prefixes);
-            peer.endpoint = peer.endpoint.or(info.config.endpoint);
-            peer.persistent_keepalive =
-                peer.persistent_keepalive.max(info.config.persistent_keepalive_interval.unwrap_or(0));
-            peer.preshared_key =
-                peer.preshared_key.or(info.config.preshared_key.as_ref().map(secret).and_then(some));
-            peer.last_handshake =
-                peer.last_handshake.or(info.stats.last_handshake_time.and_then(unix_seconds));
-            peer.received = peer.received.max(info.stats.rx_bytes);
-            peer.sent = peer.sent.max(info.stats.tx_bytes);
+    /// Interface name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Interface index.
+    pub fn index(&self) -> u32 {
+        self.index
+    }
+
+    /// Who does the encryption.
+    pub fn backend(&self) -> Backend {
+        self.backend
+    }
+
+    /// wireguard-control creates a missing interface on its own, without
+    /// routes or programs: make sure that ours is still there.
+    async fn check(&self) -> Result<(), WireguardError> {
+        match links::by_name(&self.rtnl, &self.name).await? {
+            Some(link) if link.index == self.index => Ok(()),
+            _ => Err(WireguardError::Vanished(self.name.clone())),
         }
-        Ok(state)
     }
 
-    /// Applies changes, in a thread that may block. No change, no system call.
-    ///
-    /// # Errors
-    /// When the device is gone or refuses; what was applied before stays, and
-    /// the next diff shows the rest.
-    pub async fn apply(&self, changes: Vec<Change>) -> Result<u64, DeviceError> {
+    /// The present configuration and counters.
+    pub async fn read(&self) -> Result<DeviceState, WireguardError> {
+        self.check().await?;
+        let what = format!("read WireGuard device {}", self.name);
+        match self.backend {
+            Backend::Kernel => {
+                let name = interface_name(&self.name)?;
+                let device = blocking(move || control::Device::get(&name, control::Backend::Kernel))
+                    .await
+                    .map_err(|source| WireguardError::device(what, source))?;
+                Ok(state_of(device, SystemTime::now()))
+            }
+            Backend::Userspace => {
+                let text = exchange(&self.name, "get=1\n\n")
+                    .await
+                    .map_err(|source| WireguardError::device(&what, source))?;
+                let (state, errno) = uapi::decode_state(&text, SystemTime::now())
+                    .map_err(|error| WireguardError::device(&what, io::Error::other(error)))?;
+                match errno {
+                    0 => Ok(state),
+                    errno => Err(WireguardError::device(&what, io::Error::from_raw_os_error(errno.abs()))),
+                }
+            }
+        }
+    }
+
+    /// Writes changes; none = no system call. Returns their number.
+    pub async fn apply(&self, changes: &[Change]) -> Result<usize, WireguardError> {
         if changes.is_empty() {
             return Ok(0);
         }
-        let device = self.clone();
-        blocking(&self.name, move || device.apply_now(&changes)).await
-    }
-
-    fn apply_now(&self, changes: &[Change]) -> Result<u64, DeviceError> {
-        // wireguard-control would create a missing device without a word.
-        self.check_exists()?;
-        let mut update = DeviceUpdate::new();
-        for change in changes {
-            update = match change {
-                Change::PrivateKey(key) => update.set_private_key(Key(*key.as_bytes())),
-                Change::ListenPort(port) => update.set_listen_port(*port),
-                Change::Remove(key) => update.remove_peer_by_key(&Key(key.0)),
-                Change::Peer { .. } => entries(change).into_iter().fold(update, DeviceUpdate::add_peer),
-            };
+        self.check().await?;
+        let request = diff::request(changes);
+        let port = request.listen_port;
+        let result = match self.backend {
+            Backend::Kernel => {
+                let name = interface_name(&self.name)?;
+                let update = kernel_update(&request);
+                blocking(move || update.apply(&name, control::Backend::Kernel)).await
+            }
+            Backend::Userspace => exchange(&self.name, &request.encode()).await.and_then(|text| {
+                match uapi::decode_state(&text, SystemTime::now()) {
+                    Ok((_, 0)) => Ok(()),
+                    Ok((_, errno)) => Err(io::Error::from_raw_os_error(errno.abs())),
+                    Err(error) => Err(io::Error::other(error)),
+                }
+            }),
+        };
+        match (result, port) {
+            (Ok(()), _) => Ok(changes.len()),
+            (Err(error), Some(port)) if error.kind() == io::ErrorKind::AddrInUse => {
+                Err(WireguardError::PortInUse(port))
+            }
+            (Err(source), _) => {
+                Err(WireguardError::device(format!("configure WireGuard device {}", self.name), source))
+            }
         }
-        update.apply(&self.name, self.backend).map_err(|source| self.failed(source))?;
-        Ok(changes.len() as u64)
     }
 
-    fn check_exists(&self) -> Result<(), DeviceError> {
-        match nix::net::if_::if_nametoindex(self.name.as_str_lossy().as_ref()) {
-            Ok(_) => Ok(()),
-            Err(_) => Err(DeviceError::Gone(self.name.to_string())),
-        }
+    /// Reads, compares, writes the difference; returns the number of changes.
+    pub async fn reconcile(
+        &self,
+        plan: &WireguardPlan,
+        private_key: &SecretKey,
+    ) -> Result<usize, WireguardError> {
+        let current = self.read().await?;
+        self.apply(&diff::diff(&current, plan, private_key)).await
     }
 
-    fn failed(&self, source: io::Error) -> DeviceError {
-        DeviceError::Io { name: self.name.to_string(), source }
+    /// Handshakes, counters and endpoints, for metrics and discovered endpoints.
+    pub async fn read_status(&self) -> Result<BTreeMap<PublicKey, PeerStatus>, WireguardError> {
+        let status = |peer: PeerState| PeerStatus {
+            endpoint: peer.endpoint,
+            handshake_age: peer.handshake_age,
+            rx_bytes: peer.rx_bytes,
+            tx_bytes: peer.tx_bytes,
+        };
+        Ok(self.read().await?.peers.into_iter().map(|(key, peer)| (key, status(peer))).collect())
     }
 }
 
-async fn blocking<T: Send + 'static>(
-    name: &InterfaceName,
-    work: impl FnOnce() -> Result<T, DeviceError> + Send + 'static,
-) -> Result<T, DeviceError> {
-    let failed = |error: tokio::task::JoinError| DeviceError::Io {
-        name: name.to_string(),
-        source: io::Error::other(error),
-    };
-    tokio::task::spawn_blocking(work).await.map_err(failed)?
+/// wireguard-control's calls block on netlink: not on the async threads.
+async fn blocking<T: Send + 'static>(call: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
+    spawn_blocking(call).await.map_err(io::Error::other)?
 }
 
-/// The netlink entries of one peer: large lists are split.
-fn entries(change: &Change) -> Vec<PeerConfigBuilder> {
-    let Change::Peer { key, add, replace_allowed_ips, endpoint, persistent_keepalive, preshared_key } =
-        change
-    else {
-        return Vec::new();
+fn interface_name(name: &str) -> Result<control::InterfaceName, WireguardError> {
+    name.parse().map_err(|_| WireguardError::InvalidName(name.to_owned()))
+}
+
+pub(super) fn check_name(name: &str) -> Result<(), WireguardError> {
+    // Names that are paths would lead the socket elsewhere.
+    if matches!(name, "." | "..") || name.contains(':') {
+        return Err(WireguardError::InvalidName(name.to_owned()));
+    }
+    interface_name(name).map(|_| ())
+}
+
+/// What the kernel says, with a peer that came in several parts put together.
+fn state_of(device: control::Device, now: SystemTime) -> DeviceState {
+    let mut state = DeviceState {
+        private_key: device.private_key.as_ref().and_then(secret),
+        listen_port: device.listen_port.unwrap_or(0),
+        peers: BTreeMap::new(),
     };
-    let with_prefixes = |mut entry: PeerConfigBuilder, prefixes: &[IpNet]| {
-        for prefix in prefixes {
-            entry = entry.add_allowed_ip(prefix.addr(), prefix.prefix_len());
+    merge(&mut state, device.peers, now);
+    state
+}
+
+/// All zero = none, for the private and the pre-shared key alike.
+fn secret(key: &control::Key) -> Option<SecretKey> {
+    (key.0 != [0; 32]).then(|| SecretKey::from_bytes(key.0))
+}
+
+fn merge(state: &mut DeviceState, parts: Vec<control::PeerInfo>, now: SystemTime) {
+    for part in parts {
+        let peer = state.peers.entry(PublicKey(part.config.public_key.0)).or_default();
+        let nets = part.config.allowed_ips.iter();
+        peer.allowed_ips.extend(nets.filter_map(|net| Some(IpNet::new(net.address, net.cidr).ok()?.trunc())));
+        // Only the first part has these; the others read as absent or zero.
+        peer.endpoint = peer.endpoint.or(part.config.endpoint);
+        peer.preshared_key =
+            peer.preshared_key.or_else(|| part.config.preshared_key.as_ref().and_then(secret));
+        let keepalive = part.config.persistent_keepalive_interval.unwrap_or(0);
+        peer.persistent_keepalive = peer.persistent_keepalive.max(keepalive);
+        let age = uapi::age_of(part.stats.last_handshake_time, now);
+        peer.handshake_age = peer.handshake_age.or(age);
+        peer.rx_bytes = peer.rx_bytes.max(part.stats.rx_bytes);
+        peer.tx_bytes = peer.tx_bytes.max(part.stats.tx_bytes);
+    }
+}
+
+fn kernel_update(request: &SetRequest) -> control::DeviceUpdate {
+    let mut update = control::DeviceUpdate::new();
+    if let Some(key) = &request.private_key {
+        update = update.set_private_key(control::Key(*key.as_bytes()));
+    }
+    if let Some(port) = request.listen_port {
+        update = update.set_listen_port(port);
+    }
+    request.peers.iter().fold(update, |update, peer| update.add_peer(kernel_peer(peer)))
+}
+
+fn kernel_peer(peer: &SetPeer) -> control::PeerConfigBuilder {
+    let mut entry = control::PeerConfigBuilder::new(&control::Key(peer.public_key.0));
+    if peer.remove {
+        return entry.remove();
+    }
+    if let Some(endpoint) = peer.endpoint {
+        entry = entry.set_endpoint(endpoint);
+    }
+    if let Some(seconds) = peer.persistent_keepalive {
+        entry = entry.set_persistent_keepalive_interval(seconds);
+    }
+    if let Some(key) = &peer.preshared_key {
+        // All zero removes it.
+        entry = entry.set_preshared_key(control::Key(key.as_ref().map_or([0; 32], |key| *key.as_bytes())));
+    }
+    peer.allowed_ips.iter().fold(entry, |entry, net| entry.add_allowed_ip(net.addr(), net.prefix_len()))
+}
+
+/// Where a userspace device's socket is.
+pub fn socket_path(name: &str) -> PathBuf {
+    userspace::socket_directory().join(format!("{name}.sock"))
+}
+
+/// One request over the socket. Ours and not wireguard-control's: that one
+/// turns every error into EINVAL, prints to stdout and starts `wireguard-go`
+/// on its own when nobody answers.
+async fn exchange(name: &str, request: &str) -> io::Result<String> {
+    let talk = async {
+        let mut stream = UnixStream::connect(socket_path(name)).await?;
+        stream.write_all(request.as_bytes()).await?;
+        let mut answer = Vec::new();
+        // The answer ends with an empty line; the other side may keep the connection.
+        while !answer.ends_with(b"\n\n") && stream.read_buf(&mut answer).await? != 0 {}
+        if !answer.ends_with(b"\n\n") {
+            return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        entry
+        String::from_utf8(answer).map_err(|_| io::ErrorKind::InvalidData.into())
     };
-    let mut chunks = add.chunks(ALLOWED_IPS_PER_ENTRY);
-    let mut first = with_prefixes(PeerConfigBuilder::new(&Key(key.0)), chunks.next().unwrap_or_default());
-    if *replace_allowed_ips {
-        first = first.replace_allowed_ips();
-    }
-    if let Some(endpoint) = endpoint {
-        first = first.set_endpoint(*endpoint);
-    }
-    if let Some(seconds) = persistent_keepalive {
-        first = first.set_persistent_keepalive_interval(*seconds);
-    }
-    match preshared_key {
-        Some(Some(key)) => first = first.set_preshared_key(Key(*key.as_bytes())),
-        Some(None) => first = first.unset_preshared_key(),
-        None => {}
-    }
-    let rest = chunks.map(|prefixes| with_prefixes(PeerConfigBuilder::new(&Key(key.0)), prefixes));
-    std::iter::once(first).chain(rest).collect()
-}
-
-fn unix_seconds(time: SystemTime) -> Option<u64> {
-    time.duration_since(UNIX_EPOCH).ok().map(|since| since.as_secs()).filter(|&seconds| seconds > 0)
+    tokio::time::timeout(SOCKET_TIMEOUT, talk).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
 
-    const KEY: SecretKey = SecretKey::from_bytes([5; 32]);
-
-    /// What a kernel does with the changes.
-    fn simulate(state: &mut State, changes: &[Change]) {
-        for change in changes {
-            match change {
-                Change::PrivateKey(key) => state.private_key = Some(*key),
-                Change::ListenPort(port) => state.listen_port = Some(*port),
-                Change::Remove(key) => {
-                    state.peers.remove(key);
-                }
-                Change::Peer {
-                    key,
-                    add,
-                    replace_allowed_ips,
-                    endpoint,
-                    persistent_keepalive,
-                    preshared_key,
-                } => {
-                    for (other, peer) in &mut state.peers {
-                        if other != key {
-                            peer.allowed_ips.retain(|prefix| !add.contains(prefix));
-                        }
-                    }
-                    let peer = state.peers.entry(*key).or_default();
-                    if *replace_allowed_ips {
-                        peer.allowed_ips.clear();
-                    }
-                    peer.allowed_ips.extend(add);
-                    peer.endpoint = endpoint.or(peer.endpoint);
-                    peer.persistent_keepalive = persistent_keepalive.unwrap_or(peer.persistent_keepalive);
-                    peer.preshared_key = preshared_key.unwrap_or(peer.preshared_key);
-                }
-            }
-        }
-    }
-
-    prop_compose! {
-        /// Up to 12 prefixes shared out among up to 4 peers.
-        fn plan()(owners in prop::collection::vec(0u8..5, 12), port in 1u16..9,
-                  keepalives in prop::collection::vec(0u16..3, 4), roams in any::<[bool; 4]>(),
-                  endpoints in prop::collection::vec(prop::option::of(1u8..4), 4)) -> WireguardPlan {
-            let mut plan = WireguardPlan { listen_port: port, ..WireguardPlan::default() };
-            for (n, owner) in owners.iter().enumerate() {
-                let index = usize::from(*owner);
-                if index >= 4 { continue; }
-                let peer = plan.peers.entry(PublicKey([*owner; 32])).or_default();
-                peer.allowed_ips.insert(format!("10.0.{n}.0/24").parse().unwrap());
-                peer.persistent_keepalive = keepalives[index];
-                peer.roams = roams[index];
-                peer.endpoint = endpoints[index].map(|host| SocketAddr::from(([192, 0, 2, host], 51820)));
-            }
-            plan
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn applying_the_diff_reaches_the_plan_and_the_next_diff_is_empty(first in plan(), second in plan()) {
-            let mut state = State::default();
-            let changes = diff(&state, &first, &KEY);
-            simulate(&mut state, &changes);
-            prop_assert_eq!(diff(&state, &first, &KEY), vec![]);
-            let changes = diff(&state, &second, &KEY);
-            simulate(&mut state, &changes);
-            prop_assert_eq!(diff(&state, &second, &KEY), vec![]);
-            for (key, peer) in &second.peers {
-                prop_assert_eq!(&state.peers[key].allowed_ips, &peer.allowed_ips);
-            }
-            prop_assert_eq!(state.peers.len(), second.peers.len());
-        }
+    fn part(n: u8, nets: &[&str]) -> control::PeerInfo {
+        let mut info = control::PeerInfo::from_public_key(control::Key([n; 32]));
+        info.config.allowed_ips = nets.iter().map(|net| net.parse().unwrap()).collect();
+        info
     }
 
     #[test]
-    fn a_prefix_that_moves_is_only_claimed_by_its_new_owner() {
-        let prefix: IpNet = "10.0.0.0/24".parse().unwrap();
-        let kept: IpNet = "10.0.1.0/24".parse().unwrap();
-        let peer = |prefixes: &[IpNet]| WireguardPeer {
-            allowed_ips: prefixes.iter().copied().collect(),
-            ..WireguardPeer::default()
-        };
-        let (a, b) = (PublicKey([1; 32]), PublicKey([2; 32]));
-        let mut state = State::default();
-        let plan = |first: WireguardPeer, second: WireguardPeer| WireguardPlan {
-            listen_port: 1,
-            peers: BTreeMap::from([(a, first), (b, second)]),
-        };
-        let changes = diff(&state, &plan(peer(&[prefix, kept]), peer(&[])), &KEY);
-        simulate(&mut state, &changes);
-        let changes = diff(&state, &plan(peer(&[kept]), peer(&[prefix])), &KEY);
-        assert_eq!(changes.len(), 1, "{changes:?}");
-        assert!(matches!(&changes[0], Change::Peer { key, replace_allowed_ips: false, .. } if *key == b));
+    fn a_peer_in_several_parts_is_put_together_once() {
+        let mut first = part(1, &["10.0.0.0/24"]);
+        first.config.endpoint = Some("192.0.2.1:51820".parse().unwrap());
+        first.config.persistent_keepalive_interval = Some(10);
+        first.config.preshared_key = Some(control::Key([0; 32]));
+        first.stats.rx_bytes = 9;
+        let mut state = DeviceState::default();
+        merge(
+            &mut state,
+            vec![first, part(2, &[]), part(1, &["fd00::/64", "10.0.0.0/24"])],
+            SystemTime::now(),
+        );
+        let peer = &state.peers[&PublicKey([1; 32])];
+        assert_eq!(peer.allowed_ips.len(), 2);
+        assert_eq!((peer.persistent_keepalive, peer.rx_bytes, peer.preshared_key), (10, 9, None));
+        assert!(peer.endpoint.is_some());
+        assert_eq!(state.peers.len(), 2);
     }
 
     #[test]
-    fn an_endpoint_learnt_by_roaming_stays() {
-        let key = PublicKey([1; 32]);
-        let endpoint = |host| Some(SocketAddr::from(([192, 0, 2, host], 1)));
-        let wanted = |roams| WireguardPlan {
-            listen_port: 1,
-            peers: BTreeMap::from([(
-                key,
-                WireguardPeer { endpoint: endpoint(1), roams, ..WireguardPeer::default() },
-            )]),
-        };
-        let mut state = State { private_key: Some(KEY), listen_port: Some(1), ..State::default() };
-        state.peers.insert(key, PeerState { endpoint: endpoint(2), ..PeerState::default() });
-        assert_eq!(diff(&state, &wanted(true), &KEY), vec![]);
-        assert_eq!(diff(&state, &wanted(false), &KEY).len(), 1);
-    }
-
-    #[test]
-    fn a_large_peer_is_split_over_entries() {
-        let add: Vec<IpNet> =
-            (0..450u32).map(|n| format!("10.{}.{}.0/24", n / 250, n % 250).parse().unwrap()).collect();
-        let change = Change::Peer {
-            key: PublicKey([1; 32]),
-            add,
-            replace_allowed_ips: true,
-            endpoint: None,
-            persistent_keepalive: None,
-            preshared_key: None,
-        };
-        assert_eq!(entries(&change).len(), 3);
+    fn names_that_are_paths_are_refused() {
+        for name in ["", ".", "..", "a/b", "kilo0:1", "a b", "sixteen-letters0"] {
+            assert!(check_name(name).is_err(), "{name}");
+        }
+        assert!(check_name("kilo0").is_ok());
     }
 }

@@ -1,0 +1,105 @@
+//! One rtnetlink socket: dumps, lookups and acknowledged writes.
+
+use std::{io, sync::Arc};
+
+use futures::StreamExt;
+use rtnetlink::{
+    Handle,
+    packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload},
+    packet_route::RouteNetlinkMessage,
+};
+use tokio::task::JoinHandle;
+
+use super::NetError;
+
+/// A dump that changed under our hands is asked for again this often.
+const DUMP_ATTEMPTS: usize = 5;
+
+/// An rtnetlink socket of the network namespace it was opened in.
+#[derive(Clone, Debug)]
+pub struct Rtnl {
+    handle: Handle,
+    _task: Arc<Task>,
+}
+
+/// Ends the socket's task with the last user.
+#[derive(Debug)]
+pub(super) struct Task(pub(super) JoinHandle<()>);
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+impl Rtnl {
+    /// Opens the socket in the calling thread's namespace. Strict checking
+    /// lets the kernel filter dumps (routes by protocol) instead of us.
+    pub fn new() -> Result<Self, NetError> {
+        let (mut connection, handle, _) =
+            rtnetlink::new_connection_with_strict_check().map_err(NetError::Socket)?;
+        // Without the closing message half a dump looks like a whole one.
+        connection.set_forward_done(true);
+        connection.set_forward_ack(true);
+        Ok(Self { handle, _task: Arc::new(Task(tokio::spawn(connection))) })
+    }
+
+    /// All answers to a dump request.
+    pub async fn dump(
+        &self,
+        what: &str,
+        message: RouteNetlinkMessage,
+    ) -> Result<Vec<RouteNetlinkMessage>, NetError> {
+        for attempt in 1.. {
+            let (answers, interrupted) =
+                self.exchange(what, message.clone(), NLM_F_REQUEST | NLM_F_DUMP).await?;
+            if !interrupted || attempt == DUMP_ATTEMPTS {
+                return Ok(answers);
+            }
+        }
+        Ok(Vec::new())
+    }
+
+    /// The answers to a single lookup.
+    pub async fn get(
+        &self,
+        what: &str,
+        message: RouteNetlinkMessage,
+    ) -> Result<Vec<RouteNetlinkMessage>, NetError> {
+        Ok(self.exchange(what, message, NLM_F_REQUEST | NLM_F_ACK).await?.0)
+    }
+
+    /// A change, acknowledged by the kernel. `flags`: `NLM_F_CREATE` and so on.
+    pub async fn write(&self, what: &str, message: RouteNetlinkMessage, flags: u16) -> Result<(), NetError> {
+        self.exchange(what, message, NLM_F_REQUEST | NLM_F_ACK | flags).await.map(|_| ())
+    }
+
+    async fn exchange(
+        &self,
+        what: &str,
+        message: RouteNetlinkMessage,
+        flags: u16,
+    ) -> Result<(Vec<RouteNetlinkMessage>, bool), NetError> {
+        let mut request = NetlinkMessage::from(message);
+        request.header.flags = flags;
+        let mut stream = self.handle.clone().request(request).map_err(|_| NetError::Closed)?;
+        let mut answers = Vec::new();
+        let (mut interrupted, mut complete) = (false, false);
+        while let Some(answer) = stream.next().await {
+            interrupted |= answer.header.flags & NLM_F_DUMP_INTR != 0;
+            match answer.payload {
+                NetlinkPayload::InnerMessage(inner) => answers.push(inner),
+                NetlinkPayload::Done(_) => complete = true,
+                NetlinkPayload::Error(error) => {
+                    complete = true;
+                    if let Some(code) = error.code {
+                        let source = io::Error::from_raw_os_error(code.get().abs());
+                        return Err(NetError::Kernel { what: what.to_owned(), source });
+                    }
+                }
+                _ => {}
+            }
+        }
+        if complete { Ok((answers, interrupted)) } else { Err(NetError::Closed) }
+    }
+}

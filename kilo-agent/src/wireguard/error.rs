@@ -1,0 +1,132 @@
+//! What can go wrong with the WireGuard device.
+
+use std::{io, path::PathBuf};
+
+use crate::net::NetError;
+
+/// Failure to create, read or configure the WireGuard device.
+#[derive(Debug, thiserror::Error)]
+pub enum WireguardError {
+    /// `--interface` is no interface name.
+    #[error("`{0}` is no interface name: 1 to 15 characters, no slash, no white space")]
+    InvalidName(String),
+    /// `--create-interface=false` and nobody made it.
+    #[error(
+        "interface {0} does not exist and --create-interface=false; start what is to create it, or drop the flag"
+    )]
+    Absent(String),
+    /// Somebody else's interface has the name.
+    #[error(
+        "interface {name} exists but is of kind `{kind}`, not WireGuard; rename or delete it, or choose another --interface"
+    )]
+    NotWireguard {
+        /// Interface name.
+        name: String,
+        /// Kind, as the kernel calls it.
+        kind: String,
+    },
+    /// A TUN device nobody answers for.
+    #[error(
+        "interface {name} is a TUN device, but no userspace WireGuard answers at {socket}: {source}; delete the \
+         interface (ip link delete {name}) or start the process that belongs to it"
+    )]
+    NoSocket {
+        /// Interface name.
+        name: String,
+        /// Where the socket was looked for.
+        socket: PathBuf,
+        /// Why it cannot be used.
+        source: io::Error,
+    },
+    /// `--wireguard userspace` while a kernel device exists, or the reverse.
+    #[error(
+        "interface {name} exists as a {found} WireGuard device, {wanted} was asked for; delete it (ip link delete {name}) to change"
+    )]
+    OtherBackend {
+        /// Interface name.
+        name: String,
+        /// What there is.
+        found: &'static str,
+        /// What was asked for.
+        wanted: &'static str,
+    },
+    /// No module.
+    #[error(
+        "this kernel has no WireGuard ({0}); load the module (modprobe wireguard), or use the userspace one"
+    )]
+    NoKernelSupport(io::Error),
+    /// No rights.
+    #[error("creating {0} was refused; the agent needs CAP_NET_ADMIN in this network namespace")]
+    MissingCapability(String),
+    /// The interface went away or was replaced since it was opened.
+    #[error("interface {0} is gone or was replaced; it is created again at the next reconcile")]
+    Vanished(String),
+    /// The UDP port belongs to somebody else.
+    #[error(
+        "UDP port {0} is in use by another program or WireGuard interface; stop it or choose another --port"
+    )]
+    PortInUse(u16),
+    /// The userspace process did not come up.
+    #[error("the userspace WireGuard process for {name} did not start: {reason}; see {log}")]
+    NotStarted {
+        /// Interface name.
+        name: String,
+        /// What was seen.
+        reason: String,
+        /// Its log file.
+        log: PathBuf,
+    },
+    /// Another userspace process serves this interface.
+    #[error("a userspace WireGuard process for {0} is running already")]
+    AlreadyRunning(String),
+    /// No TUN device.
+    #[error(
+        "cannot create the TUN device {name}: {reason}; the process needs /dev/net/tun and CAP_NET_ADMIN"
+    )]
+    Tun {
+        /// Interface name.
+        name: String,
+        /// What the library says.
+        reason: String,
+    },
+    /// Reading or writing the device failed.
+    #[error("{what}: {source}")]
+    Device {
+        /// What was tried.
+        what: String,
+        /// Why it failed.
+        source: io::Error,
+    },
+    /// The key file cannot be read or written.
+    #[error("private key {path}: {source}")]
+    KeyFile {
+        /// File.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The key file holds something else; it is not overwritten.
+    #[error(
+        "private key {0}: this is no WireGuard key (base64 of 32 bytes); restore it from a backup, or remove it to get a new one"
+    )]
+    KeyContent(PathBuf),
+    /// A request about links failed.
+    #[error(transparent)]
+    Net(#[from] NetError),
+}
+
+impl WireguardError {
+    /// Short constant name for `kilo_errors_total{event}`.
+    pub const fn label(&self) -> &'static str {
+        match self {
+            Self::KeyFile { .. } | Self::KeyContent(_) => "key",
+            Self::PortInUse(_) => "port",
+            Self::Net(error) => error.label(),
+            _ => "wireguard",
+        }
+    }
+
+    pub(super) fn device(what: impl Into<String>, source: io::Error) -> Self {
+        Self::Device { what: what.into(), source }
+    }
+}

@@ -1,0 +1,239 @@
+//! Addresses, routes and rules against a real kernel.
+
+#![allow(clippy::unwrap_used)]
+
+mod netns;
+
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
+
+use kilo_agent::{
+    net::{Net, NetError, discovery, ensure_ip_forward, ip_forward, links, watch::Watcher},
+    plan::{MAIN_TABLE, NetPlan, POD_RULE_PRIORITY, POD_TABLE, Route, Rule},
+};
+use netns::{isolated, sh};
+
+/// kilo0 is a TUN here: routes and addresses do not care what is behind it.
+fn setup() -> u32 {
+    // No link-local addresses: the kernel adds them some time after a link is up.
+    sh("echo 1 > /proc/sys/net/ipv6/conf/default/addr_gen_mode; ip link set lo up
+        ip link add eth0 type veth peer name eth0p && ip link set eth0 up && ip link set eth0p up
+        ip addr add 10.0.0.5/24 dev eth0 && ip addr add 10.0.0.6/24 dev eth0
+        ip -6 addr add 2001:db8::5/64 dev eth0 nodad
+        ip route add default via 10.0.0.1
+        ip tuntap add dev kilo0 mode tun");
+    index("kilo0")
+}
+
+fn index(name: &str) -> u32 {
+    sh(&format!("ip -o link show {name} | cut -d: -f1")).trim().parse().unwrap()
+}
+
+fn route(destination: &str, source: &str) -> Route {
+    Route {
+        destination: destination.parse().unwrap(),
+        table: MAIN_TABLE,
+        source: (!source.is_empty()).then(|| source.parse().unwrap()),
+    }
+}
+
+fn plan() -> NetPlan {
+    NetPlan {
+        mtu: 1420,
+        addresses: BTreeSet::from(["10.4.0.1/16".parse().unwrap(), "fd00:4::1/64".parse().unwrap()]),
+        routes: BTreeSet::from([
+            route("10.2.1.0/24", "10.0.0.5"),
+            route("10.2.2.0/24", "10.0.0.5"),
+            route("192.0.2.7/32", ""),
+            route("fd00:2::/64", "2001:db8::5"),
+            Route { table: POD_TABLE, ..route("10.0.0.9/32", "10.0.0.5") },
+        ]),
+        rules: BTreeSet::from([Rule {
+            from: "10.2.0.0/24".parse().unwrap(),
+            table: POD_TABLE,
+            priority: POD_RULE_PRIORITY,
+        }]),
+    }
+}
+
+/// Everything but ours, to see that it stays.
+fn foreign() -> String {
+    sh(
+        "ip route show table all | grep -v 'proto 107' | grep -v kilo0; ip -6 route show table all | grep -v 'proto 107' | grep -v kilo0; ip rule show; ip -6 rule show; ip -o addr show | grep -v kilo0",
+    )
+}
+
+#[test]
+fn the_plan_comes_about_and_nothing_else_changes() {
+    isolated("the_plan_comes_about_and_nothing_else_changes", || async {
+        let kilo = setup();
+        sh(
+            "ip route add 10.77.0.0/16 dev eth0 proto static; ip rule add from 10.77.0.0/16 lookup 77 priority 77",
+        );
+        let before = foreign();
+        let net = Net::new().unwrap();
+        let writes = net.apply(&plan(), kilo).await.unwrap();
+        assert_eq!(writes, 1 + 2 + 5 + 1);
+        assert_eq!(net.apply(&plan(), kilo).await.unwrap(), 0, "a second apply writes nothing");
+        let shown = sh("ip route show proto 107");
+        assert!(shown.contains("10.2.1.0/24 dev kilo0 scope link src 10.0.0.5"), "{shown}");
+        assert!(sh("ip route show table 1107").contains("10.0.0.9 dev kilo0 proto 107"));
+        assert!(sh("ip rule show").contains("1107:\tfrom 10.2.0.0/24 lookup 1107 proto 107"));
+        assert!(sh("ip -6 route show proto 107").contains("fd00:2::/64 dev kilo0"));
+
+        // Change of the source address, in place.
+        let mut changed = plan();
+        changed.routes = plan()
+            .routes
+            .into_iter()
+            .map(|mut route| {
+                if route.source == Some("10.0.0.5".parse().unwrap()) {
+                    route.source = Some("10.0.0.6".parse().unwrap());
+                }
+                route
+            })
+            .collect();
+        assert_eq!(net.apply(&changed, kilo).await.unwrap(), 3);
+        assert_eq!(sh("ip route show table all proto 107 | grep -c 'src 10.0.0.6'").trim(), "3");
+        assert_eq!(net.apply(&changed, kilo).await.unwrap(), 0);
+
+        // Other address of the same network, which deleting the first would take along.
+        changed.addresses = BTreeSet::from(["10.4.0.2/16".parse().unwrap()]);
+        net.apply(&changed, kilo).await.unwrap();
+        assert!(sh("ip -o addr show dev kilo0").contains("10.4.0.2/16"));
+        assert!(!sh("ip -o addr show dev kilo0").contains("10.4.0.1/16"));
+        assert_eq!(net.apply(&changed, kilo).await.unwrap(), 0);
+
+        // Without any address the kernel flushes routes: they are back in the same apply.
+        changed.addresses.clear();
+        net.apply(&changed, kilo).await.unwrap();
+        assert_eq!(sh("ip route show table all proto 107 | grep -c dev.kilo0").trim(), "5");
+        assert_eq!(net.apply(&changed, kilo).await.unwrap(), 0);
+
+        // Fewer routes.
+        changed.routes.pop_first();
+        assert_eq!(net.apply(&changed, kilo).await.unwrap(), 1);
+
+        assert!(net.remove(Some(kilo)).await.unwrap() > 0);
+        assert_eq!(net.remove(Some(kilo)).await.unwrap(), 0);
+        assert_eq!(foreign(), before);
+        assert_eq!(sh("ip route show table all proto 107"), "");
+    });
+}
+
+#[test]
+fn a_thousand_routes_are_quick_and_1000_reconciles_write_nothing() {
+    isolated("a_thousand_routes_are_quick_and_1000_reconciles_write_nothing", || async {
+        let kilo = setup();
+        let net = Net::new().unwrap();
+        let mut plan = plan();
+        for n in 0..1000u32 {
+            plan.routes.insert(route(&format!("10.{}.{}.0/24", 100 + n / 256, n % 256), "10.0.0.5"));
+        }
+        let start = Instant::now();
+        let writes = net.apply(&plan, kilo).await.unwrap();
+        let first = start.elapsed();
+        assert_eq!(writes, 1 + 2 + 1005 + 1);
+        let start = Instant::now();
+        for _ in 0..20 {
+            assert_eq!(net.apply(&plan, kilo).await.unwrap(), 0);
+        }
+        let each = start.elapsed() / 20;
+        println!(
+            "kilo-figure: 1,000 routes applied in {first:?}, an idle reconcile over them takes {each:?}"
+        );
+        plan.routes.retain(|route| !route.destination.to_string().starts_with("10.1"));
+        net.apply(&plan, kilo).await.unwrap();
+        for _ in 0..1000 {
+            assert_eq!(net.apply(&plan, kilo).await.unwrap(), 0);
+        }
+        assert!(first < Duration::from_secs(5));
+    });
+}
+
+#[test]
+fn a_route_of_somebody_else_is_refused_by_name_and_kilos_is_taken_over() {
+    isolated("a_route_of_somebody_else_is_refused_by_name_and_kilos_is_taken_over", || async {
+        let kilo = setup();
+        let net = Net::new().unwrap();
+        sh(
+            "ip link set kilo0 up; ip route add 10.2.1.0/24 dev eth0 proto static; ip route add 10.2.2.0/24 dev kilo0 proto static",
+        );
+        let error = net.apply(&plan(), kilo).await.unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("10.2.1.0/24") && text.contains("eth0"), "{text}");
+        assert_eq!(error.label(), "network");
+        // Everything else is in place all the same.
+        assert!(
+            matches!(&error, NetError::Refused { writes: 8, refused } if refused.len() == 1),
+            "{error:?}"
+        );
+        assert!(sh("ip route show 10.2.2.0/24").contains("proto 107"));
+        assert!(sh("ip route show 10.2.1.0/24").contains("dev eth0 proto static"));
+    });
+}
+
+#[test]
+fn links_uplinks_paths_and_addresses_are_found() {
+    isolated("links_uplinks_paths_and_addresses_are_found", || async {
+        let kilo = setup();
+        sh("ip link add cni0 type bridge && ip link set cni0 up && ip addr add 10.244.1.1/24 dev cni0
+            ip link add eth1 type veth peer name eth1p && ip link set eth1 up && ip link set eth1p up
+            ip addr add 203.0.113.9/24 dev eth1 && ip link set eth1 mtu 1400
+            ip route add 10.50.0.0/16 dev eth1");
+        let net = Net::new().unwrap();
+        let pods = ["10.244.1.0/24".parse().unwrap()];
+        let query = links::HostQuery { kilo, private: Some("10.0.0.5".parse().unwrap()), pod_cidrs: &pods };
+        let towards = ["10.0.0.77", "10.50.0.1", "198.51.100.1"].map(|text| text.parse().unwrap());
+        let host = net.host_links(&query, &towards).await.unwrap();
+        let (eth0, eth1) = (index("eth0"), index("eth1"));
+        assert_eq!(host.uplinks.keys().copied().collect::<Vec<_>>(), [eth0.min(eth1), eth0.max(eth1)]);
+        assert_eq!(host.uplinks[&eth0].to_string(), "10.0.0.5");
+        assert_eq!(host.mtus[&eth1], 1400);
+        assert_eq!(host.private, Some(eth0));
+        assert_eq!(host.towards.get(&towards[1]), Some(&eth1));
+        assert_eq!(host.towards.len(), 1);
+        assert_eq!(net.default_interface().await.unwrap(), Some(eth0));
+        let found = discovery::run(&net, "kilo-no-such-host.invalid", kilo, &pods, &[]).await.unwrap();
+        assert_eq!(found.private.unwrap().to_string(), "10.0.0.5/24");
+        // The default route's interface comes first: its IPv6 address is public.
+        assert_eq!(found.public.to_string(), "2001:db8::5/64");
+        let all = net.links().await.unwrap();
+        assert_eq!(all.iter().find(|link| link.index == kilo).unwrap().kind, "tun");
+        assert!(links::by_name(net.rtnl(), "absent0").await.unwrap().is_none());
+        assert!(links::delete(net.rtnl(), index("eth1")).await.unwrap());
+        assert!(!links::delete(net.rtnl(), eth1).await.unwrap());
+    });
+}
+
+#[test]
+fn changes_wake_the_watcher_once_per_burst() {
+    isolated("changes_wake_the_watcher_once_per_burst", || async {
+        let kilo = setup();
+        let mut watcher = Watcher::new().unwrap();
+        let net = Net::new().unwrap();
+        net.apply(&plan(), kilo).await.unwrap();
+        let seen = watcher.changed().await.unwrap();
+        assert!(seen.links && seen.addresses && seen.routes && seen.rules, "{seen:?}");
+        // IPv6 has something to say a moment later.
+        while tokio::time::timeout(Duration::from_secs(2), watcher.changed()).await.is_ok() {}
+        net.apply(&plan(), kilo).await.unwrap();
+        let idle = tokio::time::timeout(Duration::from_millis(500), watcher.changed()).await;
+        assert!(idle.is_err(), "an apply without writes announces nothing: {idle:?}");
+        sh("ip link set eth0 down");
+        assert!(watcher.changed().await.unwrap().links);
+    });
+}
+
+#[test]
+fn forwarding_is_seen_and_turned_on() {
+    isolated("forwarding_is_seen_and_turned_on", || async {
+        std::fs::write("/proc/sys/net/ipv4/ip_forward", "0").unwrap();
+        assert!(!ip_forward().unwrap());
+        assert!(ensure_ip_forward().unwrap(), "it had to be turned on");
+        assert!(ip_forward().unwrap());
+        assert!(!ensure_ip_forward().unwrap());
+    });
+}

@@ -1,0 +1,73 @@
+//! Runs a test's body in a process of its own with fresh network and mount
+//! namespaces, so that nothing it does reaches the machine.
+
+#![allow(dead_code)]
+
+use std::{
+    io,
+    os::unix::process::CommandExt,
+    process::{Command, Stdio},
+};
+
+use nix::{
+    mount::{MsFlags, mount},
+    sched::{CloneFlags, unshare},
+};
+
+const INSIDE: &str = "KILO_TEST_INSIDE_NETNS";
+
+/// Runs `body` inside, or prints why it cannot. `name` is the test's own path
+/// in this binary.
+pub fn isolated<F: Future<Output = ()>>(name: &str, body: impl FnOnce() -> F) {
+    if std::env::var_os(INSIDE).is_some() {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        runtime.block_on(body());
+        return;
+    }
+    if !nix::unistd::geteuid().is_root() {
+        println!("kilo-skip: network namespaces need root");
+        return;
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args([name, "--exact", "--nocapture", "--test-threads=1"]).env(INSIDE, "1").stdin(Stdio::null());
+    // SAFETY: unshare and mount are plain system calls, nothing is allocated.
+    unsafe { child.pre_exec(enter) };
+    let output = match child.output() {
+        Ok(output) => output,
+        Err(error) => {
+            println!("kilo-skip: cannot make namespaces: {error}");
+            return;
+        }
+    };
+    print!("{}", String::from_utf8_lossy(&output.stdout));
+    eprint!("{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{name} failed inside its namespace");
+}
+
+fn enter() -> io::Result<()> {
+    unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)?;
+    let none: Option<&str> = None;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
+    // Sockets and `ip netns` names of the test end with its mount namespace.
+    mount(Some("kilo-test"), "/run", Some("tmpfs"), MsFlags::empty(), none)?;
+    Ok(())
+}
+
+/// Runs a command that must succeed; returns its output.
+#[track_caller]
+pub fn sh(line: &str) -> String {
+    let output = Command::new("sh").args(["-ec", line]).output().unwrap();
+    assert!(
+        output.status.success(),
+        "`{line}`: {}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// True when the command succeeds.
+pub fn succeeds(line: &str) -> bool {
+    Command::new("sh").args(["-c", line]).output().is_ok_and(|output| output.status.success())
+}
