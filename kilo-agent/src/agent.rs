@@ -106,6 +106,8 @@ pub struct Agent<B> {
     hops: HopIds,
     resolver: Resolver,
     next_check_in: Instant,
+    /// Unix seconds of the last sign of life written; 0 = none yet.
+    checked_in: i64,
     metrics: Metrics,
     health: Health,
     graph: tokio::sync::watch::Sender<Arc<str>>,
@@ -138,6 +140,7 @@ impl<B: Backend> Agent<B> {
             hops: HopIds::default(),
             resolver: Resolver::default(),
             next_check_in: Instant::now(),
+            checked_in: 0,
             metrics,
             health,
             graph,
@@ -309,7 +312,8 @@ impl<B: Backend> Agent<B> {
             endpoint: own.endpoint.clone(),
             internal_ip: own.internal_ip,
             key: own.key,
-            last_seen: if due { unix_now } else { seen.last_seen },
+            // The backend's view may be older than what was written last.
+            last_seen: if due { unix_now } else { seen.last_seen.max(self.checked_in) },
             wireguard_ip: plan::wireguard_address(mesh, &self.options.hostname),
             discovered_endpoints: state
                 .seen_endpoints()
@@ -321,6 +325,7 @@ impl<B: Backend> Agent<B> {
         };
         self.backend.publish(&self.options.hostname, &published).await?;
         if due {
+            self.checked_in = unix_now;
             self.next_check_in = now + CHECK_IN.mul_f64(rand::random_range(0.9..1.1));
         }
         Ok(())
