@@ -42,6 +42,8 @@ pub fn bpffs() -> Option<BpfFs> {
     Some(BpfFs(directory))
 }
 
+pub mod packet;
+
 pub const SELF: [u8; 4] = [10, 1, 0, 11];
 pub const MEMBER: [u8; 4] = [10, 1, 0, 12];
 pub const OWN_POD: [u8; 4] = [10, 42, 1, 2];

@@ -1,0 +1,167 @@
+//! `lan_ingress`: what a node takes from its network, and from whom.
+
+mod support;
+
+use std::cell::RefCell;
+
+use kilo_agent::{dataplane::Dataplane, plan::model};
+use support::{
+    MEMBER, MEMBER_POD, OWN_POD, REMOTE_POD, SELF, leader_tables, member_tables,
+    packet::{PASS, REDIRECT, Ran, SHOT, checksums_hold, ethernet, ipv4, run, steered, udp},
+};
+
+/// Ethernet and IPv4 header: BPF_PROG_TEST_RUN takes no less (since Linux 6.17).
+const SHORTEST: usize = 34;
+
+fn open(tables: &kilo_agent::plan::Tables) -> Option<(support::BpfFs, Dataplane)> {
+    let fs = support::bpffs()?;
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    dataplane.write(tables).unwrap();
+    Some((fs, dataplane))
+}
+
+fn drops_as(ran: &Ran, reason: &str) {
+    assert_eq!((ran.verdict, ran.counted.as_slice()), (SHOT, &[reason][..]), "{ran:?}");
+}
+
+#[test]
+fn a_steered_packet_for_a_local_pod_is_decapsulated_and_delivered() {
+    let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
+    let inner = udp(MEMBER_POD, OWN_POD, (1, 2), b"payload");
+    let ran = run(&mut dataplane, "lan_ingress", &steered(MEMBER, SELF, &inner));
+    assert_eq!((ran.verdict, ran.counted.as_slice()), (REDIRECT, &["deliver"][..]));
+    assert_eq!(&ran.bytes[14..], inner, "the inner packet is as it was sent");
+}
+
+#[test]
+fn a_leader_sends_transit_on_with_a_lower_ttl_and_a_right_checksum() {
+    let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
+    let inner = udp(MEMBER_POD, REMOTE_POD, (1, 2), b"payload");
+    let ran = run(&mut dataplane, "lan_ingress", &steered(MEMBER, SELF, &inner));
+    assert_eq!((ran.verdict, ran.counted.as_slice()), (REDIRECT, &["transit"][..]));
+    assert_eq!(ran.bytes[14 + 8], 63);
+    assert!(checksums_hold(&ran.bytes[14..]));
+}
+
+#[test]
+fn a_packet_at_the_end_of_its_life_is_not_sent_on() {
+    let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
+    for ttl in [0, 1] {
+        let inner = ipv4(MEMBER_POD, REMOTE_POD, 17, ttl, &[0; 8]);
+        drops_as(&run(&mut dataplane, "lan_ingress", &steered(MEMBER, SELF, &inner)), "ttl_exceeded");
+    }
+}
+
+#[test]
+fn a_node_that_does_not_lead_refuses_remote_destinations() {
+    let Some((_fs, mut dataplane)) = open(&member_tables()) else { return };
+    let inner = udp(MEMBER_POD, REMOTE_POD, (1, 2), b"");
+    drops_as(&run(&mut dataplane, "lan_ingress", &steered(MEMBER, SELF, &inner)), "not_for_us");
+}
+
+#[test]
+fn only_nodes_of_the_location_may_steer() {
+    let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
+    let inner = udp(MEMBER_POD, OWN_POD, (1, 2), b"");
+    drops_as(&run(&mut dataplane, "lan_ingress", &steered([10, 1, 0, 99], SELF, &inner)), "unknown_sender");
+}
+
+#[test]
+fn an_inner_source_must_belong_to_the_node_that_sends_it() {
+    let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
+    for src in [OWN_POD, REMOTE_POD, [8, 8, 8, 8]] {
+        let inner = udp(src, OWN_POD, (1, 2), b"");
+        drops_as(&run(&mut dataplane, "lan_ingress", &steered(MEMBER, SELF, &inner)), "foreign_source");
+    }
+}
+
+#[test]
+fn the_leader_carries_sources_of_other_locations() {
+    let Some((_fs, mut dataplane)) = open(&member_tables()) else { return };
+    let inner = udp(REMOTE_POD, OWN_POD, (1, 2), b"");
+    let ran = run(&mut dataplane, "lan_ingress", &steered(MEMBER, SELF, &inner));
+    assert_eq!(ran.counted, ["deliver"]);
+}
+
+#[test]
+fn ipip_that_is_not_for_this_node_is_left_alone() {
+    let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
+    let frame = steered(MEMBER, [10, 1, 0, 77], &udp(MEMBER_POD, OWN_POD, (1, 2), b""));
+    let ran = run(&mut dataplane, "lan_ingress", &frame);
+    assert_eq!((ran.verdict, ran.bytes, ran.counted.len()), (PASS, frame, 0));
+}
+
+#[test]
+fn ordinary_traffic_is_left_alone() {
+    let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
+    for ip in [udp([192, 0, 2, 9], SELF, (1, 51820), b"x"), ipv4([1, 1, 1, 1], SELF, 47, 64, &[0; 30])] {
+        let frame = ethernet(&ip);
+        let ran = run(&mut dataplane, "lan_ingress", &frame);
+        assert_eq!((ran.verdict, ran.bytes, ran.counted.len()), (PASS, frame, 0));
+    }
+}
+
+#[test]
+fn a_fragmented_outer_packet_is_dropped() {
+    let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
+    let mut frame = steered(MEMBER, SELF, &udp(MEMBER_POD, OWN_POD, (1, 2), b""));
+    frame[14 + 6] = 0x20;
+    drops_as(&run(&mut dataplane, "lan_ingress", &frame), "outer_fragment");
+}
+
+#[test]
+fn no_truncation_and_no_flipped_byte_gets_past_the_checks() {
+    use proptest::prelude::*;
+    let Some((_fs, dataplane)) = open(&leader_tables()) else { return };
+    let dataplane = RefCell::new(dataplane);
+    let whole = steered(MEMBER, SELF, &udp(MEMBER_POD, REMOTE_POD, (1, 2), b"some payload"));
+    let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(2000));
+    runner
+        .run(&(SHORTEST..=whole.len(), 14usize..whole.len(), any::<u8>()), |(length, at, value)| {
+            let mut frame = whole.clone();
+            frame[at] = value;
+            frame.truncate(length);
+            let ran = run(&mut dataplane.borrow_mut(), "lan_ingress", &frame);
+            // Whatever it is: passed untouched, dropped for one reason, or redirected and counted.
+            match ran.verdict {
+                PASS => prop_assert_eq!((ran.bytes, ran.counted.len()), (frame, 0)),
+                SHOT => prop_assert_eq!(ran.counted.len(), 1),
+                REDIRECT => {
+                    prop_assert!(matches!(ran.counted[..], ["transit" | "deliver"]));
+                    prop_assert_eq!(ran.bytes.len() + 20, frame.len());
+                }
+                other => prop_assert!(false, "verdict {other}"),
+            }
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn program_and_model_agree_on_random_steered_packets() {
+    use proptest::prelude::*;
+    let leader = leader_tables();
+    let member = member_tables();
+    for tables in [leader, member] {
+        let Some((_fs, dataplane)) = open(&tables) else { return };
+        let dataplane = RefCell::new(dataplane);
+        let addresses =
+            vec![SELF, MEMBER, OWN_POD, MEMBER_POD, REMOTE_POD, [10, 5, 0, 1], [8, 8, 8, 8], [10, 42, 9, 1]];
+        let pick = || prop::sample::select(addresses.clone());
+        let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(1500));
+        runner
+            .run(&(pick(), pick(), pick()), |(outer, src, dst)| {
+                let wanted =
+                    tables.lan_ingress(outer.into(), model::Packet { src: src.into(), dst: dst.into() });
+                let frame = steered(outer, SELF, &udp(src, dst, (1000, 2000), b"x"));
+                let ran = run(&mut dataplane.borrow_mut(), "lan_ingress", &frame);
+                let label = match wanted {
+                    Ok((action, _)) => action.label(),
+                    Err(reason) => reason.label(),
+                };
+                prop_assert_eq!(ran.counted, vec![label]);
+                Ok(())
+            })
+            .unwrap();
+    }
+}

@@ -1,0 +1,128 @@
+//! Packets as bytes, and running a program on them (BPF_PROG_TEST_RUN).
+
+use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
+use kilo_agent::dataplane::Dataplane;
+use kilo_common::{checksum, encap, verdict};
+
+/// What a program answered.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Ran {
+    /// `TC_ACT_*`.
+    pub verdict: i32,
+    /// The packet afterwards.
+    pub bytes: Vec<u8>,
+    /// Labels of the counters that went up, once a packet.
+    pub counted: Vec<&'static str>,
+}
+
+pub const PASS: i32 = -1;
+pub const SHOT: i32 = 2;
+pub const REDIRECT: i32 = 7;
+
+/// An IPv4 packet with a valid header checksum.
+pub fn ipv4(src: [u8; 4], dst: [u8; 4], protocol: u8, ttl: u8, payload: &[u8]) -> Vec<u8> {
+    let length = u16::try_from(20 + payload.len()).unwrap();
+    let mut header = [0u8; 20];
+    header[0] = 0x45;
+    header[2..4].copy_from_slice(&length.to_be_bytes());
+    header[6] = 0x40;
+    header[8] = ttl;
+    header[9] = protocol;
+    header[12..16].copy_from_slice(&src);
+    header[16..20].copy_from_slice(&dst);
+    let sum = checksum::header(&header);
+    header[10..12].copy_from_slice(&sum.to_be_bytes());
+    [&header[..], payload].concat()
+}
+
+/// A UDP datagram with checksum.
+pub fn udp(src: [u8; 4], dst: [u8; 4], ports: (u16, u16), data: &[u8]) -> Vec<u8> {
+    let mut payload = Vec::new();
+    payload.extend(ports.0.to_be_bytes());
+    payload.extend(ports.1.to_be_bytes());
+    payload.extend(u16::try_from(8 + data.len()).unwrap().to_be_bytes());
+    payload.extend([0, 0]);
+    payload.extend(data);
+    let sum = transport_checksum(src, dst, 17, &payload);
+    payload[6..8].copy_from_slice(&sum.to_be_bytes());
+    ipv4(src, dst, 17, 64, &payload)
+}
+
+/// An echo request (8) or reply (0).
+pub fn icmp(src: [u8; 4], dst: [u8; 4], kind: u8, id: u16) -> Vec<u8> {
+    let mut payload = vec![kind, 0, 0, 0];
+    payload.extend(id.to_be_bytes());
+    payload.extend([0, 1, 1, 2, 3, 4]);
+    let sum = !fold(sum(&payload));
+    payload[2..4].copy_from_slice(&sum.to_be_bytes());
+    ipv4(src, dst, 1, 64, &payload)
+}
+
+/// Behind an Ethernet header; zero addresses are those of the loopback device.
+pub fn ethernet(ip: &[u8]) -> Vec<u8> {
+    let mut frame = vec![0; 12];
+    frame.extend([8, 0]);
+    frame.extend(ip);
+    frame
+}
+
+/// Behind an outer header, on the wire.
+pub fn steered(from: [u8; 4], to: [u8; 4], inner: &[u8]) -> Vec<u8> {
+    let outer = encap::ipip_header(from, to, 0, u16::try_from(inner.len()).unwrap());
+    ethernet(&[&outer[..], inner].concat())
+}
+
+/// RFC 1071 sum over 16-bit words.
+fn sum(bytes: &[u8]) -> u32 {
+    bytes.chunks(2).map(|pair| u32::from(pair[0]) << 8 | pair.get(1).map_or(0, |&byte| u32::from(byte))).sum()
+}
+
+fn fold(sum: u32) -> u16 {
+    checksum::fold(sum)
+}
+
+/// Checksum of a TCP or UDP segment whose field is zero.
+pub fn transport_checksum(src: [u8; 4], dst: [u8; 4], protocol: u8, segment: &[u8]) -> u16 {
+    let pseudo = sum(&src) + sum(&dst) + u32::from(protocol) + u32::try_from(segment.len()).unwrap();
+    !fold(pseudo + sum(segment))
+}
+
+/// True when header and transport checksums of an IPv4 packet hold.
+pub fn checksums_hold(ip: &[u8]) -> bool {
+    let header: [u8; 20] = ip[..20].try_into().unwrap();
+    let (src, dst) = (ip[12..16].try_into().unwrap(), ip[16..20].try_into().unwrap());
+    let segment = &ip[20..];
+    let transport = match ip[9] {
+        6 | 17 => transport_checksum(src, dst, ip[9], segment) == 0,
+        1 => fold(sum(segment)) == 0xffff,
+        _ => true,
+    };
+    checksum::header(&header) == 0 && transport
+}
+
+/// Runs a program once and says what it did.
+pub fn run(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> Ran {
+    let before = dataplane.counters().unwrap().read().unwrap();
+    let classifier: &SchedClassifier = dataplane.bpf_mut().program(program).unwrap().try_into().unwrap();
+    let mut out = vec![0; packet.len() + 256];
+    let mut options = TestRunOptions::new();
+    options.data_in = Some(packet);
+    options.data_out = Some(&mut out);
+    let result = classifier.test_run(options).unwrap();
+    out.truncate(usize::try_from(result.data_size_out).unwrap());
+    let after = dataplane.counters().unwrap().read().unwrap();
+    let all = |counters: &kilo_agent::dataplane::Counters| {
+        let mut all = counters.actions.clone();
+        all.extend(&counters.drops);
+        all
+    };
+    let (before, after) = (all(&before), all(&after));
+    let counted = after
+        .iter()
+        .filter(|(label, count)| **count == before[*label] + 1)
+        .map(|(label, _)| *label)
+        .collect();
+    assert!(after.iter().all(|(label, count)| *count <= before[label] + 1), "counted more than once");
+    assert_eq!(after.len(), verdict::Action::ALL.len() + verdict::DropReason::ALL.len());
+    Ran { verdict: result.return_value.cast_signed(), bytes: out, counted }
+}
