@@ -376,7 +376,7 @@ impl<B: Backend> Agent<B> {
         let Some(path) = &self.options.cni else { return };
         match cni::update(path, &own.pod_cidrs) {
             Ok(true) => {
-                tracing::info!(path = %path.display(), "wrote the pod CIDRs into the CNI configuration")
+                tracing::info!(path = %path.display(), "wrote the pod CIDRs into the CNI configuration");
             }
             Ok(false) => {}
             Err(error) => {

@@ -1,5 +1,7 @@
 //! The object loads, pins what it should, and is adopted again.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
 mod support;
 
 use kilo_agent::dataplane::{Dataplane, pin_directory};

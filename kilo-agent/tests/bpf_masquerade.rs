@@ -1,5 +1,7 @@
 //! `uplink_egress` and `lan_ingress`: translation out and back.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
 mod support;
 
 use kilo_agent::dataplane::Dataplane;

@@ -1,5 +1,7 @@
 //! `lan_ingress`: what a node takes from its network, and from whom.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
 mod support;
 
 use std::cell::RefCell;

@@ -5,6 +5,8 @@
 //! has none: packets here come from 8.0.0.0/16, whose first bytes read as the
 //! EtherType of IPv4.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
 mod support;
 
 use kilo_agent::{dataplane::Dataplane, plan::Tables};

@@ -24,7 +24,7 @@ pub const fn header(bytes: &[u8; 20]) -> u16 {
 /// Checksum after one 16-bit word changed (RFC 1624, equation 3).
 #[inline(always)]
 pub const fn update(checksum: u16, old: u16, new: u16) -> u16 {
-    !fold(!checksum as u16 as u32 + !old as u16 as u32 + new as u32)
+    !fold(!checksum as u32 + !old as u32 + new as u32)
 }
 
 #[cfg(test)]

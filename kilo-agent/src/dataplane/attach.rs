@@ -108,7 +108,7 @@ impl Attachments {
             How::Tcx => {
                 let own =
                     bpf.program(place.program).and_then(|program| program.info().ok()).map(|info| info.id());
-                SchedClassifier::query_tcx(&*interface, place.attach_type())
+                SchedClassifier::query_tcx(&interface, place.attach_type())
                     .is_ok_and(|(_, programs)| programs.iter().any(|program| Some(program.id()) == own))
             }
         }

@@ -93,10 +93,10 @@ struct Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        if !self.keep {
-            if let Err(error) = down(&self.name) {
-                eprintln!("lab: {error:#}");
-            }
+        if !self.keep
+            && let Err(error) = down(&self.name)
+        {
+            eprintln!("lab: {error:#}");
         }
     }
 }
