@@ -115,12 +115,12 @@ pub struct Agent<B> {
 }
 
 impl<B: Backend> Agent<B> {
-    /// Opens what the agent needs; nothing is changed yet but the loading of
-    /// programs and the adoption of pinned maps.
+    /// Opens what the agent needs: programs, pinned maps, the WireGuard device.
     ///
     /// # Errors
     /// When a capability or kernel feature is missing; the text says which.
-    pub fn new(
+    /// What was not there before is then not there afterwards.
+    pub async fn new(
         options: Options,
         backend: B,
         key: SecretKey,
@@ -128,10 +128,19 @@ impl<B: Backend> Agent<B> {
         health: Health,
         graph: tokio::sync::watch::Sender<Arc<str>>,
     ) -> Result<Self, AgentError> {
+        let adopted = dataplane::pin_directory(&options.bpffs).exists();
         let dataplane = Dataplane::open(&options.bpffs, options.debug)?;
         metrics.set_counters(dataplane.counters()?);
+        let net = Net::new()?;
+        if let Err(error) = Interface::ensure(&net, &options.interface).await {
+            if !adopted {
+                drop(dataplane);
+                dataplane::remove(&options.bpffs);
+            }
+            return Err(error.into());
+        }
         Ok(Self {
-            net: Net::new()?,
+            net,
             dataplane,
             options,
             backend,

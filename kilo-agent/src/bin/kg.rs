@@ -304,7 +304,7 @@ async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> 
     let stop = CancellationToken::new();
     let snapshots = backend.watch();
     let hostname = options.hostname.clone();
-    let agent = Agent::new(options, backend, key, metrics, health, graph)?;
+    let agent = Agent::new(options, backend, key, metrics, health, graph).await?;
     let listen = flags.listen;
     let server = tokio::spawn(async move { http::serve(listen, context).await });
     let mut agent = tokio::spawn(agent.run(stop.clone()));

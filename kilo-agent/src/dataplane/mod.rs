@@ -62,7 +62,13 @@ impl Dataplane {
         let directory = pin_directory(bpffs);
         std::fs::create_dir_all(&directory)
             .map_err(|source| DataplaneError::Pin { path: directory.clone(), source })?;
-        let mut bpf = load::load(&directory, debug)?;
+        let adopted = directory.join(kilo_common::maps::name::CONFIG).exists();
+        let mut bpf = load::load(&directory, debug).inspect_err(|_| {
+            if !adopted {
+                // Nothing half set up stays behind.
+                let _ = std::fs::remove_dir_all(bpffs.join("kilo"));
+            }
+        })?;
         let present = maps::read(&mut bpf)?;
         Ok(Self { bpf, directory, present, attachments: attach::Attachments::default() })
     }
