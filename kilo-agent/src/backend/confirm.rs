@@ -1,40 +1,42 @@
-//! A list that suddenly misses many objects may be a broken one: it is
-//! believed when the next list misses them too.
+//! A list that suddenly misses many objects may be a broken one: those objects
+//! are kept until the next list misses them too.
 
 use std::collections::BTreeSet;
 
 /// Smallest loss that needs confirmation.
 const MANY: usize = 3;
 
-/// Names that are known to exist.
+/// Names that are known to exist, and those doubted at the moment.
 #[derive(Debug, Default)]
-pub struct Confirmed {
-    names: BTreeSet<String>,
-    doubted: bool,
+pub struct Confirm {
+    known: BTreeSet<String>,
+    doubted: BTreeSet<String>,
 }
 
-impl Confirmed {
-    /// Takes a complete list. False when it lost a third of what was known,
-    /// and at least three names, for the first time.
-    pub fn believes(&mut self, listed: BTreeSet<String>) -> bool {
-        let lost = self.names.difference(&listed).count();
-        if lost >= MANY && lost * 3 > self.names.len() && !self.doubted {
-            self.doubted = true;
-            return false;
-        }
-        self.doubted = false;
-        self.names = listed;
-        true
+impl Confirm {
+    /// Takes a complete list and answers which names to keep although they are
+    /// not in it; when there are any, ask for another list soon. A loss is
+    /// doubted when it is more than a third of what was known and at least
+    /// three; what was doubted and is still missing has really gone.
+    pub fn list(&mut self, listed: &BTreeSet<String>) -> &BTreeSet<String> {
+        let lost: BTreeSet<_> =
+            self.known.difference(listed).filter(|name| !self.doubted.contains(*name)).cloned().collect();
+        let many = lost.len() >= MANY && lost.len() * 3 > self.known.len();
+        self.doubted = if many { lost } else { BTreeSet::new() };
+        self.known = listed.union(&self.doubted).cloned().collect();
+        &self.doubted
     }
 
     /// An object was added.
-    pub fn add(&mut self, name: String) {
-        self.names.insert(name);
+    pub fn add(&mut self, name: &str) {
+        if !self.known.contains(name) {
+            self.known.insert(name.to_owned());
+        }
     }
 
     /// An object was deleted, by an event of its own.
     pub fn remove(&mut self, name: &str) {
-        self.names.remove(name);
+        self.known.remove(name);
     }
 }
 
@@ -42,31 +44,53 @@ impl Confirmed {
 mod tests {
     use super::*;
 
-    fn names(count: usize) -> BTreeSet<String> {
-        (0..count).map(|n| n.to_string()).collect()
+    fn names(range: std::ops::Range<usize>) -> BTreeSet<String> {
+        range.map(|n| n.to_string()).collect()
     }
 
     #[test]
     fn a_mass_loss_is_believed_the_second_time() {
-        let mut confirmed = Confirmed::default();
-        assert!(confirmed.believes(names(10)));
-        assert!(!confirmed.believes(names(5)));
-        assert!(confirmed.believes(names(5)));
+        let mut confirm = Confirm::default();
+        assert!(confirm.list(&names(0..10)).is_empty());
+        assert_eq!(*confirm.list(&names(0..5)), names(5..10));
+        assert!(confirm.list(&names(0..5)).is_empty());
+        assert_eq!(confirm.known, names(0..5));
     }
 
     #[test]
     fn a_few_lost_objects_need_no_confirmation() {
-        let mut confirmed = Confirmed::default();
-        assert!(confirmed.believes(names(10)));
-        assert!(confirmed.believes(names(8)));
+        let mut confirm = Confirm::default();
+        confirm.list(&names(0..9));
+        assert!(confirm.list(&names(0..6)).is_empty(), "a third");
+        assert!(confirm.list(&names(0..4)).is_empty(), "two");
     }
 
     #[test]
-    fn a_list_that_recovers_resets_the_doubt() {
-        let mut confirmed = Confirmed::default();
-        assert!(confirmed.believes(names(10)));
-        assert!(!confirmed.believes(names(1)));
-        assert!(confirmed.believes(names(10)));
-        assert!(!confirmed.believes(names(1)));
+    fn what_comes_back_is_not_lost_and_can_be_doubted_again() {
+        let mut confirm = Confirm::default();
+        confirm.list(&names(0..10));
+        assert_eq!(*confirm.list(&names(0..1)), names(1..10));
+        assert!(confirm.list(&names(0..10)).is_empty());
+        assert_eq!(*confirm.list(&names(0..1)), names(1..10));
+    }
+
+    #[test]
+    fn a_second_list_that_misses_others_is_doubted_for_those() {
+        let mut confirm = Confirm::default();
+        confirm.list(&names(0..10));
+        assert_eq!(*confirm.list(&names(0..5)), names(5..10));
+        assert_eq!(*confirm.list(&names(5..10)), names(0..5));
+        assert!(confirm.list(&names(5..10)).is_empty());
+    }
+
+    #[test]
+    fn deletions_by_event_are_not_doubted() {
+        let mut confirm = Confirm::default();
+        confirm.list(&names(0..6));
+        confirm.add("6");
+        for name in names(0..4) {
+            confirm.remove(&name);
+        }
+        assert!(confirm.list(&names(4..7)).is_empty());
     }
 }

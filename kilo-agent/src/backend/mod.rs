@@ -50,7 +50,7 @@ pub struct Published {
 #[derive(Debug, thiserror::Error)]
 pub enum BackendError {
     /// The node this agent runs on is not known to the backend.
-    #[error("node {0:?} does not exist; check --hostname against `kubectl get nodes`")]
+    #[error("node {0:?} does not exist; check --hostname against the names of the Node objects")]
     NoSuchNode(String),
     /// Reading or writing the directory failed.
     #[error("{path}: {source}")]
@@ -61,9 +61,12 @@ pub enum BackendError {
         #[source]
         source: std::io::Error,
     },
-    /// The Kubernetes API refused or failed.
+    /// The Kubernetes API refused.
     #[error("{0}")]
     Api(String),
+    /// The Kubernetes API is out of reach or overloaded.
+    #[error("{0}")]
+    Unreachable(String),
     /// The configuration (kubeconfig, directory) cannot be used.
     #[error("{0}")]
     Config(String),
@@ -76,8 +79,14 @@ impl BackendError {
             Self::NoSuchNode(_) => "no_such_node",
             Self::Io { .. } => "io",
             Self::Api(_) => "api",
+            Self::Unreachable(_) => "unreachable",
             Self::Config(_) => "config",
         }
+    }
+
+    /// True when the same may work later without anybody's doing.
+    pub const fn is_temporary(&self) -> bool {
+        matches!(self, Self::Unreachable(_))
     }
 }
 

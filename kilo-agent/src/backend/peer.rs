@@ -14,28 +14,36 @@ use crate::topology::{self, Endpoint, EndpointHost};
     group = "kilo.squat.ai",
     version = "v1alpha1",
     kind = "Peer",
+    doc = "A WireGuard peer outside the cluster that joins its network.",
     plural = "peers",
     shortname = "peer",
     derive = "PartialEq",
     printcolumn = r#"{"name":"Allowed IPs","type":"string","jsonPath":".spec.allowedIPs"}"#,
-    printcolumn = r#"{"name":"Endpoint","type":"string","jsonPath":".spec.endpoint.dnsOrIP"}"#,
+    printcolumn = r#"{"name":"DNS","type":"string","jsonPath":".spec.endpoint.dnsOrIP.dns"}"#,
+    printcolumn = r#"{"name":"IP","type":"string","jsonPath":".spec.endpoint.dnsOrIP.ip"}"#,
+    printcolumn = r#"{"name":"Port","type":"integer","jsonPath":".spec.endpoint.port"}"#,
+    printcolumn = r#"{"name":"Keepalive","type":"integer","jsonPath":".spec.persistentKeepalive"}"#,
     printcolumn = r#"{"name":"Age","type":"date","jsonPath":".metadata.creationTimestamp"}"#
 )]
 #[serde(rename_all = "camelCase")]
 pub struct PeerSpec {
     /// Prefixes (CIDR) the peer sends from and is sent to.
     #[serde(rename = "allowedIPs")]
+    #[schemars(extend("items" = {"type": "string", "format": "cidr"}))]
     pub allowed_ips: Vec<String>,
     /// Where the peer is reached; omit it for a peer that connects by itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub endpoint: Option<PeerEndpoint>,
     /// Seconds between keepalive packets; 0 = none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0, max = 65535))]
     pub persistent_keepalive: Option<i64>,
     /// Optional symmetric key, base64 of 32 bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = r"^(\s*[A-Za-z0-9+/]{43}=)?\s*$"))]
     pub preshared_key: Option<String>,
     /// WireGuard public key, base64 of 32 bytes.
+    #[schemars(regex(pattern = r"^\s*[A-Za-z0-9+/]{43}=\s*$"))]
     pub public_key: String,
 }
 
@@ -46,6 +54,7 @@ pub struct PeerEndpoint {
     #[serde(rename = "dnsOrIP")]
     pub dns_or_ip: DnsOrIp,
     /// UDP port, 1 to 65535.
+    #[schemars(range(min = 1, max = 65535))]
     pub port: i64,
 }
 

@@ -1,0 +1,250 @@
+//! A directory of Node and Peer objects in YAML, in the shape Kubernetes has
+//! them. People write any files they like; each agent writes one file of its
+//! own, so that nobody overwrites anybody. See docs/file-backend.md.
+
+mod directory;
+mod objects;
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, OpenOptions},
+    io::{self, Write as _},
+    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
+    path::{Path, PathBuf},
+    sync::{Arc, mpsc},
+    time::{Duration, Instant},
+};
+
+use k8s_openapi::api::core::v1 as core;
+use notify::{RecommendedWatcher, RecursiveMode, Watcher as _};
+use tokio::sync::watch;
+
+use self::directory::{Directory, own_file};
+use super::{Backend, BackendError, Published, Snapshot, node};
+
+/// The directory is also read this often: no event tells of changes that
+/// another machine made to a shared file system.
+const REREAD: Duration = Duration::from_secs(10);
+/// Quiet time after an event before the directory is read.
+const SETTLE: Duration = Duration::from_millis(50);
+
+/// What the reading thread is told.
+enum Told {
+    /// Something in the directory changed.
+    Changed,
+    /// The backend is gone.
+    Stop,
+}
+
+/// The file backend. Dropping it ends its thread.
+pub struct FileBackend {
+    directory: PathBuf,
+    snapshots: watch::Receiver<Arc<Snapshot>>,
+    tell: mpsc::Sender<Told>,
+}
+
+impl Drop for FileBackend {
+    fn drop(&mut self) {
+        let _ = self.tell.send(Told::Stop);
+    }
+}
+
+impl FileBackend {
+    /// Reads the directory and watches it.
+    ///
+    /// # Errors
+    /// When the directory is not there, cannot be read or cannot be watched.
+    pub async fn start(directory: &Path, topology_label: &str) -> Result<Self, BackendError> {
+        let (tell, told) = mpsc::channel();
+        let mut reader = Reader {
+            watched: Watched::new(directory, &tell)?,
+            tell: tell.clone(),
+            directory: Directory::new(directory),
+            path: directory.to_owned(),
+            label: topology_label.to_owned(),
+        };
+        let (sender, snapshots) = watch::channel(Arc::default());
+        let started = tokio::task::spawn_blocking(move || {
+            reader.directory.refresh().map_err(|error| unusable(&reader.path, error))?;
+            reader.hand_on(&sender, None);
+            std::thread::Builder::new()
+                .name("kilo-files".to_owned())
+                .spawn(move || reader.run(&told, &sender))
+                .map_err(|error| BackendError::Config(format!("no thread for the file backend: {error}")))
+        });
+        started.await.map_err(|error| BackendError::Config(error.to_string()))??;
+        Ok(Self { directory: directory.to_owned(), snapshots, tell })
+    }
+
+    /// The file an agent writes about its own node.
+    fn own_file(&self, node: &str) -> Result<PathBuf, BackendError> {
+        if node::is_dns_name(node) {
+            Ok(own_file(&self.directory, node))
+        } else {
+            Err(BackendError::Config(format!("node name {node:?} is no DNS name; set --hostname")))
+        }
+    }
+}
+
+/// Says what is wrong with the directory and what to do.
+fn unusable(path: &Path, error: io::Error) -> BackendError {
+    let what = match error.kind() {
+        io::ErrorKind::NotFound => "it does not exist; make it and put Node and Peer objects there",
+        io::ErrorKind::NotADirectory => "it is no directory; give the one that holds the YAML files",
+        io::ErrorKind::PermissionDenied => "it may not be read; run as root or change its mode",
+        _ => return BackendError::Io { path: path.display().to_string(), source: error },
+    };
+    BackendError::Config(format!("--backend-dir {}: {what}", path.display()))
+}
+
+/// The directory the kernel tells us about, which may not be the one that has
+/// this name later.
+struct Watched {
+    identity: (u64, u64),
+    _watcher: RecommendedWatcher,
+}
+
+impl Watched {
+    fn new(path: &Path, tell: &mpsc::Sender<Told>) -> Result<Self, BackendError> {
+        let identity = identity(path).map_err(|error| unusable(path, error))?;
+        let tell = tell.clone();
+        let on_event = move |event: notify::Result<notify::Event>| {
+            // Our own reading is an event, too.
+            if event.is_ok_and(|event| !event.kind.is_access()) {
+                let _ = tell.send(Told::Changed);
+            }
+        };
+        let failed = |error: notify::Error| match error.kind {
+            notify::ErrorKind::Io(error) => unusable(path, error),
+            notify::ErrorKind::MaxFilesWatch => BackendError::Config(
+                "the system has no inotify watch left; raise the sysctl fs.inotify.max_user_watches"
+                    .to_owned(),
+            ),
+            kind => unusable(path, io::Error::other(format!("{kind:?}"))),
+        };
+        let mut watcher = notify::recommended_watcher(on_event).map_err(failed)?;
+        watcher.watch(path, RecursiveMode::NonRecursive).map_err(failed)?;
+        Ok(Self { identity, _watcher: watcher })
+    }
+}
+
+fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    let metadata = fs::metadata(path)?;
+    Ok((metadata.dev(), metadata.ino()))
+}
+
+/// Reads the directory on a thread of its own.
+struct Reader {
+    watched: Watched,
+    tell: mpsc::Sender<Told>,
+    directory: Directory,
+    path: PathBuf,
+    label: String,
+}
+
+impl Reader {
+    fn run(mut self, told: &mpsc::Receiver<Told>, sender: &watch::Sender<Arc<Snapshot>>) {
+        let mut pause = SETTLE;
+        loop {
+            match told.recv_timeout(REREAD) {
+                Ok(Told::Stop) | Err(mpsc::RecvTimeoutError::Disconnected) => return,
+                Ok(Told::Changed) => {
+                    std::thread::sleep(pause);
+                    if told.try_iter().any(|told| matches!(told, Told::Stop)) {
+                        return;
+                    }
+                }
+                Err(mpsc::RecvTimeoutError::Timeout) => {}
+            }
+            let started = Instant::now();
+            self.watch_again();
+            let problem = self.directory.refresh().err().map(|error| unusable(&self.path, error).to_string());
+            if let Some(problem) = &problem {
+                tracing::debug!(problem, "directory not readable");
+            }
+            self.hand_on(sender, problem);
+            // A large directory with busy agents takes at most a tenth of a core.
+            pause = SETTLE.max(started.elapsed() * 10);
+        }
+    }
+
+    /// Watches the directory that has the name now: another may be mounted there.
+    fn watch_again(&mut self) {
+        if identity(&self.path).is_ok_and(|now| now != self.watched.identity)
+            && let Ok(watched) = Watched::new(&self.path, &self.tell)
+        {
+            self.watched = watched;
+        }
+    }
+
+    fn hand_on(&self, sender: &watch::Sender<Arc<Snapshot>>, problem: Option<String>) {
+        let mut snapshot = self.directory.snapshot(&self.label);
+        if let Some(problem) = problem {
+            snapshot.problems.insert("directory".to_owned(), problem);
+        }
+        sender.send_if_modified(|current| {
+            let differs = **current != snapshot;
+            if differs {
+                *current = Arc::new(snapshot);
+            }
+            differs
+        });
+    }
+}
+
+impl Backend for FileBackend {
+    fn watch(&self) -> watch::Receiver<Arc<Snapshot>> {
+        self.snapshots.clone()
+    }
+
+    async fn publish(&self, node: &str, published: &Published) -> Result<bool, BackendError> {
+        if !self.snapshots.borrow().nodes.contains_key(node) {
+            return Err(BackendError::NoSuchNode(node.to_owned()));
+        }
+        let path = self.own_file(node)?;
+        let text = text(node, node::annotations(published)).map_err(BackendError::Config)?;
+        // Compared with the file itself: it is small, and somebody may have touched it.
+        if fs::read(&path).is_ok_and(|present| present == text.as_bytes()) {
+            return Ok(false);
+        }
+        write(&path, &text)
+            .map_err(|source| BackendError::Io { path: path.display().to_string(), source })?;
+        let _ = self.tell.send(Told::Changed);
+        Ok(true)
+    }
+
+    async fn retract(&self, node: &str) -> Result<(), BackendError> {
+        let path = self.own_file(node)?;
+        match fs::remove_file(&path) {
+            Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                Err(BackendError::Io { path: path.display().to_string(), source })
+            }
+            _ => {
+                let _ = self.tell.send(Told::Changed);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// What the agent's file says.
+fn text(node: &str, annotations: BTreeMap<String, Option<String>>) -> Result<String, String> {
+    let annotations = annotations.into_iter().filter_map(|(name, value)| Some((name, value?)));
+    let mut object = core::Node::default();
+    object.metadata.name = Some(node.to_owned());
+    object.metadata.annotations = Some(annotations.collect());
+    let text = serde_yaml_ng::to_string(&object).map_err(|error| error.to_string())?;
+    Ok(format!("# Written by kg about this node; changes made here are lost.\n{text}"))
+}
+
+/// Writes a file that appears complete under its name, or not at all.
+fn write(path: &Path, text: &str) -> io::Result<()> {
+    // Hidden, so that nobody reads it; always the same, so that none pile up.
+    let name = format!(".{}.new", path.file_name().unwrap_or_default().display());
+    let unfinished = path.with_file_name(name);
+    let _ = fs::remove_file(&unfinished);
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o644).open(&unfinished)?;
+    file.write_all(text.as_bytes())?;
+    drop(file);
+    fs::rename(&unfinished, path)
+}

@@ -1,0 +1,261 @@
+//! What the watches have said so far: translated objects only, and how urgent
+//! each change is.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::{
+    backend::Snapshot,
+    topology::{Node, Peer},
+};
+
+/// A sign of life after this many seconds is news; a regular one is not.
+const LATE_CHECK_IN: i64 = 45;
+
+/// How soon a change is to be handed on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Urgency {
+    /// Nothing changed.
+    Never,
+    /// Only a regular sign of life.
+    Later,
+    /// Something else.
+    Now,
+}
+
+/// A value the cache holds.
+pub trait Kept: PartialEq {
+    /// How problems call it.
+    const KIND: &'static str;
+
+    /// How urgent the change from `before` is.
+    fn urgency(&self, before: &Self) -> Urgency {
+        if self == before { Urgency::Never } else { Urgency::Now }
+    }
+}
+
+impl Kept for Peer {
+    const KIND: &'static str = "peer";
+}
+
+impl Kept for Node {
+    const KIND: &'static str = "node";
+
+    fn urgency(&self, before: &Self) -> Urgency {
+        let since = self.last_seen.saturating_sub(before.last_seen);
+        if self == before {
+            Urgency::Never
+        } else if (0..LATE_CHECK_IN).contains(&since)
+            && *before == (Self { last_seen: before.last_seen, ..self.clone() })
+        {
+            Urgency::Later
+        } else {
+            Urgency::Now
+        }
+    }
+}
+
+/// One object as a watch reported it.
+#[derive(Debug)]
+pub struct Seen<T> {
+    /// Its name.
+    pub name: String,
+    /// The value, unless it is invalid.
+    pub value: Option<T>,
+    /// What is wrong with it.
+    pub problem: Option<String>,
+}
+
+/// All objects of one kind.
+#[derive(Debug)]
+pub struct Store<T> {
+    values: BTreeMap<String, T>,
+    problems: BTreeMap<String, String>,
+    listed: bool,
+}
+
+impl<T> Default for Store<T> {
+    fn default() -> Self {
+        Self { values: BTreeMap::new(), problems: BTreeMap::new(), listed: false }
+    }
+}
+
+impl<T: Kept> Store<T> {
+    /// Takes one object.
+    pub fn put(&mut self, seen: Seen<T>) -> Urgency {
+        let label = format!("{} {}", T::KIND, seen.name);
+        let before = match seen.problem {
+            Some(problem) => self.problems.insert(label, problem.clone()) != Some(problem),
+            None => self.problems.remove(&label).is_some(),
+        };
+        let problem = if before { Urgency::Now } else { Urgency::Never };
+        let value = match seen.value {
+            None => changed(self.values.remove(&seen.name).is_some()),
+            Some(value) => {
+                let urgency = self.values.get(&seen.name).map_or(Urgency::Now, |old| value.urgency(old));
+                self.values.insert(seen.name, value);
+                urgency
+            }
+        };
+        problem.max(value)
+    }
+
+    /// Removes one object.
+    pub fn remove(&mut self, name: &str) -> Urgency {
+        let problem = self.problems.remove(&format!("{} {name}", T::KIND)).is_some();
+        changed(self.values.remove(name).is_some() || problem)
+    }
+
+    /// Takes a complete list; what is not in it goes, but for names in `keep`.
+    pub fn replace(&mut self, list: Vec<Seen<T>>, keep: &BTreeSet<String>) -> Urgency {
+        let listed: BTreeSet<String> = list.iter().map(|seen| seen.name.clone()).collect();
+        let mut urgency = changed(!self.listed);
+        self.listed = true;
+        let prefix = format!("{} ", T::KIND);
+        let with_problems = self.problems.keys().filter_map(|label| label.strip_prefix(&prefix));
+        let gone: BTreeSet<String> = self
+            .values
+            .keys()
+            .map(String::as_str)
+            .chain(with_problems)
+            .filter(|name| !listed.contains(*name) && !keep.contains(*name))
+            .map(ToOwned::to_owned)
+            .collect();
+        for name in gone {
+            urgency = urgency.max(self.remove(&name));
+        }
+        for seen in list {
+            urgency = urgency.max(self.put(seen));
+        }
+        urgency
+    }
+
+    /// True when this object is there and valid.
+    pub fn contains(&self, name: &str) -> bool {
+        self.values.contains_key(name)
+    }
+}
+
+fn changed(yes: bool) -> Urgency {
+    if yes { Urgency::Now } else { Urgency::Never }
+}
+
+/// Our annotations of the own node, as the API server has them.
+#[derive(Debug)]
+pub struct Own {
+    /// All annotations of the node.
+    pub annotations: BTreeMap<String, String>,
+    /// `resourceVersion`, when it is a number.
+    pub version: Option<u64>,
+}
+
+/// All that is known.
+#[derive(Debug, Default)]
+pub struct Cache {
+    /// Nodes.
+    pub nodes: Store<Node>,
+    /// Peers.
+    pub peers: Store<Peer>,
+    own: Option<Own>,
+}
+
+impl Cache {
+    /// Takes the own node's annotations, unless newer ones are known already:
+    /// the answer to a patch overtakes the watch.
+    pub fn put_own(&mut self, own: Own) {
+        let older = match (&self.own, own.version) {
+            (Some(known), Some(version)) => known.version.is_some_and(|known| version < known),
+            _ => false,
+        };
+        if !older {
+            self.own = Some(own);
+        }
+    }
+
+    /// The own node's annotations.
+    pub fn own(&self) -> Option<&BTreeMap<String, String>> {
+        self.own.as_ref().map(|own| &own.annotations)
+    }
+
+    /// Everything, once each kind has been listed.
+    pub fn snapshot(&self) -> Option<Snapshot> {
+        let problems = self.nodes.problems.iter().chain(&self.peers.problems);
+        (self.nodes.listed && self.peers.listed).then(|| Snapshot {
+            nodes: self.nodes.values.clone(),
+            peers: self.peers.values.clone(),
+            problems: problems.map(|(object, problem)| (object.clone(), problem.clone())).collect(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(name: &str, last_seen: i64) -> Node {
+        Node { name: name.to_owned(), last_seen, ..Node::default() }
+    }
+
+    fn seen(name: &str, last_seen: i64) -> Seen<Node> {
+        Seen { name: name.to_owned(), value: Some(node(name, last_seen)), problem: None }
+    }
+
+    #[test]
+    fn only_a_regular_sign_of_life_can_wait() {
+        let mut store = Store::default();
+        assert_eq!(store.put(seen("a", 100)), Urgency::Now);
+        assert_eq!(store.put(seen("a", 100)), Urgency::Never);
+        assert_eq!(store.put(seen("a", 130)), Urgency::Later);
+        assert_eq!(store.put(seen("a", 200)), Urgency::Now, "it was away");
+        assert_eq!(store.put(seen("a", 190)), Urgency::Now, "its clock was set back");
+        let led = Node { leader: true, ..node("a", 191) };
+        assert_eq!(store.put(Seen { value: Some(led), ..seen("a", 0) }), Urgency::Now);
+    }
+
+    #[test]
+    fn a_list_removes_what_it_misses_unless_it_is_to_be_kept() {
+        let mut store = Store::default();
+        store.put(seen("gone", 1));
+        store.put(seen("kept", 1));
+        store.put(Seen::<Node> { name: "bad".into(), value: None, problem: Some("x".into()) });
+        let keep = BTreeSet::from(["kept".to_owned()]);
+        assert_eq!(store.replace(vec![seen("a", 1)], &keep), Urgency::Now);
+        assert_eq!(store.values.keys().collect::<Vec<_>>(), ["a", "kept"]);
+        assert!(store.problems.is_empty());
+        assert_eq!(store.replace(vec![seen("a", 1), seen("kept", 1)], &BTreeSet::new()), Urgency::Never);
+    }
+
+    #[test]
+    fn an_invalid_object_is_named_until_it_is_mended() {
+        let mut store = Store::default();
+        store.put(seen("a", 1));
+        let bad = || Seen::<Node> { name: "a".into(), value: None, problem: Some("wrong".into()) };
+        assert_eq!(store.put(bad()), Urgency::Now);
+        assert_eq!(store.put(bad()), Urgency::Never);
+        assert!(!store.contains("a") && store.problems.contains_key("node a"));
+        assert_eq!(store.put(seen("a", 1)), Urgency::Now);
+        assert!(store.contains("a") && store.problems.is_empty());
+    }
+
+    #[test]
+    fn a_watch_that_lags_does_not_undo_the_answer_to_a_patch() {
+        let own = |version, text: &str| Own {
+            annotations: BTreeMap::from([("k".to_owned(), text.to_owned())]),
+            version: Some(version),
+        };
+        let mut cache = Cache::default();
+        cache.put_own(own(10, "patched"));
+        cache.put_own(own(9, "late event"));
+        assert_eq!(cache.own().unwrap()["k"], "patched");
+        cache.put_own(own(11, "newer"));
+        assert_eq!(cache.own().unwrap()["k"], "newer");
+    }
+
+    #[test]
+    fn there_is_no_snapshot_before_everything_is_listed() {
+        let mut cache = Cache::default();
+        cache.nodes.replace(Vec::new(), &BTreeSet::new());
+        assert!(cache.snapshot().is_none());
+        cache.peers.replace(Vec::new(), &BTreeSet::new());
+        assert_eq!(cache.snapshot(), Some(Snapshot::default()));
+    }
+}

@@ -1,0 +1,215 @@
+//! The way to the API server, and what its errors mean for the operator.
+
+use std::{path::Path, time::Duration};
+
+use hyper::http;
+use kube::{
+    Client, Config,
+    config::{KubeConfigOptions, Kubeconfig},
+};
+
+use crate::backend::BackendError;
+
+/// No byte for this long, bookmarks included (every 60 to 75 s): the connection is dead.
+const SILENCE: Duration = Duration::from_secs(90);
+/// Connecting takes no longer than this.
+const CONNECT: Duration = Duration::from_secs(10);
+/// A single request is answered within this time.
+const ANSWER: Duration = Duration::from_secs(20);
+
+/// Connects as flags say: `--kubeconfig`, `--master`, else in-cluster or the
+/// user's own configuration (`$KUBECONFIG`, `~/.kube/config`).
+///
+/// # Errors
+/// Names the file and what is wrong with it.
+pub async fn client(kubeconfig: Option<&Path>, master: Option<&str>) -> Result<Client, BackendError> {
+    let master = master.map(|master| (master, parse_master(master)));
+    let mut config = match (kubeconfig, &master) {
+        (Some(path), _) => from_file(path).await?,
+        (None, None) => Config::infer().await.map_err(|error| no_way(&error))?,
+        (None, Some((text, parsed))) => match (Config::infer().await, parsed) {
+            (Ok(config), _) => config,
+            (Err(_), Ok(url)) => Config::new(url.clone()),
+            (Err(_), Err(reason)) => return Err(bad_master(text, reason)),
+        },
+    };
+    if let Some((text, parsed)) = master {
+        config.cluster_url = parsed.map_err(|reason| bad_master(text, &reason))?;
+    }
+    config.connect_timeout = Some(CONNECT);
+    config.read_timeout = Some(SILENCE);
+    config.reset_reader_on_write = true;
+    Client::try_from(config).map_err(|error| BackendError::Config(chain(&error)))
+}
+
+async fn from_file(path: &Path) -> Result<Config, BackendError> {
+    let failed = |reason: String| BackendError::Config(format!("--kubeconfig {}: {reason}", path.display()));
+    // Read here: the library's error names the path but loses the reason.
+    let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
+    let mut file = Kubeconfig::from_yaml(&text).map_err(|error| failed(chain(&error)))?;
+    anchor_paths(&mut file, path.parent().unwrap_or(Path::new(".")));
+    Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
+        .await
+        .map_err(|error| failed(chain(&error)))
+}
+
+/// Files named in a configuration are relative to it.
+fn anchor_paths(config: &mut Kubeconfig, directory: &Path) {
+    let anchor = |path: &mut Option<String>| {
+        if let Some(path) = path
+            && !Path::new(path).is_absolute()
+        {
+            *path = directory.join(&*path).to_string_lossy().into_owned();
+        }
+    };
+    for cluster in config.clusters.iter_mut().filter_map(|named| named.cluster.as_mut()) {
+        anchor(&mut cluster.certificate_authority);
+    }
+    for auth in config.auth_infos.iter_mut().filter_map(|named| named.auth_info.as_mut()) {
+        anchor(&mut auth.client_certificate);
+        anchor(&mut auth.client_key);
+        anchor(&mut auth.token_file);
+    }
+}
+
+/// A URL; without a scheme it is HTTP, as Kubernetes' own clients take it.
+fn parse_master(master: &str) -> Result<http::Uri, String> {
+    let text = if master.contains("://") { master.to_owned() } else { format!("http://{master}") };
+    let url: http::Uri = text.parse().map_err(|error: http::uri::InvalidUri| error.to_string())?;
+    match url.scheme_str() {
+        Some("http" | "https") if url.host().is_some_and(|host| !host.is_empty()) => Ok(url),
+        _ => Err("it is not http or https".to_owned()),
+    }
+}
+
+fn bad_master(text: &str, reason: &str) -> BackendError {
+    BackendError::Config(format!("--master {text:?}: {reason}; write for example https://192.0.2.1:6443"))
+}
+
+fn no_way(error: &dyn std::error::Error) -> BackendError {
+    BackendError::Config(format!(
+        "no way to the Kubernetes API; run in a pod with a service account or give --kubeconfig ({})",
+        chain(error)
+    ))
+}
+
+/// What was asked of the API server.
+#[derive(Clone, Copy, Debug)]
+pub enum Asked<'a> {
+    /// To list or watch nodes.
+    Nodes,
+    /// To list or watch peers.
+    Peers,
+    /// To patch this node.
+    Patch(&'a str),
+}
+
+/// Says what an API error means for the operator.
+pub fn explain(error: &kube::Error, asked: Asked<'_>) -> BackendError {
+    let kube::Error::Api(status) = error else {
+        return match error {
+            kube::Error::SerdeError(_) => BackendError::Api(chain(error)),
+            _ => BackendError::Unreachable(chain(error)),
+        };
+    };
+    match (status.code, asked) {
+        (401, _) => BackendError::Api(
+            "the API server does not accept the credentials (401); check the kubeconfig or service account"
+                .to_owned(),
+        ),
+        (403, _) => BackendError::Api(format!(
+            "{}; apply the ClusterRole and ClusterRoleBinding of manifests/",
+            status.message
+        )),
+        (404, Asked::Patch(node)) => BackendError::NoSuchNode(node.to_owned()),
+        (404, Asked::Peers) => BackendError::Api(
+            "the API server does not know Peer objects; run: kubectl apply -f manifests/crds.yaml".to_owned(),
+        ),
+        (429 | 500.., _) => {
+            BackendError::Unreachable(format!("the API server answers {}: {}", status.code, status.message))
+        }
+        _ => BackendError::Api(status.message.clone()),
+    }
+}
+
+/// An error with its causes, each said once.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let more = error.to_string();
+        if !text.contains(&more) {
+            text = format!("{text}: {more}");
+        }
+        cause = error.source();
+    }
+    text
+}
+
+/// The answer, or an error when it takes too long.
+pub async fn in_time<T>(
+    answer: impl Future<Output = kube::Result<T>>,
+    asked: Asked<'_>,
+) -> Result<T, BackendError> {
+    match tokio::time::timeout(ANSWER, answer).await {
+        Ok(answer) => answer.map_err(|error| explain(&error, asked)),
+        Err(_) => Err(BackendError::Unreachable(format!(
+            "the API server did not answer within {} s",
+            ANSWER.as_secs()
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn status(code: u16, message: &str) -> kube::Error {
+        kube::Error::Api(Box::new(kube::core::Status::failure(message, "").with_code(code)))
+    }
+
+    #[test]
+    fn a_master_is_a_url_or_an_address() {
+        for (text, url) in [
+            ("https://192.0.2.1:6443", "https://192.0.2.1:6443/"),
+            ("127.0.0.1:8080", "http://127.0.0.1:8080/"),
+            ("[2001:db8::1]:6443", "http://[2001:db8::1]:6443/"),
+        ] {
+            assert_eq!(parse_master(text).map(|url| url.to_string()), Ok(url.to_owned()));
+        }
+        for text in ["", "ftp://x", "https://", "a b"] {
+            assert!(parse_master(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn each_refusal_says_what_to_do_and_whether_to_try_again() {
+        let forbidden = status(403, "nodes is forbidden: User \"x\" cannot list resource \"nodes\"");
+        let forbidden = explain(&forbidden, Asked::Nodes);
+        assert!(forbidden.to_string().contains("cannot list resource \"nodes\""), "{forbidden}");
+        assert!(forbidden.to_string().contains("ClusterRole"), "{forbidden}");
+        assert!(!forbidden.is_temporary());
+        let missing = explain(&status(404, "404 page not found"), Asked::Peers);
+        assert!(missing.to_string().contains("kubectl apply -f manifests/crds.yaml"), "{missing}");
+        assert!(matches!(explain(&status(404, "x"), Asked::Patch("a")), BackendError::NoSuchNode(_)));
+        assert!(explain(&status(401, "Unauthorized"), Asked::Nodes).to_string().contains("401"));
+        for code in [429, 500, 503] {
+            assert!(explain(&status(code, "busy"), Asked::Peers).is_temporary(), "{code}");
+        }
+    }
+
+    #[tokio::test]
+    async fn an_unreadable_kubeconfig_is_named_with_the_reason() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("config");
+        let text = |result: Result<Client, BackendError>| result.err().unwrap().to_string();
+        let missing = text(client(Some(&path), None).await);
+        assert!(missing.contains(path.to_str().unwrap()) && missing.contains("No such file"), "{missing}");
+        std::fs::write(&path, "clusters: 7\n").unwrap();
+        let broken = text(client(Some(&path), None).await);
+        assert!(broken.contains(path.to_str().unwrap()) && broken.contains("clusters"), "{broken}");
+        std::fs::write(&path, "apiVersion: v1\nkind: Config\n").unwrap();
+        let empty = text(client(Some(&path), None).await);
+        assert!(empty.contains(path.to_str().unwrap()) && empty.contains("context"), "{empty}");
+    }
+}

@@ -1,0 +1,324 @@
+//! A real API server on loopback: etcd and kube-apiserver of
+//! `$KUBEBUILDER_ASSETS` (`cargo xtask kube-assets`), ended with the test.
+#![allow(dead_code, unreachable_pub)]
+
+use std::{
+    fs::{self, File},
+    io::Write as _,
+    net::TcpListener,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::{Arc, Mutex, PoisonError, Weak, mpsc},
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use k8s_openapi::api::core::v1 as core;
+use kilo_agent::backend::{Snapshot, kubernetes};
+use kube::{
+    Api, Client,
+    api::{DynamicObject, Patch, PatchParams, PostParams},
+    core::GroupVersionKind,
+    discovery::ApiResource,
+};
+
+/// Who may talk to the server.
+pub const ADMIN: &str = "admin";
+/// Has the manifests' role once a test has applied it.
+pub const AGENT: &str = "agent";
+/// Has no rights.
+pub const NOBODY: &str = "nobody";
+
+/// etcd and one API server.
+pub struct ApiServer {
+    directory: tempfile::TempDir,
+    port: u16,
+    etcd: u16,
+    orders: Option<mpsc::Sender<(Order, mpsc::Sender<()>)>>,
+    keeper: Option<JoinHandle<()>>,
+}
+
+enum Order {
+    Start,
+    Stop,
+}
+
+/// The directory of the binaries, or the notice that the test is skipped.
+pub fn assets() -> Option<PathBuf> {
+    let assets = std::env::var_os("KUBEBUILDER_ASSETS").map(PathBuf::from);
+    if assets.is_none() {
+        println!("kilo-skip: KUBEBUILDER_ASSETS is not set");
+    }
+    assets
+}
+
+static SHARED: Mutex<Weak<ApiServer>> = Mutex::new(Weak::new());
+
+impl ApiServer {
+    /// The server of all tests that run at the moment; ended with the last.
+    pub async fn shared() -> Option<Arc<Self>> {
+        let assets = assets()?;
+        let server = {
+            let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+            let server = shared.upgrade().unwrap_or_else(|| Arc::new(Self::launch(&assets)));
+            *shared = Arc::downgrade(&server);
+            server
+        };
+        server.wait_until_ready().await;
+        Some(server)
+    }
+
+    /// A server of the test's own.
+    pub async fn start() -> Option<Self> {
+        let server = Self::launch(&assets()?);
+        server.wait_until_ready().await;
+        Some(server)
+    }
+
+    fn launch(assets: &Path) -> Self {
+        let directory = tempfile::Builder::new().prefix("kilo-api-").tempdir().unwrap();
+        let (port, etcd, peer) = (free_port(), free_port(), free_port());
+        certificates(directory.path());
+        let tokens = format!(
+            "{ADMIN}-token,{ADMIN},1,\"system:masters\"\n{AGENT}-token,{AGENT},2\n{NOBODY}-token,{NOBODY},3\n"
+        );
+        fs::write(directory.path().join("tokens.csv"), tokens).unwrap();
+        let url = |port: u16| format!("http://127.0.0.1:{port}");
+        let mut store = command(&assets.join("etcd"), directory.path());
+        store
+            .args(["--data-dir", "etcd", "--name", "default"])
+            .args(["--listen-client-urls", &url(etcd), "--advertise-client-urls", &url(etcd)])
+            .args(["--listen-peer-urls", &url(peer), "--initial-advertise-peer-urls", &url(peer)])
+            .args(["--initial-cluster", &format!("default={}", url(peer))]);
+        let mut server = command(&assets.join("kube-apiserver"), directory.path());
+        server
+            .args(["--etcd-servers", &url(etcd), "--bind-address=127.0.0.1", "--advertise-address=192.0.2.1"])
+            .arg(format!("--secure-port={port}"))
+            .args(["--service-cluster-ip-range=10.96.0.0/16", "--allow-privileged=true"])
+            .args(["--tls-cert-file=server.crt", "--tls-private-key-file=server.key"])
+            .args(["--client-ca-file=ca.crt", "--token-auth-file=tokens.csv", "--authorization-mode=RBAC"])
+            .args(["--service-account-issuer=https://kilo.test", "--service-account-key-file=server.key"])
+            .args([
+                "--service-account-signing-key-file=server.key",
+                "--disable-admission-plugins=ServiceAccount",
+            ]);
+        let (orders, received) = mpsc::channel();
+        let keeper = std::thread::spawn(move || keep(store, server, &received));
+        Self { directory, port, etcd, orders: Some(orders), keeper: Some(keeper) }
+    }
+
+    fn order(&self, order: Order) {
+        let (done, wait) = mpsc::channel();
+        self.orders.as_ref().unwrap().send((order, done)).unwrap();
+        wait.recv().unwrap();
+    }
+
+    /// Ends the API server; etcd stays.
+    pub fn stop_api(&self) {
+        self.order(Order::Stop);
+    }
+
+    /// Starts the API server again.
+    pub async fn start_api(&self) {
+        self.order(Order::Start);
+        self.wait_until_ready().await;
+    }
+
+    async fn wait_until_ready(&self) {
+        let client = self.client(ADMIN).await;
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let request = hyper::http::Request::get("/readyz").body(Vec::new()).unwrap();
+            match client.request_text(request).await {
+                Ok(_) => return,
+                Err(error) if Instant::now() > deadline => {
+                    let log = fs::read_to_string(self.directory.path().join("kube-apiserver.log"));
+                    panic!("the API server is not ready: {error}\n{}", log.unwrap_or_default());
+                }
+                Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
+            }
+        }
+    }
+
+    /// Its port on loopback.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// A configuration for this user, by this port (that of a proxy, maybe).
+    pub fn kubeconfig(&self, user: &str, port: u16) -> PathBuf {
+        let path = self.directory.path().join(format!("{user}-{port}.kubeconfig"));
+        let text = format!(
+            "apiVersion: v1\nkind: Config\ncurrent-context: c\n\
+             clusters:\n- name: c\n  cluster:\n    server: https://127.0.0.1:{port}\n    \
+             certificate-authority: ca.crt\n\
+             users:\n- name: u\n  user:\n    token: {user}-token\n\
+             contexts:\n- name: c\n  context:\n    cluster: c\n    user: u\n"
+        );
+        // Another test may be reading it.
+        let mut file = tempfile::NamedTempFile::new_in(self.directory.path()).unwrap();
+        file.write_all(text.as_bytes()).unwrap();
+        file.persist(&path).unwrap();
+        path
+    }
+
+    /// A client for this user.
+    pub async fn client(&self, user: &str) -> Client {
+        kubernetes::client(Some(&self.kubeconfig(user, self.port)), None).await.unwrap()
+    }
+
+    /// Forgets all of etcd's history.
+    pub fn compact(&self) {
+        let etcdctl = assets().unwrap().join("etcdctl");
+        let run = |args: &[&str]| {
+            let output = Command::new(&etcdctl)
+                .env("ETCDCTL_API", "3")
+                .args(["--endpoints", &format!("127.0.0.1:{}", self.etcd)])
+                .args(args)
+                .output()
+                .unwrap();
+            assert!(output.status.success(), "etcdctl {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+            String::from_utf8(output.stdout).unwrap()
+        };
+        let status: serde_json::Value =
+            serde_json::from_str(&run(&["endpoint", "status", "-w", "json"])).unwrap();
+        let revision = &status[0]["Status"]["header"]["revision"];
+        run(&["compact", &revision.to_string()]);
+    }
+}
+
+impl Drop for ApiServer {
+    fn drop(&mut self) {
+        self.orders = None;
+        if let Some(keeper) = self.keeper.take() {
+            let _ = keeper.join();
+        }
+    }
+}
+
+/// Runs both processes on a thread of their own: they die with it.
+fn keep(mut store: Command, mut server: Command, orders: &mpsc::Receiver<(Order, mpsc::Sender<()>)>) {
+    let mut store = store.spawn().unwrap();
+    let mut running = Some(server.spawn().unwrap());
+    while let Ok((order, done)) = orders.recv() {
+        match order {
+            Order::Stop => end(running.take()),
+            Order::Start => running = Some(server.spawn().unwrap()),
+        }
+        let _ = done.send(());
+    }
+    end(running);
+    let _ = store.kill();
+    let _ = store.wait();
+}
+
+fn end(child: Option<Child>) {
+    if let Some(mut child) = child {
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+}
+
+/// A command that logs to a file, and dies with the thread that spawned it.
+fn command(program: &Path, directory: &Path) -> Command {
+    let name = program.file_name().unwrap().to_str().unwrap();
+    let log = File::create(directory.join(format!("{name}.log"))).unwrap();
+    let mut command = Command::new("setpriv");
+    command
+        .args(["--pdeathsig", "KILL", "--"])
+        .arg(program)
+        .current_dir(directory)
+        .stdin(Stdio::null())
+        .stdout(log.try_clone().unwrap())
+        .stderr(log);
+    command
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// A CA, and a certificate for 127.0.0.1.
+fn certificates(directory: &Path) {
+    let config = "[req]\ndistinguished_name=dn\nprompt=no\n[dn]\nCN=kilo-test\n\
+                  [ca]\nbasicConstraints=critical,CA:TRUE\nkeyUsage=keyCertSign\n\
+                  [leaf]\nbasicConstraints=CA:FALSE\nsubjectAltName=IP:127.0.0.1\n";
+    fs::write(directory.join("openssl.cnf"), config).unwrap();
+    let openssl = |args: &[&str]| {
+        let output = Command::new("openssl").current_dir(directory).args(args).output();
+        let output = output.expect("openssl makes the test's certificates: apt-get install openssl");
+        assert!(output.status.success(), "openssl {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    };
+    for name in ["ca", "server"] {
+        let key = format!("{name}.key");
+        openssl(&["ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", &key]);
+    }
+    let ca = ["req", "-x509", "-config", "openssl.cnf", "-extensions", "ca", "-days", "2"];
+    openssl(&[&ca[..], &["-key", "ca.key", "-out", "ca.crt"]].concat());
+    openssl(&["req", "-new", "-config", "openssl.cnf", "-key", "server.key", "-out", "server.csr"]);
+    let sign = ["x509", "-req", "-in", "server.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial"];
+    let leaf = ["-days", "2", "-extfile", "openssl.cnf", "-extensions", "leaf", "-out", "server.crt"];
+    openssl(&[&sign[..], &leaf].concat());
+}
+
+/// Every document of a YAML file of manifests/.
+pub fn manifest(name: &str) -> Vec<DynamicObject> {
+    use serde::Deserialize as _;
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests").join(name);
+    let text = fs::read_to_string(&path).unwrap();
+    serde_yaml_ng::Deserializer::from_str(&text)
+        .map(|document| serde_json::Value::deserialize(document).unwrap())
+        .filter(|value| !value.is_null())
+        .map(|value| serde_json::from_value(value).unwrap_or_else(|error| panic!("{name}: {error}")))
+        .collect()
+}
+
+/// `kubectl apply --server-side` for one object.
+pub async fn apply(client: &Client, object: &DynamicObject, dry_run: bool) -> kube::Result<DynamicObject> {
+    let types = object.types.clone().unwrap();
+    let kind = GroupVersionKind::try_from(&types).unwrap();
+    let resource = ApiResource::from_gvk(&kind);
+    let api: Api<DynamicObject> = match &object.metadata.namespace {
+        Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
+        None => Api::all_with(client.clone(), &resource),
+    };
+    let parameters = PatchParams { dry_run, ..PatchParams::apply("kilo-test").force() };
+    api.patch(object.metadata.name.as_deref().unwrap(), &parameters, &Patch::Apply(object)).await
+}
+
+/// Applies manifests/crds.yaml and waits until Peer objects are served.
+pub async fn apply_crds(client: &Client) {
+    for object in manifest("crds.yaml") {
+        apply(client, &object, false).await.unwrap();
+    }
+    let peers: Api<kilo_agent::backend::peer::Peer> = Api::all(client.clone());
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while let Err(error) = peers.list(&Default::default()).await {
+        assert!(Instant::now() < deadline, "peers are not served: {error}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// Creates a node with a pod CIDR and these annotations.
+pub async fn create_node(client: &Client, name: &str, annotations: &[(&str, &str)]) -> core::Node {
+    let mut node = core::Node::default();
+    node.metadata.name = Some(name.to_owned());
+    let pairs = annotations.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+    node.metadata.annotations = Some(pairs.collect());
+    node.spec = Some(core::NodeSpec { pod_cidr: Some("10.42.1.0/24".to_owned()), ..Default::default() });
+    let nodes: Api<core::Node> = Api::all(client.clone());
+    nodes.create(&PostParams::default(), &node).await.unwrap()
+}
+
+/// Waits until the snapshot is as wanted; answers how long it took.
+pub async fn until(
+    snapshots: &mut tokio::sync::watch::Receiver<Arc<Snapshot>>,
+    limit: Duration,
+    wanted: impl Fn(&Snapshot) -> bool,
+) -> Duration {
+    let started = Instant::now();
+    let waited = tokio::time::timeout(limit, snapshots.wait_for(|snapshot| wanted(snapshot))).await;
+    let reached = waited.is_ok_and(|found| found.is_ok());
+    assert!(reached, "not reached within {limit:?}: {:#?}", snapshots.borrow());
+    started.elapsed()
+}
