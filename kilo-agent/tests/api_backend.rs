@@ -1,5 +1,7 @@
 //! The Kubernetes backend against a real API server.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
 #[path = "support/api.rs"]
 mod api;
 

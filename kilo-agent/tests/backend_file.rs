@@ -1,5 +1,7 @@
 //! The file backend on a real directory.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
 use std::{
     collections::BTreeMap,
     fs,

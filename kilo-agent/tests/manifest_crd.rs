@@ -1,5 +1,7 @@
 //! manifests/crds.yaml is what the Rust type says; `KILO_BLESS=1` rewrites it.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
 use std::path::Path;
 
 use kilo_agent::backend::peer::Peer;
