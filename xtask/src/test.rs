@@ -132,6 +132,7 @@ fn run_part(part: Part, binaries: &mut Option<Vec<TestBinary>>) -> Result<Vec<Te
             Ok(outcomes)
         }
         Part::Api => {
+            apt::install(lab::PACKAGES)?;
             apt::install(&["openssl"])?;
             let assets = kubernetes::assets()?;
             let environment = BTreeMap::from([("KUBEBUILDER_ASSETS".to_owned(), assets)]);
