@@ -1,5 +1,7 @@
 //! The file backend on a real directory.
 
+#![allow(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
+
 use std::{
     collections::BTreeMap,
     fs,
