@@ -1,6 +1,6 @@
 //! The file backend on a real directory.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+#![allow(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
 
 use std::{
     collections::BTreeMap,

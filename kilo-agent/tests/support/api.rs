@@ -1,6 +1,7 @@
 //! A real API server on loopback: etcd and kube-apiserver of
 //! `$KUBEBUILDER_ASSETS` (`cargo xtask kube-assets`), ended with the test.
-#![allow(dead_code, unreachable_pub)]
+#![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use std::{
     fs::{self, File},
