@@ -93,6 +93,7 @@ impl Agents {
 
     /// Starts the node's agent.
     pub fn start(&mut self, node: &Node) -> Result<()> {
+        super::stop_if_interrupted()?;
         let log = OpenOptions::new().create(true).append(true).open(self.log(node.name()))?;
         let child = node
             .space

@@ -11,6 +11,7 @@ mod space;
 use std::{
     fs,
     path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
 
@@ -24,6 +25,9 @@ use network::Network;
 /// Debian packages the lab needs.
 pub const PACKAGES: &[&str] =
     &["iproute2", "nftables", "wireguard-tools", "iputils-ping", "iperf3", "bpftool"];
+
+/// Set on Ctrl-C and SIGTERM: nothing more is to be made.
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 /// Options and subcommands of the lab.
 #[derive(Args, Debug)]
@@ -93,6 +97,12 @@ struct Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
+        if INTERRUPTED.load(Ordering::SeqCst) {
+            // The signal's thread cleans up and ends the process.
+            loop {
+                std::thread::park();
+            }
+        }
         if !self.keep
             && let Err(error) = down(&self.name)
         {
@@ -146,7 +156,12 @@ fn take_over(name: &str) -> Result<Guard> {
     let on_signal = name.to_owned();
     ctrlc::set_handler(move || {
         eprintln!("\nlab: interrupted, cleaning up");
-        let _ = down(&on_signal);
+        INTERRUPTED.store(true, Ordering::SeqCst);
+        // What is being made right now must be there to be removed.
+        std::thread::sleep(Duration::from_millis(300));
+        if let Err(error) = down(&on_signal) {
+            eprintln!("lab: {error:#}");
+        }
         std::process::exit(130);
     })
     .context("signal handler")?;
@@ -264,6 +279,11 @@ impl Lab {
             .with_context(|| format!("no lab named {name} is up; start one with `cargo xtask lab --keep`"))?;
         Ok(serde_json::from_slice(&text)?)
     }
+}
+
+/// Fails once the lab is to go away.
+fn stop_if_interrupted() -> Result<()> {
+    if INTERRUPTED.load(Ordering::SeqCst) { bail!("interrupted") } else { Ok(()) }
 }
 
 /// Prints one line of progress.

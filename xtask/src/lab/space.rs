@@ -28,6 +28,7 @@ pub struct Space {
 impl Space {
     /// Creates the network namespace and brings loopback up.
     pub fn create(lab: &str, name: &str) -> Result<Self> {
+        super::stop_if_interrupted()?;
         let netns = format!("{lab}-{name}");
         run(Command::new("ip").args(["netns", "add", &netns]))?;
         let space = Self { name: name.to_owned(), netns, holder: None };
@@ -39,6 +40,7 @@ impl Space {
     /// /var/lib, as a container host would have, and no name server; held by a
     /// sleeping process.
     pub fn hold(&mut self, log: &Path) -> Result<()> {
+        super::stop_if_interrupted()?;
         let script = format!(
             "mount -t sysfs sys /sys && mount -t bpf bpf /sys/fs/bpf && \
              mount -t tmpfs run /run && mkdir -p /run/wireguard && \
