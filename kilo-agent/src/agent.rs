@@ -110,7 +110,7 @@ pub struct Agent<B> {
     checked_in: i64,
     metrics: Metrics,
     health: Health,
-    graph: tokio::sync::watch::Sender<Arc<str>>,
+    mesh: tokio::sync::watch::Sender<Arc<Mesh>>,
     reported: BTreeMap<String, String>,
 }
 
@@ -126,7 +126,7 @@ impl<B: Backend> Agent<B> {
         key: SecretKey,
         metrics: Metrics,
         health: Health,
-        graph: tokio::sync::watch::Sender<Arc<str>>,
+        mesh: tokio::sync::watch::Sender<Arc<Mesh>>,
     ) -> Result<Self, AgentError> {
         let adopted = dataplane::pin_directory(&options.bpffs).exists();
         let dataplane = Dataplane::open(&options.bpffs, options.debug)?;
@@ -152,7 +152,7 @@ impl<B: Backend> Agent<B> {
             checked_in: 0,
             metrics,
             health,
-            graph,
+            mesh,
             reported: BTreeMap::new(),
         })
     }
@@ -401,7 +401,7 @@ impl<B: Backend> Agent<B> {
         self.metrics.leader.set(i64::from(mesh.leads(&self.options.hostname)));
         self.metrics.nodes.set(gauge(mesh.node_count()));
         self.metrics.peers.set(gauge(mesh.peers.len()));
-        self.graph.send_replace(topology::dot(mesh).into());
+        self.mesh.send_replace(Arc::new(mesh.clone()));
         let sample = |peer: &PeerState| PeerSample {
             received: peer.rx_bytes,
             sent: peer.tx_bytes,

@@ -13,7 +13,11 @@ use hyper::{
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::TcpListener;
 
-use crate::{health::Health, metrics::Metrics};
+use crate::{
+    health::Health,
+    metrics::Metrics,
+    topology::{self, Mesh},
+};
 
 /// What the server answers from.
 #[derive(Clone)]
@@ -22,8 +26,8 @@ pub struct Context {
     pub health: Health,
     /// For `/metrics`.
     pub metrics: Metrics,
-    /// Graphviz text of the mesh as this node sees it, for `/graph`.
-    pub graph: tokio::sync::watch::Receiver<Arc<str>>,
+    /// The mesh as this node sees it, for `/graph`.
+    pub mesh: tokio::sync::watch::Receiver<Arc<Mesh>>,
 }
 
 /// Serves until the task is dropped.
@@ -73,7 +77,7 @@ fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full<Bytes
             }
             Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
         },
-        "/graph" => graph(request.uri().query().unwrap_or(""), &context.graph.borrow()),
+        "/graph" => graph(request.uri().query().unwrap_or(""), &context.mesh),
         "/" => respond(
             StatusCode::OK,
             "text/html; charset=utf-8",
@@ -88,10 +92,14 @@ fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full<Bytes
     }
 }
 
-fn graph(query: &str, dot: &Arc<str>) -> Response<Full<Bytes>> {
+fn graph(query: &str, mesh: &tokio::sync::watch::Receiver<Arc<Mesh>>) -> Response<Full<Bytes>> {
     let format = query.split('&').find_map(|pair| pair.strip_prefix("format=")).unwrap_or("dot");
     match format {
-        "dot" | "gv" => respond(StatusCode::OK, "text/vnd.graphviz; charset=utf-8", dot.to_string()),
+        "dot" | "gv" => {
+            // Drawn when asked for: every pair of leaders is an edge.
+            let mesh = Arc::clone(&mesh.borrow());
+            respond(StatusCode::OK, "text/vnd.graphviz; charset=utf-8", topology::dot(&mesh))
+        }
         other => text(
             StatusCode::BAD_REQUEST,
             format!(

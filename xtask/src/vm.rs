@@ -24,7 +24,7 @@ use crate::{
 pub const SHARED: &str = "target/vm";
 
 /// Debian packages the virtual machine needs.
-const PACKAGES: &[&str] = &["qemu-system-x86", "kmod", "busybox-static", "cpio"];
+const PACKAGES: &[&str] = &["qemu-system-x86", "kmod", "busybox-static", "cpio", "xz-utils", "zstd"];
 
 /// Modules the initramfs loads before the root is there, in order.
 const BOOT_MODULES: [&str; 6] = ["virtio_pci", "netfs", "9pnet", "9pnet_virtio", "9p", "overlay"];

@@ -299,12 +299,12 @@ async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> 
     // Three resync periods, and never less than a check-in takes.
     let patience = (flags.resync_period * 3).max(Duration::from_secs(90));
     let health = Health::new(Instant::now(), patience);
-    let (graph, graph_reader) = tokio::sync::watch::channel(Arc::from(""));
-    let context = http::Context { health: health.clone(), metrics: metrics.clone(), graph: graph_reader };
+    let (mesh, mesh_reader) = tokio::sync::watch::channel(Arc::default());
+    let context = http::Context { health: health.clone(), metrics: metrics.clone(), mesh: mesh_reader };
     let stop = CancellationToken::new();
     let snapshots = backend.watch();
     let hostname = options.hostname.clone();
-    let agent = Agent::new(options, backend, key, metrics, health, graph).await?;
+    let agent = Agent::new(options, backend, key, metrics, health, mesh).await?;
     let listen = flags.listen;
     let server = tokio::spawn(async move { http::serve(listen, context).await });
     let mut agent = tokio::spawn(agent.run(stop.clone()));

@@ -26,7 +26,7 @@ pub fn ready_at(node: &Node, now: i64) -> bool {
 }
 
 /// Locations, leaders, addresses and allowed IPs of all nodes that take part.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mesh {
     /// WireGuard addresses come from here.
     pub subnet: IpNet,

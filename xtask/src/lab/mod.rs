@@ -195,7 +195,6 @@ fn show(args: &LabArgs) -> Result<()> {
             "lab exec a2 -- bpftool prog",
             "lab exec a2 -- bpftool map dump pinned /sys/fs/bpf/kilo/v1/prefix_v4",
             "lab exec pod-a2 -- ping -c 3 10.42.5.2",
-            "lab exec a1 -- curl -s localhost:1107/metrics",
             "lab down",
         ] {
             println!("  cargo xtask {line}");
