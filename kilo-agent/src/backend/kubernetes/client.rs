@@ -109,7 +109,7 @@ pub fn explain(error: &kube::Error, asked: Asked<'_>) -> BackendError {
     let kube::Error::Api(status) = error else {
         return match error {
             kube::Error::SerdeError(_) => BackendError::Api(chain(error)),
-            _ => BackendError::Unreachable(chain(error)),
+            _ => BackendError::Unreachable(format!("the API server is out of reach: {}", chain(error))),
         };
     };
     match (status.code, asked) {

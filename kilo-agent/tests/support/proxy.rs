@@ -1,0 +1,81 @@
+//! A TCP proxy on loopback that can be cut or go silent.
+#![allow(dead_code, unreachable_pub)]
+
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::{
+        TcpListener, TcpStream,
+        tcp::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    sync::watch,
+};
+
+/// What the proxy does with connections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Carries bytes.
+    Open,
+    /// Resets connections, old and new.
+    Cut,
+    /// Accepts everything and passes on nothing.
+    Silent,
+}
+
+/// The proxy; it ends with the test's runtime.
+pub struct Proxy {
+    port: u16,
+    mode: watch::Sender<Mode>,
+}
+
+impl Proxy {
+    /// Listens on a port of its own and connects to `target`.
+    pub async fn start(target: u16) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let mode = watch::Sender::new(Mode::Open);
+        let modes = mode.subscribe();
+        tokio::spawn(async move {
+            while let Ok((client, _)) = listener.accept().await {
+                tokio::spawn(serve(client, target, modes.clone()));
+            }
+        });
+        Self { port, mode }
+    }
+
+    /// Where to connect to.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Changes what happens from now on.
+    pub fn set(&self, mode: Mode) {
+        self.mode.send_replace(mode);
+    }
+}
+
+async fn serve(client: TcpStream, target: u16, modes: watch::Receiver<Mode>) {
+    let mut cut = modes.clone();
+    if *cut.borrow() == Mode::Cut {
+        return;
+    }
+    let Ok(server) = TcpStream::connect(("127.0.0.1", target)).await else { return };
+    let ((from_client, to_client), (from_server, to_server)) = (client.into_split(), server.into_split());
+    tokio::select! {
+        () = carry(from_client, to_server, modes.clone()) => {}
+        () = carry(from_server, to_client, modes) => {}
+        _ = cut.wait_for(|mode| *mode == Mode::Cut) => {}
+    }
+}
+
+async fn carry(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut modes: watch::Receiver<Mode>) {
+    let mut buffer = vec![0; 1 << 16];
+    while let Ok(length @ 1..) = from.read(&mut buffer).await {
+        // Held back while silent; a connection that was silent once is of no use again.
+        if modes.wait_for(|mode| *mode != Mode::Silent).await.is_err() {
+            return;
+        }
+        if to.write_all(&buffer[..length]).await.is_err() {
+            return;
+        }
+    }
+}
