@@ -1,22 +1,44 @@
-# docker buildx build --platform linux/amd64,linux/arm64 -t kilo-ebpf/kilo:0.1.0 .
-FROM rust:1.95-bookworm AS build
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends build-essential pkg-config zlib1g-dev \
-    && rm -rf /var/lib/apt/lists/* \
-    && rustup component add rust-src
+# kg and kgctl, for amd64 and arm64:
+#   docker buildx build --platform linux/amd64,linux/arm64 -t kilo-ebpf/kilo:0.1.0 .
+# Paths are those of Kilo's image, so that DaemonSets written for it work:
+# /opt/bin/kg is the entry point, /opt/cni/bin holds the CNI plugins.
+
+# The BPF object is the same for both architectures and built from source, too.
+FROM rust:1.95-bookworm AS kilo
 WORKDIR /src
 COPY . .
 RUN cargo xtask build-ebpf \
-    && cargo build --release --locked --bin kg --bin kgctl \
-    && strip target/release/kg target/release/kgctl
+ && cargo build --locked --release --package kilo-agent --bins \
+ && mkdir -p /out \
+ && install target/release/kg target/release/kgctl /out/ \
+ && strip --strip-debug /out/kg /out/kgctl
+
+# Debian's binaries of the plugins want the host's C library to be as new as
+# Debian's; these are static, since they run on the host.
+FROM debian:bookworm-slim AS cni
+RUN sed -i 's/^Types: deb$/Types: deb deb-src/' /etc/apt/sources.list.d/debian.sources \
+ && apt-get update \
+ && apt-get install --yes --no-install-recommends dpkg-dev golang-go \
+    golang-github-containernetworking-plugins-dev \
+    golang-github-mattn-go-shellwords-dev \
+    golang-github-networkplumbing-go-nft-dev
+WORKDIR /build
+RUN apt-get source --only-source golang-github-containernetworking-plugins \
+ && plugins=/usr/share/gocode/src/github.com/containernetworking/plugins \
+ && rm -r "$plugins" \
+ && mv golang-github-containernetworking-plugins-*/ "$plugins" \
+ && for plugin in main/bridge main/loopback ipam/host-local meta/portmap; do \
+      GO111MODULE=off GOPATH=/usr/share/gocode CGO_ENABLED=0 \
+      go build -trimpath -ldflags '-s -w' -o /out/ \
+        "github.com/containernetworking/plugins/plugins/$plugin" || exit 1; \
+    done
 
 FROM debian:bookworm-slim
-# The init container copies the CNI plugins to the host.
+# For kubeconfigs that trust public certificate authorities.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends ca-certificates containernetworking-plugins diffutils \
-    && rm -rf /var/lib/apt/lists/* \
-    && mkdir -p /opt/cni \
-    && ln -s /usr/lib/cni /opt/cni/bin
-COPY --from=build /src/target/release/kg /src/target/release/kgctl /usr/local/bin/
-# The agent needs capabilities that Kubernetes gives to root only; see manifests/.
-ENTRYPOINT ["/usr/local/bin/kg"]
+ && apt-get install --yes --no-install-recommends ca-certificates \
+ && rm -rf /var/lib/apt/lists/*
+COPY --from=cni /out/ /opt/cni/bin/
+COPY --from=kilo /out/ /opt/bin/
+ENV PATH=/opt/bin:$PATH
+ENTRYPOINT ["/opt/bin/kg"]

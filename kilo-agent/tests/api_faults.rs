@@ -1,7 +1,5 @@
 //! The Kubernetes backend while the API server fails, forgets and lies.
 
-#![allow(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
-
 #[path = "support/api.rs"]
 mod api;
 #[path = "support/proxy.rs"]
