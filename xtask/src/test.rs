@@ -296,10 +296,16 @@ fn read_outcomes(path: &Path, part: Part) -> Result<Vec<TestOutcome>> {
     Ok(outcomes.into_iter().map(|outcome| TestOutcome { part: part.label().to_owned(), ..outcome }).collect())
 }
 
+/// This program where it was built: the build may have replaced the running one.
+fn own_program() -> Result<PathBuf> {
+    let this = std::env::current_exe()?;
+    Ok(this.parent().context("no directory of this program")?.join("xtask"))
+}
+
 /// The lab in a process of its own, because it takes over signals.
 fn run_lab() -> Result<Vec<TestOutcome>> {
     let file = tempfile::NamedTempFile::new()?;
-    let this = std::env::current_exe()?;
+    let this = own_program()?;
     let bin = this.parent().context("no directory")?.to_owned();
     let mut command = Command::new(&this);
     command.args(["lab", "test", "--name", "kilo-test", "--json"]).arg(file.path()).arg("--bin").arg(bin);
@@ -316,7 +322,7 @@ fn run_in_vm(kernel: &str, binaries: &[TestBinary]) -> Result<Vec<TestOutcome>> 
     fs::create_dir_all(&shared)?;
     let json = shared.join("outcomes.json");
     let _ = fs::remove_file(&json);
-    let this = std::env::current_exe()?;
+    let this = own_program()?;
     let bin = this.parent().context("no directory")?;
     let prefix = format!("{kernel}: ");
     let code = vm::execute(&vm::VmArgs {
