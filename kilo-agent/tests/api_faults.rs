@@ -1,5 +1,7 @@
 //! The Kubernetes backend while the API server fails, forgets and lies.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
 #[path = "support/api.rs"]
 mod api;
 #[path = "support/proxy.rs"]
