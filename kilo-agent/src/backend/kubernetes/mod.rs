@@ -24,6 +24,7 @@ use tokio::{
     sync::{Notify, watch},
     task::JoinSet,
 };
+use tokio_util::task::AbortOnDropHandle;
 
 pub use client::client;
 
@@ -53,14 +54,15 @@ struct Shared {
     later: Notify,
     /// Signalled when everything has been listed for the first time.
     listed: Notify,
-    sender: watch::Sender<Arc<Snapshot>>,
 }
 
-/// The Kubernetes backend. Dropping it ends its watches.
+/// The Kubernetes backend. Dropping it ends its watches; should one of them
+/// fail for good, the receivers of snapshots are closed.
 pub struct KubernetesBackend {
     nodes: Api<core::Node>,
     shared: Arc<Shared>,
-    _tasks: JoinSet<()>,
+    snapshots: watch::Receiver<Arc<Snapshot>>,
+    _watches: AbortOnDropHandle<()>,
 }
 
 impl KubernetesBackend {
@@ -87,22 +89,32 @@ impl KubernetesBackend {
             now: Notify::new(),
             later: Notify::new(),
             listed: Notify::new(),
-            sender: watch::Sender::default(),
         });
+        let (sender, snapshots) = watch::channel(Arc::default());
         let mut tasks = JoinSet::new();
         let (label, own) = (topology_label.to_owned(), Arc::clone(&shared));
         let node = move |object| own.see_node(object, &label);
         tasks.spawn(follow(slim, Asked::Nodes, Arc::clone(&shared), node, |cache| &mut cache.nodes));
         tasks.spawn(follow(peers, Asked::Peers, Arc::clone(&shared), see_peer, |cache| &mut cache.peers));
-        tasks.spawn(hand_on(Arc::clone(&shared)));
-        let listed = tokio::time::timeout(LISTED, shared.listed.notified()).await;
-        listed.map_err(|_| {
-            BackendError::Unreachable(format!(
+        tasks.spawn(hand_on(Arc::clone(&shared), sender));
+        // None of them ends but by a panic; then all end, and with them the sender.
+        let watches = tokio::spawn(async move { drop(tasks.join_next().await) });
+        let watches = AbortOnDropHandle::new(watches);
+        let mut ended = snapshots.clone();
+        let listed = tokio::time::timeout(LISTED, async {
+            tokio::select! {
+                () = shared.listed.notified() => true,
+                () = async { while ended.changed().await.is_ok() {} } => false,
+            }
+        });
+        match listed.await {
+            Ok(true) => Ok(Self { nodes: Api::all(client), shared, snapshots, _watches: watches }),
+            Ok(false) => Err(BackendError::Api("a watch has failed for good; see the log".to_owned())),
+            Err(_) => Err(BackendError::Unreachable(format!(
                 "nodes and peers were not listed within {} s",
                 LISTED.as_secs()
-            ))
-        })?;
-        Ok(Self { nodes: Api::all(client), shared, _tasks: tasks })
+            ))),
+        }
     }
 
     async fn patch(
@@ -189,7 +201,7 @@ fn report(error: &watcher::Error, asked: Asked<'_>) {
 
 /// Hands on snapshots: at once when something happened, a little later when
 /// it is only a sign of life, and never so often that it costs much.
-async fn hand_on(shared: Arc<Shared>) {
+async fn hand_on(shared: Arc<Shared>, sender: watch::Sender<Arc<Snapshot>>) {
     let collected = async || {
         shared.later.notified().await;
         tokio::time::sleep(COLLECT).await;
@@ -202,7 +214,7 @@ async fn hand_on(shared: Arc<Shared>) {
         let started = Instant::now();
         let snapshot = shared.cache().snapshot();
         if let Some(snapshot) = snapshot {
-            shared.sender.send_if_modified(|current| {
+            sender.send_if_modified(|current| {
                 let differs = **current != snapshot;
                 if differs {
                     *current = Arc::new(snapshot);
@@ -259,7 +271,7 @@ impl Shared {
 
 impl Backend for KubernetesBackend {
     fn watch(&self) -> watch::Receiver<Arc<Snapshot>> {
-        self.shared.sender.subscribe()
+        self.snapshots.clone()
     }
 
     async fn publish(&self, node: &str, published: &Published) -> Result<bool, BackendError> {
