@@ -22,7 +22,7 @@ use crate::{
     metrics::{Metrics, PeerSample},
     net::{Link, Net, NetError, discovery, links, mtu::Mtu, watch},
     plan::{self, HopIds, HostPlan, Inputs},
-    resolve::{self, Resolver},
+    resolve::Resolver,
     topology::{self, Liveness, Mesh, Node, Settings},
     wireguard::{DeviceState, PeerState, WireguardError, diff, key::SecretKey},
 };
@@ -264,7 +264,7 @@ impl<B: Backend> Agent<B> {
 
     /// This node as it should be known to all.
     async fn own_node(
-        &self,
+        &mut self,
         seen: &Node,
         kilo: u32,
         links: &[Link],
@@ -272,8 +272,7 @@ impl<B: Backend> Agent<B> {
         state: &DeviceState,
         unix_now: i64,
     ) -> Node {
-        // A host without its own name in DNS is ordinary; a slow server must not hold us up.
-        let hostname = resolve::lookup(&self.options.hostname).await.unwrap_or_default();
+        let hostname = self.resolver.own_addresses(&self.options.hostname).await;
         let found = discovery::discover(&discovery::Facts {
             resolved: &hostname,
             default_interface: default_route,

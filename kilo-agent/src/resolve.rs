@@ -4,13 +4,15 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use futures::future::join_all;
 
 use crate::topology::{EndpointHost, Mesh};
 
+/// How long the answer to the own name counts.
+const OWN_NAME_COUNTS: Duration = Duration::from_secs(300);
 /// Longest wait for one name.
 const PATIENCE: Duration = Duration::from_secs(2);
 
@@ -18,9 +20,24 @@ const PATIENCE: Duration = Duration::from_secs(2);
 #[derive(Debug, Default)]
 pub struct Resolver {
     known: BTreeMap<String, IpAddr>,
+    own: Option<(Instant, Vec<IpAddr>)>,
 }
 
 impl Resolver {
+    /// Addresses of this host's own name. A host without its name in DNS is
+    /// ordinary, and a slow server must not hold up every reconcile: the answer
+    /// counts for a while, an empty one too.
+    pub async fn own_addresses(&mut self, hostname: &str) -> Vec<IpAddr> {
+        match &self.own {
+            Some((since, addresses)) if since.elapsed() < OWN_NAME_COUNTS => addresses.clone(),
+            _ => {
+                let addresses = lookup(hostname).await.unwrap_or_default();
+                self.own = Some((Instant::now(), addresses.clone()));
+                addresses
+            }
+        }
+    }
+
     /// Addresses of every name the mesh's endpoints use.
     pub async fn resolve(&mut self, mesh: &Mesh) -> BTreeMap<String, IpAddr> {
         let endpoints = mesh.segments.iter().map(|segment| &segment.endpoint);

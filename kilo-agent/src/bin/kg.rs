@@ -286,9 +286,25 @@ async fn serve(flags: Flags) -> Result<()> {
             let path = text(&flags.kubeconfig).map(PathBuf::from);
             let client = kubernetes::client(path.as_deref(), text(&flags.master)).await?;
             let hostname = options.hostname.clone();
-            let backend =
-                kubernetes::KubernetesBackend::start(client, Some(&hostname), &flags.topology_label).await?;
+            let backend = start_patiently(client, &hostname, &flags.topology_label).await?;
             work(flags, options, backend).await
+        }
+    }
+}
+
+/// An API server that is away is waited for: traffic goes on meanwhile.
+async fn start_patiently(
+    client: kube::Client,
+    hostname: &str,
+    topology_label: &str,
+) -> Result<kubernetes::KubernetesBackend> {
+    loop {
+        match kubernetes::KubernetesBackend::start(client.clone(), Some(hostname), topology_label).await {
+            Err(error) if error.is_temporary() => {
+                tracing::warn!(%error, "the API server does not answer; trying again");
+                tokio::time::sleep(Duration::from_secs(5).mul_f64(rand::random_range(0.8..1.2))).await;
+            }
+            other => return Ok(other?),
         }
     }
 }

@@ -36,7 +36,7 @@ struct Flags {
     #[arg(long, value_name = "DIR", global = true)]
     backend_dir: Option<PathBuf>,
     /// Kubernetes configuration; default: $KUBECONFIG, else ~/.kube/config.
-    #[arg(long, value_name = "FILE", env = "KUBECONFIG", hide_env = true, global = true)]
+    #[arg(long, value_name = "FILE", global = true)]
     kubeconfig: Option<PathBuf>,
     /// auto (what the nodes say), location or full.
     #[arg(long, default_value = "auto", global = true)]

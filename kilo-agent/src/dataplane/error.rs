@@ -27,8 +27,8 @@ pub enum DataplaneError {
     },
     /// The kernel refused the object.
     #[error(
-        "the kernel does not load the BPF programs: {0}; kg needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON \
-         (before Linux 6.6 also CAP_SYS_ADMIN) and a kernel from 6.1 on with CONFIG_NET_CLS_ACT"
+        "the kernel does not load the BPF programs: {0}; kg needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON, \
+         and a kernel from 6.1 on with CONFIG_NET_CLS_ACT"
     )]
     Load(String),
     /// A program or map is not in the object.
