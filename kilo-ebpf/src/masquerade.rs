@@ -13,7 +13,7 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use kilo_common::{
-    maps::{CONFIG_MASQUERADE, Config, DEVICE_MASQUERADE, MASQ_EXCLUDE, NatValue},
+    maps::{CONFIG_MASQUERADE, Config, DEVICE_MASQUERADE, Device, MASQ_EXCLUDE, NatValue},
     nat::{Flow, ICMP_ECHO, ICMP_ECHO_REPLY, PORT_ATTEMPTS, candidate_port, is_masqueraded, layout},
     packet::{ETHERNET_LEN, Ipv4, protocol},
     verdict::{Action, DropReason},
@@ -49,13 +49,10 @@ pub fn egress(
     offset: usize,
     ip: &Ipv4,
 ) -> Result<Option<[u8; 4]>, DropReason> {
-    if config.flags & CONFIG_MASQUERADE == 0 {
-        return Ok(None);
-    }
-    let Some(device) = device(packet::ifindex(ctx)) else { return Ok(None) };
+    let Some(device) = translating_device(ctx, config) else { return Ok(None) };
     // Ours already: the host's own packets, and what netfilter has translated.
     let own = ip.src == device.masq_addr;
-    if device.flags & DEVICE_MASQUERADE == 0 || (own && ip.protocol != protocol::ICMP) {
+    if own && ip.protocol != protocol::ICMP {
         return Ok(None);
     }
     let destination = MASQ_DST.get(&Key::new(32, ip.dst)).copied();
@@ -102,11 +99,7 @@ pub fn ingress(
     offset: usize,
     ip: &Ipv4,
 ) -> Result<Option<[u8; 4]>, DropReason> {
-    if config.flags & CONFIG_MASQUERADE == 0 {
-        return Ok(None);
-    }
-    let Some(device) = device(packet::ifindex(ctx)) else { return Ok(None) };
-    if device.flags & DEVICE_MASQUERADE == 0 || ip.dst != device.masq_addr {
+    if translating_device(ctx, config).is_none_or(|device| ip.dst != device.masq_addr) {
         return Ok(None);
     }
     let payload = offset + ip.header_len;
@@ -135,6 +128,15 @@ pub fn ingress(
         count_action(Action::Unmasquerade);
     }
     Ok(Some(value.addr))
+}
+
+/// The interface this packet is on, if packets are translated there.
+#[inline(always)]
+fn translating_device(ctx: &TcContext, config: &Config) -> Option<Device> {
+    if config.flags & CONFIG_MASQUERADE == 0 {
+        return None;
+    }
+    device(packet::ifindex(ctx)).filter(|device| device.flags & DEVICE_MASQUERADE != 0)
 }
 
 #[inline(always)]
