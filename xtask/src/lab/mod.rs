@@ -185,21 +185,26 @@ fn show(args: &LabArgs) -> Result<()> {
         matrix.total(),
         started.elapsed().as_secs_f32()
     );
-    if args.keep {
-        guard.keep = true;
-        println!("\nThe lab stays up. Look around:");
-        for line in [
-            "lab status",
-            "lab exec a2 -- ip route",
-            "lab exec a1 -- wg",
-            "lab exec a2 -- bpftool prog",
-            "lab exec a2 -- bpftool map dump pinned /sys/fs/bpf/kilo/v1/prefix_v4",
-            "lab exec pod-a2 -- ping -c 3 10.42.5.2",
-            "lab down",
-        ] {
-            println!("  cargo xtask {line}");
+    println!(
+        "\n{}",
+        if args.keep {
+            "The lab stays up. Look around:"
+        } else {
+            "`cargo xtask lab --keep` leaves it up to look around:"
         }
+    );
+    for line in [
+        "lab status",
+        "lab exec a2 -- ip route",
+        "lab exec a1 -- wg",
+        "lab exec a2 -- bpftool prog",
+        "lab exec a2 -- bpftool map dump pinned /sys/fs/bpf/kilo/v1/prefix_v4",
+        "lab exec pod-a2 -- ping -c 3 10.42.5.2",
+        "lab down",
+    ] {
+        println!("  cargo xtask {line}");
     }
+    guard.keep = args.keep;
     if matrix.passed() < matrix.total() {
         bail!("{} probes failed", matrix.total() - matrix.passed());
     }
