@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
+mod netns;
 mod support;
 
 use kilo_agent::dataplane::{Dataplane, pin_directory};
@@ -59,4 +60,34 @@ fn rubbish_that_is_no_map_is_replaced() {
     let error = Dataplane::open(fs.path(), false).err().map(|error| error.to_string());
     // A directory is nothing we ever made: it is named, not removed.
     assert!(error.is_some_and(|error| error.contains("hop")));
+}
+
+#[test]
+fn a_program_pinned_in_the_place_of_a_map_is_replaced() {
+    let Some(fs) = support::bpffs() else { return };
+    std::fs::create_dir_all(pin_directory(fs.path())).unwrap();
+    let _program = support::foreign::program(&pin_directory(fs.path()).join("prefix_v4"));
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    assert!(dataplane.write(&support::leader_tables()).unwrap() > 0);
+}
+
+#[test]
+fn the_bpf_file_system_is_mounted_when_it_is_not() {
+    netns::isolated("the_bpf_file_system_is_mounted_when_it_is_not", || async {
+        let plain = tempfile::tempdir().unwrap();
+        let there = plain.path().join("sys/fs/bpf");
+        drop(Dataplane::open(&there, false).unwrap());
+        assert!(netns::sh("mount -t bpf").contains(there.to_str().unwrap()));
+        drop(Dataplane::open(&there, false).unwrap());
+        assert_eq!(netns::sh("mount -t bpf").matches(there.to_str().unwrap()).count(), 1, "only once");
+        netns::sh(&format!("umount {}", there.display()));
+    });
+}
+
+#[test]
+fn a_bpf_file_system_that_cannot_be_mounted_is_said_to_be_the_operators_to_mount() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let error = Dataplane::open(file.path(), false).err().unwrap();
+    assert_eq!(error.label(), "bpffs");
+    assert!(error.to_string().contains("mount -t bpf bpf"), "{error}");
 }

@@ -16,7 +16,10 @@ use ipnet::IpNet;
 use kilo_agent::{
     agent::{self, Agent},
     backend::{Backend, file::FileBackend, kubernetes},
-    cli::{BackendKind, Compatibility, LogLevel, Masquerade, WireguardMode, parse_duration, parse_listen},
+    cli::{
+        AttachMode, BackendKind, Compatibility, LogLevel, Masquerade, WireguardMode, parse_duration,
+        parse_listen,
+    },
     dataplane::BPFFS,
     health::Health,
     http, interface,
@@ -66,6 +69,9 @@ enum Command {
 
 #[derive(Args, Debug)]
 struct Flags {
+    /// How programs are attached: auto (TCX, else clsact), tcx or clsact.
+    #[arg(long, default_value = "auto")]
+    attach: AttachMode,
     /// Where nodes and peers come from: kubernetes or file.
     #[arg(long, default_value = "kubernetes", global = true)]
     backend: BackendKind,
@@ -256,6 +262,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         cni: flags.cni.then(|| flags.cni_path.clone()),
         masquerade: flags.masquerade == Masquerade::Ebpf,
         bpffs: PathBuf::from(BPFFS),
+        attach: flags.attach,
         debug: matches!(flags.log_level, LogLevel::All | LogLevel::Debug),
     })
 }

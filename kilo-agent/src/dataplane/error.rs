@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use aya::{EbpfError, maps::MapError, programs::ProgramError};
 
+use crate::net::NetError;
+
 /// What failed; the label is a metric label.
 #[derive(Debug, thiserror::Error)]
 pub enum DataplaneError {
@@ -44,6 +46,9 @@ pub enum DataplaneError {
         /// What the kernel said.
         reason: String,
     },
+    /// Filters that are attached cannot be listed.
+    #[error("programs on interfaces cannot be listed: {0}")]
+    List(#[from] NetError),
     /// A map cannot be read or written.
     #[error("BPF map: {0}")]
     Map(#[from] MapError),
@@ -67,7 +72,7 @@ impl DataplaneError {
             Self::Pin { .. } => "bpf_pin",
             Self::Load(_) => "bpf_load",
             Self::Object(_) => "bpf_object",
-            Self::Attach { .. } => "bpf_attach",
+            Self::Attach { .. } | Self::List(_) => "bpf_attach",
             Self::Map(_) => "bpf_map",
             Self::Full { .. } => "bpf_map_full",
         }

@@ -105,6 +105,22 @@ fn forward_log(bpf: &mut Ebpf) {
     });
 }
 
+/// Removes the pins of other versions' maps. Called when our programs have
+/// replaced theirs on every hook: nobody reads those maps any more.
+pub fn remove_other_layouts(directory: &Path) -> Result<(), DataplaneError> {
+    let Some(top) = directory.parent() else { return Ok(()) };
+    for entry in std::fs::read_dir(top).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let is_layout = name.strip_prefix('v').is_some_and(|version| version.parse::<u32>().is_ok());
+        if is_layout && path != directory {
+            tracing::info!(path = %path.display(), "removing the maps of another version");
+            std::fs::remove_dir_all(&path).map_err(|source| DataplaneError::Pin { path, source })?;
+        }
+    }
+    Ok(())
+}
+
 /// Removes pinned maps whose type or sizes are not those of this layout;
 /// answers how many.
 fn remove_unfit(directory: &Path) -> Result<usize, DataplaneError> {

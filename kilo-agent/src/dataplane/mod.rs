@@ -7,7 +7,7 @@ mod load;
 mod maps;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     net::IpAddr,
     path::{Path, PathBuf},
 };
@@ -21,9 +21,10 @@ use kilo_common::{
     verdict::{Action, DropReason},
 };
 
+pub use attach::{Attached, Interfaces};
 pub use error::DataplaneError;
 
-use crate::plan::Tables;
+use crate::{cli::AttachMode, net::Net, plan::Tables};
 
 /// Where the BPF file system is, by convention.
 pub const BPFFS: &str = "/sys/fs/bpf";
@@ -31,6 +32,11 @@ pub const BPFFS: &str = "/sys/fs/bpf";
 /// Directory of our pins below a BPF file system: `kilo/v<layout>`.
 pub fn pin_directory(bpffs: &Path) -> PathBuf {
     bpffs.join("kilo").join(format!("v{}", kilo_common::maps::LAYOUT_VERSION))
+}
+
+/// Directory of the pinned TCX links, one for every map layout: `kilo/links`.
+pub fn link_directory(bpffs: &Path) -> PathBuf {
+    bpffs.join("kilo").join("links")
 }
 
 /// Packets by what happened to them, summed over all CPUs.
@@ -58,6 +64,14 @@ impl Dataplane {
     /// # Errors
     /// Says which capability, mount or kernel feature is missing.
     pub fn open(bpffs: &Path, debug: bool) -> Result<Self, DataplaneError> {
+        Self::open_with(bpffs, debug, AttachMode::Auto)
+    }
+
+    /// [`Self::open`], with a say in how programs are attached.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_with(bpffs: &Path, debug: bool, mode: AttachMode) -> Result<Self, DataplaneError> {
         load::mount_bpffs(bpffs)?;
         let directory = pin_directory(bpffs);
         std::fs::create_dir_all(&directory)
@@ -70,7 +84,8 @@ impl Dataplane {
             }
         })?;
         let present = maps::read(&mut bpf)?;
-        Ok(Self { bpf, directory, present, attachments: attach::Attachments::default() })
+        let attachments = attach::Attachments::new(mode, link_directory(bpffs));
+        Ok(Self { bpf, directory, present, attachments })
     }
 
     /// Nodes that may send us steered packets, as the maps hold them.
@@ -87,13 +102,31 @@ impl Dataplane {
     }
 
     /// Attaches the programs to the WireGuard device and the uplinks, replaces
-    /// what an earlier agent attached, and detaches from all other interfaces.
-    /// Answers the number of changes.
+    /// what an earlier agent attached, puts back what somebody removed, and
+    /// detaches from all other interfaces. Without a difference nothing is written.
     ///
     /// # Errors
-    /// When an interface refuses a program.
-    pub fn attach(&mut self, kilo: u32, uplinks: &BTreeSet<u32>) -> Result<u64, DataplaneError> {
-        self.attachments.apply(&mut self.bpf, &self.directory, kilo, uplinks)
+    /// When the WireGuard device refuses a program, or filters cannot be listed.
+    /// An uplink that refuses is in [`Attached::failed`].
+    pub async fn attach(
+        &mut self,
+        net: &Net,
+        interfaces: Interfaces<'_>,
+    ) -> Result<Attached, DataplaneError> {
+        let filters = net.bpf_filters(self.attachments.of_interest()).await?;
+        let attached = self.attachments.apply(&mut self.bpf, interfaces, &filters)?;
+        load::remove_other_layouts(&self.directory)?;
+        Ok(attached)
+    }
+
+    /// True while every attached program is still where it was put. Reads
+    /// only: TCX links go without an event.
+    ///
+    /// # Errors
+    /// When filters cannot be listed.
+    pub async fn is_attached(&self, net: &Net) -> Result<bool, DataplaneError> {
+        let filters = net.bpf_filters(self.attachments.of_interest()).await?;
+        Ok(self.attachments.stand(&self.bpf, &filters))
     }
 
     /// A reader of the counters that goes on independently of this handle.

@@ -42,6 +42,7 @@ pub fn bpffs() -> Option<BpfFs> {
     Some(BpfFs(directory))
 }
 
+pub mod foreign;
 pub mod packet;
 
 pub const SELF: [u8; 4] = [10, 1, 0, 11];
