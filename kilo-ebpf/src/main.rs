@@ -15,6 +15,8 @@ mod maps;
 #[cfg(target_arch = "bpf")]
 mod masquerade;
 #[cfg(target_arch = "bpf")]
+mod monitor;
+#[cfg(target_arch = "bpf")]
 mod packet;
 #[cfg(target_arch = "bpf")]
 mod steer;
@@ -24,9 +26,9 @@ mod tunnel;
 #[cfg(target_arch = "bpf")]
 mod programs {
     use aya_ebpf::{macros::classifier, programs::TcContext};
-    use kilo_common::{maps::Config, verdict::DropReason};
+    use kilo_common::{event::Hook, maps::Config, verdict::DropReason};
 
-    use crate::{maps, masquerade, packet, steer, tunnel};
+    use crate::{maps, masquerade, monitor, packet, steer, tunnel};
 
     /// Goes on with the next program on the hook, and then with the stack.
     pub const TC_ACT_UNSPEC: i32 = -1;
@@ -35,6 +37,7 @@ mod programs {
     #[inline(always)]
     fn verdict(
         ctx: TcContext,
+        hook: Hook,
         program: impl FnOnce(&TcContext, &'static Config) -> Result<i32, DropReason>,
     ) -> i32 {
         // The array has its one entry from the start; zeroed it means: nothing is ours.
@@ -43,6 +46,7 @@ mod programs {
             Ok(action) => action,
             Err(reason) => {
                 maps::count(reason.index());
+                monitor::report(&ctx, hook, reason);
                 // Loaded with the level off, the verifier removes this.
                 aya_log_ebpf::debug!(
                     &ctx,
@@ -58,25 +62,25 @@ mod programs {
     /// Packets that the stack, or a leader's transit, sends into the WireGuard device.
     #[classifier]
     pub fn kilo_egress(ctx: TcContext) -> i32 {
-        verdict(ctx, steer::kilo_egress)
+        verdict(ctx, Hook::KiloEgress, steer::kilo_egress)
     }
 
     /// Packets that WireGuard decrypted, or that `lan_ingress` decapsulated.
     #[classifier]
     pub fn kilo_ingress(ctx: TcContext) -> i32 {
-        verdict(ctx, steer::kilo_ingress)
+        verdict(ctx, Hook::KiloIngress, steer::kilo_ingress)
     }
 
     /// Packets from the network the node is in.
     #[classifier]
     pub fn lan_ingress(ctx: TcContext) -> i32 {
-        verdict(ctx, tunnel::lan_ingress)
+        verdict(ctx, Hook::LanIngress, tunnel::lan_ingress)
     }
 
     /// Packets to the network the node is in.
     #[classifier]
     pub fn uplink_egress(ctx: TcContext) -> i32 {
-        verdict(ctx, masquerade::uplink_egress)
+        verdict(ctx, Hook::UplinkEgress, masquerade::uplink_egress)
     }
 }
 

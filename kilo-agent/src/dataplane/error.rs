@@ -18,6 +18,21 @@ pub enum DataplaneError {
         #[source]
         source: std::io::Error,
     },
+    /// A map that every data path has is not there (or may not be seen).
+    #[error(
+        "{path} does not exist: kg does not run on this host, is of another version, or you are not root \
+         (on a node: kubectl exec into the kilo pod)",
+        path = path.display()
+    )]
+    Absent {
+        /// Path of the pin.
+        path: PathBuf,
+    },
+    /// The ring of drop events has one reader.
+    #[error(
+        "somebody else listens to this node's drops; end that `kgctl monitor` first, or wait 3 s if it was killed"
+    )]
+    Monitored,
     /// A pin cannot be made, read or removed.
     #[error("{path}: {source}", path = path.display())]
     Pin {
@@ -69,7 +84,8 @@ impl DataplaneError {
     pub const fn label(&self) -> &'static str {
         match self {
             Self::Bpffs { .. } => "bpffs",
-            Self::Pin { .. } => "bpf_pin",
+            Self::Absent { .. } | Self::Pin { .. } => "bpf_pin",
+            Self::Monitored => "monitored",
             Self::Load(_) => "bpf_load",
             Self::Object(_) => "bpf_object",
             Self::Attach { .. } | Self::List(_) => "bpf_attach",

@@ -22,7 +22,7 @@ static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("KILO_EBPF_OBJECT"));
 pub const PROGRAMS: [&str; 4] = ["kilo_egress", "kilo_ingress", "lan_ingress", "uplink_egress"];
 
 /// Maps that outlive the agent.
-const PINNED: [&str; 9] = [
+const PINNED: [&str; 11] = [
     name::PREFIX_V4,
     name::HOP,
     name::NODE_V4,
@@ -32,6 +32,8 @@ const PINNED: [&str; 9] = [
     name::DEVICE,
     name::COUNT,
     name::CONFIG,
+    name::EVENTS,
+    name::MONITOR,
 ];
 
 /// Mounts a BPF file system unless one is there.
@@ -139,7 +141,11 @@ fn remove_unfit(directory: &Path) -> Result<usize, DataplaneError> {
 
 fn fits(map: &str, path: &Path) -> bool {
     use aya::maps::MapType;
-    use kilo_common::{maps::*, verdict::COUNTERS};
+    use kilo_common::{
+        event::{Monitor, RING_BYTES},
+        maps::*,
+        verdict::COUNTERS,
+    };
 
     let size = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX);
     let (kind, key, value, entries) = match map {
@@ -151,6 +157,8 @@ fn fits(map: &str, path: &Path) -> bool {
         name::DEVICE => (MapType::Hash, 4, size(size_of::<Device>()), MAX_DEVICES),
         name::COUNT => (MapType::PerCpuArray, 4, 8, COUNTERS),
         name::CONFIG => (MapType::Array, 4, size(size_of::<Config>()), 1),
+        name::EVENTS => (MapType::RingBuf, 0, 0, RING_BYTES),
+        name::MONITOR => (MapType::Array, 4, size(size_of::<Monitor>()), 1),
         _ => return false,
     };
     let Ok(info) = MapData::from_pin(path).and_then(|data| data.info()) else { return false };

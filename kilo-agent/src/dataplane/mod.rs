@@ -2,9 +2,11 @@
 //! that packets flow without the agent and the next agent takes over.
 
 mod attach;
+pub mod decode;
 mod error;
 mod load;
 mod maps;
+pub mod monitor;
 
 use std::{
     collections::BTreeMap,
@@ -21,7 +23,7 @@ use kilo_common::{
     verdict::{Action, DropReason},
 };
 
-pub use attach::{Attached, Interfaces};
+pub use attach::{Attached, Interfaces, interface_name};
 pub use error::DataplaneError;
 
 use crate::{cli::AttachMode, net::Net, plan::Tables};
@@ -37,6 +39,15 @@ pub fn pin_directory(bpffs: &Path) -> PathBuf {
 /// Directory of the pinned TCX links, one for every map layout: `kilo/links`.
 pub fn link_directory(bpffs: &Path) -> PathBuf {
     bpffs.join("kilo").join("links")
+}
+
+/// Opens a pinned map of a data path that is there.
+fn open_pin(directory: &Path, name: &str) -> Result<MapData, DataplaneError> {
+    let path = directory.join(name);
+    if !path.try_exists().unwrap_or(false) {
+        return Err(DataplaneError::Absent { path });
+    }
+    Ok(MapData::from_pin(path)?)
 }
 
 /// Packets by what happened to them, summed over all CPUs.
@@ -134,8 +145,7 @@ impl Dataplane {
     /// # Errors
     /// When the pinned map cannot be opened.
     pub fn counters(&self) -> Result<CounterReader, DataplaneError> {
-        let data = MapData::from_pin(self.directory.join(kilo_common::maps::name::COUNT))?;
-        Ok(CounterReader(PerCpuArray::try_from(Map::PerCpuArray(data))?))
+        CounterReader::of(&self.directory)
     }
 
     /// The programs and maps, for tests that run single programs.
@@ -154,6 +164,19 @@ impl std::fmt::Debug for CounterReader {
 }
 
 impl CounterReader {
+    /// The counters of this host's data path.
+    ///
+    /// # Errors
+    /// When there is no data path here, or no right to look.
+    pub fn open(bpffs: &Path) -> Result<Self, DataplaneError> {
+        Self::of(&pin_directory(bpffs))
+    }
+
+    fn of(directory: &Path) -> Result<Self, DataplaneError> {
+        let data = open_pin(directory, kilo_common::maps::name::COUNT)?;
+        Ok(Self(PerCpuArray::try_from(Map::PerCpuArray(data))?))
+    }
+
     /// The counters now.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
-//! `kgctl`: shows configurations of the mesh and draws it.
+//! `kgctl`: shows configurations of the mesh and draws it; looks into a node's data path.
 
 mod graph;
+mod monitor;
 mod showconf;
 mod source;
 
@@ -9,7 +10,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{CommandFactory as _, Parser, Subcommand};
 
-use crate::{showconf::Showconf, source::Flags};
+use crate::{monitor::MonitorArgs, showconf::Showconf, source::Flags};
 
 /// Shows configurations of the mesh and draws it.
 #[derive(Parser, Debug)]
@@ -25,6 +26,8 @@ struct Cli {
 enum Command {
     /// Draw the mesh as Graphviz text.
     Graph,
+    /// Show packets this node drops, as it happens, and why.
+    Monitor(MonitorArgs),
     /// Show the WireGuard configuration of a node or peer.
     Showconf {
         #[command(subcommand)]
@@ -63,6 +66,7 @@ async fn run(cli: Cli) -> Result<String> {
             let snapshot = source::snapshot(flags).await?;
             Ok(graph::run(&source::mesh(&snapshot, flags)?))
         }
+        Command::Monitor(args) => monitor::run(args).await.map(|()| String::new()),
         Command::Showconf { of } => {
             let snapshot = source::snapshot(flags).await?;
             showconf::run(of, &source::mesh(&snapshot, flags)?, &snapshot, flags)
