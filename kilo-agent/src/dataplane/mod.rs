@@ -23,7 +23,7 @@ use kilo_common::{
 
 pub use error::DataplaneError;
 
-use crate::plan::Tables;
+use crate::{plan::Tables, status::Attached};
 
 /// Where the BPF file system is, by convention.
 pub const BPFFS: &str = "/sys/fs/bpf";
@@ -94,6 +94,11 @@ impl Dataplane {
     /// When an interface refuses a program.
     pub fn attach(&mut self, kilo: u32, uplinks: &BTreeSet<u32>) -> Result<u64, DataplaneError> {
         self.attachments.apply(&mut self.bpf, &self.directory, kilo, uplinks)
+    }
+
+    /// Programs this process has attached, and where.
+    pub fn attached(&self) -> Vec<Attached> {
+        self.attachments.list()
     }
 
     /// A reader of the counters that goes on independently of this handle.
