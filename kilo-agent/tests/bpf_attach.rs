@@ -23,7 +23,7 @@ use aya::{
 };
 use kilo_agent::{
     cli::AttachMode,
-    dataplane::{Attached, Dataplane, Interfaces, link_directory, pin_directory},
+    dataplane::{Applied, Dataplane, Interfaces, link_directory, pin_directory},
     net::Net,
 };
 use netns::{isolated, sh};
@@ -74,7 +74,7 @@ impl World {
     }
 
     /// What a starting agent does.
-    async fn start(&self, mode: AttachMode) -> (Dataplane, Attached) {
+    async fn start(&self, mode: AttachMode) -> (Dataplane, Applied) {
         let mut dataplane = Dataplane::open_with(self.fs.path(), false, mode).unwrap();
         dataplane.write(&leader_tables()).unwrap();
         let attached = self.attach(&mut dataplane).await;
@@ -82,7 +82,7 @@ impl World {
         (dataplane, attached)
     }
 
-    async fn attach(&self, dataplane: &mut Dataplane) -> Attached {
+    async fn attach(&self, dataplane: &mut Dataplane) -> Applied {
         let interfaces = Interfaces { kilo: index("kilo0"), uplinks: &self.uplinks };
         dataplane.attach(&self.net, interfaces).await.unwrap()
     }

@@ -19,7 +19,7 @@ use aya::{
 use nix::net::if_::{if_indextoname, if_nameindex};
 
 use super::{DataplaneError, error::chain};
-use crate::{cli::AttachMode, net::filters::BpfFilter};
+use crate::{cli::AttachMode, net::filters::BpfFilter, status::Attached};
 
 /// Priority and handle of our clsact filters ("kg").
 const PRIORITY: u16 = 0x6b67;
@@ -36,7 +36,7 @@ pub struct Interfaces<'a> {
 
 /// What one round of attaching did.
 #[derive(Debug, Default)]
-pub struct Attached {
+pub struct Applied {
     /// Programs attached, replaced or detached.
     pub changes: u64,
     /// Of these: programs that somebody else had removed.
@@ -148,11 +148,11 @@ impl Attachments {
         bpf: &mut Ebpf,
         interfaces: Interfaces<'_>,
         filters: &[BpfFilter],
-    ) -> Result<Attached, DataplaneError> {
+    ) -> Result<Applied, DataplaneError> {
         fs::create_dir_all(&self.links)
             .map_err(|source| DataplaneError::Pin { path: self.links.clone(), source })?;
         let wanted = places(interfaces);
-        let mut done = Attached::default();
+        let mut done = Applied::default();
         for place in &wanted {
             let before = self.attached.get(place).copied();
             if before.is_some_and(|how| stands(bpf, place, how, filters)) {
@@ -186,6 +186,23 @@ impl Attachments {
         done.changes += self.detach_others(&wanted, filters);
         self.swept = true;
         Ok(done)
+    }
+
+    /// What is attached where.
+    pub fn list(&self) -> Vec<Attached> {
+        let attached = |(place, how): (&Place, &How)| {
+            Some(Attached {
+                interface: place.interface()?,
+                program: place.program.to_owned(),
+                direction: if place.egress { "egress" } else { "ingress" }.to_owned(),
+                hook: match how {
+                    How::Tcx => "tcx",
+                    How::Clsact => "clsact",
+                }
+                .to_owned(),
+            })
+        };
+        self.attached.iter().filter_map(attached).collect()
     }
 
     fn attach(&self, bpf: &mut Ebpf, place: &Place, filters: &[BpfFilter]) -> Result<How, DataplaneError> {

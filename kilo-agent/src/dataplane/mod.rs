@@ -23,10 +23,10 @@ use kilo_common::{
     verdict::{Action, DropReason},
 };
 
-pub use attach::{Attached, Interfaces, interface_name};
+pub use attach::{Applied, Interfaces, interface_name};
 pub use error::DataplaneError;
 
-use crate::{cli::AttachMode, net::Net, plan::Tables};
+use crate::{cli::AttachMode, net::Net, plan::Tables, status::Attached};
 
 /// Where the BPF file system is, by convention.
 pub const BPFFS: &str = "/sys/fs/bpf";
@@ -118,16 +118,12 @@ impl Dataplane {
     ///
     /// # Errors
     /// When the WireGuard device refuses a program, or filters cannot be listed.
-    /// An uplink that refuses is in [`Attached::failed`].
-    pub async fn attach(
-        &mut self,
-        net: &Net,
-        interfaces: Interfaces<'_>,
-    ) -> Result<Attached, DataplaneError> {
+    /// An uplink that refuses is in [`Applied::failed`].
+    pub async fn attach(&mut self, net: &Net, interfaces: Interfaces<'_>) -> Result<Applied, DataplaneError> {
         let filters = net.bpf_filters(self.attachments.of_interest()).await?;
-        let attached = self.attachments.apply(&mut self.bpf, interfaces, &filters)?;
+        let applied = self.attachments.apply(&mut self.bpf, interfaces, &filters)?;
         load::remove_other_layouts(&self.directory)?;
-        Ok(attached)
+        Ok(applied)
     }
 
     /// True while every attached program is still where it was put. Reads
@@ -138,6 +134,11 @@ impl Dataplane {
     pub async fn is_attached(&self, net: &Net) -> Result<bool, DataplaneError> {
         let filters = net.bpf_filters(self.attachments.of_interest()).await?;
         Ok(self.attachments.stand(&self.bpf, &filters))
+    }
+
+    /// Programs this process has attached, and where.
+    pub fn attached(&self) -> Vec<Attached> {
+        self.attachments.list()
     }
 
     /// A reader of the counters that goes on independently of this handle.
