@@ -91,3 +91,27 @@ fn a_bpf_file_system_that_cannot_be_mounted_is_said_to_be_the_operators_to_mount
     assert_eq!(error.label(), "bpffs");
     assert!(error.to_string().contains("mount -t bpf bpf"), "{error}");
 }
+
+#[test]
+fn every_action_and_every_drop_reason_is_a_metric() {
+    use kilo_common::verdict::{Action, DropReason};
+    let Some(fs) = support::bpffs() else { return };
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    dataplane.write(&support::leader_tables()).unwrap();
+    let metrics = kilo_agent::metrics::Metrics::default();
+    metrics.set_counters(dataplane.counters().unwrap());
+    let stranger = [10, 1, 0, 99];
+    let frame = support::packet::steered(stranger, support::SELF, &[0; 40]);
+    support::packet::run(&mut dataplane, "lan_ingress", &frame);
+    let text = metrics.encode().unwrap();
+    let lines = Action::ALL
+        .iter()
+        .map(|action| format!("kilo_packets_total{{action=\"{}\"}} 0", action.label()))
+        .chain(DropReason::ALL.iter().map(|reason| {
+            let count = u8::from(*reason == DropReason::UnknownSender);
+            format!("kilo_dropped_packets_total{{reason=\"{}\"}} {count}", reason.label())
+        }));
+    for line in lines {
+        assert!(text.lines().any(|it| it == line), "{line} is missing from\n{text}");
+    }
+}

@@ -1,6 +1,7 @@
 //! BPF programs and maps: load, attach, diff, count. Everything is pinned, so
 //! that packets flow without the agent and the next agent takes over.
 
+mod advice;
 mod attach;
 pub mod decode;
 mod error;
@@ -23,6 +24,7 @@ use kilo_common::{
     verdict::{Action, DropReason},
 };
 
+pub use advice::advice;
 pub use attach::{Applied, Interfaces, interface_name};
 pub use error::DataplaneError;
 
