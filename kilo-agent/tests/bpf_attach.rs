@@ -83,7 +83,7 @@ impl World {
     }
 
     async fn attach(&self, dataplane: &mut Dataplane) -> Applied {
-        let interfaces = Interfaces { kilo: index("kilo0"), uplinks: &self.uplinks };
+        let interfaces = Interfaces { kilo: index("kilo0"), uplinks: &self.uplinks, vxlan: None };
         dataplane.attach(&self.net, interfaces).await.unwrap()
     }
 

@@ -60,12 +60,12 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    /// Whether a drop is reported; `random` and `now` (`bpf_ktime_get_ns`) are
+    /// Whether a drop for the reason with this index is reported; `random` and `now` (`bpf_ktime_get_ns`) are
     /// asked for only when they decide.
     #[inline(always)]
-    pub fn wants(&self, reason: DropReason, now: impl FnOnce() -> u64, random: impl FnOnce() -> u32) -> bool {
+    pub fn wants(&self, reason: u32, now: impl FnOnce() -> u64, random: impl FnOnce() -> u32) -> bool {
         self.deadline != 0
-            && self.reasons & (1 << reason.index()) != 0
+            && self.reasons >> (reason & 63) & 1 != 0
             && now() < self.deadline
             && (self.one_in < 2 || random().checked_rem(self.one_in) == Some(0))
     }
@@ -129,7 +129,7 @@ impl DropEvent {
 
     /// Why; `None` from a program that is newer than this code.
     pub fn reason(&self) -> Option<DropReason> {
-        DropReason::ALL.iter().find(|reason| reason.index() == self.reason).copied()
+        DropReason::from_index(self.reason)
     }
 
     /// Where; `None` as with [`Self::reason`].
@@ -163,12 +163,12 @@ mod tests {
 
     #[test]
     fn only_what_a_listener_that_still_lives_wants_is_reported() {
-        let reason = DropReason::NoHop;
-        let monitor = Monitor { deadline: 100, reasons: 1 << reason.index(), one_in: 4, pad: 0 };
+        let reason = DropReason::NoHop.index();
+        let monitor = Monitor { deadline: 100, reasons: 1 << reason, one_in: 4, pad: 0 };
         assert!(monitor.wants(reason, || 99, || 8));
         assert!(!monitor.wants(reason, || 100, || 8), "it has gone");
         assert!(!monitor.wants(reason, || 99, || 9), "one in four");
-        assert!(!monitor.wants(DropReason::NoPrefix, || 99, || 8), "not asked for");
+        assert!(!monitor.wants(DropReason::NoPrefix.index(), || 99, || 8), "not asked for");
         let nobody = Monitor::default();
         assert!(!nobody.wants(reason, || unreachable!(), || unreachable!()), "costs nothing");
     }

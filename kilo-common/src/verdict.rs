@@ -17,6 +17,12 @@ macro_rules! counted {
                 self as u32
             }
 
+            /// The variant whose counter has this index.
+            #[inline(always)]
+            pub const fn from_index(index: u32) -> Option<Self> {
+                match index { $($index => Some($name::$variant),)* _ => None }
+            }
+
             /// Metric label and name in `kgctl`.
             pub const fn label(self) -> &'static str {
                 match self { $($name::$variant => $label,)* }
@@ -54,6 +60,9 @@ counted! {
         Masquerade = 7 => "masquerade",
         /// Destination translated back on the way in.
         Unmasquerade = 8 => "unmasquerade",
+        /// On a leader: a packet in transit given to the stack, which answers
+        /// it (time exceeded, too big) or fragments it.
+        Punt = 9 => "punt",
     }
 }
 
@@ -70,8 +79,6 @@ counted! {
         ForeignSource = 35 => "foreign_source",
         /// Steered to a node that neither owns nor forwards the destination.
         NotForUs = 36 => "not_for_us",
-        /// Time to live used up in transit.
-        TtlExceeded = 37 => "ttl_exceeded",
         /// Header does not fit in the packet.
         Truncated = 38 => "truncated",
         /// Header fields contradict each other.

@@ -9,10 +9,7 @@ use aya_ebpf::{
     macros::btf_map,
     programs::TcContext,
 };
-use kilo_common::{
-    event::{DropEvent, Hook, Monitor, RING_BYTES, SNAP},
-    verdict::DropReason,
-};
+use kilo_common::event::{DropEvent, Monitor, RING_BYTES, SNAP};
 
 use crate::packet;
 
@@ -21,9 +18,10 @@ static EVENTS: RingBuf<DropEvent, { RING_BYTES as usize }> = RingBuf::new();
 #[btf_map(name = "monitor")]
 static MONITOR: Array<Monitor, 1> = Array::new();
 
-/// Reports a packet that is about to be dropped, if somebody wants to know.
+/// Reports a packet that is about to be dropped, if somebody wants to know:
+/// the `Hook` it is on and the index of the `DropReason`.
 #[inline(always)]
-pub fn report(ctx: &TcContext, hook: Hook, reason: DropReason) {
+pub fn report(ctx: &TcContext, hook: u32, reason: u32) {
     let Some(monitor) = MONITOR.get(0) else { return };
     // SAFETY: helpers without arguments.
     if !monitor.wants(reason, || unsafe { bpf_ktime_get_ns() }, || unsafe { bpf_get_prandom_u32() }) {
@@ -38,7 +36,7 @@ pub fn report(ctx: &TcContext, hook: Hook, reason: DropReason) {
     // the helper writes at most SNAP bytes.
     unsafe {
         (&raw mut (*event).ktime).write(bpf_ktime_get_ns());
-        (&raw mut (*event).reason).write(reason.index());
+        (&raw mut (*event).reason).write(reason);
         (&raw mut (*event).ifindex).write(packet::ifindex(ctx));
         (&raw mut (*event).length).write(length);
         (&raw mut (*event).hook).write(hook as u8);

@@ -16,8 +16,8 @@ use kilo_agent::{
     agent::{self, Agent},
     backend::{Backend, file::FileBackend, kubernetes},
     cli::{
-        AttachMode, BackendKind, Compatibility, LogLevel, Masquerade, WireguardMode, parse_duration,
-        parse_listen,
+        AttachMode, BackendKind, Compatibility, LogLevel, Masquerade, TunnelMode, WireguardMode,
+        parse_duration, parse_listen,
     },
     dataplane::BPFFS,
     health::Health,
@@ -131,6 +131,10 @@ struct Flags {
     /// Which nodes are meshed directly: location or full.
     #[arg(long, default_value = "location")]
     mesh_granularity: Granularity,
+    /// Outer header inside a location: auto (vxlan beside another CNI, else ipip), ipip, vxlan or none. Every
+    /// node understands all of them.
+    #[arg(long, default_value = "auto")]
+    tunnel: TunnelMode,
     /// MTU of the WireGuard interface: auto or bytes.
     #[arg(long, default_value = "auto")]
     mtu: Mtu,
@@ -248,6 +252,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         settings: Settings {
             granularity: flags.mesh_granularity,
             encapsulate: flags.encapsulate,
+            tunnel: flags.tunnel.decide(flags.compatibility),
             local: flags.local,
             cni: flags.cni,
             subnet: flags.subnet.trunc(),

@@ -30,7 +30,6 @@ const ADVICE: &[(&str, &str)] = &[
         "The sender takes this node for the leader, or for the owner of the destination: compare \
          `kgctl status` on both. It ends when both see the same leader.",
     ),
-    ("ttl_exceeded", "A traceroute does this; else a routing loop: `kgctl trace` on both nodes."),
     ("truncated", "A broken sender or driver: capture with `tcpdump -w`; try `ethtool -K DEV gro off`."),
     ("malformed", "A broken or hostile sender: `kgctl monitor --reason malformed -o json` has the bytes."),
     (

@@ -32,6 +32,8 @@ pub struct Interfaces<'a> {
     pub kilo: u32,
     /// Interfaces that lead out of the host.
     pub uplinks: &'a BTreeSet<u32>,
+    /// The VXLAN device.
+    pub vxlan: Option<u32>,
 }
 
 /// What one round of attaching did.
@@ -113,6 +115,8 @@ fn places(interfaces: Interfaces<'_>) -> BTreeSet<Place> {
         Place { ifindex: interfaces.kilo, program: "kilo_egress", egress: true },
         Place { ifindex: interfaces.kilo, program: "kilo_ingress", egress: false },
     ]);
+    let vxlan = |ifindex| Place { ifindex, program: "tunnel_ingress", egress: false };
+    places.extend(interfaces.vxlan.map(vxlan));
     for &ifindex in interfaces.uplinks {
         places.insert(Place { ifindex, program: "lan_ingress", egress: false });
         places.insert(Place { ifindex, program: "uplink_egress", egress: true });

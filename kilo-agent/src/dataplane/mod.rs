@@ -8,11 +8,13 @@ mod error;
 mod load;
 mod maps;
 pub mod monitor;
+mod path_mtu;
 
 use std::{
     collections::BTreeMap,
     net::IpAddr,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use aya::{
@@ -27,6 +29,9 @@ use kilo_common::{
 pub use advice::advice;
 pub use attach::{Applied, Interfaces, interface_name};
 pub use error::DataplaneError;
+pub use path_mtu::PathMtus;
+
+use tokio::sync::Notify;
 
 use crate::{cli::AttachMode, net::Net, plan::Tables, status::Attached};
 
@@ -141,6 +146,17 @@ impl Dataplane {
     /// Programs this process has attached, and where.
     pub fn attached(&self) -> Vec<Attached> {
         self.attachments.list()
+    }
+
+    /// Follows what routers say of the way to nodes, and notifies of news.
+    /// Must be called inside a tokio runtime.
+    ///
+    /// # Errors
+    /// When the pinned map cannot be opened.
+    pub fn follow_path_mtus(&self, notify: Arc<Notify>) -> Result<PathMtus, DataplaneError> {
+        let known = PathMtus::default();
+        path_mtu::follow(&self.directory, known.clone(), notify)?;
+        Ok(known)
     }
 
     /// A reader of the counters that goes on independently of this handle.
