@@ -315,7 +315,12 @@ async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> 
     let patience = (flags.resync_period * 3).max(Duration::from_secs(90));
     let health = Health::new(Instant::now(), patience);
     let (view, view_reader) = tokio::sync::watch::channel(Arc::default());
-    let context = http::Context { health: health.clone(), metrics: metrics.clone(), view: view_reader, graphviz: http::Graphviz::default() };
+    let context = http::Context {
+        health: health.clone(),
+        metrics: metrics.clone(),
+        view: view_reader,
+        graphviz: http::Graphviz::default(),
+    };
     let stop = CancellationToken::new();
     let snapshots = backend.watch();
     let hostname = options.hostname.clone();
