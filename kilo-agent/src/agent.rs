@@ -28,6 +28,7 @@ use crate::{
     },
     plan::{self, HopIds, HostPlan, Inputs},
     resolve::Resolver,
+    status::{Leaders, View},
     topology::{self, Liveness, Mesh, Node, Settings},
     wireguard::{DeviceState, PeerState, WireguardError, diff, key::SecretKey},
 };
@@ -124,7 +125,8 @@ pub struct Agent<B> {
     checked_in: i64,
     metrics: Metrics,
     health: Health,
-    mesh: tokio::sync::watch::Sender<Arc<Mesh>>,
+    view: tokio::sync::watch::Sender<Arc<View>>,
+    leaders: Leaders,
     reported: BTreeMap<String, String>,
     host_changed: Arc<Notify>,
     path_mtus: PathMtus,
@@ -142,7 +144,7 @@ impl<B: Backend> Agent<B> {
         key: SecretKey,
         metrics: Metrics,
         health: Health,
-        mesh: tokio::sync::watch::Sender<Arc<Mesh>>,
+        view: tokio::sync::watch::Sender<Arc<View>>,
     ) -> Result<Self, AgentError> {
         let adopted = dataplane::pin_directory(&options.bpffs).exists();
         let dataplane = Dataplane::open(&options.bpffs, options.debug)?;
@@ -170,7 +172,8 @@ impl<B: Backend> Agent<B> {
             checked_in: 0,
             metrics,
             health,
-            mesh,
+            view,
+            leaders: Leaders::default(),
             reported: BTreeMap::new(),
             host_changed,
             path_mtus,
@@ -250,7 +253,10 @@ impl<B: Backend> Agent<B> {
         let settings = &self.options.settings;
         let mesh = Mesh::new(members, &snapshot.peers, settings.granularity, settings.subnet);
         self.publish(&own, seen, &mesh, &state, now, unix_now).await?;
+        self.leaders.observe(&mesh, now);
         self.observe(&mesh, &state);
+        let known = Snapshot { nodes, peers: snapshot.peers.clone(), problems: snapshot.problems.clone() };
+        self.show(mesh.clone(), known, ready, &interface);
 
         let missing = |missing| AgentError::Incomplete { node: name.clone(), missing };
         if own.pod_cidrs.is_empty() {
@@ -267,7 +273,16 @@ impl<B: Backend> Agent<B> {
         let plan = self.plan(&mesh, &own, &host).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
         self.write_cni(&own);
-        let writes = self.apply(&plan, &interface, &state).await?;
+        let applied = self.apply(&plan, &interface, &state).await;
+        let programs = self.dataplane.attached();
+        self.view.send_if_modified(|view| {
+            let differs = view.programs != programs;
+            if differs {
+                Arc::make_mut(view).programs = programs;
+            }
+            differs
+        });
+        let writes = applied?;
         Ok(writes + u64::from(created) + tunnels.created)
     }
 
@@ -412,13 +427,12 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Sets gauges, samples and the graph.
+    /// Sets gauges and samples.
     fn observe(&self, mesh: &Mesh, state: &DeviceState) {
         let gauge = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         self.metrics.leader.set(i64::from(mesh.leads(&self.options.hostname)));
         self.metrics.nodes.set(gauge(mesh.node_count()));
         self.metrics.peers.set(gauge(mesh.peers.len()));
-        self.mesh.send_replace(Arc::new(mesh.clone()));
         let sample = |peer: &PeerState| PeerSample {
             received: peer.rx_bytes,
             sent: peer.tx_bytes,
@@ -427,6 +441,23 @@ impl<B: Backend> Agent<B> {
                 .and_then(|age| u64::try_from(unix_now()).ok()?.checked_sub(age.as_secs())),
         };
         self.metrics.set_peers(state.peers.iter().map(|(key, peer)| (*key, sample(peer))).collect());
+    }
+
+    /// Keeps what `/status` and `/graph` answer from.
+    fn show(&self, mesh: Mesh, snapshot: Snapshot, ready: BTreeSet<String>, interface: &Interface) {
+        self.view.send_modify(|view| {
+            *view = Arc::new(View {
+                node: self.options.hostname.clone(),
+                interface: self.options.interface.name.clone(),
+                mesh: Arc::new(mesh),
+                snapshot: Arc::new(snapshot),
+                ready,
+                granularity: self.options.settings.granularity,
+                leaders: self.leaders.clone(),
+                programs: view.programs.clone(),
+                device: Some(interface.device.clone()),
+            });
+        });
     }
 
     /// Says once what is wrong with which object.

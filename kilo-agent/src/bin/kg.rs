@@ -1,7 +1,6 @@
 //! `kg`: the agent of a node.
 
 use std::{
-    convert::Infallible,
     io::IsTerminal as _,
     net::SocketAddr,
     path::{Path, PathBuf},
@@ -323,14 +322,21 @@ async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> 
     // Three resync periods, and never less than a check-in takes.
     let patience = (flags.resync_period * 3).max(Duration::from_secs(90));
     let health = Health::new(Instant::now(), patience);
-    let (mesh, mesh_reader) = tokio::sync::watch::channel(Arc::default());
-    let context = http::Context { health: health.clone(), metrics: metrics.clone(), mesh: mesh_reader };
+    let (view, view_reader) = tokio::sync::watch::channel(Arc::default());
+    let context = http::Context {
+        health: health.clone(),
+        metrics: metrics.clone(),
+        view: view_reader,
+        graphviz: http::Graphviz::default(),
+    };
     let stop = CancellationToken::new();
     let snapshots = backend.watch();
     let hostname = options.hostname.clone();
-    let agent = Agent::new(options, backend, key, metrics, health, mesh).await?;
+    let agent = Agent::new(options, backend, key, metrics, health, view).await?;
     let listen = flags.listen;
-    let server = tokio::spawn(async move { http::serve(listen, context).await });
+    let listener = http::bind(listen).await.with_context(|| format!("--listen {listen}"))?;
+    let answer = move |request| context.clone().answer(request);
+    let mut server = tokio::spawn(http::serve(listener, None, answer, stop.clone()));
     let mut agent = tokio::spawn(agent.run(stop.clone()));
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     tracing::info!(version = env!("CARGO_PKG_VERSION"), node = hostname, %listen, "kg runs");
@@ -338,11 +344,7 @@ async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> 
         _ = terminate.recv() => {}
         _ = interrupt.recv() => {}
         ended = &mut agent => return ended.context("the reconcile loop panicked")?.map_err(Into::into),
-        ended = server => {
-            let served: std::io::Result<Infallible> = ended.context("the HTTP server panicked")?;
-            let Err(error) = served;
-            return Err(error).with_context(|| format!("--listen {listen}"));
-        }
+        ended = &mut server => return ended.context("the HTTP server panicked"),
     }
     stop.cancel();
     agent.await.context("the reconcile loop panicked")??;

@@ -21,6 +21,7 @@ use aya::{
 use nix::net::if_::{if_indextoname, if_nameindex};
 
 use super::{DataplaneError, error::chain, load::PROGRAMS};
+use crate::status::Attached;
 
 /// Priority and handle of our clsact filters ("kg").
 const PRIORITY: u16 = 0x6b67;
@@ -97,6 +98,23 @@ impl Attachments {
         }
         changes += self.detach_others(directory, &wanted);
         Ok(changes)
+    }
+
+    /// What is attached where.
+    pub fn list(&self) -> Vec<Attached> {
+        let attached = |(place, how): (&Place, &How)| {
+            Some(Attached {
+                interface: if_indextoname(place.ifindex).ok()?.to_string_lossy().into_owned(),
+                program: place.program.to_owned(),
+                direction: if place.egress { "egress" } else { "ingress" }.to_owned(),
+                hook: match how {
+                    How::Tcx => "tcx",
+                    How::Clsact => "clsact",
+                }
+                .to_owned(),
+            })
+        };
+        self.attached.iter().filter_map(attached).collect()
     }
 
     /// True while our program is really on the hook (TCX tells; a clsact

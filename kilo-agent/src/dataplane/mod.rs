@@ -26,8 +26,9 @@ use kilo_common::{
 pub use error::DataplaneError;
 pub use path_mtu::PathMtus;
 
-use crate::plan::Tables;
 use tokio::sync::Notify;
+
+use crate::{plan::Tables, status::Attached};
 
 /// Where the BPF file system is, by convention.
 pub const BPFFS: &str = "/sys/fs/bpf";
@@ -114,6 +115,11 @@ impl Dataplane {
         let known = PathMtus::default();
         path_mtu::follow(&self.directory, known.clone(), notify)?;
         Ok(known)
+    }
+
+    /// Programs this process has attached, and where.
+    pub fn attached(&self) -> Vec<Attached> {
+        self.attachments.list()
     }
 
     /// A reader of the counters that goes on independently of this handle.
