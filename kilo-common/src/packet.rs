@@ -1,4 +1,4 @@
-//! Reading IPv4 headers (RFC 791).
+//! Reading IPv4 (RFC 791) and IPv6 (RFC 8200) headers.
 
 use crate::verdict::DropReason;
 
@@ -12,14 +12,24 @@ pub mod protocol {
     pub const TCP: u8 = 6;
     /// UDP, RFC 768.
     pub const UDP: u8 = 17;
+    /// IPv6 in IP, RFC 4213 and RFC 2473.
+    pub const IPV6: u8 = 41;
+    /// Fragment header of IPv6, RFC 8200.
+    pub const FRAGMENT: u8 = 44;
+    /// ICMP for IPv6, RFC 4443.
+    pub const ICMPV6: u8 = 58;
 }
 
 /// EtherType of IPv4, host byte order.
 pub const ETHERTYPE_IPV4: u16 = 0x0800;
+/// EtherType of IPv6, host byte order.
+pub const ETHERTYPE_IPV6: u16 = 0x86dd;
 /// Bytes of an Ethernet header.
 pub const ETHERNET_LEN: usize = 14;
 /// Bytes of an IPv4 header without options.
 pub const IPV4_LEN: usize = 20;
+/// Bytes of an IPv6 header without extension headers.
+pub const IPV6_LEN: usize = 40;
 
 /// The fields of an IPv4 header the data path looks at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +91,69 @@ impl Ipv4 {
     }
 }
 
+/// The fields of an IPv6 header the data path looks at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ipv6 {
+    /// Source address.
+    pub src: [u8; 16],
+    /// Destination address.
+    pub dst: [u8; 16],
+    /// Bytes behind the fixed header, extension headers included.
+    pub payload_len: u16,
+    /// Traffic class.
+    pub traffic_class: u8,
+    /// Hop limit.
+    pub hop_limit: u8,
+    /// Protocol of what follows the fixed header; may be an extension header.
+    pub next_header: u8,
+}
+
+impl Ipv6 {
+    /// Reads the fixed header. `available` is the number of bytes from the
+    /// start of the header to the end of the packet.
+    ///
+    /// # Errors
+    /// `Malformed` when the version is impossible, `Truncated` when the packet
+    /// is longer than what is there.
+    #[inline(always)]
+    pub const fn parse(bytes: &[u8; IPV6_LEN], available: usize) -> Result<Self, DropReason> {
+        if bytes[0] >> 4 != 6 {
+            return Err(DropReason::Malformed);
+        }
+        let payload_len = u16::from_be_bytes([bytes[4], bytes[5]]);
+        if payload_len as usize + IPV6_LEN > available {
+            return Err(DropReason::Truncated);
+        }
+        Ok(Self {
+            src: address(bytes, 8),
+            dst: address(bytes, 24),
+            payload_len,
+            traffic_class: bytes[0] << 4 | bytes[1] >> 4,
+            hop_limit: bytes[7],
+            next_header: bytes[6],
+        })
+    }
+}
+
+#[inline(always)]
+const fn address(bytes: &[u8; IPV6_LEN], at: usize) -> [u8; 16] {
+    let mut address = [0; 16];
+    let mut i = 0;
+    while i < 16 {
+        address[i] = bytes[at + i];
+        i += 1;
+    }
+    address
+}
+
+/// True for IPv6 destinations that are never steered: unspecified, loopback,
+/// link-local and multicast (RFC 6890).
+#[inline(always)]
+pub const fn never_steered_v6(dst: [u8; 16]) -> bool {
+    let loopback = matches!(dst, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 | 1]);
+    loopback || dst[0] == 0xff || (dst[0] == 0xfe && dst[1] & 0xc0 == 0x80)
+}
+
 /// True for destinations that are never steered: 0/8, loopback, link-local,
 /// multicast, reserved and limited broadcast (RFC 6890).
 #[inline(always)]
@@ -132,6 +205,30 @@ mod tests {
                 prop_assert!(usize::from(ip.total_len) <= available);
                 prop_assert!(ip.header_len <= 60);
             }
+        }
+    }
+
+    #[test]
+    fn an_ipv6_header_is_read_field_by_field() {
+        let mut bytes = [0u8; 40];
+        bytes[..8].copy_from_slice(&[0x6a, 0xb0, 0, 0, 0, 8, protocol::UDP, 63]);
+        bytes[8] = 0xfd;
+        bytes[39] = 9;
+        let ip = Ipv6::parse(&bytes, 48).unwrap();
+        assert_eq!((ip.traffic_class, ip.next_header, ip.hop_limit), (0xab, protocol::UDP, 63));
+        assert_eq!((ip.src[0], ip.dst[15], ip.payload_len), (0xfd, 9, 8));
+        assert_eq!(Ipv6::parse(&bytes, 47), Err(DropReason::Truncated));
+        bytes[0] = 0x45;
+        assert_eq!(Ipv6::parse(&bytes, 48), Err(DropReason::Malformed));
+    }
+
+    #[test]
+    fn ipv6_addresses_that_do_not_leave_a_link_are_never_steered() {
+        for dst in ["::", "::1", "ff02::1", "ff05::2", "fe80::1", "febf::1"] {
+            assert!(never_steered_v6(dst.parse::<std::net::Ipv6Addr>().unwrap().octets()), "{dst}");
+        }
+        for dst in ["fd00::1", "2001:db8::1", "fec0::1", "::2", "1::"] {
+            assert!(!never_steered_v6(dst.parse::<std::net::Ipv6Addr>().unwrap().octets()), "{dst}");
         }
     }
 

@@ -1,75 +1,18 @@
-//! `kgctl`: shows configurations of the mesh and draws it.
-
-use std::{
-    path::PathBuf,
-    process::ExitCode,
-    sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
-};
+//! `kgctl showconf`: WireGuard configurations of nodes and peers.
 
 use anyhow::{Context as _, Result, bail};
-use clap::{Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum};
 use ipnet::IpNet;
 use kilo_agent::{
-    backend::{Backend as _, Snapshot, file::FileBackend, kubernetes, peer},
-    cli::BackendKind,
-    topology::{self, Granularity, Mesh, Peer, Segment},
+    backend::{Snapshot, peer},
+    topology::{Mesh, Peer, Segment},
     wireguard::conf::{self, Conf, PeerSection},
 };
 
-/// Shows configurations of the mesh and draws it.
-#[derive(Parser, Debug)]
-#[command(name = "kgctl", version)]
-struct Cli {
-    #[command(subcommand)]
-    command: Command,
-    #[command(flatten)]
-    flags: Flags,
-}
-
-#[derive(Args, Debug)]
-struct Flags {
-    /// Where nodes and peers come from: kubernetes or file.
-    #[arg(long, default_value = "kubernetes", global = true)]
-    backend: BackendKind,
-    /// Directory of Node and Peer objects for --backend=file.
-    #[arg(long, value_name = "DIR", global = true)]
-    backend_dir: Option<PathBuf>,
-    /// Kubernetes configuration; default: $KUBECONFIG, else ~/.kube/config.
-    #[arg(long, value_name = "FILE", global = true)]
-    kubeconfig: Option<PathBuf>,
-    /// auto (what the nodes say), location or full.
-    #[arg(long, default_value = "auto", global = true)]
-    mesh_granularity: String,
-    /// WireGuard port of configurations for nodes.
-    #[arg(long, default_value = "51820", global = true)]
-    port: u16,
-    /// WireGuard addresses come from here.
-    #[arg(long, default_value = "10.4.0.0/16", global = true)]
-    subnet: IpNet,
-    /// Node label that names the location.
-    #[arg(long, default_value = "topology.kubernetes.io/region", global = true)]
-    topology_label: String,
-}
+use crate::source::Flags;
 
 #[derive(Subcommand, Debug)]
-enum Command {
-    /// Draw the mesh as Graphviz text.
-    Graph,
-    /// Show the WireGuard configuration of a node or peer.
-    Showconf {
-        #[command(subcommand)]
-        of: Showconf,
-    },
-    /// Print a completion script.
-    Completion {
-        /// bash, zsh, fish, elvish or powershell.
-        shell: clap_complete::Shell,
-    },
-}
-
-#[derive(Subcommand, Debug)]
-enum Showconf {
+pub enum Showconf {
     /// Of a node that leads its location.
     Node(ShowconfArgs),
     /// Of a VPN peer.
@@ -77,7 +20,7 @@ enum Showconf {
 }
 
 #[derive(Args, Debug)]
-struct ShowconfArgs {
+pub struct ShowconfArgs {
     /// Name of the node or peer.
     name: String,
     /// Describe it as a peer of somebody else.
@@ -92,7 +35,7 @@ struct ShowconfArgs {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Output {
+pub enum Output {
     /// WireGuard's INI.
     Wireguard,
     /// A Peer object.
@@ -101,63 +44,12 @@ enum Output {
     Json,
 }
 
-fn main() -> ExitCode {
-    let cli = Cli::parse();
-    if let Command::Completion { shell } = cli.command {
-        clap_complete::generate(shell, &mut Cli::command(), "kgctl", &mut std::io::stdout());
-        return ExitCode::SUCCESS;
+/// The configuration as text.
+pub fn run(of: &Showconf, mesh: &Mesh, snapshot: &Snapshot, flags: &Flags) -> Result<String> {
+    match of {
+        Showconf::Node(args) => showconf_node(mesh, snapshot, flags, args),
+        Showconf::Peer(args) => showconf_peer(mesh, args),
     }
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    match runtime.map_err(Into::into).and_then(|runtime| runtime.block_on(run(cli))) {
-        Ok(text) => {
-            print!("{text}");
-            ExitCode::SUCCESS
-        }
-        Err(error) => {
-            eprintln!("kgctl: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-async fn run(cli: Cli) -> Result<String> {
-    let snapshot = snapshot(&cli.flags).await?;
-    let mesh = mesh(&snapshot, &cli.flags)?;
-    match cli.command {
-        Command::Graph => Ok(topology::dot(&mesh)),
-        Command::Showconf { of: Showconf::Node(args) } => showconf_node(&mesh, &snapshot, &cli.flags, &args),
-        Command::Showconf { of: Showconf::Peer(args) } => showconf_peer(&mesh, &args),
-        Command::Completion { .. } => Ok(String::new()),
-    }
-}
-
-async fn snapshot(flags: &Flags) -> Result<Arc<Snapshot>> {
-    let watch = match flags.backend {
-        BackendKind::File => {
-            let directory = flags.backend_dir.as_deref().context("--backend=file needs --backend-dir")?;
-            FileBackend::start(directory, &flags.topology_label).await?.watch()
-        }
-        BackendKind::Kubernetes => {
-            let client = kubernetes::client(flags.kubeconfig.as_deref(), None).await?;
-            kubernetes::KubernetesBackend::start(client, None, &flags.topology_label).await?.watch()
-        }
-    };
-    let snapshot = Arc::clone(&watch.borrow());
-    for (object, problem) in &snapshot.problems {
-        eprintln!("kgctl: {object}: {problem}");
-    }
-    Ok(snapshot)
-}
-
-fn mesh(snapshot: &Snapshot, flags: &Flags) -> Result<Mesh> {
-    let granularity = match flags.mesh_granularity.as_str() {
-        "auto" => snapshot.nodes.values().find_map(|node| node.granularity).unwrap_or_default(),
-        text => text.parse::<Granularity>().map_err(|error| anyhow::anyhow!("{error}, auto"))?,
-    };
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    let now = i64::try_from(now).unwrap_or(i64::MAX);
-    let ready = snapshot.nodes.values().filter(|node| topology::ready_at(node, now));
-    Ok(Mesh::new(ready, &snapshot.peers, granularity, flags.subnet))
 }
 
 fn showconf_node(mesh: &Mesh, snapshot: &Snapshot, flags: &Flags, args: &ShowconfArgs) -> Result<String> {

@@ -1,0 +1,72 @@
+//! `kgctl`: shows configurations of the mesh and draws it.
+
+mod graph;
+mod showconf;
+mod source;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{CommandFactory as _, Parser, Subcommand};
+
+use crate::{showconf::Showconf, source::Flags};
+
+/// Shows configurations of the mesh and draws it.
+#[derive(Parser, Debug)]
+#[command(name = "kgctl", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    flags: Flags,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// Draw the mesh as Graphviz text.
+    Graph,
+    /// Show the WireGuard configuration of a node or peer.
+    Showconf {
+        #[command(subcommand)]
+        of: Showconf,
+    },
+    /// Print a completion script.
+    Completion {
+        /// bash, zsh, fish, elvish or powershell.
+        shell: clap_complete::Shell,
+    },
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    if let Command::Completion { shell } = cli.command {
+        clap_complete::generate(shell, &mut Cli::command(), "kgctl", &mut std::io::stdout());
+        return ExitCode::SUCCESS;
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    match runtime.map_err(Into::into).and_then(|runtime| runtime.block_on(run(cli))) {
+        Ok(text) => {
+            print!("{text}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("kgctl: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn run(cli: Cli) -> Result<String> {
+    let flags = &cli.flags;
+    match &cli.command {
+        Command::Graph => {
+            let snapshot = source::snapshot(flags).await?;
+            Ok(graph::run(&source::mesh(&snapshot, flags)?))
+        }
+        Command::Showconf { of } => {
+            let snapshot = source::snapshot(flags).await?;
+            showconf::run(of, &source::mesh(&snapshot, flags)?, &snapshot, flags)
+        }
+        Command::Completion { .. } => Ok(String::new()),
+    }
+}

@@ -1,0 +1,72 @@
+//! Where the commands' objects come from.
+
+use std::{
+    path::PathBuf,
+    sync::Arc,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+use ipnet::IpNet;
+use kilo_agent::{
+    backend::{Backend as _, Snapshot, file::FileBackend, kubernetes},
+    cli::BackendKind,
+    topology::{self, Granularity, Mesh},
+};
+
+#[derive(Args, Debug)]
+pub struct Flags {
+    /// Where nodes and peers come from: kubernetes or file.
+    #[arg(long, default_value = "kubernetes", global = true)]
+    pub backend: BackendKind,
+    /// Directory of Node and Peer objects for --backend=file.
+    #[arg(long, value_name = "DIR", global = true)]
+    pub backend_dir: Option<PathBuf>,
+    /// Kubernetes configuration; default: $KUBECONFIG, else ~/.kube/config.
+    #[arg(long, value_name = "FILE", global = true)]
+    pub kubeconfig: Option<PathBuf>,
+    /// auto (what the nodes say), location or full.
+    #[arg(long, default_value = "auto", global = true)]
+    pub mesh_granularity: String,
+    /// WireGuard port of configurations for nodes.
+    #[arg(long, default_value = "51820", global = true)]
+    pub port: u16,
+    /// WireGuard addresses come from here.
+    #[arg(long, default_value = "10.4.0.0/16", global = true)]
+    pub subnet: IpNet,
+    /// Node label that names the location.
+    #[arg(long, default_value = "topology.kubernetes.io/region", global = true)]
+    pub topology_label: String,
+}
+
+/// Reads all objects once and warns of those that cannot be used.
+pub async fn snapshot(flags: &Flags) -> Result<Arc<Snapshot>> {
+    let watch = match flags.backend {
+        BackendKind::File => {
+            let directory = flags.backend_dir.as_deref().context("--backend=file needs --backend-dir")?;
+            FileBackend::start(directory, &flags.topology_label).await?.watch()
+        }
+        BackendKind::Kubernetes => {
+            let client = kubernetes::client(flags.kubeconfig.as_deref(), None).await?;
+            kubernetes::KubernetesBackend::start(client, None, &flags.topology_label).await?.watch()
+        }
+    };
+    let snapshot = Arc::clone(&watch.borrow());
+    for (object, problem) in &snapshot.problems {
+        eprintln!("kgctl: {object}: {problem}");
+    }
+    Ok(snapshot)
+}
+
+/// The mesh as it is now.
+pub fn mesh(snapshot: &Snapshot, flags: &Flags) -> Result<Mesh> {
+    let granularity = match flags.mesh_granularity.as_str() {
+        "auto" => snapshot.nodes.values().find_map(|node| node.granularity).unwrap_or_default(),
+        text => text.parse::<Granularity>().map_err(|error| anyhow::anyhow!("{error}, auto"))?,
+    };
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let now = i64::try_from(now).unwrap_or(i64::MAX);
+    let ready = snapshot.nodes.values().filter(|node| topology::ready_at(node, now));
+    Ok(Mesh::new(ready, &snapshot.peers, granularity, flags.subnet))
+}
