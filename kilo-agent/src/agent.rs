@@ -36,6 +36,8 @@ use crate::{
 
 /// Seconds between two signs of life; every agent adds its own jitter.
 const CHECK_IN: Duration = Duration::from_secs(30);
+/// What failed is not tried again for its own sake before this time.
+const RETRY: Duration = Duration::from_secs(2);
 
 /// Programs that were removed from their hooks are back after at most this:
 /// the kernel does not announce it when a TCX link goes.
@@ -231,6 +233,8 @@ impl<B: Backend> Agent<B> {
                     self.metrics.error(error.label());
                     tracing::error!(%error, "reconcile");
                     self.health.failed(error.to_string());
+                    let retry = Instant::now() + RETRY.mul_f64(rand::random_range(0.8..1.2));
+                    self.next_check_in = self.next_check_in.max(retry);
                 }
             }
             self.metrics.reconcile_seconds.observe(started.elapsed().as_secs_f64());

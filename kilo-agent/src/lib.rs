@@ -6,6 +6,7 @@ pub mod backend;
 pub mod cli;
 pub mod cni;
 pub mod dataplane;
+pub mod flag_table;
 pub mod health;
 pub mod http;
 pub mod interface;

@@ -20,7 +20,7 @@ fn tables() -> String {
     text
 }
 
-/// `KILO_UPDATE_DOCS=1` writes the tables instead.
+/// `KILO_BLESS=1` writes the tables instead.
 #[test]
 fn the_tables_of_counters_are_those_of_the_code() {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../docs/data-path.md");
@@ -28,12 +28,12 @@ fn the_tables_of_counters_are_those_of_the_code() {
     let (begin, end) = ("<!-- counters -->\n", "<!-- /counters -->\n");
     let from = text.find(begin).unwrap() + begin.len();
     let to = text.find(end).unwrap();
-    if std::env::var_os("KILO_UPDATE_DOCS").is_some() {
+    if std::env::var_os("KILO_BLESS").is_some() {
         std::fs::write(&path, format!("{}{}{}", &text[..from], tables(), &text[to..])).unwrap();
         return;
     }
     assert!(
         text[from..to] == tables(),
-        "docs/data-path.md differs from the code; run: KILO_UPDATE_DOCS=1 cargo test --test docs_counters"
+        "docs/data-path.md differs from the code; run: KILO_BLESS=1 cargo test --test docs_counters"
     );
 }

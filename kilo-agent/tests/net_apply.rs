@@ -161,7 +161,8 @@ fn a_route_of_somebody_else_is_refused_by_name_and_kilos_is_taken_over() {
         let kilo = setup();
         let net = Net::new().unwrap();
         sh(
-            "ip link set kilo0 up; ip route add 10.2.1.0/24 dev eth0 proto static; ip route add 10.2.2.0/24 dev kilo0 proto static",
+            "ip link set kilo0 up; ip route add 10.2.1.0/24 dev eth0 proto static; ip route add 10.2.2.0/24 dev kilo0 proto static; \
+             ip route add 10.0.0.9/32 via 10.0.0.9 dev eth0 onlink proto static table 1107",
         );
         let error = net.apply(&plan(), kilo).await.unwrap_err();
         let text = error.to_string();
@@ -173,6 +174,7 @@ fn a_route_of_somebody_else_is_refused_by_name_and_kilos_is_taken_over() {
             "{error:?}"
         );
         assert!(sh("ip route show 10.2.2.0/24").contains("proto 107"));
+        assert!(sh("ip route show table 1107").contains("10.0.0.9 dev kilo0 proto 107"));
         assert!(sh("ip route show 10.2.1.0/24").contains("dev eth0 proto static"));
     });
 }

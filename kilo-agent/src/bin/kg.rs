@@ -162,6 +162,10 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
+    if let Some(tables) = kilo_agent::flag_table::if_asked(Cli::command) {
+        print!("{tables}");
+        return ExitCode::SUCCESS;
+    }
     let cli = Cli::parse();
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,

@@ -2,6 +2,7 @@
 //! and why not, tunnels and packet counters. Plain values for `/status` and
 //! `kgctl status`.
 
+pub mod ask;
 mod leaders;
 mod table;
 mod time;
@@ -68,6 +69,7 @@ pub struct LocationStatus {
     /// Where WireGuard reaches it.
     pub endpoint: String,
     /// Its WireGuard address; `None` when the subnet has no more.
+    #[serde(rename = "wireguardIP")]
     pub wireguard_ip: Option<IpAddr>,
     /// Ready nodes.
     pub ready: usize,
@@ -93,8 +95,10 @@ pub struct NodeStatus {
     /// Where its WireGuard device is reached, if it leads.
     pub endpoint: Option<String>,
     /// Private address.
+    #[serde(rename = "internalIP")]
     pub internal_ip: Option<IpAddr>,
     /// Pod CIDRs.
+    #[serde(rename = "podCIDRs")]
     pub pod_cidrs: Vec<IpNet>,
     /// Its last check-in by its own clock; `None` = never.
     pub last_seen: Option<Timestamp>,
@@ -114,6 +118,7 @@ pub struct PeerStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     /// Prefixes it has.
+    #[serde(rename = "allowedIPs")]
     pub allowed_ips: Vec<IpNet>,
     /// Where it is reached, if it has a fixed place.
     pub endpoint: Option<String>,
@@ -288,6 +293,19 @@ fn peers(mesh: &Mesh, snapshot: &Snapshot) -> Vec<PeerStatus> {
 }
 
 impl Status {
+    /// Takes over since when leaders are in office from an agent's view, where
+    /// both agree on the leader.
+    pub fn remember_leaders(&mut self, seen: &Self) {
+        for location in &mut self.locations {
+            let same =
+                |other: &&LocationStatus| other.name == location.name && other.leader == location.leader;
+            if let Some(other) = seen.locations.iter().find(same) {
+                location.since = other.since;
+                location.changes = other.changes;
+            }
+        }
+    }
+
     /// Only what concerns one node: it, and its location. `false` when it does not exist.
     pub fn retain_node(&mut self, name: &str) -> bool {
         let Some(location) =

@@ -101,7 +101,7 @@ impl Agents {
             .args(["--backend", "file", "--backend-dir"])
             .arg(self.cluster())
             .args(["--wireguard", &self.wireguard, "--resync-period", "5s", "--log-level", "debug"])
-            .args(["--cni-path", "/run/10-kilo.conflist"])
+            .args(["--cni-path", super::cni::CONF])
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)

@@ -2,9 +2,11 @@
 
 mod agents;
 mod checks;
+mod cni;
 mod counters;
 mod matrix;
 mod network;
+mod plugins;
 mod probe;
 mod space;
 
@@ -23,8 +25,16 @@ use agents::Agents;
 use network::Network;
 
 /// Debian packages the lab needs.
-pub const PACKAGES: &[&str] =
-    &["iproute2", "nftables", "wireguard-tools", "iputils-ping", "iperf3", "bpftool"];
+pub const PACKAGES: &[&str] = &[
+    "iproute2",
+    "nftables",
+    "wireguard-tools",
+    "iputils-ping",
+    "iperf3",
+    "bpftool",
+    "containernetworking-plugins",
+    "iptables",
+];
 
 /// Set on Ctrl-C and SIGTERM: nothing more is to be made.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
@@ -263,6 +273,10 @@ impl Lab {
         lab.save()?;
         step("waiting for the mesh");
         lab.agents.wait_until_ready(&lab.network, Duration::from_secs(120))?;
+        step("pods' interfaces, by Debian's CNI plugins");
+        for node in &lab.network.nodes {
+            cni::connect(node)?;
+        }
         step("a VPN peer, configured by `kgctl showconf peer laptop`");
         lab.agents.join_laptop(&lab.network)?;
         step("TCP and UDP servers everywhere");

@@ -14,7 +14,7 @@ use std::net::Ipv4Addr;
 use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-use super::space::Space;
+use super::{cni, space::Space};
 
 /// A node of the lab.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -186,18 +186,8 @@ impl Network {
             }
             None => batch += &format!("route add default via 10.{site}.0.1\n"),
         }
-        batch += &format!(
-            "link add kube-bridge type bridge\naddress add {}/24 dev kube-bridge\nlink set kube-bridge up\n\
-             link add pod type veth peer name eth0 netns {}\nlink set pod master kube-bridge up\n",
-            node.pod_address(1),
-            node.pod.netns
-        );
         node.space.ip(&batch)?;
-        node.pod.ip(&format!(
-            "address add {}/24 dev eth0\nlink set eth0 up\nroute add default via {}\n",
-            node.pod_ip(),
-            node.pod_address(1)
-        ))?;
+        cni::install(node)?;
         node.space.sh("echo 1 > /proc/sys/net/ipv4/ip_forward; \
              for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $d; done")?;
         Ok(())

@@ -4,13 +4,14 @@ mod graph;
 mod monitor;
 mod showconf;
 mod source;
+mod status;
 
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{CommandFactory as _, Parser, Subcommand};
 
-use crate::{monitor::MonitorArgs, showconf::Showconf, source::Flags};
+use crate::{monitor::MonitorArgs, showconf::Showconf, source::Flags, status::StatusArgs};
 
 /// Shows configurations of the mesh and draws it.
 #[derive(Parser, Debug)]
@@ -33,6 +34,8 @@ enum Command {
         #[command(subcommand)]
         of: Showconf,
     },
+    /// Show who leads each location, since when and why, and which nodes are ready.
+    Status(StatusArgs),
     /// Print a completion script.
     Completion {
         /// bash, zsh, fish, elvish or powershell.
@@ -41,6 +44,10 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    if let Some(tables) = kilo_agent::flag_table::if_asked(Cli::command) {
+        print!("{tables}");
+        return ExitCode::SUCCESS;
+    }
     let cli = Cli::parse();
     if let Command::Completion { shell } = cli.command {
         clap_complete::generate(shell, &mut Cli::command(), "kgctl", &mut std::io::stdout());
@@ -64,13 +71,16 @@ async fn run(cli: Cli) -> Result<String> {
     match &cli.command {
         Command::Graph => {
             let snapshot = source::snapshot(flags).await?;
+            source::warn(&snapshot);
             Ok(graph::run(&source::mesh(&snapshot, flags)?))
         }
         Command::Monitor(args) => monitor::run(args).await.map(|()| String::new()),
         Command::Showconf { of } => {
             let snapshot = source::snapshot(flags).await?;
+            source::warn(&snapshot);
             showconf::run(of, &source::mesh(&snapshot, flags)?, &snapshot, flags)
         }
+        Command::Status(args) => status::run(args, flags).await,
         Command::Completion { .. } => Ok(String::new()),
     }
 }
