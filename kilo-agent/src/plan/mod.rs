@@ -4,6 +4,7 @@
 mod hops;
 mod masquerade;
 pub mod model;
+pub mod probe;
 mod routes;
 mod steering;
 mod types;
