@@ -115,3 +115,28 @@ fn every_action_and_every_drop_reason_is_a_metric() {
         assert!(text.lines().any(|it| it == line), "{line} is missing from\n{text}");
     }
 }
+
+#[test]
+fn bpftool_shows_the_maps_with_the_names_of_their_fields() {
+    let Some(fs) = support::bpffs() else { return };
+    if !netns::succeeds("bpftool version") {
+        support::skip("bpftool is not installed");
+        return;
+    }
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    dataplane.write(&support::leader_tables()).unwrap();
+    for (map, field) in [
+        ("prefix_v4", "\"hop\": 3"),
+        ("hop", "\"mtu\": 1480"),
+        ("node_v4", "\"hop\": 3"),
+        ("device", "\"masq_addr\": [192,0,2,11"),
+        ("config", "\"wireguard_port\": 51820"),
+        ("monitor", "\"deadline\": 0"),
+    ] {
+        let text =
+            netns::sh(&format!("bpftool map dump pinned {}", pin_directory(fs.path()).join(map).display()));
+        let text =
+            text.split_whitespace().collect::<Vec<_>>().join(" ").replace("[ ", "[").replace(", ", ",");
+        assert!(text.contains(&field.replace(", ", ",")), "{map}: no {field} in\n{text}");
+    }
+}

@@ -1,6 +1,10 @@
 //! Loading the object: pins adopted where they fit, replaced where not.
 
-use std::{io, path::Path};
+use std::{
+    collections::{BTreeMap, btree_map::Entry},
+    io,
+    path::{Path, PathBuf},
+};
 
 use aya::{
     Ebpf, EbpfLoader,
@@ -171,6 +175,43 @@ fn fits(map: &str, path: &Path) -> bool {
     let Ok(info) = MapData::from_pin(path).and_then(|data| data.info()) else { return false };
     info.map_type().is_ok_and(|found| found == kind)
         && (info.key_size(), info.value_size(), info.max_entries()) == (key, value, entries)
+}
+
+/// Maps by name: those of a loaded object, or pinned ones.
+pub trait Maps {
+    /// The map of that name.
+    fn get(&mut self, name: &'static str) -> Result<&mut Map, DataplaneError>;
+}
+
+impl Maps for Ebpf {
+    fn get(&mut self, name: &'static str) -> Result<&mut Map, DataplaneError> {
+        map(self, name)
+    }
+}
+
+/// The maps that are pinned in a directory, opened when they are asked for.
+pub struct PinnedMaps {
+    directory: PathBuf,
+    opened: BTreeMap<&'static str, Map>,
+}
+
+impl PinnedMaps {
+    /// Opens nothing yet.
+    pub const fn of(directory: PathBuf) -> Self {
+        Self { directory, opened: BTreeMap::new() }
+    }
+}
+
+impl Maps for PinnedMaps {
+    fn get(&mut self, name: &'static str) -> Result<&mut Map, DataplaneError> {
+        match self.opened.entry(name) {
+            Entry::Occupied(entry) => Ok(entry.into_mut()),
+            Entry::Vacant(entry) => {
+                let data = super::open_pin(&self.directory, name)?;
+                Ok(entry.insert(Map::from_map_data(data)?))
+            }
+        }
+    }
 }
 
 /// The map of that name.

@@ -48,6 +48,15 @@ pub fn link_directory(bpffs: &Path) -> PathBuf {
     bpffs.join("kilo").join("links")
 }
 
+/// What the pinned maps of this host's data path hold, read only.
+///
+/// # Errors
+/// When there is no data path here, or no right to look.
+pub fn read_tables(bpffs: &Path) -> Result<Tables, DataplaneError> {
+    let mut pinned = load::PinnedMaps::of(pin_directory(bpffs));
+    Ok(Tables::from(&maps::read(&mut pinned)?))
+}
+
 /// Opens a pinned map of a data path that is there.
 fn open_pin(directory: &Path, name: &str) -> Result<MapData, DataplaneError> {
     let path = directory.join(name);

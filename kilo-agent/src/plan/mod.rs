@@ -7,6 +7,7 @@ pub mod model;
 pub mod probe;
 mod routes;
 mod steering;
+pub mod trace;
 mod types;
 mod wireguard;
 

@@ -5,13 +5,14 @@ mod monitor;
 mod showconf;
 mod source;
 mod status;
+mod trace;
 
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{CommandFactory as _, Parser, Subcommand};
 
-use crate::{monitor::MonitorArgs, showconf::Showconf, source::Flags, status::StatusArgs};
+use crate::{monitor::MonitorArgs, showconf::Showconf, source::Flags, status::StatusArgs, trace::TraceArgs};
 
 /// Shows configurations of the mesh and draws it.
 #[derive(Parser, Debug)]
@@ -36,6 +37,8 @@ enum Command {
     },
     /// Show who leads each location, since when and why, and which nodes are ready.
     Status(StatusArgs),
+    /// Tell what this node would do with a packet, and why.
+    Trace(TraceArgs),
     /// Print a completion script.
     Completion {
         /// bash, zsh, fish, elvish or powershell.
@@ -81,6 +84,7 @@ async fn run(cli: Cli) -> Result<String> {
             showconf::run(of, &source::mesh(&snapshot, flags)?, &snapshot, flags)
         }
         Command::Status(args) => status::run(args, flags).await,
+        Command::Trace(args) => trace::run(args).await,
         Command::Completion { .. } => Ok(String::new()),
     }
 }
