@@ -155,7 +155,7 @@ impl<B: Backend> Agent<B> {
         health: Health,
         view: tokio::sync::watch::Sender<Arc<View>>,
     ) -> Result<Self, AgentError> {
-        let adopted = dataplane::pin_directory(&options.bpffs).exists();
+        let adopted = dataplane::top_directory(&options.bpffs).exists();
         let dataplane = Dataplane::open_with(&options.bpffs, options.debug, options.attach)?;
         metrics.set_counters(dataplane.counters()?);
         let host_changed = Arc::new(Notify::new());

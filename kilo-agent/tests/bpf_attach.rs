@@ -26,6 +26,7 @@ use kilo_agent::{
     dataplane::{Applied, Dataplane, Interfaces, link_directory, pin_directory},
     net::Net,
 };
+use kilo_common::verdict::DropReason;
 use netns::{isolated, sh};
 use support::{SELF, foreign, leader_tables, packet};
 
@@ -180,6 +181,14 @@ impl Sender {
 fn from_a_stranger() -> Vec<u8> {
     let inner = packet::udp([10, 42, 2, 2], [10, 42, 1, 2], (1, 2), b"x");
     packet::steered(STRANGER, SELF, &inner)[14..].to_vec()
+}
+
+/// The same counter, of a version whose maps are pinned there.
+fn dropped_in(pins: &Path) -> u64 {
+    let index = DropReason::UnknownSender.index().to_ne_bytes().map(|byte| byte.to_string()).join(" ");
+    let text = sh(&format!("bpftool -j map lookup pinned {} key {index}", pins.join("count").display()));
+    let entry: serde_json::Value = serde_json::from_str(&text).unwrap();
+    entry["formatted"]["values"].as_array().unwrap().iter().filter_map(|cpu| cpu["value"].as_u64()).sum()
 }
 
 fn dropped(dataplane: &Dataplane) -> u64 {
@@ -489,6 +498,25 @@ fn a_link_of_somebody_else_under_our_name_keeps_its_program() {
         world.assert_one_copy_each(AttachMode::Tcx).await;
         world.assert_copies("foreign", "other0", TcAttachType::Ingress, (1, 0)).await;
         drop(kept);
+    });
+}
+
+#[test]
+fn a_version_that_does_not_load_leaves_the_running_one_alone() {
+    isolated_tcx("a_version_that_does_not_load_leaves_the_running_one_alone", || async {
+        let world = World::new();
+        let (running, _) = world.start(AttachMode::Tcx).await;
+        let pins = pin_directory(world.fs.path());
+        let old = pins.parent().unwrap().join("v0");
+        fs::rename(&pins, &old).unwrap();
+        // A map that can be neither adopted nor made.
+        fs::create_dir_all(pins.join("hop")).unwrap();
+        assert!(Dataplane::open(world.fs.path(), false).is_err());
+        assert!(old.join("config").exists());
+        world.assert_one_copy_each(AttachMode::Tcx).await;
+        Sender::new().send(&from_a_stranger());
+        settles(1, || dropped_in(&old)).await;
+        drop(running);
     });
 }
 

@@ -38,14 +38,19 @@ use crate::{cli::AttachMode, net::Net, plan::Tables, status::Attached};
 /// Where the BPF file system is, by convention.
 pub const BPFFS: &str = "/sys/fs/bpf";
 
+/// Directory of everything we pin below a BPF file system, whatever the version.
+pub fn top_directory(bpffs: &Path) -> PathBuf {
+    bpffs.join("kilo")
+}
+
 /// Directory of our pins below a BPF file system: `kilo/v<layout>`.
 pub fn pin_directory(bpffs: &Path) -> PathBuf {
-    bpffs.join("kilo").join(format!("v{}", kilo_common::maps::LAYOUT_VERSION))
+    top_directory(bpffs).join(format!("v{}", kilo_common::maps::LAYOUT_VERSION))
 }
 
 /// Directory of the pinned TCX links, one for every map layout: `kilo/links`.
 pub fn link_directory(bpffs: &Path) -> PathBuf {
-    bpffs.join("kilo").join("links")
+    top_directory(bpffs).join("links")
 }
 
 /// What the pinned maps of this host's data path hold, read only.
@@ -106,8 +111,9 @@ impl Dataplane {
         let adopted = directory.join(kilo_common::maps::name::CONFIG).exists();
         let mut bpf = load::load(&directory, debug).inspect_err(|_| {
             if !adopted {
-                // Nothing half set up stays behind.
-                let _ = std::fs::remove_dir_all(bpffs.join("kilo"));
+                // Nothing half set up stays behind; what another version runs stays.
+                let _ = std::fs::remove_dir_all(&directory);
+                let _ = std::fs::remove_dir(top_directory(bpffs));
             }
         })?;
         let present = maps::read(&mut bpf)?;
@@ -225,7 +231,7 @@ impl CounterReader {
 /// Removes every program, map and pin of ours; answers what went wrong on the way.
 pub fn remove(bpffs: &Path) -> Vec<String> {
     let mut problems = attach::detach_everywhere();
-    let top = bpffs.join("kilo");
+    let top = top_directory(bpffs);
     if let Err(error) = std::fs::remove_dir_all(&top)
         && error.kind() != std::io::ErrorKind::NotFound
     {
