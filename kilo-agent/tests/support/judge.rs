@@ -14,8 +14,8 @@ use kilo_agent::{
 };
 use kilo_common::{
     encap::{
-        Inner, UDP_LEN, VXLAN_INNER, VXLAN_LEN, ipip_frame, ipip_frame_v6, next_ttl, vxlan_frame,
-        vxlan_frame_v6, vxlan_header,
+        Inner, UDP_LEN, VXLAN_INNER, VXLAN_LEN, ipip_frame, ipip_frame_v6, next_ttl, segment_len,
+        vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
     },
     maps::{CONFIG_LEADER, CONFIG_MASQUERADE, DEVICE_MASQUERADE, VXLAN_PORT},
     nat,
@@ -27,6 +27,15 @@ use super::{
     IFINDEX,
     packet::{PASS, REDIRECT, SHOT},
 };
+
+/// What a program is run on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Input {
+    /// The packet; on the WireGuard device it has no Ethernet header.
+    pub frame: Vec<u8>,
+    /// Payload bytes per segment of a superpacket; else 0.
+    pub gso: u32,
+}
 
 /// What the bytes must be afterwards.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -121,9 +130,21 @@ impl Ip {
         }
     }
 
-    fn probe(&self, frame: &[u8], offset: usize) -> Probe {
+    fn probe(&self, input: &Input, offset: usize) -> Probe {
         let packet = Packet { src: self.src, dst: self.dst };
-        Probe { packet, ttl: self.ttl, length: u32::try_from(frame.len() - offset).unwrap() }
+        let mut length = u32::try_from(input.frame.len() - offset).unwrap();
+        if input.gso != 0 {
+            let transport = offset + self.header_len;
+            let headers = match self.protocol {
+                protocol::TCP => {
+                    input.frame.get(transport + 12).map_or(60, |byte| usize::from(byte >> 4) * 4)
+                }
+                _ => 8,
+            };
+            let headers = u32::try_from(self.header_len + headers).unwrap();
+            length = length.min(segment_len(length, input.gso, headers));
+        }
+        Probe { packet, ttl: self.ttl, length }
     }
 }
 
@@ -137,11 +158,12 @@ fn family(frame: &[u8]) -> Option<bool> {
 }
 
 /// The judgement on one program.
-pub fn judge(program: &str, tables: &Tables, frame: &[u8]) -> Wanted {
+pub fn judge(program: &str, tables: &Tables, input: &Input) -> Wanted {
+    let frame = &input.frame[..];
     match program {
-        "lan_ingress" => lan_ingress(tables, frame),
-        "kilo_egress" => kilo_egress(tables, frame).unwrap_or_else(drops),
-        "kilo_ingress" => kilo_ingress(tables, frame).unwrap_or_else(drops),
+        "lan_ingress" => lan_ingress(tables, input),
+        "kilo_egress" => kilo_egress(tables, input).unwrap_or_else(drops),
+        "kilo_ingress" => kilo_ingress(tables, input).unwrap_or_else(drops),
         "uplink_egress" => uplink_egress(tables, frame),
         // Without a tunnel device there is no sender.
         "tunnel_ingress" => drops(DropReason::Malformed),
@@ -149,7 +171,8 @@ pub fn judge(program: &str, tables: &Tables, frame: &[u8]) -> Wanted {
     }
 }
 
-fn lan_ingress(tables: &Tables, frame: &[u8]) -> Wanted {
+fn lan_ingress(tables: &Tables, input: &Input) -> Wanted {
+    let frame = &input.frame[..];
     // The loopback device's address is zero.
     if frame[..6] != [0; 6] {
         return passes(None);
@@ -161,14 +184,15 @@ fn lan_ingress(tables: &Tables, frame: &[u8]) -> Wanted {
         let inner = match outer.protocol {
             protocol::IPIP => Some((behind, false)),
             protocol::IPV6 => Some((behind, true)),
-            protocol::UDP => vxlan(frame, &outer).map(|v6| (behind + VXLAN_INNER, v6)),
+            // A superpacket is the device's to cut.
+            protocol::UDP if input.gso == 0 => vxlan(frame, &outer).map(|v6| (behind + VXLAN_INNER, v6)),
             _ => None,
         };
         if let Some((overhead, v6)) = inner {
-            return steered(tables, frame, &outer, overhead, v6).unwrap_or_else(drops);
+            return steered(tables, input, &outer, overhead, v6).unwrap_or_else(drops);
         }
     }
-    match tables.plain(&outer.probe(frame, ETHERNET_LEN)) {
+    match tables.plain(&outer.probe(input, ETHERNET_LEN)) {
         None => passes(None),
         Some(action) => {
             let mut bytes = frame.to_vec();
@@ -193,11 +217,12 @@ fn vxlan(frame: &[u8], outer: &Ip) -> Option<bool> {
 
 fn steered(
     tables: &Tables,
-    frame: &[u8],
+    input: &Input,
     outer: &Ip,
     overhead: usize,
     v6: bool,
 ) -> Result<Wanted, DropReason> {
+    let frame = &input.frame[..];
     if !tables.node.contains_key(&outer.src) {
         return Err(DropReason::UnknownSender);
     }
@@ -209,7 +234,8 @@ fn steered(
     }
     let offset = ETHERNET_LEN + overhead;
     let inner = Ip::read(frame, offset, v6)?;
-    let (action, _) = tables.steered(outer.src, &inner.probe(frame, offset))?;
+    let (action, _) = tables.steered(outer.src, &inner.probe(input, offset))?;
+    refused(input)?;
     let mut bytes = [&frame[..ETHERNET_LEN], &frame[offset..]].concat();
     if action == Action::Transit {
         lower_ttl(&mut bytes, ETHERNET_LEN, v6);
@@ -228,19 +254,26 @@ fn lower_ttl(frame: &mut [u8], offset: usize, v6: bool) {
     frame[offset + 10..offset + 12].copy_from_slice(&checksum.to_be_bytes());
 }
 
-fn kilo_egress(tables: &Tables, frame: &[u8]) -> Result<Wanted, DropReason> {
+/// A superpacket here is one of a kind the kernel does not know, and takes no
+/// outer header from or off.
+const fn refused(input: &Input) -> Result<(), DropReason> {
+    if input.gso == 0 { Ok(()) } else { Err(DropReason::Encapsulation) }
+}
+
+fn kilo_egress(tables: &Tables, input: &Input) -> Result<Wanted, DropReason> {
+    let frame = &input.frame[..];
     let leads = tables.config.flags & CONFIG_LEADER != 0;
     let Some(v6) = family(frame) else {
         return if leads { Ok(passes(Some(Action::Pass))) } else { Err(DropReason::NoPrefix) };
     };
     let ip = Ip::read(frame, 0, v6)?;
-    let verdict = tables.leaving(&ip.probe(frame, 0));
+    let verdict = tables.leaving(&ip.probe(input, 0));
     if verdict == Err(DropReason::NotUnicast) {
         return Err(DropReason::NotUnicast);
     }
     let translated = translation(tables, frame, 0, &ip)?;
     // Counted as translated, too, when it is dropped then.
-    let mut wanted = sent(frame, &ip, verdict).unwrap_or_else(drops);
+    let mut wanted = sent(tables, input, &ip, verdict).unwrap_or_else(drops);
     if let Some(addr) = translated {
         wanted.counted.push(Action::Masquerade.label());
         wanted.counted.sort_unstable();
@@ -253,24 +286,46 @@ fn kilo_egress(tables: &Tables, frame: &[u8]) -> Result<Wanted, DropReason> {
     Ok(wanted)
 }
 
-fn kilo_ingress(tables: &Tables, frame: &[u8]) -> Result<Wanted, DropReason> {
+fn kilo_ingress(tables: &Tables, input: &Input) -> Result<Wanted, DropReason> {
+    let frame = &input.frame[..];
     let Some(v6) = family(frame) else { return Ok(passes(Some(Action::Pass))) };
     let ip = Ip::read(frame, 0, v6)?;
-    let verdict = tables.decrypted(&ip.probe(frame, 0));
-    let mut bytes = frame.to_vec();
+    let verdict = tables.decrypted(&ip.probe(input, 0));
+    let mut input = input.clone();
     if let Ok((Action::Forward, _)) = verdict {
-        lower_ttl(&mut bytes, 0, v6);
+        lower_ttl(&mut input.frame, 0, v6);
     }
-    sent(&bytes, &ip, verdict)
+    sent(tables, &input, &ip, verdict)
 }
 
-fn sent(frame: &[u8], ip: &Ip, verdict: Verdict) -> Result<Wanted, DropReason> {
+fn sent(tables: &Tables, input: &Input, ip: &Ip, verdict: Verdict) -> Result<Wanted, DropReason> {
     match verdict? {
         (action, Some(Hop::Node { tunnel, mtu, local, remote, .. })) => {
-            let bytes = on_the_way(frame, ip, tunnel, local, remote);
+            let plain = tunnel == Tunnel::None && remote.is_ipv6() == ip.v6;
+            let bytes = if input.gso != 0 && !plain {
+                by_device(tables, &input.frame, ip, tunnel, remote)?
+            } else {
+                on_the_way(&input.frame, ip, tunnel, local, remote)
+            };
             Ok(Wanted { mtu, ..redirects(action, bytes) })
         }
         (action, _) => Ok(passes(Some(action))),
+    }
+}
+
+/// A packet whose outer header a device will write.
+fn by_device(
+    tables: &Tables,
+    packet: &[u8],
+    ip: &Ip,
+    tunnel: Tunnel,
+    remote: IpAddr,
+) -> Result<Bytes, DropReason> {
+    let ipip = tunnel != Tunnel::Vxlan && remote.is_ipv4() && !ip.v6 && tables.config.ipip_ifindex != 0;
+    match (ipip, tables.config.vxlan_ifindex) {
+        (true, _) => Ok(Bytes::Exactly(packet.to_vec())),
+        (false, 0) => Err(DropReason::Encapsulation),
+        (false, _) => Ok(Bytes::Exactly([&vxlan_ethernet(ip.v6), packet].concat())),
     }
 }
 

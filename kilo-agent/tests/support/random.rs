@@ -19,7 +19,7 @@ use rand::{
     seq::{IndexedRandom as _, IteratorRandom as _},
 };
 
-use super::{IFINDEX, PUBLIC};
+use super::{IFINDEX, PUBLIC, judge::Input};
 
 /// A generator that always answers the same for one seed.
 pub struct Random(StdRng);
@@ -146,6 +146,8 @@ impl Random {
             nat_port_min: 32_768,
             nat_port_max: 60_999,
             wireguard_port: 51_820,
+            vxlan_ifindex: flag(self.chance(2), IFINDEX),
+            ipip_ifindex: flag(self.chance(2), IFINDEX),
             kilo_mtu: if self.chance(4) { 0 } else { self.0.random_range(60..1600) },
             private_v4: if v6_underlay && self.chance(2) { [0; 4] } else { PRIVATE_V4[0] },
             overlay_v4: if self.chance(4) { PRIVATE_V4[3] } else { [0; 4] },
@@ -158,8 +160,8 @@ impl Random {
         tables
     }
 
-    /// A frame for this program.
-    pub fn frame(&mut self, program: &str, tables: &Tables) -> Vec<u8> {
+    /// A packet for this program.
+    pub fn input(&mut self, program: &str, tables: &Tables) -> Input {
         let mut frame = match program {
             "lan_ingress" if !self.chance(4) => self.steered(tables),
             "lan_ingress" | "uplink_egress" | "tunnel_ingress" => {
@@ -183,7 +185,8 @@ impl Random {
         self.spoil(&mut frame);
         let shortest = shortest(&frame);
         frame.resize(frame.len().max(shortest), 0);
-        frame
+        let gso = if self.chance(12) { self.0.random_range(8..1400) } else { 0 };
+        Input { frame, gso }
     }
 
     /// An address that the tables may know, of one family.
