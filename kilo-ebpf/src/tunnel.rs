@@ -240,18 +240,25 @@ fn plain<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropRea
     }
     let from_plain_node =
         hop(source.hop).is_some_and(|hop| hop.kind == HOP_KIND_NODE && hop.tunnel == TUNNEL_NONE);
-    if !from_plain_node || I::never_steered(ip.dst()) || I::is_private(config, ip.dst()) {
+    if !from_plain_node || I::never_steered(ip.dst()) {
         return Ok(TC_ACT_UNSPEC);
     }
-    let Some(mut onward) = onward::<I>(config, ip.dst()) else { return Ok(TC_ACT_UNSPEC) };
-    if onward == Onward::Transit {
-        if ip.ttl() <= 1 || !fits::<I>(ctx, ETHERNET_LEN, ip, config.kilo_mtu) {
-            onward = Onward::Punt;
-        } else {
+    match onward::<I>(config, ip.dst()) {
+        Some(Onward::Transit) if ip.ttl() > 1 && fits::<I>(ctx, ETHERNET_LEN, ip, config.kilo_mtu) => {
             ip.lower_ttl(ctx, ETHERNET_LEN)?;
+            Ok(go(config, &Onward::Transit))
         }
+        // Answers leave by the WireGuard device, so what they answer comes from
+        // there. To private addresses beside us they leave by this interface.
+        Some(onward) if source.flags & PREFIX_ROUTE != 0 => Ok(go(
+            config,
+            &match onward {
+                Onward::Transit => Onward::Punt,
+                other => other,
+            },
+        )),
+        _ => Ok(TC_ACT_UNSPEC),
     }
-    Ok(go(config, &onward))
 }
 
 /// The inner source must belong to the node that sent the packet; a leader
