@@ -14,5 +14,6 @@ pub mod metrics;
 pub mod net;
 pub mod plan;
 pub mod resolve;
+pub mod status;
 pub mod topology;
 pub mod wireguard;

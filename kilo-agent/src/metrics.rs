@@ -19,7 +19,7 @@ use prometheus_client::{
 };
 
 use crate::{
-    dataplane::{CounterReader, Counters},
+    dataplane::{CounterReader, Counters, DataplaneError},
     wireguard::key::PublicKey,
 };
 
@@ -190,6 +190,15 @@ impl Metrics {
     /// Shows the data path's counters from now on.
     pub fn set_counters(&self, counters: CounterReader) {
         self.samples.lock().unwrap_or_else(PoisonError::into_inner).counters = Some(counters);
+    }
+
+    /// The data path's counters now; none before the data path is there.
+    ///
+    /// # Errors
+    /// When the map cannot be read.
+    pub fn counters(&self) -> Result<Counters, DataplaneError> {
+        let samples = self.samples.lock().unwrap_or_else(PoisonError::into_inner);
+        samples.counters.as_ref().map_or_else(|| Ok(Counters::default()), CounterReader::read)
     }
 
     /// Replaces what is known of the WireGuard peers.

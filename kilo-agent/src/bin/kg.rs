@@ -1,7 +1,6 @@
 //! `kg`: the agent of a node.
 
 use std::{
-    convert::Infallible,
     io::IsTerminal as _,
     net::SocketAddr,
     path::{Path, PathBuf},
@@ -16,7 +15,10 @@ use ipnet::IpNet;
 use kilo_agent::{
     agent::{self, Agent},
     backend::{Backend, file::FileBackend, kubernetes},
-    cli::{BackendKind, Compatibility, LogLevel, Masquerade, WireguardMode, parse_duration, parse_listen},
+    cli::{
+        BackendKind, Compatibility, LogLevel, Masquerade, TunnelMode, WireguardMode, parse_duration,
+        parse_listen,
+    },
     dataplane::BPFFS,
     health::Health,
     http, interface,
@@ -126,6 +128,10 @@ struct Flags {
     /// Which nodes are meshed directly: location or full.
     #[arg(long, default_value = "location")]
     mesh_granularity: Granularity,
+    /// Outer header inside a location: auto (vxlan beside another CNI, else ipip), ipip, vxlan or none. Every
+    /// node understands all of them.
+    #[arg(long, default_value = "auto")]
+    tunnel: TunnelMode,
     /// MTU of the WireGuard interface: auto or bytes.
     #[arg(long, default_value = "auto")]
     mtu: Mtu,
@@ -247,6 +253,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         settings: Settings {
             granularity: flags.mesh_granularity,
             encapsulate: flags.encapsulate,
+            tunnel: flags.tunnel.decide(flags.compatibility),
             local: flags.local,
             cni: flags.cni,
             subnet: flags.subnet.trunc(),
@@ -319,14 +326,21 @@ async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> 
     // Three resync periods, and never less than a check-in takes.
     let patience = (flags.resync_period * 3).max(Duration::from_secs(90));
     let health = Health::new(Instant::now(), patience);
-    let (mesh, mesh_reader) = tokio::sync::watch::channel(Arc::default());
-    let context = http::Context { health: health.clone(), metrics: metrics.clone(), mesh: mesh_reader };
+    let (view, view_reader) = tokio::sync::watch::channel(Arc::default());
+    let context = http::Context {
+        health: health.clone(),
+        metrics: metrics.clone(),
+        view: view_reader,
+        graphviz: http::Graphviz::default(),
+    };
     let stop = CancellationToken::new();
     let snapshots = backend.watch();
     let hostname = options.hostname.clone();
-    let agent = Agent::new(options, backend, key, metrics, health, mesh).await?;
+    let agent = Agent::new(options, backend, key, metrics, health, view).await?;
     let listen = flags.listen;
-    let server = tokio::spawn(async move { http::serve(listen, context).await });
+    let listener = http::bind(listen).await.with_context(|| format!("--listen {listen}"))?;
+    let answer = move |request| context.clone().answer(request);
+    let mut server = tokio::spawn(http::serve(listener, None, answer, stop.clone()));
     let mut agent = tokio::spawn(agent.run(stop.clone()));
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     tracing::info!(version = env!("CARGO_PKG_VERSION"), node = hostname, %listen, "kg runs");
@@ -334,11 +348,7 @@ async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> 
         _ = terminate.recv() => {}
         _ = interrupt.recv() => {}
         ended = &mut agent => return ended.context("the reconcile loop panicked")?.map_err(Into::into),
-        ended = server => {
-            let served: std::io::Result<Infallible> = ended.context("the HTTP server panicked")?;
-            let Err(error) = served;
-            return Err(error).with_context(|| format!("--listen {listen}"));
-        }
+        ended = &mut server => return ended.context("the HTTP server panicked"),
     }
     stop.cancel();
     agent.await.context("the reconcile loop panicked")??;

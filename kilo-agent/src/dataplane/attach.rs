@@ -21,6 +21,7 @@ use aya::{
 use nix::net::if_::{if_indextoname, if_nameindex};
 
 use super::{DataplaneError, error::chain, load::PROGRAMS};
+use crate::status::Attached;
 
 /// Priority and handle of our clsact filters ("kg").
 const PRIORITY: u16 = 0x6b67;
@@ -62,11 +63,12 @@ pub struct Attachments {
 }
 
 /// Where the programs belong.
-fn places(kilo: u32, uplinks: &BTreeSet<u32>) -> BTreeSet<Place> {
+fn places(kilo: u32, uplinks: &BTreeSet<u32>, vxlan: Option<u32>) -> BTreeSet<Place> {
     let mut places = BTreeSet::from([
         Place { ifindex: kilo, program: "kilo_egress", egress: true },
         Place { ifindex: kilo, program: "kilo_ingress", egress: false },
     ]);
+    places.extend(vxlan.map(|ifindex| Place { ifindex, program: "tunnel_ingress", egress: false }));
     for &ifindex in uplinks {
         places.insert(Place { ifindex, program: "lan_ingress", egress: false });
         places.insert(Place { ifindex, program: "uplink_egress", egress: true });
@@ -82,8 +84,9 @@ impl Attachments {
         directory: &Path,
         kilo: u32,
         uplinks: &BTreeSet<u32>,
+        vxlan: Option<u32>,
     ) -> Result<u64, DataplaneError> {
-        let wanted = places(kilo, uplinks);
+        let wanted = places(kilo, uplinks, vxlan);
         let mut changes = 0;
         for place in &wanted {
             if self.attached.get(place).is_some_and(|how| self.stands(bpf, place, *how)) {
@@ -95,6 +98,23 @@ impl Attachments {
         }
         changes += self.detach_others(directory, &wanted);
         Ok(changes)
+    }
+
+    /// What is attached where.
+    pub fn list(&self) -> Vec<Attached> {
+        let attached = |(place, how): (&Place, &How)| {
+            Some(Attached {
+                interface: if_indextoname(place.ifindex).ok()?.to_string_lossy().into_owned(),
+                program: place.program.to_owned(),
+                direction: if place.egress { "egress" } else { "ingress" }.to_owned(),
+                hook: match how {
+                    How::Tcx => "tcx",
+                    How::Clsact => "clsact",
+                }
+                .to_owned(),
+            })
+        };
+        self.attached.iter().filter_map(attached).collect()
     }
 
     /// True while our program is really on the hook (TCX tells; a clsact

@@ -12,7 +12,8 @@ use rtnetlink::{
     packet_route::{
         AddressFamily, RouteNetlinkMessage,
         route::{
-            RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
+            RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteMetric, RouteProtocol, RouteScope,
+            RouteType,
         },
     },
 };
@@ -130,6 +131,7 @@ fn parse(message: &RouteMessage) -> Option<Found> {
             destination: IpNet::new(any, message.header.destination_prefix_length).ok()?,
             table: u32::from(message.header.table),
             source: None,
+            mtu: None,
         },
         interface: None,
         priority: 0,
@@ -142,6 +144,12 @@ fn parse(message: &RouteMessage) -> Option<Found> {
                     IpNet::new(ip(address)?, message.header.destination_prefix_length).ok()?;
             }
             RouteAttribute::PrefSource(address) => found.route.source = ip(address),
+            RouteAttribute::Metrics(metrics) => {
+                found.route.mtu = metrics.iter().find_map(|metric| match metric {
+                    RouteMetric::Mtu(mtu) => Some(*mtu),
+                    _ => None,
+                });
+            }
             RouteAttribute::Table(table) => found.route.table = *table,
             RouteAttribute::Oif(index) => found.interface = Some(*index),
             RouteAttribute::Priority(priority) => found.priority = *priority,
@@ -281,6 +289,9 @@ fn message(route: &Route, interface: Option<u32>) -> RouteMessage {
     if let Some(source) = route.source {
         message.attributes.push(RouteAttribute::PrefSource(source.into()));
     }
+    if let Some(mtu) = route.mtu {
+        message.attributes.push(RouteAttribute::Metrics(vec![RouteMetric::Mtu(mtu)]));
+    }
     if let Some(index) = interface {
         message.attributes.push(RouteAttribute::Oif(index));
     }
@@ -338,6 +349,7 @@ mod tests {
             destination: destination.parse().unwrap(),
             table: MAIN_TABLE,
             source: source.map(|text| text.parse().unwrap()),
+            mtu: None,
         }
     }
 

@@ -1,20 +1,52 @@
 //! Who leads a location.
 
-use std::net::IpAddr;
+use std::{fmt, net::IpAddr};
+
+use serde::{Deserialize, Serialize};
 
 use super::Node;
 
-/// Index of the leader among the nodes of a location, sorted by name: the
-/// first that asks to lead and has a public endpoint address; else the first
-/// that asks; else the first with a public endpoint address; else the first.
-pub fn choose(nodes: &[&Node]) -> usize {
+/// Which rule made a node the leader of its location; the first that applies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum LeaderReason {
+    /// There is no other ready node in the location.
+    OnlyNode,
+    /// First by name of those that ask to lead and have a public endpoint.
+    AsksWithPublicEndpoint,
+    /// First by name of those that ask to lead; none of them has a public endpoint.
+    Asks,
+    /// First by name of those with a public endpoint; none asks to lead.
+    PublicEndpoint,
+    /// First by name; none asks to lead or has a public endpoint.
+    FirstByName,
+}
+
+impl fmt::Display for LeaderReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::OnlyNode => "the only ready node",
+            Self::AsksWithPublicEndpoint => "asks to lead, has a public endpoint",
+            Self::Asks => "asks to lead",
+            Self::PublicEndpoint => "has a public endpoint",
+            Self::FirstByName => "first by name",
+        })
+    }
+}
+
+/// Index of the leader among the nodes of a location, sorted by name, and why:
+/// the first that asks to lead and has a public endpoint address; else the
+/// first that asks; else the first with a public endpoint address; else the first.
+pub fn choose(nodes: &[&Node]) -> (usize, LeaderReason) {
     let rank = |node: &Node| match (node.leader, has_public_endpoint(node)) {
-        (true, true) => 0,
-        (true, false) => 1,
-        (false, true) => 2,
-        (false, false) => 3,
+        (true, true) => LeaderReason::AsksWithPublicEndpoint,
+        (true, false) => LeaderReason::Asks,
+        (false, true) => LeaderReason::PublicEndpoint,
+        (false, false) => LeaderReason::FirstByName,
     };
-    (0..nodes.len()).min_by_key(|&index| (rank(nodes[index]), index)).unwrap_or(0)
+    let ranked = nodes.iter().enumerate().map(|(index, node)| (rank(node), index)).min();
+    let (reason, index) = ranked.unwrap_or((LeaderReason::FirstByName, 0));
+    (index, if nodes.len() == 1 { LeaderReason::OnlyNode } else { reason })
 }
 
 fn has_public_endpoint(node: &Node) -> bool {
@@ -43,10 +75,11 @@ mod tests {
         let (public, asks, both) =
             (node(false, "1.1.1.1:1"), node(true, "10.0.0.1:1"), node(true, "2.2.2.2:1"));
         let neither = node(false, "10.0.0.2:1");
-        assert_eq!(choose(&[&neither, &public, &asks, &both]), 3);
-        assert_eq!(choose(&[&neither, &public, &asks]), 2);
-        assert_eq!(choose(&[&neither, &public]), 1);
-        assert_eq!(choose(&[&neither]), 0);
+        assert_eq!(choose(&[&neither, &public, &asks, &both]), (3, LeaderReason::AsksWithPublicEndpoint));
+        assert_eq!(choose(&[&neither, &public, &asks]), (2, LeaderReason::Asks));
+        assert_eq!(choose(&[&neither, &public]), (1, LeaderReason::PublicEndpoint));
+        assert_eq!(choose(&[&neither, &neither]), (0, LeaderReason::FirstByName));
+        assert_eq!(choose(&[&both]), (0, LeaderReason::OnlyNode));
     }
 
     #[test]

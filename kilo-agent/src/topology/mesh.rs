@@ -16,13 +16,29 @@ pub const READY_SECONDS: i64 = 60;
 /// True when a node has all it needs to take part: an endpoint, a key and a
 /// pod CIDR. Whether it is alive is judged apart from this.
 pub fn is_complete(node: &Node) -> bool {
-    node.endpoint.is_some() && node.key.is_some() && !node.pod_cidrs.is_empty()
+    missing(node).next().is_none()
+}
+
+/// What a node lacks to take part, in words.
+pub fn missing(node: &Node) -> impl Iterator<Item = &'static str> {
+    [
+        (node.endpoint.is_none(), "no endpoint"),
+        (node.key.is_none(), "no key"),
+        (node.pod_cidrs.is_empty(), "no pod CIDR"),
+    ]
+    .into_iter()
+    .filter_map(|(lacks, what)| lacks.then_some(what))
 }
 
 /// Kilo's judgement of one snapshot: complete, and checked in within the last
 /// [`READY_SECONDS`] of `now` (Unix seconds).
 pub fn ready_at(node: &Node, now: i64) -> bool {
-    is_complete(node) && now.saturating_sub(node.last_seen) < READY_SECONDS
+    is_complete(node) && is_recent(node, now)
+}
+
+/// Checked in within the last [`READY_SECONDS`] of `now` (Unix seconds).
+pub fn is_recent(node: &Node, now: i64) -> bool {
+    now.saturating_sub(node.last_seen) < READY_SECONDS
 }
 
 /// Locations, leaders, addresses and allowed IPs of all nodes that take part.
@@ -48,7 +64,7 @@ impl Mesh {
     ) -> Self {
         let mut locations: BTreeMap<String, Vec<&Node>> = BTreeMap::new();
         for node in nodes {
-            locations.entry(location(node, granularity)).or_default().push(node);
+            locations.entry(location_of(node, granularity)).or_default().push(node);
         }
         let mut addresses = allocate::addresses(subnet);
         let mut discovered = BTreeMap::new();
@@ -97,8 +113,9 @@ impl Mesh {
     }
 }
 
-/// A node without private address, or any node of a full mesh, is on its own.
-fn location(node: &Node, granularity: Granularity) -> String {
+/// The location a node belongs to: `location:<name>`; a node without private
+/// address, or any node of a full mesh, is on its own in `node:<name>`.
+pub fn location_of(node: &Node, granularity: Granularity) -> String {
     if granularity == Granularity::Full || node.internal_ip.is_none() {
         format!("node:{}", node.name)
     } else {

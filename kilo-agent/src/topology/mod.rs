@@ -11,8 +11,8 @@ mod segment;
 mod types;
 
 pub use graph::dot;
-pub use leader::is_public;
+pub use leader::{LeaderReason, is_public};
 pub use liveness::Liveness;
-pub use mesh::{Mesh, READY_SECONDS, is_complete, ready_at};
+pub use mesh::{Mesh, READY_SECONDS, is_complete, is_recent, location_of, missing, ready_at};
 pub use segment::{Member, Segment};
 pub use types::*;

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::{Endpoint, Node};
+use super::{Endpoint, LeaderReason, Node};
 use crate::wireguard::key::PublicKey;
 
 /// A node as the other nodes see it.
@@ -34,6 +34,8 @@ pub struct Segment {
     pub members: Vec<Member>,
     /// Index of the leader in `members`.
     pub leader: usize,
+    /// Why that one leads.
+    pub leader_reason: LeaderReason,
     /// Where the leader is reached.
     pub endpoint: Endpoint,
     /// The leader's public key.
@@ -51,7 +53,7 @@ pub struct Segment {
 impl Segment {
     /// The location of these nodes (sorted by name, complete), without address.
     pub(super) fn new(location: String, nodes: &[&Node]) -> Option<Self> {
-        let leader = super::leader::choose(nodes);
+        let (leader, leader_reason) = super::leader::choose(nodes);
         let leads = nodes.get(leader)?;
         let mut allowed_ips = Vec::new();
         let mut allowed_location_ips: Vec<IpNet> = Vec::new();
@@ -66,6 +68,7 @@ impl Segment {
         Some(Self {
             location,
             leader,
+            leader_reason,
             members: nodes
                 .iter()
                 .map(|node| Member {

@@ -161,20 +161,20 @@ fn no_drops(lab: &mut Lab) -> Result<String> {
 fn bpftool(lab: &mut Lab) -> Result<String> {
     for node in &lab.network.nodes {
         let programs = node.space.sh("bpftool prog list")?;
-        for name in ["kilo_egress", "kilo_ingress", "lan_ingress", "uplink_egress"] {
+        for name in ["kilo_egress", "kilo_ingress", "lan_ingress", "tunnel_ingress", "uplink_egress"] {
             ensure!(
                 programs.contains(&format!("name {name} ")),
                 "{}: no program {name}:\n{programs}",
                 node.name()
             );
         }
-        let dump = node.space.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v1/prefix_v4")?;
+        let dump = node.space.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v2/prefix_v4")?;
         ensure!(
             dump.contains("\"hop\"") && dump.contains("\"flags\""),
             "{}: no field names:\n{dump}",
             node.name()
         );
-        let dump = node.space.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v1/hop | head -40")?;
+        let dump = node.space.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v2/hop | head -40")?;
         ensure!(
             dump.contains("\"kind\"") && dump.contains("\"tunnel\""),
             "{}: no field names:\n{dump}",
@@ -302,10 +302,10 @@ fn each_agent(lab: &mut Lab, signal: Signal, down_for: Duration) -> Result<Strin
         let copies = copies_attached(&node.space)?;
         let interfaces = if node.public.is_some() { 2 } else { 1 };
         ensure!(
-            copies == 2 + 2 * interfaces,
+            copies == 3 + 2 * interfaces,
             "{}: {copies} programs are attached, {} are wanted",
             node.name(),
-            2 + 2 * interfaces
+            3 + 2 * interfaces
         );
     }
     no_drops(lab)?;
@@ -329,9 +329,9 @@ fn where_lost(lab: &Lab) -> String {
 /// Programs of ours on hooks of this node, over TCX links and clsact filters.
 fn copies_attached(space: &super::space::Space) -> Result<usize> {
     let text = space.sh(
-        "ls /sys/fs/bpf/kilo/v1 | grep -c ^link_ || true; \
-         for d in kilo0 eth0 eth1; do for h in ingress egress; do tc filter show dev $d $h 2>/dev/null; done; done \
-         | grep -cE 'kilo_|lan_ingress|uplink_egress' || true",
+        "ls /sys/fs/bpf/kilo/v2 | grep -c ^link_ || true; \
+         for d in kilo0 kilo-vxlan eth0 eth1; do for h in ingress egress; do tc filter show dev $d $h 2>/dev/null; done; done \
+         | grep -cE 'kilo_|lan_ingress|uplink_egress|tunnel_ingress' || true",
     )?;
     Ok(text.split_whitespace().filter_map(|word| word.parse::<usize>().ok()).sum())
 }
@@ -381,8 +381,8 @@ fn uninstall(lab: &mut Lab) -> Result<String> {
             .output()?;
         ensure!(output.status.success(), "kg uninstall: {}", String::from_utf8_lossy(&output.stderr));
         let left = node.space.sh(
-            "ls -d /sys/fs/bpf/kilo 2>/dev/null || true; ip -o link show kilo0 2>/dev/null || true; ip rule | grep 1107 || true; \
-             ip route show table all | grep kilo0 || true; for d in kilo0 eth0 eth1; do for h in ingress egress; do tc filter show dev $d $h 2>/dev/null; done; done \
+            "ls -d /sys/fs/bpf/kilo 2>/dev/null || true; ip -o link | grep kilo || true; ip rule | grep 1107 || true; \
+             ip route show table all | grep kilo0 || true; for d in kilo0 kilo-vxlan eth0 eth1; do for h in ingress egress; do tc filter show dev $d $h 2>/dev/null; done; done \
              | grep -E 'kilo_|lan_ingress|uplink_' || true",
         )?;
         ensure!(left.trim().is_empty(), "{name} still has:\n{left}");

@@ -3,13 +3,14 @@
 mod graph;
 mod showconf;
 mod source;
+mod status;
 
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{CommandFactory as _, Parser, Subcommand};
 
-use crate::{showconf::Showconf, source::Flags};
+use crate::{showconf::Showconf, source::Flags, status::StatusArgs};
 
 /// Shows configurations of the mesh and draws it.
 #[derive(Parser, Debug)]
@@ -30,6 +31,8 @@ enum Command {
         #[command(subcommand)]
         of: Showconf,
     },
+    /// Show who leads each location, since when and why, and which nodes are ready.
+    Status(StatusArgs),
     /// Print a completion script.
     Completion {
         /// bash, zsh, fish, elvish or powershell.
@@ -65,12 +68,15 @@ async fn run(cli: Cli) -> Result<String> {
     match &cli.command {
         Command::Graph => {
             let snapshot = source::snapshot(flags).await?;
+            source::warn(&snapshot);
             Ok(graph::run(&source::mesh(&snapshot, flags)?))
         }
         Command::Showconf { of } => {
             let snapshot = source::snapshot(flags).await?;
+            source::warn(&snapshot);
             showconf::run(of, &source::mesh(&snapshot, flags)?, &snapshot, flags)
         }
+        Command::Status(args) => status::run(args, flags).await,
         Command::Completion { .. } => Ok(String::new()),
     }
 }

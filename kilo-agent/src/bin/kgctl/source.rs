@@ -1,10 +1,6 @@
 //! Where the commands' objects come from.
 
-use std::{
-    path::PathBuf,
-    sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::{collections::BTreeSet, path::PathBuf, sync::Arc};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
@@ -12,6 +8,7 @@ use ipnet::IpNet;
 use kilo_agent::{
     backend::{Backend as _, Snapshot, file::FileBackend, kubernetes},
     cli::BackendKind,
+    status::Timestamp,
     topology::{self, Granularity, Mesh},
 };
 
@@ -40,7 +37,7 @@ pub struct Flags {
     pub topology_label: String,
 }
 
-/// Reads all objects once and warns of those that cannot be used.
+/// Reads all objects once.
 pub async fn snapshot(flags: &Flags) -> Result<Arc<Snapshot>> {
     let watch = match flags.backend {
         BackendKind::File => {
@@ -52,21 +49,33 @@ pub async fn snapshot(flags: &Flags) -> Result<Arc<Snapshot>> {
             kubernetes::KubernetesBackend::start(client, None, &flags.topology_label).await?.watch()
         }
     };
-    let snapshot = Arc::clone(&watch.borrow());
+    Ok(Arc::clone(&watch.borrow()))
+}
+
+/// Says on stderr which objects cannot be used.
+pub fn warn(snapshot: &Snapshot) {
     for (object, problem) in &snapshot.problems {
         eprintln!("kgctl: {object}: {problem}");
     }
-    Ok(snapshot)
+}
+
+/// What `--mesh-granularity` says, or else the nodes.
+pub fn granularity(snapshot: &Snapshot, flags: &Flags) -> Result<Granularity> {
+    match flags.mesh_granularity.as_str() {
+        "auto" => Ok(snapshot.nodes.values().find_map(|node| node.granularity).unwrap_or_default()),
+        text => text.parse::<Granularity>().map_err(|error| anyhow::anyhow!("{error}, auto")),
+    }
+}
+
+/// Names of the nodes that take part at this time (Unix seconds).
+pub fn ready(snapshot: &Snapshot, now: i64) -> BTreeSet<String> {
+    let ready = snapshot.nodes.values().filter(|node| topology::ready_at(node, now));
+    ready.map(|node| node.name.clone()).collect()
 }
 
 /// The mesh as it is now.
 pub fn mesh(snapshot: &Snapshot, flags: &Flags) -> Result<Mesh> {
-    let granularity = match flags.mesh_granularity.as_str() {
-        "auto" => snapshot.nodes.values().find_map(|node| node.granularity).unwrap_or_default(),
-        text => text.parse::<Granularity>().map_err(|error| anyhow::anyhow!("{error}, auto"))?,
-    };
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    let now = i64::try_from(now).unwrap_or(i64::MAX);
-    let ready = snapshot.nodes.values().filter(|node| topology::ready_at(node, now));
-    Ok(Mesh::new(ready, &snapshot.peers, granularity, flags.subnet))
+    let ready = ready(snapshot, Timestamp::now().0);
+    let nodes = snapshot.nodes.values().filter(|node| ready.contains(&node.name));
+    Ok(Mesh::new(nodes, &snapshot.peers, granularity(snapshot, flags)?, flags.subnet))
 }

@@ -1,0 +1,79 @@
+//! `kgctl status`: who leads and why, who is ready, tunnels and counters.
+
+use anyhow::{Result, bail};
+use clap::{Args, ValueEnum};
+use kilo_agent::{
+    backend::kubernetes,
+    cli::BackendKind,
+    status::{self, Status, Timestamp, ask},
+};
+
+use crate::source::{self, Flags};
+
+#[derive(Args, Debug)]
+pub struct StatusArgs {
+    /// Show this node only, with its tunnels and packet counters: its agent is
+    /// asked through the API server (needs get on pods/proxy).
+    node: Option<String>,
+    /// Ask the agent at this address instead of the API server.
+    #[arg(long, value_name = "URL", num_args = 0..=1, default_missing_value = "http://127.0.0.1:1107", require_equals = true)]
+    agent: Option<String>,
+    /// table or json.
+    #[arg(long, short, default_value = "table")]
+    output: Output,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// For people.
+    Table,
+    /// For programs.
+    Json,
+}
+
+/// The status as text.
+pub async fn run(args: &StatusArgs, flags: &Flags) -> Result<String> {
+    let mut status = match &args.agent {
+        Some(url) => ask::agent(url).await?,
+        None => from_objects(args, flags).await?,
+    };
+    if let Some(name) = &args.node
+        && !status.retain_node(name)
+    {
+        bail!("node {name:?} does not exist");
+    }
+    match args.output {
+        Output::Table => Ok(status::table(&status)),
+        Output::Json => Ok(serde_json::to_string_pretty(&status)? + "\n"),
+    }
+}
+
+async fn from_objects(args: &StatusArgs, flags: &Flags) -> Result<Status> {
+    let snapshot = source::snapshot(flags).await?;
+    let time = Timestamp::now();
+    let granularity = source::granularity(&snapshot, flags)?;
+    let ready = source::ready(&snapshot, time.0);
+    let mesh = source::mesh(&snapshot, flags)?;
+    let mut status = status::of_objects(&mesh, &snapshot, &ready, granularity, time);
+    if flags.backend == BackendKind::File {
+        return Ok(status);
+    }
+    let client = kubernetes::client(flags.kubeconfig.as_deref(), None).await?;
+    match &args.node {
+        Some(name) if snapshot.nodes.contains_key(name) => match ask::through_api(&client, name).await {
+            // The agent's view is the one by which its packets go.
+            Ok(seen) => return Ok(seen),
+            Err(error) => eprintln!("kgctl: no tunnels and counters: {error}"),
+        },
+        Some(_) => {}
+        // Since when somebody leads is not written in the objects: any agent may know.
+        None => {
+            if let Some(leader) = status.locations.first().map(|location| location.leader.clone())
+                && let Ok(seen) = ask::through_api(&client, &leader).await
+            {
+                status.remember_leaders(&seen);
+            }
+        }
+    }
+    Ok(status)
+}

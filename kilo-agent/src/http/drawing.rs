@@ -1,0 +1,282 @@
+//! The mesh as SVG without Graphviz: locations on a circle, each leader in the
+//! middle of its nodes, leaders joined to each other and to the peers.
+
+use std::{
+    f64::consts::TAU,
+    fmt::{self, Write as _},
+};
+
+use crate::topology::{Mesh, Segment};
+
+/// Half the width and height of a node's ellipse.
+const NODE: (f64, f64) = (66.0, 24.0);
+/// Room a node takes on its circle.
+const ROOM: f64 = 150.0;
+/// Space between locations, and around the picture.
+const GAP: f64 = 50.0;
+/// More lines than this only blacken the picture.
+const MOST_LINES: usize = 10_000;
+/// Longest text in an ellipse; the whole is shown when pointed at.
+const LONGEST: usize = 16;
+
+const STYLE: &str = "\
+text{font:12px sans-serif;text-anchor:middle}\
+.small{font-size:10px;fill:#555}\
+.location{fill:none;stroke:#999;stroke-dasharray:6 4}\
+.node{fill:#eef4fb;stroke:#456}\
+.leader{fill:#cfe3c4;stroke:#274;stroke-width:2}\
+.peer{fill:#fbf1dc;stroke:#964}\
+line{stroke:#8899aa}\
+.dashed{stroke-dasharray:5 4}";
+
+type Point = (f64, f64);
+
+/// A whole SVG document.
+pub fn svg(mesh: &Mesh) -> String {
+    let mut text = String::new();
+    // Writing to a String does not fail.
+    let _ = write(mesh, &mut text);
+    text
+}
+
+fn write(mesh: &Mesh, out: &mut String) -> fmt::Result {
+    let radii: Vec<f64> = mesh.segments.iter().map(radius).collect();
+    let (centres, extent) = around(&radii);
+    let (peers, extent) = outside(mesh.peers.len(), extent);
+    let half = extent + GAP;
+    writeln!(
+        out,
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"{:.0} {:.0} {:.0} {:.0}\" width=\"{3:.0}\" height=\"{3:.0}\">",
+        -half,
+        -half,
+        2.0 * half,
+        2.0 * half
+    )?;
+    writeln!(out, "<style>{STYLE}</style>")?;
+    writeln!(out, "<text x=\"0\" y=\"{:.0}\">{}</text>", 16.0 - half, escape(&mesh.subnet.to_string()))?;
+    let locations = centres.len();
+    let (pairs, spokes) = (locations * locations.saturating_sub(1) / 2, locations * peers.len());
+    if pairs + spokes > MOST_LINES {
+        let y = 32.0 - half;
+        writeln!(
+            out,
+            "<text class=\"small\" x=\"0\" y=\"{y:.0}\">all leaders are joined to each other and to the peers; \
+             {} lines are left out</text>",
+            pairs + spokes
+        )?;
+    } else {
+        for (index, from) in centres.iter().enumerate() {
+            for to in &centres[index + 1..] {
+                line(out, *from, *to, "")?;
+            }
+            for to in &peers {
+                line(out, *from, *to, " class=\"dashed\"")?;
+            }
+        }
+    }
+    for ((segment, centre), radius) in mesh.segments.iter().zip(&centres).zip(&radii) {
+        location(out, segment, *centre, *radius)?;
+    }
+    for (peer, at) in mesh.peers.iter().zip(&peers) {
+        let prefixes: Vec<_> = peer.allowed_ips.iter().map(ToString::to_string).collect();
+        let endpoint = peer.endpoint.as_ref().map(ToString::to_string).unwrap_or_default();
+        let about = format!("peer {}\n{}\n{endpoint}", peer.name, prefixes.join(", "));
+        let first = prefixes.first().map_or("", String::as_str);
+        ellipse(out, *at, "peer", &peer.name, first, &about)?;
+    }
+    writeln!(out, "</svg>")
+}
+
+/// Circle around a location's nodes.
+fn radius(segment: &Segment) -> f64 {
+    match segment.members.len() {
+        0 | 1 => NODE.0 + 20.0,
+        nodes => ring(nodes - 1) + NODE.0 + 14.0,
+    }
+}
+
+/// Radius of the circle on which so many nodes stand around their leader.
+fn ring(nodes: usize) -> f64 {
+    (nodes as f64 * ROOM / TAU).max(NODE.0 + 40.0)
+}
+
+/// Centres of circles of these radii around the origin, side by side, and how
+/// far the whole reaches.
+fn around(radii: &[f64]) -> (Vec<Point>, f64) {
+    let largest = radii.iter().copied().fold(0.0, f64::max);
+    if radii.len() < 2 {
+        return (vec![(0.0, 0.0); radii.len()], largest);
+    }
+    let round: f64 = radii.iter().map(|radius| 2.0 * radius + GAP).sum();
+    // The chord is shorter than the arc: few circles need more room.
+    let distance = (round / TAU * 1.15).max(largest + GAP);
+    let mut arc = 0.0;
+    let centres = radii.iter().map(|radius| {
+        let middle = arc + radius + GAP / 2.0;
+        arc += 2.0 * radius + GAP;
+        at(distance, middle / round)
+    });
+    (centres.collect(), distance + largest)
+}
+
+/// Places for so many peers outside of everything, and how far they reach.
+fn outside(peers: usize, extent: f64) -> (Vec<Point>, f64) {
+    if peers == 0 {
+        return (Vec::new(), extent);
+    }
+    let distance = (extent + GAP + NODE.0).max(peers as f64 * ROOM / TAU);
+    // Half a step aside, so that few peers do not hide behind the first location.
+    let places = (0..peers).map(|peer| at(distance, (peer as f64 + 0.5) / peers as f64));
+    (places.collect(), distance + NODE.0)
+}
+
+/// A part of a turn (0 = top, clockwise) on a circle.
+fn at(distance: f64, turn: f64) -> Point {
+    let angle = TAU * turn;
+    (distance * angle.sin(), -distance * angle.cos())
+}
+
+fn location(out: &mut String, segment: &Segment, centre: Point, radius: f64) -> fmt::Result {
+    let (x, y) = centre;
+    writeln!(out, "<circle class=\"location\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"{radius:.1}\"/>")?;
+    let top = y - radius - 6.0;
+    writeln!(out, "<text x=\"{x:.1}\" y=\"{top:.1}\">{}</text>", escape(&segment.location))?;
+    let others = segment.members.len().saturating_sub(1);
+    let mut place = 0;
+    let mut nodes = Vec::new();
+    for (index, member) in segment.members.iter().enumerate() {
+        let leads = index == segment.leader;
+        let point = if leads {
+            centre
+        } else {
+            let (dx, dy) = at(ring(others), place as f64 / others as f64);
+            place += 1;
+            let point = (x + dx, y + dy);
+            line(out, centre, point, "")?;
+            point
+        };
+        nodes.push((member, leads, point));
+    }
+    for (member, leads, point) in nodes {
+        let cidrs: Vec<_> = member.pod_cidrs.iter().map(ToString::to_string).collect();
+        let address = member.private_ip().map(|ip| ip.to_string()).unwrap_or_default();
+        let mut about = format!("{}\npods {}\nprivate address {address}", member.name, cidrs.join(", "));
+        if leads {
+            let wireguard = segment.wireguard_ip.map(|ip| ip.to_string()).unwrap_or_default();
+            about +=
+                &format!("\nleads: {}\nWireGuard {wireguard} at {}", segment.leader_reason, segment.endpoint);
+        }
+        let class = if leads { "leader" } else { "node" };
+        ellipse(out, point, class, &member.name, cidrs.first().map_or("", String::as_str), &about)?;
+    }
+    Ok(())
+}
+
+fn line(out: &mut String, from: Point, to: Point, more: &str) -> fmt::Result {
+    let ((x1, y1), (x2, y2)) = (from, to);
+    writeln!(out, "<line{more} x1=\"{x1:.1}\" y1=\"{y1:.1}\" x2=\"{x2:.1}\" y2=\"{y2:.1}\"/>")
+}
+
+fn ellipse(out: &mut String, at: Point, class: &str, name: &str, below: &str, about: &str) -> fmt::Result {
+    let ((x, y), (rx, ry)) = (at, NODE);
+    writeln!(
+        out,
+        "<g><title>{}</title><ellipse class=\"{class}\" cx=\"{x:.1}\" cy=\"{y:.1}\" rx=\"{rx}\" ry=\"{ry}\"/>\
+         <text x=\"{x:.1}\" y=\"{:.1}\">{}</text><text class=\"small\" x=\"{x:.1}\" y=\"{:.1}\">{}</text></g>",
+        escape(about),
+        y - 2.0,
+        escape(&short(name)),
+        y + 12.0,
+        escape(&short(below)),
+    )
+}
+
+fn short(text: &str) -> String {
+    if text.chars().count() <= LONGEST + 2 {
+        return text.to_owned();
+    }
+    text.chars().take(LONGEST).chain(['…']).collect()
+}
+
+/// For XML; characters XML cannot hold are replaced.
+fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character {
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '&' => escaped.push_str("&amp;"),
+            '"' => escaped.push_str("&quot;"),
+            '\n' => escaped.push('\n'),
+            '\u{fffe}' | '\u{ffff}' => escaped.push('\u{fffd}'),
+            other if other.is_control() => escaped.push('\u{fffd}'),
+            other => escaped.push(other),
+        }
+    }
+    escaped
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::{
+        topology::{Granularity, Node, Peer},
+        wireguard::key::PublicKey,
+    };
+
+    fn mesh(locations: usize, nodes: usize, peers: usize) -> Mesh {
+        let node = |index: usize| Node {
+            name: format!("n{index}<&>"),
+            location: format!("l{}", index % locations.max(1)),
+            endpoint: "192.0.2.1:51820".parse().ok(),
+            key: Some(PublicKey([1; 32])),
+            internal_ip: "10.0.0.1/24".parse().ok(),
+            pod_cidrs: vec!["10.42.0.0/24".parse().unwrap()],
+            ..Node::default()
+        };
+        let nodes: Vec<_> = (0..nodes).map(node).collect();
+        let peer = |index: usize| Peer {
+            name: format!("p{index}"),
+            allowed_ips: Vec::new(),
+            endpoint: None,
+            persistent_keepalive: 0,
+            preshared_key: None,
+            public_key: PublicKey([2; 32]),
+        };
+        let peers: BTreeMap<_, _> = (0..peers).map(|index| (format!("p{index}"), peer(index))).collect();
+        Mesh::new(&nodes, &peers, Granularity::Location, "10.4.0.0/16".parse().unwrap())
+    }
+
+    #[test]
+    fn every_node_and_peer_is_drawn_and_names_cannot_break_out() {
+        for (locations, nodes, peers) in [(0, 0, 0), (1, 1, 0), (1, 5, 1), (3, 7, 2), (40, 200, 30)] {
+            let text = svg(&mesh(locations, nodes, peers));
+            assert_eq!(text.matches("<ellipse").count(), nodes + peers);
+            assert_eq!(text.matches("class=\"location\"").count(), locations);
+            assert_eq!(text.matches("class=\"leader\"").count(), locations);
+            assert!(!text.contains("<&>") && !text.contains("NaN") && !text.contains("inf"), "{text}");
+            assert_eq!(text.matches("<g>").count(), text.matches("</g>").count());
+        }
+    }
+
+    #[test]
+    fn locations_and_nodes_do_not_overlap() {
+        for radii in [vec![86.0, 86.0], vec![86.0, 400.0, 90.0], vec![100.0; 50]] {
+            let (centres, _) = around(&radii);
+            for (index, (x, y)) in centres.iter().enumerate() {
+                for other in index + 1..centres.len() {
+                    let distance = (x - centres[other].0).hypot(y - centres[other].1);
+                    assert!(distance > radii[index] + radii[other], "{radii:?}: {index} and {other}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_mesh_of_a_thousand_locations_stays_small() {
+        let text = svg(&mesh(1000, 1000, 10));
+        assert!(text.len() < 2_000_000 && text.contains("lines are left out"), "{}", text.len());
+    }
+}

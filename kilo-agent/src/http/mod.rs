@@ -1,0 +1,92 @@
+//! The HTTP server of the agent: `/health`, `/metrics`, `/status`, `/graph`.
+
+mod drawing;
+mod graph;
+mod respond;
+mod serve;
+
+use std::{sync::Arc, time::Instant};
+
+use hyper::{Method, Request, StatusCode, body::Incoming};
+
+pub use graph::{Format, Graphviz, Layout};
+pub use respond::{method_not_allowed, respond, text};
+pub use serve::{Answer, bind, serve};
+
+use crate::{health::Health, metrics::Metrics, status::View};
+
+/// What the server answers from.
+#[derive(Clone)]
+pub struct Context {
+    /// For `/health`.
+    pub health: Health,
+    /// For `/metrics` and the counters of `/status`.
+    pub metrics: Metrics,
+    /// The mesh as this node sees it.
+    pub view: tokio::sync::watch::Receiver<Arc<View>>,
+    /// For `/graph`.
+    pub graphviz: Graphviz,
+}
+
+/// Media type of `/metrics`.
+pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+impl Context {
+    /// Answers one request.
+    pub async fn answer(self, request: Request<Incoming>) -> Answer {
+        let path = request.uri().path();
+        if !matches!(path, "/" | "/health" | "/metrics" | "/status" | "/graph") {
+            return text(
+                StatusCode::NOT_FOUND,
+                "there is nothing here; try /health, /metrics, /status or /graph\n",
+            );
+        }
+        if !matches!(*request.method(), Method::GET | Method::HEAD) {
+            return method_not_allowed("GET, HEAD");
+        }
+        let view = || Arc::clone(&self.view.borrow());
+        match path {
+            "/health" => match self.health.check(Instant::now()) {
+                Ok(()) => text(StatusCode::OK, "ok\n"),
+                Err(reason) => text(StatusCode::SERVICE_UNAVAILABLE, reason + "\n"),
+            },
+            "/metrics" => match self.metrics.encode() {
+                Ok(body) => respond(StatusCode::OK, OPENMETRICS, body),
+                Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
+            },
+            "/status" => {
+                let counters = self.metrics.counters().map_err(|error| error.to_string());
+                let unhealthy = self.health.check(Instant::now()).err();
+                match serde_json::to_vec_pretty(&view().status(counters, unhealthy).await) {
+                    Ok(body) => respond(StatusCode::OK, "application/json", body),
+                    Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
+                }
+            }
+            "/graph" => self.graphviz.answer(request.uri().query().unwrap_or(""), &view().mesh).await,
+            _ => respond(StatusCode::OK, "text/html; charset=utf-8", PAGE),
+        }
+    }
+}
+
+/// All links are relative: the page works behind the API server's proxy, too.
+const PAGE: &str = r#"<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>Kilo</title>
+<style>
+body { font-family: sans-serif; margin: 2em; }
+nav a { margin-right: 1.5em; }
+img { max-width: 100%; margin-top: 1em; }
+</style>
+<h1>Kilo</h1>
+<nav>
+<a href="health">health</a>
+<a href="metrics">metrics</a>
+<a href="status">status</a>
+<a href="graph">graph</a>
+<a href="graph?format=dot">graph as text</a>
+</nav>
+<img src="graph" alt="The mesh: locations, their nodes, the leaders joined to each other">
+</html>
+"#;

@@ -1,0 +1,123 @@
+//! Asking an agent for its status: at its address, or through the API server.
+
+use std::time::Duration;
+
+use http_body_util::{BodyExt as _, Empty, Limited};
+use hyper::{Request, StatusCode, Uri, body::Bytes, client::conn::http1, header::HOST};
+use hyper_util::rt::TokioIo;
+use k8s_openapi::api::core::v1 as core;
+use kube::{Api, Client, api::ListParams};
+use tokio::{net::TcpStream, time::timeout};
+
+use super::Status;
+
+/// An agent answers within this time.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Largest answer in bytes: 10,000 nodes are 5 MB.
+const LARGEST: usize = 64 << 20;
+/// Label of the agent's pods in the manifests.
+const PODS: &str = "app.kubernetes.io/name=kilo";
+/// Port of the agents in the manifests.
+const PORT: u16 = 1107;
+
+/// Why an agent did not tell its status.
+#[derive(Debug, thiserror::Error)]
+pub enum AskError {
+    /// The URL cannot be used.
+    #[error("{url:?} is no URL of an agent: {reason}; write for example http://127.0.0.1:1107")]
+    Url {
+        /// The text given.
+        url: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// Nobody answers there.
+    #[error("the agent at {url} does not answer: {reason}; does kg run there, with --listen on that port?")]
+    Unreachable {
+        /// Where.
+        url: String,
+        /// Why.
+        reason: String,
+    },
+    /// Somebody answers, but no agent that knows `/status`.
+    #[error("what answers at {url} is no agent of this version: {reason}")]
+    Answer {
+        /// Where.
+        url: String,
+        /// What came.
+        reason: String,
+    },
+    /// No pod of the agent on that node.
+    #[error("no running pod with the label {PODS} on node {0}; use --agent with the address of its agent")]
+    NoPod(String),
+    /// The API server refuses.
+    #[error("{0}; needed are list on pods and get on pods/proxy, or --agent with the address of the agent")]
+    Api(String),
+}
+
+/// The status from an agent's own address (`http://host:port`).
+///
+/// # Errors
+/// Says what stands in the way.
+pub async fn agent(url: &str) -> Result<Status, AskError> {
+    let wrong = |reason: &str| AskError::Url { url: url.to_owned(), reason: reason.to_owned() };
+    let uri: Uri = url.trim_end_matches('/').parse().map_err(|_| wrong("it does not parse"))?;
+    if uri.scheme_str() != Some("http") {
+        return Err(wrong("it must start with http://"));
+    }
+    let authority = uri.authority().ok_or_else(|| wrong("it names no host"))?.clone();
+    let path = uri.path().trim_end_matches('/');
+    let path = if path.ends_with("/status") { path.to_owned() } else { format!("{path}/status") };
+    let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
+    let address = (host, authority.port_u16().unwrap_or(PORT));
+    let unreachable = |reason: String| AskError::Unreachable { url: url.to_owned(), reason };
+    let exchange = async {
+        let stream = TcpStream::connect(address).await.map_err(|error| unreachable(error.to_string()))?;
+        let (mut sender, connection) =
+            http1::handshake(TokioIo::new(stream)).await.map_err(|error| unreachable(error.to_string()))?;
+        let connection = tokio::spawn(connection);
+        let request = Request::get(path).header(HOST, authority.as_str()).body(Empty::<Bytes>::new());
+        let request = request.map_err(|error| wrong(&error.to_string()))?;
+        let answer = sender.send_request(request).await.map_err(|error| unreachable(error.to_string()))?;
+        let status = answer.status();
+        let body = Limited::new(answer.into_body(), LARGEST).collect().await;
+        connection.abort();
+        let body = body.map_err(|error| unreachable(error.to_string()))?.to_bytes();
+        if status != StatusCode::OK {
+            return Err(AskError::Answer { url: url.to_owned(), reason: status.to_string() });
+        }
+        serde_json::from_slice(&body)
+            .map_err(|error| AskError::Answer { url: url.to_owned(), reason: error.to_string() })
+    };
+    timeout(PATIENCE, exchange)
+        .await
+        .unwrap_or_else(|_| Err(unreachable(format!("nothing came within {} s", PATIENCE.as_secs()))))
+}
+
+/// The status of the agent on a node, through the API server's proxy to its pod.
+///
+/// # Errors
+/// Says what stands in the way; the agent can then be asked directly.
+pub async fn through_api(client: &Client, node: &str) -> Result<Status, AskError> {
+    let asked = timeout(PATIENCE, proxied(client, node)).await;
+    asked.unwrap_or_else(|_| Err(AskError::Api("the API server's proxy does not answer".to_owned())))
+}
+
+async fn proxied(client: &Client, node: &str) -> Result<Status, AskError> {
+    let refused = |error: kube::Error| AskError::Api(error.to_string());
+    let pods: Api<core::Pod> = Api::all(client.clone());
+    let wanted = ListParams::default().labels(PODS).fields(&format!("spec.nodeName={node}"));
+    let found = pods.list(&wanted).await.map_err(refused)?;
+    let running = found.items.iter().find(|pod| {
+        pod.status.as_ref().and_then(|status| status.phase.as_deref()).is_none_or(|phase| phase == "Running")
+    });
+    let metadata = running.map(|pod| &pod.metadata).ok_or_else(|| AskError::NoPod(node.to_owned()))?;
+    let (Some(namespace), Some(name)) = (&metadata.namespace, &metadata.name) else {
+        return Err(AskError::NoPod(node.to_owned()));
+    };
+    let url = format!("/api/v1/namespaces/{namespace}/pods/{name}:{PORT}/proxy/status");
+    let answer = |reason: String| AskError::Answer { url: url.clone(), reason };
+    let request = Request::get(&url).body(Vec::new()).map_err(|error| answer(error.to_string()))?;
+    let body = client.request_text(request).await.map_err(refused)?;
+    serde_json::from_str(&body).map_err(|error| answer(error.to_string()))
+}

@@ -1,0 +1,82 @@
+//! Since when each location has its leader, as one agent has seen it.
+
+use std::{collections::BTreeMap, time::Instant};
+
+use crate::topology::Mesh;
+
+/// One leader in office.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lead {
+    /// The node.
+    pub leader: String,
+    /// When it was first seen leading, without a break.
+    pub since: Instant,
+    /// How often the location's leader has changed before our eyes.
+    pub changes: u64,
+}
+
+/// Leaders by location.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Leaders(BTreeMap<String, Lead>);
+
+impl Leaders {
+    /// Takes note of who leads now. A location that has gone and comes back
+    /// keeps its count while the agent runs.
+    pub fn observe(&mut self, mesh: &Mesh, now: Instant) {
+        for segment in &mesh.segments {
+            let Some(leading) = segment.leading() else { continue };
+            match self.0.get_mut(&segment.location) {
+                Some(lead) if lead.leader == leading.name => {}
+                Some(lead) => {
+                    *lead = Lead { leader: leading.name.clone(), since: now, changes: lead.changes + 1 };
+                }
+                None => {
+                    let lead = Lead { leader: leading.name.clone(), since: now, changes: 0 };
+                    self.0.insert(segment.location.clone(), lead);
+                }
+            }
+        }
+    }
+
+    /// What is known of a location.
+    pub fn get(&self, location: &str) -> Option<&Lead> {
+        self.0.get(location)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::BTreeMap, time::Duration};
+
+    use super::*;
+    use crate::{
+        topology::{Granularity, Node},
+        wireguard::key::PublicKey,
+    };
+
+    fn mesh(leader: &str) -> Mesh {
+        let nodes = ["a", "b"].map(|name| Node {
+            name: name.to_owned(),
+            endpoint: "192.0.2.1:51820".parse().ok(),
+            key: Some(PublicKey([1; 32])),
+            internal_ip: "10.0.0.1/24".parse().ok(),
+            leader: name == leader,
+            ..Node::default()
+        });
+        Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap())
+    }
+
+    #[test]
+    fn a_leader_is_in_office_since_it_was_first_seen_leading() {
+        let (start, minute) = (Instant::now(), Duration::from_secs(60));
+        let mut leaders = Leaders::default();
+        leaders.observe(&mesh("a"), start);
+        leaders.observe(&mesh("a"), start + minute);
+        let lead = leaders.get("location:").unwrap();
+        assert_eq!((lead.leader.as_str(), lead.since, lead.changes), ("a", start, 0));
+        leaders.observe(&mesh("b"), start + minute * 2);
+        leaders.observe(&mesh("b"), start + minute * 3);
+        let lead = leaders.get("location:").unwrap();
+        assert_eq!((lead.leader.as_str(), lead.since, lead.changes), ("b", start + minute * 2, 1));
+    }
+}

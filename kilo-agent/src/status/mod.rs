@@ -1,0 +1,323 @@
+//! What the mesh looks like to one who looks: who leads and why, who is ready
+//! and why not, tunnels and packet counters. Plain values for `/status` and
+//! `kgctl status`.
+
+pub mod ask;
+mod leaders;
+mod table;
+mod time;
+mod view;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+};
+
+use ipnet::IpNet;
+use serde::{Deserialize, Serialize};
+
+pub use leaders::{Lead, Leaders};
+pub use table::table;
+pub use time::Timestamp;
+pub use view::View;
+
+use crate::{
+    backend::Snapshot,
+    topology::{self, LeaderReason, Mesh, Node},
+    wireguard::key::PublicKey,
+};
+
+/// The whole answer.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Status {
+    /// When this was so, by the clock of the one who looked.
+    pub time: Timestamp,
+    /// `location` or `full`.
+    pub granularity: String,
+    /// WireGuard addresses come from here.
+    pub subnet: IpNet,
+    /// Locations with a leader, sorted by name.
+    pub locations: Vec<LocationStatus>,
+    /// All nodes, sorted by name.
+    pub nodes: Vec<NodeStatus>,
+    /// All peers, sorted by name.
+    pub peers: Vec<PeerStatus>,
+    /// Other objects, files and fields that are not used -> why.
+    pub problems: BTreeMap<String, String>,
+    /// What only the agent of a node knows; absent when none was asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub agent: Option<AgentStatus>,
+}
+
+/// One location.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct LocationStatus {
+    /// `location:<name>` or `node:<name>`.
+    pub name: String,
+    /// The node that leads.
+    pub leader: String,
+    /// The rule that chose it.
+    pub reason: LeaderReason,
+    /// When the agent first saw it lead; only an agent remembers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub since: Option<Timestamp>,
+    /// Leader changes the agent has seen; 0 = it may lead for longer than `since`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub changes: Option<u64>,
+    /// Where WireGuard reaches it.
+    pub endpoint: String,
+    /// Its WireGuard address; `None` when the subnet has no more.
+    #[serde(rename = "wireguardIP")]
+    pub wireguard_ip: Option<IpAddr>,
+    /// Ready nodes.
+    pub ready: usize,
+    /// All nodes of the location.
+    pub nodes: usize,
+}
+
+/// One node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NodeStatus {
+    /// Its name.
+    pub name: String,
+    /// Where it belongs, ready or not.
+    pub location: String,
+    /// It leads its location.
+    pub leads: bool,
+    /// It takes part in the mesh.
+    pub ready: bool,
+    /// Why it does not take part.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub not_ready: Vec<String>,
+    /// Where its WireGuard device is reached, if it leads.
+    pub endpoint: Option<String>,
+    /// Private address.
+    #[serde(rename = "internalIP")]
+    pub internal_ip: Option<IpAddr>,
+    /// Pod CIDRs.
+    #[serde(rename = "podCIDRs")]
+    pub pod_cidrs: Vec<IpNet>,
+    /// Its last check-in by its own clock; `None` = never.
+    pub last_seen: Option<Timestamp>,
+    /// Public key.
+    pub key: Option<PublicKey>,
+}
+
+/// One VPN peer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PeerStatus {
+    /// Its name.
+    pub name: String,
+    /// Whether the mesh uses it.
+    pub valid: bool,
+    /// Why it, or a part of it, is not used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// Prefixes it has.
+    #[serde(rename = "allowedIPs")]
+    pub allowed_ips: Vec<IpNet>,
+    /// Where it is reached, if it has a fixed place.
+    pub endpoint: Option<String>,
+    /// Public key of a valid peer.
+    pub key: Option<PublicKey>,
+}
+
+/// What only the agent of a node knows.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct AgentStatus {
+    /// The node it runs on.
+    pub node: String,
+    /// Its version.
+    pub version: String,
+    /// Its WireGuard interface.
+    pub interface: String,
+    /// Why it is not healthy; absent = it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unhealthy: Option<String>,
+    /// Peers of its WireGuard device.
+    pub tunnels: Vec<Tunnel>,
+    /// Packets by what the data path did with them.
+    pub packets: BTreeMap<String, u64>,
+    /// Packets the data path dropped, by reason.
+    pub drops: BTreeMap<String, u64>,
+    /// Programs on interfaces.
+    pub programs: Vec<Attached>,
+    /// What could not be read.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub errors: Vec<String>,
+}
+
+/// One peer of the WireGuard device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Tunnel {
+    /// The location or peer at the other end; `None` = nobody of the mesh.
+    pub name: Option<String>,
+    /// Its public key.
+    pub key: PublicKey,
+    /// Where it was last seen, or what was set.
+    pub endpoint: Option<SocketAddr>,
+    /// The last handshake; `None` = there was none.
+    pub last_handshake: Option<Timestamp>,
+    /// Bytes received from it.
+    pub received_bytes: u64,
+    /// Bytes sent to it.
+    pub sent_bytes: u64,
+}
+
+/// One program on one interface.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Attached {
+    /// Name of the interface.
+    pub interface: String,
+    /// Name of the program, as bpftool shows it.
+    pub program: String,
+    /// `ingress` or `egress`.
+    pub direction: String,
+    /// `tcx` or `clsact`.
+    pub hook: String,
+}
+
+/// What the objects alone tell. `ready`: names of the nodes that take part;
+/// the same that `mesh` was made of.
+pub fn of_objects(
+    mesh: &Mesh,
+    snapshot: &Snapshot,
+    ready: &BTreeSet<String>,
+    granularity: topology::Granularity,
+    time: Timestamp,
+) -> Status {
+    let mut members: BTreeMap<String, usize> = BTreeMap::new();
+    for node in snapshot.nodes.values() {
+        *members.entry(topology::location_of(node, granularity)).or_default() += 1;
+    }
+    let locations = mesh.segments.iter().map(|segment| LocationStatus {
+        name: segment.location.clone(),
+        leader: segment.leading().map(|leader| leader.name.clone()).unwrap_or_default(),
+        reason: segment.leader_reason,
+        since: None,
+        changes: None,
+        endpoint: segment.endpoint.to_string(),
+        wireguard_ip: segment.wireguard_ip,
+        ready: segment.members.len(),
+        nodes: members.get(&segment.location).copied().unwrap_or(segment.members.len()),
+    });
+    let leaders: BTreeSet<&str> =
+        mesh.segments.iter().filter_map(|segment| Some(segment.leading()?.name.as_str())).collect();
+    let node = |node: &Node| {
+        let ready = ready.contains(&node.name);
+        NodeStatus {
+            name: node.name.clone(),
+            location: topology::location_of(node, granularity),
+            leads: leaders.contains(node.name.as_str()),
+            ready,
+            not_ready: if ready { Vec::new() } else { why_not_ready(node, time) },
+            endpoint: node.endpoint.as_ref().map(ToString::to_string),
+            internal_ip: node.internal_ip.map(|net| net.addr()),
+            pod_cidrs: node.pod_cidrs.clone(),
+            last_seen: last_seen(node),
+            key: node.key,
+        }
+    };
+    let is_of_peer = |object: &str| object.starts_with("peer ");
+    let problems = snapshot.problems.iter().filter(|(object, _)| !is_of_peer(object));
+    Status {
+        time,
+        granularity: granularity.as_str().to_owned(),
+        subnet: mesh.subnet,
+        locations: locations.collect(),
+        nodes: snapshot.nodes.values().map(node).collect(),
+        peers: peers(mesh, snapshot),
+        problems: problems.map(|(object, problem)| (object.clone(), problem.clone())).collect(),
+        agent: None,
+    }
+}
+
+fn last_seen(node: &Node) -> Option<Timestamp> {
+    (node.last_seen != 0).then_some(Timestamp(node.last_seen))
+}
+
+fn why_not_ready(node: &Node, time: Timestamp) -> Vec<String> {
+    let mut reasons: Vec<String> = topology::missing(node).map(ToOwned::to_owned).collect();
+    match last_seen(node) {
+        None => reasons.push("its agent never checked in".to_owned()),
+        Some(seen) if !topology::is_recent(node, time.0) => {
+            reasons.push(format!("its agent last checked in {} ago", time.since(seen)));
+        }
+        // Recent by the clock, and still not alive to an agent that looks for changes.
+        Some(_) if reasons.is_empty() => reasons.push("its last-seen no longer changes".to_owned()),
+        Some(_) => {}
+    }
+    reasons
+}
+
+fn peers(mesh: &Mesh, snapshot: &Snapshot) -> Vec<PeerStatus> {
+    let used: BTreeMap<&str, &topology::Peer> =
+        mesh.peers.iter().map(|peer| (peer.name.as_str(), peer)).collect();
+    let valid = snapshot.peers.values().map(|peer| {
+        let has = |prefix: &IpNet| {
+            used.get(peer.name.as_str()).is_some_and(|used| used.allowed_ips.contains(&prefix.trunc()))
+        };
+        let lost: Vec<_> =
+            peer.allowed_ips.iter().filter(|prefix| !has(prefix)).map(ToString::to_string).collect();
+        let reason = format!("{}: claimed by a peer that comes first by name", lost.join(", "));
+        PeerStatus {
+            name: peer.name.clone(),
+            valid: true,
+            reason: (!lost.is_empty()).then_some(reason),
+            allowed_ips: peer.allowed_ips.clone(),
+            endpoint: peer.endpoint.as_ref().map(ToString::to_string),
+            key: Some(peer.public_key),
+        }
+    });
+    let invalid = snapshot.problems.iter().filter_map(|(object, problem)| {
+        let name = object.strip_prefix("peer ").filter(|name| !snapshot.peers.contains_key(*name))?;
+        Some(PeerStatus {
+            name: name.to_owned(),
+            valid: false,
+            reason: Some(problem.clone()),
+            allowed_ips: Vec::new(),
+            endpoint: None,
+            key: None,
+        })
+    });
+    let mut peers: Vec<_> = valid.chain(invalid).collect();
+    peers.sort_by(|a, b| a.name.cmp(&b.name));
+    peers
+}
+
+impl Status {
+    /// Takes over since when leaders are in office from an agent's view, where
+    /// both agree on the leader.
+    pub fn remember_leaders(&mut self, seen: &Self) {
+        for location in &mut self.locations {
+            let same =
+                |other: &&LocationStatus| other.name == location.name && other.leader == location.leader;
+            if let Some(other) = seen.locations.iter().find(same) {
+                location.since = other.since;
+                location.changes = other.changes;
+            }
+        }
+    }
+
+    /// Only what concerns one node: it, and its location. `false` when it does not exist.
+    pub fn retain_node(&mut self, name: &str) -> bool {
+        let Some(location) =
+            self.nodes.iter().find(|node| node.name == name).map(|node| node.location.clone())
+        else {
+            return false;
+        };
+        self.nodes.retain(|node| node.name == name);
+        self.locations.retain(|other| other.name == location);
+        self.peers.clear();
+        let own = format!("node {name}");
+        self.problems.retain(|object, _| *object == own);
+        true
+    }
+}

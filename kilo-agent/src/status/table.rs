@@ -1,0 +1,182 @@
+//! Status as tables for people, in the manner of kubectl.
+
+use super::{AgentStatus, LocationStatus, NodeStatus, PeerStatus, Status, Timestamp};
+
+/// Tables: locations, nodes, peers, then what the agent knows.
+pub fn table(status: &Status) -> String {
+    let mut parts = Vec::new();
+    let now = status.time;
+    parts.push(columns(
+        &["LOCATION", "LEADER", "SINCE", "WHY", "ENDPOINT", "WIREGUARD-IP", "READY"],
+        status.locations.iter().map(|location| location_row(location, now)),
+    ));
+    parts.push(columns(
+        &["NODE", "LOCATION", "ROLE", "READY", "PRIVATE-IP", "POD-CIDRS", "LAST-SEEN", "REASON"],
+        status.nodes.iter().map(|node| node_row(node, now)),
+    ));
+    parts.push(columns(
+        &["PEER", "VALID", "ALLOWED-IPS", "ENDPOINT", "REASON"],
+        status.peers.iter().map(peer_row),
+    ));
+    parts.push(columns(
+        &["IGNORED", "REASON"],
+        status.problems.iter().map(|(object, problem)| vec![object.clone(), problem.clone()]),
+    ));
+    if let Some(agent) = &status.agent {
+        parts.push(agent_tables(agent, now));
+    }
+    parts.retain(|part| !part.is_empty());
+    if parts.is_empty() { "No nodes found.\n".to_owned() } else { parts.join("\n") }
+}
+
+fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
+    let health = agent.unhealthy.as_deref().unwrap_or("healthy");
+    let mut text = format!("Agent of {} (kg {}): {health}\n", agent.node, agent.version);
+    for error in &agent.errors {
+        text += &format!("error: {error}\n");
+    }
+    let age = |time: Option<Timestamp>| time.map_or_else(|| "never".to_owned(), |time| ago(now, time));
+    let tunnels = agent.tunnels.iter().map(|tunnel| {
+        vec![
+            tunnel.name.clone().unwrap_or_else(|| tunnel.key.to_string()),
+            tunnel.endpoint.map_or_else(none, |endpoint| endpoint.to_string()),
+            age(tunnel.last_handshake),
+            bytes(tunnel.received_bytes),
+            bytes(tunnel.sent_bytes),
+        ]
+    });
+    let tunnels = columns(&["TUNNEL", "ENDPOINT", "HANDSHAKE", "RECEIVED", "SENT"], tunnels);
+    let programs = agent.programs.iter().map(|at| {
+        vec![at.program.clone(), at.interface.clone(), at.direction.clone(), at.hook.to_uppercase()]
+    });
+    let programs = columns(&["PROGRAM", "INTERFACE", "DIRECTION", "HOOK"], programs);
+    let counted = |name: &'static str, counters: &std::collections::BTreeMap<String, u64>| {
+        let some = counters.iter().filter(|(_, count)| **count > 0);
+        columns(&[name, "PACKETS"], some.map(|(label, count)| vec![label.clone(), count.to_string()]))
+    };
+    for part in [tunnels, programs, counted("ACTION", &agent.packets), counted("DROPPED", &agent.drops)] {
+        if !part.is_empty() {
+            text += "\n";
+            text += &part;
+        }
+    }
+    text
+}
+
+fn location_row(location: &LocationStatus, now: Timestamp) -> Vec<String> {
+    let since = location.since.map_or_else(unknown, |since| {
+        // The agent may not have been there when it began.
+        let at_least = if location.changes == Some(0) { ">" } else { "" };
+        format!("{at_least}{}", ago(now, since))
+    });
+    vec![
+        location.name.clone(),
+        location.leader.clone(),
+        since,
+        location.reason.to_string(),
+        location.endpoint.clone(),
+        location.wireguard_ip.map_or_else(none, |ip| ip.to_string()),
+        format!("{}/{}", location.ready, location.nodes),
+    ]
+}
+
+fn node_row(node: &NodeStatus, now: Timestamp) -> Vec<String> {
+    vec![
+        node.name.clone(),
+        node.location.clone(),
+        if node.leads { "leader".to_owned() } else { none() },
+        if node.ready { "True" } else { "False" }.to_owned(),
+        node.internal_ip.map_or_else(none, |ip| ip.to_string()),
+        list(&node.pod_cidrs),
+        node.last_seen.map_or_else(|| "never".to_owned(), |seen| ago(now, seen)),
+        node.not_ready.join(", "),
+    ]
+}
+
+fn peer_row(peer: &PeerStatus) -> Vec<String> {
+    vec![
+        peer.name.clone(),
+        if peer.valid { "True" } else { "False" }.to_owned(),
+        list(&peer.allowed_ips),
+        peer.endpoint.clone().unwrap_or_else(none),
+        peer.reason.clone().unwrap_or_default(),
+    ]
+}
+
+fn list(prefixes: &[ipnet::IpNet]) -> String {
+    let texts: Vec<_> = prefixes.iter().map(ToString::to_string).collect();
+    if texts.is_empty() { none() } else { texts.join(",") }
+}
+
+fn none() -> String {
+    "<none>".to_owned()
+}
+
+fn unknown() -> String {
+    "<unknown>".to_owned()
+}
+
+/// An age with at most two units, as kubectl writes it.
+fn ago(now: Timestamp, then: Timestamp) -> String {
+    let text = now.since(then).to_string();
+    text.split(' ').take(2).collect()
+}
+
+fn bytes(count: u64) -> String {
+    const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
+    let mut value = count as f64;
+    let mut unit = "B";
+    for next in UNITS {
+        if value < 1024.0 {
+            break;
+        }
+        value /= 1024.0;
+        unit = next;
+    }
+    if unit == "B" { format!("{count} B") } else { format!("{value:.1} {unit}") }
+}
+
+/// Columns as wide as needed, three spaces apart; nothing at all without rows.
+fn columns<const N: usize>(head: &[&str; N], rows: impl Iterator<Item = Vec<String>>) -> String {
+    let rows: Vec<Vec<String>> = rows.collect();
+    if rows.is_empty() {
+        return String::new();
+    }
+    let mut widths = head.map(str::len);
+    for row in &rows {
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = (*width).max(cell.chars().count());
+        }
+    }
+    let line = |cells: Vec<&str>| {
+        let padded: Vec<_> = cells.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        padded.join("   ").trim_end().to_owned() + "\n"
+    };
+    let mut text = line(head.to_vec());
+    for row in &rows {
+        text += &line(row.iter().map(String::as_str).collect());
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_ages_are_short() {
+        assert_eq!(bytes(0), "0 B");
+        assert_eq!(bytes(1023), "1023 B");
+        assert_eq!(bytes(1536), "1.5 KiB");
+        assert_eq!(bytes(u64::MAX), "16777216.0 TiB");
+        assert_eq!(ago(Timestamp(90_061), Timestamp(0)), "1day1h");
+        assert_eq!(ago(Timestamp(0), Timestamp(100)), "0s", "a clock that is ahead");
+    }
+
+    #[test]
+    fn columns_align_and_an_empty_table_has_no_head() {
+        let rows = [vec!["a".to_owned(), "long cell".to_owned()], vec!["longer".to_owned(), String::new()]];
+        assert_eq!(columns(&["X", "Y"], rows.into_iter()), "X        Y\na        long cell\nlonger\n");
+        assert_eq!(columns(&["X"], std::iter::empty()), "");
+    }
+}

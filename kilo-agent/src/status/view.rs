@@ -1,0 +1,101 @@
+//! What an agent knows, kept for those who ask it.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Instant,
+};
+
+use super::{AgentStatus, Attached, Leaders, Status, Timestamp, Tunnel, of_objects};
+use crate::{
+    backend::Snapshot,
+    dataplane::Counters,
+    topology::{Granularity, Mesh},
+    wireguard::{Device, PeerStatus as DevicePeer, key::PublicKey},
+};
+
+/// The state after a reconciliation.
+#[derive(Clone, Debug, Default)]
+pub struct View {
+    /// The node of the agent.
+    pub node: String,
+    /// Its WireGuard interface.
+    pub interface: String,
+    /// The mesh as this node sees it.
+    pub mesh: Arc<Mesh>,
+    /// All objects, the own node as it is now.
+    pub snapshot: Arc<Snapshot>,
+    /// Nodes that take part.
+    pub ready: BTreeSet<String>,
+    /// `--mesh-granularity`.
+    pub granularity: Granularity,
+    /// Since when who leads.
+    pub leaders: Leaders,
+    /// Programs on interfaces.
+    pub programs: Vec<Attached>,
+    /// The WireGuard device, once there is one.
+    pub device: Option<Device>,
+}
+
+impl View {
+    /// The status now: `counters` and `unhealthy` come from others. Reads the
+    /// WireGuard device.
+    pub async fn status(&self, counters: Result<Counters, String>, unhealthy: Option<String>) -> Status {
+        let time = Timestamp::now();
+        let mut status = of_objects(&self.mesh, &self.snapshot, &self.ready, self.granularity, time);
+        let now = Instant::now();
+        for location in &mut status.locations {
+            if let Some(lead) = self.leaders.get(&location.name) {
+                location.since = Some(time.before(now.saturating_duration_since(lead.since)));
+                location.changes = Some(lead.changes);
+            }
+        }
+        let mut errors = Vec::new();
+        let counters = counters.unwrap_or_else(|error| {
+            errors.push(error);
+            Counters::default()
+        });
+        let peers = match &self.device {
+            Some(device) => device.read_status().await.unwrap_or_else(|error| {
+                errors.push(error.to_string());
+                BTreeMap::new()
+            }),
+            None => BTreeMap::new(),
+        };
+        let counted = |counters: BTreeMap<&'static str, u64>| {
+            counters.into_iter().map(|(label, count)| (label.to_owned(), count)).collect()
+        };
+        status.agent = Some(AgentStatus {
+            node: self.node.clone(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            interface: self.interface.clone(),
+            unhealthy,
+            tunnels: tunnels(&self.mesh, peers, time),
+            packets: counted(counters.actions),
+            drops: counted(counters.drops),
+            programs: self.programs.clone(),
+            errors,
+        });
+        status
+    }
+}
+
+fn tunnels(mesh: &Mesh, peers: BTreeMap<PublicKey, DevicePeer>, time: Timestamp) -> Vec<Tunnel> {
+    let names: BTreeMap<PublicKey, String> = mesh
+        .peers
+        .iter()
+        .map(|peer| (peer.public_key, format!("peer:{}", peer.name)))
+        .chain(mesh.segments.iter().map(|segment| (segment.key, segment.location.clone())))
+        .collect();
+    let tunnel = |(key, peer): (PublicKey, DevicePeer)| Tunnel {
+        name: names.get(&key).cloned(),
+        key,
+        endpoint: peer.endpoint,
+        last_handshake: peer.handshake_age.map(|age| time.before(age)),
+        received_bytes: peer.rx_bytes,
+        sent_bytes: peer.tx_bytes,
+    };
+    let mut tunnels: Vec<_> = peers.into_iter().map(tunnel).collect();
+    tunnels.sort_by(|a, b| (&a.name, &a.key).cmp(&(&b.name, &b.key)));
+    tunnels
+}
