@@ -43,9 +43,11 @@ pub fn connect(node: &Node) -> Result<()> {
     let netns = format!("/proc/{}/root{}", std::process::id(), node.pod.path().display());
     let pod = Pod { id: &node.pod.name, netns: &netns, port_mappings: &[] };
     let result = plugins::add(&list, pod, |program| node.space.command(program))?;
-    let address = format!("{}/24", node.pod_ip());
-    if result["ips"][0]["address"] != address.as_str() {
-        bail!("the pod of {} was to have {address}: {result}", node.name());
+    let wanted = [format!("{}/24", node.pod_ip()), format!("{}/64", node.pod_ip6())];
+    let found: Vec<_> =
+        result["ips"].as_array().into_iter().flatten().filter_map(|ip| ip["address"].as_str()).collect();
+    if found != wanted {
+        bail!("the pod of {} was to have {wanted:?}: {result}", node.name());
     }
     Ok(())
 }

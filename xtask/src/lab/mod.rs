@@ -22,7 +22,7 @@ use clap::{Args, Subcommand};
 use serde::{Deserialize, Serialize};
 
 use agents::Agents;
-use network::Network;
+use network::{Network, Underlay};
 
 /// Debian packages the lab needs.
 pub const PACKAGES: &[&str] = &[
@@ -51,6 +51,15 @@ pub struct LabArgs {
     /// WireGuard implementation of the agents: auto, kernel or userspace.
     #[arg(long, default_value = "auto", global = true)]
     wireguard: String,
+    /// Family of the nodes' own addresses; pods have both.
+    #[arg(long, value_enum, default_value = "v4", global = true)]
+    underlay: Underlay,
+    /// More flags for every agent, such as --tunnel=vxlan (repeatable).
+    #[arg(long = "kg", value_name = "FLAG", allow_hyphen_values = true, global = true)]
+    kg_flags: Vec<String>,
+    /// Only the matrix, and what the way packets take says.
+    #[arg(long, global = true)]
+    brief: bool,
     /// Directory of the kg and kgctl binaries (default: where this program is).
     #[arg(long, global = true)]
     bin: Option<PathBuf>,
@@ -143,7 +152,7 @@ pub fn main(args: LabArgs) -> Result<()> {
         Some(LabCommand::Test { ref json, ref prefix }) => {
             let _guard = take_over(&args.name)?;
             let started = Instant::now();
-            let outcomes = checks::run(Lab::up(&args)?, started, prefix);
+            let outcomes = checks::run(Lab::up(&args)?, started, prefix, args.brief);
             if let Some(path) = json {
                 fs::write(path, serde_json::to_vec_pretty(&outcomes)?)
                     .with_context(|| path.display().to_string())?;
@@ -235,7 +244,7 @@ fn directory(name: &str) -> PathBuf {
 fn down(name: &str) -> Result<()> {
     let directory = directory(name);
     // The plan names every namespace, so a lab that was only half built goes too.
-    let network = Network::plan(name);
+    let network = Network::plan(name, Underlay::default());
     let spaces: Vec<_> = network.spaces().into_iter().filter(|space| space.path().exists()).collect();
     space::kill_inside(&spaces);
     for space in &spaces {
@@ -255,7 +264,7 @@ impl Lab {
         let logs = directory.join("logs");
         fs::create_dir_all(&logs).with_context(|| logs.display().to_string())?;
         step("namespaces, links, addresses, NAT");
-        let mut network = Network::plan(&args.name);
+        let mut network = Network::plan(&args.name, args.underlay);
         network.build(&args.name, &logs)?;
         let bin = match &args.bin {
             Some(bin) => bin.clone(),
@@ -264,7 +273,7 @@ impl Lab {
                 .map(Path::to_owned)
                 .context("no directory of this program")?,
         };
-        let mut agents = Agents::prepare(&bin, &directory, &args.wireguard, &network)?;
+        let mut agents = Agents::prepare(&bin, &directory, &args.wireguard, &args.kg_flags, &network)?;
         step("an agent on each of 5 nodes");
         for node in &network.nodes {
             agents.start(node)?;
