@@ -30,6 +30,7 @@ use k8s_openapi::{
 };
 use kilo_agent::{
     backend::{Backend as _, Published, kubernetes, kubernetes::KubernetesBackend, peer::Peer},
+    dataplane,
     metrics::{Metrics, PeerSample},
     wireguard::key::PublicKey,
 };
@@ -442,7 +443,8 @@ async fn runs_confined(file: &str) {
         assert!(Instant::now() < deadline, "the peer is not on the device");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    assert!(netns::sh("ls /sys/fs/bpf/kilo/v1").contains("prefix_v4"));
+    let pins = dataplane::pin_directory(Path::new("/sys/fs/bpf"));
+    assert!(pins.join("prefix_v4").exists());
     dashboard_shows_what_is_there(&http("/metrics").await);
 }
 

@@ -102,3 +102,13 @@ fn every_link_between_the_pages_leads_somewhere() {
         }
     }
 }
+
+#[test]
+fn examples_name_the_pins_of_this_layout() {
+    let pins = format!("v{}/", kilo_common::maps::LAYOUT_VERSION);
+    for (path, text) in pages() {
+        for rest in text.split("/sys/fs/bpf/kilo/").skip(1) {
+            assert!(rest.starts_with(&pins), "{}: the pins are below {pins}", path.display());
+        }
+    }
+}
