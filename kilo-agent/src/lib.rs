@@ -15,4 +15,5 @@ pub mod plan;
 pub mod resolve;
 pub mod status;
 pub mod topology;
+pub mod webhook;
 pub mod wireguard;

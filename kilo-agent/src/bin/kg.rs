@@ -22,6 +22,7 @@ use kilo_agent::{
     metrics::Metrics,
     net::mtu::Mtu,
     topology::{Encapsulate, Granularity, Settings},
+    webhook,
     wireguard::{private_key, userspace},
 };
 use tokio::signal::unix::{SignalKind, signal};
@@ -53,6 +54,8 @@ enum Command {
         /// bash, zsh, fish, elvish or powershell.
         shell: clap_complete::Shell,
     },
+    /// Refuse invalid Peer objects when they are written (admission webhook).
+    Webhook(WebhookArgs),
     /// Remove everything the agent set up on this node, annotations too.
     Uninstall,
     /// Run the userspace WireGuard device (started by the agent itself).
@@ -61,6 +64,22 @@ enum Command {
         /// Interface to make.
         interface: String,
     },
+}
+
+#[derive(Args, Debug)]
+struct WebhookArgs {
+    /// Certificate chain in PEM; read again when it changes.
+    #[arg(long, value_name = "FILE")]
+    cert_file: PathBuf,
+    /// Private key of the certificate in PEM; read again when it changes.
+    #[arg(long, value_name = "FILE")]
+    key_file: PathBuf,
+    /// Address the API server asks at: POST /validate over TLS.
+    #[arg(long, default_value = ":8443", value_parser = parse_listen)]
+    listen: SocketAddr,
+    /// Address of metrics and health.
+    #[arg(long, default_value = ":1107", value_parser = parse_listen)]
+    listen_metrics: SocketAddr,
 }
 
 #[derive(Args, Debug)]
@@ -176,6 +195,10 @@ fn run(cli: Cli) -> Result<()> {
         Some(Command::UserspaceWireguard { interface }) => {
             Ok(runtime()?.block_on(userspace::run(&interface)).context("userspace WireGuard")?)
         }
+        Some(Command::Webhook(args)) => {
+            log_to_stdout(cli.flags.log_level);
+            runtime()?.block_on(serve_webhook(args))
+        }
         Some(Command::Uninstall) => {
             log_to_stdout(cli.flags.log_level);
             runtime()?.block_on(uninstall(&cli.flags))
@@ -289,6 +312,27 @@ async fn serve(flags: Flags) -> Result<()> {
             work(flags, options, backend).await
         }
     }
+}
+
+async fn serve_webhook(args: WebhookArgs) -> Result<()> {
+    let options = webhook::Options {
+        certificate: args.cert_file,
+        key: args.key_file,
+        listen: args.listen,
+        listen_metrics: args.listen_metrics,
+        reload: Duration::from_secs(5),
+    };
+    let stop = CancellationToken::new();
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let told = stop.clone();
+    tokio::spawn(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        told.cancel();
+    });
+    Ok(webhook::run(options, stop).await?)
 }
 
 /// An API server that is away is waited for: traffic goes on meanwhile.

@@ -24,7 +24,7 @@ use network::Network;
 
 /// Debian packages the lab needs.
 pub const PACKAGES: &[&str] =
-    &["iproute2", "nftables", "wireguard-tools", "iputils-ping", "iperf3", "bpftool"];
+    &["graphviz", "iproute2", "nftables", "wireguard-tools", "iputils-ping", "iperf3", "bpftool"];
 
 /// Set on Ctrl-C and SIGTERM: nothing more is to be made.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
