@@ -116,7 +116,7 @@ fn post(body: &str) -> Vec<u8> {
     format!("{head}Content-Length: {}\r\n\r\n{body}", body.len()).into_bytes()
 }
 
-fn review(endpoint: serde_json::Value) -> String {
+fn review(endpoint: &serde_json::Value) -> String {
     json!({
         "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
         "request": {
@@ -209,7 +209,7 @@ fn rubbish_is_answered_with_its_status_and_disturbs_nobody() {
         return;
     }
     let webhook = Webhook::start();
-    let good = review(json!({"dnsOrIP": {"dns": "vpn.example.com"}, "port": 1}));
+    let good = review(&json!({"dnsOrIP": {"dns": "vpn.example.com"}, "port": 1}));
     let huge = format!("POST /validate HTTP/1.1\r\nHost: x\r\nX: {}\r\n\r\n", "x".repeat(100_000));
     let large = format!(
         "POST /validate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{}",
@@ -259,7 +259,7 @@ fn a_new_certificate_is_used_without_a_restart_and_half_of_one_is_not() {
     }
     let webhook = Webhook::start();
     let directory = webhook.directory.path();
-    let good = review(json!({"dnsOrIP": {"ip": "192.0.2.1"}, "port": 1}));
+    let good = review(&json!({"dnsOrIP": {"ip": "192.0.2.1"}, "port": 1}));
     let fresh = tempfile::tempdir().unwrap();
     certificates(fresh.path());
     fs::copy(fresh.path().join("server.key"), directory.join("server.key")).unwrap();
@@ -277,7 +277,7 @@ fn a_review_under_way_is_answered_before_the_webhook_stops() {
         return;
     }
     let mut webhook = Webhook::start();
-    let request = post(&review(json!({"dnsOrIP": {"ip": "192.0.2.1"}, "port": 1})));
+    let request = post(&review(&json!({"dnsOrIP": {"ip": "192.0.2.1"}, "port": 1})));
     let mut stream = webhook.connect(&webhook.authority());
     let (head, tail) = request.split_at(request.len() - 10);
     stream.write_all(head).unwrap();
