@@ -5,6 +5,7 @@ pub mod agent;
 pub mod backend;
 pub mod cli;
 pub mod cni;
+pub mod connect;
 pub mod dataplane;
 pub mod health;
 pub mod http;

@@ -234,18 +234,6 @@ fn hostname(flags: &Flags) -> Result<String> {
     name.into_string().map_err(|name| anyhow::anyhow!("the host's name {name:?} is no text; set --hostname"))
 }
 
-/// A lock that dies with the process: an abstract socket of this network namespace.
-fn lock(interface: &str) -> Result<std::os::unix::net::UnixListener> {
-    use std::os::linux::net::SocketAddrExt as _;
-    let address = std::os::unix::net::SocketAddr::from_abstract_name(format!("kilo-agent/{interface}"))?;
-    std::os::unix::net::UnixListener::bind_addr(&address).map_err(|error| match error.kind() {
-        std::io::ErrorKind::AddrInUse => {
-            anyhow::anyhow!("an agent for interface {interface} already runs on this node; stop it first")
-        }
-        _ => error.into(),
-    })
-}
-
 fn interface_options(flags: &Flags) -> Result<interface::Options> {
     if flags.interface.is_empty() || flags.interface.len() > 15 || flags.interface.contains('/') {
         bail!("--interface {:?}: use 1 to 15 characters without a slash", flags.interface);
@@ -292,7 +280,7 @@ fn text(flag: &str) -> Option<&str> {
 
 async fn serve(flags: Flags) -> Result<()> {
     let options = options(&flags)?;
-    let _lock = lock(&flags.interface)?;
+    let _lock = interface::lock(&flags.interface)?;
     if flags.iptables_forward_rules {
         tracing::warn!("--iptables-forward-rules is accepted, but rules are not written yet");
     }
@@ -398,7 +386,7 @@ async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> 
 async fn uninstall(flags: &Flags) -> Result<()> {
     let options = interface_options(flags)?;
     let hostname = hostname(flags)?;
-    let _lock = lock(&flags.interface);
+    let _lock = interface::lock(&flags.interface);
     let bpffs = Path::new(BPFFS);
     let problems = match flags.backend {
         BackendKind::File => {
