@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::{IpAddr, SocketAddr},
+    net::SocketAddr,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
@@ -16,11 +16,16 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     backend::{Backend, BackendError, Published, Snapshot},
     cni,
-    dataplane::{self, Dataplane, DataplaneError},
+    dataplane::{self, Dataplane, DataplaneError, PathMtus},
     health::Health,
     interface::{self, Interface},
     metrics::{Metrics, PeerSample},
-    net::{Link, Net, NetError, discovery, links, mtu::Mtu, watch},
+    net::{
+        Link, Net, NetError, discovery, forwarding, links,
+        mtu::Mtu,
+        tunnels::{self, Tunnels},
+        watch,
+    },
     plan::{self, HopIds, HostPlan, Inputs},
     resolve::Resolver,
     status::{Leaders, View},
@@ -30,6 +35,8 @@ use crate::{
 
 /// Seconds between two signs of life; every agent adds its own jitter.
 const CHECK_IN: Duration = Duration::from_secs(30);
+/// What failed is not tried again for its own sake before this time.
+const RETRY: Duration = Duration::from_secs(2);
 
 /// Everything the flags say.
 #[derive(Clone, Debug)]
@@ -96,6 +103,15 @@ impl AgentError {
     }
 }
 
+/// What one reconciliation finds on this host.
+struct Host<'a> {
+    kilo: &'a Link,
+    links: &'a [Link],
+    default_route: Option<u32>,
+    state: &'a DeviceState,
+    tunnels: &'a Tunnels,
+}
+
 /// The agent of one node.
 pub struct Agent<B> {
     options: Options,
@@ -114,6 +130,8 @@ pub struct Agent<B> {
     view: tokio::sync::watch::Sender<Arc<View>>,
     leaders: Leaders,
     reported: BTreeMap<String, String>,
+    host_changed: Arc<Notify>,
+    path_mtus: PathMtus,
 }
 
 impl<B: Backend> Agent<B> {
@@ -133,6 +151,8 @@ impl<B: Backend> Agent<B> {
         let adopted = dataplane::pin_directory(&options.bpffs).exists();
         let dataplane = Dataplane::open(&options.bpffs, options.debug)?;
         metrics.set_counters(dataplane.counters()?);
+        let host_changed = Arc::new(Notify::new());
+        let path_mtus = dataplane.follow_path_mtus(Arc::clone(&host_changed))?;
         let net = Net::new()?;
         if let Err(error) = Interface::ensure(&net, &options.interface).await {
             if !adopted {
@@ -157,6 +177,8 @@ impl<B: Backend> Agent<B> {
             view,
             leaders: Leaders::default(),
             reported: BTreeMap::new(),
+            host_changed,
+            path_mtus,
         })
     }
 
@@ -166,7 +188,7 @@ impl<B: Backend> Agent<B> {
     /// When the kernel's events cannot be followed.
     pub async fn run(mut self, stop: CancellationToken) -> Result<(), AgentError> {
         let mut snapshots = self.backend.watch();
-        let host_changed = Arc::new(Notify::new());
+        let host_changed = Arc::clone(&self.host_changed);
         watch::watch(Arc::clone(&host_changed))?;
         let mut resync = tokio::time::interval(self.options.resync.max(Duration::from_millis(100)));
         resync.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -196,6 +218,8 @@ impl<B: Backend> Agent<B> {
                     self.metrics.error(error.label());
                     tracing::error!(%error, "reconcile");
                     self.health.failed(error.to_string());
+                    let retry = Instant::now() + RETRY.mul_f64(rand::random_range(0.8..1.2));
+                    self.next_check_in = self.next_check_in.max(retry);
                 }
             }
             self.metrics.reconcile_seconds.observe(started.elapsed().as_secs_f64());
@@ -212,6 +236,11 @@ impl<B: Backend> Agent<B> {
         let seen = snapshot.nodes.get(&name).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
 
         let (interface, created) = Interface::ensure(&self.net, &self.options.interface).await?;
+        let tunnels = tunnels::ensure(self.net.rtnl()).await;
+        for problem in &tunnels.problems {
+            self.metrics.error("tunnel_device");
+            tracing::warn!(error = %problem, "packets that need this device are dropped");
+        }
         let links = self.net.links().await?;
         let kilo = links
             .iter()
@@ -244,7 +273,8 @@ impl<B: Backend> Agent<B> {
                 "no address of this host can be an endpoint; set the annotation force-endpoint",
             ));
         }
-        let plan = self.plan(&mesh, &own, kilo, &links, default_route, &state).await;
+        let host = Host { kilo, links: &links, default_route, state: &state, tunnels: &tunnels };
+        let plan = self.plan(&mesh, &own, &host).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
         self.write_cni(&own);
         let applied = self.apply(&plan, &interface, &state).await;
@@ -257,7 +287,7 @@ impl<B: Backend> Agent<B> {
             differs
         });
         let writes = applied?;
-        Ok(writes + u64::from(created))
+        Ok(writes + u64::from(created) + tunnels.created)
     }
 
     /// Programs and tables first, routes last: a packet that reaches the
@@ -269,11 +299,11 @@ impl<B: Backend> Agent<B> {
         state: &DeviceState,
     ) -> Result<u64, AgentError> {
         let mut writes = self.dataplane.write(&plan.tables)?;
-        writes += self.dataplane.attach(interface.index, &plan.uplinks)?;
+        writes += self.dataplane.attach(interface.index, &plan.uplinks, plan.vxlan)?;
         let changes = diff(state, &plan.wireguard, &self.key);
         writes += interface.device.apply(&changes).await? as u64;
         writes += self.net.apply(&plan.net, interface.index).await? as u64;
-        writes += enable_forwarding();
+        writes += forwarding::enable(plan.net.routes.iter().any(|route| route.destination.addr().is_ipv6()));
         Ok(writes)
     }
 
@@ -354,44 +384,36 @@ impl<B: Backend> Agent<B> {
         Ok(())
     }
 
-    async fn plan(
-        &mut self,
-        mesh: &Mesh,
-        own: &Node,
-        kilo: &Link,
-        links: &[Link],
-        default_route: Option<u32>,
-        state: &DeviceState,
-    ) -> Option<HostPlan> {
+    async fn plan(&mut self, mesh: &Mesh, own: &Node, host: &Host<'_>) -> Option<HostPlan> {
         let private = own.internal_ip.map(|net| net.addr());
         let (segment, _) = mesh.find(&own.name)?;
         let others = mesh.segments[segment].members.iter().filter(|member| member.name != own.name);
         let mut paths = BTreeMap::new();
         for address in others.filter_map(topology::Member::private_ip) {
-            if let IpAddr::V4(address) = address
-                && let Ok(Some(interface)) = self.net.interface_towards(address).await
-            {
+            if let Ok(Some(interface)) = self.net.interface_towards(address).await {
                 paths.insert(address, interface);
             }
         }
         if self.hops.is_empty() {
             self.hops = HopIds::adopt(&self.dataplane.held_senders(), mesh, &own.name);
         }
-        let query = links::HostQuery { kilo: kilo.index, private, pod_cidrs: &own.pod_cidrs };
-        let host = links::host_links(links, &query, &paths);
+        let query = links::HostQuery { kilo: host.kilo.index, private, pod_cidrs: &own.pod_cidrs };
+        let mut found = links::host_links(host.links, &query, &paths);
+        (found.vxlan, found.ipip) = (host.tunnels.vxlan, host.tunnels.ipip);
+        found.path_mtus = self.path_mtus.current(Instant::now());
         self.hops = self.hops.update(mesh, &own.name);
         let resolved = self.resolver.resolve(mesh).await;
         plan::host_plan(&Inputs {
             mesh,
             settings: &self.options.settings,
             node: &own.name,
-            links: &host,
+            links: &found,
             hops: &self.hops,
             resolved: &resolved,
-            seen: &state.seen_endpoints(),
+            seen: &host.state.seen_endpoints(),
             persistent_keepalive: own.persistent_keepalive,
             masquerade: self.options.masquerade,
-            mtu: self.options.mtu.resolve(links, default_route),
+            mtu: self.options.mtu.resolve(host.links, host.default_route),
         })
     }
 
@@ -486,22 +508,4 @@ pub async fn uninstall<B: Backend>(
 fn unix_now() -> i64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
-}
-
-/// Pods and leaders forward; somebody may have turned it off.
-fn enable_forwarding() -> u64 {
-    const PATH: &str = "/proc/sys/net/ipv4/ip_forward";
-    match std::fs::read_to_string(PATH) {
-        Ok(text) if text.trim() == "0" => match std::fs::write(PATH, "1") {
-            Ok(()) => {
-                tracing::warn!("IPv4 forwarding was off; turned on");
-                1
-            }
-            Err(error) => {
-                tracing::error!(%error, "IPv4 forwarding is off and cannot be turned on: sysctl net.ipv4.ip_forward=1");
-                0
-            }
-        },
-        _ => 0,
-    }
 }

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use crate::topology::UnknownValue;
+use crate::topology::{Tunnel, UnknownValue};
 
 /// Declares an enum whose variants are a flag's possible values.
 macro_rules! flag_values {
@@ -72,6 +72,32 @@ flag_values! {
         Ebpf = "ebpf",
         /// Not at all: somebody else's task.
         Off = "off",
+    }
+}
+
+flag_values! {
+    /// `--tunnel`.
+    TunnelMode, "tunnel" {
+        /// VXLAN beside another CNI (`--compatibility`), whose cloud may carry
+        /// TCP and UDP only; else IPIP.
+        Auto = "auto",
+        /// IP in IP, as Kilo.
+        Ipip = "ipip",
+        /// VXLAN.
+        Vxlan = "vxlan",
+        /// No encapsulation: the network carries pod addresses.
+        None = "none",
+    }
+}
+
+impl TunnelMode {
+    /// The outer header of the packets this node steers.
+    pub const fn decide(self, compatibility: Compatibility) -> Tunnel {
+        match (self, compatibility) {
+            (Self::Ipip, _) | (Self::Auto, Compatibility::None) => Tunnel::Ipip,
+            (Self::Vxlan | Self::Auto, _) => Tunnel::Vxlan,
+            (Self::None, _) => Tunnel::None,
+        }
     }
 }
 

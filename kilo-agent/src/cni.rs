@@ -21,22 +21,23 @@ pub enum CniError {
 }
 
 /// The configuration with these CIDRs as the ranges of every plugin that has
-/// an `ipam` section. `None` when nothing changes.
+/// an `ipam` section. A range that is there for a CIDR already stays with what
+/// else it says (`rangeStart`, `gateway`). `None` when nothing changes.
 ///
 /// # Errors
 /// When the text is no JSON object with a `plugins` list.
 pub fn with_ranges(text: &str, cidrs: &[IpNet]) -> Result<Option<String>, String> {
     let mut config: Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
-    let ranges: Vec<Value> = cidrs.iter().map(|cidr| json!([{ "subnet": cidr.to_string() }])).collect();
     let plugins =
         config.get_mut("plugins").and_then(Value::as_array_mut).ok_or("it has no list of plugins")?;
     let mut changed = false;
     for ipam in
         plugins.iter_mut().filter_map(|plugin| plugin.get_mut("ipam")).filter_map(Value::as_object_mut)
     {
-        let ranges = Value::Array(ranges.clone());
-        if ipam.get("ranges") != Some(&ranges) {
-            ipam.insert("ranges".to_owned(), ranges);
+        let present = ipam.get("ranges").and_then(Value::as_array);
+        let ranges = cidrs.iter().map(|cidr| range(present.map_or(&[], Vec::as_slice), *cidr)).collect();
+        if present != Some(&ranges) {
+            ipam.insert("ranges".to_owned(), Value::Array(ranges));
             changed = true;
         }
     }
@@ -46,13 +47,26 @@ pub fn with_ranges(text: &str, cidrs: &[IpNet]) -> Result<Option<String>, String
     serde_json::to_string_pretty(&config).map(Some).map_err(|error| error.to_string())
 }
 
+/// The range set of that CIDR among those present, else a new one.
+fn range(present: &[Value], cidr: IpNet) -> Value {
+    let is_it = |set: &&Value| match set.as_array().map(Vec::as_slice) {
+        Some([only]) => only.get("subnet").and_then(Value::as_str) == Some(&cidr.to_string()),
+        _ => false,
+    };
+    present.iter().find(is_it).cloned().unwrap_or_else(|| json!([{ "subnet": cidr.to_string() }]))
+}
+
 /// Writes the CIDRs into the file, atomically; a file that is not there is
-/// none of our business. Answers whether it was written.
+/// none of our business, and without CIDRs it stays as it is. Answers whether
+/// it was written.
 ///
 /// # Errors
 /// When the file cannot be used; it then stays as it was.
 pub fn update(path: &Path, cidrs: &[IpNet]) -> Result<bool, CniError> {
     let name = || path.display().to_string();
+    if cidrs.is_empty() {
+        return Ok(false);
+    }
     let text = match fs::read_to_string(path) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
@@ -65,6 +79,8 @@ pub fn update(path: &Path, cidrs: &[IpNet]) -> Result<bool, CniError> {
         let mut file = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(Path::new(".")))?;
         file.write_all(text.as_bytes())?;
         file.as_file().set_permissions(fs::metadata(path)?.permissions())?;
+        // A name without a content is what a power failure would leave else.
+        file.as_file().sync_all()?;
         file.persist(path)?;
         Ok(())
     };
@@ -93,12 +109,68 @@ mod tests {
     }
 
     #[test]
+    fn what_else_is_said_stays() {
+        let cidr: IpNet = "10.42.1.0/24".parse().unwrap();
+        let range = json!({"subnet": "10.42.1.0/24", "rangeStart": "10.42.1.20"});
+        let text = json!({
+            "cniVersion": "0.4.0", "name": "mine", "disableCheck": true,
+            "plugins": [
+                {"type": "bridge", "mtu": 1300,
+                 "ipam": {"type": "host-local", "dataDir": "/run/ipam", "ranges": [[range]]}},
+                {"type": "tuning", "sysctl": {"net.core.somaxconn": "500"}},
+            ],
+        })
+        .to_string();
+        assert_eq!(with_ranges(&text, &[cidr]), Ok(None));
+        let more = with_ranges(&text, &[cidr, "fd00:42:1::/64".parse().unwrap()]).unwrap().unwrap();
+        let (mut before, mut after): (Value, Value) =
+            (serde_json::from_str(&text).unwrap(), serde_json::from_str(&more).unwrap());
+        let ranges = |config: &mut Value| config["plugins"][0]["ipam"]["ranges"].take();
+        assert_eq!(ranges(&mut after), json!([[range], [{"subnet": "fd00:42:1::/64"}]]));
+        ranges(&mut before);
+        assert_eq!(before, after);
+    }
+
+    #[test]
+    fn no_reader_sees_half_a_file_and_none_is_written_for_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("10-kilo.conflist");
+        fs::write(&path, LIST).unwrap();
+        assert!(!update(&path, &[]).unwrap());
+        assert_eq!(fs::read_to_string(&path).unwrap(), LIST);
+        let reader = std::thread::spawn({
+            let path = path.clone();
+            move || {
+                let mut seen = std::collections::BTreeSet::new();
+                while seen.len() < 200 {
+                    let text = fs::read_to_string(&path).unwrap();
+                    let config: Value = serde_json::from_str(&text).unwrap();
+                    assert_eq!(config.pointer("/plugins/1/type"), Some(&json!("portmap")));
+                    seen.insert(text);
+                }
+            }
+        });
+        let mut number = 0_u32;
+        while !reader.is_finished() {
+            number += 1;
+            let cidr = IpNet::new(std::net::Ipv4Addr::from(number << 8).into(), 24).unwrap();
+            assert!(update(&path, &[cidr]).unwrap());
+            assert!(!update(&path, &[cidr]).unwrap());
+        }
+        reader.join().unwrap();
+        let names: Vec<_> = fs::read_dir(directory.path()).unwrap().collect();
+        assert_eq!(names.len(), 1, "nothing is left beside the file");
+    }
+
+    #[test]
     fn rubbish_is_left_alone() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("10-kilo.conflist");
+        let cidr = "10.42.1.0/24".parse().unwrap();
         for rubbish in ["", "[]", "{\"plugins\": 3}", "{"] {
             fs::write(&path, rubbish).unwrap();
-            assert!(update(&path, &[]).is_err(), "{rubbish}");
+            let said = update(&path, &[cidr]).unwrap_err().to_string();
+            assert!(said.contains("10-kilo.conflist") && said.contains("nothing was changed"), "{said}");
             assert_eq!(fs::read_to_string(&path).unwrap(), rubbish);
         }
     }

@@ -81,7 +81,7 @@ pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>)
                 plan.unrouted.push(prefix);
                 continue;
             }
-            plan.net.routes.insert(Route { destination: prefix, table: MAIN_TABLE, source });
+            plan.net.routes.insert(Route { destination: prefix, table: MAIN_TABLE, source, mtu: None });
         }
         plan.wireguard.peers.entry(section.public_key).or_insert(WireguardPeer {
             allowed_ips,

@@ -7,6 +7,7 @@ pub mod cli;
 pub mod cni;
 pub mod connect;
 pub mod dataplane;
+pub mod flag_table;
 pub mod health;
 pub mod http;
 pub mod interface;

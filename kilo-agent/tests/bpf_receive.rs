@@ -46,11 +46,13 @@ fn a_leader_sends_transit_on_with_a_lower_ttl_and_a_right_checksum() {
 }
 
 #[test]
-fn a_packet_at_the_end_of_its_life_is_not_sent_on() {
+fn a_packet_at_the_end_of_its_life_goes_to_the_stack_which_tells_the_sender() {
     let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
     for ttl in [0, 1] {
         let inner = ipv4(MEMBER_POD, REMOTE_POD, 17, ttl, &[0; 8]);
-        drops_as(&run(&mut dataplane, "lan_ingress", &steered(MEMBER, SELF, &inner)), "ttl_exceeded");
+        let ran = run(&mut dataplane, "lan_ingress", &steered(MEMBER, SELF, &inner));
+        assert_eq!((ran.verdict, ran.counted.as_slice()), (REDIRECT, &["punt"][..]));
+        assert_eq!(&ran.bytes[14..], inner, "the stack sees the TTL as it came");
     }
 }
 
@@ -129,7 +131,7 @@ fn no_truncation_and_no_flipped_byte_gets_past_the_checks() {
                 PASS => prop_assert_eq!((ran.bytes, ran.counted.len()), (frame, 0)),
                 SHOT => prop_assert_eq!(ran.counted.len(), 1),
                 REDIRECT => {
-                    prop_assert!(matches!(ran.counted[..], ["transit" | "deliver"]));
+                    prop_assert!(matches!(ran.counted[..], ["transit" | "deliver" | "punt"]));
                     prop_assert_eq!(ran.bytes.len() + 20, frame.len());
                 }
                 other => prop_assert!(false, "verdict {other}"),

@@ -154,3 +154,13 @@ fn an_interface_that_is_expected_but_absent_is_named() {
     assert!(!success && said.contains("kilo0"), "{said}");
     assert!(!said.contains("LEFT"), "{said}");
 }
+
+#[test]
+fn a_node_that_does_not_exist_is_named_without_a_flood() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("n2.yaml"), NODE.replace("n1", "n2")).unwrap();
+    let soon = "timeout --preserve-status 5";
+    let Some((_, said)) = isolated(directory.path(), soon, "--resync-period 1h") else { return };
+    let lines = said.lines().filter(|line| line.contains("does not exist; check --hostname")).count();
+    assert!((1..=6).contains(&lines), "{lines} times: {}", said.lines().next().unwrap_or_default());
+}

@@ -146,6 +146,7 @@ fn compare(scenario: &Scenario, report: &mut Report) {
     let mut settings = Settings {
         granularity: config.mesh_granularity.parse().unwrap(),
         encapsulate: config.encapsulate.parse().unwrap(),
+        tunnel: topology::Tunnel::Ipip,
         local: config.local,
         cni: config.cni,
         subnet: config.subnet.parse().unwrap(),

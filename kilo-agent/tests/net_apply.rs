@@ -10,7 +10,7 @@ use std::{
 };
 
 use kilo_agent::{
-    net::{Net, NetError, discovery, ensure_ip_forward, ip_forward, links, watch::Watcher},
+    net::{Net, NetError, discovery, forwarding, links, watch::Watcher},
     plan::{MAIN_TABLE, NetPlan, POD_RULE_PRIORITY, POD_TABLE, Route, Rule},
 };
 use netns::{isolated, sh};
@@ -36,11 +36,13 @@ fn route(destination: &str, source: &str) -> Route {
         destination: destination.parse().unwrap(),
         table: MAIN_TABLE,
         source: (!source.is_empty()).then(|| source.parse().unwrap()),
+        mtu: None,
     }
 }
 
 fn plan() -> NetPlan {
     NetPlan {
+        neighbours: BTreeSet::new(),
         mtu: 1420,
         addresses: BTreeSet::from(["10.4.0.1/16".parse().unwrap(), "fd00:4::1/64".parse().unwrap()]),
         routes: BTreeSet::from([
@@ -159,7 +161,8 @@ fn a_route_of_somebody_else_is_refused_by_name_and_kilos_is_taken_over() {
         let kilo = setup();
         let net = Net::new().unwrap();
         sh(
-            "ip link set kilo0 up; ip route add 10.2.1.0/24 dev eth0 proto static; ip route add 10.2.2.0/24 dev kilo0 proto static",
+            "ip link set kilo0 up; ip route add 10.2.1.0/24 dev eth0 proto static; ip route add 10.2.2.0/24 dev kilo0 proto static; \
+             ip route add 10.0.0.9/32 via 10.0.0.9 dev eth0 onlink proto static table 1107",
         );
         let error = net.apply(&plan(), kilo).await.unwrap_err();
         let text = error.to_string();
@@ -171,6 +174,7 @@ fn a_route_of_somebody_else_is_refused_by_name_and_kilos_is_taken_over() {
             "{error:?}"
         );
         assert!(sh("ip route show 10.2.2.0/24").contains("proto 107"));
+        assert!(sh("ip route show table 1107").contains("10.0.0.9 dev kilo0 proto 107"));
         assert!(sh("ip route show 10.2.1.0/24").contains("dev eth0 proto static"));
     });
 }
@@ -230,10 +234,15 @@ fn changes_wake_the_watcher_once_per_burst() {
 #[test]
 fn forwarding_is_seen_and_turned_on() {
     isolated("forwarding_is_seen_and_turned_on", || async {
-        std::fs::write("/proc/sys/net/ipv4/ip_forward", "0").unwrap();
-        assert!(!ip_forward().unwrap());
-        assert!(ensure_ip_forward().unwrap(), "it had to be turned on");
-        assert!(ip_forward().unwrap());
-        assert!(!ensure_ip_forward().unwrap());
+        let read = |path: &str| std::fs::read_to_string(path).unwrap().trim().to_owned();
+        let (ipv4, ipv6) = ("/proc/sys/net/ipv4/ip_forward", "/proc/sys/net/ipv6/conf/all/forwarding");
+        std::fs::write(ipv4, "0").unwrap();
+        std::fs::write(ipv6, "0").unwrap();
+        assert_eq!((forwarding::enable(false), read(ipv4), read(ipv6)), (1, "1".into(), "0".into()));
+        let accept_ra = "/proc/sys/net/ipv6/conf/lo/accept_ra";
+        std::fs::write(accept_ra, "1").unwrap();
+        assert!(forwarding::enable(true) >= 2, "forwarding, and interfaces that accept advertisements");
+        assert_eq!((read(ipv6), read(accept_ra)), ("1".into(), "2".into()), "no default route is lost");
+        assert_eq!(forwarding::enable(true), 0, "nothing is left to do");
     });
 }

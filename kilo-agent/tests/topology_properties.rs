@@ -24,6 +24,7 @@ fn settings(granularity: Granularity, encapsulate: Encapsulate) -> Settings {
     Settings {
         granularity,
         encapsulate,
+        tunnel: topology::Tunnel::Ipip,
         local: true,
         cni: true,
         subnet: "10.4.0.0/16".parse().unwrap(),

@@ -1,69 +1,220 @@
-//! The outer header of a steered packet: IP in IP (RFC 2003), as the Linux
-//! `ipip` device writes it, so that Kilo's `tunl0` understands it.
+//! The outer headers of a steered packet, as the Linux devices write them:
+//! IP in IP (RFC 2003, RFC 2473; Kilo's `tunl0` understands the IPv4 form) and
+//! VXLAN (RFC 7348).
+//!
+//! A frame is everything in front of the inner IP packet. It is written into
+//! zeroes, because the programs' stack has no room for copies; its link-layer
+//! addresses stay zero: the kernel fills them from the neighbour.
 
 use crate::{
     checksum,
-    packet::{ETHERNET_LEN, ETHERTYPE_IPV4, IPV4_LEN, protocol},
+    maps::{VXLAN_PORT, VXLAN_VNI},
+    packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, IPV6_LEN, protocol},
 };
 
 /// TTL of the outer header (Linux's default for tunnels).
 pub const OUTER_TTL: u8 = 64;
 
-/// Bytes an IPIP packet grows by.
-pub const IPIP_OVERHEAD: usize = IPV4_LEN;
+/// Bytes of a UDP header.
+pub const UDP_LEN: usize = 8;
+/// Bytes of a VXLAN header.
+pub const VXLAN_LEN: usize = 8;
+/// Bytes of UDP, VXLAN and inner Ethernet header.
+pub const VXLAN_INNER: usize = UDP_LEN + VXLAN_LEN + ETHERNET_LEN;
 
-/// Ethernet and outer IPv4 header for an inner packet of `inner_len` bytes.
-/// The link-layer addresses are zero: the kernel fills them from the neighbour.
-#[inline(always)]
-pub const fn ipip_frame(
-    local: [u8; 4],
-    remote: [u8; 4],
-    tos: u8,
-    inner_len: u16,
-) -> [u8; ETHERNET_LEN + IPV4_LEN] {
-    let mut frame = [0; ETHERNET_LEN + IPV4_LEN];
-    let ethertype = ETHERTYPE_IPV4.to_be_bytes();
-    frame[12] = ethertype[0];
-    frame[13] = ethertype[1];
-    let header = ipip_header(local, remote, tos, inner_len);
-    let mut i = 0;
-    while i < IPV4_LEN {
-        frame[ETHERNET_LEN + i] = header[i];
-        i += 1;
-    }
-    frame
+/// Bytes an IPIP packet grows by over IPv4.
+pub const IPIP_OVERHEAD: usize = IPV4_LEN;
+/// Bytes an IPIP packet grows by over IPv6.
+pub const IPIP_OVERHEAD_V6: usize = IPV6_LEN;
+/// Bytes a VXLAN packet grows by over IPv4.
+pub const VXLAN_OVERHEAD: usize = IPV4_LEN + VXLAN_INNER;
+/// Bytes a VXLAN packet grows by over IPv6.
+pub const VXLAN_OVERHEAD_V6: usize = IPV6_LEN + VXLAN_INNER;
+
+/// Inner Ethernet source of VXLAN packets. Receivers drop what bears their own
+/// address, so it differs from the device's ([`VXLAN_DEVICE_MAC`]).
+pub const VXLAN_SOURCE_MAC: [u8; 6] = [0x02, 0x6b, 0x67, 0, 0, 2];
+/// Address of every node's VXLAN device, and inner Ethernet destination.
+pub const VXLAN_DEVICE_MAC: [u8; 6] = [0x02, 0x6b, 0x67, 0, 0, 1];
+
+/// What stands behind the outer IP header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Inner {
+    /// Length of the inner packet in bytes. Of superpackets that do not fit in
+    /// 16 bits the kernel writes the lengths anew when it cuts them.
+    pub len: u16,
+    /// Type of service or traffic class.
+    pub tos: u8,
+    /// True for IPv6.
+    pub v6: bool,
+    /// Hash of the flow: the outer UDP port, and the identification.
+    pub hash: u32,
 }
 
-/// The outer IPv4 header: don't fragment, protocol 4, TOS of the inner packet.
+impl Inner {
+    const fn protocol(&self) -> u8 {
+        if self.v6 { protocol::IPV6 } else { protocol::IPIP }
+    }
+}
+
+/// IPIP over IPv4. Don't fragment is set, so that small links are found out.
 #[inline(always)]
-pub const fn ipip_header(local: [u8; 4], remote: [u8; 4], tos: u8, inner_len: u16) -> [u8; IPV4_LEN] {
-    let total = inner_len.wrapping_add(IPIP_OVERHEAD as u16).to_be_bytes();
-    let mut header = [
-        0x45,
-        tos,
-        total[0],
-        total[1],
-        0,
-        0,
-        0x40,
-        0,
-        OUTER_TTL,
-        protocol::IPIP,
-        0,
-        0,
-        local[0],
-        local[1],
-        local[2],
-        local[3],
-        remote[0],
-        remote[1],
-        remote[2],
-        remote[3],
-    ];
-    let sum = checksum::header(&header).to_be_bytes();
-    header[10] = sum[0];
-    header[11] = sum[1];
+pub const fn ipip_frame(
+    frame: &mut [u8; ETHERNET_LEN + IPIP_OVERHEAD],
+    local: &[u8; 4],
+    remote: &[u8; 4],
+    inner: &Inner,
+) {
+    let len = inner.len.wrapping_add(IPIP_OVERHEAD as u16);
+    put_ipv4(frame, local, remote, inner.tos, len, inner.protocol(), None);
+}
+
+/// IPIP over IPv6.
+#[inline(always)]
+pub const fn ipip_frame_v6(
+    frame: &mut [u8; ETHERNET_LEN + IPIP_OVERHEAD_V6],
+    local: &[u8; 16],
+    remote: &[u8; 16],
+    inner: &Inner,
+) {
+    put_ipv6(frame, local, remote, inner.tos, inner.len, inner.protocol());
+}
+
+/// VXLAN over IPv4; routers may fragment it.
+#[inline(always)]
+pub const fn vxlan_frame(
+    frame: &mut [u8; ETHERNET_LEN + VXLAN_OVERHEAD],
+    local: &[u8; 4],
+    remote: &[u8; 4],
+    inner: &Inner,
+) {
+    let len = inner.len.wrapping_add(VXLAN_OVERHEAD as u16);
+    put_ipv4(frame, local, remote, inner.tos, len, protocol::UDP, Some(inner.hash as u16));
+    put_vxlan(frame, ETHERNET_LEN + IPV4_LEN, inner);
+}
+
+/// VXLAN over IPv6, without UDP checksum (RFC 6935).
+#[inline(always)]
+pub const fn vxlan_frame_v6(
+    frame: &mut [u8; ETHERNET_LEN + VXLAN_OVERHEAD_V6],
+    local: &[u8; 16],
+    remote: &[u8; 16],
+    inner: &Inner,
+) {
+    let len = inner.len.wrapping_add(VXLAN_INNER as u16);
+    put_ipv6(frame, local, remote, inner.tos, len, protocol::UDP);
+    put_vxlan(frame, ETHERNET_LEN + IPV6_LEN, inner);
+}
+
+/// Inner Ethernet header of VXLAN packets.
+#[inline(always)]
+pub const fn vxlan_ethernet(v6: bool) -> [u8; ETHERNET_LEN] {
+    let mut header = [0; ETHERNET_LEN];
+    put_vxlan_ethernet(&mut header, 0, v6);
     header
+}
+
+/// The VXLAN header: flag "VNI is valid", our VNI.
+#[inline(always)]
+pub const fn vxlan_header() -> [u8; VXLAN_LEN] {
+    let vni = VXLAN_VNI.to_be_bytes();
+    [0x08, 0, 0, 0, vni[1], vni[2], vni[3], 0]
+}
+
+/// Copies `part` into `frame` at `at`.
+#[inline(always)]
+const fn put<const F: usize, const P: usize>(frame: &mut [u8; F], at: usize, part: &[u8; P]) {
+    let mut i = 0;
+    while i < P {
+        frame[at + i] = part[i];
+        i += 1;
+    }
+}
+
+#[inline(always)]
+const fn put_vxlan_ethernet<const F: usize>(frame: &mut [u8; F], at: usize, v6: bool) {
+    put(frame, at, &VXLAN_DEVICE_MAC);
+    put(frame, at + 6, &VXLAN_SOURCE_MAC);
+    put(frame, at + 12, &(if v6 { ETHERTYPE_IPV6 } else { ETHERTYPE_IPV4 }).to_be_bytes());
+}
+
+/// UDP, VXLAN and inner Ethernet header.
+#[inline(always)]
+const fn put_vxlan<const F: usize>(frame: &mut [u8; F], at: usize, inner: &Inner) {
+    // The source port spreads flows over queues and paths (RFC 7348, section 5).
+    let port = 0xc000 | (inner.hash ^ inner.hash >> 16) as u16 & 0x3fff;
+    put(frame, at, &port.to_be_bytes());
+    put(frame, at + 2, &VXLAN_PORT.to_be_bytes());
+    put(frame, at + 4, &inner.len.wrapping_add(VXLAN_INNER as u16).to_be_bytes());
+    put(frame, at + UDP_LEN, &vxlan_header());
+    put_vxlan_ethernet(frame, at + UDP_LEN + VXLAN_LEN, inner.v6);
+}
+
+/// EtherType and IPv4 header without options for a packet of `total_len`
+/// bytes. With an `identification` it may be fragmented, without one it must
+/// not.
+#[inline(always)]
+const fn put_ipv4<const F: usize>(
+    frame: &mut [u8; F],
+    local: &[u8; 4],
+    remote: &[u8; 4],
+    tos: u8,
+    total_len: u16,
+    protocol: u8,
+    identification: Option<u16>,
+) {
+    let (id, flags) = match identification {
+        Some(id) => (id, 0),
+        None => (0, 0x4000),
+    };
+    let words = [
+        0x4500 | tos as u16,
+        total_len,
+        id,
+        flags,
+        (OUTER_TTL as u16) << 8 | protocol as u16,
+        0,
+        u16::from_be_bytes([local[0], local[1]]),
+        u16::from_be_bytes([local[2], local[3]]),
+        u16::from_be_bytes([remote[0], remote[1]]),
+        u16::from_be_bytes([remote[2], remote[3]]),
+    ];
+    put(frame, ETHERNET_LEN - 2, &ETHERTYPE_IPV4.to_be_bytes());
+    let (mut i, mut sum) = (0, 0);
+    while i < words.len() {
+        put(frame, ETHERNET_LEN + 2 * i, &words[i].to_be_bytes());
+        sum += words[i] as u32;
+        i += 1;
+    }
+    put(frame, ETHERNET_LEN + 10, &(!checksum::fold(sum)).to_be_bytes());
+}
+
+/// EtherType and IPv6 header for `payload_len` bytes; flow label zero.
+#[inline(always)]
+const fn put_ipv6<const F: usize>(
+    frame: &mut [u8; F],
+    local: &[u8; 16],
+    remote: &[u8; 16],
+    traffic_class: u8,
+    payload_len: u16,
+    next_header: u8,
+) {
+    put(frame, ETHERNET_LEN - 2, &ETHERTYPE_IPV6.to_be_bytes());
+    frame[ETHERNET_LEN] = 0x60 | traffic_class >> 4;
+    frame[ETHERNET_LEN + 1] = traffic_class << 4;
+    put(frame, ETHERNET_LEN + 4, &payload_len.to_be_bytes());
+    frame[ETHERNET_LEN + 6] = next_header;
+    frame[ETHERNET_LEN + 7] = OUTER_TTL;
+    put(frame, ETHERNET_LEN + 8, local);
+    put(frame, ETHERNET_LEN + 24, remote);
+}
+
+/// Bytes a packet is carried with: for a superpacket those of one segment.
+/// `gso_size` is its payload per segment, `headers` the bytes in front of that
+/// payload, `len` the whole; all without link layer.
+#[inline(always)]
+pub const fn segment_len(len: u32, gso_size: u32, headers: u32) -> u32 {
+    if gso_size == 0 { len } else { gso_size + headers }
 }
 
 /// TTL and checksum bytes after one hop: (TTL, checksum). `None` when the
@@ -81,25 +232,78 @@ pub const fn next_ttl(ttl: u8, protocol: u8, checksum: u16) -> Option<(u8, u16)>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::packet::Ipv4;
+    use crate::packet::{Ipv4, Ipv6};
     use proptest::prelude::*;
+
+    fn inner(len: u16, tos: u8, v6: bool) -> Inner {
+        Inner { len, tos, v6, hash: 0x1234_5678 }
+    }
+
+    fn built<const N: usize>(build: impl Fn(&mut [u8; N])) -> Vec<u8> {
+        let mut frame = [0; N];
+        build(&mut frame);
+        frame.to_vec()
+    }
+
+    /// A frame behind which stand `len` bytes, without its Ethernet header.
+    fn on_the_wire(frame: &[u8], len: u16) -> Vec<u8> {
+        [&frame[ETHERNET_LEN..], &vec![0; usize::from(len)][..]].concat()
+    }
 
     proptest! {
         #[test]
-        fn the_outer_header_is_a_valid_one(
+        fn the_outer_ipv4_header_is_a_valid_one(
             local in any::<[u8; 4]>(), remote in any::<[u8; 4]>(), tos in any::<u8>(), len in 20u16..65_000,
+            v6 in any::<bool>(),
         ) {
-            let header = ipip_header(local, remote, tos, len);
-            let ip = Ipv4::parse(&header, usize::from(len) + 20).unwrap();
-            prop_assert_eq!((ip.src, ip.dst, ip.protocol, ip.tos), (local, remote, 4, tos));
-            prop_assert_eq!(usize::from(ip.total_len), usize::from(len) + 20);
-            prop_assert_eq!(checksum::header(&header), 0);
-            prop_assert!(!ip.is_fragment());
+            for (frame, protocol, dont_fragment) in [
+                (built(|frame| ipip_frame(frame, &local, &remote, &inner(len, tos, v6))), if v6 { 41 } else { 4 }, true),
+                (built(|frame| vxlan_frame(frame, &local, &remote, &inner(len, tos, v6))), 17, false),
+            ] {
+                prop_assert_eq!(&frame[12..14], [8, 0]);
+                let packet = on_the_wire(&frame, len);
+                let header: [u8; 20] = packet[..20].try_into().unwrap();
+                let ip = Ipv4::parse(&header, packet.len()).unwrap();
+                prop_assert_eq!((ip.src, ip.dst, ip.protocol, ip.tos), (local, remote, protocol, tos));
+                prop_assert_eq!(usize::from(ip.total_len), packet.len());
+                prop_assert_eq!(checksum::header(&header), 0);
+                prop_assert!(!ip.is_fragment());
+                prop_assert_eq!(ip.fragment & 0x4000 != 0, dont_fragment);
+            }
+        }
+
+        #[test]
+        fn the_outer_ipv6_header_is_a_valid_one(
+            local in any::<[u8; 16]>(), remote in any::<[u8; 16]>(), tos in any::<u8>(), len in 20u16..65_000,
+            v6 in any::<bool>(),
+        ) {
+            for (frame, protocol) in [
+                (built(|frame| ipip_frame_v6(frame, &local, &remote, &inner(len, tos, v6))), if v6 { 41 } else { 4 }),
+                (built(|frame| vxlan_frame_v6(frame, &local, &remote, &inner(len, tos, v6))), 17),
+            ] {
+                prop_assert_eq!(&frame[12..14], [0x86, 0xdd]);
+                let packet = on_the_wire(&frame, len);
+                let header: [u8; 40] = packet[..40].try_into().unwrap();
+                let ip = Ipv6::parse(&header, packet.len()).unwrap();
+                prop_assert_eq!((ip.src, ip.dst, ip.next_header, ip.traffic_class), (local, remote, protocol, tos));
+                prop_assert_eq!(usize::from(ip.payload_len) + 40, packet.len());
+            }
+        }
+
+        #[test]
+        fn flows_are_spread_over_dynamic_ports(hash in any::<u32>()) {
+            let frame = built(|frame| vxlan_frame(frame, &[1; 4], &[2; 4], &Inner { hash, ..inner(100, 0, false) }));
+            let port = u16::from_be_bytes([frame[34], frame[35]]);
+            prop_assert!(port >= 49_152);
+            prop_assert_eq!(&frame[36..38], VXLAN_PORT.to_be_bytes());
+            prop_assert_eq!(u16::from_be_bytes([frame[38], frame[39]]), 100 + 30);
+            prop_assert_eq!(frame[42..50].to_vec(), vxlan_header());
+            prop_assert_eq!(frame[50..64].to_vec(), vxlan_ethernet(false));
         }
 
         #[test]
         fn the_checksum_stays_right_when_the_ttl_falls(ttl in 2u8.., protocol in any::<u8>(), src in any::<[u8; 4]>()) {
-            let mut header = ipip_header(src, [1, 2, 3, 4], 0, 100);
+            let mut header: [u8; 20] = built(|frame| ipip_frame(frame, &src, &[1, 2, 3, 4], &inner(100, 0, false)))[14..].try_into().unwrap();
             header[8] = ttl;
             header[9] = protocol;
             header[10..12].copy_from_slice(&[0, 0]);
@@ -109,6 +313,12 @@ mod tests {
             header[10..12].copy_from_slice(&sum.to_be_bytes());
             prop_assert_eq!(checksum::header(&header), 0);
         }
+    }
+
+    #[test]
+    fn a_superpacket_is_as_long_as_its_segments() {
+        assert_eq!(segment_len(9000, 0, 40), 9000);
+        assert_eq!(segment_len(64_000, 1380, 40), 1420);
     }
 
     #[test]

@@ -1,11 +1,11 @@
 //! Keys and values of the BPF maps (`repr(C)`, no implicit padding).
 //!
-//! IPv4 addresses are `[u8; 4]` in network byte order; interface indexes,
-//! lengths and flags are in host byte order.
+//! IPv4 addresses are `[u8; 4]` and IPv6 addresses `[u8; 16]`, in network byte
+//! order; interface indexes, lengths and flags are in host byte order.
 
 /// Version of everything in this module; part of the pin path, so that two
 /// layouts never share a map.
-pub const LAYOUT_VERSION: u32 = 1;
+pub const LAYOUT_VERSION: u32 = 2;
 
 /// Hop id no prefix may point to: the array's zeroed entry drops.
 pub const HOP_NONE: u32 = 0;
@@ -19,9 +19,9 @@ pub const HOP_FIRST_NODE: u32 = 3;
 
 /// Size of the `hop` array: nodes of one location, plus the fixed entries.
 pub const MAX_HOPS: u32 = 4_096;
-/// Size of the `prefix_v4` trie.
+/// Size of each of the tries `prefix_v4` and `prefix_v6`.
 pub const MAX_PREFIXES: u32 = 262_144;
-/// Size of the `node_v4` hash.
+/// Size of each of the hashes `node_v4` and `node_v6`.
 pub const MAX_NODES: u32 = 4_096;
 /// Size of the masquerade tries.
 pub const MAX_MASQ_PREFIXES: u32 = 262_144;
@@ -30,20 +30,29 @@ pub const MAX_NAT: u32 = 131_072;
 /// Size of the `device` hash.
 pub const MAX_DEVICES: u32 = 256;
 
+/// Bytes of the ring buffer `path_mtu`: one page, reports repeat themselves.
+pub const PATH_MTU_RING: u32 = 4_096;
+
 /// Names of the maps, as pinned and as `bpftool map` shows them.
 pub mod name {
     /// LPM: IPv4 prefix -> [`super::PrefixValue`].
     pub const PREFIX_V4: &str = "prefix_v4";
+    /// LPM: IPv6 prefix -> [`super::PrefixValue`].
+    pub const PREFIX_V6: &str = "prefix_v6";
     /// Array: hop id -> [`super::Hop`].
     pub const HOP: &str = "hop";
     /// Hash: outer IPv4 source -> [`super::NodeValue`].
     pub const NODE_V4: &str = "node_v4";
+    /// Hash: outer IPv6 source -> [`super::NodeValue`].
+    pub const NODE_V6: &str = "node_v6";
     /// LPM: IPv4 source prefix -> `u32` [`super::MASQ_SRC_ALWAYS`] or [`super::MASQ_SRC_EXEMPT`].
     pub const MASQ_SRC: &str = "masq_src";
     /// LPM: IPv4 destination prefix -> `u32` [`super::MASQ_EXCLUDE`] or [`super::MASQ_FORCE`].
     pub const MASQ_DST: &str = "masq_dst";
     /// LRU hash: [`super::NatKey`] -> [`super::NatValue`].
     pub const NAT_V4: &str = "nat_v4";
+    /// Ring buffer of [`super::PathMtu`].
+    pub const PATH_MTU: &str = "path_mtu";
     /// Hash: interface index -> [`super::Device`].
     pub const DEVICE: &str = "device";
     /// Per-CPU array: [`crate::verdict`] index -> `u64` packets.
@@ -79,8 +88,21 @@ pub const HOP_KIND_NODE: u32 = 3;
 
 /// `Hop::tunnel`: plain IP packet to the node's link-layer address.
 pub const TUNNEL_NONE: u32 = 0;
-/// `Hop::tunnel`: IP in IP, RFC 2003 (protocol 4).
+/// `Hop::tunnel`: IP in IP, RFC 2003 and RFC 2473 (protocols 4 and 41).
 pub const TUNNEL_IPIP: u32 = 1;
+/// `Hop::tunnel`: VXLAN, RFC 7348, for networks that carry TCP and UDP only.
+pub const TUNNEL_VXLAN: u32 = 2;
+
+/// UDP port of our VXLAN packets, host byte order: one above WireGuard's
+/// default, and none of the ports CNIs use for theirs (4789, 8472).
+pub const VXLAN_PORT: u16 = 51_821;
+/// VXLAN network identifier of steered packets ("kg").
+pub const VXLAN_VNI: u32 = 0x6b67;
+
+/// Outer address family: IPv4.
+pub const FAMILY_V4: u32 = 4;
+/// Outer address family: IPv6.
+pub const FAMILY_V6: u32 = 6;
 
 /// How to reach a hop.
 #[repr(C)]
@@ -94,10 +116,12 @@ pub struct Hop {
     pub ifindex: u32,
     /// Largest inner packet in bytes; 0 = no limit known.
     pub mtu: u32,
-    /// Outer source: this node's private address.
-    pub local: [u8; 4],
-    /// Outer destination: the node's private address.
-    pub remote: [u8; 4],
+    /// `FAMILY_*` of the outer addresses.
+    pub family: u32,
+    /// Outer source: this node's private address. IPv4 in the first 4 bytes.
+    pub local: [u8; 16],
+    /// Outer destination: the node's private address. IPv4 in the first 4 bytes.
+    pub remote: [u8; 16],
 }
 
 /// `NodeValue::flags`: this node leads the location, and so may carry inner
@@ -204,8 +228,31 @@ pub struct Config {
     pub wireguard_port: u16,
     /// Always zero.
     pub pad: u16,
-    /// This node's private address; zero = none.
-    pub private_addr: [u8; 4],
+    /// Largest packet WireGuard carries, in bytes.
+    pub kilo_mtu: u32,
+    /// The VXLAN device; 0 = none.
+    pub vxlan_ifindex: u32,
+    /// The IPIP device for packets that cannot be given an outer header in
+    /// place; 0 = none.
+    pub ipip_ifindex: u32,
+    /// Address steered packets are sent to, if it is IPv4; zero = none.
+    pub private_v4: [u8; 4],
+    /// A second such address: this node in the CNI's overlay; zero = none.
+    pub overlay_v4: [u8; 4],
+    /// Address steered packets are sent to, if it is IPv6; zero = none.
+    pub private_v6: [u8; 16],
+}
+
+/// A router said that a link on the way to a node carries less.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PathMtu {
+    /// The node: outer destination of the packet that did not fit. IPv4 in the first 4 bytes.
+    pub remote: [u8; 16],
+    /// `FAMILY_*`.
+    pub family: u32,
+    /// Largest outer packet in bytes, as the router says.
+    pub mtu: u32,
 }
 
 macro_rules! plain_old_data {
@@ -218,4 +265,4 @@ macro_rules! plain_old_data {
         )*
     };
 }
-plain_old_data!(PrefixValue: 8, Hop: 24, NodeValue: 8, NatKey: 16, NatValue: 16, Device: 8, Config: 20);
+plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 8, NatKey: 16, NatValue: 16, Device: 8, Config: 52, PathMtu: 24);

@@ -49,6 +49,9 @@ counted! {
         Masquerade = 7 => "masquerade",
         /// Destination translated back on the way in.
         Unmasquerade = 8 => "unmasquerade",
+        /// On a leader: a packet in transit given to the stack, which answers
+        /// it (time exceeded, too big) or fragments it.
+        Punt = 9 => "punt",
     }
 }
 
@@ -65,8 +68,6 @@ counted! {
         ForeignSource = 35 => "foreign_source",
         /// Steered to a node that neither owns nor forwards the destination.
         NotForUs = 36 => "not_for_us",
-        /// Time to live used up in transit.
-        TtlExceeded = 37 => "ttl_exceeded",
         /// Header does not fit in the packet.
         Truncated = 38 => "truncated",
         /// Header fields contradict each other.

@@ -6,10 +6,13 @@
 //! | `kilo_egress` | egress of the WireGuard device | steer, or let WireGuard encrypt |
 //! | `kilo_ingress` | ingress of the WireGuard device | on a leader: on to other nodes |
 //! | `lan_ingress` | ingress of uplinks | take steered packets; translate replies back |
+//! | `tunnel_ingress` | ingress of the VXLAN device | what `lan_ingress` left to that device |
 //! | `uplink_egress` | egress of uplinks | masquerade |
 #![cfg_attr(target_arch = "bpf", no_std, no_main)]
 #![cfg_attr(not(target_arch = "bpf"), allow(unused_crate_dependencies))]
 
+#[cfg(target_arch = "bpf")]
+mod ip;
 #[cfg(target_arch = "bpf")]
 mod maps;
 #[cfg(target_arch = "bpf")]
@@ -17,13 +20,17 @@ mod masquerade;
 #[cfg(target_arch = "bpf")]
 mod packet;
 #[cfg(target_arch = "bpf")]
+mod path_mtu;
+#[cfg(target_arch = "bpf")]
+mod send;
+#[cfg(target_arch = "bpf")]
 mod steer;
 #[cfg(target_arch = "bpf")]
 mod tunnel;
 
 #[cfg(target_arch = "bpf")]
 mod programs {
-    use aya_ebpf::{macros::classifier, programs::TcContext};
+    use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, macros::classifier, programs::TcContext};
     use kilo_common::{maps::Config, verdict::DropReason};
 
     use crate::{maps, masquerade, packet, steer, tunnel};
@@ -39,20 +46,28 @@ mod programs {
     ) -> i32 {
         // The array has its one entry from the start; zeroed it means: nothing is ours.
         let Some(config) = maps::CONFIG.get(0) else { return TC_ACT_UNSPEC };
-        match program(&ctx, config) {
+        let result = program(&ctx, config);
+        finish(&ctx, result)
+    }
+
+    /// The action of a program, or of a part of it that has a stack of its own;
+    /// drops are counted here.
+    #[inline(always)]
+    pub fn finish(ctx: &TcContext, result: Result<i32, DropReason>) -> i32 {
+        match result {
             Ok(action) => action,
-            Err(reason) => {
-                maps::count(reason.index());
-                // Loaded with the level off, the verifier removes this.
-                aya_log_ebpf::debug!(
-                    &ctx,
-                    "dropped: reason {} on interface {}",
-                    reason.index(),
-                    packet::ifindex(&ctx)
-                );
-                TC_ACT_SHOT
-            }
+            Err(reason) => dropped(ctx.as_ptr().cast(), reason.index()),
         }
+    }
+
+    /// Apart, because what a log record takes of the stack adds up in its callers.
+    #[inline(never)]
+    fn dropped(skb: *mut __sk_buff, reason: u32) -> i32 {
+        let ctx = TcContext::new(skb);
+        maps::count(reason);
+        // Loaded with the level off, the verifier removes this.
+        aya_log_ebpf::debug!(&ctx, "dropped: reason {} on interface {}", reason, packet::ifindex(&ctx));
+        TC_ACT_SHOT
     }
 
     /// Packets that the stack, or a leader's transit, sends into the WireGuard device.
@@ -71,6 +86,12 @@ mod programs {
     #[classifier]
     pub fn lan_ingress(ctx: TcContext) -> i32 {
         verdict(ctx, tunnel::lan_ingress)
+    }
+
+    /// Packets the VXLAN device has decapsulated.
+    #[classifier]
+    pub fn tunnel_ingress(ctx: TcContext) -> i32 {
+        verdict(ctx, tunnel::tunnel_ingress)
     }
 
     /// Packets to the network the node is in.

@@ -1,23 +1,27 @@
 //! The maps; layouts and sizes are `kilo_common::maps`.
 
 use aya_ebpf::{
-    btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, lpm_trie::Key},
+    btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf},
     macros::btf_map,
 };
 use kilo_common::{
     maps::{
         Config, Device, Hop, MAX_DEVICES, MAX_HOPS, MAX_MASQ_PREFIXES, MAX_NAT, MAX_NODES, MAX_PREFIXES,
-        NatKey, NatValue, NodeValue, PREFIX_ROUTE, PrefixValue,
+        NatKey, NatValue, NodeValue, PATH_MTU_RING, PathMtu, PrefixValue,
     },
     verdict::{Action, COUNTERS},
 };
 
 #[btf_map(name = "prefix_v4")]
-static PREFIX_V4: LpmTrie<[u8; 4], PrefixValue, { MAX_PREFIXES as usize }> = LpmTrie::new();
+pub static PREFIX_V4: LpmTrie<[u8; 4], PrefixValue, { MAX_PREFIXES as usize }> = LpmTrie::new();
+#[btf_map(name = "prefix_v6")]
+pub static PREFIX_V6: LpmTrie<[u8; 16], PrefixValue, { MAX_PREFIXES as usize }> = LpmTrie::new();
 #[btf_map(name = "hop")]
 static HOP: Array<Hop, { MAX_HOPS as usize }> = Array::new();
 #[btf_map(name = "node_v4")]
 pub static NODE_V4: HashMap<[u8; 4], NodeValue, { MAX_NODES as usize }> = HashMap::new();
+#[btf_map(name = "node_v6")]
+pub static NODE_V6: HashMap<[u8; 16], NodeValue, { MAX_NODES as usize }> = HashMap::new();
 #[btf_map(name = "masq_src")]
 pub static MASQ_SRC: LpmTrie<[u8; 4], u32, { MAX_MASQ_PREFIXES as usize }> = LpmTrie::new();
 #[btf_map(name = "masq_dst")]
@@ -26,6 +30,8 @@ pub static MASQ_DST: LpmTrie<[u8; 4], u32, { MAX_MASQ_PREFIXES as usize }> = Lpm
 pub static NAT_V4: LruHashMap<NatKey, NatValue, { MAX_NAT as usize }> = LruHashMap::new();
 #[btf_map(name = "device")]
 static DEVICE: HashMap<u32, Device, { MAX_DEVICES as usize }> = HashMap::new();
+#[btf_map(name = "path_mtu")]
+pub static PATH_MTU: RingBuf<PathMtu, { PATH_MTU_RING as usize }> = RingBuf::new();
 #[btf_map(name = "count")]
 static COUNT: PerCpuArray<u64, { COUNTERS as usize }> = PerCpuArray::new();
 #[btf_map(name = "config")]
@@ -44,18 +50,6 @@ pub fn count(index: u32) {
 #[inline(always)]
 pub fn count_action(action: Action) {
     count(action.index());
-}
-
-/// The longest prefix that holds this address.
-#[inline(always)]
-pub fn prefix(addr: [u8; 4]) -> Option<PrefixValue> {
-    PREFIX_V4.get(&Key::new(32, addr)).copied()
-}
-
-/// The hop packets to this address are steered to.
-#[inline(always)]
-pub fn route(dst: [u8; 4]) -> Option<u32> {
-    prefix(dst).filter(|value| value.flags & PREFIX_ROUTE != 0).map(|value| value.hop)
 }
 
 /// The entry of a hop id.

@@ -20,6 +20,7 @@ use kilo_common::{
 };
 
 use crate::{
+    ip::Ip as _,
     maps::{MASQ_DST, MASQ_SRC, NAT_V4, count_action, device},
     packet,
     programs::TC_ACT_UNSPEC,
@@ -33,8 +34,8 @@ const EEXIST: i32 = -17;
 /// Egress of an uplink; packets start with an Ethernet header.
 #[inline(always)]
 pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
-    if packet::is_ipv4(ctx)
-        && let Ok(ip) = packet::ipv4(ctx, ETHERNET_LEN)
+    if matches!(packet::family(ctx), packet::Family::V4)
+        && let Ok(ip) = Ipv4::read(ctx, ETHERNET_LEN)
     {
         egress(ctx, config, ETHERNET_LEN, &ip)?;
     }

@@ -1,30 +1,44 @@
-//! Ingress of the uplinks: steered packets from other nodes, and replies to
-//! masqueraded flows.
+//! Steered packets from other nodes, and replies to masqueraded flows: ingress
+//! of the uplinks and of the VXLAN device.
 
-use aya_ebpf::{bindings::bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, helpers::bpf_redirect, programs::TcContext};
+use aya_ebpf::{
+    EbpfContext as _,
+    bindings::{__sk_buff, BPF_F_TUNINFO_IPV6, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, bpf_tunnel_key},
+    helpers::{bpf_redirect, bpf_skb_get_tunnel_key},
+    programs::TcContext,
+};
 use kilo_common::{
-    encap::IPIP_OVERHEAD,
+    encap::{UDP_LEN, VXLAN_INNER, VXLAN_LEN, vxlan_header},
     maps::{
         CONFIG_LEADER, CONFIG_PLAIN, Config, HOP_KIND_NODE, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue,
-        PREFIX_ROUTE, PREFIX_SOURCE, TUNNEL_NONE,
+        PREFIX_ROUTE, PREFIX_SOURCE, TUNNEL_NONE, VXLAN_PORT, VXLAN_VNI,
     },
-    packet::{ETHERNET_LEN, IPV4_LEN, Ipv4, never_steered, protocol},
+    packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4, protocol},
     verdict::{Action, DropReason},
 };
 
 use crate::{
-    maps::{NODE_V4, count_action, hop, prefix},
-    masquerade, packet,
-    programs::TC_ACT_UNSPEC,
+    ip::{Ip, V6},
+    maps::{count_action, hop},
+    packet::{self, Family},
+    path_mtu,
+    programs::{TC_ACT_UNSPEC, finish},
+    steer::fits,
 };
 
 const REDIRECT_INGRESS: u64 = 1;
-const ADJ_ROOM_FIXED_GSO: u64 = 1;
+/// `bpf_skb_adjust_room` flags (include/uapi/linux/bpf.h).
+const FIXED_GSO: u64 = 1;
+const DECAP_L3_IPV4: u64 = 128;
+const DECAP_L3_IPV6: u64 = 256;
 
 /// Where a steered packet goes on.
+#[derive(PartialEq, Eq)]
 enum Onward {
     /// To this node's stack, as received on the WireGuard device.
     Deliver,
+    /// The same, for the answer the stack gives: time exceeded, or too big.
+    Punt,
     /// Straight into the WireGuard device.
     Transit,
 }
@@ -32,60 +46,213 @@ enum Onward {
 /// Ingress of an uplink; packets start with an Ethernet header.
 #[inline(always)]
 pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
-    if !packet::is_for_host(ctx) || !packet::is_ipv4(ctx) {
+    if !packet::is_for_host(ctx) {
         return Ok(TC_ACT_UNSPEC);
     }
-    // Rubbish that is not for the mesh is the stack's to judge.
-    let Ok(outer) = packet::ipv4(ctx, ETHERNET_LEN) else { return Ok(TC_ACT_UNSPEC) };
-    if outer.protocol == protocol::IPIP && outer.dst == config.private_addr {
-        return steered(ctx, config, &outer);
+    match packet::family(ctx) {
+        Family::V4 => received::<Ipv4>(ctx, config),
+        Family::V6 => Ok(received_v6(ctx.as_ptr().cast(), config)),
+        Family::Other => Ok(TC_ACT_UNSPEC),
     }
-    if masquerade::ingress(ctx, config, ETHERNET_LEN, &outer)?.is_some() {
+}
+
+/// A function of its own for the verifier, with a stack of its own; so below.
+#[inline(never)]
+fn received_v6(skb: *mut __sk_buff, config: &Config) -> i32 {
+    let ctx = TcContext::new(skb);
+    let result = received::<V6>(&ctx, config);
+    finish(&ctx, result)
+}
+
+#[inline(always)]
+fn received<O: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+    // Rubbish that is not for the mesh is the stack's to judge.
+    let Ok(outer) = O::read(ctx, ETHERNET_LEN) else { return Ok(TC_ACT_UNSPEC) };
+    if O::is_private(config, outer.dst()) {
+        let skb = ctx.as_ptr().cast();
+        match outer.protocol() {
+            // The way of nearly all packets is inline.
+            protocol::IPIP if !O::V6 => return steered::<O, Ipv4>(ctx, config, &outer, O::HEADER_LEN),
+            protocol::IPIP => return Ok(steered_apart::<O, Ipv4>(skb, config, O::HEADER_LEN)),
+            protocol::IPV6 => return Ok(steered_apart::<O, V6>(skb, config, O::HEADER_LEN)),
+            protocol::UDP => match vxlan::<O>(ctx, &outer) {
+                Family::V4 => {
+                    return Ok(steered_apart::<O, Ipv4>(skb, config, O::HEADER_LEN + VXLAN_INNER));
+                }
+                Family::V6 => {
+                    return Ok(steered_apart::<O, V6>(skb, config, O::HEADER_LEN + VXLAN_INNER));
+                }
+                Family::Other => {}
+            },
+            protocol::ICMP if !O::V6 => path_mtu::learn_v4(skb, config, ETHERNET_LEN + outer.header_len()),
+            protocol::ICMPV6 if O::V6 => path_mtu::learn_v6(skb, config, ETHERNET_LEN + outer.header_len()),
+            _ => {}
+        }
+    }
+    if outer.unmasquerade(ctx, config, ETHERNET_LEN)?.is_some() {
         return Ok(TC_ACT_UNSPEC);
     }
     if config.flags & CONFIG_PLAIN != 0 {
-        return plain(ctx, config, &outer);
+        return plain::<O>(ctx, config, &outer);
     }
     Ok(TC_ACT_UNSPEC)
 }
 
-/// An encapsulated packet addressed to this node.
+/// What a VXLAN packet of ours holds; everything else is left to the stack:
+/// other ports and VNIs, superpackets and fragments (for the device), options.
 #[inline(always)]
-fn steered(ctx: &TcContext, config: &Config, outer: &Ipv4) -> Result<i32, DropReason> {
-    // SAFETY: the value is copied at once; entries are only replaced by the agent.
-    let sender = unsafe { NODE_V4.get(&outer.src) }.copied().ok_or(DropReason::UnknownSender)?;
+fn vxlan<O: Ip>(ctx: &TcContext, outer: &O) -> Family {
+    if outer.is_fragment() || outer.header_len() != O::HEADER_LEN || packet::gso_size(ctx) != 0 {
+        return Family::Other;
+    }
+    let Ok(bytes) = ctx.load::<[u8; VXLAN_INNER]>(ETHERNET_LEN + O::HEADER_LEN) else {
+        return Family::Other;
+    };
+    let header = vxlan_header();
+    let mut ours = [bytes[2], bytes[3]] == VXLAN_PORT.to_be_bytes();
+    let mut i = 0;
+    while i < VXLAN_LEN {
+        ours &= bytes[UDP_LEN + i] == header[i];
+        i += 1;
+    }
+    if !ours {
+        return Family::Other;
+    }
+    match u16::from_be_bytes([bytes[VXLAN_INNER - 2], bytes[VXLAN_INNER - 1]]) {
+        ETHERTYPE_IPV4 => Family::V4,
+        ETHERTYPE_IPV6 => Family::V6,
+        _ => Family::Other,
+    }
+}
+
+/// An encapsulated packet addressed to this node; `overhead` bytes stand
+/// between the Ethernet header and the inner packet.
+#[inline(always)]
+fn steered<O: Ip, I: Ip>(
+    ctx: &TcContext,
+    config: &Config,
+    outer: &O,
+    overhead: usize,
+) -> Result<i32, DropReason> {
+    let sender = O::sender(outer.src()).ok_or(DropReason::UnknownSender)?;
     if outer.is_fragment() {
         return Err(DropReason::OuterFragment);
     }
-    if outer.header_len != IPV4_LEN {
+    if outer.header_len() != O::HEADER_LEN {
         return Err(DropReason::Malformed);
     }
-    let inner = packet::ipv4(ctx, ETHERNET_LEN + IPIP_OVERHEAD)?;
-    check_source(&sender, inner.src)?;
-    let onward = onward(config, inner.dst).ok_or(DropReason::NotForUs)?;
-    if matches!(onward, Onward::Transit) {
-        packet::lower_ttl(ctx, ETHERNET_LEN + IPIP_OVERHEAD)?;
-    }
-    ctx.adjust_room(-(IPIP_OVERHEAD as i32), BPF_ADJ_ROOM_MAC, ADJ_ROOM_FIXED_GSO)
-        .map_err(|_| DropReason::Encapsulation)?;
+    let onward = judge::<I>(ctx, config, &sender, ETHERNET_LEN + overhead)?;
+    decapsulate::<O, I>(ctx, overhead)?;
     Ok(go(config, &onward))
+}
+
+#[inline(never)]
+fn steered_apart<O: Ip, I: Ip>(skb: *mut __sk_buff, config: &Config, overhead: usize) -> i32 {
+    let ctx = TcContext::new(skb);
+    let result =
+        O::read(&ctx, ETHERNET_LEN).and_then(|outer| steered::<O, I>(&ctx, config, &outer, overhead));
+    finish(&ctx, result)
+}
+
+/// Checks the inner packet at `offset`, and counts this host as a hop if the
+/// packet goes on.
+#[inline(always)]
+fn judge<I: Ip>(
+    ctx: &TcContext,
+    config: &Config,
+    sender: &NodeValue,
+    offset: usize,
+) -> Result<Onward, DropReason> {
+    let inner = I::read(ctx, offset)?;
+    check_source::<I>(sender, inner.src())?;
+    let mut onward = onward::<I>(config, inner.dst()).ok_or(DropReason::NotForUs)?;
+    if onward == Onward::Transit {
+        if inner.ttl() <= 1 || !fits::<I>(ctx, offset, &inner, config.kilo_mtu) {
+            onward = Onward::Punt;
+        } else {
+            inner.lower_ttl(ctx, offset)?;
+        }
+    }
+    Ok(onward)
+}
+
+/// Removes the outer headers. A packet of the other family also changes what
+/// the kernel takes it for: by a flag, or before Linux 6.3 by a translation
+/// whose room is removed, too.
+#[inline(always)]
+fn decapsulate<O: Ip, I: Ip>(ctx: &TcContext, overhead: usize) -> Result<(), DropReason> {
+    let shrink =
+        |by: usize, flags: u64| ctx.adjust_room(-(by as i32), BPF_ADJ_ROOM_MAC, FIXED_GSO | flags).is_ok();
+    let done = if O::V6 == I::V6 {
+        shrink(overhead, 0)
+    } else {
+        let (flag, ethertype, translated) = if I::V6 {
+            (DECAP_L3_IPV6, ETHERTYPE_IPV6, overhead + V6::HEADER_LEN - Ipv4::HEADER_LEN)
+        } else {
+            (DECAP_L3_IPV4, ETHERTYPE_IPV4, overhead + Ipv4::HEADER_LEN - V6::HEADER_LEN)
+        };
+        shrink(overhead, flag) || (ctx.change_proto(ethertype.to_be(), 0).is_ok() && shrink(translated, 0))
+    };
+    if done { Ok(()) } else { Err(DropReason::Encapsulation) }
+}
+
+/// Ingress of the VXLAN device: what the fast path of `lan_ingress` left to
+/// the kernel, decapsulated; packets start with the inner Ethernet header.
+#[inline(always)]
+pub fn tunnel_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+    let sender = tunnel_sender(ctx)?.ok_or(DropReason::UnknownSender)?;
+    let onward = match packet::family(ctx) {
+        Family::V4 => judge::<Ipv4>(ctx, config, &sender, ETHERNET_LEN)?,
+        Family::V6 => judge::<V6>(ctx, config, &sender, ETHERNET_LEN)?,
+        Family::Other => return Err(DropReason::Malformed),
+    };
+    Ok(go(config, &onward))
+}
+
+/// The node a decapsulated packet came from, by its outer source.
+#[inline(always)]
+fn tunnel_sender(ctx: &TcContext) -> Result<Option<NodeValue>, DropReason> {
+    // SAFETY: plain integers, for which zero is a value.
+    let mut key: bpf_tunnel_key = unsafe { core::mem::zeroed() };
+    let size = size_of::<bpf_tunnel_key>() as u32;
+    // SAFETY: the context is valid, the key is large enough; so below.
+    let v4 = unsafe { bpf_skb_get_tunnel_key(ctx.as_ptr().cast(), &raw mut key, size, 0) } == 0;
+    let v6 = !v4
+        && unsafe {
+            bpf_skb_get_tunnel_key(ctx.as_ptr().cast(), &raw mut key, size, u64::from(BPF_F_TUNINFO_IPV6))
+        } == 0;
+    if (!v4 && !v6) || key.tunnel_id != VXLAN_VNI {
+        return Err(DropReason::Malformed);
+    }
+    // SAFETY: the kernel filled the field of this family; the whole union is initialised.
+    Ok(unsafe {
+        if v4 {
+            Ipv4::sender(key.__bindgen_anon_1.remote_ipv4.to_be_bytes())
+        } else {
+            V6::sender(packet::halves(&key.__bindgen_anon_1.remote_ipv6))
+        }
+    })
 }
 
 /// A packet without outer header, where nodes of the location send such.
 #[inline(always)]
-fn plain(ctx: &TcContext, config: &Config, ip: &Ipv4) -> Result<i32, DropReason> {
-    let Some(source) = prefix(ip.src) else { return Ok(TC_ACT_UNSPEC) };
+fn plain<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropReason> {
+    let Some(source) = I::prefix(ip.src()) else { return Ok(TC_ACT_UNSPEC) };
     if source.flags & PREFIX_SOURCE == 0 || source.hop == HOP_LOCAL {
         return Ok(TC_ACT_UNSPEC);
     }
     let from_plain_node =
         hop(source.hop).is_some_and(|hop| hop.kind == HOP_KIND_NODE && hop.tunnel == TUNNEL_NONE);
-    if !from_plain_node || never_steered(ip.dst) || ip.dst == config.private_addr {
+    if !from_plain_node || I::never_steered(ip.dst()) || I::is_private(config, ip.dst()) {
         return Ok(TC_ACT_UNSPEC);
     }
-    let Some(onward) = onward(config, ip.dst) else { return Ok(TC_ACT_UNSPEC) };
-    if matches!(onward, Onward::Transit) {
-        packet::lower_ttl(ctx, ETHERNET_LEN)?;
+    let Some(mut onward) = onward::<I>(config, ip.dst()) else { return Ok(TC_ACT_UNSPEC) };
+    if onward == Onward::Transit {
+        if ip.ttl() <= 1 || !fits::<I>(ctx, ETHERNET_LEN, ip, config.kilo_mtu) {
+            onward = Onward::Punt;
+        } else {
+            ip.lower_ttl(ctx, ETHERNET_LEN)?;
+        }
     }
     Ok(go(config, &onward))
 }
@@ -93,8 +260,8 @@ fn plain(ctx: &TcContext, config: &Config, ip: &Ipv4) -> Result<i32, DropReason>
 /// The inner source must belong to the node that sent the packet; a leader
 /// also carries what comes from other locations.
 #[inline(always)]
-fn check_source(sender: &NodeValue, src: [u8; 4]) -> Result<(), DropReason> {
-    let owner = prefix(src).ok_or(DropReason::ForeignSource)?;
+fn check_source<I: Ip>(sender: &NodeValue, src: I::Addr) -> Result<(), DropReason> {
+    let owner = I::prefix(src).ok_or(DropReason::ForeignSource)?;
     let carried = owner.hop == HOP_REMOTE && sender.flags & NODE_LEADER != 0;
     if owner.flags & PREFIX_SOURCE != 0 && (owner.hop == sender.hop || carried) {
         Ok(())
@@ -106,8 +273,8 @@ fn check_source(sender: &NodeValue, src: [u8; 4]) -> Result<(), DropReason> {
 /// A node that does not lead refuses remote destinations: two nodes that take
 /// each other for the leader must not play ping-pong.
 #[inline(always)]
-fn onward(config: &Config, dst: [u8; 4]) -> Option<Onward> {
-    let value = prefix(dst)?;
+fn onward<I: Ip>(config: &Config, dst: I::Addr) -> Option<Onward> {
+    let value = I::prefix(dst)?;
     match value.hop {
         HOP_LOCAL => Some(Onward::Deliver),
         HOP_REMOTE if config.flags & CONFIG_LEADER != 0 && value.flags & PREFIX_ROUTE != 0 => {
@@ -121,6 +288,7 @@ fn onward(config: &Config, dst: [u8; 4]) -> Option<Onward> {
 fn go(config: &Config, onward: &Onward) -> i32 {
     let (action, flags) = match onward {
         Onward::Deliver => (Action::Deliver, REDIRECT_INGRESS),
+        Onward::Punt => (Action::Punt, REDIRECT_INGRESS),
         Onward::Transit => (Action::Transit, 0),
     };
     count_action(action);

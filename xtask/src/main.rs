@@ -5,6 +5,7 @@ mod build_ebpf;
 mod command;
 mod kubernetes;
 mod lab;
+mod manifests;
 mod report;
 mod test;
 mod vm;
@@ -38,6 +39,8 @@ enum Task {
     Vm(vm::VmArgs),
     /// Find or build etcd and kube-apiserver for the API tests.
     KubeAssets,
+    /// Write the generated files of manifests/.
+    Manifests,
     /// Build everything and show a working mesh in network namespaces.
     Lab(lab::LabArgs),
 }
@@ -59,6 +62,7 @@ fn run() -> Result<()> {
         Task::Test(args) => test::main(&args),
         Task::Vm(args) => std::process::exit(vm::execute(&args)?),
         Task::KubeAssets => kubernetes::assets().map(drop),
+        Task::Manifests => manifests::write(),
         Task::Lab(args) => {
             if args.needs_build() {
                 apt::install(lab::PACKAGES)?;

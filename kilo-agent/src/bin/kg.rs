@@ -15,7 +15,10 @@ use ipnet::IpNet;
 use kilo_agent::{
     agent::{self, Agent},
     backend::{Backend, file::FileBackend, kubernetes},
-    cli::{BackendKind, Compatibility, LogLevel, Masquerade, WireguardMode, parse_duration, parse_listen},
+    cli::{
+        BackendKind, Compatibility, LogLevel, Masquerade, TunnelMode, WireguardMode, parse_duration,
+        parse_listen,
+    },
     dataplane::BPFFS,
     health::Health,
     http, interface,
@@ -144,6 +147,10 @@ struct Flags {
     /// Which nodes are meshed directly: location or full.
     #[arg(long, default_value = "location")]
     mesh_granularity: Granularity,
+    /// Outer header inside a location: auto (vxlan beside another CNI, else ipip), ipip, vxlan or none. Every
+    /// node understands all of them.
+    #[arg(long, default_value = "auto")]
+    tunnel: TunnelMode,
     /// MTU of the WireGuard interface: auto or bytes.
     #[arg(long, default_value = "auto")]
     mtu: Mtu,
@@ -171,6 +178,10 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
+    if let Some(tables) = kilo_agent::flag_table::if_asked(Cli::command) {
+        print!("{tables}");
+        return ExitCode::SUCCESS;
+    }
     let cli = Cli::parse();
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
@@ -253,6 +264,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         settings: Settings {
             granularity: flags.mesh_granularity,
             encapsulate: flags.encapsulate,
+            tunnel: flags.tunnel.decide(flags.compatibility),
             local: flags.local,
             cni: flags.cni,
             subnet: flags.subnet.trunc(),

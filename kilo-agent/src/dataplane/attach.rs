@@ -63,11 +63,12 @@ pub struct Attachments {
 }
 
 /// Where the programs belong.
-fn places(kilo: u32, uplinks: &BTreeSet<u32>) -> BTreeSet<Place> {
+fn places(kilo: u32, uplinks: &BTreeSet<u32>, vxlan: Option<u32>) -> BTreeSet<Place> {
     let mut places = BTreeSet::from([
         Place { ifindex: kilo, program: "kilo_egress", egress: true },
         Place { ifindex: kilo, program: "kilo_ingress", egress: false },
     ]);
+    places.extend(vxlan.map(|ifindex| Place { ifindex, program: "tunnel_ingress", egress: false }));
     for &ifindex in uplinks {
         places.insert(Place { ifindex, program: "lan_ingress", egress: false });
         places.insert(Place { ifindex, program: "uplink_egress", egress: true });
@@ -83,8 +84,9 @@ impl Attachments {
         directory: &Path,
         kilo: u32,
         uplinks: &BTreeSet<u32>,
+        vxlan: Option<u32>,
     ) -> Result<u64, DataplaneError> {
-        let wanted = places(kilo, uplinks);
+        let wanted = places(kilo, uplinks, vxlan);
         let mut changes = 0;
         for place in &wanted {
             if self.attached.get(place).is_some_and(|how| self.stands(bpf, place, *how)) {

@@ -19,13 +19,17 @@ use super::{DataplaneError, error::chain};
 static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("KILO_EBPF_OBJECT"));
 
 /// Programs of the object.
-pub const PROGRAMS: [&str; 4] = ["kilo_egress", "kilo_ingress", "lan_ingress", "uplink_egress"];
+pub const PROGRAMS: [&str; 5] =
+    ["kilo_egress", "kilo_ingress", "lan_ingress", "tunnel_ingress", "uplink_egress"];
 
 /// Maps that outlive the agent.
-const PINNED: [&str; 9] = [
+const PINNED: [&str; 12] = [
     name::PREFIX_V4,
+    name::PREFIX_V6,
     name::HOP,
     name::NODE_V4,
+    name::NODE_V6,
+    name::PATH_MTU,
     name::MASQ_SRC,
     name::MASQ_DST,
     name::NAT_V4,
@@ -128,8 +132,11 @@ fn fits(map: &str, path: &Path) -> bool {
     let size = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX);
     let (kind, key, value, entries) = match map {
         name::PREFIX_V4 => (MapType::LpmTrie, 8, size(size_of::<PrefixValue>()), MAX_PREFIXES),
+        name::PREFIX_V6 => (MapType::LpmTrie, 20, size(size_of::<PrefixValue>()), MAX_PREFIXES),
         name::HOP => (MapType::Array, 4, size(size_of::<Hop>()), MAX_HOPS),
         name::NODE_V4 => (MapType::Hash, 4, size(size_of::<NodeValue>()), MAX_NODES),
+        name::NODE_V6 => (MapType::Hash, 16, size(size_of::<NodeValue>()), MAX_NODES),
+        name::PATH_MTU => (MapType::RingBuf, 0, 0, PATH_MTU_RING),
         name::MASQ_SRC | name::MASQ_DST => (MapType::LpmTrie, 8, 4, MAX_MASQ_PREFIXES),
         name::NAT_V4 => (MapType::LruHash, size(size_of::<NatKey>()), size(size_of::<NatValue>()), MAX_NAT),
         name::DEVICE => (MapType::Hash, 4, size(size_of::<Device>()), MAX_DEVICES),

@@ -3,7 +3,7 @@
 
 use std::{
     collections::BTreeMap,
-    net::{IpAddr, Ipv4Addr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
 use aya::{
@@ -13,22 +13,24 @@ use aya::{
         lpm_trie::{Key, LpmTrie},
     },
 };
-use ipnet::{IpNet, Ipv4Net};
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use kilo_common::maps::{
-    Config, Device, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop, MAX_DEVICES, MAX_HOPS,
-    MAX_MASQ_PREFIXES, MAX_NODES, MAX_PREFIXES, NodeValue, PrefixValue, TUNNEL_IPIP, TUNNEL_NONE, name,
+    Config, Device, FAMILY_V4, FAMILY_V6, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop,
+    MAX_DEVICES, MAX_HOPS, MAX_MASQ_PREFIXES, MAX_NODES, MAX_PREFIXES, NodeValue, PrefixValue, TUNNEL_IPIP,
+    TUNNEL_NONE, TUNNEL_VXLAN, name,
 };
 
 use super::{DataplaneError, load::map};
-use crate::plan;
+use crate::{plan, topology::Tunnel};
 
-/// Map content as the programs read it. They handle IPv4; what leads over an
-/// IPv6 underlay has no hop, and so is dropped and counted.
+/// Map content as the programs read it: each family in maps of its own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Content {
     prefix_v4: BTreeMap<Ipv4Net, PrefixValue>,
+    prefix_v6: BTreeMap<Ipv6Net, PrefixValue>,
     hop: BTreeMap<u32, Hop>,
     node_v4: BTreeMap<Ipv4Addr, NodeValue>,
+    node_v6: BTreeMap<Ipv6Addr, NodeValue>,
     masq_src: BTreeMap<Ipv4Net, u32>,
     masq_dst: BTreeMap<Ipv4Net, u32>,
     device: BTreeMap<u32, Device>,
@@ -37,69 +39,110 @@ pub struct Content {
 
 impl Content {
     pub(super) fn held_senders(&self) -> BTreeMap<IpAddr, NodeValue> {
-        self.node_v4.iter().map(|(addr, node)| (IpAddr::V4(*addr), *node)).collect()
+        let v4 = self.node_v4.iter().map(|(addr, node)| (IpAddr::V4(*addr), *node));
+        v4.chain(self.node_v6.iter().map(|(addr, node)| (IpAddr::V6(*addr), *node))).collect()
     }
 }
 
 impl From<&plan::Tables> for Content {
     fn from(tables: &plan::Tables) -> Self {
-        Self {
-            prefix_v4: ipv4(&tables.prefix),
+        let mut content = Self {
             hop: tables.hop.iter().filter_map(|(id, hop)| Some((*id, raw_hop(hop)?))).collect(),
-            node_v4: tables
-                .node
-                .iter()
-                .filter_map(|(addr, value)| match addr {
-                    IpAddr::V4(addr) => Some((*addr, *value)),
-                    IpAddr::V6(_) => None,
-                })
-                .collect(),
-            masq_src: ipv4(&tables.masq_src),
-            masq_dst: ipv4(&tables.masq_dst),
+            masq_src: by_family(&tables.masq_src).0,
+            masq_dst: by_family(&tables.masq_dst).0,
             device: tables.device.clone(),
             config: tables.config,
+            ..Self::default()
+        };
+        (content.prefix_v4, content.prefix_v6) = by_family(&tables.prefix);
+        for (addr, value) in &tables.node {
+            match addr {
+                IpAddr::V4(addr) => drop(content.node_v4.insert(*addr, *value)),
+                IpAddr::V6(addr) => drop(content.node_v6.insert(*addr, *value)),
+            }
         }
+        content
     }
 }
 
-fn ipv4<V: Copy>(table: &BTreeMap<IpNet, V>) -> BTreeMap<Ipv4Net, V> {
-    table
-        .iter()
-        .filter_map(|(prefix, value)| match prefix {
-            IpNet::V4(prefix) => Some((*prefix, *value)),
-            IpNet::V6(_) => None,
-        })
-        .collect()
+fn by_family<V: Copy>(table: &BTreeMap<IpNet, V>) -> (BTreeMap<Ipv4Net, V>, BTreeMap<Ipv6Net, V>) {
+    let (mut v4, mut v6) = (BTreeMap::new(), BTreeMap::new());
+    for (prefix, value) in table {
+        match prefix {
+            IpNet::V4(prefix) => drop(v4.insert(*prefix, *value)),
+            IpNet::V6(prefix) => drop(v6.insert(*prefix, *value)),
+        }
+    }
+    (v4, v6)
 }
 
+/// Addresses of two families have no hop: it drops, counted.
 fn raw_hop(hop: &plan::Hop) -> Option<Hop> {
     match *hop {
         plan::Hop::Local => Some(Hop { kind: HOP_KIND_LOCAL, ..Hop::default() }),
         plan::Hop::Wireguard => Some(Hop { kind: HOP_KIND_WIREGUARD, ..Hop::default() }),
-        plan::Hop::Node {
-            encapsulated,
-            ifindex,
-            mtu,
-            local: IpAddr::V4(local),
-            remote: IpAddr::V4(remote),
-        } => Some(Hop {
+        plan::Hop::Node { local, remote, .. } if local.is_ipv4() != remote.is_ipv4() => None,
+        plan::Hop::Node { tunnel, ifindex, mtu, local, remote } => Some(Hop {
             kind: HOP_KIND_NODE,
-            tunnel: if encapsulated { TUNNEL_IPIP } else { TUNNEL_NONE },
+            tunnel: match tunnel {
+                Tunnel::None => TUNNEL_NONE,
+                Tunnel::Ipip => TUNNEL_IPIP,
+                Tunnel::Vxlan => TUNNEL_VXLAN,
+            },
             ifindex,
             mtu,
-            local: local.octets(),
-            remote: remote.octets(),
+            family: if remote.is_ipv4() { FAMILY_V4 } else { FAMILY_V6 },
+            local: octets(local),
+            remote: octets(remote),
         }),
-        plan::Hop::Node { .. } => None,
+    }
+}
+
+fn octets(addr: IpAddr) -> [u8; 16] {
+    match addr {
+        IpAddr::V4(addr) => {
+            let mut octets = [0; 16];
+            octets[..4].copy_from_slice(&addr.octets());
+            octets
+        }
+        IpAddr::V6(addr) => addr.octets(),
+    }
+}
+
+/// A prefix of one family, as the key of its trie.
+trait Prefix: Ord + Copy {
+    type Octets: Pod;
+    fn key(&self) -> Key<Self::Octets>;
+    fn from_key(key: &Key<Self::Octets>) -> Option<Self>;
+}
+
+impl Prefix for Ipv4Net {
+    type Octets = [u8; 4];
+    fn key(&self) -> Key<[u8; 4]> {
+        Key::new(u32::from(self.prefix_len()), self.network().octets())
+    }
+    fn from_key(key: &Key<[u8; 4]>) -> Option<Self> {
+        Self::new(Ipv4Addr::from(key.data()), u8::try_from(key.prefix_len()).ok()?).ok()
+    }
+}
+
+impl Prefix for Ipv6Net {
+    type Octets = [u8; 16];
+    fn key(&self) -> Key<[u8; 16]> {
+        Key::new(u32::from(self.prefix_len()), self.network().octets())
+    }
+    fn from_key(key: &Key<[u8; 16]>) -> Option<Self> {
+        Self::new(Ipv6Addr::from(key.data()), u8::try_from(key.prefix_len()).ok()?).ok()
     }
 }
 
 /// Reads everything the maps hold.
 pub fn read(bpf: &mut Ebpf) -> Result<Content, DataplaneError> {
     let mut tables = Content {
-        prefix_v4: read_trie::<PrefixValue>(bpf, name::PREFIX_V4)?,
-        masq_src: read_trie::<u32>(bpf, name::MASQ_SRC)?,
-        masq_dst: read_trie::<u32>(bpf, name::MASQ_DST)?,
+        prefix_v4: read_trie(bpf, name::PREFIX_V4)?,
+        prefix_v6: read_trie(bpf, name::PREFIX_V6)?,
+        masq_src: read_trie(bpf, name::MASQ_SRC)?,
+        masq_dst: read_trie(bpf, name::MASQ_DST)?,
         ..Content::default()
     };
     let hops = Array::<_, Hop>::try_from(map(bpf, name::HOP)?)?;
@@ -109,29 +152,36 @@ pub fn read(bpf: &mut Ebpf) -> Result<Content, DataplaneError> {
             tables.hop.insert(id, hop);
         }
     }
-    let nodes = HashMap::<_, [u8; 4], NodeValue>::try_from(map(bpf, name::NODE_V4)?)?;
-    for entry in nodes.iter() {
-        let (addr, value) = entry?;
-        tables.node_v4.insert(addr.into(), value);
-    }
-    let devices = HashMap::<_, u32, Device>::try_from(map(bpf, name::DEVICE)?)?;
-    for entry in devices.iter() {
-        let (ifindex, value) = entry?;
-        tables.device.insert(ifindex, value);
-    }
+    tables.node_v4 = read_hash(bpf, name::NODE_V4, |addr: [u8; 4]| addr.into())?;
+    tables.node_v6 = read_hash(bpf, name::NODE_V6, |addr: [u8; 16]| addr.into())?;
+    tables.device = read_hash(bpf, name::DEVICE, |ifindex: u32| ifindex)?;
     tables.config = Array::<_, Config>::try_from(map(bpf, name::CONFIG)?)?.get(&0, 0)?;
     Ok(tables)
 }
 
-fn read_trie<V: Pod>(bpf: &mut Ebpf, name: &'static str) -> Result<BTreeMap<Ipv4Net, V>, DataplaneError> {
-    let trie = LpmTrie::<_, [u8; 4], V>::try_from(map(bpf, name)?)?;
+fn read_trie<P: Prefix, V: Pod>(
+    bpf: &mut Ebpf,
+    name: &'static str,
+) -> Result<BTreeMap<P, V>, DataplaneError> {
+    let trie = LpmTrie::<_, P::Octets, V>::try_from(map(bpf, name)?)?;
     let mut content = BTreeMap::new();
     for entry in trie.iter() {
         let (key, value) = entry?;
-        let length = u8::try_from(key.prefix_len()).unwrap_or(32).min(32);
-        if let Ok(prefix) = Ipv4Net::new(Ipv4Addr::from(key.data()), length) {
-            content.insert(prefix, value);
-        }
+        content.extend(P::from_key(&key).map(|prefix| (prefix, value)));
+    }
+    Ok(content)
+}
+
+fn read_hash<P: Pod, K: Ord, V: Pod>(
+    bpf: &mut Ebpf,
+    name: &'static str,
+    key: impl Fn(P) -> K,
+) -> Result<BTreeMap<K, V>, DataplaneError> {
+    let hash = HashMap::<_, P, V>::try_from(map(bpf, name)?)?;
+    let mut content = BTreeMap::new();
+    for entry in hash.iter() {
+        let (raw, value) = entry?;
+        content.insert(key(raw), value);
     }
     Ok(content)
 }
@@ -162,9 +212,11 @@ pub fn apply(bpf: &mut Ebpf, present: &mut Content, desired: &Content) -> Result
     let mut writes = 0;
     // First what others point to, then the pointers; on the way back the other way round.
     let hops = difference(&present.hop, &desired.hop);
-    let nodes = difference(&present.node_v4, &desired.node_v4);
+    let nodes_v4 = difference(&present.node_v4, &desired.node_v4);
+    let nodes_v6 = difference(&present.node_v6, &desired.node_v6);
     let devices = difference(&present.device, &desired.device);
-    let prefixes = difference(&present.prefix_v4, &desired.prefix_v4);
+    let prefixes_v4 = difference(&present.prefix_v4, &desired.prefix_v4);
+    let prefixes_v6 = difference(&present.prefix_v6, &desired.prefix_v6);
     let sources = difference(&present.masq_src, &desired.masq_src);
     let destinations = difference(&present.masq_dst, &desired.masq_dst);
 
@@ -177,15 +229,18 @@ pub fn apply(bpf: &mut Ebpf, present: &mut Content, desired: &Content) -> Result
     // What must not be masqueraded is known before anything is.
     writes += write_trie(bpf, name::MASQ_DST, &destinations.write, &mut present.masq_dst)?;
     writes += write_hash(bpf, name::DEVICE, devices, &mut present.device, |key| key)?;
-    writes += write_hash(bpf, name::NODE_V4, nodes, &mut present.node_v4, |addr| addr.octets())?;
-    writes += write_trie(bpf, name::PREFIX_V4, &prefixes.write, &mut present.prefix_v4)?;
+    writes += write_hash(bpf, name::NODE_V4, nodes_v4, &mut present.node_v4, |addr| addr.octets())?;
+    writes += write_hash(bpf, name::NODE_V6, nodes_v6, &mut present.node_v6, |addr| addr.octets())?;
+    writes += write_trie(bpf, name::PREFIX_V4, &prefixes_v4.write, &mut present.prefix_v4)?;
+    writes += write_trie(bpf, name::PREFIX_V6, &prefixes_v6.write, &mut present.prefix_v6)?;
     writes += write_trie(bpf, name::MASQ_SRC, &sources.write, &mut present.masq_src)?;
     if present.config != desired.config {
         Array::<_, Config>::try_from(map(bpf, name::CONFIG)?)?.set(0, desired.config, 0)?;
         present.config = desired.config;
         writes += 1;
     }
-    writes += remove_trie(bpf, name::PREFIX_V4, &prefixes.remove, &mut present.prefix_v4)?;
+    writes += remove_trie(bpf, name::PREFIX_V4, &prefixes_v4.remove, &mut present.prefix_v4)?;
+    writes += remove_trie(bpf, name::PREFIX_V6, &prefixes_v6.remove, &mut present.prefix_v6)?;
     writes += remove_trie(bpf, name::MASQ_SRC, &sources.remove, &mut present.masq_src)?;
     writes += remove_trie(bpf, name::MASQ_DST, &destinations.remove, &mut present.masq_dst)?;
     let mut map_of_hops = Array::<_, Hop>::try_from(map(bpf, name::HOP)?)?;
@@ -202,40 +257,38 @@ fn check_capacity(desired: &Content) -> Result<(), DataplaneError> {
         if wanted > capacity as usize { Err(DataplaneError::Full { map, capacity, wanted }) } else { Ok(()) }
     };
     full(name::PREFIX_V4, MAX_PREFIXES, desired.prefix_v4.len())?;
+    full(name::PREFIX_V6, MAX_PREFIXES, desired.prefix_v6.len())?;
     full(name::NODE_V4, MAX_NODES, desired.node_v4.len())?;
+    full(name::NODE_V6, MAX_NODES, desired.node_v6.len())?;
     full(name::MASQ_SRC, MAX_MASQ_PREFIXES, desired.masq_src.len())?;
     full(name::MASQ_DST, MAX_MASQ_PREFIXES, desired.masq_dst.len())?;
     full(name::DEVICE, MAX_DEVICES, desired.device.len())?;
     full(name::HOP, MAX_HOPS, desired.hop.keys().last().map_or(0, |&id| id as usize + 1))
 }
 
-fn key(prefix: &Ipv4Net) -> Key<[u8; 4]> {
-    Key::new(u32::from(prefix.prefix_len()), prefix.network().octets())
-}
-
-fn write_trie<V: Pod>(
+fn write_trie<P: Prefix, V: Pod>(
     bpf: &mut Ebpf,
     name: &'static str,
-    entries: &[(Ipv4Net, V)],
-    present: &mut BTreeMap<Ipv4Net, V>,
+    entries: &[(P, V)],
+    present: &mut BTreeMap<P, V>,
 ) -> Result<u64, DataplaneError> {
-    let mut trie: LpmTrie<&mut MapData, [u8; 4], V> = map(bpf, name)?.try_into()?;
+    let mut trie: LpmTrie<&mut MapData, P::Octets, V> = map(bpf, name)?.try_into()?;
     for (prefix, value) in entries {
-        trie.insert(&key(prefix), value, 0)?;
+        trie.insert(&prefix.key(), value, 0)?;
         present.insert(*prefix, *value);
     }
     Ok(entries.len() as u64)
 }
 
-fn remove_trie<V: Pod>(
+fn remove_trie<P: Prefix, V: Pod>(
     bpf: &mut Ebpf,
     name: &'static str,
-    prefixes: &[Ipv4Net],
-    present: &mut BTreeMap<Ipv4Net, V>,
+    prefixes: &[P],
+    present: &mut BTreeMap<P, V>,
 ) -> Result<u64, DataplaneError> {
-    let mut trie: LpmTrie<&mut MapData, [u8; 4], V> = map(bpf, name)?.try_into()?;
+    let mut trie: LpmTrie<&mut MapData, P::Octets, V> = map(bpf, name)?.try_into()?;
     for prefix in prefixes {
-        gone(trie.remove(&key(prefix)))?;
+        gone(trie.remove(&prefix.key()))?;
         present.remove(prefix);
     }
     Ok(prefixes.len() as u64)

@@ -5,11 +5,13 @@ mod attach;
 mod error;
 mod load;
 mod maps;
+mod path_mtu;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use aya::{
@@ -22,6 +24,9 @@ use kilo_common::{
 };
 
 pub use error::DataplaneError;
+pub use path_mtu::PathMtus;
+
+use tokio::sync::Notify;
 
 use crate::{plan::Tables, status::Attached};
 
@@ -86,14 +91,30 @@ impl Dataplane {
         maps::apply(&mut self.bpf, &mut self.present, &desired.into())
     }
 
-    /// Attaches the programs to the WireGuard device and the uplinks, replaces
-    /// what an earlier agent attached, and detaches from all other interfaces.
+    /// Attaches the programs to the WireGuard device, the uplinks and the
+    /// VXLAN device, replaces what an earlier agent attached, and detaches from all other interfaces.
     /// Answers the number of changes.
     ///
     /// # Errors
     /// When an interface refuses a program.
-    pub fn attach(&mut self, kilo: u32, uplinks: &BTreeSet<u32>) -> Result<u64, DataplaneError> {
-        self.attachments.apply(&mut self.bpf, &self.directory, kilo, uplinks)
+    pub fn attach(
+        &mut self,
+        kilo: u32,
+        uplinks: &BTreeSet<u32>,
+        vxlan: Option<u32>,
+    ) -> Result<u64, DataplaneError> {
+        self.attachments.apply(&mut self.bpf, &self.directory, kilo, uplinks, vxlan)
+    }
+
+    /// Follows what routers say of the way to nodes, and notifies of news.
+    /// Must be called inside a tokio runtime.
+    ///
+    /// # Errors
+    /// When the pinned map cannot be opened.
+    pub fn follow_path_mtus(&self, notify: Arc<Notify>) -> Result<PathMtus, DataplaneError> {
+        let known = PathMtus::default();
+        path_mtu::follow(&self.directory, known.clone(), notify)?;
+        Ok(known)
     }
 
     /// Programs this process has attached, and where.

@@ -177,7 +177,7 @@ fn parse_address(message: &AddressMessage) -> Option<(u32, Address)> {
 /// WireGuard device, an IPIP tunnel (Kilo's `tunl0`), a dummy, an interface
 /// whose address lies in the own pod CIDR (CNI bridge, flannel, pods' veths).
 /// The private interface is one of them.
-pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<Ipv4Addr, u32>) -> HostLinks {
+pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr, u32>) -> HostLinks {
     let mut host = HostLinks { kilo: query.kilo, ..HostLinks::default() };
     for link in links {
         let Some(primary) = primary_v4(link) else { continue };
@@ -302,12 +302,12 @@ mod tests {
         let pods = ["10.244.1.0/24".parse().unwrap()];
         let query = HostQuery { kilo: 4, private: Some("10.0.0.5".parse().unwrap()), pod_cidrs: &pods };
         let address = |text: &str| text.parse::<Ipv4Addr>().unwrap();
-        let paths =
-            BTreeMap::from([(address("10.0.0.7"), 2), (address("203.0.113.2"), 3), (address("9.9.9.9"), 4)]);
+        let node = |text: &str| text.parse::<IpAddr>().unwrap();
+        let paths = BTreeMap::from([(node("10.0.0.7"), 2), (node("203.0.113.2"), 3), (node("9.9.9.9"), 4)]);
         let host = host_links(&links, &query, &paths);
         assert_eq!(host.uplinks, BTreeMap::from([(2, address("10.0.0.5")), (3, address("203.0.113.7"))]));
         assert_eq!(host.mtus, BTreeMap::from([(2, 1500), (3, 1500)]));
         assert_eq!(host.private, Some(2));
-        assert_eq!(host.towards, BTreeMap::from([(address("203.0.113.2"), 3)]));
+        assert_eq!(host.towards, BTreeMap::from([(node("203.0.113.2"), 3)]));
     }
 }

@@ -7,16 +7,19 @@
 pub mod addresses;
 pub mod discovery;
 mod error;
+pub mod forwarding;
 pub mod links;
 pub mod mtu;
+pub mod neighbours;
 pub mod routes;
 mod rtnl;
 pub mod rules;
+pub mod tunnels;
 pub mod watch;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::{IpAddr, Ipv4Addr},
+    net::IpAddr,
 };
 
 pub use error::{NetError, Refused};
@@ -58,7 +61,7 @@ impl Net {
     pub async fn host_links(
         &self,
         query: &links::HostQuery<'_>,
-        towards: &[Ipv4Addr],
+        towards: &[IpAddr],
     ) -> Result<HostLinks, NetError> {
         let all = self.links().await?;
         let mut paths = BTreeMap::new();
@@ -71,8 +74,8 @@ impl Net {
     }
 
     /// Interface the kernel would use towards an address; `None` without a route.
-    pub async fn interface_towards(&self, address: Ipv4Addr) -> Result<Option<u32>, NetError> {
-        routes::lookup(&self.rtnl, IpAddr::V4(address)).await
+    pub async fn interface_towards(&self, address: IpAddr) -> Result<Option<u32>, NetError> {
+        routes::lookup(&self.rtnl, address).await
     }
 
     /// Interface of the default route, IPv4 before IPv6.
@@ -90,6 +93,7 @@ impl Net {
     pub async fn apply(&self, plan: &NetPlan, kilo: u32) -> Result<usize, NetError> {
         let mut writes = links::bring_up(&self.rtnl, kilo, plan.mtu).await?;
         let mut refused = Vec::new();
+        writes += neighbours::apply(&self.rtnl, &plan.neighbours, &mut refused).await?;
         writes += addresses::apply(&self.rtnl, kilo, &plan.addresses, &mut refused).await?;
         let current = routes::read(&self.rtnl).await?;
         let changes = routes::diff(&current, &plan.routes, kilo);
@@ -100,35 +104,19 @@ impl Net {
         if refused.is_empty() { Ok(writes) } else { Err(NetError::Refused { writes, refused }) }
     }
 
-    /// Removes our routes and rules everywhere and our addresses from `kilo`
-    /// (when it still exists). The interface itself stays: [`links::delete`].
+    /// Removes our routes, rules, neighbours and tunnel devices everywhere and
+    /// our addresses from `kilo` (when it still exists). The WireGuard
+    /// interface itself stays: [`links::delete`].
     pub async fn remove(&self, kilo: Option<u32>) -> Result<usize, NetError> {
         let mut refused = Vec::new();
         let mut writes = rules::apply(&self.rtnl, &BTreeSet::new(), &mut refused).await?;
         let changes = routes::diff(&routes::read(&self.rtnl).await?, &BTreeSet::new(), kilo.unwrap_or(0));
         writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;
+        writes += neighbours::apply(&self.rtnl, &BTreeSet::new(), &mut refused).await?;
+        writes += tunnels::remove(&self.rtnl).await?;
         if let Some(kilo) = kilo {
             writes += addresses::apply(&self.rtnl, kilo, &BTreeSet::new(), &mut refused).await?;
         }
         if refused.is_empty() { Ok(writes) } else { Err(NetError::Refused { writes, refused }) }
     }
-}
-
-const IP_FORWARD: &str = "/proc/sys/net/ipv4/ip_forward";
-
-/// Whether this network namespace forwards IPv4.
-pub fn ip_forward() -> Result<bool, NetError> {
-    std::fs::read_to_string(IP_FORWARD)
-        .map(|text| text.trim() != "0")
-        .map_err(|source| NetError::Sysctl { path: IP_FORWARD, source })
-}
-
-/// Turns IPv4 forwarding on when it is off; true when it had to.
-pub fn ensure_ip_forward() -> Result<bool, NetError> {
-    if ip_forward()? {
-        return Ok(false);
-    }
-    std::fs::write(IP_FORWARD, "1")
-        .map(|()| true)
-        .map_err(|source| NetError::Sysctl { path: IP_FORWARD, source })
 }

@@ -12,10 +12,13 @@ use rtnetlink::{
     packet_route::{
         AddressFamily, RouteNetlinkMessage,
         route::{
-            RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
+            RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteMetric, RouteProtocol, RouteScope,
+            RouteType,
         },
     },
 };
+
+use rtnetlink::packet_route::route::RouteFlags;
 
 use super::{NetError, PROTOCOL, Refused, Rtnl, addresses::keep, links};
 use crate::plan::{MAIN_TABLE, Route};
@@ -93,6 +96,10 @@ pub async fn read(rtnl: &Rtnl) -> Result<Vec<Found>, NetError> {
 }
 
 async fn dump(rtnl: &Rtnl, protocol: RouteProtocol) -> Result<Vec<Found>, NetError> {
+    Ok(messages(rtnl, protocol).await?.iter().filter_map(parse).collect())
+}
+
+async fn messages(rtnl: &Rtnl, protocol: RouteProtocol) -> Result<Vec<RouteMessage>, NetError> {
     let mut all = Vec::new();
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
         let mut request = RouteMessage::default();
@@ -106,7 +113,7 @@ async fn dump(rtnl: &Rtnl, protocol: RouteProtocol) -> Result<Vec<Found>, NetErr
                 if route.header.address_family == family
                     && (protocol == RouteProtocol::Unspec || route.header.protocol == protocol) =>
             {
-                parse(&route)
+                Some(route)
             }
             _ => None,
         }));
@@ -124,6 +131,7 @@ fn parse(message: &RouteMessage) -> Option<Found> {
             destination: IpNet::new(any, message.header.destination_prefix_length).ok()?,
             table: u32::from(message.header.table),
             source: None,
+            mtu: None,
         },
         interface: None,
         priority: 0,
@@ -136,6 +144,12 @@ fn parse(message: &RouteMessage) -> Option<Found> {
                     IpNet::new(ip(address)?, message.header.destination_prefix_length).ok()?;
             }
             RouteAttribute::PrefSource(address) => found.route.source = ip(address),
+            RouteAttribute::Metrics(metrics) => {
+                found.route.mtu = metrics.iter().find_map(|metric| match metric {
+                    RouteMetric::Mtu(mtu) => Some(*mtu),
+                    _ => None,
+                });
+            }
             RouteAttribute::Table(table) => found.route.table = *table,
             RouteAttribute::Oif(index) => found.interface = Some(*index),
             RouteAttribute::Priority(priority) => found.priority = *priority,
@@ -182,7 +196,8 @@ pub(super) async fn apply_sets(
 }
 
 /// Destinations somebody else already routes: what an earlier Kilo left (over
-/// the WireGuard or an IPIP device) is replaced in place, the rest is refused.
+/// the WireGuard or an IPIP device, or marked as its own) is replaced in place,
+/// the rest is refused.
 async fn take_over(
     rtnl: &Rtnl,
     taken: &[Route],
@@ -191,14 +206,19 @@ async fn take_over(
 ) -> Result<usize, NetError> {
     let mut writes = 0;
     let links = links::list(rtnl).await?;
-    let existing = dump(rtnl, RouteProtocol::Unspec).await?;
+    let existing = messages(rtnl, RouteProtocol::Unspec).await?;
+    let existing: Vec<_> = existing.iter().filter_map(|m| Some((parse(m)?, is_kilos(m)))).collect();
     for route in taken {
         let holder = existing
             .iter()
-            .filter(|found| found.route.table == route.table && found.route.destination == route.destination)
-            .min_by_key(|found| found.priority);
+            .filter(|(found, _)| {
+                found.route.table == route.table && found.route.destination == route.destination
+            })
+            .min_by_key(|(found, _)| found.priority);
+        let by_kilo = holder.is_some_and(|(_, by_kilo)| *by_kilo);
+        let holder = holder.map(|(found, _)| found);
         let device = holder.and_then(|found| links.iter().find(|link| Some(link.index) == found.interface));
-        let ours = device.is_some_and(|link| link.index == kilo || link.kind == "ipip");
+        let ours = by_kilo || device.is_some_and(|link| link.index == kilo || link.kind == "ipip");
         if ours {
             writes += keep(refused, set(rtnl, route, kilo, NLM_F_CREATE | NLM_F_REPLACE).await)?;
         } else {
@@ -216,6 +236,12 @@ async fn take_over(
         }
     }
     Ok(writes)
+}
+
+/// Kilo's routes to nodes of the own location, where it does not encapsulate:
+/// static, and the next hop taken as a neighbour without proof.
+fn is_kilos(message: &RouteMessage) -> bool {
+    message.header.protocol == RouteProtocol::Static && message.header.flags.contains(RouteFlags::Onlink)
 }
 
 /// Deletes; returns the number of writes.
@@ -262,6 +288,9 @@ fn message(route: &Route, interface: Option<u32>) -> RouteMessage {
     message.attributes.push(RouteAttribute::Table(route.table));
     if let Some(source) = route.source {
         message.attributes.push(RouteAttribute::PrefSource(source.into()));
+    }
+    if let Some(mtu) = route.mtu {
+        message.attributes.push(RouteAttribute::Metrics(vec![RouteMetric::Mtu(mtu)]));
     }
     if let Some(index) = interface {
         message.attributes.push(RouteAttribute::Oif(index));
@@ -320,6 +349,7 @@ mod tests {
             destination: destination.parse().unwrap(),
             table: MAIN_TABLE,
             source: source.map(|text| text.parse().unwrap()),
+            mtu: None,
         }
     }
 

@@ -20,7 +20,7 @@ use std::{
 use kilo_common::maps::{CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_PLAIN, Config};
 
 use crate::{
-    topology::{Encapsulate, Member, Mesh, Segment, Settings},
+    topology::{Encapsulate, Member, Mesh, Segment, Settings, Tunnel},
     wireguard::key::PublicKey,
 };
 
@@ -73,8 +73,17 @@ impl<'a> Own<'a> {
         self.segment.members.iter().filter(move |member| member.name != *name)
     }
 
-    /// The tunnel towards another node of the location (`--encapsulate`).
+    /// The tunnel towards another node of the location.
+    fn tunnel(&self, settings: &Settings, to: &Member) -> Tunnel {
+        if self.encapsulates(settings, to) { settings.tunnel } else { Tunnel::None }
+    }
+
+    /// Whether packets to another node of the location get an outer header
+    /// (`--encapsulate`).
     fn encapsulates(&self, settings: &Settings, to: &Member) -> bool {
+        if settings.tunnel == Tunnel::None {
+            return false;
+        }
         match settings.encapsulate {
             Encapsulate::Always => true,
             Encapsulate::Never => false,
@@ -91,7 +100,8 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
     let own = Own::find(inputs.mesh, inputs.node)?;
     let mut tables = steering::tables(inputs, &own);
     masquerade::fill(inputs, &own, &mut tables);
-    let plain = tables.hop.values().any(|hop| matches!(hop, Hop::Node { encapsulated: false, .. }));
+    let plain = tables.hop.values().any(|hop| matches!(hop, Hop::Node { tunnel: Tunnel::None, .. }));
+    let private = own.member.private_ip();
     let flag = |set: bool, bit: u32| if set { bit } else { 0 };
     tables.config = Config {
         kilo_ifindex: inputs.links.kilo,
@@ -102,15 +112,24 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         nat_port_max: NAT_PORTS.1,
         wireguard_port: inputs.settings.port,
         pad: 0,
-        private_addr: match own.member.private_ip() {
+        kilo_mtu: inputs.mtu,
+        vxlan_ifindex: inputs.links.vxlan.unwrap_or(0),
+        ipip_ifindex: inputs.links.ipip.unwrap_or(0),
+        private_v4: match private {
             Some(IpAddr::V4(ip)) => ip.octets(),
             _ => [0; 4],
+        },
+        overlay_v4: [0; 4],
+        private_v6: match private {
+            Some(IpAddr::V6(ip)) => ip.octets(),
+            _ => [0; 16],
         },
     };
     Some(HostPlan {
         wireguard: wireguard::peers(inputs, &own),
-        net: routes::net(inputs, &own),
+        net: routes::net(inputs, &own, &tables),
         tables,
+        vxlan: inputs.links.vxlan,
         uplinks: inputs.links.uplinks.keys().chain(&inputs.links.private).copied().collect(),
     })
 }

@@ -7,12 +7,12 @@ use ipnet::IpNet;
 use kilo_common::{
     maps::{CONFIG_LEADER, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue},
     nat,
-    packet::never_steered,
+    packet::{halves, never_steered, never_steered_v6},
     verdict::{Action, DropReason},
 };
 
 use super::{Hop, HostPlan, MAIN_TABLE, Tables};
-use crate::topology::prefixes::longest;
+use crate::topology::{Tunnel, prefixes::longest};
 
 /// Source and destination of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,8 +142,8 @@ impl HostPlan {
 
 fn seen_from_outside(verdict: Verdict) -> Route {
     match verdict {
-        Ok((_, Some(Hop::Node { remote, encapsulated, .. }))) => {
-            Route::Gateway { gateway: remote, encapsulated }
+        Ok((_, Some(Hop::Node { remote, tunnel, .. }))) => {
+            Route::Gateway { gateway: remote, encapsulated: tunnel != Tunnel::None }
         }
         Ok((Action::Encrypt | Action::Transit, _)) => Route::Wireguard,
         Ok(_) => Route::Other,
@@ -154,6 +154,6 @@ fn seen_from_outside(verdict: Verdict) -> Route {
 fn is_never_steered(dst: IpAddr) -> bool {
     match dst {
         IpAddr::V4(dst) => never_steered(dst.octets()),
-        IpAddr::V6(dst) => dst.is_multicast() || dst.is_unicast_link_local() || dst.is_loopback(),
+        IpAddr::V6(dst) => never_steered_v6(halves(dst.octets())),
     }
 }

@@ -4,15 +4,18 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::{Inputs, MAIN_TABLE, NetPlan, Own, POD_RULE_PRIORITY, POD_TABLE, Route, Rule};
+use super::{Hop, Inputs, MAIN_TABLE, NetPlan, Own, POD_RULE_PRIORITY, POD_TABLE, Route, Rule, Tables};
+use crate::topology::Tunnel;
 
-pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>) -> NetPlan {
+pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, tables: &Tables) -> NetPlan {
     let mut net = NetPlan { mtu: inputs.mtu, ..NetPlan::default() };
     net.addresses.extend(super::wireguard_address(inputs.mesh, inputs.node));
     let source = source(own);
     let mut add = |prefix: IpNet, table: u32| {
         let source = source.filter(|source| source.is_ipv4() == prefix.addr().is_ipv4());
-        net.routes.insert(Route { destination: prefix.trunc(), table, source });
+        let destination = prefix.trunc();
+        let mtu = hop_mtu(tables, destination).filter(|mtu| *mtu < inputs.mtu);
+        net.routes.insert(Route { destination, table, source, mtu });
     };
     if let Some(ip) = own.segment.wireguard_ip.filter(|_| !own.leads) {
         add(IpNet::from(ip), MAIN_TABLE);
@@ -49,7 +52,28 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>) -> NetPlan {
             net.rules.insert(Rule { from: cidr.trunc(), table: POD_TABLE, priority: POD_RULE_PRIORITY });
         }
     }
+    // Packets without an outer header name their next hop, and one that is not
+    // resolved yet would lose the first of them.
+    net.neighbours = tables
+        .hop
+        .values()
+        .filter_map(|hop| match *hop {
+            Hop::Node { tunnel: Tunnel::None, ifindex, remote, .. } if ifindex != 0 => {
+                Some((ifindex, remote))
+            }
+            _ => None,
+        })
+        .collect();
     net
+}
+
+/// Largest packet the hop of a prefix carries; `None` for WireGuard, whose
+/// device has that MTU, and where it is not known.
+fn hop_mtu(tables: &Tables, prefix: IpNet) -> Option<u32> {
+    match tables.hop.get(&tables.prefix.get(&prefix)?.hop)? {
+        Hop::Node { mtu, .. } if *mtu != 0 => Some(*mtu),
+        _ => None,
+    }
 }
 
 /// The address this host's own packets into the mesh get: its private one. A

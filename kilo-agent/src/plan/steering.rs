@@ -4,12 +4,12 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 use kilo_common::{
-    encap::IPIP_OVERHEAD,
+    encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6},
     maps::{HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue},
 };
 
 use super::{Hop, Inputs, Own, Tables};
-use crate::topology::Member;
+use crate::topology::{Member, Tunnel};
 
 pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>) -> Tables {
     let mut tables = Tables::default();
@@ -85,13 +85,25 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
 /// How another node of the location is reached.
 fn node_hop(inputs: &Inputs<'_>, own: &Own<'_>, member: &Member, remote: IpAddr) -> Option<Hop> {
     let local = own.member.private_ip()?;
-    let towards = match remote {
-        IpAddr::V4(remote) => inputs.links.towards.get(&remote).copied(),
-        IpAddr::V6(_) => None,
+    let links = inputs.links;
+    let ifindex = links.towards.get(&remote).copied().or(links.private).unwrap_or(0);
+    let tunnel = own.tunnel(inputs.settings, member);
+    let carried = links.mtus.get(&ifindex).into_iter().chain(links.path_mtus.get(&remote)).min();
+    let mtu = carried.map_or(0, |mtu| mtu.saturating_sub(overhead(tunnel, remote, member)));
+    Some(Hop::Node { tunnel, ifindex, mtu, local, remote })
+}
+
+/// Bytes packets to a node grow by. Without encapsulation those of the family
+/// its private address is not of are encapsulated all the same.
+fn overhead(tunnel: Tunnel, remote: IpAddr, member: &Member) -> u32 {
+    let v6 = remote.is_ipv6();
+    let mixed = member.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6() != v6);
+    let bytes = match tunnel {
+        Tunnel::None if !mixed => 0,
+        Tunnel::None | Tunnel::Ipip if v6 => IPIP_OVERHEAD_V6,
+        Tunnel::None | Tunnel::Ipip => IPIP_OVERHEAD,
+        Tunnel::Vxlan if v6 => VXLAN_OVERHEAD_V6,
+        Tunnel::Vxlan => VXLAN_OVERHEAD,
     };
-    let ifindex = towards.or(inputs.links.private).unwrap_or(0);
-    let encapsulated = own.encapsulates(inputs.settings, member);
-    let overhead = if encapsulated { u32::try_from(IPIP_OVERHEAD).unwrap_or(0) } else { 0 };
-    let mtu = inputs.links.mtus.get(&ifindex).map_or(0, |mtu| mtu.saturating_sub(overhead));
-    Some(Hop::Node { encapsulated, ifindex, mtu, local, remote })
+    u32::try_from(bytes).unwrap_or(0)
 }

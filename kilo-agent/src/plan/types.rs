@@ -8,7 +8,10 @@ use std::{
 use ipnet::IpNet;
 use kilo_common::maps;
 
-use crate::wireguard::key::{PublicKey, SecretKey};
+use crate::{
+    topology::Tunnel,
+    wireguard::key::{PublicKey, SecretKey},
+};
 
 /// Everything the actuators bring about.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,6 +24,8 @@ pub struct HostPlan {
     pub tables: Tables,
     /// Interfaces the TC programs sit on, besides the WireGuard device.
     pub uplinks: BTreeSet<u32>,
+    /// The VXLAN device, where there is one.
+    pub vxlan: Option<u32>,
 }
 
 /// Desired WireGuard peers. The private key stays with the actuator.
@@ -60,6 +65,8 @@ pub struct NetPlan {
     pub routes: BTreeSet<Route>,
     /// Policy rules.
     pub rules: BTreeSet<Rule>,
+    /// Next hops the kernel keeps resolved, with their interface.
+    pub neighbours: BTreeSet<(u32, IpAddr)>,
 }
 
 /// Route through the WireGuard device (scope link).
@@ -71,6 +78,9 @@ pub struct Route {
     pub table: u32,
     /// Preferred source address.
     pub source: Option<IpAddr>,
+    /// Largest packet in bytes, where it is less than the device's MTU: the
+    /// stack tells senders of larger ones.
+    pub mtu: Option<u32>,
 }
 
 /// The main routing table.
@@ -121,8 +131,8 @@ pub enum Hop {
     Wireguard,
     /// Another node of the own location.
     Node {
-        /// With an outer header (IP in IP), or plainly on the link.
-        encapsulated: bool,
+        /// The outer header.
+        tunnel: Tunnel,
         /// Interface towards the node.
         ifindex: u32,
         /// Largest inner packet in bytes; 0 = not known.
@@ -149,5 +159,11 @@ pub struct HostLinks {
     pub mtus: BTreeMap<u32, u32>,
     /// Interface and preferred path to each node address of the own location:
     /// what a route lookup answers; absent = the private interface.
-    pub towards: BTreeMap<Ipv4Addr, u32>,
+    pub towards: BTreeMap<IpAddr, u32>,
+    /// The VXLAN device.
+    pub vxlan: Option<u32>,
+    /// The IPIP device for packets that get no outer header in place.
+    pub ipip: Option<u32>,
+    /// What routers said they carry towards nodes, in bytes with the outer header.
+    pub path_mtus: BTreeMap<IpAddr, u32>,
 }

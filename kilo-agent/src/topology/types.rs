@@ -138,6 +138,18 @@ impl FromStr for Encapsulate {
     }
 }
 
+/// How packets to another node of the location are carried (`--tunnel`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Tunnel {
+    /// Plainly on the link; the network carries pod addresses.
+    None,
+    /// IP in IP: protocols 4 and 41, as Kilo's `tunl0`.
+    #[default]
+    Ipip,
+    /// VXLAN, where the network carries nothing but TCP and UDP.
+    Vxlan,
+}
+
 /// One node as its object and annotations describe it; overrides
 /// (`force-endpoint`, `force-internal-ip`, `location`) already applied.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -202,6 +214,8 @@ pub struct Settings {
     pub granularity: Granularity,
     /// `--encapsulate`.
     pub encapsulate: Encapsulate,
+    /// `--tunnel`, with `auto` decided.
+    pub tunnel: Tunnel,
     /// `--local`: manage routes inside the location.
     pub local: bool,
     /// `--cni`: this node's pods are ours, so their traffic is masqueraded.

@@ -141,6 +141,11 @@ impl ApiServer {
         }
     }
 
+    /// A file of its directory: `ca.crt`, `server.crt`, `server.key`, logs.
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
     /// Its port on loopback.
     pub fn port(&self) -> u16 {
         self.port

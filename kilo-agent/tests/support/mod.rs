@@ -66,7 +66,7 @@ fn prefixes(list: &[(&str, u32)]) -> BTreeMap<ipnet::IpNet, PrefixValue> {
 /// Tables of the leader a1 with one member a2 and a remote location.
 pub fn leader_tables() -> Tables {
     let member = plan::Hop::Node {
-        encapsulated: true,
+        tunnel: kilo_agent::topology::Tunnel::Ipip,
         ifindex: IFINDEX,
         mtu: 1480,
         local: std::net::IpAddr::from(SELF),
@@ -102,7 +102,12 @@ pub fn leader_tables() -> Tables {
             nat_port_max: 60_999,
             wireguard_port: 51_820,
             pad: 0,
-            private_addr: SELF,
+            kilo_mtu: 1420,
+            vxlan_ifindex: 0,
+            ipip_ifindex: 0,
+            private_v4: SELF,
+            overlay_v4: [0; 4],
+            private_v6: [0; 16],
         },
     }
 }
@@ -111,7 +116,7 @@ pub fn leader_tables() -> Tables {
 pub fn member_tables() -> Tables {
     let mut tables = leader_tables();
     let leader = plan::Hop::Node {
-        encapsulated: true,
+        tunnel: kilo_agent::topology::Tunnel::Ipip,
         ifindex: IFINDEX,
         mtu: 1480,
         local: std::net::IpAddr::from(SELF),

@@ -2,7 +2,11 @@
 
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
 use kilo_agent::dataplane::Dataplane;
-use kilo_common::{checksum, encap, verdict};
+use kilo_common::{
+    checksum,
+    encap::{self, Inner},
+    verdict,
+};
 
 /// What a program answered.
 #[derive(Debug, PartialEq, Eq)]
@@ -68,8 +72,14 @@ pub fn ethernet(ip: &[u8]) -> Vec<u8> {
 
 /// Behind an outer header, on the wire.
 pub fn steered(from: [u8; 4], to: [u8; 4], inner: &[u8]) -> Vec<u8> {
-    let outer = encap::ipip_header(from, to, 0, u16::try_from(inner.len()).unwrap());
-    ethernet(&[&outer[..], inner].concat())
+    let mut frame = [0; 34];
+    encap::ipip_frame(&mut frame, &from, &to, &carried(inner));
+    [&frame[..], inner].concat()
+}
+
+/// What the outer headers say of an inner packet.
+pub fn carried(inner: &[u8]) -> Inner {
+    Inner { len: u16::try_from(inner.len()).unwrap(), tos: 0, v6: inner[0] >> 4 == 6, hash: 0 }
 }
 
 /// RFC 1071 sum over 16-bit words.

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     counters,
-    network::{LAPTOP, Network, Node},
+    network::{LAPTOP, LAPTOP6, Network, Node},
     space::{Space, run},
 };
 
@@ -28,13 +28,21 @@ pub struct Agents {
     bin: PathBuf,
     directory: PathBuf,
     wireguard: String,
+    /// More flags of `kg`.
+    flags: Vec<String>,
     /// Process ids by node.
     pids: std::collections::BTreeMap<String, u32>,
 }
 
 impl Agents {
     /// Writes the Node and Peer objects.
-    pub fn prepare(bin: &Path, directory: &Path, wireguard: &str, network: &Network) -> Result<Self> {
+    pub fn prepare(
+        bin: &Path,
+        directory: &Path,
+        wireguard: &str,
+        flags: &[String],
+        network: &Network,
+    ) -> Result<Self> {
         for program in ["kg", "kgctl"] {
             let path = bin.join(program);
             if !path.exists() {
@@ -44,12 +52,12 @@ impl Agents {
         let cluster = directory.join("cluster");
         fs::create_dir_all(&cluster)?;
         for node in &network.nodes {
+            let [cidr, cidr6] = node.pod_cidrs();
             let yaml = format!(
                 "apiVersion: v1\nkind: Node\nmetadata:\n  name: {name}\n  labels:\n    \
-                 topology.kubernetes.io/region: {location}\nspec:\n  podCIDR: {cidr}\n  podCIDRs: [{cidr}]\n",
+                 topology.kubernetes.io/region: {location}\nspec:\n  podCIDR: {cidr}\n  podCIDRs: [{cidr}, \"{cidr6}\"]\n",
                 name = node.name(),
                 location = node.location,
-                cidr = node.pod_cidr(),
             );
             fs::write(cluster.join(format!("node-{}.yaml", node.name())), yaml)?;
         }
@@ -59,7 +67,7 @@ impl Agents {
         let public = run(Command::new("sh").args(["-c", "wg pubkey < \"$0\""]).arg(&key))?;
         let yaml = format!(
             "apiVersion: kilo.squat.ai/v1alpha1\nkind: Peer\nmetadata:\n  name: laptop\nspec:\n  \
-             allowedIPs: [{LAPTOP}/32]\n  publicKey: {}\n  persistentKeepalive: 5\n",
+             allowedIPs: [{LAPTOP}/32, \"{LAPTOP6}/128\"]\n  publicKey: {}\n  persistentKeepalive: 5\n",
             public.trim()
         );
         fs::write(cluster.join("peer-laptop.yaml"), yaml)?;
@@ -67,6 +75,7 @@ impl Agents {
             bin: bin.to_owned(),
             directory: directory.to_owned(),
             wireguard: wireguard.to_owned(),
+            flags: flags.to_vec(),
             pids: std::collections::BTreeMap::new(),
         })
     }
@@ -101,7 +110,8 @@ impl Agents {
             .args(["--backend", "file", "--backend-dir"])
             .arg(self.cluster())
             .args(["--wireguard", &self.wireguard, "--resync-period", "5s", "--log-level", "debug"])
-            .args(["--cni-path", "/run/10-kilo.conflist"])
+            .args(["--cni-path", super::cni::CONF])
+            .args(&self.flags)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
@@ -208,7 +218,10 @@ impl Agents {
                 .arg(&conf);
             start_and_wait(command, &self.directory.join("logs/laptop.log"), "configured")?;
         }
-        let mut batch = format!("address add {LAPTOP}/32 dev kilo-vpn\nlink set kilo-vpn mtu 1420 up\n");
+        let mut batch = format!(
+            "address add {LAPTOP}/32 dev kilo-vpn\naddress add {LAPTOP6}/128 dev kilo-vpn nodad\n\
+             link set kilo-vpn mtu 1420 up\n"
+        );
         for prefix in allowed {
             batch += &format!("route add {prefix} dev kilo-vpn\n");
         }

@@ -76,7 +76,7 @@ pub fn print(network: &Network) {
 
 /// Packets with a pod's address that the router saw in clear.
 pub fn clear_pod_packets(network: &Network) -> Result<u64> {
-    let text = network.router.sh("nft list counter ip lab clear-pod-traffic")?;
+    let text = network.router.sh("nft list counter inet lab clear-pod-traffic")?;
     text.split_whitespace()
         .skip_while(|word| *word != "packets")
         .nth(1)

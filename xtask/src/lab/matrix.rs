@@ -1,14 +1,14 @@
 //! Who reaches whom, by which protocol, and with which source address.
 
 use std::{
-    net::{IpAddr, Ipv4Addr},
+    net::IpAddr,
     time::{Duration, Instant},
 };
 
 use anyhow::{Result, bail};
 
 use super::{
-    network::{LAPTOP, Network, OUTSIDE, ROUTER_OUTSIDE},
+    network::{LAPTOP, LAPTOP6, Network, OUTSIDE, ROUTER_OUTSIDE, Underlay},
     probe::{self, Protocol},
     space::Space,
 };
@@ -22,11 +22,18 @@ struct Place {
     name: String,
     kind: &'static str,
     space: Space,
-    address: Ipv4Addr,
+    /// One address a family it is known by.
+    addresses: Vec<IpAddr>,
     /// Address the outside host sees its packets come from.
-    outside_sees: Ipv4Addr,
+    outside_sees: IpAddr,
     /// Node it is on, for pods and hosts.
     node: Option<String>,
+}
+
+impl Place {
+    fn address(&self, v4: bool) -> Option<IpAddr> {
+        self.addresses.iter().copied().find(|address| address.is_ipv4() == v4)
+    }
 }
 
 /// One probe's result.
@@ -40,10 +47,19 @@ pub struct Cell {
     pub target: String,
     /// `pod`, `host`, `vpn` or `outside`.
     pub target_kind: &'static str,
+    /// By IPv4, or by IPv6.
+    pub v4: bool,
     /// What was sent.
     pub protocol: Protocol,
     /// Why it failed.
     pub error: Option<String>,
+}
+
+impl Cell {
+    /// `tcp`, or `tcp over IPv6`.
+    pub fn label(&self) -> String {
+        format!("{}{}", self.protocol.label(), if self.v4 { "" } else { " over IPv6" })
+    }
 }
 
 /// All results.
@@ -56,13 +72,14 @@ pub struct Matrix {
 
 fn places(network: &Network) -> Vec<Place> {
     let mut places = Vec::new();
+    let router: IpAddr = ROUTER_OUTSIDE.into();
     for node in &network.nodes {
         places.push(Place {
             name: format!("pod-{}", node.name()),
             kind: "pod",
             space: node.pod.clone(),
-            address: node.pod_ip(),
-            outside_sees: node.public.unwrap_or(ROUTER_OUTSIDE),
+            addresses: vec![node.pod_ip().into(), node.pod_ip6().into()],
+            outside_sees: node.public.unwrap_or(router),
             node: Some(node.name().to_owned()),
         });
     }
@@ -71,8 +88,8 @@ fn places(network: &Network) -> Vec<Place> {
             name: node.name().to_owned(),
             kind: "host",
             space: node.space.clone(),
-            address: node.private,
-            outside_sees: node.public.unwrap_or(ROUTER_OUTSIDE),
+            addresses: vec![node.private],
+            outside_sees: node.public.unwrap_or(router),
             node: Some(node.name().to_owned()),
         });
     }
@@ -80,32 +97,33 @@ fn places(network: &Network) -> Vec<Place> {
         name: "laptop".to_owned(),
         kind: "vpn",
         space: network.laptop.clone(),
-        address: LAPTOP,
-        outside_sees: ROUTER_OUTSIDE,
+        addresses: vec![LAPTOP.into(), LAPTOP6.into()],
+        outside_sees: router,
         node: None,
     });
     places
 }
 
 /// Source address the target must see; `None` where any will do.
-fn expected_source(source: &Place, target: &Place) -> Option<Ipv4Addr> {
+fn expected_source(source: &Place, target: &Place, v4: bool) -> Option<IpAddr> {
     if target.kind == "outside" {
         return Some(source.outside_sees);
     }
     // Between a host and its own pod the kernel takes the bridge's address.
     let same_node = source.node.is_some() && source.node == target.node;
-    (!same_node).then_some(source.address)
+    if same_node { None } else { source.address(v4) }
 }
 
 /// Every place packets go to: the sources, and the outside host.
 fn targets(network: &Network) -> Vec<Place> {
     let mut targets = places(network);
+    let addresses = if network.underlay == Underlay::V4 { vec![OUTSIDE.into()] } else { Vec::new() };
     targets.push(Place {
         name: "outside".to_owned(),
         kind: "outside",
         space: network.outside.clone(),
-        address: OUTSIDE,
-        outside_sees: OUTSIDE,
+        addresses,
+        outside_sees: OUTSIDE.into(),
         node: None,
     });
     targets
@@ -113,7 +131,10 @@ fn targets(network: &Network) -> Vec<Place> {
 
 /// Starts the servers the probes talk to.
 pub fn serve(network: &Network) -> Result<()> {
-    targets(network).iter().try_for_each(|target| probe::serve(&target.space, target.address))
+    for target in targets(network) {
+        target.addresses.iter().try_for_each(|address| probe::serve(&target.space, *address))?;
+    }
+    Ok(())
 }
 
 /// Sends every probe, each source on a thread of its own.
@@ -138,10 +159,14 @@ pub fn run(network: &Network) -> Result<Matrix> {
 fn probe_all(source: &Place, targets: &[Place]) -> Vec<Cell> {
     let mut cells = Vec::new();
     for target in targets.iter().filter(|target| target.name != source.name) {
-        for protocol in Protocol::ALL {
-            let error = match probe::probe(protocol, target.address, TIMEOUT) {
-                Ok(Some(seen)) => match expected_source(source, target) {
-                    Some(expected) if IpAddr::V4(expected) != seen => {
+        for (v4, protocol) in
+            [true, false].into_iter().flat_map(|v4| Protocol::ALL.map(|protocol| (v4, protocol)))
+        {
+            // A host has one address in the mesh; its packets of the other family bear none.
+            let (Some(_), Some(address)) = (source.address(v4), target.address(v4)) else { continue };
+            let error = match probe::probe(protocol, address, TIMEOUT) {
+                Ok(Some(seen)) => match expected_source(source, target, v4) {
+                    Some(expected) if expected != seen => {
                         Some(format!("came from {seen} instead of {expected}"))
                     }
                     _ => None,
@@ -154,6 +179,7 @@ fn probe_all(source: &Place, targets: &[Place]) -> Vec<Cell> {
                 source_kind: source.kind,
                 target: target.name.clone(),
                 target_kind: target.kind,
+                v4,
                 protocol,
                 error,
             });
@@ -195,7 +221,7 @@ fn run_pings(network: &Network) -> Result<(usize, usize)> {
             let targets: Vec<_> = places
                 .iter()
                 .filter(|target| target.name != source.name)
-                .map(|target| target.address)
+                .flat_map(|target| target.addresses.clone())
                 .collect();
             source.space.clone().spawn(move || {
                 let ok = targets
@@ -245,7 +271,7 @@ impl Matrix {
         }
         for cell in self.cells.iter().filter(|cell| cell.error.is_some()) {
             let error = cell.error.as_deref().unwrap_or_default();
-            println!("  FAILED {} -> {} {}: {error}", cell.source, cell.target, cell.protocol.label());
+            println!("  FAILED {} -> {} {}: {error}", cell.source, cell.target, cell.label());
         }
     }
 
@@ -255,7 +281,7 @@ impl Matrix {
         let failed: Vec<_> = cells
             .iter()
             .filter(|cell| cell.error.is_some())
-            .map(|cell| &cell.protocol.label()[..1])
+            .map(|cell| format!("{}{}", &cell.protocol.label()[..1], if cell.v4 { 4 } else { 6 }))
             .collect();
         match (cells.is_empty(), failed.is_empty()) {
             (true, _) => "-".to_owned(),

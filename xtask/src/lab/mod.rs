@@ -2,9 +2,11 @@
 
 mod agents;
 mod checks;
+mod cni;
 mod counters;
 mod matrix;
 mod network;
+mod plugins;
 mod probe;
 mod space;
 
@@ -20,11 +22,20 @@ use clap::{Args, Subcommand};
 use serde::{Deserialize, Serialize};
 
 use agents::Agents;
-use network::Network;
+use network::{Network, Underlay};
 
 /// Debian packages the lab needs.
-pub const PACKAGES: &[&str] =
-    &["graphviz", "iproute2", "nftables", "wireguard-tools", "iputils-ping", "iperf3", "bpftool"];
+pub const PACKAGES: &[&str] = &[
+    "iproute2",
+    "nftables",
+    "wireguard-tools",
+    "iputils-ping",
+    "iperf3",
+    "bpftool",
+    "containernetworking-plugins",
+    "graphviz",
+    "iptables",
+];
 
 /// Set on Ctrl-C and SIGTERM: nothing more is to be made.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
@@ -41,6 +52,15 @@ pub struct LabArgs {
     /// WireGuard implementation of the agents: auto, kernel or userspace.
     #[arg(long, default_value = "auto", global = true)]
     wireguard: String,
+    /// Family of the nodes' own addresses; pods have both.
+    #[arg(long, value_enum, default_value = "v4", global = true)]
+    underlay: Underlay,
+    /// More flags for every agent, such as --tunnel=vxlan (repeatable).
+    #[arg(long = "kg", value_name = "FLAG", allow_hyphen_values = true, global = true)]
+    kg_flags: Vec<String>,
+    /// Only the matrix, and what the way packets take says.
+    #[arg(long, global = true)]
+    brief: bool,
     /// Directory of the kg and kgctl binaries (default: where this program is).
     #[arg(long, global = true)]
     bin: Option<PathBuf>,
@@ -133,7 +153,7 @@ pub fn main(args: LabArgs) -> Result<()> {
         Some(LabCommand::Test { ref json, ref prefix }) => {
             let _guard = take_over(&args.name)?;
             let started = Instant::now();
-            let outcomes = checks::run(Lab::up(&args)?, started, prefix);
+            let outcomes = checks::run(Lab::up(&args)?, started, prefix, args.brief);
             if let Some(path) = json {
                 fs::write(path, serde_json::to_vec_pretty(&outcomes)?)
                     .with_context(|| path.display().to_string())?;
@@ -198,7 +218,7 @@ fn show(args: &LabArgs) -> Result<()> {
         "lab exec a2 -- ip route",
         "lab exec a1 -- wg",
         "lab exec a2 -- bpftool prog",
-        "lab exec a2 -- bpftool map dump pinned /sys/fs/bpf/kilo/v1/prefix_v4",
+        "lab exec a2 -- bpftool map dump pinned /sys/fs/bpf/kilo/v2/prefix_v4",
         "lab exec pod-a2 -- ping -c 3 10.42.5.2",
         "lab down",
     ] {
@@ -225,7 +245,7 @@ fn directory(name: &str) -> PathBuf {
 fn down(name: &str) -> Result<()> {
     let directory = directory(name);
     // The plan names every namespace, so a lab that was only half built goes too.
-    let network = Network::plan(name);
+    let network = Network::plan(name, Underlay::default());
     let spaces: Vec<_> = network.spaces().into_iter().filter(|space| space.path().exists()).collect();
     space::kill_inside(&spaces);
     for space in &spaces {
@@ -245,7 +265,7 @@ impl Lab {
         let logs = directory.join("logs");
         fs::create_dir_all(&logs).with_context(|| logs.display().to_string())?;
         step("namespaces, links, addresses, NAT");
-        let mut network = Network::plan(&args.name);
+        let mut network = Network::plan(&args.name, args.underlay);
         network.build(&args.name, &logs)?;
         let bin = match &args.bin {
             Some(bin) => bin.clone(),
@@ -254,7 +274,7 @@ impl Lab {
                 .map(Path::to_owned)
                 .context("no directory of this program")?,
         };
-        let mut agents = Agents::prepare(&bin, &directory, &args.wireguard, &network)?;
+        let mut agents = Agents::prepare(&bin, &directory, &args.wireguard, &args.kg_flags, &network)?;
         step("an agent on each of 5 nodes");
         for node in &network.nodes {
             agents.start(node)?;
@@ -263,6 +283,10 @@ impl Lab {
         lab.save()?;
         step("waiting for the mesh");
         lab.agents.wait_until_ready(&lab.network, Duration::from_secs(120))?;
+        step("pods' interfaces, by Debian's CNI plugins");
+        for node in &lab.network.nodes {
+            cni::connect(node)?;
+        }
         step("a VPN peer, configured by `kgctl showconf peer laptop`");
         lab.agents.join_laptop(&lab.network)?;
         step("TCP and UDP servers everywhere");

@@ -1,6 +1,9 @@
 //! The lab's network: two locations on LANs of their own, a router between
 //! them that translates addresses, an outside host, a laptop, pods.
 //!
+//! Pods have addresses of both families. The nodes' network is IPv4, or with
+//! `--underlay v6` IPv6: 10.S.0.H becomes fd00:S::H, 192.0.2.H 2001:db8:2::H.
+//!
 //! ```text
 //!   site-a 10.1.0.0/24          router           site-b 10.2.0.0/24
 //!   a1 (leader) .11 ──┐    ┌── lan-a  lan-b ──┐  ┌── b1 (leader) .11
@@ -9,12 +12,43 @@
 //!   outside 198.51.100.2 ──── beyond NAT     laptop 172.16.9.2 behind NAT
 //! ```
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use anyhow::{Result, bail};
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use super::space::Space;
+use super::{cni, space::Space};
+
+/// Family of the addresses nodes reach each other by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+pub enum Underlay {
+    /// IPv4.
+    #[default]
+    V4,
+    /// IPv6.
+    V6,
+}
+
+impl Underlay {
+    /// The same address in this family.
+    fn address(self, v4: Ipv4Addr) -> IpAddr {
+        match self {
+            Self::V4 => IpAddr::V4(v4),
+            Self::V6 => IpAddr::V6(v6_of(v4)),
+        }
+    }
+}
+
+/// The IPv6 twin of an address of the lab.
+fn v6_of(v4: Ipv4Addr) -> Ipv6Addr {
+    match v4.octets() {
+        [10, site, 0, host] => Ipv6Addr::new(0xfd00, site.into(), 0, 0, 0, 0, 0, host.into()),
+        [192, .., host] => Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, host.into()),
+        [172, .., host] => Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, host.into()),
+        [.., host] => Ipv6Addr::new(0x2001, 0xdb8, 0x51, 0, 0, 0, 0, host.into()),
+    }
+}
 
 /// A node of the lab.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -26,9 +60,9 @@ pub struct Node {
     /// Value of the region label.
     pub location: String,
     /// Address on the LAN of its location.
-    pub private: Ipv4Addr,
+    pub private: IpAddr,
     /// Address on the router's public network, which only leaders have.
-    pub public: Option<Ipv4Addr>,
+    pub public: Option<IpAddr>,
     /// First three octets of its pod CIDR (/24).
     pub pod_prefix: [u8; 3],
 }
@@ -50,9 +84,14 @@ impl Node {
         self.pod_address(2)
     }
 
-    /// The node's pod CIDR.
-    pub fn pod_cidr(&self) -> String {
-        format!("{}/24", self.pod_address(0))
+    /// IPv6 address of the node's pod.
+    pub fn pod_ip6(&self) -> Ipv6Addr {
+        Ipv6Addr::new(0xfd42, 0, self.pod_prefix[2].into(), 0, 0, 0, 0, 2)
+    }
+
+    /// The node's pod CIDRs, IPv4 first.
+    pub fn pod_cidrs(&self) -> [String; 2] {
+        [format!("{}/24", self.pod_address(0)), format!("fd42:0:{}::/64", self.pod_prefix[2])]
     }
 }
 
@@ -71,10 +110,16 @@ pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 2);
 pub const ROUTER_OUTSIDE: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 1);
 /// VPN address of the laptop.
 pub const LAPTOP: Ipv4Addr = Ipv4Addr::new(10, 5, 0, 1);
+/// Its other VPN address.
+pub const LAPTOP6: Ipv6Addr = Ipv6Addr::new(0xfd05, 0, 0, 0, 0, 0, 0, 1);
+/// IPv6 address of the outside host.
+pub const OUTSIDE6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0x51, 0, 0, 0, 0, 2);
 
 /// Every namespace of the lab.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Network {
+    /// Family of the nodes' own addresses.
+    pub underlay: Underlay,
     /// Joins everything.
     pub router: Space,
     /// A host that knows nothing of the mesh.
@@ -118,7 +163,7 @@ impl Network {
 
     /// Names the namespaces without creating them, so that a half-built lab
     /// can be taken down.
-    pub fn plan(lab: &str) -> Self {
+    pub fn plan(lab: &str, underlay: Underlay) -> Self {
         let space =
             |name: &str| Space { name: name.to_owned(), netns: format!("{lab}-{name}"), holder: None };
         let nodes = NODES
@@ -128,12 +173,17 @@ impl Network {
                 space: space(name),
                 pod: space(&format!("pod-{name}")),
                 location: location.to_owned(),
-                private: Ipv4Addr::new(10, if location == "site-a" { 1 } else { 2 }, 0, host),
-                public,
+                private: underlay.address(Ipv4Addr::new(
+                    10,
+                    if location == "site-a" { 1 } else { 2 },
+                    0,
+                    host,
+                )),
+                public: public.map(|public| underlay.address(public)),
                 pod_prefix: [10, 42, number],
             })
             .collect();
-        Self { router: space("router"), outside: space("outside"), laptop: space("laptop"), nodes }
+        Self { underlay, router: space("router"), outside: space("outside"), laptop: space("laptop"), nodes }
     }
 
     /// Creates every namespace, link, address and route.
@@ -145,14 +195,21 @@ impl Network {
             "link add lan-a type bridge\nlink add lan-b type bridge\nlink add wan type bridge\n\
              link set lan-a up\nlink set lan-b up\nlink set wan up\n\
              address add 10.1.0.1/24 dev lan-a\naddress add 10.2.0.1/24 dev lan-b\n\
-             address add 192.0.2.1/24 dev wan\n",
+             address add fd00:1::1/64 dev lan-a nodad\naddress add fd00:2::1/64 dev lan-b nodad\n\
+             address add 2001:db8:2::1/64 dev wan nodad\naddress add 192.0.2.1/24 dev wan\n",
         )?;
         self.attach(&self.outside, "eth0", "outside", None)?;
         self.attach(&self.laptop, "eth0", "laptop", None)?;
-        self.router.ip("address add 198.51.100.1/24 dev outside\naddress add 172.16.9.1/24 dev laptop\n")?;
-        self.outside
-            .ip(&format!("address add {OUTSIDE}/24 dev eth0\nroute add 192.0.2.0/24 via 198.51.100.1\n"))?;
-        self.laptop.ip("address add 172.16.9.2/24 dev eth0\nroute add default via 172.16.9.1\n")?;
+        self.router.ip(
+            "address add 198.51.100.1/24 dev outside\naddress add 172.16.9.1/24 dev laptop\n\
+             address add 2001:db8:51::1/64 dev outside nodad\naddress add 2001:db8:9::1/64 dev laptop nodad\n",
+        )?;
+        self.outside.ip(&format!(
+            "address add {OUTSIDE}/24 dev eth0\nroute add 192.0.2.0/24 via 198.51.100.1\n\
+             address add {OUTSIDE6}/64 dev eth0 nodad\nroute add 2001:db8:2::/64 via 2001:db8:51::1\n"
+        ))?;
+        self.laptop.ip("address add 172.16.9.2/24 dev eth0\nroute add default via 172.16.9.1\n\
+             address add 2001:db8:9::2/64 dev eth0 nodad\nroute add default via 2001:db8:9::1\n")?;
         self.router.sh(ROUTER_RULES)?;
         for node in &mut self.nodes {
             node.space.hold(&logs.join(format!("{}-namespaces.log", node.space.name)))?;
@@ -177,27 +234,22 @@ impl Network {
         let name = node.name();
         let lan = if node.location == "site-a" { "lan-a" } else { "lan-b" };
         self.attach(&node.space, "eth0", &format!("{name}-lan"), Some(lan))?;
-        let [_, site, ..] = node.private.octets();
-        let mut batch = format!("address add {}/24 dev eth0\n", node.private);
+        let site = if node.location == "site-a" { 1 } else { 2 };
+        let gateway = |v4: Ipv4Addr| self.underlay.address(v4);
+        let (length, nodad) = if self.underlay == Underlay::V6 { (64, " nodad") } else { (24, "") };
+        let mut batch = format!("address add {}/{length} dev eth0{nodad}\n", node.private);
         match node.public {
             Some(public) => {
                 self.attach(&node.space, "eth1", &format!("{name}-wan"), Some("wan"))?;
-                batch += &format!("address add {public}/24 dev eth1\nroute add default via 192.0.2.1\n");
+                batch += &format!(
+                    "address add {public}/{length} dev eth1{nodad}\nroute add default via {}\n",
+                    gateway(Ipv4Addr::new(192, 0, 2, 1))
+                );
             }
-            None => batch += &format!("route add default via 10.{site}.0.1\n"),
+            None => batch += &format!("route add default via {}\n", gateway(Ipv4Addr::new(10, site, 0, 1))),
         }
-        batch += &format!(
-            "link add kube-bridge type bridge\naddress add {}/24 dev kube-bridge\nlink set kube-bridge up\n\
-             link add pod type veth peer name eth0 netns {}\nlink set pod master kube-bridge up\n",
-            node.pod_address(1),
-            node.pod.netns
-        );
         node.space.ip(&batch)?;
-        node.pod.ip(&format!(
-            "address add {}/24 dev eth0\nlink set eth0 up\nroute add default via {}\n",
-            node.pod_ip(),
-            node.pod_address(1)
-        ))?;
+        cni::install(node)?;
         node.space.sh("echo 1 > /proc/sys/net/ipv4/ip_forward; \
              for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $d; done")?;
         Ok(())
@@ -209,17 +261,28 @@ impl Network {
 /// a packet with a pod's address in clear.
 const ROUTER_RULES: &str = r#"
 echo 1 > /proc/sys/net/ipv4/ip_forward
+echo 1 > /proc/sys/net/ipv6/conf/all/forwarding
 nft -f - <<'RULES'
-table ip lab {
+table inet lab {
     counter clear-pod-traffic { }
     chain forward {
         type filter hook forward priority 0; policy accept;
         ip saddr 10.42.0.0/16 counter name clear-pod-traffic drop
         ip daddr 10.42.0.0/16 counter name clear-pod-traffic drop
+        ip6 saddr fd42::/16 counter name clear-pod-traffic drop
+        ip6 daddr fd42::/16 counter name clear-pod-traffic drop
         iifname "lan-a" oifname "lan-b" drop
         iifname "lan-b" oifname "lan-a" drop
         iifname { "wan", "laptop", "outside" } oifname { "lan-a", "lan-b" } ct state new drop
     }
+}
+table ip6 lab-nat {
+    chain postrouting {
+        type nat hook postrouting priority 100;
+        oifname { "wan", "outside" } ip6 saddr fd00::/16 masquerade
+    }
+}
+table ip lab-nat {
     chain postrouting {
         type nat hook postrouting priority 100;
         oifname { "wan", "outside" } ip saddr { 10.1.0.0/24, 10.2.0.0/24, 172.16.9.0/24 } masquerade

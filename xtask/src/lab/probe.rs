@@ -5,7 +5,7 @@
 use std::{
     io::{Read as _, Write as _},
     mem::MaybeUninit,
-    net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket},
     time::{Duration, Instant},
 };
 
@@ -48,7 +48,7 @@ impl Protocol {
 
 /// Starts a TCP and a UDP server on an address in the namespace; they live as
 /// long as this process.
-pub fn serve(space: &Space, address: Ipv4Addr) -> Result<()> {
+pub fn serve(space: &Space, address: IpAddr) -> Result<()> {
     let listener = space
         .spawn(move || TcpListener::bind((address, PORT)))
         .join()
@@ -89,7 +89,7 @@ fn echo_tcp(mut stream: TcpStream) -> Option<()> {
 
 /// Sends one probe from this thread's namespace. Answers the source address
 /// the server saw (`None` for ICMP, where nobody tells).
-pub fn probe(protocol: Protocol, target: Ipv4Addr, timeout: Duration) -> Result<Option<IpAddr>> {
+pub fn probe(protocol: Protocol, target: IpAddr, timeout: Duration) -> Result<Option<IpAddr>> {
     match protocol {
         Protocol::Tcp => tcp(target, timeout).map(Some),
         Protocol::Udp => udp(target, timeout).map(Some),
@@ -106,7 +106,7 @@ fn split_answer(answer: &[u8]) -> Result<(IpAddr, &[u8])> {
     Ok((std::str::from_utf8(&answer[..end])?.parse()?, &answer[end + 1..]))
 }
 
-fn tcp(target: Ipv4Addr, timeout: Duration) -> Result<IpAddr> {
+fn tcp(target: IpAddr, timeout: Duration) -> Result<IpAddr> {
     let mut stream = TcpStream::connect_timeout(&SocketAddr::from((target, PORT)), timeout)?;
     stream.set_read_timeout(Some(timeout))?;
     stream.set_write_timeout(Some(timeout))?;
@@ -122,8 +122,9 @@ fn tcp(target: Ipv4Addr, timeout: Duration) -> Result<IpAddr> {
     Ok(seen)
 }
 
-fn udp(target: Ipv4Addr, timeout: Duration) -> Result<IpAddr> {
-    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+fn udp(target: IpAddr, timeout: Duration) -> Result<IpAddr> {
+    let any = if target.is_ipv4() { IpAddr::V4(Ipv4Addr::UNSPECIFIED) } else { Ipv6Addr::UNSPECIFIED.into() };
+    let socket = UdpSocket::bind((any, 0))?;
     socket.connect((target, PORT))?;
     socket.set_read_timeout(Some(timeout))?;
     let sent = pattern(DATAGRAM_PAYLOAD);
@@ -137,16 +138,24 @@ fn udp(target: Ipv4Addr, timeout: Duration) -> Result<IpAddr> {
     Ok(seen)
 }
 
-/// RFC 792 echo over a raw socket.
-fn icmp(target: Ipv4Addr, timeout: Duration) -> Result<()> {
+/// Echo over a raw socket (RFC 792, RFC 4443).
+fn icmp(target: IpAddr, timeout: Duration) -> Result<()> {
     static SEQUENCE: std::sync::atomic::AtomicU16 = std::sync::atomic::AtomicU16::new(1);
     let sequence = SEQUENCE.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-    let socket = Socket::new(Domain::IPV4, Type::RAW, Some(SocketProtocol::ICMPV4))?;
+    let v4 = target.is_ipv4();
+    let (domain, protocol, kind, answer) = match v4 {
+        true => (Domain::IPV4, SocketProtocol::ICMPV4, 8, 0),
+        false => (Domain::IPV6, SocketProtocol::ICMPV6, 128, 129),
+    };
+    let socket = Socket::new(domain, Type::RAW, Some(protocol))?;
     socket.set_read_timeout(Some(timeout))?;
-    let mut request = vec![8, 0, 0, 0, 0x4b, 0x69, (sequence >> 8) as u8, sequence as u8];
+    let mut request = vec![kind, 0, 0, 0, 0x4b, 0x69, (sequence >> 8) as u8, sequence as u8];
     request.extend(pattern(DATAGRAM_PAYLOAD));
-    let checksum = internet_checksum(&request);
-    request[2..4].copy_from_slice(&checksum.to_be_bytes());
+    if v4 {
+        // For ICMPv6 the kernel does it, because it chooses the source address.
+        let checksum = internet_checksum(&request);
+        request[2..4].copy_from_slice(&checksum.to_be_bytes());
+    }
     socket.send_to(&request, &SocketAddr::from((target, 0)).into())?;
     let deadline = Instant::now() + timeout;
     while Instant::now() < deadline {
@@ -154,10 +163,11 @@ fn icmp(target: Ipv4Addr, timeout: Duration) -> Result<()> {
         let (length, from) = socket.recv_from(&mut buffer)?;
         // SAFETY: recv_from initialised the first `length` bytes.
         let packet = unsafe { std::slice::from_raw_parts(buffer.as_ptr().cast::<u8>(), length) };
-        let header = usize::from(packet.first().context("empty packet")? & 0xf) * 4;
+        // Raw IPv4 sockets show the IP header, raw IPv6 sockets do not.
+        let header = if v4 { usize::from(packet.first().context("empty packet")? & 0xf) * 4 } else { 0 };
         let Some(reply) = packet.get(header..) else { continue };
-        if reply.len() == request.len() && reply[0] == 0 && reply[4..] == request[4..] {
-            if from.as_socket_ipv4().map(|from| *from.ip()) != Some(target) {
+        if reply.len() == request.len() && reply[0] == answer && reply[4..] == request[4..] {
+            if from.as_socket().map(|from| from.ip()) != Some(target) {
                 bail!("the reply came from {from:?}");
             }
             return Ok(());

@@ -70,7 +70,7 @@ pub struct ConnectArgs {
 
 /// Where nodes come from, and where the own Peer is kept.
 enum Source {
-    Kubernetes { backend: kubernetes::KubernetesBackend, peers: Api<peer::Peer> },
+    Kubernetes { backend: Box<kubernetes::KubernetesBackend>, peers: Box<Api<peer::Peer>> },
     File(FileBackend),
 }
 
@@ -85,7 +85,7 @@ impl Source {
                 let client = kubernetes::client(flags.kubeconfig.as_deref(), None).await?;
                 let backend =
                     kubernetes::KubernetesBackend::start(client.clone(), None, &flags.topology_label).await?;
-                Ok(Self::Kubernetes { backend, peers: Api::all(client) })
+                Ok(Self::Kubernetes { backend: Box::new(backend), peers: Box::new(Api::all(client)) })
             }
         }
     }

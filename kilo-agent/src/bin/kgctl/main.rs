@@ -52,6 +52,10 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    if let Some(tables) = kilo_agent::flag_table::if_asked(Cli::command) {
+        print!("{tables}");
+        return ExitCode::SUCCESS;
+    }
     let cli = Cli::parse();
     if let Command::Completion { shell } = cli.command {
         clap_complete::generate(shell, &mut Cli::command(), "kgctl", &mut std::io::stdout());

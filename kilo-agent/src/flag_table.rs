@@ -1,0 +1,88 @@
+//! The flags of a program as Markdown tables, for docs/ (tests/docs.rs).
+
+use std::fmt::Write as _;
+
+use clap::{Arg, ArgAction, Command};
+
+/// First argument that asks a program for its tables instead of its work.
+pub const ARGUMENT: &str = "flags-as-markdown";
+
+/// The tables of all visible commands when the program was started with
+/// [`ARGUMENT`]: blocks between `<!-- flags: COMMAND -->` and `<!-- /flags -->`.
+pub fn if_asked(command: impl FnOnce() -> Command) -> Option<String> {
+    (std::env::args_os().nth(1)? == ARGUMENT).then(|| {
+        let command = command();
+        let mut text = String::new();
+        blocks(&command, command.get_name(), &mut text);
+        text
+    })
+}
+
+fn blocks(command: &Command, path: &str, text: &mut String) {
+    if let Some(table) = table(command) {
+        let _ = write!(text, "<!-- flags: {path} -->\n{table}<!-- /flags -->\n");
+    }
+    for subcommand in command.get_subcommands().filter(|subcommand| !subcommand.is_hide_set()) {
+        blocks(subcommand, &format!("{path} {}", subcommand.get_name()), text);
+    }
+}
+
+/// One row a flag or argument of this command, not those of its subcommands;
+/// `None` when it has none.
+pub fn table(command: &Command) -> Option<String> {
+    let rows: String = command.get_arguments().filter(|arg| !arg.is_hide_set()).map(row).collect();
+    (!rows.is_empty()).then(|| format!("| flag | default | meaning |\n|---|---|---|\n{rows}"))
+}
+
+fn row(arg: &Arg) -> String {
+    let mut flag = String::new();
+    if let Some(short) = arg.get_short() {
+        let _ = write!(flag, "-{short}, ");
+    }
+    let takes_value = matches!(arg.get_action(), ArgAction::Set | ArgAction::Append);
+    // `--flag` alone means `--flag=true`.
+    let is_switch = arg.get_num_args().is_some_and(|range| range.min_values() == 0);
+    let given = arg.get_value_names().and_then(|names| names.first()).map(ToString::to_string);
+    let derived = arg.get_id().as_str().to_uppercase();
+    let _ = match (arg.get_long(), given) {
+        (Some(long), _) if is_switch => write!(flag, "--{long}[=BOOL]"),
+        (Some(long), _) if !takes_value => write!(flag, "--{long}"),
+        (Some(long), Some(name)) if name != derived => write!(flag, "--{long} {name}"),
+        (Some(long), _) => write!(flag, "--{long} VALUE"),
+        (None, name) => write!(flag, "{}", name.unwrap_or(derived)),
+    };
+    let defaults: Vec<_> = arg.get_default_values().iter().map(|value| value.to_string_lossy()).collect();
+    let default = match defaults.join(",") {
+        default if default.is_empty() || !takes_value => String::new(),
+        default => format!("`{default}`"),
+    };
+    let mut meaning = arg.get_help().map(ToString::to_string).unwrap_or_default();
+    let values: Vec<_> = arg.get_possible_values().iter().map(|value| value.get_name().to_owned()).collect();
+    let all_named = values.iter().all(|value| meaning.contains(value.as_str()));
+    if takes_value && !is_switch && !all_named {
+        let _ = write!(meaning, ": {}", values.join(", "));
+    }
+    if let Some(variable) = arg.get_env() {
+        let _ = write!(meaning, " (environment: `{}`)", variable.to_string_lossy());
+    }
+    format!("| `{flag}` | {default} | {} |\n", meaning.replace('|', "\\|").replace('\n', " "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_shows_what_help_shows() {
+        let command = Command::new("x")
+            .arg(Arg::new("name").required(true).help("A name."))
+            .arg(Arg::new("port").long("port").short('p').default_value("1").help("A | port."))
+            .arg(Arg::new("quiet").long("quiet").action(ArgAction::SetTrue).help("Be quiet."))
+            .arg(Arg::new("hidden").long("hidden").hide(true));
+        let expected = "| flag | default | meaning |\n|---|---|---|\n\
+                        | `NAME` |  | A name. |\n\
+                        | `-p, --port VALUE` | `1` | A \\| port. |\n\
+                        | `--quiet` |  | Be quiet. |\n";
+        assert_eq!(table(&command).as_deref(), Some(expected));
+    }
+}

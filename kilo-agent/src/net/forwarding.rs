@@ -1,0 +1,49 @@
+//! Forwarding of this network namespace: pods and leaders need it, and
+//! somebody may have turned it off.
+
+use std::fs;
+
+const IPV4: &str = "/proc/sys/net/ipv4/ip_forward";
+const IPV6: &str = "/proc/sys/net/ipv6/conf/all/forwarding";
+const IPV6_INTERFACES: &str = "/proc/sys/net/ipv6/conf";
+
+/// Turns forwarding on where it is off, for IPv6 only when the mesh has such
+/// prefixes; answers the number of writes. What cannot be turned on is said,
+/// and stops nothing else.
+pub fn enable(ipv6: bool) -> u64 {
+    let mut writes = turn_on(IPV4, "IPv4", "net.ipv4.ip_forward=1");
+    if ipv6 && is_off(IPV6) {
+        writes += keep_router_advertisements();
+        writes += turn_on(IPV6, "IPv6", "net.ipv6.conf.all.forwarding=1");
+    }
+    writes
+}
+
+fn is_off(path: &str) -> bool {
+    fs::read_to_string(path).is_ok_and(|text| text.trim() == "0")
+}
+
+fn turn_on(path: &str, family: &str, hint: &str) -> u64 {
+    if !is_off(path) {
+        return 0;
+    }
+    match fs::write(path, "1") {
+        Ok(()) => {
+            tracing::warn!("{family} forwarding was off; turned on");
+            1
+        }
+        Err(error) => {
+            tracing::error!(%error, "{family} forwarding is off and cannot be turned on: sysctl {hint}");
+            0
+        }
+    }
+}
+
+/// A host that forwards ignores router advertisements unless `accept_ra` is 2
+/// (kernel Documentation/networking/ip-sysctl); it would lose its default route.
+fn keep_router_advertisements() -> u64 {
+    let Ok(interfaces) = fs::read_dir(IPV6_INTERFACES) else { return 0 };
+    let paths = interfaces.flatten().map(|entry| entry.path().join("accept_ra"));
+    let accepting = paths.filter(|path| fs::read_to_string(path).is_ok_and(|text| text.trim() == "1"));
+    accepting.filter(|path| fs::write(path, "2").is_ok()).count() as u64
+}

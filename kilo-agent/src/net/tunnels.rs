@@ -1,0 +1,117 @@
+//! Tunnel devices for what the programs cannot encapsulate or decapsulate in
+//! place. Both are "external": the programs say where each packet goes.
+
+use kilo_common::{encap::VXLAN_DEVICE_MAC, maps::VXLAN_PORT};
+use rtnetlink::{
+    packet_core::{NLM_F_CREATE, NLM_F_EXCL},
+    packet_route::{
+        RouteNetlinkMessage,
+        link::{
+            InfoData, InfoIpTunnel, InfoKind, InfoVxlan, LinkAttribute, LinkFlags, LinkInfo, LinkMessage,
+        },
+    },
+};
+
+use super::{NetError, Rtnl, links};
+
+/// Name of the VXLAN device.
+pub const VXLAN: &str = "kilo-vxlan";
+/// Name of the IPIP device.
+pub const IPIP: &str = "kilo-ipip";
+/// No limit of their own: routes and hops bear the MTUs. The kernel lowers it to what it allows.
+const MTU: u32 = 65_000;
+
+/// The devices there are now.
+#[derive(Debug, Default)]
+pub struct Tunnels {
+    /// Index of [`VXLAN`].
+    pub vxlan: Option<u32>,
+    /// Index of [`IPIP`].
+    pub ipip: Option<u32>,
+    /// How many were made.
+    pub created: u64,
+    /// Why one cannot be had.
+    pub problems: Vec<NetError>,
+}
+
+/// Finds the devices, or makes them. A kernel without IPIP, or one whose only
+/// external IPIP device is another's (Cilium's), goes without: VXLAN serves.
+pub async fn ensure(rtnl: &Rtnl) -> Tunnels {
+    let mut tunnels = Tunnels::default();
+    let vxlan = vec![
+        InfoVxlan::CollectMetadata(true),
+        InfoVxlan::Port(VXLAN_PORT),
+        InfoVxlan::Learning(false),
+        InfoVxlan::UDPZeroCsumTX(true),
+        InfoVxlan::UDPZeroCsumRX(true),
+    ];
+    match device(rtnl, VXLAN, InfoKind::Vxlan, InfoData::Vxlan(vxlan), Some(VXLAN_DEVICE_MAC)).await {
+        Ok((index, created)) => {
+            tunnels.vxlan = Some(index);
+            tunnels.created += u64::from(created);
+        }
+        Err(error) => tunnels.problems.push(error),
+    }
+    let ipip = vec![InfoIpTunnel::CollectMetadata];
+    match device(rtnl, IPIP, InfoKind::IpIp, InfoData::IpTunnel(ipip), None).await {
+        Ok((index, created)) => {
+            tunnels.ipip = Some(index);
+            tunnels.created += u64::from(created);
+        }
+        Err(error) if matches!(error.errno(), Some(nix::libc::EOPNOTSUPP | nix::libc::EEXIST)) => {}
+        Err(error) => tunnels.problems.push(error),
+    }
+    tunnels
+}
+
+/// Removes both; answers the number of writes.
+pub async fn remove(rtnl: &Rtnl) -> Result<usize, NetError> {
+    let mut writes = 0;
+    for (name, kind) in [(VXLAN, "vxlan"), (IPIP, "ipip")] {
+        if let Some(link) = links::by_name(rtnl, name).await?.filter(|link| link.kind == kind) {
+            writes += usize::from(links::delete(rtnl, link.index).await?);
+        }
+    }
+    Ok(writes)
+}
+
+async fn device(
+    rtnl: &Rtnl,
+    name: &'static str,
+    kind: InfoKind,
+    data: InfoData,
+    mac: Option<[u8; 6]>,
+) -> Result<(u32, bool), NetError> {
+    let expected = kind.to_string();
+    let found = links::by_name(rtnl, name).await?;
+    let created = found.is_none();
+    let link = match found {
+        Some(link) => link,
+        None => {
+            let mut message = LinkMessage::default();
+            message.attributes.push(LinkAttribute::IfName(name.to_owned()));
+            message.attributes.push(LinkAttribute::Mtu(MTU));
+            if let Some(mac) = mac {
+                message.attributes.push(LinkAttribute::Address(mac.to_vec()));
+            }
+            message
+                .attributes
+                .push(LinkAttribute::LinkInfo(vec![LinkInfo::Kind(kind), LinkInfo::Data(data)]));
+            message.header.flags = LinkFlags::Up;
+            message.header.change_mask = LinkFlags::Up;
+            let message = RouteNetlinkMessage::NewLink(message);
+            rtnl.write(&format!("create interface {name}"), message, NLM_F_CREATE | NLM_F_EXCL).await?;
+            links::by_name(rtnl, name).await?.ok_or_else(|| NetError::Missing(format!("link {name}")))?
+        }
+    };
+    if link.kind != expected {
+        return Err(NetError::Missing(format!(
+            "link {name} of kind {expected}: there is one of kind {:?}; remove it",
+            link.kind
+        )));
+    }
+    if !link.up {
+        links::bring_up(rtnl, link.index, 0).await?;
+    }
+    Ok((link.index, created))
+}

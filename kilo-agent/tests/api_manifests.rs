@@ -1,0 +1,489 @@
+//! manifests/ on a real API server: every object is accepted as it is written,
+//! the roles are enough and no more, and a real `kg` runs with the arguments
+//! and under the confinement of the DaemonSet.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+#[path = "support/api.rs"]
+mod api;
+mod netns;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    io::{Read as _, Write as _},
+    path::{Path, PathBuf},
+    process::{Child, Command},
+    time::{Duration, Instant},
+};
+
+use k8s_openapi::{
+    api::{
+        admissionregistration::v1::ValidatingWebhookConfiguration,
+        apps::v1::{DaemonSet, Deployment},
+        authentication::v1::{TokenRequest, TokenRequestSpec},
+        batch::v1::Job,
+        core::v1::{ConfigMap, Namespace, Node, Secret, Service, ServiceAccount},
+        rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
+    },
+    apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
+};
+use kilo_agent::{
+    backend::{Backend as _, Published, kubernetes, kubernetes::KubernetesBackend, peer::Peer},
+    metrics::{Metrics, PeerSample},
+    wireguard::key::PublicKey,
+};
+use kube::{
+    Api, Client,
+    api::{DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams},
+    config::{AuthInfo, Kubeconfig, NamedAuthInfo},
+    core::GroupVersionKind,
+    discovery::{ApiGroup, Discovery, Scope},
+};
+use serde::{Serialize, de::DeserializeOwned};
+use serde_json::{Value, json};
+
+use api::{ADMIN, ApiServer, apply, apply_crds, create_node, manifest};
+
+const KG: &str = env!("CARGO_BIN_EXE_kg");
+
+/// A PodMonitor CRD without a schema worth the name: the operator's has thousands of lines.
+fn pod_monitor_crd() -> DynamicObject {
+    serde_json::from_value(json!({
+        "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
+        "metadata": { "name": "podmonitors.monitoring.coreos.com" },
+        "spec": {
+            "group": "monitoring.coreos.com", "scope": "Namespaced",
+            "names": { "kind": "PodMonitor", "plural": "podmonitors", "singular": "podmonitor" },
+            "versions": [{ "name": "v1", "served": true, "storage": true, "schema": { "openAPIV3Schema": {
+                "type": "object", "properties": { "spec": {
+                    "type": "object", "required": ["selector", "podMetricsEndpoints"],
+                    "x-kubernetes-preserve-unknown-fields": true,
+                    "properties": {
+                        "selector": { "type": "object", "x-kubernetes-preserve-unknown-fields": true },
+                        "podMetricsEndpoints": { "type": "array", "items": {
+                            "type": "object", "x-kubernetes-preserve-unknown-fields": true } },
+                    },
+                } },
+            } } }],
+        },
+    }))
+    .unwrap()
+}
+
+/// Names of all manifests that are applied as they are.
+fn manifests() -> Vec<String> {
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests");
+    let names =
+        fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<_> =
+        names.filter(|name| name.ends_with(".yaml") && name != "kustomization.yaml").collect();
+    names.sort();
+    names
+}
+
+fn kind(object: &DynamicObject) -> &str {
+    &object.types.as_ref().unwrap().kind
+}
+
+fn name(object: &DynamicObject) -> &str {
+    object.metadata.name.as_deref().unwrap()
+}
+
+/// The one object of that kind and name in a manifest.
+fn find(manifest_name: &str, wanted: (&str, &str)) -> DynamicObject {
+    let found = manifest(manifest_name).into_iter().find(|object| (kind(object), name(object)) == wanted);
+    found.unwrap_or_else(|| panic!("{manifest_name} has no {wanted:?}"))
+}
+
+#[tokio::test]
+async fn every_object_of_every_manifest_is_accepted_as_it_is_written() {
+    let Some(server) = ApiServer::start().await else { return };
+    let client = server.client(ADMIN).await;
+    apply_crds(&client).await;
+    apply(&client, &pod_monitor_crd(), false).await.unwrap();
+    let namespace = find("peer-validation.yaml", ("Namespace", "kilo"));
+    apply(&client, &namespace, false).await.unwrap();
+    let discovery = served(&client, "podmonitors").await;
+    let mut kinds = BTreeSet::new();
+    let files = manifests();
+    for file in &files {
+        for object in manifest(file) {
+            let what = format!("{file}: {} {}", kind(&object), name(&object));
+            let written = serde_json::to_value(&object).unwrap();
+            contains(&of_newest_kubernetes(&written), &written, &what);
+            let mut object = object;
+            without_young_fields(&mut object.data);
+            let group = GroupVersionKind::try_from(object.types.as_ref().unwrap()).unwrap();
+            let (resource, capabilities) =
+                discovery.resolve_gvk(&group).unwrap_or_else(|| panic!("{what}: {group:?} is not served"));
+            let api: Api<DynamicObject> = match (&capabilities.scope, &object.metadata.namespace) {
+                (Scope::Namespaced, Some(namespace)) => {
+                    Api::namespaced_with(client.clone(), namespace, &resource)
+                }
+                (Scope::Cluster, None) => Api::all_with(client.clone(), &resource),
+                (scope, namespace) => panic!("{what}: {scope:?}, but its namespace is {namespace:?}"),
+            };
+            let parameters = PatchParams { dry_run: true, ..PatchParams::apply("kilo-test") };
+            let answer = api.patch(name(&object), &parameters, &Patch::Apply(&object)).await;
+            let answer = answer.unwrap_or_else(|error| panic!("{what}: {error}"));
+            // This server drops fields it does not know without a word.
+            contains(&serde_json::to_value(&answer).unwrap(), &serde_json::to_value(&object).unwrap(), &what);
+            kinds.insert(kind(&object).to_owned());
+        }
+    }
+    println!("{} files, kinds {kinds:?}", files.len());
+    assert!(files.len() >= 17, "{files:?}");
+    assert!(kinds.contains("PodMonitor") && kinds.contains("ValidatingWebhookConfiguration"), "{kinds:?}");
+}
+
+/// What the server serves, once this resource is among it.
+async fn served(client: &Client, plural: &str) -> Discovery {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        let discovery = Discovery::new(client.clone()).run().await.unwrap();
+        let there = |group: &ApiGroup| group.recommended_resources().iter().any(|(r, _)| r.plural == plural);
+        if discovery.groups().any(there) {
+            return discovery;
+        }
+        assert!(Instant::now() < deadline, "{plural} are not served");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// Read as the type of Kubernetes 1.33 and written again: fields it does not know are gone.
+fn of_newest_kubernetes(object: &Value) -> Value {
+    fn through<T: DeserializeOwned + Serialize>(object: &Value) -> Value {
+        let typed: T =
+            serde_json::from_value(object.clone()).unwrap_or_else(|error| panic!("{error}: {object}"));
+        serde_json::to_value(typed).unwrap()
+    }
+    match object["kind"].as_str().unwrap() {
+        "ClusterRole" => through::<ClusterRole>(object),
+        "ClusterRoleBinding" => through::<ClusterRoleBinding>(object),
+        "ConfigMap" => through::<ConfigMap>(object),
+        "CustomResourceDefinition" => through::<CustomResourceDefinition>(object),
+        "DaemonSet" => through::<DaemonSet>(object),
+        "Deployment" => through::<Deployment>(object),
+        "Job" => through::<Job>(object),
+        "Namespace" => through::<Namespace>(object),
+        "Role" => through::<Role>(object),
+        "RoleBinding" => through::<RoleBinding>(object),
+        "Service" => through::<Service>(object),
+        "ServiceAccount" => through::<ServiceAccount>(object),
+        "ValidatingWebhookConfiguration" => through::<ValidatingWebhookConfiguration>(object),
+        // Not of Kubernetes itself.
+        "PodMonitor" => object.clone(),
+        other => panic!("{other}: add its type here"),
+    }
+}
+
+/// Removes what is younger than the server these tests run against (1.20).
+fn without_young_fields(value: &mut Value) {
+    match value {
+        Value::Object(fields) => {
+            fields.remove("appArmorProfile");
+            fields.values_mut().for_each(without_young_fields);
+        }
+        Value::Array(items) => items.iter_mut().for_each(without_young_fields),
+        _ => {}
+    }
+}
+
+/// Everything `ours` says is in `theirs`.
+fn contains(theirs: &Value, ours: &Value, at: &str) {
+    match (ours, theirs) {
+        (Value::Object(ours), Value::Object(theirs)) => {
+            for (name, value) in ours.iter().filter(|(_, value)| !is_empty(value)) {
+                let answer = theirs.get(name).unwrap_or_else(|| panic!("{at}.{name} was dropped"));
+                contains(answer, value, &format!("{at}.{name}"));
+            }
+        }
+        (Value::Array(ours), Value::Array(theirs)) => {
+            assert_eq!(ours.len(), theirs.len(), "{at}");
+            for (number, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
+                contains(theirs, ours, &format!("{at}[{number}]"));
+            }
+        }
+        (Value::Number(ours), Value::Number(theirs)) => assert_eq!(ours.as_f64(), theirs.as_f64(), "{at}"),
+        _ => assert_eq!(ours, theirs, "{at}"),
+    }
+}
+
+fn is_empty(value: &Value) -> bool {
+    value.is_null() || value.as_array().is_some_and(Vec::is_empty)
+}
+
+/// Applies a role, its binding and its account, and answers a configuration
+/// with a token of that account, as a pod would have it.
+async fn account(server: &ApiServer, file: &str, namespace: &str, account: &str) -> PathBuf {
+    let admin = server.client(ADMIN).await;
+    for object in manifest(file) {
+        let roles =
+            ["Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"];
+        if roles.contains(&kind(&object)) {
+            apply(&admin, &object, false).await.unwrap();
+        }
+    }
+    let accounts: Api<ServiceAccount> = Api::namespaced(admin, namespace);
+    let request = TokenRequest {
+        spec: TokenRequestSpec { expiration_seconds: Some(3600), ..Default::default() },
+        ..Default::default()
+    };
+    let issued = accounts.create_token_request(account, &PostParams::default(), &request).await.unwrap();
+    let path = server.kubeconfig(ADMIN, server.port());
+    let mut config = Kubeconfig::read_from(&path).unwrap();
+    config.auth_infos = vec![NamedAuthInfo {
+        name: "u".to_owned(),
+        auth_info: Some(AuthInfo { token: Some(issued.status.unwrap().token.into()), ..Default::default() }),
+        ..Default::default()
+    }];
+    let path = path.with_file_name(format!("{account}.kubeconfig"));
+    fs::write(&path, serde_yaml_ng::to_string(&config).unwrap()).unwrap();
+    // The authorizer learns of new bindings by a watch.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    path
+}
+
+async fn client_of(kubeconfig: &Path) -> Client {
+    kubernetes::client(Some(kubeconfig), None).await.unwrap()
+}
+
+/// Fails unless the server refused for want of rights.
+#[track_caller]
+fn refused<T>(what: &str, answer: kube::Result<T>) {
+    match answer {
+        Err(kube::Error::Api(status)) if status.code == 403 => println!("refused: {}", status.message),
+        Err(error) => panic!("{what}: {error}"),
+        Ok(_) => panic!("{what} was allowed"),
+    }
+}
+
+#[tokio::test]
+async fn the_agents_account_may_do_what_the_agent_does_and_nothing_else() {
+    let Some(server) = ApiServer::start().await else { return };
+    let admin = server.client(ADMIN).await;
+    apply_crds(&admin).await;
+    create_node(&admin, "own", &[]).await;
+    let client = client_of(&account(&server, "kilo-kubeadm.yaml", "kube-system", "kilo").await).await;
+
+    let backend = KubernetesBackend::start(client.clone(), Some("own"), "region").await.unwrap();
+    let mut snapshots = backend.watch();
+    let published = Published { last_seen: 1_700_000_000, ..Published::default() };
+    assert!(backend.publish("own", &published).await.unwrap());
+    create_node(&admin, "other", &[]).await;
+    api::until(&mut snapshots, Duration::from_secs(5), |snapshot| snapshot.nodes.contains_key("other")).await;
+    backend.retract("own").await.unwrap();
+
+    let nodes: Api<Node> = Api::all(client.clone());
+    refused("deleting a node", nodes.delete("other", &DeleteParams::default()).await);
+    refused("creating a node", nodes.create(&PostParams::default(), &Node::default()).await);
+    refused(
+        "patching a node's status",
+        nodes.patch_status("own", &PatchParams::default(), &Patch::Merge(json!({}))).await,
+    );
+    let secrets: Api<Secret> = Api::all(client.clone());
+    refused("reading secrets", secrets.list(&ListParams::default()).await);
+    let maps: Api<ConfigMap> = Api::namespaced(client.clone(), "kube-system");
+    refused("reading config maps", maps.list(&ListParams::default()).await);
+    let peers: Api<Peer> = Api::all(client.clone());
+    refused("deleting a peer", peers.delete("anyone", &DeleteParams::default()).await);
+    let roles: Api<ClusterRole> = Api::all(client);
+    let wider = Patch::Merge(json!({ "rules": [] }));
+    refused("changing its own role", roles.patch("kilo", &PatchParams::default(), &wider).await);
+}
+
+#[test]
+fn every_daemon_sets_role_is_the_same() {
+    let daemons: Vec<_> = manifests().into_iter().filter(|file| file.starts_with("kilo-")).collect();
+    let role = |file: &str| find(file, ("ClusterRole", "kilo")).data["rules"].clone();
+    for file in &daemons {
+        assert_eq!(role(file), role("kilo-kubeadm.yaml"), "{file}");
+    }
+}
+
+#[tokio::test]
+async fn the_certificate_jobs_account_touches_its_own_secret_and_webhook_only() {
+    let Some(server) = ApiServer::start().await else { return };
+    let admin = server.client(ADMIN).await;
+    let hook = find("peer-validation.yaml", ("ValidatingWebhookConfiguration", "peers.kilo.squat.ai"));
+    apply(&admin, &hook, false).await.unwrap();
+    let client =
+        client_of(&account(&server, "peer-validation.yaml", "kilo", "kilo-peer-validation").await).await;
+
+    let name = "peer-validation-webhook-tls";
+    let secrets: Api<Secret> = Api::namespaced(client.clone(), "kilo");
+    let missing = secrets.get(name).await;
+    assert!(matches!(&missing, Err(kube::Error::Api(status)) if status.code == 404), "{missing:?}");
+    let secret: Secret = serde_json::from_value(json!({ "metadata": { "name": name } })).unwrap();
+    secrets.create(&PostParams::default(), &secret).await.unwrap();
+    secrets.get(name).await.unwrap();
+    let hooks: Api<ValidatingWebhookConfiguration> = Api::all(client.clone());
+    let mut configuration = hooks.get("peers.kilo.squat.ai").await.unwrap();
+    configuration.webhooks.as_mut().unwrap()[0].client_config.ca_bundle =
+        Some(k8s_openapi::ByteString(fs::read(server.file("ca.crt")).unwrap()));
+    hooks.replace("peers.kilo.squat.ai", &PostParams::default(), &configuration).await.unwrap();
+
+    refused("reading another secret", secrets.get("other").await);
+    refused("listing secrets", secrets.list(&ListParams::default()).await);
+    refused("deleting its secret", secrets.delete(name, &DeleteParams::default()).await);
+    let elsewhere: Api<Secret> = Api::namespaced(client, "kube-system");
+    refused("secrets elsewhere", elsewhere.create(&PostParams::default(), &secret).await);
+    refused("another webhook", hooks.get("other").await);
+}
+
+/// The container of a DaemonSet as a command: its arguments, its capabilities,
+/// a read-only root, and what the manifest mounts from the host as it is here.
+fn container(file: &str, daemon_set: &str, kubeconfig: &Path) -> Command {
+    let object = find(file, ("DaemonSet", daemon_set));
+    let container = &object.data["spec"]["template"]["spec"]["containers"][0];
+    let context = &container["securityContext"];
+    assert_eq!(context["readOnlyRootFilesystem"], true);
+    assert_eq!(context["allowPrivilegeEscalation"], false);
+    assert_eq!(context["privileged"], Value::Null);
+    assert_eq!(strings(&context["capabilities"]["drop"]), ["ALL"]);
+    let capabilities: String = strings(&context["capabilities"]["add"])
+        .iter()
+        .map(|capability| format!(",+{}", capability.to_lowercase()))
+        .collect();
+    let arguments = strings(&container["args"]).into_iter().map(|argument| {
+        argument
+            .replace("$(NODE_NAME)", "n1")
+            .replace("/etc/kubernetes/kubeconfig", kubeconfig.to_str().unwrap())
+    });
+    let script = "mount --bind / / && mount -o remount,bind,ro / && \
+         mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys && exec \"$0\" \"$@\"";
+    let mut command = Command::new("unshare");
+    command
+        .args(["--mount", "--propagation", "private", "sh", "-ec", script])
+        .args(["setpriv", "--no-new-privs", "--inh-caps=-all"])
+        .arg(format!("--bounding-set=-all{capabilities}"))
+        .arg(KG)
+        .args(arguments);
+    command
+}
+
+fn strings(value: &Value) -> Vec<String> {
+    value.as_array().unwrap().iter().map(|item| item.as_str().unwrap().to_owned()).collect()
+}
+
+/// Ends the process with the test.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The body of `http://127.0.0.1:1107/path`, once it is answered with 200.
+async fn http(path: &str) -> String {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let ask = || -> std::io::Result<String> {
+        let mut stream = std::net::TcpStream::connect("127.0.0.1:1107")?;
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: n1\r\nConnection: close\r\n\r\n")?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    };
+    loop {
+        let answer = ask().unwrap_or_else(|error| error.to_string());
+        if answer.starts_with("HTTP/1.1 200") {
+            return answer;
+        }
+        assert!(Instant::now() < deadline, "{path}: {answer}");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+}
+
+/// Runs the agent of a manifest on one node until the node leads its location.
+async fn runs_confined(file: &str) {
+    netns::sh(
+        "mount -t tmpfs lib /var/lib; mkdir -p /var/lib/kilo /run/wireguard; \
+         mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
+         ip link set lo up; ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up; \
+         ip address add 10.1.0.11/24 dev eth0; ip address add 192.0.2.11/32 dev eth0; \
+         ip route add default via 10.1.0.1 dev eth0",
+    );
+    let Some(server) = ApiServer::start().await else { return };
+    let admin = server.client(ADMIN).await;
+    apply_crds(&admin).await;
+    create_node(&admin, "n1", &[]).await;
+    let peer = json!({
+        "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": { "name": "laptop" },
+        "spec": { "allowedIPs": ["10.5.0.1/32"], "publicKey": PublicKey([9; 32]).to_string() },
+    });
+    apply(&admin, &serde_json::from_value(peer).unwrap(), false).await.unwrap();
+    let kubeconfig = account(&server, file, "kube-system", "kilo").await;
+
+    let has_wireguard = manifest(file).iter().any(|object| name(object) == "kilo-wireguard");
+    let _wireguard =
+        has_wireguard.then(|| Running(container(file, "kilo-wireguard", &kubeconfig).spawn().unwrap()));
+    while has_wireguard && !Path::new("/run/wireguard/kilo0.sock").exists() {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let agent = Running(container(file, "kilo", &kubeconfig).spawn().unwrap());
+    let nodes: Api<Node> = Api::all(admin);
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        let annotations = nodes.get("n1").await.unwrap().metadata.annotations.unwrap_or_default();
+        if annotations.get("kilo.squat.ai/wireguard-ip").is_some_and(|ip| ip == "10.4.0.1/16") {
+            break;
+        }
+        assert!(Instant::now() < deadline, "{annotations:?}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    let status = fs::read_to_string(format!("/proc/{}/status", agent.0.id())).unwrap();
+    // NET_ADMIN is bit 12, PERFMON 38, BPF 39.
+    assert!(status.contains("CapEff:\t000000c000001000"), "{status}");
+    assert!(http("/health").await.ends_with("ok\n"));
+    while !netns::sh("wg show kilo0 peers").contains(&PublicKey([9; 32]).to_string()) {
+        assert!(Instant::now() < deadline, "the peer is not on the device");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert!(netns::sh("ls /sys/fs/bpf/kilo/v1").contains("prefix_v4"));
+    dashboard_shows_what_is_there(&http("/metrics").await);
+}
+
+/// Every metric the dashboard asks for is one the agent has.
+fn dashboard_shows_what_is_there(scraped: &str) {
+    // A handshake needs somebody at the other end.
+    let metrics = Metrics::default();
+    let sample = PeerSample { last_handshake: Some(1), ..PeerSample::default() };
+    metrics.set_peers(BTreeMap::from([(PublicKey([1; 32]), sample)]));
+    metrics.error("any");
+    let all = scraped.to_owned() + &metrics.encode().unwrap();
+    let there: BTreeSet<_> = all.lines().filter_map(|line| line.split(['{', ' ']).next()).collect();
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests/grafana-dashboard.json");
+    let dashboard: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
+    let panels = dashboard["panels"].as_array().unwrap();
+    let targets = panels.iter().filter_map(|panel| panel["targets"].as_array()).flatten();
+    let mut asked = BTreeSet::new();
+    for target in targets {
+        let expression = target["expr"].as_str().unwrap();
+        let words = expression.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+        asked.extend(words.filter(|word| word.starts_with("kilo_")).map(ToOwned::to_owned));
+    }
+    assert!(asked.len() >= 10, "{asked:?}");
+    for metric in &asked {
+        assert!(
+            there.contains(metric.as_str()),
+            "the dashboard asks for {metric}, which is not among {there:?}"
+        );
+    }
+}
+
+#[test]
+fn the_agent_runs_under_the_confinement_of_its_daemon_set() {
+    netns::isolated("the_agent_runs_under_the_confinement_of_its_daemon_set", || async {
+        runs_confined("kilo-k3s-userspace-heterogeneous.yaml").await;
+    });
+}
+
+#[test]
+fn userspace_wireguard_and_the_agent_run_in_daemon_sets_of_their_own() {
+    netns::isolated("userspace_wireguard_and_the_agent_run_in_daemon_sets_of_their_own", || async {
+        runs_confined("kilo-k3s-userspace.yaml").await;
+    });
+}

@@ -1,0 +1,294 @@
+//! The two IP families behind one trait: steering is written once and compiled
+//! for each.
+
+use aya_ebpf::{btf_maps::lpm_trie::Key, programs::TcContext};
+use kilo_common::{
+    encap::next_ttl,
+    maps::{Config, NodeValue, PrefixValue},
+    packet::{IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, never_steered, never_steered_v6, protocol},
+    verdict::DropReason,
+};
+
+use crate::{
+    maps::{NODE_V4, NODE_V6, PREFIX_V4, PREFIX_V6},
+    masquerade, packet,
+};
+
+/// A header of one family, and the tables that speak of its addresses.
+pub trait Ip: Copy {
+    /// An address in network byte order.
+    type Addr: Copy + PartialEq;
+    /// True for IPv6.
+    const V6: bool;
+    /// Bytes of the header without options or extension headers.
+    const HEADER_LEN: usize;
+
+    /// Reads the header at `offset`.
+    fn read(ctx: &TcContext, offset: usize) -> Result<Self, DropReason>;
+    fn src(&self) -> Self::Addr;
+    fn dst(&self) -> Self::Addr;
+    fn set_src(&mut self, addr: Self::Addr);
+    fn set_dst(&mut self, addr: Self::Addr);
+    /// Type of service or traffic class.
+    fn tos(&self) -> u8;
+    /// Time to live or hop limit.
+    fn ttl(&self) -> u8;
+    /// Protocol behind the header.
+    fn protocol(&self) -> u8;
+    /// Bytes to the payload, as far as the header itself tells.
+    fn header_len(&self) -> usize;
+    /// True for parts of a fragmented packet.
+    fn is_fragment(&self) -> bool;
+    /// Counts this host as a hop, in the packet; the TTL must be above 1.
+    fn lower_ttl(&self, ctx: &TcContext, offset: usize) -> Result<(), DropReason>;
+
+    /// The longest prefix that holds this address.
+    fn prefix(addr: Self::Addr) -> Option<PrefixValue>;
+    /// The node that sends from this outer address.
+    fn sender(addr: Self::Addr) -> Option<NodeValue>;
+    /// True for addresses that stay on a link or a host.
+    fn never_steered(addr: Self::Addr) -> bool;
+    /// True for addresses steered packets for this node are sent to.
+    fn is_private(config: &Config, addr: Self::Addr) -> bool;
+    /// Translates the source if that is due; answers the new one.
+    fn masquerade(
+        &self,
+        ctx: &TcContext,
+        config: &Config,
+        offset: usize,
+    ) -> Result<Option<Self::Addr>, DropReason>;
+    /// Translates the destination of a reply back; answers the new one.
+    fn unmasquerade(
+        &self,
+        ctx: &TcContext,
+        config: &Config,
+        offset: usize,
+    ) -> Result<Option<Self::Addr>, DropReason>;
+}
+
+impl Ip for Ipv4 {
+    type Addr = [u8; 4];
+    const V6: bool = false;
+    const HEADER_LEN: usize = IPV4_LEN;
+
+    #[inline(always)]
+    fn read(ctx: &TcContext, offset: usize) -> Result<Self, DropReason> {
+        let header = packet::bytes::<IPV4_LEN>(ctx, offset).ok_or(DropReason::Truncated)?;
+        // SAFETY: `bytes` checked the bounds.
+        Self::parse(unsafe { &*header }, (ctx.len() as usize).saturating_sub(offset))
+    }
+    #[inline(always)]
+    fn src(&self) -> [u8; 4] {
+        self.src
+    }
+    #[inline(always)]
+    fn dst(&self) -> [u8; 4] {
+        self.dst
+    }
+    #[inline(always)]
+    fn set_src(&mut self, addr: [u8; 4]) {
+        self.src = addr;
+    }
+    #[inline(always)]
+    fn set_dst(&mut self, addr: [u8; 4]) {
+        self.dst = addr;
+    }
+    #[inline(always)]
+    fn tos(&self) -> u8 {
+        self.tos
+    }
+    #[inline(always)]
+    fn ttl(&self) -> u8 {
+        self.ttl
+    }
+    #[inline(always)]
+    fn protocol(&self) -> u8 {
+        self.protocol
+    }
+    #[inline(always)]
+    fn header_len(&self) -> usize {
+        self.header_len
+    }
+    #[inline(always)]
+    fn is_fragment(&self) -> bool {
+        Ipv4::is_fragment(self)
+    }
+    #[inline(always)]
+    fn lower_ttl(&self, ctx: &TcContext, offset: usize) -> Result<(), DropReason> {
+        let header = packet::bytes::<IPV4_LEN>(ctx, offset).ok_or(DropReason::Truncated)?;
+        // SAFETY: `bytes` checked the bounds; the kernel makes the packet writable before the program runs.
+        let header = unsafe { &mut *header };
+        let checksum = u16::from_be_bytes([header[10], header[11]]);
+        let (ttl, checksum) = next_ttl(header[8], header[9], checksum).ok_or(DropReason::Malformed)?;
+        header[8] = ttl;
+        [header[10], header[11]] = checksum.to_be_bytes();
+        Ok(())
+    }
+    #[inline(always)]
+    fn prefix(addr: [u8; 4]) -> Option<PrefixValue> {
+        PREFIX_V4.get(&Key::new(32, addr)).copied()
+    }
+    #[inline(always)]
+    fn sender(addr: [u8; 4]) -> Option<NodeValue> {
+        // SAFETY: the value is copied at once; entries are only replaced by the agent.
+        unsafe { NODE_V4.get(&addr) }.copied()
+    }
+    #[inline(always)]
+    fn never_steered(addr: [u8; 4]) -> bool {
+        never_steered(addr)
+    }
+    #[inline(always)]
+    fn is_private(config: &Config, addr: [u8; 4]) -> bool {
+        addr == config.private_v4 || (addr == config.overlay_v4 && addr != [0; 4])
+    }
+    #[inline(always)]
+    fn masquerade(
+        &self,
+        ctx: &TcContext,
+        config: &Config,
+        offset: usize,
+    ) -> Result<Option<[u8; 4]>, DropReason> {
+        masquerade::egress(ctx, config, offset, self)
+    }
+    #[inline(always)]
+    fn unmasquerade(
+        &self,
+        ctx: &TcContext,
+        config: &Config,
+        offset: usize,
+    ) -> Result<Option<[u8; 4]>, DropReason> {
+        masquerade::ingress(ctx, config, offset, self)
+    }
+}
+
+/// An IPv6 header, its addresses as halves: sixteen bytes one by one would
+/// fill the stack.
+#[derive(Clone, Copy)]
+pub struct V6 {
+    pub src: [u64; 2],
+    pub dst: [u64; 2],
+    pub traffic_class: u8,
+    pub hop_limit: u8,
+    pub next_header: u8,
+}
+
+/// A header where its addresses are aligned.
+#[repr(C, align(8))]
+struct Aligned([u8; IPV6_LEN]);
+
+/// An address as maps hold it.
+#[inline(always)]
+pub fn octets(halves: [u64; 2]) -> [u8; 16] {
+    // SAFETY: sixteen bytes either way.
+    unsafe { core::mem::transmute(halves) }
+}
+
+/// The halves of an address in a structure aligned to four bytes.
+#[inline(always)]
+pub fn halves(addr: &[u8; 16]) -> [u64; 2] {
+    // SAFETY: callers pass fields of map values, which are aligned to four bytes.
+    packet::halves(unsafe { &*addr.as_ptr().cast() })
+}
+
+impl V6 {
+    /// Reads the header at `offset` of a packet that an error quotes, whose
+    /// end may be cut off.
+    #[inline(always)]
+    pub fn read_part(ctx: &TcContext, offset: usize) -> Result<Self, DropReason> {
+        Self::load(ctx, offset, usize::MAX)
+    }
+
+    #[inline(always)]
+    fn load(ctx: &TcContext, offset: usize, available: usize) -> Result<Self, DropReason> {
+        let header: Aligned = ctx.load(offset).map_err(|_| DropReason::Truncated)?;
+        let ip = Ipv6::parse(&header.0, available)?;
+        let half = |at: usize| -> u64 {
+            // SAFETY: within the header, and aligned like it.
+            unsafe { *header.0.as_ptr().add(at).cast() }
+        };
+        Ok(Self {
+            src: [half(8), half(16)],
+            dst: [half(24), half(32)],
+            traffic_class: ip.traffic_class,
+            hop_limit: ip.hop_limit,
+            next_header: ip.next_header,
+        })
+    }
+}
+
+impl Ip for V6 {
+    type Addr = [u64; 2];
+    const V6: bool = true;
+    const HEADER_LEN: usize = IPV6_LEN;
+
+    #[inline(always)]
+    fn read(ctx: &TcContext, offset: usize) -> Result<Self, DropReason> {
+        Self::load(ctx, offset, (ctx.len() as usize).saturating_sub(offset))
+    }
+    #[inline(always)]
+    fn src(&self) -> [u64; 2] {
+        self.src
+    }
+    #[inline(always)]
+    fn dst(&self) -> [u64; 2] {
+        self.dst
+    }
+    #[inline(always)]
+    fn set_src(&mut self, addr: [u64; 2]) {
+        self.src = addr;
+    }
+    #[inline(always)]
+    fn set_dst(&mut self, addr: [u64; 2]) {
+        self.dst = addr;
+    }
+    #[inline(always)]
+    fn tos(&self) -> u8 {
+        self.traffic_class
+    }
+    #[inline(always)]
+    fn ttl(&self) -> u8 {
+        self.hop_limit
+    }
+    #[inline(always)]
+    fn protocol(&self) -> u8 {
+        self.next_header
+    }
+    #[inline(always)]
+    fn header_len(&self) -> usize {
+        IPV6_LEN
+    }
+    #[inline(always)]
+    fn is_fragment(&self) -> bool {
+        self.next_header == protocol::FRAGMENT
+    }
+    #[inline(always)]
+    fn lower_ttl(&self, ctx: &TcContext, offset: usize) -> Result<(), DropReason> {
+        let limit = self.hop_limit.saturating_sub(1);
+        ctx.store(offset + 7, &limit, 0).map_err(|_| DropReason::Rewrite)
+    }
+    #[inline(always)]
+    fn prefix(addr: [u64; 2]) -> Option<PrefixValue> {
+        PREFIX_V6.get(&Key::new(128, octets(addr))).copied()
+    }
+    #[inline(always)]
+    fn sender(addr: [u64; 2]) -> Option<NodeValue> {
+        // SAFETY: the value is copied at once; entries are only replaced by the agent.
+        unsafe { NODE_V6.get(&octets(addr)) }.copied()
+    }
+    #[inline(always)]
+    fn never_steered(addr: [u64; 2]) -> bool {
+        never_steered_v6(addr)
+    }
+    #[inline(always)]
+    fn is_private(config: &Config, addr: [u64; 2]) -> bool {
+        addr == halves(&config.private_v6)
+    }
+    #[inline(always)]
+    fn masquerade(&self, _: &TcContext, _: &Config, _: usize) -> Result<Option<[u64; 2]>, DropReason> {
+        Ok(None)
+    }
+    #[inline(always)]
+    fn unmasquerade(&self, _: &TcContext, _: &Config, _: usize) -> Result<Option<[u64; 2]>, DropReason> {
+        Ok(None)
+    }
+}
