@@ -1,5 +1,6 @@
 //! `kgctl`: shows configurations of the mesh and draws it.
 
+mod connect;
 mod graph;
 mod showconf;
 mod source;
@@ -7,10 +8,12 @@ mod status;
 
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use clap::{CommandFactory as _, Parser, Subcommand};
 
-use crate::{showconf::Showconf, source::Flags, status::StatusArgs};
+use kilo_agent::wireguard::userspace;
+
+use crate::{connect::ConnectArgs, showconf::Showconf, source::Flags, status::StatusArgs};
 
 /// Shows configurations of the mesh and draws it.
 #[derive(Parser, Debug)]
@@ -33,6 +36,14 @@ enum Command {
     },
     /// Show who leads each location, since when and why, and which nodes are ready.
     Status(StatusArgs),
+    /// Make this machine a peer of the mesh until interrupted (Linux, as root).
+    Connect(ConnectArgs),
+    /// Run the userspace WireGuard device (started by connect itself).
+    #[command(name = userspace::SUBCOMMAND, hide = true)]
+    UserspaceWireguard {
+        /// Interface to make.
+        interface: String,
+    },
     /// Print a completion script.
     Completion {
         /// bash, zsh, fish, elvish or powershell.
@@ -50,7 +61,7 @@ fn main() -> ExitCode {
         clap_complete::generate(shell, &mut Cli::command(), "kgctl", &mut std::io::stdout());
         return ExitCode::SUCCESS;
     }
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     match runtime.map_err(Into::into).and_then(|runtime| runtime.block_on(run(cli))) {
         Ok(text) => {
             print!("{text}");
@@ -77,6 +88,11 @@ async fn run(cli: Cli) -> Result<String> {
             showconf::run(of, &source::mesh(&snapshot, flags)?, &snapshot, flags)
         }
         Command::Status(args) => status::run(args, flags).await,
+        Command::Connect(args) => connect::run(args, flags).await,
+        Command::UserspaceWireguard { interface } => {
+            userspace::run(interface).await.context("userspace WireGuard")?;
+            Ok(String::new())
+        }
         Command::Completion { .. } => Ok(String::new()),
     }
 }
