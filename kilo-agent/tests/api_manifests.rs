@@ -489,3 +489,68 @@ fn userspace_wireguard_and_the_agent_run_in_daemon_sets_of_their_own() {
         runs_confined("kilo-k3s-userspace.yaml").await;
     });
 }
+
+#[test]
+fn the_webhook_of_the_manifest_refuses_invalid_peers_without_any_right() {
+    netns::isolated("the_webhook_of_the_manifest_refuses_invalid_peers_without_any_right", webhook_refuses);
+}
+
+async fn webhook_refuses() {
+    netns::sh("ip link set lo up");
+    let Some(server) = ApiServer::start().await else { return };
+    let admin = server.client(ADMIN).await;
+    apply_crds(&admin).await;
+    // What the kubelet mounts, and a program any user can reach.
+    netns::sh(&format!(
+        "mkdir -p /run/secrets/tls; touch /run/kg; mount --bind {KG} /run/kg; \
+         cp {} /run/secrets/tls/tls.crt; cp {} /run/secrets/tls/tls.key; chown -R 1000:1000 /run/secrets/tls",
+        server.file("server.crt").display(),
+        server.file("server.key").display(),
+    ));
+    let deployment = find("peer-validation.yaml", ("Deployment", "peer-validation-server"));
+    let pod = &deployment.data["spec"]["template"]["spec"];
+    let container = &pod["containers"][0];
+    assert_eq!(strings(&container["securityContext"]["capabilities"]["drop"]), ["ALL"]);
+    assert_eq!(container["securityContext"]["readOnlyRootFilesystem"], true);
+    assert_eq!(pod["securityContext"]["runAsUser"], 1000);
+    let script = "mount --bind / / && mount -o remount,bind,ro / && exec \"$0\" \"$@\"";
+    let _webhook = Running(
+        Command::new("unshare")
+            .args(["--mount", "--propagation", "private", "sh", "-ec", script])
+            .args(["setpriv", "--no-new-privs", "--reuid=1000", "--regid=1000", "--clear-groups"])
+            .args(["--inh-caps=-all", "--bounding-set=-all", "/run/kg"])
+            .args(strings(&container["args"]))
+            .spawn()
+            .unwrap(),
+    );
+    assert!(http(container["readinessProbe"]["httpGet"]["path"].as_str().unwrap()).await.contains("200"));
+
+    // No kube-proxy here: the service is reached at the container's own port.
+    let mut hook = find("peer-validation.yaml", ("ValidatingWebhookConfiguration", "peers.kilo.squat.ai"));
+    let client = &mut hook.data["webhooks"][0]["clientConfig"];
+    let path = client["service"]["path"].as_str().unwrap().to_owned();
+    let authority = k8s_openapi::ByteString(fs::read(server.file("ca.crt")).unwrap());
+    *client = json!({ "url": format!("https://127.0.0.1:8443{path}"), "caBundle": authority });
+    apply(&admin, &hook, false).await.unwrap();
+
+    let peer = |name: &str, host: Value| -> DynamicObject {
+        serde_json::from_value(json!({
+            "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": { "name": name },
+            "spec": { "allowedIPs": [], "publicKey": PublicKey([9; 32]).to_string(),
+                      "endpoint": { "dnsOrIP": host, "port": 51820 } },
+        }))
+        .unwrap()
+    };
+    // The schema lets this pass; and the server takes a moment to learn of the webhook.
+    let bad = peer("bad", json!({ "dns": "not a name" }));
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let refusal = loop {
+        match apply(&admin, &bad, true).await {
+            Err(error) => break error.to_string(),
+            Ok(_) => assert!(Instant::now() < deadline, "the webhook is not asked"),
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    };
+    assert!(refusal.contains("peers.kilo.squat.ai") && refusal.contains("not a name"), "{refusal}");
+    apply(&admin, &peer("good", json!({ "dns": "vpn.example.com" })), false).await.unwrap();
+}
