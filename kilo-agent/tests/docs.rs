@@ -112,3 +112,12 @@ fn examples_name_the_pins_of_this_layout() {
         }
     }
 }
+
+#[test]
+fn every_reason_of_a_drop_is_explained() {
+    let text = fs::read_to_string(root().join("docs/troubleshooting.md")).unwrap();
+    for reason in kilo_common::verdict::DropReason::ALL {
+        let label = format!("`{}`", reason.label());
+        assert!(text.contains(&label), "docs/troubleshooting.md does not say what {label} means");
+    }
+}
