@@ -419,8 +419,8 @@ async fn runs_confined(file: &str) {
     let kubeconfig = account(&server, file, "kube-system", "kilo").await;
 
     let has_wireguard = manifest(file).iter().any(|object| name(object) == "kilo-wireguard");
-    let _wireguard =
-        has_wireguard.then(|| Running(container(file, "kilo-wireguard", &kubeconfig).spawn().unwrap()));
+    let start = || Running(container(file, "kilo-wireguard", &kubeconfig).spawn().unwrap());
+    let mut wireguard = has_wireguard.then(start);
     while has_wireguard && !Path::new("/run/wireguard/kilo0.sock").exists() {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -439,13 +439,27 @@ async fn runs_confined(file: &str) {
     // NET_ADMIN is bit 12, PERFMON 38, BPF 39.
     assert!(status.contains("CapEff:\t000000c000001000"), "{status}");
     assert!(http("/health").await.ends_with("ok\n"));
-    while !netns::sh("wg show kilo0 peers").contains(&PublicKey([9; 32]).to_string()) {
-        assert!(Instant::now() < deadline, "the peer is not on the device");
-        tokio::time::sleep(Duration::from_millis(100)).await;
+    is_configured().await;
+    if wireguard.take().is_some() {
+        // The pod is replaced: the interface is another one, and everything comes back.
+        wireguard = Some(start());
+        is_configured().await;
     }
     let pins = dataplane::pin_directory(Path::new("/sys/fs/bpf"));
     assert!(pins.join("prefix_v4").exists());
     dashboard_shows_what_is_there(&http("/metrics").await);
+    drop(wireguard);
+}
+
+/// Waits until the device has the peer, and the host a route to it.
+async fn is_configured() {
+    let deadline = Instant::now() + Duration::from_secs(40);
+    let key = PublicKey([9; 32]);
+    let there = format!("wg show kilo0 peers | grep -qF {key} && ip route show 10.5.0.1 | grep -q kilo0");
+    while !netns::succeeds(&there) {
+        assert!(Instant::now() < deadline, "`{there}` is not so");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
 }
 
 /// Every metric the dashboard asks for is one the agent has.
