@@ -368,9 +368,10 @@ async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> 
     let stop = CancellationToken::new();
     let snapshots = backend.watch();
     let hostname = options.hostname.clone();
-    let agent = Agent::new(options, backend, key, metrics, health, view).await?;
+    // Before anything is set up: nothing half done stays behind an address that is taken.
     let listen = flags.listen;
     let listener = http::bind(listen).await.with_context(|| format!("--listen {listen}"))?;
+    let agent = Agent::new(options, backend, key, metrics, health, view).await?;
     let answer = move |request| context.clone().answer(request);
     let mut server = tokio::spawn(http::serve(listener, None, answer, stop.clone()));
     let mut agent = tokio::spawn(agent.run(stop.clone()));

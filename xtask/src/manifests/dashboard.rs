@@ -109,7 +109,7 @@ const ROWS: [Row; 4] = [
             graph(
                 12,
                 "Dropped packets by reason",
-                "not_unicast is harmless; docs/troubleshooting.md says what the others mean.",
+                "not_unicast is harmless; docs/monitoring.md says what the others mean.",
                 "pps",
                 &[(
                     r#"sum by (reason) (rate(kilo_dropped_packets_total{job=~"$job",instance=~"$instance"}[$__rate_interval])) > 0"#,

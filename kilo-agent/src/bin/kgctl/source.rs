@@ -30,7 +30,7 @@ pub struct Flags {
     /// auto (what the nodes say), location or full.
     #[arg(long, default_value = "auto", global = true)]
     pub mesh_granularity: String,
-    /// WireGuard port of configurations for nodes.
+    /// WireGuard port of configurations for nodes, and of connect.
     #[arg(long, default_value = "51820", global = true)]
     pub port: u16,
     /// WireGuard addresses come from here.
