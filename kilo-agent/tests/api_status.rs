@@ -7,6 +7,8 @@ mod api;
 mod netns;
 
 use std::{
+    io::{Read as _, Write as _},
+    net::TcpStream,
     path::Path,
     process::{Child, Command},
     time::{Duration, Instant},
@@ -47,6 +49,14 @@ fn status(kubeconfig: &Path, arguments: &[&str]) -> Status {
     let (success, stdout, stderr) = kgctl(kubeconfig, &[arguments, &["-o", "json"]].concat());
     assert!(success, "{stderr}");
     serde_json::from_str(&stdout).unwrap_or_else(|error| panic!("{error}: {stdout}"))
+}
+
+fn scrape() -> String {
+    let mut stream = TcpStream::connect("127.0.0.1:1107").unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    text
 }
 
 fn until(what: &str, mut check: impl FnMut() -> bool) {
@@ -144,6 +154,19 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
         };
         assert!(at("kilo_egress", "kilo0") && at("lan_ingress", "eth0"), "{:?}", agent.programs);
         assert!(found.locations[0].since.is_some_and(|since| since.0 >= now));
+
+        // The same figures for Prometheus, those of a data path without traffic too.
+        let metrics = scrape();
+        for label in agent.drops.keys() {
+            let name = format!("kilo_dropped_packets_total{{reason=\"{label}\"}}");
+            assert!(metrics.contains(&name), "{name} is missing from\n{metrics}");
+        }
+        for label in agent.packets.keys() {
+            assert!(metrics.contains(&format!("kilo_packets_total{{action=\"{label}\"}}")), "{label}");
+        }
+        for line in ["kilo_leader 1", "kilo_peers 2", "kilo_wireguard_received_bytes_total{public_key="] {
+            assert!(metrics.contains(line), "{line} is missing from\n{metrics}");
+        }
 
         // The leader is moved: the agent has seen it happen.
         let nodes: Api<core::Node> = Api::all(client.clone());

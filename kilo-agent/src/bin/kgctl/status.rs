@@ -15,7 +15,8 @@ pub struct StatusArgs {
     /// Show this node only, with its tunnels and packet counters: its agent is
     /// asked through the API server (needs get on pods/proxy).
     node: Option<String>,
-    /// Ask the agent at this address instead of the API server.
+    /// Ask the agent at this address instead of the API server; without a
+    /// value http://127.0.0.1:1107.
     #[arg(long, value_name = "URL", num_args = 0..=1, default_missing_value = "http://127.0.0.1:1107", require_equals = true)]
     agent: Option<String>,
     /// table or json.
