@@ -36,7 +36,7 @@ RUN apt-get source --only-source golang-github-containernetworking-plugins \
 FROM debian:bookworm-slim
 # For kubeconfigs that trust public certificate authorities.
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends ca-certificates \
+ && apt-get install --yes --no-install-recommends ca-certificates iptables \
  && rm -rf /var/lib/apt/lists/*
 COPY --from=cni /out/ /opt/cni/bin/
 COPY --from=kilo /out/ /opt/bin/

@@ -21,7 +21,9 @@ use crate::{
     interface::{self, Interface},
     metrics::{Metrics, PeerSample},
     net::{
-        Link, Net, NetError, discovery, forwarding, links,
+        Link, Net, NetError, discovery,
+        forward::{self, Forward},
+        forwarding, links,
         mtu::Mtu,
         tunnels::{self, Tunnels},
         watch,
@@ -59,6 +61,8 @@ pub struct Options {
     pub cni: Option<PathBuf>,
     /// Masquerade with our programs.
     pub masquerade: bool,
+    /// Accept pods' traffic in the FORWARD chains of iptables.
+    pub forward_rules: bool,
     /// The BPF file system.
     pub bpffs: PathBuf,
     /// Load the programs with their log.
@@ -132,6 +136,7 @@ pub struct Agent<B> {
     reported: BTreeMap<String, String>,
     host_changed: Arc<Notify>,
     path_mtus: PathMtus,
+    forward: Forward,
 }
 
 impl<B: Backend> Agent<B> {
@@ -179,6 +184,7 @@ impl<B: Backend> Agent<B> {
             reported: BTreeMap::new(),
             host_changed,
             path_mtus,
+            forward: Forward::default(),
         })
     }
 
@@ -286,7 +292,7 @@ impl<B: Backend> Agent<B> {
             }
             differs
         });
-        let writes = applied?;
+        let writes = applied? + self.write_forward_rules(&own).await;
         Ok(writes + u64::from(created) + tunnels.created)
     }
 
@@ -417,6 +423,20 @@ impl<B: Backend> Agent<B> {
         })
     }
 
+    /// Once a resync period and when the pod CIDRs change: reading rules costs
+    /// processes.
+    async fn write_forward_rules(&mut self, own: &Node) -> u64 {
+        let wanted: &[IpNet] = if self.options.forward_rules { &own.pod_cidrs } else { &[] };
+        match self.forward.apply(wanted, Instant::now()).await {
+            Ok(writes) => writes,
+            Err(error) => {
+                self.metrics.error(error.label());
+                tracing::error!(%error, "--iptables-forward-rules");
+                0
+            }
+        }
+    }
+
     fn write_cni(&self, own: &Node) {
         let Some(path) = &self.options.cni else { return };
         match cni::update(path, &own.pod_cidrs) {
@@ -476,14 +496,20 @@ impl<B: Backend> Agent<B> {
     }
 }
 
+/// What [`uninstall`] removes.
+#[derive(Clone, Copy, Debug)]
+pub struct Removal<'a> {
+    /// The WireGuard device.
+    pub interface: &'a interface::Options,
+    /// It goes, too; else only its addresses do.
+    pub delete_interface: bool,
+    /// The BPF file system.
+    pub bpffs: &'a std::path::Path,
+}
+
 /// Removes everything of ours from this host and the node's annotations;
 /// answers what could not be removed.
-pub async fn uninstall<B: Backend>(
-    backend: Option<&B>,
-    hostname: &str,
-    options: &interface::Options,
-    bpffs: &std::path::Path,
-) -> Vec<String> {
+pub async fn uninstall<B: Backend>(backend: Option<&B>, hostname: &str, removal: Removal<'_>) -> Vec<String> {
     let mut problems = Vec::new();
     if let Some(backend) = backend
         && let Err(error) = backend.retract(hostname).await
@@ -491,17 +517,29 @@ pub async fn uninstall<B: Backend>(
         problems.push(error.to_string());
     }
     match Net::new() {
-        Ok(net) => {
-            if let Err(error) = net.remove(None).await {
-                problems.push(error.to_string());
-            }
-            if let Err(error) = Interface::remove(&net, options).await {
-                problems.push(error.to_string());
-            }
-        }
+        Ok(net) => problems.extend(remove_from_net(&net, removal).await),
         Err(error) => problems.push(error.to_string()),
     }
-    problems.extend(dataplane::remove(bpffs));
+    problems.extend(forward::remove().await.err().map(|error| error.to_string()));
+    problems.extend(dataplane::remove(removal.bpffs));
+    problems
+}
+
+async fn remove_from_net(net: &Net, removal: Removal<'_>) -> Vec<String> {
+    let mut problems = Vec::new();
+    let kept = match removal.delete_interface {
+        true => Ok(None),
+        false => links::by_name(net.rtnl(), &removal.interface.name).await,
+    };
+    let removed = match kept {
+        Ok(kept) => net.remove(kept.map(|link| link.index)).await.map(|_| ()),
+        Err(error) => Err(error),
+    };
+    problems.extend(removed.err().map(|error| error.to_string()));
+    if removal.delete_interface {
+        let deleted = Interface::remove(net, removal.interface).await;
+        problems.extend(deleted.err().map(|error| error.to_string()));
+    }
     problems
 }
 
