@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
@@ -15,6 +15,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     backend::{Backend, BackendError, Published, Snapshot},
+    cli::Compatibility,
     cni,
     dataplane::{self, Dataplane, DataplaneError, PathMtus},
     health::Health,
@@ -39,6 +40,8 @@ use crate::{
 const CHECK_IN: Duration = Duration::from_secs(30);
 /// What failed is not tried again for its own sake before this time.
 const RETRY: Duration = Duration::from_secs(2);
+/// The device of Cilium that has the node's address in its overlay.
+const CILIUM_HOST: &str = "cilium_host";
 
 /// Everything the flags say.
 #[derive(Clone, Debug)]
@@ -51,6 +54,8 @@ pub struct Options {
     pub settings: Settings,
     /// `--mtu`.
     pub mtu: Mtu,
+    /// `--compatibility`.
+    pub compatibility: Compatibility,
     /// `--resync-period`.
     pub resync: Duration,
     /// `--internal-cidr`.
@@ -114,6 +119,7 @@ struct Host<'a> {
     default_route: Option<u32>,
     state: &'a DeviceState,
     tunnels: &'a Tunnels,
+    nodes: &'a BTreeMap<String, Node>,
 }
 
 /// The agent of one node.
@@ -279,7 +285,8 @@ impl<B: Backend> Agent<B> {
                 "no address of this host can be an endpoint; set the annotation force-endpoint",
             ));
         }
-        let host = Host { kilo, links: &links, default_route, state: &state, tunnels: &tunnels };
+        let nodes = &snapshot.nodes;
+        let host = Host { kilo, links: &links, default_route, state: &state, tunnels: &tunnels, nodes };
         let plan = self.plan(&mesh, &own, &host).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
         self.write_cni(&own);
@@ -337,6 +344,9 @@ impl<B: Backend> Agent<B> {
         own.last_seen = unix_now;
         own.granularity = Some(self.options.settings.granularity);
         own.discovered_endpoints = state.seen_endpoints();
+        let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
+        let addresses: Vec<_> = cilium.iter().flat_map(|link| &link.addresses).map(|a| a.net).collect();
+        own.cni_compatibility_ip = plan::published_overlay(self.options.compatibility, &addresses);
         if !own.internal_ip_forced {
             own.internal_ip = found.and_then(|found| found.private).filter(|_| !own.no_internal_ip);
         }
@@ -380,7 +390,7 @@ impl<B: Backend> Agent<B> {
                 .filter(|(key, _)| roaming.contains(key))
                 .collect(),
             granularity: self.options.settings.granularity,
-            cni_compatibility_ip: None,
+            cni_compatibility_ip: own.cni_compatibility_ip,
         };
         self.backend.publish(&self.options.hostname, &published).await?;
         if due {
@@ -394,8 +404,13 @@ impl<B: Backend> Agent<B> {
         let private = own.internal_ip.map(|net| net.addr());
         let (segment, _) = mesh.find(&own.name)?;
         let others = mesh.segments[segment].members.iter().filter(|member| member.name != own.name);
+        let settings = &self.options.settings;
+        let overlay =
+            plan::overlay_addresses(mesh, host.nodes, &own.name, self.options.compatibility, settings.tunnel);
+        let elsewhere =
+            overlay.iter().filter(|(name, _)| **name != own.name).map(|(_, ip)| IpAddr::from(*ip));
         let mut paths = BTreeMap::new();
-        for address in others.filter_map(topology::Member::private_ip) {
+        for address in others.filter_map(topology::Member::private_ip).chain(elsewhere) {
             if let Ok(Some(interface)) = self.net.interface_towards(address).await {
                 paths.insert(address, interface);
             }
@@ -406,6 +421,7 @@ impl<B: Backend> Agent<B> {
         let query = links::HostQuery { kilo: host.kilo.index, private, pod_cidrs: &own.pod_cidrs };
         let mut found = links::host_links(host.links, &query, &paths);
         (found.vxlan, found.ipip) = (host.tunnels.vxlan, host.tunnels.ipip);
+        links::add_overlay(&mut found, host.links, &own.name, overlay);
         found.path_mtus = self.path_mtus.current(Instant::now());
         self.hops = self.hops.update(mesh, &own.name);
         let resolved = self.resolver.resolve(mesh).await;

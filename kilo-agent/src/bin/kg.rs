@@ -265,6 +265,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
             port: flags.port,
         },
         mtu: flags.mtu,
+        compatibility: flags.compatibility,
         resync: flags.resync_period,
         internal_cidrs: PrefixList::join(&flags.internal_cidr),
         prefer_private: flags.prioritise_private_addresses,
