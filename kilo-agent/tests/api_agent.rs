@@ -70,7 +70,7 @@ fn the_agents_annotations_come_and_go_on_a_real_api_server() {
              ip link set lo up; ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up; \
              ip address add 10.1.0.11/24 dev eth0; ip address add 192.0.2.11/32 dev eth0; \
              ip route add default via 10.1.0.1 dev eth0; \
-             ip link add cilium_host type dummy; ip address add 10.42.1.7/32 dev cilium_host; ip link set cilium_host up",
+             ip link add cilium_host type veth peer name cilium_net; ip address add 10.42.1.7/32 dev cilium_host; ip link set cilium_host up",
         );
         let Some(server) = ApiServer::start().await else { return };
         let client = server.client(ADMIN).await;
