@@ -109,6 +109,18 @@ fn every_link_between_the_pages_leads_somewhere() {
 }
 
 #[test]
+fn examples_name_the_pins_of_this_layout() {
+    let pins = format!("v{}/", kilo_common::maps::LAYOUT_VERSION);
+    for (path, text) in pages() {
+        for rest in text.split("/sys/fs/bpf/kilo/").skip(1) {
+            // Links are no part of the layout: they outlive it.
+            let named = rest.starts_with(&pins) || rest.starts_with("links");
+            assert!(named, "{}: the pins are below {pins}", path.display());
+        }
+    }
+}
+
+#[test]
 fn every_metric_action_and_drop_reason_is_explained() {
     let page = fs::read_to_string(root().join("docs/monitoring.md")).unwrap();
     let metrics = Metrics::default();
