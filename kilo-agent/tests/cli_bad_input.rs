@@ -36,6 +36,7 @@ fn an_unknown_value_of_a_flag_is_answered_with_the_possible_ones() {
         ("--log-level=loud", "all, debug, info, warn, error, none"),
         ("--compatibility=calico", "flannel, cilium"),
         ("--wireguard=rust", "auto, kernel, userspace"),
+        ("--attach=xdp", "auto, tcx, clsact"),
         ("--masquerade=maybe", "ebpf, off"),
     ] {
         let said = fails(KG, &[flag]);
