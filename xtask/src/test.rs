@@ -188,7 +188,14 @@ impl TestBinary {
             // Only the virtual machines' kernels surely have WireGuard.
             () if starts("wireguard_kernel") => Part::Vm,
             () if starts("api_") => Part::Api,
-            () if starts("lab_") || starts("net_") || starts("wireguard_") || starts("cli_") => Part::Lab,
+            () if starts("http_")
+                || starts("lab_")
+                || starts("net_")
+                || starts("wireguard_")
+                || starts("cli_") =>
+            {
+                Part::Lab
+            }
             () => Part::Unit,
         }
     }
