@@ -16,8 +16,8 @@ use kilo_agent::{
     agent::{self, Agent},
     backend::{Backend, file::FileBackend, kubernetes},
     cli::{
-        BackendKind, Compatibility, LogLevel, Masquerade, TunnelMode, WireguardMode, parse_duration,
-        parse_listen,
+        AttachMode, BackendKind, Compatibility, LogLevel, Masquerade, TunnelMode, WireguardMode,
+        parse_duration, parse_listen,
     },
     dataplane::BPFFS,
     health::Health,
@@ -87,6 +87,9 @@ struct WebhookArgs {
 
 #[derive(Args, Debug)]
 struct Flags {
+    /// How programs are attached: auto (TCX, else clsact), tcx or clsact.
+    #[arg(long, default_value = "auto")]
+    attach: AttachMode,
     /// Where nodes and peers come from: kubernetes or file.
     #[arg(long, default_value = "kubernetes", global = true)]
     backend: BackendKind,
@@ -278,6 +281,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         cni: flags.cni.then(|| flags.cni_path.clone()),
         masquerade: flags.masquerade == Masquerade::Ebpf,
         bpffs: PathBuf::from(BPFFS),
+        attach: flags.attach,
         debug: matches!(flags.log_level, LogLevel::All | LogLevel::Debug),
     })
 }

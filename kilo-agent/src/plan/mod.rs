@@ -4,8 +4,10 @@
 mod hops;
 mod masquerade;
 pub mod model;
+pub mod probe;
 mod routes;
 mod steering;
+pub mod trace;
 mod types;
 mod wireguard;
 

@@ -262,6 +262,8 @@ impl Network {
 const ROUTER_RULES: &str = r#"
 echo 1 > /proc/sys/net/ipv4/ip_forward
 echo 1 > /proc/sys/net/ipv6/conf/all/forwarding
+# A LAN is a switch: what it carries never meets the router's rules.
+for f in /proc/sys/net/bridge/bridge-nf-call-ip*; do test -e $f && echo 0 > $f; done
 nft -f - <<'RULES'
 table inet lab {
     counter clear-pod-traffic { }

@@ -1,10 +1,12 @@
-//! `kgctl`: shows configurations of the mesh and draws it.
+//! `kgctl`: shows configurations of the mesh and draws it; looks into a node's data path.
 
 mod connect;
 mod graph;
+mod monitor;
 mod showconf;
 mod source;
 mod status;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -13,7 +15,10 @@ use clap::{CommandFactory as _, Parser, Subcommand};
 
 use kilo_agent::wireguard::userspace;
 
-use crate::{connect::ConnectArgs, showconf::Showconf, source::Flags, status::StatusArgs};
+use crate::{
+    connect::ConnectArgs, monitor::MonitorArgs, showconf::Showconf, source::Flags, status::StatusArgs,
+    trace::TraceArgs,
+};
 
 /// Shows configurations of the mesh and draws it.
 #[derive(Parser, Debug)]
@@ -29,6 +34,8 @@ struct Cli {
 enum Command {
     /// Draw the mesh as Graphviz text.
     Graph,
+    /// Show packets this node drops, as it happens, and why.
+    Monitor(MonitorArgs),
     /// Show the WireGuard configuration of a node or peer.
     Showconf {
         #[command(subcommand)]
@@ -44,6 +51,8 @@ enum Command {
         /// Interface to make.
         interface: String,
     },
+    /// Tell what this node would do with a packet, and why.
+    Trace(TraceArgs),
     /// Print a completion script.
     Completion {
         /// bash, zsh, fish, elvish or powershell.
@@ -82,6 +91,7 @@ async fn run(cli: Cli) -> Result<String> {
             source::warn(&snapshot);
             Ok(graph::run(&source::mesh(&snapshot, flags)?))
         }
+        Command::Monitor(args) => monitor::run(args).await.map(|()| String::new()),
         Command::Showconf { of } => {
             let snapshot = source::snapshot(flags).await?;
             source::warn(&snapshot);
@@ -93,6 +103,7 @@ async fn run(cli: Cli) -> Result<String> {
             userspace::run(interface).await.context("userspace WireGuard")?;
             Ok(String::new())
         }
+        Command::Trace(args) => trace::run(args).await,
         Command::Completion { .. } => Ok(String::new()),
     }
 }
