@@ -57,6 +57,11 @@ RUN apt-get source --only-source golang-github-containernetworking-plugins \
 FROM debian:bookworm-slim
 # For kubeconfigs that trust public certificate authorities.
 COPY --from=cni /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/
+# For --iptables-forward-rules.
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends iptables \
+ && rm -rf /var/lib/apt/lists/*
 COPY --from=cni /out/ /opt/cni/bin/
 COPY --from=kilo /out/ /opt/bin/
 ENV PATH=/opt/bin:$PATH

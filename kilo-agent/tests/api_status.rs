@@ -94,7 +94,11 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
             ("n0", member("10.1.0.10:51820", "10.1.0.10/24", 1, now + 3600)),
             ("n2", member("10.1.0.12:51820", "10.1.0.12/24", 2, now - 600)),
         ] {
-            let pairs: Vec<_> = annotations.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
+            let mut pairs: Vec<_> = annotations.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
+            let location = name("location");
+            if node == "n2" {
+                pairs.push((&location, "gone"));
+            }
             create_node(&client, node, &pairs).await;
         }
         create_node(&client, "n1", &[]).await;
@@ -116,8 +120,14 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
         {
             assert!(table.contains(words), "{words} is missing from\n{table}");
         }
+        assert!(table.contains("location:gone   <none>"), "{table}");
         let found = status(&kubeconfig, &[]);
-        assert_eq!(found.locations[0].leader, "n0");
+        assert_eq!(found.locations[0].leader.as_deref(), Some("n0"));
+        let gone = &found.locations[1];
+        assert_eq!(
+            (gone.name.as_str(), &gone.leader, gone.ready, gone.nodes),
+            ("location:gone", &None, 0, 1)
+        );
         assert_eq!((found.locations[0].since, found.agent.as_ref()), (None, None));
         assert_eq!(
             found.peers[1].reason.as_deref(),
@@ -137,17 +147,17 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
             let found = status(&kubeconfig, &[url]);
             let location = found.locations.first();
             location.is_some_and(|location| {
-                location.leader == "n1" && location.reason == LeaderReason::PublicEndpoint
+                location.leader.as_deref() == Some("n1")
+                    && location.reason == Some(LeaderReason::PublicEndpoint)
             })
         });
         let found = status(&kubeconfig, &[url]);
         let agent = found.agent.unwrap();
         assert_eq!((agent.node.as_str(), agent.interface.as_str()), ("n1", "kilo0"));
         assert_eq!((agent.unhealthy, agent.errors), (None, vec![]));
-        assert_eq!(
-            agent.tunnels.iter().map(|tunnel| tunnel.name.as_deref()).collect::<Vec<_>>(),
-            [Some("peer:laptop"), Some("peer:tablet")]
-        );
+        let names = agent.tunnels.iter().filter_map(|tunnel| tunnel.name.as_deref());
+        let peers: Vec<_> = names.filter(|name| name.starts_with("peer:")).collect();
+        assert_eq!(peers, ["peer:laptop", "peer:tablet"]);
         assert!(agent.drops.contains_key("unknown_sender") && agent.packets.contains_key("steer"));
         let at = |program: &str, interface: &str| {
             agent.programs.iter().any(|at| at.program == program && at.interface == interface)
@@ -174,7 +184,9 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
         nodes.patch("n0", &PatchParams::default(), &Patch::Merge(&ask)).await.unwrap();
         until("n0 leads because it asks", || {
             let location = status(&kubeconfig, &[url]).locations.remove(0);
-            location.leader == "n0" && location.reason == LeaderReason::Asks && location.changes == Some(1)
+            location.leader.as_deref() == Some("n0")
+                && location.reason == Some(LeaderReason::Asks)
+                && location.changes == Some(1)
         });
 
         // Through the API server's proxy to the agent's pod, as from anywhere.

@@ -43,6 +43,8 @@ enum Command {
     },
     /// Show who leads each location, since when and why, and which nodes are ready.
     Status(StatusArgs),
+    /// Tell what this node would do with a packet, and why.
+    Trace(TraceArgs),
     /// Make this machine a peer of the mesh until interrupted (Linux, as root).
     Connect(ConnectArgs),
     /// Run the userspace WireGuard device (started by connect itself).
@@ -51,8 +53,6 @@ enum Command {
         /// Interface to make.
         interface: String,
     },
-    /// Tell what this node would do with a packet, and why.
-    Trace(TraceArgs),
     /// Print a completion script.
     Completion {
         /// bash, zsh, fish, elvish or powershell.
@@ -98,12 +98,12 @@ async fn run(cli: Cli) -> Result<String> {
             showconf::run(of, &source::mesh(&snapshot, flags)?, &snapshot, flags)
         }
         Command::Status(args) => status::run(args, flags).await,
+        Command::Trace(args) => trace::run(args).await,
         Command::Connect(args) => connect::run(args, flags).await,
         Command::UserspaceWireguard { interface } => {
             userspace::run(interface).await.context("userspace WireGuard")?;
             Ok(String::new())
         }
-        Command::Trace(args) => trace::run(args).await,
         Command::Completion { .. } => Ok(String::new()),
     }
 }

@@ -69,7 +69,7 @@ async fn from_objects(args: &StatusArgs, flags: &Flags) -> Result<Status> {
         Some(_) => {}
         // Since when somebody leads is not written in the objects: any agent may know.
         None => {
-            if let Some(leader) = status.locations.first().map(|location| location.leader.clone())
+            if let Some(leader) = status.locations.iter().find_map(|location| location.leader.clone())
                 && let Ok(seen) = ask::through_api(&client, &leader).await
             {
                 status.remember_leaders(&seen);
