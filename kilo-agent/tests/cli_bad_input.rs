@@ -33,7 +33,7 @@ const ANY_TEXT: [&str; 8] =
 
 /// Rubbish for each other flag of `kg`, and what the answer must name.
 const RUBBISH: [(&str, &str, &str); 22] = [
-    ("attach", "xdp", "auto, tcx, clsact"),
+    ("attach", "maybe", "auto, tcx, clsact"),
     ("backend", "etcd", "kubernetes, file"),
     ("clean-up", "maybe", "neither true nor false"),
     ("clean-up-interface", "2", "neither true nor false"),
