@@ -151,13 +151,17 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
                     && location.reason == Some(LeaderReason::PublicEndpoint)
             })
         });
+        // The view is there a moment before the device has its peers.
+        until("the device's peers", || {
+            let agent = status(&kubeconfig, &[url]).agent.unwrap();
+            let names = agent.tunnels.iter().filter_map(|tunnel| tunnel.name.as_deref());
+            let peers: Vec<_> = names.filter(|name| name.starts_with("peer:")).collect();
+            peers == ["peer:laptop", "peer:tablet"] && !agent.programs.is_empty()
+        });
         let found = status(&kubeconfig, &[url]);
         let agent = found.agent.unwrap();
         assert_eq!((agent.node.as_str(), agent.interface.as_str()), ("n1", "kilo0"));
         assert_eq!((agent.unhealthy, agent.errors), (None, vec![]));
-        let names = agent.tunnels.iter().filter_map(|tunnel| tunnel.name.as_deref());
-        let peers: Vec<_> = names.filter(|name| name.starts_with("peer:")).collect();
-        assert_eq!(peers, ["peer:laptop", "peer:tablet"]);
         assert!(agent.drops.contains_key("unknown_sender") && agent.packets.contains_key("steer"));
         let at = |program: &str, interface: &str| {
             agent.programs.iter().any(|at| at.program == program && at.interface == interface)

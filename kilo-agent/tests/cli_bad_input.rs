@@ -32,7 +32,8 @@ const ANY_TEXT: [&str; 8] =
     ["backend-dir", "cni-path", "hostname", "interface", "kubeconfig", "master", "topology-label", "version"];
 
 /// Rubbish for each other flag of `kg`, and what the answer must name.
-const RUBBISH: [(&str, &str, &str); 21] = [
+const RUBBISH: [(&str, &str, &str); 22] = [
+    ("attach", "maybe", "auto, tcx, clsact"),
     ("backend", "etcd", "kubernetes, file"),
     ("clean-up", "maybe", "neither true nor false"),
     ("clean-up-interface", "2", "neither true nor false"),

@@ -7,7 +7,7 @@ use clap::Args;
 use ipnet::IpNet;
 use kilo_agent::{
     backend::{Backend as _, Snapshot, file::FileBackend, kubernetes, node::is_dns_name, peer},
-    cli::{BackendKind, LogLevel, WireguardMode, parse_duration},
+    cli::{BackendKind, LogLevel, WireguardMode, parse_bool, parse_duration},
     connect::{self, ConnectPlan, Options},
     interface::{self, Interface},
     net::{Net, routes},
@@ -40,10 +40,10 @@ pub struct ConnectArgs {
     #[arg(long, value_name = "CIDR", value_delimiter = ',')]
     allowed_ips: Vec<IpNet>,
     /// Remove interface, routes and the Peer made here when told to stop.
-    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     clean_up: bool,
     /// Create the WireGuard interface; else it must exist, and stays.
-    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     create_interface: bool,
     /// The WireGuard interface.
     #[arg(long, short, default_value = "kilo0")]
