@@ -1,6 +1,7 @@
 # kg and kgctl, for amd64 and arm64:
 #   docker buildx build --platform linux/amd64,linux/arm64 -t kilo-ebpf/kilo:0.1.0 .
-# Everything is cross-compiled on the machine's own architecture; nothing is emulated.
+# Compilers run on the machine's own architecture; only the last stage installs
+# packages under emulation.
 # Paths are those of Kilo's image, so that DaemonSets written for it work:
 # /opt/bin/kg is the entry point, /opt/cni/bin holds the CNI plugins.
 
@@ -36,7 +37,7 @@ FROM --platform=$BUILDPLATFORM debian:bookworm-slim AS cni
 # hadolint ignore=DL3008
 RUN sed -i 's/^Types: deb$/Types: deb deb-src/' /etc/apt/sources.list.d/debian.sources \
  && apt-get update \
- && apt-get install --yes --no-install-recommends ca-certificates dpkg-dev golang-go \
+ && apt-get install --yes --no-install-recommends dpkg-dev golang-go \
     golang-github-containernetworking-plugins-dev \
     golang-github-mattn-go-shellwords-dev \
     golang-github-networkplumbing-go-nft-dev
@@ -55,8 +56,12 @@ RUN apt-get source --only-source golang-github-containernetworking-plugins \
 # A shell and cp are what init containers of Kilo's DaemonSets need. The agent
 # wants capabilities, which Kubernetes gives to root only; the webhook runs as any user.
 FROM debian:bookworm-slim
-# For kubeconfigs that trust public certificate authorities.
-COPY --from=cni /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/
+# Certificates for kubeconfigs that trust public authorities; iptables for
+# --iptables-forward-rules.
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends ca-certificates iptables \
+ && rm -rf /var/lib/apt/lists/*
 # For --iptables-forward-rules.
 # hadolint ignore=DL3008
 RUN apt-get update \

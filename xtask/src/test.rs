@@ -381,7 +381,7 @@ fn binaries_in_vm(kernel: &str, binaries: &[TestBinary]) -> Result<Vec<TestOutco
         kernel: kernel.to_owned(),
         modules: None,
         memory: 2048,
-        timeout: 600,
+        timeout: 1200,
         icount: false,
         command: vec!["sh".to_owned(), "-c".to_owned(), lines.collect()],
     })?;
