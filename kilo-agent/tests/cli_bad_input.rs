@@ -243,7 +243,7 @@ fn isolated(directory: &Path, prefix: &str, arguments: &str) -> Option<(bool, St
         "mount -t tmpfs lib /var/lib && mount -t tmpfs run /run && mkdir /run/wireguard && \
          mount -t sysfs sys /sys && mount -t bpf bpf /sys/fs/bpf && ip link set lo up && \
          timeout 20 {prefix} {KG} --backend file --backend-dir {} --hostname n1 {arguments}; code=$?; \
-         ls -d /sys/fs/bpf/kilo 2>/dev/null && echo LEFT; ip -o link show kilo0 2>/dev/null && echo LEFT; exit $code",
+         ls -d /sys/fs/bpf/kilo 2>/dev/null && echo LEFT; ip -o link show kilo0 2>/dev/null && echo LEFT; ip link delete kilo0 2>/dev/null; exit $code",
         directory.display()
     );
     let output = Command::new("unshare").args(["--mount", "--net", "sh", "-c", &script]).output().unwrap();
