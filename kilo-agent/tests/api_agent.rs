@@ -274,10 +274,12 @@ fn an_agent_that_starts_while_the_api_server_is_away_works_with_the_last_good_to
 
         // The host restarts, the API server is away.
         drop(first);
-        netns::sh("rm -rf /sys/fs/bpf/kilo; ip link delete kilo0");
+        // Ending the userspace device's process, of this namespace alone, removes the device.
+        netns::sh(
+            "rm -rf /sys/fs/bpf/kilo; kill $(pgrep --ns $$ --nslist net,mnt -f '[u]serspace-wireguard kilo0')",
+        );
         until_said("wg show kilo0", str::is_empty).await;
-        // The userspace device's process ends a moment later.
-        tokio::time::sleep(Duration::from_secs(1)).await;
+        until_said("ip -o link show kilo0", str::is_empty).await;
         proxy.set(Mode::Cut);
         let started = Instant::now();
         let second = Agent(kg(&kubeconfig).spawn().unwrap());
