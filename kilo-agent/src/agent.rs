@@ -15,9 +15,9 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     backend::{Backend, BackendError, Published, Snapshot, last_good::LastGood},
-    cli::Compatibility,
+    cli::{AttachMode, Compatibility},
     cni,
-    dataplane::{self, Dataplane, DataplaneError, PathMtus},
+    dataplane::{self, Dataplane, DataplaneError, Interfaces, PathMtus},
     health::Health,
     interface::{self, Interface},
     metrics::{Metrics, PeerSample},
@@ -42,6 +42,10 @@ const CHECK_IN: Duration = Duration::from_secs(30);
 const RETRY: Duration = Duration::from_secs(2);
 /// The device of Cilium that has the node's address in its overlay.
 const CILIUM_HOST: &str = "cilium_host";
+
+/// Programs that were removed from their hooks are back after at most this:
+/// the kernel does not announce it when a TCX link goes.
+const LOOK_AT_HOOKS: Duration = Duration::from_secs(3);
 
 /// Everything the flags say.
 #[derive(Clone, Debug)]
@@ -72,6 +76,8 @@ pub struct Options {
     pub last_good: Option<PathBuf>,
     /// The BPF file system.
     pub bpffs: PathBuf,
+    /// How programs are attached.
+    pub attach: AttachMode,
     /// Load the programs with their log.
     pub debug: bool,
 }
@@ -162,8 +168,8 @@ impl<B: Backend> Agent<B> {
         health: Health,
         view: tokio::sync::watch::Sender<Arc<View>>,
     ) -> Result<Self, AgentError> {
-        let adopted = dataplane::pin_directory(&options.bpffs).exists();
-        let dataplane = Dataplane::open(&options.bpffs, options.debug)?;
+        let adopted = dataplane::top_directory(&options.bpffs).exists();
+        let dataplane = Dataplane::open_with(&options.bpffs, options.debug, options.attach)?;
         metrics.set_counters(dataplane.counters()?);
         let host_changed = Arc::new(Notify::new());
         let path_mtus = dataplane.follow_path_mtus(Arc::clone(&host_changed))?;
@@ -209,11 +215,19 @@ impl<B: Backend> Agent<B> {
         watch::watch(Arc::clone(&host_changed))?;
         let mut resync = tokio::time::interval(self.options.resync.max(Duration::from_millis(100)));
         resync.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut hooks = tokio::time::interval(LOOK_AT_HOOKS);
+        hooks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 () = stop.cancelled() => return Ok(()),
                 _ = resync.tick() => {}
                 () = host_changed.notified() => {}
+                _ = hooks.tick() => {
+                    // An error is the reconcile's to report.
+                    if self.dataplane.is_attached(&self.net).await.unwrap_or(false) {
+                        continue;
+                    }
+                }
                 changed = snapshots.changed() => {
                     if changed.is_err() {
                         tracing::error!("the backend has ended");
@@ -334,7 +348,14 @@ impl<B: Backend> Agent<B> {
         state: &DeviceState,
     ) -> Result<u64, AgentError> {
         let mut writes = self.dataplane.write(&plan.tables)?;
-        writes += self.dataplane.attach(interface.index, &plan.uplinks, plan.vxlan)?;
+        let interfaces = Interfaces { kilo: interface.index, uplinks: &plan.uplinks, vxlan: plan.vxlan };
+        let attached = self.dataplane.attach(&self.net, interfaces).await?;
+        writes += attached.changes;
+        self.metrics.reattached.inc_by(attached.reattached);
+        for error in attached.failed {
+            self.metrics.error(error.label());
+            tracing::error!(%error, "the other interfaces have their programs");
+        }
         let changes = diff(state, &plan.wireguard, &self.key);
         writes += interface.device.apply(&changes).await? as u64;
         writes += self.net.apply(&plan.net, interface.index).await? as u64;

@@ -78,6 +78,18 @@ flag_values! {
 }
 
 flag_values! {
+    /// `--attach`.
+    AttachMode, "way to attach programs" {
+        /// TCX links, else clsact filters.
+        Auto = "auto",
+        /// TCX links (Linux 6.6 and later).
+        Tcx = "tcx",
+        /// Filters of the clsact qdisc.
+        Clsact = "clsact",
+    }
+}
+
+flag_values! {
     /// `--tunnel`.
     TunnelMode, "tunnel" {
         /// VXLAN beside another CNI (`--compatibility`), whose cloud may carry

@@ -32,7 +32,8 @@ const ANY_TEXT: [&str; 8] =
     ["backend-dir", "cni-path", "hostname", "interface", "kubeconfig", "master", "topology-label", "version"];
 
 /// Rubbish for each other flag of `kg`, and what the answer must name.
-const RUBBISH: [(&str, &str, &str); 21] = [
+const RUBBISH: [(&str, &str, &str); 22] = [
+    ("attach", "maybe", "auto, tcx, clsact"),
     ("backend", "etcd", "kubernetes, file"),
     ("clean-up", "maybe", "neither true nor false"),
     ("clean-up-interface", "2", "neither true nor false"),
@@ -163,6 +164,30 @@ fn logs_are_json_lines_on_stdout_and_none_means_none() {
 }
 
 #[test]
+fn rubbish_to_status_connect_and_webhook_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("n1.yaml"), NODE).unwrap();
+    let place = directory.path().to_str().unwrap();
+    for (arguments, words) in [
+        (&["status", "--agent=ftp://x"][..], "http://"),
+        (&["status", "--agent=http://127.0.0.1:1"], "does not answer"),
+        (&["status", "nobody"], "nobody"),
+        (&["status", "-o", "yaml"], "table, json"),
+        (&["status", "--mesh-granularity=x"], "location, full, auto"),
+        (&["connect", "--mtu=1"], "576..=65535"),
+        (&["connect", "--resync-period=30"], "30s"),
+        (&["connect", "--persistent-keepalive=70000"], "0..=65535"),
+        (&["connect", "--allowed-ip=x"], "--allowed-ip"),
+        (&["connect", "x", "--private-key", place], place),
+    ] {
+        let said = fails(KGCTL, &[&["--backend=file", "--backend-dir", place], arguments].concat());
+        assert!(said.contains(words), "{arguments:?}: {said}");
+    }
+    assert!(fails(KG, &["webhook"]).contains("--cert-file"));
+    assert!(fails(KG, &["webhook", "--cert-file=x", "--key-file=y", "--listen=8443"]).contains(":1107"));
+}
+
+#[test]
 fn a_kubeconfig_that_cannot_be_read_is_named() {
     let missing = fails(KG, &["--kubeconfig=/nonexistent/config"]);
     assert!(missing.contains("/nonexistent/config") && missing.contains("No such file"), "{missing}");
@@ -246,6 +271,15 @@ fn a_kernel_without_wireguard_is_said_so_and_nothing_is_left() {
     }
     let Some((success, said)) = isolated(directory.path(), "", "--wireguard kernel") else { return };
     assert!(!success && said.to_lowercase().contains("wireguard"), "{said}");
+    assert!(!said.contains("LEFT"), "{said}");
+}
+
+#[test]
+fn an_address_that_cannot_be_listened_on_is_named_and_nothing_is_left() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("n1.yaml"), NODE).unwrap();
+    let Some((success, said)) = isolated(directory.path(), "", "--listen=192.0.2.99:1107") else { return };
+    assert!(!success && said.contains("--listen 192.0.2.99:1107"), "{said}");
     assert!(!said.contains("LEFT"), "{said}");
 }
 

@@ -16,8 +16,8 @@ use kilo_agent::{
     agent::{self, Agent},
     backend::{Backend, Snapshot, file::FileBackend, kubernetes, last_good},
     cli::{
-        BackendKind, Compatibility, LogLevel, Masquerade, PrefixList, TunnelMode, WireguardMode, parse_bool,
-        parse_duration, parse_listen,
+        AttachMode, BackendKind, Compatibility, LogLevel, Masquerade, PrefixList, TunnelMode, WireguardMode,
+        parse_bool, parse_duration, parse_listen,
     },
     dataplane::BPFFS,
     health::Health,
@@ -25,6 +25,7 @@ use kilo_agent::{
     metrics::Metrics,
     net::mtu::Mtu,
     topology::{Encapsulate, Granularity, Settings},
+    webhook,
     wireguard::{private_key, userspace},
 };
 use tokio::signal::unix::{SignalKind, signal};
@@ -56,6 +57,8 @@ enum Command {
         /// bash, zsh, fish, elvish or powershell.
         shell: clap_complete::Shell,
     },
+    /// Refuse invalid Peer objects when they are written (admission webhook).
+    Webhook(WebhookArgs),
     /// Remove everything the agent set up on this node, annotations too.
     Uninstall,
     /// Run the userspace WireGuard device (started by the agent itself).
@@ -67,7 +70,26 @@ enum Command {
 }
 
 #[derive(Args, Debug)]
+struct WebhookArgs {
+    /// Certificate chain in PEM; read again when it changes.
+    #[arg(long, value_name = "FILE")]
+    cert_file: PathBuf,
+    /// Private key of the certificate in PEM; read again when it changes.
+    #[arg(long, value_name = "FILE")]
+    key_file: PathBuf,
+    /// Address the API server asks at: POST /validate over TLS.
+    #[arg(long, default_value = ":8443", value_parser = parse_listen)]
+    listen: SocketAddr,
+    /// Address of metrics and health.
+    #[arg(long, default_value = ":1107", value_parser = parse_listen)]
+    listen_metrics: SocketAddr,
+}
+
+#[derive(Args, Debug)]
 struct Flags {
+    /// How programs are attached: auto (TCX, else clsact), tcx or clsact.
+    #[arg(long, default_value = "auto")]
+    attach: AttachMode,
     /// Where nodes and peers come from: kubernetes or file.
     #[arg(long, default_value = "kubernetes", global = true)]
     backend: BackendKind,
@@ -187,6 +209,10 @@ fn run(cli: Cli) -> Result<()> {
         Some(Command::UserspaceWireguard { interface }) => {
             Ok(runtime()?.block_on(userspace::run(&interface)).context("userspace WireGuard")?)
         }
+        Some(Command::Webhook(args)) => {
+            log_to_stdout(cli.flags.log_level);
+            runtime()?.block_on(serve_webhook(args))
+        }
         Some(Command::Uninstall) => {
             log_to_stdout(cli.flags.log_level);
             runtime()?.block_on(uninstall(&cli.flags, true))
@@ -226,18 +252,6 @@ fn hostname(flags: &Flags) -> Result<String> {
     Ok(name.to_lowercase())
 }
 
-/// A lock that dies with the process: an abstract socket of this network namespace.
-fn lock(interface: &str) -> Result<std::os::unix::net::UnixListener> {
-    use std::os::linux::net::SocketAddrExt as _;
-    let address = std::os::unix::net::SocketAddr::from_abstract_name(format!("kilo-agent/{interface}"))?;
-    std::os::unix::net::UnixListener::bind_addr(&address).map_err(|error| match error.kind() {
-        std::io::ErrorKind::AddrInUse => {
-            anyhow::anyhow!("an agent for interface {interface} already runs on this node; stop it first")
-        }
-        _ => error.into(),
-    })
-}
-
 fn interface_options(flags: &Flags) -> Result<interface::Options> {
     if flags.interface.is_empty() || flags.interface.len() > 15 || flags.interface.contains('/') {
         bail!("--interface {:?}: use 1 to 15 characters without a slash", flags.interface);
@@ -272,6 +286,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         cni: flags.cni.then(|| flags.cni_path.clone()),
         masquerade: flags.masquerade == Masquerade::Ebpf,
         bpffs: PathBuf::from(BPFFS),
+        attach: flags.attach,
         // A directory of files is there at every start.
         last_good: (flags.backend == BackendKind::Kubernetes).then(last_good_path),
         forward_rules: flags.iptables_forward_rules,
@@ -289,7 +304,7 @@ fn text(flag: &str) -> Option<&str> {
 
 async fn serve(flags: Flags) -> Result<()> {
     let options = options(&flags)?;
-    let _lock = lock(&flags.interface)?;
+    let _lock = interface::lock(&flags.interface)?;
     match flags.backend {
         BackendKind::File => {
             let backend = FileBackend::start(directory(&flags)?, &flags.topology_label).await?;
@@ -305,6 +320,27 @@ async fn serve(flags: Flags) -> Result<()> {
             work(flags, options, backend).await
         }
     }
+}
+
+async fn serve_webhook(args: WebhookArgs) -> Result<()> {
+    let options = webhook::Options {
+        certificate: args.cert_file,
+        key: args.key_file,
+        listen: args.listen,
+        listen_metrics: args.listen_metrics,
+        reload: Duration::from_secs(5),
+    };
+    let stop = CancellationToken::new();
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let told = stop.clone();
+    tokio::spawn(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        told.cancel();
+    });
+    Ok(webhook::run(options, stop).await?)
 }
 
 /// What an earlier agent left, for a start without API server.
@@ -335,9 +371,10 @@ async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> 
     let stop = CancellationToken::new();
     let snapshots = backend.watch();
     let hostname = options.hostname.clone();
-    let agent = Agent::new(options, backend, key, metrics, health, view).await?;
+    // Before anything is set up: nothing half done stays behind an address that is taken.
     let listen = flags.listen;
     let listener = http::bind(listen).await.with_context(|| format!("--listen {listen}"))?;
+    let agent = Agent::new(options, backend, key, metrics, health, view).await?;
     let answer = move |request| context.clone().answer(request);
     let mut server = tokio::spawn(http::serve(listener, None, answer, stop.clone()));
     let mut agent = tokio::spawn(agent.run(stop.clone()));
@@ -367,7 +404,7 @@ async fn uninstall(flags: &Flags, interface: bool) -> Result<()> {
     let removal =
         agent::Removal { interface: &options, delete_interface: interface, bpffs: Path::new(BPFFS) };
     let hostname = hostname(flags)?;
-    let _lock = lock(&flags.interface);
+    let _lock = interface::lock(&flags.interface);
     if let Err(error) = std::fs::remove_file(last_good_path())
         && error.kind() != std::io::ErrorKind::NotFound
     {

@@ -7,6 +7,7 @@
 pub mod addresses;
 pub mod discovery;
 mod error;
+pub mod filters;
 pub mod forward;
 pub mod forwarding;
 pub mod links;

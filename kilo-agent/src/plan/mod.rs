@@ -5,8 +5,10 @@ mod hops;
 mod masquerade;
 pub mod model;
 mod overlay;
+pub mod probe;
 mod routes;
 mod steering;
+pub mod trace;
 mod types;
 mod wireguard;
 

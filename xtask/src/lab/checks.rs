@@ -94,10 +94,8 @@ fn by_kind(matrix: &matrix::Matrix, prefix: &str, began: Instant) -> Vec<TestOut
     kinds
         .into_iter()
         .map(|kind| {
-            let cells = matrix
-                .cells
-                .iter()
-                .filter(|cell| (cell.source_kind, cell.target_kind, cell.label()) == kind);
+            let cells =
+                matrix.cells.iter().filter(|cell| (cell.source_kind, cell.target_kind, cell.label()) == kind);
             let failed: Vec<_> = cells
                 .clone()
                 .filter_map(|cell| {
@@ -333,7 +331,7 @@ fn where_lost(lab: &Lab) -> String {
 /// Programs of ours on hooks of this node, over TCX links and clsact filters.
 fn copies_attached(space: &super::space::Space) -> Result<usize> {
     let text = space.sh(
-        "ls /sys/fs/bpf/kilo/v2 | grep -c ^link_ || true; \
+        "ls /sys/fs/bpf/kilo/links 2>/dev/null | wc -l; \
          for d in kilo0 kilo-vxlan eth0 eth1; do for h in ingress egress; do tc filter show dev $d $h 2>/dev/null; done; done \
          | grep -cE 'kilo_|lan_ingress|uplink_egress|tunnel_ingress' || true",
     )?;

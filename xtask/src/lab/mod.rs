@@ -33,6 +33,7 @@ pub const PACKAGES: &[&str] = &[
     "iperf3",
     "bpftool",
     "containernetworking-plugins",
+    "graphviz",
     "iptables",
 ];
 
