@@ -6,6 +6,7 @@ mod cni;
 mod counters;
 mod matrix;
 mod network;
+mod path_mtu;
 mod plugins;
 mod probe;
 mod space;
