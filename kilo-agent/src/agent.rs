@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    backend::{Backend, BackendError, Published, Snapshot},
+    backend::{Backend, BackendError, Published, Snapshot, last_good::LastGood},
     cli::{AttachMode, Compatibility},
     cni,
     dataplane::{self, Dataplane, DataplaneError, Interfaces, PathMtus},
@@ -72,6 +72,8 @@ pub struct Options {
     pub masquerade: bool,
     /// Accept pods' traffic in the FORWARD chains of iptables.
     pub forward_rules: bool,
+    /// Where the last good topology is kept, if at all.
+    pub last_good: Option<PathBuf>,
     /// The BPF file system.
     pub bpffs: PathBuf,
     /// How programs are attached.
@@ -149,6 +151,7 @@ pub struct Agent<B> {
     host_changed: Arc<Notify>,
     path_mtus: PathMtus,
     forward: Forward,
+    last_good: Option<LastGood>,
 }
 
 impl<B: Backend> Agent<B> {
@@ -178,6 +181,7 @@ impl<B: Backend> Agent<B> {
             }
             return Err(error.into());
         }
+        let last_good = options.last_good.as_deref().map(|path| LastGood::new(path, &options.hostname));
         Ok(Self {
             net,
             dataplane,
@@ -197,6 +201,7 @@ impl<B: Backend> Agent<B> {
             host_changed,
             path_mtus,
             forward: Forward::default(),
+            last_good,
         })
     }
 
@@ -282,7 +287,11 @@ impl<B: Backend> Agent<B> {
         let members = nodes.values().filter(|node| ready.contains(&node.name));
         let settings = &self.options.settings;
         let mesh = Mesh::new(members, &snapshot.peers, settings.granularity, settings.subnet);
-        self.publish(&own, seen, &mesh, &state, now, unix_now).await?;
+        // An API server that is away must not keep this host from being put right.
+        let unpublished = match self.publish(&own, seen, &mesh, &state, now, unix_now).await {
+            Err(AgentError::Backend(error)) if error.is_temporary() => Some(error),
+            other => other.map(|()| None)?,
+        };
         self.leaders.observe(&mesh, now);
         self.observe(&mesh, &state);
         let known = Snapshot { nodes, peers: snapshot.peers.clone(), problems: snapshot.problems.clone() };
@@ -314,7 +323,20 @@ impl<B: Backend> Agent<B> {
             differs
         });
         let writes = applied? + self.write_forward_rules(&own).await;
-        Ok(writes + u64::from(created) + tunnels.created)
+        self.remember(now);
+        unpublished.map_or(Ok(writes + u64::from(created) + tunnels.created), |error| Err(error.into()))
+    }
+
+    /// Keeps the topology that has just been applied: ready nodes, this one, peers.
+    fn remember(&mut self, now: Instant) {
+        let Some(file) = &mut self.last_good else { return };
+        let view = self.view.borrow();
+        let known = &view.snapshot;
+        let nodes = known.nodes.values().filter(|node| view.ready.contains(&node.name));
+        if let Err(error) = file.keep(nodes, known.peers.values(), now) {
+            self.metrics.error("last_good");
+            tracing::warn!(%error, "the last good topology is not kept; a start without API server has none");
+        }
     }
 
     /// Programs and tables first, routes last: a packet that reaches the

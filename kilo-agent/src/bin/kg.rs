@@ -14,7 +14,7 @@ use clap::{Args, CommandFactory as _, Parser, Subcommand};
 use ipnet::IpNet;
 use kilo_agent::{
     agent::{self, Agent},
-    backend::{Backend, file::FileBackend, kubernetes},
+    backend::{Backend, Snapshot, file::FileBackend, kubernetes, last_good},
     cli::{
         AttachMode, BackendKind, Compatibility, LogLevel, Masquerade, PrefixList, TunnelMode, WireguardMode,
         parse_bool, parse_duration, parse_listen,
@@ -287,6 +287,8 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         masquerade: flags.masquerade == Masquerade::Ebpf,
         bpffs: PathBuf::from(BPFFS),
         attach: flags.attach,
+        // A directory of files is there at every start.
+        last_good: (flags.backend == BackendKind::Kubernetes).then(last_good_path),
         forward_rules: flags.iptables_forward_rules,
         debug: matches!(flags.log_level, LogLevel::All | LogLevel::Debug),
     })
@@ -312,7 +314,9 @@ async fn serve(flags: Flags) -> Result<()> {
             let path = text(&flags.kubeconfig).map(PathBuf::from);
             let client = kubernetes::client(path.as_deref(), text(&flags.master)).await?;
             let hostname = options.hostname.clone();
-            let backend = start_patiently(client, &hostname, &flags.topology_label).await?;
+            let label = &flags.topology_label;
+            let remembered = || last_good_topology(&hostname);
+            let backend = kubernetes::PatientBackend::start(client, &hostname, label, remembered).await?;
             work(flags, options, backend).await
         }
     }
@@ -339,21 +343,16 @@ async fn serve_webhook(args: WebhookArgs) -> Result<()> {
     Ok(webhook::run(options, stop).await?)
 }
 
-/// An API server that is away is waited for: traffic goes on meanwhile.
-async fn start_patiently(
-    client: kube::Client,
-    hostname: &str,
-    topology_label: &str,
-) -> Result<kubernetes::KubernetesBackend> {
-    loop {
-        match kubernetes::KubernetesBackend::start(client.clone(), Some(hostname), topology_label).await {
-            Err(error) if error.is_temporary() => {
-                tracing::warn!(%error, "the API server does not answer; trying again");
-                tokio::time::sleep(Duration::from_secs(5).mul_f64(rand::random_range(0.8..1.2))).await;
-            }
-            other => return Ok(other?),
-        }
-    }
+/// What an earlier agent left, for a start without API server.
+fn last_good_topology(hostname: &str) -> Option<Snapshot> {
+    last_good::load(&last_good_path(), hostname).unwrap_or_else(|error| {
+        tracing::warn!(path = %last_good_path().display(), %error, "the last good topology is ignored");
+        None
+    })
+}
+
+fn last_good_path() -> PathBuf {
+    Path::new(KEY_PATH).with_file_name(last_good::FILE)
 }
 
 async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> Result<()> {
@@ -406,6 +405,11 @@ async fn uninstall(flags: &Flags, interface: bool) -> Result<()> {
         agent::Removal { interface: &options, delete_interface: interface, bpffs: Path::new(BPFFS) };
     let hostname = hostname(flags)?;
     let _lock = interface::lock(&flags.interface);
+    if let Err(error) = std::fs::remove_file(last_good_path())
+        && error.kind() != std::io::ErrorKind::NotFound
+    {
+        tracing::warn!(%error, "the last good topology stays; it may hold pre-shared keys");
+    }
     let problems = match flags.backend {
         BackendKind::File => {
             let backend = FileBackend::start(directory(flags)?, &flags.topology_label).await?;
