@@ -27,35 +27,130 @@ fn fails(program: &str, arguments: &[&str]) -> String {
     said
 }
 
+/// Every flag of `kg` with rubbish, and what the answer must contain beside
+/// the flag's name: what is possible, or an example of it.
+const FLAGS: &[(&str, &[&str])] = &[
+    ("--backend=etcd", &["kubernetes, file"]),
+    ("--backend-dir=/nonexistent", &["/nonexistent", "does not exist; make it"]),
+    ("--clean-up=maybe", &["true", "false"]),
+    ("--clean-up-interface=maybe", &["true", "false"]),
+    ("--create-interface=maybe", &["true", "false"]),
+    ("--cni=maybe", &["true", "false"]),
+    ("--cni-path=", &["a value is required"]),
+    ("--compatibility=calico", &["flannel, cilium"]),
+    ("--encapsulate=sometimes", &["never, crosssubnet, always"]),
+    ("--hostname=no_name", &["DNS names in lower case"]),
+    ("--interface=a-name-too-long-for-linux", &["1 to 15 characters"]),
+    ("--interface=a/b", &["1 to 15 characters"]),
+    ("--interface=", &["1 to 15 characters"]),
+    ("--internal-cidr=10.0.0.1", &["10.0.0.1", "CIDR"]),
+    ("--internal-cidr=10.0.0.0/8,x", &["\"x\"", "CIDR"]),
+    ("--iptables-forward-rules=maybe", &["true", "false"]),
+    ("--kubeconfig=/nonexistent", &["/nonexistent", "No such file"]),
+    ("--listen=1107", &[":1107"]),
+    ("--listen=:70000", &[":1107"]),
+    ("--local=maybe", &["true", "false"]),
+    ("--log-level=loud", &["all, debug, info, warn, error, none"]),
+    ("--masquerade=maybe", &["ebpf", "off"]),
+    ("--master=ftp://x", &["http", "https://192.0.2.1:6443"]),
+    ("--mesh-granularity=none", &["location, full"]),
+    ("--mtu=big", &["auto", "576"]),
+    ("--mtu=10", &["auto", "576"]),
+    ("--mtu=-1", &["auto", "576"]),
+    ("--port=0", &["1 to 65535"]),
+    ("--port=70000", &["1 to 65535"]),
+    ("--port=x", &["1 to 65535"]),
+    ("--prioritise-private-addresses=maybe", &["true", "false"]),
+    ("--resync-period=30", &["30s"]),
+    ("--resync-period=0", &["30s"]),
+    ("--resync-period=-5s", &["30s"]),
+    ("--service-cidr=x", &["\"x\"", "CIDR"]),
+    ("--service-cidr=10.96.0.0/33", &["10.96.0.0/33", "CIDR"]),
+    ("--subnet=10.4.0.0", &["10.4.0.0/16"]),
+    ("--topology-label=", &["topology.kubernetes.io/region"]),
+    ("--topology-label=not/a/label", &["topology.kubernetes.io/region"]),
+    ("--tunnel=gre", &["auto, ipip, vxlan, none"]),
+    ("--wireguard=rust", &["auto, kernel, userspace"]),
+];
+
+/// Flags that take any text, or none.
+const ANY_TEXT: [&str; 2] = ["--help", "--version"];
+
+fn flag_name(argument: &str) -> &str {
+    argument.split_once('=').map_or(argument, |(name, _)| name)
+}
+
 #[test]
-fn an_unknown_value_of_a_flag_is_answered_with_the_possible_ones() {
-    for (flag, possible) in [
-        ("--backend=etcd", "kubernetes, file"),
-        ("--encapsulate=sometimes", "never, crosssubnet, always"),
-        ("--mesh-granularity=none", "location, full"),
-        ("--log-level=loud", "all, debug, info, warn, error, none"),
-        ("--compatibility=calico", "flannel, cilium"),
-        ("--wireguard=rust", "auto, kernel, userspace"),
-        ("--masquerade=maybe", "ebpf, off"),
-    ] {
-        let said = fails(KG, &[flag]);
-        assert!(said.contains(possible), "{flag}: {said}");
+fn rubbish_in_any_flag_of_kg_is_answered_with_the_flag_and_what_is_possible() {
+    for (argument, wanted) in FLAGS {
+        let name = flag_name(argument);
+        // Flags of one backend are looked at by that one.
+        let mut arguments = vec![*argument];
+        arguments.extend((name == "--backend-dir").then_some("--backend=file"));
+        let said = fails(KG, &arguments);
+        assert!(said.contains(name), "{argument}: {said}");
+        for part in *wanted {
+            assert!(said.contains(part), "{argument}: {part:?} is not in {said}");
+        }
+        assert!(!said.contains("made the WireGuard device"), "{argument}: {said}");
     }
 }
 
 #[test]
-fn a_value_of_the_wrong_form_is_answered_with_an_example() {
-    for (flag, hint) in [
-        ("--mtu=big", "auto"),
-        ("--resync-period=30", "30s"),
-        ("--listen=1107", ":1107"),
-        ("--subnet=10.4.0.0", "--subnet"),
-        ("--port=0", "1.."),
-        ("--service-cidr=x", "--service-cidr"),
-        ("--interface=a-name-too-long-for-linux", "1 to 15 characters"),
-    ] {
-        let said = fails(KG, &[flag, "--backend=file"]);
-        assert!(said.contains(hint), "{flag}: {said}");
+fn no_flag_of_kg_is_left_out_of_the_list_of_rubbish() {
+    let help = said(&Command::new(KG).arg("--help").output().unwrap());
+    let flags: Vec<_> = help
+        .split_whitespace()
+        .filter(|word| word.starts_with("--"))
+        .map(|word| word.trim_end_matches(['.', ',', ';', ':']).split(['=', '[']).next().unwrap())
+        .collect();
+    assert!(flags.len() > 20, "{help}");
+    for flag in flags {
+        let tried = FLAGS.iter().any(|(argument, _)| flag_name(argument) == flag);
+        assert!(tried || ANY_TEXT.contains(&flag), "{flag} is not tried");
+    }
+}
+
+#[test]
+fn words_that_are_no_command_are_refused_with_those_that_are() {
+    let refused = fails(KG, &["frobnicate"]);
+    assert!(refused.contains("frobnicate") && refused.contains("--help"), "{refused}");
+    assert!(fails(KG, &["--no-such-flag"]).contains("--no-such-flag"));
+    assert!(fails(KG, &["completion", "tcsh"]).contains("bash"));
+    assert!(fails(KG, &["completion"]).contains("<SHELL>"));
+    assert!(fails(KGCTL, &["frobnicate"]).contains("frobnicate"));
+    assert!(fails(KGCTL, &[]).contains("showconf"));
+}
+
+#[test]
+fn rubbish_in_any_flag_of_kgctl_is_answered_with_the_flag_and_what_is_possible() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("n1.yaml"), NODE).unwrap();
+    let from_files = format!("--backend-dir={}", directory.path().display());
+    let cases: &[(&[&str], &[&str])] = &[
+        (&["graph", "--backend=etcd"], &["--backend", "kubernetes, file"]),
+        (&["graph", "--backend=file"], &["--backend-dir"]),
+        (&["graph", "--backend=file", "--backend-dir=/nonexistent"], &["/nonexistent", "does not exist"]),
+        (&["graph", "--kubeconfig=/nonexistent"], &["--kubeconfig", "/nonexistent", "No such file"]),
+        (&["graph", "--backend=file", &from_files, "--mesh-granularity=none"], &["location, full, auto"]),
+        (&["graph", "--port=0"], &["--port", "1 to 65535"]),
+        (&["graph", "--subnet=10.4.0.0"], &["--subnet", "10.4.0.0/16"]),
+        (&["graph", "--topology-label="], &["--topology-label", "topology.kubernetes.io/region"]),
+        (&["graph", "more"], &["more"]),
+        (&["showconf"], &["node", "peer"]),
+        (&["showconf", "cluster"], &["cluster"]),
+        (&["showconf", "node"], &["<NAME>"]),
+        (&["showconf", "node", "n1", "-o", "toml"], &["--output", "wireguard, yaml, json"]),
+        (&["showconf", "peer", "p", "--as-peer", "--allowed-ips=x"], &["--allowed-ips", "CIDR"]),
+        (&["showconf", "node", "n1", "--as-peer", "--allowed-ips=10.0.0.1"], &["--allowed-ips", "CIDR"]),
+        (&["status", "-o", "toml"], &["--output", "json"]),
+        (&["completion", "tcsh"], &["bash"]),
+    ];
+    for (arguments, wanted) in cases {
+        let said = fails(KGCTL, arguments);
+        for part in *wanted {
+            assert!(said.contains(part), "{arguments:?}: {part:?} is not in {said}");
+        }
     }
 }
 

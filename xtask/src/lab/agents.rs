@@ -218,8 +218,10 @@ impl Agents {
                 .arg(&conf);
             start_and_wait(command, &self.directory.join("logs/laptop.log"), "configured")?;
         }
-        let mut batch = format!("address add {LAPTOP}/32 dev kilo-vpn\naddress add {LAPTOP6}/128 dev kilo-vpn nodad\n\
-             link set kilo-vpn mtu 1420 up\n");
+        let mut batch = format!(
+            "address add {LAPTOP}/32 dev kilo-vpn\naddress add {LAPTOP6}/128 dev kilo-vpn nodad\n\
+             link set kilo-vpn mtu 1420 up\n"
+        );
         for prefix in allowed {
             batch += &format!("route add {prefix} dev kilo-vpn\n");
         }

@@ -94,10 +94,8 @@ fn by_kind(matrix: &matrix::Matrix, prefix: &str, began: Instant) -> Vec<TestOut
     kinds
         .into_iter()
         .map(|kind| {
-            let cells = matrix
-                .cells
-                .iter()
-                .filter(|cell| (cell.source_kind, cell.target_kind, cell.label()) == kind);
+            let cells =
+                matrix.cells.iter().filter(|cell| (cell.source_kind, cell.target_kind, cell.label()) == kind);
             let failed: Vec<_> = cells
                 .clone()
                 .filter_map(|cell| {

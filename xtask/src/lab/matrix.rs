@@ -159,7 +159,9 @@ pub fn run(network: &Network) -> Result<Matrix> {
 fn probe_all(source: &Place, targets: &[Place]) -> Vec<Cell> {
     let mut cells = Vec::new();
     for target in targets.iter().filter(|target| target.name != source.name) {
-        for (v4, protocol) in [true, false].into_iter().flat_map(|v4| Protocol::ALL.map(|protocol| (v4, protocol))) {
+        for (v4, protocol) in
+            [true, false].into_iter().flat_map(|v4| Protocol::ALL.map(|protocol| (v4, protocol)))
+        {
             // A host has one address in the mesh; its packets of the other family bear none.
             let (Some(_), Some(address)) = (source.address(v4), target.address(v4)) else { continue };
             let error = match probe::probe(protocol, address, TIMEOUT) {

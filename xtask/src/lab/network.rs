@@ -173,8 +173,12 @@ impl Network {
                 space: space(name),
                 pod: space(&format!("pod-{name}")),
                 location: location.to_owned(),
-                private: underlay
-                    .address(Ipv4Addr::new(10, if location == "site-a" { 1 } else { 2 }, 0, host)),
+                private: underlay.address(Ipv4Addr::new(
+                    10,
+                    if location == "site-a" { 1 } else { 2 },
+                    0,
+                    host,
+                )),
                 public: public.map(|public| underlay.address(public)),
                 pod_prefix: [10, 42, number],
             })
@@ -204,10 +208,8 @@ impl Network {
             "address add {OUTSIDE}/24 dev eth0\nroute add 192.0.2.0/24 via 198.51.100.1\n\
              address add {OUTSIDE6}/64 dev eth0 nodad\nroute add 2001:db8:2::/64 via 2001:db8:51::1\n"
         ))?;
-        self.laptop.ip(
-            "address add 172.16.9.2/24 dev eth0\nroute add default via 172.16.9.1\n\
-             address add 2001:db8:9::2/64 dev eth0 nodad\nroute add default via 2001:db8:9::1\n",
-        )?;
+        self.laptop.ip("address add 172.16.9.2/24 dev eth0\nroute add default via 172.16.9.1\n\
+             address add 2001:db8:9::2/64 dev eth0 nodad\nroute add default via 2001:db8:9::1\n")?;
         self.router.sh(ROUTER_RULES)?;
         for node in &mut self.nodes {
             node.space.hold(&logs.join(format!("{}-namespaces.log", node.space.name)))?;
