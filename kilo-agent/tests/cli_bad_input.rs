@@ -7,6 +7,7 @@ use std::{
     fs,
     path::Path,
     process::{Command, Output},
+    sync::{Mutex, PoisonError},
 };
 
 const KG: &str = env!("CARGO_BIN_EXE_kg");
@@ -20,6 +21,9 @@ fn said(output: &Output) -> String {
 
 /// Runs, expects failure, and answers what was said.
 fn fails(program: &str, arguments: &[&str]) -> String {
+    // Two agents at once for one interface are another test's subject.
+    static ONE: Mutex<()> = Mutex::new(());
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let output = Command::new(program).args(arguments).env_remove("KUBECONFIG").output().unwrap();
     let said = said(&output);
     assert!(!output.status.success(), "{arguments:?} succeeded: {said}");
@@ -163,6 +167,48 @@ fn a_kubeconfig_that_cannot_be_read_is_named() {
     fs::write(&path, "clusters: [").unwrap();
     let rubbish = fails(KGCTL, &["--kubeconfig", path.to_str().unwrap(), "graph"]);
     assert!(rubbish.contains(path.to_str().unwrap()), "{rubbish}");
+}
+
+#[test]
+fn each_way_a_kubeconfig_can_be_wrong_is_named_with_the_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("config");
+    let whole = |user: &str, cluster: &str| {
+        format!(
+            "kind: Config\ncurrent-context: c\ncontexts: [{{name: c, context: {{cluster: k, user: u}}}}]\n\
+             users: [{user}]\nclusters: [{cluster}]\n"
+        )
+    };
+    let server = "{name: k, cluster: {server: 'https://127.0.0.1:1'}}";
+    let user = "{name: u, user: {token: t}}";
+    let cases = [
+        (String::new(), "current-context"),
+        ("\0".to_owned(), "YAML"),
+        ("7".to_owned(), "expected mapping"),
+        ("kind: Config\nclusters: 7".to_owned(), "line 2"),
+        ("kind: Config\ncurrent-context: nope".to_owned(), "\"nope\" does not exist"),
+        (whole("", server), "user \"u\" does not exist"),
+        (whole(user, "{name: other, cluster: {}}"), "cluster \"k\" does not exist; there are: other"),
+        (whole(user, "{name: k, cluster: {}}"), "cluster url is missing"),
+        (whole(user, &server.replace("https://127.0.0.1:1", "not a url")), "cluster url"),
+        (whole(user, &server.replace("https", "ftp")), "write for example https://192.0.2.1:6443"),
+        (whole(user, &server.replace("}}", ", certificate-authority: ca.crt}}")), "ca.crt"),
+        (whole(user, &server.replace("}}", ", certificate-authority-data: '!!'}}")), "base64"),
+        (
+            whole(user, &server.replace("}}", ", certificate-authority-data: aGFsbG8=}}")),
+            "no certificate in PEM",
+        ),
+        (whole("{name: u, user: {tokenFile: token}}", server), "/token"),
+        (whole("{name: u, user: {client-certificate: me.crt, client-key: me.key}}", server), "me.crt"),
+    ];
+    for (text, wanted) in cases {
+        fs::write(&path, &text).unwrap();
+        for (program, arguments) in [(KG, &[][..]), (KGCTL, &["graph"])] {
+            let said = fails(program, &[&["--kubeconfig", path.to_str().unwrap()], arguments].concat());
+            assert!(said.contains(wanted), "{text}: {wanted:?} is not in {said}");
+            assert!(said.contains(path.to_str().unwrap()), "{text}: {said}");
+        }
+    }
 }
 
 #[test]
