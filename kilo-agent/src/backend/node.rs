@@ -31,6 +31,11 @@ pub const WRITTEN: [&str; 8] = [
     "cni-compatibility-ip",
 ];
 
+/// True for the full name of an annotation an agent writes.
+pub fn is_written(name: &str) -> bool {
+    name.strip_prefix(PREFIX).is_some_and(|name| WRITTEN.contains(&name))
+}
+
 /// What to write in an annotation that could not be read.
 fn hint(name: &str) -> &'static str {
     match name {

@@ -142,7 +142,7 @@ fn changed(yes: bool) -> Urgency {
 /// Our annotations of the own node, as the API server has them.
 #[derive(Debug)]
 pub struct Own {
-    /// All annotations of the node.
+    /// Those an agent writes, by full name.
     pub annotations: BTreeMap<String, String>,
     /// `resourceVersion`, when it is a number.
     pub version: Option<u64>,

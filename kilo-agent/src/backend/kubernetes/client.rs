@@ -39,6 +39,8 @@ pub async fn client(kubeconfig: Option<&Path>, master: Option<&str>) -> Result<C
     config.connect_timeout = Some(CONNECT);
     config.read_timeout = Some(SILENCE);
     config.reset_reader_on_write = true;
+    // Watches and the agent try again by themselves; tries below them would hide the reason, and pause for minutes.
+    config.default_retry = false;
     let origin = kubeconfig.map(|path| format!("--kubeconfig {}: ", path.display())).unwrap_or_default();
     Client::try_from(config).map_err(|error| BackendError::Config(format!("{origin}{}", chain(&error))))
 }

@@ -261,8 +261,10 @@ impl Shared {
 
     fn see_own(&self, metadata: &ObjectMeta) {
         if self.hostname.is_some() && self.hostname == metadata.name {
+            // Others' annotations are none of our business, and may be large.
+            let ours = metadata.annotations.iter().flatten().filter(|(name, _)| node::is_written(name));
             self.cache().put_own(Own {
-                annotations: metadata.annotations.clone().unwrap_or_default(),
+                annotations: ours.map(|(name, value)| (name.clone(), value.clone())).collect(),
                 version: metadata.resource_version.as_deref().and_then(|version| version.parse().ok()),
             });
         }
@@ -291,5 +293,35 @@ impl Backend for KubernetesBackend {
 
     async fn retract(&self, node: &str) -> Result<(), BackendError> {
         self.patch(node, &node::retracted()).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_the_own_node_only_what_an_agent_writes_is_kept() {
+        let shared = Shared {
+            hostname: Some("a".to_owned()),
+            cache: Mutex::default(),
+            now: Notify::new(),
+            later: Notify::new(),
+            listed: Notify::new(),
+        };
+        let annotations = BTreeMap::from([
+            ("example.com/large".to_owned(), "x".repeat(100 << 10)),
+            ("kilo.squat.ai/leader".to_owned(), "x".repeat(100 << 10)),
+            ("kilo.squat.ai/endpoint".to_owned(), "192.0.2.1:1".to_owned()),
+        ]);
+        let metadata = ObjectMeta {
+            name: Some("a".to_owned()),
+            annotations: Some(annotations),
+            resource_version: Some("7".to_owned()),
+            ..ObjectMeta::default()
+        };
+        shared.see_own(&metadata);
+        let kept: Vec<_> = shared.cache().own().unwrap().keys().cloned().collect();
+        assert_eq!(kept, ["kilo.squat.ai/endpoint"]);
     }
 }
