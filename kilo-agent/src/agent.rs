@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
@@ -14,14 +14,17 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    backend::{Backend, BackendError, Published, Snapshot},
+    backend::{Backend, BackendError, Published, Snapshot, last_good::LastGood},
+    cli::{AttachMode, Compatibility},
     cni,
-    dataplane::{self, Dataplane, DataplaneError, PathMtus},
+    dataplane::{self, Dataplane, DataplaneError, Interfaces, PathMtus},
     health::Health,
     interface::{self, Interface},
     metrics::{Metrics, PeerSample},
     net::{
-        Link, Net, NetError, discovery, forwarding, links,
+        Link, Net, NetError, discovery,
+        forward::{self, Forward},
+        forwarding, links,
         mtu::Mtu,
         tunnels::{self, Tunnels},
         watch,
@@ -39,6 +42,12 @@ const CHECK_IN: Duration = Duration::from_secs(30);
 const RETRY: Duration = Duration::from_secs(2);
 /// An API server that is overloaded or away is asked again after 2, 4, 8, 16, 16, ... seconds.
 const MOST_DOUBLINGS: u32 = 3;
+/// The device of Cilium that has the node's address in its overlay.
+const CILIUM_HOST: &str = "cilium_host";
+
+/// Programs that were removed from their hooks are back after at most this:
+/// the kernel does not announce it when a TCX link goes.
+const LOOK_AT_HOOKS: Duration = Duration::from_secs(3);
 
 /// Everything the flags say.
 #[derive(Clone, Debug)]
@@ -51,6 +60,8 @@ pub struct Options {
     pub settings: Settings,
     /// `--mtu`.
     pub mtu: Mtu,
+    /// `--compatibility`.
+    pub compatibility: Compatibility,
     /// `--resync-period`.
     pub resync: Duration,
     /// `--internal-cidr`.
@@ -61,8 +72,14 @@ pub struct Options {
     pub cni: Option<PathBuf>,
     /// Masquerade with our programs.
     pub masquerade: bool,
+    /// Accept pods' traffic in the FORWARD chains of iptables.
+    pub forward_rules: bool,
+    /// Where the last good topology is kept, if at all.
+    pub last_good: Option<PathBuf>,
     /// The BPF file system.
     pub bpffs: PathBuf,
+    /// How programs are attached.
+    pub attach: AttachMode,
     /// Load the programs with their log.
     pub debug: bool,
 }
@@ -112,6 +129,7 @@ struct Host<'a> {
     default_route: Option<u32>,
     state: &'a DeviceState,
     tunnels: &'a Tunnels,
+    nodes: &'a BTreeMap<String, Node>,
 }
 
 /// The agent of one node.
@@ -136,6 +154,8 @@ pub struct Agent<B> {
     reported: BTreeMap<String, String>,
     host_changed: Arc<Notify>,
     path_mtus: PathMtus,
+    forward: Forward,
+    last_good: Option<LastGood>,
 }
 
 impl<B: Backend> Agent<B> {
@@ -152,8 +172,8 @@ impl<B: Backend> Agent<B> {
         health: Health,
         view: tokio::sync::watch::Sender<Arc<View>>,
     ) -> Result<Self, AgentError> {
-        let adopted = dataplane::pin_directory(&options.bpffs).exists();
-        let dataplane = Dataplane::open(&options.bpffs, options.debug)?;
+        let adopted = dataplane::top_directory(&options.bpffs).exists();
+        let dataplane = Dataplane::open_with(&options.bpffs, options.debug, options.attach)?;
         metrics.set_counters(dataplane.counters()?);
         let host_changed = Arc::new(Notify::new());
         let path_mtus = dataplane.follow_path_mtus(Arc::clone(&host_changed))?;
@@ -165,6 +185,7 @@ impl<B: Backend> Agent<B> {
             }
             return Err(error.into());
         }
+        let last_good = options.last_good.as_deref().map(|path| LastGood::new(path, &options.hostname));
         Ok(Self {
             net,
             dataplane,
@@ -184,6 +205,8 @@ impl<B: Backend> Agent<B> {
             reported: BTreeMap::new(),
             host_changed,
             path_mtus,
+            forward: Forward::default(),
+            last_good,
         })
     }
 
@@ -197,11 +220,19 @@ impl<B: Backend> Agent<B> {
         watch::watch(Arc::clone(&host_changed))?;
         let mut resync = tokio::time::interval(self.options.resync.max(Duration::from_millis(100)));
         resync.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut hooks = tokio::time::interval(LOOK_AT_HOOKS);
+        hooks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 () = stop.cancelled() => return Ok(()),
                 _ = resync.tick() => {}
                 () = host_changed.notified() => {}
+                _ = hooks.tick() => {
+                    // An error is the reconcile's to report.
+                    if self.dataplane.is_attached(&self.net).await.unwrap_or(false) {
+                        continue;
+                    }
+                }
                 changed = snapshots.changed() => {
                     if changed.is_err() {
                         tracing::error!("the backend has ended");
@@ -263,7 +294,11 @@ impl<B: Backend> Agent<B> {
         let members = nodes.values().filter(|node| ready.contains(&node.name));
         let settings = &self.options.settings;
         let mesh = Mesh::new(members, &snapshot.peers, settings.granularity, settings.subnet);
-        self.publish(&own, seen, &mesh, &state, now, unix_now).await?;
+        // An API server that is away must not keep this host from being put right.
+        let unpublished = match self.publish(&own, seen, &mesh, &state, now, unix_now).await {
+            Err(AgentError::Backend(error)) if error.is_temporary() => Some(error),
+            other => other.map(|()| None)?,
+        };
         self.leaders.observe(&mesh, now);
         self.observe(&mesh, &state);
         let known = Snapshot { nodes, peers: snapshot.peers.clone(), problems: snapshot.problems.clone() };
@@ -280,7 +315,8 @@ impl<B: Backend> Agent<B> {
                 "no address of this host can be an endpoint; set the annotation force-endpoint",
             ));
         }
-        let host = Host { kilo, links: &links, default_route, state: &state, tunnels: &tunnels };
+        let nodes = &snapshot.nodes;
+        let host = Host { kilo, links: &links, default_route, state: &state, tunnels: &tunnels, nodes };
         let plan = self.plan(&mesh, &own, &host).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
         self.write_cni(&own);
@@ -293,8 +329,21 @@ impl<B: Backend> Agent<B> {
             }
             differs
         });
-        let writes = applied?;
-        Ok(writes + u64::from(created) + tunnels.created)
+        let writes = applied? + self.write_forward_rules(&own).await;
+        self.remember(now);
+        unpublished.map_or(Ok(writes + u64::from(created) + tunnels.created), |error| Err(error.into()))
+    }
+
+    /// Keeps the topology that has just been applied: ready nodes, this one, peers.
+    fn remember(&mut self, now: Instant) {
+        let Some(file) = &mut self.last_good else { return };
+        let view = self.view.borrow();
+        let known = &view.snapshot;
+        let nodes = known.nodes.values().filter(|node| view.ready.contains(&node.name));
+        if let Err(error) = file.keep(nodes, known.peers.values(), now) {
+            self.metrics.error("last_good");
+            tracing::warn!(%error, "the last good topology is not kept; a start without API server has none");
+        }
     }
 
     /// Programs and tables first, routes last: a packet that reaches the
@@ -306,7 +355,14 @@ impl<B: Backend> Agent<B> {
         state: &DeviceState,
     ) -> Result<u64, AgentError> {
         let mut writes = self.dataplane.write(&plan.tables)?;
-        writes += self.dataplane.attach(interface.index, &plan.uplinks, plan.vxlan)?;
+        let interfaces = Interfaces { kilo: interface.index, uplinks: &plan.uplinks, vxlan: plan.vxlan };
+        let attached = self.dataplane.attach(&self.net, interfaces).await?;
+        writes += attached.changes;
+        self.metrics.reattached.inc_by(attached.reattached);
+        for error in attached.failed {
+            self.metrics.error(error.label());
+            tracing::error!(%error, "the other interfaces have their programs");
+        }
         let changes = diff(state, &plan.wireguard, &self.key);
         writes += interface.device.apply(&changes).await? as u64;
         writes += self.net.apply(&plan.net, interface.index).await? as u64;
@@ -338,6 +394,9 @@ impl<B: Backend> Agent<B> {
         own.last_seen = unix_now;
         own.granularity = Some(self.options.settings.granularity);
         own.discovered_endpoints = state.seen_endpoints();
+        let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
+        let addresses: Vec<_> = cilium.iter().flat_map(|link| &link.addresses).map(|a| a.net).collect();
+        own.cni_compatibility_ip = plan::published_overlay(self.options.compatibility, &addresses);
         if !own.internal_ip_forced {
             own.internal_ip = found.and_then(|found| found.private).filter(|_| !own.no_internal_ip);
         }
@@ -381,7 +440,7 @@ impl<B: Backend> Agent<B> {
                 .filter(|(key, _)| roaming.contains(key))
                 .collect(),
             granularity: self.options.settings.granularity,
-            cni_compatibility_ip: None,
+            cni_compatibility_ip: own.cni_compatibility_ip,
         };
         if self.unanswered > 0 && !due {
             let later = "the API server did not answer; it is asked again soon".to_owned();
@@ -407,8 +466,13 @@ impl<B: Backend> Agent<B> {
         let private = own.internal_ip.map(|net| net.addr());
         let (segment, _) = mesh.find(&own.name)?;
         let others = mesh.segments[segment].members.iter().filter(|member| member.name != own.name);
+        let settings = &self.options.settings;
+        let overlay =
+            plan::overlay_addresses(mesh, host.nodes, &own.name, self.options.compatibility, settings.tunnel);
+        let elsewhere =
+            overlay.iter().filter(|(name, _)| **name != own.name).map(|(_, ip)| IpAddr::from(*ip));
         let mut paths = BTreeMap::new();
-        for address in others.filter_map(topology::Member::private_ip) {
+        for address in others.filter_map(topology::Member::private_ip).chain(elsewhere) {
             if let Ok(Some(interface)) = self.net.interface_towards(address).await {
                 paths.insert(address, interface);
             }
@@ -419,6 +483,7 @@ impl<B: Backend> Agent<B> {
         let query = links::HostQuery { kilo: host.kilo.index, private, pod_cidrs: &own.pod_cidrs };
         let mut found = links::host_links(host.links, &query, &paths);
         (found.vxlan, found.ipip) = (host.tunnels.vxlan, host.tunnels.ipip);
+        links::add_overlay(&mut found, host.links, &own.name, overlay);
         found.path_mtus = self.path_mtus.current(Instant::now());
         self.hops = self.hops.update(mesh, &own.name);
         let resolved = self.resolver.resolve(mesh).await;
@@ -434,6 +499,20 @@ impl<B: Backend> Agent<B> {
             masquerade: self.options.masquerade,
             mtu: self.options.mtu.resolve(host.links, host.default_route),
         })
+    }
+
+    /// Once a resync period and when the pod CIDRs change: reading rules costs
+    /// processes.
+    async fn write_forward_rules(&mut self, own: &Node) -> u64 {
+        let wanted: &[IpNet] = if self.options.forward_rules { &own.pod_cidrs } else { &[] };
+        match self.forward.apply(wanted, Instant::now()).await {
+            Ok(writes) => writes,
+            Err(error) => {
+                self.metrics.error(error.label());
+                tracing::error!(%error, "--iptables-forward-rules");
+                0
+            }
+        }
     }
 
     fn write_cni(&self, own: &Node) {
@@ -495,14 +574,20 @@ impl<B: Backend> Agent<B> {
     }
 }
 
+/// What [`uninstall`] removes.
+#[derive(Clone, Copy, Debug)]
+pub struct Removal<'a> {
+    /// The WireGuard device.
+    pub interface: &'a interface::Options,
+    /// It goes, too; else only its addresses do.
+    pub delete_interface: bool,
+    /// The BPF file system.
+    pub bpffs: &'a std::path::Path,
+}
+
 /// Removes everything of ours from this host and the node's annotations;
 /// answers what could not be removed.
-pub async fn uninstall<B: Backend>(
-    backend: Option<&B>,
-    hostname: &str,
-    options: &interface::Options,
-    bpffs: &std::path::Path,
-) -> Vec<String> {
+pub async fn uninstall<B: Backend>(backend: Option<&B>, hostname: &str, removal: Removal<'_>) -> Vec<String> {
     let mut problems = Vec::new();
     if let Some(backend) = backend
         && let Err(error) = backend.retract(hostname).await
@@ -510,17 +595,29 @@ pub async fn uninstall<B: Backend>(
         problems.push(error.to_string());
     }
     match Net::new() {
-        Ok(net) => {
-            if let Err(error) = net.remove(None).await {
-                problems.push(error.to_string());
-            }
-            if let Err(error) = Interface::remove(&net, options).await {
-                problems.push(error.to_string());
-            }
-        }
+        Ok(net) => problems.extend(remove_from_net(&net, removal).await),
         Err(error) => problems.push(error.to_string()),
     }
-    problems.extend(dataplane::remove(bpffs));
+    problems.extend(forward::remove().await.err().map(|error| error.to_string()));
+    problems.extend(dataplane::remove(removal.bpffs));
+    problems
+}
+
+async fn remove_from_net(net: &Net, removal: Removal<'_>) -> Vec<String> {
+    let mut problems = Vec::new();
+    let kept = match removal.delete_interface {
+        true => Ok(None),
+        false => links::by_name(net.rtnl(), &removal.interface.name).await,
+    };
+    let removed = match kept {
+        Ok(kept) => net.remove(kept.map(|link| link.index)).await.map(|_| ()),
+        Err(error) => Err(error),
+    };
+    problems.extend(removed.err().map(|error| error.to_string()));
+    if removal.delete_interface {
+        let deleted = Interface::remove(net, removal.interface).await;
+        problems.extend(deleted.err().map(|error| error.to_string()));
+    }
     problems
 }
 

@@ -143,6 +143,8 @@ pub struct Metrics {
     pub reconcile_seconds: Histogram,
     /// `kilo_writes_total`: changes made to the kernel.
     pub writes: Counter,
+    /// `kilo_reattached_total`: programs put back on their hooks.
+    pub reattached: Counter,
     samples: Arc<Mutex<Samples>>,
 }
 
@@ -158,6 +160,7 @@ impl Default for Metrics {
             reconciles: Counter::default(),
             reconcile_seconds: Histogram::new(exponential_buckets(0.001, 2.0, 14)),
             writes: Counter::default(),
+            reattached: Counter::default(),
             samples: Arc::clone(&samples),
             registry: Arc::default(),
         };
@@ -175,6 +178,11 @@ impl Default for Metrics {
             "kilo_writes",
             "Changes made to links, routes, WireGuard and maps",
             metrics.writes.clone(),
+        );
+        registry.register(
+            "kilo_reattached",
+            "Programs that somebody removed from an interface and that were put back",
+            metrics.reattached.clone(),
         );
         registry.register_collector(Box::new(SampleCollector(samples)));
         Self { registry: Arc::new(registry), ..metrics }

@@ -74,9 +74,15 @@ async fn nodes_and_peers_are_seen_and_changes_follow_soon() {
     assert_eq!(first.nodes["seen-a"].location, "here", "known when start returns");
     assert_eq!(first.nodes["seen-a"].pod_cidrs, ["10.42.1.0/24".parse().unwrap()]);
 
-    create_node(&client, "seen-b", &[]).await;
+    // Large annotations: somebody else's, and rubbish under a name of ours.
+    let large = "x".repeat(100_000);
+    create_node(&client, "seen-b", &[("example.com/large", &large), ("kilo.squat.ai/key", &large)]).await;
     let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes.contains_key("seen-b")).await;
     println!("a new node was seen after {took:?}");
+    let held = snapshots.borrow().clone();
+    let (node, problem) = (&held.nodes["seen-b"], &held.problems["node seen-b"]);
+    assert!(problem.contains("kilo.squat.ai/key") && problem.len() < 1000, "{problem}");
+    assert!(format!("{node:?}").len() < 2000, "only what is used is kept");
 
     let key = PublicKey([9; 32]).to_string();
     let spec = json!({ "allowedIPs": ["10.5.0.1/32"], "publicKey": key });

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
+mod netns;
 mod support;
 
 use kilo_agent::dataplane::{Dataplane, pin_directory};
@@ -59,4 +60,83 @@ fn rubbish_that_is_no_map_is_replaced() {
     let error = Dataplane::open(fs.path(), false).err().map(|error| error.to_string());
     // A directory is nothing we ever made: it is named, not removed.
     assert!(error.is_some_and(|error| error.contains("hop")));
+}
+
+#[test]
+fn a_program_pinned_in_the_place_of_a_map_is_replaced() {
+    let Some(fs) = support::bpffs() else { return };
+    std::fs::create_dir_all(pin_directory(fs.path())).unwrap();
+    let _program = support::foreign::program(&pin_directory(fs.path()).join("prefix_v4"));
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    assert!(dataplane.write(&support::leader_tables()).unwrap() > 0);
+}
+
+#[test]
+fn the_bpf_file_system_is_mounted_when_it_is_not() {
+    netns::isolated("the_bpf_file_system_is_mounted_when_it_is_not", || async {
+        let plain = tempfile::tempdir().unwrap();
+        let there = plain.path().join("sys/fs/bpf");
+        drop(Dataplane::open(&there, false).unwrap());
+        assert!(netns::sh("mount -t bpf").contains(there.to_str().unwrap()));
+        drop(Dataplane::open(&there, false).unwrap());
+        assert_eq!(netns::sh("mount -t bpf").matches(there.to_str().unwrap()).count(), 1, "only once");
+        netns::sh(&format!("umount {}", there.display()));
+    });
+}
+
+#[test]
+fn a_bpf_file_system_that_cannot_be_mounted_is_said_to_be_the_operators_to_mount() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let error = Dataplane::open(file.path(), false).err().unwrap();
+    assert_eq!(error.label(), "bpffs");
+    assert!(error.to_string().contains("mount -t bpf bpf"), "{error}");
+}
+
+#[test]
+fn every_action_and_every_drop_reason_is_a_metric() {
+    use kilo_common::verdict::{Action, DropReason};
+    let Some(fs) = support::bpffs() else { return };
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    dataplane.write(&support::leader_tables()).unwrap();
+    let metrics = kilo_agent::metrics::Metrics::default();
+    metrics.set_counters(dataplane.counters().unwrap());
+    let stranger = [10, 1, 0, 99];
+    let frame = support::packet::steered(stranger, support::SELF, &[0; 40]);
+    support::packet::run(&mut dataplane, "lan_ingress", &frame);
+    let text = metrics.encode().unwrap();
+    let lines = Action::ALL
+        .iter()
+        .map(|action| format!("kilo_packets_total{{action=\"{}\"}} 0", action.label()))
+        .chain(DropReason::ALL.iter().map(|reason| {
+            let count = u8::from(*reason == DropReason::UnknownSender);
+            format!("kilo_dropped_packets_total{{reason=\"{}\"}} {count}", reason.label())
+        }));
+    for line in lines {
+        assert!(text.lines().any(|it| it == line), "{line} is missing from\n{text}");
+    }
+}
+
+#[test]
+fn bpftool_shows_the_maps_with_the_names_of_their_fields() {
+    let Some(fs) = support::bpffs() else { return };
+    if !netns::succeeds("bpftool version") {
+        support::skip("bpftool is not installed");
+        return;
+    }
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    dataplane.write(&support::leader_tables()).unwrap();
+    for (map, field) in [
+        ("prefix_v4", "\"hop\": 3"),
+        ("hop", "\"mtu\": 1480"),
+        ("node_v4", "\"hop\": 3"),
+        ("device", "\"masq_addr\": [192,0,2,11"),
+        ("config", "\"wireguard_port\": 51820"),
+        ("monitor", "\"deadline\": 0"),
+    ] {
+        let text =
+            netns::sh(&format!("bpftool map dump pinned {}", pin_directory(fs.path()).join(map).display()));
+        let text =
+            text.split_whitespace().collect::<Vec<_>>().join(" ").replace("[ ", "[").replace(", ", ",");
+        assert!(text.contains(&field.replace(", ", ",")), "{map}: no {field} in\n{text}");
+    }
 }

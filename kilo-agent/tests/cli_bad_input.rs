@@ -31,88 +31,168 @@ fn fails(program: &str, arguments: &[&str]) -> String {
     said
 }
 
-/// Every flag of `kg` with rubbish, and what the answer must contain beside
-/// the flag's name: what is possible, or an example of it.
-const FLAGS: &[(&str, &[&str])] = &[
-    ("--backend=etcd", &["kubernetes, file"]),
-    ("--backend-dir=/nonexistent", &["/nonexistent", "does not exist; make it"]),
-    ("--clean-up=maybe", &["true", "false"]),
-    ("--clean-up-interface=maybe", &["true", "false"]),
-    ("--create-interface=maybe", &["true", "false"]),
-    ("--cni=maybe", &["true", "false"]),
-    ("--cni-path=", &["a value is required"]),
-    ("--compatibility=calico", &["flannel, cilium"]),
-    ("--encapsulate=sometimes", &["never, crosssubnet, always"]),
-    ("--hostname=no_name", &["DNS names in lower case"]),
-    ("--interface=a-name-too-long-for-linux", &["1 to 15 characters"]),
-    ("--interface=a/b", &["1 to 15 characters"]),
-    ("--interface=", &["1 to 15 characters"]),
-    ("--internal-cidr=10.0.0.1", &["10.0.0.1", "CIDR"]),
-    ("--internal-cidr=10.0.0.0/8,x", &["\"x\"", "CIDR"]),
-    ("--iptables-forward-rules=maybe", &["true", "false"]),
-    ("--kubeconfig=/nonexistent", &["/nonexistent", "No such file"]),
-    ("--listen=1107", &[":1107"]),
-    ("--listen=:70000", &[":1107"]),
-    ("--local=maybe", &["true", "false"]),
-    ("--log-level=loud", &["all, debug, info, warn, error, none"]),
-    ("--masquerade=maybe", &["ebpf", "off"]),
-    ("--master=ftp://x", &["http", "https://192.0.2.1:6443"]),
-    ("--mesh-granularity=none", &["location, full"]),
-    ("--mtu=big", &["auto", "576"]),
-    ("--mtu=10", &["auto", "576"]),
-    ("--mtu=-1", &["auto", "576"]),
-    ("--port=0", &["1 to 65535"]),
-    ("--port=70000", &["1 to 65535"]),
-    ("--port=x", &["1 to 65535"]),
-    ("--prioritise-private-addresses=maybe", &["true", "false"]),
-    ("--resync-period=30", &["30s"]),
-    ("--resync-period=0", &["30s"]),
-    ("--resync-period=-5s", &["30s"]),
-    ("--service-cidr=x", &["\"x\"", "CIDR"]),
-    ("--service-cidr=10.96.0.0/33", &["10.96.0.0/33", "CIDR"]),
-    ("--subnet=10.4.0.0", &["10.4.0.0/16"]),
-    ("--topology-label=", &["topology.kubernetes.io/region"]),
-    ("--topology-label=not/a/label", &["topology.kubernetes.io/region"]),
-    ("--tunnel=gre", &["auto, ipip, vxlan, none"]),
-    ("--wireguard=rust", &["auto, kernel, userspace"]),
+/// Flags that take any text, or a path: what is wrong with it shows later.
+const ANY_TEXT: [&str; 6] = ["backend-dir", "cni-path", "interface", "kubeconfig", "master", "version"];
+
+/// Rubbish for each other flag of `kg`, and what the answer must name.
+const RUBBISH: [(&str, &str, &str); 24] = [
+    ("attach", "maybe", "auto, tcx, clsact"),
+    ("backend", "etcd", "kubernetes, file"),
+    ("clean-up", "maybe", "neither true nor false"),
+    ("clean-up-interface", "2", "neither true nor false"),
+    ("cni", "yes", "neither true nor false"),
+    ("compatibility", "calico", "flannel, cilium"),
+    ("create-interface", "tRUE", "neither true nor false"),
+    ("encapsulate", "sometimes", "never, crosssubnet, always"),
+    ("hostname", "no_name", "DNS names in lower case"),
+    ("internal-cidr", "10.0.0.0/33", "10.0.0.0/33"),
+    ("iptables-forward-rules", "on", "neither true nor false"),
+    ("listen", "1107", ":1107"),
+    ("local", "", "neither true nor false"),
+    ("log-level", "loud", "all, debug, info, warn, error, none"),
+    ("masquerade", "maybe", "ebpf, "),
+    ("mesh-granularity", "none", "location, full"),
+    ("mtu", "big", "auto"),
+    ("port", "0", "1 to 65535"),
+    ("prioritise-private-addresses", "x", "neither true nor false"),
+    ("resync-period", "30", "30s"),
+    ("service-cidr", "10.96.0.0/12,x", "\"x\""),
+    ("subnet", "10.4.0.0", "10.4.0.0/16"),
+    ("topology-label", "", "topology.kubernetes.io/region"),
+    ("tunnel", "gre", "auto, ipip, vxlan, none"),
 ];
 
-/// Flags that take any text, or none.
-const ANY_TEXT: [&str; 2] = ["--help", "--version"];
-
-fn flag_name(argument: &str) -> &str {
-    argument.split_once('=').map_or(argument, |(name, _)| name)
+#[test]
+fn each_flag_answers_rubbish_with_what_is_possible() {
+    for (flag, rubbish, possible) in RUBBISH.iter().chain(&[("wireguard", "rust", "auto, kernel, userspace")])
+    {
+        let said = fails(KG, &["--backend=file", &format!("--{flag}={rubbish}")]);
+        assert!(said.contains(possible) && said.contains(flag), "--{flag}={rubbish}: {said}");
+    }
+    for (flag, rubbish, hint) in [
+        ("interface", "a-name-too-long-for-linux", "1 to 15 characters"),
+        ("interface", "", "1 to 15 characters"),
+        ("interface", "a/b", "1 to 15 characters"),
+        ("mtu", "-1", "576"),
+        ("mtu", "70000", "576"),
+        ("port", "65536", "1 to 65535"),
+        ("port", "x", "1 to 65535"),
+        ("resync-period", "0", "30s"),
+        ("topology-label", "not/a/label", "topology.kubernetes.io/region"),
+        ("resync-period", "-1s", "30s"),
+        ("listen", ":99999", ":1107"),
+        ("internal-cidr", "10.0.0.1", "10.96.0.0/12"),
+    ] {
+        let said = fails(KG, &["--backend=file", &format!("--{flag}={rubbish}")]);
+        assert!(said.contains(hint), "--{flag}={rubbish}: {said}");
+    }
+    let said = fails(KG, &["--backend=file", "--cnii=true"]);
+    assert!(said.contains("--cnii") && said.contains("--cni"), "{said}");
+    let said = fails(KG, &["--master=ftp://x"]);
+    assert!(said.contains("--master") && said.contains("https://192.0.2.1:6443"), "{said}");
 }
 
 #[test]
-fn rubbish_in_any_flag_of_kg_is_answered_with_the_flag_and_what_is_possible() {
-    for (argument, wanted) in FLAGS {
-        let name = flag_name(argument);
-        // Flags of one backend are looked at by that one.
-        let mut arguments = vec![*argument];
-        arguments.extend((name == "--backend-dir").then_some("--backend=file"));
-        let said = fails(KG, &arguments);
-        assert!(said.contains(name), "{argument}: {said}");
-        for part in *wanted {
-            assert!(said.contains(part), "{argument}: {part:?} is not in {said}");
-        }
-        assert!(!said.contains("made the WireGuard device"), "{argument}: {said}");
+fn no_flag_of_kg_is_left_out_of_the_tests_of_rubbish() {
+    let output = Command::new(KG).arg("flags-as-markdown").output().unwrap();
+    let tables = String::from_utf8(output.stdout).unwrap();
+    let table = tables.split("<!-- flags: kg -->").nth(1).unwrap().split("<!-- /flags -->").next().unwrap();
+    let names = table
+        .split("--")
+        .skip(1)
+        .map(|rest| rest.split(|c: char| !c.is_ascii_lowercase() && c != '-').next().unwrap().to_owned());
+    let names: Vec<String> =
+        names.filter(|name| !name.is_empty() && table.contains(&format!("| `--{name}"))).collect();
+    for name in &names {
+        let known = ANY_TEXT.contains(&name.as_str())
+            || name == "wireguard"
+            || RUBBISH.iter().any(|(flag, ..)| flag == name);
+        assert!(known, "--{name} has no test with rubbish");
+    }
+    assert!(names.len() > 20, "{names:?}");
+}
+
+#[test]
+fn flags_are_read_as_manifests_for_kilo_write_them() {
+    // The directory is missing: whatever comes before that was understood.
+    for arguments in [
+        &["--cni=False", "--local=0", "--clean-up=t", "--create-interface=TRUE"][..],
+        &["--cni", "--local", "--prioritise-private-addresses", "--iptables-forward-rules"],
+        &["--port", "51821", "--port=51822", "--mtu=auto", "--mtu", "1300"],
+        &["--internal-cidr=10.0.0.0/8,192.168.0.0/16", "--internal-cidr", "fd00::/8", "--service-cidr="],
+        &["--resync-period=+1m0.5s", "--kubeconfig=", "--master=", "--compatibility=", "--hostname="],
+        &["--subnet=10.4.3.2/16", "--listen=localhost:1107", "--log-level=all"],
+    ] {
+        let mut all = vec!["--backend", "file", "--backend-dir=/nonexistent"];
+        all.extend(arguments);
+        let said = fails(KG, &all);
+        assert!(said.contains("/nonexistent"), "{arguments:?}: {said}");
     }
 }
 
 #[test]
-fn no_flag_of_kg_is_left_out_of_the_list_of_rubbish() {
-    let help = said(&Command::new(KG).arg("--help").output().unwrap());
-    let flags: Vec<_> = help
-        .split_whitespace()
-        .filter(|word| word.starts_with("--"))
-        .map(|word| word.trim_end_matches(['.', ',', ';', ':']).split(['=', '[']).next().unwrap())
+fn help_version_and_completion_answer_on_stdout() {
+    let answer = |arguments: &[&str]| {
+        let output = Command::new(KG).args(arguments).output().unwrap();
+        assert!(output.status.success() && output.stderr.is_empty(), "{arguments:?}: {}", said(&output));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert_eq!(answer(&["-h"]).lines().next(), answer(&["--help"]).lines().next());
+    for arguments in [&["version"][..], &["--version"], &["--version", "--cni=false"]] {
+        assert_eq!(answer(arguments), format!("{}\n", env!("CARGO_PKG_VERSION")), "{arguments:?}");
+    }
+    for shell in ["bash", "zsh", "fish", "powershell"] {
+        assert!(answer(&["completion", shell]).contains("mesh-granularity"), "{shell}");
+    }
+    let said = fails(KG, &["completion", "cmd"]);
+    assert!(said.contains("bash") && said.contains("powershell"), "{said}");
+}
+
+#[test]
+fn logs_are_json_lines_on_stdout_and_none_means_none() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("n2.yaml"), NODE.replace("n1", "n2")).unwrap();
+    let soon = "timeout --preserve-status 3";
+    let Some((_, loud)) = isolated(directory.path(), soon, "--listen 127.0.0.1:0") else { return };
+    let lines: Vec<serde_json::Value> = loud
+        .lines()
+        .filter(|line| line.starts_with('{'))
+        .map(|line| serde_json::from_str(line).unwrap())
         .collect();
-    assert!(flags.len() > 20, "{help}");
-    for flag in flags {
-        let tried = FLAGS.iter().any(|(argument, _)| flag_name(argument) == flag);
-        assert!(tried || ANY_TEXT.contains(&flag), "{flag} is not tried");
+    assert!(lines.iter().any(|line| line["level"] == "INFO" && line["message"] == "kg runs"), "{loud}");
+    assert!(lines.iter().any(|line| line["level"] == "ERROR"), "{loud}");
+    let Some((_, quiet)) = isolated(directory.path(), soon, "--listen 127.0.0.1:0 --log-level none") else {
+        return;
+    };
+    assert!(!quiet.contains("level"), "{quiet}");
+    let Some((_, errors)) = isolated(directory.path(), soon, "--listen 127.0.0.1:0 --log-level error") else {
+        return;
+    };
+    assert!(errors.contains("ERROR") && !errors.contains("INFO") && !errors.contains("WARN"), "{errors}");
+}
+
+#[test]
+fn rubbish_to_status_connect_and_webhook_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("n1.yaml"), NODE).unwrap();
+    let place = directory.path().to_str().unwrap();
+    for (arguments, words) in [
+        (&["status", "--agent=ftp://x"][..], "http://"),
+        (&["status", "--agent=http://127.0.0.1:1"], "does not answer"),
+        (&["status", "nobody"], "nobody"),
+        (&["status", "-o", "yaml"], "table, json"),
+        (&["status", "--mesh-granularity=x"], "location, full, auto"),
+        (&["connect", "--mtu=1"], "576..=65535"),
+        (&["connect", "--resync-period=30"], "30s"),
+        (&["connect", "--persistent-keepalive=70000"], "0..=65535"),
+        (&["connect", "--allowed-ip=x"], "--allowed-ip"),
+        (&["connect", "x", "--private-key", place], place),
+    ] {
+        let said = fails(KGCTL, &[&["--backend=file", "--backend-dir", place], arguments].concat());
+        assert!(said.contains(words), "{arguments:?}: {said}");
     }
+    assert!(fails(KG, &["webhook"]).contains("--cert-file"));
+    assert!(fails(KG, &["webhook", "--cert-file=x", "--key-file=y", "--listen=8443"]).contains(":1107"));
 }
 
 #[test]
@@ -145,8 +225,8 @@ fn rubbish_in_any_flag_of_kgctl_is_answered_with_the_flag_and_what_is_possible()
         (&["showconf", "cluster"], &["cluster"]),
         (&["showconf", "node"], &["<NAME>"]),
         (&["showconf", "node", "n1", "-o", "toml"], &["--output", "wireguard, yaml, json"]),
-        (&["showconf", "peer", "p", "--as-peer", "--allowed-ips=x"], &["--allowed-ips", "CIDR"]),
-        (&["showconf", "node", "n1", "--as-peer", "--allowed-ips=10.0.0.1"], &["--allowed-ips", "CIDR"]),
+        (&["showconf", "peer", "p", "--as-peer", "--allowed-ips=x"], &["--allowed-ips", "prefix"]),
+        (&["showconf", "node", "n1", "--as-peer", "--allowed-ips=10.0.0.1"], &["--allowed-ips", "prefix"]),
         (&["status", "-o", "toml"], &["--output", "json"]),
         (&["completion", "tcsh"], &["bash"]),
     ];
@@ -156,17 +236,6 @@ fn rubbish_in_any_flag_of_kgctl_is_answered_with_the_flag_and_what_is_possible()
             assert!(said.contains(part), "{arguments:?}: {part:?} is not in {said}");
         }
     }
-}
-
-#[test]
-fn a_kubeconfig_that_cannot_be_read_is_named() {
-    let missing = fails(KG, &["--kubeconfig=/nonexistent/config"]);
-    assert!(missing.contains("/nonexistent/config") && missing.contains("No such file"), "{missing}");
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("config");
-    fs::write(&path, "clusters: [").unwrap();
-    let rubbish = fails(KGCTL, &["--kubeconfig", path.to_str().unwrap(), "graph"]);
-    assert!(rubbish.contains(path.to_str().unwrap()), "{rubbish}");
 }
 
 #[test]
@@ -209,6 +278,17 @@ fn each_way_a_kubeconfig_can_be_wrong_is_named_with_the_file() {
             assert!(said.contains(path.to_str().unwrap()), "{text}: {said}");
         }
     }
+}
+
+#[test]
+fn a_kubeconfig_that_cannot_be_read_is_named() {
+    let missing = fails(KG, &["--kubeconfig=/nonexistent/config"]);
+    assert!(missing.contains("/nonexistent/config") && missing.contains("No such file"), "{missing}");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("config");
+    fs::write(&path, "clusters: [").unwrap();
+    let rubbish = fails(KGCTL, &["--kubeconfig", path.to_str().unwrap(), "graph"]);
+    assert!(rubbish.contains(path.to_str().unwrap()), "{rubbish}");
 }
 
 #[test]
@@ -256,7 +336,7 @@ fn isolated(directory: &Path, prefix: &str, arguments: &str) -> Option<(bool, St
         "mount -t tmpfs lib /var/lib && mount -t tmpfs run /run && mkdir /run/wireguard && \
          mount -t sysfs sys /sys && mount -t bpf bpf /sys/fs/bpf && ip link set lo up && \
          timeout 20 {prefix} {KG} --backend file --backend-dir {} --hostname n1 {arguments}; code=$?; \
-         ls -d /sys/fs/bpf/kilo 2>/dev/null && echo LEFT; ip -o link show kilo0 2>/dev/null && echo LEFT; exit $code",
+         ls -d /sys/fs/bpf/kilo 2>/dev/null && echo LEFT; ip -o link show kilo0 2>/dev/null && echo LEFT; ip link delete kilo0 2>/dev/null; exit $code",
         directory.display()
     );
     let output = Command::new("unshare").args(["--mount", "--net", "sh", "-c", &script]).output().unwrap();
@@ -284,6 +364,15 @@ fn a_kernel_without_wireguard_is_said_so_and_nothing_is_left() {
     }
     let Some((success, said)) = isolated(directory.path(), "", "--wireguard kernel") else { return };
     assert!(!success && said.to_lowercase().contains("wireguard"), "{said}");
+    assert!(!said.contains("LEFT"), "{said}");
+}
+
+#[test]
+fn an_address_that_cannot_be_listened_on_is_named_and_nothing_is_left() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("n1.yaml"), NODE).unwrap();
+    let Some((success, said)) = isolated(directory.path(), "", "--listen=192.0.2.99:1107") else { return };
+    assert!(!success && said.contains("--listen 192.0.2.99:1107"), "{said}");
     assert!(!said.contains("LEFT"), "{said}");
 }
 

@@ -40,7 +40,7 @@ use kilo_agent::{
 use serde::Deserialize;
 use serde_json::Value;
 
-use dot::{Graph, without_nil};
+use dot::Graph;
 
 /// What every name resolves to here.
 const RESOLVED: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 53));
@@ -316,4 +316,14 @@ fn segment_value(segment: &topology::Segment) -> Value {
         "public_key": segment.key.to_string(),
         "wireguard_ip": segment.wireguard_ip.map(|ip| ip.to_string()),
     })
+}
+
+fn without_nil(ini: &str) -> String {
+    let mut text: String =
+        ini.lines().filter(|line| !line.contains("<nil>")).map(|line| format!("{line}\n")).collect();
+    text.truncate(text.trim_end().len());
+    if !text.is_empty() {
+        text.push('\n');
+    }
+    text
 }

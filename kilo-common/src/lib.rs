@@ -5,6 +5,7 @@
 
 pub mod checksum;
 pub mod encap;
+pub mod event;
 pub mod maps;
 pub mod nat;
 pub mod packet;

@@ -59,6 +59,10 @@ pub mod name {
     pub const COUNT: &str = "count";
     /// Array of one [`super::Config`].
     pub const CONFIG: &str = "config";
+    /// Ring buffer of [`crate::event::DropEvent`].
+    pub const EVENTS: &str = "events";
+    /// Array of one [`crate::event::Monitor`].
+    pub const MONITOR: &str = "monitor";
 }
 
 /// `PrefixValue::flags`: destinations in this prefix are steered to the hop.

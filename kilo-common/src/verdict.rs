@@ -2,11 +2,11 @@
 //! dropped. Both index the per-CPU array `count` and name a metric label.
 
 macro_rules! counted {
-    ($(#[$meta:meta])* $name:ident { $($(#[$doc:meta])* $variant:ident = $index:literal => $label:literal,)* }) => {
+    ($(#[$meta:meta])* $name:ident { $($(#[doc = $doc:literal])+ $variant:ident = $index:literal => $label:literal,)* }) => {
         $(#[$meta])*
         #[repr(u32)]
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-        pub enum $name { $($(#[$doc])* $variant = $index,)* }
+        pub enum $name { $($(#[doc = $doc])+ $variant = $index,)* }
 
         impl $name {
             /// Every variant, in the order of its counter.
@@ -17,9 +17,20 @@ macro_rules! counted {
                 self as u32
             }
 
+            /// The variant whose counter has this index.
+            #[inline(always)]
+            pub const fn from_index(index: u32) -> Option<Self> {
+                match index { $($index => Some($name::$variant),)* _ => None }
+            }
+
             /// Metric label and name in `kgctl`.
             pub const fn label(self) -> &'static str {
                 match self { $($name::$variant => $label,)* }
+            }
+
+            /// One sentence for people.
+            pub const fn describe(self) -> &'static str {
+                match self { $($name::$variant => concat!($($doc),+).trim_ascii(),)* }
             }
         }
     };

@@ -18,6 +18,8 @@ mod maps;
 #[cfg(target_arch = "bpf")]
 mod masquerade;
 #[cfg(target_arch = "bpf")]
+mod monitor;
+#[cfg(target_arch = "bpf")]
 mod packet;
 #[cfg(target_arch = "bpf")]
 mod path_mtu;
@@ -31,9 +33,9 @@ mod tunnel;
 #[cfg(target_arch = "bpf")]
 mod programs {
     use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, macros::classifier, programs::TcContext};
-    use kilo_common::{maps::Config, verdict::DropReason};
+    use kilo_common::{event::Hook, maps::Config, verdict::DropReason};
 
-    use crate::{maps, masquerade, packet, steer, tunnel};
+    use crate::{maps, masquerade, monitor, packet, steer, tunnel};
 
     /// Goes on with the next program on the hook, and then with the stack.
     pub const TC_ACT_UNSPEC: i32 = -1;
@@ -42,29 +44,42 @@ mod programs {
     #[inline(always)]
     fn verdict(
         ctx: TcContext,
+        hook: Hook,
         program: impl FnOnce(&TcContext, &'static Config) -> Result<i32, DropReason>,
     ) -> i32 {
         // The array has its one entry from the start; zeroed it means: nothing is ours.
         let Some(config) = maps::CONFIG.get(0) else { return TC_ACT_UNSPEC };
-        let result = program(&ctx, config);
-        finish(&ctx, result)
+        match program(&ctx, config) {
+            Ok(action) => action,
+            Err(reason) => dropped(ctx.as_ptr().cast(), reason.index(), hook as u32),
+        }
     }
 
-    /// The action of a program, or of a part of it that has a stack of its own;
-    /// drops are counted here.
+    /// What a part of a program that has a stack of its own answers: an action
+    /// of the kernel, or the index of a drop reason (none is an action's number).
     #[inline(always)]
-    pub fn finish(ctx: &TcContext, result: Result<i32, DropReason>) -> i32 {
+    pub fn to_code(result: Result<i32, DropReason>) -> i32 {
         match result {
             Ok(action) => action,
-            Err(reason) => dropped(ctx.as_ptr().cast(), reason.index()),
+            Err(reason) => reason.index() as i32,
+        }
+    }
+
+    /// The inverse of [`to_code`].
+    #[inline(always)]
+    pub fn from_code(code: i32) -> Result<i32, DropReason> {
+        match DropReason::from_index(code as u32) {
+            Some(reason) => Err(reason),
+            None => Ok(code),
         }
     }
 
     /// Apart, because what a log record takes of the stack adds up in its callers.
     #[inline(never)]
-    fn dropped(skb: *mut __sk_buff, reason: u32) -> i32 {
+    fn dropped(skb: *mut __sk_buff, reason: u32, hook: u32) -> i32 {
         let ctx = TcContext::new(skb);
         maps::count(reason);
+        monitor::report(&ctx, hook, reason);
         // Loaded with the level off, the verifier removes this.
         aya_log_ebpf::debug!(&ctx, "dropped: reason {} on interface {}", reason, packet::ifindex(&ctx));
         TC_ACT_SHOT
@@ -73,31 +88,31 @@ mod programs {
     /// Packets that the stack, or a leader's transit, sends into the WireGuard device.
     #[classifier]
     pub fn kilo_egress(ctx: TcContext) -> i32 {
-        verdict(ctx, steer::kilo_egress)
+        verdict(ctx, Hook::KiloEgress, steer::kilo_egress)
     }
 
     /// Packets that WireGuard decrypted, or that `lan_ingress` decapsulated.
     #[classifier]
     pub fn kilo_ingress(ctx: TcContext) -> i32 {
-        verdict(ctx, steer::kilo_ingress)
+        verdict(ctx, Hook::KiloIngress, steer::kilo_ingress)
     }
 
     /// Packets from the network the node is in.
     #[classifier]
     pub fn lan_ingress(ctx: TcContext) -> i32 {
-        verdict(ctx, tunnel::lan_ingress)
+        verdict(ctx, Hook::LanIngress, tunnel::lan_ingress)
     }
 
     /// Packets the VXLAN device has decapsulated.
     #[classifier]
     pub fn tunnel_ingress(ctx: TcContext) -> i32 {
-        verdict(ctx, tunnel::tunnel_ingress)
+        verdict(ctx, Hook::TunnelIngress, tunnel::tunnel_ingress)
     }
 
     /// Packets to the network the node is in.
     #[classifier]
     pub fn uplink_egress(ctx: TcContext) -> i32 {
-        verdict(ctx, masquerade::uplink_egress)
+        verdict(ctx, Hook::UplinkEgress, masquerade::uplink_egress)
     }
 }
 

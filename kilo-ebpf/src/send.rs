@@ -22,7 +22,11 @@ use kilo_common::{
     verdict::DropReason,
 };
 
-use crate::{ip::Ip, packet, programs::finish};
+use crate::{
+    ip::Ip,
+    packet,
+    programs::{from_code, to_code},
+};
 
 /// `bpf_skb_adjust_room` flags (include/uapi/linux/bpf.h).
 const FIXED_GSO: u64 = 1;
@@ -42,18 +46,18 @@ pub fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Resu
     let skb = ctx.as_ptr().cast();
     match (hop.tunnel, hop.family) {
         (TUNNEL_IPIP, FAMILY_V4) => ipip::<I>(ctx, config, hop, tos),
-        (TUNNEL_NONE, FAMILY_V4) if !I::V6 => Ok(apart::<I, Plain>(skb, config, hop, tos)),
-        (TUNNEL_NONE, FAMILY_V6) if I::V6 => Ok(apart::<I, Plain>(skb, config, hop, tos)),
+        (TUNNEL_NONE, FAMILY_V4) if !I::V6 => from_code(apart::<I, Plain>(skb, config, hop, tos)),
+        (TUNNEL_NONE, FAMILY_V6) if I::V6 => from_code(apart::<I, Plain>(skb, config, hop, tos)),
         // A packet of the other family needs a next hop of its own; encapsulated it does without.
         (TUNNEL_NONE, FAMILY_V4) => ipip::<I>(ctx, config, hop, tos),
-        (TUNNEL_NONE | TUNNEL_IPIP, FAMILY_V6) => Ok(apart::<I, IpipV6>(skb, config, hop, tos)),
+        (TUNNEL_NONE | TUNNEL_IPIP, FAMILY_V6) => from_code(apart::<I, IpipV6>(skb, config, hop, tos)),
         // A superpacket that crosses a link whole would lose its segments'
         // outer UDP headers: the device cuts it first.
         (TUNNEL_VXLAN, FAMILY_V4 | FAMILY_V6) if packet::gso_size(ctx) != 0 => {
-            Ok(apart::<I, ByDevice>(skb, config, hop, tos))
+            from_code(apart::<I, ByDevice>(skb, config, hop, tos))
         }
-        (TUNNEL_VXLAN, FAMILY_V4) => Ok(apart::<I, Vxlan>(skb, config, hop, tos)),
-        (TUNNEL_VXLAN, FAMILY_V6) => Ok(apart::<I, VxlanV6>(skb, config, hop, tos)),
+        (TUNNEL_VXLAN, FAMILY_V4) => from_code(apart::<I, Vxlan>(skb, config, hop, tos)),
+        (TUNNEL_VXLAN, FAMILY_V6) => from_code(apart::<I, VxlanV6>(skb, config, hop, tos)),
         _ => Err(DropReason::NoHop),
     }
 }
@@ -65,7 +69,7 @@ fn ipip<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Result<i
     ipip_frame(&mut frame, v4(&hop.local), v4(&hop.remote), &inner::<I>(ctx, tos, 0));
     match grow(ctx, IPIP_OVERHEAD, ENCAP_L3_IPV4) {
         Ok(()) => leave(ctx, hop, &frame),
-        Err(()) => Ok(apart::<I, ByDevice>(ctx.as_ptr().cast(), config, hop, tos)),
+        Err(()) => from_code(apart::<I, ByDevice>(ctx.as_ptr().cast(), config, hop, tos)),
     }
 }
 
@@ -82,7 +86,7 @@ fn apart<I: Ip, W: Way>(skb: *mut __sk_buff, config: &Config, hop: &Hop, tos: u8
     match W::send::<I>(&ctx, config, hop, tos) {
         Ok(Some(verdict)) => verdict,
         Ok(None) => apart::<I, ByDevice>(skb, config, hop, tos),
-        Err(reason) => finish(&ctx, Err(reason)),
+        Err(reason) => to_code(Err(reason)),
     }
 }
 

@@ -22,7 +22,7 @@ use crate::{
     maps::{count_action, hop},
     packet::{self, Family},
     path_mtu,
-    programs::{TC_ACT_UNSPEC, finish},
+    programs::{TC_ACT_UNSPEC, from_code, to_code},
     steer::fits,
 };
 
@@ -51,7 +51,7 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
     }
     match packet::family(ctx) {
         Family::V4 => received::<Ipv4>(ctx, config),
-        Family::V6 => Ok(received_v6(ctx.as_ptr().cast(), config)),
+        Family::V6 => from_code(received_v6(ctx.as_ptr().cast(), config)),
         Family::Other => Ok(TC_ACT_UNSPEC),
     }
 }
@@ -60,8 +60,7 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
 #[inline(never)]
 fn received_v6(skb: *mut __sk_buff, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
-    let result = received::<V6>(&ctx, config);
-    finish(&ctx, result)
+    to_code(received::<V6>(&ctx, config))
 }
 
 #[inline(always)]
@@ -73,14 +72,14 @@ fn received<O: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
         match outer.protocol() {
             // The way of nearly all packets is inline.
             protocol::IPIP if !O::V6 => return steered::<O, Ipv4>(ctx, config, &outer, O::HEADER_LEN),
-            protocol::IPIP => return Ok(steered_apart::<O, Ipv4>(skb, config, O::HEADER_LEN)),
-            protocol::IPV6 => return Ok(steered_apart::<O, V6>(skb, config, O::HEADER_LEN)),
+            protocol::IPIP => return from_code(steered_apart::<O, Ipv4>(skb, config, O::HEADER_LEN)),
+            protocol::IPV6 => return from_code(steered_apart::<O, V6>(skb, config, O::HEADER_LEN)),
             protocol::UDP => match vxlan::<O>(ctx, &outer) {
                 Family::V4 => {
-                    return Ok(steered_apart::<O, Ipv4>(skb, config, O::HEADER_LEN + VXLAN_INNER));
+                    return from_code(steered_apart::<O, Ipv4>(skb, config, O::HEADER_LEN + VXLAN_INNER));
                 }
                 Family::V6 => {
-                    return Ok(steered_apart::<O, V6>(skb, config, O::HEADER_LEN + VXLAN_INNER));
+                    return from_code(steered_apart::<O, V6>(skb, config, O::HEADER_LEN + VXLAN_INNER));
                 }
                 Family::Other => {}
             },
@@ -149,9 +148,7 @@ fn steered<O: Ip, I: Ip>(
 #[inline(never)]
 fn steered_apart<O: Ip, I: Ip>(skb: *mut __sk_buff, config: &Config, overhead: usize) -> i32 {
     let ctx = TcContext::new(skb);
-    let result =
-        O::read(&ctx, ETHERNET_LEN).and_then(|outer| steered::<O, I>(&ctx, config, &outer, overhead));
-    finish(&ctx, result)
+    to_code(O::read(&ctx, ETHERNET_LEN).and_then(|outer| steered::<O, I>(&ctx, config, &outer, overhead)))
 }
 
 /// Checks the inner packet at `offset`, and counts this host as a hop if the
@@ -243,18 +240,25 @@ fn plain<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropRea
     }
     let from_plain_node =
         hop(source.hop).is_some_and(|hop| hop.kind == HOP_KIND_NODE && hop.tunnel == TUNNEL_NONE);
-    if !from_plain_node || I::never_steered(ip.dst()) || I::is_private(config, ip.dst()) {
+    if !from_plain_node || I::never_steered(ip.dst()) {
         return Ok(TC_ACT_UNSPEC);
     }
-    let Some(mut onward) = onward::<I>(config, ip.dst()) else { return Ok(TC_ACT_UNSPEC) };
-    if onward == Onward::Transit {
-        if ip.ttl() <= 1 || !fits::<I>(ctx, ETHERNET_LEN, ip, config.kilo_mtu) {
-            onward = Onward::Punt;
-        } else {
+    match onward::<I>(config, ip.dst()) {
+        Some(Onward::Transit) if ip.ttl() > 1 && fits::<I>(ctx, ETHERNET_LEN, ip, config.kilo_mtu) => {
             ip.lower_ttl(ctx, ETHERNET_LEN)?;
+            Ok(go(config, &Onward::Transit))
         }
+        // Answers leave by the WireGuard device, so what they answer comes from
+        // there. To private addresses beside us they leave by this interface.
+        Some(onward) if source.flags & PREFIX_ROUTE != 0 => Ok(go(
+            config,
+            &match onward {
+                Onward::Transit => Onward::Punt,
+                other => other,
+            },
+        )),
+        _ => Ok(TC_ACT_UNSPEC),
     }
-    Ok(go(config, &onward))
 }
 
 /// The inner source must belong to the node that sent the packet; a leader

@@ -3,6 +3,7 @@
 pub mod confirm;
 pub mod file;
 pub mod kubernetes;
+pub mod last_good;
 pub mod node;
 pub mod peer;
 

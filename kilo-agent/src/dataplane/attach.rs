@@ -1,31 +1,51 @@
 //! Programs on interfaces: TCX links that are pinned, or clsact filters with a
 //! fixed priority and handle. Either way there is exactly one copy of ours,
-//! and it is replaced in place.
+//! it is replaced in place, and programs of others are not touched.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs, io,
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use aya::{
     Ebpf,
     programs::{
-        LinkOrder, SchedClassifier, TcAttachType,
+        Link as _, LinkOrder, SchedClassifier, TcAttachType,
         links::{FdLink, PinnedLink},
-        tc::{
-            NlOptions, SchedClassifierLink, TcAttachOptions, TcHandle, qdisc_add_clsact, qdisc_detach_program,
-        },
+        tc::{NlOptions, SchedClassifierLink, TcAttachOptions, TcHandle, qdisc_add_clsact},
     },
 };
 use nix::net::if_::{if_indextoname, if_nameindex};
 
-use super::{DataplaneError, error::chain, load::PROGRAMS};
-use crate::status::Attached;
+use super::{DataplaneError, error::chain};
+use crate::{cli::AttachMode, net::filters::BpfFilter, status::Attached};
 
 /// Priority and handle of our clsact filters ("kg").
 const PRIORITY: u16 = 0x6b67;
 const HANDLE: TcHandle = TcHandle::new(0, 1);
+
+/// Interfaces programs sit on, by index.
+#[derive(Clone, Copy, Debug)]
+pub struct Interfaces<'a> {
+    /// The WireGuard device.
+    pub kilo: u32,
+    /// Interfaces that lead out of the host.
+    pub uplinks: &'a BTreeSet<u32>,
+    /// The VXLAN device.
+    pub vxlan: Option<u32>,
+}
+
+/// What one round of attaching did.
+#[derive(Debug, Default)]
+pub struct Applied {
+    /// Programs attached, replaced or detached.
+    pub changes: u64,
+    /// Of these: programs that somebody else had removed.
+    pub reattached: u64,
+    /// Uplinks that refuse a program; all others have theirs.
+    pub failed: Vec<DataplaneError>,
+}
 
 /// One program on one interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -41,12 +61,34 @@ impl Place {
     }
 
     fn pin(&self) -> String {
-        format!("link_{}_{}", self.program, self.ifindex)
+        format!("{}_{}", self.program, self.ifindex)
+    }
+
+    fn interface(&self) -> Option<String> {
+        interface_name(self.ifindex)
     }
 
     fn error(&self, error: &dyn std::error::Error) -> DataplaneError {
         DataplaneError::Attach { ifindex: self.ifindex, program: self.program, reason: chain(error) }
     }
+
+    /// Our filter on this hook, whichever agent put it there.
+    fn filter<'f>(&self, filters: &'f [BpfFilter]) -> Option<&'f BpfFilter> {
+        filters
+            .iter()
+            .find(|filter| (filter.ifindex, filter.egress) == (self.ifindex, self.egress) && is_ours(filter))
+    }
+}
+
+/// Name of an interface; `None` when there is none of this index.
+pub fn interface_name(ifindex: u32) -> Option<String> {
+    // nix answers an empty name for an index that does not exist.
+    let name = if_indextoname(ifindex).ok()?.to_string_lossy().into_owned();
+    (!name.is_empty()).then_some(name)
+}
+
+fn is_ours(filter: &BpfFilter) -> bool {
+    (filter.priority, filter.handle) == (PRIORITY, HANDLE.into())
 }
 
 /// How a program is attached.
@@ -57,19 +99,25 @@ enum How {
 }
 
 /// What this process has attached.
-#[derive(Default)]
 pub struct Attachments {
+    mode: AttachMode,
+    /// Where links are pinned: the same place for every map layout, so that
+    /// the next version replaces the program in the link.
+    links: PathBuf,
     attached: BTreeMap<Place, How>,
+    /// Filters that an earlier agent left anywhere have been looked for.
+    swept: bool,
 }
 
 /// Where the programs belong.
-fn places(kilo: u32, uplinks: &BTreeSet<u32>, vxlan: Option<u32>) -> BTreeSet<Place> {
+fn places(interfaces: Interfaces<'_>) -> BTreeSet<Place> {
     let mut places = BTreeSet::from([
-        Place { ifindex: kilo, program: "kilo_egress", egress: true },
-        Place { ifindex: kilo, program: "kilo_ingress", egress: false },
+        Place { ifindex: interfaces.kilo, program: "kilo_egress", egress: true },
+        Place { ifindex: interfaces.kilo, program: "kilo_ingress", egress: false },
     ]);
-    places.extend(vxlan.map(|ifindex| Place { ifindex, program: "tunnel_ingress", egress: false }));
-    for &ifindex in uplinks {
+    let vxlan = |ifindex| Place { ifindex, program: "tunnel_ingress", egress: false };
+    places.extend(interfaces.vxlan.map(vxlan));
+    for &ifindex in interfaces.uplinks {
         places.insert(Place { ifindex, program: "lan_ingress", egress: false });
         places.insert(Place { ifindex, program: "uplink_egress", egress: true });
     }
@@ -77,34 +125,78 @@ fn places(kilo: u32, uplinks: &BTreeSet<u32>, vxlan: Option<u32>) -> BTreeSet<Pl
 }
 
 impl Attachments {
-    /// Attaches, replaces and detaches; answers the number of changes.
+    /// `links` is the directory for pins of links.
+    pub fn new(mode: AttachMode, links: PathBuf) -> Self {
+        Self { mode, links, attached: BTreeMap::new(), swept: false }
+    }
+
+    /// Interfaces whose filters [`Self::apply`] and [`Self::stand`] want to
+    /// know: all at first, later those that have filters of ours.
+    pub fn of_interest(&self) -> BTreeSet<u32> {
+        if self.swept {
+            let with_filters = self.attached.iter().filter(|(_, how)| **how == How::Clsact);
+            return with_filters.map(|(place, _)| place.ifindex).collect();
+        }
+        let all = if_nameindex().map(|list| list.iter().map(nix::net::if_::Interface::index).collect());
+        all.unwrap_or_default()
+    }
+
+    /// True while every program attached is still on its hook. Reads only.
+    pub fn stand(&self, bpf: &Ebpf, filters: &[BpfFilter]) -> bool {
+        self.attached.iter().all(|(place, how)| stands(bpf, place, *how, filters))
+    }
+
+    /// Attaches, replaces and detaches.
     pub fn apply(
         &mut self,
         bpf: &mut Ebpf,
-        directory: &Path,
-        kilo: u32,
-        uplinks: &BTreeSet<u32>,
-        vxlan: Option<u32>,
-    ) -> Result<u64, DataplaneError> {
-        let wanted = places(kilo, uplinks, vxlan);
-        let mut changes = 0;
+        interfaces: Interfaces<'_>,
+        filters: &[BpfFilter],
+    ) -> Result<Applied, DataplaneError> {
+        fs::create_dir_all(&self.links)
+            .map_err(|source| DataplaneError::Pin { path: self.links.clone(), source })?;
+        let wanted = places(interfaces);
+        let mut done = Applied::default();
         for place in &wanted {
-            if self.attached.get(place).is_some_and(|how| self.stands(bpf, place, *how)) {
+            let before = self.attached.get(place).copied();
+            if before.is_some_and(|how| stands(bpf, place, how, filters)) {
                 continue;
             }
-            let how = attach(bpf, directory, place)?;
-            self.attached.insert(*place, how);
-            changes += 1;
+            match self.attach(bpf, place, filters) {
+                Ok(how) => {
+                    self.attached.insert(*place, how);
+                    done.changes += 1;
+                    if before.is_some() {
+                        tracing::warn!(
+                            ifindex = place.ifindex,
+                            program = place.program,
+                            "was removed; put back"
+                        );
+                        done.reattached += 1;
+                    }
+                }
+                Err(error) => {
+                    self.attached.remove(place);
+                    if place.ifindex == interfaces.kilo {
+                        return Err(error);
+                    }
+                    // One that has just gone is followed by an event.
+                    if place.interface().is_some() {
+                        done.failed.push(error);
+                    }
+                }
+            }
         }
-        changes += self.detach_others(directory, &wanted);
-        Ok(changes)
+        done.changes += self.detach_others(&wanted, filters);
+        self.swept = true;
+        Ok(done)
     }
 
     /// What is attached where.
     pub fn list(&self) -> Vec<Attached> {
         let attached = |(place, how): (&Place, &How)| {
             Some(Attached {
-                interface: if_indextoname(place.ifindex).ok()?.to_string_lossy().into_owned(),
+                interface: place.interface()?,
                 program: place.program.to_owned(),
                 direction: if place.egress { "egress" } else { "ingress" }.to_owned(),
                 hook: match how {
@@ -117,67 +209,73 @@ impl Attachments {
         self.attached.iter().filter_map(attached).collect()
     }
 
-    /// True while our program is really on the hook (TCX tells; a clsact
-    /// filter goes only with its interface or qdisc).
-    #[expect(clippy::unused_self, reason = "reads as a question to the attachments")]
-    fn stands(&self, bpf: &mut Ebpf, place: &Place, how: How) -> bool {
-        let Ok(interface) = if_indextoname(place.ifindex) else { return false };
-        let interface = interface.to_string_lossy();
-        match how {
-            How::Clsact => true,
-            How::Tcx => {
-                let own =
-                    bpf.program(place.program).and_then(|program| program.info().ok()).map(|info| info.id());
-                SchedClassifier::query_tcx(&interface, place.attach_type())
-                    .is_ok_and(|(_, programs)| programs.iter().any(|program| Some(program.id()) == own))
-            }
-        }
-    }
-
-    /// Detaches from interfaces that are no longer wanted, whoever attached.
-    fn detach_others(&mut self, directory: &Path, wanted: &BTreeSet<Place>) -> u64 {
-        let mut changes = 0;
-        let pins: BTreeSet<String> = wanted.iter().map(Place::pin).collect();
-        if let Ok(entries) = fs::read_dir(directory) {
-            for entry in entries.flatten() {
-                let name = entry.file_name().to_string_lossy().into_owned();
-                if name.starts_with("link_") && !pins.contains(&name) && fs::remove_file(entry.path()).is_ok()
-                {
-                    changes += 1;
+    fn attach(&self, bpf: &mut Ebpf, place: &Place, filters: &[BpfFilter]) -> Result<How, DataplaneError> {
+        let program: &mut SchedClassifier =
+            bpf.program_mut(place.program).ok_or(DataplaneError::Object(place.program))?.try_into()?;
+        let interface =
+            place.interface().ok_or_else(|| place.error(&io::Error::from_raw_os_error(nix::libc::ENODEV)))?;
+        let pin = self.links.join(place.pin());
+        if self.mode != AttachMode::Clsact {
+            match attach_tcx(program, &pin, place, &interface) {
+                Ok(()) => {
+                    // Only now, so that there is no moment without: the filter
+                    // of an agent that had no TCX.
+                    if place.filter(filters).is_some() {
+                        detach_filter(&interface, place.attach_type());
+                    }
+                    return Ok(How::Tcx);
+                }
+                Err(error) if self.mode == AttachMode::Tcx => return Err(place.error(&*error)),
+                Err(error) => {
+                    let error = chain(&*error);
+                    tracing::info!(
+                        interface,
+                        program = place.program,
+                        error,
+                        "no TCX, using a clsact filter"
+                    );
                 }
             }
         }
-        let gone: Vec<Place> =
-            self.attached.keys().filter(|place| !wanted.contains(place)).copied().collect();
-        for place in gone {
-            if self.attached.remove(&place) == Some(How::Clsact)
-                && let Ok(interface) = if_indextoname(place.ifindex)
+        attach_clsact(program, place, &interface)?;
+        // The link of an agent that had TCX.
+        let _ = fs::remove_file(&pin);
+        Ok(How::Clsact)
+    }
+
+    /// Detaches from places that are no longer wanted, whoever attached.
+    fn detach_others(&mut self, wanted: &BTreeSet<Place>, filters: &[BpfFilter]) -> u64 {
+        let mut changes = 0;
+        let pins: BTreeSet<String> = wanted.iter().map(Place::pin).collect();
+        for entry in fs::read_dir(&self.links).into_iter().flatten().flatten() {
+            if !pins.contains(entry.file_name().to_string_lossy().as_ref())
+                && fs::remove_file(entry.path()).is_ok()
             {
-                let _ =
-                    qdisc_detach_program(&interface.to_string_lossy(), place.attach_type(), place.program);
                 changes += 1;
             }
         }
+        for filter in filters.iter().filter(|filter| is_ours(filter)) {
+            let is_wanted =
+                wanted.iter().any(|place| (place.ifindex, place.egress) == (filter.ifindex, filter.egress));
+            if !is_wanted && let Some(interface) = interface_name(filter.ifindex) {
+                let hook = if filter.egress { TcAttachType::Egress } else { TcAttachType::Ingress };
+                changes += u64::from(detach_filter(&interface, hook));
+            }
+        }
+        self.attached.retain(|place, _| wanted.contains(place));
         changes
     }
 }
 
-fn attach(bpf: &mut Ebpf, directory: &Path, place: &Place) -> Result<How, DataplaneError> {
-    let program: &mut SchedClassifier =
-        bpf.program_mut(place.program).ok_or(DataplaneError::Object(place.program))?.try_into()?;
-    let interface = if_indextoname(place.ifindex).map_err(|error| place.error(&io::Error::from(error)))?;
-    let interface = interface.to_string_lossy().into_owned();
-    match attach_tcx(program, directory, place, &interface) {
-        Ok(()) => {
-            // An agent of before the kernel's upgrade may have left a filter.
-            let _ = qdisc_detach_program(&interface, place.attach_type(), place.program);
-            Ok(How::Tcx)
-        }
-        Err(error) => {
-            tracing::debug!(interface, program = place.program, error = %chain(&*error), "no TCX, using clsact");
-            attach_clsact(program, place, &interface)?;
-            Ok(How::Clsact)
-        }
+/// True while our program is really on the hook.
+fn stands(bpf: &Ebpf, place: &Place, how: How, filters: &[BpfFilter]) -> bool {
+    let Some(own) = bpf.program(place.program).and_then(|program| program.info().ok()) else { return false };
+    match how {
+        How::Clsact => place.filter(filters).is_some_and(|filter| filter.program == own.id()),
+        How::Tcx => place.interface().is_some_and(|interface| {
+            SchedClassifier::query_tcx(&interface, place.attach_type())
+                .is_ok_and(|(_, programs)| programs.iter().any(|program| program.id() == own.id()))
+        }),
     }
 }
 
@@ -185,31 +283,40 @@ type Boxed = Box<dyn std::error::Error>;
 
 fn attach_tcx(
     program: &mut SchedClassifier,
-    directory: &Path,
+    pin: &Path,
     place: &Place,
     interface: &str,
 ) -> Result<(), Boxed> {
-    let pin = directory.join(place.pin());
     if pin.exists() {
-        // The link of an earlier agent: its program is replaced without a gap.
-        let replaced = PinnedLink::from_pin(&pin)
-            .map_err(Boxed::from)
-            .and_then(|old| Ok(SchedClassifierLink::try_from(FdLink::from(old))?))
-            .and_then(|link| Ok(program.attach_to_link(link)?));
-        match replaced {
-            Ok(id) => {
-                // Taken out and closed: the pin holds the link.
-                drop(FdLink::try_from(program.take_link(id)?)?);
-                return Ok(());
+        match adopt(program, pin, place, interface) {
+            Ok(()) => return Ok(()),
+            Err(error) => {
+                tracing::debug!(pin = %pin.display(), error = %chain(&*error), "a pin of no use is removed");
+                fs::remove_file(pin)?;
             }
-            // The interface it was on is gone, or it is no link at all.
-            Err(_) => fs::remove_file(&pin)?,
         }
     }
-    let options = TcAttachOptions::TcxOrder(LinkOrder::default());
+    // First: others may end the chain with TC_ACT_OK, ours go on to the next
+    // program with every packet they do not take.
+    let options = TcAttachOptions::TcxOrder(LinkOrder::first());
     let id = program.attach_with_options(interface, place.attach_type(), options)?;
     let link = FdLink::try_from(program.take_link(id)?)?;
-    link.pin(&pin)?;
+    link.pin(pin)?;
+    Ok(())
+}
+
+/// Puts our program into the link of an earlier agent, without a gap.
+fn adopt(program: &mut SchedClassifier, pin: &Path, place: &Place, interface: &str) -> Result<(), Boxed> {
+    let link = FdLink::from(PinnedLink::from_pin(pin)?);
+    let held = link.info()?.program_id();
+    let (_, there) = SchedClassifier::query_tcx(interface, place.attach_type())?;
+    // A link of an interface that is gone, or one that somebody else pinned here.
+    if !there.iter().any(|it| it.id() == held && it.name_as_str() == Some(place.program)) {
+        return Err(format!("its program {held} is not ours on {interface}").into());
+    }
+    let id = program.attach_to_link(SchedClassifierLink::try_from(link)?)?;
+    // Taken out and closed: the pin holds the link.
+    drop(FdLink::try_from(program.take_link(id)?)?);
     Ok(())
 }
 
@@ -238,25 +345,23 @@ fn attach_clsact(
     Ok(())
 }
 
+/// Removes our filter from a hook; true when there was one.
+fn detach_filter(interface: &str, hook: TcAttachType) -> bool {
+    SchedClassifierLink::attached(interface, hook, PRIORITY, HANDLE, None)
+        .is_ok_and(|link| link.detach().is_ok())
+}
+
 /// Removes clsact filters of ours from every interface. (TCX links go with their pins.)
 pub fn detach_everywhere() -> Vec<String> {
-    let mut problems = Vec::new();
     let interfaces = match if_nameindex() {
         Ok(interfaces) => interfaces,
         Err(error) => return vec![format!("interfaces cannot be listed: {error}")],
     };
     for interface in &interfaces {
         let interface = interface.name().to_string_lossy();
-        for program in PROGRAMS {
-            for attach_type in [TcAttachType::Ingress, TcAttachType::Egress] {
-                // Not there is what is wanted.
-                if let Err(error) = qdisc_detach_program(&interface, attach_type, program)
-                    && !chain(&error).contains(program)
-                {
-                    problems.push(format!("{interface}: {}", chain(&error)));
-                }
-            }
+        for hook in [TcAttachType::Ingress, TcAttachType::Egress] {
+            detach_filter(&interface, hook);
         }
     }
-    problems
+    Vec::new()
 }

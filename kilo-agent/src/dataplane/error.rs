@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use aya::{EbpfError, maps::MapError, programs::ProgramError};
 
+use crate::net::NetError;
+
 /// What failed; the label is a metric label.
 #[derive(Debug, thiserror::Error)]
 pub enum DataplaneError {
@@ -16,6 +18,21 @@ pub enum DataplaneError {
         #[source]
         source: std::io::Error,
     },
+    /// A map that every data path has is not there (or may not be seen).
+    #[error(
+        "{path} does not exist: kg does not run on this host, is of another version, or you are not root \
+         (on a node: kubectl exec into the kilo pod)",
+        path = path.display()
+    )]
+    Absent {
+        /// Path of the pin.
+        path: PathBuf,
+    },
+    /// The ring of drop events has one reader.
+    #[error(
+        "somebody else listens to this node's drops; end that `kgctl monitor` first, or wait 3 s if it was killed"
+    )]
+    Monitored,
     /// A pin cannot be made, read or removed.
     #[error("{path}: {source}", path = path.display())]
     Pin {
@@ -44,6 +61,9 @@ pub enum DataplaneError {
         /// What the kernel said.
         reason: String,
     },
+    /// Filters that are attached cannot be listed.
+    #[error("programs on interfaces cannot be listed: {0}")]
+    List(#[from] NetError),
     /// A map cannot be read or written.
     #[error("BPF map: {0}")]
     Map(#[from] MapError),
@@ -64,10 +84,11 @@ impl DataplaneError {
     pub const fn label(&self) -> &'static str {
         match self {
             Self::Bpffs { .. } => "bpffs",
-            Self::Pin { .. } => "bpf_pin",
+            Self::Absent { .. } | Self::Pin { .. } => "bpf_pin",
+            Self::Monitored => "monitored",
             Self::Load(_) => "bpf_load",
             Self::Object(_) => "bpf_object",
-            Self::Attach { .. } => "bpf_attach",
+            Self::Attach { .. } | Self::List(_) => "bpf_attach",
             Self::Map(_) => "bpf_map",
             Self::Full { .. } => "bpf_map_full",
         }

@@ -1,6 +1,10 @@
 //! Loading the object: pins adopted where they fit, replaced where not.
 
-use std::{io, path::Path};
+use std::{
+    collections::{BTreeMap, btree_map::Entry},
+    io,
+    path::{Path, PathBuf},
+};
 
 use aya::{
     Ebpf, EbpfLoader,
@@ -23,7 +27,7 @@ pub const PROGRAMS: [&str; 5] =
     ["kilo_egress", "kilo_ingress", "lan_ingress", "tunnel_ingress", "uplink_egress"];
 
 /// Maps that outlive the agent.
-const PINNED: [&str; 12] = [
+const PINNED: [&str; 14] = [
     name::PREFIX_V4,
     name::PREFIX_V6,
     name::HOP,
@@ -36,6 +40,8 @@ const PINNED: [&str; 12] = [
     name::DEVICE,
     name::COUNT,
     name::CONFIG,
+    name::EVENTS,
+    name::MONITOR,
 ];
 
 /// Mounts a BPF file system unless one is there.
@@ -109,6 +115,22 @@ fn forward_log(bpf: &mut Ebpf) {
     });
 }
 
+/// Removes the pins of other versions' maps. Called when our programs have
+/// replaced theirs on every hook: nobody reads those maps any more.
+pub fn remove_other_layouts(directory: &Path) -> Result<(), DataplaneError> {
+    let Some(top) = directory.parent() else { return Ok(()) };
+    for entry in std::fs::read_dir(top).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let is_layout = name.strip_prefix('v').is_some_and(|version| version.parse::<u32>().is_ok());
+        if is_layout && path != directory {
+            tracing::info!(path = %path.display(), "removing the maps of another version");
+            std::fs::remove_dir_all(&path).map_err(|source| DataplaneError::Pin { path, source })?;
+        }
+    }
+    Ok(())
+}
+
 /// Removes pinned maps whose type or sizes are not those of this layout;
 /// answers how many.
 fn remove_unfit(directory: &Path) -> Result<usize, DataplaneError> {
@@ -127,7 +149,11 @@ fn remove_unfit(directory: &Path) -> Result<usize, DataplaneError> {
 
 fn fits(map: &str, path: &Path) -> bool {
     use aya::maps::MapType;
-    use kilo_common::{maps::*, verdict::COUNTERS};
+    use kilo_common::{
+        event::{Monitor, RING_BYTES},
+        maps::*,
+        verdict::COUNTERS,
+    };
 
     let size = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX);
     let (kind, key, value, entries) = match map {
@@ -142,11 +168,50 @@ fn fits(map: &str, path: &Path) -> bool {
         name::DEVICE => (MapType::Hash, 4, size(size_of::<Device>()), MAX_DEVICES),
         name::COUNT => (MapType::PerCpuArray, 4, 8, COUNTERS),
         name::CONFIG => (MapType::Array, 4, size(size_of::<Config>()), 1),
+        name::EVENTS => (MapType::RingBuf, 0, 0, RING_BYTES),
+        name::MONITOR => (MapType::Array, 4, size(size_of::<Monitor>()), 1),
         _ => return false,
     };
     let Ok(info) = MapData::from_pin(path).and_then(|data| data.info()) else { return false };
     info.map_type().is_ok_and(|found| found == kind)
         && (info.key_size(), info.value_size(), info.max_entries()) == (key, value, entries)
+}
+
+/// Maps by name: those of a loaded object, or pinned ones.
+pub trait Maps {
+    /// The map of that name.
+    fn get(&mut self, name: &'static str) -> Result<&mut Map, DataplaneError>;
+}
+
+impl Maps for Ebpf {
+    fn get(&mut self, name: &'static str) -> Result<&mut Map, DataplaneError> {
+        map(self, name)
+    }
+}
+
+/// The maps that are pinned in a directory, opened when they are asked for.
+pub struct PinnedMaps {
+    directory: PathBuf,
+    opened: BTreeMap<&'static str, Map>,
+}
+
+impl PinnedMaps {
+    /// Opens nothing yet.
+    pub const fn of(directory: PathBuf) -> Self {
+        Self { directory, opened: BTreeMap::new() }
+    }
+}
+
+impl Maps for PinnedMaps {
+    fn get(&mut self, name: &'static str) -> Result<&mut Map, DataplaneError> {
+        match self.opened.entry(name) {
+            Entry::Occupied(entry) => Ok(entry.into_mut()),
+            Entry::Vacant(entry) => {
+                let data = super::open_pin(&self.directory, name)?;
+                Ok(entry.insert(Map::from_map_data(data)?))
+            }
+        }
+    }
 }
 
 /// The map of that name.

@@ -20,7 +20,10 @@ use kilo_common::maps::{
     TUNNEL_NONE, TUNNEL_VXLAN, name,
 };
 
-use super::{DataplaneError, load::map};
+use super::{
+    DataplaneError,
+    load::{Maps, map},
+};
 use crate::{plan, topology::Tunnel};
 
 /// Map content as the programs read it: each family in maps of its own.
@@ -74,6 +77,48 @@ fn by_family<V: Copy>(table: &BTreeMap<IpNet, V>) -> (BTreeMap<Ipv4Net, V>, BTre
         }
     }
     (v4, v6)
+}
+
+impl From<&Content> for plan::Tables {
+    fn from(content: &Content) -> Self {
+        let v4 = |(prefix, value): (&Ipv4Net, &u32)| (IpNet::V4(*prefix), *value);
+        Self {
+            prefix: (content.prefix_v4.iter().map(|(prefix, value)| (IpNet::V4(*prefix), *value)))
+                .chain(content.prefix_v6.iter().map(|(prefix, value)| (IpNet::V6(*prefix), *value)))
+                .collect(),
+            hop: content.hop.iter().filter_map(|(id, hop)| Some((*id, plan_hop(hop)?))).collect(),
+            node: content.held_senders(),
+            masq_src: content.masq_src.iter().map(v4).collect(),
+            masq_dst: content.masq_dst.iter().map(v4).collect(),
+            device: content.device.clone(),
+            config: content.config,
+        }
+    }
+}
+
+/// The inverse of [`raw_hop`]; `None` for what drops.
+fn plan_hop(hop: &Hop) -> Option<plan::Hop> {
+    let addr = |octets: [u8; 16]| match (hop.family, octets) {
+        (FAMILY_V6, octets) => IpAddr::from(octets),
+        (_, [a, b, c, d, ..]) => IpAddr::from([a, b, c, d]),
+    };
+    match hop.kind {
+        HOP_KIND_LOCAL => Some(plan::Hop::Local),
+        HOP_KIND_WIREGUARD => Some(plan::Hop::Wireguard),
+        HOP_KIND_NODE => Some(plan::Hop::Node {
+            tunnel: match hop.tunnel {
+                TUNNEL_NONE => Tunnel::None,
+                TUNNEL_IPIP => Tunnel::Ipip,
+                TUNNEL_VXLAN => Tunnel::Vxlan,
+                _ => return None,
+            },
+            ifindex: hop.ifindex,
+            mtu: hop.mtu,
+            local: addr(hop.local),
+            remote: addr(hop.remote),
+        }),
+        _ => None,
+    }
 }
 
 /// Addresses of two families have no hop: it drops, counted.
@@ -137,33 +182,33 @@ impl Prefix for Ipv6Net {
 }
 
 /// Reads everything the maps hold.
-pub fn read(bpf: &mut Ebpf) -> Result<Content, DataplaneError> {
+pub fn read(maps: &mut impl Maps) -> Result<Content, DataplaneError> {
     let mut tables = Content {
-        prefix_v4: read_trie(bpf, name::PREFIX_V4)?,
-        prefix_v6: read_trie(bpf, name::PREFIX_V6)?,
-        masq_src: read_trie(bpf, name::MASQ_SRC)?,
-        masq_dst: read_trie(bpf, name::MASQ_DST)?,
+        prefix_v4: read_trie(maps, name::PREFIX_V4)?,
+        prefix_v6: read_trie(maps, name::PREFIX_V6)?,
+        masq_src: read_trie(maps, name::MASQ_SRC)?,
+        masq_dst: read_trie(maps, name::MASQ_DST)?,
         ..Content::default()
     };
-    let hops = Array::<_, Hop>::try_from(map(bpf, name::HOP)?)?;
+    let hops = Array::<_, Hop>::try_from(maps.get(name::HOP)?)?;
     for id in 0..hops.len() {
         let hop = hops.get(&id, 0)?;
         if hop != Hop::default() {
             tables.hop.insert(id, hop);
         }
     }
-    tables.node_v4 = read_hash(bpf, name::NODE_V4, |addr: [u8; 4]| addr.into())?;
-    tables.node_v6 = read_hash(bpf, name::NODE_V6, |addr: [u8; 16]| addr.into())?;
-    tables.device = read_hash(bpf, name::DEVICE, |ifindex: u32| ifindex)?;
-    tables.config = Array::<_, Config>::try_from(map(bpf, name::CONFIG)?)?.get(&0, 0)?;
+    tables.node_v4 = read_hash(maps, name::NODE_V4, |addr: [u8; 4]| addr.into())?;
+    tables.node_v6 = read_hash(maps, name::NODE_V6, |addr: [u8; 16]| addr.into())?;
+    tables.device = read_hash(maps, name::DEVICE, |ifindex: u32| ifindex)?;
+    tables.config = Array::<_, Config>::try_from(maps.get(name::CONFIG)?)?.get(&0, 0)?;
     Ok(tables)
 }
 
 fn read_trie<P: Prefix, V: Pod>(
-    bpf: &mut Ebpf,
+    maps: &mut impl Maps,
     name: &'static str,
 ) -> Result<BTreeMap<P, V>, DataplaneError> {
-    let trie = LpmTrie::<_, P::Octets, V>::try_from(map(bpf, name)?)?;
+    let trie = LpmTrie::<_, P::Octets, V>::try_from(maps.get(name)?)?;
     let mut content = BTreeMap::new();
     for entry in trie.iter() {
         let (key, value) = entry?;
@@ -173,11 +218,11 @@ fn read_trie<P: Prefix, V: Pod>(
 }
 
 fn read_hash<P: Pod, K: Ord, V: Pod>(
-    bpf: &mut Ebpf,
+    maps: &mut impl Maps,
     name: &'static str,
     key: impl Fn(P) -> K,
 ) -> Result<BTreeMap<K, V>, DataplaneError> {
-    let hash = HashMap::<_, P, V>::try_from(map(bpf, name)?)?;
+    let hash = HashMap::<_, P, V>::try_from(maps.get(name)?)?;
     let mut content = BTreeMap::new();
     for entry in hash.iter() {
         let (raw, value) = entry?;

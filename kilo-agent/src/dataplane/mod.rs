@@ -1,14 +1,17 @@
 //! BPF programs and maps: load, attach, diff, count. Everything is pinned, so
 //! that packets flow without the agent and the next agent takes over.
 
+mod advice;
 mod attach;
+pub mod decode;
 mod error;
 mod load;
 mod maps;
+pub mod monitor;
 mod path_mtu;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     net::IpAddr,
     path::{Path, PathBuf},
     sync::Arc,
@@ -23,19 +26,49 @@ use kilo_common::{
     verdict::{Action, DropReason},
 };
 
+pub use advice::advice;
+pub use attach::{Applied, Interfaces, interface_name};
 pub use error::DataplaneError;
 pub use path_mtu::PathMtus;
 
 use tokio::sync::Notify;
 
-use crate::{plan::Tables, status::Attached};
+use crate::{cli::AttachMode, net::Net, plan::Tables, status::Attached};
 
 /// Where the BPF file system is, by convention.
 pub const BPFFS: &str = "/sys/fs/bpf";
 
+/// Directory of everything we pin below a BPF file system, whatever the version.
+pub fn top_directory(bpffs: &Path) -> PathBuf {
+    bpffs.join("kilo")
+}
+
 /// Directory of our pins below a BPF file system: `kilo/v<layout>`.
 pub fn pin_directory(bpffs: &Path) -> PathBuf {
-    bpffs.join("kilo").join(format!("v{}", kilo_common::maps::LAYOUT_VERSION))
+    top_directory(bpffs).join(format!("v{}", kilo_common::maps::LAYOUT_VERSION))
+}
+
+/// Directory of the pinned TCX links, one for every map layout: `kilo/links`.
+pub fn link_directory(bpffs: &Path) -> PathBuf {
+    top_directory(bpffs).join("links")
+}
+
+/// What the pinned maps of this host's data path hold, read only.
+///
+/// # Errors
+/// When there is no data path here, or no right to look.
+pub fn read_tables(bpffs: &Path) -> Result<Tables, DataplaneError> {
+    let mut pinned = load::PinnedMaps::of(pin_directory(bpffs));
+    Ok(Tables::from(&maps::read(&mut pinned)?))
+}
+
+/// Opens a pinned map of a data path that is there.
+fn open_pin(directory: &Path, name: &str) -> Result<MapData, DataplaneError> {
+    let path = directory.join(name);
+    if !path.try_exists().unwrap_or(false) {
+        return Err(DataplaneError::Absent { path });
+    }
+    Ok(MapData::from_pin(path)?)
 }
 
 /// Packets by what happened to them, summed over all CPUs.
@@ -63,6 +96,14 @@ impl Dataplane {
     /// # Errors
     /// Says which capability, mount or kernel feature is missing.
     pub fn open(bpffs: &Path, debug: bool) -> Result<Self, DataplaneError> {
+        Self::open_with(bpffs, debug, AttachMode::Auto)
+    }
+
+    /// [`Self::open`], with a say in how programs are attached.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_with(bpffs: &Path, debug: bool, mode: AttachMode) -> Result<Self, DataplaneError> {
         load::mount_bpffs(bpffs)?;
         let directory = pin_directory(bpffs);
         std::fs::create_dir_all(&directory)
@@ -70,12 +111,14 @@ impl Dataplane {
         let adopted = directory.join(kilo_common::maps::name::CONFIG).exists();
         let mut bpf = load::load(&directory, debug).inspect_err(|_| {
             if !adopted {
-                // Nothing half set up stays behind.
-                let _ = std::fs::remove_dir_all(bpffs.join("kilo"));
+                // Nothing half set up stays behind; what another version runs stays.
+                let _ = std::fs::remove_dir_all(&directory);
+                let _ = std::fs::remove_dir(top_directory(bpffs));
             }
         })?;
         let present = maps::read(&mut bpf)?;
-        Ok(Self { bpf, directory, present, attachments: attach::Attachments::default() })
+        let attachments = attach::Attachments::new(mode, link_directory(bpffs));
+        Ok(Self { bpf, directory, present, attachments })
     }
 
     /// Nodes that may send us steered packets, as the maps hold them.
@@ -91,19 +134,33 @@ impl Dataplane {
         maps::apply(&mut self.bpf, &mut self.present, &desired.into())
     }
 
-    /// Attaches the programs to the WireGuard device, the uplinks and the
-    /// VXLAN device, replaces what an earlier agent attached, and detaches from all other interfaces.
-    /// Answers the number of changes.
+    /// Attaches the programs to the WireGuard device and the uplinks, replaces
+    /// what an earlier agent attached, puts back what somebody removed, and
+    /// detaches from all other interfaces. Without a difference nothing is written.
     ///
     /// # Errors
-    /// When an interface refuses a program.
-    pub fn attach(
-        &mut self,
-        kilo: u32,
-        uplinks: &BTreeSet<u32>,
-        vxlan: Option<u32>,
-    ) -> Result<u64, DataplaneError> {
-        self.attachments.apply(&mut self.bpf, &self.directory, kilo, uplinks, vxlan)
+    /// When the WireGuard device refuses a program, or filters cannot be listed.
+    /// An uplink that refuses is in [`Applied::failed`].
+    pub async fn attach(&mut self, net: &Net, interfaces: Interfaces<'_>) -> Result<Applied, DataplaneError> {
+        let filters = net.bpf_filters(self.attachments.of_interest()).await?;
+        let applied = self.attachments.apply(&mut self.bpf, interfaces, &filters)?;
+        load::remove_other_layouts(&self.directory)?;
+        Ok(applied)
+    }
+
+    /// True while every attached program is still where it was put. Reads
+    /// only: TCX links go without an event.
+    ///
+    /// # Errors
+    /// When filters cannot be listed.
+    pub async fn is_attached(&self, net: &Net) -> Result<bool, DataplaneError> {
+        let filters = net.bpf_filters(self.attachments.of_interest()).await?;
+        Ok(self.attachments.stand(&self.bpf, &filters))
+    }
+
+    /// Programs this process has attached, and where.
+    pub fn attached(&self) -> Vec<Attached> {
+        self.attachments.list()
     }
 
     /// Follows what routers say of the way to nodes, and notifies of news.
@@ -117,18 +174,12 @@ impl Dataplane {
         Ok(known)
     }
 
-    /// Programs this process has attached, and where.
-    pub fn attached(&self) -> Vec<Attached> {
-        self.attachments.list()
-    }
-
     /// A reader of the counters that goes on independently of this handle.
     ///
     /// # Errors
     /// When the pinned map cannot be opened.
     pub fn counters(&self) -> Result<CounterReader, DataplaneError> {
-        let data = MapData::from_pin(self.directory.join(kilo_common::maps::name::COUNT))?;
-        Ok(CounterReader(PerCpuArray::try_from(Map::PerCpuArray(data))?))
+        CounterReader::of(&self.directory)
     }
 
     /// The programs and maps, for tests that run single programs.
@@ -147,6 +198,19 @@ impl std::fmt::Debug for CounterReader {
 }
 
 impl CounterReader {
+    /// The counters of this host's data path.
+    ///
+    /// # Errors
+    /// When there is no data path here, or no right to look.
+    pub fn open(bpffs: &Path) -> Result<Self, DataplaneError> {
+        Self::of(&pin_directory(bpffs))
+    }
+
+    fn of(directory: &Path) -> Result<Self, DataplaneError> {
+        let data = open_pin(directory, kilo_common::maps::name::COUNT)?;
+        Ok(Self(PerCpuArray::try_from(Map::PerCpuArray(data))?))
+    }
+
     /// The counters now.
     ///
     /// # Errors
@@ -167,7 +231,7 @@ impl CounterReader {
 /// Removes every program, map and pin of ours; answers what went wrong on the way.
 pub fn remove(bpffs: &Path) -> Vec<String> {
     let mut problems = attach::detach_everywhere();
-    let top = bpffs.join("kilo");
+    let top = top_directory(bpffs);
     if let Err(error) = std::fs::remove_dir_all(&top)
         && error.kind() != std::io::ErrorKind::NotFound
     {

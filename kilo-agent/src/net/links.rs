@@ -203,6 +203,23 @@ pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr
     host
 }
 
+/// Pure: adds the nodes' addresses in another CNI's overlay, the device with
+/// that of node `own`, and the MTUs of the devices that lead there.
+pub fn add_overlay(host: &mut HostLinks, links: &[Link], own: &str, addresses: BTreeMap<String, Ipv4Addr>) {
+    let has =
+        |link: &&Link, wanted: Ipv4Addr| link.addresses.iter().any(|a| a.net.addr() == IpAddr::V4(wanted));
+    let device = addresses.get(own).and_then(|wanted| links.iter().find(|link| has(link, *wanted)));
+    host.overlay_device = device.map(|link| link.index).filter(|index| *index != host.kilo);
+    for link in links {
+        let leads_there =
+            addresses.values().any(|ip| host.towards.get(&IpAddr::V4(*ip)) == Some(&link.index));
+        if leads_there {
+            host.mtus.insert(link.index, link.mtu);
+        }
+    }
+    host.overlay = addresses;
+}
+
 /// Loopback, the WireGuard device, a tunnel or an interface of the CNI.
 pub(super) fn is_internal(link: &Link, kilo: u32, pod_cidrs: &[IpNet]) -> bool {
     link.loopback

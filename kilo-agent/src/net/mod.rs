@@ -7,6 +7,8 @@
 pub mod addresses;
 pub mod discovery;
 mod error;
+pub mod filters;
+pub mod forward;
 pub mod forwarding;
 pub mod links;
 pub mod mtu;

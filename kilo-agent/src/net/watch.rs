@@ -26,7 +26,8 @@ const LINKS: u8 = 1;
 const ADDRESSES: u8 = 2;
 const ROUTES: u8 = 4;
 const RULES: u8 = 8;
-const CLOSED: u8 = 16;
+const FILTERS: u8 = 16;
+const CLOSED: u8 = 32;
 
 /// What changed since the last look.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,6 +40,8 @@ pub struct Changed {
     pub routes: bool,
     /// Policy rules came or went.
     pub rules: bool,
+    /// Queueing disciplines or filters came or went (TCX links do so unannounced).
+    pub filters: bool,
 }
 
 /// Subscription to the kernel's announcements. Our own writes are announced
@@ -73,19 +76,20 @@ impl Watcher {
             MulticastGroup::Ipv6Route,
             MulticastGroup::Ipv4Rule,
             MulticastGroup::Ipv6Rule,
+            MulticastGroup::Tc,
         ];
         let (connection, _handle, mut messages) =
             rtnetlink::new_multicast_connection(&groups).map_err(NetError::Socket)?;
         let pending = Arc::new(Pending::default());
         let connection = Task(tokio::spawn(connection));
         let sink = Arc::clone(&pending);
-        // Drained at once and kept as four bits: a storm of events costs no memory.
+        // Drained at once and kept as five bits: a storm of events costs no memory.
         let reader = Task(tokio::spawn(async move {
             while let Some((message, _)) = messages.next().await {
                 let bits = match message.payload {
                     NetlinkPayload::InnerMessage(inner) => classify(&inner),
                     // Events were lost: look at everything.
-                    NetlinkPayload::Overrun(_) => LINKS | ADDRESSES | ROUTES | RULES,
+                    NetlinkPayload::Overrun(_) => LINKS | ADDRESSES | ROUTES | RULES | FILTERS,
                     _ => 0,
                 };
                 if bits != 0 {
@@ -124,6 +128,7 @@ impl Watcher {
             addresses: bits & ADDRESSES != 0,
             routes: bits & ROUTES != 0,
             rules: bits & RULES != 0,
+            filters: bits & FILTERS != 0,
         })
     }
 }
@@ -155,6 +160,10 @@ fn classify(message: &RouteNetlinkMessage) -> u8 {
         RouteNetlinkMessage::NewAddress(_) | RouteNetlinkMessage::DelAddress(_) => ADDRESSES,
         RouteNetlinkMessage::NewRoute(_) | RouteNetlinkMessage::DelRoute(_) => ROUTES,
         RouteNetlinkMessage::NewRule(_) | RouteNetlinkMessage::DelRule(_) => RULES,
+        RouteNetlinkMessage::NewQueueDiscipline(_)
+        | RouteNetlinkMessage::DelQueueDiscipline(_)
+        | RouteNetlinkMessage::NewTrafficFilter(_)
+        | RouteNetlinkMessage::DelTrafficFilter(_) => FILTERS,
         _ => 0,
     }
 }

@@ -4,12 +4,16 @@
 mod hops;
 mod masquerade;
 pub mod model;
+mod overlay;
+pub mod probe;
 mod routes;
 mod steering;
+pub mod trace;
 mod types;
 mod wireguard;
 
 pub use hops::HopIds;
+pub use overlay::{overlay_addresses, published as published_overlay};
 pub use types::*;
 
 use std::{
@@ -119,7 +123,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
             Some(IpAddr::V4(ip)) => ip.octets(),
             _ => [0; 4],
         },
-        overlay_v4: [0; 4],
+        overlay_v4: inputs.links.overlay.get(inputs.node).map_or([0; 4], |own| own.octets()),
         private_v6: match private {
             Some(IpAddr::V6(ip)) => ip.octets(),
             _ => [0; 16],
@@ -130,7 +134,10 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         net: routes::net(inputs, &own, &tables),
         tables,
         vxlan: inputs.links.vxlan,
-        uplinks: inputs.links.uplinks.keys().chain(&inputs.links.private).copied().collect(),
+        uplinks: {
+            let links = inputs.links;
+            links.uplinks.keys().chain(&links.private).chain(&links.overlay_device).copied().collect()
+        },
     })
 }
 

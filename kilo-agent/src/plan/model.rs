@@ -100,12 +100,19 @@ impl Tables {
         if owner.flags & PREFIX_SOURCE == 0 || !(owner.hop == sender.hop || carried) {
             return Err(DropReason::ForeignSource);
         }
-        match self.prefix(inner.dst) {
-            Some(value) if value.hop == HOP_LOCAL => Ok((Action::Deliver, None)),
-            Some(value) if value.hop == HOP_REMOTE && value.flags & PREFIX_ROUTE != 0 && self.leads() => {
-                Ok((Action::Transit, None))
+        let action = self.onward(inner.dst).ok_or(DropReason::NotForUs)?;
+        Ok((action, None))
+    }
+
+    /// Where a packet from a node of the location goes on: `Deliver` or
+    /// `Transit`; `None` when it is not for this node.
+    pub(super) fn onward(&self, dst: IpAddr) -> Option<Action> {
+        match self.prefix(dst)? {
+            value if value.hop == HOP_LOCAL => Some(Action::Deliver),
+            value if value.hop == HOP_REMOTE && value.flags & PREFIX_ROUTE != 0 && self.leads() => {
+                Some(Action::Transit)
             }
-            _ => Err(DropReason::NotForUs),
+            _ => None,
         }
     }
 }
@@ -151,7 +158,8 @@ fn seen_from_outside(verdict: Verdict) -> Route {
     }
 }
 
-fn is_never_steered(dst: IpAddr) -> bool {
+/// True for destinations that stay on a link or a host.
+pub(super) fn is_never_steered(dst: IpAddr) -> bool {
     match dst {
         IpAddr::V4(dst) => never_steered(dst.octets()),
         IpAddr::V6(dst) => never_steered_v6(halves(dst.octets())),

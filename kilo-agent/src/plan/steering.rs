@@ -65,17 +65,20 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
         if own.member.private_ip() == Some(remote) {
             continue;
         }
-        let Some(hop) = node_hop(inputs, own, member, remote) else { continue };
-        tables.hop.insert(id, hop);
         let leads = Some(member.name.as_str()) == leader;
+        let overlay = inputs.links.overlay.get(&member.name).copied().map(IpAddr::from);
+        let sent_to = overlay.filter(|_| leads && remote.is_ipv4()).unwrap_or(remote);
+        let Some(hop) = node_hop(inputs, own, member, sent_to) else { continue };
+        tables.hop.insert(id, hop);
         if leads {
             tables.hop.insert(HOP_REMOTE, hop);
         }
-        // As with prefixes, the first node to name an address keeps it.
-        tables
-            .node
-            .entry(remote)
-            .or_insert(NodeValue { hop: id, flags: if leads { NODE_LEADER } else { 0 } });
+        // As with prefixes, the first node to name an address keeps it. What
+        // Kilo sends through an overlay comes from the address there.
+        for source in [Some(remote), overlay].into_iter().flatten() {
+            let sender = NodeValue { hop: id, flags: if leads { NODE_LEADER } else { 0 } };
+            tables.node.entry(source).or_insert(sender);
+        }
     }
     if own.leads {
         tables.hop.insert(HOP_REMOTE, Hop::Wireguard);

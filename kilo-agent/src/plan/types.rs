@@ -166,4 +166,9 @@ pub struct HostLinks {
     pub ipip: Option<u32>,
     /// What routers said they carry towards nodes, in bytes with the outer header.
     pub path_mtus: BTreeMap<IpAddr, u32>,
+    /// Addresses of the location's nodes (this one's too) in the overlay of
+    /// another CNI, by name; steered packets to the leader are sent there.
+    pub overlay: BTreeMap<String, Ipv4Addr>,
+    /// The device that has this node's overlay address.
+    pub overlay_device: Option<u32>,
 }

@@ -66,6 +66,11 @@ pub fn longest<V: Copy>(table: &BTreeMap<IpNet, V>, addr: IpAddr) -> Option<V> {
     holding(table, addr.into()).next().map(|(_, value)| *value)
 }
 
+/// As [`longest`], with the prefix.
+pub fn longest_entry<V: Copy>(table: &BTreeMap<IpNet, V>, addr: IpAddr) -> Option<(IpNet, V)> {
+    holding(table, addr.into()).next().map(|(prefix, value)| (prefix, *value))
+}
+
 fn holding<V>(table: &BTreeMap<IpNet, V>, prefix: IpNet) -> impl Iterator<Item = (IpNet, &V)> {
     (0..=prefix.prefix_len()).rev().filter_map(move |length| {
         let shorter = IpNet::new(prefix.addr(), length).ok()?.trunc();

@@ -1,19 +1,8 @@
-//! Recorded texts in a form that can be compared.
+//! Graphviz files compared as graphs.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::collections::{BTreeMap, BTreeSet};
-
-/// A recorded configuration without the endpoints that are not known.
-pub fn without_nil(ini: &str) -> String {
-    let mut text: String =
-        ini.lines().filter(|line| !line.contains("<nil>")).map(|line| format!("{line}\n")).collect();
-    text.truncate(text.trim_end().len());
-    if !text.is_empty() {
-        text.push('\n');
-    }
-    text
-}
 
 /// A DOT file as a graph: order, white space and spelling do not matter.
 #[derive(Debug, PartialEq, Eq, Default)]
@@ -28,7 +17,6 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// Reads DOT.
     pub fn parse(text: &str) -> Self {
         let tokens = tokens(text);
         let mut graph = Self::default();

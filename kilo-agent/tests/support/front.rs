@@ -141,7 +141,7 @@ async fn answer(
         Step::Pass | Step::Halve => {}
     }
     let (mut parts, body) = request.into_parts();
-    let body = body.collect().await.map_err(|error| kube::Error::HyperError(error))?.to_bytes();
+    let body = body.collect().await.map_err(kube::Error::HyperError)?.to_bytes();
     // The client sets its own.
     for header in ["authorization", "host", "accept-encoding"] {
         parts.headers.remove(header);

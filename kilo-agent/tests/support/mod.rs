@@ -42,7 +42,10 @@ pub fn bpffs() -> Option<BpfFs> {
     Some(BpfFs(directory))
 }
 
+pub mod foreign;
+pub mod judge;
 pub mod packet;
+pub mod random;
 
 pub const SELF: [u8; 4] = [10, 1, 0, 11];
 pub const MEMBER: [u8; 4] = [10, 1, 0, 12];

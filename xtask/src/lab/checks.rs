@@ -14,7 +14,7 @@ use nix::sys::signal::Signal;
 use super::{
     Lab, agents,
     counters::{self, action, drops},
-    matrix,
+    matrix, path_mtu,
 };
 use crate::report::TestOutcome;
 
@@ -26,6 +26,7 @@ const CHECKS: &[Check] = &[
     ("no pod packet is seen in clear between the locations", nothing_in_clear),
     ("no mesh packet was dropped on the way", no_drops),
     ("pod traffic to the outside is masqueraded", masquerade),
+    ("senders learn the path MTU whatever link is small, and TCP goes on", path_mtu::run),
     ("bpftool shows named programs and readable map fields", bpftool),
     ("a reconcile with nothing new writes nothing", quiet),
     ("an undisturbed ping and TCP flow lose nothing", undisturbed),
@@ -331,7 +332,7 @@ fn where_lost(lab: &Lab) -> String {
 /// Programs of ours on hooks of this node, over TCX links and clsact filters.
 fn copies_attached(space: &super::space::Space) -> Result<usize> {
     let text = space.sh(
-        "ls /sys/fs/bpf/kilo/v2 | grep -c ^link_ || true; \
+        "ls /sys/fs/bpf/kilo/links 2>/dev/null | wc -l; \
          for d in kilo0 kilo-vxlan eth0 eth1; do for h in ingress egress; do tc filter show dev $d $h 2>/dev/null; done; done \
          | grep -cE 'kilo_|lan_ingress|uplink_egress|tunnel_ingress' || true",
     )?;

@@ -3,6 +3,7 @@
 
 mod cache;
 mod client;
+mod patient;
 
 use std::{
     collections::BTreeMap,
@@ -27,6 +28,7 @@ use tokio::{
 use tokio_util::task::AbortOnDropHandle;
 
 pub use client::client;
+pub use patient::PatientBackend;
 
 use self::{
     cache::{Cache, Kept, Own, Seen, Store, Urgency},
@@ -228,10 +230,18 @@ async fn hand_on(shared: Arc<Shared>, sender: watch::Sender<Arc<Snapshot>>) {
     }
 }
 
+/// A Peer object of any shape, checked as the webhook and the agent both do.
+///
+/// # Errors
+/// What is wrong with it, in words.
+pub fn parse_peer(object: DynamicObject) -> Result<crate::topology::Peer, String> {
+    let object = object.try_parse::<peer::Peer>().map_err(|error| client::chain(&error))?;
+    peer::from_object(&object).map_err(|error| error.to_string())
+}
+
 fn see_peer(object: DynamicObject) -> Seen<crate::topology::Peer> {
     let name = object.metadata.name.clone().unwrap_or_default();
-    let parsed = object.try_parse::<peer::Peer>().map_err(|error| client::chain(&error));
-    match parsed.and_then(|object| peer::from_object(&object).map_err(|error| error.to_string())) {
+    match parse_peer(object) {
         Ok(peer) => Seen { name, value: Some(peer), problem: None },
         Err(problem) => Seen { name, value: None, problem: Some(problem) },
     }
@@ -261,12 +271,7 @@ impl Shared {
 
     fn see_own(&self, metadata: &ObjectMeta) {
         if self.hostname.is_some() && self.hostname == metadata.name {
-            // Others' annotations are none of our business, and may be large.
-            let ours = metadata.annotations.iter().flatten().filter(|(name, _)| node::is_written(name));
-            self.cache().put_own(Own {
-                annotations: ours.map(|(name, value)| (name.clone(), value.clone())).collect(),
-                version: metadata.resource_version.as_deref().and_then(|version| version.parse().ok()),
-            });
+            self.cache().put_own(Own::new(metadata));
         }
     }
 }
@@ -293,35 +298,5 @@ impl Backend for KubernetesBackend {
 
     async fn retract(&self, node: &str) -> Result<(), BackendError> {
         self.patch(node, &node::retracted()).await
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn of_the_own_node_only_what_an_agent_writes_is_kept() {
-        let shared = Shared {
-            hostname: Some("a".to_owned()),
-            cache: Mutex::default(),
-            now: Notify::new(),
-            later: Notify::new(),
-            listed: Notify::new(),
-        };
-        let annotations = BTreeMap::from([
-            ("example.com/large".to_owned(), "x".repeat(100 << 10)),
-            ("kilo.squat.ai/leader".to_owned(), "x".repeat(100 << 10)),
-            ("kilo.squat.ai/endpoint".to_owned(), "192.0.2.1:1".to_owned()),
-        ]);
-        let metadata = ObjectMeta {
-            name: Some("a".to_owned()),
-            annotations: Some(annotations),
-            resource_version: Some("7".to_owned()),
-            ..ObjectMeta::default()
-        };
-        shared.see_own(&metadata);
-        let kept: Vec<_> = shared.cache().own().unwrap().keys().cloned().collect();
-        assert_eq!(kept, ["kilo.squat.ai/endpoint"]);
     }
 }

@@ -1,0 +1,89 @@
+//! What an operator does about a drop reason that grows.
+
+use kilo_common::verdict::DropReason;
+
+/// By label, so that the text stands apart from the layout both sides share.
+const ADVICE: &[(&str, &str)] = &[
+    (
+        "no_hop",
+        "The node that owns the destination has no usable private address, or the location has no leader: \
+         `kgctl status`; `kgctl trace` names the node.",
+    ),
+    (
+        "no_prefix",
+        "Somebody routes into kilo0 what the mesh does not know: `ip route show dev kilo0`; compare with \
+         `kgctl status`.",
+    ),
+    (
+        "unknown_sender",
+        "A host outside the location sends encapsulated packets here: look for its address in `kgctl status`. \
+         A node of the location that has just joined is known within a second. Otherwise: spoofing, or two \
+         clusters in one network.",
+    ),
+    (
+        "foreign_source",
+        "A node forwards packets whose source is not in its pod CIDRs: a pod with a spoofed address, a second \
+         pod network, or spec.podCIDRs that differ from what the CNI gives out.",
+    ),
+    (
+        "not_for_us",
+        "The sender takes this node for the leader, or for the owner of the destination: compare \
+         `kgctl status` on both. It ends when both see the same leader.",
+    ),
+    ("truncated", "A broken sender or driver: capture with `tcpdump -w`; try `ethtool -K DEV gro off`."),
+    ("malformed", "A broken or hostile sender: `kgctl monitor --reason malformed -o json` has the bytes."),
+    (
+        "outer_fragment",
+        "A link between the nodes carries less than the MTU their interfaces have: set --mtu, or repair the \
+         MTU of the private interfaces.",
+    ),
+    (
+        "encapsulation",
+        "The kernel had no room for the outer header, mostly of packets that bear a tunnel of the pod's own: \
+         check that the fallback devices exist (`ip -d link`), and report it.",
+    ),
+    (
+        "too_big",
+        "The sender ignores path MTU discovery: let ICMP \"fragmentation needed\" and \"packet too big\" \
+         through firewalls, or lower --mtu.",
+    ),
+    (
+        "nat_exhausted",
+        "Pods hold too many connections to one destination: give the node more addresses or let them reuse \
+         connections.",
+    ),
+    (
+        "nat_unsupported",
+        "Pods send a protocol outside the mesh that cannot be translated: let them use TCP, UDP or ICMP echo, \
+         or route it unmasqueraded (--service-cidr, allowed-location-ips).",
+    ),
+    ("nat_map_full", "More flows than the table holds: `bpftool map show name nat_v4`; report it."),
+    ("rewrite", "The kernel refused to change the packet, mostly for lack of memory: `dmesg`."),
+    (
+        "not_unicast",
+        "Harmless: discovery protocols on kilo0. In numbers: something is bound to kilo0 that wants a LAN.",
+    ),
+];
+
+/// What to do about it.
+pub fn advice(reason: DropReason) -> &'static str {
+    ADVICE.iter().find(|(label, _)| *label == reason.label()).map_or("", |(_, text)| text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_drop_reason_has_its_advice_and_none_is_left_over() {
+        for reason in DropReason::ALL {
+            assert!(!advice(*reason).is_empty(), "{} has no advice", reason.label());
+        }
+        for (label, _) in ADVICE {
+            assert!(
+                DropReason::ALL.iter().any(|reason| reason.label() == *label),
+                "{label} is no drop reason"
+            );
+        }
+    }
+}

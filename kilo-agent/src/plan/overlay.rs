@@ -1,0 +1,51 @@
+//! Addresses in the overlay of another CNI (`--compatibility`). Clouds may not
+//! carry IP protocol 4, so that IPIP to the leader travels through that CNI's
+//! own tunnel: it is sent to the leader's address there.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, Ipv4Addr},
+};
+
+use ipnet::IpNet;
+
+use crate::{
+    cli::Compatibility,
+    topology::{Member, Mesh, Node, Tunnel},
+};
+
+/// Overlay address of each node of the location `own` is in, itself included;
+/// empty unless another CNI manages the location and the tunnel is IPIP.
+///
+/// Flannel's VXLAN device has the first address of the node's pod CIDR; with
+/// Cilium nodes publish that of `cilium_host`.
+pub fn overlay_addresses(
+    mesh: &Mesh,
+    nodes: &BTreeMap<String, Node>,
+    own: &str,
+    compatibility: Compatibility,
+    tunnel: Tunnel,
+) -> BTreeMap<String, Ipv4Addr> {
+    let (Tunnel::Ipip, Some((segment, _))) = (tunnel, mesh.find(own)) else { return BTreeMap::new() };
+    let address = |member: &Member| match compatibility {
+        Compatibility::None => None,
+        Compatibility::Flannel => member.pod_cidrs.iter().find_map(|cidr| v4(cidr.network())),
+        Compatibility::Cilium => nodes.get(&member.name)?.cni_compatibility_ip.and_then(|net| v4(net.addr())),
+    };
+    let members = mesh.segments[segment].members.iter();
+    members.filter_map(|member| Some((member.name.clone(), address(member)?))).collect()
+}
+
+fn v4(address: IpAddr) -> Option<Ipv4Addr> {
+    match address {
+        IpAddr::V4(address) => Some(address),
+        IpAddr::V6(_) => None,
+    }
+}
+
+/// What a node publishes for the others: the IPv4 address of `cilium_host`
+/// among `addresses` of that device.
+pub fn published(compatibility: Compatibility, cilium_host: &[IpNet]) -> Option<IpNet> {
+    let first = cilium_host.iter().find(|net| net.addr().is_ipv4()).copied();
+    first.filter(|_| compatibility == Compatibility::Cilium)
+}

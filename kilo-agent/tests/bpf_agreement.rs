@@ -1,0 +1,333 @@
+//! The programs and the plain-Rust model agree: on random packets and tables,
+//! and on packets that once told them apart.
+//!
+//! `KILO_SEED=n` repeats a run, `KILO_PACKETS=n` changes its length,
+//! `KILO_BLESS=1` writes tests/corpus/agreement.txt anew: one packet for each
+//! different outcome.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod support;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
+use kilo_agent::{
+    dataplane::{CounterReader, Dataplane},
+    plan::Tables,
+};
+use kilo_common::{
+    maps::CONFIG_LEADER,
+    verdict::{Action, DropReason},
+};
+use support::{
+    judge::{Bytes, Input, Wanted, judge},
+    packet::{PASS, REDIRECT, checksums_hold},
+    random::Random,
+};
+
+const PROGRAMS: [&str; 5] = ["lan_ingress", "kilo_egress", "kilo_ingress", "uplink_egress", "tunnel_ingress"];
+const PACKETS: usize = 100_000;
+const LONGEST: Duration = Duration::from_mins(1);
+/// Packets between two looks at the counters.
+const BATCH: usize = 200;
+
+/// Bytes of `struct __sk_buff`, and where `gso_size` is (include/uapi/linux/bpf.h).
+const SK_BUFF: usize = 192;
+const GSO_SIZE: usize = 176;
+
+struct Bench {
+    _fs: support::BpfFs,
+    dataplane: Dataplane,
+    counters: CounterReader,
+    out: Vec<u8>,
+}
+
+type Counts = BTreeMap<&'static str, u64>;
+
+impl Bench {
+    fn new() -> Option<Self> {
+        let fs = support::bpffs()?;
+        let dataplane = Dataplane::open(fs.path(), false).unwrap();
+        let counters = dataplane.counters().unwrap();
+        Some(Self { _fs: fs, dataplane, counters, out: vec![0; 4096] })
+    }
+
+    fn counts(&self) -> Counts {
+        let counters = self.counters.read().unwrap();
+        counters.actions.into_iter().chain(counters.drops).collect()
+    }
+
+    fn run(&mut self, program: &str, input: &Input) -> (i32, &[u8]) {
+        let mut context = [0; SK_BUFF];
+        context[GSO_SIZE..GSO_SIZE + 4].copy_from_slice(&input.gso.to_ne_bytes());
+        let classifier: &SchedClassifier =
+            self.dataplane.bpf_mut().program(program).unwrap().try_into().unwrap();
+        let mut options = TestRunOptions::new();
+        options.data_in = Some(&input.frame);
+        options.ctx_in = Some(&context);
+        options.data_out = Some(&mut self.out);
+        let result = classifier.test_run(options).unwrap();
+        let length = usize::try_from(result.data_size_out).unwrap();
+        (result.return_value.cast_signed(), &self.out[..length])
+    }
+}
+
+/// What is wrong with an outcome, if anything.
+fn difference(wanted: &Wanted, frame: &[u8], verdict: i32, out: &[u8], no_ethernet: bool) -> Option<String> {
+    if verdict != wanted.verdict {
+        return Some(format!("verdict {verdict} instead of {}", wanted.verdict));
+    }
+    let same = match &wanted.bytes {
+        Bytes::Any => true,
+        Bytes::Same => out == frame,
+        Bytes::Exactly(bytes) => out == bytes,
+        Bytes::Sent { frame, hidden, rest, hashed } => {
+            let mut sent = out.to_vec();
+            if *hashed && sent.len() >= frame.len() {
+                // Identification and header checksum; the flow's port.
+                let udp = if frame[12] == 8 { 34 } else { 54 };
+                let free = if frame[12] == 8 { vec![18, 24, udp] } else { vec![udp] };
+                for at in free {
+                    sent[at..at + 2].copy_from_slice(&frame[at..at + 2]);
+                }
+            }
+            sent.len() == frame.len() + hidden + rest.len() && sent.starts_with(frame) && sent.ends_with(rest)
+        }
+        Bytes::Translated(addr) => {
+            let offset = if no_ethernet { 0 } else { 14 };
+            translated(&frame[offset..], &out[offset..], *addr)
+        }
+    };
+    (!same).then(|| format!("bytes\n{}\ninstead of {:?}", hex(out), wanted.bytes))
+}
+
+/// True when `after` is `before` with another source and right checksums.
+fn translated(before: &[u8], after: &[u8], addr: [u8; 4]) -> bool {
+    let header = usize::from(before[0] & 15) * 4;
+    let mut expected = before.to_vec();
+    expected[12..16].copy_from_slice(&addr);
+    // Checksum; port or identifier; checksum behind the header.
+    let (port, sum) = match before[9] {
+        1 => (4, 2),
+        6 => (0, 16),
+        _ => (0, 6),
+    };
+    for at in [10, header + port, header + sum] {
+        expected[at..at + 2].copy_from_slice(&after[at..at + 2]);
+    }
+    let total = usize::from(u16::from_be_bytes([before[2], before[3]]));
+    let sound = |packet: &[u8]| header == 20 && total >= 28 && checksums_hold(&packet[..total]);
+    expected == after && (!sound(before) || sound(after))
+}
+
+/// As a line of the corpus has it: bytes, and `@` with the segments' size.
+fn written(input: &Input) -> String {
+    let gso = if input.gso == 0 { String::new() } else { format!("@{}", input.gso) };
+    hex(&input.frame) + &gso
+}
+
+fn read(text: &str) -> Input {
+    let (bytes, gso) = text.split_once('@').unwrap_or((text, "0"));
+    Input { frame: unhex(bytes), gso: gso.parse().unwrap() }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        write!(text, "{byte:02x}").unwrap();
+        text
+    })
+}
+
+fn unhex(text: &str) -> Vec<u8> {
+    (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
+}
+
+/// What must hold whatever the model says.
+fn invariants(
+    program: &str,
+    tables: &Tables,
+    wanted: &Wanted,
+    input: &Input,
+    verdict: i32,
+) -> Option<String> {
+    let leads = tables.config.flags & CONFIG_LEADER != 0;
+    if program == "kilo_egress" && !leads && verdict == PASS {
+        return Some("mesh traffic is left to the WireGuard device of a node that does not lead".to_owned());
+    }
+    let carried = if input.gso == 0 { input.frame.len() } else { input.frame.len().min(input.gso as usize) };
+    if wanted.mtu != 0 && verdict == REDIRECT && carried > wanted.mtu as usize {
+        return Some(format!("{carried} bytes are sent where {} fit", wanted.mtu));
+    }
+    None
+}
+
+/// Runs one packet alone and says everything about a disagreement.
+#[track_caller]
+fn check(bench: &mut Bench, program: &str, tables: &Tables, input: &Input) {
+    let wanted = judge(program, tables, input);
+    let before = bench.counts();
+    let (verdict, out) = bench.run(program, input);
+    let mut problem = difference(&wanted, &input.frame, verdict, out, program.starts_with("kilo_"));
+    problem = problem.or_else(|| invariants(program, tables, &wanted, input, verdict));
+    let after = bench.counts();
+    let mut counted: Vec<&str> = Vec::new();
+    for (label, count) in &after {
+        counted.extend(std::iter::repeat_n(*label, usize::try_from(count - before[label]).unwrap()));
+    }
+    if counted != wanted.counted {
+        problem = Some(format!("{}; counted {counted:?}", problem.unwrap_or_default()));
+    }
+    if let Some(problem) = problem {
+        panic!("{program} {}\n{tables:#?}\nwanted {wanted:?}\n{problem}", written(input));
+    }
+}
+
+fn seed() -> u64 {
+    std::env::var("KILO_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(rand::random)
+}
+
+#[test]
+fn programs_and_model_agree_on_random_packets_and_tables() {
+    let Some(mut bench) = Bench::new() else { return };
+    let packets = std::env::var("KILO_PACKETS").ok().and_then(|text| text.parse().ok()).unwrap_or(PACKETS);
+    let seed = seed();
+    println!("KILO_SEED={seed}");
+    let started = Instant::now();
+    let mut random = Random::new(seed);
+    let mut outcomes: BTreeMap<(&str, String), usize> = BTreeMap::new();
+    let mut done = 0;
+    // An emulated machine does not get through.
+    while done < packets && started.elapsed() < LONGEST {
+        let tables = random.tables();
+        bench.dataplane.write(&tables).unwrap();
+        let before = bench.counts();
+        let mut expected = before.clone();
+        let mut batch = Vec::with_capacity(BATCH);
+        for _ in 0..BATCH {
+            let program = PROGRAMS[match random.below(20) {
+                0..9 => 0,
+                9..13 => 1,
+                13..17 => 2,
+                17..19 => 3,
+                _ => 4,
+            }];
+            let input = random.input(program, &tables);
+            let wanted = judge(program, &tables, &input);
+            let (verdict, out) = bench.run(program, &input);
+            let problem = difference(&wanted, &input.frame, verdict, out, program.starts_with("kilo_"))
+                .or_else(|| invariants(program, &tables, &wanted, &input, verdict));
+            if let Some(problem) = problem {
+                panic!(
+                    "packet {done}: {program} {}\n{tables:#?}\nwanted {wanted:?}\n{problem}\nKILO_SEED={seed}",
+                    written(&input)
+                );
+            }
+            for label in &wanted.counted {
+                *expected.get_mut(label).unwrap() += 1;
+            }
+            *outcomes.entry((program, wanted.counted.join("+"))).or_default() += 1;
+            batch.push((program, input));
+            done += 1;
+        }
+        if bench.counts() != expected {
+            // Once more, one by one, to say which.
+            for (program, input) in batch {
+                check(&mut bench, program, &tables, &input);
+            }
+            panic!("the counters differ, and not when the packets are run again; KILO_SEED={seed}");
+        }
+    }
+    println!("{done} packets in {:?}", started.elapsed());
+    for ((program, counted), count) in &outcomes {
+        println!("{count:>7} {program} {}", if counted.is_empty() { "(untouched)" } else { counted });
+    }
+    if done >= PACKETS {
+        let seen: BTreeSet<&str> = outcomes.keys().flat_map(|(_, counted)| counted.split('+')).collect();
+        let everything =
+            Action::ALL.iter().map(|it| it.label()).chain(DropReason::ALL.iter().map(|it| it.label()));
+        let missing: Vec<_> =
+            everything.filter(|label| !seen.contains(label) && !RARE.contains(label)).collect();
+        assert!(missing.is_empty(), "the generator never brings about {missing:?}");
+    }
+}
+
+/// Outcomes that need more than a packet and tables: answers, a full table.
+const RARE: [&str; 3] = ["unmasquerade", "nat_exhausted", "nat_map_full"];
+
+/// Tables of the corpus, by the name in its lines.
+fn corpus_tables(name: &str) -> Tables {
+    match name {
+        "leader" => support::leader_tables(),
+        "member" => support::member_tables(),
+        seed => Random::new(seed.parse().unwrap()).tables(),
+    }
+}
+
+fn corpus() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/agreement.txt")
+}
+
+#[test]
+fn programs_and_model_agree_on_the_kept_packets() {
+    let Some(mut bench) = Bench::new() else { return };
+    if std::env::var_os("KILO_BLESS").is_some() {
+        std::fs::write(corpus(), one_of_each()).unwrap();
+    }
+    let text = std::fs::read_to_string(corpus()).unwrap();
+    let mut count = 0;
+    for line in text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let [name, program, frame, ..] = words[..] else { panic!("{line}") };
+        let tables = corpus_tables(name);
+        bench.dataplane.write(&tables).unwrap();
+        check(&mut bench, program, &tables, &read(frame));
+        count += 1;
+    }
+    assert!(count >= 50, "{count}");
+}
+
+/// A packet for each outcome of each program.
+fn one_of_each() -> String {
+    let mut lines = BTreeMap::new();
+    let mut random = Random::new(1);
+    for round in 0..400 {
+        let name = match round {
+            0 => "leader".to_owned(),
+            1 => "member".to_owned(),
+            seed => seed.to_string(),
+        };
+        let tables = corpus_tables(&name);
+        for program in PROGRAMS {
+            for _ in 0..20 {
+                let input = random.input(program, &tables);
+                let frame = &input.frame;
+                if frame.len() > 300 {
+                    continue;
+                }
+                let wanted = judge(program, &tables, &input);
+                let kind = match wanted.bytes {
+                    Bytes::Sent { frame, .. } => frame.len(),
+                    Bytes::Exactly(_) if program == "lan_ingress" => {
+                        usize::from(frame[12]) + usize::from(frame[23])
+                    }
+                    _ => 0,
+                };
+                let counted = wanted.counted.join("+");
+                lines
+                    .entry((program, counted.clone(), kind))
+                    .or_insert_with(|| format!("{name} {program} {} {counted}", written(&input)));
+            }
+        }
+    }
+    let lines: Vec<_> = lines.into_values().collect();
+    format!(
+        "# tables program frame outcome; see bpf_agreement.rs. Packets that failed are added by hand.\n{}\n",
+        lines.join("\n")
+    )
+}

@@ -1,0 +1,396 @@
+//! What a program must do with the bytes of one packet: headers read in plain
+//! Rust, decisions of `plan::model` and `plan::probe`, outer headers of
+//! `kilo_common::encap`.
+
+use std::net::IpAddr;
+
+use kilo_agent::{
+    plan::{
+        Hop, Tables,
+        model::{Packet, Verdict},
+        probe::Probe,
+    },
+    topology::{Tunnel, prefixes::longest},
+};
+use kilo_common::{
+    encap::{
+        Inner, UDP_LEN, VXLAN_INNER, VXLAN_LEN, ipip_frame, ipip_frame_v6, next_ttl, segment_len,
+        vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
+    },
+    maps::{CONFIG_LEADER, CONFIG_MASQUERADE, DEVICE_MASQUERADE, VXLAN_PORT},
+    nat,
+    packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, protocol},
+    verdict::{Action, DropReason},
+};
+
+use super::{
+    IFINDEX,
+    packet::{PASS, REDIRECT, SHOT},
+};
+
+/// What a program is run on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Input {
+    /// The packet; on the WireGuard device it has no Ethernet header.
+    pub frame: Vec<u8>,
+    /// Payload bytes per segment of a superpacket; else 0.
+    pub gso: u32,
+}
+
+/// What the bytes must be afterwards.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Bytes {
+    /// Of no interest: the packet is dropped.
+    Any,
+    /// As they were.
+    Same,
+    /// These.
+    Exactly(Vec<u8>),
+    /// This frame, then `hidden` bytes, then these. `BPF_PROG_TEST_RUN` takes
+    /// the first bytes of a packet without link layer for an Ethernet header,
+    /// and the kernel makes room behind it.
+    Sent {
+        frame: Vec<u8>,
+        hidden: usize,
+        rest: Vec<u8>,
+        /// The flow's hash is the kernel's: UDP source port and identification may be any.
+        hashed: bool,
+    },
+    /// With the source translated: this address, any port, right checksums.
+    Translated([u8; 4]),
+}
+
+/// What a program must answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    pub verdict: i32,
+    pub counted: Vec<&'static str>,
+    pub bytes: Bytes,
+    /// The largest packet the hop carries, where it is sent to one.
+    pub mtu: u32,
+}
+
+fn drops(reason: DropReason) -> Wanted {
+    Wanted { verdict: SHOT, counted: vec![reason.label()], bytes: Bytes::Any, mtu: 0 }
+}
+
+fn passes(action: Option<Action>) -> Wanted {
+    let counted = action.iter().map(|action| action.label()).collect();
+    Wanted { verdict: PASS, counted, bytes: Bytes::Same, mtu: 0 }
+}
+
+fn redirects(action: Action, bytes: Bytes) -> Wanted {
+    Wanted { verdict: REDIRECT, counted: vec![action.label()], bytes, mtu: 0 }
+}
+
+/// A header of either family.
+#[derive(Clone, Copy, Debug)]
+struct Ip {
+    src: IpAddr,
+    dst: IpAddr,
+    v6: bool,
+    header_len: usize,
+    protocol: u8,
+    ttl: u8,
+    tos: u8,
+    fragment: bool,
+}
+
+impl Ip {
+    const fn shortest(v6: bool) -> usize {
+        if v6 { IPV6_LEN } else { IPV4_LEN }
+    }
+
+    fn read(frame: &[u8], offset: usize, v6: bool) -> Result<Self, DropReason> {
+        let bytes = frame.get(offset..).unwrap_or_default();
+        if v6 {
+            let ip = Ipv6::parse(bytes.first_chunk().ok_or(DropReason::Truncated)?, bytes.len())?;
+            Ok(Self {
+                src: ip.src.into(),
+                dst: ip.dst.into(),
+                v6,
+                header_len: IPV6_LEN,
+                protocol: ip.next_header,
+                ttl: ip.hop_limit,
+                tos: ip.traffic_class,
+                fragment: ip.next_header == protocol::FRAGMENT,
+            })
+        } else {
+            let ip = Ipv4::parse(bytes.first_chunk().ok_or(DropReason::Truncated)?, bytes.len())?;
+            Ok(Self {
+                src: ip.src.into(),
+                dst: ip.dst.into(),
+                v6,
+                header_len: ip.header_len,
+                protocol: ip.protocol,
+                ttl: ip.ttl,
+                tos: ip.tos,
+                fragment: ip.is_fragment(),
+            })
+        }
+    }
+
+    fn probe(&self, input: &Input, offset: usize) -> Probe {
+        let packet = Packet { src: self.src, dst: self.dst };
+        let mut length = u32::try_from(input.frame.len() - offset).unwrap();
+        if input.gso != 0 {
+            let transport = offset + self.header_len;
+            let headers = match self.protocol {
+                protocol::TCP => {
+                    input.frame.get(transport + 12).map_or(60, |byte| usize::from(byte >> 4) * 4)
+                }
+                _ => 8,
+            };
+            let headers = u32::try_from(self.header_len + headers).unwrap();
+            length = length.min(segment_len(length, input.gso, headers));
+        }
+        Probe { packet, ttl: self.ttl, length }
+    }
+}
+
+/// The family the kernel takes a frame for; `None` for everything else.
+fn family(frame: &[u8]) -> Option<bool> {
+    match u16::from_be_bytes([frame[12], frame[13]]) {
+        ETHERTYPE_IPV4 => Some(false),
+        ETHERTYPE_IPV6 => Some(true),
+        _ => None,
+    }
+}
+
+/// The judgement on one program.
+pub fn judge(program: &str, tables: &Tables, input: &Input) -> Wanted {
+    let frame = &input.frame[..];
+    match program {
+        "lan_ingress" => lan_ingress(tables, input),
+        "kilo_egress" => kilo_egress(tables, input).unwrap_or_else(drops),
+        "kilo_ingress" => kilo_ingress(tables, input).unwrap_or_else(drops),
+        "uplink_egress" => uplink_egress(tables, frame),
+        // Without a tunnel device there is no sender.
+        "tunnel_ingress" => drops(DropReason::Malformed),
+        other => panic!("no program {other}"),
+    }
+}
+
+fn lan_ingress(tables: &Tables, input: &Input) -> Wanted {
+    let frame = &input.frame[..];
+    // The loopback device's address is zero.
+    if frame[..6] != [0; 6] {
+        return passes(None);
+    }
+    let Some(v6) = family(frame) else { return passes(None) };
+    let Ok(outer) = Ip::read(frame, ETHERNET_LEN, v6) else { return passes(None) };
+    if tables.is_private(outer.dst) {
+        let behind = Ip::shortest(v6);
+        let inner = match outer.protocol {
+            protocol::IPIP => Some((behind, false)),
+            protocol::IPV6 => Some((behind, true)),
+            // A superpacket is the device's to cut.
+            protocol::UDP if input.gso == 0 => vxlan(frame, &outer).map(|v6| (behind + VXLAN_INNER, v6)),
+            _ => None,
+        };
+        if let Some((overhead, v6)) = inner {
+            return steered(tables, input, &outer, overhead, v6).unwrap_or_else(drops);
+        }
+    }
+    match tables.plain(&outer.probe(input, ETHERNET_LEN)) {
+        None => passes(None),
+        Some(action) => {
+            let mut bytes = frame.to_vec();
+            if action == Action::Transit {
+                lower_ttl(&mut bytes, ETHERNET_LEN, v6);
+            }
+            redirects(action, Bytes::Exactly(bytes))
+        }
+    }
+}
+
+/// The family of the packet in a VXLAN packet of ours.
+fn vxlan(frame: &[u8], outer: &Ip) -> Option<bool> {
+    if outer.fragment || outer.header_len != Ip::shortest(outer.v6) {
+        return None;
+    }
+    let bytes = frame.get(ETHERNET_LEN + outer.header_len..)?.get(..VXLAN_INNER)?;
+    let ours =
+        bytes[2..4] == VXLAN_PORT.to_be_bytes() && bytes[UDP_LEN..UDP_LEN + VXLAN_LEN] == vxlan_header();
+    ours.then(|| family(&bytes[UDP_LEN + VXLAN_LEN..]))?
+}
+
+fn steered(
+    tables: &Tables,
+    input: &Input,
+    outer: &Ip,
+    overhead: usize,
+    v6: bool,
+) -> Result<Wanted, DropReason> {
+    let frame = &input.frame[..];
+    if !tables.node.contains_key(&outer.src) {
+        return Err(DropReason::UnknownSender);
+    }
+    if outer.fragment {
+        return Err(DropReason::OuterFragment);
+    }
+    if outer.header_len != Ip::shortest(outer.v6) {
+        return Err(DropReason::Malformed);
+    }
+    let offset = ETHERNET_LEN + overhead;
+    let inner = Ip::read(frame, offset, v6)?;
+    let (action, _) = tables.steered(outer.src, &inner.probe(input, offset))?;
+    refused(input)?;
+    let mut bytes = [&frame[..ETHERNET_LEN], &frame[offset..]].concat();
+    if action == Action::Transit {
+        lower_ttl(&mut bytes, ETHERNET_LEN, v6);
+    }
+    Ok(redirects(action, Bytes::Exactly(bytes)))
+}
+
+fn lower_ttl(frame: &mut [u8], offset: usize, v6: bool) {
+    if v6 {
+        frame[offset + 7] -= 1;
+        return;
+    }
+    let checksum = u16::from_be_bytes([frame[offset + 10], frame[offset + 11]]);
+    let (ttl, checksum) = next_ttl(frame[offset + 8], frame[offset + 9], checksum).unwrap();
+    frame[offset + 8] = ttl;
+    frame[offset + 10..offset + 12].copy_from_slice(&checksum.to_be_bytes());
+}
+
+/// A superpacket here is one of a kind the kernel does not know, and takes no
+/// outer header from or off.
+const fn refused(input: &Input) -> Result<(), DropReason> {
+    if input.gso == 0 { Ok(()) } else { Err(DropReason::Encapsulation) }
+}
+
+fn kilo_egress(tables: &Tables, input: &Input) -> Result<Wanted, DropReason> {
+    let frame = &input.frame[..];
+    let leads = tables.config.flags & CONFIG_LEADER != 0;
+    let Some(v6) = family(frame) else {
+        return if leads { Ok(passes(Some(Action::Pass))) } else { Err(DropReason::NoPrefix) };
+    };
+    let ip = Ip::read(frame, 0, v6)?;
+    let verdict = tables.leaving(&ip.probe(input, 0));
+    if verdict == Err(DropReason::NotUnicast) {
+        return Err(DropReason::NotUnicast);
+    }
+    let translated = translation(tables, frame, 0, &ip)?;
+    // Counted as translated, too, when it is dropped then.
+    let mut wanted = sent(tables, input, &ip, verdict).unwrap_or_else(drops);
+    if let Some(addr) = translated {
+        wanted.counted.push(Action::Masquerade.label());
+        wanted.counted.sort_unstable();
+        wanted.bytes = match wanted.bytes {
+            Bytes::Same => Bytes::Translated(addr),
+            // Which port it got decides about every byte behind it.
+            _ => Bytes::Any,
+        };
+    }
+    Ok(wanted)
+}
+
+fn kilo_ingress(tables: &Tables, input: &Input) -> Result<Wanted, DropReason> {
+    let frame = &input.frame[..];
+    let Some(v6) = family(frame) else { return Ok(passes(Some(Action::Pass))) };
+    let ip = Ip::read(frame, 0, v6)?;
+    let verdict = tables.decrypted(&ip.probe(input, 0));
+    let mut input = input.clone();
+    if let Ok((Action::Forward, _)) = verdict {
+        lower_ttl(&mut input.frame, 0, v6);
+    }
+    sent(tables, &input, &ip, verdict)
+}
+
+fn sent(tables: &Tables, input: &Input, ip: &Ip, verdict: Verdict) -> Result<Wanted, DropReason> {
+    match verdict? {
+        (action, Some(Hop::Node { tunnel, mtu, local, remote, .. })) => {
+            let plain = tunnel == Tunnel::None && remote.is_ipv6() == ip.v6;
+            let bytes = if input.gso != 0 && !plain {
+                by_device(tables, &input.frame, ip, tunnel, remote)?
+            } else {
+                on_the_way(&input.frame, ip, tunnel, local, remote)
+            };
+            Ok(Wanted { mtu, ..redirects(action, bytes) })
+        }
+        (action, _) => Ok(passes(Some(action))),
+    }
+}
+
+/// A packet whose outer header a device will write.
+fn by_device(
+    tables: &Tables,
+    packet: &[u8],
+    ip: &Ip,
+    tunnel: Tunnel,
+    remote: IpAddr,
+) -> Result<Bytes, DropReason> {
+    let ipip = tunnel != Tunnel::Vxlan && remote.is_ipv4() && !ip.v6 && tables.config.ipip_ifindex != 0;
+    match (ipip, tables.config.vxlan_ifindex) {
+        (true, _) => Ok(Bytes::Exactly(packet.to_vec())),
+        (false, 0) => Err(DropReason::Encapsulation),
+        (false, _) => Ok(Bytes::Exactly([&vxlan_ethernet(ip.v6), packet].concat())),
+    }
+}
+
+/// A packet with its outer header.
+fn on_the_way(packet: &[u8], ip: &Ip, tunnel: Tunnel, local: IpAddr, remote: IpAddr) -> Bytes {
+    let inner = Inner { len: u16::try_from(packet.len()).unwrap(), tos: ip.tos, v6: ip.v6, hash: 0 };
+    let frame = match (tunnel, local, remote) {
+        (Tunnel::None, _, _) if remote.is_ipv6() == ip.v6 => {
+            let mut frame = vec![0; 12];
+            frame.extend((if ip.v6 { ETHERTYPE_IPV6 } else { ETHERTYPE_IPV4 }).to_be_bytes());
+            frame.extend(packet);
+            return Bytes::Exactly(frame);
+        }
+        (Tunnel::None | Tunnel::Ipip, IpAddr::V4(local), IpAddr::V4(remote)) => {
+            built(|frame| ipip_frame(frame, &local.octets(), &remote.octets(), &inner))
+        }
+        (Tunnel::None | Tunnel::Ipip, IpAddr::V6(local), IpAddr::V6(remote)) => {
+            built(|frame| ipip_frame_v6(frame, &local.octets(), &remote.octets(), &inner))
+        }
+        (Tunnel::Vxlan, IpAddr::V4(local), IpAddr::V4(remote)) => {
+            built(|frame| vxlan_frame(frame, &local.octets(), &remote.octets(), &inner))
+        }
+        (Tunnel::Vxlan, IpAddr::V6(local), IpAddr::V6(remote)) => {
+            built(|frame| vxlan_frame_v6(frame, &local.octets(), &remote.octets(), &inner))
+        }
+        _ => panic!("a hop of two families"),
+    };
+    Bytes::Sent { frame, hidden: 14, rest: packet[14..].to_vec(), hashed: tunnel == Tunnel::Vxlan }
+}
+
+fn built<const N: usize>(build: impl Fn(&mut [u8; N])) -> Vec<u8> {
+    let mut frame = [0; N];
+    build(&mut frame);
+    frame.to_vec()
+}
+
+fn uplink_egress(tables: &Tables, frame: &[u8]) -> Wanted {
+    let Some(false) = family(frame) else { return passes(None) };
+    let Ok(ip) = Ip::read(frame, ETHERNET_LEN, false) else { return passes(None) };
+    match translation(tables, frame, ETHERNET_LEN, &ip) {
+        Err(reason) => drops(reason),
+        Ok(None) => passes(None),
+        Ok(Some(addr)) => Wanted { bytes: Bytes::Translated(addr), ..passes(Some(Action::Masquerade)) },
+    }
+}
+
+/// The address the source becomes, if it does.
+fn translation(tables: &Tables, frame: &[u8], offset: usize, ip: &Ip) -> Result<Option<[u8; 4]>, DropReason> {
+    let Some(device) = tables.device.get(&IFINDEX).filter(|device| device.flags & DEVICE_MASQUERADE != 0)
+    else {
+        return Ok(None);
+    };
+    if ip.v6 || tables.config.flags & CONFIG_MASQUERADE == 0 || ip.src == IpAddr::from(device.masq_addr) {
+        return Ok(None);
+    }
+    if !nat::is_masqueraded(longest(&tables.masq_src, ip.src), longest(&tables.masq_dst, ip.dst)) {
+        return Ok(None);
+    }
+    let payload = frame.get(offset + ip.header_len..).unwrap_or_default();
+    let layout = nat::layout(ip.protocol).filter(|_| !ip.fragment && payload.len() >= 8);
+    let layout = layout.filter(|_| ip.protocol != protocol::ICMP || payload[0] == nat::ICMP_ECHO);
+    match layout {
+        None => Err(DropReason::NatUnsupported),
+        // The checksum of a TCP header that is cut off.
+        Some(layout) if payload.len() < layout.checksum + 2 => Err(DropReason::Rewrite),
+        Some(_) => Ok(Some(device.masq_addr)),
+    }
+}

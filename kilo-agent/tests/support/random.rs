@@ -1,0 +1,372 @@
+//! Random tables, and packets that have to do with them.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use ipnet::IpNet;
+use kilo_agent::{
+    plan::{Hop, Tables},
+    topology::Tunnel,
+};
+use kilo_common::{
+    checksum,
+    encap::vxlan_header,
+    maps::*,
+    packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, protocol},
+};
+use rand::{
+    RngExt as _, SeedableRng as _,
+    rngs::StdRng,
+    seq::{IndexedRandom as _, IteratorRandom as _},
+};
+
+use super::{IFINDEX, PUBLIC, judge::Input};
+
+/// A generator that always answers the same for one seed.
+pub struct Random(StdRng);
+
+/// Prefixes of the mesh. On the WireGuard device packets have no Ethernet
+/// header, but BPF_PROG_TEST_RUN reads one: bytes 12 and 13 of these sources
+/// are the EtherType of their family.
+const V4: [&str; 6] =
+    ["8.0.1.0/24", "8.0.2.0/24", "8.0.0.0/16", "8.0.7.64/26", "10.42.4.0/24", "10.5.0.1/32"];
+const V6: [&str; 5] = [
+    "fd00:0:86dd:1::/64",
+    "fd00:0:86dd:2::/64",
+    "fd00:0:86dd::/48",
+    "fd00:0:86dd:2:8000::/65",
+    "2001:db8::7/128",
+];
+const PRIVATE_V4: [[u8; 4]; 4] = [[10, 1, 0, 11], [10, 1, 0, 12], [10, 1, 0, 13], [10, 1, 0, 14]];
+const SPECIAL: [&str; 13] = [
+    "0.0.0.0",
+    "127.0.0.1",
+    "169.254.7.7",
+    "224.0.0.5",
+    "255.255.255.255",
+    "240.0.0.1",
+    "::",
+    "::1",
+    "fe80::1",
+    "ff02::1",
+    "ff05::1:3",
+    "198.51.100.2",
+    "2001:db8:ffff::1",
+];
+
+fn private(index: usize, v6: bool) -> IpAddr {
+    if v6 {
+        Ipv6Addr::new(0xfd00, 0x1, 0, 0, 0, 0, 0, 11 + u16::try_from(index).unwrap()).into()
+    } else {
+        PRIVATE_V4[index].into()
+    }
+}
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(StdRng::seed_from_u64(seed))
+    }
+
+    pub fn chance(&mut self, one_in: u32) -> bool {
+        self.0.random_ratio(1, one_in)
+    }
+
+    pub fn below(&mut self, end: usize) -> usize {
+        self.0.random_range(0..end)
+    }
+
+    fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        *from.choose(&mut self.0).unwrap()
+    }
+
+    /// Tables of a node with up to three others in its location.
+    pub fn tables(&mut self) -> Tables {
+        let leader = self.chance(2);
+        let v6_underlay = self.chance(3);
+        let mut tables = Tables::default();
+        let ids = [HOP_NONE, HOP_LOCAL, HOP_REMOTE, HOP_FIRST_NODE, HOP_FIRST_NODE + 1, HOP_FIRST_NODE + 2];
+        for prefix in V4.iter().chain(&V6) {
+            if self.chance(6) {
+                continue;
+            }
+            let flags = self.pick(&[
+                PREFIX_ROUTE | PREFIX_SOURCE,
+                PREFIX_ROUTE | PREFIX_SOURCE,
+                PREFIX_SOURCE,
+                PREFIX_ROUTE,
+                0,
+            ]);
+            let hop = if self.chance(20) { MAX_HOPS + 5 } else { self.pick(&ids) };
+            tables.prefix.insert(prefix.parse::<IpNet>().unwrap().trunc(), PrefixValue { hop, flags });
+        }
+        if self.chance(4) {
+            let hop = self.pick(&ids);
+            tables.prefix.insert("0.0.0.0/0".parse().unwrap(), PrefixValue { hop, flags: PREFIX_ROUTE });
+        }
+        tables.hop.insert(HOP_LOCAL, Hop::Local);
+        for index in 1..=3 {
+            let id = HOP_FIRST_NODE + u32::try_from(index).unwrap() - 1;
+            let hop = Hop::Node {
+                tunnel: self.pick(&[Tunnel::None, Tunnel::Ipip, Tunnel::Ipip, Tunnel::Vxlan]),
+                ifindex: IFINDEX,
+                mtu: if self.chance(4) { 0 } else { self.0.random_range(60..1600) },
+                local: private(0, v6_underlay),
+                remote: private(index, v6_underlay),
+            };
+            let leads = index == 1 && !leader;
+            if !self.chance(8) {
+                tables.hop.insert(id, hop);
+                if leads && !self.chance(8) {
+                    tables.hop.insert(HOP_REMOTE, hop);
+                }
+            }
+            if !self.chance(8) {
+                let flags = if leads { NODE_LEADER } else { 0 };
+                tables.node.insert(private(index, v6_underlay), NodeValue { hop: id, flags });
+            }
+        }
+        // Also on a node that does not lead: it must not encrypt all the same.
+        if leader || self.chance(10) {
+            tables.hop.insert(HOP_REMOTE, Hop::Wireguard);
+        }
+        for prefix in ["8.0.1.0/24", "8.0.7.64/26"] {
+            tables.masq_src.insert(prefix.parse().unwrap(), self.pick(&[MASQ_SRC_ALWAYS, MASQ_SRC_EXEMPT]));
+        }
+        for prefix in ["8.0.0.0/16", "10.42.4.0/24", "10.5.0.1/32"] {
+            tables
+                .masq_dst
+                .insert(prefix.parse().unwrap(), self.pick(&[MASQ_EXCLUDE, MASQ_EXCLUDE, MASQ_FORCE]));
+        }
+        tables.device.insert(IFINDEX, Device { masq_addr: PUBLIC, flags: DEVICE_MASQUERADE });
+        let flag = |set: bool, bit: u32| if set { bit } else { 0 };
+        tables.config = Config {
+            kilo_ifindex: IFINDEX,
+            flags: flag(leader, CONFIG_LEADER)
+                | flag(self.chance(3), CONFIG_MASQUERADE)
+                | flag(self.chance(2), CONFIG_PLAIN),
+            nat_port_min: 32_768,
+            nat_port_max: 60_999,
+            wireguard_port: 51_820,
+            vxlan_ifindex: flag(self.chance(2), IFINDEX),
+            ipip_ifindex: flag(self.chance(2), IFINDEX),
+            kilo_mtu: if self.chance(4) { 0 } else { self.0.random_range(60..1600) },
+            private_v4: if v6_underlay && self.chance(2) { [0; 4] } else { PRIVATE_V4[0] },
+            overlay_v4: if self.chance(4) { PRIVATE_V4[3] } else { [0; 4] },
+            private_v6: match private(0, true) {
+                IpAddr::V6(addr) if v6_underlay => addr.octets(),
+                _ => [0; 16],
+            },
+            ..Config::default()
+        };
+        tables
+    }
+
+    /// A packet for this program.
+    pub fn input(&mut self, program: &str, tables: &Tables) -> Input {
+        let mut frame = match program {
+            "lan_ingress" if !self.chance(4) => self.steered(tables),
+            "lan_ingress" | "uplink_egress" | "tunnel_ingress" => {
+                let v6 = self.chance(3);
+                let (src, dst) = (self.address(tables, v6), self.address(tables, v6));
+                let packet = self.packet(src, dst);
+                ethernet(&packet, v6)
+            }
+            _ => {
+                let v6 = self.chance(2);
+                // Sources the kernel takes for what they are; see `V4`.
+                let read =
+                    |prefix: &IpNet| prefix.addr().to_string().starts_with(if v6 { "fd00" } else { "8." });
+                let known = !self.chance(8);
+                let src = known.then(|| self.within(tables, v6, |prefix, _| read(prefix))).flatten();
+                let dst = self.address(tables, v6);
+                let src = src.unwrap_or_else(|| self.address(tables, v6));
+                self.packet(src, dst)
+            }
+        };
+        self.spoil(&mut frame);
+        let shortest = shortest(&frame);
+        frame.resize(frame.len().max(shortest), 0);
+        let gso = if self.chance(12) { self.0.random_range(8..1400) } else { 0 };
+        Input { frame, gso }
+    }
+
+    /// An address that the tables may know, of one family.
+    fn address(&mut self, tables: &Tables, v6: bool) -> IpAddr {
+        if self.chance(20) {
+            let special = SPECIAL.iter().map(|text| text.parse::<IpAddr>().unwrap());
+            return special.filter(|addr| addr.is_ipv6() == v6).choose(&mut self.0).unwrap();
+        }
+        if self.chance(20) {
+            return if v6 {
+                Ipv6Addr::from(self.0.random::<u128>()).into()
+            } else {
+                Ipv4Addr::from(self.0.random::<u32>()).into()
+            };
+        }
+        if self.chance(20) {
+            let index = self.below(4);
+            return private(index, v6);
+        }
+        self.within(tables, v6, |prefix, _| prefix.prefix_len() > 0).unwrap_or(if v6 {
+            Ipv6Addr::LOCALHOST.into()
+        } else {
+            Ipv4Addr::new(8, 0, 1, 9).into()
+        })
+    }
+
+    /// An address in one of the prefixes that are wanted.
+    fn within(
+        &mut self,
+        tables: &Tables,
+        v6: bool,
+        wanted: impl Fn(&IpNet, &PrefixValue) -> bool,
+    ) -> Option<IpAddr> {
+        let of_family = tables.prefix.iter().filter(|(prefix, _)| prefix.addr().is_ipv6() == v6);
+        let chosen = of_family.filter(|(prefix, value)| wanted(prefix, value)).choose(&mut self.0);
+        Some(match *chosen?.0 {
+            IpNet::V4(net) => {
+                let host = self.0.random::<u32>() & u32::from(net.hostmask());
+                Ipv4Addr::from(u32::from(net.network()) | host).into()
+            }
+            IpNet::V6(net) => {
+                let host = self.0.random::<u128>() & u128::from(net.hostmask());
+                Ipv6Addr::from(u128::from(net.network()) | host).into()
+            }
+        })
+    }
+
+    fn ttl(&mut self) -> u8 {
+        self.pick(&[64, 64, 64, 255, 2, 1, 0])
+    }
+
+    /// An IP packet: TCP, UDP, ICMP or another protocol, with options or
+    /// extension headers at times.
+    fn packet(&mut self, src: IpAddr, dst: IpAddr) -> Vec<u8> {
+        let v6 = src.is_ipv6();
+        let icmp = if v6 { protocol::ICMPV6 } else { protocol::ICMP };
+        let kind = self.pick(&[protocol::TCP, protocol::UDP, protocol::UDP, icmp, 47, 132]);
+        let length = if self.chance(3) { self.below(1500) } else { self.below(120) };
+        let mut payload = vec![0; length];
+        self.0.fill(&mut payload[..]);
+        if kind == icmp && length > 0 {
+            payload[0] = if v6 { self.pick(&[128, 129, 1, 2, 3]) } else { self.pick(&[8, 8, 0, 3, 11]) };
+        }
+        self.ip(src, dst, kind, &payload)
+    }
+
+    fn ip(&mut self, src: IpAddr, dst: IpAddr, kind: u8, payload: &[u8]) -> Vec<u8> {
+        match (src, dst) {
+            (IpAddr::V4(src), IpAddr::V4(dst)) => {
+                let options = if self.chance(8) { 4 * self.below(11) } else { 0 };
+                let mut header = vec![1; 20 + options];
+                let total = u16::try_from(header.len() + payload.len()).unwrap();
+                header[0] = 0x40 | u8::try_from(header.len() / 4).unwrap();
+                header[1] = self.pick(&[0, 0x10, 0xb8, 3]);
+                header[2..4].copy_from_slice(&total.to_be_bytes());
+                let fragment: u16 =
+                    self.pick(&[0x4000, 0x4000, 0x4000, 0x4000, 0x4000, 0, 0, 0x2000, 0x00b9]);
+                header[6..8].copy_from_slice(&fragment.to_be_bytes());
+                header[8] = self.ttl();
+                header[9] = kind;
+                header[10..12].fill(0);
+                header[12..16].copy_from_slice(&src.octets());
+                header[16..20].copy_from_slice(&dst.octets());
+                let words = header.chunks(2).map(|pair| u32::from(pair[0]) << 8 | u32::from(pair[1]));
+                let sum = !checksum::fold(words.sum());
+                header[10..12].copy_from_slice(&sum.to_be_bytes());
+                [&header[..], payload].concat()
+            }
+            (IpAddr::V6(src), IpAddr::V6(dst)) => {
+                // Hop-by-hop options, or a fragment header, in front of the payload.
+                let extension = self.pick(&[None, None, None, None, Some(0), Some(protocol::FRAGMENT)]);
+                let mut behind = match extension {
+                    Some(_) => vec![kind, 0, 1, 4, 0, 0, 0, 0],
+                    None => Vec::new(),
+                };
+                behind.extend(payload);
+                let mut header = vec![0x60, 0, 0, 0];
+                let class: u8 = self.pick(&[0, 0xb8, 3]);
+                header[0] |= class >> 4;
+                header[1] |= class << 4;
+                header.extend(u16::try_from(behind.len()).unwrap().to_be_bytes());
+                header.extend([extension.unwrap_or(kind), self.ttl()]);
+                header.extend(src.octets());
+                header.extend(dst.octets());
+                header.extend(behind);
+                header
+            }
+            _ => panic!("two families"),
+        }
+    }
+
+    /// A packet of either family in an outer header of either, for this node mostly.
+    fn steered(&mut self, tables: &Tables) -> Vec<u8> {
+        let inner_v6 = self.chance(3);
+        let (mut src, mut dst) = (self.address(tables, inner_v6), self.address(tables, inner_v6));
+        let outer_v6 = tables.config.private_v6 != [0; 16] && !self.chance(8);
+        let mut from = private(self.below(4), outer_v6);
+        let to = private(if self.chance(12) { self.below(4) } else { 0 }, outer_v6);
+        let sender = tables.node.iter().filter(|(addr, _)| addr.is_ipv6() == outer_v6).choose(&mut self.0);
+        if let Some((addr, node)) = sender
+            && !self.chance(4)
+        {
+            // As an honest node sends it.
+            from = *addr;
+            let carries = |value: &PrefixValue| {
+                value.hop == node.hop || (value.hop == HOP_REMOTE && node.flags & NODE_LEADER != 0)
+            };
+            src = self.within(tables, inner_v6, |_, value| carries(value)).unwrap_or(src);
+            let onward = if self.chance(2) { HOP_LOCAL } else { HOP_REMOTE };
+            dst = self.within(tables, inner_v6, |_, value| value.hop == onward).unwrap_or(dst);
+        }
+        let inner = self.packet(src, dst);
+        let ipip = if inner_v6 { protocol::IPV6 } else { protocol::IPIP };
+        let (kind, payload) = if self.chance(3) {
+            let port = if self.chance(12) { 4789 } else { VXLAN_PORT };
+            let mut vxlan = 0xc123_u16.to_be_bytes().to_vec();
+            vxlan.extend(port.to_be_bytes());
+            vxlan.extend(u16::try_from(30 + inner.len()).unwrap().to_be_bytes());
+            vxlan.extend([0, 0]);
+            vxlan.extend(vxlan_header());
+            vxlan.extend(ethernet(&inner, inner_v6));
+            (protocol::UDP, vxlan)
+        } else {
+            (ipip, inner)
+        };
+        let packet = self.ip(from, to, kind, &payload);
+        ethernet(&packet, outer_v6)
+    }
+
+    /// Damages some frames.
+    fn spoil(&mut self, frame: &mut Vec<u8>) {
+        if self.chance(6) {
+            let at = self.below(frame.len().min(120));
+            frame[at] = self.0.random();
+        }
+        if self.chance(10) {
+            let length = self.0.random_range(shortest(frame).min(frame.len())..=frame.len());
+            frame.truncate(length);
+        }
+        if self.chance(12) {
+            frame.extend([0; 6]);
+        }
+        if self.chance(40) && frame.len() > 14 {
+            // A VLAN tag the device did not take off.
+            frame.splice(12..12, [0x81, 0, 0, 7]);
+        }
+        if self.chance(60) {
+            self.0.fill(&mut frame[..]);
+        }
+    }
+}
+
+/// BPF_PROG_TEST_RUN takes no less than two headers (since Linux 6.17).
+fn shortest(frame: &[u8]) -> usize {
+    if frame.get(12..14) == Some(&ETHERTYPE_IPV6.to_be_bytes()) { 54 } else { 34 }
+}
+
+fn ethernet(packet: &[u8], v6: bool) -> Vec<u8> {
+    let mut frame = vec![0; 12];
+    frame.extend((if v6 { ETHERTYPE_IPV6 } else { ETHERTYPE_IPV4 }).to_be_bytes());
+    frame.extend(packet);
+    frame
+}
