@@ -40,6 +40,8 @@ use crate::{
 const CHECK_IN: Duration = Duration::from_secs(30);
 /// What failed is not tried again for its own sake before this time.
 const RETRY: Duration = Duration::from_secs(2);
+/// An API server that is overloaded or away is asked again after 2, 4, 8, 16, 16, ... seconds.
+const MOST_DOUBLINGS: u32 = 3;
 /// The device of Cilium that has the node's address in its overlay.
 const CILIUM_HOST: &str = "cilium_host";
 
@@ -141,6 +143,8 @@ pub struct Agent<B> {
     hops: HopIds,
     resolver: Resolver,
     next_check_in: Instant,
+    /// Attempts in a row that the API server did not answer.
+    unanswered: u32,
     /// Unix seconds of the last sign of life written; 0 = none yet.
     checked_in: i64,
     metrics: Metrics,
@@ -192,6 +196,7 @@ impl<B: Backend> Agent<B> {
             hops: HopIds::default(),
             resolver: Resolver::default(),
             next_check_in: Instant::now(),
+            unanswered: 0,
             checked_in: 0,
             metrics,
             health,
@@ -249,8 +254,10 @@ impl<B: Backend> Agent<B> {
                     self.metrics.error(error.label());
                     tracing::error!(%error, "reconcile");
                     self.health.failed(error.to_string());
-                    let retry = Instant::now() + RETRY.mul_f64(rand::random_range(0.8..1.2));
-                    self.next_check_in = self.next_check_in.max(retry);
+                    if self.unanswered == 0 {
+                        let retry = Instant::now() + RETRY.mul_f64(rand::random_range(0.8..1.2));
+                        self.next_check_in = self.next_check_in.max(retry);
+                    }
                 }
             }
             self.metrics.reconcile_seconds.observe(started.elapsed().as_secs_f64());
@@ -435,7 +442,19 @@ impl<B: Backend> Agent<B> {
             granularity: self.options.settings.granularity,
             cni_compatibility_ip: own.cni_compatibility_ip,
         };
-        self.backend.publish(&self.options.hostname, &published).await?;
+        if self.unanswered > 0 && !due {
+            let later = "the API server did not answer; it is asked again soon".to_owned();
+            return Err(BackendError::Unreachable(later).into());
+        }
+        let written = self.backend.publish(&self.options.hostname, &published).await;
+        if written.as_ref().is_err_and(BackendError::is_temporary) {
+            let pause = RETRY * (1 << self.unanswered.min(MOST_DOUBLINGS));
+            self.next_check_in = Instant::now() + pause.mul_f64(rand::random_range(0.8..1.2));
+            self.unanswered = self.unanswered.saturating_add(1);
+        } else {
+            self.unanswered = 0;
+        }
+        written?;
         if due {
             self.checked_in = unix_now;
             self.next_check_in = now + CHECK_IN.mul_f64(rand::random_range(0.9..1.1));

@@ -9,23 +9,35 @@ mod api;
 mod dot;
 
 use std::{
-    path::Path,
+    collections::BTreeMap,
+    path::{Path, PathBuf},
     process::Command,
     time::{SystemTime, UNIX_EPOCH},
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::backend::peer::{self, Peer};
+use kilo_agent::{
+    backend::{
+        Backend as _,
+        kubernetes::KubernetesBackend,
+        node::PREFIX,
+        peer::{self, Peer},
+    },
+    plan::{self, HopIds, HostLinks, Inputs, model},
+    topology::{Encapsulate, Granularity, Mesh, Settings, Tunnel},
+    wireguard::{conf::Conf, key::PublicKey},
+};
 use kube::{
     Api, Client, ResourceExt as _,
     api::{DeleteParams, DynamicObject, ListParams, PostParams},
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use api::{ADMIN, ApiServer, apply, apply_crds, create_node};
+use api::{ADMIN, ApiServer, apply, apply_crds};
 use dot::Graph;
 
 const KGCTL: &str = env!("CARGO_BIN_EXE_kgctl");
+const LABEL: &str = "topology.kubernetes.io/region";
 const LAST_SEEN: &str = "kilo.squat.ai/last-seen";
 /// Recorded scenarios: leaders and peers, a full mesh, another label and subnet.
 const SEEDS: [u64; 5] = [1, 2, 10, 11, 22];
@@ -139,40 +151,140 @@ async fn kgctl_answers_as_kilo_for_the_same_objects_on_a_server() {
     assert!(compared >= 10, "{compared}");
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn two_clusters_take_each_others_nodes_for_peers() {
-    let (Some(one), Some(two)) = (ApiServer::start().await, ApiServer::start().await) else { return };
-    let mut clusters = Vec::new();
-    for (number, server) in [(1_u8, &one), (2, &two)] {
+/// A cluster of one node, and how it is asked.
+struct Cluster {
+    _server: ApiServer,
+    client: Client,
+    kubeconfig: PathBuf,
+    node: &'static str,
+    number: u8,
+    key: PublicKey,
+}
+
+impl Cluster {
+    async fn start(node: &'static str, number: u8) -> Option<Self> {
+        let server = ApiServer::start().await?;
         let client = server.client(ADMIN).await;
         apply_crds(&client).await;
-        let seen = now().to_string();
-        let key = kilo_agent::wireguard::key::PublicKey([number; 32]).to_string();
-        let annotations = [
-            ("kilo.squat.ai/endpoint", format!("192.0.2.{number}:51820")),
-            ("kilo.squat.ai/internal-ip", format!("10.{number}.0.1/24")),
-            ("kilo.squat.ai/key", key.clone()),
-            (LAST_SEEN, seen),
-        ];
-        let annotations: Vec<_> = annotations.iter().map(|(name, value)| (*name, value.as_str())).collect();
-        create_node(&client, &format!("cluster-{number}"), &annotations).await;
-        clusters.push((client, server.kubeconfig(ADMIN, server.port()), format!("cluster-{number}"), key));
+        let key = PublicKey([number; 32]);
+        let annotations: BTreeMap<_, _> = [
+            ("endpoint", format!("192.0.2.{number}:51820")),
+            ("internal-ip", format!("10.{number}.0.1/24")),
+            ("key", key.to_string()),
+            ("last-seen", now().to_string()),
+            ("granularity", "location".to_owned()),
+        ]
+        .map(|(name, value)| (format!("{PREFIX}{name}"), value))
+        .into();
+        let object = json!({
+            "apiVersion": "v1", "kind": "Node", "metadata": { "name": node, "annotations": annotations },
+            "spec": { "podCIDR": format!("10.4{number}.0.0/24") },
+        });
+        let nodes: Api<core::Node> = Api::all(client.clone());
+        nodes.create(&PostParams::default(), &serde_json::from_value(object).unwrap()).await.unwrap();
+        let kubeconfig = server.kubeconfig(ADMIN, server.port());
+        Some(Self { _server: server, client, kubeconfig, node, number, key })
     }
-    for (from, to) in [(0, 1), (1, 0)] {
-        let (_, kubeconfig, node, _) = &clusters[from];
-        let services = format!("10.9{from}.0.0/16");
-        let arguments = ["showconf", "node", node, "--as-peer", "-o", "yaml", "--allowed-ips", &services];
-        let (success, yaml, said) = kgctl(kubeconfig, &arguments);
-        assert!(success, "{said}");
+
+    fn subnet(&self) -> String {
+        format!("10.20{}.0.0/16", self.number)
+    }
+
+    fn services(&self) -> String {
+        format!("10.9{}.0.0/16", self.number)
+    }
+
+    fn kgctl(&self, arguments: &[&str]) -> String {
+        let (success, shown, said) =
+            kgctl(&self.kubeconfig, &[arguments, &["--subnet", &self.subnet()]].concat());
+        assert!(success, "{arguments:?}: {said}");
+        shown
+    }
+
+    /// `kgctl showconf node NODE --as-peer -o yaml --allowed-ips SERVICES | kubectl apply -f -`
+    async fn introduce_to(&self, other: &Self) -> DynamicObject {
+        let yaml = self.kgctl(&[
+            "showconf",
+            "node",
+            self.node,
+            "--as-peer",
+            "-o",
+            "yaml",
+            "--allowed-ips",
+            &self.services(),
+        ]);
         let object: DynamicObject = serde_yaml_ng::from_str(&yaml).unwrap();
-        apply(&clusters[to].0, &object, false).await.unwrap_or_else(|error| panic!("{error}: {yaml}"));
+        apply(&other.client, &object, false).await.unwrap_or_else(|error| panic!("{yaml}: {error}"))
     }
-    for (own, other) in [(0, 1), (1, 0)] {
-        let (_, kubeconfig, node, _) = &clusters[own];
-        let (success, conf, said) = kgctl(kubeconfig, &["showconf", "node", node]);
-        assert!(success, "{said}");
-        assert!(conf.contains(&clusters[other].3) && conf.contains(&format!("10.9{other}.0.0/16")), "{conf}");
-        let (_, dot, _) = kgctl(kubeconfig, &["graph"]);
-        assert!(dot.contains(&clusters[other].2), "{dot}");
+
+    /// What the agent of its node would set up.
+    async fn plan(&self) -> plan::HostPlan {
+        let backend = KubernetesBackend::start(self.client.clone(), Some(self.node), LABEL).await.unwrap();
+        let snapshot = backend.watch().borrow().clone();
+        assert!(snapshot.problems.is_empty(), "{:?}", snapshot.problems);
+        let settings = Settings {
+            granularity: Granularity::Location,
+            encapsulate: Encapsulate::Always,
+            tunnel: Tunnel::Ipip,
+            local: true,
+            cni: true,
+            subnet: self.subnet().parse().unwrap(),
+            service_cidrs: vec![self.services().parse().unwrap()],
+            port: 51820,
+        };
+        let mesh = Mesh::new(snapshot.nodes.values(), &snapshot.peers, settings.granularity, settings.subnet);
+        plan::host_plan(&Inputs {
+            mesh: &mesh,
+            settings: &settings,
+            node: self.node,
+            links: &HostLinks { kilo: 9, private: Some(2), ..HostLinks::default() },
+            hops: &HopIds::default().update(&mesh, self.node),
+            resolved: &BTreeMap::new(),
+            seen: &BTreeMap::new(),
+            persistent_keepalive: 0,
+            masquerade: true,
+            mtu: 1420,
+        })
+        .unwrap()
+    }
+}
+
+#[tokio::test]
+async fn nodes_of_two_clusters_become_one_anothers_peers_with_their_services() {
+    let Some(one) = Cluster::start("paris", 1).await else { return };
+    let Some(two) = Cluster::start("tokyo", 2).await else { return };
+    for (from, to) in [(&one, &two), (&two, &one)] {
+        let applied = from.introduce_to(to).await;
+        let again = from.introduce_to(to).await;
+        assert_eq!(applied.metadata.resource_version, again.metadata.resource_version, "nothing changed");
+    }
+    for (here, there) in [(&one, &two), (&two, &one)] {
+        let shown = here.kgctl(&["showconf", "node", here.node]);
+        let (interface, peers) = shown.split_once("\n\n").unwrap();
+        assert_eq!(interface, "[Interface]\nListenPort = 51820");
+        let conf: Conf = peers.parse().unwrap();
+        let [section] = &conf.peers[..] else { panic!("{:?}", conf.peers) };
+        let prefixes = |list: &[String]| list.iter().map(|text| text.parse().unwrap()).collect::<Vec<_>>();
+        let number = there.number;
+        let expected = prefixes(&[
+            format!("10.4{number}.0.0/24"),
+            format!("10.{number}.0.1/32"),
+            format!("10.20{number}.0.1/32"),
+            there.services(),
+        ]);
+        assert_eq!((section.public_key, &section.allowed_ips), (there.key, &expected));
+        let endpoint = section.endpoint.as_ref().map(ToString::to_string);
+        assert_eq!(endpoint, Some(format!("192.0.2.{number}:51820")));
+        assert!(here.kgctl(&["graph"]).contains(there.node));
+
+        let plan = here.plan().await;
+        let peer = &plan.wireguard.peers[&there.key];
+        assert_eq!(peer.allowed_ips, expected.into_iter().collect());
+        let pod = format!("10.4{}.0.7", here.number).parse().unwrap();
+        let service = model::Packet { src: pod, dst: format!("10.9{number}.0.10").parse().unwrap() };
+        assert_eq!(plan.route(service), model::Route::Wireguard, "services of the other cluster");
+        assert!(!plan.tables.masquerades(service), "with the pod's own address");
+        let elsewhere = model::Packet { src: pod, dst: "198.51.100.1".parse().unwrap() };
+        assert!(plan.tables.masquerades(elsewhere));
     }
 }

@@ -32,6 +32,17 @@ pub const WRITTEN: [&str; 8] = [
     "cni-compatibility-ip",
 ];
 
+/// What to write in an annotation that could not be read.
+fn hint(name: &str) -> &'static str {
+    match name {
+        "force-internal-ip" => "; write for example 10.1.0.2/24, or - for a node without private address",
+        "persistent-keepalive" => "; write seconds, 0 to 65535",
+        "allowed-location-ips" => "; write prefixes separated by commas, for example 192.168.7.0/24",
+        "force-endpoint" => "",
+        _ => "; the node's agent writes it, look whether it runs",
+    }
+}
+
 /// Text that is no `host:port`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is no endpoint; write 192.0.2.1:51820, [2001:db8::1]:51820 or a DNS name with a port")]
@@ -102,7 +113,7 @@ pub fn from_object(object: &core::Node, topology_label: &str) -> (Node, Vec<Stri
     node.leader = reader.get("leader").is_some();
     let location = reader.get("location").map(ToOwned::to_owned);
     node.location = location.or_else(|| labels.get(topology_label).cloned()).unwrap_or_default();
-    node.persistent_keepalive = reader.parse("persistent-keepalive").unwrap_or(0);
+    node.persistent_keepalive = reader.parse::<u16>("persistent-keepalive").unwrap_or(0).into();
     node.wireguard_ip = reader.parse_unless_empty("wireguard-ip");
     node.granularity = reader.parse("granularity");
     node.cni_compatibility_ip = reader.parse_unless_empty("cni-compatibility-ip");
@@ -139,7 +150,8 @@ impl<'a> Reader<'a> {
             Ok(value) => Some(value),
             Err(error) => {
                 let (text, error) = (excerpt(text), excerpt(&error.to_string()).into_owned());
-                self.problems.push(format!("annotation {PREFIX}{name} {text:?} is ignored: {error}"));
+                self.problems
+                    .push(format!("annotation {PREFIX}{name} {text:?} is ignored: {error}{}", hint(name)));
                 None
             }
         }
@@ -169,7 +181,7 @@ impl<'a> Reader<'a> {
         let entries = match serde_json::from_str::<BTreeMap<String, serde_json::Value>>(text) {
             Ok(entries) => entries,
             Err(error) => {
-                self.problems.push(format!("annotation {PREFIX}{name} is ignored: {error}"));
+                self.problems.push(format!("annotation {PREFIX}{name} is ignored: {error}{}", hint(name)));
                 return BTreeMap::new();
             }
         };
@@ -188,7 +200,7 @@ impl<'a> Reader<'a> {
 
     fn skip(&mut self, name: &str, item: &str, error: &dyn std::fmt::Display) {
         let (item, error) = (excerpt(item), excerpt(&error.to_string()).into_owned());
-        self.problems.push(format!("annotation {PREFIX}{name}: {item:?} is skipped: {error}"));
+        self.problems.push(format!("annotation {PREFIX}{name}: {item:?} is skipped: {error}{}", hint(name)));
     }
 
     fn pod_cidrs(&mut self, spec: Option<&core::NodeSpec>) -> Vec<IpNet> {
@@ -200,7 +212,9 @@ impl<'a> Reader<'a> {
             match text.parse::<IpNet>() {
                 Ok(cidr) if !cidrs.contains(&cidr.trunc()) => cidrs.push(cidr.trunc()),
                 Ok(_) => {}
-                Err(_) => self.problems.push(format!("pod CIDR {text:?} is no CIDR, skipped")),
+                Err(_) => self
+                    .problems
+                    .push(format!("pod CIDR {text:?} is skipped: it is no CIDR such as 10.42.1.0/24")),
             }
         }
         cidrs

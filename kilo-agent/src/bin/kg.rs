@@ -17,7 +17,7 @@ use kilo_agent::{
     backend::{Backend, Snapshot, file::FileBackend, kubernetes, last_good},
     cli::{
         AttachMode, BackendKind, Compatibility, LogLevel, Masquerade, PrefixList, TunnelMode, WireguardMode,
-        parse_bool, parse_duration, parse_listen,
+        parse_bool, parse_cidr, parse_label, parse_listen, parse_node_name, parse_period, parse_port,
     },
     dataplane::BPFFS,
     health::Health,
@@ -118,7 +118,7 @@ struct Flags {
     #[arg(long, default_value = "always")]
     encapsulate: Encapsulate,
     /// Name of this node; default: the host's.
-    #[arg(long, default_value = "", hide_default_value = true, global = true)]
+    #[arg(long, default_value = "", hide_default_value = true, value_parser = parse_node_name, global = true)]
     hostname: String,
     /// The WireGuard interface.
     #[arg(long, default_value = "kilo0", global = true)]
@@ -158,22 +158,22 @@ struct Flags {
     #[arg(long, default_value = "auto")]
     mtu: Mtu,
     /// WireGuard port.
-    #[arg(long, default_value = "51820", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, default_value = "51820", value_parser = parse_port)]
     port: u16,
     /// Prefer the private address as endpoint.
     #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     prioritise_private_addresses: bool,
     /// How often everything is checked although nothing seems to have changed.
-    #[arg(long, default_value = "30s", value_parser = parse_duration)]
+    #[arg(long, default_value = "30s", value_parser = parse_period)]
     resync_period: Duration,
     /// Service ranges, never masqueraded (comma separated, repeatable).
     #[arg(long, value_name = "CIDR")]
     service_cidr: Vec<PrefixList>,
     /// WireGuard addresses come from here.
-    #[arg(long, default_value = "10.4.0.0/16")]
+    #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr)]
     subnet: IpNet,
     /// Node label that names the location.
-    #[arg(long, default_value = "topology.kubernetes.io/region", global = true)]
+    #[arg(long, default_value = "topology.kubernetes.io/region", value_parser = parse_label, global = true)]
     topology_label: String,
     /// WireGuard implementation: auto, kernel or userspace.
     #[arg(long, default_value = "auto", global = true)]
