@@ -97,7 +97,7 @@ counted! {
         NatMapFull = 45 => "nat_map_full",
         /// The kernel refused to rewrite the packet.
         Rewrite = 46 => "rewrite",
-        /// A multicast, broadcast or link-local destination on kilo0.
+        /// A multicast, broadcast or link-local address on kilo0.
         NotUnicast = 47 => "not_unicast",
     }
 }

@@ -42,7 +42,8 @@ pub fn kilo_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason>
 fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     let leader = config.flags & CONFIG_LEADER != 0;
     let mut ip = I::read(ctx, 0)?;
-    if I::never_steered(ip.dst()) {
+    // Sources, too: the stack's own redirects, for example, are for the link.
+    if I::never_steered(ip.dst()) || I::never_steered(ip.src()) {
         return Err(DropReason::NotUnicast);
     }
     if let Some(addr) = ip.masquerade(ctx, config, 0)? {

@@ -39,6 +39,9 @@ enum Onward {
     Deliver,
     /// The same, for the answer the stack gives: time exceeded, or too big.
     Punt,
+    /// The same, for a packet of the sending host itself: the stack expects
+    /// those on the interface they came by (`rp_filter`).
+    PuntHere,
     /// Straight into the WireGuard device.
     Transit,
 }
@@ -140,9 +143,23 @@ fn steered<O: Ip, I: Ip>(
     if outer.header_len() != O::HEADER_LEN {
         return Err(DropReason::Malformed);
     }
-    let onward = judge::<I>(ctx, config, &sender, ETHERNET_LEN + overhead)?;
+    let mut onward = judge::<I>(ctx, config, &sender, ETHERNET_LEN + overhead)?;
+    if onward == Onward::Punt && is_same::<O, I>(outer, ctx, ETHERNET_LEN + overhead) {
+        onward = Onward::PuntHere;
+    }
     decapsulate::<O, I>(ctx, overhead)?;
     Ok(go(config, &onward))
+}
+
+/// True when the inner source is the outer source.
+#[inline(always)]
+fn is_same<O: Ip, I: Ip>(outer: &O, ctx: &TcContext, offset: usize) -> bool {
+    if O::V6 != I::V6 {
+        return false;
+    }
+    // SAFETY: one family, so one type of address.
+    let outer: I::Addr = unsafe { core::mem::transmute_copy(&outer.src()) };
+    I::read(ctx, offset).is_ok_and(|inner| inner.src() == outer)
 }
 
 #[inline(never)]
@@ -293,6 +310,10 @@ fn go(config: &Config, onward: &Onward) -> i32 {
     let (action, flags) = match onward {
         Onward::Deliver => (Action::Deliver, REDIRECT_INGRESS),
         Onward::Punt => (Action::Punt, REDIRECT_INGRESS),
+        Onward::PuntHere => {
+            count_action(Action::Punt);
+            return TC_ACT_UNSPEC;
+        }
         Onward::Transit => (Action::Transit, 0),
     };
     count_action(action);

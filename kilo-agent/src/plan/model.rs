@@ -69,7 +69,7 @@ impl Tables {
 
     /// `kilo_egress` for a packet that is not masqueraded.
     pub fn kilo_egress(&self, packet: Packet) -> Verdict {
-        if is_never_steered(packet.dst) {
+        if is_never_steered(packet.dst) || is_never_steered(packet.src) {
             return Err(DropReason::NotUnicast);
         }
         let Some(id) = self.routed(packet.dst) else {
