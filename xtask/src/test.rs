@@ -317,7 +317,11 @@ fn run_lab() -> Result<Vec<TestOutcome>> {
     let this = own_program()?;
     let bin = this.parent().context("no directory")?.to_owned();
     let mut command = Command::new(&this);
-    command.args(["lab", "test", "--name", "kilo-test", "--json"]).arg(file.path()).arg("--bin").arg(bin);
+    command
+        .args(["lab", "test", "--modes", "--name", "kilo-test", "--json"])
+        .arg(file.path())
+        .arg("--bin")
+        .arg(bin);
     // Failures are in the file.
     let _ = command.status().context("lab")?;
     read_outcomes(file.path(), Part::Lab)
@@ -344,6 +348,7 @@ fn run_in_vm(kernel: &str, binaries: &[TestBinary]) -> Result<Vec<TestOutcome>> 
             this.as_os_str(),
             "lab".as_ref(),
             "test".as_ref(),
+            "--modes".as_ref(),
             "--bin".as_ref(),
             bin.as_os_str(),
             "--wireguard".as_ref(),

@@ -68,7 +68,8 @@ pub fn run(mut lab: Lab, started: Instant, prefix: &str, brief: bool) -> Vec<Tes
     outcomes
 }
 
-fn outcome(prefix: &str, name: &str, began: Instant, result: &Result<String>) -> TestOutcome {
+/// Prints and records one outcome.
+pub fn outcome(prefix: &str, name: &str, began: Instant, result: &Result<String>) -> TestOutcome {
     let seconds = began.elapsed().as_secs_f64();
     let passed = match result {
         Ok(figure) => {

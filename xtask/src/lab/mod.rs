@@ -25,6 +25,8 @@ use serde::{Deserialize, Serialize};
 use agents::Agents;
 use network::{Network, Underlay};
 
+use crate::report::TestOutcome;
+
 /// Debian packages the lab needs.
 pub const PACKAGES: &[&str] = &[
     "iproute2",
@@ -42,7 +44,7 @@ pub const PACKAGES: &[&str] = &[
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 /// Options and subcommands of the lab.
-#[derive(Args, Debug)]
+#[derive(Args, Clone, Debug)]
 pub struct LabArgs {
     /// Name of the lab; several can stand side by side.
     #[arg(long, default_value = "kilo-lab", global = true)]
@@ -69,7 +71,7 @@ pub struct LabArgs {
     command: Option<LabCommand>,
 }
 
-#[derive(Subcommand, Debug)]
+#[derive(Subcommand, Clone, Debug)]
 enum LabCommand {
     /// Run a command inside a node, pod (pod-NODE), router, outside or laptop.
     Exec {
@@ -91,7 +93,38 @@ enum LabCommand {
         /// Put this before each test's name.
         #[arg(long, default_value = "")]
         prefix: String,
+        /// Then build a lab for each other way to carry packets, and try who reaches whom.
+        #[arg(long)]
+        modes: bool,
     },
+}
+
+/// A way to carry packets that is not the default.
+struct Mode {
+    name: &'static str,
+    underlay: Underlay,
+    flag: &'static str,
+}
+
+const MODES: [Mode; 4] = [
+    Mode { name: "vxlan", underlay: Underlay::V4, flag: "--tunnel=vxlan" },
+    Mode { name: "crosssubnet", underlay: Underlay::V4, flag: "--encapsulate=crosssubnet" },
+    Mode { name: "IPv6 underlay", underlay: Underlay::V6, flag: "--tunnel=ipip" },
+    Mode { name: "IPv6 underlay, vxlan", underlay: Underlay::V6, flag: "--tunnel=vxlan" },
+];
+
+impl Mode {
+    fn run(&self, args: &LabArgs, prefix: &str) -> Vec<TestOutcome> {
+        println!("\n-- lab: {}", self.name);
+        let started = Instant::now();
+        let prefix = format!("{prefix}{}: ", self.name);
+        let mut args = LabArgs { underlay: self.underlay, brief: true, ..args.clone() };
+        args.kg_flags.push(self.flag.to_owned());
+        match Lab::up(&args) {
+            Ok(lab) => checks::run(lab, started, &prefix, true),
+            Err(error) => vec![checks::outcome(&prefix, "the mesh comes up", started, &Err(error))],
+        }
+    }
 }
 
 impl LabArgs {
@@ -151,10 +184,13 @@ pub fn main(args: LabArgs) -> Result<()> {
             Ok(())
         }
         Some(LabCommand::Down) => down(&args.name),
-        Some(LabCommand::Test { ref json, ref prefix }) => {
+        Some(LabCommand::Test { ref json, ref prefix, modes }) => {
             let _guard = take_over(&args.name)?;
-            let started = Instant::now();
-            let outcomes = checks::run(Lab::up(&args)?, started, prefix, args.brief);
+            let mut outcomes = checks::run(Lab::up(&args)?, Instant::now(), prefix, args.brief);
+            for mode in MODES.iter().filter(|_| modes) {
+                down(&args.name)?;
+                outcomes.extend(mode.run(&args, prefix));
+            }
             if let Some(path) = json {
                 fs::write(path, serde_json::to_vec_pretty(&outcomes)?)
                     .with_context(|| path.display().to_string())?;
