@@ -497,7 +497,11 @@ impl<B: Backend> Agent<B> {
             seen: &host.state.seen_endpoints(),
             persistent_keepalive: own.persistent_keepalive,
             masquerade: self.options.masquerade,
-            mtu: self.options.mtu.resolve(host.links, host.default_route),
+            mtu: self.options.mtu.resolve(
+                host.links,
+                host.default_route,
+                own.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6()),
+            ),
         })
     }
 

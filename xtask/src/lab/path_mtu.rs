@@ -41,7 +41,8 @@ const SCENARIOS: [Scenario; 7] = [
         links: &[("b1", "eth0", 1320), ("b2", "eth0", 1320)],
         from: "pod-b2",
         to: "pod-a2",
-        fits: 1300,
+        // Its own kilo0 follows the default route's interface, but not below IPv6's minimum.
+        fits: 1280,
     },
     Scenario {
         name: "through a leader with a small uplink",
