@@ -145,6 +145,8 @@ pub struct Agent<B> {
     next_check_in: Instant,
     /// Attempts in a row that the API server did not answer.
     unanswered: u32,
+    /// What it said to the last of them.
+    last_refusal: String,
     /// Unix seconds of the last sign of life written; 0 = none yet.
     checked_in: i64,
     metrics: Metrics,
@@ -197,6 +199,7 @@ impl<B: Backend> Agent<B> {
             resolver: Resolver::default(),
             next_check_in: Instant::now(),
             unanswered: 0,
+            last_refusal: String::new(),
             checked_in: 0,
             metrics,
             health,
@@ -443,11 +446,13 @@ impl<B: Backend> Agent<B> {
             cni_compatibility_ip: own.cni_compatibility_ip,
         };
         if self.unanswered > 0 && !due {
-            let later = "the API server did not answer; it is asked again soon".to_owned();
-            return Err(BackendError::Unreachable(later).into());
+            return Err(BackendError::Unreachable(self.last_refusal.clone()).into());
         }
         let written = self.backend.publish(&self.options.hostname, &published).await;
-        if written.as_ref().is_err_and(BackendError::is_temporary) {
+        if let Err(error) = &written
+            && error.is_temporary()
+        {
+            self.last_refusal = error.to_string();
             let pause = RETRY * (1 << self.unanswered.min(MOST_DOUBLINGS));
             self.next_check_in = Instant::now() + pause.mul_f64(rand::random_range(0.8..1.2));
             self.unanswered = self.unanswered.saturating_add(1);

@@ -5,6 +5,8 @@
 
 #[path = "support/api.rs"]
 mod api;
+#[path = "support/front.rs"]
+mod front;
 mod netns;
 #[path = "support/proxy.rs"]
 mod proxy;
@@ -25,6 +27,7 @@ use kube::{
 use serde_json::json;
 
 use api::{ADMIN, ApiServer, apply, apply_crds, create_node};
+use front::{Front, Manner, plain_kubeconfig};
 use proxy::{Mode, Proxy};
 
 const KG: &str = env!("CARGO_BIN_EXE_kg");
@@ -299,5 +302,39 @@ fn an_agent_that_starts_while_the_api_server_is_away_works_with_the_last_good_to
         drop(second);
         let uninstalled = kg(&kubeconfig).arg("uninstall").status().unwrap();
         assert!(uninstalled.success() && !Path::new(file).exists(), "it may hold pre-shared keys");
+    });
+}
+
+#[test]
+fn an_overloaded_api_server_is_asked_less_and_less_and_holds_up_nothing_on_the_host() {
+    let test = "an_overloaded_api_server_is_asked_less_and_less_and_holds_up_nothing_on_the_host";
+    netns::isolated(test, || async {
+        make_host();
+        let Some(server) = ApiServer::start().await else { return };
+        let client = server.client(ADMIN).await;
+        apply_crds(&client).await;
+        create_node(&client, "n1", &[]).await;
+        let nodes: Api<core::Node> = Api::all(client.clone());
+        let front = Front::start(client.clone()).await;
+        let _agent = Agent(kg(&plain_kubeconfig(&server.file(""), front.port())).spawn().unwrap());
+        let at = |endpoint: &'static str| {
+            move |all: &Annotations| all.get(&name("endpoint")).is_some_and(|found| found == endpoint)
+        };
+        until(&nodes, "the first endpoint", at("192.0.2.11:51820")).await;
+        until_said("ip -o link show kilo0", |said| said.contains("UP")).await;
+
+        // Watches that run go on; whatever else is asked is refused.
+        front.set(Manner::Busy);
+        annotate(&nodes, "n1", json!({name("force-endpoint"): "192.0.2.99:9"})).await;
+        apply(&client, &peer(9, "10.5.0.1/32"), false).await.unwrap();
+        until_said("wg show kilo0", |said| said.contains(&PublicKey([9; 32]).to_string())).await;
+        tokio::time::sleep(Duration::from_secs(11)).await;
+        let asked = front.asked();
+        let patches = asked.iter().filter(|(_, what)| what.starts_with("PATCH")).count();
+        println!("{patches} attempts in 11 s");
+        assert!((2..=4).contains(&patches), "after 0, 2, 6, 14 s: {asked:?}");
+
+        front.set(Manner::Honest);
+        until(&nodes, "the forced endpoint", at("192.0.2.99:9")).await;
     });
 }
