@@ -469,6 +469,7 @@ impl<B: Backend> Agent<B> {
 
     async fn plan(&mut self, mesh: &Mesh, own: &Node, host: &Host<'_>) -> Option<HostPlan> {
         let private = own.internal_ip.map(|net| net.addr());
+        let mesh = &*mesh.around(&own.name);
         let (segment, _) = mesh.find(&own.name)?;
         let others = mesh.segments[segment].members.iter().filter(|member| member.name != own.name);
         let settings = &self.options.settings;

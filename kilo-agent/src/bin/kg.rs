@@ -147,7 +147,7 @@ struct Flags {
     /// Who masquerades: ebpf or off.
     #[arg(long, default_value = "ebpf")]
     masquerade: Masquerade,
-    /// Which nodes are meshed directly: location or full.
+    /// Which nodes are meshed directly: location, full or cross.
     #[arg(long, default_value = "location")]
     mesh_granularity: Granularity,
     /// Outer header inside a location: auto (vxlan beside another CNI, else ipip), ipip, vxlan or none. Every

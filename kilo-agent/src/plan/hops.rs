@@ -24,6 +24,7 @@ impl HopIds {
     /// the others, and gives the lowest free ids to new ones.
     #[must_use]
     pub fn update(&self, mesh: &Mesh, node: &str) -> Self {
+        let mesh = mesh.around(node);
         let Some((segment, _)) = mesh.find(node) else { return Self::default() };
         let names: BTreeSet<&str> = mesh.segments[segment]
             .members
@@ -54,6 +55,7 @@ impl HopIds {
     /// rewrite hops while packets still follow the old prefixes to them.
     #[must_use]
     pub fn adopt(senders: &BTreeMap<IpAddr, NodeValue>, mesh: &Mesh, node: &str) -> Self {
+        let mesh = mesh.around(node);
         let Some((segment, _)) = mesh.find(node) else { return Self::default() };
         let mut taken = BTreeSet::new();
         let others = mesh.segments[segment].members.iter().filter(|member| member.name != node);

@@ -101,6 +101,8 @@ impl<'a> Own<'a> {
 
 /// The desired state of this host; `None` while the node is not in the mesh.
 pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
+    let around = inputs.mesh.around(inputs.node);
+    let inputs = &Inputs { mesh: &around, ..*inputs };
     let own = Own::find(inputs.mesh, inputs.node)?;
     let mut tables = steering::tables(inputs, &own);
     masquerade::fill(inputs, &own, &mut tables);

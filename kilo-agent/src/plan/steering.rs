@@ -38,6 +38,9 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>) -> Tables {
         if let Some(ip) = member.private_ip() {
             add(ip.into(), hop, private_is_steered);
         }
+        if let Some(ip) = member.wireguard_ip {
+            add(ip.into(), hop, true);
+        }
     }
     for (index, segment) in inputs.mesh.segments.iter().enumerate() {
         if index == own.index {

@@ -24,7 +24,8 @@ fn write(mesh: &Mesh, out: &mut String) -> std::fmt::Result {
         }
     }
     for (index, segment) in mesh.segments.iter().enumerate() {
-        for other in &mesh.segments[index + 1..] {
+        let apart = |other: &&Segment| segment.group.is_none() || other.group != segment.group;
+        for other in mesh.segments[index + 1..].iter().filter(apart) {
             writeln!(out, "\t{} -> {} [ dir=both ];", leader(segment), leader(other))?;
         }
     }

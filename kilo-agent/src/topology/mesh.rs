@@ -1,13 +1,14 @@
 //! The mesh: every location with its leader, and the VPN peers.
 
 use std::{
+    borrow::Cow,
     collections::{BTreeMap, BTreeSet},
     net::SocketAddr,
 };
 
 use ipnet::IpNet;
 
-use super::{Granularity, Node, Peer, Segment, allocate, prefixes::Prefixes};
+use super::{Granularity, Member, Node, Peer, Segment, allocate, prefixes::Prefixes};
 use crate::wireguard::key::PublicKey;
 
 /// A node that has not checked in for this long is not ready (Kilo's figure).
@@ -72,6 +73,7 @@ impl Mesh {
         for (location, mut nodes) in locations {
             nodes.sort_by(|a, b| a.name.cmp(&b.name));
             let Some(mut segment) = Segment::new(location, &nodes) else { continue };
+            segment.group = nodes.first().and_then(|node| group_of(node, granularity));
             segment.wireguard_ip = addresses.next();
             segment.allowed_ips.extend(segment.wireguard_ip.map(IpNet::from));
             segments.push(segment);
@@ -95,6 +97,37 @@ impl Mesh {
         })
     }
 
+    /// The mesh around a node. Where each node has its own WireGuard device in
+    /// the mesh ([`Granularity::Cross`]), the nodes of its location are one
+    /// segment with it, which it leads itself; else this is the mesh as it is.
+    pub fn around(&self, node: &str) -> Cow<'_, Self> {
+        let Some((own, _)) = self.find(node) else { return Cow::Borrowed(self) };
+        let Some(group) = &self.segments[own].group else { return Cow::Borrowed(self) };
+        let (mut near, far): (Vec<_>, Vec<_>) =
+            self.segments.iter().cloned().partition(|segment| segment.group.as_ref() == Some(group));
+        let mut around = Self { segments: far, ..self.clone() };
+        let Some(at) = near.iter().position(|segment| segment.leading().is_some_and(|own| own.name == node))
+        else {
+            return Cow::Borrowed(self);
+        };
+        let mut segment = near.swap_remove(at);
+        let own_ip = segment.wireguard_ip;
+        for member in &mut segment.members {
+            member.wireguard_ip = own_ip;
+        }
+        for other in near {
+            segment.members.extend(
+                other.members.into_iter().map(|member| Member { wireguard_ip: other.wireguard_ip, ..member }),
+            );
+            segment.allowed_ips.extend(other.allowed_ips);
+            segment.allowed_location_ips.extend(other.allowed_location_ips);
+        }
+        segment.members.sort_by(|a, b| a.name.cmp(&b.name));
+        segment.leader = segment.members.iter().position(|member| member.name == node).unwrap_or(0);
+        around.segments.push(segment);
+        Cow::Owned(around)
+    }
+
     /// The mesh as a node sees it: endpoints it has seen itself count first.
     #[must_use]
     pub fn seen_by(mut self, own: &BTreeMap<PublicKey, SocketAddr>) -> Self {
@@ -113,10 +146,17 @@ impl Mesh {
     }
 }
 
+/// The location whose nodes reach this one without WireGuard although it is on
+/// its own in the mesh.
+fn group_of(node: &Node, granularity: Granularity) -> Option<String> {
+    let grouped = granularity == Granularity::Cross && node.internal_ip.is_some();
+    grouped.then(|| format!("location:{}", node.location))
+}
+
 /// The location a node belongs to: `location:<name>`; a node without private
-/// address, or any node of a full mesh, is on its own in `node:<name>`.
+/// address, or any node of a full or cross mesh, is on its own in `node:<name>`.
 pub fn location_of(node: &Node, granularity: Granularity) -> String {
-    if granularity == Granularity::Full || node.internal_ip.is_none() {
+    if granularity != Granularity::Location || node.internal_ip.is_none() {
         format!("node:{}", node.name)
     } else {
         format!("location:{}", node.location)

@@ -16,6 +16,9 @@ pub struct Member {
     pub pod_cidrs: Vec<IpNet>,
     /// Its private address with the prefix length of its network.
     pub internal_ip: Option<IpNet>,
+    /// Its own WireGuard address, where each node has one
+    /// ([`Granularity::Cross`](super::Granularity::Cross)).
+    pub wireguard_ip: Option<IpAddr>,
 }
 
 impl Member {
@@ -30,6 +33,9 @@ impl Member {
 pub struct Segment {
     /// `location:<name>`, or `node:<name>` for a node on its own.
     pub location: String,
+    /// With [`Granularity::Cross`](super::Granularity::Cross): the location
+    /// the node is in, whose nodes reach it without WireGuard.
+    pub group: Option<String>,
     /// Nodes, sorted by name.
     pub members: Vec<Member>,
     /// Index of the leader in `members`.
@@ -67,6 +73,7 @@ impl Segment {
         allowed_location_ips.dedup();
         Some(Self {
             location,
+            group: None,
             leader,
             leader_reason,
             members: nodes
@@ -75,6 +82,7 @@ impl Segment {
                     name: node.name.clone(),
                     pod_cidrs: node.pod_cidrs.clone(),
                     internal_ip: node.internal_ip,
+                    wireguard_ip: None,
                 })
                 .collect(),
             endpoint: leads.endpoint.clone()?,

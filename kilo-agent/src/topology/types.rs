@@ -63,17 +63,20 @@ pub enum Granularity {
     Location,
     /// Every node with every node.
     Full,
+    /// Every node with every node of the other locations (squat/kilo#328).
+    Cross,
 }
 
 impl Granularity {
     /// Possible values, as flags and annotations write them.
-    pub const VALUES: &'static [&'static str] = &["location", "full"];
+    pub const VALUES: &'static [&'static str] = &["location", "full", "cross"];
 
     /// The flag's and annotation's text.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Location => "location",
             Self::Full => "full",
+            Self::Cross => "cross",
         }
     }
 }
@@ -96,6 +99,7 @@ impl FromStr for Granularity {
         match text {
             "location" => Ok(Self::Location),
             "full" => Ok(Self::Full),
+            "cross" => Ok(Self::Cross),
             _ => Err(UnknownValue {
                 what: "mesh granularity",
                 value: text.to_owned(),

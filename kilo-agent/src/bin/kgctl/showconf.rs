@@ -77,6 +77,8 @@ fn showconf_node(mesh: &Mesh, snapshot: &Snapshot, flags: &Flags, args: &Showcon
     }
     only_wireguard(args)?;
     // The private key never leaves the node; WireGuard's tools take the line as a reminder.
+    let mesh = mesh.around(&args.name);
+    let own = mesh.find(&args.name).map_or(own, |(own, _)| own);
     let conf = conf::of_node(
         &mesh,
         own,

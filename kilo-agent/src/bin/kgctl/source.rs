@@ -27,7 +27,7 @@ pub struct Flags {
     /// Kubernetes configuration; default: $KUBECONFIG, else ~/.kube/config.
     #[arg(long, value_name = "FILE", global = true)]
     pub kubeconfig: Option<PathBuf>,
-    /// auto (what the nodes say), location or full.
+    /// auto (what the nodes say), location, full or cross.
     #[arg(long, default_value = "auto", global = true)]
     pub mesh_granularity: String,
     /// WireGuard port of configurations for nodes, and of connect.
