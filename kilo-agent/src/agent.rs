@@ -271,13 +271,29 @@ impl<B: Backend> Agent<B> {
         let members = nodes.values().filter(|node| ready.contains(&node.name));
         let settings = &self.options.settings;
         let mesh = Mesh::new(members, &snapshot.peers, settings.granularity, settings.subnet);
-        self.publish(&own, seen, &mesh, &state, now, unix_now).await?;
         self.leaders.observe(&mesh, now);
         self.observe(&mesh, &state);
         let known = Snapshot { nodes, peers: snapshot.peers.clone(), problems: snapshot.problems.clone() };
         self.show(mesh.clone(), known, ready, &interface);
 
-        let missing = |missing| AgentError::Incomplete { node: name.clone(), missing };
+        let host = Host { kilo, links: &links, default_route, state: &state, tunnels: &tunnels };
+        let applied = self.bring_about(&mesh, &own, &host, &interface).await;
+        // Last, and whatever came before: a backend that is away holds nothing up.
+        let published = self.publish(&own, seen, &mesh, &state, now, unix_now).await;
+        let writes = applied?;
+        published?;
+        Ok(writes + u64::from(created) + tunnels.created)
+    }
+
+    /// Plans for this host and applies what differs.
+    async fn bring_about(
+        &mut self,
+        mesh: &Mesh,
+        own: &Node,
+        host: &Host<'_>,
+        interface: &Interface,
+    ) -> Result<u64, AgentError> {
+        let missing = |missing| AgentError::Incomplete { node: own.name.clone(), missing };
         if own.pod_cidrs.is_empty() {
             return Err(missing(
                 "it has no pod CIDR; set spec.podCIDR (kube-controller-manager --allocate-node-cidrs)",
@@ -288,11 +304,10 @@ impl<B: Backend> Agent<B> {
                 "no address of this host can be an endpoint; set the annotation force-endpoint",
             ));
         }
-        let host = Host { kilo, links: &links, default_route, state: &state, tunnels: &tunnels };
-        let plan = self.plan(&mesh, &own, &host).await;
+        let plan = self.plan(mesh, own, host).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
-        self.write_cni(&own);
-        let applied = self.apply(&plan, &interface, &state).await;
+        self.write_cni(own);
+        let applied = self.apply(&plan, interface, host.state).await;
         let programs = self.dataplane.attached();
         self.view.send_if_modified(|view| {
             let differs = view.programs != programs;
@@ -301,8 +316,7 @@ impl<B: Backend> Agent<B> {
             }
             differs
         });
-        let writes = applied?;
-        Ok(writes + u64::from(created) + tunnels.created)
+        applied
     }
 
     /// Programs and tables first, routes last: a packet that reaches the

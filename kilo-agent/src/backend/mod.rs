@@ -4,6 +4,7 @@ pub mod confirm;
 pub mod file;
 pub mod kubernetes;
 pub mod node;
+pub mod patient;
 pub mod peer;
 
 use std::collections::BTreeMap;

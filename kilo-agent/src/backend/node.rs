@@ -52,6 +52,13 @@ impl FromStr for Endpoint {
     }
 }
 
+impl TryFrom<String> for Endpoint {
+    type Error = InvalidEndpoint;
+    fn try_from(text: String) -> Result<Self, InvalidEndpoint> {
+        text.parse()
+    }
+}
+
 /// A DNS name in lower case as Kubernetes accepts it (RFC 1123 subdomain).
 pub fn is_dns_name(name: &str) -> bool {
     let label = |label: &str| {

@@ -14,7 +14,7 @@ use clap::{Args, CommandFactory as _, Parser, Subcommand};
 use ipnet::IpNet;
 use kilo_agent::{
     agent::{self, Agent},
-    backend::{Backend, file::FileBackend, kubernetes},
+    backend::{Backend, BackendError, file::FileBackend, kubernetes, patient::Patient},
     cli::{
         AttachMode, BackendKind, Compatibility, LogLevel, Masquerade, TunnelMode, WireguardMode,
         parse_duration, parse_listen,
@@ -22,16 +22,20 @@ use kilo_agent::{
     dataplane::BPFFS,
     health::Health,
     http, interface,
+    last_good::{self, LastGood},
     metrics::Metrics,
     net::mtu::Mtu,
     topology::{Encapsulate, Granularity, Settings},
     wireguard::{private_key, userspace},
 };
 use tokio::signal::unix::{SignalKind, signal};
-use tokio_util::sync::CancellationToken;
+use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
 /// Where the private key is.
 const KEY_PATH: &str = "/var/lib/kilo/key";
+/// An API server that has not answered by then is not waited for, if there is
+/// a topology to start with.
+const SHORT_WAIT: Duration = Duration::from_secs(3);
 
 /// Joins this node to the others' network: WireGuard between locations, TC
 /// programs inside them.
@@ -295,16 +299,51 @@ async fn serve(flags: Flags) -> Result<()> {
     match flags.backend {
         BackendKind::File => {
             let backend = FileBackend::start(directory(&flags)?, &flags.topology_label).await?;
-            work(flags, options, backend).await
+            work(flags, options, backend, None).await
         }
         BackendKind::Kubernetes => {
             let path = text(&flags.kubeconfig).map(PathBuf::from);
             let client = kubernetes::client(path.as_deref(), text(&flags.master)).await?;
-            let hostname = options.hostname.clone();
-            let backend = start_patiently(client, &hostname, &flags.topology_label).await?;
-            work(flags, options, backend).await
+            let (hostname, label) = (options.hostname.clone(), flags.topology_label.clone());
+            let start = async move { start_patiently(client, &hostname, &label).await };
+            serve_kubernetes(flags, options, start).await
         }
     }
+}
+
+/// Starts with the API server, or, when it does not answer soon, with the
+/// topology on disk.
+async fn serve_kubernetes(
+    flags: Flags,
+    options: agent::Options,
+    start: impl Future<Output = Result<kubernetes::KubernetesBackend, BackendError>> + Send + 'static,
+) -> Result<()> {
+    let mut start = Box::pin(start);
+    let path = PathBuf::from(last_good::DEFAULT_PATH);
+    let known = last_good::load(&path, &options.hostname).unwrap_or_else(|error| {
+        tracing::warn!(path = %path.display(), %error, "the topology on disk is ignored");
+        None
+    });
+    let backend = match (tokio::time::timeout(SHORT_WAIT, &mut start).await, &known) {
+        (Ok(backend), _) => backend?,
+        (Err(_), None) => start.await?,
+        (Err(_), Some(topology)) => {
+            tracing::warn!(
+                nodes = topology.nodes.len(),
+                peers = topology.peers.len(),
+                "the API server does not answer; starting with the topology on disk"
+            );
+            let backend = Patient::start(topology.clone().into_snapshot(), start);
+            return work(flags, options, backend, Some(Keep { path, known })).await;
+        }
+    };
+    work(flags, options, backend, Some(Keep { path, known })).await
+}
+
+/// The file to keep the topology in.
+struct Keep {
+    path: PathBuf,
+    known: Option<LastGood>,
 }
 
 /// An API server that is away is waited for: traffic goes on meanwhile.
@@ -312,25 +351,31 @@ async fn start_patiently(
     client: kube::Client,
     hostname: &str,
     topology_label: &str,
-) -> Result<kubernetes::KubernetesBackend> {
+) -> Result<kubernetes::KubernetesBackend, BackendError> {
     loop {
         match kubernetes::KubernetesBackend::start(client.clone(), Some(hostname), topology_label).await {
             Err(error) if error.is_temporary() => {
                 tracing::warn!(%error, "the API server does not answer; trying again");
                 tokio::time::sleep(Duration::from_secs(5).mul_f64(rand::random_range(0.8..1.2))).await;
             }
-            other => return Ok(other?),
+            other => return other,
         }
     }
 }
 
-async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> Result<()> {
+async fn work<B: Backend>(
+    flags: Flags,
+    options: agent::Options,
+    backend: B,
+    keep: Option<Keep>,
+) -> Result<()> {
     let key = private_key::load_or_create(Path::new(KEY_PATH))?;
     let metrics = Metrics::default();
     // Three resync periods, and never less than a check-in takes.
     let patience = (flags.resync_period * 3).max(Duration::from_secs(90));
     let health = Health::new(Instant::now(), patience);
     let (view, view_reader) = tokio::sync::watch::channel(Arc::default());
+    let keeping = keep.map(|keep| last_good::keep(keep.path, keep.known, view_reader.clone()));
     let context = http::Context {
         health: health.clone(),
         metrics: metrics.clone(),
@@ -344,6 +389,7 @@ async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> 
     let listen = flags.listen;
     let listener = http::bind(listen).await.with_context(|| format!("--listen {listen}"))?;
     let answer = move |request| context.clone().answer(request);
+    let _keeping = keeping.map(|keeping| AbortOnDropHandle::new(tokio::spawn(keeping)));
     let mut server = tokio::spawn(http::serve(listener, None, answer, stop.clone()));
     let mut agent = tokio::spawn(agent.run(stop.clone()));
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
@@ -372,7 +418,7 @@ async fn uninstall(flags: &Flags) -> Result<()> {
     let hostname = hostname(flags)?;
     let _lock = lock(&flags.interface);
     let bpffs = Path::new(BPFFS);
-    let problems = match flags.backend {
+    let mut problems = match flags.backend {
         BackendKind::File => {
             let backend = FileBackend::start(directory(flags)?, &flags.topology_label).await?;
             agent::uninstall(Some(&backend), &hostname, &options, bpffs).await
@@ -393,6 +439,9 @@ async fn uninstall(flags: &Flags) -> Result<()> {
             agent::uninstall(backend.ok().as_ref(), &hostname, &options, bpffs).await
         }
     };
+    if let Err(error) = last_good::remove(Path::new(last_good::DEFAULT_PATH)) {
+        problems.push(error.to_string());
+    }
     if problems.is_empty() {
         return Ok(());
     }

@@ -8,6 +8,7 @@ use std::{
 };
 
 use ipnet::IpNet;
+use serde::{Deserialize, Serialize};
 
 use crate::wireguard::key::{PublicKey, SecretKey};
 
@@ -20,8 +21,9 @@ pub enum EndpointHost {
     Dns(String),
 }
 
-/// Where a peer is reached: host and UDP port.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+/// Where a peer is reached: host and UDP port; serialized as its text.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct Endpoint {
     /// Address or name.
     pub host: EndpointHost,
@@ -45,6 +47,12 @@ impl From<SocketAddr> for Endpoint {
     }
 }
 
+impl From<Endpoint> for String {
+    fn from(endpoint: Endpoint) -> Self {
+        endpoint.to_string()
+    }
+}
+
 impl fmt::Display for Endpoint {
     /// `1.2.3.4:51820`, `[2001:db8::1]:51820`, `vpn.example.com:51820`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -56,7 +64,8 @@ impl fmt::Display for Endpoint {
 }
 
 /// Which nodes are meshed directly.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Granularity {
     /// One leader a location.
     #[default]
@@ -152,7 +161,7 @@ pub enum Tunnel {
 
 /// One node as its object and annotations describe it; overrides
 /// (`force-endpoint`, `force-internal-ip`, `location`) already applied.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Node {
     /// Name of the Node object.
     pub name: String,
