@@ -210,3 +210,120 @@ pub async fn keep(path: PathBuf, mut known: Option<LastGood>, mut views: watch::
         tokio::time::sleep(PACE).await;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{os::unix::fs::PermissionsExt as _, time::Instant};
+
+    use super::*;
+    use crate::{
+        topology::{Granularity, Liveness},
+        wireguard::key::{PublicKey, SecretKey},
+    };
+
+    fn node(name: &str, last_seen: i64) -> Node {
+        Node {
+            name: name.to_owned(),
+            endpoint: "vpn.example.com:51820".parse().ok(),
+            endpoint_forced: true,
+            key: Some(PublicKey([1; 32])),
+            internal_ip: "10.1.0.11/24".parse().ok(),
+            pod_cidrs: vec!["10.42.0.0/24".parse().unwrap(), "fd00:42::/64".parse().unwrap()],
+            discovered_endpoints: [(PublicKey([2; 32]), "[2001:db8::1]:9".parse().unwrap())].into(),
+            granularity: Some(Granularity::Full),
+            last_seen,
+            ..Node::default()
+        }
+    }
+
+    fn snapshot() -> Snapshot {
+        let peer = Peer {
+            name: "laptop".to_owned(),
+            allowed_ips: vec!["10.5.0.1/32".parse().unwrap()],
+            endpoint: "192.0.2.9:51820".parse().ok(),
+            persistent_keepalive: 25,
+            preshared_key: Some(SecretKey::from_bytes([7; 32])),
+            public_key: PublicKey([9; 32]),
+        };
+        Snapshot {
+            nodes: ["a", "b", "dead"].map(|name| (name.to_owned(), node(name, 1000))).into(),
+            peers: [(peer.name.clone(), peer)].into(),
+            ..Snapshot::default()
+        }
+    }
+
+    fn ready() -> BTreeSet<String> {
+        ["a", "b"].map(ToOwned::to_owned).into()
+    }
+
+    fn kept() -> LastGood {
+        LastGood::new("a", &snapshot(), &ready())
+    }
+
+    #[test]
+    fn what_is_kept_is_read_back_without_the_dead_and_without_signs_of_life() {
+        let read = LastGood::decode(&kept().encode().unwrap(), "a").unwrap().into_snapshot();
+        let mut expected = snapshot();
+        expected.nodes.remove("dead");
+        expected.nodes.values_mut().for_each(|node| node.last_seen = 0);
+        assert_eq!(read, expected);
+    }
+
+    #[test]
+    fn a_new_sign_of_life_is_nothing_to_write() {
+        let mut later = snapshot();
+        later.nodes.values_mut().for_each(|node| node.last_seen += 30);
+        assert_eq!(LastGood::new("a", &later, &ready()), kept());
+    }
+
+    #[test]
+    fn a_file_that_is_not_for_this_agent_is_refused_and_no_key_is_quoted() {
+        let good = String::from_utf8(kept().encode().unwrap()).unwrap();
+        let refused = |text: &str| LastGood::decode(text.as_bytes(), "a").unwrap_err();
+        assert!(matches!(LastGood::decode(good.as_bytes(), "z").unwrap_err(), LastGoodError::OtherNode(_)));
+        let newer = good.replacen("\"version\":1", "\"version\":2", 1);
+        assert!(matches!(refused(&newer), LastGoodError::Version(2)));
+        for cut in [0, 1, 40, good.len() / 2, good.len() - 1] {
+            assert!(matches!(refused(&good[..cut]), LastGoodError::Content(_)), "{cut}");
+        }
+        let secret = SecretKey::from_bytes([7; 32]).reveal();
+        assert!(good.contains(&secret), "pre-shared keys are kept");
+        let moved =
+            good.replace("\"persistentKeepalive\":25", &format!("\"persistentKeepalive\":{secret:?}"));
+        assert_ne!(moved, good);
+        let reason = refused(&moved).to_string();
+        assert!(!reason.contains(&secret), "{reason}");
+        let without = good.replace("\"name\":\"a\"", "\"name\":\"c\"");
+        assert!(matches!(refused(&without), LastGoodError::Content(_)));
+    }
+
+    #[test]
+    fn the_file_is_for_root_only_and_replaced_whole() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("kilo/topology.json");
+        assert_eq!(load(&path, "a").unwrap(), None);
+        save(&path, &LastGood { peers: Vec::new(), ..kept() }).unwrap();
+        save(&path, &kept()).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(load(&path, "a").unwrap(), Some(kept()));
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "no temporary file stays");
+        remove(&path).unwrap();
+        remove(&path).unwrap();
+        assert_eq!(load(&path, "a").unwrap(), None);
+    }
+
+    #[test]
+    fn nodes_from_disk_stay_until_the_backend_tells_and_the_long_dead_stay_out_then() {
+        let (start, minute) = (Instant::now(), Duration::from_secs(60));
+        let mut liveness = Liveness::default();
+        let from_disk = kept().into_snapshot().nodes;
+        for at in [start, start + minute * 60] {
+            assert_eq!(liveness.ready(&from_disk, "a", at, 900_000), ready());
+        }
+        let mut told = snapshot().nodes;
+        for name in ["a", "b"] {
+            told.get_mut(name).unwrap().last_seen = 903_595;
+        }
+        assert_eq!(liveness.ready(&told, "a", start + minute * 60, 903_600), ready());
+    }
+}
