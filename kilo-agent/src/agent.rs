@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
@@ -27,7 +27,7 @@ use crate::{
         tunnels::{self, Tunnels},
         watch,
     },
-    plan::{self, HopIds, HostPlan, Inputs},
+    plan::{self, Cni, HopIds, HostPlan, Inputs},
     resolve::Resolver,
     status::{Leaders, View},
     topology::{self, Liveness, Mesh, Node, Settings},
@@ -62,6 +62,8 @@ pub struct Options {
     pub prefer_private: bool,
     /// The CNI configuration list to write pod CIDRs into.
     pub cni: Option<PathBuf>,
+    /// `--compatibility`: the CNI beside us.
+    pub cni_beside: Option<Cni>,
     /// Masquerade with our programs.
     pub masquerade: bool,
     /// The BPF file system.
@@ -367,6 +369,8 @@ impl<B: Backend> Agent<B> {
         own.last_seen = unix_now;
         own.granularity = Some(self.options.settings.granularity);
         own.discovered_endpoints = state.seen_endpoints();
+        let overlay = links::cilium_address(links).map(|ip| IpNet::from(IpAddr::from(ip)));
+        own.cni_compatibility_ip = overlay.filter(|_| self.options.cni_beside == Some(Cni::Cilium));
         if !own.internal_ip_forced {
             own.internal_ip = found.and_then(|found| found.private).filter(|_| !own.no_internal_ip);
         }
@@ -410,7 +414,7 @@ impl<B: Backend> Agent<B> {
                 .filter(|(key, _)| roaming.contains(key))
                 .collect(),
             granularity: self.options.settings.granularity,
-            cni_compatibility_ip: None,
+            cni_compatibility_ip: own.cni_compatibility_ip,
         };
         self.backend.publish(&self.options.hostname, &published).await?;
         if due {
@@ -422,8 +426,9 @@ impl<B: Backend> Agent<B> {
 
     async fn plan(&mut self, mesh: &Mesh, own: &Node, host: &Host<'_>) -> Option<HostPlan> {
         let private = own.internal_ip.map(|net| net.addr());
-        let (segment, _) = mesh.find(&own.name)?;
-        let others = mesh.segments[segment].members.iter().filter(|member| member.name != own.name);
+        let (segment, position) = mesh.find(&own.name)?;
+        let segment = &mesh.segments[segment];
+        let others = segment.members.iter().filter(|member| member.name != own.name);
         let mut paths = BTreeMap::new();
         for address in others.filter_map(topology::Member::private_ip) {
             if let Ok(Some(interface)) = self.net.interface_towards(address).await {
@@ -433,10 +438,26 @@ impl<B: Backend> Agent<B> {
         if self.hops.is_empty() {
             self.hops = HopIds::adopt(&self.dataplane.held_senders(), mesh, &own.name);
         }
+        let leader = segment.leading().filter(|leader| leader.name != own.name);
+        let overlay_of = |member| self.options.cni_beside.and_then(|cni| cni.address(member));
+        let leader = leader.and_then(overlay_of).map(IpAddr::from);
+        let path = match leader {
+            Some(address) => self.net.path_towards(address).await.ok().flatten(),
+            None => None,
+        };
+        paths.extend(leader.zip(path.map(|(interface, _)| interface)));
         let query = links::HostQuery { kilo: host.kilo.index, private, pod_cidrs: &own.pod_cidrs };
         let mut found = links::host_links(host.links, &query, &paths);
         (found.vxlan, found.ipip) = (host.tunnels.vxlan, host.tunnels.ipip);
         found.path_mtus = self.path_mtus.current(Instant::now());
+        if let Some(cni) = self.options.cni_beside {
+            let address = cni.address(&segment.members[position]);
+            links::add_overlay(&mut found, host.links, cni, address, path.map(|(interface, _)| interface));
+        }
+        if let (Some(address), Some((_, Some(mtu)))) = (leader, path) {
+            let known = found.path_mtus.entry(address).or_insert(mtu);
+            *known = mtu.min(*known);
+        }
         self.hops = self.hops.update(mesh, &own.name);
         let resolved = self.resolver.resolve(mesh).await;
         plan::host_plan(&Inputs {

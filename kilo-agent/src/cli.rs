@@ -7,7 +7,10 @@ use std::{
     time::Duration,
 };
 
-use crate::topology::{Tunnel, UnknownValue};
+use crate::{
+    plan::Cni,
+    topology::{Tunnel, UnknownValue},
+};
 
 /// Declares an enum whose variants are a flag's possible values.
 macro_rules! flag_values {
@@ -134,6 +137,17 @@ flag_values! {
         Flannel = "flannel",
         /// Cilium manages routes inside a location.
         Cilium = "cilium",
+    }
+}
+
+impl Compatibility {
+    /// The CNI beside us.
+    pub const fn cni(self) -> Option<Cni> {
+        match self {
+            Self::None => None,
+            Self::Flannel => Some(Cni::Flannel),
+            Self::Cilium => Some(Cni::Cilium),
+        }
     }
 }
 

@@ -272,6 +272,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         internal_cidrs: flags.internal_cidr.clone(),
         prefer_private: flags.prioritise_private_addresses,
         cni: flags.cni.then(|| flags.cni_path.clone()),
+        cni_beside: flags.compatibility.cni(),
         masquerade: flags.masquerade == Masquerade::Ebpf,
         bpffs: PathBuf::from(BPFFS),
         attach: flags.attach,
@@ -292,9 +293,6 @@ async fn serve(flags: Flags) -> Result<()> {
     let _lock = lock(&flags.interface)?;
     if flags.iptables_forward_rules {
         tracing::warn!("--iptables-forward-rules is accepted, but rules are not written yet");
-    }
-    if flags.compatibility != Compatibility::None {
-        tracing::warn!("--compatibility is accepted, but its encapsulation is not done yet");
     }
     match flags.backend {
         BackendKind::File => {

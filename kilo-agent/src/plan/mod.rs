@@ -4,6 +4,7 @@
 mod hops;
 mod masquerade;
 pub mod model;
+mod overlay;
 pub mod probe;
 mod routes;
 mod steering;
@@ -12,6 +13,7 @@ mod types;
 mod wireguard;
 
 pub use hops::HopIds;
+pub use overlay::{Cni, Overlay};
 pub use types::*;
 
 use std::{
@@ -121,7 +123,8 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
             Some(IpAddr::V4(ip)) => ip.octets(),
             _ => [0; 4],
         },
-        overlay_v4: [0; 4],
+        // Accepted whatever this node sends: the others need not switch with it.
+        overlay_v4: overlay::address(inputs, own.member).map_or([0; 4], |ip| ip.octets()),
         private_v6: match private {
             Some(IpAddr::V6(ip)) => ip.octets(),
             _ => [0; 16],
@@ -132,7 +135,11 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         net: routes::net(inputs, &own, &tables),
         tables,
         vxlan: inputs.links.vxlan,
-        uplinks: inputs.links.uplinks.keys().chain(&inputs.links.private).copied().collect(),
+        uplinks: (inputs.links.uplinks.keys())
+            .chain(&inputs.links.private)
+            .chain(inputs.links.overlay.iter().flat_map(|overlay| &overlay.interfaces))
+            .copied()
+            .collect(),
     })
 }
 

@@ -8,6 +8,7 @@ use std::{
 use ipnet::IpNet;
 use kilo_common::maps;
 
+use super::Overlay;
 use crate::{
     topology::Tunnel,
     wireguard::key::{PublicKey, SecretKey},
@@ -137,9 +138,9 @@ pub enum Hop {
         ifindex: u32,
         /// Largest inner packet in bytes; 0 = not known.
         mtu: u32,
-        /// This node's private address.
+        /// Outer source: this node's private address, or its overlay address.
         local: IpAddr,
-        /// The other node's private address.
+        /// Outer destination: the other node's.
         remote: IpAddr,
     },
 }
@@ -155,7 +156,7 @@ pub struct HostLinks {
     /// device, the CNI bridge or pods' interfaces), with the address
     /// masqueraded packets get. The private interface is one of them.
     pub uplinks: BTreeMap<u32, Ipv4Addr>,
-    /// MTU of each uplink in bytes.
+    /// MTU of each uplink, and of interfaces of the overlay, in bytes.
     pub mtus: BTreeMap<u32, u32>,
     /// Interface and preferred path to each node address of the own location:
     /// what a route lookup answers; absent = the private interface.
@@ -166,4 +167,6 @@ pub struct HostLinks {
     pub ipip: Option<u32>,
     /// What routers said they carry towards nodes, in bytes with the outer header.
     pub path_mtus: BTreeMap<IpAddr, u32>,
+    /// The overlay of the CNI beside us.
+    pub overlay: Option<Overlay>,
 }
