@@ -15,19 +15,21 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     backend::{Backend, BackendError, Published, Snapshot},
-    cli::AttachMode,
+    cli::{AttachMode, Compatibility},
     cni,
     dataplane::{self, Dataplane, DataplaneError, Interfaces, PathMtus},
     health::Health,
     interface::{self, Interface},
     metrics::{Metrics, PeerSample},
     net::{
-        Link, Net, NetError, discovery, forwarding, links,
+        Link, Net, NetError, discovery,
+        forward::{self, Forward},
+        forwarding, links,
         mtu::Mtu,
         tunnels::{self, Tunnels},
         watch,
     },
-    plan::{self, Cni, HopIds, HostPlan, Inputs},
+    plan::{self, HopIds, HostPlan, Inputs},
     resolve::Resolver,
     status::{Leaders, View},
     topology::{self, Liveness, Mesh, Node, Settings},
@@ -38,6 +40,8 @@ use crate::{
 const CHECK_IN: Duration = Duration::from_secs(30);
 /// What failed is not tried again for its own sake before this time.
 const RETRY: Duration = Duration::from_secs(2);
+/// The device of Cilium that has the node's address in its overlay.
+const CILIUM_HOST: &str = "cilium_host";
 
 /// Programs that were removed from their hooks are back after at most this:
 /// the kernel does not announce it when a TCX link goes.
@@ -54,6 +58,8 @@ pub struct Options {
     pub settings: Settings,
     /// `--mtu`.
     pub mtu: Mtu,
+    /// `--compatibility`.
+    pub compatibility: Compatibility,
     /// `--resync-period`.
     pub resync: Duration,
     /// `--internal-cidr`.
@@ -62,10 +68,10 @@ pub struct Options {
     pub prefer_private: bool,
     /// The CNI configuration list to write pod CIDRs into.
     pub cni: Option<PathBuf>,
-    /// `--compatibility`: the CNI beside us.
-    pub cni_beside: Option<Cni>,
     /// Masquerade with our programs.
     pub masquerade: bool,
+    /// Accept pods' traffic in the FORWARD chains of iptables.
+    pub forward_rules: bool,
     /// The BPF file system.
     pub bpffs: PathBuf,
     /// How programs are attached.
@@ -119,6 +125,7 @@ struct Host<'a> {
     default_route: Option<u32>,
     state: &'a DeviceState,
     tunnels: &'a Tunnels,
+    nodes: &'a BTreeMap<String, Node>,
 }
 
 /// The agent of one node.
@@ -141,6 +148,7 @@ pub struct Agent<B> {
     reported: BTreeMap<String, String>,
     host_changed: Arc<Notify>,
     path_mtus: PathMtus,
+    forward: Forward,
 }
 
 impl<B: Backend> Agent<B> {
@@ -188,6 +196,7 @@ impl<B: Backend> Agent<B> {
             reported: BTreeMap::new(),
             host_changed,
             path_mtus,
+            forward: Forward::default(),
         })
     }
 
@@ -278,7 +287,8 @@ impl<B: Backend> Agent<B> {
         let known = Snapshot { nodes, peers: snapshot.peers.clone(), problems: snapshot.problems.clone() };
         self.show(mesh.clone(), known, ready, &interface);
 
-        let host = Host { kilo, links: &links, default_route, state: &state, tunnels: &tunnels };
+        let nodes = &snapshot.nodes;
+        let host = Host { kilo, links: &links, default_route, state: &state, tunnels: &tunnels, nodes };
         let applied = self.bring_about(&mesh, &own, &host, &interface).await;
         // Last, and whatever came before: a backend that is away holds nothing up.
         let published = self.publish(&own, seen, &mesh, &state, now, unix_now).await;
@@ -287,7 +297,8 @@ impl<B: Backend> Agent<B> {
         Ok(writes + u64::from(created) + tunnels.created)
     }
 
-    /// Plans for this host and applies what differs.
+    /// Plans for this host and applies what differs; answers the number of
+    /// writes.
     async fn bring_about(
         &mut self,
         mesh: &Mesh,
@@ -318,7 +329,7 @@ impl<B: Backend> Agent<B> {
             }
             differs
         });
-        applied
+        Ok(applied? + self.write_forward_rules(own).await)
     }
 
     /// Programs and tables first, routes last: a packet that reaches the
@@ -369,8 +380,9 @@ impl<B: Backend> Agent<B> {
         own.last_seen = unix_now;
         own.granularity = Some(self.options.settings.granularity);
         own.discovered_endpoints = state.seen_endpoints();
-        let overlay = links::cilium_address(links).map(|ip| IpNet::from(IpAddr::from(ip)));
-        own.cni_compatibility_ip = overlay.filter(|_| self.options.cni_beside == Some(Cni::Cilium));
+        let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
+        let addresses: Vec<_> = cilium.iter().flat_map(|link| &link.addresses).map(|a| a.net).collect();
+        own.cni_compatibility_ip = plan::published_overlay(self.options.compatibility, &addresses);
         if !own.internal_ip_forced {
             own.internal_ip = found.and_then(|found| found.private).filter(|_| !own.no_internal_ip);
         }
@@ -426,11 +438,15 @@ impl<B: Backend> Agent<B> {
 
     async fn plan(&mut self, mesh: &Mesh, own: &Node, host: &Host<'_>) -> Option<HostPlan> {
         let private = own.internal_ip.map(|net| net.addr());
-        let (segment, position) = mesh.find(&own.name)?;
-        let segment = &mesh.segments[segment];
-        let others = segment.members.iter().filter(|member| member.name != own.name);
+        let (segment, _) = mesh.find(&own.name)?;
+        let others = mesh.segments[segment].members.iter().filter(|member| member.name != own.name);
+        let settings = &self.options.settings;
+        let overlay =
+            plan::overlay_addresses(mesh, host.nodes, &own.name, self.options.compatibility, settings.tunnel);
+        let elsewhere =
+            overlay.iter().filter(|(name, _)| **name != own.name).map(|(_, ip)| IpAddr::from(*ip));
         let mut paths = BTreeMap::new();
-        for address in others.filter_map(topology::Member::private_ip) {
+        for address in others.filter_map(topology::Member::private_ip).chain(elsewhere) {
             if let Ok(Some(interface)) = self.net.interface_towards(address).await {
                 paths.insert(address, interface);
             }
@@ -438,26 +454,11 @@ impl<B: Backend> Agent<B> {
         if self.hops.is_empty() {
             self.hops = HopIds::adopt(&self.dataplane.held_senders(), mesh, &own.name);
         }
-        let leader = segment.leading().filter(|leader| leader.name != own.name);
-        let overlay_of = |member| self.options.cni_beside.and_then(|cni| cni.address(member));
-        let leader = leader.and_then(overlay_of).map(IpAddr::from);
-        let path = match leader {
-            Some(address) => self.net.path_towards(address).await.ok().flatten(),
-            None => None,
-        };
-        paths.extend(leader.zip(path.map(|(interface, _)| interface)));
         let query = links::HostQuery { kilo: host.kilo.index, private, pod_cidrs: &own.pod_cidrs };
         let mut found = links::host_links(host.links, &query, &paths);
         (found.vxlan, found.ipip) = (host.tunnels.vxlan, host.tunnels.ipip);
+        links::add_overlay(&mut found, host.links, &own.name, overlay);
         found.path_mtus = self.path_mtus.current(Instant::now());
-        if let Some(cni) = self.options.cni_beside {
-            let address = cni.address(&segment.members[position]);
-            links::add_overlay(&mut found, host.links, cni, address, path.map(|(interface, _)| interface));
-        }
-        if let (Some(address), Some((_, Some(mtu)))) = (leader, path) {
-            let known = found.path_mtus.entry(address).or_insert(mtu);
-            *known = mtu.min(*known);
-        }
         self.hops = self.hops.update(mesh, &own.name);
         let resolved = self.resolver.resolve(mesh).await;
         plan::host_plan(&Inputs {
@@ -472,6 +473,20 @@ impl<B: Backend> Agent<B> {
             masquerade: self.options.masquerade,
             mtu: self.options.mtu.resolve(host.links, host.default_route),
         })
+    }
+
+    /// Once a resync period and when the pod CIDRs change: reading rules costs
+    /// processes.
+    async fn write_forward_rules(&mut self, own: &Node) -> u64 {
+        let wanted: &[IpNet] = if self.options.forward_rules { &own.pod_cidrs } else { &[] };
+        match self.forward.apply(wanted, Instant::now()).await {
+            Ok(writes) => writes,
+            Err(error) => {
+                self.metrics.error(error.label());
+                tracing::error!(%error, "--iptables-forward-rules");
+                0
+            }
+        }
     }
 
     fn write_cni(&self, own: &Node) {
@@ -533,14 +548,20 @@ impl<B: Backend> Agent<B> {
     }
 }
 
+/// What [`uninstall`] removes.
+#[derive(Clone, Copy, Debug)]
+pub struct Removal<'a> {
+    /// The WireGuard device.
+    pub interface: &'a interface::Options,
+    /// It goes, too; else only its addresses do.
+    pub delete_interface: bool,
+    /// The BPF file system.
+    pub bpffs: &'a std::path::Path,
+}
+
 /// Removes everything of ours from this host and the node's annotations;
 /// answers what could not be removed.
-pub async fn uninstall<B: Backend>(
-    backend: Option<&B>,
-    hostname: &str,
-    options: &interface::Options,
-    bpffs: &std::path::Path,
-) -> Vec<String> {
+pub async fn uninstall<B: Backend>(backend: Option<&B>, hostname: &str, removal: Removal<'_>) -> Vec<String> {
     let mut problems = Vec::new();
     if let Some(backend) = backend
         && let Err(error) = backend.retract(hostname).await
@@ -548,17 +569,29 @@ pub async fn uninstall<B: Backend>(
         problems.push(error.to_string());
     }
     match Net::new() {
-        Ok(net) => {
-            if let Err(error) = net.remove(None).await {
-                problems.push(error.to_string());
-            }
-            if let Err(error) = Interface::remove(&net, options).await {
-                problems.push(error.to_string());
-            }
-        }
+        Ok(net) => problems.extend(remove_from_net(&net, removal).await),
         Err(error) => problems.push(error.to_string()),
     }
-    problems.extend(dataplane::remove(bpffs));
+    problems.extend(forward::remove().await.err().map(|error| error.to_string()));
+    problems.extend(dataplane::remove(removal.bpffs));
+    problems
+}
+
+async fn remove_from_net(net: &Net, removal: Removal<'_>) -> Vec<String> {
+    let mut problems = Vec::new();
+    let kept = match removal.delete_interface {
+        true => Ok(None),
+        false => links::by_name(net.rtnl(), &removal.interface.name).await,
+    };
+    let removed = match kept {
+        Ok(kept) => net.remove(kept.map(|link| link.index)).await.map(|_| ()),
+        Err(error) => Err(error),
+    };
+    problems.extend(removed.err().map(|error| error.to_string()));
+    if removal.delete_interface {
+        let deleted = Interface::remove(net, removal.interface).await;
+        problems.extend(deleted.err().map(|error| error.to_string()));
+    }
     problems
 }
 

@@ -7,10 +7,9 @@ use std::{
     time::Duration,
 };
 
-use crate::{
-    plan::Cni,
-    topology::{Tunnel, UnknownValue},
-};
+use ipnet::IpNet;
+
+use crate::topology::{Tunnel, UnknownValue};
 
 /// Declares an enum whose variants are a flag's possible values.
 macro_rules! flag_values {
@@ -140,17 +139,6 @@ flag_values! {
     }
 }
 
-impl Compatibility {
-    /// The CNI beside us.
-    pub const fn cni(self) -> Option<Cni> {
-        match self {
-            Self::None => None,
-            Self::Flannel => Some(Cni::Flannel),
-            Self::Cilium => Some(Cni::Cilium),
-        }
-    }
-}
-
 impl LogLevel {
     /// The filter directive for `tracing-subscriber`.
     pub const fn directive(self) -> &'static str {
@@ -170,14 +158,17 @@ impl LogLevel {
 #[error("{0:?} is not a duration; write for example 30s, 1m30s or 500ms")]
 pub struct InvalidDuration(String);
 
-/// Parses a duration as Go's `time.ParseDuration` does (no sign): a sequence
-/// of decimal numbers, each with a unit of `ns us µs ms s m h`.
+/// Parses a duration as Go's `time.ParseDuration` does (nothing negative): a
+/// sequence of decimal numbers, each with a unit of `ns us µs ms s m h`.
 pub fn parse_duration(text: &str) -> Result<Duration, InvalidDuration> {
     let invalid = || InvalidDuration(text.to_owned());
-    if text == "0" {
+    let mut rest = text.strip_prefix('+').unwrap_or(text);
+    if rest == "0" {
         return Ok(Duration::ZERO);
     }
-    let mut rest = text;
+    if rest.is_empty() {
+        return Err(invalid());
+    }
     let mut total = 0.0_f64;
     while !rest.is_empty() {
         let digits = rest.find(|c: char| !c.is_ascii_digit() && c != '.').ok_or_else(invalid)?;
@@ -196,7 +187,48 @@ pub fn parse_duration(text: &str) -> Result<Duration, InvalidDuration> {
         total += number * seconds;
         rest = &rest[unit_len..];
     }
-    if text.is_empty() { Err(invalid()) } else { Duration::try_from_secs_f64(total).map_err(|_| invalid()) }
+    Duration::try_from_secs_f64(total).map_err(|_| invalid())
+}
+
+/// Text that is no truth value.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is neither true nor false")]
+pub struct InvalidBool(String);
+
+/// Parses a switch's value as Go's `strconv.ParseBool` does, so that what
+/// manifests say today is still understood.
+pub fn parse_bool(text: &str) -> Result<bool, InvalidBool> {
+    match text {
+        "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
+        "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
+        _ => Err(InvalidBool(text.to_owned())),
+    }
+}
+
+/// One value of a flag that takes prefixes: a comma separated list, maybe
+/// empty. The flag may be given again; all its lists count.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PrefixList(Vec<IpNet>);
+
+/// Text in a list that is no prefix.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no prefix; write for example 10.96.0.0/12 or 10.96.0.0/12,fd00:96::/112")]
+pub struct InvalidPrefix(String);
+
+impl FromStr for PrefixList {
+    type Err = InvalidPrefix;
+    fn from_str(text: &str) -> Result<Self, InvalidPrefix> {
+        let items = text.split(',').map(str::trim).filter(|_| !text.is_empty());
+        let parse = |item: &str| item.parse::<IpNet>().map_err(|_| InvalidPrefix(item.to_owned()));
+        items.map(|item| parse(item).map(|prefix| prefix.trunc())).collect::<Result<_, _>>().map(Self)
+    }
+}
+
+impl PrefixList {
+    /// The prefixes of all lists, in order.
+    pub fn join(lists: &[Self]) -> Vec<IpNet> {
+        lists.iter().flat_map(|list| &list.0).copied().collect()
+    }
 }
 
 /// Text that is no address to listen on.
@@ -204,14 +236,14 @@ pub fn parse_duration(text: &str) -> Result<Duration, InvalidDuration> {
 #[error("{0:?} is not an address to listen on; write for example :1107, 127.0.0.1:1107 or [::1]:1107")]
 pub struct InvalidListen(String);
 
-/// Parses `:PORT` (all addresses, both families) or `IP:PORT`.
+/// Parses `:PORT` (all addresses, both families), `IP:PORT` or `localhost:PORT`.
 pub fn parse_listen(text: &str) -> Result<SocketAddr, InvalidListen> {
     let invalid = || InvalidListen(text.to_owned());
     match text.strip_prefix(':') {
         Some(port) => {
             Ok(SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), port.parse().map_err(|_| invalid())?))
         }
-        None => text.parse().map_err(|_| invalid()),
+        None => text.replacen("localhost:", "127.0.0.1:", 1).parse().map_err(|_| invalid()),
     }
 }
 
@@ -227,6 +259,7 @@ mod tests {
             ("1.5h", 5_400_000),
             ("500ms", 500),
             ("1h0m0s", 3_600_000),
+            ("+.5s", 500),
             ("0", 0),
         ];
         for (text, millis) in cases {
@@ -236,7 +269,9 @@ mod tests {
 
     #[test]
     fn what_is_no_duration_is_refused() {
-        for text in ["", "30", "s", "-1s", "1 s", "1d", "1..5s", "1e9h1e9h", "99999999999999999999h"] {
+        for text in
+            ["", "30", "s", "-1s", "1 s", "1d", "1..5s", "+", ".s", "1e9h1e9h", "99999999999999999999h"]
+        {
             assert!(parse_duration(text).is_err(), "{text}");
         }
     }
@@ -245,6 +280,7 @@ mod tests {
     fn a_port_alone_means_all_addresses_of_both_families() {
         assert_eq!(parse_listen(":1107"), Ok("[::]:1107".parse().unwrap()));
         assert_eq!(parse_listen("127.0.0.1:1"), Ok("127.0.0.1:1".parse().unwrap()));
+        assert_eq!(parse_listen("localhost:1"), Ok("127.0.0.1:1".parse().unwrap()));
         for text in ["", "1107", ":x", ":70000", "host:1"] {
             assert!(parse_listen(text).is_err(), "{text}");
         }
@@ -254,5 +290,30 @@ mod tests {
     fn an_unknown_value_is_answered_with_the_possible_ones() {
         let message = "etcd".parse::<BackendKind>().unwrap_err().to_string();
         assert!(message.contains("kubernetes, file"), "{message}");
+    }
+
+    #[test]
+    fn prefixes_come_in_lists_that_may_be_empty() {
+        let read = |lists: &[&str]| {
+            let lists: Result<Vec<PrefixList>, _> = lists.iter().map(|list| list.parse()).collect();
+            lists.map(|lists| PrefixList::join(&lists))
+        };
+        assert_eq!(read(&[""]), Ok(vec![]));
+        let both = vec!["10.0.0.0/8".parse().unwrap(), "fd00::/64".parse().unwrap()];
+        assert_eq!(read(&["10.1.2.3/8,fd00::1/64"]), Ok(both.clone()));
+        assert_eq!(read(&["10.0.0.0/8", "fd00::/64"]), Ok(both));
+        for rubbish in ["x", "10.0.0.0", "10.0.0.0/33", "10.0.0.0/8,", ",", "10.0.0.0/8;fd00::/64"] {
+            assert!(read(&[rubbish]).is_err(), "{rubbish}");
+        }
+    }
+
+    #[test]
+    fn switches_take_what_go_takes() {
+        for (text, value) in [("1", true), ("T", true), ("True", true), ("f", false), ("FALSE", false)] {
+            assert_eq!(parse_bool(text), Ok(value));
+        }
+        for rubbish in ["", "yes", "tRUE", "2", "off"] {
+            assert!(parse_bool(rubbish).is_err(), "{rubbish}");
+        }
     }
 }

@@ -45,6 +45,7 @@ fn row(arg: &Arg) -> String {
     let given = arg.get_value_names().and_then(|names| names.first()).map(ToString::to_string);
     let derived = arg.get_id().as_str().to_uppercase();
     let _ = match (arg.get_long(), given) {
+        (Some(long), Some(name)) if is_switch && name != derived => write!(flag, "--{long}[={name}]"),
         (Some(long), _) if is_switch => write!(flag, "--{long}[=BOOL]"),
         (Some(long), _) if !takes_value => write!(flag, "--{long}"),
         (Some(long), Some(name)) if name != derived => write!(flag, "--{long} {name}"),

@@ -52,7 +52,13 @@ async fn until(nodes: &Api<core::Node>, what: &str, wanted: impl Fn(&Annotations
 
 fn kg(kubeconfig: &Path) -> Command {
     let mut command = Command::new(KG);
-    command.arg("--kubeconfig").arg(kubeconfig).args(["--hostname", "n1", "--resync-period", "1s"]);
+    command.arg("--kubeconfig").arg(kubeconfig).args([
+        "--hostname",
+        "n1",
+        "--resync-period",
+        "1s",
+        "--compatibility=cilium",
+    ]);
     command
 }
 
@@ -63,7 +69,8 @@ fn the_agents_annotations_come_and_go_on_a_real_api_server() {
             "mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard; mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
              ip link set lo up; ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up; \
              ip address add 10.1.0.11/24 dev eth0; ip address add 192.0.2.11/32 dev eth0; \
-             ip route add default via 10.1.0.1 dev eth0",
+             ip route add default via 10.1.0.1 dev eth0; \
+             ip link add cilium_host type veth peer name cilium_net; ip address add 10.42.1.7/32 dev cilium_host; ip link set cilium_host up",
         );
         let Some(server) = ApiServer::start().await else { return };
         let client = server.client(ADMIN).await;
@@ -84,6 +91,7 @@ fn the_agents_annotations_come_and_go_on_a_real_api_server() {
         assert_eq!(written[&name("internal-ip")], "10.1.0.11/24");
         assert_eq!(written[&name("wireguard-ip")], "10.4.0.1/16");
         assert_eq!(written[&name("granularity")], "location");
+        assert_eq!(written[&name("cni-compatibility-ip")], "10.42.1.7/32");
         assert!(written[&name("key")].parse::<PublicKey>().is_ok());
         assert!(written[&name("last-seen")].parse::<i64>().is_ok_and(|seconds| seconds > 1_700_000_000));
         assert_eq!(written["example.com/mine"], "stays");
@@ -115,7 +123,9 @@ fn the_agents_annotations_come_and_go_on_a_real_api_server() {
             until(&nodes, "annotations gone", |annotations| !annotations.contains_key(&name("key"))).await;
         assert_eq!(left["example.com/mine"], "stays");
         assert_eq!(left[&name("force-endpoint")], "vpn.example.com:7777", "the user's own stay");
-        for gone in ["endpoint", "internal-ip", "last-seen", "wireguard-ip", "granularity"] {
+        for gone in
+            ["endpoint", "internal-ip", "last-seen", "wireguard-ip", "granularity", "cni-compatibility-ip"]
+        {
             assert!(!left.contains_key(&name(gone)), "{gone} is still there");
         }
         assert_eq!(netns::sh("ip -o link show kilo0 2>/dev/null || true"), "");

@@ -30,6 +30,7 @@ use k8s_openapi::{
 };
 use kilo_agent::{
     backend::{Backend as _, Published, kubernetes, kubernetes::KubernetesBackend, peer::Peer},
+    dataplane,
     metrics::{Metrics, PeerSample},
     wireguard::key::PublicKey,
 };
@@ -141,12 +142,13 @@ async fn every_object_of_every_manifest_is_accepted_as_it_is_written() {
 async fn served(client: &Client, plural: &str) -> Discovery {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
-        let discovery = Discovery::new(client.clone()).run().await.unwrap();
+        let discovery = Discovery::new(client.clone()).run().await;
         let there = |group: &ApiGroup| group.recommended_resources().iter().any(|(r, _)| r.plural == plural);
-        if discovery.groups().any(there) {
-            return discovery;
+        match discovery {
+            Ok(discovery) if discovery.groups().any(there) => return discovery,
+            // A group is announced a moment before it is served.
+            other => assert!(Instant::now() < deadline, "{plural} are not served: {:?}", other.err()),
         }
-        assert!(Instant::now() < deadline, "{plural} are not served");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
@@ -418,8 +420,8 @@ async fn runs_confined(file: &str) {
     let kubeconfig = account(&server, file, "kube-system", "kilo").await;
 
     let has_wireguard = manifest(file).iter().any(|object| name(object) == "kilo-wireguard");
-    let _wireguard =
-        has_wireguard.then(|| Running(container(file, "kilo-wireguard", &kubeconfig).spawn().unwrap()));
+    let start = || Running(container(file, "kilo-wireguard", &kubeconfig).spawn().unwrap());
+    let mut wireguard = has_wireguard.then(start);
     while has_wireguard && !Path::new("/run/wireguard/kilo0.sock").exists() {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -438,12 +440,27 @@ async fn runs_confined(file: &str) {
     // NET_ADMIN is bit 12, PERFMON 38, BPF 39.
     assert!(status.contains("CapEff:\t000000c000001000"), "{status}");
     assert!(http("/health").await.ends_with("ok\n"));
-    while !netns::sh("wg show kilo0 peers").contains(&PublicKey([9; 32]).to_string()) {
-        assert!(Instant::now() < deadline, "the peer is not on the device");
+    is_configured().await;
+    if wireguard.take().is_some() {
+        // The pod is replaced: the interface is another one, and everything comes back.
+        wireguard = Some(start());
+        is_configured().await;
+    }
+    let pins = dataplane::pin_directory(Path::new("/sys/fs/bpf"));
+    assert!(pins.join("prefix_v4").exists());
+    dashboard_shows_what_is_there(&http("/metrics").await);
+    drop(wireguard);
+}
+
+/// Waits until the device has the peer, and the host a route to it.
+async fn is_configured() {
+    let deadline = Instant::now() + Duration::from_secs(40);
+    let key = PublicKey([9; 32]);
+    let there = format!("wg show kilo0 peers | grep -qF {key} && ip route show 10.5.0.1 | grep -q kilo0");
+    while !netns::succeeds(&there) {
+        assert!(Instant::now() < deadline, "`{there}` is not so");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    assert!(netns::sh("ls /sys/fs/bpf/kilo/v1").contains("prefix_v4"));
-    dashboard_shows_what_is_there(&http("/metrics").await);
 }
 
 /// Every metric the dashboard asks for is one the agent has.
@@ -486,4 +503,71 @@ fn userspace_wireguard_and_the_agent_run_in_daemon_sets_of_their_own() {
     netns::isolated("userspace_wireguard_and_the_agent_run_in_daemon_sets_of_their_own", || async {
         runs_confined("kilo-k3s-userspace.yaml").await;
     });
+}
+
+#[test]
+fn the_webhook_of_the_manifest_refuses_invalid_peers_without_any_right() {
+    netns::isolated("the_webhook_of_the_manifest_refuses_invalid_peers_without_any_right", webhook_refuses);
+}
+
+async fn webhook_refuses() {
+    netns::sh("ip link set lo up");
+    let Some(server) = ApiServer::start().await else { return };
+    let admin = server.client(ADMIN).await;
+    apply_crds(&admin).await;
+    // What the kubelet mounts, and a program any user can reach.
+    netns::sh(&format!(
+        "mkdir -p /run/secrets/tls; touch /run/kg; mount --bind {KG} /run/kg; \
+         cp {} /run/secrets/tls/tls.crt; cp {} /run/secrets/tls/tls.key; chown -R 1000:1000 /run/secrets/tls",
+        server.file("server.crt").display(),
+        server.file("server.key").display(),
+    ));
+    let deployment = find("peer-validation.yaml", ("Deployment", "peer-validation-server"));
+    let pod = &deployment.data["spec"]["template"]["spec"];
+    let container = &pod["containers"][0];
+    assert_eq!(strings(&container["securityContext"]["capabilities"]["drop"]), ["ALL"]);
+    assert_eq!(container["securityContext"]["readOnlyRootFilesystem"], true);
+    assert_eq!(pod["securityContext"]["runAsUser"], 1000);
+    let script = "mount --bind / / && mount -o remount,bind,ro / && exec \"$0\" \"$@\"";
+    let _webhook = Running(
+        Command::new("unshare")
+            .args(["--mount", "--propagation", "private", "sh", "-ec", script])
+            .args(["setpriv", "--no-new-privs", "--reuid=1000", "--regid=1000", "--clear-groups"])
+            .args(["--inh-caps=-all", "--bounding-set=-all", "/run/kg"])
+            .args(strings(&container["args"]))
+            .spawn()
+            .unwrap(),
+    );
+    assert!(http(container["readinessProbe"]["httpGet"]["path"].as_str().unwrap()).await.contains("200"));
+
+    // No kube-proxy here: the service is reached at the container's own port.
+    let mut hook = find("peer-validation.yaml", ("ValidatingWebhookConfiguration", "peers.kilo.squat.ai"));
+    let client = &mut hook.data["webhooks"][0]["clientConfig"];
+    let path = client["service"]["path"].as_str().unwrap().to_owned();
+    let authority = k8s_openapi::ByteString(fs::read(server.file("ca.crt")).unwrap());
+    *client = json!({ "url": format!("https://127.0.0.1:8443{path}"), "caBundle": authority });
+    apply(&admin, &hook, false).await.unwrap();
+
+    let peer = |name: &str, host: Value| -> DynamicObject {
+        serde_json::from_value(json!({
+            "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": { "name": name },
+            "spec": { "allowedIPs": [], "publicKey": PublicKey([9; 32]).to_string(),
+                      "endpoint": { "dnsOrIP": host, "port": 51820 } },
+        }))
+        .unwrap()
+    };
+    // The schema lets this pass; and the server takes a moment to learn of the webhook.
+    let bad = peer("bad", json!({}));
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let refusal = loop {
+        match apply(&admin, &bad, true).await {
+            Err(error) => break error.to_string(),
+            Ok(_) => assert!(Instant::now() < deadline, "the webhook is not asked"),
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    };
+    println!("{refusal}");
+    assert!(refusal.contains("admission webhook \"peers.kilo.squat.ai\" denied"), "{refusal}");
+    assert!(refusal.contains("dnsOrIP"), "{refusal}");
+    apply(&admin, &peer("good", json!({ "dns": "vpn.example.com" })), false).await.unwrap();
 }

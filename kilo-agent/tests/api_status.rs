@@ -7,6 +7,8 @@ mod api;
 mod netns;
 
 use std::{
+    io::{Read as _, Write as _},
+    net::TcpStream,
     path::Path,
     process::{Child, Command},
     time::{Duration, Instant},
@@ -49,6 +51,14 @@ fn status(kubeconfig: &Path, arguments: &[&str]) -> Status {
     serde_json::from_str(&stdout).unwrap_or_else(|error| panic!("{error}: {stdout}"))
 }
 
+fn scrape() -> String {
+    let mut stream = TcpStream::connect("127.0.0.1:1107").unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    text
+}
+
 fn until(what: &str, mut check: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(20);
     while !check() {
@@ -84,7 +94,11 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
             ("n0", member("10.1.0.10:51820", "10.1.0.10/24", 1, now + 3600)),
             ("n2", member("10.1.0.12:51820", "10.1.0.12/24", 2, now - 600)),
         ] {
-            let pairs: Vec<_> = annotations.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
+            let mut pairs: Vec<_> = annotations.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
+            let location = name("location");
+            if node == "n2" {
+                pairs.push((&location, "gone"));
+            }
             create_node(&client, node, &pairs).await;
         }
         create_node(&client, "n1", &[]).await;
@@ -106,8 +120,14 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
         {
             assert!(table.contains(words), "{words} is missing from\n{table}");
         }
+        assert!(table.contains("location:gone   <none>"), "{table}");
         let found = status(&kubeconfig, &[]);
-        assert_eq!(found.locations[0].leader, "n0");
+        assert_eq!(found.locations[0].leader.as_deref(), Some("n0"));
+        let gone = &found.locations[1];
+        assert_eq!(
+            (gone.name.as_str(), &gone.leader, gone.ready, gone.nodes),
+            ("location:gone", &None, 0, 1)
+        );
         assert_eq!((found.locations[0].since, found.agent.as_ref()), (None, None));
         assert_eq!(
             found.peers[1].reason.as_deref(),
@@ -127,17 +147,21 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
             let found = status(&kubeconfig, &[url]);
             let location = found.locations.first();
             location.is_some_and(|location| {
-                location.leader == "n1" && location.reason == LeaderReason::PublicEndpoint
+                location.leader.as_deref() == Some("n1")
+                    && location.reason == Some(LeaderReason::PublicEndpoint)
             })
+        });
+        // The view is there a moment before the device has its peers.
+        until("the device's peers", || {
+            let agent = status(&kubeconfig, &[url]).agent.unwrap();
+            let names = agent.tunnels.iter().filter_map(|tunnel| tunnel.name.as_deref());
+            let peers: Vec<_> = names.filter(|name| name.starts_with("peer:")).collect();
+            peers == ["peer:laptop", "peer:tablet"] && !agent.programs.is_empty()
         });
         let found = status(&kubeconfig, &[url]);
         let agent = found.agent.unwrap();
         assert_eq!((agent.node.as_str(), agent.interface.as_str()), ("n1", "kilo0"));
         assert_eq!((agent.unhealthy, agent.errors), (None, vec![]));
-        assert_eq!(
-            agent.tunnels.iter().map(|tunnel| tunnel.name.as_deref()).collect::<Vec<_>>(),
-            [Some("peer:laptop"), Some("peer:tablet")]
-        );
         assert!(agent.drops.contains_key("unknown_sender") && agent.packets.contains_key("steer"));
         let at = |program: &str, interface: &str| {
             agent.programs.iter().any(|at| at.program == program && at.interface == interface)
@@ -145,13 +169,28 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
         assert!(at("kilo_egress", "kilo0") && at("lan_ingress", "eth0"), "{:?}", agent.programs);
         assert!(found.locations[0].since.is_some_and(|since| since.0 >= now));
 
+        // The same figures for Prometheus, those of a data path without traffic too.
+        let metrics = scrape();
+        for label in agent.drops.keys() {
+            let name = format!("kilo_dropped_packets_total{{reason=\"{label}\"}}");
+            assert!(metrics.contains(&name), "{name} is missing from\n{metrics}");
+        }
+        for label in agent.packets.keys() {
+            assert!(metrics.contains(&format!("kilo_packets_total{{action=\"{label}\"}}")), "{label}");
+        }
+        for line in ["kilo_leader 1", "kilo_peers 2", "kilo_wireguard_received_bytes_total{public_key="] {
+            assert!(metrics.contains(line), "{line} is missing from\n{metrics}");
+        }
+
         // The leader is moved: the agent has seen it happen.
         let nodes: Api<core::Node> = Api::all(client.clone());
         let ask = json!({"metadata": {"annotations": {name("leader"): ""}}});
         nodes.patch("n0", &PatchParams::default(), &Patch::Merge(&ask)).await.unwrap();
         until("n0 leads because it asks", || {
             let location = status(&kubeconfig, &[url]).locations.remove(0);
-            location.leader == "n0" && location.reason == LeaderReason::Asks && location.changes == Some(1)
+            location.leader.as_deref() == Some("n0")
+                && location.reason == Some(LeaderReason::Asks)
+                && location.changes == Some(1)
         });
 
         // Through the API server's proxy to the agent's pod, as from anywhere.

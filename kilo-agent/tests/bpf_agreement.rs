@@ -33,7 +33,7 @@ use support::{
 
 const PROGRAMS: [&str; 5] = ["lan_ingress", "kilo_egress", "kilo_ingress", "uplink_egress", "tunnel_ingress"];
 const PACKETS: usize = 100_000;
-const LONGEST: Duration = Duration::from_mins(2);
+const LONGEST: Duration = Duration::from_mins(1);
 /// Packets between two looks at the counters.
 const BATCH: usize = 200;
 

@@ -59,7 +59,7 @@ fn a_drop_is_reported_with_reason_program_interface_and_headers() {
             (DropReason::NatUnsupported, Hook::UplinkEgress, IFINDEX),
         ]
     );
-    assert_eq!((seen[1].length as usize, seen[1].bytes()), (long.len(), &long[..104]));
+    assert_eq!((seen[1].length as usize, seen[1].bytes()), (long.len(), &long[..128]));
     assert_eq!((seen[2].length as usize, seen[2].bytes()), (gre.len(), &gre[..]));
     let texts: Vec<String> = decode::headers(seen[0].bytes(), seen[0].length as usize, true)
         .iter()

@@ -27,36 +27,164 @@ fn fails(program: &str, arguments: &[&str]) -> String {
     said
 }
 
+/// Flags that take any text, or a path: what is wrong with it shows later.
+const ANY_TEXT: [&str; 8] =
+    ["backend-dir", "cni-path", "hostname", "interface", "kubeconfig", "master", "topology-label", "version"];
+
+/// Rubbish for each other flag of `kg`, and what the answer must name.
+const RUBBISH: [(&str, &str, &str); 22] = [
+    ("attach", "maybe", "auto, tcx, clsact"),
+    ("backend", "etcd", "kubernetes, file"),
+    ("clean-up", "maybe", "neither true nor false"),
+    ("clean-up-interface", "2", "neither true nor false"),
+    ("cni", "yes", "neither true nor false"),
+    ("compatibility", "calico", "flannel, cilium"),
+    ("create-interface", "tRUE", "neither true nor false"),
+    ("encapsulate", "sometimes", "never, crosssubnet, always"),
+    ("internal-cidr", "10.0.0.0/33", "10.0.0.0/33"),
+    ("iptables-forward-rules", "on", "neither true nor false"),
+    ("listen", "1107", ":1107"),
+    ("local", "", "neither true nor false"),
+    ("log-level", "loud", "all, debug, info, warn, error, none"),
+    ("masquerade", "maybe", "ebpf, "),
+    ("mesh-granularity", "none", "location, full"),
+    ("mtu", "big", "auto"),
+    ("port", "0", "1.."),
+    ("prioritise-private-addresses", "x", "neither true nor false"),
+    ("resync-period", "30", "30s"),
+    ("service-cidr", "10.96.0.0/12,x", "\"x\""),
+    ("subnet", "10.4.0.0", "--subnet"),
+    ("tunnel", "gre", "auto, ipip, vxlan, none"),
+];
+
 #[test]
-fn an_unknown_value_of_a_flag_is_answered_with_the_possible_ones() {
-    for (flag, possible) in [
-        ("--backend=etcd", "kubernetes, file"),
-        ("--encapsulate=sometimes", "never, crosssubnet, always"),
-        ("--mesh-granularity=none", "location, full"),
-        ("--log-level=loud", "all, debug, info, warn, error, none"),
-        ("--compatibility=calico", "flannel, cilium"),
-        ("--wireguard=rust", "auto, kernel, userspace"),
-        ("--masquerade=maybe", "ebpf, off"),
+fn each_flag_answers_rubbish_with_what_is_possible() {
+    for (flag, rubbish, possible) in RUBBISH.iter().chain(&[("wireguard", "rust", "auto, kernel, userspace")])
+    {
+        let said = fails(KG, &["--backend=file", &format!("--{flag}={rubbish}")]);
+        assert!(said.contains(possible) && said.contains(flag), "--{flag}={rubbish}: {said}");
+    }
+    for (flag, rubbish, hint) in [
+        ("interface", "a-name-too-long-for-linux", "1 to 15 characters"),
+        ("interface", "", "1 to 15 characters"),
+        ("interface", "a/b", "1 to 15 characters"),
+        ("mtu", "-1", "576"),
+        ("mtu", "70000", "576"),
+        ("port", "65536", "1.."),
+        ("resync-period", "-1s", "30s"),
+        ("listen", ":99999", ":1107"),
+        ("internal-cidr", "10.0.0.1", "10.96.0.0/12"),
     ] {
-        let said = fails(KG, &[flag]);
-        assert!(said.contains(possible), "{flag}: {said}");
+        let said = fails(KG, &["--backend=file", &format!("--{flag}={rubbish}")]);
+        assert!(said.contains(hint), "--{flag}={rubbish}: {said}");
+    }
+    let said = fails(KG, &["--backend=file", "--cnii=true"]);
+    assert!(said.contains("--cnii") && said.contains("--cni"), "{said}");
+    let said = fails(KG, &["--master=ftp://x"]);
+    assert!(said.contains("--master") && said.contains("https://192.0.2.1:6443"), "{said}");
+}
+
+#[test]
+fn no_flag_of_kg_is_left_out_of_the_tests_of_rubbish() {
+    let output = Command::new(KG).arg("flags-as-markdown").output().unwrap();
+    let tables = String::from_utf8(output.stdout).unwrap();
+    let table = tables.split("<!-- flags: kg -->").nth(1).unwrap().split("<!-- /flags -->").next().unwrap();
+    let names = table
+        .split("--")
+        .skip(1)
+        .map(|rest| rest.split(|c: char| !c.is_ascii_lowercase() && c != '-').next().unwrap().to_owned());
+    let names: Vec<String> =
+        names.filter(|name| !name.is_empty() && table.contains(&format!("| `--{name}"))).collect();
+    for name in &names {
+        let known = ANY_TEXT.contains(&name.as_str())
+            || name == "wireguard"
+            || RUBBISH.iter().any(|(flag, ..)| flag == name);
+        assert!(known, "--{name} has no test with rubbish");
+    }
+    assert!(names.len() > 20, "{names:?}");
+}
+
+#[test]
+fn flags_are_read_as_manifests_for_kilo_write_them() {
+    // The directory is missing: whatever comes before that was understood.
+    for arguments in [
+        &["--cni=False", "--local=0", "--clean-up=t", "--create-interface=TRUE"][..],
+        &["--cni", "--local", "--prioritise-private-addresses", "--iptables-forward-rules"],
+        &["--port", "51821", "--port=51822", "--mtu=auto", "--mtu", "1300"],
+        &["--internal-cidr=10.0.0.0/8,192.168.0.0/16", "--internal-cidr", "fd00::/8", "--service-cidr="],
+        &["--resync-period=+1m0.5s", "--kubeconfig=", "--master=", "--compatibility=", "--hostname="],
+        &["--subnet=10.4.3.2/16", "--listen=localhost:1107", "--log-level=all"],
+    ] {
+        let mut all = vec!["--backend", "file", "--backend-dir=/nonexistent"];
+        all.extend(arguments);
+        let said = fails(KG, &all);
+        assert!(said.contains("/nonexistent"), "{arguments:?}: {said}");
     }
 }
 
 #[test]
-fn a_value_of_the_wrong_form_is_answered_with_an_example() {
-    for (flag, hint) in [
-        ("--mtu=big", "auto"),
-        ("--resync-period=30", "30s"),
-        ("--listen=1107", ":1107"),
-        ("--subnet=10.4.0.0", "--subnet"),
-        ("--port=0", "1.."),
-        ("--service-cidr=x", "--service-cidr"),
-        ("--interface=a-name-too-long-for-linux", "1 to 15 characters"),
-    ] {
-        let said = fails(KG, &[flag, "--backend=file"]);
-        assert!(said.contains(hint), "{flag}: {said}");
+fn help_version_and_completion_answer_on_stdout() {
+    let answer = |arguments: &[&str]| {
+        let output = Command::new(KG).args(arguments).output().unwrap();
+        assert!(output.status.success() && output.stderr.is_empty(), "{arguments:?}: {}", said(&output));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert_eq!(answer(&["-h"]).lines().next(), answer(&["--help"]).lines().next());
+    for arguments in [&["version"][..], &["--version"], &["--version", "--cni=false"]] {
+        assert_eq!(answer(arguments), format!("{}\n", env!("CARGO_PKG_VERSION")), "{arguments:?}");
     }
+    for shell in ["bash", "zsh", "fish", "powershell"] {
+        assert!(answer(&["completion", shell]).contains("mesh-granularity"), "{shell}");
+    }
+    let said = fails(KG, &["completion", "cmd"]);
+    assert!(said.contains("bash") && said.contains("powershell"), "{said}");
+}
+
+#[test]
+fn logs_are_json_lines_on_stdout_and_none_means_none() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("n2.yaml"), NODE.replace("n1", "n2")).unwrap();
+    let soon = "timeout --preserve-status 3";
+    let Some((_, loud)) = isolated(directory.path(), soon, "--listen 127.0.0.1:0") else { return };
+    let lines: Vec<serde_json::Value> = loud
+        .lines()
+        .filter(|line| line.starts_with('{'))
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    assert!(lines.iter().any(|line| line["level"] == "INFO" && line["message"] == "kg runs"), "{loud}");
+    assert!(lines.iter().any(|line| line["level"] == "ERROR"), "{loud}");
+    let Some((_, quiet)) = isolated(directory.path(), soon, "--listen 127.0.0.1:0 --log-level none") else {
+        return;
+    };
+    assert!(!quiet.contains("level"), "{quiet}");
+    let Some((_, errors)) = isolated(directory.path(), soon, "--listen 127.0.0.1:0 --log-level error") else {
+        return;
+    };
+    assert!(errors.contains("ERROR") && !errors.contains("INFO") && !errors.contains("WARN"), "{errors}");
+}
+
+#[test]
+fn rubbish_to_status_connect_and_webhook_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("n1.yaml"), NODE).unwrap();
+    let place = directory.path().to_str().unwrap();
+    for (arguments, words) in [
+        (&["status", "--agent=ftp://x"][..], "http://"),
+        (&["status", "--agent=http://127.0.0.1:1"], "does not answer"),
+        (&["status", "nobody"], "nobody"),
+        (&["status", "-o", "yaml"], "table, json"),
+        (&["status", "--mesh-granularity=x"], "location, full, auto"),
+        (&["connect", "--mtu=1"], "576..=65535"),
+        (&["connect", "--resync-period=30"], "30s"),
+        (&["connect", "--persistent-keepalive=70000"], "0..=65535"),
+        (&["connect", "--allowed-ip=x"], "--allowed-ip"),
+        (&["connect", "x", "--private-key", place], place),
+    ] {
+        let said = fails(KGCTL, &[&["--backend=file", "--backend-dir", place], arguments].concat());
+        assert!(said.contains(words), "{arguments:?}: {said}");
+    }
+    assert!(fails(KG, &["webhook"]).contains("--cert-file"));
+    assert!(fails(KG, &["webhook", "--cert-file=x", "--key-file=y", "--listen=8443"]).contains(":1107"));
 }
 
 #[test]
@@ -143,6 +271,15 @@ fn a_kernel_without_wireguard_is_said_so_and_nothing_is_left() {
     }
     let Some((success, said)) = isolated(directory.path(), "", "--wireguard kernel") else { return };
     assert!(!success && said.to_lowercase().contains("wireguard"), "{said}");
+    assert!(!said.contains("LEFT"), "{said}");
+}
+
+#[test]
+fn an_address_that_cannot_be_listened_on_is_named_and_nothing_is_left() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("n1.yaml"), NODE).unwrap();
+    let Some((success, said)) = isolated(directory.path(), "", "--listen=192.0.2.99:1107") else { return };
+    assert!(!success && said.contains("--listen 192.0.2.99:1107"), "{said}");
     assert!(!said.contains("LEFT"), "{said}");
 }
 

@@ -4,7 +4,12 @@
 
 use std::{collections::BTreeMap, fs, path::PathBuf, process::Command};
 
-use kilo_agent::flag_table::ARGUMENT;
+use kilo_agent::{
+    flag_table::ARGUMENT,
+    metrics::{Metrics, PeerSample},
+    wireguard::key::PublicKey,
+};
+use kilo_common::verdict::{Action, DropReason};
 
 const PROGRAMS: [&str; 2] = [env!("CARGO_BIN_EXE_kg"), env!("CARGO_BIN_EXE_kgctl")];
 const START: &str = "<!-- flags: ";
@@ -100,5 +105,39 @@ fn every_link_between_the_pages_leads_somewhere() {
             let there = path.parent().unwrap().join(file);
             assert!(there.exists(), "{}: {target} does not exist", path.display());
         }
+    }
+}
+
+#[test]
+fn examples_name_the_pins_of_this_layout() {
+    let pins = format!("v{}/", kilo_common::maps::LAYOUT_VERSION);
+    for (path, text) in pages() {
+        for rest in text.split("/sys/fs/bpf/kilo/").skip(1) {
+            // Links are no part of the layout: they outlive it.
+            let named = rest.starts_with(&pins) || rest.starts_with("links");
+            assert!(named, "{}: the pins are below {pins}", path.display());
+        }
+    }
+}
+
+#[test]
+fn every_metric_action_and_drop_reason_is_explained() {
+    let page = fs::read_to_string(root().join("docs/monitoring.md")).unwrap();
+    let metrics = Metrics::default();
+    let sample = PeerSample { last_handshake: Some(1), ..PeerSample::default() };
+    metrics.set_peers(BTreeMap::from([(PublicKey([1; 32]), sample)]));
+    let text = metrics.encode().unwrap();
+    let of_metrics = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
+    let actions = Action::ALL.iter().map(|action| action.label());
+    let reasons = DropReason::ALL.iter().map(|reason| reason.label());
+    for name in of_metrics.chain(actions).chain(reasons) {
+        let explained = page.lines().any(|line| {
+            let cell = line.split(" | ").next().unwrap_or_default();
+            cell.starts_with("| ")
+                && cell.split('`').any(|word| {
+                    word.split('{').next().is_some_and(|word| word.trim_end_matches("_total") == name)
+                })
+        });
+        assert!(explained, "{name} is not explained in docs/monitoring.md");
     }
 }

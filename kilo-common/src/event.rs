@@ -2,10 +2,10 @@
 
 use crate::verdict::DropReason;
 
-/// Bytes of the packet an event carries: Ethernet, an outer and an inner
-/// header of IPv6, and ports.
-pub const SNAP: usize = 104;
-/// Bytes of the `events` ring: some 1,900 events; what does not fit is not sent.
+/// Bytes of the packet an event carries: enough for Ethernet, VXLAN over IPv6
+/// and an inner header. A power of two, for [`captured`].
+pub const SNAP: usize = 128;
+/// Bytes of the `events` ring: some 1,600 events; what does not fit is not sent.
 pub const RING_BYTES: u32 = 262_144;
 
 /// The program that dropped a packet.
@@ -71,6 +71,15 @@ impl Monitor {
     }
 }
 
+/// Bytes captured of a packet of `length` bytes. From 1 to [`SNAP`] by its
+/// last two operations alone: verifiers before Linux 6.8 forget a comparison
+/// when the compiler makes it on a copy.
+#[inline(always)]
+pub const fn captured(length: u32) -> u32 {
+    let most = if length > SNAP as u32 { SNAP as u32 } else { length };
+    (most.wrapping_sub(1) & (SNAP as u32 - 1)) + 1
+}
+
 /// One dropped packet.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,7 +103,7 @@ pub struct DropEvent {
 }
 
 /// Bytes of a [`DropEvent`].
-pub const EVENT_BYTES: usize = 128;
+pub const EVENT_BYTES: usize = 152;
 const _: () = assert!(size_of::<DropEvent>() == EVENT_BYTES);
 const _: () = assert!(size_of::<Monitor>() == 24);
 
@@ -159,6 +168,14 @@ mod tests {
         for (index, hook) in Hook::ALL.iter().enumerate() {
             assert_eq!(index, *hook as usize);
         }
+    }
+
+    #[test]
+    fn as_much_is_captured_as_there_is_and_fits() {
+        for (length, wanted) in [(1, 1), (34, 34), (127, 127), (128, 128), (129, 128), (9000, 128)] {
+            assert_eq!(captured(length), wanted, "{length}");
+        }
+        assert!(captured(0) <= SNAP as u32);
     }
 
     #[test]

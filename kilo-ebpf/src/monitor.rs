@@ -9,7 +9,7 @@ use aya_ebpf::{
     macros::btf_map,
     programs::TcContext,
 };
-use kilo_common::event::{DropEvent, Monitor, RING_BYTES, SNAP};
+use kilo_common::event::{DropEvent, Monitor, RING_BYTES, captured};
 
 use crate::packet;
 
@@ -31,7 +31,7 @@ pub fn report(ctx: &TcContext, hook: u32, reason: u32) {
     let Some(mut entry) = EVENTS.reserve(0) else { return };
     let event: *mut DropEvent = entry.as_mut_ptr();
     let length = ctx.len();
-    let captured = if length > SNAP as u32 { SNAP as u32 } else { length };
+    let captured = captured(length);
     // SAFETY: the entry is ours until it is submitted and as large as an event;
     // the helper writes at most SNAP bytes.
     unsafe {
@@ -43,7 +43,7 @@ pub fn report(ctx: &TcContext, hook: u32, reason: u32) {
         (&raw mut (*event).pad).write([0; 2]);
         let at = (&raw mut (*event).packet).cast();
         let skb: *const __sk_buff = ctx.as_ptr().cast();
-        let copied = captured != 0 && bpf_skb_load_bytes(skb.cast(), 0, at, captured) == 0;
+        let copied = bpf_skb_load_bytes(skb.cast(), 0, at, captured) == 0;
         (&raw mut (*event).captured).write(if copied { captured as u8 } else { 0 });
     }
     entry.submit(0);

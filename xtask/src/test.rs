@@ -188,7 +188,14 @@ impl TestBinary {
             // Only the virtual machines' kernels surely have WireGuard.
             () if starts("wireguard_kernel") => Part::Vm,
             () if starts("api_") => Part::Api,
-            () if starts("lab_") || starts("net_") || starts("wireguard_") || starts("cli_") => Part::Lab,
+            () if starts("http_")
+                || starts("lab_")
+                || starts("net_")
+                || starts("wireguard_")
+                || starts("cli_") =>
+            {
+                Part::Lab
+            }
             () => Part::Unit,
         }
     }
@@ -374,7 +381,7 @@ fn binaries_in_vm(kernel: &str, binaries: &[TestBinary]) -> Result<Vec<TestOutco
         kernel: kernel.to_owned(),
         modules: None,
         memory: 2048,
-        timeout: 600,
+        timeout: 1200,
         icount: false,
         command: vec!["sh".to_owned(), "-c".to_owned(), lines.collect()],
     })?;

@@ -23,6 +23,7 @@ use crate::topology::{self, Endpoint, EndpointHost};
     printcolumn = r#"{"name":"IP","type":"string","jsonPath":".spec.endpoint.dnsOrIP.ip"}"#,
     printcolumn = r#"{"name":"Port","type":"integer","jsonPath":".spec.endpoint.port"}"#,
     printcolumn = r#"{"name":"Keepalive","type":"integer","jsonPath":".spec.persistentKeepalive"}"#,
+    printcolumn = r#"{"name":"Public Key","type":"string","jsonPath":".spec.publicKey","priority":1}"#,
     printcolumn = r#"{"name":"Age","type":"date","jsonPath":".metadata.creationTimestamp"}"#
 )]
 #[serde(rename_all = "camelCase")]
@@ -61,8 +62,12 @@ pub struct PeerEndpoint {
 /// A host by name or address; the name wins when both are given.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DnsOrIp {
-    /// A DNS name (RFC 1123).
+    /// A DNS name in lower case (RFC 1123).
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(
+        length(max = 253),
+        regex(pattern = r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*)?$")
+    )]
     pub dns: Option<String>,
     /// An IPv4 or IPv6 address.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -16,8 +16,8 @@ use kilo_agent::{
     agent::{self, Agent},
     backend::{Backend, BackendError, file::FileBackend, kubernetes, patient::Patient},
     cli::{
-        AttachMode, BackendKind, Compatibility, LogLevel, Masquerade, TunnelMode, WireguardMode,
-        parse_duration, parse_listen,
+        AttachMode, BackendKind, Compatibility, LogLevel, Masquerade, PrefixList, TunnelMode, WireguardMode,
+        parse_bool, parse_duration, parse_listen,
     },
     dataplane::BPFFS,
     health::Health,
@@ -26,6 +26,7 @@ use kilo_agent::{
     metrics::Metrics,
     net::mtu::Mtu,
     topology::{Encapsulate, Granularity, Settings},
+    webhook,
     wireguard::{private_key, userspace},
 };
 use tokio::signal::unix::{SignalKind, signal};
@@ -40,11 +41,11 @@ const SHORT_WAIT: Duration = Duration::from_secs(3);
 /// Joins this node to the others' network: WireGuard between locations, TC
 /// programs inside them.
 #[derive(Parser, Debug)]
-#[command(name = "kg", version, disable_version_flag = true, args_conflicts_with_subcommands = false)]
+#[command(name = "kg", version, disable_version_flag = true, args_override_self = true)]
 struct Cli {
     /// Print the version.
-    #[arg(long, short = 'V', action = clap::ArgAction::Version)]
-    version: Option<bool>,
+    #[arg(long, short = 'V')]
+    version: bool,
     #[command(subcommand)]
     command: Option<Command>,
     #[command(flatten)]
@@ -60,6 +61,8 @@ enum Command {
         /// bash, zsh, fish, elvish or powershell.
         shell: clap_complete::Shell,
     },
+    /// Refuse invalid Peer objects when they are written (admission webhook).
+    Webhook(WebhookArgs),
     /// Remove everything the agent set up on this node, annotations too.
     Uninstall,
     /// Run the userspace WireGuard device (started by the agent itself).
@@ -68,6 +71,22 @@ enum Command {
         /// Interface to make.
         interface: String,
     },
+}
+
+#[derive(Args, Debug)]
+struct WebhookArgs {
+    /// Certificate chain in PEM; read again when it changes.
+    #[arg(long, value_name = "FILE")]
+    cert_file: PathBuf,
+    /// Private key of the certificate in PEM; read again when it changes.
+    #[arg(long, value_name = "FILE")]
+    key_file: PathBuf,
+    /// Address the API server asks at: POST /validate over TLS.
+    #[arg(long, default_value = ":8443", value_parser = parse_listen)]
+    listen: SocketAddr,
+    /// Address of metrics and health.
+    #[arg(long, default_value = ":1107", value_parser = parse_listen)]
+    listen_metrics: SocketAddr,
 }
 
 #[derive(Args, Debug)]
@@ -81,17 +100,17 @@ struct Flags {
     /// Directory of Node and Peer objects for --backend=file.
     #[arg(long, value_name = "DIR", global = true)]
     backend_dir: Option<PathBuf>,
-    /// Remove what the agent set up when it stops and its node no longer exists.
-    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    /// When the agent stops and its node no longer exists: remove what it set up. A restart removes nothing.
+    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     clean_up: bool,
-    /// Also delete the WireGuard interface then.
-    #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    /// Delete the WireGuard interface, too, when --clean-up removes the rest.
+    #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     clean_up_interface: bool,
     /// Create the WireGuard interface; else it must exist.
-    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", global = true)]
+    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool, global = true)]
     create_interface: bool,
     /// Write the node's pod CIDRs into the CNI configuration; masquerade its pods.
-    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     cni: bool,
     /// CNI configuration list.
     #[arg(long, value_name = "FILE", default_value = "/etc/cni/net.d/10-kilo.conflist")]
@@ -108,11 +127,11 @@ struct Flags {
     /// The WireGuard interface.
     #[arg(long, default_value = "kilo0", global = true)]
     interface: String,
-    /// Only addresses in these ranges are private addresses of the node (repeatable).
-    #[arg(long, value_name = "CIDR", value_delimiter = ',')]
-    internal_cidr: Vec<IpNet>,
-    /// Let traffic of local pods pass a FORWARD policy DROP (accepted; not done yet).
-    #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    /// Only addresses in these ranges are private addresses of the node (comma separated, repeatable).
+    #[arg(long, value_name = "CIDR")]
+    internal_cidr: Vec<PrefixList>,
+    /// Accept traffic of local pods in the FORWARD chains of iptables, whatever their policy.
+    #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     iptables_forward_rules: bool,
     /// Kubernetes configuration; default: in-cluster.
     #[arg(long, value_name = "FILE", default_value = "", hide_default_value = true, global = true)]
@@ -124,7 +143,7 @@ struct Flags {
     #[arg(long, default_value = ":1107", value_parser = parse_listen)]
     listen: SocketAddr,
     /// Manage routes inside the location.
-    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     local: bool,
     /// all, debug, info, warn, error or none.
     #[arg(long, default_value = "info", global = true)]
@@ -146,14 +165,14 @@ struct Flags {
     #[arg(long, default_value = "51820", value_parser = clap::value_parser!(u16).range(1..))]
     port: u16,
     /// Prefer the private address as endpoint.
-    #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     prioritise_private_addresses: bool,
     /// How often everything is checked although nothing seems to have changed.
     #[arg(long, default_value = "30s", value_parser = parse_duration)]
     resync_period: Duration,
-    /// Service ranges, never masqueraded (repeatable).
-    #[arg(long, value_name = "CIDR", value_delimiter = ',')]
-    service_cidr: Vec<IpNet>,
+    /// Service ranges, never masqueraded (comma separated, repeatable).
+    #[arg(long, value_name = "CIDR")]
+    service_cidr: Vec<PrefixList>,
     /// WireGuard addresses come from here.
     #[arg(long, default_value = "10.4.0.0/16")]
     subnet: IpNet,
@@ -182,7 +201,7 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> Result<()> {
     let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
-    match cli.command {
+    match cli.command.or(cli.version.then_some(Command::Version)) {
         Some(Command::Version) => {
             println!("{}", env!("CARGO_PKG_VERSION"));
             Ok(())
@@ -194,9 +213,13 @@ fn run(cli: Cli) -> Result<()> {
         Some(Command::UserspaceWireguard { interface }) => {
             Ok(runtime()?.block_on(userspace::run(&interface)).context("userspace WireGuard")?)
         }
+        Some(Command::Webhook(args)) => {
+            log_to_stdout(cli.flags.log_level);
+            runtime()?.block_on(serve_webhook(args))
+        }
         Some(Command::Uninstall) => {
             log_to_stdout(cli.flags.log_level);
-            runtime()?.block_on(uninstall(&cli.flags))
+            runtime()?.block_on(uninstall(&cli.flags, true))
         }
         None => {
             log_to_stdout(cli.flags.log_level);
@@ -211,7 +234,7 @@ fn log_to_stdout(level: LogLevel) {
     // Libraries speak only when everything is asked for.
     let filter = match level {
         LogLevel::All | LogLevel::None => level.directive().to_owned(),
-        level => format!("warn,kilo_agent={0},kilo_ebpf={0}", level.directive()),
+        level => format!("warn,kg={0},kilo_agent={0},kilo_ebpf={0}", level.directive()),
     };
     let registry = tracing_subscriber::registry().with(EnvFilter::new(filter));
     if std::io::stdout().is_terminal() {
@@ -226,19 +249,11 @@ fn hostname(flags: &Flags) -> Result<String> {
         return Ok(flags.hostname.clone());
     }
     let name = nix::unistd::gethostname().context("the host's name")?;
-    name.into_string().map_err(|name| anyhow::anyhow!("the host's name {name:?} is no text; set --hostname"))
-}
-
-/// A lock that dies with the process: an abstract socket of this network namespace.
-fn lock(interface: &str) -> Result<std::os::unix::net::UnixListener> {
-    use std::os::linux::net::SocketAddrExt as _;
-    let address = std::os::unix::net::SocketAddr::from_abstract_name(format!("kilo-agent/{interface}"))?;
-    std::os::unix::net::UnixListener::bind_addr(&address).map_err(|error| match error.kind() {
-        std::io::ErrorKind::AddrInUse => {
-            anyhow::anyhow!("an agent for interface {interface} already runs on this node; stop it first")
-        }
-        _ => error.into(),
-    })
+    let name = name
+        .into_string()
+        .map_err(|name| anyhow::anyhow!("the host's name {name:?} is no text; set --hostname"))?;
+    // Names of Node objects are lower case; the kubelet does the same.
+    Ok(name.to_lowercase())
 }
 
 fn interface_options(flags: &Flags) -> Result<interface::Options> {
@@ -264,18 +279,19 @@ fn options(flags: &Flags) -> Result<agent::Options> {
             local: flags.local,
             cni: flags.cni,
             subnet: flags.subnet.trunc(),
-            service_cidrs: flags.service_cidr.clone(),
+            service_cidrs: PrefixList::join(&flags.service_cidr),
             port: flags.port,
         },
         mtu: flags.mtu,
+        compatibility: flags.compatibility,
         resync: flags.resync_period,
-        internal_cidrs: flags.internal_cidr.clone(),
+        internal_cidrs: PrefixList::join(&flags.internal_cidr),
         prefer_private: flags.prioritise_private_addresses,
         cni: flags.cni.then(|| flags.cni_path.clone()),
-        cni_beside: flags.compatibility.cni(),
         masquerade: flags.masquerade == Masquerade::Ebpf,
         bpffs: PathBuf::from(BPFFS),
         attach: flags.attach,
+        forward_rules: flags.iptables_forward_rules,
         debug: matches!(flags.log_level, LogLevel::All | LogLevel::Debug),
     })
 }
@@ -290,10 +306,7 @@ fn text(flag: &str) -> Option<&str> {
 
 async fn serve(flags: Flags) -> Result<()> {
     let options = options(&flags)?;
-    let _lock = lock(&flags.interface)?;
-    if flags.iptables_forward_rules {
-        tracing::warn!("--iptables-forward-rules is accepted, but rules are not written yet");
-    }
+    let _lock = interface::lock(&flags.interface)?;
     match flags.backend {
         BackendKind::File => {
             let backend = FileBackend::start(directory(&flags)?, &flags.topology_label).await?;
@@ -344,6 +357,27 @@ struct Keep {
     known: Option<LastGood>,
 }
 
+async fn serve_webhook(args: WebhookArgs) -> Result<()> {
+    let options = webhook::Options {
+        certificate: args.cert_file,
+        key: args.key_file,
+        listen: args.listen,
+        listen_metrics: args.listen_metrics,
+        reload: Duration::from_secs(5),
+    };
+    let stop = CancellationToken::new();
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let told = stop.clone();
+    tokio::spawn(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        told.cancel();
+    });
+    Ok(webhook::run(options, stop).await?)
+}
+
 /// An API server that is away is waited for: traffic goes on meanwhile.
 async fn start_patiently(
     client: kube::Client,
@@ -383,11 +417,12 @@ async fn work<B: Backend>(
     let stop = CancellationToken::new();
     let snapshots = backend.watch();
     let hostname = options.hostname.clone();
-    let agent = Agent::new(options, backend, key, metrics, health, view).await?;
+    // Before anything is set up: nothing half done stays behind an address that is taken.
     let listen = flags.listen;
     let listener = http::bind(listen).await.with_context(|| format!("--listen {listen}"))?;
+    let agent = Agent::new(options, backend, key, metrics, health, view).await?;
     let answer = move |request| context.clone().answer(request);
-    let _keeping = keeping.map(|keeping| AbortOnDropHandle::new(tokio::spawn(keeping)));
+    let keeping = keeping.map(|keeping| AbortOnDropHandle::new(tokio::spawn(keeping)));
     let mut server = tokio::spawn(http::serve(listener, None, answer, stop.clone()));
     let mut agent = tokio::spawn(agent.run(stop.clone()));
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
@@ -400,26 +435,28 @@ async fn work<B: Backend>(
     }
     stop.cancel();
     agent.await.context("the reconcile loop panicked")??;
+    drop(keeping);
     // A restart or an upgrade must not interrupt traffic: programs, routes and
     // annotations stay for the next agent, unless the node has left the cluster.
     let gone = !snapshots.borrow().nodes.contains_key(&hostname);
     if flags.clean_up && gone {
         tracing::info!("the node no longer exists; cleaning up");
-        return uninstall(&flags).await;
+        return uninstall(&flags, flags.clean_up_interface).await;
     }
     tracing::info!("kg stops; traffic goes on, `kg uninstall` removes everything");
     Ok(())
 }
 
-async fn uninstall(flags: &Flags) -> Result<()> {
+async fn uninstall(flags: &Flags, interface: bool) -> Result<()> {
     let options = interface_options(flags)?;
+    let removal =
+        agent::Removal { interface: &options, delete_interface: interface, bpffs: Path::new(BPFFS) };
     let hostname = hostname(flags)?;
-    let _lock = lock(&flags.interface);
-    let bpffs = Path::new(BPFFS);
+    let _lock = interface::lock(&flags.interface);
     let mut problems = match flags.backend {
         BackendKind::File => {
             let backend = FileBackend::start(directory(flags)?, &flags.topology_label).await?;
-            agent::uninstall(Some(&backend), &hostname, &options, bpffs).await
+            agent::uninstall(Some(&backend), &hostname, removal).await
         }
         BackendKind::Kubernetes => {
             let path = text(&flags.kubeconfig).map(PathBuf::from);
@@ -434,7 +471,7 @@ async fn uninstall(flags: &Flags) -> Result<()> {
                 // The host is cleaned although the API is out of reach.
                 tracing::warn!(%error, "annotations stay");
             }
-            agent::uninstall(backend.ok().as_ref(), &hostname, &options, bpffs).await
+            agent::uninstall(backend.ok().as_ref(), &hostname, removal).await
         }
     };
     if let Err(error) = last_good::remove(Path::new(last_good::DEFAULT_PATH)) {

@@ -42,25 +42,26 @@ pub fn svg(mesh: &Mesh) -> String {
 fn write(mesh: &Mesh, out: &mut String) -> fmt::Result {
     let radii: Vec<f64> = mesh.segments.iter().map(radius).collect();
     let (centres, extent) = around(&radii);
-    let (peers, extent) = outside(mesh.peers.len(), extent);
-    let half = extent + GAP;
+    let peers = outside(mesh.peers.len(), extent);
+    let things = centres.iter().copied().zip(radii.iter().copied());
+    let (left, top, right, bottom) = bounds(things.chain(peers.iter().map(|at| (*at, NODE.0))));
+    let (width, height) = (right - left, bottom - top);
     writeln!(
         out,
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"{:.0} {:.0} {:.0} {:.0}\" width=\"{3:.0}\" height=\"{3:.0}\">",
-        -half,
-        -half,
-        2.0 * half,
-        2.0 * half
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"{left:.0} {top:.0} {width:.0} {height:.0}\" \
+         width=\"{width:.0}\" height=\"{height:.0}\">"
     )?;
+    let middle = left + width / 2.0;
     writeln!(out, "<style>{STYLE}</style>")?;
-    writeln!(out, "<text x=\"0\" y=\"{:.0}\">{}</text>", 16.0 - half, escape(&mesh.subnet.to_string()))?;
+    let subnet = escape(&mesh.subnet.to_string());
+    writeln!(out, "<text x=\"{middle:.0}\" y=\"{:.0}\">{subnet}</text>", top + 18.0)?;
     let locations = centres.len();
     let (pairs, spokes) = (locations * locations.saturating_sub(1) / 2, locations * peers.len());
     if pairs + spokes > MOST_LINES {
-        let y = 32.0 - half;
+        let y = top + 34.0;
         writeln!(
             out,
-            "<text class=\"small\" x=\"0\" y=\"{y:.0}\">all leaders are joined to each other and to the peers; \
+            "<text class=\"small\" x=\"{middle:.0}\" y=\"{y:.0}\">all leaders are joined to each other and to the peers; \
              {} lines are left out</text>",
             pairs + spokes
         )?;
@@ -119,15 +120,23 @@ fn around(radii: &[f64]) -> (Vec<Point>, f64) {
     (centres.collect(), distance + largest)
 }
 
-/// Places for so many peers outside of everything, and how far they reach.
-fn outside(peers: usize, extent: f64) -> (Vec<Point>, f64) {
-    if peers == 0 {
-        return (Vec::new(), extent);
-    }
+/// Places for so many peers outside of what reaches this far.
+fn outside(peers: usize, extent: f64) -> Vec<Point> {
     let distance = (extent + GAP + NODE.0).max(peers as f64 * ROOM / TAU);
     // Half a step aside, so that few peers do not hide behind the first location.
-    let places = (0..peers).map(|peer| at(distance, (peer as f64 + 0.5) / peers as f64));
-    (places.collect(), distance + NODE.0)
+    (0..peers).map(|peer| at(distance, (peer as f64 + 0.5) / peers as f64)).collect()
+}
+
+/// Left, top, right and bottom of circles, with room for titles and a margin.
+fn bounds(circles: impl Iterator<Item = (Point, f64)>) -> (f64, f64, f64, f64) {
+    let mut found = (-NODE.0, -NODE.1, NODE.0, NODE.1);
+    for ((x, y), radius) in circles {
+        found.0 = found.0.min(x - radius);
+        found.1 = found.1.min(y - radius);
+        found.2 = found.2.max(x + radius);
+        found.3 = found.3.max(y + radius);
+    }
+    (found.0 - GAP / 2.0, found.1 - GAP - 16.0, found.2 + GAP / 2.0, found.3 + GAP / 2.0)
 }
 
 /// A part of a turn (0 = top, clockwise) on a circle.

@@ -90,6 +90,8 @@ impl Format {
 
 /// The largest picture in bytes.
 const LARGEST: u64 = 32 << 20;
+/// More locations than this are drawn by ourselves unless a layout is asked for.
+const MANY: usize = 25;
 /// How much of what `dot` complains is read.
 const COMPLAINT: u64 = 4 << 10;
 
@@ -151,7 +153,12 @@ impl Graphviz {
         if matches!(format, Format::Dot | Format::Gv) {
             return respond(StatusCode::OK, format.media_type(), source);
         }
-        match self.render(source, format, layout).await {
+        // Circo needs seconds for 30 locations that are all joined, minutes for 50.
+        let by_ourselves = layout.is_none() && mesh.segments.len() > MANY && format == Format::Svg;
+        if by_ourselves {
+            return respond(StatusCode::OK, format.media_type(), drawing::svg(mesh));
+        }
+        match self.render(source, format, layout.unwrap_or_default()).await {
             Ok(picture) => respond(StatusCode::OK, format.media_type(), picture),
             // An SVG there always is: Graphviz may be missing, or not up to thousands of edges.
             Err(_) if format == Format::Svg => {
@@ -219,12 +226,12 @@ impl Graphviz {
     }
 }
 
-fn parameters(query: &str) -> Result<(Format, Layout), UnknownValue> {
+fn parameters(query: &str) -> Result<(Format, Option<Layout>), UnknownValue> {
     let get = |name: &str| {
         form_urlencoded::parse(query.as_bytes()).find(|(key, _)| key == name).map(|(_, value)| value)
     };
     let format = get("format").map_or(Ok(Format::default()), |text| text.parse())?;
-    let layout = get("layout").map_or(Ok(Layout::default()), |text| text.parse())?;
+    let layout = get("layout").map(|text| text.parse()).transpose()?;
     Ok((format, layout))
 }
 
@@ -234,8 +241,8 @@ mod tests {
 
     #[test]
     fn parameters_have_defaults_and_unknown_ones_list_the_possible() {
-        assert_eq!(parameters(""), Ok((Format::Svg, Layout::Circo)));
-        assert_eq!(parameters("layout=fdp&x=y&format=p%6eg"), Ok((Format::Png, Layout::Fdp)));
+        assert_eq!(parameters(""), Ok((Format::Svg, None)));
+        assert_eq!(parameters("layout=fdp&x=y&format=p%6eg"), Ok((Format::Png, Some(Layout::Fdp))));
         let message = parameters("format=pdf").unwrap_err().to_string();
         assert!(message.contains("svg, png, bmp, fig, gif, json, ps, dot, gv"), "{message}");
         assert!(parameters("layout=").unwrap_err().to_string().contains("circo, dot, neato, twopi, fdp"));

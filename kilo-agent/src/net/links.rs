@@ -13,12 +13,7 @@ use rtnetlink::packet_route::{
 };
 
 use super::{NetError, Rtnl};
-use crate::plan::{Cni, HostLinks, Overlay};
-
-/// Cilium's interface with the node's address in its overlay.
-const CILIUM_HOST: &str = "cilium_host";
-/// Devices Cilium's overlay arrives at.
-const CILIUM_TUNNELS: [&str; 2] = ["cilium_vxlan", "cilium_geneve"];
+use crate::plan::HostLinks;
 
 /// A network interface.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -208,38 +203,21 @@ pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr
     host
 }
 
-/// The address Cilium gives this node in its overlay.
-pub fn cilium_address(links: &[Link]) -> Option<Ipv4Addr> {
-    let addresses = links.iter().find(|link| link.name == CILIUM_HOST)?.addresses.iter();
-    addresses.map(|address| address.net.addr()).find_map(|address| match address {
-        IpAddr::V4(address) => Some(address),
-        IpAddr::V6(_) => None,
-    })
-}
-
-/// Adds the overlay of the CNI beside us: the interfaces that have this node's
-/// address in it or hand its packets up, and the one that leads to the leader.
-pub fn add_overlay(
-    host: &mut HostLinks,
-    links: &[Link],
-    cni: Cni,
-    own: Option<Ipv4Addr>,
-    towards: Option<u32>,
-) {
-    let has_own =
-        |link: &Link| own.is_some_and(|own| link.addresses.iter().any(|address| address.net.addr() == own));
-    let carries = |link: &&Link| {
-        let device = cni == Cni::Cilium && CILIUM_TUNNELS.contains(&link.name.as_str());
-        link.up
-            && !link.loopback
-            && link.index != host.kilo
-            && (device || has_own(link) || towards == Some(link.index))
-    };
-    let found: Vec<&Link> = links.iter().filter(carries).collect();
-    for link in &found {
-        host.mtus.entry(link.index).or_insert(link.mtu);
+/// Pure: adds the nodes' addresses in another CNI's overlay, the device with
+/// that of node `own`, and the MTUs of the devices that lead there.
+pub fn add_overlay(host: &mut HostLinks, links: &[Link], own: &str, addresses: BTreeMap<String, Ipv4Addr>) {
+    let has =
+        |link: &&Link, wanted: Ipv4Addr| link.addresses.iter().any(|a| a.net.addr() == IpAddr::V4(wanted));
+    let device = addresses.get(own).and_then(|wanted| links.iter().find(|link| has(link, *wanted)));
+    host.overlay_device = device.map(|link| link.index).filter(|index| *index != host.kilo);
+    for link in links {
+        let leads_there =
+            addresses.values().any(|ip| host.towards.get(&IpAddr::V4(*ip)) == Some(&link.index));
+        if leads_there {
+            host.mtus.insert(link.index, link.mtu);
+        }
     }
-    host.overlay = Some(Overlay { cni, interfaces: found.iter().map(|link| link.index).collect() });
+    host.overlay = addresses;
 }
 
 /// Loopback, the WireGuard device, a tunnel or an interface of the CNI.
@@ -247,7 +225,7 @@ pub(super) fn is_internal(link: &Link, kilo: u32, pod_cidrs: &[IpNet]) -> bool {
     link.loopback
         || link.index == kilo
         || matches!(link.kind.as_str(), "ipip" | "dummy" | "wireguard")
-        || matches!(link.name.as_str(), "kube-bridge" | CILIUM_HOST)
+        || link.name == "kube-bridge"
         || link
             .addresses
             .iter()

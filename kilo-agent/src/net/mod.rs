@@ -8,6 +8,7 @@ pub mod addresses;
 pub mod discovery;
 mod error;
 pub mod filters;
+pub mod forward;
 pub mod forwarding;
 pub mod links;
 pub mod mtu;
@@ -76,13 +77,7 @@ impl Net {
 
     /// Interface the kernel would use towards an address; `None` without a route.
     pub async fn interface_towards(&self, address: IpAddr) -> Result<Option<u32>, NetError> {
-        Ok(routes::lookup(&self.rtnl, address).await?.and_then(|found| found.interface))
-    }
-
-    /// That interface, and the MTU in bytes the route names, if it does.
-    pub async fn path_towards(&self, address: IpAddr) -> Result<Option<(u32, Option<u32>)>, NetError> {
-        let found = routes::lookup(&self.rtnl, address).await?;
-        Ok(found.and_then(|found| Some((found.interface?, found.route.mtu))))
+        routes::lookup(&self.rtnl, address).await
     }
 
     /// Interface of the default route, IPv4 before IPv6.

@@ -300,7 +300,7 @@ fn message(route: &Route, interface: Option<u32>) -> RouteMessage {
 
 /// Output interface the kernel would use towards an address from this host;
 /// `None` when there is no route.
-pub async fn lookup(rtnl: &Rtnl, address: IpAddr) -> Result<Option<Found>, NetError> {
+pub async fn lookup(rtnl: &Rtnl, address: IpAddr) -> Result<Option<u32>, NetError> {
     let mut request = RouteMessage::default();
     let (family, length) = match address {
         IpAddr::V4(_) => (AddressFamily::Inet, 32),
@@ -311,7 +311,9 @@ pub async fn lookup(rtnl: &Rtnl, address: IpAddr) -> Result<Option<Found>, NetEr
     request.attributes.push(RouteAttribute::Destination(address.into()));
     match rtnl.get("look up a route", RouteNetlinkMessage::GetRoute(request)).await {
         Ok(answers) => Ok(answers.into_iter().find_map(|message| match message {
-            RouteNetlinkMessage::NewRoute(route) if route.header.kind == RouteType::Unicast => parse(&route),
+            RouteNetlinkMessage::NewRoute(route) if route.header.kind == RouteType::Unicast => {
+                parse(&route)?.interface
+            }
             _ => None,
         })),
         Err(NetError::Kernel { .. }) => Ok(None),

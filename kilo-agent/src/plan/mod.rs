@@ -13,7 +13,7 @@ mod types;
 mod wireguard;
 
 pub use hops::HopIds;
-pub use overlay::{Cni, Overlay};
+pub use overlay::{overlay_addresses, published as published_overlay};
 pub use types::*;
 
 use std::{
@@ -123,8 +123,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
             Some(IpAddr::V4(ip)) => ip.octets(),
             _ => [0; 4],
         },
-        // Accepted whatever this node sends: the others need not switch with it.
-        overlay_v4: overlay::address(inputs, own.member).map_or([0; 4], |ip| ip.octets()),
+        overlay_v4: inputs.links.overlay.get(inputs.node).map_or([0; 4], |own| own.octets()),
         private_v6: match private {
             Some(IpAddr::V6(ip)) => ip.octets(),
             _ => [0; 16],
@@ -135,11 +134,10 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         net: routes::net(inputs, &own, &tables),
         tables,
         vxlan: inputs.links.vxlan,
-        uplinks: (inputs.links.uplinks.keys())
-            .chain(&inputs.links.private)
-            .chain(inputs.links.overlay.iter().flat_map(|overlay| &overlay.interfaces))
-            .copied()
-            .collect(),
+        uplinks: {
+            let links = inputs.links;
+            links.uplinks.keys().chain(&links.private).chain(&links.overlay_device).copied().collect()
+        },
     })
 }
 

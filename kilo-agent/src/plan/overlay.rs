@@ -1,63 +1,51 @@
-//! Beside another CNI, its overlay carries IPIP packets to the leader: the
-//! network between the nodes may drop IP protocol 4, the overlay does not.
+//! Addresses in the overlay of another CNI (`--compatibility`). Clouds may not
+//! carry IP protocol 4, so that IPIP to the leader travels through that CNI's
+//! own tunnel: it is sent to the leader's address there.
 
 use std::{
-    collections::BTreeSet,
+    collections::BTreeMap,
     net::{IpAddr, Ipv4Addr},
 };
 
-use super::{Inputs, Own};
-use crate::topology::{Member, Tunnel};
+use ipnet::IpNet;
 
-/// A CNI that manages routes inside a location (`--compatibility`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cni {
-    /// Flannel: a node is the first address of its pod CIDR.
-    Flannel,
-    /// Cilium: a node is the address of its `cilium_host`, which it publishes.
-    Cilium,
+use crate::{
+    cli::Compatibility,
+    topology::{Member, Mesh, Node, Tunnel},
+};
+
+/// Overlay address of each node of the location `own` is in, itself included;
+/// empty unless another CNI manages the location and the tunnel is IPIP.
+///
+/// Flannel's VXLAN device has the first address of the node's pod CIDR; with
+/// Cilium nodes publish that of `cilium_host`.
+pub fn overlay_addresses(
+    mesh: &Mesh,
+    nodes: &BTreeMap<String, Node>,
+    own: &str,
+    compatibility: Compatibility,
+    tunnel: Tunnel,
+) -> BTreeMap<String, Ipv4Addr> {
+    let (Tunnel::Ipip, Some((segment, _))) = (tunnel, mesh.find(own)) else { return BTreeMap::new() };
+    let address = |member: &Member| match compatibility {
+        Compatibility::None => None,
+        Compatibility::Flannel => member.pod_cidrs.iter().find_map(|cidr| v4(cidr.network())),
+        Compatibility::Cilium => nodes.get(&member.name)?.cni_compatibility_ip.and_then(|net| v4(net.addr())),
+    };
+    let members = mesh.segments[segment].members.iter();
+    members.filter_map(|member| Some((member.name.clone(), address(member)?))).collect()
 }
 
-/// This host's part of a CNI's overlay.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Overlay {
-    /// Whose it is.
-    pub cni: Cni,
-    /// Interfaces its packets come in by.
-    pub interfaces: BTreeSet<u32>,
-}
-
-impl Cni {
-    /// A node's address in the overlay; `None` while it is not known.
-    pub fn address(self, member: &Member) -> Option<Ipv4Addr> {
-        let v4 = |ip| match ip {
-            IpAddr::V4(ip) => Some(ip),
-            IpAddr::V6(_) => None,
-        };
-        match self {
-            Self::Flannel => member.pod_cidrs.iter().find_map(|cidr| v4(cidr.network())),
-            Self::Cilium => member.cni_compatibility_ip.and_then(v4),
-        }
+fn v4(address: IpAddr) -> Option<Ipv4Addr> {
+    match address {
+        IpAddr::V4(address) => Some(address),
+        IpAddr::V6(_) => None,
     }
 }
 
-/// A node's address in the overlay beside this host.
-pub(super) fn address(inputs: &Inputs<'_>, member: &Member) -> Option<Ipv4Addr> {
-    inputs.links.overlay.as_ref().and_then(|overlay| overlay.cni.address(member))
-}
-
-/// Outer addresses of IPIP packets to the leader, own and its; `None` when
-/// they are the private ones: also where the overlay is not the way there
-/// (not up yet, or a CNI that routes without one).
-pub(super) fn to_leader(
-    inputs: &Inputs<'_>,
-    own: &Own<'_>,
-    member: &Member,
-    tunnel: Tunnel,
-) -> Option<(IpAddr, IpAddr)> {
-    let leads = own.segment.leading().is_some_and(|leader| leader.name == member.name);
-    let (local, remote) = (address(inputs, own.member)?, address(inputs, member)?);
-    let (local, remote) = (IpAddr::from(local), IpAddr::from(remote));
-    let there = inputs.links.towards.contains_key(&remote);
-    (leads && there && tunnel == Tunnel::Ipip && local != remote).then_some((local, remote))
+/// What a node publishes for the others: the IPv4 address of `cilium_host`
+/// among `addresses` of that device.
+pub fn published(compatibility: Compatibility, cilium_host: &[IpNet]) -> Option<IpNet> {
+    let first = cilium_host.iter().find(|net| net.addr().is_ipv4()).copied();
+    first.filter(|_| compatibility == Compatibility::Cilium)
 }

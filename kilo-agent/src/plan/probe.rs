@@ -4,7 +4,7 @@
 use std::net::IpAddr;
 
 use kilo_common::{
-    maps::{CONFIG_PLAIN, HOP_LOCAL, PREFIX_SOURCE},
+    maps::{CONFIG_PLAIN, HOP_LOCAL, PREFIX_ROUTE, PREFIX_SOURCE},
     verdict::{Action, DropReason},
 };
 
@@ -81,7 +81,7 @@ impl Tables {
     /// `lan_ingress` for a packet without outer header; `None`: left to the stack.
     pub fn plain(&self, probe: &Probe) -> Option<Action> {
         let Packet { src, dst } = probe.packet;
-        if self.config.flags & CONFIG_PLAIN == 0 || is_never_steered(dst) || self.is_private(dst) {
+        if self.config.flags & CONFIG_PLAIN == 0 || is_never_steered(dst) {
             return None;
         }
         let source = longest(&self.prefix, src)?;
@@ -89,9 +89,11 @@ impl Tables {
             return None;
         }
         let Some(Hop::Node { tunnel: Tunnel::None, .. }) = self.hop.get(&source.hop) else { return None };
-        match self.onward(dst)? {
-            Action::Transit => Some(probe.forwarded(Action::Transit, self.config.kilo_mtu)),
-            action => Some(action),
-        }
+        let action = match self.onward(dst)? {
+            Action::Transit => probe.forwarded(Action::Transit, self.config.kilo_mtu),
+            action => action,
+        };
+        // To the stack by way of kilo0 only if the answer leaves there, too.
+        (action == Action::Transit || source.flags & PREFIX_ROUTE != 0).then_some(action)
     }
 }

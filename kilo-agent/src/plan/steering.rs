@@ -8,7 +8,7 @@ use kilo_common::{
     maps::{HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue},
 };
 
-use super::{Hop, Inputs, Own, Tables, overlay};
+use super::{Hop, Inputs, Own, Tables};
 use crate::topology::{Member, Tunnel};
 
 pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>) -> Tables {
@@ -58,7 +58,6 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>) -> Tables {
 
 fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
     tables.hop.insert(HOP_LOCAL, Hop::Local);
-    let mut overlay: Vec<(IpAddr, NodeValue)> = Vec::new();
     let leader = own.segment.leading().map(|leader| leader.name.as_str());
     for member in own.others() {
         let (Some(id), Some(remote)) = (inputs.hops.get(&member.name), member.private_ip()) else { continue };
@@ -66,20 +65,20 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
         if own.member.private_ip() == Some(remote) {
             continue;
         }
-        let Some(hop) = node_hop(inputs, own, member, remote) else { continue };
-        tables.hop.insert(id, hop);
         let leads = Some(member.name.as_str()) == leader;
+        let overlay = inputs.links.overlay.get(&member.name).copied().map(IpAddr::from);
+        let sent_to = overlay.filter(|_| leads && remote.is_ipv4()).unwrap_or(remote);
+        let Some(hop) = node_hop(inputs, own, member, sent_to) else { continue };
+        tables.hop.insert(id, hop);
         if leads {
             tables.hop.insert(HOP_REMOTE, hop);
         }
-        // As with prefixes, the first node to name an address keeps it.
-        let sender = NodeValue { hop: id, flags: if leads { NODE_LEADER } else { 0 } };
-        tables.node.entry(remote).or_insert(sender);
-        overlay.extend(overlay::address(inputs, member).map(|address| (address.into(), sender)));
-    }
-    // After all private addresses, so that none of them is claimed by what a node publishes.
-    for (address, sender) in overlay {
-        tables.node.entry(address).or_insert(sender);
+        // As with prefixes, the first node to name an address keeps it. What
+        // Kilo sends through an overlay comes from the address there.
+        for source in [Some(remote), overlay].into_iter().flatten() {
+            let sender = NodeValue { hop: id, flags: if leads { NODE_LEADER } else { 0 } };
+            tables.node.entry(source).or_insert(sender);
+        }
     }
     if own.leads {
         tables.hop.insert(HOP_REMOTE, Hop::Wireguard);
@@ -88,11 +87,10 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
 
 /// How another node of the location is reached.
 fn node_hop(inputs: &Inputs<'_>, own: &Own<'_>, member: &Member, remote: IpAddr) -> Option<Hop> {
-    let private = own.member.private_ip()?;
+    let local = own.member.private_ip()?;
     let links = inputs.links;
-    let tunnel = own.tunnel(inputs.settings, member);
-    let (local, remote) = overlay::to_leader(inputs, own, member, tunnel).unwrap_or((private, remote));
     let ifindex = links.towards.get(&remote).copied().or(links.private).unwrap_or(0);
+    let tunnel = own.tunnel(inputs.settings, member);
     let carried = links.mtus.get(&ifindex).into_iter().chain(links.path_mtus.get(&remote)).min();
     let mtu = carried.map_or(0, |mtu| mtu.saturating_sub(overhead(tunnel, remote, member)));
     Some(Hop::Node { tunnel, ifindex, mtu, local, remote })

@@ -8,7 +8,6 @@ use std::{
 use ipnet::IpNet;
 use kilo_common::maps;
 
-use super::Overlay;
 use crate::{
     topology::Tunnel,
     wireguard::key::{PublicKey, SecretKey},
@@ -138,9 +137,9 @@ pub enum Hop {
         ifindex: u32,
         /// Largest inner packet in bytes; 0 = not known.
         mtu: u32,
-        /// Outer source: this node's private address, or its overlay address.
+        /// This node's private address.
         local: IpAddr,
-        /// Outer destination: the other node's.
+        /// The other node's private address.
         remote: IpAddr,
     },
 }
@@ -156,7 +155,7 @@ pub struct HostLinks {
     /// device, the CNI bridge or pods' interfaces), with the address
     /// masqueraded packets get. The private interface is one of them.
     pub uplinks: BTreeMap<u32, Ipv4Addr>,
-    /// MTU of each uplink, and of interfaces of the overlay, in bytes.
+    /// MTU of each uplink in bytes.
     pub mtus: BTreeMap<u32, u32>,
     /// Interface and preferred path to each node address of the own location:
     /// what a route lookup answers; absent = the private interface.
@@ -167,6 +166,9 @@ pub struct HostLinks {
     pub ipip: Option<u32>,
     /// What routers said they carry towards nodes, in bytes with the outer header.
     pub path_mtus: BTreeMap<IpAddr, u32>,
-    /// The overlay of the CNI beside us.
-    pub overlay: Option<Overlay>,
+    /// Addresses of the location's nodes (this one's too) in the overlay of
+    /// another CNI, by name; steered packets to the leader are sent there.
+    pub overlay: BTreeMap<String, Ipv4Addr>,
+    /// The device that has this node's overlay address.
+    pub overlay_device: Option<u32>,
 }

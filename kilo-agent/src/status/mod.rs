@@ -37,7 +37,7 @@ pub struct Status {
     pub granularity: String,
     /// WireGuard addresses come from here.
     pub subnet: IpNet,
-    /// Locations with a leader, sorted by name.
+    /// Locations, sorted by name; those without a ready node, too.
     pub locations: Vec<LocationStatus>,
     /// All nodes, sorted by name.
     pub nodes: Vec<NodeStatus>,
@@ -56,10 +56,10 @@ pub struct Status {
 pub struct LocationStatus {
     /// `location:<name>` or `node:<name>`.
     pub name: String,
-    /// The node that leads.
-    pub leader: String,
+    /// The node that leads; `None` = no node is ready, nothing reaches the location.
+    pub leader: Option<String>,
     /// The rule that chose it.
-    pub reason: LeaderReason,
+    pub reason: Option<LeaderReason>,
     /// When the agent first saw it lead; only an agent remembers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub since: Option<Timestamp>,
@@ -67,8 +67,8 @@ pub struct LocationStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub changes: Option<u64>,
     /// Where WireGuard reaches it.
-    pub endpoint: String,
-    /// Its WireGuard address; `None` when the subnet has no more.
+    pub endpoint: Option<String>,
+    /// Its WireGuard address; `None` also when the subnet has no more.
     #[serde(rename = "wireguardIP")]
     pub wireguard_ip: Option<IpAddr>,
     /// Ready nodes.
@@ -193,21 +193,6 @@ pub fn of_objects(
     granularity: topology::Granularity,
     time: Timestamp,
 ) -> Status {
-    let mut members: BTreeMap<String, usize> = BTreeMap::new();
-    for node in snapshot.nodes.values() {
-        *members.entry(topology::location_of(node, granularity)).or_default() += 1;
-    }
-    let locations = mesh.segments.iter().map(|segment| LocationStatus {
-        name: segment.location.clone(),
-        leader: segment.leading().map(|leader| leader.name.clone()).unwrap_or_default(),
-        reason: segment.leader_reason,
-        since: None,
-        changes: None,
-        endpoint: segment.endpoint.to_string(),
-        wireguard_ip: segment.wireguard_ip,
-        ready: segment.members.len(),
-        nodes: members.get(&segment.location).copied().unwrap_or(segment.members.len()),
-    });
     let leaders: BTreeSet<&str> =
         mesh.segments.iter().filter_map(|segment| Some(segment.leading()?.name.as_str())).collect();
     let node = |node: &Node| {
@@ -231,12 +216,46 @@ pub fn of_objects(
         time,
         granularity: granularity.as_str().to_owned(),
         subnet: mesh.subnet,
-        locations: locations.collect(),
+        locations: locations(mesh, snapshot, granularity),
         nodes: snapshot.nodes.values().map(node).collect(),
         peers: peers(mesh, snapshot),
         problems: problems.map(|(object, problem)| (object.clone(), problem.clone())).collect(),
         agent: None,
     }
+}
+
+fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: topology::Granularity) -> Vec<LocationStatus> {
+    let mut all: BTreeMap<String, LocationStatus> = BTreeMap::new();
+    let empty = |name: &str| LocationStatus {
+        name: name.to_owned(),
+        leader: None,
+        reason: None,
+        since: None,
+        changes: None,
+        endpoint: None,
+        wireguard_ip: None,
+        ready: 0,
+        nodes: 0,
+    };
+    let mut known = BTreeSet::new();
+    for node in snapshot.nodes.values() {
+        let name = topology::location_of(node, granularity);
+        all.entry(name.clone()).or_insert_with(|| empty(&name)).nodes += 1;
+        if node.key.is_some() {
+            known.insert(name);
+        }
+    }
+    // Nodes no agent has ever run on make no location.
+    all.retain(|name, _| known.contains(name));
+    for segment in &mesh.segments {
+        let location = all.entry(segment.location.clone()).or_insert_with(|| empty(&segment.location));
+        location.leader = segment.leading().map(|leader| leader.name.clone());
+        location.reason = Some(segment.leader_reason);
+        location.endpoint = Some(segment.endpoint.to_string());
+        location.wireguard_ip = segment.wireguard_ip;
+        location.ready = segment.members.len();
+    }
+    all.into_values().collect()
 }
 
 fn last_seen(node: &Node) -> Option<Timestamp> {

@@ -71,10 +71,10 @@ fn location_row(location: &LocationStatus, now: Timestamp) -> Vec<String> {
     });
     vec![
         location.name.clone(),
-        location.leader.clone(),
+        location.leader.clone().unwrap_or_else(none),
         since,
-        location.reason.to_string(),
-        location.endpoint.clone(),
+        location.reason.map_or_else(|| "no node is ready".to_owned(), |reason| reason.to_string()),
+        location.endpoint.clone().unwrap_or_else(none),
         location.wireguard_ip.map_or_else(none, |ip| ip.to_string()),
         format!("{}/{}", location.ready, location.nodes),
     ]

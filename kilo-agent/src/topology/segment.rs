@@ -16,8 +16,6 @@ pub struct Member {
     pub pod_cidrs: Vec<IpNet>,
     /// Its private address with the prefix length of its network.
     pub internal_ip: Option<IpNet>,
-    /// Its address in the overlay of the CNI beside us, where it publishes one.
-    pub cni_compatibility_ip: Option<IpAddr>,
 }
 
 impl Member {
@@ -77,7 +75,6 @@ impl Segment {
                     name: node.name.clone(),
                     pod_cidrs: node.pod_cidrs.clone(),
                     internal_ip: node.internal_ip,
-                    cni_compatibility_ip: node.cni_compatibility_ip.map(|net| net.addr()),
                 })
                 .collect(),
             endpoint: leads.endpoint.clone()?,

@@ -36,6 +36,10 @@ pub fn load_or_create(path: &Path) -> Result<SecretKey, WireguardError> {
 fn load(path: &Path, file: File) -> Result<SecretKey, WireguardError> {
     let failed = |source| WireguardError::KeyFile { path: path.to_owned(), source };
     let metadata = file.metadata().map_err(failed)?;
+    if !metadata.is_file() {
+        // Never the permissions of a device or directory.
+        return Err(WireguardError::KeyContent(path.to_owned()));
+    }
     let mode = metadata.permissions().mode() & 0o777;
     if mode & 0o177 != 0 {
         tracing::warn!(path = %path.display(), mode = format!("{mode:o}"), "private key was readable by others; permissions set to 600, consider a new key");
@@ -103,6 +107,15 @@ mod tests {
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
         assert_eq!(load_or_create(&path).unwrap(), key);
         assert_eq!(mode(&path), 0o600);
+    }
+
+    #[test]
+    fn what_is_no_file_is_an_error_and_keeps_its_permissions() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let error = load_or_create(directory.path()).unwrap_err();
+        assert!(matches!(error, WireguardError::KeyContent(_)), "{error}");
+        assert_eq!(mode(directory.path()), 0o755);
     }
 
     #[test]

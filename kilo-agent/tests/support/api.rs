@@ -240,12 +240,13 @@ fn command(program: &Path, directory: &Path) -> Command {
     command
 }
 
-fn free_port() -> u16 {
+/// A port nobody listens on.
+pub fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
 /// A CA, and a certificate for 127.0.0.1.
-fn certificates(directory: &Path) {
+pub fn certificates(directory: &Path) {
     let config = "[req]\ndistinguished_name=dn\nprompt=no\n[dn]\nCN=kilo-test\n\
                   [ca]\nbasicConstraints=critical,CA:TRUE\nkeyUsage=keyCertSign\n\
                   [leaf]\nbasicConstraints=CA:FALSE\nsubjectAltName=IP:127.0.0.1\n";

@@ -14,7 +14,7 @@ use nix::sys::signal::Signal;
 use super::{
     Lab, agents,
     counters::{self, action, drops},
-    matrix,
+    matrix, path_mtu,
 };
 use crate::report::TestOutcome;
 
@@ -26,6 +26,7 @@ const CHECKS: &[Check] = &[
     ("no pod packet is seen in clear between the locations", nothing_in_clear),
     ("no mesh packet was dropped on the way", no_drops),
     ("pod traffic to the outside is masqueraded", masquerade),
+    ("senders learn the path MTU whatever link is small, and TCP goes on", path_mtu::run),
     ("bpftool shows named programs and readable map fields", bpftool),
     ("a reconcile with nothing new writes nothing", quiet),
     ("an undisturbed ping and TCP flow lose nothing", undisturbed),

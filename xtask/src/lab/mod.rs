@@ -6,6 +6,7 @@ mod cni;
 mod counters;
 mod matrix;
 mod network;
+mod path_mtu;
 mod plugins;
 mod probe;
 mod space;
@@ -33,6 +34,7 @@ pub const PACKAGES: &[&str] = &[
     "iperf3",
     "bpftool",
     "containernetworking-plugins",
+    "graphviz",
     "iptables",
 ];
 

@@ -2,12 +2,13 @@
 //! them that translates addresses, an outside host, a laptop, pods.
 //!
 //! Pods have addresses of both families. The nodes' network is IPv4, or with
-//! `--underlay v6` IPv6: 10.S.0.H becomes fd00:S::H, 192.0.2.H 2001:db8:2::H.
+//! `--underlay v6` IPv6: 10.S.N.H becomes fd00:S:N::H, 192.0.2.H 2001:db8:2::H.
 //!
 //! ```text
 //!   site-a 10.1.0.0/24          router           site-b 10.2.0.0/24
 //!   a1 (leader) .11 ──┐    ┌── lan-a  lan-b ──┐  ┌── b1 (leader) .11
-//!   a2 .12, a3 .13  ──┴────┘                  └──┴── b2 .12
+//!   a2 .12          ──┴────┘  │               └──┴── b2 .12
+//!   a3 10.1.1.13 ──── lan-c ──┘ (site-a, too)
 //!   a1 192.0.2.11 ─────────── wan 192.0.2.0/24 ───── b1 192.0.2.21
 //!   outside 198.51.100.2 ──── beyond NAT     laptop 172.16.9.2 behind NAT
 //! ```
@@ -43,7 +44,7 @@ impl Underlay {
 /// The IPv6 twin of an address of the lab.
 fn v6_of(v4: Ipv4Addr) -> Ipv6Addr {
     match v4.octets() {
-        [10, site, 0, host] => Ipv6Addr::new(0xfd00, site.into(), 0, 0, 0, 0, 0, host.into()),
+        [10, site, net, host] => Ipv6Addr::new(0xfd00, site.into(), net.into(), 0, 0, 0, 0, host.into()),
         [192, .., host] => Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, host.into()),
         [172, .., host] => Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, host.into()),
         [.., host] => Ipv6Addr::new(0x2001, 0xdb8, 0x51, 0, 0, 0, 0, host.into()),
@@ -59,7 +60,11 @@ pub struct Node {
     pub pod: Space,
     /// Value of the region label.
     pub location: String,
-    /// Address on the LAN of its location.
+    /// Bridge of its LAN on the router.
+    pub lan: String,
+    /// Address of the router on that LAN.
+    pub gateway: IpAddr,
+    /// Address on the LAN.
     pub private: IpAddr,
     /// Address on the router's public network, which only leaders have.
     pub public: Option<IpAddr>,
@@ -95,13 +100,14 @@ impl Node {
     }
 }
 
-/// Name, location, last octet on the LAN, public address.
-const NODES: [(&str, &str, u8, Option<Ipv4Addr>); 5] = [
-    ("a1", "site-a", 11, Some(Ipv4Addr::new(192, 0, 2, 11))),
-    ("a2", "site-a", 12, None),
-    ("a3", "site-a", 13, None),
-    ("b1", "site-b", 11, Some(Ipv4Addr::new(192, 0, 2, 21))),
-    ("b2", "site-b", 12, None),
+/// Name, location, bridge of its LAN, private and public address. A router
+/// stands between a3 and the other nodes of its location.
+const NODES: [(&str, &str, &str, Ipv4Addr, Option<Ipv4Addr>); 5] = [
+    ("a1", "site-a", "lan-a", Ipv4Addr::new(10, 1, 0, 11), Some(Ipv4Addr::new(192, 0, 2, 11))),
+    ("a2", "site-a", "lan-a", Ipv4Addr::new(10, 1, 0, 12), None),
+    ("a3", "site-a", "lan-c", Ipv4Addr::new(10, 1, 1, 13), None),
+    ("b1", "site-b", "lan-b", Ipv4Addr::new(10, 2, 0, 11), Some(Ipv4Addr::new(192, 0, 2, 21))),
+    ("b2", "site-b", "lan-b", Ipv4Addr::new(10, 2, 0, 12), None),
 ];
 
 /// Address of the outside host.
@@ -169,16 +175,16 @@ impl Network {
         let nodes = NODES
             .iter()
             .zip(1u8..)
-            .map(|(&(name, location, host, public), number)| Node {
+            .map(|(&(name, location, lan, private, public), number)| Node {
                 space: space(name),
                 pod: space(&format!("pod-{name}")),
                 location: location.to_owned(),
-                private: underlay.address(Ipv4Addr::new(
-                    10,
-                    if location == "site-a" { 1 } else { 2 },
-                    0,
-                    host,
-                )),
+                lan: lan.to_owned(),
+                gateway: {
+                    let [a, b, c, _] = private.octets();
+                    underlay.address(Ipv4Addr::new(a, b, c, 1))
+                },
+                private: underlay.address(private),
                 public: public.map(|public| underlay.address(public)),
                 pod_prefix: [10, 42, number],
             })
@@ -192,9 +198,11 @@ impl Network {
             Space::create(lab, &space.name)?;
         }
         self.router.ip(
-            "link add lan-a type bridge\nlink add lan-b type bridge\nlink add wan type bridge\n\
-             link set lan-a up\nlink set lan-b up\nlink set wan up\n\
+            "link add lan-a type bridge\nlink add lan-b type bridge\nlink add lan-c type bridge\n\
+             link add wan type bridge\n\
+             link set lan-a up\nlink set lan-b up\nlink set lan-c up\nlink set wan up\n\
              address add 10.1.0.1/24 dev lan-a\naddress add 10.2.0.1/24 dev lan-b\n\
+             address add 10.1.1.1/24 dev lan-c\naddress add fd00:1:1::1/64 dev lan-c nodad\n\
              address add fd00:1::1/64 dev lan-a nodad\naddress add fd00:2::1/64 dev lan-b nodad\n\
              address add 2001:db8:2::1/64 dev wan nodad\naddress add 192.0.2.1/24 dev wan\n",
         )?;
@@ -232,10 +240,8 @@ impl Network {
 
     fn build_node(&self, node: &Node) -> Result<()> {
         let name = node.name();
-        let lan = if node.location == "site-a" { "lan-a" } else { "lan-b" };
-        self.attach(&node.space, "eth0", &format!("{name}-lan"), Some(lan))?;
-        let site = if node.location == "site-a" { 1 } else { 2 };
-        let gateway = |v4: Ipv4Addr| self.underlay.address(v4);
+        self.attach(&node.space, "eth0", &format!("{name}-lan"), Some(&node.lan))?;
+        let gateway = node.gateway;
         let (length, nodad) = if self.underlay == Underlay::V6 { (64, " nodad") } else { (24, "") };
         let mut batch = format!("address add {}/{length} dev eth0{nodad}\n", node.private);
         match node.public {
@@ -243,10 +249,16 @@ impl Network {
                 self.attach(&node.space, "eth1", &format!("{name}-wan"), Some("wan"))?;
                 batch += &format!(
                     "address add {public}/{length} dev eth1{nodad}\nroute add default via {}\n",
-                    gateway(Ipv4Addr::new(192, 0, 2, 1))
+                    self.underlay.address(Ipv4Addr::new(192, 0, 2, 1))
                 );
+                // The rest of the location is not beyond the public network.
+                for other in self.nodes.iter().filter(|other| other.location == node.location) {
+                    if other.lan != node.lan {
+                        batch += &format!("route add {} via {gateway}\n", other.private);
+                    }
+                }
             }
-            None => batch += &format!("route add default via {}\n", gateway(Ipv4Addr::new(10, site, 0, 1))),
+            None => batch += &format!("route add default via {gateway}\n"),
         }
         node.space.ip(&batch)?;
         cni::install(node)?;
@@ -273,9 +285,9 @@ table inet lab {
         ip daddr 10.42.0.0/16 counter name clear-pod-traffic drop
         ip6 saddr fd42::/16 counter name clear-pod-traffic drop
         ip6 daddr fd42::/16 counter name clear-pod-traffic drop
-        iifname "lan-a" oifname "lan-b" drop
-        iifname "lan-b" oifname "lan-a" drop
-        iifname { "wan", "laptop", "outside" } oifname { "lan-a", "lan-b" } ct state new drop
+        iifname { "lan-a", "lan-c" } oifname "lan-b" drop
+        iifname "lan-b" oifname { "lan-a", "lan-c" } drop
+        iifname { "wan", "laptop", "outside" } oifname { "lan-a", "lan-b", "lan-c" } ct state new drop
     }
 }
 table ip6 lab-nat {
@@ -287,7 +299,7 @@ table ip6 lab-nat {
 table ip lab-nat {
     chain postrouting {
         type nat hook postrouting priority 100;
-        oifname { "wan", "outside" } ip saddr { 10.1.0.0/24, 10.2.0.0/24, 172.16.9.0/24 } masquerade
+        oifname { "wan", "outside" } ip saddr { 10.1.0.0/23, 10.2.0.0/24, 172.16.9.0/24 } masquerade
     }
 }
 RULES

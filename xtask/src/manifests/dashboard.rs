@@ -109,7 +109,7 @@ const ROWS: [Row; 4] = [
             graph(
                 12,
                 "Dropped packets by reason",
-                "not_unicast is harmless; docs/troubleshooting.md says what the others mean.",
+                "not_unicast is harmless; docs/monitoring.md says what the others mean.",
                 "pps",
                 &[(
                     r#"sum by (reason) (rate(kilo_dropped_packets_total{job=~"$job",instance=~"$instance"}[$__rate_interval])) > 0"#,
@@ -214,7 +214,7 @@ pub fn json() -> Result<String> {
     let mut panels = Vec::new();
     let mut y = 0;
     for row in &ROWS {
-        let id = panels.len();
+        let id = panels.len() + 1;
         panels.push(json!({
             "id": id, "type": "row", "title": row.title, "collapsed": false, "panels": [],
             "gridPos": { "x": 0, "y": y, "w": 24, "h": 1 },
@@ -222,7 +222,7 @@ pub fn json() -> Result<String> {
         y += 1;
         let mut x = 0;
         for panel in row.panels {
-            panels.push(panel_json(panel, panels.len(), &source, [x, y, panel.width, row.height]));
+            panels.push(panel_json(panel, panels.len() + 1, &source, [x, y, panel.width, row.height]));
             x += panel.width;
         }
         y += row.height;

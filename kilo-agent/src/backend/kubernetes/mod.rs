@@ -228,10 +228,18 @@ async fn hand_on(shared: Arc<Shared>, sender: watch::Sender<Arc<Snapshot>>) {
     }
 }
 
+/// A Peer object of any shape, checked as the webhook and the agent both do.
+///
+/// # Errors
+/// What is wrong with it, in words.
+pub fn parse_peer(object: DynamicObject) -> Result<crate::topology::Peer, String> {
+    let object = object.try_parse::<peer::Peer>().map_err(|error| client::chain(&error))?;
+    peer::from_object(&object).map_err(|error| error.to_string())
+}
+
 fn see_peer(object: DynamicObject) -> Seen<crate::topology::Peer> {
     let name = object.metadata.name.clone().unwrap_or_default();
-    let parsed = object.try_parse::<peer::Peer>().map_err(|error| client::chain(&error));
-    match parsed.and_then(|object| peer::from_object(&object).map_err(|error| error.to_string())) {
+    match parse_peer(object) {
         Ok(peer) => Seen { name, value: Some(peer), problem: None },
         Err(problem) => Seen { name, value: None, problem: Some(problem) },
     }

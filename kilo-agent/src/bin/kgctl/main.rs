@@ -1,5 +1,6 @@
 //! `kgctl`: shows configurations of the mesh and draws it; looks into a node's data path.
 
+mod connect;
 mod graph;
 mod monitor;
 mod showconf;
@@ -9,10 +10,15 @@ mod trace;
 
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use clap::{CommandFactory as _, Parser, Subcommand};
 
-use crate::{monitor::MonitorArgs, showconf::Showconf, source::Flags, status::StatusArgs, trace::TraceArgs};
+use kilo_agent::wireguard::userspace;
+
+use crate::{
+    connect::ConnectArgs, monitor::MonitorArgs, showconf::Showconf, source::Flags, status::StatusArgs,
+    trace::TraceArgs,
+};
 
 /// Shows configurations of the mesh and draws it.
 #[derive(Parser, Debug)]
@@ -39,6 +45,14 @@ enum Command {
     Status(StatusArgs),
     /// Tell what this node would do with a packet, and why.
     Trace(TraceArgs),
+    /// Make this machine a peer of the mesh until interrupted (Linux, as root).
+    Connect(ConnectArgs),
+    /// Run the userspace WireGuard device (started by connect itself).
+    #[command(name = userspace::SUBCOMMAND, hide = true)]
+    UserspaceWireguard {
+        /// Interface to make.
+        interface: String,
+    },
     /// Print a completion script.
     Completion {
         /// bash, zsh, fish, elvish or powershell.
@@ -56,7 +70,7 @@ fn main() -> ExitCode {
         clap_complete::generate(shell, &mut Cli::command(), "kgctl", &mut std::io::stdout());
         return ExitCode::SUCCESS;
     }
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     match runtime.map_err(Into::into).and_then(|runtime| runtime.block_on(run(cli))) {
         Ok(text) => {
             print!("{text}");
@@ -85,6 +99,11 @@ async fn run(cli: Cli) -> Result<String> {
         }
         Command::Status(args) => status::run(args, flags).await,
         Command::Trace(args) => trace::run(args).await,
+        Command::Connect(args) => connect::run(args, flags).await,
+        Command::UserspaceWireguard { interface } => {
+            userspace::run(interface).await.context("userspace WireGuard")?;
+            Ok(String::new())
+        }
         Command::Completion { .. } => Ok(String::new()),
     }
 }

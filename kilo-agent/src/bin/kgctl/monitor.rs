@@ -113,8 +113,19 @@ impl Shown {
     }
 }
 
-/// Listens until told to stop.
+/// Listens until told to stop, or until nobody reads any more (`| head`).
 pub async fn run(args: &MonitorArgs) -> Result<()> {
+    match listen(args).await {
+        Err(error)
+            if error.downcast_ref().is_some_and(|it: &io::Error| it.kind() == io::ErrorKind::BrokenPipe) =>
+        {
+            Ok(())
+        }
+        other => other,
+    }
+}
+
+async fn listen(args: &MonitorArgs) -> Result<()> {
     let reader = CounterReader::open(&args.bpffs)?;
     let at_start = reader.read()?;
     let listener = Monitor::open(&args.bpffs, &args.reason, args.sample)?;
@@ -156,7 +167,6 @@ pub async fn run(args: &MonitorArgs) -> Result<()> {
     summary(&reader, &at_start, args, shown)
 }
 
-/// A reader that has gone (`| head`) is an end like any other.
 fn print_line(line: &str) -> Result<()> {
     writeln!(io::stdout().lock(), "{line}").context("standard output")
 }

@@ -1,6 +1,10 @@
 //! Where the commands' objects come from.
 
-use std::{collections::BTreeSet, path::PathBuf, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
@@ -26,7 +30,7 @@ pub struct Flags {
     /// auto (what the nodes say), location or full.
     #[arg(long, default_value = "auto", global = true)]
     pub mesh_granularity: String,
-    /// WireGuard port of configurations for nodes.
+    /// WireGuard port of configurations for nodes, and of connect.
     #[arg(long, default_value = "51820", global = true)]
     pub port: u16,
     /// WireGuard addresses come from here.
@@ -37,13 +41,15 @@ pub struct Flags {
     pub topology_label: String,
 }
 
+/// Directory of the file backend.
+pub fn directory(flags: &Flags) -> Result<&Path> {
+    flags.backend_dir.as_deref().context("--backend=file needs --backend-dir")
+}
+
 /// Reads all objects once.
 pub async fn snapshot(flags: &Flags) -> Result<Arc<Snapshot>> {
     let watch = match flags.backend {
-        BackendKind::File => {
-            let directory = flags.backend_dir.as_deref().context("--backend=file needs --backend-dir")?;
-            FileBackend::start(directory, &flags.topology_label).await?.watch()
-        }
+        BackendKind::File => FileBackend::start(directory(flags)?, &flags.topology_label).await?.watch(),
         BackendKind::Kubernetes => {
             let client = kubernetes::client(flags.kubeconfig.as_deref(), None).await?;
             kubernetes::KubernetesBackend::start(client, None, &flags.topology_label).await?.watch()

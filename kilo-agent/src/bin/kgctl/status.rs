@@ -15,7 +15,8 @@ pub struct StatusArgs {
     /// Show this node only, with its tunnels and packet counters: its agent is
     /// asked through the API server (needs get on pods/proxy).
     node: Option<String>,
-    /// Ask the agent at this address instead of the API server.
+    /// Ask the agent at this address instead of the API server; without a
+    /// value http://127.0.0.1:1107.
     #[arg(long, value_name = "URL", num_args = 0..=1, default_missing_value = "http://127.0.0.1:1107", require_equals = true)]
     agent: Option<String>,
     /// table or json.
@@ -68,7 +69,7 @@ async fn from_objects(args: &StatusArgs, flags: &Flags) -> Result<Status> {
         Some(_) => {}
         // Since when somebody leads is not written in the objects: any agent may know.
         None => {
-            if let Some(leader) = status.locations.first().map(|location| location.leader.clone())
+            if let Some(leader) = status.locations.iter().find_map(|location| location.leader.clone())
                 && let Ok(seen) = ask::through_api(&client, &leader).await
             {
                 status.remember_leaders(&seen);

@@ -1,0 +1,351 @@
+//! `kgctl connect`: this machine as a peer, until it is told to stop.
+
+use std::{io::IsTerminal as _, net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
+
+use anyhow::{Context as _, Result, bail};
+use clap::Args;
+use ipnet::IpNet;
+use kilo_agent::{
+    backend::{Backend as _, Snapshot, file::FileBackend, kubernetes, node::is_dns_name, peer},
+    cli::{BackendKind, LogLevel, WireguardMode, parse_bool, parse_duration},
+    connect::{self, ConnectPlan, Options},
+    interface::{self, Interface},
+    net::{Net, routes},
+    resolve::Resolver,
+    topology::Peer,
+    wireguard::{diff, key::SecretKey, private_key},
+};
+use kube::{
+    Api,
+    api::{DeleteParams, PostParams, Preconditions},
+};
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::watch::Receiver,
+};
+
+use crate::source::{self, Flags};
+
+/// Label of Peer objects that go with the connection.
+const MANAGED: (&str, &str) = ("app.kubernetes.io/managed-by", "kgctl-connect");
+
+#[derive(Args, Debug)]
+pub struct ConnectArgs {
+    /// Name of the Peer object; default: the host's name.
+    peer: Option<String>,
+    /// Address of this machine in the mesh, for a Peer that does not exist yet.
+    #[arg(long, short, value_name = "CIDR", default_value = "10.10.10.10/32")]
+    allowed_ip: IpNet,
+    /// More prefixes to reach through the cluster, services for example (repeatable).
+    #[arg(long, value_name = "CIDR", value_delimiter = ',')]
+    allowed_ips: Vec<IpNet>,
+    /// Remove interface, routes and the Peer made here when told to stop.
+    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
+    clean_up: bool,
+    /// Create the WireGuard interface; else it must exist, and stays.
+    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
+    create_interface: bool,
+    /// The WireGuard interface.
+    #[arg(long, short, default_value = "kilo0")]
+    interface: String,
+    /// all, debug, info, warn, error or none.
+    #[arg(long, default_value = "info")]
+    log_level: LogLevel,
+    /// MTU of the WireGuard interface in bytes.
+    #[arg(long, default_value = "1420", value_parser = clap::value_parser!(u32).range(576..=65535))]
+    mtu: u32,
+    /// Seconds between keepalive packets; 0 = none.
+    #[arg(long, default_value = "10")]
+    persistent_keepalive: u16,
+    /// WireGuard private key; made when it does not exist. Default: /var/lib/kilo/PEER.key.
+    #[arg(long, value_name = "FILE")]
+    private_key: Option<PathBuf>,
+    /// How often everything is checked although nothing seems to have changed.
+    #[arg(long, default_value = "30s", value_parser = parse_duration)]
+    resync_period: Duration,
+    /// WireGuard implementation: auto, kernel or userspace.
+    #[arg(long, default_value = "auto")]
+    wireguard: WireguardMode,
+}
+
+/// Where nodes come from, and where the own Peer is kept.
+enum Source {
+    Kubernetes { backend: Box<kubernetes::KubernetesBackend>, peers: Box<Api<peer::Peer>> },
+    File(FileBackend),
+}
+
+impl Source {
+    async fn start(flags: &Flags) -> Result<Self> {
+        match flags.backend {
+            BackendKind::File => {
+                let directory = source::directory(flags)?;
+                Ok(Self::File(FileBackend::start(directory, &flags.topology_label).await?))
+            }
+            BackendKind::Kubernetes => {
+                let client = kubernetes::client(flags.kubeconfig.as_deref(), None).await?;
+                let backend =
+                    kubernetes::KubernetesBackend::start(client.clone(), None, &flags.topology_label).await?;
+                Ok(Self::Kubernetes { backend: Box::new(backend), peers: Box::new(Api::all(client)) })
+            }
+        }
+    }
+
+    fn watch(&self) -> Receiver<Arc<Snapshot>> {
+        match self {
+            Self::Kubernetes { backend, .. } => backend.watch(),
+            Self::File(backend) => backend.watch(),
+        }
+    }
+
+    /// The Peer object as it is, or made from `wanted`.
+    async fn ensure(&self, wanted: &Peer) -> Result<Peer> {
+        let found = match self {
+            Self::File(backend) => {
+                let found = backend.watch().borrow().peers.get(&wanted.name).cloned();
+                found.with_context(|| {
+                    let object = serde_yaml_ng::to_string(&peer::to_object(wanted)).unwrap_or_default();
+                    format!("there is no Peer of that name; put it into the directory:\n{object}")
+                })?
+            }
+            Self::Kubernetes { peers, .. } => match peers.get_opt(&wanted.name).await.context("read Peer")? {
+                Some(object) => peer::from_object(&object)
+                    .with_context(|| format!("Peer {:?} is invalid", wanted.name))?,
+                None => {
+                    let mut object = peer::to_object(wanted);
+                    let label = (MANAGED.0.to_owned(), MANAGED.1.to_owned());
+                    object.metadata.labels = Some([label].into());
+                    peers.create(&PostParams::default(), &object).await.context("create Peer")?;
+                    tracing::info!(peer = wanted.name, "made the Peer object");
+                    wanted.clone()
+                }
+            },
+        };
+        if found.public_key != wanted.public_key {
+            bail!(
+                "Peer {:?} exists with another key; give its private key with --private-key, or choose another name",
+                wanted.name
+            );
+        }
+        Ok(found)
+    }
+
+    /// Deletes the Peer object if it was made here.
+    async fn release(&self, wanted: &Peer) -> Result<()> {
+        let Self::Kubernetes { peers, .. } = self else { return Ok(()) };
+        let Some(object) = peers.get_opt(&wanted.name).await? else { return Ok(()) };
+        let label = object.metadata.labels.as_ref().and_then(|labels| labels.get(MANAGED.0));
+        let ours = label.is_some_and(|label| label == MANAGED.1)
+            && object.spec.public_key.trim() == wanted.public_key.to_string();
+        if ours {
+            // Not one that somebody has made anew meanwhile.
+            let preconditions = Preconditions { uid: object.metadata.uid, resource_version: None };
+            let parameters = DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
+            peers.delete(&wanted.name, &parameters).await?;
+        }
+        Ok(())
+    }
+}
+
+/// Connects and stays connected until SIGINT or SIGTERM.
+pub async fn run(args: &ConnectArgs, flags: &Flags) -> Result<String> {
+    log_to_stderr(args.log_level);
+    // First of all, so that no signal ends it half way.
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let name = match &args.peer {
+        Some(name) => name.clone(),
+        None => nix::unistd::gethostname()?.to_string_lossy().to_lowercase(),
+    };
+    if !is_dns_name(&name) {
+        bail!("{name:?} cannot be the name of a Peer; use lower case letters, digits, '-' and '.'");
+    }
+    if args.allowed_ip.prefix_len() != args.allowed_ip.max_prefix_len() {
+        bail!("--allowed-ip {}: one address is needed, for example 10.10.10.10/32", args.allowed_ip);
+    }
+    let path = args.private_key.clone().unwrap_or_else(|| PathBuf::from(format!("/var/lib/kilo/{name}.key")));
+    let key = private_key::load_or_create(&path)?;
+    let interface = interface::Options {
+        name: args.interface.clone(),
+        mode: args.wireguard,
+        create: args.create_interface,
+        executable: std::env::current_exe().context("path of this program")?,
+    };
+    let _lock = interface::lock(&args.interface)?;
+    let wanted = Peer {
+        name: name.clone(),
+        allowed_ips: vec![args.allowed_ip],
+        endpoint: None,
+        persistent_keepalive: args.persistent_keepalive.into(),
+        preshared_key: None,
+        public_key: key.public(),
+    };
+    let mut connection = Connection {
+        net: Net::new()?,
+        source: Source::start(flags).await?,
+        resolver: Resolver::default(),
+        options: Options {
+            peer: name,
+            port: flags.port,
+            mtu: args.mtu,
+            persistent_keepalive: args.persistent_keepalive,
+            more_prefixes: args.allowed_ips.clone(),
+        },
+        interface,
+        wanted,
+        key,
+        unrouted: Vec::new(),
+    };
+    connection.check_alone().await?;
+    let ended = tokio::select! {
+        ended = connection.keep(args.resync_period, flags) => ended,
+        _ = terminate.recv() => Ok(()),
+        _ = interrupt.recv() => Ok(()),
+    };
+    if args.clean_up {
+        for problem in connection.clean_up().await {
+            tracing::error!("{problem}");
+        }
+    }
+    ended.map(|()| String::new())
+}
+
+struct Connection {
+    net: Net,
+    source: Source,
+    resolver: Resolver,
+    options: Options,
+    interface: interface::Options,
+    wanted: Peer,
+    key: SecretKey,
+    /// Prefixes without route, as last told.
+    unrouted: Vec<IpNet>,
+}
+
+impl Connection {
+    /// Routes of ours are told by their protocol alone: one that manages them is enough.
+    async fn check_alone(&self) -> Result<()> {
+        let links = self.net.links().await?;
+        for found in routes::read(self.net.rtnl()).await? {
+            let link = links.iter().find(|link| Some(link.index) == found.interface);
+            if let Some(link) = link.filter(|link| link.name != self.interface.name) {
+                bail!(
+                    "routes through {} are managed already: this machine is a node of a mesh (then it needs no \
+                     connection), or another kgctl connect runs",
+                    link.name
+                );
+            }
+        }
+        let Some(interface) = self.existing().await else { return Ok(()) };
+        let state = interface.device.read().await?;
+        if state.private_key.is_some_and(|key| key.public() != self.key.public()) {
+            bail!(
+                "{} belongs to somebody else: it has another private key; choose another --interface",
+                self.interface.name
+            );
+        }
+        Ok(())
+    }
+
+    /// The interface, if it is there and a WireGuard device.
+    async fn existing(&self) -> Option<Interface> {
+        let options = interface::Options { create: false, ..self.interface.clone() };
+        Interface::ensure(&self.net, &options).await.ok().map(|(interface, _)| interface)
+    }
+
+    /// Keeps everything as it should be; ends only when the first try fails.
+    async fn keep(&mut self, resync: Duration, flags: &Flags) -> Result<()> {
+        let mut snapshots = self.source.watch();
+        let mut ticks = tokio::time::interval(resync.max(Duration::from_millis(100)));
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut peer = self.source.ensure(&self.wanted).await?;
+        let mut connected = false;
+        loop {
+            let mut check_peer = false;
+            tokio::select! {
+                _ = ticks.tick() => check_peer = connected,
+                changed = snapshots.changed() => changed.context("the watches have ended")?,
+            }
+            if check_peer {
+                match self.source.ensure(&self.wanted).await {
+                    Ok(found) => peer = found,
+                    Err(error) => tracing::warn!("{error:#}"),
+                }
+            }
+            let snapshot = Arc::clone(&snapshots.borrow_and_update());
+            match self.sync(&snapshot, &peer, flags).await {
+                Ok(writes) if !connected => {
+                    connected = true;
+                    tracing::info!(interface = self.interface.name, writes, "connected");
+                }
+                Ok(0) => {}
+                Ok(writes) => tracing::info!(writes, "updated"),
+                Err(error) if connected => tracing::error!("{error:#}; trying again"),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Reads, plans, writes what differs; answers the number of writes.
+    async fn sync(&mut self, snapshot: &Snapshot, peer: &Peer, flags: &Flags) -> Result<usize> {
+        let mut snapshot = snapshot.clone();
+        // Just made, it may not have come back yet.
+        snapshot.peers.entry(peer.name.clone()).or_insert_with(|| peer.clone());
+        let mesh = source::mesh(&snapshot, flags)?;
+        let resolved: std::collections::BTreeMap<String, IpAddr> = self.resolver.resolve(&mesh).await;
+        let plan = connect::plan(&mesh, &self.options, &resolved).context("the Peer is not in the mesh")?;
+        let ConnectPlan { wireguard, net, unrouted } = plan;
+        if net.addresses.is_empty() {
+            bail!(
+                "Peer {:?} has no address for this machine: none of its allowed IPs is a /32 or /128, or an \
+                 earlier peer has it",
+                peer.name
+            );
+        }
+        if self.unrouted != unrouted {
+            for prefix in &unrouted {
+                tracing::warn!(%prefix, "not routed into the tunnel: the tunnel's own packets go there");
+            }
+            self.unrouted = unrouted;
+        }
+        let (interface, created) = Interface::ensure(&self.net, &self.interface).await?;
+        let state = interface.device.read().await?;
+        let mut writes = usize::from(created);
+        writes += interface.device.apply(&diff(&state, &wireguard, &self.key)).await?;
+        writes += self.net.apply(&net, interface.index).await?;
+        Ok(writes)
+    }
+
+    /// Takes everything back; answers what could not be.
+    async fn clean_up(&self) -> Vec<String> {
+        let mut problems = Vec::new();
+        let index = self.existing().await.map(|interface| interface.index);
+        if let Err(error) = self.net.remove(index).await {
+            problems.push(error.to_string());
+        }
+        if self.interface.create
+            && let Err(error) = Interface::remove(&self.net, &self.interface).await
+        {
+            problems.push(error.to_string());
+        }
+        if let Err(error) = self.source.release(&self.wanted).await {
+            problems.push(format!(
+                "Peer {} stays, delete it with kubectl delete peer {0}: {error:#}",
+                self.wanted.name
+            ));
+        }
+        problems
+    }
+}
+
+fn log_to_stderr(level: LogLevel) {
+    use tracing_subscriber::{EnvFilter, fmt, prelude::*};
+    let filter = match level {
+        LogLevel::All | LogLevel::None => level.directive().to_owned(),
+        level => format!("warn,kilo_agent={0},kgctl={0}", level.directive()),
+    };
+    let layer = fmt::layer()
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .without_time()
+        .with_target(false);
+    tracing_subscriber::registry().with(EnvFilter::new(filter)).with(layer).init();
+}

@@ -1,0 +1,111 @@
+//! The webhook's certificate, replaced while it runs when its files change.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError, RwLock},
+};
+
+use rustls::{
+    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _},
+    server::{ClientHello, ResolvesServerCert},
+    sign::CertifiedKey,
+};
+
+/// Why the files cannot be used. Never shows their content.
+#[derive(Debug, thiserror::Error)]
+pub enum CertificateError {
+    /// A file cannot be read.
+    #[error("{path}: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A file has no PEM of the wanted kind.
+    #[error("{path} holds no usable {what} in PEM: {reason}")]
+    Pem {
+        /// The file.
+        path: PathBuf,
+        /// `certificate` or `private key`.
+        what: &'static str,
+        /// What the parser said.
+        reason: String,
+    },
+    /// They do not belong together, or are of a kind TLS does not use.
+    #[error("the certificate of {certificate} and the key of {key} cannot be used together: {reason}")]
+    Pair {
+        /// The certificate's file.
+        certificate: PathBuf,
+        /// The key's file.
+        key: PathBuf,
+        /// Why.
+        reason: rustls::Error,
+    },
+}
+
+type Files = (Vec<u8>, Vec<u8>);
+
+/// Certificate and key in use.
+#[derive(Debug)]
+pub struct Certificate {
+    paths: (PathBuf, PathBuf),
+    current: RwLock<Arc<CertifiedKey>>,
+    /// What the files held when they were last looked at.
+    seen: Mutex<Files>,
+}
+
+impl Certificate {
+    /// Reads the files for the first time.
+    pub fn load(certificate: &Path, key: &Path) -> Result<Self, CertificateError> {
+        let paths = (certificate.to_owned(), key.to_owned());
+        let files = read(&paths)?;
+        let current = RwLock::new(Arc::new(parse(&paths, &files)?));
+        Ok(Self { paths, current, seen: Mutex::new(files) })
+    }
+
+    /// Takes over changed files; says whether they had changed. Files that are
+    /// no pair (a replacement under way) leave the certificate as it was, and
+    /// are an error once.
+    pub fn reload(&self) -> Result<bool, CertificateError> {
+        let files = read(&self.paths)?;
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        if *seen == files {
+            return Ok(false);
+        }
+        let parsed = parse(&self.paths, &files);
+        *seen = files;
+        *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(parsed?);
+        Ok(true)
+    }
+}
+
+impl ResolvesServerCert for Certificate {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(Arc::clone(&self.current.read().unwrap_or_else(PoisonError::into_inner)))
+    }
+}
+
+fn read(paths: &(PathBuf, PathBuf)) -> Result<Files, CertificateError> {
+    let read = |path: &PathBuf| {
+        fs::read(path).map_err(|source| CertificateError::Read { path: path.clone(), source })
+    };
+    Ok((read(&paths.0)?, read(&paths.1)?))
+}
+
+fn parse(paths: &(PathBuf, PathBuf), files: &Files) -> Result<CertifiedKey, CertificateError> {
+    let pem =
+        |path: &Path, what, reason: String| CertificateError::Pem { path: path.to_owned(), what, reason };
+    let chain: Vec<_> = CertificateDer::pem_slice_iter(&files.0)
+        .collect::<Result<_, _>>()
+        .map_err(|error| pem(&paths.0, "certificate", error.to_string()))?;
+    if chain.is_empty() {
+        return Err(pem(&paths.0, "certificate", "there is none".to_owned()));
+    }
+    let key = PrivateKeyDer::from_pem_slice(&files.1)
+        .map_err(|error| pem(&paths.1, "private key", error.to_string()))?;
+    CertifiedKey::from_der(chain, key, &rustls::crypto::ring::default_provider()).map_err(|reason| {
+        CertificateError::Pair { certificate: paths.0.clone(), key: paths.1.clone(), reason }
+    })
+}

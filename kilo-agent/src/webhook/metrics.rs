@@ -1,0 +1,82 @@
+//! Metrics of the webhook, under the names Kilo's have.
+
+use std::{fmt, sync::Arc};
+
+use hyper::Method;
+use kube::core::admission::Operation;
+use prometheus_client::{
+    encoding::{EncodeLabelSet, text::encode},
+    metrics::{counter::Counter, family::Family},
+    registry::Registry,
+};
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ReviewLabels {
+    operation: &'static str,
+    response: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RequestLabels {
+    handler: &'static str,
+    method: &'static str,
+}
+
+/// Handles of all metrics; cloning shares them.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    registry: Arc<Registry>,
+    reviews: Family<ReviewLabels, Counter>,
+    requests: Family<RequestLabels, Counter>,
+    /// `errors_total`: requests that were no reviews, certificates that cannot be used.
+    pub errors: Counter,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let (reviews, requests, errors) = (Family::default(), Family::default(), Counter::default());
+        let mut registry = Registry::default();
+        registry.register(
+            "admission_requests",
+            "Peers judged, by operation and answer",
+            Family::clone(&reviews),
+        );
+        registry.register("http_requests", "HTTP requests, by what was asked for", Family::clone(&requests));
+        registry.register("errors", "Requests that could not be answered as asked", Counter::clone(&errors));
+        Self { registry: Arc::new(registry), reviews, requests, errors }
+    }
+}
+
+impl Metrics {
+    /// Counts one judgement.
+    pub fn review(&self, operation: &Operation, allowed: bool) {
+        let operation = match operation {
+            Operation::Create => "CREATE",
+            Operation::Update => "UPDATE",
+            Operation::Delete => "DELETE",
+            Operation::Connect => "CONNECT",
+        };
+        let response = if allowed { "allowed" } else { "denied" };
+        self.reviews.get_or_create(&ReviewLabels { operation, response }).inc();
+    }
+
+    /// Counts one request; what clients make up does not become a label.
+    pub fn request(&self, handler: &'static str, method: &Method) {
+        let method = match *method {
+            Method::GET => "GET",
+            Method::HEAD => "HEAD",
+            Method::POST => "POST",
+            Method::PUT => "PUT",
+            Method::DELETE => "DELETE",
+            _ => "other",
+        };
+        self.requests.get_or_create(&RequestLabels { handler, method }).inc();
+    }
+
+    /// The text exposition format (OpenMetrics).
+    pub fn encode(&self) -> Result<String, fmt::Error> {
+        let mut text = String::new();
+        encode(&mut text, &self.registry)?;
+        Ok(text)
+    }
+}

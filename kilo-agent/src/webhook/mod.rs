@@ -1,0 +1,250 @@
+//! `kg webhook`: refuses invalid Peer objects when they are written, by the
+//! rules by which the agents would ignore them.
+
+mod certificate;
+mod metrics;
+
+use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+
+use http_body_util::{BodyExt as _, LengthLimitError, Limited};
+use hyper::{Method, Request, StatusCode, body::Incoming, header::CONTENT_TYPE};
+use kube::core::{
+    DynamicObject,
+    admission::{
+        AdmissionRequest, AdmissionResponse, AdmissionReview, META_API_VERSION_V1, META_KIND, Operation,
+    },
+};
+use tokio_rustls::TlsAcceptor;
+use tokio_util::sync::CancellationToken;
+
+pub use certificate::CertificateError;
+
+use self::{certificate::Certificate, metrics::Metrics};
+use crate::{
+    backend::kubernetes,
+    http::{self, Answer, OPENMETRICS, method_not_allowed, respond, text},
+};
+
+/// Where it listens, and as whom.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// PEM certificate chain.
+    pub certificate: PathBuf,
+    /// PEM private key.
+    pub key: PathBuf,
+    /// Where the API server asks, over TLS.
+    pub listen: SocketAddr,
+    /// Where metrics and health are, in clear.
+    pub listen_metrics: SocketAddr,
+    /// How often the files are looked at.
+    pub reload: Duration,
+}
+
+/// Why the webhook cannot serve.
+#[derive(Debug, thiserror::Error)]
+pub enum WebhookError {
+    /// The files given.
+    #[error(transparent)]
+    Certificate(#[from] CertificateError),
+    /// The TLS library.
+    #[error("TLS: {0}")]
+    Tls(#[from] rustls::Error),
+    /// An address.
+    #[error("cannot listen on {address}: {source}")]
+    Listen {
+        /// Address of the flag.
+        address: SocketAddr,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// Largest review in bytes: two objects of the largest size etcd takes, and more.
+const LARGEST: usize = 8 << 20;
+/// A body is complete within this time.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Serves until `stop`, then finishes what is under way.
+///
+/// # Errors
+/// When the certificate cannot be used or an address is taken.
+pub async fn run(options: Options, stop: CancellationToken) -> Result<(), WebhookError> {
+    let metrics = Metrics::default();
+    let certificate = Arc::new(Certificate::load(&options.certificate, &options.key)?);
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let mut config = rustls::ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()?
+        .with_no_client_auth()
+        .with_cert_resolver(Arc::<Certificate>::clone(&certificate));
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    let bind =
+        async |address| http::bind(address).await.map_err(|source| WebhookError::Listen { address, source });
+    let reviews = bind(options.listen).await?;
+    let scrapes = bind(options.listen_metrics).await?;
+    tracing::info!(listen = %options.listen, metrics = %options.listen_metrics, "the webhook serves");
+
+    let (for_reviews, for_scrapes) = (metrics.clone(), metrics.clone());
+    let review = move |request| review_or_refuse(for_reviews.clone(), request);
+    let scrape = move |request| tell(for_scrapes.clone(), request);
+    let acceptor = TlsAcceptor::from(Arc::new(config));
+    let serving = async {
+        tokio::join!(
+            http::serve(reviews, Some(acceptor), review, stop.clone()),
+            http::serve(scrapes, None, scrape, stop.clone()),
+        );
+    };
+    let reloading = async {
+        loop {
+            tokio::time::sleep(options.reload).await;
+            match certificate.reload() {
+                Ok(true) => tracing::info!("the certificate has changed and is used from now on"),
+                Ok(false) => {}
+                Err(error) => {
+                    metrics.errors.inc();
+                    tracing::error!(%error, "the certificate stays as it was");
+                }
+            }
+        }
+    };
+    tokio::select! {
+        () = serving => Ok(()),
+        () = reloading => Ok(()),
+    }
+}
+
+/// Metrics and health.
+async fn tell(metrics: Metrics, request: Request<Incoming>) -> Answer {
+    let path = request.uri().path();
+    let handler = match path {
+        "/metrics" => "metrics",
+        "/health" => "health",
+        _ => "other",
+    };
+    metrics.request(handler, request.method());
+    if handler == "other" {
+        return text(StatusCode::NOT_FOUND, "there is nothing here; try /metrics or /health\n");
+    }
+    if !matches!(*request.method(), Method::GET | Method::HEAD) {
+        return method_not_allowed("GET, HEAD");
+    }
+    match (handler, metrics.encode()) {
+        ("health", _) => text(StatusCode::OK, "ok\n"),
+        (_, Ok(body)) => respond(StatusCode::OK, OPENMETRICS, body),
+        (_, Err(error)) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
+    }
+}
+
+async fn review_or_refuse(metrics: Metrics, request: Request<Incoming>) -> Answer {
+    let known = request.uri().path() == "/validate";
+    metrics.request(if known { "validate" } else { "other" }, request.method());
+    match read(known, request).await {
+        Ok(review) => {
+            let (response, operation) = review;
+            metrics.review(&operation, response.allowed);
+            if !response.allowed {
+                tracing::info!(reason = response.result.message, "denied");
+            }
+            match serde_json::to_vec(&response.into_review()) {
+                Ok(body) => respond(StatusCode::OK, "application/json", body),
+                Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
+            }
+        }
+        Err(refusal) => {
+            metrics.errors.inc();
+            refusal
+        }
+    }
+}
+
+/// Reads one review and judges it; `Err` is the answer to a request that is none.
+async fn read(known: bool, request: Request<Incoming>) -> Result<(AdmissionResponse, Operation), Answer> {
+    let bad = |reason: String| text(StatusCode::BAD_REQUEST, reason + "\n");
+    if !known {
+        return Err(text(StatusCode::NOT_FOUND, "there is nothing here; reviews go to /validate\n"));
+    }
+    if *request.method() != Method::POST {
+        return Err(method_not_allowed("POST"));
+    }
+    let media = request.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
+    if media.split(';').next().map(str::trim) != Some("application/json") {
+        return Err(text(StatusCode::UNSUPPORTED_MEDIA_TYPE, "Content-Type must be application/json\n"));
+    }
+    let body = tokio::time::timeout(PATIENCE, Limited::new(request.into_body(), LARGEST).collect()).await;
+    let body = match body {
+        Err(_) => return Err(text(StatusCode::REQUEST_TIMEOUT, "the body takes too long\n")),
+        Ok(Err(error)) if error.is::<LengthLimitError>() => {
+            let message = format!("a review of more than {} MiB\n", LARGEST >> 20);
+            return Err(text(StatusCode::PAYLOAD_TOO_LARGE, message));
+        }
+        Ok(Err(error)) => return Err(bad(format!("the body is not complete: {error}"))),
+        Ok(Ok(body)) => body.to_bytes(),
+    };
+    let review: AdmissionReview<DynamicObject> =
+        serde_json::from_slice(&body).map_err(|error| bad(format!("this is no AdmissionReview: {error}")))?;
+    if review.types.api_version != META_API_VERSION_V1 || review.types.kind != META_KIND {
+        return Err(bad(format!(
+            "{:?} {:?} is not understood, only {META_API_VERSION_V1} {META_KIND}",
+            review.types.api_version, review.types.kind
+        )));
+    }
+    let request: AdmissionRequest<DynamicObject> =
+        review.try_into().map_err(|_| bad("the AdmissionReview has no request".to_owned()))?;
+    Ok((judge(&request), request.operation))
+}
+
+fn judge(request: &AdmissionRequest<DynamicObject>) -> AdmissionResponse {
+    let response = AdmissionResponse::from(request);
+    let is_peer = request.kind.group == "kilo.squat.ai" && request.kind.kind == "Peer";
+    if !is_peer {
+        return response.deny(format!(
+            "this webhook judges Peers of kilo.squat.ai, not {}; check the rules of the ValidatingWebhookConfiguration",
+            request.kind.kind
+        ));
+    }
+    let spec_is_written = matches!(request.operation, Operation::Create | Operation::Update)
+        && request.sub_resource.as_deref().unwrap_or_default().is_empty();
+    if !spec_is_written {
+        return response;
+    }
+    match request.object.clone().map(kubernetes::parse_peer) {
+        Some(Ok(_)) => response,
+        Some(Err(problem)) => response.deny(problem),
+        None => response.deny("the request holds no object"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::wireguard::key::PublicKey;
+
+    fn request(operation: &str, kind: &str, object: &serde_json::Value) -> AdmissionRequest<DynamicObject> {
+        let group = "kilo.squat.ai";
+        serde_json::from_value(json!({
+            "uid": "u", "operation": operation, "userInfo": {}, "object": object,
+            "kind": {"group": group, "version": "v1alpha1", "kind": kind},
+            "resource": {"group": group, "version": "v1alpha1", "resource": "peers"},
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn what_the_agent_would_ignore_is_denied_with_the_field() {
+        let object = |prefix: &str| {
+            json!({
+                "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": "laptop"},
+                "spec": {"allowedIPs": [prefix], "publicKey": PublicKey([1; 32]).to_string()},
+            })
+        };
+        assert!(judge(&request("CREATE", "Peer", &object("10.5.0.1/32"))).allowed);
+        let denied = judge(&request("UPDATE", "Peer", &object("10.5.0.1")));
+        assert!(!denied.allowed && denied.result.message.contains("allowedIPs"), "{denied:?}");
+        let shapeless = json!({"apiVersion": "v1", "kind": "Peer", "metadata": {}, "spec": 7});
+        assert!(!judge(&request("CREATE", "Peer", &shapeless)).allowed);
+        assert!(!judge(&request("CREATE", "Peer", &serde_json::Value::Null)).allowed);
+        assert!(judge(&request("DELETE", "Peer", &serde_json::Value::Null)).allowed, "it may always go");
+        assert!(!judge(&request("CREATE", "Pod", &object("10.5.0.1/32"))).allowed);
+    }
+}

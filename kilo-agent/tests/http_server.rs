@@ -1,0 +1,217 @@
+//! The agent's HTTP server: what it answers to good requests and to rubbish.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    process::Command,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use kilo_agent::{
+    health::Health,
+    http::{self, Format, Graphviz, Layout},
+    metrics::{Metrics, PeerSample},
+    status::{Status, View},
+    topology::{Granularity, Mesh, Node},
+    wireguard::key::PublicKey,
+};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+    sync::watch,
+};
+use tokio_util::sync::CancellationToken;
+
+fn view() -> View {
+    let node = |name: &str, location: &str, key: u8| Node {
+        name: name.to_owned(),
+        location: location.to_owned(),
+        endpoint: "192.0.2.1:51820".parse().ok(),
+        key: Some(PublicKey([key; 32])),
+        internal_ip: "10.0.0.1/24".parse().ok(),
+        pod_cidrs: vec!["10.42.0.0/24".parse().unwrap()],
+        ..Node::default()
+    };
+    let nodes = [node("a1", "east", 1), node("a2", "east", 2), node("b<1>", "west", 3)];
+    let mesh = Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());
+    View { mesh: Arc::new(mesh), node: "a1".to_owned(), ..View::default() }
+}
+
+/// A server that answers until the test is over.
+async fn server(graphviz: Graphviz) -> (SocketAddr, CancellationToken, Metrics) {
+    let (sender, view) = watch::channel(Arc::new(view()));
+    let metrics = Metrics::default();
+    let health = Health::new(Instant::now(), Duration::from_secs(60));
+    let context = http::Context { health, metrics: metrics.clone(), view, graphviz };
+    let listener = http::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let stop = CancellationToken::new();
+    let until = stop.clone();
+    tokio::spawn(async move {
+        http::serve(listener, None, move |request| context.clone().answer(request), until).await;
+        drop(sender);
+    });
+    (address, stop, metrics)
+}
+
+struct Answer {
+    status: u16,
+    head: String,
+    body: Vec<u8>,
+}
+
+impl Answer {
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.body).into_owned()
+    }
+}
+
+async fn say(address: SocketAddr, request: &[u8]) -> Answer {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    // It may hang up before everything is written.
+    let _ = stream.write_all(request).await;
+    let mut bytes = Vec::new();
+    let read = tokio::time::timeout(Duration::from_secs(30), stream.read_to_end(&mut bytes)).await;
+    assert!(read.is_ok(), "no end of the answer: {}", String::from_utf8_lossy(&bytes));
+    let end = bytes.windows(4).position(|four| four == b"\r\n\r\n").map_or(bytes.len(), |at| at + 4);
+    let head = String::from_utf8_lossy(&bytes[..end]).to_lowercase();
+    let status = head.split(' ').nth(1).and_then(|code| code.parse().ok()).unwrap_or(0);
+    Answer { status, head, body: bytes[end..].to_vec() }
+}
+
+async fn ask(address: SocketAddr, method: &str, path: &str) -> Answer {
+    say(address, format!("{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").as_bytes()).await
+}
+
+#[tokio::test]
+async fn each_page_has_its_media_type_and_head_is_get_without_body() {
+    let (address, _stop, metrics) = server(Graphviz::new("/nonexistent", Duration::from_secs(5))).await;
+    metrics.set_peers(BTreeMap::from([(
+        PublicKey([1; 32]),
+        PeerSample { received: 1, sent: 2, last_handshake: Some(3) },
+    )]));
+    metrics.error("apply");
+    for (path, media, words) in [
+        ("/", "text/html", "<img src=\"graph\""),
+        ("/health", "text/plain", "ok"),
+        ("/metrics", "application/openmetrics-text", "kilo_reconcile_duration_seconds_bucket"),
+        ("/status", "application/json", "\"locations\""),
+        ("/graph", "image/svg+xml", "<svg"),
+        ("/graph?format=dot", "text/vnd.graphviz", "digraph"),
+        ("/graph?format=gv&layout=twopi&x=y", "text/vnd.graphviz", "digraph"),
+    ] {
+        let answer = ask(address, "GET", path).await;
+        assert_eq!(answer.status, 200, "{path}: {}", answer.text());
+        assert!(answer.head.contains(&format!("content-type: {media}")), "{path}: {}", answer.head);
+        assert!(answer.text().contains(words), "{path}: {}", answer.text());
+        let head = ask(address, "HEAD", path).await;
+        assert_eq!((head.status, head.body.len()), (200, 0), "{path}");
+        assert!(head.head.contains("content-length: ") && !head.head.contains("content-length: 0"), "{path}");
+    }
+    let page = ask(address, "GET", "/").await.text();
+    assert!(!page.contains("http://") && !page.contains("https://"), "nothing from elsewhere: {page}");
+    let status: Status = serde_json::from_slice(&ask(address, "GET", "/status").await.body).unwrap();
+    assert_eq!(status.locations.len(), 2);
+    let text = ask(address, "GET", "/metrics").await.text();
+    for name in [
+        "kilo_errors_total{event=\"apply\"} 1",
+        "kilo_leader ",
+        "kilo_nodes ",
+        "kilo_peers ",
+        "kilo_reconciles_total ",
+        "kilo_writes_total ",
+        "kilo_reconcile_duration_seconds_count ",
+        "kilo_wireguard_received_bytes_total{public_key=",
+        "kilo_wireguard_sent_bytes_total{public_key=",
+        "kilo_wireguard_last_handshake_seconds{public_key=",
+    ] {
+        assert!(text.contains(name), "{name} is missing from\n{text}");
+    }
+}
+
+#[tokio::test]
+async fn rubbish_is_answered_with_its_status_and_disturbs_nobody() {
+    let (address, _stop, _) = server(Graphviz::new("/nonexistent", Duration::from_secs(5))).await;
+    let get =
+        |path: &str| format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").into_bytes();
+    let large = format!("GET / HTTP/1.1\r\nHost: x\r\nX: {}\r\n\r\n", "x".repeat(200_000)).into_bytes();
+    let many = format!("GET / HTTP/1.1\r\nHost: x\r\n{}\r\n", "A: b\r\n".repeat(200)).into_bytes();
+    let long = get(&format!("/{}", "x".repeat(100_000)));
+    for (status, request, words) in [
+        (400, get("/graph?format=pdf"), "svg, png, bmp, fig, gif, json, ps, dot, gv"),
+        (400, get("/graph?layout=grid"), "circo, dot, neato, twopi, fdp"),
+        (400, get("/graph?format=&layout=%00%ff"), "format"),
+        (501, get("/graph?format=png"), "install graphviz"),
+        (404, get("/nothing"), "/metrics"),
+        (404, get("/graph/../health"), "/metrics"),
+        (404, get("//health"), "/metrics"),
+        (
+            405,
+            b"POST /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 5\r\n\r\nhello"
+                .to_vec(),
+            "GET, HEAD",
+        ),
+        (405, b"DELETE /status HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".to_vec(), "GET, HEAD"),
+        (400, b"\x00\x01\x02\x03\r\n\r\n".to_vec(), ""),
+        (400, b"GET / HTTP/1.1\r\nBad Header\r\n\r\n".to_vec(), ""),
+        (400, b"GET / SPDY/9\r\n\r\n".to_vec(), ""),
+        (431, large, ""),
+        (431, many, ""),
+        (431, long, ""),
+    ] {
+        let answer = say(address, &request).await;
+        let shown = String::from_utf8_lossy(&request[..request.len().min(60)]).into_owned();
+        // Of an endless request line hyper says 414, of endless headers 431.
+        let right = answer.status == status || (status == 431 && answer.status == 414);
+        assert!(right, "{shown:?}: {} {}", answer.head, answer.text());
+        assert!(answer.text().contains(words), "{shown:?}: {}", answer.text());
+        if status == 405 {
+            assert!(answer.head.contains("allow: get, head"), "{}", answer.head);
+        }
+    }
+    // One that says nothing holds nobody up.
+    let _silent = TcpStream::connect(address).await.unwrap();
+    assert_eq!(ask(address, "GET", "/health").await.status, 200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn graphviz_draws_every_format_in_every_layout() {
+    let Ok(version) = Command::new("dot").arg("-V").output() else {
+        println!("kilo-skip: dot is not installed (apt-get install graphviz)");
+        return;
+    };
+    println!("{}", String::from_utf8_lossy(&version.stderr).trim());
+    let (address, _stop, _) = server(Graphviz::default()).await;
+    for layout in Layout::VALUES {
+        let answer = ask(address, "GET", &format!("/graph?layout={layout}")).await;
+        let text = answer.text();
+        assert_eq!(answer.status, 200, "{layout}: {text}");
+        assert!(text.contains("Generated by graphviz") && text.contains("a1"), "{layout}: {text}");
+        assert!(!text.contains("<1>"), "{layout}: names are escaped");
+    }
+    for format in Format::VALUES {
+        let answer = ask(address, "GET", &format!("/graph?format={format}")).await;
+        // Not every Graphviz has every format: then it says which it has.
+        let unable = answer.status == 501 && answer.text().contains("not recognized");
+        if unable {
+            println!("{format}: {}", answer.text().trim());
+            assert_eq!(*format, "bmp");
+            continue;
+        }
+        assert_eq!(answer.status, 200, "{format}: {}", answer.text());
+        let magic: &[u8] = match *format {
+            "png" => b"\x89PNG",
+            "gif" => b"GIF89a",
+            "bmp" => b"BM",
+            "fig" => b"#FIG",
+            "ps" => b"%!PS",
+            "json" => b"{",
+            "svg" => b"<?xml",
+            _ => b"digraph",
+        };
+        assert!(answer.body.starts_with(magic), "{format}");
+    }
+}

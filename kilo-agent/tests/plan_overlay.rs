@@ -1,0 +1,137 @@
+//! IPIP beside another CNI: the leader is reached through that CNI's overlay.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, Ipv4Addr},
+};
+
+use kilo_agent::{
+    cli::Compatibility,
+    net::{
+        Link,
+        links::{self, Address, HostQuery},
+    },
+    plan::{self, Hop, HopIds, HostPlan, Inputs},
+    topology::{Encapsulate, Granularity, Mesh, Node, Settings, Tunnel},
+    wireguard::key::PublicKey,
+};
+use kilo_common::maps::HOP_REMOTE;
+
+fn node(number: u8, location: &str) -> Node {
+    Node {
+        name: format!("n{number}"),
+        endpoint: format!("192.0.2.{number}:51820").parse().ok(),
+        key: Some(PublicKey([number; 32])),
+        internal_ip: format!("10.1.0.{number}/24").parse().ok(),
+        location: location.to_owned(),
+        pod_cidrs: vec![format!("10.244.{number}.0/24").parse().unwrap()],
+        cni_compatibility_ip: format!("10.244.{number}.77/32").parse().ok(),
+        ..Node::default()
+    }
+}
+
+fn link(index: u32, name: &str, mtu: u32, addresses: &[&str]) -> Link {
+    let address =
+        |text: &&str| Address { net: text.parse().unwrap(), global: true, secondary: false, unusable: false };
+    Link {
+        index,
+        name: name.to_owned(),
+        kind: String::new(),
+        mtu,
+        up: true,
+        loopback: false,
+        controller: None,
+        addresses: addresses.iter().map(address).collect(),
+    }
+}
+
+/// The plan of node `own` of three, of which n1 and n2 share a location that n1 leads.
+fn plan(own: &str, compatibility: Compatibility, tunnel: Tunnel) -> HostPlan {
+    let nodes: BTreeMap<String, Node> = [node(1, "a"), node(2, "a"), node(3, "b")]
+        .map(|node| (node.name.clone(), node))
+        .into_iter()
+        .collect();
+    let settings = Settings {
+        granularity: Granularity::Location,
+        encapsulate: Encapsulate::Always,
+        tunnel,
+        local: false,
+        cni: false,
+        subnet: "10.4.0.0/16".parse().unwrap(),
+        service_cidrs: Vec::new(),
+        port: 51_820,
+    };
+    let mesh = Mesh::new(nodes.values(), &BTreeMap::new(), settings.granularity, settings.subnet);
+    let own_node = &nodes[own];
+    let number = &own[1..];
+    let devices = [
+        link(2, "eth0", 1500, &[&format!("10.1.0.{number}/24")]),
+        link(5, "flannel.1", 1450, &[&format!("10.244.{number}.0/32")]),
+        link(6, "cilium_host", 1430, &[&format!("10.244.{number}.77/32")]),
+    ];
+    let overlay = plan::overlay_addresses(&mesh, &nodes, own, compatibility, tunnel);
+    let device = if compatibility == Compatibility::Flannel { 5 } else { 6 };
+    let paths = overlay.values().map(|ip| (IpAddr::V4(*ip), device)).collect();
+    let private = own_node.internal_ip.map(|net| net.addr());
+    let query = HostQuery { kilo: 9, private, pod_cidrs: &own_node.pod_cidrs };
+    let mut found = links::host_links(&devices, &query, &paths);
+    links::add_overlay(&mut found, &devices, own, overlay);
+    plan::host_plan(&Inputs {
+        mesh: &mesh,
+        settings: &settings,
+        node: own,
+        links: &found,
+        hops: &HopIds::default().update(&mesh, own),
+        resolved: &BTreeMap::new(),
+        seen: &BTreeMap::new(),
+        persistent_keepalive: 0,
+        masquerade: true,
+        mtu: 1420,
+    })
+    .unwrap()
+}
+
+fn towards_leader(plan: &HostPlan) -> (Tunnel, u32, u32, IpAddr, IpAddr) {
+    match plan.tables.hop[&HOP_REMOTE] {
+        Hop::Node { tunnel, ifindex, mtu, local, remote } => (tunnel, ifindex, mtu, local, remote),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+#[test]
+fn ipip_to_the_leader_is_sent_to_its_address_in_the_overlay() {
+    let flannel = plan("n2", Compatibility::Flannel, Tunnel::Ipip);
+    assert_eq!(towards_leader(&flannel), (Tunnel::Ipip, 5, 1430, ip("10.1.0.2"), ip("10.244.1.0")));
+    let cilium = plan("n2", Compatibility::Cilium, Tunnel::Ipip);
+    assert_eq!(towards_leader(&cilium), (Tunnel::Ipip, 6, 1410, ip("10.1.0.2"), ip("10.244.1.77")));
+}
+
+#[test]
+fn without_another_cni_or_with_vxlan_the_private_address_is_used() {
+    for (compatibility, tunnel) in [
+        (Compatibility::None, Tunnel::Ipip),
+        (Compatibility::Flannel, Tunnel::Vxlan),
+        (Compatibility::Cilium, Tunnel::Vxlan),
+    ] {
+        let plan = plan("n2", compatibility, tunnel);
+        assert_eq!(towards_leader(&plan).4, ip("10.1.0.1"), "{compatibility:?}");
+        assert_eq!(plan.tables.config.overlay_v4, [0; 4]);
+        assert!(!plan.uplinks.contains(&5));
+    }
+}
+
+#[test]
+fn the_leader_takes_what_comes_through_the_overlay_and_from_where() {
+    let leader = plan("n1", Compatibility::Flannel, Tunnel::Ipip);
+    assert_eq!(Ipv4Addr::from(leader.tables.config.overlay_v4), Ipv4Addr::new(10, 244, 1, 0));
+    assert!(leader.uplinks.contains(&5), "the program that unwraps sits on flannel.1: {:?}", leader.uplinks);
+    let senders: Vec<_> = leader.tables.node.keys().copied().collect();
+    assert_eq!(senders, [ip("10.1.0.2"), ip("10.244.2.0")], "its nodes, by both addresses");
+    assert!(!leader.tables.device.contains_key(&5), "nothing is masqueraded on the overlay");
+}

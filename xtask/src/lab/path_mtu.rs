@@ -1,0 +1,181 @@
+//! Path MTUs end to end: whatever link is small, senders of packets that must
+//! not be fragmented learn what fits, and TCP goes on.
+
+use anyhow::{Context as _, Result, ensure};
+
+use super::{
+    Lab,
+    network::{Network, Underlay},
+    space::Space,
+};
+
+/// Bytes in front of a ping's payload: IP and ICMP header.
+const PING_HEADERS: [u32; 2] = [28, 48];
+/// Sizes tried, in bytes with the IP header, largest first.
+const SIZES: [u32; 5] = [9000, 4000, 1500, 1421, 1281];
+
+/// A link made small, and what then fits between two pods.
+struct Scenario {
+    name: &'static str,
+    /// Set before, as (namespace, device, MTU).
+    links: &'static [(&'static str, &'static str, u32)],
+    from: &'static str,
+    to: &'static str,
+    /// What fits, with the IP header, over an IPv4 underlay by IPIP.
+    fits: u32,
+}
+
+/// The default routes' interfaces have 1500, so WireGuard carries 1420.
+const SCENARIOS: [Scenario; 7] = [
+    Scenario { name: "from another leader's pod", links: &[], from: "pod-a1", to: "pod-b1", fits: 1420 },
+    Scenario { name: "through both leaders", links: &[], from: "pod-a2", to: "pod-b2", fits: 1420 },
+    Scenario {
+        name: "into a location with a small LAN",
+        links: &[("b1", "eth0", 1320), ("b2", "eth0", 1320)],
+        from: "pod-a2",
+        to: "pod-b2",
+        fits: 1300,
+    },
+    Scenario {
+        name: "out of a location with a small LAN",
+        links: &[("b1", "eth0", 1320), ("b2", "eth0", 1320)],
+        from: "pod-b2",
+        to: "pod-a2",
+        fits: 1300,
+    },
+    Scenario {
+        name: "through a leader with a small uplink",
+        links: &[("a1", "eth1", 1400)],
+        from: "pod-a2",
+        to: "pod-b2",
+        fits: 1320,
+    },
+    Scenario {
+        name: "past a router of the location with a small link",
+        links: &[("router", "lan-c", 1360)],
+        from: "pod-a2",
+        to: "pod-a3",
+        fits: 1340,
+    },
+    Scenario {
+        name: "from another location past that router",
+        links: &[("router", "lan-c", 1360)],
+        from: "pod-b2",
+        to: "pod-a3",
+        fits: 1340,
+    },
+];
+
+/// Runs every scenario in both families, from the pod and from its host.
+pub fn run(lab: &mut Lab) -> Result<String> {
+    let network = &lab.network;
+    if network.underlay != Underlay::V4 {
+        return Ok("(scenarios are for IPv4 underlays)".to_owned());
+    }
+    jumbo(network)?;
+    let mut probes = 0;
+    for scenario in &SCENARIOS {
+        for (space, device, mtu) in scenario.links {
+            network.space(space)?.ip(&format!("link set {device} mtu {mtu}\n"))?;
+        }
+        forget(network)?;
+        // The agents follow the links.
+        std::thread::sleep(std::time::Duration::from_millis(1500));
+        probes += try_scenario(network, scenario).with_context(|| scenario.name.to_owned())?;
+        for (space, device, _) in scenario.links {
+            network.space(space)?.ip(&format!("link set {device} mtu 1500\n"))?;
+        }
+    }
+    Ok(format!("({} scenarios, {probes} paths)", SCENARIOS.len()))
+}
+
+/// Pods' own links take everything, so that what is small is the way.
+fn jumbo(network: &Network) -> Result<()> {
+    for node in &network.nodes {
+        node.pod.ip("link set eth0 mtu 9100\n")?;
+        node.space
+            .sh("for d in /sys/class/net/kube-bridge/brif/*; do ip link set ${d##*/} mtu 9100; done; \
+             ip link set kube-bridge mtu 9100")?;
+    }
+    Ok(())
+}
+
+/// What kernels have learnt of earlier scenarios.
+fn forget(network: &Network) -> Result<()> {
+    for space in network.spaces() {
+        space.sh("ip route flush cache; ip -6 route flush cache")?;
+    }
+    Ok(())
+}
+
+fn try_scenario(network: &Network, scenario: &Scenario) -> Result<usize> {
+    let node = |pod: &str| network.node(pod.trim_start_matches("pod-"));
+    let (from, to) = (node(scenario.from)?, node(scenario.to)?);
+    let targets = [to.pod_ip().to_string(), to.pod_ip6().to_string()];
+    let mut paths = 0;
+    for (target, headers) in targets.iter().zip(PING_HEADERS) {
+        learns(&from.pod, target, headers, scenario.fits)?;
+        streams(&from.pod, &to.pod, target)?;
+        paths += 1;
+    }
+    // The host's own packets take the same way.
+    learns(&from.space, &targets[0], PING_HEADERS[0], scenario.fits)?;
+    Ok(paths + 1)
+}
+
+/// Every size that does not fit is answered with what does; that passes.
+fn learns(space: &Space, target: &str, headers: u32, fits: u32) -> Result<()> {
+    let ping = |size: u32| {
+        let output = space
+            .command("ping")
+            .args(["-M", "do", "-c", "1", "-W", "1", "-s", &(size - headers).to_string(), target])
+            .output()?;
+        let text = [output.stdout, output.stderr].concat();
+        anyhow::Ok((output.status.success(), String::from_utf8_lossy(&text).into_owned()))
+    };
+    for size in SIZES.into_iter().filter(|size| *size > fits) {
+        // A router inside the location is believed from its second word on: the
+        // first teaches the node, the next the sender.
+        let mut said = String::new();
+        let told = (0..4).any(|_| {
+            let Ok((_, text)) = ping(size) else { return false };
+            said = text.replace(' ', "");
+            let told = said.contains(&format!("mtu={fits}")) || said.contains(&format!("mtu:{fits}"));
+            if !told {
+                std::thread::sleep(std::time::Duration::from_millis(300));
+            }
+            told
+        });
+        ensure!(told, "{} to {target} with {size} bytes was not told of {fits}: {said}", space.name);
+    }
+    for size in [fits, 1280] {
+        let passed = (0..3).any(|_| ping(size).is_ok_and(|(passed, _)| passed));
+        ensure!(passed, "{} to {target} with {size} bytes: no answer", space.name);
+    }
+    Ok(())
+}
+
+/// A TCP stream each way ends in time.
+fn streams(from: &Space, to: &Space, target: &str) -> Result<()> {
+    let mut server =
+        to.command("iperf3").args(["-s", "-1", "-p", "5301"]).stdout(std::process::Stdio::null()).spawn()?;
+    let mut last = None;
+    for _ in 0..20 {
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        let output = from
+            .command("iperf3")
+            .args(["-c", target, "-p", "5301", "-n", "300K", "--bidir", "--connect-timeout", "1000"])
+            .output()?;
+        if output.status.success() {
+            server.wait()?;
+            return Ok(());
+        }
+        last = Some(String::from_utf8_lossy(&output.stderr).into_owned());
+        if server.try_wait()?.is_some() {
+            break;
+        }
+    }
+    let _ = server.kill();
+    let _ = server.wait();
+    anyhow::bail!("TCP from {} to {target} stalls: {}", from.name, last.unwrap_or_default())
+}
