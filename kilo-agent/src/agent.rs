@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    backend::{Backend, BackendError, Published, Snapshot},
+    backend::{Backend, BackendError, Published, Snapshot, last_good::LastGood},
     cli::{AttachMode, Compatibility},
     cni,
     dataplane::{self, Dataplane, DataplaneError, Interfaces, PathMtus},
@@ -40,6 +40,8 @@ use crate::{
 const CHECK_IN: Duration = Duration::from_secs(30);
 /// What failed is not tried again for its own sake before this time.
 const RETRY: Duration = Duration::from_secs(2);
+/// An API server that is overloaded or away is asked again after 2, 4, 8, 16, 16, ... seconds.
+const MOST_DOUBLINGS: u32 = 3;
 /// The device of Cilium that has the node's address in its overlay.
 const CILIUM_HOST: &str = "cilium_host";
 
@@ -72,6 +74,8 @@ pub struct Options {
     pub masquerade: bool,
     /// Accept pods' traffic in the FORWARD chains of iptables.
     pub forward_rules: bool,
+    /// Where the last good topology is kept, if at all.
+    pub last_good: Option<PathBuf>,
     /// The BPF file system.
     pub bpffs: PathBuf,
     /// How programs are attached.
@@ -139,6 +143,8 @@ pub struct Agent<B> {
     hops: HopIds,
     resolver: Resolver,
     next_check_in: Instant,
+    /// Attempts in a row that the API server did not answer.
+    unanswered: u32,
     /// Unix seconds of the last sign of life written; 0 = none yet.
     checked_in: i64,
     metrics: Metrics,
@@ -149,6 +155,7 @@ pub struct Agent<B> {
     host_changed: Arc<Notify>,
     path_mtus: PathMtus,
     forward: Forward,
+    last_good: Option<LastGood>,
 }
 
 impl<B: Backend> Agent<B> {
@@ -178,6 +185,7 @@ impl<B: Backend> Agent<B> {
             }
             return Err(error.into());
         }
+        let last_good = options.last_good.as_deref().map(|path| LastGood::new(path, &options.hostname));
         Ok(Self {
             net,
             dataplane,
@@ -188,6 +196,7 @@ impl<B: Backend> Agent<B> {
             hops: HopIds::default(),
             resolver: Resolver::default(),
             next_check_in: Instant::now(),
+            unanswered: 0,
             checked_in: 0,
             metrics,
             health,
@@ -197,6 +206,7 @@ impl<B: Backend> Agent<B> {
             host_changed,
             path_mtus,
             forward: Forward::default(),
+            last_good,
         })
     }
 
@@ -244,8 +254,10 @@ impl<B: Backend> Agent<B> {
                     self.metrics.error(error.label());
                     tracing::error!(%error, "reconcile");
                     self.health.failed(error.to_string());
-                    let retry = Instant::now() + RETRY.mul_f64(rand::random_range(0.8..1.2));
-                    self.next_check_in = self.next_check_in.max(retry);
+                    if self.unanswered == 0 {
+                        let retry = Instant::now() + RETRY.mul_f64(rand::random_range(0.8..1.2));
+                        self.next_check_in = self.next_check_in.max(retry);
+                    }
                 }
             }
             self.metrics.reconcile_seconds.observe(started.elapsed().as_secs_f64());
@@ -282,31 +294,17 @@ impl<B: Backend> Agent<B> {
         let members = nodes.values().filter(|node| ready.contains(&node.name));
         let settings = &self.options.settings;
         let mesh = Mesh::new(members, &snapshot.peers, settings.granularity, settings.subnet);
+        // An API server that is away must not keep this host from being put right.
+        let unpublished = match self.publish(&own, seen, &mesh, &state, now, unix_now).await {
+            Err(AgentError::Backend(error)) if error.is_temporary() => Some(error),
+            other => other.map(|()| None)?,
+        };
         self.leaders.observe(&mesh, now);
         self.observe(&mesh, &state);
         let known = Snapshot { nodes, peers: snapshot.peers.clone(), problems: snapshot.problems.clone() };
         self.show(mesh.clone(), known, ready, &interface);
 
-        let nodes = &snapshot.nodes;
-        let host = Host { kilo, links: &links, default_route, state: &state, tunnels: &tunnels, nodes };
-        let applied = self.bring_about(&mesh, &own, &host, &interface).await;
-        // Last, and whatever came before: a backend that is away holds nothing up.
-        let published = self.publish(&own, seen, &mesh, &state, now, unix_now).await;
-        let writes = applied?;
-        published?;
-        Ok(writes + u64::from(created) + tunnels.created)
-    }
-
-    /// Plans for this host and applies what differs; answers the number of
-    /// writes.
-    async fn bring_about(
-        &mut self,
-        mesh: &Mesh,
-        own: &Node,
-        host: &Host<'_>,
-        interface: &Interface,
-    ) -> Result<u64, AgentError> {
-        let missing = |missing| AgentError::Incomplete { node: own.name.clone(), missing };
+        let missing = |missing| AgentError::Incomplete { node: name.clone(), missing };
         if own.pod_cidrs.is_empty() {
             return Err(missing(
                 "it has no pod CIDR; set spec.podCIDR (kube-controller-manager --allocate-node-cidrs)",
@@ -317,10 +315,12 @@ impl<B: Backend> Agent<B> {
                 "no address of this host can be an endpoint; set the annotation force-endpoint",
             ));
         }
-        let plan = self.plan(mesh, own, host).await;
+        let nodes = &snapshot.nodes;
+        let host = Host { kilo, links: &links, default_route, state: &state, tunnels: &tunnels, nodes };
+        let plan = self.plan(&mesh, &own, &host).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
-        self.write_cni(own);
-        let applied = self.apply(&plan, interface, host.state).await;
+        self.write_cni(&own);
+        let applied = self.apply(&plan, &interface, &state).await;
         let programs = self.dataplane.attached();
         self.view.send_if_modified(|view| {
             let differs = view.programs != programs;
@@ -329,7 +329,21 @@ impl<B: Backend> Agent<B> {
             }
             differs
         });
-        Ok(applied? + self.write_forward_rules(own).await)
+        let writes = applied? + self.write_forward_rules(&own).await;
+        self.remember(now);
+        unpublished.map_or(Ok(writes + u64::from(created) + tunnels.created), |error| Err(error.into()))
+    }
+
+    /// Keeps the topology that has just been applied: ready nodes, this one, peers.
+    fn remember(&mut self, now: Instant) {
+        let Some(file) = &mut self.last_good else { return };
+        let view = self.view.borrow();
+        let known = &view.snapshot;
+        let nodes = known.nodes.values().filter(|node| view.ready.contains(&node.name));
+        if let Err(error) = file.keep(nodes, known.peers.values(), now) {
+            self.metrics.error("last_good");
+            tracing::warn!(%error, "the last good topology is not kept; a start without API server has none");
+        }
     }
 
     /// Programs and tables first, routes last: a packet that reaches the
@@ -428,7 +442,19 @@ impl<B: Backend> Agent<B> {
             granularity: self.options.settings.granularity,
             cni_compatibility_ip: own.cni_compatibility_ip,
         };
-        self.backend.publish(&self.options.hostname, &published).await?;
+        if self.unanswered > 0 && !due {
+            let later = "the API server did not answer; it is asked again soon".to_owned();
+            return Err(BackendError::Unreachable(later).into());
+        }
+        let written = self.backend.publish(&self.options.hostname, &published).await;
+        if written.as_ref().is_err_and(BackendError::is_temporary) {
+            let pause = RETRY * (1 << self.unanswered.min(MOST_DOUBLINGS));
+            self.next_check_in = Instant::now() + pause.mul_f64(rand::random_range(0.8..1.2));
+            self.unanswered = self.unanswered.saturating_add(1);
+        } else {
+            self.unanswered = 0;
+        }
+        written?;
         if due {
             self.checked_in = unix_now;
             self.next_check_in = now + CHECK_IN.mul_f64(rand::random_range(0.9..1.1));
@@ -470,7 +496,11 @@ impl<B: Backend> Agent<B> {
             seen: &host.state.seen_endpoints(),
             persistent_keepalive: own.persistent_keepalive,
             masquerade: self.options.masquerade,
-            mtu: self.options.mtu.resolve(host.links, host.default_route),
+            mtu: self.options.mtu.resolve(
+                host.links,
+                host.default_route,
+                own.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6()),
+            ),
         })
     }
 

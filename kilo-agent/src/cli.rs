@@ -9,7 +9,10 @@ use std::{
 
 use ipnet::IpNet;
 
-use crate::topology::{Tunnel, UnknownValue};
+use crate::{
+    backend::node::is_dns_name,
+    topology::{Tunnel, UnknownValue},
+};
 
 /// Declares an enum whose variants are a flag's possible values.
 macro_rules! flag_values {
@@ -247,9 +250,84 @@ pub fn parse_listen(text: &str) -> Result<SocketAddr, InvalidListen> {
     }
 }
 
+/// Text that is no prefix.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no prefix; write for example 10.4.0.0/16 or fd00:10::/64")]
+pub struct InvalidCidr(String);
+
+/// Parses `ADDRESS/LENGTH`.
+pub fn parse_cidr(text: &str) -> Result<IpNet, InvalidCidr> {
+    text.parse().map_err(|_| InvalidCidr(text.to_owned()))
+}
+
+/// Text that is no port.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no port; possible values are 1 to 65535")]
+pub struct InvalidPort(String);
+
+/// Parses a port, 1 to 65535.
+pub fn parse_port(text: &str) -> Result<u16, InvalidPort> {
+    text.parse().ok().filter(|&port| port > 0).ok_or_else(|| InvalidPort(text.to_owned()))
+}
+
+/// Text that is no period of something that is done again and again.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(transparent)]
+pub struct InvalidPeriod(#[from] InvalidDuration);
+
+/// Parses a duration that is not zero: work would never pause.
+pub fn parse_period(text: &str) -> Result<Duration, InvalidPeriod> {
+    match parse_duration(text)? {
+        Duration::ZERO => Err(InvalidDuration(text.to_owned()).into()),
+        period => Ok(period),
+    }
+}
+
+/// Text that cannot be the key of a label.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no label; write for example topology.kubernetes.io/region")]
+pub struct InvalidLabel(String);
+
+/// Parses a label's key as Kubernetes accepts it: an optional DNS name and a
+/// slash, then 1 to 63 letters, digits, `-`, `_` and `.` that start and end
+/// with a letter or digit.
+pub fn parse_label(text: &str) -> Result<String, InvalidLabel> {
+    let (prefix, name) = text.split_once('/').map_or((None, text), |(prefix, name)| (Some(prefix), name));
+    let good = name.len() <= 63
+        && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+        && name.starts_with(|c: char| c.is_ascii_alphanumeric())
+        && name.ends_with(|c: char| c.is_ascii_alphanumeric())
+        && prefix.is_none_or(is_dns_name);
+    if good { Ok(text.to_owned()) } else { Err(InvalidLabel(text.to_owned())) }
+}
+
+/// Text that cannot be the name of a node.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no name of a node; names are DNS names in lower case, for example node-1.example.com")]
+pub struct InvalidNodeName(String);
+
+/// Parses the name of a node; empty = the host's.
+pub fn parse_node_name(text: &str) -> Result<String, InvalidNodeName> {
+    if text.is_empty() || is_dns_name(text) {
+        Ok(text.to_owned())
+    } else {
+        Err(InvalidNodeName(text.to_owned()))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn labels_are_those_that_kubernetes_accepts() {
+        for text in ["region", "topology.kubernetes.io/region", "a.b/C_d-e.f", "x"] {
+            assert_eq!(parse_label(text).as_deref(), Ok(text));
+        }
+        for text in ["", "/", "a/", "/b", "a/b/c", "a b", "-a", "a-", "A.b/c", &"x".repeat(64)] {
+            assert!(parse_label(text).is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn durations_are_read_as_go_writes_them() {

@@ -11,7 +11,6 @@ pub mod flag_table;
 pub mod health;
 pub mod http;
 pub mod interface;
-pub mod last_good;
 pub mod metrics;
 pub mod net;
 pub mod plan;

@@ -5,7 +5,11 @@
 #[path = "support/api.rs"]
 mod api;
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use k8s_openapi::api::core::v1 as core;
 use kilo_agent::{
@@ -70,9 +74,15 @@ async fn nodes_and_peers_are_seen_and_changes_follow_soon() {
     assert_eq!(first.nodes["seen-a"].location, "here", "known when start returns");
     assert_eq!(first.nodes["seen-a"].pod_cidrs, ["10.42.1.0/24".parse().unwrap()]);
 
-    create_node(&client, "seen-b", &[]).await;
+    // Large annotations: somebody else's, and rubbish under a name of ours.
+    let large = "x".repeat(100_000);
+    create_node(&client, "seen-b", &[("example.com/large", &large), ("kilo.squat.ai/key", &large)]).await;
     let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes.contains_key("seen-b")).await;
     println!("a new node was seen after {took:?}");
+    let held = snapshots.borrow().clone();
+    let (node, problem) = (&held.nodes["seen-b"], &held.problems["node seen-b"]);
+    assert!(problem.contains("kilo.squat.ai/key") && problem.len() < 1000, "{problem}");
+    assert!(format!("{node:?}").len() < 2000, "only what is used is kept");
 
     let key = PublicKey([9; 32]).to_string();
     let spec = json!({ "allowedIPs": ["10.5.0.1/32"], "publicKey": key });
@@ -177,6 +187,20 @@ async fn objects_of_the_old_kind_are_accepted_and_wrong_ones_refused_by_the_serv
                          "endpoint": { "dnsOrIP": { "ip": "1.2.3.4" }, "port": 0 } }),
         ),
         ("dnsOrIP", json!({ "allowedIPs": [], "publicKey": key, "endpoint": { "port": 1 } })),
+        (
+            "port",
+            json!({ "allowedIPs": [], "publicKey": key,
+                         "endpoint": { "dnsOrIP": { "ip": "1.2.3.4" }, "port": 65536 } }),
+        ),
+        (
+            "port",
+            json!({ "allowedIPs": [], "publicKey": key, "endpoint": { "dnsOrIP": { "ip": "1.2.3.4" } } }),
+        ),
+        ("allowedIPs", json!({ "publicKey": key })),
+        ("allowedIPs", json!({ "allowedIPs": "10.5.0.1/32", "publicKey": key })),
+        ("persistentKeepalive", json!({ "allowedIPs": [], "publicKey": key, "persistentKeepalive": 65536 })),
+        ("persistentKeepalive", json!({ "allowedIPs": [], "publicKey": key, "persistentKeepalive": "10" })),
+        ("presharedKey", json!({ "allowedIPs": [], "publicKey": key, "presharedKey": "short" })),
     ];
     for (field, spec) in bad {
         let refused = apply(&client, &old_peer("bad", &spec), true).await.unwrap_err().to_string();
@@ -282,6 +306,103 @@ async fn the_manifests_role_is_enough_and_a_missing_right_is_named() {
     let refused = backend.publish("rbac", &published()).await.unwrap_err().to_string();
     println!("no patch: {refused}");
     assert!(refused.contains("cannot patch resource \"nodes\""), "{refused}");
+}
+
+/// What a log layer writes, as text.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.0.lock().unwrap()).into_owned()
+    }
+}
+
+impl std::io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn each_right_that_is_missing_is_named_by_verb_and_resource() {
+    let Some(server) = ApiServer::start().await else { return };
+    let admin = server.client(ADMIN).await;
+    apply_crds(&admin).await;
+    create_node(&admin, "rights", &[]).await;
+    let rules = |nodes: &[&str], peers: &[&str]| {
+        json!({ "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole",
+                "metadata": { "name": "some-rights" },
+                "rules": [{ "apiGroups": [""], "resources": ["nodes"], "verbs": nodes },
+                          { "apiGroups": ["kilo.squat.ai"], "resources": ["peers"], "verbs": peers }] })
+    };
+    let binding = json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": { "name": "some" },
+        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "some-rights" },
+        "subjects": [{ "apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": AGENT }],
+    });
+    apply(&admin, &serde_json::from_value(binding).unwrap(), false).await.unwrap();
+    let log = Log::default();
+    let writer = log.clone();
+    // This thread runs the backend's tasks, too.
+    let _logging = tracing::subscriber::set_default(
+        tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish(),
+    );
+    let all = ["list", "watch"];
+    for (nodes, peers, wanted) in [
+        (&["watch", "patch"][..], &all[..], "cannot list resource \\\"nodes\\\""),
+        (&all, &["watch"], "cannot list resource \\\"peers\\\" in API group \\\"kilo.squat.ai\\\""),
+        (&["list"], &all, "cannot watch resource \\\"nodes\\\""),
+        (&all, &["list"], "cannot watch resource \\\"peers\\\""),
+        (&all, &all, "cannot patch resource \\\"nodes\\\""),
+    ] {
+        apply(&admin, &serde_json::from_value(rules(nodes, peers)).unwrap(), false).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(700)).await;
+        let client = server.client(AGENT).await;
+        let said = match KubernetesBackend::start(client, Some("rights"), LABEL).await {
+            Err(refused) => format!("{:?}", refused.to_string()),
+            Ok(backend) => {
+                let deadline = std::time::Instant::now() + SOON;
+                while !log.text().contains(wanted) && std::time::Instant::now() < deadline {
+                    if wanted.contains("patch") {
+                        let refused = backend.publish("rights", &published()).await.unwrap_err();
+                        tracing::warn!(reason = refused.to_string(), "publish");
+                    }
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+                log.text()
+            }
+        };
+        assert!(said.contains(wanted), "nodes {nodes:?}, peers {peers:?}: {wanted} is not in {said}");
+        assert!(said.contains("apply the ClusterRole and ClusterRoleBinding of manifests/"), "{said}");
+    }
+}
+
+#[tokio::test]
+async fn large_annotations_of_others_pass_by() {
+    let Some(server) = ApiServer::shared().await else { return };
+    let client = server.client(ADMIN).await;
+    apply_crds(&client).await;
+    let large = "x".repeat(100 << 10);
+    let foreign = [("example.com/large", large.as_str()), ("kilo.squat.ai/of-tomorrow", "?")];
+    create_node(&client, "large", &foreign).await;
+    let nodes: Api<core::Node> = Api::all(client.clone());
+    let backend = KubernetesBackend::start(client.clone(), Some("large"), LABEL).await.unwrap();
+    let mut snapshots = backend.watch();
+    assert!(backend.publish("large", &published()).await.unwrap());
+    until(&mut snapshots, SOON, |snapshot| snapshot.nodes["large"].key.is_some()).await;
+    assert!(!backend.publish("large", &published()).await.unwrap(), "nothing differs");
+    assert!(!format!("{:?}", snapshots.borrow()).contains("xxxx"), "it is in the snapshot");
+    backend.retract("large").await.unwrap();
+    let (left, _) = annotations(&nodes, "large").await;
+    assert_eq!(left["example.com/large"].len(), large.len());
+    assert_eq!(left.len(), 2);
+    delete_node(&client, "large").await;
 }
 
 #[tokio::test]

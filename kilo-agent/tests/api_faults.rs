@@ -4,6 +4,8 @@
 
 #[path = "support/api.rs"]
 mod api;
+#[path = "support/front.rs"]
+mod front;
 #[path = "support/proxy.rs"]
 mod proxy;
 
@@ -22,6 +24,7 @@ use kube::{
 use serde_json::json;
 
 use api::{ADMIN, ApiServer, apply_crds, create_node, until};
+use front::{Front, Manner};
 use proxy::{Mode, Proxy};
 
 const LABEL: &str = "topology.kubernetes.io/region";
@@ -33,6 +36,13 @@ async fn backend_through(server: &ApiServer, proxy: &Proxy, node: &str) -> Kuber
     let kubeconfig = server.kubeconfig(ADMIN, proxy.port());
     let client = kubernetes::client(Some(&kubeconfig), None).await.unwrap();
     KubernetesBackend::start(client, Some(node), LABEL).await.unwrap()
+}
+
+/// Watches end, and are taken up again at once.
+async fn break_connections(proxy: &Proxy) {
+    proxy.set(Mode::Cut);
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    proxy.set(Mode::Open);
 }
 
 async fn delete(client: &Client, name: &str) {
@@ -189,4 +199,84 @@ async fn signs_of_life_are_collected_and_many_nodes_are_listed_in_pages() {
     tokio::time::timeout(Duration::from_secs(30), both).await.unwrap();
     println!("200 signs of life came in {} snapshots", handed_on.len());
     assert!(handed_on.len() < 20, "{}", handed_on.len());
+}
+
+#[tokio::test]
+async fn one_list_without_half_of_the_nodes_removes_none_when_the_next_has_them() {
+    let Some(server) = ApiServer::start().await else { return };
+    let client = server.client(ADMIN).await;
+    apply_crds(&client).await;
+    for name in ["a", "b", "c", "d", "e", "f"] {
+        create_node(&client, name, &[]).await;
+    }
+    let front = Front::start(client.clone()).await;
+    let proxy = Proxy::start(front.port()).await;
+    let kubeconfig = front::plain_kubeconfig(server.file("").as_path(), proxy.port());
+    let through = kubernetes::client(Some(&kubeconfig), None).await.unwrap();
+    let backend = KubernetesBackend::start(through, Some("a"), LABEL).await.unwrap();
+    let mut snapshots = backend.watch();
+    let least = {
+        let mut snapshots = snapshots.clone();
+        tokio::spawn(async move {
+            let mut least = snapshots.borrow().nodes.len();
+            let seen = snapshots.wait_for(|snapshot| {
+                least = least.min(snapshot.nodes.len());
+                snapshot.nodes["b"].location == "after"
+            });
+            tokio::time::timeout(RECOVERED, seen).await.unwrap().unwrap();
+            least
+        })
+    };
+    front.set(Manner::Lying);
+    break_connections(&proxy).await;
+    let deadline = std::time::Instant::now() + RECOVERED;
+    while !front.has_lied() {
+        assert!(std::time::Instant::now() < deadline, "not listed again");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    touch(&client, "b", "after").await;
+    let took = until(&mut snapshots, RECOVERED, |snapshot| snapshot.nodes["b"].location == "after").await;
+    println!("the next list was there {took:?} after the wrong one");
+    assert_eq!(least.await.unwrap(), 6, "no node was ever missing");
+    let lists = front
+        .asked()
+        .iter()
+        .filter(|(_, what)| what.starts_with("GET /api/v1/nodes?") && !what.contains("watch"))
+        .count();
+    assert_eq!(lists, 2, "the wrong list and its confirmation: {:?}", front.asked());
+}
+
+#[tokio::test]
+async fn an_overloaded_server_is_named_left_alone_for_longer_and_longer_and_found_again() {
+    let Some(server) = ApiServer::shared().await else { return };
+    let client = server.client(ADMIN).await;
+    apply_crds(&client).await;
+    create_node(&client, "busy", &[]).await;
+    let front = Front::start(client.clone()).await;
+    let proxy = Proxy::start(front.port()).await;
+    let kubeconfig = front::plain_kubeconfig(server.file("").as_path(), proxy.port());
+    let through = kubernetes::client(Some(&kubeconfig), None).await.unwrap();
+    let backend = KubernetesBackend::start(through.clone(), Some("busy"), LABEL).await.unwrap();
+    let mut snapshots = backend.watch();
+    front.set(Manner::Busy);
+    break_connections(&proxy).await;
+    let refused = backend.publish("busy", &Published::default()).await.unwrap_err();
+    println!("overloaded: {refused}");
+    assert!(refused.is_temporary() && refused.to_string().contains("429"), "{refused}");
+    let started = KubernetesBackend::start(through, Some("busy"), LABEL).await.err().unwrap();
+    assert!(started.is_temporary() && started.to_string().contains("429"), "{started}");
+    tokio::time::sleep(Duration::from_secs(8)).await;
+    let asked: Vec<_> = front.asked().into_iter().filter(|(_, what)| what.contains("/nodes?")).collect();
+    println!("{} requests for nodes in 8 s", asked.len());
+    assert!((3..=12).contains(&asked.len()), "{asked:?}");
+    let gaps: Vec<_> = asked.windows(2).map(|pair| pair[1].0 - pair[0].0).collect();
+    assert!(gaps.last() > Some(&Duration::from_secs(1)), "no longer and longer pauses: {gaps:?}");
+
+    front.set(Manner::Slow(Duration::from_secs(2)));
+    touch(&client, "busy", "meanwhile").await;
+    let took =
+        until(&mut snapshots, RECOVERED, |snapshot| snapshot.nodes["busy"].location == "meanwhile").await;
+    println!("seen {took:?} after the server was only slow");
+    assert!(backend.publish("busy", &Published::default()).await.unwrap(), "slow is not lost");
+    delete(&client, "busy").await;
 }

@@ -35,6 +35,8 @@ impl Drop for Agent {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
+        // The process of the userspace device ends with it.
+        netns::succeeds("ip link delete kilo0");
     }
 }
 

@@ -7,6 +7,7 @@ use std::{
     fs,
     path::Path,
     process::{Command, Output},
+    sync::{Mutex, PoisonError},
 };
 
 const KG: &str = env!("CARGO_BIN_EXE_kg");
@@ -20,6 +21,9 @@ fn said(output: &Output) -> String {
 
 /// Runs, expects failure, and answers what was said.
 fn fails(program: &str, arguments: &[&str]) -> String {
+    // Two agents at once for one interface are another test's subject.
+    static ONE: Mutex<()> = Mutex::new(());
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let output = Command::new(program).args(arguments).env_remove("KUBECONFIG").output().unwrap();
     let said = said(&output);
     assert!(!output.status.success(), "{arguments:?} succeeded: {said}");
@@ -28,11 +32,10 @@ fn fails(program: &str, arguments: &[&str]) -> String {
 }
 
 /// Flags that take any text, or a path: what is wrong with it shows later.
-const ANY_TEXT: [&str; 8] =
-    ["backend-dir", "cni-path", "hostname", "interface", "kubeconfig", "master", "topology-label", "version"];
+const ANY_TEXT: [&str; 6] = ["backend-dir", "cni-path", "interface", "kubeconfig", "master", "version"];
 
 /// Rubbish for each other flag of `kg`, and what the answer must name.
-const RUBBISH: [(&str, &str, &str); 22] = [
+const RUBBISH: [(&str, &str, &str); 24] = [
     ("attach", "maybe", "auto, tcx, clsact"),
     ("backend", "etcd", "kubernetes, file"),
     ("clean-up", "maybe", "neither true nor false"),
@@ -41,6 +44,7 @@ const RUBBISH: [(&str, &str, &str); 22] = [
     ("compatibility", "calico", "flannel, cilium"),
     ("create-interface", "tRUE", "neither true nor false"),
     ("encapsulate", "sometimes", "never, crosssubnet, always"),
+    ("hostname", "no_name", "DNS names in lower case"),
     ("internal-cidr", "10.0.0.0/33", "10.0.0.0/33"),
     ("iptables-forward-rules", "on", "neither true nor false"),
     ("listen", "1107", ":1107"),
@@ -49,11 +53,12 @@ const RUBBISH: [(&str, &str, &str); 22] = [
     ("masquerade", "maybe", "ebpf, "),
     ("mesh-granularity", "none", "location, full"),
     ("mtu", "big", "auto"),
-    ("port", "0", "1.."),
+    ("port", "0", "1 to 65535"),
     ("prioritise-private-addresses", "x", "neither true nor false"),
     ("resync-period", "30", "30s"),
     ("service-cidr", "10.96.0.0/12,x", "\"x\""),
-    ("subnet", "10.4.0.0", "--subnet"),
+    ("subnet", "10.4.0.0", "10.4.0.0/16"),
+    ("topology-label", "", "topology.kubernetes.io/region"),
     ("tunnel", "gre", "auto, ipip, vxlan, none"),
 ];
 
@@ -70,7 +75,10 @@ fn each_flag_answers_rubbish_with_what_is_possible() {
         ("interface", "a/b", "1 to 15 characters"),
         ("mtu", "-1", "576"),
         ("mtu", "70000", "576"),
-        ("port", "65536", "1.."),
+        ("port", "65536", "1 to 65535"),
+        ("port", "x", "1 to 65535"),
+        ("resync-period", "0", "30s"),
+        ("topology-label", "not/a/label", "topology.kubernetes.io/region"),
         ("resync-period", "-1s", "30s"),
         ("listen", ":99999", ":1107"),
         ("internal-cidr", "10.0.0.1", "10.96.0.0/12"),
@@ -188,6 +196,91 @@ fn rubbish_to_status_connect_and_webhook_is_named() {
 }
 
 #[test]
+fn words_that_are_no_command_are_refused_with_those_that_are() {
+    let refused = fails(KG, &["frobnicate"]);
+    assert!(refused.contains("frobnicate") && refused.contains("--help"), "{refused}");
+    assert!(fails(KG, &["--no-such-flag"]).contains("--no-such-flag"));
+    assert!(fails(KG, &["completion", "tcsh"]).contains("bash"));
+    assert!(fails(KG, &["completion"]).contains("<SHELL>"));
+    assert!(fails(KGCTL, &["frobnicate"]).contains("frobnicate"));
+    assert!(fails(KGCTL, &[]).contains("showconf"));
+}
+
+#[test]
+fn rubbish_in_any_flag_of_kgctl_is_answered_with_the_flag_and_what_is_possible() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("n1.yaml"), NODE).unwrap();
+    let from_files = format!("--backend-dir={}", directory.path().display());
+    let cases: &[(&[&str], &[&str])] = &[
+        (&["graph", "--backend=etcd"], &["--backend", "kubernetes, file"]),
+        (&["graph", "--backend=file"], &["--backend-dir"]),
+        (&["graph", "--backend=file", "--backend-dir=/nonexistent"], &["/nonexistent", "does not exist"]),
+        (&["graph", "--kubeconfig=/nonexistent"], &["--kubeconfig", "/nonexistent", "No such file"]),
+        (&["graph", "--backend=file", &from_files, "--mesh-granularity=none"], &["location, full, auto"]),
+        (&["graph", "--port=0"], &["--port", "1 to 65535"]),
+        (&["graph", "--subnet=10.4.0.0"], &["--subnet", "10.4.0.0/16"]),
+        (&["graph", "--topology-label="], &["--topology-label", "topology.kubernetes.io/region"]),
+        (&["graph", "more"], &["more"]),
+        (&["showconf"], &["node", "peer"]),
+        (&["showconf", "cluster"], &["cluster"]),
+        (&["showconf", "node"], &["<NAME>"]),
+        (&["showconf", "node", "n1", "-o", "toml"], &["--output", "wireguard, yaml, json"]),
+        (&["showconf", "peer", "p", "--as-peer", "--allowed-ips=x"], &["--allowed-ips", "prefix"]),
+        (&["showconf", "node", "n1", "--as-peer", "--allowed-ips=10.0.0.1"], &["--allowed-ips", "prefix"]),
+        (&["status", "-o", "toml"], &["--output", "json"]),
+        (&["completion", "tcsh"], &["bash"]),
+    ];
+    for (arguments, wanted) in cases {
+        let said = fails(KGCTL, arguments);
+        for part in *wanted {
+            assert!(said.contains(part), "{arguments:?}: {part:?} is not in {said}");
+        }
+    }
+}
+
+#[test]
+fn each_way_a_kubeconfig_can_be_wrong_is_named_with_the_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("config");
+    let whole = |user: &str, cluster: &str| {
+        format!(
+            "kind: Config\ncurrent-context: c\ncontexts: [{{name: c, context: {{cluster: k, user: u}}}}]\n\
+             users: [{user}]\nclusters: [{cluster}]\n"
+        )
+    };
+    let server = "{name: k, cluster: {server: 'https://127.0.0.1:1'}}";
+    let user = "{name: u, user: {token: t}}";
+    let cases = [
+        (String::new(), "current-context"),
+        ("\0".to_owned(), "YAML"),
+        ("7".to_owned(), "expected mapping"),
+        ("kind: Config\nclusters: 7".to_owned(), "line 2"),
+        ("kind: Config\ncurrent-context: nope".to_owned(), "\"nope\" does not exist"),
+        (whole("", server), "user \"u\" does not exist"),
+        (whole(user, "{name: other, cluster: {}}"), "cluster \"k\" does not exist; there are: other"),
+        (whole(user, "{name: k, cluster: {}}"), "cluster url is missing"),
+        (whole(user, &server.replace("https://127.0.0.1:1", "not a url")), "cluster url"),
+        (whole(user, &server.replace("https", "ftp")), "write for example https://192.0.2.1:6443"),
+        (whole(user, &server.replace("}}", ", certificate-authority: ca.crt}}")), "ca.crt"),
+        (whole(user, &server.replace("}}", ", certificate-authority-data: '!!'}}")), "base64"),
+        (
+            whole(user, &server.replace("}}", ", certificate-authority-data: aGFsbG8=}}")),
+            "no certificate in PEM",
+        ),
+        (whole("{name: u, user: {tokenFile: token}}", server), "/token"),
+        (whole("{name: u, user: {client-certificate: me.crt, client-key: me.key}}", server), "me.crt"),
+    ];
+    for (text, wanted) in cases {
+        fs::write(&path, &text).unwrap();
+        for (program, arguments) in [(KG, &[][..]), (KGCTL, &["graph"])] {
+            let said = fails(program, &[&["--kubeconfig", path.to_str().unwrap()], arguments].concat());
+            assert!(said.contains(wanted), "{text}: {wanted:?} is not in {said}");
+            assert!(said.contains(path.to_str().unwrap()), "{text}: {said}");
+        }
+    }
+}
+
+#[test]
 fn a_kubeconfig_that_cannot_be_read_is_named() {
     let missing = fails(KG, &["--kubeconfig=/nonexistent/config"]);
     assert!(missing.contains("/nonexistent/config") && missing.contains("No such file"), "{missing}");
@@ -243,7 +336,7 @@ fn isolated(directory: &Path, prefix: &str, arguments: &str) -> Option<(bool, St
         "mount -t tmpfs lib /var/lib && mount -t tmpfs run /run && mkdir /run/wireguard && \
          mount -t sysfs sys /sys && mount -t bpf bpf /sys/fs/bpf && ip link set lo up && \
          timeout 20 {prefix} {KG} --backend file --backend-dir {} --hostname n1 {arguments}; code=$?; \
-         ls -d /sys/fs/bpf/kilo 2>/dev/null && echo LEFT; ip -o link show kilo0 2>/dev/null && echo LEFT; exit $code",
+         ls -d /sys/fs/bpf/kilo 2>/dev/null && echo LEFT; ip -o link show kilo0 2>/dev/null && echo LEFT; ip link delete kilo0 2>/dev/null; exit $code",
         directory.display()
     );
     let output = Command::new("unshare").args(["--mount", "--net", "sh", "-c", &script]).output().unwrap();

@@ -3,8 +3,8 @@
 pub mod confirm;
 pub mod file;
 pub mod kubernetes;
+pub mod last_good;
 pub mod node;
-pub mod patient;
 pub mod peer;
 
 use std::collections::BTreeMap;

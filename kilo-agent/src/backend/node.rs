@@ -1,6 +1,7 @@
 //! Node objects and their annotations, to and from what the topology needs.
 
 use std::{
+    borrow::Cow,
     collections::BTreeMap,
     net::{IpAddr, SocketAddr},
     str::FromStr,
@@ -31,6 +32,17 @@ pub const WRITTEN: [&str; 8] = [
     "cni-compatibility-ip",
 ];
 
+/// What to write in an annotation that could not be read.
+fn hint(name: &str) -> &'static str {
+    match name {
+        "force-internal-ip" => "; write for example 10.1.0.2/24, or - for a node without private address",
+        "persistent-keepalive" => "; write seconds, 0 to 65535",
+        "allowed-location-ips" => "; write prefixes separated by commas, for example 192.168.7.0/24",
+        "force-endpoint" => "",
+        _ => "; the node's agent writes it, look whether it runs",
+    }
+}
+
 /// Text that is no `host:port`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is no endpoint; write 192.0.2.1:51820, [2001:db8::1]:51820 or a DNS name with a port")]
@@ -49,13 +61,6 @@ impl FromStr for Endpoint {
             _ => return Err(invalid()),
         };
         if port == 0 { Err(invalid()) } else { Ok(Self { host, port }) }
-    }
-}
-
-impl TryFrom<String> for Endpoint {
-    type Error = InvalidEndpoint;
-    fn try_from(text: String) -> Result<Self, InvalidEndpoint> {
-        text.parse()
     }
 }
 
@@ -108,7 +113,7 @@ pub fn from_object(object: &core::Node, topology_label: &str) -> (Node, Vec<Stri
     node.leader = reader.get("leader").is_some();
     let location = reader.get("location").map(ToOwned::to_owned);
     node.location = location.or_else(|| labels.get(topology_label).cloned()).unwrap_or_default();
-    node.persistent_keepalive = reader.parse("persistent-keepalive").unwrap_or(0);
+    node.persistent_keepalive = reader.parse::<u16>("persistent-keepalive").unwrap_or(0).into();
     node.wireguard_ip = reader.parse_unless_empty("wireguard-ip");
     node.granularity = reader.parse("granularity");
     node.cni_compatibility_ip = reader.parse_unless_empty("cni-compatibility-ip");
@@ -117,6 +122,17 @@ pub fn from_object(object: &core::Node, topology_label: &str) -> (Node, Vec<Stri
     node.pod_cidrs = reader.pod_cidrs(object.spec.as_ref());
     (node, reader.problems)
 }
+
+/// The start of a text that may be long: problems are logged and kept.
+fn excerpt(text: &str) -> Cow<'_, str> {
+    match text.char_indices().nth(EXCERPT) {
+        Some((end, _)) => Cow::Owned(format!("{}…", &text[..end])),
+        None => Cow::Borrowed(text),
+    }
+}
+
+/// Characters of a wrong value that are repeated in a message.
+const EXCERPT: usize = 200;
 
 struct Reader<'a> {
     annotations: &'a BTreeMap<String, String>,
@@ -133,7 +149,9 @@ impl<'a> Reader<'a> {
         match text.trim().parse() {
             Ok(value) => Some(value),
             Err(error) => {
-                self.problems.push(format!("annotation {PREFIX}{name} {text:?} is ignored: {error}"));
+                let (text, error) = (excerpt(text), excerpt(&error.to_string()).into_owned());
+                self.problems
+                    .push(format!("annotation {PREFIX}{name} {text:?} is ignored: {error}{}", hint(name)));
                 None
             }
         }
@@ -163,7 +181,7 @@ impl<'a> Reader<'a> {
         let entries = match serde_json::from_str::<BTreeMap<String, serde_json::Value>>(text) {
             Ok(entries) => entries,
             Err(error) => {
-                self.problems.push(format!("annotation {PREFIX}{name} is ignored: {error}"));
+                self.problems.push(format!("annotation {PREFIX}{name} is ignored: {error}{}", hint(name)));
                 return BTreeMap::new();
             }
         };
@@ -181,7 +199,8 @@ impl<'a> Reader<'a> {
     }
 
     fn skip(&mut self, name: &str, item: &str, error: &dyn std::fmt::Display) {
-        self.problems.push(format!("annotation {PREFIX}{name}: {item:?} is skipped: {error}"));
+        let (item, error) = (excerpt(item), excerpt(&error.to_string()).into_owned());
+        self.problems.push(format!("annotation {PREFIX}{name}: {item:?} is skipped: {error}{}", hint(name)));
     }
 
     fn pod_cidrs(&mut self, spec: Option<&core::NodeSpec>) -> Vec<IpNet> {
@@ -193,7 +212,9 @@ impl<'a> Reader<'a> {
             match text.parse::<IpNet>() {
                 Ok(cidr) if !cidrs.contains(&cidr.trunc()) => cidrs.push(cidr.trunc()),
                 Ok(_) => {}
-                Err(_) => self.problems.push(format!("pod CIDR {text:?} is no CIDR, skipped")),
+                Err(_) => self
+                    .problems
+                    .push(format!("pod CIDR {text:?} is skipped: it is no CIDR such as 10.42.1.0/24")),
             }
         }
         cidrs
@@ -223,6 +244,44 @@ pub fn annotations(published: &Published) -> BTreeMap<String, Option<String>> {
     .into_iter()
     .map(|(name, value)| (format!("{PREFIX}{name}"), value))
     .collect()
+}
+
+/// The object that describes this node: [`from_object`] reads it back.
+pub fn to_object(node: &Node) -> core::Node {
+    let mut wanted = annotations(&Published {
+        endpoint: node.endpoint.clone(),
+        internal_ip: node.internal_ip,
+        key: node.key,
+        last_seen: node.last_seen,
+        wireguard_ip: node.wireguard_ip,
+        discovered_endpoints: node.discovered_endpoints.clone(),
+        granularity: node.granularity.unwrap_or_default(),
+        cni_compatibility_ip: node.cni_compatibility_ip,
+    });
+    let mut users = |name: &str, value: Option<String>| {
+        wanted.insert(format!("{PREFIX}{name}"), value);
+    };
+    users("force-endpoint", node.endpoint.as_ref().filter(|_| node.endpoint_forced).map(ToString::to_string));
+    let forced = node.internal_ip.filter(|_| node.internal_ip_forced).map(|net| net.to_string());
+    users("force-internal-ip", forced.or(node.no_internal_ip.then(|| "-".to_owned())));
+    users("leader", node.leader.then(String::new));
+    users("location", Some(node.location.clone()));
+    users(
+        "persistent-keepalive",
+        (node.persistent_keepalive > 0).then(|| node.persistent_keepalive.to_string()),
+    );
+    let offered: Vec<_> = node.allowed_location_ips.iter().map(ToString::to_string).collect();
+    users("allowed-location-ips", (!offered.is_empty()).then(|| offered.join(",")));
+    if node.granularity.is_none() {
+        users("granularity", None);
+    }
+    let mut object = core::Node::default();
+    object.metadata.name = Some(node.name.clone());
+    object.metadata.annotations =
+        Some(wanted.into_iter().filter_map(|(name, value)| Some((name, value?))).collect());
+    let pod_cidrs = node.pod_cidrs.iter().map(ToString::to_string).collect();
+    object.spec = Some(core::NodeSpec { pod_cidrs: Some(pod_cidrs), ..Default::default() });
+    object
 }
 
 /// Those of the wanted annotations that are not there yet, or must go.
@@ -288,6 +347,90 @@ mod tests {
         assert_eq!(node.discovered_endpoints, published.discovered_endpoints);
         assert_eq!(node.granularity, Some(Granularity::Full));
         assert!(changes(object.metadata.annotations.as_ref().unwrap(), written).is_empty());
+    }
+
+    #[test]
+    fn each_annotation_that_is_rubbish_is_named_and_leaves_the_others() {
+        let good = Node {
+            name: "a".to_owned(),
+            endpoint: "1.2.3.4:5".parse().ok(),
+            key: Some(PublicKey([3; 32])),
+            internal_ip: "10.0.0.1/24".parse().ok(),
+            location: "here".to_owned(),
+            granularity: Some(Granularity::Full),
+            ..Node::default()
+        };
+        let long = "x".repeat(100_000);
+        for (name, rubbish) in [
+            ("force-endpoint", "1.2.3.4"),
+            ("force-endpoint", &long),
+            ("force-internal-ip", "10.0.0.1"),
+            ("persistent-keepalive", "-1"),
+            ("persistent-keepalive", "5s"),
+            ("allowed-location-ips", "10.0.0.1,,x"),
+            ("endpoint", ":1"),
+            ("internal-ip", "::1/129"),
+            ("key", "short"),
+            ("last-seen", "yesterday"),
+            ("wireguard-ip", "10.4.0.1"),
+            ("discovered-endpoints", "[]"),
+            ("discovered-endpoints", &long),
+            ("granularity", "continent"),
+            ("cni-compatibility-ip", "x"),
+        ] {
+            let mut object = to_object(&good);
+            let annotations = object.metadata.annotations.get_or_insert_default();
+            annotations.insert(format!("{PREFIX}{name}"), rubbish.to_owned());
+            let (node, problems) = from_object(&object, "region");
+            assert!(problems.iter().all(|problem| problem.contains(name)), "{problems:?}");
+            assert!(!problems.is_empty() && problems.concat().len() < 1000, "{name}: {problems:?}");
+            assert_eq!((&node.location, node.name.as_str()), (&good.location, "a"));
+            let untouched =
+                [node.endpoint == good.endpoint, node.key == good.key, node.internal_ip == good.internal_ip];
+            assert!(untouched.iter().filter(|same| **same).count() >= 2, "{name} spoils others: {node:?}");
+        }
+        // Words that any value is good for.
+        for name in ["leader", "location"] {
+            let mut object = to_object(&good);
+            object
+                .metadata
+                .annotations
+                .get_or_insert_default()
+                .insert(format!("{PREFIX}{name}"), "\u{1F980}".to_owned());
+            assert_eq!(from_object(&object, "region").1, Vec::<String>::new());
+        }
+    }
+
+    #[test]
+    fn an_object_made_from_a_node_is_read_back() {
+        let plain = Node {
+            name: "a".to_owned(),
+            endpoint: "1.2.3.4:5".parse().ok(),
+            key: Some(PublicKey([3; 32])),
+            internal_ip: "10.0.0.1/24".parse().ok(),
+            last_seen: 17,
+            pod_cidrs: vec!["10.42.0.0/24".parse().unwrap(), "fd00:42::/64".parse().unwrap()],
+            ..Node::default()
+        };
+        let full = Node {
+            endpoint: "vpn.example.com:5".parse().ok(),
+            endpoint_forced: true,
+            internal_ip_forced: true,
+            leader: true,
+            location: "here".to_owned(),
+            persistent_keepalive: 10,
+            wireguard_ip: "10.4.0.1/16".parse().ok(),
+            discovered_endpoints: BTreeMap::from([(PublicKey([4; 32]), "5.6.7.8:9".parse().unwrap())]),
+            allowed_location_ips: vec!["192.0.2.0/24".parse().unwrap(), "2001:db8::/64".parse().unwrap()],
+            granularity: Some(Granularity::Full),
+            cni_compatibility_ip: "10.42.0.7/32".parse().ok(),
+            ..plain.clone()
+        };
+        let without = Node { internal_ip: None, no_internal_ip: true, ..plain.clone() };
+        let new = Node { name: "new".to_owned(), ..Node::default() };
+        for node in [plain, full, without, new] {
+            assert_eq!(from_object(&to_object(&node), "region"), (node, Vec::new()));
+        }
     }
 
     #[test]

@@ -14,15 +14,14 @@ use clap::{Args, CommandFactory as _, Parser, Subcommand};
 use ipnet::IpNet;
 use kilo_agent::{
     agent::{self, Agent},
-    backend::{Backend, BackendError, file::FileBackend, kubernetes, patient::Patient},
+    backend::{Backend, Snapshot, file::FileBackend, kubernetes, last_good},
     cli::{
         AttachMode, BackendKind, Compatibility, LogLevel, Masquerade, PrefixList, TunnelMode, WireguardMode,
-        parse_bool, parse_duration, parse_listen,
+        parse_bool, parse_cidr, parse_label, parse_listen, parse_node_name, parse_period, parse_port,
     },
     dataplane::BPFFS,
     health::Health,
     http, interface,
-    last_good::{self, LastGood},
     metrics::Metrics,
     net::mtu::Mtu,
     topology::{Encapsulate, Granularity, Settings},
@@ -30,13 +29,10 @@ use kilo_agent::{
     wireguard::{private_key, userspace},
 };
 use tokio::signal::unix::{SignalKind, signal};
-use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
+use tokio_util::sync::CancellationToken;
 
 /// Where the private key is.
 const KEY_PATH: &str = "/var/lib/kilo/key";
-/// An API server that has not answered by then is not waited for, if there is
-/// a topology to start with.
-const SHORT_WAIT: Duration = Duration::from_secs(3);
 
 /// Joins this node to the others' network: WireGuard between locations, TC
 /// programs inside them.
@@ -122,7 +118,7 @@ struct Flags {
     #[arg(long, default_value = "always")]
     encapsulate: Encapsulate,
     /// Name of this node; default: the host's.
-    #[arg(long, default_value = "", hide_default_value = true, global = true)]
+    #[arg(long, default_value = "", hide_default_value = true, value_parser = parse_node_name, global = true)]
     hostname: String,
     /// The WireGuard interface.
     #[arg(long, default_value = "kilo0", global = true)]
@@ -162,22 +158,22 @@ struct Flags {
     #[arg(long, default_value = "auto")]
     mtu: Mtu,
     /// WireGuard port.
-    #[arg(long, default_value = "51820", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, default_value = "51820", value_parser = parse_port)]
     port: u16,
     /// Prefer the private address as endpoint.
     #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     prioritise_private_addresses: bool,
     /// How often everything is checked although nothing seems to have changed.
-    #[arg(long, default_value = "30s", value_parser = parse_duration)]
+    #[arg(long, default_value = "30s", value_parser = parse_period)]
     resync_period: Duration,
     /// Service ranges, never masqueraded (comma separated, repeatable).
     #[arg(long, value_name = "CIDR")]
     service_cidr: Vec<PrefixList>,
     /// WireGuard addresses come from here.
-    #[arg(long, default_value = "10.4.0.0/16")]
+    #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr)]
     subnet: IpNet,
     /// Node label that names the location.
-    #[arg(long, default_value = "topology.kubernetes.io/region", global = true)]
+    #[arg(long, default_value = "topology.kubernetes.io/region", value_parser = parse_label, global = true)]
     topology_label: String,
     /// WireGuard implementation: auto, kernel or userspace.
     #[arg(long, default_value = "auto", global = true)]
@@ -291,6 +287,8 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         masquerade: flags.masquerade == Masquerade::Ebpf,
         bpffs: PathBuf::from(BPFFS),
         attach: flags.attach,
+        // A directory of files is there at every start.
+        last_good: (flags.backend == BackendKind::Kubernetes).then(last_good_path),
         forward_rules: flags.iptables_forward_rules,
         debug: matches!(flags.log_level, LogLevel::All | LogLevel::Debug),
     })
@@ -310,51 +308,18 @@ async fn serve(flags: Flags) -> Result<()> {
     match flags.backend {
         BackendKind::File => {
             let backend = FileBackend::start(directory(&flags)?, &flags.topology_label).await?;
-            work(flags, options, backend, None).await
+            work(flags, options, backend).await
         }
         BackendKind::Kubernetes => {
             let path = text(&flags.kubeconfig).map(PathBuf::from);
             let client = kubernetes::client(path.as_deref(), text(&flags.master)).await?;
-            let (hostname, label) = (options.hostname.clone(), flags.topology_label.clone());
-            let start = async move { start_patiently(client, &hostname, &label).await };
-            serve_kubernetes(flags, options, start).await
+            let hostname = options.hostname.clone();
+            let label = &flags.topology_label;
+            let remembered = || last_good_topology(&hostname);
+            let backend = kubernetes::PatientBackend::start(client, &hostname, label, remembered).await?;
+            work(flags, options, backend).await
         }
     }
-}
-
-/// Starts with the API server, or, when it does not answer soon, with the
-/// topology on disk.
-async fn serve_kubernetes(
-    flags: Flags,
-    options: agent::Options,
-    start: impl Future<Output = Result<kubernetes::KubernetesBackend, BackendError>> + Send + 'static,
-) -> Result<()> {
-    let mut start = Box::pin(start);
-    let path = PathBuf::from(last_good::DEFAULT_PATH);
-    let known = last_good::load(&path, &options.hostname).unwrap_or_else(|error| {
-        tracing::warn!(path = %path.display(), %error, "the topology on disk is ignored");
-        None
-    });
-    let backend = match (tokio::time::timeout(SHORT_WAIT, &mut start).await, &known) {
-        (Ok(backend), _) => backend?,
-        (Err(_), None) => start.await?,
-        (Err(_), Some(topology)) => {
-            tracing::warn!(
-                nodes = topology.nodes.len(),
-                peers = topology.peers.len(),
-                "the API server does not answer; starting with the topology on disk"
-            );
-            let backend = Patient::start(topology.clone().into_snapshot(), start);
-            return work(flags, options, backend, Some(Keep { path, known })).await;
-        }
-    };
-    work(flags, options, backend, Some(Keep { path, known })).await
-}
-
-/// The file to keep the topology in.
-struct Keep {
-    path: PathBuf,
-    known: Option<LastGood>,
 }
 
 async fn serve_webhook(args: WebhookArgs) -> Result<()> {
@@ -378,36 +343,25 @@ async fn serve_webhook(args: WebhookArgs) -> Result<()> {
     Ok(webhook::run(options, stop).await?)
 }
 
-/// An API server that is away is waited for: traffic goes on meanwhile.
-async fn start_patiently(
-    client: kube::Client,
-    hostname: &str,
-    topology_label: &str,
-) -> Result<kubernetes::KubernetesBackend, BackendError> {
-    loop {
-        match kubernetes::KubernetesBackend::start(client.clone(), Some(hostname), topology_label).await {
-            Err(error) if error.is_temporary() => {
-                tracing::warn!(%error, "the API server does not answer; trying again");
-                tokio::time::sleep(Duration::from_secs(5).mul_f64(rand::random_range(0.8..1.2))).await;
-            }
-            other => return other,
-        }
-    }
+/// What an earlier agent left, for a start without API server.
+fn last_good_topology(hostname: &str) -> Option<Snapshot> {
+    last_good::load(&last_good_path(), hostname).unwrap_or_else(|error| {
+        tracing::warn!(path = %last_good_path().display(), %error, "the last good topology is ignored");
+        None
+    })
 }
 
-async fn work<B: Backend>(
-    flags: Flags,
-    options: agent::Options,
-    backend: B,
-    keep: Option<Keep>,
-) -> Result<()> {
+fn last_good_path() -> PathBuf {
+    Path::new(KEY_PATH).with_file_name(last_good::FILE)
+}
+
+async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> Result<()> {
     let key = private_key::load_or_create(Path::new(KEY_PATH))?;
     let metrics = Metrics::default();
     // Three resync periods, and never less than a check-in takes.
     let patience = (flags.resync_period * 3).max(Duration::from_secs(90));
     let health = Health::new(Instant::now(), patience);
     let (view, view_reader) = tokio::sync::watch::channel(Arc::default());
-    let keeping = keep.map(|keep| last_good::keep(keep.path, keep.known, view_reader.clone()));
     let context = http::Context {
         health: health.clone(),
         metrics: metrics.clone(),
@@ -422,7 +376,6 @@ async fn work<B: Backend>(
     let listener = http::bind(listen).await.with_context(|| format!("--listen {listen}"))?;
     let agent = Agent::new(options, backend, key, metrics, health, view).await?;
     let answer = move |request| context.clone().answer(request);
-    let keeping = keeping.map(|keeping| AbortOnDropHandle::new(tokio::spawn(keeping)));
     let mut server = tokio::spawn(http::serve(listener, None, answer, stop.clone()));
     let mut agent = tokio::spawn(agent.run(stop.clone()));
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
@@ -435,7 +388,6 @@ async fn work<B: Backend>(
     }
     stop.cancel();
     agent.await.context("the reconcile loop panicked")??;
-    drop(keeping);
     // A restart or an upgrade must not interrupt traffic: programs, routes and
     // annotations stay for the next agent, unless the node has left the cluster.
     let gone = !snapshots.borrow().nodes.contains_key(&hostname);
@@ -453,7 +405,12 @@ async fn uninstall(flags: &Flags, interface: bool) -> Result<()> {
         agent::Removal { interface: &options, delete_interface: interface, bpffs: Path::new(BPFFS) };
     let hostname = hostname(flags)?;
     let _lock = interface::lock(&flags.interface);
-    let mut problems = match flags.backend {
+    if let Err(error) = std::fs::remove_file(last_good_path())
+        && error.kind() != std::io::ErrorKind::NotFound
+    {
+        tracing::warn!(%error, "the last good topology stays; it may hold pre-shared keys");
+    }
+    let problems = match flags.backend {
         BackendKind::File => {
             let backend = FileBackend::start(directory(flags)?, &flags.topology_label).await?;
             agent::uninstall(Some(&backend), &hostname, removal).await
@@ -474,9 +431,6 @@ async fn uninstall(flags: &Flags, interface: bool) -> Result<()> {
             agent::uninstall(backend.ok().as_ref(), &hostname, removal).await
         }
     };
-    if let Err(error) = last_good::remove(Path::new(last_good::DEFAULT_PATH)) {
-        problems.push(error.to_string());
-    }
     if problems.is_empty() {
         return Ok(());
     }

@@ -90,6 +90,9 @@ impl Format {
 
 /// The largest picture in bytes.
 const LARGEST: u64 = 32 << 20;
+/// Larger texts in bytes are not given to Graphviz, whose memory is the node's:
+/// about 200 locations.
+const LARGEST_SOURCE: usize = 1 << 20;
 /// More locations than this are drawn by ourselves unless a layout is asked for.
 const MANY: usize = 25;
 /// How much of what `dot` complains is read.
@@ -118,6 +121,8 @@ enum RenderError {
     TooSlow(Duration),
     #[error("the picture is larger than {} MiB; use format=dot", LARGEST >> 20)]
     TooLarge,
+    #[error("the mesh is too large for Graphviz; use format=svg or format=dot")]
+    TooManyLines,
     #[error("other pictures are being drawn; try again")]
     Busy,
     #[error("Graphviz cannot do that: {0}")]
@@ -129,7 +134,7 @@ enum RenderError {
 impl RenderError {
     const fn status(&self) -> StatusCode {
         match self {
-            Self::NotInstalled | Self::Refused(_) => StatusCode::NOT_IMPLEMENTED,
+            Self::NotInstalled | Self::TooManyLines | Self::Refused(_) => StatusCode::NOT_IMPLEMENTED,
             Self::TooSlow(_) => StatusCode::GATEWAY_TIMEOUT,
             Self::Busy => StatusCode::SERVICE_UNAVAILABLE,
             Self::TooLarge | Self::Io(_) => StatusCode::INTERNAL_SERVER_ERROR,
@@ -169,6 +174,9 @@ impl Graphviz {
     }
 
     async fn render(&self, source: String, format: Format, layout: Layout) -> Result<Vec<u8>, RenderError> {
+        if source.len() > LARGEST_SOURCE {
+            return Err(RenderError::TooManyLines);
+        }
         let Ok(Ok(_turn)) = timeout(self.limit, self.turn.acquire()).await else {
             return Err(RenderError::Busy);
         };
@@ -271,6 +279,14 @@ mod tests {
             }
             assert!(!alive(), "process {pid} lives on");
         }
+    }
+
+    #[tokio::test]
+    async fn a_mesh_beyond_measure_is_not_given_to_graphviz() {
+        let graphviz = Graphviz::new("/nonexistent/dot", Duration::from_secs(5));
+        let source = " ".repeat(LARGEST_SOURCE + 1);
+        let error = graphviz.render(source, Format::Png, Layout::Dot).await.unwrap_err();
+        assert!(matches!(error, RenderError::TooManyLines), "{error}");
     }
 
     #[tokio::test]

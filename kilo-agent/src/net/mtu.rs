@@ -8,6 +8,8 @@ use super::Link;
 pub const OVERHEAD: u32 = 80;
 /// What every IPv4 host must take.
 pub const MIN: u32 = 576;
+/// What every IPv6 link must take: below it the kernel takes IPv6 off a device (RFC 8200, section 5).
+pub const MIN_IPV6: u32 = 1280;
 /// What a TUN device allows, less the overhead.
 pub const MAX: u32 = 65_535 - OVERHEAD;
 /// For a host without default route: Ethernet's 1500 less the overhead.
@@ -53,15 +55,18 @@ impl fmt::Display for Mtu {
 
 impl Mtu {
     /// Bytes for the WireGuard device. `default_interface` is the index
-    /// [`super::Net::default_interface`] found.
-    pub fn resolve(self, links: &[Link], default_interface: Option<u32>) -> u32 {
+    /// [`super::Net::default_interface`] found. Where the mesh has IPv6
+    /// prefixes a small link rather fragments WireGuard's packets than to end
+    /// all of IPv6.
+    pub fn resolve(self, links: &[Link], default_interface: Option<u32>, ipv6: bool) -> u32 {
+        let min = if ipv6 { MIN_IPV6 } else { MIN };
         match self {
             Self::Fixed(bytes) => bytes,
             Self::Auto => links
                 .iter()
                 .find(|link| Some(link.index) == default_interface)
                 // Loopback as default route has 65536.
-                .map_or(FALLBACK, |link| link.mtu.saturating_sub(OVERHEAD).clamp(MIN, MAX)),
+                .map_or(FALLBACK, |link| link.mtu.saturating_sub(OVERHEAD).clamp(min, MAX)),
         }
     }
 }
@@ -84,10 +89,11 @@ mod tests {
     fn auto_follows_the_default_interface() {
         let link = |index, mtu| Link { index, mtu, ..Link::default() };
         let links = [link(2, 1500), link(3, 9000), link(4, 100)];
-        assert_eq!(Mtu::Auto.resolve(&links, Some(2)), 1420);
-        assert_eq!(Mtu::Auto.resolve(&links, Some(3)), 8920);
-        assert_eq!(Mtu::Auto.resolve(&links, Some(4)), MIN);
-        assert_eq!(Mtu::Auto.resolve(&links, None), 1420);
-        assert_eq!(Mtu::Fixed(1300).resolve(&links, Some(3)), 1300);
+        assert_eq!(Mtu::Auto.resolve(&links, Some(2), true), 1420);
+        assert_eq!(Mtu::Auto.resolve(&links, Some(3), false), 8920);
+        assert_eq!(Mtu::Auto.resolve(&links, Some(4), false), MIN);
+        assert_eq!(Mtu::Auto.resolve(&links, Some(4), true), MIN_IPV6);
+        assert_eq!(Mtu::Auto.resolve(&links, None, false), 1420);
+        assert_eq!(Mtu::Fixed(1300).resolve(&links, Some(3), true), 1300);
     }
 }

@@ -8,7 +8,6 @@ use std::{
 };
 
 use ipnet::IpNet;
-use serde::{Deserialize, Serialize};
 
 use crate::wireguard::key::{PublicKey, SecretKey};
 
@@ -21,9 +20,8 @@ pub enum EndpointHost {
     Dns(String),
 }
 
-/// Where a peer is reached: host and UDP port; serialized as its text.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+/// Where a peer is reached: host and UDP port.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Endpoint {
     /// Address or name.
     pub host: EndpointHost,
@@ -47,12 +45,6 @@ impl From<SocketAddr> for Endpoint {
     }
 }
 
-impl From<Endpoint> for String {
-    fn from(endpoint: Endpoint) -> Self {
-        endpoint.to_string()
-    }
-}
-
 impl fmt::Display for Endpoint {
     /// `1.2.3.4:51820`, `[2001:db8::1]:51820`, `vpn.example.com:51820`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -64,8 +56,7 @@ impl fmt::Display for Endpoint {
 }
 
 /// Which nodes are meshed directly.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Granularity {
     /// One leader a location.
     #[default]
@@ -161,7 +152,7 @@ pub enum Tunnel {
 
 /// One node as its object and annotations describe it; overrides
 /// (`force-endpoint`, `force-internal-ip`, `location`) already applied.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Node {
     /// Name of the Node object.
     pub name: String,

@@ -3,8 +3,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use kube::core::ObjectMeta;
+
 use crate::{
-    backend::Snapshot,
+    backend::{Snapshot, node::PREFIX},
     topology::{Node, Peer},
 };
 
@@ -142,10 +144,22 @@ fn changed(yes: bool) -> Urgency {
 /// Our annotations of the own node, as the API server has them.
 #[derive(Debug)]
 pub struct Own {
-    /// All annotations of the node.
+    /// Those of ours; other people's may be large.
     pub annotations: BTreeMap<String, String>,
     /// `resourceVersion`, when it is a number.
     pub version: Option<u64>,
+}
+
+impl Own {
+    /// What is kept of a node's metadata.
+    pub fn new(metadata: &ObjectMeta) -> Self {
+        let annotations = metadata.annotations.iter().flatten();
+        let ours = annotations.filter(|(name, _)| name.starts_with(PREFIX));
+        Self {
+            annotations: ours.map(|(name, value)| (name.clone(), value.clone())).collect(),
+            version: metadata.resource_version.as_deref().and_then(|version| version.parse().ok()),
+        }
+    }
 }
 
 /// All that is known.
@@ -248,6 +262,16 @@ mod tests {
         assert_eq!(cache.own().unwrap()["k"], "patched");
         cache.put_own(own(11, "newer"));
         assert_eq!(cache.own().unwrap()["k"], "newer");
+    }
+
+    #[test]
+    fn other_peoples_annotations_are_not_kept() {
+        let large = "x".repeat(100_000);
+        let ours = format!("{PREFIX}key");
+        let annotations =
+            BTreeMap::from([(ours.clone(), "k".to_owned()), ("example.com/large".to_owned(), large)]);
+        let metadata = ObjectMeta { annotations: Some(annotations), ..ObjectMeta::default() };
+        assert_eq!(Own::new(&metadata).annotations, BTreeMap::from([(ours, "k".to_owned())]));
     }
 
     #[test]

@@ -39,7 +39,10 @@ pub async fn client(kubeconfig: Option<&Path>, master: Option<&str>) -> Result<C
     config.connect_timeout = Some(CONNECT);
     config.read_timeout = Some(SILENCE);
     config.reset_reader_on_write = true;
-    Client::try_from(config).map_err(|error| BackendError::Config(chain(&error)))
+    // Watches and the agent try again by themselves; tries below them would hide the reason, and pause for minutes.
+    config.default_retry = false;
+    let origin = kubeconfig.map(|path| format!("--kubeconfig {}: ", path.display())).unwrap_or_default();
+    Client::try_from(config).map_err(|error| BackendError::Config(format!("{origin}{}", chain(&error))))
 }
 
 async fn from_file(path: &Path) -> Result<Config, BackendError> {
@@ -48,9 +51,42 @@ async fn from_file(path: &Path) -> Result<Config, BackendError> {
     let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
     let mut file = Kubeconfig::from_yaml(&text).map_err(|error| failed(chain(&error)))?;
     anchor_paths(&mut file, path.parent().unwrap_or(Path::new(".")));
-    Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
+    check_references(&file).map_err(failed)?;
+    let config = Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
         .await
-        .map_err(|error| failed(chain(&error)))
+        .map_err(|error| failed(chain(&error)))?;
+    if !matches!(config.cluster_url.scheme_str(), Some("http" | "https")) {
+        return Err(failed(format!(
+            "server {} is no URL of an API server; write for example https://192.0.2.1:6443",
+            config.cluster_url
+        )));
+    }
+    if config.root_cert.as_ref().is_some_and(Vec::is_empty) {
+        return Err(failed("the certificate authority holds no certificate in PEM".to_owned()));
+    }
+    Ok(config)
+}
+
+/// The library says less of names that lead nowhere, and goes on without a
+/// user that does not exist.
+fn check_references(file: &Kubeconfig) -> Result<(), String> {
+    fn known<'a>(what: &str, name: &str, names: impl Iterator<Item = &'a String>) -> Result<(), String> {
+        let names: Vec<_> = names.map(String::as_str).collect();
+        if names.contains(&name) {
+            return Ok(());
+        }
+        Err(format!("{what} {name:?} does not exist; there are: {}", names.join(", ")))
+    }
+    let contexts = || file.contexts.iter();
+    let current = file.current_context.as_deref().unwrap_or_default();
+    known("current-context", current, contexts().map(|context| &context.name))?;
+    let context = contexts().find(|context| context.name == current);
+    let Some(context) = context.and_then(|named| named.context.as_ref()) else { return Ok(()) };
+    known("cluster", &context.cluster, file.clusters.iter().map(|cluster| &cluster.name))?;
+    match context.user.as_deref() {
+        None | Some("") => Ok(()),
+        Some(user) => known("user", user, file.auth_infos.iter().map(|user| &user.name)),
+    }
 }
 
 /// Files named in a configuration are relative to it.

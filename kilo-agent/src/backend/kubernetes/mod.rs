@@ -3,6 +3,7 @@
 
 mod cache;
 mod client;
+mod patient;
 
 use std::{
     collections::BTreeMap,
@@ -27,6 +28,7 @@ use tokio::{
 use tokio_util::task::AbortOnDropHandle;
 
 pub use client::client;
+pub use patient::PatientBackend;
 
 use self::{
     cache::{Cache, Kept, Own, Seen, Store, Urgency},
@@ -269,10 +271,7 @@ impl Shared {
 
     fn see_own(&self, metadata: &ObjectMeta) {
         if self.hostname.is_some() && self.hostname == metadata.name {
-            self.cache().put_own(Own {
-                annotations: metadata.annotations.clone().unwrap_or_default(),
-                version: metadata.resource_version.as_deref().and_then(|version| version.parse().ok()),
-            });
+            self.cache().put_own(Own::new(metadata));
         }
     }
 }

@@ -5,6 +5,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use ipnet::IpNet;
 use kilo_agent::{
     backend::{Snapshot, peer},
+    cli::parse_cidr,
     topology::{Mesh, Peer, Segment},
     wireguard::conf::{self, Conf, PeerSection},
 };
@@ -30,7 +31,7 @@ pub struct ShowconfArgs {
     #[arg(long, short, default_value = "wireguard")]
     output: Output,
     /// Allowed IPs to add to --as-peer.
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_delimiter = ',', value_parser = parse_cidr)]
     allowed_ips: Vec<IpNet>,
 }
 

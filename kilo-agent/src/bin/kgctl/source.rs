@@ -11,7 +11,7 @@ use clap::Args;
 use ipnet::IpNet;
 use kilo_agent::{
     backend::{Backend as _, Snapshot, file::FileBackend, kubernetes},
-    cli::BackendKind,
+    cli::{BackendKind, parse_cidr, parse_label, parse_port},
     status::Timestamp,
     topology::{self, Granularity, Mesh},
 };
@@ -31,13 +31,13 @@ pub struct Flags {
     #[arg(long, default_value = "auto", global = true)]
     pub mesh_granularity: String,
     /// WireGuard port of configurations for nodes, and of connect.
-    #[arg(long, default_value = "51820", global = true)]
+    #[arg(long, default_value = "51820", value_parser = parse_port, global = true)]
     pub port: u16,
     /// WireGuard addresses come from here.
-    #[arg(long, default_value = "10.4.0.0/16", global = true)]
+    #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr, global = true)]
     pub subnet: IpNet,
     /// Node label that names the location.
-    #[arg(long, default_value = "topology.kubernetes.io/region", global = true)]
+    #[arg(long, default_value = "topology.kubernetes.io/region", value_parser = parse_label, global = true)]
     pub topology_label: String,
 }
 

@@ -1,0 +1,141 @@
+//! A start while the API server is away: after a short wait the agent works
+//! with the last good topology, until the server answers.
+
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use kube::Client;
+use tokio::sync::{oneshot, watch};
+use tokio_util::task::AbortOnDropHandle;
+
+use super::KubernetesBackend;
+use crate::backend::{Backend, BackendError, Published, Snapshot};
+
+/// The server gets this long before the last good topology is used.
+const WAIT: Duration = Duration::from_secs(5);
+/// Time between two attempts, give or take a fifth.
+const RETRY: Duration = Duration::from_secs(5);
+
+/// The Kubernetes backend, or what is remembered of it.
+pub struct PatientBackend {
+    connected: Arc<OnceLock<KubernetesBackend>>,
+    snapshots: watch::Receiver<Arc<Snapshot>>,
+    _connecting: AbortOnDropHandle<()>,
+}
+
+impl PatientBackend {
+    /// Waits until the server has listed everything; when it takes long and
+    /// something is remembered, that is the first snapshot.
+    ///
+    /// # Errors
+    /// When the server refuses before anything remembered is in use.
+    pub async fn start(
+        client: Client,
+        hostname: &str,
+        topology_label: &str,
+        remembered: impl FnOnce() -> Option<Snapshot>,
+    ) -> Result<Self, BackendError> {
+        let (sender, snapshots) = watch::channel(Arc::default());
+        let connected = Arc::new(OnceLock::new());
+        let (answer, mut answered) = oneshot::channel();
+        let (holder, own) = (Arc::clone(&connected), sender.clone());
+        let (hostname, label) = (hostname.to_owned(), topology_label.to_owned());
+        let connecting = async move {
+            let Some(backend) = connect(client, &hostname, &label, answer).await else { return };
+            let mut real = backend.watch();
+            let _ = holder.set(backend);
+            loop {
+                let snapshot = Arc::clone(&real.borrow_and_update());
+                own.send_replace(snapshot);
+                if real.changed().await.is_err() {
+                    return;
+                }
+            }
+        };
+        let connecting = AbortOnDropHandle::new(tokio::spawn(connecting));
+        let backend = |snapshots| Self { connected, snapshots, _connecting: connecting };
+        if let Ok(answer) = tokio::time::timeout(WAIT, &mut answered).await {
+            return finish(answer, sender, snapshots).await.map(backend);
+        }
+        if let Some(remembered) = remembered() {
+            tracing::warn!(
+                nodes = remembered.nodes.len(),
+                peers = remembered.peers.len(),
+                "the API server does not answer; working with the last good topology"
+            );
+            // The server may have answered this very moment.
+            sender.send_if_modified(|current| {
+                let first = current.nodes.is_empty();
+                if first {
+                    *current = Arc::new(remembered);
+                }
+                first
+            });
+            drop(answered);
+            return Ok(backend(snapshots));
+        }
+        finish(answered.await, sender, snapshots).await.map(backend)
+    }
+}
+
+/// What the first answer of the server means; waits for the snapshot it brings.
+async fn finish(
+    answer: Result<Result<(), BackendError>, oneshot::error::RecvError>,
+    sender: watch::Sender<Arc<Snapshot>>,
+    mut snapshots: watch::Receiver<Arc<Snapshot>>,
+) -> Result<watch::Receiver<Arc<Snapshot>>, BackendError> {
+    drop(sender);
+    answer.unwrap_or_else(|_| Err(BackendError::Api("connecting has failed; see the log".to_owned())))?;
+    // Read here, so that the first reconcile sees it.
+    let _ = snapshots.changed().await;
+    snapshots.mark_changed();
+    Ok(snapshots)
+}
+
+/// Tries until the server has listed everything. A refusal ends it while
+/// somebody waits for the answer; later it is tried again, for the agent is at work.
+async fn connect(
+    client: Client,
+    hostname: &str,
+    label: &str,
+    answer: oneshot::Sender<Result<(), BackendError>>,
+) -> Option<KubernetesBackend> {
+    loop {
+        match KubernetesBackend::start(client.clone(), Some(hostname), label).await {
+            Ok(backend) => {
+                if answer.send(Ok(())).is_err() {
+                    tracing::info!("the API server answers again");
+                }
+                return Some(backend);
+            }
+            Err(error) if error.is_temporary() || answer.is_closed() => {
+                tracing::warn!(%error, "the API server does not answer; trying again");
+            }
+            Err(error) => {
+                let _ = answer.send(Err(error));
+                return None;
+            }
+        }
+        tokio::time::sleep(RETRY.mul_f64(rand::random_range(0.8..1.2))).await;
+    }
+}
+
+impl Backend for PatientBackend {
+    fn watch(&self) -> watch::Receiver<Arc<Snapshot>> {
+        self.snapshots.clone()
+    }
+
+    async fn publish(&self, node: &str, published: &Published) -> Result<bool, BackendError> {
+        self.connected.get().ok_or_else(away)?.publish(node, published).await
+    }
+
+    async fn retract(&self, node: &str) -> Result<(), BackendError> {
+        self.connected.get().ok_or_else(away)?.retract(node).await
+    }
+}
+
+fn away() -> BackendError {
+    BackendError::Unreachable("the API server has not answered since the start".to_owned())
+}

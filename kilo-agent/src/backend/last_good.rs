@@ -1,0 +1,222 @@
+//! The topology the agent last worked with, on disk: a start while the API
+//! server is away has tables and routes all the same.
+//!
+//! The file holds Node and Peer objects, pre-shared keys with them, and only its
+//! owner may read it. Signs of life are left out: they tell nothing about a time
+//! long past, and the file changes only when the topology does.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{self, Read as _, Write as _},
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use k8s_openapi::api::core::v1 as core;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+
+use super::{Snapshot, node, peer};
+use crate::topology::{Node, Peer};
+
+/// Name of the file, beside the private key.
+pub const FILE: &str = "last-good.json";
+/// What the file says it is.
+const FORMAT: &str = "kilo-last-good/1";
+/// Two writes are at least this far apart.
+const PACE: Duration = Duration::from_secs(10);
+/// 10,000 nodes are some 10 MB; nothing longer is ours.
+const LONGEST: u64 = 256 << 20;
+
+/// Why a file is not used.
+#[derive(Debug, thiserror::Error)]
+pub enum LastGoodError {
+    /// It cannot be read.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// It is something else, or broken.
+    #[error("it is no file of this agent: {0}")]
+    Foreign(String),
+}
+
+#[derive(Serialize, Deserialize)]
+struct Content {
+    format: String,
+    /// The node whose agent wrote it.
+    node: String,
+    nodes: Vec<core::Node>,
+    peers: Vec<peer::Peer>,
+}
+
+/// Writes the file.
+#[derive(Debug)]
+pub struct LastGood {
+    path: PathBuf,
+    node: String,
+    written: Option<[u8; 32]>,
+    looked: Option<Instant>,
+}
+
+impl LastGood {
+    /// For the agent of `node`.
+    pub fn new(path: &Path, node: &str) -> Self {
+        Self { path: path.to_owned(), node: node.to_owned(), written: None, looked: None }
+    }
+
+    /// Keeps these nodes and peers when they differ from what was written last
+    /// and that was some seconds ago; else a later call does. Answers whether it
+    /// wrote.
+    ///
+    /// # Errors
+    /// When the file cannot be written; the old one then stays.
+    pub fn keep<'a>(
+        &mut self,
+        nodes: impl Iterator<Item = &'a Node>,
+        peers: impl Iterator<Item = &'a Peer>,
+        now: Instant,
+    ) -> io::Result<bool> {
+        if self.looked.is_some_and(|looked| now.saturating_duration_since(looked) < PACE) {
+            return Ok(false);
+        }
+        self.looked = Some(now);
+        let content = Content {
+            format: FORMAT.to_owned(),
+            node: self.node.clone(),
+            nodes: nodes.map(|known| node::to_object(&Node { last_seen: 0, ..known.clone() })).collect(),
+            peers: peers.map(peer::to_object).collect(),
+        };
+        let bytes = serde_json::to_vec(&content)?;
+        let digest = Sha256::digest(&bytes).into();
+        if self.written == Some(digest) {
+            return Ok(false);
+        }
+        let directory = self.path.parent().unwrap_or(Path::new("."));
+        // Temporary files of this kind are made with mode 0600.
+        let mut file = tempfile::NamedTempFile::new_in(directory)?;
+        file.write_all(&bytes)?;
+        file.as_file().sync_all()?;
+        file.persist(&self.path)?;
+        self.written = Some(digest);
+        Ok(true)
+    }
+}
+
+/// The snapshot of the file; `None` when there is no file.
+///
+/// # Errors
+/// When it is broken, or of another node. Single objects that do not parse are
+/// left out and named in the snapshot.
+pub fn load(path: &Path, node: &str) -> Result<Option<Snapshot>, LastGoodError> {
+    let file = match fs::File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other?,
+    };
+    let mut bytes = Vec::new();
+    file.take(LONGEST).read_to_end(&mut bytes)?;
+    let content: Content =
+        serde_json::from_slice(&bytes).map_err(|error| LastGoodError::Foreign(error.to_string()))?;
+    if content.format != FORMAT || content.node != node {
+        let what = format!("format {:?} of node {:?}", content.format, content.node);
+        return Err(LastGoodError::Foreign(what));
+    }
+    let mut snapshot = Snapshot::default();
+    for object in &content.nodes {
+        // The location is always an annotation here.
+        let (node, problems) = node::from_object(object, "");
+        if !problems.is_empty() {
+            snapshot.problems.insert(format!("node {}", node.name), problems.join("; "));
+        }
+        snapshot.nodes.insert(node.name.clone(), node);
+    }
+    let peers: BTreeMap<String, _> = content
+        .peers
+        .iter()
+        .map(|object| (object.metadata.name.clone().unwrap_or_default(), object))
+        .collect();
+    for (name, object) in peers {
+        match peer::from_object(object) {
+            Ok(peer) => drop(snapshot.peers.insert(name, peer)),
+            Err(error) => drop(snapshot.problems.insert(format!("peer {name}"), error.to_string())),
+        }
+    }
+    Ok(Some(snapshot))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+    use crate::wireguard::key::{PublicKey, SecretKey};
+
+    fn node(name: &str) -> Node {
+        Node {
+            name: name.to_owned(),
+            endpoint: "192.0.2.1:51820".parse().ok(),
+            key: Some(PublicKey([1; 32])),
+            internal_ip: "10.0.0.1/24".parse().ok(),
+            location: "here".to_owned(),
+            last_seen: 17,
+            pod_cidrs: vec!["10.42.0.0/24".parse().unwrap()],
+            ..Node::default()
+        }
+    }
+
+    fn peer() -> Peer {
+        Peer {
+            name: "laptop".to_owned(),
+            allowed_ips: vec!["10.5.0.1/32".parse().unwrap()],
+            endpoint: None,
+            persistent_keepalive: 10,
+            preshared_key: Some(SecretKey::from_bytes([5; 32])),
+            public_key: PublicKey([9; 32]),
+        }
+    }
+
+    #[test]
+    fn what_was_kept_is_read_back_and_only_its_owner_may_read_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(FILE);
+        assert_eq!(load(&path, "a").unwrap(), None);
+        let (mut file, now) = (LastGood::new(&path, "a"), Instant::now());
+        let (nodes, peers) = ([node("a"), node("b")], [peer()]);
+        assert!(file.keep(nodes.iter(), peers.iter(), now).unwrap());
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        let read = load(&path, "a").unwrap().unwrap();
+        assert_eq!(read.problems, BTreeMap::new());
+        assert_eq!(read.peers["laptop"], peer());
+        assert_eq!(read.nodes["b"], Node { last_seen: 0, ..node("b") });
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1, "no temporary file is left");
+    }
+
+    #[test]
+    fn it_is_written_when_the_topology_changed_and_not_too_often() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(FILE);
+        let (mut file, start) = (LastGood::new(&path, "a"), Instant::now());
+        assert!(file.keep([node("a")].iter(), [].iter(), start).unwrap());
+        let alive = Node { last_seen: 47, ..node("a") };
+        assert!(!file.keep([alive].iter(), [].iter(), start + PACE).unwrap(), "a sign of life is no change");
+        let moved = || Node { location: "there".to_owned(), ..node("a") };
+        assert!(!file.keep([moved()].iter(), [].iter(), start + PACE * 3 / 2).unwrap(), "too soon");
+        assert!(file.keep([moved()].iter(), [].iter(), start + PACE * 2).unwrap());
+        assert_eq!(load(&path, "a").unwrap().unwrap().nodes["a"].location, "there");
+    }
+
+    #[test]
+    fn what_is_broken_or_of_another_node_is_not_used() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(FILE);
+        LastGood::new(&path, "a").keep([node("a")].iter(), [].iter(), Instant::now()).unwrap();
+        let whole = fs::read_to_string(&path).unwrap();
+        assert!(load(&path, "b").unwrap_err().to_string().contains("no file of this agent"));
+        for broken in ["", "{}", "[]", &whole[..whole.len() / 2], &whole.replace("good/1", "good/2")] {
+            fs::write(&path, broken).unwrap();
+            assert!(matches!(load(&path, "a"), Err(LastGoodError::Foreign(_))), "{broken}");
+        }
+        fs::write(&path, whole.replace("10.42.0.0/24", "rubbish")).unwrap();
+        let read = load(&path, "a").unwrap().unwrap();
+        assert!(read.problems["node a"].contains("rubbish"), "{:?}", read.problems);
+    }
+}

@@ -1,0 +1,172 @@
+//! A front of the API server that speaks HTTP on loopback, and can be
+//! overloaded, slow or wrong.
+#![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use std::{
+    io::Write as _,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use http_body_util::BodyExt as _;
+use hyper::{Request, Response, body::Incoming, service::service_fn};
+use hyper_util::rt::TokioIo;
+use kube::{Client, client::Body};
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+
+/// What the front does with requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Manner {
+    /// Passes them on.
+    Honest,
+    /// Answers 429.
+    Busy,
+    /// Passes them on after this time.
+    Slow(Duration),
+    /// Answers the next watch of nodes with 410, and then one list of nodes
+    /// with half of them.
+    Lying,
+}
+
+/// The front; it ends with the test's runtime.
+pub struct Front {
+    port: u16,
+    state: Arc<Mutex<State>>,
+}
+
+struct State {
+    manner: Manner,
+    watch_refused: bool,
+    /// When and what was asked.
+    asked: Vec<(Instant, String)>,
+}
+
+impl Front {
+    /// Listens on a port of its own and asks the server as this client.
+    pub async fn start(client: Client) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let state =
+            Arc::new(Mutex::new(State { manner: Manner::Honest, watch_refused: false, asked: Vec::new() }));
+        let shared = Arc::clone(&state);
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let (client, state) = (client.clone(), Arc::clone(&shared));
+                let service = service_fn(move |request| answer(client.clone(), Arc::clone(&state), request));
+                let connection = hyper::server::conn::http1::Builder::new();
+                tokio::spawn(connection.serve_connection(TokioIo::new(stream), service));
+            }
+        });
+        Self { port, state }
+    }
+
+    /// Where it listens.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Changes what happens from now on.
+    pub fn set(&self, manner: Manner) {
+        let mut state = self.state.lock().unwrap();
+        (state.manner, state.watch_refused) = (manner, false);
+        state.asked.clear();
+    }
+
+    /// True once the list that misses half of the nodes has been given.
+    pub fn has_lied(&self) -> bool {
+        let state = self.state.lock().unwrap();
+        state.watch_refused && state.manner == Manner::Honest
+    }
+
+    /// Methods and paths with their time, since the last change.
+    pub fn asked(&self) -> Vec<(Instant, String)> {
+        self.state.lock().unwrap().asked.clone()
+    }
+}
+
+/// A configuration for plain HTTP on this port.
+pub fn plain_kubeconfig(directory: &Path, port: u16) -> PathBuf {
+    let path = directory.join(format!("plain-{port}.kubeconfig"));
+    let text = format!(
+        "kind: Config\ncurrent-context: c\ncontexts: [{{name: c, context: {{cluster: k, user: u}}}}]\n\
+         users: [{{name: u, user: {{}}}}]\nclusters: [{{name: k, cluster: {{server: 'http://127.0.0.1:{port}'}}}}]\n"
+    );
+    std::fs::File::create(&path).unwrap().write_all(text.as_bytes()).unwrap();
+    path
+}
+
+enum Step {
+    Pass,
+    Wait(Duration),
+    Refuse(u16),
+    Gone,
+    Halve,
+}
+
+fn next(state: &Mutex<State>, request: &Request<Incoming>) -> Step {
+    let mut state = state.lock().unwrap();
+    let path = request.uri().path_and_query().map(ToString::to_string).unwrap_or_default();
+    let of_nodes = request.uri().path() == "/api/v1/nodes";
+    let watches = path.contains("watch=true");
+    state.asked.push((Instant::now(), format!("{} {path}", request.method())));
+    match state.manner {
+        Manner::Honest => Step::Pass,
+        Manner::Busy => Step::Refuse(429),
+        Manner::Slow(time) => Step::Wait(time),
+        Manner::Lying if of_nodes && watches && !state.watch_refused => {
+            state.watch_refused = true;
+            Step::Gone
+        }
+        Manner::Lying if of_nodes && !watches && state.watch_refused => {
+            state.manner = Manner::Honest;
+            Step::Halve
+        }
+        Manner::Lying => Step::Pass,
+    }
+}
+
+async fn answer(
+    client: Client,
+    state: Arc<Mutex<State>>,
+    request: Request<Incoming>,
+) -> kube::Result<Response<Body>> {
+    let step = next(&state, &request);
+    match step {
+        Step::Refuse(code) => return Ok(status(code, code, "TooManyRequests")),
+        Step::Gone => return Ok(status(200, 410, "Expired")),
+        Step::Wait(time) => tokio::time::sleep(time).await,
+        Step::Pass | Step::Halve => {}
+    }
+    let (mut parts, body) = request.into_parts();
+    let body = body.collect().await.map_err(kube::Error::HyperError)?.to_bytes();
+    // The client sets its own.
+    for header in ["authorization", "host", "accept-encoding"] {
+        parts.headers.remove(header);
+    }
+    let answer = client.send(Request::from_parts(parts, Body::from(body))).await?;
+    if !matches!(step, Step::Halve) {
+        return Ok(answer);
+    }
+    let bytes = answer.into_body().collect().await?.to_bytes();
+    let mut list: Value = serde_json::from_slice(&bytes).unwrap();
+    let items = list["items"].as_array_mut().unwrap();
+    items.truncate(items.len() / 2);
+    let answer = Response::builder().header("content-type", "application/json");
+    Ok(answer.body(Body::from(list.to_string().into_bytes())).unwrap())
+}
+
+/// A Status; in a watch (HTTP 200) as the event it comes in.
+fn status(http: u16, code: u16, reason: &str) -> Response<Body> {
+    let status = json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+                         "message": format!("the test says {reason}"), "reason": reason, "code": code });
+    let text = if http == 200 {
+        format!("{}\n", json!({ "type": "ERROR", "object": status }))
+    } else {
+        status.to_string()
+    };
+    let answer = Response::builder().status(http).header("content-type", "application/json");
+    answer.body(Body::from(text.into_bytes())).unwrap()
+}
