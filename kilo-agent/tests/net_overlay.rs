@@ -169,9 +169,11 @@ fn beside_cilium_a_node_publishes_its_overlay_address_and_takes_it_back_without(
             remote: "10.50.1.7".parse().unwrap(),
         };
         until("the hop", || hop() == Some(expected));
-        assert!(succeeds(
-            "ls /sys/fs/bpf/kilo/links/lan_ingress_* || tc filter show dev cilium_host ingress | grep lan_ingress"
-        ));
+        let attached = format!(
+            "ls /sys/fs/bpf/kilo/links/lan_ingress_{} || tc filter show dev cilium_host ingress | grep lan_ingress",
+            number("cilium_host/ifindex")
+        );
+        until("the program that unwraps", || succeeds(&attached));
         drop(agent);
         let _agent = kg("");
         until("the annotation is gone", || !written());
