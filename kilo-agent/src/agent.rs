@@ -477,20 +477,19 @@ impl<B: Backend> Agent<B> {
             plan::overlay_addresses(mesh, host.nodes, &own.name, self.options.compatibility, settings.tunnel);
         let elsewhere =
             overlay.iter().filter(|(name, _)| **name != own.name).map(|(_, ip)| IpAddr::from(*ip));
-        let mut paths = BTreeMap::new();
-        for address in others.filter_map(topology::Member::private_ip).chain(elsewhere) {
-            if let Ok(Some(interface)) = self.net.interface_towards(address).await {
-                paths.insert(address, interface);
-            }
-        }
+        let others = others.filter_map(topology::Member::private_ip).chain(elsewhere);
+        let paths = self.net.paths_towards(others).await;
         if self.hops.is_empty() {
             self.hops = HopIds::adopt(&self.dataplane.held_senders(), mesh, &own.name);
         }
         let query = links::HostQuery { kilo: host.kilo.index, private, pod_cidrs: &own.pod_cidrs };
-        let mut found = links::host_links(host.links, &query, &paths);
+        let mut found = links::host_links(host.links, &query, &paths.interfaces);
         (found.vxlan, found.ipip) = (host.tunnels.vxlan, host.tunnels.ipip);
         links::add_overlay(&mut found, host.links, &own.name, overlay);
         found.path_mtus = self.path_mtus.current(Instant::now());
+        for (address, mtu) in paths.mtus {
+            found.path_mtus.entry(address).and_modify(|known| *known = mtu.min(*known)).or_insert(mtu);
+        }
         self.hops = self.hops.update(mesh, &own.name);
         let resolved = self.resolver.resolve(mesh).await;
         plan::host_plan(&Inputs {

@@ -115,7 +115,7 @@ pub fn load(path: &Path, node: &str) -> Result<Option<Snapshot>, LastGoodError> 
     let mut bytes = Vec::new();
     file.take(LONGEST).read_to_end(&mut bytes)?;
     let content: Content =
-        serde_json::from_slice(&bytes).map_err(|error| LastGoodError::Foreign(error.to_string()))?;
+        serde_json::from_slice(&bytes).map_err(|error| LastGoodError::Foreign(place(&error)))?;
     if content.format != FORMAT || content.node != node {
         let what = format!("format {:?} of node {:?}", content.format, content.node);
         return Err(LastGoodError::Foreign(what));
@@ -141,6 +141,11 @@ pub fn load(path: &Path, node: &str) -> Result<Option<Snapshot>, LastGoodError> 
         }
     }
     Ok(Some(snapshot))
+}
+
+/// Where the mistake is; the error's own words may quote a key.
+fn place(error: &serde_json::Error) -> String {
+    format!("not what it should be at line {}, column {}", error.line(), error.column())
 }
 
 #[cfg(test)]

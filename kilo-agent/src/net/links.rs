@@ -225,7 +225,8 @@ pub(super) fn is_internal(link: &Link, kilo: u32, pod_cidrs: &[IpNet]) -> bool {
     link.loopback
         || link.index == kilo
         || matches!(link.kind.as_str(), "ipip" | "dummy" | "wireguard")
-        || link.name == "kube-bridge"
+        // Cilium's need not lie in the pod CIDR of the Node object.
+        || matches!(link.name.as_str(), "kube-bridge" | "cilium_host")
         || link
             .addresses
             .iter()

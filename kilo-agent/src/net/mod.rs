@@ -35,6 +35,15 @@ use crate::plan::{HostLinks, NetPlan};
 /// port 1107, which does not fit in a byte.
 pub const PROTOCOL: u8 = 107;
 
+/// The ways to addresses, as route lookups answer.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Paths {
+    /// Outgoing interface.
+    pub interfaces: BTreeMap<IpAddr, u32>,
+    /// MTU in bytes where the route has one of its own.
+    pub mtus: BTreeMap<IpAddr, u32>,
+}
+
 /// Reads and changes this network namespace's links, addresses, routes and rules.
 #[derive(Clone, Debug)]
 pub struct Net {
@@ -77,7 +86,19 @@ impl Net {
 
     /// Interface the kernel would use towards an address; `None` without a route.
     pub async fn interface_towards(&self, address: IpAddr) -> Result<Option<u32>, NetError> {
-        routes::lookup(&self.rtnl, address).await
+        Ok(routes::lookup(&self.rtnl, address).await?.and_then(|found| found.interface))
+    }
+
+    /// The ways to these addresses, one route lookup each; what has none is
+    /// left out.
+    pub async fn paths_towards(&self, addresses: impl Iterator<Item = IpAddr>) -> Paths {
+        let mut paths = Paths::default();
+        for address in addresses {
+            let Ok(Some(found)) = routes::lookup(&self.rtnl, address).await else { continue };
+            paths.interfaces.extend(found.interface.map(|interface| (address, interface)));
+            paths.mtus.extend(found.route.mtu.map(|mtu| (address, mtu)));
+        }
+        paths
     }
 
     /// Interface of the default route, IPv4 before IPv6.

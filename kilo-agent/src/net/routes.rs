@@ -163,6 +163,13 @@ fn parse(message: &RouteMessage) -> Option<Found> {
     Some(found)
 }
 
+fn is_temporary(message: &RouteMessage) -> bool {
+    message
+        .attributes
+        .iter()
+        .any(|attribute| matches!(attribute, RouteAttribute::CacheInfo(cache) if cache.expires != 0))
+}
+
 fn ip(address: &RouteAddress) -> Option<IpAddr> {
     match address {
         RouteAddress::Inet(address) => Some(IpAddr::V4(*address)),
@@ -300,7 +307,7 @@ fn message(route: &Route, interface: Option<u32>) -> RouteMessage {
 
 /// Output interface the kernel would use towards an address from this host;
 /// `None` when there is no route.
-pub async fn lookup(rtnl: &Rtnl, address: IpAddr) -> Result<Option<u32>, NetError> {
+pub async fn lookup(rtnl: &Rtnl, address: IpAddr) -> Result<Option<Found>, NetError> {
     let mut request = RouteMessage::default();
     let (family, length) = match address {
         IpAddr::V4(_) => (AddressFamily::Inet, 32),
@@ -312,7 +319,10 @@ pub async fn lookup(rtnl: &Rtnl, address: IpAddr) -> Result<Option<u32>, NetErro
     match rtnl.get("look up a route", RouteNetlinkMessage::GetRoute(request)).await {
         Ok(answers) => Ok(answers.into_iter().find_map(|message| match message {
             RouteNetlinkMessage::NewRoute(route) if route.header.kind == RouteType::Unicast => {
-                parse(&route)?.interface
+                let mut found = parse(&route)?;
+                // What the kernel learnt for a while is no setting of the route.
+                found.route.mtu = found.route.mtu.filter(|_| !is_temporary(&route));
+                Some(found)
             }
             _ => None,
         })),

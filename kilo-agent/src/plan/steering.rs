@@ -61,6 +61,7 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>) -> Tables {
 
 fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
     tables.hop.insert(HOP_LOCAL, Hop::Local);
+    let mut in_overlay = Vec::new();
     let leader = own.segment.leading().map(|leader| leader.name.as_str());
     for member in own.others() {
         let (Some(id), Some(remote)) = (inputs.hops.get(&member.name), member.private_ip()) else { continue };
@@ -70,18 +71,23 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
         }
         let leads = Some(member.name.as_str()) == leader;
         let overlay = inputs.links.overlay.get(&member.name).copied().map(IpAddr::from);
-        let sent_to = overlay.filter(|_| leads && remote.is_ipv4()).unwrap_or(remote);
+        // Not before the overlay is the way there: at boot the CNI may come later.
+        let by_overlay = |address: &IpAddr| leads && inputs.links.towards.contains_key(address);
+        let sent_to = overlay.filter(by_overlay).filter(|_| remote.is_ipv4()).unwrap_or(remote);
         let Some(hop) = node_hop(inputs, own, member, sent_to) else { continue };
         tables.hop.insert(id, hop);
         if leads {
             tables.hop.insert(HOP_REMOTE, hop);
         }
-        // As with prefixes, the first node to name an address keeps it. What
-        // Kilo sends through an overlay comes from the address there.
-        for source in [Some(remote), overlay].into_iter().flatten() {
-            let sender = NodeValue { hop: id, flags: if leads { NODE_LEADER } else { 0 } };
-            tables.node.entry(source).or_insert(sender);
-        }
+        // As with prefixes, the first node to name an address keeps it.
+        let sender = NodeValue { hop: id, flags: if leads { NODE_LEADER } else { 0 } };
+        tables.node.entry(remote).or_insert(sender);
+        in_overlay.extend(overlay.map(|source| (source, sender)));
+    }
+    // What Kilo sends through an overlay comes from the address there. Last, so
+    // that what a node publishes takes no private address from another.
+    for (source, sender) in in_overlay {
+        tables.node.entry(source).or_insert(sender);
     }
     if own.leads {
         tables.hop.insert(HOP_REMOTE, Hop::Wireguard);

@@ -41,10 +41,10 @@ impl Liveness {
         unix_now: i64,
     ) -> BTreeSet<String> {
         self.seen.retain(|name, _| nodes.contains_key(name));
-        let unseen: Vec<&Node> =
-            nodes.values().filter(|node| is_complete(node) && !self.seen.contains_key(&node.name)).collect();
-        let fresh = unseen.iter().filter(|node| ready_at(node, unix_now)).count();
-        let clocks_agree = fresh * 2 >= unseen.len();
+        let complete = nodes.values().filter(|node| is_complete(node));
+        let (all, fresh) = complete
+            .fold((0, 0), |(all, fresh), node| (all + 1, fresh + usize::from(ready_at(node, unix_now))));
+        let clocks_agree = fresh * 2 >= all;
         for node in nodes.values() {
             let sight = self.seen.entry(node.name.clone()).or_insert_with(|| Sight {
                 value: node.last_seen,

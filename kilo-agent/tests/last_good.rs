@@ -1,0 +1,70 @@
+//! A start from the topology on disk: what is logged, and who lives then.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    time::{Duration, Instant},
+};
+
+use kilo_agent::{
+    backend::last_good::{FILE, LastGood, load},
+    topology::{Liveness, Node, Peer},
+    wireguard::key::{PublicKey, SecretKey},
+};
+
+fn node(name: &str, last_seen: i64) -> Node {
+    Node {
+        name: name.to_owned(),
+        endpoint: "192.0.2.1:51820".parse().ok(),
+        key: Some(PublicKey([1; 32])),
+        pod_cidrs: vec!["10.42.0.0/24".parse().unwrap()],
+        last_seen,
+        ..Node::default()
+    }
+}
+
+fn names(names: &[&str]) -> BTreeSet<String> {
+    names.iter().map(|name| (*name).to_owned()).collect()
+}
+
+#[test]
+fn why_a_file_is_ignored_quotes_no_key() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join(FILE);
+    let secret = SecretKey::from_bytes([7; 32]);
+    let peer = Peer {
+        name: "laptop".to_owned(),
+        allowed_ips: vec!["10.5.0.1/32".parse().unwrap()],
+        endpoint: None,
+        persistent_keepalive: 25,
+        preshared_key: Some(secret),
+        public_key: PublicKey([9; 32]),
+    };
+    LastGood::new(&path, "a").keep([node("a", 0)].iter(), [peer].iter(), Instant::now()).unwrap();
+    let text = fs::read_to_string(&path).unwrap();
+    assert!(text.contains(&secret.reveal()));
+    // As after an accident: the key where a number belongs.
+    let damaged = text.replace("Keepalive\":25", &format!("Keepalive\":{:?}", secret.reveal()));
+    assert_ne!(damaged, text);
+    fs::write(&path, damaged).unwrap();
+    let reason = load(&path, "a").unwrap_err().to_string();
+    assert!(!reason.contains(&secret.reveal()), "{reason}");
+}
+
+#[test]
+fn nodes_from_disk_stay_until_the_server_tells_and_the_long_dead_stay_out_then() {
+    let (start, hour) = (Instant::now(), Duration::from_secs(3600));
+    let mut liveness = Liveness::default();
+    let of = |list: &[(&str, i64)]| -> BTreeMap<String, Node> {
+        list.iter().map(|(name, seen)| ((*name).to_owned(), node(name, *seen))).collect()
+    };
+    // Signs of life are not kept.
+    let from_disk = of(&[("b", 0), ("c", 0), ("own", 0)]);
+    for at in [start, start + hour] {
+        assert_eq!(liveness.ready(&from_disk, "own", at, 900_000), names(&["b", "c", "own"]));
+    }
+    let told = of(&[("a", 1000), ("b", 903_590), ("c", 903_595), ("own", 903_599)]);
+    let ready = liveness.ready(&told, "own", start + hour, 903_600);
+    assert_eq!(ready, names(&["b", "c", "own"]), "a was dead before, and would be the first to lead");
+}
