@@ -91,7 +91,7 @@ const ANNOTATIONS: &[Case] = &[
     ("key", "short", &["short", "base64 of 32 bytes", "agent"], |node| node.key = None),
     ("last-seen", "yesterday", &["yesterday", "agent"], |node| node.last_seen = 0),
     ("wireguard-ip", "10.4.0.1", &["10.4.0.1", "agent"], |node| node.wireguard_ip = None),
-    ("granularity", "cluster", &["cluster", "location, full"], |node| node.granularity = None),
+    ("granularity", "cluster", &["cluster", "location, full, cross"], |node| node.granularity = None),
     ("cni-compatibility-ip", "x", &["\"x\"", "agent"], |node| node.cni_compatibility_ip = None),
     ("discovered-endpoints", "[1", &["agent"], not_discovered),
     ("discovered-endpoints", r#"{"x":{"IP":"1.2.3.4","Port":5}}"#, &["\"x\"", "32 bytes"], not_discovered),

@@ -12,7 +12,7 @@ use ipnet::IpNet;
 use k8s_openapi::api::core::v1 as core;
 use kilo_agent::{
     backend::node,
-    plan::{HopIds, MAIN_TABLE, model},
+    plan::{self, HopIds, MAIN_TABLE, model},
     topology::{self, Encapsulate, Granularity, Mesh, Node, Peer, Settings},
     wireguard::{conf, key::PublicKey},
 };
@@ -104,7 +104,7 @@ fn vpn_peers() -> impl Strategy<Value = BTreeMap<String, Peer>> {
 }
 
 fn granularity() -> impl Strategy<Value = Granularity> {
-    prop_oneof![Just(Granularity::Location), Just(Granularity::Full)]
+    prop_oneof![Just(Granularity::Location), Just(Granularity::Full), Just(Granularity::Cross)]
 }
 
 fn encapsulate() -> impl Strategy<Value = Encapsulate> {
@@ -460,7 +460,7 @@ proptest! {
             prop_assert_eq!(old.net, new.net);
             prop_assert_eq!(old.wireguard, new.wireguard);
             let own = before.segments[before.find(&node.name).unwrap().0].wireguard_ip.map(IpNet::from);
-            let without_wireguard_ip = |plan: &kilo_agent::plan::Tables| {
+            let without_wireguard_ip = |plan: &plan::Tables| {
                 plan.prefix.iter().filter(|(prefix, _)| Some(**prefix) != own).map(|(p, v)| (*p, *v)).collect::<Vec<_>>()
             };
             prop_assert_eq!(without_wireguard_ip(&old.tables), without_wireguard_ip(&new.tables));
@@ -478,12 +478,35 @@ fn ids_are_sound(ids: &HopIds, nodes: &BTreeMap<String, Node>) -> bool {
 /// Whether a packet was left to the routes of a node of the same location,
 /// which do the rest where nodes see each other plainly.
 fn is_left_beside(mesh: &Mesh, end: &End, node: &Node) -> bool {
+    let mesh = mesh.around(&node.name);
     let segment = |name: &str| mesh.find(name).map(|(segment, _)| segment);
     matches!(end, End::Left(at) if segment(at) == segment(&node.name))
 }
 
+#[test]
+fn a_cross_mesh_joins_all_nodes_of_other_locations_and_none_of_the_own() {
+    let settings = settings(Granularity::Cross, Encapsulate::Always);
+    let nodes: BTreeMap<String, Node> = (1..=5)
+        .map(|index| {
+            let node = healthy(index, u8::from(index > 3), false, false, 24);
+            (node.name.clone(), node)
+        })
+        .collect();
+    let mesh = mesh(&nodes, &BTreeMap::new(), &settings);
+    for own in nodes.values() {
+        let plan = plan_of(&mesh, &settings, own, &HopIds::default().update(&mesh, &own.name)).unwrap();
+        let peers: BTreeSet<_> = plan.wireguard.peers.keys().copied().collect();
+        let far = nodes.values().filter(|node| node.location != own.location);
+        assert_eq!(peers, far.filter_map(|node| node.key).collect(), "{}", own.name);
+        let near = nodes.values().filter(|node| node.location == own.location && node.name != own.name);
+        let hops = plan.tables.hop.values().filter(|hop| matches!(hop, plan::Hop::Node { .. }));
+        assert_eq!(hops.count(), near.count(), "{}: the others of the location are steered to", own.name);
+    }
+}
+
 /// A node whose private address another node of its location has as well.
 fn shares_an_address(mesh: &Mesh, node: &str) -> bool {
+    let mesh = mesh.around(node);
     let (segment, own) = mesh.find(node).unwrap();
     let members = &mesh.segments[segment].members;
     let others = members.iter().enumerate().filter(|(index, _)| *index != own);

@@ -7,7 +7,7 @@ use std::{collections::BTreeMap, net::IpAddr};
 use ipnet::IpNet;
 use kilo_agent::{
     plan::{self, HopIds, HostLinks, HostPlan, Inputs, WireguardPlan, model},
-    topology::{Mesh, Node, Settings, prefixes},
+    topology::{Mesh, Node, Settings, Tunnel, prefixes},
     wireguard::key::PublicKey,
 };
 use kilo_common::verdict::Action;
@@ -134,8 +134,9 @@ impl<'a> World<'a> {
 
     /// The node of the same location with this private address.
     fn neighbour(&self, at: &str, address: IpAddr) -> Option<String> {
-        let (segment, _) = self.mesh.find(at)?;
-        let members = &self.mesh.segments[segment].members;
+        let mesh = self.mesh.around(at);
+        let (segment, _) = mesh.find(at)?;
+        let members = &mesh.segments[segment].members;
         members.iter().find(|member| member.private_ip() == Some(address)).map(|member| member.name.clone())
     }
 }
@@ -148,6 +149,10 @@ fn kernel_route(plan: &HostPlan, packet: model::Packet) -> model::Route {
         model::Route::Other if connected && !plan.tables.is_local(packet.dst) => {
             match plan.tables.kilo_egress(packet) {
                 Ok((Action::Encrypt, _)) => model::Route::Wireguard,
+                Ok((Action::Steer, Some(plan::Hop::Node { remote, tunnel, .. }))) => {
+                    let encapsulated = tunnel != Tunnel::None;
+                    model::Route::Gateway { gateway: remote, encapsulated }
+                }
                 other => panic!("on a leader, to a WireGuard address: {other:?}"),
             }
         }
