@@ -155,6 +155,8 @@ pub struct Agent<B> {
     view: tokio::sync::watch::Sender<Arc<View>>,
     leaders: Leaders,
     reported: BTreeMap<String, String>,
+    /// Peers whose status has been written, and what it says.
+    reported_peers: Option<BTreeMap<String, Option<String>>>,
     host_changed: Arc<Notify>,
     path_mtus: PathMtus,
     forward: Forward,
@@ -208,6 +210,7 @@ impl<B: Backend> Agent<B> {
             view,
             leaders: Leaders::default(),
             reported: BTreeMap::new(),
+            reported_peers: None,
             host_changed,
             path_mtus,
             forward: Forward::default(),
@@ -338,7 +341,30 @@ impl<B: Backend> Agent<B> {
         let writes =
             applied? + self.write_forward_rules(&own).await + self.write_nat_rules(&plan.tables).await;
         self.remember(now);
+        self.report_peers(&mesh, snapshot).await;
         unpublished.map_or(Ok(writes + u64::from(created) + tunnels.created), |error| Err(error.into()))
+    }
+
+    /// One agent, the leader of the first location, says in each Peer object
+    /// whether it is part of the mesh.
+    async fn report_peers(&mut self, mesh: &Mesh, snapshot: &Snapshot) {
+        let first = mesh.segments.first().and_then(topology::Segment::leading);
+        if first.is_none_or(|leader| leader.name != self.options.hostname) {
+            self.reported_peers = None;
+            return;
+        }
+        let accepted = snapshot.peers.keys().map(|name| (name.clone(), None));
+        let refused = snapshot.problems.iter().filter_map(|(object, problem)| {
+            Some((object.strip_prefix("peer ")?.to_owned(), Some(problem.clone())))
+        });
+        let wanted: BTreeMap<_, _> = accepted.chain(refused).collect();
+        if self.reported_peers.as_ref() == Some(&wanted) {
+            return;
+        }
+        match self.backend.report_peers(&wanted).await {
+            Ok(_) => self.reported_peers = Some(wanted),
+            Err(error) => tracing::debug!(%error, "the status of peers is not written yet"),
+        }
     }
 
     /// Keeps the topology that has just been applied: ready nodes, this one, peers.

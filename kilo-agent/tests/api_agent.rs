@@ -19,7 +19,10 @@ use std::{
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::wireguard::key::PublicKey;
+use kilo_agent::{
+    backend::peer::{Peer, PeerStatus},
+    wireguard::key::PublicKey,
+};
 use kube::{
     Api, Client,
     api::{DeleteParams, DynamicObject, Patch, PatchParams, PostParams},
@@ -100,6 +103,18 @@ fn peer(key: u8, allowed_ip: &str) -> DynamicObject {
     serde_json::from_value(peer).unwrap()
 }
 
+/// What the agent says of a peer, once it does.
+async fn peer_status(peers: &Api<Peer>, name: &str) -> PeerStatus {
+    let deadline = Instant::now() + Duration::from_secs(15);
+    loop {
+        if let Some(status) = peers.get(name).await.unwrap().status {
+            return status;
+        }
+        assert!(Instant::now() < deadline, "peer {name} has no status");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
 async fn annotate(nodes: &Api<core::Node>, node: &str, annotations: serde_json::Value) {
     let patch = json!({"metadata": {"annotations": annotations}});
     nodes.patch(node, &PatchParams::default(), &Patch::Merge(&patch)).await.unwrap();
@@ -151,7 +166,22 @@ fn the_agents_annotations_come_and_go_on_a_real_api_server() {
         until_said(show, |peers| peers.contains(&second) && !peers.contains(&first)).await;
         until_said("ip route show proto 107", |all| all.contains("10.5.0.2") && !all.contains("10.5.0.1"))
             .await;
-        let peers: Api<kilo_agent::backend::peer::Peer> = Api::all(client.clone());
+        let peers: Api<Peer> = Api::all(client.clone());
+        let mut broken = peer(11, "10.5.0.9/32");
+        broken.metadata.name = Some("broken".to_owned());
+        broken.data["spec"]["endpoint"] = json!({"dnsOrIP": {}, "port": 1});
+        apply(&client, &broken, false).await.unwrap();
+        let status = peer_status(&peers, "broken").await;
+        assert!(!status.accepted && status.reason.as_deref().is_some_and(|why| why.contains("dnsOrIP")));
+        assert!(peer_status(&peers, "laptop").await.accepted, "one invalid peer disturbs no other");
+        assert!(!netns::sh(show).contains("10.5.0.9"), "it is not on the device");
+        let mended = json!({"spec": {"endpoint": {"dnsOrIP": {"ip": "192.0.2.77"}}}});
+        peers.patch("broken", &PatchParams::default(), &Patch::Merge(&mended)).await.unwrap();
+        until_said(show, |peers| peers.contains("10.5.0.9")).await;
+        while peer_status(&peers, "broken").await.reason.is_some() {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        peers.delete("broken", &DeleteParams::default()).await.unwrap();
         peers.delete("laptop", &DeleteParams::default()).await.unwrap();
         until_said(show, |peers| !peers.contains(&second)).await;
         until_said("ip route show proto 107", |all| !all.contains("10.5.0.")).await;

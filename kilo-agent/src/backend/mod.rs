@@ -105,6 +105,16 @@ pub trait Backend: Send + Sync + 'static {
         published: &Published,
     ) -> impl Future<Output = Result<bool, BackendError>> + Send;
 
+    /// Writes into each Peer object whether it is part of the mesh: `None`, or
+    /// why not. A backend without such a place writes nothing. Answers the
+    /// number of writes.
+    fn report_peers(
+        &self,
+        _peers: &BTreeMap<String, Option<String>>,
+    ) -> impl Future<Output = Result<u64, BackendError>> + Send {
+        async { Ok(0) }
+    }
+
     /// Removes every annotation `publish` writes.
     fn retract(&self, node: &str) -> impl Future<Output = Result<(), BackendError>> + Send;
 }

@@ -18,11 +18,13 @@ use crate::topology::{self, Endpoint, EndpointHost};
     plural = "peers",
     shortname = "peer",
     derive = "PartialEq",
+    status = "PeerStatus",
     printcolumn = r#"{"name":"Allowed IPs","type":"string","jsonPath":".spec.allowedIPs"}"#,
     printcolumn = r#"{"name":"DNS","type":"string","jsonPath":".spec.endpoint.dnsOrIP.dns"}"#,
     printcolumn = r#"{"name":"IP","type":"string","jsonPath":".spec.endpoint.dnsOrIP.ip"}"#,
     printcolumn = r#"{"name":"Port","type":"integer","jsonPath":".spec.endpoint.port"}"#,
     printcolumn = r#"{"name":"Keepalive","type":"integer","jsonPath":".spec.persistentKeepalive"}"#,
+    printcolumn = r#"{"name":"Accepted","type":"boolean","jsonPath":".status.accepted"}"#,
     printcolumn = r#"{"name":"Public Key","type":"string","jsonPath":".spec.publicKey","priority":1}"#,
     printcolumn = r#"{"name":"Age","type":"date","jsonPath":".metadata.creationTimestamp"}"#
 )]
@@ -46,6 +48,17 @@ pub struct PeerSpec {
     /// WireGuard public key, base64 of 32 bytes.
     #[schemars(regex(pattern = r"^\s*[A-Za-z0-9+/]{43}=\s*$"))]
     pub public_key: String,
+}
+
+/// What the agents make of a peer; written by the leader of the first location.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct PeerStatus {
+    /// Whether the peer is part of the mesh.
+    #[serde(default)]
+    pub accepted: bool,
+    /// Why it is not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
 }
 
 /// Host and port of a peer.

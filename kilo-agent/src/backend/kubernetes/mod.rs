@@ -4,6 +4,7 @@
 mod cache;
 mod client;
 mod patient;
+mod peer_status;
 
 use std::{
     collections::BTreeMap,
@@ -62,6 +63,7 @@ struct Shared {
 /// fail for good, the receivers of snapshots are closed.
 pub struct KubernetesBackend {
     nodes: Api<core::Node>,
+    peers: Api<DynamicObject>,
     shared: Arc<Shared>,
     snapshots: watch::Receiver<Arc<Snapshot>>,
     _watches: AbortOnDropHandle<()>,
@@ -97,7 +99,9 @@ impl KubernetesBackend {
         let (label, own) = (topology_label.to_owned(), Arc::clone(&shared));
         let node = move |object| own.see_node(object, &label);
         tasks.spawn(follow(slim, Asked::Nodes, Arc::clone(&shared), node, |cache| &mut cache.nodes));
-        tasks.spawn(follow(peers, Asked::Peers, Arc::clone(&shared), see_peer, |cache| &mut cache.peers));
+        tasks.spawn(follow(peers.clone(), Asked::Peers, Arc::clone(&shared), see_peer, |cache| {
+            &mut cache.peers
+        }));
         tasks.spawn(hand_on(Arc::clone(&shared), sender));
         // None of them ends but by a panic; then all end, and with them the sender.
         let watches = tokio::spawn(async move { drop(tasks.join_next().await) });
@@ -110,7 +114,7 @@ impl KubernetesBackend {
             }
         });
         match listed.await {
-            Ok(true) => Ok(Self { nodes: Api::all(client), shared, snapshots, _watches: watches }),
+            Ok(true) => Ok(Self { nodes: Api::all(client), peers, shared, snapshots, _watches: watches }),
             Ok(false) => Err(BackendError::Api("a watch has failed for good; see the log".to_owned())),
             Err(_) => Err(BackendError::Unreachable(format!(
                 "nodes and peers were not listed within {} s",
@@ -294,6 +298,10 @@ impl Backend for KubernetesBackend {
         }
         self.patch(node, &changes).await?;
         Ok(true)
+    }
+
+    async fn report_peers(&self, peers: &BTreeMap<String, Option<String>>) -> Result<u64, BackendError> {
+        peer_status::report(&self.peers, peers).await
     }
 
     async fn retract(&self, node: &str) -> Result<(), BackendError> {

@@ -2,6 +2,7 @@
 //! with the last good topology, until the server answers.
 
 use std::{
+    collections::BTreeMap,
     sync::{Arc, OnceLock},
     time::Duration,
 };
@@ -129,6 +130,10 @@ impl Backend for PatientBackend {
 
     async fn publish(&self, node: &str, published: &Published) -> Result<bool, BackendError> {
         self.connected.get().ok_or_else(away)?.publish(node, published).await
+    }
+
+    async fn report_peers(&self, peers: &BTreeMap<String, Option<String>>) -> Result<u64, BackendError> {
+        self.connected.get().ok_or_else(away)?.report_peers(peers).await
     }
 
     async fn retract(&self, node: &str) -> Result<(), BackendError> {
