@@ -154,11 +154,11 @@ impl Cluster {
     /// kube-proxy for them. Answers the ClusterIP.
     async fn service(&self, name: &str, address: &str, port: u16) -> String {
         let metadata = json!({"name": name, "namespace": "default"});
-        let ports = json!([{"port": 80, "targetPort": port}]);
+        let ports = json!([{"port": 80, "protocol": "TCP"}]);
         let service =
             json!({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": ports}});
         let made = self.apply(service).await;
-        let subsets = json!([{"addresses": [{"ip": address}], "ports": [{"port": port}]}]);
+        let subsets = json!([{"addresses": [{"ip": address}], "ports": [{"port": port, "protocol": "TCP"}]}]);
         let endpoints =
             json!({"apiVersion": "v1", "kind": "Endpoints", "metadata": metadata, "subsets": subsets});
         let made_endpoints = self.apply(endpoints).await;
