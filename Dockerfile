@@ -62,10 +62,10 @@ FROM debian:bookworm-slim
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends ca-certificates iptables \
  && rm -rf /var/lib/apt/lists/*
-# For --iptables-forward-rules.
+# For --iptables-forward-rules, and for masquerading IPv6.
 # hadolint ignore=DL3008
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends iptables \
+ && apt-get install --yes --no-install-recommends iptables nftables \
  && rm -rf /var/lib/apt/lists/*
 COPY --from=cni /out/ /opt/cni/bin/
 COPY --from=kilo /out/ /opt/bin/

@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     backend::{Backend, BackendError, Published, Snapshot, last_good::LastGood},
-    cli::{AttachMode, Compatibility},
+    cli::{AttachMode, Compatibility, Masquerade},
     cni,
     dataplane::{self, Dataplane, DataplaneError, Interfaces, PathMtus},
     health::Health,
@@ -26,6 +26,7 @@ use crate::{
         forward::{self, Forward},
         forwarding, links,
         mtu::Mtu,
+        nat_rules::{self, NatRules},
         tunnels::{self, Tunnels},
         watch,
     },
@@ -70,8 +71,8 @@ pub struct Options {
     pub prefer_private: bool,
     /// The CNI configuration list to write pod CIDRs into.
     pub cni: Option<PathBuf>,
-    /// Masquerade with our programs.
-    pub masquerade: bool,
+    /// Who masquerades.
+    pub masquerade: Masquerade,
     /// Accept pods' traffic in the FORWARD chains of iptables.
     pub forward_rules: bool,
     /// Where the last good topology is kept, if at all.
@@ -157,6 +158,7 @@ pub struct Agent<B> {
     host_changed: Arc<Notify>,
     path_mtus: PathMtus,
     forward: Forward,
+    nat_rules: NatRules,
     last_good: Option<LastGood>,
 }
 
@@ -209,6 +211,7 @@ impl<B: Backend> Agent<B> {
             host_changed,
             path_mtus,
             forward: Forward::default(),
+            nat_rules: NatRules::default(),
             last_good,
         })
     }
@@ -332,7 +335,8 @@ impl<B: Backend> Agent<B> {
             }
             differs
         });
-        let writes = applied? + self.write_forward_rules(&own).await;
+        let writes =
+            applied? + self.write_forward_rules(&own).await + self.write_nat_rules(&plan.tables).await;
         self.remember(now);
         unpublished.map_or(Ok(writes + u64::from(created) + tunnels.created), |error| Err(error.into()))
     }
@@ -501,7 +505,7 @@ impl<B: Backend> Agent<B> {
             resolved: &resolved,
             seen: &host.state.seen_endpoints(),
             persistent_keepalive: own.persistent_keepalive,
-            masquerade: self.options.masquerade,
+            masquerade: self.options.masquerade == Masquerade::Ebpf,
             mtu: self.options.mtu.resolve(
                 host.links,
                 host.default_route,
@@ -519,6 +523,25 @@ impl<B: Backend> Agent<B> {
             Err(error) => {
                 self.metrics.error(error.label());
                 tracing::error!(%error, "--iptables-forward-rules");
+                0
+            }
+        }
+    }
+
+    /// What the programs do not translate, nftables does.
+    async fn write_nat_rules(&mut self, tables: &plan::Tables) -> u64 {
+        let decision =
+            nat_rules::Decision { sources: tables.masq_src.clone(), destinations: tables.masq_dst.clone() };
+        let wanted = match self.options.masquerade {
+            Masquerade::Ebpf => decision.of_family(true),
+            Masquerade::Nftables => decision,
+            Masquerade::Off => nat_rules::Decision::default(),
+        };
+        match self.nat_rules.apply(wanted, Instant::now()).await {
+            Ok(writes) => writes,
+            Err(error) => {
+                self.metrics.error(error.label());
+                tracing::error!(%error, "masquerading");
                 0
             }
         }
@@ -608,6 +631,7 @@ pub async fn uninstall<B: Backend>(backend: Option<&B>, hostname: &str, removal:
         Err(error) => problems.push(error.to_string()),
     }
     problems.extend(forward::remove().await.err().map(|error| error.to_string()));
+    problems.extend(nat_rules::remove().await.err().map(|error| error.to_string()));
     problems.extend(dataplane::remove(removal.bpffs));
     problems
 }

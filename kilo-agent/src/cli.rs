@@ -75,6 +75,8 @@ flag_values! {
     Masquerade, "masquerade" {
         /// By the TC programs.
         Ebpf = "ebpf",
+        /// By rules of nftables.
+        Nftables = "nftables",
         /// Not at all: somebody else's task.
         Off = "off",
     }

@@ -144,7 +144,7 @@ struct Flags {
     /// all, debug, info, warn, error or none.
     #[arg(long, default_value = "info", global = true)]
     log_level: LogLevel,
-    /// Who masquerades: ebpf or off.
+    /// Who masquerades: ebpf (IPv4; IPv6 by nftables), nftables or off.
     #[arg(long, default_value = "ebpf")]
     masquerade: Masquerade,
     /// Which nodes are meshed directly: location, full or cross.
@@ -284,7 +284,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         internal_cidrs: PrefixList::join(&flags.internal_cidr),
         prefer_private: flags.prioritise_private_addresses,
         cni: flags.cni.then(|| flags.cni_path.clone()),
-        masquerade: flags.masquerade == Masquerade::Ebpf,
+        masquerade: flags.masquerade,
         bpffs: PathBuf::from(BPFFS),
         attach: flags.attach,
         // A directory of files is there at every start.

@@ -12,6 +12,7 @@ pub mod forward;
 pub mod forwarding;
 pub mod links;
 pub mod mtu;
+pub mod nat_rules;
 pub mod neighbours;
 pub mod routes;
 mod rtnl;

@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Result, bail};
 
 use super::{
-    network::{LAPTOP, LAPTOP6, Network, OUTSIDE, ROUTER_OUTSIDE, Underlay},
+    network::{LAPTOP, LAPTOP6, Network, OUTSIDE, OUTSIDE6, ROUTER_OUTSIDE, ROUTER_OUTSIDE6, Underlay},
     probe::{self, Protocol},
     space::Space,
 };
@@ -72,7 +72,10 @@ pub struct Matrix {
 
 fn places(network: &Network) -> Vec<Place> {
     let mut places = Vec::new();
-    let router: IpAddr = ROUTER_OUTSIDE.into();
+    let router: IpAddr = match network.underlay {
+        Underlay::V4 => ROUTER_OUTSIDE.into(),
+        Underlay::V6 => ROUTER_OUTSIDE6.into(),
+    };
     for node in &network.nodes {
         places.push(Place {
             name: format!("pod-{}", node.name()),
@@ -117,7 +120,10 @@ fn expected_source(source: &Place, target: &Place, v4: bool) -> Option<IpAddr> {
 /// Every place packets go to: the sources, and the outside host.
 fn targets(network: &Network) -> Vec<Place> {
     let mut targets = places(network);
-    let addresses = if network.underlay == Underlay::V4 { vec![OUTSIDE.into()] } else { Vec::new() };
+    let addresses = match network.underlay {
+        Underlay::V4 => vec![OUTSIDE.into()],
+        Underlay::V6 => vec![OUTSIDE6.into()],
+    };
     targets.push(Place {
         name: "outside".to_owned(),
         kind: "outside",

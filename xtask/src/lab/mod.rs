@@ -106,9 +106,10 @@ struct Mode {
     flag: &'static str,
 }
 
-const MODES: [Mode; 4] = [
+const MODES: [Mode; 5] = [
     Mode { name: "vxlan", underlay: Underlay::V4, flag: "--tunnel=vxlan" },
     Mode { name: "crosssubnet", underlay: Underlay::V4, flag: "--encapsulate=crosssubnet" },
+    Mode { name: "nftables", underlay: Underlay::V4, flag: "--masquerade=nftables" },
     Mode { name: "IPv6 underlay", underlay: Underlay::V6, flag: "--tunnel=ipip" },
     Mode { name: "IPv6 underlay, vxlan", underlay: Underlay::V6, flag: "--tunnel=vxlan" },
 ];

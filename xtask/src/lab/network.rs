@@ -114,6 +114,8 @@ const NODES: [(&str, &str, &str, Ipv4Addr, Option<Ipv4Addr>); 5] = [
 pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 2);
 /// Address the outside host sees for what the router translates.
 pub const ROUTER_OUTSIDE: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 1);
+/// The same in an IPv6 underlay.
+pub const ROUTER_OUTSIDE6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0x51, 0, 0, 0, 0, 1);
 /// VPN address of the laptop.
 pub const LAPTOP: Ipv4Addr = Ipv4Addr::new(10, 5, 0, 1);
 /// Its other VPN address.
@@ -293,7 +295,7 @@ table inet lab {
 table ip6 lab-nat {
     chain postrouting {
         type nat hook postrouting priority 100;
-        oifname { "wan", "outside" } ip6 saddr fd00::/16 masquerade
+        oifname { "wan", "outside" } ip6 saddr { fd00::/16, 2001:db8:9::/64 } masquerade
     }
 }
 table ip lab-nat {

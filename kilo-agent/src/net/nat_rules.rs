@@ -1,0 +1,193 @@
+//! Masquerading by nftables: for both families with `--masquerade nftables`,
+//! and for IPv6 beside the programs, which translate IPv4.
+//!
+//! The decision is that of the tables `masq_src` and `masq_dst`, as sets of one
+//! table of our own, which is replaced as a whole.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    hash::{DefaultHasher, Hash as _, Hasher as _},
+    io,
+    process::Stdio,
+    time::{Duration, Instant},
+};
+
+use ipnet::IpNet;
+use kilo_common::maps::{MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS};
+use tokio::{io::AsyncWriteExt as _, process::Command};
+
+/// Our table, of family `inet`.
+pub const TABLE: &str = "kilo";
+/// How often what others may have flushed is looked for.
+const CHECK: Duration = Duration::from_secs(10);
+
+/// Why the rules are not as they should be.
+#[derive(Debug, thiserror::Error)]
+pub enum NatRulesError {
+    /// The program is missing or cannot be run.
+    #[error("nft cannot be run ({0}); install the package nftables, or use --masquerade off")]
+    Program(#[source] io::Error),
+    /// It refused.
+    #[error("nft: {0}")]
+    Refused(String),
+}
+
+impl NatRulesError {
+    /// Metric label.
+    pub const fn label(&self) -> &'static str {
+        "nftables"
+    }
+}
+
+/// What is masqueraded: the values of `masq_src` and `masq_dst`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Decision {
+    /// Sources: `MASQ_SRC_*`.
+    pub sources: BTreeMap<IpNet, u32>,
+    /// Destinations: `MASQ_EXCLUDE` or `MASQ_FORCE`.
+    pub destinations: BTreeMap<IpNet, u32>,
+}
+
+impl Decision {
+    /// The part of one family.
+    #[must_use]
+    pub fn of_family(&self, v6: bool) -> Self {
+        let part = |all: &BTreeMap<IpNet, u32>| {
+            all.iter().filter(|(prefix, _)| prefix.addr().is_ipv6() == v6).map(|(p, v)| (*p, *v)).collect()
+        };
+        Self { sources: part(&self.sources), destinations: part(&self.destinations) }
+    }
+
+    /// True when nobody is masqueraded.
+    pub fn is_empty(&self) -> bool {
+        self.sources.values().all(|value| *value != MASQ_SRC_ALWAYS)
+            && self.destinations.values().all(|value| *value != MASQ_FORCE)
+    }
+
+    /// A name for this content.
+    fn mark(&self) -> String {
+        let mut hasher = DefaultHasher::new();
+        self.hash(&mut hasher);
+        format!("content_{:016x}", hasher.finish())
+    }
+
+    /// The script that puts the table in the place of what is there.
+    pub fn script(&self) -> String {
+        let mut script = format!("table inet {TABLE}\ndelete table inet {TABLE}\n");
+        script += &format!("table inet {TABLE} {{\n\tchain {} {{ }}\n", self.mark());
+        let mut rules = String::new();
+        for (v6, word, kind) in [(false, "ip", "ipv4_addr"), (true, "ip6", "ipv6_addr")] {
+            let part = self.of_family(v6);
+            if part.is_empty() {
+                continue;
+            }
+            let mut set = |name: &str, prefixes: BTreeSet<IpNet>| {
+                let elements: Vec<_> = prefixes.iter().map(ToString::to_string).collect();
+                let elements = match elements.is_empty() {
+                    true => String::new(),
+                    false => format!("\n\t\telements = {{ {} }}", elements.join(", ")),
+                };
+                script += &format!(
+                    "\tset {name}_{word} {{\n\t\ttype {kind}; flags interval; auto-merge;{elements}\n\t}}\n"
+                );
+            };
+            let with = |all: &BTreeMap<IpNet, u32>, wanted: u32| {
+                all.iter().filter(|(_, value)| **value == wanted).map(|(prefix, _)| *prefix).collect()
+            };
+            set("known", with(&part.destinations, MASQ_EXCLUDE));
+            set("forced", with(&part.destinations, MASQ_FORCE));
+            set("sources", with(&part.sources, MASQ_SRC_ALWAYS));
+            set(
+                "exempt",
+                part.sources.keys().filter(|p| part.sources[*p] != MASQ_SRC_ALWAYS).copied().collect(),
+            );
+            // A source in a prefix of both kinds counts as the programs see it: by the longer one.
+            rules += &format!(
+                "\t\t{word} daddr @known_{word} return\n\
+                 \t\t{word} daddr @forced_{word} {word} saddr != @exempt_{word} masquerade\n\
+                 \t\t{word} saddr @sources_{word} masquerade\n"
+            );
+        }
+        script
+            + &format!(
+                "\tchain postrouting {{\n\t\ttype nat hook postrouting priority srcnat; policy accept;\n\
+                 \t\toifname \"lo\" return\n{rules}\t}}\n}}\n"
+            )
+    }
+}
+
+/// Keeps the table in place.
+#[derive(Debug, Default)]
+pub struct NatRules {
+    wanted: Option<Decision>,
+    checked: Option<Instant>,
+}
+
+impl NatRules {
+    /// Brings the table about, or removes it when nobody is masqueraded. Looks
+    /// only when the decision differs from the last time or that was a while
+    /// ago. Answers the number of writes.
+    ///
+    /// # Errors
+    /// When nft is missing or refuses.
+    pub async fn apply(&mut self, wanted: Decision, now: Instant) -> Result<u64, NatRulesError> {
+        let same = self.wanted.as_ref() == Some(&wanted);
+        let recent = self.checked.is_some_and(|checked| now.saturating_duration_since(checked) < CHECK);
+        if same && (recent || wanted.is_empty()) {
+            return Ok(0);
+        }
+        self.checked = Some(now);
+        let writes = if wanted.is_empty() {
+            remove().await?
+        } else if present().await?.is_some_and(|text| text.contains(&wanted.mark())) {
+            0
+        } else {
+            nft(&["-f", "-"], Some(&wanted.script())).await?;
+            1
+        };
+        self.wanted = Some(wanted);
+        Ok(writes)
+    }
+}
+
+/// Removes the table; answers the number of writes. A host without nft has none.
+///
+/// # Errors
+/// When nft refuses.
+pub async fn remove() -> Result<u64, NatRulesError> {
+    match present().await {
+        Ok(None) => Ok(0),
+        Err(NatRulesError::Program(source)) if source.kind() == io::ErrorKind::NotFound => Ok(0),
+        Err(error) => Err(error),
+        Ok(Some(_)) => nft(&["delete", "table", "inet", TABLE], None).await.map(|_| 1),
+    }
+}
+
+/// The table as nft shows it; `None` when there is none.
+async fn present() -> Result<Option<String>, NatRulesError> {
+    match nft(&["list", "table", "inet", TABLE], None).await {
+        Ok(text) => Ok(Some(text)),
+        Err(NatRulesError::Refused(said)) if said.contains("No such file") => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+async fn nft(arguments: &[&str], input: Option<&str>) -> Result<String, NatRulesError> {
+    let mut child = Command::new("nft")
+        .args(arguments)
+        .stdin(if input.is_some() { Stdio::piped() } else { Stdio::null() })
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .map_err(NatRulesError::Program)?;
+    if let (Some(mut stdin), Some(input)) = (child.stdin.take(), input) {
+        stdin.write_all(input.as_bytes()).await.map_err(NatRulesError::Program)?;
+    }
+    let output = child.wait_with_output().await.map_err(NatRulesError::Program)?;
+    if output.status.success() {
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    } else {
+        Err(NatRulesError::Refused(String::from_utf8_lossy(&output.stderr).trim().to_owned()))
+    }
+}
