@@ -53,6 +53,9 @@ pub fn assets() -> Option<PathBuf> {
     assets
 }
 
+/// Where ClusterIPs come from unless a test says otherwise.
+const SERVICES: &str = "10.96.0.0/16";
+
 static SHARED: Mutex<Weak<ApiServer>> = Mutex::new(Weak::new());
 
 impl ApiServer {
@@ -61,7 +64,7 @@ impl ApiServer {
         let assets = assets()?;
         let server = {
             let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-            let server = shared.upgrade().unwrap_or_else(|| Arc::new(Self::launch(&assets)));
+            let server = shared.upgrade().unwrap_or_else(|| Arc::new(Self::launch(&assets, SERVICES)));
             *shared = Arc::downgrade(&server);
             server
         };
@@ -71,12 +74,17 @@ impl ApiServer {
 
     /// A server of the test's own.
     pub async fn start() -> Option<Self> {
-        let server = Self::launch(&assets()?);
+        Self::start_with_services(SERVICES).await
+    }
+
+    /// As [`Self::start`], with ClusterIPs of this prefix.
+    pub async fn start_with_services(prefix: &str) -> Option<Self> {
+        let server = Self::launch(&assets()?, prefix);
         server.wait_until_ready().await;
         Some(server)
     }
 
-    fn launch(assets: &Path) -> Self {
+    fn launch(assets: &Path, services: &str) -> Self {
         let directory = tempfile::Builder::new().prefix("kilo-api-").tempdir().unwrap();
         let (port, etcd, peer) = (free_port(), free_port(), free_port());
         certificates(directory.path());
@@ -95,7 +103,7 @@ impl ApiServer {
         server
             .args(["--etcd-servers", &url(etcd), "--bind-address=127.0.0.1", "--advertise-address=192.0.2.1"])
             .arg(format!("--secure-port={port}"))
-            .args(["--service-cluster-ip-range=10.96.0.0/16", "--allow-privileged=true"])
+            .args(["--service-cluster-ip-range", services, "--allow-privileged=true"])
             .args(["--tls-cert-file=server.crt", "--tls-private-key-file=server.key"])
             .args(["--client-ca-file=ca.crt", "--token-auth-file=tokens.csv", "--authorization-mode=RBAC"])
             .args(["--service-account-issuer=https://kilo.test", "--service-account-key-file=server.key"])
