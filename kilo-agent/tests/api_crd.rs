@@ -100,6 +100,6 @@ async fn kubectl_shows_allowed_ips_endpoint_and_age() {
         .iter()
         .map(|column| (column["name"].as_str().unwrap(), column["priority"].as_i64().unwrap()))
         .collect();
-    let wanted = ["Name", "Allowed IPs", "DNS", "IP", "Port", "Keepalive", "Public Key", "Age"];
+    let wanted = ["Name", "Allowed IPs", "DNS", "IP", "Port", "Keepalive", "Accepted", "Public Key", "Age"];
     assert_eq!(columns, wanted.map(|name| (name, i64::from(name == "Public Key"))));
 }

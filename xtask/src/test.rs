@@ -133,7 +133,7 @@ fn run_part(part: Part, binaries: &mut Option<Vec<TestBinary>>) -> Result<Vec<Te
         }
         Part::Api => {
             apt::install(lab::PACKAGES)?;
-            apt::install(&["openssl", "procps"])?;
+            apt::install(&["openssl", "procps", "socat"])?;
             let assets = kubernetes::assets()?;
             let environment = BTreeMap::from([("KUBEBUILDER_ASSETS".to_owned(), assets)]);
             run_binaries(part, binaries, &environment)
