@@ -1,6 +1,9 @@
 //! The reconcile loop: whatever happened, compute the desired state and apply
 //! what differs. The same code serves first start, restart and repair.
 
+mod error;
+mod uninstall;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
@@ -17,13 +20,13 @@ use crate::{
     backend::{Backend, BackendError, Published, Snapshot, last_good::LastGood},
     cli::{AttachMode, Compatibility, Masquerade},
     cni,
-    dataplane::{self, Dataplane, DataplaneError, Interfaces, PathMtus},
+    dataplane::{self, Dataplane, Interfaces, PathMtus},
     health::Health,
     interface::{self, Interface},
     metrics::{Metrics, PeerSample},
     net::{
         Link, Net, NetError, discovery,
-        forward::{self, Forward},
+        forward::Forward,
         forwarding, links,
         mtu::Mtu,
         nat_rules::{self, NatRules},
@@ -34,8 +37,11 @@ use crate::{
     resolve::Resolver,
     status::{Leaders, View},
     topology::{self, Liveness, Mesh, Node, Settings},
-    wireguard::{DeviceState, PeerState, WireguardError, diff, key::SecretKey},
+    wireguard::{DeviceState, PeerState, diff, key::SecretKey},
 };
+
+pub use error::AgentError;
+pub use uninstall::{Removal, uninstall};
 
 /// Seconds between two signs of life; every agent adds its own jitter.
 const CHECK_IN: Duration = Duration::from_secs(30);
@@ -83,44 +89,6 @@ pub struct Options {
     pub attach: AttachMode,
     /// Load the programs with their log.
     pub debug: bool,
-}
-
-/// Why a reconciliation fell short.
-#[derive(Debug, thiserror::Error)]
-pub enum AgentError {
-    /// Nodes and peers.
-    #[error(transparent)]
-    Backend(#[from] BackendError),
-    /// Links, addresses, routes.
-    #[error(transparent)]
-    Net(#[from] NetError),
-    /// The WireGuard device.
-    #[error(transparent)]
-    Wireguard(#[from] WireguardError),
-    /// Programs and maps.
-    #[error(transparent)]
-    Dataplane(#[from] DataplaneError),
-    /// The node lacks something; the text says what.
-    #[error("node {node}: {missing}")]
-    Incomplete {
-        /// This node.
-        node: String,
-        /// What is missing and where it comes from.
-        missing: &'static str,
-    },
-}
-
-impl AgentError {
-    /// Metric label.
-    pub const fn label(&self) -> &'static str {
-        match self {
-            Self::Backend(error) => error.label(),
-            Self::Net(error) => error.label(),
-            Self::Wireguard(error) => error.label(),
-            Self::Dataplane(error) => error.label(),
-            Self::Incomplete { .. } => "incomplete",
-        }
-    }
 }
 
 /// What one reconciliation finds on this host.
@@ -630,54 +598,6 @@ impl<B: Backend> Agent<B> {
         }
         self.reported.clone_from(problems);
     }
-}
-
-/// What [`uninstall`] removes.
-#[derive(Clone, Copy, Debug)]
-pub struct Removal<'a> {
-    /// The WireGuard device.
-    pub interface: &'a interface::Options,
-    /// It goes, too; else only its addresses do.
-    pub delete_interface: bool,
-    /// The BPF file system.
-    pub bpffs: &'a std::path::Path,
-}
-
-/// Removes everything of ours from this host and the node's annotations;
-/// answers what could not be removed.
-pub async fn uninstall<B: Backend>(backend: Option<&B>, hostname: &str, removal: Removal<'_>) -> Vec<String> {
-    let mut problems = Vec::new();
-    if let Some(backend) = backend
-        && let Err(error) = backend.retract(hostname).await
-    {
-        problems.push(error.to_string());
-    }
-    match Net::new() {
-        Ok(net) => problems.extend(remove_from_net(&net, removal).await),
-        Err(error) => problems.push(error.to_string()),
-    }
-    problems.extend(forward::remove().await.err().map(|error| error.to_string()));
-    problems.extend(nat_rules::remove().await.err().map(|error| error.to_string()));
-    problems.extend(dataplane::remove(removal.bpffs));
-    problems
-}
-
-async fn remove_from_net(net: &Net, removal: Removal<'_>) -> Vec<String> {
-    let mut problems = Vec::new();
-    let kept = match removal.delete_interface {
-        true => Ok(None),
-        false => links::by_name(net.rtnl(), &removal.interface.name).await,
-    };
-    let removed = match kept {
-        Ok(kept) => net.remove(kept.map(|link| link.index)).await.map(|_| ()),
-        Err(error) => Err(error),
-    };
-    problems.extend(removed.err().map(|error| error.to_string()));
-    if removal.delete_interface {
-        let deleted = Interface::remove(net, removal.interface).await;
-        problems.extend(deleted.err().map(|error| error.to_string()));
-    }
-    problems
 }
 
 fn unix_now() -> i64 {
