@@ -93,9 +93,10 @@ enum LabCommand {
         /// Put this before each test's name.
         #[arg(long, default_value = "")]
         prefix: String,
-        /// Then build a lab for each other way to carry packets, and try who reaches whom.
-        #[arg(long)]
-        modes: bool,
+        /// Then build a lab for each other way to carry packets, or those with this in their name, and try who
+        /// reaches whom.
+        #[arg(long, value_name = "NAME", num_args = 0..=1, require_equals = true, default_missing_value = "")]
+        modes: Option<String>,
     },
 }
 
@@ -185,10 +186,11 @@ pub fn main(args: LabArgs) -> Result<()> {
             Ok(())
         }
         Some(LabCommand::Down) => down(&args.name),
-        Some(LabCommand::Test { ref json, ref prefix, modes }) => {
+        Some(LabCommand::Test { ref json, ref prefix, ref modes }) => {
             let _guard = take_over(&args.name)?;
             let mut outcomes = checks::run(Lab::up(&args)?, Instant::now(), prefix, args.brief);
-            for mode in MODES.iter().filter(|_| modes) {
+            let wanted = |mode: &&Mode| modes.as_ref().is_some_and(|name| mode.name.contains(name));
+            for mode in MODES.iter().filter(wanted) {
                 down(&args.name)?;
                 outcomes.extend(mode.run(&args, prefix));
             }
