@@ -1,15 +1,15 @@
 //! `cargo xtask lab`: a mesh on this machine, with a real agent a node.
 
-mod agents;
+pub mod agents;
 mod checks;
 mod cni;
-mod counters;
+pub mod counters;
 mod matrix;
 mod network;
 mod path_mtu;
 mod plugins;
 mod probe;
-mod space;
+pub mod space;
 
 use std::{
     fs,
