@@ -154,7 +154,9 @@ impl<'a> Handed<'a> {
         let _ = run(Command::new("tc").args(["-n", netns, "qdisc", "add", "dev", POD, "clsact"]));
         run(Command::new("tc")
             .args(["-n", netns, "filter", "add", "dev", POD, "ingress", "pref", "50000"])
-            .args(["protocol", "all", "matchall", "action", "mirred", "ingress", "redirect", "dev", MESH]))?;
+            // What WireGuard decrypts has no link-layer header.
+            .args(["protocol", "all", "matchall", "action", "vlan", "pop_eth", "pipe"])
+            .args(["action", "mirred", "ingress", "redirect", "dev", MESH]))?;
         Ok(Self(site))
     }
 }
