@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use super::{probe, space::Space};
 
 /// Longest time without a byte; a lost superpacket costs its sender more and more.
-const STALL: Duration = Duration::from_secs(3);
+const STALL: Duration = Duration::from_secs(5);
 /// Longest time for all of it, also on an emulated machine.
 const LIMIT: Duration = Duration::from_secs(40);
 
