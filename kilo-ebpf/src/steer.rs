@@ -3,7 +3,10 @@
 use aya_ebpf::programs::TcContext;
 use kilo_common::{
     encap::segment_len,
-    maps::{CONFIG_LEADER, Config, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop, PREFIX_ROUTE},
+    maps::{
+        CONFIG_LEADER, Config, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, HOP_REMOTE, Hop,
+        PREFIX_ROUTE,
+    },
     packet::{Ipv4, protocol},
     verdict::{Action, DropReason},
 };
@@ -14,11 +17,19 @@ use crate::{
     packet::{self, Family},
     programs::TC_ACT_UNSPEC,
     send::send,
+    transit,
 };
 
 /// Egress of the WireGuard device; packets start with their IP header.
 #[inline(always)]
 pub fn kilo_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+    if config.flags & CONFIG_LEADER != 0
+        && transit::is_marked(ctx)
+        && hop(HOP_REMOTE).is_some_and(|hop| hop.kind == HOP_KIND_WIREGUARD)
+    {
+        count_action(Action::Encrypt);
+        return Ok(TC_ACT_UNSPEC);
+    }
     match packet::family(ctx) {
         Family::V4 => egress::<Ipv4>(ctx, config),
         Family::V6 => egress::<V6>(ctx, config),

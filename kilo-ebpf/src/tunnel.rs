@@ -24,6 +24,7 @@ use crate::{
     path_mtu,
     programs::{TC_ACT_UNSPEC, from_code, to_code},
     steer::fits,
+    transit,
 };
 
 const REDIRECT_INGRESS: u64 = 1;
@@ -178,13 +179,16 @@ fn judge<I: Ip>(
     offset: usize,
 ) -> Result<Onward, DropReason> {
     let inner = I::read(ctx, offset)?;
-    check_source::<I>(sender, inner.src())?;
+    let own = check_source::<I>(sender, inner.src())?;
     let mut onward = onward::<I>(config, inner.dst()).ok_or(DropReason::NotForUs)?;
     if onward == Onward::Transit {
         if inner.ttl() <= 1 || !fits::<I>(ctx, offset, &inner, config.kilo_mtu) {
             onward = Onward::Punt;
         } else {
             inner.lower_ttl(ctx, offset)?;
+            if own && !I::never_steered(inner.dst()) && !I::never_steered(inner.src()) {
+                transit::mark(ctx);
+            }
         }
     }
     Ok(onward)
@@ -279,13 +283,14 @@ fn plain<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropRea
 }
 
 /// The inner source must belong to the node that sent the packet; a leader
-/// also carries what comes from other locations.
+/// also carries what comes from other locations. True when it is the sender's own.
 #[inline(always)]
-fn check_source<I: Ip>(sender: &NodeValue, src: I::Addr) -> Result<(), DropReason> {
+fn check_source<I: Ip>(sender: &NodeValue, src: I::Addr) -> Result<bool, DropReason> {
     let owner = I::prefix(src).ok_or(DropReason::ForeignSource)?;
+    let own = owner.hop == sender.hop;
     let carried = owner.hop == HOP_REMOTE && sender.flags & NODE_LEADER != 0;
-    if owner.flags & PREFIX_SOURCE != 0 && (owner.hop == sender.hop || carried) {
-        Ok(())
+    if owner.flags & PREFIX_SOURCE != 0 && (own || carried) {
+        Ok(own)
     } else {
         Err(DropReason::ForeignSource)
     }

@@ -52,11 +52,11 @@ impl Way {
         match *self {
             Self::Plain => {
                 site.base_rules(NFT)?;
-                kernel_ways::plain(site)
+                kernel_ways::plain(site, leads)
             }
             Self::Masquerade(restore) => {
                 site.base_rules(restore)?;
-                kernel_ways::plain(site)?;
+                kernel_ways::plain(site, leads)?;
                 kernel_ways::masquerade(site, restore)
             }
             Self::Kilo { nodes, restore } => {
@@ -75,6 +75,7 @@ impl Way {
 /// Measures the ways whose name contains `only`; writes the costs to `json`.
 pub fn main(directory: &Path, kg: &Path, json: &Path, only: &str, large: bool) -> Result<()> {
     agent::check_binary(kg)?;
+    fs::write(json.with_extension("kernel"), fs::read("/proc/sys/kernel/osrelease")?)?;
     let mut costs = Vec::new();
     let floor = {
         let site = Site::create(&directory.join("floor"))?;

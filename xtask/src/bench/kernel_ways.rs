@@ -11,10 +11,16 @@ use super::site::{Site, pods, private, remote_pods, remote_private};
 const TABLE: u32 = 1107;
 
 /// Ordinary routes without any outer header: the least that forwarding costs.
-pub fn plain(site: &Site) -> Result<()> {
-    site.wireguard("0.0.0.0/0")?;
+/// Node 1 leads unless this node does.
+pub fn plain(site: &Site, leads: bool) -> Result<()> {
+    let to_remote = if leads {
+        site.wireguard("0.0.0.0/0")?;
+        "dev kilo0".to_owned()
+    } else {
+        format!("via {}", private(1))
+    };
     site.node.ip(&format!(
-        "route add {}/24 dev kilo0\nroute add {}/24 via {} dev eth0\n",
+        "route add {}/24 {to_remote}\nroute add {}/24 via {}\n",
         remote_pods(0),
         pods(1),
         private(1)

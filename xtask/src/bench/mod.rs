@@ -2,6 +2,7 @@
 //! kernel, beside what it costs without us and with Kilo's kernel IPIP.
 
 mod agent;
+mod document;
 mod figures;
 mod frames;
 mod generator;
@@ -25,6 +26,9 @@ use figures::{Cost, Figure};
 
 /// Figures of the last run that was kept.
 const STORED: &str = "docs/benchmarks.json";
+
+/// The document with the tables; its plot stands beside it.
+const DOCUMENT: &str = "docs/benchmarks.md";
 
 /// Options of the benchmark.
 #[derive(Args, Clone, Debug)]
@@ -101,7 +105,16 @@ pub fn main(args: &BenchArgs) -> Result<()> {
     if args.check {
         return check(&serde_json::from_slice::<Vec<Figure>>(&fs::read(&stored).context(STORED)?)?, &now);
     }
-    fs::write(&stored, serde_json::to_string_pretty(&now)? + "\n").context(STORED)
+    fs::write(&stored, serde_json::to_string_pretty(&now)? + "\n").context(STORED)?;
+    let machine = format!(
+        "QEMU TCG, one virtual CPU, `-icount shift=0`; guest kernel {}. Counted in one run.",
+        fs::read_to_string(results.with_extension("kernel"))?.trim()
+    );
+    let document = workspace_root().join(DOCUMENT);
+    let text = fs::read_to_string(&document).context(DOCUMENT)?;
+    fs::write(&document, document::with_tables(&text, &machine, &costs).context(DOCUMENT)?)?;
+    fs::write(document.with_extension("svg"), document::plot(&costs))?;
+    Ok(())
 }
 
 fn check(stored: &[Figure], now: &[Figure]) -> Result<()> {
