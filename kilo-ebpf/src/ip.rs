@@ -46,6 +46,8 @@ pub trait Ip: Copy {
     fn prefix(addr: Self::Addr) -> Option<PrefixValue>;
     /// The node that sends from this outer address.
     fn sender(addr: Self::Addr) -> Option<NodeValue>;
+    /// True when the node is known to send from this address without a look at prefixes.
+    fn is_known_source(sender: &NodeValue, src: Self::Addr) -> bool;
     /// True for addresses that stay on a link or a host.
     fn never_steered(addr: Self::Addr) -> bool;
     /// True for addresses steered packets for this node are sent to.
@@ -132,6 +134,10 @@ impl Ip for Ipv4 {
     fn sender(addr: [u8; 4]) -> Option<NodeValue> {
         // SAFETY: the value is copied at once; entries are only replaced by the agent.
         unsafe { NODE_V4.get(&addr) }.copied()
+    }
+    #[inline(always)]
+    fn is_known_source(sender: &NodeValue, src: [u8; 4]) -> bool {
+        sender.may_send_from(src)
     }
     #[inline(always)]
     fn never_steered(addr: [u8; 4]) -> bool {
@@ -274,6 +280,10 @@ impl Ip for V6 {
     fn sender(addr: [u64; 2]) -> Option<NodeValue> {
         // SAFETY: the value is copied at once; entries are only replaced by the agent.
         unsafe { NODE_V6.get(&octets(addr)) }.copied()
+    }
+    #[inline(always)]
+    fn is_known_source(_: &NodeValue, _: [u64; 2]) -> bool {
+        false
     }
     #[inline(always)]
     fn never_steered(addr: [u64; 2]) -> bool {

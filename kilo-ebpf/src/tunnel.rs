@@ -286,6 +286,9 @@ fn plain<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropRea
 /// also carries what comes from other locations. True when it is the sender's own.
 #[inline(always)]
 fn check_source<I: Ip>(sender: &NodeValue, src: I::Addr) -> Result<bool, DropReason> {
+    if I::is_known_source(sender, src) {
+        return Ok(true);
+    }
     let owner = I::prefix(src).ok_or(DropReason::ForeignSource)?;
     let own = owner.hop == sender.hop;
     let carried = owner.hop == HOP_REMOTE && sender.flags & NODE_LEADER != 0;
