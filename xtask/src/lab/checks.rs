@@ -14,7 +14,7 @@ use nix::sys::signal::Signal;
 use super::{
     Lab, agents,
     counters::{self, action, drops},
-    matrix, path_mtu,
+    matrix, path_mtu, printer, vpn,
 };
 use crate::report::TestOutcome;
 
@@ -33,6 +33,11 @@ const CHECKS: &[Check] = &[
     ("killing kg with SIGKILL loses no packet and a restarted one adopts", kill_agents),
     ("restarting kg cleanly loses no packet", restart_agents),
     ("a second agent on a node refuses to start", second_agent),
+    ("a VPN peer to which NAT gives another address and port in mid-flow loses no connection", vpn::roams),
+    ("a VPN peer needs the pre-shared key of its Peer object", vpn::preshared_key),
+    ("a VPN peer is the gateway to a network behind it, and to a service there", vpn::gateway),
+    ("a VPN peer reaches services through a node, and the outside with that node's address", vpn::internet),
+    ("a printer of one location is reached from everywhere while allowed-location-ips say so", printer::run),
     ("after `kg uninstall` nothing of ours is left", uninstall),
 ];
 
@@ -51,7 +56,11 @@ pub fn run(mut lab: Lab, started: Instant, prefix: &str, brief: bool) -> Vec<Tes
         Err(error) => outcomes.push(outcome(prefix, "the matrix runs", began, &Err(error))),
     }
     let checks = if brief { &CHECKS[..BRIEF] } else { CHECKS };
-    for (name, check) in checks {
+    for (name, check) in checks
+        .iter()
+        .filter(|(n, _)| std::env::var("KONLY").map_or(true, |w| w.split(',').any(|w| n.contains(w))))
+    {
+        // TEMP
         let began = Instant::now();
         let result = check(&mut lab);
         outcomes.push(outcome(prefix, name, began, &result));

@@ -8,8 +8,10 @@ mod matrix;
 mod network;
 mod path_mtu;
 mod plugins;
+mod printer;
 mod probe;
 mod space;
+mod vpn;
 
 use std::{
     fs,
