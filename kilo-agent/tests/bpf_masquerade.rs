@@ -101,7 +101,7 @@ fn used_up_ports_are_a_counted_drop() {
 fn a_port_a_host_socket_listens_on_is_not_taken() {
     let Some((_fs, mut dataplane, mut tables)) = open() else { return };
     // The programs look in the namespace of the loopback device, with its address.
-    tables.device.get_mut(&support::IFINDEX).unwrap().masq_addr = [127, 0, 0, 1];
+    tables.device.get_mut(&support::IFINDEX).unwrap().masq_v4 = [127, 0, 0, 1];
     dataplane.write(&tables).unwrap();
     let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
     let port = socket.local_addr().unwrap().port();

@@ -99,6 +99,8 @@ counted! {
         Rewrite = 46 => "rewrite",
         /// A multicast, broadcast or link-local address on kilo0.
         NotUnicast = 47 => "not_unicast",
+        /// To be masqueraded, but a later fragment whose first one did not pass before.
+        NatFragment = 48 => "nat_fragment",
     }
 }
 

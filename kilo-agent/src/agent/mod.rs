@@ -522,14 +522,13 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// What the programs do not translate, nftables does.
+    /// Removes the rules where the programs translate.
     async fn write_nat_rules(&mut self, tables: &plan::Tables) -> u64 {
         let decision =
             nat_rules::Decision { sources: tables.masq_src.clone(), destinations: tables.masq_dst.clone() };
         let wanted = match self.options.masquerade {
-            Masquerade::Ebpf => decision.of_family(true),
             Masquerade::Nftables => decision,
-            Masquerade::Off => nat_rules::Decision::default(),
+            Masquerade::Ebpf | Masquerade::Off => nat_rules::Decision::default(),
         };
         match self.nat_rules.apply(wanted, Instant::now()).await {
             Ok(writes) => writes,

@@ -57,7 +57,7 @@ const ADVICE: &[(&str, &str)] = &[
         "Pods send a protocol outside the mesh that cannot be translated: let them use TCP, UDP or ICMP echo, \
          or route it unmasqueraded (--service-cidr, allowed-location-ips).",
     ),
-    ("nat_map_full", "More flows than the table holds: `bpftool map show name nat_v4`; report it."),
+    ("nat_map_full", "More flows than the table holds: `bpftool map show name nat`; report it."),
     ("rewrite", "The kernel refused to change the packet, mostly for lack of memory: `dmesg`."),
     (
         "not_unicast",
