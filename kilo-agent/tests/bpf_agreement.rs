@@ -24,7 +24,10 @@ use kilo_agent::{
 };
 use kilo_common::{
     maps::CONFIG_LEADER,
-    nat::{flow, transport::{self, Part}},
+    nat::{
+        flow,
+        transport::{self, Part},
+    },
     packet::{Ipv4, protocol},
     verdict::{Action, DropReason},
 };
@@ -134,9 +137,8 @@ fn translated(before: &[u8], after: &[u8], addr: IpAddr) -> bool {
     }
     let whole = found.part == Part::Whole && found.protocol != protocol::SCTP;
     let total = if v6 { before.len() } else { usize::from(u16::from_be_bytes([before[2], before[3]])) };
-    let sound = |packet: &[u8]| {
-        whole && !v6 && found.offset == 20 && total >= 28 && checksums_hold(&packet[..total])
-    };
+    let sound =
+        |packet: &[u8]| whole && !v6 && found.offset == 20 && total >= 28 && checksums_hold(&packet[..total]);
     expected == after && (!sound(before) || sound(after))
 }
 

@@ -332,8 +332,7 @@ mod tests {
         let paths = BTreeMap::from([(node("10.0.0.7"), 2), (node("203.0.113.2"), 3), (node("9.9.9.9"), 4)]);
         let host = host_links(&links, &query, &paths);
         let eth0 = Uplink { v4: Some(address("10.0.0.5")), v6: None };
-        let eth1 =
-            Uplink { v4: Some(address("203.0.113.7")), v6: Some("2001:db8::7".parse().unwrap()) };
+        let eth1 = Uplink { v4: Some(address("203.0.113.7")), v6: Some("2001:db8::7".parse().unwrap()) };
         assert_eq!(host.uplinks, BTreeMap::from([(2, eth0), (3, eth1)]));
         assert_eq!(host.mtus, BTreeMap::from([(2, 1500), (3, 1500)]));
         assert_eq!(host.private, Some(2));

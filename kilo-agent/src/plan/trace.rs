@@ -6,8 +6,8 @@ use std::{fmt, net::IpAddr};
 use ipnet::IpNet;
 use kilo_common::{
     maps::{
-        CONFIG_LEADER, CONFIG_MASQUERADE, DEVICE_MASQUERADE, Device, HOP_LOCAL, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE,
-        MASQ_SRC_ALWAYS, NODE_LEADER, PREFIX_ROUTE, PrefixValue,
+        CONFIG_LEADER, CONFIG_MASQUERADE, DEVICE_MASQUERADE, Device, HOP_LOCAL, HOP_REMOTE, MASQ_EXCLUDE,
+        MASQ_FORCE, MASQ_SRC_ALWAYS, NODE_LEADER, PREFIX_ROUTE, PrefixValue,
     },
     nat,
     packet::protocol,

@@ -18,7 +18,10 @@ use kilo_common::{
         vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
     },
     maps::{CONFIG_LEADER, CONFIG_MASQUERADE, DEVICE_MASQUERADE, NAT_EGRESS, VXLAN_PORT},
-    nat::{self, flow, transport::{self, Part}},
+    nat::{
+        self, flow,
+        transport::{self, Part},
+    },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, protocol},
     verdict::{Action, DropReason},
 };

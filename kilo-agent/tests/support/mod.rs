@@ -102,7 +102,10 @@ pub fn leader_tables() -> Tables {
             ("10.42.2.0/24".parse().unwrap(), MASQ_EXCLUDE),
             ("10.42.4.0/24".parse().unwrap(), MASQ_EXCLUDE),
         ]),
-        device: BTreeMap::from([(IFINDEX, Device { masq_v4: PUBLIC, masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE })]),
+        device: BTreeMap::from([(
+            IFINDEX,
+            Device { masq_v4: PUBLIC, masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE },
+        )]),
         config: Config {
             kilo_ifindex: IFINDEX,
             flags: CONFIG_LEADER | CONFIG_MASQUERADE,

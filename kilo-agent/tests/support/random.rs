@@ -128,15 +128,17 @@ impl Random {
         if leader || self.chance(10) {
             tables.hop.insert(HOP_REMOTE, Hop::Wireguard);
         }
-        for prefix in ["8.0.1.0/24", "8.0.7.64/26"] {
+        for prefix in ["8.0.1.0/24", "8.0.7.64/26", "fd00:0:86dd:1::/64", "fd00:0:86dd:2:8000::/65"] {
             tables.masq_src.insert(prefix.parse().unwrap(), self.pick(&[MASQ_SRC_ALWAYS, MASQ_SRC_EXEMPT]));
         }
-        for prefix in ["8.0.0.0/16", "10.42.4.0/24", "10.5.0.1/32"] {
+        for prefix in ["8.0.0.0/16", "10.42.4.0/24", "10.5.0.1/32", "fd00:0:86dd::/48", "2001:db8::7/128"] {
             tables
                 .masq_dst
                 .insert(prefix.parse().unwrap(), self.pick(&[MASQ_EXCLUDE, MASQ_EXCLUDE, MASQ_FORCE]));
         }
-        tables.device.insert(IFINDEX, Device { masq_v4: PUBLIC, masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE });
+        tables
+            .device
+            .insert(IFINDEX, Device { masq_v4: PUBLIC, masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE });
         let flag = |set: bool, bit: u32| if set { bit } else { 0 };
         tables.config = Config {
             kilo_ifindex: IFINDEX,

@@ -133,7 +133,8 @@ impl NatKey {
     /// flow, so that a lost entry is found again.
     #[inline(always)]
     pub fn search_start(&self) -> u32 {
-        let ports = u32::from_ne_bytes([self.src_port[0], self.src_port[1], self.dst_port[0], self.dst_port[1]]);
+        let ports =
+            u32::from_ne_bytes([self.src_port[0], self.src_port[1], self.dst_port[0], self.dst_port[1]]);
         let mut hash = u64::from(ports) ^ u64::from(self.protocol) << 32;
         let ([a, b], [c, d]) = (halves(&self.src), halves(&self.dst));
         // Multiplicative hashing: the golden ratio's fraction in 64 bits.

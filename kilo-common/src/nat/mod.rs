@@ -11,7 +11,7 @@ use crate::{
 };
 
 /// Candidates tried before a flow is refused.
-pub const PORT_ATTEMPTS: u32 = 32;
+pub const PORT_ATTEMPTS: u32 = 16;
 
 /// Seconds after its first fragment in which a datagram's others are translated.
 pub const FRAGMENT_SECONDS: u32 = 30;

@@ -51,10 +51,8 @@ pub fn ipv6(next_header: u8, mut load: impl FnMut(usize) -> Option<[u8; 8]>) -> 
     let mut walked = 0;
     while walked < EXTENSION_HEADERS {
         match found.protocol {
-            protocol::HOP_BY_HOP
-            | protocol::DESTINATION_OPTIONS
-            | protocol::ROUTING
-            | protocol::FRAGMENT => {}
+            protocol::HOP_BY_HOP | protocol::DESTINATION_OPTIONS | protocol::ROUTING | protocol::FRAGMENT => {
+            }
             _ => return Some(found),
         }
         let header = load(found.offset)?;

@@ -10,12 +10,7 @@ mod port;
 mod rewrite;
 mod work;
 
-use aya_ebpf::{
-    EbpfContext as _,
-    bindings::__sk_buff,
-    btf_maps::lpm_trie::Key,
-    programs::TcContext,
-};
+use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, btf_maps::lpm_trie::Key, programs::TcContext};
 use kilo_common::{
     maps::{
         CONFIG_MASQUERADE, Config, DEVICE_MASQUERADE, Device, MASQ_EXCLUDE, NAT_EGRESS, NAT_FRAGMENT_EGRESS,
@@ -200,7 +195,10 @@ fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -
         }
         _ => return DropReason::NatUnsupported.index(),
     }
-    if own && work.key.protocol != protocol::ICMP && work.key.protocol != protocol::ICMPV6 && !port::is_contested(work)
+    if own
+        && work.key.protocol != protocol::ICMP
+        && work.key.protocol != protocol::ICMPV6
+        && !port::is_contested(work)
     {
         return NOTHING;
     }
@@ -241,7 +239,12 @@ fn ingress_apart(skb: *mut __sk_buff, offset: u32, flags: u32) -> u32 {
                 return answer;
             }
             work.old = copy(&work.outer);
-            return rewrite::packet(skb, offset, payload, flags & IPV6 | rewrite::ERROR | rewrite::DESTINATION);
+            return rewrite::packet(
+                skb,
+                offset,
+                payload,
+                flags & IPV6 | rewrite::ERROR | rewrite::DESTINATION,
+            );
         }
         _ => return NOTHING,
     }
@@ -249,7 +252,10 @@ fn ingress_apart(skb: *mut __sk_buff, offset: u32, flags: u32) -> u32 {
         return NOTHING;
     }
     port::restore_egress(work);
-    if work.fragmented() && halves(&work.new) != halves(&work.old) && !remember_fragment(work, NAT_FRAGMENT_INGRESS) {
+    if work.fragmented()
+        && halves(&work.new) != halves(&work.old)
+        && !remember_fragment(work, NAT_FRAGMENT_INGRESS)
+    {
         return DropReason::NatMapFull.index();
     }
     rewrite::packet(skb, offset, payload, flags & IPV6 | rewrite::FLOW | rewrite::DESTINATION)
@@ -258,7 +264,13 @@ fn ingress_apart(skb: *mut __sk_buff, offset: u32, flags: u32) -> u32 {
 /// Keeps what later fragments of this datagram become.
 #[inline(always)]
 fn remember_fragment(work: &mut Work, direction: u8) -> bool {
-    work.value = NatValue { addr: copy(&work.new), port: [0; 2], tcp_flags: 0, flags: NAT_SEEN, last_seen: port::now() };
+    work.value = NatValue {
+        addr: copy(&work.new),
+        port: [0; 2],
+        tcp_flags: 0,
+        flags: NAT_SEEN,
+        last_seen: port::now(),
+    };
     work.fragment_key(direction);
     let kept = NAT.insert(&work.partner, &work.value, 0).is_ok();
     kept

@@ -9,11 +9,7 @@ use aya_ebpf::{
 };
 use kilo_common::{
     maps::{Config, NAT_SEEN, NatKey, NatValue},
-    nat::{
-        PORT_ATTEMPTS, candidate_port,
-        flow::layout,
-        timeout::merge_flags,
-    },
+    nat::{PORT_ATTEMPTS, candidate_port, flow::layout, timeout::merge_flags},
     packet::protocol,
     verdict::DropReason,
 };
@@ -108,8 +104,13 @@ pub fn translation(skb: *mut __sk_buff, config: &Config) -> u32 {
     let Some(work) = this_cpu() else { return DropReason::NatMapFull.index() };
     let now = now();
     work.old_port = work.key.src_port;
-    work.back =
-        NatValue { addr: copy(&work.key.src), port: work.key.src_port, tcp_flags: 0, flags: 0, last_seen: now };
+    work.back = NatValue {
+        addr: copy(&work.key.src),
+        port: work.key.src_port,
+        tcp_flags: 0,
+        flags: 0,
+        last_seen: now,
+    };
     if let Some(entry) = NAT.get_ptr_mut(&work.key) {
         // SAFETY: the entry is there; racing writes concern time and flags only.
         let entry = unsafe { &mut *entry };

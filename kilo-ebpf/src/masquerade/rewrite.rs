@@ -6,8 +6,8 @@ use aya_ebpf::{
     helpers::bpf_csum_update,
     programs::TcContext,
 };
-use kilo_common::{nat::flow::layout, packet::protocol};
 use kilo_common::verdict::DropReason;
+use kilo_common::{nat::flow::layout, packet::protocol};
 
 use super::{DONE, IPV6, work::this_cpu};
 
@@ -56,7 +56,9 @@ fn rewrite(ctx: &TcContext, offset: usize, payload: usize, flags: u32) -> Result
         if work.old == work.new {
             return Ok(());
         }
-        if layout.pseudo_header && let Some(checksum) = checksum {
+        if layout.pseudo_header
+            && let Some(checksum) = checksum
+        {
             ctx.l4_csum_replace(checksum, 0, u64::from(address), mangled | pseudo)?;
         }
     } else if flags & ERROR != 0 && v6 {

@@ -104,8 +104,12 @@ impl Work {
     pub fn fragment_key(&mut self, direction: u8) {
         self.partner.src = copy(&self.key.src);
         self.partner.dst = copy(&self.key.dst);
-        [self.partner.src_port[0], self.partner.src_port[1], self.partner.dst_port[0], self.partner.dst_port[1]] =
-            self.id;
+        [
+            self.partner.src_port[0],
+            self.partner.src_port[1],
+            self.partner.dst_port[0],
+            self.partner.dst_port[1],
+        ] = self.id;
         self.partner.protocol = self.key.protocol;
         self.partner.direction = direction;
         self.partner.pad = [0; 2];
