@@ -95,6 +95,16 @@ impl Agents {
         self.pids.get(node).copied()
     }
 
+    /// Whether the agents are run with this flag.
+    pub fn has_flag(&self, flag: &str) -> bool {
+        self.flags.iter().any(|given| given == flag)
+    }
+
+    /// Gives every agent started from now on another flag.
+    pub fn add_flag(&mut self, flag: &str) {
+        self.flags.push(flag.to_owned());
+    }
+
     /// Where the node's agent logs to.
     pub fn log(&self, node: &str) -> PathBuf {
         self.directory.join("logs").join(format!("{node}.log"))

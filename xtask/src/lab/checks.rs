@@ -12,9 +12,9 @@ use anyhow::{Context as _, Result, bail, ensure};
 use nix::sys::signal::Signal;
 
 use super::{
-    Lab, agents,
+    Lab, LabArgs, agents,
     counters::{self, action, drops},
-    matrix, path_mtu,
+    forward_policy, matrix, offloads, path_mtu, pod_tunnels, segments, services,
 };
 use crate::report::TestOutcome;
 
@@ -23,9 +23,16 @@ type Check = (&'static str, fn(&mut Lab) -> Result<String>);
 
 const CHECKS: &[Check] = &[
     ("non-leaders steer and never encrypt; leaders encrypt, forward and carry transit", ways),
+    ("datagrams that pods hand over many at once arrive whole", segments::run),
+    (
+        "tunnels of pods' own carry known bytes, by the device where no outer header can be written",
+        pod_tunnels::run,
+    ),
     ("no pod packet is seen in clear between the locations", nothing_in_clear),
     ("no mesh packet was dropped on the way", no_drops),
     ("pod traffic to the outside is masqueraded", masquerade),
+    ("offloads on or off, pods receive the bytes that were sent", offloads::run),
+    ("service addresses lead to pods of every node, with rp_filter=1 and INVALID dropped", services::run),
     ("senders learn the path MTU whatever link is small, and TCP goes on", path_mtu::run),
     ("bpftool shows named programs and readable map fields", bpftool),
     ("a reconcile with nothing new writes nothing", quiet),
@@ -33,14 +40,15 @@ const CHECKS: &[Check] = &[
     ("killing kg with SIGKILL loses no packet and a restarted one adopts", kill_agents),
     ("restarting kg cleanly loses no packet", restart_agents),
     ("a second agent on a node refuses to start", second_agent),
+    ("pods pass a FORWARD policy DROP with --iptables-forward-rules, and not without", forward_policy::run),
     ("after `kg uninstall` nothing of ours is left", uninstall),
 ];
 
 /// The first of them say enough about another way to carry packets.
-const BRIEF: usize = 3;
+const BRIEF: usize = 5;
 
 /// Runs every check; the lab is taken down by the caller.
-pub fn run(mut lab: Lab, started: Instant, prefix: &str, brief: bool) -> Vec<TestOutcome> {
+pub fn run(mut lab: Lab, started: Instant, prefix: &str, args: &LabArgs) -> Vec<TestOutcome> {
     let mut outcomes = vec![outcome(prefix, "the mesh comes up", started, &Ok(String::new()))];
     let began = Instant::now();
     match matrix::run(&lab.network) {
@@ -50,8 +58,9 @@ pub fn run(mut lab: Lab, started: Instant, prefix: &str, brief: bool) -> Vec<Tes
         }
         Err(error) => outcomes.push(outcome(prefix, "the matrix runs", began, &Err(error))),
     }
-    let checks = if brief { &CHECKS[..BRIEF] } else { CHECKS };
-    for (name, check) in checks {
+    let checks = if args.brief { &CHECKS[..BRIEF] } else { CHECKS };
+    let wanted = |name: &str| args.only.as_ref().is_none_or(|words| name.contains(words));
+    for (name, check) in checks.iter().filter(|(name, _)| wanted(name)) {
         let began = Instant::now();
         let result = check(&mut lab);
         outcomes.push(outcome(prefix, name, began, &result));

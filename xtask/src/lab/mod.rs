@@ -1,14 +1,20 @@
 //! `cargo xtask lab`: a mesh on this machine, with a real agent a node.
 
 mod agents;
+mod bulk;
 mod checks;
 mod cni;
 mod counters;
+mod forward_policy;
 mod matrix;
 mod network;
+mod offloads;
 mod path_mtu;
 mod plugins;
+mod pod_tunnels;
 mod probe;
+mod segments;
+mod services;
 mod space;
 
 use std::{
@@ -38,6 +44,7 @@ pub const PACKAGES: &[&str] = &[
     "containernetworking-plugins",
     "graphviz",
     "iptables",
+    "ethtool",
 ];
 
 /// Set on Ctrl-C and SIGTERM: nothing more is to be made.
@@ -64,6 +71,9 @@ pub struct LabArgs {
     /// Only the matrix, and what the way packets take says.
     #[arg(long, global = true)]
     brief: bool,
+    /// Only checks with this in their name, besides the matrix.
+    #[arg(long, value_name = "WORDS", global = true)]
+    only: Option<String>,
     /// Directory of the kg and kgctl binaries (default: where this program is).
     #[arg(long, global = true)]
     bin: Option<PathBuf>,
@@ -123,7 +133,7 @@ impl Mode {
         let mut args = LabArgs { underlay: self.underlay, brief: true, ..args.clone() };
         args.kg_flags.push(self.flag.to_owned());
         match Lab::up(&args) {
-            Ok(lab) => checks::run(lab, started, &prefix, true),
+            Ok(lab) => checks::run(lab, started, &prefix, &args),
             Err(error) => vec![checks::outcome(&prefix, "the mesh comes up", started, &Err(error))],
         }
     }
@@ -188,7 +198,7 @@ pub fn main(args: LabArgs) -> Result<()> {
         Some(LabCommand::Down) => down(&args.name),
         Some(LabCommand::Test { ref json, ref prefix, ref modes }) => {
             let _guard = take_over(&args.name)?;
-            let mut outcomes = checks::run(Lab::up(&args)?, Instant::now(), prefix, args.brief);
+            let mut outcomes = checks::run(Lab::up(&args)?, Instant::now(), prefix, &args);
             let wanted = |mode: &&Mode| modes.as_ref().is_some_and(|name| mode.name.contains(name));
             for mode in MODES.iter().filter(wanted) {
                 down(&args.name)?;
