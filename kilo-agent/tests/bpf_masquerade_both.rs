@@ -421,3 +421,49 @@ fn a_default_route_of_ipv6_in_the_tables_says_nothing_of_ipv4() {
     assert_eq!(world.out(&udp(v4.pod, v4.outside, (5000, 53), b"")).counted, ["masquerade"]);
     assert!(world.out(&udp(v6.pod, v6.outside, (5000, 53), b"")).counted.is_empty());
 }
+
+#[test]
+fn the_collector_removes_flows_that_have_ended_and_frees_their_ports() {
+    let Some(mut world) = World::new() else { return };
+    world.tables.config.nat_port_min = 40_000;
+    world.tables.config.nat_port_max = 40_003;
+    world.dataplane.write(&world.tables).unwrap();
+    let mut collector = world.dataplane.nat_collector().unwrap();
+    let [v4, v6] = sides();
+    let pod = |host: u8| IpAddr::from([10, 42, 1, host]);
+    let flow = |host: u8| udp(pod(host), v4.outside, (5000, 53), b"");
+    for host in 2..7 {
+        assert_eq!(world.out(&flow(host)).counted, ["masquerade"]);
+    }
+    world.out(&tcp(v6.pod, v6.outside, (5001, 80), 2));
+    world.back(&tcp(v6.outside, v6.public, (80, 5001), 18));
+    world.out(&tcp(v6.pod, v6.outside, (5001, 80), 16));
+    assert_eq!(world.out(&flow(7)).counted, ["nat_exhausted"]);
+
+    let now = kilo_agent::dataplane::nat::now();
+    let sweep = collector.sweep(now).unwrap();
+    assert_eq!((sweep.entries, sweep.removed), (12, 0), "all flows are young");
+    let sweep = collector.sweep(now + 32).unwrap();
+    assert_eq!((sweep.entries, sweep.removed), (2, 10), "UDP without an answer; TCP is established");
+    assert_eq!(world.out(&flow(7)).counted, ["masquerade"]);
+
+    world.out(&tcp(v6.pod, v6.outside, (5001, 80), 4));
+    let sweep = collector.sweep(now + 20).unwrap();
+    assert_eq!(sweep.entries, 2, "the flow that was reset has gone: {sweep:?}");
+}
+
+#[test]
+fn a_table_of_more_flows_than_one_call_reads_is_swept_whole() {
+    let Some(mut world) = World::new() else { return };
+    let mut collector = world.dataplane.nat_collector().unwrap();
+    let flows = 3_000u16;
+    for port in 0..flows {
+        let [v4, _] = sides();
+        let frame = frame(&udp(v4.pod, v4.outside, (10_000 + port, 53), b""));
+        support::packet::run_uncounted(&mut world.dataplane, "uplink_egress", &frame);
+    }
+    let now = kilo_agent::dataplane::nat::now();
+    assert_eq!(collector.sweep(now).unwrap().entries, 2 * usize::from(flows));
+    let sweep = collector.sweep(now + 1_000).unwrap();
+    assert_eq!((sweep.entries, sweep.removed), (0, 2 * usize::from(flows)));
+}

@@ -1,6 +1,7 @@
 //! The reconcile loop: whatever happened, compute the desired state and apply
 //! what differs. The same code serves first start, restart and repair.
 
+mod collect;
 mod error;
 mod uninstall;
 
@@ -195,6 +196,11 @@ impl<B: Backend> Agent<B> {
         let mut snapshots = self.backend.watch();
         let host_changed = Arc::clone(&self.host_changed);
         watch::watch(Arc::clone(&host_changed))?;
+        if self.options.masquerade == Masquerade::Ebpf {
+            let collector = self.dataplane.nat_collector()?;
+            let counters = self.dataplane.counters()?;
+            tokio::spawn(collect::run(collector, counters, self.metrics.clone(), stop.clone()));
+        }
         let mut resync = tokio::time::interval(self.options.resync.max(Duration::from_millis(100)));
         resync.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut hooks = tokio::time::interval(LOOK_AT_HOOKS);
