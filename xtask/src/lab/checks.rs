@@ -14,7 +14,7 @@ use nix::sys::signal::Signal;
 use super::{
     Lab, LabArgs, agents,
     counters::{self, action, drops},
-    forward_policy, matrix, offloads, path_mtu, pod_tunnels, segments, services,
+    forward_policy, matrix, offloads, path_mtu, pod_tunnels, printer, segments, services, vpn,
 };
 use crate::report::TestOutcome;
 
@@ -40,6 +40,11 @@ const CHECKS: &[Check] = &[
     ("killing kg with SIGKILL loses no packet and a restarted one adopts", kill_agents),
     ("restarting kg cleanly loses no packet", restart_agents),
     ("a second agent on a node refuses to start", second_agent),
+    ("a VPN peer to which NAT gives another address and port in mid-flow loses no connection", vpn::roams),
+    ("a VPN peer needs the pre-shared key of its Peer object", vpn::preshared_key),
+    ("a VPN peer is the gateway to a network behind it, and to a service there", vpn::gateway),
+    ("a VPN peer reaches services through a node, and the outside with that node's address", vpn::internet),
+    ("a printer of one location is reached from everywhere while allowed-location-ips say so", printer::run),
     ("pods pass a FORWARD policy DROP with --iptables-forward-rules, and not without", forward_policy::run),
     ("after `kg uninstall` nothing of ours is left", uninstall),
 ];

@@ -12,10 +12,12 @@ mod offloads;
 mod path_mtu;
 mod plugins;
 mod pod_tunnels;
+mod printer;
 mod probe;
 mod segments;
 mod services;
 mod space;
+mod vpn;
 
 use std::{
     fs,
