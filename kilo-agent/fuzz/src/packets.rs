@@ -6,8 +6,12 @@ use kilo_common::{
     checksum as sums,
     encap::{self, Inner},
     event::{DropEvent, EVENT_BYTES},
-    maps::{Config, VXLAN_PORT},
-    nat::{self, Flow, ICMP_ECHO, ICMP_ECHO_REPLY},
+    maps::{Config, NAT_EGRESS, NAT_INGRESS, NatKey, VXLAN_PORT},
+    nat::{
+        self,
+        flow::{self, Layout, layout, mapped},
+        transport::{self, Part},
+    },
     packet::{self, ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, protocol},
 };
 
@@ -16,6 +20,7 @@ const LONGEST: usize = 2_048;
 
 /// Headers are read within the packet, and the monitor shows any event.
 pub fn headers(data: &[u8]) {
+    extensions(data);
     if let Some(bytes) = data.first_chunk::<IPV4_LEN>()
         && let Ok(ip) = Ipv4::parse(bytes, data.len())
     {
@@ -182,6 +187,13 @@ pub fn nat(data: &[u8]) {
     let _ = masqueraded(&mut Unstructured::new(data));
 }
 
+/// One family's numbers.
+struct Family {
+    v6: bool,
+    echo: u8,
+    echo_reply: u8,
+}
+
 fn masqueraded(input: &mut Unstructured<'_>) -> Result<()> {
     let config = Config {
         nat_port_min: input.arbitrary()?,
@@ -189,103 +201,121 @@ fn masqueraded(input: &mut Unstructured<'_>) -> Result<()> {
         wireguard_port: input.arbitrary()?,
         ..Config::default()
     };
-    let (public, start, attempt): ([u8; 4], u32, u8) = input.arbitrary()?;
-    let number = *input.choose(&[protocol::TCP, protocol::UDP, protocol::ICMP, 47])?;
-    let (src, dst): ([u8; 4], [u8; 4]) = input.arbitrary()?;
-    let fragment: u16 = input.arbitrary()?;
+    let family = if input.arbitrary()? {
+        Family { v6: true, echo: 128, echo_reply: 129 }
+    } else {
+        Family { v6: false, echo: 8, echo_reply: 0 }
+    };
+    let (start, attempt): (u32, u8) = input.arbitrary()?;
+    let all = [protocol::TCP, protocol::UDP, protocol::ICMP, protocol::ICMPV6, protocol::SCTP, 47];
+    let number = *input.choose(&all)?;
+    let address = |input: &mut Unstructured<'_>| -> Result<[u8; 16]> {
+        if family.v6 { input.arbitrary() } else { Ok(mapped(input.arbitrary()?)) }
+    };
+    let (src, dst, public) = (address(input)?, address(input)?, address(input)?);
     let mut payload = input.bytes(input.len().min(LONGEST))?.to_vec();
     let Some(first) = payload.first_chunk::<8>().copied() else { return Ok(()) };
-    let ip = Ipv4 {
-        src,
-        dst,
-        header_len: IPV4_LEN,
-        total_len: length(&payload) + 20,
-        tos: 0,
-        ttl: 64,
-        protocol: number,
-        fragment,
+    let ports = flow::ports(family.v6, number, &first, NAT_EGRESS);
+    let known = match number {
+        protocol::ICMP => !family.v6 && first[0] == family.echo,
+        protocol::ICMPV6 => family.v6 && first[0] == family.echo,
+        other => other != 47,
     };
-    let flow = Flow::of(&ip, &first, ICMP_ECHO);
-    let is_echo = number != protocol::ICMP || first[0] == ICMP_ECHO;
-    let known = nat::layout(number).is_some() && is_echo && !ip.is_fragment();
-    assert_eq!(flow.is_some(), known);
-    let (Some(flow), Some(layout)) = (flow, nat::layout(number)) else { return Ok(()) };
-    if payload.len() < layout.checksum + 2 {
+    assert_eq!(ports.is_some(), known);
+    let (Some((src_port, dst_port)), Some(layout)) = (ports, layout(number)) else { return Ok(()) };
+    let key = NatKey { src, dst, src_port, dst_port, protocol: number, direction: NAT_EGRESS, pad: [0; 2] };
+    let own = u16::from_be_bytes(src_port);
+    let port = nat::candidate_port(number, own, u32::from(attempt), start, &config);
+    let Some(port) = port else { return Ok(()) };
+    assert!(number != protocol::UDP || (port != config.wireguard_port && port != VXLAN_PORT));
+    assert!(port == own || (config.nat_port_min..=config.nat_port_max).contains(&port));
+    let partner = key.partner(&public, port.to_be_bytes());
+    assert_eq!(partner.partner(&src, src_port), key);
+    let Some(checksum) = layout.checksum else { return Ok(()) };
+    if payload.len() < checksum + 2 {
         return Ok(());
     }
-    let own = u16::from_be_bytes(flow.src_port);
-    let Some(port) = nat::candidate_port(own, u32::from(attempt), start, &config) else { return Ok(()) };
-    assert!(port != 0 && port != config.wireguard_port);
-    assert!(port == own || (config.nat_port_min..=config.nat_port_max).contains(&port));
 
-    seal(&mut payload, layout.checksum, number, src, dst);
+    seal(&mut payload, checksum, number, &src, &dst);
     let before = payload.clone();
     // Out: the source becomes ours.
-    replace(&mut payload, layout, layout.src_port, (src, public), port);
-    assert_eq!(sum_of(&payload, layout, number, public, dst), 0, "out");
+    replace(&mut payload, &layout, checksum, layout.src_port, (&src, &public), port);
+    assert_eq!(sum_of(&payload, &layout, number, &public, &dst), 0, "out");
     // The remote end answers.
-    let mut reply = mirrored(&payload, number);
-    seal(&mut reply, layout.checksum, number, dst, public);
+    let mut reply = mirrored(&payload, number, &family);
+    seal(&mut reply, checksum, number, &dst, &public);
     let Some(start) = reply.first_chunk::<8>() else { return Ok(()) };
-    let seen = Flow::of(&Ipv4 { src: dst, dst: public, ..ip }, start, ICMP_ECHO_REPLY);
-    let expected = flow.reply(public, port.to_be_bytes());
-    assert_eq!(seen, Some(expected));
-    assert_eq!(seen.map(|flow| flow.ingress_key()), Some(expected.ingress_key()));
-    assert_ne!(flow.egress_key(), expected.ingress_key());
+    let seen = flow::ports(family.v6, number, start, NAT_INGRESS);
+    assert_eq!(seen, Some((partner.src_port, partner.dst_port)));
+    assert_eq!((partner.src, partner.dst, partner.direction), (dst, public, NAT_INGRESS));
     // In: the destination becomes the pod's again.
-    replace(&mut reply, layout, layout.dst_port, (public, src), own);
-    assert_eq!(sum_of(&reply, layout, number, dst, src), 0, "in");
-    let mut wanted = mirrored(&before, number);
-    seal(&mut wanted, layout.checksum, number, dst, src);
+    replace(&mut reply, &layout, checksum, layout.dst_port, (&public, &src), own);
+    assert_eq!(sum_of(&reply, &layout, number, &dst, &src), 0, "in");
+    let mut wanted = mirrored(&before, number, &family);
+    seal(&mut wanted, checksum, number, &dst, &src);
     assert_eq!(reply, wanted);
     Ok(())
+}
+
+/// Extension headers lead somewhere within reach, or nowhere.
+fn extensions(data: &[u8]) {
+    let Some((&next, behind)) = data.split_first() else { return };
+    let load = |at: usize| behind.get(at - IPV6_LEN..at - IPV6_LEN + 8)?.try_into().ok();
+    let Some(found) = transport::ipv6(next, load) else { return };
+    assert!(found.offset >= IPV6_LEN && found.offset <= IPV6_LEN + behind.len() + 2_048);
+    assert_eq!(found.offset % 8, 0);
+    let walkable =
+        [protocol::HOP_BY_HOP, protocol::DESTINATION_OPTIONS, protocol::ROUTING, protocol::FRAGMENT];
+    assert!(found.part == Part::Later || !walkable.contains(&found.protocol));
 }
 
 /// Writes address and port as the programs do: nothing but the port and the
 /// checksum is touched, and the latter by the differences alone.
 fn replace(
     payload: &mut [u8],
-    layout: nat::Layout,
+    layout: &Layout,
+    checksum: usize,
     port_at: usize,
-    (old, new): ([u8; 4], [u8; 4]),
+    (old, new): (&[u8; 16], &[u8; 16]),
     port: u16,
 ) {
-    let mut sum = word(payload, layout.checksum);
+    let mut sum = word(payload, checksum);
     sum = sums::update(sum, word(payload, port_at), port);
     if layout.pseudo_header {
-        for at in [0, 2] {
-            sum = sums::update(sum, word(&old, at), word(&new, at));
+        for at in (0..16).step_by(2) {
+            sum = sums::update(sum, word(old, at), word(new, at));
         }
     }
     payload[port_at..port_at + 2].copy_from_slice(&port.to_be_bytes());
-    payload[layout.checksum..layout.checksum + 2].copy_from_slice(&sum.to_be_bytes());
+    payload[checksum..checksum + 2].copy_from_slice(&sum.to_be_bytes());
 }
 
 /// What the other end sends back: ports exchanged, a reply for a request.
-fn mirrored(payload: &[u8], number: u8) -> Vec<u8> {
+fn mirrored(payload: &[u8], number: u8, family: &Family) -> Vec<u8> {
     let mut reply = payload.to_vec();
-    if number == protocol::ICMP {
-        reply[0] = ICMP_ECHO_REPLY;
+    if flow::is_icmp(number) {
+        reply[0] = family.echo_reply;
     } else {
         reply[..4].rotate_left(2);
     }
     reply
 }
 
-fn pseudo(payload: &[u8], number: u8, src: [u8; 4], dst: [u8; 4]) -> Vec<u8> {
+/// The prefix of mapped addresses is in both ends of a sum: it does not matter here.
+fn pseudo(payload: &[u8], number: u8, src: &[u8; 16], dst: &[u8; 16]) -> Vec<u8> {
     let length = length(payload).to_be_bytes();
-    [&src[..], &dst, &[0, number], &length, payload].concat()
+    [&src[..], dst, &[0, number], &length, payload].concat()
 }
 
 /// 0 when the checksum in the packet is right.
-fn sum_of(payload: &[u8], layout: nat::Layout, number: u8, src: [u8; 4], dst: [u8; 4]) -> u16 {
+fn sum_of(payload: &[u8], layout: &Layout, number: u8, src: &[u8; 16], dst: &[u8; 16]) -> u16 {
     if layout.pseudo_header { full(&pseudo(payload, number, src, dst)) } else { full(payload) }
 }
 
 /// Writes the right checksum.
-fn seal(payload: &mut [u8], at: usize, number: u8, src: [u8; 4], dst: [u8; 4]) {
+fn seal(payload: &mut [u8], at: usize, number: u8, src: &[u8; 16], dst: &[u8; 16]) {
     payload[at..at + 2].copy_from_slice(&[0, 0]);
-    let Some(layout) = nat::layout(number) else { return };
-    let sum = sum_of(payload, layout, number, src, dst);
+    let Some(layout) = layout(number) else { return };
+    let sum = sum_of(payload, &layout, number, src, dst);
     payload[at..at + 2].copy_from_slice(&sum.to_be_bytes());
 }
