@@ -191,7 +191,7 @@ fn round() {
     reconfigure("we lead again", [1, 3, 1], || write_node(2, "a", "10.42.2.0/24", false));
     reconfigure("the peer changes", [1, 3, 1], || write_peer("10.5.0.2/32"));
     reconfigure("pods elsewhere have other addresses", [1, 3, 1], || {
-        write_node(3, "b", "10.42.7.0/24", false)
+        write_node(3, "b", "10.42.7.0/24", false);
     });
     reconfigure("the other node leaves", [1, 2, 1], || remove("n2"));
     reconfigure("the peer leaves", [1, 2, 0], || remove("laptop"));
