@@ -71,7 +71,7 @@ fn plan(own: &str, compatibility: Compatibility, tunnel: Tunnel) -> HostPlan {
         link(5, "flannel.1", 1450, &[&format!("10.244.{number}.0/32")]),
         link(6, "cilium_host", 1430, &[&format!("10.244.{number}.77/32")]),
     ];
-    let overlay = plan::overlay_addresses(&mesh, &nodes, own, compatibility, tunnel);
+    let overlay = plan::overlay_addresses(&mesh, &nodes, own, compatibility);
     let device = if compatibility == Compatibility::Flannel { 5 } else { 6 };
     let paths = overlay.values().map(|ip| (IpAddr::V4(*ip), device)).collect();
     let private = own_node.internal_ip.map(|net| net.addr());
@@ -121,17 +121,24 @@ fn without_another_cni_or_with_vxlan_the_private_address_is_used() {
     ] {
         let plan = plan("n2", compatibility, tunnel);
         assert_eq!(towards_leader(&plan).4, ip("10.1.0.1"), "{compatibility:?}");
-        assert_eq!(plan.tables.config.overlay_v4, [0; 4]);
-        assert!(!plan.uplinks.contains(&5));
     }
+    let alone = plan("n2", Compatibility::None, Tunnel::Ipip);
+    assert_eq!(alone.tables.config.overlay_v4, [0; 4]);
+    assert!(!alone.uplinks.contains(&5));
 }
 
 #[test]
-fn the_leader_takes_what_comes_through_the_overlay_and_from_where() {
-    let leader = plan("n1", Compatibility::Flannel, Tunnel::Ipip);
-    assert_eq!(Ipv4Addr::from(leader.tables.config.overlay_v4), Ipv4Addr::new(10, 244, 1, 0));
-    assert!(leader.uplinks.contains(&5), "the program that unwraps sits on flannel.1: {:?}", leader.uplinks);
-    let senders: Vec<_> = leader.tables.node.keys().copied().collect();
-    assert_eq!(senders, [ip("10.1.0.2"), ip("10.244.2.0")], "its nodes, by both addresses");
-    assert!(!leader.tables.device.contains_key(&5), "nothing is masqueraded on the overlay");
+fn the_leader_takes_what_comes_through_the_overlay_whatever_it_sends_itself() {
+    for tunnel in [Tunnel::Ipip, Tunnel::Vxlan] {
+        let leader = plan("n1", Compatibility::Flannel, tunnel);
+        assert_eq!(Ipv4Addr::from(leader.tables.config.overlay_v4), Ipv4Addr::new(10, 244, 1, 0));
+        assert!(
+            leader.uplinks.contains(&5),
+            "the program that unwraps sits on flannel.1: {:?}",
+            leader.uplinks
+        );
+        let senders: Vec<_> = leader.tables.node.keys().copied().collect();
+        assert_eq!(senders, [ip("10.1.0.2"), ip("10.244.2.0")], "its nodes, by both addresses");
+        assert!(!leader.tables.device.contains_key(&5), "nothing is masqueraded on the overlay");
+    }
 }

@@ -52,10 +52,11 @@ impl Agents {
         let cluster = directory.join("cluster");
         fs::create_dir_all(&cluster)?;
         for node in &network.nodes {
-            let [cidr, cidr6] = node.pod_cidrs();
+            let cidrs = node.pod_cidrs();
             let yaml = format!(
                 "apiVersion: v1\nkind: Node\nmetadata:\n  name: {name}\n  labels:\n    \
-                 topology.kubernetes.io/region: {location}\nspec:\n  podCIDR: {cidr}\n  podCIDRs: [{cidr}, \"{cidr6}\"]\n",
+                 topology.kubernetes.io/region: {location}\nspec:\n  podCIDR: {}\n  podCIDRs: {cidrs:?}\n",
+                cidrs[0],
                 name = node.name(),
                 location = node.location,
             );
@@ -102,6 +103,11 @@ impl Agents {
 
     /// Starts the node's agent.
     pub fn start(&mut self, node: &Node) -> Result<()> {
+        self.start_with(node, &[])
+    }
+
+    /// Starts the node's agent with flags that others do not have.
+    pub fn start_with(&mut self, node: &Node, flags: &[&str]) -> Result<()> {
         super::stop_if_interrupted()?;
         let log = OpenOptions::new().create(true).append(true).open(self.log(node.name()))?;
         let child = node
@@ -112,6 +118,7 @@ impl Agents {
             .args(["--wireguard", &self.wireguard, "--resync-period", "5s", "--log-level", "debug"])
             .args(["--cni-path", super::cni::CONF])
             .args(&self.flags)
+            .args(flags)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)

@@ -19,9 +19,9 @@ use super::{
 use crate::report::TestOutcome;
 
 /// A check's name is a sentence; it gets the lab as the one before left it.
-type Check = (&'static str, fn(&mut Lab) -> Result<String>);
+pub type Check = (&'static str, fn(&mut Lab) -> Result<String>);
 
-const CHECKS: &[Check] = &[
+pub const CHECKS: &[Check] = &[
     ("non-leaders steer and never encrypt; leaders encrypt, forward and carry transit", ways),
     ("no pod packet is seen in clear between the locations", nothing_in_clear),
     ("no mesh packet was dropped on the way", no_drops),
@@ -36,11 +36,11 @@ const CHECKS: &[Check] = &[
     ("after `kg uninstall` nothing of ours is left", uninstall),
 ];
 
-/// The first of them say enough about another way to carry packets.
-const BRIEF: usize = 3;
+/// They say enough about another way to carry packets.
+pub const BRIEF: &[Check] = CHECKS.split_at(3).0;
 
 /// Runs every check; the lab is taken down by the caller.
-pub fn run(mut lab: Lab, started: Instant, prefix: &str, brief: bool) -> Vec<TestOutcome> {
+pub fn run(mut lab: Lab, started: Instant, prefix: &str, checks: &[Check]) -> Vec<TestOutcome> {
     let mut outcomes = vec![outcome(prefix, "the mesh comes up", started, &Ok(String::new()))];
     let began = Instant::now();
     match matrix::run(&lab.network) {
@@ -50,7 +50,6 @@ pub fn run(mut lab: Lab, started: Instant, prefix: &str, brief: bool) -> Vec<Tes
         }
         Err(error) => outcomes.push(outcome(prefix, "the matrix runs", began, &Err(error))),
     }
-    let checks = if brief { &CHECKS[..BRIEF] } else { CHECKS };
     for (name, check) in checks {
         let began = Instant::now();
         let result = check(&mut lab);
@@ -87,6 +86,15 @@ pub fn outcome(prefix: &str, name: &str, began: Instant, result: &Result<String>
         outcome: if passed { "passed" } else { "failed" }.to_owned(),
         seconds,
     }
+}
+
+/// Fails with the probes that did.
+pub fn all_passed(matrix: &matrix::Matrix) -> Result<()> {
+    if matrix.passed() < matrix.total() {
+        matrix.print();
+        bail!("{} of {} probes failed", matrix.total() - matrix.passed(), matrix.total());
+    }
+    Ok(())
 }
 
 /// One outcome for each kind of path, so that a report says what works.
@@ -146,13 +154,15 @@ fn masquerade(lab: &mut Lab) -> Result<String> {
     Ok(format!("({sum} packets)"))
 }
 
-fn nothing_in_clear(lab: &mut Lab) -> Result<String> {
+/// The router saw no pod's address.
+pub fn nothing_in_clear(lab: &mut Lab) -> Result<String> {
     let packets = counters::clear_pod_packets(&lab.network)?;
     ensure!(packets == 0, "the router saw {packets} packets with pod addresses");
     Ok(String::new())
 }
 
-fn no_drops(lab: &mut Lab) -> Result<String> {
+/// No program dropped a packet of the mesh.
+pub fn no_drops(lab: &mut Lab) -> Result<String> {
     for node in &lab.network.nodes {
         let mut drops = drops(&counters::scrape(&node.space)?);
         // The kernel's own neighbour discovery on the device.
