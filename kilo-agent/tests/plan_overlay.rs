@@ -7,6 +7,7 @@ use std::{
     net::{IpAddr, Ipv4Addr},
 };
 
+use ipnet::IpNet;
 use kilo_agent::{
     cli::Compatibility,
     net::{
@@ -17,7 +18,7 @@ use kilo_agent::{
     topology::{Encapsulate, Granularity, Mesh, Node, Settings, Tunnel},
     wireguard::key::PublicKey,
 };
-use kilo_common::maps::HOP_REMOTE;
+use kilo_common::maps::{HOP_REMOTE, PREFIX_ROUTE};
 
 fn node(number: u8, location: &str) -> Node {
     Node {
@@ -110,6 +111,24 @@ fn ipip_to_the_leader_is_sent_to_its_address_in_the_overlay() {
     assert_eq!(towards_leader(&flannel), (Tunnel::Ipip, 5, 1430, ip("10.1.0.2"), ip("10.244.1.0")));
     let cilium = plan("n2", Compatibility::Cilium, Tunnel::Ipip);
     assert_eq!(towards_leader(&cilium), (Tunnel::Ipip, 6, 1410, ip("10.1.0.2"), ip("10.244.1.77")));
+}
+
+#[test]
+fn what_a_leader_decrypts_for_a_member_goes_the_way_answers_come_and_no_route_changes() {
+    let leader = plan("n1", Compatibility::Flannel, Tunnel::Vxlan);
+    let pods: IpNet = "10.244.2.0/24".parse().unwrap();
+    for prefix in [pods, ip("10.1.0.2").into()] {
+        let value = leader.tables.prefix[&prefix];
+        assert_eq!(value.flags & PREFIX_ROUTE, PREFIX_ROUTE, "{prefix}");
+        assert!(matches!(leader.tables.hop[&value.hop], Hop::Node { .. }), "{prefix}");
+        assert!(leader.net.routes.iter().all(|route| route.destination != prefix), "{prefix}");
+    }
+    let plain = plan("n1", Compatibility::None, Tunnel::Vxlan);
+    assert_eq!(plain.tables.prefix[&pods].flags & PREFIX_ROUTE, 0, "without another CNI the stack routes");
+    // Clouds that drop IPIP drop it this way, too.
+    let ipip = plan("n1", Compatibility::Flannel, Tunnel::Ipip);
+    let hop = ipip.tables.hop[&ipip.tables.prefix[&pods].hop];
+    assert!(matches!(hop, Hop::Node { remote, ifindex: 5, .. } if remote == ip("10.244.2.0")), "{hop:?}");
 }
 
 #[test]

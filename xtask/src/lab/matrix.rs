@@ -236,6 +236,7 @@ fn run_pings(network: &Network) -> Result<(usize, usize)> {
                 .iter()
                 .filter(|target| target.name != source.name)
                 .flat_map(|target| target.addresses.clone())
+                .filter(|address| source.address(address.is_ipv4()).is_some())
                 .collect();
             source.space.clone().spawn(move || {
                 let ok = targets
