@@ -145,7 +145,7 @@ fn ways(lab: &mut Lab) -> Result<String> {
         for direction in ["rx", "tx"] {
             let file = format!("/sys/class/net/flannel.1/statistics/{direction}_packets");
             let packets: u64 = node.space.sh(&format!("cat {file}"))?.trim().parse()?;
-            ensure!(packets > 100, "{}: flannel.1 has {packets} packets ({direction})", node.name());
+            ensure!(packets > 30, "{}: flannel.1 has {packets} packets ({direction})", node.name());
         }
     }
     Ok(String::new())
