@@ -13,6 +13,7 @@ pub mod http;
 pub mod interface;
 pub mod metrics;
 pub mod net;
+pub mod peering;
 pub mod plan;
 pub mod resolve;
 pub mod status;

@@ -1,5 +1,5 @@
 //! Two clusters, each with its own API server, agent and pod: connected with
-//! `kgctl showconf node --as-peer`, and a service of each mirrored in the other.
+//! `kgctl peer-cluster`, and a service of each mirrored in the other.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -8,14 +8,24 @@ mod api;
 mod netns;
 
 use std::{
+    collections::BTreeMap,
     path::PathBuf,
     process::{Child, Command},
     time::{Duration, Instant},
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kube::{Api, Client, api::PostParams};
+use kilo_agent::{
+    backend::peer::{Peer, PeerSpec},
+    status::Timestamp,
+    wireguard::key::PublicKey,
+};
+use kube::{
+    Api, Client, ResourceExt as _,
+    api::{DeleteParams, ListParams, PostParams},
+};
 use netns::{isolated, sh, succeeds};
+use serde::Deserialize as _;
 use serde_json::{Value, json};
 
 use api::{ADMIN, ApiServer, apply, apply_crds};
@@ -109,11 +119,10 @@ impl Cluster {
         let agent = format!(
             "mount -t tmpfs lib /var/lib; mount -t tmpfs wg /run/wireguard; mount -t bpf bpf /sys/fs/bpf
              exec {} --kubeconfig {} --hostname n{n} --resync-period 1s --cni=false --wireguard userspace \
-             --subnet 10.20{n}.0.0/16 --service-cidr {} --service-cidr {} --listen 127.0.0.1:1107",
+             --subnet 10.20{n}.0.0/16 --service-cidr {} --listen 127.0.0.1:1107",
             env!("CARGO_BIN_EXE_kg"),
             kubeconfig.display(),
-            services(1),
-            services(2)
+            services(n)
         );
         let spawn = |namespace: &str, line: &str| {
             Command::new("ip").args(["netns", "exec", namespace, "sh", "-ec", line]).spawn().unwrap()
@@ -135,13 +144,11 @@ impl Cluster {
         output.status.success().then(|| String::from_utf8(output.stdout).unwrap())
     }
 
-    /// `kgctl showconf node N --as-peer -o yaml --allowed-ips SERVICES | kubectl apply --server-side -f -`
-    async fn introduce_to(&self, other: &Self) {
-        let (node, services) = (format!("n{}", self.number), services(self.number));
-        let yaml = self
-            .kgctl(&["showconf", "node", &node, "--as-peer", "-o", "yaml", "--allowed-ips", &services])
-            .unwrap();
-        apply(&other.client, &serde_yaml_ng::from_str(&yaml).unwrap(), false).await.unwrap();
+    /// The Peer objects: resource version and object by name.
+    async fn peers(&self) -> BTreeMap<String, (String, Peer)> {
+        let list = Api::<Peer>::all(self.client.clone()).list(&ListParams::default()).await.unwrap();
+        let version = |peer: &Peer| peer.resource_version().unwrap();
+        list.into_iter().map(|peer| (peer.name_any(), (version(&peer), peer))).collect()
     }
 
     /// Applies the object; what the API server made of it.
@@ -178,28 +185,156 @@ impl Cluster {
     }
 }
 
-#[test]
-fn pods_and_mirrored_services_of_two_clusters_are_reached_both_ways() {
-    isolated("pods_and_mirrored_services_of_two_clusters_are_reached_both_ways", || async {
-        sh("mkdir -p /run/wireguard /run/netns; ip link set lo up; ip link add br0 type bridge
-            ip addr add 192.0.2.254/24 dev br0; ip link set br0 up; sysctl -qw net.ipv4.conf.br0.route_localnet=1
-            nft 'add table ip api; add chain ip api pre { type nat hook prerouting priority -100; }'");
-        let Some(one) = Cluster::start(1).await else { return };
-        let Some(two) = Cluster::start(2).await else { return };
-        assert!(!succeeds(&format!("ip netns exec p1 ping -c 1 -W 1 {}", pod(2))), "not connected yet");
-        one.introduce_to(&two).await;
-        two.introduce_to(&one).await;
-        for (here, there) in [(&one, &two), (&two, &one)] {
-            let (n, far) = (here.number, there.number);
-            let ping = format!("ip netns exec p{n} ping -c 1 -W 1 {}", pod(far));
-            until("the other cluster's pod answers", || succeeds(&ping));
-            let answer = format!("cluster {far} saw {}", pod(n));
-            assert_eq!(here.asks(&pod(far), 8080), answer, "pod to pod, not masqueraded");
-            let cluster_ip = there.service("important-service", &pod(far), 8080).await;
-            assert_eq!(here.asks(&cluster_ip, 80), answer, "the other cluster's ClusterIP");
-            let mirror = here.service("mirrored-service", &cluster_ip, 80).await;
-            assert!(mirror.starts_with(&format!("10.9{n}.")), "{mirror} is of the own range");
-            assert_eq!(here.asks(&mirror, 80), answer, "the own ClusterIP of the other cluster's service");
-        }
+/// `kgctl peer-cluster` for both: whether it succeeded, and what it said.
+fn peer_cluster(one: &Cluster, two: &Cluster, more: &[&str]) -> (bool, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_kgctl"))
+        .args(["peer-cluster", "--name", "one", "--remote-name", "two", "--kubeconfig"])
+        .arg(one.kubeconfig())
+        .arg("--remote-kubeconfig")
+        .arg(two.kubeconfig())
+        .args(["--service-cidr", &services(1), "--remote-service-cidr", &services(2)])
+        .args(more)
+        .output()
+        .unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    (output.status.success(), String::from_utf8(said).unwrap())
+}
+
+/// A node with all an agent would have published.
+fn silent_node(name: &str, key: u8, pod_cidr: &str) -> core::Node {
+    let annotations = json!({
+        "kilo.squat.ai/endpoint": "192.0.2.77:51820", "kilo.squat.ai/internal-ip": "10.77.0.1/24",
+        "kilo.squat.ai/key": PublicKey([key; 32]).to_string(), "kilo.squat.ai/location": "elsewhere",
+        "kilo.squat.ai/last-seen": Timestamp::now().0.to_string(),
     });
+    let node = json!({
+        "apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "annotations": annotations},
+        "spec": {"podCIDR": pod_cidr},
+    });
+    serde_json::from_value(node).unwrap()
+}
+
+/// Nothing is written before it is asked for; then what the pipes of `showconf` would write.
+async fn joins(one: &Cluster, two: &Cluster) {
+    let (success, yaml) = peer_cluster(one, two, &["--dry-run"]);
+    assert!(success && one.peers().await.is_empty() && two.peers().await.is_empty(), "{yaml}");
+    let shown: Vec<Peer> = serde_yaml_ng::Deserializer::from_str(&yaml)
+        .map(|document| Peer::deserialize(document).unwrap())
+        .collect();
+    for (peer, of) in shown.iter().zip([two, one]) {
+        let n = of.number;
+        let showconf = ["showconf", "node", &format!("n{n}"), "--as-peer", "-o", "yaml", "--allowed-ips"];
+        let piped = of.kgctl(&[&showconf[..], &[&services(n)]].concat()).unwrap();
+        assert_eq!(peer.spec, serde_yaml_ng::from_str::<Peer>(&piped).unwrap().spec);
+    }
+    let (success, said) = peer_cluster(one, two, &[]);
+    assert!(success, "{said}");
+    assert_eq!(said, "one: peer.kilo.squat.ai/two-n2 created\ntwo: peer.kilo.squat.ai/one-n1 created\n");
+    for (peer, cluster, owner) in [(&shown[0], one, "two"), (&shown[1], two, "one")] {
+        let peers = cluster.peers().await;
+        let (_, written) = &peers[&peer.name_any()];
+        assert_eq!((&written.spec, &written.labels()["kilo.squat.ai/cluster"][..]), (&peer.spec, owner));
+    }
+}
+
+/// A second run writes nothing; nodes that came and went are followed; a
+/// stranger's Peer stays.
+async fn follows(one: &Cluster, two: &Cluster) {
+    let laptop = Peer::new(
+        "laptop",
+        PeerSpec {
+            allowed_ips: vec!["10.66.0.1/32".to_owned()],
+            endpoint: None,
+            persistent_keepalive: None,
+            preshared_key: None,
+            public_key: PublicKey([66; 32]).to_string(),
+        },
+    );
+    let peers: Api<Peer> = Api::all(two.client.clone());
+    peers.create(&PostParams::default(), &laptop).await.unwrap();
+    // Agents write a status, once: wait until it is there.
+    until_peers_rest(two).await;
+    let before = two.peers().await;
+    let (success, said) = peer_cluster(one, two, &[]);
+    assert!(success && said.contains("nothing to do: all 2 peers"), "{said}");
+    let versions = |peers: &BTreeMap<String, (String, Peer)>| {
+        peers.iter().map(|(name, (version, _))| (name.clone(), version.clone())).collect::<Vec<_>>()
+    };
+    assert_eq!(versions(&before), versions(&two.peers().await), "nothing was written");
+    let nodes: Api<core::Node> = Api::all(one.client.clone());
+    nodes.create(&PostParams::default(), &silent_node("joined", 77, "10.77.1.0/24")).await.unwrap();
+    let (success, said) = peer_cluster(one, two, &[]);
+    assert!(success && said == "two: peer.kilo.squat.ai/one-joined created\n", "{said}");
+    nodes.delete("joined", &DeleteParams::default()).await.unwrap();
+    let (success, said) = peer_cluster(one, two, &[]);
+    assert!(success && said == "two: peer.kilo.squat.ai/one-joined deleted\n", "{said}");
+    assert_eq!(two.peers().await.into_keys().collect::<Vec<_>>(), ["laptop", "one-n1"]);
+}
+
+async fn until_peers_rest(cluster: &Cluster) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while cluster.peers().await.values().any(|(_, peer)| peer.status.is_none()) {
+        assert!(Instant::now() < deadline, "every Peer has a status");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// Overlapping ranges and keys in two places: refused with both objects named, nothing written.
+async fn refuses(one: &Cluster, two: &Cluster) {
+    let before = (one.peers().await, two.peers().await);
+    let nodes: Api<core::Node> = Api::all(two.client.clone());
+    let (success, said) = peer_cluster(one, two, &["--remote-service-cidr", "10.91.128.0/17"]);
+    assert!(!success, "{said}");
+    let overlap = "10.91.0.0/16 (a service range of cluster one) overlaps 10.91.128.0/17 (a service range of cluster two)";
+    assert!(said.contains(overlap), "{said}");
+    nodes.create(&PostParams::default(), &silent_node("twin", 77, "10.41.0.0/25")).await.unwrap();
+    let (success, said) = peer_cluster(one, two, &[]);
+    let overlap = "10.41.0.0/24 (the pod CIDR of node n1 of cluster one) overlaps 10.41.0.0/25 (the pod CIDR of node twin of cluster two)";
+    assert!(!success && said.contains(overlap), "{said}");
+    nodes.delete("twin", &DeleteParams::default()).await.unwrap();
+    let (success, said) = peer_cluster(one, one, &[]);
+    assert!(
+        !success
+            && said.contains("node n1 of cluster one and node n1 of cluster two have the same public key"),
+        "{said}"
+    );
+    assert_eq!(before, (one.peers().await, two.peers().await));
+}
+
+#[test]
+fn one_command_joins_two_clusters_and_pods_and_mirrored_services_are_reached_both_ways() {
+    isolated(
+        "one_command_joins_two_clusters_and_pods_and_mirrored_services_are_reached_both_ways",
+        two_clusters,
+    );
+}
+
+async fn two_clusters() {
+    sh("mkdir -p /run/wireguard /run/netns; ip link set lo up; ip link add br0 type bridge
+        ip addr add 192.0.2.254/24 dev br0; ip link set br0 up; sysctl -qw net.ipv4.conf.br0.route_localnet=1
+        nft 'add table ip api; add chain ip api pre { type nat hook prerouting priority -100; }'");
+    let Some(one) = Cluster::start(1).await else { return };
+    let Some(two) = Cluster::start(2).await else { return };
+    assert!(!succeeds(&format!("ip netns exec p1 ping -c 1 -W 1 {}", pod(2))), "not connected yet");
+    joins(&one, &two).await;
+    for (here, there) in [(&one, &two), (&two, &one)] {
+        let (n, far) = (here.number, there.number);
+        let ping = format!("ip netns exec p{n} ping -c 1 -W 1 {}", pod(far));
+        until("the other cluster's pod answers", || succeeds(&ping));
+        let answer = format!("cluster {far} saw {}", pod(n));
+        assert_eq!(here.asks(&pod(far), 8080), answer, "pod to pod, not masqueraded");
+        let cluster_ip = there.service("important-service", &pod(far), 8080).await;
+        assert_eq!(here.asks(&cluster_ip, 80), answer, "the other cluster's ClusterIP");
+        let mirror = here.service("mirrored-service", &cluster_ip, 80).await;
+        assert!(mirror.starts_with(&format!("10.9{n}.")), "{mirror} is of the own range");
+        assert_eq!(here.asks(&mirror, 80), answer, "the own ClusterIP of the other cluster's service");
+    }
+    follows(&one, &two).await;
+    refuses(&one, &two).await;
+    let (success, said) = peer_cluster(&one, &two, &["--remove"]);
+    assert!(success && said.matches(" deleted\n").count() == 2, "{said}");
+    assert_eq!(two.peers().await.into_keys().collect::<Vec<_>>(), ["laptop"]);
+    let ping = format!("ip netns exec p1 ping -c 1 -W 1 {}", pod(2));
+    until("the other cluster's pod is gone", || !succeeds(&ping));
+    assert!(peer_cluster(&one, &two, &["--remove"]).1.contains("nothing to do"));
 }

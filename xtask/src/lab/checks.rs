@@ -12,9 +12,9 @@ use anyhow::{Context as _, Result, bail, ensure};
 use nix::sys::signal::Signal;
 
 use super::{
-    Lab, agents,
+    Lab, LabArgs, agents,
     counters::{self, action, drops},
-    matrix, path_mtu,
+    forward_policy, matrix, offloads, path_mtu, pod_tunnels, printer, segments, services, vpn,
 };
 use crate::report::TestOutcome;
 
@@ -23,9 +23,16 @@ pub type Check = (&'static str, fn(&mut Lab) -> Result<String>);
 
 pub const CHECKS: &[Check] = &[
     ("non-leaders steer and never encrypt; leaders encrypt, forward and carry transit", ways),
+    ("datagrams that pods hand over many at once arrive whole", segments::run),
+    (
+        "tunnels of pods' own carry known bytes, by the device where no outer header can be written",
+        pod_tunnels::run,
+    ),
     ("no pod packet is seen in clear between the locations", nothing_in_clear),
     ("no mesh packet was dropped on the way", no_drops),
     ("pod traffic to the outside is masqueraded", masquerade),
+    ("offloads on or off, pods receive the bytes that were sent", offloads::run),
+    ("service addresses lead to pods of every node, with rp_filter=1 and INVALID dropped", services::run),
     ("senders learn the path MTU whatever link is small, and TCP goes on", path_mtu::run),
     ("bpftool shows named programs and readable map fields", bpftool),
     ("a reconcile with nothing new writes nothing", quiet),
@@ -33,14 +40,26 @@ pub const CHECKS: &[Check] = &[
     ("killing kg with SIGKILL loses no packet and a restarted one adopts", kill_agents),
     ("restarting kg cleanly loses no packet", restart_agents),
     ("a second agent on a node refuses to start", second_agent),
+    ("a VPN peer to which NAT gives another address and port in mid-flow loses no connection", vpn::roams),
+    ("a VPN peer needs the pre-shared key of its Peer object", vpn::preshared_key),
+    ("a VPN peer is the gateway to a network behind it, and to a service there", vpn::gateway),
+    ("a VPN peer reaches services through a node, and the outside with that node's address", vpn::internet),
+    ("a printer of one location is reached from everywhere while allowed-location-ips say so", printer::run),
+    ("pods pass a FORWARD policy DROP with --iptables-forward-rules, and not without", forward_policy::run),
     ("after `kg uninstall` nothing of ours is left", uninstall),
 ];
 
 /// They say enough about another way to carry packets.
-pub const BRIEF: &[Check] = CHECKS.split_at(3).0;
+pub const BRIEF: &[Check] = CHECKS.split_at(5).0;
 
-/// Runs every check; the lab is taken down by the caller.
-pub fn run(mut lab: Lab, started: Instant, prefix: &str, checks: &[Check]) -> Vec<TestOutcome> {
+/// Runs every check of these; the lab is taken down by the caller.
+pub fn run(
+    mut lab: Lab,
+    started: Instant,
+    prefix: &str,
+    args: &LabArgs,
+    checks: &[Check],
+) -> Vec<TestOutcome> {
     let mut outcomes = vec![outcome(prefix, "the mesh comes up", started, &Ok(String::new()))];
     let began = Instant::now();
     match matrix::run(&lab.network) {
@@ -50,7 +69,8 @@ pub fn run(mut lab: Lab, started: Instant, prefix: &str, checks: &[Check]) -> Ve
         }
         Err(error) => outcomes.push(outcome(prefix, "the matrix runs", began, &Err(error))),
     }
-    for (name, check) in checks {
+    let wanted = |name: &str| args.only.as_ref().is_none_or(|words| name.contains(words));
+    for (name, check) in checks.iter().filter(|(name, _)| wanted(name)) {
         let began = Instant::now();
         let result = check(&mut lab);
         outcomes.push(outcome(prefix, name, began, &result));
@@ -182,13 +202,13 @@ fn bpftool(lab: &mut Lab) -> Result<String> {
                 node.name()
             );
         }
-        let dump = node.space.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v2/prefix_v4")?;
+        let dump = node.space.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v3/prefix_v4")?;
         ensure!(
             dump.contains("\"hop\"") && dump.contains("\"flags\""),
             "{}: no field names:\n{dump}",
             node.name()
         );
-        let dump = node.space.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v2/hop | head -40")?;
+        let dump = node.space.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v3/hop | head -40")?;
         ensure!(
             dump.contains("\"kind\"") && dump.contains("\"tunnel\""),
             "{}: no field names:\n{dump}",

@@ -1,17 +1,25 @@
 //! `cargo xtask lab`: a mesh on this machine, with a real agent a node.
 
 mod agents;
+mod bulk;
 mod checks;
 mod cni;
 mod counters;
 mod flannel;
+mod forward_policy;
 mod matrix;
 mod network;
+mod offloads;
 mod path_mtu;
 mod plugins;
+mod pod_tunnels;
+mod printer;
 mod probe;
 mod scenario;
+mod segments;
+mod services;
 mod space;
+mod vpn;
 
 use std::{
     fs,
@@ -41,6 +49,7 @@ pub const PACKAGES: &[&str] = &[
     "containernetworking-plugins",
     "graphviz",
     "iptables",
+    "ethtool",
 ];
 
 /// Set on Ctrl-C and SIGTERM: nothing more is to be made.
@@ -67,6 +76,9 @@ pub struct LabArgs {
     /// Only the matrix, and what the way packets take says.
     #[arg(long, global = true)]
     brief: bool,
+    /// Only checks with this in their name, besides the matrix.
+    #[arg(long, value_name = "WORDS", global = true)]
+    only: Option<String>,
     /// Directory of the kg and kgctl binaries (default: where this program is).
     #[arg(long, global = true)]
     bin: Option<PathBuf>,
@@ -137,7 +149,7 @@ impl Mode {
         let mut args = LabArgs { underlay: self.underlay, brief: true, ..args.clone() };
         args.kg_flags.push(self.flag.to_owned());
         match Lab::up(&args, None) {
-            Ok(lab) => checks::run(lab, started, &prefix, checks::BRIEF),
+            Ok(lab) => checks::run(lab, started, &prefix, &args, checks::BRIEF),
             Err(error) => vec![checks::outcome(&prefix, "the mesh comes up", started, &Err(error))],
         }
     }
@@ -204,7 +216,7 @@ pub fn main(args: LabArgs) -> Result<()> {
         Some(LabCommand::Test { ref json, ref prefix, ref modes }) => {
             let _guard = take_over(&args.name)?;
             let checks = if args.brief { checks::BRIEF } else { checks::CHECKS };
-            let mut outcomes = checks::run(Lab::up(&args, None)?, Instant::now(), prefix, checks);
+            let mut outcomes = checks::run(Lab::up(&args, None)?, Instant::now(), prefix, &args, checks);
             let wanted = |mode: &&Mode| modes.as_ref().is_some_and(|name| mode.name.contains(name));
             for mode in MODES.iter().filter(wanted) {
                 down(&args.name)?;
@@ -287,7 +299,7 @@ fn show(args: &LabArgs) -> Result<()> {
         "lab exec a2 -- ip route",
         "lab exec a1 -- wg",
         "lab exec a2 -- bpftool prog",
-        "lab exec a2 -- bpftool map dump pinned /sys/fs/bpf/kilo/v2/prefix_v4",
+        "lab exec a2 -- bpftool map dump pinned /sys/fs/bpf/kilo/v3/prefix_v4",
         "lab exec pod-a2 -- ping -c 3 10.42.5.2",
         "lab down",
     ] {

@@ -11,6 +11,7 @@
 //!   a3 10.1.1.13 ──── lan-c ──┘ (site-a, too)
 //!   a1 192.0.2.11 ─────────── wan 192.0.2.0/24 ───── b1 192.0.2.21
 //!   outside 198.51.100.2 ──── beyond NAT     laptop 172.16.9.2 behind NAT
+//!   printer 10.1.0.200 on a1's LAN           office 10.77.0.2 behind the laptop
 //! ```
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -91,10 +92,14 @@ impl Node {
         self.pod_address(2)
     }
 
+    /// IPv6 address the node's pod has where pods have both families.
+    pub fn pod_ip6(&self) -> Ipv6Addr {
+        Ipv6Addr::new(0xfd42, 0, self.pod_prefix[2].into(), 0, 0, 0, 0, 2)
+    }
+
     /// Addresses of the node's pod, IPv4 first.
     pub fn pod_ips(&self) -> Vec<IpAddr> {
-        let v6 = Ipv6Addr::new(0xfd42, 0, self.pod_prefix[2].into(), 0, 0, 0, 0, 2);
-        let v6 = self.dual_stack.then_some(IpAddr::V6(v6));
+        let v6 = self.dual_stack.then(|| self.pod_ip6().into());
         std::iter::once(self.pod_ip().into()).chain(v6).collect()
     }
 
@@ -125,6 +130,10 @@ pub const ROUTER_OUTSIDE6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0x51, 0, 0, 0
 pub const LAPTOP: Ipv4Addr = Ipv4Addr::new(10, 5, 0, 1);
 /// Its other VPN address.
 pub const LAPTOP6: Ipv6Addr = Ipv6Addr::new(0xfd05, 0, 0, 0, 0, 0, 0, 1);
+/// Address of the printer.
+pub const PRINTER: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 200);
+/// Address of the machine behind the laptop.
+pub const OFFICE: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 2);
 /// IPv6 address of the outside host.
 pub const OUTSIDE6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0x51, 0, 0, 0, 0, 2);
 
@@ -139,6 +148,10 @@ pub struct Network {
     pub outside: Space,
     /// A VPN peer behind NAT.
     pub laptop: Space,
+    /// A machine on the LAN of a1 that knows nothing of the mesh, and no gateway.
+    pub printer: Space,
+    /// A machine behind the laptop.
+    pub office: Space,
     /// The nodes, sorted by name.
     pub nodes: Vec<Node>,
     /// Another CNI has the pods' network, and masquerades what leaves it.
@@ -148,7 +161,13 @@ pub struct Network {
 impl Network {
     /// Every namespace, the router first.
     pub fn spaces(&self) -> Vec<Space> {
-        let mut spaces = vec![self.router.clone(), self.outside.clone(), self.laptop.clone()];
+        let mut spaces = vec![
+            self.router.clone(),
+            self.outside.clone(),
+            self.laptop.clone(),
+            self.printer.clone(),
+            self.office.clone(),
+        ];
         for node in &self.nodes {
             spaces.push(node.pod.clone());
             spaces.push(node.space.clone());
@@ -204,6 +223,8 @@ impl Network {
             router: space("router"),
             outside: space("outside"),
             laptop: space("laptop"),
+            printer: space("printer"),
+            office: space("office"),
             nodes,
             foreign_cni: false,
         }
@@ -241,7 +262,19 @@ impl Network {
         ))?;
         self.laptop.ip("address add 172.16.9.2/24 dev eth0\nroute add default via 172.16.9.1\n\
              address add 2001:db8:9::2/64 dev eth0 nodad\nroute add default via 2001:db8:9::1\n")?;
+        self.attach(&self.printer, "eth0", "printer", Some("lan-a"))?;
+        self.printer.ip(&format!("address add {PRINTER}/24 dev eth0\n"))?;
+        self.laptop.ip(&format!(
+            "link add office type veth peer name eth0 netns {}\nlink set office up\n\
+             address add 10.77.0.1/24 dev office\n",
+            self.office.netns
+        ))?;
+        self.office.ip(&format!(
+            "link set eth0 up\naddress add {OFFICE}/24 dev eth0\nroute add default via 10.77.0.1\n"
+        ))?;
         self.router.sh(ROUTER_RULES)?;
+        self.laptop.hold(&logs.join("laptop-namespaces.log"))?;
+        self.laptop.sh("echo 1 > /proc/sys/net/ipv4/ip_forward")?;
         for node in &mut self.nodes {
             node.space.hold(&logs.join(format!("{}-namespaces.log", node.space.name)))?;
         }

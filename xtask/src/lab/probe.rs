@@ -15,7 +15,7 @@ use socket2::{Domain, Protocol as SocketProtocol, Socket, Type};
 use super::space::Space;
 
 /// Port both servers listen on.
-const PORT: u16 = 7007;
+pub const PORT: u16 = 7007;
 /// Payload of a TCP probe in bytes: several segments.
 const TCP_PAYLOAD: usize = 8_000;
 /// Payload of a UDP or ICMP probe in bytes.
@@ -78,7 +78,7 @@ fn echo_tcp(mut stream: TcpStream) -> Option<()> {
     let peer = stream.peer_addr().ok()?;
     stream.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
     stream.write_all(format!("{}\n", peer.ip()).as_bytes()).ok()?;
-    let mut buffer = [0; 4096];
+    let mut buffer = vec![0; 65536];
     loop {
         match stream.read(&mut buffer).ok()? {
             0 => return Some(()),
@@ -97,11 +97,41 @@ pub fn probe(protocol: Protocol, target: IpAddr, timeout: Duration) -> Result<Op
     }
 }
 
+/// Sends one TCP probe from a namespace; answers the address the server saw.
+pub fn from(space: &Space, target: impl Into<IpAddr>, timeout: Duration) -> Result<IpAddr> {
+    let target = target.into();
+    let seen = space.spawn(move || probe(Protocol::Tcp, target, timeout)).join();
+    let seen = seen.map_err(|_| anyhow::anyhow!("probe thread"))???;
+    seen.context("TCP tells the source")
+}
+
+/// Asks again and again until the server sees this address.
+pub fn until_seen_as(
+    space: &Space,
+    target: impl Into<IpAddr>,
+    source: impl Into<IpAddr>,
+    limit: Duration,
+) -> Result<()> {
+    let (target, source, deadline) = (target.into(), source.into(), Instant::now() + limit);
+    loop {
+        let seen = from(space, target, Duration::from_secs(2));
+        if seen.as_ref().is_ok_and(|seen| *seen == source) {
+            return Ok(());
+        }
+        if Instant::now() > deadline {
+            let seen = seen.map_or_else(|error| format!("{error:#}"), |seen| format!("seen as {seen}"));
+            bail!("{} -> {target}, which is to see {source}: {seen}", space.name);
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
 fn pattern(length: usize) -> Vec<u8> {
     (0..length).map(|i| (i % 251) as u8).collect()
 }
 
-fn split_answer(answer: &[u8]) -> Result<(IpAddr, &[u8])> {
+/// The address the server saw, and what it sent back.
+pub fn split_answer(answer: &[u8]) -> Result<(IpAddr, &[u8])> {
     let end = answer.iter().position(|&byte| byte == b'\n').context("no address in the answer")?;
     Ok((std::str::from_utf8(&answer[..end])?.parse()?, &answer[end + 1..]))
 }

@@ -55,7 +55,7 @@ impl Scenario {
         let mut args = args.clone();
         args.kg_flags.splice(0..0, self.flags().iter().map(|&flag| flag.to_owned()));
         match Lab::up(&args, Some(self)) {
-            Ok(lab) => checks::run(lab, started, &prefix, self.checks()),
+            Ok(lab) => checks::run(lab, started, &prefix, &args, self.checks()),
             Err(error) => vec![checks::outcome(&prefix, "the mesh comes up", started, &Err(error))],
         }
     }

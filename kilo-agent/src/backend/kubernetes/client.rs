@@ -45,11 +45,34 @@ pub async fn client(kubeconfig: Option<&Path>, master: Option<&str>) -> Result<C
     Client::try_from(config).map_err(|error| BackendError::Config(format!("{origin}{}", chain(&error))))
 }
 
-async fn from_file(path: &Path) -> Result<Config, BackendError> {
+/// Name of the cluster a configuration leads to: `--kubeconfig`, else the
+/// user's own. In a pod there is none.
+///
+/// # Errors
+/// Names the file and what is wrong with it.
+pub fn cluster_name(kubeconfig: Option<&Path>) -> Result<String, BackendError> {
+    let file = match kubeconfig {
+        Some(path) => read(path)?,
+        None => Kubeconfig::read().map_err(|error| no_way(&error))?,
+    };
+    let current = file.current_context.as_deref().unwrap_or_default();
+    let named = file.contexts.iter().find(|context| context.name == current);
+    let context = named.and_then(|named| named.context.as_ref());
+    context
+        .map(|context| context.cluster.clone())
+        .ok_or_else(|| BackendError::Config(format!("current-context {current:?} does not exist")))
+}
+
+fn read(path: &Path) -> Result<Kubeconfig, BackendError> {
     let failed = |reason: String| BackendError::Config(format!("--kubeconfig {}: {reason}", path.display()));
     // Read here: the library's error names the path but loses the reason.
     let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
-    let mut file = Kubeconfig::from_yaml(&text).map_err(|error| failed(chain(&error)))?;
+    Kubeconfig::from_yaml(&text).map_err(|error| failed(chain(&error)))
+}
+
+async fn from_file(path: &Path) -> Result<Config, BackendError> {
+    let failed = |reason: String| BackendError::Config(format!("--kubeconfig {}: {reason}", path.display()));
+    let mut file = read(path)?;
     anchor_paths(&mut file, path.parent().unwrap_or(Path::new(".")));
     check_references(&file).map_err(failed)?;
     let config = Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())

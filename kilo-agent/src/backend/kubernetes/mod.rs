@@ -28,7 +28,7 @@ use tokio::{
 };
 use tokio_util::task::AbortOnDropHandle;
 
-pub use client::client;
+pub use client::{client, cluster_name};
 pub use patient::PatientBackend;
 
 use self::{

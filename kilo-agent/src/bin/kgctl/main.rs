@@ -3,6 +3,7 @@
 mod connect;
 mod graph;
 mod monitor;
+mod peer_cluster;
 mod showconf;
 mod source;
 mod status;
@@ -16,8 +17,8 @@ use clap::{CommandFactory as _, Parser, Subcommand};
 use kilo_agent::wireguard::userspace;
 
 use crate::{
-    connect::ConnectArgs, monitor::MonitorArgs, showconf::Showconf, source::Flags, status::StatusArgs,
-    trace::TraceArgs,
+    connect::ConnectArgs, monitor::MonitorArgs, peer_cluster::PeerClusterArgs, showconf::Showconf,
+    source::Flags, status::StatusArgs, trace::TraceArgs,
 };
 
 /// Shows configurations of the mesh and draws it.
@@ -36,6 +37,8 @@ enum Command {
     Graph,
     /// Show packets this node drops, as it happens, and why.
     Monitor(MonitorArgs),
+    /// Join the meshes of two clusters: nodes of each become peers of the other.
+    PeerCluster(PeerClusterArgs),
     /// Show the WireGuard configuration of a node or peer.
     Showconf {
         #[command(subcommand)]
@@ -92,6 +95,7 @@ async fn run(cli: Cli) -> Result<String> {
             Ok(graph::run(&source::mesh(&snapshot, flags)?))
         }
         Command::Monitor(args) => monitor::run(args).await.map(|()| String::new()),
+        Command::PeerCluster(args) => peer_cluster::run(args, flags).await,
         Command::Showconf { of } => {
             let snapshot = source::snapshot(flags).await?;
             source::warn(&snapshot);

@@ -1,0 +1,227 @@
+//! `kgctl peer-cluster`: makes the nodes of two clusters one another's peers.
+
+use std::{
+    fmt::Write as _,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, Result, bail};
+use clap::Args;
+use kilo_agent::{
+    backend::{
+        Backend as _,
+        kubernetes::{self, KubernetesBackend},
+        node::is_dns_name,
+        peer,
+    },
+    cli::{BackendKind, PrefixList},
+    peering::{self, Changes, Cluster, Present},
+    status::Timestamp,
+};
+use kube::{
+    Api, Client,
+    api::{ApiResource, DeleteParams, DynamicObject, ListParams, Patch, PatchParams, Preconditions},
+};
+
+use crate::source::{self, Flags};
+
+/// Owner of the fields written here, for server-side apply.
+const MANAGER: &str = "kgctl-peer-cluster";
+/// More conflicts than these are only counted.
+const SHOWN: usize = 10;
+
+#[derive(Args, Debug)]
+pub struct PeerClusterArgs {
+    /// Kubernetes configuration of the other cluster; --kubeconfig is that of this one.
+    #[arg(long, value_name = "FILE")]
+    remote_kubeconfig: PathBuf,
+    /// What the other cluster calls this one; default: the cluster's name in the kubeconfig.
+    #[arg(long)]
+    name: Option<String>,
+    /// What this cluster calls the other one; default: the cluster's name in its kubeconfig.
+    #[arg(long, value_name = "NAME")]
+    remote_name: Option<String>,
+    /// Services of this cluster, to be reached from the other one (repeatable).
+    #[arg(long = "service-cidr", value_name = "CIDR")]
+    service_cidrs: Vec<PrefixList>,
+    /// Services of the other cluster, to be reached from this one (repeatable).
+    #[arg(long = "remote-service-cidr", value_name = "CIDR")]
+    remote_service_cidrs: Vec<PrefixList>,
+    /// Show what would be written, as YAML, and write nothing.
+    #[arg(long)]
+    dry_run: bool,
+    /// Take the two apart again: delete what this command made for them in both.
+    #[arg(long)]
+    remove: bool,
+}
+
+/// One of the two clusters, and how to write there.
+struct Side {
+    name: String,
+    client: Client,
+    peers: Api<DynamicObject>,
+    /// Peer objects as they are: with their unique ids.
+    objects: Vec<DynamicObject>,
+}
+
+impl Side {
+    async fn new(name: Option<&str>, kubeconfig: Option<&Path>, flag: &str) -> Result<Self> {
+        let name = match name {
+            Some(name) => name.to_owned(),
+            None => kubernetes::cluster_name(kubeconfig)?,
+        };
+        // Part of object names and value of a label.
+        if !is_dns_name(&name) || name.len() > 63 {
+            bail!(
+                "{name:?} cannot be the name of a cluster; give another with {flag}: lower case letters, digits, \
+                 '-' and '.', 63 at most"
+            );
+        }
+        let client = kubernetes::client(kubeconfig, None).await.with_context(|| format!("cluster {name}"))?;
+        let peers = Api::all_with(client.clone(), &ApiResource::erase::<peer::Peer>(&()));
+        Ok(Self { name, client, peers, objects: Vec::new() })
+    }
+
+    async fn list(&mut self) -> Result<()> {
+        let list = self.peers.list(&ListParams::default()).await;
+        self.objects = list.with_context(|| format!("list the peers of cluster {}", self.name))?.items;
+        Ok(())
+    }
+
+    fn present(&self) -> Vec<Present> {
+        self.objects.iter().map(Present::new).collect()
+    }
+
+    /// Nodes, mesh and peers.
+    async fn cluster(&mut self, services: &[PrefixList], flags: &Flags) -> Result<Cluster> {
+        let context = || format!("cluster {}", self.name);
+        let backend = KubernetesBackend::start(self.client.clone(), None, &flags.topology_label).await;
+        let snapshot = backend.with_context(context)?.watch().borrow().clone();
+        for (object, problem) in &snapshot.problems {
+            eprintln!("kgctl: cluster {}: {object}: {problem}", self.name);
+        }
+        let granularity = source::granularity(&snapshot, flags)?;
+        self.list().await?;
+        let services = PrefixList::join(services);
+        Ok(Cluster::new(&self.name, &snapshot, granularity, services, self.present(), Timestamp::now().0)?)
+    }
+
+    /// Writes; one line a write. New peers come before old ones go: traffic has a way at any time.
+    async fn write(&self, changes: &Changes, other: &str) -> Result<String> {
+        let mut said = String::new();
+        let all = changes.create.iter().map(|peer| (peer, "created"));
+        for (wanted, done) in all.chain(changes.update.iter().map(|peer| (peer, "configured"))) {
+            let patch = Patch::Apply(peering::object(wanted, other));
+            let parameters = PatchParams::apply(MANAGER).force();
+            let written = self.peers.patch(&wanted.name, &parameters, &patch).await;
+            written.with_context(|| format!("write Peer {} in cluster {}", wanted.name, self.name))?;
+            let _ = writeln!(said, "{}: peer.kilo.squat.ai/{} {done}", self.name, wanted.name);
+        }
+        for name in &changes.delete {
+            self.delete(name).await?;
+            let _ = writeln!(said, "{}: peer.kilo.squat.ai/{name} deleted", self.name);
+        }
+        Ok(said)
+    }
+
+    async fn delete(&self, name: &str) -> Result<()> {
+        let object = self.objects.iter().find(|object| object.metadata.name.as_deref() == Some(name));
+        // Not one that somebody has made anew meanwhile.
+        let preconditions = object.map(|object| Preconditions {
+            uid: object.metadata.uid.clone(),
+            resource_version: object.metadata.resource_version.clone(),
+        });
+        let parameters = DeleteParams { preconditions, ..DeleteParams::default() };
+        match self.peers.delete(name, &parameters).await {
+            Ok(_) => Ok(()),
+            Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
+            Err(error) => Err(error).with_context(|| format!("delete Peer {name} in cluster {}", self.name)),
+        }
+    }
+
+    /// What would be written, as documents that `kubectl apply` takes.
+    fn show(&self, changes: &Changes, other: &str) -> Result<String> {
+        let mut text = String::new();
+        let created = changes.create.iter().map(|peer| (peer, "create"));
+        for (wanted, what) in created.chain(changes.update.iter().map(|peer| (peer, "change"))) {
+            let yaml = serde_yaml_ng::to_string(&peering::object(wanted, other))?;
+            let _ = write!(text, "---\n# {what} in cluster {}\n{yaml}", self.name);
+        }
+        for name in &changes.delete {
+            let _ = write!(text, "---\n# delete from cluster {}: Peer {name}\n", self.name);
+        }
+        Ok(text)
+    }
+}
+
+/// Joins the two clusters, or takes them apart; answers what was done.
+pub async fn run(args: &PeerClusterArgs, flags: &Flags) -> Result<String> {
+    if flags.backend != BackendKind::Kubernetes {
+        bail!("peer-cluster writes to API servers: it knows --backend=kubernetes only");
+    }
+    let mut here = Side::new(args.name.as_deref(), flags.kubeconfig.as_deref(), "--name").await?;
+    let mut there =
+        Side::new(args.remote_name.as_deref(), Some(&args.remote_kubeconfig), "--remote-name").await?;
+    if here.name == there.name {
+        bail!("both clusters are called {:?}; tell them apart with --name and --remote-name", here.name);
+    }
+    let (for_here, for_there) = if args.remove {
+        here.list().await?;
+        there.list().await?;
+        (removed(&here, &there.name), removed(&there, &here.name))
+    } else {
+        let near = here.cluster(&args.service_cidrs, flags).await?;
+        let far = there.cluster(&args.remote_service_cidrs, flags).await?;
+        refuse(&peering::conflicts(&near, &far))?;
+        (
+            Changes::between(peering::wanted(&far, &near), &near, &far.name),
+            Changes::between(peering::wanted(&near, &far), &far, &near.name),
+        )
+    };
+    if for_here.writes() + for_there.writes() == 0 {
+        let peers = for_here.unchanged + for_there.unchanged;
+        let said = match args.remove {
+            true => format!(
+                "nothing to do: {} and {} have no peers made for one another\n",
+                here.name, there.name
+            ),
+            false => format!(
+                "nothing to do: all {peers} peers of {} and {} are as they should be\n",
+                here.name, there.name
+            ),
+        };
+        // YAML for kubectl must stay YAML.
+        return Ok(if args.dry_run { format!("# {said}") } else { said });
+    }
+    if args.dry_run {
+        return Ok(here.show(&for_here, &there.name)? + &there.show(&for_there, &here.name)?);
+    }
+    let done = here.write(&for_here, &there.name).await?;
+    match there.write(&for_there, &here.name).await {
+        Ok(more) => Ok(done + &more),
+        Err(error) => {
+            print!("{done}");
+            Err(error.context("half done; run the same again once this is mended"))
+        }
+    }
+}
+
+fn removed(side: &Side, other: &str) -> Changes {
+    let present = side.present();
+    let owned = present.into_iter().filter(|present| present.owner.as_deref() == Some(other));
+    Changes { delete: owned.map(|present| present.name).collect(), ..Changes::default() }
+}
+
+fn refuse(conflicts: &[String]) -> Result<()> {
+    if conflicts.is_empty() {
+        return Ok(());
+    }
+    let mut text = "the clusters cannot be joined; nothing was written:".to_owned();
+    for conflict in conflicts.iter().take(SHOWN) {
+        let _ = write!(text, "\n  {conflict}");
+    }
+    if conflicts.len() > SHOWN {
+        let _ = write!(text, "\n  and {} more", conflicts.len() - SHOWN);
+    }
+    bail!("{text}")
+}

@@ -1,0 +1,76 @@
+//! Hosts whose FORWARD chains drop what nobody accepted, as Docker leaves them.
+
+use std::{net::IpAddr, time::Duration};
+
+use anyhow::{Result, ensure};
+use nix::sys::signal::Signal;
+
+use super::{
+    Lab,
+    network::Network,
+    probe::{self, Protocol},
+};
+
+/// Between two pods that do not lead, then between two that do.
+const PATHS: [(&str, &str); 3] = [("a2", "b2"), ("a1", "b1"), ("a2", "a3")];
+
+/// Sets the policy, sees pods cut off, restarts the agents with the flag, sees
+/// all of them reached. The agents keep the flag: `kg uninstall` has to remove the rules.
+pub fn run(lab: &mut Lab) -> Result<String> {
+    policy(&lab.network, "DROP")?;
+    let result = with_and_without(lab);
+    policy(&lab.network, "ACCEPT")?;
+    let accepted = result?;
+    Ok(format!("({accepted} packets accepted by the rules)"))
+}
+
+fn with_and_without(lab: &mut Lab) -> Result<u64> {
+    let timeout = Duration::from_millis(700);
+    for path in reached(&lab.network, timeout)? {
+        ensure!(!path.1, "{} without --iptables-forward-rules: is the policy in force?", path.0);
+    }
+    lab.agents.add_flag("--iptables-forward-rules");
+    let nodes = lab.network.nodes.clone();
+    for node in &nodes {
+        lab.agents.stop(node.name(), Signal::SIGTERM)?;
+        lab.agents.start(node)?;
+    }
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+    for path in reached(&lab.network, Duration::from_secs(5))? {
+        ensure!(path.1, "{} with --iptables-forward-rules: nothing comes back", path.0);
+    }
+    let mut accepted = 0;
+    for node in &nodes {
+        for program in ["iptables", "ip6tables"] {
+            let text = node.space.sh(&format!("{program} -w 5 -nvxL KILO-FORWARD"))?;
+            let packets = text.lines().filter_map(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+            accepted += packets.sum::<u64>();
+        }
+    }
+    ensure!(accepted > 0, "the rules counted nothing");
+    Ok(accepted)
+}
+
+/// Each path with whether a TCP connection came about.
+fn reached(network: &Network, timeout: Duration) -> Result<Vec<(String, bool)>> {
+    let mut threads = Vec::new();
+    for (from, to) in PATHS {
+        let (from, to) = (network.node(from)?, network.node(to)?);
+        for target in [IpAddr::V4(to.pod_ip()), IpAddr::V6(to.pod_ip6())] {
+            let name = format!("{} to {target}", from.pod.name);
+            threads
+                .push((name, from.pod.spawn(move || probe::probe(Protocol::Tcp, target, timeout).is_ok())));
+        }
+    }
+    let join = |(name, thread): (String, std::thread::JoinHandle<Result<bool>>)| {
+        Ok((name, thread.join().map_err(|_| anyhow::anyhow!("probe thread"))??))
+    };
+    threads.into_iter().map(join).collect()
+}
+
+fn policy(network: &Network, policy: &str) -> Result<()> {
+    for node in &network.nodes {
+        node.space.sh(&format!("for p in iptables ip6tables; do $p -w 5 -P FORWARD {policy}; done"))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,81 @@
+//! Tunnels of pods' own. Their packets bear an outer header already, so the
+//! kernel refuses to write another in place: a device does it.
+
+use std::net::{IpAddr, Ipv4Addr};
+
+use anyhow::{Context as _, Result, ensure};
+
+use super::{Lab, bulk, counters::drops, counters::scrape, network::Node, probe};
+
+/// Bytes of a transfer, each way.
+const BYTES: usize = 512 * 1024;
+/// Addresses inside the tunnel.
+const ENDS: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 99, 0, 1), Ipv4Addr::new(10, 99, 0, 2)];
+
+/// Kinds of tunnels: name, and arguments of `ip link add`.
+const KINDS: [(&str, &str); 3] = [("vxlan", "vxlan id 7 dstport 4789"), ("gre", "gretap"), ("ipip", "ipip")];
+
+/// Joins pods of both locations, then two of one location, by each kind.
+pub fn run(lab: &mut Lab) -> Result<String> {
+    let mut figures = Vec::new();
+    for (name, arguments) in KINDS {
+        for to in ["b2", "a3"] {
+            let (from, to) = (lab.network.node("a2")?, lab.network.node(to)?);
+            if !join(from, to, arguments)? {
+                figures.push(format!("{name} not in this kernel"));
+                break;
+            }
+            let result = carry(lab, from, to);
+            for node in [from, to] {
+                node.pod.ip("link delete tunnel\n")?;
+            }
+            let (sent, answered) = result.with_context(|| format!("{name} to {}", to.pod.name))?;
+            figures.push(format!("{name} {sent}+{answered}"));
+        }
+    }
+    Ok(format!("({}; packets the devices sent)", figures.join(", ")))
+}
+
+/// False when the kernel has no such tunnels.
+fn join(from: &Node, to: &Node, arguments: &str) -> Result<bool> {
+    let ends = [(from, to, ENDS[0]), (to, from, ENDS[1])];
+    for (node, other, address) in ends {
+        let link =
+            format!("link add tunnel type {arguments} local {} remote {}\n", node.pod_ip(), other.pod_ip());
+        if node.pod.ip(&link).is_err() {
+            return Ok(false);
+        }
+        node.pod.ip(&format!("address add {address}/24 dev tunnel\nlink set tunnel mtu 1300 up\n"))?;
+    }
+    Ok(true)
+}
+
+/// Answers how many packets the fallback devices of both nodes sent.
+fn carry(lab: &Lab, from: &Node, to: &Node) -> Result<(u64, u64)> {
+    probe::serve(&to.pod, IpAddr::V4(ENDS[1]))?;
+    let nodes = [from, to];
+    let read = || nodes.iter().map(|node| by_device(node)).collect::<Result<Vec<_>>>();
+    let before = read()?;
+    bulk::run(&from.pod, IpAddr::V4(ENDS[1]), BYTES)?;
+    let after = read()?;
+    let [sent, answered] = [after[0] - before[0], after[1] - before[1]];
+    // Without an outer header of ours the pod's own is no hindrance.
+    let plain = lab.agents.has_flag("--encapsulate=crosssubnet") && from.location != to.location;
+    ensure!(
+        plain == (sent == 0) && plain == (answered == 0),
+        "the devices sent {sent} and {answered} packets"
+    );
+    for node in nodes {
+        let dropped = drops(&scrape(&node.space)?);
+        ensure!(!dropped.contains_key("encapsulation"), "{} dropped {dropped:?}", node.name());
+    }
+    Ok((sent, answered))
+}
+
+/// Packets sent by `kilo-ipip` and `kilo-vxlan` of a node.
+fn by_device(node: &Node) -> Result<u64> {
+    let text = node.space.sh(
+        "for d in kilo-ipip kilo-vxlan; do cat /sys/class/net/$d/statistics/tx_packets 2>/dev/null || true; done",
+    )?;
+    Ok(text.lines().filter_map(|line| line.trim().parse::<u64>().ok()).sum())
+}

@@ -1,0 +1,139 @@
+//! Services as kube-proxy makes them: destination NAT on the client's node,
+//! to pods anywhere, with strict reverse path filters and INVALID dropped.
+
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
+
+use super::{
+    Lab,
+    network::{Network, Node},
+    probe::{self, Protocol},
+    space::Space,
+};
+
+const TIMEOUT: Duration = Duration::from_secs(4);
+
+/// Every pod and host asks the service of every other node's pod.
+pub fn run(lab: &mut Lab) -> Result<String> {
+    let network = &lab.network;
+    let rules = rules(network);
+    for node in &network.nodes {
+        let filters =
+            node.space.sh("for d in all kilo0 eth0; do cat /proc/sys/net/ipv4/conf/$d/rp_filter; done")?;
+        ensure!(
+            filters.split_whitespace().all(|value| value == "1"),
+            "{}: rp_filter is {filters}",
+            node.name()
+        );
+        node.space.sh(&format!("nft -f - <<'RULES'\n{rules}RULES"))?;
+    }
+    let result =
+        ask_all(network).and_then(|asked| check_counters(network).map(|translated| (asked, translated)));
+    for node in &network.nodes {
+        node.space.sh("nft delete table inet services")?;
+    }
+    let (asked, translated) = result?;
+    Ok(format!("({asked} requests, {translated} connections translated)"))
+}
+
+fn service(number: usize, v4: bool) -> IpAddr {
+    match v4 {
+        true => Ipv4Addr::new(10, 96, 0, number as u8 + 1).into(),
+        false => Ipv6Addr::new(0xfd96, 0, 0, 0, 0, 0, 0, number as u16 + 1).into(),
+    }
+}
+
+/// One table for all nodes. Who is no pod gets a source of the mesh (kube-proxy's
+/// mark for masquerading).
+fn rules(network: &Network) -> String {
+    let mut translate = String::new();
+    for (number, node) in network.nodes.iter().enumerate() {
+        translate += &format!(
+            "ip daddr {} counter name translated dnat ip to {}\nip6 daddr {} counter name translated dnat ip6 to {}\n",
+            service(number, true),
+            node.pod_ip(),
+            service(number, false),
+            node.pod_ip6()
+        );
+    }
+    format!(
+        "table inet services {{
+    counter translated {{ }}
+    counter invalid {{ }}
+    chain services {{ {translate} }}
+    chain prerouting {{ type nat hook prerouting priority -100; policy accept; jump services; }}
+    chain output {{
+        type nat hook output priority -100; policy accept;
+        ip daddr 10.96.0.0/16 meta mark set meta mark or 0x4000
+        ip6 daddr fd96::/16 meta mark set meta mark or 0x4000
+        jump services
+    }}
+    chain postrouting {{ type nat hook postrouting priority 100; policy accept; meta mark and 0x4000 != 0 masquerade; }}
+    chain forward {{
+        type filter hook forward priority 0; policy accept;
+        ct state invalid counter name invalid drop
+    }}
+}}
+"
+    )
+}
+
+/// Requests that were answered.
+fn ask_all(network: &Network) -> Result<usize> {
+    let threads: Vec<_> = network
+        .nodes
+        .iter()
+        .enumerate()
+        .flat_map(|(number, node)| [(number, node, &node.pod, true), (number, node, &node.space, false)])
+        .map(|(number, node, space, pod)| {
+            let (own, node, space) = (number, node.clone(), space.clone());
+            let services = network.nodes.len();
+            space.clone().spawn(move || ask(&node, &space, own, services, pod))
+        })
+        .collect();
+    let mut asked = 0;
+    for thread in threads {
+        asked += thread.join().map_err(|_| anyhow::anyhow!("client thread"))???;
+    }
+    Ok(asked)
+}
+
+fn ask(node: &Node, space: &Space, own: usize, services: usize, pod: bool) -> Result<usize> {
+    let mut asked = 0;
+    // A pod that asks itself needs kube-proxy's hairpin, which is not ours.
+    for number in (0..services).filter(|&number| number != own) {
+        for (protocol, v4) in [(Protocol::Tcp, true), (Protocol::Udp, true), (Protocol::Tcp, false)] {
+            if !pod && !v4 {
+                continue;
+            }
+            let target = service(number, v4);
+            let seen = probe::probe(protocol, target, TIMEOUT)
+                .with_context(|| format!("{} from {} to {target}", protocol.label(), space.name))?;
+            let wanted = if v4 { IpAddr::V4(node.pod_ip()) } else { node.pod_ip6().into() };
+            ensure!(!pod || seen == Some(wanted), "{target} saw {seen:?} instead of {wanted}");
+            asked += 1;
+        }
+    }
+    Ok(asked)
+}
+
+/// Connections the rules translated; none of their packets may be INVALID.
+fn check_counters(network: &Network) -> Result<u64> {
+    let mut sum = 0;
+    for node in &network.nodes {
+        let read = |name: &str| -> Result<u64> {
+            let text = node.space.sh(&format!("nft list counter inet services {name}"))?;
+            let packets = text.split_whitespace().skip_while(|word| *word != "packets").nth(1);
+            packets.and_then(|number| number.parse().ok()).with_context(|| text.clone())
+        };
+        let (translated, invalid) = (read("translated")?, read("invalid")?);
+        ensure!(translated > 0, "{} translated nothing", node.name());
+        ensure!(invalid == 0, "{} found {invalid} packets INVALID", node.name());
+        sum += translated;
+    }
+    Ok(sum)
+}
