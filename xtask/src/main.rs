@@ -4,6 +4,7 @@ mod apt;
 mod bench;
 mod build_ebpf;
 mod command;
+mod fuzz;
 mod kubernetes;
 mod lab;
 mod manifests;
@@ -36,6 +37,8 @@ enum Task {
     },
     /// Run all tests, or the named parts.
     Test(test::TestArgs),
+    /// Fuzz what reads packets and texts of others, with libFuzzer.
+    Fuzz(fuzz::FuzzArgs),
     /// Run a command in a QEMU guest with a Debian kernel.
     Vm(vm::VmArgs),
     /// Count what a packet costs, beside plain routes and Kilo's kernel IPIP.
@@ -63,6 +66,7 @@ fn run() -> Result<()> {
         Task::BuildEbpf { check_reproducible: false } => build_ebpf::build(false).map(drop),
         Task::BuildEbpf { check_reproducible: true } => build_ebpf::check_reproducible(),
         Task::Test(args) => test::main(&args),
+        Task::Fuzz(args) => fuzz::main(&args),
         Task::Vm(args) => std::process::exit(vm::execute(&args)?),
         Task::Bench(args) => {
             if args.needs_build() {

@@ -114,6 +114,32 @@ pub fn checksums_hold(ip: &[u8]) -> bool {
 const CONTEXT: usize = 192;
 const CONTROL_BLOCK: std::ops::Range<usize> = 48..68;
 
+/// Runs a program once; its verdict, and the packet afterwards.
+pub fn run_uncounted(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> (i32, Vec<u8>) {
+    run_once(dataplane, program, packet, &mut [0; 20])
+}
+
+fn run_once(
+    dataplane: &mut Dataplane,
+    program: &str,
+    packet: &[u8],
+    control_block: &mut [u8; 20],
+) -> (i32, Vec<u8>) {
+    let classifier: &SchedClassifier = dataplane.bpf_mut().program(program).unwrap().try_into().unwrap();
+    let mut out = vec![0; packet.len() + 256];
+    let mut options = TestRunOptions::new();
+    options.data_in = Some(packet);
+    options.data_out = Some(&mut out);
+    let (mut given, mut left) = ([0; CONTEXT], [0; CONTEXT]);
+    given[CONTROL_BLOCK].copy_from_slice(control_block);
+    options.ctx_in = Some(&given);
+    options.ctx_out = Some(&mut left);
+    let result = classifier.test_run(options).unwrap();
+    control_block.copy_from_slice(&left[CONTROL_BLOCK]);
+    out.truncate(usize::try_from(result.data_size_out).unwrap());
+    (result.return_value.cast_signed(), out)
+}
+
 /// Runs a program once and says what it did.
 pub fn run(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> Ran {
     run_with(dataplane, program, packet, &mut [0; 20])
@@ -127,18 +153,7 @@ pub fn run_with(
     control_block: &mut [u8; 20],
 ) -> Ran {
     let before = dataplane.counters().unwrap().read().unwrap();
-    let classifier: &SchedClassifier = dataplane.bpf_mut().program(program).unwrap().try_into().unwrap();
-    let mut out = vec![0; packet.len() + 256];
-    let mut options = TestRunOptions::new();
-    options.data_in = Some(packet);
-    options.data_out = Some(&mut out);
-    let (mut given, mut left) = ([0; CONTEXT], [0; CONTEXT]);
-    given[CONTROL_BLOCK].copy_from_slice(control_block);
-    options.ctx_in = Some(&given);
-    options.ctx_out = Some(&mut left);
-    let result = classifier.test_run(options).unwrap();
-    control_block.copy_from_slice(&left[CONTROL_BLOCK]);
-    out.truncate(usize::try_from(result.data_size_out).unwrap());
+    let (verdict, out) = run_once(dataplane, program, packet, control_block);
     let after = dataplane.counters().unwrap().read().unwrap();
     let all = |counters: &kilo_agent::dataplane::Counters| {
         let mut all = counters.actions.clone();
@@ -153,5 +168,5 @@ pub fn run_with(
         .collect();
     assert!(after.iter().all(|(label, count)| *count <= before[label] + 1), "counted more than once");
     assert_eq!(after.len(), verdict::Action::ALL.len() + verdict::DropReason::ALL.len());
-    Ran { verdict: result.return_value.cast_signed(), bytes: out, counted }
+    Ran { verdict, bytes: out, counted }
 }

@@ -111,9 +111,16 @@ pub fn set_up(site: &Site, setup: &Setup, kg: &Path) -> Result<()> {
         .stderr(file)
         .spawn()?;
     let started = Instant::now();
+    let (mut last, mut quiet_since) = (None, started);
     let result = loop {
-        if is_ready(site, setup.all()) {
-            break Ok(());
+        match writes(site, setup.all()) {
+            // Large meshes pause between what they compute and what they write.
+            Some(count) if Some(count) == last => {
+                if quiet_since.elapsed() > Duration::from_secs(3 + setup.all() as u64 / 500) {
+                    break Ok(());
+                }
+            }
+            now => (last, quiet_since) = (now, Instant::now()),
         }
         if let Some(status) = child.try_wait()? {
             break Err(anyhow::anyhow!("kg ended: {status}"));
@@ -123,10 +130,6 @@ pub fn set_up(site: &Site, setup: &Setup, kg: &Path) -> Result<()> {
         }
         sleep(Duration::from_millis(200));
     };
-    if result.is_ok() {
-        // What the first rounds leave to later ones: neighbours, for example.
-        sleep(Duration::from_secs(3));
-    }
     child.kill()?;
     child.wait()?;
     result.with_context(|| tail(&log))
@@ -144,9 +147,14 @@ fn write_objects(site: &Site, setup: &Setup) -> Result<PathBuf> {
     Ok(cluster)
 }
 
-fn is_ready(site: &Site, nodes: usize) -> bool {
-    let Ok(metrics) = counters::scrape(&site.node) else { return false };
-    metrics.get("kilo_nodes").is_some_and(|&seen| seen == nodes as u64)
+/// Changes the agent has made to the kernel, once it sees all nodes and has
+/// made any.
+fn writes(site: &Site, nodes: usize) -> Option<u64> {
+    let metrics = counters::scrape(&site.node).ok()?;
+    let seen = metrics.get("kilo_nodes").is_some_and(|&seen| seen == nodes as u64);
+    let writes =
+        metrics.iter().filter(|(name, _)| name.starts_with("kilo_writes_total")).map(|(_, &count)| count);
+    Some(writes.sum()).filter(|&count| seen && count > 0)
 }
 
 /// The counters of the data path that are not zero, for an error message.
