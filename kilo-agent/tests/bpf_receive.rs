@@ -8,11 +8,11 @@ use std::cell::RefCell;
 
 use kilo_agent::{
     dataplane::Dataplane,
-    plan::{Tables, model},
+    plan::{Tables, model, sender},
 };
 use kilo_common::maps::{HOP_REMOTE, NODE_LEADER};
 use support::{
-    MEMBER, MEMBER_POD, OWN_POD, REMOTE_POD, SELF, leader_tables, member_tables,
+    MEMBER, MEMBER_HOP, MEMBER_POD, OWN_POD, REMOTE_POD, SELF, leader_tables, member_tables,
     packet::{PASS, REDIRECT, Ran, SHOT, checksums_hold, ethernet, ipv4, run, run_with, steered, udp},
 };
 
@@ -64,7 +64,8 @@ fn then_egress(tables: &Tables, inner: &[u8]) -> Option<Vec<&'static str>> {
 /// The leader's tables where the member still counts as one, too.
 fn leader_with_a_second() -> Tables {
     let mut tables = leader_tables();
-    tables.node.values_mut().for_each(|sender| sender.flags = NODE_LEADER);
+    let cidrs = ["10.42.2.0/24".parse().unwrap()];
+    tables.node.insert(MEMBER.into(), sender(&tables.prefix, MEMBER_HOP, NODE_LEADER, &cidrs));
     tables
 }
 

@@ -1,12 +1,9 @@
 //! The WireGuard device: what leaves through it and what comes out of it.
 
-use aya_ebpf::programs::TcContext;
+use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
     encap::segment_len,
-    maps::{
-        CONFIG_LEADER, Config, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, HOP_REMOTE, Hop,
-        PREFIX_ROUTE,
-    },
+    maps::{CONFIG_LEADER, Config, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop, PREFIX_ROUTE},
     packet::{Ipv4, protocol},
     verdict::{Action, DropReason},
 };
@@ -24,10 +21,7 @@ use crate::{
 /// Egress of the WireGuard device; packets start with their IP header.
 #[inline(always)]
 pub fn kilo_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
-    if config.flags & CONFIG_LEADER != 0
-        && transit::is_marked(ctx)
-        && hop(HOP_REMOTE).is_some_and(|hop| hop.kind == HOP_KIND_WIREGUARD)
-    {
+    if transit::is_for_wireguard(ctx.as_ptr().cast(), config) {
         count_action(Action::Encrypt);
         return Ok(TC_ACT_UNSPEC);
     }
