@@ -7,6 +7,7 @@ mod cni;
 mod counters;
 mod flannel;
 mod forward_policy;
+mod kernel_ipip;
 mod matrix;
 mod network;
 mod offloads;
@@ -19,6 +20,7 @@ mod scenario;
 mod segments;
 mod services;
 mod space;
+mod tunl0;
 mod vpn;
 
 use std::{
