@@ -240,7 +240,9 @@ impl Agents {
         command
             .args([
                 "-c",
-                "\"$0\" userspace-wireguard \"$1\" & echo $! > /run/\"$1\".pid; \
+                // The process of a device that was just deleted ends a moment later.
+                "for i in $(seq 100); do test -e /run/wireguard/\"$1\".sock || break; sleep 0.1; done; \
+                 \"$0\" userspace-wireguard \"$1\" & echo $! > /run/\"$1\".pid; \
                  for i in $(seq 100); do wg show \"$1\" >/dev/null 2>&1 && break; sleep 0.1; done; \
                  echo configured; exec sleep infinity",
             ])

@@ -49,7 +49,7 @@ impl Scenario {
     pub fn prepare(self, network: &mut Network) -> Result<()> {
         match self {
             Self::Flannel => flannel::install(network)?,
-            Self::Mixed => kernel_ipip::install(network),
+            Self::Mixed => kernel_ipip::install(network)?,
         }
         Ok(())
     }
