@@ -497,9 +497,7 @@ impl<B: Backend> Agent<B> {
         let mesh = &*mesh.around(&own.name);
         let (segment, _) = mesh.find(&own.name)?;
         let others = mesh.segments[segment].members.iter().filter(|member| member.name != own.name);
-        let settings = &self.options.settings;
-        let overlay =
-            plan::overlay_addresses(mesh, host.nodes, &own.name, self.options.compatibility, settings.tunnel);
+        let overlay = plan::overlay_addresses(mesh, host.nodes, &own.name, self.options.compatibility);
         let elsewhere =
             overlay.iter().filter(|(name, _)| **name != own.name).map(|(_, ip)| IpAddr::from(*ip));
         let others = others.filter_map(topology::Member::private_ip).chain(elsewhere);
