@@ -112,13 +112,18 @@ impl Agents {
 
     /// Starts the node's agent.
     pub fn start(&mut self, node: &Node) -> Result<()> {
+        self.start_reading(node, &self.cluster())
+    }
+
+    /// Starts the node's agent with objects of its own.
+    pub fn start_reading(&mut self, node: &Node, cluster: &Path) -> Result<()> {
         super::stop_if_interrupted()?;
         let log = OpenOptions::new().create(true).append(true).open(self.log(node.name()))?;
         let child = node
             .space
             .command(self.program("kg"))
             .args(["--backend", "file", "--backend-dir"])
-            .arg(self.cluster())
+            .arg(cluster)
             .args(["--wireguard", &self.wireguard, "--resync-period", "5s", "--log-level", "debug"])
             .args(["--cni-path", super::cni::CONF])
             .args(&self.flags)

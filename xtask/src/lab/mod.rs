@@ -5,6 +5,7 @@ mod bulk;
 mod checks;
 mod cni;
 mod counters;
+mod faults;
 mod forward_policy;
 mod matrix;
 mod network;
@@ -93,6 +94,24 @@ enum LabCommand {
     },
     /// Show the agents and their counters.
     Status,
+    /// Make faults while traffic flows, and write what each cost.
+    Faults {
+        /// Only these lines of docs/reliability.md (comma separated).
+        #[arg(long, value_delimiter = ',', value_name = "N")]
+        line: Vec<u8>,
+        /// Only what every test run does.
+        #[arg(long)]
+        always: bool,
+        /// Write the rows to this file.
+        #[arg(long, value_name = "FILE")]
+        json: Option<PathBuf>,
+        /// Write docs/reliability.md.
+        #[arg(long, conflicts_with_all = ["line", "always"])]
+        docs: bool,
+        /// Write the outcomes as tests to this file.
+        #[arg(long, value_name = "FILE", hide = true)]
+        outcomes: Option<PathBuf>,
+    },
     /// Take the lab down.
     Down,
     /// Build the lab, run every check, take it down.
@@ -142,7 +161,8 @@ impl Mode {
 impl LabArgs {
     /// True when binaries must be built first.
     pub fn needs_build(&self) -> bool {
-        self.bin.is_none() && matches!(self.command, None | Some(LabCommand::Test { .. }))
+        self.bin.is_none()
+            && matches!(self.command, None | Some(LabCommand::Test { .. } | LabCommand::Faults { .. }))
     }
 }
 
@@ -196,6 +216,24 @@ pub fn main(args: LabArgs) -> Result<()> {
             Ok(())
         }
         Some(LabCommand::Down) => down(&args.name),
+        Some(LabCommand::Faults { ref line, always, ref json, docs, ref outcomes }) => {
+            let _guard = take_over(&args.name)?;
+            let rows = faults::run(&mut Lab::up(&args)?, line, always);
+            if let Some(path) = json {
+                write_json(path, &rows)?;
+            }
+            if let Some(path) = outcomes {
+                write_json(path, &faults::outcomes(&rows, ""))?;
+            }
+            if docs {
+                faults::write_table(&rows)?;
+            }
+            let failed = rows.iter().filter(|row| row.problem.is_some()).count();
+            if failed > 0 {
+                bail!("{failed} of {} faults cost more than they may", rows.len());
+            }
+            Ok(())
+        }
         Some(LabCommand::Test { ref json, ref prefix, ref modes }) => {
             let _guard = take_over(&args.name)?;
             let mut outcomes = checks::run(Lab::up(&args)?, Instant::now(), prefix, &args);
@@ -205,8 +243,7 @@ pub fn main(args: LabArgs) -> Result<()> {
                 outcomes.extend(mode.run(&args, prefix));
             }
             if let Some(path) = json {
-                fs::write(path, serde_json::to_vec_pretty(&outcomes)?)
-                    .with_context(|| path.display().to_string())?;
+                write_json(path, &outcomes)?;
             }
             let failed = outcomes.iter().filter(|outcome| outcome.outcome == "failed").count();
             if failed > 0 {
@@ -215,6 +252,10 @@ pub fn main(args: LabArgs) -> Result<()> {
             Ok(())
         }
     }
+}
+
+fn write_json<T: Serialize>(path: &Path, rows: &[T]) -> Result<()> {
+    fs::write(path, serde_json::to_vec_pretty(rows)?).with_context(|| path.display().to_string())
 }
 
 /// Removes what an earlier lab of that name left, and arranges that this one
