@@ -112,6 +112,16 @@ enum LabCommand {
         #[arg(long, value_name = "FILE", hide = true)]
         outcomes: Option<PathBuf>,
     },
+    /// Let packets of a namespace disappear for a while, and count them.
+    Inject {
+        /// Name of the namespace.
+        space: String,
+        #[command(flatten)]
+        rule: faults::injector::Rule,
+        /// How long, in seconds.
+        #[arg(long, default_value_t = 10)]
+        seconds: u64,
+    },
     /// Take the lab down.
     Down,
     /// Build the lab, run every check, take it down.
@@ -216,6 +226,13 @@ pub fn main(args: LabArgs) -> Result<()> {
             Ok(())
         }
         Some(LabCommand::Down) => down(&args.name),
+        Some(LabCommand::Inject { ref space, ref rule, seconds }) => {
+            let injected = rule.inject(&Lab::load(&args.name)?.network.space(space)?)?;
+            std::thread::sleep(Duration::from_secs(seconds));
+            let (seen, dropped) = injected.hits()?;
+            println!("{seen} packets matched, {dropped} dropped");
+            Ok(())
+        }
         Some(LabCommand::Faults { ref line, always, ref json, docs, ref outcomes }) => {
             let _guard = take_over(&args.name)?;
             let rows = faults::run(&mut Lab::up(&args)?, line, always);

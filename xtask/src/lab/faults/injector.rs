@@ -2,14 +2,15 @@
 //! length, which drop the first, every nth or just the nth packet. The kernel's
 //! nftables does it and counts, so that a test can say the fault really happened.
 
-use std::ops::RangeInclusive;
+use std::str::FromStr;
 
 use anyhow::{Context as _, Result};
+use clap::{Args, ValueEnum};
 
 use crate::lab::space::Space;
 
 /// Which packets of the host.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum Direction {
     /// Those it receives, whoever they are for.
     In,
@@ -18,7 +19,7 @@ pub enum Direction {
 }
 
 /// Address family.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum Family {
     /// IPv4.
     V4,
@@ -27,7 +28,7 @@ pub enum Family {
 }
 
 /// Which of the matching packets are dropped.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Drop {
     /// The first so many.
     First(u32),
@@ -37,20 +38,43 @@ pub enum Drop {
     Nth(u32),
 }
 
+impl FromStr for Drop {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (which, count) = text.split_once(':').unwrap_or((text, ""));
+        match (which, count.parse()) {
+            ("first", Ok(count)) => Ok(Self::First(count)),
+            ("every", Ok(count)) if count > 0 => Ok(Self::Every(count)),
+            ("nth", Ok(count)) if count > 0 => Ok(Self::Nth(count)),
+            _ => Err("write first:N, every:N or nth:N".to_owned()),
+        }
+    }
+}
+
 /// What is dropped.
-#[derive(Clone, Debug)]
+#[derive(Args, Clone, Debug)]
 pub struct Rule {
-    /// Received or sent.
+    /// Packets the host receives, or those it sends itself.
+    #[arg(long, value_enum)]
     pub direction: Direction,
-    /// Of the outermost header.
+    /// Family of the outermost header.
+    #[arg(long, value_enum, default_value = "v4")]
     pub family: Family,
-    /// `udp`, `tcp`, `icmp`, `icmpv6` or a number.
-    pub protocol: &'static str,
+    /// udp, tcp, icmp, icmpv6 or a number.
+    #[arg(long, default_value = "udp")]
+    pub protocol: String,
     /// Destination port.
+    #[arg(long)]
     pub port: Option<u16>,
-    /// Bytes with the IP header.
-    pub length: Option<RangeInclusive<u32>>,
-    /// Which of them.
+    /// Bytes with the IP header: at least.
+    #[arg(long, default_value_t = 0)]
+    pub shortest: u32,
+    /// Bytes with the IP header: at most.
+    #[arg(long, default_value_t = 65535)]
+    pub longest: u32,
+    /// first:N, every:N or nth:N of them.
+    #[arg(long)]
     pub drop: Drop,
 }
 
@@ -69,9 +93,7 @@ impl Rule {
         if let Some(port) = self.port {
             matches += &format!("th dport {port} ");
         }
-        if let Some(length) = &self.length {
-            matches += &format!("meta length {}-{} ", length.start(), length.end());
-        }
+        matches += &format!("meta length {}-{} ", self.shortest, self.longest);
         // A generator that starts anew after so many packets does not within a test.
         let which = match self.drop {
             Drop::First(count) => format!("numgen inc mod 1000000000 < {count}"),
@@ -130,9 +152,10 @@ mod tests {
         let rule = Rule {
             direction: Direction::Out,
             family: Family::V4,
-            protocol: "udp",
+            protocol: "udp".to_owned(),
             port: Some(51820),
-            length: Some(176..=176),
+            shortest: 176,
+            longest: 176,
             drop: Drop::First(2),
         };
         let table = rule.table();
@@ -140,5 +163,14 @@ mod tests {
                     numgen inc mod 1000000000 < 2 counter name dropped drop";
         assert!(table.contains(line), "{table}");
         assert!(table.contains("hook output"), "{table}");
+    }
+
+    #[test]
+    fn which_packets_are_dropped_is_read_from_text() {
+        assert_eq!("every:10".parse(), Ok(Drop::Every(10)));
+        assert_eq!("nth:3".parse(), Ok(Drop::Nth(3)));
+        for text in ["", "first", "every:0", "nth:0", "last:3", "first:-1"] {
+            assert!(text.parse::<Drop>().is_err(), "{text}");
+        }
     }
 }

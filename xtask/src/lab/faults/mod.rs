@@ -2,7 +2,7 @@
 //! while traffic flows, and what each of them cost.
 
 mod hosts;
-mod injector;
+pub mod injector;
 mod lines;
 mod links;
 mod nodes;
