@@ -324,6 +324,19 @@ fn run_lab() -> Result<Vec<TestOutcome>> {
         .arg(bin);
     // Failures are in the file.
     let _ = command.status().context("lab")?;
+    let mut outcomes = read_outcomes(file.path(), Part::Lab)?;
+    outcomes.extend(run_faults(&this)?);
+    Ok(outcomes)
+}
+
+/// Faults under traffic, those that are quick.
+fn run_faults(this: &Path) -> Result<Vec<TestOutcome>> {
+    println!("-- faults");
+    let file = tempfile::NamedTempFile::new()?;
+    let mut command = Command::new(this);
+    command.args(["lab", "faults", "--always", "--name", "kilo-test", "--outcomes"]).arg(file.path());
+    command.arg("--bin").arg(this.parent().context("no directory")?);
+    let _ = command.status().context("lab")?;
     read_outcomes(file.path(), Part::Lab)
 }
 

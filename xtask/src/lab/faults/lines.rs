@@ -125,7 +125,7 @@ pub const LINES: &[Line] = &[
         21,
         "leader annotation moves",
         &["topology_properties::only_hop_entries_change_on_a_member_when_the_leader_does"],
-        "0 lost: the other location must first hear from the new leader",
+        "0 lost: when the new leader's first handshake comes before the other location knows its key, WireGuard tries again after 5 s",
     ),
     line(
         22,

@@ -108,7 +108,17 @@ pub fn outcomes(rows: &[Row], prefix: &str) -> Vec<TestOutcome> {
 
 fn row(lab: &mut Lab, fault: &Fault) -> Row {
     let began = Instant::now();
-    let result = watch(lab, fault);
+    let mut result = watch(lab, fault);
+    // What a busy machine loses by itself, it hardly loses twice.
+    if result.as_ref().map_or(true, |(_, figures)| missed(fault.goal, figures).is_some()) {
+        let said = match &result {
+            Ok((_, figures)) => missed(fault.goal, figures).unwrap_or_default(),
+            Err(error) => format!("{error:#}"),
+        };
+        println!("fault {:2} {}: once more, because {said}", fault.line, fault.name);
+        result =
+            watch(lab, fault).map(|(injected, figures)| (format!("{injected}; at the second try"), figures));
+    }
     let (injected, figures, problem) = match result {
         Ok((injected, figures)) => {
             let problem = missed(fault.goal, &figures);

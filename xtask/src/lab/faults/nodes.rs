@@ -29,8 +29,8 @@ pub fn faults() -> Vec<Fault> {
             ..across(
                 21,
                 "the leader annotation moves to another node and back",
-                Goal::Within(5000),
-                true,
+                Goal::Within(7000),
+                false,
                 leader_moves,
             )
         },
@@ -174,7 +174,7 @@ fn leader_moves(lab: &mut Lab) -> Result<String> {
     let text = annotated(lab, "a2", &[("leader", "true"), ("persistent-keepalive", "5")])?;
     let took = with_file(lab, "node-a2.yaml", &text, |lab| {
         let took = until("a2 leads", Duration::from_secs(20), || leads(lab, "a2"))?;
-        std::thread::sleep(Duration::from_secs(5));
+        std::thread::sleep(Duration::from_secs(8));
         Ok(took)
     })?;
     let back = until("a1 leads again", Duration::from_secs(20), || Ok(!leads(lab, "a2")?))?;

@@ -61,7 +61,8 @@ fn page(rows: &[Row]) -> String {
 
 /// Text that stays within its cell.
 fn cell(text: &str) -> String {
-    text.replace('|', "\\|").replace('\n', " ").trim_matches(['(', ')']).to_owned()
+    let whole = text.strip_prefix('(').and_then(|text| text.strip_suffix(')')).unwrap_or(text);
+    whole.replace('|', "\\|").replace('\n', " ")
 }
 
 #[cfg(test)]
