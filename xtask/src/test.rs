@@ -242,6 +242,7 @@ fn package_of(binary: &TestBinary) -> &'static str {
     match binary.target.as_str() {
         "kilo_common" => "kilo-common",
         "xtask" => "xtask",
+        "kilo_fuzz" | "kept_inputs" => "kilo-agent/fuzz",
         _ => "kilo-agent",
     }
 }
@@ -313,31 +314,22 @@ fn own_program() -> Result<PathBuf> {
 
 /// The lab in a process of its own, because it takes over signals.
 fn run_lab() -> Result<Vec<TestOutcome>> {
-    let file = tempfile::NamedTempFile::new()?;
     let this = own_program()?;
     let bin = this.parent().context("no directory")?.to_owned();
-    let mut command = Command::new(&this);
-    command
-        .args(["lab", "test", "--modes", "--name", "kilo-test", "--json"])
-        .arg(file.path())
-        .arg("--bin")
-        .arg(bin);
-    // Failures are in the file.
-    let _ = command.status().context("lab")?;
-    let mut outcomes = read_outcomes(file.path(), Part::Lab)?;
-    outcomes.extend(run_faults(&this)?);
+    let mut outcomes = Vec::new();
+    for (what, json) in [
+        (&["test", "--modes"][..], "--json"),
+        (&["scenario"], "--json"),
+        (&["faults", "--always"], "--outcomes"),
+    ] {
+        let file = tempfile::NamedTempFile::new()?;
+        let mut command = Command::new(&this);
+        command.arg("lab").args(what).args(["--name", "kilo-test", "--bin"]).arg(&bin);
+        // Failures are in the file.
+        let _ = command.arg(json).arg(file.path()).status().context("lab")?;
+        outcomes.extend(read_outcomes(file.path(), Part::Lab)?);
+    }
     Ok(outcomes)
-}
-
-/// Faults under traffic, those that are quick.
-fn run_faults(this: &Path) -> Result<Vec<TestOutcome>> {
-    println!("-- faults");
-    let file = tempfile::NamedTempFile::new()?;
-    let mut command = Command::new(this);
-    command.args(["lab", "faults", "--always", "--name", "kilo-test", "--outcomes"]).arg(file.path());
-    command.arg("--bin").arg(this.parent().context("no directory")?);
-    let _ = command.status().context("lab")?;
-    read_outcomes(file.path(), Part::Lab)
 }
 
 /// The lab and the BPF tests in a guest with that kernel.

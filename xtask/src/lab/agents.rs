@@ -30,6 +30,8 @@ pub struct Agents {
     wireguard: String,
     /// More flags of `kg`.
     flags: Vec<String>,
+    /// The laptop's public key.
+    laptop_key: String,
     /// Process ids by node.
     pids: std::collections::BTreeMap<String, u32>,
 }
@@ -51,33 +53,58 @@ impl Agents {
         }
         let cluster = directory.join("cluster");
         fs::create_dir_all(&cluster)?;
-        for node in &network.nodes {
-            let [cidr, cidr6] = node.pod_cidrs();
-            let yaml = format!(
-                "apiVersion: v1\nkind: Node\nmetadata:\n  name: {name}\n  labels:\n    \
-                 topology.kubernetes.io/region: {location}\nspec:\n  podCIDR: {cidr}\n  podCIDRs: [{cidr}, \"{cidr6}\"]\n",
-                name = node.name(),
-                location = node.location,
-            );
-            fs::write(cluster.join(format!("node-{}.yaml", node.name())), yaml)?;
-        }
         let private = run(Command::new("wg").arg("genkey"))?;
         let key = directory.join("laptop.key");
         fs::write(&key, &private)?;
         let public = run(Command::new("sh").args(["-c", "wg pubkey < \"$0\""]).arg(&key))?;
-        let yaml = format!(
-            "apiVersion: kilo.squat.ai/v1alpha1\nkind: Peer\nmetadata:\n  name: laptop\nspec:\n  \
-             allowedIPs: [{LAPTOP}/32, \"{LAPTOP6}/128\"]\n  publicKey: {}\n  persistentKeepalive: 5\n",
-            public.trim()
-        );
-        fs::write(cluster.join("peer-laptop.yaml"), yaml)?;
-        Ok(Self {
+        let agents = Self {
             bin: bin.to_owned(),
             directory: directory.to_owned(),
             wireguard: wireguard.to_owned(),
             flags: flags.to_vec(),
+            laptop_key: public.trim().to_owned(),
             pids: std::collections::BTreeMap::new(),
-        })
+        };
+        network.nodes.iter().try_for_each(|node| agents.write_node(node, &[]))?;
+        agents.write_laptop(&[&format!("{LAPTOP}/32"), &format!("{LAPTOP6}/128")], None)?;
+        Ok(agents)
+    }
+
+    /// Writes a Node object with these annotations (without their prefix), as
+    /// an operator does.
+    pub fn write_node(&self, node: &Node, annotations: &[(&str, &str)]) -> Result<()> {
+        let cidrs = node.pod_cidrs();
+        let list: Vec<_> = annotations
+            .iter()
+            .map(|(name, value)| format!("\"kilo.squat.ai/{name}\": \"{value}\""))
+            .collect();
+        let yaml = format!(
+            "apiVersion: v1\nkind: Node\nmetadata:\n  name: {name}\n  annotations: {{{annotations}}}\n  labels:\n    \
+             topology.kubernetes.io/region: {location}\nspec:\n  podCIDR: {}\n  podCIDRs: {cidrs:?}\n",
+            cidrs[0],
+            name = node.name(),
+            annotations = list.join(", "),
+            location = node.location,
+        );
+        self.write_object(&format!("node-{}.yaml", node.name()), &yaml)
+    }
+
+    /// Writes the laptop's Peer object.
+    pub fn write_laptop(&self, allowed_ips: &[&str], preshared_key: Option<&str>) -> Result<()> {
+        let preshared_key = preshared_key.map(|key| format!("  presharedKey: {key}\n")).unwrap_or_default();
+        let yaml = format!(
+            "apiVersion: kilo.squat.ai/v1alpha1\nkind: Peer\nmetadata:\n  name: laptop\nspec:\n  \
+             allowedIPs: {allowed_ips:?}\n  publicKey: {}\n{preshared_key}  persistentKeepalive: 5\n",
+            self.laptop_key
+        );
+        self.write_object("peer-laptop.yaml", &yaml)
+    }
+
+    /// Complete at once, so that no agent reads half of it.
+    fn write_object(&self, name: &str, yaml: &str) -> Result<()> {
+        let (aside, path) = (self.directory.join(name), self.cluster().join(name));
+        fs::write(&aside, yaml)?;
+        fs::rename(&aside, &path).with_context(|| path.display().to_string())
     }
 
     /// Directory of the Node and Peer objects.
@@ -112,11 +139,16 @@ impl Agents {
 
     /// Starts the node's agent.
     pub fn start(&mut self, node: &Node) -> Result<()> {
-        self.start_reading(node, &self.cluster())
+        self.start_with(node, &[])
     }
 
-    /// Starts the node's agent with objects of its own.
-    pub fn start_reading(&mut self, node: &Node, cluster: &Path) -> Result<()> {
+    /// Starts the node's agent with flags that others do not have.
+    pub fn start_with(&mut self, node: &Node, flags: &[&str]) -> Result<()> {
+        self.start_reading(node, &self.cluster(), flags)
+    }
+
+    /// Starts the node's agent with objects and flags of its own.
+    pub fn start_reading(&mut self, node: &Node, cluster: &Path, flags: &[&str]) -> Result<()> {
         super::stop_if_interrupted()?;
         let log = OpenOptions::new().create(true).append(true).open(self.log(node.name()))?;
         let child = node
@@ -127,6 +159,7 @@ impl Agents {
             .args(["--wireguard", &self.wireguard, "--resync-period", "5s", "--log-level", "debug"])
             .args(["--cni-path", super::cni::CONF])
             .args(&self.flags)
+            .args(flags)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
@@ -205,11 +238,35 @@ impl Agents {
             .args(arguments))
     }
 
-    /// Configures the laptop with plain wireguard-tools from what kgctl says.
+    /// Makes the laptop a peer with plain wireguard-tools from what kgctl says.
     pub fn join_laptop(&self, network: &Network) -> Result<()> {
         let laptop = &network.laptop;
+        let kernel = self.wireguard != "userspace" && laptop.ip("link add kilo-vpn type wireguard").is_ok();
+        if !kernel {
+            let mut command = laptop.command("sh");
+            command
+                .args([
+                    "-c",
+                    "\"$0\" userspace-wireguard kilo-vpn & \
+                       for i in $(seq 100); do wg show kilo-vpn >/dev/null 2>&1 && break; sleep 0.1; done; \
+                       echo configured; exec sleep infinity",
+                ])
+                .arg(self.program("kg"));
+            start_and_wait(command, &self.directory.join("logs/laptop.log"), "configured")?;
+        }
+        laptop.ip(&format!(
+            "address add {LAPTOP}/32 dev kilo-vpn\naddress add {LAPTOP6}/128 dev kilo-vpn nodad\n\
+             link set kilo-vpn mtu 1420 up\n"
+        ))?;
+        self.configure_laptop(network, |peers| peers)
+    }
+
+    /// `kgctl showconf peer laptop`, changed as the operator wants it, for `wg
+    /// setconf`; with a route to each allowed IP.
+    pub fn configure_laptop(&self, network: &Network, change: impl FnOnce(String) -> String) -> Result<()> {
+        let laptop = &network.laptop;
         let private = fs::read_to_string(self.directory.join("laptop.key"))?;
-        let peers = self.kgctl(&["showconf", "peer", "laptop"])?;
+        let peers = change(self.kgctl(&["showconf", "peer", "laptop"])?);
         let allowed: Vec<&str> = peers
             .lines()
             .filter_map(|line| line.strip_prefix("AllowedIPs = "))
@@ -220,30 +277,9 @@ impl Agents {
         }
         let conf = self.directory.join("laptop.conf");
         fs::write(&conf, format!("[Interface]\nPrivateKey = {}\n\n{peers}", private.trim()))?;
-        let kernel = self.wireguard != "userspace" && laptop.ip("link add kilo-vpn type wireguard").is_ok();
-        if !kernel {
-            let mut command = laptop.command("unshare");
-            // Its control socket must not meet those of other labs.
-            command
-                .args(["--mount", "--propagation", "private", "sh", "-c"])
-                .arg("mkdir -p /run/wireguard && mount -t tmpfs wg /run/wireguard && \"$0\" userspace-wireguard kilo-vpn & \
-                      for i in $(seq 100); do wg show kilo-vpn >/dev/null 2>&1 && break; sleep 0.1; done; \
-                      wg setconf kilo-vpn \"$1\" || exit 1; echo configured; exec sleep infinity")
-                .arg(self.program("kg"))
-                .arg(&conf);
-            start_and_wait(command, &self.directory.join("logs/laptop.log"), "configured")?;
-        }
-        let mut batch = format!(
-            "address add {LAPTOP}/32 dev kilo-vpn\naddress add {LAPTOP6}/128 dev kilo-vpn nodad\n\
-             link set kilo-vpn mtu 1420 up\n"
-        );
-        for prefix in allowed {
-            batch += &format!("route add {prefix} dev kilo-vpn\n");
-        }
-        if kernel {
-            laptop.sh(&format!("wg setconf kilo-vpn {}", conf.display()))?;
-        }
-        laptop.ip(&batch)
+        laptop.sh(&format!("wg setconf kilo-vpn {}", conf.display()))?;
+        let routes = allowed.iter().map(|prefix| format!("route replace {prefix} dev kilo-vpn\n"));
+        laptop.ip(&routes.collect::<String>())
     }
 
     /// The topology as text: locations, leaders, addresses.

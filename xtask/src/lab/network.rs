@@ -11,6 +11,7 @@
 //!   a3 10.1.1.13 ──── lan-c ──┘ (site-a, too)
 //!   a1 192.0.2.11 ─────────── wan 192.0.2.0/24 ───── b1 192.0.2.21
 //!   outside 198.51.100.2 ──── beyond NAT     laptop 172.16.9.2 behind NAT
+//!   printer 10.1.0.200 on a1's LAN           office 10.77.0.2 behind the laptop
 //! ```
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -70,6 +71,8 @@ pub struct Node {
     pub public: Option<IpAddr>,
     /// First three octets of its pod CIDR (/24).
     pub pod_prefix: [u8; 3],
+    /// Pods have IPv6 addresses, too.
+    pub dual_stack: bool,
 }
 
 impl Node {
@@ -89,14 +92,21 @@ impl Node {
         self.pod_address(2)
     }
 
-    /// IPv6 address of the node's pod.
+    /// IPv6 address the node's pod has where pods have both families.
     pub fn pod_ip6(&self) -> Ipv6Addr {
         Ipv6Addr::new(0xfd42, 0, self.pod_prefix[2].into(), 0, 0, 0, 0, 2)
     }
 
+    /// Addresses of the node's pod, IPv4 first.
+    pub fn pod_ips(&self) -> Vec<IpAddr> {
+        let v6 = self.dual_stack.then(|| self.pod_ip6().into());
+        std::iter::once(self.pod_ip().into()).chain(v6).collect()
+    }
+
     /// The node's pod CIDRs, IPv4 first.
-    pub fn pod_cidrs(&self) -> [String; 2] {
-        [format!("{}/24", self.pod_address(0)), format!("fd42:0:{}::/64", self.pod_prefix[2])]
+    pub fn pod_cidrs(&self) -> Vec<String> {
+        let v6 = self.dual_stack.then(|| format!("fd42:0:{}::/64", self.pod_prefix[2]));
+        std::iter::once(format!("{}/24", self.pod_address(0))).chain(v6).collect()
     }
 }
 
@@ -120,6 +130,10 @@ pub const ROUTER_OUTSIDE6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0x51, 0, 0, 0
 pub const LAPTOP: Ipv4Addr = Ipv4Addr::new(10, 5, 0, 1);
 /// Its other VPN address.
 pub const LAPTOP6: Ipv6Addr = Ipv6Addr::new(0xfd05, 0, 0, 0, 0, 0, 0, 1);
+/// Address of the printer.
+pub const PRINTER: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 200);
+/// Address of the machine behind the laptop.
+pub const OFFICE: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 2);
 /// IPv6 address of the outside host.
 pub const OUTSIDE6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0x51, 0, 0, 0, 0, 2);
 
@@ -134,14 +148,26 @@ pub struct Network {
     pub outside: Space,
     /// A VPN peer behind NAT.
     pub laptop: Space,
+    /// A machine on the LAN of a1 that knows nothing of the mesh, and no gateway.
+    pub printer: Space,
+    /// A machine behind the laptop.
+    pub office: Space,
     /// The nodes, sorted by name.
     pub nodes: Vec<Node>,
+    /// Another CNI has the pods' network, and masquerades what leaves it.
+    pub foreign_cni: bool,
 }
 
 impl Network {
     /// Every namespace, the router first.
     pub fn spaces(&self) -> Vec<Space> {
-        let mut spaces = vec![self.router.clone(), self.outside.clone(), self.laptop.clone()];
+        let mut spaces = vec![
+            self.router.clone(),
+            self.outside.clone(),
+            self.laptop.clone(),
+            self.printer.clone(),
+            self.office.clone(),
+        ];
         for node in &self.nodes {
             spaces.push(node.pod.clone());
             spaces.push(node.space.clone());
@@ -189,9 +215,25 @@ impl Network {
                 private: underlay.address(private),
                 public: public.map(|public| underlay.address(public)),
                 pod_prefix: [10, 42, number],
+                dual_stack: true,
             })
             .collect();
-        Self { underlay, router: space("router"), outside: space("outside"), laptop: space("laptop"), nodes }
+        Self {
+            underlay,
+            router: space("router"),
+            outside: space("outside"),
+            laptop: space("laptop"),
+            printer: space("printer"),
+            office: space("office"),
+            nodes,
+            foreign_cni: false,
+        }
+    }
+
+    /// Pods get their network, of one family, from another CNI.
+    pub fn give_pods_to_another_cni(&mut self) {
+        self.foreign_cni = true;
+        self.nodes.iter_mut().for_each(|node| node.dual_stack = false);
     }
 
     /// Creates every namespace, link, address and route.
@@ -220,7 +262,19 @@ impl Network {
         ))?;
         self.laptop.ip("address add 172.16.9.2/24 dev eth0\nroute add default via 172.16.9.1\n\
              address add 2001:db8:9::2/64 dev eth0 nodad\nroute add default via 2001:db8:9::1\n")?;
+        self.attach(&self.printer, "eth0", "printer", Some("lan-a"))?;
+        self.printer.ip(&format!("address add {PRINTER}/24 dev eth0\n"))?;
+        self.laptop.ip(&format!(
+            "link add office type veth peer name eth0 netns {}\nlink set office up\n\
+             address add 10.77.0.1/24 dev office\n",
+            self.office.netns
+        ))?;
+        self.office.ip(&format!(
+            "link set eth0 up\naddress add {OFFICE}/24 dev eth0\nroute add default via 10.77.0.1\n"
+        ))?;
         self.router.sh(ROUTER_RULES)?;
+        self.laptop.hold(&logs.join("laptop-namespaces.log"))?;
+        self.laptop.sh("echo 1 > /proc/sys/net/ipv4/ip_forward")?;
         for node in &mut self.nodes {
             node.space.hold(&logs.join(format!("{}-namespaces.log", node.space.name)))?;
         }

@@ -98,6 +98,35 @@ pub fn probe(protocol: Protocol, target: IpAddr, timeout: Duration) -> Result<Op
     }
 }
 
+/// Sends one TCP probe from a namespace; answers the address the server saw.
+pub fn from(space: &Space, target: impl Into<IpAddr>, timeout: Duration) -> Result<IpAddr> {
+    let target = target.into();
+    let seen = space.spawn(move || probe(Protocol::Tcp, target, timeout)).join();
+    let seen = seen.map_err(|_| anyhow::anyhow!("probe thread"))???;
+    seen.context("TCP tells the source")
+}
+
+/// Asks again and again until the server sees this address.
+pub fn until_seen_as(
+    space: &Space,
+    target: impl Into<IpAddr>,
+    source: impl Into<IpAddr>,
+    limit: Duration,
+) -> Result<()> {
+    let (target, source, deadline) = (target.into(), source.into(), Instant::now() + limit);
+    loop {
+        let seen = from(space, target, Duration::from_secs(2));
+        if seen.as_ref().is_ok_and(|seen| *seen == source) {
+            return Ok(());
+        }
+        if Instant::now() > deadline {
+            let seen = seen.map_or_else(|error| format!("{error:#}"), |seen| format!("seen as {seen}"));
+            bail!("{} -> {target}, which is to see {source}: {seen}", space.name);
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
 fn pattern(length: usize) -> Vec<u8> {
     (0..length).map(|i| (i % 251) as u8).collect()
 }

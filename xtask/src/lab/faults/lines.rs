@@ -219,14 +219,30 @@ pub const LINES: &[Line] = &[
         "",
     ),
     line(38, "never two copies", &["bpf_attach::restarts_in_any_mix_of_modes_leave_exactly_one_copy"], ""),
-    line(39, "maps full", &[], "all of it"),
+    line(
+        39,
+        "maps full",
+        &["bpf_masquerade_both::a_table_of_more_flows_than_one_call_reads_is_swept_whole"],
+        "what happens at the bound of each map",
+    ),
     line(
         40,
         "NAT ports used up",
-        &["bpf_masquerade::used_up_ports_are_a_counted_drop"],
-        "freed by collection",
+        &[
+            "bpf_masquerade::used_up_ports_are_a_counted_drop",
+            "bpf_masquerade_both::the_collector_removes_flows_that_have_ended_and_frees_their_ports",
+        ],
+        "",
     ),
-    line(41, "half of a NAT pair evicted", &[], "all of it"),
+    line(
+        41,
+        "half of a NAT pair evicted",
+        &[
+            "nat::a_half_whose_port_became_another_flows_is_judged_alone",
+            "nat::both_halves_of_a_silent_flow_go_together_and_others_stay",
+        ],
+        "eviction in the kernel's own table",
+    ),
     line(42, "two CPUs, one tuple", &[], "all of it"),
     line(
         43,
@@ -252,15 +268,19 @@ pub const LINES: &[Line] = &[
         "fragments",
         &[
             "bpf_receive::a_fragmented_outer_packet_is_dropped",
-            "packet::both_the_first_and_the_last_fragment_are_fragments",
+            "bpf_masquerade_both::fragments_follow_their_first_one_both_ways",
         ],
         "",
     ),
     line(
         46,
         "ICMP and its errors",
-        &["bpf_masquerade::tcp_and_echo_are_translated_with_their_own_checksums"],
-        "errors about masqueraded flows",
+        &[
+            "bpf_masquerade::tcp_and_echo_are_translated_with_their_own_checksums",
+            "bpf_masquerade_both::an_error_from_outside_reaches_the_pod_with_its_own_packet_inside",
+            "bpf_masquerade_both::a_pods_own_error_goes_out_with_what_the_sender_knows_inside",
+        ],
+        "",
     ),
     line(47, "path MTU", &["lab: senders learn the path MTU whatever link is small, and TCP goes on"], ""),
     line(
@@ -302,9 +322,10 @@ pub const LINES: &[Line] = &[
         "checksums and inverse translation",
         &[
             "checksum::an_incremental_update_equals_a_full_computation",
-            "bpf_masquerade::a_pods_packet_gets_the_uplinks_address_and_the_answer_comes_back",
+            "flow::each_half_of_a_pair_names_the_other",
+            "bpf_masquerade_both::udp_tcp_and_echo_of_both_families_go_out_and_come_back",
         ],
-        "inverse translation as a property",
+        "",
     ),
     line(
         53,
@@ -315,7 +336,12 @@ pub const LINES: &[Line] = &[
         ],
         "",
     ),
-    line(54, "steered port is no NAT port", &["nat::the_wireguard_port_is_never_chosen"], ""),
+    line(
+        54,
+        "steered port is no NAT port",
+        &["nat::the_ports_of_wireguard_and_of_the_tunnel_are_never_chosen"],
+        "",
+    ),
     line(
         55,
         "keys on disk and in logs",
@@ -369,7 +395,10 @@ pub const LINES: &[Line] = &[
     line(
         62,
         "host sockets, hostPort, NodePort",
-        &["bpf_masquerade::a_port_a_host_socket_listens_on_is_not_taken"],
+        &[
+            "bpf_masquerade::a_port_a_host_socket_listens_on_is_not_taken",
+            "bpf_masquerade_both::a_port_of_the_hosts_later_flow_is_changed_when_a_pod_has_it",
+        ],
         "hostPort and NodePort",
     ),
     line(63, "another masquerade rule", &[], ""),
@@ -380,7 +409,12 @@ pub const LINES: &[Line] = &[
         &["topology_properties::ten_thousand_nodes_are_planned_in_reasonable_time"],
         "map writes, memory and idle CPU",
     ),
-    line(66, "hours of random faults", &[], "all of it"),
+    line(
+        66,
+        "hours of random faults",
+        &["net_leaks::two_hundred_reconfigurations_leave_nothing_over"],
+        "random faults over hours",
+    ),
 ];
 
 #[cfg(test)]

@@ -192,7 +192,7 @@ fn two_leaders(lab: &mut Lab) -> Result<String> {
     fs::write(other.join("node-a2.yaml"), annotated(lab, "a2", &[("leader", "true")])?)?;
     let node = lab.network.node("a1")?.clone();
     lab.agents.stop("a1", Signal::SIGTERM)?;
-    lab.agents.start_reading(&node, &other)?;
+    lab.agents.start_reading(&node, &other, &[])?;
     until("a1 takes a2 for the leader", Duration::from_secs(20), || {
         agents::wait_healthy(&node.space, Duration::from_secs(20))?;
         Ok(!leads(lab, "a1")?)

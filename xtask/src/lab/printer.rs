@@ -1,0 +1,53 @@
+//! allowed-location-ips: a machine on a location's LAN that has no part in the mesh.
+
+use std::{
+    net::IpAddr,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, ensure};
+
+use super::{Lab, network::PRINTER, probe, space::Space};
+
+const LIMIT: Duration = Duration::from_secs(40);
+
+fn answers(space: &Space) -> bool {
+    probe::from(space, PRINTER, Duration::from_secs(1)).is_ok()
+}
+
+/// The printer has no gateway: it answers those who are on its LAN, so
+/// everything must come from a1 (or from a2, of a2's own pods).
+pub fn run(lab: &mut Lab) -> Result<String> {
+    let network = &lab.network;
+    probe::serve(&network.printer, PRINTER.into())?;
+    let (a1, a2) = (network.node("a1")?, network.node("a2")?);
+    let (b1, b2) = (network.node("b1")?, network.node("b2")?);
+    let far = [&b1.pod, &b1.space, &b2.pod, &b2.space];
+    for space in far.into_iter().chain([&network.laptop]) {
+        ensure!(!answers(space), "{} reaches the printer without allowed-location-ips", space.name);
+    }
+    // Any node of the location may say so; it goes through the leader.
+    lab.agents.write_node(a2, &[("allowed-location-ips", &format!("{PRINTER}/32"))])?;
+    for space in far {
+        probe::until_seen_as(space, PRINTER, a1.private, LIMIT)?;
+    }
+    probe::until_seen_as(&a2.pod, PRINTER, a2.private, LIMIT)?;
+    lab.agents.configure_laptop(network, |peers| peers)?;
+    probe::until_seen_as(&network.laptop, PRINTER, a1.private, LIMIT)?;
+
+    lab.agents.write_node(a2, &[])?;
+    let started = Instant::now();
+    for space in far {
+        while answers(space) {
+            ensure!(started.elapsed() < LIMIT, "{} still reaches the printer", space.name);
+        }
+    }
+    // A node forwards a peer's packets anywhere: the peer's own configuration names the printer no more.
+    lab.agents.configure_laptop(network, |peers| peers)?;
+    ensure!(!answers(&network.laptop), "the laptop still reaches the printer");
+    for node in [b1, b2] {
+        let routes = node.space.sh("ip route show table all")?;
+        ensure!(!routes.contains(&IpAddr::from(PRINTER).to_string()), "{}:\n{routes}", node.name());
+    }
+    Ok(String::new())
+}
