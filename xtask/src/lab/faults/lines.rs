@@ -401,7 +401,12 @@ pub const LINES: &[Line] = &[
         ],
         "hostPort and NodePort",
     ),
-    line(63, "another masquerade rule", &[], ""),
+    line(
+        63,
+        "another masquerade rule",
+        &[],
+        "a rule that comes together with connection tracking: flows we masquerade already get another port and end",
+    ),
     line(64, "ip_forward turned off", &["net_apply::forwarding_is_seen_and_turned_on"], ""),
     line(
         65,

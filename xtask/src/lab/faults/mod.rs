@@ -91,8 +91,19 @@ pub fn run(lab: &mut Lab, lines: &[u8], always: bool) -> Vec<Row> {
     let chosen = |fault: &&Fault| {
         if lines.is_empty() { !always || fault.always } else { lines.contains(&fault.line) }
     };
+    if let Err(error) = track_connections(lab) {
+        eprintln!("lab: {error:#}");
+    }
     let faults = all();
     faults.iter().filter(chosen).map(|fault| row(lab, fault)).collect()
+}
+
+/// Hosts of a cluster track connections from the start, because kube-proxy does.
+fn track_connections(lab: &Lab) -> Result<()> {
+    for node in &lab.network.nodes {
+        node.space.sh("nft 'table inet host { chain forward { type filter hook forward priority 0; ct state established counter; }; }'")?;
+    }
+    Ok(())
 }
 
 /// As a test run reports them.
