@@ -317,12 +317,16 @@ fn run_lab() -> Result<Vec<TestOutcome>> {
     let this = own_program()?;
     let bin = this.parent().context("no directory")?.to_owned();
     let mut outcomes = Vec::new();
-    for what in [&["test", "--modes"][..], &["scenario"]] {
+    for (what, json) in [
+        (&["test", "--modes"][..], "--json"),
+        (&["scenario"], "--json"),
+        (&["faults", "--always"], "--outcomes"),
+    ] {
         let file = tempfile::NamedTempFile::new()?;
         let mut command = Command::new(&this);
         command.arg("lab").args(what).args(["--name", "kilo-test", "--bin"]).arg(&bin);
         // Failures are in the file.
-        let _ = command.arg("--json").arg(file.path()).status().context("lab")?;
+        let _ = command.arg(json).arg(file.path()).status().context("lab")?;
         outcomes.extend(read_outcomes(file.path(), Part::Lab)?);
     }
     Ok(outcomes)

@@ -144,13 +144,18 @@ impl Agents {
 
     /// Starts the node's agent with flags that others do not have.
     pub fn start_with(&mut self, node: &Node, flags: &[&str]) -> Result<()> {
+        self.start_reading(node, &self.cluster(), flags)
+    }
+
+    /// Starts the node's agent with objects and flags of its own.
+    pub fn start_reading(&mut self, node: &Node, cluster: &Path, flags: &[&str]) -> Result<()> {
         super::stop_if_interrupted()?;
         let log = OpenOptions::new().create(true).append(true).open(self.log(node.name()))?;
         let child = node
             .space
             .command(self.program("kg"))
             .args(["--backend", "file", "--backend-dir"])
-            .arg(self.cluster())
+            .arg(cluster)
             .args(["--wireguard", &self.wireguard, "--resync-period", "5s", "--log-level", "debug"])
             .args(["--cni-path", super::cni::CONF])
             .args(&self.flags)
