@@ -111,6 +111,8 @@ pub struct Agent<B> {
     dataplane: Dataplane,
     liveness: Liveness,
     hops: HopIds,
+    /// Nodes of the location that have no hop, as said last.
+    left_out: usize,
     resolver: Resolver,
     next_check_in: Instant,
     /// Attempts in a row that the API server did not answer.
@@ -128,6 +130,8 @@ pub struct Agent<B> {
     reported_peers: Option<BTreeMap<String, Option<String>>>,
     host_changed: Arc<Notify>,
     path_mtus: PathMtus,
+    /// Index of the WireGuard device when it was last seen.
+    device: Option<u32>,
     forward: Forward,
     nat_rules: NatRules,
     last_good: Option<LastGood>,
@@ -153,7 +157,7 @@ impl<B: Backend> Agent<B> {
         let host_changed = Arc::new(Notify::new());
         let path_mtus = dataplane.follow_path_mtus(Arc::clone(&host_changed))?;
         let net = Net::new()?;
-        if let Err(error) = Interface::ensure(&net, &options.interface).await {
+        if let Err(error) = Interface::ensure(&net, &options.interface, None).await {
             if !adopted {
                 drop(dataplane);
                 dataplane::remove(&options.bpffs);
@@ -169,6 +173,7 @@ impl<B: Backend> Agent<B> {
             key,
             liveness: Liveness::default(),
             hops: HopIds::default(),
+            left_out: 0,
             resolver: Resolver::default(),
             next_check_in: Instant::now(),
             unanswered: 0,
@@ -182,6 +187,7 @@ impl<B: Backend> Agent<B> {
             reported_peers: None,
             host_changed,
             path_mtus,
+            device: None,
             forward: Forward::default(),
             nat_rules: NatRules::default(),
             last_good,
@@ -212,7 +218,7 @@ impl<B: Backend> Agent<B> {
                 () = host_changed.notified() => {}
                 _ = hooks.tick() => {
                     // An error is the reconcile's to report.
-                    if self.dataplane.is_attached(&self.net).await.unwrap_or(false) {
+                    if self.dataplane.is_attached(&self.net).await.unwrap_or(false) && forwarding::is_on() {
                         continue;
                     }
                 }
@@ -256,7 +262,8 @@ impl<B: Backend> Agent<B> {
         let name = self.options.hostname.clone();
         let seen = snapshot.nodes.get(&name).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
 
-        let (interface, created) = Interface::ensure(&self.net, &self.options.interface).await?;
+        let (interface, created) = Interface::ensure(&self.net, &self.options.interface, self.device).await?;
+        self.device = Some(interface.index);
         let tunnels = tunnels::ensure(self.net.rtnl()).await;
         for problem in &tunnels.problems {
             self.metrics.error("tunnel_device");
@@ -361,7 +368,11 @@ impl<B: Backend> Agent<B> {
         interface: &Interface,
         state: &DeviceState,
     ) -> Result<u64, AgentError> {
-        let mut writes = self.dataplane.write(&plan.tables)?;
+        let written = self.dataplane.write(&plan.tables);
+        for (map, entries) in self.dataplane.entries() {
+            self.metrics.set_map_entries(map, entries);
+        }
+        let mut writes = written?;
         let interfaces = Interfaces { kilo: interface.index, uplinks: &plan.uplinks, vxlan: plan.vxlan };
         let attached = self.dataplane.attach(&self.net, interfaces).await?;
         writes += attached.changes;
@@ -471,6 +482,20 @@ impl<B: Backend> Agent<B> {
         Ok(())
     }
 
+    /// Says once that the location has more nodes than the table of hops.
+    fn report_left_out(&mut self, left_out: usize) {
+        if left_out > self.left_out {
+            self.metrics.error("location_full");
+            tracing::error!(
+                left_out,
+                "more nodes in this location than the {} that fit beside this one; packets for the others are \
+                 dropped: make two locations of it (kilo.squat.ai/location)",
+                plan::MOST_OTHERS
+            );
+        }
+        self.left_out = left_out;
+    }
+
     async fn plan(&mut self, mesh: &Mesh, own: &Node, host: &Host<'_>) -> Option<HostPlan> {
         let private = own.internal_ip.map(|net| net.addr());
         let mesh = &*mesh.around(&own.name);
@@ -493,6 +518,7 @@ impl<B: Backend> Agent<B> {
             found.path_mtus.entry(address).and_modify(|known| *known = mtu.min(*known)).or_insert(mtu);
         }
         self.hops = self.hops.update(mesh, &own.name);
+        self.report_left_out(self.hops.left_out(mesh, &own.name));
         let resolved = self.resolver.resolve(mesh).await;
         plan::host_plan(&Inputs {
             mesh,
