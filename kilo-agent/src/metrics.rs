@@ -145,6 +145,10 @@ pub struct Metrics {
     pub writes: Counter,
     /// `kilo_reattached_total`: programs put back on their hooks.
     pub reattached: Counter,
+    /// `kilo_nat_entries`: entries of masqueraded flows, two a flow, as of the last sweep.
+    pub nat_entries: Gauge,
+    /// `kilo_nat_collected_total`: entries of flows that had ended, removed by the collector.
+    pub nat_collected: Counter,
     samples: Arc<Mutex<Samples>>,
 }
 
@@ -161,6 +165,8 @@ impl Default for Metrics {
             reconcile_seconds: Histogram::new(exponential_buckets(0.001, 2.0, 14)),
             writes: Counter::default(),
             reattached: Counter::default(),
+            nat_entries: Gauge::default(),
+            nat_collected: Counter::default(),
             samples: Arc::clone(&samples),
             registry: Arc::default(),
         };
@@ -183,6 +189,16 @@ impl Default for Metrics {
             "kilo_reattached",
             "Programs that somebody removed from an interface and that were put back",
             metrics.reattached.clone(),
+        );
+        registry.register(
+            "kilo_nat_entries",
+            "Entries of masqueraded flows, two a flow, as of the last sweep",
+            metrics.nat_entries.clone(),
+        );
+        registry.register(
+            "kilo_nat_collected",
+            "Entries of masqueraded flows that were removed because they had ended",
+            metrics.nat_collected.clone(),
         );
         registry.register_collector(Box::new(SampleCollector(samples)));
         Self { registry: Arc::new(registry), ..metrics }

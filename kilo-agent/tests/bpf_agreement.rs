@@ -12,6 +12,7 @@ mod support;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt::Write as _,
+    net::IpAddr,
     path::PathBuf,
     time::{Duration, Instant},
 };
@@ -23,6 +24,11 @@ use kilo_agent::{
 };
 use kilo_common::{
     maps::CONFIG_LEADER,
+    nat::{
+        flow,
+        transport::{self, Part},
+    },
+    packet::{Ipv4, protocol},
     verdict::{Action, DropReason},
 };
 use support::{
@@ -108,21 +114,31 @@ fn difference(wanted: &Wanted, frame: &[u8], verdict: i32, out: &[u8], no_ethern
 }
 
 /// True when `after` is `before` with another source and right checksums.
-fn translated(before: &[u8], after: &[u8], addr: [u8; 4]) -> bool {
-    let header = usize::from(before[0] & 15) * 4;
+fn translated(before: &[u8], after: &[u8], addr: IpAddr) -> bool {
     let mut expected = before.to_vec();
-    expected[12..16].copy_from_slice(&addr);
-    // Checksum; port or identifier; checksum behind the header.
-    let (port, sum) = match before[9] {
-        1 => (4, 2),
-        6 => (0, 16),
-        _ => (0, 6),
+    let v6 = addr.is_ipv6();
+    let found = match addr {
+        IpAddr::V4(addr) => {
+            expected[12..16].copy_from_slice(&addr.octets());
+            expected[10..12].copy_from_slice(&after[10..12]);
+            let ip = Ipv4::parse(before.first_chunk().unwrap(), before.len()).unwrap();
+            transport::ipv4(&ip, [before[4], before[5]])
+        }
+        IpAddr::V6(addr) => {
+            expected[8..24].copy_from_slice(&addr.octets());
+            transport::ipv6(before[6], |at| before.get(at..at + 8)?.try_into().ok()).unwrap()
+        }
     };
-    for at in [10, header + port, header + sum] {
+    let layout = flow::layout(found.protocol).unwrap();
+    // Port or identifier; checksum behind the header.
+    for at in [Some(layout.src_port), layout.checksum].into_iter().flatten() {
+        let at = found.offset + at;
         expected[at..at + 2].copy_from_slice(&after[at..at + 2]);
     }
-    let total = usize::from(u16::from_be_bytes([before[2], before[3]]));
-    let sound = |packet: &[u8]| header == 20 && total >= 28 && checksums_hold(&packet[..total]);
+    let whole = found.part == Part::Whole && found.protocol != protocol::SCTP;
+    let total = if v6 { before.len() } else { usize::from(u16::from_be_bytes([before[2], before[3]])) };
+    let sound =
+        |packet: &[u8]| whole && !v6 && found.offset == 20 && total >= 28 && checksums_hold(&packet[..total]);
     expected == after && (!sound(before) || sound(after))
 }
 

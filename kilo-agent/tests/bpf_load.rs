@@ -129,7 +129,7 @@ fn bpftool_shows_the_maps_with_the_names_of_their_fields() {
         ("prefix_v4", "\"hop\": 3"),
         ("hop", "\"mtu\": 1480"),
         ("node_v4", "\"hop\": 3"),
-        ("device", "\"masq_addr\": [192,0,2,11"),
+        ("device", "\"masq_v4\": [192,0,2,11"),
         ("config", "\"wireguard_port\": 51820"),
         ("monitor", "\"deadline\": 0"),
     ] {

@@ -194,7 +194,7 @@ fn links_uplinks_paths_and_addresses_are_found() {
         let host = net.host_links(&query, &towards).await.unwrap();
         let (eth0, eth1) = (index("eth0"), index("eth1"));
         assert_eq!(host.uplinks.keys().copied().collect::<Vec<_>>(), [eth0.min(eth1), eth0.max(eth1)]);
-        assert_eq!(host.uplinks[&eth0].to_string(), "10.0.0.5");
+        assert_eq!(host.uplinks[&eth0].v4, Some([10, 0, 0, 5].into()));
         assert_eq!(host.mtus[&eth1], 1400);
         assert_eq!(host.private, Some(eth0));
         assert_eq!(host.towards.get(&towards[1]), Some(&eth1));

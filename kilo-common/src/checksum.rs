@@ -27,12 +27,61 @@ pub const fn update(checksum: u16, old: u16, new: u16) -> u16 {
     !fold(!checksum as u32 + !old as u32 + new as u32)
 }
 
+/// Checksum after `old` became `new`, both of the same, even length.
+#[inline(always)]
+pub fn replace(checksum: u16, old: &[u8], new: &[u8]) -> u16 {
+    let mut sum = u32::from(!checksum);
+    for (old, new) in old.chunks_exact(2).zip(new.chunks_exact(2)) {
+        sum += u32::from(!u16::from_be_bytes([old[0], old[1]]))
+            + u32::from(u16::from_be_bytes([new[0], new[1]]));
+    }
+    !fold(sum)
+}
+
+/// What changing `old` to `new` (same length, a multiple of 4) adds to the
+/// kernel's 32-bit partial sums, which are over words as they lie in memory.
+#[inline(always)]
+pub fn difference(old: &[u8], new: &[u8]) -> u32 {
+    let mut sum = 0u64;
+    for (old, new) in old.chunks_exact(4).zip(new.chunks_exact(4)) {
+        sum += u64::from(!u32::from_ne_bytes([old[0], old[1], old[2], old[3]]))
+            + u64::from(u32::from_ne_bytes([new[0], new[1], new[2], new[3]]));
+    }
+    add(sum as u32, (sum >> 32) as u32)
+}
+
+/// Sum of two partial sums, with the carry carried around.
+#[inline(always)]
+pub const fn add(a: u32, b: u32) -> u32 {
+    let (sum, carry) = a.overflowing_add(b);
+    sum + carry as u32
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// The checksum over all words, as RFC 1071 defines it.
+    fn full(bytes: &[u8]) -> u16 {
+        !fold(bytes.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum())
+    }
+
     proptest! {
+        #[test]
+        fn replacing_words_equals_a_full_computation(
+            rest in any::<[u8; 24]>(), old in any::<[u8; 16]>(), new in any::<[u8; 16]>(),
+        ) {
+            prop_assume!(rest != [0; 24]);
+            let expected = full(&[&rest[..], &new].concat());
+            let before = full(&[&rest[..], &old].concat());
+            prop_assert_eq!(replace(before, &old, &new), expected);
+            // The kernel folds its sum in the words' own byte order.
+            let mut sum = u64::from(u16::from_be(!before)) + u64::from(difference(&old, &new));
+            while sum > 0xffff { sum = (sum & 0xffff) + (sum >> 16); }
+            prop_assert_eq!(!(sum as u16).to_be(), expected);
+        }
+
         #[test]
         fn an_incremental_update_equals_a_full_computation(
             mut bytes in any::<[u8; 20]>(), word in 0usize..10, new in any::<u16>(),

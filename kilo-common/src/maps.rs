@@ -5,7 +5,7 @@
 
 /// Version of everything in this module; part of the pin path, so that two
 /// layouts never share a map.
-pub const LAYOUT_VERSION: u32 = 2;
+pub const LAYOUT_VERSION: u32 = 3;
 
 /// Hop id no prefix may point to: the array's zeroed entry drops.
 pub const HOP_NONE: u32 = 0;
@@ -25,7 +25,7 @@ pub const MAX_PREFIXES: u32 = 262_144;
 pub const MAX_NODES: u32 = 4_096;
 /// Size of the masquerade tries.
 pub const MAX_MASQ_PREFIXES: u32 = 262_144;
-/// Size of `nat_v4`; two entries a flow.
+/// Size of `nat`; two entries a flow, both families.
 pub const MAX_NAT: u32 = 131_072;
 /// Size of the `device` hash.
 pub const MAX_DEVICES: u32 = 256;
@@ -45,12 +45,14 @@ pub mod name {
     pub const NODE_V4: &str = "node_v4";
     /// Hash: outer IPv6 source -> [`super::NodeValue`].
     pub const NODE_V6: &str = "node_v6";
-    /// LPM: IPv4 source prefix -> `u32` [`super::MASQ_SRC_ALWAYS`] or [`super::MASQ_SRC_EXEMPT`].
+    /// LPM: source prefix (IPv4 as `::ffff:a.b.c.d`) -> `u32` [`super::MASQ_SRC_ALWAYS`] or [`super::MASQ_SRC_EXEMPT`].
     pub const MASQ_SRC: &str = "masq_src";
-    /// LPM: IPv4 destination prefix -> `u32` [`super::MASQ_EXCLUDE`] or [`super::MASQ_FORCE`].
+    /// LPM: destination prefix (as in `masq_src`) -> `u32` [`super::MASQ_EXCLUDE`] or [`super::MASQ_FORCE`].
     pub const MASQ_DST: &str = "masq_dst";
     /// LRU hash: [`super::NatKey`] -> [`super::NatValue`].
-    pub const NAT_V4: &str = "nat_v4";
+    pub const NAT: &str = "nat";
+    /// Per-CPU array of one: memory of the masquerading program; no state.
+    pub const NAT_WORK: &str = "nat_work";
     /// Ring buffer of [`super::PathMtu`].
     pub const PATH_MTU: &str = "path_mtu";
     /// Hash: interface index -> [`super::Device`].
@@ -158,15 +160,22 @@ pub const NAT_EGRESS: u8 = 0;
 /// `NatKey::direction`: the reply as it arrives, before translation back.
 pub const NAT_INGRESS: u8 = 1;
 
+/// `NatKey::direction`: later fragments as they leave; the identification
+/// stands in both ports together.
+pub const NAT_FRAGMENT_EGRESS: u8 = 2;
+/// `NatKey::direction`: later fragments as they arrive.
+pub const NAT_FRAGMENT_INGRESS: u8 = 3;
+
 /// One direction of a translated flow, as seen on the packet before it is
-/// rewritten. For ICMP echo the identifier stands in both ports.
-#[repr(C)]
+/// rewritten; or a datagram in fragments. IPv4 addresses as `::ffff:a.b.c.d`.
+/// For ICMP echo the identifier stands in both ports.
+#[repr(C, align(8))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NatKey {
     /// Source address.
-    pub src: [u8; 4],
+    pub src: [u8; 16],
     /// Destination address.
-    pub dst: [u8; 4],
+    pub dst: [u8; 16],
     /// Source port, network byte order.
     pub src_port: [u8; 2],
     /// Destination port, network byte order.
@@ -179,21 +188,24 @@ pub struct NatKey {
     pub pad: [u8; 2],
 }
 
+/// `NatValue::flags`: a packet of this direction was seen.
+pub const NAT_SEEN: u8 = 1;
+
 /// What the packet is rewritten to: the source on egress, the destination on
 /// ingress.
-#[repr(C)]
+#[repr(C, align(8))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NatValue {
     /// New address.
-    pub addr: [u8; 4],
+    pub addr: [u8; 16],
     /// New port or ICMP identifier, network byte order.
     pub port: [u8; 2],
     /// TCP flags seen so far in this direction (or-ed), for the collector.
     pub tcp_flags: u8,
-    /// Always zero.
-    pub pad: u8,
-    /// `bpf_ktime_get_ns` of the last packet.
-    pub last_seen: u64,
+    /// `NAT_SEEN` or 0.
+    pub flags: u8,
+    /// Time of the last packet: `CLOCK_MONOTONIC` in seconds.
+    pub last_seen: u32,
 }
 
 /// `Device::flags`: packets that leave through it may be masqueraded.
@@ -203,8 +215,10 @@ pub const DEVICE_MASQUERADE: u32 = 1;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Device {
-    /// Address that masqueraded packets get.
-    pub masq_addr: [u8; 4],
+    /// Address that masqueraded IPv4 packets get; zero = none.
+    pub masq_v4: [u8; 4],
+    /// Address that masqueraded IPv6 packets get; zero = none.
+    pub masq_v6: [u8; 16],
     /// `DEVICE_*` bits.
     pub flags: u32,
 }
@@ -269,4 +283,4 @@ macro_rules! plain_old_data {
         )*
     };
 }
-plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 8, NatKey: 16, NatValue: 16, Device: 8, Config: 52, PathMtu: 24);
+plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 8, NatKey: 40, NatValue: 24, Device: 24, Config: 52, PathMtu: 24);

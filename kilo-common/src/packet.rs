@@ -14,6 +14,14 @@ pub mod protocol {
     pub const UDP: u8 = 17;
     /// IPv6 in IP, RFC 4213 and RFC 2473.
     pub const IPV6: u8 = 41;
+    /// SCTP, RFC 9260.
+    pub const SCTP: u8 = 132;
+    /// Hop-by-hop options of IPv6, RFC 8200.
+    pub const HOP_BY_HOP: u8 = 0;
+    /// Routing header of IPv6, RFC 8200.
+    pub const ROUTING: u8 = 43;
+    /// Destination options of IPv6, RFC 8200.
+    pub const DESTINATION_OPTIONS: u8 = 60;
     /// Fragment header of IPv6, RFC 8200.
     pub const FRAGMENT: u8 = 44;
     /// ICMP for IPv6, RFC 4443.

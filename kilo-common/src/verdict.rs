@@ -91,7 +91,7 @@ counted! {
         TooBig = 42 => "too_big",
         /// Every port masquerading may use towards that destination is taken.
         NatExhausted = 43 => "nat_exhausted",
-        /// To be masqueraded, but of a kind that cannot be (fragment, protocol).
+        /// To be masqueraded, but of a kind that cannot be (protocol, no address of its family).
         NatUnsupported = 44 => "nat_unsupported",
         /// A NAT entry could not be written.
         NatMapFull = 45 => "nat_map_full",
@@ -99,6 +99,8 @@ counted! {
         Rewrite = 46 => "rewrite",
         /// A multicast, broadcast or link-local address on kilo0.
         NotUnicast = 47 => "not_unicast",
+        /// To be masqueraded, but a later fragment whose first one did not pass before.
+        NatFragment = 48 => "nat_fragment",
     }
 }
 

@@ -4,14 +4,14 @@
 use aya_ebpf::{btf_maps::lpm_trie::Key, programs::TcContext};
 use kilo_common::{
     encap::next_ttl,
-    maps::{Config, NodeValue, PrefixValue},
+    maps::{Config, Device, NodeValue, PrefixValue},
     packet::{IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, never_steered, never_steered_v6, protocol},
     verdict::DropReason,
 };
 
 use crate::{
     maps::{NODE_V4, NODE_V6, PREFIX_V4, PREFIX_V6},
-    masquerade, packet,
+    packet,
 };
 
 /// A header of one family, and the tables that speak of its addresses.
@@ -50,20 +50,12 @@ pub trait Ip: Copy {
     fn never_steered(addr: Self::Addr) -> bool;
     /// True for addresses steered packets for this node are sent to.
     fn is_private(config: &Config, addr: Self::Addr) -> bool;
-    /// Translates the source if that is due; answers the new one.
-    fn masquerade(
-        &self,
-        ctx: &TcContext,
-        config: &Config,
-        offset: usize,
-    ) -> Result<Option<Self::Addr>, DropReason>;
-    /// Translates the destination of a reply back; answers the new one.
-    fn unmasquerade(
-        &self,
-        ctx: &TcContext,
-        config: &Config,
-        offset: usize,
-    ) -> Result<Option<Self::Addr>, DropReason>;
+    /// Address that masqueraded packets get on a device.
+    fn masq_addr(device: &Device) -> Self::Addr;
+    /// An address as masquerading's keys hold it, of either family.
+    fn mapped(addr: Self::Addr) -> [u64; 2];
+    /// The inverse.
+    fn unmapped(addr: &[u8; 16]) -> Self::Addr;
 }
 
 impl Ip for Ipv4 {
@@ -142,22 +134,17 @@ impl Ip for Ipv4 {
         addr == config.private_v4 || (addr == config.overlay_v4 && addr != [0; 4])
     }
     #[inline(always)]
-    fn masquerade(
-        &self,
-        ctx: &TcContext,
-        config: &Config,
-        offset: usize,
-    ) -> Result<Option<[u8; 4]>, DropReason> {
-        masquerade::egress(ctx, config, offset, self)
+    fn masq_addr(device: &Device) -> [u8; 4] {
+        device.masq_v4
     }
     #[inline(always)]
-    fn unmasquerade(
-        &self,
-        ctx: &TcContext,
-        config: &Config,
-        offset: usize,
-    ) -> Result<Option<[u8; 4]>, DropReason> {
-        masquerade::ingress(ctx, config, offset, self)
+    fn mapped(addr: [u8; 4]) -> [u64; 2] {
+        const PREFIX: u32 = u32::from_ne_bytes([0, 0, 0xff, 0xff]);
+        [0, (u64::from(PREFIX.to_le()) | u64::from(u32::from_le_bytes(addr)) << 32).to_le()]
+    }
+    #[inline(always)]
+    fn unmapped(addr: &[u8; 16]) -> [u8; 4] {
+        [addr[12], addr[13], addr[14], addr[15]]
     }
 }
 
@@ -284,11 +271,15 @@ impl Ip for V6 {
         addr == halves(&config.private_v6)
     }
     #[inline(always)]
-    fn masquerade(&self, _: &TcContext, _: &Config, _: usize) -> Result<Option<[u64; 2]>, DropReason> {
-        Ok(None)
+    fn masq_addr(device: &Device) -> [u64; 2] {
+        halves(&device.masq_v6)
     }
     #[inline(always)]
-    fn unmasquerade(&self, _: &TcContext, _: &Config, _: usize) -> Result<Option<[u64; 2]>, DropReason> {
-        Ok(None)
+    fn mapped(addr: [u64; 2]) -> [u64; 2] {
+        addr
+    }
+    #[inline(always)]
+    fn unmapped(addr: &[u8; 16]) -> [u64; 2] {
+        halves(addr)
     }
 }

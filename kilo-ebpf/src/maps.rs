@@ -23,11 +23,11 @@ pub static NODE_V4: HashMap<[u8; 4], NodeValue, { MAX_NODES as usize }> = HashMa
 #[btf_map(name = "node_v6")]
 pub static NODE_V6: HashMap<[u8; 16], NodeValue, { MAX_NODES as usize }> = HashMap::new();
 #[btf_map(name = "masq_src")]
-pub static MASQ_SRC: LpmTrie<[u8; 4], u32, { MAX_MASQ_PREFIXES as usize }> = LpmTrie::new();
+pub static MASQ_SRC: LpmTrie<[u8; 16], u32, { MAX_MASQ_PREFIXES as usize }> = LpmTrie::new();
 #[btf_map(name = "masq_dst")]
-pub static MASQ_DST: LpmTrie<[u8; 4], u32, { MAX_MASQ_PREFIXES as usize }> = LpmTrie::new();
-#[btf_map(name = "nat_v4")]
-pub static NAT_V4: LruHashMap<NatKey, NatValue, { MAX_NAT as usize }> = LruHashMap::new();
+pub static MASQ_DST: LpmTrie<[u8; 16], u32, { MAX_MASQ_PREFIXES as usize }> = LpmTrie::new();
+#[btf_map(name = "nat")]
+pub static NAT: LruHashMap<NatKey, NatValue, { MAX_NAT as usize }> = LruHashMap::new();
 #[btf_map(name = "device")]
 static DEVICE: HashMap<u32, Device, { MAX_DEVICES as usize }> = HashMap::new();
 #[btf_map(name = "path_mtu")]
@@ -60,7 +60,7 @@ pub fn hop(id: u32) -> Option<&'static Hop> {
 
 /// What is known of the interface a program runs on.
 #[inline(always)]
-pub fn device(ifindex: u32) -> Option<Device> {
-    // SAFETY: the value is copied at once; entries are only replaced by the agent.
-    unsafe { DEVICE.get(&ifindex) }.copied()
+pub fn device(ifindex: u32) -> Option<&'static Device> {
+    // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
+    unsafe { DEVICE.get(&ifindex) }
 }

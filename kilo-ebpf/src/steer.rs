@@ -11,6 +11,7 @@ use kilo_common::{
 use crate::{
     ip::{Ip, V6},
     maps::{count_action, hop},
+    masquerade,
     packet::{self, Family},
     programs::TC_ACT_UNSPEC,
     send::send,
@@ -46,7 +47,7 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     if I::never_steered(ip.dst()) || I::never_steered(ip.src()) {
         return Err(DropReason::NotUnicast);
     }
-    if let Some(addr) = ip.masquerade(ctx, config, 0)? {
+    if let Some(addr) = masquerade::egress(ctx, config, 0, &ip)? {
         ip.set_src(addr);
     }
     let Some(id) = route::<I>(ip.dst()) else {
@@ -76,7 +77,7 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
 #[inline(always)]
 fn ingress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     let mut ip = I::read(ctx, 0)?;
-    if let Some(addr) = ip.unmasquerade(ctx, config, 0)? {
+    if let Some(addr) = masquerade::ingress(ctx, config, 0, &ip)? {
         ip.set_dst(addr);
     }
     if config.flags & CONFIG_LEADER != 0

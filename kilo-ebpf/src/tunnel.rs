@@ -20,6 +20,7 @@ use kilo_common::{
 use crate::{
     ip::{Ip, V6},
     maps::{count_action, hop},
+    masquerade,
     packet::{self, Family},
     path_mtu,
     programs::{TC_ACT_UNSPEC, from_code, to_code},
@@ -91,7 +92,7 @@ fn received<O: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
             _ => {}
         }
     }
-    if outer.unmasquerade(ctx, config, ETHERNET_LEN)?.is_some() {
+    if masquerade::ingress(ctx, config, ETHERNET_LEN, &outer)?.is_some() {
         return Ok(TC_ACT_UNSPEC);
     }
     if config.flags & CONFIG_PLAIN != 0 {

@@ -3,6 +3,7 @@
 mod apt;
 mod build_ebpf;
 mod command;
+mod fuzz;
 mod kubernetes;
 mod lab;
 mod manifests;
@@ -35,6 +36,8 @@ enum Task {
     },
     /// Run all tests, or the named parts.
     Test(test::TestArgs),
+    /// Fuzz what reads packets and texts of others, with libFuzzer.
+    Fuzz(fuzz::FuzzArgs),
     /// Run a command in a QEMU guest with a Debian kernel.
     Vm(vm::VmArgs),
     /// Find or build etcd and kube-apiserver for the API tests.
@@ -60,6 +63,7 @@ fn run() -> Result<()> {
         Task::BuildEbpf { check_reproducible: false } => build_ebpf::build(false).map(drop),
         Task::BuildEbpf { check_reproducible: true } => build_ebpf::check_reproducible(),
         Task::Test(args) => test::main(&args),
+        Task::Fuzz(args) => fuzz::main(&args),
         Task::Vm(args) => std::process::exit(vm::execute(&args)?),
         Task::KubeAssets => kubernetes::assets().map(drop),
         Task::Manifests => manifests::write(),

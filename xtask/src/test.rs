@@ -242,6 +242,7 @@ fn package_of(binary: &TestBinary) -> &'static str {
     match binary.target.as_str() {
         "kilo_common" => "kilo-common",
         "xtask" => "xtask",
+        "kilo_fuzz" | "kept_inputs" => "kilo-agent/fuzz",
         _ => "kilo-agent",
     }
 }

@@ -1,6 +1,7 @@
 //! The reconcile loop: whatever happened, compute the desired state and apply
 //! what differs. The same code serves first start, restart and repair.
 
+mod collect;
 mod error;
 mod uninstall;
 
@@ -195,6 +196,11 @@ impl<B: Backend> Agent<B> {
         let mut snapshots = self.backend.watch();
         let host_changed = Arc::clone(&self.host_changed);
         watch::watch(Arc::clone(&host_changed))?;
+        if self.options.masquerade == Masquerade::Ebpf {
+            let collector = self.dataplane.nat_collector()?;
+            let counters = self.dataplane.counters()?;
+            tokio::spawn(collect::run(collector, counters, self.metrics.clone(), stop.clone()));
+        }
         let mut resync = tokio::time::interval(self.options.resync.max(Duration::from_millis(100)));
         resync.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut hooks = tokio::time::interval(LOOK_AT_HOOKS);
@@ -522,14 +528,13 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// What the programs do not translate, nftables does.
+    /// Removes the rules where the programs translate.
     async fn write_nat_rules(&mut self, tables: &plan::Tables) -> u64 {
         let decision =
             nat_rules::Decision { sources: tables.masq_src.clone(), destinations: tables.masq_dst.clone() };
         let wanted = match self.options.masquerade {
-            Masquerade::Ebpf => decision.of_family(true),
             Masquerade::Nftables => decision,
-            Masquerade::Off => nat_rules::Decision::default(),
+            Masquerade::Ebpf | Masquerade::Off => nat_rules::Decision::default(),
         };
         match self.nat_rules.apply(wanted, Instant::now()).await {
             Ok(writes) => writes,

@@ -212,9 +212,10 @@ impl<'a> Reader<'a> {
             match text.parse::<IpNet>() {
                 Ok(cidr) if !cidrs.contains(&cidr.trunc()) => cidrs.push(cidr.trunc()),
                 Ok(_) => {}
-                Err(_) => self
-                    .problems
-                    .push(format!("pod CIDR {text:?} is skipped: it is no CIDR such as 10.42.1.0/24")),
+                Err(_) => self.problems.push(format!(
+                    "pod CIDR {:?} is skipped: it is no CIDR such as 10.42.1.0/24",
+                    excerpt(text)
+                )),
             }
         }
         cidrs

@@ -144,7 +144,7 @@ struct Flags {
     /// all, debug, info, warn, error or none.
     #[arg(long, default_value = "info", global = true)]
     log_level: LogLevel,
-    /// Who masquerades: ebpf (IPv4; IPv6 by nftables), nftables or off.
+    /// Who masquerades: ebpf, nftables or off.
     #[arg(long, default_value = "ebpf")]
     masquerade: Masquerade,
     /// Which nodes are meshed directly: location, full or cross.

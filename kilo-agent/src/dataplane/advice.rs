@@ -54,10 +54,15 @@ const ADVICE: &[(&str, &str)] = &[
     ),
     (
         "nat_unsupported",
-        "Pods send a protocol outside the mesh that cannot be translated: let them use TCP, UDP or ICMP echo, \
-         or route it unmasqueraded (--service-cidr, allowed-location-ips).",
+        "Pods send a protocol outside the mesh that cannot be translated (let them use TCP, UDP, SCTP or echo, or \
+         route it unmasqueraded: --service-cidr, allowed-location-ips), or the interface has no address of that family.",
     ),
-    ("nat_map_full", "More flows than the table holds: `bpftool map show name nat_v4`; report it."),
+    (
+        "nat_fragment",
+        "Fragments out of order, or of a datagram whose first part was dropped; the sender repeats. If it goes on, let \
+         pods send what fits the MTU.",
+    ),
+    ("nat_map_full", "More flows than the table holds: `bpftool map show name nat`; report it."),
     ("rewrite", "The kernel refused to change the packet, mostly for lack of memory: `dmesg`."),
     (
         "not_unicast",

@@ -67,6 +67,9 @@ pub enum DataplaneError {
     /// A map cannot be read or written.
     #[error("BPF map: {0}")]
     Map(#[from] MapError),
+    /// The table of masqueraded flows cannot be swept.
+    #[error("BPF map nat cannot be swept: {0}; flows that have ended keep their ports")]
+    Sweep(#[source] std::io::Error),
     /// A map holds as many entries as fit.
     #[error("BPF map {map} holds at most {capacity} entries, {wanted} are wanted; nothing was changed")]
     Full {
@@ -89,7 +92,7 @@ impl DataplaneError {
             Self::Load(_) => "bpf_load",
             Self::Object(_) => "bpf_object",
             Self::Attach { .. } | Self::List(_) => "bpf_attach",
-            Self::Map(_) => "bpf_map",
+            Self::Map(_) | Self::Sweep(_) => "bpf_map",
             Self::Full { .. } => "bpf_map_full",
         }
     }

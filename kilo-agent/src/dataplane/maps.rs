@@ -34,8 +34,8 @@ pub struct Content {
     hop: BTreeMap<u32, Hop>,
     node_v4: BTreeMap<Ipv4Addr, NodeValue>,
     node_v6: BTreeMap<Ipv6Addr, NodeValue>,
-    masq_src: BTreeMap<Ipv4Net, u32>,
-    masq_dst: BTreeMap<Ipv4Net, u32>,
+    masq_src: BTreeMap<Ipv6Net, u32>,
+    masq_dst: BTreeMap<Ipv6Net, u32>,
     device: BTreeMap<u32, Device>,
     config: Config,
 }
@@ -51,8 +51,8 @@ impl From<&plan::Tables> for Content {
     fn from(tables: &plan::Tables) -> Self {
         let mut content = Self {
             hop: tables.hop.iter().filter_map(|(id, hop)| Some((*id, raw_hop(hop)?))).collect(),
-            masq_src: by_family(&tables.masq_src).0,
-            masq_dst: by_family(&tables.masq_dst).0,
+            masq_src: mapped(&tables.masq_src),
+            masq_dst: mapped(&tables.masq_dst),
             device: tables.device.clone(),
             config: tables.config,
             ..Self::default()
@@ -79,17 +79,53 @@ fn by_family<V: Copy>(table: &BTreeMap<IpNet, V>) -> (BTreeMap<Ipv4Net, V>, BTre
     (v4, v6)
 }
 
+/// Where IPv4 stands in the tables of masquerading, which are one for both
+/// families: `::ffff:0:0/96` (RFC 4291, section 2.5.5.2).
+const MAPPED: Ipv6Net = Ipv6Net::new_assert(Ipv6Addr::new(0, 0, 0, 0, 0, 0xffff, 0, 0), 96);
+/// Value of a prefix that is there so that no shorter one counts.
+const MASQ_NOTHING: u32 = 0;
+
+fn mapped(table: &BTreeMap<IpNet, u32>) -> BTreeMap<Ipv6Net, u32> {
+    let mut all: BTreeMap<_, _> = table
+        .iter()
+        .map(|(prefix, value)| {
+            let prefix = match prefix {
+                IpNet::V4(v4) => {
+                    Ipv6Net::new_assert(v4.network().to_ipv6_mapped(), MAPPED.prefix_len() + v4.prefix_len())
+                }
+                IpNet::V6(v6) => *v6,
+            };
+            (prefix, *value)
+        })
+        .collect();
+    // `::/0` speaks of IPv6 only.
+    if all.keys().any(|prefix| *prefix != MAPPED && prefix.contains(&MAPPED)) {
+        all.entry(MAPPED).or_insert(MASQ_NOTHING);
+    }
+    all
+}
+
+/// The inverse of [`mapped`].
+fn unmapped(table: &BTreeMap<Ipv6Net, u32>) -> BTreeMap<IpNet, u32> {
+    let prefix = |prefix: &Ipv6Net| match prefix.addr().to_ipv4_mapped() {
+        Some(v4) if MAPPED.contains(prefix) => {
+            Ipv4Net::new(v4, prefix.prefix_len() - MAPPED.prefix_len()).map_or(IpNet::V6(*prefix), IpNet::V4)
+        }
+        _ => IpNet::V6(*prefix),
+    };
+    table.iter().filter(|(_, value)| **value != MASQ_NOTHING).map(|(p, value)| (prefix(p), *value)).collect()
+}
+
 impl From<&Content> for plan::Tables {
     fn from(content: &Content) -> Self {
-        let v4 = |(prefix, value): (&Ipv4Net, &u32)| (IpNet::V4(*prefix), *value);
         Self {
             prefix: (content.prefix_v4.iter().map(|(prefix, value)| (IpNet::V4(*prefix), *value)))
                 .chain(content.prefix_v6.iter().map(|(prefix, value)| (IpNet::V6(*prefix), *value)))
                 .collect(),
             hop: content.hop.iter().filter_map(|(id, hop)| Some((*id, plan_hop(hop)?))).collect(),
             node: content.held_senders(),
-            masq_src: content.masq_src.iter().map(v4).collect(),
-            masq_dst: content.masq_dst.iter().map(v4).collect(),
+            masq_src: unmapped(&content.masq_src),
+            masq_dst: unmapped(&content.masq_dst),
             device: content.device.clone(),
             config: content.config,
         }

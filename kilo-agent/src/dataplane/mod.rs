@@ -8,6 +8,7 @@ mod error;
 mod load;
 mod maps;
 pub mod monitor;
+pub mod nat;
 mod path_mtu;
 
 use std::{
@@ -174,6 +175,14 @@ impl Dataplane {
         Ok(known)
     }
 
+    /// What removes flows that have ended from the table of masquerading.
+    ///
+    /// # Errors
+    /// When the pinned map cannot be opened.
+    pub fn nat_collector(&self) -> Result<nat::Collector, DataplaneError> {
+        nat::Collector::open(&self.directory)
+    }
+
     /// A reader of the counters that goes on independently of this handle.
     ///
     /// # Errors
@@ -209,6 +218,14 @@ impl CounterReader {
     fn of(directory: &Path) -> Result<Self, DataplaneError> {
         let data = open_pin(directory, kilo_common::maps::name::COUNT)?;
         Ok(Self(PerCpuArray::try_from(Map::PerCpuArray(data))?))
+    }
+
+    /// One of them now: packets dropped for this reason.
+    ///
+    /// # Errors
+    /// When the map cannot be read.
+    pub fn drops(&self, reason: DropReason) -> Result<u64, DataplaneError> {
+        Ok(self.0.get(&reason.index(), 0)?.iter().sum())
     }
 
     /// The counters now.

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    net::{IpAddr, Ipv4Addr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
 use ipnet::IpNet;
@@ -13,7 +13,7 @@ use rtnetlink::packet_route::{
 };
 
 use super::{NetError, Rtnl};
-use crate::plan::HostLinks;
+use crate::plan::{HostLinks, Uplink};
 
 /// A network interface.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -173,18 +173,18 @@ fn parse_address(message: &AddressMessage) -> Option<(u32, Address)> {
 /// Pure: uplinks, their MTUs and masquerade addresses, the private interface
 /// and the path to each node address in `paths` (what a route lookup said).
 ///
-/// An uplink is up, has a global IPv4 address and is none of: loopback, the
+/// An uplink is up, has a global address and is none of: loopback, the
 /// WireGuard device, an IPIP tunnel (Kilo's `tunl0`), a dummy, an interface
 /// whose address lies in the own pod CIDR (CNI bridge, flannel, pods' veths).
 /// The private interface is one of them.
 pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr, u32>) -> HostLinks {
     let mut host = HostLinks { kilo: query.kilo, ..HostLinks::default() };
     for link in links {
-        let Some(primary) = primary_v4(link) else { continue };
-        if !link.up || is_internal(link, query.kilo, query.pod_cidrs) {
+        let uplink = Uplink { v4: primary_v4(link), v6: primary_v6(link) };
+        if uplink == Uplink::default() || !link.up || is_internal(link, query.kilo, query.pod_cidrs) {
             continue;
         }
-        host.uplinks.insert(link.index, primary);
+        host.uplinks.insert(link.index, uplink);
         host.mtus.insert(link.index, link.mtu);
     }
     host.private = query.private.and_then(|private| {
@@ -242,6 +242,14 @@ fn primary_v4(link: &Link) -> Option<Ipv4Addr> {
         IpAddr::V4(address) if !address.is_link_local() => Some(address),
         _ => None,
     }
+}
+
+fn primary_v6(link: &Link) -> Option<Ipv6Addr> {
+    let usable = |address: &&Address| address.global && !address.unusable && !address.secondary;
+    link.addresses.iter().filter(usable).find_map(|address| match address.net.addr() {
+        IpAddr::V6(addr) if !addr.is_loopback() && !addr.is_unicast_link_local() => Some(addr),
+        _ => None,
+    })
 }
 
 /// Sets MTU and up where they are not; returns the number of writes (0 or 1).
@@ -309,7 +317,7 @@ mod tests {
         let links = [
             link(1, "lo", "", &["127.0.0.1/8", "10.9.9.9/32"]),
             link(2, "eth0", "", &["10.0.0.5/24", "10.0.0.6/24", "fe80::1/64"]),
-            link(3, "eth1", "veth", &["203.0.113.7/29"]),
+            link(3, "eth1", "veth", &["203.0.113.7/29", "2001:db8::7/64"]),
             link(4, "kilo0", "wireguard", &["10.4.0.1/16"]),
             link(5, "tunl0", "ipip", &["10.244.1.1/32"]),
             link(6, "cni0", "bridge", &["10.244.1.1/24"]),
@@ -323,7 +331,9 @@ mod tests {
         let node = |text: &str| text.parse::<IpAddr>().unwrap();
         let paths = BTreeMap::from([(node("10.0.0.7"), 2), (node("203.0.113.2"), 3), (node("9.9.9.9"), 4)]);
         let host = host_links(&links, &query, &paths);
-        assert_eq!(host.uplinks, BTreeMap::from([(2, address("10.0.0.5")), (3, address("203.0.113.7"))]));
+        let eth0 = Uplink { v4: Some(address("10.0.0.5")), v6: None };
+        let eth1 = Uplink { v4: Some(address("203.0.113.7")), v6: Some("2001:db8::7".parse().unwrap()) };
+        assert_eq!(host.uplinks, BTreeMap::from([(2, eth0), (3, eth1)]));
         assert_eq!(host.mtus, BTreeMap::from([(2, 1500), (3, 1500)]));
         assert_eq!(host.private, Some(2));
         assert_eq!(host.towards, BTreeMap::from([(node("203.0.113.2"), 3)]));

@@ -1,5 +1,4 @@
-//! Masquerading by nftables: for both families with `--masquerade nftables`,
-//! and for IPv6 beside the programs, which translate IPv4.
+//! Masquerading by nftables, for `--masquerade nftables`.
 //!
 //! The decision is that of the tables `masq_src` and `masq_dst`, as sets of one
 //! table of our own, which is replaced as a whole.

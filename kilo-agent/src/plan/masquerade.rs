@@ -7,7 +7,7 @@ use kilo_common::maps::{
     DEVICE_MASQUERADE, Device, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS, MASQ_SRC_EXEMPT,
 };
 
-use super::{Inputs, Own, Tables};
+use super::{Inputs, Own, Tables, Uplink};
 use crate::topology::prefixes::Prefixes;
 
 pub(super) fn fill(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
@@ -37,20 +37,30 @@ pub(super) fn fill(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
     for prefix in pods.chain(peers).map(|prefix| prefix.trunc()) {
         tables.masq_src.insert(prefix, MASQ_SRC_ALWAYS);
     }
-    for (ifindex, addr) in &inputs.links.uplinks {
-        tables.device.insert(*ifindex, Device { masq_addr: addr.octets(), flags: DEVICE_MASQUERADE });
-    }
-    if let Some(addr) = tunnel_address(own) {
-        tables.device.insert(inputs.links.kilo, Device { masq_addr: addr, flags: DEVICE_MASQUERADE });
+    let devices = inputs.links.uplinks.iter().map(|(ifindex, uplink)| (*ifindex, *uplink));
+    for (ifindex, uplink) in devices.chain([(inputs.links.kilo, tunnel_addresses(own))]) {
+        let device = Device {
+            masq_v4: uplink.v4.map(|addr| addr.octets()).unwrap_or_default(),
+            masq_v6: uplink.v6.map(|addr| addr.octets()).unwrap_or_default(),
+            flags: DEVICE_MASQUERADE,
+        };
+        if uplink != Uplink::default() {
+            tables.device.insert(ifindex, device);
+        }
     }
 }
 
-/// What masqueraded packets get that leave through the WireGuard device: an
-/// address the other locations route back through it.
-fn tunnel_address(own: &Own<'_>) -> Option<[u8; 4]> {
-    let addr = if own.leads { own.segment.wireguard_ip } else { own.member.private_ip() };
-    match addr {
-        Some(IpAddr::V4(ip)) => Some(ip.octets()),
-        _ => None,
+/// What masqueraded packets get that leave through the WireGuard device:
+/// addresses the other locations route back through it.
+fn tunnel_addresses(own: &Own<'_>) -> Uplink {
+    let private = own.member.private_ip();
+    let addrs = if own.leads { [own.segment.wireguard_ip, private] } else { [private, None] };
+    let mut uplink = Uplink::default();
+    for addr in addrs.into_iter().flatten() {
+        match addr {
+            IpAddr::V4(addr) => uplink.v4 = uplink.v4.or(Some(addr)),
+            IpAddr::V6(addr) => uplink.v6 = uplink.v6.or(Some(addr)),
+        }
     }
+    uplink
 }

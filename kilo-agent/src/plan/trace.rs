@@ -6,8 +6,8 @@ use std::{fmt, net::IpAddr};
 use ipnet::IpNet;
 use kilo_common::{
     maps::{
-        CONFIG_LEADER, CONFIG_MASQUERADE, DEVICE_MASQUERADE, HOP_LOCAL, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE,
-        MASQ_SRC_ALWAYS, NODE_LEADER, PREFIX_ROUTE, PrefixValue,
+        CONFIG_LEADER, CONFIG_MASQUERADE, DEVICE_MASQUERADE, Device, HOP_LOCAL, HOP_REMOTE, MASQ_EXCLUDE,
+        MASQ_FORCE, MASQ_SRC_ALWAYS, NODE_LEADER, PREFIX_ROUTE, PrefixValue,
     },
     nat,
     packet::protocol,
@@ -274,11 +274,11 @@ impl Tracer<'_> {
     /// A reply to a masqueraded flow.
     fn reply(&mut self) {
         let Packet { dst, .. } = self.packet();
-        if self.tables.device.values().any(|device| IpAddr::from(device.masq_addr) == dst) {
+        if self.tables.device.values().any(|device| masquerade_address(device, dst.is_ipv6()) == dst) {
             self.trace.at(
                 "unmasquerade",
                 format!(
-                    "{dst} is what pods are translated to: a reply goes to the pod its entry in nat_v4 names"
+                    "{dst} is what pods are translated to: a reply goes to the pod its entry in nat names"
                 ),
             );
         }
@@ -292,8 +292,8 @@ impl Tracer<'_> {
             self.trace.at("masquerade", format!("not on {}", (self.host.name)(out)));
             return Ok(());
         };
-        let addr = IpAddr::from(device.masq_addr);
-        if src.is_ipv6() || src == addr {
+        let addr = masquerade_address(device, src.is_ipv6());
+        if src == addr {
             self.trace.at("masquerade", "no: not a source of ours to translate");
             return Ok(());
         }
@@ -314,7 +314,7 @@ impl Tracer<'_> {
         }
         self.trace
             .at("masquerade", format!("yes, {src} becomes {addr}, the port stays where it is free: {why}"));
-        if nat::layout(self.question.protocol).is_none() {
+        if addr.is_unspecified() || nat::flow::layout(self.question.protocol).is_none() {
             return Err(DropReason::NatUnsupported);
         }
         Ok(())
@@ -337,6 +337,11 @@ impl Tracer<'_> {
         };
         self.trace.passed(action, text)
     }
+}
+
+/// What masqueraded packets of a family get on an interface.
+fn masquerade_address(device: &Device, v6: bool) -> IpAddr {
+    if v6 { device.masq_v6.into() } else { device.masq_v4.into() }
 }
 
 impl fmt::Display for Question {

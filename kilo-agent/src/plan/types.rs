@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::{IpAddr, Ipv4Addr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
 };
 
 use ipnet::IpNet;
@@ -144,6 +144,15 @@ pub enum Hop {
     },
 }
 
+/// What masqueraded packets get on an uplink, by family.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Uplink {
+    /// Its primary global IPv4 address.
+    pub v4: Option<Ipv4Addr>,
+    /// Its first usable global IPv6 address.
+    pub v6: Option<Ipv6Addr>,
+}
+
 /// What the plan needs to know about this host's links.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostLinks {
@@ -152,9 +161,9 @@ pub struct HostLinks {
     /// Interface that carries the private address.
     pub private: Option<u32>,
     /// Interfaces that lead out of the host (never loopback, the WireGuard
-    /// device, the CNI bridge or pods' interfaces), with the address
+    /// device, the CNI bridge or pods' interfaces), with the addresses
     /// masqueraded packets get. The private interface is one of them.
-    pub uplinks: BTreeMap<u32, Ipv4Addr>,
+    pub uplinks: BTreeMap<u32, Uplink>,
     /// MTU of each uplink in bytes.
     pub mtus: BTreeMap<u32, u32>,
     /// Interface and preferred path to each node address of the own location:

@@ -4,7 +4,7 @@ use std::{fmt::Write as _, net::SocketAddr, str::FromStr};
 
 use ipnet::IpNet;
 
-use super::key::{PublicKey, SecretKey};
+use super::key::{PublicKey, SecretKey, repeatable};
 use crate::topology::{Endpoint, Mesh, Peer, Segment};
 
 /// A `[Peer]` section.
@@ -88,7 +88,9 @@ impl FromStr for Conf {
                 line.split_once('=').ok_or_else(|| invalid("neither a section nor `key = value`"))?;
             let section = section.as_mut().ok_or_else(|| invalid("a key before the first section"))?;
             let name = name.trim();
-            section.set(name, value.trim()).ok_or_else(|| invalid(&format!("{name} is not understood")))?;
+            section
+                .set(name, value.trim())
+                .ok_or_else(|| invalid(&format!("{} is not understood", repeatable(name))))?;
         }
         conf.push(section)?;
         Ok(conf)
@@ -304,6 +306,11 @@ mod tests {
         let error = "[Interface]\n# ours\nPrivateKey = hunter2\n".parse::<Conf>().unwrap_err();
         assert_eq!(error.line, 3);
         assert!(!error.to_string().contains("hunter2"), "{error}");
+        let key = SecretKey::from_bytes([7; 32]).reveal();
+        for line in ["PrivateKey: ", "PrivateKey ", "PrivateKey", ""] {
+            let error = format!("[Interface]\n{line}{key}\n").parse::<Conf>().unwrap_err().to_string();
+            assert!(!error.contains(&key[..8]), "{error}");
+        }
         for (text, line) in
             [("[Peer]\nEndpoint = 1.2.3.4:5\n", 1), ("PublicKey = x\n", 1), ("[Peer]\nx\n", 2)]
         {

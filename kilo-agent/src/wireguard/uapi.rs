@@ -11,7 +11,7 @@ use ipnet::IpNet;
 
 use super::{
     diff::{DeviceState, PeerState},
-    key::{PublicKey, SecretKey},
+    key::{PublicKey, SecretKey, repeatable},
 };
 
 /// `set=1`.
@@ -73,12 +73,12 @@ impl SetPeer {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not WireGuard's configuration protocol: bad line for key `{key}`")]
 pub struct Malformed {
-    /// What stood before the `=`, at most 32 characters.
+    /// What stood before the `=`, when that is a name.
     pub key: String,
 }
 
 fn malformed(key: &str) -> Malformed {
-    Malformed { key: key.chars().take(32).collect() }
+    Malformed { key: repeatable(key).to_owned() }
 }
 
 fn hex(bytes: &[u8; 32]) -> String {
@@ -323,9 +323,11 @@ mod tests {
             &format!("private_key={key}"),
             "unknown=1",
             "no equals sign",
+            &format!("private_key: {key}"),
+            &format!("preshared_key{key}={key}"),
         ] {
             let error = SetRequest::decode(lines.lines()).unwrap_err();
-            assert!(!error.to_string().contains(&key), "{error}");
+            assert!(!error.to_string().contains(&key[..8]), "{error}");
         }
     }
 

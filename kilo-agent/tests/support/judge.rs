@@ -17,8 +17,11 @@ use kilo_common::{
         Inner, UDP_LEN, VXLAN_INNER, VXLAN_LEN, ipip_frame, ipip_frame_v6, next_ttl, segment_len,
         vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
     },
-    maps::{CONFIG_LEADER, CONFIG_MASQUERADE, DEVICE_MASQUERADE, VXLAN_PORT},
-    nat,
+    maps::{CONFIG_LEADER, CONFIG_MASQUERADE, DEVICE_MASQUERADE, NAT_EGRESS, VXLAN_PORT},
+    nat::{
+        self, flow,
+        transport::{self, Part},
+    },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, protocol},
     verdict::{Action, DropReason},
 };
@@ -57,7 +60,7 @@ pub enum Bytes {
         hashed: bool,
     },
     /// With the source translated: this address, any port, right checksums.
-    Translated([u8; 4]),
+    Translated(IpAddr),
 }
 
 /// What a program must answer.
@@ -363,8 +366,8 @@ fn built<const N: usize>(build: impl Fn(&mut [u8; N])) -> Vec<u8> {
 }
 
 fn uplink_egress(tables: &Tables, frame: &[u8]) -> Wanted {
-    let Some(false) = family(frame) else { return passes(None) };
-    let Ok(ip) = Ip::read(frame, ETHERNET_LEN, false) else { return passes(None) };
+    let Some(v6) = family(frame) else { return passes(None) };
+    let Ok(ip) = Ip::read(frame, ETHERNET_LEN, v6) else { return passes(None) };
     match translation(tables, frame, ETHERNET_LEN, &ip) {
         Err(reason) => drops(reason),
         Ok(None) => passes(None),
@@ -373,24 +376,36 @@ fn uplink_egress(tables: &Tables, frame: &[u8]) -> Wanted {
 }
 
 /// The address the source becomes, if it does.
-fn translation(tables: &Tables, frame: &[u8], offset: usize, ip: &Ip) -> Result<Option<[u8; 4]>, DropReason> {
+fn translation(tables: &Tables, frame: &[u8], offset: usize, ip: &Ip) -> Result<Option<IpAddr>, DropReason> {
     let Some(device) = tables.device.get(&IFINDEX).filter(|device| device.flags & DEVICE_MASQUERADE != 0)
     else {
         return Ok(None);
     };
-    if ip.v6 || tables.config.flags & CONFIG_MASQUERADE == 0 || ip.src == IpAddr::from(device.masq_addr) {
+    let addr: IpAddr = if ip.v6 { device.masq_v6.into() } else { device.masq_v4.into() };
+    if tables.config.flags & CONFIG_MASQUERADE == 0 || ip.src == addr {
         return Ok(None);
     }
     if !nat::is_masqueraded(longest(&tables.masq_src, ip.src), longest(&tables.masq_dst, ip.dst)) {
         return Ok(None);
     }
-    let payload = frame.get(offset + ip.header_len..).unwrap_or_default();
-    let layout = nat::layout(ip.protocol).filter(|_| !ip.fragment && payload.len() >= 8);
-    let layout = layout.filter(|_| ip.protocol != protocol::ICMP || payload[0] == nat::ICMP_ECHO);
-    match layout {
-        None => Err(DropReason::NatUnsupported),
+    let packet = &frame[offset..];
+    let transport = if ip.v6 {
+        let load = |at: usize| packet.get(at..at + 8)?.try_into().ok();
+        transport::ipv6(ip.protocol, load).ok_or(DropReason::NatUnsupported)?
+    } else {
+        let header = Ipv4::parse(packet.first_chunk().ok_or(DropReason::Truncated)?, packet.len())?;
+        transport::ipv4(&header, [packet[4], packet[5]])
+    };
+    if transport.part == Part::Later {
+        return Err(DropReason::NatFragment);
+    }
+    let payload = packet.get(transport.offset..).unwrap_or_default();
+    let start = payload.first_chunk::<8>().ok_or(DropReason::NatUnsupported)?;
+    // Random quotes are of no flow: errors are refused like everything that has no ports.
+    flow::ports(ip.v6, transport.protocol, start, NAT_EGRESS).ok_or(DropReason::NatUnsupported)?;
+    match flow::layout(transport.protocol).and_then(|layout| layout.checksum) {
         // The checksum of a TCP header that is cut off.
-        Some(layout) if payload.len() < layout.checksum + 2 => Err(DropReason::Rewrite),
-        Some(_) => Ok(Some(device.masq_addr)),
+        Some(at) if payload.len() < at + 2 => Err(DropReason::Rewrite),
+        _ => Ok(Some(addr)),
     }
 }

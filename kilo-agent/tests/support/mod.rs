@@ -54,6 +54,8 @@ pub const MEMBER_POD: [u8; 4] = [10, 42, 2, 2];
 pub const REMOTE_POD: [u8; 4] = [10, 42, 4, 2];
 pub const OUTSIDE: [u8; 4] = [198, 51, 100, 2];
 pub const PUBLIC: [u8; 4] = [192, 0, 2, 11];
+/// The same interface's IPv6 address.
+pub const PUBLIC_V6: [u8; 16] = [0x20, 1, 0x0d, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 11];
 /// Loopback: the interface BPF_PROG_TEST_RUN gives to packets.
 pub const IFINDEX: u32 = 1;
 pub const MEMBER_HOP: u32 = HOP_FIRST_NODE;
@@ -91,13 +93,19 @@ pub fn leader_tables() -> Tables {
             (MEMBER_HOP, member),
         ]),
         node: BTreeMap::from([(MEMBER.into(), NodeValue { hop: MEMBER_HOP, flags: 0 })]),
-        masq_src: BTreeMap::from([("10.42.1.0/24".parse().unwrap(), MASQ_SRC_ALWAYS)]),
+        masq_src: BTreeMap::from([
+            ("10.42.1.0/24".parse().unwrap(), MASQ_SRC_ALWAYS),
+            ("fd42:1::/64".parse().unwrap(), MASQ_SRC_ALWAYS),
+        ]),
         masq_dst: BTreeMap::from([
             ("10.42.1.0/24".parse().unwrap(), MASQ_EXCLUDE),
             ("10.42.2.0/24".parse().unwrap(), MASQ_EXCLUDE),
             ("10.42.4.0/24".parse().unwrap(), MASQ_EXCLUDE),
         ]),
-        device: BTreeMap::from([(IFINDEX, Device { masq_addr: PUBLIC, flags: DEVICE_MASQUERADE })]),
+        device: BTreeMap::from([(
+            IFINDEX,
+            Device { masq_v4: PUBLIC, masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE },
+        )]),
         config: Config {
             kilo_ifindex: IFINDEX,
             flags: CONFIG_LEADER | CONFIG_MASQUERADE,

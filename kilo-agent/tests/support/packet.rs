@@ -110,9 +110,8 @@ pub fn checksums_hold(ip: &[u8]) -> bool {
     checksum::header(&header) == 0 && transport
 }
 
-/// Runs a program once and says what it did.
-pub fn run(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> Ran {
-    let before = dataplane.counters().unwrap().read().unwrap();
+/// Runs a program once; its verdict, and the packet afterwards.
+pub fn run_uncounted(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> (i32, Vec<u8>) {
     let classifier: &SchedClassifier = dataplane.bpf_mut().program(program).unwrap().try_into().unwrap();
     let mut out = vec![0; packet.len() + 256];
     let mut options = TestRunOptions::new();
@@ -120,6 +119,13 @@ pub fn run(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> Ran {
     options.data_out = Some(&mut out);
     let result = classifier.test_run(options).unwrap();
     out.truncate(usize::try_from(result.data_size_out).unwrap());
+    (result.return_value.cast_signed(), out)
+}
+
+/// Runs a program once and says what it did.
+pub fn run(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> Ran {
+    let before = dataplane.counters().unwrap().read().unwrap();
+    let (verdict, out) = run_uncounted(dataplane, program, packet);
     let after = dataplane.counters().unwrap().read().unwrap();
     let all = |counters: &kilo_agent::dataplane::Counters| {
         let mut all = counters.actions.clone();
@@ -134,5 +140,5 @@ pub fn run(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> Ran {
         .collect();
     assert!(after.iter().all(|(label, count)| *count <= before[label] + 1), "counted more than once");
     assert_eq!(after.len(), verdict::Action::ALL.len() + verdict::DropReason::ALL.len());
-    Ran { verdict: result.return_value.cast_signed(), bytes: out, counted }
+    Ran { verdict, bytes: out, counted }
 }

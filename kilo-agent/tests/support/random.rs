@@ -19,7 +19,7 @@ use rand::{
     seq::{IndexedRandom as _, IteratorRandom as _},
 };
 
-use super::{IFINDEX, PUBLIC, judge::Input};
+use super::{IFINDEX, PUBLIC, PUBLIC_V6, judge::Input};
 
 /// A generator that always answers the same for one seed.
 pub struct Random(StdRng);
@@ -128,15 +128,17 @@ impl Random {
         if leader || self.chance(10) {
             tables.hop.insert(HOP_REMOTE, Hop::Wireguard);
         }
-        for prefix in ["8.0.1.0/24", "8.0.7.64/26"] {
+        for prefix in ["8.0.1.0/24", "8.0.7.64/26", "fd00:0:86dd:1::/64", "fd00:0:86dd:2:8000::/65"] {
             tables.masq_src.insert(prefix.parse().unwrap(), self.pick(&[MASQ_SRC_ALWAYS, MASQ_SRC_EXEMPT]));
         }
-        for prefix in ["8.0.0.0/16", "10.42.4.0/24", "10.5.0.1/32"] {
+        for prefix in ["8.0.0.0/16", "10.42.4.0/24", "10.5.0.1/32", "fd00:0:86dd::/48", "2001:db8::7/128"] {
             tables
                 .masq_dst
                 .insert(prefix.parse().unwrap(), self.pick(&[MASQ_EXCLUDE, MASQ_EXCLUDE, MASQ_FORCE]));
         }
-        tables.device.insert(IFINDEX, Device { masq_addr: PUBLIC, flags: DEVICE_MASQUERADE });
+        tables
+            .device
+            .insert(IFINDEX, Device { masq_v4: PUBLIC, masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE });
         let flag = |set: bool, bit: u32| if set { bit } else { 0 };
         tables.config = Config {
             kilo_ifindex: IFINDEX,
@@ -264,6 +266,8 @@ impl Random {
                 header[2..4].copy_from_slice(&total.to_be_bytes());
                 let fragment: u16 =
                     self.pick(&[0x4000, 0x4000, 0x4000, 0x4000, 0x4000, 0, 0, 0x2000, 0x00b9]);
+                // Of one datagram once only: which fragments came before is not the model's to know.
+                header[4..6].copy_from_slice(&self.0.random::<[u8; 2]>());
                 header[6..8].copy_from_slice(&fragment.to_be_bytes());
                 header[8] = self.ttl();
                 header[9] = kind;
@@ -279,6 +283,10 @@ impl Random {
                 // Hop-by-hop options, or a fragment header, in front of the payload.
                 let extension = self.pick(&[None, None, None, None, Some(0), Some(protocol::FRAGMENT)]);
                 let mut behind = match extension {
+                    Some(protocol::FRAGMENT) => {
+                        let place = self.pick(&[1, 1, 8, 0]);
+                        [&[kind, 0, 0, place][..], &self.0.random::<[u8; 4]>()].concat()
+                    }
                     Some(_) => vec![kind, 0, 1, 4, 0, 0, 0, 0],
                     None => Vec::new(),
                 };

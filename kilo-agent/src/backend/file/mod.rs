@@ -20,6 +20,7 @@ use notify::{RecommendedWatcher, RecursiveMode, Watcher as _};
 use tokio::sync::watch;
 
 use self::directory::{Directory, own_file};
+pub use self::objects::Objects;
 use super::{Backend, BackendError, Published, Snapshot, node};
 
 /// The directory is also read this often: no event tells of changes that

@@ -1,0 +1,28 @@
+//! Fuzz targets: each takes any bytes, and panics when a property does not
+//! hold. `cargo xtask fuzz` drives them with libFuzzer; `tests/kept_inputs.rs` runs
+//! them on the kept corpus and on random changes of it.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod packets;
+mod texts;
+
+pub use packets::{checksum, encapsulation, headers, nat};
+pub use texts::{annotations, cni, conf, peer, uapi, yaml};
+
+/// A target.
+pub type Target = fn(&[u8]);
+
+/// Every target by name: that of its program and of its directory of `corpus/`.
+pub const TARGETS: [(&str, Target); 10] = [
+    ("headers", headers),
+    ("encapsulation", encapsulation),
+    ("checksum", checksum),
+    ("nat", nat),
+    ("annotations", annotations),
+    ("peer", peer),
+    ("yaml", yaml),
+    ("conf", conf),
+    ("cni", cni),
+    ("uapi", uapi),
+];

@@ -1,0 +1,69 @@
+//! When the table of masqueraded flows is swept: every half a minute, more
+//! often when it fills, and at once when a flow found no port.
+
+use std::time::Instant;
+
+use kilo_common::verdict::DropReason;
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    dataplane::{
+        CounterReader, DataplaneError,
+        nat::{self, Collector},
+    },
+    metrics::Metrics,
+};
+
+/// Sweeps until `stop`.
+pub async fn run(
+    mut collector: Collector,
+    counters: CounterReader,
+    metrics: Metrics,
+    stop: CancellationToken,
+) {
+    let mut due = Instant::now();
+    let mut refused = refusals(&counters);
+    let mut look = tokio::time::interval(nat::PROMPT);
+    look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            _ = look.tick() => {}
+        }
+        let now = refusals(&counters);
+        if now == refused && Instant::now() < due {
+            continue;
+        }
+        refused = now;
+        // Reading a full table takes some milliseconds.
+        let swept = tokio::task::spawn_blocking(move || {
+            let swept = collector.sweep(nat::now());
+            (collector, swept)
+        });
+        let Ok((back, swept)) = swept.await else { return };
+        collector = back;
+        due = Instant::now() + observe(&metrics, swept).next();
+    }
+}
+
+/// Flows that found no port or no place.
+fn refusals(counters: &CounterReader) -> u64 {
+    let reasons = [DropReason::NatExhausted, DropReason::NatMapFull];
+    reasons.iter().map(|reason| counters.drops(*reason).unwrap_or(0)).sum()
+}
+
+fn observe(metrics: &Metrics, swept: Result<nat::Sweep, DataplaneError>) -> nat::Sweep {
+    match swept {
+        Ok(sweep) => {
+            metrics.nat_entries.set(i64::try_from(sweep.entries).unwrap_or(i64::MAX));
+            metrics.nat_collected.inc_by(sweep.removed as u64);
+            tracing::debug!(entries = sweep.entries, removed = sweep.removed, "swept masqueraded flows");
+            sweep
+        }
+        Err(error) => {
+            metrics.error(error.label());
+            tracing::error!(%error, "the collector of masqueraded flows");
+            nat::Sweep::default()
+        }
+    }
+}

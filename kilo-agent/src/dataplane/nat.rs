@@ -1,0 +1,247 @@
+//! The collector of masquerading: removes the entries of flows that have ended
+//! or gone silent. What the programs forget by themselves (the table is an LRU
+//! hash) is the oldest, not the dead; without a collector ports towards a busy
+//! destination stay taken.
+
+use std::{
+    os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
+    path::Path,
+    time::Duration,
+};
+
+use aya::maps::{HashMap, Map, MapData, MapError};
+use kilo_common::{
+    maps::{MAX_NAT, NAT_EGRESS, NAT_INGRESS, NatKey, NatValue, name},
+    nat::{FRAGMENT_SECONDS, timeout::is_expired},
+};
+
+use super::{DataplaneError, open_pin};
+
+/// Between two sweeps.
+pub const PERIOD: Duration = Duration::from_secs(30);
+/// Between two sweeps while the table is more than half full.
+pub const BUSY_PERIOD: Duration = Duration::from_secs(5);
+/// How soon a flow that found no port, or no place in the table, starts a sweep.
+pub const PROMPT: Duration = Duration::from_secs(1);
+
+/// `bpf(2)` command `BPF_MAP_LOOKUP_BATCH` (include/uapi/linux/bpf.h).
+const LOOKUP_BATCH: nix::libc::c_long = 24;
+/// Entries a call; a bucket of the kernel's hash must fit.
+const BATCH: usize = 4_096;
+
+/// What one sweep found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sweep {
+    /// Entries that stay.
+    pub entries: usize,
+    /// Entries that were removed.
+    pub removed: usize,
+}
+
+impl Sweep {
+    /// When the next sweep is due, if nothing happens before.
+    pub const fn next(&self) -> Duration {
+        if self.entries > MAX_NAT as usize / 2 { BUSY_PERIOD } else { PERIOD }
+    }
+}
+
+/// Seconds of `CLOCK_MONOTONIC`, by which the programs date entries.
+pub fn now() -> u32 {
+    let time = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC);
+    time.ok().and_then(|time| u32::try_from(time.tv_sec()).ok()).unwrap_or(0)
+}
+
+/// Sweeps the table of flows.
+#[derive(Debug)]
+pub struct Collector {
+    table: HashMap<MapData, NatKey, NatValue>,
+    /// The same table, for what the library does not offer.
+    fd: OwnedFd,
+}
+
+impl Collector {
+    /// For the data path whose maps are pinned in `directory`.
+    ///
+    /// # Errors
+    /// When there is none, or no right to look.
+    pub fn open(directory: &Path) -> Result<Self, DataplaneError> {
+        let data = open_pin(directory, name::NAT)?;
+        let fd = data.fd().as_fd().try_clone_to_owned().map_err(DataplaneError::Sweep)?;
+        Ok(Self { table: HashMap::try_from(Map::LruHashMap(data))?, fd })
+    }
+
+    /// Removes what has expired at `now` (see [`now`]).
+    ///
+    /// # Errors
+    /// When the table cannot be read or written.
+    pub fn sweep(&mut self, now: u32) -> Result<Sweep, DataplaneError> {
+        let mut entries = self.read()?;
+        entries.sort_unstable_by_key(|(key, _)| *key);
+        entries.dedup_by_key(|(key, _)| *key);
+        let mut removed = 0;
+        for (key, value) in expired(&entries, now) {
+            // A packet may have come since.
+            match self.table.get(&key, 0) {
+                Ok(present) if present.last_seen == value.last_seen => {}
+                Ok(_) | Err(MapError::KeyNotFound) => continue,
+                Err(error) => return Err(error.into()),
+            }
+            match self.table.remove(&key) {
+                Ok(()) => removed += 1,
+                // Evicted by the kernel meanwhile.
+                Err(MapError::KeyNotFound) => {}
+                Err(MapError::SyscallError(error))
+                    if error.io_error.kind() == std::io::ErrorKind::NotFound => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(Sweep { entries: entries.len() - removed, removed })
+    }
+
+    /// All entries, some perhaps twice.
+    fn read(&self) -> Result<Vec<(NatKey, NatValue)>, DataplaneError> {
+        let mut all = Vec::new();
+        let (mut keys, mut values) = (vec![NatKey::default(); BATCH], vec![NatValue::default(); BATCH]);
+        let mut position: Option<u32> = None;
+        loop {
+            let mut next = 0u32;
+            let mut attributes = BatchAttributes {
+                in_batch: position.as_ref().map_or(0, |position| std::ptr::from_ref(position) as u64),
+                out_batch: std::ptr::from_mut(&mut next) as u64,
+                keys: keys.as_mut_ptr() as u64,
+                values: values.as_mut_ptr() as u64,
+                count: u32::try_from(BATCH).unwrap_or(u32::MAX),
+                map: u32::try_from(self.fd.as_raw_fd()).unwrap_or(u32::MAX),
+                flags: [0; 2],
+            };
+            // SAFETY: the attributes are those of the command; the buffers have room for
+            // `count` entries of this map, whose layouts the pin was checked for.
+            let code = unsafe {
+                nix::libc::syscall(
+                    nix::libc::SYS_bpf,
+                    LOOKUP_BATCH,
+                    std::ptr::from_mut(&mut attributes),
+                    size_of::<BatchAttributes>(),
+                )
+            };
+            let error = std::io::Error::last_os_error();
+            let at_end = code < 0 && error.raw_os_error() == Some(nix::libc::ENOENT);
+            if code < 0 && !at_end {
+                return Err(DataplaneError::Sweep(error));
+            }
+            let count = attributes.count as usize;
+            all.extend(keys.iter().copied().zip(values.iter().copied()).take(count));
+            if at_end || count == 0 {
+                return Ok(all);
+            }
+            position = Some(next);
+        }
+    }
+}
+
+/// `union bpf_attr`, the part of batch commands (include/uapi/linux/bpf.h).
+#[repr(C)]
+struct BatchAttributes {
+    in_batch: u64,
+    out_batch: u64,
+    keys: u64,
+    values: u64,
+    count: u32,
+    map: u32,
+    flags: [u64; 2],
+}
+
+/// Pure: entries that go at `now`. `entries` are sorted by key.
+fn expired(entries: &[(NatKey, NatValue)], now: u32) -> impl Iterator<Item = (NatKey, NatValue)> {
+    entries.iter().copied().filter(move |(key, value)| {
+        let partner = || {
+            let key_of_partner = key.partner(&value.addr, value.port);
+            let at = entries.binary_search_by_key(&key_of_partner, |(key, _)| *key).ok()?;
+            let partner = &entries.get(at)?.1;
+            // After an eviction the port may be another flow's.
+            (partner.addr == if key.direction == NAT_EGRESS { key.src } else { key.dst }).then_some(partner)
+        };
+        match key.direction {
+            NAT_EGRESS => is_expired(key.protocol, Some(value), partner(), now),
+            NAT_INGRESS => is_expired(key.protocol, partner(), Some(value), now),
+            _ => now.saturating_sub(value.last_seen) > FRAGMENT_SECONDS,
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kilo_common::{
+        maps::{NAT_FRAGMENT_EGRESS, NAT_SEEN},
+        nat::{flow::mapped, timeout::seconds},
+        packet::protocol,
+    };
+
+    const PUBLIC: [u8; 16] = mapped([192, 0, 2, 11]);
+
+    /// Both entries of a UDP flow of that pod, last used then.
+    fn flow(pod: u8, out: u32, back: Option<u32>) -> [(NatKey, NatValue); 2] {
+        let key = NatKey {
+            src: mapped([10, 42, 1, pod]),
+            dst: mapped([198, 51, 100, 2]),
+            src_port: [1, pod],
+            dst_port: [0, 53],
+            protocol: protocol::UDP,
+            direction: NAT_EGRESS,
+            pad: [0; 2],
+        };
+        let value = NatValue { addr: PUBLIC, port: [1, pod], tcp_flags: 0, flags: NAT_SEEN, last_seen: out };
+        let seen = if back.is_some() { NAT_SEEN } else { 0 };
+        let reply = NatValue {
+            addr: key.src,
+            port: key.src_port,
+            tcp_flags: 0,
+            flags: seen,
+            last_seen: back.unwrap_or(out),
+        };
+        [(key, value), (key.partner(&PUBLIC, value.port), reply)]
+    }
+
+    fn sorted(flows: &[[(NatKey, NatValue); 2]]) -> Vec<(NatKey, NatValue)> {
+        let mut all = flows.concat();
+        all.sort_unstable_by_key(|(key, _)| *key);
+        all
+    }
+
+    #[test]
+    fn both_halves_of_a_silent_flow_go_together_and_others_stay() {
+        let now = 1000;
+        let (old, young, answered) = (
+            flow(1, now - seconds::UDP - 1, None),
+            flow(2, now - seconds::UDP, None),
+            // Only one direction still has packets: both halves stay.
+            flow(3, now - seconds::UDP_STREAM - 50, Some(now - 1)),
+        );
+        let entries = sorted(&[old, young, answered]);
+        let gone: std::collections::BTreeSet<_> = expired(&entries, now).map(|(key, _)| key).collect();
+        assert_eq!(gone, old.iter().map(|(key, _)| *key).collect());
+    }
+
+    #[test]
+    fn a_half_whose_port_became_another_flows_is_judged_alone() {
+        let now = 1000;
+        let [_, mut reply] = flow(1, now, Some(now));
+        let [out, _] = flow(2, now - seconds::UDP - 1, None);
+        // The entry for replies to flow 2's port leads to another pod.
+        reply.0 = out.0.partner(&PUBLIC, out.1.port);
+        let entries = sorted(&[[out, reply]]);
+        let gone: Vec<_> = expired(&entries, now).map(|(key, _)| key).collect();
+        assert_eq!(gone, [out.0]);
+    }
+
+    #[test]
+    fn fragments_are_soon_forgotten() {
+        let now = 1000;
+        let [(key, value), _] = flow(1, now, None);
+        let key = NatKey { direction: NAT_FRAGMENT_EGRESS, ..key };
+        let at = |last_seen| [(key, NatValue { last_seen, ..value })];
+        assert_eq!(expired(&at(now - FRAGMENT_SECONDS), now).count(), 0);
+        assert_eq!(expired(&at(now - FRAGMENT_SECONDS - 1), now).count(), 1);
+    }
+}

@@ -1,0 +1,134 @@
+//! How long an idle entry lives: netfilter's defaults
+//! (Documentation/networking/nf_conntrack-sysctl.rst), its TCP states told
+//! from the flags seen in each direction.
+
+use crate::{
+    maps::{NAT_SEEN, NatValue},
+    packet::protocol,
+};
+
+const FIN: u8 = 0x01;
+const SYN: u8 = 0x02;
+const RST: u8 = 0x04;
+const ACK: u8 = 0x10;
+
+/// Seconds without a packet after which an entry goes.
+pub mod seconds {
+    /// TCP: SYN sent, no answer.
+    pub const TCP_SYN_SENT: u32 = 120;
+    /// TCP: SYN answered, not yet acknowledged.
+    pub const TCP_SYN_RECEIVED: u32 = 60;
+    /// TCP: established.
+    pub const TCP_ESTABLISHED: u32 = 432_000;
+    /// TCP: data sent, never answered.
+    pub const TCP_UNACKNOWLEDGED: u32 = 300;
+    /// TCP: one end or both have finished (FIN_WAIT, TIME_WAIT).
+    pub const TCP_FINISHED: u32 = 120;
+    /// TCP: reset.
+    pub const TCP_CLOSED: u32 = 10;
+    /// UDP: not answered.
+    pub const UDP: u32 = 30;
+    /// UDP: answered.
+    pub const UDP_STREAM: u32 = 120;
+    /// SCTP: no answer.
+    pub const SCTP_OPENING: u32 = 3;
+    /// SCTP: answered.
+    pub const SCTP_ESTABLISHED: u32 = 210;
+    /// ICMP and ICMPv6 echo.
+    pub const ICMP: u32 = 30;
+}
+
+/// Flags of a direction after another packet. A new connection starts anew,
+/// and what follows a reset takes it back: a forged one must not end a flow
+/// that lives.
+#[inline(always)]
+pub const fn merge_flags(seen: u8, packet: u8) -> u8 {
+    // A port used again: SYN, or SYN and ACK after what ended the flow before.
+    if packet & (SYN | ACK) == SYN || (packet & SYN != 0 && seen & (FIN | RST) != 0) {
+        packet
+    } else if packet & RST != 0 {
+        seen | packet
+    } else {
+        (seen & !RST) | packet
+    }
+}
+
+/// Seconds without a packet after which a flow's two entries go. A missing
+/// half counts as one that has seen nothing.
+pub fn timeout(protocol: u8, out: Option<&NatValue>, back: Option<&NatValue>) -> u32 {
+    let flags = |half: Option<&NatValue>| half.map_or(0, |half| half.tcp_flags);
+    let answered = back.is_some_and(|half| half.flags & NAT_SEEN != 0);
+    match protocol {
+        protocol::TCP => match (flags(out), flags(back)) {
+            (out, back) if (out | back) & RST != 0 => seconds::TCP_CLOSED,
+            (out, back) if (out | back) & FIN != 0 => seconds::TCP_FINISHED,
+            (out, 0) if out & ACK == 0 => seconds::TCP_SYN_SENT,
+            (_, 0) => seconds::TCP_UNACKNOWLEDGED,
+            (out, _) if out & ACK == 0 => seconds::TCP_SYN_RECEIVED,
+            _ => seconds::TCP_ESTABLISHED,
+        },
+        protocol::UDP if answered => seconds::UDP_STREAM,
+        protocol::UDP => seconds::UDP,
+        protocol::SCTP if answered => seconds::SCTP_ESTABLISHED,
+        protocol::SCTP => seconds::SCTP_OPENING,
+        _ => seconds::ICMP,
+    }
+}
+
+/// Whether a flow's entries go at `now` (`CLOCK_MONOTONIC` in seconds).
+pub fn is_expired(protocol: u8, out: Option<&NatValue>, back: Option<&NatValue>, now: u32) -> bool {
+    let last = [out, back].into_iter().flatten().map(|half| half.last_seen).max().unwrap_or(0);
+    now.saturating_sub(last) > timeout(protocol, out, back)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn half(tcp_flags: u8, seen: bool) -> NatValue {
+        NatValue { tcp_flags, flags: if seen { NAT_SEEN } else { 0 }, last_seen: 1000, ..NatValue::default() }
+    }
+
+    #[test]
+    fn tcp_follows_the_flags_of_both_directions() {
+        let cases = [
+            (SYN, 0, seconds::TCP_SYN_SENT),
+            (SYN, SYN | ACK, seconds::TCP_SYN_RECEIVED),
+            (SYN | ACK, SYN | ACK, seconds::TCP_ESTABLISHED),
+            (ACK, 0, seconds::TCP_UNACKNOWLEDGED),
+            (SYN | ACK | FIN, SYN | ACK, seconds::TCP_FINISHED),
+            (SYN | ACK | FIN, SYN | ACK | FIN, seconds::TCP_FINISHED),
+            (SYN | ACK, SYN | ACK | RST, seconds::TCP_CLOSED),
+        ];
+        for (out, back, expected) in cases {
+            let (out, back) = (half(out, true), half(back, true));
+            assert_eq!(timeout(protocol::TCP, Some(&out), Some(&back)), expected, "{out:?} {back:?}");
+        }
+    }
+
+    #[test]
+    fn an_answered_udp_flow_lives_longer() {
+        let out = half(0, true);
+        assert_eq!(timeout(protocol::UDP, Some(&out), Some(&half(0, false))), seconds::UDP);
+        assert_eq!(timeout(protocol::UDP, Some(&out), Some(&half(0, true))), seconds::UDP_STREAM);
+        assert_eq!(timeout(protocol::UDP, Some(&out), None), seconds::UDP);
+    }
+
+    #[test]
+    fn a_flow_expires_when_neither_direction_has_had_a_packet() {
+        let (old, young) = (half(0, true), NatValue { last_seen: 1100, ..half(0, true) });
+        assert!(!is_expired(protocol::UDP, Some(&old), Some(&young), 1220));
+        assert!(is_expired(protocol::UDP, Some(&old), Some(&young), 1221));
+        assert!(!is_expired(protocol::UDP, Some(&young), None, 5), "a clock that seems to run back");
+    }
+
+    #[test]
+    fn a_new_connection_starts_anew_and_data_takes_a_reset_back() {
+        assert_eq!(merge_flags(SYN | ACK | FIN, SYN), SYN);
+        assert_eq!(merge_flags(SYN, ACK), SYN | ACK);
+        assert_eq!(merge_flags(SYN | ACK, RST), SYN | ACK | RST);
+        assert_eq!(merge_flags(SYN | ACK | RST, ACK), SYN | ACK);
+        assert_eq!(merge_flags(SYN, SYN | ACK), SYN | ACK);
+        assert_eq!(merge_flags(SYN | ACK | FIN, SYN | ACK), SYN | ACK, "the answer to a new connection");
+    }
+}

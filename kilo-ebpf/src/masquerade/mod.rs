@@ -1,0 +1,342 @@
+//! Source translation on the way out, and back on the way in, for both
+//! families. Layouts and decisions are `kilo_common::nat`; here is what needs
+//! the kernel: entries, sockets, checksums of packets that may be offloaded.
+//!
+//! What the parts tell each other stands in [`work::this_cpu`]: a program and all the
+//! functions it calls have 512 bytes of stack together.
+
+mod parse;
+mod port;
+mod rewrite;
+mod work;
+
+use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, btf_maps::lpm_trie::Key, programs::TcContext};
+use kilo_common::{
+    maps::{
+        CONFIG_MASQUERADE, Config, DEVICE_MASQUERADE, Device, MASQ_EXCLUDE, NAT_EGRESS, NAT_FRAGMENT_EGRESS,
+        NAT_FRAGMENT_INGRESS, NAT_INGRESS, NAT_SEEN, NatValue,
+    },
+    nat::{
+        FRAGMENT_SECONDS,
+        flow::{error_difference, layout},
+        is_masqueraded, is_reserved,
+    },
+    packet::{ETHERNET_LEN, Ipv4, protocol},
+    verdict::{Action, DropReason},
+};
+
+use self::work::{Found, Work, copy, halves, this_cpu};
+use crate::{
+    ip::{Ip, V6, octets},
+    maps::{MASQ_DST, MASQ_SRC, NAT, count_action, device},
+    packet::{self, Family},
+    programs::TC_ACT_UNSPEC,
+};
+
+/// Answer of a part: nothing was done.
+const NOTHING: u32 = 0;
+/// Answer of a part: it is done. Everything above is the index of a drop reason.
+const DONE: u32 = 1;
+
+/// Flags of [`egress_apart`] and [`ingress_apart`], and of [`rewrite`].
+const IPV6: u32 = 1;
+const OWN: u32 = 2;
+
+/// Egress of an uplink; packets start with an Ethernet header.
+#[inline(always)]
+pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+    match packet::family(ctx) {
+        Family::V4 => {
+            if let Ok(ip) = Ipv4::read(ctx, ETHERNET_LEN) {
+                egress(ctx, config, ETHERNET_LEN, &ip)?;
+            }
+        }
+        Family::V6 => {
+            if let Ok(ip) = V6::read(ctx, ETHERNET_LEN) {
+                egress(ctx, config, ETHERNET_LEN, &ip)?;
+            }
+        }
+        Family::Other => {}
+    }
+    Ok(TC_ACT_UNSPEC)
+}
+
+/// Translates the source if that is due; answers the new source.
+#[inline(always)]
+pub fn egress<I: Ip>(
+    ctx: &TcContext,
+    config: &Config,
+    offset: usize,
+    ip: &I,
+) -> Result<Option<I::Addr>, DropReason> {
+    let Some(device) = translating_device(ctx, config) else { return Ok(None) };
+    let addr = I::masq_addr(device);
+    // Ours already: the host's own packets, and what netfilter has translated.
+    let own = ip.src() == addr;
+    if own && is_hosts_alone(ctx, config, offset, ip, 0) {
+        return Ok(None);
+    }
+    let Some(work) = this_cpu() else { return Ok(None) };
+    let (src, dst) = (octets(I::mapped(ip.src())), octets(I::mapped(ip.dst())));
+    work.key.src = src;
+    work.key.dst = dst;
+    let destination = MASQ_DST.get(&Key::new(128, dst)).copied().unwrap_or(0);
+    // No socket tells which echo identifiers the host uses: its own echoes
+    // claim theirs like those of pods, where both may go.
+    let due = if own {
+        destination != MASQ_EXCLUDE
+    } else {
+        let source = MASQ_SRC.get(&Key::new(128, src)).copied().unwrap_or(0);
+        is_masqueraded(Some(source), Some(destination))
+    };
+    if !due {
+        return Ok(None);
+    }
+    work.addr = octets(I::mapped(addr));
+    let flags = if I::V6 { IPV6 } else { 0 } | if own { OWN } else { 0 };
+    match egress_apart(ctx.as_ptr().cast(), config, offset as u32, flags) {
+        DONE if own => Ok(None),
+        DONE => {
+            count_action(Action::Masquerade);
+            Ok(Some(addr))
+        }
+        NOTHING => Ok(None),
+        reason => Err(DropReason::from_index(reason).unwrap_or(DropReason::Rewrite)),
+    }
+}
+
+/// Translates the destination of a reply back; answers the new destination.
+#[inline(always)]
+pub fn ingress<I: Ip>(
+    ctx: &TcContext,
+    config: &Config,
+    offset: usize,
+    ip: &I,
+) -> Result<Option<I::Addr>, DropReason> {
+    let Some(device) = translating_device(ctx, config) else { return Ok(None) };
+    if ip.dst() != I::masq_addr(device) || is_hosts_alone(ctx, config, offset, ip, 2) {
+        return Ok(None);
+    }
+    let Some(work) = this_cpu() else { return Ok(None) };
+    work.key.src = octets(I::mapped(ip.src()));
+    work.key.dst = octets(I::mapped(ip.dst()));
+    match ingress_apart(ctx.as_ptr().cast(), offset as u32, if I::V6 { IPV6 } else { 0 }) {
+        DONE => {
+            let Some(work) = this_cpu() else { return Ok(None) };
+            let to = I::unmapped(&work.new);
+            if to != ip.dst() {
+                count_action(Action::Unmasquerade);
+            }
+            Ok(Some(to))
+        }
+        NOTHING => Ok(None),
+        reason => Err(DropReason::from_index(reason).unwrap_or(DropReason::Rewrite)),
+    }
+}
+
+/// The interface this packet is on, if packets are translated there.
+#[inline(always)]
+fn translating_device(ctx: &TcContext, config: &Config) -> Option<&'static Device> {
+    if config.flags & CONFIG_MASQUERADE == 0 {
+        return None;
+    }
+    device(packet::ifindex(ctx)).filter(|device| device.flags & DEVICE_MASQUERADE != 0)
+}
+
+/// True for the tunnels' own packets, which are most of what the host itself
+/// sends, and whose ports no flow gets. `port` is the offset of the host's.
+#[inline(always)]
+fn is_hosts_alone<I: Ip>(ctx: &TcContext, config: &Config, offset: usize, ip: &I, port: usize) -> bool {
+    match ip.protocol() {
+        protocol::UDP => ctx
+            .load::<[u8; 2]>(offset + ip.header_len() + port)
+            .is_ok_and(|port| is_reserved(protocol::UDP, u16::from_be_bytes(port), config)),
+        protocol::IPIP | protocol::IPV6 => true,
+        _ => false,
+    }
+}
+
+/// The egress of a packet whose addresses are in `this_cpu().key`, and which gets
+/// `this_cpu().addr`.
+#[inline(never)]
+fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -> u32 {
+    let own = flags & OWN != 0;
+    let found = parse::packet(skb, offset, flags & IPV6, u32::from(NAT_EGRESS));
+    let Some(work) = this_cpu() else { return NOTHING };
+    if own && (found != Found::Flow as u32 || work.fragmented()) {
+        // What cannot be translated need not be.
+        return NOTHING;
+    }
+    if work.addr_is_missing() {
+        return DropReason::NatUnsupported.index();
+    }
+    work.old = copy(&work.key.src);
+    work.new = copy(&work.addr);
+    let payload = work.transport;
+    match found {
+        _ if found == Found::Flow as u32 => {}
+        _ if found == Found::Later as u32 => {
+            work.fragment_key(NAT_FRAGMENT_EGRESS);
+            return match fragment(work) {
+                DONE => rewrite::packet(skb, offset, payload, flags & IPV6),
+                _ => DropReason::NatFragment.index(),
+            };
+        }
+        _ if found == Found::Error as u32 => {
+            work.outer = copy(&work.key.src);
+            let answer = inside_error(skb, payload, flags & IPV6, u32::from(NAT_INGRESS));
+            let Some(work) = this_cpu() else { return NOTHING };
+            if answer != DONE {
+                return if answer == NOTHING { DropReason::NatUnsupported.index() } else { answer };
+            }
+            work.old = copy(&work.outer);
+            work.new = copy(&work.addr);
+            return rewrite::packet(skb, offset, payload, flags & IPV6 | rewrite::ERROR);
+        }
+        _ => return DropReason::NatUnsupported.index(),
+    }
+    if own
+        && work.key.protocol != protocol::ICMP
+        && work.key.protocol != protocol::ICMPV6
+        && !port::is_contested(work)
+    {
+        return NOTHING;
+    }
+    let answer = port::translation(skb, config);
+    if answer != DONE {
+        return answer;
+    }
+    let Some(work) = this_cpu() else { return NOTHING };
+    if work.fragmented() && !remember_fragment(work, NAT_FRAGMENT_EGRESS) {
+        return DropReason::NatMapFull.index();
+    }
+    rewrite::packet(skb, offset, payload, flags & IPV6 | rewrite::FLOW)
+}
+
+/// The ingress of a packet whose addresses are in `this_cpu().key`; where it goes
+/// stands in `this_cpu().new` then.
+#[inline(never)]
+fn ingress_apart(skb: *mut __sk_buff, offset: u32, flags: u32) -> u32 {
+    let found = parse::packet(skb, offset, flags & IPV6, u32::from(NAT_INGRESS));
+    let Some(work) = this_cpu() else { return NOTHING };
+    work.old = copy(&work.key.dst);
+    let payload = work.transport;
+    match found {
+        _ if found == Found::Flow as u32 => {}
+        _ if found == Found::Later as u32 => {
+            work.fragment_key(NAT_FRAGMENT_INGRESS);
+            // Without an entry it may be the host's own.
+            return match fragment(work) {
+                DONE => rewrite::packet(skb, offset, payload, flags & IPV6 | rewrite::DESTINATION),
+                other => other,
+            };
+        }
+        _ if found == Found::Error as u32 => {
+            work.outer = copy(&work.key.dst);
+            let answer = inside_error(skb, payload, flags & IPV6, u32::from(NAT_EGRESS));
+            let Some(work) = this_cpu() else { return NOTHING };
+            if answer != DONE || halves(&work.new) == halves(&work.outer) {
+                return answer;
+            }
+            work.old = copy(&work.outer);
+            return rewrite::packet(
+                skb,
+                offset,
+                payload,
+                flags & IPV6 | rewrite::ERROR | rewrite::DESTINATION,
+            );
+        }
+        _ => return NOTHING,
+    }
+    if !port::touch(work) {
+        return NOTHING;
+    }
+    port::restore_egress(work);
+    if work.fragmented()
+        && halves(&work.new) != halves(&work.old)
+        && !remember_fragment(work, NAT_FRAGMENT_INGRESS)
+    {
+        return DropReason::NatMapFull.index();
+    }
+    rewrite::packet(skb, offset, payload, flags & IPV6 | rewrite::FLOW | rewrite::DESTINATION)
+}
+
+/// Keeps what later fragments of this datagram become.
+#[inline(always)]
+fn remember_fragment(work: &mut Work, direction: u8) -> bool {
+    work.value = NatValue {
+        addr: copy(&work.new),
+        port: [0; 2],
+        tcp_flags: 0,
+        flags: NAT_SEEN,
+        last_seen: port::now(),
+    };
+    work.fragment_key(direction);
+    let kept = NAT.insert(&work.partner, &work.value, 0).is_ok();
+    kept
+}
+
+/// Finds what the first fragment of this datagram, whose key is in
+/// `work.partner`, became.
+#[inline(always)]
+fn fragment(work: &mut Work) -> u32 {
+    // SAFETY: the value is copied at once.
+    let Some(value) = (unsafe { NAT.get(&work.partner) }) else { return NOTHING };
+    if port::now().saturating_sub(value.last_seen) > FRAGMENT_SECONDS {
+        return NOTHING;
+    }
+    work.new = copy(&value.addr);
+    DONE
+}
+
+/// Rewrites the packet inside the ICMP error at `at`: a packet that was sent
+/// (`NAT_EGRESS`) becomes what the pod sent; a reply (`NAT_INGRESS`) becomes
+/// what arrived here. `NOTHING` when it is of no flow; else `this_cpu().new` is
+/// the address it got.
+#[inline(never)]
+fn inside_error(skb: *mut __sk_buff, at: u32, v6: u32, direction: u32) -> u32 {
+    let Some(work) = this_cpu() else { return NOTHING };
+    let inner = at + 8;
+    if parse::inner(skb, inner, v6, direction) != Found::Flow as u32 {
+        return NOTHING;
+    }
+    // Nothing of the inner packet has been rewritten yet: the entry is the
+    // other direction's, with its ends swapped.
+    let sent = direction == u32::from(NAT_EGRESS);
+    work.partner.src = copy(&work.key.dst);
+    work.partner.dst = copy(&work.key.src);
+    work.partner.src_port = work.key.dst_port;
+    work.partner.dst_port = work.key.src_port;
+    work.partner.protocol = work.key.protocol;
+    work.partner.direction = if sent { NAT_INGRESS } else { NAT_EGRESS };
+    work.partner.pad = [0; 2];
+    // SAFETY: entries are not freed while the program runs.
+    let Some(value) = (unsafe { NAT.get(&work.partner) }) else { return NOTHING };
+    work.new = copy(&value.addr);
+    work.new_port = value.port;
+    if sent {
+        work.old = copy(&work.key.src);
+        work.old_port = work.key.src_port;
+    } else {
+        work.old = copy(&work.key.dst);
+        work.old_port = work.key.dst_port;
+    }
+    let Some(layout) = layout(work.key.protocol) else { return NOTHING };
+    let address = work.address_difference();
+    let port = work.port_difference();
+    let is_tcp = matches!(work.key.protocol, protocol::TCP | protocol::SCTP);
+    let sealed = !is_tcp && (work.key.protocol != protocol::UDP || work.start[6] | work.start[7] != 0);
+    let seal = if sealed { 0 } else { rewrite::UNSEALED };
+    let destination = if sent { 0 } else { rewrite::DESTINATION };
+    let answer =
+        rewrite::packet(skb, inner, work.transport, v6 | rewrite::FLOW | rewrite::INNER | seal | destination);
+    if answer != DONE {
+        return answer;
+    }
+    let difference = error_difference(v6 != 0, &layout, sealed, address, port);
+    let ctx = TcContext::new(skb);
+    match ctx.l4_csum_replace(at as usize + 2, 0, u64::from(difference), 0) {
+        Ok(()) => DONE,
+        Err(_) => DropReason::Rewrite.index(),
+    }
+}

@@ -1,0 +1,107 @@
+//! Reading what identifies a packet's flow, into [`Work`](super::work::Work).
+
+use aya_ebpf::{bindings::__sk_buff, programs::TcContext};
+use kilo_common::{
+    maps::{NAT_EGRESS, NAT_INGRESS},
+    nat::{
+        flow::{is_error, mapped, ports},
+        transport::{self, Part, Transport},
+    },
+    packet::{IPV4_LEN, Ipv4, protocol},
+};
+
+use super::work::{Found, this_cpu};
+use crate::ip::{V6, octets};
+
+/// Reads the packet at `offset`, whose addresses stand in the key already.
+/// Answers a [`Found`].
+#[inline(always)]
+pub fn packet(skb: *mut __sk_buff, offset: u32, v6: u32, direction: u32) -> u32 {
+    if v6 == 0 { packet_v4(skb, offset, direction) } else { packet_v6(skb, offset, direction) }
+}
+
+/// The same for a packet inside an ICMP error: its end may be cut off, and its
+/// addresses are read, too.
+#[inline(always)]
+pub fn inner(skb: *mut __sk_buff, offset: u32, v6: u32, direction: u32) -> u32 {
+    if v6 == 0 { inner_v4(skb, offset, direction) } else { inner_v6(skb, offset, direction) }
+}
+
+#[inline(never)]
+fn packet_v4(skb: *mut __sk_buff, offset: u32, direction: u32) -> u32 {
+    read_v4(skb, offset, direction, false)
+}
+
+#[inline(never)]
+fn inner_v4(skb: *mut __sk_buff, offset: u32, direction: u32) -> u32 {
+    read_v4(skb, offset, direction, true)
+}
+
+#[inline(never)]
+fn packet_v6(skb: *mut __sk_buff, offset: u32, direction: u32) -> u32 {
+    let ctx = TcContext::new(skb);
+    let Ok(next_header) = ctx.load::<u8>(offset as usize + 6) else { return Found::Unknown as u32 };
+    walk_v6(&ctx, offset, direction, next_header)
+}
+
+#[inline(never)]
+fn inner_v6(skb: *mut __sk_buff, offset: u32, direction: u32) -> u32 {
+    let ctx = TcContext::new(skb);
+    let (Ok(ip), Some(work)) = (V6::read_part(&ctx, offset as usize), this_cpu()) else {
+        return Found::Unknown as u32;
+    };
+    work.key.src = octets(ip.src);
+    work.key.dst = octets(ip.dst);
+    walk_v6(&ctx, offset, direction, ip.next_header)
+}
+
+#[inline(always)]
+fn read_v4(skb: *mut __sk_buff, offset: u32, direction: u32, inside: bool) -> u32 {
+    let ctx = TcContext::new(skb);
+    let Ok(header) = ctx.load::<[u8; IPV4_LEN]>(offset as usize) else { return Found::Unknown as u32 };
+    let Ok(ip) = Ipv4::parse(&header, usize::from(u16::MAX)) else { return Found::Unknown as u32 };
+    if inside {
+        let Some(work) = this_cpu() else { return Found::Unknown as u32 };
+        work.key.src = mapped(ip.src);
+        work.key.dst = mapped(ip.dst);
+    }
+    identify(&ctx, offset, direction, false, &transport::ipv4(&ip, [header[4], header[5]]))
+}
+
+#[inline(always)]
+fn walk_v6(ctx: &TcContext, offset: u32, direction: u32, next_header: u8) -> u32 {
+    match transport::ipv6(next_header, |at| ctx.load(offset as usize + at).ok()) {
+        Some(transport) => identify(ctx, offset, direction, true, &transport),
+        None => Found::Unknown as u32,
+    }
+}
+
+#[inline(always)]
+fn identify(ctx: &TcContext, offset: u32, direction: u32, v6: bool, found: &Transport) -> u32 {
+    let Some(work) = this_cpu() else { return Found::Unknown as u32 };
+    work.transport = offset + found.offset as u32;
+    work.key.protocol = found.protocol;
+    work.key.direction = if direction == u32::from(NAT_EGRESS) { NAT_EGRESS } else { NAT_INGRESS };
+    work.key.pad = [0; 2];
+    work.fragment = u32::from(found.part != Part::Whole);
+    work.id = found.id;
+    work.tcp_flags = 0;
+    if found.part == Part::Later {
+        return Found::Later as u32;
+    }
+    let at = work.transport as usize;
+    let Ok(start) = ctx.load::<[u8; 8]>(at) else { return Found::Unknown as u32 };
+    work.start = start;
+    if is_error(v6, found.protocol, start[0]) {
+        return if work.fragmented() { Found::Unknown as u32 } else { Found::Error as u32 };
+    }
+    let Some((src, dst)) = ports(v6, found.protocol, &start, work.key.direction) else {
+        return Found::Unknown as u32;
+    };
+    work.key.src_port = src;
+    work.key.dst_port = dst;
+    if found.protocol == protocol::TCP {
+        work.tcp_flags = u32::from(ctx.load::<u8>(at + 13).unwrap_or(0));
+    }
+    Found::Flow as u32
+}

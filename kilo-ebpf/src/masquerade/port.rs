@@ -1,0 +1,276 @@
+//! The entries of a flow: finding its port, and locking it.
+
+use aya_ebpf::{
+    bindings::{
+        __sk_buff, BPF_NOEXIST, bpf_sock_tuple, bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1,
+        bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2,
+    },
+    helpers::{bpf_ktime_get_ns, bpf_sk_lookup_tcp, bpf_sk_lookup_udp, bpf_sk_release},
+};
+use kilo_common::{
+    maps::{Config, NAT_SEEN, NatKey, NatValue},
+    nat::{PORT_ATTEMPTS, candidate_port, flow::layout, timeout::merge_flags},
+    packet::protocol,
+    verdict::DropReason,
+};
+
+use super::{
+    DONE,
+    work::{Work, copy, halves, this_cpu},
+};
+use crate::maps::NAT;
+
+/// `bpf_sk_lookup_*`: the namespace of the device.
+const CURRENT_NETNS: u64 = u64::MAX;
+/// `-EEXIST` of a map update.
+const EEXIST: i32 = -17;
+
+/// `CLOCK_MONOTONIC` in seconds, as the agent's collector reads it.
+#[inline(always)]
+pub fn now() -> u32 {
+    // SAFETY: a helper without arguments.
+    (unsafe { bpf_ktime_get_ns() } / 1_000_000_000) as u32
+}
+
+/// Notes a reply in its entry, and puts what it becomes into `new`; false
+/// when there is none.
+#[inline(always)]
+pub fn touch(work: &mut Work) -> bool {
+    let Some(entry) = NAT.get_ptr_mut(&work.key) else { return false };
+    // SAFETY: the entry is there; racing writes concern time and flags only.
+    let entry = unsafe { &mut *entry };
+    note(entry, now(), work.tcp_flags as u8);
+    work.new = copy(&entry.addr);
+    work.new_port = entry.port;
+    work.old_port = work.key.dst_port;
+    true
+}
+
+/// Writes only what changes: several CPUs may share the cache line.
+#[inline(always)]
+fn note(entry: &mut NatValue, now: u32, tcp_flags: u8) {
+    let flags = merge_flags(entry.tcp_flags, tcp_flags);
+    if entry.last_seen != now {
+        entry.last_seen = now;
+    }
+    if entry.flags != NAT_SEEN {
+        entry.flags = NAT_SEEN;
+    }
+    if entry.tcp_flags != flags {
+        entry.tcp_flags = flags;
+    }
+}
+
+/// Restores the egress half of a flow whose reply was just seen.
+#[inline(always)]
+pub fn restore_egress(work: &mut Work) {
+    let Work { key, partner, new, new_port, .. } = work;
+    key.write_partner(new, *new_port, partner);
+    // Looked up also to keep both halves equally recent.
+    // SAFETY: only its presence is asked.
+    if unsafe { NAT.get(&work.partner) }.is_none() {
+        work.value = NatValue {
+            addr: copy(&work.key.dst),
+            port: work.key.dst_port,
+            tcp_flags: 0,
+            flags: 0,
+            last_seen: now(),
+        };
+        let _ = NAT.insert(&work.partner, &work.value, u64::from(BPF_NOEXIST));
+    }
+}
+
+/// True when a pod's flow has the host's own packet's port towards the same
+/// destination, or had it when this flow began: the packet is then translated
+/// like a pod's.
+#[inline(always)]
+pub fn is_contested(work: &mut Work) -> bool {
+    // SAFETY: the value is read at once; so below.
+    if unsafe { NAT.get(&work.key) }.is_some() {
+        return true;
+    }
+    let Work { key, partner, .. } = work;
+    key.write_partner(&key.src, key.src_port, partner);
+    match unsafe { NAT.get(&work.partner) } {
+        Some(holder) => halves(&holder.addr) != halves(&work.key.src),
+        None => false,
+    }
+}
+
+/// Finds the port the source of the flow in `this_cpu().key` becomes, the one it
+/// has or a new one, and puts it into `new_port`.
+#[inline(never)]
+pub fn translation(skb: *mut __sk_buff, config: &Config) -> u32 {
+    let Some(work) = this_cpu() else { return DropReason::NatMapFull.index() };
+    let now = now();
+    work.old_port = work.key.src_port;
+    work.back = NatValue {
+        addr: copy(&work.key.src),
+        port: work.key.src_port,
+        tcp_flags: 0,
+        flags: 0,
+        last_seen: now,
+    };
+    if let Some(entry) = NAT.get_ptr_mut(&work.key) {
+        // SAFETY: the entry is there; racing writes concern time and flags only.
+        let entry = unsafe { &mut *entry };
+        note(entry, now, work.tcp_flags as u8);
+        work.new_port = entry.port;
+        if halves(&entry.addr) == halves(&work.addr) {
+            let Work { key, partner, addr, new_port, .. } = &mut *work;
+            key.write_partner(addr, *new_port, partner);
+            if claim(work) == Claim::Ours {
+                return DONE;
+            }
+        }
+        // The address of the device changed, or somebody took the port after an eviction.
+        let _ = NAT.remove(&work.key);
+    }
+    work.value = NatValue {
+        addr: copy(&work.addr),
+        port: [0; 2],
+        tcp_flags: work.tcp_flags as u8,
+        flags: NAT_SEEN,
+        last_seen: now,
+    };
+    let own = u16::from_be_bytes(work.key.src_port);
+    let attempts = match layout(work.key.protocol) {
+        Some(layout) if layout.port_changes => PORT_ATTEMPTS,
+        _ => 1,
+    };
+    let start = work.key.search_start();
+    let mut attempt = 0;
+    while attempt < PORT_ATTEMPTS {
+        if attempt >= attempts {
+            break;
+        }
+        let candidate = candidate_port(work.key.protocol, own, attempt, start, config);
+        attempt += 1;
+        let Some(candidate) = candidate else { continue };
+        match take(skb, work, candidate) {
+            TAKEN => {}
+            answer => return answer,
+        }
+    }
+    DropReason::NatExhausted.index()
+}
+
+/// Answer of [`take`]: another flow or the host has this port.
+const TAKEN: u32 = 0;
+
+/// Tries one port.
+#[inline(always)]
+fn take(skb: *mut __sk_buff, work: &mut Work, candidate: u16) -> u32 {
+    let port = candidate.to_be_bytes();
+    work.value.port = port;
+    work.new_port = port;
+    let Work { key, partner, addr, .. } = &mut *work;
+    key.write_partner(addr, port, partner);
+    if host_uses(skb) != 0 {
+        return TAKEN;
+    }
+    match claim(work) {
+        Claim::Ours => {}
+        Claim::Taken => return TAKEN,
+        Claim::Failed => return DropReason::NatMapFull.index(),
+    }
+    match NAT.insert(&work.key, &work.value, u64::from(BPF_NOEXIST)) {
+        Ok(()) => DONE,
+        // Another CPU was faster with the same flow: its port counts.
+        // SAFETY: the port is copied at once.
+        Err(EEXIST) => match unsafe { NAT.get(&work.key) } {
+            Some(winner) => {
+                work.new_port = winner.port;
+                if work.new_port != port {
+                    let _ = NAT.remove(&work.partner);
+                }
+                DONE
+            }
+            None => DropReason::NatMapFull.index(),
+        },
+        Err(_) => DropReason::NatMapFull.index(),
+    }
+}
+
+#[derive(PartialEq, Eq)]
+enum Claim {
+    Ours,
+    Taken,
+    Failed,
+}
+
+/// Writes the entry for replies, `partner`; it is the lock on the port. One
+/// that is there already counts as ours when it leads back to this flow.
+#[inline(always)]
+fn claim(work: &Work) -> Claim {
+    // SAFETY: entries are not freed while the program runs.
+    if let Some(present) = unsafe { NAT.get(&work.partner) } {
+        let ours = halves(&present.addr) == halves(&work.back.addr) && present.port == work.back.port;
+        return if ours { Claim::Ours } else { Claim::Taken };
+    }
+    match NAT.insert(&work.partner, &work.back, u64::from(BPF_NOEXIST)) {
+        Ok(()) => Claim::Ours,
+        Err(EEXIST) => Claim::Taken,
+        Err(_) => Claim::Failed,
+    }
+}
+
+/// 1 when a socket of this host would receive the reply whose key is `partner`.
+#[inline(never)]
+fn host_uses(skb: *mut __sk_buff) -> u32 {
+    let Some(work) = this_cpu() else { return 0 };
+    let reply = &work.partner;
+    // SAFETY: plain integers, for which zero is a value.
+    let mut tuple: bpf_sock_tuple = unsafe { core::mem::zeroed() };
+    let (sport, dport) = (u16::from_ne_bytes(reply.src_port), u16::from_ne_bytes(reply.dst_port));
+    let v4 = |addr: &[u8; 16]| u32::from_ne_bytes([addr[12], addr[13], addr[14], addr[15]]);
+    let size = if is_v4(reply) {
+        tuple.__bindgen_anon_1.ipv4 = bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1 {
+            saddr: v4(&reply.src),
+            daddr: v4(&reply.dst),
+            sport,
+            dport,
+        };
+        size_of::<bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1>()
+    } else {
+        tuple.__bindgen_anon_1.ipv6 = bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2 {
+            saddr: words(&reply.src),
+            daddr: words(&reply.dst),
+            sport,
+            dport,
+        };
+        size_of::<bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2>()
+    } as u32;
+    let (tcp, udp) = (reply.protocol == protocol::TCP, reply.protocol == protocol::UDP);
+    // SAFETY: context and tuple are valid, and a socket that is found is released.
+    unsafe {
+        let socket = if tcp {
+            bpf_sk_lookup_tcp(skb.cast(), &raw mut tuple, size, CURRENT_NETNS, 0)
+        } else if udp {
+            bpf_sk_lookup_udp(skb.cast(), &raw mut tuple, size, CURRENT_NETNS, 0)
+        } else {
+            return 0;
+        };
+        if socket.is_null() {
+            return 0;
+        }
+        bpf_sk_release(socket.cast());
+        1
+    }
+}
+
+#[inline(always)]
+fn is_v4(key: &NatKey) -> bool {
+    let [first, second] = halves(&key.dst);
+    first == 0 && u64::from_le(second) as u32 == 0xffff_0000
+}
+
+#[inline(always)]
+fn words(a: &[u8; 16]) -> [u32; 4] {
+    [
+        u32::from_ne_bytes([a[0], a[1], a[2], a[3]]),
+        u32::from_ne_bytes([a[4], a[5], a[6], a[7]]),
+        u32::from_ne_bytes([a[8], a[9], a[10], a[11]]),
+        u32::from_ne_bytes([a[12], a[13], a[14], a[15]]),
+    ]
+}

@@ -1,0 +1,132 @@
+//! Memory of this CPU that the parts of masquerading share, beside the stack.
+
+use aya_ebpf::{btf_maps::PerCpuArray, macros::btf_map};
+use kilo_common::{
+    checksum,
+    maps::{NatKey, NatValue},
+};
+
+use crate::ip::octets;
+
+/// What a packet turned out to be.
+#[repr(u32)]
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Found {
+    /// Nothing that can be translated.
+    Unknown = 0,
+    /// A packet with ports, or the first fragment of one.
+    Flow = 1,
+    /// An ICMP error.
+    Error = 2,
+    /// A later fragment.
+    Later = 3,
+}
+
+/// What the parts tell each other of one packet.
+#[repr(C, align(8))]
+pub struct Work {
+    /// The flow, as seen on this packet before anything is rewritten.
+    pub key: NatKey,
+    /// Key of the entry that belongs to it.
+    pub partner: NatKey,
+    /// An entry to be written.
+    pub value: NatValue,
+    /// Another.
+    pub back: NatValue,
+    /// What masqueraded packets get on this interface.
+    pub addr: [u8; 16],
+    /// The address that is rewritten.
+    pub old: [u8; 16],
+    /// What it becomes.
+    pub new: [u8; 16],
+    /// Of an ICMP error: its own address, while `old` and `new` are of the packet inside.
+    pub outer: [u8; 16],
+    /// First bytes of the transport header.
+    pub start: [u8; 8],
+    /// The port that is rewritten.
+    pub old_port: [u8; 2],
+    /// What it becomes.
+    pub new_port: [u8; 2],
+    /// Identification of a fragmented datagram.
+    pub id: [u8; 4],
+    /// Offset of the transport header in the packet.
+    pub transport: u32,
+    /// Not 0: part of a fragmented datagram.
+    pub fragment: u32,
+    /// Flags of a TCP segment.
+    pub tcp_flags: u32,
+    pad: u32,
+}
+
+/// Second half of `::ffff:0.0.0.0`.
+const MAPPED: u64 = 0xffff_0000_u64.to_le();
+
+#[btf_map(name = "nat_work")]
+static WORK: PerCpuArray<Work, 1> = PerCpuArray::new();
+
+/// This CPU's; programs on one CPU do not preempt each other.
+#[inline(always)]
+pub fn this_cpu() -> Option<&'static mut Work> {
+    // SAFETY: the entry is this CPU's own and all bytes are values; parts that
+    // call each other do not keep it in use across the call.
+    WORK.get_ptr_mut(0).map(|work| unsafe { &mut *work })
+}
+
+/// An address in halves, to be copied without a call: everything here and in
+/// the table is aligned to 8 bytes.
+#[inline(always)]
+pub fn halves(addr: &[u8; 16]) -> [u64; 2] {
+    // SAFETY: aligned, as said.
+    unsafe { *addr.as_ptr().cast() }
+}
+
+/// Copies an address.
+#[inline(always)]
+pub fn copy(addr: &[u8; 16]) -> [u8; 16] {
+    octets(halves(addr))
+}
+
+impl Work {
+    #[inline(always)]
+    pub const fn fragmented(&self) -> bool {
+        self.fragment != 0
+    }
+
+    /// True when the interface has no address of the packet's family.
+    #[inline(always)]
+    pub fn addr_is_missing(&self) -> bool {
+        let [first, second] = halves(&self.addr);
+        first == 0 && (second == 0 || second == MAPPED)
+    }
+
+    /// Puts the key of this datagram's fragments into `partner`.
+    #[inline(always)]
+    pub fn fragment_key(&mut self, direction: u8) {
+        self.partner.src = copy(&self.key.src);
+        self.partner.dst = copy(&self.key.dst);
+        [
+            self.partner.src_port[0],
+            self.partner.src_port[1],
+            self.partner.dst_port[0],
+            self.partner.dst_port[1],
+        ] = self.id;
+        self.partner.protocol = self.key.protocol;
+        self.partner.direction = direction;
+        self.partner.pad = [0; 2];
+    }
+
+    /// What the change of the address adds to the kernel's partial sums.
+    #[inline(always)]
+    pub fn address_difference(&self) -> u32 {
+        checksum::difference(&self.old, &self.new)
+    }
+
+    /// What the change of the port adds to them.
+    #[inline(always)]
+    pub fn port_difference(&self) -> u32 {
+        checksum::difference(
+            &[self.old_port[0], self.old_port[1], 0, 0],
+            &[self.new_port[0], self.new_port[1], 0, 0],
+        )
+    }
+}
