@@ -169,7 +169,12 @@ fn converse(target: IpAddr, stop: &AtomicBool) -> std::io::Result<Duration> {
     while !stop.load(Ordering::SeqCst) {
         let asked = Instant::now();
         stream.write_all(b"echo\n")?;
-        let answer = answers.next().transpose()?;
+        let answer = answers.next().transpose().map_err(|error| {
+            std::io::Error::other(format!(
+                "{error}, {:?} after the last question, {longest:?} at most before",
+                asked.elapsed()
+            ))
+        })?;
         if answer.as_deref() != Some("echo") {
             return Err(std::io::Error::other(format!("another answer: {answer:?}")));
         }
