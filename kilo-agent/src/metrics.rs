@@ -6,6 +6,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+use kilo_common::{bounds, maps::name};
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric, text::encode},
@@ -23,11 +24,31 @@ use crate::{
     wireguard::key::PublicKey,
 };
 
+/// Maps whose content depends on the mesh or its traffic.
+const FILLED: [&str; 9] = [
+    name::PREFIX_V4,
+    name::PREFIX_V6,
+    name::HOP,
+    name::NODE_V4,
+    name::NODE_V6,
+    name::MASQ_SRC,
+    name::MASQ_DST,
+    name::NAT,
+    name::DEVICE,
+];
+
 /// What failed; the label of an error is its metric label.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct EventLabel {
     /// The failing step.
     pub event: String,
+}
+
+/// A BPF map.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct MapLabel {
+    /// Its name.
+    pub map: &'static str,
 }
 
 /// Bytes and age of one WireGuard peer.
@@ -143,6 +164,7 @@ pub struct Metrics {
     pub reconcile_seconds: Histogram,
     /// `kilo_writes_total`: changes made to the kernel.
     pub writes: Counter,
+    map_entries: Family<MapLabel, Gauge>,
     /// `kilo_reattached_total`: programs put back on their hooks.
     pub reattached: Counter,
     /// `kilo_nat_entries`: entries of masqueraded flows, two a flow, as of the last sweep.
@@ -164,6 +186,7 @@ impl Default for Metrics {
             reconciles: Counter::default(),
             reconcile_seconds: Histogram::new(exponential_buckets(0.001, 2.0, 14)),
             writes: Counter::default(),
+            map_entries: Family::default(),
             reattached: Counter::default(),
             nat_entries: Gauge::default(),
             nat_collected: Counter::default(),
@@ -200,6 +223,13 @@ impl Default for Metrics {
             "Entries of masqueraded flows that were removed because they had ended",
             metrics.nat_collected.clone(),
         );
+        registry.register("kilo_map_entries", "Places taken in a BPF map", metrics.map_entries.clone());
+        let capacity = Family::<MapLabel, Gauge>::default();
+        for map in FILLED {
+            metrics.set_map_entries(map, 0);
+            capacity.get_or_create(&MapLabel { map }).set(bounds::size(map).into());
+        }
+        registry.register("kilo_map_capacity", "Places in a BPF map", capacity);
         registry.register_collector(Box::new(SampleCollector(samples)));
         Self { registry: Arc::new(registry), ..metrics }
     }
@@ -209,6 +239,12 @@ impl Metrics {
     /// Counts one error of that kind.
     pub fn error(&self, event: &str) {
         self.errors.get_or_create(&EventLabel { event: event.to_owned() }).inc();
+    }
+
+    /// Says how many places of a map are taken.
+    pub fn set_map_entries(&self, map: &'static str, entries: usize) {
+        let entries = i64::try_from(entries).unwrap_or(i64::MAX);
+        self.map_entries.get_or_create(&MapLabel { map }).set(entries);
     }
 
     /// Shows the data path's counters from now on.

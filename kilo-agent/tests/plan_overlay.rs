@@ -7,6 +7,7 @@ use std::{
     net::{IpAddr, Ipv4Addr},
 };
 
+use ipnet::IpNet;
 use kilo_agent::{
     cli::Compatibility,
     net::{
@@ -17,7 +18,7 @@ use kilo_agent::{
     topology::{Encapsulate, Granularity, Mesh, Node, Settings, Tunnel},
     wireguard::key::PublicKey,
 };
-use kilo_common::maps::HOP_REMOTE;
+use kilo_common::maps::{HOP_REMOTE, PREFIX_ROUTE};
 
 fn node(number: u8, location: &str) -> Node {
     Node {
@@ -71,7 +72,7 @@ fn plan(own: &str, compatibility: Compatibility, tunnel: Tunnel) -> HostPlan {
         link(5, "flannel.1", 1450, &[&format!("10.244.{number}.0/32")]),
         link(6, "cilium_host", 1430, &[&format!("10.244.{number}.77/32")]),
     ];
-    let overlay = plan::overlay_addresses(&mesh, &nodes, own, compatibility, tunnel);
+    let overlay = plan::overlay_addresses(&mesh, &nodes, own, compatibility);
     let device = if compatibility == Compatibility::Flannel { 5 } else { 6 };
     let paths = overlay.values().map(|ip| (IpAddr::V4(*ip), device)).collect();
     let private = own_node.internal_ip.map(|net| net.addr());
@@ -113,6 +114,24 @@ fn ipip_to_the_leader_is_sent_to_its_address_in_the_overlay() {
 }
 
 #[test]
+fn what_a_leader_decrypts_for_a_member_goes_the_way_answers_come_and_no_route_changes() {
+    let leader = plan("n1", Compatibility::Flannel, Tunnel::Vxlan);
+    let pods: IpNet = "10.244.2.0/24".parse().unwrap();
+    for prefix in [pods, ip("10.1.0.2").into()] {
+        let value = leader.tables.prefix[&prefix];
+        assert_eq!(value.flags & PREFIX_ROUTE, PREFIX_ROUTE, "{prefix}");
+        assert!(matches!(leader.tables.hop[&value.hop], Hop::Node { .. }), "{prefix}");
+        assert!(leader.net.routes.iter().all(|route| route.destination != prefix), "{prefix}");
+    }
+    let plain = plan("n1", Compatibility::None, Tunnel::Vxlan);
+    assert_eq!(plain.tables.prefix[&pods].flags & PREFIX_ROUTE, 0, "without another CNI the stack routes");
+    // Clouds that drop IPIP drop it this way, too.
+    let ipip = plan("n1", Compatibility::Flannel, Tunnel::Ipip);
+    let hop = ipip.tables.hop[&ipip.tables.prefix[&pods].hop];
+    assert!(matches!(hop, Hop::Node { remote, ifindex: 5, .. } if remote == ip("10.244.2.0")), "{hop:?}");
+}
+
+#[test]
 fn without_another_cni_or_with_vxlan_the_private_address_is_used() {
     for (compatibility, tunnel) in [
         (Compatibility::None, Tunnel::Ipip),
@@ -121,17 +140,24 @@ fn without_another_cni_or_with_vxlan_the_private_address_is_used() {
     ] {
         let plan = plan("n2", compatibility, tunnel);
         assert_eq!(towards_leader(&plan).4, ip("10.1.0.1"), "{compatibility:?}");
-        assert_eq!(plan.tables.config.overlay_v4, [0; 4]);
-        assert!(!plan.uplinks.contains(&5));
     }
+    let alone = plan("n2", Compatibility::None, Tunnel::Ipip);
+    assert_eq!(alone.tables.config.overlay_v4, [0; 4]);
+    assert!(!alone.uplinks.contains(&5));
 }
 
 #[test]
-fn the_leader_takes_what_comes_through_the_overlay_and_from_where() {
-    let leader = plan("n1", Compatibility::Flannel, Tunnel::Ipip);
-    assert_eq!(Ipv4Addr::from(leader.tables.config.overlay_v4), Ipv4Addr::new(10, 244, 1, 0));
-    assert!(leader.uplinks.contains(&5), "the program that unwraps sits on flannel.1: {:?}", leader.uplinks);
-    let senders: Vec<_> = leader.tables.node.keys().copied().collect();
-    assert_eq!(senders, [ip("10.1.0.2"), ip("10.244.2.0")], "its nodes, by both addresses");
-    assert!(!leader.tables.device.contains_key(&5), "nothing is masqueraded on the overlay");
+fn the_leader_takes_what_comes_through_the_overlay_whatever_it_sends_itself() {
+    for tunnel in [Tunnel::Ipip, Tunnel::Vxlan] {
+        let leader = plan("n1", Compatibility::Flannel, tunnel);
+        assert_eq!(Ipv4Addr::from(leader.tables.config.overlay_v4), Ipv4Addr::new(10, 244, 1, 0));
+        assert!(
+            leader.uplinks.contains(&5),
+            "the program that unwraps sits on flannel.1: {:?}",
+            leader.uplinks
+        );
+        let senders: Vec<_> = leader.tables.node.keys().copied().collect();
+        assert_eq!(senders, [ip("10.1.0.2"), ip("10.244.2.0")], "its nodes, by both addresses");
+        assert!(!leader.tables.device.contains_key(&5), "nothing is masqueraded on the overlay");
+    }
 }

@@ -50,6 +50,20 @@ pub fn difference(old: &[u8], new: &[u8]) -> u32 {
     add(sum as u32, (sum >> 32) as u32)
 }
 
+/// As [`difference`], for two addresses in halves as they lie in memory.
+#[inline(always)]
+pub const fn difference_of_halves(old: [u64; 2], new: [u64; 2]) -> u32 {
+    let sum = (!old[0] & 0xffff_ffff)
+        + (!old[0] >> 32)
+        + (!old[1] & 0xffff_ffff)
+        + (!old[1] >> 32)
+        + (new[0] & 0xffff_ffff)
+        + (new[0] >> 32)
+        + (new[1] & 0xffff_ffff)
+        + (new[1] >> 32);
+    add(sum as u32, (sum >> 32) as u32)
+}
+
 /// Sum of two partial sums, with the carry carried around.
 #[inline(always)]
 pub const fn add(a: u32, b: u32) -> u32 {
@@ -76,6 +90,11 @@ mod tests {
             let expected = full(&[&rest[..], &new].concat());
             let before = full(&[&rest[..], &old].concat());
             prop_assert_eq!(replace(before, &old, &new), expected);
+            let halves = |a: [u8; 16]| {
+                let (first, second) = a.split_at(8);
+                [first, second].map(|half| u64::from_ne_bytes(half.try_into().unwrap()))
+            };
+            prop_assert_eq!(difference_of_halves(halves(old), halves(new)) % 0xffff, difference(&old, &new) % 0xffff);
             // The kernel folds its sum in the words' own byte order.
             let mut sum = u64::from(u16::from_be(!before)) + u64::from(difference(&old, &new));
             while sum > 0xffff { sum = (sum & 0xffff) + (sum >> 16); }

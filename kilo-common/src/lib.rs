@@ -3,6 +3,7 @@
 //! tested on the host.
 #![cfg_attr(not(test), no_std)]
 
+pub mod bounds;
 pub mod checksum;
 pub mod encap;
 pub mod event;

@@ -129,8 +129,11 @@ fn fuzz(program: &Path, target: &str, seconds: u64, keep: bool) -> Result<()> {
             .args([&found, &kept]),
     )?;
     if keep {
+        // By edges alone, and few files for them: the corpus is checked in.
         show(
-            Command::new(program).args(["-merge=1", "-max_len=2048", "-verbosity=0"]).args([&kept, &found]),
+            Command::new(program)
+                .args(["-set_cover_merge=1", "-use_counters=0", "-max_len=400", "-verbosity=0"])
+                .args([&kept, &found]),
         )?;
     }
     Ok(())

@@ -314,18 +314,18 @@ fn own_program() -> Result<PathBuf> {
 
 /// The lab in a process of its own, because it takes over signals.
 fn run_lab() -> Result<Vec<TestOutcome>> {
-    let file = tempfile::NamedTempFile::new()?;
     let this = own_program()?;
     let bin = this.parent().context("no directory")?.to_owned();
-    let mut command = Command::new(&this);
-    command
-        .args(["lab", "test", "--modes", "--name", "kilo-test", "--json"])
-        .arg(file.path())
-        .arg("--bin")
-        .arg(bin);
-    // Failures are in the file.
-    let _ = command.status().context("lab")?;
-    read_outcomes(file.path(), Part::Lab)
+    let mut outcomes = Vec::new();
+    for what in [&["test", "--modes"][..], &["scenario"]] {
+        let file = tempfile::NamedTempFile::new()?;
+        let mut command = Command::new(&this);
+        command.arg("lab").args(what).args(["--name", "kilo-test", "--bin"]).arg(&bin);
+        // Failures are in the file.
+        let _ = command.arg("--json").arg(file.path()).status().context("lab")?;
+        outcomes.extend(read_outcomes(file.path(), Part::Lab)?);
+    }
+    Ok(outcomes)
 }
 
 /// The lab and the BPF tests in a guest with that kernel.

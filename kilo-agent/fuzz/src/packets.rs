@@ -250,8 +250,13 @@ fn masqueraded(input: &mut Unstructured<'_>) -> Result<()> {
     assert_eq!((partner.src, partner.dst, partner.direction), (dst, public, NAT_INGRESS));
     // In: the destination becomes the pod's again.
     replace(&mut reply, &layout, checksum, layout.dst_port, (&public, &src), own);
-    assert_eq!(sum_of(&reply, &layout, number, &dst, &src), 0, "in");
     let mut wanted = mirrored(&before, number, &family);
+    let zero = |(at, byte): (usize, &u8)| *byte == 0 || at == checksum || at == checksum + 1;
+    if !layout.pseudo_header && wanted.iter().enumerate().all(zero) {
+        // Of nothing but zeroes the sum is 0xffff, and no difference leads there (RFC 1624, section 3).
+        return Ok(());
+    }
+    assert_eq!(sum_of(&reply, &layout, number, &dst, &src), 0, "in");
     seal(&mut wanted, checksum, number, &dst, &src);
     assert_eq!(reply, wanted);
     Ok(())

@@ -111,6 +111,8 @@ pub struct Agent<B> {
     dataplane: Dataplane,
     liveness: Liveness,
     hops: HopIds,
+    /// Nodes of the location that have no hop, as said last.
+    left_out: usize,
     resolver: Resolver,
     next_check_in: Instant,
     /// Attempts in a row that the API server did not answer.
@@ -169,6 +171,7 @@ impl<B: Backend> Agent<B> {
             key,
             liveness: Liveness::default(),
             hops: HopIds::default(),
+            left_out: 0,
             resolver: Resolver::default(),
             next_check_in: Instant::now(),
             unanswered: 0,
@@ -361,7 +364,11 @@ impl<B: Backend> Agent<B> {
         interface: &Interface,
         state: &DeviceState,
     ) -> Result<u64, AgentError> {
-        let mut writes = self.dataplane.write(&plan.tables)?;
+        let written = self.dataplane.write(&plan.tables);
+        for (map, entries) in self.dataplane.entries() {
+            self.metrics.set_map_entries(map, entries);
+        }
+        let mut writes = written?;
         let interfaces = Interfaces { kilo: interface.index, uplinks: &plan.uplinks, vxlan: plan.vxlan };
         let attached = self.dataplane.attach(&self.net, interfaces).await?;
         writes += attached.changes;
@@ -471,14 +478,26 @@ impl<B: Backend> Agent<B> {
         Ok(())
     }
 
+    /// Says once that the location has more nodes than the table of hops.
+    fn report_left_out(&mut self, left_out: usize) {
+        if left_out > self.left_out {
+            self.metrics.error("location_full");
+            tracing::error!(
+                left_out,
+                "more nodes in this location than the {} that fit beside this one; packets for the others are \
+                 dropped: make two locations of it (kilo.squat.ai/location)",
+                plan::MOST_OTHERS
+            );
+        }
+        self.left_out = left_out;
+    }
+
     async fn plan(&mut self, mesh: &Mesh, own: &Node, host: &Host<'_>) -> Option<HostPlan> {
         let private = own.internal_ip.map(|net| net.addr());
         let mesh = &*mesh.around(&own.name);
         let (segment, _) = mesh.find(&own.name)?;
         let others = mesh.segments[segment].members.iter().filter(|member| member.name != own.name);
-        let settings = &self.options.settings;
-        let overlay =
-            plan::overlay_addresses(mesh, host.nodes, &own.name, self.options.compatibility, settings.tunnel);
+        let overlay = plan::overlay_addresses(mesh, host.nodes, &own.name, self.options.compatibility);
         let elsewhere =
             overlay.iter().filter(|(name, _)| **name != own.name).map(|(_, ip)| IpAddr::from(*ip));
         let others = others.filter_map(topology::Member::private_ip).chain(elsewhere);
@@ -495,6 +514,7 @@ impl<B: Backend> Agent<B> {
             found.path_mtus.entry(address).and_modify(|known| *known = mtu.min(*known)).or_insert(mtu);
         }
         self.hops = self.hops.update(mesh, &own.name);
+        self.report_left_out(self.hops.left_out(mesh, &own.name));
         let resolved = self.resolver.resolve(mesh).await;
         plan::host_plan(&Inputs {
             mesh,

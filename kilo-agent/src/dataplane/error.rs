@@ -71,7 +71,10 @@ pub enum DataplaneError {
     #[error("BPF map nat cannot be swept: {0}; flows that have ended keep their ports")]
     Sweep(#[source] std::io::Error),
     /// A map holds as many entries as fit.
-    #[error("BPF map {map} holds at most {capacity} entries, {wanted} are wanted; nothing was changed")]
+    #[error(
+        "BPF map {map} holds at most {capacity} entries, {wanted} are wanted; nothing was changed, and packets \
+         go as before: take away prefixes (pod CIDRs, allowed IPs), nodes or interfaces, or join some prefixes to one"
+    )]
     Full {
         /// Name of the map.
         map: &'static str,

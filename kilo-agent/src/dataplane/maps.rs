@@ -14,10 +14,12 @@ use aya::{
     },
 };
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use kilo_common::maps::{
-    Config, Device, FAMILY_V4, FAMILY_V6, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop,
-    MAX_DEVICES, MAX_HOPS, MAX_MASQ_PREFIXES, MAX_NODES, MAX_PREFIXES, NodeValue, PrefixValue, TUNNEL_IPIP,
-    TUNNEL_NONE, TUNNEL_VXLAN, name,
+use kilo_common::{
+    bounds,
+    maps::{
+        Config, Device, FAMILY_V4, FAMILY_V6, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop,
+        NodeValue, PrefixValue, TUNNEL_IPIP, TUNNEL_NONE, TUNNEL_VXLAN, name,
+    },
 };
 
 use super::{
@@ -41,6 +43,21 @@ pub struct Content {
 }
 
 impl Content {
+    /// Places taken in each map the agent fills.
+    pub(super) fn entries(&self) -> [(&'static str, usize); 8] {
+        [
+            (name::PREFIX_V4, self.prefix_v4.len()),
+            (name::PREFIX_V6, self.prefix_v6.len()),
+            (name::NODE_V4, self.node_v4.len()),
+            (name::NODE_V6, self.node_v6.len()),
+            (name::MASQ_SRC, self.masq_src.len()),
+            (name::MASQ_DST, self.masq_dst.len()),
+            (name::DEVICE, self.device.len()),
+            // An array: up to the highest id.
+            (name::HOP, self.hop.keys().last().map_or(0, |&id| id as usize + 1)),
+        ]
+    }
+
     pub(super) fn held_senders(&self) -> BTreeMap<IpAddr, NodeValue> {
         let v4 = self.node_v4.iter().map(|(addr, node)| (IpAddr::V4(*addr), *node));
         v4.chain(self.node_v6.iter().map(|(addr, node)| (IpAddr::V6(*addr), *node))).collect()
@@ -333,18 +350,16 @@ pub fn apply(bpf: &mut Ebpf, present: &mut Content, desired: &Content) -> Result
     Ok(writes)
 }
 
+/// Nothing is written of what does not fit as a whole: half of the exclusions
+/// would let mesh traffic be masqueraded.
 fn check_capacity(desired: &Content) -> Result<(), DataplaneError> {
-    let full = |map, capacity: u32, wanted: usize| {
-        if wanted > capacity as usize { Err(DataplaneError::Full { map, capacity, wanted }) } else { Ok(()) }
-    };
-    full(name::PREFIX_V4, MAX_PREFIXES, desired.prefix_v4.len())?;
-    full(name::PREFIX_V6, MAX_PREFIXES, desired.prefix_v6.len())?;
-    full(name::NODE_V4, MAX_NODES, desired.node_v4.len())?;
-    full(name::NODE_V6, MAX_NODES, desired.node_v6.len())?;
-    full(name::MASQ_SRC, MAX_MASQ_PREFIXES, desired.masq_src.len())?;
-    full(name::MASQ_DST, MAX_MASQ_PREFIXES, desired.masq_dst.len())?;
-    full(name::DEVICE, MAX_DEVICES, desired.device.len())?;
-    full(name::HOP, MAX_HOPS, desired.hop.keys().last().map_or(0, |&id| id as usize + 1))
+    for (map, wanted) in desired.entries() {
+        let capacity = bounds::size(map);
+        if wanted > capacity as usize {
+            return Err(DataplaneError::Full { map, capacity, wanted });
+        }
+    }
+    Ok(())
 }
 
 fn write_trie<P: Prefix, V: Pod>(

@@ -127,6 +127,12 @@ impl Dataplane {
         self.present.held_senders()
     }
 
+    /// Places taken in each map the agent fills, by name: what it has written,
+    /// no map is read.
+    pub fn entries(&self) -> BTreeMap<&'static str, usize> {
+        self.present.entries().into()
+    }
+
     /// Brings the maps to the desired content; answers the number of writes.
     ///
     /// # Errors

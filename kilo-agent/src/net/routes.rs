@@ -203,8 +203,8 @@ pub(super) async fn apply_sets(
 }
 
 /// Destinations somebody else already routes: what an earlier Kilo left (over
-/// the WireGuard or an IPIP device, or marked as its own) is replaced in place,
-/// the rest is refused.
+/// the WireGuard or an IPIP device, or marked as its own) and what a CNI beside
+/// us leads through its overlay is replaced in place, the rest is refused.
 async fn take_over(
     rtnl: &Rtnl,
     taken: &[Route],
@@ -225,7 +225,8 @@ async fn take_over(
         let by_kilo = holder.is_some_and(|(_, by_kilo)| *by_kilo);
         let holder = holder.map(|(found, _)| found);
         let device = holder.and_then(|found| links.iter().find(|link| Some(link.index) == found.interface));
-        let ours = by_kilo || device.is_some_and(|link| link.index == kilo || link.kind == "ipip");
+        let ours = by_kilo
+            || device.is_some_and(|link| link.index == kilo || link.kind == "ipip" || is_overlay(&link.name));
         if ours {
             writes += keep(refused, set(rtnl, route, kilo, NLM_F_CREATE | NLM_F_REPLACE).await)?;
         } else {
@@ -243,6 +244,12 @@ async fn take_over(
         }
     }
     Ok(writes)
+}
+
+/// Device by which flannel or Cilium lead to the pods of every other node. Both
+/// know nothing of locations, so that theirs stand in the way of ours to others.
+fn is_overlay(device: &str) -> bool {
+    device.starts_with("flannel.") || device.starts_with("flannel-v6.") || device == "cilium_host"
 }
 
 /// Kilo's routes to nodes of the own location, where it does not encapsulate:

@@ -10,6 +10,9 @@ use kilo_common::maps::{HOP_FIRST_NODE, MAX_HOPS, NodeValue};
 
 use crate::topology::Mesh;
 
+/// Nodes of the own location, without this one, that have a hop.
+pub const MOST_OTHERS: u32 = MAX_HOPS - HOP_FIRST_NODE;
+
 /// Node name -> hop id.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HopIds(BTreeMap<String, u32>);
@@ -47,7 +50,23 @@ impl HopIds {
                 ids.insert(name.to_owned(), id);
             }
         }
+        // Whoever goes without, it is not the node everything else goes through.
+        if let Some(leader) = mesh.segments[segment].leading().map(|leader| leader.name.as_str())
+            && leader != node
+            && !ids.contains_key(leader)
+            && let Some((_, id)) = ids.pop_last()
+        {
+            ids.insert(leader.to_owned(), id);
+        }
         Self(ids)
+    }
+
+    /// How many nodes of the location of `node` have no id.
+    pub fn left_out(&self, mesh: &Mesh, node: &str) -> usize {
+        let mesh = mesh.around(node);
+        let Some((segment, _)) = mesh.find(node) else { return 0 };
+        let members = mesh.segments[segment].members.iter().filter(|member| member.name != node);
+        members.filter(|member| self.get(&member.name).is_none()).count()
     }
 
     /// The ids an earlier agent left in the map of senders (`node`): private

@@ -12,7 +12,7 @@ pub mod trace;
 mod types;
 mod wireguard;
 
-pub use hops::HopIds;
+pub use hops::{HopIds, MOST_OTHERS};
 pub use overlay::{overlay_addresses, published as published_overlay};
 pub use types::*;
 

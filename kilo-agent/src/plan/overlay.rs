@@ -11,11 +11,12 @@ use ipnet::IpNet;
 
 use crate::{
     cli::Compatibility,
-    topology::{Member, Mesh, Node, Tunnel},
+    topology::{Member, Mesh, Node},
 };
 
 /// Overlay address of each node of the location `own` is in, itself included;
-/// empty unless another CNI manages the location and the tunnel is IPIP.
+/// empty unless another CNI manages the location. Whatever this node sends, a
+/// node with Kilo sends IPIP there.
 ///
 /// Flannel's VXLAN device has the first address of the node's pod CIDR; with
 /// Cilium nodes publish that of `cilium_host`.
@@ -24,9 +25,8 @@ pub fn overlay_addresses(
     nodes: &BTreeMap<String, Node>,
     own: &str,
     compatibility: Compatibility,
-    tunnel: Tunnel,
 ) -> BTreeMap<String, Ipv4Addr> {
-    let (Tunnel::Ipip, Some((segment, _))) = (tunnel, mesh.find(own)) else { return BTreeMap::new() };
+    let Some((segment, _)) = mesh.find(own) else { return BTreeMap::new() };
     let address = |member: &Member| match compatibility {
         Compatibility::None => None,
         Compatibility::Flannel => member.pod_cidrs.iter().find_map(|cidr| v4(cidr.network())),

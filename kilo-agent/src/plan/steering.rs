@@ -29,14 +29,18 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>) -> Tables {
             None => {}
         }
     }
+    // Beside another CNI the routes lead into its overlay; but what a leader
+    // decrypts goes the way the answers come. In its stack the CNI's masquerading
+    // would meet half connections and translate them.
+    let beside_cni = inputs.links.overlay.contains_key(inputs.node);
     for member in own.others() {
         let Some(hop) = inputs.hops.get(&member.name) else { continue };
         for cidr in &member.pod_cidrs {
-            add(*cidr, hop, inputs.settings.local);
+            add(*cidr, hop, inputs.settings.local || beside_cni);
         }
         let private_is_steered = inputs.settings.local && own.encapsulates(inputs.settings, member);
         if let Some(ip) = member.private_ip() {
-            add(ip.into(), hop, private_is_steered);
+            add(ip.into(), hop, private_is_steered || beside_cni);
         }
         if let Some(ip) = member.wireguard_ip {
             add(ip.into(), hop, true);
@@ -71,8 +75,10 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
         }
         let leads = Some(member.name.as_str()) == leader;
         let overlay = inputs.links.overlay.get(&member.name).copied().map(IpAddr::from);
-        // Not before the overlay is the way there: at boot the CNI may come later.
-        let by_overlay = |address: &IpAddr| leads && inputs.links.towards.contains_key(address);
+        // Only IPIP needs it, and not before the overlay is the way there: at boot
+        // the CNI may come later.
+        let ipip = (leads || own.leads) && inputs.settings.tunnel == Tunnel::Ipip;
+        let by_overlay = |address: &IpAddr| ipip && inputs.links.towards.contains_key(address);
         let sent_to = overlay.filter(by_overlay).filter(|_| remote.is_ipv4()).unwrap_or(remote);
         let Some(hop) = node_hop(inputs, own, member, sent_to) else { continue };
         tables.hop.insert(id, hop);

@@ -291,15 +291,34 @@ fn fragment(work: &mut Work) -> u32 {
 
 /// Rewrites the packet inside the ICMP error at `at`: a packet that was sent
 /// (`NAT_EGRESS`) becomes what the pod sent; a reply (`NAT_INGRESS`) becomes
-/// what arrived here. `NOTHING` when it is of no flow; else `this_cpu().new` is
-/// the address it got.
-#[inline(never)]
+/// what arrived here. `NOTHING` when it is of no flow; else `this_cpu().new`
+/// is the address it got.
+#[inline(always)]
 fn inside_error(skb: *mut __sk_buff, at: u32, v6: u32, direction: u32) -> u32 {
-    let Some(work) = this_cpu() else { return NOTHING };
     let inner = at + 8;
     if parse::inner(skb, inner, v6, direction) != Found::Flow as u32 {
         return NOTHING;
     }
+    let flags = inner_change(v6, direction);
+    let Some(work) = this_cpu() else { return NOTHING };
+    if flags == NOTHING {
+        return NOTHING;
+    }
+    let answer = rewrite::packet(skb, inner, work.transport, flags);
+    if answer != DONE {
+        return answer;
+    }
+    match TcContext::new(skb).l4_csum_replace(at as usize + 2, 0, u64::from(work.difference), 0) {
+        Ok(()) => DONE,
+        Err(_) => DropReason::Rewrite.index(),
+    }
+}
+
+/// Finds what the packet inside an error, whose key is in `this_cpu()`, is to
+/// become; answers the flags of [`rewrite::packet`], or `NOTHING`.
+#[inline(never)]
+fn inner_change(v6: u32, direction: u32) -> u32 {
+    let Some(work) = this_cpu() else { return NOTHING };
     // Nothing of the inner packet has been rewritten yet: the entry is the
     // other direction's, with its ends swapped.
     let sent = direction == u32::from(NAT_EGRESS);
@@ -322,21 +341,15 @@ fn inside_error(skb: *mut __sk_buff, at: u32, v6: u32, direction: u32) -> u32 {
         work.old_port = work.key.dst_port;
     }
     let Some(layout) = layout(work.key.protocol) else { return NOTHING };
-    let address = work.address_difference();
-    let port = work.port_difference();
-    let is_tcp = matches!(work.key.protocol, protocol::TCP | protocol::SCTP);
-    let sealed = !is_tcp && (work.key.protocol != protocol::UDP || work.start[6] | work.start[7] != 0);
+    // Of TCP and SCTP only the ports are quoted for certain; a UDP checksum of zero is none.
+    let sealed = match work.key.protocol {
+        protocol::TCP | protocol::SCTP => false,
+        protocol::UDP => work.start[6] | work.start[7] != 0,
+        _ => true,
+    };
+    work.difference =
+        error_difference(v6 != 0, &layout, sealed, work.address_difference(), work.port_difference());
     let seal = if sealed { 0 } else { rewrite::UNSEALED };
     let destination = if sent { 0 } else { rewrite::DESTINATION };
-    let answer =
-        rewrite::packet(skb, inner, work.transport, v6 | rewrite::FLOW | rewrite::INNER | seal | destination);
-    if answer != DONE {
-        return answer;
-    }
-    let difference = error_difference(v6 != 0, &layout, sealed, address, port);
-    let ctx = TcContext::new(skb);
-    match ctx.l4_csum_replace(at as usize + 2, 0, u64::from(difference), 0) {
-        Ok(()) => DONE,
-        Err(_) => DropReason::Rewrite.index(),
-    }
+    v6 | rewrite::FLOW | rewrite::INNER | seal | destination
 }

@@ -1,6 +1,6 @@
 //! Reading what identifies a packet's flow, into [`Work`](super::work::Work).
 
-use aya_ebpf::{bindings::__sk_buff, programs::TcContext};
+use aya_ebpf::{bindings::__sk_buff, helpers::bpf_skb_load_bytes, programs::TcContext};
 use kilo_common::{
     maps::{NAT_EGRESS, NAT_INGRESS},
     nat::{
@@ -58,14 +58,19 @@ fn inner_v6(skb: *mut __sk_buff, offset: u32, direction: u32) -> u32 {
 #[inline(always)]
 fn read_v4(skb: *mut __sk_buff, offset: u32, direction: u32, inside: bool) -> u32 {
     let ctx = TcContext::new(skb);
-    let Ok(header) = ctx.load::<[u8; IPV4_LEN]>(offset as usize) else { return Found::Unknown as u32 };
-    let Ok(ip) = Ipv4::parse(&header, usize::from(u16::MAX)) else { return Found::Unknown as u32 };
+    let Some(work) = this_cpu() else { return Found::Unknown as u32 };
+    let (to, length) = ((&raw mut work.header).cast(), IPV4_LEN as u32);
+    // SAFETY: the buffer has that length.
+    if unsafe { bpf_skb_load_bytes(skb.cast(), offset, to, length) } != 0 {
+        return Found::Unknown as u32;
+    }
+    let header = &work.header;
+    let Ok(ip) = Ipv4::parse(header, usize::from(u16::MAX)) else { return Found::Unknown as u32 };
     if inside {
-        let Some(work) = this_cpu() else { return Found::Unknown as u32 };
         work.key.src = mapped(ip.src);
         work.key.dst = mapped(ip.dst);
     }
-    identify(&ctx, offset, direction, false, &transport::ipv4(&ip, [header[4], header[5]]))
+    identify(&ctx, offset, direction, false, &transport::ipv4(&ip, [work.header[4], work.header[5]]))
 }
 
 #[inline(always)]

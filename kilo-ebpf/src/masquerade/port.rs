@@ -133,7 +133,6 @@ pub fn translation(skb: *mut __sk_buff, config: &Config) -> u32 {
         flags: NAT_SEEN,
         last_seen: now,
     };
-    let own = u16::from_be_bytes(work.key.src_port);
     let attempts = match layout(work.key.protocol) {
         Some(layout) if layout.port_changes => PORT_ATTEMPTS,
         _ => 1,
@@ -144,13 +143,11 @@ pub fn translation(skb: *mut __sk_buff, config: &Config) -> u32 {
         if attempt >= attempts {
             break;
         }
-        let candidate = candidate_port(work.key.protocol, own, attempt, start, config);
-        attempt += 1;
-        let Some(candidate) = candidate else { continue };
-        match take(skb, work, candidate) {
+        match take(skb, config, attempt, start) {
             TAKEN => {}
             answer => return answer,
         }
+        attempt += 1;
     }
     DropReason::NatExhausted.index()
 }
@@ -158,15 +155,21 @@ pub fn translation(skb: *mut __sk_buff, config: &Config) -> u32 {
 /// Answer of [`take`]: another flow or the host has this port.
 const TAKEN: u32 = 0;
 
-/// Tries one port.
-#[inline(always)]
-fn take(skb: *mut __sk_buff, work: &mut Work, candidate: u16) -> u32 {
+/// Tries one port. Apart: in the loop everything it needs would be kept on the
+/// stack.
+#[inline(never)]
+fn take(skb: *mut __sk_buff, config: &Config, attempt: u32, start: u32) -> u32 {
+    let Some(work) = this_cpu() else { return DropReason::NatMapFull.index() };
+    let own = u16::from_be_bytes(work.key.src_port);
+    let Some(candidate) = candidate_port(work.key.protocol, own, attempt, start, config) else {
+        return TAKEN;
+    };
     let port = candidate.to_be_bytes();
     work.value.port = port;
     work.new_port = port;
     let Work { key, partner, addr, .. } = &mut *work;
     key.write_partner(addr, port, partner);
-    if host_uses(skb) != 0 {
+    if host_uses(skb, partner) {
         return TAKEN;
     }
     match claim(work) {
@@ -215,11 +218,9 @@ fn claim(work: &Work) -> Claim {
     }
 }
 
-/// 1 when a socket of this host would receive the reply whose key is `partner`.
-#[inline(never)]
-fn host_uses(skb: *mut __sk_buff) -> u32 {
-    let Some(work) = this_cpu() else { return 0 };
-    let reply = &work.partner;
+/// True when a socket of this host would receive this reply.
+#[inline(always)]
+fn host_uses(skb: *mut __sk_buff, reply: &NatKey) -> bool {
     // SAFETY: plain integers, for which zero is a value.
     let mut tuple: bpf_sock_tuple = unsafe { core::mem::zeroed() };
     let (sport, dport) = (u16::from_ne_bytes(reply.src_port), u16::from_ne_bytes(reply.dst_port));
@@ -249,13 +250,13 @@ fn host_uses(skb: *mut __sk_buff) -> u32 {
         } else if udp {
             bpf_sk_lookup_udp(skb.cast(), &raw mut tuple, size, CURRENT_NETNS, 0)
         } else {
-            return 0;
+            return false;
         };
         if socket.is_null() {
-            return 0;
+            return false;
         }
         bpf_sk_release(socket.cast());
-        1
+        true
     }
 }
 

@@ -75,7 +75,7 @@ fn rewrite(ctx: &TcContext, offset: usize, payload: usize, flags: u32) -> Result
         ctx.store(offset + if destination { 24 } else { 8 }, &work.new, 0)
     } else {
         ctx.l3_csum_replace(offset + 10, 0, u64::from(address), 0)?;
-        let [.., a, b, c, d] = work.new;
-        ctx.store(offset + if destination { 16 } else { 12 }, &[a, b, c, d], 0)
+        let Some(last) = work.new.last_chunk::<4>() else { return Err(0) };
+        ctx.store(offset + if destination { 16 } else { 12 }, last, 0)
     }
 }

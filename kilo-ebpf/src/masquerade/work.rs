@@ -4,6 +4,7 @@ use aya_ebpf::{btf_maps::PerCpuArray, macros::btf_map};
 use kilo_common::{
     checksum,
     maps::{NatKey, NatValue},
+    packet::IPV4_LEN,
 };
 
 use crate::ip::octets;
@@ -49,13 +50,16 @@ pub struct Work {
     pub new_port: [u8; 2],
     /// Identification of a fragmented datagram.
     pub id: [u8; 4],
+    /// An IPv4 header.
+    pub header: [u8; IPV4_LEN],
     /// Offset of the transport header in the packet.
     pub transport: u32,
     /// Not 0: part of a fragmented datagram.
     pub fragment: u32,
     /// Flags of a TCP segment.
     pub tcp_flags: u32,
-    pad: u32,
+    /// What rewriting the packet inside an ICMP error adds to the error's checksum.
+    pub difference: u32,
 }
 
 /// Second half of `::ffff:0.0.0.0`.
@@ -118,15 +122,13 @@ impl Work {
     /// What the change of the address adds to the kernel's partial sums.
     #[inline(always)]
     pub fn address_difference(&self) -> u32 {
-        checksum::difference(&self.old, &self.new)
+        checksum::difference_of_halves(halves(&self.old), halves(&self.new))
     }
 
     /// What the change of the port adds to them.
     #[inline(always)]
     pub fn port_difference(&self) -> u32 {
-        checksum::difference(
-            &[self.old_port[0], self.old_port[1], 0, 0],
-            &[self.new_port[0], self.new_port[1], 0, 0],
-        )
+        let port = |port: [u8; 2]| u32::from(u16::from_ne_bytes(port));
+        checksum::add(!port(self.old_port), port(self.new_port))
     }
 }

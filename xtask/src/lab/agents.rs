@@ -73,14 +73,15 @@ impl Agents {
     /// Writes a Node object with these annotations (without their prefix), as
     /// an operator does.
     pub fn write_node(&self, node: &Node, annotations: &[(&str, &str)]) -> Result<()> {
-        let [cidr, cidr6] = node.pod_cidrs();
+        let cidrs = node.pod_cidrs();
         let list: Vec<_> = annotations
             .iter()
             .map(|(name, value)| format!("\"kilo.squat.ai/{name}\": \"{value}\""))
             .collect();
         let yaml = format!(
             "apiVersion: v1\nkind: Node\nmetadata:\n  name: {name}\n  annotations: {{{annotations}}}\n  labels:\n    \
-             topology.kubernetes.io/region: {location}\nspec:\n  podCIDR: {cidr}\n  podCIDRs: [{cidr}, \"{cidr6}\"]\n",
+             topology.kubernetes.io/region: {location}\nspec:\n  podCIDR: {}\n  podCIDRs: {cidrs:?}\n",
+            cidrs[0],
             name = node.name(),
             annotations = list.join(", "),
             location = node.location,
@@ -149,6 +150,11 @@ impl Agents {
 
     /// Starts the node's agent.
     pub fn start(&mut self, node: &Node) -> Result<()> {
+        self.start_with(node, &[])
+    }
+
+    /// Starts the node's agent with flags that others do not have.
+    pub fn start_with(&mut self, node: &Node, flags: &[&str]) -> Result<()> {
         super::stop_if_interrupted()?;
         let log = OpenOptions::new().create(true).append(true).open(self.log(node.name()))?;
         let child = node
@@ -159,6 +165,7 @@ impl Agents {
             .args(["--wireguard", &self.wireguard, "--resync-period", "5s", "--log-level", "debug"])
             .args(["--cni-path", super::cni::CONF])
             .args(&self.flags)
+            .args(flags)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)

@@ -20,9 +20,9 @@ use super::{
 use crate::report::TestOutcome;
 
 /// A check's name is a sentence; it gets the lab as the one before left it.
-type Check = (&'static str, fn(&mut Lab) -> Result<String>);
+pub type Check = (&'static str, fn(&mut Lab) -> Result<String>);
 
-const CHECKS: &[Check] = &[
+pub const CHECKS: &[Check] = &[
     ("non-leaders steer and never encrypt; leaders encrypt, forward and carry transit", ways),
     ("datagrams that pods hand over many at once arrive whole", segments::run),
     (
@@ -56,11 +56,17 @@ const CHECKS: &[Check] = &[
     ("after `kg uninstall` nothing of ours is left", uninstall),
 ];
 
-/// The first of them say enough about another way to carry packets.
-const BRIEF: usize = 5;
+/// They say enough about another way to carry packets.
+pub const BRIEF: &[Check] = CHECKS.split_at(5).0;
 
-/// Runs every check; the lab is taken down by the caller.
-pub fn run(mut lab: Lab, started: Instant, prefix: &str, args: &LabArgs) -> Vec<TestOutcome> {
+/// Runs every check of these; the lab is taken down by the caller.
+pub fn run(
+    mut lab: Lab,
+    started: Instant,
+    prefix: &str,
+    args: &LabArgs,
+    checks: &[Check],
+) -> Vec<TestOutcome> {
     let mut outcomes = vec![outcome(prefix, "the mesh comes up", started, &Ok(String::new()))];
     let began = Instant::now();
     match matrix::run(&lab.network) {
@@ -70,7 +76,6 @@ pub fn run(mut lab: Lab, started: Instant, prefix: &str, args: &LabArgs) -> Vec<
         }
         Err(error) => outcomes.push(outcome(prefix, "the matrix runs", began, &Err(error))),
     }
-    let checks = if args.brief { &CHECKS[..BRIEF] } else { CHECKS };
     let wanted = |name: &str| args.only.as_ref().is_none_or(|words| name.contains(words));
     for (name, check) in checks.iter().filter(|(name, _)| wanted(name)) {
         let began = Instant::now();
@@ -108,6 +113,15 @@ pub fn outcome(prefix: &str, name: &str, began: Instant, result: &Result<String>
         outcome: if passed { "passed" } else { "failed" }.to_owned(),
         seconds,
     }
+}
+
+/// Fails with the probes that did.
+pub fn all_passed(matrix: &matrix::Matrix) -> Result<()> {
+    if matrix.passed() < matrix.total() {
+        matrix.print();
+        bail!("{} of {} probes failed", matrix.total() - matrix.passed(), matrix.total());
+    }
+    Ok(())
 }
 
 /// One outcome for each kind of path, so that a report says what works.
@@ -167,13 +181,15 @@ fn masquerade(lab: &mut Lab) -> Result<String> {
     Ok(format!("({sum} packets)"))
 }
 
-fn nothing_in_clear(lab: &mut Lab) -> Result<String> {
+/// The router saw no pod's address.
+pub fn nothing_in_clear(lab: &mut Lab) -> Result<String> {
     let packets = counters::clear_pod_packets(&lab.network)?;
     ensure!(packets == 0, "the router saw {packets} packets with pod addresses");
     Ok(String::new())
 }
 
-fn no_drops(lab: &mut Lab) -> Result<String> {
+/// No program dropped a packet of the mesh.
+pub fn no_drops(lab: &mut Lab) -> Result<String> {
     for node in &lab.network.nodes {
         let mut drops = drops(&counters::scrape(&node.space)?);
         // The kernel's own neighbour discovery on the device.

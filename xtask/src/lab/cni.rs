@@ -43,7 +43,8 @@ pub fn connect(node: &Node) -> Result<()> {
     let netns = format!("/proc/{}/root{}", std::process::id(), node.pod.path().display());
     let pod = Pod { id: &node.pod.name, netns: &netns, port_mappings: &[] };
     let result = plugins::add(&list, pod, |program| node.space.command(program))?;
-    let wanted = [format!("{}/24", node.pod_ip()), format!("{}/64", node.pod_ip6())];
+    let length = |ip: &std::net::IpAddr| if ip.is_ipv4() { 24 } else { 64 };
+    let wanted: Vec<_> = node.pod_ips().iter().map(|ip| format!("{ip}/{}", length(ip))).collect();
     let found: Vec<_> =
         result["ips"].as_array().into_iter().flatten().filter_map(|ip| ip["address"].as_str()).collect();
     if found != wanted {

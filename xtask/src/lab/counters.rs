@@ -76,7 +76,12 @@ pub fn print(network: &Network) {
 
 /// Packets with a pod's address that the router saw in clear.
 pub fn clear_pod_packets(network: &Network) -> Result<u64> {
-    let text = network.router.sh("nft list counter inet lab clear-pod-traffic")?;
+    nft(&network.router, "inet lab clear-pod-traffic")
+}
+
+/// Packets of a named counter: family, table and name.
+pub fn nft(space: &Space, counter: &str) -> Result<u64> {
+    let text = space.sh(&format!("nft list counter {counter}"))?;
     text.split_whitespace()
         .skip_while(|word| *word != "packets")
         .nth(1)

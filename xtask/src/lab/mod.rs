@@ -5,6 +5,7 @@ mod bulk;
 mod checks;
 mod cni;
 mod counters;
+mod flannel;
 mod forward_policy;
 mod granularity;
 mod matrix;
@@ -16,6 +17,7 @@ mod plugins;
 mod pod_tunnels;
 mod printer;
 mod probe;
+mod scenario;
 mod segments;
 mod services;
 mod space;
@@ -29,11 +31,12 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum as _};
 use serde::{Deserialize, Serialize};
 
 use agents::Agents;
 use network::{Network, Underlay};
+use scenario::Scenario;
 
 use crate::report::TestOutcome;
 
@@ -112,6 +115,17 @@ enum LabCommand {
         #[arg(long, value_name = "NAME", num_args = 0..=1, require_equals = true, default_missing_value = "")]
         modes: Option<String>,
     },
+    /// Build the mesh beside something else, run every check, take it down.
+    Scenario {
+        /// What it stands beside; all when none is named.
+        names: Vec<Scenario>,
+        /// Write the outcomes to this file as JSON.
+        #[arg(long)]
+        json: Option<PathBuf>,
+        /// Put this before each test's name.
+        #[arg(long, default_value = "")]
+        prefix: String,
+    },
 }
 
 /// A way to carry packets that is not the default.
@@ -136,8 +150,8 @@ impl Mode {
         let prefix = format!("{prefix}{}: ", self.name);
         let mut args = LabArgs { underlay: self.underlay, brief: true, ..args.clone() };
         args.kg_flags.push(self.flag.to_owned());
-        match Lab::up(&args) {
-            Ok(lab) => checks::run(lab, started, &prefix, &args),
+        match Lab::up(&args, None) {
+            Ok(lab) => checks::run(lab, started, &prefix, &args, checks::BRIEF),
             Err(error) => vec![checks::outcome(&prefix, "the mesh comes up", started, &Err(error))],
         }
     }
@@ -146,7 +160,8 @@ impl Mode {
 impl LabArgs {
     /// True when binaries must be built first.
     pub fn needs_build(&self) -> bool {
-        self.bin.is_none() && matches!(self.command, None | Some(LabCommand::Test { .. }))
+        self.bin.is_none()
+            && matches!(self.command, None | Some(LabCommand::Test { .. } | LabCommand::Scenario { .. }))
     }
 }
 
@@ -202,23 +217,37 @@ pub fn main(args: LabArgs) -> Result<()> {
         Some(LabCommand::Down) => down(&args.name),
         Some(LabCommand::Test { ref json, ref prefix, ref modes }) => {
             let _guard = take_over(&args.name)?;
-            let mut outcomes = checks::run(Lab::up(&args)?, Instant::now(), prefix, &args);
+            let checks = if args.brief { checks::BRIEF } else { checks::CHECKS };
+            let mut outcomes = checks::run(Lab::up(&args, None)?, Instant::now(), prefix, &args, checks);
             let wanted = |mode: &&Mode| modes.as_ref().is_some_and(|name| mode.name.contains(name));
             for mode in MODES.iter().filter(wanted) {
                 down(&args.name)?;
                 outcomes.extend(mode.run(&args, prefix));
             }
-            if let Some(path) = json {
-                fs::write(path, serde_json::to_vec_pretty(&outcomes)?)
-                    .with_context(|| path.display().to_string())?;
+            report(&outcomes, json.as_deref())
+        }
+        Some(LabCommand::Scenario { ref names, ref json, ref prefix }) => {
+            let _guard = take_over(&args.name)?;
+            let mut outcomes = Vec::new();
+            for scenario in if names.is_empty() { Scenario::value_variants() } else { names } {
+                down(&args.name)?;
+                outcomes.extend(scenario.run(&args, prefix));
             }
-            let failed = outcomes.iter().filter(|outcome| outcome.outcome == "failed").count();
-            if failed > 0 {
-                bail!("{failed} of {} checks failed", outcomes.len());
-            }
-            Ok(())
+            report(&outcomes, json.as_deref())
         }
     }
+}
+
+/// Writes the outcomes; an error when a check failed.
+fn report(outcomes: &[TestOutcome], json: Option<&Path>) -> Result<()> {
+    if let Some(path) = json {
+        fs::write(path, serde_json::to_vec_pretty(outcomes)?).with_context(|| path.display().to_string())?;
+    }
+    let failed = outcomes.iter().filter(|outcome| outcome.outcome == "failed").count();
+    if failed > 0 {
+        bail!("{failed} of {} checks failed", outcomes.len());
+    }
+    Ok(())
 }
 
 /// Removes what an earlier lab of that name left, and arranges that this one
@@ -245,7 +274,7 @@ fn take_over(name: &str) -> Result<Guard> {
 fn show(args: &LabArgs) -> Result<()> {
     let mut guard = take_over(&args.name)?;
     let started = Instant::now();
-    let lab = Lab::up(args)?;
+    let lab = Lab::up(args, None)?;
     println!("\n== Topology (kgctl graph; circles lead)\n{}", lab.agents.describe(&lab.network)?);
     println!("== Reachability: TCP with 8 KB, UDP and ICMP echo, each way, with the source address checked");
     let matrix = matrix::run(&lab.network)?;
@@ -310,13 +339,16 @@ fn down(name: &str) -> Result<()> {
 impl Lab {
     /// Builds namespaces, writes the cluster's objects, starts the agents and
     /// the laptop, and waits until the mesh stands.
-    fn up(args: &LabArgs) -> Result<Self> {
+    fn up(args: &LabArgs, scenario: Option<Scenario>) -> Result<Self> {
         let directory = directory(&args.name);
         let logs = directory.join("logs");
         fs::create_dir_all(&logs).with_context(|| logs.display().to_string())?;
         step("namespaces, links, addresses, NAT");
         let mut network = Network::plan(&args.name, args.underlay);
         network.build(&args.name, &logs)?;
+        if let Some(scenario) = scenario {
+            scenario.prepare(&mut network)?;
+        }
         let bin = match &args.bin {
             Some(bin) => bin.clone(),
             None => std::env::current_exe()?

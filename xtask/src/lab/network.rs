@@ -71,6 +71,8 @@ pub struct Node {
     pub public: Option<IpAddr>,
     /// First three octets of its pod CIDR (/24).
     pub pod_prefix: [u8; 3],
+    /// Pods have IPv6 addresses, too.
+    pub dual_stack: bool,
 }
 
 impl Node {
@@ -90,14 +92,21 @@ impl Node {
         self.pod_address(2)
     }
 
-    /// IPv6 address of the node's pod.
+    /// IPv6 address the node's pod has where pods have both families.
     pub fn pod_ip6(&self) -> Ipv6Addr {
         Ipv6Addr::new(0xfd42, 0, self.pod_prefix[2].into(), 0, 0, 0, 0, 2)
     }
 
+    /// Addresses of the node's pod, IPv4 first.
+    pub fn pod_ips(&self) -> Vec<IpAddr> {
+        let v6 = self.dual_stack.then(|| self.pod_ip6().into());
+        std::iter::once(self.pod_ip().into()).chain(v6).collect()
+    }
+
     /// The node's pod CIDRs, IPv4 first.
-    pub fn pod_cidrs(&self) -> [String; 2] {
-        [format!("{}/24", self.pod_address(0)), format!("fd42:0:{}::/64", self.pod_prefix[2])]
+    pub fn pod_cidrs(&self) -> Vec<String> {
+        let v6 = self.dual_stack.then(|| format!("fd42:0:{}::/64", self.pod_prefix[2]));
+        std::iter::once(format!("{}/24", self.pod_address(0))).chain(v6).collect()
     }
 }
 
@@ -145,6 +154,8 @@ pub struct Network {
     pub office: Space,
     /// The nodes, sorted by name.
     pub nodes: Vec<Node>,
+    /// Another CNI has the pods' network, and masquerades what leaves it.
+    pub foreign_cni: bool,
 }
 
 impl Network {
@@ -204,6 +215,7 @@ impl Network {
                 private: underlay.address(private),
                 public: public.map(|public| underlay.address(public)),
                 pod_prefix: [10, 42, number],
+                dual_stack: true,
             })
             .collect();
         Self {
@@ -214,7 +226,14 @@ impl Network {
             printer: space("printer"),
             office: space("office"),
             nodes,
+            foreign_cni: false,
         }
+    }
+
+    /// Pods get their network, of one family, from another CNI.
+    pub fn give_pods_to_another_cni(&mut self) {
+        self.foreign_cni = true;
+        self.nodes.iter_mut().for_each(|node| node.dual_stack = false);
     }
 
     /// Creates every namespace, link, address and route.

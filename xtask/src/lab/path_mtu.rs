@@ -112,7 +112,7 @@ fn forget(network: &Network) -> Result<()> {
 fn try_scenario(network: &Network, scenario: &Scenario) -> Result<usize> {
     let node = |pod: &str| network.node(pod.trim_start_matches("pod-"));
     let (from, to) = (node(scenario.from)?, node(scenario.to)?);
-    let targets = [to.pod_ip().to_string(), to.pod_ip6().to_string()];
+    let targets: Vec<_> = to.pod_ips().iter().map(ToString::to_string).collect();
     let mut paths = 0;
     for (target, headers) in targets.iter().zip(PING_HEADERS) {
         learns(&from.pod, target, headers, scenario.fits)?;

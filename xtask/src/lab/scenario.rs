@@ -1,0 +1,62 @@
+//! Meshes beside something else: another CNI, or nodes that still have Kilo.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use clap::ValueEnum;
+
+use super::{
+    Lab, LabArgs,
+    checks::{self, Check},
+    flannel,
+    network::Network,
+};
+use crate::report::TestOutcome;
+
+/// What the mesh stands beside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Scenario {
+    /// Flannel's VXLAN overlay, in a cloud that drops IP protocol 4.
+    Flannel,
+}
+
+impl Scenario {
+    const fn label(self) -> &'static str {
+        match self {
+            Self::Flannel => "flannel",
+        }
+    }
+
+    /// Flags of every agent.
+    const fn flags(self) -> &'static [&'static str] {
+        match self {
+            Self::Flannel => flannel::FLAGS,
+        }
+    }
+
+    const fn checks(self) -> &'static [Check] {
+        match self {
+            Self::Flannel => flannel::CHECKS,
+        }
+    }
+
+    /// Adds to a network that has just been built what was there before the agents.
+    pub fn prepare(self, network: &mut Network) -> Result<()> {
+        match self {
+            Self::Flannel => flannel::install(network),
+        }
+    }
+
+    /// Builds the lab and runs every check; the caller takes the lab down.
+    pub fn run(self, args: &LabArgs, prefix: &str) -> Vec<TestOutcome> {
+        println!("\n-- lab: {}", self.label());
+        let started = Instant::now();
+        let prefix = format!("{prefix}{}: ", self.label());
+        let mut args = args.clone();
+        args.kg_flags.splice(0..0, self.flags().iter().map(|&flag| flag.to_owned()));
+        match Lab::up(&args, Some(self)) {
+            Ok(lab) => checks::run(lab, started, &prefix, &args, self.checks()),
+            Err(error) => vec![checks::outcome(&prefix, "the mesh comes up", started, &Err(error))],
+        }
+    }
+}
