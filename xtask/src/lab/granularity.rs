@@ -34,10 +34,7 @@ const INTERVAL: u64 = 20;
 
 /// Through all granularities and back to the first.
 pub fn run(lab: &mut Lab) -> Result<String> {
-    // The LANs are routed to one another, for WireGuard only: without that no node alone behind
-    // the one NAT reaches another there.
-    lab.network.router.sh("nft insert rule inet lab forward udp dport 51820 accept
-         nft insert rule inet lab forward udp sport 51820 accept")?;
+    route_wireguard(&lab.network)?;
     let mut figures = Vec::new();
     for granularity in ["full", "cross", "location"] {
         let flow = Flow::start(&lab.network, "a2", "b2")?;
@@ -57,12 +54,7 @@ pub fn run(lab: &mut Lab) -> Result<String> {
         let own_tunnels = encrypted()? > before;
         ensure!(own_tunnels == (granularity != "location"), "{granularity}: a2 encrypts: {own_tunnels}");
     }
-    let rules = lab.network.router.sh("nft -a list chain inet lab forward")?;
-    for handle in
-        rules.lines().filter(|line| line.contains("51820")).filter_map(|line| line.rsplit(' ').next())
-    {
-        lab.network.router.sh(&format!("nft delete rule inet lab forward handle {handle}"))?;
-    }
+    unroute_wireguard(&lab.network)?;
     Ok(format!("({})", figures.join("; ")))
 }
 
@@ -71,8 +63,8 @@ pub fn mixed(lab: &mut Lab) -> Result<String> {
     let network = &lab.network;
     let a3 = network.node("a3")?;
     let mut figures = Vec::new();
-    // It is behind NAT, where the others find it by its keepalives.
-    let alone = [("force-internal-ip", "-"), ("persistent-keepalive", "5")];
+    route_wireguard(network)?;
+    let alone = [("force-internal-ip", "-")];
     for (annotations, leads) in [(&alone[..], true), (&[][..], false)] {
         let flow = Flow::start(network, "a2", "a3")?;
         lab.agents.write_node(a3, annotations)?;
@@ -85,7 +77,25 @@ pub fn mixed(lab: &mut Lab) -> Result<String> {
         all_pods_meet(network)?;
         figures.push(flow.finish()?);
     }
+    unroute_wireguard(network)?;
     Ok(format!("(alone: {}; with the others: {})", figures[0], figures[1]))
+}
+
+/// The LANs are routed to one another, for WireGuard only: without that no node
+/// on its own behind the one NAT reaches another there.
+fn route_wireguard(network: &Network) -> Result<()> {
+    let rules = "nft insert rule inet lab forward udp dport 51820 accept
+                 nft insert rule inet lab forward udp sport 51820 accept";
+    network.router.sh(rules).map(drop)
+}
+
+fn unroute_wireguard(network: &Network) -> Result<()> {
+    let rules = network.router.sh("nft -a list chain inet lab forward")?;
+    let ours = rules.lines().filter(|line| line.contains("51820"));
+    for handle in ours.filter_map(|line| line.rsplit(' ').next()) {
+        network.router.sh(&format!("nft delete rule inet lab forward handle {handle}"))?;
+    }
+    Ok(())
 }
 
 /// Every pod reaches every other, with its own address.

@@ -101,6 +101,7 @@ fn build(lab: &str, directory: &std::path::Path) -> Result<Network> {
             private: if name == "z" { public.into() } else { private.into() },
             public: (name == "z").then_some(public.into()),
             pod_prefix: [10, 42, number],
+            dual_stack: false,
         };
         if node.public.is_some() {
             link(&node.space, "eth0", &internet, name)?;
