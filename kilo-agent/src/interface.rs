@@ -70,11 +70,30 @@ pub struct Interface {
 }
 
 impl Interface {
-    /// Finds the device or makes it; says whether it was made.
+    /// Finds the device or makes it; says whether it was made. One that had the
+    /// index `known` before and was renamed gets its name back: beside it no
+    /// other could have the port.
     ///
     /// # Errors
     /// Says what stands in the way, and what to do.
-    pub async fn ensure(net: &Net, options: &Options) -> Result<(Self, bool), WireguardError> {
+    pub async fn ensure(
+        net: &Net,
+        options: &Options,
+        known: Option<u32>,
+    ) -> Result<(Self, bool), WireguardError> {
+        let rtnl = net.rtnl();
+        if let Some(index) = known
+            && links::by_name(rtnl, &options.name).await?.is_none()
+            && let Some(link) = links::by_index(rtnl, index).await?
+            && matches!(link.kind.as_str(), "wireguard" | "tun")
+        {
+            tracing::warn!(
+                interface = options.name,
+                found = link.name,
+                "somebody renamed the WireGuard device; renamed it back"
+            );
+            links::rename(rtnl, index, &options.name).await?;
+        }
         let mode = options.mode.into();
         let made =
             ensure_device_with(net.rtnl(), &options.name, mode, options.create, &options.executable).await?;

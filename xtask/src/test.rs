@@ -19,6 +19,9 @@ const REPORT: &str = "target/test-report.json";
 
 /// Kernels the lab runs on in virtual machines.
 const VM_KERNELS: [&str; 2] = ["6.1", "6.12"];
+/// What runs on the newest kernel there is: its verifier, its hooks, and the
+/// program that asks most of both.
+const ON_NEWEST: [&str; 3] = ["bpf_load", "bpf_attach", "bpf_masquerade_both"];
 
 /// What can be tested alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
@@ -144,6 +147,7 @@ fn run_part(part: Part, binaries: &mut Option<Vec<TestBinary>>) -> Result<Vec<Te
             for kernel in VM_KERNELS {
                 outcomes.extend(run_in_vm(kernel, binaries)?);
             }
+            outcomes.extend(binaries_in_vm("newest", binaries, |target| ON_NEWEST.contains(&target))?);
             Ok(outcomes)
         }
     }
@@ -317,12 +321,16 @@ fn run_lab() -> Result<Vec<TestOutcome>> {
     let this = own_program()?;
     let bin = this.parent().context("no directory")?.to_owned();
     let mut outcomes = Vec::new();
-    for what in [&["test", "--modes"][..], &["scenario"]] {
+    for (what, json) in [
+        (&["test", "--modes"][..], "--json"),
+        (&["scenario"], "--json"),
+        (&["faults", "--always"], "--outcomes"),
+    ] {
         let file = tempfile::NamedTempFile::new()?;
         let mut command = Command::new(&this);
         command.arg("lab").args(what).args(["--name", "kilo-test", "--bin"]).arg(&bin);
         // Failures are in the file.
-        let _ = command.arg("--json").arg(file.path()).status().context("lab")?;
+        let _ = command.arg(json).arg(file.path()).status().context("lab")?;
         outcomes.extend(read_outcomes(file.path(), Part::Lab)?);
     }
     Ok(outcomes)
@@ -370,18 +378,24 @@ fn run_in_vm(kernel: &str, binaries: &[TestBinary]) -> Result<Vec<TestOutcome>> 
     if code != 0 && !outcomes.iter().any(|outcome| outcome.outcome == "failed") {
         outcomes.push(outcome(Part::Vm, &format!("{prefix}the guest ends properly"), "failed", started));
     }
-    outcomes.extend(binaries_in_vm(kernel, binaries)?);
+    outcomes.extend(binaries_in_vm(kernel, binaries, |_| true)?);
     Ok(outcomes)
 }
 
 /// The tests of the BPF programs and of kernel WireGuard on that kernel, an
 /// outcome each program.
-fn binaries_in_vm(kernel: &str, binaries: &[TestBinary]) -> Result<Vec<TestOutcome>> {
+fn binaries_in_vm(
+    kernel: &str,
+    binaries: &[TestBinary],
+    wanted: impl Fn(&str) -> bool,
+) -> Result<Vec<TestOutcome>> {
     let started = Instant::now();
     let shared = workspace_root().join(vm::SHARED).join("codes");
     let _ = fs::remove_file(&shared);
-    let chosen: Vec<_> =
-        binaries.iter().filter(|binary| matches!(binary.part(), Part::Bpf | Part::Vm)).collect();
+    let chosen: Vec<_> = binaries
+        .iter()
+        .filter(|binary| matches!(binary.part(), Part::Bpf | Part::Vm) && wanted(&binary.target))
+        .collect();
     let lines = chosen.iter().map(|binary| {
         let (target, path) = (&binary.target, binary.path.display());
         format!("{path} --test-threads=1 --nocapture; echo {target} $? >> {}\n", shared.display())

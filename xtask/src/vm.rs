@@ -85,7 +85,8 @@ fn kernel(args: &VmArgs, cache: &Path) -> Result<Kernel> {
     let (suite, pattern) = match args.kernel.as_str() {
         "6.1" => ("bookworm", r"^linux-image-6\.1\.[0-9.-]+-amd64-unsigned$"),
         "6.12" => ("bookworm-backports", r"^linux-image-6\.12\.[0-9.]+\+.*-amd64-unsigned$"),
-        "newest" => ("trixie-backports", r"^linux-image-[0-9.]+\+.*-amd64-unsigned$"),
+        // There the image is in a package of its own, beside that of the modules.
+        "newest" => ("trixie-backports", r"^linux-binary-[0-9.]+\+deb[0-9]+-amd64$"),
         path => return kernel_by_path(path, args.modules.as_deref()),
     };
     let directory = cache.join(format!("kernel-{}", args.kernel));
@@ -102,6 +103,9 @@ fn kernel(args: &VmArgs, cache: &Path) -> Result<Kernel> {
         let package = packages.last().with_context(|| format!("{suite} has no kernel {}", args.kernel))?;
         let _ = fs::remove_dir_all(&directory);
         suites.unpack(package, &directory)?;
+        if package.starts_with("linux-binary-") {
+            suites.unpack(&package.replace("linux-binary-", "linux-modules-"), &directory)?;
+        }
         let kernel = read_kernel(&directory)?;
         run(Command::new("/sbin/depmod").arg("-b").arg(module_base(&directory)).arg(&kernel.version))?;
         fs::write(directory.join("ready"), package)?;
@@ -133,10 +137,13 @@ fn module_base(directory: &Path) -> PathBuf {
 fn read_kernel(directory: &Path) -> Result<Kernel> {
     let modules = module_base(directory);
     let version = only_entry(&modules.join("lib/modules"))?;
-    let image = directory.join(format!("boot/vmlinuz-{version}"));
-    if !image.is_file() {
-        bail!("{} is not in the package", image.display());
-    }
+    // Newer packages have the image beside its modules.
+    let places = [
+        directory.join(format!("boot/vmlinuz-{version}")),
+        modules.join(format!("lib/modules/{version}/vmlinuz")),
+    ];
+    let image = places.into_iter().find(|image| image.is_file());
+    let image = image.with_context(|| format!("{} has no kernel image", directory.display()))?;
     Ok(Kernel { image, modules, version })
 }
 

@@ -130,6 +130,8 @@ pub struct Agent<B> {
     reported_peers: Option<BTreeMap<String, Option<String>>>,
     host_changed: Arc<Notify>,
     path_mtus: PathMtus,
+    /// Index of the WireGuard device when it was last seen.
+    device: Option<u32>,
     forward: Forward,
     nat_rules: NatRules,
     last_good: Option<LastGood>,
@@ -155,7 +157,7 @@ impl<B: Backend> Agent<B> {
         let host_changed = Arc::new(Notify::new());
         let path_mtus = dataplane.follow_path_mtus(Arc::clone(&host_changed))?;
         let net = Net::new()?;
-        if let Err(error) = Interface::ensure(&net, &options.interface).await {
+        if let Err(error) = Interface::ensure(&net, &options.interface, None).await {
             if !adopted {
                 drop(dataplane);
                 dataplane::remove(&options.bpffs);
@@ -185,6 +187,7 @@ impl<B: Backend> Agent<B> {
             reported_peers: None,
             host_changed,
             path_mtus,
+            device: None,
             forward: Forward::default(),
             nat_rules: NatRules::default(),
             last_good,
@@ -215,7 +218,7 @@ impl<B: Backend> Agent<B> {
                 () = host_changed.notified() => {}
                 _ = hooks.tick() => {
                     // An error is the reconcile's to report.
-                    if self.dataplane.is_attached(&self.net).await.unwrap_or(false) {
+                    if self.dataplane.is_attached(&self.net).await.unwrap_or(false) && forwarding::is_on() {
                         continue;
                     }
                 }
@@ -259,7 +262,8 @@ impl<B: Backend> Agent<B> {
         let name = self.options.hostname.clone();
         let seen = snapshot.nodes.get(&name).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
 
-        let (interface, created) = Interface::ensure(&self.net, &self.options.interface).await?;
+        let (interface, created) = Interface::ensure(&self.net, &self.options.interface, self.device).await?;
+        self.device = Some(interface.index);
         let tunnels = tunnels::ensure(self.net.rtnl()).await;
         for problem in &tunnels.problems {
             self.metrics.error("tunnel_device");

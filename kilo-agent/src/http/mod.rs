@@ -2,6 +2,7 @@
 
 mod drawing;
 mod graph;
+mod linger;
 mod respond;
 mod serve;
 

@@ -15,12 +15,14 @@ use hyper_util::{
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    net::{TcpListener, TcpStream},
+    net::TcpListener,
     sync::Semaphore,
     time::timeout,
 };
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
+
+use super::linger::Lingering;
 
 /// Connections at a time; more wait in the kernel's queue.
 const CONNECTIONS: usize = 256;
@@ -74,7 +76,7 @@ where
         };
         let (tls, handle, watcher) = (tls.clone(), handle.clone(), graceful.watcher());
         tokio::spawn(async move {
-            welcome(stream, tls, handle, watcher).await;
+            welcome(Lingering::new(stream), tls, handle, watcher).await;
             drop(place);
         });
     }
@@ -82,7 +84,7 @@ where
     let _ = timeout(FAREWELL, graceful.shutdown()).await;
 }
 
-async fn welcome<H, F>(stream: TcpStream, tls: Option<TlsAcceptor>, handle: H, watcher: Watcher)
+async fn welcome<H, F>(stream: Lingering, tls: Option<TlsAcceptor>, handle: H, watcher: Watcher)
 where
     H: Fn(Request<Incoming>) -> F + Clone + Send + 'static,
     F: Future<Output = Answer> + Send + 'static,

@@ -19,6 +19,11 @@ pub fn enable(ipv6: bool) -> u64 {
     writes
 }
 
+/// True when the host forwards IPv4. Nothing announces that to this program.
+pub fn is_on() -> bool {
+    !is_off(IPV4)
+}
+
 fn is_off(path: &str) -> bool {
     fs::read_to_string(path).is_ok_and(|text| text.trim() == "0")
 }

@@ -285,6 +285,22 @@ pub async fn delete(rtnl: &Rtnl, index: u32) -> Result<bool, NetError> {
     }
 }
 
+/// Gives an interface this name; it is down afterwards, because older kernels
+/// rename no interface that is up.
+///
+/// # Errors
+/// When the kernel refuses.
+pub async fn rename(rtnl: &Rtnl, index: u32, name: &str) -> Result<(), NetError> {
+    let mut down = LinkMessage::default();
+    down.header.index = index;
+    down.header.change_mask = LinkFlags::Up;
+    rtnl.write("set an interface down", RouteNetlinkMessage::SetLink(down), 0).await?;
+    let mut message = LinkMessage::default();
+    message.header.index = index;
+    message.attributes.push(LinkAttribute::IfName(name.to_owned()));
+    rtnl.write("rename an interface", RouteNetlinkMessage::SetLink(message), 0).await
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

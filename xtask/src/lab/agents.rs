@@ -155,13 +155,18 @@ impl Agents {
 
     /// Starts the node's agent with flags that others do not have.
     pub fn start_with(&mut self, node: &Node, flags: &[&str]) -> Result<()> {
+        self.start_reading(node, &self.cluster(), flags)
+    }
+
+    /// Starts the node's agent with objects and flags of its own.
+    pub fn start_reading(&mut self, node: &Node, cluster: &Path, flags: &[&str]) -> Result<()> {
         super::stop_if_interrupted()?;
         let log = OpenOptions::new().create(true).append(true).open(self.log(node.name()))?;
         let child = node
             .space
             .command(self.program("kg"))
             .args(["--backend", "file", "--backend-dir"])
-            .arg(self.cluster())
+            .arg(cluster)
             .args(["--wireguard", &self.wireguard, "--resync-period", "5s", "--log-level", "debug"])
             .args(["--cni-path", super::cni::CONF])
             .args(&self.flags)
@@ -244,21 +249,31 @@ impl Agents {
             .args(arguments))
     }
 
+    /// Makes a WireGuard device by `kg userspace-wireguard`; its process id is
+    /// in /run/DEVICE.pid.
+    pub fn userspace_wireguard(&self, space: &Space, device: &str) -> Result<()> {
+        let mut command = space.command("sh");
+        command
+            .args([
+                "-c",
+                // The process of a device that was just deleted ends a moment later.
+                "for i in $(seq 100); do test -e /run/wireguard/\"$1\".sock || break; sleep 0.1; done; \
+                 \"$0\" userspace-wireguard \"$1\" & echo $! > /run/\"$1\".pid; \
+                 for i in $(seq 100); do wg show \"$1\" >/dev/null 2>&1 && break; sleep 0.1; done; \
+                 echo configured; exec sleep infinity",
+            ])
+            .arg(self.program("kg"))
+            .arg(device);
+        let log = self.directory.join("logs").join(format!("{}-{device}.log", space.name));
+        start_and_wait(command, &log, "configured")
+    }
+
     /// Makes the laptop a peer with plain wireguard-tools from what kgctl says.
     pub fn join_laptop(&self, network: &Network) -> Result<()> {
         let laptop = &network.laptop;
         let kernel = self.wireguard != "userspace" && laptop.ip("link add kilo-vpn type wireguard").is_ok();
         if !kernel {
-            let mut command = laptop.command("sh");
-            command
-                .args([
-                    "-c",
-                    "\"$0\" userspace-wireguard kilo-vpn & \
-                       for i in $(seq 100); do wg show kilo-vpn >/dev/null 2>&1 && break; sleep 0.1; done; \
-                       echo configured; exec sleep infinity",
-                ])
-                .arg(self.program("kg"));
-            start_and_wait(command, &self.directory.join("logs/laptop.log"), "configured")?;
+            self.userspace_wireguard(laptop, "kilo-vpn")?;
         }
         laptop.ip(&format!(
             "address add {LAPTOP}/32 dev kilo-vpn\naddress add {LAPTOP6}/128 dev kilo-vpn nodad\n\

@@ -5,9 +5,11 @@ mod bulk;
 mod checks;
 mod cni;
 mod counters;
+mod faults;
 mod flannel;
 mod forward_policy;
 mod granularity;
+mod kernel_ipip;
 mod matrix;
 mod nat;
 mod network;
@@ -21,6 +23,7 @@ mod scenario;
 mod segments;
 mod services;
 mod space;
+mod tunl0;
 mod vpn;
 
 use std::{
@@ -100,6 +103,34 @@ enum LabCommand {
     },
     /// Show the agents and their counters.
     Status,
+    /// Make faults while traffic flows, and write what each cost.
+    Faults {
+        /// Only these lines of docs/reliability.md (comma separated).
+        #[arg(long, value_delimiter = ',', value_name = "N")]
+        line: Vec<u8>,
+        /// Only what every test run does.
+        #[arg(long)]
+        always: bool,
+        /// Write the rows to this file.
+        #[arg(long, value_name = "FILE")]
+        json: Option<PathBuf>,
+        /// Write docs/reliability.md.
+        #[arg(long, conflicts_with_all = ["line", "always"])]
+        docs: bool,
+        /// Write the outcomes as tests to this file.
+        #[arg(long, value_name = "FILE", hide = true)]
+        outcomes: Option<PathBuf>,
+    },
+    /// Let packets of a namespace disappear for a while, and count them.
+    Inject {
+        /// Name of the namespace.
+        space: String,
+        #[command(flatten)]
+        rule: faults::injector::Rule,
+        /// How long, in seconds.
+        #[arg(long, default_value_t = 10)]
+        seconds: u64,
+    },
     /// Take the lab down.
     Down,
     /// Build the lab, run every check, take it down.
@@ -161,7 +192,12 @@ impl LabArgs {
     /// True when binaries must be built first.
     pub fn needs_build(&self) -> bool {
         self.bin.is_none()
-            && matches!(self.command, None | Some(LabCommand::Test { .. } | LabCommand::Scenario { .. }))
+            && matches!(
+                self.command,
+                None | Some(
+                    LabCommand::Test { .. } | LabCommand::Faults { .. } | LabCommand::Scenario { .. }
+                )
+            )
     }
 }
 
@@ -215,6 +251,31 @@ pub fn main(args: LabArgs) -> Result<()> {
             Ok(())
         }
         Some(LabCommand::Down) => down(&args.name),
+        Some(LabCommand::Inject { ref space, ref rule, seconds }) => {
+            let injected = rule.inject(&Lab::load(&args.name)?.network.space(space)?)?;
+            std::thread::sleep(Duration::from_secs(seconds));
+            let (seen, dropped) = injected.hits()?;
+            println!("{seen} packets matched, {dropped} dropped");
+            Ok(())
+        }
+        Some(LabCommand::Faults { ref line, always, ref json, docs, ref outcomes }) => {
+            let _guard = take_over(&args.name)?;
+            let rows = faults::run(&mut Lab::up(&args, None)?, line, always);
+            if let Some(path) = json {
+                write_json(path, &rows)?;
+            }
+            if let Some(path) = outcomes {
+                write_json(path, &faults::outcomes(&rows, ""))?;
+            }
+            if docs {
+                faults::write_table(&rows)?;
+            }
+            let failed = rows.iter().filter(|row| row.problem.is_some()).count();
+            if failed > 0 {
+                bail!("{failed} of {} faults cost more than they may", rows.len());
+            }
+            Ok(())
+        }
         Some(LabCommand::Test { ref json, ref prefix, ref modes }) => {
             let _guard = take_over(&args.name)?;
             let checks = if args.brief { checks::BRIEF } else { checks::CHECKS };
@@ -238,10 +299,14 @@ pub fn main(args: LabArgs) -> Result<()> {
     }
 }
 
+fn write_json<T: Serialize>(path: &Path, rows: &[T]) -> Result<()> {
+    fs::write(path, serde_json::to_vec_pretty(rows)?).with_context(|| path.display().to_string())
+}
+
 /// Writes the outcomes; an error when a check failed.
 fn report(outcomes: &[TestOutcome], json: Option<&Path>) -> Result<()> {
     if let Some(path) = json {
-        fs::write(path, serde_json::to_vec_pretty(outcomes)?).with_context(|| path.display().to_string())?;
+        write_json(path, outcomes)?;
     }
     let failed = outcomes.iter().filter(|outcome| outcome.outcome == "failed").count();
     if failed > 0 {

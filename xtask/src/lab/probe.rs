@@ -76,7 +76,8 @@ pub fn serve(space: &Space, address: IpAddr) -> Result<()> {
 
 fn echo_tcp(mut stream: TcpStream) -> Option<()> {
     let peer = stream.peer_addr().ok()?;
-    stream.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
+    // A connection outlives a fault.
+    stream.set_read_timeout(Some(Duration::from_secs(90))).ok()?;
     stream.write_all(format!("{}\n", peer.ip()).as_bytes()).ok()?;
     let mut buffer = vec![0; 65536];
     loop {

@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use super::{
     Lab, LabArgs,
     checks::{self, Check},
-    flannel,
+    flannel, kernel_ipip,
     network::Network,
 };
 use crate::report::TestOutcome;
@@ -18,12 +18,15 @@ use crate::report::TestOutcome;
 pub enum Scenario {
     /// Flannel's VXLAN overlay, in a cloud that drops IP protocol 4.
     Flannel,
+    /// Nodes with plain IPIP, as Kilo sets them, in each role.
+    Mixed,
 }
 
 impl Scenario {
     const fn label(self) -> &'static str {
         match self {
             Self::Flannel => "flannel",
+            Self::Mixed => "mixed",
         }
     }
 
@@ -31,20 +34,24 @@ impl Scenario {
     const fn flags(self) -> &'static [&'static str] {
         match self {
             Self::Flannel => flannel::FLAGS,
+            Self::Mixed => kernel_ipip::FLAGS,
         }
     }
 
     const fn checks(self) -> &'static [Check] {
         match self {
             Self::Flannel => flannel::CHECKS,
+            Self::Mixed => kernel_ipip::CHECKS,
         }
     }
 
     /// Adds to a network that has just been built what was there before the agents.
     pub fn prepare(self, network: &mut Network) -> Result<()> {
         match self {
-            Self::Flannel => flannel::install(network),
+            Self::Flannel => flannel::install(network)?,
+            Self::Mixed => kernel_ipip::install(network)?,
         }
+        Ok(())
     }
 
     /// Builds the lab and runs every check; the caller takes the lab down.

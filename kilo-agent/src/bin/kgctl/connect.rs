@@ -248,7 +248,7 @@ impl Connection {
     /// The interface, if it is there and a WireGuard device.
     async fn existing(&self) -> Option<Interface> {
         let options = interface::Options { create: false, ..self.interface.clone() };
-        Interface::ensure(&self.net, &options).await.ok().map(|(interface, _)| interface)
+        Interface::ensure(&self.net, &options, None).await.ok().map(|(interface, _)| interface)
     }
 
     /// Keeps everything as it should be; ends only when the first try fails.
@@ -306,7 +306,7 @@ impl Connection {
             }
             self.unrouted = unrouted;
         }
-        let (interface, created) = Interface::ensure(&self.net, &self.interface).await?;
+        let (interface, created) = Interface::ensure(&self.net, &self.interface, None).await?;
         let state = interface.device.read().await?;
         let mut writes = usize::from(created);
         writes += interface.device.apply(&diff(&state, &wireguard, &self.key)).await?;

@@ -1,0 +1,157 @@
+//! Hosts as they are, and packets nobody should send.
+
+use std::{net::Ipv4Addr, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::{Fault, Goal, number, until};
+use crate::lab::{Lab, counters, forward_policy, network::Node, services, space::Space};
+
+/// Packets of each kind of abuse.
+const ABUSES: u64 = 50;
+
+/// Faults of hosts and of strangers.
+pub fn faults() -> Vec<Fault> {
+    let across = |line, name, goal, inject| Fault {
+        line,
+        name,
+        from: "pod-a2",
+        to: "pod-b2",
+        goal,
+        always: true,
+        inject,
+    };
+    vec![
+        across(53, "encapsulated packets from a host that is no node", Goal::Nothing, no_node),
+        across(53, "a node encapsulates a source it does not own", Goal::Nothing, foreign_source),
+        across(59, "rp_filter is 0, 2 and 1 on every node", Goal::Nothing, rp_filter),
+        // These two are checks of `lab test`, too.
+        Fault {
+            always: false,
+            ..across(60, "FORWARD policy DROP, then --iptables-forward-rules", Goal::Heals, forward_drop)
+        },
+        Fault {
+            always: false,
+            ..across(61, "kube-proxy's DNAT and its drop of INVALID", Goal::Nothing, dnat)
+        },
+        Fault {
+            to: "outside",
+            ..across(63, "another masquerade rule for the same flow", Goal::Nothing, second_masquerade)
+        },
+        across(64, "ip_forward is turned off on a node", Goal::Within(12_000), ip_forward),
+    ]
+}
+
+/// An IPv4 header without options and a UDP datagram inside.
+fn inner(source: Ipv4Addr, target: Ipv4Addr) -> Vec<u8> {
+    let mut packet = vec![0x45, 0, 0, 36, 0, 1, 0x40, 0, 64, 17, 0, 0];
+    packet.extend(source.octets());
+    packet.extend(target.octets());
+    let sum: u32 = packet.chunks(2).map(|pair| u32::from(pair[0]) << 8 | u32::from(pair[1])).sum();
+    let checksum = !((sum & 0xffff) + (sum >> 16)) as u16;
+    packet[10..12].copy_from_slice(&checksum.to_be_bytes());
+    packet.extend([0x30, 0x39, 0x1b, 0x5f, 0, 16, 0, 0]);
+    packet.extend(*b"unwanted");
+    packet
+}
+
+/// Sends IPIP packets from a host; answers how many the node dropped for `reason`.
+fn abuse(from: &Space, node: &Node, packet: Vec<u8>, reason: &str) -> Result<u64> {
+    let dropped =
+        || anyhow::Ok(counters::drops(&counters::scrape(&node.space)?).get(reason).copied().unwrap_or(0));
+    let before = dropped()?;
+    let std::net::IpAddr::V4(target) = node.private else { anyhow::bail!("needs an IPv4 underlay") };
+    let sent = from.spawn(move || -> Result<()> {
+        let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(4)))?;
+        for _ in 0..ABUSES {
+            socket.send_to(&packet, &std::net::SocketAddr::from((target, 0)).into())?;
+        }
+        Ok(())
+    });
+    sent.join().map_err(|_| anyhow::anyhow!("sending thread"))???;
+    until(&format!("{reason} is counted"), Duration::from_secs(5), || Ok(dropped()? - before >= ABUSES))?;
+    Ok(dropped()? - before)
+}
+
+/// Nothing of it may reach the pod.
+fn none_arrives(node: &Node, send: impl FnOnce() -> Result<u64>) -> Result<u64> {
+    node.pod.sh(
+        "nft -f - <<'RULES'\ntable inet watch {\n counter unwanted { }\n chain input { type filter hook input priority 0; \
+         udp sport 12345 counter name unwanted; }\n}\nRULES",
+    )?;
+    let dropped = send();
+    let arrived = number(&node.pod, "nft list counter inet watch unwanted | awk '/packets/ {print $2}'");
+    node.pod.sh("nft delete table inet watch")?;
+    ensure!(arrived? == 0, "the pod received them");
+    dropped
+}
+
+fn no_node(lab: &mut Lab) -> Result<String> {
+    let (node, other) = (lab.network.node("a1")?, lab.network.node("a2")?);
+    let packet = inner(other.pod_ip(), node.pod_ip());
+    let dropped = none_arrives(node, || abuse(&lab.network.router, node, packet, "unknown_sender"))?;
+    Ok(format!("{ABUSES} packets, {dropped} dropped as unknown_sender"))
+}
+
+fn foreign_source(lab: &mut Lab) -> Result<String> {
+    let (node, other) = (lab.network.node("a1")?, lab.network.node("a3")?);
+    let victim = lab.network.node("a2")?.pod_ip();
+    let packet = inner(victim, node.pod_ip());
+    let dropped = none_arrives(node, || abuse(&other.space, node, packet, "foreign_source"))?;
+    Ok(format!("{ABUSES} packets, {dropped} dropped as foreign_source"))
+}
+
+fn rp_filter(lab: &mut Lab) -> Result<String> {
+    for value in [0, 2, 1] {
+        for node in &lab.network.nodes {
+            node.space
+                .sh(&format!("for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo {value} > $d; done"))?;
+        }
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    Ok("a second each".to_owned())
+}
+
+fn forward_drop(lab: &mut Lab) -> Result<String> {
+    let said = forward_policy::run(lab)?;
+    Ok(format!("no pod reached without the flag, all with it {said}"))
+}
+
+fn dnat(lab: &mut Lab) -> Result<String> {
+    services::run(lab)
+}
+
+fn second_masquerade(lab: &mut Lab) -> Result<String> {
+    let node = lab.network.node("a2")?;
+    node.space.sh(
+        "nft -f - <<'RULES'\ntable ip second {\n counter hits { }\n chain postrouting { type nat hook postrouting priority 100; \
+         ip saddr 10.42.0.0/16 oifname \"eth0\" counter name hits masquerade; }\n}\nRULES",
+    )?;
+    let target = crate::lab::network::OUTSIDE.into();
+    let asked = (0..20)
+        .map(|_| {
+            let probe = node.pod.spawn(move || {
+                super::super::probe::probe(super::super::probe::Protocol::Tcp, target, Duration::from_secs(4))
+            });
+            probe.join().map_err(|_| anyhow::anyhow!("probe thread"))??.context("a new connection")
+        })
+        .collect::<Result<Vec<_>>>();
+    let hits = number(&node.space, "nft list counter ip second hits | awk '/packets/ {print $2}'");
+    node.space.sh("nft delete table ip second")?;
+    asked?;
+    let hits = hits?;
+    ensure!(hits >= 20, "the rule translated {hits} connections");
+    Ok(format!("{hits} new connections translated by that rule, all answered"))
+}
+
+fn ip_forward(lab: &mut Lab) -> Result<String> {
+    let node = lab.network.node("a2")?;
+    node.space.sh("echo 0 > /proc/sys/net/ipv4/ip_forward")?;
+    let took = until("it is on again", Duration::from_secs(20), || {
+        Ok(number(&node.space, "cat /proc/sys/net/ipv4/ip_forward")? == 1)
+    })?;
+    let log = std::fs::read_to_string(lab.agents.log("a2"))?;
+    ensure!(log.to_lowercase().contains("forwarding"), "the agent does not report it");
+    Ok(format!("reported and on again after {} ms", took.as_millis()))
+}

@@ -1,0 +1,469 @@
+//! The list of faults a mesh must survive, and which test shows each.
+
+/// One line of the list.
+pub struct Line {
+    /// Its number.
+    pub number: u8,
+    /// What goes wrong.
+    pub fault: &'static str,
+    /// Tests besides `cargo xtask lab faults`, as `program::test`, or `lab: NAME` for a check of the lab.
+    pub tests: &'static [&'static str],
+    /// What no test shows.
+    pub missing: &'static str,
+}
+
+const fn line(
+    number: u8,
+    fault: &'static str,
+    tests: &'static [&'static str],
+    missing: &'static str,
+) -> Line {
+    Line { number, fault, tests, missing }
+}
+
+/// Failover of leaders within a second is a piece of work of its own.
+const FAILOVER: &str = "exempt: belongs to fast failover of leaders";
+
+/// All of them.
+pub const LINES: &[Line] = &[
+    line(1, "agent killed", &["lab: killing kg with SIGKILL loses no packet and a restarted one adopts"], ""),
+    line(2, "agent restarts", &["lab: restarting kg cleanly loses no packet"], ""),
+    line(
+        3,
+        "upgrade to another map layout",
+        &[
+            "bpf_attach::maps_of_another_version_go_when_our_programs_are_in_place",
+            "bpf_attach::the_next_agent_takes_over_without_a_gap",
+        ],
+        "a real upgrade under traffic",
+    ),
+    line(4, "killed between two steps of an apply", &[], "all of it"),
+    line(
+        5,
+        "pins of another layout, foreign or corrupt; no bpffs",
+        &[
+            "bpf_load::a_pin_of_another_shape_is_replaced",
+            "bpf_load::rubbish_that_is_no_map_is_replaced",
+            "bpf_load::a_program_pinned_in_the_place_of_a_map_is_replaced",
+            "bpf_load::the_bpf_file_system_is_mounted_when_it_is_not",
+        ],
+        "",
+    ),
+    line(6, "two agents on a node", &["lab: a second agent on a node refuses to start"], ""),
+    line(
+        7,
+        "1,000 reconciles with nothing new",
+        &[
+            "net_apply::a_thousand_routes_are_quick_and_1000_reconciles_write_nothing",
+            "bpf_attach::nothing_new_writes_nothing",
+            "lab: a reconcile with nothing new writes nothing",
+        ],
+        "",
+    ),
+    line(
+        8,
+        "a task panics",
+        &["health::health_fails_with_the_reason_only_after_patience_is_over"],
+        "a panic of a task in a running agent",
+    ),
+    line(9, "uninstalled", &["lab: after `kg uninstall` nothing of ours is left"], ""),
+    line(
+        10,
+        "API server away",
+        &[
+            "api_faults::a_restart_of_the_server_is_survived_and_writes_go_on",
+            "liveness::while_the_own_sign_of_life_does_not_come_back_nobody_is_given_up",
+        ],
+        "an hour of it under traffic",
+    ),
+    line(
+        11,
+        "API server away at start",
+        &[
+            "api_agent::an_agent_that_starts_while_the_api_server_is_away_works_with_the_last_good_topology",
+            "api_last_good::a_host_that_boots_while_the_api_server_is_away_has_everything_and_the_server_rules_when_back",
+        ],
+        "",
+    ),
+    line(12, "API server reachable through the mesh only", &[], "all of it"),
+    line(
+        13,
+        "410 Gone, broken watches, half of the nodes missing",
+        &[
+            "api_faults::a_watch_goes_on_after_its_connection_broke",
+            "api_faults::a_history_that_is_gone_and_half_of_the_nodes_with_it",
+            "api_faults::one_list_without_half_of_the_nodes_removes_none_when_the_next_has_them",
+        ],
+        "",
+    ),
+    line(
+        14,
+        "429 and slow answers",
+        &[
+            "api_faults::an_overloaded_server_is_named_left_alone_for_longer_and_longer_and_found_again",
+            "api_agent::an_overloaded_api_server_is_asked_less_and_less_and_holds_up_nothing_on_the_host",
+        ],
+        "",
+    ),
+    line(
+        15,
+        "one node's annotations are rubbish",
+        &["bad_objects::rubbish_in_any_annotation_is_named_and_nothing_else_about_the_node_is_lost"],
+        "",
+    ),
+    line(
+        16,
+        "one node's clock is wrong by an hour",
+        &["liveness::a_clock_that_is_an_hour_wrong_changes_nothing"],
+        "under traffic",
+    ),
+    line(17, "leader loses power", &[], FAILOVER),
+    line(18, "leader's uplink or kilo0 down", &[], FAILOVER),
+    line(19, "leader drops new flows", &[], FAILOVER),
+    line(20, "former leader comes back", &[], "all of it: belongs to failover"),
+    line(
+        21,
+        "leader annotation moves",
+        &["topology_properties::only_hop_entries_change_on_a_member_when_the_leader_does"],
+        "0 lost: when the new leader's first handshake comes before the other location knows its key, WireGuard tries again after 5 s",
+    ),
+    line(
+        22,
+        "two nodes take themselves or each other for the leader",
+        &["bpf_receive::a_node_that_does_not_lead_refuses_remote_destinations"],
+        "",
+    ),
+    line(
+        23,
+        "a location is gone",
+        &["bpf_send::a_leader_without_a_hop_drops"],
+        "nodes that die instead of being removed",
+    ),
+    line(24, "20 flaps in 60 s", &[], FAILOVER),
+    line(
+        25,
+        "kilo0 deleted, renamed, renumbered",
+        &["wireguard_kernel::a_deleted_interface_is_not_made_again_behind_our_back"],
+        "",
+    ),
+    line(26, "key rotated", &["private_key::is_made_once_and_kept"], ""),
+    line(27, "endpoint roams", &["wireguard_userspace::two_devices_talk_roam_and_end"], ""),
+    line(28, "a DNS endpoint cannot be resolved", &[], ""),
+    line(
+        29,
+        "two peers with one key, overlapping allowed IPs",
+        &["topology_properties::two_nodes_with_one_key_leave_the_first_as_it_is"],
+        "",
+    ),
+    line(
+        30,
+        "peers larger than a netlink message",
+        &["wireguard_kernel::large_peers_moves_and_releases"],
+        "",
+    ),
+    line(
+        31,
+        "peers the kernel reports in parts",
+        &[
+            "device::a_peer_in_several_parts_is_put_together_once",
+            "wireguard_kernel::large_peers_moves_and_releases",
+        ],
+        "",
+    ),
+    line(
+        32,
+        "uplink changes its address, goes down and up",
+        &["bpf_attach::interfaces_that_go_come_back_or_change_their_name_are_followed"],
+        "",
+    ),
+    line(
+        33,
+        "interface or port is somebody else's",
+        &[
+            "wireguard_userspace::what_stands_in_the_way_is_named",
+            "wireguard_kernel::a_taken_port_shows_when_the_interface_goes_up",
+        ],
+        "",
+    ),
+    line(
+        34,
+        "peers come and go",
+        &[
+            "diff::adding_a_peer_mentions_no_other",
+            "wireguard_kernel::a_change_of_allowed_ips_loses_no_packet_of_others",
+        ],
+        "",
+    ),
+    line(
+        35,
+        "6.1, 6.12 and newest kernels",
+        &["bpf_load::every_program_loads_with_room_to_spare"],
+        "the newest kernel in every run (`cargo xtask vm --kernel newest`)",
+    ),
+    line(
+        36,
+        "programs of others on the hook",
+        &[
+            "bpf_attach::programs_of_others_before_and_after_ours_run_too_over_tcx",
+            "bpf_attach::programs_of_others_before_and_after_ours_run_too_over_clsact",
+        ],
+        "",
+    ),
+    line(
+        37,
+        "link or qdisc removed",
+        &[
+            "net_hooks::a_tcx_link_that_somebody_removed_is_back_within_five_seconds_and_counted",
+            "net_hooks::a_filter_or_qdisc_that_somebody_removed_is_back_at_once_and_counted",
+        ],
+        "",
+    ),
+    line(38, "never two copies", &["bpf_attach::restarts_in_any_mix_of_modes_leave_exactly_one_copy"], ""),
+    line(
+        39,
+        "maps full",
+        &["bpf_masquerade_both::a_table_of_more_flows_than_one_call_reads_is_swept_whole"],
+        "what happens at the bound of each map",
+    ),
+    line(
+        40,
+        "NAT ports used up",
+        &[
+            "bpf_masquerade::used_up_ports_are_a_counted_drop",
+            "bpf_masquerade_both::the_collector_removes_flows_that_have_ended_and_frees_their_ports",
+        ],
+        "",
+    ),
+    line(
+        41,
+        "half of a NAT pair evicted",
+        &[
+            "nat::a_half_whose_port_became_another_flows_is_judged_alone",
+            "nat::both_halves_of_a_silent_flow_go_together_and_others_stay",
+        ],
+        "eviction in the kernel's own table",
+    ),
+    line(42, "two CPUs, one tuple", &[], "all of it"),
+    line(
+        43,
+        "unknown location",
+        &[
+            "bpf_send::a_leader_without_a_hop_drops",
+            "bpf_send::a_member_steers_remote_destinations_and_never_encrypts",
+        ],
+        "",
+    ),
+    line(
+        44,
+        "malformed headers",
+        &[
+            "bpf_agreement::programs_and_model_agree_on_random_packets_and_tables",
+            "bpf_agreement::programs_and_model_agree_on_the_kept_packets",
+            "bpf_receive::no_truncation_and_no_flipped_byte_gets_past_the_checks",
+        ],
+        "VLAN",
+    ),
+    line(
+        45,
+        "fragments",
+        &[
+            "bpf_receive::a_fragmented_outer_packet_is_dropped",
+            "bpf_masquerade_both::fragments_follow_their_first_one_both_ways",
+        ],
+        "",
+    ),
+    line(
+        46,
+        "ICMP and its errors",
+        &[
+            "bpf_masquerade::tcp_and_echo_are_translated_with_their_own_checksums",
+            "bpf_masquerade_both::an_error_from_outside_reaches_the_pod_with_its_own_packet_inside",
+            "bpf_masquerade_both::a_pods_own_error_goes_out_with_what_the_sender_knows_inside",
+        ],
+        "",
+    ),
+    line(47, "path MTU", &["lab: senders learn the path MTU whatever link is small, and TCP goes on"], ""),
+    line(
+        48,
+        "offloads",
+        &[
+            "lab: offloads on or off, pods receive the bytes that were sent",
+            "lab: datagrams that pods hand over many at once arrive whole",
+            "lab: tunnels of pods' own carry known bytes, by the device where no outer header can be written",
+        ],
+        "",
+    ),
+    line(
+        49,
+        "unknown protocols",
+        &[
+            "bpf_masquerade::what_cannot_be_translated_never_leaves_with_a_pods_address",
+            "bpf_receive::ordinary_traffic_is_left_alone",
+        ],
+        "",
+    ),
+    line(
+        50,
+        "TTL 1, loops",
+        &[
+            "bpf_receive::a_packet_at_the_end_of_its_life_goes_to_the_stack_which_tells_the_sender",
+            "bpf_receive::a_node_that_does_not_lead_refuses_remote_destinations",
+        ],
+        "",
+    ),
+    line(
+        51,
+        "multicast, broadcast, link-local, own addresses",
+        &["bpf_send::multicast_broadcast_and_link_local_are_never_steered"],
+        "",
+    ),
+    line(
+        52,
+        "checksums and inverse translation",
+        &[
+            "checksum::an_incremental_update_equals_a_full_computation",
+            "flow::each_half_of_a_pair_names_the_other",
+            "bpf_masquerade_both::udp_tcp_and_echo_of_both_families_go_out_and_come_back",
+        ],
+        "",
+    ),
+    line(
+        53,
+        "encapsulated packets of strangers",
+        &[
+            "bpf_receive::only_nodes_of_the_location_may_steer",
+            "bpf_receive::an_inner_source_must_belong_to_the_node_that_sends_it",
+        ],
+        "",
+    ),
+    line(
+        54,
+        "steered port is no NAT port",
+        &["nat::the_ports_of_wireguard_and_of_the_tunnel_are_never_chosen"],
+        "",
+    ),
+    line(
+        55,
+        "keys on disk and in logs",
+        &[
+            "private_key::open_permissions_are_narrowed",
+            "key::a_secret_is_not_shown_by_debug",
+            "last_good::why_a_file_is_ignored_quotes_no_key",
+        ],
+        "",
+    ),
+    line(
+        56,
+        "least capabilities",
+        &[
+            "api_manifests::the_agent_runs_under_the_confinement_of_its_daemon_set",
+            "cli_bad_input::without_capabilities_it_says_which_and_leaves_nothing",
+        ],
+        "",
+    ),
+    line(
+        57,
+        "webhook and HTTP bad input",
+        &[
+            "http_server::rubbish_is_answered_with_its_status_and_disturbs_nobody",
+            "api_webhook::rubbish_is_answered_with_its_status_and_disturbs_nobody",
+        ],
+        "",
+    ),
+    line(
+        58,
+        "small RBAC",
+        &["api_manifests::the_agents_account_may_do_what_the_agent_does_and_nothing_else"],
+        "",
+    ),
+    line(59, "rp_filter", &[], ""),
+    line(
+        60,
+        "FORWARD policy DROP",
+        &[
+            "lab: pods pass a FORWARD policy DROP with --iptables-forward-rules, and not without",
+            "net_forward::pods_pass_a_forward_policy_drop_of_legacy_iptables",
+        ],
+        "",
+    ),
+    line(
+        61,
+        "DNAT and INVALID",
+        &["lab: service addresses lead to pods of every node, with rp_filter=1 and INVALID dropped"],
+        "",
+    ),
+    line(
+        62,
+        "host sockets, hostPort, NodePort",
+        &[
+            "bpf_masquerade::a_port_a_host_socket_listens_on_is_not_taken",
+            "bpf_masquerade_both::a_port_of_the_hosts_later_flow_is_changed_when_a_pod_has_it",
+        ],
+        "hostPort and NodePort",
+    ),
+    line(
+        63,
+        "another masquerade rule",
+        &[],
+        "a rule that comes together with connection tracking: flows we masquerade already get another port and end",
+    ),
+    line(64, "ip_forward turned off", &["net_apply::forwarding_is_seen_and_turned_on"], ""),
+    line(
+        65,
+        "1,000 and 10,000 nodes",
+        &["topology_properties::ten_thousand_nodes_are_planned_in_reasonable_time"],
+        "map writes, memory and idle CPU",
+    ),
+    line(
+        66,
+        "hours of random faults",
+        &["net_leaks::two_hundred_reconfigurations_leave_nothing_over"],
+        "random faults over hours",
+    ),
+];
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, path::Path};
+
+    use super::*;
+
+    #[test]
+    fn every_line_is_there_once_and_says_something() {
+        let numbers: Vec<u8> = LINES.iter().map(|line| line.number).collect();
+        assert_eq!(numbers, (1..=66).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn every_test_that_is_named_exists() {
+        let root = crate::workspace_root();
+        let mut sources = String::new();
+        for directory in ["kilo-agent/tests", "kilo-agent/src", "kilo-common/src", "xtask/src/lab"] {
+            read(&root.join(directory), &mut sources);
+        }
+        for name in LINES.iter().flat_map(|line| line.tests) {
+            let wanted = match (name.strip_prefix("lab: "), name.split_once("::")) {
+                (Some(check), _) => format!("(\"{check}\", "),
+                (None, Some((_, test))) => format!("fn {test}("),
+                (None, None) => (*name).to_owned(),
+            };
+            assert!(
+                sources.contains(&wanted) || sources.contains(&wanted.replace("\", ", "\",")),
+                "no test is called {name}"
+            );
+        }
+    }
+
+    fn read(directory: &Path, sources: &mut String) {
+        for entry in fs::read_dir(directory).unwrap().flatten() {
+            let path = entry.path();
+            if path.is_dir() {
+                read(&path, sources);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let text = fs::read_to_string(path).unwrap();
+                // A check's name may stand on a line of its own.
+                *sources += &text.replace("(\n        \"", "(\"");
+            }
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! Faults of WireGuard, of links and of what hangs on them.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use nix::sys::signal::Signal;
+
+use super::{
+    Fault, Goal,
+    injector::{Direction, Drop, Family, Rule},
+    number, until,
+};
+use crate::lab::{Lab, agents};
+
+/// Faults of links, watched through both leaders.
+pub fn faults() -> Vec<Fault> {
+    let across = |line, name, goal, inject| Fault {
+        line,
+        name,
+        from: "pod-a2",
+        to: "pod-b2",
+        goal,
+        always: true,
+        inject,
+    };
+    vec![
+        across(25, "kilo0 of a node that does not lead is deleted", Goal::Within(5000), member_deleted),
+        across(25, "kilo0 of the leader is deleted", Goal::Within(10_000), leader_deleted),
+        across(25, "kilo0 is renamed", Goal::Within(10_000), renamed),
+        across(25, "kilo0 of the leader loses its addresses and routes", Goal::Within(10_000), renumbered),
+        // The next one does this, too.
+        Fault {
+            always: false,
+            ..across(26, "the leader's key is rotated", Goal::Within(10_000), key_rotated)
+        },
+        across(
+            26,
+            "the leader's key is rotated, two handshakes are lost",
+            Goal::Within(30_000),
+            key_and_handshakes,
+        ),
+        Fault {
+            from: "laptop",
+            always: false,
+            ..across(27, "a VPN peer roams to another address", Goal::Within(1500), roams)
+        },
+        across(32, "the leader's public address changes", Goal::Within(15_000), address_changes),
+        across(32, "the leader's uplink is down for 2 s", Goal::Within(12_000), uplink_down),
+        across(37, "somebody detaches kilo0's programs", Goal::Within(5000), detached),
+    ]
+}
+
+/// Waits until the interface is there again with other than the old index.
+fn back(lab: &Lab, node: &str, device: &str, old: u64) -> Result<String> {
+    let space = lab.network.node(node)?.space.clone();
+    let index = format!("cat /sys/class/net/{device}/ifindex 2>/dev/null || echo 0");
+    let took = until(&format!("{device} of {node} is back"), Duration::from_secs(30), || {
+        Ok(![0, old].contains(&number(&space, &index)?))
+    })?;
+    Ok(format!("{device} is back after {} ms", took.as_millis()))
+}
+
+fn deleted(lab: &mut Lab, node: &str) -> Result<String> {
+    let space = lab.network.node(node)?.space.clone();
+    let old = number(&space, "cat /sys/class/net/kilo0/ifindex")?;
+    space.ip("link delete kilo0\n")?;
+    back(lab, node, "kilo0", old)
+}
+
+fn member_deleted(lab: &mut Lab) -> Result<String> {
+    deleted(lab, "a2")
+}
+
+fn leader_deleted(lab: &mut Lab) -> Result<String> {
+    deleted(lab, "a1")
+}
+
+fn renamed(lab: &mut Lab) -> Result<String> {
+    let space = lab.network.node("a2")?.space.clone();
+    let old = number(&space, "cat /sys/class/net/kilo0/ifindex")?;
+    space.ip("link set kilo0 down\nlink set kilo0 name renamed0\nlink set renamed0 up\n")?;
+    let there = "cat /sys/class/net/kilo0/ifindex 2>/dev/null || echo 0";
+    let took = until("kilo0 is back", Duration::from_secs(15), || Ok(number(&space, there)? != 0));
+    if took.is_err() {
+        space.ip("link delete renamed0\n")?;
+        back(lab, "a2", "kilo0", old)?;
+    }
+    Ok(format!("kilo0 is back after {} ms", took?.as_millis()))
+}
+
+fn renumbered(lab: &mut Lab) -> Result<String> {
+    let space = lab.network.node("a1")?.space.clone();
+    let shown = "ip -o -4 address show dev kilo0 | wc -l";
+    let before = number(&space, shown)?;
+    space.sh("ip address flush dev kilo0; ip route flush dev kilo0")?;
+    let took =
+        until("the addresses are back", Duration::from_secs(20), || Ok(number(&space, shown)? >= before))?;
+    Ok(format!("addresses back after {} ms", took.as_millis()))
+}
+
+/// Another key, and then the first again, which peers outside the mesh know.
+fn key_rotated(lab: &mut Lab) -> Result<String> {
+    let first = rekey(lab, "mv /var/lib/kilo/key /var/lib/kilo/first")?;
+    std::thread::sleep(Duration::from_secs(1));
+    let second = rekey(lab, "mv /var/lib/kilo/first /var/lib/kilo/key")?;
+    Ok(format!("known to the other location after {} and {} ms", first.as_millis(), second.as_millis()))
+}
+
+fn rekey(lab: &mut Lab, script: &str) -> Result<Duration> {
+    let node = lab.network.node("a1")?.clone();
+    let old = node.space.sh("wg show kilo0 public-key")?;
+    lab.agents.stop("a1", Signal::SIGTERM)?;
+    node.space.sh(script)?;
+    lab.agents.start(&node)?;
+    agents::wait_healthy(&node.space, Duration::from_secs(20))?;
+    let mut new = old.clone();
+    until("the key is another", Duration::from_secs(10), || {
+        new = node.space.sh("wg show kilo0 public-key")?;
+        Ok(new != old)
+    })?;
+    let other = lab.network.node("b1")?.space.clone();
+    until("the other location has the new key", Duration::from_secs(20), || {
+        Ok(other.sh("wg show kilo0 peers")?.contains(new.trim()))
+    })
+}
+
+/// A handshake's first message has 148 bytes (WireGuard paper, 5.4.2), with headers 176.
+fn key_and_handshakes(lab: &mut Lab) -> Result<String> {
+    let rule = Rule {
+        direction: Direction::In,
+        family: Family::V4,
+        protocol: "udp".to_owned(),
+        port: Some(51820),
+        shortest: 176,
+        longest: 176,
+        drop: Drop::First(2),
+    };
+    let injected = ["a1", "b1"]
+        .iter()
+        .map(|node| rule.inject(&lab.network.node(node)?.space))
+        .collect::<Result<Vec<_>>>()?;
+    let said = key_rotated(lab)?;
+    let dropped = || injected.iter().map(|rule| Ok(rule.hits()?.1)).sum::<Result<u64>>();
+    until("two handshakes are lost", Duration::from_secs(40), || Ok(dropped()? >= 2))?;
+    Ok(format!("{} handshakes dropped; {said}", dropped()?))
+}
+
+fn roams(lab: &mut Lab) -> Result<String> {
+    let laptop = lab.network.laptop.clone();
+    laptop.sh("ip address add 172.16.9.3/24 dev eth0 && ip route replace default via 172.16.9.1 src 172.16.9.3 && ip address del 172.16.9.2/24 dev eth0 && ip address add 172.16.9.3/24 dev eth0 2>/dev/null; ip route replace default via 172.16.9.1")?;
+    // The router chooses ports by address, so that the mesh sees another endpoint, too.
+    let endpoints = "wg show kilo0 endpoints";
+    std::thread::sleep(Duration::from_secs(3));
+    let seen = lab.network.node("b1")?.space.sh(endpoints)?;
+    laptop.sh("ip address add 172.16.9.2/24 dev eth0 && ip address del 172.16.9.3/24 dev eth0; ip address add 172.16.9.2/24 dev eth0 2>/dev/null; ip route replace default via 172.16.9.1")?;
+    std::thread::sleep(Duration::from_secs(2));
+    let endpoint =
+        seen.lines().find_map(|line| line.split_once('\t')?.1.strip_prefix("192.0.2.1:").map(str::to_owned));
+    Ok(format!(
+        "172.16.9.2 became .3 and back; seen from port {}",
+        endpoint.context("the laptop has no endpoint")?
+    ))
+}
+
+fn address_changes(lab: &mut Lab) -> Result<String> {
+    let node = lab.network.node("a1")?.space.clone();
+    let other = lab.network.node("b1")?.space.clone();
+    let moves = |from: u8, to: u8| -> Result<Duration> {
+        node.ip(&format!(
+            "address del 192.0.2.{from}/24 dev eth1\naddress add 192.0.2.{to}/24 dev eth1\n\
+             route replace default via 192.0.2.1\n"
+        ))?;
+        until("the other location knows the address", Duration::from_secs(30), || {
+            Ok(other.sh("wg show kilo0 endpoints")?.contains(&format!("192.0.2.{to}:")))
+        })
+    };
+    let result = moves(11, 13);
+    std::thread::sleep(Duration::from_secs(1));
+    let back = moves(13, 11);
+    // The laptop's configuration names the first address.
+    Ok(format!(
+        "known to the other after {} ms, the old one again after {} ms",
+        result?.as_millis(),
+        back?.as_millis()
+    ))
+}
+
+fn uplink_down(lab: &mut Lab) -> Result<String> {
+    let node = lab.network.node("a1")?.space.clone();
+    node.ip("link set eth1 down\n")?;
+    std::thread::sleep(Duration::from_secs(2));
+    // The default route went with the link; whoever configures the host adds it again.
+    node.ip("link set eth1 up\nroute replace default via 192.0.2.1\n")?;
+    Ok("down for 2 s".to_owned())
+}
+
+fn detached(lab: &mut Lab) -> Result<String> {
+    let node = lab.network.node("a2")?.space.clone();
+    // A pinned TCX link ends with its pin; a clsact filter with the qdisc.
+    let removed =
+        node.sh("rm -v /sys/fs/bpf/kilo/links/kilo_* 2>/dev/null || tc qdisc del dev kilo0 clsact")?;
+    let attached =
+        "(ls /sys/fs/bpf/kilo/links; tc filter show dev kilo0 egress) | grep -c kilo_egress || true";
+    let took = until("kilo_egress is back", Duration::from_secs(20), || Ok(number(&node, attached)? > 0))?;
+    Ok(format!("{} links removed, back after {} ms", removed.lines().count(), took.as_millis()))
+}

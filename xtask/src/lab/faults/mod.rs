@@ -1,0 +1,229 @@
+//! `cargo xtask lab faults`: faults in a lab that stands, one after the other,
+//! while traffic flows, and what each of them cost.
+
+mod hosts;
+pub mod injector;
+mod lines;
+mod links;
+mod nodes;
+mod table;
+mod traffic;
+
+use std::{
+    net::IpAddr,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use serde::{Deserialize, Serialize};
+
+use super::{Lab, counters, network::Network, network::OUTSIDE, space::Space};
+use crate::report::TestOutcome;
+pub use table::write as write_table;
+use traffic::{Figures, Traffic};
+
+/// Longest wait until traffic flows again.
+const PATIENCE: Duration = Duration::from_secs(45);
+
+/// What may be lost.
+#[derive(Clone, Copy, Debug)]
+enum Goal {
+    /// Not one datagram.
+    Nothing,
+    /// Answers come again within so many milliseconds.
+    Within(u64),
+    /// The fault cuts the path; it must work again afterwards.
+    Heals,
+}
+
+/// One fault, and the path it is watched from.
+struct Fault {
+    /// Line of the list in `lines.rs`.
+    line: u8,
+    /// What happens.
+    name: &'static str,
+    /// Namespace the traffic starts from.
+    from: &'static str,
+    /// Pod it goes to, or `outside`.
+    to: &'static str,
+    goal: Goal,
+    /// Part of every `cargo xtask test`.
+    always: bool,
+    /// Makes the fault, mends it, answers what showed that it really happened.
+    inject: fn(&mut Lab) -> Result<String>,
+}
+
+/// One row of the table.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Row {
+    /// Line of the list.
+    pub line: u8,
+    /// What happened.
+    pub fault: String,
+    /// What showed that it really happened.
+    pub injected: String,
+    /// Datagrams sent, one a millisecond.
+    pub sent: u64,
+    /// Datagrams lost.
+    pub lost: u64,
+    /// Longest time without an answer, in milliseconds.
+    pub gap_ms: u64,
+    /// Longest time the TCP connection stood still, in milliseconds.
+    pub stall_ms: u64,
+    /// What was allowed.
+    pub goal: String,
+    /// Why the goal was missed.
+    pub problem: Option<String>,
+    /// Wall time.
+    pub seconds: f64,
+}
+
+fn all() -> Vec<Fault> {
+    let mut faults = nodes::faults();
+    faults.extend(links::faults());
+    faults.extend(hosts::faults());
+    faults.sort_by_key(|fault| fault.line);
+    faults
+}
+
+/// Runs the faults of these lines (none: all, or those of every test run).
+pub fn run(lab: &mut Lab, lines: &[u8], always: bool) -> Vec<Row> {
+    let chosen = |fault: &&Fault| {
+        if lines.is_empty() { !always || fault.always } else { lines.contains(&fault.line) }
+    };
+    if let Err(error) = track_connections(lab) {
+        eprintln!("lab: {error:#}");
+    }
+    let faults = all();
+    faults.iter().filter(chosen).map(|fault| row(lab, fault)).collect()
+}
+
+/// Hosts of a cluster track connections from the start, because kube-proxy does.
+fn track_connections(lab: &Lab) -> Result<()> {
+    for node in &lab.network.nodes {
+        node.space.sh("nft 'table inet host { chain forward { type filter hook forward priority 0; ct state established counter; }; }'")?;
+    }
+    Ok(())
+}
+
+/// As a test run reports them.
+pub fn outcomes(rows: &[Row], prefix: &str) -> Vec<TestOutcome> {
+    let outcome = |row: &Row| TestOutcome {
+        part: "lab".to_owned(),
+        name: format!("{prefix}fault {}: {}", row.line, row.fault),
+        outcome: if row.problem.is_none() { "passed" } else { "failed" }.to_owned(),
+        seconds: row.seconds,
+    };
+    rows.iter().map(outcome).collect()
+}
+
+fn row(lab: &mut Lab, fault: &Fault) -> Row {
+    let began = Instant::now();
+    let mut result = watch(lab, fault);
+    // What a busy machine loses by itself, it hardly loses twice.
+    if result.as_ref().map_or(true, |(_, figures)| missed(fault.goal, figures).is_some()) {
+        let said = match &result {
+            Ok((_, figures)) => missed(fault.goal, figures).unwrap_or_default(),
+            Err(error) => format!("{error:#}"),
+        };
+        println!("fault {:2} {}: once more, because {said}", fault.line, fault.name);
+        result =
+            watch(lab, fault).map(|(injected, figures)| (format!("{injected}; at the second try"), figures));
+    }
+    let (injected, figures, problem) = match result {
+        Ok((injected, figures)) => {
+            let problem = missed(fault.goal, &figures);
+            (injected, Some(figures), problem)
+        }
+        Err(error) => (String::new(), None, Some(format!("{error:#}"))),
+    };
+    let millis = |time: fn(&Figures) -> Duration| figures.as_ref().map_or(0, |f| time(f).as_millis() as u64);
+    let row = Row {
+        line: fault.line,
+        fault: fault.name.to_owned(),
+        injected,
+        sent: figures.as_ref().map_or(0, |figures| figures.sent),
+        lost: figures.as_ref().map_or(0, |figures| figures.lost),
+        gap_ms: millis(|figures| figures.gap),
+        stall_ms: millis(|figures| figures.stall),
+        goal: match fault.goal {
+            Goal::Nothing => "nothing lost".to_owned(),
+            Goal::Within(millis) => format!("answers within {millis} ms"),
+            Goal::Heals => "heals".to_owned(),
+        },
+        problem,
+        seconds: began.elapsed().as_secs_f64(),
+    };
+    let Row { line, fault, sent, lost, gap_ms, stall_ms, .. } = &row;
+    let state = row.problem.as_ref().map_or("ok".to_owned(), |problem| format!("FAILED\n    {problem}"));
+    println!(
+        "fault {line:2} {fault}: {lost} of {sent} lost, {gap_ms} ms without answer, TCP {stall_ms} ms; {} ... {state}",
+        row.injected
+    );
+    row
+}
+
+fn watch(lab: &mut Lab, fault: &Fault) -> Result<(String, Figures)> {
+    lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
+    let (from, target) = (lab.network.space(fault.from)?, target(&lab.network, fault.to)?);
+    let clear = counters::clear_pod_packets(&lab.network)?;
+    let traffic = Traffic::start(&from, target);
+    let result = traffic.settle(PATIENCE).context("before the fault").and_then(|()| (fault.inject)(lab));
+    let settled = result.and_then(|injected| {
+        traffic.settle(PATIENCE).context("after the fault")?;
+        Ok(injected)
+    });
+    let figures = traffic.finish();
+    let injected = settled?;
+    let seen = counters::clear_pod_packets(&lab.network)? - clear;
+    ensure!(seen == 0, "the router saw {seen} packets with pod addresses in clear");
+    Ok((injected, figures?))
+}
+
+fn target(network: &Network, name: &str) -> Result<IpAddr> {
+    match name.strip_prefix("pod-") {
+        Some(node) => Ok(network.node(node)?.pod_ip().into()),
+        None => Ok(OUTSIDE.into()),
+    }
+}
+
+/// Why the figures miss the goal.
+fn missed(goal: Goal, figures: &Figures) -> Option<String> {
+    if let Some(broken) = &figures.broken {
+        return Some(format!("the TCP connection: {broken}"));
+    }
+    let gap = figures.gap.as_millis() as u64;
+    match goal {
+        Goal::Nothing => (figures.lost > 0).then(|| format!("{} datagrams were lost", figures.lost)),
+        Goal::Within(most) => (gap > most).then(|| format!("{gap} ms without an answer instead of {most}")),
+        Goal::Heals => None,
+    }
+}
+
+/// Polls until `done` says so.
+fn until(what: &str, limit: Duration, mut done: impl FnMut() -> Result<bool>) -> Result<Duration> {
+    let began = Instant::now();
+    while !done()? {
+        ensure!(began.elapsed() < limit, "{what}: not within {} s", limit.as_secs());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Ok(began.elapsed())
+}
+
+/// A number in a namespace's answer.
+fn number(space: &Space, script: &str) -> Result<u64> {
+    let text = space.sh(script)?;
+    text.trim().parse().with_context(|| format!("{script}: {text}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_fault_belongs_to_a_line_of_the_list() {
+        for fault in all() {
+            assert!(lines::LINES.iter().any(|line| line.number == fault.line), "{}", fault.name);
+        }
+    }
+}

@@ -1,0 +1,299 @@
+//! Faults of agents and of what they read.
+
+use std::{fs, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use nix::sys::signal::Signal;
+
+use super::{Fault, Goal, until};
+use crate::lab::{Lab, agents, counters};
+
+/// What is lost where nothing may be lost, and how.
+pub fn faults() -> Vec<Fault> {
+    let across = |line, name, goal, always, inject| Fault {
+        line,
+        name,
+        from: "pod-a2",
+        to: "pod-b2",
+        goal,
+        always,
+        inject,
+    };
+    vec![
+        across(1, "SIGKILL for every agent at once, back 2 s later", Goal::Nothing, true, kill_all),
+        across(2, "every agent restarts at once", Goal::Nothing, true, restart_all),
+        across(9, "a node of the location is uninstalled and comes back", Goal::Nothing, true, uninstall),
+        across(15, "one node's annotations are rubbish", Goal::Nothing, true, rubbish),
+        Fault {
+            from: "pod-a3",
+            ..across(
+                21,
+                "the leader annotation moves to another node and back",
+                Goal::Within(7000),
+                false,
+                leader_moves,
+            )
+        },
+        across(22, "two nodes take each other for the leader", Goal::Heals, true, two_leaders),
+        across(23, "every node of the other location is removed", Goal::Heals, true, location_gone),
+        across(28, "a peer's DNS endpoint cannot be resolved", Goal::Nothing, true, unresolvable),
+        across(29, "two peers with one key and overlapping allowed IPs", Goal::Nothing, true, same_key),
+        across(34, "20 peers come and go", Goal::Nothing, true, peers_come),
+    ]
+}
+
+fn names(lab: &Lab) -> Vec<String> {
+    lab.network.nodes.iter().map(|node| node.name().to_owned()).collect()
+}
+
+fn stop_and_start(lab: &mut Lab, names: &[String], signal: Signal, pause: Duration) -> Result<()> {
+    for name in names {
+        lab.agents.stop(name, signal)?;
+    }
+    std::thread::sleep(pause);
+    for name in names {
+        let node = lab.network.node(name)?.clone();
+        lab.agents.start(&node)?;
+    }
+    for name in names {
+        agents::wait_healthy(&lab.network.node(name)?.space, Duration::from_secs(30))?;
+    }
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))
+}
+
+fn kill_all(lab: &mut Lab) -> Result<String> {
+    stop_and_start(lab, &names(lab), Signal::SIGKILL, Duration::from_secs(2))?;
+    Ok("5 processes killed".to_owned())
+}
+
+fn restart_all(lab: &mut Lab) -> Result<String> {
+    stop_and_start(lab, &names(lab), Signal::SIGTERM, Duration::from_millis(100))?;
+    Ok("5 processes ended by SIGTERM".to_owned())
+}
+
+/// What the host has, whoever made it: rules, routes, nftables, links, filters.
+const HOST: &str = "ip rule; ip -6 rule; ip route show table all | grep -v 'dev lo' | sort; nft list ruleset; \
+                    ip -o link | sed 's/^[0-9]*: //; s/@.*//; s/:.*//' | sort; \
+                    tc filter show dev eth0 ingress; tc filter show dev eth0 egress; ls /sys/fs/bpf";
+
+fn uninstall(lab: &mut Lab) -> Result<String> {
+    let node = lab.network.node("a3")?.clone();
+    // Things of others, some of them like ours.
+    node.space.sh(
+        "nft add table inet other; nft add chain inet other c; ip rule add from 203.0.113.1 lookup 77; \
+         ip route add 203.0.113.0/24 via 10.1.1.1; ip route add 203.0.114.0/24 via 10.1.1.1 table 77; \
+         ip link add other0 type veth peer name other1",
+    )?;
+    let run = |lab: &mut Lab| -> Result<String> {
+        lab.agents.stop("a3", Signal::SIGTERM)?;
+        let mut command = node.space.command(lab.agents.program("kg"));
+        command.args(["uninstall", "--backend", "file", "--backend-dir"]).arg(lab.agents.cluster());
+        crate::lab::space::run(&mut command)?;
+        node.space.sh(HOST)
+    };
+    let first = run(lab)?;
+    ensure!(!first.contains("kilo"), "something of ours is left:\n{first}");
+    for other in ["inet other", "203.0.113.1 lookup 77", "203.0.113.0/24", "203.0.114.0/24", "other0"] {
+        ensure!(first.contains(other), "{other} of somebody else is gone:\n{first}");
+    }
+    lab.agents.start(&node)?;
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+    let second = run(lab)?;
+    ensure!(first == second, "the host is not as it was before:\n{first}\n-- now\n{second}");
+    lab.agents.start(&node)?;
+    node.space.sh(
+        "nft delete table inet other; ip rule del from 203.0.113.1 lookup 77; ip route del 203.0.113.0/24; \
+         ip route del 203.0.114.0/24 table 77; ip link del other0",
+    )?;
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+    Ok("nothing of ours left, everything of others still there".to_owned())
+}
+
+/// Writes a file into the cluster's directory as editors do, runs `while_there`,
+/// and puts back what was there.
+fn with_file<T>(
+    lab: &mut Lab,
+    name: &str,
+    text: &str,
+    while_there: impl FnOnce(&mut Lab) -> Result<T>,
+) -> Result<T> {
+    let path = lab.agents.cluster().join(name);
+    let before = fs::read_to_string(&path).ok();
+    let write = |text: &str| -> Result<()> {
+        let aside = path.with_extension("aside");
+        fs::write(&aside, text)?;
+        fs::rename(&aside, &path).with_context(|| path.display().to_string())
+    };
+    write(text)?;
+    let result = while_there(lab);
+    match before {
+        Some(before) => write(&before)?,
+        None => fs::remove_file(&path)?,
+    }
+    result
+}
+
+/// A node's file with more annotations.
+fn annotated(lab: &Lab, node: &str, annotations: &[(&str, &str)]) -> Result<String> {
+    let text = fs::read_to_string(lab.agents.cluster().join(format!("node-{node}.yaml")))?;
+    let lines: String =
+        annotations.iter().map(|(name, value)| format!("    kilo.squat.ai/{name}: {value:?}\n")).collect();
+    Ok(text.replace("spec:\n", &format!("  annotations:\n{lines}spec:\n")))
+}
+
+fn metric(lab: &Lab, node: &str, name: &str) -> Result<u64> {
+    Ok(counters::scrape(&lab.network.node(node)?.space)?.get(name).copied().unwrap_or(0))
+}
+
+fn rubbish(lab: &mut Lab) -> Result<String> {
+    const ERRORS: &str = "kilo_errors_total{event=\"invalid_object\"}";
+    let text = annotated(
+        lab,
+        "a3",
+        &[
+            ("persistent-keepalive", "soon"),
+            ("allowed-location-ips", "10.0.0.0/99"),
+            ("force-endpoint", ":::"),
+        ],
+    )?;
+    let before = metric(lab, "a2", ERRORS)?;
+    with_file(lab, "node-a3.yaml", &text, |lab| {
+        until("the rubbish is noticed", Duration::from_secs(10), || Ok(metric(lab, "a2", ERRORS)? > before))?;
+        std::thread::sleep(Duration::from_secs(1));
+        Ok(())
+    })?;
+    Ok("3 annotations refused by name".to_owned())
+}
+
+/// True when the agent of `node` leads.
+fn leads(lab: &Lab, node: &str) -> Result<bool> {
+    Ok(metric(lab, node, "kilo_leader")? == 1)
+}
+
+fn leader_moves(lab: &mut Lab) -> Result<String> {
+    let text = annotated(lab, "a2", &[("leader", "true"), ("persistent-keepalive", "5")])?;
+    let took = with_file(lab, "node-a2.yaml", &text, |lab| {
+        let took = until("a2 leads", Duration::from_secs(20), || leads(lab, "a2"))?;
+        std::thread::sleep(Duration::from_secs(8));
+        Ok(took)
+    })?;
+    let back = until("a1 leads again", Duration::from_secs(20), || Ok(!leads(lab, "a2")?))?;
+    Ok(format!("a2 led after {} ms, a1 again after {} ms", took.as_millis(), back.as_millis()))
+}
+
+/// a1 reads another directory, in which a2 leads; for all others a1 does.
+fn two_leaders(lab: &mut Lab) -> Result<String> {
+    let other = lab.agents.cluster().with_file_name("cluster-of-a1");
+    let _ = fs::remove_dir_all(&other);
+    fs::create_dir(&other)?;
+    for entry in fs::read_dir(lab.agents.cluster())?.flatten() {
+        fs::copy(entry.path(), other.join(entry.file_name()))?;
+    }
+    fs::write(other.join("node-a2.yaml"), annotated(lab, "a2", &[("leader", "true")])?)?;
+    let node = lab.network.node("a1")?.clone();
+    lab.agents.stop("a1", Signal::SIGTERM)?;
+    lab.agents.start_reading(&node, &other, &[])?;
+    until("a1 takes a2 for the leader", Duration::from_secs(20), || {
+        agents::wait_healthy(&node.space, Duration::from_secs(20))?;
+        Ok(!leads(lab, "a1")?)
+    })?;
+    let packets = |lab: &Lab| -> Result<u64> {
+        let a1 = counters::scrape(&lab.network.node("a1")?.space)?;
+        let a2 = counters::scrape(&lab.network.node("a2")?.space)?;
+        Ok(counters::action(&a1, "steer") + counters::action(&a2, "steer"))
+    };
+    let refused = |lab: &Lab| -> Result<u64> {
+        let metrics = counters::scrape(&lab.network.node("a1")?.space)?;
+        Ok(counters::drops(&metrics).get("not_for_us").copied().unwrap_or(0))
+    };
+    let (before, refused_before) = (packets(lab)?, refused(lab)?);
+    std::thread::sleep(Duration::from_secs(2));
+    let (steered, refused) = (packets(lab)? - before, refused(lab)? - refused_before);
+    // 1,000 datagrams and at most 200 TCP segments a second, once each.
+    ensure!(steered < 5000, "{steered} packets were steered for 2 s of traffic: they go round");
+    ensure!(refused > 500, "a1 refused {refused} packets: does it take a2 for the leader?");
+    lab.agents.stop("a1", Signal::SIGTERM)?;
+    lab.agents.start(&node)?;
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+    Ok(format!("in 2 s {steered} packets steered, {refused} refused by the node that does not lead"))
+}
+
+fn location_gone(lab: &mut Lab) -> Result<String> {
+    let cluster = lab.agents.cluster();
+    let files = ["node-b1.yaml", "node-b2.yaml"];
+    let texts = files.map(|file| fs::read_to_string(cluster.join(file)));
+    for file in files {
+        fs::remove_file(cluster.join(file))?;
+    }
+    let gone = until("site-b is gone", Duration::from_secs(20), || Ok(metric(lab, "a2", "kilo_nodes")? == 3));
+    std::thread::sleep(Duration::from_secs(1));
+    let status = lab.agents.kgctl(&["status"]);
+    for (file, text) in files.iter().zip(texts) {
+        fs::write(cluster.join(file), text?)?;
+    }
+    gone?;
+    let status = status?;
+    ensure!(!status.contains("site-b"), "kgctl status still shows it:\n{status}");
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+    Ok("gone from kgctl status, nothing in clear".to_owned())
+}
+
+fn peer(name: &str, address: &str, key: &str, endpoint: &str) -> String {
+    format!(
+        "apiVersion: kilo.squat.ai/v1alpha1\nkind: Peer\nmetadata:\n  name: {name}\nspec:\n  \
+         allowedIPs: [{address}]\n  publicKey: {key}\n{endpoint}"
+    )
+}
+
+/// A key nobody has the private part of.
+fn key(number: u8) -> String {
+    // 32 bytes in base64: 42 digits of 6 bits, one of 4, one of padding.
+    let digits = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
+    let digit = digits[usize::from(number) % digits.len()] as char;
+    format!("{}A=", String::from(digit).repeat(42))
+}
+
+fn unresolvable(lab: &mut Lab) -> Result<String> {
+    let endpoint = "  endpoint:\n    dnsOrIP:\n      dns: nowhere.invalid\n    port: 51820\n";
+    let text = peer("nowhere", "10.5.0.77/32", &key(3), endpoint);
+    with_file(lab, "peer-nowhere.yaml", &text, |lab| {
+        until("the peer is seen", Duration::from_secs(10), || {
+            Ok(lab.network.node("a1")?.space.sh("wg show kilo0 allowed-ips")?.contains("10.5.0.77/32"))
+        })?;
+        std::thread::sleep(Duration::from_secs(1));
+        Ok(())
+    })?;
+    Ok("the peer is configured without its endpoint".to_owned())
+}
+
+fn same_key(lab: &mut Lab) -> Result<String> {
+    let mut texts = vec![peer("one", "10.5.0.78/32", &key(4), ""), peer("two", "10.5.0.78/32", &key(4), "")];
+    texts.push(peer("three", "10.5.0.0/24", &key(5), ""));
+    with_file(lab, "peer-twice.yaml", &texts.join("---\n"), |lab| {
+        until("a peer is seen", Duration::from_secs(10), || {
+            Ok(lab.network.node("a1")?.space.sh("wg show kilo0 allowed-ips")?.contains("10.5.0.78/32"))
+        })?;
+        std::thread::sleep(Duration::from_secs(1));
+        let laptop = lab.network.node("a1")?.space.sh("wg show kilo0 allowed-ips")?;
+        ensure!(laptop.contains("10.5.0.1/32"), "the laptop lost its address:\n{laptop}");
+        Ok(())
+    })?;
+    Ok("3 peers, one key twice, one prefix around the others'".to_owned())
+}
+
+fn peers_come(lab: &mut Lab) -> Result<String> {
+    let shown = |lab: &Lab| lab.network.node("a1")?.space.sh("wg show kilo0 allowed-ips");
+    for number in 0..20 {
+        let text = peer(&format!("p{number}"), &format!("10.5.1.{number}/32"), &key(10 + number), "");
+        fs::write(lab.agents.cluster().join(format!("peer-p{number}.yaml")), text)?;
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let came =
+        until("20 peers", Duration::from_secs(10), || Ok(shown(lab)?.matches("10.5.1.").count() == 20));
+    for number in 0..20 {
+        fs::remove_file(lab.agents.cluster().join(format!("peer-p{number}.yaml")))?;
+    }
+    came?;
+    until("no more of them", Duration::from_secs(10), || Ok(!shown(lab)?.contains("10.5.1.")))?;
+    Ok("20 peers added one by one and removed".to_owned())
+}

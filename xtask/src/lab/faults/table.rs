@@ -1,0 +1,85 @@
+//! docs/reliability.md, from the list and the rows of a run.
+
+use std::fmt::Write as _;
+
+use anyhow::{Context as _, Result};
+
+use super::{Row, lines::LINES};
+
+const HEAD: &str = "# Reliability
+
+What the mesh survives, and what that costs. `cargo xtask lab faults --docs` writes this page: it
+makes each fault in a lab of five nodes while 1,000 datagrams a second and one TCP connection flow
+between pods of two locations, and counts what got no answer. `cargo xtask lab faults --line 25,32`
+runs some of them, `--json FILE` keeps the rows. A row fails when more is lost than its goal allows,
+when the TCP connection ends or carries other bytes, or when a router sees a pod's address in clear.
+
+\"Lost\" is datagrams without an answer, \"gap\" the longest time without one, \"TCP\" the longest time
+the connection stood still, which after a loss includes TCP's own wait. Agents run with
+`--resync-period 5s` and WireGuard in user space; the figures are of one run on two cores.
+";
+
+/// Writes the page.
+pub fn write(rows: &[Row]) -> Result<()> {
+    let path = crate::workspace_root().join("docs/reliability.md");
+    std::fs::write(&path, page(rows)).with_context(|| path.display().to_string())
+}
+
+/// Pure: the page.
+fn page(rows: &[Row]) -> String {
+    let mut text = HEAD.to_owned();
+    text += "\n## Faults under traffic\n\n\
+             | line | fault | that it happened | sent | lost | gap ms | TCP ms | goal | |\n\
+             |---|---|---|---|---|---|---|---|---|\n";
+    for row in rows {
+        let Row { line, fault, injected, sent, lost, gap_ms, stall_ms, goal, problem, .. } = row;
+        let state =
+            problem.as_ref().map_or("ok".to_owned(), |problem| format!("**falls short**: {}", cell(problem)));
+        let injected = cell(injected);
+        let _ = writeln!(
+            text,
+            "| {line} | {fault} | {injected} | {sent} | {lost} | {gap_ms} | {stall_ms} | {goal} | {state} |"
+        );
+    }
+    text += "\n## Every line\n\n\
+             \"traffic\" is the table above; other names are tests of `cargo xtask test`.\n\n\
+             | line | fault | shown by | not shown |\n|---|---|---|---|\n";
+    for line in LINES {
+        let watched = rows.iter().any(|row| row.line == line.number).then_some("traffic");
+        let shown: Vec<_> = watched.into_iter().chain(line.tests.iter().copied()).map(cell).collect();
+        let _ = writeln!(
+            text,
+            "| {} | {} | {} | {} |",
+            line.number,
+            line.fault,
+            shown.join("<br>"),
+            line.missing
+        );
+    }
+    text
+}
+
+/// Text that stays within its cell.
+fn cell(text: &str) -> String {
+    let whole = text.strip_prefix('(').and_then(|text| text.strip_suffix(')')).unwrap_or(text);
+    whole.replace('|', "\\|").replace('\n', " ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pages_list_of_tests_is_the_one_in_the_code() {
+        let page = std::fs::read_to_string(crate::workspace_root().join("docs/reliability.md")).unwrap();
+        let (_, page) = page.split_once("## Every line").unwrap();
+        for line in LINES {
+            let start = format!("| {} | {} |", line.number, line.fault);
+            let row = page.lines().find(|row| row.starts_with(&start));
+            let row =
+                row.unwrap_or_else(|| panic!("line {}: run `cargo xtask lab faults --docs`", line.number));
+            let told = line.tests.iter().all(|test| row.contains(&cell(test))) && row.contains(line.missing);
+            assert!(told, "line {}: run `cargo xtask lab faults --docs`", line.number);
+        }
+    }
+}

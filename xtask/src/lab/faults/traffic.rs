@@ -1,0 +1,194 @@
+//! What users would notice: a stream of 1,000 datagrams a second and one long
+//! TCP connection between two places, each answer checked.
+
+use std::{
+    io::{Read as _, Write as _},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, UdpSocket},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::lab::{probe, space::Space};
+
+/// Between two datagrams.
+const TICK: Duration = Duration::from_millis(1);
+/// Between two writes of the TCP connection, and their size in bytes.
+const WRITE: (Duration, usize) = (Duration::from_millis(10), 1000);
+/// Longest wait for what is under way when the stream ends.
+const STRAGGLERS: Duration = Duration::from_millis(700);
+/// Longest time TCP may need to send again what was lost.
+const RESENT: Duration = Duration::from_secs(30);
+
+/// What was lost.
+#[derive(Clone, Debug)]
+pub struct Figures {
+    /// Datagrams sent.
+    pub sent: u64,
+    /// Those without an answer.
+    pub lost: u64,
+    /// Longest time without an answer.
+    pub gap: Duration,
+    /// Longest time the TCP connection stood still.
+    pub stall: Duration,
+    /// Why the TCP connection ended, if it did.
+    pub broken: Option<String>,
+}
+
+/// Traffic that flows.
+pub struct Traffic {
+    stop: Arc<AtomicBool>,
+    answered: Arc<AtomicU64>,
+    datagrams: JoinHandle<Result<Result<(u64, u64, Duration)>>>,
+    connection: JoinHandle<Result<Result<Duration>>>,
+}
+
+impl Traffic {
+    /// Starts both from the namespace to the servers of [`probe::serve`].
+    pub fn start(from: &Space, target: IpAddr) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let answered = Arc::new(AtomicU64::new(0));
+        let (ended, count) = (Arc::clone(&stop), Arc::clone(&answered));
+        let datagrams = from.spawn(move || stream(target, &ended, &count));
+        let ended = Arc::clone(&stop);
+        let connection = from.spawn(move || connection(target, ended));
+        Self { stop, answered, datagrams, connection }
+    }
+
+    /// Waits until answers come as fast as datagrams leave.
+    pub fn settle(&self, limit: Duration) -> Result<()> {
+        let deadline = Instant::now() + limit;
+        loop {
+            let before = self.answered.load(Ordering::Relaxed);
+            std::thread::sleep(Duration::from_millis(300));
+            if self.answered.load(Ordering::Relaxed) - before > 150 {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                bail!("no answers for {} s", limit.as_secs());
+            }
+        }
+    }
+
+    /// Ends both and says what was lost.
+    pub fn finish(self) -> Result<Figures> {
+        self.stop.store(true, Ordering::Relaxed);
+        let died = || anyhow::anyhow!("traffic thread");
+        let (sent, answered, gap) = self.datagrams.join().map_err(|_| died())???;
+        let (stall, broken) = match self.connection.join().map_err(|_| died())?? {
+            Ok(stall) => (stall, None),
+            Err(error) => (Duration::ZERO, Some(format!("{error:#}"))),
+        };
+        Ok(Figures { sent, lost: sent - answered, gap, stall, broken })
+    }
+}
+
+/// Answers (sent, answered, longest time without an answer).
+fn stream(target: IpAddr, stop: &AtomicBool, count: &AtomicU64) -> Result<(u64, u64, Duration)> {
+    let any = if target.is_ipv4() { IpAddr::V4(Ipv4Addr::UNSPECIFIED) } else { Ipv6Addr::UNSPECIFIED.into() };
+    let socket = UdpSocket::bind((any, 0))?;
+    socket.connect((target, probe::PORT))?;
+    socket.set_read_timeout(Some(Duration::from_millis(50)))?;
+    let sender = socket.try_clone()?;
+    std::thread::scope(|scope| {
+        let sending = scope.spawn(move || {
+            let (mut number, mut next) = (0u64, Instant::now());
+            while !stop.load(Ordering::Relaxed) {
+                // Refused or unreachable is lost, and seen by the answer that does not come.
+                let _ = sender.send(&number.to_be_bytes());
+                number += 1;
+                next += TICK;
+                match next.checked_duration_since(Instant::now()) {
+                    Some(pause) => std::thread::sleep(pause),
+                    // A machine that was busy is not made busier.
+                    None => next = Instant::now(),
+                }
+            }
+            number
+        });
+        let mut seen: Vec<bool> = Vec::new();
+        let (mut last, mut gap, mut ended) = (Instant::now(), Duration::ZERO, None);
+        let mut buffer = [0; 256];
+        loop {
+            let answer = socket.recv(&mut buffer);
+            if stop.load(Ordering::Relaxed) {
+                let ended = *ended.get_or_insert_with(Instant::now);
+                if ended.elapsed() > STRAGGLERS {
+                    break;
+                }
+            }
+            let Ok(length) = answer else { continue };
+            let (_, bytes) = probe::split_answer(&buffer[..length])?;
+            let number = usize::try_from(u64::from_be_bytes(bytes.try_into()?))?;
+            if seen.len() <= number {
+                seen.resize(number + 1, false);
+            }
+            if !std::mem::replace(&mut seen[number], true) {
+                count.fetch_add(1, Ordering::Relaxed);
+            }
+            gap = gap.max(last.elapsed());
+            last = Instant::now();
+        }
+        let end = ended.map_or(last, |ended| ended.max(last));
+        gap = gap.max(end - last);
+        let sent = sending.join().map_err(|_| anyhow::anyhow!("sending thread"))?;
+        Ok((sent, count.load(Ordering::Relaxed), gap))
+    })
+}
+
+/// Answers the longest time without a byte.
+fn connection(target: IpAddr, stop: Arc<AtomicBool>) -> Result<Duration> {
+    let mut stream =
+        TcpStream::connect_timeout(&SocketAddr::from((target, probe::PORT)), Duration::from_secs(5))
+            .context("it does not come about")?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(RESENT))?;
+    let mut writer = stream.try_clone()?;
+    let writing = std::thread::spawn(move || -> std::io::Result<u64> {
+        let mut written = 0;
+        while !stop.load(Ordering::Relaxed) {
+            let bytes: Vec<u8> = (written..written + WRITE.1 as u64).map(byte_at).collect();
+            writer.write_all(&bytes)?;
+            written += WRITE.1 as u64;
+            std::thread::sleep(WRITE.0);
+        }
+        writer.shutdown(std::net::Shutdown::Write)?;
+        Ok(written)
+    });
+    let (mut last, mut stall) = (Instant::now(), Duration::ZERO);
+    let mut buffer = vec![0; 65536];
+    let mut read = 0u64;
+    // The server's first line is the address it saw.
+    let mut head = true;
+    loop {
+        let length = stream.read(&mut buffer).context("it stands still or broke")?;
+        stall = stall.max(last.elapsed());
+        last = Instant::now();
+        if length == 0 {
+            break;
+        }
+        let mut bytes = &buffer[..length];
+        if head && let Some(end) = bytes.iter().position(|&byte| byte == b'\n') {
+            bytes = &bytes[end + 1..];
+            head = false;
+        }
+        if !bytes.iter().zip(read..).all(|(&byte, at)| byte == byte_at(at)) {
+            bail!("other bytes came back after {read}");
+        }
+        read += bytes.len() as u64;
+    }
+    let written = writing.join().map_err(|_| anyhow::anyhow!("writing thread"))??;
+    if read != written {
+        bail!("{read} of {written} bytes came back");
+    }
+    Ok(stall)
+}
+
+fn byte_at(at: u64) -> u8 {
+    (at % 251) as u8
+}

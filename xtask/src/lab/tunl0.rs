@@ -1,0 +1,90 @@
+//! `tunl0`: the kernel's IPIP device; where the kernel has none, an Ethernet
+//! TAP device of that name and two threads that write and read the same outer
+//! headers through raw sockets.
+
+use std::{
+    fs::File,
+    io::{Read as _, Write as _},
+    mem::MaybeUninit,
+    net::{Ipv4Addr, SocketAddr},
+    os::fd::AsRawFd as _,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use nix::libc;
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::network::Node;
+
+/// First bytes of the hardware addresses that name a next hop.
+const NEXT_HOP: [u8; 2] = [0x02, 0x4b];
+/// Length of an Ethernet header in bytes.
+const ETHERNET: usize = 14;
+
+/// Makes the device, up, with the MTU of an IPIP tunnel over Ethernet.
+/// `next_hops` are the addresses routes over it may name.
+pub fn make(node: &Node, next_hops: &[Ipv4Addr]) -> Result<()> {
+    let by_kernel = node.space.sh(
+        "modprobe ipip 2>/dev/null || true; \
+         ip link show tunl0 >/dev/null 2>&1 || ip link add tunl0 type ipip 2>/dev/null; ip link set tunl0 up",
+    );
+    if by_kernel.is_ok() {
+        return Ok(());
+    }
+    let mut batch = "tuntap add dev tunl0 mode tap\nlink set tunl0 mtu 1480 up\n".to_owned();
+    for hop in next_hops {
+        let [a, b, c, d] = hop.octets();
+        let [x, y] = NEXT_HOP;
+        batch += &format!(
+            "neighbour add {hop} lladdr {x:02x}:{y:02x}:{a:02x}:{b:02x}:{c:02x}:{d:02x} dev tunl0 nud permanent\n"
+        );
+    }
+    node.space.ip(&batch)?;
+    let hardware = node.space.sh("ip -o link show tunl0 | sed 's/.*ether \\([^ ]*\\) .*/\\1/'")?;
+    let hardware: Vec<u8> =
+        hardware.trim().split(':').map(|byte| u8::from_str_radix(byte, 16)).collect::<Result<_, _>>()?;
+    let (tap, socket) = node.space.spawn(open).join().map_err(|_| anyhow::anyhow!("tunl0"))???;
+    let (mut reader, sender) = (tap.try_clone()?, socket.try_clone()?);
+    std::thread::spawn(move || {
+        let mut frame = [0; 2048];
+        // Fails when the device is deleted.
+        while let Ok(length) = reader.read(&mut frame) {
+            if length > ETHERNET && frame[..2] == NEXT_HOP && frame[12..ETHERNET] == [8, 0] {
+                let hop = Ipv4Addr::new(frame[2], frame[3], frame[4], frame[5]);
+                let _ = sender.send_to(&frame[ETHERNET..length], &SocketAddr::from((hop, 0)).into());
+            }
+        }
+    });
+    std::thread::spawn(move || receive(tap, &socket, &hardware));
+    Ok(())
+}
+
+/// Attaches to the device and to packets of protocol 4 in this thread's namespace.
+fn open() -> Result<(File, Socket)> {
+    let tap = File::options().read(true).write(true).open("/dev/net/tun").context("/dev/net/tun")?;
+    // SAFETY: plain integers and bytes; zero is a value of each.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    for (to, from) in request.ifr_name.iter_mut().zip(b"tunl0") {
+        *to = from.cast_signed();
+    }
+    request.ifr_ifru.ifru_flags = i16::try_from(libc::IFF_TAP | libc::IFF_NO_PI)?;
+    // SAFETY: the kernel reads and writes a request of this type.
+    let answer = unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETIFF as _, &raw mut request) };
+    ensure!(answer == 0, "tunl0: {}", std::io::Error::last_os_error());
+    Ok((tap, Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(4)))?))
+}
+
+/// What is inside the packets goes to the host's stack, as if from the device.
+fn receive(mut tap: File, socket: &Socket, hardware: &[u8]) {
+    let mut buffer = [MaybeUninit::<u8>::uninit(); 2048];
+    while let Ok((length, _)) = socket.recv_from(&mut buffer) {
+        // SAFETY: recv_from initialised the first `length` bytes.
+        let packet = unsafe { std::slice::from_raw_parts(buffer.as_ptr().cast::<u8>(), length) };
+        let Some(outer) = packet.first().map(|byte| usize::from(byte & 0xf) * 4) else { continue };
+        let Some(inner) = packet.get(outer..) else { continue };
+        let header = [hardware, &[NEXT_HOP[0], NEXT_HOP[1], 0, 0, 0, 0, 8, 0]].concat();
+        if tap.write_all(&[&header, inner].concat()).is_err() {
+            return;
+        }
+    }
+}
