@@ -20,15 +20,17 @@ use std::{
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
 use kilo_agent::{
     dataplane::{CounterReader, Dataplane},
-    plan::Tables,
+    plan::{Hop, Tables},
+    topology::{Tunnel, prefixes::longest},
 };
 use kilo_common::{
+    encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6},
     maps::CONFIG_LEADER,
     nat::{
         flow,
         transport::{self, Part},
     },
-    packet::{Ipv4, protocol},
+    packet::{ETHERNET_LEN, Ipv4, protocol},
     verdict::{Action, DropReason},
 };
 use support::{
@@ -164,6 +166,36 @@ fn unhex(text: &str) -> Vec<u8> {
     (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
 }
 
+/// What goes from the WireGuard device to another node has an outer header,
+/// unless the network is said to carry it without; told from the prefix alone.
+fn in_clear(program: &str, tables: &Tables, input: &Input, verdict: i32, longer: usize) -> Option<String> {
+    if program != "kilo_egress" || verdict != REDIRECT {
+        return None;
+    }
+    let packet = &input.frame;
+    let dst: IpAddr = match packet.first()? >> 4 {
+        4 => <[u8; 4]>::try_from(packet.get(16..20)?).ok()?.into(),
+        6 => <[u8; 16]>::try_from(packet.get(24..40)?).ok()?.into(),
+        _ => return Some("something that is no IP packet is sent".to_owned()),
+    };
+    let value = longest(&tables.prefix, dst)?;
+    let Some(Hop::Node { tunnel, remote, .. }) = tables.hop.get(&value.hop) else {
+        return Some(format!("{dst} is sent where the tables name no node"));
+    };
+    if (tables.config.ipip_ifindex, tables.config.vxlan_ifindex) != (0, 0) {
+        // These devices add the header where the program may not.
+        return None;
+    }
+    let header = match (tunnel, remote.is_ipv6()) {
+        (Tunnel::Ipip, false) => IPIP_OVERHEAD,
+        (Tunnel::Ipip, true) => IPIP_OVERHEAD_V6,
+        (Tunnel::Vxlan, false) => VXLAN_OVERHEAD,
+        (Tunnel::Vxlan, true) => VXLAN_OVERHEAD_V6,
+        (Tunnel::None, _) => return None,
+    };
+    (longer < header).then(|| format!("{dst} is sent with {longer} bytes more, an outer header has {header}"))
+}
+
 /// What must hold whatever the model says.
 fn invariants(
     program: &str,
@@ -171,7 +203,15 @@ fn invariants(
     wanted: &Wanted,
     input: &Input,
     verdict: i32,
+    out: &[u8],
 ) -> Option<String> {
+    let (longer, most) = (out.len().saturating_sub(input.frame.len()), ETHERNET_LEN + VXLAN_OVERHEAD_V6);
+    if longer > most || (verdict == PASS && longer > 0) {
+        return Some(format!("the packet has become {longer} bytes longer"));
+    }
+    if let Some(problem) = in_clear(program, tables, input, verdict, longer) {
+        return Some(problem);
+    }
     let leads = tables.config.flags & CONFIG_LEADER != 0;
     if program == "kilo_egress" && !leads && verdict == PASS {
         return Some("mesh traffic is left to the WireGuard device of a node that does not lead".to_owned());
@@ -190,7 +230,7 @@ fn check(bench: &mut Bench, program: &str, tables: &Tables, input: &Input) {
     let before = bench.counts();
     let (verdict, out) = bench.run(program, input);
     let mut problem = difference(&wanted, &input.frame, verdict, out, program.starts_with("kilo_"));
-    problem = problem.or_else(|| invariants(program, tables, &wanted, input, verdict));
+    problem = problem.or_else(|| invariants(program, tables, &wanted, input, verdict, out));
     let after = bench.counts();
     let mut counted: Vec<&str> = Vec::new();
     for (label, count) in &after {
@@ -237,7 +277,7 @@ fn programs_and_model_agree_on_random_packets_and_tables() {
             let wanted = judge(program, &tables, &input);
             let (verdict, out) = bench.run(program, &input);
             let problem = difference(&wanted, &input.frame, verdict, out, program.starts_with("kilo_"))
-                .or_else(|| invariants(program, &tables, &wanted, &input, verdict));
+                .or_else(|| invariants(program, &tables, &wanted, &input, verdict, out));
             if let Some(problem) = problem {
                 panic!(
                     "packet {done}: {program} {}\n{tables:#?}\nwanted {wanted:?}\n{problem}\nKILO_SEED={seed}",

@@ -17,6 +17,7 @@ use kilo_common::{
     },
     packet::{Ipv4, protocol},
 };
+use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 use support::{
     IFINDEX, OUTSIDE, OWN_POD, PUBLIC, PUBLIC_V6, leader_tables,
     packet::{PASS, Ran, SHOT, run},
@@ -223,6 +224,51 @@ fn udp_tcp_and_echo_of_both_families_go_out_and_come_back() {
             assert_eq!((seen.dst, seen.ports), (pod, ports(&here)));
         }
     }
+}
+
+/// The same address with another last byte.
+fn neighbour(addr: IpAddr, last: u8) -> IpAddr {
+    let mut octets = octets(addr);
+    *octets.last_mut().unwrap() = last;
+    match <[u8; 4]>::try_from(octets.as_slice()) {
+        Ok(octets) => octets.into(),
+        Err(_) => <[u8; 16]>::try_from(octets.as_slice()).unwrap().into(),
+    }
+}
+
+#[test]
+fn the_answer_to_any_translated_packet_comes_back_as_the_answer_to_the_packet_itself() {
+    let Some(mut world) = World::new() else { return };
+    let seed =
+        std::env::var("KILO_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(rand::random);
+    println!("KILO_SEED={seed}");
+    let mut random = StdRng::seed_from_u64(seed);
+    let mut changed = 0;
+    for _ in 0..2_000 {
+        let side = &sides()[random.random_range(0..2)];
+        // Few pods, servers and ports: many flows want the same one.
+        let pod = neighbour(side.pod, random.random_range(2..6));
+        let outside = neighbour(side.outside, random.random_range(2..5));
+        let (own, theirs) = (random.random_range(5_000..5_020), random.random_range(50..53));
+        let mut data = vec![0; random.random_range(0..300)];
+        random.fill(&mut data[..]);
+        let packet = |src, dst, ports: (u16, u16), answer: bool, kind: u32| match kind {
+            0 => udp(src, dst, ports, &data),
+            1 => tcp(src, dst, ports, if answer { 18 } else { 2 }),
+            _ if answer => echo(src, dst, side, side.echo_reply, ports.1),
+            _ => echo(src, dst, side, side.echo, ports.0),
+        };
+        let kind = random.random_range(0..3);
+        let out = world.out(&packet(pod, outside, (own, theirs), false, kind));
+        assert_eq!(out.counted, ["masquerade"]);
+        let seen = read(&out.bytes);
+        assert_eq!((seen.src, seen.dst), (side.public, outside));
+        changed += u32::from(seen.ports.0 != own);
+        let back = world.back(&packet(outside, side.public, (theirs, seen.ports.0), true, kind));
+        assert_eq!(back.counted, ["unmasquerade"]);
+        assert_eq!(back.bytes, frame(&packet(outside, pod, (theirs, own), true, kind)));
+    }
+    assert!(changed > 100, "ports were changed {changed} times only");
 }
 
 #[test]

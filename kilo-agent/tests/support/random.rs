@@ -282,23 +282,34 @@ impl Random {
                 [&header[..], payload].concat()
             }
             (IpAddr::V6(src), IpAddr::V6(dst)) => {
-                // Hop-by-hop options, or a fragment header, in front of the payload.
-                let extension = self.pick(&[None, None, None, None, Some(0), Some(protocol::FRAGMENT)]);
-                let mut behind = match extension {
-                    Some(protocol::FRAGMENT) => {
+                // Extension headers in front of the payload, at times more than are followed.
+                let mut count = if self.chance(3) { 1 } else { 0 };
+                if count > 0 && self.chance(3) {
+                    count += self.below(6);
+                }
+                let mut next = kind;
+                let mut behind = payload.to_vec();
+                for _ in 0..count {
+                    let extension = self.pick(&[0, 43, 60, protocol::FRAGMENT]);
+                    let header = if extension == protocol::FRAGMENT {
                         let place = self.pick(&[1, 1, 8, 0]);
-                        [&[kind, 0, 0, place][..], &self.0.random::<[u8; 4]>()].concat()
-                    }
-                    Some(_) => vec![kind, 0, 1, 4, 0, 0, 0, 0],
-                    None => Vec::new(),
-                };
-                behind.extend(payload);
+                        [&[next, 0, 0, place][..], &self.0.random::<[u8; 4]>()].concat()
+                    } else {
+                        // The length is in units of eight bytes, and may lie.
+                        let units = self.pick(&[0, 0, 0, 1, 2, 255]);
+                        let mut header = vec![0; 8 + 8 * usize::from(if units == 255 { 0 } else { units })];
+                        header[..3].copy_from_slice(&[next, units, 1]);
+                        header
+                    };
+                    behind.splice(0..0, header);
+                    next = extension;
+                }
                 let mut header = vec![0x60, 0, 0, 0];
                 let class: u8 = self.pick(&[0, 0xb8, 3]);
                 header[0] |= class >> 4;
                 header[1] |= class << 4;
                 header.extend(u16::try_from(behind.len()).unwrap().to_be_bytes());
-                header.extend([extension.unwrap_or(kind), self.ttl()]);
+                header.extend([next, self.ttl()]);
                 header.extend(src.octets());
                 header.extend(dst.octets());
                 header.extend(behind);
@@ -360,8 +371,11 @@ impl Random {
             frame.extend([0; 6]);
         }
         if self.chance(40) && frame.len() > 14 {
-            // A VLAN tag the device did not take off.
+            // VLAN tags the device did not take off: one, or an outer one as well.
             frame.splice(12..12, [0x81, 0, 0, 7]);
+            if self.chance(3) {
+                frame.splice(12..12, [0x88, 0xa8, 0, 9]);
+            }
         }
         if self.chance(60) {
             self.0.fill(&mut frame[..]);

@@ -107,6 +107,17 @@ impl Agents {
         fs::rename(&aside, &path).with_context(|| path.display().to_string())
     }
 
+    /// Agents of another network with the same programs, and its objects.
+    pub fn for_another(&self, directory: &Path, network: &Network) -> Result<Self> {
+        Self::prepare(&self.bin, directory, &self.wireguard, &[], network)
+    }
+
+    /// Gives `--flag=value` to every agent started from now on, instead of what it had.
+    pub fn set_flag(&mut self, flag: &str, value: &str) {
+        self.flags.retain(|given| !given.starts_with(&format!("{flag}=")));
+        self.flags.push(format!("{flag}={value}"));
+    }
+
     /// Directory of the Node and Peer objects.
     pub fn cluster(&self) -> PathBuf {
         self.directory.join("cluster")

@@ -14,7 +14,8 @@ use nix::sys::signal::Signal;
 use super::{
     Lab, LabArgs, agents,
     counters::{self, action, drops},
-    forward_policy, matrix, offloads, path_mtu, pod_tunnels, printer, segments, services, vpn,
+    forward_policy, granularity, matrix, nat, offloads, path_mtu, pod_tunnels, printer, segments, services,
+    vpn,
 };
 use crate::report::TestOutcome;
 
@@ -45,6 +46,12 @@ pub const CHECKS: &[Check] = &[
     ("a VPN peer is the gateway to a network behind it, and to a service there", vpn::gateway),
     ("a VPN peer reaches services through a node, and the outside with that node's address", vpn::internet),
     ("a printer of one location is reached from everywhere while allowed-location-ips say so", printer::run),
+    ("two leaders behind port-restricted NATs find each other through a third", nat::run),
+    (
+        "switching between granularities interrupts no connection for longer than a reconcile",
+        granularity::run,
+    ),
+    ("a node on its own by annotation, live, is reached by all and loses no connection", granularity::mixed),
     ("pods pass a FORWARD policy DROP with --iptables-forward-rules, and not without", forward_policy::run),
     ("after `kg uninstall` nothing of ours is left", uninstall),
 ];

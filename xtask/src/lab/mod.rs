@@ -8,8 +8,10 @@ pub mod counters;
 mod faults;
 mod flannel;
 mod forward_policy;
+mod granularity;
 mod kernel_ipip;
 mod matrix;
+mod nat;
 mod network;
 mod offloads;
 mod path_mtu;
@@ -392,11 +394,7 @@ fn down(name: &str) -> Result<()> {
     let directory = directory(name);
     // The plan names every namespace, so a lab that was only half built goes too.
     let network = Network::plan(name, Underlay::default());
-    let spaces: Vec<_> = network.spaces().into_iter().filter(|space| space.path().exists()).collect();
-    space::kill_inside(&spaces);
-    for space in &spaces {
-        space::run(std::process::Command::new("ip").args(["netns", "delete", &space.netns]))?;
-    }
+    space::remove(network.spaces().into_iter().chain(nat::spaces(name)))?;
     if directory.exists() {
         fs::remove_dir_all(&directory).with_context(|| directory.display().to_string())?;
     }

@@ -140,8 +140,18 @@ pub fn run(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
+/// Removes these namespaces with all that lives in them; those that are not there do no harm.
+pub fn remove(spaces: impl IntoIterator<Item = Space>) -> Result<()> {
+    let spaces: Vec<_> = spaces.into_iter().filter(|space| space.path().exists()).collect();
+    kill_inside(&spaces);
+    for space in &spaces {
+        run(Command::new("ip").args(["netns", "delete", &space.netns]))?;
+    }
+    Ok(())
+}
+
 /// Ends every process that lives in one of these network namespaces.
-pub fn kill_inside(spaces: &[Space]) {
+fn kill_inside(spaces: &[Space]) {
     use std::os::linux::fs::MetadataExt as _;
     let inodes: Vec<u64> =
         spaces.iter().filter_map(|space| Some(std::fs::metadata(space.path()).ok()?.st_ino())).collect();

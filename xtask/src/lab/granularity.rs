@@ -1,0 +1,195 @@
+//! Granularities, switched while connections go on: all agents restart with
+//! another flag, or a node becomes a location of its own by annotation.
+
+use std::{
+    net::{IpAddr, TcpStream},
+    process::{Child, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use super::{
+    Lab,
+    counters::{self, action},
+    network::Network,
+    probe,
+};
+
+/// Longest wait until all pods reach each other.
+const LIMIT: Duration = Duration::from_secs(40);
+/// The agents' `--resync-period` here: no connection may stand still longer.
+const RECONCILE: Duration = Duration::from_secs(5);
+/// Milliseconds between two echo requests.
+const INTERVAL: u64 = 20;
+
+/// Through all granularities and back to the first.
+pub fn run(lab: &mut Lab) -> Result<String> {
+    route_wireguard(&lab.network)?;
+    let mut figures = Vec::new();
+    for granularity in ["full", "cross", "location"] {
+        let flow = Flow::start(&lab.network, "a2", "b2")?;
+        lab.agents.set_flag("--mesh-granularity", granularity);
+        let nodes = lab.network.nodes.clone();
+        for node in &nodes {
+            lab.agents.stop(node.name(), Signal::SIGTERM)?;
+            lab.agents.start(node)?;
+        }
+        lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+        all_pods_meet(&lab.network).context(granularity)?;
+        figures.push(format!("{granularity}: {}", flow.finish().context(granularity)?));
+        let encrypted =
+            || -> Result<u64> { Ok(action(&counters::scrape(&lab.network.node("a2")?.space)?, "encrypt")) };
+        let before = encrypted()?;
+        all_pods_meet(&lab.network)?;
+        let own_tunnels = encrypted()? > before;
+        ensure!(own_tunnels == (granularity != "location"), "{granularity}: a2 encrypts: {own_tunnels}");
+    }
+    unroute_wireguard(&lab.network)?;
+    Ok(format!("({})", figures.join("; ")))
+}
+
+/// a3 loses its private address by annotation, and gets it back.
+pub fn mixed(lab: &mut Lab) -> Result<String> {
+    let network = &lab.network;
+    let a3 = network.node("a3")?;
+    let mut figures = Vec::new();
+    route_wireguard(network)?;
+    let alone = [("force-internal-ip", "-")];
+    for (annotations, leads) in [(&alone[..], true), (&[][..], false)] {
+        let flow = Flow::start(network, "a2", "a3")?;
+        lab.agents.write_node(a3, annotations)?;
+        let started = Instant::now();
+        let has_address = || a3.space.sh("ip -o address show dev kilo0").map(|text| text.contains("10.4."));
+        while has_address()? != leads {
+            ensure!(started.elapsed() < LIMIT, "a3 leads: {} is wanted", leads);
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        all_pods_meet(network)?;
+        figures.push(flow.finish()?);
+    }
+    unroute_wireguard(network)?;
+    Ok(format!("(alone: {}; with the others: {})", figures[0], figures[1]))
+}
+
+/// The LANs are routed to one another, for WireGuard only: without that no node
+/// on its own behind the one NAT reaches another there.
+fn route_wireguard(network: &Network) -> Result<()> {
+    let rules = "nft insert rule inet lab forward udp dport 51820 accept
+                 nft insert rule inet lab forward udp sport 51820 accept";
+    network.router.sh(rules).map(drop)
+}
+
+fn unroute_wireguard(network: &Network) -> Result<()> {
+    let rules = network.router.sh("nft -a list chain inet lab forward")?;
+    let ours = rules.lines().filter(|line| line.contains("51820"));
+    for handle in ours.filter_map(|line| line.rsplit(' ').next()) {
+        network.router.sh(&format!("nft delete rule inet lab forward handle {handle}"))?;
+    }
+    Ok(())
+}
+
+/// Every pod reaches every other, with its own address.
+fn all_pods_meet(network: &Network) -> Result<()> {
+    std::thread::scope(|scope| {
+        let sources = network.nodes.iter().map(|from| {
+            scope.spawn(move || {
+                let others = network.nodes.iter().filter(|to| to.name() != from.name());
+                others
+                    .into_iter()
+                    .try_for_each(|to| probe::until_seen_as(&from.pod, to.pod_ip(), from.pod_ip(), LIMIT))
+            })
+        });
+        let threads: Vec<_> = sources.collect();
+        threads
+            .into_iter()
+            .try_for_each(|thread| thread.join().map_err(|_| anyhow::anyhow!("probe thread"))?)
+    })
+}
+
+/// A ping and a TCP connection between two pods.
+struct Flow {
+    started: Instant,
+    ping: Child,
+    stop: Arc<AtomicBool>,
+    /// Answers the longest time without an echo.
+    connection: JoinHandle<Result<std::io::Result<Duration>>>,
+}
+
+impl Flow {
+    fn start(network: &Network, from: &str, to: &str) -> Result<Self> {
+        let (from, to) = (network.node(from)?, network.node(to)?);
+        let target = to.pod_ip();
+        let (started, interval) = (Instant::now(), format!("0.{INTERVAL:03}"));
+        let ping = from
+            .pod
+            .command("ping")
+            .args(["-n", "-q", "-i", &interval, "-w", "120", &target.to_string()])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let connection = from.pod.spawn(move || converse(target.into(), &stopped));
+        std::thread::sleep(Duration::from_millis(500));
+        Ok(Self { started, ping, stop, connection })
+    }
+
+    /// What was lost, as long as it is less than a reconcile takes.
+    fn finish(self) -> Result<String> {
+        self.stop.store(true, Ordering::SeqCst);
+        kill(Pid::from_raw(self.ping.id().cast_signed()), Signal::SIGINT)?;
+        let ran = self.started.elapsed();
+        let text = self.ping.wait_with_output()?.stdout;
+        let text = String::from_utf8_lossy(&text).into_owned();
+        let line =
+            text.lines().find(|line| line.contains("packets transmitted")).context("ping said nothing")?;
+        let numbers: Vec<u64> = line.split([' ', ',']).filter_map(|word| word.parse().ok()).collect();
+        let [sent, received, ..] = numbers[..] else { anyhow::bail!("ping: {line}") };
+        let lost = sent.saturating_sub(received);
+        let pause = self.connection.join().map_err(|_| anyhow::anyhow!("connection thread"))?;
+        let pause = pause?.with_context(|| format!("the TCP connection; {line}"))?;
+        // On a busy machine they are further apart than asked for.
+        let apart = ran.as_secs_f64() / sent.max(1) as f64;
+        ensure!(lost as f64 * apart <= RECONCILE.as_secs_f64(), "{line}");
+        ensure!(pause <= RECONCILE, "the TCP connection stood still for {pause:?}; {line}");
+        Ok(format!("{lost} of {sent} pings lost, TCP paused {} ms", pause.as_millis()))
+    }
+}
+
+/// Sends and awaits echoes on one connection until it is told to stop.
+fn converse(target: IpAddr, stop: &AtomicBool) -> std::io::Result<Duration> {
+    use std::io::{BufRead as _, BufReader, Write as _};
+    let mut stream = TcpStream::connect((target, probe::PORT))?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(RECONCILE * 2))?;
+    let mut answers = BufReader::new(stream.try_clone()?).lines();
+    answers.next().transpose()?;
+    let mut longest = Duration::ZERO;
+    while !stop.load(Ordering::SeqCst) {
+        let asked = Instant::now();
+        stream.write_all(b"echo\n")?;
+        let answer = answers.next().transpose().map_err(|error| {
+            std::io::Error::other(format!(
+                "{error}, {:?} after the last question, {longest:?} at most before",
+                asked.elapsed()
+            ))
+        })?;
+        if answer.as_deref() != Some("echo") {
+            return Err(std::io::Error::other(format!("another answer: {answer:?}")));
+        }
+        longest = longest.max(asked.elapsed());
+        std::thread::sleep(Duration::from_millis(INTERVAL));
+    }
+    Ok(longest)
+}

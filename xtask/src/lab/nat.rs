@@ -1,0 +1,155 @@
+//! A mesh of its own beside the lab's: two locations behind NATs of their own
+//! that let in only what answers, and a third with a public address.
+//!
+//! ```text
+//!   x 192.168.1.2 ── nat-x 203.0.113.1:45001 ──┐
+//!   y 192.168.2.2 ── nat-y 203.0.113.2:45002 ──┼── internet
+//!   z 203.0.113.3 ─────────────────────────────┘
+//! ```
+
+use std::{
+    fs,
+    net::Ipv4Addr,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, ensure};
+
+use super::{
+    Lab,
+    agents::Agents,
+    cni,
+    network::{Network, Node, Underlay},
+    probe,
+    space::{self, Space},
+};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// The namespaces, those of the mesh's nodes and pods included.
+pub fn spaces(lab: &str) -> Vec<Space> {
+    let names = ["internet", "nat-x", "nat-y", "x", "y", "z", "pod-x", "pod-y", "pod-z"];
+    names.map(|name| planned(lab, name)).into()
+}
+
+fn planned(lab: &str, name: &str) -> Space {
+    Space { netns: format!("{lab}-{name}"), name: name.to_owned(), holder: None }
+}
+
+/// Builds the mesh, tries it, takes it down.
+pub fn run(lab: &mut Lab) -> Result<String> {
+    let result = try_it(lab);
+    space::remove(spaces(&lab.name))?;
+    result
+}
+
+fn try_it(lab: &Lab) -> Result<String> {
+    let directory = lab.directory.join("nat");
+    fs::create_dir_all(directory.join("logs"))?;
+    let network = build(&lab.name, &directory)?;
+    let mut agents = lab.agents.for_another(&directory, &network)?;
+    let behind_nat = [("persistent-keepalive", "5")];
+    for node in &network.nodes {
+        let annotations = if node.public.is_some() { &[][..] } else { &behind_nat };
+        agents.write_node(node, annotations)?;
+        agents.start(node)?;
+    }
+    let result = meet(&agents, &network);
+    for node in &network.nodes {
+        agents.stop(node.name(), nix::sys::signal::Signal::SIGKILL)?;
+    }
+    result
+}
+
+/// x and y get to know from z where the other is seen, and reach it there.
+fn meet(agents: &Agents, network: &Network) -> Result<String> {
+    agents.wait_until_ready(network, LIMIT)?;
+    for node in &network.nodes {
+        cni::connect(node)?;
+        probe::serve(&node.pod, node.pod_ip().into())?;
+    }
+    let started = Instant::now();
+    for from in &network.nodes {
+        for to in network.nodes.iter().filter(|to| to.name() != from.name()) {
+            probe::until_seen_as(&from.pod, to.pod_ip(), from.pod_ip(), LIMIT)?;
+        }
+    }
+    let took = started.elapsed();
+    for (name, other) in [("x", "203.0.113.2:45002"), ("y", "203.0.113.1:45001")] {
+        let endpoints = network.node(name)?.space.sh("wg show kilo0 endpoints")?;
+        ensure!(endpoints.contains(other), "{name} reaches the other elsewhere:\n{endpoints}");
+    }
+    Ok(format!("(all pods meet after {:.1} s)", took.as_secs_f32()))
+}
+
+fn build(lab: &str, directory: &std::path::Path) -> Result<Network> {
+    for space in spaces(lab) {
+        Space::create(lab, &space.name)?;
+    }
+    let internet = planned(lab, "internet");
+    internet.ip("link add inet type bridge\nlink set inet up\n")?;
+    let mut nodes = Vec::new();
+    for (name, number) in [("x", 1u8), ("y", 2), ("z", 3)] {
+        let public = Ipv4Addr::new(203, 0, 113, number);
+        let (private, gateway) = (Ipv4Addr::new(192, 168, number, 2), Ipv4Addr::new(192, 168, number, 1));
+        let mut node = Node {
+            space: planned(lab, name),
+            pod: planned(lab, &format!("pod-{name}")),
+            location: format!("site-{name}"),
+            lan: "inet".to_owned(),
+            gateway: gateway.into(),
+            private: if name == "z" { public.into() } else { private.into() },
+            public: (name == "z").then_some(public.into()),
+            pod_prefix: [10, 42, number],
+            dual_stack: false,
+        };
+        if node.public.is_some() {
+            link(&node.space, "eth0", &internet, name)?;
+            node.space.ip(&format!("address add {public}/24 dev eth0\n"))?;
+        } else {
+            let nat = planned(lab, &format!("nat-{name}"));
+            nat_router(&nat, &internet, public, 45_000 + u16::from(number))?;
+            link(&node.space, "eth0", &nat, "lan")?;
+            nat.ip(&format!("address add {gateway}/24 dev lan\n"))?;
+            node.space
+                .ip(&format!("address add {private}/24 dev eth0\nroute add default via {gateway}\n"))?;
+        }
+        node.space.hold(&directory.join(format!("logs/{name}-namespaces.log")))?;
+        cni::install(&node)?;
+        node.space.sh("echo 1 > /proc/sys/net/ipv4/ip_forward")?;
+        nodes.push(node);
+    }
+    Ok(Network { router: internet, nodes, ..Network::plan(lab, Underlay::V4) })
+}
+
+/// A port-restricted cone: one public port whatever the destination, and in
+/// comes what answers. What nobody asked for is dropped before it is tracked,
+/// else it would block the mapping it wants to meet.
+fn nat_router(nat: &Space, internet: &Space, public: Ipv4Addr, port: u16) -> Result<()> {
+    link(nat, "wan", internet, &nat.name)?;
+    nat.ip(&format!("address add {public}/24 dev wan\n"))?;
+    nat.sh(&format!(
+        "echo 1 > /proc/sys/net/ipv4/ip_forward
+         nft -f - <<'RULES'
+         table ip nat-router {{
+             chain postrouting {{
+                 type nat hook postrouting priority 100;
+                 oifname wan udp sport 51820 snat to {public}:{port}
+                 oifname wan masquerade
+             }}
+             chain input {{ type filter hook input priority 0; iifname wan ct state new drop; }}
+             chain forward {{ type filter hook forward priority 0; iifname wan ct state new drop; }}
+         }}\nRULES"
+    ))?;
+    Ok(())
+}
+
+/// A veth pair; at the internet's end it joins the bridge.
+fn link(space: &Space, device: &str, to: &Space, device_there: &str) -> Result<()> {
+    space.ip(&format!(
+        "link add {device} type veth peer name {device_there} netns {}\nlink set {device} up\n",
+        to.netns
+    ))?;
+    let master = if device_there == "lan" { "" } else { " master inet" };
+    to.ip(&format!("link set {device_there}{master} up\n"))
+}
