@@ -15,7 +15,7 @@ use anyhow::{Context as _, Result, bail};
 use super::frames::{Flow, Wrap};
 use crate::{
     command::output,
-    lab::space::{Space, kill_inside},
+    lab::space::{self, Space},
 };
 
 /// Port of WireGuard on every node.
@@ -219,9 +219,6 @@ impl Site {
 
 impl Drop for Site {
     fn drop(&mut self) {
-        kill_inside(&[self.node.clone(), self.around.clone()]);
-        for space in [&self.node, &self.around] {
-            let _ = output(Command::new("ip").args(["netns", "del", &space.netns]));
-        }
+        let _ = space::remove([self.node.clone(), self.around.clone()]);
     }
 }
