@@ -6,16 +6,20 @@ mod support;
 
 use std::cell::RefCell;
 
-use kilo_agent::{dataplane::Dataplane, plan::model};
+use kilo_agent::{
+    dataplane::Dataplane,
+    plan::{Tables, model, sender},
+};
+use kilo_common::maps::{HOP_REMOTE, NODE_LEADER};
 use support::{
-    MEMBER, MEMBER_POD, OWN_POD, REMOTE_POD, SELF, leader_tables, member_tables,
-    packet::{PASS, REDIRECT, Ran, SHOT, checksums_hold, ethernet, ipv4, run, steered, udp},
+    MEMBER, MEMBER_HOP, MEMBER_POD, OWN_POD, REMOTE_POD, SELF, leader_tables, member_tables,
+    packet::{PASS, REDIRECT, Ran, SHOT, checksums_hold, ethernet, ipv4, run, run_with, steered, udp},
 };
 
 /// Ethernet and IPv4 header: BPF_PROG_TEST_RUN takes no less (since Linux 6.17).
 const SHORTEST: usize = 34;
 
-fn open(tables: &kilo_agent::plan::Tables) -> Option<(support::BpfFs, Dataplane)> {
+fn open(tables: &Tables) -> Option<(support::BpfFs, Dataplane)> {
     let fs = support::bpffs()?;
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.write(tables).unwrap();
@@ -43,6 +47,44 @@ fn a_leader_sends_transit_on_with_a_lower_ttl_and_a_right_checksum() {
     assert_eq!((ran.verdict, ran.counted.as_slice()), (REDIRECT, &["transit"][..]));
     assert_eq!(ran.bytes[14 + 8], 63);
     assert!(checksums_hold(&ran.bytes[14..]));
+}
+
+/// `kilo_egress` of the tables, after `lan_ingress` of a leader had `inner`.
+fn then_egress(tables: &Tables, inner: &[u8]) -> Option<Vec<&'static str>> {
+    let mut control_block = [0; 20];
+    let (_fs, mut leader) = open(&leader_with_a_second())?;
+    let ran = run_with(&mut leader, "lan_ingress", &steered(MEMBER, SELF, inner), &mut control_block);
+    assert_eq!(ran.counted, ["transit"]);
+    // A packet for which they have another way shows whether the tables are asked.
+    let (_fs, mut dataplane) = open(tables)?;
+    let other = udp([8, 0, 1, 2], MEMBER_POD, (1, 2), b"payload");
+    Some(run_with(&mut dataplane, "kilo_egress", &other, &mut control_block).counted)
+}
+
+/// The leader's tables where the member still counts as one, too.
+fn leader_with_a_second() -> Tables {
+    let mut tables = leader_tables();
+    let cidrs = ["10.42.2.0/24".parse().unwrap()];
+    tables.node.insert(MEMBER.into(), sender(&tables.prefix, MEMBER_HOP, NODE_LEADER, &cidrs));
+    tables
+}
+
+#[test]
+fn what_lan_ingress_has_checked_goes_to_wireguard_without_another_look_and_only_on_a_leader() {
+    let own = udp(MEMBER_POD, REMOTE_POD, (1, 2), b"payload");
+    let Some(counted) = then_egress(&leader_tables(), &own) else { return };
+    assert_eq!(counted, ["encrypt"]);
+    assert_eq!(then_egress(&member_tables(), &own).unwrap(), ["steer"], "nothing falls through to WireGuard");
+    let mut tables = leader_tables();
+    tables.hop.remove(&HOP_REMOTE);
+    assert_eq!(then_egress(&tables, &own).unwrap(), ["steer"], "nor where WireGuard is not the way out");
+}
+
+#[test]
+fn what_another_leader_carries_is_looked_at_again_before_wireguard_has_it() {
+    let carried = udp([10, 42, 9, 2], REMOTE_POD, (1, 2), b"payload");
+    let Some(counted) = then_egress(&leader_tables(), &carried) else { return };
+    assert_eq!(counted, ["steer"]);
 }
 
 #[test]

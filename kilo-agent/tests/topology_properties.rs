@@ -434,7 +434,7 @@ proptest! {
             prop_assert_eq!(adopted, ids.update(&second, &node.name));
             // Whatever else is in the map does no harm.
             let mut senders = plan.tables.node.clone();
-            senders.values_mut().for_each(|value| *value = NodeValue { hop: foreign, flags: 7 });
+            senders.values_mut().for_each(|value| *value = NodeValue { hop: foreign, flags: 7, ..*value });
             let ids = HopIds::adopt(&senders, &second, &node.name).update(&second, &node.name);
             prop_assert!(ids_are_sound(&ids, &fewer), "{:?}", ids);
         }

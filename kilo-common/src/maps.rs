@@ -142,6 +142,20 @@ pub struct NodeValue {
     pub hop: u32,
     /// `NODE_*` bits.
     pub flags: u32,
+    /// A prefix every address of which may be an inner source of that node, so
+    /// that most packets need no look into `prefix_v4`. All zero = none.
+    pub sources: [u8; 4],
+    /// Mask of that prefix; zero = none.
+    pub sources_mask: [u8; 4],
+}
+
+impl NodeValue {
+    /// True when the address lies in [`Self::sources`].
+    #[inline(always)]
+    pub const fn may_send_from(&self, src: [u8; 4]) -> bool {
+        let mask = u32::from_ne_bytes(self.sources_mask);
+        mask != 0 && u32::from_ne_bytes(src) & mask == u32::from_ne_bytes(self.sources)
+    }
 }
 
 /// Value of `masq_src`: masqueraded unless the destination is excluded.
@@ -283,4 +297,4 @@ macro_rules! plain_old_data {
         )*
     };
 }
-plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 8, NatKey: 40, NatValue: 24, Device: 24, Config: 52, PathMtu: 24);
+plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 16, NatKey: 40, NatValue: 24, Device: 24, Config: 52, PathMtu: 24);

@@ -45,7 +45,9 @@ pub trait Ip: Copy {
     /// The longest prefix that holds this address.
     fn prefix(addr: Self::Addr) -> Option<PrefixValue>;
     /// The node that sends from this outer address.
-    fn sender(addr: Self::Addr) -> Option<NodeValue>;
+    fn sender(addr: Self::Addr) -> Option<&'static NodeValue>;
+    /// True when the node is known to send from this address without a look at prefixes.
+    fn is_known_source(sender: &NodeValue, src: Self::Addr) -> bool;
     /// True for addresses that stay on a link or a host.
     fn never_steered(addr: Self::Addr) -> bool;
     /// True for addresses steered packets for this node are sent to.
@@ -121,9 +123,13 @@ impl Ip for Ipv4 {
         PREFIX_V4.get(&Key::new(32, addr)).copied()
     }
     #[inline(always)]
-    fn sender(addr: [u8; 4]) -> Option<NodeValue> {
-        // SAFETY: the value is copied at once; entries are only replaced by the agent.
-        unsafe { NODE_V4.get(&addr) }.copied()
+    fn sender(addr: [u8; 4]) -> Option<&'static NodeValue> {
+        // SAFETY: entries are only replaced by the agent; one that is meanwhile was valid a moment ago.
+        unsafe { NODE_V4.get(&addr) }
+    }
+    #[inline(always)]
+    fn is_known_source(sender: &NodeValue, src: [u8; 4]) -> bool {
+        sender.may_send_from(src)
     }
     #[inline(always)]
     fn never_steered(addr: [u8; 4]) -> bool {
@@ -258,9 +264,13 @@ impl Ip for V6 {
         PREFIX_V6.get(&Key::new(128, octets(addr))).copied()
     }
     #[inline(always)]
-    fn sender(addr: [u64; 2]) -> Option<NodeValue> {
-        // SAFETY: the value is copied at once; entries are only replaced by the agent.
-        unsafe { NODE_V6.get(&octets(addr)) }.copied()
+    fn sender(addr: [u64; 2]) -> Option<&'static NodeValue> {
+        // SAFETY: as above.
+        unsafe { NODE_V6.get(&octets(addr)) }
+    }
+    #[inline(always)]
+    fn is_known_source(_: &NodeValue, _: [u64; 2]) -> bool {
+        false
     }
     #[inline(always)]
     fn never_steered(addr: [u64; 2]) -> bool {

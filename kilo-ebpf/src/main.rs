@@ -28,6 +28,8 @@ mod send;
 #[cfg(target_arch = "bpf")]
 mod steer;
 #[cfg(target_arch = "bpf")]
+mod transit;
+#[cfg(target_arch = "bpf")]
 mod tunnel;
 
 #[cfg(target_arch = "bpf")]

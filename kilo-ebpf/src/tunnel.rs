@@ -25,6 +25,7 @@ use crate::{
     path_mtu,
     programs::{TC_ACT_UNSPEC, from_code, to_code},
     steer::fits,
+    transit,
 };
 
 const REDIRECT_INGRESS: u64 = 1;
@@ -54,13 +55,19 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
         return Ok(TC_ACT_UNSPEC);
     }
     match packet::family(ctx) {
-        Family::V4 => received::<Ipv4>(ctx, config),
+        Family::V4 => from_code(received_v4(ctx.as_ptr().cast(), config)),
         Family::V6 => from_code(received_v6(ctx.as_ptr().cast(), config)),
         Family::Other => Ok(TC_ACT_UNSPEC),
     }
 }
 
 /// A function of its own for the verifier, with a stack of its own; so below.
+#[inline(never)]
+fn received_v4(skb: *mut __sk_buff, config: &Config) -> i32 {
+    let ctx = TcContext::new(skb);
+    to_code(received::<Ipv4>(&ctx, config))
+}
+
 #[inline(never)]
 fn received_v6(skb: *mut __sk_buff, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
@@ -144,7 +151,7 @@ fn steered<O: Ip, I: Ip>(
     if outer.header_len() != O::HEADER_LEN {
         return Err(DropReason::Malformed);
     }
-    let mut onward = judge::<I>(ctx, config, &sender, ETHERNET_LEN + overhead)?;
+    let mut onward = judge::<I>(ctx, config, sender, ETHERNET_LEN + overhead)?;
     if onward == Onward::Punt && is_same::<O, I>(outer, ctx, ETHERNET_LEN + overhead) {
         onward = Onward::PuntHere;
     }
@@ -179,13 +186,19 @@ fn judge<I: Ip>(
     offset: usize,
 ) -> Result<Onward, DropReason> {
     let inner = I::read(ctx, offset)?;
-    check_source::<I>(sender, inner.src())?;
+    let known = I::is_known_source(sender, inner.src());
+    if !known {
+        check_source::<I>(sender, inner.src())?;
+    }
     let mut onward = onward::<I>(config, inner.dst()).ok_or(DropReason::NotForUs)?;
     if onward == Onward::Transit {
         if inner.ttl() <= 1 || !fits::<I>(ctx, offset, &inner, config.kilo_mtu) {
             onward = Onward::Punt;
         } else {
             inner.lower_ttl(ctx, offset)?;
+            if known && !I::never_steered(inner.dst()) && !I::never_steered(inner.src()) {
+                transit::mark(ctx);
+            }
         }
     }
     Ok(onward)
@@ -217,8 +230,8 @@ fn decapsulate<O: Ip, I: Ip>(ctx: &TcContext, overhead: usize) -> Result<(), Dro
 pub fn tunnel_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     let sender = tunnel_sender(ctx)?.ok_or(DropReason::UnknownSender)?;
     let onward = match packet::family(ctx) {
-        Family::V4 => judge::<Ipv4>(ctx, config, &sender, ETHERNET_LEN)?,
-        Family::V6 => judge::<V6>(ctx, config, &sender, ETHERNET_LEN)?,
+        Family::V4 => judge::<Ipv4>(ctx, config, sender, ETHERNET_LEN)?,
+        Family::V6 => judge::<V6>(ctx, config, sender, ETHERNET_LEN)?,
         Family::Other => return Err(DropReason::Malformed),
     };
     Ok(go(config, &onward))
@@ -226,7 +239,7 @@ pub fn tunnel_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReaso
 
 /// The node a decapsulated packet came from, by its outer source.
 #[inline(always)]
-fn tunnel_sender(ctx: &TcContext) -> Result<Option<NodeValue>, DropReason> {
+fn tunnel_sender(ctx: &TcContext) -> Result<Option<&'static NodeValue>, DropReason> {
     // SAFETY: plain integers, for which zero is a value.
     let mut key: bpf_tunnel_key = unsafe { core::mem::zeroed() };
     let size = size_of::<bpf_tunnel_key>() as u32;

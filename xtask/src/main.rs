@@ -1,6 +1,7 @@
 //! Build, lab and test commands of this repository: `cargo xtask --help`.
 
 mod apt;
+mod bench;
 mod build_ebpf;
 mod command;
 mod fuzz;
@@ -40,6 +41,8 @@ enum Task {
     Fuzz(fuzz::FuzzArgs),
     /// Run a command in a QEMU guest with a Debian kernel.
     Vm(vm::VmArgs),
+    /// Count what a packet costs, beside plain routes and Kilo's kernel IPIP.
+    Bench(bench::BenchArgs),
     /// Find or build etcd and kube-apiserver for the API tests.
     KubeAssets,
     /// Write the generated files of manifests/.
@@ -65,6 +68,13 @@ fn run() -> Result<()> {
         Task::Test(args) => test::main(&args),
         Task::Fuzz(args) => fuzz::main(&args),
         Task::Vm(args) => std::process::exit(vm::execute(&args)?),
+        Task::Bench(args) => {
+            if args.needs_build() {
+                build_ebpf::build(false)?;
+                build(&["--release", "--bin", "kg"])?;
+            }
+            bench::main(&args)
+        }
         Task::KubeAssets => kubernetes::assets().map(drop),
         Task::Manifests => manifests::write(),
         Task::Lab(args) => {
@@ -80,9 +90,13 @@ fn run() -> Result<()> {
 /// Builds the BPF object and the binaries.
 fn build_all() -> Result<()> {
     build_ebpf::build(false)?;
-    println!("xtask: cargo build");
+    build(&["--bins"])
+}
+
+fn build(what: &[&str]) -> Result<()> {
+    println!("xtask: cargo build {}", what.join(" "));
     command::show(
-        Command::new("cargo").current_dir(workspace_root()).args(["build", "--locked", "--quiet", "--bins"]),
+        Command::new("cargo").current_dir(workspace_root()).args(["build", "--locked", "--quiet"]).args(what),
     )
 }
 

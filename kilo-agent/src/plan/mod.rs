@@ -14,6 +14,7 @@ mod wireguard;
 
 pub use hops::{HopIds, MOST_OTHERS};
 pub use overlay::{overlay_addresses, published as published_overlay};
+pub use steering::sender;
 pub use types::*;
 
 use std::{

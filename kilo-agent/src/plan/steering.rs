@@ -1,8 +1,8 @@
 //! Tables of the steering programs: prefixes, hops, and who may send.
 
-use std::net::IpAddr;
+use std::{collections::BTreeMap, net::IpAddr};
 
-use ipnet::IpNet;
+use ipnet::{IpNet, Ipv4Net};
 use kilo_common::{
     encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6},
     maps::{HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue},
@@ -86,7 +86,8 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
             tables.hop.insert(HOP_REMOTE, hop);
         }
         // As with prefixes, the first node to name an address keeps it.
-        let sender = NodeValue { hop: id, flags: if leads { NODE_LEADER } else { 0 } };
+        let flags = if leads { NODE_LEADER } else { 0 };
+        let sender = sender(&tables.prefix, id, flags, &member.pod_cidrs);
         tables.node.entry(remote).or_insert(sender);
         in_overlay.extend(overlay.map(|source| (source, sender)));
     }
@@ -98,6 +99,28 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
     if own.leads {
         tables.hop.insert(HOP_REMOTE, Hop::Wireguard);
     }
+}
+
+/// What is known of the node behind a hop as a sender. The first of `cidrs` that
+/// is IPv4 and, with everything more specific in it, that node's goes along.
+pub fn sender(prefixes: &BTreeMap<IpNet, PrefixValue>, hop: u32, flags: u32, cidrs: &[IpNet]) -> NodeValue {
+    let is_whole = |cidr: &Ipv4Net| {
+        let Ok(last) = Ipv4Net::new(cidr.broadcast(), 32) else { return false };
+        // Prefixes are ordered by address, then length: within are the next ones.
+        let mut within = prefixes.range(IpNet::V4(*cidr)..=IpNet::V4(last));
+        prefixes.contains_key(&IpNet::V4(*cidr))
+            && within.all(|(_, value)| value.hop == hop && value.flags & PREFIX_SOURCE != 0)
+    };
+    let v4 = cidrs.iter().filter_map(|cidr| match cidr.trunc() {
+        IpNet::V4(cidr) if cidr.prefix_len() > 0 => Some(cidr),
+        _ => None,
+    });
+    let mut whole = v4.filter(is_whole);
+    let (sources, sources_mask) = match whole.next() {
+        Some(cidr) => (cidr.network().octets(), cidr.netmask().octets()),
+        None => ([0; 4], [0; 4]),
+    };
+    NodeValue { hop, flags, sources, sources_mask }
 }
 
 /// How another node of the location is reached.
@@ -124,4 +147,41 @@ fn overhead(tunnel: Tunnel, remote: IpAddr, member: &Member) -> u32 {
         Tunnel::Vxlan => VXLAN_OVERHEAD,
     };
     u32::try_from(bytes).unwrap_or(0)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    const NODE: u32 = 7;
+
+    /// The prefix a sender with this one and others in the table is known by.
+    fn sources(others: &[(&str, u32, u32)]) -> ([u8; 4], [u8; 4]) {
+        let cidr: IpNet = "10.42.1.0/24".parse().unwrap();
+        let mut prefixes = BTreeMap::from([(cidr, PrefixValue { hop: NODE, flags: PREFIX_SOURCE })]);
+        prefixes.extend(
+            others
+                .iter()
+                .map(|&(prefix, hop, flags)| (prefix.parse::<IpNet>().unwrap(), PrefixValue { hop, flags })),
+        );
+        let sender = sender(&prefixes, NODE, 0, &["fd00::/64".parse().unwrap(), cidr]);
+        (sender.sources, sender.sources_mask)
+    }
+
+    #[test]
+    fn a_sender_is_known_by_the_prefix_that_is_its_own_as_a_whole() {
+        let own = ([10, 42, 1, 0], [255, 255, 255, 0]);
+        assert_eq!(sources(&[]), own);
+        assert_eq!(sources(&[("10.42.0.0/16", 9, 0), ("10.42.2.0/24", 9, 0), ("10.42.0.255/32", 9, 0)]), own);
+        assert_eq!(sources(&[("10.42.1.9/32", NODE, PREFIX_SOURCE)]), own);
+        for (inside, hop, flags) in [
+            ("10.42.1.0/25", HOP_REMOTE, PREFIX_SOURCE),
+            ("10.42.1.255/32", HOP_REMOTE, PREFIX_SOURCE),
+            ("10.42.1.9/32", NODE, PREFIX_ROUTE),
+            ("10.42.1.0/24", HOP_LOCAL, PREFIX_SOURCE),
+        ] {
+            assert_eq!(sources(&[(inside, hop, flags)]), ([0; 4], [0; 4]), "{inside}");
+        }
+    }
 }

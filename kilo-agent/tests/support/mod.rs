@@ -92,7 +92,7 @@ pub fn leader_tables() -> Tables {
             (HOP_REMOTE, plan::Hop::Wireguard),
             (MEMBER_HOP, member),
         ]),
-        node: BTreeMap::from([(MEMBER.into(), NodeValue { hop: MEMBER_HOP, flags: 0 })]),
+        node: BTreeMap::from([(MEMBER.into(), NodeValue { hop: MEMBER_HOP, ..NodeValue::default() })]),
         masq_src: BTreeMap::from([
             ("10.42.1.0/24".parse().unwrap(), MASQ_SRC_ALWAYS),
             ("fd42:1::/64".parse().unwrap(), MASQ_SRC_ALWAYS),
@@ -135,6 +135,9 @@ pub fn member_tables() -> Tables {
     };
     tables.config.flags = CONFIG_MASQUERADE;
     tables.hop.insert(HOP_REMOTE, leader);
-    tables.node = BTreeMap::from([(MEMBER.into(), NodeValue { hop: MEMBER_HOP, flags: NODE_LEADER })]);
+    tables.node = BTreeMap::from([(
+        MEMBER.into(),
+        NodeValue { hop: MEMBER_HOP, flags: NODE_LEADER, ..NodeValue::default() },
+    )]);
     tables
 }

@@ -110,22 +110,50 @@ pub fn checksums_hold(ip: &[u8]) -> bool {
     checksum::header(&header) == 0 && transport
 }
 
+/// Bytes of `__sk_buff`, and where its control block stands (include/uapi/linux/bpf.h).
+const CONTEXT: usize = 192;
+const CONTROL_BLOCK: std::ops::Range<usize> = 48..68;
+
 /// Runs a program once; its verdict, and the packet afterwards.
 pub fn run_uncounted(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> (i32, Vec<u8>) {
+    run_once(dataplane, program, packet, &mut [0; 20])
+}
+
+fn run_once(
+    dataplane: &mut Dataplane,
+    program: &str,
+    packet: &[u8],
+    control_block: &mut [u8; 20],
+) -> (i32, Vec<u8>) {
     let classifier: &SchedClassifier = dataplane.bpf_mut().program(program).unwrap().try_into().unwrap();
     let mut out = vec![0; packet.len() + 256];
     let mut options = TestRunOptions::new();
     options.data_in = Some(packet);
     options.data_out = Some(&mut out);
+    let (mut given, mut left) = ([0; CONTEXT], [0; CONTEXT]);
+    given[CONTROL_BLOCK].copy_from_slice(control_block);
+    options.ctx_in = Some(&given);
+    options.ctx_out = Some(&mut left);
     let result = classifier.test_run(options).unwrap();
+    control_block.copy_from_slice(&left[CONTROL_BLOCK]);
     out.truncate(usize::try_from(result.data_size_out).unwrap());
     (result.return_value.cast_signed(), out)
 }
 
 /// Runs a program once and says what it did.
 pub fn run(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> Ran {
+    run_with(dataplane, program, packet, &mut [0; 20])
+}
+
+/// The same, with a control block, which is left as the program leaves it.
+pub fn run_with(
+    dataplane: &mut Dataplane,
+    program: &str,
+    packet: &[u8],
+    control_block: &mut [u8; 20],
+) -> Ran {
     let before = dataplane.counters().unwrap().read().unwrap();
-    let (verdict, out) = run_uncounted(dataplane, program, packet);
+    let (verdict, out) = run_once(dataplane, program, packet, control_block);
     let after = dataplane.counters().unwrap().read().unwrap();
     let all = |counters: &kilo_agent::dataplane::Counters| {
         let mut all = counters.actions.clone();

@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipnet::IpNet;
 use kilo_agent::{
-    plan::{Hop, Tables},
+    plan::{Hop, Tables, sender},
     topology::Tunnel,
 };
 use kilo_common::{
@@ -121,7 +121,9 @@ impl Random {
             }
             if !self.chance(8) {
                 let flags = if leads { NODE_LEADER } else { 0 };
-                tables.node.insert(private(index, v6_underlay), NodeValue { hop: id, flags });
+                let cidrs: Vec<IpNet> = tables.prefix.keys().copied().collect();
+                let sender = sender(&tables.prefix, id, flags, &cidrs);
+                tables.node.insert(private(index, v6_underlay), sender);
             }
         }
         // Also on a node that does not lead: it must not encrypt all the same.

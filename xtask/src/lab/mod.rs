@@ -1,10 +1,10 @@
 //! `cargo xtask lab`: a mesh on this machine, with a real agent a node.
 
-mod agents;
+pub mod agents;
 mod bulk;
 mod checks;
 mod cni;
-mod counters;
+pub mod counters;
 mod faults;
 mod flannel;
 mod forward_policy;
@@ -22,7 +22,7 @@ mod probe;
 mod scenario;
 mod segments;
 mod services;
-mod space;
+pub mod space;
 mod tunl0;
 mod vpn;
 

@@ -1,0 +1,180 @@
+//! Our way: the real agent sets the node up from Node objects, and is ended
+//! before anything is measured; the data path stays.
+
+use std::{
+    fs::{self, OpenOptions},
+    path::{Path, PathBuf},
+    process::Stdio,
+    thread::sleep,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use anyhow::{Context as _, Result, bail};
+
+use super::{
+    frames::Wrap,
+    site::{PORT, Site, pods, private, public, remote_pods, remote_private},
+};
+use crate::lab::{agents::tail, counters};
+
+/// Node objects a file holds at most.
+const NODES_PER_FILE: usize = 1000;
+
+/// What the agent is given.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// Nodes of the own location.
+    pub nodes: usize,
+    /// Other locations, each with `remote_nodes` nodes.
+    pub remote_locations: usize,
+    /// Nodes in each other location.
+    pub remote_nodes: usize,
+    /// Whether this node leads; else node 1 does.
+    pub leads: bool,
+    /// Value of `--tunnel`.
+    pub wrap: Wrap,
+    /// Value of `--masquerade`.
+    pub masquerade: &'static str,
+}
+
+impl Setup {
+    fn all(&self) -> usize {
+        self.nodes + self.remote_locations * self.remote_nodes
+    }
+
+    /// Node objects as their agents leave them.
+    fn objects(&self, remote_key: &str, now: u64) -> Vec<String> {
+        let leader = usize::from(!self.leads);
+        let own = (0..self.nodes).map(|number| {
+            let mut annotations = "    kilo.squat.ai/location: own\n".to_owned();
+            if number > 0 {
+                annotations +=
+                    &checked_in(&format!("{}:{PORT}", private(number)), private(number), &key(number), now);
+            }
+            if number == leader {
+                annotations += "    kilo.squat.ai/leader: \"\"\n";
+            }
+            node(&format!("own-{number:05}"), &annotations, pods(number))
+        });
+        let remote = (0..self.remote_locations * self.remote_nodes).map(|number| {
+            let location = number % self.remote_locations;
+            let key = if number == 0 { remote_key.to_owned() } else { key(self.nodes + number) };
+            let endpoint = format!("{}:{PORT}", public(location));
+            let mut annotations = format!("    kilo.squat.ai/location: remote-{location:03}\n");
+            annotations += &checked_in(&endpoint, remote_private(number), &key, now);
+            if number < self.remote_locations {
+                annotations += "    kilo.squat.ai/leader: \"\"\n";
+            }
+            node(&format!("remote-{number:05}"), &annotations, remote_pods(number))
+        });
+        own.chain(remote).collect()
+    }
+}
+
+fn node(name: &str, annotations: &str, pods: std::net::Ipv4Addr) -> String {
+    format!(
+        "apiVersion: v1\nkind: Node\nmetadata:\n  name: {name}\n  annotations:\n{annotations}spec:\n  podCIDR: {pods}/24\n"
+    )
+}
+
+fn checked_in(endpoint: &str, private: std::net::Ipv4Addr, key: &str, now: u64) -> String {
+    format!(
+        "    kilo.squat.ai/endpoint: {endpoint}\n    kilo.squat.ai/internal-ip: {private}/16\n    \
+         kilo.squat.ai/key: {key}\n    kilo.squat.ai/last-seen: \"{now}\"\n"
+    )
+}
+
+/// A public key nobody has the private half of.
+fn key(number: usize) -> String {
+    format!("{number:042}A=")
+}
+
+/// Sets the node up and ends the agent.
+pub fn set_up(site: &Site, setup: &Setup, kg: &Path) -> Result<()> {
+    let cluster = write_objects(site, setup)?;
+    site.node.sh(&format!(
+        "mkdir -p /var/lib/kilo && install -m 600 {} /var/lib/kilo/key",
+        site.directory.join("node.key").display()
+    ))?;
+    let log = site.directory.join("kg.log");
+    let file = OpenOptions::new().create(true).append(true).open(&log)?;
+    let mut child = site
+        .node
+        .command(kg)
+        .args(["--backend", "file", "--backend-dir"])
+        .arg(cluster)
+        .args(["--hostname", "own-00000", "--internal-cidr", "10.1.0.0/16", "--resync-period", "5s"])
+        .args(["--cni-path", "/run/10-kilo.conflist", "--wireguard", "kernel"])
+        .args(["--tunnel", setup.wrap.flag(), "--masquerade", setup.masquerade])
+        .stdin(Stdio::null())
+        .stdout(file.try_clone()?)
+        .stderr(file)
+        .spawn()?;
+    let started = Instant::now();
+    let (mut last, mut quiet_since) = (None, started);
+    let result = loop {
+        match writes(site, setup.all()) {
+            // Large meshes pause between what they compute and what they write.
+            Some(count) if Some(count) == last => {
+                if quiet_since.elapsed() > Duration::from_secs(3 + setup.all() as u64 / 500) {
+                    break Ok(());
+                }
+            }
+            now => (last, quiet_since) = (now, Instant::now()),
+        }
+        if let Some(status) = child.try_wait()? {
+            break Err(anyhow::anyhow!("kg ended: {status}"));
+        }
+        if started.elapsed() > Duration::from_secs(600) {
+            break Err(anyhow::anyhow!("kg does not see {} nodes", setup.all()));
+        }
+        sleep(Duration::from_millis(200));
+    };
+    child.kill()?;
+    child.wait()?;
+    result.with_context(|| tail(&log))
+}
+
+fn write_objects(site: &Site, setup: &Setup) -> Result<PathBuf> {
+    let cluster = site.directory.join("cluster");
+    let _ = fs::remove_dir_all(&cluster);
+    fs::create_dir_all(&cluster)?;
+    let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
+    let objects = setup.objects(&site.remote_key, now);
+    for (number, part) in objects.chunks(NODES_PER_FILE).enumerate() {
+        fs::write(cluster.join(format!("nodes-{number}.yaml")), part.join("---\n"))?;
+    }
+    Ok(cluster)
+}
+
+/// Changes the agent has made to the kernel, once it sees all nodes and has
+/// made any.
+fn writes(site: &Site, nodes: usize) -> Option<u64> {
+    let metrics = counters::scrape(&site.node).ok()?;
+    let seen = metrics.get("kilo_nodes").is_some_and(|&seen| seen == nodes as u64);
+    let writes =
+        metrics.iter().filter(|(name, _)| name.starts_with("kilo_writes_total")).map(|(_, &count)| count);
+    Some(writes.sum()).filter(|&count| seen && count > 0)
+}
+
+/// The counters of the data path that are not zero, for an error message.
+pub fn counts(site: &Site) -> String {
+    let text = site.node.sh("bpftool -j map dump name count 2>/dev/null || true").unwrap_or_default();
+    let entries: Vec<serde_json::Value> = serde_json::from_str(&text).unwrap_or_default();
+    let counts: Vec<_> = entries
+        .iter()
+        .filter_map(|entry| {
+            let count = entry["formatted"]["values"][0]["value"].as_u64().filter(|&count| count > 0)?;
+            Some(format!("{}: {count}", entry["formatted"]["key"]))
+        })
+        .collect();
+    format!("counters {}", counts.join(", "))
+}
+
+/// Refuses to go on without the binary.
+pub fn check_binary(kg: &Path) -> Result<()> {
+    if kg.exists() {
+        return Ok(());
+    }
+    bail!("{} does not exist", kg.display())
+}

@@ -1,0 +1,156 @@
+//! The tables of docs/benchmarks.md and its plot, made from the figures.
+
+use std::fmt::Write as _;
+
+use anyhow::{Context as _, Result};
+
+use super::figures::Cost;
+
+/// The tables stand between these two lines.
+const BEGIN: &str = "<!-- figures: made by cargo xtask bench -->";
+const END: &str = "<!-- /figures -->";
+
+/// Stages in the order packets meet them, with what they are called.
+const STAGES: [(&str, &str); 6] = [
+    ("encapsulation", "Pod to the network, on a node that does not lead"),
+    ("transit-out", "Leader, network to the WireGuard device, encryption not counted"),
+    ("lan-to-encrypted", "Leader, network to encrypted packet on the network"),
+    ("transit-in", "Leader, decrypted packet to the network"),
+    ("delivery", "Network to the pod, on a node that does not lead"),
+    ("masquerade", "Pod to an address outside of the mesh"),
+];
+
+const LOADS: [&str; 3] = ["64", "1372", "new-flow"];
+
+/// Replaces the tables in `text`.
+pub fn with_tables(text: &str, machine: &str, costs: &[Cost]) -> Result<String> {
+    let (before, rest) = text.split_once(BEGIN).with_context(|| format!("no line {BEGIN}"))?;
+    let (_, after) = rest.split_once(END).with_context(|| format!("no line {END}"))?;
+    Ok(format!("{before}{BEGIN}\n{machine}\n{}{END}{after}", tables(costs)))
+}
+
+fn tables(costs: &[Cost]) -> String {
+    let mut text = String::new();
+    for (stage, title) in STAGES {
+        let _ = write!(
+            text,
+            "\n### {title}\n\n`{stage}`\n\n| way | 64 bytes | 1,372 bytes | first packets of flows |\n|---|--:|--:|--:|\n"
+        );
+        for way in ways(costs, stage) {
+            let _ = write!(text, "| {way} |");
+            for load in LOADS {
+                match value(costs, way, stage, load) {
+                    Some(value) => {
+                        let _ = write!(text, " {} |", grouped(value));
+                    }
+                    None => text += " |",
+                }
+            }
+            text += "\n";
+        }
+    }
+    text + "\n"
+}
+
+fn ways<'a>(costs: &'a [Cost], stage: &str) -> Vec<&'a str> {
+    let mut ways: Vec<&str> = Vec::new();
+    for cost in costs.iter().filter(|cost| cost.stage == stage) {
+        if !ways.contains(&cost.way.as_str()) {
+            ways.push(&cost.way);
+        }
+    }
+    ways
+}
+
+fn value(costs: &[Cost], way: &str, stage: &str, load: &str) -> Option<f64> {
+    let found = costs.iter().find(|cost| cost.way == way && cost.stage == stage && cost.load == load);
+    found.map(|cost| cost.instructions)
+}
+
+/// 12345.6 as `12,346`.
+fn grouped(value: f64) -> String {
+    let digits = format!("{value:.0}");
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) && !text.ends_with('-') {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// Bars of two stages, 64 bytes, on a logarithmic scale.
+pub fn plot(costs: &[Cost]) -> String {
+    const WIDTH: f64 = 860.0;
+    const LEFT: f64 = 170.0;
+    const ROW: f64 = 18.0;
+    // Decades from 1,000 to 1,000,000.
+    let x = |value: f64| LEFT + (value.max(1000.0).log10() - 3.0) / 3.0 * (WIDTH - LEFT - 70.0);
+    let mut body = String::new();
+    let mut y = 20.0;
+    for (stage, title) in STAGES
+        .into_iter()
+        .filter(|(stage, _)| ["transit-out", "lan-to-encrypted", "masquerade"].contains(stage))
+    {
+        let _ = writeln!(body, "<text x=\"8\" y=\"{y}\" font-weight=\"bold\">{title}, 64 bytes</text>");
+        y += ROW;
+        for way in ways(costs, stage) {
+            let Some(value) = value(costs, way, stage, "64") else { continue };
+            let colour = if way.starts_with("ours") {
+                "#2a7"
+            } else if way.starts_with("kilo") {
+                "#c63"
+            } else {
+                "#888"
+            };
+            let _ = writeln!(
+                body,
+                "<text x=\"{}\" y=\"{y}\" text-anchor=\"end\">{way}</text><rect x=\"{LEFT}\" y=\"{}\" width=\"{:.1}\" \
+                 height=\"12\" fill=\"{colour}\"/><text x=\"{:.1}\" y=\"{y}\">{}</text>",
+                LEFT - 8.0,
+                y - 10.0,
+                x(value) - LEFT,
+                x(value) + 6.0,
+                grouped(value),
+            );
+            y += ROW;
+        }
+        y += ROW;
+    }
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{y}\" font-family=\"sans-serif\" font-size=\"12\">\n\
+         <title>Guest instructions per packet, logarithmic from 1,000 to 1,000,000</title>\n\
+         <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n{body}</svg>\n"
+    )
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_replace_what_stood_between_the_marks_and_nothing_else() {
+        let costs = [Cost {
+            way: "plain".to_owned(),
+            stage: "transit-out".to_owned(),
+            load: "64".to_owned(),
+            instructions: 4321.4,
+        }];
+        let text = format!("before\n{BEGIN}\nold\n{END}\nafter\n");
+        let now = with_tables(&text, "machine", &costs).unwrap();
+        assert!(
+            now.starts_with(&format!("before\n{BEGIN}\nmachine\n"))
+                && now.ends_with(&format!("{END}\nafter\n"))
+        );
+        assert!(now.contains("| plain | 4,321 | | |") && !now.contains("old"), "{now}");
+        assert!(with_tables("no marks", "", &costs).is_err());
+    }
+
+    #[test]
+    fn thousands_are_grouped() {
+        let texts = [0.0, 999.6, 1000.0, 1_234_567.0, -123.0, -1234.0].map(grouped);
+        assert_eq!(texts, ["0", "1,000", "1,000", "1,234,567", "-123", "-1,234"]);
+    }
+}

@@ -1,0 +1,126 @@
+//! Figures: what was measured, beside what it is compared with.
+
+use serde::{Deserialize, Serialize};
+
+/// A count may grow by this factor before `--check` fails.
+pub const TOLERANCE: f64 = 1.10;
+
+/// One figure of `docs/benchmarks.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Figure {
+    /// Stage, load and way: `transit-out/64/ours-ipip-5`.
+    pub name: String,
+    /// What is counted.
+    pub unit: String,
+    /// What was measured.
+    pub value: f64,
+    /// The same of the way it is compared with, if there is one.
+    pub baseline: Option<f64>,
+    /// `value` / `baseline`.
+    pub ratio: Option<f64>,
+}
+
+/// Instructions of one stage under one load.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Cost {
+    /// The way packets go: `plain`, `kilo-100-nft`, `ours-ipip-5`.
+    pub way: String,
+    /// The part of the way: `transit-out`.
+    pub stage: String,
+    /// Payload bytes, or `new flows`.
+    pub load: String,
+    /// Guest instructions per packet.
+    pub instructions: f64,
+}
+
+/// The figures of all costs. Ours are compared with Kilo's way at the same
+/// number of nodes, Kilo's with plain routes.
+pub fn figures(costs: &[Cost]) -> Vec<Figure> {
+    let of = |way: &str, cost: &Cost| {
+        costs
+            .iter()
+            .find(|other| other.way == way && other.stage == cost.stage && other.load == cost.load)
+            .map(|other| other.instructions)
+    };
+    costs
+        .iter()
+        .map(|cost| {
+            let baseline = baseline(&cost.way).and_then(|way| of(&way, cost));
+            Figure {
+                name: format!("{}/{}/{}", cost.stage, cost.load, cost.way),
+                unit: "guest instructions per packet".to_owned(),
+                value: cost.instructions.round(),
+                baseline: baseline.map(f64::round),
+                ratio: baseline
+                    .filter(|&baseline| baseline > 0.0)
+                    .map(|baseline| (cost.instructions / baseline * 1000.0).round() / 1000.0),
+            }
+        })
+        .collect()
+}
+
+/// The way another is compared with.
+fn baseline(way: &str) -> Option<String> {
+    let nodes = way.rsplit('-').next()?;
+    match way.split('-').next()? {
+        // The larger meshes are compared with what Kilo was measured at.
+        "ours" => {
+            Some(format!("kilo-{}-nft", if nodes.parse::<u32>().ok()? > 1000 { "1000" } else { nodes }))
+        }
+        "plain" => None,
+        _ => Some("plain".to_owned()),
+    }
+}
+
+/// Our figures that grew by more than a tenth against the stored ones, or are
+/// gone, one line each.
+pub fn regressions(stored: &[Figure], now: &[Figure]) -> Vec<String> {
+    stored
+        .iter()
+        .filter(|old| old.name.contains("/ours-"))
+        .filter_map(|old| match now.iter().find(|new| new.name == old.name) {
+            None => Some(format!("{}: not measured any more", old.name)),
+            Some(new) if new.value > old.value * TOLERANCE => {
+                Some(format!("{}: {} {}, stored {}", old.name, new.value, new.unit, old.value))
+            }
+            Some(_) => None,
+        })
+        .collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    fn cost(way: &str, instructions: f64) -> Cost {
+        Cost { way: way.to_owned(), stage: "transit-out".to_owned(), load: "64".to_owned(), instructions }
+    }
+
+    #[test]
+    fn our_figures_are_compared_with_kilo_at_the_same_number_of_nodes() {
+        let figures = figures(&[
+            cost("plain", 4000.0),
+            cost("kilo-100-nft", 16_000.0),
+            cost("kilo-1000-nft", 100_000.0),
+            cost("ours-ipip-100", 1600.0),
+            cost("ours-ipip-10000", 2000.0),
+        ]);
+        let ratios: Vec<_> = figures.iter().map(|figure| figure.ratio).collect();
+        assert_eq!(ratios, [None, Some(4.0), Some(25.0), Some(0.1), Some(0.02)]);
+    }
+
+    #[test]
+    fn a_count_that_grew_by_more_than_a_tenth_is_a_regression() {
+        let stored =
+            figures(&[cost("ours-ipip-5", 1000.0), cost("kilo-5-nft", 1000.0), cost("ours-none-5", 10.0)]);
+        let at = |instructions| figures(&[cost("ours-ipip-5", instructions), cost("ours-none-5", 10.0)]);
+        assert!(regressions(&stored, &at(1100.0)).is_empty());
+        assert_eq!(
+            regressions(&stored, &at(1101.0)),
+            ["transit-out/64/ours-ipip-5: 1101 guest instructions per packet, stored 1000"]
+        );
+        let gone = regressions(&stored, &figures(&[cost("ours-ipip-5", 900.0)]));
+        assert_eq!(gone, ["transit-out/64/ours-none-5: not measured any more"]);
+    }
+}

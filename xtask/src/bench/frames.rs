@@ -1,0 +1,146 @@
+//! Packets the benchmark sends, as they stand on the wire.
+
+use std::net::Ipv4Addr;
+
+/// Bytes of an Ethernet header.
+const ETHERNET: usize = 14;
+const IPV4: usize = 20;
+const UDP: usize = 8;
+const PROTOCOL_IPIP: u8 = 4;
+const PROTOCOL_UDP: u8 = 17;
+const ETHERTYPE_IPV4: [u8; 2] = [8, 0];
+/// Port and VNI of the mesh's VXLAN (`kilo_common::maps`).
+const VXLAN_PORT: u16 = 51_821;
+const VXLAN_VNI: u32 = 0x6b67;
+
+/// How a packet between nodes of one location is wrapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wrap {
+    /// Not at all.
+    None,
+    /// IP in IP.
+    Ipip,
+    /// The mesh's VXLAN.
+    Vxlan,
+}
+
+impl Wrap {
+    /// Value of `--tunnel`.
+    pub fn flag(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Ipip => "ipip",
+            Self::Vxlan => "vxlan",
+        }
+    }
+}
+
+/// One UDP packet, and how it is carried.
+#[derive(Clone, Copy, Debug)]
+pub struct Flow {
+    /// Address and port of the sender.
+    pub from: (Ipv4Addr, u16),
+    /// Address and port of the receiver.
+    pub to: (Ipv4Addr, u16),
+    /// Bytes of UDP payload.
+    pub payload: usize,
+    /// Outer header, with the nodes it stands between.
+    pub wrap: Wrap,
+    /// Outer source and destination.
+    pub nodes: (Ipv4Addr, Ipv4Addr),
+}
+
+impl Flow {
+    /// The Ethernet frame, to this link-layer address.
+    pub fn frame(&self, to: [u8; 6]) -> Vec<u8> {
+        let inner = udp_packet(self.from, self.to, &vec![0x55; self.payload]);
+        let packet = match self.wrap {
+            Wrap::None => inner,
+            Wrap::Ipip => ipv4(self.nodes.0, self.nodes.1, PROTOCOL_IPIP, &inner),
+            Wrap::Vxlan => {
+                let mut payload = vec![8, 0, 0, 0];
+                payload.extend((VXLAN_VNI << 8).to_be_bytes());
+                payload.extend(ethernet([2, 0, 0, 0, 0, 2]));
+                payload.extend(inner);
+                udp_packet((self.nodes.0, 50_000), (self.nodes.1, VXLAN_PORT), &payload)
+            }
+        };
+        let mut frame = ethernet(to).to_vec();
+        frame.extend(packet);
+        frame
+    }
+}
+
+fn ethernet(to: [u8; 6]) -> [u8; ETHERNET] {
+    let mut header = [0; ETHERNET];
+    header[..6].copy_from_slice(&to);
+    header[6..12].copy_from_slice(&[2, 0, 0, 0, 0, 1]);
+    header[12..].copy_from_slice(&ETHERTYPE_IPV4);
+    header
+}
+
+/// Without checksum, which IPv4 allows (RFC 768).
+fn udp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8]) -> Vec<u8> {
+    let mut datagram = Vec::with_capacity(UDP + payload.len());
+    datagram.extend(from.1.to_be_bytes());
+    datagram.extend(to.1.to_be_bytes());
+    datagram.extend(((UDP + payload.len()) as u16).to_be_bytes());
+    datagram.extend([0, 0]);
+    datagram.extend(payload);
+    ipv4(from.0, to.0, PROTOCOL_UDP, &datagram)
+}
+
+fn ipv4(from: Ipv4Addr, to: Ipv4Addr, protocol: u8, payload: &[u8]) -> Vec<u8> {
+    let mut packet = vec![0x45, 0];
+    packet.extend(((IPV4 + payload.len()) as u16).to_be_bytes());
+    packet.extend([0, 0, 0, 0, 64, protocol, 0, 0]);
+    packet.extend(from.octets());
+    packet.extend(to.octets());
+    let sum = checksum(&packet);
+    packet[10..12].copy_from_slice(&sum.to_be_bytes());
+    packet.extend(payload);
+    packet
+}
+
+/// The Internet checksum (RFC 1071) of an even number of bytes.
+fn checksum(bytes: &[u8]) -> u16 {
+    let mut sum: u32 =
+        bytes.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    !(sum as u16)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    fn flow(wrap: Wrap) -> Flow {
+        Flow {
+            from: ("10.64.1.2".parse().unwrap(), 4000),
+            to: ("10.128.0.2".parse().unwrap(), 5000),
+            payload: 64,
+            wrap,
+            nodes: ("10.1.0.12".parse().unwrap(), "10.1.0.11".parse().unwrap()),
+        }
+    }
+
+    #[test]
+    fn a_wrapped_frame_holds_the_bare_packet_behind_its_outer_headers() {
+        let bare = flow(Wrap::None).frame([1; 6]);
+        assert_eq!(bare.len(), ETHERNET + IPV4 + UDP + 64);
+        for (wrap, overhead) in [(Wrap::Ipip, 20), (Wrap::Vxlan, 50)] {
+            let frame = flow(wrap).frame([1; 6]);
+            assert_eq!(frame.len(), bare.len() + overhead);
+            assert_eq!(frame[ETHERNET + overhead..], bare[ETHERNET..]);
+        }
+    }
+
+    #[test]
+    fn a_header_with_its_checksum_sums_to_zero() {
+        let frame = flow(Wrap::Ipip).frame([1; 6]);
+        assert_eq!(checksum(&frame[ETHERNET..ETHERNET + IPV4]), 0);
+    }
+}

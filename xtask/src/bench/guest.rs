@@ -1,0 +1,137 @@
+//! The part of the benchmark that runs in the guest: every way in turn.
+
+use std::{fs, path::Path};
+
+use anyhow::{Context as _, Result};
+
+use super::{
+    agent::{self, Setup},
+    figures::Cost,
+    frames::Wrap,
+    kernel_ways,
+    site::Site,
+    stages::{Bench, Floor, floor},
+};
+
+const NFT: &str = "iptables-nft-restore";
+const LEGACY: &str = "iptables-legacy-restore";
+
+/// A way packets can go.
+enum Way {
+    Plain,
+    Masquerade(&'static str),
+    Kilo { nodes: usize, restore: &'static str },
+    Ours { wrap: Wrap, nodes: usize, remote: (usize, usize), masquerade: &'static str },
+}
+
+impl Way {
+    fn name(&self) -> String {
+        let rules = |restore: &str| if restore == NFT { "nft" } else { "legacy" };
+        match self {
+            Self::Plain => "plain".to_owned(),
+            Self::Masquerade(restore) => format!("iptables-{}", rules(restore)),
+            Self::Kilo { nodes, restore } => format!("kilo-{nodes}-{}", rules(restore)),
+            Self::Ours { wrap, nodes, remote: (locations, each), masquerade } => {
+                let way = if *masquerade == "ebpf" { wrap.flag() } else { masquerade };
+                let all = if *locations == 1 { *nodes } else { nodes + locations * each };
+                format!("ours-{way}-{all}")
+            }
+        }
+    }
+
+    fn wrap(&self) -> Wrap {
+        match self {
+            Self::Plain | Self::Masquerade(_) => Wrap::None,
+            Self::Kilo { .. } => Wrap::Ipip,
+            Self::Ours { wrap, .. } => *wrap,
+        }
+    }
+
+    /// Sets the node up as a leader or as another node.
+    fn set_up(&self, site: &Site, leads: bool, kg: &Path) -> Result<()> {
+        match *self {
+            Self::Plain => {
+                site.base_rules(NFT)?;
+                kernel_ways::plain(site, leads)
+            }
+            Self::Masquerade(restore) => {
+                site.base_rules(restore)?;
+                kernel_ways::plain(site, leads)?;
+                kernel_ways::masquerade(site, restore)
+            }
+            Self::Kilo { nodes, restore } => {
+                site.base_rules(restore)?;
+                kernel_ways::kilo(site, nodes, leads, restore)
+            }
+            Self::Ours { wrap, nodes, remote: (remote_locations, remote_nodes), masquerade } => {
+                site.base_rules(NFT)?;
+                let setup = Setup { nodes, remote_locations, remote_nodes, leads, wrap, masquerade };
+                agent::set_up(site, &setup, kg)
+            }
+        }
+    }
+}
+
+/// Measures the ways whose name contains `only`; writes the costs to `json`.
+pub fn main(directory: &Path, kg: &Path, json: &Path, only: &str, large: bool) -> Result<()> {
+    agent::check_binary(kg)?;
+    fs::write(json.with_extension("kernel"), fs::read("/proc/sys/kernel/osrelease")?)?;
+    let mut costs = Vec::new();
+    let floor = {
+        let site = Site::create(&directory.join("floor"))?;
+        site.wireguard("0.0.0.0/0")?;
+        floor(&site)?
+    };
+    let mut failed = Vec::new();
+    for way in ways(large).iter().filter(|way| way.name().contains(only)) {
+        if let Err(error) = measure(way, directory, kg, &floor, &mut costs) {
+            println!("bench: {}: {error:#}", way.name());
+            failed.push(way.name());
+        }
+        fs::write(json, serde_json::to_vec_pretty(&costs)?).context("costs")?;
+    }
+    anyhow::ensure!(failed.is_empty(), "not measured to the end: {}", failed.join(", "));
+    Ok(())
+}
+
+fn ways(large: bool) -> Vec<Way> {
+    let ours = |wrap, nodes, remote| Way::Ours { wrap, nodes, remote, masquerade: "ebpf" };
+    let mut ways = vec![
+        ours(Wrap::Ipip, 5, (1, 1)),
+        Way::Plain,
+        Way::Masquerade(NFT),
+        Way::Kilo { nodes: 5, restore: NFT },
+        Way::Kilo { nodes: 100, restore: NFT },
+        Way::Kilo { nodes: 1000, restore: NFT },
+        ours(Wrap::Vxlan, 5, (1, 1)),
+        ours(Wrap::None, 5, (1, 1)),
+        ours(Wrap::Ipip, 100, (1, 1)),
+        ours(Wrap::Ipip, 1000, (1, 1)),
+        Way::Ours { wrap: Wrap::Ipip, nodes: 5, remote: (1, 1), masquerade: "nftables" },
+        Way::Kilo { nodes: 5, restore: LEGACY },
+        Way::Kilo { nodes: 100, restore: LEGACY },
+        Way::Kilo { nodes: 1000, restore: LEGACY },
+    ];
+    if large {
+        ways.push(ours(Wrap::Ipip, 500, (19, 500)));
+    }
+    ways
+}
+
+fn measure(way: &Way, directory: &Path, kg: &Path, floor: &Floor, costs: &mut Vec<Cost>) -> Result<()> {
+    for leads in [true, false] {
+        let name = way.name();
+        let site = Site::create(&directory.join(format!("{name}-{leads}")))?;
+        let mut bench = Bench::new(&site, &name, way.wrap(), floor);
+        way.set_up(&site, leads, kg)?;
+        site.fix_neighbours()?;
+        let measured = if leads {
+            site.handshake().and_then(|()| bench.leader())
+        } else {
+            bench.member().and_then(|()| bench.masquerade())
+        };
+        costs.append(&mut bench.costs);
+        measured.with_context(|| agent::counts(&site))?;
+    }
+    Ok(())
+}

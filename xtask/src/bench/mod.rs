@@ -1,0 +1,141 @@
+//! `cargo xtask bench`: what a packet costs, counted in instructions of a guest
+//! kernel, beside what it costs without us and with Kilo's kernel IPIP.
+
+mod agent;
+mod document;
+mod figures;
+mod frames;
+mod generator;
+mod guest;
+mod kernel_ways;
+mod site;
+mod stages;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, Result, bail};
+use clap::Args;
+
+use crate::{
+    apt,
+    lab::PACKAGES,
+    vm::{self, VmArgs},
+    workspace_root,
+};
+use figures::{Cost, Figure};
+
+/// Figures of the last run that was kept.
+const STORED: &str = "docs/benchmarks.json";
+
+/// The document with the tables; its plot stands beside it.
+const DOCUMENT: &str = "docs/benchmarks.md";
+
+/// Options of the benchmark.
+#[derive(Args, Clone, Debug)]
+pub struct BenchArgs {
+    /// 6.1, 6.12 or newest.
+    #[arg(long, default_value = "6.12")]
+    kernel: String,
+    /// Compare with docs/benchmarks.json instead of writing it; fail when a count of ours grew by more than a tenth.
+    #[arg(long)]
+    check: bool,
+    /// Only ways with this in their name; nothing is written or compared.
+    #[arg(long, default_value = "")]
+    only: String,
+    /// Leave out the mesh of 10,000 nodes.
+    #[arg(long)]
+    no_large: bool,
+    /// Measure nothing, take what a run left in target/vm/bench.json.
+    #[arg(long)]
+    last: bool,
+    /// Directory of the kg binary (default: a release build).
+    #[arg(long)]
+    bin: Option<PathBuf>,
+    /// Measure here: this is the guest.
+    #[arg(long, hide = true)]
+    guest: bool,
+}
+
+impl BenchArgs {
+    /// True when binaries must be built first.
+    pub fn needs_build(&self) -> bool {
+        !self.guest && !self.last && self.bin.is_none()
+    }
+}
+
+/// Runs `cargo xtask bench`.
+pub fn main(args: &BenchArgs) -> Result<()> {
+    let bin = match &args.bin {
+        Some(bin) => fs::canonicalize(bin).with_context(|| bin.display().to_string())?,
+        None => workspace_root().join("target/release"),
+    };
+    let results = workspace_root().join(vm::SHARED).join("bench.json");
+    if args.guest {
+        return guest::main(
+            &std::env::temp_dir().join("bench"),
+            &bin.join("kg"),
+            &results,
+            &args.only,
+            !args.no_large,
+        );
+    }
+    if !args.last {
+        measure(args, &bin, &results)?;
+    }
+    if !args.only.is_empty() {
+        return Ok(());
+    }
+    let costs: Vec<Cost> = serde_json::from_slice(&fs::read(&results)?)?;
+    let now = figures::figures(&costs);
+    let stored = workspace_root().join(STORED);
+    if args.check {
+        return check(&serde_json::from_slice::<Vec<Figure>>(&fs::read(&stored).context(STORED)?)?, &now);
+    }
+    fs::write(&stored, serde_json::to_string_pretty(&now)? + "\n").context(STORED)?;
+    let machine = format!(
+        "QEMU TCG, one virtual CPU, `-icount shift=0`; guest kernel {}. Counted in one run.",
+        fs::read_to_string(results.with_extension("kernel"))?.trim()
+    );
+    let document = workspace_root().join(DOCUMENT);
+    let text = fs::read_to_string(&document).context(DOCUMENT)?;
+    fs::write(&document, document::with_tables(&text, &machine, &costs).context(DOCUMENT)?)?;
+    fs::write(document.with_extension("svg"), document::plot(&costs))?;
+    Ok(())
+}
+
+/// Runs the guest's part.
+fn measure(args: &BenchArgs, bin: &Path, results: &Path) -> Result<()> {
+    apt::install(PACKAGES)?;
+    let _ = fs::remove_file(results);
+    let mut command = vec![std::env::current_exe()?.display().to_string()];
+    command.extend(["bench", "--guest", "--only", &args.only, "--bin"].map(ToOwned::to_owned));
+    command.push(bin.display().to_string());
+    if args.no_large {
+        command.push("--no-large".to_owned());
+    }
+    let machine = VmArgs {
+        kernel: args.kernel.clone(),
+        modules: None,
+        memory: 3072,
+        timeout: 3600,
+        icount: true,
+        command,
+    };
+    let code = vm::execute(&machine)?;
+    if code != 0 {
+        bail!("the guest's part failed with {code}");
+    }
+    Ok(())
+}
+
+fn check(stored: &[Figure], now: &[Figure]) -> Result<()> {
+    let worse = figures::regressions(stored, now);
+    if worse.is_empty() {
+        println!("bench: no count of ours grew by more than a tenth");
+        return Ok(());
+    }
+    bail!("more instructions than {STORED} has:\n{}", worse.join("\n"))
+}

@@ -1,0 +1,227 @@
+//! The node under test: its network namespace, the network around it played by
+//! another one, and a WireGuard peer with a session.
+
+use std::{
+    fs,
+    net::Ipv4Addr,
+    path::{Path, PathBuf},
+    process::Command,
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+
+use super::frames::{Flow, Wrap};
+use crate::{
+    command::output,
+    lab::space::{Space, kill_inside},
+};
+
+/// Port of WireGuard on every node.
+pub const PORT: u16 = 51820;
+/// An address outside of the mesh.
+pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 7);
+/// Public address of the first leader elsewhere; the others follow.
+const PUBLIC: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 0);
+/// Router of the node's network.
+pub const GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 1);
+
+/// Private address of a node of the own location; number 0 is the node under test.
+pub fn private(number: usize) -> Ipv4Addr {
+    Ipv4Addr::new(10, 1, 0, 11).to_bits().wrapping_add(number as u32).into()
+}
+
+/// Private address of a node elsewhere.
+pub fn remote_private(number: usize) -> Ipv4Addr {
+    Ipv4Addr::new(10, 32, 0, 11).to_bits().wrapping_add(number as u32).into()
+}
+
+/// First address of the pod CIDR (/24) of a node of the own location.
+pub fn pods(number: usize) -> Ipv4Addr {
+    Ipv4Addr::new(10, 64, 0, 0).to_bits().wrapping_add((number as u32) << 8).into()
+}
+
+/// First address of the pod CIDR (/24) of a node elsewhere.
+pub fn remote_pods(number: usize) -> Ipv4Addr {
+    Ipv4Addr::new(10, 128, 0, 0).to_bits().wrapping_add((number as u32) << 8).into()
+}
+
+/// Public address of a node elsewhere.
+pub fn public(number: usize) -> Ipv4Addr {
+    PUBLIC.to_bits().wrapping_add(21 + number as u32).into()
+}
+
+/// A host of a prefix.
+pub fn host(prefix: Ipv4Addr, number: u32) -> Ipv4Addr {
+    prefix.to_bits().wrapping_add(number).into()
+}
+
+/// Writes a private key of WireGuard to `file`; answers the public one.
+fn generate_key(file: &Path) -> Result<String> {
+    fs::write(file, output(Command::new("wg").arg("genkey"))?)?;
+    let public = output(Command::new("sh").args(["-c", "wg pubkey < \"$0\""]).arg(file))?;
+    Ok(public.trim().to_owned())
+}
+
+/// The namespaces, and where files go.
+pub struct Site {
+    /// The node.
+    pub node: Space,
+    /// Everything around it.
+    pub around: Space,
+    /// Files of this site.
+    pub directory: PathBuf,
+    /// Public key of the leader of the first other location.
+    pub remote_key: String,
+}
+
+/// Link-layer address of the node's `eth0` and of its end of the pod's link.
+pub const NODE_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0x11];
+
+impl Site {
+    /// Builds the namespaces: `eth0` to the network, `pod0` to a pod.
+    pub fn create(directory: &Path) -> Result<Self> {
+        fs::create_dir_all(directory)?;
+        let around = Space::create("bench", "around")?;
+        let mut node = Space::create("bench", "node")?;
+        node.hold(&directory.join("namespaces.log"))?;
+        let key = generate_key(&directory.join("node.key"))?;
+        let remote_key = generate_key(&directory.join("remote.key"))?;
+        let mac = NODE_MAC.map(|byte| format!("{byte:02x}")).join(":");
+        node.ip(&format!(
+            "link add eth0 address {mac} type veth peer name lan netns {netns}\n\
+             link add pod0 address {mac} type veth peer name pod netns {netns}\n\
+             address add {}/16 dev eth0\naddress add {}/24 dev pod0\nlink set eth0 up\nlink set pod0 up\n\
+             route add default via {GATEWAY}\n",
+            private(0),
+            host(pods(0), 1),
+            netns = around.netns,
+        ))?;
+        // Whoever is asked for is there: the namespace takes every address but the node's for its own.
+        around.ip(&format!(
+            "link set lan up\nlink set pod up\nroute add local 192.0.2.0/24 dev lo\n\
+             route add local 10.1.0.0/29 dev lo\nroute add local 10.1.0.12/30 dev lo\n\
+             route add local 10.1.0.16/28 dev lo\nroute add local 10.1.0.32/27 dev lo\n\
+             route add local 10.1.0.64/26 dev lo\nroute add local 10.1.0.128/25 dev lo\n\
+             route add local 10.1.1.0/24 dev lo\nroute add local 10.1.2.0/23 dev lo\n\
+             route add local 10.1.4.0/22 dev lo\nroute add {own}/32 dev lan\n\
+             address add {}/32 dev lo\n\
+             link add wg-remote type wireguard\nlink set wg-remote up\n",
+            public(0),
+            own = private(0)
+        ))?;
+        around.sh(&format!(
+            "wg set wg-remote listen-port {PORT} private-key {} peer {} allowed-ips 0.0.0.0/0 endpoint {}:{PORT}",
+            directory.join("remote.key").display(),
+            key,
+            private(0),
+        ))?;
+        node.sh("echo 1 > /proc/sys/net/ipv4/ip_forward; echo 2097152 > /proc/sys/net/netfilter/nf_conntrack_max || true; \
+                 for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 0 > $d; done; \
+                 for n in default all eth0; do echo 1 > /proc/sys/net/ipv6/conf/$n/disable_ipv6; done")?;
+        Ok(Self { node, around, directory: directory.to_owned(), remote_key })
+    }
+
+    /// What every node has, whoever routes: connection tracking, and a rule
+    /// for connections that stand.
+    pub fn base_rules(&self, restore: &str) -> Result<()> {
+        self.restore(
+            restore,
+            "*filter\n-A FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT\n-A FORWARD -j ACCEPT\nCOMMIT\n",
+        )
+    }
+
+    /// Adds rules with `iptables-nft-restore` or `iptables-legacy-restore`.
+    pub fn restore(&self, restore: &str, rules: &str) -> Result<()> {
+        let file = self.directory.join("rules");
+        fs::write(&file, rules)?;
+        self.node.sh(&format!("{restore} --noflush < {}", file.display())).map(drop)
+    }
+
+    /// Makes `kilo0` with the remote leader as its peer, as agents do.
+    pub fn wireguard(&self, allowed: &str) -> Result<()> {
+        self.node.ip(
+            "link add kilo0 mtu 1420 type wireguard\nlink set kilo0 up\naddress add 10.4.0.1/16 dev kilo0\n",
+        )?;
+        self.node
+            .sh(&format!(
+                "wg set kilo0 listen-port {PORT} private-key {} peer {} allowed-ips {allowed} endpoint {}:{PORT}",
+                self.directory.join("node.key").display(),
+                self.remote_key,
+                public(0),
+            ))
+            .map(drop)
+    }
+
+    /// Sends until `kilo0` and the remote leader have a session.
+    pub fn handshake(&self) -> Result<()> {
+        let deadline = Instant::now() + Duration::from_secs(15);
+        while Instant::now() < deadline {
+            let _ = self.node.sh(&format!("ping -c1 -W1 {}", host(remote_pods(0), 2)));
+            if self.node.sh("wg show kilo0 transfer")?.lines().any(|line| !line.contains("\t0\t")) {
+                return Ok(());
+            }
+            sleep(Duration::from_millis(100));
+        }
+        bail!("no handshake:\n{}", self.node.sh("wg show kilo0; ip route")?)
+    }
+
+    /// Neighbours that never grow old: their checks would fall into a measurement.
+    pub fn fix_neighbours(&self) -> Result<()> {
+        let lan = self.lan_mac()?;
+        let mut batch = String::new();
+        for next_hop in [GATEWAY, private(1), private(2)] {
+            batch += &format!("neighbour replace {next_hop} lladdr {lan} dev eth0 nud permanent\n");
+        }
+        batch += &format!(
+            "neighbour replace {} lladdr 02:00:00:00:00:99 dev pod0 nud permanent\n",
+            host(pods(0), 2)
+        );
+        self.node.ip(&batch)
+    }
+
+    fn lan_mac(&self) -> Result<String> {
+        let text = self.around.sh("ip -brief link show lan")?;
+        text.split_whitespace().nth(2).map(ToOwned::to_owned).context("no address of lan")
+    }
+
+    /// A packet from a pod of another node of the location to a pod elsewhere.
+    pub fn outward(&self, wrap: Wrap, payload: usize, port: u16) -> Vec<u8> {
+        Flow {
+            from: (host(pods(1), 2), port),
+            to: (host(remote_pods(0), 2), 5000),
+            payload,
+            wrap,
+            nodes: (private(1), private(0)),
+        }
+        .frame(NODE_MAC)
+    }
+
+    /// A packet from a pod elsewhere to a pod of node `to` of the location.
+    pub fn inward(&self, wrap: Wrap, to: usize, payload: usize, port: u16) -> Vec<u8> {
+        Flow {
+            from: (host(remote_pods(0), 2), 5000),
+            to: (host(pods(to), 2), port),
+            payload,
+            wrap,
+            nodes: (private(1), private(0)),
+        }
+        .frame(NODE_MAC)
+    }
+
+    /// A packet from the node's own pod.
+    pub fn pod_packet(&self, to: Ipv4Addr, payload: usize, port: u16) -> Vec<u8> {
+        let from = (host(pods(0), 2), port);
+        Flow { from, to: (to, 5000), payload, wrap: Wrap::None, nodes: (from.0, to) }.frame(NODE_MAC)
+    }
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        kill_inside(&[self.node.clone(), self.around.clone()]);
+        for space in [&self.node, &self.around] {
+            let _ = output(Command::new("ip").args(["netns", "del", &space.netns]));
+        }
+    }
+}
