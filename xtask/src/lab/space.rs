@@ -151,7 +151,7 @@ pub fn remove(spaces: impl IntoIterator<Item = Space>) -> Result<()> {
 }
 
 /// Ends every process that lives in one of these network namespaces.
-fn kill_inside(spaces: &[Space]) {
+pub fn kill_inside(spaces: &[Space]) {
     use std::os::linux::fs::MetadataExt as _;
     let inodes: Vec<u64> =
         spaces.iter().filter_map(|space| Some(std::fs::metadata(space.path()).ok()?.st_ino())).collect();
