@@ -361,6 +361,7 @@ fn run_in_vm(kernel: &str, binaries: &[TestBinary]) -> Result<Vec<TestOutcome>> 
             "lab".as_ref(),
             "test".as_ref(),
             modes.as_ref(),
+            "--no-uses".as_ref(),
             "--bin".as_ref(),
             bin.as_os_str(),
             "--wireguard".as_ref(),

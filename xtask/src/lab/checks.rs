@@ -41,6 +41,10 @@ pub const CHECKS: &[Check] = &[
     ("killing kg with SIGKILL loses no packet and a restarted one adopts", kill_agents),
     ("restarting kg cleanly loses no packet", restart_agents),
     ("a second agent on a node refuses to start", second_agent),
+];
+
+/// Ways the mesh is used; they ask nothing of the kernel that the others do not.
+pub const USES: &[Check] = &[
     ("a VPN peer to which NAT gives another address and port in mid-flow loses no connection", vpn::roams),
     ("a VPN peer needs the pre-shared key of its Peer object", vpn::preshared_key),
     ("a VPN peer is the gateway to a network behind it, and to a service there", vpn::gateway),
@@ -52,6 +56,10 @@ pub const CHECKS: &[Check] = &[
         granularity::run,
     ),
     ("a node on its own by annotation, live, is reached by all and loses no connection", granularity::mixed),
+];
+
+/// Last, because they change every node.
+pub const LAST: &[Check] = &[
     ("pods pass a FORWARD policy DROP with --iptables-forward-rules, and not without", forward_policy::run),
     ("after `kg uninstall` nothing of ours is left", uninstall),
 ];
@@ -65,7 +73,7 @@ pub fn run(
     started: Instant,
     prefix: &str,
     args: &LabArgs,
-    checks: &[Check],
+    checks: impl IntoIterator<Item = &'static Check>,
 ) -> Vec<TestOutcome> {
     let mut outcomes = vec![outcome(prefix, "the mesh comes up", started, &Ok(String::new()))];
     let began = Instant::now();
@@ -77,7 +85,7 @@ pub fn run(
         Err(error) => outcomes.push(outcome(prefix, "the matrix runs", began, &Err(error))),
     }
     let wanted = |name: &str| args.only.as_ref().is_none_or(|words| name.contains(words));
-    for (name, check) in checks.iter().filter(|(name, _)| wanted(name)) {
+    for (name, check) in checks.into_iter().filter(|(name, _)| wanted(name)) {
         let began = Instant::now();
         let result = check(&mut lab);
         outcomes.push(outcome(prefix, name, began, &result));

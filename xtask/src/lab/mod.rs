@@ -84,6 +84,9 @@ pub struct LabArgs {
     /// Only checks with this in their name, besides the matrix.
     #[arg(long, value_name = "WORDS", global = true)]
     only: Option<String>,
+    /// Leave out what asks nothing more of the kernel: VPN peers, NAT, granularities.
+    #[arg(long, global = true)]
+    no_uses: bool,
     /// Directory of the kg and kgctl binaries (default: where this program is).
     #[arg(long, global = true)]
     bin: Option<PathBuf>,
@@ -278,7 +281,10 @@ pub fn main(args: LabArgs) -> Result<()> {
         }
         Some(LabCommand::Test { ref json, ref prefix, ref modes }) => {
             let _guard = take_over(&args.name)?;
-            let checks = if args.brief { checks::BRIEF } else { checks::CHECKS };
+            let uses = if args.no_uses { &[] } else { checks::USES };
+            let rest =
+                if args.brief { [checks::BRIEF, &[], &[]] } else { [checks::CHECKS, uses, checks::LAST] };
+            let checks = rest.into_iter().flatten();
             let mut outcomes = checks::run(Lab::up(&args, None)?, Instant::now(), prefix, &args, checks);
             let wanted = |mode: &&Mode| modes.as_ref().is_some_and(|name| mode.name.contains(name));
             for mode in MODES.iter().filter(wanted) {
