@@ -1,0 +1,135 @@
+//! What this agent says to the others: its node's annotations, and the status
+//! of peers.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
+    time::Instant,
+};
+
+use super::{Agent, AgentError, CHECK_IN, CILIUM_HOST, MOST_DOUBLINGS, RETRY};
+use crate::{
+    backend::{Backend, BackendError, Published, Snapshot},
+    net::{Link, discovery},
+    plan,
+    topology::{self, Mesh, Node},
+    wireguard::DeviceState,
+};
+
+impl<B: Backend> Agent<B> {
+    /// One agent, the leader of the first location, says in each Peer object
+    /// whether it is part of the mesh.
+    pub(super) async fn report_peers(&mut self, mesh: &Mesh, snapshot: &Snapshot) {
+        let first = mesh.segments.first().and_then(topology::Segment::leading);
+        if first.is_none_or(|leader| leader.name != self.options.hostname) {
+            self.reported_peers = None;
+            return;
+        }
+        let accepted = snapshot.peers.keys().map(|name| (name.clone(), None));
+        let refused = snapshot.problems.iter().filter_map(|(object, problem)| {
+            Some((object.strip_prefix("peer ")?.to_owned(), Some(problem.clone())))
+        });
+        let wanted: BTreeMap<_, _> = accepted.chain(refused).collect();
+        if self.reported_peers.as_ref() == Some(&wanted) {
+            return;
+        }
+        match self.backend.report_peers(&wanted).await {
+            Ok(_) => self.reported_peers = Some(wanted),
+            Err(error) => tracing::debug!(%error, "the status of peers is not written yet"),
+        }
+    }
+
+    /// This node as it should be known to all.
+    pub(super) async fn own_node(
+        &mut self,
+        seen: &Node,
+        kilo: u32,
+        links: &[Link],
+        default_route: Option<u32>,
+        state: &DeviceState,
+        unix_now: i64,
+    ) -> Node {
+        let hostname = self.resolver.own_addresses(&self.options.hostname).await;
+        let found = discovery::discover(&discovery::Facts {
+            resolved: &hostname,
+            default_interface: default_route,
+            links,
+            kilo,
+            pod_cidrs: &seen.pod_cidrs,
+            internal_cidrs: &self.options.internal_cidrs,
+        });
+        let mut own = seen.clone();
+        own.key = Some(self.key.public());
+        own.last_seen = unix_now;
+        own.granularity = Some(self.options.settings.granularity);
+        own.discovered_endpoints = state.seen_endpoints();
+        let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
+        let addresses: Vec<_> = cilium.iter().flat_map(|link| &link.addresses).map(|a| a.net).collect();
+        own.cni_compatibility_ip = plan::published_overlay(self.options.compatibility, &addresses);
+        if !own.internal_ip_forced {
+            own.internal_ip = found.and_then(|found| found.private).filter(|_| !own.no_internal_ip);
+        }
+        if !own.endpoint_forced {
+            let private = found.and_then(|found| found.private).filter(|_| self.options.prefer_private);
+            let address = private.or(found.map(|found| found.public)).map(|net| net.addr());
+            own.endpoint = address.map(|ip| SocketAddr::new(ip, self.options.settings.port).into());
+        }
+        own
+    }
+
+    /// Writes the own annotations when one differs or a sign of life is due.
+    pub(super) async fn publish(
+        &mut self,
+        own: &Node,
+        seen: &Node,
+        mesh: &Mesh,
+        state: &DeviceState,
+        now: Instant,
+        unix_now: i64,
+    ) -> Result<(), AgentError> {
+        let due = now >= self.next_check_in;
+        // Only endpoints of peers that roam are of use to others.
+        let roaming: BTreeSet<_> = mesh
+            .segments
+            .iter()
+            .filter(|segment| segment.persistent_keepalive > 0)
+            .map(|segment| segment.key)
+            .chain(mesh.peers.iter().filter(|peer| peer.persistent_keepalive > 0).map(|peer| peer.public_key))
+            .collect();
+        let published = Published {
+            endpoint: own.endpoint.clone(),
+            internal_ip: own.internal_ip,
+            key: own.key,
+            // The backend's view may be older than what was written last.
+            last_seen: if due { unix_now } else { seen.last_seen.max(self.checked_in) },
+            wireguard_ip: plan::wireguard_address(mesh, &self.options.hostname),
+            discovered_endpoints: state
+                .seen_endpoints()
+                .into_iter()
+                .filter(|(key, _)| roaming.contains(key))
+                .collect(),
+            granularity: self.options.settings.granularity,
+            cni_compatibility_ip: own.cni_compatibility_ip,
+        };
+        if self.unanswered > 0 && !due {
+            return Err(BackendError::Unreachable(self.last_refusal.clone()).into());
+        }
+        let written = self.backend.publish(&self.options.hostname, &published).await;
+        if let Err(error) = &written
+            && error.is_temporary()
+        {
+            self.last_refusal = error.to_string();
+            let pause = RETRY * (1 << self.unanswered.min(MOST_DOUBLINGS));
+            self.next_check_in = Instant::now() + pause.mul_f64(rand::random_range(0.8..1.2));
+            self.unanswered = self.unanswered.saturating_add(1);
+        } else {
+            self.unanswered = 0;
+        }
+        written?;
+        if due {
+            self.checked_in = unix_now;
+            self.next_check_in = now + CHECK_IN.mul_f64(rand::random_range(0.9..1.1));
+        }
+        Ok(())
+    }
+}
