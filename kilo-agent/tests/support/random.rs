@@ -247,8 +247,10 @@ impl Random {
     fn packet(&mut self, src: IpAddr, dst: IpAddr) -> Vec<u8> {
         let v6 = src.is_ipv6();
         let icmp = if v6 { protocol::ICMPV6 } else { protocol::ICMP };
-        let kind = self.pick(&[protocol::TCP, protocol::UDP, protocol::UDP, icmp, 47, 132]);
+        let kind = self.pick(&[protocol::TCP, protocol::UDP, protocol::UDP, icmp, 47, protocol::SCTP]);
         let length = if self.chance(3) { self.below(1500) } else { self.below(120) };
+        // Ports that cannot be changed are used once only, as the model has it.
+        let length = if kind == protocol::SCTP { length.max(8) } else { length };
         let mut payload = vec![0; length];
         self.0.fill(&mut payload[..]);
         if kind == icmp && length > 0 {
