@@ -39,7 +39,7 @@ use crate::{
     resolve::Resolver,
     status::{Leaders, View},
     topology::{self, Liveness, Mesh, Node, Settings},
-    wireguard::{DeviceState, PeerState, diff, greet, key::SecretKey},
+    wireguard::{DeviceState, PeerState, diff, key::SecretKey},
 };
 
 pub use error::AgentError;
@@ -363,10 +363,6 @@ impl<B: Backend> Agent<B> {
         let changes = diff(state, &plan.wireguard, &self.key);
         writes += interface.device.apply(&changes).await? as u64;
         writes += self.net.apply(&plan.net, interface.index).await? as u64;
-        let newcomers = greet::newcomers(&state.peers, &plan.wireguard.peers, &changes);
-        if let Err(error) = greet::greet(&self.options.interface.name, &newcomers) {
-            tracing::debug!(%error, "new peers are not greeted; WireGuard shakes hands when there are packets");
-        }
         writes += forwarding::enable(plan.net.routes.iter().any(|route| route.destination.addr().is_ipv6()));
         Ok(writes)
     }
