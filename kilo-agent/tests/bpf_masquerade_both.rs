@@ -7,10 +7,11 @@ mod support;
 
 use std::net::{IpAddr, Ipv6Addr};
 
+use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
 use kilo_agent::{dataplane::Dataplane, plan::Tables};
 use kilo_common::{
     checksum,
-    maps::CONFIG_MASQUERADE,
+    maps::{CONFIG_MASQUERADE, NAT_EGRESS, NAT_INGRESS, NatKey, NatValue},
     nat::{
         flow::layout,
         transport::{self, Transport},
@@ -512,4 +513,71 @@ fn a_table_of_more_flows_than_one_call_reads_is_swept_whole() {
     assert_eq!(collector.sweep(now).unwrap().entries, 2 * usize::from(flows));
     let sweep = collector.sweep(now + 1_000).unwrap();
     assert_eq!((sweep.entries, sweep.removed), (0, 2 * usize::from(flows)));
+}
+
+/// Entries of the table of flows, and one of them removed if wanted.
+fn flows(world: &mut World, remove: Option<u8>) -> usize {
+    let map = world.dataplane.bpf_mut().map_mut("nat").unwrap();
+    let mut table = aya::maps::HashMap::<_, NatKey, NatValue>::try_from(map).unwrap();
+    let keys: Vec<_> = table.keys().map(Result::unwrap).collect();
+    if let Some(direction) = remove {
+        let key = keys.iter().find(|key| key.direction == direction).unwrap();
+        table.remove(key).unwrap();
+    }
+    keys.len()
+}
+
+#[test]
+fn a_flow_that_lost_one_half_gets_it_back_with_its_next_packet() {
+    for side in sides() {
+        let Some(mut world) = World::new() else { return };
+        let Side { pod, public, outside, .. } = side;
+        let there = udp(pod, outside, (5000, 53), b"");
+        let port = read(&world.out(&there).bytes).ports.0;
+        let here = udp(outside, public, (53, port), b"");
+        assert_eq!(flows(&mut world, Some(NAT_INGRESS)), 2);
+        assert_eq!(read(&world.out(&there).bytes).ports.0, port, "the port stays");
+        assert_eq!(flows(&mut world, None), 2, "the entry for replies is back");
+        flows(&mut world, Some(NAT_EGRESS));
+        assert_eq!(read(&world.back(&here).bytes).dst, pod);
+        assert_eq!(flows(&mut world, None), 2, "the entry for packets out is back");
+        assert_eq!(read(&world.out(&there).bytes).ports.0, port);
+    }
+}
+
+#[test]
+fn two_processors_that_see_a_flow_first_at_once_agree_on_its_port() {
+    let Some(mut world) = World::new() else { return };
+    let [v4, _] = sides();
+    // A pod that has the ports already, so that each flow must search.
+    let flows_of = |pod: IpAddr| -> Vec<_> {
+        (0..500u16).map(|number| frame(&udp(pod, v4.outside, (20_000 + number, 53), b""))).collect()
+    };
+    for frame in flows_of([10, 42, 1, 77].into()) {
+        support::packet::run_uncounted(&mut world.dataplane, "uplink_egress", &frame);
+    }
+    let contested = flows_of(v4.pod);
+    let program: &SchedClassifier =
+        world.dataplane.bpf_mut().program("uplink_egress").unwrap().try_into().unwrap();
+    let barrier = std::sync::Barrier::new(2);
+    let ports: Vec<Vec<u16>> = std::thread::scope(|scope| {
+        let workers = [0, 1].map(|_| {
+            scope.spawn(|| {
+                let mut out = vec![0; 256];
+                let run = |frame: &Vec<u8>| {
+                    barrier.wait();
+                    let mut options = TestRunOptions::new();
+                    options.data_in = Some(frame);
+                    options.data_out = Some(&mut out);
+                    program.test_run(options).unwrap();
+                    u16::from_be_bytes([out[34], out[35]])
+                };
+                contested.iter().map(run).collect()
+            })
+        });
+        workers.into_iter().map(|worker| worker.join().unwrap()).collect()
+    });
+    assert_eq!(ports[0], ports[1]);
+    assert!(ports[0].iter().zip(20_000..).all(|(port, own)| *port != own), "none is the other pod's");
+    assert_eq!(flows(&mut world, None), 2 * 2 * 500, "two entries a flow, no port locked for nothing");
 }

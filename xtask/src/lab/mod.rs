@@ -54,6 +54,7 @@ pub const PACKAGES: &[&str] = &[
     "containernetworking-plugins",
     "graphviz",
     "iptables",
+    "strace",
     "ethtool",
 ];
 
@@ -174,7 +175,7 @@ const MODES: [Mode; 5] = [
     Mode { name: "crosssubnet", underlay: Underlay::V4, flag: "--encapsulate=crosssubnet" },
     Mode { name: "nftables", underlay: Underlay::V4, flag: "--masquerade=nftables" },
     Mode { name: "IPv6 underlay", underlay: Underlay::V6, flag: "--tunnel=ipip" },
-    Mode { name: "IPv6 underlay, vxlan", underlay: Underlay::V6, flag: "--tunnel=vxlan" },
+    Mode { name: "vxlan over IPv6", underlay: Underlay::V6, flag: "--tunnel=vxlan" },
 ];
 
 impl Mode {

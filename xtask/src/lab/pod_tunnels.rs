@@ -9,8 +9,10 @@ use super::{Lab, bulk, counters::drops, counters::scrape, network::Node, probe};
 
 /// Bytes of a transfer, each way.
 const BYTES: usize = 512 * 1024;
-/// Addresses inside the tunnel.
-const ENDS: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 99, 0, 1), Ipv4Addr::new(10, 99, 0, 2)];
+/// Addresses inside a tunnel of that kind: servers stay on them.
+const fn ends(kind: u8) -> [Ipv4Addr; 2] {
+    [Ipv4Addr::new(10, 99, kind, 1), Ipv4Addr::new(10, 99, kind, 2)]
+}
 
 /// Kinds of tunnels: name, and arguments of `ip link add`.
 const KINDS: [(&str, &str); 3] = [("vxlan", "vxlan id 7 dstport 4789"), ("gre", "gretap"), ("ipip", "ipip")];
@@ -18,14 +20,14 @@ const KINDS: [(&str, &str); 3] = [("vxlan", "vxlan id 7 dstport 4789"), ("gre", 
 /// Joins pods of both locations, then two of one location, by each kind.
 pub fn run(lab: &mut Lab) -> Result<String> {
     let mut figures = Vec::new();
-    for (name, arguments) in KINDS {
+    for ((name, arguments), kind) in KINDS.into_iter().zip(0..) {
         for to in ["b2", "a3"] {
             let (from, to) = (lab.network.node("a2")?, lab.network.node(to)?);
-            if !join(from, to, arguments)? {
+            if !join(from, to, arguments, ends(kind))? {
                 figures.push(format!("{name} not in this kernel"));
                 break;
             }
-            let result = carry(lab, from, to);
+            let result = carry(lab, from, to, ends(kind)[1]);
             for node in [from, to] {
                 node.pod.ip("link delete tunnel\n")?;
             }
@@ -37,9 +39,8 @@ pub fn run(lab: &mut Lab) -> Result<String> {
 }
 
 /// False when the kernel has no such tunnels.
-fn join(from: &Node, to: &Node, arguments: &str) -> Result<bool> {
-    let ends = [(from, to, ENDS[0]), (to, from, ENDS[1])];
-    for (node, other, address) in ends {
+fn join(from: &Node, to: &Node, arguments: &str, ends: [Ipv4Addr; 2]) -> Result<bool> {
+    for (node, other, address) in [(from, to, ends[0]), (to, from, ends[1])] {
         let link =
             format!("link add tunnel type {arguments} local {} remote {}\n", node.pod_ip(), other.pod_ip());
         if node.pod.ip(&link).is_err() {
@@ -51,12 +52,12 @@ fn join(from: &Node, to: &Node, arguments: &str) -> Result<bool> {
 }
 
 /// Answers how many packets the fallback devices of both nodes sent.
-fn carry(lab: &Lab, from: &Node, to: &Node) -> Result<(u64, u64)> {
-    probe::serve(&to.pod, IpAddr::V4(ENDS[1]))?;
+fn carry(lab: &Lab, from: &Node, to: &Node, end: Ipv4Addr) -> Result<(u64, u64)> {
+    probe::serve(&to.pod, IpAddr::V4(end))?;
     let nodes = [from, to];
     let read = || nodes.iter().map(|node| by_device(node)).collect::<Result<Vec<_>>>();
     let before = read()?;
-    bulk::run(&from.pod, IpAddr::V4(ENDS[1]), BYTES)?;
+    bulk::run(&from.pod, IpAddr::V4(end), BYTES)?;
     let after = read()?;
     let [sent, answered] = [after[0] - before[0], after[1] - before[1]];
     // Without an outer header of ours the pod's own is no hindrance.

@@ -37,7 +37,12 @@ pub const LINES: &[Line] = &[
         ],
         "a real upgrade under traffic",
     ),
-    line(4, "killed between two steps of an apply", &[], "all of it"),
+    line(
+        4,
+        "killed between two steps of an apply",
+        &["net_killed::an_agent_killed_anywhere_in_an_apply_leaves_what_the_next_completes"],
+        "each single step: 8 system calls are chosen, 23 with KILO_KILLS=all",
+    ),
     line(
         5,
         "pins of another layout, foreign or corrupt; no bpffs",
@@ -194,12 +199,7 @@ pub const LINES: &[Line] = &[
         ],
         "",
     ),
-    line(
-        35,
-        "6.1, 6.12 and newest kernels",
-        &["bpf_load::every_program_loads_with_room_to_spare"],
-        "the newest kernel in every run (`cargo xtask vm --kernel newest`)",
-    ),
+    line(35, "6.1, 6.12 and newest kernels", &["bpf_load::every_program_loads_with_room_to_spare"], ""),
     line(
         36,
         "programs of others on the hook",
@@ -222,8 +222,11 @@ pub const LINES: &[Line] = &[
     line(
         39,
         "maps full",
-        &["bpf_masquerade_both::a_table_of_more_flows_than_one_call_reads_is_swept_whole"],
-        "what happens at the bound of each map",
+        &[
+            "bpf_bounds::a_full_map_takes_what_fits_refuses_one_more_and_hurts_nothing_else",
+            "bpf_bounds::every_pinned_map_has_the_size_the_documentation_gives_a_reason_for",
+        ],
+        "prefix_v4 and the small maps only are really filled",
     ),
     line(
         40,
@@ -238,12 +241,18 @@ pub const LINES: &[Line] = &[
         41,
         "half of a NAT pair evicted",
         &[
+            "bpf_masquerade_both::a_flow_that_lost_one_half_gets_it_back_with_its_next_packet",
             "nat::a_half_whose_port_became_another_flows_is_judged_alone",
             "nat::both_halves_of_a_silent_flow_go_together_and_others_stay",
         ],
-        "eviction in the kernel's own table",
+        "",
     ),
-    line(42, "two CPUs, one tuple", &[], "all of it"),
+    line(
+        42,
+        "two CPUs, one tuple",
+        &["bpf_masquerade_both::two_processors_that_see_a_flow_first_at_once_agree_on_its_port"],
+        "",
+    ),
     line(
         43,
         "unknown location",
@@ -261,7 +270,7 @@ pub const LINES: &[Line] = &[
             "bpf_agreement::programs_and_model_agree_on_the_kept_packets",
             "bpf_receive::no_truncation_and_no_flipped_byte_gets_past_the_checks",
         ],
-        "VLAN",
+        "",
     ),
     line(
         45,
