@@ -185,7 +185,7 @@ impl Agents {
         let pid = self.pids.remove(node).with_context(|| format!("no agent runs on {node}"))?;
         let pid = Pid::from_raw(pid.cast_signed());
         kill(pid, signal).with_context(|| format!("agent of {node}"))?;
-        let deadline = Instant::now() + Duration::from_secs(30);
+        let deadline = Instant::now() + Duration::from_secs(120);
         while Instant::now() < deadline {
             // The lab started it, so it is a child to be waited for; after `--keep` it is not.
             let _ = nix::sys::wait::waitpid(pid, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
@@ -345,7 +345,7 @@ fn start_and_wait(mut command: Command, log: &Path, word: &str) -> Result<()> {
         .stderr(OpenOptions::new().append(true).open(log)?)
         .process_group(0)
         .spawn()?;
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(90);
     while Instant::now() < deadline {
         if fs::read_to_string(log)?.contains(word) {
             return Ok(());

@@ -334,7 +334,7 @@ fn each_agent(lab: &mut Lab, signal: Signal, down_for: Duration) -> Result<Strin
         std::thread::sleep(down_for);
         let node = lab.network.node(name)?.clone();
         lab.agents.start(&node)?;
-        agents::wait_healthy(&node.space, Duration::from_secs(30))?;
+        agents::wait_healthy(&node.space, Duration::from_secs(120))?;
     }
     let figures = traffic.finish().with_context(|| where_lost(lab))?;
     for (node, before) in lab.network.nodes.iter().zip(before) {
@@ -358,7 +358,7 @@ fn each_agent(lab: &mut Lab, signal: Signal, down_for: Duration) -> Result<Strin
         );
     }
     no_drops(lab)?;
-    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(180))?;
     Ok(figures)
 }
 

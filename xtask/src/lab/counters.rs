@@ -28,8 +28,8 @@ pub fn scrape(space: &Space) -> Result<Metrics> {
 
 fn get(path: &str) -> Result<String> {
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 1107));
-    let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(2))?;
-    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(5))?;
+    stream.set_read_timeout(Some(Duration::from_secs(20)))?;
     write!(stream, "GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")?;
     let mut text = String::new();
     stream.read_to_string(&mut text)?;

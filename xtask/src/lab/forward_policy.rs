@@ -38,7 +38,7 @@ fn with_and_without(lab: &mut Lab) -> Result<u64> {
         lab.agents.stop(node.name(), Signal::SIGTERM)?;
         lab.agents.start(node)?;
     }
-    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(180))?;
     // Handshakes and rules take their time on an emulated machine.
     let deadline = Instant::now() + Duration::from_secs(40);
     loop {

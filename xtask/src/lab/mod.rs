@@ -436,7 +436,7 @@ impl Lab {
         let lab = Self { name: args.name.clone(), directory, network, agents };
         lab.save()?;
         step("waiting for the mesh");
-        lab.agents.wait_until_ready(&lab.network, Duration::from_secs(120))?;
+        lab.agents.wait_until_ready(&lab.network, Duration::from_secs(240))?;
         step("pods' interfaces, by Debian's CNI plugins");
         for node in &lab.network.nodes {
             cni::connect(node)?;
