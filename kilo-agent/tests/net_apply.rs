@@ -216,7 +216,7 @@ fn links_uplinks_paths_and_addresses_are_found() {
 fn changes_wake_the_watcher_once_per_burst() {
     isolated("changes_wake_the_watcher_once_per_burst", || async {
         let kilo = setup();
-        let mut watcher = Watcher::new().unwrap();
+        let mut watcher = Watcher::new(None).unwrap();
         let net = Net::new().unwrap();
         net.apply(&plan(), kilo).await.unwrap();
         let seen = watcher.changed().await.unwrap();
