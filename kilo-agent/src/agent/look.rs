@@ -46,7 +46,6 @@ impl<B: Backend> Agent<B> {
         let default_route = self.net.default_interface().await?;
         let state = interface.device.read().await?;
         let made = u64::from(created) + tunnels.created;
-        self.observe_peers(&state);
         let (paths, net) = (Paths::default(), None);
         Ok(Look { interface, tunnels, links, default_route, state, paths, net, made })
     }

@@ -3,6 +3,7 @@
 
 mod collect;
 mod error;
+mod keep;
 mod look;
 mod publish;
 mod uninstall;
@@ -19,7 +20,7 @@ use ipnet::IpNet;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
-use self::look::Look;
+use self::{keep::Keeper, look::Look};
 use crate::{
     backend::{Backend, BackendError, Snapshot, last_good::LastGood},
     cli::{AttachMode, Compatibility, Masquerade},
@@ -27,7 +28,7 @@ use crate::{
     dataplane::{self, Dataplane, Interfaces, PathMtus},
     health::Health,
     interface::{self, Interface},
-    metrics::{Metrics, PeerSample},
+    metrics::Metrics,
     net::{
         Net,
         forward::Forward,
@@ -40,7 +41,7 @@ use crate::{
     resolve::Resolver,
     status::{Leaders, View, with_own},
     topology::{self, Liveness, Mesh, Node, Settings},
-    wireguard::{DeviceState, PeerState, diff, key::SecretKey},
+    wireguard::{diff, key::SecretKey},
 };
 
 pub use error::AgentError;
@@ -141,7 +142,7 @@ pub struct Agent<B> {
     device: Option<u32>,
     forward: Forward,
     nat_rules: NatRules,
-    last_good: Option<LastGood>,
+    keeper: Option<Keeper>,
 }
 
 impl<B: Backend> Agent<B> {
@@ -172,6 +173,7 @@ impl<B: Backend> Agent<B> {
             return Err(error.into());
         }
         let last_good = options.last_good.as_deref().map(|path| LastGood::new(path, &options.hostname));
+        let keeper = last_good.map(Keeper::new);
         Ok(Self {
             net,
             dataplane,
@@ -199,7 +201,7 @@ impl<B: Backend> Agent<B> {
             device: None,
             forward: Forward::default(),
             nat_rules: NatRules::default(),
-            last_good,
+            keeper,
         })
     }
 
@@ -222,7 +224,7 @@ impl<B: Backend> Agent<B> {
         hooks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             let cause = tokio::select! {
-                () = stop.cancelled() => return Ok(()),
+                () = stop.cancelled() => break,
                 _ = resync.tick() => Cause::Host,
                 () = host_changed.notified() => Cause::Host,
                 _ = hooks.tick() => {
@@ -235,7 +237,7 @@ impl<B: Backend> Agent<B> {
                 changed = snapshots.changed() => {
                     if changed.is_err() {
                         tracing::error!("the backend has ended");
-                        return Ok(());
+                        break;
                     }
                     Cause::Snapshot
                 }
@@ -271,6 +273,10 @@ impl<B: Backend> Agent<B> {
             }
             self.metrics.reconcile_seconds.observe(started.elapsed().as_secs_f64());
         }
+        if let Some(keeper) = self.keeper {
+            keeper.finish().await;
+        }
+        Ok(())
     }
 
     /// True when the snapshot differs from what has been brought about in signs
@@ -352,19 +358,12 @@ impl<B: Backend> Agent<B> {
             differs
         });
         let writes = applied? + self.write_forward_rules(&own).await + self.write_nat_rules(decision).await;
-        self.remember(now);
+        // What has just been applied: ready nodes, this one, peers.
+        if let Some(keeper) = &mut self.keeper {
+            keeper.keep(&self.view.borrow().clone(), &self.metrics, now);
+        }
         self.report_peers(&mesh, snapshot).await;
         unpublished.map_or(Ok(writes + std::mem::take(&mut look.made)), |error| Err(error.into()))
-    }
-
-    /// Keeps the topology that has just been applied: ready nodes, this one, peers.
-    fn remember(&mut self, now: Instant) {
-        let Some(file) = &mut self.last_good else { return };
-        let view = self.view.borrow();
-        if let Err(error) = file.keep(view.ready_nodes(), view.snapshot.peers.values(), now) {
-            self.metrics.error("last_good");
-            tracing::warn!(%error, "the last good topology is not kept; a start without API server has none");
-        }
     }
 
     /// Programs and tables first, routes last: a packet that reaches the
@@ -516,18 +515,6 @@ impl<B: Backend> Agent<B> {
         self.metrics.peers.set(gauge(mesh.peers.len()));
     }
 
-    /// Samples the WireGuard peers.
-    fn observe_peers(&self, state: &DeviceState) {
-        let sample = |peer: &PeerState| PeerSample {
-            received: peer.rx_bytes,
-            sent: peer.tx_bytes,
-            last_handshake: peer
-                .handshake_age
-                .and_then(|age| u64::try_from(unix_now()).ok()?.checked_sub(age.as_secs())),
-        };
-        self.metrics.set_peers(state.peers.iter().map(|(key, peer)| (*key, sample(peer))).collect());
-    }
-
     /// Keeps what `/status` and `/graph` answer from.
     fn show(
         &mut self,
@@ -539,10 +526,10 @@ impl<B: Backend> Agent<B> {
     ) {
         let before = self.view.borrow().clone();
         let own_differs = before.own.as_ref().is_none_or(|before| !own.is_same_but_alive(before));
-        if let Some(file) = &mut self.last_good
+        if let Some(keeper) = &self.keeper
             && (own_differs || ready != before.ready || !snapshot.is_same_but_alive(&before.snapshot))
         {
-            file.note_change();
+            keeper.note_change();
         }
         self.view.send_replace(Arc::new(View {
             node: self.options.hostname.clone(),

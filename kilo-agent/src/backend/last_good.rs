@@ -56,20 +56,17 @@ pub struct LastGood {
     node: String,
     written: Option<[u8; 32]>,
     looked: Option<Instant>,
-    /// Something may differ from what was written.
-    stale: bool,
 }
 
 impl LastGood {
     /// For the agent of `node`.
     pub fn new(path: &Path, node: &str) -> Self {
-        Self { path: path.to_owned(), node: node.to_owned(), written: None, looked: None, stale: true }
+        Self { path: path.to_owned(), node: node.to_owned(), written: None, looked: None }
     }
 
-    /// Something changed besides signs of life: the next call of [`Self::keep`]
-    /// compares again.
-    pub fn note_change(&mut self) {
-        self.stale = true;
+    /// True when the last write is some seconds ago.
+    pub fn is_due(&self, now: Instant) -> bool {
+        self.looked.is_none_or(|looked| now.saturating_duration_since(looked) >= PACE)
     }
 
     /// Keeps these nodes and peers when they differ from what was written last
@@ -84,8 +81,7 @@ impl LastGood {
         peers: impl Iterator<Item = &'a Peer>,
         now: Instant,
     ) -> io::Result<bool> {
-        let recent = self.looked.is_some_and(|looked| now.saturating_duration_since(looked) < PACE);
-        if recent || !self.stale {
+        if !self.is_due(now) {
             return Ok(false);
         }
         self.looked = Some(now);
@@ -98,7 +94,6 @@ impl LastGood {
         let bytes = serde_json::to_vec(&content)?;
         let digest = Sha256::digest(&bytes).into();
         if self.written == Some(digest) {
-            self.stale = false;
             return Ok(false);
         }
         let directory = self.path.parent().unwrap_or(Path::new("."));
@@ -107,7 +102,7 @@ impl LastGood {
         file.write_all(&bytes)?;
         file.as_file().sync_all()?;
         file.persist(&self.path)?;
-        (self.written, self.stale) = (Some(digest), false);
+        self.written = Some(digest);
         Ok(true)
     }
 }
@@ -211,10 +206,8 @@ mod tests {
         let path = directory.path().join(FILE);
         let (mut file, start) = (LastGood::new(&path, "a"), Instant::now());
         assert!(file.keep([node("a")].iter(), [].iter(), start).unwrap());
-        file.note_change();
         let alive = Node { last_seen: 47, ..node("a") };
         assert!(!file.keep([alive].iter(), [].iter(), start + PACE).unwrap(), "a sign of life is no change");
-        file.note_change();
         let moved = || Node { location: "there".to_owned(), ..node("a") };
         assert!(!file.keep([moved()].iter(), [].iter(), start + PACE * 3 / 2).unwrap(), "too soon");
         assert!(file.keep([moved()].iter(), [].iter(), start + PACE * 2).unwrap());
