@@ -214,15 +214,7 @@ impl Agents {
             if ready == network.nodes.len() {
                 return Ok(());
             }
-            for node in &network.nodes {
-                if let Some(pid) = self.pid(node.name()) {
-                    let pid = Pid::from_raw(pid.cast_signed());
-                    let _ = nix::sys::wait::waitpid(pid, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
-                    if kill(pid, None).is_err() {
-                        bail!("the agent of {} ended:\n{}", node.name(), tail(&self.log(node.name())));
-                    }
-                }
-            }
+            self.all_run()?;
             if started.elapsed() > limit {
                 let logs: Vec<_> = network
                     .nodes
@@ -233,6 +225,23 @@ impl Agents {
             }
             std::thread::sleep(Duration::from_millis(200));
         }
+    }
+
+    /// Whether every agent sees every node.
+    pub fn are_ready(&self, network: &Network) -> bool {
+        network.nodes.iter().all(|node| self.is_ready(node, network.nodes.len()))
+    }
+
+    /// Fails with what it said last when an agent that was started is gone.
+    pub fn all_run(&self) -> Result<()> {
+        for (node, &pid) in &self.pids {
+            let pid = Pid::from_raw(pid.cast_signed());
+            let _ = nix::sys::wait::waitpid(pid, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
+            if kill(pid, None).is_err() {
+                bail!("the agent of {node} ended:\n{}", tail(&self.log(node)));
+            }
+        }
+        Ok(())
     }
 
     fn is_ready(&self, node: &Node, nodes: usize) -> bool {

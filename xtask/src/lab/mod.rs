@@ -30,7 +30,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
     sync::atomic::{AtomicBool, Ordering},
-    time::{Duration, Instant},
+    time::{Duration, Instant, UNIX_EPOCH},
 };
 
 use anyhow::{Context as _, Result, bail};
@@ -122,6 +122,18 @@ enum LabCommand {
         #[arg(long, conflicts_with_all = ["line", "always"])]
         docs: bool,
         /// Write the outcomes as tests to this file.
+        #[arg(long, value_name = "FILE", hide = true)]
+        outcomes: Option<PathBuf>,
+    },
+    /// Make faults by chance while everybody asks everybody each second.
+    Soak {
+        /// Chooses the faults; printed, so that a run can be had again (default: by the clock).
+        #[arg(long)]
+        seed: Option<u64>,
+        /// How long: 90s, 10m, 2h.
+        #[arg(long, default_value = "10m", value_parser = parse_time)]
+        time: Duration,
+        /// Write the outcome as a test to this file.
         #[arg(long, value_name = "FILE", hide = true)]
         outcomes: Option<PathBuf>,
     },
@@ -280,6 +292,18 @@ pub fn main(args: LabArgs) -> Result<()> {
             }
             Ok(())
         }
+        Some(LabCommand::Soak { seed, time, ref outcomes }) => {
+            let _guard = take_over(&args.name)?;
+            let only = args.only.as_deref();
+            let by_clock = || UNIX_EPOCH.elapsed().map_or(0, |time| time.as_secs());
+            let (seed, started) = (seed.unwrap_or_else(by_clock), Instant::now());
+            let result =
+                Lab::up(&args, None).and_then(|mut lab| faults::soak::run(&mut lab, seed, time, only));
+            if let Some(path) = outcomes {
+                write_json(path, &[faults::soak::outcome(&result, seed, started)])?;
+            }
+            result.map(|_| ())
+        }
         Some(LabCommand::Test { ref json, ref prefix, ref modes }) => {
             let _guard = take_over(&args.name)?;
             let uses = if args.no_uses { &[] } else { checks::USES };
@@ -304,6 +328,13 @@ pub fn main(args: LabArgs) -> Result<()> {
             report(&outcomes, json.as_deref())
         }
     }
+}
+
+/// Seconds, minutes or hours.
+fn parse_time(text: &str) -> Result<Duration, String> {
+    let unit = |unit| text.strip_suffix(unit).and_then(|number| number.parse::<u64>().ok());
+    let seconds = unit('s').or_else(|| unit('m').map(|m| m * 60)).or_else(|| unit('h').map(|h| h * 3600));
+    seconds.map(Duration::from_secs).ok_or_else(|| "write 90s, 10m or 2h".to_owned())
 }
 
 fn write_json<T: Serialize>(path: &Path, rows: &[T]) -> Result<()> {

@@ -6,6 +6,7 @@ pub mod injector;
 mod lines;
 mod links;
 mod nodes;
+pub mod soak;
 mod table;
 mod traffic;
 

@@ -1,6 +1,6 @@
 //! Faults of agents and of what they read.
 
-use std::{fs, time::Duration};
+use std::{fs, path::Path, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
@@ -42,7 +42,8 @@ pub fn faults() -> Vec<Fault> {
     ]
 }
 
-fn names(lab: &Lab) -> Vec<String> {
+/// Every node.
+pub(super) fn names(lab: &Lab) -> Vec<String> {
     lab.network.nodes.iter().map(|node| node.name().to_owned()).collect()
 }
 
@@ -109,7 +110,14 @@ fn uninstall(lab: &mut Lab) -> Result<String> {
     Ok("nothing of ours left, everything of others still there".to_owned())
 }
 
-/// Writes a file into the cluster's directory as editors do, runs `while_there`,
+/// Writes a file as editors do: complete at once.
+pub(super) fn put(path: &Path, text: &str) -> Result<()> {
+    let aside = path.with_extension("aside");
+    fs::write(&aside, text)?;
+    fs::rename(&aside, path).with_context(|| path.display().to_string())
+}
+
+/// Writes a file into the cluster's directory, runs `while_there`,
 /// and puts back what was there.
 fn with_file<T>(
     lab: &mut Lab,
@@ -119,22 +127,17 @@ fn with_file<T>(
 ) -> Result<T> {
     let path = lab.agents.cluster().join(name);
     let before = fs::read_to_string(&path).ok();
-    let write = |text: &str| -> Result<()> {
-        let aside = path.with_extension("aside");
-        fs::write(&aside, text)?;
-        fs::rename(&aside, &path).with_context(|| path.display().to_string())
-    };
-    write(text)?;
+    put(&path, text)?;
     let result = while_there(lab);
     match before {
-        Some(before) => write(&before)?,
+        Some(before) => put(&path, &before)?,
         None => fs::remove_file(&path)?,
     }
     result
 }
 
 /// A node's file with more annotations.
-fn annotated(lab: &Lab, node: &str, annotations: &[(&str, &str)]) -> Result<String> {
+pub(super) fn annotated(lab: &Lab, node: &str, annotations: &[(&str, &str)]) -> Result<String> {
     let text = fs::read_to_string(lab.agents.cluster().join(format!("node-{node}.yaml")))?;
     let lines: String =
         annotations.iter().map(|(name, value)| format!("    kilo.squat.ai/{name}: {value:?}\n")).collect();
@@ -238,7 +241,8 @@ fn location_gone(lab: &mut Lab) -> Result<String> {
     Ok("gone from kgctl status, nothing in clear".to_owned())
 }
 
-fn peer(name: &str, address: &str, key: &str, endpoint: &str) -> String {
+/// A Peer object's file.
+pub(super) fn peer(name: &str, address: &str, key: &str, endpoint: &str) -> String {
     format!(
         "apiVersion: kilo.squat.ai/v1alpha1\nkind: Peer\nmetadata:\n  name: {name}\nspec:\n  \
          allowedIPs: [{address}]\n  publicKey: {key}\n{endpoint}"
@@ -246,7 +250,7 @@ fn peer(name: &str, address: &str, key: &str, endpoint: &str) -> String {
 }
 
 /// A key nobody has the private part of.
-fn key(number: u8) -> String {
+pub(super) fn key(number: u8) -> String {
     // 32 bytes in base64: 42 digits of 6 bits, one of 4, one of padding.
     let digits = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
     let digit = digits[usize::from(number) % digits.len()] as char;
