@@ -25,7 +25,7 @@ use crate::{
     dataplane::{self, Dataplane, Interfaces, PathMtus},
     health::Health,
     interface::{self, Interface},
-    metrics::{Metrics, PeerSample},
+    metrics::Metrics,
     net::{
         Link, Net, NetError,
         forward::Forward,
@@ -39,7 +39,7 @@ use crate::{
     resolve::Resolver,
     status::{Leaders, View},
     topology::{self, Liveness, Mesh, Node, Settings},
-    wireguard::{DeviceState, PeerState, diff, key::SecretKey},
+    wireguard::{DeviceState, diff, key::SecretKey},
 };
 
 pub use error::AgentError;
@@ -291,7 +291,7 @@ impl<B: Backend> Agent<B> {
             other => other.map(|()| None)?,
         };
         self.leaders.observe(&mesh, now);
-        self.observe(&mesh, &state);
+        self.observe(&mesh);
         let known = Snapshot { nodes, peers: snapshot.peers.clone(), problems: snapshot.problems.clone() };
         self.show(mesh.clone(), known, ready, &interface);
 
@@ -469,20 +469,12 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Sets gauges and samples.
-    fn observe(&self, mesh: &Mesh, state: &DeviceState) {
+    /// Sets gauges.
+    fn observe(&self, mesh: &Mesh) {
         let gauge = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         self.metrics.leader.set(i64::from(mesh.leads(&self.options.hostname)));
         self.metrics.nodes.set(gauge(mesh.node_count()));
         self.metrics.peers.set(gauge(mesh.peers.len()));
-        let sample = |peer: &PeerState| PeerSample {
-            received: peer.rx_bytes,
-            sent: peer.tx_bytes,
-            last_handshake: peer
-                .handshake_age
-                .and_then(|age| u64::try_from(unix_now()).ok()?.checked_sub(age.as_secs())),
-        };
-        self.metrics.set_peers(state.peers.iter().map(|(key, peer)| (*key, sample(peer))).collect());
     }
 
     /// Keeps what `/status` and `/graph` answer from.

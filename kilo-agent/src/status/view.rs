@@ -11,7 +11,7 @@ use crate::{
     backend::Snapshot,
     dataplane::Counters,
     topology::{Granularity, Mesh},
-    wireguard::{Device, PeerStatus as DevicePeer, key::PublicKey},
+    wireguard::{Device, PeerStatus as DevicePeer, WireguardError, key::PublicKey},
 };
 
 /// The state after a reconciliation.
@@ -38,6 +38,17 @@ pub struct View {
 }
 
 impl View {
+    /// What the WireGuard device says of its peers now; none before there is a device.
+    ///
+    /// # Errors
+    /// When the device cannot be read.
+    pub async fn peers(&self) -> Result<BTreeMap<PublicKey, DevicePeer>, WireguardError> {
+        match &self.device {
+            Some(device) => device.read_status().await,
+            None => Ok(BTreeMap::new()),
+        }
+    }
+
     /// The status now: `counters` and `unhealthy` come from others. Reads the
     /// WireGuard device.
     pub async fn status(&self, counters: Result<Counters, String>, unhealthy: Option<String>) -> Status {
@@ -55,13 +66,10 @@ impl View {
             errors.push(error);
             Counters::default()
         });
-        let peers = match &self.device {
-            Some(device) => device.read_status().await.unwrap_or_else(|error| {
-                errors.push(error.to_string());
-                BTreeMap::new()
-            }),
-            None => BTreeMap::new(),
-        };
+        let peers = self.peers().await.unwrap_or_else(|error| {
+            errors.push(error.to_string());
+            BTreeMap::new()
+        });
         let counted = |counters: BTreeMap<&'static str, u64>| {
             counters.into_iter().map(|(label, count)| (label.to_owned(), count)).collect()
         };
