@@ -56,6 +56,7 @@ pub const PACKAGES: &[&str] = &[
     "iptables",
     "strace",
     "ethtool",
+    "faketime",
 ];
 
 /// Set on Ctrl-C and SIGTERM: nothing more is to be made.
@@ -118,6 +119,9 @@ enum LabCommand {
         /// Write the rows to this file.
         #[arg(long, value_name = "FILE")]
         json: Option<PathBuf>,
+        /// How long the cluster is away and agents are dead (lines 10 and 67): 90s, 10m, 2h.
+        #[arg(long, value_name = "TIME", value_parser = parse_time)]
+        steady: Option<Duration>,
         /// Write docs/reliability.md.
         #[arg(long, conflicts_with_all = ["line", "always"])]
         docs: bool,
@@ -274,8 +278,11 @@ pub fn main(args: LabArgs) -> Result<()> {
             println!("{seen} packets matched, {dropped} dropped");
             Ok(())
         }
-        Some(LabCommand::Faults { ref line, always, ref json, docs, ref outcomes }) => {
+        Some(LabCommand::Faults { ref line, always, ref json, steady, docs, ref outcomes }) => {
             let _guard = take_over(&args.name)?;
+            if let Some(time) = steady {
+                faults::steady::set_length(time);
+            }
             let rows = faults::run(&mut Lab::up(&args, None)?, line, always);
             if let Some(path) = json {
                 write_json(path, &rows)?;

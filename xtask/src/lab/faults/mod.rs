@@ -7,6 +7,7 @@ mod lines;
 mod links;
 mod nodes;
 pub mod soak;
+pub mod steady;
 mod table;
 mod traffic;
 
@@ -83,6 +84,7 @@ fn all() -> Vec<Fault> {
     let mut faults = nodes::faults();
     faults.extend(links::faults());
     faults.extend(hosts::faults());
+    faults.extend(steady::faults());
     faults.sort_by_key(|fault| fault.line);
     faults
 }

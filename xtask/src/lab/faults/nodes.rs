@@ -3,7 +3,10 @@
 use std::{fs, path::Path, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
-use nix::sys::signal::Signal;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 
 use super::{Fault, Goal, until};
 use crate::lab::{Lab, agents, counters};
@@ -22,6 +25,7 @@ pub fn faults() -> Vec<Fault> {
     vec![
         across(1, "SIGKILL for every agent at once, back 2 s later", Goal::Nothing, true, kill_all),
         across(2, "every agent restarts at once", Goal::Nothing, true, restart_all),
+        across(8, "a task of the leader's agent panics", Goal::Nothing, true, task_panics),
         across(9, "a node of the location is uninstalled and comes back", Goal::Nothing, true, uninstall),
         across(15, "one node's annotations are rubbish", Goal::Nothing, true, rubbish),
         Fault {
@@ -47,7 +51,8 @@ pub(super) fn names(lab: &Lab) -> Vec<String> {
     lab.network.nodes.iter().map(|node| node.name().to_owned()).collect()
 }
 
-fn stop_and_start(lab: &mut Lab, names: &[String], signal: Signal, pause: Duration) -> Result<()> {
+/// Ends those agents, and starts them after a while.
+pub(super) fn stop_and_start(lab: &mut Lab, names: &[String], signal: Signal, pause: Duration) -> Result<()> {
     for name in names {
         lab.agents.stop(name, signal)?;
     }
@@ -70,6 +75,25 @@ fn kill_all(lab: &mut Lab) -> Result<String> {
 fn restart_all(lab: &mut Lab) -> Result<String> {
     stop_and_start(lab, &names(lab), Signal::SIGTERM, Duration::from_millis(100))?;
     Ok("5 processes ended by SIGTERM".to_owned())
+}
+
+/// Debug builds of `kg` panic on SIGUSR2, in a task nobody waits for.
+fn task_panics(lab: &mut Lab) -> Result<String> {
+    let node = lab.network.node("a1")?.clone();
+    let agent = lab.agents.pid("a1").context("no agent")?;
+    kill(Pid::from_raw(agent.cast_signed()), Signal::SIGUSR2)?;
+    let mut last = String::new();
+    until("/health fails", Duration::from_secs(10), || {
+        last = counters::health(&node.space).unwrap_or_else(|error| format!("{error:#}"));
+        Ok(last.contains("503"))
+    })?;
+    ensure!(last.contains("panicked"), "/health does not say why: {last}");
+    let took = until("the process ends", Duration::from_secs(20), || Ok(lab.agents.all_run().is_err()))?;
+    lab.agents.forget("a1");
+    std::thread::sleep(Duration::from_secs(1));
+    lab.agents.start(&node)?;
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+    Ok(format!("/health said 503 and why, the process ended {} ms later", took.as_millis()))
 }
 
 /// What the host has, whoever made it: rules, routes, nftables, links, filters.
@@ -144,7 +168,8 @@ pub(super) fn annotated(lab: &Lab, node: &str, annotations: &[(&str, &str)]) -> 
     Ok(text.replace("spec:\n", &format!("  annotations:\n{lines}spec:\n")))
 }
 
-fn metric(lab: &Lab, node: &str, name: &str) -> Result<u64> {
+/// A metric of the node's agent; 0 when it has none of that name.
+pub(super) fn metric(lab: &Lab, node: &str, name: &str) -> Result<u64> {
     Ok(counters::scrape(&lab.network.node(node)?.space)?.get(name).copied().unwrap_or(0))
 }
 
@@ -169,7 +194,7 @@ fn rubbish(lab: &mut Lab) -> Result<String> {
 }
 
 /// True when the agent of `node` leads.
-fn leads(lab: &Lab, node: &str) -> Result<bool> {
+pub(super) fn leads(lab: &Lab, node: &str) -> Result<bool> {
     Ok(metric(lab, node, "kilo_leader")? == 1)
 }
 

@@ -20,12 +20,15 @@ use crate::lab::{
     space,
 };
 
+/// What ends a fault.
+type Mend = Box<dyn FnOnce(&mut Lab) -> Result<()>>;
+
 /// A fault in force.
 pub struct Deed {
     /// Where and how.
     pub said: String,
     /// Puts right what does not heal by itself.
-    pub mend: Box<dyn FnOnce(&mut Lab) -> Result<()>>,
+    pub mend: Mend,
 }
 
 /// A kind of fault.

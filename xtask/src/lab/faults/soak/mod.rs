@@ -5,7 +5,7 @@
 mod chance;
 mod deeds;
 mod left_over;
-mod reach;
+pub(super) mod reach;
 
 use std::{
     collections::BTreeMap,

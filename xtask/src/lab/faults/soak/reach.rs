@@ -26,11 +26,13 @@ const IN_A_ROW: usize = 2;
 
 /// One look.
 #[derive(Clone, Debug)]
-struct Look {
-    began: Instant,
-    asked: usize,
+pub struct Look {
+    /// When it began.
+    pub began: Instant,
+    /// Questions.
+    pub asked: usize,
     /// Who got no answer, or saw another source than it should.
-    missing: Vec<String>,
+    pub missing: Vec<String>,
 }
 
 /// Looks each second until it is finished.
@@ -93,7 +95,8 @@ impl Watch {
     }
 }
 
-fn look(network: &Network) -> Look {
+/// Asks once.
+pub fn look(network: &Network) -> Look {
     let began = Instant::now();
     let targets = Arc::new(matrix::targets(network));
     let threads: Vec<_> = matrix::places(network)
