@@ -68,8 +68,8 @@ pub struct LabArgs {
     /// Name of the lab; several can stand side by side.
     #[arg(long, default_value = "kilo-lab", global = true)]
     name: String,
-    /// Leave the lab up when everything has been shown.
-    #[arg(long)]
+    /// Leave the lab up when everything has been shown, or a soak has failed.
+    #[arg(long, global = true)]
     keep: bool,
     /// WireGuard implementation of the agents: auto, kernel or userspace.
     #[arg(long, default_value = "auto", global = true)]
@@ -300,7 +300,7 @@ pub fn main(args: LabArgs) -> Result<()> {
             Ok(())
         }
         Some(LabCommand::Soak { seed, time, ref outcomes }) => {
-            let _guard = take_over(&args.name)?;
+            let mut guard = take_over(&args.name)?;
             let only = args.only.as_deref();
             let by_clock = || UNIX_EPOCH.elapsed().map_or(0, |time| time.as_secs());
             let (seed, started) = (seed.unwrap_or_else(by_clock), Instant::now());
@@ -309,6 +309,8 @@ pub fn main(args: LabArgs) -> Result<()> {
             if let Some(path) = outcomes {
                 write_json(path, &[faults::soak::outcome(&result, seed, started)])?;
             }
+            // To look around.
+            guard.keep = args.keep && result.is_err();
             result.map(|_| ())
         }
         Some(LabCommand::Test { ref json, ref prefix, ref modes }) => {

@@ -43,15 +43,18 @@ pub struct Report {
     asked: (usize, usize),
 }
 
-/// Makes faults for that long; only those with these words in their name.
+/// Makes faults for that long; only those with one of these words
+/// (comma separated) in their name.
 ///
 /// # Errors
 /// When the mesh does not heal within [`HEALS_WITHIN`], a process ends by
 /// itself, a pod's address is seen in clear, or something is left over.
 pub fn run(lab: &mut Lab, seed: u64, time: Duration, only: Option<&str>) -> Result<Report> {
     println!("soak: seed {seed}, {} s", time.as_secs());
-    let kinds: Vec<&Kind> =
-        KINDS.iter().filter(|kind| only.is_none_or(|words| kind.name.contains(words))).collect();
+    let kinds: Vec<&Kind> = KINDS
+        .iter()
+        .filter(|kind| only.is_none_or(|only| only.split(',').any(|words| kind.name.contains(words))))
+        .collect();
     ensure!(!kinds.is_empty(), "no fault has {:?} in its name", only.unwrap_or_default());
     let mut report = Report::default();
     let mut chance = Chance::new(seed);
