@@ -216,7 +216,7 @@ fn links_uplinks_paths_and_addresses_are_found() {
 fn changes_wake_the_watcher_once_per_burst() {
     isolated("changes_wake_the_watcher_once_per_burst", || async {
         let kilo = setup();
-        let mut watcher = Watcher::new().unwrap();
+        let mut watcher = Watcher::new(None).unwrap();
         let net = Net::new().unwrap();
         net.apply(&plan(), kilo).await.unwrap();
         let seen = watcher.changed().await.unwrap();
@@ -228,6 +228,52 @@ fn changes_wake_the_watcher_once_per_burst() {
         assert!(idle.is_err(), "an apply without writes announces nothing: {idle:?}");
         sh("ip link set eth0 down");
         assert!(watcher.changed().await.unwrap().links);
+    });
+}
+
+#[test]
+fn what_we_write_ourselves_does_not_wake_the_watcher_and_what_others_write_does() {
+    isolated("what_we_write_ourselves_does_not_wake_the_watcher_and_what_others_write_does", || async {
+        let kilo = setup();
+        let net = Net::new().unwrap();
+        net.apply(&plan(), kilo).await.unwrap();
+        let mut watcher = Watcher::new(Some(net.rtnl().port())).unwrap();
+        while tokio::time::timeout(Duration::from_secs(1), watcher.changed()).await.is_ok() {}
+        let mut fewer = plan();
+        fewer.routes.pop_first();
+        fewer.rules.clear();
+        assert_eq!(net.apply(&fewer, kilo).await.unwrap(), 2);
+        let own = tokio::time::timeout(Duration::from_millis(500), watcher.changed()).await;
+        assert!(own.is_err(), "{own:?}");
+        sh("ip route del 10.2.2.0/24");
+        assert!(watcher.changed().await.unwrap().routes);
+    });
+}
+
+#[test]
+fn a_plan_that_is_there_becomes_another_by_writing_only_what_differs() {
+    isolated("a_plan_that_is_there_becomes_another_by_writing_only_what_differs", || async {
+        let kilo = setup();
+        let net = Net::new().unwrap();
+        net.apply(&plan(), kilo).await.unwrap();
+        // One route goes, one gets another source, one comes, of both families.
+        let mut next = plan();
+        for (gone, new) in [
+            (route("10.2.1.0/24", "10.0.0.5"), None),
+            (route("10.2.2.0/24", "10.0.0.5"), Some(route("10.2.2.0/24", "10.0.0.6"))),
+            (route("fd00:2::/64", "2001:db8::5"), Some(route("fd00:3::/64", ""))),
+        ] {
+            assert!(next.routes.remove(&gone));
+            next.routes.extend(new);
+        }
+        assert_eq!(net.change(&plan(), &next, kilo).await.unwrap(), 4);
+        assert_eq!(net.change(&next, &next, kilo).await.unwrap(), 0);
+        assert_eq!(net.apply(&next, kilo).await.unwrap(), 0, "a look at everything finds nothing to do");
+        // Another address is brought about as a whole.
+        let mut moved = next.clone();
+        moved.addresses = BTreeSet::from(["10.4.0.2/16".parse().unwrap()]);
+        net.change(&next, &moved, kilo).await.unwrap();
+        assert_eq!(net.apply(&moved, kilo).await.unwrap(), 0);
     });
 }
 

@@ -196,7 +196,6 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: Cli) -> Result<()> {
-    let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     match cli.command.or(cli.version.then_some(Command::Version)) {
         Some(Command::Version) => {
             println!("{}", env!("CARGO_PKG_VERSION"));
@@ -209,22 +208,31 @@ fn run(cli: Cli) -> Result<()> {
         Some(Command::UserspaceWireguard { interface }) => {
             // The device goes with the process, and the agent makes another one.
             kilo_agent::health::end_on_panic(Duration::ZERO, |_| {});
-            Ok(runtime()?.block_on(userspace::run(&interface)).context("userspace WireGuard")?)
+            to_end(async { userspace::run(&interface).await.context("userspace WireGuard") })
         }
         Some(Command::Webhook(args)) => {
             log_to_stdout(cli.flags.log_level);
-            runtime()?.block_on(serve_webhook(args))
+            to_end(serve_webhook(args))
         }
         Some(Command::Uninstall) => {
             log_to_stdout(cli.flags.log_level);
-            runtime()?.block_on(uninstall(&cli.flags, true))
+            to_end(uninstall(&cli.flags, true))
         }
         None => {
             log_to_stdout(cli.flags.log_level);
             // The interface is named by the kernel's rules; ours stay below its length.
-            runtime()?.block_on(serve(cli.flags))
+            to_end(serve(cli.flags))
         }
     }
+}
+
+/// Runs to the end, and does not wait for what goes on beside it: a name server
+/// that is silent would hold up the stop.
+fn to_end(work: impl Future<Output = Result<()>>) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let result = runtime.block_on(work);
+    runtime.shutdown_background();
+    result
 }
 
 fn log_to_stdout(level: LogLevel) {
