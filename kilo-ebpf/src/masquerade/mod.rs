@@ -21,16 +21,15 @@ use kilo_common::{
         flow::{error_difference, layout},
         is_masqueraded, is_reserved,
     },
-    packet::{ETHERNET_LEN, Ipv4, protocol},
+    packet::protocol,
     verdict::{Action, DropReason},
 };
 
 use self::work::{Found, Work, copy, halves, this_cpu};
 use crate::{
-    ip::{Ip, V6, octets},
+    ip::{Ip, octets},
     maps::{MASQ_DST, MASQ_SRC, NAT, count_action, device},
-    packet::{self, Family},
-    programs::TC_ACT_UNSPEC,
+    packet,
 };
 
 /// Answer of a part: nothing was done.
@@ -41,25 +40,6 @@ const DONE: u32 = 1;
 /// Flags of [`egress_apart`] and [`ingress_apart`], and of [`rewrite`].
 const IPV6: u32 = 1;
 const OWN: u32 = 2;
-
-/// Egress of an uplink; packets start with an Ethernet header.
-#[inline(always)]
-pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
-    match packet::family(ctx) {
-        Family::V4 => {
-            if let Ok(ip) = Ipv4::read(ctx, ETHERNET_LEN) {
-                egress(ctx, config, ETHERNET_LEN, &ip)?;
-            }
-        }
-        Family::V6 => {
-            if let Ok(ip) = V6::read(ctx, ETHERNET_LEN) {
-                egress(ctx, config, ETHERNET_LEN, &ip)?;
-            }
-        }
-        Family::Other => {}
-    }
-    Ok(TC_ACT_UNSPEC)
-}
 
 /// Translates the source if that is due; answers the new source.
 #[inline(always)]
