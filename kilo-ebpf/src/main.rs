@@ -16,6 +16,8 @@ mod ip;
 #[cfg(target_arch = "bpf")]
 mod maps;
 #[cfg(target_arch = "bpf")]
+mod mark;
+#[cfg(target_arch = "bpf")]
 mod masquerade;
 #[cfg(target_arch = "bpf")]
 mod monitor;
@@ -27,8 +29,6 @@ mod path_mtu;
 mod send;
 #[cfg(target_arch = "bpf")]
 mod steer;
-#[cfg(target_arch = "bpf")]
-mod transit;
 #[cfg(target_arch = "bpf")]
 mod tunnel;
 #[cfg(target_arch = "bpf")]

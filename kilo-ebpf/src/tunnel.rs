@@ -20,12 +20,11 @@ use kilo_common::{
 use crate::{
     ip::{Ip, V6},
     maps::{count_action, hop},
-    masquerade,
+    mark, masquerade,
     packet::{self, Family},
     path_mtu,
     programs::{TC_ACT_UNSPEC, from_code, to_code},
     steer::fits,
-    transit,
 };
 
 const REDIRECT_INGRESS: u64 = 1;
@@ -191,7 +190,7 @@ fn judge<I: Ip>(
         } else {
             inner.lower_ttl(ctx, offset)?;
             if known && !I::never_steered(inner.dst()) && !I::never_steered(inner.src()) {
-                transit::mark(ctx);
+                mark::transit(ctx);
             }
         }
     }

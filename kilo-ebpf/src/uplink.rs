@@ -20,7 +20,7 @@ use kilo_common::{
 use crate::{
     ip::{Ip, V6},
     maps::hop,
-    masquerade,
+    mark, masquerade,
     packet::{self, Family},
     programs::{TC_ACT_UNSPEC, dropped},
     steer::fits,
@@ -31,6 +31,9 @@ const REDIRECT_INGRESS: u64 = 1;
 /// Egress of an uplink; packets start with an Ethernet header.
 #[inline(always)]
 pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+    if mark::is_sent(ctx) {
+        return Ok(TC_ACT_UNSPEC);
+    }
     match packet::family(ctx) {
         Family::V4 => Ipv4::read(ctx, ETHERNET_LEN).map_or(Ok(TC_ACT_UNSPEC), |ip| leave(ctx, config, &ip)),
         Family::V6 => V6::read(ctx, ETHERNET_LEN).map_or(Ok(TC_ACT_UNSPEC), |ip| leave(ctx, config, &ip)),
