@@ -59,7 +59,7 @@ impl Context {
                 match view().peers().await {
                     Ok(peers) => self.metrics.set_peers(peers, Timestamp::now()),
                     Err(error) => {
-                        tracing::warn!(%error, "metrics of WireGuard peers are as of the last scrape")
+                        tracing::warn!(%error, "metrics of WireGuard peers are as of the last scrape");
                     }
                 }
                 match self.metrics.encode() {
