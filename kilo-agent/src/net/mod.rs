@@ -125,8 +125,8 @@ impl Net {
         let current = routes::read(&self.rtnl).await?;
         let changes = routes::diff(&current, &plan.routes, kilo);
         writes += routes::apply_sets(&self.rtnl, &changes, kilo, &mut refused).await?;
-        writes += rules::apply(&self.rtnl, &plan.rules, &mut refused).await?;
-        // Only after the rule that led to them is gone.
+        writes += rules::remove(&self.rtnl, &mut refused).await?;
+        // Only after rules that led to them are gone.
         writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;
         if refused.is_empty() { Ok(writes) } else { Err(NetError::Refused { writes, refused }) }
     }
@@ -134,8 +134,8 @@ impl Net {
     /// As [`Self::apply`], where all of the plan `before` is known to be there:
     /// nothing is read, and only what differs between the plans is written.
     pub async fn change(&self, before: &NetPlan, plan: &NetPlan, kilo: u32) -> Result<usize, NetError> {
-        let same_but_routes = (before.mtu, &before.addresses, &before.rules, &before.neighbours)
-            == (plan.mtu, &plan.addresses, &plan.rules, &plan.neighbours);
+        let same_but_routes = (before.mtu, &before.addresses, &before.neighbours)
+            == (plan.mtu, &plan.addresses, &plan.neighbours);
         if !same_but_routes {
             return self.apply(plan, kilo).await;
         }
@@ -151,7 +151,7 @@ impl Net {
     /// interface itself stays: [`links::delete`].
     pub async fn remove(&self, kilo: Option<u32>) -> Result<usize, NetError> {
         let mut refused = Vec::new();
-        let mut writes = rules::apply(&self.rtnl, &BTreeSet::new(), &mut refused).await?;
+        let mut writes = rules::remove(&self.rtnl, &mut refused).await?;
         let changes = routes::diff(&routes::read(&self.rtnl).await?, &BTreeSet::new(), kilo.unwrap_or(0));
         writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;
         writes += neighbours::apply(&self.rtnl, &BTreeSet::new(), &mut refused).await?;
