@@ -220,7 +220,9 @@ async fn rest(figures: &mut Figures, agent: &mut Agent, nodes: usize, check_ins:
     if let Some(profile) = std::env::var_os("KILO_BENCH_PERF") {
         let id = agent.id().to_string();
         let mut perf = Command::new("perf");
-        perf.args(["record", "-q", "-g", "-F", "997", "-p", &id, "-o"]).arg(profile).args(["--", "sleep", "20"]);
+        perf.args(["record", "-q", "-g", "-F", "997", "-p", &id, "-o"])
+            .arg(profile)
+            .args(["--", "sleep", "20"]);
         assert!(perf.status().unwrap().success());
     }
     let spent = started.elapsed().as_secs_f64();
