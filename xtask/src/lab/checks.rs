@@ -417,7 +417,8 @@ fn second_agent(lab: &mut Lab) -> Result<String> {
     Ok(String::new())
 }
 
-fn uninstall(lab: &mut Lab) -> Result<String> {
+/// Ends each agent and takes away what it made.
+pub fn uninstall(lab: &mut Lab) -> Result<String> {
     for name in ["a1", "a2"] {
         lab.agents.stop(name, Signal::SIGKILL)?;
         let node = lab.network.node(name)?;

@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use super::{
     Lab, LabArgs,
     checks::{self, Check},
-    flannel, kernel_ipip,
+    cilium, flannel, kernel_ipip,
     network::Network,
 };
 use crate::report::TestOutcome;
@@ -18,6 +18,8 @@ use crate::report::TestOutcome;
 pub enum Scenario {
     /// Flannel's VXLAN overlay, in a cloud that drops IP protocol 4.
     Flannel,
+    /// Cilium's devices and programs before and after ours, in the same cloud.
+    Cilium,
     /// Nodes with plain IPIP, as Kilo sets them, in each role.
     Mixed,
 }
@@ -26,6 +28,7 @@ impl Scenario {
     const fn label(self) -> &'static str {
         match self {
             Self::Flannel => "flannel",
+            Self::Cilium => "cilium",
             Self::Mixed => "mixed",
         }
     }
@@ -34,6 +37,7 @@ impl Scenario {
     const fn flags(self) -> &'static [&'static str] {
         match self {
             Self::Flannel => flannel::FLAGS,
+            Self::Cilium => cilium::FLAGS,
             Self::Mixed => kernel_ipip::FLAGS,
         }
     }
@@ -41,6 +45,7 @@ impl Scenario {
     const fn checks(self) -> &'static [Check] {
         match self {
             Self::Flannel => flannel::CHECKS,
+            Self::Cilium => cilium::CHECKS,
             Self::Mixed => kernel_ipip::CHECKS,
         }
     }
@@ -49,9 +54,15 @@ impl Scenario {
     pub fn prepare(self, network: &mut Network) -> Result<()> {
         match self {
             Self::Flannel => flannel::install(network)?,
+            Self::Cilium => cilium::install(network)?,
             Self::Mixed => kernel_ipip::install(network)?,
         }
         Ok(())
+    }
+
+    /// Adds what comes only when the agents run.
+    pub fn complete(self, network: &Network) -> Result<()> {
+        if self == Self::Cilium { cilium::complete(network) } else { Ok(()) }
     }
 
     /// Builds the lab and runs every check; the caller takes the lab down.
