@@ -7,6 +7,7 @@ mod cilium;
 mod cloud;
 mod cni;
 pub mod counters;
+mod external;
 mod faults;
 mod flannel;
 mod foreign;
@@ -59,6 +60,7 @@ pub const PACKAGES: &[&str] = &[
     "iptables",
     "strace",
     "ethtool",
+    "wireguard-go",
 ];
 
 /// Set on Ctrl-C and SIGTERM: nothing more is to be made.

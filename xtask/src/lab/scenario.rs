@@ -78,3 +78,30 @@ impl Scenario {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn agents_beside_another_cni_have_the_flags_of_its_manifests() {
+        let manifests = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests");
+        for (scenario, count) in [(Scenario::Flannel, 4), (Scenario::Cilium, 2)] {
+            let files = std::fs::read_dir(&manifests).unwrap().map(|entry| entry.unwrap());
+            let of_cni = |name: &str| name.starts_with("kilo-") && name.contains(scenario.label());
+            let named = files.filter(|file| of_cni(&file.file_name().to_string_lossy()));
+            let mut found = 0;
+            // One for nodes with userspace WireGuard has a flag more.
+            for file in named.filter(|file| !file.file_name().to_string_lossy().contains("userspace")) {
+                let text = std::fs::read_to_string(file.path()).unwrap();
+                let flags = text.lines().filter_map(|line| line.trim().strip_prefix("- --"));
+                let of_place = |flag: &&str| flag.starts_with("kubeconfig=") || flag.starts_with("hostname=");
+                let flags: std::collections::BTreeSet<_> =
+                    flags.filter(|flag| !of_place(flag)).map(|flag| format!("--{flag}")).collect();
+                assert_eq!(flags, scenario.flags().iter().map(|&flag| flag.to_owned()).collect(), "{file:?}");
+                found += 1;
+            }
+            assert_eq!(found, count, "{}", scenario.label());
+        }
+    }
+}

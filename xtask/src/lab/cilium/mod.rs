@@ -432,8 +432,10 @@ fn ipip(lab: &mut Lab) -> Result<String> {
         ensure!(said.contains(&wanted), "no {wanted} in {said}");
     }
     let tunnels = |lab: &Lab| -> Result<Vec<String>> {
-        let show =
-            |node: &Node| node.space.sh("ip -s -o link show cilium_tunl; ip -o address show cilium_tunl");
+        let show = |node: &Node| {
+            node.space.sh("ip -o link show cilium_tunl; ip -o -4 address show cilium_tunl; \
+                 cat /sys/class/net/cilium_tunl/statistics/rx_packets")
+        };
         lab.network.nodes.iter().map(show).collect()
     };
     let before = tunnels(lab)?;
@@ -444,9 +446,11 @@ fn ipip(lab: &mut Lab) -> Result<String> {
 }
 
 fn uninstalled(lab: &mut Lab) -> Result<String> {
-    checks::uninstall(lab)?;
+    // Cilium came first to one, the agent to the other.
+    let names = ["a1", AGENT_FIRST[0]];
+    checks::uninstall_from(lab, &names)?;
     let started = Instant::now();
-    while let Err(others) = lab.network.nodes.iter().try_for_each(only_theirs) {
+    while let Err(others) = names.iter().try_for_each(|name| only_theirs(lab.network.node(name)?)) {
         // The kernel frees a link some time after its last name is gone.
         ensure!(started.elapsed() < Duration::from_secs(20), others);
         std::thread::sleep(Duration::from_millis(50));
