@@ -21,7 +21,8 @@ use prometheus_client::{
 
 use crate::{
     dataplane::{CounterReader, Counters, DataplaneError},
-    wireguard::key::PublicKey,
+    status::Timestamp,
+    wireguard::{PeerStatus, key::PublicKey},
 };
 
 /// Maps whose content depends on the mesh or its traffic.
@@ -51,24 +52,13 @@ pub struct MapLabel {
     pub map: &'static str,
 }
 
-/// Bytes and age of one WireGuard peer.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PeerSample {
-    /// Bytes received from it.
-    pub received: u64,
-    /// Bytes sent to it.
-    pub sent: u64,
-    /// Unix seconds of the last handshake, if there was one.
-    pub last_handshake: Option<u64>,
-}
-
 /// What is not counted by the agent itself.
 #[derive(Debug, Default)]
 struct Samples {
     /// Packet counters, read at each scrape.
     counters: Option<CounterReader>,
-    /// WireGuard peers as of the last reconcile.
-    peers: BTreeMap<PublicKey, PeerSample>,
+    /// WireGuard peers as of this scrape, and the moment they were read.
+    peers: (BTreeMap<PublicKey, PeerStatus>, Timestamp),
 }
 
 #[derive(Debug)]
@@ -100,20 +90,20 @@ impl Collector for SampleCollector {
             "reason",
             counted.drops.iter().map(|(label, value)| ((*label).to_owned(), counter(value))),
         )?;
-        let peers = &samples.peers;
+        let (peers, read_at) = &samples.peers;
         by_label(
             &mut encoder,
             "kilo_wireguard_received_bytes",
             "Bytes received from a WireGuard peer",
             "public_key",
-            peers.iter().map(|(key, sample)| (key.to_string(), counter(&sample.received))),
+            peers.iter().map(|(key, sample)| (key.to_string(), counter(&sample.rx_bytes))),
         )?;
         by_label(
             &mut encoder,
             "kilo_wireguard_sent_bytes",
             "Bytes sent to a WireGuard peer",
             "public_key",
-            peers.iter().map(|(key, sample)| (key.to_string(), counter(&sample.sent))),
+            peers.iter().map(|(key, sample)| (key.to_string(), counter(&sample.tx_bytes))),
         )?;
         by_label(
             &mut encoder,
@@ -121,7 +111,7 @@ impl Collector for SampleCollector {
             "Unix time of the last handshake with a WireGuard peer",
             "public_key",
             peers.iter().filter_map(|(key, sample)| {
-                Some((key.to_string(), ConstGauge::new(i64::try_from(sample.last_handshake?).ok()?)))
+                Some((key.to_string(), ConstGauge::new(read_at.before(sample.handshake_age?).0)))
             }),
         )
     }
@@ -261,9 +251,9 @@ impl Metrics {
         samples.counters.as_ref().map_or_else(|| Ok(Counters::default()), CounterReader::read)
     }
 
-    /// Replaces what is known of the WireGuard peers.
-    pub fn set_peers(&self, peers: BTreeMap<PublicKey, PeerSample>) {
-        self.samples.lock().unwrap_or_else(PoisonError::into_inner).peers = peers;
+    /// Replaces what is known of the WireGuard peers, and when it was read.
+    pub fn set_peers(&self, peers: BTreeMap<PublicKey, PeerStatus>, read_at: Timestamp) {
+        self.samples.lock().unwrap_or_else(PoisonError::into_inner).peers = (peers, read_at);
     }
 
     /// The text exposition format (OpenMetrics).
@@ -276,6 +266,8 @@ impl Metrics {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
@@ -284,7 +276,9 @@ mod tests {
         metrics.error("apply");
         metrics.reconciles.inc();
         let key = PublicKey([1; 32]);
-        metrics.set_peers(BTreeMap::from([(key, PeerSample { received: 5, ..PeerSample::default() })]));
+        let age = Some(Duration::from_secs(7));
+        let peer = PeerStatus { rx_bytes: 5, tx_bytes: 6, handshake_age: age, ..PeerStatus::default() };
+        metrics.set_peers(BTreeMap::from([(key, peer)]), Timestamp(100));
         let text = metrics.encode().unwrap();
         for line in [
             "kilo_errors_total{event=\"apply\"} 1",
@@ -293,6 +287,8 @@ mod tests {
             "kilo_nodes 0",
             "kilo_peers 0",
             &format!("kilo_wireguard_received_bytes_total{{public_key=\"{key}\"}} 5"),
+            &format!("kilo_wireguard_sent_bytes_total{{public_key=\"{key}\"}} 6"),
+            &format!("kilo_wireguard_last_handshake_seconds{{public_key=\"{key}\"}} 93"),
         ] {
             assert!(text.lines().any(|l| l == line), "{line} is missing from\n{text}");
         }

@@ -1,5 +1,6 @@
-//! DNS names of endpoints. One name that fails does not stop the others, and
-//! keeps the address it had.
+//! DNS names of endpoints and of this host, looked up beside the reconcile: a
+//! name server that is slow or silent holds nothing up. One name that fails does
+//! not stop the others, and keeps the address it had.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -7,38 +8,63 @@ use std::{
     time::{Duration, Instant},
 };
 
-use futures::future::join_all;
+use tokio::{sync::mpsc, time::timeout_at};
 
 use crate::topology::{EndpointHost, Mesh};
 
-/// How long the answer to the own name counts.
+/// How long the answer to the own name counts. A host without its name in DNS
+/// is ordinary.
 const OWN_NAME_COUNTS: Duration = Duration::from_secs(300);
+/// How long the answer to an endpoint's name counts.
+const ENDPOINT_COUNTS: Duration = Duration::from_secs(10);
+/// A name that is new is waited for this long: most answer at once, and then
+/// nothing is set up twice.
+const FIRST_ANSWER: Duration = Duration::from_millis(100);
 /// Longest wait for one name.
 const PATIENCE: Duration = Duration::from_secs(2);
 
+type Answer = (String, Result<Vec<IpAddr>, String>);
+
 /// Remembers the last good answer of each name.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Resolver {
-    known: BTreeMap<String, IpAddr>,
-    own: Option<(Instant, Vec<IpAddr>)>,
+    names: BTreeMap<String, Name>,
+    own: Option<String>,
+    /// How long a name that is new is waited for.
+    wait: Duration,
+    answers: mpsc::UnboundedSender<Answer>,
+    answered: mpsc::UnboundedReceiver<Answer>,
+}
+
+#[derive(Debug, Default)]
+struct Name {
+    asked: Option<Instant>,
+    under_way: bool,
+    addresses: Vec<IpAddr>,
+}
+
+impl Default for Resolver {
+    fn default() -> Self {
+        let (answers, answered) = mpsc::unbounded_channel();
+        Self { names: BTreeMap::new(), own: None, wait: FIRST_ANSWER, answers, answered }
+    }
 }
 
 impl Resolver {
-    /// Addresses of this host's own name. A host without its name in DNS is
-    /// ordinary, and a slow server must not hold up every reconcile: the answer
-    /// counts for a while, an empty one too.
-    pub async fn own_addresses(&mut self, hostname: &str) -> Vec<IpAddr> {
-        match &self.own {
-            Some((since, addresses)) if since.elapsed() < OWN_NAME_COUNTS => addresses.clone(),
-            _ => {
-                let addresses = lookup(hostname).await.unwrap_or_default();
-                self.own = Some((Instant::now(), addresses.clone()));
-                addresses
-            }
-        }
+    /// One whose callers wait for names that are new until they are answered or
+    /// given up.
+    pub fn patient() -> Self {
+        Self { wait: PATIENCE, ..Self::default() }
     }
 
-    /// Addresses of every name the mesh's endpoints use.
+    /// Addresses of this host's own name, as far as known now.
+    pub async fn own_addresses(&mut self, hostname: &str) -> Vec<IpAddr> {
+        self.own = Some(hostname.to_owned());
+        self.ask(&BTreeSet::from([hostname]), OWN_NAME_COUNTS).await;
+        self.names.get(hostname).map(|name| name.addresses.clone()).unwrap_or_default()
+    }
+
+    /// Addresses of every name the mesh's endpoints use, as far as known now.
     pub async fn resolve(&mut self, mesh: &Mesh) -> BTreeMap<String, IpAddr> {
         let endpoints = mesh.segments.iter().map(|segment| &segment.endpoint);
         let names: BTreeSet<&str> = endpoints
@@ -48,21 +74,81 @@ impl Resolver {
                 EndpointHost::Ip(_) => None,
             })
             .collect();
-        self.known.retain(|name, _| names.contains(name.as_str()));
-        let answers = join_all(names.into_iter().map(|name| async move { (name, lookup(name).await) })).await;
-        for (name, answer) in answers {
-            match answer {
-                // An address that is still among the answers stays: round robin must not flap.
-                Ok(addresses) if self.known.get(name).is_some_and(|known| addresses.contains(known)) => {}
-                Ok(addresses) => {
-                    if let Some(address) = addresses.first() {
-                        self.known.insert(name.to_owned(), *address);
-                    }
-                }
-                Err(error) => tracing::warn!(name, error, "endpoint cannot be resolved"),
+        let own = &self.own;
+        self.names.retain(|name, _| names.contains(name.as_str()) || own.as_ref() == Some(name));
+        self.ask(&names, ENDPOINT_COUNTS).await;
+        let first = |name: &str| Some((name.to_owned(), *self.names.get(name)?.addresses.first()?));
+        names.into_iter().filter_map(first).collect()
+    }
+
+    /// Waits for an answer that says something new.
+    pub async fn changed(&mut self) {
+        loop {
+            // Never closed: this end holds a sender.
+            let Some(answer) = self.answered.recv().await else { return std::future::pending().await };
+            if self.take(answer) {
+                return;
             }
         }
-        self.known.clone()
+    }
+
+    /// Asks for what is not known or old, and waits a little for what is new.
+    async fn ask(&mut self, names: &BTreeSet<&str>, counts: Duration) {
+        let now = Instant::now();
+        let mut new: BTreeSet<&str> = BTreeSet::new();
+        for name in names {
+            let known = self.names.entry((*name).to_owned()).or_default();
+            if known.under_way || known.asked.is_some_and(|asked| now.duration_since(asked) < counts) {
+                continue;
+            }
+            if known.asked.is_none() {
+                new.insert(name);
+            }
+            (known.asked, known.under_way) = (Some(now), true);
+            let (name, answers) = ((*name).to_owned(), self.answers.clone());
+            tokio::spawn(async move {
+                let answer = lookup(&name).await;
+                // Nobody waits any more when the agent ends.
+                let _ = answers.send((name, answer));
+            });
+        }
+        while !new.is_empty() {
+            let Ok(Some(answer)) = timeout_at((now + self.wait).into(), self.answered.recv()).await else {
+                return;
+            };
+            new.remove(answer.0.as_str());
+            self.take(answer);
+        }
+    }
+
+    /// Takes note of an answer; true when it says something new.
+    fn take(&mut self, (name, answer): Answer) -> bool {
+        let Some(known) = self.names.get_mut(&name) else { return false };
+        known.under_way = false;
+        match answer {
+            Ok(mut addresses) => {
+                // An address that is still among the answers stays the first: round robin must not flap.
+                if let Some(kept) = known.addresses.first()
+                    && let Some(at) = addresses.iter().position(|address| address == kept)
+                {
+                    addresses.swap(0, at);
+                }
+                if let Some((_, rest)) = addresses.split_first_mut() {
+                    rest.sort_unstable();
+                }
+                let differs = known.addresses != addresses && !addresses.is_empty();
+                if differs {
+                    known.addresses = addresses;
+                }
+                differs
+            }
+            Err(error) => {
+                if self.own.as_ref() != Some(&name) {
+                    tracing::warn!(name, error, "endpoint cannot be resolved");
+                }
+                false
+            }
+        }
     }
 }
 
@@ -75,5 +161,49 @@ pub async fn lookup(name: &str) -> Result<Vec<IpAddr>, String> {
         Ok(Ok(addresses)) => Ok(addresses.map(|address| address.ip()).collect()),
         Ok(Err(error)) => Err(error.to_string()),
         Err(_) => Err(format!("no answer within {} s", PATIENCE.as_secs())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn asked(resolver: &mut Resolver, name: &str) {
+        resolver.names.insert(name.to_owned(), Name { under_way: true, ..Name::default() });
+    }
+
+    fn addresses(list: &[u8]) -> Vec<IpAddr> {
+        list.iter().map(|last| IpAddr::from([192, 0, 2, *last])).collect()
+    }
+
+    #[tokio::test]
+    async fn a_name_that_is_not_answered_holds_nothing_up() {
+        let mut resolver = Resolver::default();
+        // As if it were under way with a silent name server.
+        asked(&mut resolver, "slow");
+        let started = Instant::now();
+        assert_eq!(resolver.own_addresses("slow").await, addresses(&[]));
+        assert!(started.elapsed() < PATIENCE / 2);
+        resolver.answers.send(("slow".to_owned(), Ok(addresses(&[1])))).unwrap();
+        resolver.changed().await;
+        assert_eq!(resolver.own_addresses("slow").await, addresses(&[1]));
+    }
+
+    #[test]
+    fn an_address_that_is_still_answered_stays_and_a_failure_takes_none_away() {
+        let mut resolver = Resolver::default();
+        asked(&mut resolver, "peer");
+        let mut take = |answer| resolver.take(("peer".to_owned(), answer));
+        assert!(take(Ok(addresses(&[2, 3, 1]))));
+        assert!(!take(Ok(addresses(&[1, 2, 3]))), "round robin");
+        assert!(!take(Err("no answer".to_owned())));
+        assert!(take(Ok(addresses(&[1, 3]))));
+        assert_eq!(resolver.names["peer"].addresses, addresses(&[1, 3]));
+    }
+
+    #[test]
+    fn what_nobody_asks_for_any_more_is_not_taken() {
+        let mut resolver = Resolver::default();
+        assert!(!resolver.take(("gone".to_owned(), Ok(addresses(&[1])))));
     }
 }

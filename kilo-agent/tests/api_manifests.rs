@@ -31,8 +31,9 @@ use k8s_openapi::{
 use kilo_agent::{
     backend::{Backend as _, Published, kubernetes, kubernetes::KubernetesBackend, peer::Peer},
     dataplane,
-    metrics::{Metrics, PeerSample},
-    wireguard::key::PublicKey,
+    metrics::Metrics,
+    status::Timestamp,
+    wireguard::{PeerStatus, key::PublicKey},
 };
 use kube::{
     Api, Client,
@@ -467,8 +468,8 @@ async fn is_configured() {
 fn dashboard_shows_what_is_there(scraped: &str) {
     // A handshake needs somebody at the other end.
     let metrics = Metrics::default();
-    let sample = PeerSample { last_handshake: Some(1), ..PeerSample::default() };
-    metrics.set_peers(BTreeMap::from([(PublicKey([1; 32]), sample)]));
+    let peer = PeerStatus { handshake_age: Some(Duration::from_secs(1)), ..PeerStatus::default() };
+    metrics.set_peers(BTreeMap::from([(PublicKey([1; 32]), peer)]), Timestamp::now());
     metrics.error("any");
     let all = scraped.to_owned() + &metrics.encode().unwrap();
     let there: BTreeSet<_> = all.lines().filter_map(|line| line.split(['{', ' ']).next()).collect();

@@ -341,7 +341,7 @@ fn nothing_new_writes_nothing() {
                 SchedClassifier::query_tcx("eth0", TcAttachType::Ingress).map(|(revision, _)| revision).ok()
             };
             let before = (revision(), sh("tc filter show dev eth0 ingress"));
-            let mut watcher = kilo_agent::net::watch::Watcher::new().unwrap();
+            let mut watcher = kilo_agent::net::watch::Watcher::new(None).unwrap();
             for _ in 0..20 {
                 let attached = world.attach(&mut dataplane).await;
                 assert_eq!((attached.changes, attached.reattached), (0, 0));

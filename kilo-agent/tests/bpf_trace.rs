@@ -96,7 +96,7 @@ fn kgctl_trace_names_prefix_hop_masquerade_and_outcome() {
     assert_eq!(
         text,
         "10.42.1.2 > 10.42.4.2 tcp 40000 > 80, 1400 bytes, ttl 64, from a pod of this node\n  \
-         route         10.42.4.0/24 leads pods to lo\n  \
+         route         10.42.4.0/24 leads to lo\n  \
          masquerade    no: source in 10.42.1.0/24, yes; destination in 10.42.4.0/24, never\n  \
          prefix        10.42.4.2 is in 10.42.4.0/24 -> hop 2 (outside the location, by the leader): \
          10.1.0.12 (ipip from 10.1.0.11 over lo, MTU 1480 bytes)\n  \

@@ -2,12 +2,13 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use std::{collections::BTreeMap, fs, path::PathBuf, process::Command};
+use std::{collections::BTreeMap, fs, path::PathBuf, process::Command, time::Duration};
 
 use kilo_agent::{
     flag_table::ARGUMENT,
-    metrics::{Metrics, PeerSample},
-    wireguard::key::PublicKey,
+    metrics::Metrics,
+    status::Timestamp,
+    wireguard::{PeerStatus, key::PublicKey},
 };
 use kilo_common::verdict::{Action, DropReason};
 
@@ -124,8 +125,8 @@ fn examples_name_the_pins_of_this_layout() {
 fn every_metric_action_and_drop_reason_is_explained() {
     let page = fs::read_to_string(root().join("docs/monitoring.md")).unwrap();
     let metrics = Metrics::default();
-    let sample = PeerSample { last_handshake: Some(1), ..PeerSample::default() };
-    metrics.set_peers(BTreeMap::from([(PublicKey([1; 32]), sample)]));
+    let peer = PeerStatus { handshake_age: Some(Duration::from_secs(1)), ..PeerStatus::default() };
+    metrics.set_peers(BTreeMap::from([(PublicKey([1; 32]), peer)]), Timestamp::now());
     let text = metrics.encode().unwrap();
     let of_metrics = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
     let actions = Action::ALL.iter().map(|action| action.label());

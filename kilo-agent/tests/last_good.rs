@@ -62,9 +62,9 @@ fn nodes_from_disk_stay_until_the_server_tells_and_the_long_dead_stay_out_then()
     // Signs of life are not kept.
     let from_disk = of(&[("b", 0), ("c", 0), ("own", 0)]);
     for at in [start, start + hour] {
-        assert_eq!(liveness.ready(&from_disk, "own", at, 900_000), names(&["b", "c", "own"]));
+        assert_eq!(liveness.ready(from_disk.values(), "own", at, 900_000), names(&["b", "c", "own"]));
     }
     let told = of(&[("a", 1000), ("b", 903_590), ("c", 903_595), ("own", 903_599)]);
-    let ready = liveness.ready(&told, "own", start + hour, 903_600);
+    let ready = liveness.ready(told.values(), "own", start + hour, 903_600);
     assert_eq!(ready, names(&["b", "c", "own"]), "a was dead before, and would be the first to lead");
 }

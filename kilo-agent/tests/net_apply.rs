@@ -11,7 +11,7 @@ use std::{
 
 use kilo_agent::{
     net::{Net, NetError, discovery, forwarding, links, watch::Watcher},
-    plan::{MAIN_TABLE, NetPlan, POD_RULE_PRIORITY, POD_TABLE, Route, Rule},
+    plan::{MAIN_TABLE, NetPlan, Route},
 };
 use netns::{isolated, sh};
 
@@ -50,13 +50,7 @@ fn plan() -> NetPlan {
             route("10.2.2.0/24", "10.0.0.5"),
             route("192.0.2.7/32", ""),
             route("fd00:2::/64", "2001:db8::5"),
-            Route { table: POD_TABLE, ..route("10.0.0.9/32", "10.0.0.5") },
         ]),
-        rules: BTreeSet::from([Rule {
-            from: "10.2.0.0/24".parse().unwrap(),
-            table: POD_TABLE,
-            priority: POD_RULE_PRIORITY,
-        }]),
     }
 }
 
@@ -77,12 +71,10 @@ fn the_plan_comes_about_and_nothing_else_changes() {
         let before = foreign();
         let net = Net::new().unwrap();
         let writes = net.apply(&plan(), kilo).await.unwrap();
-        assert_eq!(writes, 1 + 2 + 5 + 1);
+        assert_eq!(writes, 1 + 2 + 4);
         assert_eq!(net.apply(&plan(), kilo).await.unwrap(), 0, "a second apply writes nothing");
         let shown = sh("ip route show proto 107");
         assert!(shown.contains("10.2.1.0/24 dev kilo0 scope link src 10.0.0.5"), "{shown}");
-        assert!(sh("ip route show table 1107").contains("10.0.0.9 dev kilo0 proto 107"));
-        assert!(sh("ip rule show").contains("1107:\tfrom 10.2.0.0/24 lookup 1107 proto 107"));
         assert!(sh("ip -6 route show proto 107").contains("fd00:2::/64 dev kilo0"));
 
         // Change of the source address, in place.
@@ -97,8 +89,8 @@ fn the_plan_comes_about_and_nothing_else_changes() {
                 route
             })
             .collect();
-        assert_eq!(net.apply(&changed, kilo).await.unwrap(), 3);
-        assert_eq!(sh("ip route show table all proto 107 | grep -c 'src 10.0.0.6'").trim(), "3");
+        assert_eq!(net.apply(&changed, kilo).await.unwrap(), 2);
+        assert_eq!(sh("ip route show table all proto 107 | grep -c 'src 10.0.0.6'").trim(), "2");
         assert_eq!(net.apply(&changed, kilo).await.unwrap(), 0);
 
         // Other address of the same network, which deleting the first would take along.
@@ -111,7 +103,7 @@ fn the_plan_comes_about_and_nothing_else_changes() {
         // Without any address the kernel flushes routes: they are back in the same apply.
         changed.addresses.clear();
         net.apply(&changed, kilo).await.unwrap();
-        assert_eq!(sh("ip route show table all proto 107 | grep -c dev.kilo0").trim(), "5");
+        assert_eq!(sh("ip route show table all proto 107 | grep -c dev.kilo0").trim(), "4");
         assert_eq!(net.apply(&changed, kilo).await.unwrap(), 0);
 
         // Fewer routes.
@@ -137,7 +129,7 @@ fn a_thousand_routes_are_quick_and_1000_reconciles_write_nothing() {
         let start = Instant::now();
         let writes = net.apply(&plan, kilo).await.unwrap();
         let first = start.elapsed();
-        assert_eq!(writes, 1 + 2 + 1005 + 1);
+        assert_eq!(writes, 1 + 2 + 1004);
         let start = Instant::now();
         for _ in 0..20 {
             assert_eq!(net.apply(&plan, kilo).await.unwrap(), 0);
@@ -162,7 +154,9 @@ fn a_route_of_somebody_else_is_refused_by_name_and_kilos_is_taken_over() {
         let net = Net::new().unwrap();
         sh(
             "ip link set kilo0 up; ip route add 10.2.1.0/24 dev eth0 proto static; ip route add 10.2.2.0/24 dev kilo0 proto static; \
-             ip route add 10.0.0.9/32 via 10.0.0.9 dev eth0 onlink proto static table 1107",
+             ip route add 10.0.0.9/32 via 10.0.0.9 dev eth0 onlink proto static table 1107; \
+             ip rule add from 10.2.0.0/24 to 10.0.0.9 lookup 1107; ip -6 rule add from fd00:3::/64 lookup 1107; \
+             ip rule add from 10.2.0.0/24 lookup 1107 priority 1107 protocol 107; ip rule add from 10.7.0.0/16 lookup 77",
         );
         let error = net.apply(&plan(), kilo).await.unwrap_err();
         let text = error.to_string();
@@ -170,11 +164,12 @@ fn a_route_of_somebody_else_is_refused_by_name_and_kilos_is_taken_over() {
         assert_eq!(error.label(), "network");
         // Everything else is in place all the same.
         assert!(
-            matches!(&error, NetError::Refused { writes: 8, refused } if refused.len() == 1),
+            matches!(&error, NetError::Refused { writes: 9, refused } if refused.len() == 1),
             "{error:?}"
         );
         assert!(sh("ip route show 10.2.2.0/24").contains("proto 107"));
-        assert!(sh("ip route show table 1107").contains("10.0.0.9 dev kilo0 proto 107"));
+        let rules = sh("ip rule show; ip -6 rule show");
+        assert!(!rules.contains("1107") && rules.contains("from 10.7.0.0/16 lookup 77"), "{rules}");
         assert!(sh("ip route show 10.2.1.0/24").contains("dev eth0 proto static"));
     });
 }
@@ -216,8 +211,9 @@ fn links_uplinks_paths_and_addresses_are_found() {
 fn changes_wake_the_watcher_once_per_burst() {
     isolated("changes_wake_the_watcher_once_per_burst", || async {
         let kilo = setup();
-        let mut watcher = Watcher::new().unwrap();
+        let mut watcher = Watcher::new(None).unwrap();
         let net = Net::new().unwrap();
+        sh("ip rule add from 10.77.0.0/16 lookup 77");
         net.apply(&plan(), kilo).await.unwrap();
         let seen = watcher.changed().await.unwrap();
         assert!(seen.links && seen.addresses && seen.routes && seen.rules, "{seen:?}");
@@ -228,6 +224,51 @@ fn changes_wake_the_watcher_once_per_burst() {
         assert!(idle.is_err(), "an apply without writes announces nothing: {idle:?}");
         sh("ip link set eth0 down");
         assert!(watcher.changed().await.unwrap().links);
+    });
+}
+
+#[test]
+fn what_we_write_ourselves_does_not_wake_the_watcher_and_what_others_write_does() {
+    isolated("what_we_write_ourselves_does_not_wake_the_watcher_and_what_others_write_does", || async {
+        let kilo = setup();
+        let net = Net::new().unwrap();
+        net.apply(&plan(), kilo).await.unwrap();
+        let mut watcher = Watcher::new(Some(net.rtnl().port())).unwrap();
+        while tokio::time::timeout(Duration::from_secs(1), watcher.changed()).await.is_ok() {}
+        let mut fewer = plan();
+        fewer.routes.pop_first();
+        assert_eq!(net.apply(&fewer, kilo).await.unwrap(), 1);
+        let own = tokio::time::timeout(Duration::from_millis(500), watcher.changed()).await;
+        assert!(own.is_err(), "{own:?}");
+        sh("ip route del 10.2.2.0/24");
+        assert!(watcher.changed().await.unwrap().routes);
+    });
+}
+
+#[test]
+fn a_plan_that_is_there_becomes_another_by_writing_only_what_differs() {
+    isolated("a_plan_that_is_there_becomes_another_by_writing_only_what_differs", || async {
+        let kilo = setup();
+        let net = Net::new().unwrap();
+        net.apply(&plan(), kilo).await.unwrap();
+        // One route goes, one gets another source, one comes, of both families.
+        let mut next = plan();
+        for (gone, new) in [
+            (route("10.2.1.0/24", "10.0.0.5"), None),
+            (route("10.2.2.0/24", "10.0.0.5"), Some(route("10.2.2.0/24", "10.0.0.6"))),
+            (route("fd00:2::/64", "2001:db8::5"), Some(route("fd00:3::/64", ""))),
+        ] {
+            assert!(next.routes.remove(&gone));
+            next.routes.extend(new);
+        }
+        assert_eq!(net.change(&plan(), &next, kilo).await.unwrap(), 4);
+        assert_eq!(net.change(&next, &next, kilo).await.unwrap(), 0);
+        assert_eq!(net.apply(&next, kilo).await.unwrap(), 0, "a look at everything finds nothing to do");
+        // Another address is brought about as a whole.
+        let mut moved = next.clone();
+        moved.addresses = BTreeSet::from(["10.4.0.2/16".parse().unwrap()]);
+        net.change(&next, &moved, kilo).await.unwrap();
+        assert_eq!(net.apply(&moved, kilo).await.unwrap(), 0);
     });
 }
 

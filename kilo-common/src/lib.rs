@@ -10,4 +10,5 @@ pub mod event;
 pub mod maps;
 pub mod nat;
 pub mod packet;
+pub mod too_big;
 pub mod verdict;

@@ -244,6 +244,11 @@ pub const CONFIG_MASQUERADE: u32 = 2;
 /// `Config::flags`: nodes of the location may send packets without an outer header.
 pub const CONFIG_PLAIN: u32 = 4;
 
+/// `Config::flags`: what this node's pods send to private addresses of other
+/// nodes of the location is steered where it would leave by an uplink: the
+/// network in between need not know pods' addresses.
+pub const CONFIG_PODS: u32 = 8;
+
 /// What every program needs to know of this host.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -7,7 +7,7 @@
 //! | `kilo_ingress` | ingress of the WireGuard device | on a leader: on to other nodes |
 //! | `lan_ingress` | ingress of uplinks | take steered packets; translate replies back |
 //! | `tunnel_ingress` | ingress of the VXLAN device | what `lan_ingress` left to that device |
-//! | `uplink_egress` | egress of uplinks | masquerade |
+//! | `uplink_egress` | egress of uplinks | steer pods' packets to other nodes themselves; masquerade |
 #![cfg_attr(target_arch = "bpf", no_std, no_main)]
 #![cfg_attr(not(target_arch = "bpf"), allow(unused_crate_dependencies))]
 
@@ -15,6 +15,8 @@
 mod ip;
 #[cfg(target_arch = "bpf")]
 mod maps;
+#[cfg(target_arch = "bpf")]
+mod mark;
 #[cfg(target_arch = "bpf")]
 mod masquerade;
 #[cfg(target_arch = "bpf")]
@@ -28,16 +30,16 @@ mod send;
 #[cfg(target_arch = "bpf")]
 mod steer;
 #[cfg(target_arch = "bpf")]
-mod transit;
-#[cfg(target_arch = "bpf")]
 mod tunnel;
+#[cfg(target_arch = "bpf")]
+mod uplink;
 
 #[cfg(target_arch = "bpf")]
 mod programs {
     use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, macros::classifier, programs::TcContext};
     use kilo_common::{event::Hook, maps::Config, verdict::DropReason};
 
-    use crate::{maps, masquerade, monitor, packet, steer, tunnel};
+    use crate::{maps, monitor, packet, steer, tunnel, uplink};
 
     /// Goes on with the next program on the hook, and then with the stack.
     pub const TC_ACT_UNSPEC: i32 = -1;
@@ -80,7 +82,7 @@ mod programs {
 
     /// Apart, because what a log record takes of the stack adds up in its callers.
     #[inline(never)]
-    fn dropped(skb: *mut __sk_buff, reason: u32, hook: u32) -> i32 {
+    pub fn dropped(skb: *mut __sk_buff, reason: u32, hook: u32) -> i32 {
         let ctx = TcContext::new(skb);
         maps::count(reason);
         monitor::report(&ctx, hook, reason);
@@ -116,7 +118,7 @@ mod programs {
     /// Packets to the network the node is in.
     #[classifier]
     pub fn uplink_egress(ctx: TcContext) -> i32 {
-        verdict(ctx, Hook::UplinkEgress, masquerade::uplink_egress)
+        verdict(ctx, Hook::UplinkEgress, uplink::uplink_egress)
     }
 }
 

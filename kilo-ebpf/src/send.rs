@@ -24,7 +24,7 @@ use kilo_common::{
 
 use crate::{
     ip::Ip,
-    packet,
+    mark, packet,
     programs::{from_code, to_code},
 };
 
@@ -163,6 +163,7 @@ fn grow(ctx: &TcContext, overhead: usize, flags: u64) -> Result<(), ()> {
 fn leave<const N: usize>(ctx: &TcContext, hop: &Hop, frame: &[u8; N]) -> Result<i32, DropReason> {
     change_head(ctx)?;
     ctx.store(0, frame, 0).map_err(|_| DropReason::Encapsulation)?;
+    mark::sent(ctx);
     // No explicit next hop: with a cold neighbour the queued packet would leave
     // malformed, through the device it came from.
     // SAFETY: no parameters are passed.
@@ -177,6 +178,7 @@ impl Way for Plain {
         let mut header = [0u8; ETHERNET_LEN];
         [header[12], header[13]] = (if I::V6 { ETHERTYPE_IPV6 } else { ETHERTYPE_IPV4 }).to_be_bytes();
         ctx.store(0, &header, 0).map_err(|_| DropReason::Encapsulation)?;
+        mark::sent(ctx);
         // The inner destination is not on the link, so the next hop is named;
         // the agent keeps that neighbour resolved.
         let mut neighbour = bpf_redir_neigh {

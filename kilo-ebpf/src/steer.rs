@@ -11,17 +11,16 @@ use kilo_common::{
 use crate::{
     ip::{Ip, V6},
     maps::{count_action, hop},
-    masquerade,
+    mark, masquerade,
     packet::{self, Family},
     programs::TC_ACT_UNSPEC,
     send::send,
-    transit,
 };
 
 /// Egress of the WireGuard device; packets start with their IP header.
 #[inline(always)]
 pub fn kilo_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
-    if transit::is_for_wireguard(ctx.as_ptr().cast(), config) {
+    if mark::is_for_wireguard(ctx.as_ptr().cast(), config) {
         count_action(Action::Encrypt);
         return Ok(TC_ACT_UNSPEC);
     }

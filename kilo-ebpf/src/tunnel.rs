@@ -20,12 +20,11 @@ use kilo_common::{
 use crate::{
     ip::{Ip, V6},
     maps::{count_action, hop},
-    masquerade,
+    mark, masquerade,
     packet::{self, Family},
     path_mtu,
     programs::{TC_ACT_OK, TC_ACT_UNSPEC, from_code, to_code},
     steer::fits,
-    transit,
 };
 
 const REDIRECT_INGRESS: u64 = 1;
@@ -43,9 +42,6 @@ enum Onward {
     Deliver,
     /// The same, for the answer the stack gives: time exceeded, or too big.
     Punt,
-    /// The same, for a packet of the sending host itself: the stack expects
-    /// those on the interface they came by (`rp_filter`).
-    PuntHere,
     /// Straight into the WireGuard device.
     Transit,
 }
@@ -167,23 +163,17 @@ fn steered<O: Ip, I: Ip>(
     if outer.header_len() != O::HEADER_LEN {
         return Err(DropReason::Malformed);
     }
-    let mut onward = judge::<I>(ctx, config, sender, ETHERNET_LEN + overhead)?;
-    if onward == Onward::Punt && is_same::<O, I>(outer, ctx, ETHERNET_LEN + overhead) {
-        onward = Onward::PuntHere;
-    }
+    let is_own = |inner: I::Addr| {
+        // SAFETY: one family, so one type of address.
+        O::V6 == I::V6 && inner == unsafe { core::mem::transmute_copy::<O::Addr, I::Addr>(&outer.src()) }
+    };
+    let (onward, own) = judge::<I>(ctx, config, sender, ETHERNET_LEN + overhead, is_own)?;
     decapsulate::<O, I>(ctx, overhead)?;
-    Ok(go(config, &onward))
-}
-
-/// True when the inner source is the outer source.
-#[inline(always)]
-fn is_same<O: Ip, I: Ip>(outer: &O, ctx: &TcContext, offset: usize) -> bool {
-    if O::V6 != I::V6 {
-        return false;
+    if own {
+        count_action(onward.action());
+        return Ok(TC_ACT_UNSPEC);
     }
-    // SAFETY: one family, so one type of address.
-    let outer: I::Addr = unsafe { core::mem::transmute_copy(&outer.src()) };
-    I::read(ctx, offset).is_ok_and(|inner| inner.src() == outer)
+    Ok(go(config, &onward))
 }
 
 #[inline(never)]
@@ -193,14 +183,17 @@ fn steered_apart<O: Ip, I: Ip>(skb: *mut __sk_buff, config: &Config, overhead: u
 }
 
 /// Checks the inner packet at `offset`, and counts this host as a hop if the
-/// packet goes on.
+/// packet goes on. Also answers whether the stack gets a packet of the sending
+/// host itself: those it expects on the interface that leads there
+/// (`rp_filter`), and answers by it.
 #[inline(always)]
 fn judge<I: Ip>(
     ctx: &TcContext,
     config: &Config,
     sender: &NodeValue,
     offset: usize,
-) -> Result<Onward, DropReason> {
+    is_own: impl FnOnce(I::Addr) -> bool,
+) -> Result<(Onward, bool), DropReason> {
     let inner = I::read(ctx, offset)?;
     let known = I::is_known_source(sender, inner.src());
     if !known {
@@ -213,11 +206,12 @@ fn judge<I: Ip>(
         } else {
             inner.lower_ttl(ctx, offset)?;
             if known && !I::never_steered(inner.dst()) && !I::never_steered(inner.src()) {
-                transit::mark(ctx);
+                mark::transit(ctx);
             }
         }
     }
-    Ok(onward)
+    let own = !known && onward != Onward::Transit && is_own(inner.src());
+    Ok((onward, own))
 }
 
 /// Removes the outer headers. A packet of the other family also changes what
@@ -245,12 +239,25 @@ fn decapsulate<O: Ip, I: Ip>(ctx: &TcContext, overhead: usize) -> Result<(), Dro
 #[inline(always)]
 pub fn tunnel_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     let sender = tunnel_sender(ctx)?.ok_or(DropReason::UnknownSender)?;
-    let onward = match packet::family(ctx) {
-        Family::V4 => judge::<Ipv4>(ctx, config, sender, ETHERNET_LEN)?,
-        Family::V6 => judge::<V6>(ctx, config, sender, ETHERNET_LEN)?,
+    let (onward, own) = match packet::family(ctx) {
+        Family::V4 => judge::<Ipv4>(ctx, config, sender, ETHERNET_LEN, |src| is_of::<Ipv4>(sender, src))?,
+        Family::V6 => judge::<V6>(ctx, config, sender, ETHERNET_LEN, |src| is_of::<V6>(sender, src))?,
         Family::Other => return Err(DropReason::Malformed),
     };
-    Ok(go(config, &onward))
+    match hop(sender.hop).filter(|_| own) {
+        Some(hop) => {
+            count_action(onward.action());
+            // SAFETY: a helper without pointers.
+            Ok(unsafe { bpf_redirect(hop.ifindex, REDIRECT_INGRESS) } as i32)
+        }
+        None => Ok(go(config, &onward)),
+    }
+}
+
+/// True for the private address of that node.
+#[inline(always)]
+fn is_of<I: Ip>(sender: &NodeValue, addr: I::Addr) -> bool {
+    I::sender(addr).is_some_and(|node| node.hop == sender.hop)
 }
 
 /// The node a decapsulated packet came from, by its outer source.
@@ -335,18 +342,20 @@ fn onward<I: Ip>(config: &Config, dst: I::Addr) -> Option<Onward> {
     }
 }
 
+impl Onward {
+    const fn action(&self) -> Action {
+        match self {
+            Self::Deliver => Action::Deliver,
+            Self::Punt => Action::Punt,
+            Self::Transit => Action::Transit,
+        }
+    }
+}
+
 #[inline(always)]
 fn go(config: &Config, onward: &Onward) -> i32 {
-    let (action, flags) = match onward {
-        Onward::Deliver => (Action::Deliver, REDIRECT_INGRESS),
-        Onward::Punt => (Action::Punt, REDIRECT_INGRESS),
-        Onward::PuntHere => {
-            count_action(Action::Punt);
-            return TC_ACT_UNSPEC;
-        }
-        Onward::Transit => (Action::Transit, 0),
-    };
-    count_action(action);
+    count_action(onward.action());
+    let flags = if *onward == Onward::Transit { 0 } else { REDIRECT_INGRESS };
     // SAFETY: a helper without pointers.
     (unsafe { bpf_redirect(config.kilo_ifindex, flags) }) as i32
 }

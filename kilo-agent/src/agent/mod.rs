@@ -3,6 +3,8 @@
 
 mod collect;
 mod error;
+mod keep;
+mod look;
 mod publish;
 mod uninstall;
 
@@ -18,6 +20,7 @@ use ipnet::IpNet;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
+use self::{keep::Keeper, look::Look};
 use crate::{
     backend::{Backend, BackendError, Snapshot, last_good::LastGood},
     cli::{AttachMode, Compatibility, Masquerade},
@@ -25,21 +28,20 @@ use crate::{
     dataplane::{self, Dataplane, Interfaces, PathMtus},
     health::Health,
     interface::{self, Interface},
-    metrics::{Metrics, PeerSample},
+    metrics::Metrics,
     net::{
-        Link, Net, NetError,
+        Net,
         forward::Forward,
         forwarding, links,
         mtu::Mtu,
         nat_rules::{self, NatRules},
-        tunnels::{self, Tunnels},
         watch,
     },
     plan::{self, HopIds, HostPlan, Inputs},
     resolve::Resolver,
-    status::{Leaders, View},
+    status::{Leaders, View, with_own},
     topology::{self, Liveness, Mesh, Node, Settings},
-    wireguard::{DeviceState, PeerState, diff, key::SecretKey},
+    wireguard::{diff, key::SecretKey},
 };
 
 pub use error::AgentError;
@@ -93,14 +95,15 @@ pub struct Options {
     pub debug: bool,
 }
 
-/// What one reconciliation finds on this host.
-struct Host<'a> {
-    kilo: &'a Link,
-    links: &'a [Link],
-    default_route: Option<u32>,
-    state: &'a DeviceState,
-    tunnels: &'a Tunnels,
-    nodes: &'a BTreeMap<String, Node>,
+/// Why a reconciliation is due.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cause {
+    /// The host may look different, or it is time to look.
+    Host,
+    /// Nodes or peers differ.
+    Snapshot,
+    /// A name was resolved, or a sign of life is due.
+    Own,
 }
 
 /// The agent of one node.
@@ -115,6 +118,10 @@ pub struct Agent<B> {
     /// Nodes of the location that have no hop, as said last.
     left_out: usize,
     resolver: Resolver,
+    /// This host as far as known; `None`: it must be looked at.
+    look: Option<Look>,
+    /// What the last reconciliation that succeeded was about.
+    brought_about: Option<Arc<Snapshot>>,
     next_check_in: Instant,
     /// Attempts in a row that the API server did not answer.
     unanswered: u32,
@@ -135,7 +142,7 @@ pub struct Agent<B> {
     device: Option<u32>,
     forward: Forward,
     nat_rules: NatRules,
-    last_good: Option<LastGood>,
+    keeper: Option<Keeper>,
 }
 
 impl<B: Backend> Agent<B> {
@@ -166,6 +173,7 @@ impl<B: Backend> Agent<B> {
             return Err(error.into());
         }
         let last_good = options.last_good.as_deref().map(|path| LastGood::new(path, &options.hostname));
+        let keeper = last_good.map(Keeper::new);
         Ok(Self {
             net,
             dataplane,
@@ -176,6 +184,8 @@ impl<B: Backend> Agent<B> {
             hops: HopIds::default(),
             left_out: 0,
             resolver: Resolver::default(),
+            look: None,
+            brought_about: None,
             next_check_in: Instant::now(),
             unanswered: 0,
             last_refusal: String::new(),
@@ -191,7 +201,7 @@ impl<B: Backend> Agent<B> {
             device: None,
             forward: Forward::default(),
             nat_rules: NatRules::default(),
-            last_good,
+            keeper,
         })
     }
 
@@ -202,7 +212,7 @@ impl<B: Backend> Agent<B> {
     pub async fn run(mut self, stop: CancellationToken) -> Result<(), AgentError> {
         let mut snapshots = self.backend.watch();
         let host_changed = Arc::clone(&self.host_changed);
-        watch::watch(Arc::clone(&host_changed))?;
+        watch::watch(Arc::clone(&host_changed), self.net.rtnl().port())?;
         if self.options.masquerade == Masquerade::Ebpf {
             let collector = self.dataplane.nat_collector()?;
             let counters = self.dataplane.counters()?;
@@ -213,34 +223,45 @@ impl<B: Backend> Agent<B> {
         let mut hooks = tokio::time::interval(LOOK_AT_HOOKS);
         hooks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
-            tokio::select! {
-                () = stop.cancelled() => return Ok(()),
-                _ = resync.tick() => {}
-                () = host_changed.notified() => {}
+            let cause = tokio::select! {
+                () = stop.cancelled() => break,
+                _ = resync.tick() => Cause::Host,
+                () = host_changed.notified() => Cause::Host,
                 _ = hooks.tick() => {
                     // An error is the reconcile's to report.
                     if self.dataplane.is_attached(&self.net).await.unwrap_or(false) && forwarding::is_on() {
                         continue;
                     }
+                    Cause::Host
                 }
                 changed = snapshots.changed() => {
                     if changed.is_err() {
                         tracing::error!("the backend has ended");
-                        return Ok(());
+                        break;
                     }
+                    Cause::Snapshot
                 }
-                () = tokio::time::sleep_until(self.next_check_in.into()) => {}
-            }
+                () = self.resolver.changed() => Cause::Own,
+                () = tokio::time::sleep_until(self.next_check_in.into()) => Cause::Own,
+            };
             let snapshot = Arc::clone(&snapshots.borrow_and_update());
+            if cause == Cause::Snapshot && self.is_life_as_usual(&snapshot) {
+                continue;
+            }
+            if cause == Cause::Host {
+                self.look = None;
+            }
             let started = Instant::now();
             self.metrics.reconciles.inc();
             match self.reconcile(&snapshot).await {
                 Ok(writes) => {
+                    self.brought_about = Some(snapshot);
                     self.health.succeeded(Instant::now());
                     self.metrics.writes.inc_by(writes);
                     tracing::debug!(writes, milliseconds = started.elapsed().as_millis(), "reconciled");
                 }
                 Err(error) => {
+                    self.brought_about = None;
                     self.metrics.error(error.label());
                     tracing::error!(%error, "reconcile");
                     self.health.failed(error.to_string());
@@ -252,48 +273,65 @@ impl<B: Backend> Agent<B> {
             }
             self.metrics.reconcile_seconds.observe(started.elapsed().as_secs_f64());
         }
+        if let Some(keeper) = self.keeper {
+            keeper.finish().await;
+        }
+        Ok(())
+    }
+
+    /// True when the snapshot differs from what has been brought about in signs
+    /// of life only, and the same nodes are alive: then there is nothing to do.
+    fn is_life_as_usual(&mut self, snapshot: &Arc<Snapshot>) -> bool {
+        let Some(before) = &self.brought_about else { return false };
+        if !snapshot.is_same_but_alive(before) {
+            return false;
+        }
+        let view = self.view.borrow().clone();
+        let nodes = with_own(snapshot, view.own.as_ref());
+        let ready = self.liveness.ready(nodes, &self.options.hostname, Instant::now(), unix_now());
+        if ready != view.ready {
+            return false;
+        }
+        drop(view);
+        self.brought_about = Some(Arc::clone(snapshot));
+        self.view.send_modify(|view| Arc::make_mut(view).snapshot = Arc::clone(snapshot));
+        true
     }
 
     /// Computes the desired state once and applies what differs; answers the
-    /// number of writes to the kernel.
-    async fn reconcile(&mut self, snapshot: &Snapshot) -> Result<u64, AgentError> {
+    /// number of writes to the kernel. What is known of this host is forgotten
+    /// when anything fails.
+    async fn reconcile(&mut self, snapshot: &Arc<Snapshot>) -> Result<u64, AgentError> {
+        let mut look = match self.look.take() {
+            Some(look) => look,
+            None => self.look().await?,
+        };
+        let writes = self.bring_about(snapshot, &mut look).await?;
+        self.look = Some(look);
+        Ok(writes)
+    }
+
+    async fn bring_about(&mut self, snapshot: &Arc<Snapshot>, look: &mut Look) -> Result<u64, AgentError> {
         self.report(&snapshot.problems);
         let now = Instant::now();
         let unix_now = unix_now();
         let name = self.options.hostname.clone();
         let seen = snapshot.nodes.get(&name).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
-
-        let (interface, created) = Interface::ensure(&self.net, &self.options.interface, self.device).await?;
-        self.device = Some(interface.index);
-        let tunnels = tunnels::ensure(self.net.rtnl()).await;
-        for problem in &tunnels.problems {
-            self.metrics.error("tunnel_device");
-            tracing::warn!(error = %problem, "packets that need this device are dropped");
-        }
-        let links = self.net.links().await?;
-        let kilo = links
-            .iter()
-            .find(|link| link.index == interface.index)
-            .ok_or(NetError::Missing(format!("link {}", self.options.interface.name)))?;
-        let default_route = self.net.default_interface().await?;
-        let state = interface.device.read().await?;
-        let own = self.own_node(seen, kilo.index, &links, default_route, &state, unix_now).await;
-
-        let mut nodes = snapshot.nodes.clone();
-        nodes.insert(name.clone(), Node { last_seen: seen.last_seen, ..own.clone() });
-        let ready = self.liveness.ready(&nodes, &name, now, unix_now);
-        let members = nodes.values().filter(|node| ready.contains(&node.name));
+        let own = self.own_node(seen, look, unix_now).await;
+        let shown = Node { last_seen: seen.last_seen, ..own.clone() };
+        let nodes = with_own(snapshot, Some(&shown));
+        let ready = self.liveness.ready(nodes.clone(), &name, now, unix_now);
+        let members = nodes.filter(|node| ready.contains(&node.name));
         let settings = &self.options.settings;
-        let mesh = Mesh::new(members, &snapshot.peers, settings.granularity, settings.subnet);
+        let mesh = Arc::new(Mesh::new(members, &snapshot.peers, settings.granularity, settings.subnet));
         // An API server that is away must not keep this host from being put right.
-        let unpublished = match self.publish(&own, seen, &mesh, &state, now, unix_now).await {
+        let unpublished = match self.publish(&own, seen, &mesh, &look.state, now, unix_now).await {
             Err(AgentError::Backend(error)) if error.is_temporary() => Some(error),
             other => other.map(|()| None)?,
         };
         self.leaders.observe(&mesh, now);
-        self.observe(&mesh, &state);
-        let known = Snapshot { nodes, peers: snapshot.peers.clone(), problems: snapshot.problems.clone() };
-        self.show(mesh.clone(), known, ready, &interface);
+        self.observe(&mesh);
+        self.show(Arc::clone(&mesh), snapshot, shown, ready, &look.interface);
 
         let missing = |missing| AgentError::Incomplete { node: name.clone(), missing };
         if own.pod_cidrs.is_empty() {
@@ -306,12 +344,11 @@ impl<B: Backend> Agent<B> {
                 "no address of this host can be an endpoint; set the annotation force-endpoint",
             ));
         }
-        let nodes = &snapshot.nodes;
-        let host = Host { kilo, links: &links, default_route, state: &state, tunnels: &tunnels, nodes };
-        let plan = self.plan(&mesh, &own, &host).await;
+        let plan = self.plan(&mesh, &own, look, &snapshot.nodes).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
         self.write_cni(&own);
-        let applied = self.apply(&plan, &interface, &state).await;
+        let decision = self.nat_decision(&plan.tables);
+        let applied = self.apply(plan, look).await;
         let programs = self.dataplane.attached();
         self.view.send_if_modified(|view| {
             let differs = view.programs != programs;
@@ -320,39 +357,25 @@ impl<B: Backend> Agent<B> {
             }
             differs
         });
-        let writes =
-            applied? + self.write_forward_rules(&own).await + self.write_nat_rules(&plan.tables).await;
-        self.remember(now);
-        self.report_peers(&mesh, snapshot).await;
-        unpublished.map_or(Ok(writes + u64::from(created) + tunnels.created), |error| Err(error.into()))
-    }
-
-    /// Keeps the topology that has just been applied: ready nodes, this one, peers.
-    fn remember(&mut self, now: Instant) {
-        let Some(file) = &mut self.last_good else { return };
-        let view = self.view.borrow();
-        let known = &view.snapshot;
-        let nodes = known.nodes.values().filter(|node| view.ready.contains(&node.name));
-        if let Err(error) = file.keep(nodes, known.peers.values(), now) {
-            self.metrics.error("last_good");
-            tracing::warn!(%error, "the last good topology is not kept; a start without API server has none");
+        let writes = applied? + self.write_forward_rules(&own).await + self.write_nat_rules(decision).await;
+        // What has just been applied: ready nodes, this one, peers.
+        if let Some(keeper) = &mut self.keeper {
+            keeper.keep(&self.view.borrow().clone(), &self.metrics, now);
         }
+        self.report_peers(&mesh, snapshot).await;
+        unpublished.map_or(Ok(writes + std::mem::take(&mut look.made)), |error| Err(error.into()))
     }
 
     /// Programs and tables first, routes last: a packet that reaches the
     /// device always meets a program that knows what to do with it.
-    async fn apply(
-        &mut self,
-        plan: &HostPlan,
-        interface: &Interface,
-        state: &DeviceState,
-    ) -> Result<u64, AgentError> {
+    async fn apply(&mut self, plan: HostPlan, look: &mut Look) -> Result<u64, AgentError> {
+        let kilo = look.interface.index;
         let written = self.dataplane.write(&plan.tables);
         for (map, entries) in self.dataplane.entries() {
             self.metrics.set_map_entries(map, entries);
         }
         let mut writes = written?;
-        let interfaces = Interfaces { kilo: interface.index, uplinks: &plan.uplinks, vxlan: plan.vxlan };
+        let interfaces = Interfaces { kilo, uplinks: &plan.uplinks, vxlan: plan.vxlan };
         let attached = self.dataplane.attach(&self.net, interfaces).await?;
         writes += attached.changes;
         self.metrics.reattached.inc_by(attached.reattached);
@@ -360,10 +383,15 @@ impl<B: Backend> Agent<B> {
             self.metrics.error(error.label());
             tracing::error!(%error, "the other interfaces have their programs");
         }
-        let changes = diff(state, &plan.wireguard, &self.key);
-        writes += interface.device.apply(&changes).await? as u64;
-        writes += self.net.apply(&plan.net, interface.index).await? as u64;
+        let changes = diff(&look.state, &plan.wireguard, &self.key);
+        writes += look.interface.device.apply(&changes).await? as u64;
+        look.state.take(&changes);
+        writes += match look.net.take() {
+            Some(before) => self.net.change(&before, &plan.net, kilo).await?,
+            None => self.net.apply(&plan.net, kilo).await?,
+        } as u64;
         writes += forwarding::enable(plan.net.routes.iter().any(|route| route.destination.addr().is_ipv6()));
+        look.net = Some(plan.net);
         Ok(writes)
     }
 
@@ -381,26 +409,32 @@ impl<B: Backend> Agent<B> {
         self.left_out = left_out;
     }
 
-    async fn plan(&mut self, mesh: &Mesh, own: &Node, host: &Host<'_>) -> Option<HostPlan> {
+    async fn plan(
+        &mut self,
+        mesh: &Mesh,
+        own: &Node,
+        look: &mut Look,
+        nodes: &BTreeMap<String, Node>,
+    ) -> Option<HostPlan> {
         let private = own.internal_ip.map(|net| net.addr());
         let mesh = &*mesh.around(&own.name);
         let (segment, _) = mesh.find(&own.name)?;
         let others = mesh.segments[segment].members.iter().filter(|member| member.name != own.name);
-        let overlay = plan::overlay_addresses(mesh, host.nodes, &own.name, self.options.compatibility);
+        let overlay = plan::overlay_addresses(mesh, nodes, &own.name, self.options.compatibility);
         let elsewhere =
             overlay.iter().filter(|(name, _)| **name != own.name).map(|(_, ip)| IpAddr::from(*ip));
-        let others = others.filter_map(topology::Member::private_ip).chain(elsewhere);
-        let paths = self.net.paths_towards(others).await;
+        let others = others.filter_map(topology::Member::private_ip).chain(elsewhere).collect();
+        self.net.find_paths(&mut look.paths, others).await;
         if self.hops.is_empty() {
             self.hops = HopIds::adopt(&self.dataplane.held_senders(), mesh, &own.name);
         }
-        let query = links::HostQuery { kilo: host.kilo.index, private, pod_cidrs: &own.pod_cidrs };
-        let mut found = links::host_links(host.links, &query, &paths.interfaces);
-        (found.vxlan, found.ipip) = (host.tunnels.vxlan, host.tunnels.ipip);
-        links::add_overlay(&mut found, host.links, &own.name, overlay);
+        let query = links::HostQuery { kilo: look.interface.index, private, pod_cidrs: &own.pod_cidrs };
+        let mut found = links::host_links(&look.links, &query, &look.paths.interfaces);
+        (found.vxlan, found.ipip) = (look.tunnels.vxlan, look.tunnels.ipip);
+        links::add_overlay(&mut found, &look.links, &own.name, overlay);
         found.path_mtus = self.path_mtus.current(Instant::now());
-        for (address, mtu) in paths.mtus {
-            found.path_mtus.entry(address).and_modify(|known| *known = mtu.min(*known)).or_insert(mtu);
+        for (address, mtu) in &look.paths.mtus {
+            found.path_mtus.entry(*address).and_modify(|known| *known = *mtu.min(known)).or_insert(*mtu);
         }
         self.hops = self.hops.update(mesh, &own.name);
         self.report_left_out(self.hops.left_out(mesh, &own.name));
@@ -412,12 +446,12 @@ impl<B: Backend> Agent<B> {
             links: &found,
             hops: &self.hops,
             resolved: &resolved,
-            seen: &host.state.seen_endpoints(),
+            seen: &look.state.seen_endpoints(),
             persistent_keepalive: own.persistent_keepalive,
             masquerade: self.options.masquerade == Masquerade::Ebpf,
             mtu: self.options.mtu.resolve(
-                host.links,
-                host.default_route,
+                &look.links,
+                look.default_route,
                 own.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6()),
             ),
         })
@@ -437,14 +471,18 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Removes the rules where the programs translate.
-    async fn write_nat_rules(&mut self, tables: &plan::Tables) -> u64 {
-        let decision =
-            nat_rules::Decision { sources: tables.masq_src.clone(), destinations: tables.masq_dst.clone() };
-        let wanted = match self.options.masquerade {
-            Masquerade::Nftables => decision,
+    /// What rules are to masquerade: nothing where the programs do.
+    fn nat_decision(&self, tables: &plan::Tables) -> nat_rules::Decision {
+        match self.options.masquerade {
+            Masquerade::Nftables => nat_rules::Decision {
+                sources: tables.masq_src.clone(),
+                destinations: tables.masq_dst.clone(),
+            },
             Masquerade::Ebpf | Masquerade::Off => nat_rules::Decision::default(),
-        };
+        }
+    }
+
+    async fn write_nat_rules(&mut self, wanted: nat_rules::Decision) -> u64 {
         match self.nat_rules.apply(wanted, Instant::now()).await {
             Ok(writes) => writes,
             Err(error) => {
@@ -469,37 +507,42 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Sets gauges and samples.
-    fn observe(&self, mesh: &Mesh, state: &DeviceState) {
+    /// Sets gauges.
+    fn observe(&self, mesh: &Mesh) {
         let gauge = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         self.metrics.leader.set(i64::from(mesh.leads(&self.options.hostname)));
         self.metrics.nodes.set(gauge(mesh.node_count()));
         self.metrics.peers.set(gauge(mesh.peers.len()));
-        let sample = |peer: &PeerState| PeerSample {
-            received: peer.rx_bytes,
-            sent: peer.tx_bytes,
-            last_handshake: peer
-                .handshake_age
-                .and_then(|age| u64::try_from(unix_now()).ok()?.checked_sub(age.as_secs())),
-        };
-        self.metrics.set_peers(state.peers.iter().map(|(key, peer)| (*key, sample(peer))).collect());
     }
 
     /// Keeps what `/status` and `/graph` answer from.
-    fn show(&self, mesh: Mesh, snapshot: Snapshot, ready: BTreeSet<String>, interface: &Interface) {
-        self.view.send_modify(|view| {
-            *view = Arc::new(View {
-                node: self.options.hostname.clone(),
-                interface: self.options.interface.name.clone(),
-                mesh: Arc::new(mesh),
-                snapshot: Arc::new(snapshot),
-                ready,
-                granularity: self.options.settings.granularity,
-                leaders: self.leaders.clone(),
-                programs: view.programs.clone(),
-                device: Some(interface.device.clone()),
-            });
-        });
+    fn show(
+        &mut self,
+        mesh: Arc<Mesh>,
+        snapshot: &Arc<Snapshot>,
+        own: Node,
+        ready: BTreeSet<String>,
+        interface: &Interface,
+    ) {
+        let before = self.view.borrow().clone();
+        let own_differs = before.own.as_ref().is_none_or(|before| !own.is_same_but_alive(before));
+        if let Some(keeper) = &self.keeper
+            && (own_differs || ready != before.ready || !snapshot.is_same_but_alive(&before.snapshot))
+        {
+            keeper.note_change();
+        }
+        self.view.send_replace(Arc::new(View {
+            node: self.options.hostname.clone(),
+            interface: self.options.interface.name.clone(),
+            mesh,
+            snapshot: Arc::clone(snapshot),
+            own: Some(own),
+            ready,
+            granularity: self.options.settings.granularity,
+            leaders: self.leaders.clone(),
+            programs: before.programs.clone(),
+            device: Some(interface.device.clone()),
+        }));
     }
 
     /// Says once what is wrong with which object.

@@ -7,10 +7,11 @@ use std::{
     time::Instant,
 };
 
+use super::look::Look;
 use super::{Agent, AgentError, CHECK_IN, CILIUM_HOST, MOST_DOUBLINGS, RETRY};
 use crate::{
     backend::{Backend, BackendError, Published, Snapshot},
-    net::{Link, discovery},
+    net::discovery,
     plan,
     topology::{self, Mesh, Node},
     wireguard::DeviceState,
@@ -40,21 +41,14 @@ impl<B: Backend> Agent<B> {
     }
 
     /// This node as it should be known to all.
-    pub(super) async fn own_node(
-        &mut self,
-        seen: &Node,
-        kilo: u32,
-        links: &[Link],
-        default_route: Option<u32>,
-        state: &DeviceState,
-        unix_now: i64,
-    ) -> Node {
+    pub(super) async fn own_node(&mut self, seen: &Node, look: &Look, unix_now: i64) -> Node {
+        let (links, state) = (&look.links, &look.state);
         let hostname = self.resolver.own_addresses(&self.options.hostname).await;
         let found = discovery::discover(&discovery::Facts {
             resolved: &hostname,
-            default_interface: default_route,
+            default_interface: look.default_route,
             links,
-            kilo,
+            kilo: look.interface.index,
             pod_cidrs: &seen.pod_cidrs,
             internal_cidrs: &self.options.internal_cidrs,
         });

@@ -64,6 +64,11 @@ impl LastGood {
         Self { path: path.to_owned(), node: node.to_owned(), written: None, looked: None }
     }
 
+    /// True when the last write is some seconds ago.
+    pub fn is_due(&self, now: Instant) -> bool {
+        self.looked.is_none_or(|looked| now.saturating_duration_since(looked) >= PACE)
+    }
+
     /// Keeps these nodes and peers when they differ from what was written last
     /// and that was some seconds ago; else a later call does. Answers whether it
     /// wrote.
@@ -76,7 +81,7 @@ impl LastGood {
         peers: impl Iterator<Item = &'a Peer>,
         now: Instant,
     ) -> io::Result<bool> {
-        if self.looked.is_some_and(|looked| now.saturating_duration_since(looked) < PACE) {
+        if !self.is_due(now) {
             return Ok(false);
         }
         self.looked = Some(now);

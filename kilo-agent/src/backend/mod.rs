@@ -26,6 +26,16 @@ pub struct Snapshot {
     pub problems: BTreeMap<String, String>,
 }
 
+impl Snapshot {
+    /// True when nothing but nodes' signs of life may differ.
+    pub fn is_same_but_alive(&self, other: &Self) -> bool {
+        self.nodes.len() == other.nodes.len()
+            && self.nodes.values().zip(other.nodes.values()).all(|(one, other)| one.is_same_but_alive(other))
+            && self.peers == other.peers
+            && self.problems == other.problems
+    }
+}
+
 /// What an agent publishes about its own node (parity.md: written annotations).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Published {

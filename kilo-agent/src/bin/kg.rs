@@ -196,7 +196,6 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: Cli) -> Result<()> {
-    let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     match cli.command.or(cli.version.then_some(Command::Version)) {
         Some(Command::Version) => {
             println!("{}", env!("CARGO_PKG_VERSION"));
@@ -207,22 +206,33 @@ fn run(cli: Cli) -> Result<()> {
             Ok(())
         }
         Some(Command::UserspaceWireguard { interface }) => {
-            Ok(runtime()?.block_on(userspace::run(&interface)).context("userspace WireGuard")?)
+            // The device goes with the process, and the agent makes another one.
+            kilo_agent::health::end_on_panic(Duration::ZERO, |_| {});
+            to_end(async { userspace::run(&interface).await.context("userspace WireGuard") })
         }
         Some(Command::Webhook(args)) => {
             log_to_stdout(cli.flags.log_level);
-            runtime()?.block_on(serve_webhook(args))
+            to_end(serve_webhook(args))
         }
         Some(Command::Uninstall) => {
             log_to_stdout(cli.flags.log_level);
-            runtime()?.block_on(uninstall(&cli.flags, true))
+            to_end(uninstall(&cli.flags, true))
         }
         None => {
             log_to_stdout(cli.flags.log_level);
             // The interface is named by the kernel's rules; ours stay below its length.
-            runtime()?.block_on(serve(cli.flags))
+            to_end(serve(cli.flags))
         }
     }
+}
+
+/// Runs to the end, and does not wait for what goes on beside it: a name server
+/// that is silent would hold up the stop.
+fn to_end(work: impl Future<Output = Result<()>>) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let result = runtime.block_on(work);
+    runtime.shutdown_background();
+    result
 }
 
 fn log_to_stdout(level: LogLevel) {
@@ -361,6 +371,9 @@ async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> 
     // Three resync periods, and never less than a check-in takes.
     let patience = (flags.resync_period * 3).max(Duration::from_secs(90));
     let health = Health::new(Instant::now(), patience);
+    health.end_on_panic();
+    #[cfg(debug_assertions)]
+    panic_when_asked()?;
     let (view, view_reader) = tokio::sync::watch::channel(Arc::default());
     let context = http::Context {
         health: health.clone(),
@@ -396,6 +409,20 @@ async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> 
         return uninstall(&flags, flags.clean_up_interface).await;
     }
     tracing::info!("kg stops; traffic goes on, `kg uninstall` removes everything");
+    Ok(())
+}
+
+/// For tests, and in no release build: a task that panics on SIGUSR2.
+#[cfg(debug_assertions)]
+fn panic_when_asked() -> Result<()> {
+    let mut asked = signal(SignalKind::user_defined2())?;
+    tokio::spawn(async move {
+        asked.recv().await;
+        #[allow(clippy::panic, reason = "what is tested")]
+        {
+            panic!("asked to by SIGUSR2");
+        }
+    });
     Ok(())
 }
 

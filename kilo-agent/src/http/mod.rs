@@ -14,7 +14,11 @@ pub use graph::{Format, Graphviz, Layout};
 pub use respond::{method_not_allowed, respond, text};
 pub use serve::{Answer, bind, serve};
 
-use crate::{health::Health, metrics::Metrics, status::View};
+use crate::{
+    health::Health,
+    metrics::Metrics,
+    status::{Timestamp, View},
+};
 
 /// What the server answers from.
 #[derive(Clone)]
@@ -51,10 +55,18 @@ impl Context {
                 Ok(()) => text(StatusCode::OK, "ok\n"),
                 Err(reason) => text(StatusCode::SERVICE_UNAVAILABLE, reason + "\n"),
             },
-            "/metrics" => match self.metrics.encode() {
-                Ok(body) => respond(StatusCode::OK, OPENMETRICS, body),
-                Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
-            },
+            "/metrics" => {
+                match view().peers().await {
+                    Ok(peers) => self.metrics.set_peers(peers, Timestamp::now()),
+                    Err(error) => {
+                        tracing::warn!(%error, "metrics of WireGuard peers are as of the last scrape");
+                    }
+                }
+                match self.metrics.encode() {
+                    Ok(body) => respond(StatusCode::OK, OPENMETRICS, body),
+                    Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
+                }
+            }
             "/status" => {
                 let counters = self.metrics.counters().map_err(|error| error.to_string());
                 let unhealthy = self.health.check(Instant::now()).err();

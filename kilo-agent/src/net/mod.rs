@@ -43,6 +43,8 @@ pub struct Paths {
     pub interfaces: BTreeMap<IpAddr, u32>,
     /// MTU in bytes where the route has one of its own.
     pub mtus: BTreeMap<IpAddr, u32>,
+    /// All that was asked for, with or without an answer.
+    asked: BTreeSet<IpAddr>,
 }
 
 /// Reads and changes this network namespace's links, addresses, routes and rules.
@@ -90,16 +92,17 @@ impl Net {
         Ok(routes::lookup(&self.rtnl, address).await?.and_then(|found| found.interface))
     }
 
-    /// The ways to these addresses, one route lookup each; what has none is
-    /// left out.
-    pub async fn paths_towards(&self, addresses: impl Iterator<Item = IpAddr>) -> Paths {
-        let mut paths = Paths::default();
-        for address in addresses {
-            let Ok(Some(found)) = routes::lookup(&self.rtnl, address).await else { continue };
-            paths.interfaces.extend(found.interface.map(|interface| (address, interface)));
-            paths.mtus.extend(found.route.mtu.map(|mtu| (address, mtu)));
+    /// Makes `paths` the ways to these addresses: one route lookup for each that
+    /// has not been asked for; what has no way is left out.
+    pub async fn find_paths(&self, paths: &mut Paths, addresses: BTreeSet<IpAddr>) {
+        paths.interfaces.retain(|address, _| addresses.contains(address));
+        paths.mtus.retain(|address, _| addresses.contains(address));
+        for address in addresses.difference(&paths.asked) {
+            let Ok(Some(found)) = routes::lookup(&self.rtnl, *address).await else { continue };
+            paths.interfaces.extend(found.interface.map(|interface| (*address, interface)));
+            paths.mtus.extend(found.route.mtu.map(|mtu| (*address, mtu)));
         }
-        paths
+        paths.asked = addresses;
     }
 
     /// Interface of the default route, IPv4 before IPv6.
@@ -122,8 +125,23 @@ impl Net {
         let current = routes::read(&self.rtnl).await?;
         let changes = routes::diff(&current, &plan.routes, kilo);
         writes += routes::apply_sets(&self.rtnl, &changes, kilo, &mut refused).await?;
-        writes += rules::apply(&self.rtnl, &plan.rules, &mut refused).await?;
-        // Only after the rule that led to them is gone.
+        writes += rules::remove(&self.rtnl, &mut refused).await?;
+        // Only after rules that led to them are gone.
+        writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;
+        if refused.is_empty() { Ok(writes) } else { Err(NetError::Refused { writes, refused }) }
+    }
+
+    /// As [`Self::apply`], where all of the plan `before` is known to be there:
+    /// nothing is read, and only what differs between the plans is written.
+    pub async fn change(&self, before: &NetPlan, plan: &NetPlan, kilo: u32) -> Result<usize, NetError> {
+        let same_but_routes = (before.mtu, &before.addresses, &before.neighbours)
+            == (plan.mtu, &plan.addresses, &plan.neighbours);
+        if !same_but_routes {
+            return self.apply(plan, kilo).await;
+        }
+        let changes = routes::between(&before.routes, &plan.routes, kilo);
+        let mut refused = Vec::new();
+        let mut writes = routes::apply_sets(&self.rtnl, &changes, kilo, &mut refused).await?;
         writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;
         if refused.is_empty() { Ok(writes) } else { Err(NetError::Refused { writes, refused }) }
     }
@@ -133,7 +151,7 @@ impl Net {
     /// interface itself stays: [`links::delete`].
     pub async fn remove(&self, kilo: Option<u32>) -> Result<usize, NetError> {
         let mut refused = Vec::new();
-        let mut writes = rules::apply(&self.rtnl, &BTreeSet::new(), &mut refused).await?;
+        let mut writes = rules::remove(&self.rtnl, &mut refused).await?;
         let changes = routes::diff(&routes::read(&self.rtnl).await?, &BTreeSet::new(), kilo.unwrap_or(0));
         writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;
         writes += neighbours::apply(&self.rtnl, &BTreeSet::new(), &mut refused).await?;

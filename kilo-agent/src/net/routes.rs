@@ -82,6 +82,20 @@ pub fn diff(current: &[Found], wanted: &BTreeSet<Route>, kilo: u32) -> Changes {
     changes
 }
 
+/// Pure: what has to change where exactly the routes `before` are there, all
+/// through `kilo`.
+pub fn between(before: &BTreeSet<Route>, wanted: &BTreeSet<Route>, kilo: u32) -> Changes {
+    let found = |route: &Route| Found {
+        route: normalise(*route),
+        interface: Some(kilo),
+        // Whatever the kernel chose.
+        priority: 0,
+        protocol: PROTOCOL,
+    };
+    let gone: Vec<Found> = before.difference(wanted).map(found).collect();
+    diff(&gone, &wanted.difference(before).copied().collect(), kilo)
+}
+
 /// The form the kernel gives back: no host bits; a source of the other family
 /// cannot be expressed and is left out.
 fn normalise(mut route: Route) -> Route {

@@ -7,6 +7,7 @@ use rtnetlink::{
     Handle,
     packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload},
     packet_route::RouteNetlinkMessage,
+    sys::AsyncSocket as _,
 };
 use tokio::task::JoinHandle;
 
@@ -19,6 +20,7 @@ const DUMP_ATTEMPTS: usize = 5;
 #[derive(Clone, Debug)]
 pub struct Rtnl {
     handle: Handle,
+    port: u32,
     _task: Arc<Task>,
 }
 
@@ -39,9 +41,15 @@ impl Rtnl {
         let (mut connection, handle, _) =
             rtnetlink::new_connection_with_strict_check().map_err(NetError::Socket)?;
         // Without the closing message half a dump looks like a whole one.
+        let port = connection.socket_mut().socket_mut().bind_auto().map_err(NetError::Socket)?.port_number();
         connection.set_forward_done(true);
         connection.set_forward_ack(true);
-        Ok(Self { handle, _task: Arc::new(Task(tokio::spawn(connection))) })
+        Ok(Self { handle, port, _task: Arc::new(Task(tokio::spawn(connection))) })
+    }
+
+    /// What the kernel's announcements of changes through this socket carry.
+    pub fn port(&self) -> u32 {
+        self.port
     }
 
     /// All answers to a dump request.

@@ -1,125 +1,66 @@
-//! Policy rules, marked with [`PROTOCOL`].
+//! Policy rules that lead to Kilo's table of routes for pods. The data path
+//! needs none, and as long as there is any the kernel leaves the fast path of
+//! every route lookup: those that Kilo or an earlier version left are removed.
 
-use std::{collections::BTreeSet, net::IpAddr};
-
-use ipnet::IpNet;
-use rtnetlink::{
-    packet_core::{NLM_F_CREATE, NLM_F_EXCL},
-    packet_route::{
-        AddressFamily, RouteNetlinkMessage,
-        route::RouteProtocol,
-        rule::{RuleAction, RuleAttribute, RuleMessage},
-    },
+use rtnetlink::packet_route::{
+    AddressFamily, RouteNetlinkMessage,
+    rule::{RuleAttribute, RuleMessage},
 };
 
-use super::{NetError, PROTOCOL, Refused, Rtnl, addresses::keep};
-use crate::plan::Rule;
+use super::{NetError, Refused, Rtnl, addresses::keep};
 
-/// Difference between the rules there are and those wanted.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Changes {
-    /// To add first.
-    pub add: Vec<Rule>,
-    /// To remove.
-    pub remove: Vec<Rule>,
-}
+/// The table that Kilo's rules lead to.
+pub const TABLE: u32 = 1107;
 
-/// Pure: what has to change. A rule found twice is removed once.
-pub fn diff(current: &[Rule], wanted: &BTreeSet<Rule>) -> Changes {
-    let mut missing: BTreeSet<Rule> =
-        wanted.iter().map(|rule| Rule { from: rule.from.trunc(), ..*rule }).collect();
-    let remove = current.iter().filter(|rule| !missing.remove(*rule)).copied().collect();
-    Changes { add: missing.into_iter().collect(), remove }
-}
-
-/// Our rules, both families.
-pub async fn read(rtnl: &Rtnl) -> Result<Vec<Rule>, NetError> {
-    let mut rules = Vec::new();
-    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-        let mut request = RuleMessage::default();
-        request.header.family = family;
-        match rtnl.dump("list rules", RouteNetlinkMessage::GetRule(request)).await {
-            Ok(answers) => rules.extend(answers.into_iter().filter_map(|message| match message {
-                RouteNetlinkMessage::NewRule(rule) if rule.header.family == family => parse(&rule),
-                _ => None,
-            })),
-            // A kernel without IPv6 (or without its policy rules).
-            Err(error) if matches!(error.errno(), Some(nix::libc::EAFNOSUPPORT | nix::libc::EOPNOTSUPP)) => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(rules)
-}
-
-/// Adds, then removes; returns the number of writes.
-pub(super) async fn apply(
-    rtnl: &Rtnl,
-    wanted: &BTreeSet<Rule>,
-    refused: &mut Vec<Refused>,
-) -> Result<usize, NetError> {
-    let changes = diff(&read(rtnl).await?, wanted);
+/// Removes rules that lead to [`TABLE`], of both families; returns the number of writes.
+pub(super) async fn remove(rtnl: &Rtnl, refused: &mut Vec<Refused>) -> Result<usize, NetError> {
     let mut writes = 0;
-    for rule in &changes.add {
-        let what = format!("add rule from {} lookup {}", rule.from, rule.table);
-        let message = RouteNetlinkMessage::NewRule(message(rule));
-        match rtnl.write(&what, message, NLM_F_CREATE | NLM_F_EXCL).await {
-            // Somebody else made the very same rule: it does the job, and it is theirs.
-            Err(error) if error.errno() == Some(nix::libc::EEXIST) => {}
-            other => writes += keep(refused, other)?,
-        }
-    }
-    for rule in &changes.remove {
-        let what = format!("remove rule from {} lookup {}", rule.from, rule.table);
-        match rtnl.write(&what, RouteNetlinkMessage::DelRule(message(rule)), 0).await {
-            Err(error) if error.errno() == Some(nix::libc::ENOENT) => {}
-            other => writes += keep(refused, other)?,
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        for rule in read(rtnl, family).await? {
+            let what = format!("remove rule {}", describe(&rule));
+            match rtnl.write(&what, RouteNetlinkMessage::DelRule(rule), 0).await {
+                Err(error) if error.errno() == Some(nix::libc::ENOENT) => {}
+                other => writes += keep(refused, other)?,
+            }
         }
     }
     Ok(writes)
 }
 
-fn parse(message: &RuleMessage) -> Option<Rule> {
-    let mut source: Option<IpAddr> = None;
-    let (mut table, mut priority, mut ours) = (u32::from(message.header.table), 0, false);
-    for attribute in &message.attributes {
-        match attribute {
-            RuleAttribute::Source(address) => source = Some(*address),
-            RuleAttribute::Table(number) => table = *number,
-            RuleAttribute::Priority(number) => priority = *number,
-            RuleAttribute::Protocol(protocol) => ours = u8::from(*protocol) == PROTOCOL,
-            _ => {}
+/// The rules of one family that lead to [`TABLE`].
+async fn read(rtnl: &Rtnl, family: AddressFamily) -> Result<Vec<RuleMessage>, NetError> {
+    let mut request = RuleMessage::default();
+    request.header.family = family;
+    match rtnl.dump("list rules", RouteNetlinkMessage::GetRule(request)).await {
+        Ok(answers) => Ok(answers
+            .into_iter()
+            .filter_map(|message| match message {
+                RouteNetlinkMessage::NewRule(rule) if rule.header.family == family => Some(rule),
+                _ => None,
+            })
+            .filter(|rule| table(rule) == TABLE)
+            .collect()),
+        // A kernel without IPv6 (or without its policy rules).
+        Err(error) if matches!(error.errno(), Some(nix::libc::EAFNOSUPPORT | nix::libc::EOPNOTSUPP)) => {
+            Ok(Vec::new())
         }
+        Err(error) => Err(error),
     }
-    let from = IpNet::new(source?, message.header.src_len).ok()?;
-    ours.then_some(Rule { from, table, priority })
 }
 
-fn message(rule: &Rule) -> RuleMessage {
-    let mut message = RuleMessage::default();
-    let from = rule.from.trunc();
-    message.header.family = if from.addr().is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
-    message.header.src_len = from.prefix_len();
-    message.header.action = RuleAction::ToTable;
-    message.attributes = vec![
-        RuleAttribute::Source(from.addr()),
-        RuleAttribute::Table(rule.table),
-        RuleAttribute::Priority(rule.priority),
-        RuleAttribute::Protocol(RouteProtocol::from(PROTOCOL)),
-    ];
-    message
+/// The header's field has a byte only.
+fn table(rule: &RuleMessage) -> u32 {
+    let wide = rule.attributes.iter().find_map(|attribute| match attribute {
+        RuleAttribute::Table(number) => Some(*number),
+        _ => None,
+    });
+    wide.unwrap_or_else(|| rule.header.table.into())
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_the_difference_and_each_duplicate_once() {
-        let rule = |from: &str| Rule { from: from.parse().unwrap(), table: 1107, priority: 1107 };
-        let wanted = BTreeSet::from([rule("10.244.1.0/24")]);
-        assert_eq!(diff(&[rule("10.244.1.0/24")], &wanted), Changes::default());
-        let changes = diff(&[rule("10.244.1.0/24"), rule("10.244.1.0/24"), rule("10.9.0.0/24")], &wanted);
-        assert_eq!(changes.add, vec![]);
-        assert_eq!(changes.remove, vec![rule("10.244.1.0/24"), rule("10.9.0.0/24")]);
-    }
+fn describe(rule: &RuleMessage) -> String {
+    let source = rule.attributes.iter().find_map(|attribute| match attribute {
+        RuleAttribute::Source(address) => Some(format!("from {address}/{} ", rule.header.src_len)),
+        _ => None,
+    });
+    format!("{}lookup {}", source.unwrap_or_default(), table(rule))
 }

@@ -44,8 +44,8 @@ pub struct Changed {
     pub filters: bool,
 }
 
-/// Subscription to the kernel's announcements. Our own writes are announced
-/// too; the reconcile they cause finds nothing to do.
+/// Subscription to the kernel's announcements. Those of routes, rules and
+/// addresses that we write ourselves are left out.
 #[derive(Debug)]
 pub struct Watcher {
     pending: Arc<Pending>,
@@ -66,8 +66,9 @@ impl Pending {
 }
 
 impl Watcher {
-    /// Subscribes in the calling thread's network namespace.
-    pub fn new() -> Result<Self, NetError> {
+    /// Subscribes in the calling thread's network namespace. `own`: the socket
+    /// whose writes are no news ([`Rtnl::port`](super::Rtnl::port)).
+    pub fn new(own: Option<u32>) -> Result<Self, NetError> {
         let groups = [
             MulticastGroup::Link,
             MulticastGroup::Ipv4Ifaddr,
@@ -86,6 +87,9 @@ impl Watcher {
         // Drained at once and kept as five bits: a storm of events costs no memory.
         let reader = Task(tokio::spawn(async move {
             while let Some((message, _)) = messages.next().await {
+                if Some(message.header.port_number) == own {
+                    continue;
+                }
                 let bits = match message.payload {
                     NetlinkPayload::InnerMessage(inner) => classify(&inner),
                     // Events were lost: look at everything.
@@ -133,14 +137,15 @@ impl Watcher {
     }
 }
 
-/// Notifies on every change for as long as the runtime lives. A subscription
-/// that ends is opened again, and counts as a change.
-pub fn watch(notify: Arc<Notify>) -> Result<(), NetError> {
-    let mut watcher = Watcher::new()?;
+/// Notifies on every change of others (not through the socket `own`) for as long
+/// as the runtime lives. A subscription that ends is opened again, and counts as
+/// a change.
+pub fn watch(notify: Arc<Notify>, own: u32) -> Result<(), NetError> {
+    let mut watcher = Watcher::new(Some(own))?;
     tokio::spawn(async move {
         loop {
             if watcher.changed().await.is_err() {
-                match Watcher::new() {
+                match Watcher::new(Some(own)) {
                     Ok(new) => watcher = new,
                     Err(error) => {
                         tracing::error!(%error, "cannot follow the kernel's events, trying again");

@@ -22,7 +22,7 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use kilo_common::maps::{CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_PLAIN, Config};
+use kilo_common::maps::{CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_PLAIN, CONFIG_PODS, Config};
 
 use crate::{
     topology::{Encapsulate, Member, Mesh, Segment, Settings, Tunnel},
@@ -114,7 +114,8 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         kilo_ifindex: inputs.links.kilo,
         flags: flag(own.leads, CONFIG_LEADER)
             | flag(inputs.masquerade, CONFIG_MASQUERADE)
-            | flag(plain, CONFIG_PLAIN),
+            | flag(plain, CONFIG_PLAIN)
+            | flag(inputs.settings.local, CONFIG_PODS),
         nat_port_min: NAT_PORTS.0,
         nat_port_max: NAT_PORTS.1,
         wireguard_port: inputs.settings.port,

@@ -5,13 +5,16 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 use kilo_common::{
-    maps::{CONFIG_LEADER, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue},
+    maps::{
+        CONFIG_LEADER, CONFIG_PODS, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, PREFIX_ROUTE, PREFIX_SOURCE,
+        PrefixValue,
+    },
     nat,
     packet::{halves, never_steered, never_steered_v6},
     verdict::{Action, DropReason},
 };
 
-use super::{Hop, HostPlan, MAIN_TABLE, Tables};
+use super::{Hop, HostPlan, Tables};
 use crate::topology::{Tunnel, prefixes::longest};
 
 /// Source and destination of a packet.
@@ -83,6 +86,16 @@ impl Tables {
         }
     }
 
+    /// `uplink_egress` for a packet small enough: the node of the location that
+    /// an own pod sends to, where an outer header is wanted.
+    pub fn uplink_egress(&self, packet: Packet) -> Option<Hop> {
+        if self.config.flags & CONFIG_PODS == 0 || self.is_private(packet.src) || !self.is_local(packet.src) {
+            return None;
+        }
+        let hop = self.hop.get(&self.node.get(&packet.dst)?.hop)?;
+        matches!(hop, Hop::Node { tunnel, .. } if *tunnel != Tunnel::None).then_some(*hop)
+    }
+
     /// `kilo_ingress` for a packet with TTL left that is no reply to a masqueraded one.
     pub fn kilo_ingress(&self, packet: Packet) -> Verdict {
         let hop = self.routed(packet.dst).and_then(|id| self.hop.get(&id));
@@ -134,16 +147,13 @@ impl HostPlan {
         }
     }
 
-    /// The kernel's own decision: policy rules first, then the main table.
+    /// The kernel's own decision, or that of `uplink_egress`.
     fn is_routed_to_kilo(&self, packet: Packet) -> bool {
-        let src = IpNet::from(packet.src);
         let dst = IpNet::from(packet.dst);
-        let tables = self.net.rules.iter().filter(|rule| rule.from.contains(&src)).map(|rule| rule.table);
-        tables.chain([MAIN_TABLE]).any(|table| {
-            self.net.routes.iter().any(|route| route.table == table && route.destination.contains(&dst))
-                // A local address is never sent.
-                && !self.tables.is_local(packet.dst)
-        })
+        // A local address is never sent.
+        !self.tables.is_local(packet.dst)
+            && (self.net.routes.iter().any(|route| route.destination.contains(&dst))
+                || self.tables.uplink_egress(packet).is_some())
     }
 }
 

@@ -1,33 +1,28 @@
-//! Addresses, routes and rules that bring packets to the WireGuard device.
+//! Addresses and routes that bring packets to the WireGuard device.
 
 use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::{Hop, Inputs, MAIN_TABLE, NetPlan, Own, POD_RULE_PRIORITY, POD_TABLE, Route, Rule, Tables};
+use super::{Hop, Inputs, MAIN_TABLE, NetPlan, Own, Route, Tables};
 use crate::topology::Tunnel;
 
 pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, tables: &Tables) -> NetPlan {
     let mut net = NetPlan { mtu: inputs.mtu, ..NetPlan::default() };
     net.addresses.extend(super::wireguard_address(inputs.mesh, inputs.node));
     let source = source(own);
-    let mut add = |prefix: IpNet, table: u32| {
+    let mut add = |prefix: IpNet| {
         let source = source.filter(|source| source.is_ipv4() == prefix.addr().is_ipv4());
         let destination = prefix.trunc();
         let mtu = hop_mtu(tables, destination).filter(|mtu| *mtu < inputs.mtu);
-        net.routes.insert(Route { destination, table, source, mtu });
+        net.routes.insert(Route { destination, table: MAIN_TABLE, source, mtu });
     };
     if let Some(ip) = own.segment.wireguard_ip.filter(|_| !own.leads) {
-        add(IpNet::from(ip), MAIN_TABLE);
+        add(IpNet::from(ip));
     }
-    let mut pods_take_the_tunnel = false;
     for member in own.others().filter(|_| inputs.settings.local) {
         for cidr in &member.pod_cidrs {
-            add(*cidr, MAIN_TABLE);
-        }
-        if let Some(ip) = member.private_ip().filter(|_| own.encapsulates(inputs.settings, member)) {
-            add(ip.into(), POD_TABLE);
-            pods_take_the_tunnel = true;
+            add(*cidr);
         }
     }
     for (index, segment) in inputs.mesh.segments.iter().enumerate() {
@@ -40,17 +35,12 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, tables: &Tables) -> NetPla
             // device's address brings a route to all WireGuard addresses.
             let other_way = own.leads && (is(segment.endpoint.ip()) || is(segment.wireguard_ip));
             if !other_way {
-                add(prefix, MAIN_TABLE);
+                add(prefix);
             }
         }
     }
     for prefix in inputs.mesh.peers.iter().flat_map(|peer| &peer.allowed_ips) {
-        add(*prefix, MAIN_TABLE);
-    }
-    if pods_take_the_tunnel {
-        for cidr in &own.member.pod_cidrs {
-            net.rules.insert(Rule { from: cidr.trunc(), table: POD_TABLE, priority: POD_RULE_PRIORITY });
-        }
+        add(*prefix);
     }
     // Packets without an outer header name their next hop, and one that is not
     // resolved yet would lose the first of them.

@@ -138,12 +138,12 @@ impl Tracer<'_> {
             self.trace.at("route", format!("{dst} is this node's own, or one of its pods"));
             return self.trace.stack("The packet stays on this node.");
         }
+        let beside = self.tables.uplink_egress(self.packet());
         let steered =
             longest_entry(&self.tables.prefix, dst).filter(|(_, value)| value.flags & PREFIX_ROUTE != 0);
         let out = match (self.question.origin, steered) {
-            // Private addresses of the own location: a rule for pods (table 1107).
-            (Origin::Pod, Some((prefix, _))) => {
-                self.trace.at("route", format!("{prefix} leads pods to {}", name(kilo)));
+            (Origin::Pod, Some((prefix, _))) if beside.is_none() => {
+                self.trace.at("route", format!("{prefix} leads to {}", name(kilo)));
                 Some(kilo)
             }
             _ => {
@@ -156,10 +156,36 @@ impl Tracer<'_> {
             None => self.trace.stack("The kernel has no route: it answers that the network is unreachable."),
             Some(out) if out == kilo => self.leaving(),
             Some(out) => {
+                if let Some(hop) = beside {
+                    return self.beside(out, &hop);
+                }
                 if let Err(reason) = self.masquerade(out) {
                     return self.trace.dropped(reason);
                 }
                 self.trace.stack("This host's other routes decide: it leaves outside the mesh.")
+            }
+        }
+    }
+
+    /// A pod's packet to another node itself.
+    fn beside(mut self, out: u32, hop: &Hop) -> Trace {
+        let name = |ifindex| (self.host.name)(ifindex);
+        let (kilo, Packet { dst, .. }) = (self.tables.config.kilo_ifindex, self.packet());
+        match hop {
+            Hop::Node { mtu, .. } if !self.question.probe.fits(*mtu) => {
+                let text = format!("larger than the {mtu} bytes that the way to {dst} carries");
+                self.trace.at("uplink_egress", text);
+                self.trace.reason = Some(DropReason::TooBig.label());
+                self.trace.stack("The sender is told (fragmentation needed, packet too big).")
+            }
+            _ => {
+                let text = format!(
+                    "from {} to {}: {dst} is a node of the location, and the network on the way need not know pods",
+                    name(out),
+                    name(kilo)
+                );
+                self.trace.at("uplink_egress", text);
+                self.leaving()
             }
         }
     }

@@ -18,7 +18,7 @@ use crate::{
 pub struct HostPlan {
     /// Peers of the WireGuard device.
     pub wireguard: WireguardPlan,
-    /// Addresses, routes and rules.
+    /// Addresses and routes.
     pub net: NetPlan,
     /// Content of the BPF maps.
     pub tables: Tables,
@@ -53,8 +53,8 @@ pub struct WireguardPeer {
     pub preshared_key: Option<SecretKey>,
 }
 
-/// Desired addresses, routes and policy rules of this host; only these are
-/// managed, everything else is somebody else's.
+/// Desired addresses and routes of this host; only these are managed,
+/// everything else is somebody else's.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NetPlan {
     /// MTU of the WireGuard device in bytes.
@@ -63,8 +63,6 @@ pub struct NetPlan {
     pub addresses: BTreeSet<IpNet>,
     /// Routes, all through the WireGuard device.
     pub routes: BTreeSet<Route>,
-    /// Policy rules.
-    pub rules: BTreeSet<Rule>,
     /// Next hops the kernel keeps resolved, with their interface.
     pub neighbours: BTreeSet<(u32, IpAddr)>,
 }
@@ -74,7 +72,7 @@ pub struct NetPlan {
 pub struct Route {
     /// Destination.
     pub destination: IpNet,
-    /// Routing table: 254 = main, [`POD_TABLE`].
+    /// Routing table; wanted ones are in [`MAIN_TABLE`].
     pub table: u32,
     /// Preferred source address.
     pub source: Option<IpAddr>,
@@ -85,23 +83,6 @@ pub struct Route {
 
 /// The main routing table.
 pub const MAIN_TABLE: u32 = 254;
-/// Table for traffic of this node's pods to private addresses of nodes of the
-/// own location, which the network between the nodes need not route back.
-pub const POD_TABLE: u32 = 1107;
-/// Priority of the rule that leads to [`POD_TABLE`].
-pub const POD_RULE_PRIORITY: u32 = 1107;
-
-/// Policy rule `from <prefix> lookup <table>`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Rule {
-    /// Source prefix.
-    pub from: IpNet,
-    /// Table to look in.
-    pub table: u32,
-    /// Order among the rules.
-    pub priority: u32,
-}
-
 /// Desired content of the BPF maps, both families; `dataplane` writes what the
 /// programs handle.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

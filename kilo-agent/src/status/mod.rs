@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 pub use leaders::{Lead, Leaders};
 pub use table::table;
 pub use time::Timestamp;
-pub use view::View;
+pub use view::{View, with_own};
 
 use crate::{
     backend::Snapshot,

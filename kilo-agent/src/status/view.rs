@@ -10,8 +10,8 @@ use super::{AgentStatus, Attached, Leaders, Status, Timestamp, Tunnel, of_object
 use crate::{
     backend::Snapshot,
     dataplane::Counters,
-    topology::{Granularity, Mesh},
-    wireguard::{Device, PeerStatus as DevicePeer, key::PublicKey},
+    topology::{Granularity, Mesh, Node},
+    wireguard::{Device, PeerStatus as DevicePeer, WireguardError, key::PublicKey},
 };
 
 /// The state after a reconciliation.
@@ -23,8 +23,10 @@ pub struct View {
     pub interface: String,
     /// The mesh as this node sees it.
     pub mesh: Arc<Mesh>,
-    /// All objects, the own node as it is now.
+    /// All objects.
     pub snapshot: Arc<Snapshot>,
+    /// The own node as it is now.
+    pub own: Option<Node>,
     /// Nodes that take part.
     pub ready: BTreeSet<String>,
     /// `--mesh-granularity`.
@@ -38,11 +40,34 @@ pub struct View {
 }
 
 impl View {
+    /// All objects, the own node as it is now.
+    fn known(&self) -> Snapshot {
+        let mut known = Snapshot::clone(&self.snapshot);
+        known.nodes.extend(self.own.clone().map(|own| (own.name.clone(), own)));
+        known
+    }
+
+    /// Nodes that take part, the own one as it is now.
+    pub fn ready_nodes(&self) -> impl Iterator<Item = &Node> {
+        with_own(&self.snapshot, self.own.as_ref()).filter(|node| self.ready.contains(&node.name))
+    }
+
+    /// What the WireGuard device says of its peers now; none before there is a device.
+    ///
+    /// # Errors
+    /// When the device cannot be read.
+    pub async fn peers(&self) -> Result<BTreeMap<PublicKey, DevicePeer>, WireguardError> {
+        match &self.device {
+            Some(device) => device.read_status().await,
+            None => Ok(BTreeMap::new()),
+        }
+    }
+
     /// The status now: `counters` and `unhealthy` come from others. Reads the
     /// WireGuard device.
     pub async fn status(&self, counters: Result<Counters, String>, unhealthy: Option<String>) -> Status {
         let time = Timestamp::now();
-        let mut status = of_objects(&self.mesh, &self.snapshot, &self.ready, self.granularity, time);
+        let mut status = of_objects(&self.mesh, &self.known(), &self.ready, self.granularity, time);
         let now = Instant::now();
         for location in &mut status.locations {
             if let Some(lead) = self.leaders.get(&location.name) {
@@ -55,13 +80,10 @@ impl View {
             errors.push(error);
             Counters::default()
         });
-        let peers = match &self.device {
-            Some(device) => device.read_status().await.unwrap_or_else(|error| {
-                errors.push(error.to_string());
-                BTreeMap::new()
-            }),
-            None => BTreeMap::new(),
-        };
+        let peers = self.peers().await.unwrap_or_else(|error| {
+            errors.push(error.to_string());
+            BTreeMap::new()
+        });
         let counted = |counters: BTreeMap<&'static str, u64>| {
             counters.into_iter().map(|(label, count)| (label.to_owned(), count)).collect()
         };
@@ -78,6 +100,11 @@ impl View {
         });
         status
     }
+}
+
+/// All nodes, with `own` in the place of the one of its name.
+pub fn with_own<'a>(snapshot: &'a Snapshot, own: Option<&'a Node>) -> impl Iterator<Item = &'a Node> + Clone {
+    snapshot.nodes.values().map(move |node| own.filter(|own| own.name == node.name).unwrap_or(node))
 }
 
 fn tunnels(mesh: &Mesh, peers: BTreeMap<PublicKey, DevicePeer>, time: Timestamp) -> Vec<Tunnel> {

@@ -33,19 +33,20 @@ impl Liveness {
     /// `unix_now` helps with nodes seen for the first time: one with an old
     /// sign of life must change it before it counts, unless most are old, which
     /// says more about our clock, or an API server that was away.
-    pub fn ready(
+    pub fn ready<'a>(
         &mut self,
-        nodes: &BTreeMap<String, Node>,
+        nodes: impl Iterator<Item = &'a Node> + Clone,
         own: &str,
         now: Instant,
         unix_now: i64,
     ) -> BTreeSet<String> {
-        self.seen.retain(|name, _| nodes.contains_key(name));
-        let complete = nodes.values().filter(|node| is_complete(node));
+        let complete = nodes.clone().filter(|node| is_complete(node));
         let (all, fresh) = complete
             .fold((0, 0), |(all, fresh), node| (all + 1, fresh + usize::from(ready_at(node, unix_now))));
         let clocks_agree = fresh * 2 >= all;
-        for node in nodes.values() {
+        let mut count = 0;
+        for node in nodes.clone() {
+            count += 1;
             let sight = self.seen.entry(node.name.clone()).or_insert_with(|| Sight {
                 value: node.last_seen,
                 changed: (!clocks_agree || ready_at(node, unix_now)).then_some(now),
@@ -54,13 +55,16 @@ impl Liveness {
                 *sight = Sight { value: node.last_seen, changed: Some(now) };
             }
         }
+        if self.seen.len() != count {
+            let known: BTreeSet<&str> = nodes.clone().map(|node| node.name.as_str()).collect();
+            self.seen.retain(|name, _| known.contains(name.as_str()));
+        }
         let alive = |name: &str| {
             let changed = self.seen.get(name).and_then(|sight| sight.changed);
             changed.is_some_and(|changed| now.saturating_duration_since(changed) < PATIENCE)
         };
         let stale = self.seen.contains_key(own) && !alive(own) && !self.ready.is_empty();
         let ready = nodes
-            .values()
             .filter(|node| is_complete(node))
             .map(|node| node.name.as_str())
             .filter(|name| *name == own || alive(name) || (stale && self.ready.contains(*name)));
@@ -97,10 +101,10 @@ mod tests {
     fn a_node_lives_while_its_sign_of_life_changes() {
         let (start, step) = (Instant::now(), Duration::from_secs(30));
         let mut liveness = Liveness::default();
-        liveness.ready(&nodes(&[("a", 1000), ("b", 1000)]), "a", start, 1000);
-        let ready = liveness.ready(&nodes(&[("a", 1030), ("b", 1000)]), "a", start + step, 1030);
+        liveness.ready(nodes(&[("a", 1000), ("b", 1000)]).values(), "a", start, 1000);
+        let ready = liveness.ready(nodes(&[("a", 1030), ("b", 1000)]).values(), "a", start + step, 1030);
         assert_eq!(names(&ready), ["a", "b"]);
-        let ready = liveness.ready(&nodes(&[("a", 1060), ("b", 1000)]), "a", start + step * 2, 1060);
+        let ready = liveness.ready(nodes(&[("a", 1060), ("b", 1000)]).values(), "a", start + step * 2, 1060);
         assert_eq!(names(&ready), ["a"]);
     }
 
@@ -108,17 +112,21 @@ mod tests {
     fn a_clock_that_is_an_hour_wrong_changes_nothing() {
         let start = Instant::now();
         let mut liveness = Liveness::default();
-        liveness.ready(&nodes(&[("a", 10_000), ("b", 10_000), ("c", 6_400)]), "a", start, 10_000);
+        liveness.ready(nodes(&[("a", 10_000), ("b", 10_000), ("c", 6_400)]).values(), "a", start, 10_000);
         let later = nodes(&[("a", 10_030), ("b", 10_030), ("c", 6_430)]);
-        let ready = liveness.ready(&later, "a", start + Duration::from_secs(30), 10_030);
+        let ready = liveness.ready(later.values(), "a", start + Duration::from_secs(30), 10_030);
         assert_eq!(names(&ready), ["a", "b", "c"]);
     }
 
     #[test]
     fn a_node_dead_for_long_is_not_taken_for_alive_at_start() {
         let mut liveness = Liveness::default();
-        let ready =
-            liveness.ready(&nodes(&[("a", 9_990), ("b", 9_995), ("c", 100)]), "a", Instant::now(), 10_000);
+        let ready = liveness.ready(
+            nodes(&[("a", 9_990), ("b", 9_995), ("c", 100)]).values(),
+            "a",
+            Instant::now(),
+            10_000,
+        );
         assert_eq!(names(&ready), ["a", "b"]);
     }
 
@@ -127,8 +135,8 @@ mod tests {
         let start = Instant::now();
         let all = nodes(&[("a", 1000), ("b", 1000)]);
         let mut liveness = Liveness::default();
-        liveness.ready(&all, "a", start, 1000);
-        let ready = liveness.ready(&all, "a", start + Duration::from_secs(3600), 4600);
+        liveness.ready(all.values(), "a", start, 1000);
+        let ready = liveness.ready(all.values(), "a", start + Duration::from_secs(3600), 4600);
         assert_eq!(names(&ready), ["a", "b"]);
     }
 }

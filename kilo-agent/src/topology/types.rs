@@ -194,6 +194,48 @@ pub struct Node {
     pub cni_compatibility_ip: Option<IpNet>,
 }
 
+impl Node {
+    /// True when nothing but the sign of life may differ.
+    pub fn is_same_but_alive(&self, other: &Self) -> bool {
+        // Every field by name, so that a new one is not forgotten.
+        let Self {
+            name,
+            endpoint,
+            endpoint_forced,
+            key,
+            internal_ip,
+            internal_ip_forced,
+            no_internal_ip,
+            last_seen: _,
+            leader,
+            location,
+            persistent_keepalive,
+            pod_cidrs,
+            wireguard_ip,
+            discovered_endpoints,
+            allowed_location_ips,
+            granularity,
+            cni_compatibility_ip,
+        } = self;
+        *name == other.name
+            && *endpoint == other.endpoint
+            && *endpoint_forced == other.endpoint_forced
+            && *key == other.key
+            && *internal_ip == other.internal_ip
+            && *internal_ip_forced == other.internal_ip_forced
+            && *no_internal_ip == other.no_internal_ip
+            && *leader == other.leader
+            && *location == other.location
+            && *persistent_keepalive == other.persistent_keepalive
+            && *pod_cidrs == other.pod_cidrs
+            && *wireguard_ip == other.wireguard_ip
+            && *discovered_endpoints == other.discovered_endpoints
+            && *allowed_location_ips == other.allowed_location_ips
+            && *granularity == other.granularity
+            && *cni_compatibility_ip == other.cni_compatibility_ip
+    }
+}
+
 /// One VPN peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {

@@ -34,6 +34,45 @@ impl DeviceState {
     }
 }
 
+impl DeviceState {
+    /// What the device has after the changes of one [`diff`], without looking.
+    pub fn take(&mut self, changes: &[Change]) {
+        let moved: BTreeSet<IpNet> = changes
+            .iter()
+            .flat_map(|change| match change {
+                Change::SetPeer(_, PeerUpdate { add_allowed_ips: nets, .. }) | Change::Release(nets) => nets,
+                _ => &[][..],
+            })
+            .copied()
+            .collect();
+        for peer in self.peers.values_mut() {
+            if moved.len() < peer.allowed_ips.len() {
+                for net in &moved {
+                    peer.allowed_ips.remove(net);
+                }
+            } else {
+                peer.allowed_ips.retain(|net| !moved.contains(net));
+            }
+        }
+        for change in changes {
+            match change {
+                Change::PrivateKey(key) => self.private_key = Some(*key),
+                Change::ListenPort(port) => self.listen_port = *port,
+                Change::SetPeer(key, update) => {
+                    let peer = self.peers.entry(*key).or_default();
+                    peer.endpoint = update.endpoint.or(peer.endpoint);
+                    peer.persistent_keepalive =
+                        update.persistent_keepalive.unwrap_or(peer.persistent_keepalive);
+                    peer.preshared_key = update.preshared_key.unwrap_or(peer.preshared_key);
+                    peer.allowed_ips.extend(&update.add_allowed_ips);
+                }
+                Change::Release(_) => {}
+                Change::RemovePeer(key) => drop(self.peers.remove(key)),
+            }
+        }
+    }
+}
+
 /// What the device has of one peer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PeerState {
@@ -323,6 +362,9 @@ mod tests {
             let changes = diff(&before, &plan, &secret(private));
             let mut after = before.clone();
             simulate(&mut after, &request(&changes));
+            let mut known = before.clone();
+            known.take(&changes);
+            prop_assert_eq!(&known, &after);
             prop_assert_eq!(after.private_key, Some(secret(private)));
             prop_assert_eq!(after.listen_port, plan.listen_port);
             prop_assert_eq!(after.peers.keys().collect::<Vec<_>>(), plan.peers.keys().collect::<Vec<_>>());

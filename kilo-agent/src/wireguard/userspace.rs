@@ -161,14 +161,14 @@ async fn serve(interface: &str) -> Result<(), WireguardError> {
     let acceptor = tokio::spawn(accept(listener, sender));
     // The TUN device's end is not readable from its file (epoll only says
     // EPOLLERR, which tokio does not pass on): ask netlink.
-    let mut watcher = Watcher::new()?;
+    let mut watcher = Watcher::new(None)?;
     let rtnl = Rtnl::new()?;
     let index = links::by_name(&rtnl, interface).await?.map_or(0, |link| link.index);
     let deleted = loop {
         tokio::select! {
             changed = watcher.changed() => {
                 if changed.is_err() {
-                    watcher = Watcher::new()?;
+                    watcher = Watcher::new(None)?;
                 }
                 if links::by_index(&rtnl, index).await?.is_none() {
                     break true;

@@ -23,6 +23,7 @@ use kilo_common::{
         transport::{self, Part},
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, protocol},
+    too_big::{self, LEN_V4, LEN_V6, QUOTED},
     verdict::{Action, DropReason},
 };
 
@@ -162,12 +163,11 @@ fn family(frame: &[u8]) -> Option<bool> {
 
 /// The judgement on one program.
 pub fn judge(program: &str, tables: &Tables, input: &Input) -> Wanted {
-    let frame = &input.frame[..];
     match program {
         "lan_ingress" => lan_ingress(tables, input),
         "kilo_egress" => kilo_egress(tables, input).unwrap_or_else(drops),
         "kilo_ingress" => kilo_ingress(tables, input).unwrap_or_else(drops),
-        "uplink_egress" => uplink_egress(tables, frame),
+        "uplink_egress" => uplink_egress(tables, input),
         // Without a tunnel device there is no sender.
         "tunnel_ingress" => drops(DropReason::Malformed),
         other => panic!("no program {other}"),
@@ -236,9 +236,7 @@ fn steered(
     v6: bool,
 ) -> Result<Wanted, DropReason> {
     let frame = &input.frame[..];
-    if !tables.node.contains_key(&outer.src) {
-        return Err(DropReason::UnknownSender);
-    }
+    let sender = tables.node.get(&outer.src).ok_or(DropReason::UnknownSender)?;
     if outer.fragment {
         return Err(DropReason::OuterFragment);
     }
@@ -252,8 +250,12 @@ fn steered(
     let mut bytes = [&frame[..ETHERNET_LEN], &frame[offset..]].concat();
     if action == Action::Transit {
         lower_ttl(&mut bytes, ETHERNET_LEN, v6);
+        return Ok(redirects(action, Bytes::Exactly(bytes)));
     }
-    Ok(redirects(action, Bytes::Exactly(bytes)))
+    let pods = |src: IpAddr| matches!(src, IpAddr::V4(src) if sender.may_send_from(src.octets()));
+    // What the sending host itself sent stays on the interface that leads there.
+    let verdict = if inner.src == outer.src && !pods(inner.src) { PASS } else { REDIRECT };
+    Ok(Wanted { verdict, ..redirects(action, Bytes::Exactly(bytes)) })
 }
 
 fn lower_ttl(frame: &mut [u8], offset: usize, v6: bool) {
@@ -375,14 +377,37 @@ fn built<const N: usize>(build: impl Fn(&mut [u8; N])) -> Vec<u8> {
     frame.to_vec()
 }
 
-fn uplink_egress(tables: &Tables, frame: &[u8]) -> Wanted {
+fn uplink_egress(tables: &Tables, input: &Input) -> Wanted {
+    let frame = &input.frame[..];
     let Some(v6) = family(frame) else { return passes(None) };
     let Ok(ip) = Ip::read(frame, ETHERNET_LEN, v6) else { return passes(None) };
+    if let Some(Hop::Node { mtu, .. }) = tables.uplink_egress(Packet { src: ip.src, dst: ip.dst }) {
+        // What `kilo_egress` does then is another packet's judgement.
+        let onward = Wanted { verdict: REDIRECT, counted: vec![], bytes: Bytes::Same, mtu: 0 };
+        return if ip.probe(input, ETHERNET_LEN).fits(mtu) { onward } else { told(frame, v6, mtu) };
+    }
     match translation(tables, frame, ETHERNET_LEN, &ip) {
         Err(reason) => drops(reason),
         Ok(None) => passes(None),
         Ok(Some(addr)) => Wanted { bytes: Bytes::Translated(addr), ..passes(Some(Action::Masquerade)) },
     }
+}
+
+/// The answer to the sender of a packet that the hop does not carry.
+fn told(frame: &[u8], v6: bool, mtu: u32) -> Wanted {
+    let Some(quoted) = frame.get(ETHERNET_LEN..ETHERNET_LEN + QUOTED) else {
+        return drops(DropReason::TooBig);
+    };
+    let mut packet = vec![0; if v6 { LEN_V6 } else { LEN_V4 } - QUOTED];
+    packet.extend(quoted);
+    if v6 {
+        too_big::v6((&mut packet[..]).try_into().unwrap(), mtu);
+    } else {
+        too_big::v4((&mut packet[..]).try_into().unwrap(), u16::try_from(mtu).unwrap());
+    }
+    let bytes = [&frame[6..12], &frame[..6], &frame[12..14], &packet].concat();
+    let counted = vec![DropReason::TooBig.label()];
+    Wanted { verdict: REDIRECT, counted, bytes: Bytes::Exactly(bytes), mtu: 0 }
 }
 
 /// The address the source becomes, if it does.

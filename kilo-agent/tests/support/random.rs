@@ -146,7 +146,8 @@ impl Random {
             kilo_ifindex: IFINDEX,
             flags: flag(leader, CONFIG_LEADER)
                 | flag(self.chance(3), CONFIG_MASQUERADE)
-                | flag(self.chance(2), CONFIG_PLAIN),
+                | flag(self.chance(2), CONFIG_PLAIN)
+                | flag(!self.chance(4), CONFIG_PODS),
             nat_port_min: 32_768,
             nat_port_max: 60_999,
             wireguard_port: 51_820,
@@ -170,7 +171,13 @@ impl Random {
             "lan_ingress" if !self.chance(4) => self.steered(tables),
             "lan_ingress" | "uplink_egress" | "tunnel_ingress" => {
                 let v6 = self.chance(3);
-                let (src, dst) = (self.address(tables, v6), self.address(tables, v6));
+                let (mut src, mut dst) = (self.address(tables, v6), self.address(tables, v6));
+                if program == "uplink_egress" && self.chance(3) {
+                    // From a pod of this node to another node itself.
+                    let own = self.within(tables, v6, |_, value| value.hop == HOP_LOCAL);
+                    src = own.unwrap_or(src);
+                    dst = private(1 + self.below(3), v6);
+                }
                 let packet = self.packet(src, dst);
                 ethernet(&packet, v6)
             }
@@ -327,6 +334,9 @@ impl Random {
         let (mut src, mut dst) = (self.address(tables, inner_v6), self.address(tables, inner_v6));
         let outer_v6 = tables.config.private_v6 != [0; 16] && !self.chance(8);
         let mut from = private(self.below(4), outer_v6);
+        if outer_v6 == inner_v6 && self.chance(6) {
+            src = from;
+        }
         let to = private(if self.chance(12) { self.below(4) } else { 0 }, outer_v6);
         let sender = tables.node.iter().filter(|(addr, _)| addr.is_ipv6() == outer_v6).choose(&mut self.0);
         if let Some((addr, node)) = sender

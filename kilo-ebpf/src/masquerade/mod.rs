@@ -10,7 +10,7 @@ mod port;
 mod rewrite;
 mod work;
 
-use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, btf_maps::lpm_trie::Key, programs::TcContext};
+use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
 use kilo_common::{
     maps::{
         CONFIG_MASQUERADE, Config, DEVICE_MASQUERADE, Device, MASQ_EXCLUDE, NAT_EGRESS, NAT_FRAGMENT_EGRESS,
@@ -19,18 +19,17 @@ use kilo_common::{
     nat::{
         FRAGMENT_SECONDS,
         flow::{error_difference, layout},
-        is_masqueraded, is_reserved,
+        is_reserved,
     },
-    packet::{ETHERNET_LEN, Ipv4, protocol},
+    packet::protocol,
     verdict::{Action, DropReason},
 };
 
 use self::work::{Found, Work, copy, halves, this_cpu};
 use crate::{
-    ip::{Ip, V6, octets},
-    maps::{MASQ_DST, MASQ_SRC, NAT, count_action, device},
-    packet::{self, Family},
-    programs::TC_ACT_UNSPEC,
+    ip::{Ip, octets},
+    maps::{NAT, count_action, device},
+    packet,
 };
 
 /// Answer of a part: nothing was done.
@@ -41,25 +40,6 @@ const DONE: u32 = 1;
 /// Flags of [`egress_apart`] and [`ingress_apart`], and of [`rewrite`].
 const IPV6: u32 = 1;
 const OWN: u32 = 2;
-
-/// Egress of an uplink; packets start with an Ethernet header.
-#[inline(always)]
-pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
-    match packet::family(ctx) {
-        Family::V4 => {
-            if let Ok(ip) = Ipv4::read(ctx, ETHERNET_LEN) {
-                egress(ctx, config, ETHERNET_LEN, &ip)?;
-            }
-        }
-        Family::V6 => {
-            if let Ok(ip) = V6::read(ctx, ETHERNET_LEN) {
-                egress(ctx, config, ETHERNET_LEN, &ip)?;
-            }
-        }
-        Family::Other => {}
-    }
-    Ok(TC_ACT_UNSPEC)
-}
 
 /// Translates the source if that is due; answers the new source.
 #[inline(always)]
@@ -80,16 +60,9 @@ pub fn egress<I: Ip>(
     let (src, dst) = (octets(I::mapped(ip.src())), octets(I::mapped(ip.dst())));
     work.key.src = src;
     work.key.dst = dst;
-    let destination = MASQ_DST.get(&Key::new(128, dst)).copied().unwrap_or(0);
     // No socket tells which echo identifiers the host uses: its own echoes
     // claim theirs like those of pods, where both may go.
-    let due = if own {
-        destination != MASQ_EXCLUDE
-    } else {
-        let source = MASQ_SRC.get(&Key::new(128, src)).copied().unwrap_or(0);
-        is_masqueraded(Some(source), Some(destination))
-    };
-    if !due {
+    if own && work.destination() == MASQ_EXCLUDE {
         return Ok(None);
     }
     work.addr = octets(I::mapped(addr));
@@ -167,8 +140,13 @@ fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -
         // What cannot be translated need not be.
         return NOTHING;
     }
-    if work.addr_is_missing() {
-        return DropReason::NatUnsupported.index();
+    if found != Found::Flow as u32 {
+        if !work.is_due() {
+            return NOTHING;
+        }
+        if work.addr_is_missing() {
+            return DropReason::NatUnsupported.index();
+        }
     }
     work.old = copy(&work.key.src);
     work.new = copy(&work.addr);
@@ -202,7 +180,7 @@ fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -
     {
         return NOTHING;
     }
-    let answer = port::translation(skb, config);
+    let answer = port::translation(skb, config, u32::from(own));
     if answer != DONE {
         return answer;
     }

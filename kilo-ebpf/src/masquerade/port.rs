@@ -1,11 +1,13 @@
 //! The entries of a flow: finding its port, and locking it.
 
+use core::ffi::c_void;
+
 use aya_ebpf::{
     bindings::{
         __sk_buff, BPF_NOEXIST, bpf_sock_tuple, bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1,
         bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2,
     },
-    helpers::{bpf_ktime_get_ns, bpf_sk_lookup_tcp, bpf_sk_lookup_udp, bpf_sk_release},
+    helpers::{bpf_ktime_get_ns, bpf_loop, bpf_sk_lookup_tcp, bpf_sk_lookup_udp, bpf_sk_release},
 };
 use kilo_common::{
     maps::{Config, NAT_SEEN, NatKey, NatValue},
@@ -15,7 +17,7 @@ use kilo_common::{
 };
 
 use super::{
-    DONE,
+    DONE, NOTHING,
     work::{Work, copy, halves, this_cpu},
 };
 use crate::maps::NAT;
@@ -98,9 +100,10 @@ pub fn is_contested(work: &mut Work) -> bool {
 }
 
 /// Finds the port the source of the flow in `this_cpu().key` becomes, the one it
-/// has or a new one, and puts it into `new_port`.
+/// has or a new one, and puts it into `new_port`; `NOTHING` when it is not to be
+/// translated. `own`: not 0 for the host's own flows, which are.
 #[inline(never)]
-pub fn translation(skb: *mut __sk_buff, config: &Config) -> u32 {
+pub fn translation(skb: *mut __sk_buff, config: &Config, own: u32) -> u32 {
     let Some(work) = this_cpu() else { return DropReason::NatMapFull.index() };
     let now = now();
     work.old_port = work.key.src_port;
@@ -119,12 +122,19 @@ pub fn translation(skb: *mut __sk_buff, config: &Config) -> u32 {
         if halves(&entry.addr) == halves(&work.addr) {
             let Work { key, partner, addr, new_port, .. } = &mut *work;
             key.write_partner(addr, *new_port, partner);
+            // A flow that is masqueraded stays so: the tables need not be asked.
             if claim(work) == Claim::Ours {
                 return DONE;
             }
         }
         // The address of the device changed, or somebody took the port after an eviction.
         let _ = NAT.remove(&work.key);
+    }
+    if own == 0 && !work.is_due() {
+        return NOTHING;
+    }
+    if work.addr_is_missing() {
+        return DropReason::NatUnsupported.index();
     }
     work.value = NatValue {
         addr: copy(&work.addr),
@@ -137,27 +147,35 @@ pub fn translation(skb: *mut __sk_buff, config: &Config) -> u32 {
         Some(layout) if layout.port_changes => PORT_ATTEMPTS,
         _ => 1,
     };
-    let start = work.key.search_start();
-    let mut attempt = 0;
-    while attempt < PORT_ATTEMPTS {
-        if attempt >= attempts {
-            break;
-        }
-        match take(skb, config, attempt, start) {
-            TAKEN => {}
-            answer => return answer,
-        }
-        attempt += 1;
-    }
-    DropReason::NatExhausted.index()
+    let mut search = Search { skb, config, start: work.key.search_start(), answer: TAKEN };
+    let callback = attempt as extern "C" fn(u32, *mut c_void) -> i64 as *mut c_void;
+    // SAFETY: the callback gets what it expects, which lives until the loop has ended.
+    unsafe { bpf_loop(attempts, callback, (&raw mut search).cast(), 0) };
+    if search.answer == TAKEN { DropReason::NatExhausted.index() } else { search.answer }
+}
+
+/// What an attempt needs to know, and its answer.
+struct Search<'a> {
+    skb: *mut __sk_buff,
+    config: &'a Config,
+    start: u32,
+    answer: u32,
+}
+
+/// Tries one port; not 0 ends the loop. By `bpf_loop` the verifier goes through
+/// it once and not once an attempt.
+extern "C" fn attempt(index: u32, search: *mut c_void) -> i64 {
+    // SAFETY: what `translation` passes.
+    let search = unsafe { &mut *search.cast::<Search<'_>>() };
+    search.answer = take(search.skb, search.config, index, search.start);
+    i64::from(search.answer != TAKEN)
 }
 
 /// Answer of [`take`]: another flow or the host has this port.
 const TAKEN: u32 = 0;
 
-/// Tries one port. Apart: in the loop everything it needs would be kept on the
-/// stack.
-#[inline(never)]
+/// Tries one port.
+#[inline(always)]
 fn take(skb: *mut __sk_buff, config: &Config, attempt: u32, start: u32) -> u32 {
     let Some(work) = this_cpu() else { return DropReason::NatMapFull.index() };
     let own = u16::from_be_bytes(work.key.src_port);

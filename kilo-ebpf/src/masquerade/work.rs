@@ -1,13 +1,20 @@
 //! Memory of this CPU that the parts of masquerading share, beside the stack.
 
-use aya_ebpf::{btf_maps::PerCpuArray, macros::btf_map};
+use aya_ebpf::{
+    btf_maps::{PerCpuArray, lpm_trie::Key},
+    macros::btf_map,
+};
 use kilo_common::{
     checksum,
     maps::{NatKey, NatValue},
+    nat::is_masqueraded,
     packet::IPV4_LEN,
 };
 
-use crate::ip::octets;
+use crate::{
+    ip::octets,
+    maps::{MASQ_DST, MASQ_SRC},
+};
 
 /// What a packet turned out to be.
 #[repr(u32)]
@@ -91,6 +98,19 @@ pub fn copy(addr: &[u8; 16]) -> [u8; 16] {
 }
 
 impl Work {
+    /// What `masq_dst` says of the packet's destination.
+    #[inline(always)]
+    pub fn destination(&self) -> u32 {
+        MASQ_DST.get(&Key::new(128, self.key.dst)).copied().unwrap_or(0)
+    }
+
+    /// True when the tables say that the packet is masqueraded.
+    #[inline(always)]
+    pub fn is_due(&self) -> bool {
+        let source = MASQ_SRC.get(&Key::new(128, self.key.src)).copied().unwrap_or(0);
+        is_masqueraded(Some(source), Some(self.destination()))
+    }
+
     #[inline(always)]
     pub const fn fragmented(&self) -> bool {
         self.fragment != 0

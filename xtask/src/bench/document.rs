@@ -22,11 +22,19 @@ const STAGES: [(&str, &str); 6] = [
 
 const LOADS: [&str; 3] = ["64", "1372", "new-flow"];
 
+/// Two lines of the document with generated text between.
+pub type Marks = (&'static str, &'static str);
+
 /// Replaces the tables in `text`.
 pub fn with_tables(text: &str, machine: &str, costs: &[Cost]) -> Result<String> {
-    let (before, rest) = text.split_once(BEGIN).with_context(|| format!("no line {BEGIN}"))?;
-    let (_, after) = rest.split_once(END).with_context(|| format!("no line {END}"))?;
-    Ok(format!("{before}{BEGIN}\n{machine}\n{}{END}{after}", tables(costs)))
+    between(text, (BEGIN, END), &format!("{machine}\n{}", tables(costs)))
+}
+
+/// Replaces what stands between two marks.
+pub fn between(text: &str, (begin, end): Marks, new: &str) -> Result<String> {
+    let (before, rest) = text.split_once(begin).with_context(|| format!("no line {begin}"))?;
+    let (_, after) = rest.split_once(end).with_context(|| format!("no line {end}"))?;
+    Ok(format!("{before}{begin}\n{new}{end}{after}"))
 }
 
 fn tables(costs: &[Cost]) -> String {
@@ -68,7 +76,7 @@ fn value(costs: &[Cost], way: &str, stage: &str, load: &str) -> Option<f64> {
 }
 
 /// 12345.6 as `12,346`.
-fn grouped(value: f64) -> String {
+pub fn grouped(value: f64) -> String {
     let digits = format!("{value:.0}");
     let mut text = String::new();
     for (index, digit) in digits.chars().enumerate() {
@@ -80,39 +88,63 @@ fn grouped(value: f64) -> String {
     text
 }
 
-/// Bars of two stages, 64 bytes, on a logarithmic scale.
+/// Bars of three stages, 64 bytes, on a logarithmic scale.
 pub fn plot(costs: &[Cost]) -> String {
+    let plotted = STAGES
+        .into_iter()
+        .filter(|(stage, _)| ["transit-out", "lan-to-encrypted", "masquerade"].contains(stage));
+    let groups: Vec<_> = plotted
+        .map(|(stage, title)| {
+            let bars = ways(costs, stage).into_iter().filter_map(|way| {
+                let value = value(costs, way, stage, "64")?;
+                let colour = match way.split('-').next() {
+                    Some("ours") => "#2a7",
+                    Some("kilo") => "#c63",
+                    _ => "#888",
+                };
+                Some(Bar { name: way.to_owned(), value, text: grouped(value), colour })
+            });
+            (format!("{title}, 64 bytes"), bars.collect())
+        })
+        .collect();
+    bars("Guest instructions per packet, logarithmic from 1,000 to 1,000,000", (3.0, 6.0), &groups)
+}
+
+/// One bar of a plot.
+pub struct Bar {
+    /// What stands before it.
+    pub name: String,
+    /// Its length.
+    pub value: f64,
+    /// What stands behind it.
+    pub text: String,
+    /// Its colour.
+    pub colour: &'static str,
+}
+
+/// Groups of bars, each with a title, on a scale of decades `from` to `to`.
+pub fn bars(title: &str, (from, to): (f64, f64), groups: &[(String, Vec<Bar>)]) -> String {
     const WIDTH: f64 = 860.0;
     const LEFT: f64 = 170.0;
     const ROW: f64 = 18.0;
-    // Decades from 1,000 to 1,000,000.
-    let x = |value: f64| LEFT + (value.max(1000.0).log10() - 3.0) / 3.0 * (WIDTH - LEFT - 70.0);
+    let x = |value: f64| {
+        let decades = value.max(10_f64.powf(from)).log10() - from;
+        LEFT + decades / (to - from) * (WIDTH - LEFT - 70.0)
+    };
     let mut body = String::new();
     let mut y = 20.0;
-    for (stage, title) in STAGES
-        .into_iter()
-        .filter(|(stage, _)| ["transit-out", "lan-to-encrypted", "masquerade"].contains(stage))
-    {
-        let _ = writeln!(body, "<text x=\"8\" y=\"{y}\" font-weight=\"bold\">{title}, 64 bytes</text>");
+    for (title, bars) in groups {
+        let _ = writeln!(body, "<text x=\"8\" y=\"{y}\" font-weight=\"bold\">{title}</text>");
         y += ROW;
-        for way in ways(costs, stage) {
-            let Some(value) = value(costs, way, stage, "64") else { continue };
-            let colour = if way.starts_with("ours") {
-                "#2a7"
-            } else if way.starts_with("kilo") {
-                "#c63"
-            } else {
-                "#888"
-            };
+        for Bar { name, value, text, colour } in bars {
             let _ = writeln!(
                 body,
-                "<text x=\"{}\" y=\"{y}\" text-anchor=\"end\">{way}</text><rect x=\"{LEFT}\" y=\"{}\" width=\"{:.1}\" \
-                 height=\"12\" fill=\"{colour}\"/><text x=\"{:.1}\" y=\"{y}\">{}</text>",
+                "<text x=\"{}\" y=\"{y}\" text-anchor=\"end\">{name}</text><rect x=\"{LEFT}\" y=\"{}\" width=\"{:.1}\" \
+                 height=\"12\" fill=\"{colour}\"/><text x=\"{:.1}\" y=\"{y}\">{text}</text>",
                 LEFT - 8.0,
                 y - 10.0,
-                x(value) - LEFT,
-                x(value) + 6.0,
-                grouped(value),
+                x(*value) - LEFT,
+                x(*value) + 6.0,
             );
             y += ROW;
         }
@@ -120,7 +152,7 @@ pub fn plot(costs: &[Cost]) -> String {
     }
     format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{y}\" font-family=\"sans-serif\" font-size=\"12\">\n\
-         <title>Guest instructions per packet, logarithmic from 1,000 to 1,000,000</title>\n\
+         <title>{title}</title>\n\
          <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n{body}</svg>\n"
     )
 }

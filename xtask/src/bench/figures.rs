@@ -5,6 +5,9 @@ use serde::{Deserialize, Serialize};
 /// A count may grow by this factor before `--check` fails.
 pub const TOLERANCE: f64 = 1.10;
 
+/// Units of the control plane's figures that are counts and repeat.
+const COUNTS: [&str; 3] = ["writes", "messages", "requests"];
+
 /// One figure of `docs/benchmarks.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Figure {
@@ -77,7 +80,7 @@ fn baseline(way: &str) -> Option<String> {
 pub fn regressions(stored: &[Figure], now: &[Figure]) -> Vec<String> {
     stored
         .iter()
-        .filter(|old| old.name.contains("/ours-"))
+        .filter(|old| old.name.contains("/ours-") || COUNTS.contains(&old.unit.as_str()))
         .filter_map(|old| match now.iter().find(|new| new.name == old.name) {
             None => Some(format!("{}: not measured any more", old.name)),
             Some(new) if new.value > old.value * TOLERANCE => {

@@ -1,7 +1,9 @@
 //! `cargo xtask bench`: what a packet costs, counted in instructions of a guest
-//! kernel, beside what it costs without us and with Kilo's kernel IPIP.
+//! kernel, beside what it costs without us and with Kilo's kernel IPIP; and what
+//! the control plane costs on this machine (`cargo xtask bench control`).
 
 mod agent;
+mod control;
 mod document;
 mod figures;
 mod frames;
@@ -17,7 +19,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 use crate::{
     apt,
@@ -33,9 +35,21 @@ const STORED: &str = "docs/benchmarks.json";
 /// The document with the tables; its plot stands beside it.
 const DOCUMENT: &str = "docs/benchmarks.md";
 
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Part {
+    /// Instructions of packets, in a virtual machine.
+    Data,
+    /// Topology, changes, memory and traffic of the agent, against a real kube-apiserver.
+    Control,
+}
+
 /// Options of the benchmark.
 #[derive(Args, Clone, Debug)]
 pub struct BenchArgs {
+    /// What is measured.
+    #[arg(default_value = "data")]
+    part: Part,
     /// 6.1, 6.12 or newest.
     #[arg(long, default_value = "6.12")]
     kernel: String,
@@ -62,12 +76,15 @@ pub struct BenchArgs {
 impl BenchArgs {
     /// True when binaries must be built first.
     pub fn needs_build(&self) -> bool {
-        !self.guest && !self.last && self.bin.is_none()
+        self.part == Part::Data && !self.guest && !self.last && self.bin.is_none()
     }
 }
 
 /// Runs `cargo xtask bench`.
 pub fn main(args: &BenchArgs) -> Result<()> {
+    if args.part == Part::Control {
+        return control::main(args.check, args.last);
+    }
     let bin = match &args.bin {
         Some(bin) => fs::canonicalize(bin).with_context(|| bin.display().to_string())?,
         None => workspace_root().join("target/release"),
@@ -90,11 +107,10 @@ pub fn main(args: &BenchArgs) -> Result<()> {
     }
     let costs: Vec<Cost> = serde_json::from_slice(&fs::read(&results)?)?;
     let now = figures::figures(&costs);
-    let stored = workspace_root().join(STORED);
     if args.check {
-        return check(&serde_json::from_slice::<Vec<Figure>>(&fs::read(&stored).context(STORED)?)?, &now);
+        return check(&stored(|figure| !control::is_control(figure))?, &now);
     }
-    fs::write(&stored, serde_json::to_string_pretty(&now)? + "\n").context(STORED)?;
+    store(now, control::is_control)?;
     let machine = format!(
         "QEMU TCG, one virtual CPU, `-icount shift=0`; guest kernel {}. Counted in one run.",
         fs::read_to_string(results.with_extension("kernel"))?.trim()
@@ -131,11 +147,27 @@ fn measure(args: &BenchArgs, bin: &Path, results: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Figures of the last run that was kept, those that are `wanted`.
+fn stored(wanted: impl Fn(&Figure) -> bool) -> Result<Vec<Figure>> {
+    let text = fs::read(workspace_root().join(STORED)).context(STORED)?;
+    let figures: Vec<Figure> = serde_json::from_slice(&text).context(STORED)?;
+    Ok(figures.into_iter().filter(wanted).collect())
+}
+
+/// Keeps new figures, and of the old ones those of the other part.
+fn store(now: Vec<Figure>, is_others: impl Fn(&Figure) -> bool) -> Result<()> {
+    let others = stored(is_others)?;
+    let (mut data, control): (Vec<_>, Vec<_>) =
+        now.into_iter().chain(others).partition(|figure| !control::is_control(figure));
+    data.extend(control);
+    fs::write(workspace_root().join(STORED), serde_json::to_string_pretty(&data)? + "\n").context(STORED)
+}
+
 fn check(stored: &[Figure], now: &[Figure]) -> Result<()> {
     let worse = figures::regressions(stored, now);
     if worse.is_empty() {
         println!("bench: no count of ours grew by more than a tenth");
         return Ok(());
     }
-    bail!("more instructions than {STORED} has:\n{}", worse.join("\n"))
+    bail!("more than {STORED} has:\n{}", worse.join("\n"))
 }

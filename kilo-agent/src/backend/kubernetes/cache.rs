@@ -46,9 +46,7 @@ impl Kept for Node {
         let since = self.last_seen.saturating_sub(before.last_seen);
         if self == before {
             Urgency::Never
-        } else if (0..LATE_CHECK_IN).contains(&since)
-            && *before == (Self { last_seen: before.last_seen, ..self.clone() })
-        {
+        } else if (0..LATE_CHECK_IN).contains(&since) && self.is_same_but_alive(before) {
             Urgency::Later
         } else {
             Urgency::Now

@@ -181,7 +181,7 @@ pub async fn run(args: &ConnectArgs, flags: &Flags) -> Result<String> {
     let mut connection = Connection {
         net: Net::new()?,
         source: Source::start(flags).await?,
-        resolver: Resolver::default(),
+        resolver: Resolver::patient(),
         options: Options {
             peer: name,
             port: flags.port,

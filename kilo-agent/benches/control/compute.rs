@@ -1,0 +1,95 @@
+//! Topology and plan alone: no kernel, no API server.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use kilo_agent::{
+    backend,
+    plan::{self, HopIds, HostLinks, Inputs, Uplink},
+    topology::{Encapsulate, Granularity, Mesh, Node, Peer, Settings, Tunnel},
+};
+
+use crate::{Figures, objects};
+
+/// VPN peers beside every number of nodes.
+const PEERS: usize = 10_000;
+const ROUNDS: usize = 15;
+
+pub fn measure(figures: &mut Figures, count: usize) {
+    let nodes: BTreeMap<String, Node> = (0..count)
+        .map(|number| {
+            let mut node = backend::node::from_object(&objects::node(number, 1), "").0;
+            // What its own agent adds.
+            if number == objects::OWN {
+                node.endpoint = "192.0.2.11:51820".parse().ok();
+                node.internal_ip = format!("{}/16", objects::private(number)).parse().ok();
+                node.key = Some(objects::key(number));
+            }
+            (node.name.clone(), node)
+        })
+        .collect();
+    let peers: BTreeMap<String, Peer> = (0..PEERS)
+        .map(|number| {
+            let object = serde_json::from_value(objects::peer(number)).unwrap();
+            let peer = backend::peer::from_object(&object).unwrap();
+            (peer.name.clone(), peer)
+        })
+        .collect();
+    for (who, number) in [("leader", objects::OWN), ("other node", objects::LOCATIONS)] {
+        let times: Vec<Duration> =
+            (0..ROUNDS).map(|_| compute(&nodes, &peers, &objects::name(number))).collect();
+        figures.add(count, &format!("topology and plan, {who}"), "ms", milliseconds(median(times)));
+    }
+}
+
+fn compute(nodes: &BTreeMap<String, Node>, peers: &BTreeMap<String, Peer>, own: &str) -> Duration {
+    let settings = Settings {
+        granularity: Granularity::Location,
+        encapsulate: Encapsulate::Always,
+        tunnel: Tunnel::Ipip,
+        local: true,
+        cni: true,
+        subnet: "10.4.0.0/16".parse().unwrap(),
+        service_cidrs: vec!["10.96.0.0/16".parse().unwrap()],
+        port: 51_820,
+    };
+    let uplink = Uplink { v4: Some([192, 0, 2, 11].into()), v6: None };
+    let links = HostLinks {
+        kilo: 9,
+        private: Some(2),
+        uplinks: BTreeMap::from([(2, uplink)]),
+        mtus: BTreeMap::from([(2, 1500)]),
+        ..HostLinks::default()
+    };
+    let started = Instant::now();
+    let mesh = Mesh::new(nodes.values(), peers, settings.granularity, settings.subnet);
+    let hops = HopIds::default().update(&mesh, own);
+    let plan = plan::host_plan(&Inputs {
+        mesh: &mesh,
+        settings: &settings,
+        node: own,
+        links: &links,
+        hops: &hops,
+        resolved: &BTreeMap::new(),
+        seen: &BTreeMap::new(),
+        persistent_keepalive: 0,
+        masquerade: true,
+        mtu: 1420,
+    });
+    let spent = started.elapsed();
+    let plan = plan.unwrap();
+    let leads = own == objects::name(objects::OWN);
+    assert_eq!(plan.wireguard.peers.len(), if leads { objects::LOCATIONS - 1 + peers.len() } else { 0 });
+    spent
+}
+
+pub fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort_unstable();
+    times[times.len() / 2]
+}
+
+pub fn milliseconds(time: Duration) -> f64 {
+    (time.as_secs_f64() * 1e6).round() / 1e3
+}

@@ -1,0 +1,59 @@
+//! What the control plane costs: `cargo xtask bench control` runs this and
+//! keeps the figures. Run it in network and mount namespaces of its own
+//! (`unshare --net --mount`). Argument: the file for the figures. Environment:
+//! `KILO_BENCH_NODES` (sizes, comma separated), `KILO_BENCH_REST` (seconds).
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "fails as a test does")]
+
+#[path = "../../tests/support/api.rs"]
+mod api;
+mod check_ins;
+mod compute;
+mod counted;
+mod first_packet;
+#[path = "../../tests/netns/mod.rs"]
+mod netns;
+mod objects;
+mod process;
+mod scenario;
+mod trace;
+
+use std::path::PathBuf;
+
+/// One figure, as `docs/benchmarks.json` has it.
+#[derive(Clone, Debug, serde::Serialize)]
+struct Figure {
+    name: String,
+    unit: &'static str,
+    value: f64,
+}
+
+/// What was measured so far, written after every step.
+struct Figures {
+    path: PathBuf,
+    all: Vec<Figure>,
+}
+
+impl Figures {
+    fn add(&mut self, nodes: usize, what: &str, unit: &'static str, value: f64) {
+        println!("bench: control {nodes:>6} nodes  {what:44} {value:>12.3} {unit}");
+        self.all.push(Figure { name: format!("control/{nodes}/{what}"), unit, value });
+        std::fs::write(&self.path, serde_json::to_vec_pretty(&self.all).unwrap()).unwrap();
+    }
+}
+
+fn main() {
+    let path = std::env::args().nth(1).filter(|argument| argument.ends_with(".json"));
+    let mut figures =
+        Figures { path: path.map_or_else(|| "/dev/null".into(), PathBuf::from), all: Vec::new() };
+    let sizes = std::env::var("KILO_BENCH_NODES").unwrap_or_else(|_| "100,1000,10000".to_owned());
+    let sizes: Vec<usize> = sizes.split(',').map(|size| size.parse().unwrap()).collect();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async {
+        for nodes in &sizes {
+            compute::measure(&mut figures, *nodes);
+        }
+        for nodes in sizes {
+            scenario::measure(&mut figures, nodes).await;
+        }
+    });
+}

@@ -1,0 +1,138 @@
+//! The agent's process: its metrics, its memory, its time on a processor.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::Path,
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+};
+
+/// The binary that is measured: `$KILO_BENCH_KG`, to compare an older one.
+pub fn kg() -> String {
+    std::env::var("KILO_BENCH_KG").unwrap_or_else(|_| env!("CARGO_BIN_EXE_kg").to_owned())
+}
+
+const LISTEN: &str = "127.0.0.1:1107";
+
+/// A running `kg`.
+pub struct Agent {
+    child: Child,
+    started: Instant,
+}
+
+impl Agent {
+    pub fn start(kubeconfig: &Path, hostname: &str) -> Self {
+        let log = fs::OpenOptions::new().create(true).append(true).open("/tmp/kg.log").unwrap();
+        let child = Command::new(kg())
+            .arg("--kubeconfig")
+            .arg(kubeconfig)
+            .args(["--hostname", hostname, "--listen", LISTEN, "--wireguard", "userspace"])
+            .args(["--cni-path", "/run/10-kilo.conflist", "--internal-cidr", "10.201.0.0/16"])
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().unwrap())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        Self { child, started: Instant::now() }
+    }
+
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Time since the start.
+    pub fn age(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    /// Its metrics, once it answers.
+    pub async fn metrics(&mut self) -> BTreeMap<String, f64> {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                panic!("kg ended: {status}\n{}", log());
+            }
+            match scrape().await {
+                Ok(text) => {
+                    let lines = text.lines().filter(|line| !line.starts_with('#'));
+                    return lines
+                        .filter_map(|line| {
+                            let (name, value) = line.rsplit_once(' ')?;
+                            Some((name.to_owned(), value.parse().ok()?))
+                        })
+                        .collect();
+                }
+                Err(error) => assert!(Instant::now() < deadline, "no metrics: {error}\n{}", log()),
+            }
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+
+    /// Waits until a metric is as wanted.
+    pub async fn until(&mut self, metric: &str, wanted: impl Fn(f64) -> bool) {
+        let deadline = Instant::now() + Duration::from_secs(180);
+        while !self.metrics().await.get(metric).is_some_and(|value| wanted(*value)) {
+            assert!(Instant::now() < deadline, "{metric} is not as wanted\n{}", log());
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+
+    /// Megabytes (10^6 bytes) it holds now and held at most.
+    pub fn memory(&self) -> (f64, f64) {
+        let text = fs::read_to_string(format!("/proc/{}/status", self.id())).unwrap();
+        let field = |name: &str| -> f64 {
+            let line = text.lines().find(|line| line.starts_with(name)).unwrap();
+            line.split_whitespace().nth(1).unwrap().parse::<f64>().unwrap() * 1024.0 / 1e6
+        };
+        (field("VmRSS"), field("VmHWM"))
+    }
+
+    /// Time all its threads have run.
+    pub fn ran(&self) -> Duration {
+        let threads = fs::read_dir(format!("/proc/{}/task", self.id())).unwrap();
+        let of_thread = |thread: fs::DirEntry| -> Option<u64> {
+            let text = fs::read_to_string(thread.path().join("schedstat")).ok()?;
+            text.split_whitespace().next()?.parse().ok()
+        };
+        Duration::from_nanos(threads.flatten().filter_map(of_thread).sum())
+    }
+
+    /// Ends it in order; answers how long that took.
+    pub async fn stop(mut self) -> Duration {
+        let started = Instant::now();
+        nix::sys::signal::kill(
+            nix::unistd::Pid::from_raw(self.id().cast_signed()),
+            nix::sys::signal::Signal::SIGTERM,
+        )
+        .unwrap();
+        while self.child.try_wait().unwrap().is_none() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        started.elapsed()
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+async fn scrape() -> std::io::Result<String> {
+    let mut stream = TcpStream::connect(LISTEN).await?;
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: kg\r\nConnection: close\r\n\r\n").await?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).await?;
+    Ok(text)
+}
+
+fn log() -> String {
+    fs::read_to_string("/tmp/kg.log").unwrap_or_default()
+}

@@ -1,0 +1,241 @@
+//! A real agent on a real API server with a mesh of generated nodes.
+
+use std::{
+    io::{BufRead as _, BufReader},
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use futures::{StreamExt as _, stream};
+use k8s_openapi::api::core::v1 as core;
+use kube::{
+    Api, Client,
+    api::{ApiResource, DeleteParams, DynamicObject, PostParams},
+};
+
+use crate::{
+    Figures,
+    api::{ADMIN, ApiServer, apply_crds},
+    check_ins::{CheckIns, unix_now},
+    compute::{median, milliseconds},
+    counted::Counted,
+    first_packet, netns, objects,
+    process::Agent,
+    trace::{Asked, Trace},
+};
+
+/// VPN peers beside every number of nodes.
+const PEERS: usize = 100;
+/// Long enough for all that a change causes, and no resync within it.
+const SETTLE: Duration = Duration::from_millis(2500);
+const CHANGES: usize = 3;
+
+pub async fn measure(figures: &mut Figures, nodes: usize) {
+    make_host();
+    let Some(server) = ApiServer::start().await else { return };
+    let client = server.client(ADMIN).await;
+    apply_crds(&client).await;
+    create(&client, nodes).await;
+    let check_ins = CheckIns::start(&client, nodes);
+    let proxy = Counted::start(server.port()).await;
+    let kubeconfig = server.kubeconfig(ADMIN, proxy.port);
+    let own = objects::name(objects::OWN);
+
+    let mut agent = Agent::start(&kubeconfig, &own);
+    agent.until("kilo_nodes", |value| value == nodes as f64).await;
+    agent.until("kilo_reconcile_duration_seconds_count", |value| value >= 1.0).await;
+    figures.add(nodes, "first start: mesh in the kernel", "ms", milliseconds(agent.age()));
+    figures.add(nodes, "first start: bytes received", "bytes", proxy.received() as f64);
+    tokio::time::sleep(Duration::from_secs(5)).await;
+
+    // Twenty locations: `nodes` is a multiple of them.
+    for (what, number) in [("another location", nodes + 1), ("the own location", nodes)] {
+        join(figures, &client, &mut agent, &check_ins, (nodes, what, number)).await;
+    }
+    let api: Api<DynamicObject> =
+        Api::all_with(client.clone(), &ApiResource::erase::<kilo_agent::backend::peer::Peer>(&()));
+    let device = first_packet::Device::start(&published_key(&client, &own).await);
+    let mut times = Vec::new();
+    for _ in 0..CHANGES {
+        times.push(device.measure(&api).await);
+        tokio::time::sleep(SETTLE).await;
+    }
+    drop(device);
+    figures.add(nodes, "Peer applied to first packet", "ms", milliseconds(median(times)));
+
+    rest(figures, &mut agent, nodes, &check_ins, &proxy).await;
+
+    figures.add(nodes, "stop", "ms", milliseconds(agent.stop().await));
+    let mut agent = Agent::start(&kubeconfig, &own);
+    agent.until("kilo_reconcile_duration_seconds_count", |value| value >= 1.0).await;
+    figures.add(nodes, "start to data path adopted", "ms", milliseconds(agent.age()));
+    agent.until("kilo_nodes", |value| value == nodes as f64).await;
+    drop((agent, check_ins, server));
+    netns::sh(
+        "ip link del kilo0; ip link del eth0; ip netns del peer; sleep 1; umount -l /run /tmp /var/lib",
+    );
+}
+
+/// Private and public address, default route to nobody, a link to the peer.
+fn make_host() {
+    netns::sh(
+        "mount -t tmpfs lib /var/lib; mount -t tmpfs tmp /tmp; mount -t tmpfs run /run; mkdir -p /run/wireguard /run/netns; \
+         mountpoint -q /sys/fs/bpf || { mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; }; \
+         rm -rf /sys/fs/bpf/kilo; ip link del kilo0 2>/dev/null || true; \
+         ip netns add peer; ip link set lo up; ip link add eth0 type veth peer name eth0 netns peer; \
+         ip address add 10.201.0.1/16 dev eth0; ip address add 192.0.2.11/24 dev eth0; ip link set eth0 up; \
+         ip -n peer address add 192.0.2.77/24 dev eth0; ip -n peer link set eth0 up; ip -n peer link set lo up; \
+         ip route add default via 192.0.2.254 dev eth0",
+    );
+}
+
+async fn create(client: &Client, nodes: usize) {
+    let started = Instant::now();
+    let api: Api<core::Node> = Api::all(client.clone());
+    let now = unix_now();
+    stream::iter(0..nodes)
+        .for_each_concurrent(16, |number| {
+            let api = api.clone();
+            async move { drop(api.create(&PostParams::default(), &objects::node(number, now)).await.unwrap()) }
+        })
+        .await;
+    let peers: Api<DynamicObject> =
+        Api::all_with(client.clone(), &ApiResource::erase::<kilo_agent::backend::peer::Peer>(&()));
+    stream::iter(0..PEERS)
+        .for_each_concurrent(16, |number| {
+            let (peers, peer) = (peers.clone(), serde_json::from_value(objects::peer(number)).unwrap());
+            async move { drop(peers.create(&PostParams::default(), &peer).await.unwrap()) }
+        })
+        .await;
+    println!("bench: created {nodes} nodes and {PEERS} peers in {:.1} s", started.elapsed().as_secs_f64());
+}
+
+async fn published_key(client: &Client, own: &str) -> String {
+    let node = Api::<core::Node>::all(client.clone()).get(own).await.unwrap();
+    node.metadata.annotations.unwrap()["kilo.squat.ai/key"].clone()
+}
+
+/// One node joins: what that asks of the kernel, and how long it takes.
+async fn join(
+    figures: &mut Figures,
+    client: &Client,
+    agent: &mut Agent,
+    check_ins: &CheckIns,
+    (nodes, what, number): (usize, &str, usize),
+) {
+    let api: Api<core::Node> = Api::all(client.clone());
+    let create =
+        || async { api.create(&PostParams::default(), &objects::node(number, unix_now())).await.unwrap() };
+    let delete = || async {
+        api.delete(&objects::name(number), &DeleteParams::default()).await.unwrap();
+        tokio::time::sleep(SETTLE).await;
+    };
+    let (mut reconciles, mut to_kernel) = (Vec::new(), Vec::new());
+    for _ in 0..CHANGES {
+        let mut monitor = Monitor::start();
+        let before = agent.metrics().await;
+        let started = Instant::now();
+        create().await;
+        to_kernel.push(monitor.until(&objects::pods(number).to_string()).duration_since(started));
+        drop(monitor);
+        let (count, writes) = ("kilo_reconcile_duration_seconds_count", "kilo_writes_total");
+        agent.until(writes, |value| value > before[writes]).await;
+        agent.until(count, |value| value > before[count]).await;
+        let after = agent.metrics().await;
+        let spent = |name: &str| after[name] - before[name];
+        reconciles.push(Duration::from_secs_f64(spent("kilo_reconcile_duration_seconds_sum") / spent(count)));
+        tokio::time::sleep(SETTLE).await;
+        delete().await;
+    }
+    figures.add(nodes, &format!("node joins {what}: reconcile"), "ms", milliseconds(median(reconciles)));
+    figures.add(nodes, &format!("node joins {what}: to its route"), "ms", milliseconds(median(to_kernel)));
+
+    check_ins.set(false);
+    let trace = Trace::start(agent.id()).await;
+    let idle = trace.here();
+    tokio::time::sleep(SETTLE).await;
+    let idle = trace.stop(idle);
+    let trace = Trace::start(agent.id()).await;
+    let from = trace.here();
+    create().await;
+    tokio::time::sleep(SETTLE).await;
+    let asked = trace.stop(from);
+    check_ins.set(true);
+    delete().await;
+    let mut add = |what: String, unit, of: fn(&Asked) -> usize| {
+        figures.add(nodes, &what, unit, of(&asked).saturating_sub(of(&idle)) as f64);
+    };
+    add(format!("node joins {what}: system calls"), "calls", |asked| asked.calls);
+    add(format!("node joins {what}: map writes"), "writes", |asked| asked.map_writes);
+    add(format!("node joins {what}: netlink writes"), "messages", |asked| asked.netlink_writes);
+    add(format!("node joins {what}: netlink reads"), "messages", |asked| asked.netlink_reads);
+    add(format!("node joins {what}: WireGuard writes"), "requests", |asked| asked.wireguard_writes);
+}
+
+/// `ip monitor route`.
+struct Monitor {
+    child: std::process::Child,
+    lines: BufReader<std::process::ChildStdout>,
+}
+
+impl Monitor {
+    fn start() -> Self {
+        let mut child = Command::new("ip")
+            .args(["monitor", "route"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        std::thread::sleep(Duration::from_millis(100));
+        Self { child, lines }
+    }
+
+    /// When a line with this text came.
+    fn until(&mut self, text: &str) -> Instant {
+        let mut line = String::new();
+        while !line.contains(text) {
+            line.clear();
+            assert!(self.lines.read_line(&mut line).unwrap() > 0, "ip monitor ended");
+        }
+        Instant::now()
+    }
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Nothing happens but signs of life.
+async fn rest(figures: &mut Figures, agent: &mut Agent, nodes: usize, check_ins: &CheckIns, proxy: &Counted) {
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    let seconds = std::env::var("KILO_BENCH_REST").map_or(60, |seconds| seconds.parse().unwrap());
+    let before = agent.metrics().await;
+    let (ran, written, received, started) =
+        (agent.ran(), check_ins.written(), proxy.received(), Instant::now());
+    tokio::time::sleep(Duration::from_secs(seconds)).await;
+    let spent = started.elapsed().as_secs_f64();
+    let events = check_ins.written() - written;
+    let bytes = proxy.received() - received;
+    let used = agent.ran() - ran;
+    let after = agent.metrics().await;
+    let (now, most) = agent.memory();
+    figures.add(nodes, "at rest: processor", "% of a core", used.as_secs_f64() / spent * 100.0);
+    figures.add(nodes, "at rest: memory", "MB", now);
+    figures.add(nodes, "at most: memory", "MB", most);
+    figures.add(nodes, "at rest: events received", "a second", events as f64 / spent);
+    figures.add(nodes, "at rest: bytes received", "a second", bytes as f64 / spent);
+    figures.add(nodes, "at rest: bytes of an event", "bytes", bytes as f64 / events as f64);
+    let reconciles = "kilo_reconcile_duration_seconds_count";
+    figures.add(
+        nodes,
+        "at rest: reconciles",
+        "a minute",
+        (after[reconciles] - before[reconciles]) / spent * 60.0,
+    );
+    let writes = "kilo_writes_total";
+    figures.add(nodes, "at rest: writes to the kernel", "writes", after[writes] - before[writes]);
+}

@@ -1,0 +1,62 @@
+//! Keeps the last good topology beside the reconciles: with thousands of nodes
+//! writing it takes longer than they do.
+
+use std::{
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
+};
+
+use tokio::task::JoinSet;
+
+use crate::{backend::last_good::LastGood, metrics::Metrics, status::View};
+
+/// The file, and who writes it.
+pub(super) struct Keeper {
+    file: Arc<Mutex<LastGood>>,
+    /// Something besides signs of life may differ from what was written.
+    stale: Arc<AtomicBool>,
+    writers: JoinSet<()>,
+}
+
+impl Keeper {
+    pub fn new(file: LastGood) -> Self {
+        Self {
+            file: Arc::new(Mutex::new(file)),
+            stale: Arc::new(AtomicBool::new(true)),
+            writers: JoinSet::new(),
+        }
+    }
+
+    /// Something besides signs of life has changed.
+    pub fn note_change(&self) {
+        self.stale.store(true, Ordering::Release);
+    }
+
+    /// Starts to write what `view` has when something changed and the last write
+    /// is some seconds ago; else a later call does.
+    pub fn keep(&mut self, view: &Arc<View>, metrics: &Metrics, now: Instant) {
+        while self.writers.try_join_next().is_some() {}
+        let due = self.file.try_lock().is_ok_and(|file| file.is_due(now));
+        if !due || !self.stale.swap(false, Ordering::AcqRel) {
+            return;
+        }
+        let (file, stale) = (Arc::clone(&self.file), Arc::clone(&self.stale));
+        let (view, metrics) = (Arc::clone(view), metrics.clone());
+        self.writers.spawn_blocking(move || {
+            let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Err(error) = file.keep(view.ready_nodes(), view.snapshot.peers.values(), now) {
+                stale.store(true, Ordering::Release);
+                metrics.error("last_good");
+                tracing::warn!(%error, "the last good topology is not kept; a start without API server has none");
+            }
+        });
+    }
+
+    /// Waits for the write that is under way.
+    pub async fn finish(mut self) {
+        while self.writers.join_next().await.is_some() {}
+    }
+}

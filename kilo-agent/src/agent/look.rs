@@ -1,0 +1,52 @@
+//! What this host looks like: read as a whole, then kept true by adding our own
+//! writes until somebody else changes something or a resync is due.
+
+use super::{Agent, AgentError};
+use crate::{
+    backend::Backend,
+    interface::Interface,
+    net::{
+        Link, NetError, Paths,
+        tunnels::{self, Tunnels},
+    },
+    plan::NetPlan,
+    wireguard::DeviceState,
+};
+
+/// One look, and what was written since.
+pub(super) struct Look {
+    pub interface: Interface,
+    pub tunnels: Tunnels,
+    pub links: Vec<Link>,
+    pub default_route: Option<u32>,
+    /// What the WireGuard device has.
+    pub state: DeviceState,
+    /// Ways to nodes, as far as asked for.
+    pub paths: Paths,
+    /// The addresses, routes and rules there are, once a plan was brought about.
+    pub net: Option<NetPlan>,
+    /// Devices that were made, to be counted once.
+    pub made: u64,
+}
+
+impl<B: Backend> Agent<B> {
+    /// Reads everything; makes the devices that are missing.
+    pub(super) async fn look(&mut self) -> Result<Look, AgentError> {
+        let (interface, created) = Interface::ensure(&self.net, &self.options.interface, self.device).await?;
+        self.device = Some(interface.index);
+        let tunnels = tunnels::ensure(self.net.rtnl()).await;
+        for problem in &tunnels.problems {
+            self.metrics.error("tunnel_device");
+            tracing::warn!(error = %problem, "packets that need this device are dropped");
+        }
+        let links = self.net.links().await?;
+        if !links.iter().any(|link| link.index == interface.index) {
+            return Err(NetError::Missing(format!("link {}", self.options.interface.name)).into());
+        }
+        let default_route = self.net.default_interface().await?;
+        let state = interface.device.read().await?;
+        let made = u64::from(created) + tunnels.created;
+        let (paths, net) = (Paths::default(), None);
+        Ok(Look { interface, tunnels, links, default_route, state, paths, net, made })
+    }
+}

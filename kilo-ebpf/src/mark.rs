@@ -1,0 +1,62 @@
+//! What one program has found out about a packet, told to the next in the
+//! packet's control block (`skb->cb`), so that tables are not asked twice. The
+//! stack writes its own data there before it sends anything, so nobody else can
+//! tell this; where a kernel does not carry the block on, the tables are asked.
+
+use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
+use kilo_common::maps::{CONFIG_LEADER, Config, HOP_KIND_WIREGUARD, HOP_REMOTE};
+
+use crate::maps::hop;
+
+/// First word of every mark.
+const OURS: u32 = u32::from_be_bytes(*b"kilo");
+/// `lan_ingress` to `kilo_egress`: in transit, and checked.
+const TRANSIT: u32 = u32::from_be_bytes(*b"tran");
+/// Whoever steers to `uplink_egress`: on its way to another node.
+const SENT: u32 = u32::from_be_bytes(*b"sent");
+
+#[inline(always)]
+fn set(ctx: &TcContext, what: u32) {
+    let skb: *mut __sk_buff = ctx.as_ptr().cast();
+    // SAFETY: the context is valid for the whole program, and these words are a program's to write.
+    unsafe {
+        (*skb).cb[0] = OURS;
+        (*skb).cb[1] = what;
+    }
+}
+
+#[inline(always)]
+fn is(skb: *mut __sk_buff, what: u32) -> bool {
+    // SAFETY: the context is valid for the whole program.
+    unsafe { (*skb).cb[0] == OURS && (*skb).cb[1] == what }
+}
+
+/// Says that WireGuard may have the packet: another node of the location sent
+/// it from a prefix of its own, so it is not to be masqueraded, and it is for
+/// another location.
+#[inline(always)]
+pub fn transit(ctx: &TcContext) {
+    set(ctx, TRANSIT);
+}
+
+/// True when [`transit`] was said of this packet, and WireGuard is the way out
+/// of the location. Apart, so that what is known of the configuration here does
+/// not make the verifier go through the rest of the program again.
+#[inline(never)]
+pub fn is_for_wireguard(skb: *mut __sk_buff, config: &Config) -> bool {
+    is(skb, TRANSIT)
+        && config.flags & CONFIG_LEADER != 0
+        && hop(HOP_REMOTE).is_some_and(|hop| hop.kind == HOP_KIND_WIREGUARD)
+}
+
+/// Says that the packet was steered: nothing more is to be done with it here.
+#[inline(always)]
+pub fn sent(ctx: &TcContext) {
+    set(ctx, SENT);
+}
+
+/// True when [`sent`] was said of this packet.
+#[inline(always)]
+pub fn is_sent(ctx: &TcContext) -> bool {
+    is(ctx.as_ptr().cast(), SENT)
+}

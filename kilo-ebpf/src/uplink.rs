@@ -1,0 +1,128 @@
+//! What leaves by the network the node is in. Pods' packets to the private
+//! address of another node of the location are steered here and not by a
+//! route: a route for pods alone needs a policy rule, and with the first rule
+//! the kernel leaves the fast path of every route lookup.
+
+use aya_ebpf::{
+    EbpfContext as _,
+    bindings::{__sk_buff, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC},
+    helpers::{bpf_redirect, bpf_skb_change_tail},
+    programs::TcContext,
+};
+use kilo_common::{
+    event::Hook,
+    maps::{CONFIG_PODS, Config, HOP_KIND_NODE, HOP_LOCAL, Hop, TUNNEL_NONE},
+    packet::{ETHERNET_LEN, Ipv4},
+    too_big::{self, QUOTED},
+    verdict::DropReason,
+};
+
+use crate::{
+    ip::{Ip, V6},
+    maps::hop,
+    mark, masquerade,
+    packet::{self, Family},
+    programs::{TC_ACT_UNSPEC, dropped},
+    steer::fits,
+};
+
+const REDIRECT_INGRESS: u64 = 1;
+
+/// Egress of an uplink; packets start with an Ethernet header.
+#[inline(always)]
+pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+    if mark::is_sent(ctx) {
+        return Ok(TC_ACT_UNSPEC);
+    }
+    match packet::family(ctx) {
+        Family::V4 => Ipv4::read(ctx, ETHERNET_LEN).map_or(Ok(TC_ACT_UNSPEC), |ip| leave(ctx, config, &ip)),
+        Family::V6 => V6::read(ctx, ETHERNET_LEN).map_or(Ok(TC_ACT_UNSPEC), |ip| leave(ctx, config, &ip)),
+        Family::Other => Ok(TC_ACT_UNSPEC),
+    }
+}
+
+#[inline(always)]
+fn leave<I: Ip + TooBig>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropReason> {
+    if let Some(hop) = hop_of_pods(config, ip) {
+        if !fits::<I>(ctx, ETHERNET_LEN, ip, hop.mtu) {
+            return Ok(I::answer(ctx.as_ptr().cast(), hop.mtu));
+        }
+        // SAFETY: a helper without pointers. `kilo_egress` does the rest.
+        return Ok(unsafe { bpf_redirect(config.kilo_ifindex, 0) } as i32);
+    }
+    masquerade::egress(ctx, config, ETHERNET_LEN, ip)?;
+    Ok(TC_ACT_UNSPEC)
+}
+
+/// The node of the location whose private address an own pod sends to, where
+/// an outer header is wanted.
+#[inline(always)]
+fn hop_of_pods<I: Ip>(config: &Config, ip: &I) -> Option<&'static Hop> {
+    if config.flags & CONFIG_PODS == 0 || I::is_private(config, ip.src()) {
+        return None;
+    }
+    let node = I::sender(ip.dst())?;
+    let is_pod = I::prefix(ip.src()).is_some_and(|owner| owner.hop == HOP_LOCAL);
+    hop(node.hop).filter(|hop| is_pod && hop.kind == HOP_KIND_NODE && hop.tunnel != TUNNEL_NONE)
+}
+
+/// Telling the sender, who heard from the stack what this interface carries.
+/// The answer comes in by the interface the packet was leaving by, as if the
+/// destination had sent it: it passes rp_filter, and netfilter translates it
+/// back for who was translated.
+trait TooBig {
+    /// Answers the packet's verdict; counts it as dropped in any case.
+    fn answer(skb: *mut __sk_buff, mtu: u32) -> i32;
+}
+
+impl TooBig for Ipv4 {
+    #[inline(always)]
+    fn answer(skb: *mut __sk_buff, mtu: u32) -> i32 {
+        answer_v4(skb, mtu)
+    }
+}
+
+impl TooBig for V6 {
+    #[inline(always)]
+    fn answer(skb: *mut __sk_buff, mtu: u32) -> i32 {
+        answer_v6(skb, mtu)
+    }
+}
+
+#[inline(never)]
+fn answer_v4(skb: *mut __sk_buff, mtu: u32) -> i32 {
+    answer(skb, |packet| too_big::v4(packet, mtu as u16))
+}
+
+#[inline(never)]
+fn answer_v6(skb: *mut __sk_buff, mtu: u32) -> i32 {
+    answer(skb, |packet| too_big::v6(packet, mtu))
+}
+
+#[inline(always)]
+fn answer<const N: usize>(skb: *mut __sk_buff, write: impl FnOnce(&mut [u8; N])) -> i32 {
+    let shot = dropped(skb, DropReason::TooBig.index(), Hook::UplinkEgress as u32);
+    let ctx = TcContext::new(skb);
+    match turn(&ctx, write) {
+        // SAFETY: a helper without pointers.
+        Some(()) => (unsafe { bpf_redirect(packet::ifindex(&ctx), REDIRECT_INGRESS) }) as i32,
+        None => shot,
+    }
+}
+
+/// Makes the answer of the packet: cuts it, swaps its link-layer addresses,
+/// and writes the answer's `N` bytes, of which the last are there already.
+#[inline(always)]
+fn turn<const N: usize>(ctx: &TcContext, write: impl FnOnce(&mut [u8; N])) -> Option<()> {
+    let kept = (ETHERNET_LEN + QUOTED) as u32;
+    // SAFETY: the context is valid.
+    if ctx.len() < kept || unsafe { bpf_skb_change_tail(ctx.as_ptr().cast(), kept, 0) } != 0 {
+        return None;
+    }
+    ctx.adjust_room((N - QUOTED) as i32, BPF_ADJ_ROOM_MAC, 0).ok()?;
+    let link: [[u8; 6]; 2] = ctx.load(0).ok()?;
+    ctx.store(0, &[link[1], link[0]], 0).ok()?;
+    // SAFETY: `bytes` checks the bounds.
+    write(unsafe { &mut *packet::bytes::<N>(ctx, ETHERNET_LEN)? });
+    Some(())
+}

@@ -1,0 +1,172 @@
+//! `cargo xtask bench control`: the agent's own costs, measured by
+//! kilo-agent/benches/control in namespaces of this machine.
+
+use std::{fmt::Write as _, fs, path::PathBuf, process::Command};
+
+use anyhow::{Context as _, Result};
+use serde::Deserialize;
+
+use super::{DOCUMENT, check, document, figures::Figure, store, stored};
+use crate::{
+    apt, build_ebpf,
+    command::{output, show},
+    kubernetes,
+    lab::PACKAGES,
+    workspace_root,
+};
+
+/// Numbers of nodes that are measured.
+const SIZES: [&str; 3] = ["100", "1000", "10000"];
+
+/// The tables stand between these two lines.
+const MARKS: document::Marks = ("<!-- control: made by cargo xtask bench control -->", "<!-- /control -->");
+
+/// What the benchmark writes.
+#[derive(Deserialize)]
+struct Measured {
+    name: String,
+    unit: String,
+    value: f64,
+}
+
+/// True for the figures of this part.
+pub fn is_control(figure: &Figure) -> bool {
+    figure.name.starts_with("control/")
+}
+
+/// Measures, and compares or keeps the figures.
+pub fn main(compare: bool, last: bool) -> Result<()> {
+    let results = workspace_root().join("target/bench-control.json");
+    if !last {
+        measure(&results)?;
+    }
+    let text = fs::read(&results).with_context(|| results.display().to_string())?;
+    let figures: Vec<Figure> = serde_json::from_slice::<Vec<Measured>>(&text)?
+        .into_iter()
+        .map(|Measured { name, unit, value }| {
+            let value = (value * 1000.0).round() / 1000.0;
+            Figure { name, unit, value, baseline: None, ratio: None }
+        })
+        .collect();
+    if compare {
+        return check(&stored(is_control)?, &figures);
+    }
+    let document = workspace_root().join(DOCUMENT);
+    let text = fs::read_to_string(&document).context(DOCUMENT)?;
+    fs::write(&document, document::between(&text, MARKS, &table(&figures))?)?;
+    fs::write(document.with_file_name("benchmarks-control.svg"), plot(&figures))?;
+    store(figures, |figure| !is_control(figure))
+}
+
+fn measure(results: &PathBuf) -> Result<()> {
+    apt::install(PACKAGES)?;
+    apt::install(&["openssl", "strace", "wireguard-tools"])?;
+    let assets = kubernetes::assets()?;
+    build_ebpf::build(false)?;
+    println!("xtask: cargo bench --no-run");
+    let built = output(Command::new("cargo").current_dir(workspace_root()).args([
+        "bench",
+        "--locked",
+        "--package=kilo-agent",
+        "--bench=control",
+        "--no-run",
+        "--message-format=json",
+        "--quiet",
+    ]))?;
+    let program = built.lines().find_map(|line| {
+        let message: serde_json::Value = serde_json::from_str(line).ok()?;
+        let is_ours = message.pointer("/target/name")?.as_str()? == "control";
+        message.get("executable")?.as_str().filter(|_| is_ours).map(PathBuf::from)
+    });
+    let program = program.context("cargo bench built no program")?;
+    let _ = fs::remove_file(results);
+    show(
+        Command::new("unshare")
+            .args(["--net", "--mount", "--propagation", "private"])
+            .arg(program)
+            .arg(results)
+            .current_dir(workspace_root().join("kilo-agent"))
+            .env("KUBEBUILDER_ASSETS", assets)
+            .env("KILO_BENCH_NODES", SIZES.join(",")),
+    )
+}
+
+/// One row a measure, one column a size.
+fn table(figures: &[Figure]) -> String {
+    let mut text =
+        "\n| | unit | 100 nodes | 1,000 nodes | 10,000 nodes |\n|---|---|--:|--:|--:|\n".to_owned();
+    for what in measures(figures) {
+        let unit =
+            figures.iter().find(|figure| figure.name.ends_with(what)).map_or("", |figure| &figure.unit);
+        let _ = write!(text, "| {what} | {unit} |");
+        for size in SIZES {
+            let _ = match value(figures, size, what) {
+                Some(value) if value.fract() == 0.0 || value >= 100.0 => {
+                    write!(text, " {} |", document::grouped(value))
+                }
+                Some(value) => write!(text, " {value:.2} |"),
+                None => write!(text, " |"),
+            };
+        }
+        text += "\n";
+    }
+    text + "\n"
+}
+
+fn measures(figures: &[Figure]) -> Vec<&str> {
+    let mut names: Vec<&str> = Vec::new();
+    for name in figures.iter().filter_map(|figure| figure.name.splitn(3, '/').nth(2)) {
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    names
+}
+
+fn value(figures: &[Figure], size: &str, what: &str) -> Option<f64> {
+    let name = format!("control/{size}/{what}");
+    figures.iter().find(|figure| figure.name == name).map(|figure| figure.value)
+}
+
+/// Bars of what has a goal.
+fn plot(figures: &[Figure]) -> String {
+    let mut groups = Vec::new();
+    for what in [
+        "topology and plan, leader",
+        "node joins another location: reconcile",
+        "node joins another location: system calls",
+        "at rest: processor",
+        "at rest: memory",
+        "start to data path adopted",
+    ] {
+        let unit =
+            figures.iter().find(|figure| figure.name.ends_with(what)).map_or("", |figure| &figure.unit);
+        let bars = SIZES.into_iter().filter_map(|size| {
+            let value = value(figures, size, what)?;
+            let text = if value < 100.0 { format!("{value:.2}") } else { document::grouped(value) };
+            Some(document::Bar { name: format!("{size} nodes"), value, text, colour: "#2a7" })
+        });
+        groups.push((format!("{what} ({unit})"), bars.collect()));
+    }
+    document::bars("Costs of the agent, logarithmic from 0.01 to 10,000", (-2.0, 4.0), &groups)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_measure_is_a_row_and_a_size_a_column() {
+        let figure = |name: &str, value| Figure {
+            name: name.to_owned(),
+            unit: "ms".to_owned(),
+            value,
+            baseline: None,
+            ratio: None,
+        };
+        let figures = [figure("control/100/stop", 4.25), figure("control/10000/stop", 1234.5)];
+        let table = table(&figures);
+        assert_eq!(table.lines().nth(3).unwrap(), "| stop | ms | 4.25 | | 1,234 |");
+    }
+}
