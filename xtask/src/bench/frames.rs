@@ -114,7 +114,7 @@ fn tcp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8]) -> Vec
     let mut segment = Vec::with_capacity(TCP + payload.len());
     segment.extend(from.1.to_be_bytes());
     segment.extend(to.1.to_be_bytes());
-    segment.extend([0, 0, 16, 0, 0, 0, 32, 0, (TCP / 4 << 4) as u8, 0x18, 0xff, 0xff, 0, 0, 0, 0]);
+    segment.extend([0, 0, 16, 0, 0, 0, 32, 0, ((TCP / 4) << 4) as u8, 0x18, 0xff, 0xff, 0, 0, 0, 0]);
     segment.extend(payload);
     let mut summed = Vec::from(from.0.octets());
     summed.extend(to.0.octets());
