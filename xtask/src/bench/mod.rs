@@ -56,7 +56,7 @@ pub struct BenchArgs {
     /// Compare with docs/benchmarks.json instead of writing it; fail when a count of ours grew by more than a tenth.
     #[arg(long)]
     check: bool,
-    /// Only ways with one of these in their name (comma separated). Nothing is written or compared, unless with --update.
+    /// Only ways with one of these in their name (comma separated); nothing is written unless with --update.
     #[arg(long, default_value = "")]
     only: String,
     /// Write figures of the ways of --only; the others keep theirs.
@@ -105,7 +105,7 @@ pub fn main(args: &BenchArgs) -> Result<()> {
     if !args.last {
         measure(args, &bin, &results)?;
     }
-    if !args.only.is_empty() && !args.update {
+    if !(args.only.is_empty() || args.update || args.check) {
         return Ok(());
     }
     let mut costs: Vec<Cost> = serde_json::from_slice(&fs::read(&results)?)?;
@@ -115,7 +115,10 @@ pub fn main(args: &BenchArgs) -> Result<()> {
     }
     let now = figures::figures(&costs);
     if args.check {
-        return check(&stored(|figure| !control::is_control(figure))?, &now);
+        let is_measured = |figure: &Figure| {
+            args.only.is_empty() || costs.iter().any(|cost| figure.name.ends_with(&format!("/{}", cost.way)))
+        };
+        return check(&stored(|figure| !control::is_control(figure) && is_measured(figure))?, &now);
     }
     store(now, control::is_control)?;
     let machine = format!(
