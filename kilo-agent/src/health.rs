@@ -17,18 +17,27 @@ pub struct Health {
 struct State {
     last_success: Instant,
     last_error: Option<String>,
+    /// What cannot become well again.
+    broken: Option<String>,
 }
+
+/// How long `/health` tells of a panic before the process ends.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+/// Exit code after a panic, as the standard library's.
+const PANICKED: i32 = 101;
 
 impl Health {
     /// Starts healthy; turns unhealthy after `patience` without a success.
     pub fn new(now: Instant, patience: Duration) -> Self {
-        Self { inner: Arc::new(Mutex::new(State { last_success: now, last_error: None })), patience }
+        let state = State { last_success: now, last_error: None, broken: None };
+        Self { inner: Arc::new(Mutex::new(state)), patience }
     }
 
     /// Records a reconciliation that did all it meant to.
     pub fn succeeded(&self, now: Instant) {
         let mut state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        *state = State { last_success: now, last_error: None };
+        state.last_success = now;
+        state.last_error = None;
     }
 
     /// Records why the last reconciliation fell short.
@@ -36,9 +45,24 @@ impl Health {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).last_error = Some(why);
     }
 
+    /// Records what only a new process can mend.
+    pub fn broken(&self, why: String) {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).broken = Some(why);
+    }
+
+    /// Ends the process after a panic of any task or thread: one that is missing
+    /// is noticed by nobody, and the data path needs no agent until the next one.
+    pub fn end_on_panic(&self) {
+        let health = self.clone();
+        end_on_panic(LAST_WORDS, move |why| health.broken(why));
+    }
+
     /// `Err` with a reason once the agent has made no progress for too long.
     pub fn check(&self, now: Instant) -> Result<(), String> {
         let state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(why) = &state.broken {
+            return Err(why.clone());
+        }
         let idle = now.saturating_duration_since(state.last_success);
         if idle <= self.patience {
             return Ok(());
@@ -46,6 +70,24 @@ impl Health {
         let why = state.last_error.as_deref().unwrap_or("the reconcile loop does not answer");
         Err(format!("no successful reconciliation for {} s: {why}", idle.as_secs()))
     }
+}
+
+/// After a panic anywhere in the process: its message as always, `tell`, and the
+/// end with exit code 101 that much later.
+pub fn end_on_panic(later: Duration, tell: impl Fn(String) + Send + Sync + 'static) {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        usual(panic);
+        tell(panic.to_string());
+        // The thread that panicked may hold anything; this one holds nothing.
+        let ends = std::thread::Builder::new().spawn(move || {
+            std::thread::sleep(later);
+            std::process::exit(PANICKED);
+        });
+        if ends.is_err() {
+            std::process::exit(PANICKED);
+        }
+    }));
 }
 
 #[cfg(test)]
@@ -62,5 +104,14 @@ mod tests {
         assert!(reason.contains("no route socket"), "{reason}");
         health.succeeded(start + Duration::from_secs(92));
         assert_eq!(health.check(start + Duration::from_secs(93)), Ok(()));
+    }
+
+    #[test]
+    fn what_is_broken_stays_broken() {
+        let start = Instant::now();
+        let health = Health::new(start, Duration::from_secs(90));
+        health.broken("a task panicked".to_owned());
+        health.succeeded(start);
+        assert_eq!(health.check(start), Err("a task panicked".to_owned()));
     }
 }

@@ -515,6 +515,38 @@ fn a_table_of_more_flows_than_one_call_reads_is_swept_whole() {
     assert_eq!((sweep.entries, sweep.removed), (0, 2 * usize::from(flows)));
 }
 
+#[test]
+fn a_full_table_of_flows_forgets_the_least_used_and_serves_new_and_forgotten_ones() {
+    if std::thread::available_parallelism().is_ok_and(|count| count.get() == 1) {
+        return support::skip("an emulated machine needs minutes for 131,072 flows");
+    }
+    let Some(mut world) = World::new() else { return };
+    let [v4, _] = sides();
+    let most = kilo_common::bounds::size(kilo_common::maps::name::NAT) as usize;
+    let first = udp(v4.pod, v4.outside, (1_000, 53), b"");
+    let port = read(&world.out(&first).bytes).ports.0;
+    // Twice as many flows as have room, to several destinations: each has its port.
+    for number in 0..most {
+        let outside = neighbour(v4.outside, u8::try_from(100 + number / 50_000).unwrap());
+        let port = u16::try_from(10_000 + number % 50_000).unwrap();
+        let frame = frame(&udp(v4.pod, outside, (port, 53), b""));
+        support::packet::run_uncounted(&mut world.dataplane, "uplink_egress", &frame);
+    }
+    let there = flows(&mut world, None);
+    assert!(there <= most && there > most / 2, "{there} of {most} places are used");
+    for (name, packet, own) in [
+        ("a new flow", udp(v4.pod, v4.outside, (2_000, 53), b""), 2_000),
+        ("the forgotten first one", first, port),
+    ] {
+        let ran = world.out(&packet);
+        let seen = read(&ran.bytes);
+        assert_eq!((seen.src, seen.ports.0), (v4.public, own), "{name}: {:?}", ran.counted);
+        let back = udp(v4.outside, v4.public, (53, own), b"");
+        assert_eq!(read(&world.back(&back).bytes).dst, v4.pod, "{name}: its answer");
+    }
+    println!("{there} of {most} places used by {most} flows of two entries");
+}
+
 /// Entries of the table of flows, and one of them removed if wanted.
 fn flows(world: &mut World, remove: Option<u8>) -> usize {
     let map = world.dataplane.bpf_mut().map_mut("nat").unwrap();

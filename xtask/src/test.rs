@@ -5,7 +5,7 @@ use std::{
     fs,
     io::{BufRead as _, BufReader},
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::{Child, Command, Stdio},
     time::Instant,
 };
 
@@ -36,6 +36,8 @@ pub enum Part {
     Bpf,
     /// The mesh in namespaces on this kernel, and what else needs root.
     Lab,
+    /// Faults by chance for ten minutes, beside the parts that follow.
+    Soak,
     /// Against a real kube-apiserver.
     Api,
     /// The mesh with kernel WireGuard on Debian's kernels.
@@ -50,6 +52,7 @@ impl Part {
             Self::Unit => "unit",
             Self::Bpf => "bpf",
             Self::Lab => "lab",
+            Self::Soak => "soak",
             Self::Api => "api",
             Self::Vm => "vm",
         }
@@ -71,10 +74,11 @@ pub fn main(args: &TestArgs) -> Result<()> {
     let parts = if args.parts.is_empty() { ALL.to_vec() } else { args.parts.clone() };
     let mut outcomes = Vec::new();
     let mut binaries = None;
+    let mut soak = None;
     for part in parts {
         println!("\n== {}", part.label());
         let started = Instant::now();
-        let ran = run_part(part, &mut binaries).unwrap_or_else(|error| {
+        let ran = run_part(part, &mut binaries, &mut soak).unwrap_or_else(|error| {
             println!("FAILED {}: {error:#}", part.label());
             vec![outcome(part, "the part runs", "failed", started)]
         });
@@ -84,6 +88,10 @@ pub fn main(args: &TestArgs) -> Result<()> {
         if failed && args.fail_fast {
             break;
         }
+    }
+    if let Some(soak) = soak {
+        println!("\n== soak, to its end");
+        outcomes.extend(soak.join());
     }
     let path = workspace_root().join(REPORT);
     fs::write(&path, serde_json::to_vec_pretty(&outcomes)?).with_context(|| path.display().to_string())?;
@@ -109,7 +117,11 @@ fn outcome(part: Part, name: &str, outcome: &str, started: Instant) -> TestOutco
     }
 }
 
-fn run_part(part: Part, binaries: &mut Option<Vec<TestBinary>>) -> Result<Vec<TestOutcome>> {
+fn run_part(
+    part: Part,
+    binaries: &mut Option<Vec<TestBinary>>,
+    soak: &mut Option<Soak>,
+) -> Result<Vec<TestOutcome>> {
     if binaries.is_none() {
         build_all()?;
         *binaries = Some(build_tests()?);
@@ -137,6 +149,11 @@ fn run_part(part: Part, binaries: &mut Option<Vec<TestBinary>>) -> Result<Vec<Te
             let mut outcomes = run_binaries(part, binaries, &BTreeMap::new())?;
             outcomes.extend(run_lab()?);
             Ok(outcomes)
+        }
+        Part::Soak => {
+            apt::install(lab::PACKAGES)?;
+            *soak = Some(Soak::start()?);
+            Ok(Vec::new())
         }
         Part::Api => {
             apt::install(lab::PACKAGES)?;
@@ -341,6 +358,45 @@ fn run_lab() -> Result<Vec<TestOutcome>> {
         outcomes.extend(read_outcomes(file.path(), Part::Lab)?);
     }
     Ok(outcomes)
+}
+
+/// A soak in a process of its own, for ten minutes.
+struct Soak {
+    process: Child,
+    file: tempfile::NamedTempFile,
+    log: PathBuf,
+    started: Instant,
+}
+
+impl Soak {
+    fn start() -> Result<Self> {
+        let this = own_program()?;
+        let file = tempfile::NamedTempFile::new()?;
+        let log = workspace_root().join("target/soak.log");
+        let output = fs::File::create(&log).with_context(|| log.display().to_string())?;
+        let process = Command::new(&this)
+            .args(["lab", "soak", "--time", "10m", "--name", "kilo-soak", "--bin"])
+            .arg(this.parent().context("no directory")?)
+            .arg("--outcomes")
+            .arg(file.path())
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(output)
+            .spawn()
+            .context("soak")?;
+        println!("xtask: faults by chance for ten minutes; what is said is in {}", log.display());
+        Ok(Self { process, file, log, started: Instant::now() })
+    }
+
+    fn join(mut self) -> Vec<TestOutcome> {
+        // Failures are in the file.
+        let _ = self.process.wait();
+        println!("{}", fs::read_to_string(&self.log).unwrap_or_default());
+        read_outcomes(self.file.path(), Part::Soak).unwrap_or_else(|error| {
+            println!("{error:#}");
+            vec![outcome(Part::Soak, "the soak ends properly", "failed", self.started)]
+        })
+    }
 }
 
 /// The lab and the BPF tests in a guest with that kernel.

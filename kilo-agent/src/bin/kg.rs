@@ -206,6 +206,8 @@ fn run(cli: Cli) -> Result<()> {
             Ok(())
         }
         Some(Command::UserspaceWireguard { interface }) => {
+            // The device goes with the process, and the agent makes another one.
+            kilo_agent::health::end_on_panic(Duration::ZERO, |_| {});
             to_end(async { userspace::run(&interface).await.context("userspace WireGuard") })
         }
         Some(Command::Webhook(args)) => {
@@ -369,6 +371,9 @@ async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> 
     // Three resync periods, and never less than a check-in takes.
     let patience = (flags.resync_period * 3).max(Duration::from_secs(90));
     let health = Health::new(Instant::now(), patience);
+    health.end_on_panic();
+    #[cfg(debug_assertions)]
+    panic_when_asked()?;
     let (view, view_reader) = tokio::sync::watch::channel(Arc::default());
     let context = http::Context {
         health: health.clone(),
@@ -404,6 +409,20 @@ async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> 
         return uninstall(&flags, flags.clean_up_interface).await;
     }
     tracing::info!("kg stops; traffic goes on, `kg uninstall` removes everything");
+    Ok(())
+}
+
+/// For tests, and in no release build: a task that panics on SIGUSR2.
+#[cfg(debug_assertions)]
+fn panic_when_asked() -> Result<()> {
+    let mut asked = signal(SignalKind::user_defined2())?;
+    tokio::spawn(async move {
+        asked.recv().await;
+        #[allow(clippy::panic, reason = "what is tested")]
+        {
+            panic!("asked to by SIGUSR2");
+        }
+    });
     Ok(())
 }
 

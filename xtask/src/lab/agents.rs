@@ -158,13 +158,28 @@ impl Agents {
         self.start_reading(node, &self.cluster(), flags)
     }
 
+    /// Starts the node's agent with its wall clock off by so many seconds: "+3600".
+    pub fn start_at(&mut self, node: &Node, clock: &str) -> Result<()> {
+        let mut command = node.space.command("env");
+        // Debian's place of it; the agent alone, not what it measures time by.
+        command
+            .args([&format!("FAKETIME={clock}"), "FAKETIME_DONT_FAKE_MONOTONIC=1"])
+            .arg("LD_PRELOAD=/usr/$LIB/faketime/libfaketime.so.1")
+            .arg(self.program("kg"));
+        self.spawn(node, command, &self.cluster(), &[])
+    }
+
     /// Starts the node's agent with objects and flags of its own.
     pub fn start_reading(&mut self, node: &Node, cluster: &Path, flags: &[&str]) -> Result<()> {
+        let command = node.space.command(self.program("kg"));
+        self.spawn(node, command, cluster, flags)
+    }
+
+    /// `command` ends with the program.
+    fn spawn(&mut self, node: &Node, mut command: Command, cluster: &Path, flags: &[&str]) -> Result<()> {
         super::stop_if_interrupted()?;
         let log = OpenOptions::new().create(true).append(true).open(self.log(node.name()))?;
-        let child = node
-            .space
-            .command(self.program("kg"))
+        let child = command
             .args(["--backend", "file", "--backend-dir"])
             .arg(cluster)
             .args(["--wireguard", &self.wireguard, "--resync-period", "5s", "--log-level", "debug"])
@@ -197,6 +212,11 @@ impl Agents {
         bail!("the agent of {node} did not end within 30 s of {signal}; see {}", self.log(node).display())
     }
 
+    /// The node's agent has ended by itself.
+    pub fn forget(&mut self, node: &str) {
+        self.pids.remove(node);
+    }
+
     /// Waits until every agent sees every node and has nothing left to do.
     pub fn wait_until_ready(&self, network: &Network, limit: Duration) -> Result<()> {
         let started = Instant::now();
@@ -214,15 +234,7 @@ impl Agents {
             if ready == network.nodes.len() {
                 return Ok(());
             }
-            for node in &network.nodes {
-                if let Some(pid) = self.pid(node.name()) {
-                    let pid = Pid::from_raw(pid.cast_signed());
-                    let _ = nix::sys::wait::waitpid(pid, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
-                    if kill(pid, None).is_err() {
-                        bail!("the agent of {} ended:\n{}", node.name(), tail(&self.log(node.name())));
-                    }
-                }
-            }
+            self.all_run()?;
             if started.elapsed() > limit {
                 let logs: Vec<_> = network
                     .nodes
@@ -233,6 +245,23 @@ impl Agents {
             }
             std::thread::sleep(Duration::from_millis(200));
         }
+    }
+
+    /// Whether every agent sees every node.
+    pub fn are_ready(&self, network: &Network) -> bool {
+        network.nodes.iter().all(|node| self.is_ready(node, network.nodes.len()))
+    }
+
+    /// Fails with what it said last when an agent that was started is gone.
+    pub fn all_run(&self) -> Result<()> {
+        for (node, &pid) in &self.pids {
+            let pid = Pid::from_raw(pid.cast_signed());
+            let _ = nix::sys::wait::waitpid(pid, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
+            if kill(pid, None).is_err() {
+                bail!("the agent of {node} ended:\n{}", tail(&self.log(node)));
+            }
+        }
+        Ok(())
     }
 
     fn is_ready(&self, node: &Node, nodes: usize) -> bool {

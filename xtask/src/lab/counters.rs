@@ -26,14 +26,29 @@ pub fn scrape(space: &Space) -> Result<Metrics> {
         .collect())
 }
 
+/// What `/health` answers, with its status line.
+pub fn health(space: &Space) -> Result<String> {
+    space.spawn(|| answer("/health")).join().map_err(|_| anyhow::anyhow!("health thread"))??
+}
+
+/// What the agent in that namespace says of the mesh (`/status`).
+pub fn status(space: &Space) -> Result<serde_json::Value> {
+    let text = space.spawn(|| get("/status")).join().map_err(|_| anyhow::anyhow!("status thread"))???;
+    Ok(serde_json::from_str(&text)?)
+}
+
 fn get(path: &str) -> Result<String> {
+    answer(path)?.split_once("\r\n\r\n").map(|(_, body)| body.to_owned()).context("no HTTP answer")
+}
+
+fn answer(path: &str) -> Result<String> {
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 1107));
     let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(5))?;
     stream.set_read_timeout(Some(Duration::from_secs(20)))?;
     write!(stream, "GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")?;
     let mut text = String::new();
     stream.read_to_string(&mut text)?;
-    text.split_once("\r\n\r\n").map(|(_, body)| body.to_owned()).context("no HTTP answer")
+    Ok(text)
 }
 
 /// Packets of one action at one node.

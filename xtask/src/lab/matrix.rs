@@ -18,10 +18,13 @@ const TIMEOUT: Duration = Duration::from_secs(4);
 
 /// A place packets start from or go to.
 #[derive(Clone, Debug)]
-struct Place {
-    name: String,
+pub struct Place {
+    /// Name of its namespace.
+    pub name: String,
+    /// `pod`, `host`, `vpn` or `outside`.
     kind: &'static str,
-    space: Space,
+    /// Where it is.
+    pub space: Space,
     /// One address a family it is known by.
     addresses: Vec<IpAddr>,
     /// Address the outside host sees its packets come from.
@@ -33,7 +36,8 @@ struct Place {
 }
 
 impl Place {
-    fn address(&self, v4: bool) -> Option<IpAddr> {
+    /// The address of that family.
+    pub fn address(&self, v4: bool) -> Option<IpAddr> {
         self.addresses.iter().copied().find(|address| address.is_ipv4() == v4)
     }
 }
@@ -72,7 +76,8 @@ pub struct Matrix {
     targets: Vec<String>,
 }
 
-fn places(network: &Network) -> Vec<Place> {
+/// Every place packets start from.
+pub fn places(network: &Network) -> Vec<Place> {
     let mut places = Vec::new();
     let router: IpAddr = match network.underlay {
         Underlay::V4 => ROUTER_OUTSIDE.into(),
@@ -113,7 +118,7 @@ fn places(network: &Network) -> Vec<Place> {
 }
 
 /// Source address the target must see; `None` where any will do.
-fn expected_source(source: &Place, target: &Place, v4: bool) -> Option<IpAddr> {
+pub fn expected_source(source: &Place, target: &Place, v4: bool) -> Option<IpAddr> {
     if target.kind == "outside" {
         return Some(source.outside_sees);
     }
@@ -125,7 +130,7 @@ fn expected_source(source: &Place, target: &Place, v4: bool) -> Option<IpAddr> {
 }
 
 /// Every place packets go to: the sources, and the outside host.
-fn targets(network: &Network) -> Vec<Place> {
+pub fn targets(network: &Network) -> Vec<Place> {
     let mut targets = places(network);
     let addresses = match network.underlay {
         Underlay::V4 => vec![OUTSIDE.into()],

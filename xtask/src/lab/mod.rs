@@ -3,10 +3,14 @@
 pub mod agents;
 mod bulk;
 mod checks;
+mod cilium;
+mod cloud;
 mod cni;
 pub mod counters;
+mod external;
 mod faults;
 mod flannel;
+mod foreign;
 mod forward_policy;
 mod granularity;
 mod kernel_ipip;
@@ -30,7 +34,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
     sync::atomic::{AtomicBool, Ordering},
-    time::{Duration, Instant},
+    time::{Duration, Instant, UNIX_EPOCH},
 };
 
 use anyhow::{Context as _, Result, bail};
@@ -56,6 +60,8 @@ pub const PACKAGES: &[&str] = &[
     "iptables",
     "strace",
     "ethtool",
+    "wireguard-go",
+    "faketime",
 ];
 
 /// Set on Ctrl-C and SIGTERM: nothing more is to be made.
@@ -67,8 +73,8 @@ pub struct LabArgs {
     /// Name of the lab; several can stand side by side.
     #[arg(long, default_value = "kilo-lab", global = true)]
     name: String,
-    /// Leave the lab up when everything has been shown.
-    #[arg(long)]
+    /// Leave the lab up when everything has been shown, or a soak has failed.
+    #[arg(long, global = true)]
     keep: bool,
     /// WireGuard implementation of the agents: auto, kernel or userspace.
     #[arg(long, default_value = "auto", global = true)]
@@ -118,10 +124,25 @@ enum LabCommand {
         /// Write the rows to this file.
         #[arg(long, value_name = "FILE")]
         json: Option<PathBuf>,
+        /// How long the cluster is away and agents are dead (lines 10 and 67): 90s, 10m, 2h.
+        #[arg(long, value_name = "TIME", value_parser = parse_time)]
+        steady: Option<Duration>,
         /// Write docs/reliability.md.
         #[arg(long, conflicts_with_all = ["line", "always"])]
         docs: bool,
         /// Write the outcomes as tests to this file.
+        #[arg(long, value_name = "FILE", hide = true)]
+        outcomes: Option<PathBuf>,
+    },
+    /// Make faults by chance while everybody asks everybody each second.
+    Soak {
+        /// Chooses the faults; printed, so that a run can be had again (default: by the clock).
+        #[arg(long)]
+        seed: Option<u64>,
+        /// How long: 90s, 10m, 2h.
+        #[arg(long, default_value = "10m", value_parser = parse_time)]
+        time: Duration,
+        /// Write the outcome as a test to this file.
         #[arg(long, value_name = "FILE", hide = true)]
         outcomes: Option<PathBuf>,
     },
@@ -262,8 +283,11 @@ pub fn main(args: LabArgs) -> Result<()> {
             println!("{seen} packets matched, {dropped} dropped");
             Ok(())
         }
-        Some(LabCommand::Faults { ref line, always, ref json, docs, ref outcomes }) => {
+        Some(LabCommand::Faults { ref line, always, ref json, steady, docs, ref outcomes }) => {
             let _guard = take_over(&args.name)?;
+            if let Some(time) = steady {
+                faults::steady::set_length(time);
+            }
             let rows = faults::run(&mut Lab::up(&args, None)?, line, always);
             if let Some(path) = json {
                 write_json(path, &rows)?;
@@ -279,6 +303,20 @@ pub fn main(args: LabArgs) -> Result<()> {
                 bail!("{failed} of {} faults cost more than they may", rows.len());
             }
             Ok(())
+        }
+        Some(LabCommand::Soak { seed, time, ref outcomes }) => {
+            let mut guard = take_over(&args.name)?;
+            let only = args.only.as_deref();
+            let by_clock = || UNIX_EPOCH.elapsed().map_or(0, |time| time.as_secs());
+            let (seed, started) = (seed.unwrap_or_else(by_clock), Instant::now());
+            let result =
+                Lab::up(&args, None).and_then(|mut lab| faults::soak::run(&mut lab, seed, time, only));
+            if let Some(path) = outcomes {
+                write_json(path, &[faults::soak::outcome(&result, seed, started)])?;
+            }
+            // To look around.
+            guard.keep = args.keep && result.is_err();
+            result.map(|_| ())
         }
         Some(LabCommand::Test { ref json, ref prefix, ref modes }) => {
             let _guard = take_over(&args.name)?;
@@ -304,6 +342,13 @@ pub fn main(args: LabArgs) -> Result<()> {
             report(&outcomes, json.as_deref())
         }
     }
+}
+
+/// Seconds, minutes or hours.
+fn parse_time(text: &str) -> Result<Duration, String> {
+    let unit = |unit| text.strip_suffix(unit).and_then(|number| number.parse::<u64>().ok());
+    let seconds = unit('s').or_else(|| unit('m').map(|m| m * 60)).or_else(|| unit('h').map(|h| h * 3600));
+    seconds.map(Duration::from_secs).ok_or_else(|| "write 90s, 10m or 2h".to_owned())
 }
 
 fn write_json<T: Serialize>(path: &Path, rows: &[T]) -> Result<()> {
@@ -437,6 +482,9 @@ impl Lab {
         lab.save()?;
         step("waiting for the mesh");
         lab.agents.wait_until_ready(&lab.network, Duration::from_secs(240))?;
+        if let Some(scenario) = scenario {
+            scenario.complete(&lab.network)?;
+        }
         step("pods' interfaces, by Debian's CNI plugins");
         for node in &lab.network.nodes {
             cni::connect(node)?;

@@ -152,18 +152,24 @@ pub fn remove(spaces: impl IntoIterator<Item = Space>) -> Result<()> {
 
 /// Ends every process that lives in one of these network namespaces.
 pub fn kill_inside(spaces: &[Space]) {
-    use std::os::linux::fs::MetadataExt as _;
-    let inodes: Vec<u64> =
-        spaces.iter().filter_map(|space| Some(std::fs::metadata(space.path()).ok()?.st_ino())).collect();
-    let Ok(entries) = std::fs::read_dir("/proc") else { return };
-    for entry in entries.flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else {
-            continue;
-        };
-        let Ok(link) = std::fs::metadata(entry.path().join("ns/net")) else { continue };
-        if inodes.contains(&link.st_ino()) && pid != std::process::id().cast_signed() {
-            let _ =
-                nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
-        }
+    for process in spaces.iter().flat_map(|space| processes(space).unwrap_or_default()) {
+        let _ = nix::sys::signal::kill(
+            nix::unistd::Pid::from_raw(process.cast_signed()),
+            nix::sys::signal::Signal::SIGKILL,
+        );
     }
+}
+
+/// Every process that lives in the network namespace, but this one.
+pub fn processes(space: &Space) -> Result<Vec<u32>> {
+    use std::os::linux::fs::MetadataExt as _;
+    let inode = std::fs::metadata(space.path())?.st_ino();
+    let numbers = std::fs::read_dir("/proc")?
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
+        .filter(|&process| process != std::process::id());
+    let inside = |process: &u32| {
+        std::fs::metadata(format!("/proc/{process}/ns/net")).is_ok_and(|link| link.st_ino() == inode)
+    };
+    Ok(numbers.filter(inside).collect())
 }

@@ -6,6 +6,8 @@ pub mod injector;
 mod lines;
 mod links;
 mod nodes;
+pub mod soak;
+pub mod steady;
 mod table;
 mod traffic;
 
@@ -82,6 +84,7 @@ fn all() -> Vec<Fault> {
     let mut faults = nodes::faults();
     faults.extend(links::faults());
     faults.extend(hosts::faults());
+    faults.extend(steady::faults());
     faults.sort_by_key(|fault| fault.line);
     faults
 }

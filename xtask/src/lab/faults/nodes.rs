@@ -1,9 +1,12 @@
 //! Faults of agents and of what they read.
 
-use std::{fs, time::Duration};
+use std::{fs, path::Path, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
-use nix::sys::signal::Signal;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 
 use super::{Fault, Goal, until};
 use crate::lab::{Lab, agents, counters};
@@ -22,6 +25,7 @@ pub fn faults() -> Vec<Fault> {
     vec![
         across(1, "SIGKILL for every agent at once, back 2 s later", Goal::Nothing, true, kill_all),
         across(2, "every agent restarts at once", Goal::Nothing, true, restart_all),
+        across(8, "a task of the leader's agent panics", Goal::Nothing, false, task_panics),
         across(9, "a node of the location is uninstalled and comes back", Goal::Nothing, true, uninstall),
         across(15, "one node's annotations are rubbish", Goal::Nothing, true, rubbish),
         Fault {
@@ -42,11 +46,13 @@ pub fn faults() -> Vec<Fault> {
     ]
 }
 
-fn names(lab: &Lab) -> Vec<String> {
+/// Every node.
+pub(super) fn names(lab: &Lab) -> Vec<String> {
     lab.network.nodes.iter().map(|node| node.name().to_owned()).collect()
 }
 
-fn stop_and_start(lab: &mut Lab, names: &[String], signal: Signal, pause: Duration) -> Result<()> {
+/// Ends those agents, and starts them after a while.
+pub(super) fn stop_and_start(lab: &mut Lab, names: &[String], signal: Signal, pause: Duration) -> Result<()> {
     for name in names {
         lab.agents.stop(name, signal)?;
     }
@@ -69,6 +75,25 @@ fn kill_all(lab: &mut Lab) -> Result<String> {
 fn restart_all(lab: &mut Lab) -> Result<String> {
     stop_and_start(lab, &names(lab), Signal::SIGTERM, Duration::from_millis(100))?;
     Ok("5 processes ended by SIGTERM".to_owned())
+}
+
+/// Debug builds of `kg` panic on SIGUSR2, in a task nobody waits for.
+fn task_panics(lab: &mut Lab) -> Result<String> {
+    let node = lab.network.node("a1")?.clone();
+    let agent = lab.agents.pid("a1").context("no agent")?;
+    kill(Pid::from_raw(agent.cast_signed()), Signal::SIGUSR2)?;
+    let mut last = String::new();
+    until("/health fails", Duration::from_secs(10), || {
+        last = counters::health(&node.space).unwrap_or_else(|error| format!("{error:#}"));
+        Ok(last.contains("503"))
+    })?;
+    ensure!(last.contains("panicked"), "/health does not say why: {last}");
+    let took = until("the process ends", Duration::from_secs(20), || Ok(lab.agents.all_run().is_err()))?;
+    lab.agents.forget("a1");
+    std::thread::sleep(Duration::from_secs(1));
+    lab.agents.start(&node)?;
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+    Ok(format!("/health said 503 and why, the process ended {} ms later", took.as_millis()))
 }
 
 /// What the host has, whoever made it: rules, routes, nftables, links, filters.
@@ -109,7 +134,14 @@ fn uninstall(lab: &mut Lab) -> Result<String> {
     Ok("nothing of ours left, everything of others still there".to_owned())
 }
 
-/// Writes a file into the cluster's directory as editors do, runs `while_there`,
+/// Writes a file as editors do: complete at once.
+pub(super) fn put(path: &Path, text: &str) -> Result<()> {
+    let aside = path.with_extension("aside");
+    fs::write(&aside, text)?;
+    fs::rename(&aside, path).with_context(|| path.display().to_string())
+}
+
+/// Writes a file into the cluster's directory, runs `while_there`,
 /// and puts back what was there.
 fn with_file<T>(
     lab: &mut Lab,
@@ -119,29 +151,25 @@ fn with_file<T>(
 ) -> Result<T> {
     let path = lab.agents.cluster().join(name);
     let before = fs::read_to_string(&path).ok();
-    let write = |text: &str| -> Result<()> {
-        let aside = path.with_extension("aside");
-        fs::write(&aside, text)?;
-        fs::rename(&aside, &path).with_context(|| path.display().to_string())
-    };
-    write(text)?;
+    put(&path, text)?;
     let result = while_there(lab);
     match before {
-        Some(before) => write(&before)?,
+        Some(before) => put(&path, &before)?,
         None => fs::remove_file(&path)?,
     }
     result
 }
 
 /// A node's file with more annotations.
-fn annotated(lab: &Lab, node: &str, annotations: &[(&str, &str)]) -> Result<String> {
+pub(super) fn annotated(lab: &Lab, node: &str, annotations: &[(&str, &str)]) -> Result<String> {
     let text = fs::read_to_string(lab.agents.cluster().join(format!("node-{node}.yaml")))?;
     let lines: String =
         annotations.iter().map(|(name, value)| format!("    kilo.squat.ai/{name}: {value:?}\n")).collect();
     Ok(text.replace("spec:\n", &format!("  annotations:\n{lines}spec:\n")))
 }
 
-fn metric(lab: &Lab, node: &str, name: &str) -> Result<u64> {
+/// A metric of the node's agent; 0 when it has none of that name.
+pub(super) fn metric(lab: &Lab, node: &str, name: &str) -> Result<u64> {
     Ok(counters::scrape(&lab.network.node(node)?.space)?.get(name).copied().unwrap_or(0))
 }
 
@@ -166,7 +194,7 @@ fn rubbish(lab: &mut Lab) -> Result<String> {
 }
 
 /// True when the agent of `node` leads.
-fn leads(lab: &Lab, node: &str) -> Result<bool> {
+pub(super) fn leads(lab: &Lab, node: &str) -> Result<bool> {
     Ok(metric(lab, node, "kilo_leader")? == 1)
 }
 
@@ -238,7 +266,8 @@ fn location_gone(lab: &mut Lab) -> Result<String> {
     Ok("gone from kgctl status, nothing in clear".to_owned())
 }
 
-fn peer(name: &str, address: &str, key: &str, endpoint: &str) -> String {
+/// A Peer object's file.
+pub(super) fn peer(name: &str, address: &str, key: &str, endpoint: &str) -> String {
     format!(
         "apiVersion: kilo.squat.ai/v1alpha1\nkind: Peer\nmetadata:\n  name: {name}\nspec:\n  \
          allowedIPs: [{address}]\n  publicKey: {key}\n{endpoint}"
@@ -246,7 +275,7 @@ fn peer(name: &str, address: &str, key: &str, endpoint: &str) -> String {
 }
 
 /// A key nobody has the private part of.
-fn key(number: u8) -> String {
+pub(super) fn key(number: u8) -> String {
     // 32 bytes in base64: 42 digits of 6 bits, one of 4, one of padding.
     let digits = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
     let digit = digits[usize::from(number) % digits.len()] as char;

@@ -1,0 +1,319 @@
+//! The faults chance chooses from: each is made, lasts a while, and is mended.
+//! Neither waits for the mesh to heal.
+
+use std::fs;
+
+use anyhow::{Context as _, Result};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use super::chance::Chance;
+use crate::lab::{
+    Lab,
+    faults::{
+        injector::{Direction, Drop, Family, Rule},
+        nodes::{annotated, key, names, peer, put},
+    },
+    network::Node,
+    space,
+};
+
+/// What ends a fault.
+type Mend = Box<dyn FnOnce(&mut Lab) -> Result<()>>;
+
+/// A fault in force.
+pub struct Deed {
+    /// Where and how.
+    pub said: String,
+    /// Puts right what does not heal by itself.
+    pub mend: Mend,
+}
+
+/// A kind of fault.
+pub struct Kind {
+    /// What happens.
+    pub name: &'static str,
+    /// Makes it, somewhere.
+    pub make: fn(&mut Lab, &mut Chance) -> Result<Deed>,
+}
+
+/// All of them.
+pub const KINDS: &[Kind] = &[
+    Kind { name: "agents are killed", make: agents_killed },
+    Kind { name: "an agent restarts", make: agent_restarts },
+    Kind { name: "an agent stands still", make: agent_stands_still },
+    Kind { name: "kilo0 is deleted", make: device_deleted },
+    Kind { name: "kilo0 loses its addresses and routes", make: device_flushed },
+    Kind { name: "WireGuard's process is killed", make: wireguard_killed },
+    Kind { name: "programs are detached", make: detached },
+    Kind { name: "a link is down", make: link_down },
+    Kind { name: "neighbours are forgotten", make: neighbours_forgotten },
+    Kind { name: "a leader's public address changes", make: address_changes },
+    Kind { name: "a leader's key is rotated", make: key_rotated },
+    Kind { name: "another node leads", make: leader_moves },
+    Kind { name: "a node leaves", make: node_leaves },
+    Kind { name: "a node's annotations are rubbish", make: rubbish },
+    Kind { name: "a peer comes", make: peer_comes },
+    Kind { name: "packets are lost", make: packets_lost },
+    Kind { name: "rp_filter changes", make: rp_filter },
+    Kind { name: "forwarding is turned off", make: forwarding_off },
+];
+
+fn nothing(_: &mut Lab) -> Result<()> {
+    Ok(())
+}
+
+/// A fault that heals by itself.
+fn alone(said: impl Into<String>) -> Deed {
+    Deed { said: said.into(), mend: Box::new(nothing) }
+}
+
+fn any_node(lab: &Lab, chance: &mut Chance) -> Node {
+    chance.pick(&lab.network.nodes).clone()
+}
+
+/// A node with a public address.
+fn any_leader(lab: &Lab, chance: &mut Chance) -> Node {
+    let leaders: Vec<_> = lab.network.nodes.iter().filter(|node| node.public.is_some()).collect();
+    (*chance.pick(&leaders)).clone()
+}
+
+/// Starts those agents that do not run.
+fn start_again(lab: &mut Lab, nodes: &[String]) -> Result<()> {
+    for name in nodes {
+        if lab.agents.pid(name).is_none() {
+            let node = lab.network.node(name)?.clone();
+            lab.agents.start(&node)?;
+        }
+    }
+    Ok(())
+}
+
+/// Ends those agents that run.
+fn stop(lab: &mut Lab, nodes: &[String], signal: Signal) -> Result<()> {
+    for name in nodes {
+        if lab.agents.pid(name).is_some() {
+            lab.agents.stop(name, signal)?;
+        }
+    }
+    Ok(())
+}
+
+fn agents_killed(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let all = names(lab);
+    let first = chance.below(all.len());
+    let count = 1 + chance.below(all.len());
+    let nodes: Vec<_> = (0..count).map(|more| all[(first + more) % all.len()].clone()).collect();
+    stop(lab, &nodes, Signal::SIGKILL)?;
+    Ok(Deed { said: nodes.join(", "), mend: Box::new(move |lab| start_again(lab, &nodes)) })
+}
+
+fn agent_restarts(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let nodes = vec![any_node(lab, chance).name().to_owned()];
+    stop(lab, &nodes, Signal::SIGTERM)?;
+    start_again(lab, &nodes)?;
+    Ok(alone(nodes.join(", ")))
+}
+
+fn agent_stands_still(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let name = any_node(lab, chance).name().to_owned();
+    let Some(agent) = lab.agents.pid(&name) else { return Ok(alone(format!("{name}, which has none"))) };
+    let agent = Pid::from_raw(agent.cast_signed());
+    kill(agent, Signal::SIGSTOP)?;
+    // It may have been killed meanwhile.
+    let mend = move |_: &mut Lab| {
+        let _ = kill(agent, Signal::SIGCONT);
+        Ok(())
+    };
+    Ok(Deed { said: name, mend: Box::new(mend) })
+}
+
+fn device_deleted(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let node = any_node(lab, chance);
+    node.space.sh("ip link delete kilo0 2>/dev/null || true")?;
+    Ok(alone(node.name()))
+}
+
+fn device_flushed(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let node = any_node(lab, chance);
+    node.space.sh("ip address flush dev kilo0 || true; ip route flush dev kilo0 || true")?;
+    Ok(alone(node.name()))
+}
+
+fn wireguard_killed(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let node = any_node(lab, chance);
+    let is_wireguard = |process: &u32| {
+        fs::read_to_string(format!("/proc/{process}/cmdline"))
+            .is_ok_and(|words| words.contains("userspace-wireguard"))
+    };
+    for process in space::processes(&node.space)?.into_iter().filter(is_wireguard) {
+        let _ = kill(Pid::from_raw(process.cast_signed()), Signal::SIGKILL);
+    }
+    Ok(alone(node.name()))
+}
+
+fn detached(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let node = any_node(lab, chance);
+    node.space.sh(
+        "rm -f /sys/fs/bpf/kilo/links/kilo_*; for d in kilo0 eth0; do tc qdisc del dev $d clsact 2>/dev/null || true; done",
+    )?;
+    Ok(alone(node.name()))
+}
+
+fn link_down(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let node = any_node(lab, chance);
+    let device = if node.public.is_some() && chance.below(2) == 0 { "eth1" } else { "eth0" };
+    // Routes go with the link; whoever configures the host adds them again.
+    let routes = format!("ip route save dev {device} scope global > /run/routes-{device}");
+    node.space.sh(&format!("{routes}; ip link set {device} down"))?;
+    let said = format!("{device} of {}", node.name());
+    let mend = move |_: &mut Lab| {
+        node.space
+            .sh(&format!("ip link set {device} up; ip route restore < /run/routes-{device} || true"))?;
+        Ok(())
+    };
+    Ok(Deed { said, mend: Box::new(mend) })
+}
+
+fn neighbours_forgotten(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let node = any_node(lab, chance);
+    node.space.sh("ip neighbour flush all || true; ip -6 neighbour flush all || true")?;
+    Ok(alone(node.name()))
+}
+
+fn address_changes(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let node = any_leader(lab, chance);
+    let public = node.public.context("a leader has a public address")?;
+    let other = format!("192.0.2.1{}", 3 + chance.below(5));
+    let moves = move |node: &Node, from: &str, to: &str| {
+        node.space.sh(&format!(
+            "ip address del {from}/24 dev eth1 || true; ip address add {to}/24 dev eth1; \
+             ip route replace default via 192.0.2.1 || true"
+        ))
+    };
+    moves(&node, &public.to_string(), &other)?;
+    let said = format!("{} from {public} to {other}", node.name());
+    let mend = move |_: &mut Lab| moves(&node, &other, &public.to_string()).map(|_| ());
+    Ok(Deed { said, mend: Box::new(mend) })
+}
+
+fn key_rotated(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let node = any_leader(lab, chance);
+    let nodes = vec![node.name().to_owned()];
+    stop(lab, &nodes, Signal::SIGTERM)?;
+    node.space.sh("mv /var/lib/kilo/key /var/lib/kilo/first")?;
+    start_again(lab, &nodes)?;
+    let said = nodes.join("");
+    // The laptop knows the first key.
+    let mend = move |lab: &mut Lab| {
+        stop(lab, &nodes, Signal::SIGTERM)?;
+        node.space.sh("mv /var/lib/kilo/first /var/lib/kilo/key")?;
+        start_again(lab, &nodes)
+    };
+    Ok(Deed { said, mend: Box::new(mend) })
+}
+
+/// Other text in an object's file, and later what was there before.
+fn written(lab: &Lab, file: &str, text: Option<&str>, said: String) -> Result<Deed> {
+    let path = lab.agents.cluster().join(file);
+    let before = fs::read_to_string(&path).ok();
+    match text {
+        Some(text) => put(&path, text)?,
+        None => fs::remove_file(&path)?,
+    }
+    let mend = move |_: &mut Lab| match before {
+        Some(before) => put(&path, &before),
+        None => fs::remove_file(&path).with_context(|| path.display().to_string()),
+    };
+    Ok(Deed { said, mend: Box::new(mend) })
+}
+
+/// Another fault took the node out of the cluster.
+fn is_gone(lab: &Lab, node: &str) -> bool {
+    !lab.agents.cluster().join(format!("node-{node}.yaml")).exists()
+}
+
+fn leader_moves(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let others: Vec<_> = lab.network.nodes.iter().filter(|node| node.public.is_none()).collect();
+    let name = chance.pick(&others).name().to_owned();
+    if is_gone(lab, &name) {
+        return Ok(alone(format!("{name}, which is gone")));
+    }
+    let text = annotated(lab, &name, &[("leader", "true"), ("persistent-keepalive", "5")])?;
+    written(lab, &format!("node-{name}.yaml"), Some(&text), name)
+}
+
+fn node_leaves(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let name = any_node(lab, chance).name().to_owned();
+    written(lab, &format!("node-{name}.yaml"), None, name)
+}
+
+fn rubbish(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let name = any_node(lab, chance).name().to_owned();
+    let all = [
+        ("persistent-keepalive", "soon"),
+        ("allowed-location-ips", "10.0.0.0/99"),
+        ("force-endpoint", ":::"),
+        ("force-internal-ip", "everywhere"),
+        ("wireguard-ip", "10.4"),
+        ("key", "none"),
+        ("last-seen", "-1e9"),
+    ];
+    let (annotation, value) = *chance.pick(&all);
+    if is_gone(lab, &name) {
+        return Ok(alone(format!("{name}, which is gone")));
+    }
+    let text = annotated(lab, &name, &[(annotation, value)])?;
+    written(lab, &format!("node-{name}.yaml"), Some(&text), format!("{annotation} of {name}"))
+}
+
+fn peer_comes(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let number = u8::try_from(chance.below(40))?;
+    let name = format!("by-chance-{number}");
+    let text = peer(&name, &format!("10.5.2.{number}/32"), &key(number), "");
+    written(lab, &format!("peer-{name}.yaml"), Some(&text), name)
+}
+
+fn packets_lost(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let node = any_leader(lab, chance);
+    let drop = match chance.below(3) {
+        0 => Drop::First(1 + chance.below(10) as u32),
+        1 => Drop::Every(2 + chance.below(9) as u32),
+        _ => Drop::Nth(1 + chance.below(10) as u32),
+    };
+    let direction = if chance.below(2) == 0 { Direction::In } else { Direction::Out };
+    let rule = Rule {
+        direction,
+        family: Family::V4,
+        protocol: "udp".to_owned(),
+        port: Some(51820),
+        shortest: 0,
+        longest: 65535,
+        drop,
+    };
+    let injected = rule.inject(&node.space)?;
+    let said = format!("{drop:?}, {direction:?}, of WireGuard's at {}", node.name());
+    // It ends with its guard.
+    let mend = move |_: &mut Lab| injected.hits().map(|_| ());
+    Ok(Deed { said, mend: Box::new(mend) })
+}
+
+fn rp_filter(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let value = chance.below(3);
+    let set = |lab: &Lab, value: usize| {
+        lab.network.nodes.iter().try_for_each(|node| {
+            let script = format!("for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo {value} > $d; done");
+            node.space.sh(&script).map(|_| ())
+        })
+    };
+    set(lab, value)?;
+    Ok(Deed { said: format!("to {value} everywhere"), mend: Box::new(move |lab| set(lab, 1)) })
+}
+
+fn forwarding_off(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+    let node = any_node(lab, chance);
+    node.space.sh("echo 0 > /proc/sys/net/ipv4/ip_forward")?;
+    Ok(alone(node.name()))
+}

@@ -1,0 +1,189 @@
+//! `cargo xtask lab soak`: faults by chance, one or two at a time, for as long
+//! as wanted, while everybody asks everybody each second. A seed gives the same
+//! faults in the same order again.
+
+mod chance;
+mod deeds;
+mod left_over;
+pub(super) mod reach;
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, bail, ensure};
+
+use super::until;
+use crate::{
+    lab::{Lab, agents, counters, matrix, space::Space, stop_if_interrupted},
+    report::TestOutcome,
+};
+use chance::Chance;
+use deeds::{Deed, KINDS, Kind};
+use reach::Watch;
+
+/// After the last fault of a round is mended, everybody reaches everybody within this.
+pub const HEALS_WITHIN: Duration = Duration::from_secs(60);
+/// Longest time a fault lasts before it is mended.
+const LONGEST: Duration = Duration::from_secs(5);
+/// What one agent may grow to hold more of its own memory, in KiB.
+const MORE_MEMORY: u64 = 16 * 1024;
+
+/// What a soak showed.
+#[derive(Debug, Default)]
+pub struct Report {
+    /// Rounds of one or two faults.
+    rounds: usize,
+    /// How often each fault was made, and the longest time until all was well after it.
+    kinds: BTreeMap<&'static str, (usize, Duration)>,
+    /// Seconds with everybody asked, and those in which somebody got no answer.
+    seconds: (usize, usize),
+    /// Questions asked, and those that got no answer.
+    asked: (usize, usize),
+}
+
+/// Makes faults for that long; only those with one of these words
+/// (comma separated) in their name.
+///
+/// # Errors
+/// When the mesh does not heal within [`HEALS_WITHIN`], a process ends by
+/// itself, a pod's address is seen in clear, or something is left over.
+pub fn run(lab: &mut Lab, seed: u64, time: Duration, only: Option<&str>) -> Result<Report> {
+    println!("soak: seed {seed}, {} s", time.as_secs());
+    let kinds: Vec<&Kind> = KINDS
+        .iter()
+        .filter(|kind| only.is_none_or(|only| only.split(',').any(|words| kind.name.contains(words))))
+        .collect();
+    ensure!(!kinds.is_empty(), "no fault has {:?} in its name", only.unwrap_or_default());
+    let mut report = Report::default();
+    let mut chance = Chance::new(seed);
+    let clear = PodsInClear::start(lab)?;
+    let before = left_over::Inventory::settled(lab)?;
+    let watch = Watch::start(&lab.network);
+    watch.whole(Instant::now(), HEALS_WITHIN)?;
+    let began = Instant::now();
+    let mut result = Ok(());
+    while result.is_ok() && began.elapsed() < time {
+        result = stop_if_interrupted()
+            .and_then(|()| round(lab, &kinds, &mut chance, &watch, &mut report, began))
+            .and_then(|()| {
+                let seen = clear.seen()?;
+                ensure!(seen == 0, "the router saw {seen} packets between pods in clear");
+                Ok(())
+            });
+    }
+    (report.seconds, report.asked) = watch.finish();
+    report.print();
+    result?;
+    let matrix = matrix::run(&lab.network)?;
+    if matrix.passed() < matrix.total() {
+        matrix.print();
+        bail!("{} probes failed in the end", matrix.total() - matrix.passed());
+    }
+    left_over::nothing(lab, &before, MORE_MEMORY)?;
+    println!("soak: nothing left over after {} rounds", report.rounds);
+    Ok(report)
+}
+
+/// Counts packets between pods on the router. A leader whose LAN is down reaches
+/// its location's other nodes by their endpoints, as Kilo does without a tunnel,
+/// so that one address may be a pod's.
+struct PodsInClear(Space);
+
+impl PodsInClear {
+    fn start(lab: &Lab) -> Result<Self> {
+        let rule = |family: &str, pods: &str| {
+            format!("{family} saddr {pods} {family} daddr {pods} counter name clear\n")
+        };
+        lab.network.router.sh(&format!(
+            "nft -f - <<'RULES'\ntable inet soak {{\n counter clear {{ }}\n chain forward {{\n \
+             type filter hook forward priority -10;\n {}{} }}\n}}\nRULES",
+            rule("ip", "10.42.0.0/16"),
+            rule("ip6", "fd42::/16")
+        ))?;
+        Ok(Self(lab.network.router.clone()))
+    }
+
+    fn seen(&self) -> Result<u64> {
+        counters::nft(&self.0, "inet soak clear")
+    }
+}
+
+/// One or two faults, some time with them, and what it takes until all is well.
+fn round(
+    lab: &mut Lab,
+    kinds: &[&Kind],
+    chance: &mut Chance,
+    watch: &Watch,
+    report: &mut Report,
+    began: Instant,
+) -> Result<()> {
+    report.rounds += 1;
+    let mut deeds: Vec<(&'static str, Deed)> = Vec::new();
+    for _ in 0..1 + chance.below(2) {
+        let kind = chance.pick(kinds);
+        if deeds.iter().any(|(name, _)| *name == kind.name) {
+            continue;
+        }
+        let deed = (kind.make)(lab, chance)?;
+        println!("soak: {:4} s  {}: {}", began.elapsed().as_secs(), kind.name, deed.said);
+        deeds.push((kind.name, deed));
+        std::thread::sleep(chance.duration(LONGEST / 5));
+    }
+    std::thread::sleep(chance.duration(LONGEST));
+    let mut names = Vec::new();
+    // What was made last is mended first.
+    while let Some((name, deed)) = deeds.pop() {
+        (deed.mend)(lab)?;
+        names.push(name);
+    }
+    let mended = Instant::now();
+    lab.agents.all_run()?;
+    let whole = watch.whole(mended, HEALS_WITHIN);
+    let took = match whole {
+        Ok(took) => took,
+        Err(error) => {
+            for node in &lab.network.nodes {
+                let wg = node.space.sh("wg show kilo0 | grep -v '^$'").unwrap_or_default();
+                println!("{}:\n{}\n{wg}", node.name(), agents::tail(&lab.agents.log(node.name())));
+            }
+            bail!("after {}: {error:#}", names.join(", then "));
+        }
+    };
+    println!("soak: {:4} s  well {:.1} s after the end of it", began.elapsed().as_secs(), took.as_secs_f32());
+    for name in names {
+        let (times, longest) = report.kinds.entry(name).or_default();
+        *times += 1;
+        *longest = took.max(*longest);
+    }
+    until("every agent counts every node", HEALS_WITHIN, || Ok(lab.agents.are_ready(&lab.network)))?;
+    Ok(())
+}
+
+impl Report {
+    fn print(&self) {
+        let faults: usize = self.kinds.values().map(|(times, _)| times).sum();
+        println!(
+            "soak: {faults} faults in {} rounds; {} s looked at, {} of them with somebody out of reach; \
+             {} of {} questions unanswered",
+            self.rounds, self.seconds.0, self.seconds.1, self.asked.1, self.asked.0
+        );
+        for (name, (times, longest)) in &self.kinds {
+            println!("soak: {times:3} times {name}: well within {:.1} s", longest.as_secs_f32());
+        }
+    }
+}
+
+/// As a test run reports it.
+pub fn outcome(result: &Result<Report>, seed: u64, started: Instant) -> TestOutcome {
+    if let Err(error) = result {
+        println!("FAILED with seed {seed}: {error:#}");
+    }
+    TestOutcome {
+        part: "soak".to_owned(),
+        name: format!("faults by chance heal and leave nothing over (seed {seed})"),
+        outcome: if result.is_ok() { "passed" } else { "failed" }.to_owned(),
+        seconds: started.elapsed().as_secs_f64(),
+    }
+}

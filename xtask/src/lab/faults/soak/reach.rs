@@ -1,0 +1,171 @@
+//! Everybody asks everybody each second, by a datagram of a new flow.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, bail};
+
+use crate::lab::{
+    matrix::{self, Place},
+    network::Network,
+    probe,
+};
+
+/// Between two looks; an answer may take as long.
+const SECOND: Duration = Duration::from_secs(1);
+/// All is well when so many looks in a row saw everybody.
+const IN_A_ROW: usize = 2;
+
+/// One look.
+#[derive(Clone, Debug)]
+pub struct Look {
+    /// When it began.
+    pub began: Instant,
+    /// Questions.
+    pub asked: usize,
+    /// Who got no answer, or saw another source than it should.
+    pub missing: Vec<String>,
+}
+
+/// Looks each second until it is finished.
+pub struct Watch {
+    stop: Arc<AtomicBool>,
+    looks: Arc<Mutex<Vec<Look>>>,
+    thread: JoinHandle<()>,
+}
+
+impl Watch {
+    /// Starts to look.
+    pub fn start(network: &Network) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let looks = Arc::new(Mutex::new(Vec::new()));
+        let (network, ended, seen) = (network.clone(), Arc::clone(&stop), Arc::clone(&looks));
+        let thread = std::thread::spawn(move || {
+            while !ended.load(Ordering::Relaxed) {
+                let look = look(&network);
+                let next = look.began + SECOND;
+                seen.lock().unwrap_or_else(PoisonError::into_inner).push(look);
+                std::thread::sleep(next.saturating_duration_since(Instant::now()));
+            }
+        });
+        Self { stop, looks, thread }
+    }
+
+    /// Waits for looks begun after `since` that saw everybody; answers the time
+    /// until the first of them.
+    ///
+    /// # Errors
+    /// Who is out of reach, when it takes longer than `limit`.
+    pub fn whole(&self, since: Instant, limit: Duration) -> Result<Duration> {
+        loop {
+            let later = {
+                let looks = self.looks.lock().unwrap_or_else(PoisonError::into_inner);
+                let at = looks.iter().position(|look| look.began >= since).unwrap_or(looks.len());
+                looks[at..].to_vec()
+            };
+            let well = later.iter().rev().take_while(|look| look.missing.is_empty()).count();
+            if well >= IN_A_ROW {
+                return Ok(later[later.len() - well].began - since);
+            }
+            // Looks that saw everybody may yet be enough.
+            if since.elapsed() > limit + SECOND * 3 {
+                let missing = later.last().map(|look| look.missing.join(", ")).unwrap_or_default();
+                bail!("not everybody in reach within {} s: {missing}", limit.as_secs());
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    /// Ends; answers (looks, those that missed somebody), (asked, unanswered).
+    pub fn finish(self) -> ((usize, usize), (usize, usize)) {
+        self.stop.store(true, Ordering::Relaxed);
+        let _ = self.thread.join();
+        let looks = self.looks.lock().unwrap_or_else(PoisonError::into_inner);
+        let missed = looks.iter().filter(|look| !look.missing.is_empty()).count();
+        let asked = looks.iter().map(|look| look.asked).sum();
+        ((looks.len(), missed), (asked, looks.iter().map(|look| look.missing.len()).sum()))
+    }
+}
+
+/// Asks once.
+pub fn look(network: &Network) -> Look {
+    let began = Instant::now();
+    let targets = Arc::new(matrix::targets(network));
+    let threads: Vec<_> = matrix::places(network)
+        .into_iter()
+        .map(|source| {
+            let targets = Arc::clone(&targets);
+            let name = source.name.clone();
+            (name, source.space.clone().spawn(move || ask_all(&source, &targets)))
+        })
+        .collect();
+    let mut look = Look { began, asked: 0, missing: Vec::new() };
+    for (name, thread) in threads {
+        match thread.join() {
+            Ok(Ok((asked, missing))) => {
+                look.asked += asked;
+                look.missing.extend(missing);
+            }
+            Ok(Err(error)) => look.missing.push(format!("{name}: {error:#}")),
+            Err(_) => look.missing.push(format!("{name}: its thread died")),
+        }
+    }
+    look
+}
+
+/// Asks all targets at once; answers how many, and who did not answer well.
+fn ask_all(source: &Place, targets: &[Place]) -> (usize, Vec<String>) {
+    let others: Vec<_> = targets.iter().filter(|target| target.name != source.name).collect();
+    let mut asked = 0;
+    let mut missing = Vec::new();
+    for v4 in [true, false] {
+        let mut waiting: BTreeMap<IpAddr, &Place> = BTreeMap::new();
+        if source.address(v4).is_some() {
+            waiting.extend(others.iter().filter_map(|target| Some((target.address(v4)?, *target))));
+        }
+        asked += waiting.len();
+        let problem = ask(source, v4, &mut waiting).err();
+        let family = if v4 { "" } else { " over IPv6" };
+        missing.extend(waiting.values().map(|target| {
+            let problem = problem.as_ref().map(|problem| format!(" ({problem:#})")).unwrap_or_default();
+            format!("{} -> {}{family}{problem}", source.name, target.name)
+        }));
+    }
+    (asked, missing)
+}
+
+/// Takes out of `waiting` who answered and saw the right source.
+fn ask(source: &Place, v4: bool, waiting: &mut BTreeMap<IpAddr, &Place>) -> Result<()> {
+    let any: IpAddr = if v4 { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    let socket = UdpSocket::bind((any, 0))?;
+    for address in waiting.keys() {
+        // Unreachable is unanswered.
+        let _ = socket.send_to(b"well?", (*address, probe::PORT));
+    }
+    let deadline = Instant::now() + SECOND;
+    let mut buffer = [0; 256];
+    while !waiting.is_empty() {
+        let Some(left) = deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
+        else {
+            break;
+        };
+        socket.set_read_timeout(Some(left))?;
+        let Ok((length, from)) = socket.recv_from(&mut buffer) else { continue };
+        let (seen, _) = probe::split_answer(&buffer[..length])?;
+        let well = |target: &Place| {
+            matrix::expected_source(source, target, v4).is_none_or(|expected| expected == seen)
+        };
+        if waiting.get(&from.ip()).is_some_and(|target| well(target)) {
+            waiting.remove(&from.ip());
+        }
+    }
+    Ok(())
+}

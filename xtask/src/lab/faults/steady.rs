@@ -1,0 +1,255 @@
+//! What goes on without those who control it: agents that are upgraded, whose
+//! cluster is away, whose clocks are wrong, who are dead; and nodes that are.
+
+use std::{
+    fs,
+    sync::atomic::{AtomicU64, Ordering},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use nix::sys::signal::Signal;
+
+use super::{
+    Fault, Goal,
+    nodes::{leads, metric, names, stop_and_start},
+    soak::reach,
+    until,
+};
+use crate::lab::{Lab, agents, counters};
+
+/// How long the cluster is away, in seconds.
+static AWAY: AtomicU64 = AtomicU64::new(15);
+/// How long agents are dead and a node reboots, in seconds.
+static DEAD: AtomicU64 = AtomicU64::new(45);
+
+/// Both last that long.
+pub fn set_length(time: Duration) {
+    AWAY.store(time.as_secs(), Ordering::Relaxed);
+    DEAD.store(time.as_secs(), Ordering::Relaxed);
+}
+
+fn length(of: &AtomicU64) -> Duration {
+    Duration::from_secs(of.load(Ordering::Relaxed))
+}
+
+/// Nothing of this may cost a packet, but where the path itself goes.
+pub(super) fn faults() -> Vec<Fault> {
+    let across = |line, name, goal, always, inject| Fault {
+        line,
+        name,
+        from: "pod-a2",
+        to: "pod-b2",
+        goal,
+        always,
+        inject,
+    };
+    vec![
+        across(3, "every agent finds the maps of layout 2 in use", Goal::Nothing, false, upgrade),
+        Fault {
+            to: "outside",
+            ..across(3, "the same, and a pod's flow is masqueraded", Goal::Within(1000), false, upgrade)
+        },
+        across(10, "the cluster is away", Goal::Nothing, false, cluster_away),
+        across(16, "the leader's clock is an hour ahead, then behind", Goal::Nothing, false, clock_is_wrong),
+        Fault {
+            from: "pod-a3",
+            ..across(20, "the leader leaves and comes back", Goal::Within(12_000), false, leader_returns)
+        },
+        across(23, "every node of the other location dies", Goal::Heals, false, location_dies),
+        across(67, "agents dead, the cluster away, a node reboots", Goal::Nothing, false, on_their_own),
+    ]
+}
+
+/// Maps of layout 2 that have another shape today, as `bpftool map create` makes them.
+const LAYOUT_2: &str = "
+    node_v4 type hash key 4 value 8 entries 1024
+    node_v6 type hash key 16 value 8 entries 1024
+    nat_v4 type lru_hash key 16 value 16 entries 131072
+    masq_src type lpm_trie key 8 value 4 entries 4096 flags 1
+    masq_dst type lpm_trie key 8 value 4 entries 4096 flags 1";
+
+/// What an agent of layout 2 leaves: its maps, used by the programs on the hooks.
+const AS_LAYOUT_2: &str = "
+    cd /sys/fs/bpf/kilo
+    test -e v2 || mv v[0-9]* v2
+    while read -r name rest; do
+        test -n \"$name\" || continue
+        rm -f v2/$name
+        bpftool map create /sys/fs/bpf/kilo/v2/$name $rest name $name
+    done";
+
+fn upgrade(lab: &mut Lab) -> Result<String> {
+    let all = names(lab);
+    for name in &all {
+        lab.agents.stop(name, Signal::SIGTERM)?;
+    }
+    for node in &lab.network.nodes {
+        node.space.sh(&format!("{AS_LAYOUT_2} <<'MAPS'{LAYOUT_2}\nMAPS"))?;
+    }
+    std::thread::sleep(Duration::from_secs(1));
+    for name in &all {
+        let node = lab.network.node(name)?.clone();
+        lab.agents.start(&node)?;
+    }
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+    until("the maps of layout 2 are gone", Duration::from_secs(20), || {
+        let there = lab.network.nodes.iter().map(|node| node.space.sh("ls /sys/fs/bpf/kilo"));
+        Ok(!there.collect::<Result<Vec<_>>>()?.iter().any(|text| text.lines().any(|line| line == "v2")))
+    })?;
+    Ok(format!("{} agents found v2, left only their own", all.len()))
+}
+
+/// The directory of the cluster has another name while this runs.
+fn while_away<T>(lab: &mut Lab, run: impl FnOnce(&mut Lab) -> Result<T>) -> Result<T> {
+    let cluster = lab.agents.cluster();
+    let away = cluster.with_file_name("cluster-away");
+    fs::rename(&cluster, &away).context("the cluster goes away")?;
+    let result = run(lab);
+    fs::rename(&away, &cluster).context("the cluster comes back")?;
+    result
+}
+
+fn cluster_away(lab: &mut Lab) -> Result<String> {
+    let leaders =
+        |lab: &Lab| -> Result<Vec<bool>> { names(lab).iter().map(|name| leads(lab, name)).collect() };
+    let before = leaders(lab)?;
+    let time = length(&AWAY);
+    while_away(lab, |lab| {
+        std::thread::sleep(time);
+        ensure!(leaders(lab)? == before, "somebody else leads");
+        lab.agents.all_run()
+    })?;
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+    ensure!(leaders(lab)? == before, "somebody else leads since it is back");
+    Ok(format!("away for {} s, the same nodes lead", time.as_secs()))
+}
+
+fn clock_is_wrong(lab: &mut Lab) -> Result<String> {
+    let node = lab.network.node("a1")?.clone();
+    let mut said = Vec::new();
+    for clock in ["+3600", "-3600"] {
+        lab.agents.stop("a1", Signal::SIGTERM)?;
+        lab.agents.start_at(&node, clock)?;
+        agents::wait_healthy(&node.space, Duration::from_secs(30))?;
+        lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+        std::thread::sleep(Duration::from_secs(3));
+        ensure!(leads(lab, "a1")? && !leads(lab, "a2")?, "with its clock at {clock} s a1 no longer leads");
+        let log = fs::read_to_string(lab.agents.log("a1"))?;
+        let stamp = log.lines().rev().find_map(|line| line.split_once("\"timestamp\":\"")?.1.get(11..16));
+        said.push(stamp.context("no time in the log")?.to_owned());
+    }
+    ensure!(said[0] != said[1], "its clock was not changed: {said:?}");
+    stop_and_start(lab, &["a1".to_owned()], Signal::SIGTERM, Duration::ZERO)?;
+    Ok(format!("its log says {} and then {}; a1 leads all the time", said[0], said[1]))
+}
+
+/// Without the node's object, and then with it again.
+fn leader_returns(lab: &mut Lab) -> Result<String> {
+    let file = lab.agents.cluster().join("node-a1.yaml");
+    let aside = lab.agents.cluster().with_file_name("node-a1.yaml");
+    let changes = |lab: &Lab| -> Result<u64> {
+        let status = counters::status(&lab.network.node("a3")?.space)?;
+        let locations = status["locations"].as_array().context("no locations in /status")?;
+        let here = locations.iter().find(|location| location["name"] == "location:site-a");
+        Ok(here.and_then(|here| here["changes"].as_u64()).unwrap_or(0))
+    };
+    let before = changes(lab)?;
+    fs::rename(&file, &aside)?;
+    let gone = until("a2 leads", Duration::from_secs(20), || leads(lab, "a2"));
+    std::thread::sleep(Duration::from_secs(8));
+    fs::rename(&aside, &file)?;
+    gone?;
+    let took =
+        until("a1 leads again", Duration::from_secs(20), || Ok(leads(lab, "a1")? && !leads(lab, "a2")?))?;
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+    std::thread::sleep(Duration::from_secs(5));
+    let changed = changes(lab)? - before;
+    ensure!(changed <= 2, "the leader changed {changed} times: it flaps");
+    Ok(format!("a1 led again after {} ms, {changed} changes of the leader in all", took.as_millis()))
+}
+
+/// Power off: no process, no link. The objects stay.
+fn location_dies(lab: &mut Lab) -> Result<String> {
+    let dead = ["b1", "b2"];
+    for name in dead {
+        lab.agents.stop(name, Signal::SIGKILL)?;
+        lab.network
+            .node(name)?
+            .space
+            .sh("for d in eth0 eth1; do ip link set $d down 2>/dev/null || true; done")?;
+    }
+    let gone = until("the location is given up", Duration::from_secs(150), || {
+        Ok(metric(lab, "a2", "kilo_nodes")? == 3)
+    });
+    let clear = counters::clear_pod_packets(&lab.network)?;
+    std::thread::sleep(Duration::from_secs(1));
+    ensure!(counters::clear_pod_packets(&lab.network)? == clear, "in clear since it is gone");
+    let status = lab.agents.kgctl(&["status"]);
+    for name in dead {
+        let node = lab.network.node(name)?.clone();
+        node.space.sh("for d in eth0 eth1; do ip link set $d up 2>/dev/null || true; done")?;
+        let gateway = if node.public.is_some() { "192.0.2.1".to_owned() } else { node.gateway.to_string() };
+        node.space.sh(&format!("ip route replace default via {gateway}"))?;
+        lab.agents.start(&node)?;
+    }
+    let took = gone?;
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+    let said = status?
+        .lines()
+        .filter(|line| line.contains("b1") || line.contains("b2"))
+        .collect::<Vec<_>>()
+        .join("; ");
+    Ok(format!("given up after {} s; kgctl status: {said}", took.as_secs()))
+}
+
+/// A node as it is after a reboot, but for its links: nothing of ours in the kernel.
+const REBOOT: &str = "
+    rm -rf /sys/fs/bpf/kilo
+    for d in eth0 kilo0; do tc qdisc del dev $d clsact 2>/dev/null || true; done
+    ip link delete kilo0 2>/dev/null || true
+    ip -o link | grep -o 'kilo-[a-z0-9]*' | sort -u | while read -r d; do ip link delete $d 2>/dev/null || true; done
+    for f in -4 -6; do
+        ip $f rule flush protocol 107 2>/dev/null || true
+        ip $f route flush table all proto 107 2>/dev/null || true
+    done";
+
+fn on_their_own(lab: &mut Lab) -> Result<String> {
+    let all = names(lab);
+    let time = length(&DEAD);
+    let said = while_away(lab, |lab| {
+        for name in &all {
+            lab.agents.stop(name, Signal::SIGKILL)?;
+        }
+        let rebooted = lab.network.node("a3")?.clone();
+        rebooted.space.sh(REBOOT)?;
+        ensure!(
+            rebooted.space.sh("ip route show proto 107; ls /sys/fs/bpf")?.is_empty(),
+            "a3 has not rebooted"
+        );
+        // It has no last good topology: files are there at every start.
+        lab.agents.start(&rebooted)?;
+        let others = |missing: &String| !missing.contains("a3");
+        let (mut looks, mut asked, began) = (0, 0, Instant::now());
+        while began.elapsed() < time {
+            let look = reach::look(&lab.network);
+            let missing: Vec<_> = look.missing.iter().filter(|missing| others(missing)).cloned().collect();
+            ensure!(missing.is_empty(), "new flows fail after {} s: {missing:?}", began.elapsed().as_secs());
+            looks += 1;
+            asked += look.asked - look.missing.len();
+            std::thread::sleep(Duration::from_secs(1).saturating_sub(look.began.elapsed()));
+        }
+        ensure!(lab.agents.all_run().is_err(), "the agent of a3 runs without a cluster");
+        lab.agents.forget("a3");
+        Ok(format!("for {} s; {looks} looks, {asked} new flows answered", time.as_secs()))
+    });
+    for name in &all {
+        if lab.agents.pid(name).is_none() {
+            let node = lab.network.node(name)?.clone();
+            lab.agents.start(&node)?;
+        }
+    }
+    let said = said?;
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
+    Ok(said)
+}
