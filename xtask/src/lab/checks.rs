@@ -1,7 +1,7 @@
 //! What the lab proves, one named check at a time.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs,
     path::Path,
     process::{Child, Command, Stdio},
@@ -14,8 +14,9 @@ use nix::sys::signal::Signal;
 use super::{
     Lab, LabArgs, agents,
     counters::{self, action, drops},
-    external, forward_policy, granularity, matrix, nat, offloads, path_mtu, pod_tunnels, printer, segments,
-    services, vpn,
+    external, forward_policy, granularity, matrix, nat,
+    network::Node,
+    offloads, path_mtu, pod_tunnels, printer, segments, services, vpn,
 };
 use crate::report::TestOutcome;
 
@@ -202,13 +203,20 @@ pub fn nothing_in_clear(lab: &mut Lab) -> Result<String> {
 
 /// No program dropped a packet of the mesh.
 pub fn no_drops(lab: &mut Lab) -> Result<String> {
-    for node in &lab.network.nodes {
+    let dropped = mesh_drops(lab)?;
+    ensure!(dropped.values().all(BTreeMap::is_empty), "dropped: {dropped:?}");
+    Ok(String::new())
+}
+
+/// What the programs of each node have dropped of the mesh so far.
+fn mesh_drops(lab: &Lab) -> Result<BTreeMap<String, BTreeMap<String, u64>>> {
+    let of = |node: &Node| {
         let mut drops = drops(&counters::scrape(&node.space)?);
         // The kernel's own neighbour discovery on the device.
         drops.remove("not_unicast");
-        ensure!(drops.is_empty(), "{} dropped {drops:?}", node.name());
-    }
-    Ok(String::new())
+        Ok((node.name().to_owned(), drops))
+    };
+    lab.network.nodes.iter().map(of).collect()
 }
 
 fn bpftool(lab: &mut Lab) -> Result<String> {
@@ -332,6 +340,8 @@ fn each_agent(lab: &mut Lab, signal: Signal, down_for: Duration) -> Result<Strin
     let names: Vec<_> = lab.network.nodes.iter().map(|node| node.name().to_owned()).collect();
     let before: Vec<_> =
         lab.network.nodes.iter().map(|node| counters::scrape(&node.space)).collect::<Result<_>>()?;
+    // Checks of path MTUs made some that were too big.
+    let dropped = mesh_drops(lab)?;
     let traffic = Traffic::start(lab, 25)?;
     for name in &names {
         lab.agents.stop(name, signal)?;
@@ -361,7 +371,8 @@ fn each_agent(lab: &mut Lab, signal: Signal, down_for: Duration) -> Result<Strin
             3 + 2 * interfaces
         );
     }
-    no_drops(lab)?;
+    let now = mesh_drops(lab)?;
+    ensure!(now == dropped, "dropped {dropped:?} before and {now:?} after");
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(180))?;
     Ok(figures)
 }
