@@ -45,19 +45,19 @@ pub(super) fn faults() -> Vec<Fault> {
         inject,
     };
     vec![
-        across(3, "every agent finds the maps of layout 2 in use", Goal::Nothing, false, upgrade),
+        across(3, "every agent finds the maps of layout 2 in use", Goal::Nothing, true, upgrade),
         Fault {
             to: "outside",
-            ..across(3, "the same, and a pod's flow is masqueraded", Goal::Within(1000), false, upgrade)
+            ..across(3, "the same, and a pod's flow is masqueraded", Goal::Within(1000), true, upgrade)
         },
-        across(10, "the cluster is away", Goal::Nothing, false, cluster_away),
-        across(16, "the leader's clock is an hour ahead, then behind", Goal::Nothing, false, clock_is_wrong),
+        across(10, "the cluster is away", Goal::Nothing, true, cluster_away),
+        across(16, "the leader's clock is an hour ahead, then behind", Goal::Nothing, true, clock_is_wrong),
         Fault {
             from: "pod-a3",
-            ..across(20, "the leader leaves and comes back", Goal::Within(12_000), false, leader_returns)
+            ..across(20, "the leader leaves and comes back", Goal::Within(12_000), true, leader_returns)
         },
         across(23, "every node of the other location dies", Goal::Heals, false, location_dies),
-        across(67, "agents dead, the cluster away, a node reboots", Goal::Nothing, false, on_their_own),
+        across(67, "agents dead, the cluster away, a node reboots", Goal::Nothing, true, on_their_own),
     ]
 }
 
