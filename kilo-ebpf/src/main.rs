@@ -43,6 +43,8 @@ mod programs {
 
     /// Goes on with the next program on the hook, and then with the stack.
     pub const TC_ACT_UNSPEC: i32 = -1;
+    /// Goes on with the stack at once.
+    pub const TC_ACT_OK: i32 = 0;
     const TC_ACT_SHOT: i32 = 2;
 
     #[inline(always)]

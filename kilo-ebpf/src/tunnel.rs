@@ -23,11 +23,13 @@ use crate::{
     mark, masquerade,
     packet::{self, Family},
     path_mtu,
-    programs::{TC_ACT_UNSPEC, from_code, to_code},
+    programs::{TC_ACT_OK, TC_ACT_UNSPEC, from_code, to_code},
     steer::fits,
 };
 
 const REDIRECT_INGRESS: u64 = 1;
+/// Offset in a UDP header.
+const DESTINATION_PORT: usize = 2;
 /// `bpf_skb_adjust_room` flags (include/uapi/linux/bpf.h).
 const FIXED_GSO: u64 = 1;
 const DECAP_L3_IPV4: u64 = 128;
@@ -81,6 +83,9 @@ fn received<O: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
             protocol::IPIP if !O::V6 => return steered::<O, Ipv4>(ctx, config, &outer, O::HEADER_LEN),
             protocol::IPIP => return from_code(steered_apart::<O, Ipv4>(skb, config, O::HEADER_LEN)),
             protocol::IPV6 => return from_code(steered_apart::<O, V6>(skb, config, O::HEADER_LEN)),
+            // The programs of others behind this one (a host firewall) see as little of
+            // what the device decapsulates as of what is taken here.
+            protocol::UDP if is_for_device::<O>(ctx, &outer) => return Ok(TC_ACT_OK),
             protocol::UDP => match vxlan::<O>(ctx, &outer) {
                 Family::V4 => {
                     return from_code(steered_apart::<O, Ipv4>(skb, config, O::HEADER_LEN + VXLAN_INNER));
@@ -102,6 +107,17 @@ fn received<O: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
         return plain::<O>(ctx, config, &outer);
     }
     Ok(TC_ACT_UNSPEC)
+}
+
+/// True for a superpacket from another node to the VXLAN device.
+#[inline(always)]
+fn is_for_device<O: Ip>(ctx: &TcContext, outer: &O) -> bool {
+    packet::gso_size(ctx) != 0
+        && outer.header_len() == O::HEADER_LEN
+        && ctx
+            .load::<[u8; 2]>(ETHERNET_LEN + O::HEADER_LEN + DESTINATION_PORT)
+            .is_ok_and(|port| port == VXLAN_PORT.to_be_bytes())
+        && O::sender(outer.src()).is_some()
 }
 
 /// What a VXLAN packet of ours holds; everything else is left to the stack:

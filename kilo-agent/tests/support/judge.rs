@@ -29,7 +29,7 @@ use kilo_common::{
 
 use super::{
     IFINDEX,
-    packet::{PASS, REDIRECT, SHOT},
+    packet::{PASS, PASS_AT_ONCE, REDIRECT, SHOT},
 };
 
 /// What a program is run on.
@@ -187,7 +187,10 @@ fn lan_ingress(tables: &Tables, input: &Input) -> Wanted {
         let inner = match outer.protocol {
             protocol::IPIP => Some((behind, false)),
             protocol::IPV6 => Some((behind, true)),
-            // A superpacket is the device's to cut.
+            // A superpacket of the location is the device's to cut, and no other program's.
+            protocol::UDP if input.gso != 0 && for_device(tables, frame, &outer) => {
+                return Wanted { verdict: PASS_AT_ONCE, ..passes(None) };
+            }
             protocol::UDP if input.gso == 0 => vxlan(frame, &outer).map(|v6| (behind + VXLAN_INNER, v6)),
             _ => None,
         };
@@ -205,6 +208,13 @@ fn lan_ingress(tables: &Tables, input: &Input) -> Wanted {
             redirects(action, Bytes::Exactly(bytes))
         }
     }
+}
+
+fn for_device(tables: &Tables, frame: &[u8], outer: &Ip) -> bool {
+    let port = frame.get(ETHERNET_LEN + outer.header_len + 2..).and_then(|bytes| bytes.get(..2));
+    outer.header_len == Ip::shortest(outer.v6)
+        && port == Some(&VXLAN_PORT.to_be_bytes())
+        && tables.node.contains_key(&outer.src)
 }
 
 /// The family of the packet in a VXLAN packet of ours.

@@ -1,5 +1,5 @@
 //! What tests with real BPF programs share.
-#![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
+#![allow(dead_code, unused_imports, unreachable_pub, reason = "each test program uses a part of this")]
 
 use std::{
     collections::BTreeMap,

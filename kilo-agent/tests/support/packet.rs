@@ -20,6 +20,8 @@ pub struct Ran {
 }
 
 pub const PASS: i32 = -1;
+/// TC_ACT_OK: the stack has it, and no other program.
+pub const PASS_AT_ONCE: i32 = 0;
 pub const SHOT: i32 = 2;
 pub const REDIRECT: i32 = 7;
 

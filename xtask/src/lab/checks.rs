@@ -14,8 +14,8 @@ use nix::sys::signal::Signal;
 use super::{
     Lab, LabArgs, agents,
     counters::{self, action, drops},
-    forward_policy, granularity, matrix, nat, offloads, path_mtu, pod_tunnels, printer, segments, services,
-    vpn,
+    external, forward_policy, granularity, matrix, nat, offloads, path_mtu, pod_tunnels, printer, segments,
+    services, vpn,
 };
 use crate::report::TestOutcome;
 
@@ -56,6 +56,10 @@ pub const USES: &[Check] = &[
         granularity::run,
     ),
     ("a node on its own by annotation, live, is reached by all and loses no connection", granularity::mixed),
+    (
+        "a leader with wireguard-go and --create-interface=false meets leaders with another WireGuard",
+        external::run,
+    ),
 ];
 
 /// Last, because they change every node.
@@ -418,7 +422,12 @@ fn second_agent(lab: &mut Lab) -> Result<String> {
 }
 
 fn uninstall(lab: &mut Lab) -> Result<String> {
-    for name in ["a1", "a2"] {
+    uninstall_from(lab, &["a1", "a2"])
+}
+
+/// Ends these nodes' agents and takes away what they made.
+pub fn uninstall_from(lab: &mut Lab, names: &[&str]) -> Result<String> {
+    for name in names {
         lab.agents.stop(name, Signal::SIGKILL)?;
         let node = lab.network.node(name)?;
         let kg = lab.agents.program("kg");

@@ -3,11 +3,12 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
 use serde::Deserialize as _;
 use serde_yaml_ng::{Deserializer, Value};
 
 use super::{
+    Lab, counters,
     network::Node,
     plugins::{self, Pod},
 };
@@ -51,4 +52,32 @@ pub fn connect(node: &Node) -> Result<()> {
         bail!("the pod of {} was to have {wanted:?}: {result}", node.name());
     }
     Ok(())
+}
+
+/// Beside another CNI: members steer to their leader, and that CNI's `device` carries
+/// what stays in the location.
+pub fn ways_beside(lab: &Lab, device: &str) -> Result<String> {
+    for node in &lab.network.nodes {
+        let metrics = counters::scrape(&node.space)?;
+        let count = |name| counters::action(&metrics, name);
+        let shown = format!("{}: {metrics:?}", node.name());
+        if node.public.is_some() {
+            for name in ["encrypt", "decrypt", "transit", "forward"] {
+                ensure!(count(name) > 0, "leader counts no {name}; {shown}");
+            }
+            ensure!(count("steer") == 0, "leader keeps its own packets from the CNI; {shown}");
+        } else {
+            ensure!(
+                count("steer") > 0 && count("deliver") > 0,
+                "member steers or is brought nothing; {shown}"
+            );
+            ensure!(count("encrypt") == 0 && count("transit") == 0, "member encrypts; {shown}");
+        }
+        for direction in ["rx", "tx"] {
+            let file = format!("/sys/class/net/{device}/statistics/{direction}_packets");
+            let packets: u64 = node.space.sh(&format!("cat {file}"))?.trim().parse()?;
+            ensure!(packets > 30, "{}: {device} has {packets} packets ({direction})", node.name());
+        }
+    }
+    Ok(String::new())
 }

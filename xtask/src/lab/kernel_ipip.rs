@@ -85,7 +85,7 @@ fn replace_by_old(lab: &mut Lab, node: &Node) -> Result<()> {
     let (kg, cluster) = (lab.agents.program("kg"), cluster.display().to_string());
     node.space.sh(&format!("{} uninstall --backend file --backend-dir {cluster} 2>&1", kg.display()))?;
     stay_in_the_mesh(&said, &marker(lab, node), annotations.clone())?;
-    tunl0::make(node, &nodes.iter().map(ipv4).collect::<Result<Vec<_>>>()?)?;
+    tunl0::make(node, "tunl0", &nodes.iter().map(ipv4).collect::<Result<Vec<_>>>()?)?;
     if node.public.is_some() {
         let conf = lab.directory.join(format!("{}-old.conf", node.name()));
         let own = format!("[Interface]\nPrivateKey = {}\n", key.trim());

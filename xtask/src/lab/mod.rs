@@ -3,10 +3,14 @@
 pub mod agents;
 mod bulk;
 mod checks;
+mod cilium;
+mod cloud;
 mod cni;
 pub mod counters;
+mod external;
 mod faults;
 mod flannel;
+mod foreign;
 mod forward_policy;
 mod granularity;
 mod kernel_ipip;
@@ -56,6 +60,7 @@ pub const PACKAGES: &[&str] = &[
     "iptables",
     "strace",
     "ethtool",
+    "wireguard-go",
     "faketime",
 ];
 
@@ -477,6 +482,9 @@ impl Lab {
         lab.save()?;
         step("waiting for the mesh");
         lab.agents.wait_until_ready(&lab.network, Duration::from_secs(240))?;
+        if let Some(scenario) = scenario {
+            scenario.complete(&lab.network)?;
+        }
         step("pods' interfaces, by Debian's CNI plugins");
         for node in &lab.network.nodes {
             cni::connect(node)?;

@@ -180,7 +180,9 @@ fn icmp(target: IpAddr, timeout: Duration) -> Result<()> {
     };
     let socket = Socket::new(domain, Type::RAW, Some(protocol))?;
     socket.set_read_timeout(Some(timeout))?;
-    let mut request = vec![kind, 0, 0, 0, 0x4b, 0x69, (sequence >> 8) as u8, sequence as u8];
+    // The identifier, too: two of one may meet where they are translated to one address.
+    let [high, low] = sequence.to_be_bytes();
+    let mut request = vec![kind, 0, 0, 0, high, low, high, low];
     request.extend(pattern(DATAGRAM_PAYLOAD));
     if v4 {
         // For ICMPv6 the kernel does it, because it chooses the source address.

@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use super::{
     Lab, LabArgs,
     checks::{self, Check},
-    flannel, kernel_ipip,
+    cilium, flannel, kernel_ipip,
     network::Network,
 };
 use crate::report::TestOutcome;
@@ -18,6 +18,8 @@ use crate::report::TestOutcome;
 pub enum Scenario {
     /// Flannel's VXLAN overlay, in a cloud that drops IP protocol 4.
     Flannel,
+    /// Cilium's devices and programs before and after ours, in the same cloud.
+    Cilium,
     /// Nodes with plain IPIP, as Kilo sets them, in each role.
     Mixed,
 }
@@ -26,6 +28,7 @@ impl Scenario {
     const fn label(self) -> &'static str {
         match self {
             Self::Flannel => "flannel",
+            Self::Cilium => "cilium",
             Self::Mixed => "mixed",
         }
     }
@@ -34,6 +37,7 @@ impl Scenario {
     const fn flags(self) -> &'static [&'static str] {
         match self {
             Self::Flannel => flannel::FLAGS,
+            Self::Cilium => cilium::FLAGS,
             Self::Mixed => kernel_ipip::FLAGS,
         }
     }
@@ -41,6 +45,7 @@ impl Scenario {
     const fn checks(self) -> &'static [Check] {
         match self {
             Self::Flannel => flannel::CHECKS,
+            Self::Cilium => cilium::CHECKS,
             Self::Mixed => kernel_ipip::CHECKS,
         }
     }
@@ -49,9 +54,15 @@ impl Scenario {
     pub fn prepare(self, network: &mut Network) -> Result<()> {
         match self {
             Self::Flannel => flannel::install(network)?,
+            Self::Cilium => cilium::install(network)?,
             Self::Mixed => kernel_ipip::install(network)?,
         }
         Ok(())
+    }
+
+    /// Adds what comes only when the agents run.
+    pub fn complete(self, network: &Network) -> Result<()> {
+        if self == Self::Cilium { cilium::complete(network) } else { Ok(()) }
     }
 
     /// Builds the lab and runs every check; the caller takes the lab down.
@@ -64,6 +75,33 @@ impl Scenario {
         match Lab::up(&args, Some(self)) {
             Ok(lab) => checks::run(lab, started, &prefix, &args, self.checks()),
             Err(error) => vec![checks::outcome(&prefix, "the mesh comes up", started, &Err(error))],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn agents_beside_another_cni_have_the_flags_of_its_manifests() {
+        let manifests = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests");
+        for (scenario, count) in [(Scenario::Flannel, 4), (Scenario::Cilium, 2)] {
+            let files = std::fs::read_dir(&manifests).unwrap().map(|entry| entry.unwrap());
+            let of_cni = |name: &str| name.starts_with("kilo-") && name.contains(scenario.label());
+            let named = files.filter(|file| of_cni(&file.file_name().to_string_lossy()));
+            let mut found = 0;
+            // One for nodes with userspace WireGuard has a flag more.
+            for file in named.filter(|file| !file.file_name().to_string_lossy().contains("userspace")) {
+                let text = std::fs::read_to_string(file.path()).unwrap();
+                let flags = text.lines().filter_map(|line| line.trim().strip_prefix("- --"));
+                let of_place = |flag: &&str| flag.starts_with("kubeconfig=") || flag.starts_with("hostname=");
+                let flags: std::collections::BTreeSet<_> =
+                    flags.filter(|flag| !of_place(flag)).map(|flag| format!("--{flag}")).collect();
+                assert_eq!(flags, scenario.flags().iter().map(|&flag| flag.to_owned()).collect(), "{file:?}");
+                found += 1;
+            }
+            assert_eq!(found, count, "{}", scenario.label());
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `tunl0`: the kernel's IPIP device; where the kernel has none, an Ethernet
+//! `tunl0`, or `cilium_tunl`: the kernel's IPIP device; where the kernel has none, an Ethernet
 //! TAP device of that name and two threads that write and read the same outer
 //! headers through raw sockets.
 
@@ -21,29 +21,33 @@ const NEXT_HOP: [u8; 2] = [0x02, 0x4b];
 /// Length of an Ethernet header in bytes.
 const ETHERNET: usize = 14;
 
-/// Makes the device, up, with the MTU of an IPIP tunnel over Ethernet.
+/// Makes the device of that name, up, with the MTU of an IPIP tunnel over Ethernet.
 /// `next_hops` are the addresses routes over it may name.
-pub fn make(node: &Node, next_hops: &[Ipv4Addr]) -> Result<()> {
-    let by_kernel = node.space.sh(
+pub fn make(node: &Node, name: &str, next_hops: &[Ipv4Addr]) -> Result<()> {
+    let by_kernel = node.space.sh(&format!(
         "modprobe ipip 2>/dev/null || true; \
-         ip link show tunl0 >/dev/null 2>&1 || ip link add tunl0 type ipip 2>/dev/null; ip link set tunl0 up",
-    );
+         ip link show tunl0 >/dev/null 2>&1 || ip link add tunl0 type ipip 2>/dev/null; \
+         ip link set tunl0 name {name} up"
+    ));
     if by_kernel.is_ok() {
         return Ok(());
     }
-    let mut batch = "tuntap add dev tunl0 mode tap\nlink set tunl0 mtu 1480 up\n".to_owned();
+    let mut batch = format!("tuntap add dev {name} mode tap\nlink set {name} mtu 1480 up\n");
     for hop in next_hops {
         let [a, b, c, d] = hop.octets();
         let [x, y] = NEXT_HOP;
         batch += &format!(
-            "neighbour add {hop} lladdr {x:02x}:{y:02x}:{a:02x}:{b:02x}:{c:02x}:{d:02x} dev tunl0 nud permanent\n"
+            "neighbour add {hop} lladdr {x:02x}:{y:02x}:{a:02x}:{b:02x}:{c:02x}:{d:02x} dev {name} nud permanent\n"
         );
     }
     node.space.ip(&batch)?;
-    let hardware = node.space.sh("ip -o link show tunl0 | sed 's/.*ether \\([^ ]*\\) .*/\\1/'")?;
+    let hardware = node.space.sh(&format!("cat /sys/class/net/{name}/address"))?;
     let hardware: Vec<u8> =
         hardware.trim().split(':').map(|byte| u8::from_str_radix(byte, 16)).collect::<Result<_, _>>()?;
-    let (tap, socket) = node.space.spawn(open).join().map_err(|_| anyhow::anyhow!("tunl0"))???;
+    let (tap, socket) = {
+        let name = name.to_owned();
+        node.space.spawn(move || open(&name)).join().map_err(|_| anyhow::anyhow!("tunl0"))???
+    };
     let (mut reader, sender) = (tap.try_clone()?, socket.try_clone()?);
     std::thread::spawn(move || {
         let mut frame = [0; 2048];
@@ -60,17 +64,17 @@ pub fn make(node: &Node, next_hops: &[Ipv4Addr]) -> Result<()> {
 }
 
 /// Attaches to the device and to packets of protocol 4 in this thread's namespace.
-fn open() -> Result<(File, Socket)> {
+fn open(name: &str) -> Result<(File, Socket)> {
     let tap = File::options().read(true).write(true).open("/dev/net/tun").context("/dev/net/tun")?;
     // SAFETY: plain integers and bytes; zero is a value of each.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-    for (to, from) in request.ifr_name.iter_mut().zip(b"tunl0") {
+    for (to, from) in request.ifr_name.iter_mut().zip(name.as_bytes()) {
         *to = from.cast_signed();
     }
     request.ifr_ifru.ifru_flags = i16::try_from(libc::IFF_TAP | libc::IFF_NO_PI)?;
     // SAFETY: the kernel reads and writes a request of this type.
     let answer = unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETIFF as _, &raw mut request) };
-    ensure!(answer == 0, "tunl0: {}", std::io::Error::last_os_error());
+    ensure!(answer == 0, "{name}: {}", std::io::Error::last_os_error());
     Ok((tap, Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(4)))?))
 }
 

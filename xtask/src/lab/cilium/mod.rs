@@ -1,0 +1,468 @@
+//! The kernel's state on nodes with Cilium: its devices, routes and rules, and
+//! programs of its names on them. They are stand-ins; Cilium itself is not run.
+//!
+//! On some nodes it is there before the agent, on others it comes after.
+
+mod programs;
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    net::{IpAddr, Ipv4Addr, UdpSocket},
+    os::fd::{AsFd as _, AsRawFd as _},
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use aya::{
+    maps::{Array, Map, MapData},
+    programs::{LinkOrder, SchedClassifier, TcAttachType},
+};
+use nix::sys::signal::Signal;
+
+use super::{
+    Lab,
+    checks::{self, Check, no_drops, nothing_in_clear},
+    cloud, cni,
+    counters::{self, action},
+    foreign, matrix,
+    network::{Network, Node},
+    tunl0,
+};
+use programs::Maps;
+
+/// Flags of the agents, as in the manifests beside Cilium.
+pub const FLAGS: &[&str] = &["--compatibility=cilium", "--cni=false", "--local=false"];
+
+/// What is checked when the mesh stands.
+pub const CHECKS: &[Check] = &[
+    ("members steer to their leader, and Cilium carries what stays in the location", |lab| {
+        cni::ways_beside(lab, "cilium_vxlan")
+    }),
+    ("no pod packet is seen in clear between the locations", nothing_in_clear),
+    ("no mesh packet was dropped on the way", no_drops),
+    ("programs of others are attached in their order whoever came first, and all count packets", beside),
+    ("a host firewall that knows nothing of Kilo refuses none of its packets", not_refused),
+    ("the cloud dropped no IPIP, though it drops what there is", cloud::nothing_dropped),
+    ("IPIP to a leader's cni-compatibility-ip travels inside Cilium's packets", ipip),
+    ("each agent that ends and starts leaves the others' programs where they are", restarted),
+    ("what Cilium itself encapsulates for nodes of another location goes through WireGuard", tunnelled),
+    ("after `kg uninstall` only the others' programs are left", uninstalled),
+];
+
+/// Nodes to which Cilium comes only when the agent runs.
+const AGENT_FIRST: [&str; 2] = ["a3", "b2"];
+/// What VXLAN leaves of WireGuard's 1420: Cilium's own packets go through it, too.
+const MTU: u32 = 1370;
+/// The agent's programs at ingress and egress of the devices the others sit on.
+const SHARED: [(&str, [&str; 2]); 3] = [
+    ("eth0", ["lan_ingress", "uplink_egress"]),
+    ("eth1", ["lan_ingress", "uplink_egress"]),
+    ("kilo0", ["kilo_ingress", "kilo_egress"]),
+];
+const HOOKS: [TcAttachType; 2] = [TcAttachType::Ingress, TcAttachType::Egress];
+/// Names of the programs before ours, and of Cilium's behind it.
+const WATCH: [&str; 2] = ["watch_ingress", "watch_egress"];
+const NETDEV: [&str; 2] = ["cil_from_netdev", "cil_to_netdev"];
+
+/// Sets up every node's CNI configuration, Cilium on those that have it first, and the cloud's rule.
+pub fn install(network: &mut Network) -> Result<()> {
+    network.give_pods_to_another_cni();
+    for node in &network.nodes {
+        configure_pods(node)?;
+    }
+    for node in network.nodes.iter().filter(|node| !agent_first(node)) {
+        start(network, node)?;
+    }
+    try_the_firewall(network)?;
+    cloud::forbid_ipip(network)
+}
+
+/// Once the agents run: Cilium on the other nodes, and everywhere on `kilo0`,
+/// which is one more device it finds.
+pub fn complete(network: &Network) -> Result<()> {
+    for node in &network.nodes {
+        if agent_first(node) {
+            start(network, node)?;
+        }
+        attach_beside(node, "kilo0")?;
+    }
+    Ok(())
+}
+
+fn agent_first(node: &Node) -> bool {
+    AGENT_FIRST.contains(&node.name())
+}
+
+/// Address of `cilium_host`.
+fn overlay_address(node: &Node) -> Ipv4Addr {
+    node.pod_address(250)
+}
+
+/// Cilium's directory in the node's BPF file system, as this process sees it.
+fn directory(node: &Node) -> Result<PathBuf> {
+    let holder = node.space.holder.context("a node has namespaces of its own")?;
+    Ok(format!("/proc/{holder}/root/sys/fs/bpf/cilium").into())
+}
+
+/// Devices, addresses, routes, rules, programs.
+fn start(network: &Network, node: &Node) -> Result<()> {
+    let own = overlay_address(node);
+    let hardware = programs::HOST_ADDRESS.map(|byte| format!("{byte:02x}")).join(":");
+    let mut ip = format!(
+        "link add cilium_host address {hardware} type veth peer name cilium_net\n\
+         link set cilium_host arp off up\nlink set cilium_net arp off up\n\
+         link add cilium_vxlan type vxlan external dstport 8472\nlink set cilium_vxlan up\n\
+         address add {own}/32 dev cilium_host\nroute add {own} dev cilium_host scope link\n\
+         route add {}/24 via {own} dev cilium_host src {own}\n\
+         rule add preference 100 lookup local\nrule delete preference 0 lookup local\n",
+        node.pod_address(0),
+    );
+    for other in network.nodes.iter().filter(|other| other.name() != node.name()) {
+        let pods = other.pod_address(0);
+        ip += &format!("route replace {pods}/24 via {own} dev cilium_host src {own} mtu {MTU}\n");
+    }
+    node.space.ip(&ip)?;
+    node.space.sh(&format!(
+        "for d in all cilium_host cilium_net cilium_vxlan; do echo 0 > /proc/sys/net/ipv4/conf/$d/rp_filter; done
+         iptables -t nat -N CILIUM_POST_nat
+         iptables -t nat -A POSTROUTING -j CILIUM_POST_nat
+         iptables -t nat -A CILIUM_POST_nat -s {}/24 ! -d 10.42.0.0/16 ! -o cilium_+ -j MASQUERADE
+         mkdir /sys/fs/bpf/cilium
+         bpftool map create /sys/fs/bpf/cilium/metrics type array key 4 value {} entries 1 name cilium_metrics
+         bpftool map create /sys/fs/bpf/cilium/ipcache type hash key 4 value 4 entries 64 name cilium_ipcache",
+        node.pod_address(0),
+        programs::COUNTERS * 8,
+    ))?;
+    let pinned = Pinned::open(node)?;
+    pinned.fill_ipcache(network, node)?;
+    let (maps, [ingress, egress]) = (pinned.maps(), HOOKS);
+    let from_host = programs::encapsulate(maps, programs::FROM_HOST, ifindex(node, "cilium_vxlan")?)?;
+    attach(node, "cilium_host", egress, "cil_from_host", from_host, Side::After)?;
+    let to_host = programs::hand_on(maps, programs::TO_HOST)?;
+    attach(node, "cilium_host", ingress, "cil_to_host", to_host, Side::After)?;
+    let from_overlay = programs::from_overlay(maps, own, ifindex(node, "cilium_host")?)?;
+    attach(node, "cilium_vxlan", ingress, "cil_from_overla", from_overlay, Side::After)?;
+    attach_beside(node, "eth0")?;
+    if node.public.is_some() {
+        attach_beside(node, "eth1")?;
+    }
+    // Kilo's where Cilium terminates IPIP; here nothing may come out of it.
+    tunl0::make(node, "cilium_tunl", &[])
+}
+
+/// The node's maps, open.
+struct Pinned {
+    counters: MapData,
+    ipcache: MapData,
+}
+
+impl Pinned {
+    fn open(node: &Node) -> Result<Self> {
+        let map = |name| -> Result<MapData> { Ok(MapData::from_pin(directory(node)?.join(name))?) };
+        Ok(Self { counters: map("metrics")?, ipcache: map("ipcache")? })
+    }
+
+    /// Descriptors, for programs that are loaded while this lives.
+    fn maps(&self) -> Maps {
+        let fd = |map: &MapData| map.fd().as_fd().as_raw_fd();
+        Maps { counters: fd(&self.counters), ipcache: fd(&self.ipcache) }
+    }
+
+    /// Which node has which pods; Cilium knows nothing of locations.
+    fn fill_ipcache(&self, network: &Network, node: &Node) -> Result<()> {
+        let script = network.nodes.iter().filter(|other| other.name() != node.name()).map(|other| {
+            let IpAddr::V4(address) = other.private else { bail!("{} has no IPv4 address", other.name()) };
+            let bytes = |octets: [u8; 4]| octets.map(|octet| octet.to_string()).join(" ");
+            Ok(format!(
+                "bpftool map update pinned /sys/fs/bpf/cilium/ipcache key {} value {}\n",
+                bytes(other.pod_address(0).octets()),
+                // The helper takes it as a number.
+                bytes(u32::from(address).to_ne_bytes()),
+            ))
+        });
+        node.space.sh(&script.collect::<Result<String>>()?).map(drop)
+    }
+
+    fn read(self) -> Result<[u64; programs::COUNTERS]> {
+        let array: Array<_, [u64; programs::COUNTERS]> = Map::Array(self.counters).try_into()?;
+        Ok(array.get(&0, 0)?)
+    }
+}
+
+/// What the node's programs counted.
+fn counted(node: &Node) -> Result<[u64; programs::COUNTERS]> {
+    Pinned::open(node)?.read()
+}
+
+/// Where in the chain of a hook a program is put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Side {
+    Before,
+    After,
+}
+
+/// Puts a program on a hook of a device of the node; pins keep it there.
+fn attach(
+    node: &Node,
+    device: &str,
+    hook: TcAttachType,
+    name: &'static str,
+    instructions: Vec<u64>,
+    side: Side,
+) -> Result<()> {
+    let (directory, device) = (directory(node)?, device.to_owned());
+    let attach = move || -> Result<()> {
+        let mut program = foreign::program(name, &instructions, &directory.join(format!("{name}_{device}")))?;
+        let order = if side == Side::Before { LinkOrder::first() } else { LinkOrder::last() };
+        let link = foreign::attach_tcx(&mut program, &device, hook, order)?;
+        link.pin(directory.join(format!("{name}_{device}_link")))?;
+        Ok(())
+    };
+    let thread = node.space.spawn(attach).join();
+    thread
+        .map_err(|_| anyhow::anyhow!("loader thread"))??
+        .with_context(|| format!("{name} on {}", node.name()))
+}
+
+/// On each hook of the device: somebody's program that counts before all others,
+/// and Cilium's behind them.
+fn attach_beside(node: &Node, device: &str) -> Result<()> {
+    let pinned = Pinned::open(node)?;
+    let number = SHARED.iter().position(|(name, _)| *name == device).context("no shared device")?;
+    for (side, hook) in HOOKS.into_iter().enumerate() {
+        let counter = counter(number, side);
+        let watch = programs::watch(pinned.maps(), counter)?;
+        attach(node, device, hook, WATCH[side], watch, Side::Before)?;
+        // The firewall guards what has Ethernet headers: the ways into the host.
+        let netdev = match hook {
+            TcAttachType::Ingress if device != "kilo0" => programs::from_netdev(pinned.maps(), counter + 1)?,
+            _ => programs::hand_on(pinned.maps(), counter + 1)?,
+        };
+        attach(node, device, hook, NETDEV[side], netdev, Side::After)?;
+    }
+    Ok(())
+}
+
+/// Counter of the program before ours on a hook of a shared device; that of the one behind it follows.
+const fn counter(device: usize, hook: usize) -> usize {
+    device * 4 + hook * 2
+}
+
+fn ifindex(node: &Node, device: &str) -> Result<u32> {
+    let text = node.space.sh(&format!("cat /sys/class/net/{device}/ifindex"))?;
+    text.trim().parse().with_context(|| format!("{device}: {text}"))
+}
+
+/// Pods on links of their own, with a route each.
+fn configure_pods(node: &Node) -> Result<()> {
+    let conf = serde_json::json!({
+        "cniVersion": "0.3.1",
+        "name": "cilium",
+        "plugins": [{
+            "type": "ptp",
+            "mtu": MTU,
+            "ipam": {
+                "type": "host-local",
+                "subnet": format!("{}/24", node.pod_address(0)),
+                "routes": [{ "dst": "0.0.0.0/0" }],
+            },
+        }],
+    });
+    node.space.sh(&format!("cat > {} <<'CONF'\n{conf}\nCONF", cni::CONF)).map(drop)
+}
+
+/// What the host firewall is to refuse if it gets to see it.
+fn try_the_firewall(network: &Network) -> Result<()> {
+    let (from, to) = (network.node("a2")?, network.node("a1")?);
+    let target = (to.private, programs::KILO_VXLAN_PORT);
+    let sent = from.space.spawn(move || UdpSocket::bind("0.0.0.0:0")?.send_to(b"not yet", target)).join();
+    sent.map_err(|_| anyhow::anyhow!("sender"))???;
+    let started = Instant::now();
+    while counted(to)?[programs::REFUSED] == 0 {
+        ensure!(started.elapsed() < Duration::from_secs(10), "the host firewall of a1 refuses nothing");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
+
+/// Programs of a hook in the order they run: number and name.
+type Chain = Vec<(u32, String)>;
+
+/// The chains of every hook the node's agent shares with others, of the devices there are.
+fn chains(node: &Node) -> Result<BTreeMap<String, Chain>> {
+    let there = node.space.sh("ls /sys/class/net")?;
+    let devices = SHARED.iter().filter(|(device, _)| there.split_whitespace().any(|name| name == *device));
+    let query = |device: &'static str, hook| {
+        let query = move || SchedClassifier::query_tcx(device, hook);
+        let (_, programs) =
+            node.space.spawn(query).join().map_err(|_| anyhow::anyhow!("query thread"))???;
+        let named = |program: &aya::programs::ProgramInfo| {
+            (program.id(), program.name_as_str().unwrap_or_default().to_owned())
+        };
+        Ok::<_, anyhow::Error>((format!("{device} {hook:?}"), programs.iter().map(named).collect()))
+    };
+    devices.flat_map(|(device, _)| HOOKS.map(|hook| query(device, hook))).collect()
+}
+
+/// Whoever came first: a program put before all stays there, ours is before
+/// those that were there, and Cilium's come after.
+fn beside(lab: &mut Lab) -> Result<String> {
+    let mut seen = 0;
+    for node in &lab.network.nodes {
+        let (chains, counted) = (chains(node)?, counted(node)?);
+        for (number, (device, ours)) in SHARED.iter().enumerate() {
+            if *device == "eth1" && node.public.is_none() {
+                continue;
+            }
+            for (side, hook) in HOOKS.into_iter().enumerate() {
+                let chain = &chains[&format!("{device} {hook:?}")];
+                let names: Vec<_> = chain.iter().map(|(_, name)| name.as_str()).collect();
+                let (watch, ours, netdev) = (WATCH[side], ours[side], NETDEV[side]);
+                let came_later = agent_first(node) || *device == "kilo0";
+                let wanted = if came_later { [watch, ours, netdev] } else { [ours, watch, netdev] };
+                ensure!(names == wanted, "{} {device} {hook:?}: {names:?}, not {wanted:?}", node.name());
+                let at = counter(number, side);
+                let before_ours = counted[at];
+                // Ours take every packet there is on the kilo0 of a member.
+                let all_taken = *device == "kilo0" && node.public.is_none();
+                ensure!(
+                    (before_ours > 0 || !came_later) && (counted[at + 1] > 0 || all_taken),
+                    "{} {device} {hook:?}: the others count {before_ours} and {} packets",
+                    node.name(),
+                    counted[at + 1]
+                );
+                seen += before_ours + counted[at + 1];
+            }
+        }
+        for counter in [programs::FROM_HOST, programs::FROM_OVERLAY] {
+            ensure!(counted[counter] > 0, "{}: {counted:?}", node.name());
+        }
+    }
+    Ok(format!("({seen} packets)"))
+}
+
+/// Once more who reaches whom; meanwhile nothing is refused.
+fn not_refused(lab: &mut Lab) -> Result<String> {
+    let refused = |lab: &Lab| -> Result<Vec<u64>> {
+        lab.network.nodes.iter().map(|node| Ok(counted(node)?[programs::REFUSED])).collect()
+    };
+    let before = refused(lab)?;
+    let matrix = matrix::run(&lab.network)?;
+    checks::all_passed(&matrix)?;
+    let after = refused(lab)?;
+    ensure!(before == after, "refused packets: {before:?}, then {after:?}");
+    Ok(format!("({} probes)", matrix.total()))
+}
+
+/// Cilium's program on pods' links asks no route: packets for pods anywhere are
+/// sent to the private addresses of their nodes.
+fn tunnelled(lab: &mut Lab) -> Result<String> {
+    let network = &lab.network;
+    for node in &network.nodes {
+        let route = node.space.sh(&format!("ip -o route get {}", node.pod_ip()))?;
+        let device = route.split(" dev ").nth(1).and_then(|rest| rest.split(' ').next());
+        let device = device.with_context(|| format!("no device in {route}"))?;
+        let vxlan = ifindex(node, "cilium_vxlan")?;
+        let pinned = Pinned::open(node)?;
+        let program = programs::encapsulate(pinned.maps(), programs::FROM_CONTAINER, vxlan)?;
+        attach(node, device, TcAttachType::Ingress, "cil_from_contai", program, Side::After)?;
+    }
+    let before: Vec<_> = network.nodes.iter().map(counted).collect::<Result<_>>()?;
+    let matrix = matrix::run(network)?;
+    checks::all_passed(&matrix)?;
+    let mut packets = 0;
+    for (node, before) in network.nodes.iter().zip(before) {
+        let sent = counted(node)?[programs::FROM_CONTAINER] - before[programs::FROM_CONTAINER];
+        ensure!(sent > 0, "no packet of the pod of {}", node.name());
+        packets += sent;
+    }
+    no_drops(lab)?;
+    nothing_in_clear(lab)?;
+    Ok(format!("({} probes, {packets} packets of pods)", matrix.total()))
+}
+
+/// Agents end in both ways; meanwhile and afterwards the chains are as they were.
+fn restarted(lab: &mut Lab) -> Result<String> {
+    let all = |lab: &Lab| lab.network.nodes.iter().map(chains).collect::<Result<Vec<_>>>();
+    // The agent's own programs are other ones afterwards, in the same place.
+    let order = |chains: &[BTreeMap<String, Chain>]| -> Vec<_> {
+        let of = |(number, name): &(u32, String)| {
+            let ours = SHARED.iter().any(|(_, ours)| ours.contains(&name.as_str()));
+            (name.clone(), (!ours).then_some(*number))
+        };
+        let all = chains.iter().flat_map(BTreeMap::iter);
+        all.map(|(hook, chain)| (hook.clone(), chain.iter().map(of).collect::<Vec<_>>())).collect()
+    };
+    let before = all(lab)?;
+    let nodes = lab.network.nodes.clone();
+    for (node, signal) in nodes.iter().zip([Signal::SIGKILL, Signal::SIGTERM].into_iter().cycle()) {
+        lab.agents.stop(node.name(), signal)?;
+    }
+    ensure!(all(lab)? == before, "the chains change when agents end: {before:?}");
+    nodes.iter().try_for_each(|node| lab.agents.start(node))?;
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(120))?;
+    let after = all(lab)?;
+    ensure!(order(&after) == order(&before), "before {before:?}, after {after:?}");
+    let counted_before: Vec<_> = nodes.iter().map(counted).collect::<Result<_>>()?;
+    let own = |node: &Node| -> Result<u64> {
+        let metrics = counters::scrape(&node.space)?;
+        Ok(["encrypt", "steer", "deliver", "forward"].iter().map(|name| action(&metrics, name)).sum())
+    };
+    let own_before: Vec<_> = nodes.iter().map(own).collect::<Result<_>>()?;
+    let matrix = matrix::run(&lab.network)?;
+    checks::all_passed(&matrix)?;
+    for ((node, theirs), ours) in nodes.iter().zip(counted_before).zip(own_before) {
+        let now = counted(node)?;
+        let more = |counter: usize| now[counter] > theirs[counter];
+        let eth0 = counter(0, 0);
+        ensure!(more(eth0) && more(eth0 + 1), "{}: {theirs:?}, then {now:?}", node.name());
+        ensure!(own(node)? > ours, "{}: the agent's programs count nothing", node.name());
+    }
+    Ok(format!("({} probes)", matrix.total()))
+}
+
+/// What nodes publish, and that members send IPIP there.
+fn ipip(lab: &mut Lab) -> Result<String> {
+    for node in &lab.network.nodes {
+        let said = lab.agents.cluster().join(format!("{}.kilo.yaml", node.name()));
+        let said = fs::read_to_string(&said).with_context(|| said.display().to_string())?;
+        let wanted = format!("kilo.squat.ai/cni-compatibility-ip: {}/32", overlay_address(node));
+        ensure!(said.contains(&wanted), "no {wanted} in {said}");
+    }
+    let tunnels = |lab: &Lab| -> Result<Vec<String>> {
+        let show = |node: &Node| {
+            node.space.sh("ip -o link show cilium_tunl; ip -o -4 address show cilium_tunl; \
+                 cat /sys/class/net/cilium_tunl/statistics/rx_packets")
+        };
+        lab.network.nodes.iter().map(show).collect()
+    };
+    let before = tunnels(lab)?;
+    let figure = cloud::ipip_inside(lab)?;
+    let after = tunnels(lab)?;
+    ensure!(before == after, "cilium_tunl: {before:?}, then {after:?}");
+    Ok(figure)
+}
+
+fn uninstalled(lab: &mut Lab) -> Result<String> {
+    // Cilium came first to one, the agent to the other.
+    let names = ["a1", AGENT_FIRST[0]];
+    checks::uninstall_from(lab, &names)?;
+    let started = Instant::now();
+    while let Err(others) = names.iter().try_for_each(|name| only_theirs(lab.network.node(name)?)) {
+        // The kernel frees a link some time after its last name is gone.
+        ensure!(started.elapsed() < Duration::from_secs(20), others);
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Ok(String::new())
+}
+
+fn only_theirs(node: &Node) -> Result<()> {
+    for (hook, chain) in chains(node)? {
+        let names: Vec<_> = chain.iter().map(|(_, name)| name.as_str()).collect();
+        let side = usize::from(hook.ends_with("Egress"));
+        ensure!(names == [WATCH[side], NETDEV[side]], "{} {hook}: {names:?}", node.name());
+    }
+    Ok(())
+}
