@@ -223,10 +223,9 @@ fn on_their_own(lab: &mut Lab) -> Result<String> {
         }
         let rebooted = lab.network.node("a3")?.clone();
         rebooted.space.sh(REBOOT)?;
-        ensure!(
-            rebooted.space.sh("ip route show proto 107; ls /sys/fs/bpf")?.is_empty(),
-            "a3 has not rebooted"
-        );
+        let left =
+            rebooted.space.sh("ip route show proto 107; (ls /sys/fs/bpf; ip -o link) | grep kilo || true")?;
+        ensure!(left.is_empty(), "a3 still has:\n{left}");
         // It has no last good topology: files are there at every start.
         lab.agents.start(&rebooted)?;
         let others = |missing: &String| !missing.contains("a3");
