@@ -146,7 +146,7 @@ enum LabCommand {
         #[arg(long, value_name = "FILE", hide = true)]
         outcomes: Option<PathBuf>,
     },
-    /// Let packets of a namespace disappear for a while, and count them.
+    /// Let packets of a namespace disappear or be late for a while, and count them.
     Inject {
         /// Name of the namespace.
         space: String,
@@ -280,7 +280,7 @@ pub fn main(args: LabArgs) -> Result<()> {
             let injected = rule.inject(&Lab::load(&args.name)?.network.space(space)?)?;
             std::thread::sleep(Duration::from_secs(seconds));
             let (seen, dropped) = injected.hits()?;
-            println!("{seen} packets matched, {dropped} dropped");
+            println!("{seen} packets matched, {dropped} of them dropped or late");
             Ok(())
         }
         Some(LabCommand::Faults { ref line, always, ref json, steady, docs, ref outcomes }) => {

@@ -19,9 +19,9 @@ use super::{
 use crate::lab::{Lab, agents, counters};
 
 /// How long the cluster is away, in seconds.
-static AWAY: AtomicU64 = AtomicU64::new(15);
+static AWAY: AtomicU64 = AtomicU64::new(10);
 /// How long agents are dead and a node reboots, in seconds.
-static DEAD: AtomicU64 = AtomicU64::new(45);
+static DEAD: AtomicU64 = AtomicU64::new(30);
 
 /// Both last that long.
 pub fn set_length(time: Duration) {
