@@ -56,7 +56,7 @@ pub(super) fn faults() -> Vec<Fault> {
             from: "pod-a3",
             ..across(20, "the leader leaves and comes back", Goal::Within(12_000), true, leader_returns)
         },
-        across(23, "every node of the other location dies", Goal::Heals, false, location_dies),
+        across(23, "every node of the other location dies", Goal::HealsAnew, false, location_dies),
         across(67, "agents dead, the cluster away, a node reboots", Goal::Nothing, true, on_their_own),
     ]
 }
@@ -228,20 +228,26 @@ fn on_their_own(lab: &mut Lab) -> Result<String> {
         ensure!(left.is_empty(), "a3 still has:\n{left}");
         // It has no last good topology: files are there at every start.
         lab.agents.start(&rebooted)?;
-        let others = |missing: &String| !missing.contains("a3");
+        let others = |missing: &&String| !missing.contains("a3");
         let (mut looks, mut asked, began) = (0, 0, Instant::now());
         while began.elapsed() < time {
-            let look = reach::look(&lab.network);
-            let missing: Vec<_> = look.missing.iter().filter(|missing| others(missing)).cloned().collect();
+            let mut look = reach::look(&lab.network);
+            if look.missing.iter().any(|missing| others(&missing)) {
+                // What a busy machine loses by itself, it hardly loses twice.
+                look = reach::look(&lab.network);
+            }
+            let missing: Vec<_> = look.missing.iter().filter(|missing| others(missing)).collect();
             ensure!(missing.is_empty(), "new flows fail after {} s: {missing:?}", began.elapsed().as_secs());
             looks += 1;
             asked += look.asked - look.missing.len();
             std::thread::sleep(Duration::from_secs(1).saturating_sub(look.began.elapsed()));
         }
         ensure!(lab.agents.all_run().is_err(), "the agent of a3 runs without a cluster");
-        lab.agents.forget("a3");
         Ok(format!("for {} s; {looks} looks, {asked} new flows answered", time.as_secs()))
     });
+    if lab.agents.all_run().is_err() {
+        lab.agents.forget("a3");
+    }
     for name in &all {
         if lab.agents.pid(name).is_none() {
             let node = lab.network.node(name)?.clone();
