@@ -10,7 +10,7 @@ use kilo_agent::{
     dataplane::Dataplane,
     plan::{Tables, model, sender},
 };
-use kilo_common::maps::{HOP_REMOTE, NODE_LEADER};
+use kilo_common::maps::{HOP_REMOTE, NODE_LEADER, PREFIX_INSIDE, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue};
 use support::{
     MEMBER, MEMBER_HOP, MEMBER_POD, OWN_POD, REMOTE_POD, SELF, leader_tables, member_tables,
     packet::{PASS, REDIRECT, Ran, SHOT, checksums_hold, ethernet, ipv4, run, run_with, steered, udp},
@@ -37,6 +37,30 @@ fn a_steered_packet_for_a_local_pod_is_decapsulated_and_delivered() {
     let ran = run(&mut dataplane, "lan_ingress", &steered(MEMBER, SELF, &inner));
     assert_eq!((ran.verdict, ran.counted.as_slice()), (REDIRECT, &["deliver"][..]));
     assert_eq!(&ran.bytes[14..], inner, "the inner packet is as it was sent");
+}
+
+#[test]
+fn wireguard_gets_nothing_from_an_address_that_is_reached_through_it() {
+    let inside = [10, 2, 0, 11];
+    let mut tables = leader_tables();
+    let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_INSIDE;
+    tables.prefix.insert("10.2.0.11/32".parse().unwrap(), PrefixValue { hop: HOP_REMOTE, flags });
+    let Some((_fs, mut dataplane)) = open(&tables) else { return };
+    let mut from = |source, port| {
+        let packet = ethernet(&udp(source, SELF, (51_820, port), b"handshake"));
+        run(&mut dataplane, "lan_ingress", &packet)
+    };
+    drops_as(&from(inside, 51_820), "inside_tunnel");
+    assert_eq!(from(inside, 51_822).verdict, PASS);
+    assert_eq!(from([192, 0, 2, 21], 51_820).verdict, PASS);
+    tables.config.flags &= !kilo_common::maps::CONFIG_LEADER;
+    dataplane.write(&tables).unwrap();
+    let packet = ethernet(&udp(inside, SELF, (51_820, 51_820), b"handshake"));
+    assert_eq!(
+        run(&mut dataplane, "lan_ingress", &packet).verdict,
+        PASS,
+        "a member's WireGuard has no peers"
+    );
 }
 
 #[test]

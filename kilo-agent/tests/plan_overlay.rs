@@ -18,7 +18,7 @@ use kilo_agent::{
     topology::{Encapsulate, Granularity, Mesh, Node, Settings, Tunnel},
     wireguard::key::PublicKey,
 };
-use kilo_common::maps::{HOP_REMOTE, PREFIX_ROUTE};
+use kilo_common::maps::{HOP_REMOTE, PREFIX_INSIDE, PREFIX_ROUTE};
 
 fn node(number: u8, location: &str) -> Node {
     Node {
@@ -160,4 +160,17 @@ fn the_leader_takes_what_comes_through_the_overlay_whatever_it_sends_itself() {
         assert_eq!(senders, [ip("10.1.0.2"), ip("10.244.2.0")], "its nodes, by both addresses");
         assert!(!leader.tables.device.contains_key(&5), "nothing is masqueraded on the overlay");
     }
+}
+
+#[test]
+fn a_leader_knows_the_private_addresses_where_no_wireguard_can_be() {
+    let inside = |own: &str| -> Vec<String> {
+        let prefixes = plan(own, Compatibility::None, Tunnel::Ipip).tables.prefix;
+        let flagged = prefixes.into_iter().filter(|(_, value)| value.flags & PREFIX_INSIDE != 0);
+        flagged.map(|(prefix, _)| prefix.to_string()).collect()
+    };
+    // Not those of the own location, which are not reached through WireGuard, and no pod CIDR.
+    assert_eq!(inside("n1"), ["10.1.0.3/32"]);
+    assert_eq!(inside("n3"), ["10.1.0.1/32", "10.1.0.2/32"]);
+    assert!(inside("n2").is_empty(), "WireGuard has no peers there");
 }

@@ -72,6 +72,9 @@ pub const PREFIX_ROUTE: u32 = 1;
 /// `PrefixValue::flags`: steered packets may have an inner source in this
 /// prefix when they come from this hop (`HOP_REMOTE`: from the leader).
 pub const PREFIX_SOURCE: u32 = 2;
+/// `PrefixValue::flags`: on a leader, the one address in this prefix is a node's
+/// that is reached through WireGuard, so WireGuard cannot have a peer there.
+pub const PREFIX_INSIDE: u32 = 4;
 
 /// What a prefix leads to.
 #[repr(C)]

@@ -101,6 +101,8 @@ counted! {
         NotUnicast = 47 => "not_unicast",
         /// To be masqueraded, but a later fragment whose first one did not pass before.
         NatFragment = 48 => "nat_fragment",
+        /// WireGuard's, from an address that is reached through WireGuard: the answer would go round.
+        InsideTunnel = 49 => "inside_tunnel",
     }
 }
 

@@ -11,7 +11,7 @@ use kilo_common::{
     encap::{UDP_LEN, VXLAN_INNER, VXLAN_LEN, vxlan_header},
     maps::{
         CONFIG_LEADER, CONFIG_PLAIN, Config, HOP_KIND_NODE, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue,
-        PREFIX_ROUTE, PREFIX_SOURCE, TUNNEL_NONE, VXLAN_PORT, VXLAN_VNI,
+        PREFIX_INSIDE, PREFIX_ROUTE, PREFIX_SOURCE, TUNNEL_NONE, VXLAN_PORT, VXLAN_VNI,
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4, protocol},
     verdict::{Action, DropReason},
@@ -100,6 +100,9 @@ fn received<O: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
             _ => {}
         }
     }
+    if outer.protocol() == protocol::UDP && comes_from_inside::<O>(ctx, config, &outer) {
+        return Err(DropReason::InsideTunnel);
+    }
     if masquerade::ingress(ctx, config, ETHERNET_LEN, &outer)?.is_some() {
         return Ok(TC_ACT_UNSPEC);
     }
@@ -109,14 +112,30 @@ fn received<O: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
     Ok(TC_ACT_UNSPEC)
 }
 
+/// True for a packet to WireGuard from an address that packets reach through
+/// WireGuard. It takes the source for the peer's endpoint, and what it sends
+/// there would be encrypted again, and again.
+#[inline(always)]
+fn comes_from_inside<O: Ip>(ctx: &TcContext, config: &Config, outer: &O) -> bool {
+    config.flags & CONFIG_LEADER != 0
+        && outer.header_len() == O::HEADER_LEN
+        && !outer.is_fragment()
+        && destination_port::<O>(ctx) == Some(config.wireguard_port)
+        && O::prefix(outer.src()).is_some_and(|value| value.flags & PREFIX_INSIDE != 0)
+}
+
+/// UDP destination port behind an outer header without options, host byte order.
+#[inline(always)]
+fn destination_port<O: Ip>(ctx: &TcContext) -> Option<u16> {
+    ctx.load::<[u8; 2]>(ETHERNET_LEN + O::HEADER_LEN + DESTINATION_PORT).ok().map(u16::from_be_bytes)
+}
+
 /// True for a superpacket from another node to the VXLAN device.
 #[inline(always)]
 fn is_for_device<O: Ip>(ctx: &TcContext, outer: &O) -> bool {
     packet::gso_size(ctx) != 0
         && outer.header_len() == O::HEADER_LEN
-        && ctx
-            .load::<[u8; 2]>(ETHERNET_LEN + O::HEADER_LEN + DESTINATION_PORT)
-            .is_ok_and(|port| port == VXLAN_PORT.to_be_bytes())
+        && destination_port::<O>(ctx) == Some(VXLAN_PORT)
         && O::sender(outer.src()).is_some()
 }
 

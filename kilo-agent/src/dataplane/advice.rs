@@ -62,6 +62,12 @@ const ADVICE: &[(&str, &str)] = &[
         "Fragments out of order, or of a datagram whose first part was dropped; the sender repeats. If it goes on, let \
          pods send what fits the MTU.",
     ),
+    (
+        "inside_tunnel",
+        "Another location's leader speaks from its private address over a network both are in, instead of from its \
+         endpoint. Its peer must speak first: set persistent-keepalive on the node that is behind NAT, or \
+         force-endpoint to the address both use.",
+    ),
     ("nat_map_full", "More flows than the table holds: `bpftool map show name nat`; report it."),
     ("rewrite", "The kernel refused to change the packet, mostly for lack of memory: `dmesg`."),
     (

@@ -5,7 +5,10 @@ use std::{collections::BTreeMap, net::IpAddr};
 use ipnet::{IpNet, Ipv4Net};
 use kilo_common::{
     encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6},
-    maps::{HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue},
+    maps::{
+        HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_INSIDE, PREFIX_ROUTE, PREFIX_SOURCE,
+        PrefixValue,
+    },
 };
 
 use super::{Hop, Inputs, Own, Tables};
@@ -59,8 +62,26 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>) -> Tables {
             add(*prefix, HOP_REMOTE, true);
         }
     }
+    if own.leads {
+        mark_inside(inputs, own, &mut tables);
+    }
     fill_hops(inputs, own, &mut tables);
     tables
+}
+
+/// Marks private addresses of other locations, except those WireGuard sends to.
+fn mark_inside(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
+    let others = inputs.mesh.segments.iter().enumerate().filter(|(index, _)| *index != own.index);
+    for (_, segment) in others {
+        let addresses = segment.members.iter().filter_map(Member::private_ip);
+        for ip in addresses.filter(|ip| segment.endpoint.ip() != Some(*ip)) {
+            if let Some(value) = tables.prefix.get_mut(&ip.into())
+                && value.hop == HOP_REMOTE
+            {
+                value.flags |= PREFIX_INSIDE;
+            }
+        }
+    }
 }
 
 fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {

@@ -17,7 +17,7 @@ use kilo_common::{
         Inner, UDP_LEN, VXLAN_INNER, VXLAN_LEN, ipip_frame, ipip_frame_v6, next_ttl, segment_len,
         vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
     },
-    maps::{CONFIG_LEADER, CONFIG_MASQUERADE, DEVICE_MASQUERADE, NAT_EGRESS, VXLAN_PORT},
+    maps::{CONFIG_LEADER, CONFIG_MASQUERADE, DEVICE_MASQUERADE, NAT_EGRESS, PREFIX_INSIDE, VXLAN_PORT},
     nat::{
         self, flow,
         transport::{self, Part},
@@ -198,6 +198,9 @@ fn lan_ingress(tables: &Tables, input: &Input) -> Wanted {
             return steered(tables, input, &outer, overhead, v6).unwrap_or_else(drops);
         }
     }
+    if outer.protocol == protocol::UDP && from_inside(tables, frame, &outer) {
+        return drops(DropReason::InsideTunnel);
+    }
     match tables.plain(&outer.probe(input, ETHERNET_LEN)) {
         None => passes(None),
         Some(action) => {
@@ -211,10 +214,20 @@ fn lan_ingress(tables: &Tables, input: &Input) -> Wanted {
 }
 
 fn for_device(tables: &Tables, frame: &[u8], outer: &Ip) -> bool {
-    let port = frame.get(ETHERNET_LEN + outer.header_len + 2..).and_then(|bytes| bytes.get(..2));
-    outer.header_len == Ip::shortest(outer.v6)
-        && port == Some(&VXLAN_PORT.to_be_bytes())
-        && tables.node.contains_key(&outer.src)
+    destination_port(frame, outer) == Some(VXLAN_PORT) && tables.node.contains_key(&outer.src)
+}
+
+fn from_inside(tables: &Tables, frame: &[u8], outer: &Ip) -> bool {
+    let owner = longest(&tables.prefix, outer.src);
+    tables.config.flags & CONFIG_LEADER != 0
+        && !outer.fragment
+        && destination_port(frame, outer) == Some(tables.config.wireguard_port)
+        && owner.is_some_and(|value| value.flags & PREFIX_INSIDE != 0)
+}
+
+fn destination_port(frame: &[u8], outer: &Ip) -> Option<u16> {
+    let bytes = frame.get(ETHERNET_LEN + outer.header_len..)?.get(2..4)?;
+    (outer.header_len == Ip::shortest(outer.v6)).then(|| u16::from_be_bytes([bytes[0], bytes[1]]))
 }
 
 /// The family of the packet in a VXLAN packet of ours.

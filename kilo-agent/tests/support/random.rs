@@ -36,6 +36,7 @@ const V6: [&str; 5] = [
     "fd00:0:86dd:2:8000::/65",
     "2001:db8::7/128",
 ];
+const WIREGUARD_PORT: u16 = 51_820;
 const PRIVATE_V4: [[u8; 4]; 4] = [[10, 1, 0, 11], [10, 1, 0, 12], [10, 1, 0, 13], [10, 1, 0, 14]];
 const SPECIAL: [&str; 13] = [
     "0.0.0.0",
@@ -93,6 +94,7 @@ impl Random {
                 PREFIX_ROUTE | PREFIX_SOURCE,
                 PREFIX_SOURCE,
                 PREFIX_ROUTE,
+                PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_INSIDE,
                 0,
             ]);
             let hop = if self.chance(20) { MAX_HOPS + 5 } else { self.pick(&ids) };
@@ -150,7 +152,7 @@ impl Random {
                 | flag(!self.chance(4), CONFIG_PODS),
             nat_port_min: 32_768,
             nat_port_max: 60_999,
-            wireguard_port: 51_820,
+            wireguard_port: WIREGUARD_PORT,
             vxlan_ifindex: flag(self.chance(2), IFINDEX),
             ipip_ifindex: flag(self.chance(2), IFINDEX),
             kilo_mtu: if self.chance(4) { 0 } else { self.0.random_range(60..1600) },
@@ -354,7 +356,12 @@ impl Random {
         let inner = self.packet(src, dst);
         let ipip = if inner_v6 { protocol::IPV6 } else { protocol::IPIP };
         let (kind, payload) = if self.chance(3) {
-            let port = if self.chance(12) { 4789 } else { VXLAN_PORT };
+            // VXLAN's usual port, WireGuard's, or ours.
+            let port = if self.chance(6) { self.pick(&[4789, WIREGUARD_PORT]) } else { VXLAN_PORT };
+            if port == WIREGUARD_PORT {
+                let found = self.within(tables, outer_v6, |_, value| value.flags & PREFIX_INSIDE != 0);
+                from = found.unwrap_or(from);
+            }
             let mut vxlan = 0xc123_u16.to_be_bytes().to_vec();
             vxlan.extend(port.to_be_bytes());
             vxlan.extend(u16::try_from(30 + inner.len()).unwrap().to_be_bytes());

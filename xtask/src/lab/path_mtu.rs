@@ -5,7 +5,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use super::{
     Lab,
-    network::{Network, Underlay},
+    network::{Network, Node, Underlay},
     space::Space,
 };
 
@@ -20,13 +20,14 @@ struct Scenario {
     /// Set before, as (namespace, device, MTU).
     links: &'static [(&'static str, &'static str, u32)],
     from: &'static str,
+    /// A pod, or a node by its private address.
     to: &'static str,
     /// What fits, with the IP header, over an IPv4 underlay by IPIP.
     fits: u32,
 }
 
 /// The default routes' interfaces have 1500, so WireGuard carries 1420.
-const SCENARIOS: [Scenario; 7] = [
+const SCENARIOS: [Scenario; 9] = [
     Scenario { name: "from another leader's pod", links: &[], from: "pod-a1", to: "pod-b1", fits: 1420 },
     Scenario { name: "through both leaders", links: &[], from: "pod-a2", to: "pod-b2", fits: 1420 },
     Scenario {
@@ -63,6 +64,20 @@ const SCENARIOS: [Scenario; 7] = [
         links: &[("router", "lan-c", 1360)],
         from: "pod-b2",
         to: "pod-a3",
+        fits: 1340,
+    },
+    Scenario {
+        name: "to another node of the location itself",
+        links: &[],
+        from: "pod-a2",
+        to: "a1",
+        fits: 1480,
+    },
+    Scenario {
+        name: "to another node itself past that router",
+        links: &[("router", "lan-c", 1360)],
+        from: "pod-a2",
+        to: "a3",
         fits: 1340,
     },
 ];
@@ -112,6 +127,9 @@ fn forget(network: &Network) -> Result<()> {
 fn try_scenario(network: &Network, scenario: &Scenario) -> Result<usize> {
     let node = |pod: &str| network.node(pod.trim_start_matches("pod-"));
     let (from, to) = (node(scenario.from)?, node(scenario.to)?);
+    if !scenario.to.starts_with("pod-") {
+        return try_node(from, to, scenario.fits);
+    }
     let targets: Vec<_> = to.pod_ips().iter().map(ToString::to_string).collect();
     let mut paths = 0;
     for (target, headers) in targets.iter().zip(PING_HEADERS) {
@@ -122,6 +140,24 @@ fn try_scenario(network: &Network, scenario: &Scenario) -> Result<usize> {
     // The host's own packets take the same way.
     learns(&from.space, &targets[0], PING_HEADERS[0], scenario.fits)?;
     Ok(paths + 1)
+}
+
+/// A pod and another node itself, directly and by a service's address: what the
+/// sender hears must bear the address it knows. Between the nodes themselves
+/// there is no outer header.
+fn try_node(from: &Node, to: &Node, fits: u32) -> Result<usize> {
+    let service = "10.96.0.77";
+    from.space.sh(&format!(
+        "nft 'add table ip lab-mtu; add chain ip lab-mtu pre {{ type nat hook prerouting priority -100; }}; \
+         add rule ip lab-mtu pre ip daddr {service} dnat to {}'",
+        to.private
+    ))?;
+    for target in [&to.private.to_string()[..], service] {
+        learns(&from.pod, target, PING_HEADERS[0], fits)?;
+        streams(&from.pod, &to.space, target)?;
+    }
+    from.space.sh("nft delete table ip lab-mtu")?;
+    Ok(2)
 }
 
 /// Whatever size a sender begins with, it is told what fits, from hop to hop,
