@@ -54,7 +54,7 @@ pub(super) fn faults() -> Vec<Fault> {
         across(16, "the leader's clock is an hour ahead, then behind", Goal::Nothing, true, clock_is_wrong),
         Fault {
             from: "pod-a3",
-            ..across(20, "the leader leaves and comes back", Goal::Within(12_000), true, leader_returns)
+            ..across(20, "the leader leaves and comes back", Goal::Within(30_000), true, leader_returns)
         },
         across(23, "every node of the other location dies", Goal::HealsAnew, false, location_dies),
         across(67, "agents dead, the cluster away, a node reboots", Goal::Nothing, true, on_their_own),
