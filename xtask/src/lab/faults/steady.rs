@@ -57,7 +57,7 @@ pub(super) fn faults() -> Vec<Fault> {
             ..across(20, "the leader leaves and comes back", Goal::Within(30_000), true, leader_returns)
         },
         across(23, "every node of the other location dies", Goal::HealsAnew, false, location_dies),
-        across(67, "agents dead, the cluster away, a node reboots", Goal::Nothing, true, on_their_own),
+        across(67, "agents dead, the cluster away, a node reboots", Goal::Nothing, false, on_their_own),
     ]
 }
 
