@@ -40,6 +40,7 @@ pub struct Resolver {
 struct Name {
     asked: Option<Instant>,
     under_way: bool,
+    answered: bool,
     addresses: Vec<IpAddr>,
 }
 
@@ -55,6 +56,12 @@ impl Resolver {
     /// given up.
     pub fn patient() -> Self {
         Self { wait: PATIENCE, ..Self::default() }
+    }
+
+    /// Asks for this host's own name; [`Self::own_addresses`] has the answer later.
+    pub fn ask_own(&mut self, hostname: &str) {
+        self.own = Some(hostname.to_owned());
+        self.start(hostname, OWN_NAME_COUNTS);
     }
 
     /// Addresses of this host's own name, as far as known now.
@@ -94,37 +101,40 @@ impl Resolver {
 
     /// Asks for what is not known or old, and waits a little for what is new.
     async fn ask(&mut self, names: &BTreeSet<&str>, counts: Duration) {
-        let now = Instant::now();
-        let mut new: BTreeSet<&str> = BTreeSet::new();
         for name in names {
-            let known = self.names.entry((*name).to_owned()).or_default();
-            if known.under_way || known.asked.is_some_and(|asked| now.duration_since(asked) < counts) {
-                continue;
-            }
-            if known.asked.is_none() {
-                new.insert(name);
-            }
-            (known.asked, known.under_way) = (Some(now), true);
-            let (name, answers) = ((*name).to_owned(), self.answers.clone());
-            tokio::spawn(async move {
-                let answer = lookup(&name).await;
-                // Nobody waits any more when the agent ends.
-                let _ = answers.send((name, answer));
-            });
+            self.start(name, counts);
         }
-        while !new.is_empty() {
-            let Ok(Some(answer)) = timeout_at((now + self.wait).into(), self.answered.recv()).await else {
-                return;
-            };
-            new.remove(answer.0.as_str());
+        while let Ok(answer) = self.answered.try_recv() {
             self.take(answer);
         }
+        loop {
+            let new = names.iter().filter_map(|name| self.names.get(*name)).filter(|known| !known.answered);
+            let Some(asked) = new.filter_map(|known| known.asked).max() else { return };
+            let answer = timeout_at((asked + self.wait).into(), self.answered.recv()).await;
+            let Ok(Some(answer)) = answer else { return };
+            self.take(answer);
+        }
+    }
+
+    /// Asks for a name unless that is under way or the last answer still counts.
+    fn start(&mut self, name: &str, counts: Duration) {
+        let known = self.names.entry(name.to_owned()).or_default();
+        if known.under_way || known.asked.is_some_and(|asked| asked.elapsed() < counts) {
+            return;
+        }
+        (known.asked, known.under_way) = (Some(Instant::now()), true);
+        let (name, answers) = (name.to_owned(), self.answers.clone());
+        tokio::spawn(async move {
+            let answer = lookup(&name).await;
+            // Nobody waits any more when the agent ends.
+            let _ = answers.send((name, answer));
+        });
     }
 
     /// Takes note of an answer; true when it says something new.
     fn take(&mut self, (name, answer): Answer) -> bool {
         let Some(known) = self.names.get_mut(&name) else { return false };
-        known.under_way = false;
+        (known.under_way, known.answered) = (false, true);
         match answer {
             Ok(mut addresses) => {
                 // An address that is still among the answers stays the first: round robin must not flap.

@@ -516,6 +516,25 @@ fn a_table_of_more_flows_than_one_call_reads_is_swept_whole() {
 }
 
 #[test]
+fn flows_to_what_has_joined_the_mesh_are_no_longer_translated_and_others_are() {
+    for side in sides() {
+        let Some(mut world) = World::new() else { return };
+        let Side { pod, public, outside, .. } = side;
+        let other = neighbour(outside, 200);
+        let packets = [outside, other].map(|to| udp(pod, to, (5000, 53), b""));
+        for packet in &packets {
+            assert_eq!(read(&world.out(packet).bytes).src, public);
+        }
+        world.tables.masq_dst.insert(outside.into(), kilo_common::maps::MASQ_EXCLUDE);
+        world.dataplane.write(&world.tables).unwrap();
+        assert_eq!(flows(&mut world, None), 2, "those of the other flow");
+        let ran = world.out(&packets[0]);
+        assert_eq!(read(&ran.bytes).src, pod, "{:?}", ran.counted);
+        assert_eq!(read(&world.out(&packets[1]).bytes).src, public);
+    }
+}
+
+#[test]
 fn a_full_table_of_flows_forgets_the_least_used_and_serves_new_and_forgotten_ones() {
     if std::thread::available_parallelism().is_ok_and(|count| count.get() == 1) {
         return support::skip("an emulated machine needs minutes for 131,072 flows");

@@ -229,6 +229,36 @@ fn a_killed_process_leaves_nothing_in_the_way() {
 }
 
 #[test]
+fn a_key_that_changes_again_and_again_under_traffic_keeps_the_port() {
+    isolated("a_key_that_changes_again_and_again_under_traffic_keeps_the_port", || async {
+        network();
+        let _cleanup = Cleanup;
+        let net = Net::new().unwrap();
+        ensure_device_with(net.rtnl(), "wga", Mode::Userspace, true, program()).await.unwrap();
+        let mesh = plan(51820, secret(2).public(), "192.0.2.2:51820", &["10.9.0.2/32"], false);
+        configure("wga", &mesh, &secret(1));
+        // Something to read at the port at all times.
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    let _ = socket.send_to(&[4; 1400], "127.0.0.1:51820");
+                }
+            });
+            let refused = (0..50u16).find_map(|round| {
+                let changes = diff(&state("wga"), &mesh, &secret(10 + (round % 2) as u8));
+                let answer = request("wga", &diff::request(&changes).encode());
+                (answer != "errno=0\n\n").then_some((round, answer))
+            });
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert_eq!(refused, None, "a change of the key");
+        });
+        assert_eq!(UdpSocket::bind("0.0.0.0:51820").unwrap_err().kind(), std::io::ErrorKind::AddrInUse);
+    });
+}
+
+#[test]
 fn what_stands_in_the_way_is_named() {
     isolated("what_stands_in_the_way_is_named", || async {
         sh("ip link add br7 type bridge; ip tuntap add dev tun7 mode tun");

@@ -47,7 +47,7 @@ pub enum Part {
     Vm,
 }
 
-const ALL: [Part; 5] = [Part::Unit, Part::Bpf, Part::Lab, Part::Api, Part::Vm];
+const ALL: [Part; 6] = [Part::Unit, Part::Bpf, Part::Lab, Part::Soak, Part::Api, Part::Vm];
 
 impl Part {
     const fn label(self) -> &'static str {

@@ -1,9 +1,6 @@
 //! Topology and plan alone: no kernel, no API server.
 
-use std::{
-    collections::BTreeMap,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, time::Duration};
 
 use kilo_agent::{
     backend,
@@ -63,7 +60,7 @@ fn compute(nodes: &BTreeMap<String, Node>, peers: &BTreeMap<String, Peer>, own: 
         mtus: BTreeMap::from([(2, 1500)]),
         ..HostLinks::default()
     };
-    let started = Instant::now();
+    let started = processor_time();
     let mesh = Mesh::new(nodes.values(), peers, settings.granularity, settings.subnet);
     let hops = HopIds::default().update(&mesh, own);
     let plan = plan::host_plan(&Inputs {
@@ -78,11 +75,17 @@ fn compute(nodes: &BTreeMap<String, Node>, peers: &BTreeMap<String, Peer>, own: 
         masquerade: true,
         mtu: 1420,
     });
-    let spent = started.elapsed();
+    let spent = processor_time() - started;
     let plan = plan.unwrap();
     let leads = own == objects::name(objects::OWN);
     assert_eq!(plan.wireguard.peers.len(), if leads { objects::LOCATIONS - 1 + peers.len() } else { 0 });
     spent
+}
+
+/// Time this thread has run: others on the machine do not count.
+fn processor_time() -> Duration {
+    let time = nix::time::clock_gettime(nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap();
+    time.into()
 }
 
 pub fn median(mut times: Vec<Duration>) -> Duration {

@@ -14,7 +14,10 @@ mod first_packet;
 mod netns;
 mod objects;
 mod process;
+mod programs;
 mod scenario;
+#[path = "../../tests/support/mod.rs"]
+mod support;
 mod trace;
 
 use std::path::PathBuf;
@@ -35,8 +38,12 @@ struct Figures {
 
 impl Figures {
     fn add(&mut self, nodes: usize, what: &str, unit: &'static str, value: f64) {
-        println!("bench: control {nodes:>6} nodes  {what:44} {value:>12.3} {unit}");
-        self.all.push(Figure { name: format!("control/{nodes}/{what}"), unit, value });
+        self.add_to("control", nodes, what, unit, value);
+    }
+
+    fn add_to(&mut self, group: &str, size: usize, what: &str, unit: &'static str, value: f64) {
+        println!("bench: {group} {size:>6}  {what:46} {value:>12.3} {unit}");
+        self.all.push(Figure { name: format!("{group}/{size}/{what}"), unit, value });
         std::fs::write(&self.path, serde_json::to_vec_pretty(&self.all).unwrap()).unwrap();
     }
 }
@@ -48,6 +55,8 @@ fn main() {
     let sizes = std::env::var("KILO_BENCH_NODES").unwrap_or_else(|_| "100,1000,10000".to_owned());
     let sizes: Vec<usize> = sizes.split(',').map(|size| size.parse().unwrap()).collect();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let _on_runtime = runtime.enter();
+    programs::measure(&mut figures);
     runtime.block_on(async {
         for nodes in &sizes {
             compute::measure(&mut figures, *nodes);

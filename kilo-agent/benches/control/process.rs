@@ -79,7 +79,8 @@ impl Agent {
         let deadline = Instant::now() + Duration::from_secs(180);
         while !self.metrics().await.get(metric).is_some_and(|value| wanted(*value)) {
             assert!(Instant::now() < deadline, "{metric} is not as wanted\n{}", log());
-            tokio::time::sleep(Duration::from_millis(2)).await;
+            // Each look at the metrics has the agent read its WireGuard device.
+            tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
 

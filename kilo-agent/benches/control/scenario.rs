@@ -69,6 +69,7 @@ pub async fn measure(figures: &mut Figures, nodes: usize) {
     let mut agent = Agent::start(&kubeconfig, &own);
     agent.until("kilo_reconcile_duration_seconds_count", |value| value >= 1.0).await;
     figures.add(nodes, "start to data path adopted", "ms", milliseconds(agent.age()));
+    figures.add(nodes, "start: processor time", "ms", milliseconds(agent.ran()));
     agent.until("kilo_nodes", |value| value == nodes as f64).await;
     drop((agent, check_ins, server));
     netns::sh(
@@ -130,25 +131,29 @@ async fn join(
         api.delete(&objects::name(number), &DeleteParams::default()).await.unwrap();
         tokio::time::sleep(SETTLE).await;
     };
-    let (mut reconciles, mut to_kernel) = (Vec::new(), Vec::new());
+    let (mut reconciles, mut to_kernel, mut spent) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..CHANGES {
         let mut monitor = Monitor::start();
         let before = agent.metrics().await;
+        let ran = agent.ran();
         let started = Instant::now();
         create().await;
         to_kernel.push(monitor.until(&objects::pods(number).to_string()).duration_since(started));
         drop(monitor);
+        // What follows the route is not part of the change.
+        spent.push(agent.ran() - ran);
         let (count, writes) = ("kilo_reconcile_duration_seconds_count", "kilo_writes_total");
         agent.until(writes, |value| value > before[writes]).await;
         agent.until(count, |value| value > before[count]).await;
         let after = agent.metrics().await;
-        let spent = |name: &str| after[name] - before[name];
-        reconciles.push(Duration::from_secs_f64(spent("kilo_reconcile_duration_seconds_sum") / spent(count)));
+        let rise = |name: &str| after[name] - before[name];
+        reconciles.push(Duration::from_secs_f64(rise("kilo_reconcile_duration_seconds_sum") / rise(count)));
         tokio::time::sleep(SETTLE).await;
         delete().await;
     }
     figures.add(nodes, &format!("node joins {what}: reconcile"), "ms", milliseconds(median(reconciles)));
     figures.add(nodes, &format!("node joins {what}: to its route"), "ms", milliseconds(median(to_kernel)));
+    figures.add(nodes, &format!("node joins {what}: processor time"), "ms", milliseconds(median(spent)));
 
     check_ins.set(false);
     let trace = Trace::start(agent.id()).await;
@@ -217,6 +222,14 @@ async fn rest(figures: &mut Figures, agent: &mut Agent, nodes: usize, check_ins:
     let (ran, written, received, started) =
         (agent.ran(), check_ins.written(), proxy.received(), Instant::now());
     tokio::time::sleep(Duration::from_secs(seconds)).await;
+    if let Some(profile) = std::env::var_os("KILO_BENCH_PERF") {
+        let id = agent.id().to_string();
+        let mut perf = Command::new("perf");
+        perf.args(["record", "-q", "-g", "-F", "997", "-p", &id, "-o"])
+            .arg(profile)
+            .args(["--", "sleep", "20"]);
+        assert!(perf.status().unwrap().success());
+    }
     let spent = started.elapsed().as_secs_f64();
     let events = check_ins.written() - written;
     let bytes = proxy.received() - received;

@@ -159,6 +159,9 @@ impl<B: Backend> Agent<B> {
         health: Health,
         view: tokio::sync::watch::Sender<Arc<View>>,
     ) -> Result<Self, AgentError> {
+        let mut resolver = Resolver::default();
+        // Answered, mostly, while the programs are loaded.
+        resolver.ask_own(&options.hostname);
         let adopted = dataplane::top_directory(&options.bpffs).exists();
         let dataplane = Dataplane::open_with(&options.bpffs, options.debug, options.attach)?;
         metrics.set_counters(dataplane.counters()?);
@@ -183,7 +186,7 @@ impl<B: Backend> Agent<B> {
             liveness: Liveness::default(),
             hops: HopIds::default(),
             left_out: 0,
-            resolver: Resolver::default(),
+            resolver,
             look: None,
             brought_about: None,
             next_check_in: Instant::now(),

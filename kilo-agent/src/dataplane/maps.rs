@@ -18,7 +18,7 @@ use kilo_common::{
     bounds,
     maps::{
         Config, Device, FAMILY_V4, FAMILY_V6, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop,
-        NodeValue, PrefixValue, TUNNEL_IPIP, TUNNEL_NONE, TUNNEL_VXLAN, name,
+        MASQ_EXCLUDE, NodeValue, PrefixValue, TUNNEL_IPIP, TUNNEL_NONE, TUNNEL_VXLAN, name,
     },
 };
 
@@ -43,6 +43,15 @@ pub struct Content {
 }
 
 impl Content {
+    /// Destinations that are never masqueraded, which may have been before.
+    pub(super) fn newly_excluded(&self, desired: &Self) -> Vec<Ipv6Net> {
+        let excluded = desired.masq_dst.iter().filter(|(_, value)| **value == MASQ_EXCLUDE);
+        excluded
+            .filter(|(prefix, value)| self.masq_dst.get(prefix) != Some(value))
+            .map(|(prefix, _)| *prefix)
+            .collect()
+    }
+
     /// Places taken in each map the agent fills.
     pub(super) fn entries(&self) -> [(&'static str, usize); 8] {
         [

@@ -4,14 +4,17 @@
 //! destination stay taken.
 
 use std::{
+    collections::BTreeSet,
+    net::Ipv6Addr,
     os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
     path::Path,
     time::Duration,
 };
 
 use aya::maps::{HashMap, Map, MapData, MapError};
+use ipnet::Ipv6Net;
 use kilo_common::{
-    maps::{MAX_NAT, NAT_EGRESS, NAT_INGRESS, NatKey, NatValue, name},
+    maps::{MAX_NAT, NAT_EGRESS, NAT_FRAGMENT_EGRESS, NAT_INGRESS, NatKey, NatValue, name},
     nat::{FRAGMENT_SECONDS, timeout::is_expired},
 };
 
@@ -86,16 +89,43 @@ impl Collector {
                 Ok(_) | Err(MapError::KeyNotFound) => continue,
                 Err(error) => return Err(error.into()),
             }
-            match self.table.remove(&key) {
-                Ok(()) => removed += 1,
-                // Evicted by the kernel meanwhile.
-                Err(MapError::KeyNotFound) => {}
-                Err(MapError::SyscallError(error))
-                    if error.io_error.kind() == std::io::ErrorKind::NotFound => {}
-                Err(error) => return Err(error.into()),
-            }
+            removed += usize::from(self.remove(&key)?);
         }
         Ok(Sweep { entries: entries.len() - removed, removed })
+    }
+
+    /// Removes the flows to these destinations (IPv4 as `::ffff:a.b.c.d`), both
+    /// directions; answers how many entries.
+    ///
+    /// # Errors
+    /// When the table cannot be read or written.
+    pub fn forget(&mut self, destinations: &[Ipv6Net]) -> Result<usize, DataplaneError> {
+        let known: BTreeSet<Ipv6Net> = destinations.iter().map(Ipv6Net::trunc).collect();
+        let lengths: BTreeSet<u8> = known.iter().map(Ipv6Net::prefix_len).collect();
+        let holds = |addr: [u8; 16]| {
+            let net = |length| Ipv6Net::new(Ipv6Addr::from(addr), length).ok();
+            lengths.iter().filter_map(|length| net(*length)).any(|net| known.contains(&net.trunc()))
+        };
+        let mut removed = 0;
+        for (key, _) in self.read()? {
+            let outgoing = matches!(key.direction, NAT_EGRESS | NAT_FRAGMENT_EGRESS);
+            if holds(if outgoing { key.dst } else { key.src }) {
+                removed += usize::from(self.remove(&key)?);
+            }
+        }
+        Ok(removed)
+    }
+
+    /// False when the kernel has evicted it meanwhile.
+    fn remove(&mut self, key: &NatKey) -> Result<bool, DataplaneError> {
+        match self.table.remove(key) {
+            Ok(()) => Ok(true),
+            Err(MapError::KeyNotFound) => Ok(false),
+            Err(MapError::SyscallError(error)) if error.io_error.kind() == std::io::ErrorKind::NotFound => {
+                Ok(false)
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// All entries, some perhaps twice.
@@ -219,7 +249,7 @@ mod tests {
             flow(3, now - seconds::UDP_STREAM - 50, Some(now - 1)),
         );
         let entries = sorted(&[old, young, answered]);
-        let gone: std::collections::BTreeSet<_> = expired(&entries, now).map(|(key, _)| key).collect();
+        let gone: BTreeSet<_> = expired(&entries, now).map(|(key, _)| key).collect();
         assert_eq!(gone, old.iter().map(|(key, _)| *key).collect());
     }
 

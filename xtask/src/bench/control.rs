@@ -18,6 +18,10 @@ use crate::{
 /// Numbers of nodes that are measured.
 const SIZES: [&str; 3] = ["100", "1000", "10000"];
 
+/// Groups of figures, each a table: what the columns are, and their sizes.
+const GROUPS: [(&str, &str, &[&str]); 2] =
+    [("control", "nodes", &SIZES), ("programs", "prefixes", &["10", "100", "1000", "10000"])];
+
 /// The tables stand between these two lines.
 const MARKS: document::Marks = ("<!-- control: made by cargo xtask bench control -->", "<!-- /control -->");
 
@@ -31,7 +35,7 @@ struct Measured {
 
 /// True for the figures of this part.
 pub fn is_control(figure: &Figure) -> bool {
-    figure.name.starts_with("control/")
+    GROUPS.iter().any(|(group, ..)| figure.name.split('/').next() == Some(group))
 }
 
 /// Measures, and compares or keeps the figures.
@@ -53,7 +57,7 @@ pub fn main(compare: bool, last: bool) -> Result<()> {
     }
     let document = workspace_root().join(DOCUMENT);
     let text = fs::read_to_string(&document).context(DOCUMENT)?;
-    fs::write(&document, document::between(&text, MARKS, &table(&figures))?)?;
+    fs::write(&document, document::between(&text, MARKS, &tables(&figures))?)?;
     fs::write(document.with_file_name("benchmarks-control.svg"), plot(&figures))?;
     store(figures, |figure| !is_control(figure))
 }
@@ -91,41 +95,58 @@ fn measure(results: &PathBuf) -> Result<()> {
     )
 }
 
-/// One row a measure, one column a size.
-fn table(figures: &[Figure]) -> String {
-    let mut text =
-        "\n| | unit | 100 nodes | 1,000 nodes | 10,000 nodes |\n|---|---|--:|--:|--:|\n".to_owned();
-    for what in measures(figures) {
-        let unit =
-            figures.iter().find(|figure| figure.name.ends_with(what)).map_or("", |figure| &figure.unit);
-        let _ = write!(text, "| {what} | {unit} |");
-        for size in SIZES {
-            let _ = match value(figures, size, what) {
-                Some(value) if value.fract() == 0.0 || value >= 100.0 => {
-                    write!(text, " {} |", document::grouped(value))
-                }
-                Some(value) => write!(text, " {value:.2} |"),
-                None => write!(text, " |"),
-            };
+/// A table a group: one row a measure, one column a size.
+fn tables(figures: &[Figure]) -> String {
+    let mut text = String::new();
+    for (group, what, sizes) in GROUPS {
+        let heads: Vec<String> = sizes
+            .iter()
+            .map(|size| format!("{} {what}", document::grouped(size.parse().unwrap_or_default())))
+            .collect();
+        let _ =
+            writeln!(text, "\n| | unit | {} |\n|---|---|{}", heads.join(" | "), "--:|".repeat(sizes.len()));
+        for measure in measures(figures, group) {
+            let values: Vec<_> = sizes.iter().map(|size| find(figures, group, size, measure)).collect();
+            let unit = values.iter().flatten().next().map_or("", |figure| &figure.unit);
+            let _ = write!(text, "| {measure} | {unit} |");
+            for figure in values {
+                let _ = match figure.map(|figure| figure.value) {
+                    Some(value) => write!(text, " {} |", rounded(value)),
+                    None => write!(text, " |"),
+                };
+            }
+            text += "\n";
         }
-        text += "\n";
     }
     text + "\n"
 }
 
-fn measures(figures: &[Figure]) -> Vec<&str> {
+/// Three digits that count.
+fn rounded(value: f64) -> String {
+    match value {
+        _ if value.fract() == 0.0 || value >= 100.0 => document::grouped(value),
+        _ if value >= 10.0 => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
+    }
+}
+
+fn measures<'a>(figures: &'a [Figure], group: &str) -> Vec<&'a str> {
     let mut names: Vec<&str> = Vec::new();
-    for name in figures.iter().filter_map(|figure| figure.name.splitn(3, '/').nth(2)) {
-        if !names.contains(&name) {
+    for figure in figures {
+        let mut parts = figure.name.splitn(3, '/');
+        if let (Some(of), Some(_), Some(name)) = (parts.next(), parts.next(), parts.next())
+            && of == group
+            && !names.contains(&name)
+        {
             names.push(name);
         }
     }
     names
 }
 
-fn value(figures: &[Figure], size: &str, what: &str) -> Option<f64> {
-    let name = format!("control/{size}/{what}");
-    figures.iter().find(|figure| figure.name == name).map(|figure| figure.value)
+fn find<'a>(figures: &'a [Figure], group: &str, size: &str, what: &str) -> Option<&'a Figure> {
+    let name = format!("{group}/{size}/{what}");
+    figures.iter().find(|figure| figure.name == name)
 }
 
 /// Bars of what has a goal.
@@ -139,12 +160,13 @@ fn plot(figures: &[Figure]) -> String {
         "at rest: memory",
         "start to data path adopted",
     ] {
-        let unit =
-            figures.iter().find(|figure| figure.name.ends_with(what)).map_or("", |figure| &figure.unit);
-        let bars = SIZES.into_iter().filter_map(|size| {
-            let value = value(figures, size, what)?;
-            let text = if value < 100.0 { format!("{value:.2}") } else { document::grouped(value) };
-            Some(document::Bar { name: format!("{size} nodes"), value, text, colour: "#2a7" })
+        let found = SIZES.into_iter().filter_map(|size| Some((size, find(figures, "control", size, what)?)));
+        let unit = found.clone().next().map_or("", |(_, figure)| figure.unit.as_str());
+        let bars = found.map(|(size, figure)| document::Bar {
+            name: format!("{size} nodes"),
+            value: figure.value,
+            text: rounded(figure.value),
+            colour: "#2a7",
         });
         groups.push((format!("{what} ({unit})"), bars.collect()));
     }
@@ -166,7 +188,7 @@ mod tests {
             ratio: None,
         };
         let figures = [figure("control/100/stop", 4.25), figure("control/10000/stop", 1234.5)];
-        let table = table(&figures);
-        assert_eq!(table.lines().nth(3).unwrap(), "| stop | ms | 4.25 | | 1,234 |");
+        let tables = tables(&figures);
+        assert_eq!(tables.lines().nth(3).unwrap(), "| stop | ms | 4.25 | | 1,234 |");
     }
 }

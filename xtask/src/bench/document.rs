@@ -11,16 +11,17 @@ const BEGIN: &str = "<!-- figures: made by cargo xtask bench -->";
 const END: &str = "<!-- /figures -->";
 
 /// Stages in the order packets meet them, with what they are called.
-const STAGES: [(&str, &str); 6] = [
+const STAGES: [(&str, &str); 7] = [
     ("encapsulation", "Pod to the network, on a node that does not lead"),
     ("transit-out", "Leader, network to the WireGuard device, encryption not counted"),
     ("lan-to-encrypted", "Leader, network to encrypted packet on the network"),
     ("transit-in", "Leader, decrypted packet to the network"),
     ("delivery", "Network to the pod, on a node that does not lead"),
     ("masquerade", "Pod to an address outside of the mesh"),
+    ("unmasquerade", "The answer from there, to the pod"),
 ];
 
-const LOADS: [&str; 3] = ["64", "1372", "new-flow"];
+const LOADS: [&str; 4] = ["64", "1372", "tcp-kb", "new-flow"];
 
 /// Two lines of the document with generated text between.
 pub type Marks = (&'static str, &'static str);
@@ -42,7 +43,7 @@ fn tables(costs: &[Cost]) -> String {
     for (stage, title) in STAGES {
         let _ = write!(
             text,
-            "\n### {title}\n\n`{stage}`\n\n| way | 64 bytes | 1,372 bytes | first packets of flows |\n|---|--:|--:|--:|\n"
+            "\n### {title}\n\n`{stage}`\n\n| way | 64 bytes | 1,372 bytes | 1,024 bytes of TCP | first packets of flows |\n|---|--:|--:|--:|--:|\n"
         );
         for way in ways(costs, stage) {
             let _ = write!(text, "| {way} |");
@@ -176,7 +177,7 @@ mod tests {
             now.starts_with(&format!("before\n{BEGIN}\nmachine\n"))
                 && now.ends_with(&format!("{END}\nafter\n"))
         );
-        assert!(now.contains("| plain | 4,321 | | |") && !now.contains("old"), "{now}");
+        assert!(now.contains("| plain | 4,321 | | | |") && !now.contains("old"), "{now}");
         assert!(with_tables("no marks", "", &costs).is_err());
     }
 

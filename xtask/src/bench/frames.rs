@@ -6,7 +6,11 @@ use std::net::Ipv4Addr;
 const ETHERNET: usize = 14;
 const IPV4: usize = 20;
 const UDP: usize = 8;
+const TCP: usize = 20;
+/// How much shorter the payload is where TCP takes the place of UDP in a packet of the same length.
+pub const TCP_OVER_UDP: usize = TCP - UDP;
 const PROTOCOL_IPIP: u8 = 4;
+const PROTOCOL_TCP: u8 = 6;
 const PROTOCOL_UDP: u8 = 17;
 const ETHERTYPE_IPV4: [u8; 2] = [8, 0];
 /// Port and VNI of the mesh's VXLAN (`kilo_common::maps`).
@@ -35,15 +39,26 @@ impl Wrap {
     }
 }
 
-/// One UDP packet, and how it is carried.
+/// What a packet carries.
+#[derive(Clone, Copy, Debug)]
+pub struct Load {
+    /// Bytes of payload.
+    pub payload: usize,
+    /// A segment of an established TCP connection instead of UDP.
+    pub tcp: bool,
+}
+
+/// One UDP or TCP packet, and how it is carried.
 #[derive(Clone, Copy, Debug)]
 pub struct Flow {
     /// Address and port of the sender.
     pub from: (Ipv4Addr, u16),
     /// Address and port of the receiver.
     pub to: (Ipv4Addr, u16),
-    /// Bytes of UDP payload.
+    /// Bytes of payload.
     pub payload: usize,
+    /// A segment of an established TCP connection instead of UDP.
+    pub tcp: bool,
     /// Outer header, with the nodes it stands between.
     pub wrap: Wrap,
     /// Outer source and destination.
@@ -53,7 +68,11 @@ pub struct Flow {
 impl Flow {
     /// The Ethernet frame, to this link-layer address.
     pub fn frame(&self, to: [u8; 6]) -> Vec<u8> {
-        let inner = udp_packet(self.from, self.to, &vec![0x55; self.payload]);
+        let payload = vec![0x55; self.payload];
+        let inner = match self.tcp {
+            false => udp_packet(self.from, self.to, &payload),
+            true => tcp_packet(self.from, self.to, &payload),
+        };
         let packet = match self.wrap {
             Wrap::None => inner,
             Wrap::Ipip => ipv4(self.nodes.0, self.nodes.1, PROTOCOL_IPIP, &inner),
@@ -90,6 +109,23 @@ fn udp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8]) -> Vec
     ipv4(from.0, to.0, PROTOCOL_UDP, &datagram)
 }
 
+/// A segment with data and nothing but ACK and PSH set (RFC 9293).
+fn tcp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8]) -> Vec<u8> {
+    let mut segment = Vec::with_capacity(TCP + payload.len());
+    segment.extend(from.1.to_be_bytes());
+    segment.extend(to.1.to_be_bytes());
+    segment.extend([0, 0, 16, 0, 0, 0, 32, 0, ((TCP / 4) << 4) as u8, 0x18, 0xff, 0xff, 0, 0, 0, 0]);
+    segment.extend(payload);
+    let mut summed = Vec::from(from.0.octets());
+    summed.extend(to.0.octets());
+    summed.extend([0, PROTOCOL_TCP]);
+    summed.extend((segment.len() as u16).to_be_bytes());
+    summed.extend(&segment);
+    let sum = checksum(&summed);
+    segment[16..18].copy_from_slice(&sum.to_be_bytes());
+    ipv4(from.0, to.0, PROTOCOL_TCP, &segment)
+}
+
 fn ipv4(from: Ipv4Addr, to: Ipv4Addr, protocol: u8, payload: &[u8]) -> Vec<u8> {
     let mut packet = vec![0x45, 0];
     packet.extend(((IPV4 + payload.len()) as u16).to_be_bytes());
@@ -122,6 +158,7 @@ mod tests {
             from: ("10.64.1.2".parse().unwrap(), 4000),
             to: ("10.128.0.2".parse().unwrap(), 5000),
             payload: 64,
+            tcp: false,
             wrap,
             nodes: ("10.1.0.12".parse().unwrap(), "10.1.0.11".parse().unwrap()),
         }
@@ -136,6 +173,16 @@ mod tests {
             assert_eq!(frame.len(), bare.len() + overhead);
             assert_eq!(frame[ETHERNET + overhead..], bare[ETHERNET..]);
         }
+    }
+
+    #[test]
+    fn a_segment_is_as_long_as_the_datagram_it_takes_the_place_of_and_its_checksum_holds() {
+        let udp = flow(Wrap::None).frame([1; 6]);
+        let tcp = Flow { tcp: true, payload: 64 - TCP_OVER_UDP, ..flow(Wrap::None) }.frame([1; 6]);
+        assert_eq!(tcp.len(), udp.len());
+        let (addresses, segment) = (&tcp[ETHERNET + 12..ETHERNET + IPV4], &tcp[ETHERNET + IPV4..]);
+        let pseudo = [addresses, &[0, PROTOCOL_TCP, 0, segment.len() as u8], segment].concat();
+        assert_eq!(checksum(&pseudo), 0);
     }
 
     #[test]

@@ -56,9 +56,12 @@ pub struct BenchArgs {
     /// Compare with docs/benchmarks.json instead of writing it; fail when a count of ours grew by more than a tenth.
     #[arg(long)]
     check: bool,
-    /// Only ways with this in their name; nothing is written or compared.
+    /// Only ways with one of these in their name (comma separated); nothing is written unless with --update.
     #[arg(long, default_value = "")]
     only: String,
+    /// Write figures of the ways of --only; the others keep theirs.
+    #[arg(long)]
+    update: bool,
     /// Leave out the mesh of 10,000 nodes.
     #[arg(long)]
     no_large: bool,
@@ -102,13 +105,20 @@ pub fn main(args: &BenchArgs) -> Result<()> {
     if !args.last {
         measure(args, &bin, &results)?;
     }
-    if !args.only.is_empty() {
+    if !(args.only.is_empty() || args.update || args.check) {
         return Ok(());
     }
-    let costs: Vec<Cost> = serde_json::from_slice(&fs::read(&results)?)?;
+    let mut costs: Vec<Cost> = serde_json::from_slice(&fs::read(&results)?)?;
+    if args.update {
+        costs.extend(figures::kept(&stored(|figure| !control::is_control(figure))?, &costs));
+        guest::sort(&mut costs);
+    }
     let now = figures::figures(&costs);
     if args.check {
-        return check(&stored(|figure| !control::is_control(figure))?, &now);
+        let is_measured = |figure: &Figure| {
+            args.only.is_empty() || costs.iter().any(|cost| figure.name.ends_with(&format!("/{}", cost.way)))
+        };
+        return check(&stored(|figure| !control::is_control(figure) && is_measured(figure))?, &now);
     }
     store(now, control::is_control)?;
     let machine = format!(

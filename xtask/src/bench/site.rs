@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 
-use super::frames::{Flow, Wrap};
+use super::frames::{Flow, Load, Wrap};
 use crate::{
     command::output,
     lab::space::{self, Space},
@@ -187,11 +187,12 @@ impl Site {
     }
 
     /// A packet from a pod of another node of the location to a pod elsewhere.
-    pub fn outward(&self, wrap: Wrap, payload: usize, port: u16) -> Vec<u8> {
+    pub fn outward(&self, wrap: Wrap, load: Load, port: u16) -> Vec<u8> {
         Flow {
             from: (host(pods(1), 2), port),
             to: (host(remote_pods(0), 2), 5000),
-            payload,
+            payload: load.payload,
+            tcp: load.tcp,
             wrap,
             nodes: (private(1), private(0)),
         }
@@ -199,11 +200,12 @@ impl Site {
     }
 
     /// A packet from a pod elsewhere to a pod of node `to` of the location.
-    pub fn inward(&self, wrap: Wrap, to: usize, payload: usize, port: u16) -> Vec<u8> {
+    pub fn inward(&self, wrap: Wrap, to: usize, load: Load, port: u16) -> Vec<u8> {
         Flow {
             from: (host(remote_pods(0), 2), 5000),
             to: (host(pods(to), 2), port),
-            payload,
+            payload: load.payload,
+            tcp: load.tcp,
             wrap,
             nodes: (private(1), private(0)),
         }
@@ -211,9 +213,18 @@ impl Site {
     }
 
     /// A packet from the node's own pod.
-    pub fn pod_packet(&self, to: Ipv4Addr, payload: usize, port: u16) -> Vec<u8> {
-        let from = (host(pods(0), 2), port);
-        Flow { from, to: (to, 5000), payload, wrap: Wrap::None, nodes: (from.0, to) }.frame(NODE_MAC)
+    pub fn pod_packet(&self, to: Ipv4Addr, load: Load, port: u16) -> Vec<u8> {
+        self.plain((host(pods(0), 2), port), (to, 5000), load)
+    }
+
+    /// The answer to a pod's packet whose source became the node's address.
+    pub fn answer(&self, load: Load, port: u16) -> Vec<u8> {
+        self.plain((OUTSIDE, 5000), (private(0), port), load)
+    }
+
+    fn plain(&self, from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), load: Load) -> Vec<u8> {
+        let Load { payload, tcp } = load;
+        Flow { from, to, payload, tcp, wrap: Wrap::None, nodes: (from.0, to.0) }.frame(NODE_MAC)
     }
 }
 

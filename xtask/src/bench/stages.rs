@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result};
 
 use super::{
     figures::Cost,
-    frames::Wrap,
+    frames::{Load, TCP_OVER_UDP, Wrap},
     generator::{Direction, Sink, cost},
     site::{OUTSIDE, Site, host, remote_pods},
 };
@@ -18,6 +18,8 @@ const ROUNDS: usize = 24;
 const NEW_FLOW_ROUNDS: usize = 8;
 /// Payload bytes of the two sizes.
 const SIZES: [usize; 2] = [64, 1372];
+/// Port of the flow that stands; ours keeps it when it masquerades.
+const PORT: u16 = 40_000;
 
 /// Devices of a site.
 const LAN: &str = "eth0";
@@ -78,28 +80,33 @@ impl<'a> Bench<'a> {
     /// the network, and what was decrypted on to another node.
     pub fn leader(&mut self) -> Result<()> {
         let (site, wrap) = (self.site, self.wrap);
-        let outward = move |size, port| site.outward(wrap, size, port);
+        let outward = move |load, port| site.outward(wrap, load, port);
         self.stage("transit-out", Entry::Lan, (MESH, Direction::Egress), true, outward)?;
         self.stage("lan-to-encrypted", Entry::Lan, (LAN, Direction::Egress), false, outward)?;
         let _handed = Handed::to_mesh(site)?;
-        let inward = move |size, port| site.inward(Wrap::None, 1, size, port);
+        let inward = move |load, port| site.inward(Wrap::None, 1, load, port);
         self.stage("transit-in", Entry::Decrypted, (LAN, Direction::Egress), true, inward)
     }
 
     /// On another node: from its pod into the tunnel, and out of it to the pod.
     pub fn member(&mut self) -> Result<()> {
         let (site, wrap) = (self.site, self.wrap);
-        let to_remote = move |size, port| site.pod_packet(host(remote_pods(0), 2), size, port);
+        let to_remote = move |load, port| site.pod_packet(host(remote_pods(0), 2), load, port);
         self.stage("encapsulation", Entry::Pod, (LAN, Direction::Egress), true, to_remote)?;
-        let to_pod = move |size, port| site.inward(wrap, 0, size, port);
+        let to_pod = move |load, port| site.inward(wrap, 0, load, port);
         self.stage("delivery", Entry::Lan, (POD, Direction::Egress), true, to_pod)
     }
 
-    /// From a pod to an address outside of the mesh.
+    /// From a pod to an address outside of the mesh, and the answers.
     pub fn masquerade(&mut self) -> Result<()> {
         let site = self.site;
-        let outside = move |size, port| site.pod_packet(OUTSIDE, size, port);
-        self.stage("masquerade", Entry::Pod, (LAN, Direction::Egress), true, outside)
+        let outside = move |load, port| site.pod_packet(OUTSIDE, load, port);
+        self.stage("masquerade", Entry::Pod, (LAN, Direction::Egress), true, outside)?;
+        if self.way == "plain" {
+            return Ok(());
+        }
+        let answer = move |load, port| site.answer(load, port);
+        self.stage("unmasquerade", Entry::Lan, (POD, Direction::Egress), false, answer)
     }
 
     fn stage(
@@ -108,19 +115,26 @@ impl<'a> Bench<'a> {
         entry: Entry,
         end: (&'static str, Direction),
         new_flows: bool,
-        frame: impl Fn(usize, u16) -> Vec<u8>,
+        frame: impl Fn(Load, u16) -> Vec<u8>,
     ) -> Result<()> {
         let sink = Sink::attach(&self.site.node, end.0, end.1)?;
         for size in SIZES {
-            let spent = cost(&self.site.around, entry.device(), &sink, ROUNDS, || frame(size, 4000))
+            let load = Load { payload: size, tcp: false };
+            let spent = cost(&self.site.around, entry.device(), &sink, ROUNDS, || frame(load, PORT))
                 .with_context(|| format!("{} of {}", stage, self.way))?;
             self.add(stage, size.to_string(), spent - self.floor_of(entry, size)?);
         }
+        let [_, long] = SIZES;
+        let bulk = Load { payload: long - TCP_OVER_UDP, tcp: true };
+        let spent = cost(&self.site.around, entry.device(), &sink, ROUNDS, || frame(bulk, PORT))
+            .with_context(|| format!("TCP of {} of {}", stage, self.way))?;
+        let kilobytes = bulk.payload as f64 / 1024.0;
+        self.add(stage, "tcp-kb".to_owned(), (spent - self.floor_of(entry, long)?) / kilobytes);
         if new_flows {
             let mut port = self.port;
             let spent = cost(&self.site.around, entry.device(), &sink, NEW_FLOW_ROUNDS, || {
                 port += 1;
-                frame(SIZES[0], port)
+                frame(Load { payload: SIZES[0], tcp: false }, port)
             })
             .with_context(|| format!("new flows of {} of {}", stage, self.way))?;
             self.port = port;
@@ -179,8 +193,9 @@ pub fn floor(site: &Site) -> Result<Floor> {
         SIZES
             .into_iter()
             .map(|size| {
+                let load = Load { payload: size, tcp: false };
                 let spent =
-                    cost(&site.around, entry.device(), &sink, ROUNDS, || site.pod_packet(to, size, 4000))?;
+                    cost(&site.around, entry.device(), &sink, ROUNDS, || site.pod_packet(to, load, PORT))?;
                 println!("bench: floor {entry:?} {size} {spent:.0}");
                 Ok((size, spent))
             })

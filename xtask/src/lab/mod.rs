@@ -127,8 +127,8 @@ enum LabCommand {
         /// How long the cluster is away and agents are dead (lines 10 and 67): 90s, 10m, 2h.
         #[arg(long, value_name = "TIME", value_parser = parse_time)]
         steady: Option<Duration>,
-        /// Write docs/reliability.md.
-        #[arg(long, conflicts_with_all = ["line", "always"])]
+        /// Write docs/reliability.md; with --line, other lines from the file of --json.
+        #[arg(long, conflicts_with = "always")]
         docs: bool,
         /// Write the outcomes as tests to this file.
         #[arg(long, value_name = "FILE", hide = true)]
@@ -146,7 +146,7 @@ enum LabCommand {
         #[arg(long, value_name = "FILE", hide = true)]
         outcomes: Option<PathBuf>,
     },
-    /// Let packets of a namespace disappear for a while, and count them.
+    /// Let packets of a namespace disappear or be late for a while, and count them.
     Inject {
         /// Name of the namespace.
         space: String,
@@ -280,7 +280,7 @@ pub fn main(args: LabArgs) -> Result<()> {
             let injected = rule.inject(&Lab::load(&args.name)?.network.space(space)?)?;
             std::thread::sleep(Duration::from_secs(seconds));
             let (seen, dropped) = injected.hits()?;
-            println!("{seen} packets matched, {dropped} dropped");
+            println!("{seen} packets matched, {dropped} of them dropped or late");
             Ok(())
         }
         Some(LabCommand::Faults { ref line, always, ref json, steady, docs, ref outcomes }) => {
@@ -289,16 +289,23 @@ pub fn main(args: LabArgs) -> Result<()> {
                 faults::steady::set_length(time);
             }
             let rows = faults::run(&mut Lab::up(&args, None)?, line, always);
+            let failed = rows.iter().filter(|row| row.problem.is_some()).count();
+            let mut all: Vec<faults::Row> = match json {
+                Some(path) if docs && !line.is_empty() => serde_json::from_slice(&fs::read(path)?)?,
+                _ => Vec::new(),
+            };
+            all.retain(|row| !line.contains(&row.line));
+            all.extend(rows.iter().cloned());
+            all.sort_by_key(|row| row.line);
             if let Some(path) = json {
-                write_json(path, &rows)?;
+                write_json(path, &all)?;
             }
             if let Some(path) = outcomes {
                 write_json(path, &faults::outcomes(&rows, ""))?;
             }
             if docs {
-                faults::write_table(&rows)?;
+                faults::write_table(&all)?;
             }
-            let failed = rows.iter().filter(|row| row.problem.is_some()).count();
             if failed > 0 {
                 bail!("{failed} of {} faults cost more than they may", rows.len());
             }

@@ -5,6 +5,7 @@ mod cache;
 mod client;
 mod patient;
 mod peer_status;
+mod slim;
 
 use std::{
     collections::BTreeMap,
@@ -18,7 +19,7 @@ use k8s_openapi::api::core::v1 as core;
 use kube::{
     Api, Client, Resource,
     api::{ApiResource, DynamicObject, ListParams, Patch, PatchParams},
-    core::{NotUsed, Object, ObjectMeta},
+    core::ObjectMeta,
     runtime::{WatchStreamExt as _, watcher},
 };
 use serde::de::DeserializeOwned;
@@ -34,20 +35,18 @@ pub use patient::PatientBackend;
 use self::{
     cache::{Cache, Kept, Own, Seen, Store, Urgency},
     client::{Asked, explain, in_time},
+    slim::SlimNode,
 };
 use super::{Backend, BackendError, Published, Snapshot, confirm::Confirm, node, peer};
 
 /// How long a list that lost many objects waits for its confirmation.
 const CONFIRM_AFTER: Duration = Duration::from_secs(5);
 /// Regular signs of life are collected this long: each node sends one every 30 s.
-const COLLECT: Duration = Duration::from_secs(2);
+const COLLECT: Duration = Duration::from_secs(5);
 /// Two snapshots are at least this far apart.
 const PACE: Duration = Duration::from_millis(50);
 /// All lists are complete within this time, or the start fails.
 const LISTED: Duration = Duration::from_secs(60);
-
-/// A Node without its status, which is most of it.
-type SlimNode = Object<core::NodeSpec, NotUsed>;
 
 struct Shared {
     hostname: Option<String>,
@@ -266,9 +265,8 @@ impl Shared {
     }
 
     fn see_node(&self, object: SlimNode, label: &str) -> Seen<crate::topology::Node> {
-        self.see_own(&object.metadata);
-        let object = core::Node { metadata: object.metadata, spec: Some(object.spec), status: None };
-        let (node, problems) = node::from_object(&object, label);
+        self.see_own(object.meta());
+        let (node, problems) = node::from_object(&object.into(), label);
         let problem = (!problems.is_empty()).then(|| problems.join("; "));
         Seen { name: node.name.clone(), value: Some(node), problem }
     }

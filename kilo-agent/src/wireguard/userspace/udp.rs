@@ -4,7 +4,11 @@
 //! cannot be told from a mere change of port; lack of memory, for example, is
 //! no reason to stop for good.
 
-use std::{io, net::SocketAddr, time::Duration};
+use std::{
+    io,
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
 
 use gotatun::{
     packet::{Packet, PacketBufPool},
@@ -16,6 +20,10 @@ use gotatun::{
 
 /// Pause after a failed receive, so that a lasting error does not take a CPU.
 const PAUSE: Duration = Duration::from_millis(10);
+
+/// gotatun opens a socket anew on each change of the key, and closes the former
+/// one some time after it let go of it. Without a socket the device would stay mute.
+const CLOSED: Duration = Duration::from_secs(3);
 
 /// Room for bursts while the process is not scheduled, in bytes; the kernel's
 /// `net.core.rmem_max` may allow less.
@@ -35,8 +43,16 @@ impl UdpTransportFactory for Udp {
     type Recv = Patient;
 
     async fn bind(&mut self, params: &UdpTransportFactoryParams) -> io::Result<(UdpSocket, Patient)> {
-        let (sender, receiver) = self.0.bind(params).await?;
-        Ok((sender, Patient(receiver)))
+        let began = Instant::now();
+        loop {
+            match self.0.bind(params).await {
+                Ok((sender, receiver)) => return Ok((sender, Patient(receiver))),
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse && began.elapsed() < CLOSED => {
+                    tokio::time::sleep(PAUSE).await;
+                }
+                Err(error) => return Err(error),
+            }
+        }
     }
 }
 

@@ -1,13 +1,29 @@
-//! Packets made to disappear: rules with direction, family, protocol, port and
-//! length, which drop the first, every nth or just the nth packet. The kernel's
-//! nftables does it and counts, so that a test can say the fault really happened.
+//! Packets made to disappear, or to be late: rules with direction, family,
+//! protocol, port and length, which hit the first, every nth or just the nth
+//! packet. The kernel's nftables chooses and counts, so that a test can say the
+//! fault really happened; what is late waits in a queue of netfilter's.
 
-use std::str::FromStr;
+use std::{
+    collections::VecDeque,
+    str::FromStr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
 
 use crate::lab::space::Space;
+
+/// Marks what is to be late, and names the queue.
+const LATE: u16 = 1107;
+/// Between two looks at the queue.
+const TICK: Duration = Duration::from_millis(1);
 
 /// Which packets of the host.
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -76,6 +92,9 @@ pub struct Rule {
     /// first:N, every:N or nth:N of them.
     #[arg(long)]
     pub drop: Drop,
+    /// Instead of dropping those, let them wait for so many milliseconds.
+    #[arg(long, value_name = "MILLISECONDS")]
+    pub delay: Option<u64>,
 }
 
 impl Rule {
@@ -100,13 +119,17 @@ impl Rule {
             Drop::Every(count) => format!("numgen inc mod {count} 0"),
             Drop::Nth(count) => format!("numgen inc mod 1000000000 {}", count.saturating_sub(1)),
         };
+        let verdict = match self.delay {
+            None => "drop".to_owned(),
+            Some(_) => format!("meta mark set {LATE}"),
+        };
         format!(
             "table inet fault {{
     counter seen {{ }}
-    counter dropped {{ }}
+    counter hit {{ }}
     chain fault {{
         type filter hook {hook} priority -400; policy accept;
-        {matches}counter name seen {which} counter name dropped drop
+        {matches}counter name seen {which} counter name hit {verdict}
     }}
 }}
 "
@@ -115,25 +138,111 @@ impl Rule {
 
     /// Puts the rule in force in the namespace until the guard is dropped.
     pub fn inject(&self, space: &Space) -> Result<Injected> {
+        let late = match self.delay {
+            Some(delay) => Some(Late::start(space, self, Duration::from_millis(delay))?),
+            None => None,
+        };
+        let injected = Injected { space: space.clone(), _late: late };
         space.sh(&format!("nft -f - <<'RULES'\n{}RULES", self.table()))?;
-        Ok(Injected { space: space.clone() })
+        Ok(injected)
     }
 }
 
 /// A rule in force.
 pub struct Injected {
     space: Space,
+    /// Ends after the table that marks packets.
+    _late: Option<Late>,
+}
+
+/// A queue packets wait in.
+struct Late {
+    space: Space,
+    rule: String,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<Result<()>>>,
+}
+
+impl Late {
+    fn start(space: &Space, rule: &Rule, delay: Duration) -> Result<Self> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (ready, is_ready) = mpsc::channel();
+        let ended = Arc::clone(&stop);
+        let thread = space.spawn(move || {
+            let mut queue = match open() {
+                Ok(queue) => queue,
+                Err(error) => return drop(ready.send(Err(error))),
+            };
+            let _ = ready.send(Ok(()));
+            hold(&mut queue, delay, &ended);
+        });
+        is_ready.recv().context("the queue's thread")?.context("a queue of netfilter's")?;
+        // nft's own queues need a kernel that has them; those of iptables are older.
+        let program = match rule.family {
+            Family::V4 => "iptables-legacy",
+            Family::V6 => "ip6tables-legacy",
+        };
+        let chain = match rule.direction {
+            Direction::In => "PREROUTING",
+            Direction::Out => "OUTPUT",
+        };
+        let rule = format!(" {chain} -m mark --mark {LATE} -j NFQUEUE --queue-num {LATE}");
+        let late = Self {
+            space: space.clone(),
+            rule: format!("{program} -t raw -D {rule}"),
+            stop,
+            thread: Some(thread),
+        };
+        space.sh(&format!("{program} -t raw -A {rule}"))?;
+        Ok(late)
+    }
+}
+
+impl std::ops::Drop for Late {
+    fn drop(&mut self) {
+        let _ = self.space.sh(&self.rule);
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn open() -> std::io::Result<nfq::Queue> {
+    let mut queue = nfq::Queue::open()?;
+    queue.bind(LATE)?;
+    queue.set_nonblocking(true);
+    Ok(queue)
+}
+
+/// Lets each packet go when its time is over, in their order; all at the end.
+fn hold(queue: &mut nfq::Queue, delay: Duration, stop: &AtomicBool) {
+    let mut held = VecDeque::new();
+    loop {
+        while let Ok(packet) = queue.recv() {
+            held.push_back((Instant::now() + delay, packet));
+        }
+        let end = stop.load(Ordering::Relaxed);
+        while let Some((_, mut packet)) = held.pop_front_if(|(due, _)| end || *due <= Instant::now()) {
+            packet.set_verdict(nfq::Verdict::Accept);
+            let _ = queue.verdict(packet);
+        }
+        if end {
+            return;
+        }
+        std::thread::sleep(TICK);
+    }
 }
 
 impl Injected {
-    /// Packets that matched, and those of them that were dropped.
+    /// Packets that matched, and those of them that were dropped or late.
     pub fn hits(&self) -> Result<(u64, u64)> {
         let read = |name: &str| -> Result<u64> {
             let text = self.space.sh(&format!("nft list counter inet fault {name}"))?;
             let packets = text.split_whitespace().skip_while(|word| *word != "packets").nth(1);
             packets.and_then(|number| number.parse().ok()).with_context(|| text.clone())
         };
-        Ok((read("seen")?, read("dropped")?))
+        Ok((read("seen")?, read("hit")?))
     }
 }
 
@@ -157,12 +266,15 @@ mod tests {
             shortest: 176,
             longest: 176,
             drop: Drop::First(2),
+            delay: None,
         };
         let table = rule.table();
         let line = "meta nfproto ipv4 meta l4proto udp th dport 51820 meta length 176-176 counter name seen \
-                    numgen inc mod 1000000000 < 2 counter name dropped drop";
+                    numgen inc mod 1000000000 < 2 counter name hit drop";
         assert!(table.contains(line), "{table}");
         assert!(table.contains("hook output"), "{table}");
+        let table = Rule { delay: Some(20), ..rule }.table();
+        assert!(table.contains("counter name hit meta mark set 1107\n"), "{table}");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
 
 use super::{
@@ -39,6 +39,15 @@ pub fn faults() -> Vec<Fault> {
             Goal::Within(30_000),
             key_and_handshakes,
         ),
+        Fault {
+            always: false,
+            ..across(
+                26,
+                "the leader's key is rotated, every handshake is 300 ms late",
+                Goal::Within(15_000),
+                key_and_late_handshakes,
+            )
+        },
         Fault {
             from: "laptop",
             always: false,
@@ -134,6 +143,7 @@ fn key_and_handshakes(lab: &mut Lab) -> Result<String> {
         shortest: 176,
         longest: 176,
         drop: Drop::First(2),
+        delay: None,
     };
     let injected = ["a1", "b1"]
         .iter()
@@ -143,6 +153,32 @@ fn key_and_handshakes(lab: &mut Lab) -> Result<String> {
     let dropped = || injected.iter().map(|rule| Ok(rule.hits()?.1)).sum::<Result<u64>>();
     until("two handshakes are lost", Duration::from_secs(40), || Ok(dropped()? >= 2))?;
     Ok(format!("{} handshakes dropped; {said}", dropped()?))
+}
+
+fn key_and_late_handshakes(lab: &mut Lab) -> Result<String> {
+    let (a1, a2) = (lab.network.node("a1")?.clone(), lab.network.node("a2")?.clone());
+    let late = |protocol: &str, port, length| Rule {
+        direction: Direction::In,
+        family: Family::V4,
+        protocol: protocol.to_owned(),
+        port,
+        shortest: length,
+        longest: length,
+        drop: Drop::Every(1),
+        delay: Some(300),
+    };
+    // First that it does what it says: an echo request of 84 bytes.
+    let injected = late("icmp", None, 84).inject(&a1.space)?;
+    let ping =
+        format!("ping -c 2 -W 3 {} | grep -o 'time=[0-9]*' | cut -d= -f2 | sort -n | head -1", a1.private);
+    let took = number(&a2.space, &ping)?;
+    ensure!((300..3000).contains(&took), "an echo that waits 300 ms took {took} ms");
+    drop(injected);
+    let rule = late("udp", Some(51820), 176);
+    let injected = rule.inject(&a1.space)?;
+    let said = key_rotated(lab)?;
+    until("a handshake was late", Duration::from_secs(40), || Ok(injected.hits()?.1 > 0))?;
+    Ok(format!("{} handshakes 300 ms late, and an echo {took} ms; {said}", injected.hits()?.1))
 }
 
 fn roams(lab: &mut Lab) -> Result<String> {

@@ -25,7 +25,7 @@ pub fn faults() -> Vec<Fault> {
     vec![
         across(1, "SIGKILL for every agent at once, back 2 s later", Goal::Nothing, true, kill_all),
         across(2, "every agent restarts at once", Goal::Nothing, true, restart_all),
-        across(8, "a task of the leader's agent panics", Goal::Nothing, false, task_panics),
+        across(8, "a task of the leader's agent panics", Goal::Nothing, true, task_panics),
         across(9, "a node of the location is uninstalled and comes back", Goal::Nothing, true, uninstall),
         across(15, "one node's annotations are rubbish", Goal::Nothing, true, rubbish),
         Fault {

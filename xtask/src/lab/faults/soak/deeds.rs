@@ -56,7 +56,7 @@ pub const KINDS: &[Kind] = &[
     Kind { name: "a node leaves", make: node_leaves },
     Kind { name: "a node's annotations are rubbish", make: rubbish },
     Kind { name: "a peer comes", make: peer_comes },
-    Kind { name: "packets are lost", make: packets_lost },
+    Kind { name: "packets are lost or late", make: packets_lost },
     Kind { name: "rp_filter changes", make: rp_filter },
     Kind { name: "forwarding is turned off", make: forwarding_off },
 ];
@@ -283,6 +283,7 @@ fn packets_lost(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
         1 => Drop::Every(2 + chance.below(9) as u32),
         _ => Drop::Nth(1 + chance.below(10) as u32),
     };
+    let delay = (chance.below(2) == 0).then(|| 10 + chance.below(200) as u64);
     let direction = if chance.below(2) == 0 { Direction::In } else { Direction::Out };
     let rule = Rule {
         direction,
@@ -292,9 +293,11 @@ fn packets_lost(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
         shortest: 0,
         longest: 65535,
         drop,
+        delay,
     };
     let injected = rule.inject(&node.space)?;
-    let said = format!("{drop:?}, {direction:?}, of WireGuard's at {}", node.name());
+    let late = delay.map(|delay| format!(" {delay} ms late")).unwrap_or_default();
+    let said = format!("{drop:?}, {direction:?}, of WireGuard's at {}{late}", node.name());
     // It ends with its guard.
     let mend = move |_: &mut Lab| injected.hits().map(|_| ());
     Ok(Deed { said, mend: Box::new(mend) })

@@ -1,0 +1,62 @@
+//! Time of single programs on this kernel (BPF_PROG_TEST_RUN), with few and
+//! many prefixes. None of these runs changes its packet, so that it can be
+//! repeated.
+
+use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
+use ipnet::{IpNet, Ipv4Net};
+use kilo_agent::dataplane::Dataplane;
+use kilo_common::maps::{HOP_LOCAL, HOP_REMOTE, MASQ_EXCLUDE, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue};
+
+use crate::{
+    Figures,
+    support::{
+        self, OWN_POD, REMOTE_POD, leader_tables,
+        packet::{ethernet, udp},
+    },
+};
+
+const REPEAT: u32 = 200_000;
+const ROUNDS: usize = 9;
+/// BPF_PROG_TEST_RUN reads an Ethernet header where the WireGuard device has
+/// none: the first bytes of this source read as the EtherType of IPv4.
+const POD: [u8; 4] = [8, 0, 1, 2];
+
+pub fn measure(figures: &mut Figures) {
+    let Some(fs) = support::bpffs() else { return };
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    for count in [10, 100, 1000, 10_000] {
+        let mut tables = leader_tables();
+        let value = |hop| PrefixValue { hop, flags: PREFIX_ROUTE | PREFIX_SOURCE };
+        tables.prefix.insert("8.0.1.0/24".parse().unwrap(), value(HOP_LOCAL));
+        for number in tables.prefix.len()..count {
+            let network = std::net::Ipv4Addr::from(0x0a80_0000 + (number as u32 * 256));
+            let prefix = IpNet::V4(Ipv4Net::new(network, 24).unwrap());
+            tables.prefix.insert(prefix, value(HOP_REMOTE));
+            tables.masq_dst.insert(prefix, MASQ_EXCLUDE);
+        }
+        dataplane.write(&tables).unwrap();
+        let to_wireguard = udp(POD, REMOTE_POD, (1, 2), &[0; 64]);
+        let to_mesh = ethernet(&udp(OWN_POD, REMOTE_POD, (1, 2), &[0; 64]));
+        for (what, program, packet) in [
+            ("kilo_egress, to WireGuard", "kilo_egress", to_wireguard),
+            ("uplink_egress, not masqueraded", "uplink_egress", to_mesh),
+        ] {
+            figures.add_to("programs", count, what, "ns", time(&mut dataplane, program, &packet));
+        }
+    }
+}
+
+/// Nanoseconds of one run: the median of rounds.
+fn time(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> f64 {
+    let classifier: &SchedClassifier = dataplane.bpf_mut().program(program).unwrap().try_into().unwrap();
+    let mut times: Vec<u128> = (0..ROUNDS)
+        .map(|_| {
+            let mut options = TestRunOptions::new();
+            options.data_in = Some(packet);
+            options.repeat = REPEAT;
+            classifier.test_run(options).unwrap().duration.as_nanos()
+        })
+        .collect();
+    times.sort_unstable();
+    times[ROUNDS / 2] as f64
+}

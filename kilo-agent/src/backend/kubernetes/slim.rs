@@ -1,0 +1,108 @@
+//! A Node object without all that the topology does not need: the status and
+//! who manages which field are most of it, and each sign of life brings them.
+
+use std::{borrow::Cow, collections::BTreeMap};
+
+use k8s_openapi::api::core::v1 as core;
+use kube::{
+    Resource,
+    api::ApiResource,
+    core::{DynamicResourceScope, ObjectMeta},
+};
+use serde::{Deserialize, Deserializer};
+
+/// What is read of a Node; the rest is passed over.
+#[derive(Clone, Debug, Deserialize)]
+pub struct SlimNode {
+    #[serde(deserialize_with = "metadata")]
+    metadata: ObjectMeta,
+    #[serde(default)]
+    spec: Spec,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+struct Spec {
+    #[serde(rename = "podCIDR")]
+    pod_cidr: Option<String>,
+    #[serde(rename = "podCIDRs")]
+    pod_cidrs: Option<Vec<String>>,
+}
+
+fn metadata<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ObjectMeta, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    struct Metadata {
+        name: Option<String>,
+        resource_version: Option<String>,
+        annotations: Option<BTreeMap<String, String>>,
+        labels: Option<BTreeMap<String, String>>,
+    }
+    let Metadata { name, resource_version, annotations, labels } = Metadata::deserialize(deserializer)?;
+    Ok(ObjectMeta { name, resource_version, annotations, labels, ..ObjectMeta::default() })
+}
+
+impl From<SlimNode> for core::Node {
+    fn from(SlimNode { metadata, spec: Spec { pod_cidr, pod_cidrs } }: SlimNode) -> Self {
+        let spec = core::NodeSpec { pod_cidr, pod_cidrs, ..Default::default() };
+        Self { metadata, spec: Some(spec), status: None }
+    }
+}
+
+impl Resource for SlimNode {
+    type DynamicType = ApiResource;
+    type Scope = DynamicResourceScope;
+
+    fn kind(resource: &ApiResource) -> Cow<'_, str> {
+        resource.kind.as_str().into()
+    }
+
+    fn group(resource: &ApiResource) -> Cow<'_, str> {
+        resource.group.as_str().into()
+    }
+
+    fn version(resource: &ApiResource) -> Cow<'_, str> {
+        resource.version.as_str().into()
+    }
+
+    fn plural(resource: &ApiResource) -> Cow<'_, str> {
+        resource.plural.as_str().into()
+    }
+
+    fn meta(&self) -> &ObjectMeta {
+        &self.metadata
+    }
+
+    fn meta_mut(&mut self) -> &mut ObjectMeta {
+        &mut self.metadata
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_topology_needs_is_read_and_the_rest_is_passed_over() {
+        let text = r#"{
+            "kind": "Node", "apiVersion": "v1",
+            "metadata": {
+                "name": "a", "resourceVersion": "7", "uid": "u", "creationTimestamp": "no time",
+                "annotations": {"kilo.squat.ai/key": "k"}, "labels": {"l": "v"},
+                "managedFields": [{"manager": "kubelet", "fieldsV1": {"f:status": {}}}]
+            },
+            "spec": {"podCIDR": "10.42.0.0/24", "podCIDRs": ["10.42.0.0/24"], "taints": 5},
+            "status": {"images": [{"names": ["i"]}]}
+        }"#;
+        let node = core::Node::from(serde_json::from_str::<SlimNode>(text).unwrap());
+        assert_eq!(
+            (node.metadata.name.as_deref(), node.metadata.resource_version.as_deref()),
+            (Some("a"), Some("7"))
+        );
+        assert_eq!(node.metadata.annotations.unwrap()["kilo.squat.ai/key"], "k");
+        assert_eq!(node.metadata.labels.unwrap()["l"], "v");
+        let spec = node.spec.unwrap();
+        assert_eq!(spec.pod_cidr.as_deref(), Some("10.42.0.0/24"));
+        assert_eq!(spec.pod_cidrs.unwrap(), ["10.42.0.0/24"]);
+        assert!(serde_json::from_str::<SlimNode>(r#"{"metadata": {}}"#).is_ok(), "without spec");
+    }
+}
