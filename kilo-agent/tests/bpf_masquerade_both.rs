@@ -586,10 +586,14 @@ fn a_flow_that_lost_one_half_gets_it_back_with_its_next_packet() {
         let there = udp(pod, outside, (5000, 53), b"");
         let port = read(&world.out(&there).bytes).ports.0;
         let here = udp(outside, public, (53, port), b"");
+        // The other half is looked after once a second.
+        let next_second = || std::thread::sleep(std::time::Duration::from_millis(1100));
         assert_eq!(flows(&mut world, Some(NAT_INGRESS)), 2);
+        next_second();
         assert_eq!(read(&world.out(&there).bytes).ports.0, port, "the port stays");
         assert_eq!(flows(&mut world, None), 2, "the entry for replies is back");
         flows(&mut world, Some(NAT_EGRESS));
+        next_second();
         assert_eq!(read(&world.back(&here).bytes).dst, pod);
         assert_eq!(flows(&mut world, None), 2, "the entry for packets out is back");
         assert_eq!(read(&world.out(&there).bytes).ports.0, port);

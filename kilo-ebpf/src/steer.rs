@@ -51,7 +51,7 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     if I::never_steered(ip.dst()) || I::never_steered(ip.src()) {
         return Err(DropReason::NotUnicast);
     }
-    if let Some(addr) = masquerade::egress(ctx, config, 0, &ip)? {
+    if let Some(addr) = masquerade::egress(ctx, config, 0, &ip, true)? {
         ip.set_src(addr);
     }
     let Some(id) = route::<I>(ip.dst()) else {

@@ -50,7 +50,7 @@ fn leave<I: Ip + TooBig>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32
         // SAFETY: a helper without pointers. `kilo_egress` does the rest.
         return Ok(unsafe { bpf_redirect(config.kilo_ifindex, 0) } as i32);
     }
-    masquerade::egress(ctx, config, ETHERNET_LEN, ip)?;
+    masquerade::egress(ctx, config, ETHERNET_LEN, ip, false)?;
     Ok(TC_ACT_UNSPEC)
 }
 

@@ -41,13 +41,15 @@ const DONE: u32 = 1;
 const IPV6: u32 = 1;
 const OWN: u32 = 2;
 
-/// Translates the source if that is due; answers the new source.
+/// Translates the source if that is due; answers the new source. `rare`: most
+/// packets here are of no such flow, so the tables are asked before its entry is.
 #[inline(always)]
 pub fn egress<I: Ip>(
     ctx: &TcContext,
     config: &Config,
     offset: usize,
     ip: &I,
+    rare: bool,
 ) -> Result<Option<I::Addr>, DropReason> {
     let Some(device) = translating_device(ctx, config) else { return Ok(None) };
     let addr = I::masq_addr(device);
@@ -62,7 +64,7 @@ pub fn egress<I: Ip>(
     work.key.dst = dst;
     // No socket tells which echo identifiers the host uses: its own echoes
     // claim theirs like those of pods, where both may go.
-    if own && work.destination() == MASQ_EXCLUDE {
+    if own && work.destination() == MASQ_EXCLUDE || rare && !own && !work.is_due() {
         return Ok(None);
     }
     work.addr = octets(I::mapped(addr));
@@ -229,7 +231,6 @@ fn ingress_apart(skb: *mut __sk_buff, offset: u32, flags: u32) -> u32 {
     if !port::touch(work) {
         return NOTHING;
     }
-    port::restore_egress(work);
     if work.fragmented()
         && halves(&work.new) != halves(&work.old)
         && !remember_fragment(work, NAT_FRAGMENT_INGRESS)

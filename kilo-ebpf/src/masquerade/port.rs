@@ -41,18 +41,23 @@ pub fn touch(work: &mut Work) -> bool {
     let Some(entry) = NAT.get_ptr_mut(&work.key) else { return false };
     // SAFETY: the entry is there; racing writes concern time and flags only.
     let entry = unsafe { &mut *entry };
-    note(entry, now(), work.tcp_flags as u8);
+    let first = note(entry, now(), work.tcp_flags as u8);
     work.new = copy(&entry.addr);
     work.new_port = entry.port;
     work.old_port = work.key.dst_port;
+    if first {
+        restore_egress(work);
+    }
     true
 }
 
-/// Writes only what changes: several CPUs may share the cache line.
+/// Writes only what changes: several CPUs may share the cache line. True for
+/// the first packet in a second: the flow's other half is looked after then.
 #[inline(always)]
-fn note(entry: &mut NatValue, now: u32, tcp_flags: u8) {
+fn note(entry: &mut NatValue, now: u32, tcp_flags: u8) -> bool {
     let flags = merge_flags(entry.tcp_flags, tcp_flags);
-    if entry.last_seen != now {
+    let first = entry.last_seen != now;
+    if first {
         entry.last_seen = now;
     }
     if entry.flags != NAT_SEEN {
@@ -61,11 +66,12 @@ fn note(entry: &mut NatValue, now: u32, tcp_flags: u8) {
     if entry.tcp_flags != flags {
         entry.tcp_flags = flags;
     }
+    first
 }
 
 /// Restores the egress half of a flow whose reply was just seen.
 #[inline(always)]
-pub fn restore_egress(work: &mut Work) {
+fn restore_egress(work: &mut Work) {
     let Work { key, partner, new, new_port, .. } = work;
     key.write_partner(new, *new_port, partner);
     // Looked up also to keep both halves equally recent.
@@ -117,12 +123,15 @@ pub fn translation(skb: *mut __sk_buff, config: &Config, own: u32) -> u32 {
     if let Some(entry) = NAT.get_ptr_mut(&work.key) {
         // SAFETY: the entry is there; racing writes concern time and flags only.
         let entry = unsafe { &mut *entry };
-        note(entry, now, work.tcp_flags as u8);
+        let first = note(entry, now, work.tcp_flags as u8);
         work.new_port = entry.port;
         if halves(&entry.addr) == halves(&work.addr) {
+            // A flow that is masqueraded stays so: the tables need not be asked.
+            if !first {
+                return DONE;
+            }
             let Work { key, partner, addr, new_port, .. } = &mut *work;
             key.write_partner(addr, *new_port, partner);
-            // A flow that is masqueraded stays so: the tables need not be asked.
             if claim(work) == Claim::Ours {
                 return DONE;
             }
