@@ -10,7 +10,7 @@ use std::{
     io::{Read as _, Write as _},
     net::TcpStream,
     path::Path,
-    process::{Child, Command},
+    process::Command,
     time::{Duration, Instant},
 };
 
@@ -27,18 +27,6 @@ use kube::{
 use serde_json::json;
 
 use api::{ADMIN, ApiServer, apply, apply_crds, create_node};
-
-/// Ends the agent with the test.
-struct Agent(Child);
-
-impl Drop for Agent {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-        // The process of the userspace device ends with it.
-        netns::succeeds("ip link delete kilo0");
-    }
-}
 
 fn kgctl(kubeconfig: &Path, arguments: &[&str]) -> (bool, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kgctl"));
@@ -142,7 +130,7 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
 
         let mut kg = Command::new(env!("CARGO_BIN_EXE_kg"));
         kg.arg("--kubeconfig").arg(&kubeconfig).args(["--hostname", "n1", "--resync-period", "1s"]);
-        let _agent = Agent(kg.spawn().unwrap());
+        let _agent = netns::Agent(kg.spawn().unwrap());
         let url = "--agent=http://127.0.0.1:1107";
         until("the agent's answer", || kgctl(&kubeconfig, &[url]).0);
         until("n1 leads by its public endpoint", || {

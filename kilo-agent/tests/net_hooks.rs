@@ -8,23 +8,11 @@ use std::{
     fs,
     io::{Read as _, Write as _},
     net::TcpStream,
-    process::{Child, Command},
+    process::Command,
     time::{Duration, Instant},
 };
 
-use netns::{isolated, sh, succeeds};
-
-/// Ends the agent with the test.
-struct Agent(Child);
-
-impl Drop for Agent {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-        // The userspace WireGuard device is a process of its own.
-        let _ = sh("ip link del kilo0 2>/dev/null || true");
-    }
-}
+use netns::{Agent, isolated, sh, succeeds};
 
 fn start(attach: &str) -> Agent {
     sh("mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard /run/cluster; mount -t sysfs sys /sys; \

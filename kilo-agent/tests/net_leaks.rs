@@ -10,29 +10,16 @@ use std::{
     collections::BTreeMap,
     fs,
     path::Path,
-    process::Child,
     time::{Duration, Instant},
 };
 
 use cluster::{differences, host, metrics, remove, write_node, write_peer};
-use netns::{isolated, sh};
+use netns::{Agent, isolated};
 
 /// Rounds of ten reconfigurations.
 const ROUNDS: usize = 20;
 /// Most time for one change, on a slow machine.
 const LIMIT: Duration = Duration::from_secs(20);
-
-/// Ends the agent with the test.
-struct Agent(Child);
-
-impl Drop for Agent {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-        // The userspace WireGuard device is a process of its own.
-        let _ = sh("ip link del kilo0 2>/dev/null || true");
-    }
-}
 
 impl Agent {
     fn start() -> Self {

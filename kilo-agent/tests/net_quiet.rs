@@ -6,21 +6,9 @@ mod cluster;
 mod netns;
 
 use std::{
-    process::Child,
     thread::sleep,
     time::{Duration, Instant},
 };
-
-/// Ends the agent with the test.
-struct Agent(Child);
-
-impl Drop for Agent {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-        let _ = netns::succeeds("ip link del kilo0");
-    }
-}
 
 fn reconciles() -> u64 {
     cluster::metrics().get("kilo_reconciles_total").copied().unwrap_or(0)
@@ -50,7 +38,7 @@ fn a_sign_of_life_of_another_node_causes_no_reconcile_and_a_change_of_it_does() 
     netns::isolated("a_sign_of_life_of_another_node_causes_no_reconcile_and_a_change_of_it_does", || async {
         cluster::prepare();
         cluster::write_node(12, "b", "10.42.12.0/24", false);
-        let _agent = Agent(cluster::kg(&[]).spawn().unwrap());
+        let _agent = netns::Agent(cluster::kg(&[]).spawn().unwrap());
         let before = settled();
         assert_eq!(nodes(), Some(2));
         for _ in 0..2 {

@@ -46,6 +46,8 @@ mod programs {
     /// Goes on with the stack at once.
     pub const TC_ACT_OK: i32 = 0;
     const TC_ACT_SHOT: i32 = 2;
+    /// `bpf_redirect` (`BPF_F_INGRESS`): to the stack, as received on that interface.
+    pub const REDIRECT_INGRESS: u64 = 1;
 
     #[inline(always)]
     fn verdict(

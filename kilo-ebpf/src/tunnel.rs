@@ -23,11 +23,10 @@ use crate::{
     mark, masquerade,
     packet::{self, Family},
     path_mtu,
-    programs::{TC_ACT_OK, TC_ACT_UNSPEC, from_code, to_code},
+    programs::{REDIRECT_INGRESS, TC_ACT_OK, TC_ACT_UNSPEC, from_code, to_code},
     steer::fits,
 };
 
-const REDIRECT_INGRESS: u64 = 1;
 /// Offset in a UDP header.
 const DESTINATION_PORT: usize = 2;
 /// `bpf_skb_adjust_room` flags (include/uapi/linux/bpf.h).

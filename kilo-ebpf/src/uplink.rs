@@ -22,11 +22,9 @@ use crate::{
     maps::hop,
     mark, masquerade,
     packet::{self, Family},
-    programs::{TC_ACT_UNSPEC, dropped},
+    programs::{REDIRECT_INGRESS, TC_ACT_UNSPEC, dropped},
     steer::fits,
 };
-
-const REDIRECT_INGRESS: u64 = 1;
 
 /// Egress of an uplink; packets start with an Ethernet header.
 #[inline(always)]
@@ -42,10 +40,11 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason
 }
 
 #[inline(always)]
-fn leave<I: Ip + TooBig>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropReason> {
+fn leave<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropReason> {
     if let Some(hop) = hop_of_pods(config, ip) {
         if !fits::<I>(ctx, ETHERNET_LEN, ip, hop.mtu) {
-            return Ok(I::answer(ctx.as_ptr().cast(), hop.mtu));
+            let skb = ctx.as_ptr().cast();
+            return Ok(if I::V6 { answer_v6(skb, hop.mtu) } else { answer_v4(skb, hop.mtu) });
         }
         // SAFETY: a helper without pointers. `kilo_egress` does the rest.
         return Ok(unsafe { bpf_redirect(config.kilo_ifindex, 0) } as i32);
@@ -66,29 +65,6 @@ fn hop_of_pods<I: Ip>(config: &Config, ip: &I) -> Option<&'static Hop> {
     hop(node.hop).filter(|hop| is_pod && hop.kind == HOP_KIND_NODE && hop.tunnel != TUNNEL_NONE)
 }
 
-/// Telling the sender, who heard from the stack what this interface carries.
-/// The answer comes in by the interface the packet was leaving by, as if the
-/// destination had sent it: it passes rp_filter, and netfilter translates it
-/// back for who was translated.
-trait TooBig {
-    /// Answers the packet's verdict; counts it as dropped in any case.
-    fn answer(skb: *mut __sk_buff, mtu: u32) -> i32;
-}
-
-impl TooBig for Ipv4 {
-    #[inline(always)]
-    fn answer(skb: *mut __sk_buff, mtu: u32) -> i32 {
-        answer_v4(skb, mtu)
-    }
-}
-
-impl TooBig for V6 {
-    #[inline(always)]
-    fn answer(skb: *mut __sk_buff, mtu: u32) -> i32 {
-        answer_v6(skb, mtu)
-    }
-}
-
 #[inline(never)]
 fn answer_v4(skb: *mut __sk_buff, mtu: u32) -> i32 {
     answer(skb, |packet| too_big::v4(packet, mtu as u16))
@@ -99,6 +75,10 @@ fn answer_v6(skb: *mut __sk_buff, mtu: u32) -> i32 {
     answer(skb, |packet| too_big::v6(packet, mtu))
 }
 
+/// Tells the sender, who heard from the stack what this interface carries;
+/// counts the packet as dropped in any case. The answer comes in by the
+/// interface the packet was leaving by, as if the destination had sent it: it
+/// passes rp_filter, and netfilter translates it back for who was translated.
 #[inline(always)]
 fn answer<const N: usize>(skb: *mut __sk_buff, write: impl FnOnce(&mut [u8; N])) -> i32 {
     let shot = dropped(skb, DropReason::TooBig.index(), Hook::UplinkEgress as u32);

@@ -23,7 +23,7 @@ pub(super) struct Look {
     pub state: DeviceState,
     /// Ways to nodes, as far as asked for.
     pub paths: Paths,
-    /// The addresses, routes and rules there are, once a plan was brought about.
+    /// The addresses and routes there are, once a plan was brought about.
     pub net: Option<NetPlan>,
     /// Devices that were made, to be counted once.
     pub made: u64,

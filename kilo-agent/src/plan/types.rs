@@ -83,6 +83,7 @@ pub struct Route {
 
 /// The main routing table.
 pub const MAIN_TABLE: u32 = 254;
+
 /// Desired content of the BPF maps, both families; `dataplane` writes what the
 /// programs handle.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -32,9 +32,7 @@ impl DeviceState {
         let seen = self.peers.iter().filter(|(_, peer)| peer.handshake_age.is_some());
         seen.filter_map(|(key, peer)| Some((*key, peer.endpoint?))).collect()
     }
-}
 
-impl DeviceState {
     /// What the device has after the changes of one [`diff`], without looking.
     pub fn take(&mut self, changes: &[Change]) {
         let moved: BTreeSet<IpNet> = changes

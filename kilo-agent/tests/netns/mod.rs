@@ -6,7 +6,7 @@
 use std::{
     io,
     os::unix::process::CommandExt,
-    process::{Command, Stdio},
+    process::{Child, Command, Stdio},
 };
 
 use nix::{
@@ -70,4 +70,16 @@ pub fn sh(line: &str) -> String {
 /// True when the command succeeds.
 pub fn succeeds(line: &str) -> bool {
     Command::new("sh").args(["-c", line]).output().is_ok_and(|output| output.status.success())
+}
+
+/// A `kg` that ends with the test.
+pub struct Agent(pub Child);
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+        // The userspace WireGuard device is a process of its own, which goes with the link.
+        succeeds("ip link delete kilo0");
+    }
 }

@@ -13,15 +13,7 @@ const ABUSES: u64 = 50;
 
 /// Faults of hosts and of strangers.
 pub fn faults() -> Vec<Fault> {
-    let across = |line, name, goal, inject| Fault {
-        line,
-        name,
-        from: "pod-a2",
-        to: "pod-b2",
-        goal,
-        always: true,
-        inject,
-    };
+    let across = Fault::across;
     vec![
         across(53, "encapsulated packets from a host that is no node", Goal::Nothing, no_node),
         across(53, "a node encapsulates a source it does not own", Goal::Nothing, foreign_source),

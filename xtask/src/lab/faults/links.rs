@@ -14,15 +14,7 @@ use crate::lab::{Lab, agents};
 
 /// Faults of links, watched through both leaders.
 pub fn faults() -> Vec<Fault> {
-    let across = |line, name, goal, inject| Fault {
-        line,
-        name,
-        from: "pod-a2",
-        to: "pod-b2",
-        goal,
-        always: true,
-        inject,
-    };
+    let across = Fault::across;
     vec![
         across(25, "kilo0 of a node that does not lead is deleted", Goal::Within(5000), member_deleted),
         across(25, "kilo0 of the leader is deleted", Goal::Within(10_000), leader_deleted),

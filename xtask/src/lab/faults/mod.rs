@@ -57,6 +57,18 @@ struct Fault {
     inject: fn(&mut Lab) -> Result<String>,
 }
 
+impl Fault {
+    /// A fault watched from a pod of one location to a pod of another, in every test.
+    const fn across(
+        line: u8,
+        name: &'static str,
+        goal: Goal,
+        inject: fn(&mut Lab) -> Result<String>,
+    ) -> Self {
+        Self { line, name, from: "pod-a2", to: "pod-b2", goal, always: true, inject }
+    }
+}
+
 /// One row of the table.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Row {

@@ -13,36 +13,28 @@ use crate::lab::{Lab, agents, counters};
 
 /// What is lost where nothing may be lost, and how.
 pub fn faults() -> Vec<Fault> {
-    let across = |line, name, goal, always, inject| Fault {
-        line,
-        name,
-        from: "pod-a2",
-        to: "pod-b2",
-        goal,
-        always,
-        inject,
-    };
+    let across = Fault::across;
     vec![
-        across(1, "SIGKILL for every agent at once, back 2 s later", Goal::Nothing, true, kill_all),
-        across(2, "every agent restarts at once", Goal::Nothing, true, restart_all),
-        across(8, "a task of the leader's agent panics", Goal::Nothing, true, task_panics),
-        across(9, "a node of the location is uninstalled and comes back", Goal::Nothing, true, uninstall),
-        across(15, "one node's annotations are rubbish", Goal::Nothing, true, rubbish),
+        across(1, "SIGKILL for every agent at once, back 2 s later", Goal::Nothing, kill_all),
+        across(2, "every agent restarts at once", Goal::Nothing, restart_all),
+        across(8, "a task of the leader's agent panics", Goal::Nothing, task_panics),
+        across(9, "a node of the location is uninstalled and comes back", Goal::Nothing, uninstall),
+        across(15, "one node's annotations are rubbish", Goal::Nothing, rubbish),
         Fault {
             from: "pod-a3",
+            always: false,
             ..across(
                 21,
                 "the leader annotation moves to another node and back",
                 Goal::Within(7000),
-                false,
                 leader_moves,
             )
         },
-        across(22, "two nodes take each other for the leader", Goal::Heals, true, two_leaders),
-        across(23, "every node of the other location is removed", Goal::Heals, true, location_gone),
-        across(28, "a peer's DNS endpoint cannot be resolved", Goal::Nothing, true, unresolvable),
-        across(29, "two peers with one key and overlapping allowed IPs", Goal::Nothing, true, same_key),
-        across(34, "20 peers come and go", Goal::Nothing, true, peers_come),
+        across(22, "two nodes take each other for the leader", Goal::Heals, two_leaders),
+        across(23, "every node of the other location is removed", Goal::Heals, location_gone),
+        across(28, "a peer's DNS endpoint cannot be resolved", Goal::Nothing, unresolvable),
+        across(29, "two peers with one key and overlapping allowed IPs", Goal::Nothing, same_key),
+        across(34, "20 peers come and go", Goal::Nothing, peers_come),
     ]
 }
 

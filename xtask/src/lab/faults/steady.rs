@@ -35,29 +35,27 @@ fn length(of: &AtomicU64) -> Duration {
 
 /// Nothing of this may cost a packet, but where the path itself goes.
 pub(super) fn faults() -> Vec<Fault> {
-    let across = |line, name, goal, always, inject| Fault {
-        line,
-        name,
-        from: "pod-a2",
-        to: "pod-b2",
-        goal,
-        always,
-        inject,
-    };
+    let across = Fault::across;
     vec![
-        across(3, "every agent finds the maps of layout 2 in use", Goal::Nothing, true, upgrade),
+        across(3, "every agent finds the maps of layout 2 in use", Goal::Nothing, upgrade),
         Fault {
             to: "outside",
-            ..across(3, "the same, and a pod's flow is masqueraded", Goal::Within(1000), true, upgrade)
+            ..across(3, "the same, and a pod's flow is masqueraded", Goal::Within(1000), upgrade)
         },
-        across(10, "the cluster is away", Goal::Nothing, true, cluster_away),
-        across(16, "the leader's clock is an hour ahead, then behind", Goal::Nothing, true, clock_is_wrong),
+        across(10, "the cluster is away", Goal::Nothing, cluster_away),
+        across(16, "the leader's clock is an hour ahead, then behind", Goal::Nothing, clock_is_wrong),
         Fault {
             from: "pod-a3",
-            ..across(20, "the leader leaves and comes back", Goal::Within(30_000), true, leader_returns)
+            ..across(20, "the leader leaves and comes back", Goal::Within(30_000), leader_returns)
         },
-        across(23, "every node of the other location dies", Goal::HealsAnew, false, location_dies),
-        across(67, "agents dead, the cluster away, a node reboots", Goal::Nothing, false, on_their_own),
+        Fault {
+            always: false,
+            ..across(23, "every node of the other location dies", Goal::HealsAnew, location_dies)
+        },
+        Fault {
+            always: false,
+            ..across(67, "agents dead, the cluster away, a node reboots", Goal::Nothing, on_their_own)
+        },
     ]
 }
 
