@@ -101,11 +101,12 @@ fn ip(src: IpAddr, dst: IpAddr, kind: u8, behind: &[u8]) -> Vec<u8> {
     }
 }
 
-/// A transport segment with its checksum.
+/// A transport segment with its checksum; RFC 768: a sum of zero is sent as all ones, for zero says that there is none.
 fn segment(src: IpAddr, dst: IpAddr, kind: u8, mut bytes: Vec<u8>) -> Vec<u8> {
     let Some(at) = layout(kind).unwrap().checksum else { return bytes };
     bytes[at..at + 2].fill(0);
     let sum = !sum(src, dst, kind, &bytes);
+    let sum = if kind == protocol::UDP && sum == 0 { 0xffff } else { sum };
     bytes[at..at + 2].copy_from_slice(&sum.to_be_bytes());
     bytes
 }

@@ -41,7 +41,7 @@ pub fn ipv4(src: [u8; 4], dst: [u8; 4], protocol: u8, ttl: u8, payload: &[u8]) -
     [&header[..], payload].concat()
 }
 
-/// A UDP datagram with checksum.
+/// A UDP datagram with checksum; RFC 768: a sum of zero is sent as all ones.
 pub fn udp(src: [u8; 4], dst: [u8; 4], ports: (u16, u16), data: &[u8]) -> Vec<u8> {
     let mut payload = Vec::new();
     payload.extend(ports.0.to_be_bytes());
@@ -49,7 +49,10 @@ pub fn udp(src: [u8; 4], dst: [u8; 4], ports: (u16, u16), data: &[u8]) -> Vec<u8
     payload.extend(u16::try_from(8 + data.len()).unwrap().to_be_bytes());
     payload.extend([0, 0]);
     payload.extend(data);
-    let sum = transport_checksum(src, dst, 17, &payload);
+    let sum = match transport_checksum(src, dst, 17, &payload) {
+        0 => 0xffff,
+        sum => sum,
+    };
     payload[6..8].copy_from_slice(&sum.to_be_bytes());
     ipv4(src, dst, 17, 64, &payload)
 }
