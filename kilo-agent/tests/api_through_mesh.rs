@@ -74,7 +74,7 @@ const REBOOT: &str = "ip -n b1 link delete kilo0; umount /run/b1/bpf; mount -t b
     ip -n b1 rule flush protocol 107; ip -n b1 route flush table all proto 107";
 
 /// What is told when something is missing.
-const LOGS: &str = "for n in a1 a2 b1; do echo \"-- $n\"; tail -n 12 /run/$n/log; done; ip -n b1 route
+const LOGS: &str = "for n in a1 a2 b1; do echo \"-- $n\"; tail -n 12 /run/$n/log || true; done; ip -n b1 route
     for n in a1 b1; do ip netns exec $n sh -ec \"mount --bind /run/$n/wireguard /run/wireguard; wg show kilo0\"; done";
 
 /// The agents, ended with the test.
@@ -276,9 +276,12 @@ fn a_location_that_reaches_the_api_server_through_the_mesh_only_follows_it_and_c
         let inside = format!("tls-server-name: 127.0.0.1\n    server: https://{SERVER}");
         fs::write(&kubeconfig, text.replace("server: https://127.0.0.1", &inside)).unwrap();
         let mut agents = Agents { kubeconfig, running: BTreeMap::new() };
-        for node in ["a1", "a2", "b1"] {
+        for node in ["a1", "a2"] {
             agents.start(node);
         }
+        until("a1 leads", 30, async || annotation(&client, "a1", "wireguard-ip").await == "10.4.0.1/16")
+            .await;
+        agents.start("b1");
         let stream = Stream::start();
         joins(&client, &stream).await;
         follows(&client, &stream).await;
