@@ -368,3 +368,36 @@ fn an_overloaded_api_server_is_asked_less_and_less_and_holds_up_nothing_on_the_h
         until(&nodes, "the forced endpoint", at("192.0.2.99:9")).await;
     });
 }
+
+#[test]
+fn an_api_server_that_takes_requests_and_never_answers_holds_up_nothing_on_the_host() {
+    let test = "an_api_server_that_takes_requests_and_never_answers_holds_up_nothing_on_the_host";
+    netns::isolated(test, || async {
+        make_host();
+        let Some(server) = ApiServer::start().await else { return };
+        let client = server.client(ADMIN).await;
+        apply_crds(&client).await;
+        create_node(&client, "n1", &[]).await;
+        create_member(&client, 3, "elsewhere").await;
+        let nodes: Api<core::Node> = Api::all(client.clone());
+        let proxy = Proxy::start(server.port()).await;
+        let _agent = Agent(kg(&server.kubeconfig(ADMIN, proxy.port())).spawn().unwrap());
+        let at = |endpoint: &'static str| {
+            move |all: &Annotations| all.get(&name("endpoint")).is_some_and(|found| found == endpoint)
+        };
+        until(&nodes, "the first endpoint", at("192.0.2.11:51820")).await;
+        until_said("ip route show 10.42.3.0/24", |route| route.contains("dev kilo0")).await;
+
+        // Another address is to be written, and the answer does not come.
+        proxy.set(Mode::Silent);
+        netns::sh("ip address add 192.0.2.12/32 dev eth0; ip address del 192.0.2.11/32 dev eth0");
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        netns::sh("ip route del 10.42.3.0/24");
+        let started = Instant::now();
+        until_said("ip route show 10.42.3.0/24", |route| route.contains("dev kilo0")).await;
+        println!("the route is back after {:?}", started.elapsed());
+        assert!(started.elapsed() < Duration::from_secs(10), "an answer may take 20 s");
+        proxy.set(Mode::Open);
+        until(&nodes, "the other endpoint", at("192.0.2.12:51820")).await;
+    });
+}

@@ -20,7 +20,7 @@ use ipnet::IpNet;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
-use self::{keep::Keeper, look::Look};
+use self::{keep::Keeper, look::Look, publish::Asking};
 use crate::{
     backend::{Backend, BackendError, Snapshot, last_good::LastGood},
     cli::{AttachMode, Compatibility, Masquerade},
@@ -109,7 +109,9 @@ enum Cause {
 /// The agent of one node.
 pub struct Agent<B> {
     options: Options,
-    backend: B,
+    backend: Arc<B>,
+    /// What the backend was asked to write, as long as it has not answered.
+    asking: Option<Asking>,
     key: SecretKey,
     net: Net,
     dataplane: Dataplane,
@@ -181,7 +183,8 @@ impl<B: Backend> Agent<B> {
             net,
             dataplane,
             options,
-            backend,
+            backend: Arc::new(backend),
+            asking: None,
             key,
             liveness: Liveness::default(),
             hops: HopIds::default(),
@@ -365,7 +368,9 @@ impl<B: Backend> Agent<B> {
         if let Some(keeper) = &mut self.keeper {
             keeper.keep(&self.view.borrow().clone(), &self.metrics, now);
         }
-        self.report_peers(&mesh, snapshot).await;
+        if unpublished.is_none() {
+            self.report_peers(&mesh, snapshot).await;
+        }
         unpublished.map_or(Ok(writes + std::mem::take(&mut look.made)), |error| Err(error.into()))
     }
 

@@ -4,8 +4,11 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::SocketAddr,
-    time::Instant,
+    sync::Arc,
+    time::{Duration, Instant},
 };
+
+use tokio_util::task::AbortOnDropHandle;
 
 use super::look::Look;
 use super::{Agent, AgentError, CHECK_IN, CILIUM_HOST, MOST_DOUBLINGS, RETRY};
@@ -16,6 +19,15 @@ use crate::{
     topology::{self, Mesh, Node},
     wireguard::DeviceState,
 };
+
+/// A write that is under way.
+pub(super) type Asking = AbortOnDropHandle<Result<bool, BackendError>>;
+
+/// The host is put right without the API server's answer after this time.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// The same while nobody knows this node's key: what is routed into the mesh before
+/// others do is lost, and the server may be there.
+const PATIENCE_UNKNOWN: Duration = Duration::from_secs(5);
 
 impl<B: Backend> Agent<B> {
     /// One agent, the leader of the first location, says in each Peer object
@@ -108,7 +120,8 @@ impl<B: Backend> Agent<B> {
         if self.unanswered > 0 && !due {
             return Err(BackendError::Unreachable(self.last_refusal.clone()).into());
         }
-        let written = self.backend.publish(&self.options.hostname, &published).await;
+        let patience = if seen.key == own.key { PATIENCE } else { PATIENCE_UNKNOWN };
+        let written = self.ask(published, patience).await;
         if let Err(error) = &written
             && error.is_temporary()
         {
@@ -125,5 +138,23 @@ impl<B: Backend> Agent<B> {
             self.next_check_in = now + CHECK_IN.mul_f64(rand::random_range(0.9..1.1));
         }
         Ok(())
+    }
+
+    /// Has the backend write this, unless it is still at what was asked before. An
+    /// answer that takes longer is waited for beside the reconciles: it may have to
+    /// come through the mesh they make.
+    async fn ask(&mut self, published: Published, patience: Duration) -> Result<bool, BackendError> {
+        let (backend, node) = (Arc::clone(&self.backend), self.options.hostname.clone());
+        let asking = self.asking.get_or_insert_with(|| {
+            AbortOnDropHandle::new(tokio::spawn(async move { backend.publish(&node, &published).await }))
+        });
+        let Ok(answer) = tokio::time::timeout(patience, asking).await else {
+            let seconds = patience.as_secs();
+            return Err(BackendError::Unreachable(format!(
+                "the API server has not answered within {seconds} s; going on without"
+            )));
+        };
+        self.asking = None;
+        answer.unwrap_or_else(|_| Err(BackendError::Api("writing the annotations has panicked".to_owned())))
     }
 }

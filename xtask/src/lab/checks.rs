@@ -16,7 +16,7 @@ use super::{
     counters::{self, action, drops},
     external, forward_policy, granularity, matrix, nat,
     network::Node,
-    offloads, path_mtu, pod_tunnels, printer, segments, services, vpn,
+    node_ports, offloads, path_mtu, pod_tunnels, printer, segments, services, vpn,
 };
 use crate::report::TestOutcome;
 
@@ -51,6 +51,10 @@ pub const USES: &[Check] = &[
     ("a VPN peer is the gateway to a network behind it, and to a service there", vpn::gateway),
     ("a VPN peer reaches services through a node, and the outside with that node's address", vpn::internet),
     ("a printer of one location is reached from everywhere while allowed-location-ips say so", printer::run),
+    (
+        "node ports and host ports lead to pods from outside and from other nodes' pods, whose own flows stay apart",
+        node_ports::run,
+    ),
     ("two leaders behind port-restricted NATs find each other through a third", nat::run),
     (
         "switching between granularities interrupts no connection for longer than a reconcile",

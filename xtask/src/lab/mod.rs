@@ -17,6 +17,7 @@ mod kernel_ipip;
 mod matrix;
 mod nat;
 mod network;
+mod node_ports;
 mod offloads;
 mod path_mtu;
 mod plugins;
@@ -453,7 +454,7 @@ fn down(name: &str) -> Result<()> {
     let directory = directory(name);
     // The plan names every namespace, so a lab that was only half built goes too.
     let network = Network::plan(name, Underlay::default());
-    space::remove(network.spaces().into_iter().chain(nat::spaces(name)))?;
+    space::remove(network.spaces().into_iter().chain(nat::spaces(name)).chain(node_ports::spaces(name)))?;
     if directory.exists() {
         fs::remove_dir_all(&directory).with_context(|| directory.display().to_string())?;
     }

@@ -91,10 +91,15 @@ fn echo_tcp(mut stream: TcpStream) -> Option<()> {
 /// Sends one probe from this thread's namespace. Answers the source address
 /// the server saw (`None` for ICMP, where nobody tells).
 pub fn probe(protocol: Protocol, target: IpAddr, timeout: Duration) -> Result<Option<IpAddr>> {
+    probe_port(protocol, (target, PORT).into(), timeout)
+}
+
+/// As [`probe`], to another port than that of the servers; for ICMP there is none.
+pub fn probe_port(protocol: Protocol, target: SocketAddr, timeout: Duration) -> Result<Option<IpAddr>> {
     match protocol {
         Protocol::Tcp => tcp(target, timeout).map(Some),
         Protocol::Udp => udp(target, timeout).map(Some),
-        Protocol::Icmp => icmp(target, timeout).map(|()| None),
+        Protocol::Icmp => icmp(target.ip(), timeout).map(|()| None),
     }
 }
 
@@ -137,8 +142,8 @@ pub fn split_answer(answer: &[u8]) -> Result<(IpAddr, &[u8])> {
     Ok((std::str::from_utf8(&answer[..end])?.parse()?, &answer[end + 1..]))
 }
 
-fn tcp(target: IpAddr, timeout: Duration) -> Result<IpAddr> {
-    let mut stream = TcpStream::connect_timeout(&SocketAddr::from((target, PORT)), timeout)?;
+fn tcp(target: SocketAddr, timeout: Duration) -> Result<IpAddr> {
+    let mut stream = TcpStream::connect_timeout(&target, timeout)?;
     stream.set_read_timeout(Some(timeout))?;
     stream.set_write_timeout(Some(timeout))?;
     let sent = pattern(TCP_PAYLOAD);
@@ -153,10 +158,10 @@ fn tcp(target: IpAddr, timeout: Duration) -> Result<IpAddr> {
     Ok(seen)
 }
 
-fn udp(target: IpAddr, timeout: Duration) -> Result<IpAddr> {
+fn udp(target: SocketAddr, timeout: Duration) -> Result<IpAddr> {
     let any = if target.is_ipv4() { IpAddr::V4(Ipv4Addr::UNSPECIFIED) } else { Ipv6Addr::UNSPECIFIED.into() };
     let socket = UdpSocket::bind((any, 0))?;
-    socket.connect((target, PORT))?;
+    socket.connect(target)?;
     socket.set_read_timeout(Some(timeout))?;
     let sent = pattern(DATAGRAM_PAYLOAD);
     socket.send(&sent)?;

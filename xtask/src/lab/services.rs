@@ -123,17 +123,19 @@ fn ask(node: &Node, space: &Space, own: usize, services: usize, pod: bool) -> Re
 
 /// Connections the rules translated; none of their packets may be INVALID.
 fn check_counters(network: &Network) -> Result<u64> {
-    let mut sum = 0;
-    for node in &network.nodes {
-        let read = |name: &str| -> Result<u64> {
-            let text = node.space.sh(&format!("nft list counter inet services {name}"))?;
-            let packets = text.split_whitespace().skip_while(|word| *word != "packets").nth(1);
-            packets.and_then(|number| number.parse().ok()).with_context(|| text.clone())
-        };
-        let (translated, invalid) = (read("translated")?, read("invalid")?);
-        ensure!(translated > 0, "{} translated nothing", node.name());
-        ensure!(invalid == 0, "{} found {invalid} packets INVALID", node.name());
-        sum += translated;
-    }
-    Ok(sum)
+    network.nodes.iter().map(|node| translated(node, "services")).sum()
+}
+
+/// Connections the rules of that table translated on the node; an error when that
+/// is none, or when a packet was INVALID.
+pub fn translated(node: &Node, table: &str) -> Result<u64> {
+    let read = |name: &str| -> Result<u64> {
+        let text = node.space.sh(&format!("nft list counter inet {table} {name}"))?;
+        let packets = text.split_whitespace().skip_while(|word| *word != "packets").nth(1);
+        packets.and_then(|number| number.parse().ok()).with_context(|| text.clone())
+    };
+    let (translated, invalid) = (read("translated")?, read("invalid")?);
+    ensure!(translated > 0, "{} translated nothing", node.name());
+    ensure!(invalid == 0, "{} found {invalid} packets INVALID", node.name());
+    Ok(translated)
 }

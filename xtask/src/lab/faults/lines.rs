@@ -99,7 +99,7 @@ pub const LINES: &[Line] = &[
         &[
             "api_through_mesh::a_location_that_reaches_the_api_server_through_the_mesh_only_follows_it_and_comes_back_from_a_reboot",
         ],
-        "",
+        "a new leader of the API server's location: who reaches the server through the old one does not learn of it (fast failover of leaders)",
     ),
     line(
         13,
@@ -117,6 +117,7 @@ pub const LINES: &[Line] = &[
         &[
             "api_faults::an_overloaded_server_is_named_left_alone_for_longer_and_longer_and_found_again",
             "api_agent::an_overloaded_api_server_is_asked_less_and_less_and_holds_up_nothing_on_the_host",
+            "api_agent::an_api_server_that_takes_requests_and_never_answers_holds_up_nothing_on_the_host",
         ],
         "",
     ),
@@ -426,8 +427,9 @@ pub const LINES: &[Line] = &[
         &[
             "bpf_masquerade::a_port_a_host_socket_listens_on_is_not_taken",
             "bpf_masquerade_both::a_port_of_the_hosts_later_flow_is_changed_when_a_pod_has_it",
+            "lab: node ports and host ports lead to pods from outside and from other nodes' pods, whose own flows stay apart",
         ],
-        "hostPort and NodePort",
+        "a pod's flow that gets the port of a hostPort or NodePort towards the same remote address and port",
     ),
     line(
         63,
@@ -456,7 +458,7 @@ pub const LINES: &[Line] = &[
         67,
         "static stability: agents dead, API server away, a node reboots",
         &[],
-        "new flows of the others went on for 30 s; what was lost was not counted, because pods of the rebooting node sent in clear before its agent was back",
+        "pods of the node that boots: they are silenced, because nothing of ours is there before its agent",
     ),
 ];
 

@@ -21,7 +21,7 @@ use crate::lab::{Lab, agents, counters};
 /// How long the cluster is away, in seconds.
 static AWAY: AtomicU64 = AtomicU64::new(10);
 /// How long agents are dead and a node reboots, in seconds.
-static DEAD: AtomicU64 = AtomicU64::new(30);
+static DEAD: AtomicU64 = AtomicU64::new(10);
 
 /// Both last that long.
 pub fn set_length(time: Duration) {
@@ -52,10 +52,7 @@ pub(super) fn faults() -> Vec<Fault> {
             always: false,
             ..across(23, "every node of the other location dies", Goal::HealsAnew, location_dies)
         },
-        Fault {
-            always: false,
-            ..across(67, "agents dead, the cluster away, a node reboots", Goal::Nothing, on_their_own)
-        },
+        across(67, "agents dead, the cluster away, a node reboots", Goal::Nothing, on_their_own),
     ]
 }
 
