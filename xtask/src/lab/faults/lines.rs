@@ -132,13 +132,13 @@ pub const LINES: &[Line] = &[
         20,
         "former leader comes back",
         &[],
-        "0 lost: for the reason of line 21, and once 15 s went by until WireGuard gave up a session only one side still had",
+        "0 lost: for the reason of line 21",
     ),
     line(
         21,
         "leader annotation moves",
         &["topology_properties::only_hop_entries_change_on_a_member_when_the_leader_does"],
-        "0 lost: when the new leader's first handshake comes before the other location knows its key, WireGuard tries again after 5 s",
+        "0 lost: what is on its way when two locations learn of it one after the other; a handshake that came too early is begun anew within 0.8 s",
     ),
     line(
         22,
