@@ -401,8 +401,8 @@ impl<B: Backend> Agent<B> {
         let changes = diff(&look.state, &plan.wireguard, &self.key);
         writes += look.interface.device.apply(&changes).await? as u64;
         look.state.take(&changes);
-        let own = (self.key.public(), &self.options.settings.subnet);
-        self.greeter.watch(&changes, &plan.wireguard.peers, own, Instant::now());
+        let (own, subnet) = (self.key.public(), &self.options.settings.subnet);
+        self.greeter.watch(&changes, &plan.wireguard.peers, own, subnet, Instant::now());
         writes += match look.net.take() {
             Some(before) => self.net.change(&before, &plan.net, kilo).await?,
             None => self.net.apply(&plan.net, kilo).await?,

@@ -55,7 +55,8 @@ impl Greeter {
         &mut self,
         changes: &[Change],
         peers: &BTreeMap<PublicKey, WireguardPeer>,
-        (own, subnet): (PublicKey, &IpNet),
+        own: PublicKey,
+        subnet: &IpNet,
         now: Instant,
     ) {
         for change in changes {
@@ -173,7 +174,7 @@ mod tests {
         ];
         let (mut greeter, now) = (Greeter::default(), Instant::now());
         assert_eq!(greeter.due(), None);
-        greeter.watch(&changes, &peers, (key(5), &"10.4.0.0/16".parse().unwrap()), now);
+        greeter.watch(&changes, &peers, key(5), &"10.4.0.0/16".parse().unwrap(), now);
         let newcomer = |n: u8, pause| Newcomer {
             key: key(n),
             address: [10, 4, 0, n].into(),

@@ -128,12 +128,7 @@ pub const LINES: &[Line] = &[
     line(17, "leader loses power", &[], FAILOVER),
     line(18, "leader's uplink or kilo0 down", &[], FAILOVER),
     line(19, "leader drops new flows", &[], FAILOVER),
-    line(
-        20,
-        "former leader comes back",
-        &[],
-        "0 lost: for the reason of line 21",
-    ),
+    line(20, "former leader comes back", &[], "0 lost: for the reason of line 21"),
     line(
         21,
         "leader annotation moves",
