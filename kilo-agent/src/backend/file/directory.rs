@@ -199,7 +199,8 @@ fn stamp(metadata: &fs::Metadata) -> io::Result<Stamp> {
 }
 
 /// What a file says. One that has lost an object is read until it stays as it
-/// is: some editors empty a file before they write it.
+/// is, and an empty one never counts: many empty a file before they write it,
+/// and on a busy disk that takes a while.
 fn parse(path: &Path, before: Option<&Objects>, pause: &mut dyn FnMut()) -> Objects {
     let mut text = read(path);
     for _ in 0..LOOKS {
@@ -209,6 +210,9 @@ fn parse(path: &Path, before: Option<&Objects>, pause: &mut dyn FnMut()) -> Obje
         };
         if before.is_none_or(|before| !objects.lacks_any_of(before)) {
             return objects;
+        }
+        if text.as_ref().is_ok_and(String::is_empty) {
+            return Objects::unreadable("it is empty; to remove what it said, remove the file".to_owned());
         }
         pause();
         let again = read(path);
@@ -252,12 +256,16 @@ mod tests {
         assert_eq!(names(&directory), ["a", "b"]);
 
         fs::write(&file, "").unwrap();
+        directory.refresh_pausing(&mut || panic!("no need to look again")).unwrap();
+        assert_eq!(names(&directory), ["a", "b"], "empty is not yet written");
+
+        fs::write(&file, "# ").unwrap();
         let mut rest = ["# a", "# a longer comment", NODE].into_iter();
         directory.refresh_pausing(&mut || fs::write(&file, rest.next().unwrap()).unwrap()).unwrap();
         assert_eq!((names(&directory), rest.next()), (vec!["a".to_owned(), "b".to_owned()], None));
 
         // Whoever never comes to an end keeps what there was, and hears of it.
-        fs::write(&file, "").unwrap();
+        fs::write(&file, "# 0").unwrap();
         let mut count = 0;
         let mut busy = || {
             count += 1;
