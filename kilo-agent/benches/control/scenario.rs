@@ -24,8 +24,10 @@ use crate::{
     trace::{Asked, Trace},
 };
 
-/// VPN peers beside every number of nodes.
+/// VPN peers beside every number of nodes, and afterwards beside many of them.
 const PEERS: usize = 100;
+const MANY_PEERS: usize = 10_000;
+const NODES_BESIDE_MANY_PEERS: usize = 1000;
 /// Long enough for all that a change causes, and no resync within it.
 const SETTLE: Duration = Duration::from_millis(2500);
 const CHANGES: usize = 3;
@@ -54,14 +56,8 @@ pub async fn measure(figures: &mut Figures, nodes: usize) {
     }
     let api: Api<DynamicObject> =
         Api::all_with(client.clone(), &ApiResource::erase::<kilo_agent::backend::peer::Peer>(&()));
-    let device = first_packet::Device::start(&published_key(&client, &own).await);
-    let mut times = Vec::new();
-    for _ in 0..CHANGES {
-        times.push(device.measure(&api).await);
-        tokio::time::sleep(SETTLE).await;
-    }
-    drop(device);
-    figures.add(nodes, "Peer applied to first packet", "ms", milliseconds(median(times)));
+    let node_key = published_key(&client, &own).await;
+    figures.add(nodes, "Peer applied to first packet", "ms", first_packets(&node_key, &api).await);
 
     rest(figures, &mut agent, nodes, &check_ins, &proxy).await;
 
@@ -71,6 +67,28 @@ pub async fn measure(figures: &mut Figures, nodes: usize) {
     figures.add(nodes, "start to data path adopted", "ms", milliseconds(agent.age()));
     figures.add(nodes, "start: processor time", "ms", milliseconds(agent.ran()));
     agent.until("kilo_nodes", |value| value == nodes as f64).await;
+    if nodes >= NODES_BESIDE_MANY_PEERS {
+        let started = Instant::now();
+        create_peers(&client, PEERS..MANY_PEERS).await;
+        println!("bench: created {MANY_PEERS} peers in {:.1} s", started.elapsed().as_secs_f64());
+        agent.until("kilo_peers", |value| value == MANY_PEERS as f64).await;
+        tokio::time::sleep(SETTLE).await;
+        figures.add(
+            nodes,
+            "10,000 Peers: first packet to one more",
+            "ms",
+            first_packets(&node_key, &api).await,
+        );
+        let joins = (nodes, "another location, 10,000 Peers", nodes + 1);
+        join(figures, &client, &mut agent, &check_ins, joins).await;
+        figures.add(nodes, "10,000 Peers: memory", "MB", agent.memory().0);
+        agent.stop().await;
+        agent = Agent::start(&kubeconfig, &own);
+        agent.until("kilo_reconcile_duration_seconds_count", |value| value >= 1.0).await;
+        figures.add(nodes, "10,000 Peers: start to data path adopted", "ms", milliseconds(agent.age()));
+        agent.until("kilo_nodes", |value| value == nodes as f64).await;
+        figures.add(nodes, "10,000 Peers: memory after a start", "MB", agent.memory().0);
+    }
     drop((agent, check_ins, server));
     netns::sh(
         "ip link del kilo0; ip link del eth0; ip netns del peer; sleep 1; umount -l /run /tmp /var/lib",
@@ -100,15 +118,30 @@ async fn create(client: &Client, nodes: usize) {
             async move { drop(api.create(&PostParams::default(), &objects::node(number, now)).await.unwrap()) }
         })
         .await;
+    create_peers(client, 0..PEERS).await;
+    println!("bench: created {nodes} nodes and {PEERS} peers in {:.1} s", started.elapsed().as_secs_f64());
+}
+
+async fn create_peers(client: &Client, numbers: std::ops::Range<usize>) {
     let peers: Api<DynamicObject> =
         Api::all_with(client.clone(), &ApiResource::erase::<kilo_agent::backend::peer::Peer>(&()));
-    stream::iter(0..PEERS)
+    stream::iter(numbers)
         .for_each_concurrent(16, |number| {
             let (peers, peer) = (peers.clone(), serde_json::from_value(objects::peer(number)).unwrap());
             async move { drop(peers.create(&PostParams::default(), &peer).await.unwrap()) }
         })
         .await;
-    println!("bench: created {nodes} nodes and {PEERS} peers in {:.1} s", started.elapsed().as_secs_f64());
+}
+
+/// Milliseconds until a packet reaches a new peer.
+async fn first_packets(node_key: &str, peers: &Api<DynamicObject>) -> f64 {
+    let device = first_packet::Device::start(node_key);
+    let mut times = Vec::new();
+    for _ in 0..CHANGES {
+        times.push(device.measure(peers).await);
+        tokio::time::sleep(SETTLE).await;
+    }
+    milliseconds(median(times))
 }
 
 async fn published_key(client: &Client, own: &str) -> String {

@@ -4,14 +4,14 @@
 use std::{fmt::Write as _, fs, path::PathBuf, process::Command};
 
 use anyhow::{Context as _, Result};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::{DOCUMENT, check, document, figures::Figure, store, stored};
 use crate::{
-    apt, build_ebpf,
+    apt, build, build_ebpf,
     command::{output, show},
     kubernetes,
-    lab::PACKAGES,
+    lab::{PACKAGES, run_times},
     workspace_root,
 };
 
@@ -19,14 +19,17 @@ use crate::{
 const SIZES: [&str; 3] = ["100", "1000", "10000"];
 
 /// Groups of figures, each a table: what the columns are, and their sizes.
-const GROUPS: [(&str, &str, &[&str]); 2] =
-    [("control", "nodes", &SIZES), ("programs", "prefixes", &["10", "100", "1000", "10000"])];
+const GROUPS: [(&str, &str, &[&str]); 3] = [
+    ("control", "nodes", &SIZES),
+    ("programs", "prefixes", &["10", "100", "1000", "10000"]),
+    ("traffic", "", &["echo", "TCP"]),
+];
 
 /// The tables stand between these two lines.
 const MARKS: document::Marks = ("<!-- control: made by cargo xtask bench control -->", "<!-- /control -->");
 
 /// What the benchmark writes.
-#[derive(Deserialize)]
+#[derive(Serialize, Deserialize)]
 struct Measured {
     name: String,
     unit: String,
@@ -92,7 +95,28 @@ fn measure(results: &PathBuf) -> Result<()> {
             .current_dir(workspace_root().join("kilo-agent"))
             .env("KUBEBUILDER_ASSETS", assets)
             .env("KILO_BENCH_NODES", SIZES.join(",")),
-    )
+    )?;
+    let mut figures: Vec<Measured> = serde_json::from_slice(&fs::read(results)?)?;
+    figures.extend(under_traffic()?);
+    fs::write(results, serde_json::to_vec_pretty(&figures)?).with_context(|| results.display().to_string())
+}
+
+/// Each program's runs and their time while packets of a lab go through it.
+fn under_traffic() -> Result<Vec<Measured>> {
+    build(&["--release", "--bin", "kg", "--bin", "kgctl"])?;
+    let mut figures = Vec::new();
+    for run_times::RunTimes { traffic, programs } in
+        run_times::measure(&workspace_root().join("target/release"))?
+    {
+        for (program, runs, nanoseconds) in programs {
+            println!("bench: {traffic:4} {program:16} {runs:9} runs of {nanoseconds:7.0} ns");
+            for (what, unit, value) in [("", "ns a run", nanoseconds), (", how often", "runs", runs as f64)] {
+                let name = format!("traffic/{traffic}/{program}{what}");
+                figures.push(Measured { name, unit: unit.to_owned(), value });
+            }
+        }
+    }
+    Ok(figures)
 }
 
 /// A table a group: one row a measure, one column a size.
@@ -101,7 +125,10 @@ fn tables(figures: &[Figure]) -> String {
     for (group, what, sizes) in GROUPS {
         let heads: Vec<String> = sizes
             .iter()
-            .map(|size| format!("{} {what}", document::grouped(size.parse().unwrap_or_default())))
+            .map(|size| match size.parse() {
+                Ok(number) => format!("{} {what}", document::grouped(number)),
+                Err(_) => (*size).to_owned(),
+            })
             .collect();
         let _ =
             writeln!(text, "\n| | unit | {} |\n|---|---|{}", heads.join(" | "), "--:|".repeat(sizes.len()));
