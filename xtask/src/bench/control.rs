@@ -1,12 +1,17 @@
 //! `cargo xtask bench control`: the agent's own costs, measured by
 //! kilo-agent/benches/control in namespaces of this machine.
 
-use std::{fmt::Write as _, fs, path::PathBuf, process::Command};
+use std::{
+    fmt::Write as _,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use anyhow::{Context as _, Result};
 use serde::{Deserialize, Serialize};
 
-use super::{DOCUMENT, check, document, figures::Figure, store, stored};
+use super::{BenchArgs, DOCUMENT, check, document, figures::Figure, store, stored};
 use crate::{
     apt, build, build_ebpf,
     command::{output, show},
@@ -42,22 +47,33 @@ pub fn is_control(figure: &Figure) -> bool {
 }
 
 /// Measures, and compares or keeps the figures.
-pub fn main(compare: bool, last: bool) -> Result<()> {
+pub fn main(args: &BenchArgs) -> Result<()> {
     let results = workspace_root().join("target/bench-control.json");
-    if !last {
-        measure(&results)?;
+    let sizes: Vec<&str> = SIZES
+        .into_iter()
+        .filter(|size| args.only.is_empty() || args.only.split(',').any(|only| only == *size))
+        .collect();
+    if !args.last {
+        measure(&results, &sizes)?;
+    }
+    if !(args.only.is_empty() || args.update || args.check) {
+        return Ok(());
     }
     let text = fs::read(&results).with_context(|| results.display().to_string())?;
-    let figures: Vec<Figure> = serde_json::from_slice::<Vec<Measured>>(&text)?
+    let mut figures: Vec<Figure> = serde_json::from_slice::<Vec<Measured>>(&text)?
         .into_iter()
         .map(|Measured { name, unit, value }| {
             let value = (value * 1000.0).round() / 1000.0;
             Figure { name, unit, value, baseline: None, ratio: None }
         })
         .collect();
-    if compare {
-        return check(&stored(is_control)?, &figures);
+    let is_left_out = |figure: &Figure| {
+        SIZES.iter().any(|size| !sizes.contains(size) && figure.name.starts_with(&format!("control/{size}/")))
+    };
+    if args.check {
+        return check(&stored(|figure| is_control(figure) && !is_left_out(figure))?, &figures);
     }
+    figures.extend(stored(is_left_out)?);
     let document = workspace_root().join(DOCUMENT);
     let text = fs::read_to_string(&document).context(DOCUMENT)?;
     fs::write(&document, document::between(&text, MARKS, &tables(&figures))?)?;
@@ -65,7 +81,7 @@ pub fn main(compare: bool, last: bool) -> Result<()> {
     store(figures, |figure| !is_control(figure))
 }
 
-fn measure(results: &PathBuf) -> Result<()> {
+fn measure(results: &Path, sizes: &[&str]) -> Result<()> {
     apt::install(PACKAGES)?;
     apt::install(&["openssl", "strace", "wireguard-tools"])?;
     let assets = kubernetes::assets()?;
@@ -94,7 +110,7 @@ fn measure(results: &PathBuf) -> Result<()> {
             .arg(results)
             .current_dir(workspace_root().join("kilo-agent"))
             .env("KUBEBUILDER_ASSETS", assets)
-            .env("KILO_BENCH_NODES", SIZES.join(",")),
+            .env("KILO_BENCH_NODES", sizes.join(",")),
     )?;
     let mut figures: Vec<Measured> = serde_json::from_slice(&fs::read(results)?)?;
     figures.extend(under_traffic()?);
