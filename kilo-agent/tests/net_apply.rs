@@ -93,9 +93,9 @@ fn the_plan_comes_about_and_nothing_else_changes() {
         assert_eq!(sh("ip route show table all proto 107 | grep -c 'src 10.0.0.6'").trim(), "2");
         assert_eq!(net.apply(&changed, kilo).await.unwrap(), 0);
 
-        // Other address of the same network, which deleting the first would take along.
+        // Other address of the same network, which deleting the first would take along; and all routes with both.
         changed.addresses = BTreeSet::from(["10.4.0.2/16".parse().unwrap()]);
-        net.apply(&changed, kilo).await.unwrap();
+        assert_eq!(net.apply(&changed, kilo).await.unwrap(), 2 + 1 + 2, "no route is written again");
         assert!(sh("ip -o addr show dev kilo0").contains("10.4.0.2/16"));
         assert!(!sh("ip -o addr show dev kilo0").contains("10.4.0.1/16"));
         assert_eq!(net.apply(&changed, kilo).await.unwrap(), 0);

@@ -25,6 +25,17 @@ pub struct Changes {
     pub remove: Vec<IpNet>,
 }
 
+impl Changes {
+    /// Pure: what to add before anything is removed, with host prefixes for IPv4
+    /// addresses of a network that loses another one.
+    fn bridged(&self, wanted: &BTreeSet<IpNet>) -> BTreeSet<IpNet> {
+        let shrinks =
+            |net: &IpNet| net.addr().is_ipv4() && self.remove.iter().any(|gone| gone.trunc() == net.trunc());
+        let whole = self.add.iter().filter(|net| !shrinks(net)).copied();
+        whole.chain(wanted.iter().filter(|net| shrinks(net)).map(|net| net.addr().into())).collect()
+    }
+}
+
 /// Pure: what has to change.
 pub fn diff(current: &BTreeSet<IpNet>, wanted: &BTreeSet<IpNet>) -> Changes {
     Changes {
@@ -52,12 +63,13 @@ pub async fn apply(
 ) -> Result<usize, NetError> {
     let mut writes = 0;
     // Removing a network's primary address takes its secondary ones along
-    // (promote_secondaries=0): the second round puts back what went with it.
+    // (promote_secondaries=0), and with the last address all routes through the
+    // device go: a host prefix bears the new one until the second round.
     for _ in 0..2 {
         let changes = diff(&read(rtnl, index).await?, wanted);
-        for net in &changes.add {
+        for net in changes.bridged(wanted) {
             let what = format!("add address {net}");
-            let message = RouteNetlinkMessage::NewAddress(message(index, *net));
+            let message = RouteNetlinkMessage::NewAddress(message(index, net));
             writes += keep(refused, rtnl.write(&what, message, NLM_F_CREATE | NLM_F_EXCL).await)?;
         }
         for net in &changes.remove {
@@ -110,6 +122,9 @@ mod tests {
         assert_eq!(diff(&set(&["10.4.0.1/16"]), &set(&["10.4.0.1/16"])), Changes::default());
         let changes = diff(&set(&["10.4.0.1/16", "fd00::1/64"]), &set(&["10.4.0.2/16", "fd00::1/64"]));
         assert_eq!(changes.add, vec!["10.4.0.2/16".parse::<IpNet>().unwrap()]);
+        assert_eq!(changes.bridged(&set(&["10.4.0.2/16", "fd00::1/64"])), set(&["10.4.0.2/32"]));
+        let elsewhere = diff(&set(&["10.4.0.1/16"]), &set(&["10.9.0.1/16"]));
+        assert_eq!(elsewhere.bridged(&set(&["10.9.0.1/16"])), set(&["10.9.0.1/16"]));
         assert_eq!(changes.remove, vec!["10.4.0.1/16".parse::<IpNet>().unwrap()]);
     }
 }

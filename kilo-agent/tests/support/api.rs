@@ -64,7 +64,8 @@ impl ApiServer {
         let assets = assets()?;
         let server = {
             let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-            let server = shared.upgrade().unwrap_or_else(|| Arc::new(Self::launch(&assets, SERVICES)));
+            let server =
+                shared.upgrade().unwrap_or_else(|| Arc::new(Self::launch(&assets, "127.0.0.1", SERVICES)));
             *shared = Arc::downgrade(&server);
             server
         };
@@ -79,12 +80,21 @@ impl ApiServer {
 
     /// As [`Self::start`], with ClusterIPs of this prefix.
     pub async fn start_with_services(prefix: &str) -> Option<Self> {
-        let server = Self::launch(&assets()?, prefix);
+        Self::start_on("127.0.0.1", prefix).await
+    }
+
+    /// As [`Self::start`], on every address: for a test in a network namespace of its own.
+    pub async fn start_everywhere() -> Option<Self> {
+        Self::start_on("0.0.0.0", SERVICES).await
+    }
+
+    async fn start_on(address: &str, services: &str) -> Option<Self> {
+        let server = Self::launch(&assets()?, address, services);
         server.wait_until_ready().await;
         Some(server)
     }
 
-    fn launch(assets: &Path, services: &str) -> Self {
+    fn launch(assets: &Path, address: &str, services: &str) -> Self {
         let directory = tempfile::Builder::new().prefix("kilo-api-").tempdir().unwrap();
         let (port, etcd, peer) = (free_port(), free_port(), free_port());
         certificates(directory.path());
@@ -101,8 +111,8 @@ impl ApiServer {
             .args(["--initial-cluster", &format!("default={}", url(peer))]);
         let mut server = command(&assets.join("kube-apiserver"), directory.path());
         server
-            .args(["--etcd-servers", &url(etcd), "--bind-address=127.0.0.1", "--advertise-address=192.0.2.1"])
-            .arg(format!("--secure-port={port}"))
+            .args(["--etcd-servers", &url(etcd), "--advertise-address=192.0.2.1"])
+            .args([format!("--bind-address={address}"), format!("--secure-port={port}")])
             .args(["--service-cluster-ip-range", services, "--allow-privileged=true"])
             .args(["--tls-cert-file=server.crt", "--tls-private-key-file=server.key"])
             .args(["--client-ca-file=ca.crt", "--token-auth-file=tokens.csv", "--authorization-mode=RBAC"])

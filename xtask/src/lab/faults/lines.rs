@@ -93,7 +93,14 @@ pub const LINES: &[Line] = &[
         ],
         "",
     ),
-    line(12, "API server reachable through the mesh only", &[], "all of it"),
+    line(
+        12,
+        "API server reachable through the mesh only",
+        &[
+            "api_through_mesh::a_location_that_reaches_the_api_server_through_the_mesh_only_follows_it_and_comes_back_from_a_reboot",
+        ],
+        "",
+    ),
     line(
         13,
         "410 Gone, broken watches, half of the nodes missing",
