@@ -41,7 +41,7 @@ use crate::{
     resolve::Resolver,
     status::{Leaders, View, with_own},
     topology::{self, Liveness, Mesh, Node, Settings},
-    wireguard::{diff, key::SecretKey},
+    wireguard::{diff, greet::Greeter, key::SecretKey},
 };
 
 pub use error::AgentError;
@@ -143,6 +143,7 @@ pub struct Agent<B> {
     forward: Forward,
     nat_rules: NatRules,
     keeper: Option<Keeper>,
+    greeter: Greeter,
 }
 
 impl<B: Backend> Agent<B> {
@@ -205,6 +206,7 @@ impl<B: Backend> Agent<B> {
             forward: Forward::default(),
             nat_rules: NatRules::default(),
             keeper,
+            greeter: Greeter::default(),
         })
     }
 
@@ -226,6 +228,7 @@ impl<B: Backend> Agent<B> {
         let mut hooks = tokio::time::interval(LOOK_AT_HOOKS);
         hooks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
+            let greeting = self.greeter.due();
             let cause = tokio::select! {
                 () = stop.cancelled() => break,
                 _ = resync.tick() => Cause::Host,
@@ -245,6 +248,15 @@ impl<B: Backend> Agent<B> {
                     Cause::Snapshot
                 }
                 () = self.resolver.changed() => Cause::Own,
+                () = async {
+                    match greeting {
+                        Some(due) => tokio::time::sleep_until(due.into()).await,
+                        None => std::future::pending().await,
+                    }
+                } => {
+                    self.greet().await;
+                    continue;
+                }
                 () = tokio::time::sleep_until(self.next_check_in.into()) => Cause::Own,
             };
             let snapshot = Arc::clone(&snapshots.borrow_and_update());
@@ -389,6 +401,8 @@ impl<B: Backend> Agent<B> {
         let changes = diff(&look.state, &plan.wireguard, &self.key);
         writes += look.interface.device.apply(&changes).await? as u64;
         look.state.take(&changes);
+        let (own, subnet) = (self.key.public(), &self.options.settings.subnet);
+        self.greeter.watch(&changes, &plan.wireguard.peers, own, subnet, Instant::now());
         writes += match look.net.take() {
             Some(before) => self.net.change(&before, &plan.net, kilo).await?,
             None => self.net.apply(&plan.net, kilo).await?,
@@ -396,6 +410,19 @@ impl<B: Backend> Agent<B> {
         writes += forwarding::enable(plan.net.routes.iter().any(|route| route.destination.addr().is_ipv6()));
         look.net = Some(plan.net);
         Ok(writes)
+    }
+
+    /// Makes new peers shake hands that have not by themselves.
+    async fn greet(&mut self) {
+        let Some(look) = &self.look else {
+            // What failed is looked at, and then tried, again.
+            self.greeter = Greeter::default();
+            return;
+        };
+        match self.greeter.greet(&look.interface.device, Instant::now()).await {
+            Ok(writes) => drop(self.metrics.writes.inc_by(writes as u64)),
+            Err(error) => tracing::debug!(%error, "new peers"),
+        }
     }
 
     /// Says once that the location has more nodes than the table of hops.

@@ -5,6 +5,7 @@ pub mod device;
 pub mod diff;
 pub mod ensure;
 mod error;
+pub mod greet;
 pub mod key;
 pub mod private_key;
 pub mod uapi;

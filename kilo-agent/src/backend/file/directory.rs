@@ -24,6 +24,10 @@ pub const MAX_FILE: u64 = 1 << 20;
 pub const OWN_SUFFIX: &str = ".kilo.yaml";
 /// A file changed this recently may change again without its time showing it.
 const FRESH: Duration = Duration::from_secs(2);
+/// Between two looks at a file that has lost an object.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+/// Most looks at it.
+const LOOKS: u32 = 20;
 
 type Annotations = BTreeMap<String, String>;
 
@@ -61,15 +65,16 @@ impl Directory {
     /// When the directory cannot be read, or has lost every Node object: an
     /// unmounted file system looks like that. What was known is kept.
     pub fn refresh(&mut self) -> io::Result<()> {
+        self.refresh_pausing(&mut || std::thread::sleep(LOOK_AGAIN))
+    }
+
+    /// The same, and what is done between two looks at a file that changes.
+    fn refresh_pausing(&mut self, pause: &mut dyn FnMut()) -> io::Result<()> {
         let mut now = BTreeMap::new();
-        for entry in fs::read_dir(&self.path)? {
-            let path = entry?.path();
-            if !is_yaml(&path) {
-                continue;
-            }
+        for path in self.listed()? {
             let before = self.files.get(&path);
             // Links are followed: mounted ConfigMaps are made of them.
-            let read = match fs::metadata(&path) {
+            let (mut objects, stamp) = match fs::metadata(&path) {
                 Ok(metadata) if !metadata.is_file() => continue,
                 Ok(metadata) => {
                     let stamp = stamp(&metadata)?;
@@ -79,14 +84,12 @@ impl Directory {
                         continue;
                     }
                     let settled = stamp.modified.elapsed().is_ok_and(|age| age > FRESH);
-                    read(&path).map(|text| (Objects::parse(&text), settled.then_some(stamp)))
+                    (parse(&path, before.map(|known| &*known.objects), pause), settled.then_some(stamp))
                 }
                 // Removed since it was listed, or a link to nowhere.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                Err(error) => Err(error.to_string()),
+                Err(error) => (Objects::unreadable(error.to_string()), None),
             };
-            let (mut objects, stamp) = read
-                .unwrap_or_else(|problem| (Objects { problems: vec![problem], ..Objects::default() }, None));
             if let Some(before) = before {
                 objects.complete_from(&before.objects);
             }
@@ -100,6 +103,19 @@ impl Directory {
         }
         self.files = now;
         Ok(())
+    }
+
+    /// Files that may be read, and those known: the listing of a directory may
+    /// lack a file that is replaced meanwhile.
+    fn listed(&self) -> io::Result<BTreeSet<PathBuf>> {
+        let mut paths: BTreeSet<PathBuf> = self.files.keys().cloned().collect();
+        for entry in fs::read_dir(&self.path)? {
+            let path = entry?.path();
+            if is_yaml(&path) {
+                paths.insert(path);
+            }
+        }
+        Ok(paths)
     }
 
     /// Everything the files say.
@@ -182,6 +198,32 @@ fn stamp(metadata: &fs::Metadata) -> io::Result<Stamp> {
     Ok(Stamp { modified: metadata.modified()?, length: metadata.len(), inode: metadata.ino() })
 }
 
+/// What a file says. One that has lost an object is read until it stays as it
+/// is, and an empty one never counts: many empty a file before they write it,
+/// and on a busy disk that takes a while.
+fn parse(path: &Path, before: Option<&Objects>, pause: &mut dyn FnMut()) -> Objects {
+    let mut text = read(path);
+    for _ in 0..LOOKS {
+        let objects = match &text {
+            Ok(text) => Objects::parse(text),
+            Err(problem) => return Objects::unreadable(problem.clone()),
+        };
+        if before.is_none_or(|before| !objects.lacks_any_of(before)) {
+            return objects;
+        }
+        if text.as_ref().is_ok_and(String::is_empty) {
+            return Objects::unreadable("it is empty; to remove what it said, remove the file".to_owned());
+        }
+        pause();
+        let again = read(path);
+        if again == text {
+            return objects;
+        }
+        text = again;
+    }
+    Objects::unreadable("it changes all the time; write it aside and rename it".to_owned())
+}
+
 fn read(path: &Path) -> Result<String, String> {
     let mut text = String::new();
     let file = File::open(path).map_err(|error| error.to_string())?;
@@ -190,4 +232,53 @@ fn read(path: &Path) -> Result<String, String> {
         return Err("it is larger than 1 MiB; split it".to_owned());
     }
     Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NODE: &str = "apiVersion: v1\nkind: Node\nmetadata: {name: a}\n";
+    const OTHER: &str = "apiVersion: v1\nkind: Node\nmetadata: {name: b}\n";
+
+    fn names(directory: &Directory) -> Vec<String> {
+        directory.snapshot("topology.kubernetes.io/region").nodes.into_keys().collect()
+    }
+
+    #[test]
+    fn a_file_caught_while_it_is_written_takes_nothing_away() {
+        let path = tempfile::tempdir().unwrap();
+        let file = path.path().join("a.yaml");
+        fs::write(&file, NODE).unwrap();
+        fs::write(path.path().join("b.yaml"), OTHER).unwrap();
+        let mut directory = Directory::new(path.path());
+        directory.refresh_pausing(&mut || panic!("nothing is lost yet")).unwrap();
+        assert_eq!(names(&directory), ["a", "b"]);
+
+        fs::write(&file, "").unwrap();
+        directory.refresh_pausing(&mut || panic!("no need to look again")).unwrap();
+        assert_eq!(names(&directory), ["a", "b"], "empty is not yet written");
+
+        fs::write(&file, "# ").unwrap();
+        let mut rest = ["# a", "# a longer comment", NODE].into_iter();
+        directory.refresh_pausing(&mut || fs::write(&file, rest.next().unwrap()).unwrap()).unwrap();
+        assert_eq!((names(&directory), rest.next()), (vec!["a".to_owned(), "b".to_owned()], None));
+
+        // Whoever never comes to an end keeps what there was, and hears of it.
+        fs::write(&file, "# 0").unwrap();
+        let mut count = 0;
+        let mut busy = || {
+            count += 1;
+            fs::write(&file, format!("# {count}")).unwrap();
+        };
+        directory.refresh_pausing(&mut busy).unwrap();
+        let snapshot = directory.snapshot("topology.kubernetes.io/region");
+        assert_eq!(snapshot.nodes.len(), 2);
+        assert!(snapshot.problems["file a.yaml"].contains("rename it"), "{:?}", snapshot.problems);
+
+        // And one that stays without it has lost it.
+        fs::write(&file, "# gone").unwrap();
+        directory.refresh_pausing(&mut || ()).unwrap();
+        assert_eq!(names(&directory), ["b"]);
+    }
 }

@@ -63,6 +63,17 @@ impl Objects {
         }
     }
 
+    /// Of a file that cannot be read, and why.
+    pub fn unreadable(problem: String) -> Self {
+        Self { problems: vec![problem], ..Self::default() }
+    }
+
+    /// True when an object of `before` is not here.
+    pub fn lacks_any_of(&self, before: &Self) -> bool {
+        before.nodes.keys().any(|name| !self.nodes.contains_key(name))
+            || before.peers.keys().any(|name| !self.peers.contains_key(name))
+    }
+
     /// While a file has problems, objects it no longer shows stay as they were.
     pub fn complete_from(&mut self, before: &Self) {
         if self.problems.is_empty() {

@@ -26,7 +26,7 @@ pub fn faults() -> Vec<Fault> {
             ..across(
                 21,
                 "the leader annotation moves to another node and back",
-                Goal::Within(7000),
+                Goal::Within(4000),
                 leader_moves,
             )
         },

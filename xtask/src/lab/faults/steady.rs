@@ -46,7 +46,7 @@ pub(super) fn faults() -> Vec<Fault> {
         across(16, "the leader's clock is an hour ahead, then behind", Goal::Nothing, clock_is_wrong),
         Fault {
             from: "pod-a3",
-            ..across(20, "the leader leaves and comes back", Goal::Within(30_000), leader_returns)
+            ..across(20, "the leader leaves and comes back", Goal::Within(4000), leader_returns)
         },
         Fault {
             always: false,
