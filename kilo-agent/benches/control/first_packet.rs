@@ -61,9 +61,9 @@ impl Device {
             let namespace = std::fs::File::open("/run/netns/peer").unwrap();
             nix::sched::setns(namespace.as_fd(), nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
             let socket = UdpSocket::bind((ADDRESS, 9999)).unwrap();
-            socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+            socket.set_read_timeout(Some(Duration::from_secs(120))).unwrap();
             ready.send(()).unwrap();
-            socket.recv(&mut [0; 16]).expect("no packet within 30 s");
+            socket.recv(&mut [0; 16]).expect("no packet within 120 s");
             let _ = sender.send(Instant::now());
         });
         is_ready.recv().unwrap();
@@ -83,7 +83,7 @@ impl Device {
             drop(sent);
             match arrived.try_recv() {
                 Ok(packet) => break packet,
-                Err(_) => assert!(started.elapsed() < Duration::from_secs(30), "no packet"),
+                Err(_) => assert!(started.elapsed() < Duration::from_secs(120), "no packet"),
             }
             tokio::time::sleep(Duration::from_millis(2)).await;
         };

@@ -94,14 +94,11 @@ impl Agent {
         (field("VmRSS"), field("VmHWM"))
     }
 
-    /// Time all its threads have run.
+    /// Time all its threads have run, those that have ended too.
     pub fn ran(&self) -> Duration {
-        let threads = fs::read_dir(format!("/proc/{}/task", self.id())).unwrap();
-        let of_thread = |thread: fs::DirEntry| -> Option<u64> {
-            let text = fs::read_to_string(thread.path().join("schedstat")).ok()?;
-            text.split_whitespace().next()?.parse().ok()
-        };
-        Duration::from_nanos(threads.flatten().filter_map(of_thread).sum())
+        let process = nix::unistd::Pid::from_raw(self.id().cast_signed());
+        let clock = nix::time::clock_getcpuclockid(process).unwrap();
+        nix::time::clock_gettime(clock).unwrap().into()
     }
 
     /// Ends it in order; answers how long that took.

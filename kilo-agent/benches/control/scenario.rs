@@ -24,8 +24,10 @@ use crate::{
     trace::{Asked, Trace},
 };
 
-/// VPN peers beside every number of nodes.
+/// VPN peers beside every number of nodes, and afterwards beside many of them.
 const PEERS: usize = 100;
+const MANY_PEERS: usize = 10_000;
+const NODES_BESIDE_MANY_PEERS: usize = 1000;
 /// Long enough for all that a change causes, and no resync within it.
 const SETTLE: Duration = Duration::from_millis(2500);
 const CHANGES: usize = 3;
@@ -54,14 +56,8 @@ pub async fn measure(figures: &mut Figures, nodes: usize) {
     }
     let api: Api<DynamicObject> =
         Api::all_with(client.clone(), &ApiResource::erase::<kilo_agent::backend::peer::Peer>(&()));
-    let device = first_packet::Device::start(&published_key(&client, &own).await);
-    let mut times = Vec::new();
-    for _ in 0..CHANGES {
-        times.push(device.measure(&api).await);
-        tokio::time::sleep(SETTLE).await;
-    }
-    drop(device);
-    figures.add(nodes, "Peer applied to first packet", "ms", milliseconds(median(times)));
+    let node_key = published_key(&client, &own).await;
+    figures.add(nodes, "Peer applied to first packet", "ms", first_packets(&node_key, &api).await);
 
     rest(figures, &mut agent, nodes, &check_ins, &proxy).await;
 
@@ -71,6 +67,19 @@ pub async fn measure(figures: &mut Figures, nodes: usize) {
     figures.add(nodes, "start to data path adopted", "ms", milliseconds(agent.age()));
     figures.add(nodes, "start: processor time", "ms", milliseconds(agent.ran()));
     agent.until("kilo_nodes", |value| value == nodes as f64).await;
+    if nodes == NODES_BESIDE_MANY_PEERS {
+        let started = Instant::now();
+        create_peers(&client, PEERS..MANY_PEERS).await;
+        println!("bench: created {MANY_PEERS} peers in {:.1} s", started.elapsed().as_secs_f64());
+        agent.until("kilo_peers", |value| value == MANY_PEERS as f64).await;
+        tokio::time::sleep(SETTLE).await;
+        beside_many_peers(figures, &mut agent, nodes, (&node_key, &api)).await;
+        agent.stop().await;
+        agent = Agent::start(&kubeconfig, &own);
+        agent.until("kilo_reconcile_duration_seconds_count", |value| value >= 1.0).await;
+        figures.add(nodes, "10,000 Peers: start to data path adopted", "ms", milliseconds(agent.age()));
+        figures.add(nodes, "10,000 Peers: start: processor time", "ms", milliseconds(agent.ran()));
+    }
     drop((agent, check_ins, server));
     netns::sh(
         "ip link del kilo0; ip link del eth0; ip netns del peer; sleep 1; umount -l /run /tmp /var/lib",
@@ -100,15 +109,48 @@ async fn create(client: &Client, nodes: usize) {
             async move { drop(api.create(&PostParams::default(), &objects::node(number, now)).await.unwrap()) }
         })
         .await;
+    create_peers(client, 0..PEERS).await;
+    println!("bench: created {nodes} nodes and {PEERS} peers in {:.1} s", started.elapsed().as_secs_f64());
+}
+
+async fn create_peers(client: &Client, numbers: std::ops::Range<usize>) {
     let peers: Api<DynamicObject> =
         Api::all_with(client.clone(), &ApiResource::erase::<kilo_agent::backend::peer::Peer>(&()));
-    stream::iter(0..PEERS)
+    stream::iter(numbers)
         .for_each_concurrent(16, |number| {
             let (peers, peer) = (peers.clone(), serde_json::from_value(objects::peer(number)).unwrap());
             async move { drop(peers.create(&PostParams::default(), &peer).await.unwrap()) }
         })
         .await;
-    println!("bench: created {nodes} nodes and {PEERS} peers in {:.1} s", started.elapsed().as_secs_f64());
+}
+
+/// One peer more or less, where there are many.
+async fn beside_many_peers(
+    figures: &mut Figures,
+    agent: &mut Agent,
+    nodes: usize,
+    (node_key, peers): (&str, &Api<DynamicObject>),
+) {
+    let before = agent.metrics().await;
+    let first_packet = first_packets(node_key, peers).await;
+    let after = agent.metrics().await;
+    let rise = |name: &str| after[name] - before[name];
+    let reconcile =
+        rise("kilo_reconcile_duration_seconds_sum") / rise("kilo_reconcile_duration_seconds_count");
+    figures.add(nodes, "10,000 Peers: one more to first packet", "ms", first_packet);
+    figures.add(nodes, "10,000 Peers: one more or less: reconcile", "ms", reconcile * 1000.0);
+    figures.add(nodes, "10,000 Peers: memory", "MB", agent.memory().0);
+}
+
+/// Milliseconds until a packet reaches a new peer.
+async fn first_packets(node_key: &str, peers: &Api<DynamicObject>) -> f64 {
+    let device = first_packet::Device::start(node_key);
+    let mut times = Vec::new();
+    for _ in 0..CHANGES {
+        times.push(device.measure(peers).await);
+        tokio::time::sleep(SETTLE).await;
+    }
+    milliseconds(median(times))
 }
 
 async fn published_key(client: &Client, own: &str) -> String {

@@ -1,17 +1,22 @@
 //! `cargo xtask bench control`: the agent's own costs, measured by
 //! kilo-agent/benches/control in namespaces of this machine.
 
-use std::{fmt::Write as _, fs, path::PathBuf, process::Command};
+use std::{
+    fmt::Write as _,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use anyhow::{Context as _, Result};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
-use super::{DOCUMENT, check, document, figures::Figure, store, stored};
+use super::{BenchArgs, DOCUMENT, check, document, figures::Figure, store, stored};
 use crate::{
-    apt, build_ebpf,
+    apt, build, build_ebpf,
     command::{output, show},
     kubernetes,
-    lab::PACKAGES,
+    lab::{PACKAGES, run_times},
     workspace_root,
 };
 
@@ -19,14 +24,17 @@ use crate::{
 const SIZES: [&str; 3] = ["100", "1000", "10000"];
 
 /// Groups of figures, each a table: what the columns are, and their sizes.
-const GROUPS: [(&str, &str, &[&str]); 2] =
-    [("control", "nodes", &SIZES), ("programs", "prefixes", &["10", "100", "1000", "10000"])];
+const GROUPS: [(&str, &str, &[&str]); 3] = [
+    ("control", "nodes", &SIZES),
+    ("programs", "prefixes", &["10", "100", "1000", "10000"]),
+    ("traffic", "", &["echo", "TCP"]),
+];
 
 /// The tables stand between these two lines.
 const MARKS: document::Marks = ("<!-- control: made by cargo xtask bench control -->", "<!-- /control -->");
 
 /// What the benchmark writes.
-#[derive(Deserialize)]
+#[derive(Serialize, Deserialize)]
 struct Measured {
     name: String,
     unit: String,
@@ -39,22 +47,33 @@ pub fn is_control(figure: &Figure) -> bool {
 }
 
 /// Measures, and compares or keeps the figures.
-pub fn main(compare: bool, last: bool) -> Result<()> {
+pub fn main(args: &BenchArgs) -> Result<()> {
     let results = workspace_root().join("target/bench-control.json");
-    if !last {
-        measure(&results)?;
+    let sizes: Vec<&str> = SIZES
+        .into_iter()
+        .filter(|size| args.only.is_empty() || args.only.split(',').any(|only| only == *size))
+        .collect();
+    if !args.last {
+        measure(&results, &sizes)?;
+    }
+    if !(args.only.is_empty() || args.update || args.check) {
+        return Ok(());
     }
     let text = fs::read(&results).with_context(|| results.display().to_string())?;
-    let figures: Vec<Figure> = serde_json::from_slice::<Vec<Measured>>(&text)?
+    let mut figures: Vec<Figure> = serde_json::from_slice::<Vec<Measured>>(&text)?
         .into_iter()
         .map(|Measured { name, unit, value }| {
             let value = (value * 1000.0).round() / 1000.0;
             Figure { name, unit, value, baseline: None, ratio: None }
         })
         .collect();
-    if compare {
-        return check(&stored(is_control)?, &figures);
+    let is_left_out = |figure: &Figure| {
+        SIZES.iter().any(|size| !sizes.contains(size) && figure.name.starts_with(&format!("control/{size}/")))
+    };
+    if args.check {
+        return check(&stored(|figure| is_control(figure) && !is_left_out(figure))?, &figures);
     }
+    figures.extend(stored(is_left_out)?);
     let document = workspace_root().join(DOCUMENT);
     let text = fs::read_to_string(&document).context(DOCUMENT)?;
     fs::write(&document, document::between(&text, MARKS, &tables(&figures))?)?;
@@ -62,7 +81,7 @@ pub fn main(compare: bool, last: bool) -> Result<()> {
     store(figures, |figure| !is_control(figure))
 }
 
-fn measure(results: &PathBuf) -> Result<()> {
+fn measure(results: &Path, sizes: &[&str]) -> Result<()> {
     apt::install(PACKAGES)?;
     apt::install(&["openssl", "strace", "wireguard-tools"])?;
     let assets = kubernetes::assets()?;
@@ -91,8 +110,29 @@ fn measure(results: &PathBuf) -> Result<()> {
             .arg(results)
             .current_dir(workspace_root().join("kilo-agent"))
             .env("KUBEBUILDER_ASSETS", assets)
-            .env("KILO_BENCH_NODES", SIZES.join(",")),
-    )
+            .env("KILO_BENCH_NODES", sizes.join(",")),
+    )?;
+    let mut figures: Vec<Measured> = serde_json::from_slice(&fs::read(results)?)?;
+    figures.extend(under_traffic()?);
+    fs::write(results, serde_json::to_vec_pretty(&figures)?).with_context(|| results.display().to_string())
+}
+
+/// Each program's runs and their time while packets of a lab go through it.
+fn under_traffic() -> Result<Vec<Measured>> {
+    build(&["--release", "--bin", "kg", "--bin", "kgctl"])?;
+    let mut figures = Vec::new();
+    for run_times::RunTimes { traffic, programs } in
+        run_times::measure(&workspace_root().join("target/release"))?
+    {
+        for (program, runs, nanoseconds) in programs {
+            println!("bench: {traffic:4} {program:16} {runs:9} runs of {nanoseconds:7.0} ns");
+            for (what, unit, value) in [("", "ns a run", nanoseconds), (", how often", "runs", runs as f64)] {
+                let name = format!("traffic/{traffic}/{program}{what}");
+                figures.push(Measured { name, unit: unit.to_owned(), value });
+            }
+        }
+    }
+    Ok(figures)
 }
 
 /// A table a group: one row a measure, one column a size.
@@ -101,7 +141,10 @@ fn tables(figures: &[Figure]) -> String {
     for (group, what, sizes) in GROUPS {
         let heads: Vec<String> = sizes
             .iter()
-            .map(|size| format!("{} {what}", document::grouped(size.parse().unwrap_or_default())))
+            .map(|size| match size.parse() {
+                Ok(number) => format!("{} {what}", document::grouped(number)),
+                Err(_) => (*size).to_owned(),
+            })
             .collect();
         let _ =
             writeln!(text, "\n| | unit | {} |\n|---|---|{}", heads.join(" | "), "--:|".repeat(sizes.len()));

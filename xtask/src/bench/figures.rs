@@ -30,7 +30,7 @@ pub struct Cost {
     pub way: String,
     /// The part of the way: `transit-out`.
     pub stage: String,
-    /// Payload bytes, or `new flows`.
+    /// Payload bytes, `tcp-kb`, `tcp-super-kb` (superpackets), `new-flow`.
     pub load: String,
     /// Guest instructions per packet.
     pub instructions: f64,
@@ -52,8 +52,8 @@ pub fn figures(costs: &[Cost]) -> Vec<Figure> {
             Figure {
                 name: format!("{}/{}/{}", cost.stage, cost.load, cost.way),
                 unit: unit(&cost.load).to_owned(),
-                value: cost.instructions.round(),
-                baseline: baseline.map(f64::round),
+                value: rounded(&cost.load, cost.instructions),
+                baseline: baseline.map(|baseline| rounded(&cost.load, baseline)),
                 ratio: baseline
                     .filter(|&baseline| baseline > 0.0)
                     .map(|baseline| (cost.instructions / baseline * 1000.0).round() / 1000.0),
@@ -62,9 +62,17 @@ pub fn figures(costs: &[Cost]) -> Vec<Figure> {
         .collect()
 }
 
+/// Whole instructions, but where a thousand bytes cost few of them.
+fn rounded(load: &str, instructions: f64) -> f64 {
+    match load {
+        "tcp-super-kb" => (instructions * 10.0).round() / 10.0,
+        _ => instructions.round(),
+    }
+}
+
 fn unit(load: &str) -> &'static str {
     match load {
-        "tcp-kb" => "guest instructions per 1,024 bytes",
+        "tcp-kb" | "tcp-super-kb" => "guest instructions per 1,024 bytes",
         _ => "guest instructions per packet",
     }
 }

@@ -3,7 +3,7 @@
 use std::net::Ipv4Addr;
 
 /// Bytes of an Ethernet header.
-const ETHERNET: usize = 14;
+pub const ETHERNET: usize = 14;
 const IPV4: usize = 20;
 const UDP: usize = 8;
 const TCP: usize = 20;
@@ -14,11 +14,22 @@ const PROTOCOL_TCP: u8 = 6;
 const PROTOCOL_UDP: u8 = 17;
 const ETHERTYPE_IPV4: [u8; 2] = [8, 0];
 /// Port and VNI of the mesh's VXLAN (`kilo_common::maps`).
-const VXLAN_PORT: u16 = 51_821;
-const VXLAN_VNI: u32 = 0x6b67;
+pub const VXLAN_PORT: u16 = 51_821;
+pub const VXLAN_VNI: u32 = 0x6b67;
+
+/// Data of each segment of a superpacket, and how many there are: the longest
+/// whose IPv4 packet still has a length with every outer header.
+const SEGMENT: usize = 1360;
+pub const SEGMENTS: usize = 48;
+/// `struct virtio_net_hdr`: what a packet socket is told about a frame
+/// (`<linux/virtio_net.h>`).
+const NEEDS_CHECKSUM: u8 = 1;
+const GSO_TCPV4: u8 = 1;
+/// Where a TCP header has its checksum.
+const TCP_CHECKSUM: usize = 16;
 
 /// How a packet between nodes of one location is wrapped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Wrap {
     /// Not at all.
     None,
@@ -40,12 +51,25 @@ impl Wrap {
 }
 
 /// What a packet carries.
-#[derive(Clone, Copy, Debug)]
-pub struct Load {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Load {
+    /// A datagram with so many bytes.
+    Udp(usize),
+    /// A segment of an established TCP connection with so many bytes.
+    Tcp(usize),
+    /// Many segments in one packet, as TCP hands them to its device (GSO) and as
+    /// devices put together what they receive (GRO).
+    Superpacket,
+}
+
+impl Load {
     /// Bytes of payload.
-    pub payload: usize,
-    /// A segment of an established TCP connection instead of UDP.
-    pub tcp: bool,
+    pub const fn payload(self) -> usize {
+        match self {
+            Self::Udp(payload) | Self::Tcp(payload) => payload,
+            Self::Superpacket => SEGMENTS * SEGMENT,
+        }
+    }
 }
 
 /// One UDP or TCP packet, and how it is carried.
@@ -55,10 +79,8 @@ pub struct Flow {
     pub from: (Ipv4Addr, u16),
     /// Address and port of the receiver.
     pub to: (Ipv4Addr, u16),
-    /// Bytes of payload.
-    pub payload: usize,
-    /// A segment of an established TCP connection instead of UDP.
-    pub tcp: bool,
+    /// What it carries.
+    pub load: Load,
     /// Outer header, with the nodes it stands between.
     pub wrap: Wrap,
     /// Outer source and destination.
@@ -66,12 +88,15 @@ pub struct Flow {
 }
 
 impl Flow {
-    /// The Ethernet frame, to this link-layer address.
+    /// The Ethernet frame, to this link-layer address. A superpacket stands behind
+    /// its `virtio_net_hdr`, and without the outer header, which a device of the
+    /// generator adds.
     pub fn frame(&self, to: [u8; 6]) -> Vec<u8> {
-        let payload = vec![0x55; self.payload];
-        let inner = match self.tcp {
-            false => udp_packet(self.from, self.to, &payload),
-            true => tcp_packet(self.from, self.to, &payload),
+        let payload = vec![0x55; self.load.payload()];
+        let inner = match self.load {
+            Load::Udp(_) => udp_packet(self.from, self.to, &payload),
+            Load::Tcp(_) => tcp_packet(self.from, self.to, &payload, false),
+            Load::Superpacket => return self.superpacket(to, &payload),
         };
         let packet = match self.wrap {
             Wrap::None => inner,
@@ -86,6 +111,23 @@ impl Flow {
         };
         let mut frame = ethernet(to).to_vec();
         frame.extend(packet);
+        frame
+    }
+
+    fn superpacket(&self, to: [u8; 6], payload: &[u8]) -> Vec<u8> {
+        let link = match self.wrap {
+            Wrap::None => ethernet(to).to_vec(),
+            // Devices of this kind take packets without a link-layer header.
+            Wrap::Ipip => Vec::new(),
+            Wrap::Vxlan => ethernet([2, 0, 0, 0, 0, 2]).to_vec(),
+        };
+        let transport = link.len() + IPV4;
+        let mut frame = vec![NEEDS_CHECKSUM, GSO_TCPV4];
+        for field in [transport + TCP, SEGMENT, transport, TCP_CHECKSUM] {
+            frame.extend((field as u16).to_le_bytes());
+        }
+        frame.extend(link);
+        frame.extend(tcp_packet(self.from, self.to, payload, true));
         frame
     }
 }
@@ -109,8 +151,10 @@ fn udp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8]) -> Vec
     ipv4(from.0, to.0, PROTOCOL_UDP, &datagram)
 }
 
-/// A segment with data and nothing but ACK and PSH set (RFC 9293).
-fn tcp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8]) -> Vec<u8> {
+/// A segment with data and nothing but ACK and PSH set (RFC 9293). With
+/// `partial` its checksum is that of the addresses and the length, as whoever
+/// completes it wants to find it.
+fn tcp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8], partial: bool) -> Vec<u8> {
     let mut segment = Vec::with_capacity(TCP + payload.len());
     segment.extend(from.1.to_be_bytes());
     segment.extend(to.1.to_be_bytes());
@@ -120,9 +164,13 @@ fn tcp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8]) -> Vec
     summed.extend(to.0.octets());
     summed.extend([0, PROTOCOL_TCP]);
     summed.extend((segment.len() as u16).to_be_bytes());
-    summed.extend(&segment);
-    let sum = checksum(&summed);
-    segment[16..18].copy_from_slice(&sum.to_be_bytes());
+    let sum = if partial {
+        !checksum(&summed)
+    } else {
+        summed.extend(&segment);
+        checksum(&summed)
+    };
+    segment[TCP_CHECKSUM..TCP_CHECKSUM + 2].copy_from_slice(&sum.to_be_bytes());
     ipv4(from.0, to.0, PROTOCOL_TCP, &segment)
 }
 
@@ -157,8 +205,7 @@ mod tests {
         Flow {
             from: ("10.64.1.2".parse().unwrap(), 4000),
             to: ("10.128.0.2".parse().unwrap(), 5000),
-            payload: 64,
-            tcp: false,
+            load: Load::Udp(64),
             wrap,
             nodes: ("10.1.0.12".parse().unwrap(), "10.1.0.11".parse().unwrap()),
         }
@@ -178,11 +225,31 @@ mod tests {
     #[test]
     fn a_segment_is_as_long_as_the_datagram_it_takes_the_place_of_and_its_checksum_holds() {
         let udp = flow(Wrap::None).frame([1; 6]);
-        let tcp = Flow { tcp: true, payload: 64 - TCP_OVER_UDP, ..flow(Wrap::None) }.frame([1; 6]);
+        let tcp = Flow { load: Load::Tcp(64 - TCP_OVER_UDP), ..flow(Wrap::None) }.frame([1; 6]);
         assert_eq!(tcp.len(), udp.len());
         let (addresses, segment) = (&tcp[ETHERNET + 12..ETHERNET + IPV4], &tcp[ETHERNET + IPV4..]);
         let pseudo = [addresses, &[0, PROTOCOL_TCP, 0, segment.len() as u8], segment].concat();
         assert_eq!(checksum(&pseudo), 0);
+    }
+
+    #[test]
+    fn a_superpacket_fits_into_one_packet_with_every_outer_header_and_says_where_its_checksum_belongs() {
+        for (wrap, link, overhead) in [(Wrap::None, 14, 0), (Wrap::Ipip, 0, 20), (Wrap::Vxlan, 14, 50)] {
+            let frame = Flow { load: Load::Superpacket, ..flow(wrap) }.frame([1; 6]);
+            let field = |at: usize| usize::from(u16::from_le_bytes([frame[at], frame[at + 1]]));
+            let (packet, start) = (&frame[10 + link..], field(6));
+            assert_eq!((start, field(8)), (link + IPV4, TCP_CHECKSUM));
+            assert_eq!(usize::from(u16::from_be_bytes([packet[2], packet[3]])), packet.len());
+            assert!(packet.len() + overhead <= usize::from(u16::MAX));
+            // What the sum over the segment, of that start, makes of it holds.
+            let mut segment = frame[10 + start..].to_vec();
+            let sum = checksum(&segment);
+            segment[TCP_CHECKSUM..TCP_CHECKSUM + 2].copy_from_slice(&sum.to_be_bytes());
+            let addresses = &packet[12..IPV4];
+            let length = (segment.len() as u16).to_be_bytes();
+            let pseudo = [addresses, &[0, PROTOCOL_TCP], &length, &segment].concat();
+            assert_eq!(checksum(&pseudo), 0);
+        }
     }
 
     #[test]

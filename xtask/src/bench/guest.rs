@@ -19,9 +19,19 @@ const LEGACY: &str = "iptables-legacy-restore";
 /// A way packets can go.
 enum Way {
     Plain,
+    /// From a socket of the node into WireGuard.
+    Wireguard,
     Masquerade(&'static str),
-    Kilo { nodes: usize, restore: &'static str },
-    Ours { wrap: Wrap, nodes: usize, remote: (usize, usize), masquerade: &'static str },
+    Kilo {
+        nodes: usize,
+        restore: &'static str,
+    },
+    Ours {
+        wrap: Wrap,
+        nodes: usize,
+        remote: (usize, usize),
+        masquerade: &'static str,
+    },
 }
 
 impl Way {
@@ -29,6 +39,7 @@ impl Way {
         let rules = |restore: &str| if restore == NFT { "nft" } else { "legacy" };
         match self {
             Self::Plain => "plain".to_owned(),
+            Self::Wireguard => "wireguard".to_owned(),
             Self::Masquerade(restore) => format!("iptables-{}", rules(restore)),
             Self::Kilo { nodes, restore } => format!("kilo-{nodes}-{}", rules(restore)),
             Self::Ours { wrap, nodes, remote: (locations, each), masquerade } => {
@@ -41,7 +52,7 @@ impl Way {
 
     fn wrap(&self) -> Wrap {
         match self {
-            Self::Plain | Self::Masquerade(_) => Wrap::None,
+            Self::Plain | Self::Wireguard | Self::Masquerade(_) => Wrap::None,
             Self::Kilo { .. } => Wrap::Ipip,
             Self::Ours { wrap, .. } => *wrap,
         }
@@ -50,7 +61,7 @@ impl Way {
     /// Sets the node up as a leader or as another node.
     fn set_up(&self, site: &Site, leads: bool, kg: &Path) -> Result<()> {
         match *self {
-            Self::Plain => {
+            Self::Plain | Self::Wireguard => {
                 site.base_rules(NFT)?;
                 kernel_ways::plain(site, leads)
             }
@@ -106,6 +117,7 @@ fn ways(large: bool) -> Vec<Way> {
     let mut ways = vec![
         ours(Wrap::Ipip, 5, (1, 1)),
         Way::Plain,
+        Way::Wireguard,
         Way::Masquerade(NFT),
         Way::Kilo { nodes: 5, restore: NFT },
         Way::Kilo { nodes: 100, restore: NFT },
@@ -126,16 +138,18 @@ fn ways(large: bool) -> Vec<Way> {
 }
 
 fn measure(way: &Way, directory: &Path, kg: &Path, floor: &Floor, costs: &mut Vec<Cost>) -> Result<()> {
-    for leads in [true, false] {
+    // There WireGuard is all there is.
+    let places: &[bool] = if matches!(way, Way::Wireguard) { &[true] } else { &[true, false] };
+    for &leads in places {
         let name = way.name();
         let site = Site::create(&directory.join(format!("{name}-{leads}")))?;
         let mut bench = Bench::new(&site, &name, way.wrap(), floor);
         way.set_up(&site, leads, kg)?;
         site.fix_neighbours()?;
-        let measured = if leads {
-            site.handshake().and_then(|()| bench.leader())
-        } else {
-            bench.member().and_then(|()| bench.masquerade())
+        let measured = match way {
+            Way::Wireguard => site.handshake().and_then(|()| bench.wireguard()),
+            _ if leads => site.handshake().and_then(|()| bench.leader()),
+            _ => bench.member().and_then(|()| bench.masquerade()),
         };
         costs.append(&mut bench.costs);
         measured.with_context(|| agent::counts(&site))?;

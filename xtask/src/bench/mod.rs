@@ -56,16 +56,17 @@ pub struct BenchArgs {
     /// Compare with docs/benchmarks.json instead of writing it; fail when a count of ours grew by more than a tenth.
     #[arg(long)]
     check: bool,
-    /// Only ways with one of these in their name (comma separated); nothing is written unless with --update.
+    /// Only ways with one of these in their name, or numbers of nodes (comma separated); nothing is written unless
+    /// with --update.
     #[arg(long, default_value = "")]
     only: String,
-    /// Write figures of the ways of --only; the others keep theirs.
+    /// Write the figures of --only; the others keep theirs.
     #[arg(long)]
     update: bool,
     /// Leave out the mesh of 10,000 nodes.
     #[arg(long)]
     no_large: bool,
-    /// Measure nothing, take what a run left in target/vm/bench.json.
+    /// Measure nothing, take what a run left in target/vm/bench.json or target/bench-control.json.
     #[arg(long)]
     last: bool,
     /// Directory of the kg binary (default: a release build).
@@ -86,7 +87,7 @@ impl BenchArgs {
 /// Runs `cargo xtask bench`.
 pub fn main(args: &BenchArgs) -> Result<()> {
     if args.part == Part::Control {
-        return control::main(args.check, args.last);
+        return control::main(args);
     }
     let bin = match &args.bin {
         Some(bin) => fs::canonicalize(bin).with_context(|| bin.display().to_string())?,

@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 
-use super::frames::{Flow, Load, Wrap};
+use super::frames::{ETHERNET, Flow, Load, VXLAN_PORT, VXLAN_VNI, Wrap};
 use crate::{
     command::output,
     lab::space::{self, Space},
@@ -107,9 +107,13 @@ impl Site {
              route add local 10.1.1.0/24 dev lo\nroute add local 10.1.2.0/23 dev lo\n\
              route add local 10.1.4.0/22 dev lo\nroute add {own}/32 dev lan\n\
              address add {}/32 dev lo\n\
-             link add wg-remote type wireguard\nlink set wg-remote up\n",
+             link add wg-remote type wireguard\nlink set wg-remote up\n\
+             link add lan-ipip type ipip local {node_1} remote {own}\nlink set lan-ipip up\n\
+             link add lan-vxlan type vxlan id {VXLAN_VNI} dstport {VXLAN_PORT} local {node_1} remote {own} dev lan\n\
+             link set lan-vxlan up\n",
             public(0),
-            own = private(0)
+            own = private(0),
+            node_1 = private(1),
         ))?;
         around.sh(&format!(
             "wg set wg-remote listen-port {PORT} private-key {} peer {} allowed-ips 0.0.0.0/0 endpoint {}:{PORT}",
@@ -191,8 +195,7 @@ impl Site {
         Flow {
             from: (host(pods(1), 2), port),
             to: (host(remote_pods(0), 2), 5000),
-            payload: load.payload,
-            tcp: load.tcp,
+            load,
             wrap,
             nodes: (private(1), private(0)),
         }
@@ -204,12 +207,19 @@ impl Site {
         Flow {
             from: (host(remote_pods(0), 2), 5000),
             to: (host(pods(to), 2), port),
-            payload: load.payload,
-            tcp: load.tcp,
+            load,
             wrap,
             nodes: (private(1), private(0)),
         }
         .frame(NODE_MAC)
+    }
+
+    /// A packet for a pod elsewhere as devices without link-layer header take it.
+    pub fn own_packet(&self, load: Load, port: u16) -> Vec<u8> {
+        match load {
+            Load::Superpacket => self.outward(Wrap::Ipip, load, port),
+            _ => self.outward(Wrap::None, load, port).split_off(ETHERNET),
+        }
     }
 
     /// A packet from the node's own pod.
@@ -223,8 +233,7 @@ impl Site {
     }
 
     fn plain(&self, from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), load: Load) -> Vec<u8> {
-        let Load { payload, tcp } = load;
-        Flow { from, to, payload, tcp, wrap: Wrap::None, nodes: (from.0, to.0) }.frame(NODE_MAC)
+        Flow { from, to, load, wrap: Wrap::None, nodes: (from.0, to.0) }.frame(NODE_MAC)
     }
 }
 

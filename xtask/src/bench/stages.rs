@@ -1,21 +1,22 @@
 //! The stages a packet goes through, each from the point where its frame
 //! enters the node to the hook where a filter drops it.
 
-use std::{collections::BTreeMap, net::Ipv4Addr, process::Command};
+use std::{collections::BTreeMap, process::Command};
 
 use anyhow::{Context as _, Result};
 
 use super::{
     figures::Cost,
-    frames::{Load, TCP_OVER_UDP, Wrap},
-    generator::{Direction, Sink, cost},
+    frames::{Load, SEGMENTS, TCP_OVER_UDP, Wrap},
+    generator::{Direction, Sink, Train, calm_workers, cost},
     site::{OUTSIDE, Site, host, remote_pods},
 };
-use crate::command::run;
+use crate::{command::run, lab::space::Space};
 
-/// Bursts that count, for flows that exist and for new ones.
-const ROUNDS: usize = 24;
-const NEW_FLOW_ROUNDS: usize = 8;
+/// Flows that exist, superpackets of such a flow, and new flows.
+const STANDING: Train = Train { burst: 32, rounds: 24, offloaded: false, arrive: 1 };
+const SUPERPACKETS: Train = Train { burst: 8, rounds: 16, offloaded: true, arrive: 1 };
+const NEW_FLOWS: Train = Train { rounds: 8, ..STANDING };
 /// Payload bytes of the two sizes.
 const SIZES: [usize; 2] = [64, 1372];
 /// Port of the flow that stands; ours keeps it when it masquerades.
@@ -26,32 +27,71 @@ const LAN: &str = "eth0";
 const POD: &str = "pod0";
 const MESH: &str = "kilo0";
 
-/// What it costs until a frame reaches the first hook of the node.
+/// What it costs until a packet reaches the first hook of the node.
 #[derive(Clone, Debug, Default)]
-pub struct Floor {
-    lan: BTreeMap<usize, f64>,
-    pod: BTreeMap<usize, f64>,
-    /// Handed to the ingress of `kilo0`.
-    decrypted: BTreeMap<usize, f64>,
-}
+pub struct Floor(BTreeMap<(Entry, usize), f64>);
 
-/// Where a frame enters the node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Where a packet enters the node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Entry {
-    Lan,
+    /// With this outer header.
+    Lan(Wrap),
     Pod,
     /// As if WireGuard had decrypted it: the frame comes by the pod's link and
     /// a filter hands it to `kilo0`.
     Decrypted,
+    /// Sent into `kilo0` by a socket of the node itself.
+    Mesh,
 }
 
 impl Entry {
-    /// The generator's end of the link.
-    fn device(self) -> &'static str {
-        match self {
-            Self::Lan => "lan",
-            Self::Pod | Self::Decrypted => "pod",
+    /// Where the generator is, and its end of the link.
+    fn device(self, site: &Site, load: Load) -> (&Space, &'static str) {
+        match (self, load) {
+            // The outer header of a superpacket is that of a device of the generator's.
+            (Self::Lan(Wrap::Ipip), Load::Superpacket) => (&site.around, "lan-ipip"),
+            (Self::Lan(Wrap::Vxlan), Load::Superpacket) => (&site.around, "lan-vxlan"),
+            (Self::Lan(_), _) => (&site.around, "lan"),
+            (Self::Pod | Self::Decrypted, _) => (&site.around, "pod"),
+            (Self::Mesh, _) => (&site.node, MESH),
         }
+    }
+
+    /// The hook where what it costs to send is counted.
+    fn hook(self) -> (&'static str, Direction) {
+        match self {
+            Self::Lan(_) => (LAN, Direction::Ingress),
+            Self::Pod => (POD, Direction::Ingress),
+            Self::Decrypted => (MESH, Direction::Ingress),
+            Self::Mesh => (MESH, Direction::Egress),
+        }
+    }
+
+    /// A packet of this load costs as much to send as which one: an outer header
+    /// makes a frame longer, which costs the generator alone, unless it must add it.
+    fn floor(self, load: Load) -> (Self, usize) {
+        match (self, load) {
+            (_, Load::Superpacket) => (self, load.payload()),
+            (Self::Lan(_), _) => (Self::Lan(Wrap::None), SIZES[usize::from(load.payload() > SIZES[0])]),
+            _ => (self, SIZES[usize::from(load.payload() > SIZES[0])]),
+        }
+    }
+}
+
+/// A part of the way.
+struct Stage {
+    name: &'static str,
+    entry: Entry,
+    end: (&'static str, Direction),
+    /// Whether new flows are measured, too.
+    new_flows: bool,
+    /// Packets that come of a superpacket.
+    segments: u64,
+}
+
+impl Stage {
+    const fn new(name: &'static str, entry: Entry, end: (&'static str, Direction)) -> Self {
+        Self { name, entry, end, new_flows: true, segments: 1 }
     }
 }
 
@@ -81,82 +121,91 @@ impl<'a> Bench<'a> {
     pub fn leader(&mut self) -> Result<()> {
         let (site, wrap) = (self.site, self.wrap);
         let outward = move |load, port| site.outward(wrap, load, port);
-        self.stage("transit-out", Entry::Lan, (MESH, Direction::Egress), true, outward)?;
-        self.stage("lan-to-encrypted", Entry::Lan, (LAN, Direction::Egress), false, outward)?;
+        self.stage(&Stage::new("transit-out", Entry::Lan(wrap), (MESH, Direction::Egress)), outward)?;
+        self.stage(&encrypted(Entry::Lan(wrap)), outward)?;
         let _handed = Handed::to_mesh(site)?;
         let inward = move |load, port| site.inward(Wrap::None, 1, load, port);
-        self.stage("transit-in", Entry::Decrypted, (LAN, Direction::Egress), true, inward)
+        self.stage(&Stage::new("transit-in", Entry::Decrypted, (LAN, Direction::Egress)), inward)
     }
 
     /// On another node: from its pod into the tunnel, and out of it to the pod.
     pub fn member(&mut self) -> Result<()> {
         let (site, wrap) = (self.site, self.wrap);
         let to_remote = move |load, port| site.pod_packet(host(remote_pods(0), 2), load, port);
-        self.stage("encapsulation", Entry::Pod, (LAN, Direction::Egress), true, to_remote)?;
+        self.stage(&Stage::new("encapsulation", Entry::Pod, (LAN, Direction::Egress)), to_remote)?;
         let to_pod = move |load, port| site.inward(wrap, 0, load, port);
-        self.stage("delivery", Entry::Lan, (POD, Direction::Egress), true, to_pod)
+        self.stage(&Stage::new("delivery", Entry::Lan(wrap), (POD, Direction::Egress)), to_pod)
     }
 
     /// From a pod to an address outside of the mesh, and the answers.
     pub fn masquerade(&mut self) -> Result<()> {
         let site = self.site;
         let outside = move |load, port| site.pod_packet(OUTSIDE, load, port);
-        self.stage("masquerade", Entry::Pod, (LAN, Direction::Egress), true, outside)?;
+        self.stage(&Stage::new("masquerade", Entry::Pod, (LAN, Direction::Egress)), outside)?;
         if self.way == "plain" {
             return Ok(());
         }
         let answer = move |load, port| site.answer(load, port);
-        self.stage("unmasquerade", Entry::Lan, (POD, Direction::Egress), false, answer)
+        let back = Stage::new("unmasquerade", Entry::Lan(Wrap::None), (POD, Direction::Egress));
+        self.stage(&Stage { new_flows: false, ..back }, answer)
     }
 
-    fn stage(
-        &mut self,
-        stage: &str,
-        entry: Entry,
-        end: (&'static str, Direction),
-        new_flows: bool,
-        frame: impl Fn(Load, u16) -> Vec<u8>,
-    ) -> Result<()> {
-        let sink = Sink::attach(&self.site.node, end.0, end.1)?;
+    /// From a socket of the node into its WireGuard device, and nothing else.
+    pub fn wireguard(&mut self) -> Result<()> {
+        let site = self.site;
+        self.stage(&encrypted(Entry::Mesh), move |load, port| site.own_packet(load, port))
+    }
+
+    fn stage(&mut self, stage: &Stage, frame: impl Fn(Load, u16) -> Vec<u8>) -> Result<()> {
+        let sink = Sink::attach(&self.site.node, stage.end.0, stage.end.1)?;
+        let [short, long] = SIZES;
+        let spent = |bench: &Self, load, train, next: &mut dyn FnMut() -> Vec<u8>| -> Result<f64> {
+            let (space, device) = stage.entry.device(bench.site, load);
+            if stage.segments > 1 {
+                // Those that the first run wakes are there when it is over.
+                cost(space, device, &sink, Train { rounds: 1, ..train }, &mut *next)?;
+                calm_workers()?;
+            }
+            let spent = cost(space, device, &sink, train, next)
+                .with_context(|| format!("{load:?} of {} of {}", stage.name, bench.way))?;
+            let floor = bench.floor.0.get(&stage.entry.floor(load)).context("the floor was not measured")?;
+            Ok(spent - floor)
+        };
         for size in SIZES {
-            let load = Load { payload: size, tcp: false };
-            let spent = cost(&self.site.around, entry.device(), &sink, ROUNDS, || frame(load, PORT))
-                .with_context(|| format!("{} of {}", stage, self.way))?;
-            self.add(stage, size.to_string(), spent - self.floor_of(entry, size)?);
+            let load = Load::Udp(size);
+            let spent = spent(self, load, STANDING, &mut || frame(load, PORT))?;
+            self.add(stage.name, size.to_string(), spent);
         }
-        let [_, long] = SIZES;
-        let bulk = Load { payload: long - TCP_OVER_UDP, tcp: true };
-        let spent = cost(&self.site.around, entry.device(), &sink, ROUNDS, || frame(bulk, PORT))
-            .with_context(|| format!("TCP of {} of {}", stage, self.way))?;
-        let kilobytes = bulk.payload as f64 / 1024.0;
-        self.add(stage, "tcp-kb".to_owned(), (spent - self.floor_of(entry, long)?) / kilobytes);
-        if new_flows {
-            let mut port = self.port;
-            let spent = cost(&self.site.around, entry.device(), &sink, NEW_FLOW_ROUNDS, || {
+        let superpackets = Train { arrive: stage.segments, ..SUPERPACKETS };
+        for (load, train, name) in [
+            (Load::Tcp(long - TCP_OVER_UDP), STANDING, "tcp-kb"),
+            (Load::Superpacket, superpackets, "tcp-super-kb"),
+        ] {
+            let spent = spent(self, load, train, &mut || frame(load, PORT))?;
+            self.add(stage.name, name.to_owned(), spent / (load.payload() as f64 / 1024.0));
+        }
+        if stage.new_flows {
+            let (load, mut port) = (Load::Udp(short), self.port);
+            let spent = spent(self, load, NEW_FLOWS, &mut || {
                 port += 1;
-                frame(Load { payload: SIZES[0], tcp: false }, port)
-            })
-            .with_context(|| format!("new flows of {} of {}", stage, self.way))?;
+                frame(load, port)
+            })?;
             self.port = port;
-            self.add(stage, "new-flow".to_owned(), spent - self.floor_of(entry, SIZES[0])?);
+            self.add(stage.name, "new-flow".to_owned(), spent);
         }
         Ok(())
     }
 
     fn add(&mut self, stage: &str, load: String, instructions: f64) {
-        println!("bench: {:22} {:18} {:9} {:9.0}", self.way, stage, load, instructions);
+        println!("bench: {:22} {:18} {:12} {:9.1}", self.way, stage, load, instructions);
         self.costs.push(Cost { way: self.way.clone(), stage: stage.to_owned(), load, instructions });
     }
+}
 
-    /// An outer header makes a frame longer, which costs the generator alone.
-    fn floor_of(&self, entry: Entry, size: usize) -> Result<f64> {
-        let floors = match entry {
-            Entry::Lan => &self.floor.lan,
-            Entry::Pod => &self.floor.pod,
-            Entry::Decrypted => &self.floor.decrypted,
-        };
-        floors.get(&size).copied().context("the floor was not measured")
-    }
+/// From there to an encrypted packet on the network.
+const fn encrypted(entry: Entry) -> Stage {
+    let stage = Stage::new("lan-to-encrypted", entry, (LAN, Direction::Egress));
+    Stage { new_flows: false, segments: SEGMENTS as u64, ..stage }
 }
 
 /// A filter that hands what comes from the pod to `kilo0`, while it lives.
@@ -187,23 +236,27 @@ impl Drop for Handed<'_> {
 /// Measures the floors on a node that has `kilo0` and nothing else.
 pub fn floor(site: &Site) -> Result<Floor> {
     let mut floor = Floor::default();
-    let to: Ipv4Addr = OUTSIDE;
-    let measure = |entry: Entry, device: &str| -> Result<BTreeMap<usize, f64>> {
-        let sink = Sink::attach(&site.node, device, Direction::Ingress)?;
-        SIZES
+    let lan = [Wrap::None, Wrap::Ipip, Wrap::Vxlan].map(Entry::Lan);
+    for entry in lan.into_iter().chain([Entry::Pod, Entry::Mesh, Entry::Decrypted]) {
+        let (device, direction) = entry.hook();
+        let sink = Sink::attach(&site.node, device, direction)?;
+        let _handed = (entry == Entry::Decrypted).then(|| Handed::to_mesh(site)).transpose()?;
+        let frame = |load| match entry {
+            Entry::Lan(wrap) => site.outward(wrap, load, PORT),
+            Entry::Pod | Entry::Decrypted => site.pod_packet(OUTSIDE, load, PORT),
+            Entry::Mesh => site.own_packet(load, PORT),
+        };
+        for (load, train) in SIZES
+            .map(|size| (Load::Udp(size), STANDING))
             .into_iter()
-            .map(|size| {
-                let load = Load { payload: size, tcp: false };
-                let spent =
-                    cost(&site.around, entry.device(), &sink, ROUNDS, || site.pod_packet(to, load, PORT))?;
-                println!("bench: floor {entry:?} {size} {spent:.0}");
-                Ok((size, spent))
-            })
-            .collect()
-    };
-    floor.lan = measure(Entry::Lan, LAN)?;
-    floor.pod = measure(Entry::Pod, POD)?;
-    let _handed = Handed::to_mesh(site)?;
-    floor.decrypted = measure(Entry::Decrypted, MESH)?;
+            .chain([(Load::Superpacket, SUPERPACKETS)])
+        {
+            let (space, generator) = entry.device(site, load);
+            let spent = cost(space, generator, &sink, train, || frame(load))
+                .with_context(|| format!("floor of {load:?} at {entry:?}"))?;
+            println!("bench: floor {entry:?} {load:?} {spent:.0}");
+            floor.0.insert((entry, load.payload()), spent);
+        }
+    }
     Ok(floor)
 }

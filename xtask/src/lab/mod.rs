@@ -24,6 +24,7 @@ mod plugins;
 mod pod_tunnels;
 mod printer;
 mod probe;
+pub mod run_times;
 mod scenario;
 mod segments;
 mod services;
