@@ -20,7 +20,11 @@ use ipnet::IpNet;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
-use self::{keep::Keeper, look::Look, publish::Asking};
+use self::{
+    keep::Keeper,
+    look::Look,
+    publish::{Asking, Reporting},
+};
 use crate::{
     backend::{Backend, BackendError, Snapshot, last_good::LastGood},
     cli::{AttachMode, Compatibility, Masquerade},
@@ -112,6 +116,7 @@ pub struct Agent<B> {
     backend: Arc<B>,
     /// What the backend was asked to write, as long as it has not answered.
     asking: Option<Asking>,
+    reporting: Option<Reporting>,
     key: SecretKey,
     net: Net,
     dataplane: Dataplane,
@@ -186,6 +191,7 @@ impl<B: Backend> Agent<B> {
             options,
             backend: Arc::new(backend),
             asking: None,
+            reporting: None,
             key,
             liveness: Liveness::default(),
             hops: HopIds::default(),

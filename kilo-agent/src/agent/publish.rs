@@ -23,6 +23,9 @@ use crate::{
 /// A write that is under way.
 pub(super) type Asking = AbortOnDropHandle<Result<bool, BackendError>>;
 
+/// The status of peers that is being written.
+pub(super) type Reporting = (BTreeMap<String, Option<String>>, AbortOnDropHandle<Result<u64, BackendError>>);
+
 /// The host is put right without the API server's answer after this time.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// The same while nobody knows this node's key: what is routed into the mesh before
@@ -35,7 +38,7 @@ impl<B: Backend> Agent<B> {
     pub(super) async fn report_peers(&mut self, mesh: &Mesh, snapshot: &Snapshot) {
         let first = mesh.segments.first().and_then(topology::Segment::leading);
         if first.is_none_or(|leader| leader.name != self.options.hostname) {
-            self.reported_peers = None;
+            (self.reported_peers, self.reporting) = (None, None);
             return;
         }
         let accepted = snapshot.peers.keys().map(|name| (name.clone(), None));
@@ -46,10 +49,19 @@ impl<B: Backend> Agent<B> {
         if self.reported_peers.as_ref() == Some(&wanted) {
             return;
         }
-        match self.backend.report_peers(&wanted).await {
-            Ok(_) => self.reported_peers = Some(wanted),
-            Err(error) => tracing::debug!(%error, "the status of peers is not written yet"),
+        let (said, reporting) = self.reporting.get_or_insert_with(|| {
+            let (backend, said) = (Arc::clone(&self.backend), wanted.clone());
+            let report = async move { backend.report_peers(&said).await };
+            (wanted, AbortOnDropHandle::new(tokio::spawn(report)))
+        });
+        // Many peers, or a server that does not answer: waited for beside the reconciles.
+        let Ok(answer) = tokio::time::timeout(PATIENCE, reporting).await else { return };
+        match answer {
+            Ok(Ok(_)) => self.reported_peers = Some(std::mem::take(said)),
+            Ok(Err(error)) => tracing::debug!(%error, "the status of peers is not written yet"),
+            Err(error) => tracing::error!(%error, "writing the status of peers"),
         }
+        self.reporting = None;
     }
 
     /// This node as it should be known to all.
