@@ -11,6 +11,11 @@ use super::{Node, READY_SECONDS, is_complete, ready_at};
 /// A value that has not changed for this long is no sign of life.
 const PATIENCE: Duration = Duration::from_secs(READY_SECONDS as u64);
 
+/// A node is given up only when the own sign of life came back this long after its last one:
+/// longer than the 33 s (and 5 s of collecting) that may lie between the last ones of two
+/// nodes when the API server goes away.
+const EVIDENCE: Duration = Duration::from_secs(45);
+
 /// What one agent has seen of the others.
 #[derive(Debug, Default)]
 pub struct Liveness {
@@ -64,10 +69,14 @@ impl Liveness {
             changed.is_some_and(|changed| now.saturating_duration_since(changed) < PATIENCE)
         };
         let stale = self.seen.contains_key(own) && !alive(own) && !self.ready.is_empty();
-        let ready = nodes
-            .filter(|node| is_complete(node))
-            .map(|node| node.name.as_str())
-            .filter(|name| *name == own || alive(name) || (stale && self.ready.contains(*name)));
+        let changed = |name: &str| self.seen.get(name).and_then(|sight| sight.changed);
+        let unproved = |name: &str| {
+            let known = changed(own).zip(changed(name));
+            known.is_some_and(|(own, other)| own.saturating_duration_since(other) < EVIDENCE)
+        };
+        let ready = nodes.filter(|node| is_complete(node)).map(|node| node.name.as_str()).filter(|name| {
+            *name == own || alive(name) || ((stale || unproved(name)) && self.ready.contains(*name))
+        });
         self.ready = ready.map(ToOwned::to_owned).collect();
         self.ready.clone()
     }
@@ -128,6 +137,22 @@ mod tests {
             10_000,
         );
         assert_eq!(names(&ready), ["a", "b"]);
+    }
+
+    #[test]
+    fn whose_sign_of_life_was_the_last_before_the_server_went_away_does_not_matter() {
+        let (start, second) = (Instant::now(), Duration::from_secs(1));
+        let mut liveness = Liveness::default();
+        liveness.ready(nodes(&[("a", 1000), ("b", 1000), ("c", 1000)]).values(), "a", start, 1000);
+        let last = nodes(&[("a", 1035), ("b", 1000), ("c", 1010)]);
+        for after in 35..300 {
+            let ready = liveness.ready(last.values(), "a", start + second * after, 1000 + i64::from(after));
+            assert_eq!(names(&ready), ["a", "b", "c"], "{after} s");
+        }
+        // It is back, and b is not.
+        let now = start + second * 300;
+        let ready = liveness.ready(nodes(&[("a", 1300), ("b", 1000), ("c", 1300)]).values(), "a", now, 1300);
+        assert_eq!(names(&ready), ["a", "c"]);
     }
 
     #[test]

@@ -81,6 +81,7 @@ pub const LINES: &[Line] = &[
         &[
             "api_faults::a_restart_of_the_server_is_survived_and_writes_go_on",
             "liveness::while_the_own_sign_of_life_does_not_come_back_nobody_is_given_up",
+            "liveness::whose_sign_of_life_was_the_last_before_the_server_went_away_does_not_matter",
         ],
         "an hour of it under traffic: as long as the table says, longer with --steady",
     ),
