@@ -122,6 +122,7 @@ impl<'a> Bench<'a> {
         let (site, wrap) = (self.site, self.wrap);
         let outward = move |load, port| site.outward(wrap, load, port);
         self.stage(&Stage::new("transit-out", Entry::Lan(wrap), (MESH, Direction::Egress)), outward)?;
+        calm_workers()?;
         self.stage(&encrypted(Entry::Lan(wrap)), outward)?;
         let _handed = Handed::to_mesh(site)?;
         let inward = move |load, port| site.inward(Wrap::None, 1, load, port);
@@ -153,6 +154,7 @@ impl<'a> Bench<'a> {
     /// From a socket of the node into its WireGuard device, and nothing else.
     pub fn wireguard(&mut self) -> Result<()> {
         let site = self.site;
+        calm_workers()?;
         self.stage(&encrypted(Entry::Mesh), move |load, port| site.own_packet(load, port))
     }
 
@@ -161,11 +163,6 @@ impl<'a> Bench<'a> {
         let [short, long] = SIZES;
         let spent = |bench: &Self, load, train, next: &mut dyn FnMut() -> Vec<u8>| -> Result<f64> {
             let (space, device) = stage.entry.device(bench.site, load);
-            if stage.segments > 1 {
-                // Those that the first run wakes are there when it is over.
-                cost(space, device, &sink, Train { rounds: 1, ..train }, &mut *next)?;
-                calm_workers()?;
-            }
             let spent = cost(space, device, &sink, train, next)
                 .with_context(|| format!("{load:?} of {} of {}", stage.name, bench.way))?;
             let floor = bench.floor.0.get(&stage.entry.floor(load)).context("the floor was not measured")?;
