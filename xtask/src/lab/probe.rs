@@ -150,7 +150,10 @@ fn tcp(target: SocketAddr, timeout: Duration) -> Result<IpAddr> {
     stream.write_all(&sent)?;
     stream.shutdown(std::net::Shutdown::Write)?;
     let mut answer = Vec::new();
-    stream.read_to_end(&mut answer)?;
+    stream.read_to_end(&mut answer).with_context(|| {
+        let port = stream.local_addr().map_or(0, |address| address.port());
+        format!("from port {port}, after {} bytes", answer.len())
+    })?;
     let (seen, echoed) = split_answer(&answer)?;
     if echoed != sent {
         bail!("{} of {} bytes came back, or other ones", echoed.len(), sent.len());
