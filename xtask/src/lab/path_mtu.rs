@@ -88,7 +88,11 @@ pub fn run(lab: &mut Lab) -> Result<String> {
     if network.underlay != Underlay::V4 {
         return Ok("(scenarios are for IPv4 underlays)".to_owned());
     }
-    jumbo(network)?;
+    // A pod's /sys is the machine's: `ip` asks the pod.
+    let link = network.nodes[0].pod.sh("ip -o link show eth0")?;
+    let mtu = link.split_whitespace().skip_while(|word| *word != "mtu").nth(1);
+    let before: u32 = mtu.context("eth0 of a pod has no MTU")?.parse()?;
+    pods_carry(network, 9100)?;
     let mut probes = 0;
     for scenario in &SCENARIOS {
         for (space, device, mtu) in scenario.links {
@@ -102,16 +106,19 @@ pub fn run(lab: &mut Lab) -> Result<String> {
             network.space(space)?.ip(&format!("link set {device} mtu 1500\n"))?;
         }
     }
+    pods_carry(network, before)?;
+    forget(network)?;
     Ok(format!("({} scenarios, {probes} paths)", SCENARIOS.len()))
 }
 
-/// Pods' own links take everything, so that what is small is the way.
-fn jumbo(network: &Network) -> Result<()> {
+/// Gives pods' own links this MTU: with a large one, what is small is the way.
+fn pods_carry(network: &Network, mtu: u32) -> Result<()> {
     for node in &network.nodes {
-        node.pod.ip("link set eth0 mtu 9100\n")?;
-        node.space
-            .sh("for d in /sys/class/net/kube-bridge/brif/*; do ip link set ${d##*/} mtu 9100; done; \
-             ip link set kube-bridge mtu 9100")?;
+        node.pod.ip(&format!("link set eth0 mtu {mtu}\n"))?;
+        node.space.sh(&format!(
+            "for d in /sys/class/net/kube-bridge/brif/*; do ip link set ${{d##*/}} mtu {mtu}; done; \
+             ip link set kube-bridge mtu {mtu}"
+        ))?;
     }
     Ok(())
 }
