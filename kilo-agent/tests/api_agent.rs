@@ -124,6 +124,11 @@ fn name(name: &str) -> String {
     format!("kilo.squat.ai/{name}")
 }
 
+/// True of a node that says it is reached there.
+fn at_endpoint(endpoint: &'static str) -> impl Fn(&Annotations) -> bool {
+    move |all| all.get(&name("endpoint")).is_some_and(|found| found == endpoint)
+}
+
 #[test]
 fn the_agents_annotations_come_and_go_on_a_real_api_server() {
     netns::isolated("the_agents_annotations_come_and_go_on_a_real_api_server", || async {
@@ -347,10 +352,7 @@ fn an_overloaded_api_server_is_asked_less_and_less_and_holds_up_nothing_on_the_h
         let nodes: Api<core::Node> = Api::all(client.clone());
         let front = Front::start(client.clone()).await;
         let _agent = Agent(kg(&plain_kubeconfig(&server.file(""), front.port())).spawn().unwrap());
-        let at = |endpoint: &'static str| {
-            move |all: &Annotations| all.get(&name("endpoint")).is_some_and(|found| found == endpoint)
-        };
-        until(&nodes, "the first endpoint", at("192.0.2.11:51820")).await;
+        until(&nodes, "the first endpoint", at_endpoint("192.0.2.11:51820")).await;
         until_said("ip -o link show kilo0", |said| said.contains("UP")).await;
 
         // Watches that run go on; whatever else is asked is refused.
@@ -365,7 +367,7 @@ fn an_overloaded_api_server_is_asked_less_and_less_and_holds_up_nothing_on_the_h
         assert!((2..=4).contains(&patches), "after 0, 2, 6, 14 s: {asked:?}");
 
         front.set(Manner::Honest);
-        until(&nodes, "the forced endpoint", at("192.0.2.99:9")).await;
+        until(&nodes, "the forced endpoint", at_endpoint("192.0.2.99:9")).await;
     });
 }
 
@@ -382,10 +384,7 @@ fn an_api_server_that_takes_requests_and_never_answers_holds_up_nothing_on_the_h
         let nodes: Api<core::Node> = Api::all(client.clone());
         let proxy = Proxy::start(server.port()).await;
         let _agent = Agent(kg(&server.kubeconfig(ADMIN, proxy.port())).spawn().unwrap());
-        let at = |endpoint: &'static str| {
-            move |all: &Annotations| all.get(&name("endpoint")).is_some_and(|found| found == endpoint)
-        };
-        until(&nodes, "the first endpoint", at("192.0.2.11:51820")).await;
+        until(&nodes, "the first endpoint", at_endpoint("192.0.2.11:51820")).await;
         until_said("ip route show 10.42.3.0/24", |route| route.contains("dev kilo0")).await;
 
         // Another address is to be written, and the answer does not come.
@@ -398,6 +397,6 @@ fn an_api_server_that_takes_requests_and_never_answers_holds_up_nothing_on_the_h
         println!("the route is back after {:?}", started.elapsed());
         assert!(started.elapsed() < Duration::from_secs(10), "an answer may take 20 s");
         proxy.set(Mode::Open);
-        until(&nodes, "the other endpoint", at("192.0.2.12:51820")).await;
+        until(&nodes, "the other endpoint", at_endpoint("192.0.2.12:51820")).await;
     });
 }
