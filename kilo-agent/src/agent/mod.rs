@@ -2,6 +2,7 @@
 //! what differs. The same code serves first start, restart and repair.
 
 mod collect;
+mod complaints;
 mod error;
 mod keep;
 mod look;
@@ -17,10 +18,11 @@ use std::{
 };
 
 use ipnet::IpNet;
-use tokio::sync::Notify;
+use tokio::{sync::Notify, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
 
 use self::{
+    complaints::Complaints,
     keep::Keeper,
     look::Look,
     publish::{Asking, Reporting},
@@ -29,7 +31,7 @@ use crate::{
     backend::{Backend, BackendError, Snapshot, last_good::LastGood},
     cli::{AttachMode, Compatibility, Masquerade},
     cni,
-    dataplane::{self, Dataplane, Interfaces, PathMtus},
+    dataplane::{self, Dataplane, DataplaneError, Interfaces, PathMtus},
     health::Health,
     interface::{self, Interface},
     metrics::Metrics,
@@ -43,7 +45,7 @@ use crate::{
     },
     plan::{self, HopIds, HostPlan, Inputs},
     resolve::Resolver,
-    status::{Leaders, View, with_own},
+    status::{Leaders, View, among, with_own},
     topology::{self, Liveness, Mesh, Node, Settings},
     wireguard::{diff, greet::Greeter, key::SecretKey},
 };
@@ -99,6 +101,25 @@ pub struct Options {
     pub debug: bool,
 }
 
+/// What was begun before the nodes are known: see [`begin`].
+pub struct Begun {
+    resolver: Resolver,
+    /// Programs that are being loaded.
+    loading: Option<JoinHandle<Result<Dataplane, DataplaneError>>>,
+}
+
+/// Begins what needs this host only, so that it is waited for together with the list of nodes:
+/// looks up the own name, and loads the programs where an earlier agent left some. Where there
+/// are none, nothing is made before the backend has answered.
+pub fn begin(options: &Options) -> Begun {
+    let mut resolver = Resolver::default();
+    resolver.ask_own(&options.hostname);
+    let adopts = dataplane::top_directory(&options.bpffs).exists();
+    let (bpffs, debug, attach) = (options.bpffs.clone(), options.debug, options.attach);
+    let load = move || Dataplane::open_with(&bpffs, debug, attach);
+    Begun { resolver, loading: adopts.then(|| tokio::task::spawn_blocking(load)) }
+}
+
 /// Why a reconciliation is due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cause {
@@ -122,8 +143,7 @@ pub struct Agent<B> {
     dataplane: Dataplane,
     liveness: Liveness,
     hops: HopIds,
-    /// Nodes of the location that have no hop, as said last.
-    left_out: usize,
+    complaints: Complaints,
     resolver: Resolver,
     /// This host as far as known; `None`: it must be looked at.
     look: Option<Look>,
@@ -140,7 +160,6 @@ pub struct Agent<B> {
     health: Health,
     view: tokio::sync::watch::Sender<Arc<View>>,
     leaders: Leaders,
-    reported: BTreeMap<String, String>,
     /// Peers whose status has been written, and what it says.
     reported_peers: Option<BTreeMap<String, Option<String>>>,
     host_changed: Arc<Notify>,
@@ -154,7 +173,8 @@ pub struct Agent<B> {
 }
 
 impl<B: Backend> Agent<B> {
-    /// Opens what the agent needs: programs, pinned maps, the WireGuard device.
+    /// Opens what the agent needs: programs, pinned maps, the WireGuard device,
+    /// as far as that has not `begun`.
     ///
     /// # Errors
     /// When a capability or kernel feature is missing; the text says which.
@@ -162,16 +182,20 @@ impl<B: Backend> Agent<B> {
     pub async fn new(
         options: Options,
         backend: B,
+        begun: Begun,
         key: SecretKey,
         metrics: Metrics,
         health: Health,
         view: tokio::sync::watch::Sender<Arc<View>>,
     ) -> Result<Self, AgentError> {
-        let mut resolver = Resolver::default();
-        // Answered, mostly, while the programs are loaded.
-        resolver.ask_own(&options.hostname);
         let adopted = dataplane::top_directory(&options.bpffs).exists();
-        let dataplane = Dataplane::open_with(&options.bpffs, options.debug, options.attach)?;
+        let Begun { resolver, loading } = begun;
+        let loaded = match loading {
+            Some(loading) => loading.await.ok(),
+            None => None,
+        };
+        let open = || Dataplane::open_with(&options.bpffs, options.debug, options.attach);
+        let dataplane = loaded.unwrap_or_else(open)?;
         metrics.set_counters(dataplane.counters()?);
         let host_changed = Arc::new(Notify::new());
         let path_mtus = dataplane.follow_path_mtus(Arc::clone(&host_changed))?;
@@ -195,7 +219,7 @@ impl<B: Backend> Agent<B> {
             key,
             liveness: Liveness::default(),
             hops: HopIds::default(),
-            left_out: 0,
+            complaints: Complaints::default(),
             resolver,
             look: None,
             brought_about: None,
@@ -207,7 +231,6 @@ impl<B: Backend> Agent<B> {
             health,
             view,
             leaders: Leaders::default(),
-            reported: BTreeMap::new(),
             reported_peers: None,
             host_changed,
             path_mtus,
@@ -280,6 +303,7 @@ impl<B: Backend> Agent<B> {
             match self.reconcile(&snapshot).await {
                 Ok(writes) => {
                     self.brought_about = Some(snapshot);
+                    self.complaints.succeeded();
                     self.health.succeeded(Instant::now());
                     self.metrics.writes.inc_by(writes);
                     tracing::debug!(writes, milliseconds = started.elapsed().as_millis(), "reconciled");
@@ -287,7 +311,7 @@ impl<B: Backend> Agent<B> {
                 Err(error) => {
                     self.brought_about = None;
                     self.metrics.error(error.label());
-                    tracing::error!(%error, "reconcile");
+                    self.complaints.failed(error.to_string(), Instant::now());
                     self.health.failed(error.to_string());
                     if self.unanswered == 0 {
                         let retry = Instant::now() + RETRY.mul_f64(rand::random_range(0.8..1.2));
@@ -336,16 +360,16 @@ impl<B: Backend> Agent<B> {
     }
 
     async fn bring_about(&mut self, snapshot: &Arc<Snapshot>, look: &mut Look) -> Result<u64, AgentError> {
-        self.report(&snapshot.problems);
+        self.complaints.objects(&snapshot.problems, &self.metrics);
         let now = Instant::now();
         let unix_now = unix_now();
         let name = self.options.hostname.clone();
-        let seen = snapshot.nodes.get(&name).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
+        let seen = snapshot.nodes.get(name.as_str()).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
         let own = self.own_node(seen, look, unix_now).await;
         let shown = Node { last_seen: seen.last_seen, ..own.clone() };
         let nodes = with_own(snapshot, Some(&shown));
         let ready = self.liveness.ready(nodes.clone(), &name, now, unix_now);
-        let members = nodes.filter(|node| ready.contains(&node.name));
+        let members = among(nodes, &ready);
         let settings = &self.options.settings;
         let mesh = Arc::new(Mesh::new(members, &snapshot.peers, settings.granularity, settings.subnet));
         // An API server that is away must not keep this host from being put right.
@@ -432,22 +456,13 @@ impl<B: Backend> Agent<B> {
         };
         match self.greeter.greet(&look.interface.device, Instant::now()).await {
             Ok(writes) => drop(self.metrics.writes.inc_by(writes as u64)),
-            Err(error) => tracing::debug!(%error, "new peers"),
+            Err(error) => {
+                // It may have taken a peer off the device that it has not put back.
+                self.host_changed.notify_one();
+                self.metrics.error(error.label());
+                tracing::warn!(%error, "new peers");
+            }
         }
-    }
-
-    /// Says once that the location has more nodes than the table of hops.
-    fn report_left_out(&mut self, left_out: usize) {
-        if left_out > self.left_out {
-            self.metrics.error("location_full");
-            tracing::error!(
-                left_out,
-                "more nodes in this location than the {} that fit beside this one; packets for the others are \
-                 dropped: make two locations of it (kilo.squat.ai/location)",
-                plan::MOST_OTHERS
-            );
-        }
-        self.left_out = left_out;
     }
 
     async fn plan(
@@ -455,7 +470,7 @@ impl<B: Backend> Agent<B> {
         mesh: &Mesh,
         own: &Node,
         look: &mut Look,
-        nodes: &BTreeMap<String, Node>,
+        nodes: &BTreeMap<Arc<str>, Arc<Node>>,
     ) -> Option<HostPlan> {
         let private = own.internal_ip.map(|net| net.addr());
         let mesh = &*mesh.around(&own.name);
@@ -478,7 +493,7 @@ impl<B: Backend> Agent<B> {
             found.path_mtus.entry(*address).and_modify(|known| *known = *mtu.min(known)).or_insert(*mtu);
         }
         self.hops = self.hops.update(mesh, &own.name);
-        self.report_left_out(self.hops.left_out(mesh, &own.name));
+        self.complaints.left_out(self.hops.left_out(mesh, &own.name), &self.metrics);
         let resolved = self.resolver.resolve(mesh).await;
         plan::host_plan(&Inputs {
             mesh,
@@ -562,7 +577,7 @@ impl<B: Backend> Agent<B> {
         mesh: Arc<Mesh>,
         snapshot: &Arc<Snapshot>,
         own: Node,
-        ready: BTreeSet<String>,
+        ready: BTreeSet<Arc<str>>,
         interface: &Interface,
     ) {
         let before = self.view.borrow().clone();
@@ -584,17 +599,6 @@ impl<B: Backend> Agent<B> {
             programs: before.programs.clone(),
             device: Some(interface.device.clone()),
         }));
-    }
-
-    /// Says once what is wrong with which object.
-    fn report(&mut self, problems: &BTreeMap<String, String>) {
-        for (object, problem) in problems {
-            if self.reported.get(object) != Some(problem) {
-                self.metrics.error("invalid_object");
-                tracing::warn!(object, problem, "ignored");
-            }
-        }
-        self.reported.clone_from(problems);
     }
 }
 
