@@ -332,6 +332,88 @@ fn a_pods_own_error_goes_out_with_what_the_sender_knows_inside() {
     }
 }
 
+/// An error of this type and code about the whole of a packet.
+fn error_of(kind: (u8, u8), src: IpAddr, dst: IpAddr, side: &Side, about: &[u8]) -> Vec<u8> {
+    let bytes = [&[kind.0, kind.1, 0, 0, 0, 0, 5, 20][..], about].concat();
+    ip(src, dst, side.icmp, &segment(src, dst, side.icmp, bytes))
+}
+
+#[test]
+fn the_nodes_own_error_about_an_answer_to_a_pod_quotes_what_the_other_end_sent() {
+    let Some(mut world) = World::new() else { return };
+    for side in sides() {
+        let Side { pod, public, outside, .. } = side;
+        let other = neighbour(pod, 77);
+        // Another address of the node's, which no table names.
+        let elsewhere: IpAddr =
+            if pod.is_ipv4() { [192, 0, 2, 200].into() } else { "2001:db8:f::200".parse().unwrap() };
+        let errors = if pod.is_ipv4() { [(3, 4), (11, 0), (3, 3)] } else { [(2, 0), (3, 0), (1, 4)] };
+        for kind in 0..3 {
+            let there = |src: IpAddr| match kind {
+                0 => udp(src, outside, (5000, 53), b"question"),
+                1 => tcp(src, outside, (5001, 80), 2),
+                _ => echo(src, outside, &side, side.echo, 7),
+            };
+            // The first takes the port, so that the second's is changed.
+            world.out(&there(other));
+            let port = read(&world.out(&there(pod)).bytes).ports.0;
+            assert_ne!(port, ports(&there(pod)).0);
+            let reply = match kind {
+                0 => udp(outside, public, (53, port), b"an answer that is too big"),
+                1 => tcp(outside, public, (80, port), 16),
+                _ => echo(outside, public, &side, side.echo_reply, port),
+            };
+            let received = world.back(&reply).bytes;
+            assert_eq!(read(&received).dst, pod);
+            for (error, src) in errors.into_iter().flat_map(|error| [(error, public), (error, elsewhere)]) {
+                for quoted in [transport(&reply).offset + 8, reply.len()] {
+                    let sent = error_of(error, src, outside, &side, &received[14..14 + quoted]);
+                    let out = world.out(&sent);
+                    assert_eq!((out.verdict, out.counted.len()), (PASS, 0), "{kind} {error:?}");
+                    let ip = &out.bytes[14..];
+                    assert_eq!(addresses(ip), (src, outside), "the error's own addresses stay");
+                    let icmp = &ip[transport(ip).offset..];
+                    assert_eq!(sum(src, outside, side.icmp, icmp), 0xffff, "the error's checksum holds");
+                    assert_eq!(icmp[4..8], [0, 0, 5, 20], "what it says stays");
+                    let inner = &icmp[8..];
+                    let expected = &reply[..quoted];
+                    if kind == 1 && quoted > 30 {
+                        // TCP's checksum inside is of no use to anybody.
+                        assert_eq!((addresses(inner), ports(inner)), (addresses(expected), ports(expected)));
+                    } else {
+                        assert_eq!(inner, expected, "byte for byte what the other end sent: {kind}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_nodes_own_errors_about_no_flow_leave_as_they_are() {
+    let Some(mut world) = World::new() else { return };
+    for side in sides() {
+        let Side { pod, public, outside, .. } = side;
+        world.out(&udp(pod, outside, (5000, 53), b""));
+        let mut later = udp(outside, pod, (53, 5000), b"");
+        if pod.is_ipv4() {
+            later[6..8].copy_from_slice(&[0, 8]);
+        }
+        for about in [
+            udp(outside, public, (53, 5000), b"for the node itself"),
+            udp(outside, pod, (53, 5001), b"another port"),
+            ip(outside, pod, 47, &[0; 20]),
+            if pod.is_ipv4() { later } else { ip(outside, pod, protocol::FRAGMENT, &[17, 0, 0, 8, 0, 0, 0, 1]) },
+            udp(outside, pod, (53, 5000), b"")[..10].to_vec(),
+            Vec::new(),
+        ] {
+            let sent = error(public, outside, &side, &about);
+            let out = world.out(&sent);
+            assert_eq!((out.verdict, out.counted.len(), &out.bytes[14..]), (PASS, 0, &sent[..]));
+        }
+    }
+}
+
 #[test]
 fn errors_about_no_flow_are_the_hosts_on_the_way_in_and_refused_on_the_way_out() {
     let Some(mut world) = World::new() else { return };
