@@ -32,7 +32,7 @@ use crate::{
     packet,
 };
 
-/// Answer of a part: nothing was done.
+/// Answer of a part: the packet's own addresses stay.
 const NOTHING: u32 = 0;
 /// Answer of a part: it is done. Everything above is the index of a drop reason.
 const DONE: u32 = 1;
@@ -41,8 +41,9 @@ const DONE: u32 = 1;
 const IPV6: u32 = 1;
 const OWN: u32 = 2;
 
-/// Translates the source if that is due; answers the new source. `rare`: most
-/// packets here are of no such flow, so the tables are asked before its entry is.
+/// Translates the source if that is due; answers the new source. Of the node's own
+/// ICMP errors only the packet inside is. `rare`: most packets here are of no such
+/// flow, so the tables are asked before its entry is.
 #[inline(always)]
 pub fn egress<I: Ip>(
     ctx: &TcContext,
