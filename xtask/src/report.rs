@@ -9,7 +9,7 @@ pub struct TestOutcome {
     pub part: String,
     /// What it shows.
     pub name: String,
-    /// `passed`, `failed` or `skipped`.
+    /// `passed`, `flaky` (at the second try), `failed` or `skipped`.
     pub outcome: String,
     /// Wall time.
     pub seconds: f64,

@@ -12,7 +12,12 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
 
-use crate::{apt, build_all, kubernetes, lab, report::TestOutcome, vm, workspace_root};
+use crate::{
+    apt, build_all, kubernetes, lab,
+    report::TestOutcome,
+    second_try::{FLAKY, SecondTries},
+    vm, workspace_root,
+};
 
 /// Where the outcomes are written, relative to the workspace.
 const REPORT: &str = "target/test-report.json";
@@ -78,10 +83,11 @@ pub fn main(args: &TestArgs) -> Result<()> {
     let mut outcomes = Vec::new();
     let mut binaries = None;
     let mut soak = None;
+    let mut tries = SecondTries::default();
     for part in parts {
         println!("\n== {}", part.label());
         let started = Instant::now();
-        let ran = run_part(part, &mut binaries, &mut soak).unwrap_or_else(|error| {
+        let ran = run_part(part, &mut binaries, &mut soak, &mut tries).unwrap_or_else(|error| {
             println!("FAILED {}: {error:#}", part.label());
             vec![outcome(part, "the part runs", "failed", started)]
         });
@@ -103,8 +109,11 @@ pub fn main(args: &TestArgs) -> Result<()> {
     for outcome in outcomes.iter().filter(|outcome| outcome.outcome != "passed") {
         println!("{} {}: {}", outcome.outcome.to_uppercase(), outcome.part, outcome.name);
     }
-    let failed = count("failed");
-    println!("{} passed, {failed} failed, {} skipped", count("passed"), count("skipped"));
+    let (failed, flaky) = (count("failed"), count(FLAKY));
+    if flaky > 0 {
+        println!("{flaky} of those that passed did at the second try");
+    }
+    println!("{} passed, {failed} failed, {} skipped", count("passed") + flaky, count("skipped"));
     if failed > 0 {
         std::process::exit(1);
     }
@@ -124,6 +133,7 @@ fn run_part(
     part: Part,
     binaries: &mut Option<Vec<TestBinary>>,
     soak: &mut Option<Soak>,
+    tries: &mut SecondTries,
 ) -> Result<Vec<TestOutcome>> {
     if binaries.is_none() {
         build_all()?;
@@ -139,18 +149,18 @@ fn run_part(
                 "clippy has no warnings",
                 &["clippy", "--workspace", "--all-targets", "--locked", "--quiet", "--", "-D", "warnings"],
             ));
-            outcomes.extend(run_binaries(part, binaries, &BTreeMap::new())?);
+            outcomes.extend(run_binaries(part, binaries, &BTreeMap::new(), None)?);
             outcomes.push(reproducible(part));
             Ok(outcomes)
         }
         Part::Bpf => {
             apt::install(lab::PACKAGES)?;
-            run_binaries(part, binaries, &BTreeMap::new())
+            run_binaries(part, binaries, &BTreeMap::new(), None)
         }
         Part::Lab => {
             apt::install(lab::PACKAGES)?;
-            let mut outcomes = run_binaries(part, binaries, &BTreeMap::new())?;
-            outcomes.extend(run_lab()?);
+            let mut outcomes = run_binaries(part, binaries, &BTreeMap::new(), Some(tries))?;
+            outcomes.extend(run_lab(tries)?);
             Ok(outcomes)
         }
         Part::Soak => {
@@ -163,18 +173,18 @@ fn run_part(
             apt::install(&["openssl", "procps", "socat"])?;
             let assets = kubernetes::assets()?;
             let environment = BTreeMap::from([("KUBEBUILDER_ASSETS".to_owned(), assets)]);
-            run_binaries(part, binaries, &environment)
+            run_binaries(part, binaries, &environment, Some(tries))
         }
         Part::Vm => {
             apt::install(lab::PACKAGES)?;
             let newer = |target: &str| ON_NEWER.contains(&target);
             let oldest = |target: &str| !NOT_ON_OLDEST.contains(&target);
             // Labs last: the soak has ended then.
-            let mut outcomes = binaries_in_vm("6.1", binaries, oldest)?;
-            outcomes.extend(binaries_in_vm("6.12", binaries, newer)?);
-            outcomes.extend(binaries_in_vm("newest", binaries, newer)?);
+            let mut outcomes = binaries_in_vm("6.1", binaries, tries, oldest)?;
+            outcomes.extend(binaries_in_vm("6.12", binaries, tries, newer)?);
+            outcomes.extend(binaries_in_vm("newest", binaries, tries, newer)?);
             for (kernel, lab) in VM_KERNELS {
-                outcomes.extend(run_in_vm(kernel, lab)?);
+                outcomes.extend(tries.run(|_| run_in_vm(kernel, lab))?);
             }
             Ok(outcomes)
         }
@@ -259,12 +269,20 @@ fn run_binaries(
     part: Part,
     binaries: &[TestBinary],
     environment: &BTreeMap<String, PathBuf>,
+    mut tries: Option<&mut SecondTries>,
 ) -> Result<Vec<TestOutcome>> {
     let mut outcomes = Vec::new();
     for binary in binaries.iter().filter(|binary| binary.part() == part) {
-        let mut command = Command::new(&binary.path);
-        command.envs(environment).current_dir(workspace_root().join(package_of(binary)));
-        outcomes.extend(run_binary(part, &binary.target, &mut command)?);
+        let run = |names: &[String]| {
+            let mut command = Command::new(&binary.path);
+            command.envs(environment).current_dir(workspace_root().join(package_of(binary)));
+            let names = names.iter().filter_map(|name| name.strip_prefix(&binary.target)?.strip_prefix("::"));
+            run_binary(part, &binary.target, command.args(names).arg("--exact"))
+        };
+        outcomes.extend(match &mut tries {
+            Some(tries) => tries.run(run)?,
+            None => run(&[])?,
+        });
     }
     Ok(outcomes)
 }
@@ -345,7 +363,7 @@ fn own_program() -> Result<PathBuf> {
 }
 
 /// The lab in a process of its own, because it takes over signals.
-fn run_lab() -> Result<Vec<TestOutcome>> {
+fn run_lab(tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
     let this = own_program()?;
     let bin = this.parent().context("no directory")?.to_owned();
     let mut outcomes = Vec::new();
@@ -354,12 +372,14 @@ fn run_lab() -> Result<Vec<TestOutcome>> {
         (&["scenario"], "--json"),
         (&["faults", "--always"], "--outcomes"),
     ] {
-        let file = tempfile::NamedTempFile::new()?;
-        let mut command = Command::new(&this);
-        command.arg("lab").args(what).args(["--name", "kilo-test", "--bin"]).arg(&bin);
-        // Failures are in the file.
-        let _ = command.arg(json).arg(file.path()).status().context("lab")?;
-        outcomes.extend(read_outcomes(file.path(), Part::Lab)?);
+        outcomes.extend(tries.run(|_| {
+            let file = tempfile::NamedTempFile::new()?;
+            let mut command = Command::new(&this);
+            command.arg("lab").args(what).args(["--name", "kilo-test", "--bin"]).arg(&bin);
+            // Failures are in the file.
+            let _ = command.arg(json).arg(file.path()).status().context("lab")?;
+            read_outcomes(file.path(), Part::Lab)
+        })?);
     }
     Ok(outcomes)
 }
@@ -450,32 +470,37 @@ fn run_in_vm(kernel: &str, lab: &[&str]) -> Result<Vec<TestOutcome>> {
 fn binaries_in_vm(
     kernel: &str,
     binaries: &[TestBinary],
+    tries: &mut SecondTries,
     wanted: impl Fn(&str) -> bool,
 ) -> Result<Vec<TestOutcome>> {
     let started = Instant::now();
     let shared = workspace_root().join(vm::SHARED).join("codes");
-    let _ = fs::remove_file(&shared);
-    let chosen: Vec<_> = binaries
-        .iter()
-        .filter(|binary| matches!(binary.part(), Part::Bpf | Part::Vm) && wanted(&binary.target))
-        .collect();
-    let lines = chosen.iter().map(|binary| {
-        let (target, path) = (&binary.target, binary.path.display());
-        format!("{path} --test-threads=1 --nocapture; echo {target} $? >> {}\n", shared.display())
-    });
-    vm::execute(&vm::VmArgs {
-        kernel: kernel.to_owned(),
-        modules: None,
-        memory: 2048,
-        timeout: 1200,
-        icount: false,
-        command: vec!["sh".to_owned(), "-c".to_owned(), lines.collect()],
-    })?;
-    let codes = fs::read_to_string(&shared).unwrap_or_default();
-    let outcomes = chosen.iter().map(|binary| {
-        let passed = codes.lines().any(|line| line == format!("{} 0", binary.target));
-        let name = format!("{kernel}: {}", binary.target);
-        outcome(Part::Vm, &name, if passed { "passed" } else { "failed" }, started)
-    });
-    Ok(outcomes.collect())
+    let name = |binary: &TestBinary| format!("{kernel}: {}", binary.target);
+    let run = |names: &[String]| {
+        let _ = fs::remove_file(&shared);
+        let chosen: Vec<_> = binaries
+            .iter()
+            .filter(|binary| matches!(binary.part(), Part::Bpf | Part::Vm) && wanted(&binary.target))
+            .filter(|binary| names.is_empty() || names.contains(&name(binary)))
+            .collect();
+        let lines = chosen.iter().map(|binary| {
+            let (target, path) = (&binary.target, binary.path.display());
+            format!("{path} --test-threads=1 --nocapture; echo {target} $? >> {}\n", shared.display())
+        });
+        vm::execute(&vm::VmArgs {
+            kernel: kernel.to_owned(),
+            modules: None,
+            memory: 2048,
+            timeout: 1200,
+            icount: false,
+            command: vec!["sh".to_owned(), "-c".to_owned(), lines.collect()],
+        })?;
+        let codes = fs::read_to_string(&shared).unwrap_or_default();
+        let outcomes = chosen.iter().map(|binary| {
+            let passed = codes.lines().any(|line| line == format!("{} 0", binary.target));
+            outcome(Part::Vm, &name(binary), if passed { "passed" } else { "failed" }, started)
+        });
+        Ok(outcomes.collect())
+    };
+    tries.run(run)
 }

@@ -2,6 +2,7 @@
 //! what differs. The same code serves first start, restart and repair.
 
 mod collect;
+mod complaints;
 mod error;
 mod keep;
 mod look;
@@ -21,6 +22,7 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
 use self::{
+    complaints::Complaints,
     keep::Keeper,
     look::Look,
     publish::{Asking, Reporting},
@@ -122,8 +124,7 @@ pub struct Agent<B> {
     dataplane: Dataplane,
     liveness: Liveness,
     hops: HopIds,
-    /// Nodes of the location that have no hop, as said last.
-    left_out: usize,
+    complaints: Complaints,
     resolver: Resolver,
     /// This host as far as known; `None`: it must be looked at.
     look: Option<Look>,
@@ -140,7 +141,6 @@ pub struct Agent<B> {
     health: Health,
     view: tokio::sync::watch::Sender<Arc<View>>,
     leaders: Leaders,
-    reported: BTreeMap<String, String>,
     /// Peers whose status has been written, and what it says.
     reported_peers: Option<BTreeMap<String, Option<String>>>,
     host_changed: Arc<Notify>,
@@ -195,7 +195,7 @@ impl<B: Backend> Agent<B> {
             key,
             liveness: Liveness::default(),
             hops: HopIds::default(),
-            left_out: 0,
+            complaints: Complaints::default(),
             resolver,
             look: None,
             brought_about: None,
@@ -207,7 +207,6 @@ impl<B: Backend> Agent<B> {
             health,
             view,
             leaders: Leaders::default(),
-            reported: BTreeMap::new(),
             reported_peers: None,
             host_changed,
             path_mtus,
@@ -280,6 +279,7 @@ impl<B: Backend> Agent<B> {
             match self.reconcile(&snapshot).await {
                 Ok(writes) => {
                     self.brought_about = Some(snapshot);
+                    self.complaints.succeeded();
                     self.health.succeeded(Instant::now());
                     self.metrics.writes.inc_by(writes);
                     tracing::debug!(writes, milliseconds = started.elapsed().as_millis(), "reconciled");
@@ -287,7 +287,7 @@ impl<B: Backend> Agent<B> {
                 Err(error) => {
                     self.brought_about = None;
                     self.metrics.error(error.label());
-                    tracing::error!(%error, "reconcile");
+                    self.complaints.failed(error.to_string(), Instant::now());
                     self.health.failed(error.to_string());
                     if self.unanswered == 0 {
                         let retry = Instant::now() + RETRY.mul_f64(rand::random_range(0.8..1.2));
@@ -336,7 +336,7 @@ impl<B: Backend> Agent<B> {
     }
 
     async fn bring_about(&mut self, snapshot: &Arc<Snapshot>, look: &mut Look) -> Result<u64, AgentError> {
-        self.report(&snapshot.problems);
+        self.complaints.objects(&snapshot.problems, &self.metrics);
         let now = Instant::now();
         let unix_now = unix_now();
         let name = self.options.hostname.clone();
@@ -432,22 +432,13 @@ impl<B: Backend> Agent<B> {
         };
         match self.greeter.greet(&look.interface.device, Instant::now()).await {
             Ok(writes) => drop(self.metrics.writes.inc_by(writes as u64)),
-            Err(error) => tracing::debug!(%error, "new peers"),
+            Err(error) => {
+                // It may have taken a peer off the device that it has not put back.
+                self.host_changed.notify_one();
+                self.metrics.error(error.label());
+                tracing::warn!(%error, "new peers");
+            }
         }
-    }
-
-    /// Says once that the location has more nodes than the table of hops.
-    fn report_left_out(&mut self, left_out: usize) {
-        if left_out > self.left_out {
-            self.metrics.error("location_full");
-            tracing::error!(
-                left_out,
-                "more nodes in this location than the {} that fit beside this one; packets for the others are \
-                 dropped: make two locations of it (kilo.squat.ai/location)",
-                plan::MOST_OTHERS
-            );
-        }
-        self.left_out = left_out;
     }
 
     async fn plan(
@@ -478,7 +469,7 @@ impl<B: Backend> Agent<B> {
             found.path_mtus.entry(*address).and_modify(|known| *known = *mtu.min(known)).or_insert(*mtu);
         }
         self.hops = self.hops.update(mesh, &own.name);
-        self.report_left_out(self.hops.left_out(mesh, &own.name));
+        self.complaints.left_out(self.hops.left_out(mesh, &own.name), &self.metrics);
         let resolved = self.resolver.resolve(mesh).await;
         plan::host_plan(&Inputs {
             mesh,
@@ -584,17 +575,6 @@ impl<B: Backend> Agent<B> {
             programs: before.programs.clone(),
             device: Some(interface.device.clone()),
         }));
-    }
-
-    /// Says once what is wrong with which object.
-    fn report(&mut self, problems: &BTreeMap<String, String>) {
-        for (object, problem) in problems {
-            if self.reported.get(object) != Some(problem) {
-                self.metrics.error("invalid_object");
-                tracing::warn!(object, problem, "ignored");
-            }
-        }
-        self.reported.clone_from(problems);
     }
 }
 

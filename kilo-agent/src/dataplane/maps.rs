@@ -45,11 +45,8 @@ pub struct Content {
 impl Content {
     /// Destinations that are never masqueraded, which may have been before.
     pub(super) fn newly_excluded(&self, desired: &Self) -> Vec<Ipv6Net> {
-        let excluded = desired.masq_dst.iter().filter(|(_, value)| **value == MASQ_EXCLUDE);
-        excluded
-            .filter(|(prefix, value)| self.masq_dst.get(prefix) != Some(value))
-            .map(|(prefix, _)| *prefix)
-            .collect()
+        let written = difference(&self.masq_dst, &desired.masq_dst).write;
+        written.into_iter().filter(|(_, value)| *value == MASQ_EXCLUDE).map(|(prefix, _)| prefix).collect()
     }
 
     /// Places taken in each map the agent fills.
@@ -94,15 +91,17 @@ impl From<&plan::Tables> for Content {
     }
 }
 
+/// Collected from what is sorted: not inserted one by one.
 fn by_family<V: Copy>(table: &BTreeMap<IpNet, V>) -> (BTreeMap<Ipv4Net, V>, BTreeMap<Ipv6Net, V>) {
-    let (mut v4, mut v6) = (BTreeMap::new(), BTreeMap::new());
-    for (prefix, value) in table {
-        match prefix {
-            IpNet::V4(prefix) => drop(v4.insert(*prefix, *value)),
-            IpNet::V6(prefix) => drop(v6.insert(*prefix, *value)),
-        }
-    }
-    (v4, v6)
+    let v4 = table.iter().filter_map(|(prefix, value)| match prefix {
+        IpNet::V4(prefix) => Some((*prefix, *value)),
+        IpNet::V6(_) => None,
+    });
+    let v6 = table.iter().filter_map(|(prefix, value)| match prefix {
+        IpNet::V4(_) => None,
+        IpNet::V6(prefix) => Some((*prefix, *value)),
+    });
+    (v4.collect(), v6.collect())
 }
 
 /// Where IPv4 stands in the tables of masquerading, which are one for both
@@ -299,18 +298,24 @@ struct Difference<K, V> {
     remove: Vec<K>,
 }
 
+/// One walk over both: they are sorted.
 fn difference<K: Ord + Copy, V: PartialEq + Copy>(
     present: &BTreeMap<K, V>,
     desired: &BTreeMap<K, V>,
 ) -> Difference<K, V> {
-    Difference {
-        write: desired
-            .iter()
-            .filter(|(key, value)| present.get(key) != Some(value))
-            .map(|(k, v)| (*k, *v))
-            .collect(),
-        remove: present.keys().filter(|key| !desired.contains_key(key)).copied().collect(),
+    let (mut write, mut remove) = (Vec::new(), Vec::new());
+    let mut held = present.iter().peekable();
+    for (key, value) in desired {
+        while let Some((gone, _)) = held.next_if(|(other, _)| *other < key) {
+            remove.push(*gone);
+        }
+        let before = held.next_if(|(other, _)| *other == key);
+        if before.map(|(_, before)| before) != Some(value) {
+            write.push((*key, *value));
+        }
     }
+    remove.extend(held.map(|(key, _)| *key));
+    Difference { write, remove }
 }
 
 /// Writes what differs and keeps `present` true; answers the number of writes.

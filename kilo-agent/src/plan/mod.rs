@@ -6,6 +6,7 @@ mod masquerade;
 pub mod model;
 mod overlay;
 pub mod probe;
+mod remote;
 mod routes;
 mod steering;
 pub mod trace;
@@ -24,6 +25,7 @@ use std::{
 
 use kilo_common::maps::{CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_PLAIN, CONFIG_PODS, Config};
 
+use self::remote::Remote;
 use crate::{
     topology::{Encapsulate, Member, Mesh, Segment, Settings, Tunnel},
     wireguard::key::PublicKey,
@@ -105,8 +107,9 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
     let around = inputs.mesh.around(inputs.node);
     let inputs = &Inputs { mesh: &around, ..*inputs };
     let own = Own::find(inputs.mesh, inputs.node)?;
-    let mut tables = steering::tables(inputs, &own);
-    masquerade::fill(inputs, &own, &mut tables);
+    let remote = Remote::new(inputs.mesh, &own);
+    let mut tables = steering::tables(inputs, &own, &remote);
+    masquerade::fill(inputs, &own, &remote, &mut tables);
     let plain = tables.hop.values().any(|hop| matches!(hop, Hop::Node { tunnel: Tunnel::None, .. }));
     let private = own.member.private_ip();
     let flag = |set: bool, bit: u32| if set { bit } else { 0 };
@@ -134,8 +137,8 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         },
     };
     Some(HostPlan {
-        wireguard: wireguard::peers(inputs, &own),
-        net: routes::net(inputs, &own, &tables),
+        wireguard: wireguard::peers(inputs, &own, &remote),
+        net: routes::net(inputs, &own, &remote, &tables),
         tables,
         vxlan: inputs.links.vxlan,
         uplinks: {

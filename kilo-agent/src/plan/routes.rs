@@ -1,47 +1,47 @@
 //! Addresses and routes that bring packets to the WireGuard device.
 
-use std::net::IpAddr;
+use std::{collections::BTreeMap, net::IpAddr};
 
 use ipnet::IpNet;
+use kilo_common::maps::PrefixValue;
 
-use super::{Hop, Inputs, MAIN_TABLE, NetPlan, Own, Route, Tables};
+use super::{Hop, Inputs, MAIN_TABLE, NetPlan, Own, Remote, Route, Tables};
 use crate::topology::Tunnel;
 
-pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, tables: &Tables) -> NetPlan {
+pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &Tables) -> NetPlan {
     let mut net = NetPlan { mtu: inputs.mtu, ..NetPlan::default() };
     net.addresses.extend(super::wireguard_address(inputs.mesh, inputs.node));
-    let source = source(own);
-    let mut add = |prefix: IpNet| {
-        let source = source.filter(|source| source.is_ipv4() == prefix.addr().is_ipv4());
-        let destination = prefix.trunc();
-        let mtu = hop_mtu(tables, destination).filter(|mtu| *mtu < inputs.mtu);
-        net.routes.insert(Route { destination, table: MAIN_TABLE, source, mtu });
-    };
+    let mut destinations = Vec::new();
     if let Some(ip) = own.segment.wireguard_ip.filter(|_| !own.leads) {
-        add(IpNet::from(ip));
+        destinations.push(IpNet::from(ip));
     }
     for member in own.others().filter(|_| inputs.settings.local) {
-        for cidr in &member.pod_cidrs {
-            add(*cidr);
-        }
+        destinations.extend(member.pod_cidrs.iter().map(IpNet::trunc));
     }
-    for (index, segment) in inputs.mesh.segments.iter().enumerate() {
-        if index == own.index {
-            continue;
-        }
-        for prefix in segment.all_allowed_ips() {
-            let is = |ip: Option<IpAddr>| ip.is_some_and(|ip| prefix == IpNet::from(ip));
+    for claim in remote.claims() {
+        let other_way = inputs.mesh.segments.get(claim.owner).is_some_and(|segment| {
+            let is = |ip: Option<IpAddr>| ip.is_some_and(|ip| claim.prefix == IpNet::from(ip));
             // On a leader the tunnel itself goes to the endpoint, and the
             // device's address brings a route to all WireGuard addresses.
-            let other_way = own.leads && (is(segment.endpoint.ip()) || is(segment.wireguard_ip));
-            if !other_way {
-                add(prefix);
-            }
+            own.leads && (is(segment.endpoint.ip()) || is(segment.wireguard_ip))
+        });
+        if !other_way {
+            destinations.push(claim.prefix);
         }
     }
-    for prefix in inputs.mesh.peers.iter().flat_map(|peer| &peer.allowed_ips) {
-        add(*prefix);
-    }
+    destinations.sort();
+    destinations.dedup();
+    let source = source(own);
+    // One walk over both: they are sorted.
+    let mut prefixes = tables.prefix.iter().peekable();
+    let route = |destination: IpNet| {
+        while prefixes.next_if(|(prefix, _)| **prefix < destination).is_some() {}
+        let value = prefixes.peek().filter(|(prefix, _)| **prefix == destination).map(|(_, value)| *value);
+        let mtu = value.and_then(|value| hop_mtu(&tables.hop, value)).filter(|mtu| *mtu < inputs.mtu);
+        let source = source.filter(|source| source.is_ipv4() == destination.addr().is_ipv4());
+        Route { destination, table: MAIN_TABLE, source, mtu }
+    };
+    net.routes = destinations.into_iter().map(route).collect();
     // Packets without an outer header name their next hop, and one that is not
     // resolved yet would lose the first of them.
     net.neighbours = tables
@@ -59,8 +59,8 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, tables: &Tables) -> NetPla
 
 /// Largest packet the hop of a prefix carries; `None` for WireGuard, whose
 /// device has that MTU, and where it is not known.
-fn hop_mtu(tables: &Tables, prefix: IpNet) -> Option<u32> {
-    match tables.hop.get(&tables.prefix.get(&prefix)?.hop)? {
+fn hop_mtu(hops: &BTreeMap<u32, Hop>, value: &PrefixValue) -> Option<u32> {
+    match hops.get(&value.hop)? {
         Hop::Node { mtu, .. } if *mtu != 0 => Some(*mtu),
         _ => None,
     }

@@ -11,15 +11,14 @@ use kilo_common::{
     },
 };
 
-use super::{Hop, Inputs, Own, Tables};
+use super::{Hop, Inputs, Own, Remote, Tables};
 use crate::topology::{Member, Tunnel};
 
-pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>) -> Tables {
-    let mut tables = Tables::default();
+pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tables {
+    let mut prefixes = Vec::new();
     let mut add = |prefix: IpNet, hop: u32, routed: bool| {
         let flags = if routed { PREFIX_ROUTE | PREFIX_SOURCE } else { PREFIX_SOURCE };
-        // The first to name a prefix keeps it: what is nearer is added first.
-        tables.prefix.entry(prefix.trunc()).or_insert(PrefixValue { hop, flags });
+        prefixes.push((prefix.trunc(), PrefixValue { hop, flags }));
     };
     for prefix in own.member.pod_cidrs.iter().copied().chain(own.member.private_ip().map(IpNet::from)) {
         add(prefix, HOP_LOCAL, true);
@@ -49,19 +48,13 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>) -> Tables {
             add(ip.into(), hop, true);
         }
     }
-    for (index, segment) in inputs.mesh.segments.iter().enumerate() {
-        if index == own.index {
-            continue;
-        }
-        for prefix in segment.all_allowed_ips() {
-            add(prefix, HOP_REMOTE, true);
-        }
+    for claim in remote.claims() {
+        add(claim.prefix, HOP_REMOTE, true);
     }
-    for peer in &inputs.mesh.peers {
-        for prefix in &peer.allowed_ips {
-            add(*prefix, HOP_REMOTE, true);
-        }
-    }
+    // The first to name a prefix keeps it: what is nearer was added first.
+    prefixes.sort_by_key(|(prefix, _)| *prefix);
+    prefixes.dedup_by_key(|(prefix, _)| *prefix);
+    let mut tables = Tables { prefix: prefixes.into_iter().collect(), ..Tables::default() };
     if own.leads {
         mark_inside(inputs, own, &mut tables);
     }
@@ -72,14 +65,18 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>) -> Tables {
 /// Marks private addresses of other locations, except those WireGuard sends to.
 fn mark_inside(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
     let others = inputs.mesh.segments.iter().enumerate().filter(|(index, _)| *index != own.index);
-    for (_, segment) in others {
+    let addresses = others.flat_map(|(_, segment)| {
         let addresses = segment.members.iter().filter_map(Member::private_ip);
-        for ip in addresses.filter(|ip| segment.endpoint.ip() != Some(*ip)) {
-            if let Some(value) = tables.prefix.get_mut(&ip.into())
-                && value.hop == HOP_REMOTE
-            {
-                value.flags |= PREFIX_INSIDE;
-            }
+        addresses.filter(|ip| segment.endpoint.ip() != Some(*ip)).map(IpNet::from)
+    });
+    let mut addresses: Vec<IpNet> = addresses.collect();
+    addresses.sort();
+    // One walk over both: they are sorted.
+    let mut addresses = addresses.into_iter().peekable();
+    for (prefix, value) in &mut tables.prefix {
+        while addresses.next_if(|address| address < prefix).is_some() {}
+        if addresses.peek() == Some(prefix) && value.hop == HOP_REMOTE {
+            value.flags |= PREFIX_INSIDE;
         }
     }
 }

@@ -40,7 +40,7 @@ pub struct WireguardPlan {
 /// One desired WireGuard peer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WireguardPeer {
-    /// Prefixes routed to it; a prefix is claimed by one peer only.
+    /// Prefixes routed to it, without host bits; a prefix is claimed by one peer only.
     pub allowed_ips: BTreeSet<IpNet>,
     /// Resolved endpoint; `None` leaves what the device has.
     pub endpoint: Option<SocketAddr>,

@@ -3,6 +3,7 @@
 use std::{
     borrow::Cow,
     collections::{BTreeMap, BTreeSet},
+    fmt,
     net::SocketAddr,
 };
 
@@ -63,16 +64,16 @@ impl Mesh {
         granularity: Granularity,
         subnet: IpNet,
     ) -> Self {
-        let mut locations: BTreeMap<String, Vec<&Node>> = BTreeMap::new();
+        let mut locations: BTreeMap<Place<'_>, Vec<&Node>> = BTreeMap::new();
         for node in nodes {
-            locations.entry(location_of(node, granularity)).or_default().push(node);
+            locations.entry(Place::of(node, granularity)).or_default().push(node);
         }
         let mut addresses = allocate::addresses(subnet);
         let mut discovered = BTreeMap::new();
         let mut segments = Vec::new();
-        for (location, mut nodes) in locations {
+        for (place, mut nodes) in locations {
             nodes.sort_by(|a, b| a.name.cmp(&b.name));
-            let Some(mut segment) = Segment::new(location, &nodes) else { continue };
+            let Some(mut segment) = Segment::new(place.to_string(), &nodes) else { continue };
             segment.group = nodes.first().and_then(|node| group_of(node, granularity));
             segment.wireguard_ip = addresses.next();
             segment.allowed_ips.extend(segment.wireguard_ip.map(IpNet::from));
@@ -156,10 +157,32 @@ fn group_of(node: &Node, granularity: Granularity) -> Option<String> {
 /// The location a node belongs to: `location:<name>`; a node without private
 /// address, or any node of a full or cross mesh, is on its own in `node:<name>`.
 pub fn location_of(node: &Node, granularity: Granularity) -> String {
-    if granularity != Granularity::Location || node.internal_ip.is_none() {
-        format!("node:{}", node.name)
-    } else {
-        format!("location:{}", node.location)
+    Place::of(node, granularity).to_string()
+}
+
+/// A location before it has its text, and in the order of the texts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Place<'a> {
+    Location(&'a str),
+    Node(&'a str),
+}
+
+impl<'a> Place<'a> {
+    fn of(node: &'a Node, granularity: Granularity) -> Self {
+        if granularity != Granularity::Location || node.internal_ip.is_none() {
+            Self::Node(&node.name)
+        } else {
+            Self::Location(&node.location)
+        }
+    }
+}
+
+impl fmt::Display for Place<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Location(name) => write!(f, "location:{name}"),
+            Self::Node(name) => write!(f, "node:{name}"),
+        }
     }
 }
 

@@ -27,6 +27,12 @@ impl FromIterator<IpNet> for Prefixes<()> {
     }
 }
 
+impl<V> From<Prefixes<V>> for BTreeMap<IpNet, V> {
+    fn from(prefixes: Prefixes<V>) -> Self {
+        prefixes.0
+    }
+}
+
 impl<V> Prefixes<V> {
     /// The value of exactly this prefix, to be changed; made when it is missing.
     pub fn entry(&mut self, prefix: IpNet) -> &mut V
@@ -34,11 +40,6 @@ impl<V> Prefixes<V> {
         V: Default,
     {
         self.0.entry(prefix.trunc()).or_default()
-    }
-
-    /// Every prefix, sorted.
-    pub fn keys(&self) -> impl Iterator<Item = IpNet> {
-        self.0.keys().copied()
     }
 
     /// Entries that hold all of `prefix` (itself too), longest first.

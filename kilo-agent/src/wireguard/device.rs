@@ -63,6 +63,8 @@ pub struct PeerStatus {
 
 /// A userspace process that answers slower than this is stuck.
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(5);
+/// Peers in one request to a userspace process.
+const PEERS_AT_A_TIME: usize = 256;
 
 /// An existing WireGuard device.
 #[derive(Clone, Debug)]
@@ -151,13 +153,7 @@ impl Device {
                 let update = kernel_update(&request);
                 blocking(move || update.apply(&name, control::Backend::Kernel)).await
             }
-            Backend::Userspace => exchange(&self.name, &request.encode()).await.and_then(|text| {
-                match uapi::decode_state(&text, SystemTime::now()) {
-                    Ok((_, 0)) => Ok(()),
-                    Ok((_, errno)) => Err(io::Error::from_raw_os_error(errno.abs())),
-                    Err(error) => Err(io::Error::other(error)),
-                }
-            }),
+            Backend::Userspace => set(&self.name, request).await,
         };
         match (result, port) {
             (Ok(()), _) => Ok(changes.len()),
@@ -275,6 +271,19 @@ fn kernel_peer(peer: &SetPeer) -> control::PeerConfigBuilder {
 /// Where a userspace device's socket is.
 pub fn socket_path(name: &str) -> PathBuf {
     userspace::socket_directory().join(format!("{name}.sock"))
+}
+
+/// All of a request, each part with the time of an answer of its own.
+async fn set(name: &str, request: SetRequest) -> io::Result<()> {
+    for part in request.parts(PEERS_AT_A_TIME) {
+        let text = exchange(name, &part.encode()).await?;
+        match uapi::decode_state(&text, SystemTime::now()) {
+            Ok((_, 0)) => {}
+            Ok((_, errno)) => return Err(io::Error::from_raw_os_error(errno.abs())),
+            Err(error) => return Err(io::Error::other(error)),
+        }
+    }
+    Ok(())
 }
 
 /// One request over the socket. Ours and not wireguard-control's: that one

@@ -139,48 +139,37 @@ pub fn diff(current: &DeviceState, plan: &WireguardPlan, private_key: &SecretKey
         changes.push(Change::ListenPort(plan.listen_port));
     }
     // WireGuard silently refuses a peer with the device's own key.
-    let wanted: BTreeMap<PublicKey, &WireguardPeer> =
-        plan.peers.iter().filter(|(key, _)| **key != own).map(|(key, peer)| (*key, peer)).collect();
-    let mut claims: BTreeMap<IpNet, PublicKey> = BTreeMap::new();
-    for (key, peer) in &wanted {
-        for net in &peer.allowed_ips {
-            claims.entry(net.trunc()).or_insert(*key);
-        }
-    }
-    let mut claimed: BTreeMap<PublicKey, Vec<IpNet>> = BTreeMap::new();
-    for (net, key) in &claims {
-        claimed.entry(*key).or_default().push(*net);
-    }
-    for (key, peer) in &wanted {
+    let wanted = || plan.peers.iter().filter(|(key, _)| **key != own);
+    let mut claimed = BTreeSet::new();
+    for (key, peer) in wanted() {
         let present = current.peers.get(key);
-        let update = update(present, peer, claimed.remove(key).unwrap_or_default());
+        let update = update(present, peer, &mut claimed);
         if present.is_none() || update != PeerUpdate::default() {
             changes.push(Change::SetPeer(*key, update));
         }
     }
-    let unclaimed: Vec<IpNet> = current
-        .peers
-        .iter()
-        .filter(|(key, _)| wanted.contains_key(*key))
-        .flat_map(|(_, peer)| &peer.allowed_ips)
-        .filter(|net| !claims.contains_key(*net))
+    let held = wanted().filter_map(|(key, peer)| Some((current.peers.get(key)?, peer)));
+    let unclaimed: Vec<IpNet> = held
+        .flat_map(|(present, wanted)| present.allowed_ips.difference(&wanted.allowed_ips))
+        .filter(|net| !claimed.contains(*net))
         .copied()
         .collect();
     if !unclaimed.is_empty() {
         changes.push(Change::Release(unclaimed));
     }
-    changes.extend(
-        current.peers.keys().filter(|key| !wanted.contains_key(*key)).map(|key| Change::RemovePeer(*key)),
-    );
+    let stays = |key: &PublicKey| *key != own && plan.peers.contains_key(key);
+    changes.extend(current.peers.keys().filter(|key| !stays(key)).map(|key| Change::RemovePeer(*key)));
     changes
 }
 
-fn update(present: Option<&PeerState>, wanted: &WireguardPeer, nets: Vec<IpNet>) -> PeerUpdate {
+/// Adds to `claimed` what the peer gets.
+fn update(present: Option<&PeerState>, wanted: &WireguardPeer, claimed: &mut BTreeSet<IpNet>) -> PeerUpdate {
     let fresh = PeerState::default();
     let present = present.unwrap_or(&fresh);
     let learnt = wanted.roams
         && present.endpoint.is_some()
         && present.handshake_age.is_some_and(|age| age < ROAMING_TRUST);
+    let claims = wanted.allowed_ips.difference(&present.allowed_ips);
     PeerUpdate {
         endpoint: wanted.endpoint.filter(|wanted| {
             !learnt && present.endpoint.is_none_or(|present| !same_endpoint(*wanted, present))
@@ -188,7 +177,7 @@ fn update(present: Option<&PeerState>, wanted: &WireguardPeer, nets: Vec<IpNet>)
         persistent_keepalive: (wanted.persistent_keepalive != present.persistent_keepalive)
             .then_some(wanted.persistent_keepalive),
         preshared_key: (wanted.preshared_key != present.preshared_key).then_some(wanted.preshared_key),
-        add_allowed_ips: nets.into_iter().filter(|net| !present.allowed_ips.contains(net)).collect(),
+        add_allowed_ips: claims.copied().filter(|net| claimed.insert(*net)).collect(),
     }
 }
 

@@ -52,6 +52,23 @@ pub struct SetPeer {
     pub drop_allowed_ips: Vec<IpNet>,
 }
 
+impl SetRequest {
+    /// The same in requests of at most `most` peers each, in order: a process that
+    /// is busy with ten thousand forwards nothing meanwhile.
+    pub fn parts(mut self, most: usize) -> Vec<Self> {
+        let mut peers = std::mem::take(&mut self.peers).into_iter();
+        self.peers.extend(peers.by_ref().take(most));
+        let mut parts = vec![self];
+        loop {
+            let next: Vec<_> = peers.by_ref().take(most).collect();
+            if next.is_empty() {
+                return parts;
+            }
+            parts.push(Self { peers: next, ..Self::default() });
+        }
+    }
+}
+
 impl SetPeer {
     /// Changes nothing of that peer, but makes it when it is missing.
     pub fn new(public_key: PublicKey) -> Self {
@@ -302,6 +319,19 @@ mod tests {
                 SetPeer { remove: true, preshared_key: Some(None), ..SetPeer::new(PublicKey([4; 32])) },
             ],
         }
+    }
+
+    #[test]
+    fn a_request_in_parts_keeps_its_head_first_and_all_peers_in_order() {
+        let peers: Vec<_> = (0..5).map(|n| SetPeer::new(PublicKey([n; 32]))).collect();
+        let whole = SetRequest { listen_port: Some(1), replace_peers: true, peers, ..SetRequest::default() };
+        let parts = whole.clone().parts(2);
+        let sizes: Vec<_> = parts.iter().map(|part| part.peers.len()).collect();
+        assert_eq!(sizes, [2, 2, 1]);
+        assert!(parts[0].replace_peers && parts[0].listen_port == Some(1));
+        assert!(!parts[1].replace_peers && parts[1].listen_port.is_none());
+        assert_eq!(parts.into_iter().flat_map(|part| part.peers).collect::<Vec<_>>(), whole.peers);
+        assert_eq!(SetRequest::default().parts(2), [SetRequest::default()]);
     }
 
     #[test]

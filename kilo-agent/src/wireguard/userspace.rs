@@ -151,7 +151,7 @@ async fn serve(interface: &str) -> Result<(), WireguardError> {
     // The kernel lets one process at a time have the name: from here on a
     // socket that is still there belongs to a dead one.
     let tun = Tun::create(interface).map_err(|error| tun_error(error.to_string()))?;
-    let engine = Engine::start(tun).await.map_err(|error| tun_error(error.to_string()))?;
+    let mut engine = Engine::start(tun).await.map_err(|error| tun_error(error.to_string()))?;
     let mut terminate =
         signal(SignalKind::terminate()).map_err(|source| device_error("wait for SIGTERM", source))?;
     let mut interrupt =

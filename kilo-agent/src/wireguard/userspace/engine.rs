@@ -29,12 +29,13 @@ type Transports = (Udp, Tun, Tun);
 /// A running userspace device.
 pub(super) struct Engine {
     device: Device<Transports>,
+    holdings: Holdings,
 }
 
 impl Engine {
     pub(super) async fn start(tun: Tun) -> Result<Self, device::Error> {
         let device = device::build().with_udp(Udp::new()).with_ip(tun).build().await?;
-        Ok(Self { device })
+        Ok(Self { device, holdings: Holdings::default() })
     }
 
     pub(super) async fn stop(self) {
@@ -58,7 +59,7 @@ impl Engine {
     }
 
     /// Applies `set=1`; the error number it answers, 0 = done.
-    pub(super) async fn set(&self, request: SetRequest) -> i32 {
+    pub(super) async fn set(&mut self, request: SetRequest) -> i32 {
         let port_before = self.device.read(async |device| device.listen_port()).await;
         let port = request.listen_port;
         // gotatun lets go of the old socket before it tries the new one: see first.
@@ -67,7 +68,8 @@ impl Engine {
         {
             return errno(&error);
         }
-        match self.device.write(async |device| apply(device, request).await).await {
+        let holdings = &mut self.holdings;
+        match self.device.write(async move |device| apply(device, holdings, request).await).await {
             Ok(result) => result.err().unwrap_or(0),
             Err(error) => {
                 // Taken in between, then: go on with the one there was.
@@ -117,7 +119,11 @@ fn peer_state(found: device::configure::PeerStats) -> (PublicKey, PeerState) {
     (PublicKey(peer.public_key.to_bytes()), state)
 }
 
-async fn apply(device: &mut DeviceWrite<'_, Transports>, request: SetRequest) -> Result<(), i32> {
+async fn apply(
+    device: &mut DeviceWrite<'_, Transports>,
+    holdings: &mut Holdings,
+    request: SetRequest,
+) -> Result<(), i32> {
     // gotatun panics on a peer, or an open port, without a private key.
     let needs_key = !request.peers.is_empty() || request.listen_port.is_some();
     if needs_key && request.private_key.is_none() && device.private_key().is_none() {
@@ -134,22 +140,48 @@ async fn apply(device: &mut DeviceWrite<'_, Transports>, request: SetRequest) ->
     }
     if request.replace_peers {
         device.clear_peers();
+        *holdings = Holdings::default();
     }
-    // Who holds what: gotatun leaves a prefix that moved listed with its former
-    // holder, which would take it back at its own next change.
-    let mut holdings: BTreeMap<PublicKey, BTreeSet<IpNet>> =
-        device.peers().await.into_iter().map(peer_state).map(|(key, peer)| (key, peer.allowed_ips)).collect();
     for peer in request.peers {
-        apply_peer(device, &mut holdings, peer).await;
+        apply_peer(device, holdings, peer).await;
     }
     Ok(())
 }
 
-async fn apply_peer(
-    device: &mut DeviceWrite<'_, Transports>,
-    holdings: &mut BTreeMap<PublicKey, BTreeSet<IpNet>>,
-    set: SetPeer,
-) {
+/// Who has which allowed IPs: gotatun leaves a prefix that moved listed with its
+/// former holder, which would take it back at its own next change.
+#[derive(Default)]
+struct Holdings {
+    prefixes: BTreeMap<PublicKey, BTreeSet<IpNet>>,
+    holders: BTreeMap<IpNet, PublicKey>,
+}
+
+impl Holdings {
+    fn remove(&mut self, key: &PublicKey) {
+        for net in self.prefixes.remove(key).unwrap_or_default() {
+            self.holders.remove(&net);
+        }
+    }
+
+    /// Gives `key` these prefixes and no others; answers whom they were taken from.
+    fn set(&mut self, key: PublicKey, nets: BTreeSet<IpNet>) -> BTreeSet<PublicKey> {
+        for net in self.prefixes.remove(&key).unwrap_or_default() {
+            self.holders.remove(&net);
+        }
+        let mut losers = BTreeSet::new();
+        for net in &nets {
+            let Some(loser) = self.holders.insert(*net, key) else { continue };
+            if let Some(held) = self.prefixes.get_mut(&loser) {
+                held.remove(net);
+            }
+            losers.insert(loser);
+        }
+        self.prefixes.insert(key, nets);
+        losers
+    }
+}
+
+async fn apply_peer(device: &mut DeviceWrite<'_, Transports>, holdings: &mut Holdings, set: SetPeer) {
     let key = set.public_key;
     let public = x25519::PublicKey::from(key.0);
     if set.remove {
@@ -157,21 +189,11 @@ async fn apply_peer(
         holdings.remove(&key);
         return;
     }
-    if set.update_only && !holdings.contains_key(&key) {
+    let held = holdings.prefixes.get(&key).cloned();
+    if set.update_only && held.is_none() {
         return;
     }
-    for (holder, nets) in holdings.iter_mut().filter(|(holder, _)| **holder != key) {
-        let before = nets.len();
-        for net in &set.allowed_ips {
-            nets.remove(net);
-        }
-        if nets.len() != before {
-            replace_allowed_ips(device, holder, nets).await;
-        }
-    }
-    let is_new = !holdings.contains_key(&key);
-    let nets = holdings.entry(key).or_default();
-    let before = nets.clone();
+    let mut nets = held.clone().unwrap_or_default();
     if set.replace_allowed_ips {
         nets.clear();
     }
@@ -179,42 +201,50 @@ async fn apply_peer(
     for net in &set.drop_allowed_ips {
         nets.remove(net);
     }
-    if is_new {
-        device.add_peer(device::Peer::new(public));
+    for loser in holdings.set(key, nets.clone()) {
+        let public = x25519::PublicKey::from(loser.0);
+        let left = holdings.prefixes.get(&loser).map(|nets| with_allowed_ips(public, nets));
+        device.modify_peer(&public, |peer| replace_allowed_ips(peer, left)).await;
     }
-    if *nets != before {
-        replace_allowed_ips(device, &key, nets).await;
-    }
+    let preshared = set.preshared_key.map(|secret| secret.map(|secret| *secret.as_bytes()));
+    let keepalive = set.persistent_keepalive.map(|seconds| (seconds != 0).then_some(seconds));
+    let Some(held) = held else {
+        // At once: each change of a peer that exists goes through the allowed IPs of all.
+        let mut peer = with_allowed_ips(public, &nets);
+        peer.endpoint = set.endpoint;
+        peer.preshared_key = preshared.flatten();
+        peer.keepalive = keepalive.flatten();
+        device.add_peer(peer);
+        return;
+    };
     device
         .modify_peer(&public, |peer| {
+            if nets != held {
+                replace_allowed_ips(peer, Some(with_allowed_ips(public, &nets)));
+            }
             if let Some(endpoint) = set.endpoint {
                 peer.set_endpoint(Some(endpoint));
             }
-            if let Some(seconds) = set.persistent_keepalive {
-                peer.set_keepalive((seconds != 0).then_some(seconds));
+            if let Some(keepalive) = keepalive {
+                peer.set_keepalive(keepalive);
             }
-            if let Some(secret) = set.preshared_key {
-                peer.set_preshared_key(secret.map(|secret| *secret.as_bytes()));
+            if let Some(preshared) = preshared {
+                peer.set_preshared_key(preshared);
             }
         })
         .await;
 }
 
+/// gotatun does not export its type of prefixes: a peer carries them.
+fn with_allowed_ips(key: x25519::PublicKey, nets: &BTreeSet<IpNet>) -> device::Peer {
+    let mut peer = device::Peer::new(key);
+    peer.allowed_ips = nets.iter().filter_map(|net| net.to_string().parse().ok()).collect();
+    peer
+}
+
 /// Under the device's lock: no packet sees the list half made. The session
 /// of the peer stays.
-async fn replace_allowed_ips(
-    device: &mut DeviceWrite<'_, Transports>,
-    key: &PublicKey,
-    nets: &BTreeSet<IpNet>,
-) {
-    let public = x25519::PublicKey::from(key.0);
-    // gotatun does not export its type of prefixes: let it be inferred.
-    let mut carrier = device::Peer::new(public);
-    carrier.allowed_ips = nets.iter().filter_map(|net| net.to_string().parse().ok()).collect();
-    device
-        .modify_peer(&public, |peer| {
-            peer.clear_allowed_ips();
-            peer.add_allowed_ips(carrier.allowed_ips);
-        })
-        .await;
+fn replace_allowed_ips(peer: &mut device::configure::PeerMut, wanted: Option<device::Peer>) {
+    peer.clear_allowed_ips();
+    peer.add_allowed_ips(wanted.into_iter().flat_map(|wanted| wanted.allowed_ips));
 }

@@ -1,0 +1,105 @@
+//! What the log is told of things that stay wrong: once, and not with every
+//! reconcile.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use crate::{metrics::Metrics, plan};
+
+/// A reconcile that goes on failing for the same reason is spoken of again after this.
+const AGAIN: Duration = Duration::from_secs(60);
+
+/// What has been said.
+#[derive(Debug, Default)]
+pub struct Complaints {
+    /// Objects that are ignored, and why.
+    objects: BTreeMap<String, String>,
+    /// Nodes of the location that have no hop.
+    left_out: usize,
+    failure: Option<Failure>,
+}
+
+#[derive(Debug)]
+struct Failure {
+    text: String,
+    said: Instant,
+    /// Failures for this reason since then.
+    since: u32,
+}
+
+impl Complaints {
+    /// Says once what is wrong with which object.
+    pub fn objects(&mut self, problems: &BTreeMap<String, String>, metrics: &Metrics) {
+        for (object, problem) in problems {
+            if self.objects.get(object) != Some(problem) {
+                metrics.error("invalid_object");
+                tracing::warn!(object, problem, "ignored");
+            }
+        }
+        self.objects.clone_from(problems);
+    }
+
+    /// Says once that the location has more nodes than the table of hops.
+    pub fn left_out(&mut self, left_out: usize, metrics: &Metrics) {
+        if left_out > self.left_out {
+            metrics.error("location_full");
+            tracing::error!(
+                left_out,
+                "more nodes in this location than the {} that fit beside this one; packets for the others are \
+                 dropped: make two locations of it (kilo.squat.ai/location)",
+                plan::MOST_OTHERS
+            );
+        }
+        self.left_out = left_out;
+    }
+
+    /// A reconcile failed: says so, unless it did for the same reason within the last minute.
+    pub fn failed(&mut self, text: String, now: Instant) {
+        let repeated = match &mut self.failure {
+            Some(failure) if failure.text == text => {
+                if now.saturating_duration_since(failure.said) < AGAIN {
+                    failure.since += 1;
+                    return;
+                }
+                failure.since
+            }
+            _ => 0,
+        };
+        tracing::error!(error = text, repeated, "reconcile");
+        self.failure = Some(Failure { text, said: now, since: 0 });
+    }
+
+    /// A reconcile succeeded: the next failure is a new one.
+    pub fn succeeded(&mut self) {
+        self.failure = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    impl Complaints {
+        fn said_at(&self) -> Option<Instant> {
+            self.failure.as_ref().map(|failure| failure.said)
+        }
+    }
+
+    #[test]
+    fn the_same_failure_is_said_once_a_minute_and_another_at_once() {
+        let (start, second) = (Instant::now(), Duration::from_secs(1));
+        let mut complaints = Complaints::default();
+        complaints.failed("no node".to_owned(), start);
+        complaints.failed("no node".to_owned(), start + 2 * second);
+        assert_eq!(complaints.said_at(), Some(start));
+        complaints.failed("no node".to_owned(), start + 60 * second);
+        assert_eq!(complaints.said_at(), Some(start + 60 * second));
+        complaints.failed("no pod CIDR".to_owned(), start + 61 * second);
+        assert_eq!(complaints.said_at(), Some(start + 61 * second));
+        complaints.succeeded();
+        complaints.failed("no pod CIDR".to_owned(), start + 62 * second);
+        assert_eq!(complaints.said_at(), Some(start + 62 * second));
+    }
+}

@@ -1,0 +1,47 @@
+//! What lies behind WireGuard: the prefixes of other locations and of VPN
+//! peers, sorted once for all that is made of them.
+
+use ipnet::IpNet;
+
+use super::Own;
+use crate::topology::Mesh;
+
+/// One prefix and who has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Claim {
+    /// The prefix, without host bits.
+    pub prefix: IpNet,
+    /// Index of the segment; from the number of segments on, of a VPN peer.
+    pub owner: usize,
+    /// It is one of the location's allowed-location-ips.
+    pub offered: bool,
+}
+
+/// Claims by prefix; those of one prefix in the order of the mesh.
+#[derive(Clone, Debug)]
+pub(super) struct Remote(Vec<Claim>);
+
+impl Remote {
+    /// Everything that is not of the own location.
+    pub fn new(mesh: &Mesh, own: &Own<'_>) -> Self {
+        let others = mesh.segments.iter().enumerate().filter(|(index, _)| *index != own.index);
+        let mut claims = Vec::new();
+        for (owner, segment) in others {
+            let claim = |offered| move |prefix: &IpNet| Claim { prefix: prefix.trunc(), owner, offered };
+            claims.extend(segment.allowed_ips.iter().map(claim(false)));
+            claims.extend(segment.allowed_location_ips.iter().map(claim(true)));
+        }
+        for (index, peer) in mesh.peers.iter().enumerate() {
+            let owner = mesh.segments.len() + index;
+            let claim = |prefix: &IpNet| Claim { prefix: prefix.trunc(), owner, offered: false };
+            claims.extend(peer.allowed_ips.iter().map(claim));
+        }
+        claims.sort_by_key(|claim| claim.prefix);
+        Self(claims)
+    }
+
+    /// Every claim, sorted by prefix.
+    pub fn claims(&self) -> impl Iterator<Item = &Claim> {
+        self.0.iter()
+    }
+}
