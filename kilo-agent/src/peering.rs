@@ -1,7 +1,10 @@
 //! Two clusters as one another's peers: what each writes about the other, and
 //! what speaks against it. Pure.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use ipnet::IpNet;
 use kube::api::DynamicObject;
@@ -50,7 +53,7 @@ pub struct Cluster {
     /// What the other one calls it.
     pub name: String,
     /// Every node, ready or not.
-    pub nodes: BTreeMap<String, Node>,
+    pub nodes: BTreeMap<Arc<str>, Arc<Node>>,
     /// The mesh of those that are ready.
     pub mesh: Mesh,
     /// Where its ClusterIPs come from.
@@ -89,7 +92,8 @@ impl Cluster {
         peers: Vec<Present>,
         now: i64,
     ) -> Result<Self, Unfit> {
-        let ready: Vec<&Node> = snapshot.nodes.values().filter(|node| ready_at(node, now)).collect();
+        let ready: Vec<&Node> =
+            snapshot.nodes.values().map(|node| &**node).filter(|node| ready_at(node, now)).collect();
         let mesh = |subnet| Mesh::new(ready.iter().copied(), &snapshot.peers, granularity, subnet);
         // Who leads does not hang on the subnet.
         let leaders = mesh(IpNet::default());
@@ -315,7 +319,7 @@ mod tests {
     }
 
     fn cluster(number: u8, nodes: Vec<Node>, peers: Vec<Present>) -> Result<Cluster, Unfit> {
-        let nodes = nodes.into_iter().map(|node| (node.name.clone(), node)).collect();
+        let nodes = nodes.into_iter().map(|node| (node.name.as_str().into(), node.into())).collect();
         let snapshot = Snapshot { nodes, ..Snapshot::default() };
         let services = vec![format!("10.9{number}.0.0/16").parse().unwrap()];
         Cluster::new(&format!("c{number}"), &snapshot, Granularity::Location, services, peers, NOW)
@@ -405,7 +409,7 @@ mod tests {
             conflicts(&one, &two).join("\n")
         };
         let pods = against(|one| {
-            one.nodes.get_mut("a").unwrap().pod_cidrs = vec!["10.42.0.0/16".parse().unwrap()];
+            Arc::make_mut(one.nodes.get_mut("a").unwrap()).pod_cidrs = vec!["10.42.0.0/16".parse().unwrap()];
         });
         assert!(
             pods.contains("10.42.0.0/16 (the pod CIDR of node a of cluster c1) overlaps 10.42.1.0/24 (the pod CIDR of node a of cluster c2)"),
@@ -422,7 +426,8 @@ mod tests {
         let vpn = against(|one| one.peers.push(present("laptop", None, 99, "10.42.3.9/32")));
         assert!(vpn.contains("Peer laptop of cluster c1"), "{vpn}");
         let printer = against(|one| {
-            one.nodes.get_mut("a").unwrap().allowed_location_ips = vec!["10.2.0.0/24".parse().unwrap()];
+            Arc::make_mut(one.nodes.get_mut("a").unwrap()).allowed_location_ips =
+                vec!["10.2.0.0/24".parse().unwrap()];
         });
         assert!(printer.contains("allowed-location-ip of node a of cluster c1"), "{printer}");
     }
@@ -431,7 +436,7 @@ mod tests {
     fn the_same_printer_network_in_both_clusters_is_nobodys_business() {
         let (mut one, mut two) = (plain(1), plain(2));
         for cluster in [&mut one, &mut two] {
-            cluster.nodes.get_mut("a").unwrap().allowed_location_ips =
+            Arc::make_mut(cluster.nodes.get_mut("a").unwrap()).allowed_location_ips =
                 vec!["192.168.1.0/24".parse().unwrap()];
         }
         assert_eq!(conflicts(&one, &two), Vec::<String>::new());
@@ -440,7 +445,7 @@ mod tests {
     #[test]
     fn duplicate_keys_and_taken_names_are_named() {
         let (mut one, mut two) = (plain(1), plain(2));
-        one.nodes.get_mut("b").unwrap().key = Some(PublicKey([33; 32]));
+        Arc::make_mut(one.nodes.get_mut("b").unwrap()).key = Some(PublicKey([33; 32]));
         let text = conflicts(&one, &two).join("\n");
         assert!(
             text.contains("node b of cluster c1 and node a of cluster c2 have the same public key"),

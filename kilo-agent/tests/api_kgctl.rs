@@ -232,7 +232,12 @@ impl Cluster {
             service_cidrs: vec![self.services().parse().unwrap()],
             port: 51820,
         };
-        let mesh = Mesh::new(snapshot.nodes.values(), &snapshot.peers, settings.granularity, settings.subnet);
+        let mesh = Mesh::new(
+            snapshot.nodes.values().map(|node| &**node),
+            &snapshot.peers,
+            settings.granularity,
+            settings.subnet,
+        );
         plan::host_plan(&Inputs {
             mesh: &mesh,
             settings: &settings,

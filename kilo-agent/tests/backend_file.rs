@@ -69,7 +69,7 @@ async fn until(
 }
 
 fn names(snapshot: &Snapshot) -> Vec<&str> {
-    snapshot.nodes.keys().map(String::as_str).collect()
+    snapshot.nodes.keys().map(|name| &**name).collect()
 }
 
 #[tokio::test]

@@ -139,7 +139,7 @@ async fn rubbish_in_any_annotation_is_named_and_nothing_else_about_the_node_is_l
             let forced = format!("{PREFIX}force-{annotation}");
             bad["metadata"]["annotations"].as_object_mut().unwrap().remove(&forced);
         }
-        let mut expected = sound.nodes["a"].clone();
+        let mut expected = Node::clone(&sound.nodes["a"]);
         expected.last_seen = bad["metadata"]["annotations"][format!("{PREFIX}last-seen")]
             .as_str()
             .and_then(|text| text.parse().ok())
@@ -156,7 +156,7 @@ async fn rubbish_in_any_annotation_is_named_and_nothing_else_about_the_node_is_l
         for part in [&[name.as_str()], *wanted].concat() {
             assert!(problem.contains(part), "{at}: {part:?} is not in {problem}");
         }
-        assert_eq!(seen.nodes["a"], expected, "{at}");
+        assert_eq!(*seen.nodes["a"], expected, "{at}");
         assert_eq!(seen.nodes["b"].key, Some(PublicKey([2; 32])), "{at}");
         assert_eq!(seen.peers, sound.peers, "{at}");
     }

@@ -4,6 +4,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -24,8 +25,8 @@ fn node(name: &str, last_seen: i64) -> Node {
     }
 }
 
-fn names(names: &[&str]) -> BTreeSet<String> {
-    names.iter().map(|name| (*name).to_owned()).collect()
+fn names(names: &[&str]) -> BTreeSet<Arc<str>> {
+    names.iter().map(|name| (*name).into()).collect()
 }
 
 #[test]

@@ -5,6 +5,7 @@
 use std::{
     collections::BTreeMap,
     net::{IpAddr, Ipv4Addr},
+    sync::Arc,
 };
 
 use ipnet::IpNet;
@@ -50,8 +51,8 @@ fn link(index: u32, name: &str, mtu: u32, addresses: &[&str]) -> Link {
 
 /// The plan of node `own` of three, of which n1 and n2 share a location that n1 leads.
 fn plan(own: &str, compatibility: Compatibility, tunnel: Tunnel) -> HostPlan {
-    let nodes: BTreeMap<String, Node> = [node(1, "a"), node(2, "a"), node(3, "b")]
-        .map(|node| (node.name.clone(), node))
+    let nodes: BTreeMap<Arc<str>, Arc<Node>> = [node(1, "a"), node(2, "a"), node(3, "b")]
+        .map(|node| (node.name.as_str().into(), node.into()))
         .into_iter()
         .collect();
     let settings = Settings {
@@ -64,7 +65,12 @@ fn plan(own: &str, compatibility: Compatibility, tunnel: Tunnel) -> HostPlan {
         service_cidrs: Vec::new(),
         port: 51_820,
     };
-    let mesh = Mesh::new(nodes.values(), &BTreeMap::new(), settings.granularity, settings.subnet);
+    let mesh = Mesh::new(
+        nodes.values().map(|node| &**node),
+        &BTreeMap::new(),
+        settings.granularity,
+        settings.subnet,
+    );
     let own_node = &nodes[own];
     let number = &own[1..];
     let devices = [

@@ -45,7 +45,7 @@ use crate::{
     },
     plan::{self, HopIds, HostPlan, Inputs},
     resolve::Resolver,
-    status::{Leaders, View, with_own},
+    status::{Leaders, View, among, with_own},
     topology::{self, Liveness, Mesh, Node, Settings},
     wireguard::{diff, greet::Greeter, key::SecretKey},
 };
@@ -340,12 +340,12 @@ impl<B: Backend> Agent<B> {
         let now = Instant::now();
         let unix_now = unix_now();
         let name = self.options.hostname.clone();
-        let seen = snapshot.nodes.get(&name).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
+        let seen = snapshot.nodes.get(name.as_str()).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
         let own = self.own_node(seen, look, unix_now).await;
         let shown = Node { last_seen: seen.last_seen, ..own.clone() };
         let nodes = with_own(snapshot, Some(&shown));
         let ready = self.liveness.ready(nodes.clone(), &name, now, unix_now);
-        let members = nodes.filter(|node| ready.contains(&node.name));
+        let members = among(nodes, &ready);
         let settings = &self.options.settings;
         let mesh = Arc::new(Mesh::new(members, &snapshot.peers, settings.granularity, settings.subnet));
         // An API server that is away must not keep this host from being put right.
@@ -446,7 +446,7 @@ impl<B: Backend> Agent<B> {
         mesh: &Mesh,
         own: &Node,
         look: &mut Look,
-        nodes: &BTreeMap<String, Node>,
+        nodes: &BTreeMap<Arc<str>, Arc<Node>>,
     ) -> Option<HostPlan> {
         let private = own.internal_ip.map(|net| net.addr());
         let mesh = &*mesh.around(&own.name);
@@ -553,7 +553,7 @@ impl<B: Backend> Agent<B> {
         mesh: Arc<Mesh>,
         snapshot: &Arc<Snapshot>,
         own: Node,
-        ready: BTreeSet<String>,
+        ready: BTreeSet<Arc<str>>,
         interface: &Interface,
     ) {
         let before = self.view.borrow().clone();

@@ -132,7 +132,7 @@ pub fn load(path: &Path, node: &str) -> Result<Option<Snapshot>, LastGoodError> 
         if !problems.is_empty() {
             snapshot.problems.insert(format!("node {}", node.name), problems.join("; "));
         }
-        snapshot.nodes.insert(node.name.clone(), node);
+        snapshot.nodes.insert(node.name.as_str().into(), node.into());
     }
     let peers: BTreeMap<String, _> = content
         .peers
@@ -196,7 +196,7 @@ mod tests {
         let read = load(&path, "a").unwrap().unwrap();
         assert_eq!(read.problems, BTreeMap::new());
         assert_eq!(read.peers["laptop"], peer());
-        assert_eq!(read.nodes["b"], Node { last_seen: 0, ..node("b") });
+        assert_eq!(*read.nodes["b"], Node { last_seen: 0, ..node("b") });
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1, "no temporary file is left");
     }
 

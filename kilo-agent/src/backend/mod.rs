@@ -7,7 +7,7 @@ pub mod last_good;
 pub mod node;
 pub mod peer;
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 use crate::topology::{Endpoint, Granularity, Node, Peer};
 use crate::wireguard::key::PublicKey;
@@ -18,8 +18,8 @@ use std::net::SocketAddr;
 /// and named in `problems`; they never hide valid ones.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Nodes by name, ready or not.
-    pub nodes: BTreeMap<String, Node>,
+    /// Nodes by name, ready or not; shared with the snapshot before, as far as they are the same.
+    pub nodes: BTreeMap<Arc<str>, Arc<Node>>,
     /// Valid peers by name.
     pub peers: BTreeMap<String, Peer>,
     /// Object -> why it (or one of its fields) was not used.
@@ -30,7 +30,11 @@ impl Snapshot {
     /// True when nothing but nodes' signs of life may differ.
     pub fn is_same_but_alive(&self, other: &Self) -> bool {
         self.nodes.len() == other.nodes.len()
-            && self.nodes.values().zip(other.nodes.values()).all(|(one, other)| one.is_same_but_alive(other))
+            && self
+                .nodes
+                .values()
+                .zip(other.nodes.values())
+                .all(|(one, other)| Arc::ptr_eq(one, other) || one.is_same_but_alive(other))
             && self.peers == other.peers
             && self.problems == other.problems
     }
@@ -105,7 +109,7 @@ impl BackendError {
 pub trait Backend: Send + Sync + 'static {
     /// The latest snapshot; changes are signalled by the receiver. The first
     /// value is there once every object has been read once.
-    fn watch(&self) -> tokio::sync::watch::Receiver<std::sync::Arc<Snapshot>>;
+    fn watch(&self) -> tokio::sync::watch::Receiver<Arc<Snapshot>>;
 
     /// Writes what differs from what the node object holds now; no difference,
     /// no write. Answers whether something was written.

@@ -5,6 +5,7 @@
 use std::{
     collections::BTreeMap,
     net::{IpAddr, Ipv4Addr},
+    sync::Arc,
 };
 
 use ipnet::IpNet;
@@ -22,7 +23,7 @@ use crate::{
 /// Cilium nodes publish that of `cilium_host`.
 pub fn overlay_addresses(
     mesh: &Mesh,
-    nodes: &BTreeMap<String, Node>,
+    nodes: &BTreeMap<Arc<str>, Arc<Node>>,
     own: &str,
     compatibility: Compatibility,
 ) -> BTreeMap<String, Ipv4Addr> {
@@ -30,7 +31,9 @@ pub fn overlay_addresses(
     let address = |member: &Member| match compatibility {
         Compatibility::None => None,
         Compatibility::Flannel => member.pod_cidrs.iter().find_map(|cidr| v4(cidr.network())),
-        Compatibility::Cilium => nodes.get(&member.name)?.cni_compatibility_ip.and_then(|net| v4(net.addr())),
+        Compatibility::Cilium => {
+            nodes.get(member.name.as_str())?.cni_compatibility_ip.and_then(|net| v4(net.addr()))
+        }
     };
     let members = mesh.segments[segment].members.iter();
     members.filter_map(|member| Some((member.name.clone(), address(member)?))).collect()

@@ -11,6 +11,7 @@ mod view;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
+    sync::Arc,
 };
 
 use ipnet::IpNet;
@@ -19,7 +20,7 @@ use serde::{Deserialize, Serialize};
 pub use leaders::{Lead, Leaders};
 pub use table::table;
 pub use time::Timestamp;
-pub use view::{View, with_own};
+pub use view::{View, among, with_own};
 
 use crate::{
     backend::Snapshot,
@@ -189,14 +190,14 @@ pub struct Attached {
 pub fn of_objects(
     mesh: &Mesh,
     snapshot: &Snapshot,
-    ready: &BTreeSet<String>,
+    ready: &BTreeSet<Arc<str>>,
     granularity: topology::Granularity,
     time: Timestamp,
 ) -> Status {
     let leaders: BTreeSet<&str> =
         mesh.segments.iter().filter_map(|segment| Some(segment.leading()?.name.as_str())).collect();
-    let node = |node: &Node| {
-        let ready = ready.contains(&node.name);
+    let node = |node: &Arc<Node>| {
+        let ready = ready.contains(node.name.as_str());
         NodeStatus {
             name: node.name.clone(),
             location: topology::location_of(node, granularity),

@@ -28,7 +28,7 @@ pub struct View {
     /// The own node as it is now.
     pub own: Option<Node>,
     /// Nodes that take part.
-    pub ready: BTreeSet<String>,
+    pub ready: BTreeSet<Arc<str>>,
     /// `--mesh-granularity`.
     pub granularity: Granularity,
     /// Since when who leads.
@@ -43,13 +43,13 @@ impl View {
     /// All objects, the own node as it is now.
     fn known(&self) -> Snapshot {
         let mut known = Snapshot::clone(&self.snapshot);
-        known.nodes.extend(self.own.clone().map(|own| (own.name.clone(), own)));
+        known.nodes.extend(self.own.clone().map(|own| (own.name.as_str().into(), own.into())));
         known
     }
 
     /// Nodes that take part, the own one as it is now.
     pub fn ready_nodes(&self) -> impl Iterator<Item = &Node> {
-        with_own(&self.snapshot, self.own.as_ref()).filter(|node| self.ready.contains(&node.name))
+        among(with_own(&self.snapshot, self.own.as_ref()), &self.ready)
     }
 
     /// What the WireGuard device says of its peers now; none before there is a device.
@@ -105,6 +105,18 @@ impl View {
 /// All nodes, with `own` in the place of the one of its name.
 pub fn with_own<'a>(snapshot: &'a Snapshot, own: Option<&'a Node>) -> impl Iterator<Item = &'a Node> + Clone {
     snapshot.nodes.values().map(move |node| own.filter(|own| own.name == node.name).unwrap_or(node))
+}
+
+/// Those of `nodes`, sorted by name, that are named in `ready`.
+pub fn among<'a>(
+    nodes: impl Iterator<Item = &'a Node>,
+    ready: &BTreeSet<Arc<str>>,
+) -> impl Iterator<Item = &'a Node> {
+    let mut ready = ready.iter().peekable();
+    nodes.filter(move |node| {
+        while ready.next_if(|name| ***name < *node.name).is_some() {}
+        ready.next_if(|name| ***name == *node.name).is_some()
+    })
 }
 
 fn tunnels(mesh: &Mesh, peers: BTreeMap<PublicKey, DevicePeer>, time: Timestamp) -> Vec<Tunnel> {

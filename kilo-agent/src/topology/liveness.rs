@@ -2,7 +2,8 @@
 //! `last-seen` keeps changing, by the clock of the one who looks.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeSet,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -19,21 +20,30 @@ const EVIDENCE: Duration = Duration::from_secs(45);
 /// What one agent has seen of the others.
 #[derive(Debug, Default)]
 pub struct Liveness {
-    seen: BTreeMap<String, Sight>,
-    ready: BTreeSet<String>,
+    /// Sorted by name.
+    seen: Vec<Sight>,
 }
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 struct Sight {
+    name: Arc<str>,
     value: i64,
     /// When the value changed last; `None` = it has not changed since first seen, and was old then.
     changed: Option<Instant>,
+    /// It took part when asked last.
+    ready: bool,
+}
+
+impl Sight {
+    fn is_alive(&self, now: Instant) -> bool {
+        self.changed.is_some_and(|changed| now.saturating_duration_since(changed) < PATIENCE)
+    }
 }
 
 impl Liveness {
-    /// Judges every node. `own` is this agent's node, which checks in like all
-    /// others: while its own sign of life does not come back, the view is
-    /// stale, and nobody is given up.
+    /// Judges every node; they must be sorted by name. `own` is this agent's
+    /// node, which checks in like all others: while its own sign of life does
+    /// not come back, the view is stale, and nobody is given up.
     ///
     /// `unix_now` helps with nodes seen for the first time: one with an old
     /// sign of life must change it before it counts, unless most are old, which
@@ -44,46 +54,47 @@ impl Liveness {
         own: &str,
         now: Instant,
         unix_now: i64,
-    ) -> BTreeSet<String> {
+    ) -> BTreeSet<Arc<str>> {
         let complete = nodes.clone().filter(|node| is_complete(node));
         let (all, fresh) = complete
             .fold((0, 0), |(all, fresh), node| (all + 1, fresh + usize::from(ready_at(node, unix_now))));
         let clocks_agree = fresh * 2 >= all;
-        let mut count = 0;
+        let nobody = !self.seen.iter().any(|sight| sight.ready);
+        // One walk over both; what is passed over has gone.
+        let mut before = std::mem::take(&mut self.seen).into_iter().peekable();
         for node in nodes.clone() {
-            count += 1;
-            let sight = self.seen.entry(node.name.clone()).or_insert_with(|| Sight {
+            while before.next_if(|sight| *sight.name < *node.name).is_some() {}
+            let known = before.next_if(|sight| *sight.name == *node.name);
+            let mut sight = known.unwrap_or_else(|| Sight {
+                name: node.name.as_str().into(),
                 value: node.last_seen,
                 changed: (!clocks_agree || ready_at(node, unix_now)).then_some(now),
+                ready: false,
             });
             if sight.value != node.last_seen {
-                *sight = Sight { value: node.last_seen, changed: Some(now) };
+                (sight.value, sight.changed) = (node.last_seen, Some(now));
             }
+            self.seen.push(sight);
         }
-        if self.seen.len() != count {
-            let known: BTreeSet<&str> = nodes.clone().map(|node| node.name.as_str()).collect();
-            self.seen.retain(|name, _| known.contains(name.as_str()));
-        }
-        let alive = |name: &str| {
-            let changed = self.seen.get(name).and_then(|sight| sight.changed);
-            changed.is_some_and(|changed| now.saturating_duration_since(changed) < PATIENCE)
-        };
-        let stale = self.seen.contains_key(own) && !alive(own) && !self.ready.is_empty();
-        let changed = |name: &str| self.seen.get(name).and_then(|sight| sight.changed);
-        let unproved = |name: &str| {
-            let known = changed(own).zip(changed(name));
+        let own_sight = self.seen.iter().find(|sight| *sight.name == *own);
+        let stale = own_sight.is_some_and(|sight| !sight.is_alive(now)) && !nobody;
+        let own_changed = own_sight.and_then(|sight| sight.changed);
+        let unproved = |sight: &Sight| {
+            let known = own_changed.zip(sight.changed);
             known.is_some_and(|(own, other)| own.saturating_duration_since(other) < EVIDENCE)
         };
-        let ready = nodes.filter(|node| is_complete(node)).map(|node| node.name.as_str()).filter(|name| {
-            *name == own || alive(name) || ((stale || unproved(name)) && self.ready.contains(*name))
-        });
-        self.ready = ready.map(ToOwned::to_owned).collect();
-        self.ready.clone()
+        for (node, sight) in nodes.zip(&mut self.seen) {
+            sight.ready = is_complete(node)
+                && (*sight.name == *own || sight.is_alive(now) || sight.ready && (stale || unproved(sight)));
+        }
+        self.seen.iter().filter(|sight| sight.ready).map(|sight| Arc::clone(&sight.name)).collect()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
     use crate::wireguard::key::PublicKey;
 
@@ -102,8 +113,8 @@ mod tests {
         list.iter().map(|(name, seen)| ((*name).to_owned(), node(name, *seen))).collect()
     }
 
-    fn names(ready: &BTreeSet<String>) -> Vec<&str> {
-        ready.iter().map(String::as_str).collect()
+    fn names(ready: &BTreeSet<Arc<str>>) -> Vec<&str> {
+        ready.iter().map(|name| &**name).collect()
     }
 
     #[test]

@@ -147,7 +147,7 @@ impl Directory {
                 if !wrong.is_empty() {
                     problems.insert(format!("node {name}"), wrong);
                 }
-                snapshot.nodes.insert(name.clone(), node);
+                snapshot.nodes.insert(name.as_str().into(), node.into());
             }
             for (name, object) in &known.objects.peers {
                 if !seen_peers.insert(name) {
@@ -242,7 +242,12 @@ mod tests {
     const OTHER: &str = "apiVersion: v1\nkind: Node\nmetadata: {name: b}\n";
 
     fn names(directory: &Directory) -> Vec<String> {
-        directory.snapshot("topology.kubernetes.io/region").nodes.into_keys().collect()
+        directory
+            .snapshot("topology.kubernetes.io/region")
+            .nodes
+            .into_keys()
+            .map(|name| name.to_string())
+            .collect()
     }
 
     #[test]

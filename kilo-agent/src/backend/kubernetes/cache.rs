@@ -1,7 +1,10 @@
 //! What the watches have said so far: translated objects only, and how urgent
 //! each change is.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use kube::core::ObjectMeta;
 
@@ -68,7 +71,8 @@ pub struct Seen<T> {
 /// All objects of one kind.
 #[derive(Debug)]
 pub struct Store<T> {
-    values: BTreeMap<String, T>,
+    /// Shared with the snapshots that were made.
+    values: BTreeMap<Arc<str>, Arc<T>>,
     problems: BTreeMap<String, String>,
     listed: bool,
 }
@@ -89,10 +93,16 @@ impl<T: Kept> Store<T> {
         };
         let problem = if before { Urgency::Now } else { Urgency::Never };
         let value = match seen.value {
-            None => changed(self.values.remove(&seen.name).is_some()),
+            None => changed(self.values.remove(seen.name.as_str()).is_some()),
             Some(value) => {
-                let urgency = self.values.get(&seen.name).map_or(Urgency::Now, |old| value.urgency(old));
-                self.values.insert(seen.name, value);
+                let old = self.values.get_mut(seen.name.as_str());
+                let urgency = old.as_ref().map_or(Urgency::Now, |old| value.urgency(old));
+                match old {
+                    // What is the same stays the same to those that share it.
+                    Some(_) if urgency == Urgency::Never => {}
+                    Some(old) => *old = value.into(),
+                    None => drop(self.values.insert(seen.name.into(), value.into())),
+                }
                 urgency
             }
         };
@@ -115,7 +125,7 @@ impl<T: Kept> Store<T> {
         let gone: BTreeSet<String> = self
             .values
             .keys()
-            .map(String::as_str)
+            .map(|name| &**name)
             .chain(with_problems)
             .filter(|name| !listed.contains(*name) && !keep.contains(*name))
             .map(ToOwned::to_owned)
@@ -193,7 +203,7 @@ impl Cache {
         let problems = self.nodes.problems.iter().chain(&self.peers.problems);
         (self.nodes.listed && self.peers.listed).then(|| Snapshot {
             nodes: self.nodes.values.clone(),
-            peers: self.peers.values.clone(),
+            peers: self.peers.values.values().map(|peer| (peer.name.clone(), Peer::clone(peer))).collect(),
             problems: problems.map(|(object, problem)| (object.clone(), problem.clone())).collect(),
         })
     }
@@ -231,7 +241,7 @@ mod tests {
         store.put(Seen::<Node> { name: "bad".into(), value: None, problem: Some("x".into()) });
         let keep = BTreeSet::from(["kept".to_owned()]);
         assert_eq!(store.replace(vec![seen("a", 1)], &keep), Urgency::Now);
-        assert_eq!(store.values.keys().collect::<Vec<_>>(), ["a", "kept"]);
+        assert_eq!(store.values.keys().map(|name| &**name).collect::<Vec<_>>(), ["a", "kept"]);
         assert!(store.problems.is_empty());
         assert_eq!(store.replace(vec![seen("a", 1), seen("kept", 1)], &BTreeSet::new()), Urgency::Never);
     }

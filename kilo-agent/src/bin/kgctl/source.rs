@@ -74,14 +74,14 @@ pub fn granularity(snapshot: &Snapshot, flags: &Flags) -> Result<Granularity> {
 }
 
 /// Names of the nodes that take part at this time (Unix seconds).
-pub fn ready(snapshot: &Snapshot, now: i64) -> BTreeSet<String> {
+pub fn ready(snapshot: &Snapshot, now: i64) -> BTreeSet<Arc<str>> {
     let ready = snapshot.nodes.values().filter(|node| topology::ready_at(node, now));
-    ready.map(|node| node.name.clone()).collect()
+    ready.map(|node| node.name.as_str().into()).collect()
 }
 
 /// The mesh as it is now.
 pub fn mesh(snapshot: &Snapshot, flags: &Flags) -> Result<Mesh> {
     let ready = ready(snapshot, Timestamp::now().0);
-    let nodes = snapshot.nodes.values().filter(|node| ready.contains(&node.name));
+    let nodes = snapshot.nodes.values().map(|node| &**node).filter(|node| ready.contains(node.name.as_str()));
     Ok(Mesh::new(nodes, &snapshot.peers, granularity(snapshot, flags)?, flags.subnet))
 }

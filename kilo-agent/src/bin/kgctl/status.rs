@@ -61,11 +61,13 @@ async fn from_objects(args: &StatusArgs, flags: &Flags) -> Result<Status> {
     }
     let client = kubernetes::client(flags.kubeconfig.as_deref(), None).await?;
     match &args.node {
-        Some(name) if snapshot.nodes.contains_key(name) => match ask::through_api(&client, name).await {
-            // The agent's view is the one by which its packets go.
-            Ok(seen) => return Ok(seen),
-            Err(error) => eprintln!("kgctl: no tunnels and counters: {error}"),
-        },
+        Some(name) if snapshot.nodes.contains_key(name.as_str()) => {
+            match ask::through_api(&client, name).await {
+                // The agent's view is the one by which its packets go.
+                Ok(seen) => return Ok(seen),
+                Err(error) => eprintln!("kgctl: no tunnels and counters: {error}"),
+            }
+        }
         Some(_) => {}
         // Since when somebody leads is not written in the objects: any agent may know.
         None => {
