@@ -18,7 +18,7 @@ use std::{
 };
 
 use ipnet::IpNet;
-use tokio::sync::Notify;
+use tokio::{sync::Notify, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
 
 use self::{
@@ -31,7 +31,7 @@ use crate::{
     backend::{Backend, BackendError, Snapshot, last_good::LastGood},
     cli::{AttachMode, Compatibility, Masquerade},
     cni,
-    dataplane::{self, Dataplane, Interfaces, PathMtus},
+    dataplane::{self, Dataplane, DataplaneError, Interfaces, PathMtus},
     health::Health,
     interface::{self, Interface},
     metrics::Metrics,
@@ -101,6 +101,25 @@ pub struct Options {
     pub debug: bool,
 }
 
+/// What was begun before the nodes are known: see [`begin`].
+pub struct Begun {
+    resolver: Resolver,
+    /// Programs that are being loaded.
+    loading: Option<JoinHandle<Result<Dataplane, DataplaneError>>>,
+}
+
+/// Begins what needs this host only, so that it is waited for together with the list of nodes:
+/// looks up the own name, and loads the programs where an earlier agent left some. Where there
+/// are none, nothing is made before the backend has answered.
+pub fn begin(options: &Options) -> Begun {
+    let mut resolver = Resolver::default();
+    resolver.ask_own(&options.hostname);
+    let adopts = dataplane::top_directory(&options.bpffs).exists();
+    let (bpffs, debug, attach) = (options.bpffs.clone(), options.debug, options.attach);
+    let load = move || Dataplane::open_with(&bpffs, debug, attach);
+    Begun { resolver, loading: adopts.then(|| tokio::task::spawn_blocking(load)) }
+}
+
 /// Why a reconciliation is due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cause {
@@ -154,7 +173,8 @@ pub struct Agent<B> {
 }
 
 impl<B: Backend> Agent<B> {
-    /// Opens what the agent needs: programs, pinned maps, the WireGuard device.
+    /// Opens what the agent needs: programs, pinned maps, the WireGuard device,
+    /// as far as that has not `begun`.
     ///
     /// # Errors
     /// When a capability or kernel feature is missing; the text says which.
@@ -162,16 +182,20 @@ impl<B: Backend> Agent<B> {
     pub async fn new(
         options: Options,
         backend: B,
+        begun: Begun,
         key: SecretKey,
         metrics: Metrics,
         health: Health,
         view: tokio::sync::watch::Sender<Arc<View>>,
     ) -> Result<Self, AgentError> {
-        let mut resolver = Resolver::default();
-        // Answered, mostly, while the programs are loaded.
-        resolver.ask_own(&options.hostname);
         let adopted = dataplane::top_directory(&options.bpffs).exists();
-        let dataplane = Dataplane::open_with(&options.bpffs, options.debug, options.attach)?;
+        let Begun { resolver, loading } = begun;
+        let loaded = match loading {
+            Some(loading) => loading.await.ok(),
+            None => None,
+        };
+        let open = || Dataplane::open_with(&options.bpffs, options.debug, options.attach);
+        let dataplane = loaded.unwrap_or_else(open)?;
         metrics.set_counters(dataplane.counters()?);
         let host_changed = Arc::new(Notify::new());
         let path_mtus = dataplane.follow_path_mtus(Arc::clone(&host_changed))?;

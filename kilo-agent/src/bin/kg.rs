@@ -315,10 +315,11 @@ fn text(flag: &str) -> Option<&str> {
 async fn serve(flags: Flags) -> Result<()> {
     let options = options(&flags)?;
     let _lock = interface::lock(&flags.interface)?;
+    let begun = agent::begin(&options);
     match flags.backend {
         BackendKind::File => {
             let backend = FileBackend::start(directory(&flags)?, &flags.topology_label).await?;
-            work(flags, options, backend).await
+            work(flags, options, backend, begun).await
         }
         BackendKind::Kubernetes => {
             let path = text(&flags.kubeconfig).map(PathBuf::from);
@@ -327,7 +328,7 @@ async fn serve(flags: Flags) -> Result<()> {
             let label = &flags.topology_label;
             let remembered = || last_good_topology(&hostname);
             let backend = kubernetes::PatientBackend::start(client, &hostname, label, remembered).await?;
-            work(flags, options, backend).await
+            work(flags, options, backend, begun).await
         }
     }
 }
@@ -365,7 +366,12 @@ fn last_good_path() -> PathBuf {
     Path::new(KEY_PATH).with_file_name(last_good::FILE)
 }
 
-async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> Result<()> {
+async fn work<B: Backend>(
+    flags: Flags,
+    options: agent::Options,
+    backend: B,
+    begun: agent::Begun,
+) -> Result<()> {
     let key = private_key::load_or_create(Path::new(KEY_PATH))?;
     let metrics = Metrics::default();
     // Three resync periods, and never less than a check-in takes.
@@ -387,7 +393,7 @@ async fn work<B: Backend>(flags: Flags, options: agent::Options, backend: B) -> 
     // Before anything is set up: nothing half done stays behind an address that is taken.
     let listen = flags.listen;
     let listener = http::bind(listen).await.with_context(|| format!("--listen {listen}"))?;
-    let agent = Agent::new(options, backend, key, metrics, health, view).await?;
+    let agent = Agent::new(options, backend, begun, key, metrics, health, view).await?;
     let answer = move |request| context.clone().answer(request);
     let mut server = tokio::spawn(http::serve(listener, None, answer, stop.clone()));
     let mut agent = tokio::spawn(agent.run(stop.clone()));
