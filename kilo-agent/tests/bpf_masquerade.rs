@@ -5,9 +5,10 @@
 mod support;
 
 use kilo_agent::dataplane::Dataplane;
+use kilo_common::maps::{CONFIG_ONE_V4, CONFIG_ONE_V6};
 use support::{
-    MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, leader_tables,
-    packet::{PASS, SHOT, checksums_hold, ethernet, icmp, ipv4, run, udp},
+    MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, PUBLIC_V6, leader_tables,
+    packet::{PASS, SHOT, checksums_hold, ethernet, icmp, ipv4, run, transport_checksum, udp},
 };
 
 fn open() -> Option<(support::BpfFs, Dataplane, kilo_agent::plan::Tables)> {
@@ -46,7 +47,7 @@ fn tcp_and_echo_are_translated_with_their_own_checksums() {
     let mut segment = vec![0x13, 0x88, 0, 80];
     segment.extend([0; 8]);
     segment.extend([0x50, 2, 0xff, 0xff, 0, 0, 0, 0]);
-    let sum = support::packet::transport_checksum(OWN_POD, OUTSIDE, 6, &segment);
+    let sum = transport_checksum(OWN_POD, OUTSIDE, 6, &segment);
     segment[16..18].copy_from_slice(&sum.to_be_bytes());
     for ip in [ipv4(OWN_POD, OUTSIDE, 6, 64, &segment), icmp(OWN_POD, OUTSIDE, 8, 77)] {
         let out = run(&mut dataplane, "uplink_egress", &ethernet(&ip));
@@ -141,4 +142,75 @@ fn the_hosts_own_ping_and_a_pods_with_one_identifier_both_get_their_answers() {
     let back = run(&mut dataplane, "lan_ingress", &ethernet(&icmp(OUTSIDE, PUBLIC, 0, id(&host.bytes))));
     assert_eq!((destination(&back.bytes).0, id(&back.bytes)), (PUBLIC, 7));
     assert!(checksums_hold(&back.bytes[14..]));
+}
+
+/// An Ethernet frame that holds a UDP packet from this IPv6 address.
+fn udp_v6(src: [u8; 16], port: u16) -> Vec<u8> {
+    let mut outside = PUBLIC_V6;
+    outside[15] = 99;
+    let mut frame = [&[0; 12][..], &[0x86, 0xdd, 0x60, 0, 0, 0, 0, 8, 17, 64], &src, &outside].concat();
+    frame.extend(port.to_be_bytes());
+    // A checksum of zero stays as it is.
+    frame.extend([0, 53, 0, 8, 0, 0]);
+    frame
+}
+
+/// A segment with a right checksum.
+fn tcp(src: [u8; 4], port: u16) -> Vec<u8> {
+    let mut segment =
+        [&port.to_be_bytes()[..], &[0, 80], &[0; 8], &[0x50, 2, 0xff, 0xff, 0, 0, 0, 0]].concat();
+    let sum = transport_checksum(src, OUTSIDE, 6, &segment);
+    segment[16..18].copy_from_slice(&sum.to_be_bytes());
+    ipv4(src, OUTSIDE, 6, 64, &segment)
+}
+
+#[test]
+fn the_short_way_of_wireguards_packets_changes_nothing_for_any_packet() {
+    let Some((_fs, mut long, mut tables)) = open() else { return };
+    let Some((_other_fs, mut short, _)) = open() else { return };
+    tables.config.private_v4 = PUBLIC;
+    tables.config.private_v6 = PUBLIC_V6;
+    long.write(&tables).unwrap();
+    tables.config.flags |= CONFIG_ONE_V4 | CONFIG_ONE_V6;
+    short.write(&tables).unwrap();
+    let port = tables.config.wireguard_port;
+    let pod_v6 = [0xfd, 0x42, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2];
+    let with_options = {
+        // Where a header without options ends stands WireGuard's port.
+        let options =
+            [&port.to_be_bytes()[..], &[1, 1], &7000_u16.to_be_bytes(), &[0, 53, 0, 8, 0, 0]].concat();
+        let mut ip = ipv4(PUBLIC, OUTSIDE, 17, 64, &options);
+        ip[0] = 0x46;
+        ip
+    };
+    let translated = |own: &[u8], out: &[u8]| own[14..] != out[14..];
+    let mut changed = Vec::new();
+    for (name, frame) in [
+        ("WireGuard's", ethernet(&udp(PUBLIC, OUTSIDE, (port, 53), b"noise"))),
+        ("a pod's from that port", ethernet(&udp(OWN_POD, OUTSIDE, (port, 53), b"noise"))),
+        ("a pod's from another", ethernet(&udp(OWN_POD, OUTSIDE, (7000, 53), b"noise"))),
+        ("the host's from another, which the pod has", ethernet(&udp(PUBLIC, OUTSIDE, (7000, 53), b"noise"))),
+        ("a pod's segment from that port", ethernet(&tcp(OWN_POD, port))),
+        ("the host's segment from that port, which the pod has", ethernet(&tcp(PUBLIC, port))),
+        ("the host's with options, from another", ethernet(&with_options)),
+        ("WireGuard's, IPv6", udp_v6(PUBLIC_V6, port)),
+        ("a pod's from that port, IPv6", udp_v6(pod_v6, port)),
+        ("a pod's from another, IPv6", udp_v6(pod_v6, 7000)),
+        ("the host's from another, which the pod has, IPv6", udp_v6(PUBLIC_V6, 7000)),
+    ] {
+        let (wanted, got) =
+            (run(&mut long, "uplink_egress", &frame), run(&mut short, "uplink_egress", &frame));
+        assert_eq!(
+            (got.verdict, &got.bytes, &got.counted),
+            (wanted.verdict, &wanted.bytes, &wanted.counted),
+            "{name}"
+        );
+        if translated(&frame, &got.bytes) {
+            changed.push(name);
+        }
+    }
+    // What goes the long way is seen there: every pod's, and the host's where a pod has its port.
+    assert_eq!(changed.iter().filter(|name| name.starts_with("a pod's")).count(), 5, "{changed:?}");
+    assert_eq!(changed.iter().filter(|name| name.starts_with("the host's")).count(), 4, "{changed:?}");
+    assert_eq!(changed.len(), 9, "{changed:?}");
 }

@@ -252,6 +252,12 @@ pub const CONFIG_PLAIN: u32 = 4;
 /// network in between need not know pods' addresses.
 pub const CONFIG_PODS: u32 = 8;
 
+/// `Config::flags`: masqueraded IPv4 packets get `private_v4` at every uplink,
+/// so what is sent from it is the host's own.
+pub const CONFIG_ONE_V4: u32 = 16;
+/// `Config::flags`: the same of IPv6 and `private_v6`.
+pub const CONFIG_ONE_V6: u32 = 32;
+
 /// What every program needs to know of this host.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]

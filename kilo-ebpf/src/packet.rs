@@ -67,6 +67,17 @@ pub fn bytes<const N: usize>(ctx: &TcContext, offset: usize) -> Option<*mut [u8;
     Some((ctx.data() + offset) as *mut [u8; N])
 }
 
+/// The first `N` bytes as pairs of them in network byte order, if they are in the linear part.
+/// Packets of a link with an Ethernet header have their IP header at an even address.
+#[inline(always)]
+pub fn pairs<const N: usize>(ctx: &TcContext) -> Option<&[u16; N]> {
+    if ctx.data() + 2 * N > ctx.data_end() {
+        return None;
+    }
+    // SAFETY: the bounds are checked, and programs may read packets at any address.
+    Some(unsafe { &*(ctx.data() as *const [u16; N]) })
+}
+
 /// The halves of an address from the words the kernel's structures hold.
 #[inline(always)]
 pub fn halves(words: &[u32; 4]) -> [u64; 2] {

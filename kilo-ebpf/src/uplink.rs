@@ -11,8 +11,8 @@ use aya_ebpf::{
 };
 use kilo_common::{
     event::Hook,
-    maps::{CONFIG_PODS, Config, HOP_KIND_NODE, HOP_LOCAL, Hop, TUNNEL_NONE},
-    packet::{ETHERNET_LEN, Ipv4},
+    maps::{CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_PODS, Config, HOP_KIND_NODE, HOP_LOCAL, Hop, TUNNEL_NONE},
+    packet::{ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, protocol},
     too_big::{self, QUOTED},
     verdict::DropReason,
 };
@@ -33,10 +33,52 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason
         return Ok(TC_ACT_UNSPEC);
     }
     match packet::family(ctx) {
+        Family::V4 if is_wireguards_v4(ctx, config) => Ok(TC_ACT_UNSPEC),
+        Family::V6 if is_wireguards_v6(ctx, config) => Ok(TC_ACT_UNSPEC),
         Family::V4 => Ipv4::read(ctx, ETHERNET_LEN).map_or(Ok(TC_ACT_UNSPEC), |ip| leave(ctx, config, &ip)),
         Family::V6 => V6::read(ctx, ETHERNET_LEN).map_or(Ok(TC_ACT_UNSPEC), |ip| leave(ctx, config, &ip)),
         Family::Other => Ok(TC_ACT_UNSPEC),
     }
+}
+
+/// True for WireGuard's packets from the private address, where [`leave`] would
+/// find after several tables that they are the host's own and stay as they are.
+/// Most of what a leader sends is such, so as little of them is read as can be.
+#[inline(always)]
+fn is_wireguards_v4(ctx: &TcContext, config: &Config) -> bool {
+    const IP: usize = ETHERNET_LEN / 2;
+    const PORT: usize = IP + IPV4_LEN / 2;
+    // SAFETY: the field is aligned to 4 bytes.
+    let private: [u16; 2] = unsafe { *config.private_v4.as_ptr().cast() };
+    config.flags & CONFIG_ONE_V4 != 0
+        && packet::pairs::<{ PORT + 1 }>(ctx).is_some_and(|pairs| {
+            [pairs[IP + 6], pairs[IP + 7]] == private
+                && pairs[PORT] == config.wireguard_port.to_be()
+                && u16::from_be(pairs[IP + 4]) & 0xff == u16::from(protocol::UDP)
+                // Without options.
+                && u16::from_be(pairs[IP]) >> 8 == 0x45
+        })
+}
+
+/// As [`is_wireguards_v4`].
+#[inline(always)]
+fn is_wireguards_v6(ctx: &TcContext, config: &Config) -> bool {
+    const IP: usize = ETHERNET_LEN / 2;
+    const PORT: usize = IP + IPV6_LEN / 2;
+    // SAFETY: the field is aligned to 4 bytes.
+    let private: &[u16; 8] = unsafe { &*config.private_v6.as_ptr().cast() };
+    config.flags & CONFIG_ONE_V6 != 0
+        && packet::pairs::<{ PORT + 1 }>(ctx).is_some_and(|pairs| {
+            let mut same = true;
+            let mut i = 0;
+            while i < 8 {
+                same &= pairs[IP + 4 + i] == private[i];
+                i += 1;
+            }
+            same && pairs[PORT] == config.wireguard_port.to_be()
+                && u16::from_be(pairs[IP + 3]) >> 8 == u16::from(protocol::UDP)
+                && u16::from_be(pairs[IP]) >> 12 == 6
+        })
 }
 
 #[inline(always)]

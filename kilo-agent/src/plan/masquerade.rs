@@ -1,6 +1,6 @@
 //! Tables of masquerading: who is translated, and towards what never.
 
-use std::net::IpAddr;
+use std::{collections::BTreeMap, net::IpAddr};
 
 use ipnet::IpNet;
 use kilo_common::maps::{
@@ -47,6 +47,21 @@ pub(super) fn fill(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: 
     }
 }
 
+/// True when this private address is of that family, and what masqueraded
+/// packets get at every uplink.
+pub(super) fn is_one_address(
+    uplinks: &BTreeMap<u32, Uplink>,
+    private: Option<IpAddr>,
+    family: fn(&IpAddr) -> bool,
+) -> bool {
+    private.filter(family).is_some_and(|private| {
+        uplinks.values().all(|uplink| match private {
+            IpAddr::V4(addr) => uplink.v4 == Some(addr),
+            IpAddr::V6(addr) => uplink.v6 == Some(addr),
+        })
+    })
+}
+
 /// What masqueraded packets get that leave through the WireGuard device:
 /// addresses the other locations route back through it.
 fn tunnel_addresses(own: &Own<'_>) -> Uplink {
@@ -60,4 +75,29 @@ fn tunnel_addresses(own: &Own<'_>) -> Uplink {
         }
     }
     uplink
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_uplink_has_the_private_address_or_there_is_not_one_address() {
+        let with = |v4: &str| Uplink { v4: v4.parse().ok(), v6: "fd00::1".parse().ok() };
+        let is_one = |uplinks: &[Uplink], private: &str, family| {
+            is_one_address(&(2..).zip(uplinks.iter().copied()).collect(), private.parse().ok(), family)
+        };
+        let (own, other, none) = (with("10.1.0.11"), with("192.0.2.11"), with(""));
+        assert!(is_one(&[own, own], "10.1.0.11", IpAddr::is_ipv4));
+        assert!(is_one(&[own, other], "fd00::1", IpAddr::is_ipv6));
+        for (uplinks, private) in [
+            ([own, other], "10.1.0.11"),
+            ([own, none], "10.1.0.11"),
+            ([own, own], "fd00::1"),
+            ([own, own], ""),
+        ] {
+            assert!(!is_one(&uplinks, private, IpAddr::is_ipv4), "{uplinks:?} {private}");
+        }
+    }
 }
