@@ -1,210 +1,27 @@
 //! What masquerading does alike for IPv4 and IPv6: flows of each protocol,
-//! ICMP errors with the packet inside, fragments, ports of the host.
+//! fragments, ports of the host; ICMP errors are in masquerade/errors.rs.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
+mod masquerade;
 mod support;
 
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::IpAddr;
 
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
-use kilo_agent::{dataplane::Dataplane, plan::Tables};
 use kilo_common::{
     checksum,
-    maps::{CONFIG_MASQUERADE, NAT_EGRESS, NAT_INGRESS, NatKey, NatValue},
-    nat::{
-        flow::layout,
-        transport::{self, Transport},
-    },
-    packet::{Ipv4, protocol},
+    maps::{NAT_EGRESS, NAT_INGRESS, NatKey, NatValue},
+    packet::protocol,
+};
+use masquerade::{
+    Side, World, addresses, echo, frame, ip, neighbour, ports, read, sides, tcp, transport, udp,
 };
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 use support::{
-    IFINDEX, OUTSIDE, OWN_POD, PUBLIC, PUBLIC_V6, leader_tables,
-    packet::{PASS, Ran, SHOT, run},
+    IFINDEX,
+    packet::{PASS, SHOT},
 };
-
-/// The addresses of one family.
-struct Side {
-    pod: IpAddr,
-    public: IpAddr,
-    outside: IpAddr,
-    icmp: u8,
-    echo: u8,
-    echo_reply: u8,
-    unreachable: u8,
-}
-
-fn sides() -> [Side; 2] {
-    let v6 = |text: &str| IpAddr::V6(text.parse::<Ipv6Addr>().unwrap());
-    [
-        Side {
-            pod: OWN_POD.into(),
-            public: PUBLIC.into(),
-            outside: OUTSIDE.into(),
-            icmp: protocol::ICMP,
-            echo: 8,
-            echo_reply: 0,
-            unreachable: 3,
-        },
-        Side {
-            pod: v6("fd42:1::2"),
-            public: PUBLIC_V6.into(),
-            outside: v6("2001:db8:9::53"),
-            icmp: protocol::ICMPV6,
-            echo: 128,
-            echo_reply: 129,
-            unreachable: 1,
-        },
-    ]
-}
-
-fn octets(addr: IpAddr) -> Vec<u8> {
-    match addr {
-        IpAddr::V4(addr) => addr.octets().to_vec(),
-        IpAddr::V6(addr) => addr.octets().to_vec(),
-    }
-}
-
-/// Sum over a pseudo header and a transport segment; 0xffff when it holds.
-fn sum(src: IpAddr, dst: IpAddr, kind: u8, segment: &[u8]) -> u16 {
-    let pseudo = if kind == protocol::ICMP {
-        Vec::new()
-    } else {
-        let length = u32::try_from(segment.len()).unwrap();
-        [octets(src), octets(dst), length.to_be_bytes().to_vec(), vec![0, 0, 0, kind]].concat()
-    };
-    let words = |bytes: &[u8]| -> u32 {
-        bytes
-            .chunks(2)
-            .map(|pair| u32::from(pair[0]) << 8 | pair.get(1).map_or(0, |&low| u32::from(low)))
-            .sum()
-    };
-    checksum::fold(words(&pseudo) + words(segment))
-}
-
-/// An IP header and what is behind it.
-fn ip(src: IpAddr, dst: IpAddr, kind: u8, behind: &[u8]) -> Vec<u8> {
-    match (src, dst) {
-        (IpAddr::V4(src), IpAddr::V4(dst)) => {
-            support::packet::ipv4(src.octets(), dst.octets(), kind, 64, behind)
-        }
-        _ => {
-            let mut header = vec![0x60, 0, 0, 0];
-            header.extend(u16::try_from(behind.len()).unwrap().to_be_bytes());
-            header.extend([kind, 64]);
-            header.extend(octets(src));
-            header.extend(octets(dst));
-            header.extend(behind);
-            header
-        }
-    }
-}
-
-/// A transport segment with its checksum; RFC 768: a sum of zero is sent as all ones, for zero says that there is none.
-fn segment(src: IpAddr, dst: IpAddr, kind: u8, mut bytes: Vec<u8>) -> Vec<u8> {
-    let Some(at) = layout(kind).unwrap().checksum else { return bytes };
-    bytes[at..at + 2].fill(0);
-    let sum = !sum(src, dst, kind, &bytes);
-    let sum = if kind == protocol::UDP && sum == 0 { 0xffff } else { sum };
-    bytes[at..at + 2].copy_from_slice(&sum.to_be_bytes());
-    bytes
-}
-
-fn udp(src: IpAddr, dst: IpAddr, ports: (u16, u16), data: &[u8]) -> Vec<u8> {
-    let length = u16::try_from(8 + data.len()).unwrap();
-    let header = [ports.0, ports.1, length, 0].map(u16::to_be_bytes).concat();
-    ip(src, dst, protocol::UDP, &segment(src, dst, protocol::UDP, [&header[..], data].concat()))
-}
-
-fn tcp(src: IpAddr, dst: IpAddr, ports: (u16, u16), flags: u8) -> Vec<u8> {
-    let mut bytes = [ports.0, ports.1].map(u16::to_be_bytes).concat();
-    bytes.extend([0, 0, 0, 1, 0, 0, 0, 0, 0x50, flags, 0xff, 0xff, 0, 0, 0, 0]);
-    ip(src, dst, protocol::TCP, &segment(src, dst, protocol::TCP, bytes))
-}
-
-fn echo(src: IpAddr, dst: IpAddr, side: &Side, kind: u8, id: u16) -> Vec<u8> {
-    let bytes = [&[kind, 0, 0, 0][..], &id.to_be_bytes(), &[0, 1, 7, 8, 9, 10]].concat();
-    ip(src, dst, side.icmp, &segment(src, dst, side.icmp, bytes))
-}
-
-/// An ICMP error about the first bytes of a packet.
-fn error(src: IpAddr, dst: IpAddr, side: &Side, about: &[u8]) -> Vec<u8> {
-    let bytes = [&[side.unreachable, 4, 0, 0, 0, 0, 0, 0][..], about].concat();
-    ip(src, dst, side.icmp, &segment(src, dst, side.icmp, bytes))
-}
-
-fn frame(ip: &[u8]) -> Vec<u8> {
-    let ethertype = if ip[0] >> 4 == 6 { [0x86, 0xdd] } else { [8, 0] };
-    [&[0; 12][..], &ethertype, ip].concat()
-}
-
-/// What a packet says.
-#[derive(Debug, PartialEq, Eq)]
-struct Seen {
-    src: IpAddr,
-    dst: IpAddr,
-    ports: (u16, u16),
-}
-
-fn transport(ip: &[u8]) -> Transport {
-    if ip[0] >> 4 == 6 {
-        transport::ipv6(ip[6], |at| ip.get(at..at + 8)?.try_into().ok()).unwrap()
-    } else {
-        transport::ipv4(&Ipv4::parse(ip.first_chunk().unwrap(), usize::MAX).unwrap(), [ip[4], ip[5]])
-    }
-}
-
-fn addresses(ip: &[u8]) -> (IpAddr, IpAddr) {
-    let v6 = |at: usize| IpAddr::from(<[u8; 16]>::try_from(&ip[at..at + 16]).unwrap());
-    let v4 = |at: usize| IpAddr::from(<[u8; 4]>::try_from(&ip[at..at + 4]).unwrap());
-    if ip[0] >> 4 == 6 { (v6(8), v6(24)) } else { (v4(12), v4(16)) }
-}
-
-/// Reads a packet, whose checksums must hold.
-fn read(frame: &[u8]) -> Seen {
-    let ip = &frame[14..];
-    let (src, dst) = addresses(ip);
-    let found = transport(ip);
-    let segment = &ip[found.offset..];
-    if ip[0] >> 4 == 4 {
-        assert_eq!(checksum::header(ip.first_chunk().unwrap()), 0, "the header's checksum holds");
-    }
-    assert_eq!(sum(src, dst, found.protocol, segment), 0xffff, "the transport's checksum holds");
-    Seen { src, dst, ports: ports(ip) }
-}
-
-fn ports(ip: &[u8]) -> (u16, u16) {
-    let found = transport(ip);
-    let layout = layout(found.protocol).unwrap();
-    let at = |at: usize| u16::from_be_bytes([ip[found.offset + at], ip[found.offset + at + 1]]);
-    (at(layout.src_port), at(layout.dst_port))
-}
-
-struct World {
-    _fs: support::BpfFs,
-    dataplane: Dataplane,
-    tables: Tables,
-}
-
-impl World {
-    fn new() -> Option<Self> {
-        let fs = support::bpffs()?;
-        let tables = leader_tables();
-        assert_ne!(tables.config.flags & CONFIG_MASQUERADE, 0);
-        let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
-        dataplane.write(&tables).unwrap();
-        Some(Self { _fs: fs, dataplane, tables })
-    }
-
-    fn out(&mut self, ip: &[u8]) -> Ran {
-        run(&mut self.dataplane, "uplink_egress", &frame(ip))
-    }
-
-    fn back(&mut self, ip: &[u8]) -> Ran {
-        run(&mut self.dataplane, "lan_ingress", &frame(ip))
-    }
-}
 
 #[test]
 fn udp_tcp_and_echo_of_both_families_go_out_and_come_back() {
@@ -225,16 +42,6 @@ fn udp_tcp_and_echo_of_both_families_go_out_and_come_back() {
             let seen = read(&back.bytes);
             assert_eq!((seen.dst, seen.ports), (pod, ports(&here)));
         }
-    }
-}
-
-/// The same address with another last byte.
-fn neighbour(addr: IpAddr, last: u8) -> IpAddr {
-    let mut octets = octets(addr);
-    *octets.last_mut().unwrap() = last;
-    match <[u8; 4]>::try_from(octets.as_slice()) {
-        Ok(octets) => octets.into(),
-        Err(_) => <[u8; 16]>::try_from(octets.as_slice()).unwrap().into(),
     }
 }
 
@@ -271,78 +78,6 @@ fn the_answer_to_any_translated_packet_comes_back_as_the_answer_to_the_packet_it
         assert_eq!(back.bytes, frame(&packet(outside, pod, (theirs, own), true, kind)));
     }
     assert!(changed > 100, "ports were changed {changed} times only");
-}
-
-#[test]
-fn an_error_from_outside_reaches_the_pod_with_its_own_packet_inside() {
-    let Some(mut world) = World::new() else { return };
-    for side in sides() {
-        let Side { pod, public, outside, .. } = side;
-        let router: IpAddr =
-            if pod.is_ipv4() { [203, 0, 113, 9].into() } else { "2001:db8:5::1".parse().unwrap() };
-        // The first takes the port, so that the second's is changed.
-        let other = if pod.is_ipv4() { [10, 42, 1, 77].into() } else { "fd42:1::77".parse().unwrap() };
-        for kind in 0..3 {
-            let packet = |src: IpAddr| match kind {
-                0 => udp(src, outside, (5000, 53), b"question"),
-                1 => tcp(src, outside, (5001, 80), 2),
-                _ => echo(src, outside, &side, side.echo, 7),
-            };
-            world.out(&packet(other));
-            let sent = world.out(&packet(pod));
-            let translated = read(&sent.bytes);
-            assert_eq!(translated.src, public);
-            assert_ne!(translated.ports.0, ports(&packet(pod)).0);
-            // Eight bytes of transport header must do.
-            for quoted in [transport(&packet(pod)).offset + 8, packet(pod).len()] {
-                let back = world.back(&error(router, public, &side, &sent.bytes[14..14 + quoted]));
-                assert_eq!((back.verdict, back.counted.as_slice()), (PASS, &["unmasquerade"][..]), "{kind}");
-                let ip = &back.bytes[14..];
-                assert_eq!(addresses(ip), (router, pod));
-                let icmp = &ip[transport(ip).offset..];
-                assert_eq!(sum(router, pod, side.icmp, icmp), 0xffff, "the error's checksum holds");
-                let inner = &icmp[8..];
-                let expected = &packet(pod)[..quoted];
-                if kind == 1 && quoted > 30 {
-                    // TCP's checksum inside is of no use to anybody.
-                    assert_eq!((addresses(inner), ports(inner)), (addresses(expected), ports(expected)));
-                } else {
-                    assert_eq!(inner, expected, "byte for byte what the pod sent: {kind}");
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn a_pods_own_error_goes_out_with_what_the_sender_knows_inside() {
-    let Some(mut world) = World::new() else { return };
-    for side in sides() {
-        let Side { pod, public, outside, .. } = side;
-        world.out(&udp(pod, outside, (5000, 53), b"question"));
-        let reply = udp(outside, public, (53, 5000), b"answer");
-        let received = world.back(&reply).bytes;
-        let out = world.out(&error(pod, outside, &side, &received[14..]));
-        assert_eq!((out.verdict, out.counted.as_slice()), (PASS, &["masquerade"][..]));
-        let ip = &out.bytes[14..];
-        assert_eq!(addresses(ip), (public, outside));
-        let icmp = &ip[transport(ip).offset..];
-        assert_eq!(sum(public, outside, side.icmp, icmp), 0xffff);
-        assert_eq!(&icmp[8..], reply, "byte for byte what the other end sent");
-    }
-}
-
-#[test]
-fn errors_about_no_flow_are_the_hosts_on_the_way_in_and_refused_on_the_way_out() {
-    let Some(mut world) = World::new() else { return };
-    for side in sides() {
-        let Side { pod, public, outside, .. } = side;
-        let hosts = error(outside, public, &side, &udp(public, outside, (1, 2), b"")[..]);
-        let back = world.back(&hosts);
-        assert_eq!((back.verdict, back.counted.len(), &back.bytes[14..]), (PASS, 0, &hosts[..]));
-        let out = world.out(&error(pod, outside, &side, &udp(outside, pod, (1, 2), b"")[..]));
-        assert_eq!((out.verdict, out.counted.as_slice()), (SHOT, &["nat_unsupported"][..]));
-    }
 }
 
 /// The parts of a packet: the first with `cut` bytes of payload.

@@ -32,7 +32,7 @@ use crate::{
     packet,
 };
 
-/// Answer of a part: nothing was done.
+/// Answer of a part: the packet's own addresses stay.
 const NOTHING: u32 = 0;
 /// Answer of a part: it is done. Everything above is the index of a drop reason.
 const DONE: u32 = 1;
@@ -41,8 +41,9 @@ const DONE: u32 = 1;
 const IPV6: u32 = 1;
 const OWN: u32 = 2;
 
-/// Translates the source if that is due; answers the new source. `rare`: most
-/// packets here are of no such flow, so the tables are asked before its entry is.
+/// Translates the source if that is due; answers the new source. Of the node's own
+/// ICMP errors only the packet inside is. `rare`: most packets here are of no such
+/// flow, so the tables are asked before its entry is.
 #[inline(always)]
 pub fn egress<I: Ip>(
     ctx: &TcContext,
@@ -138,15 +139,18 @@ fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -
     let own = flags & OWN != 0;
     let found = parse::packet(skb, offset, flags & IPV6, u32::from(NAT_EGRESS));
     let Some(work) = this_cpu() else { return NOTHING };
-    if own && (found != Found::Flow as u32 || work.fragmented()) {
+    if own && work.fragmented() {
         // What cannot be translated need not be.
         return NOTHING;
     }
     if found != Found::Flow as u32 {
-        if !work.is_due() {
-            return NOTHING;
-        }
-        if work.addr_is_missing() {
+        if own || !work.is_due() {
+            if found != Found::Error as u32 {
+                return NOTHING;
+            }
+            // The node's own error about an answer to a pod: what it quotes is of a flow.
+            work.addr = copy(&work.key.src);
+        } else if work.addr_is_missing() {
             return DropReason::NatUnsupported.index();
         }
     }
@@ -166,6 +170,10 @@ fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -
             work.outer = copy(&work.key.src);
             let answer = inside_error(skb, payload, flags & IPV6, u32::from(NAT_INGRESS));
             let Some(work) = this_cpu() else { return NOTHING };
+            if halves(&work.addr) == halves(&work.outer) {
+                // It keeps its own address.
+                return if answer == DONE { NOTHING } else { answer };
+            }
             if answer != DONE {
                 return if answer == NOTHING { DropReason::NatUnsupported.index() } else { answer };
             }

@@ -9,6 +9,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
+use clap::ValueEnum;
 use nix::sys::signal::Signal;
 
 use super::{
@@ -23,7 +24,7 @@ use crate::report::TestOutcome;
 /// A check's name is a sentence; it gets the lab as the one before left it.
 pub type Check = (&'static str, fn(&mut Lab) -> Result<String>);
 
-pub const CHECKS: &[Check] = &[
+const CHECKS: &[Check] = &[
     ("non-leaders steer and never encrypt; leaders encrypt, forward and carry transit", ways),
     ("datagrams that pods hand over many at once arrive whole", segments::run),
     (
@@ -44,8 +45,8 @@ pub const CHECKS: &[Check] = &[
     ("a second agent on a node refuses to start", second_agent),
 ];
 
-/// Ways the mesh is used; they ask nothing of the kernel that the others do not.
-pub const USES: &[Check] = &[
+/// Ways the mesh is used.
+const USES: &[Check] = &[
     ("a VPN peer to which NAT gives another address and port in mid-flow loses no connection", vpn::roams),
     ("a VPN peer needs the pre-shared key of its Peer object", vpn::preshared_key),
     ("a VPN peer is the gateway to a network behind it, and to a service there", vpn::gateway),
@@ -68,13 +69,38 @@ pub const USES: &[Check] = &[
 ];
 
 /// Last, because they change every node.
-pub const LAST: &[Check] = &[
+const LAST: &[Check] = &[
     ("pods pass a FORWARD policy DROP with --iptables-forward-rules, and not without", forward_policy::run),
     ("after `kg uninstall` nothing of ours is left", uninstall),
 ];
 
 /// They say enough about another way to carry packets.
-pub const BRIEF: &[Check] = CHECKS.split_at(5).0;
+const WAY: &[Check] = CHECKS.split_at(5).0;
+
+/// Some of the checks.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum Choice {
+    /// All of them.
+    All,
+    /// What the way packets take says.
+    Way,
+    /// All but `uses`: everything that asks something of the kernel.
+    Transport,
+    /// Those of `way`, and what users do: VPN peers, printer, node ports, NAT, granularities.
+    Uses,
+}
+
+impl Choice {
+    /// The checks, in their order.
+    pub const fn checks(self) -> [&'static [Check]; 3] {
+        match self {
+            Self::All => [CHECKS, USES, LAST],
+            Self::Way => [WAY, &[], &[]],
+            Self::Transport => [CHECKS, &[], LAST],
+            Self::Uses => [WAY, USES, &[]],
+        }
+    }
+}
 
 /// Runs every check of these; the lab is taken down by the caller.
 pub fn run(

@@ -25,6 +25,9 @@ const PID: &str = "/run/wireguard-go.pid";
 /// The node that gets it; all others have the kernel's or ours.
 const NODE: &str = "b1";
 
+/// Its agent takes the device that is there, whoever made it.
+const ADOPT: &[&str] = &["--create-interface=false", "--wireguard=auto"];
+
 /// Puts wireguard-go in the place of the device, and back.
 pub fn run(lab: &mut Lab) -> Result<String> {
     let node = lab.network.node(NODE)?.clone();
@@ -54,7 +57,7 @@ fn replace_device(lab: &mut Lab, node: &Node) -> Result<()> {
          WG_PROCESS_FOREGROUND=1 setsid wireguard-go kilo0 </dev/null >/run/wireguard-go.log 2>&1 & echo $! > {PID}
          for i in $(seq 100); do wg show kilo0 >/dev/null 2>&1 && exit; sleep 0.1; done; cat /run/wireguard-go.log; exit 1"
     ))?;
-    lab.agents.start_with(node, &["--create-interface=false"])?;
+    lab.agents.start_with(node, ADOPT)?;
     agents::wait_healthy(&node.space, LIMIT)
 }
 
@@ -84,7 +87,7 @@ fn configured_and_used(lab: &mut Lab, node: &Node, key: &str) -> Result<String> 
     lab.agents.stop(NODE, Signal::SIGKILL)?;
     let (a2, b2) = (lab.network.node("a2")?, lab.network.node("b2")?);
     probe::until_seen_as(&a2.pod, b2.pod_ip(), a2.pod_ip(), LIMIT).context("while no agent runs")?;
-    lab.agents.start_with(node, &["--create-interface=false"])?;
+    lab.agents.start_with(node, ADOPT)?;
     agents::wait_healthy(&node.space, LIMIT)?;
     let (a2, b2) = (lab.network.node("a2")?, lab.network.node("b2")?);
     probe::until_seen_as(&b2.pod, a2.pod_ip(), b2.pod_ip(), LIMIT)?;

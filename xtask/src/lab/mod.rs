@@ -87,15 +87,12 @@ pub struct LabArgs {
     /// More flags for every agent, such as --tunnel=vxlan (repeatable).
     #[arg(long = "kg", value_name = "FLAG", allow_hyphen_values = true, global = true)]
     kg_flags: Vec<String>,
-    /// Only the matrix, and what the way packets take says.
-    #[arg(long, global = true)]
-    brief: bool,
+    /// Which checks, besides who reaches whom.
+    #[arg(long, value_enum, default_value = "all", global = true)]
+    checks: checks::Choice,
     /// Only checks with this in their name, besides the matrix.
     #[arg(long, value_name = "WORDS", global = true)]
     only: Option<String>,
-    /// Leave out what asks nothing more of the kernel: VPN peers, NAT, granularities.
-    #[arg(long, global = true)]
-    no_uses: bool,
     /// Directory of the kg and kgctl binaries (default: where this program is).
     #[arg(long, global = true)]
     bin: Option<PathBuf>,
@@ -206,10 +203,10 @@ impl Mode {
         println!("\n-- lab: {}", self.name);
         let started = Instant::now();
         let prefix = format!("{prefix}{}: ", self.name);
-        let mut args = LabArgs { underlay: self.underlay, brief: true, ..args.clone() };
+        let mut args = LabArgs { underlay: self.underlay, checks: checks::Choice::Way, ..args.clone() };
         args.kg_flags.push(self.flag.to_owned());
         match Lab::up(&args, None) {
-            Ok(lab) => checks::run(lab, started, &prefix, &args, checks::BRIEF),
+            Ok(lab) => checks::run(lab, started, &prefix, &args, args.checks.checks().into_iter().flatten()),
             Err(error) => vec![checks::outcome(&prefix, "the mesh comes up", started, &Err(error))],
         }
     }
@@ -329,10 +326,7 @@ pub fn main(args: LabArgs) -> Result<()> {
         }
         Some(LabCommand::Test { ref json, ref prefix, ref modes }) => {
             let _guard = take_over(&args.name)?;
-            let uses = if args.no_uses { &[] } else { checks::USES };
-            let rest =
-                if args.brief { [checks::BRIEF, &[], &[]] } else { [checks::CHECKS, uses, checks::LAST] };
-            let checks = rest.into_iter().flatten();
+            let checks = args.checks.checks().into_iter().flatten();
             let mut outcomes = checks::run(Lab::up(&args, None)?, Instant::now(), prefix, &args, checks);
             let wanted = |mode: &&Mode| modes.as_ref().is_some_and(|name| mode.name.contains(name));
             for mode in MODES.iter().filter(wanted) {
