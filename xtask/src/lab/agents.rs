@@ -22,6 +22,9 @@ use super::{
     space::{Space, run},
 };
 
+/// What an agent may take to stop, also on an emulated machine.
+const STOPS_WITHIN: Duration = Duration::from_secs(120);
+
 /// How the agents are run, and which run now.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Agents {
@@ -200,7 +203,9 @@ impl Agents {
         let pid = self.pids.remove(node).with_context(|| format!("no agent runs on {node}"))?;
         let pid = Pid::from_raw(pid.cast_signed());
         kill(pid, signal).with_context(|| format!("agent of {node}"))?;
-        let deadline = Instant::now() + Duration::from_secs(120);
+        // As supervisors do: one that stands still hears no other signal.
+        let _ = kill(pid, Signal::SIGCONT);
+        let deadline = Instant::now() + STOPS_WITHIN;
         while Instant::now() < deadline {
             // The lab started it, so it is a child to be waited for; after `--keep` it is not.
             let _ = nix::sys::wait::waitpid(pid, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
@@ -209,7 +214,11 @@ impl Agents {
             }
             std::thread::sleep(Duration::from_millis(20));
         }
-        bail!("the agent of {node} did not end within 30 s of {signal}; see {}", self.log(node).display())
+        bail!(
+            "the agent of {node} did not end within {} s of {signal}; see {}",
+            STOPS_WITHIN.as_secs(),
+            self.log(node).display()
+        )
     }
 
     /// The node's agent has ended by itself.

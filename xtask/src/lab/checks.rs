@@ -45,26 +45,30 @@ const CHECKS: &[Check] = &[
     ("a second agent on a node refuses to start", second_agent),
 ];
 
-/// Ways the mesh is used.
-const USES: &[Check] = &[
+/// Ways the mesh is used in which WireGuard itself has a part.
+const WIREGUARD: &[Check] = &[
     ("a VPN peer to which NAT gives another address and port in mid-flow loses no connection", vpn::roams),
     ("a VPN peer needs the pre-shared key of its Peer object", vpn::preshared_key),
     ("a VPN peer is the gateway to a network behind it, and to a service there", vpn::gateway),
     ("a VPN peer reaches services through a node, and the outside with that node's address", vpn::internet),
     ("a printer of one location is reached from everywhere while allowed-location-ips say so", printer::run),
-    (
-        "node ports and host ports lead to pods from outside and from other nodes' pods, whose own flows stay apart",
-        node_ports::run,
-    ),
     ("two leaders behind port-restricted NATs find each other through a third", nat::run),
-    (
-        "switching between granularities interrupts no connection for longer than a reconcile",
-        granularity::run,
-    ),
     ("a node on its own by annotation, live, is reached by all and loses no connection", granularity::mixed),
     (
         "a leader with wireguard-go and --create-interface=false meets leaders with another WireGuard",
         external::run,
+    ),
+];
+
+/// Other ways it is used.
+const USES: &[Check] = &[
+    (
+        "node ports and host ports lead to pods from outside and from other nodes' pods, whose own flows stay apart",
+        node_ports::run,
+    ),
+    (
+        "switching between granularities interrupts no connection for longer than a reconcile",
+        granularity::run,
     ),
 ];
 
@@ -84,20 +88,21 @@ pub enum Choice {
     All,
     /// What the way packets take says.
     Way,
-    /// All but `uses`: everything that asks something of the kernel.
+    /// Everything that asks something of the kernel's packet path.
     Transport,
-    /// Those of `way`, and what users do: VPN peers, printer, node ports, NAT, granularities.
-    Uses,
+    /// Those of `way`, and what WireGuard itself has a part in: VPN peers, printer,
+    /// NATs, a node on its own, wireguard-go.
+    Wireguard,
 }
 
 impl Choice {
     /// The checks, in their order.
-    pub const fn checks(self) -> [&'static [Check]; 3] {
+    pub const fn checks(self) -> [&'static [Check]; 4] {
         match self {
-            Self::All => [CHECKS, USES, LAST],
-            Self::Way => [WAY, &[], &[]],
-            Self::Transport => [CHECKS, &[], LAST],
-            Self::Uses => [WAY, USES, &[]],
+            Self::All => [CHECKS, WIREGUARD, USES, LAST],
+            Self::Way => [WAY, &[], &[], &[]],
+            Self::Transport => [CHECKS, &[], &[], LAST],
+            Self::Wireguard => [WAY, WIREGUARD, &[], &[]],
         }
     }
 }
