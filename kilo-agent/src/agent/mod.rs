@@ -531,8 +531,8 @@ impl<B: Backend> Agent<B> {
     fn nat_decision(&self, tables: &plan::Tables) -> nat_rules::Decision {
         match self.options.masquerade {
             Masquerade::Nftables => nat_rules::Decision {
-                sources: tables.masq_src.clone(),
-                destinations: tables.masq_dst.clone(),
+                sources: tables.masq_src.iter().map(|(prefix, value)| (*prefix, *value)).collect(),
+                destinations: tables.masq_dst.iter().map(|(prefix, value)| (*prefix, *value)).collect(),
             },
             Masquerade::Ebpf | Masquerade::Off => nat_rules::Decision::default(),
         }
