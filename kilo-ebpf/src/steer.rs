@@ -11,7 +11,8 @@ use kilo_common::{
 use crate::{
     ip::{Ip, V6},
     maps::{count_action, hop},
-    mark, masquerade,
+    mark,
+    masquerade::{self, Known},
     packet::{self, Family},
     programs::TC_ACT_UNSPEC,
     send::send,
@@ -51,7 +52,7 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     if I::never_steered(ip.dst()) || I::never_steered(ip.src()) {
         return Err(DropReason::NotUnicast);
     }
-    if let Some(addr) = masquerade::egress(ctx, config, 0, &ip, true)? {
+    if let Some(addr) = masquerade::egress(ctx, config, 0, &ip, Known::Rare)? {
         ip.set_src(addr);
     }
     let Some(id) = route::<I>(ip.dst()) else {

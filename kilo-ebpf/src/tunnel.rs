@@ -20,7 +20,11 @@ use kilo_common::{
 use crate::{
     ip::{Ip, V6},
     maps::{count_action, hop},
-    mark, masquerade,
+    mark,
+    masquerade::{
+        self,
+        standing::{self, Standing},
+    },
     packet::{self, Family},
     path_mtu,
     programs::{REDIRECT_INGRESS, TC_ACT_OK, TC_ACT_UNSPEC, from_code, to_code},
@@ -75,6 +79,14 @@ fn received_v6(skb: *mut __sk_buff, config: &Config) -> i32 {
 fn received<O: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     // Rubbish that is not for the mesh is the stack's to judge.
     let Ok(outer) = O::read(ctx, ETHERNET_LEN) else { return Ok(TC_ACT_UNSPEC) };
+    if !O::V6 && matches!(outer.protocol(), protocol::TCP | protocol::UDP) {
+        match standing::arriving(ctx, config)? {
+            Standing::Done => return Ok(TC_ACT_UNSPEC),
+            // Nor is it the tunnels'.
+            Standing::NoEntry => return without_entry(ctx, config, &outer),
+            Standing::Unknown => {}
+        }
+    }
     if O::is_private(config, outer.dst()) {
         let skb = ctx.as_ptr().cast();
         match outer.protocol() {
@@ -105,10 +117,13 @@ fn received<O: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
     if masquerade::ingress(ctx, config, ETHERNET_LEN, &outer)?.is_some() {
         return Ok(TC_ACT_UNSPEC);
     }
-    if config.flags & CONFIG_PLAIN != 0 {
-        return plain::<O>(ctx, config, &outer);
-    }
-    Ok(TC_ACT_UNSPEC)
+    without_entry(ctx, config, &outer)
+}
+
+/// What neither a tunnel nor a masqueraded flow sent.
+#[inline(always)]
+fn without_entry<O: Ip>(ctx: &TcContext, config: &Config, outer: &O) -> Result<i32, DropReason> {
+    if config.flags & CONFIG_PLAIN != 0 { plain::<O>(ctx, config, outer) } else { Ok(TC_ACT_UNSPEC) }
 }
 
 /// True for a packet to WireGuard from an address that packets reach through

@@ -20,7 +20,11 @@ use kilo_common::{
 use crate::{
     ip::{Ip, V6},
     maps::hop,
-    mark, masquerade,
+    mark,
+    masquerade::{
+        self, Known,
+        standing::{self, Standing},
+    },
     packet::{self, Family},
     programs::{REDIRECT_INGRESS, TC_ACT_UNSPEC, dropped},
     steer::fits,
@@ -35,8 +39,16 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason
     match packet::family(ctx) {
         Family::V4 if is_wireguards_v4(ctx, config) => Ok(TC_ACT_UNSPEC),
         Family::V6 if is_wireguards_v6(ctx, config) => Ok(TC_ACT_UNSPEC),
-        Family::V4 => Ipv4::read(ctx, ETHERNET_LEN).map_or(Ok(TC_ACT_UNSPEC), |ip| leave(ctx, config, &ip)),
-        Family::V6 => V6::read(ctx, ETHERNET_LEN).map_or(Ok(TC_ACT_UNSPEC), |ip| leave(ctx, config, &ip)),
+        Family::V4 => {
+            let known = match standing::leaving(ctx, config)? {
+                Standing::Done => return Ok(TC_ACT_UNSPEC),
+                Standing::NoEntry => Known::New,
+                Standing::Unknown => Known::Nothing,
+            };
+            Ipv4::read(ctx, ETHERNET_LEN).map_or(Ok(TC_ACT_UNSPEC), |ip| leave(ctx, config, &ip, known))
+        }
+        Family::V6 => V6::read(ctx, ETHERNET_LEN)
+            .map_or(Ok(TC_ACT_UNSPEC), |ip| leave(ctx, config, &ip, Known::Nothing)),
         Family::Other => Ok(TC_ACT_UNSPEC),
     }
 }
@@ -82,7 +94,7 @@ fn is_wireguards_v6(ctx: &TcContext, config: &Config) -> bool {
 }
 
 #[inline(always)]
-fn leave<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropReason> {
+fn leave<I: Ip>(ctx: &TcContext, config: &Config, ip: &I, known: Known) -> Result<i32, DropReason> {
     if let Some(hop) = hop_of_pods(config, ip) {
         if !fits::<I>(ctx, ETHERNET_LEN, ip, hop.mtu) {
             let skb = ctx.as_ptr().cast();
@@ -91,7 +103,7 @@ fn leave<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropRea
         // SAFETY: a helper without pointers. `kilo_egress` does the rest.
         return Ok(unsafe { bpf_redirect(config.kilo_ifindex, 0) } as i32);
     }
-    masquerade::egress(ctx, config, ETHERNET_LEN, ip, false)?;
+    masquerade::egress(ctx, config, ETHERNET_LEN, ip, known)?;
     Ok(TC_ACT_UNSPEC)
 }
 

@@ -8,6 +8,7 @@
 mod parse;
 mod port;
 mod rewrite;
+pub mod standing;
 mod work;
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
@@ -37,20 +38,32 @@ const NOTHING: u32 = 0;
 /// Answer of a part: it is done. Everything above is the index of a drop reason.
 const DONE: u32 = 1;
 
-/// Flags of [`egress_apart`] and [`ingress_apart`], and of [`rewrite`].
+/// Flags of [`egress_apart`], [`ingress_apart`], [`port::translation`] and [`rewrite`].
 const IPV6: u32 = 1;
 const OWN: u32 = 2;
+/// The flow has no entry, as was just found out.
+const NEW: u32 = 4;
+
+/// What is known of a packet that leaves before its flow's entry is looked up.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Known {
+    /// Nothing.
+    Nothing,
+    /// Most packets here are of no such flow: the tables are asked before the entry is.
+    Rare,
+    /// There is no entry.
+    New,
+}
 
 /// Translates the source if that is due; answers the new source. Of the node's own
-/// ICMP errors only the packet inside is. `rare`: most packets here are of no such
-/// flow, so the tables are asked before its entry is.
+/// ICMP errors only the packet inside is.
 #[inline(always)]
 pub fn egress<I: Ip>(
     ctx: &TcContext,
     config: &Config,
     offset: usize,
     ip: &I,
-    rare: bool,
+    known: Known,
 ) -> Result<Option<I::Addr>, DropReason> {
     let Some(device) = translating_device(ctx, config) else { return Ok(None) };
     let addr = I::masq_addr(device);
@@ -65,11 +78,12 @@ pub fn egress<I: Ip>(
     work.key.dst = dst;
     // No socket tells which echo identifiers the host uses: its own echoes
     // claim theirs like those of pods, where both may go.
-    if own && work.destination() == MASQ_EXCLUDE || rare && !own && !work.is_due() {
+    if own && work.destination() == MASQ_EXCLUDE || known == Known::Rare && !own && !work.is_due() {
         return Ok(None);
     }
     work.addr = octets(I::mapped(addr));
-    let flags = if I::V6 { IPV6 } else { 0 } | if own { OWN } else { 0 };
+    let new = if known == Known::New { NEW } else { 0 };
+    let flags = new | if I::V6 { IPV6 } else { 0 } | if own { OWN } else { 0 };
     match egress_apart(ctx.as_ptr().cast(), config, offset as u32, flags) {
         DONE if own => Ok(None),
         DONE => {
@@ -190,7 +204,7 @@ fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -
     {
         return NOTHING;
     }
-    let answer = port::translation(skb, config, u32::from(own));
+    let answer = port::translation(skb, config, flags & (OWN | NEW));
     if answer != DONE {
         return answer;
     }

@@ -7,7 +7,7 @@ use aya_ebpf::{
         __sk_buff, BPF_NOEXIST, bpf_sock_tuple, bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1,
         bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2,
     },
-    helpers::{bpf_ktime_get_ns, bpf_loop, bpf_sk_lookup_tcp, bpf_sk_lookup_udp, bpf_sk_release},
+    helpers::{bpf_ktime_get_coarse_ns, bpf_loop, bpf_sk_lookup_tcp, bpf_sk_lookup_udp, bpf_sk_release},
 };
 use kilo_common::{
     maps::{Config, NAT_SEEN, NatKey, NatValue},
@@ -17,7 +17,7 @@ use kilo_common::{
 };
 
 use super::{
-    DONE, NOTHING,
+    DONE, NEW, NOTHING, OWN,
     work::{Work, copy, halves, this_cpu},
 };
 use crate::maps::NAT;
@@ -27,11 +27,12 @@ const CURRENT_NETNS: u64 = u64::MAX;
 /// `-EEXIST` of a map update.
 const EEXIST: i32 = -17;
 
-/// `CLOCK_MONOTONIC` in seconds, as the agent's collector reads it.
+/// `CLOCK_MONOTONIC` in seconds, as the agent's collector reads it; by the last tick,
+/// which is cheaper to ask for.
 #[inline(always)]
 pub fn now() -> u32 {
     // SAFETY: a helper without arguments.
-    (unsafe { bpf_ktime_get_ns() } / 1_000_000_000) as u32
+    (unsafe { bpf_ktime_get_coarse_ns() } / 1_000_000_000) as u32
 }
 
 /// Notes a reply in its entry, and puts what it becomes into `new`; false
@@ -107,9 +108,9 @@ pub fn is_contested(work: &mut Work) -> bool {
 
 /// Finds the port the source of the flow in `this_cpu().key` becomes, the one it
 /// has or a new one, and puts it into `new_port`; `NOTHING` when it is not to be
-/// translated. `own`: not 0 for the host's own flows, which are.
+/// translated. `flags`: [`OWN`] for the host's own flows, which are; [`NEW`].
 #[inline(never)]
-pub fn translation(skb: *mut __sk_buff, config: &Config, own: u32) -> u32 {
+pub fn translation(skb: *mut __sk_buff, config: &Config, flags: u32) -> u32 {
     let Some(work) = this_cpu() else { return DropReason::NatMapFull.index() };
     let now = now();
     work.old_port = work.key.src_port;
@@ -120,7 +121,9 @@ pub fn translation(skb: *mut __sk_buff, config: &Config, own: u32) -> u32 {
         flags: 0,
         last_seen: now,
     };
-    if let Some(entry) = NAT.get_ptr_mut(&work.key) {
+    if flags & NEW == 0
+        && let Some(entry) = NAT.get_ptr_mut(&work.key)
+    {
         // SAFETY: the entry is there; racing writes concern time and flags only.
         let entry = unsafe { &mut *entry };
         let first = note(entry, now, work.tcp_flags as u8);
@@ -139,7 +142,7 @@ pub fn translation(skb: *mut __sk_buff, config: &Config, own: u32) -> u32 {
         // The address of the device changed, or somebody took the port after an eviction.
         let _ = NAT.remove(&work.key);
     }
-    if own == 0 && !work.is_due() {
+    if flags & OWN == 0 && !work.is_due() {
         return NOTHING;
     }
     if work.addr_is_missing() {
