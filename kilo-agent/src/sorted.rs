@@ -318,6 +318,22 @@ impl<K> IntoIterator for SortedSet<K> {
     }
 }
 
+/// Sorts by prefix; what has the same prefix stays in its order. Compares one number an
+/// item instead of addresses: several times as fast as a sort by [`Key::rank`].
+pub fn sort_by_prefix<T: Copy>(items: &mut Vec<T>, prefix: impl Fn(&T) -> IpNet) {
+    let (mut v4, mut v6) = (Vec::with_capacity(items.len()), Vec::new());
+    for (at, item) in items.iter().enumerate() {
+        match prefix(item) {
+            IpNet::V4(net) => v4.push(u128::from(net.rank()) << 64 | at as u128),
+            IpNet::V6(net) => v6.push((net.rank(), at)),
+        }
+    }
+    v4.sort_unstable();
+    v6.sort_unstable();
+    let places = v4.iter().map(|ranked| *ranked as u64 as usize).chain(v6.iter().map(|(_, at)| *at));
+    *items = places.map(|at| items[at]).collect();
+}
+
 /// One walk over two sequences that are sorted by `order`, without equal ones within each:
 /// `each` gets what only the first has, what only the second has, or both that are equal.
 pub fn merge<A, B>(
@@ -382,6 +398,15 @@ mod tests {
                 let both = (Bound::Excluded(asked), Bound::Excluded(last));
                 prop_assert!(map.range(both).eq(tree.range(both)));
             }
+        }
+
+        #[test]
+        fn sorting_by_prefix_leaves_equal_ones_in_their_order(list in prop::collection::vec(prefix(), 0..60)) {
+            let numbered = || list.iter().copied().enumerate().collect::<Vec<_>>();
+            let (mut sorted, mut expected) = (numbered(), numbered());
+            sort_by_prefix(&mut sorted, |(_, prefix)| *prefix);
+            expected.sort_by_key(|(_, prefix)| *prefix);
+            prop_assert_eq!(sorted, expected);
         }
 
         #[test]

@@ -13,7 +13,7 @@ use kilo_common::{
 
 use super::{Hop, Inputs, Own, Remote, Tables};
 use crate::{
-    sorted::{Key, SortedMap},
+    sorted::{Key, SortedMap, sort_by_prefix},
     topology::{Member, Tunnel},
 };
 
@@ -73,7 +73,7 @@ fn mark_inside(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
         addresses.filter(|ip| segment.endpoint.ip() != Some(*ip)).map(IpNet::from)
     });
     let mut addresses: Vec<IpNet> = addresses.collect();
-    addresses.sort_by_key(Key::rank);
+    sort_by_prefix(&mut addresses, |address| *address);
     // One walk over both: they are sorted.
     let mut addresses = addresses.into_iter().peekable();
     for (prefix, value) in tables.prefix.iter_mut() {
