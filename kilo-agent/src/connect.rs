@@ -10,6 +10,7 @@ use ipnet::IpNet;
 
 use crate::{
     plan::{MAIN_TABLE, NetPlan, Route, WireguardPeer, WireguardPlan},
+    sorted::SortedSet,
     topology::{Endpoint, EndpointHost, Mesh, Peer},
     wireguard::conf,
 };
@@ -66,9 +67,9 @@ pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>)
         .collect();
     let outer: BTreeSet<IpAddr> = endpoints.values().flatten().map(SocketAddr::ip).collect();
     // A prefix that two claim belongs to the first, as on the nodes.
-    let mut claimed = BTreeSet::new();
+    let (mut claimed, mut routes) = (BTreeSet::new(), Vec::new());
     for section in sections {
-        let allowed_ips: BTreeSet<IpNet> =
+        let allowed_ips: SortedSet<IpNet> =
             section.allowed_ips.iter().map(IpNet::trunc).filter(|prefix| claimed.insert(*prefix)).collect();
         let endpoint = endpoints.get(&section.public_key).copied().flatten();
         for &prefix in &allowed_ips {
@@ -81,7 +82,7 @@ pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>)
                 plan.unrouted.push(prefix);
                 continue;
             }
-            plan.net.routes.insert(Route { destination: prefix, table: MAIN_TABLE, source, mtu: None });
+            routes.push(Route { destination: prefix, table: MAIN_TABLE, source, mtu: None });
         }
         plan.wireguard.peers.entry(section.public_key).or_insert(WireguardPeer {
             allowed_ips,
@@ -91,6 +92,7 @@ pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>)
             preshared_key: section.preshared_key,
         });
     }
+    plan.net.routes = routes.into_iter().collect();
     Some(plan)
 }
 

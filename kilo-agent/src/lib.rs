@@ -16,6 +16,7 @@ pub mod net;
 pub mod peering;
 pub mod plan;
 pub mod resolve;
+pub mod sorted;
 pub mod status;
 pub mod topology;
 pub mod webhook;

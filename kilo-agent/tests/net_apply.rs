@@ -12,6 +12,7 @@ use std::{
 use kilo_agent::{
     net::{Net, NetError, discovery, forwarding, links, watch::Watcher},
     plan::{MAIN_TABLE, NetPlan, Route},
+    sorted::SortedSet,
 };
 use netns::{isolated, sh};
 
@@ -45,7 +46,7 @@ fn plan() -> NetPlan {
         neighbours: BTreeSet::new(),
         mtu: 1420,
         addresses: BTreeSet::from(["10.4.0.1/16".parse().unwrap(), "fd00:4::1/64".parse().unwrap()]),
-        routes: BTreeSet::from([
+        routes: SortedSet::from_iter([
             route("10.2.1.0/24", "10.0.0.5"),
             route("10.2.2.0/24", "10.0.0.5"),
             route("192.0.2.7/32", ""),
@@ -107,7 +108,8 @@ fn the_plan_comes_about_and_nothing_else_changes() {
         assert_eq!(net.apply(&changed, kilo).await.unwrap(), 0);
 
         // Fewer routes.
-        changed.routes.pop_first();
+        let first = *changed.routes.iter().next().unwrap();
+        changed.routes.remove(&first);
         assert_eq!(net.apply(&changed, kilo).await.unwrap(), 1);
 
         assert!(net.remove(Some(kilo)).await.unwrap() > 0);
@@ -236,7 +238,8 @@ fn what_we_write_ourselves_does_not_wake_the_watcher_and_what_others_write_does(
         let mut watcher = Watcher::new(Some(net.rtnl().port())).unwrap();
         while tokio::time::timeout(Duration::from_secs(1), watcher.changed()).await.is_ok() {}
         let mut fewer = plan();
-        fewer.routes.pop_first();
+        let first = *fewer.routes.iter().next().unwrap();
+        fewer.routes.remove(&first);
         assert_eq!(net.apply(&fewer, kilo).await.unwrap(), 1);
         let own = tokio::time::timeout(Duration::from_millis(500), watcher.changed()).await;
         assert!(own.is_err(), "{own:?}");

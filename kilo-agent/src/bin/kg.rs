@@ -208,28 +208,33 @@ fn run(cli: Cli) -> Result<()> {
         Some(Command::UserspaceWireguard { interface }) => {
             // The device goes with the process, and the agent makes another one.
             kilo_agent::health::end_on_panic(Duration::ZERO, |_| {});
-            to_end(async { userspace::run(&interface).await.context("userspace WireGuard") })
+            to_end(PACKETS, async { userspace::run(&interface).await.context("userspace WireGuard") })
         }
         Some(Command::Webhook(args)) => {
             log_to_stdout(cli.flags.log_level);
-            to_end(serve_webhook(args))
+            to_end(EVENTS, serve_webhook(args))
         }
         Some(Command::Uninstall) => {
             log_to_stdout(cli.flags.log_level);
-            to_end(uninstall(&cli.flags, true))
+            to_end(EVENTS, uninstall(&cli.flags, true))
         }
         None => {
             log_to_stdout(cli.flags.log_level);
             // The interface is named by the kernel's rules; ours stay below its length.
-            to_end(serve(cli.flags))
+            to_end(EVENTS, serve(cli.flags))
         }
     }
 }
 
-/// Runs to the end, and does not wait for what goes on beside it: a name server
-/// that is silent would hold up the stop.
-fn to_end(work: impl Future<Output = Result<()>>) -> Result<()> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+/// Threads beside the main one. What waits for events needs one: a second would be
+/// woken for each event of a watch, and find nothing to do.
+const EVENTS: usize = 1;
+const PACKETS: usize = 2;
+
+/// Runs to the end with so many threads beside this one, and does not wait for what
+/// goes on there: a name server that is silent would hold up the stop.
+fn to_end(threads: usize, work: impl Future<Output = Result<()>>) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()?;
     let result = runtime.block_on(work);
     runtime.shutdown_background();
     result

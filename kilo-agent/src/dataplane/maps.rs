@@ -10,7 +10,7 @@ use aya::{
     Ebpf, Pod,
     maps::{
         Array, HashMap, MapData, MapError,
-        lpm_trie::{Key, LpmTrie},
+        lpm_trie::{Key as TrieKey, LpmTrie},
     },
 };
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
@@ -26,7 +26,11 @@ use super::{
     DataplaneError,
     load::{Maps, map},
 };
-use crate::{plan, topology::Tunnel};
+use crate::{
+    plan,
+    sorted::{Key, SortedMap, merge},
+    topology::Tunnel,
+};
 
 /// Map content as the programs read it: each family in maps of its own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -43,12 +47,6 @@ pub struct Content {
 }
 
 impl Content {
-    /// Destinations that are never masqueraded, which may have been before.
-    pub(super) fn newly_excluded(&self, desired: &Self) -> Vec<Ipv6Net> {
-        let written = difference(&self.masq_dst, &desired.masq_dst).write;
-        written.into_iter().filter(|(_, value)| *value == MASQ_EXCLUDE).map(|(prefix, _)| prefix).collect()
-    }
-
     /// Places taken in each map the agent fills.
     pub(super) fn entries(&self) -> [(&'static str, usize); 8] {
         [
@@ -59,8 +57,7 @@ impl Content {
             (name::MASQ_SRC, self.masq_src.len()),
             (name::MASQ_DST, self.masq_dst.len()),
             (name::DEVICE, self.device.len()),
-            // An array: up to the highest id.
-            (name::HOP, self.hop.keys().last().map_or(0, |&id| id as usize + 1)),
+            (name::HOP, places(self.hop.keys().last().copied())),
         ]
     }
 
@@ -70,38 +67,68 @@ impl Content {
     }
 }
 
-impl From<&plan::Tables> for Content {
-    fn from(tables: &plan::Tables) -> Self {
-        let mut content = Self {
-            hop: tables.hop.iter().filter_map(|(id, hop)| Some((*id, raw_hop(hop)?))).collect(),
-            masq_src: mapped(&tables.masq_src),
-            masq_dst: mapped(&tables.masq_dst),
-            device: tables.device.clone(),
-            config: tables.config,
-            ..Self::default()
-        };
-        (content.prefix_v4, content.prefix_v6) = by_family(&tables.prefix);
-        for (addr, value) in &tables.node {
-            match addr {
-                IpAddr::V4(addr) => drop(content.node_v4.insert(*addr, *value)),
-                IpAddr::V6(addr) => drop(content.node_v6.insert(*addr, *value)),
-            }
-        }
-        content
+/// The desired content, in order. What the tables have in the same form is not copied.
+struct Desired<'a> {
+    tables: &'a plan::Tables,
+    masq_src: SortedMap<Ipv6Net, u32>,
+    masq_dst: SortedMap<Ipv6Net, u32>,
+}
+
+impl<'a> Desired<'a> {
+    fn new(tables: &'a plan::Tables) -> Self {
+        Self { tables, masq_src: mapped(&tables.masq_src), masq_dst: mapped(&tables.masq_dst) }
+    }
+
+    fn hop(&self) -> impl Iterator<Item = (u32, Hop)> {
+        self.tables.hop.iter().filter_map(|(id, hop)| Some((*id, raw_hop(hop)?)))
+    }
+
+    fn prefix_v4(&self) -> impl Iterator<Item = (Ipv4Net, PrefixValue)> {
+        self.tables.prefix.iter().filter_map(|(prefix, value)| match prefix {
+            IpNet::V4(prefix) => Some((*prefix, *value)),
+            IpNet::V6(_) => None,
+        })
+    }
+
+    fn prefix_v6(&self) -> impl Iterator<Item = (Ipv6Net, PrefixValue)> {
+        self.tables.prefix.iter().filter_map(|(prefix, value)| match prefix {
+            IpNet::V4(_) => None,
+            IpNet::V6(prefix) => Some((*prefix, *value)),
+        })
+    }
+
+    fn node_v4(&self) -> impl Iterator<Item = (Ipv4Addr, NodeValue)> {
+        self.tables.node.iter().filter_map(|(addr, value)| match addr {
+            IpAddr::V4(addr) => Some((*addr, *value)),
+            IpAddr::V6(_) => None,
+        })
+    }
+
+    fn node_v6(&self) -> impl Iterator<Item = (Ipv6Addr, NodeValue)> {
+        self.tables.node.iter().filter_map(|(addr, value)| match addr {
+            IpAddr::V4(_) => None,
+            IpAddr::V6(addr) => Some((*addr, *value)),
+        })
+    }
+
+    /// Places taken in each map the agent fills.
+    fn entries(&self) -> [(&'static str, usize); 8] {
+        [
+            (name::PREFIX_V4, self.prefix_v4().count()),
+            (name::PREFIX_V6, self.prefix_v6().count()),
+            (name::NODE_V4, self.node_v4().count()),
+            (name::NODE_V6, self.node_v6().count()),
+            (name::MASQ_SRC, self.masq_src.len()),
+            (name::MASQ_DST, self.masq_dst.len()),
+            (name::DEVICE, self.tables.device.len()),
+            (name::HOP, places(self.hop().last().map(|(id, _)| id))),
+        ]
     }
 }
 
-/// Collected from what is sorted: not inserted one by one.
-fn by_family<V: Copy>(table: &BTreeMap<IpNet, V>) -> (BTreeMap<Ipv4Net, V>, BTreeMap<Ipv6Net, V>) {
-    let v4 = table.iter().filter_map(|(prefix, value)| match prefix {
-        IpNet::V4(prefix) => Some((*prefix, *value)),
-        IpNet::V6(_) => None,
-    });
-    let v6 = table.iter().filter_map(|(prefix, value)| match prefix {
-        IpNet::V4(_) => None,
-        IpNet::V6(prefix) => Some((*prefix, *value)),
-    });
-    (v4.collect(), v6.collect())
+/// An array has places up to the highest id.
+fn places(last: Option<u32>) -> usize {
+    last.map_or(0, |id| id as usize + 1)
 }
 
 /// Where IPv4 stands in the tables of masquerading, which are one for both
@@ -110,28 +137,31 @@ const MAPPED: Ipv6Net = Ipv6Net::new_assert(Ipv6Addr::new(0, 0, 0, 0, 0, 0xffff,
 /// Value of a prefix that is there so that no shorter one counts.
 const MASQ_NOTHING: u32 = 0;
 
-fn mapped(table: &BTreeMap<IpNet, u32>) -> BTreeMap<Ipv6Net, u32> {
-    let mut all: BTreeMap<_, _> = table
-        .iter()
-        .map(|(prefix, value)| {
-            let prefix = match prefix {
-                IpNet::V4(v4) => {
-                    Ipv6Net::new_assert(v4.network().to_ipv6_mapped(), MAPPED.prefix_len() + v4.prefix_len())
-                }
-                IpNet::V6(v6) => *v6,
-            };
-            (prefix, *value)
+fn mapped(table: &SortedMap<IpNet, u32>) -> SortedMap<Ipv6Net, u32> {
+    let v4 = table.iter().filter_map(|(prefix, value)| match prefix {
+        IpNet::V4(v4) => {
+            let length = MAPPED.prefix_len() + v4.prefix_len();
+            Some((Ipv6Net::new_assert(v4.network().to_ipv6_mapped(), length), *value))
+        }
+        IpNet::V6(_) => None,
+    });
+    let v6 = || {
+        table.range(IpNet::V6(Ipv6Net::default())..).filter_map(|(prefix, value)| match prefix {
+            IpNet::V4(_) => None,
+            IpNet::V6(v6) => Some((*v6, *value)),
         })
-        .collect();
-    // `::/0` speaks of IPv6 only.
-    if all.keys().any(|prefix| *prefix != MAPPED && prefix.contains(&MAPPED)) {
-        all.entry(MAPPED).or_insert(MASQ_NOTHING);
-    }
-    all
+    };
+    // IPv4 stands between what sorts before and behind it.
+    let before = v6().filter(|(prefix, _)| *prefix < MAPPED);
+    let behind = v6().filter(|(prefix, _)| *prefix >= MAPPED);
+    // `::/0` speaks of IPv6 only, whatever else is said of all IPv4.
+    let is_held = v6().any(|(prefix, _)| prefix != MAPPED && prefix.contains(&MAPPED));
+    let nothing = is_held.then_some((MAPPED, MASQ_NOTHING));
+    before.chain(nothing).chain(v4).chain(behind).collect()
 }
 
 /// The inverse of [`mapped`].
-fn unmapped(table: &BTreeMap<Ipv6Net, u32>) -> BTreeMap<IpNet, u32> {
+fn unmapped(table: &BTreeMap<Ipv6Net, u32>) -> SortedMap<IpNet, u32> {
     let prefix = |prefix: &Ipv6Net| match prefix.addr().to_ipv4_mapped() {
         Some(v4) if MAPPED.contains(prefix) => {
             Ipv4Net::new(v4, prefix.prefix_len() - MAPPED.prefix_len()).map_or(IpNet::V6(*prefix), IpNet::V4)
@@ -216,28 +246,28 @@ fn octets(addr: IpAddr) -> [u8; 16] {
 }
 
 /// A prefix of one family, as the key of its trie.
-trait Prefix: Ord + Copy {
+trait Prefix: Ord + Key {
     type Octets: Pod;
-    fn key(&self) -> Key<Self::Octets>;
-    fn from_key(key: &Key<Self::Octets>) -> Option<Self>;
+    fn key(&self) -> TrieKey<Self::Octets>;
+    fn from_key(key: &TrieKey<Self::Octets>) -> Option<Self>;
 }
 
 impl Prefix for Ipv4Net {
     type Octets = [u8; 4];
-    fn key(&self) -> Key<[u8; 4]> {
-        Key::new(u32::from(self.prefix_len()), self.network().octets())
+    fn key(&self) -> TrieKey<[u8; 4]> {
+        TrieKey::new(u32::from(self.prefix_len()), self.network().octets())
     }
-    fn from_key(key: &Key<[u8; 4]>) -> Option<Self> {
+    fn from_key(key: &TrieKey<[u8; 4]>) -> Option<Self> {
         Self::new(Ipv4Addr::from(key.data()), u8::try_from(key.prefix_len()).ok()?).ok()
     }
 }
 
 impl Prefix for Ipv6Net {
     type Octets = [u8; 16];
-    fn key(&self) -> Key<[u8; 16]> {
-        Key::new(u32::from(self.prefix_len()), self.network().octets())
+    fn key(&self) -> TrieKey<[u8; 16]> {
+        TrieKey::new(u32::from(self.prefix_len()), self.network().octets())
     }
-    fn from_key(key: &Key<[u8; 16]>) -> Option<Self> {
+    fn from_key(key: &TrieKey<[u8; 16]>) -> Option<Self> {
         Self::new(Ipv6Addr::from(key.data()), u8::try_from(key.prefix_len()).ok()?).ok()
     }
 }
@@ -299,38 +329,52 @@ struct Difference<K, V> {
 }
 
 /// One walk over both: they are sorted.
-fn difference<K: Ord + Copy, V: PartialEq + Copy>(
+fn difference<K: Key, V: PartialEq + Copy>(
     present: &BTreeMap<K, V>,
-    desired: &BTreeMap<K, V>,
+    desired: impl Iterator<Item = (K, V)>,
 ) -> Difference<K, V> {
     let (mut write, mut remove) = (Vec::new(), Vec::new());
-    let mut held = present.iter().peekable();
-    for (key, value) in desired {
-        while let Some((gone, _)) = held.next_if(|(other, _)| *other < key) {
-            remove.push(*gone);
-        }
-        let before = held.next_if(|(other, _)| *other == key);
-        if before.map(|(_, before)| before) != Some(value) {
-            write.push((*key, *value));
-        }
-    }
-    remove.extend(held.map(|(key, _)| *key));
+    let present = present.iter().map(|(key, value)| (*key, *value));
+    let order = |one: &(K, V), other: &(K, V)| one.0.rank().cmp(&other.0.rank());
+    merge(present, desired, order, |present, desired| match (present, desired) {
+        (Some((_, before)), Some((_, value))) if before == value => {}
+        (_, Some(entry)) => write.push(entry),
+        (Some((gone, _)), None) => remove.push(gone),
+        (None, None) => {}
+    });
     Difference { write, remove }
 }
 
-/// Writes what differs and keeps `present` true; answers the number of writes.
-pub fn apply(bpf: &mut Ebpf, present: &mut Content, desired: &Content) -> Result<u64, DataplaneError> {
-    check_capacity(desired)?;
+/// What [`apply`] did.
+pub struct Applied {
+    /// Number of writes.
+    pub writes: u64,
+    /// Destinations that are never masqueraded, which may have been before.
+    pub excluded: Vec<Ipv6Net>,
+}
+
+/// Writes what differs and keeps `present` true.
+pub fn apply(
+    bpf: &mut Ebpf,
+    present: &mut Content,
+    tables: &plan::Tables,
+) -> Result<Applied, DataplaneError> {
+    let desired = Desired::new(tables);
+    check_capacity(&desired)?;
     let mut writes = 0;
     // First what others point to, then the pointers; on the way back the other way round.
-    let hops = difference(&present.hop, &desired.hop);
-    let nodes_v4 = difference(&present.node_v4, &desired.node_v4);
-    let nodes_v6 = difference(&present.node_v6, &desired.node_v6);
-    let devices = difference(&present.device, &desired.device);
-    let prefixes_v4 = difference(&present.prefix_v4, &desired.prefix_v4);
-    let prefixes_v6 = difference(&present.prefix_v6, &desired.prefix_v6);
-    let sources = difference(&present.masq_src, &desired.masq_src);
-    let destinations = difference(&present.masq_dst, &desired.masq_dst);
+    let hops = difference(&present.hop, desired.hop());
+    let nodes_v4 = difference(&present.node_v4, desired.node_v4());
+    let nodes_v6 = difference(&present.node_v6, desired.node_v6());
+    let devices =
+        difference(&present.device, tables.device.iter().map(|(ifindex, device)| (*ifindex, *device)));
+    let prefixes_v4 = difference(&present.prefix_v4, desired.prefix_v4());
+    let prefixes_v6 = difference(&present.prefix_v6, desired.prefix_v6());
+    let of = |(prefix, value): (&Ipv6Net, &u32)| (*prefix, *value);
+    let sources = difference(&present.masq_src, desired.masq_src.iter().map(of));
+    let destinations = difference(&present.masq_dst, desired.masq_dst.iter().map(of));
+    let excluded = destinations.write.iter().filter(|(_, value)| *value == MASQ_EXCLUDE);
+    let excluded = excluded.map(|(prefix, _)| *prefix).collect();
 
     let mut map_of_hops = Array::<_, Hop>::try_from(map(bpf, name::HOP)?)?;
     for (id, hop) in hops.write {
@@ -346,9 +390,9 @@ pub fn apply(bpf: &mut Ebpf, present: &mut Content, desired: &Content) -> Result
     writes += write_trie(bpf, name::PREFIX_V4, &prefixes_v4.write, &mut present.prefix_v4)?;
     writes += write_trie(bpf, name::PREFIX_V6, &prefixes_v6.write, &mut present.prefix_v6)?;
     writes += write_trie(bpf, name::MASQ_SRC, &sources.write, &mut present.masq_src)?;
-    if present.config != desired.config {
-        Array::<_, Config>::try_from(map(bpf, name::CONFIG)?)?.set(0, desired.config, 0)?;
-        present.config = desired.config;
+    if present.config != tables.config {
+        Array::<_, Config>::try_from(map(bpf, name::CONFIG)?)?.set(0, tables.config, 0)?;
+        present.config = tables.config;
         writes += 1;
     }
     writes += remove_trie(bpf, name::PREFIX_V4, &prefixes_v4.remove, &mut present.prefix_v4)?;
@@ -361,12 +405,12 @@ pub fn apply(bpf: &mut Ebpf, present: &mut Content, desired: &Content) -> Result
         present.hop.remove(&id);
         writes += 1;
     }
-    Ok(writes)
+    Ok(Applied { writes, excluded })
 }
 
 /// Nothing is written of what does not fit as a whole: half of the exclusions
 /// would let mesh traffic be masqueraded.
-fn check_capacity(desired: &Content) -> Result<(), DataplaneError> {
+fn check_capacity(desired: &Desired<'_>) -> Result<(), DataplaneError> {
     for (map, wanted) in desired.entries() {
         let capacity = bounds::size(map);
         if wanted > capacity as usize {

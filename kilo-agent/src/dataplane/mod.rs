@@ -138,9 +138,7 @@ impl Dataplane {
     /// # Errors
     /// When a map refuses a write (full, or gone).
     pub fn write(&mut self, desired: &Tables) -> Result<u64, DataplaneError> {
-        let desired = desired.into();
-        let excluded = self.present.newly_excluded(&desired);
-        let writes = maps::apply(&mut self.bpf, &mut self.present, &desired)?;
+        let maps::Applied { writes, excluded } = maps::apply(&mut self.bpf, &mut self.present, desired)?;
         // The programs ask the table of flows first: what was outside and is in
         // the mesh now would keep its translation for as long as it is used.
         if !excluded.is_empty() {

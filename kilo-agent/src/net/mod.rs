@@ -123,7 +123,7 @@ impl Net {
         writes += neighbours::apply(&self.rtnl, &plan.neighbours, &mut refused).await?;
         writes += addresses::apply(&self.rtnl, kilo, &plan.addresses, &mut refused).await?;
         let current = routes::read(&self.rtnl).await?;
-        let changes = routes::diff(&current, &plan.routes, kilo);
+        let changes = routes::diff(&current, plan.routes.iter(), kilo);
         writes += routes::apply_sets(&self.rtnl, &changes, kilo, &mut refused).await?;
         writes += rules::remove(&self.rtnl, &mut refused).await?;
         // Only after rules that led to them are gone.
@@ -152,7 +152,7 @@ impl Net {
     pub async fn remove(&self, kilo: Option<u32>) -> Result<usize, NetError> {
         let mut refused = Vec::new();
         let mut writes = rules::remove(&self.rtnl, &mut refused).await?;
-        let changes = routes::diff(&routes::read(&self.rtnl).await?, &BTreeSet::new(), kilo.unwrap_or(0));
+        let changes = routes::diff(&routes::read(&self.rtnl).await?, [], kilo.unwrap_or(0));
         writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;
         writes += neighbours::apply(&self.rtnl, &BTreeSet::new(), &mut refused).await?;
         writes += tunnels::remove(&self.rtnl).await?;

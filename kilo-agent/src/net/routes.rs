@@ -21,7 +21,10 @@ use rtnetlink::{
 use rtnetlink::packet_route::route::RouteFlags;
 
 use super::{NetError, PROTOCOL, Refused, Rtnl, addresses::keep, links};
-use crate::plan::{MAIN_TABLE, Route};
+use crate::{
+    plan::{MAIN_TABLE, Route},
+    sorted::{Key as _, SortedSet, merge},
+};
 
 /// A route of the kernel's tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -48,9 +51,9 @@ pub struct Changes {
 }
 
 /// Pure: what has to change so that our routes are `wanted`, all through `kilo`.
-pub fn diff(current: &[Found], wanted: &BTreeSet<Route>, kilo: u32) -> Changes {
+pub fn diff<'a>(current: &[Found], wanted: impl IntoIterator<Item = &'a Route>, kilo: u32) -> Changes {
     let wanted: BTreeMap<(u32, IpNet), Route> = wanted
-        .iter()
+        .into_iter()
         .map(|route| {
             let route = normalise(*route);
             ((route.table, route.destination), route)
@@ -84,7 +87,7 @@ pub fn diff(current: &[Found], wanted: &BTreeSet<Route>, kilo: u32) -> Changes {
 
 /// Pure: what has to change where exactly the routes `before` are there, all
 /// through `kilo`.
-pub fn between(before: &BTreeSet<Route>, wanted: &BTreeSet<Route>, kilo: u32) -> Changes {
+pub fn between(before: &SortedSet<Route>, wanted: &SortedSet<Route>, kilo: u32) -> Changes {
     let found = |route: &Route| Found {
         route: normalise(*route),
         interface: Some(kilo),
@@ -92,8 +95,16 @@ pub fn between(before: &BTreeSet<Route>, wanted: &BTreeSet<Route>, kilo: u32) ->
         priority: 0,
         protocol: PROTOCOL,
     };
-    let gone: Vec<Found> = before.difference(wanted).map(found).collect();
-    diff(&gone, &wanted.difference(before).copied().collect(), kilo)
+    let (mut gone, mut new) = (Vec::new(), Vec::new());
+    let order = |one: &&Route, other: &&Route| one.rank().cmp(&other.rank());
+    merge(before.iter(), wanted.iter(), order, |before, wanted| match (before, wanted) {
+        (Some(_), Some(_)) => {}
+        (before, wanted) => {
+            gone.extend(before.map(found));
+            new.extend(wanted);
+        }
+    });
+    diff(&gone, new, kilo)
 }
 
 /// The form the kernel gives back: no host bits; a source of the other family

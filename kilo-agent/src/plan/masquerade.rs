@@ -8,27 +8,28 @@ use kilo_common::maps::{
 };
 
 use super::{Inputs, Own, Remote, Tables, Uplink};
-use crate::topology::prefixes::Prefixes;
+use crate::{sorted::SortedMap, topology::prefixes};
 
 pub(super) fn fill(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &mut Tables) {
     let peers = inputs.mesh.peers.iter().flat_map(|peer| &peer.allowed_ips).copied();
     // An offered prefix does not count, but where it is something else, too.
     let elsewhere = remote.claims().filter(|claim| !claim.offered).map(|claim| claim.prefix);
     let here = own.segment.allowed_ips.iter().chain(&inputs.settings.service_cidrs).copied();
-    let known: Prefixes<u32> = elsewhere.chain(here).map(|prefix| (prefix, MASQ_EXCLUDE)).collect();
+    let known: SortedMap<IpNet, u32> =
+        elsewhere.chain(here).map(|prefix| (prefix.trunc(), MASQ_EXCLUDE)).collect();
     let mut forced = Vec::new();
     for prefix in own.segment.allowed_location_ips.iter().map(IpNet::trunc) {
         // A known prefix always wins; the trie would prefer the longer one.
-        if known.holding(prefix).next().is_none() {
+        if prefixes::holding(&known, prefix).next().is_none() {
             forced.push((prefix, MASQ_FORCE));
         }
         // Between prefixes of the own location addresses stay as they are
         // (squat/kilo#496), unless the prefix also holds what lies elsewhere.
-        if known.inside(prefix).next().is_none() {
+        if prefixes::inside(&known, prefix).next().is_none() {
             tables.masq_src.insert(prefix, MASQ_SRC_EXEMPT);
         }
     }
-    tables.masq_dst = known.into();
+    tables.masq_dst = known;
     tables.masq_dst.extend(forced);
     let pods = own.member.pod_cidrs.iter().copied().filter(|_| inputs.settings.cni);
     for prefix in pods.chain(peers).map(|prefix| prefix.trunc()) {

@@ -4,7 +4,7 @@
 use ipnet::IpNet;
 
 use super::Own;
-use crate::topology::Mesh;
+use crate::{sorted::sort_by_prefix, topology::Mesh};
 
 /// One prefix and who has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +36,7 @@ impl Remote {
             let claim = |prefix: &IpNet| Claim { prefix: prefix.trunc(), owner, offered: false };
             claims.extend(peer.allowed_ips.iter().map(claim));
         }
-        claims.sort_by_key(|claim| claim.prefix);
+        sort_by_prefix(&mut claims, |claim| claim.prefix);
         Self(claims)
     }
 

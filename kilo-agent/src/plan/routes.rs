@@ -6,7 +6,7 @@ use ipnet::IpNet;
 use kilo_common::maps::PrefixValue;
 
 use super::{Hop, Inputs, MAIN_TABLE, NetPlan, Own, Remote, Route, Tables};
-use crate::topology::Tunnel;
+use crate::{sorted::Key, topology::Tunnel};
 
 pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &Tables) -> NetPlan {
     let mut net = NetPlan { mtu: inputs.mtu, ..NetPlan::default() };
@@ -29,13 +29,13 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
             destinations.push(claim.prefix);
         }
     }
-    destinations.sort();
+    destinations.sort_by_key(Key::rank);
     destinations.dedup();
     let source = source(own);
     // One walk over both: they are sorted.
     let mut prefixes = tables.prefix.iter().peekable();
     let route = |destination: IpNet| {
-        while prefixes.next_if(|(prefix, _)| **prefix < destination).is_some() {}
+        while prefixes.next_if(|(prefix, _)| prefix.rank() < destination.rank()).is_some() {}
         let value = prefixes.peek().filter(|(prefix, _)| **prefix == destination).map(|(_, value)| *value);
         let mtu = value.and_then(|value| hop_mtu(&tables.hop, value)).filter(|mtu| *mtu < inputs.mtu);
         let source = source.filter(|source| source.is_ipv4() == destination.addr().is_ipv4());

@@ -1,6 +1,6 @@
 //! Tables of the steering programs: prefixes, hops, and who may send.
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::net::IpAddr;
 
 use ipnet::{IpNet, Ipv4Net};
 use kilo_common::{
@@ -12,7 +12,10 @@ use kilo_common::{
 };
 
 use super::{Hop, Inputs, Own, Remote, Tables};
-use crate::topology::{Member, Tunnel};
+use crate::{
+    sorted::{Key, SortedMap, sort_by_prefix},
+    topology::{Member, Tunnel},
+};
 
 pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tables {
     let mut prefixes = Vec::new();
@@ -52,7 +55,7 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tab
         add(claim.prefix, HOP_REMOTE, true);
     }
     // The first to name a prefix keeps it: what is nearer was added first.
-    prefixes.sort_by_key(|(prefix, _)| *prefix);
+    prefixes.sort_by_key(|(prefix, _)| prefix.rank());
     prefixes.dedup_by_key(|(prefix, _)| *prefix);
     let mut tables = Tables { prefix: prefixes.into_iter().collect(), ..Tables::default() };
     if own.leads {
@@ -70,11 +73,11 @@ fn mark_inside(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
         addresses.filter(|ip| segment.endpoint.ip() != Some(*ip)).map(IpNet::from)
     });
     let mut addresses: Vec<IpNet> = addresses.collect();
-    addresses.sort();
+    sort_by_prefix(&mut addresses, |address| *address);
     // One walk over both: they are sorted.
     let mut addresses = addresses.into_iter().peekable();
-    for (prefix, value) in &mut tables.prefix {
-        while addresses.next_if(|address| address < prefix).is_some() {}
+    for (prefix, value) in tables.prefix.iter_mut() {
+        while addresses.next_if(|address| address.rank() < prefix.rank()).is_some() {}
         if addresses.peek() == Some(prefix) && value.hop == HOP_REMOTE {
             value.flags |= PREFIX_INSIDE;
         }
@@ -121,7 +124,7 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
 
 /// What is known of the node behind a hop as a sender. The first of `cidrs` that
 /// is IPv4 and, with everything more specific in it, that node's goes along.
-pub fn sender(prefixes: &BTreeMap<IpNet, PrefixValue>, hop: u32, flags: u32, cidrs: &[IpNet]) -> NodeValue {
+pub fn sender(prefixes: &SortedMap<IpNet, PrefixValue>, hop: u32, flags: u32, cidrs: &[IpNet]) -> NodeValue {
     let is_whole = |cidr: &Ipv4Net| {
         let Ok(last) = Ipv4Net::new(cidr.broadcast(), 32) else { return false };
         // Prefixes are ordered by address, then length: within are the next ones.
@@ -177,7 +180,7 @@ mod tests {
     /// The prefix a sender with this one and others in the table is known by.
     fn sources(others: &[(&str, u32, u32)]) -> ([u8; 4], [u8; 4]) {
         let cidr: IpNet = "10.42.1.0/24".parse().unwrap();
-        let mut prefixes = BTreeMap::from([(cidr, PrefixValue { hop: NODE, flags: PREFIX_SOURCE })]);
+        let mut prefixes = SortedMap::from([(cidr, PrefixValue { hop: NODE, flags: PREFIX_SOURCE })]);
         prefixes.extend(
             others
                 .iter()

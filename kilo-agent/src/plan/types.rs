@@ -9,6 +9,7 @@ use ipnet::IpNet;
 use kilo_common::maps;
 
 use crate::{
+    sorted::{Key, SortedMap, SortedSet},
     topology::Tunnel,
     wireguard::key::{PublicKey, SecretKey},
 };
@@ -41,7 +42,7 @@ pub struct WireguardPlan {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WireguardPeer {
     /// Prefixes routed to it, without host bits; a prefix is claimed by one peer only.
-    pub allowed_ips: BTreeSet<IpNet>,
+    pub allowed_ips: SortedSet<IpNet>,
     /// Resolved endpoint; `None` leaves what the device has.
     pub endpoint: Option<SocketAddr>,
     /// True when the peer may roam (it has a keepalive): an endpoint the
@@ -62,7 +63,7 @@ pub struct NetPlan {
     /// Addresses of the WireGuard device.
     pub addresses: BTreeSet<IpNet>,
     /// Routes, all through the WireGuard device.
-    pub routes: BTreeSet<Route>,
+    pub routes: SortedSet<Route>,
     /// Next hops the kernel keeps resolved, with their interface.
     pub neighbours: BTreeSet<(u32, IpAddr)>,
 }
@@ -81,6 +82,13 @@ pub struct Route {
     pub mtu: Option<u32>,
 }
 
+impl Key for Route {
+    type Rank = (<IpNet as Key>::Rank, u32, Option<IpAddr>, Option<u32>);
+    fn rank(&self) -> Self::Rank {
+        (self.destination.rank(), self.table, self.source, self.mtu)
+    }
+}
+
 /// The main routing table.
 pub const MAIN_TABLE: u32 = 254;
 
@@ -89,15 +97,15 @@ pub const MAIN_TABLE: u32 = 254;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tables {
     /// Where prefixes lead, and who may send from them.
-    pub prefix: BTreeMap<IpNet, maps::PrefixValue>,
+    pub prefix: SortedMap<IpNet, maps::PrefixValue>,
     /// Hops by id; an absent id drops.
     pub hop: BTreeMap<u32, Hop>,
     /// Outer source -> the node that may send from it.
     pub node: BTreeMap<IpAddr, maps::NodeValue>,
     /// Sources: `MASQ_SRC_*`.
-    pub masq_src: BTreeMap<IpNet, u32>,
+    pub masq_src: SortedMap<IpNet, u32>,
     /// Destinations: `MASQ_EXCLUDE` or `MASQ_FORCE`.
-    pub masq_dst: BTreeMap<IpNet, u32>,
+    pub masq_dst: SortedMap<IpNet, u32>,
     /// Interfaces the programs sit on, by index.
     pub device: BTreeMap<u32, maps::Device>,
     /// What every program needs to know.

@@ -5,6 +5,40 @@ use std::{collections::BTreeMap, net::IpAddr};
 
 use ipnet::IpNet;
 
+use crate::sorted::SortedMap;
+
+/// Values by prefix (without host bits), sorted by address, then length.
+pub trait Table {
+    /// What is kept of a prefix.
+    type Value;
+
+    /// The value of exactly this prefix.
+    fn value(&self, prefix: &IpNet) -> Option<&Self::Value>;
+
+    /// This prefix, should it be there, and all that sort behind it.
+    fn from(&self, prefix: IpNet) -> impl Iterator<Item = (&IpNet, &Self::Value)>;
+}
+
+impl<V> Table for BTreeMap<IpNet, V> {
+    type Value = V;
+    fn value(&self, prefix: &IpNet) -> Option<&V> {
+        self.get(prefix)
+    }
+    fn from(&self, prefix: IpNet) -> impl Iterator<Item = (&IpNet, &V)> {
+        self.range(prefix..)
+    }
+}
+
+impl<V> Table for SortedMap<IpNet, V> {
+    type Value = V;
+    fn value(&self, prefix: &IpNet) -> Option<&V> {
+        self.get(prefix)
+    }
+    fn from(&self, prefix: IpNet) -> impl Iterator<Item = (&IpNet, &V)> {
+        self.range(prefix..)
+    }
+}
+
 /// Values by prefix, sorted by address, then length.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prefixes<V>(BTreeMap<IpNet, V>);
@@ -27,12 +61,6 @@ impl FromIterator<IpNet> for Prefixes<()> {
     }
 }
 
-impl<V> From<Prefixes<V>> for BTreeMap<IpNet, V> {
-    fn from(prefixes: Prefixes<V>) -> Self {
-        prefixes.0
-    }
-}
-
 impl<V> Prefixes<V> {
     /// The value of exactly this prefix, to be changed; made when it is missing.
     pub fn entry(&mut self, prefix: IpNet) -> &mut V
@@ -49,10 +77,7 @@ impl<V> Prefixes<V> {
 
     /// Entries that lie in `prefix` (itself too), in order.
     pub fn inside(&self, prefix: IpNet) -> impl Iterator<Item = (IpNet, &V)> {
-        let prefix = prefix.trunc();
-        // A prefix sorts before everything that lies in it.
-        let entries = self.0.range(prefix..).take_while(move |(other, _)| prefix.contains(*other));
-        entries.map(|(other, value)| (*other, value))
+        inside(&self.0, prefix)
     }
 
     /// Whether an address is common to `prefix` and an entry.
@@ -63,20 +88,29 @@ impl<V> Prefixes<V> {
 
 /// The value of the longest prefix of `table` (prefixes without host bits)
 /// that holds `addr`.
-pub fn longest<V: Copy>(table: &BTreeMap<IpNet, V>, addr: IpAddr) -> Option<V> {
-    holding(table, addr.into()).next().map(|(_, value)| *value)
+pub fn longest<T: Table<Value: Copy>>(table: &T, addr: IpAddr) -> Option<T::Value> {
+    longest_entry(table, addr).map(|(_, value)| value)
 }
 
 /// As [`longest`], with the prefix.
-pub fn longest_entry<V: Copy>(table: &BTreeMap<IpNet, V>, addr: IpAddr) -> Option<(IpNet, V)> {
+pub fn longest_entry<T: Table<Value: Copy>>(table: &T, addr: IpAddr) -> Option<(IpNet, T::Value)> {
     holding(table, addr.into()).next().map(|(prefix, value)| (prefix, *value))
 }
 
-fn holding<V>(table: &BTreeMap<IpNet, V>, prefix: IpNet) -> impl Iterator<Item = (IpNet, &V)> {
+/// Entries of `table` that hold all of `prefix` (itself too), longest first.
+pub fn holding<T: Table>(table: &T, prefix: IpNet) -> impl Iterator<Item = (IpNet, &T::Value)> {
     (0..=prefix.prefix_len()).rev().filter_map(move |length| {
         let shorter = IpNet::new(prefix.addr(), length).ok()?.trunc();
-        Some((shorter, table.get(&shorter)?))
+        Some((shorter, table.value(&shorter)?))
     })
+}
+
+/// Entries of `table` that lie in `prefix` (itself too), in order.
+pub fn inside<T: Table>(table: &T, prefix: IpNet) -> impl Iterator<Item = (IpNet, &T::Value)> {
+    let prefix = prefix.trunc();
+    // A prefix sorts before everything that lies in it.
+    let entries = table.from(prefix).take_while(move |(other, _)| prefix.contains(*other));
+    entries.map(|(other, value)| (*other, value))
 }
 
 #[cfg(test)]

@@ -13,7 +13,10 @@ use super::{
     key::{PublicKey, SecretKey},
     uapi::{SetPeer, SetRequest},
 };
-use crate::plan::{WireguardPeer, WireguardPlan};
+use crate::{
+    plan::{WireguardPeer, WireguardPlan},
+    sorted::{Key as _, merge},
+};
 
 /// What the device has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -140,20 +143,16 @@ pub fn diff(current: &DeviceState, plan: &WireguardPlan, private_key: &SecretKey
     }
     // WireGuard silently refuses a peer with the device's own key.
     let wanted = || plan.peers.iter().filter(|(key, _)| **key != own);
-    let mut claimed = BTreeSet::new();
+    // What a peer gets, and what it has and shall not have.
+    let (mut claimed, mut unclaimed) = (BTreeSet::new(), Vec::new());
     for (key, peer) in wanted() {
         let present = current.peers.get(key);
-        let update = update(present, peer, &mut claimed);
+        let update = update(present, peer, &mut claimed, &mut unclaimed);
         if present.is_none() || update != PeerUpdate::default() {
             changes.push(Change::SetPeer(*key, update));
         }
     }
-    let held = wanted().filter_map(|(key, peer)| Some((current.peers.get(key)?, peer)));
-    let unclaimed: Vec<IpNet> = held
-        .flat_map(|(present, wanted)| present.allowed_ips.difference(&wanted.allowed_ips))
-        .filter(|net| !claimed.contains(*net))
-        .copied()
-        .collect();
+    unclaimed.retain(|net| !claimed.contains(net));
     if !unclaimed.is_empty() {
         changes.push(Change::Release(unclaimed));
     }
@@ -162,14 +161,27 @@ pub fn diff(current: &DeviceState, plan: &WireguardPlan, private_key: &SecretKey
     changes
 }
 
-/// Adds to `claimed` what the peer gets.
-fn update(present: Option<&PeerState>, wanted: &WireguardPeer, claimed: &mut BTreeSet<IpNet>) -> PeerUpdate {
+/// Adds to `claimed` what the peer gets, to `unclaimed` what it has to give.
+fn update(
+    present: Option<&PeerState>,
+    wanted: &WireguardPeer,
+    claimed: &mut BTreeSet<IpNet>,
+    unclaimed: &mut Vec<IpNet>,
+) -> PeerUpdate {
     let fresh = PeerState::default();
     let present = present.unwrap_or(&fresh);
     let learnt = wanted.roams
         && present.endpoint.is_some()
         && present.handshake_age.is_some_and(|age| age < ROAMING_TRUST);
-    let claims = wanted.allowed_ips.difference(&present.allowed_ips);
+    let mut claims = Vec::new();
+    let order = |one: &&IpNet, other: &&IpNet| one.rank().cmp(&other.rank());
+    merge(present.allowed_ips.iter(), wanted.allowed_ips.iter(), order, |held, wanted| {
+        match (held, wanted) {
+            (None, Some(net)) if claimed.insert(*net) => claims.push(*net),
+            (Some(net), None) => unclaimed.push(*net),
+            _ => {}
+        }
+    });
     PeerUpdate {
         endpoint: wanted.endpoint.filter(|wanted| {
             !learnt && present.endpoint.is_none_or(|present| !same_endpoint(*wanted, present))
@@ -177,7 +189,7 @@ fn update(present: Option<&PeerState>, wanted: &WireguardPeer, claimed: &mut BTr
         persistent_keepalive: (wanted.persistent_keepalive != present.persistent_keepalive)
             .then_some(wanted.persistent_keepalive),
         preshared_key: (wanted.preshared_key != present.preshared_key).then_some(wanted.preshared_key),
-        add_allowed_ips: claims.copied().filter(|net| claimed.insert(*net)).collect(),
+        add_allowed_ips: claims,
     }
 }
 
@@ -331,7 +343,7 @@ mod tests {
             WireguardPlan {
                 listen_port: state.listen_port,
                 peers: state.peers.into_iter().map(|(key, peer)| (key, WireguardPeer {
-                    allowed_ips: peer.allowed_ips,
+                    allowed_ips: peer.allowed_ips.into_iter().collect(),
                     endpoint: peer.endpoint,
                     roams: roams >> (key.0[0] % 8) & 1 == 1,
                     persistent_keepalive: peer.persistent_keepalive,
@@ -358,7 +370,7 @@ mod tests {
             for (key, wanted) in &plan.peers {
                 let peer = &after.peers[key];
                 let had = before.peers.get(key);
-                prop_assert_eq!(&peer.allowed_ips, &wanted.allowed_ips);
+                prop_assert!(peer.allowed_ips.iter().eq(wanted.allowed_ips.iter()));
                 prop_assert_eq!(peer.persistent_keepalive, wanted.persistent_keepalive);
                 prop_assert_eq!(peer.preshared_key, wanted.preshared_key);
                 let learnt = had.is_some_and(|had| {

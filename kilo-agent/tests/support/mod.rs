@@ -6,7 +6,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kilo_agent::plan::{self, Tables};
+use kilo_agent::{
+    plan::{self, Tables},
+    sorted::SortedMap,
+};
 use kilo_common::maps::*;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
@@ -60,7 +63,7 @@ pub const PUBLIC_V6: [u8; 16] = [0x20, 1, 0x0d, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0,
 pub const IFINDEX: u32 = 1;
 pub const MEMBER_HOP: u32 = HOP_FIRST_NODE;
 
-fn prefixes(list: &[(&str, u32)]) -> BTreeMap<ipnet::IpNet, PrefixValue> {
+fn prefixes(list: &[(&str, u32)]) -> SortedMap<ipnet::IpNet, PrefixValue> {
     list.iter()
         .map(|(prefix, hop)| {
             (prefix.parse().unwrap(), PrefixValue { hop: *hop, flags: PREFIX_ROUTE | PREFIX_SOURCE })
@@ -93,11 +96,11 @@ pub fn leader_tables() -> Tables {
             (MEMBER_HOP, member),
         ]),
         node: BTreeMap::from([(MEMBER.into(), NodeValue { hop: MEMBER_HOP, ..NodeValue::default() })]),
-        masq_src: BTreeMap::from([
+        masq_src: SortedMap::from([
             ("10.42.1.0/24".parse().unwrap(), MASQ_SRC_ALWAYS),
             ("fd42:1::/64".parse().unwrap(), MASQ_SRC_ALWAYS),
         ]),
-        masq_dst: BTreeMap::from([
+        masq_dst: SortedMap::from([
             ("10.42.1.0/24".parse().unwrap(), MASQ_EXCLUDE),
             ("10.42.2.0/24".parse().unwrap(), MASQ_EXCLUDE),
             ("10.42.4.0/24".parse().unwrap(), MASQ_EXCLUDE),
