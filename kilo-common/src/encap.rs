@@ -217,16 +217,16 @@ pub const fn segment_len(len: u32, gso_size: u32, headers: u32) -> u32 {
     if gso_size == 0 { len } else { gso_size + headers }
 }
 
-/// TTL and checksum bytes after one hop: (TTL, checksum). `None` when the
+/// TTL and checksum (host byte order) of an IPv4 header after one hop. `None` when the
 /// packet must not be forwarded (RFC 1812, 5.3.1).
 #[inline(always)]
-pub const fn next_ttl(ttl: u8, protocol: u8, checksum: u16) -> Option<(u8, u16)> {
+pub const fn next_ttl(ttl: u8, checksum: u16) -> Option<(u8, u16)> {
     if ttl <= 1 {
         return None;
     }
-    let old = u16::from_be_bytes([ttl, protocol]);
-    let new = u16::from_be_bytes([ttl - 1, protocol]);
-    Some((ttl - 1, checksum::update(checksum, old, new)))
+    // RFC 1624 where a word becomes less by 0x100; a sum of all ones is zero.
+    let sum = checksum as u32 + 0x100;
+    Some((ttl - 1, (sum + (sum >= 0xffff) as u32) as u16))
 }
 
 #[cfg(test)]
@@ -308,7 +308,7 @@ mod tests {
             header[9] = protocol;
             header[10..12].copy_from_slice(&[0, 0]);
             let sum = checksum::header(&header);
-            let (ttl, sum) = next_ttl(ttl, protocol, sum).unwrap();
+            let (ttl, sum) = next_ttl(ttl, sum).unwrap();
             header[8] = ttl;
             header[10..12].copy_from_slice(&sum.to_be_bytes());
             prop_assert_eq!(checksum::header(&header), 0);
@@ -323,7 +323,7 @@ mod tests {
 
     #[test]
     fn a_used_up_ttl_is_not_forwarded() {
-        assert_eq!(next_ttl(1, 6, 0), None);
-        assert_eq!(next_ttl(0, 6, 0), None);
+        assert_eq!(next_ttl(1, 0), None);
+        assert_eq!(next_ttl(0, 0), None);
     }
 }

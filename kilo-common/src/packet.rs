@@ -1,6 +1,6 @@
 //! Reading IPv4 (RFC 791) and IPv6 (RFC 8200) headers.
 
-use crate::verdict::DropReason;
+use crate::{encap::next_ttl, verdict::DropReason};
 
 /// IP protocol numbers (IANA).
 pub mod protocol {
@@ -86,6 +86,17 @@ pub struct Ipv4Header {
     pub src: u32,
     /// Destination address.
     pub dst: u32,
+}
+
+impl Ipv4Header {
+    /// Counts a host as a hop. `None`, and nothing is changed, when the TTL is at its end.
+    #[inline(always)]
+    pub const fn lower_ttl(&mut self) -> Option<()> {
+        let Some((ttl, checksum)) = next_ttl(self.ttl, u16::from_be(self.checksum)) else { return None };
+        self.ttl = ttl;
+        self.checksum = checksum.to_be();
+        Some(())
+    }
 }
 
 impl Ipv4 {

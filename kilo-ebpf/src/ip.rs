@@ -3,7 +3,6 @@
 
 use aya_ebpf::{btf_maps::lpm_trie::Key, programs::TcContext};
 use kilo_common::{
-    encap::next_ttl,
     maps::{Config, Device, NodeValue, PrefixValue},
     packet::{IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, Ipv6, never_steered, never_steered_v6, protocol},
     verdict::DropReason,
@@ -111,13 +110,8 @@ impl Ip for Ipv4 {
     #[inline(always)]
     fn lower_ttl(&self, ctx: &TcContext, offset: usize) -> Result<(), DropReason> {
         let header = packet::bytes::<IPV4_LEN>(ctx, offset).ok_or(DropReason::Truncated)?;
-        // SAFETY: `bytes` checked the bounds; the kernel makes the packet writable before the program runs.
-        let header = unsafe { &mut *header };
-        let checksum = u16::from_be_bytes([header[10], header[11]]);
-        let (ttl, checksum) = next_ttl(header[8], header[9], checksum).ok_or(DropReason::Malformed)?;
-        header[8] = ttl;
-        [header[10], header[11]] = checksum.to_be_bytes();
-        Ok(())
+        // SAFETY: as in `read`; the kernel makes the packet writable before the program runs.
+        unsafe { &mut *header.cast::<Ipv4Header>() }.lower_ttl().ok_or(DropReason::Malformed)
     }
     #[inline(always)]
     fn prefix(addr: [u8; 4]) -> Option<PrefixValue> {

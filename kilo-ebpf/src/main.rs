@@ -30,6 +30,8 @@ mod send;
 #[cfg(target_arch = "bpf")]
 mod steer;
 #[cfg(target_arch = "bpf")]
+mod transit;
+#[cfg(target_arch = "bpf")]
 mod tunnel;
 #[cfg(target_arch = "bpf")]
 mod uplink;
@@ -37,9 +39,13 @@ mod uplink;
 #[cfg(target_arch = "bpf")]
 mod programs {
     use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, macros::classifier, programs::TcContext};
-    use kilo_common::{event::Hook, maps::Config, verdict::DropReason};
+    use kilo_common::{
+        event::Hook,
+        maps::Config,
+        verdict::{Action, DropReason},
+    };
 
-    use crate::{maps, monitor, packet, steer, tunnel, uplink};
+    use crate::{maps, mark, monitor, packet, steer, tunnel, uplink};
 
     /// Goes on with the next program on the hook, and then with the stack.
     pub const TC_ACT_UNSPEC: i32 = -1;
@@ -96,6 +102,10 @@ mod programs {
     /// Packets that the stack, or a leader's transit, sends into the WireGuard device.
     #[classifier]
     pub fn kilo_egress(ctx: TcContext) -> i32 {
+        if mark::is_for_wireguard(&ctx) {
+            maps::count_action(Action::Encrypt);
+            return TC_ACT_UNSPEC;
+        }
         verdict(ctx, Hook::KiloEgress, steer::kilo_egress)
     }
 

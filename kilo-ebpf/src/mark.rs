@@ -4,9 +4,9 @@
 //! tell this; where a kernel does not carry the block on, the tables are asked.
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
-use kilo_common::maps::{CONFIG_LEADER, Config, HOP_KIND_WIREGUARD, HOP_REMOTE};
+use kilo_common::maps::{CONFIG_LEADER, HOP_KIND_WIREGUARD, HOP_REMOTE};
 
-use crate::maps::hop;
+use crate::maps::{CONFIG, hop};
 
 /// First word of every mark.
 const OURS: u32 = u32::from_be_bytes(*b"kilo");
@@ -40,12 +40,11 @@ pub fn transit(ctx: &TcContext) {
 }
 
 /// True when [`transit`] was said of this packet, and WireGuard is the way out
-/// of the location. Apart, so that what is known of the configuration here does
-/// not make the verifier go through the rest of the program again.
-#[inline(never)]
-pub fn is_for_wireguard(skb: *mut __sk_buff, config: &Config) -> bool {
-    is(skb, TRANSIT)
-        && config.flags & CONFIG_LEADER != 0
+/// of the location.
+#[inline(always)]
+pub fn is_for_wireguard(ctx: &TcContext) -> bool {
+    is(ctx.as_ptr().cast(), TRANSIT)
+        && CONFIG.get(0).is_some_and(|config| config.flags & CONFIG_LEADER != 0)
         && hop(HOP_REMOTE).is_some_and(|hop| hop.kind == HOP_KIND_WIREGUARD)
 }
 

@@ -78,6 +78,13 @@ pub fn pairs<const N: usize>(ctx: &TcContext) -> Option<&[u16; N]> {
     Some(unsafe { &*(ctx.data() as *const [u16; N]) })
 }
 
+/// An IPv4 address of a map value as one word, as it lies in memory.
+#[inline(always)]
+pub fn word(addr: &[u8; 4]) -> u32 {
+    // SAFETY: callers pass fields of map values, which are aligned to four bytes.
+    unsafe { *addr.as_ptr().cast() }
+}
+
 /// The halves of an address from the words the kernel's structures hold.
 #[inline(always)]
 pub fn halves(words: &[u32; 4]) -> [u64; 2] {

@@ -1,6 +1,6 @@
 //! The WireGuard device: what leaves through it and what comes out of it.
 
-use aya_ebpf::{EbpfContext as _, programs::TcContext};
+use aya_ebpf::programs::TcContext;
 use kilo_common::{
     encap::segment_len,
     maps::{CONFIG_LEADER, Config, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop, PREFIX_ROUTE},
@@ -11,7 +11,6 @@ use kilo_common::{
 use crate::{
     ip::{Ip, V6},
     maps::{count_action, hop},
-    mark,
     masquerade::{self, Known},
     packet::{self, Family},
     programs::TC_ACT_UNSPEC,
@@ -21,10 +20,6 @@ use crate::{
 /// Egress of the WireGuard device; packets start with their IP header.
 #[inline(always)]
 pub fn kilo_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
-    if mark::is_for_wireguard(ctx.as_ptr().cast(), config) {
-        count_action(Action::Encrypt);
-        return Ok(TC_ACT_UNSPEC);
-    }
     match packet::family(ctx) {
         Family::V4 => egress::<Ipv4>(ctx, config),
         Family::V6 => egress::<V6>(ctx, config),

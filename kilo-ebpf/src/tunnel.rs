@@ -29,12 +29,13 @@ use crate::{
     path_mtu,
     programs::{REDIRECT_INGRESS, TC_ACT_OK, TC_ACT_UNSPEC, from_code, to_code},
     steer::fits,
+    transit,
 };
 
 /// Offset in a UDP header.
 const DESTINATION_PORT: usize = 2;
 /// `bpf_skb_adjust_room` flags (include/uapi/linux/bpf.h).
-const FIXED_GSO: u64 = 1;
+pub const FIXED_GSO: u64 = 1;
 const DECAP_L3_IPV4: u64 = 128;
 const DECAP_L3_IPV6: u64 = 256;
 
@@ -56,6 +57,7 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
         return Ok(TC_ACT_UNSPEC);
     }
     match packet::family(ctx) {
+        Family::V4 if let Some(done) = transit::short(ctx, config) => done,
         Family::V4 => from_code(received_v4(ctx.as_ptr().cast(), config)),
         Family::V6 => from_code(received_v6(ctx.as_ptr().cast(), config)),
         Family::Other => Ok(TC_ACT_UNSPEC),

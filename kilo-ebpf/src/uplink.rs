@@ -12,7 +12,7 @@ use aya_ebpf::{
 use kilo_common::{
     event::Hook,
     maps::{CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_PODS, Config, HOP_KIND_NODE, HOP_LOCAL, Hop, TUNNEL_NONE},
-    packet::{ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, protocol},
+    packet::{ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, protocol},
     too_big::{self, QUOTED},
     verdict::DropReason,
 };
@@ -58,18 +58,17 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason
 /// Most of what a leader sends is such, so as little of them is read as can be.
 #[inline(always)]
 fn is_wireguards_v4(ctx: &TcContext, config: &Config) -> bool {
-    const IP: usize = ETHERNET_LEN / 2;
-    const PORT: usize = IP + IPV4_LEN / 2;
-    // SAFETY: the field is aligned to 4 bytes.
-    let private: [u16; 2] = unsafe { *config.private_v4.as_ptr().cast() };
-    config.flags & CONFIG_ONE_V4 != 0
-        && packet::pairs::<{ PORT + 1 }>(ctx).is_some_and(|pairs| {
-            [pairs[IP + 6], pairs[IP + 7]] == private
-                && pairs[PORT] == config.wireguard_port.to_be()
-                && u16::from_be(pairs[IP + 4]) & 0xff == u16::from(protocol::UDP)
-                // Without options.
-                && u16::from_be(pairs[IP]) >> 8 == 0x45
-        })
+    if config.flags & CONFIG_ONE_V4 == 0 || ctx.data() + ETHERNET_LEN + IPV4_LEN + 2 > ctx.data_end() {
+        return false;
+    }
+    let start = ctx.data() + ETHERNET_LEN;
+    // SAFETY: the bounds are checked, and programs may read packets at any address.
+    let (ip, port) = unsafe { (&*(start as *const Ipv4Header), *((start + IPV4_LEN) as *const u16)) };
+    ip.src == packet::word(&config.private_v4)
+        && port == config.wireguard_port.to_be()
+        && ip.protocol == protocol::UDP
+        // Without options.
+        && ip.version_len == 0x45
 }
 
 /// As [`is_wireguards_v4`].

@@ -82,7 +82,7 @@ pub async fn measure(figures: &mut Figures, nodes: usize) {
     }
     drop((agent, check_ins, server));
     netns::sh(
-        "ip link del kilo0; ip link del eth0; ip netns del peer; sleep 1; umount -l /run /tmp /var/lib",
+        "ip link del kilo0; ip link del eth0; ip netns del peer; sleep 1; umount -l /run /tmp /var/lib /sys/fs/bpf",
     );
 }
 
@@ -90,8 +90,8 @@ pub async fn measure(figures: &mut Figures, nodes: usize) {
 fn make_host() {
     netns::sh(
         "mount -t tmpfs lib /var/lib; mount -t tmpfs tmp /tmp; mount -t tmpfs run /run; mkdir -p /run/wireguard /run/netns; \
-         mountpoint -q /sys/fs/bpf || { mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; }; \
-         rm -rf /sys/fs/bpf/kilo; ip link del kilo0 2>/dev/null || true; \
+         mountpoint -q /sys/fs/bpf || mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
+         ip link del kilo0 2>/dev/null || true; \
          ip netns add peer; ip link set lo up; ip link add eth0 type veth peer name eth0 netns peer; \
          ip address add 10.201.0.1/16 dev eth0; ip address add 192.0.2.11/24 dev eth0; ip link set eth0 up; \
          ip -n peer address add 192.0.2.77/24 dev eth0; ip -n peer link set eth0 up; ip -n peer link set lo up; \

@@ -7,6 +7,7 @@ mod error;
 mod keep;
 mod look;
 mod publish;
+mod rules;
 mod uninstall;
 
 use std::{
@@ -35,14 +36,7 @@ use crate::{
     health::Health,
     interface::{self, Interface},
     metrics::Metrics,
-    net::{
-        Net,
-        forward::Forward,
-        forwarding, links,
-        mtu::Mtu,
-        nat_rules::{self, NatRules},
-        watch,
-    },
+    net::{Net, forward::Forward, forwarding, links, mtu::Mtu, nat_rules::NatRules, watch},
     plan::{self, HopIds, HostPlan, Inputs},
     resolve::Resolver,
     status::{Leaders, View, among, with_own},
@@ -514,42 +508,6 @@ impl<B: Backend> Agent<B> {
                 own.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6()),
             ),
         })
-    }
-
-    /// Once a resync period and when the pod CIDRs change: reading rules costs
-    /// processes.
-    async fn write_forward_rules(&mut self, own: &Node) -> u64 {
-        let wanted: &[IpNet] = if self.options.forward_rules { &own.pod_cidrs } else { &[] };
-        match self.forward.apply(wanted, Instant::now()).await {
-            Ok(writes) => writes,
-            Err(error) => {
-                self.metrics.error(error.label());
-                tracing::error!(%error, "--iptables-forward-rules");
-                0
-            }
-        }
-    }
-
-    /// What rules are to masquerade: nothing where the programs do.
-    fn nat_decision(&self, tables: &plan::Tables) -> nat_rules::Decision {
-        match self.options.masquerade {
-            Masquerade::Nftables => nat_rules::Decision {
-                sources: tables.masq_src.iter().map(|(prefix, value)| (*prefix, *value)).collect(),
-                destinations: tables.masq_dst.iter().map(|(prefix, value)| (*prefix, *value)).collect(),
-            },
-            Masquerade::Ebpf | Masquerade::Off => nat_rules::Decision::default(),
-        }
-    }
-
-    async fn write_nat_rules(&mut self, wanted: nat_rules::Decision) -> u64 {
-        match self.nat_rules.apply(wanted, Instant::now()).await {
-            Ok(writes) => writes,
-            Err(error) => {
-                self.metrics.error(error.label());
-                tracing::error!(%error, "masquerading");
-                0
-            }
-        }
     }
 
     fn write_cni(&self, own: &Node) {

@@ -4,14 +4,17 @@
 #![allow(dead_code)]
 
 use std::{
-    io,
+    fs, io,
     os::unix::process::CommandExt,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
 };
 
 use nix::{
     mount::{MsFlags, mount},
     sched::{CloneFlags, unshare},
+    sys::signal::{Signal, kill},
+    unistd::Pid,
 };
 
 const INSIDE: &str = "KILO_TEST_INSIDE_NETNS";
@@ -33,16 +36,35 @@ pub fn isolated<F: Future<Output = ()>>(name: &str, body: impl FnOnce() -> F) {
     child.args([name, "--exact", "--nocapture", "--test-threads=1"]).env(INSIDE, "1").stdin(Stdio::null());
     // SAFETY: unshare and mount are plain system calls, nothing is allocated.
     unsafe { child.pre_exec(enter) };
-    let output = match child.output() {
-        Ok(output) => output,
+    let child = match child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn() {
+        Ok(child) => child,
         Err(error) => {
             println!("kilo-skip: cannot make namespaces: {error}");
             return;
         }
     };
+    let space = space_of(child.id());
+    let output = child.wait_with_output().unwrap();
+    end_all_in(&space);
     print!("{}", String::from_utf8_lossy(&output.stdout));
     eprint!("{}", String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{name} failed inside its namespace");
+}
+
+/// The network namespace of a process.
+fn space_of(process: u32) -> PathBuf {
+    fs::read_link(format!("/proc/{process}/ns/net")).unwrap()
+}
+
+/// Ends what is left in a test's namespace: a userspace WireGuard outlives its agent.
+fn end_all_in(space: &Path) {
+    for process in fs::read_dir("/proc").unwrap().flatten() {
+        if fs::read_link(process.path().join("ns/net")).is_ok_and(|other| other == space)
+            && let Some(id) = process.file_name().to_str().and_then(|id| id.parse().ok())
+        {
+            let _ = kill(Pid::from_raw(id), Signal::SIGKILL);
+        }
+    }
 }
 
 fn enter() -> io::Result<()> {

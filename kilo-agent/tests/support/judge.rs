@@ -277,7 +277,7 @@ fn lower_ttl(frame: &mut [u8], offset: usize, v6: bool) {
         return;
     }
     let checksum = u16::from_be_bytes([frame[offset + 10], frame[offset + 11]]);
-    let (ttl, checksum) = next_ttl(frame[offset + 8], frame[offset + 9], checksum).unwrap();
+    let (ttl, checksum) = next_ttl(frame[offset + 8], checksum).unwrap();
     frame[offset + 8] = ttl;
     frame[offset + 10..offset + 12].copy_from_slice(&checksum.to_be_bytes());
 }

@@ -1,0 +1,65 @@
+//! The short way of what a leader carries most: whole IPv4 packets in IPv4 from
+//! a prefix of another node of the location to another location. What it does is
+//! what `tunnel` does, with fewer instructions; all others go through there.
+
+use aya_ebpf::{bindings::bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, helpers::bpf_redirect, programs::TcContext};
+use kilo_common::{
+    maps::{CONFIG_LEADER, Config, HOP_REMOTE, PREFIX_ROUTE},
+    packet::{ETHERNET_LEN, IPV4_LEN, Ipv4, Ipv4Header, never_steered, protocol},
+    verdict::{Action, DropReason},
+};
+
+use crate::{ip::Ip as _, maps::count_action, mark, packet, tunnel::FIXED_GSO};
+
+const INNER: u32 = (ETHERNET_LEN + IPV4_LEN) as u32;
+
+/// Version 4, and no options.
+const PLAIN: u8 = 0x45;
+
+/// Ingress of an uplink; `None`: nothing is done, and `tunnel` must tell.
+#[inline(always)]
+pub fn short(ctx: &TcContext, config: &Config) -> Option<Result<i32, DropReason>> {
+    if config.flags & CONFIG_LEADER == 0 || ctx.data() + ETHERNET_LEN + 2 * IPV4_LEN > ctx.data_end() {
+        return None;
+    }
+    // SAFETY: the bounds are checked, and programs may read packets at any address; the
+    // kernel makes them writable before the program runs.
+    let [outer, inner] = unsafe { &mut *((ctx.data() + ETHERNET_LEN) as *mut [Ipv4Header; 2]) };
+    if outer.protocol != protocol::IPIP
+        || outer.version_len != PLAIN
+        || outer.dst != packet::word(&config.private_v4)
+        || outer.fragment & 0x3fff_u16.to_be() != 0
+        || inner.version_len != PLAIN
+    {
+        return None;
+    }
+    let len = ctx.len().wrapping_sub(INNER);
+    let inner_len = u32::from(u16::from_be(inner.total_len));
+    if u32::from(u16::from_be(outer.total_len)) > len + IPV4_LEN as u32
+        || inner_len > len
+        || inner_len < IPV4_LEN as u32
+        || len > config.kilo_mtu
+    {
+        return None;
+    }
+    let (src, dst) = (inner.src.to_ne_bytes(), inner.dst.to_ne_bytes());
+    if never_steered(src) || never_steered(dst) {
+        return None;
+    }
+    let sender = Ipv4::sender(outer.src.to_ne_bytes())?;
+    if !sender.may_send_from(src) {
+        return None;
+    }
+    let way = Ipv4::prefix(dst)?;
+    if way.hop != HOP_REMOTE || way.flags & PREFIX_ROUTE == 0 {
+        return None;
+    }
+    inner.lower_ttl()?;
+    mark::transit(ctx);
+    if ctx.adjust_room(-(IPV4_LEN as i32), BPF_ADJ_ROOM_MAC, FIXED_GSO).is_err() {
+        return Some(Err(DropReason::Encapsulation));
+    }
+    count_action(Action::Transit);
+    // SAFETY: a helper without pointers.
+    Some(Ok((unsafe { bpf_redirect(config.kilo_ifindex, 0) }) as i32))
+}
