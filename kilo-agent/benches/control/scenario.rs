@@ -181,9 +181,10 @@ async fn join(
         let started = Instant::now();
         create().await;
         to_kernel.push(monitor.until(&objects::pods(number).to_string()).duration_since(started));
-        drop(monitor);
-        // What follows the route is not part of the change.
+        // What follows the route is not part of the change, such as the file of the last
+        // good topology: read at once.
         spent.push(agent.ran() - ran);
+        drop(monitor);
         let (count, writes) = ("kilo_reconcile_duration_seconds_count", "kilo_writes_total");
         agent.until(writes, |value| value > before[writes]).await;
         agent.until(count, |value| value > before[count]).await;

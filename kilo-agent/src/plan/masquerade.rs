@@ -15,8 +15,9 @@ pub(super) fn fill(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: 
     // An offered prefix does not count, but where it is something else, too.
     let elsewhere = remote.claims().filter(|claim| !claim.offered).map(|claim| claim.prefix);
     let here = own.segment.allowed_ips.iter().chain(&inputs.settings.service_cidrs).copied();
-    let known: SortedMap<IpNet, u32> =
-        elsewhere.chain(here).map(|prefix| (prefix.trunc(), MASQ_EXCLUDE)).collect();
+    let mut known = Vec::with_capacity(remote.claims().len() + own.segment.allowed_ips.len());
+    known.extend(elsewhere.chain(here.map(|prefix| prefix.trunc())).map(|prefix| (prefix, MASQ_EXCLUDE)));
+    let known: SortedMap<IpNet, u32> = known.into_iter().collect();
     let mut forced = Vec::new();
     for prefix in own.segment.allowed_location_ips.iter().map(IpNet::trunc) {
         // A known prefix always wins; the trie would prefer the longer one.

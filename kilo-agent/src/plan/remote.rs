@@ -25,7 +25,8 @@ impl Remote {
     /// Everything that is not of the own location.
     pub fn new(mesh: &Mesh, own: &Own<'_>) -> Self {
         let others = mesh.segments.iter().enumerate().filter(|(index, _)| *index != own.index);
-        let mut claims = Vec::new();
+        let of_segments = mesh.segments.iter().map(|segment| segment.allowed_ips.len());
+        let mut claims = Vec::with_capacity(of_segments.chain([mesh.peers.len()]).sum());
         for (owner, segment) in others {
             let claim = |offered| move |prefix: &IpNet| Claim { prefix: prefix.trunc(), owner, offered };
             claims.extend(segment.allowed_ips.iter().map(claim(false)));
@@ -41,7 +42,7 @@ impl Remote {
     }
 
     /// Every claim, sorted by prefix.
-    pub fn claims(&self) -> impl Iterator<Item = &Claim> {
+    pub fn claims(&self) -> impl ExactSizeIterator<Item = &Claim> {
         self.0.iter()
     }
 }

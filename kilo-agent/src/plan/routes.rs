@@ -11,7 +11,7 @@ use crate::{sorted::Key, topology::Tunnel};
 pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &Tables) -> NetPlan {
     let mut net = NetPlan { mtu: inputs.mtu, ..NetPlan::default() };
     net.addresses.extend(super::wireguard_address(inputs.mesh, inputs.node));
-    let mut destinations = Vec::new();
+    let mut destinations = Vec::with_capacity(remote.claims().len() + own.segment.members.len());
     if let Some(ip) = own.segment.wireguard_ip.filter(|_| !own.leads) {
         destinations.push(IpNet::from(ip));
     }

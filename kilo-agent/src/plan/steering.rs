@@ -18,7 +18,8 @@ use crate::{
 };
 
 pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tables {
-    let mut prefixes = Vec::new();
+    // A few of the own location's besides.
+    let mut prefixes = Vec::with_capacity(remote.claims().len() + own.segment.members.len() * 2);
     let mut add = |prefix: IpNet, hop: u32, routed: bool| {
         let flags = if routed { PREFIX_ROUTE | PREFIX_SOURCE } else { PREFIX_SOURCE };
         prefixes.push((prefix.trunc(), PrefixValue { hop, flags }));
@@ -51,9 +52,8 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tab
             add(ip.into(), hop, true);
         }
     }
-    for claim in remote.claims() {
-        add(claim.prefix, HOP_REMOTE, true);
-    }
+    let elsewhere = PrefixValue { hop: HOP_REMOTE, flags: PREFIX_ROUTE | PREFIX_SOURCE };
+    prefixes.extend(remote.claims().map(|claim| (claim.prefix, elsewhere)));
     // The first to name a prefix keeps it: what is nearer was added first.
     prefixes.sort_by_key(|(prefix, _)| prefix.rank());
     prefixes.dedup_by_key(|(prefix, _)| *prefix);
