@@ -185,7 +185,7 @@ fn compare_view(
         report.equal("wireguard_cidr", at, cidr, view.wireguard_cidr.clone());
     }
     if let Some(want) = &view.segments {
-        let got: Vec<Value> = mesh.segments.iter().map(segment_value).collect();
+        let got: Vec<Value> = mesh.segments.iter().map(|segment| segment_value(segment)).collect();
         report.equal("number of segments", at, got.len(), want.len());
         for (got, want) in got.into_iter().zip(want) {
             report.equal("segment", at, got, want.clone());
@@ -307,8 +307,8 @@ fn segment_value(segment: &topology::Segment) -> Value {
         "allowed_ips": texts(&segment.allowed_ips),
         "allowed_location_ips": texts(&segment.allowed_location_ips),
         "endpoint": segment.endpoint.to_string(),
-        "hostnames": members.iter().map(|member| member.name.clone()).collect::<Vec<_>>(),
-        "leader": members[segment.leader].name,
+        "hostnames": members.iter().map(|member| &*member.name).collect::<Vec<_>>(),
+        "leader": *members[segment.leader].name,
         "location": segment.location,
         "persistent_keepalive_seconds": segment.persistent_keepalive,
         "pod_cidrs": members.iter().flat_map(|member| texts(&member.pod_cidrs)).collect::<Vec<_>>(),

@@ -57,15 +57,15 @@ fn why_a_file_is_ignored_quotes_no_key() {
 fn nodes_from_disk_stay_until_the_server_tells_and_the_long_dead_stay_out_then() {
     let (start, hour) = (Instant::now(), Duration::from_secs(3600));
     let mut liveness = Liveness::default();
-    let of = |list: &[(&str, i64)]| -> BTreeMap<String, Node> {
-        list.iter().map(|(name, seen)| ((*name).to_owned(), node(name, *seen))).collect()
+    let of = |list: &[(&str, i64)]| -> BTreeMap<Arc<str>, Node> {
+        list.iter().map(|(name, seen)| ((*name).into(), node(name, *seen))).collect()
     };
     // Signs of life are not kept.
     let from_disk = of(&[("b", 0), ("c", 0), ("own", 0)]);
     for at in [start, start + hour] {
-        assert_eq!(liveness.ready(from_disk.values(), "own", at, 900_000), names(&["b", "c", "own"]));
+        assert_eq!(liveness.ready(from_disk.iter(), "own", at, 900_000), names(&["b", "c", "own"]));
     }
     let told = of(&[("a", 1000), ("b", 903_590), ("c", 903_595), ("own", 903_599)]);
-    let ready = liveness.ready(told.values(), "own", start + hour, 903_600);
+    let ready = liveness.ready(told.iter(), "own", start + hour, 903_600);
     assert_eq!(ready, names(&["b", "c", "own"]), "a was dead before, and would be the first to lead");
 }

@@ -6,6 +6,7 @@ mod trace;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
+    sync::Arc,
 };
 
 use ipnet::IpNet;
@@ -372,6 +373,36 @@ proptest! {
             let again = hops.update(&mesh, &node.name);
             prop_assert_eq!(&hops, &again);
             prop_assert_eq!(plan_of(&mesh, &settings, node, &hops), plan_of(&mesh, &settings, node, &again));
+        }
+    }
+
+    #[test]
+    fn a_mesh_made_from_the_one_before_is_the_one_made_from_nothing(
+        (before, after) in (healthy_nodes(), healthy_nodes()),
+        kept in prop::collection::vec(any::<bool>(), 60),
+        offering in prop::collection::vec((prop::bool::weighted(0.1), 0u8..3), 60),
+        (peers, fewer) in (vpn_peers(), vpn_peers()),
+        (granularity, next) in (granularity(), granularity()),
+    ) {
+        let named = |nodes: &BTreeMap<String, Node>| -> BTreeMap<Arc<str>, Node> {
+            let offer = |(number, (name, node)): (usize, (&String, &Node))| {
+                let (offers, net) = offering[number];
+                let prefix = offers.then(|| format!("10.77.{net}.0/24").parse().unwrap());
+                (name.as_str().into(), Node { allowed_location_ips: prefix.into_iter().collect(), ..node.clone() })
+            };
+            nodes.iter().enumerate().map(offer).collect()
+        };
+        let (before, mut after) = (named(&before), named(&after));
+        // Most nodes stay as they are.
+        after.extend(before.iter().zip(kept).filter(|(_, kept)| *kept).map(|((name, node), _)| (name.clone(), node.clone())));
+        let subnet: IpNet = "10.4.0.0/16".parse().unwrap();
+        let first = Mesh::new(before.values(), &peers, granularity, subnet);
+        for (nodes, peers, granularity) in [(&before, &peers, granularity), (&after, &fewer, granularity), (&after, &peers, next)] {
+            let again = first.next(nodes, peers, granularity, subnet);
+            prop_assert_eq!(&again, &Mesh::new(nodes.values(), peers, granularity, subnet));
+            if nodes == &before && nodes.values().all(|node| node.allowed_location_ips.is_empty()) {
+                prop_assert!(again.segments.iter().zip(&first.segments).all(|(one, other)| Arc::ptr_eq(one, other)));
+            }
         }
     }
 

@@ -365,7 +365,10 @@ impl<B: Backend> Agent<B> {
         let ready = self.liveness.ready(nodes.clone(), &name, now, unix_now);
         let members = among(nodes, &ready);
         let settings = &self.options.settings;
-        let mesh = Arc::new(Mesh::new(members, &snapshot.peers, settings.granularity, settings.subnet));
+        let before = Arc::clone(&self.view.borrow().mesh);
+        let mesh = before.next(members, &snapshot.peers, settings.granularity, settings.subnet);
+        let mesh = Arc::new(mesh);
+        drop(before);
         // An API server that is away must not keep this host from being put right.
         let unpublished = match self.publish(&own, seen, &mesh, &look.state, now, unix_now).await {
             Err(AgentError::Backend(error)) if error.is_temporary() => Some(error),
@@ -469,7 +472,7 @@ impl<B: Backend> Agent<B> {
         let private = own.internal_ip.map(|net| net.addr());
         let mesh = &*mesh.around(&own.name);
         let (segment, _) = mesh.find(&own.name)?;
-        let others = mesh.segments[segment].members.iter().filter(|member| member.name != own.name);
+        let others = mesh.segments[segment].members.iter().filter(|member| *member.name != *own.name);
         let overlay = plan::overlay_addresses(mesh, nodes, &own.name, self.options.compatibility);
         let elsewhere =
             overlay.iter().filter(|(name, _)| **name != own.name).map(|(_, ip)| IpAddr::from(*ip));

@@ -16,7 +16,7 @@ use crate::{
     backend::{Backend, BackendError, Published, Snapshot},
     net::discovery,
     plan,
-    topology::{self, Mesh, Node},
+    topology::{Mesh, Node},
     wireguard::DeviceState,
 };
 
@@ -36,8 +36,8 @@ impl<B: Backend> Agent<B> {
     /// One agent, the leader of the first location, says in each Peer object
     /// whether it is part of the mesh.
     pub(super) async fn report_peers(&mut self, mesh: &Mesh, snapshot: &Snapshot) {
-        let first = mesh.segments.first().and_then(topology::Segment::leading);
-        if first.is_none_or(|leader| leader.name != self.options.hostname) {
+        let first = mesh.segments.first().and_then(|segment| segment.leading());
+        if first.is_none_or(|leader| *leader.name != *self.options.hostname) {
             (self.reported_peers, self.reporting) = (None, None);
             return;
         }

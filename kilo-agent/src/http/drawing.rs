@@ -40,7 +40,7 @@ pub fn svg(mesh: &Mesh) -> String {
 }
 
 fn write(mesh: &Mesh, out: &mut String) -> fmt::Result {
-    let radii: Vec<f64> = mesh.segments.iter().map(radius).collect();
+    let radii: Vec<f64> = mesh.segments.iter().map(|segment| radius(segment)).collect();
     let (centres, extent) = around(&radii);
     let peers = outside(mesh.peers.len(), extent);
     let things = centres.iter().copied().zip(radii.iter().copied());

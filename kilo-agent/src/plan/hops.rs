@@ -32,7 +32,7 @@ impl HopIds {
         let names: BTreeSet<&str> = mesh.segments[segment]
             .members
             .iter()
-            .map(|member| member.name.as_str())
+            .map(|member| &*member.name)
             .filter(|name| *name != node)
             .collect();
         let mut ids: BTreeMap<String, u32> = self
@@ -51,7 +51,7 @@ impl HopIds {
             }
         }
         // Whoever goes without, it is not the node everything else goes through.
-        if let Some(leader) = mesh.segments[segment].leading().map(|leader| leader.name.as_str())
+        if let Some(leader) = mesh.segments[segment].leading().map(|leader| &*leader.name)
             && leader != node
             && !ids.contains_key(leader)
             && let Some((_, id)) = ids.pop_last()
@@ -65,7 +65,7 @@ impl HopIds {
     pub fn left_out(&self, mesh: &Mesh, node: &str) -> usize {
         let mesh = mesh.around(node);
         let Some((segment, _)) = mesh.find(node) else { return 0 };
-        let members = mesh.segments[segment].members.iter().filter(|member| member.name != node);
+        let members = mesh.segments[segment].members.iter().filter(|member| *member.name != *node);
         members.filter(|member| self.get(&member.name).is_none()).count()
     }
 
@@ -77,11 +77,11 @@ impl HopIds {
         let mesh = mesh.around(node);
         let Some((segment, _)) = mesh.find(node) else { return Self::default() };
         let mut taken = BTreeSet::new();
-        let others = mesh.segments[segment].members.iter().filter(|member| member.name != node);
+        let others = mesh.segments[segment].members.iter().filter(|member| *member.name != *node);
         let ids = others.filter_map(|member| {
             let id = senders.get(&member.private_ip()?)?.hop;
             let usable = (HOP_FIRST_NODE..MAX_HOPS).contains(&id) && taken.insert(id);
-            usable.then(|| (member.name.clone(), id))
+            usable.then(|| (member.name.to_string(), id))
         });
         Self(ids.collect())
     }

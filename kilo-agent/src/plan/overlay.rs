@@ -31,12 +31,10 @@ pub fn overlay_addresses(
     let address = |member: &Member| match compatibility {
         Compatibility::None => None,
         Compatibility::Flannel => member.pod_cidrs.iter().find_map(|cidr| v4(cidr.network())),
-        Compatibility::Cilium => {
-            nodes.get(member.name.as_str())?.cni_compatibility_ip.and_then(|net| v4(net.addr()))
-        }
+        Compatibility::Cilium => nodes.get(&member.name)?.cni_compatibility_ip.and_then(|net| v4(net.addr())),
     };
     let members = mesh.segments[segment].members.iter();
-    members.filter_map(|member| Some((member.name.clone(), address(member)?))).collect()
+    members.filter_map(|member| Some((member.name.to_string(), address(member)?))).collect()
 }
 
 fn v4(address: IpAddr) -> Option<Ipv4Addr> {

@@ -87,15 +87,15 @@ fn mark_inside(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
 fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
     tables.hop.insert(HOP_LOCAL, Hop::Local);
     let mut in_overlay = Vec::new();
-    let leader = own.segment.leading().map(|leader| leader.name.as_str());
+    let leader = own.segment.leading().map(|leader| &*leader.name);
     for member in own.others() {
         let (Some(id), Some(remote)) = (inputs.hops.get(&member.name), member.private_ip()) else { continue };
         // Two nodes with one private address: what is sent there would come back here.
         if own.member.private_ip() == Some(remote) {
             continue;
         }
-        let leads = Some(member.name.as_str()) == leader;
-        let overlay = inputs.links.overlay.get(&member.name).copied().map(IpAddr::from);
+        let leads = Some(&*member.name) == leader;
+        let overlay = inputs.links.overlay.get(&*member.name).copied().map(IpAddr::from);
         // Only IPIP needs it, and not before the overlay is the way there: at boot
         // the CNI may come later.
         let ipip = (leads || own.leads) && inputs.settings.tunnel == Tunnel::Ipip;

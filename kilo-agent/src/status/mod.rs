@@ -195,7 +195,7 @@ pub fn of_objects(
     time: Timestamp,
 ) -> Status {
     let leaders: BTreeSet<&str> =
-        mesh.segments.iter().filter_map(|segment| Some(segment.leading()?.name.as_str())).collect();
+        mesh.segments.iter().filter_map(|segment| Some(&*segment.leading()?.name)).collect();
     let node = |node: &Arc<Node>| {
         let ready = ready.contains(node.name.as_str());
         NodeStatus {
@@ -250,7 +250,7 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: topology::Granularit
     all.retain(|name, _| known.contains(name));
     for segment in &mesh.segments {
         let location = all.entry(segment.location.clone()).or_insert_with(|| empty(&segment.location));
-        location.leader = segment.leading().map(|leader| leader.name.clone());
+        location.leader = segment.leading().map(|leader| leader.name.to_string());
         location.reason = Some(segment.leader_reason);
         location.endpoint = Some(segment.endpoint.to_string());
         location.wireguard_ip = segment.wireguard_ip;

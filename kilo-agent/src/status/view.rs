@@ -49,7 +49,7 @@ impl View {
 
     /// Nodes that take part, the own one as it is now.
     pub fn ready_nodes(&self) -> impl Iterator<Item = &Node> {
-        among(with_own(&self.snapshot, self.own.as_ref()), &self.ready)
+        among(with_own(&self.snapshot, self.own.as_ref()), &self.ready).map(|(_, node)| node)
     }
 
     /// What the WireGuard device says of its peers now; none before there is a device.
@@ -102,20 +102,31 @@ impl View {
     }
 }
 
-/// All nodes, with `own` in the place of the one of its name.
-pub fn with_own<'a>(snapshot: &'a Snapshot, own: Option<&'a Node>) -> impl Iterator<Item = &'a Node> + Clone {
-    snapshot.nodes.values().map(move |node| own.filter(|own| own.name == node.name).unwrap_or(node))
+/// All nodes with their names, with `own` in the place of the one of its name.
+pub fn with_own<'a>(
+    snapshot: &'a Snapshot,
+    own: Option<&'a Node>,
+) -> impl Iterator<Item = (&'a Arc<str>, &'a Node)> + Clone {
+    let known = own.and_then(|own| Some((snapshot.nodes.get_key_value(own.name.as_str())?.0, own)));
+    snapshot.nodes.iter().map(move |(name, node)| {
+        let own = known.filter(|(own, _)| Arc::ptr_eq(own, name)).map(|(_, own)| own);
+        (name, own.unwrap_or(node))
+    })
 }
 
 /// Those of `nodes`, sorted by name, that are named in `ready`.
 pub fn among<'a>(
-    nodes: impl Iterator<Item = &'a Node>,
+    nodes: impl Iterator<Item = (&'a Arc<str>, &'a Node)>,
     ready: &BTreeSet<Arc<str>>,
-) -> impl Iterator<Item = &'a Node> {
+) -> impl Iterator<Item = (&'a Arc<str>, &'a Node)> {
     let mut ready = ready.iter().peekable();
-    nodes.filter(move |node| {
-        while ready.next_if(|name| ***name < *node.name).is_some() {}
-        ready.next_if(|name| ***name == *node.name).is_some()
+    nodes.filter(move |(name, _)| {
+        // Mostly the same text, and then it need not be read.
+        if ready.next_if(|ready| Arc::ptr_eq(ready, name)).is_some() {
+            return true;
+        }
+        while ready.next_if(|ready| ready < name).is_some() {}
+        ready.next_if(|ready| ready == name).is_some()
     })
 }
 

@@ -1,6 +1,6 @@
 //! The mesh as Graphviz text, with the look Kilo's users know.
 
-use std::fmt::Write as _;
+use std::{fmt::Write as _, sync::Arc};
 
 use super::{Mesh, Segment};
 
@@ -24,7 +24,7 @@ fn write(mesh: &Mesh, out: &mut String) -> std::fmt::Result {
         }
     }
     for (index, segment) in mesh.segments.iter().enumerate() {
-        let apart = |other: &&Segment| segment.group.is_none() || other.group != segment.group;
+        let apart = |other: &&Arc<Segment>| segment.group.is_none() || other.group != segment.group;
         for other in mesh.segments[index + 1..].iter().filter(apart) {
             writeln!(out, "\t{} -> {} [ dir=both ];", leader(segment), leader(other))?;
         }
@@ -53,7 +53,7 @@ fn write_segment(segment: &Segment, out: &mut String) -> std::fmt::Result {
         let leads = index == segment.leader;
         let label = lines([
             Some(segment.location.clone()),
-            Some(member.name.clone()),
+            Some(member.name.to_string()),
             member.pod_cidrs.first().map(ToString::to_string),
             member.private_ip().map(|ip| ip.to_string()),
             segment.wireguard_ip.filter(|_| leads).map(|ip| ip.to_string()),

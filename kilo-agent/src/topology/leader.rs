@@ -37,16 +37,17 @@ impl fmt::Display for LeaderReason {
 /// Index of the leader among the nodes of a location, sorted by name, and why:
 /// the first that asks to lead and has a public endpoint address; else the
 /// first that asks; else the first with a public endpoint address; else the first.
-pub fn choose(nodes: &[&Node]) -> (usize, LeaderReason) {
+pub fn choose<'a>(nodes: impl ExactSizeIterator<Item = &'a Node>) -> (usize, LeaderReason) {
+    let count = nodes.len();
     let rank = |node: &Node| match (node.leader, has_public_endpoint(node)) {
         (true, true) => LeaderReason::AsksWithPublicEndpoint,
         (true, false) => LeaderReason::Asks,
         (false, true) => LeaderReason::PublicEndpoint,
         (false, false) => LeaderReason::FirstByName,
     };
-    let ranked = nodes.iter().enumerate().map(|(index, node)| (rank(node), index)).min();
+    let ranked = nodes.enumerate().map(|(index, node)| (rank(node), index)).min();
     let (reason, index) = ranked.unwrap_or((LeaderReason::FirstByName, 0));
-    (index, if nodes.len() == 1 { LeaderReason::OnlyNode } else { reason })
+    (index, if count == 1 { LeaderReason::OnlyNode } else { reason })
 }
 
 fn has_public_endpoint(node: &Node) -> bool {
@@ -75,11 +76,14 @@ mod tests {
         let (public, asks, both) =
             (node(false, "1.1.1.1:1"), node(true, "10.0.0.1:1"), node(true, "2.2.2.2:1"));
         let neither = node(false, "10.0.0.2:1");
-        assert_eq!(choose(&[&neither, &public, &asks, &both]), (3, LeaderReason::AsksWithPublicEndpoint));
-        assert_eq!(choose(&[&neither, &public, &asks]), (2, LeaderReason::Asks));
-        assert_eq!(choose(&[&neither, &public]), (1, LeaderReason::PublicEndpoint));
-        assert_eq!(choose(&[&neither, &neither]), (0, LeaderReason::FirstByName));
-        assert_eq!(choose(&[&both]), (0, LeaderReason::OnlyNode));
+        assert_eq!(
+            choose([&neither, &public, &asks, &both].into_iter()),
+            (3, LeaderReason::AsksWithPublicEndpoint)
+        );
+        assert_eq!(choose([&neither, &public, &asks].into_iter()), (2, LeaderReason::Asks));
+        assert_eq!(choose([&neither, &public].into_iter()), (1, LeaderReason::PublicEndpoint));
+        assert_eq!(choose([&neither, &neither].into_iter()), (0, LeaderReason::FirstByName));
+        assert_eq!(choose([&both].into_iter()), (0, LeaderReason::OnlyNode));
     }
 
     #[test]

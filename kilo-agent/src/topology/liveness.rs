@@ -30,6 +30,8 @@ struct Sight {
     value: i64,
     /// When the value changed last; `None` = it has not changed since first seen, and was old then.
     changed: Option<Instant>,
+    /// It has all it needs to take part.
+    complete: bool,
     /// It took part when asked last.
     ready: bool,
 }
@@ -41,7 +43,8 @@ impl Sight {
 }
 
 impl Liveness {
-    /// Judges every node; they must be sorted by name. `own` is this agent's
+    /// Judges every node, given with its name; they must be sorted by it. Names are best
+    /// the same from one time to the next: then none of their texts is read. `own` is this agent's
     /// node, which checks in like all others: while its own sign of life does
     /// not come back, the view is stale, and nobody is given up.
     ///
@@ -50,42 +53,49 @@ impl Liveness {
     /// says more about our clock, or an API server that was away.
     pub fn ready<'a>(
         &mut self,
-        nodes: impl Iterator<Item = &'a Node> + Clone,
+        nodes: impl Iterator<Item = (&'a Arc<str>, &'a Node)>,
         own: &str,
         now: Instant,
         unix_now: i64,
     ) -> BTreeSet<Arc<str>> {
-        let complete = nodes.clone().filter(|node| is_complete(node));
-        let (all, fresh) = complete
-            .fold((0, 0), |(all, fresh), node| (all + 1, fresh + usize::from(ready_at(node, unix_now))));
-        let clocks_agree = fresh * 2 >= all;
         let nobody = !self.seen.iter().any(|sight| sight.ready);
         // One walk over both; what is passed over has gone.
         let mut before = std::mem::take(&mut self.seen).into_iter().peekable();
-        for node in nodes.clone() {
-            while before.next_if(|sight| *sight.name < *node.name).is_some() {}
-            let known = before.next_if(|sight| *sight.name == *node.name);
-            let mut sight = known.unwrap_or_else(|| Sight {
-                name: node.name.as_str().into(),
-                value: node.last_seen,
-                changed: (!clocks_agree || ready_at(node, unix_now)).then_some(now),
-                ready: false,
+        let (mut all, mut fresh) = (0, 0);
+        let mut new = Vec::new();
+        for (name, node) in nodes {
+            let known = before.next_if(|sight| Arc::ptr_eq(&sight.name, name)).or_else(|| {
+                while before.next_if(|sight| sight.name < *name).is_some() {}
+                before.next_if(|sight| sight.name == *name)
             });
-            if sight.value != node.last_seen {
-                (sight.value, sight.changed) = (node.last_seen, Some(now));
-            }
-            self.seen.push(sight);
+            let complete = is_complete(node);
+            let is_fresh = complete && ready_at(node, unix_now);
+            (all, fresh) = (all + usize::from(complete), fresh + usize::from(is_fresh));
+            let (value, changed, ready) = match known {
+                Some(sight) if sight.value == node.last_seen => (sight.value, sight.changed, sight.ready),
+                Some(sight) => (node.last_seen, Some(now), sight.ready),
+                None => {
+                    new.push((self.seen.len(), is_fresh));
+                    (node.last_seen, None, false)
+                }
+            };
+            self.seen.push(Sight { name: Arc::clone(name), value, changed, complete, ready });
         }
-        let own_sight = self.seen.iter().find(|sight| *sight.name == *own);
+        let clocks_agree = fresh * 2 >= all;
+        for (at, is_fresh) in new {
+            self.seen[at].changed = (!clocks_agree || is_fresh).then_some(now);
+        }
+        let own = self.seen.binary_search_by(|sight| (*sight.name).cmp(own)).ok();
+        let own_sight = own.map(|own| &self.seen[own]);
         let stale = own_sight.is_some_and(|sight| !sight.is_alive(now)) && !nobody;
         let own_changed = own_sight.and_then(|sight| sight.changed);
         let unproved = |sight: &Sight| {
             let known = own_changed.zip(sight.changed);
             known.is_some_and(|(own, other)| own.saturating_duration_since(other) < EVIDENCE)
         };
-        for (node, sight) in nodes.zip(&mut self.seen) {
-            sight.ready = is_complete(node)
-                && (*sight.name == *own || sight.is_alive(now) || sight.ready && (stale || unproved(sight)));
+        for (at, sight) in self.seen.iter_mut().enumerate() {
+            sight.ready = sight.complete
+                && (Some(at) == own || sight.is_alive(now) || sight.ready && (stale || unproved(sight)));
         }
         self.seen.iter().filter(|sight| sight.ready).map(|sight| Arc::clone(&sight.name)).collect()
     }
@@ -109,8 +119,8 @@ mod tests {
         }
     }
 
-    fn nodes(list: &[(&str, i64)]) -> BTreeMap<String, Node> {
-        list.iter().map(|(name, seen)| ((*name).to_owned(), node(name, *seen))).collect()
+    fn nodes(list: &[(&str, i64)]) -> BTreeMap<Arc<str>, Node> {
+        list.iter().map(|(name, seen)| ((*name).into(), node(name, *seen))).collect()
     }
 
     fn names(ready: &BTreeSet<Arc<str>>) -> Vec<&str> {
@@ -121,10 +131,10 @@ mod tests {
     fn a_node_lives_while_its_sign_of_life_changes() {
         let (start, step) = (Instant::now(), Duration::from_secs(30));
         let mut liveness = Liveness::default();
-        liveness.ready(nodes(&[("a", 1000), ("b", 1000)]).values(), "a", start, 1000);
-        let ready = liveness.ready(nodes(&[("a", 1030), ("b", 1000)]).values(), "a", start + step, 1030);
+        liveness.ready(nodes(&[("a", 1000), ("b", 1000)]).iter(), "a", start, 1000);
+        let ready = liveness.ready(nodes(&[("a", 1030), ("b", 1000)]).iter(), "a", start + step, 1030);
         assert_eq!(names(&ready), ["a", "b"]);
-        let ready = liveness.ready(nodes(&[("a", 1060), ("b", 1000)]).values(), "a", start + step * 2, 1060);
+        let ready = liveness.ready(nodes(&[("a", 1060), ("b", 1000)]).iter(), "a", start + step * 2, 1060);
         assert_eq!(names(&ready), ["a"]);
     }
 
@@ -132,9 +142,9 @@ mod tests {
     fn a_clock_that_is_an_hour_wrong_changes_nothing() {
         let start = Instant::now();
         let mut liveness = Liveness::default();
-        liveness.ready(nodes(&[("a", 10_000), ("b", 10_000), ("c", 6_400)]).values(), "a", start, 10_000);
+        liveness.ready(nodes(&[("a", 10_000), ("b", 10_000), ("c", 6_400)]).iter(), "a", start, 10_000);
         let later = nodes(&[("a", 10_030), ("b", 10_030), ("c", 6_430)]);
-        let ready = liveness.ready(later.values(), "a", start + Duration::from_secs(30), 10_030);
+        let ready = liveness.ready(later.iter(), "a", start + Duration::from_secs(30), 10_030);
         assert_eq!(names(&ready), ["a", "b", "c"]);
     }
 
@@ -142,7 +152,7 @@ mod tests {
     fn a_node_dead_for_long_is_not_taken_for_alive_at_start() {
         let mut liveness = Liveness::default();
         let ready = liveness.ready(
-            nodes(&[("a", 9_990), ("b", 9_995), ("c", 100)]).values(),
+            nodes(&[("a", 9_990), ("b", 9_995), ("c", 100)]).iter(),
             "a",
             Instant::now(),
             10_000,
@@ -154,15 +164,15 @@ mod tests {
     fn whose_sign_of_life_was_the_last_before_the_server_went_away_does_not_matter() {
         let (start, second) = (Instant::now(), Duration::from_secs(1));
         let mut liveness = Liveness::default();
-        liveness.ready(nodes(&[("a", 1000), ("b", 1000), ("c", 1000)]).values(), "a", start, 1000);
+        liveness.ready(nodes(&[("a", 1000), ("b", 1000), ("c", 1000)]).iter(), "a", start, 1000);
         let last = nodes(&[("a", 1035), ("b", 1000), ("c", 1010)]);
         for after in 35..300 {
-            let ready = liveness.ready(last.values(), "a", start + second * after, 1000 + i64::from(after));
+            let ready = liveness.ready(last.iter(), "a", start + second * after, 1000 + i64::from(after));
             assert_eq!(names(&ready), ["a", "b", "c"], "{after} s");
         }
         // It is back, and b is not.
         let now = start + second * 300;
-        let ready = liveness.ready(nodes(&[("a", 1300), ("b", 1000), ("c", 1300)]).values(), "a", now, 1300);
+        let ready = liveness.ready(nodes(&[("a", 1300), ("b", 1000), ("c", 1300)]).iter(), "a", now, 1300);
         assert_eq!(names(&ready), ["a", "c"]);
     }
 
@@ -171,8 +181,8 @@ mod tests {
         let start = Instant::now();
         let all = nodes(&[("a", 1000), ("b", 1000)]);
         let mut liveness = Liveness::default();
-        liveness.ready(all.values(), "a", start, 1000);
-        let ready = liveness.ready(all.values(), "a", start + Duration::from_secs(3600), 4600);
+        liveness.ready(all.iter(), "a", start, 1000);
+        let ready = liveness.ready(all.iter(), "a", start + Duration::from_secs(3600), 4600);
         assert_eq!(names(&ready), ["a", "b"]);
     }
 }

@@ -2,14 +2,15 @@
 
 use std::{
     borrow::Cow,
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
     fmt,
     net::SocketAddr,
+    sync::Arc,
 };
 
 use ipnet::IpNet;
 
-use super::{Granularity, Member, Node, Peer, Segment, allocate, prefixes::Prefixes};
+use super::{Granularity, Member, Node, Peer, Segment, allocate, prefixes::Prefixes, segment::Outline};
 use crate::wireguard::key::PublicKey;
 
 /// A node that has not checked in for this long is not ready (Kilo's figure).
@@ -48,8 +49,8 @@ pub fn is_recent(node: &Node, now: i64) -> bool {
 pub struct Mesh {
     /// WireGuard addresses come from here.
     pub subnet: IpNet,
-    /// Locations, sorted by name.
-    pub segments: Vec<Segment>,
+    /// Locations, sorted by name; shared with the mesh before, as far as they are the same.
+    pub segments: Vec<Arc<Segment>>,
     /// VPN peers, sorted by name; an allowed IP belongs to the first that claims it.
     pub peers: Vec<Peer>,
     /// Endpoints nodes see each other at, the first in topology order counts.
@@ -64,21 +65,49 @@ impl Mesh {
         granularity: Granularity,
         subnet: IpNet,
     ) -> Self {
-        let mut locations: BTreeMap<Place<'_>, Vec<&Node>> = BTreeMap::new();
-        for node in nodes {
-            locations.entry(Place::of(node, granularity)).or_default().push(node);
+        let mut nodes: Vec<(Arc<str>, &Node)> =
+            nodes.into_iter().map(|node| (node.name.as_str().into(), node)).collect();
+        nodes.sort_by(|(one, _), (other, _)| one.cmp(other));
+        Self::default().next(nodes.iter().map(|(name, node)| (name, *node)), peers, granularity, subnet)
+    }
+
+    /// The same mesh as of [`Self::new`], made from this one: it shares the
+    /// locations in which nothing differs. The nodes come with their names and sorted by them;
+    /// a name that is the same text in memory as before is not read.
+    #[must_use]
+    pub fn next<'a>(
+        &self,
+        nodes: impl IntoIterator<Item = (&'a Arc<str>, &'a Node)>,
+        peers: &BTreeMap<String, Peer>,
+        granularity: Granularity,
+        subnet: IpNet,
+    ) -> Self {
+        let mut locations: HashMap<Place<'_>, Vec<(&Arc<str>, &Node)>> = HashMap::new();
+        for (name, node) in nodes {
+            locations.entry(Place::of(node, granularity)).or_default().push((name, node));
         }
+        let mut locations: Vec<_> = locations.into_iter().collect();
+        locations.sort_unstable_by_key(|(place, _)| *place);
+        let before: HashMap<&str, &Arc<Segment>> =
+            self.segments.iter().map(|segment| (segment.location.as_str(), segment)).collect();
         let mut addresses = allocate::addresses(subnet);
         let mut discovered = BTreeMap::new();
         let mut segments = Vec::new();
-        for (place, mut nodes) in locations {
-            nodes.sort_by(|a, b| a.name.cmp(&b.name));
-            let Some(mut segment) = Segment::new(place.to_string(), &nodes) else { continue };
-            segment.group = nodes.first().and_then(|node| group_of(node, granularity));
-            segment.wireguard_ip = addresses.next();
-            segment.allowed_ips.extend(segment.wireguard_ip.map(IpNet::from));
-            segments.push(segment);
-            for node in nodes {
+        for (place, nodes) in locations {
+            let Some(outline) = Outline::new(&nodes) else { continue };
+            let location = place.to_string();
+            let group = nodes.first().and_then(|(_, node)| group_of(node, granularity));
+            let wireguard_ip = addresses.next();
+            let same = before.get(location.as_str()).filter(|segment| {
+                segment.group == group
+                    && segment.wireguard_ip == wireguard_ip
+                    && segment.is_of(&nodes, &outline)
+            });
+            segments.push(match same {
+                Some(same) => Arc::clone(same),
+                None => Arc::new(Segment::new(location, group, wireguard_ip, &nodes, &outline)),
+            });
+            for (_, node) in nodes {
                 for (key, addr) in &node.discovered_endpoints {
                     discovered.entry(*key).or_insert(*addr);
                 }
@@ -93,7 +122,7 @@ impl Mesh {
     /// among the members.
     pub fn find(&self, node: &str) -> Option<(usize, usize)> {
         self.segments.iter().enumerate().find_map(|(index, segment)| {
-            let member = segment.members.iter().position(|member| member.name == node)?;
+            let member = segment.members.iter().position(|member| *member.name == *node)?;
             Some((index, member))
         })
     }
@@ -107,16 +136,17 @@ impl Mesh {
         let (mut near, far): (Vec<_>, Vec<_>) =
             self.segments.iter().cloned().partition(|segment| segment.group.as_ref() == Some(group));
         let mut around = Self { segments: far, ..self.clone() };
-        let Some(at) = near.iter().position(|segment| segment.leading().is_some_and(|own| own.name == node))
+        let Some(at) =
+            near.iter().position(|segment| segment.leading().is_some_and(|own| *own.name == *node))
         else {
             return Cow::Borrowed(self);
         };
-        let mut segment = near.swap_remove(at);
+        let mut segment = Arc::unwrap_or_clone(near.swap_remove(at));
         let own_ip = segment.wireguard_ip;
         for member in &mut segment.members {
             member.wireguard_ip = own_ip;
         }
-        for other in near {
+        for other in near.into_iter().map(Arc::unwrap_or_clone) {
             segment.members.extend(
                 other.members.into_iter().map(|member| Member { wireguard_ip: other.wireguard_ip, ..member }),
             );
@@ -124,8 +154,8 @@ impl Mesh {
             segment.allowed_location_ips.extend(other.allowed_location_ips);
         }
         segment.members.sort_by(|a, b| a.name.cmp(&b.name));
-        segment.leader = segment.members.iter().position(|member| member.name == node).unwrap_or(0);
-        around.segments.push(segment);
+        segment.leader = segment.members.iter().position(|member| *member.name == *node).unwrap_or(0);
+        around.segments.push(segment.into());
         Cow::Owned(around)
     }
 
@@ -161,7 +191,7 @@ pub fn location_of(node: &Node, granularity: Granularity) -> String {
 }
 
 /// A location before it has its text, and in the order of the texts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Place<'a> {
     Location(&'a str),
     Node(&'a str),
@@ -201,7 +231,7 @@ fn without_duplicates(peers: &BTreeMap<String, Peer>) -> Vec<Peer> {
 /// Drops allowed-location-ips that another location also offers, that start
 /// inside what is reached otherwise, or that meet a peer's. Locations are taken
 /// in order: one whose prefix was dropped no longer stands in the way of the next.
-fn filter_location_ips(segments: &mut [Segment], peers: &[Peer]) {
+fn filter_location_ips(segments: &mut [Arc<Segment>], peers: &[Peer]) {
     if segments.iter().all(|segment| segment.allowed_location_ips.is_empty()) {
         return;
     }
@@ -220,8 +250,11 @@ fn filter_location_ips(segments: &mut [Segment], peers: &[Peer]) {
             let reached = allowed.holding(prefix.network().into()).next().is_some();
             !elsewhere && !reached && !of_peers.intersect(prefix)
         });
-        segment.allowed_location_ips = kept;
-        let dropped: Vec<IpNet> = dropped;
+        let (kept, dropped): (Vec<IpNet>, Vec<IpNet>) = (kept, dropped);
+        if dropped.is_empty() {
+            continue;
+        }
+        Arc::make_mut(segment).allowed_location_ips = kept;
         for prefix in dropped {
             offered.entry(prefix).remove(&own);
         }

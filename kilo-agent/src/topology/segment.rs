@@ -1,6 +1,6 @@
 //! One location of the mesh.
 
-use std::net::IpAddr;
+use std::{net::IpAddr, sync::Arc};
 
 use ipnet::IpNet;
 
@@ -11,7 +11,7 @@ use crate::wireguard::key::PublicKey;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
     /// Name of the node.
-    pub name: String,
+    pub name: Arc<str>,
     /// Its pod CIDRs.
     pub pod_cidrs: Vec<IpNet>,
     /// Its private address with the prefix length of its network.
@@ -56,42 +56,91 @@ pub struct Segment {
     pub allowed_location_ips: Vec<IpNet>,
 }
 
+/// Who leads a location, and what it takes from that node.
+pub(super) struct Outline<'a> {
+    leader: usize,
+    leader_reason: LeaderReason,
+    endpoint: &'a Endpoint,
+    key: PublicKey,
+    persistent_keepalive: u32,
+}
+
+impl<'a> Outline<'a> {
+    /// Of these nodes (sorted by name, complete); `None` without any.
+    pub fn new(nodes: &[(&Arc<str>, &'a Node)]) -> Option<Self> {
+        let (leader, leader_reason) = super::leader::choose(nodes.iter().map(|(_, node)| *node));
+        let (_, leads) = nodes.get(leader)?;
+        Some(Self {
+            leader,
+            leader_reason,
+            endpoint: leads.endpoint.as_ref()?,
+            key: leads.key?,
+            persistent_keepalive: leads.persistent_keepalive,
+        })
+    }
+}
+
 impl Segment {
-    /// The location of these nodes (sorted by name, complete), without address.
-    pub(super) fn new(location: String, nodes: &[&Node]) -> Option<Self> {
-        let (leader, leader_reason) = super::leader::choose(nodes);
-        let leads = nodes.get(leader)?;
-        let mut allowed_ips = Vec::new();
+    /// The location of these nodes (sorted by name, complete).
+    pub(super) fn new(
+        location: String,
+        group: Option<String>,
+        wireguard_ip: Option<IpAddr>,
+        nodes: &[(&Arc<str>, &Node)],
+        outline: &Outline<'_>,
+    ) -> Self {
+        // Mostly a pod CIDR and a private address each.
+        let mut allowed_ips = Vec::with_capacity(nodes.len() * 2 + 1);
         let mut allowed_location_ips: Vec<IpNet> = Vec::new();
-        for node in nodes {
+        for (_, node) in nodes {
             allowed_ips.extend(node.pod_cidrs.iter().map(IpNet::trunc));
             allowed_ips.extend(node.internal_ip.map(|net| IpNet::from(net.addr())));
             allowed_location_ips.extend(&node.allowed_location_ips);
         }
+        allowed_ips.extend(wireguard_ip.map(IpNet::from));
         // The order has no meaning; Kilo's is the order of the texts.
         allowed_location_ips.sort_by_cached_key(ToString::to_string);
         allowed_location_ips.dedup();
-        Some(Self {
+        Self {
             location,
-            group: None,
-            leader,
-            leader_reason,
+            group,
+            leader: outline.leader,
+            leader_reason: outline.leader_reason,
             members: nodes
                 .iter()
-                .map(|node| Member {
-                    name: node.name.clone(),
+                .map(|(name, node)| Member {
+                    name: Arc::clone(name),
                     pod_cidrs: node.pod_cidrs.clone(),
                     internal_ip: node.internal_ip,
                     wireguard_ip: None,
                 })
                 .collect(),
-            endpoint: leads.endpoint.clone()?,
-            key: leads.key?,
-            persistent_keepalive: leads.persistent_keepalive,
-            wireguard_ip: None,
+            endpoint: outline.endpoint.clone(),
+            key: outline.key,
+            persistent_keepalive: outline.persistent_keepalive,
+            wireguard_ip,
             allowed_ips,
             allowed_location_ips,
-        })
+        }
+    }
+
+    /// True when [`Self::new`] would make the same of these nodes. What is
+    /// offered beside pods and nodes depends on the other locations, too: where
+    /// there is such a thing, the answer is no.
+    pub(super) fn is_of(&self, nodes: &[(&Arc<str>, &Node)], outline: &Outline<'_>) -> bool {
+        self.leader == outline.leader
+            && self.leader_reason == outline.leader_reason
+            && self.endpoint == *outline.endpoint
+            && self.key == outline.key
+            && self.persistent_keepalive == outline.persistent_keepalive
+            && self.allowed_location_ips.is_empty()
+            && self.members.len() == nodes.len()
+            && self.members.iter().zip(nodes).all(|(member, (name, node))| {
+                member.internal_ip == node.internal_ip
+                    && member.pod_cidrs == node.pod_cidrs
+                    && (Arc::ptr_eq(&member.name, name) || member.name == **name)
+                    && node.allowed_location_ips.is_empty()
+            })
     }
 
     /// The node that leads.

@@ -115,7 +115,7 @@ impl<'a> World<'a> {
         let Some(segment) = self.mesh.segments.iter().find(|segment| segment.key == key) else {
             return Step::End(End::Peer(key));
         };
-        let node = segment.members[segment.leader].name.clone();
+        let node = segment.members[segment.leader].name.to_string();
         let plan = &self.plans[&node];
         if claimant(&plan.wireguard, packet.src) != sender {
             return Step::lost(&node, "WireGuard refuses the source");
@@ -137,7 +137,10 @@ impl<'a> World<'a> {
         let mesh = self.mesh.around(at);
         let (segment, _) = mesh.find(at)?;
         let members = &mesh.segments[segment].members;
-        members.iter().find(|member| member.private_ip() == Some(address)).map(|member| member.name.clone())
+        members
+            .iter()
+            .find(|member| member.private_ip() == Some(address))
+            .map(|member| member.name.to_string())
     }
 }
 
