@@ -4,9 +4,9 @@
 //! tell this; where a kernel does not carry the block on, the tables are asked.
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
-use kilo_common::maps::{CONFIG_LEADER, HOP_KIND_WIREGUARD, HOP_REMOTE};
+use kilo_common::maps::{HOP_KIND_WIREGUARD, HOP_REMOTE};
 
-use crate::maps::{CONFIG, hop};
+use crate::maps::hop;
 
 /// First word of every mark.
 const OURS: u32 = u32::from_be_bytes(*b"kilo");
@@ -26,7 +26,8 @@ fn set(ctx: &TcContext, what: u32) {
 }
 
 #[inline(always)]
-fn is(skb: *mut __sk_buff, what: u32) -> bool {
+fn is(ctx: &TcContext, what: u32) -> bool {
+    let skb: *mut __sk_buff = ctx.as_ptr().cast();
     // SAFETY: the context is valid for the whole program.
     unsafe { (*skb).cb[0] == OURS && (*skb).cb[1] == what }
 }
@@ -39,13 +40,11 @@ pub fn transit(ctx: &TcContext) {
     set(ctx, TRANSIT);
 }
 
-/// True when [`transit`] was said of this packet, and WireGuard is the way out
-/// of the location.
+/// True when [`transit`] was said of this packet, and WireGuard is the way out of
+/// the location, as it is on its leader alone.
 #[inline(always)]
 pub fn is_for_wireguard(ctx: &TcContext) -> bool {
-    is(ctx.as_ptr().cast(), TRANSIT)
-        && CONFIG.get(0).is_some_and(|config| config.flags & CONFIG_LEADER != 0)
-        && hop(HOP_REMOTE).is_some_and(|hop| hop.kind == HOP_KIND_WIREGUARD)
+    is(ctx, TRANSIT) && hop(HOP_REMOTE).is_some_and(|hop| hop.kind == HOP_KIND_WIREGUARD)
 }
 
 /// Says that the packet was steered: nothing more is to be done with it here.
@@ -57,5 +56,5 @@ pub fn sent(ctx: &TcContext) {
 /// True when [`sent`] was said of this packet.
 #[inline(always)]
 pub fn is_sent(ctx: &TcContext) -> bool {
-    is(ctx.as_ptr().cast(), SENT)
+    is(ctx, SENT)
 }

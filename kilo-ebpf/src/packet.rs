@@ -1,7 +1,7 @@
 //! Access to packet bytes, the way the verifier accepts it.
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
-use kilo_common::packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6};
+use kilo_common::packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, Ipv4Header};
 
 /// `skb->pkt_type` of packets addressed to this host.
 const PACKET_HOST: u32 = 0;
@@ -76,6 +76,17 @@ pub fn pairs<const N: usize>(ctx: &TcContext) -> Option<&[u16; N]> {
     }
     // SAFETY: the bounds are checked, and programs may read packets at any address.
     Some(unsafe { &*(ctx.data() as *const [u16; N]) })
+}
+
+/// Protocol of the IPv4 packet in an Ethernet frame; 0 when it is not in the linear part.
+#[inline(always)]
+pub fn protocol_v4(ctx: &TcContext) -> u8 {
+    let start = ctx.data() + ETHERNET_LEN;
+    if start + IPV4_LEN > ctx.data_end() {
+        return 0;
+    }
+    // SAFETY: the bounds are checked, and programs may read packets at any address.
+    unsafe { (*(start as *const Ipv4Header)).protocol }
 }
 
 /// An IPv4 address of a map value as one word, as it lies in memory.

@@ -58,7 +58,16 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
     }
     match packet::family(ctx) {
         Family::V4 if let Some(done) = transit::short(ctx, config) => done,
-        Family::V4 => from_code(received_v4(ctx.as_ptr().cast(), config)),
+        Family::V4 => match packet::protocol_v4(ctx) {
+            protocol::TCP | protocol::UDP => match standing::arriving(ctx, config)? {
+                Standing::Done => Ok(TC_ACT_UNSPEC),
+                // Nor is it the tunnels'.
+                Standing::NoEntry if config.flags & CONFIG_PLAIN == 0 => Ok(TC_ACT_UNSPEC),
+                Standing::NoEntry => from_code(plain_v4(ctx.as_ptr().cast(), config)),
+                Standing::Unknown => from_code(received_v4(ctx.as_ptr().cast(), config)),
+            },
+            _ => from_code(received_v4(ctx.as_ptr().cast(), config)),
+        },
         Family::V6 => from_code(received_v6(ctx.as_ptr().cast(), config)),
         Family::Other => Ok(TC_ACT_UNSPEC),
     }
@@ -81,14 +90,6 @@ fn received_v6(skb: *mut __sk_buff, config: &Config) -> i32 {
 fn received<O: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     // Rubbish that is not for the mesh is the stack's to judge.
     let Ok(outer) = O::read(ctx, ETHERNET_LEN) else { return Ok(TC_ACT_UNSPEC) };
-    if !O::V6 && matches!(outer.protocol(), protocol::TCP | protocol::UDP) {
-        match standing::arriving(ctx, config)? {
-            Standing::Done => return Ok(TC_ACT_UNSPEC),
-            // Nor is it the tunnels'.
-            Standing::NoEntry => return without_entry(ctx, config, &outer),
-            Standing::Unknown => {}
-        }
-    }
     if O::is_private(config, outer.dst()) {
         let skb = ctx.as_ptr().cast();
         match outer.protocol() {
@@ -119,13 +120,10 @@ fn received<O: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
     if masquerade::ingress(ctx, config, ETHERNET_LEN, &outer)?.is_some() {
         return Ok(TC_ACT_UNSPEC);
     }
-    without_entry(ctx, config, &outer)
-}
-
-/// What neither a tunnel nor a masqueraded flow sent.
-#[inline(always)]
-fn without_entry<O: Ip>(ctx: &TcContext, config: &Config, outer: &O) -> Result<i32, DropReason> {
-    if config.flags & CONFIG_PLAIN != 0 { plain::<O>(ctx, config, outer) } else { Ok(TC_ACT_UNSPEC) }
+    if config.flags & CONFIG_PLAIN != 0 {
+        return plain::<O>(ctx, config, &outer);
+    }
+    Ok(TC_ACT_UNSPEC)
 }
 
 /// True for a packet to WireGuard from an address that packets reach through
@@ -348,6 +346,12 @@ fn plain<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropRea
         )),
         _ => Ok(TC_ACT_UNSPEC),
     }
+}
+
+#[inline(never)]
+fn plain_v4(skb: *mut __sk_buff, config: &Config) -> i32 {
+    let ctx = TcContext::new(skb);
+    to_code(Ipv4::read(&ctx, ETHERNET_LEN).map_or(Ok(TC_ACT_UNSPEC), |ip| plain(&ctx, config, &ip)))
 }
 
 /// The inner source must belong to the node that sent the packet; a leader

@@ -19,6 +19,7 @@ use super::{DONE, NOTHING, port, translating_device, work::halves};
 use crate::{
     ip::Ip as _,
     maps::{NAT, count_action},
+    packet,
 };
 
 /// Where the transport header is.
@@ -45,27 +46,31 @@ pub enum Standing {
 /// Of an IPv4 packet that leaves by an uplink.
 #[inline(always)]
 pub fn leaving(ctx: &TcContext, config: &Config) -> Result<Standing, DropReason> {
-    standing(ctx, config, NAT_EGRESS, Action::Masquerade)
+    standing::<true>(ctx, config, Action::Masquerade)
 }
 
 /// Of an IPv4 packet that arrives at an uplink.
 #[inline(always)]
 pub fn arriving(ctx: &TcContext, config: &Config) -> Result<Standing, DropReason> {
-    standing(ctx, config, NAT_INGRESS, Action::Unmasquerade)
+    standing::<false>(ctx, config, Action::Unmasquerade)
 }
 
 #[inline(always)]
-fn standing(ctx: &TcContext, config: &Config, direction: u8, done: Action) -> Result<Standing, DropReason> {
+fn standing<const EGRESS: bool>(
+    ctx: &TcContext,
+    config: &Config,
+    done: Action,
+) -> Result<Standing, DropReason> {
     if config.flags & CONFIG_MASQUERADE == 0 {
         return Ok(Standing::Unknown);
     }
     let addr = if config.flags & CONFIG_ONE_V4 != 0 {
-        config.private_v4
+        packet::word(&config.private_v4)
     } else {
         let Some(device) = translating_device(ctx, config) else { return Ok(Standing::Unknown) };
-        device.masq_v4
+        packet::word(&device.masq_v4)
     };
-    match translate(ctx.as_ptr().cast(), config, u32::from_ne_bytes(addr), u32::from(direction)) {
+    match translate::<EGRESS>(ctx.as_ptr().cast(), config, addr) {
         DONE => {
             count_action(done);
             Ok(Standing::Done)
@@ -78,70 +83,61 @@ fn standing(ctx: &TcContext, config: &Config, direction: u8, done: Action) -> Re
 
 /// A function of its own for the verifier; `addr` is what masqueraded packets get.
 #[inline(never)]
-fn translate(skb: *mut __sk_buff, config: &Config, addr: u32, direction: u32) -> u32 {
+fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32) -> u32 {
+    const PORT: [usize; 2] = [TRANSPORT + 2, TRANSPORT];
     let ctx = TcContext::new(skb);
-    let egress = direction == u32::from(NAT_EGRESS);
     let start = ctx.data();
     if start + UDP > ctx.data_end() {
         return NOTHING;
     }
     // SAFETY: the bounds are checked, and programs may read packets at any address; so below.
     let ip = unsafe { &*((start + ETHERNET_LEN) as *const Ipv4Header) };
-    if ip.version_len != 0x45 || ip.fragment & 0x3fff_u16.to_be() != 0 {
-        return NOTHING;
-    }
-    if u32::from(u16::from_be(ip.total_len)) + ETHERNET_LEN as u32 > ctx.len() {
-        return NOTHING;
-    }
-    let (src, dst, proto) = (ip.src, ip.dst, ip.protocol);
+    let old = if EGRESS { ip.src } else { ip.dst };
     // The host's own on the way out; not for this host on the way in.
-    if (if egress { src } else { dst } == addr) == egress {
+    if (old == addr) == EGRESS || ip.version_len != 0x45 || ip.fragment & 0x3fff_u16.to_be() != 0 {
         return NOTHING;
     }
-    let ports = unsafe { *((start + TRANSPORT) as *const u32) };
-    let [.., dst_high, dst_low] = ports.to_ne_bytes();
-    let (at, tcp_flags) = match proto {
-        protocol::TCP => {
-            if start + TCP > ctx.data_end() {
-                return NOTHING;
-            }
-            (TRANSPORT + 16, unsafe { *((start + TCP_FLAGS) as *const u8) })
+    let total_len = u32::from(u16::from_be(ip.total_len));
+    if total_len < IPV4_LEN as u32 || total_len + ETHERNET_LEN as u32 > ctx.len() {
+        return NOTHING;
+    }
+    let old_port = unsafe { *((start + PORT[EGRESS as usize]) as *const u16) };
+    let protocol = ip.protocol;
+    // A UDP checksum of zero means that there is none.
+    let (checksum, tcp_flags, mangled) = match protocol {
+        protocol::TCP if start + TCP <= ctx.data_end() => {
+            (TRANSPORT + 16, unsafe { *((start + TCP_FLAGS) as *const u8) }, 0)
         }
-        protocol::UDP if egress || !is_reserved(proto, u16::from_be_bytes([dst_high, dst_low]), config) => {
-            (TRANSPORT + 6, 0)
+        protocol::UDP if EGRESS || !is_reserved(protocol::UDP, u16::from_be(old_port), config) => {
+            (TRANSPORT + 6, 0, u64::from(BPF_F_MARK_MANGLED_0))
         }
         _ => return NOTHING,
     };
-    let key = key(src, dst, ports, proto, direction as u8);
+    let direction = if EGRESS { NAT_EGRESS } else { NAT_INGRESS };
+    let key = key(ip, unsafe { *((start + TRANSPORT) as *const u32) }, direction);
     // SAFETY: entries are not freed while the program runs.
     let Some(entry) = (unsafe { NAT.get(&key) }) else { return NO_ENTRY };
     let [first, second] = halves(&entry.addr);
-    let (old, new) = (if egress { src } else { dst }, (u64::from_le(second) >> 32) as u32);
-    if entry.last_seen != port::now()
+    let new = (u64::from_le(second) >> 32) as u32;
+    // Another address than the interface has now; the host's own.
+    if (new == addr) != EGRESS
+        || first != 0
         || entry.flags != NAT_SEEN
         || merge_flags(entry.tcp_flags, tcp_flags) != entry.tcp_flags
-        // Another address than the interface has now; the host's own.
-        || first != 0
-        || (new == addr) != egress
+        || entry.last_seen != port::now()
     {
         return NOTHING;
     }
-    let (old_port, new_port) = {
-        let [src_high, src_low, ..] = ports.to_ne_bytes();
-        let old = if egress { [src_high, src_low] } else { [dst_high, dst_low] };
-        (u16::from_ne_bytes(old), u16::from_ne_bytes(entry.port))
-    };
-    // A UDP checksum of zero means that there is none.
-    let mangled = if proto == protocol::UDP { u64::from(BPF_F_MARK_MANGLED_0) } else { 0 };
-    let difference = checksum::add(!old, new);
+    let new_port = u16::from_ne_bytes(entry.port);
     if old_port != new_port
-        && ctx.l4_csum_replace(at, u64::from(old_port), u64::from(new_port), mangled | 2).is_err()
+        && ctx.l4_csum_replace(checksum, u64::from(old_port), u64::from(new_port), mangled | 2).is_err()
     {
         return DropReason::Rewrite.index();
     }
     // The kernel knows whether the checksum is in the packet, or left to a device.
+    let difference = checksum::add(!old, new);
     let flags = mangled | u64::from(BPF_F_PSEUDO_HDR);
-    if ctx.l4_csum_replace(at, 0, u64::from(difference), flags).is_err() {
+    if ctx.l4_csum_replace(checksum, 0, u64::from(difference), flags).is_err() {
         return DropReason::Rewrite.index();
     }
     let start = ctx.data();
@@ -151,22 +147,16 @@ fn translate(skb: *mut __sk_buff, config: &Config, addr: u32, direction: u32) ->
     // What the address adds to a sum over the whole packet the header's checksum takes away.
     let ip = unsafe { &mut *((start + ETHERNET_LEN) as *mut Ipv4Header) };
     ip.checksum = !checksum::fold(u32::from(!ip.checksum) + u32::from(checksum::fold(difference)));
-    let ports = unsafe { &mut *((start + TRANSPORT) as *mut [u16; 2]) };
-    if egress {
-        ip.src = new;
-        ports[0] = new_port;
-    } else {
-        ip.dst = new;
-        ports[1] = new_port;
-    }
+    *(if EGRESS { &mut ip.src } else { &mut ip.dst }) = new;
+    unsafe { *((start + PORT[EGRESS as usize]) as *mut u16) = new_port };
     DONE
 }
 
 /// The key of a flow in words: field by field it would be written byte by byte.
 #[inline(always)]
-fn key(src: u32, dst: u32, ports: u32, protocol: u8, direction: u8) -> NatKey {
-    let [src, dst] = [src, dst].map(|addr| Ipv4::mapped(addr.to_ne_bytes()));
-    let rest = u64::from(u32::from_le(ports)) | u64::from(protocol) << 32 | u64::from(direction) << 40;
+fn key(ip: &Ipv4Header, ports: u32, direction: u8) -> NatKey {
+    let [src, dst] = [ip.src, ip.dst].map(|addr| Ipv4::mapped(addr.to_ne_bytes()));
+    let rest = u64::from(u32::from_le(ports)) | u64::from(ip.protocol) << 32 | u64::from(direction) << 40;
     // SAFETY: 40 bytes of integers in the order of the fields.
     unsafe { core::mem::transmute([src[0], src[1], dst[0], dst[1], rest.to_le()]) }
 }
