@@ -123,8 +123,9 @@ pub fn main(args: &BenchArgs) -> Result<()> {
     }
     store(now, control::is_control)?;
     let machine = format!(
-        "QEMU TCG, one virtual CPU, `-icount shift=0`; guest kernel {}. Counted in one run.",
-        fs::read_to_string(results.with_extension("kernel"))?.trim()
+        "QEMU TCG, one virtual CPU, `-icount shift=0`; guest kernel {}. Counted in {}.",
+        fs::read_to_string(results.with_extension("kernel"))?.trim(),
+        if args.update { "several runs (`--update`)" } else { "one run" }
     );
     let document = workspace_root().join(DOCUMENT);
     let text = fs::read_to_string(&document).context(DOCUMENT)?;
