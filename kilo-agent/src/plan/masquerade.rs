@@ -18,7 +18,7 @@ pub(super) fn fill(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: 
     let mut known = Vec::with_capacity(remote.claims().len() + own.segment.allowed_ips.len());
     known.extend(elsewhere.chain(here.map(|prefix| prefix.trunc())).map(|prefix| (prefix, MASQ_EXCLUDE)));
     let known: SortedMap<IpNet, u32> = known.into_iter().collect();
-    let mut forced = Vec::new();
+    let (mut forced, mut sources) = (Vec::new(), Vec::new());
     for prefix in own.segment.allowed_location_ips.iter().map(IpNet::trunc) {
         // A known prefix always wins; the trie would prefer the longer one.
         if prefixes::holding(&known, prefix).next().is_none() {
@@ -27,15 +27,14 @@ pub(super) fn fill(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: 
         // Between prefixes of the own location addresses stay as they are
         // (squat/kilo#496), unless the prefix also holds what lies elsewhere.
         if prefixes::inside(&known, prefix).next().is_none() {
-            tables.masq_src.insert(prefix, MASQ_SRC_EXEMPT);
+            sources.push((prefix, MASQ_SRC_EXEMPT));
         }
     }
     tables.masq_dst = known;
     tables.masq_dst.extend(forced);
     let pods = own.member.pod_cidrs.iter().copied().filter(|_| inputs.settings.cni);
-    for prefix in pods.chain(peers).map(|prefix| prefix.trunc()) {
-        tables.masq_src.insert(prefix, MASQ_SRC_ALWAYS);
-    }
+    sources.extend(pods.chain(peers).map(|prefix| (prefix.trunc(), MASQ_SRC_ALWAYS)));
+    tables.masq_src = sources.into_iter().collect();
     let devices = inputs.links.uplinks.iter().map(|(ifindex, uplink)| (*ifindex, *uplink));
     for (ifindex, uplink) in devices.chain([(inputs.links.kilo, tunnel_addresses(own))]) {
         let device = Device {
