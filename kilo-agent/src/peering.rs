@@ -3,7 +3,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::Arc,
 };
 
 use ipnet::IpNet;
@@ -11,7 +10,7 @@ use kube::api::DynamicObject;
 
 use crate::{
     backend::{Snapshot, kubernetes::parse_peer, peer},
-    topology::{Granularity, Mesh, Node, Peer, prefixes::Prefixes, ready_at},
+    topology::{Granularity, Mesh, Node, Nodes, Peer, prefixes::Prefixes, ready_at},
     wireguard::conf,
 };
 
@@ -53,7 +52,7 @@ pub struct Cluster {
     /// What the other one calls it.
     pub name: String,
     /// Every node, ready or not.
-    pub nodes: BTreeMap<Arc<str>, Arc<Node>>,
+    pub nodes: Nodes,
     /// The mesh of those that are ready.
     pub mesh: Mesh,
     /// Where its ClusterIPs come from.
@@ -93,7 +92,7 @@ impl Cluster {
         now: i64,
     ) -> Result<Self, Unfit> {
         let ready: Vec<&Node> =
-            snapshot.nodes.values().map(|node| &**node).filter(|node| ready_at(node, now)).collect();
+            snapshot.nodes.iter().filter(|node| ready_at(*node, now)).map(|known| &**known.node).collect();
         let mesh = |subnet| Mesh::new(ready.iter().copied(), &snapshot.peers, granularity, subnet);
         // Who leads does not hang on the subnet.
         let leaders = mesh(IpNet::default());
@@ -127,7 +126,7 @@ impl Cluster {
         let mut ranges = vec![(self.mesh.subnet, format!("the WireGuard subnet of cluster {name}"))];
         ranges
             .extend(self.services.iter().map(|range| (*range, format!("a service range of cluster {name}"))));
-        for node in self.nodes.values() {
+        for node in self.nodes.iter() {
             let of = |what: &str| format!("the {what} of node {} of cluster {name}", node.name);
             ranges.extend(node.pod_cidrs.iter().map(|cidr| (cidr.trunc(), of("pod CIDR"))));
             ranges.extend(node.internal_ip.map(|ip| (ip.addr().into(), of("private IP"))));
@@ -139,7 +138,7 @@ impl Cluster {
     fn kept(&self, other: &str) -> Vec<(IpNet, String)> {
         let name = &self.name;
         let mut ranges = Vec::new();
-        for node in self.nodes.values() {
+        for node in self.nodes.iter() {
             let what = format!("an allowed-location-ip of node {} of cluster {name}", node.name);
             ranges.extend(node.allowed_location_ips.iter().map(|range| (range.trunc(), what.clone())));
         }
@@ -191,7 +190,7 @@ fn overlaps(ours: &[(IpNet, String)], theirs: &[(IpNet, String)], conflicts: &mu
 fn keys(one: &Cluster, two: &Cluster) -> Vec<String> {
     let holders = |cluster: &Cluster, other: &str| {
         let mut holders = Vec::new();
-        for node in cluster.nodes.values() {
+        for node in cluster.nodes.iter() {
             let what = format!("node {} of cluster {}", node.name, cluster.name);
             holders.extend(node.key.map(|key| (key, what, true)));
         }
@@ -231,7 +230,7 @@ pub fn wanted(from: &Cluster, to: &Cluster) -> Vec<Peer> {
         .filter_map(|segment| {
             let section = conf::as_peer(segment);
             Some(Peer {
-                name: format!("{}-{}", from.name, segment.leading()?.name),
+                name: format!("{}-{}", from.name, segment.leading()?.name()),
                 allowed_ips: section.allowed_ips,
                 endpoint: section.endpoint,
                 // A leader with a keepalive is behind NAT: it is to be answered where it is seen.
@@ -300,7 +299,7 @@ pub fn object(peer: &Peer, cluster: &str) -> peer::Peer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wireguard::key::PublicKey;
+    use crate::{topology::CheckedIn, wireguard::key::PublicKey};
 
     const NOW: i64 = 1_000;
 
@@ -313,16 +312,31 @@ mod tests {
             internal_ip: format!("10.{cluster}.0.{number}/24").parse().ok(),
             pod_cidrs: vec![format!("10.4{cluster}.{number}.0/24").parse().unwrap()],
             wireguard_ip: format!("10.20{cluster}.0.{number}/16").parse().ok(),
-            last_seen: NOW,
             ..Node::default()
         }
     }
 
     fn cluster(number: u8, nodes: Vec<Node>, peers: Vec<Present>) -> Result<Cluster, Unfit> {
-        let nodes = nodes.into_iter().map(|node| (node.name.as_str().into(), node.into())).collect();
+        checked_in(number, nodes, peers, NOW)
+    }
+
+    fn checked_in(
+        number: u8,
+        nodes: Vec<Node>,
+        peers: Vec<Present>,
+        last_seen: i64,
+    ) -> Result<Cluster, Unfit> {
+        let nodes = nodes.into_iter().map(|node| CheckedIn { node, last_seen }).collect();
         let snapshot = Snapshot { nodes, ..Snapshot::default() };
         let services = vec![format!("10.9{number}.0.0/16").parse().unwrap()];
         Cluster::new(&format!("c{number}"), &snapshot, Granularity::Location, services, peers, NOW)
+    }
+
+    fn change(cluster: &mut Cluster, name: &str, change: impl FnOnce(&mut Node)) {
+        let known = cluster.nodes.get(name).unwrap();
+        let (mut node, last_seen) = (Node::clone(known.node), known.last_seen);
+        change(&mut node);
+        cluster.nodes.insert(CheckedIn { node, last_seen });
     }
 
     fn plain(number: u8) -> Cluster {
@@ -409,7 +423,7 @@ mod tests {
             conflicts(&one, &two).join("\n")
         };
         let pods = against(|one| {
-            Arc::make_mut(one.nodes.get_mut("a").unwrap()).pod_cidrs = vec!["10.42.0.0/16".parse().unwrap()];
+            change(one, "a", |node| node.pod_cidrs = vec!["10.42.0.0/16".parse().unwrap()]);
         });
         assert!(
             pods.contains("10.42.0.0/16 (the pod CIDR of node a of cluster c1) overlaps 10.42.1.0/24 (the pod CIDR of node a of cluster c2)"),
@@ -426,8 +440,7 @@ mod tests {
         let vpn = against(|one| one.peers.push(present("laptop", None, 99, "10.42.3.9/32")));
         assert!(vpn.contains("Peer laptop of cluster c1"), "{vpn}");
         let printer = against(|one| {
-            Arc::make_mut(one.nodes.get_mut("a").unwrap()).allowed_location_ips =
-                vec!["10.2.0.0/24".parse().unwrap()];
+            change(one, "a", |node| node.allowed_location_ips = vec!["10.2.0.0/24".parse().unwrap()]);
         });
         assert!(printer.contains("allowed-location-ip of node a of cluster c1"), "{printer}");
     }
@@ -436,8 +449,7 @@ mod tests {
     fn the_same_printer_network_in_both_clusters_is_nobodys_business() {
         let (mut one, mut two) = (plain(1), plain(2));
         for cluster in [&mut one, &mut two] {
-            Arc::make_mut(cluster.nodes.get_mut("a").unwrap()).allowed_location_ips =
-                vec!["192.168.1.0/24".parse().unwrap()];
+            change(cluster, "a", |node| node.allowed_location_ips = vec!["192.168.1.0/24".parse().unwrap()]);
         }
         assert_eq!(conflicts(&one, &two), Vec::<String>::new());
     }
@@ -445,7 +457,7 @@ mod tests {
     #[test]
     fn duplicate_keys_and_taken_names_are_named() {
         let (mut one, mut two) = (plain(1), plain(2));
-        Arc::make_mut(one.nodes.get_mut("b").unwrap()).key = Some(PublicKey([33; 32]));
+        change(&mut one, "b", |node| node.key = Some(PublicKey([33; 32])));
         let text = conflicts(&one, &two).join("\n");
         assert!(
             text.contains("node b of cluster c1 and node a of cluster c2 have the same public key"),
@@ -462,8 +474,8 @@ mod tests {
 
     #[test]
     fn a_cluster_of_which_nothing_is_known_is_refused() {
-        let late = Node { last_seen: NOW - 61, ..node(1, "a", "east", 1) };
-        assert!(matches!(cluster(1, vec![late], Vec::new()), Err(Unfit::NobodyReady(_))));
+        let late = checked_in(1, vec![node(1, "a", "east", 1)], Vec::new(), NOW - 61);
+        assert!(matches!(late, Err(Unfit::NobodyReady(_))));
         let silent = Node { wireguard_ip: None, ..node(1, "a", "east", 1) };
         assert!(matches!(cluster(1, vec![silent], Vec::new()), Err(Unfit::NoSubnet(_))));
         let other = Node { wireguard_ip: "10.9.0.1/16".parse().ok(), ..node(1, "b", "west", 2) };

@@ -77,7 +77,7 @@ async fn nodes_and_peers_are_seen_and_changes_follow_soon() {
     // Large annotations: somebody else's, and rubbish under a name of ours.
     let large = "x".repeat(100_000);
     create_node(&client, "seen-b", &[("example.com/large", &large), ("kilo.squat.ai/key", &large)]).await;
-    let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes.contains_key("seen-b")).await;
+    let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes.contains("seen-b")).await;
     println!("a new node was seen after {took:?}");
     let held = snapshots.borrow().clone();
     let (node, problem) = (&held.nodes["seen-b"], &held.problems["node seen-b"]);
@@ -101,7 +101,7 @@ async fn nodes_and_peers_are_seen_and_changes_follow_soon() {
     delete_node(&client, "seen-b").await;
     until(&mut snapshots, SOON, |snapshot| {
         !snapshot.peers.contains_key("seen-peer")
-            && !snapshot.nodes.keys().any(|name| name.starts_with("seen"))
+            && !snapshot.nodes.names().any(|name| name.starts_with("seen"))
     })
     .await;
 }
@@ -123,7 +123,7 @@ async fn publishing_writes_what_differs_and_retracting_removes_it_again() {
     assert_eq!(written[&format!("{PREFIX}granularity")], "location");
     let ours = written.keys().filter(|name| name.starts_with(PREFIX)).count();
     assert_eq!(ours, 8, "seven written and the user's: {written:?}");
-    until(&mut snapshots, SOON, |snapshot| snapshot.nodes["writer"].last_seen == 1_700_000_000).await;
+    until(&mut snapshots, SOON, |snapshot| snapshot.nodes.get("writer").is_some_and(|node| node.last_seen == 1_700_000_000)).await;
 
     assert!(!backend.publish("writer", &published()).await.unwrap());
     assert_eq!(annotations(&nodes, "writer").await.1, version, "nothing differs, nothing is written");
@@ -292,7 +292,7 @@ async fn the_manifests_role_is_enough_and_a_missing_right_is_named() {
     assert!(backend.publish("rbac", &published()).await.unwrap());
     until(&mut snapshots, SOON, |snapshot| snapshot.nodes["rbac"].endpoint.is_some()).await;
     create_node(&admin, "rbac-2", &[]).await;
-    until(&mut snapshots, SOON, |snapshot| snapshot.nodes.contains_key("rbac-2")).await;
+    until(&mut snapshots, SOON, |snapshot| snapshot.nodes.contains("rbac-2")).await;
     backend.retract("rbac").await.unwrap();
     let nodes: Api<core::Node> = Api::all(agent);
     let delete = nodes.delete("rbac-2", &DeleteParams::default()).await;

@@ -233,7 +233,7 @@ impl Cluster {
             port: 51820,
         };
         let mesh = Mesh::new(
-            snapshot.nodes.values().map(|node| &**node),
+            snapshot.nodes.iter().map(|known| &**known.node),
             &snapshot.peers,
             settings.granularity,
             settings.subnet,

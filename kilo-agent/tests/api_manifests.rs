@@ -275,7 +275,7 @@ async fn the_agents_account_may_do_what_the_agent_does_and_nothing_else() {
     let published = Published { last_seen: 1_700_000_000, ..Published::default() };
     assert!(backend.publish("own", &published).await.unwrap());
     create_node(&admin, "other", &[]).await;
-    api::until(&mut snapshots, Duration::from_secs(5), |snapshot| snapshot.nodes.contains_key("other")).await;
+    api::until(&mut snapshots, Duration::from_secs(5), |snapshot| snapshot.nodes.contains("other")).await;
     backend.retract("own").await.unwrap();
 
     let nodes: Api<Node> = Api::all(client.clone());

@@ -69,7 +69,7 @@ async fn until(
 }
 
 fn names(snapshot: &Snapshot) -> Vec<&str> {
-    snapshot.nodes.keys().map(|name| &**name).collect()
+    snapshot.nodes.names().collect()
 }
 
 #[tokio::test]
@@ -88,12 +88,12 @@ async fn kind_decides_and_changes_follow_soon() {
     assert!(first.problems.is_empty(), "{:?}", first.problems);
 
     put(directory.path(), "c.yaml", &node("c", "there"));
-    let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes.contains_key("c")).await;
+    let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes.contains("c")).await;
     println!("a new file was seen after {took:?}");
     put(directory.path(), "c.yaml", &node("c", "moved"));
     until(&mut snapshots, SOON, |snapshot| snapshot.nodes["c"].location == "moved").await;
     fs::remove_file(directory.path().join("c.yaml")).unwrap();
-    until(&mut snapshots, SOON, |snapshot| !snapshot.nodes.contains_key("c")).await;
+    until(&mut snapshots, SOON, |snapshot| !snapshot.nodes.contains("c")).await;
 }
 
 #[tokio::test]
@@ -116,7 +116,7 @@ async fn a_broken_file_keeps_what_it_said_and_hides_no_other() {
     until(&mut snapshots, SOON, |snapshot| snapshot.problems.contains_key("file a.yaml")).await;
     assert_eq!(names(&snapshots.borrow()), ["a"], "kept");
     put(directory.path(), "b.yaml", &node("b", "there"));
-    until(&mut snapshots, SOON, |snapshot| snapshot.nodes.contains_key("b")).await;
+    until(&mut snapshots, SOON, |snapshot| snapshot.nodes.contains("b")).await;
     put(directory.path(), "a.yaml", &node("a", "mended"));
     until(&mut snapshots, SOON, |snapshot| {
         snapshot.nodes["a"].location == "mended" && !snapshot.problems.contains_key("file a.yaml")
@@ -138,7 +138,7 @@ async fn agents_and_people_do_not_overwrite_one_another() {
     let same = published();
     let (one, two) = tokio::join!(first.publish("a", &same), second.publish("b", &same));
     assert!(one.unwrap() && two.unwrap());
-    until(&mut snapshots, SOON, |snapshot| snapshot.nodes.values().all(|node| node.last_seen == 17)).await;
+    until(&mut snapshots, SOON, |snapshot| snapshot.nodes.iter().all(|node| node.last_seen == 17)).await;
     let seen = snapshots.borrow().nodes["a"].clone();
     assert_eq!(seen.endpoint, published().endpoint, "the agent's, not the exported one");
     assert_eq!(seen.cni_compatibility_ip, None, "what the agent does not say is not there");
@@ -153,7 +153,7 @@ async fn agents_and_people_do_not_overwrite_one_another() {
         assert!(first.publish("a", &now).await.unwrap());
     }
     until(&mut snapshots, SOON, |snapshot| {
-        snapshot.nodes["a"].location == "round19" && snapshot.nodes["a"].last_seen == 119
+        snapshot.nodes["a"].location == "round19" && snapshot.nodes.get("a").is_some_and(|node| node.last_seen == 119)
     })
     .await;
 

@@ -34,7 +34,7 @@ use std::{
 use kilo_agent::{
     backend::{node, peer},
     plan::{self, HopIds, HostLinks, Inputs, model},
-    topology::{self, EndpointHost, Mesh, Peer, Settings},
+    topology::{self, EndpointHost, Member, Mesh, Peer, Settings},
     wireguard::{conf, key::SecretKey},
 };
 use serde::Deserialize;
@@ -129,14 +129,8 @@ fn every_recorded_answer_of_kilo_is_ours() {
 
 fn compare(scenario: &Scenario, report: &mut Report) {
     let config = &scenario.config;
-    let nodes: BTreeMap<String, topology::Node> = scenario
-        .nodes
-        .iter()
-        .map(|object| {
-            let (node, _) = node::from_object(object, &config.topology_label);
-            (node.name.clone(), node)
-        })
-        .collect();
+    let nodes: topology::Nodes =
+        scenario.nodes.iter().map(|object| node::from_object(object, &config.topology_label).0).collect();
     let peers: BTreeMap<String, Peer> = scenario
         .peers
         .iter()
@@ -144,7 +138,7 @@ fn compare(scenario: &Scenario, report: &mut Report) {
         .filter_map(|object| peer::from_object(&serde_json::from_value(object.clone()).ok()?).ok())
         .map(|peer| (peer.name.clone(), peer))
         .collect();
-    let ready: Vec<_> = nodes.values().filter(|node| topology::ready_at(node, scenario.now)).collect();
+    let ready: Vec<_> = nodes.iter().filter(|node| topology::ready_at(*node, scenario.now)).collect();
     let at = format!("seed {}", scenario.seed);
     let names: Vec<_> = ready.iter().map(|node| node.name.as_str()).collect();
     report.equal("ready nodes", &at, names, scenario.views.keys().map(String::as_str).collect());
@@ -158,13 +152,13 @@ fn compare(scenario: &Scenario, report: &mut Report) {
         service_cidrs: config.service_cidrs.iter().flatten().map(|cidr| cidr.parse().unwrap()).collect(),
         port: 0,
     };
-    let mesh = Mesh::new(ready, &peers, settings.granularity, settings.subnet);
+    let mesh = Mesh::new(ready.iter().map(|node| &**node), &peers, settings.granularity, settings.subnet);
     for (name, view) in &scenario.views {
         let at = format!("{at}, node {name}");
         let Some(node) = nodes.get(name) else { continue };
         let mesh = mesh.clone().seen_by(&node.discovered_endpoints);
         settings.port = node.endpoint.as_ref().map_or(0, |endpoint| endpoint.port);
-        compare_view(&mesh, node, &settings, view, &at, report);
+        compare_view(&mesh, &node, &settings, view, &at, report);
     }
 }
 
@@ -307,11 +301,11 @@ fn segment_value(segment: &topology::Segment) -> Value {
         "allowed_ips": texts(&segment.allowed_ips),
         "allowed_location_ips": texts(&segment.allowed_location_ips),
         "endpoint": segment.endpoint.to_string(),
-        "hostnames": members.iter().map(|member| &*member.name).collect::<Vec<_>>(),
-        "leader": *members[segment.leader].name,
+        "hostnames": members.iter().map(Member::name).collect::<Vec<_>>(),
+        "leader": members[segment.leader].name(),
         "location": segment.location,
         "persistent_keepalive_seconds": segment.persistent_keepalive,
-        "pod_cidrs": members.iter().flat_map(|member| texts(&member.pod_cidrs)).collect::<Vec<_>>(),
+        "pod_cidrs": members.iter().flat_map(|member| texts(&member.node.pod_cidrs)).collect::<Vec<_>>(),
         "private_ips": members.iter().filter_map(|m| Some(m.private_ip()?.to_string())).collect::<Vec<_>>(),
         "public_key": segment.key.to_string(),
         "wireguard_ip": segment.wireguard_ip.map(|ip| ip.to_string()),

@@ -2,31 +2,24 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
     fs,
-    sync::Arc,
     time::{Duration, Instant},
 };
 
 use kilo_agent::{
     backend::last_good::{FILE, LastGood, load},
-    topology::{Liveness, Node, Peer},
+    topology::{CheckedIn, Liveness, Node, Nodes, Peer},
     wireguard::key::{PublicKey, SecretKey},
 };
 
-fn node(name: &str, last_seen: i64) -> Node {
+fn node(name: &str) -> Node {
     Node {
         name: name.to_owned(),
         endpoint: "192.0.2.1:51820".parse().ok(),
         key: Some(PublicKey([1; 32])),
         pod_cidrs: vec!["10.42.0.0/24".parse().unwrap()],
-        last_seen,
         ..Node::default()
     }
-}
-
-fn names(names: &[&str]) -> BTreeSet<Arc<str>> {
-    names.iter().map(|name| (*name).into()).collect()
 }
 
 #[test]
@@ -42,7 +35,7 @@ fn why_a_file_is_ignored_quotes_no_key() {
         preshared_key: Some(secret),
         public_key: PublicKey([9; 32]),
     };
-    LastGood::new(&path, "a").keep([node("a", 0)].iter(), [peer].iter(), Instant::now()).unwrap();
+    LastGood::new(&path, "a").keep([node("a")].iter(), [peer].iter(), Instant::now()).unwrap();
     let text = fs::read_to_string(&path).unwrap();
     assert!(text.contains(&secret.reveal()));
     // As after an accident: the key where a number belongs.
@@ -57,15 +50,15 @@ fn why_a_file_is_ignored_quotes_no_key() {
 fn nodes_from_disk_stay_until_the_server_tells_and_the_long_dead_stay_out_then() {
     let (start, hour) = (Instant::now(), Duration::from_secs(3600));
     let mut liveness = Liveness::default();
-    let of = |list: &[(&str, i64)]| -> BTreeMap<Arc<str>, Node> {
-        list.iter().map(|(name, seen)| ((*name).into(), node(name, *seen))).collect()
+    let of = |list: &[(&str, i64)]| -> Nodes {
+        list.iter().map(|(name, last_seen)| CheckedIn { node: node(name), last_seen: *last_seen }).collect()
     };
     // Signs of life are not kept.
     let from_disk = of(&[("b", 0), ("c", 0), ("own", 0)]);
     for at in [start, start + hour] {
-        assert_eq!(liveness.ready(from_disk.iter(), "own", at, 900_000), names(&["b", "c", "own"]));
+        assert_eq!(liveness.ready(from_disk.iter(), "own", at, 900_000), [true; 3]);
     }
     let told = of(&[("a", 1000), ("b", 903_590), ("c", 903_595), ("own", 903_599)]);
     let ready = liveness.ready(told.iter(), "own", start + hour, 903_600);
-    assert_eq!(ready, names(&["b", "c", "own"]), "a was dead before, and would be the first to lead");
+    assert_eq!(ready, [false, true, true, true], "a was dead before, and would be the first to lead");
 }

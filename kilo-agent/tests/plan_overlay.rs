@@ -5,7 +5,6 @@
 use std::{
     collections::BTreeMap,
     net::{IpAddr, Ipv4Addr},
-    sync::Arc,
 };
 
 use ipnet::IpNet;
@@ -51,10 +50,7 @@ fn link(index: u32, name: &str, mtu: u32, addresses: &[&str]) -> Link {
 
 /// The plan of node `own` of three, of which n1 and n2 share a location that n1 leads.
 fn plan(own: &str, compatibility: Compatibility, tunnel: Tunnel) -> HostPlan {
-    let nodes: BTreeMap<Arc<str>, Arc<Node>> = [node(1, "a"), node(2, "a"), node(3, "b")]
-        .map(|node| (node.name.as_str().into(), node.into()))
-        .into_iter()
-        .collect();
+    let nodes = [node(1, "a"), node(2, "a"), node(3, "b")];
     let settings = Settings {
         granularity: Granularity::Location,
         encapsulate: Encapsulate::Always,
@@ -65,20 +61,15 @@ fn plan(own: &str, compatibility: Compatibility, tunnel: Tunnel) -> HostPlan {
         service_cidrs: Vec::new(),
         port: 51_820,
     };
-    let mesh = Mesh::new(
-        nodes.values().map(|node| &**node),
-        &BTreeMap::new(),
-        settings.granularity,
-        settings.subnet,
-    );
-    let own_node = &nodes[own];
+    let mesh = Mesh::new(&nodes, &BTreeMap::new(), settings.granularity, settings.subnet);
+    let own_node = nodes.iter().find(|node| node.name == own).unwrap();
     let number = &own[1..];
     let devices = [
         link(2, "eth0", 1500, &[&format!("10.1.0.{number}/24")]),
         link(5, "flannel.1", 1450, &[&format!("10.244.{number}.0/32")]),
         link(6, "cilium_host", 1430, &[&format!("10.244.{number}.77/32")]),
     ];
-    let overlay = plan::overlay_addresses(&mesh, &nodes, own, compatibility);
+    let overlay = plan::overlay_addresses(&mesh, own, compatibility);
     let device = if compatibility == Compatibility::Flannel { 5 } else { 6 };
     let paths = overlay.values().map(|ip| (IpAddr::V4(*ip), device)).collect();
     let private = own_node.internal_ip.map(|net| net.addr());

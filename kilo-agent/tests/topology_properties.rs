@@ -209,7 +209,7 @@ proptest! {
         let settings = settings(granularity, encapsulate);
         let nodes: BTreeMap<String, Node> = objects
             .iter()
-            .map(|object| node::from_object(object, "region").0)
+            .map(|object| node::from_object(object, "region").0.node)
             .map(|node| (node.name.clone(), node))
             .collect();
         let ready: Vec<&Node> = nodes.values().filter(|node| topology::is_complete(node)).collect();
@@ -384,11 +384,12 @@ proptest! {
         (peers, fewer) in (vpn_peers(), vpn_peers()),
         (granularity, next) in (granularity(), granularity()),
     ) {
-        let named = |nodes: &BTreeMap<String, Node>| -> BTreeMap<Arc<str>, Node> {
+        let named = |nodes: &BTreeMap<String, Node>| -> BTreeMap<String, Arc<Node>> {
             let offer = |(number, (name, node)): (usize, (&String, &Node))| {
                 let (offers, net) = offering[number];
                 let prefix = offers.then(|| format!("10.77.{net}.0/24").parse().unwrap());
-                (name.as_str().into(), Node { allowed_location_ips: prefix.into_iter().collect(), ..node.clone() })
+                let node = Node { allowed_location_ips: prefix.into_iter().collect(), ..node.clone() };
+                (name.clone(), node.into())
             };
             nodes.iter().enumerate().map(offer).collect()
         };
@@ -396,13 +397,23 @@ proptest! {
         // Most nodes stay as they are.
         after.extend(before.iter().zip(kept).filter(|(_, kept)| *kept).map(|((name, node), _)| (name.clone(), node.clone())));
         let subnet: IpNet = "10.4.0.0/16".parse().unwrap();
-        let first = Mesh::new(before.values(), &peers, granularity, subnet);
-        for (nodes, peers, granularity) in [(&before, &peers, granularity), (&after, &fewer, granularity), (&after, &peers, next)] {
-            let again = first.next(nodes, peers, granularity, subnet);
-            prop_assert_eq!(&again, &Mesh::new(nodes.values(), peers, granularity, subnet));
-            if nodes == &before && nodes.values().all(|node| node.allowed_location_ips.is_empty()) {
-                prop_assert!(again.segments.iter().zip(&first.segments).all(|(one, other)| Arc::ptr_eq(one, other)));
+        // The same nodes, elsewhere in memory.
+        let copies: BTreeMap<_, Arc<Node>> =
+            before.iter().map(|(name, node)| (name.clone(), Node::clone(node).into())).collect();
+        let mut last = Mesh::default().next(before.values(), &peers, granularity, subnet);
+        for (nodes, peers, granularity) in [
+            (&before, &peers, granularity), (&copies, &peers, granularity), (&after, &fewer, granularity),
+            (&before, &fewer, granularity), (&after, &peers, next), (&before, &peers, next),
+        ] {
+            let again = last.next(nodes.values(), peers, granularity, subnet);
+            prop_assert_eq!(&again, &Mesh::new(nodes.values().map(|node| &**node), peers, granularity, subnet));
+            for (name, node) in nodes {
+                let (segment, member) = again.find(name).unwrap();
+                prop_assert_eq!(&again.segments[segment].members[member].node, node);
             }
+            let same = again.next(nodes.values(), peers, granularity, subnet);
+            prop_assert!(same.segments.iter().zip(&again.segments).all(|(one, other)| Arc::ptr_eq(one, other)));
+            last = again;
         }
     }
 

@@ -1,6 +1,6 @@
 //! Topology and plan alone: no kernel, no API server.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use kilo_agent::{
     backend,
@@ -15,18 +15,19 @@ const PEERS: usize = 10_000;
 const ROUNDS: usize = 15;
 
 pub fn measure(figures: &mut Figures, count: usize) {
-    let nodes: BTreeMap<String, Node> = (0..count)
+    let mut nodes: Vec<Arc<Node>> = (0..count)
         .map(|number| {
-            let mut node = backend::node::from_object(&objects::node(number, 1), "").0;
+            let mut node = backend::node::from_object(&objects::node(number, 1), "").0.node;
             // What its own agent adds.
             if number == objects::OWN {
                 node.endpoint = "192.0.2.11:51820".parse().ok();
                 node.internal_ip = format!("{}/16", objects::private(number)).parse().ok();
                 node.key = Some(objects::key(number));
             }
-            (node.name.clone(), node)
+            node.into()
         })
         .collect();
+    nodes.sort_by(|one, other| one.name.cmp(&other.name));
     let peers: BTreeMap<String, Peer> = (0..PEERS)
         .map(|number| {
             let object = serde_json::from_value(objects::peer(number)).unwrap();
@@ -41,7 +42,7 @@ pub fn measure(figures: &mut Figures, count: usize) {
     }
 }
 
-fn compute(nodes: &BTreeMap<String, Node>, peers: &BTreeMap<String, Peer>, own: &str) -> Duration {
+fn compute(nodes: &[Arc<Node>], peers: &BTreeMap<String, Peer>, own: &str) -> Duration {
     let settings = Settings {
         granularity: Granularity::Location,
         encapsulate: Encapsulate::Always,
@@ -61,7 +62,7 @@ fn compute(nodes: &BTreeMap<String, Node>, peers: &BTreeMap<String, Peer>, own: 
         ..HostLinks::default()
     };
     let started = processor_time();
-    let mesh = Mesh::new(nodes.values(), peers, settings.granularity, settings.subnet);
+    let mesh = Mesh::default().next(nodes, peers, settings.granularity, settings.subnet);
     let hops = HopIds::default().update(&mesh, own);
     let plan = plan::host_plan(&Inputs {
         mesh: &mesh,

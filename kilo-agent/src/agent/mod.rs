@@ -11,7 +11,7 @@ mod rules;
 mod uninstall;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     net::IpAddr,
     path::PathBuf,
     sync::Arc,
@@ -329,7 +329,7 @@ impl<B: Backend> Agent<B> {
             return false;
         }
         let view = self.view.borrow().clone();
-        let nodes = with_own(snapshot, view.own.as_ref());
+        let nodes = with_own(&snapshot.nodes, view.own.as_ref());
         let ready = self.liveness.ready(nodes, &self.options.hostname, Instant::now(), unix_now());
         if ready != view.ready {
             return false;
@@ -358,10 +358,12 @@ impl<B: Backend> Agent<B> {
         let now = Instant::now();
         let unix_now = unix_now();
         let name = self.options.hostname.clone();
-        let seen = snapshot.nodes.get(name.as_str()).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
-        let own = self.own_node(seen, look, unix_now).await;
-        let shown = Node { last_seen: seen.last_seen, ..own.clone() };
-        let nodes = with_own(snapshot, Some(&shown));
+        let seen = snapshot.nodes.get(&name).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
+        let own = self.own_node(&seen, look).await;
+        // What is the same stays where it is in memory.
+        let shown = self.view.borrow().own.clone().filter(|shown| **shown == own);
+        let shown = shown.unwrap_or_else(|| own.clone().into());
+        let nodes = with_own(&snapshot.nodes, Some(&shown));
         let ready = self.liveness.ready(nodes.clone(), &name, now, unix_now);
         let members = among(nodes, &ready);
         let settings = &self.options.settings;
@@ -389,7 +391,7 @@ impl<B: Backend> Agent<B> {
                 "no address of this host can be an endpoint; set the annotation force-endpoint",
             ));
         }
-        let plan = self.plan(&mesh, &own, look, &snapshot.nodes).await;
+        let plan = self.plan(&mesh, &own, look).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
         self.write_cni(&own);
         let decision = self.nat_decision(&plan.tables);
@@ -467,13 +469,12 @@ impl<B: Backend> Agent<B> {
         mesh: &Mesh,
         own: &Node,
         look: &mut Look,
-        nodes: &BTreeMap<Arc<str>, Arc<Node>>,
     ) -> Option<HostPlan> {
         let private = own.internal_ip.map(|net| net.addr());
         let mesh = &*mesh.around(&own.name);
         let (segment, _) = mesh.find(&own.name)?;
-        let others = mesh.segments[segment].members.iter().filter(|member| *member.name != *own.name);
-        let overlay = plan::overlay_addresses(mesh, nodes, &own.name, self.options.compatibility);
+        let others = mesh.segments[segment].members.iter().filter(|member| member.name() != own.name);
+        let overlay = plan::overlay_addresses(mesh, &own.name, self.options.compatibility);
         let elsewhere =
             overlay.iter().filter(|(name, _)| **name != own.name).map(|(_, ip)| IpAddr::from(*ip));
         let others = others.filter_map(topology::Member::private_ip).chain(elsewhere).collect();
@@ -537,12 +538,12 @@ impl<B: Backend> Agent<B> {
         &mut self,
         mesh: Arc<Mesh>,
         snapshot: &Arc<Snapshot>,
-        own: Node,
-        ready: BTreeSet<Arc<str>>,
+        own: Arc<Node>,
+        ready: Vec<bool>,
         interface: &Interface,
     ) {
         let before = self.view.borrow().clone();
-        let own_differs = before.own.as_ref().is_none_or(|before| !own.is_same_but_alive(before));
+        let own_differs = before.own.as_ref() != Some(&own);
         if let Some(keeper) = &self.keeper
             && (own_differs || ready != before.ready || !snapshot.is_same_but_alive(&before.snapshot))
         {

@@ -16,7 +16,7 @@ use crate::{
     backend::{Backend, BackendError, Published, Snapshot},
     net::discovery,
     plan,
-    topology::{Mesh, Node},
+    topology::{Known, Mesh, Node},
     wireguard::DeviceState,
 };
 
@@ -37,7 +37,7 @@ impl<B: Backend> Agent<B> {
     /// whether it is part of the mesh.
     pub(super) async fn report_peers(&mut self, mesh: &Mesh, snapshot: &Snapshot) {
         let first = mesh.segments.first().and_then(|segment| segment.leading());
-        if first.is_none_or(|leader| *leader.name != *self.options.hostname) {
+        if first.is_none_or(|leader| *leader.name() != self.options.hostname) {
             (self.reported_peers, self.reporting) = (None, None);
             return;
         }
@@ -65,7 +65,7 @@ impl<B: Backend> Agent<B> {
     }
 
     /// This node as it should be known to all.
-    pub(super) async fn own_node(&mut self, seen: &Node, look: &Look, unix_now: i64) -> Node {
+    pub(super) async fn own_node(&mut self, seen: &Node, look: &Look) -> Node {
         let (links, state) = (&look.links, &look.state);
         let hostname = self.resolver.own_addresses(&self.options.hostname).await;
         let found = discovery::discover(&discovery::Facts {
@@ -78,7 +78,6 @@ impl<B: Backend> Agent<B> {
         });
         let mut own = seen.clone();
         own.key = Some(self.key.public());
-        own.last_seen = unix_now;
         own.granularity = Some(self.options.settings.granularity);
         own.discovered_endpoints = state.seen_endpoints();
         let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
@@ -99,7 +98,7 @@ impl<B: Backend> Agent<B> {
     pub(super) async fn publish(
         &mut self,
         own: &Node,
-        seen: &Node,
+        seen: Known<'_>,
         mesh: &Mesh,
         state: &DeviceState,
         now: Instant,

@@ -88,7 +88,7 @@ impl LastGood {
         let content = Content {
             format: FORMAT.to_owned(),
             node: self.node.clone(),
-            nodes: nodes.map(|known| node::to_object(&Node { last_seen: 0, ..known.clone() })).collect(),
+            nodes: nodes.map(|node| node::to_object(node, 0)).collect(),
             peers: peers.map(peer::to_object).collect(),
         };
         let bytes = serde_json::to_vec(&content)?;
@@ -128,23 +128,25 @@ pub fn load(path: &Path, node: &str) -> Result<Option<Snapshot>, LastGoodError> 
     let mut snapshot = Snapshot::default();
     for object in &content.nodes {
         // The location is always an annotation here.
-        let (node, problems) = node::from_object(object, "");
+        let (seen, problems) = node::from_object(object, "");
         if !problems.is_empty() {
-            snapshot.problems.insert(format!("node {}", node.name), problems.join("; "));
+            snapshot.problems.insert(format!("node {}", seen.node.name), problems.join("; "));
         }
-        snapshot.nodes.insert(node.name.as_str().into(), node.into());
+        snapshot.nodes.insert(seen);
     }
-    let peers: BTreeMap<String, _> = content
+    let objects: BTreeMap<String, _> = content
         .peers
         .iter()
         .map(|object| (object.metadata.name.clone().unwrap_or_default(), object))
         .collect();
-    for (name, object) in peers {
+    let mut peers = BTreeMap::new();
+    for (name, object) in objects {
         match peer::from_object(object) {
-            Ok(peer) => drop(snapshot.peers.insert(name, peer)),
+            Ok(peer) => drop(peers.insert(name, peer)),
             Err(error) => drop(snapshot.problems.insert(format!("peer {name}"), error.to_string())),
         }
     }
+    snapshot.peers = peers.into();
     Ok(Some(snapshot))
 }
 
@@ -167,7 +169,6 @@ mod tests {
             key: Some(PublicKey([1; 32])),
             internal_ip: "10.0.0.1/24".parse().ok(),
             location: "here".to_owned(),
-            last_seen: 17,
             pod_cidrs: vec!["10.42.0.0/24".parse().unwrap()],
             ..Node::default()
         }
@@ -196,7 +197,7 @@ mod tests {
         let read = load(&path, "a").unwrap().unwrap();
         assert_eq!(read.problems, BTreeMap::new());
         assert_eq!(read.peers["laptop"], peer());
-        assert_eq!(*read.nodes["b"], Node { last_seen: 0, ..node("b") });
+        assert_eq!(read.nodes["b"], node("b"));
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1, "no temporary file is left");
     }
 
@@ -206,8 +207,7 @@ mod tests {
         let path = directory.path().join(FILE);
         let (mut file, start) = (LastGood::new(&path, "a"), Instant::now());
         assert!(file.keep([node("a")].iter(), [].iter(), start).unwrap());
-        let alive = Node { last_seen: 47, ..node("a") };
-        assert!(!file.keep([alive].iter(), [].iter(), start + PACE).unwrap(), "a sign of life is no change");
+        assert!(!file.keep([node("a")].iter(), [].iter(), start + PACE).unwrap(), "nothing changed");
         let moved = || Node { location: "there".to_owned(), ..node("a") };
         assert!(!file.keep([moved()].iter(), [].iter(), start + PACE * 3 / 2).unwrap(), "too soon");
         assert!(file.keep([moved()].iter(), [].iter(), start + PACE * 2).unwrap());

@@ -9,7 +9,7 @@ pub mod peer;
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use crate::topology::{Endpoint, Granularity, Node, Peer};
+use crate::topology::{Endpoint, Granularity, Nodes, Peer};
 use crate::wireguard::key::PublicKey;
 use ipnet::IpNet;
 use std::net::SocketAddr;
@@ -19,9 +19,9 @@ use std::net::SocketAddr;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
     /// Nodes by name, ready or not; shared with the snapshot before, as far as they are the same.
-    pub nodes: BTreeMap<Arc<str>, Arc<Node>>,
-    /// Valid peers by name.
-    pub peers: BTreeMap<String, Peer>,
+    pub nodes: Nodes,
+    /// Valid peers by name; shared as well.
+    pub peers: Arc<BTreeMap<String, Peer>>,
     /// Object -> why it (or one of its fields) was not used.
     pub problems: BTreeMap<String, String>,
 }
@@ -29,12 +29,7 @@ pub struct Snapshot {
 impl Snapshot {
     /// True when nothing but nodes' signs of life may differ.
     pub fn is_same_but_alive(&self, other: &Self) -> bool {
-        self.nodes.len() == other.nodes.len()
-            && self
-                .nodes
-                .values()
-                .zip(other.nodes.values())
-                .all(|(one, other)| Arc::ptr_eq(one, other) || one.is_same_but_alive(other))
+        self.nodes.is_same_but_alive(&other.nodes)
             && self.peers == other.peers
             && self.problems == other.problems
     }

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Published;
 use crate::{
-    topology::{Endpoint, EndpointHost, Granularity, Node},
+    topology::{CheckedIn, Endpoint, EndpointHost, Granularity, Node},
     wireguard::key::PublicKey,
 };
 
@@ -86,7 +86,7 @@ struct SeenEndpoint {
 
 /// Reads a Node object. What cannot be read counts as absent, and is named in
 /// the second value.
-pub fn from_object(object: &core::Node, topology_label: &str) -> (Node, Vec<String>) {
+pub fn from_object(object: &core::Node, topology_label: &str) -> (CheckedIn, Vec<String>) {
     let empty = BTreeMap::new();
     let annotations = object.metadata.annotations.as_ref().unwrap_or(&empty);
     let labels = object.metadata.labels.as_ref().unwrap_or(&empty);
@@ -109,7 +109,7 @@ pub fn from_object(object: &core::Node, topology_label: &str) -> (Node, Vec<Stri
         }
     }
     node.key = reader.parse("key");
-    node.last_seen = reader.parse("last-seen").unwrap_or(0);
+    let last_seen = reader.parse("last-seen").unwrap_or(0);
     node.leader = reader.get("leader").is_some();
     let location = reader.get("location").map(ToOwned::to_owned);
     node.location = location.or_else(|| labels.get(topology_label).cloned()).unwrap_or_default();
@@ -120,7 +120,7 @@ pub fn from_object(object: &core::Node, topology_label: &str) -> (Node, Vec<Stri
     node.discovered_endpoints = reader.discovered_endpoints();
     node.allowed_location_ips = reader.prefix_list("allowed-location-ips");
     node.pod_cidrs = reader.pod_cidrs(object.spec.as_ref());
-    (node, reader.problems)
+    (CheckedIn { node, last_seen }, reader.problems)
 }
 
 /// The start of a text that may be long: problems are logged and kept.
@@ -247,13 +247,13 @@ pub fn annotations(published: &Published) -> BTreeMap<String, Option<String>> {
     .collect()
 }
 
-/// The object that describes this node: [`from_object`] reads it back.
-pub fn to_object(node: &Node) -> core::Node {
+/// The object that describes this node with that sign of life: [`from_object`] reads it back.
+pub fn to_object(node: &Node, last_seen: i64) -> core::Node {
     let mut wanted = annotations(&Published {
         endpoint: node.endpoint.clone(),
         internal_ip: node.internal_ip,
         key: node.key,
-        last_seen: node.last_seen,
+        last_seen,
         wireguard_ip: node.wireguard_ip,
         discovered_endpoints: node.discovered_endpoints.clone(),
         granularity: node.granularity.unwrap_or_default(),
@@ -379,7 +379,7 @@ mod tests {
             ("granularity", "continent"),
             ("cni-compatibility-ip", "x"),
         ] {
-            let mut object = to_object(&good);
+            let mut object = to_object(&good, 17);
             let annotations = object.metadata.annotations.get_or_insert_default();
             annotations.insert(format!("{PREFIX}{name}"), rubbish.to_owned());
             let (node, problems) = from_object(&object, "region");
@@ -392,7 +392,7 @@ mod tests {
         }
         // Words that any value is good for.
         for name in ["leader", "location"] {
-            let mut object = to_object(&good);
+            let mut object = to_object(&good, 17);
             object
                 .metadata
                 .annotations
@@ -409,7 +409,6 @@ mod tests {
             endpoint: "1.2.3.4:5".parse().ok(),
             key: Some(PublicKey([3; 32])),
             internal_ip: "10.0.0.1/24".parse().ok(),
-            last_seen: 17,
             pod_cidrs: vec!["10.42.0.0/24".parse().unwrap(), "fd00:42::/64".parse().unwrap()],
             ..Node::default()
         };
@@ -430,7 +429,8 @@ mod tests {
         let without = Node { internal_ip: None, no_internal_ip: true, ..plain.clone() };
         let new = Node { name: "new".to_owned(), ..Node::default() };
         for node in [plain, full, without, new] {
-            assert_eq!(from_object(&to_object(&node), "region"), (node, Vec::new()));
+            let read = from_object(&to_object(&node, 17), "region");
+            assert_eq!(read, (CheckedIn { node, last_seen: 17 }, Vec::new()));
         }
     }
 

@@ -414,7 +414,7 @@ async fn work<B: Backend>(
     agent.await.context("the reconcile loop panicked")??;
     // A restart or an upgrade must not interrupt traffic: programs, routes and
     // annotations stay for the next agent, unless the node has left the cluster.
-    let gone = !snapshots.borrow().nodes.contains_key(hostname.as_str());
+    let gone = !snapshots.borrow().nodes.contains(&hostname);
     if flags.clean_up && gone {
         tracing::info!("the node no longer exists; cleaning up");
         return uninstall(&flags, flags.clean_up_interface).await;

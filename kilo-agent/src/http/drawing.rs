@@ -167,16 +167,16 @@ fn location(out: &mut String, segment: &Segment, centre: Point, radius: f64) -> 
         nodes.push((member, leads, point));
     }
     for (member, leads, point) in nodes {
-        let cidrs: Vec<_> = member.pod_cidrs.iter().map(ToString::to_string).collect();
+        let cidrs: Vec<_> = member.node.pod_cidrs.iter().map(ToString::to_string).collect();
         let address = member.private_ip().map(|ip| ip.to_string()).unwrap_or_default();
-        let mut about = format!("{}\npods {}\nprivate address {address}", member.name, cidrs.join(", "));
+        let mut about = format!("{}\npods {}\nprivate address {address}", member.name(), cidrs.join(", "));
         if leads {
             let wireguard = segment.wireguard_ip.map(|ip| ip.to_string()).unwrap_or_default();
             about +=
                 &format!("\nleads: {}\nWireGuard {wireguard} at {}", segment.leader_reason, segment.endpoint);
         }
         let class = if leads { "leader" } else { "node" };
-        ellipse(out, point, class, &member.name, cidrs.first().map_or("", String::as_str), &about)?;
+        ellipse(out, point, class, member.name(), cidrs.first().map_or("", String::as_str), &about)?;
     }
     Ok(())
 }

@@ -8,7 +8,7 @@ use std::{
 
 use kilo_common::maps::{HOP_FIRST_NODE, MAX_HOPS, NodeValue};
 
-use crate::topology::Mesh;
+use crate::topology::{Member, Mesh};
 
 /// Nodes of the own location, without this one, that have a hop.
 pub const MOST_OTHERS: u32 = MAX_HOPS - HOP_FIRST_NODE;
@@ -32,7 +32,7 @@ impl HopIds {
         let names: BTreeSet<&str> = mesh.segments[segment]
             .members
             .iter()
-            .map(|member| &*member.name)
+            .map(Member::name)
             .filter(|name| *name != node)
             .collect();
         let mut ids: BTreeMap<String, u32> = self
@@ -51,7 +51,7 @@ impl HopIds {
             }
         }
         // Whoever goes without, it is not the node everything else goes through.
-        if let Some(leader) = mesh.segments[segment].leading().map(|leader| &*leader.name)
+        if let Some(leader) = mesh.segments[segment].leading().map(Member::name)
             && leader != node
             && !ids.contains_key(leader)
             && let Some((_, id)) = ids.pop_last()
@@ -65,8 +65,8 @@ impl HopIds {
     pub fn left_out(&self, mesh: &Mesh, node: &str) -> usize {
         let mesh = mesh.around(node);
         let Some((segment, _)) = mesh.find(node) else { return 0 };
-        let members = mesh.segments[segment].members.iter().filter(|member| *member.name != *node);
-        members.filter(|member| self.get(&member.name).is_none()).count()
+        let members = mesh.segments[segment].members.iter().filter(|member| member.name() != node);
+        members.filter(|member| self.get(member.name()).is_none()).count()
     }
 
     /// The ids an earlier agent left in the map of senders (`node`): private
@@ -77,11 +77,11 @@ impl HopIds {
         let mesh = mesh.around(node);
         let Some((segment, _)) = mesh.find(node) else { return Self::default() };
         let mut taken = BTreeSet::new();
-        let others = mesh.segments[segment].members.iter().filter(|member| *member.name != *node);
+        let others = mesh.segments[segment].members.iter().filter(|member| member.name() != node);
         let ids = others.filter_map(|member| {
             let id = senders.get(&member.private_ip()?)?.hop;
             let usable = (HOP_FIRST_NODE..MAX_HOPS).contains(&id) && taken.insert(id);
-            usable.then(|| (member.name.to_string(), id))
+            usable.then(|| (member.name().to_owned(), id))
         });
         Self(ids.collect())
     }

@@ -32,7 +32,7 @@ pub(super) fn fill(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: 
     }
     tables.masq_dst = known;
     tables.masq_dst.extend(forced);
-    let pods = own.member.pod_cidrs.iter().copied().filter(|_| inputs.settings.cni);
+    let pods = own.member.node.pod_cidrs.iter().copied().filter(|_| inputs.settings.cni);
     sources.extend(pods.chain(peers).map(|prefix| (prefix.trunc(), MASQ_SRC_ALWAYS)));
     tables.masq_src = sources.into_iter().collect();
     let devices = inputs.links.uplinks.iter().map(|(ifindex, uplink)| (*ifindex, *uplink));

@@ -78,8 +78,8 @@ impl<'a> Own<'a> {
     }
 
     fn others(&self) -> impl Iterator<Item = &'a Member> + use<'a> {
-        let name = &self.member.name;
-        self.segment.members.iter().filter(move |member| member.name != *name)
+        let own = self.member.name();
+        self.segment.members.iter().filter(move |member| member.name() != own)
     }
 
     /// The tunnel towards another node of the location.
@@ -96,7 +96,7 @@ impl<'a> Own<'a> {
         match settings.encapsulate {
             Encapsulate::Always => true,
             Encapsulate::Never => false,
-            Encapsulate::CrossSubnet => match (self.member.internal_ip, to.private_ip()) {
+            Encapsulate::CrossSubnet => match (self.member.node.internal_ip, to.private_ip()) {
                 (Some(own), Some(ip)) => !own.contains(&ip),
                 _ => true,
             },

@@ -5,14 +5,13 @@
 use std::{
     collections::BTreeMap,
     net::{IpAddr, Ipv4Addr},
-    sync::Arc,
 };
 
 use ipnet::IpNet;
 
 use crate::{
     cli::Compatibility,
-    topology::{Member, Mesh, Node},
+    topology::{Member, Mesh},
 };
 
 /// Overlay address of each node of the location `own` is in, itself included;
@@ -23,18 +22,17 @@ use crate::{
 /// Cilium nodes publish that of `cilium_host`.
 pub fn overlay_addresses(
     mesh: &Mesh,
-    nodes: &BTreeMap<Arc<str>, Arc<Node>>,
     own: &str,
     compatibility: Compatibility,
 ) -> BTreeMap<String, Ipv4Addr> {
     let Some((segment, _)) = mesh.find(own) else { return BTreeMap::new() };
     let address = |member: &Member| match compatibility {
         Compatibility::None => None,
-        Compatibility::Flannel => member.pod_cidrs.iter().find_map(|cidr| v4(cidr.network())),
-        Compatibility::Cilium => nodes.get(&member.name)?.cni_compatibility_ip.and_then(|net| v4(net.addr())),
+        Compatibility::Flannel => member.node.pod_cidrs.iter().find_map(|cidr| v4(cidr.network())),
+        Compatibility::Cilium => member.node.cni_compatibility_ip.and_then(|net| v4(net.addr())),
     };
     let members = mesh.segments[segment].members.iter();
-    members.filter_map(|member| Some((member.name.to_string(), address(member)?))).collect()
+    members.filter_map(|member| Some((member.name().to_owned(), address(member)?))).collect()
 }
 
 fn v4(address: IpAddr) -> Option<Ipv4Addr> {

@@ -16,7 +16,7 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
         destinations.push(IpNet::from(ip));
     }
     for member in own.others().filter(|_| inputs.settings.local) {
-        destinations.extend(member.pod_cidrs.iter().map(IpNet::trunc));
+        destinations.extend(member.node.pod_cidrs.iter().map(IpNet::trunc));
     }
     for claim in remote.claims() {
         let other_way = inputs.mesh.segments.get(claim.owner).is_some_and(|segment| {

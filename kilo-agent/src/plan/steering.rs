@@ -24,12 +24,12 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tab
         let flags = if routed { PREFIX_ROUTE | PREFIX_SOURCE } else { PREFIX_SOURCE };
         prefixes.push((prefix.trunc(), PrefixValue { hop, flags }));
     };
-    for prefix in own.member.pod_cidrs.iter().copied().chain(own.member.private_ip().map(IpNet::from)) {
+    for prefix in own.member.node.pod_cidrs.iter().copied().chain(own.member.private_ip().map(IpNet::from)) {
         add(prefix, HOP_LOCAL, true);
     }
     let own_wireguard_ip = own.segment.wireguard_ip.map(IpNet::from);
     if let Some(prefix) = own_wireguard_ip {
-        match own.segment.leading().and_then(|leader| inputs.hops.get(&leader.name)) {
+        match own.segment.leading().and_then(|leader| inputs.hops.get(leader.name())) {
             _ if own.leads => add(prefix, HOP_LOCAL, true),
             Some(hop) => add(prefix, hop, true),
             None => {}
@@ -40,8 +40,8 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tab
     // would meet half connections and translate them.
     let beside_cni = inputs.links.overlay.contains_key(inputs.node);
     for member in own.others() {
-        let Some(hop) = inputs.hops.get(&member.name) else { continue };
-        for cidr in &member.pod_cidrs {
+        let Some(hop) = inputs.hops.get(member.name()) else { continue };
+        for cidr in &member.node.pod_cidrs {
             add(*cidr, hop, inputs.settings.local || beside_cni);
         }
         let private_is_steered = inputs.settings.local && own.encapsulates(inputs.settings, member);
@@ -87,15 +87,15 @@ fn mark_inside(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
 fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
     tables.hop.insert(HOP_LOCAL, Hop::Local);
     let mut in_overlay = Vec::new();
-    let leader = own.segment.leading().map(|leader| &*leader.name);
+    let leader = own.segment.leading().map(Member::name);
     for member in own.others() {
-        let (Some(id), Some(remote)) = (inputs.hops.get(&member.name), member.private_ip()) else { continue };
+        let (Some(id), Some(remote)) = (inputs.hops.get(member.name()), member.private_ip()) else { continue };
         // Two nodes with one private address: what is sent there would come back here.
         if own.member.private_ip() == Some(remote) {
             continue;
         }
-        let leads = Some(&*member.name) == leader;
-        let overlay = inputs.links.overlay.get(&*member.name).copied().map(IpAddr::from);
+        let leads = Some(member.name()) == leader;
+        let overlay = inputs.links.overlay.get(member.name()).copied().map(IpAddr::from);
         // Only IPIP needs it, and not before the overlay is the way there: at boot
         // the CNI may come later.
         let ipip = (leads || own.leads) && inputs.settings.tunnel == Tunnel::Ipip;
@@ -108,7 +108,7 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
         }
         // As with prefixes, the first node to name an address keeps it.
         let flags = if leads { NODE_LEADER } else { 0 };
-        let sender = sender(&tables.prefix, id, flags, &member.pod_cidrs);
+        let sender = sender(&tables.prefix, id, flags, &member.node.pod_cidrs);
         tables.node.entry(remote).or_insert(sender);
         in_overlay.extend(overlay.map(|source| (source, sender)));
     }
@@ -159,7 +159,7 @@ fn node_hop(inputs: &Inputs<'_>, own: &Own<'_>, member: &Member, remote: IpAddr)
 /// its private address is not of are encapsulated all the same.
 fn overhead(tunnel: Tunnel, remote: IpAddr, member: &Member) -> u32 {
     let v6 = remote.is_ipv6();
-    let mixed = member.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6() != v6);
+    let mixed = member.node.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6() != v6);
     let bytes = match tunnel {
         Tunnel::None if !mixed => 0,
         Tunnel::None | Tunnel::Ipip if v6 => IPIP_OVERHEAD_V6,

@@ -26,12 +26,12 @@ impl Leaders {
         for segment in &mesh.segments {
             let Some(leading) = segment.leading() else { continue };
             match self.0.get_mut(&segment.location) {
-                Some(lead) if *lead.leader == *leading.name => {}
+                Some(lead) if lead.leader == leading.name() => {}
                 Some(lead) => {
-                    *lead = Lead { leader: leading.name.to_string(), since: now, changes: lead.changes + 1 };
+                    *lead = Lead { leader: leading.name().to_owned(), since: now, changes: lead.changes + 1 };
                 }
                 None => {
-                    let lead = Lead { leader: leading.name.to_string(), since: now, changes: 0 };
+                    let lead = Lead { leader: leading.name().to_owned(), since: now, changes: 0 };
                     self.0.insert(segment.location.clone(), lead);
                 }
             }

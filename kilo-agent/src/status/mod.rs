@@ -11,7 +11,6 @@ mod view;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
-    sync::Arc,
 };
 
 use ipnet::IpNet;
@@ -24,7 +23,7 @@ pub use view::{View, among, with_own};
 
 use crate::{
     backend::Snapshot,
-    topology::{self, LeaderReason, Mesh, Node},
+    topology::{self, Known, LeaderReason, Mesh},
     wireguard::key::PublicKey,
 };
 
@@ -190,17 +189,17 @@ pub struct Attached {
 pub fn of_objects(
     mesh: &Mesh,
     snapshot: &Snapshot,
-    ready: &BTreeSet<Arc<str>>,
+    ready: &BTreeSet<&str>,
     granularity: topology::Granularity,
     time: Timestamp,
 ) -> Status {
     let leaders: BTreeSet<&str> =
-        mesh.segments.iter().filter_map(|segment| Some(&*segment.leading()?.name)).collect();
-    let node = |node: &Arc<Node>| {
+        mesh.segments.iter().filter_map(|segment| Some(segment.leading()?.name())).collect();
+    let node = |node: Known<'_>| {
         let ready = ready.contains(node.name.as_str());
         NodeStatus {
             name: node.name.clone(),
-            location: topology::location_of(node, granularity),
+            location: topology::location_of(&node, granularity),
             leads: leaders.contains(node.name.as_str()),
             ready,
             not_ready: if ready { Vec::new() } else { why_not_ready(node, time) },
@@ -218,7 +217,7 @@ pub fn of_objects(
         granularity: granularity.as_str().to_owned(),
         subnet: mesh.subnet,
         locations: locations(mesh, snapshot, granularity),
-        nodes: snapshot.nodes.values().map(node).collect(),
+        nodes: snapshot.nodes.iter().map(node).collect(),
         peers: peers(mesh, snapshot),
         problems: problems.map(|(object, problem)| (object.clone(), problem.clone())).collect(),
         agent: None,
@@ -239,8 +238,8 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: topology::Granularit
         nodes: 0,
     };
     let mut known = BTreeSet::new();
-    for node in snapshot.nodes.values() {
-        let name = topology::location_of(node, granularity);
+    for node in snapshot.nodes.iter() {
+        let name = topology::location_of(&node, granularity);
         all.entry(name.clone()).or_insert_with(|| empty(&name)).nodes += 1;
         if node.key.is_some() {
             known.insert(name);
@@ -250,7 +249,7 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: topology::Granularit
     all.retain(|name, _| known.contains(name));
     for segment in &mesh.segments {
         let location = all.entry(segment.location.clone()).or_insert_with(|| empty(&segment.location));
-        location.leader = segment.leading().map(|leader| leader.name.to_string());
+        location.leader = segment.leading().map(|leader| leader.name().to_owned());
         location.reason = Some(segment.leader_reason);
         location.endpoint = Some(segment.endpoint.to_string());
         location.wireguard_ip = segment.wireguard_ip;
@@ -259,15 +258,15 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: topology::Granularit
     all.into_values().collect()
 }
 
-fn last_seen(node: &Node) -> Option<Timestamp> {
+fn last_seen(node: Known<'_>) -> Option<Timestamp> {
     (node.last_seen != 0).then_some(Timestamp(node.last_seen))
 }
 
-fn why_not_ready(node: &Node, time: Timestamp) -> Vec<String> {
-    let mut reasons: Vec<String> = topology::missing(node).map(ToOwned::to_owned).collect();
+fn why_not_ready(node: Known<'_>, time: Timestamp) -> Vec<String> {
+    let mut reasons: Vec<String> = topology::missing(&node).map(ToOwned::to_owned).collect();
     match last_seen(node) {
         None => reasons.push("its agent never checked in".to_owned()),
-        Some(seen) if !topology::is_recent(node, time.0) => {
+        Some(seen) if !topology::is_recent(node.last_seen, time.0) => {
             reasons.push(format!("its agent last checked in {} ago", time.since(seen)));
         }
         // Recent by the clock, and still not alive to an agent that looks for changes.

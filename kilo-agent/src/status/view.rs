@@ -1,7 +1,7 @@
 //! What an agent knows, kept for those who ask it.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     sync::Arc,
     time::Instant,
 };
@@ -10,7 +10,7 @@ use super::{AgentStatus, Attached, Leaders, Status, Timestamp, Tunnel, of_object
 use crate::{
     backend::Snapshot,
     dataplane::Counters,
-    topology::{Granularity, Mesh, Node},
+    topology::{CheckedIn, Granularity, Known, Mesh, Node, Nodes},
     wireguard::{Device, PeerStatus as DevicePeer, WireguardError, key::PublicKey},
 };
 
@@ -26,9 +26,9 @@ pub struct View {
     /// All objects.
     pub snapshot: Arc<Snapshot>,
     /// The own node as it is now.
-    pub own: Option<Node>,
-    /// Nodes that take part.
-    pub ready: BTreeSet<Arc<str>>,
+    pub own: Option<Arc<Node>>,
+    /// Which of the snapshot's nodes take part, in their order.
+    pub ready: Vec<bool>,
     /// `--mesh-granularity`.
     pub granularity: Granularity,
     /// Since when who leads.
@@ -43,13 +43,16 @@ impl View {
     /// All objects, the own node as it is now.
     fn known(&self) -> Snapshot {
         let mut known = Snapshot::clone(&self.snapshot);
-        known.nodes.extend(self.own.clone().map(|own| (own.name.as_str().into(), own.into())));
+        if let Some(own) = self.own.as_deref() {
+            let last_seen = self.snapshot.nodes.get(&own.name).map_or(0, |own| own.last_seen);
+            known.nodes.insert(CheckedIn { node: own.clone(), last_seen });
+        }
         known
     }
 
     /// Nodes that take part, the own one as it is now.
     pub fn ready_nodes(&self) -> impl Iterator<Item = &Node> {
-        among(with_own(&self.snapshot, self.own.as_ref()), &self.ready).map(|(_, node)| node)
+        among(with_own(&self.snapshot.nodes, self.own.as_ref()), &self.ready).map(|node| &**node)
     }
 
     /// What the WireGuard device says of its peers now; none before there is a device.
@@ -67,7 +70,8 @@ impl View {
     /// WireGuard device.
     pub async fn status(&self, counters: Result<Counters, String>, unhealthy: Option<String>) -> Status {
         let time = Timestamp::now();
-        let mut status = of_objects(&self.mesh, &self.known(), &self.ready, self.granularity, time);
+        let ready = self.ready_nodes().map(|node| node.name.as_str()).collect();
+        let mut status = of_objects(&self.mesh, &self.known(), &ready, self.granularity, time);
         let now = Instant::now();
         for location in &mut status.locations {
             if let Some(lead) = self.leaders.get(&location.name) {
@@ -102,32 +106,24 @@ impl View {
     }
 }
 
-/// All nodes with their names, with `own` in the place of the one of its name.
+/// All nodes, with `own` in the place of the one of its name.
 pub fn with_own<'a>(
-    snapshot: &'a Snapshot,
-    own: Option<&'a Node>,
-) -> impl Iterator<Item = (&'a Arc<str>, &'a Node)> + Clone {
-    let known = own.and_then(|own| Some((snapshot.nodes.get_key_value(own.name.as_str())?.0, own)));
-    snapshot.nodes.iter().map(move |(name, node)| {
-        let own = known.filter(|(own, _)| Arc::ptr_eq(own, name)).map(|(_, own)| own);
-        (name, own.unwrap_or(node))
+    nodes: &'a Nodes,
+    own: Option<&'a Arc<Node>>,
+) -> impl ExactSizeIterator<Item = Known<'a>> + Clone {
+    let own = own.and_then(|own| Some((nodes.position(&own.name).ok()?, own)));
+    nodes.iter().enumerate().map(move |(at, known)| match own {
+        Some((place, node)) if place == at => Known { node, ..known },
+        _ => known,
     })
 }
 
-/// Those of `nodes`, sorted by name, that are named in `ready`.
+/// Those of `nodes` that `ready` says take part.
 pub fn among<'a>(
-    nodes: impl Iterator<Item = (&'a Arc<str>, &'a Node)>,
-    ready: &BTreeSet<Arc<str>>,
-) -> impl Iterator<Item = (&'a Arc<str>, &'a Node)> {
-    let mut ready = ready.iter().peekable();
-    nodes.filter(move |(name, _)| {
-        // Mostly the same text, and then it need not be read.
-        if ready.next_if(|ready| Arc::ptr_eq(ready, name)).is_some() {
-            return true;
-        }
-        while ready.next_if(|ready| ready < name).is_some() {}
-        ready.next_if(|ready| ready == name).is_some()
-    })
+    nodes: impl Iterator<Item = Known<'a>>,
+    ready: &[bool],
+) -> impl Iterator<Item = &'a Arc<Node>> {
+    nodes.zip(ready).filter_map(|(known, ready)| ready.then_some(known.node))
 }
 
 fn tunnels(mesh: &Mesh, peers: BTreeMap<PublicKey, DevicePeer>, time: Timestamp) -> Vec<Tunnel> {

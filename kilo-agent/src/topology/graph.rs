@@ -2,7 +2,7 @@
 
 use std::{fmt::Write as _, sync::Arc};
 
-use super::{Mesh, Segment};
+use super::{Member, Mesh, Segment};
 
 /// DOT: one dashed cluster a location, its leader joined to its members, the
 /// leaders to each other, peers to every leader.
@@ -15,11 +15,11 @@ fn write(mesh: &Mesh, out: &mut String) -> std::fmt::Result {
     writeln!(out, "digraph kilo {{")?;
     writeln!(out, "\tlabel={};", quote(&mesh.subnet.to_string()))?;
     writeln!(out, "\tlabelloc=t;\n\toutputorder=nodesfirst;\n\toverlap=false;")?;
-    let leader = |segment: &Segment| quote(segment.leading().map_or("", |member| &member.name));
+    let leader = |segment: &Segment| quote(segment.leading().map_or("", Member::name));
     for segment in &mesh.segments {
         for (index, member) in segment.members.iter().enumerate() {
             if index != segment.leader {
-                writeln!(out, "\t{} -> {} [ dir=both ];", leader(segment), quote(&member.name))?;
+                writeln!(out, "\t{} -> {} [ dir=both ];", leader(segment), quote(member.name()))?;
             }
         }
     }
@@ -53,14 +53,14 @@ fn write_segment(segment: &Segment, out: &mut String) -> std::fmt::Result {
         let leads = index == segment.leader;
         let label = lines([
             Some(segment.location.clone()),
-            Some(member.name.to_string()),
-            member.pod_cidrs.first().map(ToString::to_string),
+            Some(member.name().to_owned()),
+            member.node.pod_cidrs.first().map(ToString::to_string),
             member.private_ip().map(|ip| ip.to_string()),
             segment.wireguard_ip.filter(|_| leads).map(|ip| ip.to_string()),
             leads.then(|| segment.endpoint.to_string()),
         ]);
         let rank = if leads { ", rank=1" } else { "" };
-        writeln!(out, "\t\t{} [ label=\"{label}\"{rank}, shape=ellipse ];", quote(&member.name))?;
+        writeln!(out, "\t\t{} [ label=\"{label}\"{rank}, shape=ellipse ];", quote(member.name()))?;
     }
     writeln!(out, "\t}}")
 }

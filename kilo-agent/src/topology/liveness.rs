@@ -2,12 +2,11 @@
 //! `last-seen` keeps changing, by the clock of the one who looks.
 
 use std::{
-    collections::BTreeSet,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use super::{Node, READY_SECONDS, is_complete, ready_at};
+use super::{Known, Node, READY_SECONDS, is_complete, is_recent};
 
 /// A value that has not changed for this long is no sign of life.
 const PATIENCE: Duration = Duration::from_secs(READY_SECONDS as u64);
@@ -26,7 +25,8 @@ pub struct Liveness {
 
 #[derive(Debug)]
 struct Sight {
-    name: Arc<str>,
+    node: Arc<Node>,
+    /// Its `last-seen`.
     value: i64,
     /// When the value changed last; `None` = it has not changed since first seen, and was old then.
     changed: Option<Instant>,
@@ -43,8 +43,9 @@ impl Sight {
 }
 
 impl Liveness {
-    /// Judges every node, given with its name; they must be sorted by it. Names are best
-    /// the same from one time to the next: then none of their texts is read. `own` is this agent's
+    /// Judges every node, and answers which take part, in the order given. They must
+    /// be sorted by name, and are best the same in memory from one time to the next: then nothing of
+    /// them is read but their signs of life. `own` is this agent's
     /// node, which checks in like all others: while its own sign of life does
     /// not come back, the view is stale, and nobody is given up.
     ///
@@ -53,39 +54,41 @@ impl Liveness {
     /// says more about our clock, or an API server that was away.
     pub fn ready<'a>(
         &mut self,
-        nodes: impl Iterator<Item = (&'a Arc<str>, &'a Node)>,
+        nodes: impl ExactSizeIterator<Item = Known<'a>>,
         own: &str,
         now: Instant,
         unix_now: i64,
-    ) -> BTreeSet<Arc<str>> {
+    ) -> Vec<bool> {
         let nobody = !self.seen.iter().any(|sight| sight.ready);
         // One walk over both; what is passed over has gone.
         let mut before = std::mem::take(&mut self.seen).into_iter().peekable();
+        self.seen.reserve_exact(nodes.len());
         let (mut all, mut fresh) = (0, 0);
         let mut new = Vec::new();
-        for (name, node) in nodes {
-            let known = before.next_if(|sight| Arc::ptr_eq(&sight.name, name)).or_else(|| {
-                while before.next_if(|sight| sight.name < *name).is_some() {}
-                before.next_if(|sight| sight.name == *name)
+        for Known { node, last_seen } in nodes {
+            let known = before.next_if(|sight| Arc::ptr_eq(&sight.node, node)).or_else(|| {
+                while before.next_if(|sight| sight.node.name < node.name).is_some() {}
+                let known = before.next_if(|sight| sight.node.name == node.name)?;
+                Some(Sight { node: Arc::clone(node), complete: is_complete(node), ..known })
             });
-            let complete = is_complete(node);
-            let is_fresh = complete && ready_at(node, unix_now);
-            (all, fresh) = (all + usize::from(complete), fresh + usize::from(is_fresh));
-            let (value, changed, ready) = match known {
-                Some(sight) if sight.value == node.last_seen => (sight.value, sight.changed, sight.ready),
-                Some(sight) => (node.last_seen, Some(now), sight.ready),
+            let sight = match known {
+                Some(known) if known.value == last_seen => known,
+                Some(known) => Sight { value: last_seen, changed: Some(now), ..known },
                 None => {
-                    new.push((self.seen.len(), is_fresh));
-                    (node.last_seen, None, false)
+                    let complete = is_complete(node);
+                    new.push((self.seen.len(), complete && is_recent(last_seen, unix_now)));
+                    Sight { node: Arc::clone(node), value: last_seen, changed: None, complete, ready: false }
                 }
             };
-            self.seen.push(Sight { name: Arc::clone(name), value, changed, complete, ready });
+            let is_fresh = sight.complete && is_recent(last_seen, unix_now);
+            (all, fresh) = (all + usize::from(sight.complete), fresh + usize::from(is_fresh));
+            self.seen.push(sight);
         }
         let clocks_agree = fresh * 2 >= all;
         for (at, is_fresh) in new {
             self.seen[at].changed = (!clocks_agree || is_fresh).then_some(now);
         }
-        let own = self.seen.binary_search_by(|sight| (*sight.name).cmp(own)).ok();
+        let own = self.seen.binary_search_by(|sight| sight.node.name.as_str().cmp(own)).ok();
         let own_sight = own.map(|own| &self.seen[own]);
         let stale = own_sight.is_some_and(|sight| !sight.is_alive(now)) && !nobody;
         let own_changed = own_sight.and_then(|sight| sight.changed);
@@ -97,92 +100,98 @@ impl Liveness {
             sight.ready = sight.complete
                 && (Some(at) == own || sight.is_alive(now) || sight.ready && (stale || unproved(sight)));
         }
-        self.seen.iter().filter(|sight| sight.ready).map(|sight| Arc::clone(&sight.name)).collect()
+        self.seen.iter().map(|sight| sight.ready).collect()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use super::*;
-    use crate::wireguard::key::PublicKey;
+    use crate::{
+        topology::{CheckedIn, Nodes},
+        wireguard::key::PublicKey,
+    };
 
-    fn node(name: &str, last_seen: i64) -> Node {
-        Node {
+    fn checked_in(&(name, last_seen): &(&str, i64)) -> CheckedIn {
+        let node = Node {
             name: name.to_owned(),
             endpoint: "192.0.2.1:51820".parse().ok(),
             key: Some(PublicKey([1; 32])),
             pod_cidrs: vec!["10.42.0.0/24".parse().unwrap()],
-            last_seen,
             ..Node::default()
-        }
+        };
+        CheckedIn { node, last_seen }
     }
 
-    fn nodes(list: &[(&str, i64)]) -> BTreeMap<Arc<str>, Node> {
-        list.iter().map(|(name, seen)| ((*name).into(), node(name, *seen))).collect()
-    }
-
-    fn names(ready: &BTreeSet<Arc<str>>) -> Vec<&str> {
-        ready.iter().map(|name| &**name).collect()
+    /// Names of those that take part.
+    fn ready<'a>(
+        liveness: &mut Liveness,
+        list: &[(&'a str, i64)],
+        own: &str,
+        now: Instant,
+        unix_now: i64,
+    ) -> Vec<&'a str> {
+        let nodes: Nodes = list.iter().map(checked_in).collect();
+        let ready = liveness.ready(nodes.iter(), own, now, unix_now);
+        assert_eq!(ready.len(), list.len());
+        list.iter().zip(ready).filter_map(|((name, _), ready)| ready.then_some(*name)).collect()
     }
 
     #[test]
     fn a_node_lives_while_its_sign_of_life_changes() {
         let (start, step) = (Instant::now(), Duration::from_secs(30));
         let mut liveness = Liveness::default();
-        liveness.ready(nodes(&[("a", 1000), ("b", 1000)]).iter(), "a", start, 1000);
-        let ready = liveness.ready(nodes(&[("a", 1030), ("b", 1000)]).iter(), "a", start + step, 1030);
-        assert_eq!(names(&ready), ["a", "b"]);
-        let ready = liveness.ready(nodes(&[("a", 1060), ("b", 1000)]).iter(), "a", start + step * 2, 1060);
-        assert_eq!(names(&ready), ["a"]);
+        ready(&mut liveness, &[("a", 1000), ("b", 1000)], "a", start, 1000);
+        let taking_part = ready(&mut liveness, &[("a", 1030), ("b", 1000)], "a", start + step, 1030);
+        assert_eq!(taking_part, ["a", "b"]);
+        let taking_part = ready(&mut liveness, &[("a", 1060), ("b", 1000)], "a", start + step * 2, 1060);
+        assert_eq!(taking_part, ["a"]);
     }
 
     #[test]
     fn a_clock_that_is_an_hour_wrong_changes_nothing() {
         let start = Instant::now();
         let mut liveness = Liveness::default();
-        liveness.ready(nodes(&[("a", 10_000), ("b", 10_000), ("c", 6_400)]).iter(), "a", start, 10_000);
-        let later = nodes(&[("a", 10_030), ("b", 10_030), ("c", 6_430)]);
-        let ready = liveness.ready(later.iter(), "a", start + Duration::from_secs(30), 10_030);
-        assert_eq!(names(&ready), ["a", "b", "c"]);
+        ready(&mut liveness, &[("a", 10_000), ("b", 10_000), ("c", 6_400)], "a", start, 10_000);
+        let later = &[("a", 10_030), ("b", 10_030), ("c", 6_430)];
+        let taking_part = ready(&mut liveness, later, "a", start + Duration::from_secs(30), 10_030);
+        assert_eq!(taking_part, ["a", "b", "c"]);
     }
 
     #[test]
     fn a_node_dead_for_long_is_not_taken_for_alive_at_start() {
         let mut liveness = Liveness::default();
-        let ready = liveness.ready(
-            nodes(&[("a", 9_990), ("b", 9_995), ("c", 100)]).iter(),
+        let taking_part = ready(&mut liveness, &[("a", 9_990), ("b", 9_995), ("c", 100)],
             "a",
             Instant::now(),
             10_000,
         );
-        assert_eq!(names(&ready), ["a", "b"]);
+        assert_eq!(taking_part, ["a", "b"]);
     }
 
     #[test]
     fn whose_sign_of_life_was_the_last_before_the_server_went_away_does_not_matter() {
         let (start, second) = (Instant::now(), Duration::from_secs(1));
         let mut liveness = Liveness::default();
-        liveness.ready(nodes(&[("a", 1000), ("b", 1000), ("c", 1000)]).iter(), "a", start, 1000);
-        let last = nodes(&[("a", 1035), ("b", 1000), ("c", 1010)]);
+        ready(&mut liveness, &[("a", 1000), ("b", 1000), ("c", 1000)], "a", start, 1000);
+        let last = &[("a", 1035), ("b", 1000), ("c", 1010)];
         for after in 35..300 {
-            let ready = liveness.ready(last.iter(), "a", start + second * after, 1000 + i64::from(after));
-            assert_eq!(names(&ready), ["a", "b", "c"], "{after} s");
+            let taking_part = ready(&mut liveness, last, "a", start + second * after, 1000 + i64::from(after));
+            assert_eq!(taking_part, ["a", "b", "c"], "{after} s");
         }
         // It is back, and b is not.
         let now = start + second * 300;
-        let ready = liveness.ready(nodes(&[("a", 1300), ("b", 1000), ("c", 1300)]).iter(), "a", now, 1300);
-        assert_eq!(names(&ready), ["a", "c"]);
+        let taking_part = ready(&mut liveness, &[("a", 1300), ("b", 1000), ("c", 1300)], "a", now, 1300);
+        assert_eq!(taking_part, ["a", "c"]);
     }
 
     #[test]
     fn while_the_own_sign_of_life_does_not_come_back_nobody_is_given_up() {
         let start = Instant::now();
-        let all = nodes(&[("a", 1000), ("b", 1000)]);
+        let all = &[("a", 1000), ("b", 1000)];
         let mut liveness = Liveness::default();
-        liveness.ready(all.iter(), "a", start, 1000);
-        let ready = liveness.ready(all.iter(), "a", start + Duration::from_secs(3600), 4600);
-        assert_eq!(names(&ready), ["a", "b"]);
+        ready(&mut liveness, all, "a", start, 1000);
+        let taking_part = ready(&mut liveness, all, "a", start + Duration::from_secs(3600), 4600);
+        assert_eq!(taking_part, ["a", "b"]);
     }
 }

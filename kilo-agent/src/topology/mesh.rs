@@ -2,15 +2,16 @@
 
 use std::{
     borrow::Cow,
+    cmp::Ordering,
     collections::{BTreeMap, BTreeSet, HashMap},
     fmt,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     sync::Arc,
 };
 
 use ipnet::IpNet;
 
-use super::{Granularity, Member, Node, Peer, Segment, allocate, prefixes::Prefixes, segment::Outline};
+use super::{Granularity, Known, Member, Node, Peer, Segment, allocate, prefixes::Prefixes, segment::Outline};
 use crate::wireguard::key::PublicKey;
 
 /// A node that has not checked in for this long is not ready (Kilo's figure).
@@ -35,13 +36,13 @@ pub fn missing(node: &Node) -> impl Iterator<Item = &'static str> {
 
 /// Kilo's judgement of one snapshot: complete, and checked in within the last
 /// [`READY_SECONDS`] of `now` (Unix seconds).
-pub fn ready_at(node: &Node, now: i64) -> bool {
-    is_complete(node) && is_recent(node, now)
+pub fn ready_at(node: Known<'_>, now: i64) -> bool {
+    is_complete(&node) && is_recent(node.last_seen, now)
 }
 
-/// Checked in within the last [`READY_SECONDS`] of `now` (Unix seconds).
-pub fn is_recent(node: &Node, now: i64) -> bool {
-    now.saturating_sub(node.last_seen) < READY_SECONDS
+/// Checked in within the last [`READY_SECONDS`] of `now` (both Unix seconds).
+pub fn is_recent(last_seen: i64, now: i64) -> bool {
+    now.saturating_sub(last_seen) < READY_SECONDS
 }
 
 /// Locations, leaders, addresses and allowed IPs of all nodes that take part.
@@ -55,6 +56,17 @@ pub struct Mesh {
     pub peers: Vec<Peer>,
     /// Endpoints nodes see each other at, the first in topology order counts.
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
+    /// Where each node is, by name.
+    seats: Vec<Seat>,
+    /// What the segments were made with; `None`: the next mesh is made from nothing.
+    granularity: Option<Granularity>,
+}
+
+/// A node's place in the mesh: a segment, and a member of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Seat {
+    segment: u32,
+    member: u32,
 }
 
 impl Mesh {
@@ -65,66 +77,121 @@ impl Mesh {
         granularity: Granularity,
         subnet: IpNet,
     ) -> Self {
-        let mut nodes: Vec<(Arc<str>, &Node)> =
-            nodes.into_iter().map(|node| (node.name.as_str().into(), node)).collect();
-        nodes.sort_by(|(one, _), (other, _)| one.cmp(other));
-        Self::default().next(nodes.iter().map(|(name, node)| (name, *node)), peers, granularity, subnet)
+        let mut nodes: Vec<Arc<Node>> = nodes.into_iter().cloned().map(Arc::new).collect();
+        nodes.sort_by(|one, other| one.name.cmp(&other.name));
+        Self::default().next(&nodes, peers, granularity, subnet)
     }
 
     /// The same mesh as of [`Self::new`], made from this one: it shares the
-    /// locations in which nothing differs. The nodes come with their names and sorted by them;
-    /// a name that is the same text in memory as before is not read.
+    /// locations in which nothing differs. The nodes come sorted by name; those that are
+    /// the same in memory as before are not read.
     #[must_use]
     pub fn next<'a>(
         &self,
-        nodes: impl IntoIterator<Item = (&'a Arc<str>, &'a Node)>,
+        nodes: impl IntoIterator<Item = &'a Arc<Node>>,
         peers: &BTreeMap<String, Peer>,
         granularity: Granularity,
         subnet: IpNet,
     ) -> Self {
-        let mut locations: HashMap<Place<'_>, Vec<(&Arc<str>, &Node)>> = HashMap::new();
-        for (name, node) in nodes {
-            locations.entry(Place::of(node, granularity)).or_default().push((name, node));
-        }
-        let mut locations: Vec<_> = locations.into_iter().collect();
-        locations.sort_unstable_by_key(|(place, _)| *place);
-        let before: HashMap<&str, &Arc<Segment>> =
-            self.segments.iter().map(|segment| (segment.location.as_str(), segment)).collect();
-        let mut addresses = allocate::addresses(subnet);
-        let mut discovered = BTreeMap::new();
-        let mut segments = Vec::new();
-        for (place, nodes) in locations {
-            let Some(outline) = Outline::new(&nodes) else { continue };
-            let location = place.to_string();
-            let group = nodes.first().and_then(|(_, node)| group_of(node, granularity));
-            let wireguard_ip = addresses.next();
-            let same = before.get(location.as_str()).filter(|segment| {
-                segment.group == group
-                    && segment.wireguard_ip == wireguard_ip
-                    && segment.is_of(&nodes, &outline)
-            });
-            segments.push(match same {
-                Some(same) => Arc::clone(same),
-                None => Arc::new(Segment::new(location, group, wireguard_ip, &nodes, &outline)),
-            });
-            for (_, node) in nodes {
-                for (key, addr) in &node.discovered_endpoints {
-                    discovered.entry(*key).or_insert(*addr);
-                }
+        let nodes: Vec<&Arc<Node>> = nodes.into_iter().collect();
+        let (mut groups, group_of) = self.groups(&nodes, granularity);
+        for (node, group) in nodes.iter().zip(&group_of) {
+            if groups[*group].differs {
+                groups[*group].nodes.push(node);
             }
+        }
+        let mut order: Vec<usize> = (0..groups.len()).collect();
+        order.sort_by_key(|group| groups[*group].place);
+        let mut addresses = allocate::addresses(subnet);
+        let mut segments = Vec::with_capacity(groups.len());
+        let mut segment_of: Vec<Option<usize>> = vec![None; groups.len()];
+        for at in order {
+            let group = &groups[at];
+            let Some(segment) = group.segment(&mut addresses, granularity) else { continue };
+            segment_of[at] = Some(segments.len());
+            segments.push(segment);
+        }
+        let mut members = vec![0; segments.len()];
+        let seats = group_of.into_iter().filter_map(|group| {
+            let segment = segment_of[group]?;
+            let member = members[segment];
+            members[segment] += 1;
+            Some(Seat { segment: u32::try_from(segment).ok()?, member })
+        });
+        let seats = seats.collect();
+        let mut discovered = BTreeMap::new();
+        for (key, addr) in segments.iter().flat_map(|segment| &segment.discovered) {
+            discovered.entry(*key).or_insert(*addr);
         }
         let peers = without_duplicates(peers);
         filter_location_ips(&mut segments, &peers);
-        Self { subnet, segments, peers, discovered }
+        Self { subnet, segments, peers, discovered, seats, granularity: Some(granularity) }
+    }
+
+    /// The nodes of each location, first those of this mesh in its order; and the group each node is in.
+    fn groups<'a>(
+        &'a self,
+        nodes: &[&'a Arc<Node>],
+        granularity: Granularity,
+    ) -> (Vec<Group<'a>>, Vec<usize>) {
+        let (segments, seats) = match self.granularity {
+            Some(before) if before == granularity => (&*self.segments, &*self.seats),
+            _ => (&[][..], &[][..]),
+        };
+        let of_segment = |segment: &'a Arc<Segment>| Group {
+            place: Place::named(&segment.location),
+            before: Some(segment),
+            differs: false,
+            nodes: Vec::new(),
+        };
+        let mut groups: Vec<Group<'_>> = segments.iter().map(of_segment).collect();
+        let mut new: HashMap<Place<'_>, usize> = HashMap::new();
+        // One walk over both; what is passed over has gone.
+        let mut seats = seats.iter().peekable();
+        let mut before = |node: &Arc<Node>, groups: &mut Vec<Group<'_>>| {
+            while let Some(seat) = seats.peek() {
+                let at = seat.segment as usize;
+                let known = &segments[at].members[seat.member as usize].node;
+                let order = if Arc::ptr_eq(known, node) { Ordering::Equal } else { known.name.cmp(&node.name) };
+                if order == Ordering::Greater {
+                    break;
+                }
+                seats.next();
+                if order == Ordering::Equal && known == node {
+                    return Some(at);
+                }
+                groups[at].differs = true;
+            }
+            None
+        };
+        let group_of = nodes.iter().map(|&node| {
+            before(node, &mut groups).unwrap_or_else(|| {
+                let place = Place::of(node, granularity);
+                let known = groups[..segments.len()].binary_search_by_key(&place, |group| group.place);
+                let at = known.unwrap_or_else(|_| {
+                    *new.entry(place).or_insert_with(|| {
+                        groups.push(Group { place, before: None, differs: true, nodes: Vec::new() });
+                        groups.len() - 1
+                    })
+                });
+                groups[at].differs = true;
+                at
+            })
+        });
+        let group_of = group_of.collect();
+        for seat in seats {
+            groups[seat.segment as usize].differs = true;
+        }
+        (groups, group_of)
     }
 
     /// The location a node is in: its index in `segments` and the node's index
     /// among the members.
     pub fn find(&self, node: &str) -> Option<(usize, usize)> {
-        self.segments.iter().enumerate().find_map(|(index, segment)| {
-            let member = segment.members.iter().position(|member| *member.name == *node)?;
-            Some((index, member))
-        })
+        let name = |seat: &Seat| self.segments[seat.segment as usize].members[seat.member as usize].name();
+        let at = self.seats.binary_search_by(|seat| name(seat).cmp(node)).ok()?;
+        let seat = self.seats.get(at)?;
+        Some((seat.segment as usize, seat.member as usize))
     }
 
     /// The mesh around a node. Where each node has its own WireGuard device in
@@ -137,7 +204,7 @@ impl Mesh {
             self.segments.iter().cloned().partition(|segment| segment.group.as_ref() == Some(group));
         let mut around = Self { segments: far, ..self.clone() };
         let Some(at) =
-            near.iter().position(|segment| segment.leading().is_some_and(|own| *own.name == *node))
+            near.iter().position(|segment| segment.leading().is_some_and(|own| own.name() == node))
         else {
             return Cow::Borrowed(self);
         };
@@ -153,9 +220,12 @@ impl Mesh {
             segment.allowed_ips.extend(other.allowed_ips);
             segment.allowed_location_ips.extend(other.allowed_location_ips);
         }
-        segment.members.sort_by(|a, b| a.name.cmp(&b.name));
-        segment.leader = segment.members.iter().position(|member| *member.name == *node).unwrap_or(0);
+        segment.members.sort_by(|a, b| a.name().cmp(b.name()));
+        segment.leader = segment.members.iter().position(|member| member.name() == node).unwrap_or(0);
         around.segments.push(segment.into());
+        around.seats = seats(&around.segments);
+        // It has another segment than the nodes alone would make.
+        around.granularity = None;
         Cow::Owned(around)
     }
 
@@ -174,6 +244,58 @@ impl Mesh {
     /// Number of nodes in the mesh.
     pub fn node_count(&self) -> usize {
         self.segments.iter().map(|segment| segment.members.len()).sum()
+    }
+}
+
+/// Where each node is, by name.
+fn seats(segments: &[Arc<Segment>]) -> Vec<Seat> {
+    let mut named = Vec::new();
+    for (segment, at) in segments.iter().zip(0..) {
+        named.extend(segment.members.iter().zip(0..).map(|(of, member)| (of.name(), Seat { segment: at, member })));
+    }
+    named.sort_unstable_by_key(|(name, _)| *name);
+    named.into_iter().map(|(_, seat)| seat).collect()
+}
+
+/// One location while a mesh is made.
+struct Group<'a> {
+    place: Place<'a>,
+    /// What it was before.
+    before: Option<&'a Arc<Segment>>,
+    /// It has other nodes than before.
+    differs: bool,
+    /// Its nodes by name, if they differ.
+    nodes: Vec<&'a Arc<Node>>,
+}
+
+impl Group<'_> {
+    /// The location, with the next address; `None` without nodes.
+    fn segment(
+        &self,
+        addresses: &mut impl Iterator<Item = IpAddr>,
+        granularity: Granularity,
+    ) -> Option<Arc<Segment>> {
+        let Some(before) = self.before.filter(|_| !self.differs) else {
+            let outline = Outline::new(&self.nodes)?;
+            return Some(self.made_of(&self.nodes, &outline, addresses.next(), granularity));
+        };
+        let wireguard_ip = addresses.next();
+        if before.wireguard_ip == wireguard_ip {
+            return Some(Arc::clone(before));
+        }
+        let nodes: Vec<_> = before.members.iter().map(|member| &member.node).collect();
+        Some(self.made_of(&nodes, &Outline::new(&nodes)?, wireguard_ip, granularity))
+    }
+
+    fn made_of(
+        &self,
+        nodes: &[&Arc<Node>],
+        outline: &Outline<'_>,
+        wireguard_ip: Option<IpAddr>,
+        granularity: Granularity,
+    ) -> Arc<Segment> {
+        let group = nodes.first().and_then(|node| group_of(node, granularity));
+        Arc::new(Segment::new(self.place.to_string(), group, wireguard_ip, nodes, outline))
     }
 }
 
@@ -205,6 +327,14 @@ impl<'a> Place<'a> {
             Self::Location(&node.location)
         }
     }
+
+    /// The inverse of its text.
+    fn named(text: &'a str) -> Self {
+        match text.strip_prefix("node:") {
+            Some(name) => Self::Node(name),
+            None => Self::Location(text.strip_prefix("location:").unwrap_or(text)),
+        }
+    }
 }
 
 impl fmt::Display for Place<'_> {
@@ -232,29 +362,28 @@ fn without_duplicates(peers: &BTreeMap<String, Peer>) -> Vec<Peer> {
 /// inside what is reached otherwise, or that meet a peer's. Locations are taken
 /// in order: one whose prefix was dropped no longer stands in the way of the next.
 fn filter_location_ips(segments: &mut [Arc<Segment>], peers: &[Peer]) {
-    if segments.iter().all(|segment| segment.allowed_location_ips.is_empty()) {
+    if segments.iter().all(|segment| segment.offered.is_empty()) {
         return;
     }
     let allowed: Prefixes<()> = segments.iter().flat_map(|segment| &segment.allowed_ips).copied().collect();
     let of_peers: Prefixes<()> = peers.iter().flat_map(|peer| &peer.allowed_ips).copied().collect();
     let mut offered: Prefixes<BTreeSet<usize>> = Prefixes::default();
     for (index, segment) in segments.iter().enumerate() {
-        for prefix in &segment.allowed_location_ips {
+        for prefix in &segment.offered {
             offered.entry(*prefix).insert(index);
         }
     }
     for (own, segment) in segments.iter_mut().enumerate() {
-        let (kept, dropped) = segment.allowed_location_ips.iter().partition(|&&prefix| {
+        let (kept, dropped) = segment.offered.iter().partition(|&&prefix| {
             let mut meeting = offered.holding(prefix).chain(offered.inside(prefix));
             let elsewhere = meeting.any(|(_, offering)| offering.iter().any(|index| *index != own));
             let reached = allowed.holding(prefix.network().into()).next().is_some();
             !elsewhere && !reached && !of_peers.intersect(prefix)
         });
         let (kept, dropped): (Vec<IpNet>, Vec<IpNet>) = (kept, dropped);
-        if dropped.is_empty() {
-            continue;
+        if segment.allowed_location_ips != kept {
+            Arc::make_mut(segment).allowed_location_ips = kept;
         }
-        Arc::make_mut(segment).allowed_location_ips = kept;
         for prefix in dropped {
             offered.entry(prefix).remove(&own);
         }

@@ -1,30 +1,34 @@
 //! One location of the mesh.
 
-use std::{net::IpAddr, sync::Arc};
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
 
 use ipnet::IpNet;
 
 use super::{Endpoint, LeaderReason, Node};
 use crate::wireguard::key::PublicKey;
 
-/// A node as the other nodes see it.
+/// A node of a location.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// Name of the node.
-    pub name: Arc<str>,
-    /// Its pod CIDRs.
-    pub pod_cidrs: Vec<IpNet>,
-    /// Its private address with the prefix length of its network.
-    pub internal_ip: Option<IpNet>,
+    /// What is known of it.
+    pub node: Arc<Node>,
     /// Its own WireGuard address, where each node has one
     /// ([`Granularity::Cross`](super::Granularity::Cross)).
     pub wireguard_ip: Option<IpAddr>,
 }
 
 impl Member {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.node.name
+    }
+
     /// Its private address.
     pub fn private_ip(&self) -> Option<IpAddr> {
-        self.internal_ip.map(|net| net.addr())
+        self.node.internal_ip.map(|net| net.addr())
     }
 }
 
@@ -54,6 +58,10 @@ pub struct Segment {
     pub allowed_ips: Vec<IpNet>,
     /// Prefixes reachable through the location, checked against all others.
     pub allowed_location_ips: Vec<IpNet>,
+    /// The same before they were checked.
+    pub(super) offered: Vec<IpNet>,
+    /// Where its nodes see others, by node and key.
+    pub(super) discovered: Vec<(PublicKey, SocketAddr)>,
 }
 
 /// Who leads a location, and what it takes from that node.
@@ -67,9 +75,9 @@ pub(super) struct Outline<'a> {
 
 impl<'a> Outline<'a> {
     /// Of these nodes (sorted by name, complete); `None` without any.
-    pub fn new(nodes: &[(&Arc<str>, &'a Node)]) -> Option<Self> {
-        let (leader, leader_reason) = super::leader::choose(nodes.iter().map(|(_, node)| *node));
-        let (_, leads) = nodes.get(leader)?;
+    pub fn new(nodes: &[&'a Arc<Node>]) -> Option<Self> {
+        let (leader, leader_reason) = super::leader::choose(nodes.iter().map(|node| &***node));
+        let leads = nodes.get(leader)?;
         Some(Self {
             leader,
             leader_reason,
@@ -86,21 +94,23 @@ impl Segment {
         location: String,
         group: Option<String>,
         wireguard_ip: Option<IpAddr>,
-        nodes: &[(&Arc<str>, &Node)],
+        nodes: &[&Arc<Node>],
         outline: &Outline<'_>,
     ) -> Self {
         // Mostly a pod CIDR and a private address each.
         let mut allowed_ips = Vec::with_capacity(nodes.len() * 2 + 1);
-        let mut allowed_location_ips: Vec<IpNet> = Vec::new();
-        for (_, node) in nodes {
+        let mut offered: Vec<IpNet> = Vec::new();
+        let mut discovered = Vec::new();
+        for node in nodes {
             allowed_ips.extend(node.pod_cidrs.iter().map(IpNet::trunc));
             allowed_ips.extend(node.internal_ip.map(|net| IpNet::from(net.addr())));
-            allowed_location_ips.extend(&node.allowed_location_ips);
+            offered.extend(&node.allowed_location_ips);
+            discovered.extend(node.discovered_endpoints.iter().map(|(key, addr)| (*key, *addr)));
         }
         allowed_ips.extend(wireguard_ip.map(IpNet::from));
         // The order has no meaning; Kilo's is the order of the texts.
-        allowed_location_ips.sort_by_cached_key(ToString::to_string);
-        allowed_location_ips.dedup();
+        offered.sort_by_cached_key(ToString::to_string);
+        offered.dedup();
         Self {
             location,
             group,
@@ -108,39 +118,17 @@ impl Segment {
             leader_reason: outline.leader_reason,
             members: nodes
                 .iter()
-                .map(|(name, node)| Member {
-                    name: Arc::clone(name),
-                    pod_cidrs: node.pod_cidrs.clone(),
-                    internal_ip: node.internal_ip,
-                    wireguard_ip: None,
-                })
+                .map(|node| Member { node: Arc::clone(node), wireguard_ip: None })
                 .collect(),
             endpoint: outline.endpoint.clone(),
             key: outline.key,
             persistent_keepalive: outline.persistent_keepalive,
             wireguard_ip,
             allowed_ips,
-            allowed_location_ips,
+            allowed_location_ips: offered.clone(),
+            offered,
+            discovered,
         }
-    }
-
-    /// True when [`Self::new`] would make the same of these nodes. What is
-    /// offered beside pods and nodes depends on the other locations, too: where
-    /// there is such a thing, the answer is no.
-    pub(super) fn is_of(&self, nodes: &[(&Arc<str>, &Node)], outline: &Outline<'_>) -> bool {
-        self.leader == outline.leader
-            && self.leader_reason == outline.leader_reason
-            && self.endpoint == *outline.endpoint
-            && self.key == outline.key
-            && self.persistent_keepalive == outline.persistent_keepalive
-            && self.allowed_location_ips.is_empty()
-            && self.members.len() == nodes.len()
-            && self.members.iter().zip(nodes).all(|(member, (name, node))| {
-                member.internal_ip == node.internal_ip
-                    && member.pod_cidrs == node.pod_cidrs
-                    && (Arc::ptr_eq(&member.name, name) || member.name == **name)
-                    && node.allowed_location_ips.is_empty()
-            })
     }
 
     /// The node that leads.

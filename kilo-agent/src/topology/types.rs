@@ -154,8 +154,8 @@ pub enum Tunnel {
     Vxlan,
 }
 
-/// One node as its object and annotations describe it; overrides
-/// (`force-endpoint`, `force-internal-ip`, `location`) already applied.
+/// One node as its object and annotations describe it, but for its sign of
+/// life; overrides (`force-endpoint`, `force-internal-ip`, `location`) already applied.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Node {
     /// Name of the Node object.
@@ -172,8 +172,6 @@ pub struct Node {
     pub internal_ip_forced: bool,
     /// `force-internal-ip` says that the node has none.
     pub no_internal_ip: bool,
-    /// Unix seconds of its last check-in; 0 = never.
-    pub last_seen: i64,
     /// It asks to lead.
     pub leader: bool,
     /// Name of its location; may be empty.
@@ -192,48 +190,6 @@ pub struct Node {
     pub granularity: Option<Granularity>,
     /// Address of the foreign CNI's device (Cilium compatibility).
     pub cni_compatibility_ip: Option<IpNet>,
-}
-
-impl Node {
-    /// True when nothing but the sign of life may differ.
-    pub fn is_same_but_alive(&self, other: &Self) -> bool {
-        // Every field by name, so that a new one is not forgotten.
-        let Self {
-            name,
-            endpoint,
-            endpoint_forced,
-            key,
-            internal_ip,
-            internal_ip_forced,
-            no_internal_ip,
-            last_seen: _,
-            leader,
-            location,
-            persistent_keepalive,
-            pod_cidrs,
-            wireguard_ip,
-            discovered_endpoints,
-            allowed_location_ips,
-            granularity,
-            cni_compatibility_ip,
-        } = self;
-        *name == other.name
-            && *endpoint == other.endpoint
-            && *endpoint_forced == other.endpoint_forced
-            && *key == other.key
-            && *internal_ip == other.internal_ip
-            && *internal_ip_forced == other.internal_ip_forced
-            && *no_internal_ip == other.no_internal_ip
-            && *leader == other.leader
-            && *location == other.location
-            && *persistent_keepalive == other.persistent_keepalive
-            && *pod_cidrs == other.pod_cidrs
-            && *wireguard_ip == other.wireguard_ip
-            && *discovered_endpoints == other.discovered_endpoints
-            && *allowed_location_ips == other.allowed_location_ips
-            && *granularity == other.granularity
-            && *cni_compatibility_ip == other.cni_compatibility_ip
-    }
 }
 
 /// One VPN peer.

@@ -115,7 +115,7 @@ impl<'a> World<'a> {
         let Some(segment) = self.mesh.segments.iter().find(|segment| segment.key == key) else {
             return Step::End(End::Peer(key));
         };
-        let node = segment.members[segment.leader].name.to_string();
+        let node = segment.members[segment.leader].name().to_owned();
         let plan = &self.plans[&node];
         if claimant(&plan.wireguard, packet.src) != sender {
             return Step::lost(&node, "WireGuard refuses the source");
@@ -140,7 +140,7 @@ impl<'a> World<'a> {
         members
             .iter()
             .find(|member| member.private_ip() == Some(address))
-            .map(|member| member.name.to_string())
+            .map(|member| member.name().to_owned())
     }
 }
 

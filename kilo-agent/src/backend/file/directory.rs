@@ -121,7 +121,7 @@ impl Directory {
     /// Everything the files say.
     pub fn snapshot(&self, label: &str) -> Snapshot {
         let mut problems: BTreeMap<String, Vec<String>> = BTreeMap::new();
-        let mut snapshot = Snapshot::default();
+        let (mut snapshot, mut peers) = (Snapshot::default(), BTreeMap::new());
         let (mut seen_nodes, mut seen_peers) = (BTreeSet::new(), BTreeSet::new());
         for (path, known) in &self.files {
             let file = format!("file {}", path.file_name().unwrap_or_default().display());
@@ -143,11 +143,11 @@ impl Directory {
                     annotations.retain(|name, _| !is_written(name));
                     annotations.extend(own.clone());
                 }
-                let (node, wrong) = node::from_object(&object, label);
+                let (seen, wrong) = node::from_object(&object, label);
                 if !wrong.is_empty() {
                     problems.insert(format!("node {name}"), wrong);
                 }
-                snapshot.nodes.insert(name.as_str().into(), node.into());
+                snapshot.nodes.insert(seen);
             }
             for (name, object) in &known.objects.peers {
                 if !seen_peers.insert(name) {
@@ -155,7 +155,7 @@ impl Directory {
                     continue;
                 }
                 match peer::from_object(object) {
-                    Ok(peer) => drop(snapshot.peers.insert(name.clone(), peer)),
+                    Ok(peer) => drop(peers.insert(name.clone(), peer)),
                     Err(error) => drop(problems.insert(format!("peer {name}"), vec![error.to_string()])),
                 }
             }
@@ -163,6 +163,7 @@ impl Directory {
                 problems.insert(file, found);
             }
         }
+        snapshot.peers = peers.into();
         snapshot.problems = problems.into_iter().map(|(object, list)| (object, list.join("; "))).collect();
         snapshot
     }
@@ -245,8 +246,8 @@ mod tests {
         directory
             .snapshot("topology.kubernetes.io/region")
             .nodes
-            .into_keys()
-            .map(|name| name.to_string())
+            .names()
+            .map(ToOwned::to_owned)
             .collect()
     }
 

@@ -199,7 +199,7 @@ impl Backend for FileBackend {
     }
 
     async fn publish(&self, node: &str, published: &Published) -> Result<bool, BackendError> {
-        if !self.snapshots.borrow().nodes.contains_key(node) {
+        if !self.snapshots.borrow().nodes.contains(node) {
             return Err(BackendError::NoSuchNode(node.to_owned()));
         }
         let path = self.own_file(node)?;

@@ -10,7 +10,7 @@ use kube::core::ObjectMeta;
 
 use crate::{
     backend::{Snapshot, node::PREFIX},
-    topology::{Node, Peer},
+    topology::{CheckedIn, Nodes, Peer},
 };
 
 /// A sign of life after this many seconds is news; a regular one is not.
@@ -28,32 +28,82 @@ pub enum Urgency {
 }
 
 /// A value the cache holds.
-pub trait Kept: PartialEq {
+pub trait Kept: Sized {
     /// How problems call it.
     const KIND: &'static str;
 
-    /// How urgent the change from `before` is.
-    fn urgency(&self, before: &Self) -> Urgency {
-        if self == before { Urgency::Never } else { Urgency::Now }
-    }
+    /// All values of this kind by name; copies share what is the same.
+    type All: Default;
+
+    /// Takes a value: how urgent that is.
+    fn put(self, name: &str, all: &mut Self::All) -> Urgency;
+
+    /// Removes a value; false when there was none of this name.
+    fn remove(name: &str, all: &mut Self::All) -> bool;
+
+    /// Whether there is a value of this name.
+    fn contains(name: &str, all: &Self::All) -> bool;
+
+    /// Their names.
+    fn names(all: &Self::All) -> impl Iterator<Item = &str>;
 }
 
 impl Kept for Peer {
     const KIND: &'static str = "peer";
+
+    type All = Arc<BTreeMap<String, Self>>;
+
+    fn put(self, name: &str, all: &mut Self::All) -> Urgency {
+        if all.get(name) == Some(&self) {
+            return Urgency::Never;
+        }
+        Arc::make_mut(all).insert(name.to_owned(), self);
+        Urgency::Now
+    }
+
+    fn remove(name: &str, all: &mut Self::All) -> bool {
+        all.contains_key(name) && Arc::make_mut(all).remove(name).is_some()
+    }
+
+    fn contains(name: &str, all: &Self::All) -> bool {
+        all.contains_key(name)
+    }
+
+    fn names(all: &Self::All) -> impl Iterator<Item = &str> {
+        all.keys().map(String::as_str)
+    }
 }
 
-impl Kept for Node {
+impl Kept for CheckedIn {
     const KIND: &'static str = "node";
 
-    fn urgency(&self, before: &Self) -> Urgency {
-        let since = self.last_seen.saturating_sub(before.last_seen);
-        if self == before {
-            Urgency::Never
-        } else if (0..LATE_CHECK_IN).contains(&since) && self.is_same_but_alive(before) {
-            Urgency::Later
-        } else {
-            Urgency::Now
+    type All = Nodes;
+
+    fn put(self, name: &str, all: &mut Nodes) -> Urgency {
+        let urgency = all.get(name).map_or(Urgency::Now, |before| {
+            let since = self.last_seen.saturating_sub(before.last_seen);
+            match **before.node == self.node {
+                true if since == 0 => Urgency::Never,
+                true if (0..LATE_CHECK_IN).contains(&since) => Urgency::Later,
+                _ => Urgency::Now,
+            }
+        });
+        if urgency != Urgency::Never {
+            all.insert(self);
         }
+        urgency
+    }
+
+    fn remove(name: &str, all: &mut Nodes) -> bool {
+        all.remove(name)
+    }
+
+    fn contains(name: &str, all: &Nodes) -> bool {
+        all.contains(name)
+    }
+
+    fn names(all: &Nodes) -> impl Iterator<Item = &str> {
+        all.names()
     }
 }
 
@@ -70,16 +120,15 @@ pub struct Seen<T> {
 
 /// All objects of one kind.
 #[derive(Debug)]
-pub struct Store<T> {
-    /// Shared with the snapshots that were made.
-    values: BTreeMap<Arc<str>, Arc<T>>,
+pub struct Store<T: Kept> {
+    values: T::All,
     problems: BTreeMap<String, String>,
     listed: bool,
 }
 
-impl<T> Default for Store<T> {
+impl<T: Kept> Default for Store<T> {
     fn default() -> Self {
-        Self { values: BTreeMap::new(), problems: BTreeMap::new(), listed: false }
+        Self { values: T::All::default(), problems: BTreeMap::new(), listed: false }
     }
 }
 
@@ -91,28 +140,17 @@ impl<T: Kept> Store<T> {
             Some(problem) => self.problems.insert(label, problem.clone()) != Some(problem),
             None => self.problems.remove(&label).is_some(),
         };
-        let problem = if before { Urgency::Now } else { Urgency::Never };
         let value = match seen.value {
-            None => changed(self.values.remove(seen.name.as_str()).is_some()),
-            Some(value) => {
-                let old = self.values.get_mut(seen.name.as_str());
-                let urgency = old.as_ref().map_or(Urgency::Now, |old| value.urgency(old));
-                match old {
-                    // What is the same stays the same to those that share it.
-                    Some(_) if urgency == Urgency::Never => {}
-                    Some(old) => *old = value.into(),
-                    None => drop(self.values.insert(seen.name.into(), value.into())),
-                }
-                urgency
-            }
+            None => changed(T::remove(&seen.name, &mut self.values)),
+            Some(value) => value.put(&seen.name, &mut self.values),
         };
-        problem.max(value)
+        changed(before).max(value)
     }
 
     /// Removes one object.
     pub fn remove(&mut self, name: &str) -> Urgency {
         let problem = self.problems.remove(&format!("{} {name}", T::KIND)).is_some();
-        changed(self.values.remove(name).is_some() || problem)
+        changed(T::remove(name, &mut self.values) || problem)
     }
 
     /// Takes a complete list; what is not in it goes, but for names in `keep`.
@@ -122,10 +160,7 @@ impl<T: Kept> Store<T> {
         self.listed = true;
         let prefix = format!("{} ", T::KIND);
         let with_problems = self.problems.keys().filter_map(|label| label.strip_prefix(&prefix));
-        let gone: BTreeSet<String> = self
-            .values
-            .keys()
-            .map(|name| &**name)
+        let gone: BTreeSet<String> = T::names(&self.values)
             .chain(with_problems)
             .filter(|name| !listed.contains(*name) && !keep.contains(*name))
             .map(ToOwned::to_owned)
@@ -141,7 +176,7 @@ impl<T: Kept> Store<T> {
 
     /// True when this object is there and valid.
     pub fn contains(&self, name: &str) -> bool {
-        self.values.contains_key(name)
+        T::contains(name, &self.values)
     }
 }
 
@@ -174,7 +209,7 @@ impl Own {
 #[derive(Debug, Default)]
 pub struct Cache {
     /// Nodes.
-    pub nodes: Store<Node>,
+    pub nodes: Store<CheckedIn>,
     /// Peers.
     pub peers: Store<Peer>,
     own: Option<Own>,
@@ -203,7 +238,7 @@ impl Cache {
         let problems = self.nodes.problems.iter().chain(&self.peers.problems);
         (self.nodes.listed && self.peers.listed).then(|| Snapshot {
             nodes: self.nodes.values.clone(),
-            peers: self.peers.values.values().map(|peer| (peer.name.clone(), Peer::clone(peer))).collect(),
+            peers: Arc::clone(&self.peers.values),
             problems: problems.map(|(object, problem)| (object.clone(), problem.clone())).collect(),
         })
     }
@@ -212,13 +247,11 @@ impl Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::topology::Node;
 
-    fn node(name: &str, last_seen: i64) -> Node {
-        Node { name: name.to_owned(), last_seen, ..Node::default() }
-    }
-
-    fn seen(name: &str, last_seen: i64) -> Seen<Node> {
-        Seen { name: name.to_owned(), value: Some(node(name, last_seen)), problem: None }
+    fn seen(name: &str, last_seen: i64) -> Seen<CheckedIn> {
+        let node = Node { name: name.to_owned(), ..Node::default() };
+        Seen { name: name.to_owned(), value: Some(CheckedIn { node, last_seen }), problem: None }
     }
 
     #[test]
@@ -229,8 +262,9 @@ mod tests {
         assert_eq!(store.put(seen("a", 130)), Urgency::Later);
         assert_eq!(store.put(seen("a", 200)), Urgency::Now, "it was away");
         assert_eq!(store.put(seen("a", 190)), Urgency::Now, "its clock was set back");
-        let led = Node { leader: true, ..node("a", 191) };
-        assert_eq!(store.put(Seen { value: Some(led), ..seen("a", 0) }), Urgency::Now);
+        let mut led = seen("a", 191);
+        led.value.as_mut().unwrap().node.leader = true;
+        assert_eq!(store.put(led), Urgency::Now);
     }
 
     #[test]
@@ -238,10 +272,10 @@ mod tests {
         let mut store = Store::default();
         store.put(seen("gone", 1));
         store.put(seen("kept", 1));
-        store.put(Seen::<Node> { name: "bad".into(), value: None, problem: Some("x".into()) });
+        store.put(Seen::<CheckedIn> { name: "bad".into(), value: None, problem: Some("x".into()) });
         let keep = BTreeSet::from(["kept".to_owned()]);
         assert_eq!(store.replace(vec![seen("a", 1)], &keep), Urgency::Now);
-        assert_eq!(store.values.keys().map(|name| &**name).collect::<Vec<_>>(), ["a", "kept"]);
+        assert_eq!(store.values.names().collect::<Vec<_>>(), ["a", "kept"]);
         assert!(store.problems.is_empty());
         assert_eq!(store.replace(vec![seen("a", 1), seen("kept", 1)], &BTreeSet::new()), Urgency::Never);
     }
@@ -250,7 +284,7 @@ mod tests {
     fn an_invalid_object_is_named_until_it_is_mended() {
         let mut store = Store::default();
         store.put(seen("a", 1));
-        let bad = || Seen::<Node> { name: "a".into(), value: None, problem: Some("wrong".into()) };
+        let bad = || Seen::<CheckedIn> { name: "a".into(), value: None, problem: Some("wrong".into()) };
         assert_eq!(store.put(bad()), Urgency::Now);
         assert_eq!(store.put(bad()), Urgency::Never);
         assert!(!store.contains("a") && store.problems.contains_key("node a"));

@@ -264,11 +264,11 @@ impl Shared {
         }
     }
 
-    fn see_node(&self, object: SlimNode, label: &str) -> Seen<crate::topology::Node> {
+    fn see_node(&self, object: SlimNode, label: &str) -> Seen<crate::topology::CheckedIn> {
         self.see_own(object.meta());
-        let (node, problems) = node::from_object(&object.into(), label);
+        let (seen, problems) = node::from_object(&object.into(), label);
         let problem = (!problems.is_empty()).then(|| problems.join("; "));
-        Seen { name: node.name.clone(), value: Some(node), problem }
+        Seen { name: seen.node.name.clone(), value: Some(seen), problem }
     }
 
     fn see_own(&self, metadata: &ObjectMeta) {

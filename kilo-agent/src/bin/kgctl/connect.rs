@@ -288,7 +288,7 @@ impl Connection {
     async fn sync(&mut self, snapshot: &Snapshot, peer: &Peer, flags: &Flags) -> Result<usize> {
         let mut snapshot = snapshot.clone();
         // Just made, it may not have come back yet.
-        snapshot.peers.entry(peer.name.clone()).or_insert_with(|| peer.clone());
+        Arc::make_mut(&mut snapshot.peers).entry(peer.name.clone()).or_insert_with(|| peer.clone());
         let mesh = source::mesh(&snapshot, flags)?;
         let resolved: std::collections::BTreeMap<String, IpAddr> = self.resolver.resolve(&mesh).await;
         let plan = connect::plan(&mesh, &self.options, &resolved).context("the Peer is not in the mesh")?;

@@ -6,7 +6,7 @@ use ipnet::IpNet;
 use kilo_agent::{
     backend::{Snapshot, peer},
     cli::parse_cidr,
-    topology::{Mesh, Peer, Segment},
+    topology::{Member, Mesh, Peer, Segment},
     wireguard::conf::{self, Conf, PeerSection},
 };
 
@@ -56,7 +56,7 @@ pub fn run(of: &Showconf, mesh: &Mesh, snapshot: &Snapshot, flags: &Flags) -> Re
 fn showconf_node(mesh: &Mesh, snapshot: &Snapshot, flags: &Flags, args: &ShowconfArgs) -> Result<String> {
     let node = snapshot
         .nodes
-        .get(args.name.as_str())
+        .get(&args.name)
         .with_context(|| format!("node {:?} does not exist", args.name))?;
     let Some((own, _)) = mesh.find(&args.name) else {
         bail!(
@@ -65,7 +65,7 @@ fn showconf_node(mesh: &Mesh, snapshot: &Snapshot, flags: &Flags, args: &Showcon
         );
     };
     if !mesh.leads(&args.name) {
-        let leader = mesh.segments[own].leading().map_or("", |leader| &leader.name);
+        let leader = mesh.segments[own].leading().map_or("", Member::name);
         bail!("node {:?} does not lead its location, {leader:?} does", args.name);
     }
     let mesh = mesh.clone().seen_by(&node.discovered_endpoints);

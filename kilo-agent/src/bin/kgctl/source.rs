@@ -68,20 +68,20 @@ pub fn warn(snapshot: &Snapshot) {
 /// What `--mesh-granularity` says, or else the nodes.
 pub fn granularity(snapshot: &Snapshot, flags: &Flags) -> Result<Granularity> {
     match flags.mesh_granularity.as_str() {
-        "auto" => Ok(snapshot.nodes.values().find_map(|node| node.granularity).unwrap_or_default()),
+        "auto" => Ok(snapshot.nodes.iter().find_map(|node| node.granularity).unwrap_or_default()),
         text => text.parse::<Granularity>().map_err(|error| anyhow::anyhow!("{error}, auto")),
     }
 }
 
 /// Names of the nodes that take part at this time (Unix seconds).
-pub fn ready(snapshot: &Snapshot, now: i64) -> BTreeSet<Arc<str>> {
-    let ready = snapshot.nodes.values().filter(|node| topology::ready_at(node, now));
-    ready.map(|node| node.name.as_str().into()).collect()
+pub fn ready(snapshot: &Snapshot, now: i64) -> BTreeSet<&str> {
+    let ready = snapshot.nodes.iter().filter(|node| topology::ready_at(*node, now));
+    ready.map(|node| node.node.name.as_str()).collect()
 }
 
 /// The mesh as it is now.
 pub fn mesh(snapshot: &Snapshot, flags: &Flags) -> Result<Mesh> {
     let ready = ready(snapshot, Timestamp::now().0);
-    let nodes = snapshot.nodes.values().map(|node| &**node).filter(|node| ready.contains(node.name.as_str()));
+    let nodes = snapshot.nodes.iter().map(|known| &**known.node).filter(|node| ready.contains(node.name.as_str()));
     Ok(Mesh::new(nodes, &snapshot.peers, granularity(snapshot, flags)?, flags.subnet))
 }

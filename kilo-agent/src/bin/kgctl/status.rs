@@ -61,7 +61,7 @@ async fn from_objects(args: &StatusArgs, flags: &Flags) -> Result<Status> {
     }
     let client = kubernetes::client(flags.kubeconfig.as_deref(), None).await?;
     match &args.node {
-        Some(name) if snapshot.nodes.contains_key(name.as_str()) => {
+        Some(name) if snapshot.nodes.contains(name) => {
             match ask::through_api(&client, name).await {
                 // The agent's view is the one by which its packets go.
                 Ok(seen) => return Ok(seen),
