@@ -1,9 +1,7 @@
 //! Two clusters as one another's peers: what each writes about the other, and
 //! what speaks against it. Pure.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 use ipnet::IpNet;
 use kube::api::DynamicObject;

@@ -328,8 +328,9 @@ pub fn sort_by_prefix<T: Copy>(items: &mut Vec<T>, prefix: impl Fn(&T) -> IpNet)
             IpNet::V6(net) => v6.push((net.rank(), at)),
         }
     }
-    v4.sort_unstable();
-    v6.sort_unstable();
+    // This one makes use of what is sorted in parts, such as what locations stand for.
+    v4.sort();
+    v6.sort();
     let places = v4.iter().map(|ranked| *ranked as u64 as usize).chain(v6.iter().map(|(_, at)| *at));
     *items = places.map(|at| items[at]).collect();
 }

@@ -123,7 +123,10 @@ async fn publishing_writes_what_differs_and_retracting_removes_it_again() {
     assert_eq!(written[&format!("{PREFIX}granularity")], "location");
     let ours = written.keys().filter(|name| name.starts_with(PREFIX)).count();
     assert_eq!(ours, 8, "seven written and the user's: {written:?}");
-    until(&mut snapshots, SOON, |snapshot| snapshot.nodes.get("writer").is_some_and(|node| node.last_seen == 1_700_000_000)).await;
+    until(&mut snapshots, SOON, |snapshot| {
+        snapshot.nodes.get("writer").is_some_and(|node| node.last_seen == 1_700_000_000)
+    })
+    .await;
 
     assert!(!backend.publish("writer", &published()).await.unwrap());
     assert_eq!(annotations(&nodes, "writer").await.1, version, "nothing differs, nothing is written");

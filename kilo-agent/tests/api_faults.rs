@@ -156,7 +156,8 @@ async fn a_restart_of_the_server_is_survived_and_writes_go_on() {
     let took = until(&mut snapshots, RECOVERED, |snapshot| snapshot.nodes.contains("b")).await;
     println!("a new node was seen {took:?} after the restart");
     assert!(backend.publish("a", &Published { last_seen: 5, ..Published::default() }).await.unwrap());
-    until(&mut snapshots, SOON, |snapshot| snapshot.nodes.get("a").is_some_and(|node| node.last_seen == 5)).await;
+    until(&mut snapshots, SOON, |snapshot| snapshot.nodes.get("a").is_some_and(|node| node.last_seen == 5))
+        .await;
 }
 
 #[tokio::test]

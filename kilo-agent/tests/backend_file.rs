@@ -153,7 +153,8 @@ async fn agents_and_people_do_not_overwrite_one_another() {
         assert!(first.publish("a", &now).await.unwrap());
     }
     until(&mut snapshots, SOON, |snapshot| {
-        snapshot.nodes["a"].location == "round19" && snapshot.nodes.get("a").is_some_and(|node| node.last_seen == 119)
+        snapshot.nodes["a"].location == "round19"
+            && snapshot.nodes.get("a").is_some_and(|node| node.last_seen == 119)
     })
     .await;
 

@@ -464,12 +464,7 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    async fn plan(
-        &mut self,
-        mesh: &Mesh,
-        own: &Node,
-        look: &mut Look,
-    ) -> Option<HostPlan> {
+    async fn plan(&mut self, mesh: &Mesh, own: &Node, look: &mut Look) -> Option<HostPlan> {
         let private = own.internal_ip.map(|net| net.addr());
         let mesh = &*mesh.around(&own.name);
         let (segment, _) = mesh.find(&own.name)?;

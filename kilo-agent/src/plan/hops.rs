@@ -29,12 +29,8 @@ impl HopIds {
     pub fn update(&self, mesh: &Mesh, node: &str) -> Self {
         let mesh = mesh.around(node);
         let Some((segment, _)) = mesh.find(node) else { return Self::default() };
-        let names: BTreeSet<&str> = mesh.segments[segment]
-            .members
-            .iter()
-            .map(Member::name)
-            .filter(|name| *name != node)
-            .collect();
+        let names: BTreeSet<&str> =
+            mesh.segments[segment].members.iter().map(Member::name).filter(|name| *name != node).collect();
         let mut ids: BTreeMap<String, u32> = self
             .0
             .iter()

@@ -20,11 +20,7 @@ use crate::{
 ///
 /// Flannel's VXLAN device has the first address of the node's pod CIDR; with
 /// Cilium nodes publish that of `cilium_host`.
-pub fn overlay_addresses(
-    mesh: &Mesh,
-    own: &str,
-    compatibility: Compatibility,
-) -> BTreeMap<String, Ipv4Addr> {
+pub fn overlay_addresses(mesh: &Mesh, own: &str, compatibility: Compatibility) -> BTreeMap<String, Ipv4Addr> {
     let Some((segment, _)) = mesh.find(own) else { return BTreeMap::new() };
     let address = |member: &Member| match compatibility {
         Compatibility::None => None,

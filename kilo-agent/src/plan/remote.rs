@@ -4,7 +4,10 @@
 use ipnet::IpNet;
 
 use super::Own;
-use crate::{sorted::sort_by_prefix, topology::Mesh};
+use crate::{
+    sorted::sort_by_prefix,
+    topology::{Mesh, Reach},
+};
 
 /// One prefix and who has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,6 +18,8 @@ pub(super) struct Claim {
     pub owner: usize,
     /// It is one of the location's allowed-location-ips.
     pub offered: bool,
+    /// It is the private address of a node, and WireGuard does not send there.
+    pub inside: bool,
 }
 
 /// Claims by prefix; those of one prefix in the order of the mesh.
@@ -25,17 +30,23 @@ impl Remote {
     /// Everything that is not of the own location.
     pub fn new(mesh: &Mesh, own: &Own<'_>) -> Self {
         let others = mesh.segments.iter().enumerate().filter(|(index, _)| *index != own.index);
-        let of_segments = mesh.segments.iter().map(|segment| segment.allowed_ips.len());
+        let of_segments = mesh.segments.iter().map(|segment| segment.reach.len());
         let mut claims = Vec::with_capacity(of_segments.chain([mesh.peers.len()]).sum());
         for (owner, segment) in others {
-            let claim = |offered| move |prefix: &IpNet| Claim { prefix: prefix.trunc(), owner, offered };
-            claims.extend(segment.allowed_ips.iter().map(claim(false)));
-            claims.extend(segment.allowed_location_ips.iter().map(claim(true)));
+            let reached = segment.reach.iter();
+            claims.extend(reached.map(|&Reach { prefix, inside }| Claim {
+                prefix,
+                owner,
+                offered: false,
+                inside,
+            }));
+            let offered = segment.allowed_location_ips.iter().map(IpNet::trunc);
+            claims.extend(offered.map(|prefix| Claim { prefix, owner, offered: true, inside: false }));
         }
         for (index, peer) in mesh.peers.iter().enumerate() {
             let owner = mesh.segments.len() + index;
-            let claim = |prefix: &IpNet| Claim { prefix: prefix.trunc(), owner, offered: false };
-            claims.extend(peer.allowed_ips.iter().map(claim));
+            let prefixes = peer.allowed_ips.iter().map(IpNet::trunc);
+            claims.extend(prefixes.map(|prefix| Claim { prefix, owner, offered: false, inside: false }));
         }
         sort_by_prefix(&mut claims, |claim| claim.prefix);
         Self(claims)

@@ -13,7 +13,7 @@ use kilo_common::{
 
 use super::{Hop, Inputs, Own, Remote, Tables};
 use crate::{
-    sorted::{Key, SortedMap, sort_by_prefix},
+    sorted::{Key, SortedMap},
     topology::{Member, Tunnel},
 };
 
@@ -52,36 +52,23 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tab
             add(ip.into(), hop, true);
         }
     }
-    let elsewhere = PrefixValue { hop: HOP_REMOTE, flags: PREFIX_ROUTE | PREFIX_SOURCE };
-    prefixes.extend(remote.claims().map(|claim| (claim.prefix, elsewhere)));
+    let nearer = prefixes.len();
+    for claim in remote.claims() {
+        let inside = if own.leads && claim.inside { PREFIX_INSIDE } else { 0 };
+        match prefixes[nearer..].last_mut() {
+            Some((prefix, value)) if *prefix == claim.prefix => value.flags |= inside,
+            _ => {
+                let flags = PREFIX_ROUTE | PREFIX_SOURCE | inside;
+                prefixes.push((claim.prefix, PrefixValue { hop: HOP_REMOTE, flags }));
+            }
+        }
+    }
     // The first to name a prefix keeps it: what is nearer was added first.
     prefixes.sort_by_key(|(prefix, _)| prefix.rank());
     prefixes.dedup_by_key(|(prefix, _)| *prefix);
     let mut tables = Tables { prefix: prefixes.into_iter().collect(), ..Tables::default() };
-    if own.leads {
-        mark_inside(inputs, own, &mut tables);
-    }
     fill_hops(inputs, own, &mut tables);
     tables
-}
-
-/// Marks private addresses of other locations, except those WireGuard sends to.
-fn mark_inside(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
-    let others = inputs.mesh.segments.iter().enumerate().filter(|(index, _)| *index != own.index);
-    let addresses = others.flat_map(|(_, segment)| {
-        let addresses = segment.members.iter().filter_map(Member::private_ip);
-        addresses.filter(|ip| segment.endpoint.ip() != Some(*ip)).map(IpNet::from)
-    });
-    let mut addresses: Vec<IpNet> = addresses.collect();
-    sort_by_prefix(&mut addresses, |address| *address);
-    // One walk over both: they are sorted.
-    let mut addresses = addresses.into_iter().peekable();
-    for (prefix, value) in tables.prefix.iter_mut() {
-        while addresses.next_if(|address| address.rank() < prefix.rank()).is_some() {}
-        if addresses.peek() == Some(prefix) && value.hop == HOP_REMOTE {
-            value.flags |= PREFIX_INSIDE;
-        }
-    }
 }
 
 fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
@@ -89,7 +76,9 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
     let mut in_overlay = Vec::new();
     let leader = own.segment.leading().map(Member::name);
     for member in own.others() {
-        let (Some(id), Some(remote)) = (inputs.hops.get(member.name()), member.private_ip()) else { continue };
+        let (Some(id), Some(remote)) = (inputs.hops.get(member.name()), member.private_ip()) else {
+            continue;
+        };
         // Two nodes with one private address: what is sent there would come back here.
         if own.member.private_ip() == Some(remote) {
             continue;

@@ -1,10 +1,6 @@
 //! What an agent knows, kept for those who ask it.
 
-use std::{
-    collections::BTreeMap,
-    sync::Arc,
-    time::Instant,
-};
+use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 use super::{AgentStatus, Attached, Leaders, Status, Timestamp, Tunnel, of_objects};
 use crate::{

@@ -161,11 +161,8 @@ mod tests {
     #[test]
     fn a_node_dead_for_long_is_not_taken_for_alive_at_start() {
         let mut liveness = Liveness::default();
-        let taking_part = ready(&mut liveness, &[("a", 9_990), ("b", 9_995), ("c", 100)],
-            "a",
-            Instant::now(),
-            10_000,
-        );
+        let taking_part =
+            ready(&mut liveness, &[("a", 9_990), ("b", 9_995), ("c", 100)], "a", Instant::now(), 10_000);
         assert_eq!(taking_part, ["a", "b"]);
     }
 
@@ -176,7 +173,8 @@ mod tests {
         ready(&mut liveness, &[("a", 1000), ("b", 1000), ("c", 1000)], "a", start, 1000);
         let last = &[("a", 1035), ("b", 1000), ("c", 1010)];
         for after in 35..300 {
-            let taking_part = ready(&mut liveness, last, "a", start + second * after, 1000 + i64::from(after));
+            let taking_part =
+                ready(&mut liveness, last, "a", start + second * after, 1000 + i64::from(after));
             assert_eq!(taking_part, ["a", "b", "c"], "{after} s");
         }
         // It is back, and b is not.

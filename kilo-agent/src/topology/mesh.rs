@@ -11,8 +11,10 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Granularity, Known, Member, Node, Peer, Segment, allocate, prefixes::Prefixes, segment::Outline};
-use crate::wireguard::key::PublicKey;
+use super::{
+    Granularity, Known, Member, Node, Peer, Segment, allocate, prefixes::Prefixes, segment::Outline,
+};
+use crate::{sorted::sort_by_prefix, wireguard::key::PublicKey};
 
 /// A node that has not checked in for this long is not ready (Kilo's figure).
 pub const READY_SECONDS: i64 = 60;
@@ -152,7 +154,8 @@ impl Mesh {
             while let Some(seat) = seats.peek() {
                 let at = seat.segment as usize;
                 let known = &segments[at].members[seat.member as usize].node;
-                let order = if Arc::ptr_eq(known, node) { Ordering::Equal } else { known.name.cmp(&node.name) };
+                let order =
+                    if Arc::ptr_eq(known, node) { Ordering::Equal } else { known.name.cmp(&node.name) };
                 if order == Ordering::Greater {
                     break;
                 }
@@ -218,10 +221,12 @@ impl Mesh {
                 other.members.into_iter().map(|member| Member { wireguard_ip: other.wireguard_ip, ..member }),
             );
             segment.allowed_ips.extend(other.allowed_ips);
+            segment.reach.extend(other.reach);
             segment.allowed_location_ips.extend(other.allowed_location_ips);
         }
         segment.members.sort_by(|a, b| a.name().cmp(b.name()));
         segment.leader = segment.members.iter().position(|member| member.name() == node).unwrap_or(0);
+        sort_by_prefix(&mut segment.reach, |reach| reach.prefix);
         around.segments.push(segment.into());
         around.seats = seats(&around.segments);
         // It has another segment than the nodes alone would make.
@@ -251,7 +256,9 @@ impl Mesh {
 fn seats(segments: &[Arc<Segment>]) -> Vec<Seat> {
     let mut named = Vec::new();
     for (segment, at) in segments.iter().zip(0..) {
-        named.extend(segment.members.iter().zip(0..).map(|(of, member)| (of.name(), Seat { segment: at, member })));
+        named.extend(
+            segment.members.iter().zip(0..).map(|(of, member)| (of.name(), Seat { segment: at, member })),
+        );
     }
     named.sort_unstable_by_key(|(name, _)| *name);
     named.into_iter().map(|(_, seat)| seat).collect()

@@ -8,7 +8,7 @@ use std::{
 use ipnet::IpNet;
 
 use super::{Endpoint, LeaderReason, Node};
-use crate::wireguard::key::PublicKey;
+use crate::{sorted::sort_by_prefix, wireguard::key::PublicKey};
 
 /// A node of a location.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,12 +56,22 @@ pub struct Segment {
     pub wireguard_ip: Option<IpAddr>,
     /// Pod CIDRs, private addresses, the WireGuard address.
     pub allowed_ips: Vec<IpNet>,
+    /// The same, sorted by prefix.
+    pub(crate) reach: Vec<Reach>,
     /// Prefixes reachable through the location, checked against all others.
     pub allowed_location_ips: Vec<IpNet>,
     /// The same before they were checked.
     pub(super) offered: Vec<IpNet>,
     /// Where its nodes see others, by node and key.
     pub(super) discovered: Vec<(PublicKey, SocketAddr)>,
+}
+
+/// One of the prefixes a location stands for, without host bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Reach {
+    pub prefix: IpNet,
+    /// It is the private address of one of its nodes, and WireGuard does not send there.
+    pub inside: bool,
 }
 
 /// Who leads a location, and what it takes from that node.
@@ -108,6 +118,7 @@ impl Segment {
             discovered.extend(node.discovered_endpoints.iter().map(|(key, addr)| (*key, *addr)));
         }
         allowed_ips.extend(wireguard_ip.map(IpNet::from));
+        let reach = reach(nodes, wireguard_ip, outline.endpoint);
         // The order has no meaning; Kilo's is the order of the texts.
         offered.sort_by_cached_key(ToString::to_string);
         offered.dedup();
@@ -116,15 +127,13 @@ impl Segment {
             group,
             leader: outline.leader,
             leader_reason: outline.leader_reason,
-            members: nodes
-                .iter()
-                .map(|node| Member { node: Arc::clone(node), wireguard_ip: None })
-                .collect(),
+            members: nodes.iter().map(|node| Member { node: Arc::clone(node), wireguard_ip: None }).collect(),
             endpoint: outline.endpoint.clone(),
             key: outline.key,
             persistent_keepalive: outline.persistent_keepalive,
             wireguard_ip,
             allowed_ips,
+            reach,
             allowed_location_ips: offered.clone(),
             offered,
             discovered,
@@ -146,4 +155,15 @@ impl Segment {
     pub fn is_endpoint(&self, ip: IpAddr) -> bool {
         self.endpoint.ip() == Some(ip)
     }
+}
+
+fn reach(nodes: &[&Arc<Node>], wireguard_ip: Option<IpAddr>, endpoint: &Endpoint) -> Vec<Reach> {
+    let outside = |prefix: IpNet| Reach { prefix, inside: false };
+    let private = |net: IpNet| Reach { prefix: net.addr().into(), inside: endpoint.ip() != Some(net.addr()) };
+    let pods = nodes.iter().flat_map(|node| &node.pod_cidrs).map(|cidr| outside(cidr.trunc()));
+    let addresses = nodes.iter().filter_map(|node| node.internal_ip).map(private);
+    let wireguard_ip = wireguard_ip.map(|ip| outside(ip.into()));
+    let mut reach: Vec<Reach> = pods.chain(addresses).chain(wireguard_ip).collect();
+    sort_by_prefix(&mut reach, |reach| reach.prefix);
+    reach
 }

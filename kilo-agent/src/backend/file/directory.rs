@@ -243,12 +243,7 @@ mod tests {
     const OTHER: &str = "apiVersion: v1\nkind: Node\nmetadata: {name: b}\n";
 
     fn names(directory: &Directory) -> Vec<String> {
-        directory
-            .snapshot("topology.kubernetes.io/region")
-            .nodes
-            .names()
-            .map(ToOwned::to_owned)
-            .collect()
+        directory.snapshot("topology.kubernetes.io/region").nodes.names().map(ToOwned::to_owned).collect()
     }
 
     #[test]

@@ -54,10 +54,8 @@ pub fn run(of: &Showconf, mesh: &Mesh, snapshot: &Snapshot, flags: &Flags) -> Re
 }
 
 fn showconf_node(mesh: &Mesh, snapshot: &Snapshot, flags: &Flags, args: &ShowconfArgs) -> Result<String> {
-    let node = snapshot
-        .nodes
-        .get(&args.name)
-        .with_context(|| format!("node {:?} does not exist", args.name))?;
+    let node =
+        snapshot.nodes.get(&args.name).with_context(|| format!("node {:?} does not exist", args.name))?;
     let Some((own, _)) = mesh.find(&args.name) else {
         bail!(
             "node {:?} is not ready: it needs an endpoint, a key, a pod CIDR and a recent last-seen",

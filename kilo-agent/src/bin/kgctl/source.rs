@@ -82,6 +82,7 @@ pub fn ready(snapshot: &Snapshot, now: i64) -> BTreeSet<&str> {
 /// The mesh as it is now.
 pub fn mesh(snapshot: &Snapshot, flags: &Flags) -> Result<Mesh> {
     let ready = ready(snapshot, Timestamp::now().0);
-    let nodes = snapshot.nodes.iter().map(|known| &**known.node).filter(|node| ready.contains(node.name.as_str()));
+    let nodes =
+        snapshot.nodes.iter().map(|known| &**known.node).filter(|node| ready.contains(node.name.as_str()));
     Ok(Mesh::new(nodes, &snapshot.peers, granularity(snapshot, flags)?, flags.subnet))
 }
