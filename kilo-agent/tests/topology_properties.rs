@@ -1,6 +1,7 @@
 //! What holds for every mesh, whatever the nodes and peers.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test's helpers fail as the test does")]
 
+mod generators;
 mod trace;
 
 use std::{
@@ -9,8 +10,10 @@ use std::{
     sync::Arc,
 };
 
+use generators::{
+    OFFERED, encapsulate, granularity, healthy, healthy_nodes, rubbish_node, settings, vpn_peers, with_ipv6,
+};
 use ipnet::IpNet;
-use k8s_openapi::api::core::v1 as core;
 use kilo_agent::{
     backend::node,
     plan::{self, HopIds, MAIN_TABLE, model},
@@ -20,166 +23,6 @@ use kilo_agent::{
 use kilo_common::maps::NodeValue;
 use proptest::{prelude::*, test_runner::FileFailurePersistence};
 use trace::{End, World, plan_of};
-
-fn settings(granularity: Granularity, encapsulate: Encapsulate) -> Settings {
-    Settings {
-        granularity,
-        encapsulate,
-        tunnel: topology::Tunnel::Ipip,
-        local: true,
-        cni: true,
-        subnet: "10.4.0.0/16".parse().unwrap(),
-        service_cidrs: vec!["10.43.0.0/16".parse().unwrap()],
-        port: 51_820,
-    }
-}
-
-/// A node as a healthy cluster has it; `index` gives its name and addresses.
-fn healthy(index: u8, location: u8, leader: bool, no_private: bool, net: u8) -> Node {
-    Node {
-        name: format!("node-{index:03}"),
-        endpoint: format!("198.51.100.{index}:51820").parse().ok(),
-        key: Some(PublicKey([index; 32])),
-        internal_ip: if no_private { None } else { format!("10.1.{location}.{index}/{net}").parse().ok() },
-        leader,
-        location: format!("l{location}"),
-        pod_cidrs: vec![format!("10.42.{index}.0/24").parse().unwrap()],
-        ..Node::default()
-    }
-}
-
-fn healthy_nodes() -> impl Strategy<Value = BTreeMap<String, Node>> {
-    let weighted = prop::bool::weighted;
-    let node = (0u8..4, weighted(0.2), weighted(0.1), 24u8..=32, weighted(0.3));
-    prop::collection::btree_map(1u8..60, node, 1..12).prop_map(|nodes| {
-        let nodes =
-            nodes.into_iter().map(|(index, (location, leader, no_private, net, private_endpoint))| {
-                let mut node = healthy(index, location, leader, no_private, net);
-                if let Some(private) = node.internal_ip.filter(|_| private_endpoint) {
-                    node.endpoint = Some(std::net::SocketAddr::new(private.addr(), 51_820).into());
-                }
-                node
-            });
-        nodes.map(|node| (node.name.clone(), node)).collect()
-    })
-}
-
-/// The same node in a cluster without IPv4.
-fn with_ipv6(node: &Node) -> Node {
-    let six = |prefix: IpNet, bits: u8| match prefix.addr() {
-        IpAddr::V4(ip) => {
-            let low = u128::from(u32::from(ip)) << bits;
-            IpNet::new(
-                IpAddr::from(((0xfd11_u128 << 112) | low).to_be_bytes()),
-                96 + prefix.prefix_len() - bits,
-            )
-        }
-        IpAddr::V6(_) => Ok(prefix),
-    };
-    Node {
-        internal_ip: node.internal_ip.and_then(|net| six(net, 0).ok()),
-        pod_cidrs: node.pod_cidrs.iter().filter_map(|cidr| six(*cidr, 8).ok()).collect(),
-        ..node.clone()
-    }
-}
-
-fn vpn_peers() -> impl Strategy<Value = BTreeMap<String, Peer>> {
-    let prefix = prop_oneof![
-        (1u8..5).prop_map(|last| format!("10.5.0.{last}/32")),
-        Just("172.31.0.0/16".to_owned()),
-        Just("10.42.3.0/24".to_owned()),
-    ];
-    prop::collection::btree_map("[a-c]", (prop::collection::vec(prefix, 0..3), 200u8..204), 0..3).prop_map(
-        |peers| {
-            let peers = peers.into_iter().map(|(name, (allowed_ips, key))| Peer {
-                name,
-                allowed_ips: allowed_ips.iter().map(|prefix| prefix.parse().unwrap()).collect(),
-                endpoint: None,
-                persistent_keepalive: 0,
-                preshared_key: None,
-                public_key: PublicKey([key; 32]),
-            });
-            peers.map(|peer| (peer.name.clone(), peer)).collect()
-        },
-    )
-}
-
-fn granularity() -> impl Strategy<Value = Granularity> {
-    prop_oneof![Just(Granularity::Location), Just(Granularity::Full), Just(Granularity::Cross)]
-}
-
-fn encapsulate() -> impl Strategy<Value = Encapsulate> {
-    prop_oneof![Just(Encapsulate::Always), Just(Encapsulate::CrossSubnet), Just(Encapsulate::Never)]
-}
-
-/// What locations offer in tests; some lie in others, in pods or in services.
-const OFFERED: [&str; 8] = [
-    "0.0.0.0/0",
-    "192.168.0.0/16",
-    "192.168.5.0/24",
-    "198.18.0.0/15",
-    "10.42.0.0/16",
-    "10.43.7.0/24",
-    "10.43.0.0/16",
-    "172.31.5.0/24",
-];
-
-/// Texts that annotations hold, good and bad.
-fn rubbish() -> impl Strategy<Value = String> {
-    prop_oneof![
-        Just(String::new()),
-        Just("-".to_owned()),
-        Just("10.1.0.1/24".to_owned()),
-        Just("10.1.0.1/33".to_owned()),
-        Just("0.0.0.0/0,::/0, ,x".to_owned()),
-        Just("10.42.1.0/24,10.42.1.0/25,10.1.0.0/16".to_owned()),
-        Just("fd00::1/64".to_owned()),
-        Just("[fd00::1]:51820".to_owned()),
-        Just("203.0.113.7:51820".to_owned()),
-        Just("vpn.example.com:65536".to_owned()),
-        Just("full".to_owned()),
-        Just(PublicKey([1; 32]).to_string()),
-        Just(format!(r#"{{"{}":{{"IP":"1.2.3.4","Port":5,"Zone":""}}}}"#, PublicKey([1; 32]))),
-        any::<i64>().prop_map(|number| number.to_string()),
-        "[ -~é]{0,30}",
-    ]
-}
-
-fn rubbish_node() -> impl Strategy<Value = core::Node> {
-    let names = [
-        "endpoint",
-        "force-endpoint",
-        "internal-ip",
-        "force-internal-ip",
-        "key",
-        "last-seen",
-        "leader",
-        "location",
-        "persistent-keepalive",
-        "allowed-location-ips",
-        "discovered-endpoints",
-        "granularity",
-        "wireguard-ip",
-        "cni-compatibility-ip",
-    ];
-    let annotations = prop::collection::btree_map(prop::sample::select(names.to_vec()), rubbish(), 0..14);
-    ("[a-e]", annotations, rubbish(), any::<bool>()).prop_map(|(name, annotations, cidr, complete)| {
-        let mut annotations: BTreeMap<String, String> =
-            annotations.into_iter().map(|(name, value)| (format!("{}{name}", node::PREFIX), value)).collect();
-        let mut object = core::Node::default();
-        if complete {
-            // Enough to take part, so that the rubbish reaches the plan.
-            let key = PublicKey([name.as_bytes()[0]; 32]).to_string();
-            annotations.insert(format!("{}endpoint", node::PREFIX), "192.0.2.1:51820".to_owned());
-            annotations.insert(format!("{}key", node::PREFIX), key);
-            object.spec.get_or_insert_default().pod_cidrs = Some(vec!["10.42.1.0/24".to_owned()]);
-        }
-        object.metadata.name = Some(name);
-        object.metadata.annotations = Some(annotations);
-        object.spec.get_or_insert_default().pod_cidr = Some(cidr);
-        object
-    })
-}
 
 fn mesh(nodes: &BTreeMap<String, Node>, peers: &BTreeMap<String, Peer>, settings: &Settings) -> Mesh {
     Mesh::new(nodes.values(), peers, settings.granularity, settings.subnet)

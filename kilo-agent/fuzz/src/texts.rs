@@ -48,11 +48,12 @@ pub fn annotations(data: &[u8]) {
     object.metadata.name = Some("a".to_owned());
     object.metadata.annotations = Some(written);
     object.spec = Some(core::NodeSpec { pod_cidrs: Some(pod_cidrs), ..Default::default() });
-    let (node, problems) = node::from_object(&object, "region");
+    let (seen, problems) = node::from_object(&object, "region");
     for problem in problems {
         assert!(problem.chars().count() <= LONGEST_MESSAGE, "{problem}");
     }
-    assert_eq!(node::from_object(&node::to_object(&node), "region"), (node, Vec::new()));
+    let again = node::to_object(&seen.node, seen.last_seen);
+    assert_eq!(node::from_object(&again, "region"), (seen, Vec::new()));
 }
 
 /// A Peer object in JSON: the same after writing and reading it, as an object
