@@ -1,0 +1,87 @@
+//! Private addresses of other locations: packets to WireGuard from there are refused.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::collections::BTreeMap;
+
+use ipnet::IpNet;
+use kilo_agent::{
+    plan::{self, HopIds, HostLinks, Inputs},
+    topology::{Encapsulate, Granularity, Mesh, Node, Settings, Tunnel},
+    wireguard::key::PublicKey,
+};
+use kilo_common::maps::{HOP_LOCAL, HOP_REMOTE, PREFIX_INSIDE};
+
+fn node(number: u8, location: &str, endpoint: &str, pods: &str) -> Node {
+    Node {
+        name: format!("n{number}"),
+        endpoint: format!("{endpoint}:51820").parse().ok(),
+        key: Some(PublicKey([number; 32])),
+        internal_ip: format!("10.1.0.{number}/24").parse().ok(),
+        location: location.to_owned(),
+        pod_cidrs: vec![pods.parse().unwrap()],
+        ..Node::default()
+    }
+}
+
+/// Hop of a prefix, and whether what comes from there is inside, as node `own` has it.
+fn known(nodes: &[Node], own: &str, prefix: &str) -> (u32, bool) {
+    let settings = Settings {
+        granularity: Granularity::Location,
+        encapsulate: Encapsulate::Always,
+        tunnel: Tunnel::Ipip,
+        local: true,
+        cni: true,
+        subnet: "10.4.0.0/16".parse().unwrap(),
+        service_cidrs: Vec::new(),
+        port: 51_820,
+    };
+    let mesh = Mesh::new(nodes, &BTreeMap::new(), settings.granularity, settings.subnet);
+    let plan = plan::host_plan(&Inputs {
+        mesh: &mesh,
+        settings: &settings,
+        node: own,
+        links: &HostLinks { kilo: 9, private: Some(2), ..HostLinks::default() },
+        hops: &HopIds::default().update(&mesh, own),
+        resolved: &BTreeMap::new(),
+        seen: &BTreeMap::new(),
+        persistent_keepalive: 0,
+        masquerade: true,
+        mtu: 1420,
+    });
+    let value = plan.unwrap().tables.prefix[&prefix.parse::<IpNet>().unwrap()];
+    (value.hop, value.flags & PREFIX_INSIDE != 0)
+}
+
+#[test]
+fn a_leader_knows_what_lies_inside_of_wireguard_and_where_wireguard_sends() {
+    let nodes = [
+        node(1, "a", "192.0.2.1", "10.42.1.0/24"),
+        node(2, "b", "192.0.2.2", "10.42.2.0/24"),
+        node(3, "b", "192.0.2.3", "10.42.3.0/24"),
+        // WireGuard sends to this one's private address.
+        node(4, "c", "10.1.0.4", "10.42.4.0/24"),
+    ];
+    assert_eq!(known(&nodes, "n1", "10.1.0.2/32"), (HOP_REMOTE, true));
+    assert_eq!(known(&nodes, "n1", "10.1.0.3/32"), (HOP_REMOTE, true));
+    assert_eq!(known(&nodes, "n1", "10.1.0.4/32"), (HOP_REMOTE, false));
+    assert_eq!(known(&nodes, "n1", "10.42.2.0/24"), (HOP_REMOTE, false));
+    assert_eq!(known(&nodes, "n1", "10.1.0.1/32"), (HOP_LOCAL, false));
+    assert!(!known(&nodes, "n3", "10.1.0.1/32").1, "only leaders hear WireGuard");
+}
+
+#[test]
+fn an_address_is_inside_whoever_else_claims_it() {
+    // As a pod CIDR of a location before, and of one behind; the own location counts first.
+    for (first, last) in [("10.1.0.3/32", "10.42.4.0/24"), ("10.42.2.0/24", "10.1.0.3/32")] {
+        let nodes = [
+            node(1, "a", "192.0.2.1", "10.42.1.0/24"),
+            node(2, "b", "192.0.2.2", first),
+            node(3, "c", "192.0.2.3", "10.42.3.0/24"),
+            node(4, "d", "192.0.2.4", last),
+        ];
+        assert_eq!(known(&nodes, "n1", "10.1.0.3/32"), (HOP_REMOTE, true), "{first} {last}");
+    }
+    let nodes = [node(1, "a", "192.0.2.1", "10.1.0.3/32"), node(3, "c", "192.0.2.3", "10.42.3.0/24")];
+    assert_eq!(known(&nodes, "n1", "10.1.0.3/32"), (HOP_LOCAL, false));
+}
