@@ -5,9 +5,9 @@
 mod support;
 
 use kilo_agent::dataplane::Dataplane;
-use kilo_common::maps::{CONFIG_ONE_V4, CONFIG_ONE_V6};
+use kilo_common::maps::{CONFIG_ONE_V4, CONFIG_ONE_V6, VXLAN_PORT};
 use support::{
-    MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, PUBLIC_V6, leader_tables,
+    MEMBER, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, PUBLIC_V6, leader_tables,
     packet::{PASS, SHOT, checksums_hold, ethernet, icmp, ipv4, run, transport_checksum, udp},
 };
 
@@ -165,7 +165,7 @@ fn tcp(src: [u8; 4], port: u16) -> Vec<u8> {
 }
 
 #[test]
-fn the_short_way_of_wireguards_packets_changes_nothing_for_any_packet() {
+fn the_short_way_of_the_tunnels_packets_changes_nothing_for_any_packet() {
     let Some((_fs, mut long, mut tables)) = open() else { return };
     let Some((_other_fs, mut short, _)) = open() else { return };
     tables.config.private_v4 = PUBLIC;
@@ -193,6 +193,12 @@ fn the_short_way_of_wireguards_packets_changes_nothing_for_any_packet() {
         ("a pod's segment from that port", ethernet(&tcp(OWN_POD, port))),
         ("the host's segment from that port, which the pod has", ethernet(&tcp(PUBLIC, port))),
         ("the host's with options, from another", ethernet(&with_options)),
+        ("the VXLAN device's", ethernet(&udp(PUBLIC, MEMBER, (7001, VXLAN_PORT), b"noise"))),
+        ("a pod's to that port", ethernet(&udp(OWN_POD, OUTSIDE, (7002, VXLAN_PORT), b"noise"))),
+        (
+            "the host's to no node, which the pod has",
+            ethernet(&udp(PUBLIC, OUTSIDE, (7002, VXLAN_PORT), b"")),
+        ),
         ("WireGuard's, IPv6", udp_v6(PUBLIC_V6, port)),
         ("a pod's from that port, IPv6", udp_v6(pod_v6, port)),
         ("a pod's from another, IPv6", udp_v6(pod_v6, 7000)),
@@ -210,7 +216,7 @@ fn the_short_way_of_wireguards_packets_changes_nothing_for_any_packet() {
         }
     }
     // What goes the long way is seen there: every pod's, and the host's where a pod has its port.
-    assert_eq!(changed.iter().filter(|name| name.starts_with("a pod's")).count(), 5, "{changed:?}");
-    assert_eq!(changed.iter().filter(|name| name.starts_with("the host's")).count(), 4, "{changed:?}");
-    assert_eq!(changed.len(), 9, "{changed:?}");
+    assert_eq!(changed.iter().filter(|name| name.starts_with("a pod's")).count(), 6, "{changed:?}");
+    assert_eq!(changed.iter().filter(|name| name.starts_with("the host's")).count(), 5, "{changed:?}");
+    assert_eq!(changed.len(), 11, "{changed:?}");
 }

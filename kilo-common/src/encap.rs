@@ -217,6 +217,23 @@ pub const fn segment_len(len: u32, gso_size: u32, headers: u32) -> u32 {
     if gso_size == 0 { len } else { gso_size + headers }
 }
 
+/// Bytes a WireGuard device wants in front of an IP packet (its `needed_headroom`).
+const WIREGUARD_ROOM: u32 = 128;
+/// With so many, the kernel's buffers for the headers of segments have 4,096 bytes ...
+const WHOLE_ROOM: u32 = 1_728;
+/// ... of which enough are left for the data of a segment that has no more than this.
+const WHOLE_SEGMENT: u32 = 1_800;
+
+/// Room to make in front of the Ethernet header of a superpacket that goes to WireGuard,
+/// so that none of its segments is copied for want of it. Cut before WireGuard gets
+/// them, they have their data in the superpacket's pages, and WireGuard
+/// wants it behind the headers: there the buffers must have room for both.
+#[inline(always)]
+pub const fn segments_room(gso_size: u32, cut_before: bool) -> u32 {
+    let room = if cut_before && gso_size <= WHOLE_SEGMENT { WHOLE_ROOM } else { WIREGUARD_ROOM };
+    room - ETHERNET_LEN as u32
+}
+
 /// TTL and checksum (host byte order) of an IPv4 header after one hop. `None` when the
 /// packet must not be forwarded (RFC 1812, 5.3.1).
 #[inline(always)]
@@ -248,6 +265,26 @@ mod tests {
     /// A frame behind which stand `len` bytes, without its Ethernet header.
     fn on_the_wire(frame: &[u8], len: u16) -> Vec<u8> {
         [&frame[ETHERNET_LEN..], &vec![0; usize::from(len)][..]].concat()
+    }
+
+    #[test]
+    fn a_segment_that_is_cut_early_has_room_for_its_data_behind_its_headers() {
+        /// `struct skb_shared_info` at the end of each buffer, and what WireGuard adds to a packet.
+        const SHARED: u32 = 320;
+        const TRAILER: u32 = 31;
+        // From UDP over IPv4 to TCP over IPv6 with all options.
+        for headers in 28..=100 {
+            // The kernel makes room in steps of 64 bytes.
+            for spare in 0..64 {
+                let before = segments_room(WHOLE_SEGMENT, true) + ETHERNET_LEN as u32 + spare + headers;
+                let buffer = (before + SHARED).next_power_of_two();
+                assert_eq!(buffer, 4096, "{headers} {spare}");
+                assert!(before + WHOLE_SEGMENT + TRAILER + SHARED <= buffer, "{headers} {spare}");
+            }
+        }
+        for room in [segments_room(WHOLE_SEGMENT + 1, true), segments_room(1360, false)] {
+            assert_eq!(room + ETHERNET_LEN as u32, WIREGUARD_ROOM, "nothing is gained by more");
+        }
     }
 
     proptest! {

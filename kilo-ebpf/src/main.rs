@@ -30,6 +30,8 @@ mod send;
 #[cfg(target_arch = "bpf")]
 mod steer;
 #[cfg(target_arch = "bpf")]
+mod superpacket;
+#[cfg(target_arch = "bpf")]
 mod transit;
 #[cfg(target_arch = "bpf")]
 mod tunnel;

@@ -9,7 +9,7 @@ use kilo_common::{
     verdict::{Action, DropReason},
 };
 
-use crate::{ip::Ip as _, maps::count_action, mark, packet, tunnel::FIXED_GSO};
+use crate::{ip::Ip as _, maps::count_action, mark, packet, superpacket::FIXED_GSO};
 
 const INNER: u32 = (ETHERNET_LEN + IPV4_LEN) as u32;
 

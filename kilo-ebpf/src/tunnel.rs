@@ -29,13 +29,13 @@ use crate::{
     path_mtu,
     programs::{REDIRECT_INGRESS, TC_ACT_OK, TC_ACT_UNSPEC, from_code, to_code},
     steer::fits,
+    superpacket::{self, Cut, FIXED_GSO},
     transit,
 };
 
 /// Offset in a UDP header.
 const DESTINATION_PORT: usize = 2;
 /// `bpf_skb_adjust_room` flags (include/uapi/linux/bpf.h).
-pub const FIXED_GSO: u64 = 1;
 const DECAP_L3_IPV4: u64 = 128;
 const DECAP_L3_IPV6: u64 = 256;
 
@@ -93,8 +93,17 @@ fn received<O: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
     if O::is_private(config, outer.dst()) {
         let skb = ctx.as_ptr().cast();
         match outer.protocol() {
+            // In VXLAN they are the device's.
+            protocol::IPIP if superpacket::is(ctx, config) => {
+                return from_code(superpacket_apart::<O, Ipv4>(skb, config));
+            }
+            protocol::IPV6 if superpacket::is(ctx, config) => {
+                return from_code(superpacket_apart::<O, V6>(skb, config));
+            }
             // The way of nearly all packets is inline.
-            protocol::IPIP if !O::V6 => return steered::<O, Ipv4>(ctx, config, &outer, O::HEADER_LEN),
+            protocol::IPIP if !O::V6 => {
+                return steered::<O, Ipv4, false>(ctx, config, &outer, O::HEADER_LEN);
+            }
             protocol::IPIP => return from_code(steered_apart::<O, Ipv4>(skb, config, O::HEADER_LEN)),
             protocol::IPV6 => return from_code(steered_apart::<O, V6>(skb, config, O::HEADER_LEN)),
             // The programs of others behind this one (a host firewall) see as little of
@@ -183,7 +192,7 @@ fn vxlan<O: Ip>(ctx: &TcContext, outer: &O) -> Family {
 /// An encapsulated packet addressed to this node; `overhead` bytes stand
 /// between the Ethernet header and the inner packet.
 #[inline(always)]
-fn steered<O: Ip, I: Ip>(
+fn steered<O: Ip, I: Ip, const SUPERPACKET: bool>(
     ctx: &TcContext,
     config: &Config,
     outer: &O,
@@ -201,10 +210,13 @@ fn steered<O: Ip, I: Ip>(
         O::V6 == I::V6 && inner == unsafe { core::mem::transmute_copy::<O::Addr, I::Addr>(&outer.src()) }
     };
     let (onward, own) = judge::<I>(ctx, config, sender, ETHERNET_LEN + overhead, is_own)?;
-    decapsulate::<O, I>(ctx, overhead)?;
+    let cut = decapsulate::<O, I, SUPERPACKET>(ctx, overhead)?;
     if own {
         count_action(onward.action());
         return Ok(TC_ACT_UNSPEC);
+    }
+    if SUPERPACKET && onward == Onward::Transit {
+        superpacket::make_room(ctx, cut);
     }
     Ok(go(config, &onward))
 }
@@ -212,7 +224,15 @@ fn steered<O: Ip, I: Ip>(
 #[inline(never)]
 fn steered_apart<O: Ip, I: Ip>(skb: *mut __sk_buff, config: &Config, overhead: usize) -> i32 {
     let ctx = TcContext::new(skb);
-    to_code(O::read(&ctx, ETHERNET_LEN).and_then(|outer| steered::<O, I>(&ctx, config, &outer, overhead)))
+    let outer = O::read(&ctx, ETHERNET_LEN);
+    to_code(outer.and_then(|outer| steered::<O, I, false>(&ctx, config, &outer, overhead)))
+}
+
+#[inline(never)]
+fn superpacket_apart<O: Ip, I: Ip>(skb: *mut __sk_buff, config: &Config) -> i32 {
+    let ctx = TcContext::new(skb);
+    let outer = O::read(&ctx, ETHERNET_LEN);
+    to_code(outer.and_then(|outer| steered::<O, I, true>(&ctx, config, &outer, O::HEADER_LEN)))
 }
 
 /// Checks the inner packet at `offset`, and counts this host as a hop if the
@@ -247,24 +267,27 @@ fn judge<I: Ip>(
     Ok((onward, own))
 }
 
-/// Removes the outer headers. A packet of the other family also changes what
-/// the kernel takes it for: by a flag, or before Linux 6.3 by a translation
-/// whose room is removed, too.
+/// Removes the outer headers; answers who cuts the packet if it is a superpacket. One of
+/// the other family also changes what the kernel takes it for: by a flag, or before
+/// Linux 6.3 by a translation whose room is removed, too.
 #[inline(always)]
-fn decapsulate<O: Ip, I: Ip>(ctx: &TcContext, overhead: usize) -> Result<(), DropReason> {
+fn decapsulate<O: Ip, I: Ip, const SUPERPACKET: bool>(
+    ctx: &TcContext,
+    overhead: usize,
+) -> Result<Cut, DropReason> {
     let shrink =
         |by: usize, flags: u64| ctx.adjust_room(-(by as i32), BPF_ADJ_ROOM_MAC, FIXED_GSO | flags).is_ok();
-    let done = if O::V6 == I::V6 {
-        shrink(overhead, 0)
-    } else {
-        let (flag, ethertype, translated) = if I::V6 {
-            (DECAP_L3_IPV6, ETHERTYPE_IPV6, overhead + V6::HEADER_LEN - Ipv4::HEADER_LEN)
-        } else {
-            (DECAP_L3_IPV4, ETHERTYPE_IPV4, overhead + Ipv4::HEADER_LEN - V6::HEADER_LEN)
-        };
-        shrink(overhead, flag) || (ctx.change_proto(ethertype.to_be(), 0).is_ok() && shrink(translated, 0))
+    let (flag, ethertype, translated) = match (O::V6, I::V6) {
+        (false, true) => (DECAP_L3_IPV6, ETHERTYPE_IPV6, overhead + V6::HEADER_LEN - Ipv4::HEADER_LEN),
+        (true, false) => (DECAP_L3_IPV4, ETHERTYPE_IPV4, overhead + Ipv4::HEADER_LEN - V6::HEADER_LEN),
+        _ => (0, 0, 0),
     };
-    if done { Ok(()) } else { Err(DropReason::Encapsulation) }
+    if SUPERPACKET && superpacket::decapsulate(ctx, overhead, O::V6, flag) {
+        return Ok(Cut::ByDevice);
+    }
+    let done = shrink(overhead, flag)
+        || (O::V6 != I::V6 && ctx.change_proto(ethertype.to_be(), 0).is_ok() && shrink(translated, 0));
+    if done { Ok(Cut::Before) } else { Err(DropReason::Encapsulation) }
 }
 
 /// Ingress of the VXLAN device: what the fast path of `lan_ingress` left to
@@ -283,7 +306,12 @@ pub fn tunnel_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReaso
             // SAFETY: a helper without pointers.
             Ok(unsafe { bpf_redirect(hop.ifindex, REDIRECT_INGRESS) } as i32)
         }
-        None => Ok(go(config, &onward)),
+        None => {
+            if onward == Onward::Transit && superpacket::is(ctx, config) {
+                superpacket::make_room(ctx, Cut::ByDevice);
+            }
+            Ok(go(config, &onward))
+        }
     }
 }
 
@@ -333,6 +361,9 @@ fn plain<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropRea
     match onward::<I>(config, ip.dst()) {
         Some(Onward::Transit) if ip.ttl() > 1 && fits::<I>(ctx, ETHERNET_LEN, ip, config.kilo_mtu) => {
             ip.lower_ttl(ctx, ETHERNET_LEN)?;
+            if superpacket::is(ctx, config) {
+                superpacket::make_room(ctx, Cut::ByDevice);
+            }
             Ok(go(config, &Onward::Transit))
         }
         // Answers leave by the WireGuard device, so what they answer comes from

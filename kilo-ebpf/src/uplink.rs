@@ -11,7 +11,10 @@ use aya_ebpf::{
 };
 use kilo_common::{
     event::Hook,
-    maps::{CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_PODS, Config, HOP_KIND_NODE, HOP_LOCAL, Hop, TUNNEL_NONE},
+    maps::{
+        CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_PODS, Config, HOP_KIND_NODE, HOP_LOCAL, Hop, TUNNEL_NONE,
+        VXLAN_PORT,
+    },
     packet::{ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, protocol},
     too_big::{self, QUOTED},
     verdict::DropReason,
@@ -37,7 +40,7 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason
         return Ok(TC_ACT_UNSPEC);
     }
     match packet::family(ctx) {
-        Family::V4 if is_wireguards_v4(ctx, config) => Ok(TC_ACT_UNSPEC),
+        Family::V4 if is_tunnels_v4(ctx, config) => Ok(TC_ACT_UNSPEC),
         Family::V6 if is_wireguards_v6(ctx, config) => Ok(TC_ACT_UNSPEC),
         Family::V4 => {
             let known = match standing::leaving(ctx, config)? {
@@ -53,25 +56,27 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason
     }
 }
 
-/// True for WireGuard's packets from the private address, where [`leave`] would
-/// find after several tables that they are the host's own and stay as they are.
-/// Most of what a leader sends is such, so as little of them is read as can be.
+/// True for the tunnels' packets from the private address, where [`leave`] would
+/// find after several tables that they are the host's own and stay as they are:
+/// WireGuard's, which are most of what a leader sends, and superpackets the VXLAN
+/// device has wrapped. As little of them is read as can be.
 #[inline(always)]
-fn is_wireguards_v4(ctx: &TcContext, config: &Config) -> bool {
-    if config.flags & CONFIG_ONE_V4 == 0 || ctx.data() + ETHERNET_LEN + IPV4_LEN + 2 > ctx.data_end() {
+fn is_tunnels_v4(ctx: &TcContext, config: &Config) -> bool {
+    if config.flags & CONFIG_ONE_V4 == 0 || ctx.data() + ETHERNET_LEN + IPV4_LEN + 4 > ctx.data_end() {
         return false;
     }
     let start = ctx.data() + ETHERNET_LEN;
     // SAFETY: the bounds are checked, and programs may read packets at any address.
-    let (ip, port) = unsafe { (&*(start as *const Ipv4Header), *((start + IPV4_LEN) as *const u16)) };
+    let (ip, ports) = unsafe { (&*(start as *const Ipv4Header), &*((start + IPV4_LEN) as *const [u16; 2])) };
     ip.src == packet::word(&config.private_v4)
-        && port == config.wireguard_port.to_be()
         && ip.protocol == protocol::UDP
         // Without options.
         && ip.version_len == 0x45
+        && (ports[0] == config.wireguard_port.to_be()
+            || ports[1] == VXLAN_PORT.to_be() && Ipv4::sender(ip.dst.to_ne_bytes()).is_some())
 }
 
-/// As [`is_wireguards_v4`].
+/// As [`is_tunnels_v4`], WireGuard's alone.
 #[inline(always)]
 fn is_wireguards_v6(ctx: &TcContext, config: &Config) -> bool {
     const IP: usize = ETHERNET_LEN / 2;

@@ -15,7 +15,7 @@ use kilo_agent::{
 use kilo_common::{
     encap::{
         Inner, UDP_LEN, VXLAN_INNER, VXLAN_LEN, ipip_frame, ipip_frame_v6, next_ttl, segment_len,
-        vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
+        segments_room, vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
     },
     maps::{CONFIG_LEADER, CONFIG_MASQUERADE, DEVICE_MASQUERADE, NAT_EGRESS, PREFIX_INSIDE, VXLAN_PORT},
     nat::{
@@ -207,10 +207,18 @@ fn lan_ingress(tables: &Tables, input: &Input) -> Wanted {
             let mut bytes = frame.to_vec();
             if action == Action::Transit {
                 lower_ttl(&mut bytes, ETHERNET_LEN, v6);
+                bytes = [room(tables, input), bytes].concat();
             }
             redirects(action, Bytes::Exactly(bytes))
         }
     }
+}
+
+/// What is made for WireGuard in front of a superpacket.
+fn room(tables: &Tables, input: &Input) -> Vec<u8> {
+    let long = input.frame.len() > tables.config.kilo_mtu as usize;
+    let bytes = if long && input.gso != 0 { segments_room(input.gso, false) } else { 0 };
+    vec![0; bytes as usize]
 }
 
 fn for_device(tables: &Tables, frame: &[u8], outer: &Ip) -> bool {
