@@ -373,6 +373,35 @@ fn two_processors_that_see_a_flow_first_at_once_agree_on_its_port() {
     assert_eq!(flows(&mut world, None), 2 * 2 * 500, "two entries a flow, no port locked for nothing");
 }
 
+/// When each half of the one flow there is had its last packet, the way out first.
+fn last_seen(world: &mut World) -> [u32; 2] {
+    let map = world.dataplane.bpf_mut().map_mut("nat").unwrap();
+    let table = aya::maps::HashMap::<_, NatKey, NatValue>::try_from(map).unwrap();
+    let mut entries: Vec<_> = table.iter().map(Result::unwrap).collect();
+    entries.sort_by_key(|(key, _)| key.direction);
+    [entries[0].1.last_seen, entries[1].1.last_seen]
+}
+
+#[test]
+fn the_collector_is_told_of_each_second_in_which_a_flow_that_stands_has_packets() {
+    let Some(mut world) = World::new() else { return };
+    let [Side { pod, public, outside, .. }, _] = sides();
+    let there = udp(pod, outside, (5000, 53), b"");
+    let port = read(&world.out(&there).bytes).ports.0;
+    let here = udp(outside, public, (53, port), b"");
+    let mut before = [0; 2];
+    for _ in 0..3 {
+        for _ in 0..3 {
+            assert_eq!(world.out(&there).counted, ["masquerade"]);
+            assert_eq!(world.back(&here).counted, ["unmasquerade"]);
+        }
+        let seen = last_seen(&mut world);
+        assert!(seen[0] > before[0] && seen[1] > before[1], "{seen:?} after {before:?}");
+        before = seen;
+        std::thread::sleep(std::time::Duration::from_millis(1100));
+    }
+}
+
 /// Makes every flow one that had its last packet long ago.
 fn age(world: &mut World) {
     let map = world.dataplane.bpf_mut().map_mut("nat").unwrap();

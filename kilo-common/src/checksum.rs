@@ -27,6 +27,15 @@ pub const fn update(checksum: u16, old: u16, new: u16) -> u16 {
     !fold(!checksum as u32 + !old as u32 + new as u32)
 }
 
+/// Checksum after the words of `old` became those of `new`; all three as they lie in memory.
+#[inline(always)]
+pub const fn update_word(checksum: u16, old: u32, new: u32) -> u16 {
+    let sum = !checksum as u64 + !old as u64 + new as u64;
+    let sum = (sum & 0xffff) + (sum >> 16);
+    let sum = (sum & 0xffff) + (sum >> 16);
+    !((sum & 0xffff) + (sum >> 16)) as u16
+}
+
 /// Checksum after `old` became `new`, both of the same, even length.
 #[inline(always)]
 pub fn replace(checksum: u16, old: &[u8], new: &[u8]) -> u16 {
@@ -99,6 +108,17 @@ mod tests {
             let mut sum = u64::from(u16::from_be(!before)) + u64::from(difference(&old, &new));
             while sum > 0xffff { sum = (sum & 0xffff) + (sum >> 16); }
             prop_assert_eq!(!(sum as u16).to_be(), expected);
+        }
+
+        #[test]
+        fn replacing_one_word_as_it_lies_in_memory_equals_a_full_computation(
+            rest in any::<[u8; 24]>(),
+            old in prop_oneof![any::<u32>(), Just(0), Just(u32::MAX)],
+            new in prop_oneof![any::<u32>(), Just(0), Just(u32::MAX)],
+        ) {
+            prop_assume!(rest != [0; 24]);
+            let whole = |word: u32| full(&[&rest[..], &word.to_ne_bytes()].concat()).to_be();
+            prop_assert_eq!(update_word(whole(old), old, new), whole(new));
         }
 
         #[test]

@@ -5,6 +5,7 @@
 //! What the parts tell each other stands in [`work::this_cpu`]: a program and all the
 //! functions it calls have 512 bytes of stack together.
 
+mod clock;
 mod parse;
 mod port;
 mod rewrite;
@@ -270,7 +271,7 @@ fn remember_fragment(work: &mut Work, direction: u8) -> bool {
         port: [0; 2],
         tcp_flags: 0,
         flags: NAT_SEEN,
-        last_seen: port::now(),
+        last_seen: clock::now(),
     };
     work.fragment_key(direction);
     let kept = NAT.insert(&work.partner, &work.value, 0).is_ok();
@@ -283,7 +284,7 @@ fn remember_fragment(work: &mut Work, direction: u8) -> bool {
 fn fragment(work: &mut Work) -> u32 {
     // SAFETY: the value is copied at once.
     let Some(value) = (unsafe { NAT.get(&work.partner) }) else { return NOTHING };
-    if port::now().saturating_sub(value.last_seen) > FRAGMENT_SECONDS {
+    if clock::now().saturating_sub(value.last_seen) > FRAGMENT_SECONDS {
         return NOTHING;
     }
     work.new = copy(&value.addr);

@@ -7,7 +7,7 @@ use aya_ebpf::{
         __sk_buff, BPF_NOEXIST, bpf_sock_tuple, bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1,
         bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2,
     },
-    helpers::{bpf_ktime_get_coarse_ns, bpf_loop, bpf_sk_lookup_tcp, bpf_sk_lookup_udp, bpf_sk_release},
+    helpers::{bpf_loop, bpf_sk_lookup_tcp, bpf_sk_lookup_udp, bpf_sk_release},
 };
 use kilo_common::{
     maps::{Config, NAT_SEEN, NatKey, NatValue},
@@ -18,6 +18,7 @@ use kilo_common::{
 
 use super::{
     DONE, NEW, NOTHING, OWN,
+    clock::now,
     work::{Work, copy, halves, this_cpu},
 };
 use crate::maps::NAT;
@@ -26,14 +27,6 @@ use crate::maps::NAT;
 const CURRENT_NETNS: u64 = u64::MAX;
 /// `-EEXIST` of a map update.
 const EEXIST: i32 = -17;
-
-/// `CLOCK_MONOTONIC` in seconds, as the agent's collector reads it; by the last tick,
-/// which is cheaper to ask for.
-#[inline(always)]
-pub fn now() -> u32 {
-    // SAFETY: a helper without arguments.
-    (unsafe { bpf_ktime_get_coarse_ns() } / 1_000_000_000) as u32
-}
 
 /// Notes a reply in its entry, and puts what it becomes into `new`; false
 /// when there is none.

@@ -2,6 +2,8 @@
 //! entry has had a packet in this second. It writes nothing but the packet, and
 //! knows neither sockets nor tables; all others go the long way.
 
+use core::mem::offset_of;
+
 use aya_ebpf::{
     EbpfContext as _,
     bindings::{__sk_buff, BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR},
@@ -9,13 +11,13 @@ use aya_ebpf::{
 };
 use kilo_common::{
     checksum,
-    maps::{CONFIG_MASQUERADE, CONFIG_ONE_V4, Config, NAT_EGRESS, NAT_INGRESS, NAT_SEEN, NatKey},
+    maps::{CONFIG_MASQUERADE, CONFIG_ONE_V4, Config, NAT_EGRESS, NAT_INGRESS, NAT_SEEN, NatKey, NatValue},
     nat::{is_reserved, timeout::merge_flags},
     packet::{ETHERNET_LEN, IPV4_LEN, Ipv4, Ipv4Header, protocol},
     verdict::{Action, DropReason},
 };
 
-use super::{DONE, NOTHING, port, translating_device, work::halves};
+use super::{DONE, NOTHING, clock, translating_device, work::halves};
 use crate::{
     ip::Ip as _,
     maps::{NAT, count_action},
@@ -27,6 +29,8 @@ const TRANSPORT: usize = ETHERNET_LEN + IPV4_LEN;
 /// Bytes of ports, length and checksum of UDP; and of TCP up to its checksum.
 const UDP: usize = TRANSPORT + 8;
 const TCP: usize = TRANSPORT + 18;
+/// Where UDP has its checksum.
+const UDP_CHECKSUM: usize = TRANSPORT + 6;
 /// Where TCP has its flags.
 const TCP_FLAGS: usize = TRANSPORT + 13;
 /// Answer of [`translate`]: the packet is of no flow that has an entry.
@@ -81,8 +85,8 @@ fn standing<const EGRESS: bool>(
     }
 }
 
-/// A function of its own for the verifier; `addr` is what masqueraded packets get.
-#[inline(never)]
+/// `addr` is what masqueraded packets get.
+#[inline(always)]
 fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32) -> u32 {
     const PORT: [usize; 2] = [TRANSPORT + 2, TRANSPORT];
     let ctx = TcContext::new(skb);
@@ -101,55 +105,94 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     if total_len < IPV4_LEN as u32 || total_len + ETHERNET_LEN as u32 > ctx.len() {
         return NOTHING;
     }
-    let old_port = unsafe { *((start + PORT[EGRESS as usize]) as *const u16) };
     let protocol = ip.protocol;
-    // A UDP checksum of zero means that there is none.
-    let (checksum, tcp_flags, mangled) = match protocol {
-        protocol::TCP if start + TCP <= ctx.data_end() => {
-            (TRANSPORT + 16, unsafe { *((start + TCP_FLAGS) as *const u8) }, 0)
-        }
-        protocol::UDP if EGRESS || !is_reserved(protocol::UDP, u16::from_be(old_port), config) => {
-            (TRANSPORT + 6, 0, u64::from(BPF_F_MARK_MANGLED_0))
-        }
+    let old_port = unsafe { *((start + PORT[EGRESS as usize]) as *const u16) };
+    let is_tcp = match protocol {
+        protocol::TCP if start + TCP <= ctx.data_end() => true,
+        protocol::UDP if EGRESS || !is_reserved(protocol::UDP, u16::from_be(old_port), config) => false,
         _ => return NOTHING,
     };
     let direction = if EGRESS { NAT_EGRESS } else { NAT_INGRESS };
     let key = key(ip, unsafe { *((start + TRANSPORT) as *const u32) }, direction);
     // SAFETY: entries are not freed while the program runs.
     let Some(entry) = (unsafe { NAT.get(&key) }) else { return NO_ENTRY };
-    let [first, second] = halves(&entry.addr);
-    let new = (u64::from_le(second) >> 32) as u32;
+    let new = (u64::from_le(halves(&entry.addr)[1]) >> 32) as u32;
     // Another address than the interface has now; the host's own.
-    if (new == addr) != EGRESS
-        || first != 0
-        || entry.flags != NAT_SEEN
-        || merge_flags(entry.tcp_flags, tcp_flags) != entry.tcp_flags
-        || entry.last_seen != port::now()
-    {
+    if (new == addr) != EGRESS {
         return NOTHING;
     }
-    let new_port = u16::from_ne_bytes(entry.port);
-    if old_port != new_port
-        && ctx.l4_csum_replace(checksum, u64::from(old_port), u64::from(new_port), mangled | 2).is_err()
-    {
-        return DropReason::Rewrite.index();
+    let state = State::of(entry);
+    if !state.is_of(clock::glance()) {
+        return NOTHING;
     }
-    // The kernel knows whether the checksum is in the packet, or left to a device.
-    let difference = checksum::add(!old, new);
-    let flags = mangled | u64::from(BPF_F_PSEUDO_HDR);
-    if ctx.l4_csum_replace(checksum, 0, u64::from(difference), flags).is_err() {
-        return DropReason::Rewrite.index();
-    }
-    let start = ctx.data();
-    if start + TRANSPORT + 4 > ctx.data_end() {
-        return DropReason::Rewrite.index();
-    }
+    let (checksum, mangled, sealed) = if is_tcp {
+        let flags = unsafe { *((start + TCP_FLAGS) as *const u8) };
+        if merge_flags(state.tcp_flags(), flags) != state.tcp_flags() {
+            return NOTHING;
+        }
+        (TRANSPORT + 16, 0, true)
+    } else {
+        // A UDP checksum of zero means that there is none.
+        let sealed = unsafe { *((start + UDP_CHECKSUM) as *const u16) } != 0;
+        (UDP_CHECKSUM, u64::from(BPF_F_MARK_MANGLED_0), sealed)
+    };
+    let start = if sealed {
+        let new_port = state.port();
+        if old_port != new_port
+            && ctx.l4_csum_replace(checksum, u64::from(old_port), u64::from(new_port), mangled | 2).is_err()
+        {
+            return DropReason::Rewrite.index();
+        }
+        // The kernel knows whether the checksum is in the packet, or left to a device.
+        let difference = checksum::add(!old, new);
+        let flags = mangled | u64::from(BPF_F_PSEUDO_HDR);
+        if ctx.l4_csum_replace(checksum, 0, u64::from(difference), flags).is_err() {
+            return DropReason::Rewrite.index();
+        }
+        let start = ctx.data();
+        if start + UDP > ctx.data_end() {
+            return DropReason::Rewrite.index();
+        }
+        start
+    } else {
+        start
+    };
     // What the address adds to a sum over the whole packet the header's checksum takes away.
     let ip = unsafe { &mut *((start + ETHERNET_LEN) as *mut Ipv4Header) };
-    ip.checksum = !checksum::fold(u32::from(!ip.checksum) + u32::from(checksum::fold(difference)));
+    ip.checksum = checksum::update_word(ip.checksum, old, new);
     *(if EGRESS { &mut ip.src } else { &mut ip.dst }) = new;
-    unsafe { *((start + PORT[EGRESS as usize]) as *mut u16) = new_port };
+    unsafe { *((start + PORT[EGRESS as usize]) as *mut u16) = state.port() };
     DONE
+}
+
+/// Port, flags and time of an entry, read at once.
+#[derive(Clone, Copy)]
+struct State(u64);
+
+impl State {
+    #[inline(always)]
+    fn of(entry: &NatValue) -> Self {
+        const _: () = assert!(offset_of!(NatValue, port) == 16 && size_of::<NatValue>() == 24);
+        // SAFETY: the last 8 bytes of an entry, which is aligned to as many.
+        Self(u64::from_le(unsafe { *(&raw const entry.port).cast() }))
+    }
+
+    /// The port, as it lies in memory.
+    #[inline(always)]
+    fn port(self) -> u16 {
+        (self.0 as u16).to_le()
+    }
+
+    #[inline(always)]
+    const fn tcp_flags(self) -> u8 {
+        (self.0 >> 16) as u8
+    }
+
+    /// True when a packet was seen, and in this second.
+    #[inline(always)]
+    const fn is_of(self, second: u32) -> bool {
+        (self.0 >> 32) as u32 == second && (self.0 >> 24) as u8 == NAT_SEEN
+    }
 }
 
 /// The key of a flow in words: field by field it would be written byte by byte.

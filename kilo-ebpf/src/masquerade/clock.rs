@@ -1,0 +1,36 @@
+//! Seconds of `CLOCK_MONOTONIC`, as the agent's collector reads them.
+
+use core::sync::atomic::AtomicU64;
+
+use aya_ebpf::helpers::{bpf_jiffies64, bpf_ktime_get_coarse_ns};
+
+/// Which second it was at which tick, the tick's low half above: both are read
+/// and written at once, by all CPUs.
+static LAST: AtomicU64 = AtomicU64::new(0);
+
+/// The second, by the last tick, which is cheaper to ask for than the time itself.
+#[inline(always)]
+pub fn now() -> u32 {
+    // SAFETY: a helper without arguments.
+    (unsafe { bpf_ktime_get_coarse_ns() } / 1_000_000_000) as u32
+}
+
+/// The same without a call where another packet has asked in this tick: the kernel
+/// makes a load of the helper. It may be late by a tick, or, with one chance in
+/// 2^32, of a time when nothing was sent since: whoever compares an entry with it
+/// must not write it.
+#[inline(always)]
+pub fn glance() -> u32 {
+    // SAFETY: a helper without arguments.
+    let tick = unsafe { bpf_jiffies64() } as u32;
+    // SAFETY: a word of this program's; the linker knows no atomic loads and stores, and
+    // needs none: one of 8 bytes is one instruction.
+    let last = unsafe { LAST.as_ptr().read_volatile() };
+    if (last >> 32) as u32 == tick {
+        return last as u32;
+    }
+    let now = now();
+    // SAFETY: as above.
+    unsafe { LAST.as_ptr().write_volatile(u64::from(tick) << 32 | u64::from(now)) };
+    now
+}
