@@ -35,8 +35,9 @@ const NOT_ON_OLDEST: [&str; 3] = ["bpf_bounds", "bpf_monitor", "bpf_trace"];
 /// What runs on newer kernels than the oldest: their verifier, the programs that
 /// ask most of it, and kernel WireGuard.
 const ON_NEWER: [&str; 3] = ["bpf_load", "bpf_masquerade_both", "wireguard_kernel"];
-/// What runs on the newest besides: its hooks.
-const ON_NEWEST: [&str; 1] = ["bpf_attach"];
+/// What runs on the newest besides: its hooks, and packets of all kinds, because it takes off
+/// more of a superpacket's outer header than the older ones can.
+const ON_NEWEST: [&str; 2] = ["bpf_agreement", "bpf_attach"];
 
 /// What can be tested alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]

@@ -47,9 +47,8 @@ pub enum Part {
 /// Options of the benchmark.
 #[derive(Args, Clone, Debug)]
 pub struct BenchArgs {
-    /// What is measured.
-    #[arg(default_value = "data")]
-    part: Part,
+    /// What is measured (default: both; with --only, the data path).
+    part: Option<Part>,
     /// 6.1, 6.12 or newest.
     #[arg(long, default_value = "6.12")]
     kernel: String,
@@ -80,15 +79,24 @@ pub struct BenchArgs {
 impl BenchArgs {
     /// True when binaries must be built first.
     pub fn needs_build(&self) -> bool {
-        self.part == Part::Data && !self.guest && !self.last && self.bin.is_none()
+        self.part != Some(Part::Control) && !self.guest && !self.last && self.bin.is_none()
     }
 }
 
 /// Runs `cargo xtask bench`.
 pub fn main(args: &BenchArgs) -> Result<()> {
-    if args.part == Part::Control {
-        return control::main(args);
+    match args.part {
+        Some(Part::Control) => control::main(args),
+        // The one part does not keep the other from being told.
+        None if args.only.is_empty() && !args.guest => match (data(args), control::main(args)) {
+            (Err(data), Err(control)) => bail!("{data:#}\n{control:#}"),
+            (data, control) => data.and(control),
+        },
+        _ => data(args),
     }
+}
+
+fn data(args: &BenchArgs) -> Result<()> {
     let bin = match &args.bin {
         Some(bin) => fs::canonicalize(bin).with_context(|| bin.display().to_string())?,
         None => workspace_root().join("target/release"),
