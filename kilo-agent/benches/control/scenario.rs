@@ -86,11 +86,12 @@ pub async fn measure(figures: &mut Figures, nodes: usize) {
     );
 }
 
-/// Private and public address, default route to nobody, a link to the peer.
+/// Private and public address, default route to nobody, a link to the peer. From
+/// the second size on `/sys` is this namespace's already.
 fn make_host() {
     netns::sh(
         "mount -t tmpfs lib /var/lib; mount -t tmpfs tmp /tmp; mount -t tmpfs run /run; mkdir -p /run/wireguard /run/netns; \
-         mountpoint -q /sys/fs/bpf || mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
+         mountpoint -q /sys/fs/bpf || mount -t sysfs sys /sys 2>/dev/null || true; mount -t bpf bpf /sys/fs/bpf; \
          ip link del kilo0 2>/dev/null || true; \
          ip netns add peer; ip link set lo up; ip link add eth0 type veth peer name eth0 netns peer; \
          ip address add 10.201.0.1/16 dev eth0; ip address add 192.0.2.11/24 dev eth0; ip link set eth0 up; \
