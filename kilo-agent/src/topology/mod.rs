@@ -15,7 +15,7 @@ pub use graph::dot;
 pub use leader::{LeaderReason, is_public};
 pub use liveness::Liveness;
 pub use mesh::{Mesh, READY_SECONDS, is_complete, is_recent, location_of, missing, ready_at};
-pub use nodes::{CheckedIn, Known, Nodes};
+pub use nodes::{CheckedIn, Known, Nodes, Replaced};
 pub(crate) use segment::Reach;
 pub use segment::{Member, Segment};
 pub use types::*;

@@ -41,6 +41,15 @@ impl Deref for Known<'_> {
     }
 }
 
+/// What was there before a node was taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Replaced {
+    /// Nothing but the sign of life may differ.
+    pub is_same: bool,
+    /// Unix seconds of the check-in before; 0 = never.
+    pub last_seen: i64,
+}
+
 /// Nodes, sorted by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Nodes {
@@ -89,19 +98,22 @@ impl Nodes {
         self.position(name).is_ok()
     }
 
-    /// Takes a node, in the place of the one of its name; a description that is
-    /// the same stays where it is in memory.
-    pub fn insert(&mut self, CheckedIn { node, last_seen }: CheckedIn) {
+    /// Takes a node, in the place of the one of its name, of which it answers what
+    /// there was; a description that is the same stays where it is in memory.
+    pub fn insert(&mut self, CheckedIn { node, last_seen }: CheckedIn) -> Option<Replaced> {
         match self.position(&node.name) {
             Ok(at) => {
-                if *self.list[at] != node {
+                let is_same = *self.list[at] == node;
+                if !is_same {
                     Arc::make_mut(&mut self.list)[at] = node.into();
                 }
-                self.last_seen[at] = last_seen;
+                let last_seen = std::mem::replace(&mut self.last_seen[at], last_seen);
+                Some(Replaced { is_same, last_seen })
             }
             Err(at) => {
                 Arc::make_mut(&mut self.list).insert(at, node.into());
                 self.last_seen.insert(at, last_seen);
+                None
             }
         }
     }

@@ -79,19 +79,16 @@ impl Kept for CheckedIn {
 
     type All = Nodes;
 
-    fn put(self, name: &str, all: &mut Nodes) -> Urgency {
-        let urgency = all.get(name).map_or(Urgency::Now, |before| {
-            let since = self.last_seen.saturating_sub(before.last_seen);
-            match **before.node == self.node {
-                true if since == 0 => Urgency::Never,
-                true if (0..LATE_CHECK_IN).contains(&since) => Urgency::Later,
+    fn put(self, _: &str, all: &mut Nodes) -> Urgency {
+        let last_seen = self.last_seen;
+        match all.insert(self) {
+            Some(before) if before.is_same => match last_seen.saturating_sub(before.last_seen) {
+                0 => Urgency::Never,
+                1..LATE_CHECK_IN => Urgency::Later,
                 _ => Urgency::Now,
-            }
-        });
-        if urgency != Urgency::Never {
-            all.insert(self);
+            },
+            _ => Urgency::Now,
         }
-        urgency
     }
 
     fn remove(name: &str, all: &mut Nodes) -> bool {
