@@ -5,7 +5,7 @@
 
 /// Version of everything in this module; part of the pin path, so that two
 /// layouts never share a map.
-pub const LAYOUT_VERSION: u32 = 3;
+pub const LAYOUT_VERSION: u32 = 4;
 
 /// Hop id no prefix may point to: the array's zeroed entry drops.
 pub const HOP_NONE: u32 = 0;
