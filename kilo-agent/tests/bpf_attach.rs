@@ -27,7 +27,7 @@ use kilo_agent::{
     net::Net,
 };
 use kilo_common::verdict::DropReason;
-use netns::{isolated, sh};
+use netns::{isolated, sh, take_the_rights_of_the_daemonset};
 use support::{SELF, foreign, leader_tables, packet};
 
 const STRANGER: [u8; 4] = [10, 1, 0, 99];
@@ -354,6 +354,40 @@ fn nothing_new_writes_nothing() {
             assert!(watcher.changed().await.unwrap().filters);
             sh("ip link del eth0; ip link del kilo0");
         }
+    });
+}
+
+#[test]
+fn with_the_rights_of_the_daemonset_programs_are_found_adopted_and_missed() {
+    let name = "with_the_rights_of_the_daemonset_programs_are_found_adopted_and_missed";
+    isolated_tcx(name, || async {
+        let world = World::new();
+        take_the_rights_of_the_daemonset();
+        let (mut first, _) = world.start(AttachMode::Auto).await;
+        let on_tcx = |dataplane: &Dataplane| dataplane.attached().iter().all(|it| it.hook == "tcx");
+        assert!(on_tcx(&first), "{:?}", first.attached());
+        for _ in 0..3 {
+            assert!(first.is_attached(&world.net).await.unwrap());
+            let attached = world.attach(&mut first).await;
+            assert_eq!((attached.changes, attached.reattached), (0, 0));
+        }
+        let pin = link_directory(world.fs.path()).join(format!("lan_ingress_{}", index("eth0")));
+        let link = || {
+            let shown = sh(&format!("bpftool link show pinned {}", pin.display()));
+            shown.split(':').next().unwrap().to_owned()
+        };
+        let before = link();
+        drop(first);
+        let (mut next, _) = world.start(AttachMode::Auto).await;
+        assert!(on_tcx(&next), "{:?}", next.attached());
+        assert_eq!(link(), before, "the link of the first agent goes on");
+        sh(&format!("bpftool link detach pinned {}", pin.display()));
+        assert!(!next.is_attached(&world.net).await.unwrap());
+        let attached = world.attach(&mut next).await;
+        assert_eq!((attached.changes, attached.reattached), (1, 1));
+        assert!(on_tcx(&next) && next.is_attached(&world.net).await.unwrap());
+        let by_descriptor = SchedClassifier::query_tcx("eth0", TcAttachType::Ingress);
+        assert!(by_descriptor.is_err(), "this thread has SYS_ADMIN, which the DaemonSet does not grant");
     });
 }
 

@@ -18,7 +18,7 @@ use aya::{
 };
 use nix::net::if_::{if_indextoname, if_nameindex};
 
-use super::{DataplaneError, error::chain};
+use super::{DataplaneError, error::chain, tcx};
 use crate::{cli::AttachMode, net::filters::BpfFilter, status::Attached};
 
 /// Priority and handle of our clsact filters ("kg").
@@ -66,6 +66,15 @@ impl Place {
 
     fn interface(&self) -> Option<String> {
         interface_name(self.ifindex)
+    }
+
+    /// What is on this hook over TCX, whoever attached it.
+    fn query(&self) -> Result<tcx::Hook, DataplaneError> {
+        tcx::query(self.ifindex, self.egress).map_err(|source| DataplaneError::Query {
+            interface: self.interface().unwrap_or_default(),
+            program: self.program,
+            source,
+        })
     }
 
     fn error(&self, error: &dyn std::error::Error) -> DataplaneError {
@@ -142,8 +151,16 @@ impl Attachments {
     }
 
     /// True while every program attached is still on its hook. Reads only.
-    pub fn stand(&self, bpf: &Ebpf, filters: &[BpfFilter]) -> bool {
-        self.attached.iter().all(|(place, how)| stands(bpf, place, *how, filters))
+    ///
+    /// # Errors
+    /// When a hook cannot be looked at: nothing is known of it then.
+    pub fn stand(&self, bpf: &Ebpf, filters: &[BpfFilter]) -> Result<bool, DataplaneError> {
+        for (place, how) in &self.attached {
+            if !stands(bpf, place, *how, filters)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Attaches, replaces and detaches.
@@ -159,24 +176,28 @@ impl Attachments {
         let mut done = Applied::default();
         for place in &wanted {
             let before = self.attached.get(place).copied();
-            if before.is_some_and(|how| stands(bpf, place, how, filters)) {
-                continue;
-            }
-            match self.attach(bpf, place, filters) {
-                Ok(how) => {
+            let stands = before.map_or(Ok(false), |how| stands(bpf, place, how, filters));
+            match stands
+                .and_then(|stands| if stands { Ok(None) } else { self.attach(bpf, place, filters).map(Some) })
+            {
+                Ok(None) => {}
+                Ok(Some(how)) => {
                     self.attached.insert(*place, how);
                     done.changes += 1;
                     if before.is_some() {
                         tracing::warn!(
-                            ifindex = place.ifindex,
+                            interface = place.interface(),
                             program = place.program,
-                            "was removed; put back"
+                            "eBPF program was detached by something else; reattached it"
                         );
                         done.reattached += 1;
                     }
                 }
                 Err(error) => {
-                    self.attached.remove(place);
+                    // What could not be looked at counts as attached: it is looked at again.
+                    if !matches!(error, DataplaneError::Query { .. }) {
+                        self.attached.remove(place);
+                    }
                     if place.ifindex == interfaces.kilo {
                         return Err(error);
                     }
@@ -268,15 +289,13 @@ impl Attachments {
 }
 
 /// True while our program is really on the hook.
-fn stands(bpf: &Ebpf, place: &Place, how: How, filters: &[BpfFilter]) -> bool {
-    let Some(own) = bpf.program(place.program).and_then(|program| program.info().ok()) else { return false };
-    match how {
-        How::Clsact => place.filter(filters).is_some_and(|filter| filter.program == own.id()),
-        How::Tcx => place.interface().is_some_and(|interface| {
-            SchedClassifier::query_tcx(&interface, place.attach_type())
-                .is_ok_and(|(_, programs)| programs.iter().any(|program| program.id() == own.id()))
-        }),
-    }
+fn stands(bpf: &Ebpf, place: &Place, how: How, filters: &[BpfFilter]) -> Result<bool, DataplaneError> {
+    let program = bpf.program(place.program).ok_or(DataplaneError::Object(place.program))?;
+    let own = program.info()?.id();
+    Ok(match how {
+        How::Clsact => place.filter(filters).is_some_and(|filter| filter.program == own),
+        How::Tcx => place.query()?.programs.contains(&own),
+    })
 }
 
 type Boxed = Box<dyn std::error::Error>;
@@ -308,11 +327,10 @@ fn attach_tcx(
 /// Puts our program into the link of an earlier agent, without a gap.
 fn adopt(program: &mut SchedClassifier, pin: &Path, place: &Place, interface: &str) -> Result<(), Boxed> {
     let link = FdLink::from(PinnedLink::from_pin(pin)?);
-    let held = link.info()?.program_id();
-    let (_, there) = SchedClassifier::query_tcx(interface, place.attach_type())?;
-    // A link of an interface that is gone, or one that somebody else pinned here.
-    if !there.iter().any(|it| it.id() == held && it.name_as_str() == Some(place.program)) {
-        return Err(format!("its program {held} is not ours on {interface}").into());
+    let held = link.info()?.id();
+    // A link of an interface that is gone, one that was detached, or one of another hook.
+    if !place.query()?.links.contains(&held) {
+        return Err(format!("link {held} is not attached to this hook of {interface}").into());
     }
     let id = program.attach_to_link(SchedClassifierLink::try_from(link)?)?;
     // Taken out and closed: the pin holds the link.

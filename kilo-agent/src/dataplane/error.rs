@@ -61,6 +61,20 @@ pub enum DataplaneError {
         /// What the kernel said.
         reason: String,
     },
+    /// A hook cannot be looked at.
+    #[error(
+        "interface {interface}: the kernel does not say whether {program} is still attached: {source}; kg needs \
+         CAP_NET_ADMIN for that"
+    )]
+    Query {
+        /// Interface name.
+        interface: String,
+        /// Program name.
+        program: &'static str,
+        /// What the kernel said.
+        #[source]
+        source: std::io::Error,
+    },
     /// Filters that are attached cannot be listed.
     #[error("programs on interfaces cannot be listed: {0}")]
     List(#[from] NetError),
@@ -94,7 +108,7 @@ impl DataplaneError {
             Self::Monitored => "monitored",
             Self::Load(_) => "bpf_load",
             Self::Object(_) => "bpf_object",
-            Self::Attach { .. } | Self::List(_) => "bpf_attach",
+            Self::Attach { .. } | Self::Query { .. } | Self::List(_) => "bpf_attach",
             Self::Map(_) | Self::Sweep(_) => "bpf_map",
             Self::Full { .. } => "bpf_map_full",
         }

@@ -10,6 +10,7 @@ mod maps;
 pub mod monitor;
 pub mod nat;
 mod path_mtu;
+mod tcx;
 
 use std::{
     collections::BTreeMap,
@@ -165,10 +166,10 @@ impl Dataplane {
     /// only: TCX links go without an event.
     ///
     /// # Errors
-    /// When filters cannot be listed.
+    /// When filters cannot be listed, or a hook cannot be looked at.
     pub async fn is_attached(&self, net: &Net) -> Result<bool, DataplaneError> {
         let filters = net.bpf_filters(self.attachments.of_interest()).await?;
-        Ok(self.attachments.stand(&self.bpf, &filters))
+        self.attachments.stand(&self.bpf, &filters)
     }
 
     /// Programs this process has attached, and where.

@@ -105,3 +105,31 @@ impl Drop for Agent {
         succeeds("ip link delete kilo0");
     }
 }
+
+/// Leaves this thread the capabilities that the DaemonSet's manifest grants, and no others. Commands
+/// that it starts have all of root's again.
+pub fn take_the_rights_of_the_daemonset() {
+    let manifest = include_str!("../../../manifests/kilo-kubeadm.yaml");
+    let added = manifest.split("              add:\n").nth(1).expect("the manifest adds capabilities");
+    let names = added.lines().map_while(|line| line.trim().strip_prefix("- ")?.split(' ').next());
+    let mask = names.fold(0u64, |mask, name| mask | 1 << number_of_capability(name));
+    let half = |half: u64| u32::try_from(half & u64::from(u32::MAX)).unwrap();
+    // struct __user_cap_header_struct and two of __user_cap_data_struct (include/uapi/linux/capability.h).
+    let header: [u32; 2] = [0x2008_0522, 0];
+    let data = [half(mask), half(mask), 0, half(mask >> 32), half(mask >> 32), 0];
+    // SAFETY: both structures are complete, and outlive the call.
+    let code = unsafe { nix::libc::syscall(nix::libc::SYS_capset, header.as_ptr(), data.as_ptr()) };
+    assert_eq!(code, 0, "{}", io::Error::last_os_error());
+}
+
+/// Its bit (include/uapi/linux/capability.h).
+fn number_of_capability(name: &str) -> u32 {
+    match name {
+        "NET_ADMIN" => 12,
+        "NET_RAW" => 13,
+        "SYS_ADMIN" => 21,
+        "PERFMON" => 38,
+        "BPF" => 39,
+        other => panic!("capability {other} is new here: add its number"),
+    }
+}

@@ -1,0 +1,79 @@
+//! What is on a TCX hook, by a command that needs no more than the rights of the
+//! DaemonSet: ids of programs and links need `CAP_NET_ADMIN`, while turning an id
+//! into a descriptor (`BPF_PROG_GET_FD_BY_ID`) needs `CAP_SYS_ADMIN`.
+
+use std::io;
+
+/// Command and attach types (include/uapi/linux/bpf.h).
+const BPF_PROG_QUERY: i32 = 16;
+const BPF_TCX_INGRESS: u32 = 46;
+const BPF_TCX_EGRESS: u32 = 47;
+/// A hook takes at most 64 programs (`BPF_MPROG_MAX`, include/linux/bpf_mprog.h).
+const MOST_PROGRAMS: usize = 64;
+
+/// `union bpf_attr`, the part of `BPF_PROG_QUERY`.
+#[repr(C)]
+struct QueryAttributes {
+    ifindex: u32,
+    attach_type: u32,
+    query_flags: u32,
+    attach_flags: u32,
+    program_ids: u64,
+    count: u32,
+    pad: u32,
+    program_attach_flags: u64,
+    link_ids: u64,
+    link_attach_flags: u64,
+    revision: u64,
+}
+
+/// The ids of what is on a hook, in the order in which it runs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Hook {
+    /// Programs.
+    pub programs: Vec<u32>,
+    /// The link each program is attached by; 0 = attached without one.
+    pub links: Vec<u32>,
+}
+
+/// What is on the ingress or egress hook of an interface; nothing when the
+/// interface does not exist.
+///
+/// # Errors
+/// What the kernel says otherwise, such as `EINVAL` before Linux 6.6.
+pub fn query(ifindex: u32, egress: bool) -> io::Result<Hook> {
+    let (mut programs, mut links) = (vec![0u32; MOST_PROGRAMS], vec![0u32; MOST_PROGRAMS]);
+    let mut attributes = QueryAttributes {
+        ifindex,
+        attach_type: if egress { BPF_TCX_EGRESS } else { BPF_TCX_INGRESS },
+        query_flags: 0,
+        attach_flags: 0,
+        program_ids: programs.as_mut_ptr() as u64,
+        count: u32::try_from(MOST_PROGRAMS).unwrap_or(u32::MAX),
+        pad: 0,
+        program_attach_flags: 0,
+        link_ids: links.as_mut_ptr() as u64,
+        link_attach_flags: 0,
+        revision: 0,
+    };
+    // SAFETY: the attributes are those of the command; both arrays have room for `count` ids.
+    let code = unsafe {
+        nix::libc::syscall(
+            nix::libc::SYS_bpf,
+            BPF_PROG_QUERY,
+            std::ptr::from_mut(&mut attributes),
+            size_of::<QueryAttributes>(),
+        )
+    };
+    if code < 0 {
+        let error = io::Error::last_os_error();
+        return if error.raw_os_error() == Some(nix::libc::ENODEV) {
+            Ok(Hook::default())
+        } else {
+            Err(error)
+        };
+    }
+    programs.truncate(attributes.count as usize);
+    links.truncate(attributes.count as usize);
+    Ok(Hook { programs, links })
+}
