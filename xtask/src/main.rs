@@ -9,6 +9,7 @@ mod kubernetes;
 mod lab;
 mod manifests;
 mod report;
+mod rotation;
 mod second_try;
 mod test;
 mod vm;

@@ -15,6 +15,7 @@ use clap::{Args, ValueEnum};
 use crate::{
     apt, build_all, kubernetes, lab,
     report::TestOutcome,
+    rotation::{Kernel, Long},
     second_try::{FLAKY, SecondTries},
     vm, workspace_root,
 };
@@ -22,13 +23,18 @@ use crate::{
 /// Where the outcomes are written, relative to the workspace.
 const REPORT: &str = "target/test-report.json";
 
-/// Kernels the lab runs on in virtual machines.
-/// With how much of the lab runs on each: emulated kernels are slow. Only before
-/// 6.3 a packet of the other family is decapsulated another way, so the oldest
-/// has everything that asks something of the kernel, and the IPv6 underlay; what
-/// users do with kernel WireGuard is done on the newer.
-const VM_KERNELS: [(&str, &[&str]); 2] =
-    [("6.1", &["--checks=transport", "--modes=IPv6 underlay"]), ("6.12", &["--checks=wireguard"])];
+/// How much of the lab runs on a kernel in a virtual machine, if anything:
+/// emulated kernels are slow. Only before 6.3 a packet of the other family is
+/// decapsulated another way, so the oldest has everything that asks something of
+/// the kernel, and the IPv6 underlay; what users do with kernel WireGuard is done
+/// on the newer.
+const fn lab_on(kernel: Kernel) -> &'static [&'static str] {
+    match kernel {
+        Kernel::Oldest => &["--checks=transport", "--modes=IPv6 underlay"],
+        Kernel::Tcx => &["--checks=wireguard"],
+        Kernel::Newest => &[],
+    }
+}
 /// What asks the kernel nothing that other tests do not ask: on this machine's
 /// kernel only.
 const NOT_ON_OLDEST: [&str; 3] = ["bpf_bounds", "bpf_monitor", "bpf_trace"];
@@ -56,6 +62,9 @@ pub enum Part {
     Vm,
 }
 
+/// What every run does.
+const QUICK: [Part; 4] = [Part::Unit, Part::Bpf, Part::Lab, Part::Api];
+/// Everything, in an order in which the soak's ten minutes pass beside other parts.
 const ALL: [Part; 6] = [Part::Unit, Part::Bpf, Part::Lab, Part::Soak, Part::Api, Part::Vm];
 
 impl Part {
@@ -74,16 +83,48 @@ impl Part {
 /// Options of the test command.
 #[derive(Args, Debug)]
 pub struct TestArgs {
-    /// Parts to run; all when none is named.
+    /// Parts to run. When none is named: unit, bpf, lab, api, and one of the long ones, which
+    /// take turns from commit to commit.
     parts: Vec<Part>,
+    /// Run every part.
+    #[arg(long, conflicts_with = "parts")]
+    all: bool,
+    /// Kernels of the part vm (repeatable); all when none is named.
+    #[arg(long = "kernel", value_enum)]
+    kernels: Vec<Kernel>,
     /// Stop at the first part with a failure.
     #[arg(long)]
     fail_fast: bool,
 }
 
+impl TestArgs {
+    /// The parts to run, and the kernels of `vm`; says which long part's turn it is.
+    fn chosen(&self) -> (Vec<Part>, Vec<Kernel>) {
+        let kernels = if self.kernels.is_empty() { Kernel::ALL.to_vec() } else { self.kernels.clone() };
+        if self.all {
+            return (ALL.to_vec(), kernels);
+        }
+        if !self.parts.is_empty() {
+            return (self.parts.clone(), kernels);
+        }
+        let turn = Long::of_this_commit();
+        let others: Vec<_> = turn.others().map(Long::label).collect();
+        println!("xtask: of the long parts, this commit runs: {}", turn.label());
+        println!("xtask: left to other commits, or to `cargo xtask test --all`: {}", others.join(", "));
+        let mut parts = QUICK.to_vec();
+        match turn {
+            // Beside the API tests, which wait most of the time.
+            Long::Soak => parts.insert(parts.len() - 1, Part::Soak),
+            Long::Vm(_) => parts.push(Part::Vm),
+        }
+        let kernels = if let Long::Vm(kernel) = turn { vec![kernel] } else { kernels };
+        (parts, kernels)
+    }
+}
+
 /// Runs the parts, writes the report, prints the count as the last line.
 pub fn main(args: &TestArgs) -> Result<()> {
-    let parts = if args.parts.is_empty() { ALL.to_vec() } else { args.parts.clone() };
+    let (parts, kernels) = args.chosen();
     let mut outcomes = Vec::new();
     let mut binaries = None;
     let mut soak = None;
@@ -91,7 +132,7 @@ pub fn main(args: &TestArgs) -> Result<()> {
     for part in parts {
         println!("\n== {}", part.label());
         let started = Instant::now();
-        let ran = run_part(part, &mut binaries, &mut soak, &mut tries).unwrap_or_else(|error| {
+        let ran = run_part(part, &kernels, &mut binaries, &mut soak, &mut tries).unwrap_or_else(|error| {
             println!("FAILED {}: {error:#}", part.label());
             vec![outcome(part, "the part runs", "failed", started)]
         });
@@ -135,6 +176,7 @@ fn outcome(part: Part, name: &str, outcome: &str, started: Instant) -> TestOutco
 
 fn run_part(
     part: Part,
+    kernels: &[Kernel],
     binaries: &mut Option<Vec<TestBinary>>,
     soak: &mut Option<Soak>,
     tries: &mut SecondTries,
@@ -181,15 +223,13 @@ fn run_part(
         }
         Part::Vm => {
             apt::install(lab::PACKAGES)?;
-            let newer = |target: &str| ON_NEWER.contains(&target);
-            let oldest = |target: &str| !NOT_ON_OLDEST.contains(&target);
+            let mut outcomes = Vec::new();
+            for &kernel in kernels {
+                outcomes.extend(binaries_in_vm(kernel, binaries, tries)?);
+            }
             // Labs last: the soak has ended then.
-            let mut outcomes = binaries_in_vm("6.1", binaries, tries, oldest)?;
-            outcomes.extend(binaries_in_vm("6.12", binaries, tries, newer)?);
-            let newest = |target: &str| newer(target) || ON_NEWEST.contains(&target);
-            outcomes.extend(binaries_in_vm("newest", binaries, tries, newest)?);
-            for (kernel, lab) in VM_KERNELS {
-                outcomes.extend(tries.run(|_| run_in_vm(kernel, lab))?);
+            for &kernel in kernels.iter().filter(|kernel| !lab_on(**kernel).is_empty()) {
+                outcomes.extend(tries.run(|_| run_in_vm(kernel))?);
             }
             Ok(outcomes)
         }
@@ -428,8 +468,9 @@ impl Soak {
     }
 }
 
-/// The lab and the BPF tests in a guest with that kernel.
-fn run_in_vm(kernel: &str, lab: &[&str]) -> Result<Vec<TestOutcome>> {
+/// The lab in a guest with that kernel.
+fn run_in_vm(kernel: Kernel) -> Result<Vec<TestOutcome>> {
+    let (kernel, lab) = (kernel.label(), lab_on(kernel));
     println!("-- kernel {kernel}");
     let started = Instant::now();
     let shared = workspace_root().join(vm::SHARED);
@@ -473,11 +514,16 @@ fn run_in_vm(kernel: &str, lab: &[&str]) -> Result<Vec<TestOutcome>> {
 /// The tests of the BPF programs and of kernel WireGuard on that kernel, an
 /// outcome each program.
 fn binaries_in_vm(
-    kernel: &str,
+    kernel: Kernel,
     binaries: &[TestBinary],
     tries: &mut SecondTries,
-    wanted: impl Fn(&str) -> bool,
 ) -> Result<Vec<TestOutcome>> {
+    let wanted = |target: &str| match kernel {
+        Kernel::Oldest => !NOT_ON_OLDEST.contains(&target),
+        Kernel::Tcx => ON_NEWER.contains(&target),
+        Kernel::Newest => ON_NEWER.contains(&target) || ON_NEWEST.contains(&target),
+    };
+    let kernel = kernel.label();
     let started = Instant::now();
     let shared = workspace_root().join(vm::SHARED).join("codes");
     let name = |binary: &TestBinary| format!("{kernel}: {}", binary.target);
