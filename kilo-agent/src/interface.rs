@@ -1,13 +1,6 @@
 //! The WireGuard device of this node: finding it, making it, removing it.
 
-use std::{
-    io,
-    os::{
-        linux::net::SocketAddrExt as _,
-        unix::net::{SocketAddr, UnixListener},
-    },
-    path::PathBuf,
-};
+use std::path::PathBuf;
 
 use crate::{
     cli::WireguardMode,
@@ -26,38 +19,6 @@ pub struct Options {
     pub create: bool,
     /// This program, to run the userspace device.
     pub executable: PathBuf,
-}
-
-/// Why there is no lock.
-#[derive(Debug, thiserror::Error)]
-pub enum LockError {
-    /// Another process has it.
-    #[error("an agent for interface {0} already runs on this node; stop it first")]
-    Taken(String),
-    /// The system refuses.
-    #[error("lock for interface {name}: {source}")]
-    Refused {
-        /// The interface.
-        name: String,
-        /// Why.
-        source: io::Error,
-    },
-}
-
-/// A lock on the interface's name that dies with the process: an abstract
-/// socket of this network namespace.
-///
-/// # Errors
-/// When another process has it.
-pub fn lock(interface: &str) -> Result<UnixListener, LockError> {
-    let bind = || {
-        let address = SocketAddr::from_abstract_name(format!("kilo-agent/{interface}"))?;
-        UnixListener::bind_addr(&address)
-    };
-    bind().map_err(|source| match source.kind() {
-        io::ErrorKind::AddrInUse => LockError::Taken(interface.to_owned()),
-        _ => LockError::Refused { name: interface.to_owned(), source },
-    })
 }
 
 /// A device that is there.

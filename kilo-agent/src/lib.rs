@@ -11,6 +11,7 @@ pub mod flag_table;
 pub mod health;
 pub mod http;
 pub mod interface;
+pub mod lock;
 pub mod metrics;
 pub mod net;
 pub mod peering;

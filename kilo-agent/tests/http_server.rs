@@ -25,6 +25,8 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
+const LIMIT: Duration = Duration::from_secs(10);
+
 fn view() -> View {
     let node = |name: &str, location: &str, key: u8| Node {
         name: name.to_owned(),
@@ -40,12 +42,38 @@ fn view() -> View {
     View { mesh: Arc::new(mesh), node: "a1".to_owned(), ..View::default() }
 }
 
+/// A mesh of so many locations, all joined to each other.
+fn large_view(locations: u16) -> View {
+    let node = |number: u16| {
+        let [high, low] = number.to_be_bytes();
+        let mut key = [0; 32];
+        [key[0], key[1]] = [high, low];
+        Node {
+            name: format!("node-{number}"),
+            location: format!("location-{number}"),
+            endpoint: format!("192.0.{high}.{low}:51820").parse().ok(),
+            key: Some(PublicKey(key)),
+            internal_ip: format!("10.0.{high}.{low}/16").parse().ok(),
+            pod_cidrs: vec![format!("10.42.{high}.{low}/32").parse().unwrap()],
+            ..Node::default()
+        }
+    };
+    let nodes: Vec<Node> = (1..=locations).map(node).collect();
+    let mesh = Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());
+    View { mesh: Arc::new(mesh), node: "node-1".to_owned(), ..View::default() }
+}
+
 /// A server that answers until the test is over.
 async fn server(graphviz: Graphviz) -> (SocketAddr, CancellationToken, Metrics) {
-    let (sender, view) = watch::channel(Arc::new(view()));
+    server_of(view(), graphviz).await
+}
+
+async fn server_of(view: View, graphviz: Graphviz) -> (SocketAddr, CancellationToken, Metrics) {
+    let (sender, view) = watch::channel(Arc::new(view));
     let metrics = Metrics::default();
     let health = Health::new(Instant::now(), Duration::from_secs(60));
-    let context = http::Context { health, metrics: metrics.clone(), view, graphviz };
+    let turns = http::Turns::default();
+    let context = http::Context { health, metrics: metrics.clone(), view, graphviz, turns };
     let listener = http::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
     let address = listener.local_addr().unwrap();
     let stop = CancellationToken::new();
@@ -168,6 +196,69 @@ async fn rubbish_is_answered_with_its_status_and_disturbs_nobody() {
     // One that says nothing holds nobody up.
     let _silent = TcpStream::connect(address).await.unwrap();
     assert_eq!(ask(address, "GET", "/health").await.status, 200);
+}
+
+/// Many more than the server has places for ask for a lot, and read none of it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_that_never_read_do_not_starve_health() {
+    let (address, _stop, _) = server_of(large_view(300), Graphviz::new("/nonexistent", LIMIT)).await;
+    let request = "GET /graph?format=dot HTTP/1.1\r\nHost: x\r\n\r\n".repeat(50);
+    let mut clients = Vec::new();
+    for _ in 0..300 {
+        let mut client = TcpStream::connect(address).await.unwrap();
+        // The server may have given up the connection already.
+        let _ = client.write_all(request.as_bytes()).await;
+        clients.push(client);
+    }
+    for _ in 0..10 {
+        let health = tokio::time::timeout(LIMIT, ask(address, "GET", "/health")).await;
+        assert_eq!(health.expect("/health is starved").status, 200);
+    }
+    // In the end the server gives up all of them.
+    for client in &mut clients {
+        let gone = async {
+            while client.write_all(b"x").await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        tokio::time::timeout(2 * LIMIT, gone)
+            .await
+            .expect("a client that reads nothing keeps its connection");
+    }
+}
+
+/// One thread for everything: what is made on it holds up all others.
+#[tokio::test]
+async fn a_large_graph_holds_up_nobody() {
+    let (address, _stop, _) = server_of(large_view(440), Graphviz::new("/nonexistent", LIMIT)).await;
+    let order = std::sync::Mutex::new(Vec::new());
+    let (asked, is_asked) = tokio::sync::oneshot::channel();
+    let graph = async {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        stream.write_all(b"HEAD /graph?format=dot HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+        asked.send(()).unwrap();
+        let mut head = [0; 12];
+        stream.read_exact(&mut head).await.unwrap();
+        assert_eq!(&head, b"HTTP/1.1 200");
+        order.lock().unwrap().push("graph");
+    };
+    let health = async {
+        is_asked.await.unwrap();
+        assert_eq!(ask(address, "GET", "/health").await.status, 200);
+        order.lock().unwrap().push("health");
+    };
+    tokio::join!(graph, health);
+    assert_eq!(*order.lock().unwrap(), ["health", "graph"]);
+}
+
+#[tokio::test]
+async fn a_graph_without_measure_is_refused_as_text_and_drawn_without_lines() {
+    let (address, _stop, _) = server_of(large_view(600), Graphviz::new("/nonexistent", LIMIT)).await;
+    let refused = ask(address, "GET", "/graph?format=dot").await;
+    assert_eq!(refused.status, 501);
+    assert!(refused.text().contains("kgctl graph"), "{}", refused.text());
+    let drawn = ask(address, "GET", "/graph").await;
+    assert!(drawn.status == 200 && drawn.text().contains("lines are left out"));
 }
 
 #[tokio::test(flavor = "multi_thread")]

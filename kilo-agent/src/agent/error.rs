@@ -1,6 +1,9 @@
 //! What can go wrong in a reconciliation.
 
-use crate::{backend::BackendError, dataplane::DataplaneError, net::NetError, wireguard::WireguardError};
+use crate::{
+    backend::BackendError, dataplane::DataplaneError, lock::LockError, net::NetError,
+    wireguard::WireguardError,
+};
 
 /// Why a reconciliation fell short.
 #[derive(Debug, thiserror::Error)]
@@ -17,6 +20,9 @@ pub enum AgentError {
     /// Programs and maps.
     #[error(transparent)]
     Dataplane(#[from] DataplaneError),
+    /// Another agent has the pinned programs and maps.
+    #[error(transparent)]
+    Lock(#[from] LockError),
     /// The node lacks something; the text says what.
     #[error("node {node}: {missing}")]
     Incomplete {
@@ -35,6 +41,7 @@ impl AgentError {
             Self::Net(error) => error.label(),
             Self::Wireguard(error) => error.label(),
             Self::Dataplane(error) => error.label(),
+            Self::Lock(_) => "lock",
             Self::Incomplete { .. } => "incomplete",
         }
     }

@@ -35,6 +35,7 @@ use crate::{
     dataplane::{self, Dataplane, DataplaneError, Interfaces, PathMtus},
     health::Health,
     interface::{self, Interface},
+    lock::{self, Lock},
     metrics::Metrics,
     net::{Net, forward::Forward, forwarding, links, mtu::Mtu, nat_rules::NatRules, watch},
     plan::{self, HopIds, HostPlan, Inputs},
@@ -164,6 +165,8 @@ pub struct Agent<B> {
     nat_rules: NatRules,
     keeper: Option<Keeper>,
     greeter: Greeter,
+    /// No other agent may change the pinned programs and maps meanwhile.
+    _pins: Lock,
 }
 
 impl<B: Backend> Agent<B> {
@@ -190,6 +193,7 @@ impl<B: Backend> Agent<B> {
         };
         let open = || Dataplane::open_with(&options.bpffs, options.debug, options.attach);
         let dataplane = loaded.unwrap_or_else(open)?;
+        let pins = lock::pins(&dataplane::top_directory(&options.bpffs))?;
         metrics.set_counters(dataplane.counters()?);
         let host_changed = Arc::new(Notify::new());
         let path_mtus = dataplane.follow_path_mtus(Arc::clone(&host_changed))?;
@@ -233,6 +237,7 @@ impl<B: Backend> Agent<B> {
             nat_rules: NatRules::default(),
             keeper,
             greeter: Greeter::default(),
+            _pins: pins,
         })
     }
 

@@ -21,7 +21,7 @@ use kilo_agent::{
     },
     dataplane::BPFFS,
     health::Health,
-    http, interface,
+    http, interface, lock,
     metrics::Metrics,
     net::mtu::Mtu,
     topology::{Encapsulate, Granularity, Settings},
@@ -319,7 +319,7 @@ fn text(flag: &str) -> Option<&str> {
 
 async fn serve(flags: Flags) -> Result<()> {
     let options = options(&flags)?;
-    let _lock = interface::lock(&flags.interface)?;
+    let _lock = lock::interface(Path::new(lock::STATE), &flags.interface)?;
     let begun = agent::begin(&options);
     match flags.backend {
         BackendKind::File => {
@@ -391,6 +391,7 @@ async fn work<B: Backend>(
         metrics: metrics.clone(),
         view: view_reader,
         graphviz: http::Graphviz::default(),
+        turns: http::Turns::default(),
     };
     let stop = CancellationToken::new();
     let snapshots = backend.watch();
@@ -442,7 +443,6 @@ async fn uninstall(flags: &Flags, interface: bool) -> Result<()> {
     let removal =
         agent::Removal { interface: &options, delete_interface: interface, bpffs: Path::new(BPFFS) };
     let hostname = hostname(flags)?;
-    let _lock = interface::lock(&flags.interface);
     if let Err(error) = std::fs::remove_file(last_good_path())
         && error.kind() != std::io::ErrorKind::NotFound
     {

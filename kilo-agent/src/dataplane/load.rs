@@ -51,7 +51,8 @@ pub fn mount_bpffs(path: &Path) -> Result<(), DataplaneError> {
         return Ok(());
     }
     std::fs::create_dir_all(path).map_err(failed)?;
-    mount(Some("bpf"), path, Some("bpf"), MsFlags::empty(), None::<&str>)
+    // Without a mode everybody may make directories in it.
+    mount(Some("bpf"), path, Some("bpf"), MsFlags::empty(), Some("mode=0700"))
         .map_err(|errno| failed(errno.into()))
 }
 

@@ -15,6 +15,7 @@ mod tcx;
 use std::{
     collections::BTreeMap,
     net::IpAddr,
+    os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -108,7 +109,10 @@ impl Dataplane {
     pub fn open_with(bpffs: &Path, debug: bool, mode: AttachMode) -> Result<Self, DataplaneError> {
         load::mount_bpffs(bpffs)?;
         let directory = pin_directory(bpffs);
-        std::fs::create_dir_all(&directory)
+        std::fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&directory)
             .map_err(|source| DataplaneError::Pin { path: directory.clone(), source })?;
         let adopted = directory.join(kilo_common::maps::name::CONFIG).exists();
         let mut bpf = load::load(&directory, debug).inspect_err(|_| {

@@ -1,12 +1,18 @@
 //! `/graph`: the mesh drawn by Graphviz's `dot`; without it SVG of our own.
 
-use std::{io, process::Stdio, str::FromStr, sync::Arc, time::Duration};
+use std::{
+    io,
+    process::Stdio,
+    str::FromStr,
+    sync::{Arc, Weak},
+    time::Duration,
+};
 
-use hyper::StatusCode;
+use hyper::{StatusCode, body::Bytes};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     process::Command,
-    sync::Semaphore,
+    sync::{Mutex, Semaphore},
     time::timeout,
 };
 
@@ -95,6 +101,9 @@ const LARGEST: u64 = 32 << 20;
 const LARGEST_SOURCE: usize = 1 << 20;
 /// More locations than this are drawn by ourselves unless a layout is asked for.
 const MANY: usize = 25;
+/// More lines than this are not written as text, a line of which is about 100 bytes:
+/// about 400 locations.
+const MOST_LINES: usize = 100_000;
 /// How much of what `dot` complains is read.
 const COMPLAINT: u64 = 4 << 10;
 
@@ -104,6 +113,22 @@ pub struct Graphviz {
     program: Arc<str>,
     limit: Duration,
     turn: Arc<Semaphore>,
+    made: Arc<Mutex<Made>>,
+}
+
+/// What was made of a mesh, kept until the mesh is another one.
+#[derive(Debug, Default)]
+struct Made {
+    of: Weak<Mesh>,
+    dot: Option<Bytes>,
+    svg: Option<Bytes>,
+}
+
+/// What is made of a mesh without Graphviz.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Text {
+    Dot,
+    Svg,
 }
 
 impl Default for Graphviz {
@@ -123,6 +148,10 @@ enum RenderError {
     TooLarge,
     #[error("the mesh is too large for Graphviz; use format=svg or format=dot")]
     TooManyLines,
+    #[error(
+        "the graph has {0} lines, at most {MOST_LINES} are written here; use format=svg or `kgctl graph`"
+    )]
+    TooManyEdges(usize),
     #[error("other pictures are being drawn; try again")]
     Busy,
     #[error("Graphviz cannot do that: {0}")]
@@ -134,7 +163,9 @@ enum RenderError {
 impl RenderError {
     const fn status(&self) -> StatusCode {
         match self {
-            Self::NotInstalled | Self::TooManyLines | Self::Refused(_) => StatusCode::NOT_IMPLEMENTED,
+            Self::NotInstalled | Self::TooManyLines | Self::TooManyEdges(_) | Self::Refused(_) => {
+                StatusCode::NOT_IMPLEMENTED
+            }
             Self::TooSlow(_) => StatusCode::GATEWAY_TIMEOUT,
             Self::Busy => StatusCode::SERVICE_UNAVAILABLE,
             Self::TooLarge | Self::Io(_) => StatusCode::INTERNAL_SERVER_ERROR,
@@ -145,35 +176,69 @@ impl RenderError {
 impl Graphviz {
     /// A program that takes `dot`'s arguments, and the time it may take.
     pub fn new(program: &str, limit: Duration) -> Self {
-        Self { program: program.into(), limit, turn: Arc::new(Semaphore::new(1)) }
+        Self { program: program.into(), limit, turn: Arc::new(Semaphore::new(1)), made: Arc::default() }
     }
 
     /// Answers `/graph?format=..&layout=..`; unknown parameters are ignored.
-    pub async fn answer(&self, query: &str, mesh: &Mesh) -> Answer {
+    pub async fn answer(&self, query: &str, mesh: &Arc<Mesh>) -> Answer {
         let (format, layout) = match parameters(query) {
             Ok(parameters) => parameters,
             Err(error) => return text(StatusCode::BAD_REQUEST, format!("{error}\n")),
         };
-        let source = topology::dot(mesh);
-        if matches!(format, Format::Dot | Format::Gv) {
-            return respond(StatusCode::OK, format.media_type(), source);
-        }
-        // Circo needs seconds for 30 locations that are all joined, minutes for 50.
-        let by_ourselves = layout.is_none() && mesh.segments.len() > MANY && format == Format::Svg;
-        if by_ourselves {
-            return respond(StatusCode::OK, format.media_type(), drawing::svg(mesh));
-        }
-        match self.render(source, format, layout.unwrap_or_default()).await {
+        match self.picture(format, layout, mesh).await {
             Ok(picture) => respond(StatusCode::OK, format.media_type(), picture),
-            // An SVG there always is: Graphviz may be missing, or not up to thousands of edges.
-            Err(_) if format == Format::Svg => {
-                respond(StatusCode::OK, format.media_type(), drawing::svg(mesh))
-            }
             Err(error) => text(error.status(), format!("{error}\n")),
         }
     }
 
-    async fn render(&self, source: String, format: Format, layout: Layout) -> Result<Vec<u8>, RenderError> {
+    async fn picture(
+        &self,
+        format: Format,
+        layout: Option<Layout>,
+        mesh: &Arc<Mesh>,
+    ) -> Result<Bytes, RenderError> {
+        // Circo needs seconds for 30 locations that are all joined, minutes for 50.
+        let by_ourselves = layout.is_none() && mesh.segments.len() > MANY && format == Format::Svg;
+        if by_ourselves {
+            return self.make(Text::Svg, mesh).await;
+        }
+        let rendered = match self.make(Text::Dot, mesh).await {
+            Ok(source) if matches!(format, Format::Dot | Format::Gv) => return Ok(source),
+            Ok(source) => self.render(source, format, layout.unwrap_or_default()).await,
+            Err(error) => Err(error),
+        };
+        match rendered {
+            // An SVG there always is: Graphviz may be missing, or not up to thousands of edges.
+            Err(_) if format == Format::Svg => self.make(Text::Svg, mesh).await,
+            other => other.map(Bytes::from),
+        }
+    }
+
+    /// Makes the text away from the runtime's threads, one at a time; whoever has
+    /// waited for the same one finds it made.
+    async fn make(&self, what: Text, mesh: &Arc<Mesh>) -> Result<Bytes, RenderError> {
+        let lines = lines(mesh);
+        if what == Text::Dot && lines > MOST_LINES {
+            return Err(RenderError::TooManyEdges(lines));
+        }
+        let made = timeout(self.limit, Arc::clone(&self.made).lock_owned()).await;
+        let Ok(mut made) = made else { return Err(RenderError::Busy) };
+        let mesh = Arc::clone(mesh);
+        // Holds the lock until it is done, also when the client has gone.
+        let work = move || {
+            if !std::ptr::eq(made.of.as_ptr(), &raw const *mesh) {
+                *made = Made { of: Arc::downgrade(&mesh), ..Made::default() };
+            }
+            let Made { dot, svg, .. } = &mut *made;
+            match what {
+                Text::Dot => dot.get_or_insert_with(|| topology::dot(&mesh).into()).clone(),
+                Text::Svg => svg.get_or_insert_with(|| drawing::svg(&mesh).into()).clone(),
+            }
+        };
+        tokio::task::spawn_blocking(work).await.map_err(|ended| RenderError::Io(io::Error::other(ended)))
+    }
+
+    async fn render(&self, source: Bytes, format: Format, layout: Layout) -> Result<Vec<u8>, RenderError> {
         if source.len() > LARGEST_SOURCE {
             return Err(RenderError::TooManyLines);
         }
@@ -196,7 +261,7 @@ impl Graphviz {
         let write = async {
             if let Some(mut stdin) = stdin {
                 // A program that does not read to the end says why.
-                let _ = stdin.write_all(source.as_bytes()).await;
+                let _ = stdin.write_all(&source).await;
             }
         };
         let (mut picture, mut complaint) = (Vec::new(), Vec::new());
@@ -234,6 +299,12 @@ impl Graphviz {
     }
 }
 
+/// Lines between leaders, and from them to their nodes and the peers.
+fn lines(mesh: &Mesh) -> usize {
+    let locations = mesh.segments.len();
+    locations * locations.saturating_sub(1) / 2 + locations * mesh.peers.len() + mesh.node_count()
+}
+
 fn parameters(query: &str) -> Result<(Format, Option<Layout>), UnknownValue> {
     let get = |name: &str| {
         form_urlencoded::parse(query.as_bytes()).find(|(key, _)| key == name).map(|(_, value)| value)
@@ -265,7 +336,7 @@ mod tests {
         std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
         let graphviz = Graphviz::new(program.to_str().unwrap(), Duration::from_millis(500));
         for _ in 0..2 {
-            let error = graphviz.render(String::new(), Format::Png, Layout::Dot).await.unwrap_err();
+            let error = graphviz.render(Bytes::new(), Format::Png, Layout::Dot).await.unwrap_err();
             assert!(matches!(error, RenderError::TooSlow(_)), "{error}");
             let pid = std::fs::read_to_string(directory.path().join("dot.pid")).unwrap();
             let alive = || {
@@ -285,14 +356,24 @@ mod tests {
     async fn a_mesh_beyond_measure_is_not_given_to_graphviz() {
         let graphviz = Graphviz::new("/nonexistent/dot", Duration::from_secs(5));
         let source = " ".repeat(LARGEST_SOURCE + 1);
-        let error = graphviz.render(source, Format::Png, Layout::Dot).await.unwrap_err();
+        let error = graphviz.render(source.into(), Format::Png, Layout::Dot).await.unwrap_err();
         assert!(matches!(error, RenderError::TooManyLines), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_text_is_made_once_for_each_mesh() {
+        let graphviz = Graphviz::default();
+        let (one, other) = (Arc::<Mesh>::default(), Arc::<Mesh>::default());
+        let first = graphviz.make(Text::Svg, &one).await.unwrap();
+        assert_eq!(graphviz.make(Text::Svg, &one).await.unwrap().as_ptr(), first.as_ptr());
+        assert_ne!(graphviz.make(Text::Dot, &one).await.unwrap(), first);
+        assert_ne!(graphviz.make(Text::Svg, &other).await.unwrap().as_ptr(), first.as_ptr());
     }
 
     #[tokio::test]
     async fn without_graphviz_svg_is_drawn_and_other_formats_say_what_to_install() {
         let graphviz = Graphviz::new("/nonexistent/dot", Duration::from_secs(5));
-        let mesh = Mesh::default();
+        let mesh = Arc::default();
         assert_eq!(graphviz.answer("", &mesh).await.status(), StatusCode::OK);
         assert_eq!(graphviz.answer("format=png", &mesh).await.status(), StatusCode::NOT_IMPLEMENTED);
         assert_eq!(graphviz.answer("format=dot", &mesh).await.status(), StatusCode::OK);

@@ -4,7 +4,7 @@
 //! client may lose the answer that tells it what was wrong.
 
 use std::{
-    io,
+    io::{self, IoSlice},
     pin::Pin,
     task::{Context, Poll, ready},
     time::Duration,
@@ -21,9 +21,14 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// How many bytes it may send meanwhile.
 const MOST: usize = 32 << 20;
 
-/// A TCP connection that lingers when it is shut down.
+/// A client that takes nothing for this long is hung up on.
+const TAKES_WITHIN: Duration = Duration::from_secs(10);
+
+/// A TCP connection that lingers when it is shut down, and ends when the client does not read.
 pub struct Lingering {
     stream: TcpStream,
+    /// Since the client takes nothing more: until when.
+    stuck: Option<Pin<Box<Sleep>>>,
     /// Since it is shut down: until when, and bytes still allowed.
     farewell: Option<(Pin<Box<Sleep>>, usize)>,
 }
@@ -31,7 +36,18 @@ pub struct Lingering {
 impl Lingering {
     /// Of a new connection.
     pub const fn new(stream: TcpStream) -> Self {
-        Self { stream, farewell: None }
+        Self { stream, stuck: None, farewell: None }
+    }
+
+    /// What a write came to; an error when the client has taken nothing for too long.
+    fn in_time<T>(&mut self, written: Poll<io::Result<T>>, context: &mut Context<'_>) -> Poll<io::Result<T>> {
+        if written.is_ready() {
+            self.stuck = None;
+            return written;
+        }
+        let stuck = self.stuck.get_or_insert_with(|| Box::pin(sleep(TAKES_WITHIN)));
+        ready!(stuck.as_mut().poll(context));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
     }
 }
 
@@ -51,7 +67,21 @@ impl AsyncWrite for Lingering {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
+        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.in_time(written, context)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        parts: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(context, parts);
+        self.in_time(written, context)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {

@@ -3,8 +3,10 @@
 mod drawing;
 mod graph;
 mod linger;
+mod places;
 mod respond;
 mod serve;
+mod turns;
 
 use std::{sync::Arc, time::Instant};
 
@@ -13,6 +15,7 @@ use hyper::{Method, Request, StatusCode, body::Incoming};
 pub use graph::{Format, Graphviz, Layout};
 pub use respond::{method_not_allowed, respond, text};
 pub use serve::{Answer, bind, serve};
+pub use turns::Turns;
 
 use crate::{
     health::Health,
@@ -31,6 +34,8 @@ pub struct Context {
     pub view: tokio::sync::watch::Receiver<Arc<View>>,
     /// For `/graph`.
     pub graphviz: Graphviz,
+    /// For all but `/health` and `/`.
+    pub turns: Turns,
 }
 
 /// Media type of `/metrics`.
@@ -49,12 +54,20 @@ impl Context {
         if !matches!(*request.method(), Method::GET | Method::HEAD) {
             return method_not_allowed("GET, HEAD");
         }
-        let view = || Arc::clone(&self.view.borrow());
         match path {
+            "/" => respond(StatusCode::OK, "text/html; charset=utf-8", PAGE),
             "/health" => match self.health.check(Instant::now()) {
                 Ok(()) => text(StatusCode::OK, "ok\n"),
                 Err(reason) => text(StatusCode::SERVICE_UNAVAILABLE, reason + "\n"),
             },
+            _ => self.turns.answer(self.costly(path, request.uri().query().unwrap_or(""))).await,
+        }
+    }
+
+    /// Answers what takes work and memory.
+    async fn costly(&self, path: &str, query: &str) -> Answer {
+        let view = || Arc::clone(&self.view.borrow());
+        match path {
             "/metrics" => {
                 match view().peers().await {
                     Ok(peers) => self.metrics.set_peers(peers, Timestamp::now()),
@@ -75,8 +88,7 @@ impl Context {
                     Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
                 }
             }
-            "/graph" => self.graphviz.answer(request.uri().query().unwrap_or(""), &view().mesh).await,
-            _ => respond(StatusCode::OK, "text/html; charset=utf-8", PAGE),
+            _ => self.graphviz.answer(query, &view().mesh).await,
         }
     }
 }

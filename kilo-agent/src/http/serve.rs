@@ -1,6 +1,6 @@
 //! Accepting connections: HTTP/1.1, plain or over TLS, bounded in number and time.
 
-use std::{convert::Infallible, io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{convert::Infallible, io, net::SocketAddr, pin::pin, time::Duration};
 
 use http_body_util::Full;
 use hyper::{
@@ -9,26 +9,22 @@ use hyper::{
     server::conn::http1,
     service::service_fn,
 };
-use hyper_util::{
-    rt::{TokioIo, TokioTimer},
-    server::graceful::{GracefulShutdown, Watcher},
-};
+use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::TcpListener,
-    sync::Semaphore,
-    time::timeout,
+    time::{sleep, timeout},
 };
 use tokio_rustls::TlsAcceptor;
-use tokio_util::sync::CancellationToken;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use super::linger::Lingering;
+use super::{linger::Lingering, places::Places};
 
-/// Connections at a time; more wait in the kernel's queue.
-const CONNECTIONS: usize = 256;
 /// A client that sends no request (or no TLS hello) for this long is hung up on.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Requests under way at a stop get this long.
+/// A connection takes no more requests after this long.
+const LONGEST: Duration = Duration::from_secs(60);
+/// Requests under way then, or at a stop, get this long.
 const FAREWELL: Duration = Duration::from_secs(10);
 /// Request line and headers together, in bytes.
 const LARGEST_HEAD: usize = 16 << 10;
@@ -58,48 +54,49 @@ where
     H: Fn(Request<Incoming>) -> F + Clone + Send + 'static,
     F: Future<Output = Answer> + Send + 'static,
 {
-    let places = Arc::new(Semaphore::new(CONNECTIONS));
-    let graceful = GracefulShutdown::new();
+    let mut places = Places::default();
+    let connections = TaskTracker::new();
     loop {
-        let accepted = async {
-            let place = Arc::clone(&places).acquire_owned().await;
-            (place, listener.accept().await)
-        };
-        let (place, stream) = tokio::select! {
+        let accepted = tokio::select! {
             () = stop.cancelled() => break,
-            accepted = accepted => accepted,
+            accepted = listener.accept() => accepted,
         };
-        let (Ok(place), Ok((stream, _))) = (place, stream) else {
+        let accepted = accepted.and_then(|(stream, client)| Ok((stream.local_addr()?, stream, client)));
+        let Ok((own, stream, client)) = accepted else {
             // Out of file descriptors, for example: not a reason to spin.
-            tokio::time::sleep(Duration::from_millis(100)).await;
+            sleep(Duration::from_millis(100)).await;
             continue;
         };
-        let (tls, handle, watcher) = (tls.clone(), handle.clone(), graceful.watcher());
-        tokio::spawn(async move {
-            welcome(Lingering::new(stream), tls, handle, watcher).await;
-            drop(place);
+        let place = places.take(client, own);
+        let (tls, handle, stop) = (tls.clone(), handle.clone(), stop.clone());
+        connections.spawn(async move {
+            tokio::select! {
+                () = place.lost.cancelled() => tracing::debug!(%client, "http connection: others need its place"),
+                () = welcome(Lingering::new(stream), tls, handle, stop) => {}
+            }
         });
     }
     drop(listener);
-    let _ = timeout(FAREWELL, graceful.shutdown()).await;
+    connections.close();
+    let _ = timeout(FAREWELL, connections.wait()).await;
 }
 
-async fn welcome<H, F>(stream: Lingering, tls: Option<TlsAcceptor>, handle: H, watcher: Watcher)
+async fn welcome<H, F>(stream: Lingering, tls: Option<TlsAcceptor>, handle: H, stop: CancellationToken)
 where
     H: Fn(Request<Incoming>) -> F + Clone + Send + 'static,
     F: Future<Output = Answer> + Send + 'static,
 {
     match tls {
-        None => converse(stream, handle, watcher).await,
+        None => converse(stream, handle, stop).await,
         Some(tls) => match timeout(PATIENCE, tls.accept(stream)).await {
-            Ok(Ok(stream)) => converse(stream, handle, watcher).await,
+            Ok(Ok(stream)) => converse(stream, handle, stop).await,
             Ok(Err(error)) => tracing::debug!(%error, "TLS handshake"),
             Err(_) => tracing::debug!("TLS handshake takes too long"),
         },
     }
 }
 
-async fn converse<S, H, F>(stream: S, handle: H, watcher: Watcher)
+async fn converse<S, H, F>(stream: S, handle: H, stop: CancellationToken)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     H: Fn(Request<Incoming>) -> F + Clone + Send + 'static,
@@ -114,7 +111,22 @@ where
         .header_read_timeout(PATIENCE)
         .max_buf_size(LARGEST_HEAD)
         .serve_connection(TokioIo::new(stream), service);
-    if let Err(error) = watcher.watch(connection).await {
-        tracing::debug!(%error, "http connection");
+    let mut connection = pin!(connection);
+    let ended = tokio::select! {
+        ended = &mut connection => Ok(ended),
+        () = async {
+            tokio::select! {
+                () = stop.cancelled() => {}
+                () = sleep(LONGEST) => {}
+            }
+        } => {
+            connection.as_mut().graceful_shutdown();
+            timeout(FAREWELL, connection).await
+        }
+    };
+    match ended {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => tracing::debug!(%error, "http connection"),
+        Err(_) => tracing::debug!("http connection: the client reads too slowly"),
     }
 }

@@ -1,6 +1,12 @@
 //! `kgctl connect`: this machine as a peer, until it is told to stop.
 
-use std::{io::IsTerminal as _, net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    io::IsTerminal as _,
+    net::IpAddr,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
@@ -10,6 +16,7 @@ use kilo_agent::{
     cli::{BackendKind, LogLevel, WireguardMode, parse_bool, parse_duration},
     connect::{self, ConnectPlan, Options},
     interface::{self, Interface},
+    lock,
     net::{Net, routes},
     resolve::Resolver,
     topology::Peer,
@@ -169,7 +176,7 @@ pub async fn run(args: &ConnectArgs, flags: &Flags) -> Result<String> {
         create: args.create_interface,
         executable: std::env::current_exe().context("path of this program")?,
     };
-    let _lock = interface::lock(&args.interface)?;
+    let _lock = lock::interface(Path::new(lock::STATE), &args.interface)?;
     let wanted = Peer {
         name: name.clone(),
         allowed_ips: vec![args.allowed_ip],

@@ -1,0 +1,85 @@
+//! Answers that cost something, bounded: so many are worked on at a time, and so
+//! many bytes may wait for clients that read slowly. `/health` needs neither.
+
+use std::{sync::Arc, time::Duration};
+
+use http_body_util::BodyExt as _;
+use hyper::{StatusCode, body::Bytes};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::timeout,
+};
+
+use super::{Answer, text};
+
+/// Answers worked on at a time.
+const WORKING: usize = 2;
+/// KiB of answers that clients have not read yet.
+const UNREAD: usize = 64 << 10;
+/// How long a request waits for its turn.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Turns of the requests of one server.
+#[derive(Clone, Debug)]
+pub struct Turns {
+    working: Arc<Semaphore>,
+    unread: Arc<Semaphore>,
+}
+
+impl Default for Turns {
+    fn default() -> Self {
+        Self { working: Arc::new(Semaphore::new(WORKING)), unread: Arc::new(Semaphore::new(UNREAD)) }
+    }
+}
+
+/// Bytes that are accounted for until the last of them is sent.
+struct Unread {
+    bytes: Bytes,
+    _share: OwnedSemaphorePermit,
+}
+
+impl AsRef<[u8]> for Unread {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl Turns {
+    /// Does the work when it is its turn; says that the agent is busy when that
+    /// does not come, or too much is waiting to be read.
+    pub async fn answer(&self, work: impl Future<Output = Answer>) -> Answer {
+        let busy = || text(StatusCode::SERVICE_UNAVAILABLE, "too many requests at a time; try again later\n");
+        let Ok(Ok(turn)) = timeout(PATIENCE, self.working.acquire()).await else { return busy() };
+        let (head, body) = work.await.into_parts();
+        drop(turn);
+        let Ok(body) = body.collect().await;
+        let bytes = body.to_bytes();
+        let share = u32::try_from(bytes.len().div_ceil(1 << 10)).unwrap_or(u32::MAX);
+        match Arc::clone(&self.unread).try_acquire_many_owned(share) {
+            Ok(share) => {
+                let bytes = Bytes::from_owner(Unread { bytes, _share: share });
+                Answer::from_parts(head, bytes.into())
+            }
+            Err(_) => busy(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn what_nobody_reads_is_bounded() {
+        let turns = Turns::default();
+        let large = || async { text(StatusCode::OK, vec![b'x'; 20 << 20]) };
+        let mut held = Vec::new();
+        for _ in 0..3 {
+            held.push(turns.answer(large()).await);
+        }
+        assert!(held.iter().all(|answer| answer.status() == StatusCode::OK));
+        assert_eq!(turns.answer(large()).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+        held.pop();
+        assert_eq!(turns.answer(large()).await.status(), StatusCode::OK);
+    }
+}
