@@ -10,5 +10,6 @@ pub mod event;
 pub mod maps;
 pub mod nat;
 pub mod packet;
+pub mod refused;
 pub mod too_big;
 pub mod verdict;

@@ -289,7 +289,7 @@ pub struct Config {
     pub private_v6: [u8; 16],
 }
 
-/// A router said that a link on the way to a node carries less.
+/// A router said that a link on the way to a node does not carry a packet of ours.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PathMtu {
@@ -297,8 +297,9 @@ pub struct PathMtu {
     pub remote: [u8; 16],
     /// `FAMILY_*`.
     pub family: u32,
-    /// Largest outer packet in bytes, as the router says.
-    pub mtu: u32,
+    /// Bytes of the packet with its outer header. What the router says it carries is not
+    /// believed: the agent asks the path.
+    pub size: u32,
 }
 
 macro_rules! plain_old_data {

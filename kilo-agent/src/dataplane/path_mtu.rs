@@ -1,11 +1,11 @@
-//! What routers say of the way to nodes: reports of the programs, kept for as
-//! long as they may hold true.
+//! What paths to nodes carry. Programs report ICMP errors about steered packets;
+//! what the path then says itself is kept for as long as it may hold true.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     path::Path,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -17,47 +17,83 @@ use tokio::{
 };
 
 use super::DataplaneError;
+use crate::net::path_probe;
 
-/// How long a report holds (RFC 1191, section 6.3).
+/// How long an answer holds (RFC 1191, section 6.3).
 const LIFETIME: Duration = Duration::from_secs(600);
 /// Below these no link may go: anything less is somebody's attempt to slow us
 /// down (Linux's `min_pmtu`; RFC 8200, section 5).
 const MIN_V4: u32 = 552;
 const MIN_V6: u32 = 1280;
+/// Paths asked at a time. Reports beyond that are dropped: they repeat themselves.
+const ASKED_AT_A_TIME: usize = 16;
 
-/// The smallest MTU reported towards each node, in bytes with the outer header.
+/// The smallest MTU found towards each node, in bytes with the outer header.
 #[derive(Clone, Debug, Default)]
-pub struct PathMtus(Arc<Mutex<BTreeMap<IpAddr, (u32, Instant)>>>);
+pub struct PathMtus(Arc<Mutex<Known>>);
+
+#[derive(Debug, Default)]
+struct Known {
+    found: BTreeMap<IpAddr, (u32, Instant)>,
+    /// Nodes the path to which is being asked.
+    asked: BTreeSet<IpAddr>,
+}
 
 impl PathMtus {
-    /// Takes a report; true when it says something new.
-    pub fn learn(&self, report: &PathMtu, now: Instant) -> bool {
-        let remote = if report.family == FAMILY_V6 {
-            IpAddr::V6(Ipv6Addr::from(report.remote))
-        } else {
-            let [a, b, c, d, ..] = report.remote;
-            IpAddr::V4(Ipv4Addr::new(a, b, c, d))
-        };
-        let mtu = report.mtu.max(if remote.is_ipv6() { MIN_V6 } else { MIN_V4 });
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match known.get_mut(&remote) {
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What holds now; older answers are forgotten.
+    pub fn current(&self, now: Instant) -> BTreeMap<IpAddr, u32> {
+        let mut known = self.known();
+        known.found.retain(|_, (_, since)| now - *since < LIFETIME);
+        known.found.iter().map(|(remote, (mtu, _))| (*remote, *mtu)).collect()
+    }
+
+    /// Takes what a path was found to carry; true when that is news.
+    fn learn(&self, remote: IpAddr, mtu: u32, now: Instant) -> bool {
+        let mtu = mtu.max(if remote.is_ipv6() { MIN_V6 } else { MIN_V4 });
+        let mut known = self.known();
+        match known.found.get_mut(&remote) {
             Some((held, since)) if mtu >= *held && now - *since < LIFETIME => false,
             _ => {
-                known.insert(remote, (mtu, now));
+                known.found.insert(remote, (mtu, now));
                 true
             }
         }
     }
 
-    /// What holds now; older reports are forgotten.
-    pub fn current(&self, now: Instant) -> BTreeMap<IpAddr, u32> {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        known.retain(|_, (_, since)| now - *since < LIFETIME);
-        known.iter().map(|(remote, (mtu, _))| (*remote, *mtu)).collect()
+    /// True when the path is to be asked now: [`Self::answered`] has to follow.
+    fn ask(&self, remote: IpAddr) -> bool {
+        let mut known = self.known();
+        known.asked.len() < ASKED_AT_A_TIME && known.asked.insert(remote)
+    }
+
+    fn answered(&self, remote: IpAddr) {
+        self.known().asked.remove(&remote);
+    }
+
+    /// Asks the path whether it really does not carry what a report says.
+    async fn verify(self, remote: IpAddr, size: u32, notify: Arc<Notify>) {
+        let carried = path_probe::smaller_than(size, remote).await;
+        self.answered(remote);
+        match carried {
+            Ok(Some(mtu)) => {
+                if self.learn(remote, mtu, Instant::now()) {
+                    tracing::info!(%remote, mtu, "a router on the path to a node carries less");
+                    notify.notify_one();
+                }
+            }
+            Ok(None) => tracing::debug!(
+                %remote, size, "ignored an ICMP error: the path to the node does not confirm that it carries less"
+            ),
+            Err(error) => tracing::debug!(%remote, size, %error, "the path to the node cannot be asked"),
+        }
     }
 }
 
-/// Reads reports for as long as the runtime lives, and notifies of new ones.
+/// Reads reports for as long as the runtime lives, and notifies of what paths say.
 pub fn follow(directory: &Path, known: PathMtus, notify: Arc<Notify>) -> Result<(), DataplaneError> {
     let data = MapData::from_pin(directory.join(name::PATH_MTU))?;
     let ring = RingBuf::try_from(Map::RingBuf(data))?;
@@ -71,10 +107,10 @@ pub fn follow(directory: &Path, known: PathMtus, notify: Arc<Notify>) -> Result<
         while let Ok(mut guard) = ring.readable_mut().await {
             while let Some(item) = guard.get_inner_mut().next() {
                 if let Some(report) = parse(&item)
-                    && known.learn(&report, Instant::now())
+                    && let remote = remote(&report)
+                    && known.ask(remote)
                 {
-                    tracing::info!(remote = ?report.remote, mtu = report.mtu, "a router carries less towards a node");
-                    notify.notify_one();
+                    tokio::spawn(known.clone().verify(remote, report.size, Arc::clone(&notify)));
                 }
             }
             guard.clear_ready();
@@ -83,48 +119,65 @@ pub fn follow(directory: &Path, known: PathMtus, notify: Arc<Notify>) -> Result<
     Ok(())
 }
 
+fn remote(report: &PathMtu) -> IpAddr {
+    if report.family == FAMILY_V6 {
+        return Ipv6Addr::from(report.remote).into();
+    }
+    let [a, b, c, d, ..] = report.remote;
+    Ipv4Addr::new(a, b, c, d).into()
+}
+
 fn parse(bytes: &[u8]) -> Option<PathMtu> {
     let (remote, rest) = bytes.split_first_chunk::<16>()?;
     let (family, rest) = rest.split_first_chunk::<4>()?;
-    let (mtu, _) = rest.split_first_chunk::<4>()?;
-    Some(PathMtu { remote: *remote, family: u32::from_ne_bytes(*family), mtu: u32::from_ne_bytes(*mtu) })
+    let (size, _) = rest.split_first_chunk::<4>()?;
+    Some(PathMtu { remote: *remote, family: u32::from_ne_bytes(*family), size: u32::from_ne_bytes(*size) })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn report(last: u8, mtu: u32) -> PathMtu {
-        let mut remote = [0; 16];
-        remote[..4].copy_from_slice(&[10, 0, 0, last]);
-        PathMtu { remote, family: 4, mtu }
-    }
+    const NODE: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
 
     #[test]
     fn only_a_smaller_mtu_is_news_and_all_are_forgotten_in_time() {
         let (known, start) = (PathMtus::default(), Instant::now());
-        let node = IpAddr::from([10, 0, 0, 1]);
-        assert!(known.learn(&report(1, 1400), start));
-        assert!(!known.learn(&report(1, 1450), start));
-        assert!(known.learn(&report(1, 1300), start + Duration::from_secs(1)));
-        assert_eq!(known.current(start + Duration::from_secs(2)), BTreeMap::from([(node, 1300)]));
+        assert!(known.learn(NODE, 1400, start));
+        assert!(!known.learn(NODE, 1450, start));
+        assert!(known.learn(NODE, 1300, start + Duration::from_secs(1)));
+        assert_eq!(known.current(start + Duration::from_secs(2)), BTreeMap::from([(NODE, 1300)]));
         assert_eq!(known.current(start + LIFETIME + Duration::from_secs(2)), BTreeMap::new());
     }
 
     #[test]
     fn nobody_talks_an_mtu_below_the_minimum() {
         let (known, now) = (PathMtus::default(), Instant::now());
-        known.learn(&report(1, 68), now);
+        known.learn(NODE, 68, now);
         assert_eq!(known.current(now).values().copied().collect::<Vec<_>>(), [MIN_V4]);
     }
 
     #[test]
+    fn a_path_is_asked_once_at_a_time_and_so_many_at_most() {
+        let known = PathMtus::default();
+        let node = |last: u8| IpAddr::from([10, 0, 1, last]);
+        assert!(known.ask(NODE) && !known.ask(NODE));
+        known.answered(NODE);
+        assert!(known.ask(NODE));
+        let asked = (0..100).filter(|last| known.ask(node(*last))).count();
+        assert_eq!(asked, ASKED_AT_A_TIME - 1);
+    }
+
+    #[test]
     fn a_report_is_read_as_it_was_written() {
-        let written = report(7, 1234);
+        let mut octets = [0; 16];
+        octets[..4].copy_from_slice(&[10, 0, 0, 1]);
+        let written = PathMtu { remote: octets, family: 4, size: 1234 };
         let mut bytes = written.remote.to_vec();
         bytes.extend(written.family.to_ne_bytes());
-        bytes.extend(written.mtu.to_ne_bytes());
+        bytes.extend(written.size.to_ne_bytes());
         assert_eq!(parse(&bytes), Some(written));
+        assert_eq!(remote(&written), NODE);
         assert_eq!(parse(&bytes[..23]), None);
     }
 }

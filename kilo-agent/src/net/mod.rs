@@ -14,6 +14,7 @@ pub mod links;
 pub mod mtu;
 pub mod nat_rules;
 pub mod neighbours;
+pub mod path_probe;
 pub mod routes;
 mod rtnl;
 pub mod rules;

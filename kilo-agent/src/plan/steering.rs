@@ -17,6 +17,9 @@ use crate::{
     topology::{Member, Tunnel},
 };
 
+/// Bytes every link that carries IPv6 must take.
+const MIN_IPV6: u32 = 1280;
+
 pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tables {
     // A few of the own location's besides.
     let mut prefixes = Vec::with_capacity(remote.claims().len() + own.segment.members.len() * 2);
@@ -139,8 +142,13 @@ fn node_hop(inputs: &Inputs<'_>, own: &Own<'_>, member: &Member, remote: IpAddr)
     let links = inputs.links;
     let ifindex = links.towards.get(&remote).copied().or(links.private).unwrap_or(0);
     let tunnel = own.tunnel(inputs.settings, member);
-    let carried = links.mtus.get(&ifindex).into_iter().chain(links.path_mtus.get(&remote)).min();
-    let mtu = carried.map_or(0, |mtu| mtu.saturating_sub(overhead(tunnel, remote, member)));
+    let overhead = overhead(tunnel, remote, member);
+    // IPv6 needs that much of every path (RFC 8200, section 5).
+    let ipv6 = own.member.node.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6());
+    let least = if ipv6 { MIN_IPV6 + overhead } else { 0 };
+    let path = links.path_mtus.get(&remote).map(|mtu| *mtu.max(&least));
+    let mtu = links.mtus.get(&ifindex).copied().into_iter().chain(path).min();
+    let mtu = mtu.map_or(0, |mtu| mtu.saturating_sub(overhead));
     Some(Hop::Node { tunnel, ifindex, mtu, local, remote })
 }
 
