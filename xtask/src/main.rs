@@ -4,6 +4,7 @@ mod apt;
 mod bench;
 mod build_ebpf;
 mod command;
+mod confine;
 mod fuzz;
 mod kubernetes;
 mod lab;
@@ -51,6 +52,9 @@ enum Task {
     Manifests,
     /// Build everything and show a working mesh in network namespaces.
     Lab(lab::LabArgs),
+    /// Become an agent with the rights of its DaemonSet, in the namespaces of its node.
+    #[command(hide = true)]
+    Confine(confine::ConfineArgs),
 }
 
 fn main() -> ExitCode {
@@ -86,6 +90,7 @@ fn run() -> Result<()> {
             }
             lab::main(args)
         }
+        Task::Confine(args) => confine::main(&args),
     }
 }
 

@@ -15,7 +15,10 @@ use super::{
     frames::Wrap,
     site::{PORT, Site, pods, private, public, remote_pods, remote_private},
 };
-use crate::lab::{agents::tail, counters};
+use crate::{
+    confine,
+    lab::{agents::tail, counters},
+};
 
 /// Node objects a file holds at most.
 const NODES_PER_FILE: usize = 1000;
@@ -100,11 +103,12 @@ pub fn set_up(site: &Site, setup: &Setup, kg: &Path) -> Result<()> {
     let file = OpenOptions::new().create(true).append(true).open(&log)?;
     let mut child = site
         .node
-        .command(kg)
+        .command("env")
+        .args(confine::launcher(kg, &site.directory)?)
         .args(["--backend", "file", "--backend-dir"])
         .arg(cluster)
         .args(["--hostname", "own-00000", "--internal-cidr", "10.1.0.0/16", "--resync-period", "5s"])
-        .args(["--cni-path", "/run/10-kilo.conflist", "--wireguard", "kernel"])
+        .args(["--wireguard", "kernel"])
         .args(["--tunnel", setup.wrap.flag(), "--masquerade", setup.masquerade])
         .stdin(Stdio::null())
         .stdout(file.try_clone()?)

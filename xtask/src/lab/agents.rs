@@ -21,6 +21,7 @@ use super::{
     network::{LAPTOP, LAPTOP6, Network, Node},
     space::{Space, run},
 };
+use crate::confine;
 
 /// What an agent may take to stop, also on an emulated machine.
 const STOPS_WITHIN: Duration = Duration::from_secs(120);
@@ -168,14 +169,20 @@ impl Agents {
         command
             .args([&format!("FAKETIME={clock}"), "FAKETIME_DONT_FAKE_MONOTONIC=1"])
             .arg("LD_PRELOAD=/usr/$LIB/faketime/libfaketime.so.1")
-            .arg(self.program("kg"));
+            .args(self.confined()?);
         self.spawn(node, command, &self.cluster(), &[])
     }
 
     /// Starts the node's agent with objects and flags of its own.
     pub fn start_reading(&mut self, node: &Node, cluster: &Path, flags: &[&str]) -> Result<()> {
-        let command = node.space.command(self.program("kg"));
+        let mut command = node.space.command("env");
+        command.args(self.confined()?);
         self.spawn(node, command, cluster, flags)
+    }
+
+    /// Words that start the agent with the rights of its DaemonSet.
+    pub fn confined(&self) -> Result<Vec<PathBuf>> {
+        confine::launcher(&self.program("kg"), &self.directory)
     }
 
     /// `command` ends with the program.
@@ -186,7 +193,6 @@ impl Agents {
             .args(["--backend", "file", "--backend-dir"])
             .arg(cluster)
             .args(["--wireguard", &self.wireguard, "--resync-period", "5s", "--log-level", "debug"])
-            .args(["--cni-path", super::cni::CONF])
             .args(&self.flags)
             .args(flags)
             .stdin(Stdio::null())

@@ -17,7 +17,7 @@ use super::{
     counters::{self, action, drops},
     external, forward_policy, granularity, matrix, nat,
     network::Node,
-    node_ports, offloads, path_mtu, pod_tunnels, printer, segments, services, vpn,
+    node_ports, offloads, path_mtu, pod_tunnels, printer, segments, services, vpn, well,
 };
 use crate::report::TestOutcome;
 
@@ -81,6 +81,10 @@ const LAST: &[Check] = &[
 /// They say enough about another way to carry packets.
 const WAY: &[Check] = CHECKS.split_at(5).0;
 
+/// After all others.
+const AS_DEPLOYED: &str =
+    "agents have the rights of the manifest and no others, and the hooks of this kernel";
+
 /// Some of the checks.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum Choice {
@@ -124,12 +128,26 @@ pub fn run(
         }
         Err(error) => outcomes.push(outcome(prefix, "the matrix runs", began, &Err(error))),
     }
+    outcomes.push(outcome(
+        prefix,
+        "agents have found nothing to warn about so far",
+        began,
+        &quiet_logs(&mut lab),
+    ));
     let wanted = |name: &str| args.only.as_ref().is_none_or(|words| name.contains(words));
     for (name, check) in checks.into_iter().filter(|(name, _)| wanted(name)) {
         let began = Instant::now();
         let result = check(&mut lab);
+        // Both are worth to be told; what the agents log may explain the failure.
+        let result = match (result, lab.all_well()) {
+            (Ok(figure), well) => well.map(|()| figure),
+            (Err(error), Ok(())) => Err(error),
+            (Err(error), Err(well)) => Err(error.context(format!("{well:#}"))),
+        };
         outcomes.push(outcome(prefix, name, began, &result));
     }
+    let began = Instant::now();
+    outcomes.push(outcome(prefix, AS_DEPLOYED, began, &well::as_deployed(&mut lab)));
     if outcomes.iter().any(|outcome| outcome.outcome == "failed") {
         for node in &lab.network.nodes {
             println!(
@@ -140,6 +158,11 @@ pub fn run(
         }
     }
     outcomes
+}
+
+/// Until the mesh stands, and while everybody reaches everybody.
+fn quiet_logs(lab: &mut Lab) -> Result<String> {
+    lab.all_well().map(|()| String::new())
 }
 
 /// Prints and records one outcome.
@@ -454,7 +477,7 @@ fn second_agent(lab: &mut Lab) -> Result<String> {
         .space
         .command("timeout")
         .arg("10")
-        .arg(lab.agents.program("kg"))
+        .args(lab.agents.confined()?)
         .args(["--backend", "file", "--backend-dir"])
         .arg(lab.agents.cluster())
         .args(["--listen", ":1108"])

@@ -13,8 +13,8 @@ use super::{
     plugins::{self, Pod},
 };
 
-/// The node's configuration list, in its own /run.
-pub const CONF: &str = "/run/10-kilo.conflist";
+/// The node's configuration list, in its own /etc.
+pub const CONF: &str = "/etc/cni/net.d/10-kilo.conflist";
 
 /// Puts the configuration where the agent will find it.
 pub fn install(node: &Node) -> Result<()> {

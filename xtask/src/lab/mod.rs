@@ -31,6 +31,7 @@ mod services;
 pub mod space;
 mod tunl0;
 mod vpn;
+mod well;
 
 use std::{
     fs,
@@ -232,6 +233,9 @@ pub struct Lab {
     directory: PathBuf,
     network: Network,
     agents: Agents,
+    /// What is known of the agents' logs.
+    #[serde(skip)]
+    watch: well::Watch,
 }
 
 /// Takes the lab down when dropped, unless told to keep it.
@@ -481,7 +485,8 @@ impl Lab {
         for node in &network.nodes {
             agents.start(node)?;
         }
-        let lab = Self { name: args.name.clone(), directory, network, agents };
+        let watch = well::Watch::default();
+        let lab = Self { name: args.name.clone(), directory, network, agents, watch };
         lab.save()?;
         step("waiting for the mesh");
         lab.agents.wait_until_ready(&lab.network, Duration::from_secs(240))?;

@@ -116,7 +116,8 @@ fn build(lab: &str, directory: &std::path::Path) -> Result<Network> {
         }
         node.space.hold(&directory.join(format!("logs/{name}-namespaces.log")))?;
         cni::install(&node)?;
-        node.space.sh("echo 1 > /proc/sys/net/ipv4/ip_forward")?;
+        node.space
+            .sh("echo 1 > /proc/sys/net/ipv4/ip_forward; echo 1 > /proc/sys/net/ipv6/conf/all/forwarding")?;
         nodes.push(node);
     }
     Ok(Network { router: internet, nodes, ..Network::plan(lab, Underlay::V4) })

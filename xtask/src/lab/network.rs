@@ -318,8 +318,11 @@ impl Network {
         }
         node.space.ip(&batch)?;
         cni::install(node)?;
-        node.space.sh("echo 1 > /proc/sys/net/ipv4/ip_forward; \
-             for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $d; done")?;
+        // As the manifests ask of nodes: the agent cannot write there.
+        node.space.sh(
+            "echo 1 > /proc/sys/net/ipv4/ip_forward; echo 1 > /proc/sys/net/ipv6/conf/all/forwarding; \
+             for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $d; done",
+        )?;
         Ok(())
     }
 }

@@ -36,7 +36,7 @@ impl Space {
         Ok(space)
     }
 
-    /// Adds mount and UTS namespaces: own /sys, /sys/fs/bpf, /run and
+    /// Adds mount and UTS namespaces: own /sys, /sys/fs/bpf, /run, /etc and
     /// /var/lib, as a container host would have, and no name server; held by a
     /// sleeping process.
     pub fn hold(&mut self, log: &Path) -> Result<()> {
@@ -44,9 +44,10 @@ impl Space {
         let script = format!(
             "mount -t sysfs sys /sys && mount -t bpf bpf /sys/fs/bpf && \
              mount -t tmpfs run /run && mkdir -p /run/wireguard && \
-             mount -t tmpfs lib /var/lib && touch /run/resolv.conf && \
-             mount --bind /run/resolv.conf /etc/resolv.conf && \
-             echo '127.0.0.1 localhost' > /run/hosts && mount --bind /run/hosts /etc/hosts && \
+             mount -t tmpfs lib /var/lib && mkdir -p /run/etc/upper /run/etc/work && \
+             mount -t overlay -o lowerdir=/etc,upperdir=/run/etc/upper,workdir=/run/etc/work etc /etc && \
+             rm -f /etc/resolv.conf && touch /etc/resolv.conf && \
+             echo '127.0.0.1 localhost' > /etc/hosts && mkdir -p /etc/cni/net.d && \
              hostname {} && echo ready && exec sleep infinity",
             self.name
         );

@@ -318,5 +318,8 @@ fn rp_filter(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
 fn forwarding_off(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
     let node = any_node(lab, chance);
     node.space.sh("echo 0 > /proc/sys/net/ipv4/ip_forward")?;
-    Ok(alone(node.name()))
+    // The agent sees /proc/sys read-only, and tells the operator.
+    let said = node.name().to_owned();
+    let mend = move |_: &mut Lab| node.space.sh("sysctl -q net.ipv4.ip_forward=1").map(|_| ());
+    Ok(Deed { said, mend: Box::new(mend) })
 }

@@ -1,0 +1,151 @@
+//! Runs `kg` with the rights its DaemonSet gives it: every agent of the labs and benches
+//! has the capabilities and mounts of the manifest that is shipped, and no others.
+
+mod container;
+mod held;
+mod manifest;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+
+use crate::workspace_root;
+use container::Lent;
+use manifest::{Mount, Rights, Source};
+
+/// The flag that needs more than the manifests give.
+const FORWARD_RULES: &str = "--iptables-forward-rules";
+
+/// Options of the launcher.
+#[derive(Args, Debug)]
+pub struct ConfineArgs {
+    /// Empty directory that becomes the container's root.
+    #[arg(long)]
+    root: PathBuf,
+    /// Directory that can be read at the same path.
+    #[arg(long)]
+    lend: Vec<PathBuf>,
+    /// Directory that can be written to at the same path.
+    #[arg(long)]
+    lend_writable: Vec<PathBuf>,
+    /// The agent's program and arguments; they choose the manifest.
+    #[arg(last = true, required = true)]
+    command: Vec<String>,
+}
+
+/// Words that start `kg` confined, to be put before its arguments; for the mount and network
+/// namespace of its node. It sees its own program and, in the place of an API server, `state`.
+///
+/// # Errors
+/// When this program has no path, or the directory for the root cannot be made.
+pub fn launcher(kg: &Path, state: &Path) -> Result<Vec<PathBuf>> {
+    let this = std::env::current_exe()?;
+    // The build may have replaced the running one.
+    let this = this.parent().context("no directory of this program")?.join("xtask");
+    let root = state.join("container");
+    fs::create_dir_all(&root).with_context(|| root.display().to_string())?;
+    let kg = fs::canonicalize(kg).with_context(|| kg.display().to_string())?;
+    let bin = kg.parent().context("kg has no directory")?;
+    let words = ["confine", "--root"].map(PathBuf::from).into_iter().chain([root]);
+    let lent = ["--lend".into(), bin.to_owned(), "--lend-writable".into(), state.to_owned()];
+    Ok(std::iter::once(this).chain(words).chain(lent).chain(["--".into(), kg.clone()]).collect())
+}
+
+/// Runs the hidden subcommand: becomes the agent.
+///
+/// # Errors
+/// What the manifest does not say, or the kernel refuses.
+pub fn main(args: &ConfineArgs) -> Result<()> {
+    let rights = rights(&args.command)?;
+    let lent = |paths: &[PathBuf], writable| {
+        paths.iter().map(move |path| Lent { path: path.clone(), writable }).collect::<Vec<_>>()
+    };
+    let lent = [lent(&args.lend, false), lent(&args.lend_writable, true)].concat();
+    container::enter(&rights, &args.root, &lent, &args.command).map(|_| ())
+}
+
+/// The manifest of a cluster whose agents have these flags.
+fn manifest(command: &[String]) -> &'static str {
+    let mut wireguard = "kernel";
+    for (word, next) in command.iter().zip(command.iter().skip(1).map(String::as_str).chain([""])) {
+        if word == "--wireguard" {
+            wireguard = next;
+        } else if let Some(value) = word.strip_prefix("--wireguard=") {
+            wireguard = value;
+        }
+    }
+    if command.iter().any(|word| word == "--create-interface=false") {
+        return "kilo-kubeadm-userspace.yaml";
+    }
+    if wireguard == "kernel" { "kilo-kubeadm.yaml" } else { "kilo-k3s-userspace-heterogeneous.yaml" }
+}
+
+fn rights(command: &[String]) -> Result<Rights> {
+    let path = workspace_root().join("manifests").join(manifest(command));
+    let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+    let mut rights = Rights::read(&text).with_context(|| path.display().to_string())?;
+    if command.iter().any(|word| word == FORWARD_RULES) {
+        add_forward_rules(&mut rights);
+    }
+    Ok(rights)
+}
+
+/// Whether a process that runs has the rights its command line asks for, and no others.
+///
+/// # Errors
+/// What differs.
+pub fn check(pid: u32) -> Result<()> {
+    let words = fs::read(format!("/proc/{pid}/cmdline")).context("the agent has ended")?;
+    let words: Vec<_> =
+        words.split(|&byte| byte == 0).map(|w| String::from_utf8_lossy(w).into_owned()).collect();
+    let wanted = rights(&words)?;
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let mounts = fs::read_to_string(format!("/proc/{pid}/mountinfo"))?;
+    held::compare(&wanted, &status, &mounts)
+}
+
+/// What the kustomize component `forward-rules` adds for the flag.
+fn add_forward_rules(rights: &mut Rights) {
+    rights.capabilities.insert("NET_RAW".to_owned());
+    let lock = "/run/xtables.lock".to_owned();
+    rights.mounts.push(Mount {
+        source: Source::FileOrCreate(lock.clone()),
+        target: lock,
+        read_only: false,
+        from_host: false,
+    });
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    fn words(text: &str) -> Vec<String> {
+        text.split(' ').map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn the_last_word_about_wireguard_chooses_the_manifest() {
+        let chosen = |text| manifest(&words(text));
+        assert_eq!(chosen("kg --wireguard kernel"), "kilo-kubeadm.yaml");
+        assert_eq!(chosen("kg"), "kilo-kubeadm.yaml");
+        assert_eq!(chosen("kg --wireguard auto"), "kilo-k3s-userspace-heterogeneous.yaml");
+        assert_eq!(
+            chosen("kg --wireguard kernel --create-interface=false --wireguard=auto"),
+            "kilo-kubeadm-userspace.yaml"
+        );
+    }
+
+    #[test]
+    fn the_flag_for_forward_rules_brings_the_rights_it_needs() {
+        let without = rights(&words("kg --wireguard kernel")).unwrap();
+        let with = rights(&words("kg --wireguard kernel --iptables-forward-rules")).unwrap();
+        assert!(with.capabilities.contains("NET_RAW") && !without.capabilities.contains("NET_RAW"));
+        assert_eq!(with.mounts.len(), without.mounts.len() + 1);
+    }
+}
