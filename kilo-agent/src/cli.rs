@@ -144,6 +144,18 @@ flag_values! {
     }
 }
 
+flag_values! {
+    /// `--endpoint-from`.
+    EndpointFrom, "source of the endpoint" {
+        /// A public address of an interface, else the Node's `ExternalIP`, else a private address.
+        Auto = "auto",
+        /// Addresses of interfaces only, as Kilo.
+        Interface = "interface",
+        /// The Node's `ExternalIP`, else an address of an interface.
+        ExternalIp = "external-ip",
+    }
+}
+
 impl LogLevel {
     /// The filter directive for `tracing-subscriber`.
     pub const fn directive(self) -> &'static str {

@@ -207,6 +207,47 @@ fn the_agents_annotations_come_and_go_on_a_real_api_server() {
     });
 }
 
+#[test]
+fn the_nodes_external_ip_is_the_endpoint_where_no_interface_is_public() {
+    netns::isolated("the_nodes_external_ip_is_the_endpoint_where_no_interface_is_public", || async {
+        make_host();
+        netns::sh("ip address del 192.0.2.11/32 dev eth0");
+        let Some(server) = ApiServer::start().await else { return };
+        let client = server.client(ADMIN).await;
+        apply_crds(&client).await;
+        create_node(&client, "n1", &[]).await;
+        create_member(&client, 3, "elsewhere").await;
+        let nodes: Api<core::Node> = Api::all(client.clone());
+        let kubeconfig = server.kubeconfig(ADMIN, server.port());
+        let agent = Agent(kg(&kubeconfig).spawn().unwrap());
+        until(&nodes, "the interface's endpoint", at_endpoint("10.1.0.11:51820")).await;
+        let warning = || netns::sh("curl -s http://127.0.0.1:1107/status");
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !warning().contains("10.1.0.11:51820 is private") {
+            assert!(Instant::now() < deadline, "{}", warning());
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+
+        // What a cloud's controller writes, some time after the node has joined.
+        let addresses = json!({"status": {"addresses": [
+            {"type": "InternalIP", "address": "10.1.0.11"},
+            {"type": "ExternalIP", "address": "203.0.113.9"},
+        ]}});
+        nodes.patch_status("n1", &PatchParams::default(), &Patch::Merge(&addresses)).await.unwrap();
+        until(&nodes, "the external endpoint", at_endpoint("203.0.113.9:51820")).await;
+        while warning().contains("is private") {
+            assert!(Instant::now() < deadline + Duration::from_secs(10), "{}", warning());
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        annotate(&nodes, "n1", json!({name("force-endpoint"): "198.51.100.4:51820"})).await;
+        until(&nodes, "the forced endpoint", at_endpoint("198.51.100.4:51820")).await;
+        annotate(&nodes, "n1", json!({name("force-endpoint"): null})).await;
+        netns::sh("ip address add 192.0.2.11/32 dev eth0");
+        until(&nodes, "the public interface's endpoint", at_endpoint("192.0.2.11:51820")).await;
+        drop(agent);
+    });
+}
+
 /// Another node of the location `location`, alive now.
 async fn create_member(client: &Client, number: u8, location: &str) {
     let unix = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();

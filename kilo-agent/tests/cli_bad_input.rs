@@ -35,7 +35,7 @@ fn fails(program: &str, arguments: &[&str]) -> String {
 const ANY_TEXT: [&str; 6] = ["backend-dir", "cni-path", "interface", "kubeconfig", "master", "version"];
 
 /// Rubbish for each other flag of `kg`, and what the answer must name.
-const RUBBISH: [(&str, &str, &str); 24] = [
+const RUBBISH: [(&str, &str, &str); 25] = [
     ("attach", "maybe", "auto, tcx, clsact"),
     ("backend", "etcd", "kubernetes, file"),
     ("clean-up", "maybe", "neither true nor false"),
@@ -44,6 +44,7 @@ const RUBBISH: [(&str, &str, &str); 24] = [
     ("compatibility", "calico", "flannel, cilium"),
     ("create-interface", "tRUE", "neither true nor false"),
     ("encapsulate", "sometimes", "never, crosssubnet, always"),
+    ("endpoint-from", "nic", "auto, interface, external-ip"),
     ("hostname", "no_name", "DNS names in lower case"),
     ("internal-cidr", "10.0.0.0/33", "10.0.0.0/33"),
     ("iptables-forward-rules", "on", "neither true nor false"),

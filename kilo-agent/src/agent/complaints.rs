@@ -6,7 +6,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{metrics::Metrics, plan};
+use crate::{
+    metrics::Metrics,
+    plan,
+    topology::{Endpoint, PRIVATE_ENDPOINT_REMEDY},
+};
 
 /// A reconcile that goes on failing for the same reason is spoken of again after this.
 const AGAIN: Duration = Duration::from_secs(60);
@@ -18,6 +22,8 @@ pub struct Complaints {
     objects: BTreeMap<String, String>,
     /// Nodes of the location that have no hop.
     left_out: usize,
+    /// The endpoint of this node that other locations may not reach.
+    private_endpoint: Option<Endpoint>,
     failure: Option<Failure>,
 }
 
@@ -53,6 +59,21 @@ impl Complaints {
             );
         }
         self.left_out = left_out;
+    }
+
+    /// Says once that this node leads its location with an endpoint that other locations may not reach.
+    pub fn private_endpoint(&mut self, endpoint: Option<&Endpoint>) {
+        if self.private_endpoint.as_ref() == endpoint {
+            return;
+        }
+        if let Some(endpoint) = endpoint {
+            tracing::warn!(
+                %endpoint,
+                "this node leads its location with a private endpoint, which nodes of other locations may not \
+                 reach: {PRIVATE_ENDPOINT_REMEDY}"
+            );
+        }
+        self.private_endpoint = endpoint.cloned();
     }
 
     /// A reconcile failed: says so, unless it did for the same reason within the last minute.

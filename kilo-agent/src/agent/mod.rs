@@ -30,7 +30,7 @@ use self::{
 };
 use crate::{
     backend::{Backend, BackendError, Snapshot, last_good::LastGood},
-    cli::{AttachMode, Compatibility, Masquerade},
+    cli::{AttachMode, Compatibility, EndpointFrom, Masquerade},
     cni,
     dataplane::{self, Dataplane, DataplaneError, Interfaces, PathMtus},
     health::Health,
@@ -78,6 +78,8 @@ pub struct Options {
     pub resync: Duration,
     /// `--internal-cidr`.
     pub internal_cidrs: Vec<IpNet>,
+    /// `--endpoint-from`.
+    pub endpoint_from: EndpointFrom,
     /// `--prioritise-private-addresses`.
     pub prefer_private: bool,
     /// The CNI configuration list to write pod CIDRs into.
@@ -383,6 +385,8 @@ impl<B: Backend> Agent<B> {
         };
         self.leaders.observe(&mesh, now);
         self.observe(&mesh);
+        let warned = if self.options.prefer_private { None } else { mesh.private_endpoint_of(&name) };
+        self.complaints.private_endpoint(warned);
         self.show(Arc::clone(&mesh), snapshot, shown, ready, &look.interface);
 
         let missing = |missing| AgentError::Incomplete { node: name.clone(), missing };

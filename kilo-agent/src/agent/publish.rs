@@ -87,8 +87,8 @@ impl<B: Backend> Agent<B> {
             own.internal_ip = found.and_then(|found| found.private).filter(|_| !own.no_internal_ip);
         }
         if !own.endpoint_forced {
-            let private = found.and_then(|found| found.private).filter(|_| self.options.prefer_private);
-            let address = private.or(found.map(|found| found.public)).map(|net| net.addr());
+            let (from, prefer_private) = (self.options.endpoint_from, self.options.prefer_private);
+            let address = discovery::endpoint(found, &seen.external_ips, from, prefer_private);
             own.endpoint = address.map(|ip| SocketAddr::new(ip, self.options.settings.port).into());
         }
         own

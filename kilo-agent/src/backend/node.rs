@@ -120,7 +120,18 @@ pub fn from_object(object: &core::Node, topology_label: &str) -> (CheckedIn, Vec
     node.discovered_endpoints = reader.discovered_endpoints();
     node.allowed_location_ips = reader.prefix_list("allowed-location-ips");
     node.pod_cidrs = reader.pod_cidrs(object.spec.as_ref());
+    node.external_ips = external_ips(object.status.as_ref());
     (CheckedIn { node, last_seen }, reader.problems)
+}
+
+/// The type of a Node's address that is reached from outside the cluster's network.
+pub const EXTERNAL_IP: &str = "ExternalIP";
+
+/// Addresses of type `ExternalIP`. Kubernetes checks that they are addresses; others do not count.
+fn external_ips(status: Option<&core::NodeStatus>) -> Vec<IpAddr> {
+    let addresses = status.and_then(|status| status.addresses.as_deref()).unwrap_or_default();
+    let external = addresses.iter().filter(|address| address.type_ == EXTERNAL_IP);
+    external.filter_map(|address| address.address.parse().ok()).collect()
 }
 
 /// The start of a text that may be long: problems are logged and kept.
@@ -282,6 +293,12 @@ pub fn to_object(node: &Node, last_seen: i64) -> core::Node {
         Some(wanted.into_iter().filter_map(|(name, value)| Some((name, value?))).collect());
     let pod_cidrs = node.pod_cidrs.iter().map(ToString::to_string).collect();
     object.spec = Some(core::NodeSpec { pod_cidrs: Some(pod_cidrs), ..Default::default() });
+    if !node.external_ips.is_empty() {
+        let address =
+            |ip: &IpAddr| core::NodeAddress { type_: EXTERNAL_IP.to_owned(), address: ip.to_string() };
+        let addresses = Some(node.external_ips.iter().map(address).collect());
+        object.status = Some(core::NodeStatus { addresses, ..Default::default() });
+    }
     object
 }
 
@@ -424,6 +441,7 @@ mod tests {
             allowed_location_ips: vec!["192.0.2.0/24".parse().unwrap(), "2001:db8::/64".parse().unwrap()],
             granularity: Some(Granularity::Full),
             cni_compatibility_ip: "10.42.0.7/32".parse().ok(),
+            external_ips: vec!["192.0.2.7".parse().unwrap(), "2001:db8::7".parse().unwrap()],
             ..plain.clone()
         };
         let without = Node { internal_ip: None, no_internal_ip: true, ..plain.clone() };

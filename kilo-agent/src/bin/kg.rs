@@ -16,8 +16,9 @@ use kilo_agent::{
     agent::{self, Agent},
     backend::{Backend, Snapshot, file::FileBackend, kubernetes, last_good},
     cli::{
-        AttachMode, BackendKind, Compatibility, LogLevel, Masquerade, PrefixList, TunnelMode, WireguardMode,
-        parse_bool, parse_cidr, parse_label, parse_listen, parse_node_name, parse_period, parse_port,
+        AttachMode, BackendKind, Compatibility, EndpointFrom, LogLevel, Masquerade, PrefixList, TunnelMode,
+        WireguardMode, parse_bool, parse_cidr, parse_label, parse_listen, parse_node_name, parse_period,
+        parse_port,
     },
     dataplane::BPFFS,
     health::Health,
@@ -117,6 +118,10 @@ struct Flags {
     /// When packets inside a location are encapsulated: never, crosssubnet or always.
     #[arg(long, default_value = "always")]
     encapsulate: Encapsulate,
+    /// Where the WireGuard endpoint comes from: auto (a public address of an interface, else the Node's
+    /// ExternalIP, else a private address), interface or external-ip. The annotation force-endpoint overrides it.
+    #[arg(long, default_value = "auto")]
+    endpoint_from: EndpointFrom,
     /// Name of this node; default: the host's.
     #[arg(long, default_value = "", hide_default_value = true, value_parser = parse_node_name, global = true)]
     hostname: String,
@@ -297,6 +302,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         compatibility: flags.compatibility,
         resync: flags.resync_period,
         internal_cidrs: PrefixList::join(&flags.internal_cidr),
+        endpoint_from: flags.endpoint_from,
         prefer_private: flags.prioritise_private_addresses,
         cni: flags.cni.then(|| flags.cni_path.clone()),
         masquerade: flags.masquerade,

@@ -8,6 +8,7 @@ use std::{
 use ipnet::IpNet;
 
 use super::{Net, NetError, links, links::Link};
+use crate::cli::EndpointFrom;
 
 /// How long a host name may take to resolve.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(3);
@@ -69,6 +70,38 @@ pub fn discover(facts: &Facts<'_>) -> Option<Discovered> {
     });
     let public = first(&|net| is_public(net.addr())).or(private)?;
     Some(Discovered { private, public })
+}
+
+/// Pure: the address others reach this node's WireGuard device at. `external`: the Node's
+/// addresses of type `ExternalIP`; clouds put there what their NAT translates to an interface.
+pub fn endpoint(
+    found: Option<Discovered>,
+    external: &[IpAddr],
+    from: EndpointFrom,
+    prefer_private: bool,
+) -> Option<IpAddr> {
+    let usable = external.iter().filter(|ip| !is_local(**ip)).copied();
+    // As for interfaces: public before private, IPv4 before IPv6.
+    let external = usable.min_by_key(|ip| (!is_public(*ip), ip.is_ipv6()));
+    let public = found.map(|found| found.public.addr());
+    let interface = found.and_then(|found| found.private).filter(|_| prefer_private).map(|net| net.addr());
+    let interface = interface.or(public);
+    match from {
+        EndpointFrom::ExternalIp => external.or(interface),
+        EndpointFrom::Interface => interface,
+        EndpointFrom::Auto if prefer_private || public.is_some_and(is_reached_from_anywhere) => interface,
+        EndpointFrom::Auto => external.or(interface),
+    }
+}
+
+/// Public, and neither of a provider's own range (100.64.0.0/10) nor a unique local IPv6 address,
+/// which Kilo counts as public.
+fn is_reached_from_anywhere(address: IpAddr) -> bool {
+    is_public(address)
+        && match address {
+            IpAddr::V4(address) => address.octets()[0] != 100 || address.octets()[1] & 0xc0 != 64,
+            IpAddr::V6(address) => !address.is_unique_local(),
+        }
 }
 
 fn sorted<'a>(nets: impl Iterator<Item = &'a (u32, IpNet)>) -> Vec<IpNet> {
@@ -180,6 +213,49 @@ mod tests {
         let links = [link(2, "", &["203.0.113.5/24"])];
         check(Facts { links: &links, ..Facts::default() }, None, Some("203.0.113.5/24"));
         check(Facts::default(), None, None);
+    }
+
+    #[test]
+    fn the_external_ip_of_the_node_is_the_endpoint_where_no_interface_is_public() {
+        use EndpointFrom::{Auto, ExternalIp, Interface};
+        let found = |private: &str, public: &str| {
+            let (private, public) = (private.parse().ok(), public.parse().unwrap());
+            Some(Discovered { private, public })
+        };
+        let cloud = found("10.0.0.5/24", "10.0.0.5/24");
+        let public = found("10.0.0.5/24", "198.51.100.5/24");
+        let shared = found("10.0.0.5/24", "100.64.7.7/16");
+        let local = found("10.0.0.5/24", "fd12::5/64");
+        let elastic = ["203.0.113.9"].as_slice();
+        let both = ["2001:db8::9", "203.0.113.9"].as_slice();
+        let mixed = ["192.168.7.7", "2001:db8::9"].as_slice();
+        let unusable = ["127.0.0.1", "0.0.0.0", "169.254.0.1", "fe80::1"].as_slice();
+        let cases = [
+            (cloud, elastic, Auto, false, Some("203.0.113.9")),
+            (cloud, both, Auto, false, Some("203.0.113.9")),
+            (cloud, mixed, Auto, false, Some("2001:db8::9")),
+            (cloud, unusable, Auto, false, Some("10.0.0.5")),
+            (cloud, &[], Auto, false, Some("10.0.0.5")),
+            (cloud, elastic, Interface, false, Some("10.0.0.5")),
+            (cloud, elastic, Auto, true, Some("10.0.0.5")),
+            (public, elastic, Auto, false, Some("198.51.100.5")),
+            (public, elastic, ExternalIp, false, Some("203.0.113.9")),
+            (public, &[], ExternalIp, false, Some("198.51.100.5")),
+            (public, &[], ExternalIp, true, Some("10.0.0.5")),
+            (shared, elastic, Auto, false, Some("203.0.113.9")),
+            (shared, &[], Auto, false, Some("100.64.7.7")),
+            (local, elastic, Auto, false, Some("203.0.113.9")),
+            (None, elastic, Auto, false, Some("203.0.113.9")),
+            (None, &[], Auto, false, None),
+        ];
+        for (found, external, from, prefer_private, wanted) in cases {
+            let external: Vec<IpAddr> = external.iter().map(|text| text.parse().unwrap()).collect();
+            assert_eq!(
+                endpoint(found, &external, from, prefer_private),
+                wanted.map(|text| text.parse().unwrap()),
+                "{found:?} {external:?} {from:?} {prefer_private}"
+            );
+        }
     }
 
     #[test]

@@ -23,7 +23,7 @@ pub use view::{View, among, with_own};
 
 use crate::{
     backend::Snapshot,
-    topology::{self, Known, LeaderReason, Mesh},
+    topology::{self, Known, LeaderReason, Mesh, PRIVATE_ENDPOINT_REMEDY},
     wireguard::key::PublicKey,
 };
 
@@ -71,6 +71,9 @@ pub struct LocationStatus {
     /// Its WireGuard address; `None` also when the subnet has no more.
     #[serde(rename = "wireguardIP")]
     pub wireguard_ip: Option<IpAddr>,
+    /// What may keep other locations from reaching it, and what to do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub warning: Option<String>,
     /// Ready nodes.
     pub ready: usize,
     /// All nodes of the location.
@@ -234,6 +237,7 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: topology::Granularit
         changes: None,
         endpoint: None,
         wireguard_ip: None,
+        warning: None,
         ready: 0,
         nodes: 0,
     };
@@ -254,6 +258,13 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: topology::Granularit
         location.endpoint = Some(segment.endpoint.to_string());
         location.wireguard_ip = segment.wireguard_ip;
         location.ready = segment.members.len();
+    }
+    for (segment, endpoint) in mesh.private_endpoints() {
+        if let Some(location) = all.get_mut(&segment.location) {
+            let text =
+                format!("{endpoint} is private, other locations may not reach it: {PRIVATE_ENDPOINT_REMEDY}");
+            location.warning = Some(text);
+        }
     }
     all.into_values().collect()
 }

@@ -10,6 +10,9 @@ pub fn table(status: &Status) -> String {
         &["LOCATION", "LEADER", "SINCE", "WHY", "ENDPOINT", "WIREGUARD-IP", "READY"],
         status.locations.iter().map(|location| location_row(location, now)),
     ));
+    let warned = status.locations.iter();
+    let warned = warned.filter_map(|location| Some(vec![location.name.clone(), location.warning.clone()?]));
+    parts.push(columns(&["LOCATION", "WARNING"], warned));
     parts.push(columns(
         &["NODE", "LOCATION", "ROLE", "READY", "PRIVATE-IP", "POD-CIDRS", "LAST-SEEN", "REASON"],
         status.nodes.iter().map(|node| node_row(node, now)),

@@ -8,6 +8,7 @@ mod liveness;
 mod mesh;
 mod nodes;
 pub mod prefixes;
+mod private_endpoint;
 mod segment;
 mod types;
 
@@ -16,6 +17,7 @@ pub use leader::{LeaderReason, is_public};
 pub use liveness::Liveness;
 pub use mesh::{Mesh, READY_SECONDS, is_complete, is_recent, location_of, missing, ready_at};
 pub use nodes::{CheckedIn, Known, Nodes, Replaced};
+pub use private_endpoint::PRIVATE_ENDPOINT_REMEDY;
 pub(crate) use segment::Reach;
 pub use segment::{Member, Segment};
 pub use types::*;

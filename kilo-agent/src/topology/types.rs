@@ -164,6 +164,8 @@ pub struct Node {
     pub endpoint: Option<Endpoint>,
     /// True when `endpoint` comes from `force-endpoint`.
     pub endpoint_forced: bool,
+    /// Addresses of type `ExternalIP` in the Node's status, in its order.
+    pub external_ips: Vec<IpAddr>,
     /// Its public key.
     pub key: Option<PublicKey>,
     /// Private address with the prefix length of its network.

@@ -1,5 +1,5 @@
-//! A Node object without all that the topology does not need: the status and
-//! who manages which field are most of it, and each sign of life brings them.
+//! A Node object without all that the topology does not need: images, conditions
+//! and who manages which field are most of it, and each heartbeat brings them.
 
 use std::{borrow::Cow, collections::BTreeMap};
 
@@ -18,6 +18,8 @@ pub struct SlimNode {
     metadata: ObjectMeta,
     #[serde(default)]
     spec: Spec,
+    #[serde(default)]
+    status: Status,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -26,6 +28,11 @@ struct Spec {
     pod_cidr: Option<String>,
     #[serde(rename = "podCIDRs")]
     pod_cidrs: Option<Vec<String>>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+struct Status {
+    addresses: Option<Vec<core::NodeAddress>>,
 }
 
 fn metadata<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ObjectMeta, D::Error> {
@@ -42,9 +49,10 @@ fn metadata<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ObjectMeta, D:
 }
 
 impl From<SlimNode> for core::Node {
-    fn from(SlimNode { metadata, spec: Spec { pod_cidr, pod_cidrs } }: SlimNode) -> Self {
+    fn from(SlimNode { metadata, spec: Spec { pod_cidr, pod_cidrs }, status }: SlimNode) -> Self {
         let spec = core::NodeSpec { pod_cidr, pod_cidrs, ..Default::default() };
-        Self { metadata, spec: Some(spec), status: None }
+        let status = core::NodeStatus { addresses: status.addresses, ..Default::default() };
+        Self { metadata, spec: Some(spec), status: Some(status) }
     }
 }
 
@@ -91,7 +99,10 @@ mod tests {
                 "managedFields": [{"manager": "kubelet", "fieldsV1": {"f:status": {}}}]
             },
             "spec": {"podCIDR": "10.42.0.0/24", "podCIDRs": ["10.42.0.0/24"], "taints": 5},
-            "status": {"images": [{"names": ["i"]}]}
+            "status": {
+                "images": [{"names": ["i"]}],
+                "addresses": [{"type": "Hostname", "address": "a"}, {"type": "ExternalIP", "address": "192.0.2.7"}]
+            }
         }"#;
         let node = core::Node::from(serde_json::from_str::<SlimNode>(text).unwrap());
         assert_eq!(
@@ -103,6 +114,8 @@ mod tests {
         let spec = node.spec.unwrap();
         assert_eq!(spec.pod_cidr.as_deref(), Some("10.42.0.0/24"));
         assert_eq!(spec.pod_cidrs.unwrap(), ["10.42.0.0/24"]);
+        let addresses = node.status.unwrap().addresses.unwrap();
+        assert_eq!((addresses[1].type_.as_str(), addresses[1].address.as_str()), ("ExternalIP", "192.0.2.7"));
         assert!(serde_json::from_str::<SlimNode>(r#"{"metadata": {}}"#).is_ok(), "without spec");
     }
 }
