@@ -177,9 +177,8 @@ fn location_dies(lab: &mut Lab) -> Result<String> {
     let gone = until("the location is given up", Duration::from_secs(150), || {
         Ok(metric(lab, "a2", "kilo_nodes")? == 3)
     });
-    let clear = counters::clear_pod_packets(&lab.network)?;
     std::thread::sleep(Duration::from_secs(1));
-    ensure!(counters::clear_pod_packets(&lab.network)? == clear, "in clear since it is gone");
+    lab.nothing_in_clear().context("since it is gone")?;
     let status = lab.agents.kgctl(&["status"]);
     for name in dead {
         let node = lab.network.node(name)?.clone();
