@@ -224,9 +224,8 @@ fn by_kind(matrix: &matrix::Matrix, prefix: &str, began: Instant) -> Vec<TestOut
 
 fn ways(lab: &mut Lab) -> Result<String> {
     for node in &lab.network.nodes {
-        let metrics = counters::scrape(&node.space)?;
-        let count = |name| action(&metrics, name);
-        let shown = format!("{}: {metrics:?}", node.name());
+        let count = lab.counted(node)?;
+        let shown = format!("{}: {:?}", node.name(), counters::scrape(&node.space)?);
         if node.public.is_some() {
             for name in ["encrypt", "decrypt", "transit", "forward"] {
                 ensure!(count(name) > 0, "leader counts no {name}; {shown}");

@@ -35,6 +35,7 @@ mod vpn;
 mod well;
 
 use std::{
+    collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
     sync::atomic::{AtomicBool, Ordering},
@@ -46,7 +47,7 @@ use clap::{Args, Subcommand, ValueEnum as _};
 use serde::{Deserialize, Serialize};
 
 use agents::Agents;
-use network::{Network, Underlay};
+use network::{Network, Node, Underlay};
 use scenario::Scenario;
 
 use crate::report::TestOutcome;
@@ -243,6 +244,9 @@ pub struct Lab {
     /// Looks at all frames, in the process that built the lab.
     #[serde(skip)]
     clear: Option<clear::Watch>,
+    /// Each node's metrics when the mesh stood: until then a node may lead that starts first.
+    #[serde(skip)]
+    stood: BTreeMap<String, counters::Metrics>,
 }
 
 /// Takes the lab down when dropped, unless told to keep it.
@@ -502,7 +506,15 @@ impl Lab {
             agents.start(node)?;
         }
         let watch = well::Watch::default();
-        let lab = Self { name: args.name.clone(), directory, network, agents, watch, clear };
+        let mut lab = Self {
+            name: args.name.clone(),
+            directory,
+            network,
+            agents,
+            watch,
+            clear,
+            stood: BTreeMap::new(),
+        };
         lab.save()?;
         step("waiting for the mesh");
         lab.agents.wait_until_ready(&lab.network, Duration::from_secs(240))?;
@@ -518,8 +530,19 @@ impl Lab {
         step("TCP and UDP servers everywhere");
         matrix::serve(&lab.network)?;
         matrix::settle(&lab.network, Duration::from_secs(60))?;
+        for node in &lab.network.nodes {
+            lab.stood.insert(node.name().to_owned(), counters::scrape(&node.space)?);
+        }
         lab.save()?;
         Ok(lab)
+    }
+
+    /// Packets of each action at a node since the mesh stood.
+    fn counted(&self, node: &Node) -> Result<impl Fn(&str) -> u64 + use<>> {
+        let before = self.stood.get(node.name()).cloned().unwrap_or_default();
+        let now = counters::scrape(&node.space)?;
+        // A new agent goes on with the counters of the one before.
+        Ok(move |name: &str| counters::action(&now, name).saturating_sub(counters::action(&before, name)))
     }
 
     fn save(&self) -> Result<()> {

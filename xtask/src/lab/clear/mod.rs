@@ -227,7 +227,7 @@ pub fn sees_leaks(lab: &mut Lab) -> Result<String> {
 
 /// To a public address that nobody has, so that nobody answers.
 fn send_marked(network: &Network) -> Result<()> {
-    let target = network.underlay.address(Ipv4Addr::new(192, 0, 2, 99));
+    let target = network.underlay.address(Ipv4Addr::new(192, 0, 2, 98));
     let send = move || -> std::io::Result<()> {
         let socket = probe::any_port(target)?;
         (0..ON_PURPOSE).try_for_each(|_| socket.send_to(MARKER, (target, 9)).map(drop))
