@@ -15,7 +15,7 @@ use super::{Lab, counters, network::Node};
 use crate::confine;
 
 /// What an agent logs when somebody detached a program.
-pub const DETACHED: &str = "put back";
+pub const DETACHED: &str = "reattached it";
 const METRIC: &str = "kilo_reattached_total";
 /// Interfaces that carry a node's packets out, with their programs.
 const UPLINK_PROGRAMS: [&str; 2] = ["lan_ingress", "uplink_egress"];
