@@ -238,8 +238,18 @@ $b mount -t devtmpfs dev /new/dev
 $b mkdir -p /new/dev/pts /new/dev/shm
 $b mount -t devpts pts /new/dev/pts
 $b mount -t tmpfs shm /new/dev/shm
+# The checkout stays where it is, also below a directory of the guest's own.
+w=$($b sed 's/.*kilo.checkout=\([^ ]*\).*/\1/' /proc/cmdline)
+$b mkdir /keep
+$b mount -o bind /new$w /keep
 $b mount -t tmpfs tmp /new/tmp
 $b mount -t tmpfs run /new/run
+case $w in
+/tmp/* | /run/*)
+    $b mkdir -p /new$w
+    $b mount -o bind /keep /new$w
+esac
+$b umount /keep
 $b mount -t cgroup2 cgroup /new/sys/fs/cgroup
 $b mount -t bpf bpf /new/sys/fs/bpf
 $b mount -t 9p -o $o,ro,cache=loose modules /new/lib/modules
@@ -291,7 +301,11 @@ fn boot(args: &VmArgs, kernel: &Kernel, initramfs: &Path, shared: &Path) -> Resu
         .arg(initramfs)
         .args([
             "-append",
-            &format!("console=ttyS0 quiet panic=-1 mitigations=off kilo.shared={}", shared.display()),
+            &format!(
+                "console=ttyS0 quiet panic=-1 mitigations=off kilo.shared={} kilo.checkout={}",
+                shared.display(),
+                workspace_root().display()
+            ),
         ])
         .args(["-virtfs", &share("host", Path::new("/"), true)])
         .args(["-virtfs", &share("modules", &kernel.modules.join("lib/modules"), true)])

@@ -58,9 +58,8 @@ pub fn connect(node: &Node) -> Result<()> {
 /// what stays in the location.
 pub fn ways_beside(lab: &Lab, device: &str) -> Result<String> {
     for node in &lab.network.nodes {
-        let metrics = counters::scrape(&node.space)?;
-        let count = |name| counters::action(&metrics, name);
-        let shown = format!("{}: {metrics:?}", node.name());
+        let count = lab.counted(node)?;
+        let shown = format!("{}: {:?}", node.name(), counters::scrape(&node.space)?);
         if node.public.is_some() {
             for name in ["encrypt", "decrypt", "transit", "forward"] {
                 ensure!(count(name) > 0, "leader counts no {name}; {shown}");

@@ -16,7 +16,7 @@ pub const FLAGS: &[&str] = &["--compatibility=flannel", "--cni=false", "--local=
 /// What is checked when the mesh stands.
 pub const CHECKS: &[Check] = &[
     ("members steer to their leader, and flannel carries what stays in the location", ways),
-    ("no pod packet is seen in clear between the locations", nothing_in_clear),
+    ("no packet of the mesh is seen in clear", nothing_in_clear),
     ("no mesh packet was dropped on the way", no_drops),
     ("the cloud dropped no IPIP, though it drops what there is", cloud::nothing_dropped),
     ("IPIP to a leader that itself sends VXLAN travels inside flannel's packets", cloud::ipip_inside),

@@ -4,6 +4,7 @@ pub mod agents;
 mod bulk;
 mod checks;
 mod cilium;
+mod clear;
 mod cloud;
 mod cni;
 pub mod counters;
@@ -34,6 +35,7 @@ mod vpn;
 mod well;
 
 use std::{
+    collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
     sync::atomic::{AtomicBool, Ordering},
@@ -45,7 +47,7 @@ use clap::{Args, Subcommand, ValueEnum as _};
 use serde::{Deserialize, Serialize};
 
 use agents::Agents;
-use network::{Network, Underlay};
+use network::{Network, Node, Underlay};
 use scenario::Scenario;
 
 use crate::report::TestOutcome;
@@ -66,6 +68,9 @@ pub const PACKAGES: &[&str] = &[
     "wireguard-go",
     "faketime",
 ];
+
+/// Then every packet between nodes has an outer header.
+const ALWAYS: &str = "--encapsulate=always";
 
 /// Set on Ctrl-C and SIGTERM: nothing more is to be made.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
@@ -236,6 +241,12 @@ pub struct Lab {
     /// What is known of the agents' logs.
     #[serde(skip)]
     watch: well::Watch,
+    /// Looks at all frames, in the process that built the lab.
+    #[serde(skip)]
+    clear: Option<clear::Watch>,
+    /// Each node's metrics when the mesh stood: until then a node may lead that starts first.
+    #[serde(skip)]
+    stood: BTreeMap<String, counters::Metrics>,
 }
 
 /// Takes the lab down when dropped, unless told to keep it.
@@ -291,7 +302,9 @@ pub fn main(args: LabArgs) -> Result<()> {
             if let Some(time) = steady {
                 faults::steady::set_length(time);
             }
-            let rows = faults::run(&mut Lab::up(&args, None)?, line, always);
+            let mut lab = Lab::up(&args, None)?;
+            let rows = faults::run(&mut lab, line, always);
+            let deployed = well::as_deployed(&mut lab);
             let failed = rows.iter().filter(|row| row.problem.is_some()).count();
             let mut all: Vec<faults::Row> = match json {
                 Some(path) if docs && !line.is_empty() => serde_json::from_slice(&fs::read(path)?)?,
@@ -309,6 +322,7 @@ pub fn main(args: LabArgs) -> Result<()> {
             if docs {
                 faults::write_table(&all)?;
             }
+            deployed?;
             if failed > 0 {
                 bail!("{failed} of {} faults cost more than they may", rows.len());
             }
@@ -405,7 +419,11 @@ fn show(args: &LabArgs) -> Result<()> {
     matrix.print();
     println!("\n== Which way they went (packets; `kilo_packets_total` of each agent)");
     counters::print(&lab.network);
-    println!("pod packets seen in clear on the router: {}", counters::clear_pod_packets(&lab.network)?);
+    let clear = lab.nothing_in_clear();
+    match &clear {
+        Ok(()) => println!("no packet of the mesh was seen in clear on any LAN"),
+        Err(error) => println!("{error:#}"),
+    }
     println!(
         "\nlab: {} of {} probes passed, {:.1} s",
         matrix.passed(),
@@ -435,7 +453,7 @@ fn show(args: &LabArgs) -> Result<()> {
     if matrix.passed() < matrix.total() {
         bail!("{} probes failed", matrix.total() - matrix.passed());
     }
-    Ok(())
+    clear
 }
 
 fn exec(name: &str, space: &str, command: &[String]) -> Result<()> {
@@ -470,6 +488,8 @@ impl Lab {
         step("namespaces, links, addresses, NAT");
         let mut network = Network::plan(&args.name, args.underlay);
         network.build(&args.name, &logs)?;
+        let native = args.kg_flags.iter().any(|flag| flag.starts_with("--encapsulate=") && flag != ALWAYS);
+        let clear = Some(clear::Watch::start(&network.router, native)?);
         if let Some(scenario) = scenario {
             scenario.prepare(&mut network)?;
         }
@@ -486,7 +506,15 @@ impl Lab {
             agents.start(node)?;
         }
         let watch = well::Watch::default();
-        let lab = Self { name: args.name.clone(), directory, network, agents, watch };
+        let mut lab = Self {
+            name: args.name.clone(),
+            directory,
+            network,
+            agents,
+            watch,
+            clear,
+            stood: BTreeMap::new(),
+        };
         lab.save()?;
         step("waiting for the mesh");
         lab.agents.wait_until_ready(&lab.network, Duration::from_secs(240))?;
@@ -502,8 +530,19 @@ impl Lab {
         step("TCP and UDP servers everywhere");
         matrix::serve(&lab.network)?;
         matrix::settle(&lab.network, Duration::from_secs(60))?;
+        for node in &lab.network.nodes {
+            lab.stood.insert(node.name().to_owned(), counters::scrape(&node.space)?);
+        }
         lab.save()?;
         Ok(lab)
+    }
+
+    /// Packets of each action at a node since the mesh stood.
+    fn counted(&self, node: &Node) -> Result<impl Fn(&str) -> u64 + use<>> {
+        let before = self.stood.get(node.name()).cloned().unwrap_or_default();
+        let now = counters::scrape(&node.space)?;
+        // A new agent goes on with the counters of the one before.
+        Ok(move |name: &str| counters::action(&now, name).saturating_sub(counters::action(&before, name)))
     }
 
     fn save(&self) -> Result<()> {

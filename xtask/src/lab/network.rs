@@ -34,7 +34,7 @@ pub enum Underlay {
 
 impl Underlay {
     /// The same address in this family.
-    fn address(self, v4: Ipv4Addr) -> IpAddr {
+    pub fn address(self, v4: Ipv4Addr) -> IpAddr {
         match self {
             Self::V4 => IpAddr::V4(v4),
             Self::V6 => IpAddr::V6(v6_of(v4)),
@@ -241,15 +241,15 @@ impl Network {
         for space in self.spaces() {
             Space::create(lab, &space.name)?;
         }
-        self.router.ip(
-            "link add lan-a type bridge\nlink add lan-b type bridge\nlink add lan-c type bridge\n\
-             link add wan type bridge\n\
+        self.router.ip("link add lan-a address 02:00:00:00:01:0a type bridge\n\
+             link add lan-b address 02:00:00:00:01:0b type bridge\n\
+             link add lan-c address 02:00:00:00:01:0c type bridge\n\
+             link add wan address 02:00:00:00:01:0d type bridge\n\
              link set lan-a up\nlink set lan-b up\nlink set lan-c up\nlink set wan up\n\
              address add 10.1.0.1/24 dev lan-a\naddress add 10.2.0.1/24 dev lan-b\n\
              address add 10.1.1.1/24 dev lan-c\naddress add fd00:1:1::1/64 dev lan-c nodad\n\
              address add fd00:1::1/64 dev lan-a nodad\naddress add fd00:2::1/64 dev lan-b nodad\n\
-             address add 2001:db8:2::1/64 dev wan nodad\naddress add 192.0.2.1/24 dev wan\n",
-        )?;
+             address add 2001:db8:2::1/64 dev wan nodad\naddress add 192.0.2.1/24 dev wan\n")?;
         self.attach(&self.outside, "eth0", "outside", None)?;
         self.attach(&self.laptop, "eth0", "laptop", None)?;
         self.router.ip(
@@ -328,8 +328,8 @@ impl Network {
 }
 
 /// The router forwards, keeps the two LANs apart (as the Internet does),
-/// translates private addresses, and counts what should never be there:
-/// a packet with a pod's address in clear.
+/// translates private addresses, and counts what should never be there: a packet
+/// with a pod's address in clear. (What ports of a LAN send each other, `clear` sees.)
 const ROUTER_RULES: &str = r#"
 echo 1 > /proc/sys/net/ipv4/ip_forward
 echo 1 > /proc/sys/net/ipv6/conf/all/forwarding
@@ -338,12 +338,16 @@ for f in /proc/sys/net/bridge/bridge-nf-call-ip*; do test -e $f && echo 0 > $f; 
 nft -f - <<'RULES'
 table inet lab {
     counter clear-pod-traffic { }
-    chain forward {
-        type filter hook forward priority 0; policy accept;
+    # Before routing: there is no route to pods here.
+    chain prerouting {
+        type filter hook prerouting priority raw; policy accept;
         ip saddr 10.42.0.0/16 counter name clear-pod-traffic drop
         ip daddr 10.42.0.0/16 counter name clear-pod-traffic drop
         ip6 saddr fd42::/16 counter name clear-pod-traffic drop
         ip6 daddr fd42::/16 counter name clear-pod-traffic drop
+    }
+    chain forward {
+        type filter hook forward priority 0; policy accept;
         iifname { "lan-a", "lan-c" } oifname "lan-b" drop
         iifname "lan-b" oifname { "lan-a", "lan-c" } drop
         iifname { "wan", "laptop", "outside" } oifname { "lan-a", "lan-b", "lan-c" } ct state new drop

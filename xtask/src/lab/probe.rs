@@ -16,6 +16,10 @@ use super::space::Space;
 
 /// Port both servers listen on.
 pub const PORT: u16 = 7007;
+/// What probes carry again and again, so that they are known wherever they are seen.
+pub const MARKER: &[u8; 16] = b"kilo-probe-seen!";
+/// How often, in bytes.
+const MARKER_EVERY: u64 = 128;
 /// Payload of a TCP probe in bytes: several segments.
 const TCP_PAYLOAD: usize = 8_000;
 /// Payload of a UDP or ICMP probe in bytes.
@@ -133,7 +137,19 @@ pub fn until_seen_as(
 }
 
 fn pattern(length: usize) -> Vec<u8> {
-    (0..length).map(|i| (i % 251) as u8).collect()
+    (0..length as u64).map(byte_at).collect()
+}
+
+/// Byte of a stream at this position: the marker, or what differs from its neighbours.
+pub fn byte_at(at: u64) -> u8 {
+    let in_marker = MARKER.get((at % MARKER_EVERY) as usize).copied();
+    in_marker.unwrap_or((at % 251) as u8)
+}
+
+/// A UDP socket of the target's family.
+pub fn any_port(target: IpAddr) -> std::io::Result<UdpSocket> {
+    let any = if target.is_ipv4() { IpAddr::V4(Ipv4Addr::UNSPECIFIED) } else { Ipv6Addr::UNSPECIFIED.into() };
+    UdpSocket::bind((any, 0))
 }
 
 /// The address the server saw, and what it sent back.
@@ -162,8 +178,7 @@ fn tcp(target: SocketAddr, timeout: Duration) -> Result<IpAddr> {
 }
 
 fn udp(target: SocketAddr, timeout: Duration) -> Result<IpAddr> {
-    let any = if target.is_ipv4() { IpAddr::V4(Ipv4Addr::UNSPECIFIED) } else { Ipv6Addr::UNSPECIFIED.into() };
-    let socket = UdpSocket::bind((any, 0))?;
+    let socket = any_port(target.ip())?;
     socket.connect(target)?;
     socket.set_read_timeout(Some(timeout))?;
     let sent = pattern(DATAGRAM_PAYLOAD);

@@ -8,7 +8,10 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use nix::sys::socket::{setsockopt, sockopt::UdpGsoSegment};
+use nix::sys::socket::{
+    setsockopt,
+    sockopt::{RcvBufForce, UdpGsoSegment},
+};
 
 use super::{
     Lab,
@@ -24,6 +27,8 @@ const DATAGRAM: u16 = 1200;
 const BURST: u32 = 12;
 /// Calls.
 const CALLS: u32 = 40;
+/// Bytes the receiver's socket holds, with what the kernel adds to each datagram.
+const ROOM: usize = 4 * (CALLS * BURST) as usize * DATAGRAM as usize;
 /// Between calls, so that no queue on the way overflows.
 const PAUSE: Duration = Duration::from_millis(10);
 /// Longest wait for what is under way.
@@ -49,6 +54,8 @@ fn pass(from: &Node, to: &Node, target: IpAddr) -> Result<u64> {
     let address = SocketAddr::from((target, PORT));
     let receiver = to.pod.spawn(move || UdpSocket::bind(address)).join();
     let receiver = receiver.map_err(|_| anyhow::anyhow!("receiving thread"))???;
+    // All of them, should the receiving thread not run meanwhile.
+    setsockopt(&receiver, RcvBufForce, &ROOM).context("receive buffer")?;
     let receiver = std::thread::spawn(move || receive(&receiver));
     let steered = || anyhow::Ok(action(&counters::scrape(&from.space)?, "steer"));
     let before = steered()?;

@@ -42,14 +42,27 @@ impl Space {
     pub fn hold(&mut self, log: &Path) -> Result<()> {
         super::stop_if_interrupted()?;
         let script = format!(
-            "mount -t sysfs sys /sys && mount -t bpf bpf /sys/fs/bpf && \
-             mount -t tmpfs run /run && mkdir -p /run/wireguard && \
-             mount -t tmpfs lib /var/lib && mkdir -p /run/etc/upper /run/etc/work && \
-             mount -t overlay -o lowerdir=/etc,upperdir=/run/etc/upper,workdir=/run/etc/work etc /etc && \
-             rm -f /etc/resolv.conf && touch /etc/resolv.conf && \
-             echo '127.0.0.1 localhost' > /etc/hosts && mkdir -p /etc/cni/net.d && \
-             hostname {} && echo ready && exec sleep infinity",
-            self.name
+            "own() {{
+                 case $2/ in $1/*) mount --bind $2 /mnt; esac
+                 mount -t tmpfs $1 $1
+                 case $2/ in $1/*) mkdir -p $2; mount --bind /mnt $2; umount /mnt; esac
+             }}
+             set -e
+             mount -t sysfs sys /sys
+             mount -t bpf bpf /sys/fs/bpf
+             own /run '{checkout}'
+             own /var/lib '{checkout}'
+             mkdir -p /run/wireguard /run/etc/upper /run/etc/work
+             mount -t overlay -o lowerdir=/etc,upperdir=/run/etc/upper,workdir=/run/etc/work etc /etc
+             rm -f /etc/resolv.conf
+             touch /etc/resolv.conf
+             echo '127.0.0.1 localhost' > /etc/hosts
+             mkdir -p /etc/cni/net.d
+             hostname {name}
+             echo ready
+             exec sleep infinity",
+            checkout = crate::workspace_root().display(),
+            name = self.name
         );
         let mut child = Command::new("nsenter")
             .arg(format!("--net={}", self.path().display()))

@@ -72,8 +72,14 @@ pub fn roams(lab: &mut Lab) -> Result<String> {
 }
 
 /// With another key there is no handshake; with the right one there is, and no
-/// agent logs it.
+/// agent logs it. The key stays.
 pub fn preshared_key(lab: &mut Lab) -> Result<String> {
+    let result = needs_its_key(lab);
+    // Also after a failure the laptop has what the agents have.
+    result.and(lab.agents.configure_laptop(&lab.network, |peers| peers)).map(|()| String::new())
+}
+
+fn needs_its_key(lab: &Lab) -> Result<()> {
     let (network, agents) = (&lab.network, &lab.agents);
     let key = run(Command::new("wg").arg("genpsk"))?.trim().to_owned();
     let other = run(Command::new("wg").arg("genpsk"))?.trim().to_owned();
@@ -96,7 +102,7 @@ pub fn preshared_key(lab: &mut Lab) -> Result<String> {
         let log = fs::read_to_string(agents.log(node.name()))?;
         ensure!(!log.contains(&key), "{} logs the pre-shared key", node.name());
     }
-    Ok(String::new())
+    Ok(())
 }
 
 /// The office is reached from pods and nodes by its own address, and reaches
@@ -114,18 +120,25 @@ pub fn gateway(lab: &mut Lab) -> Result<String> {
         probe::until_seen_as(&node.space, OFFICE, node.private, LIMIT)?;
         probe::until_seen_as(&network.office, node.pod_ip(), OFFICE, LIMIT)?;
     }
-    let service = Service::add(&a2.space, TO_OFFICE, &OFFICE.to_string())?;
+    let _service = Service::add(&a2.space, TO_OFFICE, &OFFICE.to_string())?;
     let target: std::net::IpAddr = TO_OFFICE.parse()?;
     probe::until_seen_as(&a2.pod, target, a2.pod_ip(), LIMIT)?;
-    service.remove()?;
     Ok(String::new())
 }
 
 /// The laptop sends services to a1, and everything else outside to b1.
 pub fn internet(lab: &mut Lab) -> Result<String> {
+    let result = by_nodes(lab);
+    // Also after a failure: what follows expects the laptop as it was.
+    let routed = lab.network.laptop.ip("route replace default via 172.16.9.1\n");
+    let configured = lab.agents.configure_laptop(&lab.network, |peers| peers);
+    result.and(routed).and(configured).map(|()| String::new())
+}
+
+fn by_nodes(lab: &Lab) -> Result<()> {
     let network = &lab.network;
     let (a1, b1, b2) = (network.node("a1")?, network.node("b1")?, network.node("b2")?);
-    let service = Service::add(&a1.space, TO_POD, &b2.pod_ip().to_string())?;
+    let _service = Service::add(&a1.space, TO_POD, &b2.pod_ip().to_string())?;
     lab.agents.configure_laptop(network, |peers| {
         peers
             .replace(&format!("{}/32", a1.private), &format!("{}/32, 10.43.0.0/16", a1.private))
@@ -138,11 +151,7 @@ pub fn internet(lab: &mut Lab) -> Result<String> {
     probe::until_seen_as(&network.laptop, target, std::net::Ipv4Addr::new(10, 4, 0, 1), LIMIT)?;
     let public = b1.public.context("b1 has a public address")?;
     probe::until_seen_as(&network.laptop, OUTSIDE, public, LIMIT)?;
-    probe::until_seen_as(&network.office, OUTSIDE, public, LIMIT)?;
-    network.laptop.ip("route replace default via 172.16.9.1\n")?;
-    lab.agents.configure_laptop(network, |peers| peers)?;
-    service.remove()?;
-    Ok(String::new())
+    probe::until_seen_as(&network.office, OUTSIDE, public, LIMIT)
 }
 
 /// The laptop's pre-shared key as an earlier check left it.
@@ -151,7 +160,7 @@ fn preshared_key_of(lab: &Lab) -> Result<Option<String>> {
     Ok(conf.lines().find_map(|line| line.strip_prefix("PresharedKey = ")).map(ToOwned::to_owned))
 }
 
-/// A ClusterIP on one node: what kube-proxy with `--cluster-cidr` sets up.
+/// A ClusterIP on one node: what kube-proxy with `--cluster-cidr` sets up, until it is dropped.
 struct Service<'a>(&'a Space);
 
 impl<'a> Service<'a> {
@@ -172,8 +181,12 @@ impl<'a> Service<'a> {
         ))?;
         Ok(Self(space))
     }
+}
 
-    fn remove(self) -> Result<()> {
-        self.0.sh("nft delete table ip lab-proxy").map(drop)
+impl Drop for Service<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.0.sh("nft delete table ip lab-proxy") {
+            eprintln!("lab: a service stays: {error:#}");
+        }
     }
 }

@@ -53,6 +53,7 @@ impl Lab {
             ensure!(lines.is_empty(), "agents logged what the check did not cause:\n{}", lines.join("\n"));
             reattached(self)
         });
+        let result = self.nothing_in_clear().and(result);
         self.watch.caused.rotate_right(1);
         self.watch.caused[0].clear();
         result

@@ -40,7 +40,7 @@ pub const CHECKS: &[Check] = &[
     ("members steer to their leader, and Cilium carries what stays in the location", |lab| {
         cni::ways_beside(lab, "cilium_vxlan")
     }),
-    ("no pod packet is seen in clear between the locations", nothing_in_clear),
+    ("no packet of the mesh is seen in clear", nothing_in_clear),
     ("no mesh packet was dropped on the way", no_drops),
     ("programs of others are attached in their order whoever came first, and all count packets", beside),
     ("a host firewall that knows nothing of Kilo refuses none of its packets", not_refused),

@@ -10,7 +10,7 @@ use super::{
     injector::{Direction, Drop, Family, Rule},
     number, until,
 };
-use crate::lab::{Lab, agents};
+use crate::lab::{Lab, agents, well::DETACHED};
 
 /// Faults of links, watched through both leaders.
 pub fn faults() -> Vec<Fault> {
@@ -223,6 +223,7 @@ fn uplink_down(lab: &mut Lab) -> Result<String> {
 }
 
 fn detached(lab: &mut Lab) -> Result<String> {
+    lab.caused(&[DETACHED]);
     let node = lab.network.node("a2")?.space.clone();
     // A pinned TCX link ends with its pin; a clsact filter with the qdisc.
     let removed =

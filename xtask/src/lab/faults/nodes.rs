@@ -71,6 +71,7 @@ fn restart_all(lab: &mut Lab) -> Result<String> {
 
 /// Debug builds of `kg` panic on SIGUSR2, in a task nobody waits for.
 fn task_panics(lab: &mut Lab) -> Result<String> {
+    lab.caused(&["panicked"]);
     let node = lab.network.node("a1")?.clone();
     let agent = lab.agents.pid("a1").context("no agent")?;
     kill(Pid::from_raw(agent.cast_signed()), Signal::SIGUSR2)?;
@@ -167,6 +168,7 @@ pub(super) fn metric(lab: &Lab, node: &str, name: &str) -> Result<u64> {
 
 fn rubbish(lab: &mut Lab) -> Result<String> {
     const ERRORS: &str = "kilo_errors_total{event=\"invalid_object\"}";
+    lab.caused(&["annotation kilo.squat.ai/"]);
     let text = annotated(
         lab,
         "a3",
@@ -255,7 +257,9 @@ fn location_gone(lab: &mut Lab) -> Result<String> {
     let status = status?;
     ensure!(!status.contains("site-b"), "kgctl status still shows it:\n{status}");
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
-    Ok("gone from kgctl status, nothing in clear".to_owned())
+    // Nobody has those pods any more: what is for them leaves as it does for any address outside.
+    let masqueraded = lab.in_clear_but(|leak| leak.contains(": 10.1.0.12 to 10.42.5."))?;
+    Ok(format!("gone from kgctl status; {masqueraded} packets for its pods left masqueraded, in clear"))
 }
 
 /// A Peer object's file.
@@ -275,6 +279,7 @@ pub(super) fn key(number: u8) -> String {
 }
 
 fn unresolvable(lab: &mut Lab) -> Result<String> {
+    lab.caused(&["endpoint cannot be resolved"]);
     let endpoint = "  endpoint:\n    dnsOrIP:\n      dns: nowhere.invalid\n    port: 51820\n";
     let text = peer("nowhere", "10.5.0.77/32", &key(3), endpoint);
     with_file(lab, "peer-nowhere.yaml", &text, |lab| {

@@ -3,7 +3,7 @@
 
 use std::{
     io::{Read as _, Write as _},
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, UdpSocket},
+    net::{IpAddr, SocketAddr, TcpStream},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -90,8 +90,7 @@ impl Traffic {
 
 /// Answers (sent, answered, longest time without an answer).
 fn stream(target: IpAddr, stop: &AtomicBool, count: &AtomicU64) -> Result<(u64, u64, Duration)> {
-    let any = if target.is_ipv4() { IpAddr::V4(Ipv4Addr::UNSPECIFIED) } else { Ipv6Addr::UNSPECIFIED.into() };
-    let socket = UdpSocket::bind((any, 0))?;
+    let socket = probe::any_port(target)?;
     socket.connect((target, probe::PORT))?;
     socket.set_read_timeout(Some(Duration::from_millis(50)))?;
     let sender = socket.try_clone()?;
@@ -100,7 +99,7 @@ fn stream(target: IpAddr, stop: &AtomicBool, count: &AtomicU64) -> Result<(u64, 
             let (mut number, mut next) = (0u64, Instant::now());
             while !stop.load(Ordering::Relaxed) {
                 // Refused or unreachable is lost, and seen by the answer that does not come.
-                let _ = sender.send(&number.to_be_bytes());
+                let _ = sender.send(&[&number.to_be_bytes()[..], probe::MARKER].concat());
                 number += 1;
                 next += TICK;
                 match next.checked_duration_since(Instant::now()) {
@@ -124,7 +123,9 @@ fn stream(target: IpAddr, stop: &AtomicBool, count: &AtomicU64) -> Result<(u64, 
             }
             let Ok(length) = answer else { continue };
             let (_, bytes) = probe::split_answer(&buffer[..length])?;
-            let number = usize::try_from(u64::from_be_bytes(bytes.try_into()?))?;
+            let number = usize::try_from(u64::from_be_bytes(
+                bytes.get(..8).context("an answer without its number")?.try_into()?,
+            ))?;
             if seen.len() <= number {
                 seen.resize(number + 1, false);
             }
@@ -152,7 +153,7 @@ fn connection(target: IpAddr, stop: Arc<AtomicBool>) -> Result<Duration> {
     let writing = std::thread::spawn(move || -> std::io::Result<u64> {
         let mut written = 0;
         while !stop.load(Ordering::Relaxed) {
-            let bytes: Vec<u8> = (written..written + WRITE.1 as u64).map(byte_at).collect();
+            let bytes: Vec<u8> = (written..written + WRITE.1 as u64).map(probe::byte_at).collect();
             writer.write_all(&bytes)?;
             written += WRITE.1 as u64;
             std::thread::sleep(WRITE.0);
@@ -177,7 +178,7 @@ fn connection(target: IpAddr, stop: Arc<AtomicBool>) -> Result<Duration> {
             bytes = &bytes[end + 1..];
             head = false;
         }
-        if !bytes.iter().zip(read..).all(|(&byte, at)| byte == byte_at(at)) {
+        if !bytes.iter().zip(read..).all(|(&byte, at)| byte == probe::byte_at(at)) {
             bail!("other bytes came back after {read}");
         }
         read += bytes.len() as u64;
@@ -187,8 +188,4 @@ fn connection(target: IpAddr, stop: Arc<AtomicBool>) -> Result<Duration> {
         bail!("{read} of {written} bytes came back");
     }
     Ok(stall)
-}
-
-fn byte_at(at: u64) -> u8 {
-    (at % 251) as u8
 }

@@ -16,7 +16,7 @@ use anyhow::{Result, bail, ensure};
 
 use super::until;
 use crate::{
-    lab::{Lab, agents, counters, matrix, space::Space, stop_if_interrupted},
+    lab::{Lab, agents, matrix, stop_if_interrupted, well},
     report::TestOutcome,
 };
 use chance::Chance;
@@ -58,7 +58,7 @@ pub fn run(lab: &mut Lab, seed: u64, time: Duration, only: Option<&str>) -> Resu
     ensure!(!kinds.is_empty(), "no fault has {:?} in its name", only.unwrap_or_default());
     let mut report = Report::default();
     let mut chance = Chance::new(seed);
-    let clear = PodsInClear::start(lab)?;
+    lab.all_well()?;
     let before = left_over::Inventory::settled(lab)?;
     let watch = Watch::start(&lab.network);
     watch.whole(Instant::now(), HEALS_WITHIN)?;
@@ -67,11 +67,7 @@ pub fn run(lab: &mut Lab, seed: u64, time: Duration, only: Option<&str>) -> Resu
     while result.is_ok() && began.elapsed() < time {
         result = stop_if_interrupted()
             .and_then(|()| round(lab, &kinds, &mut chance, &watch, &mut report, began))
-            .and_then(|()| {
-                let seen = clear.seen()?;
-                ensure!(seen == 0, "the router saw {seen} packets between pods in clear");
-                Ok(())
-            });
+            .and_then(|()| lab.all_well());
     }
     (report.seconds, report.asked) = watch.finish();
     report.print();
@@ -82,32 +78,9 @@ pub fn run(lab: &mut Lab, seed: u64, time: Duration, only: Option<&str>) -> Resu
         bail!("{} probes failed in the end", matrix.total() - matrix.passed());
     }
     left_over::nothing(lab, &before, MORE_MEMORY)?;
+    well::as_deployed(lab)?;
     println!("soak: nothing left over after {} rounds", report.rounds);
     Ok(report)
-}
-
-/// Counts packets between pods on the router. A leader whose LAN is down reaches
-/// its location's other nodes by their endpoints, as Kilo does without a tunnel,
-/// so that one address may be a pod's.
-struct PodsInClear(Space);
-
-impl PodsInClear {
-    fn start(lab: &Lab) -> Result<Self> {
-        let rule = |family: &str, pods: &str| {
-            format!("{family} saddr {pods} {family} daddr {pods} counter name clear\n")
-        };
-        lab.network.router.sh(&format!(
-            "nft -f - <<'RULES'\ntable inet soak {{\n counter clear {{ }}\n chain forward {{\n \
-             type filter hook forward priority -10;\n {}{} }}\n}}\nRULES",
-            rule("ip", "10.42.0.0/16"),
-            rule("ip6", "fd42::/16")
-        ))?;
-        Ok(Self(lab.network.router.clone()))
-    }
-
-    fn seen(&self) -> Result<u64> {
-        counters::nft(&self.0, "inet soak clear")
-    }
 }
 
 /// One or two faults, some time with them, and what it takes until all is well.

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -145,10 +145,10 @@ fn ask_all(source: &Place, targets: &[Place]) -> (usize, Vec<String>) {
 /// Takes out of `waiting` who answered and saw the right source.
 fn ask(source: &Place, v4: bool, waiting: &mut BTreeMap<IpAddr, &Place>) -> Result<()> {
     let any: IpAddr = if v4 { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    let socket = UdpSocket::bind((any, 0))?;
+    let socket = probe::any_port(any)?;
     for address in waiting.keys() {
         // Unreachable is unanswered.
-        let _ = socket.send_to(b"well?", (*address, probe::PORT));
+        let _ = socket.send_to(probe::MARKER, (*address, probe::PORT));
     }
     let deadline = Instant::now() + SECOND;
     let mut buffer = [0; 256];

@@ -1,0 +1,264 @@
+//! Looks for the mesh's packets in clear: a packet socket sees each frame a host of the
+//! lab puts on a wire, from before the first agent starts until the lab is taken down.
+
+mod frame;
+
+use std::{
+    collections::BTreeMap,
+    net::Ipv4Addr,
+    os::fd::{AsRawFd as _, OwnedFd},
+    sync::{
+        Arc, Condvar, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use nix::{
+    libc,
+    net::if_::if_indextoname,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::socket::{
+        AddressFamily, LinkAddr, SockFlag, SockProtocol, SockType, recvfrom, setsockopt, socket,
+        sockopt::RcvBufForce,
+    },
+};
+
+use super::{
+    Lab, counters,
+    network::Network,
+    probe::{self, MARKER},
+    space::Space,
+};
+use frame::Link;
+
+/// As much of a frame as is looked at.
+const LOOKED_AT: usize = 512;
+/// Room for frames nobody has looked at yet.
+const BUFFER: usize = 64 << 20;
+/// Kinds of leaks that are told apart; those after them are counted as one.
+const KINDS: usize = 64;
+/// Longest wait until all frames have been looked at.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// What was seen since somebody asked.
+#[derive(Debug, Default)]
+pub struct Seen {
+    /// Frames in clear by who sent what.
+    pub leaks: BTreeMap<String, u64>,
+    /// Frames that came too fast to be looked at.
+    pub missed: u64,
+}
+
+impl Seen {
+    /// Frames in clear.
+    pub fn total(&self) -> u64 {
+        self.leaks.values().sum()
+    }
+
+    fn add(&mut self, leak: String) {
+        let is_known = self.leaks.len() < KINDS || self.leaks.contains_key(&leak);
+        *self.leaks.entry(if is_known { leak } else { "others".to_owned() }).or_default() += 1;
+    }
+
+    /// A line each.
+    pub fn shown(&self) -> String {
+        self.leaks.iter().map(|(leak, count)| format!("\n    {count} {leak}")).collect()
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    seen: Seen,
+    /// When there was nothing left to look at, last.
+    idle: Option<Instant>,
+}
+
+/// The thread that looks.
+#[derive(Debug)]
+pub struct Watch {
+    stop: Arc<AtomicBool>,
+    state: Arc<(Mutex<State>, Condvar)>,
+    thread: Option<JoinHandle<Result<Result<()>>>>,
+}
+
+impl Watch {
+    /// Starts to look at everything that reaches the router, or passes it between ports of a LAN.
+    /// `native`: nodes of a LAN send each other packets without an outer header.
+    ///
+    /// # Errors
+    /// When there is no packet socket.
+    pub fn start(router: &Space, native: bool) -> Result<Self> {
+        let (stop, state) = (Arc::new(AtomicBool::new(false)), Arc::default());
+        let opened =
+            router.spawn(open).join().map_err(|_| anyhow::anyhow!("packet socket's thread"))???;
+        let (ended, shared) = (Arc::clone(&stop), Arc::clone(&state));
+        let thread = router.spawn(move || look(&opened, native, &ended, &shared));
+        Ok(Self { stop, state, thread: Some(thread) })
+    }
+
+    /// What was seen since the last call, once all frames sent so far have been looked at.
+    ///
+    /// # Errors
+    /// When the thread has ended, or does not keep up.
+    pub fn take(&self) -> Result<Seen> {
+        let asked = Instant::now();
+        let (mutex, idle) = &*self.state;
+        let state = mutex.lock().unwrap_or_else(PoisonError::into_inner);
+        let busy = |state: &mut State| state.idle.is_none_or(|idle| idle <= asked);
+        let (mut state, waited) =
+            idle.wait_timeout_while(state, PATIENCE, busy).unwrap_or_else(PoisonError::into_inner);
+        ensure!(!waited.timed_out(), "the LANs' frames are not looked at any more");
+        Ok(std::mem::take(&mut state.seen))
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn open() -> Result<OwnedFd> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let socket = socket(AddressFamily::Packet, SockType::Raw, flags, SockProtocol::EthAll);
+    let socket = socket.context("a packet socket")?;
+    setsockopt(&socket, RcvBufForce, &BUFFER).context("its buffer")?;
+    Ok(socket)
+}
+
+fn look(socket: &OwnedFd, native: bool, stop: &AtomicBool, state: &(Mutex<State>, Condvar)) -> Result<()> {
+    let mut links = BTreeMap::new();
+    let mut buffer = [0; LOOKED_AT];
+    let mut found = Vec::new();
+    while !stop.load(Ordering::Relaxed) {
+        let received = recvfrom::<LinkAddr>(socket.as_raw_fd(), &mut buffer);
+        if let Ok((length, Some(from))) = received {
+            // What leaves the router was seen when it came in.
+            if from.pkttype() != libc::PACKET_OUTGOING {
+                let (name, link) =
+                    links.entry(from.ifindex()).or_insert_with(|| link(from.ifindex(), native));
+                let leak = link.and_then(|link| frame::leak(&buffer[..length], link));
+                found.extend(leak.map(|leak| format!("from {name}: {leak}")));
+            }
+            continue;
+        }
+        let missed = dropped(socket)?;
+        {
+            let mut state = state.0.lock().unwrap_or_else(PoisonError::into_inner);
+            state.seen.missed += missed;
+            found.drain(..).for_each(|leak| state.seen.add(leak));
+            state.idle = Some(Instant::now());
+        }
+        state.1.notify_all();
+        let _ = poll(
+            &mut [PollFd::new(std::os::fd::AsFd::as_fd(socket), PollFlags::POLLIN)],
+            PollTimeout::from(50u8),
+        );
+    }
+    Ok(())
+}
+
+/// Name of an interface of the router, and where it leads; bridges show what their ports do.
+fn link(index: usize, native: bool) -> (String, Option<Link>) {
+    let name = u32::try_from(index).ok().and_then(|index| if_indextoname(index).ok());
+    let name = name.map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let link = match name.as_str() {
+        "" | "lo" | "wan" => None,
+        name if name.starts_with("lan-") => None,
+        name if name.ends_with("-lan") || name == "printer" => {
+            Some(if native { Link::NativeLan } else { Link::Lan })
+        }
+        _ => Some(Link::Public),
+    };
+    (name, link)
+}
+
+/// Frames the socket had no room for, since the last call.
+fn dropped(socket: &OwnedFd) -> Result<u64> {
+    let mut statistics = libc::tpacket_stats { tp_packets: 0, tp_drops: 0 };
+    let mut length = size_of::<libc::tpacket_stats>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `length` bytes, which `statistics` has.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_PACKET,
+            libc::PACKET_STATISTICS,
+            (&raw mut statistics).cast(),
+            &raw mut length,
+        )
+    };
+    nix::errno::Errno::result(result).context("statistics of the packet socket")?;
+    Ok(statistics.tp_drops.into())
+}
+
+impl Lab {
+    /// Fails with who sent what when the mesh's packets were seen in clear since the last call.
+    pub fn nothing_in_clear(&self) -> Result<()> {
+        self.in_clear_but(|_| false).map(drop)
+    }
+
+    /// The same, but for leaks of which this says that they may be; answers how many those are.
+    pub fn in_clear_but(&self, may: impl Fn(&str) -> bool) -> Result<u64> {
+        let Some(watch) = &self.clear else { return Ok(0) };
+        let mut seen = watch.take()?;
+        let count = seen.total();
+        seen.leaks.retain(|leak, _| !may(leak));
+        let known = count - seen.total();
+        ensure!(seen.leaks.is_empty(), "{} packets of the mesh in clear:{}", seen.total(), seen.shown());
+        ensure!(seen.missed == 0, "{} frames came too fast to be looked at", seen.missed);
+        Ok(known)
+    }
+}
+
+/// Packets of each kind that are sent on purpose.
+const ON_PURPOSE: u64 = 5;
+/// A pod's address the printer takes for its own.
+const POD: &str = "10.42.9.2";
+
+/// Sends packets in clear on purpose: pings with pods' addresses, and datagrams with the marker.
+/// Each must have been seen, by the router's rules those that were for it.
+pub fn sees_leaks(lab: &mut Lab) -> Result<String> {
+    lab.nothing_in_clear()?;
+    let before = counters::clear_pod_packets(&lab.network)?;
+    let printer = &lab.network.printer;
+    let target = lab.network.node("b2")?.pod_ip();
+    printer.ip(&format!("address add {POD}/32 dev lo\nroute add 10.42.0.0/16 via 10.1.0.1 src {POD}\n"))?;
+    // No answer is what is wanted.
+    let pings = printer.sh(&format!("ping -n -q -c {ON_PURPOSE} -i 0.05 -W 1 -I {POD} {target} || true"));
+    printer.ip(&format!("route del 10.42.0.0/16\naddress del {POD}/32 dev lo\n"))?;
+    pings?;
+    send_marked(&lab.network)?;
+    let watch = lab.clear.as_ref().context("nobody looks")?;
+    let seen = watch.take()?;
+    let leaks = seen.total();
+    let router = counters::clear_pod_packets(&lab.network)? - before;
+    ensure!(
+        leaks == 2 * ON_PURPOSE && router == ON_PURPOSE,
+        "of {ON_PURPOSE} pings and {ON_PURPOSE} datagrams in clear the LANs showed {leaks}, and the router counted \
+         {router} pings:{}",
+        seen.shown()
+    );
+    Ok(format!("({leaks} of {leaks} packets in clear seen, {router} of {router} by the router)"))
+}
+
+/// To a public address that nobody has, so that nobody answers.
+fn send_marked(network: &Network) -> Result<()> {
+    let target = network.underlay.address(Ipv4Addr::new(192, 0, 2, 98));
+    let send = move || -> std::io::Result<()> {
+        let socket = probe::any_port(target)?;
+        (0..ON_PURPOSE).try_for_each(|_| socket.send_to(MARKER, (target, 9)).map(drop))
+    };
+    network
+        .node("a2")?
+        .space
+        .spawn(send)
+        .join()
+        .map_err(|_| anyhow::anyhow!("sending thread"))??
+        .context("sending")
+}
