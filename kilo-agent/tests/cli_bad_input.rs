@@ -371,6 +371,29 @@ fn a_kernel_without_wireguard_is_said_so_and_nothing_is_left() {
     assert!(!said.contains("LEFT"), "{said}");
 }
 
+/// The default manifest: WireGuard as the kernel has it, a root that cannot be written.
+#[test]
+fn a_confined_agent_on_a_kernel_without_wireguard_says_what_to_do() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("n1.yaml"), NODE).unwrap();
+    if Path::new("/sys/module/wireguard").exists() {
+        println!("kilo-skip: this kernel has WireGuard");
+        return;
+    }
+    let confined = "sh -ec 'rmdir /run/wireguard; mount -o remount,ro /run; mount --bind / /; \
+         mount -o remount,bind,ro /; exec setpriv --no-new-privs --inh-caps=-all \
+         --bounding-set=-all,+net_admin,+bpf,+perfmon \"$@\"' sh";
+    let Some((success, said)) = isolated(directory.path(), confined, "") else { return };
+    assert!(!success, "{said}");
+    for words in
+        ["this kernel has no WireGuard", "modprobe wireguard", "-userspace.yaml", "Read-only file system"]
+    {
+        assert!(said.contains(words), "{words:?}: {said}");
+    }
+    assert!(!said.contains("kilo0.log"), "there is no such file: {said}");
+    assert!(!said.contains("LEFT"), "{said}");
+}
+
 #[test]
 fn an_address_that_cannot_be_listened_on_is_named_and_nothing_is_left() {
     let directory = tempfile::tempdir().unwrap();

@@ -5,11 +5,16 @@
 
 mod netns;
 
-use std::time::{Duration, Instant};
+use std::{
+    path::Path,
+    process::Command,
+    time::{Duration, Instant},
+};
 
 use ipnet::IpNet;
 use kilo_agent::net::forward::{self, Forward};
 use netns::{isolated, sh, succeeds};
+use serde_yaml_ng::Value;
 
 const POD: &str =
     "ip netns exec pod ping -c 1 -W 1 192.0.2.2 && ip netns exec pod ping -c 1 -W 1 2001:db8::2";
@@ -108,5 +113,91 @@ fn a_host_without_iptables_is_told_which_package_is_missing() {
         assert!(refused.to_string().contains("install the package iptables"), "{refused}");
         assert_eq!(refused.label(), "iptables");
         assert_eq!(forward::remove().await.unwrap(), 0, "nothing can be there");
+    });
+}
+
+const CONFINED: &str = "KILO_TEST_CONFINED";
+
+fn strings(list: &Value) -> Vec<&str> {
+    list.as_sequence().unwrap().iter().map(|item| item.as_str().unwrap()).collect()
+}
+
+/// What the DaemonSet of kubeadm's manifest and the component forward-rules give
+/// the agent: capabilities, and paths of the host.
+fn granted() -> (Vec<String>, Vec<String>, Vec<String>) {
+    let manifests = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../manifests"));
+    let read = |name: &str| std::fs::read_to_string(manifests.join(name)).unwrap();
+    let documents = read("kilo-kubeadm.yaml");
+    let daemon_set = documents
+        .split("\n---\n")
+        .map(|document| serde_yaml_ng::from_str::<Value>(document).unwrap())
+        .find(|object| object["kind"] == "DaemonSet")
+        .unwrap();
+    let capabilities =
+        &daemon_set["spec"]["template"]["spec"]["containers"][0]["securityContext"]["capabilities"]["add"];
+    let mut capabilities: Vec<String> = strings(capabilities).into_iter().map(str::to_lowercase).collect();
+    let component: Value =
+        serde_yaml_ng::from_str(&read("components/forward-rules/kustomization.yaml")).unwrap();
+    let patch: Value = serde_yaml_ng::from_str(component["patches"][0]["patch"].as_str().unwrap()).unwrap();
+    let (mut arguments, mut paths) = (Vec::new(), Vec::new());
+    for operation in patch.as_sequence().unwrap() {
+        let (path, value) = (operation["path"].as_str().unwrap(), &operation["value"]);
+        match path.rsplit('/').nth(1).unwrap() {
+            "args" => arguments.push(value.as_str().unwrap().to_owned()),
+            "add" => capabilities.push(value.as_str().unwrap().to_lowercase()),
+            "volumeMounts" => paths.push(value["mountPath"].as_str().unwrap().to_owned()),
+            "volumes" => assert_eq!(value["hostPath"]["path"].as_str(), paths.last().map(String::as_str)),
+            other => panic!("{other}: {path}"),
+        }
+    }
+    (arguments, capabilities, paths)
+}
+
+/// Writes the rules in a process with these capabilities and a root that cannot be
+/// written but for these files; what it said.
+fn confined(test: &str, capabilities: &[String], writable: &[String]) -> (bool, String) {
+    let capabilities: String = capabilities.iter().map(|capability| format!(",+{capability}")).collect();
+    let keep: String =
+        writable.iter().map(|path| format!("touch {path}; mount --bind {path} {path}; ")).collect();
+    let script = format!(
+        "rm -f /run/xtables.lock; {keep} mount -o remount,bind,ro /run; mount --bind / /; mount -o remount,bind,ro /; \
+         exec setpriv --no-new-privs --inh-caps=-all --bounding-set=-all{capabilities} \"$0\" \"$@\""
+    );
+    let output = Command::new("unshare")
+        .args(["--mount", "--propagation", "private", "sh", "-ec", &script])
+        .arg(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--nocapture", "--test-threads=1"])
+        .env(CONFINED, "1")
+        .output()
+        .unwrap();
+    (output.status.success(), String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned())
+}
+
+#[test]
+fn the_component_grants_what_legacy_tables_need_of_a_confined_agent() {
+    const NAME: &str = "the_component_grants_what_legacy_tables_need_of_a_confined_agent";
+    isolated(NAME, || async {
+        let pods = prefixes(&["10.42.1.0/24", "fd00:42:1::/64"]);
+        if std::env::var_os(CONFINED).is_some() {
+            Forward::default().apply(&pods, Instant::now()).await.unwrap();
+            return;
+        }
+        if !succeeds("iptables-legacy -S && ip6tables-legacy -S") {
+            println!("kilo-skip: this kernel has no legacy iptables");
+            return;
+        }
+        // As /run on a host, below which the container's own root is read-only.
+        sh("mount -t tmpfs run /run; iptables-legacy -P FORWARD DROP; ip6tables-legacy -P FORWARD DROP");
+        let (arguments, capabilities, paths) = granted();
+        assert_eq!(arguments, ["--iptables-forward-rules"]);
+        assert!(!confined(NAME, &capabilities, &[]).0, "legacy tables need the lock");
+        let fewer: Vec<_> = capabilities.iter().filter(|name| *name != "net_raw").cloned().collect();
+        assert!(!confined(NAME, &fewer, &paths).0, "legacy tables need a raw socket");
+        let (done, said) = confined(NAME, &capabilities, &paths);
+        assert!(done, "{said}");
+        for family in ["iptables-legacy", "ip6tables-legacy", "iptables-nft", "ip6tables-nft"] {
+            let there = sh(&format!("{family} -S"));
+            assert_eq!(there.matches("-A KILO-FORWARD").count(), 2, "{family}: {there}");
+        }
     });
 }

@@ -3,12 +3,25 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
+mod cluster;
 mod netns;
 
-use std::net::IpAddr;
+use std::{
+    fs::File,
+    io::{BufRead as _, BufReader},
+    net::IpAddr,
+    os::fd::AsRawFd as _,
+    process::Stdio,
+    time::{Duration, Instant},
+};
 
 use kilo_agent::net::path_probe::smaller_than;
-use netns::{isolated, sh};
+use kilo_common::checksum;
+use netns::{Agent, isolated, sh};
+use nix::{
+    sched::{CloneFlags, setns},
+    sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, SockaddrIn, sendto, socket},
+};
 
 /// This host, a router, and a node behind it.
 fn build() {
@@ -61,10 +74,90 @@ fn a_router_with_a_small_link_says_what_it_carries() {
 fn silence_is_no_answer() {
     isolated("silence_is_no_answer", || async {
         build();
-        sh("ip netns exec router nft 'add table inet drop; \
-            add chain inet drop forward { type filter hook forward priority 0; policy drop; }'");
+        sh("ip netns exec router nft 'add table inet silent; \
+            add chain inet silent forward { type filter hook forward priority 0; policy drop; }'");
         for node in nodes() {
             assert_eq!(smaller_than(1500, node).await.unwrap(), None, "{node}");
         }
+    });
+}
+
+/// "Fragmentation needed, 532 bytes at most" about a packet n1 may have steered to n2.
+fn forge() {
+    let mut error = vec![3, 4, 0, 0, 0, 0, 2, 20];
+    error.extend([0x45, 0, 5, 220, 0, 0, 0x40, 0, 63, 4, 0, 0]);
+    error.extend([10, 1, 0, 11, 10, 1, 0, 2]);
+    error.extend([0x45, 0, 5, 200, 0, 0, 0x40, 0]);
+    let sum = error.chunks(2).map(|word| u32::from(u16::from_be_bytes([word[0], word[1]]))).sum();
+    error[2..4].copy_from_slice(&(!checksum::fold(sum)).to_be_bytes());
+    let send = move || {
+        setns(File::open("/run/netns/router").unwrap(), CloneFlags::CLONE_NEWNET).unwrap();
+        let raw = socket(AddressFamily::Inet, SockType::Raw, SockFlag::empty(), SockProtocol::Icmp).unwrap();
+        sendto(raw.as_raw_fd(), &error, &SockaddrIn::new(10, 1, 0, 11, 0), MsgFlags::empty()).unwrap();
+    };
+    std::thread::spawn(send).join().unwrap();
+}
+
+#[test]
+fn a_forged_error_lowers_nothing_and_a_true_one_what_the_router_says() {
+    isolated("a_forged_error_lowers_nothing_and_a_true_one_what_the_router_says", || async {
+        cluster::prepare();
+        cluster::write_node(2, "a", "10.42.2.0/24", false);
+        // n2 is behind a router.
+        sh("mkdir -p /run/netns; ip netns add router; ip netns add node; ip link set other netns router; \
+            ip -n router link set other up; ip -n router address add 10.1.0.1/24 dev other; \
+            ip -n router link add far type veth peer name eth0 netns node; \
+            ip -n router link set far up; ip -n node link set eth0 up; \
+            ip -n router route add 10.1.0.2/32 dev far; ip -n node address add 10.1.0.2/32 dev eth0; \
+            ip -n node route add 10.1.0.1/32 dev eth0; ip -n node route add default via 10.1.0.1; \
+            ip route add 10.1.0.2/32 via 10.1.0.1; \
+            ip netns exec router sysctl -qw net.ipv4.ip_forward=1; \
+            until ping -c 1 -W 1 10.1.0.2; do sleep 0.1; done");
+        let mut agent =
+            Agent(cluster::kg(&[]).args(["--log-level=debug"]).stdout(Stdio::piped()).spawn().unwrap());
+        let (sender, log) = std::sync::mpsc::channel();
+        let stdout = agent.0.stdout.take().unwrap();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                let _ = sender.send(line);
+            }
+        });
+        let logged = |words: &str| {
+            let until = Instant::now() + Duration::from_secs(30);
+            let mut said = String::new();
+            loop {
+                match log.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                    Ok(line) if line.contains(words) => break,
+                    Ok(line) => said += &(line + "\n"),
+                    Err(_) => panic!("the log does not say {words:?}: {said}"),
+                }
+            }
+        };
+        let route = || sh("ip route show 10.42.2.0/24");
+        logged("reconciled");
+        let before = route();
+        assert!(before.contains("dev kilo0") && !before.contains("mtu 5"), "{before}");
+
+        forge();
+        logged("does not confirm");
+        assert_eq!(route(), before, "nothing has changed");
+
+        let becomes = |mtu: &str| {
+            let until = Instant::now() + Duration::from_secs(30);
+            while !route().contains(mtu) {
+                assert!(Instant::now() < until, "{mtu}: {}", route());
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        };
+        // Now it is right that the path carries less, but not how much.
+        sh("ip -n router link set far mtu 1360");
+        forge();
+        logged("on the path to a node carries less");
+        becomes("mtu 1340");
+        // Pods have IPv6, too, which needs 1280.
+        sh("ip -n router link set far mtu 1000");
+        forge();
+        logged("on the path to a node carries less");
+        becomes("mtu 1280");
     });
 }

@@ -113,7 +113,11 @@ pub async fn ensure_device_with(
                 if mode == Mode::Kernel {
                     return Err(WireguardError::NoKernelSupport(source));
                 }
-                return start_userspace(rtnl, name, exe).await;
+                let started = start_userspace(rtnl, name, exe).await;
+                return started.map_err(|error| WireguardError::NoWireguard {
+                    kernel: source,
+                    userspace: Box::new(error),
+                });
             }
             Err(NetError::Kernel { source, .. }) if source.kind() == io::ErrorKind::PermissionDenied => {
                 return Err(WireguardError::MissingCapability(name.to_owned()));
@@ -164,8 +168,12 @@ async fn create_kernel(rtnl: &Rtnl, name: &str) -> Result<(), NetError> {
 
 async fn start_userspace(rtnl: &Rtnl, name: &str, exe: &Path) -> Result<Ensured, WireguardError> {
     let log: PathBuf = userspace::log_path(name);
-    let not_started =
-        |reason: String| WireguardError::NotStarted { name: name.to_owned(), reason, log: log.clone() };
+    let not_started = |mut reason: String| {
+        if log.exists() {
+            reason = format!("{reason}; see {}", log.display());
+        }
+        WireguardError::NotStarted { name: name.to_owned(), reason }
+    };
     let mut child = userspace::spawn_detached(exe, name).map_err(|error| not_started(error.to_string()))?;
     let start = Instant::now();
     loop {

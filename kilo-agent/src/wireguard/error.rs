@@ -52,9 +52,22 @@ pub enum WireguardError {
     },
     /// No module.
     #[error(
-        "this kernel has no WireGuard ({0}); load the module (modprobe wireguard), or use the userspace one"
+        "this kernel has no WireGuard ({0}); load its module on the host (modprobe wireguard), or apply the manifest \
+         of your platform that ends in -userspace.yaml (--wireguard=userspace)"
     )]
     NoKernelSupport(io::Error),
+    /// No module, and no userspace process instead of it.
+    #[error(
+        "this kernel has no WireGuard ({kernel}); load its module on the host (modprobe wireguard), or apply the \
+         manifest of your platform that ends in -userspace.yaml: as it is, this agent cannot run WireGuard in \
+         userspace either ({userspace})"
+    )]
+    NoWireguard {
+        /// What the kernel said.
+        kernel: io::Error,
+        /// Why the process did not start.
+        userspace: Box<WireguardError>,
+    },
     /// No rights.
     #[error("creating {0} was refused; the agent needs CAP_NET_ADMIN in this network namespace")]
     MissingCapability(String),
@@ -67,14 +80,12 @@ pub enum WireguardError {
     )]
     PortInUse(u16),
     /// The userspace process did not come up.
-    #[error("the userspace WireGuard process for {name} did not start: {reason}; see {log}")]
+    #[error("the userspace WireGuard process for {name} did not start: {reason}")]
     NotStarted {
         /// Interface name.
         name: String,
-        /// What was seen.
+        /// What was seen, and where there is more to read.
         reason: String,
-        /// Its log file.
-        log: PathBuf,
     },
     /// Another userspace process serves this interface.
     #[error("a userspace WireGuard process for {0} is running already")]
