@@ -56,6 +56,10 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
     if !packet::is_for_host(ctx) {
         return Ok(TC_ACT_UNSPEC);
     }
+    // The program of the VLAN's own device gets it next, without the tag.
+    if packet::is_tagged(ctx) && packet::belongs_to_vlan(ctx.as_ptr().cast()) {
+        return Ok(TC_ACT_UNSPEC);
+    }
     match packet::family(ctx) {
         Family::V4 if let Some(done) = transit::short(ctx, config) => done,
         Family::V4 => match packet::protocol_v4(ctx) {

@@ -36,7 +36,8 @@ use crate::{
 /// Egress of an uplink; packets start with an Ethernet header.
 #[inline(always)]
 pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
-    if mark::is_sent(ctx) {
+    // The program of a VLAN's own device has had what bears the VLAN's tag.
+    if mark::is_sent(ctx) || packet::is_tagged(ctx) {
         return Ok(TC_ACT_UNSPEC);
     }
     match packet::family(ctx) {
