@@ -18,6 +18,8 @@ pub struct Complaints {
     objects: BTreeMap<String, String>,
     /// Nodes of the location that have no hop.
     left_out: usize,
+    /// Interfaces without programs, and their link type.
+    unknown_headers: BTreeMap<String, u16>,
     failure: Option<Failure>,
 }
 
@@ -53,6 +55,22 @@ impl Complaints {
             );
         }
         self.left_out = left_out;
+    }
+
+    /// Says once which interfaces get no programs because of their link type.
+    pub fn unknown_headers(&mut self, interfaces: &BTreeMap<String, u16>, metrics: &Metrics) {
+        for (interface, link_type) in interfaces {
+            if self.unknown_headers.get(interface) != Some(link_type) {
+                metrics.error("link_type");
+                tracing::warn!(
+                    interface,
+                    link_type,
+                    "the programs cannot read packets of this link type, so nothing is masqueraded or received \
+                     there: use --masquerade nftables, or make the tunnel a point-to-point one"
+                );
+            }
+        }
+        self.unknown_headers.clone_from(interfaces);
     }
 
     /// A reconcile failed: says so, unless it did for the same reason within the last minute.

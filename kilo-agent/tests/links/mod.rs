@@ -3,10 +3,10 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs::File,
-    io,
+    io::{self, Read as _, Write as _},
     net::{Ipv4Addr, UdpSocket},
-    os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd},
-    time::Duration,
+    os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd},
+    time::{Duration, Instant},
 };
 
 use kilo_agent::{
@@ -18,11 +18,14 @@ use kilo_common::{
     maps::{DEVICE_MASQUERADE, Device},
     verdict::Action,
 };
-use nix::sched::{CloneFlags, setns};
+use nix::{
+    poll::{PollFd, PollFlags, poll},
+    sched::{CloneFlags, setns},
+};
 
 use crate::{
     netns::{sh, succeeds},
-    support::{self, SELF, leader_tables},
+    support::{self, PUBLIC_V6, SELF, leader_tables},
 };
 
 pub const NODE_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
@@ -63,6 +66,20 @@ impl World {
         world
     }
 
+    /// With the uplink `tun0`, whose packets have no link-layer header and go to the test. It
+    /// has the private address.
+    pub fn on_tun() -> (Self, Tun) {
+        let mut world = Self::new();
+        let tun = Tun::new("tun0");
+        sh("ip address add 10.1.0.11/24 dev tun0; ip -6 address add 2001:db8::11/64 dev tun0 nodad
+            ip -6 address add fd42:1::2/128 dev lo nodad; ip link set tun0 up
+            ip route add 198.51.100.0/24 dev tun0; ip -6 route add 2001:db8:9::/48 dev tun0");
+        world.tables.device.clear();
+        let device = Device { masq_v4: SELF, masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE };
+        world.tables.device.insert(index("tun0"), device);
+        (world, tun)
+    }
+
     /// What is masqueraded at this interface gets this address.
     pub fn masquerade_as(&mut self, ifindex: u32, masq_v4: [u8; 4]) {
         let device = Device { masq_v4, masq_v6: [0; 16], flags: DEVICE_MASQUERADE };
@@ -77,12 +94,13 @@ impl World {
     }
 
     /// Attaches to these uplinks, and to those without link-layer header.
-    pub async fn attach(&mut self, uplinks: &[&str], _layer3: &[&str]) {
+    pub async fn attach(&mut self, uplinks: &[&str], layer3: &[&str]) {
         self.tables.config.kilo_ifindex = index("kilo0");
         let mut dataplane = Dataplane::open(self.fs.path(), false).unwrap();
         dataplane.write(&self.tables).unwrap();
-        let uplinks: BTreeSet<u32> = uplinks.iter().map(|name| index(name)).collect();
-        let interfaces = Interfaces { kilo: index("kilo0"), uplinks: &uplinks, vxlan: None };
+        let uplinks: BTreeSet<u32> = uplinks.iter().chain(layer3).map(|name| index(name)).collect();
+        let layer3: BTreeSet<u32> = layer3.iter().map(|name| index(name)).collect();
+        let interfaces = Interfaces { kilo: index("kilo0"), uplinks: &uplinks, layer3: &layer3, vxlan: None };
         let applied = dataplane.attach(&self.net, interfaces).await.unwrap();
         assert!(applied.failed.is_empty(), "{:?}", applied.failed);
         self.dataplane = Some(dataplane);
@@ -102,6 +120,49 @@ impl World {
     }
 }
 
+/// The other end of a TUN device.
+pub struct Tun(File);
+
+impl Tun {
+    fn new(name: &str) -> Self {
+        let file = File::options().read(true).write(true).open("/dev/net/tun").unwrap();
+        // SAFETY: plain integers, for which zero is a value.
+        let mut request: nix::libc::ifreq = unsafe { std::mem::zeroed() };
+        for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
+            *to = from.cast_signed();
+        }
+        request.ifr_ifru.ifru_flags = i16::try_from(nix::libc::IFF_TUN | nix::libc::IFF_NO_PI).unwrap();
+        // SAFETY: the request is complete.
+        let made = unsafe { nix::libc::ioctl(file.as_raw_fd(), nix::libc::TUNSETIFF, &raw mut request) };
+        assert_eq!(made, 0, "{}", io::Error::last_os_error());
+        Self(file)
+    }
+
+    /// A packet arrives at the device.
+    pub fn send(&self, packet: &[u8]) {
+        (&self.0).write_all(packet).unwrap();
+    }
+
+    /// The next packet of this version and protocol that left by the device.
+    pub fn sent(&self, version: u8, protocol: u8) -> Vec<u8> {
+        let deadline = Instant::now() + LIMIT;
+        let mut bytes = [0; 2048];
+        while Instant::now() < deadline {
+            let mut ready = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
+            if poll(&mut ready, 1000_u16).unwrap() == 0 {
+                continue;
+            }
+            let length = (&self.0).read(&mut bytes).unwrap();
+            // The kernel's own router solicitations are others.
+            let found = if bytes[0] >> 4 == 6 { bytes[6] } else { bytes[9] };
+            if (bytes[0] >> 4, found) == (version, protocol) {
+                return bytes[..length].to_vec();
+            }
+        }
+        panic!("no packet of IPv{version}, protocol {protocol} left within {LIMIT:?}");
+    }
+}
+
 /// Index of an interface.
 pub fn index(name: &str) -> u32 {
     nix::net::if_::if_nametoindex(name).unwrap()
@@ -115,7 +176,10 @@ pub fn lan(lines: &str) {
 
 /// True when this kernel has VLAN devices; loads their module where there is one.
 pub fn has_vlans() -> bool {
-    succeeds("modprobe 8021q; ip link add link lo name vlan-test type vlan id 7 && ip link del vlan-test")
+    succeeds(
+        "modprobe 8021q; ip link add test0 type veth peer name test1
+         ip link add link test0 name test0.7 type vlan id 7; made=$?; ip link del test0; exit $made",
+    )
 }
 
 /// Runs `body` on a thread in the network behind the uplinks: sockets it makes stay there.
