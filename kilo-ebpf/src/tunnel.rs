@@ -8,6 +8,7 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use kilo_common::{
+    ecn,
     encap::{UDP_LEN, VXLAN_INNER, VXLAN_LEN, vxlan_header},
     maps::{
         CONFIG_LEADER, CONFIG_PLAIN, Config, HOP_KIND_NODE, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue,
@@ -232,6 +233,9 @@ fn steered<O: Ip, I: Ip, const LINK: usize, const SUPERPACKET: bool>(
         O::V6 == I::V6 && inner == unsafe { core::mem::transmute_copy::<O::Addr, I::Addr>(&outer.src()) }
     };
     let (onward, own) = judge::<I>(ctx, config, sender, LINK + overhead, is_own)?;
+    if ecn::matters(outer.tos()) {
+        from_code(take_over_mark::<I>(ctx.as_ptr().cast(), LINK + overhead, u32::from(outer.tos())))?;
+    }
     let cut = decapsulate::<O, I, SUPERPACKET>(ctx, overhead)?;
     if own {
         count_action(onward.action());
@@ -259,6 +263,18 @@ fn superpacket_apart<O: Ip, I: Ip, const LINK: usize>(skb: *mut __sk_buff, confi
     let ctx = TcContext::new(skb);
     let outer = O::read(&ctx, LINK);
     to_code(outer.and_then(|outer| steered::<O, I, LINK, true>(&ctx, config, &outer, O::HEADER_LEN)))
+}
+
+/// Writes what the network between the nodes said of congestion into the packet at
+/// `offset`; `outer` is the outer header's type of service.
+#[inline(never)]
+fn take_over_mark<I: Ip>(skb: *mut __sk_buff, offset: usize, outer: u32) -> i32 {
+    let ctx = TcContext::new(skb);
+    to_code(I::read(&ctx, offset).and_then(|inner| match ecn::decapsulated(outer as u8, inner.tos()) {
+        None => Err(DropReason::Congestion),
+        Some(tos) if tos == inner.tos() => Ok(0),
+        Some(tos) => inner.set_tos(&ctx, offset, tos).map(|()| 0),
+    }))
 }
 
 /// Checks the inner packet at `offset`, and counts this host as a hop if the

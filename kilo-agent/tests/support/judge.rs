@@ -13,6 +13,7 @@ use kilo_agent::{
     topology::{Tunnel, prefixes::longest},
 };
 use kilo_common::{
+    checksum,
     encap::{
         Inner, UDP_LEN, VXLAN_INNER, VXLAN_LEN, ipip_frame, ipip_frame_v6, next_ttl, segment_len,
         segments_room, vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
@@ -267,8 +268,9 @@ fn steered(
     let offset = ETHERNET_LEN + overhead;
     let inner = Ip::read(frame, offset, v6)?;
     let (action, _) = tables.steered(outer.src, &inner.probe(input, offset))?;
+    let inner_packet = marked(&frame[offset..], outer.tos, inner.tos, v6)?;
     refused(input)?;
-    let mut bytes = [&frame[..ETHERNET_LEN], &frame[offset..]].concat();
+    let mut bytes = [&frame[..ETHERNET_LEN], &inner_packet].concat();
     if action == Action::Transit {
         lower_ttl(&mut bytes, ETHERNET_LEN, v6);
         return Ok(redirects(action, Bytes::Exactly(bytes)));
@@ -277,6 +279,31 @@ fn steered(
     // What the sending host itself sent stays on the interface that leads there.
     let verdict = if inner.src == outer.src && !pods(inner.src) { PASS } else { REDIRECT };
     Ok(Wanted { verdict, ..redirects(action, Bytes::Exactly(bytes)) })
+}
+
+/// The inner packet with what the outer header says of congestion: the table of RFC 6040, section 4.2.
+fn marked(packet: &[u8], outer: u8, inner: u8, v6: bool) -> Result<Vec<u8>, DropReason> {
+    let mut packet = packet.to_vec();
+    let ecn = match (outer & 3, inner & 3) {
+        (3, 0) => return Err(DropReason::Congestion),
+        (3, _) => 3,
+        (1, 2) => 1,
+        _ => return Ok(packet),
+    };
+    let tos = inner & 0xfc | ecn;
+    if tos == inner {
+        return Ok(packet);
+    }
+    if v6 {
+        packet[1] = packet[1] & 0xcf | ecn << 4;
+        return Ok(packet);
+    }
+    let old = u16::from_be_bytes([packet[0], packet[1]]);
+    packet[1] = tos;
+    let new = u16::from_be_bytes([packet[0], packet[1]]);
+    let sum = checksum::update(u16::from_be_bytes([packet[10], packet[11]]), old, new);
+    packet[10..12].copy_from_slice(&sum.to_be_bytes());
+    Ok(packet)
 }
 
 fn lower_ttl(frame: &mut [u8], offset: usize, v6: bool) {

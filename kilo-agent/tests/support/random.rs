@@ -247,6 +247,11 @@ impl Random {
         })
     }
 
+    /// Classes of service, and ECN: not capable, ECT(1), ECT(0), congested.
+    fn tos(&mut self) -> u8 {
+        self.pick(&[0, 0, 0, 0x10, 0xb8]) | self.pick(&[0, 0, 0, 1, 2, 3])
+    }
+
     fn ttl(&mut self) -> u8 {
         self.pick(&[64, 64, 64, 255, 2, 1, 0])
     }
@@ -275,7 +280,7 @@ impl Random {
                 let mut header = vec![1; 20 + options];
                 let total = u16::try_from(header.len() + payload.len()).unwrap();
                 header[0] = 0x40 | u8::try_from(header.len() / 4).unwrap();
-                header[1] = self.pick(&[0, 0x10, 0xb8, 3]);
+                header[1] = self.tos();
                 header[2..4].copy_from_slice(&total.to_be_bytes());
                 let fragment: u16 =
                     self.pick(&[0x4000, 0x4000, 0x4000, 0x4000, 0x4000, 0, 0, 0x2000, 0x00b9]);
@@ -316,7 +321,7 @@ impl Random {
                     next = extension;
                 }
                 let mut header = vec![0x60, 0, 0, 0];
-                let class: u8 = self.pick(&[0, 0xb8, 3]);
+                let class = self.tos();
                 header[0] |= class >> 4;
                 header[1] |= class << 4;
                 header.extend(u16::try_from(behind.len()).unwrap().to_be_bytes());
