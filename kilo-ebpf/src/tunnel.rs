@@ -81,9 +81,7 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
 /// Ingress of an uplink without link-layer header; packets start with their IP header.
 #[inline(always)]
 pub fn l3_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
-    if !packet::is_for_host(ctx) {
-        return Ok(TC_ACT_UNSPEC);
-    }
+    // Without link-layer address every packet is for this host.
     match packet::family(ctx) {
         Family::V4 => from_code(received_v4::<0>(ctx.as_ptr().cast(), config)),
         Family::V6 => from_code(received_v6::<0>(ctx.as_ptr().cast(), config)),
