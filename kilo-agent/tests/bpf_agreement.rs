@@ -14,6 +14,7 @@ use std::{
     fmt::Write as _,
     net::IpAddr,
     path::PathBuf,
+    process::Command,
     time::{Duration, Instant},
 };
 
@@ -33,21 +34,31 @@ use kilo_common::{
     packet::{ETHERNET_LEN, Ipv4, protocol},
     verdict::{Action, DropReason},
 };
+use nix::sched::{CloneFlags, unshare};
 use support::{
-    MEMBER_POD, REMOTE_POD,
-    judge::{Bytes, Input, Wanted, judge},
+    IFINDEX, MEMBER_POD, REMOTE_POD,
+    judge::{Bytes, Input, Wanted, judge, mac},
     packet::{PASS, REDIRECT, checksums_hold, ethernet, udp},
-    random::Random,
+    random::{OTHER_UPLINKS, Random},
 };
 
-const PROGRAMS: [&str; 5] = ["lan_ingress", "kilo_egress", "kilo_ingress", "uplink_egress", "tunnel_ingress"];
+const PROGRAMS: [&str; 7] = [
+    "lan_ingress",
+    "kilo_egress",
+    "kilo_ingress",
+    "uplink_egress",
+    "tunnel_ingress",
+    "l3_ingress",
+    "l3_egress",
+];
 const PACKETS: usize = 100_000;
 const LONGEST: Duration = Duration::from_mins(1);
 /// Packets between two looks at the counters.
 const BATCH: usize = 200;
 
-/// Bytes of `struct __sk_buff`, and where `gso_size` is (include/uapi/linux/bpf.h).
+/// Bytes of `struct __sk_buff`, and where `ifindex` and `gso_size` are (include/uapi/linux/bpf.h).
 const SK_BUFF: usize = 192;
+const IFINDEX_AT: usize = 40;
 const GSO_SIZE: usize = 176;
 
 struct Bench {
@@ -57,11 +68,25 @@ struct Bench {
     out: Vec<u8>,
 }
 
+/// Gives this thread a network namespace with more uplinks than loopback.
+fn add_uplinks() {
+    unshare(CloneFlags::CLONE_NEWNET).unwrap();
+    for ifindex in OTHER_UPLINKS {
+        let mac = mac(ifindex).map(|byte| format!("{byte:02x}")).join(":");
+        let made = Command::new("ip")
+            .args(["link", "add", &format!("up{ifindex}"), "index", &ifindex.to_string(), "address", &mac])
+            .args(["type", "veth", "peer", "name", &format!("peer{ifindex}")])
+            .status();
+        assert!(made.unwrap().success());
+    }
+}
+
 type Counts = BTreeMap<&'static str, u64>;
 
 impl Bench {
     fn new() -> Option<Self> {
         let fs = support::bpffs()?;
+        add_uplinks();
         let dataplane = Dataplane::open(fs.path(), false).unwrap();
         let counters = dataplane.counters().unwrap();
         Some(Self { _fs: fs, dataplane, counters, out: vec![0; 4096] })
@@ -74,6 +99,9 @@ impl Bench {
 
     fn run(&mut self, program: &str, input: &Input) -> (i32, &[u8]) {
         let mut context = [0; SK_BUFF];
+        if input.ifindex != IFINDEX {
+            context[IFINDEX_AT..IFINDEX_AT + 4].copy_from_slice(&input.ifindex.to_ne_bytes());
+        }
         context[GSO_SIZE..GSO_SIZE + 4].copy_from_slice(&input.gso.to_ne_bytes());
         let classifier: &SchedClassifier =
             self.dataplane.bpf_mut().program(program).unwrap().try_into().unwrap();
@@ -85,6 +113,10 @@ impl Bench {
         let length = usize::try_from(result.data_size_out).unwrap();
         (result.return_value.cast_signed(), &self.out[..length])
     }
+}
+
+fn has_no_link_layer(program: &str) -> bool {
+    program.starts_with("kilo_") || program.starts_with("l3_")
 }
 
 /// What is wrong with an outcome, if anything.
@@ -145,15 +177,17 @@ fn translated(before: &[u8], after: &[u8], addr: IpAddr) -> bool {
     expected == after && (!sound(before) || sound(after))
 }
 
-/// As a line of the corpus has it: bytes, and `@` with the segments' size.
+/// As a line of the corpus has it: bytes, `@` with the segments' size, `%` with the interface.
 fn written(input: &Input) -> String {
     let gso = if input.gso == 0 { String::new() } else { format!("@{}", input.gso) };
-    hex(&input.frame) + &gso
+    let ifindex = if input.ifindex == IFINDEX { String::new() } else { format!("%{}", input.ifindex) };
+    hex(&input.frame) + &gso + &ifindex
 }
 
 fn read(text: &str) -> Input {
+    let (text, ifindex) = text.split_once('%').unwrap_or((text, "1"));
     let (bytes, gso) = text.split_once('@').unwrap_or((text, "0"));
-    Input { frame: unhex(bytes), gso: gso.parse().unwrap() }
+    Input { frame: unhex(bytes), gso: gso.parse().unwrap(), ifindex: ifindex.parse().unwrap() }
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -208,7 +242,7 @@ fn invariants(
 ) -> Option<String> {
     let longer = out.len().saturating_sub(input.frame.len());
     let most = match program {
-        "lan_ingress" if input.gso != 0 => segments_room(input.gso, false) as usize,
+        "lan_ingress" | "l3_ingress" if input.gso != 0 => segments_room(input.gso, false) as usize,
         _ => ETHERNET_LEN + VXLAN_OVERHEAD_V6,
     };
     if longer > most || (verdict == PASS && longer > 0) {
@@ -234,7 +268,7 @@ fn check(bench: &mut Bench, program: &str, tables: &Tables, input: &Input) {
     let wanted = judge(program, tables, input);
     let before = bench.counts();
     let (verdict, out) = bench.run(program, input);
-    let mut problem = difference(&wanted, &input.frame, verdict, out, program.starts_with("kilo_"));
+    let mut problem = difference(&wanted, &input.frame, verdict, out, has_no_link_layer(program));
     problem = problem.or_else(|| invariants(program, tables, &wanted, input, verdict, out));
     let after = bench.counts();
     let mut counted: Vec<&str> = Vec::new();
@@ -272,16 +306,18 @@ fn programs_and_model_agree_on_random_packets_and_tables() {
         let mut batch = Vec::with_capacity(BATCH);
         for _ in 0..BATCH {
             let program = PROGRAMS[match random.below(20) {
-                0..9 => 0,
-                9..13 => 1,
-                13..17 => 2,
-                17..19 => 3,
-                _ => 4,
+                0..7 => 0,
+                7..10 => 1,
+                10..13 => 2,
+                13..15 => 3,
+                15 => 4,
+                16..19 => 5,
+                _ => 6,
             }];
             let input = random.input(program, &tables);
             let wanted = judge(program, &tables, &input);
             let (verdict, out) = bench.run(program, &input);
-            let problem = difference(&wanted, &input.frame, verdict, out, program.starts_with("kilo_"))
+            let problem = difference(&wanted, &input.frame, verdict, out, has_no_link_layer(program))
                 .or_else(|| invariants(program, &tables, &wanted, &input, verdict, out));
             if let Some(problem) = problem {
                 panic!(
@@ -363,7 +399,7 @@ fn superpackets_that_wireguard_will_cut_get_room_in_front_at_once() {
     bench.dataplane.write(&tables).unwrap();
     for (payload, gso, room) in [(1500, 700, segments_room(700, false)), (1300, 700, 0), (1300, 0, 0)] {
         let frame = ethernet(&udp(MEMBER_POD, REMOTE_POD, (1, 2), &vec![1; payload]));
-        let input = Input { frame, gso };
+        let input = Input { frame, gso, ifindex: IFINDEX };
         check(&mut bench, "lan_ingress", &tables, &input);
         let (verdict, out) = bench.run("lan_ingress", &input);
         assert_eq!((verdict, out.len()), (REDIRECT, input.frame.len() + room as usize), "{payload} {gso}");

@@ -84,7 +84,12 @@ impl World {
     }
 
     async fn attach(&self, dataplane: &mut Dataplane) -> Applied {
-        let interfaces = Interfaces { kilo: index("kilo0"), uplinks: &self.uplinks, vxlan: None };
+        let interfaces = Interfaces {
+            kilo: index("kilo0"),
+            uplinks: &self.uplinks,
+            layer3: &BTreeSet::new(),
+            vxlan: None,
+        };
         dataplane.attach(&self.net, interfaces).await.unwrap()
     }
 

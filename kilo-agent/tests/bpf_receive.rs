@@ -235,3 +235,43 @@ fn program_and_model_agree_on_random_steered_packets() {
             .unwrap();
     }
 }
+
+#[test]
+fn a_mark_of_congestion_outlives_the_outer_header() {
+    let mut tables = leader_tables();
+    // The fast path wants to know the prefix of the sender's pods.
+    let cidrs = ["10.42.2.0/24".parse().unwrap()];
+    tables.node.insert(MEMBER.into(), sender(&tables.prefix, MEMBER_HOP, 0, &cidrs));
+    let Some((_fs, mut dataplane)) = open(&tables) else { return };
+    for (dst, action) in [(OWN_POD, "deliver"), (REMOTE_POD, "transit")] {
+        for (outer, inner, wanted) in [
+            (3, 2, Some(3)),
+            (3, 1, Some(3)),
+            (3, 3, Some(3)),
+            (1, 2, Some(1)),
+            (2, 1, Some(1)),
+            (3, 0, None),
+            (1, 0, Some(0)),
+        ] {
+            let with_tos = |packet: &mut [u8], bits: u8| {
+                packet[1] = 0xb8 | bits;
+                packet[10..12].fill(0);
+                let sum = kilo_common::checksum::header(packet.first_chunk().unwrap());
+                packet[10..12].copy_from_slice(&sum.to_be_bytes());
+            };
+            let mut packet = udp(MEMBER_POD, dst, (1, 2), b"payload");
+            with_tos(&mut packet, inner);
+            let mut frame = steered(MEMBER, SELF, &packet);
+            with_tos(&mut frame[14..], outer);
+            let ran = run(&mut dataplane, "lan_ingress", &frame);
+            match wanted {
+                None => drops_as(&ran, "congestion"),
+                Some(bits) => {
+                    assert_eq!((ran.verdict, &ran.counted[..]), (REDIRECT, &[action][..]));
+                    assert_eq!(ran.bytes[14 + 1], 0xb8 | bits, "{outer} {inner} {action}");
+                    assert!(checksums_hold(&ran.bytes[14..]));
+                }
+            }
+        }
+    }
+}

@@ -186,7 +186,12 @@ fn links_uplinks_paths_and_addresses_are_found() {
             ip route add 10.50.0.0/16 dev eth1");
         let net = Net::new().unwrap();
         let pods = ["10.244.1.0/24".parse().unwrap()];
-        let query = links::HostQuery { kilo, private: Some("10.0.0.5".parse().unwrap()), pod_cidrs: &pods };
+        let query = links::HostQuery {
+            kilo,
+            private: Some("10.0.0.5".parse().unwrap()),
+            pod_cidrs: &pods,
+            ..links::HostQuery::default()
+        };
         let towards = ["10.0.0.77", "10.50.0.1", "198.51.100.1"].map(|text| text.parse().unwrap());
         let host = net.host_links(&query, &towards).await.unwrap();
         let (eth0, eth1) = (index("eth0"), index("eth1"));
@@ -196,7 +201,7 @@ fn links_uplinks_paths_and_addresses_are_found() {
         assert_eq!(host.private, Some(eth0));
         assert_eq!(host.towards.get(&towards[1]), Some(&eth1));
         assert_eq!(host.towards.len(), 1);
-        assert_eq!(net.default_interface().await.unwrap(), Some(eth0));
+        assert_eq!(net.ways_out(&[]).await.unwrap().default, Some(eth0));
         let found = discovery::run(&net, "kilo-no-such-host.invalid", kilo, &pods, &[]).await.unwrap();
         assert_eq!(found.private.unwrap().to_string(), "10.0.0.5/24");
         // The default route's interface comes first: its IPv6 address is public.

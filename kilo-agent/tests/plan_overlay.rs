@@ -37,6 +37,7 @@ fn link(index: u32, name: &str, mtu: u32, addresses: &[&str]) -> Link {
     let address =
         |text: &&str| Address { net: text.parse().unwrap(), global: true, secondary: false, unusable: false };
     Link {
+        header: links::LinkHeader::Ethernet,
         index,
         name: name.to_owned(),
         kind: String::new(),
@@ -73,7 +74,7 @@ fn plan(own: &str, compatibility: Compatibility, tunnel: Tunnel) -> HostPlan {
     let device = if compatibility == Compatibility::Flannel { 5 } else { 6 };
     let paths = overlay.values().map(|ip| (IpAddr::V4(*ip), device)).collect();
     let private = own_node.internal_ip.map(|net| net.addr());
-    let query = HostQuery { kilo: 9, private, pod_cidrs: &own_node.pod_cidrs };
+    let query = HostQuery { kilo: 9, private, pod_cidrs: &own_node.pod_cidrs, ..HostQuery::default() };
     let mut found = links::host_links(&devices, &query, &paths);
     links::add_overlay(&mut found, &devices, own, overlay);
     plan::host_plan(&Inputs {

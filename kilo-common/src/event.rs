@@ -22,11 +22,22 @@ pub enum Hook {
     UplinkEgress = 3,
     /// `tunnel_ingress`
     TunnelIngress = 4,
+    /// `l3_ingress`
+    L3Ingress = 5,
+    /// `l3_egress`
+    L3Egress = 6,
 }
 
 impl Hook {
-    const ALL: [Self; 5] =
-        [Self::KiloEgress, Self::KiloIngress, Self::LanIngress, Self::UplinkEgress, Self::TunnelIngress];
+    const ALL: [Self; 7] = [
+        Self::KiloEgress,
+        Self::KiloIngress,
+        Self::LanIngress,
+        Self::UplinkEgress,
+        Self::TunnelIngress,
+        Self::L3Ingress,
+        Self::L3Egress,
+    ];
 
     /// Name of the program.
     pub const fn program(self) -> &'static str {
@@ -36,12 +47,14 @@ impl Hook {
             Self::LanIngress => "lan_ingress",
             Self::UplinkEgress => "uplink_egress",
             Self::TunnelIngress => "tunnel_ingress",
+            Self::L3Ingress => "l3_ingress",
+            Self::L3Egress => "l3_egress",
         }
     }
 
     /// Packets start with an Ethernet header there.
     pub const fn has_ethernet(self) -> bool {
-        !matches!(self, Self::KiloEgress | Self::KiloIngress)
+        !matches!(self, Self::KiloEgress | Self::KiloIngress | Self::L3Ingress | Self::L3Egress)
     }
 }
 

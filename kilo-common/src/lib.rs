@@ -5,6 +5,7 @@
 
 pub mod bounds;
 pub mod checksum;
+pub mod ecn;
 pub mod encap;
 pub mod event;
 pub mod maps;

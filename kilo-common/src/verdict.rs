@@ -103,6 +103,8 @@ counted! {
         NatFragment = 48 => "nat_fragment",
         /// WireGuard's, from an address that is reached through WireGuard: the answer would go round.
         InsideTunnel = 49 => "inside_tunnel",
+        /// The network marked the outer header as congested, and the inner packet cannot bear the mark.
+        Congestion = 58 => "congestion",
     }
 }
 

@@ -3,6 +3,7 @@
 
 use aya_ebpf::{btf_maps::lpm_trie::Key, programs::TcContext};
 use kilo_common::{
+    checksum,
     maps::{Config, Device, NodeValue, PrefixValue},
     packet::{IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, Ipv6, never_steered, never_steered_v6, protocol},
     verdict::DropReason,
@@ -38,6 +39,8 @@ pub trait Ip: Copy {
     fn header_len(&self) -> usize;
     /// True for parts of a fragmented packet.
     fn is_fragment(&self) -> bool;
+    /// Writes another type of service or traffic class than [`Self::tos`] into the packet.
+    fn set_tos(&self, ctx: &TcContext, offset: usize, tos: u8) -> Result<(), DropReason>;
     /// Counts this host as a hop, in the packet; the TTL must be above 1.
     fn lower_ttl(&self, ctx: &TcContext, offset: usize) -> Result<(), DropReason>;
 
@@ -106,6 +109,16 @@ impl Ip for Ipv4 {
     #[inline(always)]
     fn is_fragment(&self) -> bool {
         Ipv4::is_fragment(self)
+    }
+    #[inline(always)]
+    fn set_tos(&self, ctx: &TcContext, offset: usize, tos: u8) -> Result<(), DropReason> {
+        let header = packet::bytes::<IPV4_LEN>(ctx, offset).ok_or(DropReason::Truncated)?;
+        // SAFETY: as in `lower_ttl`.
+        let header = unsafe { &mut *header.cast::<Ipv4Header>() };
+        let [old, new] = [header.tos, tos].map(|tos| u32::from_ne_bytes([0, tos, 0, 0]));
+        header.checksum = checksum::update_word(header.checksum, old, new);
+        header.tos = tos;
+        Ok(())
     }
     #[inline(always)]
     fn lower_ttl(&self, ctx: &TcContext, offset: usize) -> Result<(), DropReason> {
@@ -248,6 +261,14 @@ impl Ip for V6 {
     #[inline(always)]
     fn is_fragment(&self) -> bool {
         self.next_header == protocol::FRAGMENT
+    }
+    #[inline(always)]
+    fn set_tos(&self, ctx: &TcContext, offset: usize, tos: u8) -> Result<(), DropReason> {
+        /// The kernel corrects a sum over the whole packet, which no header checksum keeps right.
+        const RECOMPUTE_CSUM: u64 = 1;
+        let start: [u8; 2] = ctx.load(offset).map_err(|_| DropReason::Truncated)?;
+        let start = [start[0] & 0xf0 | tos >> 4, start[1] & 0xf | tos << 4];
+        ctx.store(offset, &start, RECOMPUTE_CSUM).map_err(|_| DropReason::Rewrite)
     }
     #[inline(always)]
     fn lower_ttl(&self, ctx: &TcContext, offset: usize) -> Result<(), DropReason> {

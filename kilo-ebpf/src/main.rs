@@ -8,6 +8,8 @@
 //! | `lan_ingress` | ingress of uplinks | take steered packets; translate replies back |
 //! | `tunnel_ingress` | ingress of the VXLAN device | what `lan_ingress` left to that device |
 //! | `uplink_egress` | egress of uplinks | steer pods' packets to other nodes themselves; masquerade |
+//! | `l3_ingress` | ingress of uplinks without link-layer header | as `lan_ingress` |
+//! | `l3_egress` | egress of uplinks without link-layer header | as `uplink_egress` |
 #![cfg_attr(target_arch = "bpf", no_std, no_main)]
 #![cfg_attr(not(target_arch = "bpf"), allow(unused_crate_dependencies))]
 
@@ -133,6 +135,18 @@ mod programs {
     #[classifier]
     pub fn uplink_egress(ctx: TcContext) -> i32 {
         verdict(ctx, Hook::UplinkEgress, uplink::uplink_egress)
+    }
+
+    /// As [`lan_ingress`], where packets have no link-layer header.
+    #[classifier]
+    pub fn l3_ingress(ctx: TcContext) -> i32 {
+        verdict(ctx, Hook::L3Ingress, tunnel::l3_ingress)
+    }
+
+    /// As [`uplink_egress`], where packets have no link-layer header.
+    #[classifier]
+    pub fn l3_egress(ctx: TcContext) -> i32 {
+        verdict(ctx, Hook::L3Egress, uplink::l3_egress)
     }
 }
 

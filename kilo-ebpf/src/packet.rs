@@ -1,6 +1,6 @@
 //! Access to packet bytes, the way the verifier accepts it.
 
-use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
+use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, helpers::bpf_skb_vlan_pop, programs::TcContext};
 use kilo_common::packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, Ipv4Header};
 
 /// `skb->pkt_type` of packets addressed to this host.
@@ -39,6 +39,22 @@ pub fn family(ctx: &TcContext) -> Family {
 pub fn is_for_host(ctx: &TcContext) -> bool {
     // SAFETY: the context is valid for the whole program.
     unsafe { (*skb(ctx)).pkt_type == PACKET_HOST }
+}
+
+/// True for packets that bear a VLAN tag, which the kernel keeps beside the packet.
+#[inline(always)]
+pub fn is_tagged(ctx: &TcContext) -> bool {
+    // SAFETY: the context is valid for the whole program.
+    unsafe { (*skb(ctx)).vlan_present != 0 }
+}
+
+/// True when a tagged packet belongs to a VLAN. VLAN 0 is none: such a tag bears a
+/// priority only, and is removed, because it would stay with the packet on every other device.
+#[inline(never)]
+pub fn belongs_to_vlan(skb: *mut __sk_buff) -> bool {
+    const ID: u32 = 0xfff;
+    // SAFETY: callers pass the context, which is valid for the whole program.
+    unsafe { (*skb).vlan_tci & ID != 0 || bpf_skb_vlan_pop(skb) != 0 || (*skb).vlan_present != 0 }
 }
 
 /// Index of the interface the program runs on.

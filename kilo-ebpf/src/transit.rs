@@ -15,6 +15,10 @@ const INNER: u32 = (ETHERNET_LEN + IPV4_LEN) as u32;
 
 /// Version 4, and no options.
 const PLAIN: u8 = 0x45;
+/// That, and the bit of the type of service with which an outer header can change the
+/// inner one's ([`kilo_common::ecn::matters`]), as they lie in memory.
+const PLAIN_WITHOUT_MARK: u16 = u16::from_ne_bytes([PLAIN, 0]);
+const PLAIN_AND_MARK: u16 = u16::from_ne_bytes([0xff, 1]);
 
 /// Ingress of an uplink; `None`: nothing is done, and `tunnel` must tell.
 #[inline(always)]
@@ -26,7 +30,7 @@ pub fn short(ctx: &TcContext, config: &Config) -> Option<Result<i32, DropReason>
     // kernel makes them writable before the program runs.
     let [outer, inner] = unsafe { &mut *((ctx.data() + ETHERNET_LEN) as *mut [Ipv4Header; 2]) };
     if outer.protocol != protocol::IPIP
-        || outer.version_len != PLAIN
+        || version_len_and_tos(outer) & PLAIN_AND_MARK != PLAIN_WITHOUT_MARK
         || outer.dst != packet::word(&config.private_v4)
         || outer.fragment & 0x3fff_u16.to_be() != 0
         || inner.version_len != PLAIN
@@ -62,4 +66,11 @@ pub fn short(ctx: &TcContext, config: &Config) -> Option<Result<i32, DropReason>
     count_action(Action::Transit);
     // SAFETY: a helper without pointers.
     Some(Ok((unsafe { bpf_redirect(config.kilo_ifindex, 0) }) as i32))
+}
+
+/// The first two bytes, read at once.
+#[inline(always)]
+fn version_len_and_tos(header: &Ipv4Header) -> u16 {
+    // SAFETY: programs may read packets at any address.
+    unsafe { *(&raw const *header).cast() }
 }

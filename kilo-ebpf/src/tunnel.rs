@@ -8,6 +8,7 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use kilo_common::{
+    ecn,
     encap::{UDP_LEN, VXLAN_INNER, VXLAN_LEN, vxlan_header},
     maps::{
         CONFIG_LEADER, CONFIG_PLAIN, Config, HOP_KIND_NODE, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue,
@@ -56,6 +57,10 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
     if !packet::is_for_host(ctx) {
         return Ok(TC_ACT_UNSPEC);
     }
+    // The program of the VLAN's own device gets it next, without the tag.
+    if packet::is_tagged(ctx) && packet::belongs_to_vlan(ctx.as_ptr().cast()) {
+        return Ok(TC_ACT_UNSPEC);
+    }
     match packet::family(ctx) {
         Family::V4 if let Some(done) = transit::short(ctx, config) => done,
         Family::V4 => match packet::protocol_v4(ctx) {
@@ -64,73 +69,89 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
                 // Nor is it the tunnels'.
                 Standing::NoEntry if config.flags & CONFIG_PLAIN == 0 => Ok(TC_ACT_UNSPEC),
                 Standing::NoEntry => from_code(plain_v4(ctx.as_ptr().cast(), config)),
-                Standing::Unknown => from_code(received_v4(ctx.as_ptr().cast(), config)),
+                Standing::Unknown => from_code(received_v4::<ETHERNET_LEN>(ctx.as_ptr().cast(), config)),
             },
-            _ => from_code(received_v4(ctx.as_ptr().cast(), config)),
+            _ => from_code(received_v4::<ETHERNET_LEN>(ctx.as_ptr().cast(), config)),
         },
-        Family::V6 => from_code(received_v6(ctx.as_ptr().cast(), config)),
+        Family::V6 => from_code(received_v6::<ETHERNET_LEN>(ctx.as_ptr().cast(), config)),
         Family::Other => Ok(TC_ACT_UNSPEC),
     }
 }
 
-/// A function of its own for the verifier, with a stack of its own; so below.
+/// Ingress of an uplink without link-layer header; packets start with their IP header.
+#[inline(always)]
+pub fn l3_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+    // Without link-layer address every packet is for this host.
+    match packet::family(ctx) {
+        Family::V4 => from_code(received_v4::<0>(ctx.as_ptr().cast(), config)),
+        Family::V6 => from_code(received_v6::<0>(ctx.as_ptr().cast(), config)),
+        Family::Other => Ok(TC_ACT_UNSPEC),
+    }
+}
+
+/// A function of its own for the verifier, with a stack of its own; so below. `LINK` is
+/// the length of the link-layer header, which not every uplink has.
 #[inline(never)]
-fn received_v4(skb: *mut __sk_buff, config: &Config) -> i32 {
+fn received_v4<const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
-    to_code(received::<Ipv4>(&ctx, config))
+    to_code(received::<Ipv4, LINK>(&ctx, config))
 }
 
 #[inline(never)]
-fn received_v6(skb: *mut __sk_buff, config: &Config) -> i32 {
+fn received_v6<const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
-    to_code(received::<V6>(&ctx, config))
+    to_code(received::<V6, LINK>(&ctx, config))
 }
 
 #[inline(always)]
-fn received<O: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     // Rubbish that is not for the mesh is the stack's to judge.
-    let Ok(outer) = O::read(ctx, ETHERNET_LEN) else { return Ok(TC_ACT_UNSPEC) };
+    let Ok(outer) = O::read(ctx, LINK) else { return Ok(TC_ACT_UNSPEC) };
     if O::is_private(config, outer.dst()) {
         let skb = ctx.as_ptr().cast();
         match outer.protocol() {
             // In VXLAN they are the device's.
             protocol::IPIP if superpacket::is(ctx, config) => {
-                return from_code(superpacket_apart::<O, Ipv4>(skb, config));
+                return from_code(superpacket_apart::<O, Ipv4, LINK>(skb, config));
             }
             protocol::IPV6 if superpacket::is(ctx, config) => {
-                return from_code(superpacket_apart::<O, V6>(skb, config));
+                return from_code(superpacket_apart::<O, V6, LINK>(skb, config));
             }
             // The way of nearly all packets is inline.
             protocol::IPIP if !O::V6 => {
-                return steered::<O, Ipv4, false>(ctx, config, &outer, O::HEADER_LEN);
+                return steered::<O, Ipv4, LINK, false>(ctx, config, &outer, O::HEADER_LEN);
             }
-            protocol::IPIP => return from_code(steered_apart::<O, Ipv4>(skb, config, O::HEADER_LEN)),
-            protocol::IPV6 => return from_code(steered_apart::<O, V6>(skb, config, O::HEADER_LEN)),
+            protocol::IPIP => return from_code(steered_apart::<O, Ipv4, LINK>(skb, config, O::HEADER_LEN)),
+            protocol::IPV6 => return from_code(steered_apart::<O, V6, LINK>(skb, config, O::HEADER_LEN)),
             // The programs of others behind this one (a host firewall) see as little of
             // what the device decapsulates as of what is taken here.
-            protocol::UDP if is_for_device::<O>(ctx, &outer) => return Ok(TC_ACT_OK),
-            protocol::UDP => match vxlan::<O>(ctx, &outer) {
+            protocol::UDP if is_for_device::<O, LINK>(ctx, &outer) => return Ok(TC_ACT_OK),
+            protocol::UDP => match vxlan::<O, LINK>(ctx, &outer) {
                 Family::V4 => {
-                    return from_code(steered_apart::<O, Ipv4>(skb, config, O::HEADER_LEN + VXLAN_INNER));
+                    return from_code(steered_apart::<O, Ipv4, LINK>(
+                        skb,
+                        config,
+                        O::HEADER_LEN + VXLAN_INNER,
+                    ));
                 }
                 Family::V6 => {
-                    return from_code(steered_apart::<O, V6>(skb, config, O::HEADER_LEN + VXLAN_INNER));
+                    return from_code(steered_apart::<O, V6, LINK>(skb, config, O::HEADER_LEN + VXLAN_INNER));
                 }
                 Family::Other => {}
             },
-            protocol::ICMP if !O::V6 => path_mtu::learn_v4(skb, config, ETHERNET_LEN + outer.header_len()),
-            protocol::ICMPV6 if O::V6 => path_mtu::learn_v6(skb, config, ETHERNET_LEN + outer.header_len()),
+            protocol::ICMP if !O::V6 => path_mtu::learn_v4(skb, config, LINK + outer.header_len()),
+            protocol::ICMPV6 if O::V6 => path_mtu::learn_v6(skb, config, LINK + outer.header_len()),
             _ => {}
         }
     }
-    if outer.protocol() == protocol::UDP && comes_from_inside::<O>(ctx, config, &outer) {
+    if outer.protocol() == protocol::UDP && comes_from_inside::<O, LINK>(ctx, config, &outer) {
         return Err(DropReason::InsideTunnel);
     }
-    if masquerade::ingress(ctx, config, ETHERNET_LEN, &outer)?.is_some() {
+    if masquerade::ingress(ctx, config, LINK, &outer)?.is_some() {
         return Ok(TC_ACT_UNSPEC);
     }
     if config.flags & CONFIG_PLAIN != 0 {
-        return plain::<O>(ctx, config, &outer);
+        return plain::<O, LINK>(ctx, config, &outer);
     }
     Ok(TC_ACT_UNSPEC)
 }
@@ -139,37 +160,37 @@ fn received<O: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
 /// WireGuard. It takes the source for the peer's endpoint, and what it sends
 /// there would be encrypted again, and again.
 #[inline(always)]
-fn comes_from_inside<O: Ip>(ctx: &TcContext, config: &Config, outer: &O) -> bool {
+fn comes_from_inside<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, outer: &O) -> bool {
     config.flags & CONFIG_LEADER != 0
         && outer.header_len() == O::HEADER_LEN
         && !outer.is_fragment()
-        && destination_port::<O>(ctx) == Some(config.wireguard_port)
+        && destination_port::<O, LINK>(ctx) == Some(config.wireguard_port)
         && O::prefix(outer.src()).is_some_and(|value| value.flags & PREFIX_INSIDE != 0)
 }
 
 /// UDP destination port behind an outer header without options, host byte order.
 #[inline(always)]
-fn destination_port<O: Ip>(ctx: &TcContext) -> Option<u16> {
-    ctx.load::<[u8; 2]>(ETHERNET_LEN + O::HEADER_LEN + DESTINATION_PORT).ok().map(u16::from_be_bytes)
+fn destination_port<O: Ip, const LINK: usize>(ctx: &TcContext) -> Option<u16> {
+    ctx.load::<[u8; 2]>(LINK + O::HEADER_LEN + DESTINATION_PORT).ok().map(u16::from_be_bytes)
 }
 
 /// True for a superpacket from another node to the VXLAN device.
 #[inline(always)]
-fn is_for_device<O: Ip>(ctx: &TcContext, outer: &O) -> bool {
+fn is_for_device<O: Ip, const LINK: usize>(ctx: &TcContext, outer: &O) -> bool {
     packet::gso_size(ctx) != 0
         && outer.header_len() == O::HEADER_LEN
-        && destination_port::<O>(ctx) == Some(VXLAN_PORT)
+        && destination_port::<O, LINK>(ctx) == Some(VXLAN_PORT)
         && O::sender(outer.src()).is_some()
 }
 
 /// What a VXLAN packet of ours holds; everything else is left to the stack:
 /// other ports and VNIs, superpackets and fragments (for the device), options.
 #[inline(always)]
-fn vxlan<O: Ip>(ctx: &TcContext, outer: &O) -> Family {
+fn vxlan<O: Ip, const LINK: usize>(ctx: &TcContext, outer: &O) -> Family {
     if outer.is_fragment() || outer.header_len() != O::HEADER_LEN || packet::gso_size(ctx) != 0 {
         return Family::Other;
     }
-    let Ok(bytes) = ctx.load::<[u8; VXLAN_INNER]>(ETHERNET_LEN + O::HEADER_LEN) else {
+    let Ok(bytes) = ctx.load::<[u8; VXLAN_INNER]>(LINK + O::HEADER_LEN) else {
         return Family::Other;
     };
     let header = vxlan_header();
@@ -190,9 +211,9 @@ fn vxlan<O: Ip>(ctx: &TcContext, outer: &O) -> Family {
 }
 
 /// An encapsulated packet addressed to this node; `overhead` bytes stand
-/// between the Ethernet header and the inner packet.
+/// between the link-layer header and the inner packet.
 #[inline(always)]
-fn steered<O: Ip, I: Ip, const SUPERPACKET: bool>(
+fn steered<O: Ip, I: Ip, const LINK: usize, const SUPERPACKET: bool>(
     ctx: &TcContext,
     config: &Config,
     outer: &O,
@@ -209,7 +230,10 @@ fn steered<O: Ip, I: Ip, const SUPERPACKET: bool>(
         // SAFETY: one family, so one type of address.
         O::V6 == I::V6 && inner == unsafe { core::mem::transmute_copy::<O::Addr, I::Addr>(&outer.src()) }
     };
-    let (onward, own) = judge::<I>(ctx, config, sender, ETHERNET_LEN + overhead, is_own)?;
+    let (onward, own) = judge::<I>(ctx, config, sender, LINK + overhead, is_own)?;
+    if ecn::matters(outer.tos()) {
+        from_code(take_over_mark::<I>(ctx.as_ptr().cast(), LINK + overhead, u32::from(outer.tos())))?;
+    }
     let cut = decapsulate::<O, I, SUPERPACKET>(ctx, overhead)?;
     if own {
         count_action(onward.action());
@@ -222,17 +246,33 @@ fn steered<O: Ip, I: Ip, const SUPERPACKET: bool>(
 }
 
 #[inline(never)]
-fn steered_apart<O: Ip, I: Ip>(skb: *mut __sk_buff, config: &Config, overhead: usize) -> i32 {
+fn steered_apart<O: Ip, I: Ip, const LINK: usize>(
+    skb: *mut __sk_buff,
+    config: &Config,
+    overhead: usize,
+) -> i32 {
     let ctx = TcContext::new(skb);
-    let outer = O::read(&ctx, ETHERNET_LEN);
-    to_code(outer.and_then(|outer| steered::<O, I, false>(&ctx, config, &outer, overhead)))
+    let outer = O::read(&ctx, LINK);
+    to_code(outer.and_then(|outer| steered::<O, I, LINK, false>(&ctx, config, &outer, overhead)))
 }
 
 #[inline(never)]
-fn superpacket_apart<O: Ip, I: Ip>(skb: *mut __sk_buff, config: &Config) -> i32 {
+fn superpacket_apart<O: Ip, I: Ip, const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
-    let outer = O::read(&ctx, ETHERNET_LEN);
-    to_code(outer.and_then(|outer| steered::<O, I, true>(&ctx, config, &outer, O::HEADER_LEN)))
+    let outer = O::read(&ctx, LINK);
+    to_code(outer.and_then(|outer| steered::<O, I, LINK, true>(&ctx, config, &outer, O::HEADER_LEN)))
+}
+
+/// Writes what the network between the nodes said of congestion into the packet at
+/// `offset`; `outer` is the outer header's type of service.
+#[inline(never)]
+fn take_over_mark<I: Ip>(skb: *mut __sk_buff, offset: usize, outer: u32) -> i32 {
+    let ctx = TcContext::new(skb);
+    to_code(I::read(&ctx, offset).and_then(|inner| match ecn::decapsulated(outer as u8, inner.tos()) {
+        None => Err(DropReason::Congestion),
+        Some(tos) if tos == inner.tos() => Ok(0),
+        Some(tos) => inner.set_tos(&ctx, offset, tos).map(|()| 0),
+    }))
 }
 
 /// Checks the inner packet at `offset`, and counts this host as a hop if the
@@ -348,7 +388,7 @@ fn tunnel_sender(ctx: &TcContext) -> Result<Option<&'static NodeValue>, DropReas
 
 /// A packet without outer header, where nodes of the location send such.
 #[inline(always)]
-fn plain<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropReason> {
+fn plain<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropReason> {
     let Some(source) = I::prefix(ip.src()) else { return Ok(TC_ACT_UNSPEC) };
     if source.flags & PREFIX_SOURCE == 0 || source.hop == HOP_LOCAL {
         return Ok(TC_ACT_UNSPEC);
@@ -359,8 +399,8 @@ fn plain<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropRea
         return Ok(TC_ACT_UNSPEC);
     }
     match onward::<I>(config, ip.dst()) {
-        Some(Onward::Transit) if ip.ttl() > 1 && fits::<I>(ctx, ETHERNET_LEN, ip, config.kilo_mtu) => {
-            ip.lower_ttl(ctx, ETHERNET_LEN)?;
+        Some(Onward::Transit) if ip.ttl() > 1 && fits::<I>(ctx, LINK, ip, config.kilo_mtu) => {
+            ip.lower_ttl(ctx, LINK)?;
             if superpacket::is(ctx, config) {
                 superpacket::make_room(ctx, Cut::ByDevice);
             }
@@ -382,7 +422,8 @@ fn plain<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropRea
 #[inline(never)]
 fn plain_v4(skb: *mut __sk_buff, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
-    to_code(Ipv4::read(&ctx, ETHERNET_LEN).map_or(Ok(TC_ACT_UNSPEC), |ip| plain(&ctx, config, &ip)))
+    let plain = |ip: Ipv4| plain::<Ipv4, ETHERNET_LEN>(&ctx, config, &ip);
+    to_code(Ipv4::read(&ctx, ETHERNET_LEN).map_or(Ok(TC_ACT_UNSPEC), plain))
 }
 
 /// The inner source must belong to the node that sent the packet; a leader

@@ -36,7 +36,8 @@ use crate::{
 /// Egress of an uplink; packets start with an Ethernet header.
 #[inline(always)]
 pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
-    if mark::is_sent(ctx) {
+    // The program of a VLAN's own device has had what bears the VLAN's tag.
+    if mark::is_sent(ctx) || packet::is_tagged(ctx) {
         return Ok(TC_ACT_UNSPEC);
     }
     match packet::family(ctx) {
@@ -48,12 +49,34 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason
                 Standing::NoEntry => Known::New,
                 Standing::Unknown => Known::Nothing,
             };
-            Ipv4::read(ctx, ETHERNET_LEN).map_or(Ok(TC_ACT_UNSPEC), |ip| leave(ctx, config, &ip, known))
+            read_and_leave::<Ipv4, ETHERNET_LEN>(ctx, config, known)
         }
-        Family::V6 => V6::read(ctx, ETHERNET_LEN)
-            .map_or(Ok(TC_ACT_UNSPEC), |ip| leave(ctx, config, &ip, Known::Nothing)),
+        Family::V6 => read_and_leave::<V6, ETHERNET_LEN>(ctx, config, Known::Nothing),
         Family::Other => Ok(TC_ACT_UNSPEC),
     }
+}
+
+/// Egress of an uplink without link-layer header; packets start with their IP header.
+#[inline(always)]
+pub fn l3_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+    if mark::is_sent(ctx) {
+        return Ok(TC_ACT_UNSPEC);
+    }
+    match packet::family(ctx) {
+        Family::V4 => read_and_leave::<Ipv4, 0>(ctx, config, Known::Nothing),
+        Family::V6 => read_and_leave::<V6, 0>(ctx, config, Known::Nothing),
+        Family::Other => Ok(TC_ACT_UNSPEC),
+    }
+}
+
+/// `LINK` is the length of the link-layer header; so below.
+#[inline(always)]
+fn read_and_leave<I: Ip, const LINK: usize>(
+    ctx: &TcContext,
+    config: &Config,
+    known: Known,
+) -> Result<i32, DropReason> {
+    I::read(ctx, LINK).map_or(Ok(TC_ACT_UNSPEC), |ip| leave::<I, LINK>(ctx, config, &ip, known))
 }
 
 /// True for the tunnels' packets from the private address, where [`leave`] would
@@ -98,16 +121,21 @@ fn is_wireguards_v6(ctx: &TcContext, config: &Config) -> bool {
 }
 
 #[inline(always)]
-fn leave<I: Ip>(ctx: &TcContext, config: &Config, ip: &I, known: Known) -> Result<i32, DropReason> {
+fn leave<I: Ip, const LINK: usize>(
+    ctx: &TcContext,
+    config: &Config,
+    ip: &I,
+    known: Known,
+) -> Result<i32, DropReason> {
     if let Some(hop) = hop_of_pods(config, ip) {
-        if !fits::<I>(ctx, ETHERNET_LEN, ip, hop.mtu) {
+        if !fits::<I>(ctx, LINK, ip, hop.mtu) {
             let skb = ctx.as_ptr().cast();
-            return Ok(if I::V6 { answer_v6(skb, hop.mtu) } else { answer_v4(skb, hop.mtu) });
+            return Ok(if I::V6 { answer_v6::<LINK>(skb, hop.mtu) } else { answer_v4::<LINK>(skb, hop.mtu) });
         }
         // SAFETY: a helper without pointers. `kilo_egress` does the rest.
         return Ok(unsafe { bpf_redirect(config.kilo_ifindex, 0) } as i32);
     }
-    masquerade::egress(ctx, config, ETHERNET_LEN, ip, known)?;
+    masquerade::egress(ctx, config, LINK, ip, known)?;
     Ok(TC_ACT_UNSPEC)
 }
 
@@ -124,13 +152,13 @@ fn hop_of_pods<I: Ip>(config: &Config, ip: &I) -> Option<&'static Hop> {
 }
 
 #[inline(never)]
-fn answer_v4(skb: *mut __sk_buff, mtu: u32) -> i32 {
-    answer(skb, |packet| too_big::v4(packet, mtu as u16))
+fn answer_v4<const LINK: usize>(skb: *mut __sk_buff, mtu: u32) -> i32 {
+    answer::<_, LINK>(skb, |packet| too_big::v4(packet, mtu as u16))
 }
 
 #[inline(never)]
-fn answer_v6(skb: *mut __sk_buff, mtu: u32) -> i32 {
-    answer(skb, |packet| too_big::v6(packet, mtu))
+fn answer_v6<const LINK: usize>(skb: *mut __sk_buff, mtu: u32) -> i32 {
+    answer::<_, LINK>(skb, |packet| too_big::v6(packet, mtu))
 }
 
 /// Tells the sender, who heard from the stack what this interface carries;
@@ -138,10 +166,11 @@ fn answer_v6(skb: *mut __sk_buff, mtu: u32) -> i32 {
 /// interface the packet was leaving by, as if the destination had sent it: it
 /// passes rp_filter, and netfilter translates it back for who was translated.
 #[inline(always)]
-fn answer<const N: usize>(skb: *mut __sk_buff, write: impl FnOnce(&mut [u8; N])) -> i32 {
-    let shot = dropped(skb, DropReason::TooBig.index(), Hook::UplinkEgress as u32);
+fn answer<const N: usize, const LINK: usize>(skb: *mut __sk_buff, write: impl FnOnce(&mut [u8; N])) -> i32 {
+    let hook = if LINK == 0 { Hook::L3Egress } else { Hook::UplinkEgress };
+    let shot = dropped(skb, DropReason::TooBig.index(), hook as u32);
     let ctx = TcContext::new(skb);
-    match turn(&ctx, write) {
+    match turn::<N, LINK>(&ctx, write) {
         // SAFETY: a helper without pointers.
         Some(()) => (unsafe { bpf_redirect(packet::ifindex(&ctx), REDIRECT_INGRESS) }) as i32,
         None => shot,
@@ -151,16 +180,18 @@ fn answer<const N: usize>(skb: *mut __sk_buff, write: impl FnOnce(&mut [u8; N]))
 /// Makes the answer of the packet: cuts it, swaps its link-layer addresses,
 /// and writes the answer's `N` bytes, of which the last are there already.
 #[inline(always)]
-fn turn<const N: usize>(ctx: &TcContext, write: impl FnOnce(&mut [u8; N])) -> Option<()> {
-    let kept = (ETHERNET_LEN + QUOTED) as u32;
+fn turn<const N: usize, const LINK: usize>(ctx: &TcContext, write: impl FnOnce(&mut [u8; N])) -> Option<()> {
+    let kept = (LINK + QUOTED) as u32;
     // SAFETY: the context is valid.
     if ctx.len() < kept || unsafe { bpf_skb_change_tail(ctx.as_ptr().cast(), kept, 0) } != 0 {
         return None;
     }
     ctx.adjust_room((N - QUOTED) as i32, BPF_ADJ_ROOM_MAC, 0).ok()?;
-    let link: [[u8; 6]; 2] = ctx.load(0).ok()?;
-    ctx.store(0, &[link[1], link[0]], 0).ok()?;
+    if LINK != 0 {
+        let link: [[u8; 6]; 2] = ctx.load(0).ok()?;
+        ctx.store(0, &[link[1], link[0]], 0).ok()?;
+    }
     // SAFETY: `bytes` checks the bounds.
-    write(unsafe { &mut *packet::bytes::<N>(ctx, ETHERNET_LEN)? });
+    write(unsafe { &mut *packet::bytes::<N>(ctx, LINK)? });
     Some(())
 }

@@ -30,7 +30,7 @@ const PACKAGES: &[&str] = &["qemu-system-x86", "kmod", "busybox-static", "cpio",
 const BOOT_MODULES: [&str; 6] = ["virtio_pci", "netfs", "9pnet", "9pnet_virtio", "9p", "overlay"];
 
 /// What data path and lab use; absent ones are built in or not needed.
-const MODULES: &str = "wireguard ipip vxlan veth bridge tun dummy sch_ingress cls_bpf act_bpf nf_tables nft_nat \
+const MODULES: &str = "wireguard ipip ip_gre vxlan 8021q veth bridge tun dummy sch_ingress cls_bpf act_bpf nf_tables nft_nat \
                        nft_masq nft_ct nft_chain_nat nft_counter nf_conntrack sch_netem br_netfilter";
 
 /// Options of the virtual machine.

@@ -24,6 +24,8 @@ pub struct Complaints {
     left_out: usize,
     /// The endpoint of this node that other locations may not reach.
     private_endpoint: Option<Endpoint>,
+    /// Interfaces without programs, and their link type.
+    unknown_headers: BTreeMap<String, u16>,
     failure: Option<Failure>,
 }
 
@@ -74,6 +76,22 @@ impl Complaints {
             );
         }
         self.private_endpoint = endpoint.cloned();
+    }
+
+    /// Says once which interfaces get no programs because of their link type.
+    pub fn unknown_headers(&mut self, interfaces: &BTreeMap<String, u16>, metrics: &Metrics) {
+        for (interface, link_type) in interfaces {
+            if self.unknown_headers.get(interface) != Some(link_type) {
+                metrics.error("link_type");
+                tracing::warn!(
+                    interface,
+                    link_type,
+                    "the programs cannot read packets of this link type, so nothing is masqueraded or received \
+                     there: use --masquerade nftables, or make the tunnel a point-to-point one"
+                );
+            }
+        }
+        self.unknown_headers.clone_from(interfaces);
     }
 
     /// A reconcile failed: says so, unless it did for the same reason within the last minute.

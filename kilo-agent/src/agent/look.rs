@@ -6,7 +6,7 @@ use crate::{
     backend::Backend,
     interface::Interface,
     net::{
-        Link, NetError, Paths,
+        Link, NetError, Paths, WaysOut,
         tunnels::{self, Tunnels},
     },
     plan::NetPlan,
@@ -18,7 +18,7 @@ pub(super) struct Look {
     pub interface: Interface,
     pub tunnels: Tunnels,
     pub links: Vec<Link>,
-    pub default_route: Option<u32>,
+    pub ways_out: WaysOut,
     /// What the WireGuard device has.
     pub state: DeviceState,
     /// Ways to nodes, as far as asked for.
@@ -43,10 +43,11 @@ impl<B: Backend> Agent<B> {
         if !links.iter().any(|link| link.index == interface.index) {
             return Err(NetError::Missing(format!("link {}", self.options.interface.name)).into());
         }
-        let default_route = self.net.default_interface().await?;
+        let own: Vec<u32> = [interface.index].into_iter().chain(tunnels.vxlan).chain(tunnels.ipip).collect();
+        let ways_out = self.net.ways_out(&own).await?;
         let state = interface.device.read().await?;
         let made = u64::from(created) + tunnels.created;
         let (paths, net) = (Paths::default(), None);
-        Ok(Look { interface, tunnels, links, default_route, state, paths, net, made })
+        Ok(Look { interface, tunnels, links, ways_out, state, paths, net, made })
     }
 }

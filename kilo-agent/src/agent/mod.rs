@@ -433,7 +433,7 @@ impl<B: Backend> Agent<B> {
             self.metrics.set_map_entries(map, entries);
         }
         let mut writes = written?;
-        let interfaces = Interfaces { kilo, uplinks: &plan.uplinks, vxlan: plan.vxlan };
+        let interfaces = Interfaces { kilo, uplinks: &plan.uplinks, layer3: &plan.layer3, vxlan: plan.vxlan };
         let attached = self.dataplane.attach(&self.net, interfaces).await?;
         writes += attached.changes;
         self.metrics.reattached.inc_by(attached.reattached);
@@ -486,7 +486,12 @@ impl<B: Backend> Agent<B> {
         if self.hops.is_empty() {
             self.hops = HopIds::adopt(&self.dataplane.held_senders(), mesh, &own.name);
         }
-        let query = links::HostQuery { kilo: look.interface.index, private, pod_cidrs: &own.pod_cidrs };
+        let query = links::HostQuery {
+            kilo: look.interface.index,
+            private,
+            pod_cidrs: &own.pod_cidrs,
+            next_hops: &look.ways_out.next_hops,
+        };
         let mut found = links::host_links(&look.links, &query, &look.paths.interfaces);
         (found.vxlan, found.ipip) = (look.tunnels.vxlan, look.tunnels.ipip);
         links::add_overlay(&mut found, &look.links, &own.name, overlay);
@@ -495,6 +500,7 @@ impl<B: Backend> Agent<B> {
             found.path_mtus.entry(*address).and_modify(|known| *known = *mtu.min(known)).or_insert(*mtu);
         }
         self.hops = self.hops.update(mesh, &own.name);
+        self.complaints.unknown_headers(&found.unknown_headers, &self.metrics);
         self.complaints.left_out(self.hops.left_out(mesh, &own.name), &self.metrics);
         let resolved = self.resolver.resolve(mesh).await;
         plan::host_plan(&Inputs {
@@ -509,7 +515,7 @@ impl<B: Backend> Agent<B> {
             masquerade: self.options.masquerade == Masquerade::Ebpf,
             mtu: self.options.mtu.resolve(
                 &look.links,
-                look.default_route,
+                look.ways_out.default,
                 own.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6()),
             ),
         })

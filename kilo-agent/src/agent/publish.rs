@@ -70,7 +70,7 @@ impl<B: Backend> Agent<B> {
         let hostname = self.resolver.own_addresses(&self.options.hostname).await;
         let found = discovery::discover(&discovery::Facts {
             resolved: &hostname,
-            default_interface: look.default_route,
+            default_interface: look.ways_out.default,
             links,
             kilo: look.interface.index,
             pod_cidrs: &seen.pod_cidrs,

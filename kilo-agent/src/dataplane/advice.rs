@@ -68,6 +68,12 @@ const ADVICE: &[(&str, &str)] = &[
          endpoint. Its peer must speak first: set persistent-keepalive on the node that is behind NAT, or \
          force-endpoint to the address both use.",
     ),
+    (
+        "congestion",
+        "Harmless: a router between the nodes is congested and marks packets instead of dropping them, but the \
+         sender did not negotiate ECN and is told by a loss (RFC 6040). In numbers: the network between nodes of \
+         this location is too slow for them.",
+    ),
     ("nat_map_full", "More flows than the table holds: `bpftool map show name nat`; report it."),
     ("rewrite", "The kernel refused to change the packet, mostly for lack of memory: `dmesg`."),
     (

@@ -32,6 +32,8 @@ pub struct Interfaces<'a> {
     pub kilo: u32,
     /// Interfaces that lead out of the host.
     pub uplinks: &'a BTreeSet<u32>,
+    /// Of these: packets have no link-layer header there.
+    pub layer3: &'a BTreeSet<u32>,
     /// The VXLAN device.
     pub vxlan: Option<u32>,
 }
@@ -127,8 +129,12 @@ fn places(interfaces: Interfaces<'_>) -> BTreeSet<Place> {
     let vxlan = |ifindex| Place { ifindex, program: "tunnel_ingress", egress: false };
     places.extend(interfaces.vxlan.map(vxlan));
     for &ifindex in interfaces.uplinks {
-        places.insert(Place { ifindex, program: "lan_ingress", egress: false });
-        places.insert(Place { ifindex, program: "uplink_egress", egress: true });
+        let (ingress, egress) = match interfaces.layer3.contains(&ifindex) {
+            true => ("l3_ingress", "l3_egress"),
+            false => ("lan_ingress", "uplink_egress"),
+        };
+        places.insert(Place { ifindex, program: ingress, egress: false });
+        places.insert(Place { ifindex, program: egress, egress: true });
     }
     places
 }

@@ -23,8 +23,15 @@ use super::{DataplaneError, error::chain};
 static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("KILO_EBPF_OBJECT"));
 
 /// Programs of the object.
-pub const PROGRAMS: [&str; 5] =
-    ["kilo_egress", "kilo_ingress", "lan_ingress", "tunnel_ingress", "uplink_egress"];
+pub const PROGRAMS: [&str; 7] = [
+    "kilo_egress",
+    "kilo_ingress",
+    "lan_ingress",
+    "tunnel_ingress",
+    "uplink_egress",
+    "l3_ingress",
+    "l3_egress",
+];
 
 /// Maps that outlive the agent.
 const PINNED: [&str; 14] = [

@@ -30,10 +30,39 @@ pub struct Link {
     pub up: bool,
     /// The loopback interface.
     pub loopback: bool,
+    /// What stands in front of the IP header of its packets.
+    pub header: LinkHeader,
     /// Index of the bridge or bond it belongs to.
     pub controller: Option<u32>,
     /// Its addresses, in the kernel's order (the primary one first).
     pub addresses: Vec<Address>,
+}
+
+/// What stands in front of the IP header of an interface's packets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LinkHeader {
+    /// 14 bytes: Ethernet, and loopback.
+    #[default]
+    Ethernet,
+    /// Nothing: TUN, PPP, point-to-point GRE, WireGuard, modems.
+    None,
+    /// Something the programs cannot read, with the kernel's number of the link type (`ARPHRD_*`).
+    Unknown(u16),
+}
+
+impl LinkHeader {
+    /// Of an interface of this type (include/uapi/linux/if_arp.h).
+    const fn of(link_type: u16, point_to_point: bool) -> Self {
+        match link_type {
+            // Ethernet, loopback.
+            1 | 772 => Self::Ethernet,
+            // GRE over IPv4 and IPv6 has its outer header there when it is not point-to-point.
+            778 | 823 if !point_to_point => Self::Unknown(link_type),
+            // PPP, raw IP (modems), IPIP, IPv6 tunnels, SIT, GRE over IPv4 and IPv6, none (TUN, WireGuard).
+            512 | 519 | 768 | 769 | 776 | 778 | 823 | 0xfffe => Self::None,
+            other => Self::Unknown(other),
+        }
+    }
 }
 
 /// An address of an interface.
@@ -58,6 +87,9 @@ pub struct HostQuery<'a> {
     pub private: Option<IpAddr>,
     /// This node's own pod CIDRs: an interface with such an address is the CNI's.
     pub pod_cidrs: &'a [IpNet],
+    /// Interfaces with a route that has a next hop, or the default route: they lead out of the
+    /// host without an address of their own, too.
+    pub next_hops: &'a [u32],
 }
 
 /// All links with their addresses.
@@ -125,6 +157,7 @@ fn parse_link(message: LinkMessage) -> Link {
         index: message.header.index,
         up: flags.contains(LinkFlags::Up),
         loopback: flags.contains(LinkFlags::Loopback),
+        header: LinkHeader::of(message.header.link_layer_type.into(), flags.contains(LinkFlags::Pointopoint)),
         ..Link::default()
     };
     for attribute in message.attributes {
@@ -176,13 +209,33 @@ fn parse_address(message: &AddressMessage) -> Option<(u32, Address)> {
 /// An uplink is up, has a global address and is none of: loopback, the
 /// WireGuard device, an IPIP tunnel (Kilo's `tunl0`), a dummy, an interface
 /// whose address lies in the own pod CIDR (CNI bridge, flannel, pods' veths).
-/// The private interface is one of them.
+/// One without an address is an uplink when a route with a next hop leads through
+/// it (unnumbered); packets get the host's own address then, as the kernel chooses it.
+/// The private interface is one of them, unless the private address is on
+/// loopback or a dummy.
 pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr, u32>) -> HostLinks {
     let mut host = HostLinks { kilo: query.kilo, ..HostLinks::default() };
+    let borrowed = hosts_own(links, query);
     for link in links {
-        let uplink = Uplink { v4: primary_v4(link), v6: primary_v6(link) };
-        if uplink == Uplink::default() || !link.up || is_internal(link, query.kilo, query.pod_cidrs) {
+        let mut uplink = Uplink { v4: primary_v4(link), v6: primary_v6(link) };
+        if !link.up || is_within(link, query.kilo, query.pod_cidrs) {
             continue;
+        }
+        if uplink == Uplink::default() {
+            if !query.next_hops.contains(&link.index) || link.controller.is_some() {
+                continue;
+            }
+            uplink = borrowed;
+        }
+        match link.header {
+            LinkHeader::Ethernet => {}
+            LinkHeader::None => {
+                host.layer3.insert(link.index);
+            }
+            LinkHeader::Unknown(link_type) => {
+                host.unknown_headers.insert(link.name.clone(), link_type);
+                continue;
+            }
         }
         host.uplinks.insert(link.index, uplink);
         host.mtus.insert(link.index, link.mtu);
@@ -191,7 +244,10 @@ pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr
         links
             .iter()
             .find(|link| {
-                link.index != query.kilo && link.addresses.iter().any(|address| address.net.addr() == private)
+                link.index != query.kilo
+                    && !is_host_only(link)
+                    && !host.unknown_headers.contains_key(&link.name)
+                    && link.addresses.iter().any(|address| address.net.addr() == private)
             })
             .map(|link| link.index)
     });
@@ -220,11 +276,47 @@ pub fn add_overlay(host: &mut HostLinks, links: &[Link], own: &str, addresses: B
     host.overlay = addresses;
 }
 
-/// Loopback, the WireGuard device, a tunnel or an interface of the CNI.
+/// Its addresses are the host's own, and no packet leaves or arrives there.
+pub(super) fn is_host_only(link: &Link) -> bool {
+    link.loopback || link.kind == "dummy"
+}
+
+/// What the kernel gives packets that leave by an interface without addresses: the
+/// private address, or the first global one, where it is on loopback or a dummy.
+fn hosts_own(links: &[Link], query: &HostQuery<'_>) -> Uplink {
+    let is_services = |link: &&Link| link.name == KUBE_PROXY;
+    let mut own = Uplink::default();
+    let within = links.iter().filter(|link| is_host_only(link) && link.up && !is_services(link));
+    let usable = |address: &&Address| address.global && !address.unusable;
+    for address in within.flat_map(|link| link.addresses.iter().filter(usable)) {
+        let address = address.net.addr();
+        let preferred = Some(address) == query.private;
+        match address {
+            IpAddr::V4(v4) if !v4.is_loopback() && !v4.is_link_local() => {
+                own.v4 = own.v4.filter(|_| !preferred).or(Some(v4));
+            }
+            IpAddr::V6(v6) if !v6.is_loopback() && !v6.is_unicast_link_local() => {
+                own.v6 = own.v6.filter(|_| !preferred).or(Some(v6));
+            }
+            _ => {}
+        }
+    }
+    own
+}
+
+/// The dummy device on which kube-proxy keeps service addresses (IPVS).
+pub(super) const KUBE_PROXY: &str = "kube-ipvs0";
+
+/// As [`is_within`]; other WireGuard devices count, too: their addresses are no node's.
 pub(super) fn is_internal(link: &Link, kilo: u32, pod_cidrs: &[IpNet]) -> bool {
-    link.loopback
+    link.kind == "wireguard" || is_within(link, kilo, pod_cidrs)
+}
+
+/// Loopback, our WireGuard device, an IPIP tunnel or an interface of the CNI.
+fn is_within(link: &Link, kilo: u32, pod_cidrs: &[IpNet]) -> bool {
+    is_host_only(link)
         || link.index == kilo
-        || matches!(link.kind.as_str(), "ipip" | "dummy" | "wireguard")
+        || link.kind == "ipip"
         // Cilium's need not lie in the pod CIDR of the Node object.
         || matches!(link.name.as_str(), "kube-bridge" | "cilium_host")
         || link
@@ -313,6 +405,7 @@ mod tests {
             mtu: 1500,
             up: true,
             loopback: name == "lo",
+            header: if matches!(kind, "tun" | "wireguard") { LinkHeader::None } else { LinkHeader::Ethernet },
             controller: None,
             addresses: addresses
                 .iter()
@@ -342,7 +435,8 @@ mod tests {
             link(9, "eth2", "", &["169.254.1.1/16"]),
         ];
         let pods = ["10.244.1.0/24".parse().unwrap()];
-        let query = HostQuery { kilo: 4, private: Some("10.0.0.5".parse().unwrap()), pod_cidrs: &pods };
+        let private = Some("10.0.0.5".parse().unwrap());
+        let query = HostQuery { kilo: 4, private, pod_cidrs: &pods, ..HostQuery::default() };
         let address = |text: &str| text.parse::<Ipv4Addr>().unwrap();
         let node = |text: &str| text.parse::<IpAddr>().unwrap();
         let paths = BTreeMap::from([(node("10.0.0.7"), 2), (node("203.0.113.2"), 3), (node("9.9.9.9"), 4)]);

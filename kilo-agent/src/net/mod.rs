@@ -28,6 +28,7 @@ use std::{
 
 pub use error::{NetError, Refused};
 pub use links::Link;
+pub use routes::WaysOut;
 pub use rtnl::Rtnl;
 
 use crate::plan::{HostLinks, NetPlan};
@@ -106,9 +107,9 @@ impl Net {
         paths.asked = addresses;
     }
 
-    /// Interface of the default route, IPv4 before IPv6.
-    pub async fn default_interface(&self) -> Result<Option<u32>, NetError> {
-        routes::default_interface(&self.rtnl).await
+    /// Where routes lead out of the host; not by the devices in `own`.
+    pub async fn ways_out(&self, own: &[u32]) -> Result<WaysOut, NetError> {
+        routes::ways_out(&self.rtnl, own).await
     }
 
     /// Brings the plan about on interface `kilo` and says how many writes it

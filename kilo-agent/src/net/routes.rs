@@ -363,17 +363,52 @@ pub async fn lookup(rtnl: &Rtnl, address: IpAddr) -> Result<Option<Found>, NetEr
     }
 }
 
-/// Interface of the default route with the smallest metric, IPv4 before IPv6.
-pub async fn default_interface(rtnl: &Rtnl) -> Result<Option<u32>, NetError> {
-    Ok(default_of(&dump(rtnl, RouteProtocol::Unspec).await?))
+/// The interfaces that routes of the main table lead out of the host by, without those
+/// in `own`: these are the agent's, which follow the others.
+pub async fn ways_out(rtnl: &Rtnl, own: &[u32]) -> Result<WaysOut, NetError> {
+    let messages = messages(rtnl, RouteProtocol::Unspec).await?;
+    let routes: Vec<Found> = messages.iter().filter_map(parse).collect();
+    let next_hops: BTreeSet<u32> = messages
+        .iter()
+        .filter(|message| message.header.kind == RouteType::Unicast)
+        .flat_map(next_hop_interfaces)
+        .filter(|index| !own.contains(index))
+        .collect();
+    Ok(WaysOut { default: default_of(&routes, own), next_hops: next_hops.into_iter().collect() })
 }
 
-fn default_of(routes: &[Found]) -> Option<u32> {
+/// What [`ways_out`] finds.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WaysOut {
+    /// Interface of the default route with the smallest metric, IPv4 before IPv6.
+    pub default: Option<u32>,
+    /// Interfaces with a route that has a next hop, or with a default route.
+    pub next_hops: Vec<u32>,
+}
+
+fn next_hop_interfaces(message: &RouteMessage) -> Vec<u32> {
+    let mut interfaces = Vec::new();
+    let mut has_next_hop = message.header.destination_prefix_length == 0;
+    for attribute in &message.attributes {
+        match attribute {
+            RouteAttribute::Gateway(_) | RouteAttribute::Via(_) => has_next_hop = true,
+            RouteAttribute::Oif(index) => interfaces.push(*index),
+            RouteAttribute::MultiPath(hops) => {
+                has_next_hop = true;
+                interfaces.extend(hops.iter().map(|hop| hop.interface_index));
+            }
+            _ => {}
+        }
+    }
+    if has_next_hop { interfaces } else { Vec::new() }
+}
+
+fn default_of(routes: &[Found], own: &[u32]) -> Option<u32> {
     routes
         .iter()
         .filter(|found| found.route.table == MAIN_TABLE && found.route.destination.prefix_len() == 0)
         .filter_map(|found| {
-            let index = found.interface?;
+            let index = found.interface.filter(|index| !own.contains(index))?;
             Some((found.route.destination.addr().is_ipv6(), found.priority, index))
         })
         .min_by_key(|(v6, priority, _)| (*v6, *priority))
@@ -420,9 +455,12 @@ mod tests {
     fn default_route_is_the_cheapest_and_prefers_ipv4() {
         let any4 = route("0.0.0.0/0", None);
         let any6 = route("::/0", None);
-        assert_eq!(default_of(&[found(any6, 2, 0), found(any4, 3, 600), found(any4, 4, 100)]), Some(4));
-        assert_eq!(default_of(&[found(any6, 2, 1024)]), Some(2));
-        assert_eq!(default_of(&[found(route("10.0.0.0/8", None), 2, 0)]), None);
+        let routes = [found(any6, 2, 0), found(any4, 3, 600), found(any4, 4, 100)];
+        assert_eq!(default_of(&routes, &[]), Some(4));
+        assert_eq!(default_of(&routes, &[4]), Some(3), "not a device of ours");
+        assert_eq!(default_of(&routes, &[3, 4]), Some(2));
+        assert_eq!(default_of(&[found(any6, 2, 1024)], &[]), Some(2));
+        assert_eq!(default_of(&[found(route("10.0.0.0/8", None), 2, 0)], &[]), None);
     }
 
     proptest! {

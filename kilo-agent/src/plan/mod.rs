@@ -151,6 +151,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         net: routes::net(inputs, &own, &remote, &tables),
         tables,
         vxlan: inputs.links.vxlan,
+        layer3: inputs.links.layer3.clone(),
         uplinks: {
             let links = inputs.links;
             links.uplinks.keys().chain(&links.private).chain(&links.overlay_device).copied().collect()

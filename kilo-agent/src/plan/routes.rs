@@ -48,7 +48,10 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
         .hop
         .values()
         .filter_map(|hop| match *hop {
-            Hop::Node { tunnel: Tunnel::None, ifindex, remote, .. } if ifindex != 0 => {
+            // Without link-layer header there are no neighbours.
+            Hop::Node { tunnel: Tunnel::None, ifindex, remote, .. }
+                if ifindex != 0 && !inputs.links.layer3.contains(&ifindex) =>
+            {
                 Some((ifindex, remote))
             }
             _ => None,

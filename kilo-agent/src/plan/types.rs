@@ -25,6 +25,8 @@ pub struct HostPlan {
     pub tables: Tables,
     /// Interfaces the TC programs sit on, besides the WireGuard device.
     pub uplinks: BTreeSet<u32>,
+    /// Of these: packets have no link-layer header there.
+    pub layer3: BTreeSet<u32>,
     /// The VXLAN device, where there is one.
     pub vxlan: Option<u32>,
 }
@@ -154,6 +156,11 @@ pub struct HostLinks {
     /// device, the CNI bridge or pods' interfaces), with the addresses
     /// masqueraded packets get. The private interface is one of them.
     pub uplinks: BTreeMap<u32, Uplink>,
+    /// Of these: packets have no link-layer header there.
+    pub layer3: BTreeSet<u32>,
+    /// Interfaces that would be uplinks, but whose link-layer header is not known, with their
+    /// link type.
+    pub unknown_headers: BTreeMap<String, u16>,
     /// MTU of each uplink in bytes.
     pub mtus: BTreeMap<u32, u32>,
     /// Interface and preferred path to each node address of the own location:

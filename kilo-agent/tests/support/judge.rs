@@ -13,6 +13,7 @@ use kilo_agent::{
     topology::{Tunnel, prefixes::longest},
 };
 use kilo_common::{
+    checksum,
     encap::{
         Inner, UDP_LEN, VXLAN_INNER, VXLAN_LEN, ipip_frame, ipip_frame_v6, next_ttl, segment_len,
         segments_room, vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
@@ -39,6 +40,8 @@ pub struct Input {
     pub frame: Vec<u8>,
     /// Payload bytes per segment of a superpacket; else 0.
     pub gso: u32,
+    /// The interface it is on.
+    pub ifindex: u32,
 }
 
 /// What the bytes must be afterwards.
@@ -152,6 +155,14 @@ impl Ip {
     }
 }
 
+/// The link-layer address of an interface; that of loopback is zero.
+pub const fn mac(ifindex: u32) -> [u8; 6] {
+    match ifindex {
+        IFINDEX => [0; 6],
+        other => [2, 0, 0, 0, 0, other as u8],
+    }
+}
+
 /// The family the kernel takes a frame for; `None` for everything else.
 fn family(frame: &[u8]) -> Option<bool> {
     match u16::from_be_bytes([frame[12], frame[13]]) {
@@ -164,49 +175,53 @@ fn family(frame: &[u8]) -> Option<bool> {
 /// The judgement on one program.
 pub fn judge(program: &str, tables: &Tables, input: &Input) -> Wanted {
     match program {
-        "lan_ingress" => lan_ingress(tables, input),
+        "lan_ingress" => lan_ingress(tables, input, ETHERNET_LEN),
+        "l3_ingress" => lan_ingress(tables, input, 0),
         "kilo_egress" => kilo_egress(tables, input).unwrap_or_else(drops),
         "kilo_ingress" => kilo_ingress(tables, input).unwrap_or_else(drops),
-        "uplink_egress" => uplink_egress(tables, input),
+        "uplink_egress" => uplink_egress(tables, input, ETHERNET_LEN),
+        "l3_egress" => uplink_egress(tables, input, 0),
         // Without a tunnel device there is no sender.
         "tunnel_ingress" => drops(DropReason::Malformed),
         other => panic!("no program {other}"),
     }
 }
 
-fn lan_ingress(tables: &Tables, input: &Input) -> Wanted {
+/// `link` is the length of the link-layer header; so below.
+fn lan_ingress(tables: &Tables, input: &Input, link: usize) -> Wanted {
     let frame = &input.frame[..];
-    // The loopback device's address is zero.
-    if frame[..6] != [0; 6] {
+    if link != 0 && frame[..6] != mac(input.ifindex) {
         return passes(None);
     }
     let Some(v6) = family(frame) else { return passes(None) };
-    let Ok(outer) = Ip::read(frame, ETHERNET_LEN, v6) else { return passes(None) };
+    let Ok(outer) = Ip::read(frame, link, v6) else { return passes(None) };
     if tables.is_private(outer.dst) {
         let behind = Ip::shortest(v6);
         let inner = match outer.protocol {
             protocol::IPIP => Some((behind, false)),
             protocol::IPV6 => Some((behind, true)),
             // A superpacket of the location is the device's to cut, and no other program's.
-            protocol::UDP if input.gso != 0 && for_device(tables, frame, &outer) => {
+            protocol::UDP if input.gso != 0 && for_device(tables, frame, link, &outer) => {
                 return Wanted { verdict: PASS_AT_ONCE, ..passes(None) };
             }
-            protocol::UDP if input.gso == 0 => vxlan(frame, &outer).map(|v6| (behind + VXLAN_INNER, v6)),
+            protocol::UDP if input.gso == 0 => {
+                vxlan(frame, link, &outer).map(|v6| (behind + VXLAN_INNER, v6))
+            }
             _ => None,
         };
         if let Some((overhead, v6)) = inner {
-            return steered(tables, input, &outer, overhead, v6).unwrap_or_else(drops);
+            return steered(tables, input, link, &outer, overhead, v6).unwrap_or_else(drops);
         }
     }
-    if outer.protocol == protocol::UDP && from_inside(tables, frame, &outer) {
+    if outer.protocol == protocol::UDP && from_inside(tables, frame, link, &outer) {
         return drops(DropReason::InsideTunnel);
     }
-    match tables.plain(&outer.probe(input, ETHERNET_LEN)) {
+    match tables.plain(&outer.probe(input, link)) {
         None => passes(None),
         Some(action) => {
             let mut bytes = frame.to_vec();
             if action == Action::Transit {
-                lower_ttl(&mut bytes, ETHERNET_LEN, v6);
+                lower_ttl(&mut bytes, link, v6);
                 bytes = [room(tables, input), bytes].concat();
             }
             redirects(action, Bytes::Exactly(bytes))
@@ -221,29 +236,29 @@ fn room(tables: &Tables, input: &Input) -> Vec<u8> {
     vec![0; bytes as usize]
 }
 
-fn for_device(tables: &Tables, frame: &[u8], outer: &Ip) -> bool {
-    destination_port(frame, outer) == Some(VXLAN_PORT) && tables.node.contains_key(&outer.src)
+fn for_device(tables: &Tables, frame: &[u8], link: usize, outer: &Ip) -> bool {
+    destination_port(frame, link, outer) == Some(VXLAN_PORT) && tables.node.contains_key(&outer.src)
 }
 
-fn from_inside(tables: &Tables, frame: &[u8], outer: &Ip) -> bool {
+fn from_inside(tables: &Tables, frame: &[u8], link: usize, outer: &Ip) -> bool {
     let owner = longest(&tables.prefix, outer.src);
     tables.config.flags & CONFIG_LEADER != 0
         && !outer.fragment
-        && destination_port(frame, outer) == Some(tables.config.wireguard_port)
+        && destination_port(frame, link, outer) == Some(tables.config.wireguard_port)
         && owner.is_some_and(|value| value.flags & PREFIX_INSIDE != 0)
 }
 
-fn destination_port(frame: &[u8], outer: &Ip) -> Option<u16> {
-    let bytes = frame.get(ETHERNET_LEN + outer.header_len..)?.get(2..4)?;
+fn destination_port(frame: &[u8], link: usize, outer: &Ip) -> Option<u16> {
+    let bytes = frame.get(link + outer.header_len..)?.get(2..4)?;
     (outer.header_len == Ip::shortest(outer.v6)).then(|| u16::from_be_bytes([bytes[0], bytes[1]]))
 }
 
 /// The family of the packet in a VXLAN packet of ours.
-fn vxlan(frame: &[u8], outer: &Ip) -> Option<bool> {
+fn vxlan(frame: &[u8], link: usize, outer: &Ip) -> Option<bool> {
     if outer.fragment || outer.header_len != Ip::shortest(outer.v6) {
         return None;
     }
-    let bytes = frame.get(ETHERNET_LEN + outer.header_len..)?.get(..VXLAN_INNER)?;
+    let bytes = frame.get(link + outer.header_len..)?.get(..VXLAN_INNER)?;
     let ours =
         bytes[2..4] == VXLAN_PORT.to_be_bytes() && bytes[UDP_LEN..UDP_LEN + VXLAN_LEN] == vxlan_header();
     ours.then(|| family(&bytes[UDP_LEN + VXLAN_LEN..]))?
@@ -252,6 +267,7 @@ fn vxlan(frame: &[u8], outer: &Ip) -> Option<bool> {
 fn steered(
     tables: &Tables,
     input: &Input,
+    link: usize,
     outer: &Ip,
     overhead: usize,
     v6: bool,
@@ -264,19 +280,52 @@ fn steered(
     if outer.header_len != Ip::shortest(outer.v6) {
         return Err(DropReason::Malformed);
     }
-    let offset = ETHERNET_LEN + overhead;
+    let offset = link + overhead;
     let inner = Ip::read(frame, offset, v6)?;
     let (action, _) = tables.steered(outer.src, &inner.probe(input, offset))?;
+    let mut bytes = [&frame[..offset], &marked(&frame[offset..], outer.tos, inner.tos, v6)?].concat();
     refused(input)?;
-    let mut bytes = [&frame[..ETHERNET_LEN], &frame[offset..]].concat();
     if action == Action::Transit {
-        lower_ttl(&mut bytes, ETHERNET_LEN, v6);
+        lower_ttl(&mut bytes, offset, v6);
+    }
+    // The kernel cuts behind what it takes for the Ethernet header; see `Bytes::Sent`. Of what it
+    // takes for the packet, a header must be left.
+    if bytes.len() < ETHERNET_LEN + overhead + Ip::shortest(v6) {
+        return Err(DropReason::Encapsulation);
+    }
+    bytes.drain(ETHERNET_LEN..ETHERNET_LEN + overhead);
+    if action == Action::Transit {
         return Ok(redirects(action, Bytes::Exactly(bytes)));
     }
     let pods = |src: IpAddr| matches!(src, IpAddr::V4(src) if sender.may_send_from(src.octets()));
     // What the sending host itself sent stays on the interface that leads there.
     let verdict = if inner.src == outer.src && !pods(inner.src) { PASS } else { REDIRECT };
     Ok(Wanted { verdict, ..redirects(action, Bytes::Exactly(bytes)) })
+}
+
+/// The inner packet with what the outer header says of congestion: the table of RFC 6040, section 4.2.
+fn marked(packet: &[u8], outer: u8, inner: u8, v6: bool) -> Result<Vec<u8>, DropReason> {
+    let mut packet = packet.to_vec();
+    let ecn = match (outer & 3, inner & 3) {
+        (3, 0) => return Err(DropReason::Congestion),
+        (3, _) => 3,
+        (1, 2) => 1,
+        _ => return Ok(packet),
+    };
+    let tos = inner & 0xfc | ecn;
+    if tos == inner {
+        return Ok(packet);
+    }
+    if v6 {
+        packet[1] = packet[1] & 0xcf | ecn << 4;
+        return Ok(packet);
+    }
+    let old = u16::from_be_bytes([packet[0], packet[1]]);
+    packet[1] = tos;
+    let new = u16::from_be_bytes([packet[0], packet[1]]);
+    let sum = checksum::update(u16::from_be_bytes([packet[10], packet[11]]), old, new);
+    packet[10..12].copy_from_slice(&sum.to_be_bytes());
+    Ok(packet)
 }
 
 fn lower_ttl(frame: &mut [u8], offset: usize, v6: bool) {
@@ -307,7 +356,7 @@ fn kilo_egress(tables: &Tables, input: &Input) -> Result<Wanted, DropReason> {
     if verdict == Err(DropReason::NotUnicast) {
         return Err(DropReason::NotUnicast);
     }
-    let translated = translation(tables, frame, 0, &ip)?;
+    let translated = translation(tables, input, 0, &ip)?;
     // Counted as translated, too, when it is dropped then.
     let mut wanted = sent(tables, input, &ip, verdict).unwrap_or_else(drops);
     if let Some(addr) = translated {
@@ -398,16 +447,16 @@ fn built<const N: usize>(build: impl Fn(&mut [u8; N])) -> Vec<u8> {
     frame.to_vec()
 }
 
-fn uplink_egress(tables: &Tables, input: &Input) -> Wanted {
+fn uplink_egress(tables: &Tables, input: &Input, link: usize) -> Wanted {
     let frame = &input.frame[..];
     let Some(v6) = family(frame) else { return passes(None) };
-    let Ok(ip) = Ip::read(frame, ETHERNET_LEN, v6) else { return passes(None) };
+    let Ok(ip) = Ip::read(frame, link, v6) else { return passes(None) };
     if let Some(Hop::Node { mtu, .. }) = tables.uplink_egress(Packet { src: ip.src, dst: ip.dst }) {
         // What `kilo_egress` does then is another packet's judgement.
         let onward = Wanted { verdict: REDIRECT, counted: vec![], bytes: Bytes::Same, mtu: 0 };
-        return if ip.probe(input, ETHERNET_LEN).fits(mtu) { onward } else { told(frame, v6, mtu) };
+        return if ip.probe(input, link).fits(mtu) { onward } else { told(frame, link, v6, mtu) };
     }
-    match translation(tables, frame, ETHERNET_LEN, &ip) {
+    match translation(tables, input, link, &ip) {
         Err(reason) => drops(reason),
         Ok(None) => passes(None),
         Ok(Some(addr)) => Wanted { bytes: Bytes::Translated(addr), ..passes(Some(Action::Masquerade)) },
@@ -415,25 +464,32 @@ fn uplink_egress(tables: &Tables, input: &Input) -> Wanted {
 }
 
 /// The answer to the sender of a packet that the hop does not carry.
-fn told(frame: &[u8], v6: bool, mtu: u32) -> Wanted {
-    let Some(quoted) = frame.get(ETHERNET_LEN..ETHERNET_LEN + QUOTED) else {
+fn told(frame: &[u8], link: usize, v6: bool, mtu: u32) -> Wanted {
+    let Some(quoted) = frame.get(link..link + QUOTED) else {
         return drops(DropReason::TooBig);
     };
     let mut packet = vec![0; if v6 { LEN_V6 } else { LEN_V4 } - QUOTED];
     packet.extend(quoted);
+    if link == 0 {
+        // The room is made behind what the kernel takes for the Ethernet header.
+        let room = packet.len() - QUOTED;
+        packet[room..room + ETHERNET_LEN].fill(0);
+    }
     if v6 {
         too_big::v6((&mut packet[..]).try_into().unwrap(), mtu);
     } else {
         too_big::v4((&mut packet[..]).try_into().unwrap(), u16::try_from(mtu).unwrap());
     }
-    let bytes = [&frame[6..12], &frame[..6], &frame[12..14], &packet].concat();
+    let link: &[&[u8]] = if link == 0 { &[] } else { &[&frame[6..12], &frame[..6], &frame[12..14]] };
+    let bytes = [&link.concat()[..], &packet].concat();
     let counted = vec![DropReason::TooBig.label()];
     Wanted { verdict: REDIRECT, counted, bytes: Bytes::Exactly(bytes), mtu: 0 }
 }
 
 /// The address the source becomes, if it does.
-fn translation(tables: &Tables, frame: &[u8], offset: usize, ip: &Ip) -> Result<Option<IpAddr>, DropReason> {
-    let Some(device) = tables.device.get(&IFINDEX).filter(|device| device.flags & DEVICE_MASQUERADE != 0)
+fn translation(tables: &Tables, input: &Input, offset: usize, ip: &Ip) -> Result<Option<IpAddr>, DropReason> {
+    let Some(device) =
+        tables.device.get(&input.ifindex).filter(|device| device.flags & DEVICE_MASQUERADE != 0)
     else {
         return Ok(None);
     };
@@ -444,7 +500,10 @@ fn translation(tables: &Tables, frame: &[u8], offset: usize, ip: &Ip) -> Result<
     if !nat::is_masqueraded(longest(&tables.masq_src, ip.src), longest(&tables.masq_dst, ip.dst)) {
         return Ok(None);
     }
-    let packet = &frame[offset..];
+    if addr.is_unspecified() {
+        return Err(DropReason::NatUnsupported);
+    }
+    let packet = &input.frame[offset..];
     let transport = if ip.v6 {
         let load = |at: usize| packet.get(at..at + 8)?.try_into().ok();
         transport::ipv6(ip.protocol, load).ok_or(DropReason::NatUnsupported)?

@@ -19,7 +19,10 @@ use rand::{
     seq::{IndexedRandom as _, IteratorRandom as _},
 };
 
-use super::{IFINDEX, PUBLIC, PUBLIC_V6, judge::Input};
+use super::{
+    IFINDEX, PUBLIC, PUBLIC_V6,
+    judge::{Input, mac},
+};
 
 /// A generator that always answers the same for one seed.
 pub struct Random(StdRng);
@@ -37,7 +40,10 @@ const V6: [&str; 5] = [
     "2001:db8::7/128",
 ];
 const WIREGUARD_PORT: u16 = 51_820;
-const PRIVATE_V4: [[u8; 4]; 4] = [[10, 1, 0, 11], [10, 1, 0, 12], [10, 1, 0, 13], [10, 1, 0, 14]];
+/// Outer sources on a link without link-layer header are read like these, too.
+const PRIVATE_V4: [[u8; 4]; 4] = [[8, 0, 9, 11], [8, 0, 9, 12], [8, 0, 9, 13], [8, 0, 9, 14]];
+/// Other uplinks, which the test makes.
+pub const OTHER_UPLINKS: [u32; 2] = [77, 78];
 const SPECIAL: [&str; 13] = [
     "0.0.0.0",
     "127.0.0.1",
@@ -56,7 +62,7 @@ const SPECIAL: [&str; 13] = [
 
 fn private(index: usize, v6: bool) -> IpAddr {
     if v6 {
-        Ipv6Addr::new(0xfd00, 0x1, 0, 0, 0, 0, 0, 11 + u16::try_from(index).unwrap()).into()
+        Ipv6Addr::new(0xfd00, 0x1, 0x86dd, 0, 0, 0, 0, 11 + u16::try_from(index).unwrap()).into()
     } else {
         PRIVATE_V4[index].into()
     }
@@ -112,7 +118,8 @@ impl Random {
                 ifindex: IFINDEX,
                 mtu: if self.chance(4) { 0 } else { self.0.random_range(60..1600) },
                 local: private(0, v6_underlay),
-                remote: private(index, v6_underlay),
+                // Two nodes may claim one address.
+                remote: private(if self.chance(12) { self.below(3) + 1 } else { index }, v6_underlay),
             };
             let leads = index == 1 && !leader;
             if !self.chance(8) {
@@ -143,6 +150,15 @@ impl Random {
         tables
             .device
             .insert(IFINDEX, Device { masq_v4: PUBLIC, masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE });
+        for ifindex in OTHER_UPLINKS {
+            let masq_v4 = self.pick(&[PUBLIC, PRIVATE_V4[0], [203, 0, 113, 7], [0; 4]]);
+            let masq_v6 = self.pick(&[PUBLIC_V6, [0x2a; 16], [0; 16]]);
+            if !self.chance(4) {
+                let flags = if self.chance(6) { 0 } else { DEVICE_MASQUERADE };
+                tables.device.insert(ifindex, Device { masq_v4, masq_v6, flags });
+            }
+        }
+        let one_v4 = self.chance(4);
         let flag = |set: bool, bit: u32| if set { bit } else { 0 };
         tables.config = Config {
             kilo_ifindex: IFINDEX,
@@ -164,6 +180,13 @@ impl Random {
             },
             ..Config::default()
         };
+        if one_v4 && tables.config.private_v4 != [0; 4] {
+            tables.config.flags |= CONFIG_ONE_V4;
+            for ifindex in [IFINDEX].iter().chain(&OTHER_UPLINKS) {
+                let device = tables.device.entry(*ifindex).or_default();
+                (device.masq_v4, device.flags) = (PRIVATE_V4[0], DEVICE_MASQUERADE);
+            }
+        }
         tables
     }
 
@@ -171,6 +194,7 @@ impl Random {
     pub fn input(&mut self, program: &str, tables: &Tables) -> Input {
         let mut frame = match program {
             "lan_ingress" if !self.chance(4) => self.steered(tables),
+            "l3_ingress" if !self.chance(4) => self.steered(tables).split_off(14),
             "lan_ingress" | "uplink_egress" | "tunnel_ingress" => {
                 let v6 = self.chance(3);
                 let (mut src, mut dst) = (self.address(tables, v6), self.address(tables, v6));
@@ -199,7 +223,11 @@ impl Random {
         let shortest = shortest(&frame);
         frame.resize(frame.len().max(shortest), 0);
         let gso = if self.chance(12) { self.0.random_range(8..1400) } else { 0 };
-        Input { frame, gso }
+        let ifindex = if self.chance(3) { self.pick(&OTHER_UPLINKS) } else { IFINDEX };
+        if !program.starts_with("kilo_") && !program.starts_with("l3_") && frame[..6] == [0; 6] {
+            frame[..6].copy_from_slice(&mac(ifindex));
+        }
+        Input { frame, gso, ifindex }
     }
 
     /// An address that the tables may know, of one family.
@@ -247,6 +275,11 @@ impl Random {
         })
     }
 
+    /// Classes of service, and ECN: not capable, ECT(1), ECT(0), congested.
+    fn tos(&mut self) -> u8 {
+        self.pick(&[0, 0, 0, 0x10, 0xb8]) | self.pick(&[0, 0, 0, 1, 2, 3])
+    }
+
     fn ttl(&mut self) -> u8 {
         self.pick(&[64, 64, 64, 255, 2, 1, 0])
     }
@@ -256,6 +289,9 @@ impl Random {
     fn packet(&mut self, src: IpAddr, dst: IpAddr) -> Vec<u8> {
         let v6 = src.is_ipv6();
         let icmp = if v6 { protocol::ICMPV6 } else { protocol::ICMP };
+        if self.chance(10) {
+            return self.nested(src, dst);
+        }
         let kind = self.pick(&[protocol::TCP, protocol::UDP, protocol::UDP, icmp, 47, protocol::SCTP]);
         let length = if self.chance(3) { self.below(1500) } else { self.below(120) };
         // Ports that cannot be changed are used once only, as the model has it.
@@ -268,6 +304,22 @@ impl Random {
         self.ip(src, dst, kind, &payload)
     }
 
+    /// A packet that is a tunnel's itself: IP in IP, or VXLAN to our port.
+    fn nested(&mut self, src: IpAddr, dst: IpAddr) -> Vec<u8> {
+        let within: [IpAddr; 2] = if self.chance(2) {
+            [Ipv4Addr::new(8, 0, 1, 7).into(), Ipv4Addr::new(10, 42, 4, 7).into()]
+        } else {
+            [Ipv6Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()]
+        };
+        let v6 = within[0].is_ipv6();
+        let inner = self.ip(within[0], within[1], protocol::UDP, &[7; 20]);
+        if self.chance(2) {
+            return self.ip(src, dst, if v6 { protocol::IPV6 } else { protocol::IPIP }, &inner);
+        }
+        let vxlan = vxlan(VXLAN_PORT, &inner, v6);
+        self.ip(src, dst, protocol::UDP, &vxlan)
+    }
+
     fn ip(&mut self, src: IpAddr, dst: IpAddr, kind: u8, payload: &[u8]) -> Vec<u8> {
         match (src, dst) {
             (IpAddr::V4(src), IpAddr::V4(dst)) => {
@@ -275,7 +327,7 @@ impl Random {
                 let mut header = vec![1; 20 + options];
                 let total = u16::try_from(header.len() + payload.len()).unwrap();
                 header[0] = 0x40 | u8::try_from(header.len() / 4).unwrap();
-                header[1] = self.pick(&[0, 0x10, 0xb8, 3]);
+                header[1] = self.tos();
                 header[2..4].copy_from_slice(&total.to_be_bytes());
                 let fragment: u16 =
                     self.pick(&[0x4000, 0x4000, 0x4000, 0x4000, 0x4000, 0, 0, 0x2000, 0x00b9]);
@@ -316,7 +368,7 @@ impl Random {
                     next = extension;
                 }
                 let mut header = vec![0x60, 0, 0, 0];
-                let class: u8 = self.pick(&[0, 0xb8, 3]);
+                let class = self.tos();
                 header[0] |= class >> 4;
                 header[1] |= class << 4;
                 header.extend(u16::try_from(behind.len()).unwrap().to_be_bytes());
@@ -362,13 +414,7 @@ impl Random {
                 let found = self.within(tables, outer_v6, |_, value| value.flags & PREFIX_INSIDE != 0);
                 from = found.unwrap_or(from);
             }
-            let mut vxlan = 0xc123_u16.to_be_bytes().to_vec();
-            vxlan.extend(port.to_be_bytes());
-            vxlan.extend(u16::try_from(30 + inner.len()).unwrap().to_be_bytes());
-            vxlan.extend([0, 0]);
-            vxlan.extend(vxlan_header());
-            vxlan.extend(ethernet(&inner, inner_v6));
-            (protocol::UDP, vxlan)
+            (protocol::UDP, vxlan(port, &inner, inner_v6))
         } else {
             (ipip, inner)
         };
@@ -405,6 +451,17 @@ impl Random {
 /// BPF_PROG_TEST_RUN takes no less than two headers (since Linux 6.17).
 fn shortest(frame: &[u8]) -> usize {
     if frame.get(12..14) == Some(&ETHERTYPE_IPV6.to_be_bytes()) { 54 } else { 34 }
+}
+
+/// UDP, VXLAN and inner Ethernet header in front of a packet.
+fn vxlan(port: u16, inner: &[u8], v6: bool) -> Vec<u8> {
+    let mut vxlan = 0xc123_u16.to_be_bytes().to_vec();
+    vxlan.extend(port.to_be_bytes());
+    vxlan.extend(u16::try_from(30 + inner.len()).unwrap().to_be_bytes());
+    vxlan.extend([0, 0]);
+    vxlan.extend(vxlan_header());
+    vxlan.extend(ethernet(inner, v6));
+    vxlan
 }
 
 fn ethernet(packet: &[u8], v6: bool) -> Vec<u8> {

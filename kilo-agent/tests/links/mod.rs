@@ -1,0 +1,240 @@
+//! A node with real interfaces, the network `lan` behind them, and the programs attached.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs::File,
+    io::{self, Read as _, Write as _},
+    net::{Ipv4Addr, UdpSocket},
+    os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd},
+    time::{Duration, Instant},
+};
+
+use kilo_agent::{
+    dataplane::{CounterReader, Dataplane, Interfaces},
+    net::Net,
+    plan::Tables,
+};
+use kilo_common::{
+    maps::{DEVICE_MASQUERADE, Device},
+    verdict::Action,
+};
+use nix::{
+    poll::{PollFd, PollFlags, poll},
+    sched::{CloneFlags, setns},
+};
+
+use crate::{
+    netns::{sh, succeeds},
+    support::{self, PUBLIC_V6, SELF, leader_tables},
+};
+
+pub const NODE_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
+pub const LAN_MAC: [u8; 6] = [2, 0, 0, 0, 0, 2];
+
+/// Longest wait for a packet that will come.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// A node whose programs are attached.
+pub struct World {
+    fs: support::BpfFs,
+    net: Net,
+    dataplane: Option<Dataplane>,
+    pub tables: Tables,
+}
+
+impl World {
+    /// `kilo0` and a pod's address; no uplink yet.
+    pub fn new() -> Self {
+        sh("for it in all default; do echo 0 > /proc/sys/net/ipv4/conf/$it/rp_filter; done
+            ip link set lo up; ip address add 10.42.1.2/32 dev lo
+            ip tuntap add dev kilo0 mode tun; ip link set kilo0 up
+            ip route add 10.42.2.0/24 dev kilo0; ip netns add lan");
+        lan("ip link set lo up; ip address add 198.51.100.2/32 dev lo
+             for it in all default; do echo 0 > /proc/sys/net/ipv4/conf/$it/rp_filter; done");
+        let (fs, net) = (support::bpffs().unwrap(), Net::new().unwrap());
+        Self { fs, net, dataplane: None, tables: leader_tables() }
+    }
+
+    /// With the uplink `eth0`, which has the private address.
+    pub fn on_veth() -> Self {
+        let mut world = Self::new();
+        sh("ip link add eth0 address 02:00:00:00:00:01 type veth peer name eth0 address 02:00:00:00:00:02 netns lan
+            ip link set eth0 up; ip address add 10.1.0.11/24 dev eth0");
+        lan("ip link set eth0 up; ip address add 10.1.0.12/24 dev eth0");
+        world.tables.device.clear();
+        world.masquerade_as(index("eth0"), SELF);
+        world
+    }
+
+    /// With the uplink `tun0`, whose packets have no link-layer header and go to the test. It
+    /// has the private address.
+    pub fn on_tun() -> (Self, Tun) {
+        let mut world = Self::new();
+        let tun = Tun::new("tun0");
+        sh("ip address add 10.1.0.11/24 dev tun0; ip -6 address add 2001:db8::11/64 dev tun0 nodad
+            ip -6 address add fd42:1::2/128 dev lo nodad; ip link set tun0 up
+            ip route add 198.51.100.0/24 dev tun0; ip -6 route add 2001:db8:9::/48 dev tun0");
+        world.tables.device.clear();
+        let device = Device { masq_v4: SELF, masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE };
+        world.tables.device.insert(index("tun0"), device);
+        (world, tun)
+    }
+
+    /// What is masqueraded at this interface gets this address.
+    pub fn masquerade_as(&mut self, ifindex: u32, masq_v4: [u8; 4]) {
+        let device = Device { masq_v4, masq_v6: [0; 16], flags: DEVICE_MASQUERADE };
+        self.tables.device.insert(ifindex, device);
+        self.write();
+    }
+
+    fn write(&mut self) {
+        if let Some(dataplane) = &mut self.dataplane {
+            dataplane.write(&self.tables).unwrap();
+        }
+    }
+
+    /// Attaches to these uplinks, and to those without link-layer header.
+    pub async fn attach(&mut self, uplinks: &[&str], layer3: &[&str]) {
+        self.tables.config.kilo_ifindex = index("kilo0");
+        let mut dataplane = Dataplane::open(self.fs.path(), false).unwrap();
+        dataplane.write(&self.tables).unwrap();
+        let uplinks: BTreeSet<u32> = uplinks.iter().chain(layer3).map(|name| index(name)).collect();
+        let layer3: BTreeSet<u32> = layer3.iter().map(|name| index(name)).collect();
+        let interfaces = Interfaces { kilo: index("kilo0"), uplinks: &uplinks, layer3: &layer3, vxlan: None };
+        let applied = dataplane.attach(&self.net, interfaces).await.unwrap();
+        assert!(applied.failed.is_empty(), "{:?}", applied.failed);
+        self.dataplane = Some(dataplane);
+    }
+
+    fn counters(&self) -> CounterReader {
+        self.dataplane.as_ref().unwrap().counters().unwrap()
+    }
+
+    pub fn counted(&self, action: Action) -> u64 {
+        self.counters().read().unwrap().actions[action.label()]
+    }
+
+    /// Packets dropped, by reason.
+    pub fn drops(&self) -> BTreeMap<&'static str, u64> {
+        self.counters().read().unwrap().drops.into_iter().filter(|(_, count)| *count > 0).collect()
+    }
+}
+
+/// The other end of a TUN device.
+pub struct Tun(File);
+
+impl Tun {
+    fn new(name: &str) -> Self {
+        let file = File::options().read(true).write(true).open("/dev/net/tun").unwrap();
+        // SAFETY: plain integers, for which zero is a value.
+        let mut request: nix::libc::ifreq = unsafe { std::mem::zeroed() };
+        for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
+            *to = from.cast_signed();
+        }
+        request.ifr_ifru.ifru_flags = i16::try_from(nix::libc::IFF_TUN | nix::libc::IFF_NO_PI).unwrap();
+        // SAFETY: the request is complete.
+        let made = unsafe { nix::libc::ioctl(file.as_raw_fd(), nix::libc::TUNSETIFF, &raw mut request) };
+        assert_eq!(made, 0, "{}", io::Error::last_os_error());
+        Self(file)
+    }
+
+    /// A packet arrives at the device.
+    pub fn send(&self, packet: &[u8]) {
+        (&self.0).write_all(packet).unwrap();
+    }
+
+    /// The next packet of this version and protocol that left by the device.
+    pub fn sent(&self, version: u8, protocol: u8) -> Vec<u8> {
+        let deadline = Instant::now() + LIMIT;
+        let mut bytes = [0; 2048];
+        while Instant::now() < deadline {
+            let mut ready = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
+            if poll(&mut ready, 1000_u16).unwrap() == 0 {
+                continue;
+            }
+            let length = (&self.0).read(&mut bytes).unwrap();
+            // The kernel's own router solicitations are others.
+            let found = if bytes[0] >> 4 == 6 { bytes[6] } else { bytes[9] };
+            if (bytes[0] >> 4, found) == (version, protocol) {
+                return bytes[..length].to_vec();
+            }
+        }
+        panic!("no packet of IPv{version}, protocol {protocol} left within {LIMIT:?}");
+    }
+}
+
+/// Index of an interface.
+pub fn index(name: &str) -> u32 {
+    nix::net::if_::if_nametoindex(name).unwrap()
+}
+
+/// Runs commands in the network behind the uplinks.
+#[track_caller]
+pub fn lan(lines: &str) {
+    sh(&format!("ip netns exec lan sh -ec '{lines}'"));
+}
+
+/// True when this kernel has VLAN devices; loads their module where there is one.
+pub fn has_vlans() -> bool {
+    succeeds(
+        "modprobe 8021q; ip link add test0 type veth peer name test1
+         ip link add link test0 name test0.7 type vlan id 7; made=$?; ip link del test0; exit $made",
+    )
+}
+
+/// Runs `body` on a thread in the network behind the uplinks: sockets it makes stay there.
+pub fn in_lan<T: Send>(body: impl FnOnce() -> T + Send) -> T {
+    std::thread::scope(|scope| {
+        let inside = scope.spawn(|| {
+            setns(File::open("/run/netns/lan").unwrap(), CloneFlags::CLONE_NEWNET).unwrap();
+            body()
+        });
+        inside.join().unwrap()
+    })
+}
+
+/// A UDP socket in the network behind the uplinks.
+pub fn udp_in_lan(address: [u8; 4], port: u16) -> UdpSocket {
+    let socket = in_lan(|| UdpSocket::bind((Ipv4Addr::from(address), port)).unwrap());
+    socket.set_read_timeout(Some(LIMIT)).unwrap();
+    socket
+}
+
+/// The next datagram; `None` when none comes.
+pub fn heard(socket: &UdpSocket) -> Option<Vec<u8>> {
+    socket.set_read_timeout(Some(LIMIT)).unwrap();
+    let mut bytes = [0; 2048];
+    let (length, _) = socket.recv_from(&mut bytes).ok()?;
+    Some(bytes[..length].to_vec())
+}
+
+/// Sends frames from the other end of `eth0`.
+pub struct LanSender(OwnedFd, i32);
+
+impl LanSender {
+    pub fn new() -> Self {
+        in_lan(|| {
+            // SAFETY: a plain system call; the descriptor is ours alone.
+            let socket = unsafe {
+                let fd = nix::libc::socket(nix::libc::AF_PACKET, nix::libc::SOCK_RAW, 0);
+                assert!(fd >= 0, "{}", io::Error::last_os_error());
+                OwnedFd::from_raw_fd(fd)
+            };
+            Self(socket, i32::try_from(index("eth0")).unwrap())
+        })
+    }
+
+    pub fn send(&self, frame: &[u8]) {
+        // SAFETY: plain integers, for which zero is a value.
+        let mut to: nix::libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+        to.sll_family = u16::try_from(nix::libc::AF_PACKET).unwrap();
+        to.sll_ifindex = self.1;
+        let size = u32::try_from(size_of_val(&to)).unwrap();
+        // SAFETY: both buffers have the lengths that are passed.
+        let sent = unsafe {
+            let to = (&raw const to).cast();
+            nix::libc::sendto(self.0.as_raw_fd(), frame.as_ptr().cast(), frame.len(), 0, to, size)
+        };
+        assert_eq!(sent, isize::try_from(frame.len()).unwrap(), "{}", io::Error::last_os_error());
+    }
+}
