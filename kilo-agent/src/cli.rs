@@ -2,7 +2,7 @@
 //! messages that name what is possible.
 
 use std::{
-    net::{IpAddr, Ipv6Addr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     str::FromStr,
     time::Duration,
 };
@@ -253,14 +253,24 @@ impl PrefixList {
 #[error("{0:?} is not an address to listen on; write for example :1107, 127.0.0.1:1107 or [::1]:1107")]
 pub struct InvalidListen(String);
 
-/// Parses `:PORT` (all addresses, both families), `IP:PORT` or `localhost:PORT`.
+/// Parses `:PORT` (all addresses, both families), `IP:PORT` or `localhost:PORT`. Brackets may
+/// stand around an address of either family: a manifest does not know which one it gets.
 pub fn parse_listen(text: &str) -> Result<SocketAddr, InvalidListen> {
     let invalid = || InvalidListen(text.to_owned());
     match text.strip_prefix(':') {
         Some(port) => {
             Ok(SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), port.parse().map_err(|_| invalid())?))
         }
-        None => text.replacen("localhost:", "127.0.0.1:", 1).parse().map_err(|_| invalid()),
+        None => {
+            let text = text.replacen("localhost:", "127.0.0.1:", 1);
+            let bracketed = text.strip_prefix('[').and_then(|rest| rest.split_once("]:"));
+            match bracketed.and_then(|(ip, port)| Some((ip.parse::<Ipv4Addr>().ok()?, port))) {
+                Some((ip, port)) => {
+                    port.parse().map(|port| SocketAddr::new(ip.into(), port)).map_err(|_| invalid())
+                }
+                None => text.parse().map_err(|_| invalid()),
+            }
+        }
     }
 }
 
@@ -373,7 +383,19 @@ mod tests {
         assert_eq!(parse_listen(":1107"), Ok("[::]:1107".parse().unwrap()));
         assert_eq!(parse_listen("127.0.0.1:1"), Ok("127.0.0.1:1".parse().unwrap()));
         assert_eq!(parse_listen("localhost:1"), Ok("127.0.0.1:1".parse().unwrap()));
-        for text in ["", "1107", ":x", ":70000", "host:1"] {
+        assert_eq!(parse_listen("[fd00::1]:1107"), Ok("[fd00::1]:1107".parse().unwrap()));
+        assert_eq!(parse_listen("[10.0.0.1]:1107"), Ok("10.0.0.1:1107".parse().unwrap()));
+        for text in [
+            "",
+            "1107",
+            ":x",
+            ":70000",
+            "host:1",
+            "[]:1107",
+            "[10.0.0.1]:x",
+            "[10.0.0.1]1107",
+            "fd00::1:1107",
+        ] {
             assert!(parse_listen(text).is_err(), "{text}");
         }
     }

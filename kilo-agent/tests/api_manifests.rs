@@ -24,6 +24,7 @@ use k8s_openapi::{
         authentication::v1::{TokenRequest, TokenRequestSpec},
         batch::v1::Job,
         core::v1::{ConfigMap, Namespace, Node, Secret, Service, ServiceAccount},
+        policy::v1::PodDisruptionBudget,
         rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
     },
     apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
@@ -117,6 +118,10 @@ async fn every_object_of_every_manifest_is_accepted_as_it_is_written() {
             let mut object = object;
             without_young_fields(&mut object.data);
             let group = GroupVersionKind::try_from(object.types.as_ref().unwrap()).unwrap();
+            if group.group == "policy" && discovery.resolve_gvk(&group).is_none() {
+                println!("{what}: {group:?} is not served before Kubernetes 1.21");
+                continue;
+            }
             let (resource, capabilities) =
                 discovery.resolve_gvk(&group).unwrap_or_else(|| panic!("{what}: {group:?} is not served"));
             let api: Api<DynamicObject> = match (&capabilities.scope, &object.metadata.namespace) {
@@ -170,6 +175,7 @@ fn of_newest_kubernetes(object: &Value) -> Value {
         "Deployment" => through::<Deployment>(object),
         "Job" => through::<Job>(object),
         "Namespace" => through::<Namespace>(object),
+        "PodDisruptionBudget" => through::<PodDisruptionBudget>(object),
         "Role" => through::<Role>(object),
         "RoleBinding" => through::<RoleBinding>(object),
         "Service" => through::<Service>(object),
@@ -228,6 +234,12 @@ async fn account(server: &ApiServer, file: &str, namespace: &str, account: &str)
             apply(&admin, &object, false).await.unwrap();
         }
     }
+    token_of(server, namespace, account).await
+}
+
+/// A configuration with a token of this account.
+async fn token_of(server: &ApiServer, namespace: &str, account: &str) -> PathBuf {
+    let admin = server.client(ADMIN).await;
     let accounts: Api<ServiceAccount> = Api::namespaced(admin, namespace);
     let request = TokenRequest {
         spec: TokenRequestSpec { expiration_seconds: Some(3600), ..Default::default() },
@@ -296,6 +308,70 @@ async fn the_agents_account_may_do_what_the_agent_does_and_nothing_else() {
     refused("changing its own role", roles.patch("kilo", &PatchParams::default(), &wider).await);
 }
 
+#[tokio::test]
+async fn people_read_with_kgctls_role_and_peers_are_in_view_and_edit() {
+    let Some(server) = ApiServer::start().await else { return };
+    let admin = server.client(ADMIN).await;
+    apply_crds(&admin).await;
+    let namespace = json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": "people" } });
+    apply(&admin, &serde_json::from_value(namespace).unwrap(), false).await.ok();
+    for object in manifest("kilo-kubeadm.yaml").iter().filter(|object| kind(object) == "ClusterRole") {
+        apply(&admin, object, false).await.unwrap();
+    }
+    // The roles view and edit are the API server's own; its controller manager, which is not
+    // here, fills them from those with the label.
+    let labelled = |label: &str| {
+        let roles = manifest("kilo-kubeadm.yaml").into_iter();
+        let key = format!("rbac.authorization.k8s.io/aggregate-to-{label}");
+        let has = |object: &DynamicObject| {
+            object
+                .metadata
+                .labels
+                .as_ref()
+                .is_some_and(|labels| labels.get(&key).is_some_and(|on| on == "true"))
+        };
+        let names: Vec<_> = roles.filter(has).map(|object| name(&object).to_owned()).collect();
+        assert!(names.iter().all(|name| name.starts_with("kilo-peers-")), "{names:?}");
+        names
+    };
+    assert_eq!(labelled("view"), ["kilo-peers-view"]);
+    assert_eq!(
+        (labelled("edit"), labelled("admin")),
+        (vec!["kilo-peers-edit".into()], vec!["kilo-peers-edit".into()])
+    );
+    let person = async |role: &str| {
+        let objects = [
+            json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": role, "namespace": "people" } }),
+            json!({
+                "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": { "name": role },
+                "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role },
+                "subjects": [{ "kind": "ServiceAccount", "name": role, "namespace": "people" }],
+            }),
+        ];
+        for object in objects {
+            apply(&admin, &serde_json::from_value(object).unwrap(), false).await.unwrap();
+        }
+        client_of(&token_of(&server, "people", role).await).await
+    };
+
+    let reader = person("kilo-kgctl").await;
+    let nodes: Api<Node> = Api::all(reader.clone());
+    nodes.list(&ListParams::default()).await.unwrap();
+    refused("patching a node", nodes.patch("a", &PatchParams::default(), &Patch::Merge(json!({}))).await);
+    let peers: Api<Peer> = Api::all(reader.clone());
+    peers.list(&ListParams::default()).await.unwrap();
+    refused("deleting a peer", peers.delete("anyone", &DeleteParams::default()).await);
+    let secrets: Api<Secret> = Api::all(reader);
+    refused("reading secrets", secrets.list(&ListParams::default()).await);
+
+    let viewer: Api<Peer> = Api::all(person("kilo-peers-view").await);
+    viewer.list(&ListParams::default()).await.unwrap();
+    refused("deleting a peer", viewer.delete("anyone", &DeleteParams::default()).await);
+    let editor: Api<Peer> = Api::all(person("kilo-peers-edit").await);
+    let gone = editor.delete("anyone", &DeleteParams::default()).await;
+    assert!(matches!(&gone, Err(kube::Error::Api(status)) if status.code == 404), "{:?}", gone.err());
+}
+
 #[test]
 fn every_daemon_sets_role_is_the_same() {
     let daemons: Vec<_> = manifests().into_iter().filter(|file| file.starts_with("kilo-")).collect();
@@ -352,6 +428,7 @@ fn container(file: &str, daemon_set: &str, kubeconfig: &Path) -> Command {
     let arguments = strings(&container["args"]).into_iter().map(|argument| {
         argument
             .replace("$(NODE_NAME)", "n1")
+            .replace("$(HOST_IP)", HOST_IP)
             .replace("/etc/kubernetes/kubeconfig", kubeconfig.to_str().unwrap())
     });
     let script = "mount --bind / / && mount -o remount,bind,ro / && \
@@ -380,11 +457,14 @@ impl Drop for Running {
     }
 }
 
-/// The body of `http://127.0.0.1:1107/path`, once it is answered with 200.
-async fn http(path: &str) -> String {
+/// The private address of the node in the tests.
+const HOST_IP: &str = "10.1.0.11";
+
+/// The body of `http://HOST:1107/path`, once it is answered with 200.
+async fn http(host: &str, path: &str) -> String {
     let deadline = Instant::now() + Duration::from_secs(20);
     let ask = || -> std::io::Result<String> {
-        let mut stream = std::net::TcpStream::connect("127.0.0.1:1107")?;
+        let mut stream = std::net::TcpStream::connect((host, 1107))?;
         write!(stream, "GET {path} HTTP/1.1\r\nHost: n1\r\nConnection: close\r\n\r\n")?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer)?;
@@ -400,8 +480,8 @@ async fn http(path: &str) -> String {
     }
 }
 
-/// Runs the agent of a manifest on one node until the node leads its location.
-async fn runs_confined(file: &str) {
+/// A node's namespace: private address, public address, default route.
+fn make_host() {
     netns::sh(
         "mount -t tmpfs lib /var/lib; mkdir -p /var/lib/kilo /run/wireguard; \
          mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
@@ -409,6 +489,24 @@ async fn runs_confined(file: &str) {
          ip address add 10.1.0.11/24 dev eth0; ip address add 192.0.2.11/32 dev eth0; \
          ip route add default via 10.1.0.1 dev eth0",
     );
+}
+
+/// Waits until the node leads its location.
+async fn leads(nodes: &Api<Node>) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        let annotations = nodes.get("n1").await.unwrap().metadata.annotations.unwrap_or_default();
+        if annotations.get("kilo.squat.ai/wireguard-ip").is_some_and(|ip| ip == "10.4.0.1/16") {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{annotations:?}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// Runs the agent of a manifest on one node until the node leads its location.
+async fn runs_confined(file: &str) {
+    make_host();
     let Some(server) = ApiServer::start().await else { return };
     let admin = server.client(ADMIN).await;
     apply_crds(&admin).await;
@@ -427,20 +525,13 @@ async fn runs_confined(file: &str) {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let agent = Running(container(file, "kilo", &kubeconfig).spawn().unwrap());
-    let nodes: Api<Node> = Api::all(admin);
-    let deadline = Instant::now() + Duration::from_secs(20);
-    loop {
-        let annotations = nodes.get("n1").await.unwrap().metadata.annotations.unwrap_or_default();
-        if annotations.get("kilo.squat.ai/wireguard-ip").is_some_and(|ip| ip == "10.4.0.1/16") {
-            break;
-        }
-        assert!(Instant::now() < deadline, "{annotations:?}");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    leads(&Api::all(admin)).await;
     let status = fs::read_to_string(format!("/proc/{}/status", agent.0.id())).unwrap();
     // NET_ADMIN is bit 12, PERFMON 38, BPF 39.
     assert!(status.contains("CapEff:\t000000c000001000"), "{status}");
-    assert!(http("/health").await.ends_with("ok\n"));
+    assert!(http(HOST_IP, "/health").await.ends_with("ok\n"));
+    let elsewhere = std::net::TcpStream::connect(("192.0.2.11", 1107));
+    assert!(elsewhere.is_err(), "the agent listens on the node's address only");
     is_configured().await;
     if wireguard.take().is_some() {
         // The pod is replaced: the interface is another one, and everything comes back.
@@ -449,7 +540,7 @@ async fn runs_confined(file: &str) {
     }
     let pins = dataplane::pin_directory(Path::new("/sys/fs/bpf"));
     assert!(pins.join("prefix_v4").exists());
-    dashboard_shows_what_is_there(&http("/metrics").await);
+    dashboard_shows_what_is_there(&http(HOST_IP, "/metrics").await);
     drop(wireguard);
 }
 
@@ -500,6 +591,38 @@ fn the_agent_runs_under_the_confinement_of_its_daemon_set() {
 }
 
 #[test]
+fn without_kube_proxys_config_map_the_agent_asks_the_service_of_the_api_server() {
+    let test = "without_kube_proxys_config_map_the_agent_asks_the_service_of_the_api_server";
+    netns::isolated(test, || async {
+        make_host();
+        let Some(server) = ApiServer::start().await else { return };
+        let admin = server.client(ADMIN).await;
+        apply_crds(&admin).await;
+        create_node(&admin, "n1", &[]).await;
+        let file = "kilo-kubeadm.yaml";
+        let daemon = find(file, ("DaemonSet", "kilo"));
+        let volumes = daemon.data["spec"]["template"]["spec"]["volumes"].as_array().unwrap().clone();
+        let volume = volumes.iter().find(|volume| volume["name"] == "kubeconfig").unwrap();
+        assert_eq!(volume["configMap"]["optional"], true, "the pod starts without it");
+
+        // What the kubelet gives every pod; a service implementation stands behind the address.
+        let kubeconfig = fs::read_to_string(account(&server, file, "kube-system", "kilo").await).unwrap();
+        let kubeconfig: Value = serde_yaml_ng::from_str(&kubeconfig).unwrap();
+        let token = kubeconfig["users"][0]["user"]["token"].as_str().unwrap();
+        let secrets = Path::new("/run/secrets/kubernetes.io/serviceaccount");
+        fs::create_dir_all(secrets).unwrap();
+        fs::write(secrets.join("token"), token).unwrap();
+        fs::write(secrets.join("namespace"), "kube-system").unwrap();
+        fs::copy(server.file("ca.crt"), secrets.join("ca.crt")).unwrap();
+        let mut command = container(file, "kilo", Path::new("/etc/kubernetes/kubeconfig"));
+        command.env("KUBERNETES_SERVICE_HOST", "127.0.0.1");
+        command.env("KUBERNETES_SERVICE_PORT", server.port().to_string());
+        let _agent = Running(command.spawn().unwrap());
+        leads(&Api::all(admin)).await;
+    });
+}
+
+#[test]
 fn userspace_wireguard_and_the_agent_run_in_daemon_sets_of_their_own() {
     netns::isolated("userspace_wireguard_and_the_agent_run_in_daemon_sets_of_their_own", || async {
         runs_confined("kilo-k3s-userspace.yaml").await;
@@ -539,7 +662,11 @@ async fn webhook_refuses() {
             .spawn()
             .unwrap(),
     );
-    assert!(http(container["readinessProbe"]["httpGet"]["path"].as_str().unwrap()).await.contains("200"));
+    assert!(
+        http("127.0.0.1", container["readinessProbe"]["httpGet"]["path"].as_str().unwrap())
+            .await
+            .contains("200")
+    );
 
     // No kube-proxy here: the service is reached at the container's own port.
     let mut hook = find("peer-validation.yaml", ("ValidatingWebhookConfiguration", "peers.kilo.squat.ai"));

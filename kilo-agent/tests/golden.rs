@@ -19,7 +19,10 @@
 //!   Kilo's device ends up with a mixture;
 //! * a leader whose private address is its endpoint speaks to the mesh from its
 //!   WireGuard address, or the answers would not come through the tunnel;
-//! * a node that does not lead has no WireGuard peers; Kilo's keeps unused ones.
+//! * a node that does not lead has no WireGuard peers; Kilo's keeps unused ones;
+//! * a node without a public address on an interface takes the Node's `ExternalIP`
+//!   as its endpoint (`--endpoint-from=interface` is Kilo's way): what is recorded
+//!   here begins with the annotations, where both are the same.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test's helpers fail as the test does")]
 
 #[path = "support/dot.rs"]

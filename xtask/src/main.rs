@@ -6,6 +6,7 @@ mod build_ebpf;
 mod command;
 mod confine;
 mod fuzz;
+mod kube_tools;
 mod kubernetes;
 mod lab;
 mod manifests;
@@ -48,6 +49,8 @@ enum Task {
     Bench(bench::BenchArgs),
     /// Find or build etcd and kube-apiserver for the API tests.
     KubeAssets,
+    /// Get helm and kubectl, which the tests of the manifests ask.
+    KubeTools,
     /// Write the generated files of manifests/.
     Manifests,
     /// Build everything and show a working mesh in network namespaces.
@@ -82,6 +85,7 @@ fn run() -> Result<()> {
             bench::main(&args)
         }
         Task::KubeAssets => kubernetes::assets().map(drop),
+        Task::KubeTools => kube_tools::prepare(),
         Task::Manifests => manifests::write(),
         Task::Lab(args) => {
             if args.needs_build() {

@@ -13,7 +13,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
 
 use crate::{
-    apt, build_all, kubernetes, lab,
+    apt, build_all, kube_tools, kubernetes, lab,
     report::TestOutcome,
     rotation::{Kernel, Long},
     second_try::{FLAKY, SecondTries},
@@ -188,6 +188,9 @@ fn run_part(
     let binaries = binaries.as_deref().unwrap_or_default();
     match part {
         Part::Unit => {
+            if let Err(error) = kube_tools::prepare() {
+                println!("kube-tools: {error:#}; tests that need them are skipped");
+            }
             let mut outcomes =
                 vec![checked(part, "rustfmt finds nothing to change", &["fmt", "--all", "--check"])];
             outcomes.push(checked(

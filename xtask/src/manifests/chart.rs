@@ -1,0 +1,143 @@
+//! The Helm chart: the template of the manifests, with its conditions written in Helm's
+//! language. What Helm alone has stands between `{# helm: NAME #}` and `{# helm: end #}`.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use super::{CERTGEN, IMAGE, VERSION};
+
+const DIRECTORY: &str = "chart/kilo";
+const HEADER: &str =
+    "{{- /* Made by `cargo xtask manifests` from the template of the manifests; do not edit. */}}\n";
+
+/// Made files of the chart, by their path in manifests/. Values, their schema and helpers
+/// are written by hand.
+pub fn files(
+    kilo: &str,
+    crds: &str,
+    validation: &str,
+    pod_monitor: &str,
+) -> Result<BTreeMap<String, String>> {
+    let optional = |value: &str, text: &str| {
+        let text = in_release(&text.replace(&format!("{IMAGE}:{VERSION}"), "{{ include \"kilo.image\" . }}"));
+        format!("{HEADER}{{{{- if .Values.{value}.enabled }}}}\n{text}{{{{- end }}}}\n")
+    };
+    ensure!(!validation.replace(CERTGEN, "").contains("{{"), "peer-validation.yaml holds a Helm action");
+    let chart = format!(
+        "# Made by `cargo xtask manifests`; do not edit.\napiVersion: v2\nname: kilo\n\
+         description: A multi-location network for Kubernetes, WireGuard between locations, eBPF inside them.\n\
+         type: application\nversion: {VERSION}\nappVersion: {VERSION}\n\
+         home: https://github.com/kilo-ebpf/kilo\n"
+    );
+    let files = [
+        ("Chart.yaml", chart),
+        ("crds/crds.yaml", crds.to_owned()),
+        ("templates/kilo.yaml", HEADER.to_owned() + &translate(kilo)?),
+        ("templates/peer-validation.yaml", optional("webhook", validation)),
+        ("templates/podmonitor.yaml", optional("podMonitor", pod_monitor)),
+    ];
+    Ok(files.into_iter().map(|(name, text)| (format!("{DIRECTORY}/{name}"), text)).collect())
+}
+
+/// What stands in the place of a marked region.
+fn fragment(name: &str) -> Result<&'static str> {
+    Ok(match name {
+        "header" => "",
+        "args" => include_str!("chart/args.tpl"),
+        "resources" => include_str!("chart/resources.tpl"),
+        other => bail!("nothing is known to put in the place of `helm: {other}`"),
+    })
+}
+
+/// From minijinja to Helm.
+fn translate(source: &str) -> Result<String> {
+    let mut text = String::new();
+    let mut lines = source.lines();
+    while let Some(line) = lines.next() {
+        if let Some(name) = between(line, "{# helm: ", " #}") {
+            text += fragment(name)?;
+            lines
+                .by_ref()
+                .find(|line| between(line, "{# helm: ", " #}") == Some("end"))
+                .context("a region without end")?;
+        } else if let Some(tag) = between(line, "{% ", " %}") {
+            text += &match tag.split_once(' ').unwrap_or((tag, "")) {
+                ("if", of) => format!("{{{{- if {} }}}}\n", condition(of)?),
+                ("elif", of) => format!("{{{{- else if {} }}}}\n", condition(of)?),
+                ("else", "") => "{{- else }}\n".to_owned(),
+                ("endif", "") => "{{- end }}\n".to_owned(),
+                _ => bail!("`{tag}` has no translation"),
+            };
+        } else {
+            let rest = line.replace("{{ image }}", "").replace("{{ addon }}", "");
+            ensure!(!rest.contains("{{") && !rest.contains("{%"), "`{line}` has no translation");
+            let line = line.replace("{{ image }}", "{{ include \"kilo.image\" . }}");
+            text += &in_release(&line.replace("{{ addon }}", "{{ .Values.mode }}"));
+            text.push('\n');
+        }
+    }
+    Ok(text)
+}
+
+/// The namespace is the release's.
+fn in_release(text: &str) -> String {
+    text.replace("kube-system", "{{ .Release.Namespace }}")
+}
+
+fn between<'a>(line: &'a str, start: &str, end: &str) -> Option<&'a str> {
+    line.trim().strip_prefix(start)?.strip_suffix(end)
+}
+
+/// A condition of the template.
+fn condition(text: &str) -> Result<String> {
+    if let Some((one, other)) = text.split_once(" or ") {
+        return Ok(format!("or ({}) ({})", condition(one)?, condition(other)?));
+    }
+    if let Some(negated) = text.strip_prefix("not ") {
+        return Ok(format!("not ({})", condition(negated)?));
+    }
+    let compared = |operator: &str, function: &str| {
+        let (name, value) = text.split_once(&format!(" {operator} "))?;
+        Some(format!("{function} .Values.{name} {value}"))
+    };
+    match text {
+        "cni" => Ok("eq .Values.mode \"cni\"".to_owned()),
+        "addon" => Ok("ne .Values.mode \"cni\"".to_owned()),
+        _ => compared("==", "eq")
+            .or_else(|| compared("!=", "ne"))
+            .with_context(|| format!("`{text}` has no translation")),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn conditions_are_written_in_helms_language() {
+        for (ours, helms) in [
+            ("cni", "eq .Values.mode \"cni\""),
+            ("not cni", "not (eq .Values.mode \"cni\")"),
+            ("cni or platform == \"k3s\"", "or (eq .Values.mode \"cni\") (eq .Values.platform \"k3s\")"),
+            ("wireguard != \"kernel\"", "ne .Values.wireguard \"kernel\""),
+        ] {
+            assert_eq!(condition(ours).unwrap(), helms);
+        }
+        assert!(condition("platform in [1]").is_err());
+    }
+
+    #[test]
+    fn what_cannot_be_translated_is_an_error() {
+        let marked =
+            translate("a\n{# helm: args #}\nours\n{# helm: end #}\n{% if cni %}\nb\n{% endif %}\n").unwrap();
+        assert!(
+            marked.starts_with("a\n{{- if ne .Values.granularity") && !marked.contains("ours"),
+            "{marked}"
+        );
+        for text in ["{{ other }}", "{% for x in y %}", "{# helm: nothing #}", "{# helm: args #}"] {
+            assert!(translate(text).is_err(), "{text}");
+        }
+    }
+}

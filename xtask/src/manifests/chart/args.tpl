@@ -1,0 +1,18 @@
+{{- if ne .Values.granularity "location" }}
+            - --mesh-granularity={{ .Values.granularity }}
+{{- end }}
+{{- if ne (int .Values.port) 51820 }}
+            - --port={{ int .Values.port }}
+{{- end }}
+{{- if ne .Values.subnet "10.4.0.0/16" }}
+            - --subnet={{ .Values.subnet }}
+{{- end }}
+{{- if ne .Values.topologyLabel "topology.kubernetes.io/region" }}
+            - --topology-label={{ .Values.topologyLabel }}
+{{- end }}
+{{- if ne .Values.endpointFrom "auto" }}
+            - --endpoint-from={{ .Values.endpointFrom }}
+{{- end }}
+{{- range .Values.extraArgs }}
+            - {{ . | quote }}
+{{- end }}

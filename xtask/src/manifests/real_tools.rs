@@ -1,0 +1,201 @@
+//! kustomize and Helm make of their files what the single-file manifests say.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use std::{collections::BTreeMap, fs, path::PathBuf, process::Command};
+
+use serde::Deserialize as _;
+use serde_yaml_ng::Value;
+
+use super::{VARIANTS, directory};
+use crate::kube_tools::{self, Tool};
+
+type Objects = BTreeMap<(String, String, String), Value>;
+
+/// The objects of a stream of YAML documents.
+fn objects(text: &str) -> Objects {
+    let mut objects = BTreeMap::new();
+    for document in serde_yaml_ng::Deserializer::from_str(text) {
+        let value = with_whole_numbers(Value::deserialize(document).unwrap());
+        if value.is_null() {
+            continue;
+        }
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let metadata = &value["metadata"];
+        let key = (text(&value["kind"]), text(&metadata["namespace"]), text(&metadata["name"]));
+        assert!(objects.insert(key.clone(), value).is_none(), "{key:?} is there twice");
+    }
+    objects
+}
+
+/// 1.0 is written 1 by Go.
+fn with_whole_numbers(value: Value) -> Value {
+    match value {
+        Value::Number(number) => match number.as_f64() {
+            Some(float) if float.fract() == 0.0 => Value::Number((float as i64).into()),
+            _ => Value::Number(number),
+        },
+        Value::Sequence(items) => items.into_iter().map(with_whole_numbers).collect(),
+        Value::Mapping(fields) => {
+            Value::Mapping(fields.into_iter().map(|(key, value)| (key, with_whole_numbers(value))).collect())
+        }
+        other => other,
+    }
+}
+
+fn manifest(name: &str) -> Objects {
+    objects(&fs::read_to_string(directory().join(name)).unwrap())
+}
+
+fn tool(tool: Tool) -> Option<PathBuf> {
+    let found = kube_tools::find(tool);
+    if found.is_none() {
+        println!("kilo-skip: there is no {}; `cargo xtask kube-tools` gets it", tool.name());
+    }
+    found
+}
+
+fn run(command: &mut Command) -> Result<String, String> {
+    let output = command.output().unwrap();
+    if output.status.success() {
+        Ok(String::from_utf8(output.stdout).unwrap())
+    } else {
+        Err(String::from_utf8_lossy(&output.stderr).into_owned())
+    }
+}
+
+#[track_caller]
+fn assert_same(made: &Objects, wanted: &Objects, what: &str) {
+    assert_eq!(made.keys().collect::<Vec<_>>(), wanted.keys().collect::<Vec<_>>(), "{what}");
+    for (key, wanted) in wanted {
+        assert_eq!(&made[key], wanted, "{what}: {key:?}");
+    }
+}
+
+#[test]
+fn every_overlay_makes_what_the_single_file_says() {
+    let Some(kubectl) = tool(Tool::Kubectl) else { return };
+    let build = |path: &str| {
+        run(Command::new(&kubectl).arg("kustomize").arg(directory().join(path))).map(|text| objects(&text))
+    };
+    for variant in &VARIANTS {
+        let mut wanted = manifest("crds.yaml");
+        wanted.extend(manifest(&format!("kilo-{}.yaml", variant.name)));
+        assert_same(&build(&format!("overlays/{}", variant.name)).unwrap(), &wanted, variant.name);
+    }
+    assert_same(&build("").unwrap(), &build("overlays/kubeadm").unwrap(), "manifests/kustomization.yaml");
+}
+
+#[test]
+fn components_add_what_they_are_named_after() {
+    let Some(kubectl) = tool(Tool::Kubectl) else { return };
+    let build = |component: &str| {
+        // Below manifests/, since kustomize follows no way out of a root it is given.
+        let work = tempfile::tempdir_in(directory()).unwrap();
+        let text = format!("resources: [../overlays/k3s]\ncomponents: [../components/{component}]\n");
+        fs::write(work.path().join("kustomization.yaml"), text).unwrap();
+        objects(&run(Command::new(&kubectl).arg("kustomize").arg(work.path())).unwrap())
+    };
+    let plain =
+        objects(&run(Command::new(&kubectl).arg("kustomize").arg(directory().join("overlays/k3s"))).unwrap());
+    let with = |name: &str| {
+        let mut wanted = plain.clone();
+        wanted.extend(manifest(name));
+        wanted
+    };
+    assert_same(&build("webhook"), &with("peer-validation.yaml"), "webhook");
+
+    let mut monitored = build("monitoring");
+    let dashboard = ("ConfigMap".to_owned(), "kube-system".to_owned(), "kilo-grafana-dashboard".to_owned());
+    let dashboard = monitored.remove(&dashboard).expect("the dashboard");
+    let shipped = fs::read_to_string(directory().join("grafana-dashboard.json")).unwrap();
+    assert_eq!(dashboard["data"]["kilo.json"].as_str(), Some(shipped.as_str()));
+    assert_same(&monitored, &with("podmonitor.yaml"), "monitoring");
+
+    let mut forwarding = build("ipv6");
+    let key = ("DaemonSet".to_owned(), "kube-system".to_owned(), "kilo".to_owned());
+    let spec = &mut forwarding.get_mut(&key).unwrap()["spec"]["template"]["spec"];
+    let containers = spec["initContainers"].as_sequence_mut().unwrap();
+    let before = containers.len();
+    containers.retain(|container| container["name"] != "ipv6-forwarding");
+    assert_eq!(containers.len(), before - 1, "one init container more");
+    assert_same(&forwarding, &plain, "ipv6");
+}
+
+/// `helm template` with these values.
+fn chart(helm: &PathBuf, values: &[&str]) -> Result<Objects, String> {
+    let mut command = Command::new(helm);
+    command.args(["template", "kilo", "--namespace=kube-system", "--include-crds"]);
+    command.arg(directory().join("chart/kilo"));
+    for value in values {
+        command.args(["--set", value]);
+    }
+    run(&mut command).map(|text| objects(&text))
+}
+
+#[test]
+fn the_chart_makes_what_the_single_files_say() {
+    let Some(helm) = tool(Tool::Helm) else { return };
+    println!("{}", run(Command::new(&helm).arg("version")).unwrap());
+    run(Command::new(&helm).arg("lint").arg("--strict").arg(directory().join("chart/kilo"))).unwrap();
+    let kubeadm = chart(&helm, &[]).unwrap();
+    for variant in &VARIANTS {
+        let mut wanted = manifest("crds.yaml");
+        wanted.extend(manifest(&format!("kilo-{}.yaml", variant.name)));
+        let values = [
+            format!("platform={}", variant.platform),
+            format!("mode={}", variant.addon.unwrap_or("cni")),
+            format!("wireguard={}", variant.wireguard.name()),
+        ];
+        let made = chart(&helm, &values.each_ref().map(String::as_str)).unwrap();
+        assert_same(&made, &wanted, variant.name);
+        if variant.name == "kubeadm" {
+            assert_same(&made, &kubeadm, "the defaults");
+        }
+    }
+    let mut wanted = kubeadm;
+    wanted.extend(manifest("peer-validation.yaml"));
+    wanted.extend(manifest("podmonitor.yaml"));
+    let made = chart(&helm, &["webhook.enabled=true", "podMonitor.enabled=true"]).unwrap();
+    assert_same(&made, &wanted, "webhook and PodMonitor");
+}
+
+#[test]
+fn the_charts_values_reach_the_agent_and_wrong_ones_are_refused() {
+    let Some(helm) = tool(Tool::Helm) else { return };
+    let values = [
+        "image.repository=registry.example.com/kilo",
+        "image.tag=v7",
+        "granularity=full",
+        "port=51821",
+        "subnet=fd00:10:4::/64",
+        "topologyLabel=example.com/site",
+        "endpointFrom=external-ip",
+        "extraArgs={--service-cidr=10.96.0.0/12}",
+        "resources.limits.memory=64Mi",
+    ];
+    let made = chart(&helm, &values).unwrap();
+    let key = ("DaemonSet".to_owned(), "kube-system".to_owned(), "kilo".to_owned());
+    let container = &made[&key]["spec"]["template"]["spec"]["containers"][0];
+    assert_eq!(container["image"], "registry.example.com/kilo:v7");
+    assert_eq!(container["resources"]["limits"]["memory"], "64Mi");
+    let args: Vec<_> =
+        container["args"].as_sequence().unwrap().iter().map(|arg| arg.as_str().unwrap()).collect();
+    for wanted in [
+        "--mesh-granularity=full",
+        "--port=51821",
+        "--subnet=fd00:10:4::/64",
+        "--topology-label=example.com/site",
+        "--endpoint-from=external-ip",
+        "--service-cidr=10.96.0.0/12",
+    ] {
+        assert!(args.contains(&wanted), "{wanted} is not among {args:?}");
+    }
+    let digest = format!("image.digest=sha256:{}", "0".repeat(64));
+    let made = chart(&helm, &[&digest]).unwrap();
+    let image = made[&key]["spec"]["template"]["spec"]["containers"][0]["image"].as_str().unwrap().to_owned();
+    assert!(image.starts_with("kilo-ebpf/kilo@sha256:"), "{image}");
+    for wrong in ["granularity=continent", "platform=vms", "mode=calico", "port=0", "graularity=full"] {
+        let refusal = chart(&helm, &[wrong]).unwrap_err();
+        assert!(refusal.contains("schema"), "{wrong}: {refusal}");
+    }
+}
