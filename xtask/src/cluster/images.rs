@@ -3,6 +3,7 @@
 
 use std::{
     fs,
+    os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     time::Duration,
@@ -25,6 +26,19 @@ pub const TEST: &str = "docker.io/kilo-cluster/test:1";
 pub const OTHER_TAG: &str = "docker.io/kilo-ebpf/kilo:other";
 const PACKAGES: &str = "busybox-static ca-certificates conntrack containerd ebtables ethtool iproute2 iptables \
     iputils-ping kmod mount nftables openssl procps runc socat tcpdump util-linux";
+
+/// A current kubeadm knows the flags of etcd 3.6 only, and Debian's is 3.5.
+const ETCD: &str = r#"#!/bin/sh
+for argument; do
+  shift
+  case $argument in
+    --feature-gates=*) continue ;;
+    --watch-progress-notify-interval=*) argument=--experimental-${argument#--} ;;
+  esac
+  set -- "$@" "$argument"
+done
+exec etcd-itself "$@"
+"#;
 
 /// Directories the nodes of a release share.
 #[derive(Clone, Debug)]
@@ -78,11 +92,12 @@ pub fn prepare(release: Release, programs: &Path) -> Result<Images> {
     println!("cluster: images of Kubernetes {}", release.version);
     let bin = context.path().join("bin");
     fs::create_dir(&bin)?;
-    for program in
-        ["kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "etcd", "etcdctl"]
-    {
+    for program in ["kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "etcdctl"] {
         fs::copy(programs.join(program), bin.join(program))?;
     }
+    fs::copy(programs.join("etcd"), bin.join("etcd-itself"))?;
+    fs::write(bin.join("etcd"), ETCD)?;
+    fs::set_permissions(bin.join("etcd"), fs::Permissions::from_mode(0o755))?;
     // One image with many names: whoever runs it says which program, but for the one
     // that holds a pod's namespaces.
     let all = format!("localhost/kilo-cluster/kubernetes:{}", release.version);

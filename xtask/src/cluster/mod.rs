@@ -181,6 +181,8 @@ fn report(outcomes: &[TestOutcome], json: Option<&Path>) -> Result<()> {
 
 fn show(args: &ClusterArgs) -> Result<()> {
     let mut guard = take_over()?;
+    // A cluster that does not come up is kept, too: to see why.
+    guard.keep = args.keep;
     let started = Instant::now();
     let cluster = Cluster::up(args)?;
     println!("\n== Nodes\n{}", cluster.kubectl(&["get", "nodes", "-o", "wide"])?);
@@ -213,7 +215,6 @@ fn show(args: &ClusterArgs) -> Result<()> {
     ] {
         println!("  cargo xtask {line}");
     }
-    guard.keep = args.keep;
     match matrix.total() - matrix.passed() {
         0 => Ok(()),
         failed => bail!("{failed} probes failed"),

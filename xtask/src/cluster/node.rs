@@ -144,7 +144,7 @@ impl Node {
         let mut command = Command::new("nsenter");
         command
             .arg(format!("--target={}", self.pid()?))
-            .args(["--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup", "--root", "--wd=/", "--"])
+            .args(["--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup", "--root", "--wdns=/", "--"])
             .args(["env", "-i", "HOME=/root", "KUBECONFIG=/etc/kubernetes/admin.conf"])
             .arg("PATH=/opt/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
             .arg(program);
