@@ -5,6 +5,7 @@
 //!   site-a 10.11.0.0/24         router        site-b 10.12.0.0/24
 //!   a1 .11 (control plane) ──┬── lan-a  lan-b ──┬── b1 .11
 //!   a2 .12                 ──┘     │            └── b2 .12
+//!   a1 192.0.2.11 ──────── wan 192.0.2.0/24 ─────── b1 192.0.2.21
 //!                       outside 203.0.113.10, beyond NAT
 //! ```
 
@@ -25,6 +26,9 @@ pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(203, 0, 113, 10);
 /// Address the outside host sees for what the router translates.
 pub const ROUTER: Ipv4Addr = Ipv4Addr::new(203, 0, 113, 1);
 
+/// The router's address on the public network.
+const WAN: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
+
 /// Where a node is.
 #[derive(Clone, Debug)]
 pub struct Site {
@@ -36,6 +40,8 @@ pub struct Site {
     pub address: Ipv4Addr,
     /// The router's address on its LAN.
     pub gateway: Ipv4Addr,
+    /// Address on the public network, which the first node of a location has.
+    pub public: Option<Ipv4Addr>,
 }
 
 impl Site {
@@ -61,6 +67,7 @@ pub fn sites(nodes: u8) -> Vec<Site> {
                 letter,
                 address: Ipv4Addr::new(10, net, 0, 10 + number),
                 gateway: Ipv4Addr::new(10, net, 0, 1),
+                public: (number == 1).then(|| Ipv4Addr::new(192, 0, 2, (net - 10) * 10 + 1)),
             }
         })
         .collect();
@@ -95,6 +102,7 @@ pub fn build() -> Result<()> {
     let (router, outside) = (router(), outside());
     router.ip(&format!(
         "link add lan-a type bridge\nlink add lan-b type bridge\nlink set lan-a up\nlink set lan-b up\n\
+         link add wan type bridge\nlink set wan up\naddress add {WAN}/24 dev wan\n\
          address add 10.11.0.1/24 dev lan-a\naddress add 10.12.0.1/24 dev lan-b\n\
          link add outside type veth peer name eth0 netns {}\n\
          address add {ROUTER}/24 dev outside\nlink set outside up\n",
@@ -116,16 +124,23 @@ pub fn connect(site: &Site) -> Result<()> {
         "link add {name} type veth peer name eth0 netns {NAME}-{name}\nlink set {name} master lan-{} up\n",
         site.letter
     ))?;
-    node(name).ip(&format!(
-        "address add {}/24 dev eth0\nlink set eth0 up\nroute add default via {}\n",
-        site.address, site.gateway
-    ))
+    node(name).ip(&format!("address add {}/24 dev eth0\nlink set eth0 up\n", site.address))?;
+    let Some(public) = site.public else {
+        return node(name).ip(&format!("route add default via {}\n", site.gateway));
+    };
+    router().ip(&format!(
+        "link add {name}-wan type veth peer name eth1 netns {NAME}-{name}\nlink set {name}-wan master wan up\n"
+    ))?;
+    node(name)
+        .ip(&format!("address add {public}/24 dev eth1\nlink set eth1 up\nroute add default via {WAN}\n"))
 }
 
 /// Takes a node's cable and namespace away.
 pub fn disconnect(name: &str) -> Result<()> {
     // The cable goes at once, the namespace when its last process has ended.
-    let _ = router().ip(&format!("link delete {name}\n"));
+    for cable in [name.to_owned(), format!("{name}-wan")] {
+        let _ = router().ip(&format!("link delete {cable}\n"));
+    }
     space::remove([node(name)])
 }
 
