@@ -1,5 +1,6 @@
 # kg and kgctl, for amd64 and arm64:
 #   docker buildx build --platform linux/amd64,linux/arm64 -t kilo-ebpf/kilo:0.1.0 .
+# Without a registry or an engine, from this file: cargo xtask image
 # Compilers run on the machine's own architecture; only the last stage installs
 # packages under emulation.
 # Paths are those of Kilo's image, so that DaemonSets written for it work:
@@ -7,12 +8,10 @@
 
 FROM --platform=$BUILDPLATFORM rust:1.95-bookworm AS kilo
 WORKDIR /src
-COPY . .
-# The BPF object is the same for both architectures.
-RUN cargo xtask build-ebpf
 ARG TARGETARCH
 ENV CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_LINKER=x86_64-linux-gnu-gcc \
-    CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
+    CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+    CARGO_PROFILE_RELEASE_STRIP=debuginfo
 # The distribution's updates are wanted: no version is pinned here and below.
 # hadolint ignore=DL3008
 RUN case "$TARGETARCH" in \
@@ -26,13 +25,36 @@ RUN case "$TARGETARCH" in \
       && rm -rf /var/lib/apt/lists/*; \
     fi \
  && rustup target add "$cpu-unknown-linux-gnu" \
- && CARGO_PROFILE_RELEASE_STRIP=debuginfo \
-    cargo build --locked --release --package kilo-agent --bins --target "$cpu-unknown-linux-gnu" \
+ && echo "$cpu-unknown-linux-gnu" > /target
+# Dependencies are a layer of their own, which changes with Cargo.lock and not
+# with our sources: crates of the same names and nothing in them.
+COPY Cargo.toml Cargo.lock ./
+COPY kilo-agent/Cargo.toml kilo-agent/
+COPY kilo-agent/fuzz/Cargo.toml kilo-agent/fuzz/
+COPY kilo-common/Cargo.toml kilo-common/
+COPY kilo-ebpf/Cargo.toml kilo-ebpf/
+COPY xtask/Cargo.toml xtask/
+RUN mkdir -p empty && cp -r --parents Cargo.toml */Cargo.toml */*/Cargo.toml empty/ \
+ && cd empty && cp ../Cargo.lock . \
+ && for crate in kilo-agent kilo-agent/fuzz kilo-common kilo-ebpf xtask; do \
+      mkdir -p "$crate/src/bin/kgctl" \
+      && touch "$crate/src/lib.rs" \
+      && echo 'fn main() {}' | tee "$crate/src/main.rs" "$crate/src/bin/kg.rs" \
+           "$crate/src/bin/kgctl/main.rs" > /dev/null || exit 1; \
+    done \
+ && mkdir kilo-agent/benches && touch kilo-agent/benches/control.rs \
+ && cargo build --locked --release --package kilo-agent --target "$(cat /target)" --target-dir /src/target \
+ && cd .. && rm -r empty
+COPY . .
+# The BPF object is the same for both architectures.
+RUN cargo xtask build-ebpf \
+ && cargo build --locked --release --package kilo-agent --bins --target "$(cat /target)" \
  && mkdir /out \
- && cp "target/$cpu-unknown-linux-gnu/release/kg" "target/$cpu-unknown-linux-gnu/release/kgctl" /out/
+ && cp "target/$(cat /target)/release/kg" "target/$(cat /target)/release/kgctl" /out/
 
 # Debian's binaries of the plugins want the host's C library to be as new as
-# Debian's; these are static, since they run on the host.
+# Debian's; these are static, since they run on the host. They tell their version,
+# by which the DaemonSet's init container leaves newer ones of the host alone.
 FROM --platform=$BUILDPLATFORM debian:bookworm-slim AS cni
 # hadolint ignore=DL3008
 RUN sed -i 's/^Types: deb$/Types: deb deb-src/' /etc/apt/sources.list.d/debian.sources \
@@ -44,30 +66,38 @@ RUN sed -i 's/^Types: deb$/Types: deb deb-src/' /etc/apt/sources.list.d/debian.s
 WORKDIR /build
 ARG TARGETARCH
 RUN apt-get source --only-source golang-github-containernetworking-plugins \
- && plugins=/usr/share/gocode/src/github.com/containernetworking/plugins \
+ && package=github.com/containernetworking/plugins \
+ && plugins=/usr/share/gocode/src/$package \
+ && version=$(dpkg-parsechangelog --file golang-github-containernetworking-plugins-*/debian/changelog \
+      --show-field Version | sed 's/[^0-9.].*//') \
  && rm -r "$plugins" \
  && mv golang-github-containernetworking-plugins-*/ "$plugins" \
  && for plugin in main/bridge main/loopback ipam/host-local meta/portmap; do \
       GO111MODULE=off GOPATH=/usr/share/gocode CGO_ENABLED=0 GOARCH="$TARGETARCH" \
-      go build -trimpath -ldflags '-s -w' -o "/out/${plugin#*/}" \
-        "github.com/containernetworking/plugins/plugins/$plugin" || exit 1; \
+      go build -trimpath \
+        -ldflags "-s -w -X $package/pkg/utils/buildversion.BuildVersion=v$version" \
+        -o "/out/${plugin#*/}" "$package/plugins/$plugin" || exit 1; \
     done
 
-# A shell and cp are what init containers of Kilo's DaemonSets need. The agent
-# wants capabilities, which Kubernetes gives to root only; the webhook runs as any user.
+# A shell and the tools beside it are what init containers of Kilo's DaemonSets need.
+# The agent wants capabilities, which Kubernetes gives to root only; the webhook runs as any user.
 FROM debian:bookworm-slim
 # Certificates for kubeconfigs that trust public authorities; iptables for
-# --iptables-forward-rules.
+# --iptables-forward-rules, nftables for masquerading IPv6. Logs and caches bear the
+# time of the build, and would make each image another one.
 # hadolint ignore=DL3008
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends ca-certificates iptables \
- && rm -rf /var/lib/apt/lists/*
-# For --iptables-forward-rules, and for masquerading IPv6.
-# hadolint ignore=DL3008
-RUN apt-get update \
- && apt-get install --yes --no-install-recommends iptables nftables \
- && rm -rf /var/lib/apt/lists/*
+ && apt-get install --yes --no-install-recommends ca-certificates iptables nftables \
+ && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/ldconfig/aux-cache /var/log/* /etc/*-
 COPY --from=cni /out/ /opt/cni/bin/
 COPY --from=kilo /out/ /opt/bin/
 ENV PATH=/opt/bin:$PATH
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="kilo" \
+      org.opencontainers.image.description="Kilo's mesh of Kubernetes nodes on eBPF" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.source="https://github.com/kilo-ebpf/kilo" \
+      org.opencontainers.image.documentation="https://github.com/kilo-ebpf/kilo/tree/main/docs" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="docker.io/library/debian:bookworm-slim"
 ENTRYPOINT ["/opt/bin/kg"]

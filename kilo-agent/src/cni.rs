@@ -1,5 +1,7 @@
 //! The node's pod CIDRs in the CNI configuration list, as host-local reads them.
 
+pub mod boot;
+
 use std::{
     fs,
     io::{self, Write as _},

@@ -108,8 +108,25 @@ impl Suites {
     }
 }
 
+/// Where Debian's bookworm and its updates are, as a `debian.sources` file.
+pub fn debian_sources() -> Result<String> {
+    let mirror = mirror()?;
+    let mirror = mirror.trim_end_matches('/');
+    let security = configured("/debian-security").unwrap_or_else(|| format!("{mirror}-security"));
+    let key = "/usr/share/keyrings/debian-archive-keyring.gpg";
+    Ok(format!(
+        "Types: deb\nURIs: {mirror}\nSuites: bookworm bookworm-updates\nComponents: main\nSigned-By: {key}\n\n\
+         Types: deb\nURIs: {security}\nSuites: bookworm-security\nComponents: main\nSigned-By: {key}\n"
+    ))
+}
+
 /// The Debian mirror this machine is set up with.
 fn mirror() -> Result<String> {
+    configured("/debian").context("no Debian mirror in /etc/apt; this step needs a Debian machine")
+}
+
+/// The first address in apt's configuration that ends so.
+fn configured(end: &str) -> Option<String> {
     let mut files = vec![PathBuf::from("/etc/apt/sources.list")];
     if let Ok(entries) = fs::read_dir("/etc/apt/sources.list.d") {
         files.extend(entries.flatten().map(|entry| entry.path()));
@@ -119,9 +136,8 @@ fn mirror() -> Result<String> {
     texts
         .iter()
         .flat_map(|text| text.split_whitespace())
-        .find(|word| word.starts_with("http") && word.trim_end_matches('/').ends_with("/debian"))
+        .find(|word| word.starts_with("http") && word.trim_end_matches('/').ends_with(end))
         .map(ToOwned::to_owned)
-        .context("no Debian mirror in /etc/apt; this step needs a Debian machine")
 }
 
 /// Where downloads and builds are kept between runs.

@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::{
     apt::{self, Suites},
-    command::{output, run},
+    command::{output, run, show},
 };
 
 /// Debian's source package that still builds with Debian's Go alone.
@@ -43,42 +43,91 @@ fn is_complete(directory: &Path) -> bool {
 
 fn build(cache: &Path, directory: &Path) -> Result<()> {
     println!("kube-assets: building kube-apiserver from Debian's source, once (about five minutes)");
-    apt::install(&["dpkg-dev", "golang-1.19-go", "git"])?;
-    let suites = Suites::open(cache, &["bookworm"], true)?;
-    let work = cache.join("kube-build");
-    let _ = fs::remove_dir_all(&work);
-    fs::create_dir_all(&work)?;
-    for package in ["etcd-server", "etcd-client", "golang-github-modern-go-reflect2-dev"] {
-        suites.unpack(package, &work.join(package))?;
-    }
-    fetch_source(&suites, &work)?;
-    let tree = fs::read_dir(&work)?
-        .flatten()
-        .map(|entry| entry.path())
-        .find(|path| path.join("cmd/kube-apiserver").is_dir())
-        .context("the source package holds no cmd/kube-apiserver")?;
-    // GOPATH mode wants the tree under its import path.
-    let gopath = work.join("go");
-    let root = gopath.join("src").join(PACKAGE);
-    fs::create_dir_all(root.parent().context("no parent")?)?;
-    fs::rename(&tree, &root)?;
-    mend(&work, &root)?;
-    go(&gopath, &root)
-        .args(["build", "-tags", "providerless", "-ldflags", "-s -w", "-o"])
-        .arg(work.join("kube-apiserver"))
-        .arg("./cmd/kube-apiserver")
-        .status()
-        .context("go")?
-        .success()
-        .then_some(())
-        .context("kube-apiserver does not build")?;
+    let tree = Tree::open_in(cache)?;
     fs::create_dir_all(directory)?;
-    fs::copy(work.join("kube-apiserver"), directory.join("kube-apiserver"))?;
-    fs::copy(work.join("etcd-server/usr/bin/etcd"), directory.join("etcd"))?;
-    fs::copy(work.join("etcd-client/usr/bin/etcdctl"), directory.join("etcdctl"))?;
-    fs::remove_dir_all(&work)?;
+    tree.copy_etcd(directory)?;
+    tree.build("kube-apiserver", &directory.join("kube-apiserver"), None)?;
+    tree.remove()?;
     println!("kube-assets: built into {}", directory.display());
     Ok(())
+}
+
+/// Debian's source of Kubernetes, ready to be built.
+pub struct Tree {
+    work: PathBuf,
+    root: PathBuf,
+}
+
+impl Tree {
+    /// Fetches and mends the source.
+    pub fn open() -> Result<Self> {
+        Self::open_in(&apt::cache_directory()?)
+    }
+
+    fn open_in(cache: &Path) -> Result<Self> {
+        apt::install(&["dpkg-dev", "golang-1.19-go", "git"])?;
+        let suites = Suites::open(cache, &["bookworm"], true)?;
+        let work = cache.join("kube-build");
+        let _ = fs::remove_dir_all(&work);
+        fs::create_dir_all(&work)?;
+        for package in ["etcd-server", "etcd-client", "golang-github-modern-go-reflect2-dev"] {
+            suites.unpack(package, &work.join(package))?;
+        }
+        fetch_source(&suites, &work)?;
+        let tree = fs::read_dir(&work)?
+            .flatten()
+            .map(|entry| entry.path())
+            .find(|path| path.join("cmd/kube-apiserver").is_dir())
+            .context("the source package holds no cmd/kube-apiserver")?;
+        // GOPATH mode wants the tree under its import path.
+        let root = work.join("go/src").join(PACKAGE);
+        fs::create_dir_all(root.parent().context("no parent")?)?;
+        fs::rename(&tree, &root)?;
+        mend(&work, &root)?;
+        Ok(Self { work, root })
+    }
+
+    /// Builds one of its programs, which says it is of that version.
+    pub fn build(&self, program: &str, to: &Path, version: Option<&str>) -> Result<()> {
+        let mut flags = "-s -w".to_owned();
+        let vendored = format!("{PACKAGE}/vendor/k8s.io");
+        for package in ["component-base/version", "client-go/pkg/version"] {
+            let values = version.map(|version| {
+                let (major, minor) = version.split_once('.').unwrap_or((version, ""));
+                let minor = minor.split('.').next().unwrap_or_default();
+                [
+                    ("gitVersion", format!("v{version}")),
+                    ("gitMajor", major.to_owned()),
+                    ("gitMinor", minor.to_owned()),
+                ]
+            });
+            for (name, value) in values.into_iter().flatten() {
+                flags += &format!(" -X {vendored}/{package}.{name}={value}");
+            }
+        }
+        let part = self.work.join(program);
+        show(
+            go(&self.work.join("go"), &self.root)
+                .args(["build", "-tags", "providerless dockerless", "-ldflags", &flags, "-o"])
+                .arg(&part)
+                .arg(format!("./cmd/{program}")),
+        )
+        .with_context(|| format!("{program} does not build"))?;
+        fs::copy(&part, to).with_context(|| to.display().to_string())?;
+        Ok(())
+    }
+
+    /// Copies Debian's etcd of the same age.
+    pub fn copy_etcd(&self, to: &Path) -> Result<()> {
+        fs::copy(self.work.join("etcd-server/usr/bin/etcd"), to.join("etcd"))?;
+        fs::copy(self.work.join("etcd-client/usr/bin/etcdctl"), to.join("etcdctl"))?;
+        Ok(())
+    }
+
+    /// Removes the source and what was built beside the programs.
+    pub fn remove(self) -> Result<()> {
+        Ok(fs::remove_dir_all(&self.work)?)
+    }
 }
 
 /// Fetches the source package; its exact version may have moved on.

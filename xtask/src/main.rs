@@ -3,9 +3,11 @@
 mod apt;
 mod bench;
 mod build_ebpf;
+mod cluster;
 mod command;
 mod confine;
 mod fuzz;
+mod image;
 mod kube_tools;
 mod kubernetes;
 mod lab;
@@ -51,8 +53,12 @@ enum Task {
     KubeAssets,
     /// Get helm and kubectl, which the tests of the manifests ask.
     KubeTools,
+    /// Build the container image without a registry, as an OCI archive.
+    Image(image::ImageArgs),
     /// Write the generated files of manifests/.
     Manifests,
+    /// Bring up a real Kubernetes with Kilo on it, on this machine.
+    Cluster(cluster::ClusterArgs),
     /// Build everything and show a working mesh in network namespaces.
     Lab(lab::LabArgs),
     /// Become an agent with the rights of its DaemonSet, in the namespaces of its node.
@@ -86,6 +92,13 @@ fn run() -> Result<()> {
         }
         Task::KubeAssets => kubernetes::assets().map(drop),
         Task::KubeTools => kube_tools::prepare(),
+        Task::Cluster(args) => {
+            if args.needs_build() {
+                build_all()?;
+            }
+            cluster::main(&args)
+        }
+        Task::Image(args) => image::main(&args),
         Task::Manifests => manifests::write(),
         Task::Lab(args) => {
             if args.needs_build() {

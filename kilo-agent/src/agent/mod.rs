@@ -6,6 +6,7 @@ mod complaints;
 mod error;
 mod keep;
 mod look;
+mod network;
 mod publish;
 mod rules;
 mod uninstall;
@@ -31,7 +32,7 @@ use self::{
 use crate::{
     backend::{Backend, BackendError, Snapshot, last_good::LastGood},
     cli::{AttachMode, Compatibility, EndpointFrom, Masquerade},
-    cni,
+    cni::boot::BootConfiguration,
     dataplane::{self, Dataplane, DataplaneError, Interfaces, PathMtus},
     health::Health,
     interface::{self, Interface},
@@ -84,6 +85,8 @@ pub struct Options {
     pub prefer_private: bool,
     /// The CNI configuration list to write pod CIDRs into.
     pub cni: Option<PathBuf>,
+    /// A CNI configuration that ends with the boot, instead of that.
+    pub cni_boot: Option<BootConfiguration>,
     /// Who masquerades.
     pub masquerade: Masquerade,
     /// Accept pods' traffic in the FORWARD chains of iptables.
@@ -166,6 +169,7 @@ pub struct Agent<B> {
     forward: Forward,
     nat_rules: NatRules,
     keeper: Option<Keeper>,
+    availability: network::Availability,
     greeter: Greeter,
     /// No other agent may change the pinned programs and maps meanwhile.
     _pins: Lock,
@@ -238,6 +242,7 @@ impl<B: Backend> Agent<B> {
             forward: Forward::default(),
             nat_rules: NatRules::default(),
             keeper,
+            availability: network::Availability::new(None),
             greeter: Greeter::default(),
             _pins: pins,
         })
@@ -256,6 +261,9 @@ impl<B: Backend> Agent<B> {
             let counters = self.dataplane.counters()?;
             tokio::spawn(collect::run(collector, counters, self.metrics.clone(), stop.clone()));
         }
+        let (backend, node) = (Arc::clone(&self.backend), self.options.hostname.clone());
+        tokio::spawn(network::write(backend, node, self.availability.subscribe()));
+        self.announce_network();
         let mut resync = tokio::time::interval(self.options.resync.max(Duration::from_millis(100)));
         resync.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut hooks = tokio::time::interval(LOOK_AT_HOOKS);
@@ -402,7 +410,6 @@ impl<B: Backend> Agent<B> {
         }
         let plan = self.plan(&mesh, &own, look).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
-        self.write_cni(&own);
         let decision = self.nat_decision(&plan.tables);
         let applied = self.apply(plan, look).await;
         let programs = self.dataplane.attached();
@@ -413,7 +420,10 @@ impl<B: Backend> Agent<B> {
             }
             differs
         });
-        let writes = applied? + self.write_forward_rules(&own).await + self.write_nat_rules(decision).await;
+        let applied = applied?;
+        // The data path is up: pods may start.
+        self.publish_cni(&own);
+        let writes = applied + self.write_forward_rules(&own).await + self.write_nat_rules(decision).await;
         // What has just been applied: ready nodes, this one, peers.
         if let Some(keeper) = &mut self.keeper {
             keeper.keep(&self.view.borrow().clone(), &self.metrics, now);
@@ -519,20 +529,6 @@ impl<B: Backend> Agent<B> {
                 own.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6()),
             ),
         })
-    }
-
-    fn write_cni(&self, own: &Node) {
-        let Some(path) = &self.options.cni else { return };
-        match cni::update(path, &own.pod_cidrs) {
-            Ok(true) => {
-                tracing::info!(path = %path.display(), "wrote the pod CIDRs into the CNI configuration");
-            }
-            Ok(false) => {}
-            Err(error) => {
-                self.metrics.error("cni");
-                tracing::error!(%error, "CNI configuration");
-            }
-        }
     }
 
     /// Sets gauges.

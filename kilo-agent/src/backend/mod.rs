@@ -124,6 +124,16 @@ pub trait Backend: Send + Sync + 'static {
         async { Ok(0) }
     }
 
+    /// Says in the node object whether pods have a network there. A backend without such a
+    /// place writes nothing.
+    fn report_network(
+        &self,
+        _node: &str,
+        _available: bool,
+    ) -> impl Future<Output = Result<(), BackendError>> + Send {
+        async { Ok(()) }
+    }
+
     /// Removes every annotation `publish` writes.
     fn retract(&self, node: &str) -> impl Future<Output = Result<(), BackendError>> + Send;
 }

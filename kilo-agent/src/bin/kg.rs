@@ -20,6 +20,7 @@ use kilo_agent::{
         WireguardMode, parse_bool, parse_cidr, parse_label, parse_listen, parse_node_name, parse_period,
         parse_port,
     },
+    cni::boot::BootConfiguration,
     dataplane::BPFFS,
     health::Health,
     http, interface, lock,
@@ -112,6 +113,12 @@ struct Flags {
     /// CNI configuration list.
     #[arg(long, value_name = "FILE", default_value = "/etc/cni/net.d/10-kilo.conflist")]
     cni_path: PathBuf,
+    /// Publish this CNI configuration as --cni-path when the data path is up, valid until the next boot.
+    #[arg(long, value_name = "FILE", default_value = "", hide_default_value = true)]
+    cni_source: String,
+    /// A directory that is empty after a boot, for --cni-source; the host's at the same path.
+    #[arg(long, value_name = "DIR", default_value = "/run/kilo")]
+    cni_run_dir: PathBuf,
     /// The CNI that manages routes inside a location: flannel or cilium.
     #[arg(long, default_value = "", hide_default_value = true)]
     compatibility: Compatibility,
@@ -305,6 +312,11 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         endpoint_from: flags.endpoint_from,
         prefer_private: flags.prioritise_private_addresses,
         cni: flags.cni.then(|| flags.cni_path.clone()),
+        cni_boot: text(&flags.cni_source).filter(|_| flags.cni).map(|source| BootConfiguration {
+            source: PathBuf::from(source),
+            path: flags.cni_path.clone(),
+            directory: flags.cni_run_dir.clone(),
+        }),
         masquerade: flags.masquerade,
         bpffs: PathBuf::from(BPFFS),
         attach: flags.attach,

@@ -30,20 +30,18 @@ pub fn overlay(name: &str, about: &str, base: &str, text: &str) -> Result<BTreeM
     let mut files = BTreeMap::new();
     if !added.is_empty() {
         kustomization += "  - objects.yaml\n";
-        files.insert("objects.yaml", format!("{header}---\n{}", added.join("---\n")));
+        files.insert("objects.yaml".to_owned(), format!("{header}---\n{}", added.join("---\n")));
     }
     if !patches.is_empty() {
         kustomization += "patches:\n";
     }
-    let mut text = format!("{header}# kilo-{name}.yaml says why.\n");
-    for ((kind, name), operations) in patches {
-        anyhow::ensure!(kind == "DaemonSet", "{kind} {name} differs from the base: add its patch here");
-        kustomization +=
-            &format!("  - path: patch.yaml\n    target:\n      kind: {kind}\n      name: {name}\n");
-        text += &serde_yaml_ng::to_string(&operations)?;
-        files.insert("patch.yaml", std::mem::take(&mut text));
+    for ((kind, object), operations) in patches {
+        let file = format!("patch-{}.yaml", kind.to_lowercase());
+        kustomization += &format!("  - path: {file}\n    target:\n      kind: {kind}\n      name: {object}\n");
+        let text = serde_yaml_ng::to_string(&operations)?;
+        files.insert(file, format!("{header}# kilo-{name}.yaml says why.\n{text}"));
     }
-    files.insert("kustomization.yaml", kustomization);
+    files.insert("kustomization.yaml".to_owned(), kustomization);
     Ok(files.into_iter().map(|(file, text)| (format!("overlays/{name}/{file}"), text)).collect())
 }
 

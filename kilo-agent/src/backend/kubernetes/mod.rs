@@ -3,6 +3,7 @@
 
 mod cache;
 mod client;
+mod network;
 mod patient;
 mod peer_status;
 mod slim;
@@ -300,6 +301,10 @@ impl Backend for KubernetesBackend {
 
     async fn report_peers(&self, peers: &BTreeMap<String, Option<String>>) -> Result<u64, BackendError> {
         peer_status::report(&self.peers, peers).await
+    }
+
+    async fn report_network(&self, node: &str, available: bool) -> Result<(), BackendError> {
+        network::report(&self.nodes, node, available).await
     }
 
     async fn retract(&self, node: &str) -> Result<(), BackendError> {

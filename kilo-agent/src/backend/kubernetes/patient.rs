@@ -136,6 +136,10 @@ impl Backend for PatientBackend {
         self.connected.get().ok_or_else(away)?.report_peers(peers).await
     }
 
+    async fn report_network(&self, node: &str, available: bool) -> Result<(), BackendError> {
+        self.connected.get().ok_or_else(away)?.report_network(node, available).await
+    }
+
     async fn retract(&self, node: &str) -> Result<(), BackendError> {
         self.connected.get().ok_or_else(away)?.retract(node).await
     }

@@ -9,7 +9,7 @@ mod nodes;
 pub mod soak;
 pub mod steady;
 mod table;
-mod traffic;
+pub mod traffic;
 
 use std::{
     net::IpAddr,

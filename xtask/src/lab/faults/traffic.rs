@@ -44,6 +44,7 @@ pub struct Figures {
 pub struct Traffic {
     stop: Arc<AtomicBool>,
     answered: Arc<AtomicU64>,
+    tick: Duration,
     datagrams: JoinHandle<Result<Result<(u64, u64, Duration)>>>,
     connection: JoinHandle<Result<Result<Duration>>>,
 }
@@ -51,22 +52,28 @@ pub struct Traffic {
 impl Traffic {
     /// Starts both from the namespace to the servers of [`probe::serve`].
     pub fn start(from: &Space, target: IpAddr) -> Self {
+        Self::start_every(from, target, TICK)
+    }
+
+    /// As [`Traffic::start`], with another time between two datagrams.
+    pub fn start_every(from: &Space, target: IpAddr, tick: Duration) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let answered = Arc::new(AtomicU64::new(0));
         let (ended, count) = (Arc::clone(&stop), Arc::clone(&answered));
-        let datagrams = from.spawn(move || stream(target, &ended, &count));
+        let datagrams = from.spawn(move || stream(target, tick, &ended, &count));
         let ended = Arc::clone(&stop);
         let connection = from.spawn(move || connection(target, ended));
-        Self { stop, answered, datagrams, connection }
+        Self { stop, answered, tick, datagrams, connection }
     }
 
     /// Waits until answers come as fast as datagrams leave.
     pub fn settle(&self, limit: Duration) -> Result<()> {
         let deadline = Instant::now() + limit;
+        let (time, sent) = (self.tick * 300, 300);
         loop {
             let before = self.answered.load(Ordering::Relaxed);
-            std::thread::sleep(Duration::from_millis(300));
-            if self.answered.load(Ordering::Relaxed) - before > 150 {
+            std::thread::sleep(time);
+            if self.answered.load(Ordering::Relaxed) - before > sent / 2 {
                 return Ok(());
             }
             if Instant::now() > deadline {
@@ -89,7 +96,12 @@ impl Traffic {
 }
 
 /// Answers (sent, answered, longest time without an answer).
-fn stream(target: IpAddr, stop: &AtomicBool, count: &AtomicU64) -> Result<(u64, u64, Duration)> {
+fn stream(
+    target: IpAddr,
+    tick: Duration,
+    stop: &AtomicBool,
+    count: &AtomicU64,
+) -> Result<(u64, u64, Duration)> {
     let socket = probe::any_port(target)?;
     socket.connect((target, probe::PORT))?;
     socket.set_read_timeout(Some(Duration::from_millis(50)))?;
@@ -101,7 +113,7 @@ fn stream(target: IpAddr, stop: &AtomicBool, count: &AtomicU64) -> Result<(u64, 
                 // Refused or unreachable is lost, and seen by the answer that does not come.
                 let _ = sender.send(&[&number.to_be_bytes()[..], probe::MARKER].concat());
                 number += 1;
-                next += TICK;
+                next += tick;
                 match next.checked_duration_since(Instant::now()) {
                     Some(pause) => std::thread::sleep(pause),
                     // A machine that was busy is not made busier.

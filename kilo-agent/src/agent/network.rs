@@ -1,0 +1,87 @@
+//! The condition NetworkUnavailable of this node: true from the start of a boot until
+//! the data path is up. Agents that restart later do not touch it.
+
+use std::{sync::Arc, time::Duration};
+
+use tokio::sync::watch;
+
+use crate::{backend::Backend, cni::boot::BootConfiguration, topology::Node};
+
+use super::Agent;
+
+/// Between two attempts to write the condition.
+const AGAIN: Duration = Duration::from_secs(5);
+/// The same when the server refuses: the rights may come later.
+const REFUSED: Duration = Duration::from_secs(60);
+
+/// Whether pods have a network here; `None` as long as nothing is to be said.
+pub(super) type Availability = watch::Sender<Option<bool>>;
+
+/// Writes the condition whenever it changes, beside the reconciles: the API server
+/// may be away, or be reached through the mesh only.
+pub(super) async fn write<B: Backend>(
+    backend: Arc<B>,
+    node: String,
+    mut availability: watch::Receiver<Option<bool>>,
+) {
+    while availability.changed().await.is_ok() {
+        loop {
+            let Some(available) = *availability.borrow_and_update() else { break };
+            let pause = match backend.report_network(&node, available).await {
+                Ok(()) => break,
+                Err(error) if error.is_temporary() => {
+                    tracing::debug!(%error, "the condition NetworkUnavailable is not written yet");
+                    AGAIN
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "the condition NetworkUnavailable of this node cannot be written");
+                    REFUSED
+                }
+            };
+            tokio::select! {
+                () = tokio::time::sleep(pause) => {}
+                // Something else is to be said.
+                changed = availability.changed() => if changed.is_err() { return } else { availability.mark_changed() },
+            }
+        }
+    }
+}
+
+impl<B: Backend> Agent<B> {
+    /// Says that pods have no network yet, unless an agent of this boot has published the
+    /// CNI configuration already.
+    pub(super) fn announce_network(&self) {
+        if self.boot_configuration().is_some_and(|configuration| !configuration.is_published()) {
+            self.availability.send_replace(Some(false));
+        }
+    }
+
+    /// Hands the CNI configuration out; to be called when the data path is up.
+    pub(super) fn publish_cni(&self, own: &Node) {
+        let written = match (&self.options.cni_boot, &self.options.cni) {
+            (Some(configuration), _) => configuration.publish(&own.pod_cidrs),
+            (None, Some(path)) => crate::cni::update(path, &own.pod_cidrs),
+            (None, None) => return,
+        };
+        match written {
+            Ok(true) => tracing::info!("the CNI configuration has the pod CIDRs of this node"),
+            Ok(false) => {}
+            Err(error) => {
+                self.metrics.error("cni");
+                tracing::error!(%error, "failed to update CNI configuration");
+                return;
+            }
+        }
+        if self.boot_configuration().is_some_and(BootConfiguration::is_published) {
+            self.availability.send_if_modified(|said| {
+                let differs = *said != Some(true);
+                *said = Some(true);
+                differs
+            });
+        }
+    }
+
+    const fn boot_configuration(&self) -> Option<&BootConfiguration> {
+        self.options.cni_boot.as_ref()
+    }
+}

@@ -1,0 +1,82 @@
+//! What must hold on a real cluster.
+
+mod updates;
+
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+
+use super::{Cluster, matrix, network};
+use crate::report::TestOutcome;
+
+/// One check: its name, what it does, and whether it is left to `--all`.
+pub struct Check {
+    name: &'static str,
+    run: fn(&Cluster) -> Result<String>,
+    long: bool,
+}
+
+const fn check(name: &'static str, run: fn(&Cluster) -> Result<String>) -> Check {
+    Check { name, run, long: false }
+}
+
+const CHECKS: &[Check] = &[
+    check("pods, nodes, Services and the outside reach each other", everybody),
+    check("rollout restart of Kilo loses nothing", updates::rollout_restart),
+    check("deleted pods of Kilo lose nothing", updates::delete_pods),
+    check("another image tag of Kilo loses nothing", updates::set_image),
+    check("kubelet killed and restarted loses nothing", updates::kubelet),
+    check("containerd killed and restarted loses nothing", updates::containerd),
+];
+
+/// Runs the checks with these words in their name; an outcome each.
+pub fn run(cluster: &Cluster, only: Option<&str>, all: bool) -> Vec<TestOutcome> {
+    let wanted = |check: &&Check| match only {
+        Some(words) => check.name.contains(words),
+        None => all || !check.long,
+    };
+    let mut outcomes = Vec::new();
+    for check in CHECKS.iter().filter(wanted) {
+        let started = Instant::now();
+        let result = (check.run)(cluster);
+        if let Ok(figures) = &result
+            && !figures.is_empty()
+        {
+            println!("    {figures}");
+        }
+        outcomes.push(outcome(check.name, started, result.as_ref().err()));
+    }
+    outcomes
+}
+
+/// The outcome of a check, which is printed.
+pub fn outcome(name: &str, started: Instant, error: Option<&anyhow::Error>) -> TestOutcome {
+    let result = match error {
+        None => "passed",
+        Some(error) => {
+            println!("    {error:#}");
+            "failed"
+        }
+    };
+    println!("test {name} ... {result} ({:.1} s)", started.elapsed().as_secs_f32());
+    TestOutcome {
+        part: "cluster".to_owned(),
+        name: name.to_owned(),
+        outcome: result.to_owned(),
+        seconds: started.elapsed().as_secs_f64(),
+    }
+}
+
+/// The matrix, and no packet of a pod in clear.
+pub fn everybody(cluster: &Cluster) -> Result<String> {
+    let before = network::clear_packets()?;
+    let matrix = matrix::run(cluster)?;
+    let failures = matrix.failures();
+    if !failures.is_empty() {
+        bail!("{} of {} probes failed:\n    {}", failures.len(), matrix.total(), failures.join("\n    "));
+    }
+    match network::clear_packets()? - before {
+        0 => Ok(format!("{} probes", matrix.total())),
+        count => bail!("{count} packets with a pod's address were on the router"),
+    }
+}

@@ -1,0 +1,124 @@
+//! What happens to a node's programs while pods talk: nothing may be lost.
+
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+
+use crate::{
+    cluster::{
+        Cluster, deploy,
+        images::OTHER_TAG,
+        network::{self, OUTSIDE},
+    },
+    image::IMAGE,
+    lab::{faults::traffic::Traffic, probe, space::Space},
+};
+
+/// Between two datagrams of a flow.
+const TICK: Duration = Duration::from_millis(5);
+
+/// Flows of a test pod of the first node: to the other location, to a node beside it, and outside.
+struct Flows {
+    flows: Vec<(String, Traffic)>,
+    clear: u64,
+}
+
+impl Flows {
+    fn start(cluster: &Cluster) -> Result<Self> {
+        let pods = deploy::serving(cluster)?;
+        let _ = probe::serve(&network::outside(), OUTSIDE.into());
+        let from = deploy::pod_on(&pods, cluster.first())?;
+        let mut flows = Vec::new();
+        let mut start = |space: &Space, target, name: String| {
+            flows.push((name, Traffic::start_every(space, target, TICK)));
+        };
+        for pod in pods.iter().filter(|pod| pod.name != from.name) {
+            start(&from.space, pod.address, format!("{} to {}", from.node, pod.node));
+        }
+        let far = deploy::pod_on(&pods, cluster.remote())?;
+        start(&far.space, OUTSIDE.into(), format!("{} to outside", far.node));
+        for (_, traffic) in &flows {
+            traffic.settle(Duration::from_secs(20))?;
+        }
+        Ok(Self { flows, clear: network::clear_packets()? })
+    }
+
+    /// Ends them; an error when something was lost.
+    fn finish(self) -> Result<String> {
+        let (mut said, mut bad) = (Vec::new(), Vec::new());
+        for (name, traffic) in self.flows {
+            let figures = traffic.finish()?;
+            let text = format!(
+                "{name}: {} of {} lost, TCP stood {} ms",
+                figures.lost,
+                figures.sent,
+                figures.stall.as_millis()
+            );
+            if figures.lost > 0 || figures.broken.is_some() {
+                bad.push(format!(
+                    "{text}, gap {} ms {}",
+                    figures.gap.as_millis(),
+                    figures.broken.unwrap_or_default()
+                ));
+            }
+            said.push(text);
+        }
+        let clear = network::clear_packets()? - self.clear;
+        if clear > 0 {
+            bad.push(format!("{clear} packets with a pod's address were on the router"));
+        }
+        if bad.is_empty() { Ok(said.join("; ")) } else { bail!("{}", bad.join("\n    ")) }
+    }
+}
+
+/// Lets pods talk while something is done.
+fn while_talking(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<String> {
+    let flows = Flows::start(cluster)?;
+    let result = code();
+    let lost = flows.finish();
+    result.and(lost)
+}
+
+pub fn rollout_restart(cluster: &Cluster) -> Result<String> {
+    while_talking(cluster, || {
+        cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
+        deploy::roll(cluster, "kilo", 180)
+    })
+}
+
+pub fn delete_pods(cluster: &Cluster) -> Result<String> {
+    while_talking(cluster, || {
+        cluster.kubectl(&["-n", "kube-system", "delete", "pod", "-l", "app.kubernetes.io/name=kilo"])?;
+        deploy::roll(cluster, "kilo", 120)
+    })
+}
+
+pub fn set_image(cluster: &Cluster) -> Result<String> {
+    while_talking(cluster, || {
+        for image in [OTHER_TAG, IMAGE] {
+            let container = format!("kilo={}", image.trim_start_matches("docker.io/"));
+            cluster.kubectl(&["-n", "kube-system", "set", "image", "ds/kilo", &container])?;
+            deploy::roll(cluster, "kilo", 180)?;
+        }
+        Ok(())
+    })
+}
+
+pub fn kubelet(cluster: &Cluster) -> Result<String> {
+    while_talking(cluster, || {
+        cluster.each(&cluster.nodes, |node| node.kill("kubelet"))?;
+        still_ready(cluster)
+    })
+}
+
+pub fn containerd(cluster: &Cluster) -> Result<String> {
+    while_talking(cluster, || {
+        cluster.each(&cluster.nodes, |node| node.kill("containerd"))?;
+        still_ready(cluster)
+    })
+}
+
+fn still_ready(cluster: &Cluster) -> Result<()> {
+    cluster.kubectl(&["wait", "--for=condition=Ready", "nodes", "--all", "--timeout=120s"])?;
+    deploy::roll(cluster, "kilo", 120)
+}

@@ -1,0 +1,181 @@
+//! Kilo by its manifests, and test pods.
+
+use std::{
+    fs,
+    net::{IpAddr, Ipv4Addr},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result};
+
+use super::{Cluster, images, node::Node};
+use crate::{
+    command::run,
+    lab::{probe, space::Space},
+    workspace_root,
+};
+
+/// The Service of the test pods.
+pub const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 80);
+/// Its port on every node.
+pub const NODE_PORT: u16 = 30080;
+/// The test pods' port on their nodes.
+pub const HOST_PORT: u16 = 8081;
+
+/// True when this kernel has WireGuard.
+fn has_wireguard() -> bool {
+    let ip = |arguments: &[&str]| run(std::process::Command::new("ip").args(arguments));
+    ip(&["link", "add", "kilo-try", "type", "wireguard"]).is_ok()
+        && ip(&["link", "delete", "kilo-try"]).is_ok()
+}
+
+/// Applies the manifests as users do, and waits until every pod is ready.
+pub fn apply(cluster: &Cluster) -> Result<Duration> {
+    let userspace = !has_wireguard();
+    let kilo = if userspace { "kilo-kubeadm-userspace.yaml" } else { "kilo-kubeadm.yaml" };
+    for node in &cluster.nodes {
+        let location = format!("kilo.squat.ai/location={}", node.site.location());
+        cluster.kubectl(&["annotate", "--overwrite", "node", node.name(), &location])?;
+    }
+    let started = Instant::now();
+    for file in ["crds.yaml", kilo] {
+        apply_file(cluster, file)?;
+    }
+    roll(cluster, "kilo", 180)?;
+    if userspace {
+        cluster.kubectl(&[
+            "-n",
+            "kube-system",
+            "wait",
+            "--for=condition=Ready",
+            "pod",
+            "-l",
+            "app.kubernetes.io/name=kilo-wireguard",
+            "--timeout=120s",
+        ])?;
+    }
+    let took = started.elapsed();
+    cluster.kubectl(&["wait", "--for=condition=Ready", "nodes", "--all", "--timeout=180s"])?;
+    Ok(took)
+}
+
+/// `kubectl apply -f` of a file of manifests/.
+pub fn apply_file(cluster: &Cluster, name: &str) -> Result<()> {
+    let path = workspace_root().join("manifests").join(name);
+    let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+    let inside = format!("/opt/manifests/{name}");
+    cluster.first().write(&inside, &text)?;
+    let mut arguments = vec!["apply", "-f", &inside];
+    if !cluster.release.is_current {
+        arguments.push("--validate=false");
+    }
+    cluster.kubectl(&arguments).map(drop)
+}
+
+/// Waits until a DaemonSet of kube-system is rolled out.
+pub fn roll(cluster: &Cluster, daemon_set: &str, seconds: u32) -> Result<()> {
+    let (object, timeout) = (format!("ds/{daemon_set}"), format!("--timeout={seconds}s"));
+    cluster.kubectl(&["-n", "kube-system", "rollout", "status", &object, &timeout]).map(drop)
+}
+
+/// A Deployment with a pod on every node, behind a ClusterIP, a NodePort and a hostPort.
+pub fn test_pods(cluster: &Cluster) -> Result<()> {
+    let objects = OBJECTS
+        .replace("REPLICAS", &cluster.nodes.len().to_string())
+        .replace("IMAGE", images::TEST)
+        .replace("SERVICE", &SERVICE.to_string());
+    cluster.apply(&objects)?;
+    cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=180s"])?;
+    Ok(())
+}
+
+/// A pod that the kubelet made.
+#[derive(Clone, Debug)]
+pub struct Pod {
+    /// Name of its node.
+    pub node: String,
+    /// Its name.
+    pub name: String,
+    /// Its address.
+    pub address: IpAddr,
+    /// Its network namespace.
+    pub space: Space,
+}
+
+/// The running pods with that label, sorted by node.
+pub fn pods(cluster: &Cluster, label: &str) -> Result<Vec<Pod>> {
+    let list = cluster.get(&["pods", "-A", "-l", label])?;
+    let mut pods = Vec::new();
+    for item in list["items"].as_array().into_iter().flatten() {
+        let text = |pointer: &str| item.pointer(pointer).and_then(|value| value.as_str());
+        if item.pointer("/metadata/deletionTimestamp").is_some() || text("/status/phase") != Some("Running") {
+            continue;
+        }
+        let node = text("/spec/nodeName").context("the pod has no node")?;
+        let name = text("/metadata/name").context("the pod has no name")?;
+        let container =
+            text("/status/containerStatuses/0/containerID").context("the pod has no container")?;
+        let container = container.trim_start_matches("containerd://");
+        pods.push(Pod {
+            node: node.to_owned(),
+            name: name.to_owned(),
+            address: text("/status/podIP").context("the pod has no address")?.parse()?,
+            space: cluster.node(node)?.container_space(&format!("pod-{node}"), container)?,
+        });
+    }
+    pods.sort_by(|one, other| one.node.cmp(&other.node));
+    Ok(pods)
+}
+
+/// The test pods, with servers in them.
+pub fn serving(cluster: &Cluster) -> Result<Vec<Pod>> {
+    let pods = pods(cluster, "app=echo")?;
+    for pod in &pods {
+        // Those that stand serve on.
+        let _ = probe::serve(&pod.space, pod.address);
+    }
+    Ok(pods)
+}
+
+/// The test pod on that node.
+pub fn pod_on<'a>(pods: &'a [Pod], node: &Node) -> Result<&'a Pod> {
+    pods.iter().find(|pod| pod.node == node.name()).with_context(|| format!("no test pod on {}", node.name()))
+}
+
+const OBJECTS: &str = "
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: echo}
+spec:
+  replicas: REPLICAS
+  selector: {matchLabels: {app: echo}}
+  template:
+    metadata: {labels: {app: echo}}
+    spec:
+      terminationGracePeriodSeconds: 0
+      affinity:
+        podAntiAffinity:
+          requiredDuringSchedulingIgnoredDuringExecution:
+            - {topologyKey: kubernetes.io/hostname, labelSelector: {matchLabels: {app: echo}}}
+      containers:
+        - name: echo
+          image: IMAGE
+          command: [sleep, '2147483647']
+          ports: [{containerPort: 7007, hostPort: 8081, protocol: TCP}]
+---
+apiVersion: v1
+kind: Service
+metadata: {name: echo}
+spec:
+  clusterIP: SERVICE
+  selector: {app: echo}
+  ports: [{port: 80, targetPort: 7007}]
+---
+apiVersion: v1
+kind: Service
+metadata: {name: echo-node-port}
+spec:
+  type: NodePort
+  selector: {app: echo}
+  ports: [{port: 80, targetPort: 7007, nodePort: 30080}]
+";

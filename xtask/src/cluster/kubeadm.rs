@@ -1,0 +1,90 @@
+//! `kubeadm init` on the first node, `kubeadm join` on the others.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+
+use super::{
+    network::{PODS, SERVICES},
+    node::Node,
+    release::Release,
+};
+
+const TOKEN: &str = "abcdef.0123456789abcdef";
+const SOCKET: &str = "unix:///run/containerd/containerd.sock";
+/// Checks of a machine that a node in namespaces cannot pass.
+const CHECKS: &str = "--ignore-preflight-errors=all";
+
+/// Makes the control plane on that node.
+pub fn init(node: &Node, release: Release) -> Result<()> {
+    node.write("/opt/kubeadm.yaml", &configuration(node, release))?;
+    let socket = || node.path("/run/containerd/containerd.sock").ok().filter(|path| path.exists()).map(drop);
+    super::until("containerd is up", Duration::from_secs(30), socket)?;
+    // No package of Debian holds CoreDNS.
+    node.sh(&format!(
+        "kubeadm init --config /opt/kubeadm.yaml {CHECKS} --skip-phases=preflight,addon/coredns > /var/log/kubeadm.log 2>&1 \
+         || {{ tail -n 30 /var/log/kubeadm.log >&2; exit 1; }}"
+    ))
+    .context("kubeadm init")?;
+    Ok(())
+}
+
+/// Joins another node to the cluster of the first.
+pub fn join(node: &Node, first: &Node) -> Result<()> {
+    let hash = first.sh(
+        "openssl x509 -in /etc/kubernetes/pki/ca.crt -pubkey -noout | openssl pkey -pubin -outform der | sha256sum",
+    )?;
+    let hash = hash.split_whitespace().next().context("openssl tells no hash")?;
+    node.sh(&format!(
+        "kubeadm join {}:6443 --token {TOKEN} --discovery-token-ca-cert-hash sha256:{hash} --node-name {} \
+         --cri-socket {SOCKET} {CHECKS} > /var/log/kubeadm.log 2>&1 \
+         || {{ tail -n 30 /var/log/kubeadm.log >&2; exit 1; }}",
+        first.site.address,
+        node.name(),
+    ))
+    .context("kubeadm join")?;
+    Ok(())
+}
+
+fn configuration(node: &Node, release: Release) -> String {
+    let (api, address, version) = (release.kubeadm_api, node.site.address, release.version);
+    let (never, cgroups) = match release.is_current {
+        true => ("imagePullPolicy: Never", "failCgroupV1: false\n"),
+        false => ("ignorePreflightErrors: []", ""),
+    };
+    format!(
+        r#"apiVersion: kubeadm.k8s.io/{api}
+kind: InitConfiguration
+bootstrapTokens: [{{token: "{TOKEN}", ttl: 24h0m0s}}]
+localAPIEndpoint: {{advertiseAddress: {address}, bindPort: 6443}}
+nodeRegistration: {{name: {name}, criSocket: "{SOCKET}", taints: [], {never}}}
+---
+apiVersion: kubeadm.k8s.io/{api}
+kind: ClusterConfiguration
+kubernetesVersion: v{version}
+clusterName: kilo
+etcd: {{local: {{imageTag: {etcd}}}}}
+networking: {{podSubnet: {PODS}, serviceSubnet: {SERVICES}}}
+---
+apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+cgroupDriver: cgroupfs
+{cgroups}failSwapOn: false
+oomScoreAdj: 0
+# The machine's disk is everybody's.
+evictionHard: {{imagefs.available: "0%", nodefs.available: "0%", nodefs.inodesFree: "0%", memory.available: "0%"}}
+imageGCHighThresholdPercent: 100
+fileCheckFrequency: 2s
+nodeStatusUpdateFrequency: 5s
+---
+apiVersion: kubeproxy.config.k8s.io/v1alpha1
+kind: KubeProxyConfiguration
+mode: iptables
+oomScoreAdj: 0
+# The table's size is the machine's.
+conntrack: {{maxPerCore: 0, min: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s}}
+"#,
+        name = node.name(),
+        etcd = release.etcd,
+    )
+}

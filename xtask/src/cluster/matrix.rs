@@ -1,0 +1,185 @@
+//! Who reaches whom: pods that the kubelet made, nodes, Services, the outside.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
+
+use anyhow::Result;
+
+use super::{
+    Cluster,
+    deploy::{self, HOST_PORT, NODE_PORT, SERVICE},
+    network::{self, OUTSIDE, ROUTER},
+};
+use crate::lab::{
+    probe::{self, Protocol},
+    space::Space,
+};
+
+const TIMEOUT: Duration = Duration::from_secs(4);
+
+/// One path.
+#[derive(Clone, Debug)]
+struct Path {
+    source: String,
+    target: String,
+    protocol: Protocol,
+    address: SocketAddr,
+    /// Address the target must see, where one is certain.
+    sees: Option<IpAddr>,
+}
+
+/// One path and why it failed.
+#[derive(Debug)]
+pub struct Cell {
+    source: String,
+    target: String,
+    protocol: Protocol,
+    error: Option<String>,
+}
+
+/// All results.
+#[derive(Debug, Default)]
+pub struct Matrix {
+    cells: Vec<Cell>,
+}
+
+/// Tries every path, each source on a thread of its own.
+pub fn run(cluster: &Cluster) -> Result<Matrix> {
+    let pods = deploy::serving(cluster)?;
+    for node in &cluster.nodes {
+        let _ = probe::serve(&node.space(), node.site.address.into());
+    }
+    let outside = network::outside();
+    let _ = probe::serve(&outside, OUTSIDE.into());
+    let mut sources: Vec<(Space, Vec<Path>)> = Vec::new();
+    let path = |source: &str, target: &str, protocol, address: SocketAddr, sees| Path {
+        source: source.to_owned(),
+        target: target.to_owned(),
+        protocol,
+        address,
+        sees,
+    };
+    let at = |address: IpAddr| SocketAddr::from((address, probe::PORT));
+    for pod in &pods {
+        let name = &pod.space.name;
+        let mut paths = Vec::new();
+        for protocol in Protocol::ALL {
+            for other in pods.iter().filter(|other| other.name != pod.name) {
+                paths.push(path(name, &other.space.name, protocol, at(other.address), Some(pod.address)));
+            }
+            for node in &cluster.nodes {
+                let sees = (node.name() != pod.node).then_some(pod.address);
+                paths.push(path(name, node.name(), protocol, at(node.site.address.into()), sees));
+            }
+            paths.push(path(name, "outside", protocol, at(OUTSIDE.into()), Some(ROUTER.into())));
+        }
+        for _ in 0..2 * pods.len() {
+            paths.push(path(name, "ClusterIP", Protocol::Tcp, (SERVICE, 80).into(), None));
+        }
+        sources.push((pod.space.clone(), paths));
+    }
+    for node in &cluster.nodes {
+        let mut paths = Vec::new();
+        for protocol in Protocol::ALL {
+            for pod in &pods {
+                paths.push(path(node.name(), &pod.space.name, protocol, at(pod.address), None));
+            }
+        }
+        for _ in 0..2 * pods.len() {
+            paths.push(path(node.name(), "ClusterIP", Protocol::Tcp, (SERVICE, 80).into(), None));
+        }
+        for other in cluster.nodes.iter().filter(|other| other.name() != node.name()) {
+            let port = (other.site.address, HOST_PORT).into();
+            paths.push(path(node.name(), "hostPort", Protocol::Tcp, port, None));
+        }
+        sources.push((node.space(), paths));
+    }
+    let mut paths = Vec::new();
+    for node in &cluster.nodes {
+        for _ in 0..pods.len() {
+            let port = (node.site.address, NODE_PORT).into();
+            paths.push(path("outside", "NodePort", Protocol::Tcp, port, None));
+        }
+        let port = (node.site.address, HOST_PORT).into();
+        paths.push(path("outside", "hostPort", Protocol::Tcp, port, None));
+    }
+    sources.push((outside, paths));
+    let threads: Vec<_> = sources
+        .into_iter()
+        .map(|(space, paths)| space.spawn(move || paths.into_iter().map(probe).collect::<Vec<_>>()))
+        .collect();
+    let mut matrix = Matrix::default();
+    for thread in threads {
+        matrix.cells.extend(thread.join().map_err(|_| anyhow::anyhow!("probe thread"))??);
+    }
+    Ok(matrix)
+}
+
+fn probe(path: Path) -> Cell {
+    let error = match probe::probe_port(path.protocol, path.address, TIMEOUT) {
+        Ok(Some(seen)) if path.sees.is_some_and(|sees| sees != seen) => {
+            Some(format!("came from {seen} instead of {:?}", path.sees))
+        }
+        Ok(_) => None,
+        Err(error) => Some(format!("{error:#}")),
+    };
+    Cell { source: path.source, target: path.target, protocol: path.protocol, error }
+}
+
+impl Matrix {
+    /// Number of probes sent.
+    pub fn total(&self) -> usize {
+        self.cells.len()
+    }
+
+    /// Number of probes that passed.
+    pub fn passed(&self) -> usize {
+        self.cells.iter().filter(|cell| cell.error.is_none()).count()
+    }
+
+    /// What failed, one a line.
+    pub fn failures(&self) -> Vec<String> {
+        let failed = self.cells.iter().filter_map(|cell| Some((cell, cell.error.as_ref()?)));
+        failed
+            .map(|(cell, error)| {
+                format!("{} -> {} {}: {error}", cell.source, cell.target, cell.protocol.label())
+            })
+            .collect()
+    }
+
+    /// A row a source, a column a target: passed of tried.
+    pub fn print(&self) {
+        let unique = |name: fn(&Cell) -> &str| {
+            let mut names: Vec<&str> = Vec::new();
+            for cell in &self.cells {
+                if !names.contains(&name(cell)) {
+                    names.push(name(cell));
+                }
+            }
+            names
+        };
+        let (sources, targets) = (unique(|cell| &cell.source), unique(|cell| &cell.target));
+        let header: String = targets.iter().map(|target| format!("{target:>10}")).collect();
+        println!("{:8}{header}", "");
+        for source in sources {
+            let row: String = targets
+                .iter()
+                .map(|target| {
+                    let cells =
+                        self.cells.iter().filter(|cell| cell.source == source && cell.target == *target);
+                    let (passed, all) = cells.fold((0, 0), |(passed, all), cell| {
+                        (passed + usize::from(cell.error.is_none()), all + 1)
+                    });
+                    let shown = if all == 0 { "-".to_owned() } else { format!("{passed}/{all}") };
+                    format!("{shown:>10}")
+                })
+                .collect();
+            println!("{source:8}{row}");
+        }
+        for failure in self.failures() {
+            println!("  FAILED {failure}");
+        }
+    }
+}

@@ -1,0 +1,449 @@
+//! `cargo xtask cluster`: a real Kubernetes on this machine, and Kilo on it as its manifests say.
+
+mod checks;
+mod deploy;
+mod images;
+mod kubeadm;
+mod matrix;
+mod network;
+mod node;
+pub mod release;
+
+use std::{
+    fs,
+    io::Write as _,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+use clap::{Args, Subcommand};
+use serde::{Deserialize, Serialize};
+
+use crate::{apt, command::output, image, lab::space, report::TestOutcome, workspace_root};
+use node::{Node, Parts};
+use release::Release;
+
+/// Debian packages that the cluster needs on this machine.
+const PACKAGES: &[&str] = &["iproute2", "nftables", "util-linux", "containerd"];
+
+/// Set on Ctrl-C and SIGTERM: nothing more is to be made.
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+/// Options and subcommands of the cluster.
+#[derive(Args, Clone, Debug)]
+pub struct ClusterArgs {
+    /// Leave the cluster up when everything has been shown.
+    #[arg(long, global = true)]
+    keep: bool,
+    /// Number of nodes, in two locations.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(2..=20), global = true)]
+    nodes: u8,
+    /// Debian's Kubernetes 1.20.2, even where a newer one can be had.
+    #[arg(long, global = true)]
+    old: bool,
+    /// An image that `cargo xtask image` wrote (default: one of the binaries built here).
+    #[arg(long, value_name = "FILE", global = true)]
+    image: Option<PathBuf>,
+    #[command(subcommand)]
+    command: Option<ClusterCommand>,
+}
+
+#[derive(Subcommand, Clone, Debug)]
+enum ClusterCommand {
+    /// Run a command on a node, or on the router or the outside host.
+    Exec {
+        /// Name of the node.
+        node: String,
+        /// The command.
+        #[arg(last = true, required = true)]
+        command: Vec<String>,
+    },
+    /// Run kubectl as the cluster's administrator.
+    Kubectl {
+        /// Its arguments.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
+    /// Take the cluster down.
+    Down,
+    /// Bring a cluster up, run every check, take it down; on one that stands with --keep, run checks.
+    Test {
+        /// Only checks with this in their name.
+        #[arg(long, value_name = "WORDS")]
+        only: Option<String>,
+        /// Also what takes long.
+        #[arg(long)]
+        all: bool,
+        /// Use the cluster that stands.
+        #[arg(long)]
+        standing: bool,
+        /// Write the outcomes to this file as JSON.
+        #[arg(long, value_name = "FILE", hide = true)]
+        json: Option<PathBuf>,
+    },
+    /// Build or find everything a cluster is made of, without starting one.
+    Prepare,
+}
+
+impl ClusterArgs {
+    /// True when binaries must be built first.
+    pub const fn needs_build(&self) -> bool {
+        self.image.is_none()
+            && matches!(
+                self.command,
+                None | Some(ClusterCommand::Prepare | ClusterCommand::Test { standing: false, .. })
+            )
+    }
+}
+
+/// What of a cluster outlives a command.
+#[derive(Debug, Serialize, Deserialize)]
+struct State {
+    nodes: u8,
+    version: String,
+}
+
+/// A cluster that stands.
+pub struct Cluster {
+    /// The nodes, sorted by name; the control plane is the first.
+    pub nodes: Vec<Node>,
+    /// What runs on them.
+    pub release: Release,
+}
+
+/// Takes the cluster down when dropped, unless told to keep it.
+struct Guard {
+    keep: bool,
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if INTERRUPTED.load(Ordering::SeqCst) {
+            // The signal's thread cleans up and ends the process.
+            loop {
+                std::thread::park();
+            }
+        }
+        if !self.keep
+            && let Err(error) = down()
+        {
+            eprintln!("cluster: {error:#}");
+        }
+    }
+}
+
+/// Runs `cargo xtask cluster`.
+pub fn main(args: &ClusterArgs) -> Result<()> {
+    if !nix::unistd::geteuid().is_root() {
+        bail!("a cluster makes namespaces, mounts and control groups: run it as root");
+    }
+    match &args.command {
+        None => show(args),
+        Some(ClusterCommand::Exec { node, command }) => exec(node, command),
+        Some(ClusterCommand::Kubectl { arguments }) => {
+            let status = Cluster::load()?.first().command("kubectl")?.args(arguments).status()?;
+            std::process::exit(status.code().unwrap_or(1));
+        }
+        Some(ClusterCommand::Down) => down(),
+        Some(ClusterCommand::Prepare) => prepare(args).map(drop),
+        Some(ClusterCommand::Test { only, all, standing, json }) => {
+            let started = Instant::now();
+            let (guard, cluster) = if *standing {
+                (Guard { keep: true }, Cluster::load())
+            } else {
+                let guard = take_over()?;
+                (guard, Cluster::up(args))
+            };
+            let mut outcomes =
+                vec![checks::outcome("Kubernetes and Kilo come up", started, cluster.as_ref().err())];
+            if let Ok(cluster) = &cluster {
+                outcomes.extend(checks::run(cluster, only.as_deref(), *all));
+            }
+            drop(guard);
+            report(&outcomes, json.as_deref())
+        }
+    }
+}
+
+/// Writes the outcomes; an error when a check failed.
+fn report(outcomes: &[TestOutcome], json: Option<&Path>) -> Result<()> {
+    if let Some(path) = json {
+        fs::write(path, serde_json::to_vec_pretty(outcomes)?).with_context(|| path.display().to_string())?;
+    }
+    match outcomes.iter().filter(|outcome| outcome.outcome == "failed").count() {
+        0 => Ok(()),
+        failed => bail!("{failed} of {} checks failed", outcomes.len()),
+    }
+}
+
+fn show(args: &ClusterArgs) -> Result<()> {
+    let mut guard = take_over()?;
+    // A cluster that does not come up is kept, too: to see why.
+    guard.keep = args.keep;
+    let started = Instant::now();
+    let cluster = Cluster::up(args)?;
+    println!("\n== Nodes\n{}", cluster.kubectl(&["get", "nodes", "-o", "wide"])?);
+    println!("== Pods\n{}", cluster.kubectl(&["get", "pods", "-A", "-o", "wide"])?);
+    println!("== Reachability: TCP, UDP and ICMP echo of pods and nodes, with the source address checked");
+    let matrix = matrix::run(&cluster)?;
+    matrix.print();
+    println!("packets with a pod's address seen by the router: {}", network::clear_packets()?);
+    println!(
+        "\ncluster: {} of {} probes passed, {:.0} s",
+        matrix.passed(),
+        matrix.total(),
+        started.elapsed().as_secs_f32()
+    );
+    println!(
+        "\n{}",
+        if args.keep {
+            "The cluster stays up. Look around:"
+        } else {
+            "`cargo xtask cluster --keep` leaves it up to look around:"
+        }
+    );
+    for line in [
+        "cluster kubectl get nodes",
+        "cluster kubectl -n kube-system logs ds/kilo",
+        "cluster exec b1 -- ip route",
+        "cluster exec outside -- ping -c 1 10.11.0.11",
+        "cluster test --standing --only restart",
+        "cluster down",
+    ] {
+        println!("  cargo xtask {line}");
+    }
+    match matrix.total() - matrix.passed() {
+        0 => Ok(()),
+        failed => bail!("{failed} probes failed"),
+    }
+}
+
+fn exec(name: &str, command: &[String]) -> Result<()> {
+    let (program, arguments) = command.split_first().context("no command")?;
+    let cluster = Cluster::load()?;
+    let mut inside = match name {
+        "router" => network::router().command(program),
+        "outside" => network::outside().command(program),
+        node => cluster.node(node)?.command(program)?,
+    };
+    std::process::exit(inside.args(arguments).status()?.code().unwrap_or(1));
+}
+
+/// Directory of disks, logs and the state.
+fn run_directory() -> Result<PathBuf> {
+    Ok(apt::cache_directory()?.join("cluster/run"))
+}
+
+/// Removes what an earlier cluster left, and arranges that this one goes away on return,
+/// Ctrl-C and SIGTERM.
+fn take_over() -> Result<Guard> {
+    down()?;
+    ctrlc::set_handler(|| {
+        eprintln!("\ncluster: interrupted, cleaning up");
+        INTERRUPTED.store(true, Ordering::SeqCst);
+        // What is being made right now must be there to be removed.
+        std::thread::sleep(Duration::from_millis(500));
+        if let Err(error) = down() {
+            eprintln!("cluster: {error:#}");
+        }
+        std::process::exit(130);
+    })
+    .context("signal handler")?;
+    Ok(Guard { keep: false })
+}
+
+/// Removes every trace of a cluster, also of one that was only half built.
+fn down() -> Result<()> {
+    let run = run_directory()?;
+    let parts = Parts { run: run.clone(), base: PathBuf::new(), bin: PathBuf::new(), pause: String::new() };
+    for site in network::sites(20) {
+        let node = Node::new(site, &parts);
+        if node.disk().exists() || node.space().path().exists() {
+            node.cut()?;
+        }
+    }
+    space::remove([network::outside(), network::router()])?;
+    node::remove_groups(Path::new(network::NAME));
+    if run.exists() {
+        fs::remove_dir_all(&run).with_context(|| run.display().to_string())?;
+    }
+    Ok(())
+}
+
+/// Fails once the cluster is to go away.
+fn stop_if_interrupted() -> Result<()> {
+    if INTERRUPTED.load(Ordering::SeqCst) { bail!("interrupted") } else { Ok(()) }
+}
+
+/// Asks again and again until there is an answer.
+fn until<T>(what: &str, limit: Duration, mut ask: impl FnMut() -> Option<T>) -> Result<T> {
+    let deadline = Instant::now() + limit;
+    loop {
+        if let Some(answer) = ask() {
+            return Ok(answer);
+        }
+        stop_if_interrupted()?;
+        if Instant::now() > deadline {
+            bail!("waited {} s in vain: {what}", limit.as_secs());
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// What a cluster is made of.
+struct Prepared {
+    release: Release,
+    bin: PathBuf,
+    images: images::Images,
+    kilo: PathBuf,
+}
+
+fn prepare(args: &ClusterArgs) -> Result<Prepared> {
+    apt::install(PACKAGES)?;
+    let release = if args.old { release::DEBIAN } else { Release::newest()? };
+    let bin = release.programs()?;
+    let images = images::prepare(release, &bin)?;
+    let kilo = match &args.image {
+        Some(file) => file.clone(),
+        None => {
+            let file = workspace_root().join("target/image/kilo-quick.tar");
+            let bin = std::env::current_exe()?;
+            let bin = bin.parent().context("no directory of this program")?;
+            image::quick(&image::buildah::Buildah::open()?, bin, &file)?;
+            file
+        }
+    };
+    Ok(Prepared { release, bin, images, kilo })
+}
+
+impl Cluster {
+    /// Brings nodes, Kubernetes, Kilo and test pods up.
+    fn up(args: &ClusterArgs) -> Result<Self> {
+        let started = Instant::now();
+        let step = |what: &str| println!("cluster: {:5.1} s  {what} ...", started.elapsed().as_secs_f32());
+        let prepared = prepare(args)?;
+        let release = prepared.release;
+        let parts = Parts {
+            run: run_directory()?,
+            base: prepared.images.root.clone(),
+            bin: prepared.bin,
+            pause: images::pause(release),
+        };
+        fs::create_dir_all(&parts.run)?;
+        step("images on every node");
+        let stored = parts.run.join("containerd");
+        images::add_kilo(&prepared.images.containerd, &stored, &prepared.kilo)?;
+        let nodes: Vec<_> =
+            network::sites(args.nodes).into_iter().map(|site| Node::new(site, &parts)).collect();
+        for node in &nodes {
+            images::copy(&stored, &node.disk().join("containerd"))?;
+        }
+        step(&format!("{} nodes, a router, an outside host", nodes.len()));
+        network::build()?;
+        for node in &nodes {
+            stop_if_interrupted()?;
+            node.start()?;
+        }
+        let cluster = Self { nodes, release };
+        cluster.save(&parts.run)?;
+        step(&format!("kubeadm init of Kubernetes {}", release.version));
+        kubeadm::init(cluster.first(), release)?;
+        step("kubeadm join");
+        cluster.each(&cluster.nodes[1..], |node| kubeadm::join(node, cluster.first()))?;
+        step("Kilo, by its manifests");
+        let applied = deploy::apply(&cluster)?;
+        println!("cluster: every pod of Kilo was ready {:.1} s after kubectl apply", applied.as_secs_f32());
+        step("test pods and services");
+        deploy::test_pods(&cluster)?;
+        step("the cluster is up");
+        Ok(cluster)
+    }
+
+    fn save(&self, run: &Path) -> Result<()> {
+        let state = State {
+            nodes: u8::try_from(self.nodes.len()).unwrap_or(u8::MAX),
+            version: self.release.version.to_owned(),
+        };
+        Ok(fs::write(run.join("state.json"), serde_json::to_vec(&state)?)?)
+    }
+
+    fn load() -> Result<Self> {
+        let run = run_directory()?;
+        let text = fs::read(run.join("state.json"))
+            .context("no cluster is up; start one with `cargo xtask cluster --keep`")?;
+        let state: State = serde_json::from_slice(&text)?;
+        let release =
+            if state.version == release::DEBIAN.version { release::DEBIAN } else { release::CURRENT };
+        let bin = release.programs()?;
+        let base = images::prepare(release, &bin)?.root;
+        let parts = Parts { run, base, bin, pause: images::pause(release) };
+        let nodes = network::sites(state.nodes).into_iter().map(|site| Node::new(site, &parts)).collect();
+        Ok(Self { nodes, release })
+    }
+
+    /// The node with the control plane.
+    pub fn first(&self) -> &Node {
+        &self.nodes[0]
+    }
+
+    /// The node of that name.
+    pub fn node(&self, name: &str) -> Result<&Node> {
+        self.nodes.iter().find(|node| node.name() == name).with_context(|| {
+            let names: Vec<_> = self.nodes.iter().map(Node::name).collect();
+            format!("{name:?} is not a node of the cluster; there are: {}, router, outside", names.join(", "))
+        })
+    }
+
+    /// A node in the second location.
+    pub fn remote(&self) -> &Node {
+        &self.nodes[self.nodes.len() - 1]
+    }
+
+    /// Does something on several nodes at once.
+    pub fn each(&self, nodes: &[Node], code: impl Fn(&Node) -> Result<()> + Sync) -> Result<()> {
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = nodes.iter().map(|node| scope.spawn(|| code(node))).collect();
+            threads.into_iter().try_for_each(|thread| {
+                thread.join().map_err(|_| anyhow::anyhow!("the thread of a node ended"))?
+            })
+        })
+    }
+
+    /// Runs kubectl; its standard output.
+    pub fn kubectl(&self, arguments: &[&str]) -> Result<String> {
+        output(self.first().command("kubectl")?.args(arguments))
+    }
+
+    /// Objects as kubectl lists them.
+    pub fn get(&self, arguments: &[&str]) -> Result<serde_json::Value> {
+        let text = self.kubectl(&[&["get", "-o", "json"], arguments].concat())?;
+        Ok(serde_json::from_str(&text)?)
+    }
+
+    /// `kubectl apply` of a text.
+    pub fn apply(&self, text: &str) -> Result<()> {
+        self.feed(&["apply", "-f", "-"], text)
+    }
+
+    /// Runs kubectl with a text as its standard input.
+    pub fn feed(&self, arguments: &[&str], text: &str) -> Result<()> {
+        let mut command: Command = self.first().command("kubectl")?;
+        let mut child = command
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()?;
+        if let Some(mut stdin) = child.stdin.take() {
+            stdin.write_all(text.as_bytes())?;
+        }
+        let output = child.wait_with_output()?;
+        if !output.status.success() {
+            bail!("kubectl {}: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr).trim());
+        }
+        Ok(())
+    }
+}

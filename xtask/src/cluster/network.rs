@@ -1,0 +1,197 @@
+//! The cluster's network: two locations on LANs of their own, a router that translates addresses
+//! towards an outside host, and counts packets with a pod's address.
+//!
+//! ```text
+//!   site-a 10.11.0.0/24         router        site-b 10.12.0.0/24
+//!   a1 .11 (control plane) ──┬── lan-a  lan-b ──┬── b1 .11
+//!   a2 .12                 ──┘     │            └── b2 .12
+//!   a1 192.0.2.11 ──────── wan 192.0.2.0/24 ─────── b1 192.0.2.21
+//!                       outside 203.0.113.10, beyond NAT
+//! ```
+
+use std::net::Ipv4Addr;
+
+use anyhow::{Context as _, Result};
+
+use crate::lab::space::{self, Space};
+
+/// Every namespace's name begins so.
+pub const NAME: &str = "kilo-cluster";
+/// Pods' addresses.
+pub const PODS: &str = "10.244.0.0/16";
+/// Services' addresses.
+pub const SERVICES: &str = "10.96.0.0/16";
+/// Address of the outside host.
+pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(203, 0, 113, 10);
+/// Address the outside host sees for what the router translates.
+pub const ROUTER: Ipv4Addr = Ipv4Addr::new(203, 0, 113, 1);
+
+/// The router's address on the public network.
+const WAN: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
+
+/// Where a node is.
+#[derive(Clone, Debug)]
+pub struct Site {
+    /// Name of the node: `a1`.
+    pub node: String,
+    /// `a` or `b`.
+    pub letter: char,
+    /// Its address.
+    pub address: Ipv4Addr,
+    /// The router's address on its LAN.
+    pub gateway: Ipv4Addr,
+    /// Address on the public network, which the first node of a location has.
+    pub public: Option<Ipv4Addr>,
+}
+
+impl Site {
+    /// Value of the location annotation.
+    pub fn location(&self) -> String {
+        format!("site-{}", self.letter)
+    }
+}
+
+/// The nodes of a cluster, in both locations by turns; the first two are in one.
+pub fn sites(nodes: u8) -> Vec<Site> {
+    let mut sites: Vec<_> = (0..nodes)
+        .map(|index| {
+            // a1 a2 b1 b2 a3 b3 a4 ...
+            let (letter, number) = match index {
+                0 | 1 => ('a', index + 1),
+                2 | 3 => ('b', index - 1),
+                _ => (if index % 2 == 0 { 'a' } else { 'b' }, index / 2 + 1),
+            };
+            let net = if letter == 'a' { 11 } else { 12 };
+            Site {
+                node: format!("{letter}{number}"),
+                letter,
+                address: Ipv4Addr::new(10, net, 0, 10 + number),
+                gateway: Ipv4Addr::new(10, net, 0, 1),
+                public: (number == 1).then(|| Ipv4Addr::new(192, 0, 2, (net - 10) * 10 + 1)),
+            }
+        })
+        .collect();
+    sites.sort_by(|one, other| one.node.cmp(&other.node));
+    sites
+}
+
+fn space(name: &str) -> Space {
+    Space { name: name.to_owned(), netns: format!("{NAME}-{name}"), holder: None }
+}
+
+/// Joins everything.
+pub fn router() -> Space {
+    space("router")
+}
+
+/// A host that knows nothing of the cluster.
+pub fn outside() -> Space {
+    space("outside")
+}
+
+/// The network namespace of a node.
+pub fn node(name: &str) -> Space {
+    space(name)
+}
+
+/// Makes the router and the outside host.
+pub fn build() -> Result<()> {
+    for name in ["router", "outside"] {
+        Space::create(NAME, name)?;
+    }
+    let (router, outside) = (router(), outside());
+    router.ip(&format!(
+        "link add lan-a type bridge\nlink add lan-b type bridge\nlink set lan-a up\nlink set lan-b up\n\
+         link add wan type bridge\nlink set wan up\naddress add {WAN}/24 dev wan\n\
+         address add 10.11.0.1/24 dev lan-a\naddress add 10.12.0.1/24 dev lan-b\n\
+         link add outside type veth peer name eth0 netns {}\n\
+         address add {ROUTER}/24 dev outside\nlink set outside up\n",
+        outside.netns
+    ))?;
+    outside.ip(&format!(
+        "address add {OUTSIDE}/24 dev eth0\nlink set eth0 up\n\
+         route add 10.11.0.0/16 via {ROUTER}\nroute add 10.12.0.0/16 via {ROUTER}\n"
+    ))?;
+    router.sh(&RULES.replace("PODS", PODS))?;
+    Ok(())
+}
+
+/// Gives a node its namespace and joins it to its LAN.
+pub fn connect(site: &Site) -> Result<()> {
+    let name = &site.node;
+    Space::create(NAME, name)?;
+    router().ip(&format!(
+        "link add {name} type veth peer name eth0 netns {NAME}-{name}\nlink set {name} master lan-{} up\n",
+        site.letter
+    ))?;
+    node(name).ip(&format!("address add {}/24 dev eth0\nlink set eth0 up\n", site.address))?;
+    let Some(public) = site.public else {
+        return node(name).ip(&format!("route add default via {}\n", site.gateway));
+    };
+    router().ip(&format!(
+        "link add {name}-wan type veth peer name eth1 netns {NAME}-{name}\nlink set {name}-wan master wan up\n"
+    ))?;
+    node(name)
+        .ip(&format!("address add {public}/24 dev eth1\nlink set eth1 up\nroute add default via {WAN}\n"))
+}
+
+/// Takes a node's cable and namespace away.
+pub fn disconnect(name: &str) -> Result<()> {
+    // The cable goes at once, the namespace when its last process has ended.
+    for cable in [name.to_owned(), format!("{name}-wan")] {
+        let _ = router().ip(&format!("link delete {cable}\n"));
+    }
+    space::remove([node(name)])
+}
+
+/// Packets with a pod's address that the router has seen, and dropped.
+pub fn clear_packets() -> Result<u64> {
+    let text = router().sh("nft list counters table inet cluster")?;
+    let mut words = text.split_whitespace().skip_while(|word| *word != "packets");
+    words.nth(1).and_then(|count| count.parse().ok()).context("the router has no counter")
+}
+
+/// Packets of pods in clear are counted where the router sees them: between its interfaces,
+/// and on its bridges.
+const RULES: &str = r#"
+echo 1 > /proc/sys/net/ipv4/ip_forward
+for f in /proc/sys/net/bridge/bridge-nf-call-ip*; do test -e $f && echo 0 > $f; done
+nft -f - <<'END'
+table inet cluster {
+    counter clear { }
+    chain prerouting {
+        type filter hook prerouting priority -300; policy accept;
+        ip saddr PODS counter name clear drop
+        ip daddr PODS counter name clear drop
+    }
+}
+table bridge cluster {
+    counter clear { }
+    chain forward {
+        type filter hook forward priority 0; policy accept;
+        ip saddr PODS counter name clear drop
+        ip daddr PODS counter name clear drop
+    }
+}
+table ip nat {
+    chain postrouting {
+        type nat hook postrouting priority 100;
+        oifname "outside" masquerade
+    }
+}
+END
+"#;
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_are_in_both_locations() {
+        let names = |count| sites(count).into_iter().map(|site| site.node).collect::<Vec<_>>();
+        assert_eq!(names(3), ["a1", "a2", "b1"]);
+        assert_eq!(names(6), ["a1", "a2", "a3", "b1", "b2", "b3"]);
+        assert_eq!(sites(4).last().unwrap().address, Ipv4Addr::new(10, 12, 0, 12));
+    }
+}

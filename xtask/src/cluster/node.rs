@@ -1,0 +1,247 @@
+//! A node: a network namespace and a tree of processes in namespaces of their own, on a disk
+//! (a directory) that outlives them.
+
+use std::{
+    fs,
+    io::{BufRead as _, BufReader},
+    os::unix::process::CommandExt as _,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+
+use super::network::{self, NAME, Site};
+use crate::{command::output, lab::space::Space};
+
+const INIT: &str = include_str!("init.sh");
+const CGROUPS: &str = "/sys/fs/cgroup";
+
+/// What every node of a cluster is made of.
+#[derive(Clone, Debug)]
+pub struct Parts {
+    /// Disks, logs and process identifiers.
+    pub run: PathBuf,
+    /// Root file system that nodes share, read-only.
+    pub base: PathBuf,
+    /// Programs of Kubernetes.
+    pub bin: PathBuf,
+    /// Name of the image that holds a pod's namespaces.
+    pub pause: String,
+}
+
+/// One node.
+#[derive(Clone, Debug)]
+pub struct Node {
+    /// Where it is.
+    pub site: Site,
+    parts: Parts,
+}
+
+impl Node {
+    /// Names a node; nothing is made.
+    pub fn new(site: Site, parts: &Parts) -> Self {
+        Self { site, parts: parts.clone() }
+    }
+
+    /// Name of the node.
+    pub fn name(&self) -> &str {
+        &self.site.node
+    }
+
+    /// Its network namespace.
+    pub fn space(&self) -> Space {
+        network::node(self.name())
+    }
+
+    /// The directory that outlives a power cut.
+    pub fn disk(&self) -> PathBuf {
+        self.parts.run.join(self.name())
+    }
+
+    fn pid_file(&self) -> PathBuf {
+        self.disk().join("pid")
+    }
+
+    /// Process identifier of its PID 1.
+    fn pid(&self) -> Result<i32> {
+        let text = fs::read_to_string(self.pid_file()).with_context(|| {
+            format!("node {} is not running; see `cargo xtask cluster --help`", self.name())
+        })?;
+        Ok(text.trim().parse()?)
+    }
+
+    /// A file of the node, seen from outside.
+    pub fn path(&self, file: &str) -> Result<PathBuf> {
+        Ok(PathBuf::from(format!("/proc/{}/root{file}", self.pid()?)))
+    }
+
+    /// Switches the node on.
+    pub fn start(&self) -> Result<()> {
+        let disk = self.disk();
+        for directory in ["upper", "work", "merged"] {
+            fs::create_dir_all(disk.join(directory))?;
+        }
+        network::connect(&self.site)?;
+        let groups = make_groups(self.name())?;
+        let join: String =
+            groups.iter().map(|group| format!("echo $$ > {}/cgroup.procs\n", group.display())).collect();
+        let script = format!(
+            "{join}exec nsenter --net={} unshare --mount --uts --ipc --pid --cgroup --fork --kill-child=KILL sh -c \"$INIT\"",
+            self.space().path().display()
+        );
+        let hierarchies: Vec<_> =
+            hierarchies().iter().filter_map(|path| Some(path.file_name()?.to_str()?.to_owned())).collect();
+        let mut process = Command::new("sh")
+            .args(["-euc", &script])
+            .env_clear()
+            .env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+            .env("INIT", INIT)
+            .env("NAME", self.name())
+            .env("ADDRESS", self.site.address.to_string())
+            .env("DISK", &disk)
+            .env("BASE", &self.parts.base)
+            .env("BIN", &self.parts.bin)
+            .env("PAUSE", &self.parts.pause)
+            .env("HIERARCHIES", hierarchies.join(" "))
+            // The terminal's Ctrl-C is for us, not for the node.
+            .process_group(0)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(fs::File::create(disk.join("boot.log"))?)
+            .spawn()
+            .context("nsenter, unshare")?;
+        let mut line = String::new();
+        if let Some(stdout) = process.stdout.take() {
+            BufReader::new(stdout).read_line(&mut line)?;
+        }
+        if line.trim() != "ready" {
+            bail!("node {} does not boot:\n{}", self.name(), fs::read_to_string(disk.join("boot.log"))?);
+        }
+        let id = process.id();
+        let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children"))?;
+        let first = children.split_whitespace().next().context("the node has no first process")?;
+        Ok(fs::write(self.pid_file(), first)?)
+    }
+
+    /// Cuts the power: everything but the disk goes.
+    pub fn cut(&self) -> Result<()> {
+        if let Ok(pid) = self.pid() {
+            let pid = nix::unistd::Pid::from_raw(pid);
+            let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
+            let gone = || !Path::new(&format!("/proc/{pid}/ns/net")).exists();
+            super::until("the node's processes end", Duration::from_secs(20), || gone().then_some(()))?;
+            fs::remove_file(self.pid_file())?;
+        }
+        network::disconnect(self.name())?;
+        remove_groups(&Path::new(NAME).join(self.name()));
+        Ok(())
+    }
+
+    /// A command inside.
+    pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Result<Command> {
+        let mut command = Command::new("nsenter");
+        command
+            .arg(format!("--target={}", self.pid()?))
+            .args(["--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup", "--root", "--wdns=/", "--"])
+            .args(["env", "-i", "HOME=/root", "KUBECONFIG=/etc/kubernetes/admin.conf"])
+            .arg("PATH=/opt/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+            .arg(program);
+        Ok(command)
+    }
+
+    /// Runs a shell script inside; its standard output.
+    pub fn sh(&self, script: &str) -> Result<String> {
+        output(self.command("sh")?.args(["-euc", script])).with_context(|| format!("on {}", self.name()))
+    }
+
+    /// Writes a file inside.
+    pub fn write(&self, file: &str, text: &str) -> Result<()> {
+        let path = self.path(file)?;
+        if let Some(directory) = path.parent() {
+            fs::create_dir_all(directory)?;
+        }
+        fs::write(&path, text).with_context(|| path.display().to_string())
+    }
+
+    /// Kills a program of the node that its first process starts again, and waits for the new one.
+    pub fn kill(&self, program: &str) -> Result<()> {
+        let before = self.sh(&format!("pidof {program}"))?;
+        self.sh(&format!("kill -KILL {}", before.trim()))?;
+        super::until(&format!("{program} runs again"), Duration::from_secs(20), || {
+            self.sh(&format!("pidof {program}")).ok().filter(|now| *now != before).map(drop)
+        })
+    }
+
+    /// The network namespace of a container.
+    pub fn container_space(&self, pod: &str, container: &str) -> Result<Space> {
+        let task = format!("/run/containerd/io.containerd.runtime.v2.task/k8s.io/{container}/init.pid");
+        let path = self.path(&task)?;
+        let process = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+        let netns = self.path(&format!("/proc/{}/ns/net", process.trim()))?;
+        Ok(Space { name: pod.to_owned(), netns: netns.display().to_string(), holder: None })
+    }
+}
+
+/// The directories of cgroup hierarchies; the one of version 2 alone where there is no other.
+fn hierarchies() -> Vec<PathBuf> {
+    if Path::new(CGROUPS).join("cgroup.controllers").exists() {
+        return vec![PathBuf::from(CGROUPS)];
+    }
+    let mut found: Vec<_> = fs::read_dir(CGROUPS)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| path.join("cgroup.procs").exists() && !path.join("cgroup.controllers").exists())
+        // cpu,cpuacct are two names of one.
+        .filter(|path| path.file_name().is_some_and(|name| !name.to_string_lossy().contains(',')))
+        .collect();
+    found.sort();
+    found
+}
+
+/// Makes the node's group in each hierarchy.
+fn make_groups(name: &str) -> Result<Vec<PathBuf>> {
+    let mut made = Vec::new();
+    for hierarchy in hierarchies() {
+        let parent = hierarchy.join(NAME);
+        let group = parent.join(name);
+        for (above, group) in [(&hierarchy, &parent), (&parent, &group)] {
+            if above.join("cgroup.subtree_control").exists() {
+                for controller in fs::read_to_string(above.join("cgroup.controllers"))?.split_whitespace() {
+                    let _ = fs::write(above.join("cgroup.subtree_control"), format!("+{controller}"));
+                }
+            }
+            fs::create_dir_all(group).with_context(|| group.display().to_string())?;
+            // A new group of this controller can hold nobody before it is told where.
+            for file in ["cpuset.cpus", "cpuset.mems"] {
+                if hierarchy.ends_with("cpuset") {
+                    fs::write(group.join(file), fs::read(above.join(file))?)?;
+                }
+            }
+        }
+        made.push(group);
+    }
+    Ok(made)
+}
+
+/// Removes a group and all below it, as soon as they are empty.
+pub fn remove_groups(group: &Path) {
+    let deadline = Instant::now() + Duration::from_secs(5);
+    for path in hierarchies().iter().map(|hierarchy| hierarchy.join(group)) {
+        while path.exists() && remove_tree(&path).is_err() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+fn remove_tree(path: &Path) -> std::io::Result<()> {
+    for entry in fs::read_dir(path)?.flatten() {
+        if entry.file_type()?.is_dir() {
+            remove_tree(&entry.path())?;
+        }
+    }
+    fs::remove_dir(path)
+}

@@ -1,0 +1,158 @@
+//! Programs of Kubernetes, built once: 1.36.2 where its source is at hand, else Debian's 1.20.2.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::{
+    apt::{self, Suites},
+    command::{run, show},
+    kubernetes, workspace_root,
+};
+
+/// What a cluster consists of.
+const PROGRAMS: [&str; 7] = [
+    "kubelet",
+    "kube-apiserver",
+    "kube-controller-manager",
+    "kube-scheduler",
+    "kube-proxy",
+    "kubeadm",
+    "kubectl",
+];
+const ETCD: [&str; 2] = ["etcd", "etcdctl"];
+/// Names the archive with the newer source, which has a directory `kubernetes`.
+const SOURCE: &str = "KILO_KUBERNETES_SOURCE";
+
+/// A version of Kubernetes that can be built here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Release {
+    /// Without the `v`.
+    pub version: &'static str,
+    /// Version of kubeadm's configuration.
+    pub kubeadm_api: &'static str,
+    /// Where kubeadm expects images of its own.
+    pub registry: &'static str,
+    /// Tag of etcd's image.
+    pub etcd: &'static str,
+    /// Tag of the image that kubeadm and containerd hold a pod's namespaces with.
+    pub pause: &'static str,
+    /// Knows every field of our manifests.
+    pub is_current: bool,
+}
+
+/// With Go 1.26 of trixie-backports and etcd of trixie.
+pub const CURRENT: Release = Release {
+    version: "1.36.2",
+    kubeadm_api: "v1beta4",
+    registry: "registry.k8s.io",
+    etcd: "3.5.16-0",
+    pause: "3.10.2",
+    is_current: true,
+};
+/// The last one whose source Debian has as a whole.
+pub const DEBIAN: Release = Release {
+    version: "1.20.2",
+    kubeadm_api: "v1beta2",
+    registry: "k8s.gcr.io",
+    etcd: "3.4.13-0",
+    pause: "3.2",
+    is_current: false,
+};
+
+impl Release {
+    /// The newest one that is built already, or can be.
+    pub fn newest() -> Result<Self> {
+        Ok(if CURRENT.is_built()? || source().is_some() { CURRENT } else { DEBIAN })
+    }
+
+    /// Where its programs are kept.
+    fn directory(self) -> Result<PathBuf> {
+        Ok(apt::cache_directory()?.join(format!("kubernetes-{}", self.version)))
+    }
+
+    /// True when nothing must be compiled.
+    pub fn is_built(self) -> Result<bool> {
+        let bin = self.directory()?.join("bin");
+        Ok(PROGRAMS.iter().chain(&ETCD).all(|program| bin.join(program).is_file()))
+    }
+
+    /// Directory with the programs; builds what is missing.
+    pub fn programs(self) -> Result<PathBuf> {
+        let directory = self.directory()?;
+        let bin = directory.join("bin");
+        if !self.is_built()? {
+            println!("cluster: building Kubernetes {}, once (10 to 20 minutes)", self.version);
+            fs::create_dir_all(&bin).with_context(|| bin.display().to_string())?;
+            if self.is_current { build_current(&directory, &bin)? } else { self.build_debian(&bin)? }
+        }
+        Ok(bin)
+    }
+
+    fn build_debian(self, bin: &Path) -> Result<()> {
+        let tree = kubernetes::Tree::open()?;
+        for program in PROGRAMS {
+            tree.build(program, &bin.join(program), Some(self.version))?;
+        }
+        tree.copy_etcd(bin)?;
+        tree.remove()
+    }
+}
+
+/// The archive with the newer source.
+fn source() -> Option<PathBuf> {
+    let named = std::env::var_os(SOURCE).map(PathBuf::from);
+    named.or_else(|| {
+        let beside = workspace_root().parent()?.join("shared/kubernetes-1.36.2-src.tar.xz");
+        beside.is_file().then_some(beside)
+    })
+}
+
+fn build_current(directory: &Path, bin: &Path) -> Result<()> {
+    let cache = apt::cache_directory()?;
+    let suites = Suites::open(&cache, &["trixie", "trixie-backports"], false)?;
+    let go = cache.join("go-1.26");
+    if !go.join("usr/lib/go-1.26/bin/go").is_file() {
+        for package in ["golang-1.26-go", "golang-1.26-src"] {
+            suites.unpack(package, &go)?;
+        }
+    }
+    let root = go.join("usr/lib/go-1.26");
+    let unpacked = tempfile::tempdir_in(directory)?;
+    for (package, program) in [("etcd-server", "etcd"), ("etcd-client", "etcdctl")] {
+        suites.unpack(package, unpacked.path())?;
+        fs::copy(unpacked.path().join("usr/bin").join(program), bin.join(program))?;
+    }
+    let Some(archive) = source() else { bail!("${SOURCE} names no archive of Kubernetes' source") };
+    run(Command::new("tar").arg("-xf").arg(&archive).arg("-C").arg(unpacked.path()))
+        .with_context(|| format!("${SOURCE}"))?;
+    let tree = unpacked.path().join("kubernetes");
+    let version = format!("v{}", CURRENT.version);
+    let flags = format!(
+        "-s -w -X k8s.io/component-base/version.gitVersion={version} -X k8s.io/component-base/version.gitMajor=1 \
+         -X k8s.io/component-base/version.gitMinor=36 -X k8s.io/client-go/pkg/version.gitVersion={version}"
+    );
+    for program in PROGRAMS.iter().filter(|program| !bin.join(program).exists()) {
+        println!("cluster: {program}");
+        let part = unpacked.path().join(program);
+        show(
+            Command::new(root.join("bin/go"))
+                .current_dir(&tree)
+                .env("GOROOT", &root)
+                .env("GOTOOLCHAIN", "local")
+                .env("GOPROXY", "off")
+                .env("GOFLAGS", "")
+                .env("GOCACHE", unpacked.path().join("go-cache"))
+                .env("CGO_ENABLED", "0")
+                .args(["build", "-ldflags", &flags, "-o"])
+                .arg(&part)
+                .arg(format!("./cmd/{program}")),
+        )?;
+        fs::rename(&part, bin.join(program))?;
+    }
+    Ok(())
+}

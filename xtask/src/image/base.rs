@@ -1,0 +1,150 @@
+//! The images that the Dockerfile's FROM lines name, without a registry.
+
+use std::{
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context as _, Result, bail};
+
+use super::buildah::{Buildah, base_epoch};
+use crate::{
+    apt,
+    command::{output, run},
+};
+
+/// Debian without what containers do not need.
+pub const SLIM: &str = "docker.io/library/debian:bookworm-slim";
+/// Debian with Rust and a C compiler.
+pub const RUST: &str = "docker.io/library/rust:1.95-bookworm";
+
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// Debian's packages that the official Rust image has and our build uses.
+const COMPILERS: &str = "build-essential ca-certificates curl git pkg-config zlib1g-dev libssl-dev";
+
+/// Makes the slim image unless it is there.
+pub fn slim(buildah: &Buildah) -> Result<()> {
+    if buildah.has(SLIM) {
+        return Ok(());
+    }
+    println!("image: {SLIM}, by mmdebstrap (about a minute)");
+    let work = tempfile::tempdir()?;
+    let (sources, tar) = (work.path().join("debian.sources"), work.path().join("root.tar"));
+    let text = apt::debian_sources()?;
+    fs::write(&sources, &text)?;
+    let mut bootstrap = Command::new("mmdebstrap");
+    bootstrap.env("SOURCE_DATE_EPOCH", base_epoch().to_string()).args(["--quiet", "--variant=minbase"]);
+    for left_out in ["/usr/share/man/*", "/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/info/*"] {
+        bootstrap.arg(format!("--dpkgopt=path-exclude={left_out}"));
+    }
+    run(bootstrap
+        .arg("--dpkgopt=path-include=/usr/share/doc/*/copyright")
+        .arg("bookworm")
+        .arg(&tar)
+        .arg(&sources))?;
+    let configuration = [format!("--env=PATH={PATH}"), "--cmd=/bin/bash".to_owned()];
+    buildah.make("scratch", SLIM, &configuration.each_ref().map(String::as_str), |root| {
+        run(Command::new("tar").arg("-xf").arg(&tar).arg("-C").arg(root))?;
+        let lists = root.join("etc/apt/sources.list.d");
+        let _ = fs::remove_dir_all(&lists);
+        fs::create_dir_all(&lists)?;
+        fs::write(lists.join("debian.sources"), &text)?;
+        let _ = fs::remove_file(root.join("etc/apt/sources.list"));
+        fs::write(
+            root.join("etc/apt/apt.conf.d/docker-clean"),
+            "DPkg::Post-Invoke { \"rm -f /var/cache/apt/archives/*.deb /var/cache/apt/*.bin || true\"; };\n\
+             Dir::Cache::pkgcache \"\";\nDir::Cache::srcpkgcache \"\";\n",
+        )?;
+        fs::write(root.join("usr/sbin/policy-rc.d"), "#!/bin/sh\nexit 101\n")?;
+        run(Command::new("chmod").arg("755").arg(root.join("usr/sbin/policy-rc.d")))?;
+        forget(root, &["var/lib/apt/lists", "var/log", "var/cache/apt"])?;
+        fs::write(root.join("etc/resolv.conf"), "")?;
+        Ok(())
+    })
+}
+
+/// Empties directories.
+fn forget(root: &Path, directories: &[&str]) -> Result<()> {
+    for directory in directories {
+        let path = root.join(directory);
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir_all(&path).with_context(|| path.display().to_string())?;
+    }
+    Ok(())
+}
+
+/// Makes the Rust image of this machine's toolchain unless it is there.
+pub fn rust(buildah: &Buildah) -> Result<()> {
+    if buildah.has(RUST) {
+        return Ok(());
+    }
+    println!("image: {RUST}, of this machine's toolchain (about two minutes)");
+    let sysroot = PathBuf::from(output(Command::new("rustc").args(["--print", "sysroot"]))?.trim());
+    let version = output(Command::new("rustc").arg("--version"))?;
+    let number = version.split_whitespace().nth(1).context("rustc tells no version")?;
+    if !number.starts_with("1.95.") {
+        bail!("the Dockerfile wants Rust 1.95, and this machine has {number}; run `rustup default 1.95`");
+    }
+    let cargo = match std::env::var_os("CARGO_HOME") {
+        Some(directory) => PathBuf::from(directory),
+        None => PathBuf::from(std::env::var_os("HOME").context("HOME is not set")?).join(".cargo"),
+    };
+    if !cargo.join("bin/rustup").exists() {
+        bail!(
+            "{} has no rustup, which the Dockerfile calls; install Rust by rustup",
+            cargo.join("bin").display()
+        );
+    }
+    let configuration = [
+        "--env=RUSTUP_HOME=/usr/local/rustup".to_owned(),
+        "--env=CARGO_HOME=/usr/local/cargo".to_owned(),
+        format!("--env=PATH=/usr/local/cargo/bin:{PATH}"),
+        "--cmd=bash".to_owned(),
+    ];
+    buildah.make(SLIM, RUST, &configuration.each_ref().map(String::as_str), |root| {
+        in_root(
+            root,
+            &format!(
+                "export DEBIAN_FRONTEND=noninteractive; apt-get update -q; \
+                 apt-get install -y -q --no-install-recommends {COMPILERS}; rm -rf /var/lib/apt/lists/*"
+            ),
+        )?;
+        // Who builds behind a proxy has its authority on this machine.
+        let authorities = "etc/ssl/certs/ca-certificates.crt";
+        let _ = fs::copy(Path::new("/").join(authorities), root.join(authorities));
+        let name = format!("{number}-x86_64-unknown-linux-gnu");
+        let toolchain = root.join("usr/local/rustup/toolchains").join(&name);
+        copy(&sysroot, &toolchain)?;
+        let _ = fs::remove_dir_all(toolchain.join("share/doc"));
+        fs::write(
+            root.join("usr/local/rustup/settings.toml"),
+            format!(
+                "version = \"12\"\ndefault_toolchain = \"{name}\"\nprofile = \"minimal\"\n\n[overrides]\n"
+            ),
+        )?;
+        let bin = root.join("usr/local/cargo/bin");
+        fs::create_dir_all(&bin)?;
+        fs::copy(cargo.join("bin/rustup"), bin.join("rustup"))?;
+        for program in ["cargo", "rustc", "rustdoc", "rustfmt", "cargo-fmt", "cargo-clippy", "clippy-driver"]
+        {
+            symlink("rustup", bin.join(program))?;
+        }
+        Ok(())
+    })
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    fs::create_dir_all(to).with_context(|| to.display().to_string())?;
+    run(Command::new("cp").arg("-a").arg(from.join(".")).arg(to))
+}
+
+/// Runs a shell script with another root, which sees the network as this machine does.
+fn in_root(root: &Path, script: &str) -> Result<()> {
+    let names = root.join("etc/resolv.conf");
+    fs::copy("/etc/resolv.conf", &names).with_context(|| names.display().to_string())?;
+    run(Command::new("chroot").arg(root).args(["sh", "-ec", script]))?;
+    Ok(fs::write(names, "")?)
+}

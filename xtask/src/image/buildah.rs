@@ -1,0 +1,161 @@
+//! Debian's buildah, with a storage of its own in the cache directory.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context as _, Result};
+
+use crate::{
+    apt,
+    command::{output, run, show},
+};
+
+/// Time stamp of files and images when the sources name none.
+const EPOCH: u64 = 1_735_689_600;
+
+/// Builds images and keeps them.
+pub struct Buildah {
+    configuration: PathBuf,
+}
+
+/// An image that was written to a file.
+pub struct Archive {
+    /// Digest of its manifest.
+    pub digest: String,
+    /// Size of the file in bytes.
+    pub size: u64,
+}
+
+impl Buildah {
+    /// Installs buildah where it is missing and opens the storage.
+    pub fn open() -> Result<Self> {
+        apt::install(&["buildah", "mmdebstrap"])?;
+        let directory = apt::cache_directory()?.join("image");
+        fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
+        let configuration = directory.join("storage.conf");
+        let place = directory.display();
+        fs::write(
+            &configuration,
+            format!(
+                "[storage]\ndriver = \"overlay\"\nrunroot = \"{place}/run\"\ngraphroot = \"{place}/storage\"\n"
+            ),
+        )?;
+        Ok(Self { configuration })
+    }
+
+    /// `buildah` with this storage.
+    pub fn command(&self) -> Command {
+        let mut command = Command::new("buildah");
+        command.env("CONTAINERS_STORAGE_CONF", &self.configuration).env("BUILDAH_ISOLATION", "chroot");
+        command
+    }
+
+    /// True when the image is in the storage.
+    pub fn has(&self, image: &str) -> bool {
+        self.id(image).is_ok()
+    }
+
+    /// Identifier of an image in the storage.
+    pub fn id(&self, image: &str) -> Result<String> {
+        let id =
+            output(self.command().args(["inspect", "--type=image", "--format={{.FromImageID}}", image]))?;
+        Ok(id.trim().to_owned())
+    }
+
+    /// Removes images that are there.
+    pub fn remove(&self, images: &[&str]) -> Result<()> {
+        let present: Vec<_> = images.iter().filter(|image| self.has(image)).collect();
+        match present.is_empty() {
+            true => Ok(()),
+            false => run(self.command().arg("rmi").arg("--force").args(present)),
+        }
+    }
+
+    /// Makes an image of a directory's content: `fill` gets the root of a container of `from`.
+    pub fn make(
+        &self,
+        from: &str,
+        image: &str,
+        configuration: &[&str],
+        fill: impl FnOnce(&Path) -> Result<()>,
+    ) -> Result<()> {
+        self.with(from, |container, root| {
+            fill(root)?;
+            run(self.command().arg("umount").arg(container))?;
+            run(self.command().arg("config").args(configuration).arg(container))?;
+            run(self.command().args(["commit", "--quiet"]).arg(timestamp(EPOCH)).args([container, image]))
+        })
+    }
+
+    /// Shows the files of an image as a directory.
+    pub fn with<T>(&self, image: &str, code: impl FnOnce(&str, &Path) -> Result<T>) -> Result<T> {
+        let container = output(self.command().args(["from", "--pull-never", image]))?;
+        let container = container.trim();
+        let result = output(self.command().args(["mount", container]))
+            .and_then(|root| code(container, Path::new(root.trim())));
+        run(self.command().args(["rm", container]))?;
+        result
+    }
+
+    /// Builds a Dockerfile whose base images are in the storage.
+    pub fn build(&self, file: &Path, context: &Path, image: &str, arguments: &[String]) -> Result<()> {
+        show(
+            self.command()
+                .args(["bud", "--isolation=chroot", "--pull-never", "--layers", "--platform=linux/amd64"])
+                .arg(timestamp(source_epoch(context)))
+                .args(arguments)
+                .arg("--file")
+                .arg(file)
+                .args(["--tag", image])
+                .arg(context),
+        )
+    }
+
+    /// Writes an image as an OCI archive under that name: equal images make equal files.
+    pub fn archive(&self, image: &str, file: &Path, compressed: bool) -> Result<Archive> {
+        let directory = file.parent().context("the archive has no directory")?;
+        fs::create_dir_all(directory)?;
+        let layout = tempfile::tempdir_in(directory)?;
+        let digest = layout.path().join("digest");
+        let oci = layout.path().join("oci");
+        let mut push = self.command();
+        push.args(["push", "--quiet", "--format=oci", "--digestfile"]).arg(&digest);
+        if !compressed {
+            push.arg("--disable-compression");
+        }
+        run(push.arg(image).arg(format!("oci:{}:{image}", oci.display())))?;
+        let _ = fs::remove_file(file);
+        run(Command::new("tar")
+            .args(["--sort=name", "--owner=0", "--group=0", "--numeric-owner", "--mode=go=rX,u+rw"])
+            .arg(format!("--mtime=@{EPOCH}"))
+            .arg("-C")
+            .arg(&oci)
+            .arg("-cf")
+            .arg(file)
+            .arg("."))?;
+        Ok(Archive {
+            digest: fs::read_to_string(digest)?.trim().to_owned(),
+            size: fs::metadata(file).with_context(|| file.display().to_string())?.len(),
+        })
+    }
+}
+
+fn timestamp(seconds: u64) -> String {
+    format!("--timestamp={seconds}")
+}
+
+/// `$SOURCE_DATE_EPOCH`, else when the sources were committed.
+pub fn source_epoch(sources: &Path) -> u64 {
+    let given = std::env::var("SOURCE_DATE_EPOCH").ok();
+    let committed =
+        || output(Command::new("git").arg("-C").arg(sources).args(["log", "-1", "--format=%ct"])).ok();
+    given.or_else(committed).and_then(|text| text.trim().parse().ok()).unwrap_or(EPOCH)
+}
+
+/// What base images are made with, so that they are equal whenever they are made.
+pub const fn base_epoch() -> u64 {
+    EPOCH
+}
