@@ -11,6 +11,10 @@ use std::{
 use ipnet::IpNet;
 use serde_json::{Value, json};
 
+/// The configuration as the manifest has it, beside the private key: how the init
+/// container knows whether the manifest has changed.
+pub const COPY: &str = "cni-conf.json";
+
 /// Why the CNI configuration was left as it is.
 #[derive(Debug, thiserror::Error)]
 pub enum CniError {
@@ -90,12 +94,45 @@ pub fn update(path: &Path, cidrs: &[IpNet]) -> Result<bool, CniError> {
     Ok(true)
 }
 
+/// The bridges the configuration makes; none where there is no file.
+///
+/// # Errors
+/// When the file cannot be used.
+pub fn bridges(path: &Path) -> Result<Vec<String>, CniError> {
+    let name = || path.display().to_string();
+    let text = match fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(CniError::Io(name(), error)),
+    };
+    let config: Value =
+        serde_json::from_str(&text).map_err(|error| CniError::Invalid(name(), error.to_string()))?;
+    let plugins = config.get("plugins").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+    let bridges = plugins.iter().filter(|plugin| plugin.get("type").is_some_and(|kind| kind == "bridge"));
+    // The plugin's own default.
+    let named = |plugin: &Value| plugin.get("bridge").and_then(Value::as_str).unwrap_or("cni0").to_owned();
+    Ok(bridges.map(named).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     const LIST: &str = r#"{"cniVersion":"0.3.1","name":"kilo","plugins":[
         {"type":"bridge","ipam":{"type":"host-local"}},{"type":"portmap"}]}"#;
+
+    #[test]
+    fn its_bridges_are_named() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), LIST).unwrap();
+        assert_eq!(bridges(file.path()).unwrap(), ["cni0"]);
+        fs::write(file.path(), LIST.replace("\"bridge\",", "\"bridge\",\"bridge\":\"kube-bridge\","))
+            .unwrap();
+        assert_eq!(bridges(file.path()).unwrap(), ["kube-bridge"]);
+        assert!(bridges(Path::new("/nonexistent")).unwrap().is_empty());
+        fs::write(file.path(), "[").unwrap();
+        assert!(bridges(file.path()).is_err());
+    }
 
     #[test]
     fn both_families_become_ranges_and_the_rest_stays() {

@@ -70,20 +70,17 @@ impl Interface {
     }
 
     /// Removes the device, whoever runs it: a userspace process ends with it.
-    /// An interface of the name that is something else stays.
+    /// An interface of the name that is something else stays. True when it was there.
     ///
     /// # Errors
     /// When the kernel refuses.
-    pub async fn remove(net: &Net, options: &Options) -> Result<(), WireguardError> {
-        let Some(link) = links::by_name(net.rtnl(), &options.name).await? else { return Ok(()) };
+    pub async fn remove(net: &Net, options: &Options) -> Result<bool, WireguardError> {
+        let Some(link) = links::by_name(net.rtnl(), &options.name).await? else { return Ok(false) };
         let is_ours = match link.kind.as_str() {
             "wireguard" => true,
             "tun" => Device::is_userspace(&options.name).await,
             _ => false,
         };
-        if is_ours {
-            links::delete(net.rtnl(), link.index).await?;
-        }
-        Ok(())
+        Ok(is_ours && links::delete(net.rtnl(), link.index).await?)
     }
 }

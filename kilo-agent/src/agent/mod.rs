@@ -47,7 +47,7 @@ use crate::{
 };
 
 pub use error::AgentError;
-pub use uninstall::{Removal, uninstall};
+pub use uninstall::{Outcome, Removal, uninstall};
 
 /// Seconds between two signs of life; every agent adds its own jitter.
 const CHECK_IN: Duration = Duration::from_secs(30);

@@ -1,10 +1,13 @@
 //! Taking everything of ours away from a host.
 
+use std::{fs, io, path::Path};
+
 use crate::{
-    backend::Backend,
-    dataplane,
+    backend::last_good,
+    cni, dataplane,
     interface::{self, Interface},
-    net::{Net, forward, links, nat_rules},
+    lock,
+    net::{Net, NetError, forward, links, nat_rules},
 };
 
 /// What [`uninstall`] removes.
@@ -12,45 +15,140 @@ use crate::{
 pub struct Removal<'a> {
     /// The WireGuard device.
     pub interface: &'a interface::Options,
-    /// It goes, too; else only its addresses do.
+    /// It goes, too; else only its addresses do, and WireGuard's sessions stay.
     pub delete_interface: bool,
     /// The BPF file system.
-    pub bpffs: &'a std::path::Path,
+    pub bpffs: &'a Path,
+    /// The CNI configuration that goes with its bridge, if it is to go.
+    pub cni: Option<&'a Path>,
 }
 
-/// Removes everything of ours from this host and the node's annotations;
-/// answers what could not be removed.
-pub async fn uninstall<B: Backend>(backend: Option<&B>, hostname: &str, removal: Removal<'_>) -> Vec<String> {
-    let mut problems = Vec::new();
-    if let Some(backend) = backend
-        && let Err(error) = backend.retract(hostname).await
-    {
-        problems.push(error.to_string());
+/// What came of it, in words.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Outcome {
+    /// What was there and is gone.
+    pub removed: Vec<String>,
+    /// What could not be removed, and why.
+    pub stays: Vec<String>,
+}
+
+impl Outcome {
+    /// Takes the answer of one step; `said` describes what a number of things were.
+    fn take<E: std::fmt::Display>(&mut self, result: Result<usize, E>, said: impl FnOnce(usize) -> String) {
+        match result {
+            Ok(0) => {}
+            Ok(count) => self.removed.push(said(count)),
+            Err(error) => self.stays.push(error.to_string()),
+        }
     }
+}
+
+/// Removes everything of ours from this host, and looks whether it is gone.
+pub async fn uninstall(removal: Removal<'_>) -> Outcome {
+    let mut outcome = Outcome::default();
     match Net::new() {
-        Ok(net) => problems.extend(remove_from_net(&net, removal).await),
-        Err(error) => problems.push(error.to_string()),
+        Ok(net) => {
+            remove_from_net(&net, removal, &mut outcome).await;
+            remove_programs(&net, removal.bpffs, &mut outcome).await;
+            if let Some(path) = removal.cni {
+                remove_cni(&net, path, &mut outcome).await;
+            }
+        }
+        Err(error) => outcome.stays.push(error.to_string()),
     }
-    problems.extend(forward::remove().await.err().map(|error| error.to_string()));
-    problems.extend(nat_rules::remove().await.err().map(|error| error.to_string()));
-    problems.extend(dataplane::remove(removal.bpffs));
-    problems
+    let count = |writes: u64| usize::try_from(writes).unwrap_or(usize::MAX);
+    let rules = forward::remove().await.map(count);
+    outcome.take(rules, |tables| format!("rules of the FORWARD chains of {tables} iptables table(s)"));
+    let rules = nat_rules::remove().await.map(count);
+    outcome.take(rules, |_| "nftables table inet kilo".to_owned());
+    let state = Path::new(lock::STATE);
+    for (file, what) in
+        [(last_good::FILE, "last good topology"), (cni::COPY, "copy of the CNI configuration")]
+    {
+        let path = state.join(file);
+        // The copy says what a CNI configuration that stays was made of.
+        if file != cni::COPY || removal.cni.is_some() {
+            outcome.take(remove_file(&path), |_| format!("{what} {}", path.display()));
+        }
+    }
+    outcome
 }
 
-async fn remove_from_net(net: &Net, removal: Removal<'_>) -> Vec<String> {
-    let mut problems = Vec::new();
+async fn remove_from_net(net: &Net, removal: Removal<'_>, outcome: &mut Outcome) {
+    let name = &removal.interface.name;
     let kept = match removal.delete_interface {
         true => Ok(None),
-        false => links::by_name(net.rtnl(), &removal.interface.name).await,
+        false => links::by_name(net.rtnl(), name).await.map(|link| link.map(|link| link.index)),
     };
-    let removed = match kept {
-        Ok(kept) => net.remove(kept.map(|link| link.index)).await.map(|_| ()),
-        Err(error) => Err(error),
+    let removed = async {
+        let kept = kept.map_err(|error| error.to_string())?;
+        let remove = async || net.remove(kept).await.map_err(|error| error.to_string());
+        let removed = remove().await?;
+        // Nothing is left then, unless somebody puts it back.
+        match remove().await? {
+            0 => Ok(removed),
+            count => {
+                Err(format!("{count} of our routes, rules and devices are back; end what puts them there"))
+            }
+        }
     };
-    problems.extend(removed.err().map(|error| error.to_string()));
-    if removal.delete_interface {
-        let deleted = Interface::remove(net, removal.interface).await;
-        problems.extend(deleted.err().map(|error| error.to_string()));
+    outcome.take(removed.await, |count| {
+        format!("{count} routes, policy rules, neighbours, addresses and tunnel devices")
+    });
+    if !removal.delete_interface {
+        return;
     }
-    problems
+    match Interface::remove(net, removal.interface).await {
+        Ok(true) => outcome.removed.push(format!("interface {name}")),
+        Ok(false) => {}
+        Err(error) => outcome.stays.push(error.to_string()),
+    }
+    if let Ok(Some(link)) = links::by_name(net.rtnl(), name).await {
+        outcome
+            .stays
+            .push(format!("interface {name} is of kind `{}` and not ours, or was made again", link.kind));
+    }
+}
+
+async fn remove_programs(net: &Net, bpffs: &Path, outcome: &mut Outcome) {
+    outcome.take(dataplane::detach_filters(), |count| format!("programs on {count} clsact hooks"));
+    outcome.take(dataplane::remove_pins(bpffs), |count| {
+        format!("{count} pinned programs and maps below {}", dataplane::top_directory(bpffs).display())
+    });
+    let left = async {
+        let links = net.links().await?;
+        let filters = net.bpf_filters(links.iter().map(|link| link.index)).await?;
+        Ok::<_, NetError>(filters.iter().filter(|filter| dataplane::is_ours(filter)).count())
+    };
+    match left.await {
+        Ok(0) => {}
+        Ok(count) => outcome.stays.push(format!("{count} clsact filters of ours (`tc filter show`)")),
+        Err(error) => outcome.stays.push(error.to_string()),
+    }
+}
+
+async fn remove_cni(net: &Net, path: &Path, outcome: &mut Outcome) {
+    let bridges = match cni::bridges(path) {
+        Ok(bridges) => bridges,
+        Err(error) => return outcome.stays.push(error.to_string()),
+    };
+    outcome.take(remove_file(path), |_| format!("CNI configuration {}", path.display()));
+    for bridge in bridges {
+        let removed = async {
+            match links::by_name(net.rtnl(), &bridge).await?.filter(|link| link.kind == "bridge") {
+                Some(link) => links::delete(net.rtnl(), link.index).await,
+                None => Ok(false),
+            }
+        };
+        outcome.take(removed.await.map(usize::from), |_| format!("bridge {bridge}"));
+    }
+}
+
+/// How many files were removed: one or none.
+fn remove_file(path: &Path) -> Result<usize, String> {
+    match fs::remove_file(path) {
+        Ok(()) => Ok(1),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(0),
+        Err(error) => Err(format!("{}: {error}", path.display())),
+    }
 }

@@ -21,9 +21,10 @@ use kilo_agent::{
         parse_port,
     },
     cni::boot::BootConfiguration,
-    dataplane::BPFFS,
+    dataplane::{self, BPFFS},
     health::Health,
-    http, interface, lock,
+    http, interface,
+    lock::{self, LockError},
     metrics::Metrics,
     net::mtu::Mtu,
     topology::{Encapsulate, Granularity, Settings},
@@ -61,14 +62,24 @@ enum Command {
     },
     /// Refuse invalid Peer objects when they are written (admission webhook).
     Webhook(WebhookArgs),
-    /// Remove everything the agent set up on this node, annotations too.
-    Uninstall,
+    /// Remove everything the agent set up on this node, annotations too, and print it. Refuses while the agent runs.
+    Uninstall(UninstallArgs),
     /// Run the userspace WireGuard device (started by the agent itself).
     #[command(name = userspace::SUBCOMMAND, hide = true)]
     UserspaceWireguard {
         /// Interface to make.
         interface: String,
     },
+}
+
+#[derive(Args, Debug)]
+struct UninstallArgs {
+    /// Keep the WireGuard interface with its peers and their sessions: another agent takes it over.
+    #[arg(long)]
+    keep_interface: bool,
+    /// Remove the CNI configuration (--cni-path) and its bridge, too: pods of this node lose their network.
+    #[arg(long)]
+    remove_cni: bool,
 }
 
 #[derive(Args, Debug)]
@@ -111,7 +122,7 @@ struct Flags {
     #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     cni: bool,
     /// CNI configuration list.
-    #[arg(long, value_name = "FILE", default_value = "/etc/cni/net.d/10-kilo.conflist")]
+    #[arg(long, value_name = "FILE", default_value = "/etc/cni/net.d/10-kilo.conflist", global = true)]
     cni_path: PathBuf,
     /// Publish this CNI configuration as --cni-path when the data path is up, valid until the next boot.
     #[arg(long, value_name = "FILE", default_value = "", hide_default_value = true)]
@@ -226,9 +237,9 @@ fn run(cli: Cli) -> Result<()> {
             log_to_stdout(cli.flags.log_level);
             to_end(EVENTS, serve_webhook(args))
         }
-        Some(Command::Uninstall) => {
+        Some(Command::Uninstall(args)) => {
             log_to_stdout(cli.flags.log_level);
-            to_end(EVENTS, uninstall(&cli.flags, true))
+            to_end(EVENTS, uninstall_alone(&cli.flags, &args))
         }
         None => {
             log_to_stdout(cli.flags.log_level);
@@ -436,7 +447,8 @@ async fn work<B: Backend>(
     let gone = !snapshots.borrow().nodes.contains(&hostname);
     if flags.clean_up && gone {
         tracing::info!("the node no longer exists; cleaning up");
-        return uninstall(&flags, flags.clean_up_interface).await;
+        let keep_interface = !flags.clean_up_interface;
+        return uninstall(&flags, &UninstallArgs { keep_interface, remove_cni: false }).await;
     }
     tracing::info!("kg stops; traffic goes on, `kg uninstall` removes everything");
     Ok(())
@@ -456,39 +468,52 @@ fn panic_when_asked() -> Result<()> {
     Ok(())
 }
 
-async fn uninstall(flags: &Flags, interface: bool) -> Result<()> {
+/// `kg uninstall`: only while no agent runs, which would put everything back.
+async fn uninstall_alone(flags: &Flags, args: &UninstallArgs) -> Result<()> {
+    let runs =
+        "nothing was removed: end the agent first (kubectl --namespace kube-system delete daemonset kilo)";
+    let _lock = lock::interface(Path::new(lock::STATE), &flags.interface).context(runs)?;
+    let top = dataplane::top_directory(Path::new(BPFFS));
+    let _pins = top.exists().then(|| lock::pins(&top)).transpose().context(runs)?;
+    uninstall(flags, args).await
+}
+
+async fn uninstall(flags: &Flags, args: &UninstallArgs) -> Result<()> {
     let options = interface_options(flags)?;
-    let removal =
-        agent::Removal { interface: &options, delete_interface: interface, bpffs: Path::new(BPFFS) };
     let hostname = hostname(flags)?;
-    if let Err(error) = std::fs::remove_file(last_good_path())
-        && error.kind() != std::io::ErrorKind::NotFound
-    {
-        tracing::warn!(%error, "the last good topology stays; it may hold pre-shared keys");
+    let retracted = retract(flags, &hostname).await;
+    let removal = agent::Removal {
+        interface: &options,
+        delete_interface: !args.keep_interface,
+        bpffs: Path::new(BPFFS),
+        cni: args.remove_cni.then_some(flags.cni_path.as_path()),
+    };
+    // The host is cleaned although the API may be out of reach.
+    let mut outcome = agent::uninstall(removal).await;
+    match retracted {
+        Ok(()) => outcome.removed.push(format!("annotations of node {hostname}")),
+        Err(error) => outcome.stays.push(format!("annotations of node {hostname}: {error:#}")),
     }
-    let problems = match flags.backend {
+    for removed in &outcome.removed {
+        println!("removed: {removed}");
+    }
+    if outcome.stays.is_empty() {
+        return Ok(());
+    }
+    bail!("not everything could be removed:\n{}", outcome.stays.join("\n"))
+}
+
+/// Removes what the agent published.
+async fn retract(flags: &Flags, hostname: &str) -> Result<()> {
+    match flags.backend {
         BackendKind::File => {
             let backend = FileBackend::start(directory(flags)?, &flags.topology_label).await?;
-            agent::uninstall(Some(&backend), &hostname, removal).await
+            Ok(backend.retract(hostname).await?)
         }
         BackendKind::Kubernetes => {
             let path = text(&flags.kubeconfig).map(PathBuf::from);
-            let client = kubernetes::client(path.as_deref(), text(&flags.master)).await;
-            let backend = match client {
-                Ok(client) => {
-                    kubernetes::KubernetesBackend::start(client, Some(&hostname), &flags.topology_label).await
-                }
-                Err(error) => Err(error),
-            };
-            if let Err(error) = &backend {
-                // The host is cleaned although the API is out of reach.
-                tracing::warn!(%error, "annotations stay");
-            }
-            agent::uninstall(backend.ok().as_ref(), &hostname, removal).await
+            let client = kubernetes::client(path.as_deref(), text(&flags.master)).await?;
+            Ok(kubernetes::retract(client, hostname).await?)
         }
-    };
-    if problems.is_empty() {
-        return Ok(());
     }
-    bail!("not everything could be removed:\n{}", problems.join("\n"))
 }

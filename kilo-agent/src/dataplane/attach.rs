@@ -98,7 +98,8 @@ pub fn interface_name(ifindex: u32) -> Option<String> {
     (!name.is_empty()).then_some(name)
 }
 
-fn is_ours(filter: &BpfFilter) -> bool {
+/// True for a filter that an agent has attached.
+pub fn is_ours(filter: &BpfFilter) -> bool {
     (filter.priority, filter.handle) == (PRIORITY, HANDLE.into())
 }
 
@@ -375,17 +376,19 @@ fn detach_filter(interface: &str, hook: TcAttachType) -> bool {
         .is_ok_and(|link| link.detach().is_ok())
 }
 
-/// Removes clsact filters of ours from every interface. (TCX links go with their pins.)
-pub fn detach_everywhere() -> Vec<String> {
-    let interfaces = match if_nameindex() {
-        Ok(interfaces) => interfaces,
-        Err(error) => return vec![format!("interfaces cannot be listed: {error}")],
-    };
+/// Removes clsact filters of ours from every interface; answers how many. (TCX
+/// links go with their pins.)
+///
+/// # Errors
+/// When interfaces cannot be listed.
+pub fn detach_filters() -> Result<usize, String> {
+    let interfaces = if_nameindex().map_err(|error| format!("interfaces cannot be listed: {error}"))?;
+    let mut detached = 0;
     for interface in &interfaces {
         let interface = interface.name().to_string_lossy();
         for hook in [TcAttachType::Ingress, TcAttachType::Egress] {
-            detach_filter(&interface, hook);
+            detached += usize::from(detach_filter(&interface, hook));
         }
     }
-    Vec::new()
+    Ok(detached)
 }

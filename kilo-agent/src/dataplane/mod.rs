@@ -30,7 +30,7 @@ use kilo_common::{
 };
 
 pub use advice::advice;
-pub use attach::{Applied, Interfaces, interface_name};
+pub use attach::{Applied, Interfaces, detach_filters, interface_name, is_ours};
 pub use error::DataplaneError;
 pub use path_mtu::PathMtus;
 
@@ -264,12 +264,22 @@ impl CounterReader {
 
 /// Removes every program, map and pin of ours; answers what went wrong on the way.
 pub fn remove(bpffs: &Path) -> Vec<String> {
-    let mut problems = attach::detach_everywhere();
+    [detach_filters(), remove_pins(bpffs)].into_iter().filter_map(Result::err).collect()
+}
+
+/// Removes everything pinned, and with the links the programs on TCX hooks;
+/// answers how many pins there were.
+///
+/// # Errors
+/// Says what stays, and why.
+pub fn remove_pins(bpffs: &Path) -> Result<usize, String> {
     let top = top_directory(bpffs);
-    if let Err(error) = std::fs::remove_dir_all(&top)
-        && error.kind() != std::io::ErrorKind::NotFound
-    {
-        problems.push(format!("{}: {error}", top.display()));
+    let entries = |path: &Path| std::fs::read_dir(path).into_iter().flatten().flatten();
+    let pins = entries(&top).map(|directory| entries(&directory.path()).count()).sum();
+    match std::fs::remove_dir_all(&top) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(format!("{}: {error}", top.display()))
+        }
+        _ => Ok(pins),
     }
-    problems
 }

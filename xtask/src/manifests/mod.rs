@@ -100,6 +100,7 @@ fn render() -> Result<BTreeMap<String, String>> {
     environment.set_keep_trailing_newline(true);
     environment.add_template("kilo", TEMPLATE)?;
     environment.add_template("peer-validation", include_str!("peer-validation.yaml"))?;
+    environment.add_template("uninstall", include_str!("uninstall.yaml"))?;
     let image = format!("{IMAGE}:{VERSION}");
 
     let mut files = BTreeMap::new();
@@ -134,6 +135,8 @@ fn render() -> Result<BTreeMap<String, String>> {
     files.insert("components/webhook/peer-validation.yaml".to_owned(), validation.clone());
     files.insert("peer-validation.yaml".to_owned(), validation);
     files.insert("grafana-dashboard.json".to_owned(), dashboard);
+    let uninstall = environment.get_template("uninstall")?;
+    files.insert("uninstall.yaml".to_owned(), uninstall.render(context! { image })?);
     Ok(files)
 }
 

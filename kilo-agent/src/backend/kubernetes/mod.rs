@@ -138,6 +138,21 @@ impl KubernetesBackend {
     }
 }
 
+/// Removes from a node what an agent published. Needs the right to patch that node
+/// and no other, as its kubelet has it.
+///
+/// # Errors
+/// When the API server refuses or is out of reach. A node that does not exist has nothing.
+pub async fn retract(client: Client, node: &str) -> Result<(), BackendError> {
+    let annotations = node::retracted();
+    let patch = Patch::Merge(serde_json::json!({ "metadata": { "annotations": annotations } }));
+    let nodes: Api<core::Node> = Api::all(client);
+    match in_time(nodes.patch_metadata(node, &PatchParams::default(), &patch), Asked::Patch(node)).await {
+        Err(BackendError::NoSuchNode(_)) => Ok(()),
+        other => other.map(drop),
+    }
+}
+
 /// Follows one resource for ever. A list that suddenly misses many objects is
 /// believed only when a second one says the same.
 async fn follow<K, T: Kept>(
