@@ -75,6 +75,15 @@ pub fn interface(state: &Path, interface: &str) -> Result<Lock, LockError> {
         let path = path.to_owned();
         move |source| LockError::Refused { path, source }
     };
+    // An agent of a version that locked a socket cannot be told from anybody else who holds it.
+    let former = format!("@kilo-agent/{interface}");
+    let sockets = fs::read_to_string("/proc/self/net/unix").unwrap_or_default();
+    if sockets.lines().any(|line| line.ends_with(&former)) {
+        tracing::warn!(
+            socket = former,
+            "a process holds the socket that agents before this version locked; if one of them still runs, stop it"
+        );
+    }
     // Clusters in namespaces of one machine may share the directory.
     let namespace = Path::new("/proc/self/ns/net");
     let namespace = fs::metadata(namespace).map_err(refused(namespace))?.ino();

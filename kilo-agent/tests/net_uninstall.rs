@@ -23,8 +23,10 @@ const CONF: &str = "/run/cni/10-kilo.conflist";
 /// A host on which an agent has applied everything once; it may still run.
 fn installed() -> Agent {
     cluster::prepare();
-    sh("mkdir /run/cni; ip link add kube-bridge type bridge");
-    fs::write(CONF, r#"{"name":"kilo","plugins":[{"type":"bridge","bridge":"kube-bridge"}]}"#).unwrap();
+    sh("touch /run/xtables.lock; mkdir /run/cni /run/kilo; ip link add kube-bridge type bridge");
+    let file = "/run/kilo/10-kilo.conflist";
+    fs::write(file, r#"{"name":"kilo","plugins":[{"type":"bridge","bridge":"kube-bridge"}]}"#).unwrap();
+    std::os::unix::fs::symlink(file, CONF).unwrap();
     cluster::write_node(2, "a", "10.42.2.0/24", false);
     let agent = Agent(kg(&[]).spawn().unwrap());
     let started = Instant::now();
@@ -84,7 +86,7 @@ fn left() -> String {
         ip route show table all proto 107; ip -6 route show table all proto 107; ip rule | grep 1107 || true; \
         for d in eth0 kilo0; do for h in ingress egress; do tc filter show dev $d $h 2>/dev/null; done; done | grep kilo || true; \
         iptables-save 2>/dev/null | grep KILO || true; nft list tables | grep kilo || true; \
-        ls /run/cni; find /var/lib/kilo -name '*.json' -o -name '*.lock'; grep -l kilo.squat.ai/key /run/cluster/*n1* || true")
+        ls /run/cni /run/kilo | grep conflist || true; find /var/lib/kilo -name '*.json' -o -name '*.lock'; grep -l kilo.squat.ai/key /run/cluster/*n1* || true")
 }
 
 #[test]

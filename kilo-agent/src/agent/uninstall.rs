@@ -10,6 +10,9 @@ use crate::{
     net::{Net, NetError, forward, links, nat_rules},
 };
 
+/// Where agents keep the CNI configuration of this boot.
+const RUN: &str = "/run/kilo";
+
 /// What [`uninstall`] removes.
 #[derive(Clone, Copy, Debug)]
 pub struct Removal<'a> {
@@ -132,6 +135,12 @@ async fn remove_cni(net: &Net, path: &Path, outcome: &mut Outcome) {
         Ok(bridges) => bridges,
         Err(error) => return outcome.stays.push(error.to_string()),
     };
+    // A link to the configuration of this boot, or the configuration itself.
+    if let Ok(file) = fs::read_link(path)
+        && file.starts_with(RUN)
+    {
+        outcome.take(remove_file(&file), |_| format!("CNI configuration {}", file.display()));
+    }
     outcome.take(remove_file(path), |_| format!("CNI configuration {}", path.display()));
     for bridge in bridges {
         let removed = async {

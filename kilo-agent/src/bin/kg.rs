@@ -470,11 +470,17 @@ fn panic_when_asked() -> Result<()> {
 
 /// `kg uninstall`: only while no agent runs, which would put everything back.
 async fn uninstall_alone(flags: &Flags, args: &UninstallArgs) -> Result<()> {
-    let runs =
-        "nothing was removed: end the agent first (kubectl --namespace kube-system delete daemonset kilo)";
-    let _lock = lock::interface(Path::new(lock::STATE), &flags.interface).context(runs)?;
+    let refused = |error: LockError| {
+        match error {
+        LockError::Taken(_) | LockError::PinsTaken(_) => anyhow::Error::new(error).context(
+            "nothing was removed: end the agent first (kubectl --namespace kube-system delete daemonset kilo)",
+        ),
+        other => other.into(),
+    }
+    };
+    let _lock = lock::interface(Path::new(lock::STATE), &flags.interface).map_err(refused)?;
     let top = dataplane::top_directory(Path::new(BPFFS));
-    let _pins = top.exists().then(|| lock::pins(&top)).transpose().context(runs)?;
+    let _pins = top.exists().then(|| lock::pins(&top)).transpose().map_err(refused)?;
     uninstall(flags, args).await
 }
 
