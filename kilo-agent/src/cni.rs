@@ -5,7 +5,7 @@ pub mod boot;
 use std::{
     fs,
     io::{self, Write as _},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use ipnet::IpNet;
@@ -114,6 +114,28 @@ pub fn bridges(path: &Path) -> Result<Vec<String>, CniError> {
     Ok(bridges.map(named).collect())
 }
 
+/// The file that the container runtime takes instead of this one: the first by name among the
+/// configurations of its directory. `None` when it is this one, or this one is not there.
+///
+/// # Errors
+/// When the directory cannot be read.
+pub fn in_front(path: &Path) -> io::Result<Option<PathBuf>> {
+    let (Some(directory), Some(own)) = (path.parent(), path.file_name()) else { return Ok(None) };
+    if !path.exists() {
+        return Ok(None);
+    }
+    let mut first = None;
+    for entry in fs::read_dir(directory)? {
+        let name = entry?.file_name();
+        let extension = Path::new(&name).extension().and_then(|extension| extension.to_str());
+        let counts = matches!(extension, Some("conf" | "conflist" | "json"));
+        if counts && *name < *own && first.as_ref().is_none_or(|first| name < *first) {
+            first = Some(name);
+        }
+    }
+    Ok(first.map(|name| directory.join(name)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -212,5 +234,26 @@ mod tests {
             assert!(said.contains("10-kilo.conflist") && said.contains("nothing was changed"), "{said}");
             assert_eq!(fs::read_to_string(&path).unwrap(), rubbish);
         }
+    }
+
+    #[test]
+    fn the_configuration_that_comes_first_by_name_is_in_front() {
+        let directory = tempfile::tempdir().unwrap();
+        let own = directory.path().join("10-kilo.conflist");
+        let put = |name: &str| fs::write(directory.path().join(name), "{}").unwrap();
+        put("05-cilium.conflist");
+        assert_eq!(in_front(&own).unwrap(), None, "there is none of ours");
+        put("10-kilo.conflist");
+        put("20-flannel.conflist");
+        put("00-README.txt");
+        put(".10-kilo.conflist.tmp");
+        let in_front = || in_front(&own).unwrap().map(|path| path.file_name().unwrap().to_owned());
+        assert_eq!(in_front().unwrap(), "05-cilium.conflist");
+        put("00-multus.conf");
+        assert_eq!(in_front().unwrap(), "00-multus.conf");
+        for name in ["00-multus.conf", "05-cilium.conflist"] {
+            fs::remove_file(directory.path().join(name)).unwrap();
+        }
+        assert_eq!(in_front(), None);
     }
 }

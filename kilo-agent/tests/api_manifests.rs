@@ -372,6 +372,43 @@ async fn people_read_with_kgctls_role_and_peers_are_in_view_and_edit() {
     assert!(matches!(&gone, Err(kube::Error::Api(status)) if status.code == 404), "{:?}", gone.err());
 }
 
+/// Without rights the agent ends, and the last line, which becomes the message of the terminated
+/// container, says what to apply.
+#[tokio::test]
+async fn without_the_cluster_role_the_last_line_of_the_log_says_what_to_apply() {
+    let Some(server) = ApiServer::start().await else { return };
+    apply_crds(&server.client(ADMIN).await).await;
+    let kubeconfig = server.kubeconfig(api::NOBODY, server.port());
+    let mut command = Command::new(KG);
+    command.arg("--kubeconfig").arg(kubeconfig).args([
+        "--hostname=n1",
+        "--interface=kilotest0",
+        "--listen=127.0.0.1:0",
+    ]);
+    let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+    assert!(!output.status.success());
+    let said = String::from_utf8(output.stderr).unwrap();
+    let last = said.trim_end().lines().last().unwrap();
+    assert!(last.contains("apply the ClusterRole and ClusterRoleBinding of manifests/"), "{said}");
+}
+
+#[test]
+fn every_container_ends_with_the_last_lines_of_its_log_as_its_message() {
+    let mut count = 0;
+    for file in manifests().iter().filter(|file| file.starts_with("kilo-") || file.starts_with("peer-")) {
+        for object in manifest(file) {
+            let pod = &object.data["spec"]["template"]["spec"];
+            let containers = ["initContainers", "containers"].map(|list| pod[list].as_array().cloned());
+            for container in containers.into_iter().flatten().flatten() {
+                let what = format!("{file}: {} {}", name(&object), container["name"]);
+                assert_eq!(container["terminationMessagePolicy"], "FallbackToLogsOnError", "{what}");
+                count += 1;
+            }
+        }
+    }
+    assert!(count >= 30, "{count}");
+}
+
 #[test]
 fn every_daemon_sets_role_is_the_same() {
     let daemons: Vec<_> = manifests().into_iter().filter(|file| file.starts_with("kilo-")).collect();

@@ -3,6 +3,7 @@
 
 use std::{
     collections::BTreeMap,
+    path::Path,
     time::{Duration, Instant},
 };
 
@@ -35,6 +36,17 @@ struct Failure {
     said: Instant,
     /// Failures for this reason since then.
     since: u32,
+}
+
+/// Another CNI's file comes before ours.
+pub fn other_cni(other: &Path, own: &Path) -> String {
+    format!(
+        "the container runtime takes the CNI configuration {other}, which comes before {own} by name, so that \
+         new pods are not in Kilo's network: remove it from this host, or run kg beside that CNI (--cni=false \
+         and --compatibility, see the manifests for flannel and Cilium)",
+        other = other.display(),
+        own = own.display()
+    )
 }
 
 impl Complaints {

@@ -410,6 +410,7 @@ impl<B: Backend> Agent<B> {
         }
         let plan = self.plan(&mesh, &own, look).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
+        self.warn_of_other_cni();
         let decision = self.nat_decision(&plan.tables);
         let applied = self.apply(plan, look).await;
         let programs = self.dataplane.attached();
@@ -531,6 +532,27 @@ impl<B: Backend> Agent<B> {
         })
     }
 
+    /// Says once, and in the status, that the container runtime takes another configuration.
+    fn warn_of_other_cni(&mut self) {
+        let Some(path) = &self.options.cni else { return };
+        let warnings = match cni::in_front(path) {
+            Ok(other) => other.map(|other| complaints::other_cni(&other, path)).into_iter().collect(),
+            // Reading the own file says what is wrong.
+            Err(_) => Vec::new(),
+        };
+        self.view.send_if_modified(|view| {
+            let differs = view.warnings != warnings;
+            if differs {
+                for warning in &warnings {
+                    self.metrics.error("cni");
+                    tracing::warn!("{warning}");
+                }
+                Arc::make_mut(view).warnings = warnings;
+            }
+            differs
+        });
+    }
+
     /// Sets gauges.
     fn observe(&self, mesh: &Mesh) {
         let gauge = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
@@ -565,6 +587,7 @@ impl<B: Backend> Agent<B> {
             granularity: self.options.settings.granularity,
             leaders: self.leaders.clone(),
             programs: before.programs.clone(),
+            warnings: before.warnings.clone(),
             device: Some(interface.device.clone()),
         }));
     }

@@ -150,6 +150,9 @@ pub struct AgentStatus {
     pub drops: BTreeMap<String, u64>,
     /// Programs on interfaces.
     pub programs: Vec<Attached>,
+    /// What is wrong on the host, and what to do about it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
     /// What could not be read.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub errors: Vec<String>,
@@ -274,9 +277,19 @@ fn last_seen(node: Known<'_>) -> Option<Timestamp> {
 }
 
 fn why_not_ready(node: Known<'_>, time: Timestamp) -> Vec<String> {
-    let mut reasons: Vec<String> = topology::missing(&node).map(ToOwned::to_owned).collect();
+    let has_run = last_seen(node).is_some();
+    // An agent that never ran has written nothing: that is one reason, not several.
+    let missing = topology::missing(&node).filter(|missing| has_run || *missing == topology::NO_POD_CIDR);
+    let mut reasons: Vec<String> = missing
+        .map(|missing| match missing {
+            topology::NO_POD_CIDR => {
+                format!("{missing}: kube-controller-manager needs --allocate-node-cidrs and --cluster-cidr")
+            }
+            _ => missing.to_owned(),
+        })
+        .collect();
     match last_seen(node) {
-        None => reasons.push("its agent never checked in".to_owned()),
+        None => reasons.push("its agent never checked in: the log of its pod says why".to_owned()),
         Some(seen) if !topology::is_recent(node.last_seen, time.0) => {
             reasons.push(format!("its agent last checked in {} ago", time.since(seen)));
         }

@@ -35,6 +35,9 @@ pub fn table(status: &Status) -> String {
 fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
     let health = agent.unhealthy.as_deref().unwrap_or("healthy");
     let mut text = format!("Agent of {} (kg {}): {health}\n", agent.node, agent.version);
+    for warning in &agent.warnings {
+        text += &format!("warning: {warning}\n");
+    }
     for error in &agent.errors {
         text += &format!("error: {error}\n");
     }

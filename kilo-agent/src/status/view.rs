@@ -31,6 +31,8 @@ pub struct View {
     pub leaders: Leaders,
     /// Programs on interfaces.
     pub programs: Vec<Attached>,
+    /// What is wrong on the host, and what to do about it.
+    pub warnings: Vec<String>,
     /// The WireGuard device, once there is one.
     pub device: Option<Device>,
 }
@@ -96,6 +98,7 @@ impl View {
             packets: counted(counters.actions),
             drops: counted(counters.drops),
             programs: self.programs.clone(),
+            warnings: self.warnings.clone(),
             errors,
         });
         status

@@ -25,12 +25,15 @@ pub fn is_complete(node: &Node) -> bool {
     missing(node).next().is_none()
 }
 
+/// What [`missing`] says of a node that nobody has given pod addresses.
+pub const NO_POD_CIDR: &str = "no pod CIDR";
+
 /// What a node lacks to take part, in words.
 pub fn missing(node: &Node) -> impl Iterator<Item = &'static str> {
     [
         (node.endpoint.is_none(), "no endpoint"),
         (node.key.is_none(), "no key"),
-        (node.pod_cidrs.is_empty(), "no pod CIDR"),
+        (node.pod_cidrs.is_empty(), NO_POD_CIDR),
     ]
     .into_iter()
     .filter_map(|(lacks, what)| lacks.then_some(what))

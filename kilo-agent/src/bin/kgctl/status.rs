@@ -1,5 +1,7 @@
 //! `kgctl status`: who leads and why, who is ready, tunnels and counters.
 
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use kilo_agent::{
@@ -16,8 +18,8 @@ pub struct StatusArgs {
     /// asked through the API server (needs get on pods/proxy).
     node: Option<String>,
     /// Ask the agent at this address instead of the API server; without a
-    /// value http://127.0.0.1:1107.
-    #[arg(long, value_name = "URL", num_args = 0..=1, default_missing_value = "http://127.0.0.1:1107", require_equals = true)]
+    /// value the one on this machine, at port 1107 of $HOST_IP or 127.0.0.1.
+    #[arg(long, value_name = "URL", num_args = 0..=1, default_missing_value = "", require_equals = true)]
     agent: Option<String>,
     /// table or json.
     #[arg(long, short, default_value = "table")]
@@ -35,6 +37,9 @@ enum Output {
 /// The status as text.
 pub async fn run(args: &StatusArgs, flags: &Flags) -> Result<String> {
     let mut status = match &args.agent {
+        Some(url) if url.is_empty() => {
+            ask::agent(&own_agent(std::env::var("HOST_IP").ok().as_deref())).await?
+        }
         Some(url) => ask::agent(url).await?,
         None => from_objects(args, flags).await?,
     };
@@ -47,6 +52,12 @@ pub async fn run(args: &StatusArgs, flags: &Flags) -> Result<String> {
         Output::Table => Ok(status::table(&status)),
         Output::Json => Ok(serde_json::to_string_pretty(&status)? + "\n"),
     }
+}
+
+/// The agent on this machine. In its container `$HOST_IP` is the address it listens on.
+fn own_agent(host_ip: Option<&str>) -> String {
+    let ip = host_ip.and_then(|ip| ip.parse().ok()).unwrap_or(IpAddr::from(Ipv4Addr::LOCALHOST));
+    format!("http://{}", SocketAddr::new(ip, 1107))
 }
 
 async fn from_objects(args: &StatusArgs, flags: &Flags) -> Result<Status> {
@@ -79,4 +90,17 @@ async fn from_objects(args: &StatusArgs, flags: &Flags) -> Result<Status> {
         }
     }
     Ok(status)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_own_agent_is_where_the_manifest_has_it_listen() {
+        assert_eq!(own_agent(Some("10.1.0.11")), "http://10.1.0.11:1107");
+        assert_eq!(own_agent(Some("fd00::1")), "http://[fd00::1]:1107");
+        assert_eq!(own_agent(Some("")), "http://127.0.0.1:1107");
+        assert_eq!(own_agent(None), "http://127.0.0.1:1107");
+    }
 }
