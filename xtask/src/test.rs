@@ -13,7 +13,9 @@ use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
 
 use crate::{
-    apt, build_all, kube_tools, kubernetes, lab,
+    apt, build_all,
+    cluster::release::Release,
+    kube_tools, kubernetes, lab,
     report::TestOutcome,
     rotation::{Kernel, Long},
     second_try::{FLAKY, SecondTries},
@@ -58,14 +60,17 @@ pub enum Part {
     Soak,
     /// Against a real kube-apiserver.
     Api,
+    /// Kilo on a real Kubernetes, as its manifests deploy it; only what is built already, unless
+    /// named or with --all.
+    Cluster,
     /// The mesh with kernel WireGuard on Debian's kernels.
     Vm,
 }
 
 /// What every run does.
-const QUICK: [Part; 4] = [Part::Unit, Part::Bpf, Part::Lab, Part::Api];
+const QUICK: [Part; 5] = [Part::Unit, Part::Bpf, Part::Lab, Part::Cluster, Part::Api];
 /// Everything, in an order in which the soak's ten minutes pass beside other parts.
-const ALL: [Part; 6] = [Part::Unit, Part::Bpf, Part::Lab, Part::Soak, Part::Api, Part::Vm];
+const ALL: [Part; 7] = [Part::Unit, Part::Bpf, Part::Lab, Part::Cluster, Part::Soak, Part::Api, Part::Vm];
 
 impl Part {
     const fn label(self) -> &'static str {
@@ -75,6 +80,7 @@ impl Part {
             Self::Lab => "lab",
             Self::Soak => "soak",
             Self::Api => "api",
+            Self::Cluster => "cluster",
             Self::Vm => "vm",
         }
     }
@@ -132,7 +138,12 @@ pub fn main(args: &TestArgs) -> Result<()> {
     for part in parts {
         println!("\n== {}", part.label());
         let started = Instant::now();
-        let ran = run_part(part, &kernels, &mut binaries, &mut soak, &mut tries).unwrap_or_else(|error| {
+        let wanted = args.all || args.parts.contains(&part);
+        let ran = match left_out(part, wanted) {
+            Some(reason) => Ok(vec![skipped(part, &reason, started)]),
+            None => run_part(part, args.all, &kernels, &mut binaries, &mut soak, &mut tries),
+        };
+        let ran = ran.unwrap_or_else(|error| {
             println!("FAILED {}: {error:#}", part.label());
             vec![outcome(part, "the part runs", "failed", started)]
         });
@@ -174,8 +185,27 @@ fn outcome(part: Part, name: &str, outcome: &str, started: Instant) -> TestOutco
     }
 }
 
+/// Why a part is left out, unless somebody asked for it.
+fn left_out(part: Part, wanted: bool) -> Option<String> {
+    if part != Part::Cluster || wanted {
+        return None;
+    }
+    let is_built = Release::newest().and_then(Release::is_built).unwrap_or(false);
+    (!is_built).then(|| {
+        "Kubernetes is not built on this machine, which takes 10 to 20 minutes once; \
+         `cargo xtask test cluster` or `--all` does it"
+            .to_owned()
+    })
+}
+
+fn skipped(part: Part, reason: &str, started: Instant) -> TestOutcome {
+    println!("SKIPPED {}: {reason}", part.label());
+    outcome(part, &format!("Kilo on a real Kubernetes ({reason})"), "skipped", started)
+}
+
 fn run_part(
     part: Part,
+    all: bool,
     kernels: &[Kernel],
     binaries: &mut Option<Vec<TestBinary>>,
     soak: &mut Option<Soak>,
@@ -224,6 +254,7 @@ fn run_part(
             let environment = BTreeMap::from([("KUBEBUILDER_ASSETS".to_owned(), assets)]);
             run_binaries(part, binaries, &environment, Some(tries))
         }
+        Part::Cluster => run_cluster(all, tries),
         Part::Vm => {
             apt::install(lab::PACKAGES)?;
             let mut outcomes = Vec::new();
@@ -430,6 +461,22 @@ fn run_lab(tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
         })?);
     }
     Ok(outcomes)
+}
+
+/// The cluster in a process of its own, because it takes over signals.
+fn run_cluster(all: bool, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
+    let this = own_program()?;
+    tries.run(|_| {
+        let file = tempfile::NamedTempFile::new()?;
+        let mut command = Command::new(&this);
+        command.args(["cluster", "test", "--json"]).arg(file.path());
+        if all {
+            command.arg("--all");
+        }
+        // Failures are in the file.
+        let _ = command.status().context("cluster")?;
+        read_outcomes(file.path(), Part::Cluster)
+    })
 }
 
 /// A soak in a process of its own, for ten minutes.

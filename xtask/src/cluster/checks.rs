@@ -1,8 +1,9 @@
 //! What must hold on a real cluster.
 
+mod nodes;
 mod updates;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
@@ -21,12 +22,22 @@ const fn check(name: &'static str, run: fn(&Cluster) -> Result<String>) -> Check
 }
 
 const CHECKS: &[Check] = &[
+    check("every pod of Kilo is ready within a minute", ready),
     check("pods, nodes, Services and the outside reach each other", everybody),
     check("rollout restart of Kilo loses nothing", updates::rollout_restart),
     check("deleted pods of Kilo lose nothing", updates::delete_pods),
     check("another image tag of Kilo loses nothing", updates::set_image),
     check("kubelet killed and restarted loses nothing", updates::kubelet),
     check("containerd killed and restarted loses nothing", updates::containerd),
+    check("a drained node takes nothing with it", nodes::drain),
+    check("a node that joins again gets another pod CIDR and is reached", nodes::join_again),
+    check("a node that boots sends nothing in clear", nodes::boot),
+    Check { name: "twenty boots send nothing in clear", run: nodes::many_boots, long: true },
+    Check {
+        name: "the check of boots sees what a CNI configuration on disk lets out",
+        run: nodes::boot_with_a_file,
+        long: true,
+    },
 ];
 
 /// Runs the checks with these words in their name; an outcome each.
@@ -64,6 +75,14 @@ pub fn outcome(name: &str, started: Instant, error: Option<&anyhow::Error>) -> T
         name: name.to_owned(),
         outcome: result.to_owned(),
         seconds: started.elapsed().as_secs_f64(),
+    }
+}
+
+fn ready(cluster: &Cluster) -> Result<String> {
+    match cluster.ready_after {
+        Some(time) if time > Duration::from_secs(60) => bail!("it took {:.1} s", time.as_secs_f32()),
+        Some(time) => Ok(format!("{:.1} s after kubectl apply", time.as_secs_f32())),
+        None => Ok("the cluster stood already".to_owned()),
     }
 }
 

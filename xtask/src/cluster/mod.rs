@@ -112,6 +112,8 @@ pub struct Cluster {
     pub nodes: Vec<Node>,
     /// What runs on them.
     pub release: Release,
+    /// How long Kilo took from `kubectl apply` until every pod was ready, if just now.
+    pub ready_after: Option<Duration>,
 }
 
 /// Takes the cluster down when dropped, unless told to keep it.
@@ -347,7 +349,7 @@ impl Cluster {
             stop_if_interrupted()?;
             node.start()?;
         }
-        let cluster = Self { nodes, release };
+        let mut cluster = Self { nodes, release, ready_after: None };
         cluster.save(&parts.run)?;
         step(&format!("kubeadm init of Kubernetes {}", release.version));
         kubeadm::init(cluster.first(), release)?;
@@ -356,6 +358,7 @@ impl Cluster {
         step("Kilo, by its manifests");
         let applied = deploy::apply(&cluster)?;
         println!("cluster: every pod of Kilo was ready {:.1} s after kubectl apply", applied.as_secs_f32());
+        cluster.ready_after = Some(applied);
         step("test pods and services");
         deploy::test_pods(&cluster)?;
         step("the cluster is up");
@@ -381,7 +384,7 @@ impl Cluster {
         let base = images::prepare(release, &bin)?.root;
         let parts = Parts { run, base, bin, pause: images::pause(release) };
         let nodes = network::sites(state.nodes).into_iter().map(|site| Node::new(site, &parts)).collect();
-        Ok(Self { nodes, release })
+        Ok(Self { nodes, release, ready_after: None })
     }
 
     /// The node with the control plane.

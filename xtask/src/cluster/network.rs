@@ -11,7 +11,7 @@
 
 use std::net::Ipv4Addr;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Result, bail};
 
 use crate::lab::space::{self, Space};
 
@@ -131,8 +131,13 @@ pub fn connect(site: &Site) -> Result<()> {
     router().ip(&format!(
         "link add {name}-wan type veth peer name eth1 netns {NAME}-{name}\nlink set {name}-wan master wan up\n"
     ))?;
-    node(name)
-        .ip(&format!("address add {public}/24 dev eth1\nlink set eth1 up\nroute add default via {WAN}\n"))
+    // Before the mesh stands, the other location is reached by a private line; connections
+    // made then go on through the mesh, since they have the node's private address.
+    node(name).ip(&format!(
+        "address add {public}/24 dev eth1\nlink set eth1 up\nroute add default via {WAN}\n\
+         route add 10.11.0.0/16 via {gateway}\nroute add 10.12.0.0/16 via {gateway}\n",
+        gateway = site.gateway
+    ))
 }
 
 /// Takes a node's cable and namespace away.
@@ -146,9 +151,17 @@ pub fn disconnect(name: &str) -> Result<()> {
 
 /// Packets with a pod's address that the router has seen, and dropped.
 pub fn clear_packets() -> Result<u64> {
-    let text = router().sh("nft list counters table inet cluster")?;
-    let mut words = text.split_whitespace().skip_while(|word| *word != "packets");
-    words.nth(1).and_then(|count| count.parse().ok()).context("the router has no counter")
+    let text = router().sh("nft list counters")?;
+    let words: Vec<_> = text.split_whitespace().collect();
+    let counts: Vec<u64> = words
+        .windows(2)
+        .filter(|pair| pair[0] == "packets")
+        .filter_map(|pair| pair[1].parse().ok())
+        .collect();
+    if counts.len() < 2 {
+        bail!("the router has no counters");
+    }
+    Ok(counts.iter().sum())
 }
 
 /// Packets of pods in clear are counted where the router sees them: between its interfaces,

@@ -18,13 +18,14 @@ use crate::{
 const TICK: Duration = Duration::from_millis(5);
 
 /// Flows of a test pod of the first node: to the other location, to a node beside it, and outside.
-struct Flows {
+pub struct Flows {
     flows: Vec<(String, Traffic)>,
     clear: u64,
 }
 
 impl Flows {
-    fn start(cluster: &Cluster) -> Result<Self> {
+    /// Starts them; none to that node.
+    pub fn start(cluster: &Cluster, but: Option<&str>) -> Result<Self> {
         let pods = deploy::serving(cluster)?;
         let _ = probe::serve(&network::outside(), OUTSIDE.into());
         let from = deploy::pod_on(&pods, cluster.first())?;
@@ -32,10 +33,10 @@ impl Flows {
         let mut start = |space: &Space, target, name: String| {
             flows.push((name, Traffic::start_every(space, target, TICK)));
         };
-        for pod in pods.iter().filter(|pod| pod.name != from.name) {
+        for pod in pods.iter().filter(|pod| pod.name != from.name && Some(pod.node.as_str()) != but) {
             start(&from.space, pod.address, format!("{} to {}", from.node, pod.node));
         }
-        let far = deploy::pod_on(&pods, cluster.remote())?;
+        let far = if but.is_some() { from } else { deploy::pod_on(&pods, cluster.remote())? };
         start(&far.space, OUTSIDE.into(), format!("{} to outside", far.node));
         for (_, traffic) in &flows {
             traffic.settle(Duration::from_secs(20))?;
@@ -44,7 +45,7 @@ impl Flows {
     }
 
     /// Ends them; an error when something was lost.
-    fn finish(self) -> Result<String> {
+    pub fn finish(self) -> Result<String> {
         let (mut said, mut bad) = (Vec::new(), Vec::new());
         for (name, traffic) in self.flows {
             let figures = traffic.finish()?;
@@ -73,7 +74,7 @@ impl Flows {
 
 /// Lets pods talk while something is done.
 fn while_talking(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<String> {
-    let flows = Flows::start(cluster)?;
+    let flows = Flows::start(cluster, None)?;
     let result = code();
     let lost = flows.finish();
     result.and(lost)

@@ -1,0 +1,189 @@
+//! Nodes that boot, are drained, and join again.
+
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+
+use super::{everybody, updates::Flows};
+use crate::{
+    cluster::{
+        Cluster, deploy, images, kubeadm,
+        network::{self, sites},
+        node::Node,
+        until,
+    },
+    lab::probe::{self, Protocol},
+};
+
+/// The link that ends with the boot.
+const CONFIGURATION: &str = "/etc/cni/net.d/10-kilo.conflist";
+
+/// A power cut and a boot: nothing of a pod is in clear at any time.
+pub fn boot(cluster: &Cluster) -> Result<String> {
+    boots(cluster, 1)
+}
+
+/// As [`boot`], twenty times.
+pub fn many_boots(cluster: &Cluster) -> Result<String> {
+    boots(cluster, 20)
+}
+
+fn boots(cluster: &Cluster, count: u32) -> Result<String> {
+    let talking = Talkers::start(cluster)?;
+    let mut slowest = Duration::ZERO;
+    for number in 1..=count {
+        // Those of both kinds: a leader, and one behind a leader. The control plane stays.
+        let node = &cluster.nodes[1..][number as usize % (cluster.nodes.len() - 1)];
+        let before = network::clear_packets()?;
+        let took = power_cycle(cluster, node).with_context(|| format!("boot {number} of {}", node.name()))?;
+        let clear = network::clear_packets()? - before;
+        if clear > 0 {
+            bail!(
+                "boot {number}, of {}: {clear} packets with a pod's address were on the router",
+                node.name()
+            );
+        }
+        slowest = slowest.max(took);
+    }
+    talking.end(cluster)?;
+    Ok(format!(
+        "{count} boots, pods talked again after {:.1} s at most; 0 packets in clear",
+        slowest.as_secs_f32()
+    ))
+}
+
+/// That the measure above sees what it looks for: with a configuration that is a file, as it
+/// was before, pods start before the mesh.
+pub fn boot_with_a_file(cluster: &Cluster) -> Result<String> {
+    let talking = Talkers::start(cluster)?;
+    let node = cluster.remote();
+    let mut seen = 0;
+    // Which comes first is chance.
+    for _ in 0..4 {
+        node.sh(&format!("cp -L {CONFIGURATION} /tmp/c && cp --remove-destination /tmp/c {CONFIGURATION}"))?;
+        let before = network::clear_packets()?;
+        power_cycle(cluster, node)?;
+        seen = network::clear_packets()? - before;
+        if seen > 0 {
+            break;
+        }
+    }
+    talking.end(cluster)?;
+    if seen == 0 {
+        bail!("no packet in clear was seen although the configuration outlived the boot");
+    }
+    Ok(format!("{seen} packets in clear"))
+}
+
+/// Cuts the power, boots, waits until a pod of the node reaches others; how long that took.
+fn power_cycle(cluster: &Cluster, node: &Node) -> Result<Duration> {
+    node.cut()?;
+    let started = Instant::now();
+    node.start()?;
+    let others = deploy::pods(cluster, "app=echo")?;
+    let other = deploy::pod_on(&others, cluster.first())?.address;
+    until("a pod of the node that booted reaches another", Duration::from_secs(120), || {
+        let pods = deploy::pods(cluster, "app=talker").ok()?;
+        let pod = deploy::pod_on(&pods, node).ok()?.clone();
+        let answer = pod.space.spawn(move || probe::probe(Protocol::Icmp, other, Duration::from_secs(1)));
+        answer.join().ok()?.ok()?.ok()
+    })?;
+    let took = started.elapsed();
+    let ready =
+        |node: &str| cluster.kubectl(&["wait", "--for=condition=Ready", "node", node, "--timeout=60s"]);
+    ready(node.name())?;
+    deploy::roll(cluster, "kilo", 60)?;
+    Ok(took)
+}
+
+/// Pods that send from the moment they start, on every node.
+struct Talkers;
+
+impl Talkers {
+    fn start(cluster: &Cluster) -> Result<Self> {
+        let pods = deploy::pods(cluster, "app=echo")?;
+        let addresses: Vec<_> = pods.iter().map(|pod| pod.address.to_string()).collect();
+        let objects = TALKERS.replace("IMAGE", images::TEST).replace("ADDRESSES", &addresses.join(" "));
+        cluster.apply(&objects)?;
+        cluster.kubectl(&["rollout", "status", "ds/talker", "--timeout=60s"])?;
+        Ok(Self)
+    }
+
+    fn end(self, cluster: &Cluster) -> Result<()> {
+        cluster.kubectl(&["delete", "ds", "talker", "--wait=false"])?;
+        cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=120s"]).map(drop)
+    }
+}
+
+const TALKERS: &str = "
+apiVersion: apps/v1
+kind: DaemonSet
+metadata: {name: talker}
+spec:
+  selector: {matchLabels: {app: talker}}
+  template:
+    metadata: {labels: {app: talker}}
+    spec:
+      terminationGracePeriodSeconds: 0
+      tolerations: [{operator: Exists}]
+      containers:
+        - name: talker
+          image: IMAGE
+          command: [sh, -c, 'while :; do for a in ADDRESSES; do timeout 1 busybox ping -c 1 $a > /dev/null & done; sleep 0.1; wait; done']
+";
+
+/// Drains, cordons and uncordons a node; flows between the others lose nothing.
+pub fn drain(cluster: &Cluster) -> Result<String> {
+    let node = cluster.remote().name();
+    let flows = Flows::start(cluster, Some(node))?;
+    let drained = cluster.kubectl(&["drain", node, "--ignore-daemonsets", "--force", "--timeout=60s"]);
+    let lost = flows.finish();
+    drained?;
+    cluster.kubectl(&["uncordon", node])?;
+    cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=60s"])?;
+    everybody(cluster)?;
+    lost
+}
+
+/// Deletes a node and joins the same machine again, which gets another pod CIDR.
+pub fn join_again(cluster: &Cluster) -> Result<String> {
+    let node = cluster.remote();
+    let name = node.name();
+    let cidr = || cluster.kubectl(&["get", "node", name, "-o", "jsonpath={.spec.podCIDR}"]);
+    let before = (cidr()?, network::clear_packets()?);
+    let flows = Flows::start(cluster, Some(name))?;
+    cluster.kubectl(&["delete", "node", name])?;
+    node.sh("rm -f /var/lib/kubelet/config.yaml /etc/kubernetes/kubelet.conf /etc/kubernetes/pki/ca.crt; \
+         kill $(pidof kubelet)")?;
+    kubeadm::join(node, cluster.first())?;
+    let site = sites(20).into_iter().find(|site| site.node == name).context("no such site")?;
+    let location = format!("kilo.squat.ai/location={}", site.location());
+    until("the node is registered", Duration::from_secs(30), || {
+        cluster.kubectl(&["annotate", "--overwrite", "node", name, &location]).ok()
+    })?;
+    cluster.kubectl(&["wait", "--for=condition=Ready", "node", name, "--timeout=120s"])?;
+    deploy::roll(cluster, "kilo", 120)?;
+    cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=120s"])?;
+    let lost = flows.finish()?;
+    until("the pod CIDR is there", Duration::from_secs(20), || cidr().ok().filter(|cidr| !cidr.is_empty()))?;
+    let after = cidr()?;
+    if after == before.0 {
+        bail!("the node has the pod CIDR {after} again, so nothing was shown");
+    }
+    // Others learn the new key and CIDR by their watches.
+    let mut last = None;
+    let reached = until("everybody reaches everybody", Duration::from_secs(60), || {
+        everybody(cluster).map_err(|error| last = Some(error)).ok()
+    });
+    if let (Err(_), Some(error)) = (&reached, last) {
+        return Err(error);
+    }
+    let clear = network::clear_packets()? - before.1;
+    match clear {
+        0 => Ok(format!("{} became {after}; {lost}", before.0)),
+        count => bail!("{count} packets with a pod's address were on the router"),
+    }
+}
