@@ -64,6 +64,9 @@ enum Task {
     /// Become an agent with the rights of its DaemonSet, in the namespaces of its node.
     #[command(hide = true)]
     Confine(confine::ConfineArgs),
+    /// Carry packets between two TUN devices.
+    #[command(hide = true)]
+    Wire(lab::wire::WireArgs),
 }
 
 fn main() -> ExitCode {
@@ -108,6 +111,7 @@ fn run() -> Result<()> {
             lab::main(args)
         }
         Task::Confine(args) => confine::main(&args),
+        Task::Wire(args) => lab::wire::main(&args),
     }
 }
 

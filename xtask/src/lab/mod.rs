@@ -30,9 +30,11 @@ mod scenario;
 mod segments;
 mod services;
 pub mod space;
+mod topology;
 mod tunl0;
 mod vpn;
 mod well;
+pub mod wire;
 
 use std::{
     collections::BTreeMap,
@@ -49,6 +51,7 @@ use serde::{Deserialize, Serialize};
 use agents::Agents;
 use network::{Network, Node, Underlay};
 use scenario::Scenario;
+use topology::Topology;
 
 use crate::report::TestOutcome;
 
@@ -90,6 +93,9 @@ pub struct LabArgs {
     /// Family of the nodes' own addresses; pods have both.
     #[arg(long, value_enum, default_value = "v4", global = true)]
     underlay: Underlay,
+    /// What differs from the lab's own network.
+    #[arg(long, value_enum, default_value = "plain", global = true)]
+    topology: Topology,
     /// More flags for every agent, such as --tunnel=vxlan (repeatable).
     #[arg(long = "kg", value_name = "FLAG", allow_hyphen_values = true, global = true)]
     kg_flags: Vec<String>,
@@ -193,15 +199,28 @@ enum LabCommand {
 struct Mode {
     name: &'static str,
     underlay: Underlay,
+    topology: Topology,
     flag: &'static str,
 }
 
-const MODES: [Mode; 5] = [
-    Mode { name: "vxlan", underlay: Underlay::V4, flag: "--tunnel=vxlan" },
-    Mode { name: "crosssubnet", underlay: Underlay::V4, flag: "--encapsulate=crosssubnet" },
-    Mode { name: "nftables", underlay: Underlay::V4, flag: "--masquerade=nftables" },
-    Mode { name: "IPv6 underlay", underlay: Underlay::V6, flag: "--tunnel=ipip" },
-    Mode { name: "vxlan over IPv6", underlay: Underlay::V6, flag: "--tunnel=vxlan" },
+const fn mode(name: &'static str, underlay: Underlay, flag: &'static str) -> Mode {
+    Mode { name, underlay, topology: Topology::Plain, flag }
+}
+
+const fn network(name: &'static str, topology: Topology) -> Mode {
+    Mode { name, underlay: Underlay::V4, topology, flag: "--tunnel=ipip" }
+}
+
+const MODES: [Mode; 9] = [
+    mode("vxlan", Underlay::V4, "--tunnel=vxlan"),
+    mode("crosssubnet", Underlay::V4, "--encapsulate=crosssubnet"),
+    mode("nftables", Underlay::V4, "--masquerade=nftables"),
+    mode("IPv6 underlay", Underlay::V6, "--tunnel=ipip"),
+    mode("vxlan over IPv6", Underlay::V6, "--tunnel=vxlan"),
+    network("two NICs in one LAN", Topology::TwoNics),
+    network("private network in a VLAN", Topology::Vlan),
+    network("uplink without Ethernet", Topology::PointToPoint),
+    network("LAN host with a static route", Topology::StaticRoute),
 ];
 
 impl Mode {
@@ -209,10 +228,14 @@ impl Mode {
         println!("\n-- lab: {}", self.name);
         let started = Instant::now();
         let prefix = format!("{prefix}{}: ", self.name);
-        let mut args = LabArgs { underlay: self.underlay, checks: checks::Choice::Way, ..args.clone() };
+        let Self { underlay, topology, .. } = *self;
+        let mut args = LabArgs { underlay, topology, checks: checks::Choice::Way, ..args.clone() };
         args.kg_flags.push(self.flag.to_owned());
         match Lab::up(&args, None) {
-            Ok(lab) => checks::run(lab, started, &prefix, &args, args.checks.checks().into_iter().flatten()),
+            Ok(lab) => {
+                let checks = args.checks.checks().into_iter().flatten().chain(topology.checks());
+                checks::run(lab, started, &prefix, &args, checks)
+            }
             Err(error) => vec![checks::outcome(&prefix, "the mesh comes up", started, &Err(error))],
         }
     }
@@ -238,6 +261,9 @@ pub struct Lab {
     directory: PathBuf,
     network: Network,
     agents: Agents,
+    /// What differs from the lab's own network.
+    #[serde(skip)]
+    topology: Topology,
     /// What is known of the agents' logs.
     #[serde(skip)]
     watch: well::Watch,
@@ -344,7 +370,7 @@ pub fn main(args: LabArgs) -> Result<()> {
         }
         Some(LabCommand::Test { ref json, ref prefix, ref modes }) => {
             let _guard = take_over(&args.name)?;
-            let checks = args.checks.checks().into_iter().flatten();
+            let checks = args.checks.checks().into_iter().flatten().chain(args.topology.checks());
             let mut outcomes = checks::run(Lab::up(&args, None)?, Instant::now(), prefix, &args, checks);
             let wanted = |mode: &&Mode| modes.as_ref().is_some_and(|name| mode.name.contains(name));
             for mode in MODES.iter().filter(wanted) {
@@ -485,10 +511,13 @@ impl Lab {
         let directory = directory(&args.name);
         let logs = directory.join("logs");
         fs::create_dir_all(&logs).with_context(|| logs.display().to_string())?;
+        let own = args.topology.flags().iter().map(|&flag| flag.to_owned());
+        let flags: Vec<_> = own.chain(args.kg_flags.iter().cloned()).collect();
         step("namespaces, links, addresses, NAT");
         let mut network = Network::plan(&args.name, args.underlay);
         network.build(&args.name, &logs)?;
         let native = args.kg_flags.iter().any(|flag| flag.starts_with("--encapsulate=") && flag != ALWAYS);
+        args.topology.prepare(&network)?;
         let clear = Some(clear::Watch::start(&network.router, native)?);
         if let Some(scenario) = scenario {
             scenario.prepare(&mut network)?;
@@ -500,13 +529,14 @@ impl Lab {
                 .map(Path::to_owned)
                 .context("no directory of this program")?,
         };
-        let mut agents = Agents::prepare(&bin, &directory, &args.wireguard, &args.kg_flags, &network)?;
+        let mut agents = Agents::prepare(&bin, &directory, &args.wireguard, &flags, &network)?;
         step("an agent on each of 5 nodes");
         for node in &network.nodes {
             agents.start(node)?;
         }
         let watch = well::Watch::default();
         let mut lab = Self {
+            topology: args.topology,
             name: args.name.clone(),
             directory,
             network,
@@ -515,6 +545,8 @@ impl Lab {
             clear,
             stood: BTreeMap::new(),
         };
+        // Until all are there, whoever starts first leads.
+        lab.caused(&["leads its location with a private endpoint"]);
         lab.save()?;
         step("waiting for the mesh");
         lab.agents.wait_until_ready(&lab.network, Duration::from_secs(240))?;

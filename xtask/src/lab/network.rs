@@ -285,7 +285,13 @@ impl Network {
     }
 
     /// Joins `space` to the router by a veth pair, and to a bridge there.
-    fn attach(&self, space: &Space, device: &str, router_device: &str, bridge: Option<&str>) -> Result<()> {
+    pub fn attach(
+        &self,
+        space: &Space,
+        device: &str,
+        router_device: &str,
+        bridge: Option<&str>,
+    ) -> Result<()> {
         space.ip(&format!(
             "link add {device} type veth peer name {router_device} netns {}\nlink set {device} up\n",
             self.router.netns
@@ -348,9 +354,9 @@ table inet lab {
     }
     chain forward {
         type filter hook forward priority 0; policy accept;
-        iifname { "lan-a", "lan-c" } oifname "lan-b" drop
-        iifname "lan-b" oifname { "lan-a", "lan-c" } drop
-        iifname { "wan", "laptop", "outside" } oifname { "lan-a", "lan-b", "lan-c" } ct state new drop
+        iifname { "lan-a", "lan-c" } oifname "lan-b*" drop
+        iifname "lan-b*" oifname { "lan-a", "lan-c" } drop
+        iifname { "wan", "b1-ppp", "laptop", "outside" } oifname "lan-*" ct state new drop
     }
 }
 table ip6 lab-nat {
@@ -362,7 +368,7 @@ table ip6 lab-nat {
 table ip lab-nat {
     chain postrouting {
         type nat hook postrouting priority 100;
-        oifname { "wan", "outside" } ip saddr { 10.1.0.0/23, 10.2.0.0/24, 172.16.9.0/24 } masquerade
+        oifname { "wan", "b1-ppp", "outside" } ip saddr { 10.1.0.0/23, 10.2.0.0/24, 172.16.9.0/24 } masquerade
     }
 }
 RULES

@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::{Lab, counters, network::Node};
+use super::{Lab, counters, network::Node, topology::Topology};
 use crate::confine;
 
 /// What an agent logs when somebody detached a program.
@@ -118,10 +118,11 @@ fn running(lab: &Lab) -> Vec<Node> {
 pub fn as_deployed(lab: &mut Lab) -> Result<String> {
     let wanted = hook()?;
     let nodes = running(lab);
+    let plain = lab.topology == Topology::Plain;
     for node in &nodes {
         let pid = lab.agents.pid(node.name()).context("no agent")?;
         confine::check(pid).with_context(|| node.name().to_owned())?;
-        hooks(node, wanted).with_context(|| node.name().to_owned())?;
+        hooks(node, wanted, plain).with_context(|| node.name().to_owned())?;
     }
     Ok(format!("({} agents, all on {wanted})", nodes.len()))
 }
@@ -136,11 +137,15 @@ fn hook() -> Result<&'static str> {
     }
 }
 
-fn hooks(node: &Node, wanted: &str) -> Result<()> {
+/// `plain`: the node's interfaces have the names they have in the lab's own network.
+fn hooks(node: &Node, wanted: &str, plain: bool) -> Result<()> {
     let status = counters::status(&node.space)?;
     let programs = status["agent"]["programs"].as_array().context("no programs in /status")?;
     for program in programs {
         ensure!(program["hook"] == wanted, "not on {wanted}: {program}");
+    }
+    if !plain {
+        return Ok(());
     }
     let uplinks = if node.public.is_some() { &["eth0", "eth1"][..] } else { &["eth0"] };
     let uplinks = uplinks.iter().flat_map(|&uplink| UPLINK_PROGRAMS.map(|program| (uplink, program)));

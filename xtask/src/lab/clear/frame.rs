@@ -17,6 +17,8 @@ pub enum Link {
 }
 
 const ETHERNET: usize = 14;
+/// EtherType of a VLAN's tag.
+const VLAN: u16 = 0x8100;
 /// First bytes of the router's link-layer addresses.
 const ROUTER_MAC: [u8; 5] = [2, 0, 0, 0, 1];
 /// UDP ports of VXLAN: ours, flannel's and Cilium's, the registered one.
@@ -39,12 +41,12 @@ struct Packet<'a> {
 
 /// What is seen in clear that should not be, in words.
 pub fn leak(frame: &[u8], link: Link) -> Option<String> {
-    let kind = u16::from_be_bytes(frame.get(12..ETHERNET)?.try_into().ok()?);
-    let bytes = frame.get(ETHERNET..)?;
-    if !matches!(kind, 0x0800 | 0x86dd) {
+    let kind = |at: usize| Some(u16::from_be_bytes(frame.get(at..at + 2)?.try_into().ok()?));
+    let header = if kind(12)? == VLAN { ETHERNET + 4 } else { ETHERNET };
+    if !matches!(kind(header - 2)?, 0x0800 | 0x86dd) {
         return None;
     }
-    let packet = parse(bytes)?;
+    let packet = parse(frame.get(header..)?)?;
     if packet.is_tunnel() {
         return (link == Link::Public).then(|| packet.inside_a_tunnel()).flatten();
     }

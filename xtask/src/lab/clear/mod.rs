@@ -4,6 +4,7 @@
 mod frame;
 
 use std::{
+    borrow::Cow,
     collections::BTreeMap,
     net::Ipv4Addr,
     os::fd::{AsRawFd as _, OwnedFd},
@@ -143,7 +144,9 @@ fn look(socket: &OwnedFd, native: bool, stop: &AtomicBool, state: &(Mutex<State>
             if from.pkttype() != libc::PACKET_OUTGOING {
                 let (name, link) =
                     links.entry(from.ifindex()).or_insert_with(|| link(from.ifindex(), native));
-                let leak = link.and_then(|link| frame::leak(&buffer[..length], link));
+                let is_ethernet = from.hatype() == libc::ARPHRD_ETHER;
+                let leak =
+                    link.and_then(|link| frame::leak(&with_header(&buffer[..length], is_ethernet), link));
                 found.extend(leak.map(|leak| format!("from {name}: {leak}")));
             }
             continue;
@@ -162,6 +165,15 @@ fn look(socket: &OwnedFd, native: bool, stop: &AtomicBool, state: &(Mutex<State>
         );
     }
     Ok(())
+}
+
+/// A device without Ethernet shows packets alone.
+fn with_header(bytes: &[u8], is_ethernet: bool) -> Cow<'_, [u8]> {
+    if is_ethernet {
+        return Cow::Borrowed(bytes);
+    }
+    let kind: [u8; 2] = if bytes.first().is_some_and(|byte| byte >> 4 == 6) { [0x86, 0xdd] } else { [8, 0] };
+    Cow::Owned([&[0; 12][..], &kind, bytes].concat())
 }
 
 /// Name of an interface of the router, and where it leads; bridges show what their ports do.

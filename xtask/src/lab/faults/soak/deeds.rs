@@ -18,6 +18,7 @@ use crate::lab::{
     },
     network::Node,
     space,
+    well::DETACHED,
 };
 
 /// What ends a fault.
@@ -35,30 +36,45 @@ pub struct Deed {
 pub struct Kind {
     /// What happens.
     pub name: &'static str,
+    /// Parts of what agents warn about then.
+    pub causes: &'static [&'static str],
     /// Makes it, somewhere.
     pub make: fn(&mut Lab, &mut Chance) -> Result<Deed>,
 }
 
+const fn kind(
+    name: &'static str,
+    causes: &'static [&'static str],
+    make: fn(&mut Lab, &mut Chance) -> Result<Deed>,
+) -> Kind {
+    Kind { name, causes, make }
+}
+
+/// Another node leads its location for a while, one without a public address.
+const LEADS: &str = "leads its location with a private endpoint";
+/// The agent's own Node object is not there.
+const NO_NODE: &str = "check --hostname";
+
 /// All of them.
 pub const KINDS: &[Kind] = &[
-    Kind { name: "agents are killed", make: agents_killed },
-    Kind { name: "an agent restarts", make: agent_restarts },
-    Kind { name: "an agent stands still", make: agent_stands_still },
-    Kind { name: "kilo0 is deleted", make: device_deleted },
-    Kind { name: "kilo0 loses its addresses and routes", make: device_flushed },
-    Kind { name: "WireGuard's process is killed", make: wireguard_killed },
-    Kind { name: "programs are detached", make: detached },
-    Kind { name: "a link is down", make: link_down },
-    Kind { name: "neighbours are forgotten", make: neighbours_forgotten },
-    Kind { name: "a leader's public address changes", make: address_changes },
-    Kind { name: "a leader's key is rotated", make: key_rotated },
-    Kind { name: "another node leads", make: leader_moves },
-    Kind { name: "a node leaves", make: node_leaves },
-    Kind { name: "a node's annotations are rubbish", make: rubbish },
-    Kind { name: "a peer comes", make: peer_comes },
-    Kind { name: "packets are lost or late", make: packets_lost },
-    Kind { name: "rp_filter changes", make: rp_filter },
-    Kind { name: "forwarding is turned off", make: forwarding_off },
+    kind("agents are killed", &[], agents_killed),
+    kind("an agent restarts", &[], agent_restarts),
+    kind("an agent stands still", &[], agent_stands_still),
+    kind("kilo0 is deleted", &[], device_deleted),
+    kind("kilo0 loses its addresses and routes", &[], device_flushed),
+    kind("WireGuard's process is killed", &[], wireguard_killed),
+    kind("programs are detached", &[DETACHED], detached),
+    kind("a link is down", &[LEADS], link_down),
+    kind("neighbours are forgotten", &[], neighbours_forgotten),
+    kind("a leader's public address changes", &[], address_changes),
+    kind("a leader's key is rotated", &[], key_rotated),
+    kind("another node leads", &[LEADS], leader_moves),
+    kind("a node leaves", &[LEADS, NO_NODE], node_leaves),
+    kind("a node's annotations are rubbish", &["annotation kilo.squat.ai/", LEADS], rubbish),
+    kind("a peer comes", &[], peer_comes),
+    kind("packets are lost or late", &[], packets_lost),
+    kind("rp_filter changes", &[], rp_filter),
+    kind("forwarding is turned off", &["forwarding is off"], forwarding_off),
 ];
 
 fn nothing(_: &mut Lab) -> Result<()> {

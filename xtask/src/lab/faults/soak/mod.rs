@@ -39,6 +39,8 @@ pub struct Report {
     kinds: BTreeMap<&'static str, (usize, Duration)>,
     /// Seconds with everybody asked, and those in which somebody got no answer.
     seconds: (usize, usize),
+    /// Where agents were not well, or something was seen in clear.
+    problems: Vec<String>,
     /// Questions asked, and those that got no answer.
     asked: (usize, usize),
 }
@@ -65,13 +67,13 @@ pub fn run(lab: &mut Lab, seed: u64, time: Duration, only: Option<&str>) -> Resu
     let began = Instant::now();
     let mut result = Ok(());
     while result.is_ok() && began.elapsed() < time {
-        result = stop_if_interrupted()
-            .and_then(|()| round(lab, &kinds, &mut chance, &watch, &mut report, began))
-            .and_then(|()| lab.all_well());
+        result =
+            stop_if_interrupted().and_then(|()| round(lab, &kinds, &mut chance, &watch, &mut report, began));
     }
     (report.seconds, report.asked) = watch.finish();
     report.print();
     result?;
+    ensure!(report.problems.is_empty(), "{}", report.problems.join("\n"));
     let matrix = matrix::run(&lab.network)?;
     if matrix.passed() < matrix.total() {
         matrix.print();
@@ -101,6 +103,7 @@ fn round(
         }
         let deed = (kind.make)(lab, chance)?;
         println!("soak: {:4} s  {}: {}", began.elapsed().as_secs(), kind.name, deed.said);
+        lab.caused(kind.causes);
         deeds.push((kind.name, deed));
         std::thread::sleep(chance.duration(LONGEST / 5));
     }
@@ -125,6 +128,11 @@ fn round(
         }
     };
     println!("soak: {:4} s  well {:.1} s after the end of it", began.elapsed().as_secs(), took.as_secs_f32());
+    if let Err(error) = lab.all_well() {
+        let problem = format!("after {}: {error:#}", names.join(", then "));
+        println!("soak: {problem}");
+        report.problems.push(problem);
+    }
     for name in names {
         let (times, longest) = report.kinds.entry(name).or_default();
         *times += 1;

@@ -1,0 +1,133 @@
+//! Networks that differ from the lab's own in one thing each, as users have them.
+
+use std::{net::IpAddr, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use clap::ValueEnum;
+
+use super::{
+    Lab,
+    checks::Check,
+    network::{Network, PRINTER},
+    probe::{self, Protocol},
+    wire,
+};
+
+/// Longest wait until something configured works.
+const LIMIT: Duration = Duration::from_secs(40);
+
+/// What differs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Topology {
+    /// Nothing.
+    #[default]
+    Plain,
+    /// a2 has a second NIC in its LAN; neighbours send what is for a2 to that one.
+    TwoNics,
+    /// The private network of site-b is a VLAN above interfaces that have addresses, too.
+    Vlan,
+    /// The uplink of b1 has no Ethernet header, as PPP and tunnels have none.
+    PointToPoint,
+    /// A host on the LAN of a1 has a static route to the pods' network.
+    StaticRoute,
+}
+
+impl Topology {
+    /// Flags of every agent.
+    pub const fn flags(self) -> &'static [&'static str] {
+        match self {
+            // Which of the addresses is the private one is for the operator to say.
+            Self::Vlan => &["--internal-cidr=10.1.0.0/16,10.2.0.0/16"],
+            _ => &[],
+        }
+    }
+
+    /// Checks of its own.
+    pub const fn checks(self) -> &'static [Check] {
+        match self {
+            Self::StaticRoute => &[(
+                "a LAN host with a static route opens connections to pods, answered by their own addresses",
+                from_the_lan,
+            )],
+            _ => &[],
+        }
+    }
+
+    /// Changes a network that has just been built.
+    ///
+    /// # Errors
+    /// What cannot be set up.
+    pub fn prepare(self, network: &Network) -> Result<()> {
+        match self {
+            Self::Plain => Ok(()),
+            Self::TwoNics => two_nics(network),
+            Self::Vlan => vlan(network),
+            Self::PointToPoint => point_to_point(network),
+            Self::StaticRoute => network.printer.ip("route add 10.42.0.0/16 via 10.1.0.11\n"),
+        }
+    }
+}
+
+fn two_nics(network: &Network) -> Result<()> {
+    let node = network.node("a2")?;
+    network.attach(&node.space, "eth2", "a2-second-lan", Some(&node.lan))?;
+    node.space.ip("address add 10.1.0.112/24 dev eth2\n")?;
+    // Strictly filtered it would take nothing by the NIC it does not answer by.
+    node.space.sh("for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 2 > $d; done")?;
+    let mac = node.space.sh("cat /sys/class/net/eth2/address")?;
+    let neighbour =
+        |device: &str| format!("neigh replace {} lladdr {} dev {device}\n", node.private, mac.trim());
+    network.node("a1")?.space.ip(&neighbour("eth0"))?;
+    network.router.ip(&neighbour(&node.lan))
+}
+
+fn vlan(network: &Network) -> Result<()> {
+    let above = |parent: &str, own: &str, private: &str, length: u8| {
+        format!(
+            "address del {private}/24 dev {parent}\naddress add {own}/24 dev {parent}\n\
+             link add link {parent} name {parent}.100 type vlan id 100\nlink set {parent}.100 up\n\
+             address add {private}/{length} dev {parent}.100\n"
+        )
+    };
+    network.router.ip(&above("lan-b", "10.8.0.1", "10.2.0.1", 24))?;
+    network.node("b1")?.space.ip(&above("eth0", "10.8.0.11", "10.2.0.11", 24))?;
+    let b2 = above("eth0", "10.8.0.12", "10.2.0.12", 24);
+    network.node("b2")?.space.ip(&format!("{b2}route replace default via 10.2.0.1\n"))
+}
+
+fn point_to_point(network: &Network) -> Result<()> {
+    let node = network.node("b1")?;
+    let public = node.public.context("b1 has a public address")?;
+    node.space.ip("link delete eth1\n")?;
+    wire::start((&node.space, "ppp0"), (&network.router, "b1-ppp"))?;
+    node.space.ip(&format!(
+        "address add {public} peer 192.0.2.1 dev ppp0\nlink set ppp0 up\nroute add default dev ppp0\n"
+    ))?;
+    network.router.ip(&format!("link set b1-ppp up\nroute add {public} dev b1-ppp\n"))?;
+    network.router.sh("echo 1 > /proc/sys/net/ipv4/conf/wan/proxy_arp").map(drop)
+}
+
+/// From the LAN to pods of its location, then to one of another by `allowed-location-ips`.
+fn from_the_lan(lab: &mut Lab) -> Result<String> {
+    for name in ["a1", "a2"] {
+        let pod = lab.network.node(name)?.pod_ip().into();
+        for protocol in Protocol::ALL {
+            asks(lab, protocol, pod).with_context(|| format!("pod-{name} by {}", protocol.label()))?;
+        }
+    }
+    let a2 = lab.network.node("a2")?;
+    lab.agents.write_node(a2, &[("allowed-location-ips", &format!("{PRINTER}/32"))])?;
+    let pod = lab.network.node("b2")?.pod_ip();
+    let reached = probe::until_seen_as(&lab.network.printer, pod, PRINTER, LIMIT);
+    lab.agents.write_node(lab.network.node("a2")?, &[])?;
+    reached.map(|()| String::new())
+}
+
+/// A probe is sent from a socket that takes answers of the target only.
+fn asks(lab: &Lab, protocol: Protocol, target: IpAddr) -> Result<()> {
+    let timeout = Duration::from_secs(3);
+    let seen = lab.network.printer.spawn(move || probe::probe(protocol, target, timeout)).join();
+    let seen = seen.map_err(|_| anyhow::anyhow!("probe thread"))???;
+    ensure!(seen.is_none_or(|seen| seen == IpAddr::from(PRINTER)), "the pod saw {seen:?}");
+    Ok(())
+}
