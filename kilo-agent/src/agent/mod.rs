@@ -535,7 +535,7 @@ impl<B: Backend> Agent<B> {
     /// Says once, and in the status, that the container runtime takes another configuration.
     fn warn_of_other_cni(&mut self) {
         let Some(path) = &self.options.cni else { return };
-        let warnings = match cni::in_front(path) {
+        let warnings = match crate::cni::in_front(path) {
             Ok(other) => other.map(|other| complaints::other_cni(&other, path)).into_iter().collect(),
             // Reading the own file says what is wrong.
             Err(_) => Vec::new(),
