@@ -82,7 +82,9 @@ pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>)
                 plan.unrouted.push(prefix);
                 continue;
             }
-            routes.push(Route { destination: prefix, table: MAIN_TABLE, source, mtu: None });
+            // A machine that joins is no node: what it sends while it is not
+            // connected is its owner's to decide.
+            routes.push(Route { destination: prefix, table: MAIN_TABLE, source, mtu: None, closed: false });
         }
         plan.wireguard.peers.entry(section.public_key).or_insert(WireguardPeer {
             allowed_ips,

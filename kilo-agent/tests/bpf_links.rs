@@ -7,11 +7,7 @@ mod links;
 mod netns;
 mod support;
 
-use kilo_common::{
-    maps::{CONFIG_PODS, MASQ_FORCE},
-    packet::protocol,
-    verdict::Action,
-};
+use kilo_common::{maps::MASQ_FORCE, packet::protocol, verdict::Action};
 use links::{LAN_MAC, LanSender, NODE_MAC, World, has_vlans, heard, index, lan, udp_in_lan};
 use netns::{isolated, sh};
 use std::net::{Ipv4Addr, Ipv6Addr, UdpSocket};
@@ -171,7 +167,6 @@ fn an_icmp_error_from_behind_an_uplink_without_link_layer_reaches_the_pod() {
 fn nodes_steer_to_each_other_over_a_link_without_link_layer() {
     isolated("nodes_steer_to_each_other_over_a_link_without_link_layer", || async {
         let (mut world, tun) = World::on_tun();
-        world.tables.config.flags |= CONFIG_PODS;
         for hop in world.tables.hop.values_mut() {
             if let kilo_agent::plan::Hop::Node { ifindex, .. } = hop {
                 *ifindex = index("tun0");

@@ -11,7 +11,7 @@ use kilo_agent::{
     topology::Tunnel,
 };
 use kilo_common::{
-    maps::{CONFIG_PODS, HOP_LOCAL, NodeValue, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue},
+    maps::{HOP_LOCAL, NodeValue, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue},
     too_big::{LEN_V4, LEN_V6, QUOTED},
 };
 use support::{
@@ -19,10 +19,9 @@ use support::{
     packet::{PASS, REDIRECT, checksums_hold, ethernet, run, steered, udp},
 };
 
-fn open(mut tables: Tables) -> Option<(support::BpfFs, Dataplane)> {
+fn open(tables: Tables) -> Option<(support::BpfFs, Dataplane)> {
     let fs = support::bpffs()?;
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
-    tables.config.flags |= CONFIG_PODS;
     dataplane.write(&tables).unwrap();
     Some((fs, dataplane))
 }
@@ -49,7 +48,7 @@ fn a_pods_packet_to_another_node_itself_is_handed_to_the_program_that_steers() {
 #[test]
 fn what_the_host_sends_there_and_what_pods_send_elsewhere_leaves_as_ever() {
     let Some((_fs, mut dataplane)) = open(leader_tables()) else { return };
-    for (src, dst) in [(SELF, MEMBER), (PUBLIC, MEMBER), (MEMBER_POD, MEMBER)] {
+    for (src, dst) in [(SELF, MEMBER), (PUBLIC, MEMBER)] {
         let sent = frame(&udp(src, dst, (1000, 10250), b"hello"));
         let ran = run(&mut dataplane, "uplink_egress", &sent);
         assert_eq!((ran.verdict, ran.counted.len()), (PASS, 0), "{src:?} to {dst:?}");
@@ -67,6 +66,8 @@ fn without_encapsulation_such_packets_are_on_their_way_already() {
             *tunnel = Tunnel::None;
         }
     }
+    let value = PrefixValue { hop: MEMBER_HOP, flags: PREFIX_SOURCE };
+    tables.prefix.insert("10.1.0.12/32".parse().unwrap(), value);
     tables.masq_dst.insert("10.1.0.12/32".parse().unwrap(), kilo_common::maps::MASQ_EXCLUDE);
     let Some((_fs, mut dataplane)) = open(tables) else { return };
     let ran = run(&mut dataplane, "uplink_egress", &frame(&udp(OWN_POD, MEMBER, (1000, 10250), b"hello")));
@@ -97,7 +98,8 @@ fn of_ipv6_too() {
     let mut tables = leader_tables();
     let flags = PREFIX_ROUTE | PREFIX_SOURCE;
     tables.prefix.insert("fd42:1::/64".parse().unwrap(), PrefixValue { hop: HOP_LOCAL, flags });
-    tables.prefix.insert("fd00:1::12/128".parse().unwrap(), PrefixValue { hop: MEMBER_HOP, flags });
+    let steered = flags | PREFIX_PODS_STEERED;
+    tables.prefix.insert("fd00:1::12/128".parse().unwrap(), PrefixValue { hop: MEMBER_HOP, flags: steered });
     tables.node = [(node.into(), NodeValue { hop: MEMBER_HOP, ..NodeValue::default() })].into();
     tables.config.private_v6 = own.octets();
     let member = tables.hop.get_mut(&MEMBER_HOP).unwrap();

@@ -38,6 +38,7 @@ fn route(destination: &str, source: &str) -> Route {
         table: MAIN_TABLE,
         source: (!source.is_empty()).then(|| source.parse().unwrap()),
         mtu: None,
+        closed: false,
     }
 }
 
@@ -60,6 +61,70 @@ fn foreign() -> String {
     sh(
         "ip route show table all | grep -v 'proto 107' | grep -v kilo0; ip -6 route show table all | grep -v 'proto 107' | grep -v kilo0; ip rule show; ip -6 rule show; ip -o addr show | grep -v kilo0",
     )
+}
+
+/// As [`plan`], and nothing may go there another way.
+fn closed_plan() -> NetPlan {
+    let mut plan = plan();
+    plan.routes = plan.routes.into_iter().map(|route| Route { closed: true, ..route }).collect();
+    plan
+}
+
+#[test]
+fn without_the_device_destinations_are_unreachable_and_not_the_default_routes() {
+    isolated("without_the_device_destinations_are_unreachable_and_not_the_default_routes", || async {
+        let kilo = setup();
+        sh("ip -6 route add default via 2001:db8::1 dev eth0");
+        let before = foreign();
+        let net = Net::new().unwrap();
+        assert_eq!(net.apply(&closed_plan(), kilo).await.unwrap(), 1 + 2 + 2 * 4);
+        assert_eq!(net.apply(&closed_plan(), kilo).await.unwrap(), 0, "a second apply writes nothing");
+        let ways = |device: &str| {
+            for address in ["10.2.1.7", "192.0.2.7", "fd00:2::7"] {
+                let way = sh(&format!("ip route get {address} 2>&1 || true"));
+                let way = way.replace("No route to host", "unreachable");
+                assert!(way.contains(device), "{address}: {way}");
+            }
+        };
+        ways("dev kilo0");
+        sh("ip link set kilo0 down");
+        ways("unreachable");
+        net.apply(&closed_plan(), kilo).await.unwrap();
+        ways("dev kilo0");
+        assert_eq!(net.apply(&closed_plan(), kilo).await.unwrap(), 0);
+
+        // One that is open again, and one that goes.
+        let mut fewer = closed_plan();
+        fewer.routes = plan().routes.into_iter().skip(1).collect();
+        let writes = net.change(&closed_plan(), &fewer, kilo).await.unwrap();
+        assert_eq!(
+            sh(
+                "ip route show table all type unreachable proto 107; ip -6 route show table all type unreachable proto 107"
+            ),
+            ""
+        );
+        assert!(writes >= 5, "{writes}");
+        assert_eq!(net.apply(&fewer, kilo).await.unwrap(), 0);
+        net.change(&fewer, &closed_plan(), kilo).await.unwrap();
+        assert_eq!(net.apply(&closed_plan(), kilo).await.unwrap(), 0);
+
+        // A device that cannot be set up: what can be made is made, and what was refused is said.
+        sh("ip link del kilo0");
+        ways("unreachable");
+        let mut more = closed_plan();
+        more.routes.extend([Route { closed: true, ..route("10.2.9.0/24", "10.0.0.5") }]);
+        let refused = net.apply(&more, kilo).await.unwrap_err();
+        assert!(
+            matches!(&refused, NetError::Refused { writes: 1, refused } if refused.len() == 1),
+            "{refused}"
+        );
+        assert!(sh("ip route get 10.2.9.1 2>&1 || true").contains("No route to host"));
+
+        net.remove(None).await.unwrap();
+        assert_eq!(net.remove(None).await.unwrap(), 0);
+        assert_eq!(foreign(), before);
+        assert_eq!(sh("ip route show table all proto 107; ip -6 route show table all proto 107"), "");
+    });
 }
 
 #[test]

@@ -119,11 +119,6 @@ proptest! {
         for from in nodes.values() {
             for to in nodes.values().filter(|to| to.location != from.location) {
                 let Some(private) = to.internal_ip.map(|net| net.addr()) else { continue };
-                let (segment, _) = mesh.find(&to.name).unwrap();
-                if mesh.segments[segment].is_endpoint(private) {
-                    // The tunnel runs to it, not through it.
-                    continue;
-                }
                 let there = model::Packet { src: pod(from), dst: private };
                 let end = world.trace(&from.name, there);
                 let led = encapsulate != Encapsulate::Always && is_left_beside(&mesh, &end, to);

@@ -75,6 +75,14 @@ pub const PREFIX_SOURCE: u32 = 2;
 /// `PrefixValue::flags`: on a leader, the one address in this prefix is a node's
 /// that is reached through WireGuard, so WireGuard cannot have a peer there.
 pub const PREFIX_INSIDE: u32 = 4;
+/// `PrefixValue::flags`: packets to this prefix leave through the WireGuard
+/// device alone. One that reaches an uplink, and that none of our programs has
+/// sent there, is dropped, whatever the routes say.
+pub const PREFIX_NEVER_CLEAR: u32 = 8;
+/// `PrefixValue::flags`: no route leads to the WireGuard device, because the
+/// host itself sends to this prefix by its uplinks. What pods and other sources
+/// of the mesh send there is handed to the WireGuard device by `uplink_egress`.
+pub const PREFIX_PODS_STEERED: u32 = 16;
 
 /// What a prefix leads to.
 #[repr(C)]
@@ -247,10 +255,10 @@ pub const CONFIG_MASQUERADE: u32 = 2;
 /// `Config::flags`: nodes of the location may send packets without an outer header.
 pub const CONFIG_PLAIN: u32 = 4;
 
-/// `Config::flags`: what this node's pods send to private addresses of other
-/// nodes of the location is steered where it would leave by an uplink: the
-/// network in between need not know pods' addresses.
-pub const CONFIG_PODS: u32 = 8;
+/// `Config::flags`: packets may be masqueraded on the WireGuard device to an
+/// address that uplinks have, too (another location offers prefixes). An entry in
+/// `nat` then does not say that a flow may leave by an uplink.
+pub const CONFIG_OFFERED: u32 = 8;
 
 /// `Config::flags`: masqueraded IPv4 packets get `private_v4` at every uplink,
 /// so what is sent from it is the host's own.

@@ -105,6 +105,8 @@ counted! {
         InsideTunnel = 49 => "inside_tunnel",
         /// The network marked the outer header as congested, and the inner packet cannot bear the mark.
         Congestion = 58 => "congestion",
+        /// About to leave by an uplink in clear, although its destination is reached through WireGuard or a tunnel.
+        NotEncrypted = 56 => "not_encrypted",
     }
 }
 

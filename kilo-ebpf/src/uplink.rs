@@ -1,7 +1,9 @@
-//! What leaves by the network the node is in. Pods' packets to the private
-//! address of another node of the location are steered here and not by a
-//! route: a route for pods alone needs a policy rule, and with the first rule
-//! the kernel leaves the fast path of every route lookup.
+//! What leaves by the network the node is in. Nothing of the mesh does that in
+//! clear: what was not sent by our programs and goes to a prefix that WireGuard
+//! or a tunnel owns is dropped, whatever the routes say. Pods' packets to an
+//! address that the host itself reaches by an uplink are steered here and not
+//! by a route: a route for pods alone needs a policy rule, and with the first
+//! rule the kernel leaves the fast path of every route lookup.
 
 use aya_ebpf::{
     EbpfContext as _,
@@ -12,8 +14,8 @@ use aya_ebpf::{
 use kilo_common::{
     event::Hook,
     maps::{
-        CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_PODS, Config, HOP_KIND_NODE, HOP_LOCAL, Hop, TUNNEL_NONE,
-        VXLAN_PORT,
+        CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, Config, HOP_KIND_NODE, HOP_KIND_WIREGUARD,
+        PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_SOURCE, VXLAN_PORT,
     },
     packet::{ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, protocol},
     too_big::{self, QUOTED},
@@ -29,9 +31,13 @@ use crate::{
         standing::{self, Standing},
     },
     packet::{self, Family},
-    programs::{REDIRECT_INGRESS, TC_ACT_UNSPEC, dropped},
+    programs::{REDIRECT_INGRESS, TC_ACT_UNSPEC, dropped, from_code, to_code},
     steer::fits,
 };
+
+/// Where IP headers have their destination.
+const DESTINATION_V4: usize = 16;
+const DESTINATION_V6: usize = 24;
 
 /// Egress of an uplink; packets start with an Ethernet header.
 #[inline(always)]
@@ -44,6 +50,13 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason
         Family::V4 if is_tunnels_v4(ctx, config) => Ok(TC_ACT_UNSPEC),
         Family::V6 if is_wireguards_v6(ctx, config) => Ok(TC_ACT_UNSPEC),
         Family::V4 => {
+            if config.flags & CONFIG_OFFERED != 0 {
+                let verdict = Ipv4::read(ctx, ETHERNET_LEN)
+                    .map_or(Ok(GO_ON), |ip| guard::<_, ETHERNET_LEN>(ctx, config, &ip))?;
+                if verdict != GO_ON {
+                    return Ok(verdict);
+                }
+            }
             let known = match standing::leaving(ctx, config)? {
                 Standing::Done => return Ok(TC_ACT_UNSPEC),
                 Standing::NoEntry => Known::New,
@@ -76,7 +89,10 @@ fn read_and_leave<I: Ip, const LINK: usize>(
     config: &Config,
     known: Known,
 ) -> Result<i32, DropReason> {
-    I::read(ctx, LINK).map_or(Ok(TC_ACT_UNSPEC), |ip| leave::<I, LINK>(ctx, config, &ip, known))
+    match I::read(ctx, LINK) {
+        Ok(ip) => leave::<I, LINK>(ctx, config, &ip, known),
+        Err(_) => unreadable::<I>(ctx.load(LINK + if I::V6 { DESTINATION_V6 } else { DESTINATION_V4 }).ok()),
+    }
 }
 
 /// True for the tunnels' packets from the private address, where [`leave`] would
@@ -127,28 +143,100 @@ fn leave<I: Ip, const LINK: usize>(
     ip: &I,
     known: Known,
 ) -> Result<i32, DropReason> {
-    if let Some(hop) = hop_of_pods(config, ip) {
-        if !fits::<I>(ctx, LINK, ip, hop.mtu) {
-            let skb = ctx.as_ptr().cast();
-            return Ok(if I::V6 { answer_v6::<LINK>(skb, hop.mtu) } else { answer_v4::<LINK>(skb, hop.mtu) });
-        }
-        // SAFETY: a helper without pointers. `kilo_egress` does the rest.
-        return Ok(unsafe { bpf_redirect(config.kilo_ifindex, 0) } as i32);
+    let verdict = guard::<I, LINK>(ctx, config, ip)?;
+    if verdict != GO_ON {
+        return Ok(verdict);
     }
     masquerade::egress(ctx, config, LINK, ip, known)?;
     Ok(TC_ACT_UNSPEC)
 }
 
-/// The node of the location whose private address an own pod sends to, where
-/// an outer header is wanted.
+/// Answer of [`guard`]: the packet may leave as it is.
+const GO_ON: i32 = TC_ACT_UNSPEC;
+
+/// Keeps packets of the mesh from leaving in clear: drops them, or steers them.
 #[inline(always)]
-fn hop_of_pods<I: Ip>(config: &Config, ip: &I) -> Option<&'static Hop> {
-    if config.flags & CONFIG_PODS == 0 || I::is_private(config, ip.src()) {
-        return None;
+fn guard<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropReason> {
+    match I::prefix(ip.dst()) {
+        Some(value) if value.flags & (PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED) != 0 => {
+            from_code(guarded::<I, LINK>(ctx.as_ptr().cast(), config, value.hop, value.flags))
+        }
+        _ => Ok(GO_ON),
     }
-    let node = I::sender(ip.dst())?;
-    let is_pod = I::prefix(ip.src()).is_some_and(|owner| owner.hop == HOP_LOCAL);
-    hop(node.hop).filter(|hop| is_pod && hop.kind == HOP_KIND_NODE && hop.tunnel != TUNNEL_NONE)
+}
+
+/// A function of its own for the verifier, with a stack of its own.
+#[inline(never)]
+fn guarded<I: Ip, const LINK: usize>(skb: *mut __sk_buff, config: &Config, id: u32, flags: u32) -> i32 {
+    let ctx = TcContext::new(skb);
+    to_code(I::read(&ctx, LINK).and_then(|ip| judge::<I, LINK>(&ctx, config, &ip, id, flags)))
+}
+
+/// What becomes of a packet whose destination has one of these flags.
+#[inline(always)]
+fn judge<I: Ip, const LINK: usize>(
+    ctx: &TcContext,
+    config: &Config,
+    ip: &I,
+    id: u32,
+    flags: u32,
+) -> Result<i32, DropReason> {
+    let of_mesh = !I::is_private(config, ip.src()) && is_mesh_source::<I>(ip.src());
+    if flags & PREFIX_NEVER_CLEAR != 0 {
+        let own = !of_mesh
+            && (is_wireguards::<I, LINK>(ctx, config, ip) || is_neighbour_discovery::<I, LINK>(ctx, ip));
+        return if own { Ok(GO_ON) } else { Err(DropReason::NotEncrypted) };
+    }
+    if !of_mesh || I::never_steered(ip.dst()) || I::never_steered(ip.src()) {
+        return Ok(GO_ON);
+    }
+    let mtu = match hop(id) {
+        Some(hop) if hop.kind == HOP_KIND_NODE => hop.mtu,
+        Some(hop) if hop.kind == HOP_KIND_WIREGUARD => config.kilo_mtu,
+        _ => return Err(DropReason::NoHop),
+    };
+    if !fits::<I>(ctx, LINK, ip, mtu) {
+        let skb = ctx.as_ptr().cast();
+        return Ok(if I::V6 { answer_v6::<LINK>(skb, mtu) } else { answer_v4::<LINK>(skb, mtu) });
+    }
+    // SAFETY: a helper without pointers. `kilo_egress` does the rest.
+    Ok(unsafe { bpf_redirect(config.kilo_ifindex, 0) } as i32)
+}
+
+/// True for addresses of pods, of WireGuard and of VPN peers. Those the host
+/// itself sends to by its uplinks say nothing about who sends from them.
+#[inline(always)]
+fn is_mesh_source<I: Ip>(addr: I::Addr) -> bool {
+    I::prefix(addr).is_some_and(|owner| owner.flags & (PREFIX_SOURCE | PREFIX_PODS_STEERED) == PREFIX_SOURCE)
+}
+
+/// True for what this host's WireGuard sends, wherever its peer may be.
+#[inline(always)]
+fn is_wireguards<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> bool {
+    ip.protocol() == protocol::UDP
+        && !ip.is_fragment()
+        && ctx
+            .load::<[u8; 2]>(LINK + ip.header_len())
+            .is_ok_and(|port| u16::from_be_bytes(port) == config.wireguard_port)
+}
+
+/// True for messages about neighbours on the link (RFC 4861): nobody forwards
+/// them, and they are for whoever else is on this link.
+#[inline(always)]
+fn is_neighbour_discovery<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> bool {
+    I::V6
+        && ip.protocol() == protocol::ICMPV6
+        && ip.ttl() == 255
+        && ctx.load::<u8>(LINK + ip.header_len()).is_ok_and(|kind| matches!(kind, 133..=137))
+}
+
+/// A packet with a header no program can read, to this destination.
+#[inline(always)]
+fn unreadable<I: Ip>(dst: Option<I::Addr>) -> Result<i32, DropReason> {
+    match dst.and_then(I::prefix) {
+        Some(value) if value.flags & PREFIX_NEVER_CLEAR != 0 => Err(DropReason::NotEncrypted),
+        _ => Ok(TC_ACT_UNSPEC),
+    }
 }
 
 #[inline(never)]

@@ -1,7 +1,7 @@
 //! What can go wrong in a reconciliation.
 
 use crate::{
-    backend::BackendError, dataplane::DataplaneError, lock::LockError, net::NetError,
+    backend::BackendError, dataplane::DataplaneError, lock::LockError, metrics::Metrics, net::NetError,
     wireguard::WireguardError,
 };
 
@@ -31,6 +31,49 @@ pub enum AgentError {
         /// What is missing and where it comes from.
         missing: &'static str,
     },
+    /// More than one part of this host could not be put right.
+    #[error("{first}; besides: {}", texts(others))]
+    Several {
+        /// The part that comes first.
+        first: Box<Self>,
+        /// The others, in order.
+        others: Vec<Self>,
+    },
+}
+
+fn texts(errors: &[AgentError]) -> String {
+    errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}
+
+/// What became of the parts that are applied one after the other.
+#[derive(Debug, Default)]
+pub(super) struct Parts {
+    writes: u64,
+    failed: Vec<AgentError>,
+}
+
+impl Parts {
+    /// Takes the result of a part: its writes, or why it failed.
+    pub fn add(&mut self, part: Result<u64, AgentError>) {
+        match part {
+            Ok(writes) => self.writes += writes,
+            Err(error) => self.failed.push(error),
+        }
+    }
+
+    /// The writes of all parts when none failed. The caller counts the first failure.
+    pub fn end(self, metrics: &Metrics) -> Result<u64, AgentError> {
+        let mut failed = self.failed.into_iter();
+        let Some(first) = failed.next() else { return Ok(self.writes) };
+        // What was written has been written all the same.
+        metrics.writes.inc_by(self.writes);
+        let others: Vec<AgentError> = failed.collect();
+        if others.is_empty() {
+            return Err(first);
+        }
+        others.iter().for_each(|error| metrics.error(error.label()));
+        Err(AgentError::Several { first: Box::new(first), others })
+    }
 }
 
 impl AgentError {
@@ -43,6 +86,7 @@ impl AgentError {
             Self::Dataplane(error) => error.label(),
             Self::Lock(_) => "lock",
             Self::Incomplete { .. } => "incomplete",
+            Self::Several { first, .. } => first.label(),
         }
     }
 }

@@ -25,6 +25,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::{
     complaints::Complaints,
+    error::Parts,
     keep::Keeper,
     look::Look,
     publish::{Asking, Reporting},
@@ -39,7 +40,7 @@ use crate::{
     lock::{self, Lock},
     metrics::Metrics,
     net::{Net, forward::Forward, forwarding, links, mtu::Mtu, nat_rules::NatRules, watch},
-    plan::{self, HopIds, HostPlan, Inputs},
+    plan::{self, HopIds, HostPlan, Inputs, NetPlan},
     resolve::Resolver,
     status::{Leaders, View, among, with_own},
     topology::{self, Liveness, Mesh, Node, Settings},
@@ -436,33 +437,59 @@ impl<B: Backend> Agent<B> {
     }
 
     /// Programs and tables first, routes last: a packet that reaches the
-    /// device always meets a program that knows what to do with it.
+    /// device always meets a program that knows what to do with it. One part
+    /// that fails keeps none of the others from being put right: without its
+    /// programs, peers or port the device drops what routes lead there.
     async fn apply(&mut self, plan: HostPlan, look: &mut Look) -> Result<u64, AgentError> {
-        let kilo = look.interface.index;
+        let mut parts = Parts::default();
         let written = self.dataplane.write(&plan.tables);
         for (map, entries) in self.dataplane.entries() {
             self.metrics.set_map_entries(map, entries);
         }
-        let mut writes = written?;
+        parts.add(written.map_err(AgentError::from));
+        parts.add(self.apply_programs(&plan, look.interface.index).await);
+        parts.add(self.apply_wireguard(&plan, look).await);
+        let steers_by_source = plan.tables.steers_to_wireguard_by_source();
+        parts.add(self.apply_net(plan.net, look, steers_by_source).await);
+        parts.end(&self.metrics)
+    }
+
+    async fn apply_programs(&mut self, plan: &HostPlan, kilo: u32) -> Result<u64, AgentError> {
         let interfaces = Interfaces { kilo, uplinks: &plan.uplinks, layer3: &plan.layer3, vxlan: plan.vxlan };
         let attached = self.dataplane.attach(&self.net, interfaces).await?;
-        writes += attached.changes;
         self.metrics.reattached.inc_by(attached.reattached);
         for error in attached.failed {
             self.metrics.error(error.label());
             tracing::error!(%error, "the other interfaces have their programs");
         }
+        Ok(attached.changes)
+    }
+
+    async fn apply_wireguard(&mut self, plan: &HostPlan, look: &mut Look) -> Result<u64, AgentError> {
         let changes = diff(&look.state, &plan.wireguard, &self.key);
-        writes += look.interface.device.apply(&changes).await? as u64;
+        let writes = look.interface.device.apply(&changes).await? as u64;
         look.state.take(&changes);
         let (own, subnet) = (self.key.public(), &self.options.settings.subnet);
         self.greeter.watch(&changes, &plan.wireguard.peers, own, subnet, Instant::now());
-        writes += match look.net.take() {
-            Some(before) => self.net.change(&before, &plan.net, kilo).await?,
-            None => self.net.apply(&plan.net, kilo).await?,
+        Ok(writes)
+    }
+
+    async fn apply_net(
+        &self,
+        plan: NetPlan,
+        look: &mut Look,
+        steers_by_source: bool,
+    ) -> Result<u64, AgentError> {
+        let kilo = look.interface.index;
+        let mut writes = match look.net.take() {
+            Some(before) => self.net.change(&before, &plan, kilo).await?,
+            None => self.net.apply(&plan, kilo).await?,
         } as u64;
-        writes += forwarding::enable(plan.net.routes.iter().any(|route| route.destination.addr().is_ipv6()));
-        look.net = Some(plan.net);
+        writes += forwarding::enable(plan.routes.iter().any(|route| route.destination.addr().is_ipv6()));
+        if steers_by_source {
+            writes += forwarding::accept_by_tunnel(&self.options.interface.name);
+        }
+        look.net = Some(plan);
         Ok(writes)
     }
 
@@ -506,6 +533,7 @@ impl<B: Backend> Agent<B> {
         let mut found = links::host_links(&look.links, &query, &look.paths.interfaces);
         (found.vxlan, found.ipip) = (look.tunnels.vxlan, look.tunnels.ipip);
         links::add_overlay(&mut found, &look.links, &own.name, overlay);
+        links::add_elsewhere(&mut found, &look.ways_out.elsewhere);
         found.path_mtus = self.path_mtus.current(Instant::now());
         for (address, mtu) in &look.paths.mtus {
             found.path_mtus.entry(*address).and_modify(|known| *known = *mtu.min(known)).or_insert(*mtu);

@@ -74,6 +74,12 @@ const ADVICE: &[(&str, &str)] = &[
          sender did not negotiate ECN and is told by a loss (RFC 6040). In numbers: the network between nodes of \
          this location is too slow for them.",
     ),
+    (
+        "not_encrypted",
+        "The route that leads this packet into kilo0 is missing or overruled: check that kilo0 exists and is up (`ip \
+         link show kilo0`), that the agent reconciles (`kgctl status`), and that no policy rule (`ip rule`) or more \
+         specific route (`ip route get ADDRESS`) leads it elsewhere.",
+    ),
     ("nat_map_full", "More flows than the table holds: `bpftool map show name nat`; report it."),
     ("rewrite", "The kernel refused to change the packet, mostly for lack of memory: `dmesg`."),
     (

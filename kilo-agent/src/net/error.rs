@@ -82,7 +82,7 @@ impl NetError {
 }
 
 fn first(refused: &[Refused]) -> String {
-    refused.first().map(ToString::to_string).unwrap_or_default()
+    refused.first().map(|first| format!("{first}{}", hint(&first.source))).unwrap_or_default()
 }
 
 fn hint(source: &io::Error) -> &'static str {

@@ -44,6 +44,31 @@ fn turn_on(path: &str, family: &str, hint: &str) -> u64 {
     }
 }
 
+/// Lets answers come in by the WireGuard device from addresses that the host
+/// itself reaches by an uplink, where `rp_filter` is strict; answers the number of
+/// writes. Whose address a packet from there may bear WireGuard has checked.
+pub fn accept_by_tunnel(interface: &str) -> u64 {
+    let path = |interface: &str| format!("/proc/sys/net/ipv4/conf/{interface}/rp_filter");
+    let value = |interface: &str| {
+        fs::read_to_string(path(interface)).ok().and_then(|text| text.trim().parse::<u8>().ok()).unwrap_or(0)
+    };
+    // The larger of the two counts (kernel Documentation/networking/ip-sysctl).
+    if value("all").max(value(interface)) != 1 {
+        return 0;
+    }
+    match fs::write(path(interface), "2") {
+        Ok(()) => 1,
+        Err(error) => {
+            tracing::error!(
+                %error,
+                "pods get no answers from addresses that are WireGuard endpoints of other leaders: sysctl \
+                 net.ipv4.conf.{interface}.rp_filter=2"
+            );
+            0
+        }
+    }
+}
+
 /// A host that forwards ignores router advertisements unless `accept_ra` is 2
 /// (kernel Documentation/networking/ip-sysctl); it would lose its default route.
 fn keep_router_advertisements() -> u64 {

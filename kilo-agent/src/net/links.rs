@@ -13,7 +13,7 @@ use rtnetlink::packet_route::{
 };
 
 use super::{NetError, Rtnl};
-use crate::plan::{HostLinks, Uplink};
+use crate::plan::{Elsewhere, HostLinks, Uplink};
 
 /// A network interface.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -257,6 +257,16 @@ pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr
         .map(|(address, index)| (*address, *index))
         .collect();
     host
+}
+
+/// Pure: adds the prefixes that others' routes lead out of this host.
+pub fn add_elsewhere(host: &mut HostLinks, ways: &[(IpNet, u32, Elsewhere)]) {
+    for (prefix, interface, way) in ways {
+        if host.uplinks.contains_key(interface) || host.private == Some(*interface) {
+            let known = host.elsewhere.entry(*prefix).or_default();
+            *known = Elsewhere { on_link: known.on_link || way.on_link, wins: known.wins || way.wins };
+        }
+    }
 }
 
 /// Pure: adds the nodes' addresses in another CNI's overlay, the device with

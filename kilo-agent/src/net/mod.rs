@@ -118,14 +118,30 @@ impl Net {
     /// Removing the last IPv4 address of an interface makes the kernel flush
     /// its IPv4 routes, so routes are read after the addresses were changed.
     /// One refused item does not stop the others: all are tried, then the
-    /// refusals are returned together.
+    /// refusals are returned together. While the interface cannot be set up
+    /// (WireGuard's port is taken), its destinations are unreachable.
     pub async fn apply(&self, plan: &NetPlan, kilo: u32) -> Result<usize, NetError> {
-        let mut writes = links::bring_up(&self.rtnl, kilo, plan.mtu).await?;
         let mut refused = Vec::new();
+        let set_up = links::bring_up(&self.rtnl, kilo, plan.mtu).await;
+        let is_up = set_up.is_ok();
+        let mut writes = match set_up {
+            Err(NetError::Kernel { what, source }) => {
+                refused.push(Refused { what, source });
+                0
+            }
+            other => other?,
+        };
         writes += neighbours::apply(&self.rtnl, &plan.neighbours, &mut refused).await?;
-        writes += addresses::apply(&self.rtnl, kilo, &plan.addresses, &mut refused).await?;
+        if is_up {
+            writes += addresses::apply(&self.rtnl, kilo, &plan.addresses, &mut refused).await?;
+        }
         let current = routes::read(&self.rtnl).await?;
-        let changes = routes::diff(&current, plan.routes.iter(), kilo);
+        let mut changes = routes::diff(&current, plan.routes.iter(), kilo);
+        if !is_up {
+            // The kernel takes no route to an interface that is down.
+            changes.add.retain(|entry| entry.unreachable);
+            changes.replace.retain(|entry| entry.unreachable);
+        }
         writes += routes::apply_sets(&self.rtnl, &changes, kilo, &mut refused).await?;
         writes += rules::remove(&self.rtnl, &mut refused).await?;
         // Only after rules that led to them are gone.

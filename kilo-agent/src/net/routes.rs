@@ -1,4 +1,8 @@
 //! Routes through the WireGuard device, marked with [`PROTOCOL`], and lookups.
+//!
+//! Behind a route that is [`closed`](Route::closed) stands an `unreachable` one of
+//! a high metric. The kernel removes routes together with their device, or when it
+//! goes down; these stay, and the default route does not get the packets.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,9 +26,15 @@ use rtnetlink::packet_route::route::RouteFlags;
 
 use super::{NetError, PROTOCOL, Refused, Rtnl, addresses::keep, links};
 use crate::{
-    plan::{MAIN_TABLE, Route},
+    plan::{Elsewhere, MAIN_TABLE, Route},
     sorted::{Key as _, SortedSet, merge},
 };
+
+/// Metric of the `unreachable` routes: behind everything else.
+const UNREACHABLE_METRIC: u32 = 2_000_000_000;
+
+/// Metric the kernel gives IPv6 routes that bear none.
+const DEFAULT_METRIC_V6: u32 = 1024;
 
 /// A route of the kernel's tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -37,49 +47,73 @@ pub struct Found {
     pub priority: u32,
     /// Who made it: 2 = kernel, 3 = boot, 4 = static, [`PROTOCOL`] = us.
     pub protocol: u8,
+    /// It answers that the destination is unreachable.
+    pub unreachable: bool,
+    /// There is no gateway: the destinations are on the link.
+    pub on_link: bool,
+}
+
+/// A route as the kernel holds it: one to the WireGuard device, or the
+/// `unreachable` one behind it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Destination, source and MTU.
+    pub route: Route,
+    /// It answers that the destination is unreachable.
+    pub unreachable: bool,
+}
+
+impl Entry {
+    /// The entries of a route that is wanted, in the form the kernel gives back.
+    fn of(route: &Route) -> impl Iterator<Item = Self> {
+        let behind = Route { source: None, mtu: None, ..normalise(*route) };
+        let behind = route.closed.then_some(Self { route: behind, unreachable: true });
+        [Self { route: normalise(*route), unreachable: false }].into_iter().chain(behind)
+    }
+
+    /// What there is one of.
+    const fn key(&self) -> (u32, IpNet, bool) {
+        (self.route.table, self.route.destination, self.unreachable)
+    }
 }
 
 /// Difference between the routes there are and those wanted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Changes {
     /// New destinations.
-    pub add: Vec<Route>,
+    pub add: Vec<Entry>,
     /// Ours with another source or interface: changed in place, never absent.
-    pub replace: Vec<Route>,
+    pub replace: Vec<Entry>,
     /// Ours that nobody wants, deleted last.
     pub delete: Vec<Found>,
 }
 
 /// Pure: what has to change so that our routes are `wanted`, all through `kilo`.
 pub fn diff<'a>(current: &[Found], wanted: impl IntoIterator<Item = &'a Route>, kilo: u32) -> Changes {
-    let wanted: BTreeMap<(u32, IpNet), Route> = wanted
-        .into_iter()
-        .map(|route| {
-            let route = normalise(*route);
-            ((route.table, route.destination), route)
-        })
-        .collect();
+    let wanted: BTreeMap<_, Entry> =
+        wanted.into_iter().flat_map(Entry::of).map(|entry| (entry.key(), entry)).collect();
     let mut changes = Changes::default();
     let mut right = BTreeSet::new();
     let mut present = BTreeSet::new();
     for found in current {
-        let key = (found.route.table, found.route.destination);
+        let key = (found.route.table, found.route.destination, found.unreachable);
         match wanted.get(&key) {
             None => changes.delete.push(*found),
-            Some(route) => {
+            Some(entry) => {
                 present.insert(key);
-                if *route == found.route && found.interface == Some(kilo) {
+                let leads = found.unreachable || found.interface == Some(kilo);
+                if entry.route == found.route && leads {
                     right.insert(key);
                 }
             }
         }
     }
-    for (key, route) in wanted {
+    for (key, entry) in wanted {
         if right.contains(&key) {
         } else if present.contains(&key) {
-            changes.replace.push(route);
+            changes.replace.push(entry);
         } else {
-            changes.add.push(route);
+            changes.add.push(entry);
         }
     }
     changes
@@ -88,19 +122,21 @@ pub fn diff<'a>(current: &[Found], wanted: impl IntoIterator<Item = &'a Route>, 
 /// Pure: what has to change where exactly the routes `before` are there, all
 /// through `kilo`.
 pub fn between(before: &SortedSet<Route>, wanted: &SortedSet<Route>, kilo: u32) -> Changes {
-    let found = |route: &Route| Found {
-        route: normalise(*route),
-        interface: Some(kilo),
+    let found = |entry: Entry| Found {
+        route: entry.route,
+        interface: (!entry.unreachable).then_some(kilo),
         // Whatever the kernel chose.
-        priority: 0,
+        priority: if entry.unreachable { UNREACHABLE_METRIC } else { 0 },
         protocol: PROTOCOL,
+        unreachable: entry.unreachable,
+        on_link: true,
     };
     let (mut gone, mut new) = (Vec::new(), Vec::new());
     let order = |one: &&Route, other: &&Route| one.rank().cmp(&other.rank());
     merge(before.iter(), wanted.iter(), order, |before, wanted| match (before, wanted) {
         (Some(_), Some(_)) => {}
         (before, wanted) => {
-            gone.extend(before.map(found));
+            gone.extend(before.into_iter().flat_map(Entry::of).map(found));
             new.extend(wanted);
         }
     });
@@ -111,6 +147,7 @@ pub fn between(before: &SortedSet<Route>, wanted: &SortedSet<Route>, kilo: u32) 
 /// cannot be expressed and is left out.
 fn normalise(mut route: Route) -> Route {
     route.destination = route.destination.trunc();
+    route.closed = false;
     route.source = route.source.filter(|source| source.is_ipv4() == route.destination.addr().is_ipv4());
     route
 }
@@ -157,10 +194,13 @@ fn parse(message: &RouteMessage) -> Option<Found> {
             table: u32::from(message.header.table),
             source: None,
             mtu: None,
+            closed: false,
         },
         interface: None,
         priority: 0,
         protocol: message.header.protocol.into(),
+        unreachable: message.header.kind == RouteType::Unreachable,
+        on_link: true,
     };
     for attribute in &message.attributes {
         match attribute {
@@ -178,7 +218,9 @@ fn parse(message: &RouteMessage) -> Option<Found> {
             RouteAttribute::Table(table) => found.route.table = *table,
             RouteAttribute::Oif(index) => found.interface = Some(*index),
             RouteAttribute::Priority(priority) => found.priority = *priority,
+            RouteAttribute::Gateway(_) | RouteAttribute::Via(_) => found.on_link = false,
             RouteAttribute::MultiPath(hops) => {
+                found.on_link = false;
                 // Any of the hops will do for "which interface leads there".
                 found.interface = hops.first().map(|hop| hop.interface_index);
             }
@@ -212,14 +254,16 @@ pub(super) async fn apply_sets(
 ) -> Result<usize, NetError> {
     let mut writes = 0;
     let mut taken = Vec::new();
-    for route in &changes.add {
-        match set(rtnl, route, kilo, NLM_F_CREATE | NLM_F_EXCL).await {
-            Err(error) if error.errno() == Some(nix::libc::EEXIST) => taken.push(*route),
+    for entry in &changes.add {
+        match set(rtnl, entry, kilo, NLM_F_CREATE | NLM_F_EXCL).await {
+            Err(error) if error.errno() == Some(nix::libc::EEXIST) && !entry.unreachable => {
+                taken.push(*entry);
+            }
             other => writes += keep(refused, other)?,
         }
     }
-    for route in &changes.replace {
-        writes += keep(refused, set(rtnl, route, kilo, NLM_F_CREATE | NLM_F_REPLACE).await)?;
+    for entry in &changes.replace {
+        writes += keep(refused, set(rtnl, entry, kilo, NLM_F_CREATE | NLM_F_REPLACE).await)?;
     }
     if !taken.is_empty() {
         writes += take_over(rtnl, &taken, kilo, refused).await?;
@@ -232,7 +276,7 @@ pub(super) async fn apply_sets(
 /// us leads through its overlay is replaced in place, the rest is refused.
 async fn take_over(
     rtnl: &Rtnl,
-    taken: &[Route],
+    taken: &[Entry],
     kilo: u32,
     refused: &mut Vec<Refused>,
 ) -> Result<usize, NetError> {
@@ -240,11 +284,14 @@ async fn take_over(
     let links = links::list(rtnl).await?;
     let existing = messages(rtnl, RouteProtocol::Unspec).await?;
     let existing: Vec<_> = existing.iter().filter_map(|m| Some((parse(m)?, is_kilos(m)))).collect();
-    for route in taken {
+    for entry in taken {
+        let route = &entry.route;
         let holder = existing
             .iter()
             .filter(|(found, _)| {
-                found.route.table == route.table && found.route.destination == route.destination
+                found.route.table == route.table
+                    && found.route.destination == route.destination
+                    && !found.unreachable
             })
             .min_by_key(|(found, _)| found.priority);
         let by_kilo = holder.is_some_and(|(_, by_kilo)| *by_kilo);
@@ -253,7 +300,7 @@ async fn take_over(
         let ours = by_kilo
             || device.is_some_and(|link| link.index == kilo || link.kind == "ipip" || is_overlay(&link.name));
         if ours {
-            writes += keep(refused, set(rtnl, route, kilo, NLM_F_CREATE | NLM_F_REPLACE).await)?;
+            writes += keep(refused, set(rtnl, entry, kilo, NLM_F_CREATE | NLM_F_REPLACE).await)?;
         } else {
             refused.push(Refused {
                 what: format!(
@@ -291,9 +338,9 @@ pub(super) async fn apply_deletes(
 ) -> Result<usize, NetError> {
     let mut writes = 0;
     for found in &changes.delete {
-        let mut message = message(&found.route, found.interface);
+        let mut message = message(&found.route, found.interface.filter(|_| !found.unreachable));
         message.header.scope = RouteScope::NoWhere;
-        message.header.kind = RouteType::Unspec;
+        message.header.kind = if found.unreachable { RouteType::Unreachable } else { RouteType::Unspec };
         if found.priority != 0 {
             message.attributes.push(RouteAttribute::Priority(found.priority));
         }
@@ -307,10 +354,19 @@ pub(super) async fn apply_deletes(
     Ok(writes)
 }
 
-async fn set(rtnl: &Rtnl, route: &Route, kilo: u32, flags: u16) -> Result<(), NetError> {
-    let source = route.source.map_or_else(String::new, |source| format!(" from {source}"));
-    let what = format!("route to {}{source} (table {})", route.destination, route.table);
-    rtnl.write(&what, RouteNetlinkMessage::NewRoute(message(route, Some(kilo))), flags).await
+async fn set(rtnl: &Rtnl, entry: &Entry, kilo: u32, flags: u16) -> Result<(), NetError> {
+    let Entry { route, unreachable } = entry;
+    let mut message = message(route, Some(kilo).filter(|_| !unreachable));
+    let mut what = format!("route to {}", route.destination);
+    if *unreachable {
+        what.insert_str(0, "unreachable ");
+        message.header.kind = RouteType::Unreachable;
+        message.header.scope = RouteScope::Universe;
+        message.attributes.push(RouteAttribute::Priority(UNREACHABLE_METRIC));
+    }
+    what += &route.source.map_or_else(String::new, |source| format!(" from {source}"));
+    what += &format!(" (table {})", route.table);
+    rtnl.write(&what, RouteNetlinkMessage::NewRoute(message), flags).await
 }
 
 fn message(route: &Route, interface: Option<u32>) -> RouteMessage {
@@ -374,7 +430,23 @@ pub async fn ways_out(rtnl: &Rtnl, own: &[u32]) -> Result<WaysOut, NetError> {
         .flat_map(next_hop_interfaces)
         .filter(|index| !own.contains(index))
         .collect();
-    Ok(WaysOut { default: default_of(&routes, own), next_hops: next_hops.into_iter().collect() })
+    let elsewhere = routes.iter().filter(|found| {
+        found.protocol != PROTOCOL
+            && found.route.table == MAIN_TABLE
+            && found.route.destination.prefix_len() > 0
+            && !found.unreachable
+    });
+    let elsewhere = elsewhere.filter_map(|found| {
+        let destination = found.route.destination;
+        let ours = if destination.addr().is_ipv4() { 1 } else { DEFAULT_METRIC_V6 };
+        let way = Elsewhere { on_link: found.on_link, wins: found.priority < ours };
+        Some((destination, found.interface?, way))
+    });
+    Ok(WaysOut {
+        default: default_of(&routes, own),
+        next_hops: next_hops.into_iter().collect(),
+        elsewhere: elsewhere.collect(),
+    })
 }
 
 /// What [`ways_out`] finds.
@@ -384,6 +456,9 @@ pub struct WaysOut {
     pub default: Option<u32>,
     /// Interfaces with a route that has a next hop, or with a default route.
     pub next_hops: Vec<u32>,
+    /// What others' routes lead to, without default routes: prefix, interface, and how
+    /// the kernel takes the route.
+    pub elsewhere: Vec<(IpNet, u32, Elsewhere)>,
 }
 
 fn next_hop_interfaces(message: &RouteMessage) -> Vec<u32> {
@@ -407,6 +482,7 @@ fn default_of(routes: &[Found], own: &[u32]) -> Option<u32> {
     routes
         .iter()
         .filter(|found| found.route.table == MAIN_TABLE && found.route.destination.prefix_len() == 0)
+        .filter(|found| !found.unreachable)
         .filter_map(|found| {
             let index = found.interface.filter(|index| !own.contains(index))?;
             Some((found.route.destination.addr().is_ipv6(), found.priority, index))
@@ -427,11 +503,30 @@ mod tests {
             table: MAIN_TABLE,
             source: source.map(|text| text.parse().unwrap()),
             mtu: None,
+            closed: false,
         }
     }
 
     fn found(route: Route, interface: u32, priority: u32) -> Found {
-        Found { route, interface: Some(interface), priority, protocol: PROTOCOL }
+        let route = Route { closed: false, ..route };
+        Found {
+            route,
+            interface: Some(interface),
+            priority,
+            protocol: PROTOCOL,
+            unreachable: false,
+            on_link: true,
+        }
+    }
+
+    /// The route behind a closed one.
+    fn unreachable(route: Route) -> Found {
+        let route = Route { source: None, mtu: None, ..route };
+        Found { interface: None, unreachable: true, ..found(route, 0, UNREACHABLE_METRIC) }
+    }
+
+    const fn entry(route: Route) -> Entry {
+        Entry { route, unreachable: false }
     }
 
     #[test]
@@ -439,9 +534,9 @@ mod tests {
         let old = route("10.2.0.0/24", Some("10.0.0.1"));
         let new = route("10.2.0.0/24", Some("10.0.0.2"));
         let changes = diff(&[found(old, 5, 0)], &BTreeSet::from([new]), 5);
-        assert_eq!(changes, Changes { replace: vec![new], ..Changes::default() });
+        assert_eq!(changes, Changes { replace: vec![entry(new)], ..Changes::default() });
         let changes = diff(&[found(new, 4, 0)], &BTreeSet::from([new]), 5);
-        assert_eq!(changes, Changes { replace: vec![new], ..Changes::default() });
+        assert_eq!(changes, Changes { replace: vec![entry(new)], ..Changes::default() });
         assert_eq!(diff(&[found(new, 5, 0)], &BTreeSet::from([new]), 5), Changes::default());
     }
 
@@ -466,24 +561,46 @@ mod tests {
     proptest! {
         #[test]
         fn applying_a_diff_reaches_the_plan(
-            have in proptest::collection::btree_map(0u8..40, (0u8..3, 4u32..6), 0..30),
-            want in proptest::collection::btree_map(0u8..40, 0u8..3, 0..30),
+            have in proptest::collection::btree_map(0u8..40, (0u8..3, 4u32..6, any::<[bool; 2]>()), 0..30),
+            want in proptest::collection::btree_map(0u8..40, (0u8..3, any::<bool>()), 0..30),
         ) {
-            let make = |net: u8, source: u8| route(&format!("10.{net}.0.0/24"), Some(&format!("192.0.2.{source}")));
-            let current: Vec<Found> =
-                have.iter().map(|(net, (source, oif))| found(make(*net, *source), *oif, 0)).collect();
-            let wanted: BTreeSet<Route> = want.iter().map(|(net, source)| make(*net, *source)).collect();
+            let make = |net: u8, source: u8, closed: bool| Route {
+                closed,
+                ..route(&format!("10.{net}.0.0/24"), Some(&format!("192.0.2.{source}")))
+            };
+            // Either may be missing: the kernel removes those of a device that went down.
+            let current: Vec<Found> = have
+                .iter()
+                .flat_map(|(net, (source, oif, there))| {
+                    let route = make(*net, *source, false);
+                    let both = [found(route, *oif, 0), unreachable(route)];
+                    both.into_iter().zip(*there).filter(|(_, there)| *there).map(|(found, _)| found)
+                })
+                .collect();
+            let wanted: BTreeSet<Route> =
+                want.iter().map(|(net, (source, closed))| make(*net, *source, *closed)).collect();
             let changes = diff(&current, &wanted, 5);
-            let mut table: BTreeMap<IpNet, Found> = current.iter().map(|f| (f.route.destination, *f)).collect();
-            for route in changes.add.iter().chain(&changes.replace) {
-                table.insert(route.destination, found(*route, 5, 0));
+            let key = |found: &Found| (found.route.destination, found.unreachable);
+            let mut table: BTreeMap<_, Found> = current.iter().map(|f| (key(f), *f)).collect();
+            for Entry { route, unreachable: behind } in changes.add.iter().chain(&changes.replace) {
+                let made = if *behind { unreachable(*route) } else { found(*route, 5, 0) };
+                table.insert(key(&made), made);
             }
             for gone in &changes.delete {
-                prop_assert!(table.remove(&gone.route.destination).is_some());
+                prop_assert!(table.remove(&key(gone)).is_some());
             }
             let after: Vec<Found> = table.into_values().collect();
-            prop_assert_eq!(after.iter().map(|f| f.route).collect::<BTreeSet<_>>(), wanted.clone());
+            for route in &wanted {
+                let behind = after.contains(&unreachable(*route));
+                prop_assert_eq!(behind, route.closed);
+                prop_assert!(after.contains(&found(*route, 5, 0)));
+            }
+            prop_assert_eq!(after.len(), wanted.iter().map(|route| 1 + usize::from(route.closed)).sum::<usize>());
             prop_assert_eq!(diff(&after, &wanted, 5), Changes::default());
+            let before: SortedSet<Route> = wanted.iter().copied().collect();
+            prop_assert_eq!(between(&before, &before, 5), Changes::default());
+            let gone = between(&before, &SortedSet::from_iter([]), 5).delete;
+            prop_assert_eq!(gone.len(), after.len());
         }
     }
 }

@@ -24,7 +24,7 @@ use std::{
 };
 
 use kilo_common::maps::{
-    CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_PLAIN, CONFIG_PODS, Config,
+    CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_PLAIN, Config,
 };
 
 use self::remote::Remote;
@@ -109,7 +109,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
     let around = inputs.mesh.around(inputs.node);
     let inputs = &Inputs { mesh: &around, ..*inputs };
     let own = Own::find(inputs.mesh, inputs.node)?;
-    let remote = Remote::new(inputs.mesh, &own);
+    let remote = Remote::new(inputs, &own);
     let mut tables = steering::tables(inputs, &own, &remote);
     masquerade::fill(inputs, &own, &remote, &mut tables);
     let plain = tables.hop.values().any(|hop| matches!(hop, Hop::Node { tunnel: Tunnel::None, .. }));
@@ -120,7 +120,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         flags: flag(own.leads, CONFIG_LEADER)
             | flag(inputs.masquerade, CONFIG_MASQUERADE)
             | flag(plain, CONFIG_PLAIN)
-            | flag(inputs.settings.local, CONFIG_PODS)
+            | flag(remote.claims().any(|claim| claim.offered), CONFIG_OFFERED)
             | flag(
                 masquerade::is_one_address(&inputs.links.uplinks, private, IpAddr::is_ipv4),
                 CONFIG_ONE_V4,

@@ -6,8 +6,8 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use kilo_common::{
     maps::{
-        CONFIG_LEADER, CONFIG_PODS, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, PREFIX_ROUTE, PREFIX_SOURCE,
-        PrefixValue,
+        CONFIG_LEADER, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED,
+        PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
     },
     nat,
     packet::{halves, never_steered, never_steered_v6},
@@ -86,14 +86,50 @@ impl Tables {
         }
     }
 
-    /// `uplink_egress` for a packet small enough: the node of the location that
-    /// an own pod sends to, where an outer header is wanted.
-    pub fn uplink_egress(&self, packet: Packet) -> Option<Hop> {
-        if self.config.flags & CONFIG_PODS == 0 || self.is_private(packet.src) || !self.is_local(packet.src) {
-            return None;
+    /// `uplink_egress` for a packet small enough, which is neither WireGuard's nor
+    /// about neighbours: the hop it is handed to `kilo_egress` for; `None` when it
+    /// leaves, perhaps masqueraded.
+    ///
+    /// # Errors
+    /// The packet would be in clear.
+    pub fn uplink_egress(&self, packet: Packet) -> Result<Option<Hop>, DropReason> {
+        let Some(value) = self.prefix(packet.dst) else { return Ok(None) };
+        if value.flags & PREFIX_NEVER_CLEAR != 0 {
+            return Err(DropReason::NotEncrypted);
         }
-        let hop = self.hop.get(&self.node.get(&packet.dst)?.hop)?;
-        matches!(hop, Hop::Node { tunnel, .. } if *tunnel != Tunnel::None).then_some(*hop)
+        let on_link = is_never_steered(packet.dst) || is_never_steered(packet.src);
+        if value.flags & PREFIX_PODS_STEERED == 0 || on_link || !self.is_of_mesh(packet.src) {
+            return Ok(None);
+        }
+        match self.hop.get(&value.hop) {
+            Some(hop @ (Hop::Node { .. } | Hop::Wireguard)) => Ok(Some(*hop)),
+            _ => Err(DropReason::NoHop),
+        }
+    }
+
+    /// True for addresses of pods, of WireGuard and of VPN peers, which this host
+    /// itself does not send from.
+    pub fn is_of_mesh(&self, addr: IpAddr) -> bool {
+        let known =
+            |owner: PrefixValue| owner.flags & PREFIX_SOURCE != 0 && owner.flags & PREFIX_PODS_STEERED == 0;
+        !self.is_private(addr) && self.prefix(addr).is_some_and(known)
+    }
+
+    /// True when pods' packets to an address of another location are encrypted that
+    /// the host's routes lead to by an uplink.
+    pub fn steers_to_wireguard_by_source(&self) -> bool {
+        let steered = |value: &PrefixValue| {
+            value.flags & PREFIX_PODS_STEERED != 0 && matches!(self.hop.get(&value.hop), Some(Hop::Wireguard))
+        };
+        self.prefix.iter().any(|(prefix, value)| prefix.prefix_len() > 0 && steered(value))
+    }
+
+    /// Largest packet in bytes that a hop carries; 0 = not known.
+    pub const fn mtu_of(&self, hop: &Hop) -> u32 {
+        match hop {
+            Hop::Node { mtu, .. } => *mtu,
+            Hop::Wireguard | Hop::Local => self.config.kilo_mtu,
+        }
     }
 
     /// `kilo_ingress` for a packet with TTL left that is no reply to a masqueraded one.
@@ -133,10 +169,23 @@ impl Tables {
 impl HostPlan {
     /// Where a packet goes that starts on this host or arrives at its stack.
     pub fn route(&self, packet: Packet) -> Route {
-        if !self.is_routed_to_kilo(packet) {
+        let dst = IpNet::from(packet.dst);
+        // A local address is never sent.
+        if self.tables.is_local(packet.dst) {
             return Route::Other;
         }
-        seen_from_outside(self.tables.kilo_egress(packet))
+        if self.net.routes.iter().any(|route| route.destination.contains(&dst)) {
+            return seen_from_outside(self.tables.kilo_egress(packet));
+        }
+        // The device's address brings a route of its own.
+        if self.net.addresses.iter().any(|net| net.contains(&packet.dst)) {
+            return Route::Other;
+        }
+        match self.tables.uplink_egress(packet) {
+            Ok(Some(_)) => seen_from_outside(self.tables.kilo_egress(packet)),
+            Ok(None) => Route::Other,
+            Err(reason) => Route::Dropped(reason),
+        }
     }
 
     /// Where a packet goes that comes out of the WireGuard device.
@@ -145,15 +194,6 @@ impl HostPlan {
             Ok((Action::Decrypt, _)) => self.route(packet),
             verdict => seen_from_outside(verdict),
         }
-    }
-
-    /// The kernel's own decision, or that of `uplink_egress`.
-    fn is_routed_to_kilo(&self, packet: Packet) -> bool {
-        let dst = IpNet::from(packet.dst);
-        // A local address is never sent.
-        !self.tables.is_local(packet.dst)
-            && (self.net.routes.iter().any(|route| route.destination.contains(&dst))
-                || self.tables.uplink_egress(packet).is_some())
     }
 }
 

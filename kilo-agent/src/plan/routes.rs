@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, net::IpAddr};
 
 use ipnet::IpNet;
-use kilo_common::maps::PrefixValue;
+use kilo_common::maps::{PREFIX_NEVER_CLEAR, PrefixValue};
 
 use super::{Hop, Inputs, MAIN_TABLE, NetPlan, Own, Remote, Route, Tables};
 use crate::{sorted::Key, topology::Tunnel};
@@ -19,19 +19,19 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
         destinations.extend(member.node.pod_cidrs.iter().map(IpNet::trunc));
     }
     for claim in remote.claims() {
-        let other_way = inputs.mesh.segments.get(claim.owner).is_some_and(|segment| {
-            let is = |ip: Option<IpAddr>| ip.is_some_and(|ip| claim.prefix == IpNet::from(ip));
-            // On a leader the tunnel itself goes to the endpoint, and the
-            // device's address brings a route to all WireGuard addresses.
-            own.leads && (is(segment.endpoint.ip()) || is(segment.wireguard_ip))
-        });
+        // On a leader the tunnel itself goes to the endpoint, and the device's
+        // address brings a route to all WireGuard addresses.
+        let other_way = own.leads
+            && inputs.mesh.segments.get(claim.owner).is_some_and(|segment| {
+                claim.endpoint || segment.wireguard_ip.map(IpNet::from) == Some(claim.prefix)
+            });
         if !other_way {
             destinations.push(claim.prefix);
         }
     }
     destinations.sort_by_key(Key::rank);
     destinations.dedup();
-    let source = source(own);
+    let source = source(inputs, own);
     // One walk over both: they are sorted.
     let mut prefixes = tables.prefix.iter().peekable();
     let route = |destination: IpNet| {
@@ -39,7 +39,8 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
         let value = prefixes.peek().filter(|(prefix, _)| **prefix == destination).map(|(_, value)| *value);
         let mtu = value.and_then(|value| hop_mtu(&tables.hop, value)).filter(|mtu| *mtu < inputs.mtu);
         let source = source.filter(|source| source.is_ipv4() == destination.addr().is_ipv4());
-        Route { destination, table: MAIN_TABLE, source, mtu }
+        let closed = value.is_some_and(|value| value.flags & PREFIX_NEVER_CLEAR != 0);
+        Route { destination, table: MAIN_TABLE, source, mtu, closed }
     };
     net.routes = destinations.into_iter().map(route).collect();
     // Packets without an outer header name their next hop, and one that is not
@@ -70,11 +71,14 @@ fn hop_mtu(hops: &BTreeMap<u32, Hop>, value: &PrefixValue) -> Option<u32> {
 }
 
 /// The address this host's own packets into the mesh get: its private one. A
-/// leader whose private address is its WireGuard endpoint takes its WireGuard
-/// address, because answers to the endpoint would not come through the tunnel.
-fn source(own: &Own<'_>) -> Option<IpAddr> {
+/// leader whose private address is where others' WireGuard sends takes its
+/// WireGuard address, because answers to that address would not come through
+/// the tunnel.
+fn source(inputs: &Inputs<'_>, own: &Own<'_>) -> Option<IpAddr> {
+    let endpoint = super::wireguard::location_endpoint(inputs, own.segment).map(|endpoint| endpoint.ip());
+    let is_endpoint = |ip| endpoint == Some(ip) || own.segment.endpoint.ip() == Some(ip);
     match own.member.private_ip() {
-        Some(ip) if !(own.leads && own.segment.is_endpoint(ip)) => Some(ip),
+        Some(ip) if !(own.leads && is_endpoint(ip)) => Some(ip),
         _ if own.leads => own.segment.wireguard_ip,
         _ => None,
     }

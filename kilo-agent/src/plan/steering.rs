@@ -1,20 +1,23 @@
 //! Tables of the steering programs: prefixes, hops, and who may send.
 
-use std::net::IpAddr;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
 
 use ipnet::{IpNet, Ipv4Net};
 use kilo_common::{
     encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6},
     maps::{
-        HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_INSIDE, PREFIX_ROUTE, PREFIX_SOURCE,
-        PrefixValue,
+        HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_INSIDE, PREFIX_NEVER_CLEAR,
+        PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
     },
 };
 
-use super::{Hop, Inputs, Own, Remote, Tables};
+use super::{Elsewhere, Hop, Inputs, Own, Remote, Tables, remote::Claim};
 use crate::{
     sorted::{Key, SortedMap},
-    topology::{Member, Tunnel},
+    topology::{Member, Tunnel, prefixes},
 };
 
 /// Bytes every link that carries IPv6 must take.
@@ -23,45 +26,57 @@ const MIN_IPV6: u32 = 1280;
 pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tables {
     // A few of the own location's besides.
     let mut prefixes = Vec::with_capacity(remote.claims().len() + own.segment.members.len() * 2);
-    let mut add = |prefix: IpNet, hop: u32, routed: bool| {
-        let flags = if routed { PREFIX_ROUTE | PREFIX_SOURCE } else { PREFIX_SOURCE };
-        prefixes.push((prefix.trunc(), PrefixValue { hop, flags }));
+    let mut add = |prefix: IpNet, hop: u32, flags: u32| {
+        prefixes.push((prefix.trunc(), PrefixValue { hop, flags: PREFIX_SOURCE | flags }));
     };
+    let routed = |yes: bool| if yes { PREFIX_ROUTE } else { 0 };
     for prefix in own.member.node.pod_cidrs.iter().copied().chain(own.member.private_ip().map(IpNet::from)) {
-        add(prefix, HOP_LOCAL, true);
-    }
-    let own_wireguard_ip = own.segment.wireguard_ip.map(IpNet::from);
-    if let Some(prefix) = own_wireguard_ip {
-        match own.segment.leading().and_then(|leader| inputs.hops.get(leader.name())) {
-            _ if own.leads => add(prefix, HOP_LOCAL, true),
-            Some(hop) => add(prefix, hop, true),
-            None => {}
-        }
+        add(prefix, HOP_LOCAL, PREFIX_ROUTE);
     }
     // Beside another CNI the routes lead into its overlay; but what a leader
     // decrypts goes the way the answers come. In its stack the CNI's masquerading
     // would meet half connections and translate them.
     let beside_cni = inputs.links.overlay.contains_key(inputs.node);
+    // Without an outer header the network carries what goes to the node.
+    let by_tunnel = |member: &Member| {
+        if own.tunnel(inputs.settings, member) == Tunnel::None { 0 } else { PREFIX_NEVER_CLEAR }
+    };
+    let own_wireguard_ip = own.segment.wireguard_ip.map(IpNet::from);
+    if let (Some(prefix), Some(leader)) = (own_wireguard_ip, own.segment.leading()) {
+        match inputs.hops.get(leader.name()) {
+            _ if own.leads => add(prefix, HOP_LOCAL, PREFIX_ROUTE),
+            Some(hop) => add(prefix, hop, PREFIX_ROUTE | by_tunnel(leader)),
+            None => {}
+        }
+    }
     for member in own.others() {
         let Some(hop) = inputs.hops.get(member.name()) else { continue };
+        let ours = inputs.settings.local && !beside_cni;
         for cidr in &member.node.pod_cidrs {
-            add(*cidr, hop, inputs.settings.local || beside_cni);
+            let closed = if ours { by_tunnel(member) } else { 0 };
+            add(*cidr, hop, routed(inputs.settings.local || beside_cni) | closed);
         }
         let private_is_steered = inputs.settings.local && own.encapsulates(inputs.settings, member);
         if let Some(ip) = member.private_ip() {
-            add(ip.into(), hop, private_is_steered || beside_cni);
+            let pods = if private_is_steered { PREFIX_PODS_STEERED } else { 0 };
+            add(ip.into(), hop, routed(private_is_steered || beside_cni) | pods);
         }
         if let Some(ip) = member.wireguard_ip {
-            add(ip.into(), hop, true);
+            add(ip.into(), hop, PREFIX_ROUTE | by_tunnel(member));
         }
     }
     let nearer = prefixes.len();
+    // Prefixes in which this host may have routes of its own.
+    let mut chosen = BTreeSet::new();
     for claim in remote.claims() {
-        let inside = if own.leads && claim.inside { PREFIX_INSIDE } else { 0 };
+        let flags = of_claim(own, claim);
+        if claim.chosen {
+            chosen.insert(claim.prefix);
+        }
         match prefixes[nearer..].last_mut() {
-            Some((prefix, value)) if *prefix == claim.prefix => value.flags |= inside,
+            Some((prefix, value)) if *prefix == claim.prefix => value.flags = join(value.flags, flags),
             _ => {
-                let flags = PREFIX_ROUTE | PREFIX_SOURCE | inside;
+                let flags = PREFIX_ROUTE | PREFIX_SOURCE | flags;
                 prefixes.push((claim.prefix, PrefixValue { hop: HOP_REMOTE, flags }));
             }
         }
@@ -70,8 +85,50 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tab
     prefixes.sort_by_key(|(prefix, _)| prefix.rank());
     prefixes.dedup_by_key(|(prefix, _)| *prefix);
     let mut tables = Tables { prefix: prefixes.into_iter().collect(), ..Tables::default() };
+    leave_out_elsewhere(&inputs.links.elsewhere, &chosen, &mut tables.prefix);
     fill_hops(inputs, own, &mut tables);
     tables
+}
+
+/// What is special about packets to a prefix of another location or a VPN peer.
+fn of_claim(own: &Own<'_>, claim: &Claim) -> u32 {
+    let inside = if own.leads && claim.inside { PREFIX_INSIDE } else { 0 };
+    // A default route is one of several: the host has its own reasons to use another.
+    let by_host = claim.prefix.prefix_len() == 0 || (own.leads && claim.endpoint);
+    inside | if by_host { PREFIX_PODS_STEERED } else { PREFIX_NEVER_CLEAR }
+}
+
+/// The flags of a prefix that two claim: what the host must send in clear for
+/// one of them cannot be refused for the other.
+const fn join(one: u32, other: u32) -> u32 {
+    let both = one | other;
+    if both & PREFIX_PODS_STEERED != 0 { both & !PREFIX_NEVER_CLEAR } else { both }
+}
+
+/// Somebody may offer a prefix that also holds networks this host reaches by
+/// itself, and the kernel takes the longer prefix. Within prefixes that belong to a
+/// node or its pods only the links themselves are left out: a route by a gateway
+/// there is a mistake, or another CNI's, and would lead the mesh's packets away.
+fn leave_out_elsewhere(
+    elsewhere: &BTreeMap<IpNet, Elsewhere>,
+    chosen: &BTreeSet<IpNet>,
+    table: &mut SortedMap<IpNet, PrefixValue>,
+) {
+    let mut left_out = Vec::new();
+    for (prefix, way) in elsewhere {
+        let Some((held_by, value)) = prefixes::holding(table, *prefix).next() else { continue };
+        let equal = held_by == *prefix;
+        let closed = match (equal, value.flags & (PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED)) {
+            (_, 0) => continue,
+            // The kernel refuses the route of ours, or never takes it.
+            (true, flags) if way.wins => flags & !PREFIX_NEVER_CLEAR,
+            (false, _) if way.on_link || chosen.contains(&held_by) => 0,
+            _ => continue,
+        };
+        let flags = value.flags & !(PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED) | closed;
+        left_out.push((*prefix, PrefixValue { hop: value.hop, flags }));
+    }
+    table.extend(left_out);
 }
 
 fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {

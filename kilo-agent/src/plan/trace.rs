@@ -142,7 +142,7 @@ impl Tracer<'_> {
         let steered =
             longest_entry(&self.tables.prefix, dst).filter(|(_, value)| value.flags & PREFIX_ROUTE != 0);
         let out = match (self.question.origin, steered) {
-            (Origin::Pod, Some((prefix, _))) if beside.is_none() => {
+            (Origin::Pod, Some((prefix, _))) if !matches!(beside, Ok(Some(_))) => {
                 self.trace.at("route", format!("{prefix} leads to {}", name(kilo)));
                 Some(kilo)
             }
@@ -156,8 +156,10 @@ impl Tracer<'_> {
             None => self.trace.stack("The kernel has no route: it answers that the network is unreachable."),
             Some(out) if out == kilo => self.leaving(),
             Some(out) => {
-                if let Some(hop) = beside {
-                    return self.beside(out, &hop);
+                match beside {
+                    Ok(Some(hop)) => return self.beside(out, &hop),
+                    Ok(None) => {}
+                    Err(reason) => return self.refused(out, reason),
                 }
                 if let Err(reason) = self.masquerade(out) {
                     return self.trace.dropped(reason);
@@ -167,16 +169,39 @@ impl Tracer<'_> {
         }
     }
 
+    /// The route leads a packet of the mesh out of an uplink.
+    fn refused(mut self, out: u32, reason: DropReason) -> Trace {
+        self.destination();
+        let text = format!(
+            "{} may not send it: only {} may, and the route there is missing or overruled",
+            (self.host.name)(out),
+            (self.host.name)(self.tables.config.kilo_ifindex)
+        );
+        self.trace.at("uplink_egress", text);
+        self.trace.dropped(reason)
+    }
+
     /// A pod's packet to another node itself.
     fn beside(mut self, out: u32, hop: &Hop) -> Trace {
         let name = |ifindex| (self.host.name)(ifindex);
         let (kilo, Packet { dst, .. }) = (self.tables.config.kilo_ifindex, self.packet());
+        let mtu = self.tables.mtu_of(hop);
         match hop {
-            Hop::Node { mtu, .. } if !self.question.probe.fits(*mtu) => {
+            _ if !self.question.probe.fits(mtu) => {
                 let text = format!("larger than the {mtu} bytes that the way to {dst} carries");
                 self.trace.at("uplink_egress", text);
                 self.trace.reason = Some(DropReason::TooBig.label());
                 self.trace.stack("The sender is told (fragmentation needed, packet too big).")
+            }
+            Hop::Wireguard => {
+                let text = format!(
+                    "from {} to {}: WireGuard itself sends to {dst}, so no route leads there; pods' packets are \
+                     encrypted all the same",
+                    name(out),
+                    name(kilo)
+                );
+                self.trace.at("uplink_egress", text);
+                self.leaving()
             }
             _ => {
                 let text = format!(

@@ -82,12 +82,15 @@ pub struct Route {
     /// Largest packet in bytes, where it is less than the device's MTU: the
     /// stack tells senders of larger ones.
     pub mtu: Option<u32>,
+    /// Nothing may go there another way: an `unreachable` route of a high metric
+    /// stands behind this one.
+    pub closed: bool,
 }
 
 impl Key for Route {
-    type Rank = (<IpNet as Key>::Rank, u32, Option<IpAddr>, Option<u32>);
+    type Rank = (<IpNet as Key>::Rank, u32, Option<IpAddr>, Option<u32>, bool);
     fn rank(&self) -> Self::Rank {
-        (self.destination.rank(), self.table, self.source, self.mtu)
+        (self.destination.rank(), self.table, self.source, self.mtu, self.closed)
     }
 }
 
@@ -177,4 +180,16 @@ pub struct HostLinks {
     pub overlay: BTreeMap<String, Ipv4Addr>,
     /// The device that has this node's overlay address.
     pub overlay_device: Option<u32>,
+    /// Prefixes that others' routes lead out of this host by its uplinks, without
+    /// default routes.
+    pub elsewhere: BTreeMap<IpNet, Elsewhere>,
+}
+
+/// A prefix this host reaches by an uplink, as somebody else's route says.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Elsewhere {
+    /// The link itself: there is no gateway.
+    pub on_link: bool,
+    /// The kernel prefers it to a route of ours to the same prefix.
+    pub wins: bool,
 }

@@ -6,7 +6,7 @@ use ipnet::IpNet;
 
 use super::{Inputs, Own, Remote, WireguardPeer, WireguardPlan};
 use crate::{
-    topology::{Endpoint, EndpointHost},
+    topology::{Endpoint, EndpointHost, Segment},
     wireguard::key::{PublicKey, SecretKey},
 };
 
@@ -22,7 +22,7 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
         refused: index == own.index || segment.key == own.segment.key,
         key: segment.key,
         endpoint: Some(&segment.endpoint),
-        behind_nat: segment.persistent_keepalive > 0,
+        behind_nat: is_behind_nat(segment),
         preshared_key: None,
     });
     let vpn_peers = mesh.peers.iter().map(|peer| Wanted {
@@ -50,7 +50,7 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
     let peers = wanted.iter().zip(allowed_ips).filter(|(one, _)| !one.refused).map(|(one, allowed_ips)| {
         let peer = WireguardPeer {
             allowed_ips: allowed_ips.into_iter().collect(),
-            endpoint: endpoint(inputs, one),
+            endpoint: endpoint(inputs, &one.key, one.endpoint, one.behind_nat),
             roams: one.behind_nat || one.endpoint.is_none(),
             persistent_keepalive: u16::try_from(inputs.persistent_keepalive).unwrap_or(u16::MAX),
             preshared_key: one.preshared_key,
@@ -71,15 +71,27 @@ struct Wanted<'a> {
     preshared_key: Option<SecretKey>,
 }
 
+/// Where this host's WireGuard sends what is for a location.
+pub(super) fn location_endpoint(inputs: &Inputs<'_>, segment: &Segment) -> Option<SocketAddr> {
+    endpoint(inputs, &segment.key, Some(&segment.endpoint), is_behind_nat(segment))
+}
+
+const fn is_behind_nat(segment: &Segment) -> bool {
+    segment.persistent_keepalive > 0
+}
+
 /// Behind NAT a peer is where somebody last saw it, the own device first.
-fn endpoint(inputs: &Inputs<'_>, wanted: &Wanted<'_>) -> Option<SocketAddr> {
-    let seen = || inputs.seen.get(&wanted.key).or_else(|| inputs.mesh.discovered.get(&wanted.key));
-    if wanted.behind_nat
-        && let Some(seen) = seen()
-    {
+fn endpoint(
+    inputs: &Inputs<'_>,
+    key: &PublicKey,
+    given: Option<&Endpoint>,
+    behind_nat: bool,
+) -> Option<SocketAddr> {
+    let seen = || inputs.seen.get(key).or_else(|| inputs.mesh.discovered.get(key));
+    if behind_nat && let Some(seen) = seen() {
         return Some(*seen);
     }
-    let given = wanted.endpoint?;
+    let given = given?;
     let ip = match &given.host {
         EndpointHost::Ip(ip) => *ip,
         EndpointHost::Dns(name) => *inputs.resolved.get(name)?,

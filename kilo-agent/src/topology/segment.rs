@@ -70,8 +70,8 @@ pub struct Segment {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Reach {
     pub prefix: IpNet,
-    /// It is the private address of one of its nodes, and WireGuard does not send there.
-    pub inside: bool,
+    /// It is the private address of one of its nodes.
+    pub private: bool,
 }
 
 /// Who leads a location, and what it takes from that node.
@@ -118,7 +118,7 @@ impl Segment {
             discovered.extend(node.discovered_endpoints.iter().map(|(key, addr)| (*key, *addr)));
         }
         allowed_ips.extend(wireguard_ip.map(IpNet::from));
-        let reach = reach(nodes, wireguard_ip, outline.endpoint);
+        let reach = reach(nodes, wireguard_ip);
         // The order has no meaning; Kilo's is the order of the texts.
         offered.sort_by_cached_key(ToString::to_string);
         offered.dedup();
@@ -149,20 +149,14 @@ impl Segment {
     pub fn all_allowed_ips(&self) -> impl Iterator<Item = IpNet> + '_ {
         self.allowed_ips.iter().chain(&self.allowed_location_ips).copied()
     }
-
-    /// True when this private address is also where WireGuard reaches the
-    /// leader: it cannot be routed through the tunnel it carries.
-    pub fn is_endpoint(&self, ip: IpAddr) -> bool {
-        self.endpoint.ip() == Some(ip)
-    }
 }
 
-fn reach(nodes: &[&Arc<Node>], wireguard_ip: Option<IpAddr>, endpoint: &Endpoint) -> Vec<Reach> {
-    let outside = |prefix: IpNet| Reach { prefix, inside: false };
-    let private = |net: IpNet| Reach { prefix: net.addr().into(), inside: endpoint.ip() != Some(net.addr()) };
-    let pods = nodes.iter().flat_map(|node| &node.pod_cidrs).map(|cidr| outside(cidr.trunc()));
+fn reach(nodes: &[&Arc<Node>], wireguard_ip: Option<IpAddr>) -> Vec<Reach> {
+    let other = |prefix: IpNet| Reach { prefix, private: false };
+    let private = |net: IpNet| Reach { prefix: net.addr().into(), private: true };
+    let pods = nodes.iter().flat_map(|node| &node.pod_cidrs).map(|cidr| other(cidr.trunc()));
     let addresses = nodes.iter().filter_map(|node| node.internal_ip).map(private);
-    let wireguard_ip = wireguard_ip.map(|ip| outside(ip.into()));
+    let wireguard_ip = wireguard_ip.map(|ip| other(ip.into()));
     let mut reach: Vec<Reach> = pods.chain(addresses).chain(wireguard_ip).collect();
     sort_by_prefix(&mut reach, |reach| reach.prefix);
     reach

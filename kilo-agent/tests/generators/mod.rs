@@ -1,6 +1,9 @@
 //! Nodes and peers for properties: as healthy clusters have them, and rubbish.
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+};
 
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1 as core;
@@ -38,19 +41,58 @@ pub fn healthy(index: u8, location: u8, leader: bool, no_private: bool, net: u8)
     }
 }
 
+/// Where WireGuard may really send what is for a node.
+#[derive(Clone, Copy, Debug)]
+pub enum Reached {
+    /// At the endpoint it publishes, an address outside of the mesh.
+    Public,
+    /// At the endpoint it publishes, its private address.
+    Private,
+    /// It publishes its private address, and is behind NAT: others see another.
+    NatOfPrivate,
+    /// It publishes another address, and others see it at its private one.
+    SeenInside,
+}
+
+fn reached() -> impl Strategy<Value = Reached> {
+    prop_oneof![
+        4 => Just(Reached::Public),
+        2 => Just(Reached::Private),
+        1 => Just(Reached::NatOfPrivate),
+        1 => Just(Reached::SeenInside),
+    ]
+}
+
 pub fn healthy_nodes() -> impl Strategy<Value = BTreeMap<String, Node>> {
     let weighted = prop::bool::weighted;
-    let node = (0u8..4, weighted(0.2), weighted(0.1), 24u8..=32, weighted(0.3));
+    let node = (0u8..4, weighted(0.2), weighted(0.1), 24u8..=32, reached());
     prop::collection::btree_map(1u8..60, node, 1..12).prop_map(|nodes| {
-        let nodes =
-            nodes.into_iter().map(|(index, (location, leader, no_private, net, private_endpoint))| {
-                let mut node = healthy(index, location, leader, no_private, net);
-                if let Some(private) = node.internal_ip.filter(|_| private_endpoint) {
-                    node.endpoint = Some(std::net::SocketAddr::new(private.addr(), 51_820).into());
-                }
-                node
-            });
-        nodes.map(|node| (node.name.clone(), node)).collect()
+        let mut discovered = BTreeMap::new();
+        let nodes = nodes.into_iter().map(|(index, (location, leader, no_private, net, reached))| {
+            let mut node = healthy(index, location, leader, no_private, net);
+            let Some(private) = node.internal_ip.map(|net| SocketAddr::new(net.addr(), 51_820)) else {
+                return node;
+            };
+            let translated = SocketAddr::from(([203, 0, 113, index], 4500));
+            let (endpoint, seen) = match reached {
+                Reached::Public => (node.endpoint.clone(), None),
+                Reached::Private => (Some(private.into()), None),
+                Reached::NatOfPrivate => (Some(private.into()), Some(translated)),
+                Reached::SeenInside => (node.endpoint.clone(), Some(private)),
+            };
+            node.endpoint = endpoint;
+            if let Some(seen) = seen {
+                node.persistent_keepalive = 25;
+                discovered.insert(PublicKey([index; 32]), seen);
+            }
+            node
+        });
+        let mut nodes: BTreeMap<String, Node> = nodes.map(|node| (node.name.clone(), node)).collect();
+        // One of them has seen all.
+        if let Some(node) = nodes.values_mut().next() {
+            node.discovered_endpoints = discovered;
+        }
+        nodes
     })
 }
 

@@ -18,7 +18,10 @@ use kilo_common::{
         Inner, UDP_LEN, VXLAN_INNER, VXLAN_LEN, ipip_frame, ipip_frame_v6, next_ttl, segment_len,
         segments_room, vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
     },
-    maps::{CONFIG_LEADER, CONFIG_MASQUERADE, DEVICE_MASQUERADE, NAT_EGRESS, PREFIX_INSIDE, VXLAN_PORT},
+    maps::{
+        CONFIG_LEADER, CONFIG_MASQUERADE, DEVICE_MASQUERADE, NAT_EGRESS, PREFIX_INSIDE, PREFIX_NEVER_CLEAR,
+        VXLAN_PORT,
+    },
     nat::{
         self, flow,
         transport::{self, Part},
@@ -450,16 +453,55 @@ fn built<const N: usize>(build: impl Fn(&mut [u8; N])) -> Vec<u8> {
 fn uplink_egress(tables: &Tables, input: &Input, link: usize) -> Wanted {
     let frame = &input.frame[..];
     let Some(v6) = family(frame) else { return passes(None) };
-    let Ok(ip) = Ip::read(frame, link, v6) else { return passes(None) };
-    if let Some(Hop::Node { mtu, .. }) = tables.uplink_egress(Packet { src: ip.src, dst: ip.dst }) {
-        // What `kilo_egress` does then is another packet's judgement.
-        let onward = Wanted { verdict: REDIRECT, counted: vec![], bytes: Bytes::Same, mtu: 0 };
-        return if ip.probe(input, link).fits(mtu) { onward } else { told(frame, link, v6, mtu) };
+    let Ok(ip) = Ip::read(frame, link, v6) else {
+        // Whatever it is: nothing may go there in clear.
+        let closed = destination(frame, link, v6).and_then(|dst| longest(&tables.prefix, dst));
+        return match closed {
+            Some(value) if value.flags & PREFIX_NEVER_CLEAR != 0 => drops(DropReason::NotEncrypted),
+            _ => passes(None),
+        };
+    };
+    match tables.uplink_egress(Packet { src: ip.src, dst: ip.dst }) {
+        Ok(Some(hop)) => {
+            let mtu = tables.mtu_of(&hop);
+            // What `kilo_egress` does then is another packet's judgement.
+            let onward = Wanted { verdict: REDIRECT, counted: vec![], bytes: Bytes::Same, mtu: 0 };
+            return if ip.probe(input, link).fits(mtu) { onward } else { told(frame, link, v6, mtu) };
+        }
+        Err(DropReason::NotEncrypted) if is_of_host(tables, frame, link, &ip) => {}
+        Err(reason) => return drops(reason),
+        Ok(None) => {}
     }
     match translation(tables, input, link, &ip) {
         Err(reason) => drops(reason),
         Ok(None) => passes(None),
         Ok(Some(addr)) => Wanted { bytes: Bytes::Translated(addr), ..passes(Some(Action::Masquerade)) },
+    }
+}
+
+/// The destination of a packet whose header contradicts itself.
+fn destination(frame: &[u8], link: usize, v6: bool) -> Option<IpAddr> {
+    let header = &frame[link..];
+    Some(if v6 {
+        <[u8; 16]>::try_from(header.get(24..40)?).ok()?.into()
+    } else {
+        <[u8; 4]>::try_from(header.get(16..20)?).ok()?.into()
+    })
+}
+
+/// True for what a host must send by its uplinks: WireGuard's packets, and
+/// neighbour discovery. The port of a pod's packet says nothing.
+fn is_of_host(tables: &Tables, frame: &[u8], link: usize, ip: &Ip) -> bool {
+    if tables.is_of_mesh(ip.src) {
+        return false;
+    }
+    let behind = frame.get(link + ip.header_len..).unwrap_or_default();
+    match ip.protocol {
+        protocol::UDP if !ip.fragment => behind.starts_with(&tables.config.wireguard_port.to_be_bytes()),
+        protocol::ICMPV6 if ip.v6 && ip.ttl == 255 => {
+            behind.first().is_some_and(|kind| (133..=137).contains(kind))
+        }
+        _ => false,
     }
 }
 

@@ -63,10 +63,11 @@ pub const PUBLIC_V6: [u8; 16] = [0x20, 1, 0x0d, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0,
 pub const IFINDEX: u32 = 1;
 pub const MEMBER_HOP: u32 = HOP_FIRST_NODE;
 
-fn prefixes(list: &[(&str, u32)]) -> SortedMap<ipnet::IpNet, PrefixValue> {
+fn prefixes(list: &[(&str, u32, u32)]) -> SortedMap<ipnet::IpNet, PrefixValue> {
     list.iter()
-        .map(|(prefix, hop)| {
-            (prefix.parse().unwrap(), PrefixValue { hop: *hop, flags: PREFIX_ROUTE | PREFIX_SOURCE })
+        .map(|(prefix, hop, flags)| {
+            let flags = PREFIX_ROUTE | PREFIX_SOURCE | flags;
+            (prefix.parse().unwrap(), PrefixValue { hop: *hop, flags })
         })
         .collect()
 }
@@ -82,13 +83,13 @@ pub fn leader_tables() -> Tables {
     };
     Tables {
         prefix: prefixes(&[
-            ("10.42.1.0/24", HOP_LOCAL),
-            ("10.1.0.11/32", HOP_LOCAL),
-            ("10.42.2.0/24", MEMBER_HOP),
-            ("10.1.0.12/32", MEMBER_HOP),
-            ("10.42.4.0/24", HOP_REMOTE),
-            ("10.42.9.0/24", HOP_REMOTE),
-            ("10.5.0.1/32", HOP_REMOTE),
+            ("10.42.1.0/24", HOP_LOCAL, 0),
+            ("10.1.0.11/32", HOP_LOCAL, 0),
+            ("10.42.2.0/24", MEMBER_HOP, PREFIX_NEVER_CLEAR),
+            ("10.1.0.12/32", MEMBER_HOP, PREFIX_PODS_STEERED),
+            ("10.42.4.0/24", HOP_REMOTE, PREFIX_NEVER_CLEAR),
+            ("10.42.9.0/24", HOP_REMOTE, PREFIX_NEVER_CLEAR),
+            ("10.5.0.1/32", HOP_REMOTE, PREFIX_NEVER_CLEAR),
         ]),
         hop: BTreeMap::from([
             (HOP_LOCAL, plan::Hop::Local),

@@ -85,6 +85,11 @@ impl Random {
         *from.choose(&mut self.0).unwrap()
     }
 
+    /// What may be sent to a prefix in clear.
+    fn clear(&mut self) -> u32 {
+        self.pick(&[0, 0, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED])
+    }
+
     /// Tables of a node with up to three others in its location.
     pub fn tables(&mut self) -> Tables {
         let leader = self.chance(2);
@@ -103,12 +108,13 @@ impl Random {
                 PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_INSIDE,
                 0,
             ]);
+            let flags = flags | self.clear();
             let hop = if self.chance(20) { MAX_HOPS + 5 } else { self.pick(&ids) };
             tables.prefix.insert(prefix.parse::<IpNet>().unwrap().trunc(), PrefixValue { hop, flags });
         }
         if self.chance(4) {
-            let hop = self.pick(&ids);
-            tables.prefix.insert("0.0.0.0/0".parse().unwrap(), PrefixValue { hop, flags: PREFIX_ROUTE });
+            let (hop, flags) = (self.pick(&ids), PREFIX_ROUTE | self.clear());
+            tables.prefix.insert("0.0.0.0/0".parse().unwrap(), PrefixValue { hop, flags });
         }
         tables.hop.insert(HOP_LOCAL, Hop::Local);
         for index in 1..=3 {
@@ -127,6 +133,11 @@ impl Random {
                 if leads && !self.chance(8) {
                     tables.hop.insert(HOP_REMOTE, hop);
                 }
+            }
+            if !self.chance(3) {
+                // The host itself sends there by its uplinks.
+                let value = PrefixValue { hop: id, flags: PREFIX_SOURCE | self.clear() };
+                tables.prefix.insert(IpNet::from(private(index, v6_underlay)), value);
             }
             if !self.chance(8) {
                 let flags = if leads { NODE_LEADER } else { 0 };
@@ -165,7 +176,7 @@ impl Random {
             flags: flag(leader, CONFIG_LEADER)
                 | flag(self.chance(3), CONFIG_MASQUERADE)
                 | flag(self.chance(2), CONFIG_PLAIN)
-                | flag(!self.chance(4), CONFIG_PODS),
+                | flag(self.chance(3), CONFIG_OFFERED),
             nat_port_min: 32_768,
             nat_port_max: 60_999,
             wireguard_port: WIREGUARD_PORT,
@@ -299,7 +310,14 @@ impl Random {
         let mut payload = vec![0; length];
         self.0.fill(&mut payload[..]);
         if kind == icmp && length > 0 {
-            payload[0] = if v6 { self.pick(&[128, 129, 1, 2, 3]) } else { self.pick(&[8, 8, 0, 3, 11]) };
+            payload[0] = if v6 {
+                self.pick(&[128, 129, 1, 2, 3, 133, 135, 136, 137])
+            } else {
+                self.pick(&[8, 8, 0, 3, 11])
+            };
+        }
+        if kind == protocol::UDP && length > 1 && self.chance(6) {
+            payload[..2].copy_from_slice(&WIREGUARD_PORT.to_be_bytes());
         }
         self.ip(src, dst, kind, &payload)
     }

@@ -15,7 +15,7 @@ use nix::sys::signal::Signal;
 use super::{
     Lab, LabArgs, agents, clear,
     counters::{self, action, drops},
-    external, forward_policy, granularity, matrix, nat,
+    external, fail_closed, forward_policy, granularity, matrix, nat,
     network::Node,
     node_ports, offloads, path_mtu, pod_tunnels, printer, segments, services, vpn, well,
 };
@@ -63,6 +63,15 @@ const WIREGUARD: &[Check] = &[
 
 /// Other ways it is used.
 const USES: &[Check] = &[
+    (
+        "kilo0 down or deleted while no agent runs is no leak, and is mended by the next",
+        fail_closed::without_agent,
+    ),
+    ("kilo0 deleted again and again under traffic is no leak", fail_closed::under_agent),
+    (
+        "without WireGuard's port everything else is put right, and nothing leaves in clear",
+        fail_closed::port_taken,
+    ),
     (
         "node ports and host ports lead to pods from outside and from other nodes' pods, whose own flows stay apart",
         node_ports::run,

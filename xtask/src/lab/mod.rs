@@ -9,6 +9,7 @@ mod cloud;
 mod cni;
 pub mod counters;
 mod external;
+mod fail_closed;
 pub mod faults;
 mod flannel;
 mod foreign;

@@ -155,7 +155,11 @@ pub const LINES: &[Line] = &[
     line(
         25,
         "kilo0 deleted, renamed, renumbered",
-        &["wireguard_kernel::a_deleted_interface_is_not_made_again_behind_our_back"],
+        &[
+            "wireguard_kernel::a_deleted_interface_is_not_made_again_behind_our_back",
+            "lab: kilo0 down or deleted while no agent runs is no leak, and is mended by the next",
+            "lab: kilo0 deleted again and again under traffic is no leak",
+        ],
         "",
     ),
     line(

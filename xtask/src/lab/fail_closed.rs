@@ -1,0 +1,158 @@
+//! Nodes whose WireGuard device is gone, down, or without its port: packets of the
+//! mesh are dropped and counted, not sent in clear; and everything comes back.
+
+use std::{
+    net::{Ipv4Addr, Ipv6Addr, UdpSocket},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use nix::sys::signal::Signal;
+
+use super::{Lab, counters, network::Node, probe};
+
+/// A node that does not lead, and one that does.
+const NODES: [&str; 2] = ["a2", "a1"];
+/// A pod of the other location, not its leader's.
+const TARGET: &str = "b2";
+/// Echo requests of each attempt.
+const ECHOES: u64 = 20;
+const WIREGUARD_PORT: u16 = 51_820;
+
+/// The device is set down and deleted while no agent runs.
+pub fn without_agent(lab: &mut Lab) -> Result<String> {
+    let mut dropped = 0;
+    for name in NODES {
+        let node = lab.network.node(name)?.clone();
+        for gone in ["link set kilo0 down\n", "link delete kilo0\n"] {
+            let before = refused(&node)?;
+            let seen = counters::clear_pod_packets(&lab.network)?;
+            lab.agents.stop(name, Signal::SIGTERM)?;
+            node.space.ip(gone)?;
+            cut_off(lab, &node).context("with the unreachable routes")?;
+            // They are the second belt: without them packets get as far as the uplink.
+            for family in ["-4", "-6"] {
+                node.space
+                    .sh(&format!("ip {family} route flush table main type unreachable proto 107 || true"))?;
+            }
+            cut_off(lab, &node).context("by the default route")?;
+            lab.agents.start(&node)?;
+            back(lab, &node)?;
+            let counted = refused(&node)?.saturating_sub(before);
+            ensure!(counted >= ECHOES, "{name}: {counted} packets counted as not_encrypted after {gone}");
+            clear(lab, seen)?;
+            dropped += counted;
+        }
+    }
+    Ok(format!("({dropped} packets dropped as not_encrypted)"))
+}
+
+/// The device is deleted under a running agent, again and again.
+pub fn under_agent(lab: &mut Lab) -> Result<String> {
+    let seen = counters::clear_pod_packets(&lab.network)?;
+    for name in NODES {
+        let node = lab.network.node(name)?.clone();
+        let target = lab.network.node(TARGET)?.pod_ip();
+        let mut pings =
+            node.pod.command("ping").args(["-q", "-i", "0.01", "-w", "6", &target.to_string()]).spawn()?;
+        for _ in 0..3 {
+            // Without a second belt, so that the first one is seen to hold.
+            node.space.sh(
+                "ip -4 route flush table main type unreachable proto 107; ip link delete kilo0 || true",
+            )?;
+            std::thread::sleep(Duration::from_secs(1));
+        }
+        let _ = pings.wait();
+        back(lab, &node)?;
+    }
+    clear(lab, seen)?;
+    Ok(String::new())
+}
+
+/// Another program has WireGuard's port when the agent starts.
+pub fn port_taken(lab: &mut Lab) -> Result<String> {
+    for name in NODES {
+        let node = lab.network.node(name)?.clone();
+        let seen = counters::clear_pod_packets(&lab.network)?;
+        lab.agents.stop(name, Signal::SIGTERM)?;
+        node.space.sh("ip link delete kilo0; ip route flush proto 107; ip -6 route flush proto 107")?;
+        let taken = node.space.spawn(|| take_port(Duration::from_secs(10))).join();
+        let taken = taken.map_err(|_| anyhow::anyhow!("thread"))???;
+        lab.agents.start(&node)?;
+        let result = put_right_but_wireguard(lab, &node);
+        drop(taken);
+        result.with_context(|| format!("{name}, without WireGuard's port"))?;
+        back(lab, &node)?;
+        clear(lab, seen)?;
+    }
+    Ok(String::new())
+}
+
+/// Both families; the process of a device that was just deleted ends a moment later.
+fn take_port(limit: Duration) -> Result<[UdpSocket; 2]> {
+    let began = Instant::now();
+    loop {
+        let both = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, WIREGUARD_PORT)).and_then(|v4| {
+            let v6 = socket2::Socket::new(socket2::Domain::IPV6, socket2::Type::DGRAM, None)?;
+            v6.set_only_v6(true)?;
+            v6.bind(&std::net::SocketAddr::from((Ipv6Addr::UNSPECIFIED, WIREGUARD_PORT)).into())?;
+            Ok([v4, v6.into()])
+        });
+        match both {
+            Ok(both) => return Ok(both),
+            Err(error) if began.elapsed() > limit => bail!("port {WIREGUARD_PORT}: {error}"),
+            Err(_) => std::thread::sleep(Duration::from_millis(50)),
+        }
+    }
+}
+
+/// What does not need the port is there: routes that lead nowhere but to kilo0.
+fn put_right_but_wireguard(lab: &Lab, node: &Node) -> Result<()> {
+    let target = lab.network.node(TARGET)?.pod_ip();
+    let began = Instant::now();
+    loop {
+        let routes = node.space.sh("ip route show table main proto 107")?;
+        if routes.contains("unreachable") {
+            break;
+        }
+        ensure!(began.elapsed() < Duration::from_secs(30), "no routes are made:\n{routes}");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let way = node.space.sh(&format!("ip route get {target} 2>&1 || true"))?;
+    ensure!(way.contains("kilo0") || way.contains("No route to host"), "{target}: {way}");
+    match NODES.iter().position(|name| *name == node.name()) {
+        // A node that does not lead needs no port where its device goes up without.
+        Some(0) => ask(lab, node).map(drop),
+        _ => cut_off(lab, node),
+    }
+}
+
+/// Sends echo requests to the other location; answers what `ping` says.
+fn ask(lab: &Lab, node: &Node) -> Result<String> {
+    let target = lab.network.node(TARGET)?.pod_ip();
+    node.pod.sh(&format!("ping -q -n -c {ECHOES} -i 0.05 -W 1 {target} 2>&1 || true"))
+}
+
+/// No echo is answered.
+fn cut_off(lab: &Lab, node: &Node) -> Result<()> {
+    let said = ask(lab, node)?;
+    ensure!(said.contains(" 0 received"), "{}: {said}", node.name());
+    Ok(())
+}
+
+/// The node's pod reaches the other location again, and what an agent does is done.
+fn back(lab: &Lab, node: &Node) -> Result<()> {
+    let target = lab.network.node(TARGET)?.pod_ip();
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(180))?;
+    probe::until_seen_as(&node.pod, target, node.pod_ip(), Duration::from_secs(60))
+}
+
+fn refused(node: &Node) -> Result<u64> {
+    Ok(counters::drops(&counters::scrape(&node.space)?).get("not_encrypted").copied().unwrap_or(0))
+}
+
+fn clear(lab: &Lab, before: u64) -> Result<()> {
+    let seen = counters::clear_pod_packets(&lab.network)?.saturating_sub(before);
+    ensure!(seen == 0, "the router saw {seen} packets with pod addresses in clear");
+    Ok(())
+}
