@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// Maps whose content depends on the mesh or its traffic.
-const FILLED: [&str; 9] = [
+const FILLED: [&str; 10] = [
     name::PREFIX_V4,
     name::PREFIX_V6,
     name::HOP,
@@ -34,6 +34,7 @@ const FILLED: [&str; 9] = [
     name::NODE_V6,
     name::MASQ_SRC,
     name::MASQ_DST,
+    name::MASQ_ADDR,
     name::NAT,
     name::DEVICE,
 ];

@@ -12,10 +12,9 @@ use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
 use kilo_common::{
     checksum,
     maps::{CONFIG_ONE_V4, NAT_EGRESS, NAT_INGRESS, NatKey, NatValue},
-    packet::protocol,
 };
 use masquerade::{
-    Side, World, addresses, echo, frame, ip, neighbour, ports, read, sides, tcp, transport, udp,
+    Side, World, addresses, echo, fragments, frame, ip, neighbour, ports, read, sides, tcp, transport, udp,
 };
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 use support::{
@@ -78,34 +77,6 @@ fn the_answer_to_any_translated_packet_comes_back_as_the_answer_to_the_packet_it
         assert_eq!(back.bytes, frame(&packet(outside, pod, (theirs, own), true, kind)));
     }
     assert!(changed > 100, "ports were changed {changed} times only");
-}
-
-/// The parts of a packet: the first with `cut` bytes of payload.
-fn fragments(whole: &[u8], id: u16, cut: usize) -> [Vec<u8>; 2] {
-    let found = transport(whole);
-    let (src, dst) = addresses(whole);
-    let payload = &whole[found.offset..];
-    let offset = u16::try_from(cut).unwrap();
-    if src.is_ipv4() {
-        [(&payload[..cut], 0x2000), (&payload[cut..], offset / 8)].map(|(part, field)| {
-            let mut packet = ip(src, dst, found.protocol, part);
-            packet[4..6].copy_from_slice(&id.to_be_bytes());
-            packet[6..8].copy_from_slice(&field.to_be_bytes());
-            packet[10..12].fill(0);
-            let sum = checksum::header(packet.first_chunk().unwrap());
-            packet[10..12].copy_from_slice(&sum.to_be_bytes());
-            packet
-        })
-    } else {
-        [(&payload[..cut], 1), (&payload[cut..], offset)].map(|(part, field)| {
-            let mut behind = vec![found.protocol, 0];
-            behind.extend(field.to_be_bytes());
-            behind.extend([0, 0]);
-            behind.extend(id.to_be_bytes());
-            behind.extend(part);
-            ip(src, dst, protocol::FRAGMENT, &behind)
-        })
-    }
 }
 
 /// A datagram put together again.

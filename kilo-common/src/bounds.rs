@@ -2,7 +2,10 @@
 
 use crate::{
     event::RING_BYTES,
-    maps::{MAX_DEVICES, MAX_HOPS, MAX_MASQ_PREFIXES, MAX_NAT, MAX_NODES, MAX_PREFIXES, PATH_MTU_RING, name},
+    maps::{
+        MAX_DEVICES, MAX_HOPS, MAX_INBOUND, MAX_MASQ_ADDRS, MAX_MASQ_PREFIXES, MAX_NAT, MAX_NODES,
+        MAX_PREFIXES, PATH_MTU_RING, name,
+    },
     verdict::COUNTERS,
 };
 
@@ -64,6 +67,20 @@ pub const BOUNDS: &[Bound] = &[
         MAX_NAT,
         "65,536 flows of two entries: as many as one address has ports towards one destination. \
          One more: the least recently used goes, and is written anew with its flow's next packet",
+    ),
+    bound(
+        name::INBOUND,
+        "LRU flow opened from outside → last packet, both families",
+        MAX_INBOUND,
+        "strangers may fill it, so it is a map of its own: they evict each other, never an entry of `nat`. \
+         One more: the least recently used goes, and is written anew with its flow's next packet from outside",
+    ),
+    bound(
+        name::MASQ_ADDR,
+        "LPM interface, destination → masquerade address; and all such addresses",
+        MAX_MASQ_ADDRS,
+        "a few an address of an uplink, one a route with a source of its own. One more: the change is \
+         refused as a whole",
     ),
     bound(name::NAT_WORK, "memory of the masquerading program, per CPU", 1, "no state"),
     bound(

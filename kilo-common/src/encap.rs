@@ -40,9 +40,9 @@ pub const VXLAN_DEVICE_MAC: [u8; 6] = [0x02, 0x6b, 0x67, 0, 0, 1];
 /// What stands behind the outer IP header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Inner {
-    /// Length of the inner packet in bytes. Of superpackets that do not fit in
-    /// 16 bits the kernel writes the lengths anew when it cuts them.
-    pub len: u16,
+    /// Length of the inner packet in bytes. Where it does not fit in 16 bits the headers
+    /// say 0, and the kernel writes the lengths of the segments when it cuts the packet.
+    pub len: u32,
     /// Type of service or traffic class.
     pub tos: u8,
     /// True for IPv6.
@@ -65,7 +65,7 @@ pub const fn ipip_frame(
     remote: &[u8; 4],
     inner: &Inner,
 ) {
-    let len = inner.len.wrapping_add(IPIP_OVERHEAD as u16);
+    let len = length(inner.len + IPIP_OVERHEAD as u32);
     put_ipv4(frame, local, remote, inner.tos, len, inner.protocol(), None);
 }
 
@@ -77,7 +77,7 @@ pub const fn ipip_frame_v6(
     remote: &[u8; 16],
     inner: &Inner,
 ) {
-    put_ipv6(frame, local, remote, inner.tos, inner.len, inner.protocol());
+    put_ipv6(frame, local, remote, inner.tos, length(inner.len), inner.protocol());
 }
 
 /// VXLAN over IPv4; routers may fragment it.
@@ -88,7 +88,7 @@ pub const fn vxlan_frame(
     remote: &[u8; 4],
     inner: &Inner,
 ) {
-    let len = inner.len.wrapping_add(VXLAN_OVERHEAD as u16);
+    let len = length(inner.len + VXLAN_OVERHEAD as u32);
     put_ipv4(frame, local, remote, inner.tos, len, protocol::UDP, Some(inner.hash as u16));
     put_vxlan(frame, ETHERNET_LEN + IPV4_LEN, inner);
 }
@@ -101,7 +101,7 @@ pub const fn vxlan_frame_v6(
     remote: &[u8; 16],
     inner: &Inner,
 ) {
-    let len = inner.len.wrapping_add(VXLAN_INNER as u16);
+    let len = length(inner.len + VXLAN_INNER as u32);
     put_ipv6(frame, local, remote, inner.tos, len, protocol::UDP);
     put_vxlan(frame, ETHERNET_LEN + IPV6_LEN, inner);
 }
@@ -119,6 +119,13 @@ pub const fn vxlan_ethernet(v6: bool) -> [u8; ETHERNET_LEN] {
 pub const fn vxlan_header() -> [u8; VXLAN_LEN] {
     let vni = VXLAN_VNI.to_be_bytes();
     [0x08, 0, 0, 0, vni[1], vni[2], vni[3], 0]
+}
+
+/// What a header says of so many bytes: nothing where the field is too short (BIG TCP);
+/// each segment gets its own then.
+#[inline(always)]
+const fn length(bytes: u32) -> u16 {
+    if bytes > u16::MAX as u32 { 0 } else { bytes as u16 }
 }
 
 /// Copies `part` into `frame` at `at`.
@@ -145,7 +152,7 @@ const fn put_vxlan<const F: usize>(frame: &mut [u8; F], at: usize, inner: &Inner
     let port = 0xc000 | (inner.hash ^ inner.hash >> 16) as u16 & 0x3fff;
     put(frame, at, &port.to_be_bytes());
     put(frame, at + 2, &VXLAN_PORT.to_be_bytes());
-    put(frame, at + 4, &inner.len.wrapping_add(VXLAN_INNER as u16).to_be_bytes());
+    put(frame, at + 4, &length(inner.len + VXLAN_INNER as u32).to_be_bytes());
     put(frame, at + UDP_LEN, &vxlan_header());
     put_vxlan_ethernet(frame, at + UDP_LEN + VXLAN_LEN, inner.v6);
 }
@@ -252,8 +259,19 @@ mod tests {
     use crate::packet::{Ipv4, Ipv6};
     use proptest::prelude::*;
 
-    fn inner(len: u16, tos: u8, v6: bool) -> Inner {
+    fn inner(len: u32, tos: u8, v6: bool) -> Inner {
         Inner { len, tos, v6, hash: 0x1234_5678 }
+    }
+
+    #[test]
+    fn what_does_not_fit_the_length_of_a_header_says_none() {
+        for (len, says) in [(65_515, 65_535), (65_516, 0), (180_000, 0)] {
+            let frame = built(|frame| ipip_frame(frame, &[1; 4], &[2; 4], &inner(len, 0, false)));
+            assert_eq!(u16::from_be_bytes([frame[16], frame[17]]), says, "{len}");
+            let available = len as usize + IPIP_OVERHEAD;
+            let outer = Ipv4::parse(frame[14..34].try_into().unwrap(), available).unwrap();
+            assert_eq!(outer.total_len as usize, available, "{len}: as the kernel reads it");
+        }
     }
 
     fn built<const N: usize>(build: impl Fn(&mut [u8; N])) -> Vec<u8> {
@@ -294,15 +312,15 @@ mod tests {
             v6 in any::<bool>(),
         ) {
             for (frame, protocol, dont_fragment) in [
-                (built(|frame| ipip_frame(frame, &local, &remote, &inner(len, tos, v6))), if v6 { 41 } else { 4 }, true),
-                (built(|frame| vxlan_frame(frame, &local, &remote, &inner(len, tos, v6))), 17, false),
+                (built(|frame| ipip_frame(frame, &local, &remote, &inner(len.into(), tos, v6))), if v6 { 41 } else { 4 }, true),
+                (built(|frame| vxlan_frame(frame, &local, &remote, &inner(len.into(), tos, v6))), 17, false),
             ] {
                 prop_assert_eq!(&frame[12..14], [8, 0]);
                 let packet = on_the_wire(&frame, len);
                 let header: [u8; 20] = packet[..20].try_into().unwrap();
                 let ip = Ipv4::parse(&header, packet.len()).unwrap();
                 prop_assert_eq!((ip.src, ip.dst, ip.protocol, ip.tos), (local, remote, protocol, tos));
-                prop_assert_eq!(usize::from(ip.total_len), packet.len());
+                prop_assert_eq!(ip.total_len as usize, packet.len());
                 prop_assert_eq!(checksum::header(&header), 0);
                 prop_assert!(!ip.is_fragment());
                 prop_assert_eq!(ip.fragment & 0x4000 != 0, dont_fragment);
@@ -315,8 +333,8 @@ mod tests {
             v6 in any::<bool>(),
         ) {
             for (frame, protocol) in [
-                (built(|frame| ipip_frame_v6(frame, &local, &remote, &inner(len, tos, v6))), if v6 { 41 } else { 4 }),
-                (built(|frame| vxlan_frame_v6(frame, &local, &remote, &inner(len, tos, v6))), 17),
+                (built(|frame| ipip_frame_v6(frame, &local, &remote, &inner(len.into(), tos, v6))), if v6 { 41 } else { 4 }),
+                (built(|frame| vxlan_frame_v6(frame, &local, &remote, &inner(len.into(), tos, v6))), 17),
             ] {
                 prop_assert_eq!(&frame[12..14], [0x86, 0xdd]);
                 let packet = on_the_wire(&frame, len);

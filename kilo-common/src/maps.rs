@@ -27,6 +27,10 @@ pub const MAX_NODES: u32 = 4_096;
 pub const MAX_MASQ_PREFIXES: u32 = 262_144;
 /// Size of `nat`; two entries a flow, both families.
 pub const MAX_NAT: u32 = 131_072;
+/// Size of `inbound`, both families: strangers may fill it, and nothing else with it.
+pub const MAX_INBOUND: u32 = 32_768;
+/// Size of the trie `masq_addr`.
+pub const MAX_MASQ_ADDRS: u32 = 4_096;
 /// Size of the `device` hash.
 pub const MAX_DEVICES: u32 = 256;
 
@@ -51,6 +55,10 @@ pub mod name {
     pub const MASQ_DST: &str = "masq_dst";
     /// LRU hash: [`super::NatKey`] -> [`super::NatValue`].
     pub const NAT: &str = "nat";
+    /// LRU hash: [`super::NatKey`] of answers -> [`super::InboundValue`].
+    pub const INBOUND: &str = "inbound";
+    /// LPM: interface and destination -> [`super::MasqAddr`]; see [`super::masq_addr_key`].
+    pub const MASQ_ADDR: &str = "masq_addr";
     /// Per-CPU array of one: memory of the masquerading program; no state.
     pub const NAT_WORK: &str = "nat_work";
     /// Ring buffer of [`super::PathMtu`].
@@ -233,16 +241,67 @@ pub struct NatValue {
     pub last_seen: u32,
 }
 
+/// A flow that was opened from outside towards an address whose packets are else
+/// masqueraded. Its key is that of the answers, [`NAT_EGRESS`] (or
+/// [`NAT_FRAGMENT_EGRESS`], for later fragments of an answer): they stay as they are.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct InboundValue {
+    /// Time of the last packet: `CLOCK_MONOTONIC` in seconds.
+    pub last_seen: u32,
+    /// TCP flags seen from the side that opened it (or-ed).
+    pub opener_flags: u8,
+    /// TCP flags seen in answers (or-ed).
+    pub answer_flags: u8,
+    /// `NAT_SEEN` once it was answered, or 0.
+    pub flags: u8,
+    /// Always zero.
+    pub pad: u8,
+}
+
+/// An address that masqueraded packets get.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct MasqAddr {
+    /// The address; IPv4 as `::ffff:a.b.c.d`.
+    pub addr: [u8; 16],
+    /// The interface that has it.
+    pub ifindex: u32,
+}
+
+/// Interface index of those keys of `masq_addr` that hold the addresses themselves:
+/// all that some uplink gives to masqueraded packets.
+pub const MASQ_ADDR_OWN: u32 = 0;
+
+/// Bits of a key of `masq_addr` before the destination's: those of the interface index.
+pub const MASQ_ADDR_INDEX_BITS: u32 = 32;
+
+/// The key of `masq_addr`: interface index, then the destination (IPv4 as
+/// `::ffff:a.b.c.d`); both in network byte order.
+#[inline(always)]
+pub const fn masq_addr_key(ifindex: u32, destination: &[u8; 16]) -> [u8; 20] {
+    let mut key = [0; 20];
+    let index = ifindex.to_be_bytes();
+    let mut i = 0;
+    while i < 20 {
+        key[i] = if i < 4 { index[i] } else { destination[i - 4] };
+        i += 1;
+    }
+    key
+}
+
 /// `Device::flags`: packets that leave through it may be masqueraded.
 pub const DEVICE_MASQUERADE: u32 = 1;
+/// `Device::flags`: `masq_addr` tells the address towards some destinations.
+pub const DEVICE_BY_DESTINATION: u32 = 2;
 
 /// An interface our programs sit on.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Device {
-    /// Address that masqueraded IPv4 packets get; zero = none.
+    /// Address that masqueraded IPv4 packets get, unless `masq_addr` names another; zero = none.
     pub masq_v4: [u8; 4],
-    /// Address that masqueraded IPv6 packets get; zero = none.
+    /// The same of IPv6 packets; zero = none.
     pub masq_v6: [u8; 16],
     /// `DEVICE_*` bits.
     pub flags: u32,
@@ -255,9 +314,10 @@ pub const CONFIG_MASQUERADE: u32 = 2;
 /// `Config::flags`: nodes of the location may send packets without an outer header.
 pub const CONFIG_PLAIN: u32 = 4;
 
-/// `Config::flags`: packets may be masqueraded on the WireGuard device to an
-/// address that uplinks have, too (another location offers prefixes). An entry in
-/// `nat` then does not say that a flow may leave by an uplink.
+/// `Config::flags`: other locations offer prefixes (allowed-location-ips). The WireGuard
+/// device then also brings packets from addresses that the mesh does not exclude from
+/// masquerading, and packets may be masqueraded on it to an address that uplinks have,
+/// too: an entry in `nat` does not say that a flow may leave by an uplink.
 pub const CONFIG_OFFERED: u32 = 8;
 
 /// `Config::flags`: masqueraded IPv4 packets get `private_v4` at every uplink,
@@ -265,6 +325,12 @@ pub const CONFIG_OFFERED: u32 = 8;
 pub const CONFIG_ONE_V4: u32 = 16;
 /// `Config::flags`: the same of IPv6 and `private_v6`.
 pub const CONFIG_ONE_V6: u32 = 32;
+
+/// `Config::flags`: masqueraded IPv4 packets get one address on one uplink, and another
+/// on another or towards other destinations. All of them stand in `masq_addr`.
+pub const CONFIG_SEVERAL_V4: u32 = 64;
+/// `Config::flags`: the same of IPv6.
+pub const CONFIG_SEVERAL_V6: u32 = 128;
 
 /// What every program needs to know of this host.
 #[repr(C)]
@@ -320,4 +386,4 @@ macro_rules! plain_old_data {
         )*
     };
 }
-plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 16, NatKey: 40, NatValue: 24, Device: 24, Config: 52, PathMtu: 24);
+plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 16, NatKey: 40, NatValue: 24, InboundValue: 8, MasqAddr: 20, Device: 24, Config: 52, PathMtu: 24);

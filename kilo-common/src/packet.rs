@@ -48,8 +48,9 @@ pub struct Ipv4 {
     pub dst: [u8; 4],
     /// Header length in bytes with options: 20 to 60.
     pub header_len: usize,
-    /// Length of the packet in bytes, header included, as the header says.
-    pub total_len: u16,
+    /// Length of the packet in bytes, header included, as the header says; of a packet
+    /// too long to say it (BIG TCP, which only GSO packets are) what is there.
+    pub total_len: u32,
     /// Type of service.
     pub tos: u8,
     /// Time to live.
@@ -122,18 +123,22 @@ impl Ipv4 {
             return Err(DropReason::Malformed);
         }
         let header_len = (header.version_len & 0xf) as usize * 4;
-        let total_len = u16::from_be(header.total_len);
-        if header_len < IPV4_LEN || (total_len as usize) < header_len {
+        let mut total_len = u16::from_be(header.total_len) as usize;
+        // No packet on a wire is that long: BIG TCP, whose length does not fit the field.
+        if total_len == 0 && available > u16::MAX as usize {
+            total_len = available;
+        }
+        if header_len < IPV4_LEN || total_len < header_len {
             return Err(DropReason::Malformed);
         }
-        if total_len as usize > available {
+        if total_len > available {
             return Err(DropReason::Truncated);
         }
         Ok(Self {
             src: header.src.to_ne_bytes(),
             dst: header.dst.to_ne_bytes(),
             header_len,
-            total_len,
+            total_len: total_len as u32,
             tos: header.tos,
             ttl: header.ttl,
             protocol: header.protocol,
@@ -254,6 +259,16 @@ mod tests {
     }
 
     #[test]
+    fn the_length_of_a_packet_too_long_to_say_it_is_what_is_there() {
+        let mut bytes = header();
+        bytes[2..4].fill(0);
+        assert_eq!(Ipv4::parse(&bytes, 180_000).map(|ip| ip.total_len), Ok(180_000));
+        assert_eq!(Ipv4::parse(&bytes, 65_535), Err(DropReason::Malformed), "it could have said it");
+        bytes[2..4].copy_from_slice(&40u16.to_be_bytes());
+        assert_eq!(Ipv4::parse(&bytes, 180_000).map(|ip| ip.total_len), Ok(40), "padded");
+    }
+
+    #[test]
     fn both_the_first_and_the_last_fragment_are_fragments() {
         for (fragment, expected) in [(0x4000u16, false), (0, false), (0x2000, true), (0x0001, true)] {
             let mut bytes = header();
@@ -266,8 +281,8 @@ mod tests {
         #[test]
         fn any_bytes_are_read_without_a_panic(bytes in any::<[u8; 20]>(), available in 0usize..70_000) {
             if let Ok(ip) = Ipv4::parse(&bytes, available) {
-                prop_assert!(ip.header_len <= usize::from(ip.total_len));
-                prop_assert!(usize::from(ip.total_len) <= available);
+                prop_assert!(ip.header_len <= ip.total_len as usize);
+                prop_assert!(ip.total_len as usize <= available);
                 prop_assert!(ip.header_len <= 60);
             }
         }

@@ -4,7 +4,7 @@
 use aya_ebpf::{btf_maps::lpm_trie::Key, programs::TcContext};
 use kilo_common::{
     checksum,
-    maps::{Config, Device, NodeValue, PrefixValue},
+    maps::{CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, Config, Device, NodeValue, PrefixValue},
     packet::{IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, Ipv6, never_steered, never_steered_v6, protocol},
     verdict::DropReason,
 };
@@ -22,6 +22,8 @@ pub trait Ip: Copy {
     const V6: bool;
     /// Bytes of the header without options or extension headers.
     const HEADER_LEN: usize;
+    /// `Config::flags`: masqueraded packets get different addresses on this node.
+    const SEVERAL: u32;
 
     /// Reads the header at `offset`.
     fn read(ctx: &TcContext, offset: usize) -> Result<Self, DropReason>;
@@ -66,6 +68,7 @@ impl Ip for Ipv4 {
     type Addr = [u8; 4];
     const V6: bool = false;
     const HEADER_LEN: usize = IPV4_LEN;
+    const SEVERAL: u32 = CONFIG_SEVERAL_V4;
 
     #[inline(always)]
     fn read(ctx: &TcContext, offset: usize) -> Result<Self, DropReason> {
@@ -221,6 +224,7 @@ impl Ip for V6 {
     type Addr = [u64; 2];
     const V6: bool = true;
     const HEADER_LEN: usize = IPV6_LEN;
+    const SEVERAL: u32 = CONFIG_SEVERAL_V6;
 
     #[inline(always)]
     fn read(ctx: &TcContext, offset: usize) -> Result<Self, DropReason> {

@@ -6,8 +6,9 @@ use aya_ebpf::{
 };
 use kilo_common::{
     maps::{
-        Config, Device, Hop, MAX_DEVICES, MAX_HOPS, MAX_MASQ_PREFIXES, MAX_NAT, MAX_NODES, MAX_PREFIXES,
-        NatKey, NatValue, NodeValue, PATH_MTU_RING, PathMtu, PrefixValue,
+        Config, Device, Hop, InboundValue, MAX_DEVICES, MAX_HOPS, MAX_INBOUND, MAX_MASQ_ADDRS,
+        MAX_MASQ_PREFIXES, MAX_NAT, MAX_NODES, MAX_PREFIXES, MasqAddr, NatKey, NatValue, NodeValue,
+        PATH_MTU_RING, PathMtu, PrefixValue,
     },
     verdict::{Action, COUNTERS},
 };
@@ -28,6 +29,10 @@ pub static MASQ_SRC: LpmTrie<[u8; 16], u32, { MAX_MASQ_PREFIXES as usize }> = Lp
 pub static MASQ_DST: LpmTrie<[u8; 16], u32, { MAX_MASQ_PREFIXES as usize }> = LpmTrie::new();
 #[btf_map(name = "nat")]
 pub static NAT: LruHashMap<NatKey, NatValue, { MAX_NAT as usize }> = LruHashMap::new();
+#[btf_map(name = "inbound")]
+pub static INBOUND: LruHashMap<NatKey, InboundValue, { MAX_INBOUND as usize }> = LruHashMap::new();
+#[btf_map(name = "masq_addr")]
+pub static MASQ_ADDR: LpmTrie<[u8; 20], MasqAddr, { MAX_MASQ_ADDRS as usize }> = LpmTrie::new();
 #[btf_map(name = "device")]
 static DEVICE: HashMap<u32, Device, { MAX_DEVICES as usize }> = HashMap::new();
 #[btf_map(name = "path_mtu")]

@@ -134,7 +134,7 @@ impl Way for VxlanV6 {
 
 #[inline(always)]
 fn inner<I: Ip>(ctx: &TcContext, tos: u8, hash: u32) -> Inner {
-    Inner { len: ctx.len() as u16, tos, v6: I::V6, hash }
+    Inner { len: ctx.len(), tos, v6: I::V6, hash }
 }
 
 /// IPv4 addresses stand in the first bytes of a hop's fields.

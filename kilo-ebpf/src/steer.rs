@@ -3,7 +3,10 @@
 use aya_ebpf::programs::TcContext;
 use kilo_common::{
     encap::segment_len,
-    maps::{CONFIG_LEADER, Config, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop, PREFIX_ROUTE},
+    maps::{
+        CONFIG_LEADER, CONFIG_OFFERED, Config, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop,
+        PREFIX_ROUTE,
+    },
     packet::{Ipv4, protocol},
     verdict::{Action, DropReason},
 };
@@ -77,7 +80,8 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
 #[inline(always)]
 fn ingress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     let mut ip = I::read(ctx, 0)?;
-    if let Some(addr) = masquerade::ingress(ctx, config, 0, &ip)? {
+    let translated = masquerade::ingress(ctx, config, 0, &ip, false)?;
+    if let Some(addr) = translated {
         ip.set_dst(addr);
     }
     if config.flags & CONFIG_LEADER != 0
@@ -92,6 +96,13 @@ fn ingress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
         let verdict = send::<I>(ctx, config, hop, ip.tos())?;
         count_action(Action::Forward);
         return Ok(verdict);
+    }
+    // Most nodes' packets come from the mesh alone, and to addresses an answer has here.
+    if translated.is_none()
+        && config.flags & (I::SEVERAL | CONFIG_OFFERED) != 0
+        && masquerade::ingress(ctx, config, 0, &ip, true)?.is_none()
+    {
+        masquerade::arrived(ctx, config, 0, &ip);
     }
     count_action(Action::Decrypt);
     Ok(TC_ACT_UNSPEC)

@@ -147,13 +147,15 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Resul
     if outer.protocol() == protocol::UDP && comes_from_inside::<O, LINK>(ctx, config, &outer) {
         return Err(DropReason::InsideTunnel);
     }
-    if masquerade::ingress(ctx, config, LINK, &outer)?.is_some() {
+    if masquerade::ingress(ctx, config, LINK, &outer, true)?.is_some() {
         return Ok(TC_ACT_UNSPEC);
     }
-    if config.flags & CONFIG_PLAIN != 0 {
-        return plain::<O, LINK>(ctx, config, &outer);
+    let taken =
+        if config.flags & CONFIG_PLAIN != 0 { plain::<O, LINK>(ctx, config, &outer)? } else { TC_ACT_UNSPEC };
+    if taken == TC_ACT_UNSPEC {
+        masquerade::arrived(ctx, config, LINK, &outer);
     }
-    Ok(TC_ACT_UNSPEC)
+    Ok(taken)
 }
 
 /// True for a packet to WireGuard from an address that packets reach through

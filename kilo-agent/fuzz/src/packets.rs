@@ -25,7 +25,7 @@ pub fn headers(data: &[u8]) {
         && let Ok(ip) = Ipv4::parse(bytes, data.len())
     {
         assert!((IPV4_LEN..=60).contains(&ip.header_len), "{ip:?}");
-        assert!(ip.header_len <= usize::from(ip.total_len) && usize::from(ip.total_len) <= data.len());
+        assert!(ip.header_len <= (ip.total_len as usize) && (ip.total_len as usize) <= data.len());
         assert_eq!(ip.is_fragment(), ip.fragment & 0x2000 != 0 || ip.fragment & 0x1fff != 0);
         assert_eq!((&ip.src[..], &ip.dst[..]), (&data[12..16], &data[16..20]));
     }
@@ -62,7 +62,7 @@ fn encapsulated(input: &mut Unstructured<'_>) -> Result<()> {
     let (local, remote): ([u8; 16], [u8; 16]) = input.arbitrary()?;
     let (tos, v6, hash) = input.arbitrary()?;
     let packet = input.bytes(input.len().min(LONGEST))?;
-    let inner = Inner { len: length(packet), tos, v6, hash };
+    let inner = Inner { len: length(packet).into(), tos, v6, hash };
     let (local4, remote4) = (first_four(local), first_four(remote));
     let ip = if v6 { protocol::IPV6 } else { protocol::IPIP };
 
@@ -114,7 +114,7 @@ fn behind_ipv4(
     let ip = Ipv4::parse(&header, datagram.len()).unwrap();
     assert_eq!((ip.src, ip.dst, ip.tos, ip.protocol, ip.ttl), (local, remote, tos, next, encap::OUTER_TTL));
     assert_eq!((ip.fragment & 0x4000 != 0, ip.is_fragment()), (dont_fragment, false));
-    &datagram[ip.header_len..usize::from(ip.total_len)]
+    &datagram[ip.header_len..(ip.total_len as usize)]
 }
 
 fn behind_ipv6(frame: &[u8], local: [u8; 16], remote: [u8; 16], tos: u8, next: u8) -> &[u8] {

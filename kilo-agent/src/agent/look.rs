@@ -6,7 +6,7 @@ use crate::{
     backend::Backend,
     interface::Interface,
     net::{
-        Link, NetError, Paths, WaysOut,
+        Link, NetError, Paths, Way, WaysOut,
         tunnels::{self, Tunnels},
     },
     plan::NetPlan,
@@ -19,6 +19,8 @@ pub(super) struct Look {
     pub tunnels: Tunnels,
     pub links: Vec<Link>,
     pub ways_out: WaysOut,
+    /// Routes by interfaces with addresses of the network the node is in.
+    pub ways: Vec<Way>,
     /// What the WireGuard device has.
     pub state: DeviceState,
     /// Ways to nodes, as far as asked for.
@@ -45,9 +47,16 @@ impl<B: Backend> Agent<B> {
         }
         let own: Vec<u32> = [interface.index].into_iter().chain(tunnels.vxlan).chain(tunnels.ipip).collect();
         let ways_out = self.net.ways_out(&own).await?;
+        let leads_out: Vec<u32> = links
+            .iter()
+            .filter(|link| link.index != interface.index && !link.loopback)
+            .filter(|link| link.addresses.iter().any(|address| address.global))
+            .map(|link| link.index)
+            .collect();
+        let ways = self.net.ways(&leads_out).await?;
         let state = interface.device.read().await?;
         let made = u64::from(created) + tunnels.created;
         let (paths, net) = (Paths::default(), None);
-        Ok(Look { interface, tunnels, links, ways_out, state, paths, net, made })
+        Ok(Look { interface, tunnels, links, ways_out, ways, state, paths, net, made })
     }
 }

@@ -33,7 +33,7 @@ use self::{
 use crate::{
     backend::{Backend, BackendError, Snapshot, last_good::LastGood},
     cli::{AttachMode, Compatibility, EndpointFrom, Masquerade},
-    cni::boot::BootConfiguration,
+    cni::{self, boot::BootConfiguration},
     dataplane::{self, Dataplane, DataplaneError, Interfaces, PathMtus},
     health::Health,
     interface::{self, Interface},
@@ -193,6 +193,9 @@ impl<B: Backend> Agent<B> {
         view: tokio::sync::watch::Sender<Arc<View>>,
     ) -> Result<Self, AgentError> {
         let adopted = dataplane::top_directory(&options.bpffs).exists();
+        if options.masquerade == Masquerade::Ebpf {
+            dataplane::realtime::check()?;
+        }
         let Begun { resolver, loading } = begun;
         let loaded = match loading {
             Some(loading) => loading.await.ok(),
@@ -529,6 +532,7 @@ impl<B: Backend> Agent<B> {
             private,
             pod_cidrs: &own.pod_cidrs,
             next_hops: &look.ways_out.next_hops,
+            ways: &look.ways,
         };
         let mut found = links::host_links(&look.links, &query, &look.paths.interfaces);
         (found.vxlan, found.ipip) = (look.tunnels.vxlan, look.tunnels.ipip);

@@ -84,6 +84,16 @@ pub enum DataplaneError {
     /// The table of masqueraded flows cannot be swept.
     #[error("BPF map nat cannot be swept: {0}; flows that have ended keep their ports")]
     Sweep(#[source] std::io::Error),
+    /// Masquerading programs could mix up packets.
+    #[error(
+        "Linux {release} is a PREEMPT_RT kernel on which programs on one processor may interrupt each other, and \
+         masquerading by the programs could mix up packets: use --masquerade=nftables, or a kernel with \
+         CONFIG_PREEMPT_RT_NEEDS_BH_LOCK=y (/boot of the host must be readable to kg, so that it sees that)"
+    )]
+    Realtime {
+        /// Release of the kernel.
+        release: String,
+    },
     /// A map holds as many entries as fit.
     #[error(
         "BPF map {map} holds at most {capacity} entries, {wanted} are wanted; nothing was changed, and packets \
@@ -110,6 +120,7 @@ impl DataplaneError {
             Self::Object(_) => "bpf_object",
             Self::Attach { .. } | Self::Query { .. } | Self::List(_) => "bpf_attach",
             Self::Map(_) | Self::Sweep(_) => "bpf_map",
+            Self::Realtime { .. } => "realtime",
             Self::Full { .. } => "bpf_map_full",
         }
     }

@@ -34,7 +34,7 @@ pub const PROGRAMS: [&str; 7] = [
 ];
 
 /// Maps that outlive the agent.
-const PINNED: [&str; 14] = [
+const PINNED: [&str; 16] = [
     name::PREFIX_V4,
     name::PREFIX_V6,
     name::HOP,
@@ -44,6 +44,8 @@ const PINNED: [&str; 14] = [
     name::MASQ_SRC,
     name::MASQ_DST,
     name::NAT,
+    name::INBOUND,
+    name::MASQ_ADDR,
     name::DEVICE,
     name::COUNT,
     name::CONFIG,
@@ -173,6 +175,10 @@ fn fits(map: &str, path: &Path) -> bool {
         name::PATH_MTU => (MapType::RingBuf, 0, 0, PATH_MTU_RING),
         name::MASQ_SRC | name::MASQ_DST => (MapType::LpmTrie, 20, 4, MAX_MASQ_PREFIXES),
         name::NAT => (MapType::LruHash, size(size_of::<NatKey>()), size(size_of::<NatValue>()), MAX_NAT),
+        name::INBOUND => {
+            (MapType::LruHash, size(size_of::<NatKey>()), size(size_of::<InboundValue>()), MAX_INBOUND)
+        }
+        name::MASQ_ADDR => (MapType::LpmTrie, 24, size(size_of::<MasqAddr>()), MAX_MASQ_ADDRS),
         name::DEVICE => (MapType::Hash, 4, size(size_of::<Device>()), MAX_DEVICES),
         name::COUNT => (MapType::PerCpuArray, 4, 8, COUNTERS),
         name::CONFIG => (MapType::Array, 4, size(size_of::<Config>()), 1),

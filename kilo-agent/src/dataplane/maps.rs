@@ -18,7 +18,8 @@ use kilo_common::{
     bounds,
     maps::{
         Config, Device, FAMILY_V4, FAMILY_V6, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop,
-        MASQ_EXCLUDE, NodeValue, PrefixValue, TUNNEL_IPIP, TUNNEL_NONE, TUNNEL_VXLAN, name,
+        MASQ_ADDR_INDEX_BITS, MASQ_ADDR_OWN, MASQ_EXCLUDE, MasqAddr, NodeValue, PrefixValue, TUNNEL_IPIP,
+        TUNNEL_NONE, TUNNEL_VXLAN, masq_addr_key, name,
     },
 };
 
@@ -42,13 +43,14 @@ pub struct Content {
     node_v6: BTreeMap<Ipv6Addr, NodeValue>,
     masq_src: BTreeMap<Ipv6Net, u32>,
     masq_dst: BTreeMap<Ipv6Net, u32>,
+    masq_addr: BTreeMap<Towards, MasqAddr>,
     device: BTreeMap<u32, Device>,
     config: Config,
 }
 
 impl Content {
     /// Places taken in each map the agent fills.
-    pub(super) fn entries(&self) -> [(&'static str, usize); 8] {
+    pub(super) fn entries(&self) -> [(&'static str, usize); 9] {
         [
             (name::PREFIX_V4, self.prefix_v4.len()),
             (name::PREFIX_V6, self.prefix_v6.len()),
@@ -56,6 +58,7 @@ impl Content {
             (name::NODE_V6, self.node_v6.len()),
             (name::MASQ_SRC, self.masq_src.len()),
             (name::MASQ_DST, self.masq_dst.len()),
+            (name::MASQ_ADDR, self.masq_addr.len()),
             (name::DEVICE, self.device.len()),
             (name::HOP, places(self.hop.keys().last().copied())),
         ]
@@ -72,11 +75,17 @@ struct Desired<'a> {
     tables: &'a plan::Tables,
     masq_src: SortedMap<Ipv6Net, u32>,
     masq_dst: SortedMap<Ipv6Net, u32>,
+    masq_addr: BTreeMap<Towards, MasqAddr>,
 }
 
 impl<'a> Desired<'a> {
     fn new(tables: &'a plan::Tables) -> Self {
-        Self { tables, masq_src: mapped(&tables.masq_src), masq_dst: mapped(&tables.masq_dst) }
+        Self {
+            tables,
+            masq_src: mapped(&tables.masq_src),
+            masq_dst: mapped(&tables.masq_dst),
+            masq_addr: masq_addrs(tables),
+        }
     }
 
     fn hop(&self) -> impl Iterator<Item = (u32, Hop)> {
@@ -112,7 +121,7 @@ impl<'a> Desired<'a> {
     }
 
     /// Places taken in each map the agent fills.
-    fn entries(&self) -> [(&'static str, usize); 8] {
+    fn entries(&self) -> [(&'static str, usize); 9] {
         [
             (name::PREFIX_V4, self.prefix_v4().count()),
             (name::PREFIX_V6, self.prefix_v6().count()),
@@ -120,6 +129,7 @@ impl<'a> Desired<'a> {
             (name::NODE_V6, self.node_v6().count()),
             (name::MASQ_SRC, self.masq_src.len()),
             (name::MASQ_DST, self.masq_dst.len()),
+            (name::MASQ_ADDR, self.masq_addr.len()),
             (name::DEVICE, self.tables.device.len()),
             (name::HOP, places(self.hop().last().map(|(id, _)| id))),
         ]
@@ -160,6 +170,94 @@ fn mapped(table: &SortedMap<IpNet, u32>) -> SortedMap<Ipv6Net, u32> {
     before.chain(nothing).chain(v4).chain(behind).collect()
 }
 
+/// An interface and a prefix of destinations, IPv4 as `::ffff:a.b.c.d`: a key of `masq_addr`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Towards(u32, Ipv6Net);
+
+impl Key for Towards {
+    type Rank = (u32, <Ipv6Net as Key>::Rank);
+    fn rank(&self) -> Self::Rank {
+        (self.0, self.1.rank())
+    }
+}
+
+impl Prefix for Towards {
+    type Octets = [u8; 20];
+    fn key(&self) -> TrieKey<[u8; 20]> {
+        let Self(ifindex, net) = self;
+        let bits = MASQ_ADDR_INDEX_BITS + u32::from(net.prefix_len());
+        TrieKey::new(bits, masq_addr_key(*ifindex, &net.network().octets()))
+    }
+    fn from_key(key: &TrieKey<[u8; 20]>) -> Option<Self> {
+        let octets = key.data();
+        let (ifindex, addr) = octets.split_first_chunk::<4>()?;
+        let length = u8::try_from(key.prefix_len().checked_sub(MASQ_ADDR_INDEX_BITS)?).ok()?;
+        let net = Ipv6Net::new(Ipv6Addr::from(<[u8; 16]>::try_from(addr).ok()?), length).ok()?;
+        Some(Self(u32::from_be_bytes(*ifindex), net))
+    }
+}
+
+/// What `masq_addr` holds: the addresses by interface and destination, and each address
+/// that an uplink gives once more by itself.
+fn masq_addrs(tables: &plan::Tables) -> BTreeMap<Towards, MasqAddr> {
+    let map = |addr: IpAddr| match addr {
+        IpAddr::V4(addr) => addr.to_ipv6_mapped(),
+        IpAddr::V6(addr) => addr,
+    };
+    let mut all = BTreeMap::new();
+    let (mut own, mut wide) = (BTreeMap::new(), Vec::new());
+    for (&(ifindex, prefix), &addr) in &tables.masq_addr {
+        let prefix = match prefix {
+            IpNet::V4(net) => {
+                Ipv6Net::new_assert(map(net.network().into()).into(), MAPPED.prefix_len() + net.prefix_len())
+            }
+            IpNet::V6(net) => net.trunc(),
+        };
+        if prefix != MAPPED && prefix.contains(&MAPPED) {
+            wide.push(ifindex);
+        }
+        all.insert(Towards(ifindex, prefix), MasqAddr { addr: map(addr).octets(), ifindex });
+        own.entry(map(addr)).or_insert(ifindex);
+    }
+    for (&ifindex, device) in &tables.device {
+        let [v4, v6] = [Ipv4Addr::from(device.masq_v4).to_ipv6_mapped(), Ipv6Addr::from(device.masq_v6)];
+        if wide.contains(&ifindex) {
+            // A short prefix speaks of IPv6 only.
+            let usual = MasqAddr { addr: v4.octets(), ifindex };
+            all.entry(Towards(ifindex, MAPPED)).or_insert(usual);
+        }
+        // What leaves by the WireGuard device has one address, which an uplink may have, too.
+        if ifindex != tables.config.kilo_ifindex {
+            own.entry(v4).or_insert(ifindex);
+            own.entry(v6).or_insert(ifindex);
+        }
+    }
+    let nothing = [Ipv4Addr::UNSPECIFIED.to_ipv6_mapped(), Ipv6Addr::UNSPECIFIED];
+    own.retain(|addr, _| !nothing.contains(addr));
+    all.extend(own.into_iter().map(|(addr, ifindex)| {
+        (Towards(MASQ_ADDR_OWN, addr.into()), MasqAddr { addr: addr.octets(), ifindex })
+    }));
+    all
+}
+
+/// The inverse, without what `device` says already.
+fn unmapped_addrs(content: &Content) -> BTreeMap<(u32, IpNet), IpAddr> {
+    let of_interfaces = content.masq_addr.iter().filter(|(Towards(ifindex, _), _)| *ifindex != MASQ_ADDR_OWN);
+    let all = of_interfaces.filter_map(|(Towards(ifindex, net), value)| {
+        let addr = Ipv6Addr::from(value.addr).to_canonical();
+        let prefix = match net.addr().to_ipv4_mapped() {
+            Some(v4) if MAPPED.contains(net) => {
+                IpNet::V4(Ipv4Net::new(v4, net.prefix_len() - MAPPED.prefix_len()).ok()?)
+            }
+            _ => IpNet::V6(*net),
+        };
+        let usual = content.device.get(ifindex).map(|device| IpAddr::from(device.masq_v4));
+        let is_usual = prefix.prefix_len() == 0 && prefix.addr().is_ipv4() && usual == Some(addr);
+        (!is_usual).then_some(((*ifindex, prefix), addr))
+    });
+    all.collect()
+}
+
 /// The inverse of [`mapped`].
 fn unmapped(table: &BTreeMap<Ipv6Net, u32>) -> SortedMap<IpNet, u32> {
     let prefix = |prefix: &Ipv6Net| match prefix.addr().to_ipv4_mapped() {
@@ -182,6 +280,7 @@ impl From<&Content> for plan::Tables {
             masq_src: unmapped(&content.masq_src),
             masq_dst: unmapped(&content.masq_dst),
             device: content.device.clone(),
+            masq_addr: unmapped_addrs(content),
             config: content.config,
         }
     }
@@ -279,6 +378,7 @@ pub fn read(maps: &mut impl Maps) -> Result<Content, DataplaneError> {
         prefix_v6: read_trie(maps, name::PREFIX_V6)?,
         masq_src: read_trie(maps, name::MASQ_SRC)?,
         masq_dst: read_trie(maps, name::MASQ_DST)?,
+        masq_addr: read_trie(maps, name::MASQ_ADDR)?,
         ..Content::default()
     };
     let hops = Array::<_, Hop>::try_from(maps.get(name::HOP)?)?;
@@ -371,6 +471,7 @@ pub fn apply(
     let prefixes_v4 = difference(&present.prefix_v4, desired.prefix_v4());
     let prefixes_v6 = difference(&present.prefix_v6, desired.prefix_v6());
     let of = |(prefix, value): (&Ipv6Net, &u32)| (*prefix, *value);
+    let addrs = difference(&present.masq_addr, desired.masq_addr.iter().map(|(to, addr)| (*to, *addr)));
     let sources = difference(&present.masq_src, desired.masq_src.iter().map(of));
     let destinations = difference(&present.masq_dst, desired.masq_dst.iter().map(of));
     let excluded = destinations.write.iter().filter(|(_, value)| *value == MASQ_EXCLUDE);
@@ -384,6 +485,7 @@ pub fn apply(
     }
     // What must not be masqueraded is known before anything is.
     writes += write_trie(bpf, name::MASQ_DST, &destinations.write, &mut present.masq_dst)?;
+    writes += write_trie(bpf, name::MASQ_ADDR, &addrs.write, &mut present.masq_addr)?;
     writes += write_hash(bpf, name::DEVICE, devices, &mut present.device, |key| key)?;
     writes += write_hash(bpf, name::NODE_V4, nodes_v4, &mut present.node_v4, |addr| addr.octets())?;
     writes += write_hash(bpf, name::NODE_V6, nodes_v6, &mut present.node_v6, |addr| addr.octets())?;
@@ -397,6 +499,7 @@ pub fn apply(
     }
     writes += remove_trie(bpf, name::PREFIX_V4, &prefixes_v4.remove, &mut present.prefix_v4)?;
     writes += remove_trie(bpf, name::PREFIX_V6, &prefixes_v6.remove, &mut present.prefix_v6)?;
+    writes += remove_trie(bpf, name::MASQ_ADDR, &addrs.remove, &mut present.masq_addr)?;
     writes += remove_trie(bpf, name::MASQ_SRC, &sources.remove, &mut present.masq_src)?;
     writes += remove_trie(bpf, name::MASQ_DST, &destinations.remove, &mut present.masq_dst)?;
     let mut map_of_hops = Array::<_, Hop>::try_from(map(bpf, name::HOP)?)?;

@@ -10,6 +10,7 @@ mod maps;
 pub mod monitor;
 pub mod nat;
 mod path_mtu;
+pub mod realtime;
 mod tcx;
 
 use std::{

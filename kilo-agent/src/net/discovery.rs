@@ -160,6 +160,7 @@ mod tests {
                 global: true,
                 secondary: false,
                 unusable: false,
+                deprecated: false,
             })
             .collect();
         Link {

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    net::{IpAddr, Ipv4Addr},
 };
 
 use ipnet::IpNet;
@@ -12,7 +12,10 @@ use rtnetlink::packet_route::{
     link::{LinkAttribute, LinkExtentMask, LinkFlags, LinkInfo, LinkMessage},
 };
 
-use super::{NetError, Rtnl};
+use super::{
+    NetError, Rtnl,
+    sources::{self, Way},
+};
 use crate::plan::{Elsewhere, HostLinks, Uplink};
 
 /// A network interface.
@@ -76,6 +79,8 @@ pub struct Address {
     pub secondary: bool,
     /// IPv6 address that is not (yet, or any more) good for new connections.
     pub unusable: bool,
+    /// IPv6 address whose preferred lifetime has ended: used when there is no other.
+    pub deprecated: bool,
 }
 
 /// What [`host_links`] is to look for.
@@ -90,6 +95,8 @@ pub struct HostQuery<'a> {
     /// Interfaces with a route that has a next hop, or the default route: they lead out of the
     /// host without an address of their own, too.
     pub next_hops: &'a [u32],
+    /// Routes out of uplinks.
+    pub ways: &'a [Way],
 }
 
 /// All links with their addresses.
@@ -199,6 +206,9 @@ fn parse_address(message: &AddressMessage) -> Option<(u32, Address)> {
             global: message.header.scope == AddressScope::Universe,
             secondary: flags.contains(AddressFlags::Secondary),
             unusable: net.addr().is_ipv6() && flags.intersects(unusable),
+            deprecated: net.addr().is_ipv6()
+                && flags.contains(AddressFlags::Deprecated)
+                && !flags.intersects(AddressFlags::Tentative | AddressFlags::Dadfailed),
         },
     ))
 }
@@ -215,9 +225,10 @@ fn parse_address(message: &AddressMessage) -> Option<(u32, Address)> {
 /// loopback or a dummy.
 pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr, u32>) -> HostLinks {
     let mut host = HostLinks { kilo: query.kilo, ..HostLinks::default() };
+    let own = links.iter().flat_map(|link| &link.addresses).map(|address| address.net.addr()).collect();
     let borrowed = hosts_own(links, query);
     for link in links {
-        let mut uplink = Uplink { v4: primary_v4(link), v6: primary_v6(link) };
+        let (mut uplink, others) = sources::choose(link, query.ways, &own);
         if !link.up || is_within(link, query.kilo, query.pod_cidrs) {
             continue;
         }
@@ -238,6 +249,7 @@ pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr
             }
         }
         host.uplinks.insert(link.index, uplink);
+        host.masq_addrs.extend(others.into_iter().map(|(to, addr)| ((link.index, to), addr)));
         host.mtus.insert(link.index, link.mtu);
     }
     host.private = query.private.and_then(|private| {
@@ -335,25 +347,6 @@ fn is_within(link: &Link, kilo: u32, pod_cidrs: &[IpNet]) -> bool {
             .any(|address| pod_cidrs.iter().any(|cidr| cidr.contains(&address.net.addr())))
 }
 
-fn primary_v4(link: &Link) -> Option<Ipv4Addr> {
-    let usable = |address: &&Address| address.global && address.net.addr().is_ipv4();
-    let mut candidates =
-        link.addresses.iter().filter(usable).filter(|address| !address.net.addr().is_loopback());
-    let first = candidates.next()?;
-    match first.net.addr() {
-        IpAddr::V4(address) if !address.is_link_local() => Some(address),
-        _ => None,
-    }
-}
-
-fn primary_v6(link: &Link) -> Option<Ipv6Addr> {
-    let usable = |address: &&Address| address.global && !address.unusable && !address.secondary;
-    link.addresses.iter().filter(usable).find_map(|address| match address.net.addr() {
-        IpAddr::V6(addr) if !addr.is_loopback() && !addr.is_unicast_link_local() => Some(addr),
-        _ => None,
-    })
-}
-
 /// Sets MTU and up where they are not; returns the number of writes (0 or 1).
 pub async fn bring_up(rtnl: &Rtnl, index: u32, mtu: u32) -> Result<usize, NetError> {
     let link = by_index(rtnl, index).await?.ok_or_else(|| NetError::Kernel {
@@ -424,6 +417,7 @@ mod tests {
                     global: !text.starts_with("fe80") && !text.starts_with("127."),
                     secondary: false,
                     unusable: false,
+                    deprecated: false,
                 })
                 .collect(),
         }

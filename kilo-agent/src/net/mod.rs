@@ -18,6 +18,7 @@ pub mod path_probe;
 pub mod routes;
 mod rtnl;
 pub mod rules;
+pub mod sources;
 pub mod tunnels;
 pub mod watch;
 
@@ -30,6 +31,7 @@ pub use error::{NetError, Refused};
 pub use links::Link;
 pub use routes::WaysOut;
 pub use rtnl::Rtnl;
+pub use sources::Way;
 
 use crate::plan::{HostLinks, NetPlan};
 
@@ -110,6 +112,15 @@ impl Net {
     /// Where routes lead out of the host; not by the devices in `own`.
     pub async fn ways_out(&self, own: &[u32]) -> Result<WaysOut, NetError> {
         routes::ways_out(&self.rtnl, own).await
+    }
+
+    /// Routes of the main table by each of these interfaces.
+    pub async fn ways(&self, interfaces: &[u32]) -> Result<Vec<Way>, NetError> {
+        let mut all = Vec::new();
+        for interface in interfaces {
+            all.extend(routes::by_interface(&self.rtnl, *interface).await?);
+        }
+        Ok(all)
     }
 
     /// Brings the plan about on interface `kilo` and says how many writes it

@@ -24,7 +24,7 @@ use rtnetlink::{
 
 use rtnetlink::packet_route::route::RouteFlags;
 
-use super::{NetError, PROTOCOL, Refused, Rtnl, addresses::keep, links};
+use super::{NetError, PROTOCOL, Refused, Rtnl, Way, addresses::keep, links};
 use crate::{
     plan::{Elsewhere, MAIN_TABLE, Route},
     sorted::{Key as _, SortedSet, merge},
@@ -417,6 +417,53 @@ pub async fn lookup(rtnl: &Rtnl, address: IpAddr) -> Result<Option<Found>, NetEr
         Err(NetError::Kernel { .. }) => Ok(None),
         Err(other) => Err(other),
     }
+}
+
+/// Routes of the main table by this interface, both families.
+pub async fn by_interface(rtnl: &Rtnl, interface: u32) -> Result<Vec<Way>, NetError> {
+    let mut all = Vec::new();
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        let mut request = RouteMessage::default();
+        request.header.address_family = family;
+        request.header.table = RouteHeader::RT_TABLE_MAIN;
+        request.attributes.push(RouteAttribute::Oif(interface));
+        let answers =
+            rtnl.dump("list the routes of an interface", RouteNetlinkMessage::GetRoute(request)).await;
+        // A kernel without IPv6, or without this table of a family, has none.
+        for answer in
+            answers.or_else(|error| if error.errno().is_some() { Ok(Vec::new()) } else { Err(error) })?
+        {
+            let RouteNetlinkMessage::NewRoute(message) = answer else { continue };
+            if message.header.address_family == family && message.header.kind == RouteType::Unicast {
+                all.extend(way(&message, interface));
+            }
+        }
+    }
+    Ok(all)
+}
+
+fn way(message: &RouteMessage, interface: u32) -> Option<Way> {
+    let found = parse(message).filter(|found| found.route.table == MAIN_TABLE)?;
+    let next_hop = |attributes: &[RouteAttribute]| {
+        attributes.iter().find_map(|attribute| match attribute {
+            RouteAttribute::Gateway(address) => ip(address),
+            _ => None,
+        })
+    };
+    let of_several = message.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::MultiPath(hops) => hops.iter().find(|hop| hop.interface_index == interface),
+        _ => None,
+    });
+    if of_several.is_none() && found.interface != Some(interface) {
+        return None;
+    }
+    Some(Way {
+        interface,
+        destination: found.route.destination,
+        source: found.route.source,
+        gateway: next_hop(of_several.map_or(&message.attributes, |hop| &hop.attributes)),
+        priority: found.priority,
+    })
 }
 
 /// The interfaces that routes of the main table lead out of the host by, without those

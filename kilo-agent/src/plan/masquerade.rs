@@ -1,13 +1,15 @@
 //! Tables of masquerading: who is translated, and towards what never.
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::{collections::BTreeSet, net::IpAddr};
 
 use ipnet::IpNet;
 use kilo_common::maps::{
-    DEVICE_MASQUERADE, Device, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS, MASQ_SRC_EXEMPT,
+    CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6,
+    DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, Device, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS,
+    MASQ_SRC_EXEMPT,
 };
 
-use super::{Inputs, Own, Remote, Tables, Uplink};
+use super::{HostLinks, Inputs, Own, Remote, Tables, Uplink};
 use crate::{sorted::SortedMap, topology::prefixes};
 
 pub(super) fn fill(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &mut Tables) {
@@ -35,12 +37,19 @@ pub(super) fn fill(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: 
     let pods = own.member.node.pod_cidrs.iter().copied().filter(|_| inputs.settings.cni);
     sources.extend(pods.chain(peers).map(|prefix| (prefix.trunc(), MASQ_SRC_ALWAYS)));
     tables.masq_src = sources.into_iter().collect();
-    let devices = inputs.links.uplinks.iter().map(|(ifindex, uplink)| (*ifindex, *uplink));
-    for (ifindex, uplink) in devices.chain([(inputs.links.kilo, tunnel_addresses(own))]) {
+    let links = inputs.links;
+    tables.masq_addr = links.masq_addrs.clone();
+    let devices = links.uplinks.iter().map(|(ifindex, uplink)| (*ifindex, *uplink));
+    for (ifindex, uplink) in devices.chain([(links.kilo, tunnel_addresses(own))]) {
         let device = Device {
             masq_v4: uplink.v4.map(|addr| addr.octets()).unwrap_or_default(),
             masq_v6: uplink.v6.map(|addr| addr.octets()).unwrap_or_default(),
-            flags: DEVICE_MASQUERADE,
+            flags: DEVICE_MASQUERADE
+                | if links.masq_addrs.keys().any(|(of, _)| *of == ifindex) {
+                    DEVICE_BY_DESTINATION
+                } else {
+                    0
+                },
         };
         if uplink != Uplink::default() {
             tables.device.insert(ifindex, device);
@@ -48,18 +57,36 @@ pub(super) fn fill(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: 
     }
 }
 
+/// `CONFIG_*` bits: what the programs need not look up.
+pub(super) fn flags(links: &HostLinks, private: Option<IpAddr>, remote: &Remote) -> u32 {
+    let offered = remote.claims().any(|claim| claim.offered);
+    let families: [(fn(&IpAddr) -> bool, u32, u32); 2] = [
+        (IpAddr::is_ipv4, CONFIG_ONE_V4, CONFIG_SEVERAL_V4),
+        (IpAddr::is_ipv6, CONFIG_ONE_V6, CONFIG_SEVERAL_V6),
+    ];
+    let mut flags = if offered { CONFIG_OFFERED } else { 0 };
+    for (family, one, several) in families {
+        flags |= if is_one_address(links, private, family) { one } else { 0 };
+        flags |= if addresses(links, family).len() > 1 { several } else { 0 };
+    }
+    flags
+}
+
+/// All that masqueraded packets of a family get at uplinks.
+fn addresses(links: &HostLinks, family: fn(&IpAddr) -> bool) -> BTreeSet<IpAddr> {
+    let usual =
+        links.uplinks.values().flat_map(|uplink| [uplink.v4.map(IpAddr::V4), uplink.v6.map(IpAddr::V6)]);
+    usual.flatten().chain(links.masq_addrs.values().copied()).filter(family).collect()
+}
+
 /// True when this private address is of that family, and what masqueraded
 /// packets get at every uplink.
-pub(super) fn is_one_address(
-    uplinks: &BTreeMap<u32, Uplink>,
-    private: Option<IpAddr>,
-    family: fn(&IpAddr) -> bool,
-) -> bool {
+fn is_one_address(links: &HostLinks, private: Option<IpAddr>, family: fn(&IpAddr) -> bool) -> bool {
     private.filter(family).is_some_and(|private| {
-        uplinks.values().all(|uplink| match private {
+        links.uplinks.values().all(|uplink| match private {
             IpAddr::V4(addr) => uplink.v4 == Some(addr),
             IpAddr::V6(addr) => uplink.v6 == Some(addr),
-        })
+        }) && addresses(links, family).len() <= 1
     })
 }
 
@@ -87,7 +114,9 @@ mod tests {
     fn every_uplink_has_the_private_address_or_there_is_not_one_address() {
         let with = |v4: &str| Uplink { v4: v4.parse().ok(), v6: "fd00::1".parse().ok() };
         let is_one = |uplinks: &[Uplink], private: &str, family| {
-            is_one_address(&(2..).zip(uplinks.iter().copied()).collect(), private.parse().ok(), family)
+            let uplinks = (2..).zip(uplinks.iter().copied()).collect();
+            let links = HostLinks { uplinks, ..HostLinks::default() };
+            is_one_address(&links, private.parse().ok(), family)
         };
         let (own, other, none) = (with("10.1.0.11"), with("192.0.2.11"), with(""));
         assert!(is_one(&[own, own], "10.1.0.11", IpAddr::is_ipv4));

@@ -23,9 +23,7 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use kilo_common::maps::{
-    CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_PLAIN, Config,
-};
+use kilo_common::maps::{CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_PLAIN, Config};
 
 use self::remote::Remote;
 use crate::{
@@ -120,15 +118,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         flags: flag(own.leads, CONFIG_LEADER)
             | flag(inputs.masquerade, CONFIG_MASQUERADE)
             | flag(plain, CONFIG_PLAIN)
-            | flag(remote.claims().any(|claim| claim.offered), CONFIG_OFFERED)
-            | flag(
-                masquerade::is_one_address(&inputs.links.uplinks, private, IpAddr::is_ipv4),
-                CONFIG_ONE_V4,
-            )
-            | flag(
-                masquerade::is_one_address(&inputs.links.uplinks, private, IpAddr::is_ipv6),
-                CONFIG_ONE_V6,
-            ),
+            | masquerade::flags(inputs.links, private, &remote),
         nat_port_min: NAT_PORTS.0,
         nat_port_max: NAT_PORTS.1,
         wireguard_port: inputs.settings.port,

@@ -6,8 +6,8 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use kilo_common::{
     maps::{
-        CONFIG_LEADER, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED,
-        PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
+        CONFIG_LEADER, DEVICE_MASQUERADE, Device, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, PREFIX_NEVER_CLEAR,
+        PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
     },
     nat,
     packet::{halves, never_steered, never_steered_v6},
@@ -68,6 +68,27 @@ impl Tables {
     /// Whether a packet is source-translated when it leaves.
     pub fn masquerades(&self, packet: Packet) -> bool {
         nat::is_masqueraded(longest(&self.masq_src, packet.src), longest(&self.masq_dst, packet.dst))
+    }
+
+    /// The address a masqueraded packet gets that leaves by this interface; `None` where
+    /// packets are not masqueraded. Unspecified: it has none of the family.
+    pub fn masquerade_address(&self, ifindex: u32, dst: IpAddr) -> Option<IpAddr> {
+        let device = self.device.get(&ifindex).filter(|device| device.flags & DEVICE_MASQUERADE != 0)?;
+        let holds = |to: &IpNet| to.contains(&dst);
+        let others = self.masq_addr.iter().filter(|((of, to), _)| *of == ifindex && holds(to));
+        let special = others.max_by_key(|((_, to), _)| to.prefix_len()).map(|(_, addr)| *addr);
+        let usual = if dst.is_ipv6() { device.masq_v6.into() } else { device.masq_v4.into() };
+        Some(special.unwrap_or(usual))
+    }
+
+    /// True for addresses that masqueraded packets get, on whatever interface.
+    pub fn is_masquerade_address(&self, addr: IpAddr) -> bool {
+        let usual = |device: &Device| {
+            if addr.is_ipv6() { IpAddr::from(device.masq_v6) } else { IpAddr::from(device.masq_v4) }
+        };
+        !addr.is_unspecified()
+            && (self.device.values().any(|device| usual(device) == addr)
+                || self.masq_addr.values().any(|other| *other == addr))
     }
 
     /// `kilo_egress` for a packet that is not masqueraded.

@@ -6,8 +6,8 @@ use std::{fmt, net::IpAddr};
 use ipnet::IpNet;
 use kilo_common::{
     maps::{
-        CONFIG_LEADER, CONFIG_MASQUERADE, DEVICE_MASQUERADE, Device, HOP_LOCAL, HOP_REMOTE, MASQ_EXCLUDE,
-        MASQ_FORCE, MASQ_SRC_ALWAYS, NODE_LEADER, PREFIX_ROUTE, PrefixValue,
+        CONFIG_LEADER, CONFIG_MASQUERADE, HOP_LOCAL, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS,
+        NODE_LEADER, PREFIX_ROUTE, PrefixValue,
     },
     nat,
     packet::protocol,
@@ -325,7 +325,7 @@ impl Tracer<'_> {
     /// A reply to a masqueraded flow.
     fn reply(&mut self) {
         let Packet { dst, .. } = self.packet();
-        if self.tables.device.values().any(|device| masquerade_address(device, dst.is_ipv6()) == dst) {
+        if self.tables.is_masquerade_address(dst) {
             self.trace.at(
                 "unmasquerade",
                 format!(
@@ -338,13 +338,12 @@ impl Tracer<'_> {
     /// Whether the source becomes another on the way out of this interface.
     fn masquerade(&mut self, out: u32) -> Result<(), DropReason> {
         let Packet { src, dst } = self.packet();
-        let device = self.tables.device.get(&out).filter(|device| device.flags & DEVICE_MASQUERADE != 0);
-        let (Some(device), true) = (device, self.tables.config.flags & CONFIG_MASQUERADE != 0) else {
+        let addr = self.tables.masquerade_address(out, dst);
+        let (Some(addr), true) = (addr, self.tables.config.flags & CONFIG_MASQUERADE != 0) else {
             self.trace.at("masquerade", format!("not on {}", (self.host.name)(out)));
             return Ok(());
         };
-        let addr = masquerade_address(device, src.is_ipv6());
-        if src == addr {
+        if self.tables.is_masquerade_address(src) {
             self.trace.at("masquerade", "no: not a source of ours to translate");
             return Ok(());
         }
@@ -363,8 +362,13 @@ impl Tracer<'_> {
             self.trace.at("masquerade", format!("no: {why}"));
             return Ok(());
         }
-        self.trace
-            .at("masquerade", format!("yes, {src} becomes {addr}, the port stays where it is free: {why}"));
+        self.trace.at(
+            "masquerade",
+            format!(
+                "yes, {src} becomes {addr}, the port stays where it is free, unless the other side \
+             opened the flow: {why}"
+            ),
+        );
         if addr.is_unspecified() || nat::flow::layout(self.question.protocol).is_none() {
             return Err(DropReason::NatUnsupported);
         }
@@ -388,11 +392,6 @@ impl Tracer<'_> {
         };
         self.trace.passed(action, text)
     }
-}
-
-/// What masqueraded packets of a family get on an interface.
-fn masquerade_address(device: &Device, v6: bool) -> IpAddr {
-    if v6 { device.masq_v6.into() } else { device.masq_v4.into() }
 }
 
 impl fmt::Display for Question {

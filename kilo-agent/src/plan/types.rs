@@ -113,6 +113,9 @@ pub struct Tables {
     pub masq_dst: SortedMap<IpNet, u32>,
     /// Interfaces the programs sit on, by index.
     pub device: BTreeMap<u32, maps::Device>,
+    /// What masqueraded packets get on an interface towards a destination, where that is
+    /// not what the interface's entry in `device` says.
+    pub masq_addr: BTreeMap<(u32, IpNet), IpAddr>,
     /// What every program needs to know.
     pub config: maps::Config,
 }
@@ -142,9 +145,9 @@ pub enum Hop {
 /// What masqueraded packets get on an uplink, by family.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Uplink {
-    /// Its primary global IPv4 address.
+    /// Its first global IPv4 address.
     pub v4: Option<Ipv4Addr>,
-    /// Its first usable global IPv6 address.
+    /// The global IPv6 address that the kernel would use towards the Internet.
     pub v6: Option<Ipv6Addr>,
 }
 
@@ -164,6 +167,9 @@ pub struct HostLinks {
     /// Interfaces that would be uplinks, but whose link-layer header is not known, with their
     /// link type.
     pub unknown_headers: BTreeMap<String, u16>,
+    /// Destinations towards which masqueraded packets get another address than the
+    /// uplink's usual one, as the kernel would choose.
+    pub masq_addrs: BTreeMap<(u32, IpNet), IpAddr>,
     /// MTU of each uplink in bytes.
     pub mtus: BTreeMap<u32, u32>,
     /// Interface and preferred path to each node address of the own location:

@@ -15,7 +15,7 @@ fn error_of(kind: (u8, u8), src: IpAddr, dst: IpAddr, side: &Side, about: &[u8])
     ip(src, dst, side.icmp, &segment(src, dst, side.icmp, bytes))
 }
 
-fn error(src: IpAddr, dst: IpAddr, side: &Side, about: &[u8]) -> Vec<u8> {
+pub fn error(src: IpAddr, dst: IpAddr, side: &Side, about: &[u8]) -> Vec<u8> {
     error_of((side.unreachable, 4), src, dst, side, about)
 }
 

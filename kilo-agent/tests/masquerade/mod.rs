@@ -1,6 +1,10 @@
 //! Packets of both families, and the programs that translate them.
 
+mod addresses;
 mod errors;
+mod outside;
+
+use errors::error;
 
 use std::net::{IpAddr, Ipv6Addr};
 
@@ -169,6 +173,34 @@ pub fn ports(ip: &[u8]) -> (u16, u16) {
     let layout = layout(found.protocol).unwrap();
     let at = |at: usize| u16::from_be_bytes([ip[found.offset + at], ip[found.offset + at + 1]]);
     (at(layout.src_port), at(layout.dst_port))
+}
+
+/// The parts of a packet: the first with `cut` bytes of payload.
+pub fn fragments(whole: &[u8], id: u16, cut: usize) -> [Vec<u8>; 2] {
+    let found = transport(whole);
+    let (src, dst) = addresses(whole);
+    let payload = &whole[found.offset..];
+    let offset = u16::try_from(cut).unwrap();
+    if src.is_ipv4() {
+        [(&payload[..cut], 0x2000), (&payload[cut..], offset / 8)].map(|(part, field)| {
+            let mut packet = ip(src, dst, found.protocol, part);
+            packet[4..6].copy_from_slice(&id.to_be_bytes());
+            packet[6..8].copy_from_slice(&field.to_be_bytes());
+            packet[10..12].fill(0);
+            let sum = checksum::header(packet.first_chunk().unwrap());
+            packet[10..12].copy_from_slice(&sum.to_be_bytes());
+            packet
+        })
+    } else {
+        [(&payload[..cut], 1), (&payload[cut..], offset)].map(|(part, field)| {
+            let mut behind = vec![found.protocol, 0];
+            behind.extend(field.to_be_bytes());
+            behind.extend([0, 0]);
+            behind.extend(id.to_be_bytes());
+            behind.extend(part);
+            ip(src, dst, protocol::FRAGMENT, &behind)
+        })
+    }
 }
 
 pub struct World {

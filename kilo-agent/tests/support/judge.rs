@@ -19,8 +19,8 @@ use kilo_common::{
         segments_room, vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
     },
     maps::{
-        CONFIG_LEADER, CONFIG_MASQUERADE, DEVICE_MASQUERADE, NAT_EGRESS, PREFIX_INSIDE, PREFIX_NEVER_CLEAR,
-        VXLAN_PORT,
+        CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, DEVICE_MASQUERADE,
+        NAT_EGRESS, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, VXLAN_PORT,
     },
     nat::{
         self, flow,
@@ -419,7 +419,7 @@ fn by_device(
 
 /// A packet with its outer header.
 fn on_the_way(packet: &[u8], ip: &Ip, tunnel: Tunnel, local: IpAddr, remote: IpAddr) -> Bytes {
-    let inner = Inner { len: u16::try_from(packet.len()).unwrap(), tos: ip.tos, v6: ip.v6, hash: 0 };
+    let inner = Inner { len: u32::try_from(packet.len()).unwrap(), tos: ip.tos, v6: ip.v6, hash: 0 };
     let frame = match (tunnel, local, remote) {
         (Tunnel::None, _, _) if remote.is_ipv6() == ip.v6 => {
             let mut frame = vec![0; 12];
@@ -535,8 +535,23 @@ fn translation(tables: &Tables, input: &Input, offset: usize, ip: &Ip) -> Result
     else {
         return Ok(None);
     };
-    let addr: IpAddr = if ip.v6 { device.masq_v6.into() } else { device.masq_v4.into() };
-    if tables.config.flags & CONFIG_MASQUERADE == 0 || ip.src == addr {
+    let usual: IpAddr = if ip.v6 { device.masq_v6.into() } else { device.masq_v4.into() };
+    // The last of the prefixes by length that holds the destination.
+    let mut addr = usual;
+    let mut best = 0;
+    for ((ifindex, prefix), other) in &tables.masq_addr {
+        if *ifindex == IFINDEX && prefix.contains(&ip.dst) && prefix.prefix_len() >= best {
+            (addr, best) = (*other, prefix.prefix_len());
+        }
+    }
+    let others = tables.device.iter().filter(|(ifindex, _)| **ifindex != tables.config.kilo_ifindex);
+    let mut others = others.flat_map(|(_, device)| [IpAddr::from(device.masq_v4), device.masq_v6.into()]);
+    let several = tables.config.flags & if ip.v6 { CONFIG_SEVERAL_V6 } else { CONFIG_SEVERAL_V4 } != 0;
+    let is_some_uplinks = others.any(|other| other == ip.src && !other.is_unspecified())
+        || tables.masq_addr.values().any(|other| *other == ip.src);
+    // The WireGuard device has one address.
+    let own = ip.src == usual || offset != 0 && several && is_some_uplinks;
+    if tables.config.flags & CONFIG_MASQUERADE == 0 || own {
         return Ok(None);
     }
     if !nat::is_masqueraded(longest(&tables.masq_src, ip.src), longest(&tables.masq_dst, ip.dst)) {

@@ -110,6 +110,7 @@ pub fn leader_tables() -> Tables {
             IFINDEX,
             Device { masq_v4: PUBLIC, masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE },
         )]),
+        masq_addr: BTreeMap::new(),
         config: Config {
             kilo_ifindex: IFINDEX,
             flags: CONFIG_LEADER | CONFIG_MASQUERADE,

@@ -84,7 +84,7 @@ pub fn steered(from: [u8; 4], to: [u8; 4], inner: &[u8]) -> Vec<u8> {
 
 /// What the outer headers say of an inner packet.
 pub fn carried(inner: &[u8]) -> Inner {
-    Inner { len: u16::try_from(inner.len()).unwrap(), tos: 0, v6: inner[0] >> 4 == 6, hash: 0 }
+    Inner { len: u32::try_from(inner.len()).unwrap(), tos: 0, v6: inner[0] >> 4 == 6, hash: 0 }
 }
 
 /// RFC 1071 sum over 16-bit words.

@@ -170,13 +170,37 @@ impl Random {
             }
         }
         let one_v4 = self.chance(4);
+        let several = self.chance(2);
+        if several {
+            // Another uplink's address, and other addresses of this one towards some places.
+            for (prefix, addr) in [
+                ("8.0.0.0/16", "192.0.2.12"),
+                ("10.0.0.0/8", "10.1.0.11"),
+                ("10.42.4.0/25", "192.0.2.12"),
+                ("198.51.100.0/24", "192.0.2.13"),
+                ("fd00::/8", "fd00:1::11"),
+                ("fd00:0:86dd:2::/64", "2001:db8::c"),
+                ("2000::/3", "2001:db8::c"),
+                ("::/1", "2001:db8::d"),
+            ] {
+                if !self.chance(3) {
+                    tables.masq_addr.insert((IFINDEX, prefix.parse().unwrap()), addr.parse().unwrap());
+                }
+            }
+            let other = Device { masq_v4: [192, 0, 2, 200], masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE };
+            tables.device.insert(IFINDEX + 100, other);
+            if let Some(device) = tables.device.get_mut(&IFINDEX) {
+                device.flags |= DEVICE_BY_DESTINATION;
+            }
+        }
         let flag = |set: bool, bit: u32| if set { bit } else { 0 };
         tables.config = Config {
             kilo_ifindex: IFINDEX,
             flags: flag(leader, CONFIG_LEADER)
                 | flag(self.chance(3), CONFIG_MASQUERADE)
                 | flag(self.chance(2), CONFIG_PLAIN)
-                | flag(self.chance(3), CONFIG_OFFERED),
+                | flag(several, CONFIG_SEVERAL_V4 | CONFIG_SEVERAL_V6)
+                | flag(self.chance(2), CONFIG_OFFERED),
             nat_port_min: 32_768,
             nat_port_max: 60_999,
             wireguard_port: WIREGUARD_PORT,

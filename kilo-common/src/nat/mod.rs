@@ -2,6 +2,7 @@
 //! packet (RFC 3022, RFC 4787, RFC 5508). Written once for both families.
 
 pub mod flow;
+pub mod inbound;
 pub mod timeout;
 pub mod transport;
 

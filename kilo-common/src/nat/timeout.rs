@@ -38,13 +38,25 @@ pub mod seconds {
     pub const ICMP: u32 = 30;
 }
 
+/// True for a segment that opens a connection.
+#[inline(always)]
+pub const fn is_opening(tcp_flags: u8) -> bool {
+    tcp_flags & (SYN | ACK) == SYN
+}
+
+/// True for a segment that resets one.
+#[inline(always)]
+pub const fn is_reset(tcp_flags: u8) -> bool {
+    tcp_flags & RST != 0
+}
+
 /// Flags of a direction after another packet. A new connection starts anew,
 /// and what follows a reset takes it back: a forged one must not end a flow
 /// that lives.
 #[inline(always)]
 pub const fn merge_flags(seen: u8, packet: u8) -> u8 {
     // A port used again: SYN, or SYN and ACK after what ended the flow before.
-    if packet & (SYN | ACK) == SYN || (packet & SYN != 0 && seen & (FIN | RST) != 0) {
+    if is_opening(packet) || (packet & SYN != 0 && seen & (FIN | RST) != 0) {
         packet
     } else if packet & RST != 0 {
         seen | packet
@@ -58,15 +70,19 @@ pub const fn merge_flags(seen: u8, packet: u8) -> u8 {
 pub fn timeout(protocol: u8, out: Option<&NatValue>, back: Option<&NatValue>) -> u32 {
     let flags = |half: Option<&NatValue>| half.map_or(0, |half| half.tcp_flags);
     let answered = back.is_some_and(|half| half.flags & NAT_SEEN != 0);
+    of_flags(protocol, flags(out), flags(back), answered)
+}
+
+/// The same from the TCP flags of both directions, and whether the opening one was answered.
+#[inline(always)]
+pub const fn of_flags(protocol: u8, out: u8, back: u8, answered: bool) -> u32 {
     match protocol {
-        protocol::TCP => match (flags(out), flags(back)) {
-            (out, back) if (out | back) & RST != 0 => seconds::TCP_CLOSED,
-            (out, back) if (out | back) & FIN != 0 => seconds::TCP_FINISHED,
-            (out, 0) if out & ACK == 0 => seconds::TCP_SYN_SENT,
-            (_, 0) => seconds::TCP_UNACKNOWLEDGED,
-            (out, _) if out & ACK == 0 => seconds::TCP_SYN_RECEIVED,
-            _ => seconds::TCP_ESTABLISHED,
-        },
+        protocol::TCP if (out | back) & RST != 0 => seconds::TCP_CLOSED,
+        protocol::TCP if (out | back) & FIN != 0 => seconds::TCP_FINISHED,
+        protocol::TCP if back == 0 && out & ACK == 0 => seconds::TCP_SYN_SENT,
+        protocol::TCP if back == 0 => seconds::TCP_UNACKNOWLEDGED,
+        protocol::TCP if out & ACK == 0 => seconds::TCP_SYN_RECEIVED,
+        protocol::TCP => seconds::TCP_ESTABLISHED,
         protocol::UDP if answered => seconds::UDP_STREAM,
         protocol::UDP => seconds::UDP,
         protocol::SCTP if answered => seconds::SCTP_ESTABLISHED,

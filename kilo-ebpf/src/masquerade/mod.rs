@@ -5,7 +5,9 @@
 //! What the parts tell each other stands in [`work::this_cpu`]: a program and all the
 //! functions it calls have 512 bytes of stack together.
 
+mod address;
 mod clock;
+mod inbound;
 mod parse;
 mod port;
 mod rewrite;
@@ -15,8 +17,8 @@ mod work;
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
 use kilo_common::{
     maps::{
-        CONFIG_MASQUERADE, Config, DEVICE_MASQUERADE, Device, MASQ_EXCLUDE, NAT_EGRESS, NAT_FRAGMENT_EGRESS,
-        NAT_FRAGMENT_INGRESS, NAT_INGRESS, NAT_SEEN, NatValue,
+        CONFIG_MASQUERADE, Config, DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, Device, MASQ_EXCLUDE,
+        NAT_EGRESS, NAT_FRAGMENT_EGRESS, NAT_FRAGMENT_INGRESS, NAT_INGRESS, NAT_SEEN, NatValue,
     },
     nat::{
         FRAGMENT_SECONDS,
@@ -27,6 +29,7 @@ use kilo_common::{
     verdict::{Action, DropReason},
 };
 
+pub use self::inbound::arrived;
 use self::work::{Found, Work, copy, halves, this_cpu};
 use crate::{
     ip::{Ip, octets},
@@ -42,8 +45,10 @@ const DONE: u32 = 1;
 /// Flags of [`egress_apart`], [`ingress_apart`], [`port::translation`] and [`rewrite`].
 const IPV6: u32 = 1;
 const OWN: u32 = 2;
-/// The flow has no entry, as was just found out.
+/// The flow has no entry, nor was it opened from outside, as was just found out.
 const NEW: u32 = 4;
+/// The destination may want another address than the interface's usual one.
+const CHOOSE: u32 = 8;
 
 /// What is known of a packet that leaves before its flow's entry is looked up.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -52,7 +57,7 @@ pub enum Known {
     Nothing,
     /// Most packets here are of no such flow: the tables are asked before the entry is.
     Rare,
-    /// There is no entry.
+    /// There is no entry, nor was the flow opened from outside.
     New,
 }
 
@@ -67,9 +72,14 @@ pub fn egress<I: Ip>(
     known: Known,
 ) -> Result<Option<I::Addr>, DropReason> {
     let Some(device) = translating_device(ctx, config) else { return Ok(None) };
-    let addr = I::masq_addr(device);
+    let mut addr = I::masq_addr(device);
     // Ours already: the host's own packets, and what netfilter has translated.
-    let own = ip.src() == addr;
+    let mut own = ip.src() == addr;
+    // On the WireGuard device there is one address.
+    if !own && known != Known::Rare && address::is_own::<I>(config, ip.src()) {
+        own = true;
+        addr = ip.src();
+    }
     if own && is_hosts_alone(ctx, config, offset, ip, 0) {
         return Ok(None);
     }
@@ -84,11 +94,16 @@ pub fn egress<I: Ip>(
     }
     work.addr = octets(I::mapped(addr));
     let new = if known == Known::New { NEW } else { 0 };
-    let flags = new | if I::V6 { IPV6 } else { 0 } | if own { OWN } else { 0 };
+    let choose = !own && device.flags & DEVICE_BY_DESTINATION != 0;
+    let flags =
+        new | if I::V6 { IPV6 } else { 0 } | if own { OWN } else { 0 } | if choose { CHOOSE } else { 0 };
     match egress_apart(ctx.as_ptr().cast(), config, offset as u32, flags) {
         DONE if own => Ok(None),
         DONE => {
             count_action(Action::Masquerade);
+            if choose && let Some(work) = this_cpu() {
+                addr = I::unmapped(&work.addr);
+            }
             Ok(Some(addr))
         }
         NOTHING => Ok(None),
@@ -96,16 +111,19 @@ pub fn egress<I: Ip>(
     }
 }
 
-/// Translates the destination of a reply back; answers the new destination.
+/// Translates the destination of a reply back; answers the new destination. `anywhere`:
+/// the flow may have left by another interface, with its address.
 #[inline(always)]
 pub fn ingress<I: Ip>(
     ctx: &TcContext,
     config: &Config,
     offset: usize,
     ip: &I,
+    anywhere: bool,
 ) -> Result<Option<I::Addr>, DropReason> {
     let Some(device) = translating_device(ctx, config) else { return Ok(None) };
-    if ip.dst() != I::masq_addr(device) || is_hosts_alone(ctx, config, offset, ip, 2) {
+    let is_ours = ip.dst() == I::masq_addr(device) || anywhere && address::is_own::<I>(config, ip.dst());
+    if !is_ours || is_hosts_alone(ctx, config, offset, ip, 2) {
         return Ok(None);
     }
     let Some(work) = this_cpu() else { return Ok(None) };
@@ -159,13 +177,16 @@ fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -
         return NOTHING;
     }
     if found != Found::Flow as u32 {
+        if flags & CHOOSE != 0 {
+            address::choose(skb, work);
+        }
         if own || !work.is_due() {
             if found != Found::Error as u32 {
                 return NOTHING;
             }
             // The node's own error about an answer to a pod: what it quotes is of a flow.
             work.addr = copy(&work.key.src);
-        } else if work.addr_is_missing() {
+        } else if found == Found::Error as u32 && work.addr_is_missing() {
             return DropReason::NatUnsupported.index();
         }
     }
@@ -177,7 +198,11 @@ fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -
         _ if found == Found::Later as u32 => {
             work.fragment_key(NAT_FRAGMENT_EGRESS);
             return match fragment(work) {
-                DONE => rewrite::packet(skb, offset, payload, flags & IPV6),
+                DONE => {
+                    work.addr = copy(&work.new);
+                    rewrite::packet(skb, offset, payload, flags & IPV6)
+                }
+                _ if inbound::is_fragment(work) => NOTHING,
                 _ => DropReason::NatFragment.index(),
             };
         }
@@ -190,12 +215,17 @@ fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -
                 return if answer == DONE { NOTHING } else { answer };
             }
             if answer != DONE {
-                return if answer == NOTHING { DropReason::NatUnsupported.index() } else { answer };
+                return match answer {
+                    NOTHING if inbound::quotes(work) => NOTHING,
+                    NOTHING => DropReason::NatUnsupported.index(),
+                    answer => answer,
+                };
             }
             work.old = copy(&work.outer);
             work.new = copy(&work.addr);
             return rewrite::packet(skb, offset, payload, flags & IPV6 | rewrite::ERROR);
         }
+        _ if found == Found::EchoReply as u32 && inbound::answers(work) => return NOTHING,
         _ => return DropReason::NatUnsupported.index(),
     }
     if own
@@ -205,11 +235,12 @@ fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -
     {
         return NOTHING;
     }
-    let answer = port::translation(skb, config, flags & (OWN | NEW));
+    let answer = port::translation(skb, config, flags & (OWN | NEW | CHOOSE));
     if answer != DONE {
         return answer;
     }
     let Some(work) = this_cpu() else { return NOTHING };
+    work.new = copy(&work.addr);
     if work.fragmented() && !remember_fragment(work, NAT_FRAGMENT_EGRESS) {
         return DropReason::NatMapFull.index();
     }
@@ -299,6 +330,10 @@ fn fragment(work: &mut Work) -> u32 {
 fn inside_error(skb: *mut __sk_buff, at: u32, v6: u32, direction: u32) -> u32 {
     let inner = at + 8;
     if parse::inner(skb, inner, v6, direction) != Found::Flow as u32 {
+        if let Some(work) = this_cpu() {
+            // No flow has this protocol.
+            work.key.protocol = 0;
+        }
         return NOTHING;
     }
     let flags = inner_change(v6, direction);

@@ -65,7 +65,9 @@ fn read_v4(skb: *mut __sk_buff, offset: u32, direction: u32, inside: bool) -> u3
         return Found::Unknown as u32;
     }
     let header = &work.header;
-    let Ok(ip) = Ipv4::parse(header, usize::from(u16::MAX)) else { return Found::Unknown as u32 };
+    // Quoted packets are none of BIG TCP; of others the length was checked.
+    let most = if inside { usize::from(u16::MAX) } else { usize::MAX };
+    let Ok(ip) = Ipv4::parse(header, most) else { return Found::Unknown as u32 };
     if inside {
         work.key.src = mapped(ip.src);
         work.key.dst = mapped(ip.dst);
@@ -100,11 +102,16 @@ fn identify(ctx: &TcContext, offset: u32, direction: u32, v6: bool, found: &Tran
     if is_error(v6, found.protocol, start[0]) {
         return if work.fragmented() { Found::Unknown as u32 } else { Found::Error as u32 };
     }
-    let Some((src, dst)) = ports(v6, found.protocol, &start, work.key.direction) else {
+    if let Some((src, dst)) = ports(v6, found.protocol, &start, work.key.direction) {
+        work.key.src_port = src;
+        work.key.dst_port = dst;
+    } else if let Some((src, dst)) = ports(v6, found.protocol, &start, NAT_INGRESS) {
+        work.key.src_port = src;
+        work.key.dst_port = dst;
+        return Found::EchoReply as u32;
+    } else {
         return Found::Unknown as u32;
-    };
-    work.key.src_port = src;
-    work.key.dst_port = dst;
+    }
     if found.protocol == protocol::TCP {
         work.tcp_flags = u32::from(ctx.load::<u8>(at + 13).unwrap_or(0));
     }

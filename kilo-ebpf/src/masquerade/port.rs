@@ -11,14 +11,19 @@ use aya_ebpf::{
 };
 use kilo_common::{
     maps::{Config, NAT_SEEN, NatKey, NatValue},
-    nat::{PORT_ATTEMPTS, candidate_port, flow::layout, timeout::merge_flags},
+    nat::{
+        PORT_ATTEMPTS, candidate_port,
+        flow::{is_icmp, layout},
+        timeout::merge_flags,
+    },
     packet::protocol,
     verdict::DropReason,
 };
 
 use super::{
-    DONE, NEW, NOTHING, OWN,
+    CHOOSE, DONE, NEW, NOTHING, OWN, address,
     clock::now,
+    inbound,
     work::{Work, copy, halves, this_cpu},
 };
 use crate::maps::NAT;
@@ -101,7 +106,8 @@ pub fn is_contested(work: &mut Work) -> bool {
 
 /// Finds the port the source of the flow in `this_cpu().key` becomes, the one it
 /// has or a new one, and puts it into `new_port`; `NOTHING` when it is not to be
-/// translated. `flags`: [`OWN`] for the host's own flows, which are; [`NEW`].
+/// translated. `flags`: [`OWN`] for the host's own flows, which are; [`NEW`]; [`CHOOSE`].
+/// The address it becomes stands in `addr` then.
 #[inline(never)]
 pub fn translation(skb: *mut __sk_buff, config: &Config, flags: u32) -> u32 {
     let Some(work) = this_cpu() else { return DropReason::NatMapFull.index() };
@@ -121,7 +127,10 @@ pub fn translation(skb: *mut __sk_buff, config: &Config, flags: u32) -> u32 {
         let entry = unsafe { &mut *entry };
         let first = note(entry, now, work.tcp_flags as u8);
         work.new_port = entry.port;
-        if halves(&entry.addr) == halves(&work.addr) {
+        let keeps = halves(&entry.addr) == halves(&work.addr)
+            || flags & CHOOSE != 0 && address::is_of(skb, &entry.addr);
+        if keeps {
+            work.addr = copy(&entry.addr);
             // A flow that is masqueraded stays so: the tables need not be asked.
             if !first {
                 return DONE;
@@ -137,6 +146,13 @@ pub fn translation(skb: *mut __sk_buff, config: &Config, flags: u32) -> u32 {
     }
     if flags & OWN == 0 && !work.is_due() {
         return NOTHING;
+    }
+    // An echo request answers nothing.
+    if flags & (OWN | NEW) == 0 && !is_icmp(work.key.protocol) && inbound::answers(work) {
+        return NOTHING;
+    }
+    if flags & CHOOSE != 0 {
+        address::choose(skb, work);
     }
     if work.addr_is_missing() {
         return DropReason::NatUnsupported.index();

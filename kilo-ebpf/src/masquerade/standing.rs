@@ -1,6 +1,7 @@
 //! The short way of flows that stand: whole IPv4 packets of TCP and UDP whose
-//! entry has had a packet in this second. It writes nothing but the packet, and
-//! knows neither sockets nor tables; all others go the long way.
+//! entry has had a packet in this second, be it of a masqueraded flow or of one that
+//! was opened from outside. It writes nothing but the packet, and knows neither
+//! sockets nor tables; all others go the long way.
 
 use core::mem::offset_of;
 
@@ -11,8 +12,14 @@ use aya_ebpf::{
 };
 use kilo_common::{
     checksum,
-    maps::{CONFIG_MASQUERADE, CONFIG_ONE_V4, Config, NAT_EGRESS, NAT_INGRESS, NAT_SEEN, NatKey, NatValue},
-    nat::{is_reserved, timeout::merge_flags},
+    maps::{
+        CONFIG_MASQUERADE, CONFIG_ONE_V4, CONFIG_PLAIN, CONFIG_SEVERAL_V4, Config, DEVICE_BY_DESTINATION,
+        NAT_EGRESS, NAT_INGRESS, NAT_SEEN, NatKey, NatValue,
+    },
+    nat::{
+        is_reserved,
+        timeout::{is_opening, merge_flags},
+    },
     packet::{ETHERNET_LEN, IPV4_LEN, Ipv4, Ipv4Header, protocol},
     verdict::{Action, DropReason},
 };
@@ -20,7 +27,7 @@ use kilo_common::{
 use super::{DONE, NOTHING, clock, translating_device, work::halves};
 use crate::{
     ip::Ip as _,
-    maps::{NAT, count_action},
+    maps::{INBOUND, NAT, count_action},
     packet,
 };
 
@@ -35,13 +42,16 @@ const UDP_CHECKSUM: usize = TRANSPORT + 6;
 const TCP_FLAGS: usize = TRANSPORT + 13;
 /// Answer of [`translate`]: the packet is of no flow that has an entry.
 const NO_ENTRY: u32 = 2;
+/// Answer of [`translate`]: it is of a flow from outside, and stays as it is.
+const STAYS: u32 = 3;
+const _: () = assert!(DropReason::Rewrite.index() > STAYS);
 
 /// What became of a packet.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Standing {
-    /// It is translated.
+    /// It is translated, or stays as it is.
     Done,
-    /// It has ports, and its flow no entry.
+    /// It has ports, and its flow no entry: neither of a masqueraded one nor of one from outside.
     NoEntry,
     /// The long way must tell.
     Unknown,
@@ -68,26 +78,29 @@ fn standing<const EGRESS: bool>(
     if config.flags & CONFIG_MASQUERADE == 0 {
         return Ok(Standing::Unknown);
     }
-    let addr = if config.flags & CONFIG_ONE_V4 != 0 {
-        packet::word(&config.private_v4)
+    let (addr, any) = if config.flags & CONFIG_ONE_V4 != 0 {
+        (packet::word(&config.private_v4), false)
     } else {
         let Some(device) = translating_device(ctx, config) else { return Ok(Standing::Unknown) };
-        packet::word(&device.masq_v4)
+        let any =
+            if EGRESS { device.flags & DEVICE_BY_DESTINATION } else { config.flags & CONFIG_SEVERAL_V4 };
+        (packet::word(&device.masq_v4), any != 0)
     };
-    match translate::<EGRESS>(ctx.as_ptr().cast(), config, addr) {
+    match translate::<EGRESS>(ctx.as_ptr().cast(), config, addr, any) {
         DONE => {
             count_action(done);
             Ok(Standing::Done)
         }
+        STAYS => Ok(Standing::Done),
         NO_ENTRY => Ok(Standing::NoEntry),
         NOTHING => Ok(Standing::Unknown),
         _ => Err(DropReason::Rewrite),
     }
 }
 
-/// `addr` is what masqueraded packets get.
+/// `addr` is what masqueraded packets get; `any`: some get others.
 #[inline(always)]
-fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32) -> u32 {
+fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32, any: bool) -> u32 {
     const PORT: [usize; 2] = [TRANSPORT + 2, TRANSPORT];
     let ctx = TcContext::new(skb);
     let start = ctx.data();
@@ -97,8 +110,13 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     // SAFETY: the bounds are checked, and programs may read packets at any address; so below.
     let ip = unsafe { &*((start + ETHERNET_LEN) as *const Ipv4Header) };
     let old = if EGRESS { ip.src } else { ip.dst };
-    // The host's own on the way out; not for this host on the way in.
-    if (old == addr) == EGRESS || ip.version_len != 0x45 || ip.fragment & 0x3fff_u16.to_be() != 0 {
+    // The host's own on the way out. On the way in: for no address of this interface, and
+    // perhaps from a node that sends without an outer header.
+    let usual = old == addr;
+    if (if EGRESS { usual } else { !usual && config.flags & CONFIG_PLAIN != 0 })
+        || ip.version_len != 0x45
+        || ip.fragment & 0x3fff_u16.to_be() != 0
+    {
         return NOTHING;
     }
     let total_len = u32::from(u16::from_be(ip.total_len));
@@ -113,12 +131,24 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
         _ => return NOTHING,
     };
     let direction = if EGRESS { NAT_EGRESS } else { NAT_INGRESS };
-    let key = key(ip, unsafe { *((start + TRANSPORT) as *const u32) }, direction);
-    // SAFETY: entries are not freed while the program runs.
-    let Some(entry) = (unsafe { NAT.get(&key) }) else { return NO_ENTRY };
+    let ports = unsafe { *((start + TRANSPORT) as *const u32) };
+    let tcp_flags = if is_tcp { unsafe { *((start + TCP_FLAGS) as *const u8) } } else { 0 };
+    let entry = if EGRESS || usual || any {
+        // SAFETY: entries are not freed while the program runs; so below.
+        unsafe { NAT.get(&key([ip.src, ip.dst], ports, protocol, direction)) }
+    } else {
+        None
+    };
+    let Some(entry) = entry else {
+        return if !EGRESS && usual {
+            NO_ENTRY
+        } else {
+            from_outside::<EGRESS>(ip, ports, is_tcp, tcp_flags)
+        };
+    };
     let new = (u64::from_le(halves(&entry.addr)[1]) >> 32) as u32;
     // Another address than the interface has now; the host's own.
-    if (new == addr) != EGRESS {
+    if if EGRESS { new != addr && !any } else { new == old } {
         return NOTHING;
     }
     let state = State::of(entry);
@@ -126,8 +156,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
         return NOTHING;
     }
     let (checksum, mangled, sealed) = if is_tcp {
-        let flags = unsafe { *((start + TCP_FLAGS) as *const u8) };
-        if merge_flags(state.tcp_flags(), flags) != state.tcp_flags() {
+        if merge_flags(state.tcp_flags(), tcp_flags) != state.tcp_flags() {
             return NOTHING;
         }
         (TRANSPORT + 16, 0, true)
@@ -165,6 +194,27 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     DONE
 }
 
+/// What becomes of a packet that is not masqueraded: of a flow from outside that has had
+/// a packet of this direction's kind in this second, nothing.
+#[inline(always)]
+fn from_outside<const EGRESS: bool>(ip: &Ipv4Header, ports: u32, is_tcp: bool, tcp_flags: u8) -> u32 {
+    // No answer opens a connection.
+    if EGRESS && is_tcp && is_opening(tcp_flags) {
+        return NO_ENTRY;
+    }
+    let (addrs, ports) =
+        if EGRESS { ([ip.src, ip.dst], ports) } else { ([ip.dst, ip.src], ports.rotate_left(16)) };
+    // SAFETY: entries are not freed while the program runs.
+    let Some(flow) = (unsafe { INBOUND.get(&key(addrs, ports, ip.protocol, NAT_EGRESS)) }) else {
+        return if EGRESS { NO_ENTRY } else { NOTHING };
+    };
+    let seen = if EGRESS { flow.answer_flags } else { flow.opener_flags };
+    let is_known = flow.last_seen == clock::glance()
+        && (!EGRESS || flow.flags == NAT_SEEN)
+        && (!is_tcp || merge_flags(seen, tcp_flags) == seen);
+    if is_known { STAYS } else { NOTHING }
+}
+
 /// Port, flags and time of an entry, read at once.
 #[derive(Clone, Copy)]
 struct State(u64);
@@ -197,9 +247,9 @@ impl State {
 
 /// The key of a flow in words: field by field it would be written byte by byte.
 #[inline(always)]
-fn key(ip: &Ipv4Header, ports: u32, direction: u8) -> NatKey {
-    let [src, dst] = [ip.src, ip.dst].map(|addr| Ipv4::mapped(addr.to_ne_bytes()));
-    let rest = u64::from(u32::from_le(ports)) | u64::from(ip.protocol) << 32 | u64::from(direction) << 40;
+fn key(addrs: [u32; 2], ports: u32, protocol: u8, direction: u8) -> NatKey {
+    let [src, dst] = addrs.map(|addr| Ipv4::mapped(addr.to_ne_bytes()));
+    let rest = u64::from(u32::from_le(ports)) | u64::from(protocol) << 32 | u64::from(direction) << 40;
     // SAFETY: 40 bytes of integers in the order of the fields.
     unsafe { core::mem::transmute([src[0], src[1], dst[0], dst[1], rest.to_le()]) }
 }

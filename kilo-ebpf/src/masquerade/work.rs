@@ -28,6 +28,8 @@ pub enum Found {
     Error = 2,
     /// A later fragment.
     Later = 3,
+    /// The answer to an echo request, on the way out.
+    EchoReply = 4,
 }
 
 /// What the parts tell each other of one packet.
