@@ -78,7 +78,7 @@ async fn look(kilo: u32) -> (Net, HostLinks) {
     let links = kernel.links().await.unwrap();
     let ways = kernel.ways(&links.iter().map(|link| link.index).collect::<Vec<_>>()).await.unwrap();
     let pods = PODS.map(net);
-    let query = HostQuery { kilo, private: None, pod_cidrs: &pods, ways: &ways };
+    let query = HostQuery { kilo, private: None, pod_cidrs: &pods, ways: &ways, ..HostQuery::default() };
     let host = links::host_links(&links, &query, &BTreeMap::new());
     (kernel, host)
 }
@@ -251,8 +251,10 @@ fn flows_of_either_direction_get_their_answers_and_the_right_address() {
         dataplane.write(&tables).unwrap();
         let uplinks: BTreeSet<u32> = host.uplinks.keys().copied().collect();
         assert_eq!(uplinks, BTreeSet::from([index("lan0"), index("wan0")]));
-        let attached =
-            dataplane.attach(&kernel, Interfaces { kilo, uplinks: &uplinks, vxlan: None }).await.unwrap();
+        let attached = dataplane
+            .attach(&kernel, Interfaces { kilo, uplinks: &uplinks, layer3: &BTreeSet::new(), vxlan: None })
+            .await
+            .unwrap();
         assert!(attached.failed.is_empty());
         check("the programs");
     });
