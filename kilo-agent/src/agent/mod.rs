@@ -32,7 +32,7 @@ use self::{
 use crate::{
     backend::{Backend, BackendError, Snapshot, last_good::LastGood},
     cli::{AttachMode, Compatibility, EndpointFrom, Masquerade},
-    cni::boot::BootConfiguration,
+    cni::{self, boot::BootConfiguration},
     dataplane::{self, Dataplane, DataplaneError, Interfaces, PathMtus},
     health::Health,
     interface::{self, Interface},
