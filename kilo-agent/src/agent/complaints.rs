@@ -27,6 +27,8 @@ pub struct Complaints {
     private_endpoint: Option<Endpoint>,
     /// Interfaces without programs, and their link type.
     unknown_headers: BTreeMap<String, u16>,
+    /// No interface leads out of the host.
+    no_uplink: bool,
     failure: Option<Failure>,
 }
 
@@ -104,6 +106,18 @@ impl Complaints {
             }
         }
         self.unknown_headers.clone_from(interfaces);
+    }
+
+    /// Says once that there is no interface for the programs of uplinks.
+    pub fn no_uplink(&mut self, no_uplink: bool, metrics: &Metrics) {
+        if no_uplink && !self.no_uplink {
+            metrics.error("no_uplink");
+            tracing::warn!(
+                "no interface of this host has an address or a route with a next hop, so nothing is masqueraded \
+                 or received from other nodes: give an uplink an address, or a route with a next hop (`ip route`)"
+            );
+        }
+        self.no_uplink = no_uplink;
     }
 
     /// A reconcile failed: says so, unless it did for the same reason within the last minute.

@@ -543,6 +543,7 @@ impl<B: Backend> Agent<B> {
             found.path_mtus.entry(*address).and_modify(|known| *known = *mtu.min(known)).or_insert(*mtu);
         }
         self.hops = self.hops.update(mesh, &own.name);
+        self.complaints.no_uplink(found.uplinks.is_empty(), &self.metrics);
         self.complaints.unknown_headers(&found.unknown_headers, &self.metrics);
         self.complaints.left_out(self.hops.left_out(mesh, &own.name), &self.metrics);
         let resolved = self.resolver.resolve(mesh).await;

@@ -40,19 +40,14 @@ pub struct Facts<'a> {
 }
 
 /// Pure: the addresses by parity's order (host name, default route's
-/// interface, any interface; inside each IPv4 before IPv6, then by text).
+/// interface, any interface; inside each IPv4 before IPv6, then by text). A host whose
+/// uplinks have no addresses (unnumbered) has its own on loopback or a dummy.
 pub fn discover(facts: &Facts<'_>) -> Option<Discovered> {
-    let usable: Vec<(u32, IpNet)> = facts
-        .links
-        .iter()
-        .filter(|link| link.up && !links::is_internal(link, facts.kilo, facts.pod_cidrs))
-        .flat_map(|link| link.addresses.iter().map(move |address| (link, address)))
-        .filter(|(_, address)| address.global && !is_local(address.net.addr()))
-        .filter(|(_, address)| !address.unusable)
-        // A privacy address changes by the hour: nothing to publish.
-        .filter(|(_, address)| address.net.addr().is_ipv4() || !address.secondary)
-        .map(|(link, address)| (link.index, address.net))
-        .collect();
+    let mut usable =
+        addresses(facts, |link| link.up && !links::is_internal(link, facts.kilo, facts.pod_cidrs));
+    if usable.is_empty() {
+        usable = addresses(facts, links::has_hosts_addresses);
+    }
     let tiers: [Vec<IpNet>; 3] = [
         sorted(usable.iter().filter(|(_, net)| facts.resolved.contains(&net.addr()))),
         sorted(usable.iter().filter(|(index, _)| Some(*index) == facts.default_interface)),
@@ -102,6 +97,17 @@ fn is_reached_from_anywhere(address: IpAddr) -> bool {
             IpAddr::V4(address) => address.octets()[0] != 100 || address.octets()[1] & 0xc0 != 64,
             IpAddr::V6(address) => !address.is_unique_local(),
         }
+}
+
+fn addresses(facts: &Facts<'_>, wanted: impl Fn(&Link) -> bool) -> Vec<(u32, IpNet)> {
+    let all = facts.links.iter().filter(|link| wanted(link));
+    all.flat_map(|link| link.addresses.iter().map(move |address| (link, address)))
+        .filter(|(_, address)| address.global && !is_local(address.net.addr()))
+        .filter(|(_, address)| !address.unusable)
+        // A privacy address changes by the hour: nothing to publish.
+        .filter(|(_, address)| address.net.addr().is_ipv4() || !address.secondary)
+        .map(|(link, address)| (link.index, address.net))
+        .collect()
 }
 
 fn sorted<'a>(nets: impl Iterator<Item = &'a (u32, IpNet)>) -> Vec<IpNet> {
@@ -269,6 +275,25 @@ mod tests {
         check(Facts { internal_cidrs: &odd, ..facts }, Some("203.0.113.5/24"), Some("203.0.113.5/24"));
         let none = nets(&["172.16.0.0/12"]);
         check(Facts { internal_cidrs: &none, ..facts }, None, Some("203.0.113.5/24"));
+    }
+
+    #[test]
+    fn a_host_with_unnumbered_uplinks_has_its_addresses_on_loopback_or_a_dummy() {
+        let named = |name: &str, kind: &str, addresses: &[&str]| Link {
+            name: name.into(),
+            loopback: name == "lo",
+            ..link(9, kind, addresses)
+        };
+        let links = [
+            named("lo", "", &["127.0.0.1/8", "10.0.0.5/32"]),
+            named("dummy0", "dummy", &["203.0.113.5/32"]),
+            named("kube-ipvs0", "dummy", &["10.0.0.1/32"]),
+            link(2, "", &["fe80::1/64"]),
+        ];
+        check(Facts { links: &links, ..Facts::default() }, Some("10.0.0.5/32"), Some("203.0.113.5/32"));
+        let numbered = [&links[..], &[link(3, "", &["10.9.0.5/24"])]].concat();
+        let facts = Facts { links: &numbered, ..Facts::default() };
+        check(facts, Some("10.9.0.5/24"), Some("10.9.0.5/24"));
     }
 
     #[test]

@@ -299,17 +299,16 @@ pub fn add_overlay(host: &mut HostLinks, links: &[Link], own: &str, addresses: B
 }
 
 /// Its addresses are the host's own, and no packet leaves or arrives there.
-pub(super) fn is_host_only(link: &Link) -> bool {
+fn is_host_only(link: &Link) -> bool {
     link.loopback || link.kind == "dummy"
 }
 
 /// What the kernel gives packets that leave by an interface without addresses: the
 /// private address, or the first global one, where it is on loopback or a dummy.
 fn hosts_own(links: &[Link], query: &HostQuery<'_>) -> Uplink {
-    let is_services = |link: &&Link| link.name == KUBE_PROXY;
     let mut own = Uplink::default();
-    let within = links.iter().filter(|link| is_host_only(link) && link.up && !is_services(link));
     let usable = |address: &&Address| address.global && !address.unusable;
+    let within = links.iter().filter(|link| has_hosts_addresses(link));
     for address in within.flat_map(|link| link.addresses.iter().filter(usable)) {
         let address = address.net.addr();
         let preferred = Some(address) == query.private;
@@ -326,8 +325,10 @@ fn hosts_own(links: &[Link], query: &HostQuery<'_>) -> Uplink {
     own
 }
 
-/// The dummy device on which kube-proxy keeps service addresses (IPVS).
-pub(super) const KUBE_PROXY: &str = "kube-ipvs0";
+/// Loopback or a dummy, but none on which Kubernetes keeps service addresses (IPVS, DNS cache).
+pub(super) fn has_hosts_addresses(link: &Link) -> bool {
+    is_host_only(link) && link.up && !matches!(link.name.as_str(), "kube-ipvs0" | "nodelocaldns")
+}
 
 /// As [`is_within`]; other WireGuard devices count, too: their addresses are no node's.
 pub(super) fn is_internal(link: &Link, kilo: u32, pod_cidrs: &[IpNet]) -> bool {
@@ -398,6 +399,10 @@ pub async fn rename(rtnl: &Rtnl, index: u32, name: &str) -> Result<(), NetError>
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
     use super::*;
 
     fn link(index: u32, name: &str, kind: &str, addresses: &[&str]) -> Link {
@@ -451,5 +456,127 @@ mod tests {
         assert_eq!(host.mtus, BTreeMap::from([(2, 1500), (3, 1500)]));
         assert_eq!(host.private, Some(2));
         assert_eq!(host.towards, BTreeMap::from([(node("203.0.113.2"), 3)]));
+    }
+
+    #[test]
+    fn an_interface_without_address_behind_which_a_next_hop_is_gets_the_hosts_own() {
+        let mut member = link(5, "eth3", "", &["fe80::5/64"]);
+        member.controller = Some(9);
+        let links = [
+            link(1, "lo", "", &["127.0.0.1/8", "10.9.9.8/32", "10.9.9.9/32", "2001:db8::9/128"]),
+            link(2, "eth0", "", &["fe80::1/64"]),
+            link(3, "eth1", "", &[]),
+            link(4, "eth2", "", &["fe80::3/64"]),
+            member,
+            link(6, "kube-ipvs0", "dummy", &["10.96.0.1/32"]),
+            link(7, "tun0", "tun", &["192.0.2.7/32"]),
+        ];
+        let query = HostQuery {
+            kilo: 9,
+            private: Some("10.9.9.9".parse().unwrap()),
+            next_hops: &[2, 3, 5, 6],
+            ..HostQuery::default()
+        };
+        let host = host_links(&links, &query, &BTreeMap::new());
+        let own = Uplink { v4: "10.9.9.9".parse().ok(), v6: "2001:db8::9".parse().ok() };
+        let tun = Uplink { v4: "192.0.2.7".parse().ok(), v6: None };
+        assert_eq!(host.uplinks, BTreeMap::from([(2, own), (3, own), (7, tun)]));
+        assert_eq!(host.layer3, BTreeSet::from([7]));
+        assert_eq!(host.private, None, "nothing arrives on loopback");
+    }
+
+    #[test]
+    fn the_link_type_says_what_stands_before_the_ip_header() {
+        use LinkHeader::{Ethernet, None, Unknown};
+        for (link_type, point_to_point, header) in [
+            (1, false, Ethernet),
+            (772, false, Ethernet),
+            (0xfffe, true, None),
+            (512, true, None),
+            (519, false, None),
+            (776, false, None),
+            (778, true, None),
+            (778, false, Unknown(778)),
+            (823, false, Unknown(823)),
+            (32, false, Unknown(32)),
+        ] {
+            assert_eq!(LinkHeader::of(link_type, point_to_point), header, "{link_type}");
+        }
+    }
+
+    fn any_link(index: u32) -> impl Strategy<Value = Link> {
+        let kinds = ["", "veth", "vlan", "bond", "bridge", "dummy", "tun", "gre", "ipip", "wireguard"];
+        let nets = [
+            "10.0.0.5/24",
+            "10.0.0.6/24",
+            "192.168.7.5/24",
+            "203.0.113.5/24",
+            "100.64.0.5/32",
+            "169.254.7.7/16",
+            "127.0.0.1/8",
+            "10.244.1.1/24",
+            "fe80::5/64",
+            "fd00::5/64",
+            "2001:db8::5/64",
+            "2001:db8::6/128",
+        ];
+        let address =
+            (prop::sample::select(nets.to_vec()), any::<[bool; 3]>()).prop_map(|(net, is)| Address {
+                net: net.parse().unwrap(),
+                global: is[0] || is[1],
+                secondary: is[1] && is[2],
+                unusable: is[0] && is[2],
+            });
+        let kind = prop::sample::select(kinds.to_vec());
+        let header =
+            prop::sample::select(vec![LinkHeader::Ethernet, LinkHeader::None, LinkHeader::Unknown(32)]);
+        let addresses = prop::collection::vec(address, 0..4);
+        (kind, header, addresses, any::<[bool; 3]>()).prop_map(move |(kind, header, addresses, is)| Link {
+            index,
+            name: format!("if{index}"),
+            kind: kind.into(),
+            mtu: 1500,
+            up: is[0] || is[1],
+            loopback: index == 1,
+            header,
+            controller: (is[1] && is[2]).then_some(99),
+            addresses,
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn of_any_host_only_what_leads_out_gets_programs_and_addresses_that_are_the_hosts(
+            links in (1u32..9).map(any_link).collect::<Vec<_>>(),
+            kilo in 1u32..9,
+            next_hops in prop::collection::vec(1u32..9, 0..4),
+            private in prop::sample::select(vec!["10.0.0.5", "203.0.113.5", "fd00::5", "10.7.7.7"]),
+        ) {
+            let pods = ["10.244.1.0/24".parse().unwrap()];
+            let private = private.parse().ok();
+            let query = HostQuery { kilo, private, pod_cidrs: &pods, next_hops: &next_hops };
+            let host = host_links(&links, &query, &BTreeMap::new());
+            let of = |index: u32| links.iter().find(|link| link.index == index).unwrap();
+            for (index, uplink) in &host.uplinks {
+                let link = of(*index);
+                prop_assert!(link.up && !link.loopback && *index != kilo && link.kind != "dummy");
+                prop_assert!(!matches!(link.header, LinkHeader::Unknown(_)));
+                prop_assert_eq!(host.layer3.contains(index), link.header == LinkHeader::None);
+                prop_assert_eq!(host.mtus.get(index), Some(&link.mtu));
+                let addresses = uplink.v4.map(IpAddr::V4).into_iter().chain(uplink.v6.map(IpAddr::V6));
+                for address in addresses {
+                    let holders = links.iter().filter(|link| {
+                        link.addresses.iter().any(|has| has.net.addr() == address && has.global)
+                    });
+                    let own = holders.clone().any(|holder| holder.index == *index);
+                    let borrowed = next_hops.contains(index) && holders.into_iter().any(is_host_only);
+                    prop_assert!(own || borrowed, "{} is not the host's", address);
+                }
+            }
+            prop_assert!(host.layer3.iter().all(|index| host.uplinks.contains_key(index)));
+            if let Some(index) = host.private {
+                prop_assert!(!is_host_only(of(index)) && index != kilo);
+            }
+        }
     }
 }
