@@ -71,7 +71,17 @@ struct PodSpec {
     containers: Vec<Container>,
     #[serde(default)]
     volumes: Vec<Value>,
-    security_context: Option<Value>,
+    #[serde(rename = "securityContext")]
+    _security_context: Option<PodSecurityContext>,
+}
+
+/// As [`SecurityContext`]: what is not applied would not be tested.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct PodSecurityContext {
+    // Its filter allows what the capabilities allow.
+    #[serde(rename = "seccompProfile")]
+    _seccomp: Option<Value>,
 }
 
 #[derive(Deserialize)]
@@ -130,23 +140,25 @@ struct HostPath {
 }
 
 impl Rights {
-    /// Reads the container `kilo` of the DaemonSet `kilo` in a manifest.
+    /// Reads the container `kilo` of the DaemonSet `kilo` in a manifest, changed by these
+    /// kustomize components.
     ///
     /// # Errors
     /// What is missing, or is said there and cannot be applied.
-    pub fn read(manifest: &str) -> Result<Self> {
+    pub fn read(manifest: &str, components: &[String]) -> Result<Self> {
         let documents = Deserializer::from_str(manifest).map(Value::deserialize);
         let documents = documents.collect::<Result<Vec<_>, _>>()?;
         let daemon_set = documents
             .iter()
             .find(|document| document["kind"] == "DaemonSet" && document["metadata"]["name"] == "kilo")
             .context("the manifest has no DaemonSet named kilo")?;
+        let mut daemon_set = daemon_set.clone();
+        components.iter().try_for_each(|component| apply(&mut daemon_set, component))?;
         let pod: PodSpec = typed(&daemon_set["spec"]["template"]["spec"])?;
         let container = pod.containers.iter().find(|container| container.name == "kilo");
         let container = container.context("the DaemonSet has no container named kilo")?;
         let context = &container.security_context;
         ensure!(pod.host_network, "the pod has a network of its own");
-        ensure!(pod.security_context.is_none(), "the pod has a securityContext, which is not applied here");
         ensure!(context.read_only_root_filesystem, "the container's root is not read-only");
         let mounts = container.volume_mounts.iter().map(|mount| mount.resolve(&pod.volumes));
         Ok(Self {
@@ -155,6 +167,29 @@ impl Rights {
             mounts: mounts.collect::<Result<_>>()?,
         })
     }
+}
+
+/// What a kustomize component does to the DaemonSet: it adds elements to lists (RFC 6902).
+fn apply(daemon_set: &mut Value, component: &str) -> Result<()> {
+    let component: Value = serde_yaml_ng::from_str(component)?;
+    for patch in component["patches"].as_sequence().into_iter().flatten() {
+        ensure!(patch["target"]["kind"] == "DaemonSet", "a patch of something else than a DaemonSet");
+        let operations: Vec<Value> = serde_yaml_ng::from_str(patch["patch"].as_str().context("no patch")?)?;
+        for operation in operations {
+            let path = operation["path"].as_str().context("no path")?;
+            let list = path.strip_prefix('/').and_then(|path| path.strip_suffix("/-"));
+            let list = list.filter(|_| operation["op"] == "add");
+            let list = list.with_context(|| format!("{path}: only adding to lists is applied here"))?;
+            let found = list.split('/').try_fold(&mut *daemon_set, |at, step| match step.parse::<usize>() {
+                Ok(index) => at.get_mut(index),
+                Err(_) => at.get_mut(step),
+            });
+            let found =
+                found.and_then(Value::as_sequence_mut).with_context(|| format!("{path}: no such list"))?;
+            found.push(operation["value"].clone());
+        }
+    }
+    Ok(())
 }
 
 fn typed<T: DeserializeOwned>(value: &Value) -> Result<T> {
@@ -222,7 +257,7 @@ mod tests {
             let name = entry.file_name().into_string().unwrap();
             if name.starts_with("kilo-") {
                 let rights =
-                    Rights::read(&shipped(&name)).unwrap_or_else(|error| panic!("{name}: {error:#}"));
+                    Rights::read(&shipped(&name), &[]).unwrap_or_else(|error| panic!("{name}: {error:#}"));
                 assert!(rights.no_new_privileges, "{name}");
                 assert!(rights.capabilities.contains("BPF"), "{name}: {:?}", rights.capabilities);
                 assert!(!rights.capabilities.contains("SYS_ADMIN"), "{name}: {:?}", rights.capabilities);
@@ -232,7 +267,7 @@ mod tests {
 
     #[test]
     fn mounts_are_those_of_the_container_with_their_volumes() {
-        let rights = Rights::read(&shipped("kilo-kubeadm.yaml")).unwrap();
+        let rights = Rights::read(&shipped("kilo-kubeadm.yaml"), &[]).unwrap();
         let bpf = rights.mounts.iter().find(|mount| mount.target == "/sys/fs/bpf").unwrap();
         assert_eq!(bpf.source, Source::Host("/sys/fs/bpf".to_owned()));
         assert!(bpf.from_host && !bpf.read_only);
@@ -250,10 +285,10 @@ mod tests {
                 &format!("            {line}\n            # Not privileged."),
             )
         };
-        let said = Rights::read(&with("privileged: true")).unwrap_err().to_string();
+        let said = Rights::read(&with("privileged: true"), &[]).unwrap_err().to_string();
         assert!(said.contains("privileged"), "{said}");
-        assert!(Rights::read(&with("runAsUser: 7")).is_err());
-        assert!(Rights::read(&manifest).is_ok());
+        assert!(Rights::read(&with("runAsUser: 7"), &[]).is_err());
+        assert!(Rights::read(&manifest, &[]).is_ok());
     }
 
     #[test]

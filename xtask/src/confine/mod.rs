@@ -15,10 +15,11 @@ use clap::Args;
 
 use crate::workspace_root;
 use container::Lent;
-use manifest::{Mount, Rights, Source};
+use manifest::Rights;
 
-/// The flag that needs more than the manifests give.
-const FORWARD_RULES: &str = "--iptables-forward-rules";
+/// Flags that need more than the manifests give, and the components that give it.
+const COMPONENTS: [(&str, &str); 1] =
+    [("--iptables-forward-rules", "components/forward-rules/kustomization.yaml")];
 
 /// Options of the launcher.
 #[derive(Args, Debug)]
@@ -85,13 +86,14 @@ fn manifest(command: &[String]) -> &'static str {
 }
 
 fn rights(command: &[String]) -> Result<Rights> {
-    let path = workspace_root().join("manifests").join(manifest(command));
-    let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
-    let mut rights = Rights::read(&text).with_context(|| path.display().to_string())?;
-    if command.iter().any(|word| word == FORWARD_RULES) {
-        add_forward_rules(&mut rights);
-    }
-    Ok(rights)
+    let read = |name: &str| {
+        let path = workspace_root().join("manifests").join(name);
+        fs::read_to_string(&path).with_context(|| path.display().to_string())
+    };
+    let name = manifest(command);
+    let wanted = COMPONENTS.iter().filter(|(flag, _)| command.iter().any(|word| word == flag));
+    let components = wanted.map(|(_, path)| read(path)).collect::<Result<Vec<_>>>()?;
+    Rights::read(&read(name)?, &components).with_context(|| format!("manifests/{name}"))
 }
 
 /// Whether a process that runs has the rights its command line asks for, and no others.
@@ -106,18 +108,6 @@ pub fn check(pid: u32) -> Result<()> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let mounts = fs::read_to_string(format!("/proc/{pid}/mountinfo"))?;
     held::compare(&wanted, &status, &mounts)
-}
-
-/// What the kustomize component `forward-rules` adds for the flag.
-fn add_forward_rules(rights: &mut Rights) {
-    rights.capabilities.insert("NET_RAW".to_owned());
-    let lock = "/run/xtables.lock".to_owned();
-    rights.mounts.push(Mount {
-        source: Source::FileOrCreate(lock.clone()),
-        target: lock,
-        read_only: false,
-        from_host: false,
-    });
 }
 
 #[cfg(test)]

@@ -196,6 +196,17 @@ pub fn outcome(prefix: &str, name: &str, began: Instant, result: &Result<String>
     }
 }
 
+/// Records what cannot be tried here.
+pub fn skipped(prefix: &str, name: &str, reason: &str) -> TestOutcome {
+    println!("SKIPPED {prefix}{name}: {reason}");
+    TestOutcome {
+        part: "lab".to_owned(),
+        name: format!("{prefix}{name}"),
+        outcome: "skipped".to_owned(),
+        seconds: 0.0,
+    }
+}
+
 /// Fails with the probes that did.
 pub fn all_passed(matrix: &matrix::Matrix) -> Result<()> {
     if matrix.passed() < matrix.total() {

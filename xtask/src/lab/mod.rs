@@ -230,6 +230,9 @@ impl Mode {
         let started = Instant::now();
         let prefix = format!("{prefix}{}: ", self.name);
         let Self { underlay, topology, .. } = *self;
+        if let Some(reason) = topology.missing() {
+            return vec![checks::skipped(&prefix, "the mesh comes up", reason)];
+        }
         let mut args = LabArgs { underlay, topology, checks: checks::Choice::Way, ..args.clone() };
         args.kg_flags.push(self.flag.to_owned());
         match Lab::up(&args, None) {

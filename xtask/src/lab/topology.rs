@@ -1,6 +1,6 @@
 //! Networks that differ from the lab's own in one thing each, as users have them.
 
-use std::{net::IpAddr, time::Duration};
+use std::{net::IpAddr, process::Command, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use clap::ValueEnum;
@@ -51,6 +51,18 @@ impl Topology {
             )],
             _ => &[],
         }
+    }
+
+    /// Why this kernel cannot have it.
+    pub fn missing(self) -> Option<&'static str> {
+        // The answer is that it exists, when only that is wrong.
+        let knows = |kind: &str| {
+            let probe = format!("link add kilo-probe link lo type {kind} id 1");
+            let output = Command::new("unshare").args(["--net", "ip"]).args(probe.split(' ')).output();
+            output
+                .is_ok_and(|output| !String::from_utf8_lossy(&output.stderr).contains("Unknown device type"))
+        };
+        (self == Self::Vlan && !knows("vlan")).then_some("this kernel has no VLAN devices")
     }
 
     /// Changes a network that has just been built.

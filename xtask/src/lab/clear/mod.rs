@@ -240,10 +240,10 @@ pub fn sees_leaks(lab: &mut Lab) -> Result<String> {
     let before = counters::clear_pod_packets(&lab.network)?;
     let printer = &lab.network.printer;
     let target = lab.network.node("b2")?.pod_ip();
-    printer.ip(&format!("address add {POD}/32 dev lo\nroute add 10.42.0.0/16 via 10.1.0.1 src {POD}\n"))?;
+    printer.ip(&format!("address add {POD}/32 dev lo\nroute add {target}/32 via 10.1.0.1 src {POD}\n"))?;
     // No answer is what is wanted.
     let pings = printer.sh(&format!("ping -n -q -c {ON_PURPOSE} -i 0.05 -W 1 -I {POD} {target} || true"));
-    printer.ip(&format!("route del 10.42.0.0/16\naddress del {POD}/32 dev lo\n"))?;
+    printer.ip(&format!("route del {target}/32 via 10.1.0.1\naddress del {POD}/32 dev lo\n"))?;
     pings?;
     send_marked(&lab.network)?;
     let watch = lab.clear.as_ref().context("nobody looks")?;
