@@ -32,7 +32,8 @@ fn fails(program: &str, arguments: &[&str]) -> String {
 }
 
 /// Flags that take any text, or a path: what is wrong with it shows later.
-const ANY_TEXT: [&str; 6] = ["backend-dir", "cni-path", "interface", "kubeconfig", "master", "version"];
+const ANY_TEXT: [&str; 8] =
+    ["backend-dir", "cni-path", "cni-run-dir", "cni-source", "interface", "kubeconfig", "master", "version"];
 
 /// Rubbish for each other flag of `kg`, and what the answer must name.
 const RUBBISH: [(&str, &str, &str); 25] = [

@@ -55,22 +55,34 @@ fn node_directories(root: &Path) -> PathBuf {
     root.join("host/etc/cni/net.d/10-kilo.conflist")
 }
 
+/// A CNI plugin that does nothing but say which version it is.
+fn plugin_of(path: &Path, version: &str, mark: &str) {
+    let script = format!("#!/bin/sh\n# {mark}\necho 'CNI bridge plugin {version}' >&2\n");
+    fs::write(path, script).unwrap();
+    netns::sh(&format!("chmod 755 {}", path.display()));
+}
+
 #[test]
-fn the_init_container_installs_plugins_and_keeps_a_completed_configuration() {
+fn the_init_container_installs_plugins_and_leaves_newer_ones_alone() {
     let directory = tempfile::tempdir().unwrap();
     let root = directory.path();
-    let conf = node_directories(root);
-    let install = || init_container("kilo-kubeadm.yaml", "install-cni", root);
-    install();
-    assert_eq!(fs::read_to_string(root.join("host/opt/cni/bin/bridge")).unwrap(), "a plugin");
-    assert!(kilo_agent::cni::update(&conf, &["10.42.1.0/24".parse().unwrap()]).unwrap());
-    let completed = fs::read_to_string(&conf).unwrap();
-    install();
-    assert_eq!(fs::read_to_string(&conf).unwrap(), completed, "the agent's ranges stay");
-    let changed = fs::read_to_string(root.join("config/cni-conf.json")).unwrap().replace("1420", "1380");
-    fs::write(root.join("config/cni-conf.json"), &changed).unwrap();
-    install();
-    assert_eq!(fs::read_to_string(&conf).unwrap(), changed, "a new configuration is taken");
+    node_directories(root);
+    let (ours, theirs) = (root.join("opt/cni/bin/bridge"), root.join("host/opt/cni/bin/bridge"));
+    let install = || {
+        init_container("kilo-kubeadm.yaml", "install-cni", root);
+        fs::read_to_string(&theirs).unwrap()
+    };
+    plugin_of(&ours, "v1.9.0", "ours");
+    assert!(install().contains("ours"), "where there is none");
+    for (version, stays) in
+        [("v1.10.0", true), ("v1.9.0", true), ("v1.1.1", false), ("v0.9.1", false), ("version unknown", true)]
+    {
+        plugin_of(&theirs, version, "theirs");
+        assert_eq!(install().contains("theirs"), stays, "{version}");
+    }
+    fs::write(&theirs, "not a program").unwrap();
+    assert!(install().contains("ours"), "what does not run is replaced");
+    assert_eq!(fs::read_dir(root.join("host/opt/cni/bin")).unwrap().count(), 1, "nothing is left beside it");
 }
 
 #[test]
@@ -157,7 +169,6 @@ fn pods_of_both_families_are_made_from_the_configuration_kg_completes() {
         })
         .await;
         assert_eq!(fs::read_to_string(&conf).unwrap(), "{\"plugins\": 3}");
-        init_container("kilo-kubeadm.yaml", "install-cni", root);
         fs::copy(root.join("config/cni-conf.json"), &conf).unwrap();
         until("kg writes the ranges", || fs::read_to_string(&conf).unwrap().contains("fd00:42:1::/64")).await;
         let list = fs::read_to_string(&conf).unwrap();

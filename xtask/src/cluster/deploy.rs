@@ -8,10 +8,13 @@ use std::{
 
 use anyhow::{Context as _, Result};
 
-use super::{Cluster, images, node::Node};
+use super::{Cluster, images, node::Node, until};
 use crate::{
     command::run,
-    lab::{probe, space::Space},
+    lab::{
+        probe::{self, Protocol},
+        space::Space,
+    },
     workspace_root,
 };
 
@@ -86,6 +89,14 @@ pub fn test_pods(cluster: &Cluster) -> Result<()> {
         .replace("SERVICE", &SERVICE.to_string());
     cluster.apply(&objects)?;
     cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=180s"])?;
+    serving(cluster)?;
+    for node in &cluster.nodes {
+        until("kube-proxy knows the Service", Duration::from_secs(60), || {
+            let ask =
+                || probe::probe_port(Protocol::Tcp, (SERVICE, 80).into(), Duration::from_secs(2)).is_ok();
+            node.space().spawn(ask).join().ok()?.ok()?.then_some(())
+        })?;
+    }
     Ok(())
 }
 
@@ -116,11 +127,14 @@ pub fn pods(cluster: &Cluster, label: &str) -> Result<Vec<Pod>> {
         let container =
             text("/status/containerStatuses/0/containerID").context("the pod has no container")?;
         let container = container.trim_start_matches("containerd://");
+        // After a power cut the API server still lists what ran before.
+        let space = cluster.node(node)?.container_space(&format!("pod-{node}"), container);
+        let Ok(space) = space else { continue };
         pods.push(Pod {
             node: node.to_owned(),
             name: name.to_owned(),
             address: text("/status/podIP").context("the pod has no address")?.parse()?,
-            space: cluster.node(node)?.container_space(&format!("pod-{node}"), container)?,
+            space,
         });
     }
     pods.sort_by(|one, other| one.node.cmp(&other.node));

@@ -1,6 +1,9 @@
 //! Nodes that boot, are drained, and join again.
 
-use std::time::{Duration, Instant};
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context as _, Result, bail};
 
@@ -153,8 +156,17 @@ pub fn join_again(cluster: &Cluster) -> Result<String> {
     let before = (cidr()?, network::clear_packets()?);
     let flows = Flows::start(cluster, Some(name))?;
     cluster.kubectl(&["delete", "node", name])?;
-    node.sh("rm -f /var/lib/kubelet/config.yaml /etc/kubernetes/kubelet.conf /etc/kubernetes/pki/ca.crt; \
-         kill $(pidof kubelet)")?;
+    // The machine is taken out and set up anew; what Kilo and its plugins keep stays on the disk.
+    node.cut()?;
+    for file in
+        ["kubelet/config.yaml", "upper/etc/kubernetes/kubelet.conf", "upper/etc/kubernetes/pki/ca.crt"]
+    {
+        let path = node.disk().join(file);
+        fs::remove_file(&path).with_context(|| path.display().to_string())?;
+    }
+    node.start()?;
+    let socket = || node.path("/run/containerd/containerd.sock").ok().filter(|path| path.exists()).map(drop);
+    until("containerd is up", Duration::from_secs(30), socket)?;
     kubeadm::join(node, cluster.first())?;
     let site = sites(20).into_iter().find(|site| site.node == name).context("no such site")?;
     let location = format!("kilo.squat.ai/location={}", site.location());
