@@ -29,7 +29,7 @@ use kube::{
 };
 use serde_json::json;
 
-use api::{ADMIN, ApiServer, apply, apply_crds, create_node};
+use api::{ADMIN, ApiServer, NOBODY, apply, apply_crds, create_node};
 use front::{Front, Manner, plain_kubeconfig};
 use proxy::{Mode, Proxy};
 
@@ -192,8 +192,25 @@ fn the_agents_annotations_come_and_go_on_a_real_api_server() {
         until_said("ip route show proto 107", |all| !all.contains("10.5.0.")).await;
 
         drop(agent);
-        let removed = kg(&kubeconfig).arg("uninstall").status().unwrap();
-        assert!(removed.success());
+        // Who may patch this node and nothing else, as its kubelet.
+        for object in [
+            json!({
+                "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": { "name": "own-node" },
+                "rules": [{ "apiGroups": [""], "resources": ["nodes"], "resourceNames": ["n1"], "verbs": ["patch"] }],
+            }),
+            json!({
+                "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
+                "metadata": { "name": "own-node" },
+                "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "own-node" },
+                "subjects": [{ "apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": NOBODY }],
+            }),
+        ] {
+            apply(&client, &serde_json::from_value(object).unwrap(), false).await.unwrap();
+        }
+        let kubelet = server.kubeconfig(NOBODY, server.port());
+        let removed = kg(&kubelet).arg("uninstall").output().unwrap();
+        let said = String::from_utf8_lossy(&[removed.stdout, removed.stderr].concat()).into_owned();
+        assert!(removed.status.success() && said.contains("removed: annotations of node n1"), "{said}");
         let left =
             until(&nodes, "annotations gone", |annotations| !annotations.contains_key(&name("key"))).await;
         assert_eq!(left["example.com/mine"], "stays");
