@@ -37,7 +37,8 @@ pub fn overlay(name: &str, about: &str, base: &str, text: &str) -> Result<BTreeM
     }
     for ((kind, object), operations) in patches {
         let file = format!("patch-{}.yaml", kind.to_lowercase());
-        kustomization += &format!("  - path: {file}\n    target:\n      kind: {kind}\n      name: {object}\n");
+        kustomization +=
+            &format!("  - path: {file}\n    target:\n      kind: {kind}\n      name: {object}\n");
         let text = serde_yaml_ng::to_string(&operations)?;
         files.insert(file, format!("{header}# kilo-{name}.yaml says why.\n{text}"));
     }
