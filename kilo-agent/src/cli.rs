@@ -325,6 +325,18 @@ pub fn parse_label(text: &str) -> Result<String, InvalidLabel> {
     if good { Ok(text.to_owned()) } else { Err(InvalidLabel(text.to_owned())) }
 }
 
+/// Text that does not name a Secret.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} does not name a Secret; write for example kilo/peer-validation-webhook-tls")]
+pub struct InvalidSecret(String);
+
+/// Parses `NAMESPACE/NAME`.
+pub fn parse_secret(text: &str) -> Result<(String, String), InvalidSecret> {
+    let parts = text.split_once('/').filter(|(namespace, name)| is_dns_name(namespace) && is_dns_name(name));
+    let (namespace, name) = parts.ok_or_else(|| InvalidSecret(text.to_owned()))?;
+    Ok((namespace.to_owned(), name.to_owned()))
+}
+
 /// Text that cannot be the name of a node.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is no name of a node; names are DNS names in lower case, for example node-1.example.com")]

@@ -414,7 +414,6 @@ impl<B: Backend> Agent<B> {
         }
         let plan = self.plan(&mesh, &own, look).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
-        self.warn_of_other_cni();
         let decision = self.nat_decision(&plan.tables);
         let applied = self.apply(plan, look).await;
         let programs = self.dataplane.attached();
@@ -428,6 +427,7 @@ impl<B: Backend> Agent<B> {
         let applied = applied?;
         // The data path is up: pods may start.
         self.publish_cni(&own);
+        self.warn_of_other_cni();
         let writes = applied + self.write_forward_rules(&own).await + self.write_nat_rules(decision).await;
         // What has just been applied: ready nodes, this one, peers.
         if let Some(keeper) = &mut self.keeper {
@@ -563,27 +563,6 @@ impl<B: Backend> Agent<B> {
                 own.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6()),
             ),
         })
-    }
-
-    /// Says once, and in the status, that the container runtime takes another configuration.
-    fn warn_of_other_cni(&mut self) {
-        let Some(path) = &self.options.cni else { return };
-        let warnings = match crate::cni::in_front(path) {
-            Ok(other) => other.map(|other| complaints::other_cni(&other, path)).into_iter().collect(),
-            // Reading the own file says what is wrong.
-            Err(_) => Vec::new(),
-        };
-        self.view.send_if_modified(|view| {
-            let differs = view.warnings != warnings;
-            if differs {
-                for warning in &warnings {
-                    self.metrics.error("cni");
-                    tracing::warn!("{warning}");
-                }
-                Arc::make_mut(view).warnings = warnings;
-            }
-            differs
-        });
     }
 
     /// Sets gauges.

@@ -7,7 +7,7 @@ use tokio::sync::watch;
 
 use crate::{backend::Backend, cni::boot::BootConfiguration, topology::Node};
 
-use super::Agent;
+use super::{Agent, complaints::other_cni};
 
 /// Between two attempts to write the condition.
 const AGAIN: Duration = Duration::from_secs(5);
@@ -79,6 +79,27 @@ impl<B: Backend> Agent<B> {
                 differs
             });
         }
+    }
+
+    /// Says once, and in the status, that the container runtime takes another configuration.
+    pub(super) fn warn_of_other_cni(&self) {
+        let Some(path) = &self.options.cni else { return };
+        let warnings = match crate::cni::in_front(path) {
+            Ok(other) => other.map(|other| other_cni(&other, path)).into_iter().collect(),
+            // Reading the own file says what is wrong.
+            Err(_) => Vec::new(),
+        };
+        self.view.send_if_modified(|view| {
+            let differs = view.warnings != warnings;
+            if differs {
+                for warning in &warnings {
+                    self.metrics.error("cni");
+                    tracing::warn!("{warning}");
+                }
+                Arc::make_mut(view).warnings = warnings;
+            }
+            differs
+        });
     }
 
     const fn boot_configuration(&self) -> Option<&BootConfiguration> {

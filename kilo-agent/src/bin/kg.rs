@@ -18,7 +18,7 @@ use kilo_agent::{
     cli::{
         AttachMode, BackendKind, Compatibility, EndpointFrom, LogLevel, Masquerade, PrefixList, TunnelMode,
         WireguardMode, parse_bool, parse_cidr, parse_label, parse_listen, parse_node_name, parse_period,
-        parse_port,
+        parse_port, parse_secret,
     },
     cni::boot::BootConfiguration,
     dataplane::{self, BPFFS},
@@ -85,11 +85,20 @@ struct UninstallArgs {
 #[derive(Args, Debug)]
 struct WebhookArgs {
     /// Certificate chain in PEM; read again when it changes.
-    #[arg(long, value_name = "FILE")]
-    cert_file: PathBuf,
+    #[arg(long, value_name = "FILE", requires = "key_file", required_unless_present = "secret")]
+    cert_file: Option<PathBuf>,
     /// Private key of the certificate in PEM; read again when it changes.
-    #[arg(long, value_name = "FILE")]
-    key_file: PathBuf,
+    #[arg(long, value_name = "FILE", requires = "cert_file")]
+    key_file: Option<PathBuf>,
+    /// Make and renew a certificate, and keep it in this Secret, instead of --cert-file and --key-file.
+    #[arg(long, value_name = "NAMESPACE/NAME", value_parser = parse_secret, conflicts_with = "cert_file")]
+    secret: Option<(String, String)>,
+    /// With --secret: the Service by which the API server finds this webhook, in the same namespace.
+    #[arg(long, value_name = "NAME", default_value = "peer-validation")]
+    service: String,
+    /// With --secret: the ValidatingWebhookConfiguration that gets the certificate's authority.
+    #[arg(long, value_name = "NAME", default_value = "peers.kilo.squat.ai")]
+    configuration: String,
     /// Address the API server asks at: POST /validate over TLS.
     #[arg(long, default_value = ":8443", value_parser = parse_listen)]
     listen: SocketAddr,
@@ -368,9 +377,18 @@ async fn serve(flags: Flags) -> Result<()> {
 }
 
 async fn serve_webhook(args: WebhookArgs) -> Result<()> {
+    let source = match (args.secret, args.cert_file, args.key_file) {
+        (Some((namespace, secret)), _, _) => webhook::Source::Secret(webhook::Place {
+            namespace,
+            secret,
+            service: args.service,
+            configuration: args.configuration,
+        }),
+        (None, Some(certificate), Some(key)) => webhook::Source::Files { certificate, key },
+        (None, _, _) => bail!("--secret or --cert-file and --key-file must be given"),
+    };
     let options = webhook::Options {
-        certificate: args.cert_file,
-        key: args.key_file,
+        source,
         listen: args.listen,
         listen_metrics: args.listen_metrics,
         reload: Duration::from_secs(5),

@@ -1,4 +1,4 @@
-//! The webhook's certificate, replaced while it runs when its files change.
+//! The webhook's certificate, replaced while it runs when its files or its Secret change.
 
 use std::{
     fs, io,
@@ -61,6 +61,11 @@ impl Certificate {
     pub fn load(certificate: &Path, key: &Path) -> Result<Self, CertificateError> {
         let paths = (certificate.to_owned(), key.to_owned());
         let files = read(&paths)?;
+        Self::of(paths, files)
+    }
+
+    /// From a Secret: `paths` are what errors name.
+    pub fn of(paths: (PathBuf, PathBuf), files: Files) -> Result<Self, CertificateError> {
         let current = RwLock::new(Arc::new(parse(&paths, &files)?));
         Ok(Self { paths, current, seen: Mutex::new(files) })
     }
@@ -69,7 +74,11 @@ impl Certificate {
     /// no pair (a replacement under way) leave the certificate as it was, and
     /// are an error once.
     pub fn reload(&self) -> Result<bool, CertificateError> {
-        let files = read(&self.paths)?;
+        self.take(read(&self.paths)?)
+    }
+
+    /// The same with what a Secret holds.
+    pub fn take(&self, files: Files) -> Result<bool, CertificateError> {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         if *seen == files {
             return Ok(false);

@@ -2,7 +2,9 @@
 //! rules by which the agents would ignore them.
 
 mod certificate;
+mod issue;
 mod metrics;
+mod secret;
 
 use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
@@ -18,25 +20,38 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
 pub use certificate::CertificateError;
+pub use secret::{Place, SecretError};
 
 use self::{certificate::Certificate, metrics::Metrics};
 use crate::{
-    backend::kubernetes,
+    backend::{BackendError, kubernetes},
     http::{self, Answer, OPENMETRICS, method_not_allowed, respond, text},
 };
+
+/// Where the certificate comes from.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// Files somebody else writes.
+    Files {
+        /// PEM certificate chain.
+        certificate: PathBuf,
+        /// PEM private key.
+        key: PathBuf,
+    },
+    /// A Secret, where it is made and renewed by ourselves.
+    Secret(Place),
+}
 
 /// Where it listens, and as whom.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// PEM certificate chain.
-    pub certificate: PathBuf,
-    /// PEM private key.
-    pub key: PathBuf,
+    /// Where the certificate comes from.
+    pub source: Source,
     /// Where the API server asks, over TLS.
     pub listen: SocketAddr,
     /// Where metrics and health are, in clear.
     pub listen_metrics: SocketAddr,
-    /// How often the files are looked at.
+    /// How often the files or the Secret are looked at.
     pub reload: Duration,
 }
 
@@ -46,6 +61,12 @@ pub enum WebhookError {
     /// The files given.
     #[error(transparent)]
     Certificate(#[from] CertificateError),
+    /// The Secret.
+    #[error(transparent)]
+    Secret(#[from] SecretError),
+    /// The way to the API server.
+    #[error(transparent)]
+    Backend(#[from] BackendError),
     /// The TLS library.
     #[error("TLS: {0}")]
     Tls(#[from] rustls::Error),
@@ -70,7 +91,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// When the certificate cannot be used or an address is taken.
 pub async fn run(options: Options, stop: CancellationToken) -> Result<(), WebhookError> {
     let metrics = Metrics::default();
-    let certificate = Arc::new(Certificate::load(&options.certificate, &options.key)?);
+    let Some((certificate, source)) = Origin::open(&options, &stop).await? else { return Ok(()) };
+    let certificate = Arc::new(certificate);
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let mut config = rustls::ServerConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()?
@@ -96,7 +118,7 @@ pub async fn run(options: Options, stop: CancellationToken) -> Result<(), Webhoo
     let reloading = async {
         loop {
             tokio::time::sleep(options.reload).await;
-            match certificate.reload() {
+            match source.renew(&certificate).await {
                 Ok(true) => tracing::info!("the certificate has changed and is used from now on"),
                 Ok(false) => {}
                 Err(error) => {
@@ -109,6 +131,50 @@ pub async fn run(options: Options, stop: CancellationToken) -> Result<(), Webhoo
     tokio::select! {
         () = serving => Ok(()),
         () = reloading => Ok(()),
+    }
+}
+
+/// What the certificate is read from again.
+enum Origin {
+    Files,
+    Secret(kube::Client, Place),
+}
+
+impl Origin {
+    /// The first certificate; `None` when told to stop before there was one.
+    async fn open(
+        options: &Options,
+        stop: &CancellationToken,
+    ) -> Result<Option<(Certificate, Self)>, WebhookError> {
+        let place = match &options.source {
+            Source::Files { certificate, key } => {
+                return Ok(Some((Certificate::load(certificate, key)?, Self::Files)));
+            }
+            Source::Secret(place) => place,
+        };
+        let client = kubernetes::client(None, None).await?;
+        let files = loop {
+            match secret::ensure(&client, place).await {
+                Ok(files) => break files,
+                // It may not be there yet: rights, or the webhook's configuration.
+                Err(error) => tracing::error!(%error, "there is no certificate yet; trying again"),
+            }
+            tokio::select! {
+                () = stop.cancelled() => return Ok(None),
+                () = tokio::time::sleep(options.reload) => {}
+            }
+        };
+        let secret = PathBuf::from(format!("secret {}/{}", place.namespace, place.secret));
+        let paths = (secret.join("tls.crt"), secret.join("tls.key"));
+        Ok(Some((Certificate::of(paths, files)?, Self::Secret(client, place.clone()))))
+    }
+
+    /// Takes over what has changed; says whether anything had.
+    async fn renew(&self, certificate: &Certificate) -> Result<bool, WebhookError> {
+        match self {
+            Self::Files => Ok(certificate.reload()?),
+            Self::Secret(client, place) => Ok(certificate.take(secret::ensure(client, place).await?)?),
+        }
     }
 }
 

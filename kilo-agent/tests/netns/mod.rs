@@ -108,6 +108,7 @@ impl Drop for Agent {
 
 /// Leaves this thread the capabilities that the DaemonSet's manifest grants, and no others. Commands
 /// that it starts have all of root's again.
+#[allow(clippy::expect_used, reason = "a test's helper fails as the test does")]
 pub fn take_the_rights_of_the_daemonset() {
     let manifest = include_str!("../../../manifests/kilo-kubeadm.yaml");
     let added = manifest.split("              add:\n").nth(1).expect("the manifest adds capabilities");

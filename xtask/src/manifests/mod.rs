@@ -14,9 +14,6 @@ use minijinja::{Environment, UndefinedBehavior, context};
 
 use crate::workspace_root;
 
-/// Makes certificates for the webhook.
-const CERTGEN: &str = "registry.k8s.io/ingress-nginx/kube-webhook-certgen:v1.4.4";
-
 /// Who runs WireGuard.
 #[derive(Clone, Copy, Debug)]
 enum Wireguard {
@@ -122,8 +119,7 @@ fn render() -> Result<BTreeMap<String, String>> {
         files.extend(kustomize::overlay(variant.name, variant.about, &base, &text)?);
         files.insert(format!("kilo-{}.yaml", variant.name), text);
     }
-    let validation =
-        environment.get_template("peer-validation")?.render(context! { image, certgen => CERTGEN })?;
+    let validation = environment.get_template("peer-validation")?.render(context! { image })?;
     let dashboard = dashboard::json()?;
     let written = |name: &str| fs::read_to_string(directory().join(name)).with_context(|| name.to_owned());
     let (crds, pod_monitor) = (written("crds.yaml")?, written("podmonitor.yaml")?);

@@ -30,6 +30,7 @@ use tokio::{
 };
 use tokio_util::task::AbortOnDropHandle;
 
+pub(crate) use client::chain;
 pub use client::{client, cluster_name};
 pub use patient::PatientBackend;
 
@@ -215,7 +216,7 @@ fn report(error: &watcher::Error, asked: Asked<'_>) {
         watcher::Error::InitialListFailed(error)
         | watcher::Error::WatchStartFailed(error)
         | watcher::Error::WatchFailed(error) => explain(error, asked).to_string(),
-        other => client::chain(other),
+        other => chain(other),
     };
     tracing::warn!(?asked, reason, "watch interrupted; trying again");
 }
@@ -254,7 +255,7 @@ async fn hand_on(shared: Arc<Shared>, sender: watch::Sender<Arc<Snapshot>>) {
 /// # Errors
 /// What is wrong with it, in words.
 pub fn parse_peer(object: DynamicObject) -> Result<crate::topology::Peer, String> {
-    let object = object.try_parse::<peer::Peer>().map_err(|error| client::chain(&error))?;
+    let object = object.try_parse::<peer::Peer>().map_err(|error| chain(&error))?;
     peer::from_object(&object).map_err(|error| error.to_string())
 }
 

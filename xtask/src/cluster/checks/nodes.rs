@@ -1,9 +1,6 @@
 //! Nodes that boot, are drained, and join again.
 
-use std::{
-    fs,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 
