@@ -33,7 +33,7 @@ use self::{
 use crate::{
     backend::{Backend, BackendError, Snapshot, last_good::LastGood},
     cli::{AttachMode, Compatibility, EndpointFrom, Masquerade},
-    cni::{self, boot::BootConfiguration},
+    cni::boot::BootConfiguration,
     dataplane::{self, Dataplane, DataplaneError, Interfaces, PathMtus},
     health::Health,
     interface::{self, Interface},

@@ -1,6 +1,9 @@
 //! Nodes that boot, are drained, and join again.
 
-use std::time::{Duration, Instant};
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context as _, Result, bail};
 
