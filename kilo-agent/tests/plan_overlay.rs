@@ -34,8 +34,13 @@ fn node(number: u8, location: &str) -> Node {
 }
 
 fn link(index: u32, name: &str, mtu: u32, addresses: &[&str]) -> Link {
-    let address =
-        |text: &&str| Address { net: text.parse().unwrap(), global: true, secondary: false, unusable: false };
+    let address = |text: &&str| Address {
+        net: text.parse().unwrap(),
+        global: true,
+        secondary: false,
+        deprecated: false,
+        unusable: false,
+    };
     Link {
         header: links::LinkHeader::Ethernet,
         index,
