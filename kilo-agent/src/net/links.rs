@@ -525,6 +525,7 @@ mod tests {
                 net: net.parse().unwrap(),
                 global: is[0] || is[1],
                 secondary: is[1] && is[2],
+                deprecated: is[0] && is[1],
                 unusable: is[0] && is[2],
             });
         let kind = prop::sample::select(kinds.to_vec());
@@ -554,7 +555,7 @@ mod tests {
         ) {
             let pods = ["10.244.1.0/24".parse().unwrap()];
             let private = private.parse().ok();
-            let query = HostQuery { kilo, private, pod_cidrs: &pods, next_hops: &next_hops };
+            let query = HostQuery { kilo, private, pod_cidrs: &pods, next_hops: &next_hops, ways: &[] };
             let host = host_links(&links, &query, &BTreeMap::new());
             let of = |index: u32| links.iter().find(|link| link.index == index).unwrap();
             for (index, uplink) in &host.uplinks {
