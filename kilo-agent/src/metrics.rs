@@ -147,6 +147,8 @@ pub struct Metrics {
     pub leader: Gauge,
     /// `kilo_nodes`: nodes in the mesh.
     pub nodes: Gauge,
+    /// `kilo_address_conflicts`: private addresses that several nodes claim.
+    pub conflicts: Gauge,
     /// `kilo_peers`: VPN peers.
     pub peers: Gauge,
     /// `kilo_reconciles_total`.
@@ -173,6 +175,7 @@ impl Default for Metrics {
             errors: Family::default(),
             leader: Gauge::default(),
             nodes: Gauge::default(),
+            conflicts: Gauge::default(),
             peers: Gauge::default(),
             reconciles: Counter::default(),
             reconcile_seconds: Histogram::new(exponential_buckets(0.001, 2.0, 14)),
@@ -187,6 +190,11 @@ impl Default for Metrics {
         registry.register("kilo_errors", "Errors by the step that failed", metrics.errors.clone());
         registry.register("kilo_leader", "Whether this node leads its location", metrics.leader.clone());
         registry.register("kilo_nodes", "Nodes in the mesh", metrics.nodes.clone());
+        registry.register(
+            "kilo_address_conflicts",
+            "Private addresses that several nodes claim, of this location or this node's own",
+            metrics.conflicts.clone(),
+        );
         registry.register("kilo_peers", "VPN peers in the mesh", metrics.peers.clone());
         registry.register("kilo_reconciles", "Reconciliation attempts", metrics.reconciles.clone());
         registry.register(

@@ -56,10 +56,11 @@ const LONGEST: Duration = Duration::from_mins(1);
 /// Packets between two looks at the counters.
 const BATCH: usize = 200;
 
-/// Bytes of `struct __sk_buff`, and where `ifindex` and `gso_size` are (include/uapi/linux/bpf.h).
+/// Bytes of `struct __sk_buff`, and where its fields are (include/uapi/linux/bpf.h).
 const SK_BUFF: usize = 192;
 const IFINDEX_AT: usize = 40;
 const GSO_SIZE: usize = 176;
+const PRIORITY: usize = 32;
 
 struct Bench {
     _fs: support::BpfFs,
@@ -97,21 +98,26 @@ impl Bench {
         counters.actions.into_iter().chain(counters.drops).collect()
     }
 
-    fn run(&mut self, program: &str, input: &Input) -> (i32, &[u8]) {
+    /// Verdict, packet, and priority afterwards.
+    fn run(&mut self, program: &str, input: &Input) -> (i32, &[u8], u32) {
         let mut context = [0; SK_BUFF];
         if input.ifindex != IFINDEX {
             context[IFINDEX_AT..IFINDEX_AT + 4].copy_from_slice(&input.ifindex.to_ne_bytes());
         }
         context[GSO_SIZE..GSO_SIZE + 4].copy_from_slice(&input.gso.to_ne_bytes());
+        context[PRIORITY..PRIORITY + 4].copy_from_slice(&input.priority.to_ne_bytes());
+        let mut left = [0; SK_BUFF];
         let classifier: &SchedClassifier =
             self.dataplane.bpf_mut().program(program).unwrap().try_into().unwrap();
         let mut options = TestRunOptions::new();
         options.data_in = Some(&input.frame);
         options.ctx_in = Some(&context);
+        options.ctx_out = Some(&mut left);
         options.data_out = Some(&mut self.out);
         let result = classifier.test_run(options).unwrap();
         let length = usize::try_from(result.data_size_out).unwrap();
-        (result.return_value.cast_signed(), &self.out[..length])
+        let priority = u32::from_ne_bytes(left[PRIORITY..PRIORITY + 4].try_into().unwrap());
+        (result.return_value.cast_signed(), &self.out[..length], priority)
     }
 }
 
@@ -148,6 +154,12 @@ fn difference(wanted: &Wanted, frame: &[u8], verdict: i32, out: &[u8], no_ethern
     (!same).then(|| format!("bytes\n{}\ninstead of {:?}", hex(out), wanted.bytes))
 }
 
+/// What is wrong with what the packet's priority says, if anything. Its last bits stay.
+fn told(wanted: &Wanted, input: &Input, priority: u32) -> Option<String> {
+    let wanted = wanted.priority? | input.priority & 0xf;
+    (priority != wanted).then(|| format!("priority {priority:#x} instead of {wanted:#x}"))
+}
+
 /// True when `after` is `before` with another source and right checksums.
 fn translated(before: &[u8], after: &[u8], addr: IpAddr) -> bool {
     let mut expected = before.to_vec();
@@ -177,17 +189,21 @@ fn translated(before: &[u8], after: &[u8], addr: IpAddr) -> bool {
     expected == after && (!sound(before) || sound(after))
 }
 
-/// As a line of the corpus has it: bytes, `@` with the segments' size, `%` with the interface.
+/// As a line of the corpus has it: bytes, `@` with the segments' size, `%` with the interface, and
+/// `~` with the priority.
 fn written(input: &Input) -> String {
     let gso = if input.gso == 0 { String::new() } else { format!("@{}", input.gso) };
     let ifindex = if input.ifindex == IFINDEX { String::new() } else { format!("%{}", input.ifindex) };
-    hex(&input.frame) + &gso + &ifindex
+    let priority = if input.priority == 0 { String::new() } else { format!("~{}", input.priority) };
+    hex(&input.frame) + &gso + &ifindex + &priority
 }
 
 fn read(text: &str) -> Input {
+    let (text, priority) = text.split_once('~').unwrap_or((text, "0"));
     let (text, ifindex) = text.split_once('%').unwrap_or((text, "1"));
     let (bytes, gso) = text.split_once('@').unwrap_or((text, "0"));
-    Input { frame: unhex(bytes), gso: gso.parse().unwrap(), ifindex: ifindex.parse().unwrap() }
+    let [gso, ifindex, priority] = [gso, ifindex, priority].map(|text| text.parse().unwrap());
+    Input { frame: unhex(bytes), gso, ifindex, priority }
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -267,8 +283,9 @@ fn invariants(
 fn check(bench: &mut Bench, program: &str, tables: &Tables, input: &Input) {
     let wanted = judge(program, tables, input);
     let before = bench.counts();
-    let (verdict, out) = bench.run(program, input);
+    let (verdict, out, priority) = bench.run(program, input);
     let mut problem = difference(&wanted, &input.frame, verdict, out, has_no_link_layer(program));
+    problem = problem.or_else(|| told(&wanted, input, priority));
     problem = problem.or_else(|| invariants(program, tables, &wanted, input, verdict, out));
     let after = bench.counts();
     let mut counted: Vec<&str> = Vec::new();
@@ -316,8 +333,9 @@ fn programs_and_model_agree_on_random_packets_and_tables() {
             }];
             let input = random.input(program, &tables);
             let wanted = judge(program, &tables, &input);
-            let (verdict, out) = bench.run(program, &input);
+            let (verdict, out, priority) = bench.run(program, &input);
             let problem = difference(&wanted, &input.frame, verdict, out, has_no_link_layer(program))
+                .or_else(|| told(&wanted, &input, priority))
                 .or_else(|| invariants(program, &tables, &wanted, &input, verdict, out));
             if let Some(problem) = problem {
                 panic!(
@@ -399,9 +417,9 @@ fn superpackets_that_wireguard_will_cut_get_room_in_front_at_once() {
     bench.dataplane.write(&tables).unwrap();
     for (payload, gso, room) in [(1500, 700, segments_room(700, false)), (1300, 700, 0), (1300, 0, 0)] {
         let frame = ethernet(&udp(MEMBER_POD, REMOTE_POD, (1, 2), &vec![1; payload]));
-        let input = Input { frame, gso, ifindex: IFINDEX };
+        let input = Input { frame, gso, ifindex: IFINDEX, priority: 0 };
         check(&mut bench, "lan_ingress", &tables, &input);
-        let (verdict, out) = bench.run("lan_ingress", &input);
+        let (verdict, out, _) = bench.run("lan_ingress", &input);
         assert_eq!((verdict, out.len()), (REDIRECT, input.frame.len() + room as usize), "{payload} {gso}");
         assert!(out.ends_with(&input.frame[ETHERNET_LEN + 12..]), "{payload} {gso}");
     }

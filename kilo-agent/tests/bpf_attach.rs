@@ -54,14 +54,19 @@ struct World {
     fs: support::BpfFs,
     net: Net,
     uplinks: BTreeSet<u32>,
+    tunnels: BTreeSet<u32>,
 }
 
 impl World {
     fn new() -> Self {
         sh("echo 1 > /proc/sys/net/ipv6/conf/default/addr_gen_mode
             ip link set lo up; ip tuntap add dev kilo0 mode tun; ip link set kilo0 up");
-        let mut world =
-            Self { fs: support::bpffs().unwrap(), net: Net::new().unwrap(), uplinks: BTreeSet::new() };
+        let mut world = Self {
+            fs: support::bpffs().unwrap(),
+            net: Net::new().unwrap(),
+            uplinks: BTreeSet::new(),
+            tunnels: BTreeSet::new(),
+        };
         world.add_uplink("");
         world
     }
@@ -84,12 +89,9 @@ impl World {
     }
 
     async fn attach(&self, dataplane: &mut Dataplane) -> Applied {
-        let interfaces = Interfaces {
-            kilo: index("kilo0"),
-            uplinks: &self.uplinks,
-            layer3: &BTreeSet::new(),
-            vxlan: None,
-        };
+        let layer3 = &BTreeSet::new();
+        let interfaces =
+            Interfaces { kilo: index("kilo0"), uplinks: &self.uplinks, layer3, tunnels: &self.tunnels };
         dataplane.attach(&self.net, interfaces).await.unwrap()
     }
 

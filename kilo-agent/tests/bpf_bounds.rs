@@ -51,7 +51,7 @@ fn grown(map: &str, entries: u32) -> Tables {
         IpNet::new(Ipv6Addr::from(0xfd01_u128 << 112 | u128::from(number)).into(), 128).unwrap()
     };
     let remote = PrefixValue { hop: HOP_REMOTE, flags: PREFIX_ROUTE };
-    let node = NodeValue { hop: MEMBER_HOP, ..NodeValue::default() };
+    let node = support::node(0);
     let is_v4 = tables.prefix.keys().chain(tables.masq_dst.keys()).all(|prefix| prefix.addr().is_ipv4());
     assert!(is_v4, "counted as such below");
     let more = |there: usize| 0..entries - u32::try_from(there).unwrap();

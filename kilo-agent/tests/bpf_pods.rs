@@ -11,7 +11,7 @@ use kilo_agent::{
     topology::Tunnel,
 };
 use kilo_common::{
-    maps::{HOP_LOCAL, NodeValue, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue},
+    maps::{HOP_LOCAL, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue},
     too_big::{LEN_V4, LEN_V6, QUOTED},
 };
 use support::{
@@ -100,7 +100,7 @@ fn of_ipv6_too() {
     tables.prefix.insert("fd42:1::/64".parse().unwrap(), PrefixValue { hop: HOP_LOCAL, flags });
     let steered = flags | PREFIX_PODS_STEERED;
     tables.prefix.insert("fd00:1::12/128".parse().unwrap(), PrefixValue { hop: MEMBER_HOP, flags: steered });
-    tables.node = [(node.into(), NodeValue { hop: MEMBER_HOP, ..NodeValue::default() })].into();
+    tables.node = [(node.into(), support::node(0))].into();
     tables.config.private_v6 = own.octets();
     let member = tables.hop.get_mut(&MEMBER_HOP).unwrap();
     if let Hop::Node { local, remote, mtu, .. } = member {

@@ -8,12 +8,23 @@ use std::cell::RefCell;
 
 use kilo_agent::{
     dataplane::Dataplane,
-    plan::{Tables, model, sender},
+    plan::{Hop, Tables, model, sender},
+    topology::Tunnel,
 };
-use kilo_common::maps::{HOP_REMOTE, NODE_LEADER, PREFIX_INSIDE, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue};
+use kilo_common::{
+    encap::{self, VXLAN_OVERHEAD},
+    maps::{
+        CONFIG_ONE_V4, CONFIG_PLAIN, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_INSIDE, PREFIX_ROUTE,
+        PREFIX_SOURCE, PrefixValue,
+    },
+    packet::ETHERNET_LEN,
+};
 use support::{
-    MEMBER, MEMBER_HOP, MEMBER_POD, OWN_POD, REMOTE_POD, SELF, leader_tables, member_tables,
-    packet::{PASS, REDIRECT, Ran, SHOT, checksums_hold, ethernet, ipv4, run, run_with, steered, udp},
+    IFINDEX, MEMBER, MEMBER_HOP, MEMBER_POD, OWN_POD, REMOTE_POD, SELF, leader_tables, member_tables,
+    packet::{
+        self, PASS, PASS_AT_ONCE, REDIRECT, Ran, SHOT, checksums_hold, ethernet, ipv4, run, run_with,
+        steered, udp,
+    },
 };
 
 /// Ethernet and IPv4 header: BPF_PROG_TEST_RUN takes no less (since Linux 6.17).
@@ -89,7 +100,9 @@ fn then_egress(tables: &Tables, inner: &[u8]) -> Option<Vec<&'static str>> {
 fn leader_with_a_second() -> Tables {
     let mut tables = leader_tables();
     let cidrs = ["10.42.2.0/24".parse().unwrap()];
-    tables.node.insert(MEMBER.into(), sender(&tables.prefix, MEMBER_HOP, NODE_LEADER, &cidrs));
+    let interfaces = tables.node[&MEMBER.into()].interfaces;
+    let value = NodeValue { interfaces, ..sender(&tables.prefix, MEMBER_HOP, NODE_LEADER, &cidrs) };
+    tables.node.insert(MEMBER.into(), value);
     tables
 }
 
@@ -241,7 +254,9 @@ fn a_mark_of_congestion_outlives_the_outer_header() {
     let mut tables = leader_tables();
     // The fast path wants to know the prefix of the sender's pods.
     let cidrs = ["10.42.2.0/24".parse().unwrap()];
-    tables.node.insert(MEMBER.into(), sender(&tables.prefix, MEMBER_HOP, 0, &cidrs));
+    let interfaces = tables.node[&MEMBER.into()].interfaces;
+    let value = NodeValue { interfaces, ..sender(&tables.prefix, MEMBER_HOP, 0, &cidrs) };
+    tables.node.insert(MEMBER.into(), value);
     let Some((_fs, mut dataplane)) = open(&tables) else { return };
     for (dst, action) in [(OWN_POD, "deliver"), (REMOTE_POD, "transit")] {
         for (outer, inner, wanted) in [
@@ -273,5 +288,122 @@ fn a_mark_of_congestion_outlives_the_outer_header() {
                 }
             }
         }
+    }
+}
+
+/// VXLAN of a node, as its program writes it.
+fn in_vxlan(from: [u8; 4], to: [u8; 4], inner: &[u8]) -> Vec<u8> {
+    let mut frame = [0; ETHERNET_LEN + VXLAN_OVERHEAD];
+    encap::vxlan_frame(&mut frame, &from, &to, &packet::carried(inner));
+    [&frame[..], inner].concat()
+}
+
+/// Tables in which the member's packets come by another interface than that of the tests.
+fn elsewhere(mut tables: Tables) -> Tables {
+    tables.config.vxlan_ifindex = 7;
+    tables.node.get_mut(&MEMBER.into()).unwrap().interfaces = [7, 8, 0, 0];
+    tables
+}
+
+#[test]
+fn a_nodes_address_on_an_interface_that_does_not_lead_to_it_is_forged() {
+    for tables in [leader_tables(), member_tables()] {
+        let Some((_fs, mut dataplane)) = open(&elsewhere(tables.clone())) else { return };
+        for dst in [OWN_POD, REMOTE_POD] {
+            let inner = udp(MEMBER_POD, dst, (1, 2), b"payload");
+            let ran = run(&mut dataplane, "lan_ingress", &steered(MEMBER, SELF, &inner));
+            drops_as(&ran, "wrong_interface");
+            let ran = run(&mut dataplane, "lan_ingress", &in_vxlan(MEMBER, SELF, &inner));
+            drops_as(&ran, "wrong_interface");
+        }
+        let mut several = elsewhere(tables);
+        several.node.get_mut(&MEMBER.into()).unwrap().interfaces = [7, 8, 9, IFINDEX];
+        dataplane.write(&several).unwrap();
+        let inner = udp(MEMBER_POD, OWN_POD, (1, 2), b"payload");
+        let ran = run(&mut dataplane, "lan_ingress", &steered(MEMBER, SELF, &inner));
+        assert_eq!(ran.counted, ["deliver"], "any of its interfaces will do");
+    }
+}
+
+#[test]
+fn a_pods_packet_without_outer_header_is_forged_on_another_interface() {
+    let mut tables = elsewhere(leader_tables());
+    tables.config.flags |= CONFIG_PLAIN;
+    for hop in tables.hop.values_mut() {
+        if let Hop::Node { tunnel, ifindex, .. } = hop {
+            (*tunnel, *ifindex) = (Tunnel::None, 7);
+        }
+    }
+    let Some((_fs, mut dataplane)) = open(&tables) else { return };
+    for dst in [OWN_POD, REMOTE_POD] {
+        let frame = ethernet(&udp(MEMBER_POD, dst, (1, 2), b"payload"));
+        drops_as(&run(&mut dataplane, "lan_ingress", &frame), "wrong_interface");
+    }
+    tables.node.get_mut(&MEMBER.into()).unwrap().interfaces = [7, IFINDEX, 0, 0];
+    dataplane.write(&tables).unwrap();
+    let frame = ethernet(&udp(MEMBER_POD, OWN_POD, (1, 2), b"payload"));
+    assert_eq!(run(&mut dataplane, "lan_ingress", &frame).counted, ["deliver"]);
+}
+
+#[test]
+fn the_vxlan_device_gets_what_a_node_sent_to_the_private_address_and_nothing_else() {
+    let mut tables = leader_tables();
+    tables.config.vxlan_ifindex = 7;
+    let Some((_fs, mut dataplane)) = open(&tables) else { return };
+    let inner = udp(MEMBER_POD, OWN_POD, (1, 2), b"payload");
+    let fragment = |mut frame: Vec<u8>| {
+        frame[14 + 6] = 0x20;
+        frame
+    };
+    let whole = fragment(in_vxlan(MEMBER, SELF, &inner));
+    assert_eq!(run(&mut dataplane, "lan_ingress", &whole).verdict, PASS_AT_ONCE);
+    let forged = fragment(in_vxlan([10, 1, 0, 99], SELF, &inner));
+    drops_as(&run(&mut dataplane, "lan_ingress", &forged), "unknown_sender");
+    dataplane.write(&elsewhere(leader_tables())).unwrap();
+    drops_as(&run(&mut dataplane, "lan_ingress", &whole), "wrong_interface");
+    // To another address: the stack's, and at the device nobody has said that it was checked.
+    let public = in_vxlan(MEMBER, support::PUBLIC, &inner);
+    assert_eq!(run(&mut dataplane, "lan_ingress", &public).verdict, PASS);
+    drops_as(&run(&mut dataplane, "tunnel_ingress", &ethernet(&inner)), "unchecked");
+}
+
+#[test]
+fn nobody_but_our_programs_and_devices_sends_to_a_nodes_vxlan_port() {
+    for one_address in [0, CONFIG_ONE_V4] {
+        let mut tables = leader_tables();
+        tables.config.flags |= one_address;
+        let Some((_fs, mut dataplane)) = open(&tables) else { return };
+        let inner = udp(MEMBER_POD, REMOTE_POD, (1, 2), b"payload");
+        let frame = in_vxlan(SELF, MEMBER, &inner);
+        drops_as(&run(&mut dataplane, "uplink_egress", &frame), "forged_vxlan");
+        // With options, and in fragments.
+        let mut options = frame.clone();
+        options[14] = 0x46;
+        options.splice(34..34, [1; 4]);
+        let length = u16::try_from(options.len() - 14).unwrap();
+        options[16..18].copy_from_slice(&length.to_be_bytes());
+        drops_as(&run(&mut dataplane, "uplink_egress", &options), "forged_vxlan");
+        let mut fragment = frame.clone();
+        fragment[14 + 6] = 0x20;
+        drops_as(&run(&mut dataplane, "uplink_egress", &fragment), "forged_vxlan");
+        // To somebody else, or another port: nothing to do with the mesh.
+        let outside = in_vxlan(SELF, [192, 0, 2, 99], &inner);
+        assert_eq!(run(&mut dataplane, "uplink_egress", &outside).verdict, PASS);
+        let dns = ethernet(&udp(SELF, MEMBER, (1, 53), b"x"));
+        assert_eq!(run(&mut dataplane, "uplink_egress", &dns).verdict, PASS);
+    }
+}
+
+#[test]
+fn every_node_that_claims_an_address_may_send_from_it() {
+    // a0 is annotated with the member's address: one hop for both.
+    let mut tables = leader_tables();
+    let claimed = PrefixValue { hop: MEMBER_HOP, flags: PREFIX_ROUTE | PREFIX_SOURCE };
+    tables.prefix.insert("10.42.7.0/24".parse().unwrap(), claimed);
+    let Some((_fs, mut dataplane)) = open(&tables) else { return };
+    for src in [MEMBER_POD, [10, 42, 7, 2]] {
+        let inner = udp(src, OWN_POD, (1, 2), b"payload");
+        let ran = run(&mut dataplane, "lan_ingress", &steered(MEMBER, SELF, &inner));
+        assert_eq!(ran.counted, ["deliver"]);
     }
 }

@@ -153,6 +153,9 @@ pub struct Hop {
 /// sources of any remote prefix.
 pub const NODE_LEADER: u32 = 1;
 
+/// Interfaces one node's packets may come in by.
+pub const NODE_INTERFACES: usize = 4;
+
 /// A node that may send us steered packets.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -166,6 +169,8 @@ pub struct NodeValue {
     pub sources: [u8; 4],
     /// Mask of that prefix; zero = none.
     pub sources_mask: [u8; 4],
+    /// Interfaces that packets with this outer source may come in by; zero = none.
+    pub interfaces: [u32; NODE_INTERFACES],
 }
 
 impl NodeValue {
@@ -174,6 +179,13 @@ impl NodeValue {
     pub const fn may_send_from(&self, src: [u8; 4]) -> bool {
         let mask = u32::from_ne_bytes(self.sources_mask);
         mask != 0 && u32::from_ne_bytes(src) & mask == u32::from_ne_bytes(self.sources)
+    }
+
+    /// True when the interface of this index (never zero) is one of [`Self::interfaces`].
+    #[inline(always)]
+    pub const fn may_arrive_by(&self, ifindex: u32) -> bool {
+        let [first, second, third, fourth] = self.interfaces;
+        first == ifindex || second == ifindex || third == ifindex || fourth == ifindex
     }
 }
 
@@ -386,4 +398,4 @@ macro_rules! plain_old_data {
         )*
     };
 }
-plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 16, NatKey: 40, NatValue: 24, InboundValue: 8, MasqAddr: 20, Device: 24, Config: 52, PathMtu: 24);
+plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 32, NatKey: 40, NatValue: 24, InboundValue: 8, MasqAddr: 20, Device: 24, Config: 52, PathMtu: 24);

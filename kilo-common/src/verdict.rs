@@ -103,6 +103,12 @@ counted! {
         NatFragment = 48 => "nat_fragment",
         /// WireGuard's, from an address that is reached through WireGuard: the answer would go round.
         InsideTunnel = 49 => "inside_tunnel",
+        /// Steered packet from the address of a node, on an interface that does not lead to that node.
+        WrongInterface = 53 => "wrong_interface",
+        /// Came out of a tunnel device of ours and had not passed the checks of `lan_ingress`.
+        Unchecked = 54 => "unchecked",
+        /// Sent to the VXLAN port of a node, and not by our programs or devices.
+        ForgedVxlan = 55 => "forged_vxlan",
         /// The network marked the outer header as congested, and the inner packet cannot bear the mark.
         Congestion = 58 => "congestion",
         /// About to leave by an uplink in clear, although its destination is reached through WireGuard or a tunnel.

@@ -43,6 +43,9 @@ pub trait Ip: Copy {
     fn is_fragment(&self) -> bool;
     /// Writes another type of service or traffic class than [`Self::tos`] into the packet.
     fn set_tos(&self, ctx: &TcContext, offset: usize, tos: u8) -> Result<(), DropReason>;
+    /// Where the UDP header is, if the packet that starts at `offset` has one: a datagram as a
+    /// whole, or its first fragment.
+    fn udp(&self, ctx: &TcContext, offset: usize) -> Option<usize>;
     /// Counts this host as a hop, in the packet; the TTL must be above 1.
     fn lower_ttl(&self, ctx: &TcContext, offset: usize) -> Result<(), DropReason>;
 
@@ -122,6 +125,11 @@ impl Ip for Ipv4 {
         header.checksum = checksum::update_word(header.checksum, old, new);
         header.tos = tos;
         Ok(())
+    }
+    #[inline(always)]
+    fn udp(&self, _: &TcContext, offset: usize) -> Option<usize> {
+        let is_first = self.fragment & 0x1fff == 0;
+        (self.protocol == protocol::UDP && is_first).then_some(offset + self.header_len)
     }
     #[inline(always)]
     fn lower_ttl(&self, ctx: &TcContext, offset: usize) -> Result<(), DropReason> {
@@ -273,6 +281,21 @@ impl Ip for V6 {
         let start: [u8; 2] = ctx.load(offset).map_err(|_| DropReason::Truncated)?;
         let start = [start[0] & 0xf0 | tos >> 4, start[1] & 0xf | tos << 4];
         ctx.store(offset, &start, RECOMPUTE_CSUM).map_err(|_| DropReason::Rewrite)
+    }
+    #[inline(always)]
+    fn udp(&self, ctx: &TcContext, offset: usize) -> Option<usize> {
+        /// Bytes of a fragment header (RFC 8200, section 4.5).
+        const FRAGMENT_LEN: usize = 8;
+        let behind = offset + IPV6_LEN;
+        match self.next_header {
+            protocol::UDP => Some(behind),
+            protocol::FRAGMENT => {
+                let [next, _, high, low]: [u8; 4] = ctx.load(behind).ok()?;
+                let is_first = u16::from_be_bytes([high, low]) >> 3 == 0;
+                (next == protocol::UDP && is_first).then_some(behind + FRAGMENT_LEN)
+            }
+            _ => None,
+        }
     }
     #[inline(always)]
     fn lower_ttl(&self, ctx: &TcContext, offset: usize) -> Result<(), DropReason> {

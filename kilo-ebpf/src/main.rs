@@ -6,7 +6,7 @@
 //! | `kilo_egress` | egress of the WireGuard device | steer, or let WireGuard encrypt |
 //! | `kilo_ingress` | ingress of the WireGuard device | on a leader: on to other nodes |
 //! | `lan_ingress` | ingress of uplinks | take steered packets; translate replies back |
-//! | `tunnel_ingress` | ingress of the VXLAN device | what `lan_ingress` left to that device |
+//! | `tunnel_ingress` | ingress of the VXLAN and the IPIP device | what `lan_ingress` left to the VXLAN device; nothing else |
 //! | `uplink_egress` | egress of uplinks | steer pods' packets to other nodes themselves; masquerade |
 //! | `l3_ingress` | ingress of uplinks without link-layer header | as `lan_ingress` |
 //! | `l3_egress` | egress of uplinks without link-layer header | as `uplink_egress` |
@@ -125,7 +125,7 @@ mod programs {
         verdict(ctx, Hook::LanIngress, tunnel::lan_ingress)
     }
 
-    /// Packets the VXLAN device has decapsulated.
+    /// Packets the VXLAN or the IPIP device has decapsulated.
     #[classifier]
     pub fn tunnel_ingress(ctx: TcContext) -> i32 {
         verdict(ctx, Hook::TunnelIngress, tunnel::tunnel_ingress)

@@ -2,6 +2,10 @@
 //! packet's control block (`skb->cb`), so that tables are not asked twice. The
 //! stack writes its own data there before it sends anything, so nobody else can
 //! tell this; where a kernel does not carry the block on, the tables are asked.
+//!
+//! What must outlive the stack is told in `skb->priority`: a process needs
+//! CAP_NET_ADMIN to set more than 6 there, and the kernel clears it when a packet
+//! comes from another network namespace.
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
 use kilo_common::maps::{HOP_KIND_WIREGUARD, HOP_REMOTE};
@@ -14,6 +18,59 @@ const OURS: u32 = u32::from_be_bytes(*b"kilo");
 const TRANSIT: u32 = u32::from_be_bytes(*b"tran");
 /// Whoever steers to `uplink_egress`: on its way to another node.
 const SENT: u32 = u32::from_be_bytes(*b"sent");
+
+/// `skb->priority` from `lan_ingress` to `tunnel_ingress`: outer header checked. The last four
+/// bits are those of the packet's own priority.
+const CHECKED: u32 = 0x6b67_0000;
+/// `skb->priority` from `send` through the VXLAN device to `uplink_egress`.
+const BY_DEVICE: u32 = 0x6b68_0000;
+const OWN_PRIORITY: u32 = 0xf;
+
+#[inline(always)]
+fn set_priority(ctx: &TcContext, what: u32) {
+    let skb: *mut __sk_buff = ctx.as_ptr().cast();
+    // SAFETY: the context is valid for the whole program, and the field is a program's to write.
+    unsafe { (*skb).priority = what | (*skb).priority & OWN_PRIORITY };
+}
+
+#[inline(always)]
+fn has_priority(ctx: &TcContext, what: u32) -> bool {
+    let skb: *mut __sk_buff = ctx.as_ptr().cast();
+    // SAFETY: the context is valid for the whole program.
+    unsafe { (*skb).priority & !OWN_PRIORITY == what }
+}
+
+/// Says that a node of the location sent this packet to the VXLAN device.
+#[inline(always)]
+pub fn checked(ctx: &TcContext) {
+    set_priority(ctx, CHECKED);
+}
+
+/// True when [`checked`] was said of this packet; it is said no more.
+#[inline(always)]
+pub fn take_checked(ctx: &TcContext) -> bool {
+    let is = has_priority(ctx, CHECKED);
+    if is {
+        set_priority(ctx, 0);
+    }
+    is
+}
+
+/// Says that the VXLAN device gets this packet from our programs.
+#[inline(always)]
+pub fn by_device(ctx: &TcContext) {
+    set_priority(ctx, BY_DEVICE);
+}
+
+/// True when [`by_device`] was said of this packet; it is said no more.
+#[inline(always)]
+pub fn take_by_device(ctx: &TcContext) -> bool {
+    let is = has_priority(ctx, BY_DEVICE);
+    if is {
+        set_priority(ctx, 0);
+    }
+    is
+}
 
 #[inline(always)]
 fn set(ctx: &TcContext, what: u32) {

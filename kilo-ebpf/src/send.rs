@@ -216,6 +216,7 @@ fn by_device<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Res
         return Err(DropReason::Encapsulation);
     }
     if !ipip {
+        mark::by_device(ctx);
         change_head(ctx)?;
         ctx.store(0, &vxlan_ethernet(I::V6), 0).map_err(|_| DropReason::Encapsulation)?;
     }

@@ -39,7 +39,8 @@ pub fn short(ctx: &TcContext, config: &Config) -> Option<Result<i32, DropReason>
     }
     let len = ctx.len().wrapping_sub(INNER);
     let inner_len = u32::from(u16::from_be(inner.total_len));
-    if u32::from(u16::from_be(outer.total_len)) > len + IPV4_LEN as u32
+    // Shorter than its own header, too.
+    if u32::from(u16::from_be(outer.total_len)).wrapping_sub(IPV4_LEN as u32) > len
         || inner_len > len
         || inner_len < IPV4_LEN as u32
         || len > config.kilo_mtu
@@ -51,7 +52,7 @@ pub fn short(ctx: &TcContext, config: &Config) -> Option<Result<i32, DropReason>
         return None;
     }
     let sender = Ipv4::sender(outer.src.to_ne_bytes())?;
-    if !sender.may_send_from(src) {
+    if !sender.may_send_from(src) || !sender.may_arrive_by(packet::ifindex(ctx)) {
         return None;
     }
     let way = Ipv4::prefix(dst)?;

@@ -1,5 +1,5 @@
 //! Steered packets from other nodes, and replies to masqueraded flows: ingress
-//! of the uplinks and of the VXLAN device.
+//! of the uplinks and of the tunnel devices.
 
 use aya_ebpf::{
     EbpfContext as _,
@@ -11,15 +11,16 @@ use kilo_common::{
     ecn,
     encap::{UDP_LEN, VXLAN_INNER, VXLAN_LEN, vxlan_header},
     maps::{
-        CONFIG_LEADER, CONFIG_PLAIN, Config, HOP_KIND_NODE, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue,
-        PREFIX_INSIDE, PREFIX_ROUTE, PREFIX_SOURCE, TUNNEL_NONE, VXLAN_PORT, VXLAN_VNI,
+        CONFIG_LEADER, CONFIG_PLAIN, Config, FAMILY_V6, HOP_KIND_NODE, HOP_LOCAL, HOP_REMOTE, Hop,
+        NODE_LEADER, NodeValue, PREFIX_INSIDE, PREFIX_ROUTE, PREFIX_SOURCE, TUNNEL_NONE, VXLAN_PORT,
+        VXLAN_VNI,
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4, protocol},
     verdict::{Action, DropReason},
 };
 
 use crate::{
-    ip::{Ip, V6},
+    ip::{Ip, V6, halves},
     maps::{count_action, hop},
     mark,
     masquerade::{
@@ -123,10 +124,7 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Resul
             }
             protocol::IPIP => return from_code(steered_apart::<O, Ipv4, LINK>(skb, config, O::HEADER_LEN)),
             protocol::IPV6 => return from_code(steered_apart::<O, V6, LINK>(skb, config, O::HEADER_LEN)),
-            // The programs of others behind this one (a host firewall) see as little of
-            // what the device decapsulates as of what is taken here.
-            protocol::UDP if is_for_device::<O, LINK>(ctx, &outer) => return Ok(TC_ACT_OK),
-            protocol::UDP => match vxlan::<O, LINK>(ctx, &outer) {
+            protocol::UDP | protocol::FRAGMENT => match vxlan::<O, LINK>(ctx, &outer) {
                 Family::V4 => {
                     return from_code(steered_apart::<O, Ipv4, LINK>(
                         skb,
@@ -136,6 +134,13 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Resul
                 }
                 Family::V6 => {
                     return from_code(steered_apart::<O, V6, LINK>(skb, config, O::HEADER_LEN + VXLAN_INNER));
+                }
+                Family::Other if config.vxlan_ifindex != 0 && is_to_vxlan::<O>(ctx, &outer, LINK) => {
+                    sender_of::<O>(ctx, &outer)?;
+                    mark::checked(ctx);
+                    // The programs of others behind this one (a host firewall) see as little of
+                    // what the device decapsulates as of what is taken here.
+                    return Ok(TC_ACT_OK);
                 }
                 Family::Other => {}
             },
@@ -176,13 +181,20 @@ fn destination_port<O: Ip, const LINK: usize>(ctx: &TcContext) -> Option<u16> {
     ctx.load::<[u8; 2]>(LINK + O::HEADER_LEN + DESTINATION_PORT).ok().map(u16::from_be_bytes)
 }
 
-/// True for a superpacket from another node to the VXLAN device.
+/// True for a datagram to the VXLAN device's port, or its first fragment, whatever stands between
+/// the IP header at `offset` and that of UDP.
 #[inline(always)]
-fn is_for_device<O: Ip, const LINK: usize>(ctx: &TcContext, outer: &O) -> bool {
-    packet::gso_size(ctx) != 0
-        && outer.header_len() == O::HEADER_LEN
-        && destination_port::<O, LINK>(ctx) == Some(VXLAN_PORT)
-        && O::sender(outer.src()).is_some()
+pub fn is_to_vxlan<I: Ip>(ctx: &TcContext, ip: &I, offset: usize) -> bool {
+    ip.udp(ctx, offset).and_then(|udp| ctx.load::<[u8; 2]>(udp + DESTINATION_PORT).ok())
+        == Some(VXLAN_PORT.to_be_bytes())
+}
+
+/// The node that an encapsulated packet comes from: by its outer source, and by the
+/// interface, because anybody on another network can write that source.
+#[inline(always)]
+fn sender_of<O: Ip>(ctx: &TcContext, outer: &O) -> Result<&'static NodeValue, DropReason> {
+    let sender = O::sender(outer.src()).ok_or(DropReason::UnknownSender)?;
+    if sender.may_arrive_by(packet::ifindex(ctx)) { Ok(sender) } else { Err(DropReason::WrongInterface) }
 }
 
 /// What a VXLAN packet of ours holds; everything else is left to the stack:
@@ -221,7 +233,7 @@ fn steered<O: Ip, I: Ip, const LINK: usize, const SUPERPACKET: bool>(
     outer: &O,
     overhead: usize,
 ) -> Result<i32, DropReason> {
-    let sender = O::sender(outer.src()).ok_or(DropReason::UnknownSender)?;
+    let sender = sender_of::<O>(ctx, outer)?;
     if outer.is_fragment() {
         return Err(DropReason::OuterFragment);
     }
@@ -334,8 +346,13 @@ fn decapsulate<O: Ip, I: Ip, const SUPERPACKET: bool>(
 
 /// Ingress of the VXLAN device: what the fast path of `lan_ingress` left to
 /// the kernel, decapsulated; packets start with the inner Ethernet header.
+/// And of the IPIP device, which is for sending: `lan_ingress` leaves it nothing.
 #[inline(always)]
 pub fn tunnel_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+    // By an interface without `lan_ingress`, to another address, or made by a process of this host.
+    if !mark::take_checked(ctx) {
+        return Err(DropReason::Unchecked);
+    }
     let sender = tunnel_sender(ctx)?.ok_or(DropReason::UnknownSender)?;
     let (onward, own) = match packet::family(ctx) {
         Family::V4 => judge::<Ipv4>(ctx, config, sender, ETHERNET_LEN, |src| is_of::<Ipv4>(sender, src))?,
@@ -395,13 +412,14 @@ fn plain<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> 
     if source.flags & PREFIX_SOURCE == 0 || source.hop == HOP_LOCAL {
         return Ok(TC_ACT_UNSPEC);
     }
-    let from_plain_node =
-        hop(source.hop).is_some_and(|hop| hop.kind == HOP_KIND_NODE && hop.tunnel == TUNNEL_NONE);
-    if !from_plain_node || I::never_steered(ip.dst()) {
+    let from_plain_node = |hop: &&Hop| hop.kind == HOP_KIND_NODE && hop.tunnel == TUNNEL_NONE;
+    let Some(node) = hop(source.hop).filter(from_plain_node) else { return Ok(TC_ACT_UNSPEC) };
+    if I::never_steered(ip.dst()) {
         return Ok(TC_ACT_UNSPEC);
     }
     match onward::<I>(config, ip.dst()) {
         Some(Onward::Transit) if ip.ttl() > 1 && fits::<I>(ctx, LINK, ip, config.kilo_mtu) => {
+            leads_here(ctx, node)?;
             ip.lower_ttl(ctx, LINK)?;
             if superpacket::is(ctx, config) {
                 superpacket::make_room(ctx, Cut::ByDevice);
@@ -410,14 +428,32 @@ fn plain<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> 
         }
         // Answers leave by the WireGuard device, so what they answer comes from
         // there. To private addresses beside us they leave by this interface.
-        Some(onward) if source.flags & PREFIX_ROUTE != 0 => Ok(go(
-            config,
-            &match onward {
-                Onward::Transit => Onward::Punt,
-                other => other,
-            },
-        )),
+        Some(onward) if source.flags & PREFIX_ROUTE != 0 => {
+            leads_here(ctx, node)?;
+            let onward = if onward == Onward::Transit { Onward::Punt } else { onward };
+            Ok(go(config, &onward))
+        }
         _ => Ok(TC_ACT_UNSPEC),
+    }
+}
+
+/// That node's packets may come in by this interface, or they are not its own.
+#[inline(always)]
+fn leads_here(ctx: &TcContext, node: &Hop) -> Result<(), DropReason> {
+    let ifindex = packet::ifindex(ctx);
+    if node.ifindex == ifindex {
+        return Ok(());
+    }
+    let remote = &node.remote;
+    let sender = if node.family == FAMILY_V6 {
+        V6::sender(halves(remote))
+    } else {
+        Ipv4::sender([remote[0], remote[1], remote[2], remote[3]])
+    };
+    if sender.is_some_and(|sender| sender.may_arrive_by(ifindex)) {
+        Ok(())
+    } else {
+        Err(DropReason::WrongInterface)
     }
 }
 

@@ -33,6 +33,7 @@ use crate::{
     packet::{self, Family},
     programs::{REDIRECT_INGRESS, TC_ACT_UNSPEC, dropped, from_code, to_code},
     steer::fits,
+    tunnel::is_to_vxlan,
 };
 
 /// Where IP headers have their destination.
@@ -112,7 +113,7 @@ fn is_tunnels_v4(ctx: &TcContext, config: &Config) -> bool {
         // Without options.
         && ip.version_len == 0x45
         && (ports[0] == config.wireguard_port.to_be()
-            || ports[1] == VXLAN_PORT.to_be() && Ipv4::sender(ip.dst.to_ne_bytes()).is_some())
+            || ports[1] == VXLAN_PORT.to_be() && mark::take_by_device(ctx))
 }
 
 /// As [`is_tunnels_v4`], WireGuard's alone.
@@ -143,6 +144,10 @@ fn leave<I: Ip, const LINK: usize>(
     ip: &I,
     known: Known,
 ) -> Result<i32, DropReason> {
+    if is_to_vxlan::<I>(ctx, ip, LINK) && I::sender(ip.dst()).is_some() {
+        // Nobody else may say what other nodes take for this node's word.
+        return if mark::take_by_device(ctx) { Ok(TC_ACT_UNSPEC) } else { Err(DropReason::ForgedVxlan) };
+    }
     let verdict = guard::<I, LINK>(ctx, config, ip)?;
     if verdict != GO_ON {
         return Ok(verdict);

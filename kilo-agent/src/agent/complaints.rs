@@ -9,7 +9,7 @@ use std::{
 
 use crate::{
     metrics::Metrics,
-    plan,
+    plan::{self, Conflict},
     topology::{Endpoint, PRIVATE_ENDPOINT_REMEDY},
 };
 
@@ -23,6 +23,8 @@ pub struct Complaints {
     objects: BTreeMap<String, String>,
     /// Nodes of the location that have no hop.
     left_out: usize,
+    /// Private addresses that several nodes claim.
+    conflicts: Vec<Conflict>,
     /// The endpoint of this node that other locations may not reach.
     private_endpoint: Option<Endpoint>,
     /// Interfaces without programs, and their link type.
@@ -120,6 +122,26 @@ impl Complaints {
         self.no_uplink = no_uplink;
     }
 
+    /// Says once which nodes claim one private address. True when this is news.
+    pub fn conflicts(&mut self, conflicts: &[Conflict], metrics: &Metrics) -> bool {
+        metrics.conflicts.set(i64::try_from(conflicts.len()).unwrap_or(i64::MAX));
+        let is_news = self.conflicts != conflicts;
+        if !is_news {
+            return false;
+        }
+        for conflict in conflicts.iter().filter(|it| !self.conflicts.contains(it)) {
+            metrics.error("address_conflict");
+            tracing::error!(
+                address = %conflict.address,
+                nodes = conflict.nodes.join(", "),
+                "several nodes claim one private address; packets for all of them go to the host that has it: \
+                 delete the Node objects that are stale, or correct kilo.squat.ai/force-internal-ip"
+            );
+        }
+        self.conflicts = conflicts.to_vec();
+        true
+    }
+
     /// A reconcile failed: says so, unless it did for the same reason within the last minute.
     pub fn failed(&mut self, text: String, now: Instant) {
         let repeated = match &mut self.failure {
@@ -145,6 +167,24 @@ impl Complaints {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_conflict_is_said_once_and_again_when_others_join_or_it_comes_back() {
+        let metrics = Metrics::default();
+        let mut complaints = Complaints::default();
+        let conflict = |nodes: &[&str]| Conflict {
+            address: "10.1.0.12".parse().unwrap(),
+            nodes: nodes.iter().map(ToString::to_string).collect(),
+        };
+        let (two, three) = ([conflict(&["a0", "a2"])], [conflict(&["a0", "a1", "a2"])]);
+        assert!(complaints.conflicts(&two, &metrics));
+        assert!(!complaints.conflicts(&two, &metrics));
+        assert_eq!(metrics.conflicts.get(), 1);
+        assert!(complaints.conflicts(&three, &metrics));
+        assert!(complaints.conflicts(&[], &metrics));
+        assert_eq!(metrics.conflicts.get(), 0);
+        assert!(complaints.conflicts(&two, &metrics));
+    }
 
     impl Complaints {
         fn said_at(&self) -> Option<Instant> {

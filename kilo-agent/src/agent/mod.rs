@@ -414,6 +414,9 @@ impl<B: Backend> Agent<B> {
         }
         let plan = self.plan(&mesh, &own, look).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
+        if self.complaints.conflicts(&plan.conflicts, &self.metrics) {
+            self.report_conflicts(&plan.conflicts);
+        }
         let decision = self.nat_decision(&plan.tables);
         let applied = self.apply(plan, look).await;
         let programs = self.dataplane.attached();
@@ -450,22 +453,27 @@ impl<B: Backend> Agent<B> {
             self.metrics.set_map_entries(map, entries);
         }
         parts.add(written.map_err(AgentError::from));
-        parts.add(self.apply_programs(&plan, look.interface.index).await);
+        parts.add(self.apply_programs(&plan, look).await);
         parts.add(self.apply_wireguard(&plan, look).await);
         let steers_by_source = plan.tables.steers_to_wireguard_by_source();
         parts.add(self.apply_net(plan.net, look, steers_by_source).await);
         parts.end(&self.metrics)
     }
 
-    async fn apply_programs(&mut self, plan: &HostPlan, kilo: u32) -> Result<u64, AgentError> {
-        let interfaces = Interfaces { kilo, uplinks: &plan.uplinks, layer3: &plan.layer3, vxlan: plan.vxlan };
+    async fn apply_programs(&mut self, plan: &HostPlan, look: &mut Look) -> Result<u64, AgentError> {
+        let interfaces = Interfaces {
+            kilo: look.interface.index,
+            uplinks: &plan.uplinks,
+            layer3: &plan.layer3,
+            tunnels: &plan.tunnels,
+        };
         let attached = self.dataplane.attach(&self.net, interfaces).await?;
         self.metrics.reattached.inc_by(attached.reattached);
         for error in attached.failed {
             self.metrics.error(error.label());
             tracing::error!(%error, "the other interfaces have their programs");
         }
-        Ok(attached.changes)
+        Ok(attached.changes + look.tunnels.guard(self.net.rtnl(), &attached.unguarded).await?)
     }
 
     async fn apply_wireguard(&mut self, plan: &HostPlan, look: &mut Look) -> Result<u64, AgentError> {
@@ -523,10 +531,6 @@ impl<B: Backend> Agent<B> {
         let elsewhere =
             overlay.iter().filter(|(name, _)| **name != own.name).map(|(_, ip)| IpAddr::from(*ip));
         let others = others.filter_map(topology::Member::private_ip).chain(elsewhere).collect();
-        self.net.find_paths(&mut look.paths, others).await;
-        if self.hops.is_empty() {
-            self.hops = HopIds::adopt(&self.dataplane.held_senders(), mesh, &own.name);
-        }
         let query = links::HostQuery {
             kilo: look.interface.index,
             private,
@@ -534,7 +538,13 @@ impl<B: Backend> Agent<B> {
             next_hops: &look.ways_out.next_hops,
             ways: &look.ways,
         };
+        let multihomed = links::host_links(&look.links, &query, &BTreeMap::new()).uplinks.len() > 1;
+        self.net.find_paths(&mut look.paths, others, multihomed).await;
+        if self.hops.is_empty() {
+            self.hops = HopIds::adopt(&self.dataplane.held_senders(), mesh, &own.name);
+        }
         let mut found = links::host_links(&look.links, &query, &look.paths.interfaces);
+        found.more_towards.clone_from(&look.paths.several);
         (found.vxlan, found.ipip) = (look.tunnels.vxlan, look.tunnels.ipip);
         links::add_overlay(&mut found, &look.links, &own.name, overlay);
         links::add_elsewhere(&mut found, &look.ways_out.elsewhere);

@@ -13,7 +13,7 @@ use tokio_util::task::AbortOnDropHandle;
 use super::look::Look;
 use super::{Agent, AgentError, CHECK_IN, CILIUM_HOST, MOST_DOUBLINGS, RETRY};
 use crate::{
-    backend::{Backend, BackendError, Published, Snapshot},
+    backend::{Backend, BackendError, Published, Snapshot, Warning},
     net::discovery,
     plan,
     topology::{Known, Mesh, Node},
@@ -62,6 +62,20 @@ impl<B: Backend> Agent<B> {
             Err(error) => tracing::error!(%error, "writing the status of peers"),
         }
         self.reporting = None;
+    }
+
+    /// Each node that claims an address reports it about itself, beside the reconciles.
+    pub(super) fn report_conflicts(&self, conflicts: &[plan::Conflict]) {
+        let own = |conflict: &&plan::Conflict| conflict.nodes.contains(&self.options.hostname);
+        for conflict in conflicts.iter().filter(own) {
+            let (backend, node, text) =
+                (Arc::clone(&self.backend), self.options.hostname.clone(), conflict.to_string());
+            tokio::spawn(async move {
+                if let Err(error) = backend.warn(&node, Warning::AddressConflict, &text).await {
+                    tracing::debug!(%error, "the conflict is not reported as an Event");
+                }
+            });
+        }
     }
 
     /// This node as it should be known to all.

@@ -100,6 +100,22 @@ impl BackendError {
     }
 }
 
+/// What an agent warns of about its own node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Warning {
+    /// Another node claims its private address, too.
+    AddressConflict,
+}
+
+impl Warning {
+    /// `reason` of the Event.
+    pub const fn reason(self) -> &'static str {
+        match self {
+            Self::AddressConflict => "AddressConflict",
+        }
+    }
+}
+
 /// A source of nodes and peers.
 pub trait Backend: Send + Sync + 'static {
     /// The latest snapshot; changes are signalled by the receiver. The first
@@ -130,6 +146,17 @@ pub trait Backend: Send + Sync + 'static {
         &self,
         _node: &str,
         _available: bool,
+    ) -> impl Future<Output = Result<(), BackendError>> + Send {
+        async { Ok(()) }
+    }
+
+    /// Says about a node what its operator should look at. A backend without such a place
+    /// writes nothing: it is in the log, too.
+    fn warn(
+        &self,
+        _node: &str,
+        _warning: Warning,
+        _text: &str,
     ) -> impl Future<Output = Result<(), BackendError>> + Send {
         async { Ok(()) }
     }

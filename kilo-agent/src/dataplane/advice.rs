@@ -80,6 +80,21 @@ const ADVICE: &[(&str, &str)] = &[
          link show kilo0`), that the agent reconciles (`kgctl status`), and that no policy rule (`ip rule`) or more \
          specific route (`ip route get ADDRESS`) leads it elsewhere.",
     ),
+    (
+        "wrong_interface",
+        "Somebody on another network forges a node's address, or that node's packets take a way back that this host \
+         has no route for: compare `ip route get ADDRESS` with the interface `kgctl monitor` shows, and add the route.",
+    ),
+    (
+        "unchecked",
+        "IPIP or VXLAN for another address of this host than its private one, from a pod, a process or an interface \
+         without programs: spoofing, or another tunnel on UDP port 51821 or without a device of its own for IPIP.",
+    ),
+    (
+        "forged_vxlan",
+        "A process or a pod sends UDP to port 51821 of another node, which carries the mesh: find it by \
+         `ss -upn dport = :51821`, and give it another port.",
+    ),
     ("nat_map_full", "More flows than the table holds: `bpftool map show name nat`; report it."),
     ("rewrite", "The kernel refused to change the packet, mostly for lack of memory: `dmesg`."),
     (

@@ -34,8 +34,8 @@ pub struct Interfaces<'a> {
     pub uplinks: &'a BTreeSet<u32>,
     /// Of these: packets have no link-layer header there.
     pub layer3: &'a BTreeSet<u32>,
-    /// The VXLAN device.
-    pub vxlan: Option<u32>,
+    /// The tunnel devices: of no use without their program.
+    pub tunnels: &'a BTreeSet<u32>,
 }
 
 /// What one round of attaching did.
@@ -45,8 +45,10 @@ pub struct Applied {
     pub changes: u64,
     /// Of these: programs that somebody else had removed.
     pub reattached: u64,
-    /// Uplinks that refuse a program; all others have theirs.
+    /// Uplinks and tunnel devices that refuse a program; all others have theirs.
     pub failed: Vec<DataplaneError>,
+    /// Of these: the tunnel devices.
+    pub unguarded: BTreeSet<u32>,
 }
 
 /// One program on one interface.
@@ -127,8 +129,8 @@ fn places(interfaces: Interfaces<'_>) -> BTreeSet<Place> {
         Place { ifindex: interfaces.kilo, program: "kilo_egress", egress: true },
         Place { ifindex: interfaces.kilo, program: "kilo_ingress", egress: false },
     ]);
-    let vxlan = |ifindex| Place { ifindex, program: "tunnel_ingress", egress: false };
-    places.extend(interfaces.vxlan.map(vxlan));
+    let tunnel = |ifindex: &u32| Place { ifindex: *ifindex, program: "tunnel_ingress", egress: false };
+    places.extend(interfaces.tunnels.iter().map(tunnel));
     for &ifindex in interfaces.uplinks {
         let (ingress, egress) = match interfaces.layer3.contains(&ifindex) {
             true => ("l3_ingress", "l3_egress"),
@@ -207,6 +209,9 @@ impl Attachments {
                     }
                     if place.ifindex == interfaces.kilo {
                         return Err(error);
+                    }
+                    if interfaces.tunnels.contains(&place.ifindex) {
+                        done.unguarded.insert(place.ifindex);
                     }
                     // One that has just gone is followed by an event.
                     if place.interface().is_some() {

@@ -251,6 +251,7 @@ pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr
         host.uplinks.insert(link.index, uplink);
         host.masq_addrs.extend(others.into_iter().map(|(to, addr)| ((link.index, to), addr)));
         host.mtus.insert(link.index, link.mtu);
+        host.networks.extend(link.addresses.iter().map(|address| (link.index, address.net)));
     }
     host.private = query.private.and_then(|private| {
         links
@@ -263,6 +264,8 @@ pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr
             })
             .map(|link| link.index)
     });
+    host.private_is_unbound =
+        links.iter().any(|link| Some(link.index) == host.private && (link.loopback || link.kind == "dummy"));
     host.towards = paths
         .iter()
         .filter(|(_, index)| **index != query.kilo && host.private != Some(**index))
@@ -370,6 +373,17 @@ pub async fn bring_up(rtnl: &Rtnl, index: u32, mtu: u32) -> Result<usize, NetErr
     rtnl.write(&what, RouteNetlinkMessage::SetLink(message), 0).await.map(|()| 1)
 }
 
+/// Sets an interface down.
+///
+/// # Errors
+/// When the kernel refuses.
+pub async fn bring_down(rtnl: &Rtnl, index: u32) -> Result<(), NetError> {
+    let mut down = LinkMessage::default();
+    down.header.index = index;
+    down.header.change_mask = LinkFlags::Up;
+    rtnl.write("set an interface down", RouteNetlinkMessage::SetLink(down), 0).await
+}
+
 /// Deletes a link; false when it was gone already.
 pub async fn delete(rtnl: &Rtnl, index: u32) -> Result<bool, NetError> {
     let mut message = LinkMessage::default();
@@ -387,10 +401,7 @@ pub async fn delete(rtnl: &Rtnl, index: u32) -> Result<bool, NetError> {
 /// # Errors
 /// When the kernel refuses.
 pub async fn rename(rtnl: &Rtnl, index: u32, name: &str) -> Result<(), NetError> {
-    let mut down = LinkMessage::default();
-    down.header.index = index;
-    down.header.change_mask = LinkFlags::Up;
-    rtnl.write("set an interface down", RouteNetlinkMessage::SetLink(down), 0).await?;
+    bring_down(rtnl, index).await?;
     let mut message = LinkMessage::default();
     message.header.index = index;
     message.attributes.push(LinkAttribute::IfName(name.to_owned()));

@@ -47,6 +47,8 @@ pub struct Paths {
     pub interfaces: BTreeMap<IpAddr, u32>,
     /// MTU in bytes where the route has one of its own.
     pub mtus: BTreeMap<IpAddr, u32>,
+    /// Interfaces of all next hops, where the route has several.
+    pub several: BTreeMap<IpAddr, Vec<u32>>,
     /// All that was asked for, with or without an answer.
     asked: BTreeSet<IpAddr>,
 }
@@ -97,14 +99,22 @@ impl Net {
     }
 
     /// Makes `paths` the ways to these addresses: one route lookup for each that
-    /// has not been asked for; what has no way is left out.
-    pub async fn find_paths(&self, paths: &mut Paths, addresses: BTreeSet<IpAddr>) {
+    /// has not been asked for; what has no way is left out. With `multihomed`, another lookup
+    /// for all next hops.
+    pub async fn find_paths(&self, paths: &mut Paths, addresses: BTreeSet<IpAddr>, multihomed: bool) {
         paths.interfaces.retain(|address, _| addresses.contains(address));
         paths.mtus.retain(|address, _| addresses.contains(address));
+        paths.several.retain(|address, _| addresses.contains(address));
         for address in addresses.difference(&paths.asked) {
             let Ok(Some(found)) = routes::lookup(&self.rtnl, *address).await else { continue };
             paths.interfaces.extend(found.interface.map(|interface| (*address, interface)));
             paths.mtus.extend(found.route.mtu.map(|mtu| (*address, mtu)));
+            if multihomed
+                && let Ok(hops) = routes::next_hops(&self.rtnl, *address).await
+                && hops.len() > 1
+            {
+                paths.several.insert(*address, hops);
+            }
         }
         paths.asked = addresses;
     }

@@ -396,14 +396,7 @@ fn message(route: &Route, interface: Option<u32>) -> RouteMessage {
 /// Output interface the kernel would use towards an address from this host;
 /// `None` when there is no route.
 pub async fn lookup(rtnl: &Rtnl, address: IpAddr) -> Result<Option<Found>, NetError> {
-    let mut request = RouteMessage::default();
-    let (family, length) = match address {
-        IpAddr::V4(_) => (AddressFamily::Inet, 32),
-        IpAddr::V6(_) => (AddressFamily::Inet6, 128),
-    };
-    request.header.address_family = family;
-    request.header.destination_prefix_length = length;
-    request.attributes.push(RouteAttribute::Destination(address.into()));
+    let request = question(address);
     match rtnl.get("look up a route", RouteNetlinkMessage::GetRoute(request)).await {
         Ok(answers) => Ok(answers.into_iter().find_map(|message| match message {
             RouteNetlinkMessage::NewRoute(route) if route.header.kind == RouteType::Unicast => {
@@ -464,6 +457,42 @@ fn way(message: &RouteMessage, interface: u32) -> Option<Way> {
         gateway: next_hop(of_several.map_or(&message.attributes, |hop| &hop.attributes)),
         priority: found.priority,
     })
+}
+
+/// Interfaces of all next hops of the route to an address; empty without a route.
+pub async fn next_hops(rtnl: &Rtnl, address: IpAddr) -> Result<Vec<u32>, NetError> {
+    let mut request = question(address);
+    request.header.flags |= RouteFlags::FibMatch;
+    let answers =
+        match rtnl.get("look up the next hops of a route", RouteNetlinkMessage::GetRoute(request)).await {
+            Ok(answers) => answers,
+            Err(NetError::Kernel { .. }) => return Ok(Vec::new()),
+            Err(other) => return Err(other),
+        };
+    let attributes = answers.into_iter().filter_map(|message| match message {
+        RouteNetlinkMessage::NewRoute(route) if route.header.kind == RouteType::Unicast => {
+            Some(route.attributes)
+        }
+        _ => None,
+    });
+    let interfaces = attributes.flatten().flat_map(|attribute| match attribute {
+        RouteAttribute::Oif(index) => vec![index],
+        RouteAttribute::MultiPath(hops) => hops.iter().map(|hop| hop.interface_index).collect(),
+        _ => Vec::new(),
+    });
+    Ok(interfaces.collect())
+}
+
+fn question(address: IpAddr) -> RouteMessage {
+    let mut request = RouteMessage::default();
+    let (family, length) = match address {
+        IpAddr::V4(_) => (AddressFamily::Inet, 32),
+        IpAddr::V6(_) => (AddressFamily::Inet6, 128),
+    };
+    request.header.address_family = family;
+    request.header.destination_prefix_length = length;
+    request.attributes.push(RouteAttribute::Destination(address.into()));
+    request
 }
 
 /// The interfaces that routes of the main table lead out of the host by, without those

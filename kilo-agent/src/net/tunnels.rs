@@ -1,14 +1,16 @@
 //! Tunnel devices for what the programs cannot encapsulate or decapsulate in
-//! place. Both are "external": the programs say where each packet goes.
+//! place. Both are "external": the programs say where each packet goes. They
+//! decapsulate for anybody, too, so they are up only while a program of ours
+//! looks at what comes in by them.
+
+use std::collections::BTreeSet;
 
 use kilo_common::{encap::VXLAN_DEVICE_MAC, maps::VXLAN_PORT};
 use rtnetlink::{
     packet_core::{NLM_F_CREATE, NLM_F_EXCL},
     packet_route::{
         RouteNetlinkMessage,
-        link::{
-            InfoData, InfoIpTunnel, InfoKind, InfoVxlan, LinkAttribute, LinkFlags, LinkInfo, LinkMessage,
-        },
+        link::{InfoData, InfoIpTunnel, InfoKind, InfoVxlan, LinkAttribute, LinkInfo, LinkMessage},
     },
 };
 
@@ -28,13 +30,56 @@ pub struct Tunnels {
     pub vxlan: Option<u32>,
     /// Index of [`IPIP`].
     pub ipip: Option<u32>,
+    /// Those that are not up.
+    pub down: BTreeSet<u32>,
     /// How many were made.
     pub created: u64,
     /// Why one cannot be had.
     pub problems: Vec<NetError>,
 }
 
-/// Finds the devices, or makes them. A kernel without IPIP, or one whose only
+impl Tunnels {
+    /// Sets each device up that a program guards, and each one down that none does: the kernel
+    /// would hand on whatever anybody sends to it. Returns the number of writes.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub async fn guard(&mut self, rtnl: &Rtnl, unguarded: &BTreeSet<u32>) -> Result<u64, NetError> {
+        let mut writes = 0;
+        for index in self.vxlan.into_iter().chain(self.ipip) {
+            match (unguarded.contains(&index), self.down.contains(&index)) {
+                (false, true) => {
+                    writes += links::bring_up(rtnl, index, 0).await? as u64;
+                    self.down.remove(&index);
+                }
+                (true, false) => {
+                    links::bring_down(rtnl, index).await?;
+                    writes += 1;
+                    self.down.insert(index);
+                }
+                _ => {}
+            }
+        }
+        Ok(writes)
+    }
+
+    fn found(&mut self, device: Device) -> Option<u32> {
+        self.created += u64::from(device.created);
+        if !device.up {
+            self.down.insert(device.index);
+        }
+        Some(device.index)
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Device {
+    index: u32,
+    up: bool,
+    created: bool,
+}
+
+/// Finds the devices, or makes them, not up: see [`Tunnels::guard`]. A kernel without IPIP, or one whose only
 /// external IPIP device is another's (Cilium's), goes without: VXLAN serves.
 pub async fn ensure(rtnl: &Rtnl) -> Tunnels {
     let mut tunnels = Tunnels::default();
@@ -46,18 +91,12 @@ pub async fn ensure(rtnl: &Rtnl) -> Tunnels {
         InfoVxlan::UDPZeroCsumRX(true),
     ];
     match device(rtnl, VXLAN, InfoKind::Vxlan, InfoData::Vxlan(vxlan), Some(VXLAN_DEVICE_MAC)).await {
-        Ok((index, created)) => {
-            tunnels.vxlan = Some(index);
-            tunnels.created += u64::from(created);
-        }
+        Ok(device) => tunnels.vxlan = tunnels.found(device),
         Err(error) => tunnels.problems.push(error),
     }
     let ipip = vec![InfoIpTunnel::CollectMetadata];
     match device(rtnl, IPIP, InfoKind::IpIp, InfoData::IpTunnel(ipip), None).await {
-        Ok((index, created)) => {
-            tunnels.ipip = Some(index);
-            tunnels.created += u64::from(created);
-        }
+        Ok(device) => tunnels.ipip = tunnels.found(device),
         Err(error) if matches!(error.errno(), Some(nix::libc::EOPNOTSUPP | nix::libc::EEXIST)) => {}
         Err(error) => tunnels.problems.push(error),
     }
@@ -81,7 +120,7 @@ async fn device(
     kind: InfoKind,
     data: InfoData,
     mac: Option<[u8; 6]>,
-) -> Result<(u32, bool), NetError> {
+) -> Result<Device, NetError> {
     let expected = kind.to_string();
     let found = links::by_name(rtnl, name).await?;
     let created = found.is_none();
@@ -97,8 +136,6 @@ async fn device(
             message
                 .attributes
                 .push(LinkAttribute::LinkInfo(vec![LinkInfo::Kind(kind), LinkInfo::Data(data)]));
-            message.header.flags = LinkFlags::Up;
-            message.header.change_mask = LinkFlags::Up;
             let message = RouteNetlinkMessage::NewLink(message);
             rtnl.write(&format!("create interface {name}"), message, NLM_F_CREATE | NLM_F_EXCL).await?;
             links::by_name(rtnl, name).await?.ok_or_else(|| NetError::Missing(format!("link {name}")))?
@@ -110,8 +147,5 @@ async fn device(
             link.kind
         )));
     }
-    if !link.up {
-        links::bring_up(rtnl, link.index, 0).await?;
-    }
-    Ok((link.index, created))
+    Ok(Device { index: link.index, up: link.up, created })
 }

@@ -1,6 +1,8 @@
 //! From the mesh, this node and its links to the complete desired state of
 //! this host, as plain values. Pure: no I/O, no clock.
 
+mod arrival;
+mod conflicts;
 mod hops;
 mod masquerade;
 pub mod model;
@@ -13,6 +15,7 @@ pub mod trace;
 mod types;
 mod wireguard;
 
+pub use conflicts::all as conflicts;
 pub use hops::{HopIds, MOST_OTHERS};
 pub use overlay::{overlay_addresses, published as published_overlay};
 pub use steering::sender;
@@ -140,8 +143,9 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         wireguard: wireguard::peers(inputs, &own, &remote),
         net: routes::net(inputs, &own, &remote, &tables),
         tables,
-        vxlan: inputs.links.vxlan,
         layer3: inputs.links.layer3.clone(),
+        tunnels: inputs.links.vxlan.into_iter().chain(inputs.links.ipip).collect(),
+        conflicts: conflicts::of(&own, inputs.mesh, &remote),
         uplinks: {
             let links = inputs.links;
             links.uplinks.keys().chain(&links.private).chain(&links.overlay_device).copied().collect()

@@ -70,6 +70,29 @@ impl Tables {
         }
     }
 
+    /// Whether packets with this outer source may come in by this interface.
+    ///
+    /// # Errors
+    /// `UnknownSender` and `WrongInterface`.
+    pub fn arrives(&self, outer_src: IpAddr, ifindex: u32) -> Result<(), DropReason> {
+        let sender = self.node.get(&outer_src).ok_or(DropReason::UnknownSender)?;
+        if sender.may_arrive_by(ifindex) { Ok(()) } else { Err(DropReason::WrongInterface) }
+    }
+
+    /// The same of a packet without outer header that [`Self::plain`] takes.
+    ///
+    /// # Errors
+    /// `WrongInterface`.
+    pub fn arrives_plain(&self, src: IpAddr, ifindex: u32) -> Result<(), DropReason> {
+        match longest(&self.prefix, src).and_then(|value| self.hop.get(&value.hop)) {
+            Some(Hop::Node { ifindex: towards, .. }) if *towards == ifindex => Ok(()),
+            Some(Hop::Node { remote, .. }) => {
+                self.arrives(*remote, ifindex).map_err(|_| DropReason::WrongInterface)
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// `lan_ingress` for the inner packet of one that `outer_src` sent here.
     pub fn steered(&self, outer_src: IpAddr, probe: &Probe) -> Verdict {
         match self.lan_ingress(outer_src, probe.packet)? {

@@ -4,7 +4,10 @@
 use ipnet::IpNet;
 
 use super::{Inputs, Own, wireguard::location_endpoint};
-use crate::{sorted::sort_by_prefix, topology::Reach};
+use crate::{
+    sorted::{Key as _, sort_by_prefix},
+    topology::Reach,
+};
 
 /// One prefix and who has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,6 +66,13 @@ impl Remote {
         }
         sort_by_prefix(&mut claims, |claim| claim.prefix);
         Self(claims)
+    }
+
+    /// The claims to exactly this prefix.
+    pub fn of(&self, prefix: IpNet) -> &[Claim] {
+        let start = self.0.partition_point(|claim| claim.prefix.rank() < prefix.rank());
+        let end = start + self.0[start..].partition_point(|claim| claim.prefix.rank() == prefix.rank());
+        &self.0[start..end]
     }
 
     /// Every claim, sorted by prefix.

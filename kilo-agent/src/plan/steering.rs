@@ -14,7 +14,7 @@ use kilo_common::{
     },
 };
 
-use super::{Elsewhere, Hop, Inputs, Own, Remote, Tables, remote::Claim};
+use super::{Elsewhere, Hop, HopIds, Inputs, Own, Remote, Tables, arrival::interfaces, remote::Claim};
 use crate::{
     sorted::{Key, SortedMap},
     topology::{Member, Tunnel, prefixes},
@@ -23,7 +23,33 @@ use crate::{
 /// Bytes every link that carries IPv6 must take.
 const MIN_IPV6: u32 = 1280;
 
+/// Hop ids of the other nodes of the location. Nodes that claim one private address are one
+/// hop, that with their lowest id: steered there, all reach the one that has the address, and
+/// what comes from there may be from any of them.
+struct Ids<'a> {
+    hops: &'a HopIds,
+    by_address: BTreeMap<IpAddr, u32>,
+}
+
+impl<'a> Ids<'a> {
+    fn new(hops: &'a HopIds, own: &Own<'_>) -> Self {
+        let mut by_address = BTreeMap::new();
+        for member in own.others() {
+            if let (Some(id), Some(address)) = (hops.get(member.name()), member.private_ip()) {
+                by_address.entry(address).and_modify(|first: &mut u32| *first = id.min(*first)).or_insert(id);
+            }
+        }
+        Self { hops, by_address }
+    }
+
+    fn get(&self, member: &Member) -> Option<u32> {
+        let id = self.hops.get(member.name())?;
+        Some(member.private_ip().and_then(|address| self.by_address.get(&address).copied()).unwrap_or(id))
+    }
+}
+
 pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tables {
+    let ids = Ids::new(inputs.hops, own);
     // A few of the own location's besides.
     let mut prefixes = Vec::with_capacity(remote.claims().len() + own.segment.members.len() * 2);
     let mut add = |prefix: IpNet, hop: u32, flags: u32| {
@@ -43,14 +69,14 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tab
     };
     let own_wireguard_ip = own.segment.wireguard_ip.map(IpNet::from);
     if let (Some(prefix), Some(leader)) = (own_wireguard_ip, own.segment.leading()) {
-        match inputs.hops.get(leader.name()) {
+        match ids.get(leader) {
             _ if own.leads => add(prefix, HOP_LOCAL, PREFIX_ROUTE),
             Some(hop) => add(prefix, hop, PREFIX_ROUTE | by_tunnel(leader)),
             None => {}
         }
     }
     for member in own.others() {
-        let Some(hop) = inputs.hops.get(member.name()) else { continue };
+        let Some(hop) = ids.get(member) else { continue };
         let ours = inputs.settings.local && !beside_cni;
         for cidr in &member.node.pod_cidrs {
             let closed = if ours { by_tunnel(member) } else { 0 };
@@ -86,7 +112,7 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tab
     prefixes.dedup_by_key(|(prefix, _)| *prefix);
     let mut tables = Tables { prefix: prefixes.into_iter().collect(), ..Tables::default() };
     leave_out_elsewhere(&inputs.links.elsewhere, &chosen, &mut tables.prefix);
-    fill_hops(inputs, own, &mut tables);
+    fill_hops(inputs, own, &ids, &mut tables);
     tables
 }
 
@@ -131,14 +157,12 @@ fn leave_out_elsewhere(
     table.extend(left_out);
 }
 
-fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
+fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tables) {
     tables.hop.insert(HOP_LOCAL, Hop::Local);
     let mut in_overlay = Vec::new();
     let leader = own.segment.leading().map(Member::name);
     for member in own.others() {
-        let (Some(id), Some(remote)) = (inputs.hops.get(member.name()), member.private_ip()) else {
-            continue;
-        };
+        let (Some(id), Some(remote)) = (ids.get(member), member.private_ip()) else { continue };
         // Two nodes with one private address: what is sent there would come back here.
         if own.member.private_ip() == Some(remote) {
             continue;
@@ -151,19 +175,27 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
         let by_overlay = |address: &IpAddr| ipip && inputs.links.towards.contains_key(address);
         let sent_to = overlay.filter(by_overlay).filter(|_| remote.is_ipv4()).unwrap_or(remote);
         let Some(hop) = node_hop(inputs, own, member, sent_to) else { continue };
-        tables.hop.insert(id, hop);
+        // The first of several to name an address: where it is sent is the same for all.
+        tables.hop.entry(id).or_insert(hop);
         if leads {
             tables.hop.insert(HOP_REMOTE, hop);
         }
-        // As with prefixes, the first node to name an address keeps it.
         let flags = if leads { NODE_LEADER } else { 0 };
-        let sender = sender(&tables.prefix, id, flags, &member.node.pod_cidrs);
-        tables.node.entry(remote).or_insert(sender);
+        let mut sender = sender(&tables.prefix, id, flags, &member.node.pod_cidrs);
+        sender.interfaces = interfaces(inputs.links, remote);
+        let claim = |known: &mut NodeValue| {
+            known.flags |= flags;
+            if known.sources_mask == [0; 4] {
+                (known.sources, known.sources_mask) = (sender.sources, sender.sources_mask);
+            }
+        };
+        tables.node.entry(remote).and_modify(claim).or_insert(sender);
         in_overlay.extend(overlay.map(|source| (source, sender)));
     }
     // What Kilo sends through an overlay comes from the address there. Last, so
     // that what a node publishes takes no private address from another.
-    for (source, sender) in in_overlay {
+    for (source, mut sender) in in_overlay {
+        sender.interfaces = interfaces(inputs.links, source);
         tables.node.entry(source).or_insert(sender);
     }
     if own.leads {
@@ -171,7 +203,7 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, tables: &mut Tables) {
     }
 }
 
-/// What is known of the node behind a hop as a sender. The first of `cidrs` that
+/// What is known of the node behind a hop as a sender, without its interfaces. The first of `cidrs` that
 /// is IPv4 and, with everything more specific in it, that node's goes along.
 pub fn sender(prefixes: &SortedMap<IpNet, PrefixValue>, hop: u32, flags: u32, cidrs: &[IpNet]) -> NodeValue {
     let is_whole = |cidr: &Ipv4Net| {
@@ -190,7 +222,7 @@ pub fn sender(prefixes: &SortedMap<IpNet, PrefixValue>, hop: u32, flags: u32, ci
         Some(cidr) => (cidr.network().octets(), cidr.netmask().octets()),
         None => ([0; 4], [0; 4]),
     };
-    NodeValue { hop, flags, sources, sources_mask }
+    NodeValue { hop, flags, sources, sources_mask, ..NodeValue::default() }
 }
 
 /// How another node of the location is reached.

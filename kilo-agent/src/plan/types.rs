@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fmt,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
 };
 
@@ -27,8 +28,25 @@ pub struct HostPlan {
     pub uplinks: BTreeSet<u32>,
     /// Of these: packets have no link-layer header there.
     pub layer3: BTreeSet<u32>,
-    /// The VXLAN device, where there is one.
-    pub vxlan: Option<u32>,
+    /// The tunnel devices there are; what comes in by them passes a program, too.
+    pub tunnels: BTreeSet<u32>,
+    /// Private addresses that several nodes claim.
+    pub conflicts: Vec<Conflict>,
+}
+
+/// A private address that several nodes claim.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Conflict {
+    /// The address.
+    pub address: IpAddr,
+    /// Names of the nodes, sorted.
+    pub nodes: Vec<String>,
+}
+
+impl fmt::Display for Conflict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} claim the private address {}", self.nodes.join(", "), self.address)
+    }
 }
 
 /// Desired WireGuard peers. The private key stays with the actuator.
@@ -175,6 +193,12 @@ pub struct HostLinks {
     /// Interface and preferred path to each node address of the own location:
     /// what a route lookup answers; absent = the private interface.
     pub towards: BTreeMap<IpAddr, u32>,
+    /// Interfaces of the other next hops where a route to a node has several.
+    pub more_towards: BTreeMap<IpAddr, Vec<u32>>,
+    /// Networks of the uplinks, with their interfaces.
+    pub networks: Vec<(u32, IpNet)>,
+    /// The private address is on loopback or a dummy device: every uplink leads to it.
+    pub private_is_unbound: bool,
     /// The VXLAN device.
     pub vxlan: Option<u32>,
     /// The IPIP device for packets that get no outer header in place.

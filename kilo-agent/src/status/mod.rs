@@ -23,6 +23,7 @@ pub use view::{View, among, with_own};
 
 use crate::{
     backend::Snapshot,
+    plan,
     topology::{self, Known, LeaderReason, Mesh, PRIVATE_ENDPOINT_REMEDY},
     wireguard::key::PublicKey,
 };
@@ -45,9 +46,22 @@ pub struct Status {
     pub peers: Vec<PeerStatus>,
     /// Other objects, files and fields that are not used -> why.
     pub problems: BTreeMap<String, String>,
+    /// Private addresses that several nodes claim.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub conflicts: Vec<ConflictStatus>,
     /// What only the agent of a node knows; absent when none was asked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<AgentStatus>,
+}
+
+/// A private address that several nodes claim.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ConflictStatus {
+    /// The address.
+    pub address: IpAddr,
+    /// Names of the nodes, sorted.
+    pub nodes: Vec<String>,
 }
 
 /// One location.
@@ -226,6 +240,10 @@ pub fn of_objects(
         nodes: snapshot.nodes.iter().map(node).collect(),
         peers: peers(mesh, snapshot),
         problems: problems.map(|(object, problem)| (object.clone(), problem.clone())).collect(),
+        conflicts: plan::conflicts(mesh)
+            .into_iter()
+            .map(|plan::Conflict { address, nodes }| ConflictStatus { address, nodes })
+            .collect(),
         agent: None,
     }
 }
@@ -359,6 +377,7 @@ impl Status {
         self.nodes.retain(|node| node.name == name);
         self.locations.retain(|other| other.name == location);
         self.peers.clear();
+        self.conflicts.retain(|conflict| conflict.nodes.iter().any(|node| node == name));
         let own = format!("node {name}");
         self.problems.retain(|object, _| *object == own);
         true

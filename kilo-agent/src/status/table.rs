@@ -25,6 +25,10 @@ pub fn table(status: &Status) -> String {
         &["IGNORED", "REASON"],
         status.problems.iter().map(|(object, problem)| vec![object.clone(), problem.clone()]),
     ));
+    parts.push(columns(
+        &["PRIVATE-IP", "CLAIMED-BY"],
+        status.conflicts.iter().map(|it| vec![it.address.to_string(), it.nodes.join(", ")]),
+    ));
     if let Some(agent) = &status.agent {
         parts.push(agent_tables(agent, now));
     }

@@ -100,7 +100,12 @@ impl World {
         dataplane.write(&self.tables).unwrap();
         let uplinks: BTreeSet<u32> = uplinks.iter().chain(layer3).map(|name| index(name)).collect();
         let layer3: BTreeSet<u32> = layer3.iter().map(|name| index(name)).collect();
-        let interfaces = Interfaces { kilo: index("kilo0"), uplinks: &uplinks, layer3: &layer3, vxlan: None };
+        let interfaces = Interfaces {
+            kilo: index("kilo0"),
+            uplinks: &uplinks,
+            layer3: &layer3,
+            tunnels: &BTreeSet::new(),
+        };
         let applied = dataplane.attach(&self.net, interfaces).await.unwrap();
         assert!(applied.failed.is_empty(), "{:?}", applied.failed);
         self.dataplane = Some(dataplane);

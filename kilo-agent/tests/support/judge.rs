@@ -45,7 +45,14 @@ pub struct Input {
     pub gso: u32,
     /// The interface it is on.
     pub ifindex: u32,
+    /// `skb->priority`, where programs tell each other what outlives the stack.
+    pub priority: u32,
 }
+
+/// What `lan_ingress` says to `tunnel_ingress`, and the devices' sender to `uplink_egress`.
+pub const CHECKED: u32 = 0x6b67_0000;
+pub const BY_DEVICE: u32 = 0x6b68_0000;
+const OWN_PRIORITY: u32 = 0xf;
 
 /// What the bytes must be afterwards.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -78,19 +85,21 @@ pub struct Wanted {
     pub bytes: Bytes,
     /// The largest packet the hop carries, where it is sent to one.
     pub mtu: u32,
+    /// What the priority says afterwards, where it is of interest.
+    pub priority: Option<u32>,
 }
 
 fn drops(reason: DropReason) -> Wanted {
-    Wanted { verdict: SHOT, counted: vec![reason.label()], bytes: Bytes::Any, mtu: 0 }
+    Wanted { verdict: SHOT, counted: vec![reason.label()], bytes: Bytes::Any, mtu: 0, priority: None }
 }
 
 fn passes(action: Option<Action>) -> Wanted {
     let counted = action.iter().map(|action| action.label()).collect();
-    Wanted { verdict: PASS, counted, bytes: Bytes::Same, mtu: 0 }
+    Wanted { verdict: PASS, counted, bytes: Bytes::Same, mtu: 0, priority: None }
 }
 
 fn redirects(action: Action, bytes: Bytes) -> Wanted {
-    Wanted { verdict: REDIRECT, counted: vec![action.label()], bytes, mtu: 0 }
+    Wanted { verdict: REDIRECT, counted: vec![action.label()], bytes, mtu: 0, priority: None }
 }
 
 /// A header of either family.
@@ -184,7 +193,8 @@ pub fn judge(program: &str, tables: &Tables, input: &Input) -> Wanted {
         "kilo_ingress" => kilo_ingress(tables, input).unwrap_or_else(drops),
         "uplink_egress" => uplink_egress(tables, input, ETHERNET_LEN),
         "l3_egress" => uplink_egress(tables, input, 0),
-        // Without a tunnel device there is no sender.
+        // What no program has checked; and without a tunnel device there is no sender.
+        "tunnel_ingress" if input.priority & !OWN_PRIORITY != CHECKED => drops(DropReason::Unchecked),
         "tunnel_ingress" => drops(DropReason::Malformed),
         other => panic!("no program {other}"),
     }
@@ -203,15 +213,18 @@ fn lan_ingress(tables: &Tables, input: &Input, link: usize) -> Wanted {
         let inner = match outer.protocol {
             protocol::IPIP => Some((behind, false)),
             protocol::IPV6 => Some((behind, true)),
-            // A superpacket of the location is the device's to cut, and no other program's.
-            protocol::UDP if input.gso != 0 && for_device(tables, frame, link, &outer) => {
-                return Wanted { verdict: PASS_AT_ONCE, ..passes(None) };
-            }
             protocol::UDP if input.gso == 0 => {
                 vxlan(frame, link, &outer).map(|v6| (behind + VXLAN_INNER, v6))
             }
             _ => None,
         };
+        // A superpacket, a fragment: the device's, and no other program's.
+        if inner.is_none() && tables.config.vxlan_ifindex != 0 && to_vxlan(frame, link, &outer) {
+            return match tables.arrives(outer.src, input.ifindex) {
+                Ok(()) => Wanted { verdict: PASS_AT_ONCE, priority: Some(CHECKED), ..passes(None) },
+                Err(reason) => drops(reason),
+            };
+        }
         if let Some((overhead, v6)) = inner {
             return steered(tables, input, link, &outer, overhead, v6).unwrap_or_else(drops);
         }
@@ -221,6 +234,9 @@ fn lan_ingress(tables: &Tables, input: &Input, link: usize) -> Wanted {
     }
     match tables.plain(&outer.probe(input, link)) {
         None => passes(None),
+        Some(_) if tables.arrives_plain(outer.src, input.ifindex).is_err() => {
+            drops(DropReason::WrongInterface)
+        }
         Some(action) => {
             let mut bytes = frame.to_vec();
             if action == Action::Transit {
@@ -239,8 +255,21 @@ fn room(tables: &Tables, input: &Input) -> Vec<u8> {
     vec![0; bytes as usize]
 }
 
-fn for_device(tables: &Tables, frame: &[u8], link: usize, outer: &Ip) -> bool {
-    destination_port(frame, link, outer) == Some(VXLAN_PORT) && tables.node.contains_key(&outer.src)
+/// A datagram to the VXLAN device, or its first fragment, whatever options it has.
+fn to_vxlan(frame: &[u8], link: usize, ip: &Ip) -> bool {
+    let behind = &frame[link + ip.header_len.min(frame.len() - link)..];
+    let udp = match (ip.protocol, ip.v6) {
+        (protocol::UDP, true) => Some(0),
+        (protocol::UDP, false) => {
+            let fragment = u16::from_be_bytes([frame[link + 6], frame[link + 7]]);
+            (fragment & 0x1fff == 0).then_some(0)
+        }
+        (protocol::FRAGMENT, true) => behind
+            .first_chunk::<4>()
+            .and_then(|[next, _, high, low]| (*next == protocol::UDP && *high == 0 && *low < 8).then_some(8)),
+        _ => None,
+    };
+    udp.and_then(|at| behind.get(at + 2..at + 4)) == Some(&VXLAN_PORT.to_be_bytes())
 }
 
 fn from_inside(tables: &Tables, frame: &[u8], link: usize, outer: &Ip) -> bool {
@@ -276,7 +305,8 @@ fn steered(
     v6: bool,
 ) -> Result<Wanted, DropReason> {
     let frame = &input.frame[..];
-    let sender = tables.node.get(&outer.src).ok_or(DropReason::UnknownSender)?;
+    tables.arrives(outer.src, input.ifindex)?;
+    let sender = &tables.node[&outer.src];
     if outer.fragment {
         return Err(DropReason::OuterFragment);
     }
@@ -461,11 +491,20 @@ fn uplink_egress(tables: &Tables, input: &Input, link: usize) -> Wanted {
             _ => passes(None),
         };
     };
+    if to_vxlan(frame, link, &ip) && tables.node.contains_key(&ip.dst) {
+        let ours = input.priority & !OWN_PRIORITY == BY_DEVICE;
+        return if ours {
+            Wanted { priority: Some(0), ..passes(None) }
+        } else {
+            drops(DropReason::ForgedVxlan)
+        };
+    }
     match tables.uplink_egress(Packet { src: ip.src, dst: ip.dst }) {
         Ok(Some(hop)) => {
             let mtu = tables.mtu_of(&hop);
             // What `kilo_egress` does then is another packet's judgement.
-            let onward = Wanted { verdict: REDIRECT, counted: vec![], bytes: Bytes::Same, mtu: 0 };
+            let onward =
+                Wanted { verdict: REDIRECT, counted: vec![], bytes: Bytes::Same, mtu: 0, priority: None };
             return if ip.probe(input, link).fits(mtu) { onward } else { told(frame, link, v6, mtu) };
         }
         Err(DropReason::NotEncrypted) if is_of_host(tables, frame, link, &ip) => {}
@@ -525,7 +564,7 @@ fn told(frame: &[u8], link: usize, v6: bool, mtu: u32) -> Wanted {
     let link: &[&[u8]] = if link == 0 { &[] } else { &[&frame[6..12], &frame[..6], &frame[12..14]] };
     let bytes = [&link.concat()[..], &packet].concat();
     let counted = vec![DropReason::TooBig.label()];
-    Wanted { verdict: REDIRECT, counted, bytes: Bytes::Exactly(bytes), mtu: 0 }
+    Wanted { verdict: REDIRECT, counted, bytes: Bytes::Exactly(bytes), mtu: 0, priority: None }
 }
 
 /// The address the source becomes, if it does.

@@ -72,6 +72,12 @@ fn prefixes(list: &[(&str, u32, u32)]) -> SortedMap<ipnet::IpNet, PrefixValue> {
         .collect()
 }
 
+/// The other node as a sender, on the interface of the tests.
+pub fn node(flags: u32) -> NodeValue {
+    let interfaces = [IFINDEX, 0, 0, 0];
+    NodeValue { hop: MEMBER_HOP, flags, interfaces, ..NodeValue::default() }
+}
+
 /// Tables of the leader a1 with one member a2 and a remote location.
 pub fn leader_tables() -> Tables {
     let member = plan::Hop::Node {
@@ -96,7 +102,7 @@ pub fn leader_tables() -> Tables {
             (HOP_REMOTE, plan::Hop::Wireguard),
             (MEMBER_HOP, member),
         ]),
-        node: BTreeMap::from([(MEMBER.into(), NodeValue { hop: MEMBER_HOP, ..NodeValue::default() })]),
+        node: BTreeMap::from([(MEMBER.into(), node(0))]),
         masq_src: SortedMap::from([
             ("10.42.1.0/24".parse().unwrap(), MASQ_SRC_ALWAYS),
             ("fd42:1::/64".parse().unwrap(), MASQ_SRC_ALWAYS),
@@ -140,9 +146,6 @@ pub fn member_tables() -> Tables {
     };
     tables.config.flags = CONFIG_MASQUERADE;
     tables.hop.insert(HOP_REMOTE, leader);
-    tables.node = BTreeMap::from([(
-        MEMBER.into(),
-        NodeValue { hop: MEMBER_HOP, flags: NODE_LEADER, ..NodeValue::default() },
-    )]);
+    tables.node = BTreeMap::from([(MEMBER.into(), node(NODE_LEADER))]);
     tables
 }

@@ -21,7 +21,7 @@ use rand::{
 
 use super::{
     IFINDEX, PUBLIC, PUBLIC_V6,
-    judge::{Input, mac},
+    judge::{BY_DEVICE, CHECKED, Input, mac},
 };
 
 /// A generator that always answers the same for one seed.
@@ -121,7 +121,7 @@ impl Random {
             let id = HOP_FIRST_NODE + u32::try_from(index).unwrap() - 1;
             let hop = Hop::Node {
                 tunnel: self.pick(&[Tunnel::None, Tunnel::Ipip, Tunnel::Ipip, Tunnel::Vxlan]),
-                ifindex: IFINDEX,
+                ifindex: if self.chance(4) { 7 } else { IFINDEX },
                 mtu: if self.chance(4) { 0 } else { self.0.random_range(60..1600) },
                 local: private(0, v6_underlay),
                 // Two nodes may claim one address.
@@ -142,8 +142,15 @@ impl Random {
             if !self.chance(8) {
                 let flags = if leads { NODE_LEADER } else { 0 };
                 let cidrs: Vec<IpNet> = tables.prefix.keys().copied().collect();
-                let sender = sender(&tables.prefix, id, flags, &cidrs);
+                let mut sender = sender(&tables.prefix, id, flags, &cidrs);
+                // At times another interface is the node's, or the second.
+                sender.interfaces =
+                    self.pick(&[[IFINDEX, 0, 0, 0], [IFINDEX, 0, 0, 0], [7, IFINDEX, 0, 0], [7, 8, 9, 10]]);
                 tables.node.insert(private(index, v6_underlay), sender);
+                if self.chance(8) {
+                    // Another node claims the address of the next, too.
+                    tables.node.insert(private(1 + index % 3, v6_underlay), sender);
+                }
             }
         }
         // Also on a node that does not lead: it must not encrypt all the same.
@@ -239,7 +246,14 @@ impl Random {
                     src = own.unwrap_or(src);
                     dst = private(1 + self.below(3), v6);
                 }
-                let packet = self.packet(src, dst);
+                let packet = if program == "uplink_egress" && self.chance(6) {
+                    // What only a device may send there.
+                    dst = private(1 + self.below(3), v6);
+                    let payload = self.vxlan(VXLAN_PORT, &[0; 40], v6);
+                    self.ip(src, dst, protocol::UDP, &payload)
+                } else {
+                    self.packet(src, dst)
+                };
                 ethernet(&packet, v6)
             }
             _ => {
@@ -262,7 +276,9 @@ impl Random {
         if !program.starts_with("kilo_") && !program.starts_with("l3_") && frame[..6] == [0; 6] {
             frame[..6].copy_from_slice(&mac(ifindex));
         }
-        Input { frame, gso, ifindex }
+        let told = self.pick(&[0, 0, 0, 6, CHECKED, CHECKED | 5, BY_DEVICE, BY_DEVICE | 3]);
+        let telling = matches!(program, "uplink_egress" | "l3_egress" | "tunnel_ingress");
+        Input { frame, gso, ifindex, priority: if telling { told } else { 0 } }
     }
 
     /// An address that the tables may know, of one family.
@@ -456,12 +472,28 @@ impl Random {
                 let found = self.within(tables, outer_v6, |_, value| value.flags & PREFIX_INSIDE != 0);
                 from = found.unwrap_or(from);
             }
-            (protocol::UDP, vxlan(port, &inner, inner_v6))
+            (protocol::UDP, self.vxlan(port, &inner, inner_v6))
         } else {
             (ipip, inner)
         };
         let packet = self.ip(from, to, kind, &payload);
         ethernet(&packet, outer_v6)
+    }
+
+    /// A UDP datagram with VXLAN.
+    fn vxlan(&mut self, port: u16, inner: &[u8], v6: bool) -> Vec<u8> {
+        // Of one flow once only, as with ports above.
+        let mut vxlan = self.0.random::<u16>().to_be_bytes().to_vec();
+        vxlan.extend(port.to_be_bytes());
+        vxlan.extend(u16::try_from(30 + inner.len()).unwrap().to_be_bytes());
+        vxlan.extend([0, 0]);
+        vxlan.extend(vxlan_header());
+        if self.chance(12) {
+            // Another network's.
+            vxlan[12] ^= 1;
+        }
+        vxlan.extend(ethernet(inner, v6));
+        vxlan
     }
 
     /// Damages some frames.

@@ -176,6 +176,8 @@ pub enum Asked<'a> {
     Peers,
     /// To patch this node.
     Patch(&'a str),
+    /// To create an Event.
+    Event,
 }
 
 /// Says what an API error means for the operator.

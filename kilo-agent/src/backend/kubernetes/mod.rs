@@ -3,6 +3,7 @@
 
 mod cache;
 mod client;
+mod event;
 mod network;
 mod patient;
 mod peer_status;
@@ -39,7 +40,7 @@ use self::{
     client::{Asked, explain, in_time},
     slim::SlimNode,
 };
-use super::{Backend, BackendError, Published, Snapshot, confirm::Confirm, node, peer};
+use super::{Backend, BackendError, Published, Snapshot, Warning, confirm::Confirm, node, peer};
 
 /// How long a list that lost many objects waits for its confirmation.
 const CONFIRM_AFTER: Duration = Duration::from_secs(5);
@@ -65,6 +66,7 @@ struct Shared {
 pub struct KubernetesBackend {
     nodes: Api<core::Node>,
     peers: Api<DynamicObject>,
+    client: Client,
     shared: Arc<Shared>,
     snapshots: watch::Receiver<Arc<Snapshot>>,
     _watches: AbortOnDropHandle<()>,
@@ -115,7 +117,14 @@ impl KubernetesBackend {
             }
         });
         match listed.await {
-            Ok(true) => Ok(Self { nodes: Api::all(client), peers, shared, snapshots, _watches: watches }),
+            Ok(true) => Ok(Self {
+                nodes: Api::all(client.clone()),
+                peers,
+                client,
+                shared,
+                snapshots,
+                _watches: watches,
+            }),
             Ok(false) => Err(BackendError::Api("a watch has failed for good; see the log".to_owned())),
             Err(_) => Err(BackendError::Unreachable(format!(
                 "nodes and peers were not listed within {} s",
@@ -321,6 +330,10 @@ impl Backend for KubernetesBackend {
 
     async fn report_network(&self, node: &str, available: bool) -> Result<(), BackendError> {
         network::report(&self.nodes, node, available).await
+    }
+
+    async fn warn(&self, node: &str, warning: Warning, text: &str) -> Result<(), BackendError> {
+        event::warn(self.client.clone(), node, warning, text).await
     }
 
     async fn retract(&self, node: &str) -> Result<(), BackendError> {

@@ -12,7 +12,7 @@ use tokio::sync::{oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::KubernetesBackend;
-use crate::backend::{Backend, BackendError, Published, Snapshot};
+use crate::backend::{Backend, BackendError, Published, Snapshot, Warning};
 
 /// The server gets this long before the last good topology is used.
 const WAIT: Duration = Duration::from_secs(5);
@@ -138,6 +138,10 @@ impl Backend for PatientBackend {
 
     async fn report_network(&self, node: &str, available: bool) -> Result<(), BackendError> {
         self.connected.get().ok_or_else(away)?.report_network(node, available).await
+    }
+
+    async fn warn(&self, node: &str, warning: Warning, text: &str) -> Result<(), BackendError> {
+        self.connected.get().ok_or_else(away)?.warn(node, warning, text).await
     }
 
     async fn retract(&self, node: &str) -> Result<(), BackendError> {

@@ -1,0 +1,119 @@
+//! Nodes that claim one private address: nothing is taken from the one that has it.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+use std::{collections::BTreeMap, net::IpAddr};
+
+use kilo_agent::{
+    plan::{
+        self, Conflict, Hop, HopIds, HostLinks, HostPlan, Inputs,
+        model::{Packet, Route},
+    },
+    topology::{Encapsulate, Granularity, Mesh, Node, Settings, Tunnel},
+    wireguard::key::PublicKey,
+};
+use kilo_common::verdict::{Action, DropReason};
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+/// Node a`number`, or b`number` elsewhere, with this last byte of the private address.
+fn node(location: &str, number: u8, address: u8) -> Node {
+    let site = if location == "a" { 1 } else { 2 };
+    Node {
+        name: format!("{location}{number}"),
+        endpoint: format!("192.0.2.{site}{number}:51820").parse().ok(),
+        key: Some(PublicKey([10 * site + number; 32])),
+        internal_ip: format!("10.1.0.{address}/24").parse().ok(),
+        location: location.to_owned(),
+        leader: number == 1,
+        pod_cidrs: vec![format!("10.{site}.{number}.0/24").parse().unwrap()],
+        ..Node::default()
+    }
+}
+
+fn plan(nodes: &[Node], own: &str, hops: &HopIds) -> (HostPlan, HopIds) {
+    let settings = Settings {
+        granularity: Granularity::Location,
+        encapsulate: Encapsulate::Always,
+        tunnel: Tunnel::Ipip,
+        local: true,
+        cni: true,
+        subnet: "10.4.0.0/16".parse().unwrap(),
+        service_cidrs: Vec::new(),
+        port: 51_820,
+    };
+    let mesh = Mesh::new(nodes, &BTreeMap::new(), settings.granularity, settings.subnet);
+    let hops = hops.update(&mesh, own);
+    let inputs = Inputs {
+        mesh: &mesh,
+        settings: &settings,
+        node: own,
+        links: &HostLinks { kilo: 9, private: Some(2), ..HostLinks::default() },
+        hops: &hops,
+        resolved: &BTreeMap::new(),
+        seen: &BTreeMap::new(),
+        persistent_keepalive: 0,
+        masquerade: true,
+        mtu: 1420,
+    };
+    (plan::host_plan(&inputs).unwrap(), hops)
+}
+
+/// What `own` does with a packet that came from the private address .12.
+fn from_twelve(plan: &HostPlan, src: &str, dst: &str) -> Result<Action, DropReason> {
+    let packet = Packet { src: ip(src), dst: ip(dst) };
+    plan.tables.lan_ingress(ip("10.1.0.12"), packet).map(|(action, _)| action)
+}
+
+#[test]
+fn a_node_that_is_annotated_with_anothers_address_takes_nothing_from_it() {
+    let honest = [node("a", 1, 11), node("a", 2, 12), node("a", 3, 13), node("b", 1, 21)];
+    let (_, ids) = plan(&honest, "a1", &HopIds::default());
+    let all: Vec<Node> = [node("a", 0, 12)].into_iter().chain(honest).collect();
+    // Hop ids of before, and those of an agent that starts now.
+    for known in [ids, HopIds::default()] {
+        let (leader, _) = plan(&all, "a1", &known);
+        for src in ["10.1.2.7", "10.1.0.12", "10.1.0.7"] {
+            assert_eq!(from_twelve(&leader, src, "10.1.1.5"), Ok(Action::Deliver), "{src}");
+            assert_eq!(from_twelve(&leader, src, "10.2.1.5"), Ok(Action::Transit), "{src}");
+        }
+        assert_eq!(from_twelve(&leader, "10.1.3.7", "10.1.1.5"), Err(DropReason::ForeignSource));
+        let sender = leader.tables.node[&ip("10.1.0.12")];
+        assert!(sender.may_send_from([10, 1, 2, 7]) || sender.may_send_from([10, 1, 0, 7]));
+        assert_eq!(sender.interfaces, [2, 0, 0, 0]);
+        // And back: to the host that has the address, for whoever of them.
+        for dst in ["10.1.2.7", "10.1.0.12", "10.1.0.7"] {
+            let route = leader.route_from_kilo(Packet { src: ip("10.2.1.5"), dst: ip(dst) });
+            let Route::Gateway { gateway, .. } = route else { panic!("{dst}: {route:?}") };
+            assert_eq!(gateway, ip("10.1.0.12"), "{dst}");
+        }
+    }
+}
+
+#[test]
+fn all_claimants_are_named_and_only_while_they_claim() {
+    let twelve = Conflict { address: ip("10.1.0.12"), nodes: vec!["a0".to_owned(), "a2".to_owned()] };
+    let nodes = [node("a", 0, 12), node("a", 1, 11), node("a", 2, 12), node("b", 1, 21)];
+    for own in ["a0", "a1", "a2"] {
+        assert_eq!(plan(&nodes, own, &HopIds::default()).0.conflicts, [twelve.clone()], "{own}");
+    }
+    assert!(plan(&nodes, "b1", &HopIds::default()).0.conflicts.is_empty(), "b1 has nothing to do with it");
+    let elsewhere = [node("a", 1, 11), node("a", 2, 12), node("b", 1, 12)];
+    let both = Conflict { nodes: vec!["a2".to_owned(), "b1".to_owned()], ..twelve };
+    assert_eq!(plan(&elsewhere, "a2", &HopIds::default()).0.conflicts, [both.clone()]);
+    assert_eq!(plan(&elsewhere, "b1", &HopIds::default()).0.conflicts, [both]);
+    assert!(plan(&elsewhere, "a1", &HopIds::default()).0.conflicts.is_empty());
+    let none = [node("a", 1, 11), node("a", 2, 12)];
+    assert!(plan(&none, "a1", &HopIds::default()).0.conflicts.is_empty());
+}
+
+#[test]
+fn a_node_whose_own_address_is_claimed_keeps_it() {
+    let nodes = [node("a", 0, 12), node("a", 1, 11), node("a", 2, 12), node("b", 1, 21)];
+    let (own, _) = plan(&nodes, "a2", &HopIds::default());
+    assert!(own.tables.is_local(ip("10.1.0.12")) && own.tables.is_local(ip("10.1.2.7")));
+    let to_self = |hop: &Hop| matches!(hop, Hop::Node { remote, .. } if *remote == ip("10.1.0.12"));
+    assert!(!own.tables.hop.values().any(to_self), "nothing is sent to itself");
+}
