@@ -1,6 +1,7 @@
 //! What must hold on a real cluster.
 
 mod nodes;
+mod shipped;
 mod updates;
 
 use std::time::{Duration, Instant};
@@ -29,6 +30,8 @@ const CHECKS: &[Check] = &[
     check("another image tag of Kilo loses nothing", updates::set_image),
     check("kubelet killed and restarted loses nothing", updates::kubelet),
     check("containerd killed and restarted loses nothing", updates::containerd),
+    check("the API server calls the webhook of its manifest", shipped::webhook),
+    check("no agent has a warning or is refused anything", shipped::logs),
     check("a drained node takes nothing with it", nodes::drain),
     check("a node that joins again gets another pod CIDR and is reached", nodes::join_again),
     check("a node that boots sends nothing in clear", nodes::boot),

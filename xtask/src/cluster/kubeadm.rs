@@ -1,6 +1,6 @@
 //! `kubeadm init` on the first node, `kubeadm join` on the others.
 
-use std::time::Duration;
+use std::{net::Ipv4Addr, time::Duration};
 
 use anyhow::{Context as _, Result};
 
@@ -39,11 +39,17 @@ pub fn join(node: &Node, first: &Node) -> Result<()> {
         "kubeadm join {}:6443 --token {TOKEN} --discovery-token-ca-cert-hash sha256:{hash} --node-name {} \
          --cri-socket {SOCKET} {CHECKS} > /var/log/kubeadm.log 2>&1 \
          || {{ tail -n 30 /var/log/kubeadm.log >&2; exit 1; }}",
-        first.site.address,
+        endpoint(first),
         node.name(),
     ))
     .context("kubeadm join")?;
     Ok(())
+}
+
+/// Where nodes reach the API server: by the public network, so that one that boots in
+/// another location needs no mesh to get its pods.
+fn endpoint(first: &Node) -> Ipv4Addr {
+    first.site.public.unwrap_or(first.site.address)
 }
 
 fn configuration(node: &Node, release: Release) -> String {
@@ -63,6 +69,7 @@ apiVersion: kubeadm.k8s.io/{api}
 kind: ClusterConfiguration
 kubernetesVersion: v{version}
 clusterName: kilo
+controlPlaneEndpoint: "{endpoint}:6443"
 etcd: {{local: {{imageTag: {etcd}}}}}
 networking: {{podSubnet: {PODS}, serviceSubnet: {SERVICES}}}
 ---
@@ -86,5 +93,6 @@ conntrack: {{maxPerCore: 0, min: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeo
 "#,
         name = node.name(),
         etcd = release.etcd,
+        endpoint = endpoint(node),
     )
 }

@@ -11,7 +11,7 @@
 
 use std::net::Ipv4Addr;
 
-use anyhow::{Result, bail};
+use anyhow::{Context as _, Result, bail};
 
 use crate::lab::space::{self, Space};
 
@@ -162,6 +162,20 @@ pub fn clear_packets() -> Result<u64> {
         bail!("the router has no counters");
     }
     Ok(counts.iter().sum())
+}
+
+/// Starts to count packets from one node's pods at the cables of all nodes.
+pub fn count_from(pods: &str) -> Result<()> {
+    let rules = "add table bridge one\ndelete table bridge one\ntable bridge one { counter own { }; chain c {\n\
+                 type filter hook prerouting priority -300;\nip saddr PODS counter name own\n} }";
+    router().sh(&format!("nft -f - <<'END'\n{}\nEND", rules.replace("PODS", pods))).map(drop)
+}
+
+/// How many there were.
+pub fn counted() -> Result<u64> {
+    let text = router().sh("nft list counters table bridge one; nft delete table bridge one")?;
+    let mut words = text.split_whitespace().skip_while(|word| *word != "packets");
+    words.nth(1).and_then(|count| count.parse().ok()).context("the router has no counter")
 }
 
 /// Packets of pods in clear are counted where the router sees them: between its interfaces,

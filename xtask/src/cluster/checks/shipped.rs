@@ -1,0 +1,66 @@
+//! What is shipped besides the agent, as the real API server sees it.
+
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+
+use crate::cluster::{Cluster, deploy, until};
+
+/// No agent is refused anything, and none has a warning to tell.
+pub fn logs(cluster: &Cluster) -> Result<String> {
+    let mut lines = 0;
+    for pod in deploy::pods(cluster, "app.kubernetes.io/name=kilo")? {
+        let log = cluster.kubectl(&["-n", "kube-system", "logs", &pod.name, "-c", "kilo"])?;
+        lines += log.lines().count();
+        let bad = |line: &&str| {
+            ["\"WARN\"", "\"ERROR\"", "forbidden"].iter().any(|word| line.contains(word))
+                // What the cluster's other checks cause: its API server is away or slow.
+                && !line.contains("API server")
+                && !line.contains("watch interrupted")
+        };
+        let bad: Vec<_> = log.lines().filter(bad).collect();
+        if !bad.is_empty() {
+            bail!("{} on {}:\n    {}", pod.name, pod.node, bad.join("\n    "));
+        }
+    }
+    Ok(format!("{lines} lines"))
+}
+
+/// The webhook by its manifest: it refuses what is wrong, and lets the rest pass.
+pub fn webhook(cluster: &Cluster) -> Result<String> {
+    deploy::apply_file(cluster, "peer-validation.yaml")?;
+    // No image of the Job that makes certificates is at hand.
+    cluster.first().sh(CERTIFICATE)?;
+    let deployment = "deployment/peer-validation-server";
+    cluster.kubectl(&["-n", "kilo", "rollout", "status", deployment, "--timeout=120s"])?;
+    let valid = peer("10.5.0.1/32");
+    until("a valid peer is accepted", Duration::from_secs(30), || cluster.apply(&valid).ok())?;
+    let refused = cluster.apply(&peer("10.5.0.300/32"));
+    cluster.kubectl(&["delete", "peer", "laptop"])?;
+    cluster.kubectl(&["delete", "validatingwebhookconfiguration", "peers.kilo.squat.ai"])?;
+    cluster.kubectl(&["delete", "namespace", "kilo", "--wait=false"])?;
+    match refused {
+        Err(error) if format!("{error:#}").contains("peers.kilo.squat.ai") => Ok(format!("{error:#}")),
+        Err(error) => bail!("the peer was refused by somebody else: {error:#}"),
+        Ok(()) => bail!("a peer with an address that is none was accepted"),
+    }
+}
+
+fn peer(allowed: &str) -> String {
+    format!(
+        "apiVersion: kilo.squat.ai/v1alpha1\nkind: Peer\nmetadata: {{name: laptop}}\n\
+         spec: {{allowedIPs: ['{allowed}'], publicKey: GY5aT1N9dTR/nJnT1N2f4ClZWVj0jOAld0r8ysWLyjg=}}\n"
+    )
+}
+
+const CERTIFICATE: &str = r#"
+mkdir -p /tmp/webhook && cd /tmp/webhook
+for name in ca tls; do openssl ecparam -name prime256v1 -genkey -noout -out $name.key; done
+openssl req -x509 -new -key ca.key -days 30 -subj /CN=authority -out ca.crt
+openssl req -new -key tls.key -subj /CN=peer-validation -out tls.csr
+printf 'subjectAltName=DNS:peer-validation.kilo.svc\n' > names
+openssl x509 -req -in tls.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 30 -extfile names -out tls.crt
+kubectl -n kilo create secret tls peer-validation-webhook-tls --cert=tls.crt --key=tls.key
+kubectl patch validatingwebhookconfiguration peers.kilo.squat.ai --type=json \
+  -p "[{\"op\":\"add\",\"path\":\"/webhooks/0/clientConfig/caBundle\",\"value\":\"$(base64 -w0 ca.crt)\"}]"
+"#;
