@@ -252,7 +252,10 @@ fn flows_of_either_direction_get_their_answers_and_the_right_address() {
         let uplinks: BTreeSet<u32> = host.uplinks.keys().copied().collect();
         assert_eq!(uplinks, BTreeSet::from([index("lan0"), index("wan0")]));
         let attached = dataplane
-            .attach(&kernel, Interfaces { kilo, uplinks: &uplinks, layer3: &BTreeSet::new(), vxlan: None })
+            .attach(
+                &kernel,
+                Interfaces { kilo, uplinks: &uplinks, layer3: &BTreeSet::new(), tunnels: &BTreeSet::new() },
+            )
             .await
             .unwrap();
         assert!(attached.failed.is_empty());
