@@ -166,8 +166,8 @@ pub fn clear_packets() -> Result<u64> {
 
 /// Starts to count packets from one node's pods at the cables of all nodes.
 pub fn count_from(pods: &str) -> Result<()> {
-    let rules = "add table bridge one\ndelete table bridge one\ntable bridge one { counter own { }; chain c {\n\
-                 type filter hook prerouting priority -300;\nip saddr PODS counter name own\n} }";
+    let rules = "add table bridge one\ndelete table bridge one\ntable bridge one {\ncounter own { }\nchain c {\n\
+                 type filter hook prerouting priority -300\nip saddr PODS counter name own\n}\n}";
     router().sh(&format!("nft -f - <<'END'\n{}\nEND", rules.replace("PODS", pods))).map(drop)
 }
 
