@@ -12,6 +12,7 @@ use kilo_common::{
 use crate::{
     ip::{Ip as _, V6},
     maps::PATH_MTU,
+    packet,
 };
 
 /// Reads the ICMP error at `offset`; anything but one about a packet this node
@@ -32,8 +33,10 @@ pub fn learn_v4(skb: *mut __sk_buff, config: &Config, offset: usize) {
 #[inline(never)]
 pub fn learn_v6(skb: *mut __sk_buff, config: &Config, offset: usize) {
     let ctx = TcContext::new(skb);
-    let Ok(error) = ctx.load::<[u8; ERROR_V6]>(offset) else { return };
-    let Some(quoted) = refused::v6(&error) else { return };
+    // In the packet, not on the stack: with the callers' that would be too much before Linux 6.3.
+    let Some(error) = packet::bytes::<ERROR_V6>(&ctx, offset) else { return };
+    // SAFETY: `bytes` checked the bounds, and nothing moves the packet meanwhile.
+    let Some(quoted) = refused::v6(unsafe { &*error }) else { return };
     let [local, remote] = [quoted.local, quoted.remote].map(halves);
     if V6::is_private(config, local) && V6::sender(remote).is_some() {
         report(&PathMtu { remote: quoted.remote, family: FAMILY_V6, size: quoted.size });
