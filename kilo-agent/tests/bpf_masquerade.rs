@@ -5,9 +5,9 @@
 mod support;
 
 use kilo_agent::dataplane::Dataplane;
-use kilo_common::maps::{CONFIG_ONE_V4, CONFIG_ONE_V6, VXLAN_PORT};
+use kilo_common::maps::{CONFIG_ONE_V4, CONFIG_ONE_V6, MASQ_EXCLUDE, VXLAN_PORT};
 use support::{
-    MEMBER, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, PUBLIC_V6, leader_tables,
+    MEMBER, OUTSIDE, OWN_POD, PUBLIC, PUBLIC_V6, leader_tables,
     packet::{PASS, SHOT, checksums_hold, ethernet, icmp, ipv4, run, transport_checksum, udp},
 };
 
@@ -113,8 +113,12 @@ fn a_port_a_host_socket_listens_on_is_not_taken() {
 
 #[test]
 fn known_destinations_and_foreign_sources_are_left_alone() {
-    let Some((_fs, mut dataplane, _)) = open() else { return };
-    for (src, dst) in [(OWN_POD, MEMBER_POD), ([172, 16, 0, 1], OUTSIDE), (PUBLIC, OUTSIDE)] {
+    const SERVICE: [u8; 4] = [10, 96, 0, 10];
+    let Some((_fs, mut dataplane, mut tables)) = open() else { return };
+    // The mesh's own prefixes are excluded, too, and leave by no uplink: tests/bpf_clear.rs.
+    tables.masq_dst.insert("10.96.0.0/12".parse().unwrap(), MASQ_EXCLUDE);
+    dataplane.write(&tables).unwrap();
+    for (src, dst) in [(OWN_POD, SERVICE), ([172, 16, 0, 1], OUTSIDE), (PUBLIC, OUTSIDE)] {
         let frame = ethernet(&udp(src, dst, (5000, 53), b""));
         let out = run(&mut dataplane, "uplink_egress", &frame);
         assert_eq!((out.verdict, out.bytes, out.counted.len()), (PASS, frame, 0));

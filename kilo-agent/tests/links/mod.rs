@@ -15,7 +15,7 @@ use kilo_agent::{
     plan::Tables,
 };
 use kilo_common::{
-    maps::{DEVICE_MASQUERADE, Device},
+    maps::{DEVICE_MASQUERADE, Device, NODE_INTERFACES},
     verdict::Action,
 };
 use nix::{
@@ -97,9 +97,14 @@ impl World {
     pub async fn attach(&mut self, uplinks: &[&str], layer3: &[&str]) {
         self.tables.config.kilo_ifindex = index("kilo0");
         let mut dataplane = Dataplane::open(self.fs.path(), false).unwrap();
-        dataplane.write(&self.tables).unwrap();
         let uplinks: BTreeSet<u32> = uplinks.iter().chain(layer3).map(|name| index(name)).collect();
         let layer3: BTreeSet<u32> = layer3.iter().map(|name| index(name)).collect();
+        let may_arrive_by: Vec<u32> = uplinks.iter().copied().take(NODE_INTERFACES).collect();
+        for node in self.tables.node.values_mut() {
+            node.interfaces = [0; NODE_INTERFACES];
+            node.interfaces[..may_arrive_by.len()].copy_from_slice(&may_arrive_by);
+        }
+        dataplane.write(&self.tables).unwrap();
         let interfaces = Interfaces {
             kilo: index("kilo0"),
             uplinks: &uplinks,
