@@ -209,7 +209,7 @@ fn masq_addrs(tables: &plan::Tables) -> BTreeMap<Towards, MasqAddr> {
     for (&(ifindex, prefix), &addr) in &tables.masq_addr {
         let prefix = match prefix {
             IpNet::V4(net) => {
-                Ipv6Net::new_assert(map(net.network().into()).into(), MAPPED.prefix_len() + net.prefix_len())
+                Ipv6Net::new_assert(map(net.network().into()), MAPPED.prefix_len() + net.prefix_len())
             }
             IpNet::V6(net) => net.trunc(),
         };

@@ -57,10 +57,13 @@ pub(super) fn fill(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: 
     }
 }
 
+/// True for the addresses of one family.
+type Family = fn(&IpAddr) -> bool;
+
 /// `CONFIG_*` bits: what the programs need not look up.
 pub(super) fn flags(links: &HostLinks, private: Option<IpAddr>, remote: &Remote) -> u32 {
     let offered = remote.claims().any(|claim| claim.offered);
-    let families: [(fn(&IpAddr) -> bool, u32, u32); 2] = [
+    let families: [(Family, u32, u32); 2] = [
         (IpAddr::is_ipv4, CONFIG_ONE_V4, CONFIG_SEVERAL_V4),
         (IpAddr::is_ipv6, CONFIG_ONE_V6, CONFIG_SEVERAL_V6),
     ];
@@ -73,7 +76,7 @@ pub(super) fn flags(links: &HostLinks, private: Option<IpAddr>, remote: &Remote)
 }
 
 /// All that masqueraded packets of a family get at uplinks.
-fn addresses(links: &HostLinks, family: fn(&IpAddr) -> bool) -> BTreeSet<IpAddr> {
+fn addresses(links: &HostLinks, family: Family) -> BTreeSet<IpAddr> {
     let usual =
         links.uplinks.values().flat_map(|uplink| [uplink.v4.map(IpAddr::V4), uplink.v6.map(IpAddr::V6)]);
     usual.flatten().chain(links.masq_addrs.values().copied()).filter(family).collect()
@@ -81,7 +84,7 @@ fn addresses(links: &HostLinks, family: fn(&IpAddr) -> bool) -> BTreeSet<IpAddr>
 
 /// True when this private address is of that family, and what masqueraded
 /// packets get at every uplink.
-fn is_one_address(links: &HostLinks, private: Option<IpAddr>, family: fn(&IpAddr) -> bool) -> bool {
+fn is_one_address(links: &HostLinks, private: Option<IpAddr>, family: Family) -> bool {
     private.filter(family).is_some_and(|private| {
         links.uplinks.values().all(|uplink| match private {
             IpAddr::V4(addr) => uplink.v4 == Some(addr),
