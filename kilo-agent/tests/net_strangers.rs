@@ -328,7 +328,7 @@ fn a_device_that_takes_no_program_stays_down_and_one_that_lost_it_goes_down() {
                 Ok(link) => others.push((other, link)),
                 // The kernel frees a link some time after its last name is gone.
                 Err(_) => {
-                    std::fs::remove_file(world._fs.path().join(format!("other{}", others.len()))).unwrap()
+                    std::fs::remove_file(world._fs.path().join(format!("other{}", others.len()))).unwrap();
                 }
             }
         }
