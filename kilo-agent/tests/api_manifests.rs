@@ -763,7 +763,7 @@ async fn webhook_refuses() {
     assert!(names.contains("DNS:peer-validation.kilo.svc,"), "{names}");
 
     // The schema lets this pass; and the server takes a moment to learn of the webhook.
-    let bad = validated("bad", json!({}));
+    let bad = validated("bad", &json!({}));
     let deadline = Instant::now() + Duration::from_secs(20);
     let refusal = loop {
         match apply(&admin, &bad, true).await {
@@ -775,7 +775,7 @@ async fn webhook_refuses() {
     println!("{refusal}");
     assert!(refusal.contains("admission webhook \"peers.kilo.squat.ai\" denied"), "{refusal}");
     assert!(refusal.contains("dnsOrIP"), "{refusal}");
-    let good = validated("good", json!({ "dns": "vpn.example.com" }));
+    let good = validated("good", &json!({ "dns": "vpn.example.com" }));
     apply(&admin, &good, false).await.unwrap();
 
     // Renewal: the next authority is trusted before the next certificate is used.
@@ -806,7 +806,7 @@ async fn webhook_refuses() {
 }
 
 /// A Peer with an endpoint at this host.
-fn validated(name: &str, host: Value) -> DynamicObject {
+fn validated(name: &str, host: &Value) -> DynamicObject {
     serde_json::from_value(json!({
         "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": { "name": name },
         "spec": { "allowedIPs": [], "publicKey": PublicKey([9; 32]).to_string(),
