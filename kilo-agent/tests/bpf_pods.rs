@@ -19,10 +19,10 @@ use support::{
     packet::{PASS, REDIRECT, checksums_hold, ethernet, run, steered, udp},
 };
 
-fn open(tables: Tables) -> Option<(support::BpfFs, Dataplane)> {
+fn open(tables: &Tables) -> Option<(support::BpfFs, Dataplane)> {
     let fs = support::bpffs()?;
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
-    dataplane.write(&tables).unwrap();
+    dataplane.write(tables).unwrap();
     Some((fs, dataplane))
 }
 
@@ -37,7 +37,7 @@ fn frame(packet: &[u8]) -> Vec<u8> {
 #[test]
 fn a_pods_packet_to_another_node_itself_is_handed_to_the_program_that_steers() {
     for tables in [leader_tables(), member_tables()] {
-        let Some((_fs, mut dataplane)) = open(tables) else { return };
+        let Some((_fs, mut dataplane)) = open(&tables) else { return };
         let sent = frame(&udp(OWN_POD, MEMBER, (1000, 10250), b"hello"));
         let ran = run(&mut dataplane, "uplink_egress", &sent);
         assert_eq!((ran.verdict, ran.counted.len()), (REDIRECT, 0));
@@ -47,7 +47,7 @@ fn a_pods_packet_to_another_node_itself_is_handed_to_the_program_that_steers() {
 
 #[test]
 fn what_the_host_sends_there_and_what_pods_send_elsewhere_leaves_as_ever() {
-    let Some((_fs, mut dataplane)) = open(leader_tables()) else { return };
+    let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
     for (src, dst) in [(SELF, MEMBER), (PUBLIC, MEMBER)] {
         let sent = frame(&udp(src, dst, (1000, 10250), b"hello"));
         let ran = run(&mut dataplane, "uplink_egress", &sent);
@@ -69,14 +69,14 @@ fn without_encapsulation_such_packets_are_on_their_way_already() {
     let value = PrefixValue { hop: MEMBER_HOP, flags: PREFIX_SOURCE };
     tables.prefix.insert("10.1.0.12/32".parse().unwrap(), value);
     tables.masq_dst.insert("10.1.0.12/32".parse().unwrap(), kilo_common::maps::MASQ_EXCLUDE);
-    let Some((_fs, mut dataplane)) = open(tables) else { return };
+    let Some((_fs, mut dataplane)) = open(&tables) else { return };
     let ran = run(&mut dataplane, "uplink_egress", &frame(&udp(OWN_POD, MEMBER, (1000, 10250), b"hello")));
     assert_eq!((ran.verdict, ran.counted.len()), (PASS, 0));
 }
 
 #[test]
 fn a_sender_hears_of_a_packet_larger_than_the_way_carries() {
-    let Some((_fs, mut dataplane)) = open(leader_tables()) else { return };
+    let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
     let fits = frame(&udp(OWN_POD, MEMBER, (1000, 10250), &[7; 1480 - 28]));
     assert!(run(&mut dataplane, "uplink_egress", &fits).counted.is_empty());
     let sent = frame(&udp(OWN_POD, MEMBER, (1000, 10250), &[7; 1481 - 28]));
@@ -106,7 +106,7 @@ fn of_ipv6_too() {
     if let Hop::Node { local, remote, mtu, .. } = member {
         (*local, *remote, *mtu) = (own.into(), node.into(), 1460);
     }
-    let Some((_fs, mut dataplane)) = open(tables) else { return };
+    let Some((_fs, mut dataplane)) = open(&tables) else { return };
     let packet = |length: usize| {
         let mut ip = vec![0x60, 0, 0, 0];
         ip.extend(u16::try_from(length - 40).unwrap().to_be_bytes());
@@ -132,7 +132,7 @@ fn of_ipv6_too() {
 
 #[test]
 fn what_another_node_itself_sends_to_a_pod_stays_on_the_interface_that_leads_there() {
-    let Some((_fs, mut dataplane)) = open(leader_tables()) else { return };
+    let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
     let packet = udp(MEMBER, OWN_POD, (10250, 1000), b"hello");
     let ran = run(&mut dataplane, "lan_ingress", &steered(MEMBER, SELF, &packet));
     assert_eq!((ran.verdict, &ran.counted[..]), (PASS, &["deliver"][..]), "rp_filter wants it here");

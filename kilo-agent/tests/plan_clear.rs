@@ -1,7 +1,7 @@
 //! What a host may send in clear, whatever its routes say; and where a route is
 //! left out because WireGuard itself sends there.
 
-#![allow(clippy::unwrap_used, reason = "tests")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 #[allow(dead_code, reason = "this program uses a part of it")]
 mod generators;

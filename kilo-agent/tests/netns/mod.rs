@@ -124,6 +124,7 @@ pub fn take_the_rights_of_the_daemonset() {
 }
 
 /// Its bit (include/uapi/linux/capability.h).
+#[allow(clippy::panic, reason = "tests")]
 fn number_of_capability(name: &str) -> u32 {
     match name {
         "NET_ADMIN" => 12,
