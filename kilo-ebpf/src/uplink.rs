@@ -36,6 +36,8 @@ use crate::{
     tunnel::is_to_vxlan,
 };
 
+/// "More fragments" and the offset (RFC 791), as they lie in memory.
+const FRAGMENT: u16 = 0x3fff_u16.to_be();
 /// Where IP headers have their destination.
 const DESTINATION_V4: usize = 16;
 const DESTINATION_V6: usize = 24;
@@ -52,8 +54,13 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason
         Family::V6 if is_wireguards_v6(ctx, config) => Ok(TC_ACT_UNSPEC),
         Family::V4 => {
             if config.flags & CONFIG_OFFERED != 0 {
-                let verdict = Ipv4::read(ctx, ETHERNET_LEN)
-                    .map_or(Ok(GO_ON), |ip| guard::<_, ETHERNET_LEN>(ctx, config, &ip))?;
+                let verdict = match Ipv4::read(ctx, ETHERNET_LEN) {
+                    // `leave` asks first whether these are the VXLAN device's own.
+                    Ok(ip) if !is_to_nodes_vxlan(ctx, &ip, ETHERNET_LEN) => {
+                        guard::<_, ETHERNET_LEN>(ctx, config, &ip)?
+                    }
+                    _ => GO_ON,
+                };
                 if verdict != GO_ON {
                     return Ok(verdict);
                 }
@@ -110,10 +117,13 @@ fn is_tunnels_v4(ctx: &TcContext, config: &Config) -> bool {
     let (ip, ports) = unsafe { (&*(start as *const Ipv4Header), &*((start + IPV4_LEN) as *const [u16; 2])) };
     ip.src == packet::word(&config.private_v4)
         && ip.protocol == protocol::UDP
-        // Without options.
+        // Without options, and whole: a later fragment begins with anything.
         && ip.version_len == 0x45
+        && ip.fragment & FRAGMENT == 0
         && (ports[0] == config.wireguard_port.to_be()
-            || ports[1] == VXLAN_PORT.to_be() && mark::take_by_device(ctx))
+            || ports[1] == VXLAN_PORT.to_be()
+                && Ipv4::sender(ip.dst.to_ne_bytes()).is_some()
+                && mark::take_by_device(ctx))
 }
 
 /// As [`is_tunnels_v4`], WireGuard's alone.
@@ -144,7 +154,7 @@ fn leave<I: Ip, const LINK: usize>(
     ip: &I,
     known: Known,
 ) -> Result<i32, DropReason> {
-    if is_to_vxlan::<I>(ctx, ip, LINK) && I::sender(ip.dst()).is_some() {
+    if is_to_nodes_vxlan(ctx, ip, LINK) {
         // Nobody else may say what other nodes take for this node's word.
         return if mark::take_by_device(ctx) { Ok(TC_ACT_UNSPEC) } else { Err(DropReason::ForgedVxlan) };
     }
@@ -154,6 +164,12 @@ fn leave<I: Ip, const LINK: usize>(
     }
     masquerade::egress(ctx, config, LINK, ip, known)?;
     Ok(TC_ACT_UNSPEC)
+}
+
+/// True for what a node of the location would take for a steered packet.
+#[inline(always)]
+fn is_to_nodes_vxlan<I: Ip>(ctx: &TcContext, ip: &I, link: usize) -> bool {
+    is_to_vxlan::<I>(ctx, ip, link) && I::sender(ip.dst()).is_some()
 }
 
 /// Answer of [`guard`]: the packet may leave as it is.

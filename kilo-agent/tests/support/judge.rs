@@ -19,8 +19,8 @@ use kilo_common::{
         segments_room, vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
     },
     maps::{
-        CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, DEVICE_MASQUERADE,
-        NAT_EGRESS, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, VXLAN_PORT,
+        CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, DEVICE_BY_DESTINATION,
+        DEVICE_MASQUERADE, NAT_EGRESS, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, VXLAN_PORT,
     },
     nat::{
         self, flow,
@@ -389,7 +389,7 @@ fn kilo_egress(tables: &Tables, input: &Input) -> Result<Wanted, DropReason> {
     if verdict == Err(DropReason::NotUnicast) {
         return Err(DropReason::NotUnicast);
     }
-    let translated = translation(tables, input, 0, &ip)?;
+    let translated = translation(tables, input, None, &ip)?;
     // Counted as translated, too, when it is dropped then.
     let mut wanted = sent(tables, input, &ip, verdict).unwrap_or_else(drops);
     if let Some(addr) = translated {
@@ -511,7 +511,7 @@ fn uplink_egress(tables: &Tables, input: &Input, link: usize) -> Wanted {
         Err(reason) => return drops(reason),
         Ok(None) => {}
     }
-    match translation(tables, input, link, &ip) {
+    match translation(tables, input, Some(link), &ip) {
         Err(reason) => drops(reason),
         Ok(None) => passes(None),
         Ok(Some(addr)) => Wanted { bytes: Bytes::Translated(addr), ..passes(Some(Action::Masquerade)) },
@@ -567,8 +567,15 @@ fn told(frame: &[u8], link: usize, v6: bool, mtu: u32) -> Wanted {
     Wanted { verdict: REDIRECT, counted, bytes: Bytes::Exactly(bytes), mtu: 0, priority: None }
 }
 
-/// The address the source becomes, if it does.
-fn translation(tables: &Tables, input: &Input, offset: usize, ip: &Ip) -> Result<Option<IpAddr>, DropReason> {
+/// The address the source becomes, if it does. `uplink` is the length of an uplink's
+/// link-layer header; `None` is the WireGuard device.
+fn translation(
+    tables: &Tables,
+    input: &Input,
+    uplink: Option<usize>,
+    ip: &Ip,
+) -> Result<Option<IpAddr>, DropReason> {
+    let offset = uplink.unwrap_or_default();
     let Some(device) =
         tables.device.get(&input.ifindex).filter(|device| device.flags & DEVICE_MASQUERADE != 0)
     else {
@@ -579,7 +586,8 @@ fn translation(tables: &Tables, input: &Input, offset: usize, ip: &Ip) -> Result
     let mut addr = usual;
     let mut best = 0;
     for ((ifindex, prefix), other) in &tables.masq_addr {
-        if *ifindex == IFINDEX && prefix.contains(&ip.dst) && prefix.prefix_len() >= best {
+        let chosen = *ifindex == input.ifindex && device.flags & DEVICE_BY_DESTINATION != 0;
+        if chosen && prefix.contains(&ip.dst) && prefix.prefix_len() >= best {
             (addr, best) = (*other, prefix.prefix_len());
         }
     }
@@ -589,15 +597,12 @@ fn translation(tables: &Tables, input: &Input, offset: usize, ip: &Ip) -> Result
     let is_some_uplinks = others.any(|other| other == ip.src && !other.is_unspecified())
         || tables.masq_addr.values().any(|other| *other == ip.src);
     // The WireGuard device has one address.
-    let own = ip.src == usual || offset != 0 && several && is_some_uplinks;
+    let own = ip.src == usual || uplink.is_some() && several && is_some_uplinks;
     if tables.config.flags & CONFIG_MASQUERADE == 0 || own {
         return Ok(None);
     }
     if !nat::is_masqueraded(longest(&tables.masq_src, ip.src), longest(&tables.masq_dst, ip.dst)) {
         return Ok(None);
-    }
-    if addr.is_unspecified() {
-        return Err(DropReason::NatUnsupported);
     }
     let packet = &input.frame[offset..];
     let transport = if ip.v6 {
@@ -609,6 +614,9 @@ fn translation(tables: &Tables, input: &Input, offset: usize, ip: &Ip) -> Result
     };
     if transport.part == Part::Later {
         return Err(DropReason::NatFragment);
+    }
+    if addr.is_unspecified() {
+        return Err(DropReason::NatUnsupported);
     }
     let payload = packet.get(transport.offset..).unwrap_or_default();
     let start = payload.first_chunk::<8>().ok_or(DropReason::NatUnsupported)?;

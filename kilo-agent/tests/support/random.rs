@@ -139,9 +139,13 @@ impl Random {
                 let value = PrefixValue { hop: id, flags: PREFIX_SOURCE | self.clear() };
                 tables.prefix.insert(IpNet::from(private(index, v6_underlay)), value);
             }
+        }
+        // When every prefix is there: one in another's takes that from its sources.
+        let cidrs: Vec<IpNet> = tables.prefix.keys().copied().collect();
+        for index in 1..=3 {
             if !self.chance(8) {
-                let flags = if leads { NODE_LEADER } else { 0 };
-                let cidrs: Vec<IpNet> = tables.prefix.keys().copied().collect();
+                let id = HOP_FIRST_NODE + u32::try_from(index).unwrap() - 1;
+                let flags = if index == 1 && !leader { NODE_LEADER } else { 0 };
                 let mut sender = sender(&tables.prefix, id, flags, &cidrs);
                 // At times another interface is the node's, or the second.
                 sender.interfaces =
