@@ -71,7 +71,10 @@ impl Seen {
     pub fn shown(&self) -> String {
         let others = (self.others > 0).then(|| format!("\n    {} others", self.others));
         let leaks = self.leaks.iter();
-        leaks.map(|((from, leak), count)| format!("\n    {count} from {from}: {leak}")).chain(others).collect()
+        leaks
+            .map(|((from, leak), count)| format!("\n    {count} from {from}: {leak}"))
+            .chain(others)
+            .collect()
     }
 }
 
