@@ -6,10 +6,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
-use crate::lab::{
-    network::{Node, PRINTER},
-    probe::MARKER,
-};
+use crate::lab::{network::PRINTER, probe::MARKER};
 
 /// What is seen in clear that should not be.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -28,9 +25,9 @@ enum What {
 }
 
 impl Leak {
-    /// Leaves as it does for any address outside, for a node nobody in the mesh knows.
-    pub fn is_masqueraded_for(&self, node: &Node) -> bool {
-        self.what != What::Tunnelled && !is_of_the_mesh(self.source) && node.has(self.target)
+    /// Leaves as any packet to the outside does, for an address nobody in the mesh knows.
+    pub fn is_masqueraded_to(&self, is_unknown: impl FnOnce(IpAddr) -> bool) -> bool {
+        self.what != What::Tunnelled && !is_of_the_mesh(self.source) && is_unknown(self.target)
     }
 }
 
@@ -254,6 +251,17 @@ mod tests {
         assert_eq!(leak(&clear, Link::NativeLan), None);
         clear[..5].copy_from_slice(&ROUTER_MAC);
         assert!(leak(&clear, Link::NativeLan).is_some());
+    }
+
+    #[test]
+    fn only_masqueraded_packets_may_be_for_an_address_nobody_knows() {
+        let seen = |source| leak(&frame(&ipv4(1, source, POD_B, b"ping")), Link::Public).unwrap();
+        assert!(seen(PUBLIC_A).is_masqueraded_to(|address| address == IpAddr::from(POD_B)));
+        assert!(!seen(PUBLIC_A).is_masqueraded_to(|address| address == IpAddr::from(POD_A)));
+        assert!(!seen(POD_A).is_masqueraded_to(|_| true));
+        let inner = ipv4(1, POD_A, POD_B, b"ping");
+        let tunnelled = leak(&frame(&ipv4(IPIP, PUBLIC_A, PUBLIC_B, &inner)), Link::Public).unwrap();
+        assert!(!tunnelled.is_masqueraded_to(|_| true));
     }
 
     #[test]

@@ -6,7 +6,7 @@ mod frame;
 use std::{
     borrow::Cow,
     collections::BTreeMap,
-    net::Ipv4Addr,
+    net::{IpAddr, Ipv4Addr},
     os::fd::{AsRawFd as _, OwnedFd},
     sync::{
         Arc, Condvar, Mutex, PoisonError,
@@ -223,15 +223,20 @@ impl Lab {
         self.in_clear_for_removed().map(drop)
     }
 
-    /// The same; answers how many were for nodes whose objects a check has removed: nobody knows
-    /// their addresses then, so what is for them is masqueraded as for any address outside.
+    /// The same; answers how many were for nodes whose objects a check has removed.
     pub fn in_clear_for_removed(&self) -> Result<u64> {
+        let nodes = self.network.nodes.iter();
+        let removed: Vec<_> = nodes.filter(|node| self.removed.contains(node.name())).collect();
+        self.in_clear_but(|address| removed.iter().any(|node| node.has(address)))
+    }
+
+    /// The same; answers how many were for addresses nobody in the mesh knows: what is for them
+    /// is masqueraded as for any address outside.
+    pub fn in_clear_but(&self, is_unknown: impl Fn(IpAddr) -> bool) -> Result<u64> {
         let Some(watch) = &self.clear else { return Ok(0) };
         let mut seen = watch.take()?;
         let count = seen.total();
-        let nodes = self.network.nodes.iter();
-        let removed: Vec<_> = nodes.filter(|node| self.removed.contains(node.name())).collect();
-        seen.leaks.retain(|(_, leak), _| !removed.iter().any(|node| leak.is_masqueraded_for(node)));
+        seen.leaks.retain(|(_, leak), _| !leak.is_masqueraded_to(&is_unknown));
         let known = count - seen.total();
         ensure!(seen.total() == 0, "{} packets of the mesh in clear:{}", seen.total(), seen.shown());
         ensure!(seen.missed == 0, "{} frames came too fast to be looked at", seen.missed);
