@@ -360,3 +360,22 @@ fn forwarding_is_seen_and_turned_on() {
         assert_eq!(forwarding::enable(true), 0, "nothing is left to do");
     });
 }
+
+#[test]
+fn a_strict_filter_of_the_tunnel_is_loosened_where_proc_is_read_only() {
+    isolated("a_strict_filter_of_the_tunnel_is_loosened_where_proc_is_read_only", || async {
+        let kilo = setup();
+        let paths = ["all", "kilo0", "eth0"].map(|name| format!("/proc/sys/net/ipv4/conf/{name}/rp_filter"));
+        for path in &paths {
+            std::fs::write(path, "1").unwrap();
+        }
+        sh("mount --bind /proc/sys /proc/sys && mount -o remount,ro,bind /proc/sys");
+        assert!(std::fs::write(&paths[1], "2").is_err(), "as a container sees it");
+        let net = Net::new().unwrap();
+        let loosen = || forwarding::accept_by_tunnel(net.rtnl(), "kilo0", kilo);
+        assert_eq!(loosen().await, 1);
+        let values = paths.each_ref().map(|path| std::fs::read_to_string(path).unwrap().trim().to_owned());
+        assert_eq!(values, ["1", "2", "1"], "that of the tunnel alone");
+        assert_eq!(loosen().await, 0, "nothing is left to do");
+    });
+}

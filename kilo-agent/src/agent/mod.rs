@@ -498,7 +498,7 @@ impl<B: Backend> Agent<B> {
         } as u64;
         writes += forwarding::enable(plan.routes.iter().any(|route| route.destination.addr().is_ipv6()));
         if steers_by_source {
-            writes += forwarding::accept_by_tunnel(&self.options.interface.name);
+            writes += forwarding::accept_by_tunnel(self.net.rtnl(), &self.options.interface.name, kilo).await;
         }
         look.net = Some(plan);
         Ok(writes)

@@ -3,6 +3,13 @@
 
 use std::fs;
 
+use rtnetlink::packet_route::{
+    RouteNetlinkMessage,
+    link::{AfSpecInet, AfSpecUnspec, InetDevConf, LinkAttribute, LinkMessage},
+};
+
+use super::Rtnl;
+
 const IPV4: &str = "/proc/sys/net/ipv4/ip_forward";
 const IPV6: &str = "/proc/sys/net/ipv6/conf/all/forwarding";
 const IPV6_INTERFACES: &str = "/proc/sys/net/ipv6/conf";
@@ -47,16 +54,23 @@ fn turn_on(path: &str, family: &str, hint: &str) -> u64 {
 /// Lets answers come in by the WireGuard device from addresses that the host
 /// itself reaches by an uplink, where `rp_filter` is strict; answers the number of
 /// writes. Whose address a packet from there may bear WireGuard has checked.
-pub fn accept_by_tunnel(interface: &str) -> u64 {
-    let path = |interface: &str| format!("/proc/sys/net/ipv4/conf/{interface}/rp_filter");
+/// It is set by rtnetlink, because a container that is not privileged sees /proc/sys read-only.
+pub async fn accept_by_tunnel(rtnl: &Rtnl, interface: &str, index: u32) -> u64 {
     let value = |interface: &str| {
-        fs::read_to_string(path(interface)).ok().and_then(|text| text.trim().parse::<u8>().ok()).unwrap_or(0)
+        let path = format!("/proc/sys/net/ipv4/conf/{interface}/rp_filter");
+        fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u8>().ok()).unwrap_or(0)
     };
     // The larger of the two counts (kernel Documentation/networking/ip-sysctl).
     if value("all").max(value(interface)) != 1 {
         return 0;
     }
-    match fs::write(path(interface), "2") {
+    let mut settings = InetDevConf::default();
+    settings.rp_filter = 2;
+    let mut message = LinkMessage::default();
+    message.header.index = index;
+    let settings = AfSpecUnspec::Inet(vec![AfSpecInet::DevConfRequest(settings)]);
+    message.attributes.push(LinkAttribute::AfSpecUnspec(vec![settings]));
+    match rtnl.write("set rp_filter of an interface", RouteNetlinkMessage::SetLink(message), 0).await {
         Ok(()) => 1,
         Err(error) => {
             tracing::error!(

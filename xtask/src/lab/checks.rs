@@ -514,6 +514,8 @@ fn uninstall(lab: &mut Lab) -> Result<String> {
 
 /// Ends these nodes' agents and takes away what they made.
 pub fn uninstall_from(lab: &mut Lab, names: &[&str]) -> Result<String> {
+    // Another node leads when the leader's annotations are gone.
+    lab.caused(&[well::LEADS]);
     for name in names {
         lab.agents.stop(name, Signal::SIGKILL)?;
         let node = lab.network.node(name)?;

@@ -71,6 +71,7 @@ pub fn under_agent(lab: &mut Lab) -> Result<String> {
 
 /// Another program has WireGuard's port when the agent starts.
 pub fn port_taken(lab: &mut Lab) -> Result<String> {
+    lab.caused(&["UDP port 51820 is in use by another program"]);
     for name in NODES {
         let node = lab.network.node(name)?.clone();
         let seen = counters::clear_pod_packets(&lab.network)?;

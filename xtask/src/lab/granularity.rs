@@ -23,6 +23,7 @@ use super::{
     counters::{self, action},
     network::Network,
     probe,
+    well::LEADS,
 };
 
 /// Longest wait until all pods reach each other.
@@ -34,6 +35,8 @@ const INTERVAL: u64 = 20;
 
 /// Through all granularities and back to the first.
 pub fn run(lab: &mut Lab) -> Result<String> {
+    // Nodes on their own lead, whether they have a public address or not.
+    lab.caused(&[LEADS]);
     route_wireguard(&lab.network)?;
     let mut figures = Vec::new();
     for granularity in ["full", "cross", "location"] {

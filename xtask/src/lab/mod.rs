@@ -38,7 +38,7 @@ mod well;
 pub mod wire;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs,
     path::{Path, PathBuf},
     sync::atomic::{AtomicBool, Ordering},
@@ -274,6 +274,9 @@ pub struct Lab {
     /// Looks at all frames, in the process that built the lab.
     #[serde(skip)]
     clear: Option<clear::Watch>,
+    /// Nodes whose objects the check that runs has removed.
+    #[serde(skip)]
+    removed: BTreeSet<String>,
     /// Each node's metrics when the mesh stood: until then a node may lead that starts first.
     #[serde(skip)]
     stood: BTreeMap<String, counters::Metrics>,
@@ -547,10 +550,11 @@ impl Lab {
             agents,
             watch,
             clear,
+            removed: BTreeSet::new(),
             stood: BTreeMap::new(),
         };
         // Until all are there, whoever starts first leads.
-        lab.caused(&["leads its location with a private endpoint"]);
+        lab.caused(&[well::LEADS]);
         lab.save()?;
         step("waiting for the mesh");
         lab.agents.wait_until_ready(&lab.network, Duration::from_secs(240))?;

@@ -103,6 +103,15 @@ impl Node {
         std::iter::once(self.pod_ip().into()).chain(v6).collect()
     }
 
+    /// True for its private address and its pods' addresses.
+    pub fn has(&self, address: IpAddr) -> bool {
+        let is_of_a_pod = match address {
+            IpAddr::V4(v4) => v4.octets().starts_with(&self.pod_prefix),
+            IpAddr::V6(v6) => v6.segments()[..4] == self.pod_ip6().segments()[..4],
+        };
+        is_of_a_pod || address == self.private
+    }
+
     /// The node's pod CIDRs, IPv4 first.
     pub fn pod_cidrs(&self) -> Vec<String> {
         let v6 = self.dual_stack.then(|| format!("fd42:0:{}::/64", self.pod_prefix[2]));

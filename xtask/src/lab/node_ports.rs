@@ -61,7 +61,17 @@ pub fn run(lab: &mut Lab) -> Result<String> {
         pod.remove(node)?;
     }
     space::remove(spaces(&lab.name))?;
+    // Who asks a public address of a node has the answer from there: that is no way of the mesh.
+    lab.in_clear_but(is_public)?;
     result
+}
+
+/// On the public network, which nothing of the mesh leads to.
+fn is_public(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(v4) => v4.octets()[..3] == ROUTER_WAN.octets()[..3],
+        IpAddr::V6(v6) => v6.segments()[..3] == ROUTER_WAN6.segments()[..3],
+    }
 }
 
 /// A pod with a hostPort.

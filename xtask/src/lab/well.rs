@@ -16,6 +16,10 @@ use crate::confine;
 
 /// What an agent logs when somebody detached a program.
 pub const DETACHED: &str = "reattached it";
+/// Another node leads its location for a while, one without a public address.
+pub const LEADS: &str = "leads its location with a private endpoint";
+/// The agent's own Node object is not there.
+pub const NO_NODE: &str = "check --hostname";
 const METRIC: &str = "kilo_reattached_total";
 /// Interfaces that carry a node's packets out, with their programs.
 const UPLINK_PROGRAMS: [&str; 2] = ["lan_ingress", "uplink_egress"];
@@ -47,6 +51,11 @@ impl Lab {
         self.watch.caused[0].extend(parts.iter().map(|&part| part.to_owned()));
     }
 
+    /// Declares that this check has removed a node's object.
+    pub fn removes(&mut self, node: &str) {
+        self.removed.insert(node.to_owned());
+    }
+
     /// Ends a check: fails when an agent is not well.
     pub fn all_well(&mut self) -> Result<()> {
         let result = lines(self).and_then(|lines| {
@@ -54,6 +63,7 @@ impl Lab {
             reattached(self)
         });
         let result = self.nothing_in_clear().and(result);
+        self.removed.clear();
         self.watch.caused.rotate_right(1);
         self.watch.caused[0].clear();
         result
@@ -69,8 +79,8 @@ fn lines(lab: &mut Lab) -> Result<Vec<String>> {
         // A line that is not complete is read when it is.
         let complete = text.rfind('\n').map_or("", |end| &text[..=end]);
         lab.watch.read.insert(node.name().to_owned(), read + complete.len() as u64);
-        let new = complete.lines().filter(|line| is_complaint(line) && !lab.watch.expects(line));
-        unexpected.extend(new.map(|line| format!("    {}: {line}", node.name())));
+        let new = complaints(complete).into_iter().filter(|complaint| !lab.watch.expects(complaint));
+        unexpected.extend(new.map(|complaint| format!("    {}: {complaint}", node.name())));
     }
     Ok(unexpected)
 }
@@ -83,12 +93,22 @@ fn rest(log: &Path, from: u64) -> Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// A warning, an error, or what is no line of the log at all.
-fn is_complaint(line: &str) -> bool {
-    match serde_json::from_str::<serde_json::Value>(line) {
-        Ok(entry) => entry["level"] == "WARN" || entry["level"] == "ERROR",
-        Err(_) => !line.trim().is_empty(),
+/// Warnings and errors; and all that is no line of the log as one, because a panic says it in many.
+fn complaints(log: &str) -> Vec<String> {
+    let (mut complaints, mut others) = (Vec::new(), Vec::new());
+    for line in log.lines().filter(|line| !line.trim().is_empty()) {
+        match serde_json::from_str::<serde_json::Value>(line) {
+            Ok(entry) if entry["level"] == "WARN" || entry["level"] == "ERROR" => {
+                complaints.push(line.to_owned());
+            }
+            Ok(_) => {}
+            Err(_) => others.push(line),
+        }
     }
+    if !others.is_empty() {
+        complaints.push(others.join("\n        "));
+    }
+    complaints
 }
 
 /// Fails when a program was attached again without a check having detached it.
@@ -161,11 +181,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_of_a_panic_is_a_complaint_and_an_information_is_none() {
-        assert!(is_complaint("thread 'main' panicked at src/x.rs:1"));
-        assert!(is_complaint(r#"{"level":"WARN","message":"x"}"#));
-        assert!(!is_complaint(r#"{"level":"INFO","message":"x"}"#));
-        assert!(!is_complaint(""));
+    fn a_panic_is_one_complaint_and_an_information_is_none() {
+        let log = "{\"level\":\"INFO\"}\n\nthread 'main' panicked at src/x.rs:1\n{\"level\":\"WARN\"}\nstack backtrace:\n";
+        let said = complaints(log);
+        assert_eq!(said.len(), 2, "{said:?}");
+        assert_eq!(said[0], "{\"level\":\"WARN\"}");
+        assert!(said[1].contains("panicked") && said[1].contains("backtrace"));
+        assert!(complaints("{\"level\":\"INFO\"}\n").is_empty());
     }
 
     #[test]

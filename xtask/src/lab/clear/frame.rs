@@ -1,9 +1,47 @@
 //! Whether a frame on a wire of the lab shows what the mesh should have hidden:
 //! by its addresses, and by the marker that probes carry.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::{
+    fmt,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+};
 
 use crate::lab::{network::PRINTER, probe::MARKER};
+
+/// What is seen in clear that should not be.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Leak {
+    what: What,
+    source: IpAddr,
+    target: IpAddr,
+    protocol: u8,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum What {
+    Address,
+    Probe,
+    Tunnelled,
+}
+
+impl Leak {
+    /// Leaves as any packet to the outside does, for an address nobody in the mesh knows.
+    pub fn is_masqueraded_to(&self, is_unknown: impl FnOnce(IpAddr) -> bool) -> bool {
+        self.what != What::Tunnelled && !is_of_the_mesh(self.source) && is_unknown(self.target)
+    }
+}
+
+impl fmt::Display for Leak {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { what, source, target, protocol } = self;
+        let what = match what {
+            What::Address => "an address of the mesh",
+            What::Probe => "a probe",
+            What::Tunnelled => "tunnelled, not encrypted",
+        };
+        write!(f, "{what}: {source} to {target}, protocol {protocol}")
+    }
+}
 
 /// Where a frame was seen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,8 +77,8 @@ struct Packet<'a> {
     payload: &'a [u8],
 }
 
-/// What is seen in clear that should not be, in words.
-pub fn leak(frame: &[u8], link: Link) -> Option<String> {
+/// What a frame shows that it should not.
+pub fn leak(frame: &[u8], link: Link) -> Option<Leak> {
     let kind = |at: usize| Some(u16::from_be_bytes(frame.get(at..at + 2)?.try_into().ok()?));
     let header = if kind(12)? == VLAN { ETHERNET + 4 } else { ETHERNET };
     if !matches!(kind(header - 2)?, 0x0800 | 0x86dd) {
@@ -48,7 +86,7 @@ pub fn leak(frame: &[u8], link: Link) -> Option<String> {
     }
     let packet = parse(frame.get(header..)?)?;
     if packet.is_tunnel() {
-        return (link == Link::Public).then(|| packet.inside_a_tunnel()).flatten();
+        return (link == Link::Public && packet.shows_its_inside()?).then(|| packet.leak(What::Tunnelled));
     }
     let is_on_lan = link != Link::Public;
     let ends = [packet.source, packet.target];
@@ -59,11 +97,11 @@ pub fn leak(frame: &[u8], link: Link) -> Option<String> {
         return None;
     }
     let what = match () {
-        () if ends.into_iter().any(is_of_the_mesh) => "an address of the mesh",
-        () if contains_marker(packet.payload) && !packet.may_be_read() => "a probe",
+        () if ends.into_iter().any(is_of_the_mesh) => What::Address,
+        () if contains_marker(packet.payload) && !packet.may_be_read() => What::Probe,
         () => return None,
     };
-    Some(format!("{what}: {} to {}, protocol {}", packet.source, packet.target, packet.protocol))
+    Some(packet.leak(what))
 }
 
 fn parse(bytes: &[u8]) -> Option<Packet<'_>> {
@@ -98,8 +136,12 @@ impl Packet<'_> {
         is_vxlan || matches!(self.protocol, IPIP | IPV6 | GRE)
     }
 
+    const fn leak(&self, what: What) -> Leak {
+        Leak { what, source: self.source, target: self.target, protocol: self.protocol }
+    }
+
     /// An outer header hides nothing on a public network.
-    fn inside_a_tunnel(&self) -> Option<String> {
+    fn shows_its_inside(&self) -> Option<bool> {
         let inner = match self.protocol {
             IPIP | IPV6 => self.payload,
             // UDP, VXLAN and Ethernet.
@@ -108,8 +150,7 @@ impl Packet<'_> {
         };
         let ours =
             parse(inner).is_some_and(|inner| [inner.source, inner.target].into_iter().any(is_of_the_mesh));
-        (ours || contains_marker(self.payload))
-            .then(|| format!("tunnelled, not encrypted: {} to {}", self.source, self.target))
+        Some(ours || contains_marker(self.payload))
     }
 
     /// Probes may be read where they are for the outside, or between hosts of one location.
@@ -184,7 +225,7 @@ mod tests {
         assert!(leak(&frame(&inner), Link::Lan).is_some());
         let wrapped = frame(&ipv4(IPIP, A2, A1, &inner));
         assert_eq!(leak(&wrapped, Link::Lan), None);
-        assert!(leak(&wrapped, Link::Public).is_some_and(|said| said.contains("not encrypted")));
+        assert!(leak(&wrapped, Link::Public).is_some_and(|leak| leak.what == What::Tunnelled));
         let vxlan =
             [&[0xca, 0x6d, 0xca, 0x6d, 0, 0, 0, 0][..], &[8, 0, 0, 0, 0, 0, 1, 0], &frame(&inner)].concat();
         let vxlan = frame(&ipv4(UDP, A2, A1, &vxlan));
@@ -210,6 +251,17 @@ mod tests {
         assert_eq!(leak(&clear, Link::NativeLan), None);
         clear[..5].copy_from_slice(&ROUTER_MAC);
         assert!(leak(&clear, Link::NativeLan).is_some());
+    }
+
+    #[test]
+    fn only_masqueraded_packets_may_be_for_an_address_nobody_knows() {
+        let seen = |source| leak(&frame(&ipv4(1, source, POD_B, b"ping")), Link::Public).unwrap();
+        assert!(seen(PUBLIC_A).is_masqueraded_to(|address| address == IpAddr::from(POD_B)));
+        assert!(!seen(PUBLIC_A).is_masqueraded_to(|address| address == IpAddr::from(POD_A)));
+        assert!(!seen(POD_A).is_masqueraded_to(|_| true));
+        let inner = ipv4(1, POD_A, POD_B, b"ping");
+        let tunnelled = leak(&frame(&ipv4(IPIP, PUBLIC_A, PUBLIC_B, &inner)), Link::Public).unwrap();
+        assert!(!tunnelled.is_masqueraded_to(|_| true));
     }
 
     #[test]

@@ -6,7 +6,7 @@ mod frame;
 use std::{
     borrow::Cow,
     collections::BTreeMap,
-    net::Ipv4Addr,
+    net::{IpAddr, Ipv4Addr},
     os::fd::{AsRawFd as _, OwnedFd},
     sync::{
         Arc, Condvar, Mutex, PoisonError,
@@ -33,7 +33,7 @@ use super::{
     probe::{self, MARKER},
     space::Space,
 };
-use frame::Link;
+use frame::{Leak, Link};
 
 /// As much of a frame as is looked at.
 const LOOKED_AT: usize = 512;
@@ -48,7 +48,9 @@ const PATIENCE: Duration = Duration::from_secs(20);
 #[derive(Debug, Default)]
 pub struct Seen {
     /// Frames in clear by who sent what.
-    pub leaks: BTreeMap<String, u64>,
+    pub leaks: BTreeMap<(String, Leak), u64>,
+    /// Frames in clear of other kinds, when there are too many to tell apart.
+    pub others: u64,
     /// Frames that came too fast to be looked at.
     pub missed: u64,
 }
@@ -56,17 +58,23 @@ pub struct Seen {
 impl Seen {
     /// Frames in clear.
     pub fn total(&self) -> u64 {
-        self.leaks.values().sum()
+        self.leaks.values().sum::<u64>() + self.others
     }
 
-    fn add(&mut self, leak: String) {
+    fn add(&mut self, from: String, leak: Leak) {
+        let leak = (from, leak);
         let is_known = self.leaks.len() < KINDS || self.leaks.contains_key(&leak);
-        *self.leaks.entry(if is_known { leak } else { "others".to_owned() }).or_default() += 1;
+        *(if is_known { self.leaks.entry(leak).or_default() } else { &mut self.others }) += 1;
     }
 
     /// A line each.
     pub fn shown(&self) -> String {
-        self.leaks.iter().map(|(leak, count)| format!("\n    {count} {leak}")).collect()
+        let others = (self.others > 0).then(|| format!("\n    {} others", self.others));
+        let leaks = self.leaks.iter();
+        leaks
+            .map(|((from, leak), count)| format!("\n    {count} from {from}: {leak}"))
+            .chain(others)
+            .collect()
     }
 }
 
@@ -147,7 +155,7 @@ fn look(socket: &OwnedFd, native: bool, stop: &AtomicBool, state: &(Mutex<State>
                 let is_ethernet = from.hatype() == libc::ARPHRD_ETHER;
                 let leak =
                     link.and_then(|link| frame::leak(&with_header(&buffer[..length], is_ethernet), link));
-                found.extend(leak.map(|leak| format!("from {name}: {leak}")));
+                found.extend(leak.map(|leak| (name.clone(), leak)));
             }
             continue;
         }
@@ -155,7 +163,7 @@ fn look(socket: &OwnedFd, native: bool, stop: &AtomicBool, state: &(Mutex<State>
         {
             let mut state = state.0.lock().unwrap_or_else(PoisonError::into_inner);
             state.seen.missed += missed;
-            found.drain(..).for_each(|leak| state.seen.add(leak));
+            found.drain(..).for_each(|(from, leak)| state.seen.add(from, leak));
             state.idle = Some(Instant::now());
         }
         state.1.notify_all();
@@ -212,17 +220,25 @@ fn dropped(socket: &OwnedFd) -> Result<u64> {
 impl Lab {
     /// Fails with who sent what when the mesh's packets were seen in clear since the last call.
     pub fn nothing_in_clear(&self) -> Result<()> {
-        self.in_clear_but(|_| false).map(drop)
+        self.in_clear_for_removed().map(drop)
     }
 
-    /// The same, but for leaks of which this says that they may be; answers how many those are.
-    pub fn in_clear_but(&self, may: impl Fn(&str) -> bool) -> Result<u64> {
+    /// The same; answers how many were for nodes whose objects a check has removed.
+    pub fn in_clear_for_removed(&self) -> Result<u64> {
+        let nodes = self.network.nodes.iter();
+        let removed: Vec<_> = nodes.filter(|node| self.removed.contains(node.name())).collect();
+        self.in_clear_but(|address| removed.iter().any(|node| node.has(address)))
+    }
+
+    /// The same; answers how many were for addresses nobody in the mesh knows: what is for them
+    /// is masqueraded as for any address outside.
+    pub fn in_clear_but(&self, is_unknown: impl Fn(IpAddr) -> bool) -> Result<u64> {
         let Some(watch) = &self.clear else { return Ok(0) };
         let mut seen = watch.take()?;
         let count = seen.total();
-        seen.leaks.retain(|leak, _| !may(leak));
+        seen.leaks.retain(|(_, leak), _| !leak.is_masqueraded_to(&is_unknown));
         let known = count - seen.total();
-        ensure!(seen.leaks.is_empty(), "{} packets of the mesh in clear:{}", seen.total(), seen.shown());
+        ensure!(seen.total() == 0, "{} packets of the mesh in clear:{}", seen.total(), seen.shown());
         ensure!(seen.missed == 0, "{} frames came too fast to be looked at", seen.missed);
         Ok(known)
     }

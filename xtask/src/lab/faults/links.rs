@@ -10,7 +10,10 @@ use super::{
     injector::{Direction, Drop, Family, Rule},
     number, until,
 };
-use crate::lab::{Lab, agents, well::DETACHED};
+use crate::lab::{
+    Lab, agents,
+    well::{DETACHED, LEADS},
+};
 
 /// Faults of links, watched through both leaders.
 pub fn faults() -> Vec<Fault> {
@@ -77,6 +80,7 @@ fn leader_deleted(lab: &mut Lab) -> Result<String> {
 }
 
 fn renamed(lab: &mut Lab) -> Result<String> {
+    lab.caused(&["somebody renamed the WireGuard device"]);
     let space = lab.network.node("a2")?.space.clone();
     let old = number(&space, "cat /sys/class/net/kilo0/ifindex")?;
     space.ip("link set kilo0 down\nlink set kilo0 name renamed0\nlink set renamed0 up\n")?;
@@ -214,6 +218,7 @@ fn address_changes(lab: &mut Lab) -> Result<String> {
 }
 
 fn uplink_down(lab: &mut Lab) -> Result<String> {
+    lab.caused(&[LEADS]);
     let node = lab.network.node("a1")?.space.clone();
     node.ip("link set eth1 down\n")?;
     std::thread::sleep(Duration::from_secs(2));

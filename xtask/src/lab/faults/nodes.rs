@@ -9,7 +9,10 @@ use nix::{
 };
 
 use super::{Fault, Goal, until};
-use crate::lab::{Lab, agents, counters};
+use crate::lab::{
+    Lab, agents, counters,
+    well::{LEADS, NO_NODE},
+};
 
 /// What is lost where nothing may be lost, and how.
 pub fn faults() -> Vec<Fault> {
@@ -193,6 +196,7 @@ pub(super) fn leads(lab: &Lab, node: &str) -> Result<bool> {
 }
 
 fn leader_moves(lab: &mut Lab) -> Result<String> {
+    lab.caused(&[LEADS]);
     let text = annotated(lab, "a2", &[("leader", "true"), ("persistent-keepalive", "5")])?;
     let took = with_file(lab, "node-a2.yaml", &text, |lab| {
         let took = until("a2 leads", Duration::from_secs(20), || leads(lab, "a2"))?;
@@ -243,6 +247,10 @@ fn two_leaders(lab: &mut Lab) -> Result<String> {
 fn location_gone(lab: &mut Lab) -> Result<String> {
     let cluster = lab.agents.cluster();
     let files = ["node-b1.yaml", "node-b2.yaml"];
+    lab.caused(&[NO_NODE]);
+    for node in ["b1", "b2"] {
+        lab.removes(node);
+    }
     let texts = files.map(|file| fs::read_to_string(cluster.join(file)));
     for file in files {
         fs::remove_file(cluster.join(file))?;
@@ -257,8 +265,7 @@ fn location_gone(lab: &mut Lab) -> Result<String> {
     let status = status?;
     ensure!(!status.contains("site-b"), "kgctl status still shows it:\n{status}");
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
-    // Nobody has those pods any more: what is for them leaves as it does for any address outside.
-    let masqueraded = lab.in_clear_but(|leak| leak.contains(": 10.1.0.12 to 10.42.5."))?;
+    let masqueraded = lab.in_clear_for_removed()?;
     Ok(format!("gone from kgctl status; {masqueraded} packets for its pods left masqueraded, in clear"))
 }
 

@@ -16,7 +16,10 @@ use super::{
     soak::reach,
     until,
 };
-use crate::lab::{Lab, agents, counters};
+use crate::lab::{
+    Lab, agents, counters,
+    well::{LEADS, NO_NODE},
+};
 
 /// How long the cluster is away, in seconds.
 static AWAY: AtomicU64 = AtomicU64::new(10);
@@ -99,7 +102,8 @@ fn upgrade(lab: &mut Lab) -> Result<String> {
 fn while_away<T>(lab: &mut Lab, run: impl FnOnce(&mut Lab) -> Result<T>) -> Result<T> {
     let cluster = lab.agents.cluster();
     let away = cluster.with_file_name("cluster-away");
-    lab.caused(&["--backend-dir"]);
+    // Each agent writes its own file there.
+    lab.caused(&["--backend-dir", ".kilo.yaml: No such file"]);
     fs::rename(&cluster, &away).context("the cluster goes away")?;
     let result = run(lab);
     fs::rename(&away, &cluster).context("the cluster comes back")?;
@@ -142,7 +146,7 @@ fn clock_is_wrong(lab: &mut Lab) -> Result<String> {
 
 /// Without the node's object, and then with it again.
 fn leader_returns(lab: &mut Lab) -> Result<String> {
-    lab.caused(&["check --hostname"]);
+    lab.caused(&[NO_NODE, LEADS]);
     let file = lab.agents.cluster().join("node-a1.yaml");
     let aside = lab.agents.cluster().with_file_name("node-a1.yaml");
     let changes = |lab: &Lab| -> Result<u64> {
@@ -152,6 +156,7 @@ fn leader_returns(lab: &mut Lab) -> Result<String> {
         Ok(here.and_then(|here| here["changes"].as_u64()).unwrap_or(0))
     };
     let before = changes(lab)?;
+    lab.removes("a1");
     fs::rename(&file, &aside)?;
     let gone = until("a2 leads", Duration::from_secs(20), || leads(lab, "a2"));
     std::thread::sleep(Duration::from_secs(8));

@@ -18,7 +18,7 @@ use crate::lab::{
     },
     network::Node,
     space,
-    well::DETACHED,
+    well::{DETACHED, LEADS, NO_NODE},
 };
 
 /// What ends a fault.
@@ -49,11 +49,6 @@ const fn kind(
 ) -> Kind {
     Kind { name, causes, make }
 }
-
-/// Another node leads its location for a while, one without a public address.
-const LEADS: &str = "leads its location with a private endpoint";
-/// The agent's own Node object is not there.
-const NO_NODE: &str = "check --hostname";
 
 /// All of them.
 pub const KINDS: &[Kind] = &[
@@ -263,6 +258,7 @@ fn leader_moves(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
 
 fn node_leaves(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
     let name = any_node(lab, chance).name().to_owned();
+    lab.removes(&name);
     written(lab, &format!("node-{name}.yaml"), None, name)
 }
 
