@@ -9,7 +9,7 @@ use kilo_agent::{
     plan::{Hop, Tables},
 };
 use kilo_common::maps::{
-    CONFIG_OFFERED, CONFIG_ONE_V4, HOP_LOCAL, HOP_REMOTE, MASQ_FORCE, PREFIX_NEVER_CLEAR,
+    CONFIG_OFFERED, CONFIG_ONE_V4, HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_FORCE, PREFIX_NEVER_CLEAR,
     PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
 };
 use support::{
@@ -181,5 +181,35 @@ fn neighbours_on_the_link_are_answered_and_nothing_else_looks_like_that() {
         let ran = run(&mut dataplane, "uplink_egress", &packet(src, kind, ttl));
         let wanted = if passes { (PASS, vec![]) } else { (SHOT, vec!["not_encrypted"]) };
         assert_eq!(outcome(&ran), wanted, "{src} {kind} {ttl}");
+    }
+}
+
+#[test]
+fn what_is_for_pods_that_are_not_there_does_not_leave_in_clear() {
+    for mut tables in [leader_tables(), member_tables()] {
+        let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_NEVER_CLEAR;
+        tables.prefix.insert("10.42.1.0/24".parse().unwrap(), PrefixValue { hop: HOP_LOCAL, flags });
+        tables.prefix.insert("10.42.7.0/24".parse().unwrap(), PrefixValue { hop: HOP_NONE, flags });
+        let host = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_PODS_STEERED;
+        tables.prefix.insert("10.7.0.1/32".parse().unwrap(), PrefixValue { hop: HOP_NONE, flags: host });
+        let Some((_fs, mut dataplane)) = open(&tables) else { return };
+        let mut ran = |src, dst| {
+            let packet = ethernet(&udp(src, dst, (1000, 53), b"secret"));
+            let ran = run(&mut dataplane, "uplink_egress", &packet);
+            (ran.verdict, ran.counted)
+        };
+        // This node's own before the first of them, decrypted or from its neighbours; and a lost node's.
+        for dst in [OWN_POD, [10, 42, 7, 2]] {
+            for src in [REMOTE_POD, MEMBER_POD, VPN_PEER, SELF] {
+                assert_eq!(ran(src, dst), (SHOT, vec!["not_encrypted"]), "{src:?} {dst:?}");
+            }
+        }
+        // Its address: pods' packets go nowhere, the host's own go their way.
+        assert_eq!(ran(OWN_POD, [10, 7, 0, 1]), (SHOT, vec!["no_hop"]));
+        assert_eq!(ran(SELF, [10, 7, 0, 1]), (PASS, vec![]));
+        // What a shorter route leads to kilo0 goes nowhere, either. The kernel takes bytes 12 and 13
+        // for the protocol, which begin the source.
+        let packet = udp([8, 0, 0, 2], [10, 42, 7, 2], (1000, 53), b"secret");
+        assert_eq!(outcome(&run(&mut dataplane, "kilo_egress", &packet)), (SHOT, vec!["no_hop"]));
     }
 }

@@ -32,6 +32,10 @@
 //!   a pod of the own location that no CNI route takes is dropped (`no_prefix`),
 //!   where Kilo carries it to the leader by that route: those pods belong to the
 //!   CNI, and the way to them is never that to another location (`plan_clear`);
+//! * what is for the pods of a node that was given up is dropped while its object is there, and pods'
+//!   packets to its private address in another location, too; Kilo leaves both to the default route,
+//!   in clear. So are packets for own pods that no local route takes. Only our tables and `unreachable`
+//!   routes say so: WireGuard's configuration and the routes recorded here do not differ (`plan_clear`);
 //! * of two nodes with one private address the first by name is sent to, and
 //!   neither sends to itself what is for the other (`plan_clear`).
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test's helpers fail as the test does")]

@@ -45,6 +45,7 @@ fn route(destination: &str, source: &str) -> Route {
 fn plan() -> NetPlan {
     NetPlan {
         neighbours: BTreeSet::new(),
+        unreachable: BTreeSet::new(),
         mtu: 1420,
         addresses: BTreeSet::from(["10.4.0.1/16".parse().unwrap(), "fd00:4::1/64".parse().unwrap()]),
         routes: SortedSet::from_iter([
@@ -124,6 +125,58 @@ fn without_the_device_destinations_are_unreachable_and_not_the_default_routes() 
         assert_eq!(net.remove(None).await.unwrap(), 0);
         assert_eq!(foreign(), before);
         assert_eq!(sh("ip route show table all proto 107; ip -6 route show table all proto 107"), "");
+    });
+}
+
+#[test]
+fn pods_without_a_route_are_unreachable_until_a_bridge_has_them() {
+    isolated("pods_without_a_route_are_unreachable_until_a_bridge_has_them", || async {
+        let kilo = setup();
+        sh("ip -6 route add default via 2001:db8::1 dev eth0");
+        let before = foreign();
+        let net = Net::new().unwrap();
+        net.apply(&closed_plan(), kilo).await.unwrap();
+        let prefixes = ["10.42.1.0/24", "fd00:42:1::/64"].map(|prefix| prefix.parse().unwrap());
+        let with = NetPlan { unreachable: prefixes.into(), ..closed_plan() };
+        let way = |address: &str| sh(&format!("ip route get {address} 2>&1 || true"));
+        assert!(way("10.42.1.7").contains("eth0"), "the default route: {}", way("10.42.1.7"));
+        assert_eq!(net.change(&closed_plan(), &with, kilo).await.unwrap(), 2);
+        for _ in 0..2 {
+            assert_eq!(net.change(&with, &with, kilo).await.unwrap(), 0);
+            assert_eq!(net.apply(&with, kilo).await.unwrap(), 0);
+        }
+        let unreachable = |address: &str| {
+            let way = way(address).replace("No route to host", "unreachable");
+            assert!(way.contains("unreachable"), "{address}: {way}");
+        };
+        ["10.42.1.7", "fd00:42:1::7", "10.42.1.1"].iter().copied().for_each(unreachable);
+
+        // The bridge of the first pod is the better way, as long as it is there.
+        sh("ip link add br0 type bridge && ip addr add 10.42.1.1/24 dev br0
+            ip -6 addr add fd00:42:1::1/64 dev br0 nodad && ip link set br0 up");
+        for address in ["10.42.1.7", "fd00:42:1::7"] {
+            assert!(way(address).contains("dev br0"), "{address}: {}", way(address));
+        }
+        assert_eq!(net.apply(&with, kilo).await.unwrap(), 0);
+        sh("ip link del br0");
+        ["10.42.1.7", "fd00:42:1::7"].iter().copied().for_each(unreachable);
+
+        // A node that is given up: its routes go, the `unreachable` one stays; and back.
+        let mut lost = with.clone();
+        let gone = *lost.routes.iter().next().unwrap();
+        lost.routes.remove(&gone);
+        lost.unreachable.insert(gone.destination);
+        assert_eq!(net.change(&with, &lost, kilo).await.unwrap(), 1);
+        unreachable(&gone.destination.hosts().next().unwrap().to_string());
+        assert_eq!(net.apply(&lost, kilo).await.unwrap(), 0);
+        assert_eq!(net.change(&lost, &with, kilo).await.unwrap(), 1);
+        assert_eq!(net.apply(&with, kilo).await.unwrap(), 0);
+
+        assert_eq!(net.change(&with, &closed_plan(), kilo).await.unwrap(), 2);
+        net.apply(&with, kilo).await.unwrap();
+        net.remove(Some(kilo)).await.unwrap();
+        assert_eq!(sh("ip route show table all proto 107; ip -6 route show table all proto 107"), "");
+        assert_eq!(foreign(), before);
     });
 }
 

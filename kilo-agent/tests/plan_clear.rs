@@ -11,6 +11,7 @@ mod trace;
 use std::{
     collections::BTreeMap,
     net::{IpAddr, SocketAddr},
+    sync::Arc,
 };
 
 use generators::{encapsulate, granularity, healthy, healthy_nodes, settings, vpn_peers};
@@ -24,7 +25,9 @@ use kilo_agent::{
     wireguard::key::PublicKey,
 };
 use kilo_common::{
-    maps::{HOP_REMOTE, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED},
+    maps::{
+        HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED,
+    },
     verdict::DropReason,
 };
 use proptest::prelude::*;
@@ -38,7 +41,13 @@ struct Facts {
 }
 
 fn plan_with(nodes: &[Node], own: &str, settings: &Settings, facts: Facts) -> HostPlan {
-    let mesh = Mesh::new(nodes, &BTreeMap::new(), settings.granularity, settings.subnet);
+    plan_without(nodes, &[], own, settings, facts)
+}
+
+/// As [`plan_with`], where some nodes are known and take no part.
+fn plan_without(nodes: &[Node], lost: &[Node], own: &str, settings: &Settings, facts: Facts) -> HostPlan {
+    let lost: Vec<Arc<Node>> = lost.iter().cloned().map(Arc::new).collect();
+    let mesh = Mesh::new(nodes, &BTreeMap::new(), settings.granularity, settings.subnet).with_lost(&lost);
     plan::host_plan(&Inputs {
         mesh: &mesh,
         settings,
@@ -126,6 +135,59 @@ proptest! {
                     if let Some(route) = plan.net.routes.iter().find(|route| route.destination == dst.into()) {
                         prop_assert_eq!(route.closed, flags & PREFIX_NEVER_CLEAR != 0);
                     }
+                }
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn whoever_is_given_up_loses_its_way_and_nobody_else_does(
+        nodes in healthy_nodes(),
+        given_up in prop::collection::vec(prop::bool::weighted(0.3), 60),
+        peers in vpn_peers(),
+        granularity in granularity(),
+        encapsulate in encapsulate(),
+        local in any::<bool>(),
+    ) {
+        let settings = Settings { local, ..settings(granularity, encapsulate) };
+        let (mut ready, mut lost) = (Vec::new(), Vec::new());
+        for (node, gone) in nodes.values().zip(given_up) {
+            if gone { lost.push(node.clone()) } else { ready.push(node.clone()) }
+        }
+        let gone: Vec<Arc<Node>> = lost.iter().cloned().map(Arc::new).collect();
+        let mesh = Mesh::new(&ready, &peers, settings.granularity, settings.subnet);
+        let with = mesh.clone().with_lost(&gone);
+        for own in &ready {
+            let plan = |mesh: &Mesh| {
+                let links = HostLinks { kilo: 9, private: Some(2), ..HostLinks::default() };
+                let (hops, none, seen) = (HopIds::default().update(mesh, &own.name), BTreeMap::new(), BTreeMap::new());
+                plan::host_plan(&Inputs {
+                    mesh, settings: &settings, node: &own.name, links: &links, hops: &hops, resolved: &none,
+                    seen: &seen, persistent_keepalive: 0, masquerade: true, mtu: 1420,
+                }).unwrap()
+            };
+            let (before, plan) = (plan(&mesh), plan(&with));
+            prop_assert_eq!((&plan.wireguard, &plan.net.routes), (&before.wireguard, &before.net.routes));
+            prop_assert_eq!((&plan.tables.hop, &plan.tables.node), (&before.tables.hop, &before.tables.node));
+            for (prefix, value) in before.tables.prefix.iter() {
+                prop_assert_eq!(plan.tables.prefix.get(prefix), Some(value));
+            }
+            prop_assert!(before.net.unreachable.is_subset(&plan.net.unreachable));
+            for node in &lost {
+                let near = node.location == own.location && node.internal_ip.is_some() && own.internal_ip.is_some();
+                for dst in [Some(pod(node)), node.internal_ip.map(|net| net.addr())].into_iter().flatten() {
+                    let taken = prefixes::longest(&before.tables.prefix, dst).is_some();
+                    let packet = Packet { src: pod(own), dst };
+                    let same_family = packet.src.is_ipv4() == dst.is_ipv4();
+                    if near || taken || !same_family {
+                        continue;
+                    }
+                    prop_assert!(matches!(plan.route(packet), Route::Dropped(_)), "{} {:?}", own.name, packet);
+                    prop_assert!(!plan.tables.masquerades(packet));
                 }
             }
         }
@@ -331,4 +393,112 @@ fn of_two_nodes_with_one_private_address_the_first_is_sent_to() {
         let lost = plan.route(Packet { src: private(&nodes[1]), dst: pod(other) });
         assert_eq!(lost, Route::Dropped(DropReason::NoHop), "{own}");
     }
+}
+
+#[test]
+fn what_is_for_own_pods_does_not_leave_before_there_are_any() {
+    let nodes = [two(), [healthy(3, 1, false, false, 24), healthy(4, 2, false, false, 24)]].concat();
+    let plan = plan_of(&nodes, "node-001", Facts::default());
+    let own = net("10.42.1.0/24");
+    assert_eq!(plan.tables.prefix[&own].hop, HOP_LOCAL);
+    // The stack has no route to its pods, and the default route takes it.
+    for src in [pod(&nodes[1]), pod(&nodes[2]), private(&nodes[1]), private(&nodes[0])] {
+        let packet = Packet { src, dst: pod(&nodes[0]) };
+        assert_eq!(plan.tables.uplink_egress(packet), Err(DropReason::NotEncrypted), "{src}");
+    }
+    assert!(plan.net.unreachable.iter().eq([&own]), "{:?}", plan.net.unreachable);
+    assert_eq!(clear(&plan, "10.1.1.1/32"), 0, "the host's own address");
+    // Another CNI may carry its pods as it likes; and a link of the host's own wins.
+    let beside = Settings { local: false, ..settings(Granularity::Location, Encapsulate::Always) };
+    let plan = plan_with(&nodes, "node-001", &beside, Facts::default());
+    assert_eq!((clear(&plan, "10.42.1.0/24"), plan.net.unreachable.len()), (0, 0));
+    let elsewhere = [(own, Elsewhere { on_link: true, wins: true })].into();
+    let plan = plan_of(&nodes, "node-001", Facts { elsewhere, ..Facts::default() });
+    assert_eq!((clear(&plan, "10.42.1.0/24"), plan.net.unreachable.len()), (0, 0));
+}
+
+#[test]
+fn what_is_for_a_node_that_was_given_up_does_not_leave_in_clear() {
+    let (ready, lost) = (
+        [two().to_vec(), vec![healthy(5, 1, false, false, 24)]].concat(),
+        [healthy(3, 1, false, false, 24), healthy(4, 2, false, false, 24), healthy(6, 3, true, false, 24)],
+    );
+    let settings = settings(Granularity::Location, Encapsulate::Always);
+    for own in [0, 2] {
+        let plan = plan_without(&ready, &lost, &ready[own].name, &settings, Facts::default());
+        for src in [pod(&ready[own]), private(&ready[own]), pod(&ready[1]), pod(&ready[2 - own])] {
+            for dst in lost.iter().map(pod) {
+                let packet = Packet { src, dst };
+                assert_eq!(plan.route(packet), Route::Dropped(DropReason::NotEncrypted), "{packet:?}");
+                assert_eq!(plan.tables.kilo_egress(packet), Err(DropReason::NoHop), "{packet:?}");
+                assert!(!plan.tables.masquerades(packet), "{packet:?}");
+            }
+        }
+        for node in &lost {
+            let cidr = node.pod_cidrs[0];
+            assert_eq!(plan.tables.prefix[&cidr].hop, HOP_NONE);
+            assert_eq!(plan.tables.masq_dst.get(&cidr), Some(&MASQ_EXCLUDE));
+            assert!(plan.net.unreachable.contains(&cidr) && !is_routed(&plan, &cidr.to_string()));
+        }
+        // The address of a node elsewhere is closed to pods. It may be the API server's, by whose
+        // word alone the node comes back, so the host itself goes on to try other ways.
+        for node in &lost[1..] {
+            let dst = private(node);
+            let dropped = Route::Dropped(DropReason::NoHop);
+            assert_eq!(plan.route(Packet { src: pod(&ready[own]), dst }), dropped);
+            assert_eq!(plan.route(Packet { src: private(&ready[own]), dst }), Route::Other);
+            assert!(!plan.tables.masquerades(Packet { src: pod(&ready[own]), dst }));
+        }
+        // In the location it is reached as any host of the network.
+        assert_eq!(plan.tables.prefix.get(&private(&lost[0]).into()), None);
+        // Nothing else differs from a plan that knows nothing of them.
+        let without = plan_with(&ready, &ready[own].name, &settings, Facts::default());
+        assert_eq!((&plan.wireguard, &plan.net.routes), (&without.wireguard, &without.net.routes));
+    }
+    // Nobody knows where a node without a key would be, nor what is sent to one without pods.
+    let strangers = [Node { key: None, ..lost[1].clone() }, Node { pod_cidrs: vec![], ..lost[2].clone() }];
+    let plan = plan_without(&ready, &strangers, "node-001", &settings, Facts::default());
+    assert_eq!(plan, plan_of(&ready, "node-001", Facts::default()));
+}
+
+#[test]
+fn pods_of_a_lost_node_that_others_carry_in_the_location_stay_open() {
+    let (ready, lost) = (two(), [healthy(3, 1, false, false, 24), healthy(4, 2, false, false, 24)]);
+    let plain = settings(Granularity::Location, Encapsulate::Never);
+    let beside = Settings { local: false, ..settings(Granularity::Location, Encapsulate::Always) };
+    for settings in [plain, beside] {
+        let plan = plan_without(&ready, &lost, "node-001", &settings, Facts::default());
+        let near = Packet { src: pod(&ready[0]), dst: pod(&lost[0]) };
+        assert_eq!(plan.tables.uplink_egress(near), Ok(None));
+        assert!(!plan.tables.masquerades(near), "the way there is not through the host's address");
+        assert_eq!(clear(&plan, "10.42.4.0/24"), PREFIX_NEVER_CLEAR);
+        assert!(plan.net.unreachable.contains(&net("10.42.4.0/24")));
+        assert!(!plan.net.unreachable.contains(&net("10.42.3.0/24")));
+    }
+    // Where every node is on its own in the mesh, what is near goes without WireGuard as before.
+    for (granularity, closed) in [(Granularity::Full, true), (Granularity::Cross, true)] {
+        let settings = settings(granularity, Encapsulate::Always);
+        let plan = plan_without(&ready, &lost, "node-001", &settings, Facts::default());
+        assert_eq!(clear(&plan, "10.42.3.0/24") == PREFIX_NEVER_CLEAR, closed);
+        let address = plan.tables.prefix.get(&private(&lost[0]).into()).is_some();
+        assert_eq!(address, granularity == Granularity::Full, "{granularity:?}");
+    }
+}
+
+#[test]
+fn a_node_that_takes_part_loses_nothing_to_a_stale_object() {
+    let mut ready = two();
+    ready[1].allowed_location_ips = vec![net("10.64.0.0/10")];
+    let settings = settings(Granularity::Location, Encapsulate::Always);
+    let without = plan_with(&ready, "node-001", &settings, Facts::default());
+    let mut stale = healthy(4, 3, false, false, 24);
+    stale.internal_ip = ready[1].internal_ip;
+    stale.pod_cidrs =
+        vec![net("10.42.2.0/24"), net("10.42.2.128/25"), net("10.42.1.0/26"), net("10.64.0.0/10")];
+    let plan = plan_without(&ready, &[stale.clone()], "node-001", &settings, Facts::default());
+    assert_eq!((&plan.tables.prefix, &plan.net), (&without.tables.prefix, &without.net));
+    // What somebody offers besides does not open it.
+    stale.pod_cidrs = vec![net("10.64.7.0/24")];
+    let plan = plan_without(&ready, &[stale], "node-001", &settings, Facts::default());
+    assert_eq!(plan.tables.prefix[&net("10.64.7.0/24")].hop, HOP_NONE);
 }

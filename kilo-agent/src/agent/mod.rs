@@ -42,7 +42,7 @@ use crate::{
     net::{Net, forward::Forward, forwarding, links, mtu::Mtu, nat_rules::NatRules, watch},
     plan::{self, HopIds, HostPlan, Inputs, NetPlan},
     resolve::Resolver,
-    status::{Leaders, View, among, with_own},
+    status::{Leaders, View, among, not_among, with_own},
     topology::{self, Liveness, Mesh, Node, Settings},
     wireguard::{diff, greet::Greeter, key::SecretKey},
 };
@@ -384,11 +384,11 @@ impl<B: Backend> Agent<B> {
         let shown = shown.unwrap_or_else(|| own.clone().into());
         let nodes = with_own(&snapshot.nodes, Some(&shown));
         let ready = self.liveness.ready(nodes.clone(), &name, now, unix_now);
-        let members = among(nodes, &ready);
+        let members = among(nodes.clone(), &ready);
         let settings = &self.options.settings;
         let before = Arc::clone(&self.view.borrow().mesh);
         let mesh = before.next(members, &snapshot.peers, settings.granularity, settings.subnet);
-        let mesh = Arc::new(mesh);
+        let mesh = Arc::new(mesh.with_lost(not_among(nodes, &ready)));
         drop(before);
         // An API server that is away must not keep this host from being put right.
         let unpublished = match self.publish(&own, seen, &mesh, &look.state, now, unix_now).await {

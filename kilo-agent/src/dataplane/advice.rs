@@ -6,8 +6,8 @@ use kilo_common::verdict::DropReason;
 const ADVICE: &[(&str, &str)] = &[
     (
         "no_hop",
-        "The node that owns the destination has no usable private address, or the location has no leader: \
-         `kgctl status`; `kgctl trace` names the node.",
+        "The node that owns the destination has no usable private address or was given up, or the location has no \
+         leader: `kgctl status`; `kgctl trace` names the node.",
     ),
     (
         "no_prefix",
@@ -78,7 +78,8 @@ const ADVICE: &[(&str, &str)] = &[
         "not_encrypted",
         "The route that leads this packet into kilo0 is missing or overruled: check that kilo0 exists and is up (`ip \
          link show kilo0`), that the agent reconciles (`kgctl status`), and that no policy rule (`ip rule`) or more \
-         specific route (`ip route get ADDRESS`) leads it elsewhere.",
+         specific route (`ip route get ADDRESS`) leads it elsewhere. Or the destination is a pod of this node that \
+         is not there (any more), or of a node that was given up (`kgctl status`).",
     ),
     (
         "wrong_interface",

@@ -157,7 +157,7 @@ impl Net {
             writes += addresses::apply(&self.rtnl, kilo, &plan.addresses, &mut refused).await?;
         }
         let current = routes::read(&self.rtnl).await?;
-        let mut changes = routes::diff(&current, plan.routes.iter(), kilo);
+        let mut changes = routes::diff(&current, plan.routes.iter(), &plan.unreachable, kilo);
         if !is_up {
             // The kernel takes no route to an interface that is down.
             changes.add.retain(|entry| entry.unreachable);
@@ -173,8 +173,8 @@ impl Net {
     /// As [`Self::apply`], where all of the plan `before` is known to be there:
     /// nothing is read, and only what differs between the plans is written.
     pub async fn change(&self, before: &NetPlan, plan: &NetPlan, kilo: u32) -> Result<usize, NetError> {
-        let same_but_routes = (before.mtu, &before.addresses, &before.neighbours)
-            == (plan.mtu, &plan.addresses, &plan.neighbours);
+        let same_but_routes = (before.mtu, &before.addresses, &before.neighbours, &before.unreachable)
+            == (plan.mtu, &plan.addresses, &plan.neighbours, &plan.unreachable);
         if !same_but_routes {
             return self.apply(plan, kilo).await;
         }
@@ -191,7 +191,7 @@ impl Net {
     pub async fn remove(&self, kilo: Option<u32>) -> Result<usize, NetError> {
         let mut refused = Vec::new();
         let mut writes = rules::remove(&self.rtnl, &mut refused).await?;
-        let changes = routes::diff(&routes::read(&self.rtnl).await?, [], kilo.unwrap_or(0));
+        let changes = routes::diff(&routes::read(&self.rtnl).await?, [], [], kilo.unwrap_or(0));
         writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;
         writes += neighbours::apply(&self.rtnl, &BTreeSet::new(), &mut refused).await?;
         writes += tunnels::remove(&self.rtnl).await?;

@@ -2,7 +2,8 @@
 //!
 //! Behind a route that is [`closed`](Route::closed) stands an `unreachable` one of
 //! a high metric. The kernel removes routes together with their device, or when it
-//! goes down; these stay, and the default route does not get the packets.
+//! goes down; these stay, and the default route does not get the packets. To pods of
+//! this node and of nodes that were given up there is only such a one.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -71,6 +72,12 @@ impl Entry {
         [Self { route: normalise(*route), unreachable: false }].into_iter().chain(behind)
     }
 
+    /// The `unreachable` route to a prefix that has no other of ours.
+    fn unreachable(destination: IpNet) -> Self {
+        let route = Route { destination, table: MAIN_TABLE, source: None, mtu: None, closed: false };
+        Self { route: normalise(route), unreachable: true }
+    }
+
     /// What there is one of.
     const fn key(&self) -> (u32, IpNet, bool) {
         (self.route.table, self.route.destination, self.unreachable)
@@ -88,10 +95,17 @@ pub struct Changes {
     pub delete: Vec<Found>,
 }
 
-/// Pure: what has to change so that our routes are `wanted`, all through `kilo`.
-pub fn diff<'a>(current: &[Found], wanted: impl IntoIterator<Item = &'a Route>, kilo: u32) -> Changes {
-    let wanted: BTreeMap<_, Entry> =
-        wanted.into_iter().flat_map(Entry::of).map(|entry| (entry.key(), entry)).collect();
+/// Pure: what has to change so that our routes are `wanted`, all through `kilo`, and those that
+/// answer that these destinations are `unreachable`.
+pub fn diff<'a>(
+    current: &[Found],
+    wanted: impl IntoIterator<Item = &'a Route>,
+    unreachable: impl IntoIterator<Item = &'a IpNet>,
+    kilo: u32,
+) -> Changes {
+    let unreachable = unreachable.into_iter().copied().map(Entry::unreachable);
+    let wanted = wanted.into_iter().flat_map(Entry::of).chain(unreachable);
+    let wanted: BTreeMap<_, Entry> = wanted.map(|entry| (entry.key(), entry)).collect();
     let mut changes = Changes::default();
     let mut right = BTreeSet::new();
     let mut present = BTreeSet::new();
@@ -140,7 +154,7 @@ pub fn between(before: &SortedSet<Route>, wanted: &SortedSet<Route>, kilo: u32) 
             new.extend(wanted);
         }
     });
-    diff(&gone, new, kilo)
+    diff(&gone, new, [], kilo)
 }
 
 /// The form the kernel gives back: no host bits; a source of the other family
@@ -609,17 +623,17 @@ mod tests {
     fn another_source_or_interface_is_replaced_in_place() {
         let old = route("10.2.0.0/24", Some("10.0.0.1"));
         let new = route("10.2.0.0/24", Some("10.0.0.2"));
-        let changes = diff(&[found(old, 5, 0)], &BTreeSet::from([new]), 5);
+        let changes = diff(&[found(old, 5, 0)], &BTreeSet::from([new]), [], 5);
         assert_eq!(changes, Changes { replace: vec![entry(new)], ..Changes::default() });
-        let changes = diff(&[found(new, 4, 0)], &BTreeSet::from([new]), 5);
+        let changes = diff(&[found(new, 4, 0)], &BTreeSet::from([new]), [], 5);
         assert_eq!(changes, Changes { replace: vec![entry(new)], ..Changes::default() });
-        assert_eq!(diff(&[found(new, 5, 0)], &BTreeSet::from([new]), 5), Changes::default());
+        assert_eq!(diff(&[found(new, 5, 0)], &BTreeSet::from([new]), [], 5), Changes::default());
     }
 
     #[test]
     fn a_source_of_the_other_family_is_no_difference() {
         let wanted = BTreeSet::from([route("fd00:1::/64", Some("10.0.0.1"))]);
-        assert_eq!(diff(&[found(route("fd00:1::/64", None), 5, 1024)], &wanted, 5), Changes::default());
+        assert_eq!(diff(&[found(route("fd00:1::/64", None), 5, 1024)], &wanted, [], 5), Changes::default());
     }
 
     #[test]
@@ -655,7 +669,7 @@ mod tests {
                 .collect();
             let wanted: BTreeSet<Route> =
                 want.iter().map(|(net, (source, closed))| make(*net, *source, *closed)).collect();
-            let changes = diff(&current, &wanted, 5);
+            let changes = diff(&current, &wanted, [], 5);
             let key = |found: &Found| (found.route.destination, found.unreachable);
             let mut table: BTreeMap<_, Found> = current.iter().map(|f| (key(f), *f)).collect();
             for Entry { route, unreachable: behind } in changes.add.iter().chain(&changes.replace) {
@@ -672,7 +686,7 @@ mod tests {
                 prop_assert!(after.contains(&found(*route, 5, 0)));
             }
             prop_assert_eq!(after.len(), wanted.iter().map(|route| 1 + usize::from(route.closed)).sum::<usize>());
-            prop_assert_eq!(diff(&after, &wanted, 5), Changes::default());
+            prop_assert_eq!(diff(&after, &wanted, [], 5), Changes::default());
             let before: SortedSet<Route> = wanted.iter().copied().collect();
             prop_assert_eq!(between(&before, &before, 5), Changes::default());
             let gone = between(&before, &SortedSet::from_iter([]), 5).delete;

@@ -12,13 +12,21 @@ use kilo_common::maps::{
 use super::{HostLinks, Inputs, Own, Remote, Tables, Uplink};
 use crate::{sorted::SortedMap, topology::prefixes};
 
-pub(super) fn fill(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &mut Tables) {
+pub(super) fn fill(
+    inputs: &Inputs<'_>,
+    own: &Own<'_>,
+    remote: &Remote,
+    lost: &[(IpNet, u32)],
+    tables: &mut Tables,
+) {
     let peers = inputs.mesh.peers.iter().flat_map(|peer| &peer.allowed_ips).copied();
     // An offered prefix does not count, but where it is something else, too.
     let elsewhere = remote.claims().filter(|claim| !claim.offered).map(|claim| claim.prefix);
     let here = own.segment.allowed_ips.iter().chain(&inputs.settings.service_cidrs).copied();
+    let lost = lost.iter().map(|(prefix, _)| *prefix);
     let mut known = Vec::with_capacity(remote.claims().len() + own.segment.allowed_ips.len());
-    known.extend(elsewhere.chain(here.map(|prefix| prefix.trunc())).map(|prefix| (prefix, MASQ_EXCLUDE)));
+    let prefixes = elsewhere.chain(here.map(|prefix| prefix.trunc())).chain(lost);
+    known.extend(prefixes.map(|prefix| (prefix, MASQ_EXCLUDE)));
     let known: SortedMap<IpNet, u32> = known.into_iter().collect();
     let (mut forced, mut sources) = (Vec::new(), Vec::new());
     for prefix in own.segment.allowed_location_ips.iter().map(IpNet::trunc) {

@@ -4,6 +4,7 @@
 mod arrival;
 mod conflicts;
 mod hops;
+mod lost;
 mod masquerade;
 pub mod model;
 mod overlay;
@@ -62,6 +63,13 @@ pub struct Inputs<'a> {
     pub mtu: u32,
 }
 
+impl Inputs<'_> {
+    /// Whether what is for pods of the own location goes Kilo's way, and not another CNI's.
+    fn carries_pods(&self) -> bool {
+        self.settings.local && !self.links.overlay.contains_key(self.node)
+    }
+}
+
 /// This node's place in the mesh.
 #[derive(Clone, Copy, Debug)]
 struct Own<'a> {
@@ -111,8 +119,9 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
     let inputs = &Inputs { mesh: &around, ..*inputs };
     let own = Own::find(inputs.mesh, inputs.node)?;
     let remote = Remote::new(inputs, &own);
-    let mut tables = steering::tables(inputs, &own, &remote);
-    masquerade::fill(inputs, &own, &remote, &mut tables);
+    let lost = lost::prefixes(inputs, &own);
+    let mut tables = steering::tables(inputs, &own, &remote, &lost);
+    masquerade::fill(inputs, &own, &remote, &lost, &mut tables);
     let plain = tables.hop.values().any(|hop| matches!(hop, Hop::Node { tunnel: Tunnel::None, .. }));
     let private = own.member.private_ip();
     let flag = |set: bool, bit: u32| if set { bit } else { 0 };

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, net::IpAddr};
 
 use ipnet::IpNet;
-use kilo_common::maps::{PREFIX_NEVER_CLEAR, PrefixValue};
+use kilo_common::maps::{HOP_LOCAL, HOP_NONE, PREFIX_NEVER_CLEAR, PrefixValue};
 
 use super::{Hop, Inputs, MAIN_TABLE, NetPlan, Own, Remote, Route, Tables};
 use crate::{sorted::Key, topology::Tunnel};
@@ -31,6 +31,12 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
     }
     destinations.sort_by_key(Key::rank);
     destinations.dedup();
+    let closed = tables.prefix.iter().filter(|(_, value)| {
+        value.flags & PREFIX_NEVER_CLEAR != 0 && matches!(value.hop, HOP_LOCAL | HOP_NONE)
+    });
+    let without_route =
+        |prefix: &IpNet| destinations.binary_search_by_key(&prefix.rank(), Key::rank).is_err();
+    net.unreachable = closed.map(|(prefix, _)| *prefix).filter(without_route).collect();
     let source = source(inputs, own);
     // One walk over both: they are sorted.
     let mut prefixes = tables.prefix.iter().peekable();

@@ -9,7 +9,7 @@ use ipnet::{IpNet, Ipv4Net};
 use kilo_common::{
     encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6},
     maps::{
-        HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_INSIDE, PREFIX_NEVER_CLEAR,
+        HOP_LOCAL, HOP_NONE, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_INSIDE, PREFIX_NEVER_CLEAR,
         PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
     },
 };
@@ -48,7 +48,7 @@ impl<'a> Ids<'a> {
     }
 }
 
-pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tables {
+pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: &[(IpNet, u32)]) -> Tables {
     let ids = Ids::new(inputs.hops, own);
     // A few of the own location's besides.
     let mut prefixes = Vec::with_capacity(remote.claims().len() + own.segment.members.len() * 2);
@@ -56,13 +56,19 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tab
         prefixes.push((prefix.trunc(), PrefixValue { hop, flags: PREFIX_SOURCE | flags }));
     };
     let routed = |yes: bool| if yes { PREFIX_ROUTE } else { 0 };
-    for prefix in own.member.node.pod_cidrs.iter().copied().chain(own.member.private_ip().map(IpNet::from)) {
-        add(prefix, HOP_LOCAL, PREFIX_ROUTE);
-    }
     // Beside another CNI the routes lead into its overlay; but what a leader
     // decrypts goes the way the answers come. In its stack the CNI's masquerading
     // would meet half connections and translate them.
     let beside_cni = inputs.links.overlay.contains_key(inputs.node);
+    let ours = inputs.carries_pods();
+    // Before the first pod, and without the bridge, the stack would send them on by the default route.
+    let never_clear = if ours { PREFIX_NEVER_CLEAR } else { 0 };
+    for cidr in &own.member.node.pod_cidrs {
+        add(*cidr, HOP_LOCAL, PREFIX_ROUTE | never_clear);
+    }
+    if let Some(ip) = own.member.private_ip() {
+        add(ip.into(), HOP_LOCAL, PREFIX_ROUTE);
+    }
     // Without an outer header the network carries what goes to the node.
     let by_tunnel = |member: &Member| {
         if own.tunnel(inputs.settings, member) == Tunnel::None { 0 } else { PREFIX_NEVER_CLEAR }
@@ -77,7 +83,6 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tab
     }
     for member in own.others() {
         let Some(hop) = ids.get(member) else { continue };
-        let ours = inputs.settings.local && !beside_cni;
         for cidr in &member.node.pod_cidrs {
             let closed = if ours { by_tunnel(member) } else { 0 };
             add(*cidr, hop, routed(inputs.settings.local || beside_cni) | closed);
@@ -111,9 +116,26 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Tab
     prefixes.sort_by_key(|(prefix, _)| prefix.rank());
     prefixes.dedup_by_key(|(prefix, _)| *prefix);
     let mut tables = Tables { prefix: prefixes.into_iter().collect(), ..Tables::default() };
+    close_lost(lost, &chosen, &mut tables.prefix);
     leave_out_elsewhere(&inputs.links.elsewhere, &chosen, &mut tables.prefix);
     fill_hops(inputs, own, &ids, &mut tables);
     tables
+}
+
+/// Drops what is for nodes that were given up. A node that takes part loses nothing by that: what it
+/// has, or what lies within, stays its own. A prefix of somebody's choice only holds it besides.
+fn close_lost(lost: &[(IpNet, u32)], chosen: &BTreeSet<IpNet>, table: &mut SortedMap<IpNet, PrefixValue>) {
+    let flags = PREFIX_ROUTE | PREFIX_SOURCE;
+    let mut closed = Vec::new();
+    for &(prefix, clear) in lost.iter().filter(|(_, clear)| *clear != 0) {
+        let owned = |(held_by, _): (IpNet, &PrefixValue)| held_by == prefix || !chosen.contains(&held_by);
+        if !prefixes::holding(table, prefix).any(owned) {
+            closed.push((prefix, PrefixValue { hop: HOP_NONE, flags: flags | clear }));
+        }
+    }
+    // Of several that claim one prefix the strictest counts: the last stays.
+    closed.sort_by_key(|(_, value)| value.flags & PREFIX_NEVER_CLEAR);
+    table.extend(closed);
 }
 
 /// What is special about packets to a prefix of another location or a VPN peer.

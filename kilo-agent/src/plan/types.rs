@@ -84,6 +84,9 @@ pub struct NetPlan {
     pub addresses: BTreeSet<IpNet>,
     /// Routes, all through the WireGuard device.
     pub routes: SortedSet<Route>,
+    /// Prefixes that no route of ours leads to and no default route may take: pods of this node
+    /// while nothing holds them, and those of nodes that were given up.
+    pub unreachable: BTreeSet<IpNet>,
     /// Next hops the kernel keeps resolved, with their interface.
     pub neighbours: BTreeSet<(u32, IpAddr)>,
 }

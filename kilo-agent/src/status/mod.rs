@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 pub use leaders::{Lead, Leaders};
 pub use table::table;
 pub use time::Timestamp;
-pub use view::{View, among, with_own};
+pub use view::{View, among, not_among, with_own};
 
 use crate::{
     backend::Snapshot,

@@ -125,6 +125,14 @@ pub fn among<'a>(
     nodes.zip(ready).filter_map(|(known, ready)| ready.then_some(known.node))
 }
 
+/// Those that do not.
+pub fn not_among<'a>(
+    nodes: impl Iterator<Item = Known<'a>>,
+    ready: &[bool],
+) -> impl Iterator<Item = &'a Arc<Node>> {
+    nodes.zip(ready).filter_map(|(known, ready)| (!ready).then_some(known.node))
+}
+
 fn tunnels(mesh: &Mesh, peers: BTreeMap<PublicKey, DevicePeer>, time: Timestamp) -> Vec<Tunnel> {
     let names: BTreeMap<PublicKey, String> = mesh
         .peers

@@ -61,10 +61,31 @@ pub struct Mesh {
     pub peers: Vec<Peer>,
     /// Endpoints nodes see each other at, the first in topology order counts.
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
+    /// Nodes that are known but do not take part, by name, as [`Self::with_lost`] was told.
+    pub lost: Vec<Lost>,
     /// Where each node is, by name.
     seats: Vec<Seat>,
     /// What the segments were made with; `None`: the next mesh is made from nothing.
     granularity: Option<Granularity>,
+}
+
+/// A node that takes no part although its object is there: its prefixes are nobody
+/// else's, and what is sent there must not leave in clear.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lost {
+    /// The node, without a WireGuard address.
+    pub member: Member,
+    /// The location it would be in, as [`Segment::location`].
+    location: String,
+    /// As [`Segment::group`].
+    group: Option<String>,
+}
+
+impl Lost {
+    /// Whether nodes of a location reach it without WireGuard.
+    pub fn is_in(&self, segment: &Segment) -> bool {
+        self.location == segment.location || (self.group.is_some() && self.group == segment.group)
+    }
 }
 
 /// A node's place in the mesh: a segment, and a member of it.
@@ -130,7 +151,23 @@ impl Mesh {
         }
         let peers = without_duplicates(peers);
         filter_location_ips(&mut segments, &peers);
-        Self { subnet, segments, peers, discovered, seats, granularity: Some(granularity) }
+        let lost = Vec::new();
+        Self { subnet, segments, peers, discovered, lost, seats, granularity: Some(granularity) }
+    }
+
+    /// The same mesh, which also knows those of `nodes` (all that take no part, by name) that
+    /// once did: they have a key and pods.
+    #[must_use]
+    pub fn with_lost<'a>(mut self, nodes: impl IntoIterator<Item = &'a Arc<Node>>) -> Self {
+        let granularity = self.granularity.unwrap_or_default();
+        let nodes = nodes.into_iter().filter(|node| node.key.is_some() && !node.pod_cidrs.is_empty());
+        let lost = nodes.map(|node| Lost {
+            member: Member { node: Arc::clone(node), wireguard_ip: None },
+            location: location_of(node, granularity),
+            group: group_of(node, granularity),
+        });
+        self.lost = lost.collect();
+        self
     }
 
     /// The nodes of each location, first those of this mesh in its order; and the group each node is in.

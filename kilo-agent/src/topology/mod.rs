@@ -15,7 +15,9 @@ mod types;
 pub use graph::dot;
 pub use leader::{LeaderReason, is_public};
 pub use liveness::Liveness;
-pub use mesh::{Mesh, NO_POD_CIDR, READY_SECONDS, is_complete, is_recent, location_of, missing, ready_at};
+pub use mesh::{
+    Lost, Mesh, NO_POD_CIDR, READY_SECONDS, is_complete, is_recent, location_of, missing, ready_at,
+};
 pub use nodes::{CheckedIn, Known, Nodes, Replaced};
 pub use private_endpoint::PRIVATE_ENDPOINT_REMEDY;
 pub(crate) use segment::Reach;
