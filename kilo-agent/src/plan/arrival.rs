@@ -3,20 +3,24 @@
 
 use std::net::IpAddr;
 
+use ipnet::IpNet;
 use kilo_common::maps::NODE_INTERFACES;
 
 use super::HostLinks;
 
 /// The interfaces for a node with this address, the likeliest first: where the route to it
 /// leads, the private one (a router may have another way back), those of the route's other
-/// next hops, the overlay's, and those whose network it is in. What does not fit is left out.
+/// next hops, the overlay's, those whose network it is in, and those in one network with the
+/// first two (a router hands packets to whichever answered it). What does not fit is left out.
 pub(super) fn interfaces(links: &HostLinks, address: IpAddr) -> [u32; NODE_INTERFACES] {
     let networks = links.networks.iter().filter(|(_, net)| net.contains(&address)).map(|(index, _)| *index);
     let uplinks = links.uplinks.keys().copied().filter(|_| links.private_is_unbound);
-    let all = links.towards.get(&address).copied().into_iter();
-    let all = all.chain(links.private.filter(|_| !links.private_is_unbound));
+    let towards = links.towards.get(&address).copied();
+    let private = links.private.filter(|_| !links.private_is_unbound);
+    let beside = towards.into_iter().chain(private).flat_map(|index| in_one_network(links, index));
+    let all = towards.into_iter().chain(private);
     let all = all.chain(links.more_towards.get(&address).into_iter().flatten().copied());
-    let all = all.chain(links.overlay_device).chain(networks).chain(uplinks);
+    let all = all.chain(links.overlay_device).chain(networks).chain(beside).chain(uplinks);
     let mut found = [0; NODE_INTERFACES];
     for index in all.filter(|index| *index != 0) {
         if found.contains(&index) {
@@ -26,6 +30,18 @@ pub(super) fn interfaces(links: &HostLinks, address: IpAddr) -> [u32; NODE_INTER
         *free = index;
     }
     found
+}
+
+/// Interfaces with an address in a network of this one; link-local networks say nothing.
+fn in_one_network(links: &HostLinks, index: u32) -> impl Iterator<Item = u32> {
+    let is_link_local = |net: &IpNet| match net.addr() {
+        IpAddr::V4(v4) => v4.is_link_local(),
+        IpAddr::V6(v6) => v6.is_unicast_link_local(),
+    };
+    let usable = move || links.networks.iter().filter(move |(_, net)| !is_link_local(net));
+    let own =
+        move |net: &IpNet| usable().any(|(of, own)| *of == index && (own.contains(net) || net.contains(own)));
+    usable().filter(move |(_, net)| own(net)).map(|(index, _)| *index)
 }
 
 #[cfg(test)]
@@ -67,6 +83,16 @@ mod tests {
         assert_eq!(interfaces(&links, ip("10.1.0.12")), [2, 4, 0, 0]);
         links.more_towards = BTreeMap::from([(ip("10.1.0.12"), vec![5, 2, 6])]);
         assert_eq!(interfaces(&links, ip("10.1.0.12")), [2, 5, 6, 4]);
+    }
+
+    #[test]
+    fn a_node_behind_a_router_comes_by_either_interface_of_one_network() {
+        let mut links = links();
+        links.networks.push((4, "10.1.0.112/24".parse().unwrap()));
+        for index in [2, 3, 4] {
+            links.networks.push((index, "fe80::1/64".parse().unwrap()));
+        }
+        assert_eq!(interfaces(&links, ip("10.1.1.13")), [2, 4, 0, 0]);
     }
 
     #[test]

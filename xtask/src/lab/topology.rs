@@ -75,7 +75,13 @@ impl Topology {
             Self::TwoNics => two_nics(network),
             Self::Vlan => vlan(network),
             Self::PointToPoint => point_to_point(network),
-            Self::StaticRoute => network.printer.ip("route add 10.42.0.0/16 via 10.1.0.11\n"),
+            Self::StaticRoute => {
+                // To pods of another node of the location by that node: a1 may not send it what
+                // another host has sent (`foreign_source`). The rest by the leader.
+                let a2 = network.node("a2")?;
+                let own = format!("route add {}/24 via {}\n", a2.pod_address(0), a2.private);
+                network.printer.ip(&format!("route add 10.42.0.0/16 via 10.1.0.11\n{own}"))
+            }
         }
     }
 }
