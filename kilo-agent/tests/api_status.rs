@@ -105,9 +105,12 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
         // No agent runs: the objects alone.
         let (success, table, stderr) = kgctl(&kubeconfig, &[]);
         assert!(success, "{stderr}");
-        for words in
-            ["first by name", "the only ready node", "its agent last checked in 10m", "no endpoint, no key"]
-        {
+        for words in [
+            "first by name",
+            "the only ready node",
+            "its agent last checked in 10m",
+            "its agent never checked in",
+        ] {
             assert!(table.contains(words), "{words} is missing from\n{table}");
         }
         assert!(table.contains("location:gone   <none>"), "{table}");
