@@ -44,6 +44,13 @@ fn reached_while_named(lab: &Lab) -> Result<()> {
     lab.agents.configure_laptop(network, |peers| peers)?;
     probe::until_seen_as(&network.laptop, PRINTER, a1.private, LIMIT)?;
 
+    // While it was not known everywhere, it was an address outside; now nothing may be in clear.
+    lab.in_clear_but(|address| address == PRINTER)?;
+    for space in far {
+        probe::until_seen_as(space, PRINTER, a1.private, LIMIT)?;
+    }
+    lab.in_clear_but(|_| false)?;
+
     lab.agents.write_node(a2, &[])?;
     let started = Instant::now();
     for space in far {
