@@ -1,6 +1,9 @@
 //! Running programs, with errors that show what they said.
 
-use std::process::{Command, Stdio};
+use std::{
+    path::PathBuf,
+    process::{Command, Stdio},
+};
 
 use anyhow::{Context as _, Result, bail};
 
@@ -43,4 +46,13 @@ pub fn show(command: &mut Command) -> Result<()> {
         bail!("{what}: {status}");
     }
     Ok(())
+}
+
+/// This program where it was built: a build may have replaced the running one.
+///
+/// # Errors
+/// When the running program has no path.
+pub fn own_program() -> Result<PathBuf> {
+    let this = std::env::current_exe()?;
+    Ok(this.parent().context("no directory of this program")?.join("xtask"))
 }

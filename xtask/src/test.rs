@@ -15,6 +15,7 @@ use clap::{Args, ValueEnum};
 use crate::{
     apt, build_all,
     cluster::release::Release,
+    command::own_program,
     kube_tools, kubernetes, lab,
     report::TestOutcome,
     rotation::{Kernel, Long},
@@ -433,12 +434,6 @@ fn read_outcomes(path: &Path, part: Part) -> Result<Vec<TestOutcome>> {
     let text = fs::read(path).with_context(|| format!("{}: the lab wrote no outcomes", path.display()))?;
     let outcomes: Vec<TestOutcome> = serde_json::from_slice(&text)?;
     Ok(outcomes.into_iter().map(|outcome| TestOutcome { part: part.label().to_owned(), ..outcome }).collect())
-}
-
-/// This program where it was built: the build may have replaced the running one.
-fn own_program() -> Result<PathBuf> {
-    let this = std::env::current_exe()?;
-    Ok(this.parent().context("no directory of this program")?.join("xtask"))
 }
 
 /// The lab in a process of its own, because it takes over signals.

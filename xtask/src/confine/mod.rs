@@ -13,7 +13,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use clap::Args;
 
-use crate::workspace_root;
+use crate::{command::own_program, workspace_root};
 use container::Lent;
 use manifest::Rights;
 
@@ -44,9 +44,7 @@ pub struct ConfineArgs {
 /// # Errors
 /// When this program has no path, or the directory for the root cannot be made.
 pub fn launcher(kg: &Path, state: &Path) -> Result<Vec<PathBuf>> {
-    let this = std::env::current_exe()?;
-    // The build may have replaced the running one.
-    let this = this.parent().context("no directory of this program")?.join("xtask");
+    let this = own_program()?;
     let root = state.join("container");
     fs::create_dir_all(&root).with_context(|| root.display().to_string())?;
     let kg = fs::canonicalize(kg).with_context(|| kg.display().to_string())?;

@@ -18,6 +18,7 @@ use nix::{
 };
 
 use super::space::Space;
+use crate::command::own_program;
 
 /// Longest wait for both devices.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -42,7 +43,7 @@ pub struct WireArgs {
 /// # Errors
 /// When they do not appear.
 pub fn start(first: (&Space, &str), second: (&Space, &str)) -> Result<()> {
-    let mut command = Command::new(std::env::current_exe()?);
+    let mut command = Command::new(own_program()?);
     command.arg("wire").arg(first.0.path()).arg(first.1).arg(second.0.path()).arg(second.1);
     command.stdin(Stdio::null()).spawn().context("the wire's process")?;
     let deadline = Instant::now() + PATIENCE;
