@@ -100,6 +100,12 @@ fn a_connection_that_stands_is_noted_by_any_packet_from_outside() {
 #[test]
 fn flows_from_outside_end_as_netfilters_do() {
     let Some(mut world) = World::new() else { return };
+    let uptime = std::fs::read_to_string("/proc/uptime").unwrap();
+    let uptime: u32 = uptime.split('.').next().unwrap().parse().unwrap();
+    if uptime < 2 * seconds::UDP_STREAM {
+        println!("kilo-skip: no flow can be older than this kernel, which runs for {uptime} s");
+        return;
+    }
     for side in sides() {
         let Side { pod, outside, .. } = side;
         let (there, here) = (udp(outside, pod, (5000, 53), b""), udp(pod, outside, (53, 5000), b""));
