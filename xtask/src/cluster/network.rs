@@ -100,9 +100,11 @@ pub fn build() -> Result<()> {
         Space::create(NAME, name)?;
     }
     let (router, outside) = (router(), outside());
+    // Else a bridge has the lowest address of its ports, another one when a node's cable goes.
     router.ip(&format!(
-        "link add lan-a type bridge\nlink add lan-b type bridge\nlink set lan-a up\nlink set lan-b up\n\
-         link add wan type bridge\nlink set wan up\naddress add {WAN}/24 dev wan\n\
+        "link add lan-a address 02:00:00:00:02:0a type bridge\nlink set lan-a up\n\
+         link add lan-b address 02:00:00:00:02:0b type bridge\nlink set lan-b up\n\
+         link add wan address 02:00:00:00:02:0d type bridge\nlink set wan up\naddress add {WAN}/24 dev wan\n\
          address add 10.11.0.1/24 dev lan-a\naddress add 10.12.0.1/24 dev lan-b\n\
          link add outside type veth peer name eth0 netns {}\n\
          address add {ROUTER}/24 dev outside\nlink set outside up\n",
