@@ -229,6 +229,31 @@ fn a_killed_process_leaves_nothing_in_the_way() {
 }
 
 #[test]
+fn a_deleted_interface_is_made_again_while_its_process_still_ends() {
+    isolated("a_deleted_interface_is_made_again_while_its_process_still_ends", || async {
+        sh("ip link set lo up");
+        let _cleanup = Cleanup;
+        let net = Net::new().unwrap();
+        let mut process = userspace::spawn_detached(program(), "wga").unwrap();
+        wait_for("the process", || UnixStream::connect(socket_path("wga")).is_ok()).await;
+        let mesh = plan(51820, secret(2).public(), "192.0.2.2:51820", &["10.9.0.2/32"], false);
+        configure("wga", &mesh, &secret(1));
+        // As on a machine so slow that it has not learnt of the deletion.
+        sh(&format!("kill -STOP {}; ip link delete wga", process.id()));
+        let goes_on = async {
+            tokio::time::sleep(Duration::from_millis(500)).await;
+            sh(&format!("kill -CONT {}", process.id()));
+        };
+        let made = ensure_device_with(net.rtnl(), "wga", Mode::Userspace, true, program());
+        let (made, ()) = tokio::join!(made, goes_on);
+        assert!(made.unwrap().created);
+        wait_for("its end", || process.has_ended()).await;
+        // Port and socket are the new one's.
+        configure("wga", &mesh, &secret(1));
+    });
+}
+
+#[test]
 fn a_key_that_changes_again_and_again_under_traffic_keeps_the_port() {
     isolated("a_key_that_changes_again_and_again_under_traffic_keeps_the_port", || async {
         network();

@@ -24,6 +24,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
+    time::Duration,
 };
 
 use tokio::{
@@ -53,6 +54,8 @@ const DIRECTORY: &str = "/var/run/wireguard";
 const LARGEST_REQUEST: u64 = 64 << 20;
 /// Clients at a time.
 const CLIENTS: usize = 16;
+/// How long a process whose interface is gone may take to end; less than the agent waits.
+const ENDS_WITHIN: Duration = Duration::from_secs(4);
 
 /// Directory of the sockets.
 pub fn socket_directory() -> PathBuf {
@@ -144,9 +147,8 @@ async fn serve(interface: &str) -> Result<(), WireguardError> {
     check_name(interface)?;
     let device_error = |what: &str, source| WireguardError::device(what, source);
     let path = socket_path(interface);
-    if UnixStream::connect(&path).await.is_ok() {
-        return Err(WireguardError::AlreadyRunning(interface.to_owned()));
-    }
+    let rtnl = Rtnl::new()?;
+    wait_for_predecessor(&rtnl, interface, &path).await?;
     let tun_error = |reason: String| WireguardError::Tun { name: interface.to_owned(), reason };
     // The kernel lets one process at a time have the name: from here on a
     // socket that is still there belongs to a dead one.
@@ -162,7 +164,6 @@ async fn serve(interface: &str) -> Result<(), WireguardError> {
     // The TUN device's end is not readable from its file (epoll only says
     // EPOLLERR, which tokio does not pass on): ask netlink.
     let mut watcher = Watcher::new(None)?;
-    let rtnl = Rtnl::new()?;
     let index = links::by_name(&rtnl, interface).await?.map_or(0, |link| link.index);
     let deleted = loop {
         tokio::select! {
@@ -188,10 +189,28 @@ async fn serve(interface: &str) -> Result<(), WireguardError> {
             },
         }
     };
-    acceptor.abort();
-    let _ = fs::remove_file(&path);
+    // The next process begins when the socket no longer answers: by then the port is free, and
+    // the file that is removed is not its own.
     engine.stop().await;
+    let _ = fs::remove_file(&path);
+    acceptor.abort();
     if deleted { Err(WireguardError::Vanished(interface.to_owned())) } else { Ok(()) }
+}
+
+/// Waits for the end of a process whose interface was deleted, which closes its connections.
+async fn wait_for_predecessor(rtnl: &Rtnl, interface: &str, path: &Path) -> Result<(), WireguardError> {
+    let ended = async {
+        while let Ok(mut predecessor) = UnixStream::connect(path).await {
+            if links::by_name(rtnl, interface).await?.is_some() {
+                return Err(WireguardError::AlreadyRunning(interface.to_owned()));
+            }
+            // It has nothing to say unasked: whatever is read is the end.
+            let _ = predecessor.read(&mut [0]).await;
+        }
+        Ok(())
+    };
+    let late = |_| Err(WireguardError::AlreadyRunning(interface.to_owned()));
+    tokio::time::timeout(ENDS_WITHIN, ended).await.unwrap_or_else(late)
 }
 
 fn bind(path: &Path) -> io::Result<UnixListener> {
@@ -209,7 +228,7 @@ async fn accept(listener: UnixListener, requests: mpsc::Sender<Request>) {
         let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
         let Ok((stream, _)) = listener.accept().await else {
             // Out of file descriptors, for example: not a reason to spin.
-            tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+            tokio::time::sleep(Duration::from_millis(100)).await;
             continue;
         };
         let requests = requests.clone();
