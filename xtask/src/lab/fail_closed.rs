@@ -47,26 +47,46 @@ pub fn without_agent(lab: &mut Lab) -> Result<String> {
     Ok(format!("({dropped} packets dropped as not_encrypted)"))
 }
 
-/// The device is deleted under a running agent, again and again.
+/// The device is deleted under a running agent, again and again: where the mesh stands, and
+/// while the agent still sets up the one it has just made.
 pub fn under_agent(lab: &mut Lab) -> Result<String> {
+    // Of what it was about to write when the device went away.
+    lab.caused(&["kilo0 is gone or was replaced", "No such device (os error 19)"]);
     let seen = counters::clear_pod_packets(&lab.network)?;
+    let mut deleted = 0;
     for name in NODES {
         let node = lab.network.node(name)?.clone();
         let target = lab.network.node(TARGET)?.pod_ip();
-        let mut pings =
-            node.pod.command("ping").args(["-q", "-i", "0.01", "-w", "6", &target.to_string()]).spawn()?;
-        for _ in 0..3 {
-            // Without a second belt, so that the first one is seen to hold.
-            node.space.sh(
-                "ip -4 route flush table main type unreachable proto 107; ip link delete kilo0 || true",
-            )?;
-            std::thread::sleep(Duration::from_secs(1));
-        }
-        let _ = pings.wait();
-        back(lab, &node)?;
+        let mut pings = node.pod.command("ping").args(["-q", "-i", "0.01", &target.to_string()]).spawn()?;
+        let result = (0..2).try_for_each(|_| {
+            delete_device(&node)?;
+            delete_device(&node)?;
+            deleted += 2;
+            back(lab, &node)
+        });
+        pings.kill()?;
+        pings.wait()?;
+        result?;
     }
     clear(lab, seen)?;
-    Ok(String::new())
+    Ok(format!("(deleted {deleted} times)"))
+}
+
+/// Deletes kilo0, which is there, and waits until the agent has made another.
+fn delete_device(node: &Node) -> Result<()> {
+    let index = || node.space.sh("cat /sys/class/net/kilo0/ifindex 2>/dev/null || true");
+    let before = index()?;
+    // Without a second belt, so that the first one is seen to hold.
+    node.space.sh("ip -4 route flush table main type unreachable proto 107 || true; ip link delete kilo0")?;
+    let began = Instant::now();
+    loop {
+        let now = index()?;
+        if !now.is_empty() && now != before {
+            return Ok(());
+        }
+        ensure!(began.elapsed() < Duration::from_secs(60), "{}: kilo0 is not made again", node.name());
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 /// Another program has WireGuard's port when the agent starts.
