@@ -30,13 +30,15 @@ RUN case "$TARGETARCH" in \
 # with our sources: crates of the same names and nothing in them.
 COPY Cargo.toml Cargo.lock ./
 COPY kilo-agent/Cargo.toml kilo-agent/
+COPY kilo-agent/core/Cargo.toml kilo-agent/core/
 COPY kilo-agent/fuzz/Cargo.toml kilo-agent/fuzz/
+COPY kilo-agent/host/Cargo.toml kilo-agent/host/
 COPY kilo-common/Cargo.toml kilo-common/
 COPY kilo-ebpf/Cargo.toml kilo-ebpf/
 COPY xtask/Cargo.toml xtask/
 RUN mkdir -p empty && cp -r --parents Cargo.toml */Cargo.toml */*/Cargo.toml empty/ \
  && cd empty && cp ../Cargo.lock . \
- && for crate in kilo-agent kilo-agent/fuzz kilo-common kilo-ebpf xtask; do \
+ && for crate in kilo-agent kilo-agent/core kilo-agent/fuzz kilo-agent/host kilo-common kilo-ebpf xtask; do \
       mkdir -p "$crate/src/bin/kgctl" \
       && touch "$crate/src/lib.rs" \
       && echo 'fn main() {}' | tee "$crate/src/main.rs" "$crate/src/bin/kg.rs" \

@@ -7,153 +7,35 @@ use std::{
     time::Duration,
 };
 
+use clap::ValueEnum;
 use ipnet::IpNet;
 
-use crate::{
-    backend::node::is_dns_name,
-    topology::{Tunnel, UnknownValue},
-};
+use kilo_core::wireguard::is_dns_name;
 
-/// Declares an enum whose variants are a flag's possible values.
-macro_rules! flag_values {
-    ($(#[$meta:meta])* $name:ident, $what:literal { $($(#[$doc:meta])* $variant:ident = $text:literal,)* }) => {
-        $(#[$meta])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub enum $name { $($(#[$doc])* $variant,)* }
-
-        impl $name {
-            /// Possible values of the flag.
-            pub const VALUES: &'static [&'static str] = &[$($text,)*];
-        }
-
-        impl FromStr for $name {
-            type Err = UnknownValue;
-            fn from_str(text: &str) -> Result<Self, UnknownValue> {
-                match text {
-                    $($text => Ok(Self::$variant),)*
-                    _ => Err(UnknownValue {
-                        what: $what,
-                        value: text.to_owned(),
-                        possible: Self::VALUES.join(", "),
-                    }),
-                }
-            }
-        }
-    };
+/// Backend (`--backend`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum BackendKind {
+    /// Node and Peer objects of a Kubernetes API server.
+    Kubernetes,
+    /// A directory of Node and Peer YAML.
+    File,
 }
 
-flag_values! {
-    /// `--backend`.
-    BackendKind, "backend" {
-        /// Node and Peer objects of a Kubernetes API server.
-        Kubernetes = "kubernetes",
-        /// A directory of Node and Peer YAML.
-        File = "file",
-    }
-}
-
-flag_values! {
-    /// `--log-level`.
-    LogLevel, "log level" {
-        /// Everything.
-        All = "all",
-        /// Also what changed and why.
-        Debug = "debug",
-        /// What an operator wants to know.
-        Info = "info",
-        /// What may need attention.
-        Warn = "warn",
-        /// What failed.
-        Error = "error",
-        /// Nothing.
-        None = "none",
-    }
-}
-
-flag_values! {
-    /// `--masquerade`.
-    Masquerade, "masquerade" {
-        /// By the TC programs.
-        Ebpf = "ebpf",
-        /// By rules of nftables.
-        Nftables = "nftables",
-        /// Not at all: somebody else's task.
-        Off = "off",
-    }
-}
-
-flag_values! {
-    /// `--attach`.
-    AttachMode, "way to attach programs" {
-        /// TCX links, else clsact filters.
-        Auto = "auto",
-        /// TCX links (Linux 6.6 and later).
-        Tcx = "tcx",
-        /// Filters of the clsact qdisc.
-        Clsact = "clsact",
-    }
-}
-
-flag_values! {
-    /// `--tunnel`.
-    TunnelMode, "tunnel" {
-        /// VXLAN beside another CNI (`--compatibility`), whose cloud may carry
-        /// TCP and UDP only; else IPIP.
-        Auto = "auto",
-        /// IP in IP, as Kilo.
-        Ipip = "ipip",
-        /// VXLAN.
-        Vxlan = "vxlan",
-        /// No encapsulation: the network carries pod addresses.
-        None = "none",
-    }
-}
-
-impl TunnelMode {
-    /// The outer header of the packets this node steers.
-    pub const fn decide(self, compatibility: Compatibility) -> Tunnel {
-        match (self, compatibility) {
-            (Self::Ipip, _) | (Self::Auto, Compatibility::None) => Tunnel::Ipip,
-            (Self::Vxlan | Self::Auto, _) => Tunnel::Vxlan,
-            (Self::None, _) => Tunnel::None,
-        }
-    }
-}
-
-flag_values! {
-    /// `--wireguard`.
-    WireguardMode, "WireGuard implementation" {
-        /// The kernel's, else our own.
-        Auto = "auto",
-        /// The kernel's.
-        Kernel = "kernel",
-        /// Our own, in a process beside the agent.
-        Userspace = "userspace",
-    }
-}
-
-flag_values! {
-    /// `--compatibility`.
-    Compatibility, "compatibility" {
-        /// No other CNI.
-        None = "",
-        /// Flannel manages routes inside a location.
-        Flannel = "flannel",
-        /// Cilium manages routes inside a location.
-        Cilium = "cilium",
-    }
-}
-
-flag_values! {
-    /// `--endpoint-from`.
-    EndpointFrom, "source of the endpoint" {
-        /// A public address of an interface, else the Node's `ExternalIP`, else a private address.
-        Auto = "auto",
-        /// Addresses of interfaces only, as Kilo.
-        Interface = "interface",
-        /// The Node's `ExternalIP`, else an address of an interface.
-        ExternalIp = "external-ip",
-    }
+/// Log level (`--log-level`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogLevel {
+    /// Everything.
+    All,
+    /// Also what changed and why.
+    Debug,
+    /// What an operator wants to know.
+    Info,
+    /// What may need attention.
+    Warn,
+    /// What failed.
+    Error,
+    /// Nothing.
+    None,
 }
 
 impl LogLevel {
@@ -410,12 +292,6 @@ mod tests {
         ] {
             assert!(parse_listen(text).is_err(), "{text}");
         }
-    }
-
-    #[test]
-    fn an_unknown_value_is_answered_with_the_possible_ones() {
-        let message = "etcd".parse::<BackendKind>().unwrap_err().to_string();
-        assert!(message.contains("kubernetes, file"), "{message}");
     }
 
     #[test]

@@ -1,24 +1,13 @@
-//! Kilo's agent as a library. Data flows one way:
-//! `backend` → `topology` → `plan` → {`wireguard`, `net`, `dataplane`}.
+//! Kilo's agent as a library: the loop that takes what a backend knows, has `kilo-core` compute the
+//! desired state of the host, and has `kilo-host` apply it.
 
 pub mod agent;
 pub mod backend;
 pub mod cli;
-pub mod cni;
-pub mod connect;
-pub mod dataplane;
 pub mod flag_table;
 pub mod health;
 pub mod http;
-pub mod interface;
-pub mod lock;
 pub mod metrics;
-pub mod net;
-pub mod peering;
-pub mod plan;
 pub mod resolve;
-pub mod sorted;
 pub mod status;
-pub mod topology;
 pub mod webhook;
-pub mod wireguard;

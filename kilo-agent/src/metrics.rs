@@ -19,10 +19,11 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use crate::{
+use crate::status::Timestamp;
+use kilo_core::wireguard::key::PublicKey;
+use kilo_host::{
     dataplane::{CounterReader, Counters, DataplaneError},
-    status::Timestamp,
-    wireguard::{PeerStatus, key::PublicKey},
+    wireguard::PeerStatus,
 };
 
 /// Maps whose content depends on the mesh or its traffic.

@@ -10,7 +10,7 @@ use std::{
 
 use tokio::{sync::mpsc, time::timeout_at};
 
-use crate::topology::{EndpointHost, Mesh};
+use kilo_core::{topology::Mesh, wireguard::EndpointHost};
 
 /// How long the answer to the own name counts. A host without its name in DNS
 /// is ordinary.

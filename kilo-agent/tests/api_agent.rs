@@ -19,8 +19,8 @@ use std::{
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::{
-    backend::peer::{Peer, PeerStatus},
+use kilo_core::{
+    objects::peer::{Peer, PeerStatus},
     wireguard::key::PublicKey,
 };
 use kube::{

@@ -12,10 +12,10 @@ use std::{
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::{
-    backend::{
-        Backend as _, BackendError, Published,
-        kubernetes::KubernetesBackend,
+use kilo_agent::backend::{Backend as _, BackendError, kubernetes::KubernetesBackend};
+use kilo_core::{
+    objects::{
+        Published,
         node::PREFIX,
         peer::{self, Peer},
     },

@@ -14,12 +14,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kilo_agent::{
-    backend::peer::Peer,
-    plan::{WireguardPeer, WireguardPlan},
-    status::Timestamp,
+use kilo_agent::status::Timestamp;
+use kilo_core::{
+    objects::peer::Peer,
     wireguard::{
-        DeviceState, diff,
+        DeviceState, WireguardPeer, WireguardPlan, diff,
         key::{PublicKey, SecretKey},
     },
 };

@@ -6,7 +6,7 @@
 #[path = "support/api.rs"]
 mod api;
 
-use kilo_agent::{backend::kubernetes::parse_peer, wireguard::key::PublicKey};
+use kilo_core::{objects::peer, wireguard::key::PublicKey};
 use kube::{
     Api, Client,
     api::{ApiResource, DeleteParams, DynamicObject, PostParams},
@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use api::{ADMIN, ApiServer, apply_crds};
 
 fn peers(client: &Client) -> Api<DynamicObject> {
-    Api::all_with(client.clone(), &ApiResource::erase::<kilo_agent::backend::peer::Peer>(&()))
+    Api::all_with(client.clone(), &ApiResource::erase::<peer::Peer>(&()))
 }
 
 fn spec(change: impl FnOnce(&mut Value)) -> Value {
@@ -57,7 +57,7 @@ async fn the_schema_refuses_what_an_agent_would_ignore_and_takes_what_it_uses() 
         ("spec.endpoint.dnsOrIP.dns", endpoint(json!({"dns": "a..b"}), 1)),
         ("spec.endpoint.dnsOrIP.dns", endpoint(json!({"dns": "a".repeat(254)}), 1)),
     ] {
-        assert!(parse_peer(object(&spec)).is_err(), "an agent would use {spec}");
+        assert!(peer::parse(object(&spec)).is_err(), "an agent would use {spec}");
         let refused = peers.create(&PostParams::default(), &object(&spec)).await;
         let message = refused.map(|_| spec.clone()).unwrap_err().to_string();
         assert!(message.contains(field), "{field}: {message}");
@@ -76,7 +76,7 @@ async fn the_schema_refuses_what_an_agent_would_ignore_and_takes_what_it_uses() 
         endpoint(json!({"ip": "2001:db8::1", "dns": ""}), 51820),
         endpoint(json!({"ip": "rubbish", "dns": "vpn.example.com"}), 65535),
     ] {
-        assert!(parse_peer(object(&spec)).is_ok(), "an agent would ignore {spec}");
+        assert!(peer::parse(object(&spec)).is_ok(), "an agent would ignore {spec}");
         let created = peers.create(&PostParams::default(), &object(&spec)).await;
         assert!(created.is_ok(), "{spec}: {created:?}");
         peers.delete("p", &DeleteParams::default()).await.unwrap();

@@ -14,9 +14,10 @@ use std::{collections::BTreeMap, time::Duration};
 use futures::StreamExt as _;
 use k8s_openapi::api::core::v1 as core;
 use kilo_agent::backend::{
-    Backend as _, Published,
+    Backend as _,
     kubernetes::{self, KubernetesBackend},
 };
+use kilo_core::objects::Published;
 use kube::{
     Api, Client,
     api::{DeleteParams, ListParams, Patch, PatchParams, WatchEvent, WatchParams},

@@ -16,15 +16,16 @@ use std::{
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::{
-    backend::{
-        Backend as _,
-        kubernetes::KubernetesBackend,
+use kilo_agent::backend::{Backend as _, kubernetes::KubernetesBackend};
+use kilo_core::{
+    objects::{
         node::PREFIX,
         peer::{self, Peer},
     },
-    plan::{self, HopIds, HostLinks, Inputs, model},
-    topology::{Encapsulate, Granularity, Mesh, Settings, Tunnel},
+    observed::HostLinks,
+    plan::{self, HopIds, Inputs, model},
+    settings::{Encapsulate, Granularity, Settings, Tunnel},
+    topology::Mesh,
     wireguard::{conf::Conf, key::PublicKey},
 };
 use kube::{

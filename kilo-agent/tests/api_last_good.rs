@@ -18,11 +18,8 @@ use std::{
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::{
-    dataplane::{BPFFS, read_tables},
-    plan::Tables,
-    wireguard::key::PublicKey,
-};
+use kilo_core::{plan::Tables, wireguard::key::PublicKey};
+use kilo_host::dataplane::{BPFFS, read_tables};
 use kube::{
     Api, Client,
     api::{DeleteParams, PostParams},

@@ -29,12 +29,18 @@ use k8s_openapi::{
     apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
 };
 use kilo_agent::{
-    backend::{Backend as _, Published, kubernetes, kubernetes::KubernetesBackend, peer::Peer},
-    dataplane,
+    backend::{
+        Backend as _,
+        kubernetes::{self, KubernetesBackend},
+    },
     metrics::Metrics,
     status::Timestamp,
-    wireguard::{PeerStatus, key::PublicKey},
 };
+use kilo_core::{
+    objects::{Published, peer::Peer},
+    wireguard::key::PublicKey,
+};
+use kilo_host::{dataplane, wireguard::PeerStatus};
 use kube::{
     Api, Client,
     api::{DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams},

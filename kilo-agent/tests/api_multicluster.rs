@@ -15,9 +15,9 @@ use std::{
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::{
-    backend::peer::{Peer, PeerSpec},
-    status::Timestamp,
+use kilo_agent::status::Timestamp;
+use kilo_core::{
+    objects::peer::{Peer, PeerSpec},
     wireguard::key::PublicKey,
 };
 use kube::{

@@ -15,11 +15,8 @@ use std::{
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::{
-    status::{Status, Timestamp},
-    topology::LeaderReason,
-    wireguard::key::PublicKey,
-};
+use kilo_agent::status::{Status, Timestamp};
+use kilo_core::{topology::LeaderReason, wireguard::key::PublicKey};
 use kube::{
     Api,
     api::{Patch, PatchParams, PostParams},

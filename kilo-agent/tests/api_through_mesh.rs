@@ -30,7 +30,7 @@ use std::{
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::wireguard::key::PublicKey;
+use kilo_core::wireguard::key::PublicKey;
 use kube::{
     Api, Client,
     api::{Patch, PatchParams, PostParams},

@@ -17,7 +17,7 @@ use std::{
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use k8s_openapi::api::admissionregistration::v1::ValidatingWebhookConfiguration;
-use kilo_agent::{backend::peer::Peer, wireguard::key::PublicKey};
+use kilo_core::{objects::peer::Peer, wireguard::key::PublicKey};
 use kube::{
     Api,
     api::{DeleteParams, Patch, PatchParams, PostParams},

@@ -10,8 +10,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kilo_agent::{
-    backend::{Backend as _, BackendError, Published, Snapshot, file::FileBackend},
+use kilo_agent::backend::{Backend as _, BackendError, file::FileBackend};
+use kilo_core::{
+    objects::{Published, Snapshot},
     wireguard::key::PublicKey,
 };
 use tokio::sync::watch::Receiver;

@@ -11,8 +11,9 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use kilo_agent::{
-    backend::{Backend as _, Snapshot, file::FileBackend, node::PREFIX},
+use kilo_agent::backend::{Backend as _, file::FileBackend};
+use kilo_core::{
+    objects::{Snapshot, node::PREFIX},
     topology::Node,
     wireguard::key::PublicKey,
 };

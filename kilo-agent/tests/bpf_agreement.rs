@@ -19,11 +19,6 @@ use std::{
 };
 
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
-use kilo_agent::{
-    dataplane::{CounterReader, Dataplane},
-    plan::{Hop, Tables},
-    topology::{Tunnel, prefixes::longest},
-};
 use kilo_common::{
     encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6, segments_room},
     maps::{CONFIG_LEADER, CONFIG_PLAIN},
@@ -34,6 +29,12 @@ use kilo_common::{
     packet::{ETHERNET_LEN, Ipv4, protocol},
     verdict::{Action, DropReason},
 };
+use kilo_core::{
+    plan::{Hop, Tables},
+    settings::Tunnel,
+    topology::prefixes::longest,
+};
+use kilo_host::dataplane::{CounterReader, Dataplane};
 use nix::sched::{CloneFlags, unshare};
 use support::{
     IFINDEX, MEMBER_POD, REMOTE_POD,

@@ -21,12 +21,12 @@ use aya::{
     programs::{LinkOrder, ProgramInfo, SchedClassifier, TcAttachType},
     sys::{Stats, enable_stats},
 };
-use kilo_agent::{
-    cli::AttachMode,
+use kilo_common::verdict::DropReason;
+use kilo_core::settings::AttachMode;
+use kilo_host::{
     dataplane::{Applied, CounterReader, Dataplane, Interfaces, link_directory, pin_directory},
     net::Net,
 };
-use kilo_common::verdict::DropReason;
 use netns::{isolated, sh, take_the_rights_of_the_daemonset};
 use support::{SELF, foreign, leader_tables, packet};
 
@@ -267,7 +267,7 @@ fn programs_of_others_before_and_after_ours_run_too_over_clsact() {
         sender.send(&from_a_stranger());
         settles([11, 10], runs).await;
         drop(ours);
-        kilo_agent::dataplane::remove(world.fs.path());
+        kilo_host::dataplane::remove(world.fs.path());
         world.assert_copies("lan_ingress", "eth0", TcAttachType::Ingress, (0, 0)).await;
         let left = sh("tc filter show dev eth0 ingress | grep -c 'direct-action'");
         assert_eq!(left.trim(), "2", "what others attached stays");
@@ -348,7 +348,7 @@ fn nothing_new_writes_nothing() {
                 SchedClassifier::query_tcx("eth0", TcAttachType::Ingress).map(|(revision, _)| revision).ok()
             };
             let before = (revision(), sh("tc filter show dev eth0 ingress"));
-            let mut watcher = kilo_agent::net::watch::Watcher::new(None).unwrap();
+            let mut watcher = kilo_host::net::watch::Watcher::new(None).unwrap();
             for _ in 0..20 {
                 let attached = world.attach(&mut dataplane).await;
                 assert_eq!((attached.changes, attached.reattached), (0, 0));

@@ -13,14 +13,12 @@ use std::{
 
 use aya::maps::MapData;
 use ipnet::IpNet;
-use kilo_agent::{
-    dataplane::{Dataplane, pin_directory, read_tables},
-    plan::Tables,
-};
 use kilo_common::{
     bounds::{self, BOUNDS},
     maps::*,
 };
+use kilo_core::plan::Tables;
+use kilo_host::dataplane::{Dataplane, pin_directory, read_tables};
 use support::MEMBER_HOP;
 
 #[test]

@@ -4,14 +4,12 @@
 
 mod support;
 
-use kilo_agent::{
-    dataplane::Dataplane,
-    plan::{Hop, Tables},
-};
 use kilo_common::maps::{
     CONFIG_OFFERED, CONFIG_ONE_V4, HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_FORCE, PREFIX_NEVER_CLEAR,
     PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
 };
+use kilo_core::plan::{Hop, Tables};
+use kilo_host::dataplane::Dataplane;
 use support::{
     MEMBER, MEMBER_HOP, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, REMOTE_POD, SELF, leader_tables, member_tables,
     packet::{PASS, REDIRECT, Ran, SHOT, ethernet, run, udp},

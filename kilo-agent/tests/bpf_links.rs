@@ -168,7 +168,7 @@ fn nodes_steer_to_each_other_over_a_link_without_link_layer() {
     isolated("nodes_steer_to_each_other_over_a_link_without_link_layer", || async {
         let (mut world, tun) = World::on_tun();
         for hop in world.tables.hop.values_mut() {
-            if let kilo_agent::plan::Hop::Node { ifindex, .. } = hop {
+            if let kilo_core::plan::Hop::Node { ifindex, .. } = hop {
                 *ifindex = index("tun0");
             }
         }

@@ -5,7 +5,7 @@
 mod netns;
 mod support;
 
-use kilo_agent::dataplane::{Dataplane, pin_directory};
+use kilo_host::dataplane::{Dataplane, pin_directory};
 
 #[test]
 fn every_program_loads_with_room_to_spare() {

@@ -4,14 +4,14 @@
 
 mod support;
 
-use kilo_agent::dataplane::Dataplane;
 use kilo_common::maps::{CONFIG_ONE_V4, CONFIG_ONE_V6, MASQ_EXCLUDE, VXLAN_PORT};
+use kilo_host::dataplane::Dataplane;
 use support::{
     MEMBER, OUTSIDE, OWN_POD, PUBLIC, PUBLIC_V6, leader_tables,
     packet::{PASS, SHOT, checksums_hold, ethernet, icmp, ipv4, run, transport_checksum, udp},
 };
 
-fn open() -> Option<(support::BpfFs, Dataplane, kilo_agent::plan::Tables)> {
+fn open() -> Option<(support::BpfFs, Dataplane, kilo_core::plan::Tables)> {
     let fs = support::bpffs()?;
     let tables = leader_tables();
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();

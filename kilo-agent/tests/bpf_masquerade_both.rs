@@ -194,7 +194,7 @@ fn the_collector_removes_flows_that_have_ended_and_frees_their_ports() {
     world.out(&tcp(v6.pod, v6.outside, (5001, 80), 16));
     assert_eq!(world.out(&flow(7)).counted, ["nat_exhausted"]);
 
-    let now = kilo_agent::dataplane::nat::now();
+    let now = kilo_host::dataplane::nat::now();
     let sweep = collector.sweep(now).unwrap();
     assert_eq!((sweep.entries, sweep.removed), (12, 0), "all flows are young");
     let sweep = collector.sweep(now + 32).unwrap();
@@ -216,7 +216,7 @@ fn a_table_of_more_flows_than_one_call_reads_is_swept_whole() {
         let frame = frame(&udp(v4.pod, v4.outside, (10_000 + port, 53), b""));
         support::packet::run_uncounted(&mut world.dataplane, "uplink_egress", &frame);
     }
-    let now = kilo_agent::dataplane::nat::now();
+    let now = kilo_host::dataplane::nat::now();
     assert_eq!(collector.sweep(now).unwrap().entries, 2 * usize::from(flows));
     let sweep = collector.sweep(now + 1_000).unwrap();
     assert_eq!((sweep.entries, sweep.removed), (0, 2 * usize::from(flows)));

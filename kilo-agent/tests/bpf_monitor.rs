@@ -11,11 +11,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kilo_agent::dataplane::{Dataplane, decode, monitor::Monitor};
 use kilo_common::{
     event::{DropEvent, Hook},
     verdict::DropReason,
 };
+use kilo_host::dataplane::{Dataplane, decode, monitor::Monitor};
 use support::{
     IFINDEX, MEMBER, MEMBER_POD, OUTSIDE, OWN_POD, SELF, leader_tables,
     packet::{ethernet, ipv4, run, steered, udp},

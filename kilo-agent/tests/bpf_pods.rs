@@ -5,15 +5,15 @@
 
 mod support;
 
-use kilo_agent::{
-    dataplane::Dataplane,
-    plan::{Hop, Tables},
-    topology::Tunnel,
-};
 use kilo_common::{
     maps::{HOP_LOCAL, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue},
     too_big::{LEN_V4, LEN_V6, QUOTED},
 };
+use kilo_core::{
+    plan::{Hop, Tables},
+    settings::Tunnel,
+};
+use kilo_host::dataplane::Dataplane;
 use support::{
     MEMBER, MEMBER_HOP, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, SELF, leader_tables, member_tables,
     packet::{PASS, REDIRECT, checksums_hold, ethernet, run, steered, udp},

@@ -6,11 +6,6 @@ mod support;
 
 use std::cell::RefCell;
 
-use kilo_agent::{
-    dataplane::Dataplane,
-    plan::{Hop, Tables, model, sender},
-    topology::Tunnel,
-};
 use kilo_common::{
     encap::{self, VXLAN_OVERHEAD},
     maps::{
@@ -19,6 +14,11 @@ use kilo_common::{
     },
     packet::ETHERNET_LEN,
 };
+use kilo_core::{
+    plan::{Hop, Tables, model, sender},
+    settings::Tunnel,
+};
+use kilo_host::dataplane::Dataplane;
 use support::{
     IFINDEX, MEMBER, MEMBER_HOP, MEMBER_POD, OWN_POD, REMOTE_POD, SELF, leader_tables, member_tables,
     packet::{

@@ -9,8 +9,9 @@
 
 mod support;
 
-use kilo_agent::{dataplane::Dataplane, plan::Tables};
 use kilo_common::maps::{HOP_LOCAL, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue};
+use kilo_core::plan::Tables;
+use kilo_host::dataplane::Dataplane;
 use support::{
     MEMBER_POD, OWN_POD, REMOTE_POD, leader_tables, member_tables,
     packet::{PASS, REDIRECT, Ran, SHOT, run, udp},

@@ -6,15 +6,13 @@ mod support;
 
 use std::{path::Path, process::Command};
 
-use kilo_agent::{
-    dataplane::{Dataplane, read_tables},
-    plan::{
-        Tables,
-        model::Packet,
-        probe::Probe,
-        trace::{Host, Origin, Question, Trace, trace},
-    },
+use kilo_core::plan::{
+    Tables,
+    model::Packet,
+    probe::Probe,
+    trace::{Host, Origin, Question, Trace, trace},
 };
+use kilo_host::dataplane::{Dataplane, read_tables};
 use support::{
     IFINDEX, MEMBER, MEMBER_POD, OUTSIDE, OWN_POD, REMOTE_POD, SELF, leader_tables, member_tables,
     packet::{run, steered, udp},

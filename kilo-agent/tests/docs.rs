@@ -4,13 +4,10 @@
 
 use std::{collections::BTreeMap, fs, path::PathBuf, process::Command, time::Duration};
 
-use kilo_agent::{
-    flag_table::ARGUMENT,
-    metrics::Metrics,
-    status::Timestamp,
-    wireguard::{PeerStatus, key::PublicKey},
-};
+use kilo_agent::{flag_table::ARGUMENT, metrics::Metrics, status::Timestamp};
 use kilo_common::verdict::{Action, DropReason};
+use kilo_core::wireguard::key::PublicKey;
+use kilo_host::wireguard::PeerStatus;
 
 const PROGRAMS: [&str; 2] = [env!("CARGO_BIN_EXE_kg"), env!("CARGO_BIN_EXE_kgctl")];
 const START: &str = "<!-- flags: ";

@@ -4,11 +4,11 @@
 
 use std::{fmt::Write as _, path::PathBuf};
 
-use kilo_agent::dataplane::advice;
 use kilo_common::{
     bounds::BOUNDS,
     verdict::{Action, DropReason},
 };
+use kilo_host::dataplane::advice;
 
 /// The two tables of docs/data-path.md, from the code.
 fn tables() -> String {

@@ -49,11 +49,13 @@ use std::{
     net::{IpAddr, Ipv4Addr},
 };
 
-use kilo_agent::{
-    backend::{node, peer},
-    plan::{self, HopIds, HostLinks, Inputs, model},
-    topology::{self, EndpointHost, Member, Mesh, Peer, Settings},
-    wireguard::{conf, key::SecretKey},
+use kilo_core::{
+    objects::{node, peer},
+    observed::HostLinks,
+    plan::{self, HopIds, Inputs, model},
+    settings::Settings,
+    topology::{self, Member, Mesh, Peer},
+    wireguard::{EndpointHost, conf, key::SecretKey},
 };
 use serde::Deserialize;
 use serde_json::Value;
@@ -162,8 +164,8 @@ fn compare(scenario: &Scenario, report: &mut Report) {
     report.equal("ready nodes", &at, names, scenario.views.keys().map(String::as_str).collect());
     let mut settings = Settings {
         granularity: config.mesh_granularity.parse().unwrap(),
-        encapsulate: config.encapsulate.parse().unwrap(),
-        tunnel: topology::Tunnel::Ipip,
+        encapsulate: kilo_core::settings::parse_value("encapsulation", &config.encapsulate).unwrap(),
+        tunnel: kilo_core::settings::Tunnel::Ipip,
         local: config.local,
         cni: config.cni,
         subnet: config.subnet.parse().unwrap(),
@@ -205,13 +207,18 @@ fn compare_view(
     }
     let mut secret = [0; 32];
     secret[0] = 1;
-    let conf =
-        conf::of_node(mesh, own, SecretKey::from_bytes(secret), settings.port, node.persistent_keepalive);
+    let conf = kilo_core::showconf::of_node(
+        mesh,
+        own,
+        SecretKey::from_bytes(secret),
+        settings.port,
+        node.persistent_keepalive,
+    );
     report.equal("conf", at, conf.to_ini(), without_nil(&view.conf));
-    let as_peer = conf::Conf { interface: None, peers: vec![conf::as_peer(segment)] };
+    let as_peer = conf::Conf { interface: None, peers: vec![kilo_core::showconf::as_peer(segment)] };
     report.equal("as_peer", at, as_peer.to_ini(), without_nil(&view.as_peer));
     for (name, want) in view.peer_conf.iter().flatten() {
-        let got = conf::of_peer(mesh, name).map(|conf| conf.to_ini());
+        let got = kilo_core::showconf::of_peer(mesh, name).map(|conf| conf.to_ini());
         report.equal("peer_conf", at, got, Some(without_nil(want)));
     }
     report.equal("dot", at, Graph::parse(&topology::dot(mesh)), Graph::parse(&view.dot));
@@ -292,7 +299,7 @@ fn steered_by_source(plan: &plan::HostPlan, packet: model::Packet) -> Option<Val
 }
 
 /// What the device is given, against the configuration the reference writes.
-fn compare_wireguard(plan: &plan::WireguardPlan, view: &View, at: &str, report: &mut Report) {
+fn compare_wireguard(plan: &kilo_core::wireguard::WireguardPlan, view: &View, at: &str, report: &mut Report) {
     if !view.leader {
         // The reference keeps unused peers there; our data path must find none.
         report.equal("peers of a node that does not lead", at, plan.peers.len(), 0);
@@ -305,7 +312,7 @@ fn compare_wireguard(plan: &plan::WireguardPlan, view: &View, at: &str, report: 
     for section in recorded.peers {
         let got = plan.peers.get(&section.public_key);
         let at = format!("{at}, WireGuard peer {}", section.public_key);
-        let want = plan::WireguardPeer {
+        let want = kilo_core::wireguard::WireguardPeer {
             allowed_ips: section.allowed_ips.into_iter().collect(),
             endpoint: section
                 .endpoint

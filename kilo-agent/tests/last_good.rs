@@ -6,8 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kilo_agent::{
-    backend::last_good::{FILE, LastGood, load},
+use kilo_agent::backend::last_good::{FILE, LastGood, load};
+use kilo_core::{
     topology::{CheckedIn, Liveness, Node, Nodes, Peer},
     wireguard::key::{PublicKey, SecretKey},
 };

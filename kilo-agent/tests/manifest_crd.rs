@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use kilo_agent::backend::peer::Peer;
+use kilo_core::objects::peer::Peer;
 use kube::CustomResourceExt as _;
 
 const HEADER: &str = "\

@@ -9,11 +9,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kilo_agent::{
-    net::{Net, NetError, discovery, forwarding, links, watch::Watcher},
+use kilo_core::{
+    flat_map::FlatSet,
     plan::{MAIN_TABLE, NetPlan, Route},
-    sorted::SortedSet,
 };
+use kilo_host::net::{Net, NetError, discovery, forwarding, links, watch::Watcher};
 use netns::{isolated, sh};
 
 /// kilo0 is a TUN here: routes and addresses do not care what is behind it.
@@ -48,7 +48,7 @@ fn plan() -> NetPlan {
         unreachable: BTreeSet::new(),
         mtu: 1420,
         addresses: BTreeSet::from(["10.4.0.1/16".parse().unwrap(), "fd00:4::1/64".parse().unwrap()]),
-        routes: SortedSet::from_iter([
+        routes: FlatSet::from_iter([
             route("10.2.1.0/24", "10.0.0.5"),
             route("10.2.2.0/24", "10.0.0.5"),
             route("192.0.2.7/32", ""),

@@ -12,7 +12,7 @@ use std::{
 };
 
 use ipnet::IpNet;
-use kilo_agent::net::forward::{self, Forward};
+use kilo_host::firewall::forward::{self, Forward};
 use netns::{isolated, sh, succeeds};
 use serde_yaml_ng::Value;
 

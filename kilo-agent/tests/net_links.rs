@@ -73,7 +73,7 @@ fn a_node_whose_address_is_on_loopback_gets_its_programs_on_unnumbered_uplinks()
         };
         until("eth0 has the programs", || tcx("lan_ingress", "eth0") && tcx("uplink_egress", "eth0"));
         assert!(!tcx("lan_ingress", "lo") && !tcx("uplink_egress", "lo"), "nothing arrives on loopback");
-        let tables = kilo_agent::dataplane::read_tables(std::path::Path::new("/sys/fs/bpf")).unwrap();
+        let tables = kilo_host::dataplane::read_tables(std::path::Path::new("/sys/fs/bpf")).unwrap();
         assert_eq!(tables.device[&index("eth0")].masq_v4, [10, 1, 0, 11]);
         assert_eq!(tables.config.private_v4, [10, 1, 0, 11]);
         // Another uplink has no link-layer header.

@@ -17,19 +17,18 @@ use std::{
 };
 
 use ipnet::IpNet;
-use kilo_agent::{
-    dataplane::{Dataplane, Interfaces},
-    net::{
-        Net,
-        links::{self, HostQuery},
-        nat_rules::{Decision, NatRules},
-    },
-    plan::{HostLinks, Tables},
-    topology::prefixes::longest,
-};
 use kilo_common::maps::{
     CONFIG_MASQUERADE, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, Config, DEVICE_BY_DESTINATION,
     DEVICE_MASQUERADE, Device, MASQ_EXCLUDE, MASQ_SRC_ALWAYS,
+};
+use kilo_core::{observed::HostLinks, plan::Tables, topology::prefixes::longest};
+use kilo_host::{
+    dataplane::{Dataplane, Interfaces},
+    firewall::nat_rules::{Decision, NatRules},
+    net::{
+        Net,
+        links::{self, HostQuery},
+    },
 };
 use netns::{isolated, sh};
 use nix::sched::{CloneFlags, setns};

@@ -11,8 +11,8 @@ use std::{
 };
 
 use ipnet::IpNet;
-use kilo_agent::net::nat_rules::{self, Decision, NatRules};
 use kilo_common::maps::{MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS, MASQ_SRC_EXEMPT};
+use kilo_host::firewall::nat_rules::{self, Decision, NatRules};
 use netns::{isolated, sh};
 
 /// A pod, an outside host, a node of the mesh, and this namespace between them.

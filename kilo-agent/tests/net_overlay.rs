@@ -12,13 +12,9 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use kilo_agent::{
-    dataplane::{BPFFS, read_tables},
-    plan::Hop,
-    topology::Tunnel,
-    wireguard::key::PublicKey,
-};
 use kilo_common::maps::HOP_REMOTE;
+use kilo_core::{plan::Hop, settings::Tunnel, wireguard::key::PublicKey};
+use kilo_host::dataplane::{BPFFS, read_tables};
 use netns::{isolated, sh, succeeds};
 use nix::libc;
 

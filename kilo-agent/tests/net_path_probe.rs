@@ -15,8 +15,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kilo_agent::net::path_probe::smaller_than;
 use kilo_common::checksum;
+use kilo_host::net::path_probe::smaller_than;
 use netns::{Agent, isolated, sh};
 use nix::{
     sched::{CloneFlags, setns},

@@ -12,17 +12,18 @@ use std::{
 };
 
 use aya::programs::{LinkOrder, TcAttachType};
-use kilo_agent::{
-    cli::AttachMode,
+use kilo_common::encap::{self, VXLAN_OVERHEAD};
+use kilo_core::{
+    plan::{Hop, Tables},
+    settings::{AttachMode, Tunnel},
+};
+use kilo_host::{
     dataplane::{Applied, Dataplane, Interfaces},
     net::{
         Net,
         tunnels::{self, Tunnels},
     },
-    plan::{Hop, Tables},
-    topology::Tunnel,
 };
-use kilo_common::encap::{self, VXLAN_OVERHEAD};
 use netns::{isolated, sh, succeeds};
 use nix::sys::socket::{
     AddressFamily, LinkAddr, MsgFlags, SockFlag, SockProtocol, SockType, SockaddrLike as _, sendto, socket,
@@ -315,7 +316,7 @@ fn a_device_that_takes_no_program_stays_down_and_one_that_lost_it_goes_down() {
         assert!(is_up("kilo-vxlan"));
         // Somebody removes it, and fills the hook, which holds 63 programs.
         let index = index("kilo-vxlan");
-        let links = kilo_agent::dataplane::link_directory(world._fs.path());
+        let links = kilo_host::dataplane::link_directory(world._fs.path());
         sh(&format!("rm {}/tunnel_ingress_{index}", links.display()));
         let mut others = Vec::new();
         let started = Instant::now();

@@ -6,9 +6,11 @@ use std::{
     net::{IpAddr, Ipv4Addr},
 };
 
-use kilo_agent::{
-    plan::{HopIds, HostLinks, Inputs, host_plan},
-    topology::{Encapsulate, Granularity, Mesh, Node, Settings, Tunnel},
+use kilo_core::{
+    observed::HostLinks,
+    plan::{HopIds, Inputs, host_plan},
+    settings::{Encapsulate, Granularity, Settings, Tunnel},
+    topology::{Mesh, Node},
     wireguard::key::PublicKey,
 };
 

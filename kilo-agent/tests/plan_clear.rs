@@ -16,19 +16,21 @@ use std::{
 
 use generators::{encapsulate, granularity, healthy, healthy_nodes, settings, vpn_peers};
 use ipnet::IpNet;
-use kilo_agent::{
-    plan::{
-        self, Elsewhere, HopIds, HostLinks, HostPlan, Inputs,
-        model::{Packet, Route},
-    },
-    topology::{Encapsulate, EndpointHost, Granularity, Mesh, Node, Settings, prefixes},
-    wireguard::key::PublicKey,
-};
 use kilo_common::{
     maps::{
         HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED,
     },
     verdict::DropReason,
+};
+use kilo_core::{
+    observed::{Elsewhere, HostLinks},
+    plan::{
+        self, HopIds, HostPlan, Inputs,
+        model::{Packet, Route},
+    },
+    settings::{Encapsulate, Granularity, Settings},
+    topology::{Mesh, Node, prefixes},
+    wireguard::{EndpointHost, key::PublicKey},
 };
 use proptest::prelude::*;
 

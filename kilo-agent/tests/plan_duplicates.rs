@@ -4,15 +4,17 @@
 
 use std::{collections::BTreeMap, net::IpAddr};
 
-use kilo_agent::{
+use kilo_common::verdict::{Action, DropReason};
+use kilo_core::{
+    observed::HostLinks,
     plan::{
-        self, Conflict, Hop, HopIds, HostLinks, HostPlan, Inputs,
+        self, Conflict, Hop, HopIds, HostPlan, Inputs,
         model::{Packet, Route},
     },
-    topology::{Encapsulate, Granularity, Mesh, Node, Settings, Tunnel},
+    settings::{Encapsulate, Granularity, Settings, Tunnel},
+    topology::{Mesh, Node},
     wireguard::key::PublicKey,
 };
-use kilo_common::verdict::{Action, DropReason};
 
 fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()

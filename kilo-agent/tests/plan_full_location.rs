@@ -4,12 +4,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kilo_agent::{
+use kilo_common::maps::{HOP_FIRST_NODE, MAX_HOPS};
+use kilo_core::{
     plan::{HopIds, MOST_OTHERS},
-    topology::{Granularity, Mesh, Node},
+    settings::Granularity,
+    topology::{Mesh, Node},
     wireguard::key::PublicKey,
 };
-use kilo_common::maps::{HOP_FIRST_NODE, MAX_HOPS};
 
 /// A location of so many nodes; the one of that number asks to lead.
 fn mesh(count: u32, leader: u32) -> Mesh {

@@ -5,12 +5,14 @@
 use std::collections::BTreeMap;
 
 use ipnet::IpNet;
-use kilo_agent::{
-    plan::{self, HopIds, HostLinks, Inputs},
-    topology::{Encapsulate, Granularity, Mesh, Node, Settings, Tunnel},
+use kilo_common::maps::{HOP_LOCAL, HOP_REMOTE, PREFIX_INSIDE};
+use kilo_core::{
+    observed::HostLinks,
+    plan::{self, HopIds, Inputs},
+    settings::{Encapsulate, Granularity, Settings, Tunnel},
+    topology::{Mesh, Node},
     wireguard::key::PublicKey,
 };
-use kilo_common::maps::{HOP_LOCAL, HOP_REMOTE, PREFIX_INSIDE};
 
 fn node(number: u8, location: &str, endpoint: &str, pods: &str) -> Node {
     Node {

@@ -8,17 +8,17 @@ use std::{
 };
 
 use ipnet::IpNet;
-use kilo_agent::{
-    cli::Compatibility,
-    net::{
-        Link,
-        links::{self, Address, HostQuery},
-    },
+use kilo_common::maps::{HOP_REMOTE, PREFIX_INSIDE, PREFIX_ROUTE};
+use kilo_core::{
     plan::{self, Hop, HopIds, HostPlan, Inputs},
-    topology::{Encapsulate, Granularity, Mesh, Node, Settings, Tunnel},
+    settings::{Compatibility, Encapsulate, Granularity, Settings, Tunnel},
+    topology::{Mesh, Node},
     wireguard::key::PublicKey,
 };
-use kilo_common::maps::{HOP_REMOTE, PREFIX_INSIDE, PREFIX_ROUTE};
+use kilo_host::net::{
+    Link,
+    links::{self, Address, HostQuery},
+};
 
 fn node(number: u8, location: &str) -> Node {
     Node {

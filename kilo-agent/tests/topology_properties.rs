@@ -14,13 +14,14 @@ use generators::{
     OFFERED, encapsulate, granularity, healthy, healthy_nodes, rubbish_node, settings, vpn_peers, with_ipv6,
 };
 use ipnet::IpNet;
-use kilo_agent::{
-    backend::node,
+use kilo_common::maps::NodeValue;
+use kilo_core::{
+    objects::node,
     plan::{self, HopIds, MAIN_TABLE, model},
-    topology::{self, Encapsulate, Granularity, Mesh, Node, Peer, Settings},
+    settings::{Encapsulate, Granularity, Settings},
+    topology::{self, Mesh, Node, Peer},
     wireguard::{conf, key::PublicKey},
 };
-use kilo_common::maps::NodeValue;
 use proptest::{prelude::*, test_runner::FileFailurePersistence};
 use trace::{End, World, plan_of};
 
@@ -60,10 +61,10 @@ proptest! {
         prop_assert_eq!(mesh.node_count(), ready.len());
         let _ = topology::dot(&mesh);
         for (own, segment) in mesh.segments.iter().enumerate() {
-            let key = kilo_agent::wireguard::key::SecretKey::from_bytes([1; 32]);
-            let conf = conf::of_node(&mesh, own, key, 1, 0);
+            let key = kilo_core::wireguard::key::SecretKey::from_bytes([1; 32]);
+            let conf = kilo_core::showconf::of_node(&mesh, own, key, 1, 0);
             prop_assert_eq!(conf.to_ini().parse::<conf::Conf>(), Ok(conf));
-            let _ = conf::as_peer(segment);
+            let _ = kilo_core::showconf::as_peer(segment);
         }
         let world = World::new(&mesh, &settings, ready.iter().copied());
         prop_assert_eq!(world.plans.len(), ready.len(), "every node that takes part has a plan");

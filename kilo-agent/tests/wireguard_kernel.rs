@@ -12,10 +12,13 @@ use std::{
 };
 
 use ipnet::IpNet;
-use kilo_agent::{
+use kilo_core::{
+    plan::NetPlan,
+    wireguard::{WireguardPeer, WireguardPlan, key::SecretKey},
+};
+use kilo_host::{
     net::{Net, links},
-    plan::{NetPlan, WireguardPeer, WireguardPlan},
-    wireguard::{Backend, Device, Mode, WireguardError, ensure_device_with, key::SecretKey},
+    wireguard::{Backend, Device, Mode, WireguardError, ensure_device_with},
 };
 use netns::{isolated, sh, succeeds};
 

@@ -13,15 +13,15 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use kilo_agent::{
+use kilo_core::wireguard::{
+    DeviceState, WireguardPeer, WireguardPlan, diff,
+    key::{PublicKey, SecretKey},
+    uapi,
+};
+use kilo_host::{
     net::{Net, links},
-    plan::{WireguardPeer, WireguardPlan},
     wireguard::{
-        Backend, Device, DeviceState, Ensured, Mode, WireguardError,
-        device::socket_path,
-        diff, ensure_device_with,
-        key::{PublicKey, SecretKey},
-        uapi, userspace,
+        Backend, Device, Ensured, Mode, WireguardError, device::socket_path, ensure_device_with, userspace,
     },
 };
 use netns::{isolated, sh, succeeds};

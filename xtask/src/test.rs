@@ -371,6 +371,8 @@ fn run_binaries(
 fn package_of(binary: &TestBinary) -> &'static str {
     match binary.target.as_str() {
         "kilo_common" => "kilo-common",
+        "kilo_core" => "kilo-agent/core",
+        "kilo_host" => "kilo-agent/host",
         "xtask" => "xtask",
         "kilo_fuzz" | "kept_inputs" => "kilo-agent/fuzz",
         _ => "kilo-agent",

@@ -2,10 +2,11 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use kilo_agent::{
-    backend,
-    plan::{self, HopIds, HostLinks, Inputs, Uplink},
-    topology::{Encapsulate, Granularity, Mesh, Node, Peer, Settings, Tunnel},
+use kilo_core::{
+    observed::{HostLinks, Uplink},
+    plan::{self, HopIds, Inputs},
+    settings::{Encapsulate, Granularity, Settings, Tunnel},
+    topology::{Mesh, Node, Peer},
 };
 
 use crate::{Figures, objects};
@@ -17,7 +18,7 @@ const ROUNDS: usize = 15;
 pub fn measure(figures: &mut Figures, count: usize) {
     let mut nodes: Vec<Arc<Node>> = (0..count)
         .map(|number| {
-            let mut node = backend::node::from_object(&objects::node(number, 1), "").0.node;
+            let mut node = kilo_core::objects::node::from_object(&objects::node(number, 1), "").0.node;
             // What its own agent adds.
             if number == objects::OWN {
                 node.endpoint = "192.0.2.11:51820".parse().ok();
@@ -31,7 +32,7 @@ pub fn measure(figures: &mut Figures, count: usize) {
     let peers: BTreeMap<String, Peer> = (0..PEERS)
         .map(|number| {
             let object = serde_json::from_value(objects::peer(number)).unwrap();
-            let peer = backend::peer::from_object(&object).unwrap();
+            let peer = kilo_core::objects::peer::from_object(&object).unwrap();
             (peer.name.clone(), peer)
         })
         .collect();

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kilo_agent::wireguard::key::SecretKey;
+use kilo_core::wireguard::key::SecretKey;
 use kube::{
     Api,
     api::{DeleteParams, DynamicObject, PostParams},
@@ -102,7 +102,7 @@ impl Drop for Device {
 }
 
 fn base64(key: &SecretKey) -> String {
-    use kilo_agent::wireguard::key::PublicKey;
+    use kilo_core::wireguard::key::PublicKey;
     // The same text form as a public key's.
     PublicKey(*key.as_bytes()).to_string()
 }

@@ -3,7 +3,7 @@
 use std::net::Ipv4Addr;
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::wireguard::key::PublicKey;
+use kilo_core::wireguard::key::PublicKey;
 use serde_json::json;
 
 /// Locations of every mesh.

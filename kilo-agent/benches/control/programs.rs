@@ -4,8 +4,8 @@
 
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
 use ipnet::{IpNet, Ipv4Net};
-use kilo_agent::dataplane::Dataplane;
 use kilo_common::maps::{HOP_LOCAL, HOP_REMOTE, MASQ_EXCLUDE, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue};
+use kilo_host::dataplane::Dataplane;
 
 use crate::{
     Figures,

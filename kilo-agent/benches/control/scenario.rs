@@ -55,7 +55,7 @@ pub async fn measure(figures: &mut Figures, nodes: usize) {
         join(figures, &client, &mut agent, &check_ins, (nodes, what, number)).await;
     }
     let api: Api<DynamicObject> =
-        Api::all_with(client.clone(), &ApiResource::erase::<kilo_agent::backend::peer::Peer>(&()));
+        Api::all_with(client.clone(), &ApiResource::erase::<kilo_core::objects::peer::Peer>(&()));
     let node_key = published_key(&client, &own).await;
     figures.add(nodes, "Peer applied to first packet", "ms", first_packets(&node_key, &api).await);
 
@@ -116,7 +116,7 @@ async fn create(client: &Client, nodes: usize) {
 
 async fn create_peers(client: &Client, numbers: std::ops::Range<usize>) {
     let peers: Api<DynamicObject> =
-        Api::all_with(client.clone(), &ApiResource::erase::<kilo_agent::backend::peer::Peer>(&()));
+        Api::all_with(client.clone(), &ApiResource::erase::<kilo_core::objects::peer::Peer>(&()));
     stream::iter(numbers)
         .for_each_concurrent(16, |number| {
             let (peers, peer) = (peers.clone(), serde_json::from_value(objects::peer(number)).unwrap());

@@ -1,7 +1,6 @@
 //! Targets of the packet arithmetic in `kilo-common`.
 
 use arbitrary::{Result, Unstructured};
-use kilo_agent::dataplane::decode;
 use kilo_common::{
     checksum as sums,
     encap::{self, Inner},
@@ -14,6 +13,7 @@ use kilo_common::{
     },
     packet::{self, ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, protocol},
 };
+use kilo_host::dataplane::decode;
 
 /// Bytes of the longest packet that is made up.
 const LONGEST: usize = 2_048;

@@ -8,18 +8,19 @@ use std::{
 
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::{
-    backend::{
-        file::Objects,
-        node::{self, PREFIX, is_dns_name},
+use kilo_agent::backend::file::Objects;
+use kilo_core::{
+    objects::{
+        node::{self, PREFIX},
         peer::{self as peers, InvalidPeer, Peer},
     },
-    cni as cni_config,
     wireguard::{
         conf::Conf,
+        is_dns_name,
         uapi::{SetRequest, decode_state, encode_state},
     },
 };
+use kilo_host::cni as cni_config;
 use serde_json::{Value, json};
 
 /// Most characters a message may have, however long what it complains about

@@ -6,12 +6,10 @@ use std::time::Instant;
 use kilo_common::verdict::DropReason;
 use tokio_util::sync::CancellationToken;
 
-use crate::{
-    dataplane::{
-        CounterReader, DataplaneError,
-        nat::{self, Collector},
-    },
-    metrics::Metrics,
+use crate::metrics::Metrics;
+use kilo_host::dataplane::{
+    CounterReader, DataplaneError,
+    nat::{self, Collector},
 };
 
 /// Sweeps until `stop`.

@@ -7,10 +7,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{
-    metrics::Metrics,
+use crate::metrics::Metrics;
+use kilo_core::{
     plan::{self, Conflict},
-    topology::{Endpoint, PRIVATE_ENDPOINT_REMEDY},
+    topology::PRIVATE_ENDPOINT_REMEDY,
+    wireguard::Endpoint,
 };
 
 /// A reconcile that goes on failing for the same reason is spoken of again after this.

@@ -1,9 +1,7 @@
 //! What can go wrong in a reconciliation.
 
-use crate::{
-    backend::BackendError, dataplane::DataplaneError, lock::LockError, metrics::Metrics, net::NetError,
-    wireguard::WireguardError,
-};
+use crate::{backend::BackendError, metrics::Metrics};
+use kilo_host::{dataplane::DataplaneError, lock::LockError, net::NetError, wireguard::WireguardError};
 
 /// Why a reconciliation fell short.
 #[derive(Debug, thiserror::Error)]

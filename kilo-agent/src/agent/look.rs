@@ -2,15 +2,14 @@
 //! writes until somebody else changes something or a resync is due.
 
 use super::{Agent, AgentError};
-use crate::{
-    backend::Backend,
+use crate::backend::Backend;
+use kilo_core::{plan::NetPlan, wireguard::DeviceState};
+use kilo_host::{
     interface::Interface,
     net::{
         Link, NetError, Paths, Way, WaysOut,
         tunnels::{self, Tunnels},
     },
-    plan::NetPlan,
-    wireguard::DeviceState,
 };
 
 /// One look, and what was written since.

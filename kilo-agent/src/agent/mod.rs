@@ -31,20 +31,27 @@ use self::{
     publish::{Asking, Reporting},
 };
 use crate::{
-    backend::{Backend, BackendError, Snapshot, last_good::LastGood},
-    cli::{AttachMode, Compatibility, EndpointFrom, Masquerade},
+    backend::{Backend, BackendError, last_good::LastGood},
+    health::Health,
+    metrics::Metrics,
+    resolve::Resolver,
+    status::{Leaders, View},
+};
+use kilo_core::{
+    objects::Snapshot,
+    plan::{self, HopIds, HostPlan, Inputs, NetPlan},
+    settings::{AttachMode, Compatibility, EndpointFrom, Masquerade, Settings},
+    topology::{self, Liveness, Mesh, Node, among, not_among, with_own},
+    wireguard::{diff, key::SecretKey},
+};
+use kilo_host::{
     cni::boot::BootConfiguration,
     dataplane::{self, Dataplane, DataplaneError, Interfaces, PathMtus},
-    health::Health,
+    firewall::{forward::Forward, nat_rules::NatRules},
     interface::{self, Interface},
     lock::{self, Lock},
-    metrics::Metrics,
-    net::{Net, forward::Forward, forwarding, links, mtu::Mtu, nat_rules::NatRules, watch},
-    plan::{self, HopIds, HostPlan, Inputs, NetPlan},
-    resolve::Resolver,
-    status::{Leaders, View, among, not_among, with_own},
-    topology::{self, Liveness, Mesh, Node, Settings},
-    wireguard::{diff, greet::Greeter, key::SecretKey},
+    net::{Net, forwarding, links, mtu::Mtu, watch},
+    wireguard::greet::Greeter,
 };
 
 pub use error::AgentError;

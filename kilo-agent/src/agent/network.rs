@@ -5,7 +5,9 @@ use std::{sync::Arc, time::Duration};
 
 use tokio::sync::watch;
 
-use crate::{backend::Backend, cni::boot::BootConfiguration, topology::Node};
+use crate::backend::Backend;
+use kilo_core::topology::Node;
+use kilo_host::cni::boot::BootConfiguration;
 
 use super::{Agent, complaints::other_cni};
 
@@ -60,7 +62,7 @@ impl<B: Backend> Agent<B> {
     pub(super) fn publish_cni(&self, own: &Node) {
         let written = match (&self.options.cni_boot, &self.options.cni) {
             (Some(configuration), _) => configuration.publish(&own.pod_cidrs),
-            (None, Some(path)) => crate::cni::update(path, &own.pod_cidrs),
+            (None, Some(path)) => kilo_host::cni::update(path, &own.pod_cidrs),
             (None, None) => return,
         };
         match written {
@@ -84,7 +86,7 @@ impl<B: Backend> Agent<B> {
     /// Says once, and in the status, that the container runtime takes another configuration.
     pub(super) fn warn_of_other_cni(&self) {
         let Some(path) = &self.options.cni else { return };
-        let warnings = match crate::cni::in_front(path) {
+        let warnings = match kilo_host::cni::in_front(path) {
             Ok(other) => other.map(|other| other_cni(&other, path)).into_iter().collect(),
             // Reading the own file says what is wrong.
             Err(_) => Vec::new(),

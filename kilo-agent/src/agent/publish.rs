@@ -12,13 +12,14 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::look::Look;
 use super::{Agent, AgentError, CHECK_IN, CILIUM_HOST, MOST_DOUBLINGS, RETRY};
-use crate::{
-    backend::{Backend, BackendError, Published, Snapshot, Warning},
-    net::discovery,
+use crate::backend::{Backend, BackendError, Warning};
+use kilo_core::{
+    objects::{Published, Snapshot},
     plan,
     topology::{Known, Mesh, Node},
     wireguard::DeviceState,
 };
+use kilo_host::net::discovery;
 
 /// A write that is under way.
 pub(super) type Asking = AbortOnDropHandle<Result<bool, BackendError>>;

@@ -6,7 +6,9 @@ use std::time::Instant;
 use ipnet::IpNet;
 
 use super::Agent;
-use crate::{backend::Backend, cli::Masquerade, net::nat_rules, plan, topology::Node};
+use crate::backend::Backend;
+use kilo_core::{plan, settings::Masquerade, topology::Node};
+use kilo_host::firewall::nat_rules;
 
 impl<B: Backend> Agent<B> {
     /// Once a resync period and when the pod CIDRs change: reading rules costs

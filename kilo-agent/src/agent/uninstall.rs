@@ -2,12 +2,13 @@
 
 use std::{fs, io, path::Path};
 
-use crate::{
-    backend::last_good,
+use crate::backend::last_good;
+use kilo_host::{
     cni, dataplane,
+    firewall::{forward, nat_rules},
     interface::{self, Interface},
     lock,
-    net::{Net, NetError, forward, links, nat_rules},
+    net::{Net, NetError, links},
 };
 
 /// Where agents keep the CNI configuration of this boot.

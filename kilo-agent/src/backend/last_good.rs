@@ -17,8 +17,8 @@ use k8s_openapi::api::core::v1 as core;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use super::{Snapshot, node, peer};
-use crate::topology::{Node, Peer};
+use kilo_core::objects::{Snapshot, node, peer};
+use kilo_core::topology::{Node, Peer};
 
 /// Name of the file, beside the private key.
 pub const FILE: &str = "last-good.json";
@@ -160,7 +160,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
     use super::*;
-    use crate::wireguard::key::{PublicKey, SecretKey};
+    use kilo_core::wireguard::key::{PublicKey, SecretKey};
 
     fn node(name: &str) -> Node {
         Node {

@@ -4,57 +4,10 @@ pub mod confirm;
 pub mod file;
 pub mod kubernetes;
 pub mod last_good;
-pub mod node;
-pub mod peer;
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use crate::topology::{Endpoint, Granularity, Nodes, Peer};
-use crate::wireguard::key::PublicKey;
-use ipnet::IpNet;
-use std::net::SocketAddr;
-
-/// Everything a backend knows at one moment. Invalid objects are left out
-/// and named in `problems`; they never hide valid ones.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Snapshot {
-    /// Nodes by name, ready or not; shared with the snapshot before, as far as they are the same.
-    pub nodes: Nodes,
-    /// Valid peers by name; shared as well.
-    pub peers: Arc<BTreeMap<String, Peer>>,
-    /// Object -> why it (or one of its fields) was not used.
-    pub problems: BTreeMap<String, String>,
-}
-
-impl Snapshot {
-    /// True when nothing but nodes' signs of life may differ.
-    pub fn is_same_but_alive(&self, other: &Self) -> bool {
-        self.nodes.is_same_but_alive(&other.nodes)
-            && self.peers == other.peers
-            && self.problems == other.problems
-    }
-}
-
-/// What an agent publishes about its own node (parity.md: written annotations).
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Published {
-    /// `endpoint`.
-    pub endpoint: Option<Endpoint>,
-    /// `internal-ip`; `None` writes an empty value.
-    pub internal_ip: Option<IpNet>,
-    /// `key`.
-    pub key: Option<PublicKey>,
-    /// `last-seen`, Unix seconds.
-    pub last_seen: i64,
-    /// `wireguard-ip`; `None` writes an empty value.
-    pub wireguard_ip: Option<IpNet>,
-    /// `discovered-endpoints`; empty removes the annotation.
-    pub discovered_endpoints: BTreeMap<PublicKey, SocketAddr>,
-    /// `granularity`.
-    pub granularity: Granularity,
-    /// `cni-compatibility-ip`; `None` removes the annotation.
-    pub cni_compatibility_ip: Option<IpNet>,
-}
+use kilo_core::objects::{Published, Snapshot};
 
 /// Why a backend could not do what was asked; the variant's label is a metric label.
 #[derive(Debug, thiserror::Error)]

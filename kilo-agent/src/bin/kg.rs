@@ -14,21 +14,29 @@ use clap::{Args, CommandFactory as _, Parser, Subcommand};
 use ipnet::IpNet;
 use kilo_agent::{
     agent::{self, Agent},
-    backend::{Backend, Snapshot, file::FileBackend, kubernetes, last_good},
+    backend::{Backend, file::FileBackend, kubernetes, last_good},
     cli::{
-        AttachMode, BackendKind, Compatibility, EndpointFrom, LogLevel, Masquerade, PrefixList, TunnelMode,
-        WireguardMode, parse_bool, parse_cidr, parse_label, parse_listen, parse_node_name, parse_period,
-        parse_port, parse_secret,
+        BackendKind, LogLevel, PrefixList, parse_bool, parse_cidr, parse_label, parse_listen,
+        parse_node_name, parse_period, parse_port, parse_secret,
     },
+    health::Health,
+    http,
+    metrics::Metrics,
+    webhook,
+};
+use kilo_core::{
+    objects::Snapshot,
+    settings::{
+        AttachMode, Compatibility, Encapsulate, EndpointFrom, Granularity, Masquerade, Settings, TunnelMode,
+        WireguardMode,
+    },
+};
+use kilo_host::{
     cni::boot::BootConfiguration,
     dataplane::{self, BPFFS},
-    health::Health,
-    http, interface,
+    interface,
     lock::{self, LockError},
-    metrics::Metrics,
     net::mtu::Mtu,
-    topology::{Encapsulate, Granularity, Settings},
-    webhook,
     wireguard::{private_key, userspace},
 };
 use tokio::signal::unix::{SignalKind, signal};
@@ -277,7 +285,9 @@ fn log_to_stdout(level: LogLevel) {
     // Libraries speak only when everything is asked for.
     let filter = match level {
         LogLevel::All | LogLevel::None => level.directive().to_owned(),
-        level => format!("warn,kg={0},kilo_agent={0},kilo_ebpf={0}", level.directive()),
+        level => {
+            format!("warn,kg={0},kilo_agent={0},kilo_core={0},kilo_host={0},kilo_ebpf={0}", level.directive())
+        }
     };
     let registry = tracing_subscriber::registry().with(EnvFilter::new(filter));
     if std::io::stdout().is_terminal() {
@@ -437,7 +447,7 @@ async fn work<B: Backend>(
         health: health.clone(),
         metrics: metrics.clone(),
         view: view_reader,
-        graphviz: http::Graphviz::default(),
+        graph: http::Graph::default(),
         turns: http::Turns::default(),
     };
     let stop = CancellationToken::new();

@@ -6,7 +6,7 @@ use std::{
     fmt::{self, Write as _},
 };
 
-use crate::topology::{Mesh, Segment};
+use kilo_core::topology::{Mesh, Segment};
 
 /// Half the width and height of a node's ellipse.
 const NODE: (f64, f64) = (66.0, 24.0);
@@ -230,8 +230,9 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::{
-        topology::{Granularity, Node, Peer},
+    use kilo_core::{
+        settings::Granularity,
+        topology::{Node, Peer},
         wireguard::key::PublicKey,
     };
 

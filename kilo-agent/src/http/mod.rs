@@ -12,7 +12,7 @@ use std::{sync::Arc, time::Instant};
 
 use hyper::{Method, Request, StatusCode, body::Incoming};
 
-pub use graph::{Format, Graphviz, Layout};
+pub use graph::{Format, Graph, Layout};
 pub use respond::{method_not_allowed, respond, text};
 pub use serve::{Answer, bind, serve};
 pub use turns::Turns;
@@ -33,7 +33,7 @@ pub struct Context {
     /// The mesh as this node sees it.
     pub view: tokio::sync::watch::Receiver<Arc<View>>,
     /// For `/graph`.
-    pub graphviz: Graphviz,
+    pub graph: Graph,
     /// For all but `/health` and `/`.
     pub turns: Turns,
 }
@@ -88,7 +88,7 @@ impl Context {
                     Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
                 }
             }
-            _ => self.graphviz.answer(query, &view().mesh).await,
+            _ => self.graph.answer(query, &view().mesh).await,
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, time::Instant};
 
-use crate::topology::Mesh;
+use kilo_core::topology::Mesh;
 
 /// One leader in office.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,10 +49,7 @@ mod tests {
     use std::{collections::BTreeMap, time::Duration};
 
     use super::*;
-    use crate::{
-        topology::{Granularity, Node},
-        wireguard::key::PublicKey,
-    };
+    use kilo_core::{settings::Granularity, topology::Node, wireguard::key::PublicKey};
 
     fn mesh(leader: &str) -> Mesh {
         let nodes = ["a", "b"].map(|name| Node {

@@ -19,14 +19,16 @@ use serde::{Deserialize, Serialize};
 pub use leaders::{Lead, Leaders};
 pub use table::table;
 pub use time::Timestamp;
-pub use view::{View, among, not_among, with_own};
+pub use view::View;
 
-use crate::{
-    backend::Snapshot,
+use kilo_core::{
+    objects::Snapshot,
     plan,
+    settings::Granularity,
     topology::{self, Known, LeaderReason, Mesh, PRIVATE_ENDPOINT_REMEDY},
     wireguard::key::PublicKey,
 };
+use kilo_host::dataplane::Attached;
 
 /// The whole answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -190,27 +192,13 @@ pub struct Tunnel {
     pub sent_bytes: u64,
 }
 
-/// One program on one interface.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Attached {
-    /// Name of the interface.
-    pub interface: String,
-    /// Name of the program, as bpftool shows it.
-    pub program: String,
-    /// `ingress` or `egress`.
-    pub direction: String,
-    /// `tcx` or `clsact`.
-    pub hook: String,
-}
-
 /// What the objects alone tell. `ready`: names of the nodes that take part;
 /// the same that `mesh` was made of.
 pub fn of_objects(
     mesh: &Mesh,
     snapshot: &Snapshot,
     ready: &BTreeSet<&str>,
-    granularity: topology::Granularity,
+    granularity: Granularity,
     time: Timestamp,
 ) -> Status {
     let leaders: BTreeSet<&str> =
@@ -248,7 +236,7 @@ pub fn of_objects(
     }
 }
 
-fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: topology::Granularity) -> Vec<LocationStatus> {
+fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: Granularity) -> Vec<LocationStatus> {
     let mut all: BTreeMap<String, LocationStatus> = BTreeMap::new();
     let empty = |name: &str| LocationStatus {
         name: name.to_owned(),

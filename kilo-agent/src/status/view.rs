@@ -2,12 +2,17 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
-use super::{AgentStatus, Attached, Leaders, Status, Timestamp, Tunnel, of_objects};
-use crate::{
-    backend::Snapshot,
+use super::{AgentStatus, Leaders, Status, Timestamp, Tunnel, of_objects};
+use kilo_core::{
+    objects::Snapshot,
+    settings::Granularity,
+    topology::{CheckedIn, Mesh, Node, among, with_own},
+    wireguard::key::PublicKey,
+};
+use kilo_host::dataplane::Attached;
+use kilo_host::{
     dataplane::Counters,
-    topology::{CheckedIn, Granularity, Known, Mesh, Node, Nodes},
-    wireguard::{Device, PeerStatus as DevicePeer, WireguardError, key::PublicKey},
+    wireguard::{Device, PeerStatus as DevicePeer, WireguardError},
 };
 
 /// The state after a reconciliation.
@@ -103,34 +108,6 @@ impl View {
         });
         status
     }
-}
-
-/// All nodes, with `own` in the place of the one of its name.
-pub fn with_own<'a>(
-    nodes: &'a Nodes,
-    own: Option<&'a Arc<Node>>,
-) -> impl ExactSizeIterator<Item = Known<'a>> + Clone {
-    let own = own.and_then(|own| Some((nodes.position(&own.name).ok()?, own)));
-    nodes.iter().enumerate().map(move |(at, known)| match own {
-        Some((place, node)) if place == at => Known { node, ..known },
-        _ => known,
-    })
-}
-
-/// Those of `nodes` that `ready` says take part.
-pub fn among<'a>(
-    nodes: impl Iterator<Item = Known<'a>>,
-    ready: &[bool],
-) -> impl Iterator<Item = &'a Arc<Node>> {
-    nodes.zip(ready).filter_map(|(known, ready)| ready.then_some(known.node))
-}
-
-/// Those that do not.
-pub fn not_among<'a>(
-    nodes: impl Iterator<Item = Known<'a>>,
-    ready: &[bool],
-) -> impl Iterator<Item = &'a Arc<Node>> {
-    nodes.zip(ready).filter_map(|(known, ready)| (!ready).then_some(known.node))
 }
 
 fn tunnels(mesh: &Mesh, peers: BTreeMap<PublicKey, DevicePeer>, time: Timestamp) -> Vec<Tunnel> {

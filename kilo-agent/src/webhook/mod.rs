@@ -272,7 +272,7 @@ fn judge(request: &AdmissionRequest<DynamicObject>) -> AdmissionResponse {
     if !spec_is_written {
         return response;
     }
-    match request.object.clone().map(kubernetes::parse_peer) {
+    match request.object.clone().map(kilo_core::objects::peer::parse) {
         Some(Ok(_)) => response,
         Some(Err(problem)) => response.deny(problem),
         None => response.deny("the request holds no object"),
@@ -284,7 +284,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::wireguard::key::PublicKey;
+    use kilo_core::wireguard::key::PublicKey;
 
     fn request(operation: &str, kind: &str, object: &serde_json::Value) -> AdmissionRequest<DynamicObject> {
         let group = "kilo.squat.ai";

@@ -21,7 +21,8 @@ use kube::{
 use serde_json::{Value, json};
 
 use super::issue::{Issued, LIFETIME, issue};
-use crate::{backend::kubernetes::chain, status::Timestamp};
+use crate::status::Timestamp;
+use kilo_core::objects::error_chain;
 
 /// When the next step is due. A Secret without it is somebody else's: its certificate is
 /// used, and never renewed.
@@ -86,7 +87,8 @@ type Data = BTreeMap<String, ByteString>;
 /// When the API server does not let us. What is there then stays.
 pub async fn ensure(client: &Client, place: &Place) -> Result<Files, SecretError> {
     let name = format!("{}/{}", place.namespace, place.secret);
-    let failed = |what: String| move |error: kube::Error| SecretError::Api { what, reason: chain(&error) };
+    let failed =
+        |what: String| move |error: kube::Error| SecretError::Api { what, reason: error_chain(&error) };
     let secrets: Api<Secret> = Api::namespaced(client.clone(), &place.namespace);
     for _ in 0..TRIES {
         let found = secrets.get_opt(&place.secret).await.map_err(failed(format!("reading secret {name}")))?;
@@ -192,7 +194,7 @@ async fn finish(client: &Client, place: &Place, data: &Data, name: &str) -> Resu
 async fn trust(client: &Client, configuration: &str, bundle: &ByteString) -> Result<(), SecretError> {
     let failed = |verb: &str| {
         let what = format!("{verb} ValidatingWebhookConfiguration {configuration}");
-        move |error: kube::Error| SecretError::Api { what, reason: chain(&error) }
+        move |error: kube::Error| SecretError::Api { what, reason: error_chain(&error) }
     };
     // Not as the type of one version of Kubernetes: what it does not know must stay.
     let kind = ApiResource::erase::<ValidatingWebhookConfiguration>(&());

@@ -12,7 +12,8 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use kilo_agent::{dataplane, wireguard::key::PublicKey};
+use kilo_core::wireguard::key::PublicKey;
+use kilo_host::dataplane;
 
 use crate::netns::sh;
 

@@ -7,9 +7,10 @@ use std::{
 
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::{
-    backend::node,
-    topology::{self, Encapsulate, Granularity, Node, Peer, Settings},
+use kilo_core::{
+    objects::node,
+    settings::{Encapsulate, Granularity, Settings},
+    topology::{Node, Peer},
     wireguard::key::PublicKey,
 };
 use proptest::prelude::*;
@@ -18,7 +19,7 @@ pub fn settings(granularity: Granularity, encapsulate: Encapsulate) -> Settings 
     Settings {
         granularity,
         encapsulate,
-        tunnel: topology::Tunnel::Ipip,
+        tunnel: kilo_core::settings::Tunnel::Ipip,
         local: true,
         cni: true,
         subnet: "10.4.0.0/16".parse().unwrap(),

@@ -9,14 +9,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kilo_agent::{
-    dataplane::{CounterReader, Dataplane, Interfaces},
-    net::Net,
-    plan::Tables,
-};
 use kilo_common::{
     maps::{DEVICE_MASQUERADE, Device, NODE_INTERFACES},
     verdict::Action,
+};
+use kilo_core::plan::Tables;
+use kilo_host::{
+    dataplane::{CounterReader, Dataplane, Interfaces},
+    net::Net,
 };
 use nix::{
     poll::{PollFd, PollFlags, poll},

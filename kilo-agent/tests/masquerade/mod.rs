@@ -8,7 +8,6 @@ use errors::error;
 
 use std::net::{IpAddr, Ipv6Addr};
 
-use kilo_agent::{dataplane::Dataplane, plan::Tables};
 use kilo_common::{
     checksum,
     maps::CONFIG_MASQUERADE,
@@ -18,6 +17,8 @@ use kilo_common::{
     },
     packet::{Ipv4, protocol},
 };
+use kilo_core::plan::Tables;
+use kilo_host::dataplane::Dataplane;
 
 use crate::support::{
     self, OUTSIDE, OWN_POD, PUBLIC, PUBLIC_V6, leader_tables,

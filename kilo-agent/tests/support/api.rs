@@ -15,7 +15,8 @@ use std::{
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::backend::{Snapshot, kubernetes};
+use kilo_agent::backend::kubernetes;
+use kilo_core::objects::Snapshot;
 use kube::{
     Api, Client,
     api::{DynamicObject, Patch, PatchParams, PostParams},
@@ -316,7 +317,7 @@ pub async fn apply_crds(client: &Client) {
     for object in manifest("crds.yaml") {
         apply(client, &object, false).await.unwrap();
     }
-    let peers: Api<kilo_agent::backend::peer::Peer> = Api::all(client.clone());
+    let peers: Api<kilo_core::objects::peer::Peer> = Api::all(client.clone());
     let deadline = Instant::now() + Duration::from_secs(20);
     while let Err(error) = peers.list(&Default::default()).await {
         assert!(Instant::now() < deadline, "peers are not served: {error}");

@@ -4,14 +4,6 @@
 
 use std::net::IpAddr;
 
-use kilo_agent::{
-    plan::{
-        Hop, Tables,
-        model::{Packet, Verdict},
-        probe::Probe,
-    },
-    topology::{Tunnel, prefixes::longest},
-};
 use kilo_common::{
     checksum,
     encap::{
@@ -29,6 +21,15 @@ use kilo_common::{
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, protocol},
     too_big::{self, LEN_V4, LEN_V6, QUOTED},
     verdict::{Action, DropReason},
+};
+use kilo_core::{
+    plan::{
+        Hop, Tables,
+        model::{Packet, Verdict},
+        probe::Probe,
+    },
+    settings::Tunnel,
+    topology::prefixes::longest,
 };
 
 use super::{

@@ -6,11 +6,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kilo_agent::{
-    plan::{self, Tables},
-    sorted::SortedMap,
-};
 use kilo_common::maps::*;
+use kilo_core::{
+    flat_map::FlatMap,
+    plan::{self, Tables},
+};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 /// A BPF file system of the test's own.
@@ -63,7 +63,7 @@ pub const PUBLIC_V6: [u8; 16] = [0x20, 1, 0x0d, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0,
 pub const IFINDEX: u32 = 1;
 pub const MEMBER_HOP: u32 = HOP_FIRST_NODE;
 
-fn prefixes(list: &[(&str, u32, u32)]) -> SortedMap<ipnet::IpNet, PrefixValue> {
+fn prefixes(list: &[(&str, u32, u32)]) -> FlatMap<ipnet::IpNet, PrefixValue> {
     list.iter()
         .map(|(prefix, hop, flags)| {
             let flags = PREFIX_ROUTE | PREFIX_SOURCE | flags;
@@ -81,7 +81,7 @@ pub fn node(flags: u32) -> NodeValue {
 /// Tables of the leader a1 with one member a2 and a remote location.
 pub fn leader_tables() -> Tables {
     let member = plan::Hop::Node {
-        tunnel: kilo_agent::topology::Tunnel::Ipip,
+        tunnel: kilo_core::settings::Tunnel::Ipip,
         ifindex: IFINDEX,
         mtu: 1480,
         local: std::net::IpAddr::from(SELF),
@@ -103,11 +103,11 @@ pub fn leader_tables() -> Tables {
             (MEMBER_HOP, member),
         ]),
         node: BTreeMap::from([(MEMBER.into(), node(0))]),
-        masq_src: SortedMap::from([
+        masq_src: FlatMap::from([
             ("10.42.1.0/24".parse().unwrap(), MASQ_SRC_ALWAYS),
             ("fd42:1::/64".parse().unwrap(), MASQ_SRC_ALWAYS),
         ]),
-        masq_dst: SortedMap::from([
+        masq_dst: FlatMap::from([
             ("10.42.1.0/24".parse().unwrap(), MASQ_EXCLUDE),
             ("10.42.2.0/24".parse().unwrap(), MASQ_EXCLUDE),
             ("10.42.4.0/24".parse().unwrap(), MASQ_EXCLUDE),
@@ -138,7 +138,7 @@ pub fn leader_tables() -> Tables {
 pub fn member_tables() -> Tables {
     let mut tables = leader_tables();
     let leader = plan::Hop::Node {
-        tunnel: kilo_agent::topology::Tunnel::Ipip,
+        tunnel: kilo_core::settings::Tunnel::Ipip,
         ifindex: IFINDEX,
         mtu: 1480,
         local: std::net::IpAddr::from(SELF),

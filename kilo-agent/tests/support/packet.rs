@@ -1,12 +1,12 @@
 //! Packets as bytes, and running a program on them (BPF_PROG_TEST_RUN).
 
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
-use kilo_agent::dataplane::Dataplane;
 use kilo_common::{
     checksum,
     encap::{self, Inner},
     verdict,
 };
+use kilo_host::dataplane::Dataplane;
 
 /// What a program answered.
 #[derive(Debug, PartialEq, Eq)]
@@ -160,7 +160,7 @@ pub fn run_with(
     let before = dataplane.counters().unwrap().read().unwrap();
     let (verdict, out) = run_once(dataplane, program, packet, control_block);
     let after = dataplane.counters().unwrap().read().unwrap();
-    let all = |counters: &kilo_agent::dataplane::Counters| {
+    let all = |counters: &kilo_host::dataplane::Counters| {
         let mut all = counters.actions.clone();
         all.extend(&counters.drops);
         all

@@ -3,15 +3,15 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipnet::IpNet;
-use kilo_agent::{
-    plan::{Hop, Tables, sender},
-    topology::Tunnel,
-};
 use kilo_common::{
     checksum,
     encap::vxlan_header,
     maps::*,
     packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, protocol},
+};
+use kilo_core::{
+    plan::{Hop, Tables, sender},
+    settings::Tunnel,
 };
 use rand::{
     RngExt as _, SeedableRng as _,

@@ -5,12 +5,14 @@
 use std::{collections::BTreeMap, net::IpAddr};
 
 use ipnet::IpNet;
-use kilo_agent::{
-    plan::{self, HopIds, HostLinks, HostPlan, Inputs, WireguardPlan, model},
-    topology::{Mesh, Node, Settings, Tunnel, prefixes},
-    wireguard::key::PublicKey,
-};
 use kilo_common::verdict::Action;
+use kilo_core::{
+    observed::HostLinks,
+    plan::{self, HopIds, HostPlan, Inputs, model},
+    settings::{Settings, Tunnel},
+    topology::{Mesh, Node, prefixes},
+    wireguard::{WireguardPlan, key::PublicKey},
+};
 
 /// Where a packet ends.
 #[derive(Clone, Debug, PartialEq, Eq)]

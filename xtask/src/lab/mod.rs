@@ -65,7 +65,6 @@ pub const PACKAGES: &[&str] = &[
     "iperf3",
     "bpftool",
     "containernetworking-plugins",
-    "graphviz",
     "iptables",
     "strace",
     "ethtool",

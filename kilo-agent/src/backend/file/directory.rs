@@ -12,7 +12,7 @@ use std::{
 };
 
 use super::objects::Objects;
-use crate::backend::{
+use kilo_core::objects::{
     Snapshot,
     node::{self, PREFIX, WRITTEN},
     peer,

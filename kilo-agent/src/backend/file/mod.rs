@@ -21,7 +21,8 @@ use tokio::sync::watch;
 
 use self::directory::{Directory, own_file};
 pub use self::objects::Objects;
-use super::{Backend, BackendError, Published, Snapshot, node};
+use super::{Backend, BackendError};
+use kilo_core::objects::{Published, Snapshot, node};
 
 /// The directory is also read this often: no event tells of changes that
 /// another machine made to a shared file system.
@@ -79,7 +80,7 @@ impl FileBackend {
 
     /// The file an agent writes about its own node.
     fn own_file(&self, node: &str) -> Result<PathBuf, BackendError> {
-        if node::is_dns_name(node) {
+        if kilo_core::wireguard::is_dns_name(node) {
             Ok(own_file(&self.directory, node))
         } else {
             Err(BackendError::Config(format!("node name {node:?} is no DNS name; set --hostname")))

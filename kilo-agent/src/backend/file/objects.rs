@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1 as core;
 use serde::{Deserialize as _, de::DeserializeOwned};
 use serde_json::Value;
 
-use crate::backend::{node::is_dns_name, peer::Peer};
+use kilo_core::{objects::peer::Peer, wireguard::is_dns_name};
 
 /// What one file says.
 #[derive(Clone, Debug, Default, PartialEq)]

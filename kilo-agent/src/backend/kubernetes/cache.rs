@@ -8,8 +8,8 @@ use std::{
 
 use kube::core::ObjectMeta;
 
-use crate::{
-    backend::{Snapshot, node::PREFIX},
+use kilo_core::{
+    objects::{Snapshot, node::PREFIX},
     topology::{CheckedIn, Nodes, Peer},
 };
 
@@ -244,7 +244,7 @@ impl Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::topology::Node;
+    use kilo_core::topology::Node;
 
     fn seen(name: &str, last_seen: i64) -> Seen<CheckedIn> {
         let node = Node { name: name.to_owned(), ..Node::default() };

@@ -9,6 +9,7 @@ use kube::{
 };
 
 use crate::backend::BackendError;
+use kilo_core::objects::error_chain;
 
 /// No byte for this long, bookmarks included (every 60 to 75 s): the connection is dead.
 const SILENCE: Duration = Duration::from_secs(90);
@@ -48,7 +49,7 @@ pub async fn client(kubeconfig: Option<&Path>, master: Option<&str>) -> Result<C
     // Watches and the agent try again by themselves; tries below them would hide the reason, and pause for minutes.
     config.default_retry = false;
     let origin = kubeconfig.map(|path| format!("--kubeconfig {}: ", path.display())).unwrap_or_default();
-    Client::try_from(config).map_err(|error| BackendError::Config(format!("{origin}{}", chain(&error))))
+    Client::try_from(config).map_err(|error| BackendError::Config(format!("{origin}{}", error_chain(&error))))
 }
 
 fn is_missing(path: &Path) -> bool {
@@ -82,7 +83,7 @@ fn read(path: &Path) -> Result<Kubeconfig, BackendError> {
     let failed = |reason: String| BackendError::Config(format!("--kubeconfig {}: {reason}", path.display()));
     // Read here: the library's error names the path but loses the reason.
     let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
-    Kubeconfig::from_yaml(&text).map_err(|error| failed(chain(&error)))
+    Kubeconfig::from_yaml(&text).map_err(|error| failed(error_chain(&error)))
 }
 
 async fn from_file(path: &Path) -> Result<Config, BackendError> {
@@ -92,7 +93,7 @@ async fn from_file(path: &Path) -> Result<Config, BackendError> {
     check_references(&file).map_err(failed)?;
     let config = Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
         .await
-        .map_err(|error| failed(chain(&error)))?;
+        .map_err(|error| failed(error_chain(&error)))?;
     if !matches!(config.cluster_url.scheme_str(), Some("http" | "https")) {
         return Err(failed(format!(
             "server {} is no URL of an API server; write for example https://192.0.2.1:6443",
@@ -163,7 +164,7 @@ fn bad_master(text: &str, reason: &str) -> BackendError {
 fn no_way(error: &dyn std::error::Error) -> BackendError {
     BackendError::Config(format!(
         "no way to the Kubernetes API; run in a pod with a service account or give --kubeconfig ({})",
-        chain(error)
+        error_chain(error)
     ))
 }
 
@@ -184,8 +185,8 @@ pub enum Asked<'a> {
 pub fn explain(error: &kube::Error, asked: Asked<'_>) -> BackendError {
     let kube::Error::Api(status) = error else {
         return match error {
-            kube::Error::SerdeError(_) => BackendError::Api(chain(error)),
-            _ => BackendError::Unreachable(format!("the API server is out of reach: {}", chain(error))),
+            kube::Error::SerdeError(_) => BackendError::Api(error_chain(error)),
+            _ => BackendError::Unreachable(format!("the API server is out of reach: {}", error_chain(error))),
         };
     };
     match (status.code, asked) {
@@ -206,20 +207,6 @@ pub fn explain(error: &kube::Error, asked: Asked<'_>) -> BackendError {
         }
         _ => BackendError::Api(status.message.clone()),
     }
-}
-
-/// An error with its causes, each said once.
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let more = error.to_string();
-        if !text.contains(&more) {
-            text = format!("{text}: {more}");
-        }
-        cause = error.source();
-    }
-    text
 }
 
 /// The answer, or an error when it takes too long.

@@ -31,7 +31,6 @@ use tokio::{
 };
 use tokio_util::task::AbortOnDropHandle;
 
-pub(crate) use client::chain;
 pub use client::{client, cluster_name};
 pub use patient::PatientBackend;
 
@@ -40,7 +39,8 @@ use self::{
     client::{Asked, explain, in_time},
     slim::SlimNode,
 };
-use super::{Backend, BackendError, Published, Snapshot, Warning, confirm::Confirm, node, peer};
+use super::{Backend, BackendError, Warning, confirm::Confirm};
+use kilo_core::objects::{Published, Snapshot, error_chain, node, peer};
 
 /// How long a list that lost many objects waits for its confirmation.
 const CONFIRM_AFTER: Duration = Duration::from_secs(5);
@@ -225,7 +225,7 @@ fn report(error: &watcher::Error, asked: Asked<'_>) {
         watcher::Error::InitialListFailed(error)
         | watcher::Error::WatchStartFailed(error)
         | watcher::Error::WatchFailed(error) => explain(error, asked).to_string(),
-        other => chain(other),
+        other => error_chain(other),
     };
     tracing::warn!(?asked, reason, "watch interrupted; trying again");
 }
@@ -259,18 +259,9 @@ async fn hand_on(shared: Arc<Shared>, sender: watch::Sender<Arc<Snapshot>>) {
     }
 }
 
-/// A Peer object of any shape, checked as the webhook and the agent both do.
-///
-/// # Errors
-/// What is wrong with it, in words.
-pub fn parse_peer(object: DynamicObject) -> Result<crate::topology::Peer, String> {
-    let object = object.try_parse::<peer::Peer>().map_err(|error| chain(&error))?;
-    peer::from_object(&object).map_err(|error| error.to_string())
-}
-
-fn see_peer(object: DynamicObject) -> Seen<crate::topology::Peer> {
+fn see_peer(object: DynamicObject) -> Seen<kilo_core::topology::Peer> {
     let name = object.metadata.name.clone().unwrap_or_default();
-    match parse_peer(object) {
+    match peer::parse(object) {
         Ok(peer) => Seen { name, value: Some(peer), problem: None },
         Err(problem) => Seen { name, value: None, problem: Some(problem) },
     }
@@ -290,7 +281,7 @@ impl Shared {
         }
     }
 
-    fn see_node(&self, object: SlimNode, label: &str) -> Seen<crate::topology::CheckedIn> {
+    fn see_node(&self, object: SlimNode, label: &str) -> Seen<kilo_core::topology::CheckedIn> {
         self.see_own(object.meta());
         let (seen, problems) = node::from_object(&object.into(), label);
         let problem = (!problems.is_empty()).then(|| problems.join("; "));

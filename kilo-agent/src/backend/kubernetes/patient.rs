@@ -12,7 +12,8 @@ use tokio::sync::{oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::KubernetesBackend;
-use crate::backend::{Backend, BackendError, Published, Snapshot, Warning};
+use crate::backend::{Backend, BackendError, Warning};
+use kilo_core::objects::{Published, Snapshot};
 
 /// The server gets this long before the last good topology is used.
 const WAIT: Duration = Duration::from_secs(5);

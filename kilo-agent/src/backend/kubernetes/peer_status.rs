@@ -8,7 +8,8 @@ use kube::{
 };
 
 use super::client::{Asked, in_time};
-use crate::backend::{BackendError, peer::PeerStatus};
+use crate::backend::BackendError;
+use kilo_core::objects::peer::PeerStatus;
 
 /// Writes the statuses that differ; answers how many. A cluster set up for Kilo
 /// has neither the right nor the sub-resource: that is said once per change of

@@ -12,15 +12,22 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use ipnet::IpNet;
 use kilo_agent::{
-    backend::{Backend as _, Snapshot, file::FileBackend, kubernetes, node::is_dns_name, peer},
-    cli::{BackendKind, LogLevel, WireguardMode, parse_bool, parse_duration},
-    connect::{self, ConnectPlan, Options},
+    backend::{Backend as _, file::FileBackend, kubernetes},
+    cli::{BackendKind, LogLevel, parse_bool, parse_duration},
+    resolve::Resolver,
+};
+use kilo_core::{
+    objects::{Snapshot, peer},
+    settings::WireguardMode,
+    topology::Peer,
+    vpn_peer::{self, ConnectPlan, Options},
+    wireguard::{diff, is_dns_name, key::SecretKey},
+};
+use kilo_host::{
     interface::{self, Interface},
     lock,
     net::{Net, routes},
-    resolve::Resolver,
-    topology::Peer,
-    wireguard::{diff, key::SecretKey, private_key},
+    wireguard::private_key,
 };
 use kube::{
     Api,
@@ -298,7 +305,7 @@ impl Connection {
         Arc::make_mut(&mut snapshot.peers).entry(peer.name.clone()).or_insert_with(|| peer.clone());
         let mesh = source::mesh(&snapshot, flags)?;
         let resolved: std::collections::BTreeMap<String, IpAddr> = self.resolver.resolve(&mesh).await;
-        let plan = connect::plan(&mesh, &self.options, &resolved).context("the Peer is not in the mesh")?;
+        let plan = vpn_peer::plan(&mesh, &self.options, &resolved).context("the Peer is not in the mesh")?;
         let ConnectPlan { wireguard, net, unrouted } = plan;
         if net.addresses.is_empty() {
             bail!(
@@ -347,7 +354,7 @@ fn log_to_stderr(level: LogLevel) {
     use tracing_subscriber::{EnvFilter, fmt, prelude::*};
     let filter = match level {
         LogLevel::All | LogLevel::None => level.directive().to_owned(),
-        level => format!("warn,kilo_agent={0},kgctl={0}", level.directive()),
+        level => format!("warn,kilo_agent={0},kilo_core={0},kilo_host={0},kgctl={0}", level.directive()),
     };
     let layer = fmt::layer()
         .with_writer(std::io::stderr)

@@ -1,6 +1,6 @@
 //! `kgctl graph`: the mesh as Graphviz text.
 
-use kilo_agent::topology::{self, Mesh};
+use kilo_core::topology::{self, Mesh};
 
 /// The mesh in the DOT language.
 pub fn run(mesh: &Mesh) -> String {

@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result};
 use clap::{CommandFactory as _, Parser, Subcommand};
 
-use kilo_agent::wireguard::userspace;
+use kilo_host::wireguard::userspace;
 
 use crate::{
     connect::ConnectArgs, monitor::MonitorArgs, peer_cluster::PeerClusterArgs, showconf::Showconf,

@@ -8,15 +8,15 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
-use kilo_agent::dataplane::{
+use kilo_common::{
+    event::{DropEvent, Hook},
+    verdict::DropReason,
+};
+use kilo_host::dataplane::{
     BPFFS, CounterReader, Counters,
     decode::{self, Header},
     interface_name,
     monitor::{self, Monitor},
-};
-use kilo_common::{
-    event::{DropEvent, Hook},
-    verdict::DropReason,
 };
 use serde::Serialize;
 use tokio::{

@@ -11,12 +11,14 @@ use kilo_agent::{
     backend::{
         Backend as _,
         kubernetes::{self, KubernetesBackend},
-        node::is_dns_name,
-        peer,
     },
     cli::{BackendKind, PrefixList},
-    peering::{self, Changes, Cluster, Present},
     status::Timestamp,
+};
+use kilo_core::{
+    multicluster::{self, Changes, Cluster, Present},
+    objects::peer,
+    wireguard::is_dns_name,
 };
 use kube::{
     Api, Client,
@@ -111,7 +113,7 @@ impl Side {
         let mut said = String::new();
         let all = changes.create.iter().map(|peer| (peer, "created"));
         for (wanted, done) in all.chain(changes.update.iter().map(|peer| (peer, "configured"))) {
-            let patch = Patch::Apply(peering::object(wanted, other));
+            let patch = Patch::Apply(multicluster::object(wanted, other));
             let parameters = PatchParams::apply(MANAGER).force();
             let written = self.peers.patch(&wanted.name, &parameters, &patch).await;
             written.with_context(|| format!("write Peer {} in cluster {}", wanted.name, self.name))?;
@@ -144,7 +146,7 @@ impl Side {
         let mut text = String::new();
         let created = changes.create.iter().map(|peer| (peer, "create"));
         for (wanted, what) in created.chain(changes.update.iter().map(|peer| (peer, "change"))) {
-            let yaml = serde_yaml_ng::to_string(&peering::object(wanted, other))?;
+            let yaml = serde_yaml_ng::to_string(&multicluster::object(wanted, other))?;
             let _ = write!(text, "---\n# {what} in cluster {}\n{yaml}", self.name);
         }
         for name in &changes.delete {
@@ -172,10 +174,10 @@ pub async fn run(args: &PeerClusterArgs, flags: &Flags) -> Result<String> {
     } else {
         let near = here.cluster(&args.service_cidrs, flags).await?;
         let far = there.cluster(&args.remote_service_cidrs, flags).await?;
-        refuse(&peering::conflicts(&near, &far))?;
+        refuse(&multicluster::conflicts(&near, &far))?;
         (
-            Changes::between(peering::wanted(&far, &near), &near, &far.name),
-            Changes::between(peering::wanted(&near, &far), &far, &near.name),
+            Changes::between(multicluster::wanted(&far, &near), &near, &far.name),
+            Changes::between(multicluster::wanted(&near, &far), &far, &near.name),
         )
     };
     if for_here.writes() + for_there.writes() == 0 {

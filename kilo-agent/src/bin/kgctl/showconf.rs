@@ -3,11 +3,12 @@
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, Subcommand, ValueEnum};
 use ipnet::IpNet;
-use kilo_agent::{
-    backend::{Snapshot, peer},
-    cli::parse_cidr,
+use kilo_agent::cli::parse_cidr;
+use kilo_core::{
+    objects::{Snapshot, peer},
+    showconf,
     topology::{Member, Mesh, Peer, Segment},
-    wireguard::conf::{self, Conf, PeerSection},
+    wireguard::conf::{Conf, PeerSection},
 };
 
 use crate::source::Flags;
@@ -71,7 +72,7 @@ fn showconf_node(mesh: &Mesh, snapshot: &Snapshot, flags: &Flags, args: &Showcon
     if args.as_peer {
         return as_peer(
             &args.name,
-            with_allowed_ips(conf::as_peer(segment), segment, &args.allowed_ips),
+            with_allowed_ips(showconf::as_peer(segment), segment, &args.allowed_ips),
             args.output,
         );
     }
@@ -79,10 +80,10 @@ fn showconf_node(mesh: &Mesh, snapshot: &Snapshot, flags: &Flags, args: &Showcon
     // The private key never leaves the node; WireGuard's tools take the line as a reminder.
     let mesh = mesh.around(&args.name);
     let own = mesh.find(&args.name).map_or(own, |(own, _)| own);
-    let conf = conf::of_node(
+    let conf = showconf::of_node(
         &mesh,
         own,
-        kilo_agent::wireguard::key::SecretKey::from_bytes([0; 32]),
+        kilo_core::wireguard::key::SecretKey::from_bytes([0; 32]),
         flags.port,
         node.persistent_keepalive,
     );
@@ -108,7 +109,7 @@ fn showconf_peer(mesh: &Mesh, args: &ShowconfArgs) -> Result<String> {
         return as_peer(&args.name, without_duplicates(section), args.output);
     }
     only_wireguard(args)?;
-    let conf = conf::of_peer(mesh, &args.name).context("the peer has gone")?;
+    let conf = showconf::of_peer(mesh, &args.name).context("the peer has gone")?;
     Ok(conf.to_ini())
 }
 

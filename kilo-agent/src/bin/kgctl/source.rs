@@ -10,10 +10,14 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use ipnet::IpNet;
 use kilo_agent::{
-    backend::{Backend as _, Snapshot, file::FileBackend, kubernetes},
+    backend::{Backend as _, file::FileBackend, kubernetes},
     cli::{BackendKind, parse_cidr, parse_label, parse_port},
     status::Timestamp,
-    topology::{self, Granularity, Mesh},
+};
+use kilo_core::{
+    objects::Snapshot,
+    settings::Granularity,
+    topology::{self, Mesh},
 };
 
 #[derive(Args, Debug)]

@@ -4,16 +4,16 @@ use std::{fmt::Write as _, net::IpAddr, path::PathBuf};
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use kilo_agent::{
+use kilo_common::{packet::protocol, verdict::DropReason};
+use kilo_core::plan::{
+    model::Packet,
+    probe::Probe,
+    trace::{self, Host, Origin, Question},
+};
+use kilo_host::{
     dataplane::{self, BPFFS, advice, interface_name},
     net::Net,
-    plan::{
-        model::Packet,
-        probe::Probe,
-        trace::{self, Host, Origin, Question},
-    },
 };
-use kilo_common::{packet::protocol, verdict::DropReason};
 
 /// Options of `kgctl trace`.
 #[derive(Args, Debug)]
@@ -142,8 +142,8 @@ pub async fn run(args: &TraceArgs) -> Result<String> {
 }
 
 /// Where a packet with this source comes from, as the tables know it.
-fn origin_of(tables: &kilo_agent::plan::Tables, src: IpAddr) -> From {
-    use kilo_agent::{plan::Hop, topology::prefixes::longest_entry};
+fn origin_of(tables: &kilo_core::plan::Tables, src: IpAddr) -> From {
+    use kilo_core::{plan::Hop, topology::prefixes::longest_entry};
     match longest_entry(&tables.prefix, src) {
         Some((_, value)) => match tables.hop.get(&value.hop) {
             Some(Hop::Node { .. }) => From::Lan,

@@ -1,0 +1,16 @@
+//! Kilo's pure core: from Kubernetes objects to the desired state of one host, as plain values.
+//!
+//! Data flows one way: `objects` → `topology` → `plan`. Nothing here does I/O, reads a clock or
+//! knows tokio, aya or netlink; `kilo-host` applies what is computed here, and `kilo-agent` runs
+//! the loop.
+
+pub mod flat_map;
+pub mod multicluster;
+pub mod objects;
+pub mod observed;
+pub mod plan;
+pub mod settings;
+pub mod showconf;
+pub mod topology;
+pub mod vpn_peer;
+pub mod wireguard;

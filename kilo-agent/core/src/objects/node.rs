@@ -1,0 +1,433 @@
+//! Node objects and their annotations, to and from what the topology needs.
+
+use std::{
+    borrow::Cow,
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+    str::FromStr,
+};
+
+use ipnet::IpNet;
+use k8s_openapi::api::core::v1 as core;
+use serde::{Deserialize, Serialize};
+
+use super::Published;
+use crate::{
+    settings::Granularity,
+    topology::{CheckedIn, Node},
+    wireguard::key::PublicKey,
+};
+
+/// What every annotation of ours starts with.
+pub const PREFIX: &str = "kilo.squat.ai/";
+
+/// Annotations an agent writes about its own node.
+pub const WRITTEN: [&str; 8] = [
+    "endpoint",
+    "internal-ip",
+    "key",
+    "last-seen",
+    "wireguard-ip",
+    "discovered-endpoints",
+    "granularity",
+    "cni-compatibility-ip",
+];
+
+/// What to write in an annotation that could not be read.
+fn hint(name: &str) -> &'static str {
+    match name {
+        "force-internal-ip" => "; write for example 10.1.0.2/24, or - for a node without private address",
+        "persistent-keepalive" => "; write seconds, 0 to 65535",
+        "allowed-location-ips" => "; write prefixes separated by commas, for example 192.168.7.0/24",
+        "force-endpoint" => "",
+        _ => "; the node's agent writes it, look whether it runs",
+    }
+}
+
+/// One seen endpoint, as Kilo writes Go's `net.UDPAddr`.
+#[derive(Serialize, Deserialize)]
+struct SeenEndpoint {
+    #[serde(rename = "IP")]
+    ip: IpAddr,
+    #[serde(rename = "Port")]
+    port: u16,
+    #[serde(rename = "Zone", default)]
+    zone: String,
+}
+
+/// Reads a Node object. What cannot be read counts as absent, and is named in
+/// the second value.
+pub fn from_object(object: &core::Node, topology_label: &str) -> (CheckedIn, Vec<String>) {
+    let empty = BTreeMap::new();
+    let annotations = object.metadata.annotations.as_ref().unwrap_or(&empty);
+    let labels = object.metadata.labels.as_ref().unwrap_or(&empty);
+    let mut reader = Reader { annotations, problems: Vec::new() };
+    let mut node = Node { name: object.metadata.name.clone().unwrap_or_default(), ..Node::default() };
+
+    node.endpoint = reader.parse("force-endpoint");
+    node.endpoint_forced = node.endpoint.is_some();
+    if !node.endpoint_forced {
+        node.endpoint = reader.parse("endpoint");
+    }
+    match reader.get("force-internal-ip") {
+        Some("" | "-") => node.no_internal_ip = true,
+        _ => {
+            node.internal_ip = reader.parse("force-internal-ip");
+            node.internal_ip_forced = node.internal_ip.is_some();
+            if !node.internal_ip_forced {
+                node.internal_ip = reader.parse_unless_empty("internal-ip");
+            }
+        }
+    }
+    node.key = reader.parse("key");
+    let last_seen = reader.parse("last-seen").unwrap_or(0);
+    node.leader = reader.get("leader").is_some();
+    let location = reader.get("location").map(ToOwned::to_owned);
+    node.location = location.or_else(|| labels.get(topology_label).cloned()).unwrap_or_default();
+    node.persistent_keepalive = reader.parse::<u16>("persistent-keepalive").unwrap_or(0).into();
+    node.wireguard_ip = reader.parse_unless_empty("wireguard-ip");
+    node.granularity = reader.parse("granularity");
+    node.cni_compatibility_ip = reader.parse_unless_empty("cni-compatibility-ip");
+    node.discovered_endpoints = reader.discovered_endpoints();
+    node.allowed_location_ips = reader.prefix_list("allowed-location-ips");
+    node.pod_cidrs = reader.pod_cidrs(object.spec.as_ref());
+    node.external_ips = external_ips(object.status.as_ref());
+    (CheckedIn { node, last_seen }, reader.problems)
+}
+
+/// The type of a Node's address that is reached from outside the cluster's network.
+pub const EXTERNAL_IP: &str = "ExternalIP";
+
+/// Addresses of type `ExternalIP`. Kubernetes checks that they are addresses; others do not count.
+fn external_ips(status: Option<&core::NodeStatus>) -> Vec<IpAddr> {
+    let addresses = status.and_then(|status| status.addresses.as_deref()).unwrap_or_default();
+    let external = addresses.iter().filter(|address| address.type_ == EXTERNAL_IP);
+    external.filter_map(|address| address.address.parse().ok()).collect()
+}
+
+/// The start of a text that may be long: problems are logged and kept.
+fn excerpt(text: &str) -> Cow<'_, str> {
+    match text.char_indices().nth(EXCERPT) {
+        Some((end, _)) => Cow::Owned(format!("{}…", &text[..end])),
+        None => Cow::Borrowed(text),
+    }
+}
+
+/// Characters of a wrong value that are repeated in a message.
+const EXCERPT: usize = 200;
+
+struct Reader<'a> {
+    annotations: &'a BTreeMap<String, String>,
+    problems: Vec<String>,
+}
+
+impl<'a> Reader<'a> {
+    fn get(&self, name: &str) -> Option<&'a str> {
+        self.annotations.get(&format!("{PREFIX}{name}")).map(String::as_str)
+    }
+
+    fn parse<T: FromStr<Err: std::fmt::Display>>(&mut self, name: &str) -> Option<T> {
+        let text = self.get(name)?;
+        match text.trim().parse() {
+            Ok(value) => Some(value),
+            Err(error) => {
+                let (text, error) = (excerpt(text), excerpt(&error.to_string()).into_owned());
+                self.problems
+                    .push(format!("annotation {PREFIX}{name} {text:?} is ignored: {error}{}", hint(name)));
+                None
+            }
+        }
+    }
+
+    fn parse_unless_empty<T: FromStr<Err: std::fmt::Display>>(&mut self, name: &str) -> Option<T> {
+        self.get(name).filter(|text| !text.is_empty())?;
+        self.parse(name)
+    }
+
+    fn prefix_list(&mut self, name: &str) -> Vec<IpNet> {
+        let mut list = Vec::new();
+        for item in
+            self.get(name).unwrap_or_default().split(',').map(str::trim).filter(|item| !item.is_empty())
+        {
+            match item.parse::<IpNet>() {
+                Ok(prefix) => list.push(prefix.trunc()),
+                Err(error) => self.skip(name, item, &error),
+            }
+        }
+        list
+    }
+
+    fn discovered_endpoints(&mut self) -> BTreeMap<PublicKey, SocketAddr> {
+        let name = "discovered-endpoints";
+        let Some(text) = self.get(name).filter(|text| !text.is_empty()) else { return BTreeMap::new() };
+        let entries = match serde_json::from_str::<BTreeMap<String, serde_json::Value>>(text) {
+            Ok(entries) => entries,
+            Err(error) => {
+                self.problems.push(format!("annotation {PREFIX}{name} is ignored: {error}{}", hint(name)));
+                return BTreeMap::new();
+            }
+        };
+        let mut seen = BTreeMap::new();
+        for (key, value) in entries {
+            match (key.parse(), serde_json::from_value::<SeenEndpoint>(value)) {
+                (Ok(key), Ok(endpoint)) => {
+                    seen.insert(key, SocketAddr::new(endpoint.ip, endpoint.port));
+                }
+                (Err(error), _) => self.skip(name, &key, &error),
+                (_, Err(error)) => self.skip(name, &key, &error),
+            }
+        }
+        seen
+    }
+
+    fn skip(&mut self, name: &str, item: &str, error: &dyn std::fmt::Display) {
+        let (item, error) = (excerpt(item), excerpt(&error.to_string()).into_owned());
+        self.problems.push(format!("annotation {PREFIX}{name}: {item:?} is skipped: {error}{}", hint(name)));
+    }
+
+    fn pod_cidrs(&mut self, spec: Option<&core::NodeSpec>) -> Vec<IpNet> {
+        let mut cidrs: Vec<IpNet> = Vec::new();
+        let Some(spec) = spec else { return cidrs };
+        for text in
+            spec.pod_cidr.iter().chain(spec.pod_cidrs.iter().flatten()).filter(|text| !text.is_empty())
+        {
+            match text.parse::<IpNet>() {
+                Ok(cidr) if !cidrs.contains(&cidr.trunc()) => cidrs.push(cidr.trunc()),
+                Ok(_) => {}
+                Err(_) => self.problems.push(format!(
+                    "pod CIDR {:?} is skipped: it is no CIDR such as 10.42.1.0/24",
+                    excerpt(text)
+                )),
+            }
+        }
+        cidrs
+    }
+}
+
+/// The annotations that say this, by full name; `None` = must not be there.
+pub fn annotations(published: &Published) -> BTreeMap<String, Option<String>> {
+    let prefix_or_empty =
+        |prefix: Option<IpNet>| Some(prefix.map(|prefix| prefix.to_string()).unwrap_or_default());
+    let seen: BTreeMap<_, _> = published
+        .discovered_endpoints
+        .iter()
+        .map(|(key, addr)| (*key, SeenEndpoint { ip: addr.ip(), port: addr.port(), zone: String::new() }))
+        .collect();
+    let seen = if seen.is_empty() { None } else { serde_json::to_string(&seen).ok() };
+    [
+        ("endpoint", published.endpoint.as_ref().map(ToString::to_string)),
+        ("internal-ip", prefix_or_empty(published.internal_ip)),
+        ("key", published.key.map(|key| key.to_string())),
+        ("last-seen", Some(published.last_seen.to_string())),
+        ("wireguard-ip", prefix_or_empty(published.wireguard_ip)),
+        ("discovered-endpoints", seen),
+        ("granularity", Some(Granularity::as_str(published.granularity).to_owned())),
+        ("cni-compatibility-ip", published.cni_compatibility_ip.map(|prefix| prefix.to_string())),
+    ]
+    .into_iter()
+    .map(|(name, value)| (format!("{PREFIX}{name}"), value))
+    .collect()
+}
+
+/// The object that describes this node with that sign of life: [`from_object`] reads it back.
+pub fn to_object(node: &Node, last_seen: i64) -> core::Node {
+    let mut wanted = annotations(&Published {
+        endpoint: node.endpoint.clone(),
+        internal_ip: node.internal_ip,
+        key: node.key,
+        last_seen,
+        wireguard_ip: node.wireguard_ip,
+        discovered_endpoints: node.discovered_endpoints.clone(),
+        granularity: node.granularity.unwrap_or_default(),
+        cni_compatibility_ip: node.cni_compatibility_ip,
+    });
+    let mut users = |name: &str, value: Option<String>| {
+        wanted.insert(format!("{PREFIX}{name}"), value);
+    };
+    users("force-endpoint", node.endpoint.as_ref().filter(|_| node.endpoint_forced).map(ToString::to_string));
+    let forced = node.internal_ip.filter(|_| node.internal_ip_forced).map(|net| net.to_string());
+    users("force-internal-ip", forced.or(node.no_internal_ip.then(|| "-".to_owned())));
+    users("leader", node.leader.then(String::new));
+    users("location", Some(node.location.clone()));
+    users(
+        "persistent-keepalive",
+        (node.persistent_keepalive > 0).then(|| node.persistent_keepalive.to_string()),
+    );
+    let offered: Vec<_> = node.allowed_location_ips.iter().map(ToString::to_string).collect();
+    users("allowed-location-ips", (!offered.is_empty()).then(|| offered.join(",")));
+    if node.granularity.is_none() {
+        users("granularity", None);
+    }
+    let mut object = core::Node::default();
+    object.metadata.name = Some(node.name.clone());
+    object.metadata.annotations =
+        Some(wanted.into_iter().filter_map(|(name, value)| Some((name, value?))).collect());
+    let pod_cidrs = node.pod_cidrs.iter().map(ToString::to_string).collect();
+    object.spec = Some(core::NodeSpec { pod_cidrs: Some(pod_cidrs), ..Default::default() });
+    if !node.external_ips.is_empty() {
+        let address =
+            |ip: &IpAddr| core::NodeAddress { type_: EXTERNAL_IP.to_owned(), address: ip.to_string() };
+        let addresses = Some(node.external_ips.iter().map(address).collect());
+        object.status = Some(core::NodeStatus { addresses, ..Default::default() });
+    }
+    object
+}
+
+/// Those of the wanted annotations that are not there yet, or must go.
+pub fn changes(
+    present: &BTreeMap<String, String>,
+    wanted: BTreeMap<String, Option<String>>,
+) -> BTreeMap<String, Option<String>> {
+    wanted.into_iter().filter(|(name, value)| present.get(name) != value.as_ref()).collect()
+}
+
+/// Every written annotation, to be removed.
+pub fn retracted() -> BTreeMap<String, Option<String>> {
+    WRITTEN.iter().map(|name| (format!("{PREFIX}{name}"), None)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_published_is_read_back() {
+        let published = Published {
+            endpoint: "1.2.3.4:51820".parse().ok(),
+            internal_ip: "10.0.0.1/24".parse().ok(),
+            key: Some(PublicKey([3; 32])),
+            last_seen: 17,
+            wireguard_ip: "10.4.0.1/16".parse().ok(),
+            discovered_endpoints: BTreeMap::from([(PublicKey([4; 32]), "5.6.7.8:9".parse().unwrap())]),
+            granularity: Granularity::Full,
+            cni_compatibility_ip: None,
+        };
+        let mut object = core::Node::default();
+        let written = annotations(&published);
+        object.metadata.annotations =
+            Some(written.clone().into_iter().filter_map(|(name, value)| Some((name, value?))).collect());
+        let (node, problems) = from_object(&object, "region");
+        assert_eq!(problems, Vec::<String>::new());
+        assert_eq!(node.endpoint, published.endpoint);
+        assert_eq!(node.internal_ip, published.internal_ip);
+        assert_eq!(node.key, published.key);
+        assert_eq!(node.last_seen, 17);
+        assert_eq!(node.wireguard_ip, published.wireguard_ip);
+        assert_eq!(node.discovered_endpoints, published.discovered_endpoints);
+        assert_eq!(node.granularity, Some(Granularity::Full));
+        assert!(changes(object.metadata.annotations.as_ref().unwrap(), written).is_empty());
+    }
+
+    #[test]
+    fn each_annotation_that_is_rubbish_is_named_and_leaves_the_others() {
+        let good = Node {
+            name: "a".to_owned(),
+            endpoint: "1.2.3.4:5".parse().ok(),
+            key: Some(PublicKey([3; 32])),
+            internal_ip: "10.0.0.1/24".parse().ok(),
+            location: "here".to_owned(),
+            granularity: Some(Granularity::Full),
+            ..Node::default()
+        };
+        let long = "x".repeat(100_000);
+        for (name, rubbish) in [
+            ("force-endpoint", "1.2.3.4"),
+            ("force-endpoint", &long),
+            ("force-internal-ip", "10.0.0.1"),
+            ("persistent-keepalive", "-1"),
+            ("persistent-keepalive", "5s"),
+            ("allowed-location-ips", "10.0.0.1,,x"),
+            ("endpoint", ":1"),
+            ("internal-ip", "::1/129"),
+            ("key", "short"),
+            ("last-seen", "yesterday"),
+            ("wireguard-ip", "10.4.0.1"),
+            ("discovered-endpoints", "[]"),
+            ("discovered-endpoints", &long),
+            ("granularity", "continent"),
+            ("cni-compatibility-ip", "x"),
+        ] {
+            let mut object = to_object(&good, 17);
+            let annotations = object.metadata.annotations.get_or_insert_default();
+            annotations.insert(format!("{PREFIX}{name}"), rubbish.to_owned());
+            let (node, problems) = from_object(&object, "region");
+            assert!(problems.iter().all(|problem| problem.contains(name)), "{problems:?}");
+            assert!(!problems.is_empty() && problems.concat().len() < 1000, "{name}: {problems:?}");
+            assert_eq!((&node.location, node.name.as_str()), (&good.location, "a"));
+            let untouched =
+                [node.endpoint == good.endpoint, node.key == good.key, node.internal_ip == good.internal_ip];
+            assert!(untouched.iter().filter(|same| **same).count() >= 2, "{name} spoils others: {node:?}");
+        }
+        // Words that any value is good for.
+        for name in ["leader", "location"] {
+            let mut object = to_object(&good, 17);
+            object
+                .metadata
+                .annotations
+                .get_or_insert_default()
+                .insert(format!("{PREFIX}{name}"), "\u{1F980}".to_owned());
+            assert_eq!(from_object(&object, "region").1, Vec::<String>::new());
+        }
+    }
+
+    #[test]
+    fn an_object_made_from_a_node_is_read_back() {
+        let plain = Node {
+            name: "a".to_owned(),
+            endpoint: "1.2.3.4:5".parse().ok(),
+            key: Some(PublicKey([3; 32])),
+            internal_ip: "10.0.0.1/24".parse().ok(),
+            pod_cidrs: vec!["10.42.0.0/24".parse().unwrap(), "fd00:42::/64".parse().unwrap()],
+            ..Node::default()
+        };
+        let full = Node {
+            endpoint: "vpn.example.com:5".parse().ok(),
+            endpoint_forced: true,
+            internal_ip_forced: true,
+            leader: true,
+            location: "here".to_owned(),
+            persistent_keepalive: 10,
+            wireguard_ip: "10.4.0.1/16".parse().ok(),
+            discovered_endpoints: BTreeMap::from([(PublicKey([4; 32]), "5.6.7.8:9".parse().unwrap())]),
+            allowed_location_ips: vec!["192.0.2.0/24".parse().unwrap(), "2001:db8::/64".parse().unwrap()],
+            granularity: Some(Granularity::Full),
+            cni_compatibility_ip: "10.42.0.7/32".parse().ok(),
+            external_ips: vec!["192.0.2.7".parse().unwrap(), "2001:db8::7".parse().unwrap()],
+            ..plain.clone()
+        };
+        let without = Node { internal_ip: None, no_internal_ip: true, ..plain.clone() };
+        let new = Node { name: "new".to_owned(), ..Node::default() };
+        for node in [plain, full, without, new] {
+            let read = from_object(&to_object(&node, 17), "region");
+            assert_eq!(read, (CheckedIn { node, last_seen: 17 }, Vec::new()));
+        }
+    }
+
+    #[test]
+    fn one_seen_endpoint_that_is_rubbish_leaves_the_others() {
+        let good = PublicKey([7; 32]);
+        let text = format!(
+            r#"{{"{good}":{{"IP":"1.2.3.4","Port":5,"Zone":""}},"x":{{"IP":"1.2.3.4","Port":5}},"{}":{{"IP":"","Port":0}}}}"#,
+            PublicKey([8; 32])
+        );
+        let mut object = core::Node::default();
+        object.metadata.annotations = Some(BTreeMap::from([(format!("{PREFIX}discovered-endpoints"), text)]));
+        let (node, problems) = from_object(&object, "region");
+        assert_eq!(node.discovered_endpoints, BTreeMap::from([(good, "1.2.3.4:5".parse().unwrap())]));
+        assert_eq!(problems.len(), 2, "{problems:?}");
+    }
+
+    #[test]
+    fn rubbish_in_one_annotation_is_named_and_leaves_the_others() {
+        let mut object = core::Node::default();
+        object.metadata.annotations = Some(BTreeMap::from([
+            (format!("{PREFIX}endpoint"), "nonsense".to_owned()),
+            (format!("{PREFIX}allowed-location-ips"), "10.0.0.0/8, x, 192.168.0.0/16".to_owned()),
+            (format!("{PREFIX}key"), PublicKey([1; 32]).to_string()),
+        ]));
+        let (node, problems) = from_object(&object, "region");
+        assert_eq!(problems.len(), 2, "{problems:?}");
+        assert_eq!(node.allowed_location_ips.len(), 2);
+        assert!(node.key.is_some());
+    }
+}

@@ -1,0 +1,238 @@
+//! The Peer custom resource, `peers.kilo.squat.ai/v1alpha1`.
+
+use ipnet::IpNet;
+use kube::{CustomResource, core::DynamicObject};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::error_chain;
+use crate::{
+    topology,
+    wireguard::{Endpoint, EndpointHost, is_dns_name},
+};
+
+/// What a VPN peer is and may reach.
+#[derive(CustomResource, Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[kube(
+    group = "kilo.squat.ai",
+    version = "v1alpha1",
+    kind = "Peer",
+    doc = "A WireGuard peer outside the cluster that joins its network.",
+    plural = "peers",
+    shortname = "peer",
+    derive = "PartialEq",
+    status = "PeerStatus",
+    printcolumn = r#"{"name":"Allowed IPs","type":"string","jsonPath":".spec.allowedIPs"}"#,
+    printcolumn = r#"{"name":"DNS","type":"string","jsonPath":".spec.endpoint.dnsOrIP.dns"}"#,
+    printcolumn = r#"{"name":"IP","type":"string","jsonPath":".spec.endpoint.dnsOrIP.ip"}"#,
+    printcolumn = r#"{"name":"Port","type":"integer","jsonPath":".spec.endpoint.port"}"#,
+    printcolumn = r#"{"name":"Keepalive","type":"integer","jsonPath":".spec.persistentKeepalive"}"#,
+    printcolumn = r#"{"name":"Accepted","type":"boolean","jsonPath":".status.accepted"}"#,
+    printcolumn = r#"{"name":"Public Key","type":"string","jsonPath":".spec.publicKey","priority":1}"#,
+    printcolumn = r#"{"name":"Age","type":"date","jsonPath":".metadata.creationTimestamp"}"#
+)]
+#[serde(rename_all = "camelCase")]
+pub struct PeerSpec {
+    /// Prefixes (CIDR) the peer sends from and is sent to.
+    #[serde(rename = "allowedIPs")]
+    #[schemars(extend("items" = {"type": "string", "format": "cidr"}))]
+    pub allowed_ips: Vec<String>,
+    /// Where the peer is reached; omit it for a peer that connects by itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub endpoint: Option<PeerEndpoint>,
+    /// Seconds between keepalive packets; 0 = none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0, max = 65535))]
+    pub persistent_keepalive: Option<i64>,
+    /// Optional symmetric key, base64 of 32 bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = r"^(\s*[A-Za-z0-9+/]{43}=)?\s*$"))]
+    pub preshared_key: Option<String>,
+    /// WireGuard public key, base64 of 32 bytes.
+    #[schemars(regex(pattern = r"^\s*[A-Za-z0-9+/]{43}=\s*$"))]
+    pub public_key: String,
+}
+
+/// What the agents make of a peer; written by the leader of the first location.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct PeerStatus {
+    /// Whether the peer is part of the mesh.
+    #[serde(default)]
+    pub accepted: bool,
+    /// Why it is not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+}
+
+/// Host and port of a peer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct PeerEndpoint {
+    /// The host.
+    #[serde(rename = "dnsOrIP")]
+    pub dns_or_ip: DnsOrIp,
+    /// UDP port, 1 to 65535.
+    #[schemars(range(min = 1, max = 65535))]
+    pub port: i64,
+}
+
+/// A host by name or address; the name wins when both are given.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct DnsOrIp {
+    /// A DNS name in lower case (RFC 1123).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(
+        length(max = 253),
+        regex(pattern = r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*)?$")
+    )]
+    pub dns: Option<String>,
+    /// An IPv4 or IPv6 address.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ip: Option<String>,
+}
+
+/// Why a Peer object cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidPeer {
+    /// An allowed IP is no CIDR.
+    #[error("spec.allowedIPs: {0:?} is no CIDR; write for example 10.5.0.1/32")]
+    AllowedIp(String),
+    /// The key does not parse.
+    #[error("spec.{0} is no WireGuard key (base64 of 32 bytes)")]
+    Key(&'static str),
+    /// Neither a usable name nor an address.
+    #[error("spec.endpoint.dnsOrIP: {0:?} is neither a DNS name nor an IP address")]
+    Host(String),
+    /// The port is out of range.
+    #[error("spec.endpoint.port: {0} is not between 1 and 65535")]
+    Port(i64),
+    /// The keepalive is out of range.
+    #[error("spec.persistentKeepalive: {0} is not between 0 and 65535")]
+    Keepalive(i64),
+}
+
+/// Reads a Peer object of any shape.
+///
+/// # Errors
+/// Says what is not a Peer, or which field is wrong.
+pub fn parse(object: DynamicObject) -> Result<topology::Peer, String> {
+    let object = object.try_parse::<Peer>().map_err(|error| error_chain(&error))?;
+    from_object(&object).map_err(|error| error.to_string())
+}
+
+/// Checks a Peer object as the admission webhook and the agent both do.
+///
+/// # Errors
+/// The first field that is wrong.
+pub fn from_object(object: &Peer) -> Result<topology::Peer, InvalidPeer> {
+    let spec = &object.spec;
+    let allowed_ips = spec
+        .allowed_ips
+        .iter()
+        .map(|text| {
+            text.parse().map(|prefix: IpNet| prefix.trunc()).map_err(|_| InvalidPeer::AllowedIp(text.clone()))
+        })
+        .collect::<Result<_, _>>()?;
+    let keepalive = spec.persistent_keepalive.unwrap_or(0);
+    let persistent_keepalive =
+        u16::try_from(keepalive).map_err(|_| InvalidPeer::Keepalive(keepalive))?.into();
+    let preshared_key = match spec.preshared_key.as_deref() {
+        None | Some("") => None,
+        Some(text) => Some(text.parse().map_err(|_| InvalidPeer::Key("presharedKey"))?),
+    };
+    Ok(topology::Peer {
+        name: object.metadata.name.clone().unwrap_or_default(),
+        allowed_ips,
+        endpoint: spec.endpoint.as_ref().map(endpoint).transpose()?,
+        persistent_keepalive,
+        preshared_key,
+        public_key: spec.public_key.parse().map_err(|_| InvalidPeer::Key("publicKey"))?,
+    })
+}
+
+fn endpoint(endpoint: &PeerEndpoint) -> Result<Endpoint, InvalidPeer> {
+    let port =
+        u16::try_from(endpoint.port).ok().filter(|&port| port > 0).ok_or(InvalidPeer::Port(endpoint.port))?;
+    let dns = endpoint.dns_or_ip.dns.as_deref().filter(|dns| !dns.is_empty());
+    let ip = endpoint.dns_or_ip.ip.as_deref().filter(|ip| !ip.is_empty());
+    let host = match (dns, ip) {
+        (Some(dns), _) if is_dns_name(dns) => EndpointHost::Dns(dns.to_owned()),
+        (None, Some(text)) => match text.parse() {
+            Ok(ip) => EndpointHost::Ip(ip),
+            Err(_) => return Err(InvalidPeer::Host(text.to_owned())),
+        },
+        (dns, _) => return Err(InvalidPeer::Host(dns.unwrap_or_default().to_owned())),
+    };
+    Ok(Endpoint { host, port })
+}
+
+/// The object that describes this peer.
+pub fn to_object(peer: &topology::Peer) -> Peer {
+    let endpoint = peer.endpoint.as_ref().map(|endpoint| PeerEndpoint {
+        dns_or_ip: match &endpoint.host {
+            EndpointHost::Dns(name) => DnsOrIp { dns: Some(name.clone()), ip: None },
+            EndpointHost::Ip(ip) => DnsOrIp { dns: None, ip: Some(ip.to_string()) },
+        },
+        port: endpoint.port.into(),
+    });
+    Peer::new(
+        &peer.name,
+        PeerSpec {
+            allowed_ips: peer.allowed_ips.iter().map(ToString::to_string).collect(),
+            endpoint,
+            persistent_keepalive: Some(peer.persistent_keepalive.into()),
+            preshared_key: peer.preshared_key.map(|key| key.reveal()),
+            public_key: peer.public_key.to_string(),
+        },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wireguard::key::PublicKey;
+
+    fn valid() -> Peer {
+        Peer::new(
+            "laptop",
+            PeerSpec {
+                allowed_ips: vec!["10.5.0.1/32".to_owned()],
+                endpoint: None,
+                persistent_keepalive: Some(10),
+                preshared_key: None,
+                public_key: PublicKey([9; 32]).to_string(),
+            },
+        )
+    }
+
+    #[test]
+    fn each_wrong_field_is_named() {
+        let with = |change: fn(&mut PeerSpec)| {
+            let mut peer = valid();
+            change(&mut peer.spec);
+            from_object(&peer).unwrap_err().to_string()
+        };
+        assert!(with(|spec| spec.allowed_ips = vec!["10.5.0.1".to_owned()]).contains("allowedIPs"));
+        assert!(with(|spec| spec.public_key = "short".to_owned()).contains("publicKey"));
+        assert!(with(|spec| spec.preshared_key = Some("short".to_owned())).contains("presharedKey"));
+        assert!(with(|spec| spec.persistent_keepalive = Some(-1)).contains("persistentKeepalive"));
+        let endpoint = |dns: &str, ip: &str, port| {
+            let text = |text: &str| (!text.is_empty()).then(|| text.to_owned());
+            let mut peer = valid();
+            peer.spec.endpoint =
+                Some(PeerEndpoint { dns_or_ip: DnsOrIp { dns: text(dns), ip: text(ip) }, port });
+            from_object(&peer)
+        };
+        assert!(endpoint("", "1.2.3.4", 0).unwrap_err().to_string().contains("port"));
+        assert!(endpoint("", "1.2.3", 1).unwrap_err().to_string().contains("dnsOrIP"));
+        assert!(endpoint("UPPER", "", 1).is_err());
+        assert!(endpoint("", "", 1).is_err());
+        let both = endpoint("vpn.example.com", "1.2.3.4", 1).unwrap();
+        assert_eq!(both.endpoint.map(|endpoint| endpoint.to_string()), Some("vpn.example.com:1".to_owned()));
+    }
+
+    #[test]
+    fn an_object_made_from_a_peer_is_read_back() {
+        let peer = from_object(&valid()).unwrap();
+        assert_eq!(from_object(&to_object(&peer)), Ok(peer));
+    }
+}

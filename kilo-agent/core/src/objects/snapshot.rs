@@ -1,0 +1,53 @@
+//! What a backend knows, and what an agent publishes.
+
+use std::{collections::BTreeMap, net::SocketAddr, sync::Arc};
+
+use ipnet::IpNet;
+
+use crate::{
+    settings::Granularity,
+    topology::{Nodes, Peer},
+    wireguard::{Endpoint, PublicKey},
+};
+
+/// Everything a backend knows at one moment. Invalid objects are left out
+/// and named in `problems`; they never hide valid ones.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Nodes by name, ready or not; shared with the snapshot before, as far as they are the same.
+    pub nodes: Nodes,
+    /// Valid peers by name; shared as well.
+    pub peers: Arc<BTreeMap<String, Peer>>,
+    /// Object -> why it (or one of its fields) was not used.
+    pub problems: BTreeMap<String, String>,
+}
+
+impl Snapshot {
+    /// True when nothing but nodes' signs of life may differ.
+    pub fn is_same_but_alive(&self, other: &Self) -> bool {
+        self.nodes.is_same_but_alive(&other.nodes)
+            && self.peers == other.peers
+            && self.problems == other.problems
+    }
+}
+
+/// What an agent publishes about its own node (parity.md: written annotations).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Published {
+    /// `endpoint`.
+    pub endpoint: Option<Endpoint>,
+    /// `internal-ip`; `None` writes an empty value.
+    pub internal_ip: Option<IpNet>,
+    /// `key`.
+    pub key: Option<PublicKey>,
+    /// `last-seen`, Unix seconds.
+    pub last_seen: i64,
+    /// `wireguard-ip`; `None` writes an empty value.
+    pub wireguard_ip: Option<IpNet>,
+    /// `discovered-endpoints`; empty removes the annotation.
+    pub discovered_endpoints: BTreeMap<PublicKey, SocketAddr>,
+    /// `granularity`.
+    pub granularity: Granularity,
+    /// `cni-compatibility-ip`; `None` removes the annotation.
+    pub cni_compatibility_ip: Option<IpNet>,
+}

@@ -1,0 +1,72 @@
+//! What the plan needs to know about a host: its links, uplinks and the ways others' routes lead.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+};
+
+use ipnet::IpNet;
+
+/// What masqueraded packets get on an uplink, by family.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Uplink {
+    /// Its first global IPv4 address.
+    pub v4: Option<Ipv4Addr>,
+    /// The global IPv6 address that the kernel would use towards the Internet.
+    pub v6: Option<Ipv6Addr>,
+}
+
+/// What the plan needs to know about this host's links.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HostLinks {
+    /// Index of the WireGuard device.
+    pub kilo: u32,
+    /// Interface that carries the private address.
+    pub private: Option<u32>,
+    /// Interfaces that lead out of the host (never loopback, the WireGuard
+    /// device, the CNI bridge or pods' interfaces), with the addresses
+    /// masqueraded packets get. The private interface is one of them.
+    pub uplinks: BTreeMap<u32, Uplink>,
+    /// Of these: packets have no link-layer header there.
+    pub layer3: BTreeSet<u32>,
+    /// Interfaces that would be uplinks, but whose link-layer header is not known, with their
+    /// link type.
+    pub unknown_headers: BTreeMap<String, u16>,
+    /// Destinations towards which masqueraded packets get another address than the
+    /// uplink's usual one, as the kernel would choose.
+    pub masq_addrs: BTreeMap<(u32, IpNet), IpAddr>,
+    /// MTU of each uplink in bytes.
+    pub mtus: BTreeMap<u32, u32>,
+    /// Interface and preferred path to each node address of the own location:
+    /// what a route lookup answers; absent = the private interface.
+    pub towards: BTreeMap<IpAddr, u32>,
+    /// Interfaces of the other next hops where a route to a node has several.
+    pub more_towards: BTreeMap<IpAddr, Vec<u32>>,
+    /// Networks of the uplinks, with their interfaces.
+    pub networks: Vec<(u32, IpNet)>,
+    /// The private address is on loopback or a dummy device: every uplink leads to it.
+    pub private_is_unbound: bool,
+    /// The VXLAN device.
+    pub vxlan: Option<u32>,
+    /// The IPIP device for packets that get no outer header in place.
+    pub ipip: Option<u32>,
+    /// What routers said they carry towards nodes, in bytes with the outer header.
+    pub path_mtus: BTreeMap<IpAddr, u32>,
+    /// Addresses of the location's nodes (this one's too) in the overlay of
+    /// another CNI, by name; steered packets to the leader are sent there.
+    pub overlay: BTreeMap<String, Ipv4Addr>,
+    /// The device that has this node's overlay address.
+    pub overlay_device: Option<u32>,
+    /// Prefixes that others' routes lead out of this host by its uplinks, without
+    /// default routes.
+    pub elsewhere: BTreeMap<IpNet, Elsewhere>,
+}
+
+/// A prefix this host reaches by an uplink, as somebody else's route says.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Elsewhere {
+    /// The link itself: there is no gateway.
+    pub on_link: bool,
+    /// The kernel prefers it to a route of ours to the same prefix.
+    pub wins: bool,
+}

@@ -1,0 +1,26 @@
+//! Prefixes of nodes that were given up while their objects are there: nobody
+//! else has them, and what is sent there is dropped, not left to the default route.
+
+use ipnet::IpNet;
+use kilo_common::maps::{PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED};
+
+use super::{Inputs, Own};
+use crate::settings::Tunnel;
+
+/// Each prefix, without host bits, with what must not be sent there in clear; nothing is
+/// masqueraded towards any of them.
+pub(super) fn prefixes(inputs: &Inputs<'_>, own: &Own<'_>) -> Vec<(IpNet, u32)> {
+    let mut all = Vec::new();
+    for lost in &inputs.mesh.lost {
+        let near = lost.is_in(own.segment);
+        // As while it took part: in the location another CNI or the network may carry what is for its pods.
+        let ours = inputs.carries_pods() && own.tunnel(inputs.settings, &lost.member) != Tunnel::None;
+        let pods = if !near || ours { PREFIX_NEVER_CLEAR } else { 0 };
+        all.extend(lost.member.node.pod_cidrs.iter().map(|cidr| (cidr.trunc(), pods)));
+        // The host itself may go on to reach it by other ways: it may be the API server there that
+        // tells when the node is back.
+        let private = lost.member.private_ip().filter(|_| !near);
+        all.extend(private.map(|ip| (ip.into(), PREFIX_PODS_STEERED)));
+    }
+    all
+}

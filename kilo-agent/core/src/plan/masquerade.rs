@@ -1,0 +1,145 @@
+//! Tables of masquerading: who is translated, and towards what never.
+
+use std::{collections::BTreeSet, net::IpAddr};
+
+use ipnet::IpNet;
+use kilo_common::maps::{
+    CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6,
+    DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, Device, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS,
+    MASQ_SRC_EXEMPT,
+};
+
+use super::{Inputs, Own, Remote, Tables};
+use crate::observed::{HostLinks, Uplink};
+use crate::{flat_map::FlatMap, topology::prefixes};
+
+pub(super) fn fill(
+    inputs: &Inputs<'_>,
+    own: &Own<'_>,
+    remote: &Remote,
+    lost: &[(IpNet, u32)],
+    tables: &mut Tables,
+) {
+    let peers = inputs.mesh.peers.iter().flat_map(|peer| &peer.allowed_ips).copied();
+    // An offered prefix does not count, but where it is something else, too.
+    let elsewhere = remote.claims().filter(|claim| !claim.offered).map(|claim| claim.prefix);
+    let here = own.segment.allowed_ips.iter().chain(&inputs.settings.service_cidrs).copied();
+    let lost = lost.iter().map(|(prefix, _)| *prefix);
+    let mut known = Vec::with_capacity(remote.claims().len() + own.segment.allowed_ips.len());
+    let prefixes = elsewhere.chain(here.map(|prefix| prefix.trunc())).chain(lost);
+    known.extend(prefixes.map(|prefix| (prefix, MASQ_EXCLUDE)));
+    let known: FlatMap<IpNet, u32> = known.into_iter().collect();
+    let (mut forced, mut sources) = (Vec::new(), Vec::new());
+    for prefix in own.segment.allowed_location_ips.iter().map(IpNet::trunc) {
+        // A known prefix always wins; the trie would prefer the longer one.
+        if prefixes::holding(&known, prefix).next().is_none() {
+            forced.push((prefix, MASQ_FORCE));
+        }
+        // Between prefixes of the own location addresses stay as they are
+        // (squat/kilo#496), unless the prefix also holds what lies elsewhere.
+        if prefixes::inside(&known, prefix).next().is_none() {
+            sources.push((prefix, MASQ_SRC_EXEMPT));
+        }
+    }
+    tables.masq_dst = known;
+    tables.masq_dst.extend(forced);
+    let pods = own.member.node.pod_cidrs.iter().copied().filter(|_| inputs.settings.cni);
+    sources.extend(pods.chain(peers).map(|prefix| (prefix.trunc(), MASQ_SRC_ALWAYS)));
+    tables.masq_src = sources.into_iter().collect();
+    let links = inputs.links;
+    tables.masq_addr = links.masq_addrs.clone();
+    let devices = links.uplinks.iter().map(|(ifindex, uplink)| (*ifindex, *uplink));
+    for (ifindex, uplink) in devices.chain([(links.kilo, tunnel_addresses(own))]) {
+        let device = Device {
+            masq_v4: uplink.v4.map(|addr| addr.octets()).unwrap_or_default(),
+            masq_v6: uplink.v6.map(|addr| addr.octets()).unwrap_or_default(),
+            flags: DEVICE_MASQUERADE
+                | if links.masq_addrs.keys().any(|(of, _)| *of == ifindex) {
+                    DEVICE_BY_DESTINATION
+                } else {
+                    0
+                },
+        };
+        if uplink != Uplink::default() {
+            tables.device.insert(ifindex, device);
+        }
+    }
+}
+
+/// True for the addresses of one family.
+type Family = fn(&IpAddr) -> bool;
+
+/// `CONFIG_*` bits: what the programs need not look up.
+pub(super) fn flags(links: &HostLinks, private: Option<IpAddr>, remote: &Remote) -> u32 {
+    let offered = remote.claims().any(|claim| claim.offered);
+    let families: [(Family, u32, u32); 2] = [
+        (IpAddr::is_ipv4, CONFIG_ONE_V4, CONFIG_SEVERAL_V4),
+        (IpAddr::is_ipv6, CONFIG_ONE_V6, CONFIG_SEVERAL_V6),
+    ];
+    let mut flags = if offered { CONFIG_OFFERED } else { 0 };
+    for (family, one, several) in families {
+        flags |= if is_one_address(links, private, family) { one } else { 0 };
+        flags |= if addresses(links, family).len() > 1 { several } else { 0 };
+    }
+    flags
+}
+
+/// All that masqueraded packets of a family get at uplinks.
+fn addresses(links: &HostLinks, family: Family) -> BTreeSet<IpAddr> {
+    let usual =
+        links.uplinks.values().flat_map(|uplink| [uplink.v4.map(IpAddr::V4), uplink.v6.map(IpAddr::V6)]);
+    usual.flatten().chain(links.masq_addrs.values().copied()).filter(family).collect()
+}
+
+/// True when this private address is of that family, and what masqueraded
+/// packets get at every uplink.
+fn is_one_address(links: &HostLinks, private: Option<IpAddr>, family: Family) -> bool {
+    private.filter(family).is_some_and(|private| {
+        links.uplinks.values().all(|uplink| match private {
+            IpAddr::V4(addr) => uplink.v4 == Some(addr),
+            IpAddr::V6(addr) => uplink.v6 == Some(addr),
+        }) && addresses(links, family).len() <= 1
+    })
+}
+
+/// What masqueraded packets get that leave through the WireGuard device:
+/// addresses the other locations route back through it.
+fn tunnel_addresses(own: &Own<'_>) -> Uplink {
+    let private = own.member.private_ip();
+    let addrs = if own.leads { [own.segment.wireguard_ip, private] } else { [private, None] };
+    let mut uplink = Uplink::default();
+    for addr in addrs.into_iter().flatten() {
+        match addr {
+            IpAddr::V4(addr) => uplink.v4 = uplink.v4.or(Some(addr)),
+            IpAddr::V6(addr) => uplink.v6 = uplink.v6.or(Some(addr)),
+        }
+    }
+    uplink
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_uplink_has_the_private_address_or_there_is_not_one_address() {
+        let with = |v4: &str| Uplink { v4: v4.parse().ok(), v6: "fd00::1".parse().ok() };
+        let is_one = |uplinks: &[Uplink], private: &str, family| {
+            let uplinks = (2..).zip(uplinks.iter().copied()).collect();
+            let links = HostLinks { uplinks, ..HostLinks::default() };
+            is_one_address(&links, private.parse().ok(), family)
+        };
+        let (own, other, none) = (with("10.1.0.11"), with("192.0.2.11"), with(""));
+        assert!(is_one(&[own, own], "10.1.0.11", IpAddr::is_ipv4));
+        assert!(is_one(&[own, other], "fd00::1", IpAddr::is_ipv6));
+        for (uplinks, private) in [
+            ([own, other], "10.1.0.11"),
+            ([own, none], "10.1.0.11"),
+            ([own, own], "fd00::1"),
+            ([own, own], ""),
+        ] {
+            assert!(!is_one(&uplinks, private, IpAddr::is_ipv4), "{uplinks:?} {private}");
+        }
+    }
+}

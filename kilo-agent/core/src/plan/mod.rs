@@ -1,0 +1,171 @@
+//! From the mesh, this node and its links to the complete desired state of
+//! this host, as plain values. Pure: no I/O, no clock.
+
+mod arrival;
+mod conflicts;
+mod hops;
+mod lost;
+mod masquerade;
+pub mod model;
+mod overlay;
+pub mod probe;
+mod remote;
+mod routes;
+mod steering;
+pub mod trace;
+mod types;
+mod wireguard;
+
+pub use conflicts::all as conflicts;
+pub use hops::{HopIds, MOST_OTHERS};
+pub use overlay::{overlay_addresses, published as published_overlay};
+pub use steering::sender;
+pub use types::*;
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+};
+
+use kilo_common::maps::{CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_PLAIN, Config};
+
+use self::remote::Remote;
+use crate::{
+    observed::HostLinks,
+    settings::{Encapsulate, Settings, Tunnel},
+    topology::{Member, Mesh, Segment},
+    wireguard::key::PublicKey,
+};
+
+/// Ports masquerading chooses from: Linux's default range for outgoing connections.
+pub const NAT_PORTS: (u16, u16) = (32_768, 60_999);
+
+/// Everything the plan of one host depends on.
+#[derive(Clone, Copy, Debug)]
+pub struct Inputs<'a> {
+    /// The mesh.
+    pub mesh: &'a Mesh,
+    /// Flags of this agent.
+    pub settings: &'a Settings,
+    /// Name of this node.
+    pub node: &'a str,
+    /// This host's interfaces.
+    pub links: &'a HostLinks,
+    /// Hop ids, allocated for this mesh by [`HopIds::update`].
+    pub hops: &'a HopIds,
+    /// Addresses of endpoints that are DNS names.
+    pub resolved: &'a BTreeMap<String, IpAddr>,
+    /// Endpoints this host's own WireGuard device sees its peers at.
+    pub seen: &'a BTreeMap<PublicKey, SocketAddr>,
+    /// Keepalive of this node in seconds, written for all its peers.
+    pub persistent_keepalive: u32,
+    /// Masquerading is ours to do.
+    pub masquerade: bool,
+    /// MTU of the WireGuard device in bytes.
+    pub mtu: u32,
+}
+
+impl Inputs<'_> {
+    /// Whether what is for pods of the own location goes Kilo's way, and not another CNI's.
+    fn carries_pods(&self) -> bool {
+        self.settings.local && !self.links.overlay.contains_key(self.node)
+    }
+}
+
+/// This node's place in the mesh.
+#[derive(Clone, Copy, Debug)]
+struct Own<'a> {
+    segment: &'a Segment,
+    index: usize,
+    member: &'a Member,
+    leads: bool,
+}
+
+impl<'a> Own<'a> {
+    fn find(mesh: &'a Mesh, node: &str) -> Option<Self> {
+        let (index, position) = mesh.find(node)?;
+        let segment = &mesh.segments[index];
+        Some(Self { segment, index, member: &segment.members[position], leads: segment.leader == position })
+    }
+
+    fn others(&self) -> impl Iterator<Item = &'a Member> + use<'a> {
+        let own = self.member.name();
+        self.segment.members.iter().filter(move |member| member.name() != own)
+    }
+
+    /// The tunnel towards another node of the location.
+    fn tunnel(&self, settings: &Settings, to: &Member) -> Tunnel {
+        if self.encapsulates(settings, to) { settings.tunnel } else { Tunnel::None }
+    }
+
+    /// Whether packets to another node of the location get an outer header
+    /// (`--encapsulate`).
+    fn encapsulates(&self, settings: &Settings, to: &Member) -> bool {
+        if settings.tunnel == Tunnel::None {
+            return false;
+        }
+        match settings.encapsulate {
+            Encapsulate::Always => true,
+            Encapsulate::Never => false,
+            Encapsulate::CrossSubnet => match (self.member.node.internal_ip, to.private_ip()) {
+                (Some(own), Some(ip)) => !own.contains(&ip),
+                _ => true,
+            },
+        }
+    }
+}
+
+/// The desired state of this host; `None` while the node is not in the mesh.
+pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
+    let around = inputs.mesh.around(inputs.node);
+    let inputs = &Inputs { mesh: &around, ..*inputs };
+    let own = Own::find(inputs.mesh, inputs.node)?;
+    let remote = Remote::new(inputs, &own);
+    let lost = lost::prefixes(inputs, &own);
+    let mut tables = steering::tables(inputs, &own, &remote, &lost);
+    masquerade::fill(inputs, &own, &remote, &lost, &mut tables);
+    let plain = tables.hop.values().any(|hop| matches!(hop, Hop::Node { tunnel: Tunnel::None, .. }));
+    let private = own.member.private_ip();
+    let flag = |set: bool, bit: u32| if set { bit } else { 0 };
+    tables.config = Config {
+        kilo_ifindex: inputs.links.kilo,
+        flags: flag(own.leads, CONFIG_LEADER)
+            | flag(inputs.masquerade, CONFIG_MASQUERADE)
+            | flag(plain, CONFIG_PLAIN)
+            | masquerade::flags(inputs.links, private, &remote),
+        nat_port_min: NAT_PORTS.0,
+        nat_port_max: NAT_PORTS.1,
+        wireguard_port: inputs.settings.port,
+        pad: 0,
+        kilo_mtu: inputs.mtu,
+        vxlan_ifindex: inputs.links.vxlan.unwrap_or(0),
+        ipip_ifindex: inputs.links.ipip.unwrap_or(0),
+        private_v4: match private {
+            Some(IpAddr::V4(ip)) => ip.octets(),
+            _ => [0; 4],
+        },
+        overlay_v4: inputs.links.overlay.get(inputs.node).map_or([0; 4], |own| own.octets()),
+        private_v6: match private {
+            Some(IpAddr::V6(ip)) => ip.octets(),
+            _ => [0; 16],
+        },
+    };
+    Some(HostPlan {
+        wireguard: wireguard::peers(inputs, &own, &remote),
+        net: routes::net(inputs, &own, &remote, &tables),
+        tables,
+        layer3: inputs.links.layer3.clone(),
+        tunnels: inputs.links.vxlan.into_iter().chain(inputs.links.ipip).collect(),
+        conflicts: conflicts::of(&own, inputs.mesh, &remote),
+        uplinks: {
+            let links = inputs.links;
+            links.uplinks.keys().chain(&links.private).chain(&links.overlay_device).copied().collect()
+        },
+    })
+}
+
+/// This node's WireGuard address with the subnet's prefix length, if it leads.
+pub fn wireguard_address(mesh: &Mesh, node: &str) -> Option<ipnet::IpNet> {
+    let own = Own::find(mesh, node).filter(|own| own.leads)?;
+    ipnet::IpNet::new(own.segment.wireguard_ip?, mesh.subnet.prefix_len()).ok()
+}

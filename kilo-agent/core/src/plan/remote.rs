@@ -1,0 +1,82 @@
+//! What lies behind WireGuard: the prefixes of other locations and of VPN
+//! peers, sorted once for all that is made of them.
+
+use ipnet::IpNet;
+
+use super::{Inputs, Own, wireguard::location_endpoint};
+use crate::{
+    flat_map::{Key as _, sort_by_prefix},
+    topology::Reach,
+};
+
+/// One prefix and who has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Claim {
+    /// The prefix, without host bits.
+    pub prefix: IpNet,
+    /// Index of the segment; from the number of segments on, of a VPN peer.
+    pub owner: usize,
+    /// It is one of the location's allowed-location-ips.
+    pub offered: bool,
+    /// It is the private address of a node, and WireGuard does not send there.
+    pub inside: bool,
+    /// It is the address WireGuard sends to: the tunnel cannot carry what carries it.
+    pub endpoint: bool,
+    /// It is a prefix of somebody's choice, not of a node or its pods.
+    pub chosen: bool,
+}
+
+/// Claims by prefix; those of one prefix in the order of the mesh.
+#[derive(Clone, Debug)]
+pub(super) struct Remote(Vec<Claim>);
+
+impl Remote {
+    /// Everything that is not of the own location.
+    pub fn new(inputs: &Inputs<'_>, own: &Own<'_>) -> Self {
+        let mesh = inputs.mesh;
+        let others = mesh.segments.iter().enumerate().filter(|(index, _)| *index != own.index);
+        let of_segments = mesh.segments.iter().map(|segment| segment.reach.len());
+        let mut claims = Vec::with_capacity(of_segments.chain([mesh.peers.len()]).sum());
+        let of_node = |prefix, owner| Claim {
+            prefix,
+            owner,
+            offered: false,
+            inside: false,
+            endpoint: false,
+            chosen: false,
+        };
+        for (owner, segment) in others {
+            let endpoint = location_endpoint(inputs, segment).map(|endpoint| IpNet::from(endpoint.ip()));
+            claims.extend(segment.reach.iter().map(|&Reach { prefix, private }| {
+                let endpoint = endpoint == Some(prefix);
+                Claim { inside: private && !endpoint, endpoint, ..of_node(prefix, owner) }
+            }));
+            let offered = segment.allowed_location_ips.iter().map(IpNet::trunc);
+            claims.extend(offered.map(|prefix| Claim {
+                offered: true,
+                endpoint: endpoint == Some(prefix),
+                chosen: true,
+                ..of_node(prefix, owner)
+            }));
+        }
+        for (index, peer) in mesh.peers.iter().enumerate() {
+            let owner = mesh.segments.len() + index;
+            let prefixes = peer.allowed_ips.iter().map(IpNet::trunc);
+            claims.extend(prefixes.map(|prefix| Claim { chosen: true, ..of_node(prefix, owner) }));
+        }
+        sort_by_prefix(&mut claims, |claim| claim.prefix);
+        Self(claims)
+    }
+
+    /// The claims to exactly this prefix.
+    pub fn of(&self, prefix: IpNet) -> &[Claim] {
+        let start = self.0.partition_point(|claim| claim.prefix.rank() < prefix.rank());
+        let end = start + self.0[start..].partition_point(|claim| claim.prefix.rank() == prefix.rank());
+        &self.0[start..end]
+    }
+
+    /// Every claim, sorted by prefix.
+    pub fn claims(&self) -> impl ExactSizeIterator<Item = &Claim> {
+        self.0.iter()
+    }
+}

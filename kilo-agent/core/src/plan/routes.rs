@@ -1,0 +1,91 @@
+//! Addresses and routes that bring packets to the WireGuard device.
+
+use std::{collections::BTreeMap, net::IpAddr};
+
+use ipnet::IpNet;
+use kilo_common::maps::{HOP_LOCAL, HOP_NONE, PREFIX_NEVER_CLEAR, PrefixValue};
+
+use super::{Hop, Inputs, MAIN_TABLE, NetPlan, Own, Remote, Route, Tables};
+use crate::{flat_map::Key, settings::Tunnel};
+
+pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &Tables) -> NetPlan {
+    let mut net = NetPlan { mtu: inputs.mtu, ..NetPlan::default() };
+    net.addresses.extend(super::wireguard_address(inputs.mesh, inputs.node));
+    let mut destinations = Vec::with_capacity(remote.claims().len() + own.segment.members.len());
+    if let Some(ip) = own.segment.wireguard_ip.filter(|_| !own.leads) {
+        destinations.push(IpNet::from(ip));
+    }
+    for member in own.others().filter(|_| inputs.settings.local) {
+        destinations.extend(member.node.pod_cidrs.iter().map(IpNet::trunc));
+    }
+    for claim in remote.claims() {
+        // On a leader the tunnel itself goes to the endpoint, and the device's
+        // address brings a route to all WireGuard addresses.
+        let other_way = own.leads
+            && inputs.mesh.segments.get(claim.owner).is_some_and(|segment| {
+                claim.endpoint || segment.wireguard_ip.map(IpNet::from) == Some(claim.prefix)
+            });
+        if !other_way {
+            destinations.push(claim.prefix);
+        }
+    }
+    destinations.sort_by_key(Key::rank);
+    destinations.dedup();
+    let closed = tables.prefix.iter().filter(|(_, value)| {
+        value.flags & PREFIX_NEVER_CLEAR != 0 && matches!(value.hop, HOP_LOCAL | HOP_NONE)
+    });
+    let without_route =
+        |prefix: &IpNet| destinations.binary_search_by_key(&prefix.rank(), Key::rank).is_err();
+    net.unreachable = closed.map(|(prefix, _)| *prefix).filter(without_route).collect();
+    let source = source(inputs, own);
+    // One walk over both: they are sorted.
+    let mut prefixes = tables.prefix.iter().peekable();
+    let route = |destination: IpNet| {
+        while prefixes.next_if(|(prefix, _)| prefix.rank() < destination.rank()).is_some() {}
+        let value = prefixes.peek().filter(|(prefix, _)| **prefix == destination).map(|(_, value)| *value);
+        let mtu = value.and_then(|value| hop_mtu(&tables.hop, value)).filter(|mtu| *mtu < inputs.mtu);
+        let source = source.filter(|source| source.is_ipv4() == destination.addr().is_ipv4());
+        let closed = value.is_some_and(|value| value.flags & PREFIX_NEVER_CLEAR != 0);
+        Route { destination, table: MAIN_TABLE, source, mtu, closed }
+    };
+    net.routes = destinations.into_iter().map(route).collect();
+    // Packets without an outer header name their next hop, and one that is not
+    // resolved yet would lose the first of them.
+    net.neighbours = tables
+        .hop
+        .values()
+        .filter_map(|hop| match *hop {
+            // Without link-layer header there are no neighbours.
+            Hop::Node { tunnel: Tunnel::None, ifindex, remote, .. }
+                if ifindex != 0 && !inputs.links.layer3.contains(&ifindex) =>
+            {
+                Some((ifindex, remote))
+            }
+            _ => None,
+        })
+        .collect();
+    net
+}
+
+/// Largest packet the hop of a prefix carries; `None` for WireGuard, whose
+/// device has that MTU, and where it is not known.
+fn hop_mtu(hops: &BTreeMap<u32, Hop>, value: &PrefixValue) -> Option<u32> {
+    match hops.get(&value.hop)? {
+        Hop::Node { mtu, .. } if *mtu != 0 => Some(*mtu),
+        _ => None,
+    }
+}
+
+/// The address this host's own packets into the mesh get: its private one. A
+/// leader whose private address is where others' WireGuard sends takes its
+/// WireGuard address, because answers to that address would not come through
+/// the tunnel.
+fn source(inputs: &Inputs<'_>, own: &Own<'_>) -> Option<IpAddr> {
+    let endpoint = super::wireguard::location_endpoint(inputs, own.segment).map(|endpoint| endpoint.ip());
+    let is_endpoint = |ip| endpoint == Some(ip) || own.segment.endpoint.ip() == Some(ip);
+    match own.member.private_ip() {
+        Some(ip) if !(own.leads && is_endpoint(ip)) => Some(ip),
+        _ if own.leads => own.segment.wireguard_ip,
+        _ => None,
+    }
+}

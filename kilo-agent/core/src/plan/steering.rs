@@ -1,0 +1,318 @@
+//! Tables of the steering programs: prefixes, hops, and who may send.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+use ipnet::{IpNet, Ipv4Net};
+use kilo_common::{
+    encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6},
+    maps::{
+        HOP_LOCAL, HOP_NONE, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_INSIDE, PREFIX_NEVER_CLEAR,
+        PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
+    },
+};
+
+use super::{Hop, HopIds, Inputs, Own, Remote, Tables, arrival::interfaces, remote::Claim};
+use crate::observed::Elsewhere;
+use crate::{
+    flat_map::{FlatMap, Key},
+    settings::Tunnel,
+    topology::{Member, prefixes},
+};
+
+/// Bytes every link that carries IPv6 must take.
+const MIN_IPV6: u32 = 1280;
+
+/// Hop ids of the other nodes of the location. Nodes that claim one private address are one
+/// hop, that with their lowest id: steered there, all reach the one that has the address, and
+/// what comes from there may be from any of them.
+struct Ids<'a> {
+    hops: &'a HopIds,
+    by_address: BTreeMap<IpAddr, u32>,
+}
+
+impl<'a> Ids<'a> {
+    fn new(hops: &'a HopIds, own: &Own<'_>) -> Self {
+        let mut by_address = BTreeMap::new();
+        for member in own.others() {
+            if let (Some(id), Some(address)) = (hops.get(member.name()), member.private_ip()) {
+                by_address.entry(address).and_modify(|first: &mut u32| *first = id.min(*first)).or_insert(id);
+            }
+        }
+        Self { hops, by_address }
+    }
+
+    fn get(&self, member: &Member) -> Option<u32> {
+        let id = self.hops.get(member.name())?;
+        Some(member.private_ip().and_then(|address| self.by_address.get(&address).copied()).unwrap_or(id))
+    }
+}
+
+pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: &[(IpNet, u32)]) -> Tables {
+    let ids = Ids::new(inputs.hops, own);
+    // A few of the own location's besides.
+    let mut prefixes = Vec::with_capacity(remote.claims().len() + own.segment.members.len() * 2);
+    let mut add = |prefix: IpNet, hop: u32, flags: u32| {
+        prefixes.push((prefix.trunc(), PrefixValue { hop, flags: PREFIX_SOURCE | flags }));
+    };
+    let routed = |yes: bool| if yes { PREFIX_ROUTE } else { 0 };
+    // Beside another CNI the routes lead into its overlay; but what a leader
+    // decrypts goes the way the answers come. In its stack the CNI's masquerading
+    // would meet half connections and translate them.
+    let beside_cni = inputs.links.overlay.contains_key(inputs.node);
+    let ours = inputs.carries_pods();
+    // Before the first pod, and without the bridge, the stack would send them on by the default route.
+    let never_clear = if ours { PREFIX_NEVER_CLEAR } else { 0 };
+    for cidr in &own.member.node.pod_cidrs {
+        add(*cidr, HOP_LOCAL, PREFIX_ROUTE | never_clear);
+    }
+    if let Some(ip) = own.member.private_ip() {
+        add(ip.into(), HOP_LOCAL, PREFIX_ROUTE);
+    }
+    // Without an outer header the network carries what goes to the node.
+    let by_tunnel = |member: &Member| {
+        if own.tunnel(inputs.settings, member) == Tunnel::None { 0 } else { PREFIX_NEVER_CLEAR }
+    };
+    let own_wireguard_ip = own.segment.wireguard_ip.map(IpNet::from);
+    if let (Some(prefix), Some(leader)) = (own_wireguard_ip, own.segment.leading()) {
+        match ids.get(leader) {
+            _ if own.leads => add(prefix, HOP_LOCAL, PREFIX_ROUTE),
+            Some(hop) => add(prefix, hop, PREFIX_ROUTE | by_tunnel(leader)),
+            None => {}
+        }
+    }
+    for member in own.others() {
+        let Some(hop) = ids.get(member) else { continue };
+        for cidr in &member.node.pod_cidrs {
+            let closed = if ours { by_tunnel(member) } else { 0 };
+            add(*cidr, hop, routed(inputs.settings.local || beside_cni) | closed);
+        }
+        let private_is_steered = inputs.settings.local && own.encapsulates(inputs.settings, member);
+        if let Some(ip) = member.private_ip() {
+            let pods = if private_is_steered { PREFIX_PODS_STEERED } else { 0 };
+            add(ip.into(), hop, routed(private_is_steered || beside_cni) | pods);
+        }
+        if let Some(ip) = member.wireguard_ip {
+            add(ip.into(), hop, PREFIX_ROUTE | by_tunnel(member));
+        }
+    }
+    let nearer = prefixes.len();
+    // Prefixes in which this host may have routes of its own.
+    let mut chosen = BTreeSet::new();
+    for claim in remote.claims() {
+        let flags = of_claim(own, claim);
+        if claim.chosen {
+            chosen.insert(claim.prefix);
+        }
+        match prefixes[nearer..].last_mut() {
+            Some((prefix, value)) if *prefix == claim.prefix => value.flags = join(value.flags, flags),
+            _ => {
+                let flags = PREFIX_ROUTE | PREFIX_SOURCE | flags;
+                prefixes.push((claim.prefix, PrefixValue { hop: HOP_REMOTE, flags }));
+            }
+        }
+    }
+    // The first to name a prefix keeps it: what is nearer was added first.
+    prefixes.sort_by_key(|(prefix, _)| prefix.rank());
+    prefixes.dedup_by_key(|(prefix, _)| *prefix);
+    let mut tables = Tables { prefix: prefixes.into_iter().collect(), ..Tables::default() };
+    close_lost(lost, &chosen, &mut tables.prefix);
+    leave_out_elsewhere(&inputs.links.elsewhere, &chosen, &mut tables.prefix);
+    fill_hops(inputs, own, &ids, &mut tables);
+    tables
+}
+
+/// Drops what is for nodes that were given up. A node that takes part loses nothing by that: what it
+/// has, or what lies within, stays its own. A prefix of somebody's choice only holds it besides.
+fn close_lost(lost: &[(IpNet, u32)], chosen: &BTreeSet<IpNet>, table: &mut FlatMap<IpNet, PrefixValue>) {
+    let flags = PREFIX_ROUTE | PREFIX_SOURCE;
+    let mut closed = Vec::new();
+    for &(prefix, clear) in lost.iter().filter(|(_, clear)| *clear != 0) {
+        let owned = |(held_by, _): (IpNet, &PrefixValue)| held_by == prefix || !chosen.contains(&held_by);
+        if !prefixes::holding(table, prefix).any(owned) {
+            closed.push((prefix, PrefixValue { hop: HOP_NONE, flags: flags | clear }));
+        }
+    }
+    // Of several that claim one prefix the strictest counts: the last stays.
+    closed.sort_by_key(|(_, value)| value.flags & PREFIX_NEVER_CLEAR);
+    table.extend(closed);
+}
+
+/// What is special about packets to a prefix of another location or a VPN peer.
+fn of_claim(own: &Own<'_>, claim: &Claim) -> u32 {
+    let inside = if own.leads && claim.inside { PREFIX_INSIDE } else { 0 };
+    // A default route is one of several: the host has its own reasons to use another.
+    let by_host = claim.prefix.prefix_len() == 0 || (own.leads && claim.endpoint);
+    inside | if by_host { PREFIX_PODS_STEERED } else { PREFIX_NEVER_CLEAR }
+}
+
+/// The flags of a prefix that two claim: what the host must send in clear for
+/// one of them cannot be refused for the other.
+const fn join(one: u32, other: u32) -> u32 {
+    let both = one | other;
+    if both & PREFIX_PODS_STEERED != 0 { both & !PREFIX_NEVER_CLEAR } else { both }
+}
+
+/// Somebody may offer a prefix that also holds networks this host reaches by
+/// itself, and the kernel takes the longer prefix. Within prefixes that belong to a
+/// node or its pods only the links themselves are left out: a route by a gateway
+/// there is a mistake, or another CNI's, and would lead the mesh's packets away.
+fn leave_out_elsewhere(
+    elsewhere: &BTreeMap<IpNet, Elsewhere>,
+    chosen: &BTreeSet<IpNet>,
+    table: &mut FlatMap<IpNet, PrefixValue>,
+) {
+    let mut left_out = Vec::new();
+    for (prefix, way) in elsewhere {
+        let Some((held_by, value)) = prefixes::holding(table, *prefix).next() else { continue };
+        let equal = held_by == *prefix;
+        let closed = match (equal, value.flags & (PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED)) {
+            (_, 0) => continue,
+            // The kernel refuses the route of ours, or never takes it.
+            (true, flags) if way.wins => flags & !PREFIX_NEVER_CLEAR,
+            (false, _) if way.on_link || chosen.contains(&held_by) => 0,
+            _ => continue,
+        };
+        let flags = value.flags & !(PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED) | closed;
+        left_out.push((*prefix, PrefixValue { hop: value.hop, flags }));
+    }
+    table.extend(left_out);
+}
+
+fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tables) {
+    tables.hop.insert(HOP_LOCAL, Hop::Local);
+    let mut in_overlay = Vec::new();
+    let leader = own.segment.leading().map(Member::name);
+    for member in own.others() {
+        let (Some(id), Some(remote)) = (ids.get(member), member.private_ip()) else { continue };
+        // Two nodes with one private address: what is sent there would come back here.
+        if own.member.private_ip() == Some(remote) {
+            continue;
+        }
+        let leads = Some(member.name()) == leader;
+        let overlay = inputs.links.overlay.get(member.name()).copied().map(IpAddr::from);
+        // Only IPIP needs it, and not before the overlay is the way there: at boot
+        // the CNI may come later.
+        let ipip = (leads || own.leads) && inputs.settings.tunnel == Tunnel::Ipip;
+        let by_overlay = |address: &IpAddr| ipip && inputs.links.towards.contains_key(address);
+        let sent_to = overlay.filter(by_overlay).filter(|_| remote.is_ipv4()).unwrap_or(remote);
+        let Some(hop) = node_hop(inputs, own, member, sent_to) else { continue };
+        // The first of several to name an address: where it is sent is the same for all.
+        tables.hop.entry(id).or_insert(hop);
+        if leads {
+            tables.hop.insert(HOP_REMOTE, hop);
+        }
+        let flags = if leads { NODE_LEADER } else { 0 };
+        let mut sender = sender(&tables.prefix, id, flags, &member.node.pod_cidrs);
+        sender.interfaces = interfaces(inputs.links, remote);
+        let claim = |known: &mut NodeValue| {
+            known.flags |= flags;
+            if known.sources_mask == [0; 4] {
+                (known.sources, known.sources_mask) = (sender.sources, sender.sources_mask);
+            }
+        };
+        tables.node.entry(remote).and_modify(claim).or_insert(sender);
+        in_overlay.extend(overlay.map(|source| (source, sender)));
+    }
+    // What Kilo sends through an overlay comes from the address there. Last, so
+    // that what a node publishes takes no private address from another.
+    for (source, mut sender) in in_overlay {
+        sender.interfaces = interfaces(inputs.links, source);
+        tables.node.entry(source).or_insert(sender);
+    }
+    if own.leads {
+        tables.hop.insert(HOP_REMOTE, Hop::Wireguard);
+    }
+}
+
+/// What is known of the node behind a hop as a sender, without its interfaces. The first of `cidrs` that
+/// is IPv4 and, with everything more specific in it, that node's goes along.
+pub fn sender(prefixes: &FlatMap<IpNet, PrefixValue>, hop: u32, flags: u32, cidrs: &[IpNet]) -> NodeValue {
+    let is_whole = |cidr: &Ipv4Net| {
+        let Ok(last) = Ipv4Net::new(cidr.broadcast(), 32) else { return false };
+        // Prefixes are ordered by address, then length: within are the next ones.
+        let mut within = prefixes.range(IpNet::V4(*cidr)..=IpNet::V4(last));
+        prefixes.contains_key(&IpNet::V4(*cidr))
+            && within.all(|(_, value)| value.hop == hop && value.flags & PREFIX_SOURCE != 0)
+    };
+    let v4 = cidrs.iter().filter_map(|cidr| match cidr.trunc() {
+        IpNet::V4(cidr) if cidr.prefix_len() > 0 => Some(cidr),
+        _ => None,
+    });
+    let mut whole = v4.filter(is_whole);
+    let (sources, sources_mask) = match whole.next() {
+        Some(cidr) => (cidr.network().octets(), cidr.netmask().octets()),
+        None => ([0; 4], [0; 4]),
+    };
+    NodeValue { hop, flags, sources, sources_mask, ..NodeValue::default() }
+}
+
+/// How another node of the location is reached.
+fn node_hop(inputs: &Inputs<'_>, own: &Own<'_>, member: &Member, remote: IpAddr) -> Option<Hop> {
+    let local = own.member.private_ip()?;
+    let links = inputs.links;
+    let ifindex = links.towards.get(&remote).copied().or(links.private).unwrap_or(0);
+    let tunnel = own.tunnel(inputs.settings, member);
+    let overhead = overhead(tunnel, remote, member);
+    // IPv6 needs that much of every path (RFC 8200, section 5).
+    let ipv6 = own.member.node.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6());
+    let least = if ipv6 { MIN_IPV6 + overhead } else { 0 };
+    let path = links.path_mtus.get(&remote).map(|mtu| *mtu.max(&least));
+    let mtu = links.mtus.get(&ifindex).copied().into_iter().chain(path).min();
+    let mtu = mtu.map_or(0, |mtu| mtu.saturating_sub(overhead));
+    Some(Hop::Node { tunnel, ifindex, mtu, local, remote })
+}
+
+/// Bytes packets to a node grow by. Without encapsulation those of the family
+/// its private address is not of are encapsulated all the same.
+fn overhead(tunnel: Tunnel, remote: IpAddr, member: &Member) -> u32 {
+    let v6 = remote.is_ipv6();
+    let mixed = member.node.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6() != v6);
+    let bytes = match tunnel {
+        Tunnel::None if !mixed => 0,
+        Tunnel::None | Tunnel::Ipip if v6 => IPIP_OVERHEAD_V6,
+        Tunnel::None | Tunnel::Ipip => IPIP_OVERHEAD,
+        Tunnel::Vxlan if v6 => VXLAN_OVERHEAD_V6,
+        Tunnel::Vxlan => VXLAN_OVERHEAD,
+    };
+    u32::try_from(bytes).unwrap_or(0)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    const NODE: u32 = 7;
+
+    /// The prefix a sender with this one and others in the table is known by.
+    fn sources(others: &[(&str, u32, u32)]) -> ([u8; 4], [u8; 4]) {
+        let cidr: IpNet = "10.42.1.0/24".parse().unwrap();
+        let mut prefixes = FlatMap::from([(cidr, PrefixValue { hop: NODE, flags: PREFIX_SOURCE })]);
+        prefixes.extend(
+            others
+                .iter()
+                .map(|&(prefix, hop, flags)| (prefix.parse::<IpNet>().unwrap(), PrefixValue { hop, flags })),
+        );
+        let sender = sender(&prefixes, NODE, 0, &["fd00::/64".parse().unwrap(), cidr]);
+        (sender.sources, sender.sources_mask)
+    }
+
+    #[test]
+    fn a_sender_is_known_by_the_prefix_that_is_its_own_as_a_whole() {
+        let own = ([10, 42, 1, 0], [255, 255, 255, 0]);
+        assert_eq!(sources(&[]), own);
+        assert_eq!(sources(&[("10.42.0.0/16", 9, 0), ("10.42.2.0/24", 9, 0), ("10.42.0.255/32", 9, 0)]), own);
+        assert_eq!(sources(&[("10.42.1.9/32", NODE, PREFIX_SOURCE)]), own);
+        for (inside, hop, flags) in [
+            ("10.42.1.0/25", HOP_REMOTE, PREFIX_SOURCE),
+            ("10.42.1.255/32", HOP_REMOTE, PREFIX_SOURCE),
+            ("10.42.1.9/32", NODE, PREFIX_ROUTE),
+            ("10.42.1.0/24", HOP_LOCAL, PREFIX_SOURCE),
+        ] {
+            assert_eq!(sources(&[(inside, hop, flags)]), ([0; 4], [0; 4]), "{inside}");
+        }
+    }
+}

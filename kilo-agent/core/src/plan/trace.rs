@@ -1,0 +1,413 @@
+//! What would happen to a packet on this node, step by step, read from the
+//! tables: pure, the programs' own decisions.
+
+use std::{fmt, net::IpAddr};
+
+use ipnet::IpNet;
+use kilo_common::{
+    maps::{
+        CONFIG_LEADER, CONFIG_MASQUERADE, HOP_LOCAL, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS,
+        NODE_LEADER, PREFIX_ROUTE, PrefixValue,
+    },
+    nat,
+    packet::protocol,
+    verdict::{Action, DropReason},
+};
+use serde::Serialize;
+
+use super::{
+    Hop, Tables,
+    model::{Packet, Verdict},
+    probe::Probe,
+};
+use crate::{settings::Tunnel, topology::prefixes::longest_entry};
+
+/// Where a packet comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// A pod of this node: the stack routes it.
+    Pod,
+    /// A process of this host.
+    Host,
+    /// WireGuard has decrypted it.
+    Kilo,
+    /// The network the node is in; encapsulated by the node with this private
+    /// address, if one is named.
+    Lan(Option<IpAddr>),
+}
+
+/// The packet asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Question {
+    /// Addresses, TTL and length.
+    pub probe: Probe,
+    /// IP protocol number.
+    pub protocol: u8,
+    /// Source and destination port, where the protocol has ports.
+    pub ports: Option<(u16, u16)>,
+    /// Where it comes from.
+    pub origin: Origin,
+}
+
+/// What the kernel and the interfaces' names say, for the pure part to use.
+pub struct Host<'a> {
+    /// Interface of the kernel's route to the destination, if there is one.
+    pub route: Option<u32>,
+    /// Name of an interface.
+    pub name: &'a dyn Fn(u32) -> String,
+}
+
+/// One thing that was found out.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Step {
+    /// Program or table.
+    pub at: &'static str,
+    /// What it says, and why.
+    pub finding: String,
+}
+
+/// All that happens to a packet here.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Trace {
+    /// In order.
+    pub steps: Vec<Step>,
+    /// Label of an action, `drop`, or `stack` for what no program takes.
+    pub outcome: &'static str,
+    /// Label of the drop reason.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<&'static str>,
+    /// The outcome in a sentence.
+    pub text: String,
+}
+
+impl Trace {
+    fn at(&mut self, at: &'static str, finding: impl fmt::Display) {
+        self.steps.push(Step { at, finding: finding.to_string() });
+    }
+
+    fn passed(mut self, action: Action, text: impl fmt::Display) -> Self {
+        (self.outcome, self.text) = (action.label(), text.to_string());
+        self
+    }
+
+    fn dropped(mut self, reason: DropReason) -> Self {
+        (self.outcome, self.reason) = ("drop", Some(reason.label()));
+        self.text = reason.describe().to_owned();
+        self
+    }
+
+    fn stack(mut self, text: impl fmt::Display) -> Self {
+        (self.outcome, self.text) = ("stack", text.to_string());
+        self
+    }
+}
+
+/// Follows the packet through the programs of this node.
+pub fn trace(tables: &Tables, question: &Question, host: &Host<'_>) -> Trace {
+    let empty = Trace { steps: Vec::new(), outcome: "", reason: None, text: String::new() };
+    let tracer = Tracer { tables, question, host, trace: empty };
+    match question.origin {
+        Origin::Pod | Origin::Host => tracer.routed(),
+        Origin::Kilo => tracer.decrypted(),
+        Origin::Lan(sender) => tracer.received(sender),
+    }
+}
+
+struct Tracer<'a> {
+    tables: &'a Tables,
+    question: &'a Question,
+    host: &'a Host<'a>,
+    trace: Trace,
+}
+
+impl Tracer<'_> {
+    const fn packet(&self) -> Packet {
+        self.question.probe.packet
+    }
+
+    fn leads(&self) -> bool {
+        self.tables.config.flags & CONFIG_LEADER != 0
+    }
+
+    /// The kernel's decision: the routes to kilo0 are those of the tables.
+    fn routed(mut self) -> Trace {
+        let Packet { dst, .. } = self.packet();
+        let kilo = self.tables.config.kilo_ifindex;
+        let name = |ifindex| (self.host.name)(ifindex);
+        if self.tables.is_local(dst) {
+            self.trace.at("route", format!("{dst} is this node's own, or one of its pods"));
+            return self.trace.stack("The packet stays on this node.");
+        }
+        let beside = self.tables.uplink_egress(self.packet());
+        let steered =
+            longest_entry(&self.tables.prefix, dst).filter(|(_, value)| value.flags & PREFIX_ROUTE != 0);
+        let out = match (self.question.origin, steered) {
+            (Origin::Pod, Some((prefix, _))) if !matches!(beside, Ok(Some(_))) => {
+                self.trace.at("route", format!("{prefix} leads to {}", name(kilo)));
+                Some(kilo)
+            }
+            _ => {
+                let text = self.host.route.map_or_else(|| "no route".to_owned(), name);
+                self.trace.at("route", format!("the kernel's route to {dst}: {text}"));
+                self.host.route
+            }
+        };
+        match out {
+            None => self.trace.stack("The kernel has no route: it answers that the network is unreachable."),
+            Some(out) if out == kilo => self.leaving(),
+            Some(out) => {
+                match beside {
+                    Ok(Some(hop)) => return self.beside(out, &hop),
+                    Ok(None) => {}
+                    Err(reason) => return self.refused(out, reason),
+                }
+                if let Err(reason) = self.masquerade(out) {
+                    return self.trace.dropped(reason);
+                }
+                self.trace.stack("This host's other routes decide: it leaves outside the mesh.")
+            }
+        }
+    }
+
+    /// The route leads a packet of the mesh out of an uplink.
+    fn refused(mut self, out: u32, reason: DropReason) -> Trace {
+        self.destination();
+        let text = format!(
+            "{} may not send it: only {} may, and the route there is missing or overruled",
+            (self.host.name)(out),
+            (self.host.name)(self.tables.config.kilo_ifindex)
+        );
+        self.trace.at("uplink_egress", text);
+        self.trace.dropped(reason)
+    }
+
+    /// A pod's packet to another node itself.
+    fn beside(mut self, out: u32, hop: &Hop) -> Trace {
+        let name = |ifindex| (self.host.name)(ifindex);
+        let (kilo, Packet { dst, .. }) = (self.tables.config.kilo_ifindex, self.packet());
+        let mtu = self.tables.mtu_of(hop);
+        match hop {
+            _ if !self.question.probe.fits(mtu) => {
+                let text = format!("larger than the {mtu} bytes that the way to {dst} carries");
+                self.trace.at("uplink_egress", text);
+                self.trace.reason = Some(DropReason::TooBig.label());
+                self.trace.stack("The sender is told (fragmentation needed, packet too big).")
+            }
+            Hop::Wireguard => {
+                let text = format!(
+                    "from {} to {}: WireGuard itself sends to {dst}, so no route leads there; pods' packets are \
+                     encrypted all the same",
+                    name(out),
+                    name(kilo)
+                );
+                self.trace.at("uplink_egress", text);
+                self.leaving()
+            }
+            _ => {
+                let text = format!(
+                    "from {} to {}: {dst} is a node of the location, and the network on the way need not know pods",
+                    name(out),
+                    name(kilo)
+                );
+                self.trace.at("uplink_egress", text);
+                self.leaving()
+            }
+        }
+    }
+
+    /// Prefix and hop of the destination.
+    fn destination(&mut self) {
+        let Packet { dst, .. } = self.packet();
+        match longest_entry(&self.tables.prefix, dst) {
+            Some((prefix, value)) => {
+                let text = format!("{dst} is in {prefix} -> {}", self.hop(value));
+                self.trace.at("prefix", text);
+            }
+            None => self.trace.at("prefix", format!("no prefix holds {dst}")),
+        }
+    }
+
+    fn hop(&self, value: PrefixValue) -> String {
+        let whose = match value.hop {
+            HOP_LOCAL => "this node",
+            HOP_REMOTE if self.leads() => "outside the location",
+            HOP_REMOTE => "outside the location, by the leader",
+            _ => "a node of the location",
+        };
+        let route = if value.flags & PREFIX_ROUTE == 0 { ", not routed to kilo0" } else { "" };
+        let how = match self.tables.hop.get(&value.hop) {
+            None => "no such hop: drop".to_owned(),
+            Some(Hop::Local) => "the stack".to_owned(),
+            Some(Hop::Wireguard) => "WireGuard".to_owned(),
+            Some(Hop::Node { tunnel, ifindex, mtu, local, remote }) => {
+                let tunnel = match tunnel {
+                    Tunnel::None => "plain",
+                    Tunnel::Ipip => "ipip",
+                    Tunnel::Vxlan => "vxlan",
+                };
+                let mtu = if *mtu == 0 { "unknown".to_owned() } else { format!("{mtu} bytes") };
+                format!("{remote} ({tunnel} from {local} over {}, MTU {mtu})", (self.host.name)(*ifindex))
+            }
+        };
+        format!("hop {} ({whose}): {how}{route}", value.hop)
+    }
+
+    fn leaving(mut self) -> Trace {
+        let kilo = self.tables.config.kilo_ifindex;
+        let verdict = self.tables.leaving(&self.question.probe);
+        if verdict == Err(DropReason::NotUnicast) {
+            return self.trace.dropped(DropReason::NotUnicast);
+        }
+        if let Err(reason) = self.masquerade(kilo) {
+            return self.trace.dropped(reason);
+        }
+        self.destination();
+        if verdict == Err(DropReason::TooBig) {
+            // The routes bear the hop's MTU.
+            return self.trace.stack(
+                "Larger than the route's MTU: the stack fragments it, or tells the sender (fragmentation \
+                 needed, packet too big). What gets past it is dropped, too_big.",
+            );
+        }
+        self.conclude("kilo_egress", verdict)
+    }
+
+    fn decrypted(mut self) -> Trace {
+        self.reply();
+        self.destination();
+        let verdict = self.tables.decrypted(&self.question.probe);
+        self.conclude("kilo_ingress", verdict)
+    }
+
+    fn received(mut self, sender: Option<IpAddr>) -> Trace {
+        let Packet { src, .. } = self.packet();
+        let owner = longest_entry(&self.tables.prefix, src);
+        match owner {
+            Some((prefix, value)) => {
+                let text = format!("{src} is in {prefix}, which belongs to {}", self.hop(value));
+                self.trace.at("source", text);
+            }
+            None => self.trace.at("source", format!("no prefix holds {src}: nobody may send from it")),
+        }
+        let sender = sender.or_else(|| {
+            let nodes = &self.tables.node;
+            let owns = |(addr, node): (&IpAddr, &kilo_common::maps::NodeValue)| {
+                let (_, value) = owner?;
+                let carries = value.hop == HOP_REMOTE && node.flags & NODE_LEADER != 0;
+                (node.hop == value.hop || carries).then_some(*addr)
+            };
+            nodes.iter().find_map(owns)
+        });
+        if let Some(action) = self.tables.plain(&self.question.probe) {
+            self.trace.at("lan_ingress", "its node sends without an outer header");
+            self.destination();
+            return self.conclude("lan_ingress", Ok((action, None)));
+        }
+        let Some(sender) = sender else {
+            self.reply();
+            self.trace.at(
+                "lan_ingress",
+                "no node of the location would send it; without an outer header it is the stack's",
+            );
+            return self.trace.stack("This host's stack decides.");
+        };
+        let known = match self.tables.node.get(&sender) {
+            Some(node) if node.flags & NODE_LEADER != 0 => "the leader",
+            Some(_) => "a node of the location",
+            None => "no node of the location",
+        };
+        self.trace.at("sender", format!("encapsulated by {sender}: {known}"));
+        self.destination();
+        let verdict = self.tables.steered(sender, &self.question.probe);
+        self.conclude("lan_ingress", verdict)
+    }
+
+    /// A reply to a masqueraded flow.
+    fn reply(&mut self) {
+        let Packet { dst, .. } = self.packet();
+        if self.tables.is_masquerade_address(dst) {
+            self.trace.at(
+                "unmasquerade",
+                format!(
+                    "{dst} is what pods are translated to: a reply goes to the pod its entry in nat names"
+                ),
+            );
+        }
+    }
+
+    /// Whether the source becomes another on the way out of this interface.
+    fn masquerade(&mut self, out: u32) -> Result<(), DropReason> {
+        let Packet { src, dst } = self.packet();
+        let addr = self.tables.masquerade_address(out, dst);
+        let (Some(addr), true) = (addr, self.tables.config.flags & CONFIG_MASQUERADE != 0) else {
+            self.trace.at("masquerade", format!("not on {}", (self.host.name)(out)));
+            return Ok(());
+        };
+        if self.tables.is_masquerade_address(src) {
+            self.trace.at("masquerade", "no: not a source of ours to translate");
+            return Ok(());
+        }
+        let source = longest_entry(&self.tables.masq_src, src);
+        let destination = longest_entry(&self.tables.masq_dst, dst);
+        let said = |entry: Option<(IpNet, u32)>, table: &str| match entry {
+            None => format!("not in {table}"),
+            Some((prefix, MASQ_EXCLUDE)) if table == "masq_dst" => format!("in {prefix}, never"),
+            Some((prefix, MASQ_FORCE)) if table == "masq_dst" => format!("in {prefix}, always"),
+            Some((prefix, MASQ_SRC_ALWAYS)) => format!("in {prefix}, yes"),
+            Some((prefix, _)) => format!("in {prefix}, exempt"),
+        };
+        let why =
+            format!("source {}; destination {}", said(source, "masq_src"), said(destination, "masq_dst"));
+        if !self.tables.masquerades(self.packet()) {
+            self.trace.at("masquerade", format!("no: {why}"));
+            return Ok(());
+        }
+        self.trace.at(
+            "masquerade",
+            format!(
+                "yes, {src} becomes {addr}, the port stays where it is free, unless the other side \
+             opened the flow: {why}"
+            ),
+        );
+        if addr.is_unspecified() || nat::flow::layout(self.question.protocol).is_none() {
+            return Err(DropReason::NatUnsupported);
+        }
+        Ok(())
+    }
+
+    fn conclude(mut self, program: &'static str, verdict: Verdict) -> Trace {
+        let Probe { ttl, length, .. } = self.question.probe;
+        let (action, hop) = match verdict {
+            Err(reason) => {
+                self.trace.at(program, format!("drops: {}", reason.label()));
+                return self.trace.dropped(reason);
+            }
+            Ok(verdict) => verdict,
+        };
+        self.trace.at(program, format!("{}: {length} bytes, ttl {ttl}", action.label()));
+        let text = match (action, hop) {
+            (_, Some(Hop::Node { remote, .. })) => format!("Sent to {remote}, which takes it from there."),
+            (Action::Punt, _) => "The stack answers the sender: time exceeded, or too big.".to_owned(),
+            _ => action.describe().to_owned(),
+        };
+        self.trace.passed(action, text)
+    }
+}
+
+impl fmt::Display for Question {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Packet { src, dst } = self.probe.packet;
+        let protocol = match self.protocol {
+            protocol::TCP => "tcp".to_owned(),
+            protocol::UDP => "udp".to_owned(),
+            protocol::ICMP => "icmp".to_owned(),
+            protocol::ICMPV6 => "icmp6".to_owned(),
+            other => format!("protocol {other}"),
+        };
+        write!(f, "{src} > {dst} {protocol}")?;
+        if let Some((src, dst)) = self.ports {
+            write!(f, " {src} > {dst}")?;
+        }
+        write!(f, ", {} bytes, ttl {}", self.probe.length, self.probe.ttl)
+    }
+}

@@ -1,0 +1,437 @@
+//! The mesh: every location with its leader, and the VPN peers.
+
+use std::{
+    borrow::Cow,
+    cmp::Ordering,
+    collections::{BTreeMap, BTreeSet, HashMap},
+    fmt,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
+
+use ipnet::IpNet;
+
+use super::{Known, Member, Node, Peer, Segment, allocate, prefixes::Prefixes, segment::Outline};
+use crate::settings::Granularity;
+use crate::{flat_map::sort_by_prefix, wireguard::key::PublicKey};
+
+/// A node that has not checked in for this long is not ready (Kilo's figure).
+pub const READY_SECONDS: i64 = 60;
+
+/// True when a node has all it needs to take part: an endpoint, a key and a
+/// pod CIDR. Whether it is alive is judged apart from this.
+pub fn is_complete(node: &Node) -> bool {
+    missing(node).next().is_none()
+}
+
+/// What [`missing`] says of a node that nobody has given pod addresses.
+pub const NO_POD_CIDR: &str = "no pod CIDR";
+
+/// What a node lacks to take part, in words.
+pub fn missing(node: &Node) -> impl Iterator<Item = &'static str> {
+    [
+        (node.endpoint.is_none(), "no endpoint"),
+        (node.key.is_none(), "no key"),
+        (node.pod_cidrs.is_empty(), NO_POD_CIDR),
+    ]
+    .into_iter()
+    .filter_map(|(lacks, what)| lacks.then_some(what))
+}
+
+/// Kilo's judgement of one snapshot: complete, and checked in within the last
+/// [`READY_SECONDS`] of `now` (Unix seconds).
+pub fn ready_at(node: Known<'_>, now: i64) -> bool {
+    is_complete(&node) && is_recent(node.last_seen, now)
+}
+
+/// Checked in within the last [`READY_SECONDS`] of `now` (both Unix seconds).
+pub fn is_recent(last_seen: i64, now: i64) -> bool {
+    now.saturating_sub(last_seen) < READY_SECONDS
+}
+
+/// Locations, leaders, addresses and allowed IPs of all nodes that take part.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Mesh {
+    /// WireGuard addresses come from here.
+    pub subnet: IpNet,
+    /// Locations, sorted by name; shared with the mesh before, as far as they are the same.
+    pub segments: Vec<Arc<Segment>>,
+    /// VPN peers, sorted by name; an allowed IP belongs to the first that claims it.
+    pub peers: Vec<Peer>,
+    /// Endpoints nodes see each other at, the first in topology order counts.
+    pub discovered: BTreeMap<PublicKey, SocketAddr>,
+    /// Nodes that are known but do not take part, by name, as [`Self::with_lost`] was told.
+    pub lost: Vec<Lost>,
+    /// Where each node is, by name.
+    seats: Vec<Seat>,
+    /// What the segments were made with; `None`: the next mesh is made from nothing.
+    granularity: Option<Granularity>,
+}
+
+/// A node that takes no part although its object is there: its prefixes are nobody
+/// else's, and what is sent there must not leave in clear.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lost {
+    /// The node, without a WireGuard address.
+    pub member: Member,
+    /// The location it would be in, as [`Segment::location`].
+    location: String,
+    /// As [`Segment::group`].
+    group: Option<String>,
+}
+
+impl Lost {
+    /// Whether nodes of a location reach it without WireGuard.
+    pub fn is_in(&self, segment: &Segment) -> bool {
+        self.location == segment.location || (self.group.is_some() && self.group == segment.group)
+    }
+}
+
+/// A node's place in the mesh: a segment, and a member of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Seat {
+    segment: u32,
+    member: u32,
+}
+
+impl Mesh {
+    /// Computes the mesh of `nodes`, all of which are ready.
+    pub fn new<'a>(
+        nodes: impl IntoIterator<Item = &'a Node>,
+        peers: &BTreeMap<String, Peer>,
+        granularity: Granularity,
+        subnet: IpNet,
+    ) -> Self {
+        let mut nodes: Vec<Arc<Node>> = nodes.into_iter().cloned().map(Arc::new).collect();
+        nodes.sort_by(|one, other| one.name.cmp(&other.name));
+        Self::default().next(&nodes, peers, granularity, subnet)
+    }
+
+    /// The same mesh as of [`Self::new`], made from this one: it shares the
+    /// locations in which nothing differs. The nodes come sorted by name; those that are
+    /// the same in memory as before are not read.
+    #[must_use]
+    pub fn next<'a>(
+        &self,
+        nodes: impl IntoIterator<Item = &'a Arc<Node>>,
+        peers: &BTreeMap<String, Peer>,
+        granularity: Granularity,
+        subnet: IpNet,
+    ) -> Self {
+        let nodes: Vec<&Arc<Node>> = nodes.into_iter().collect();
+        let (mut groups, group_of) = self.groups(&nodes, granularity);
+        for (node, group) in nodes.iter().zip(&group_of) {
+            if groups[*group].differs {
+                groups[*group].nodes.push(node);
+            }
+        }
+        let mut order: Vec<usize> = (0..groups.len()).collect();
+        order.sort_by_key(|group| groups[*group].place);
+        let mut addresses = allocate::addresses(subnet);
+        let mut segments = Vec::with_capacity(groups.len());
+        let mut segment_of: Vec<Option<usize>> = vec![None; groups.len()];
+        for at in order {
+            let group = &groups[at];
+            let Some(segment) = group.segment(&mut addresses, granularity) else { continue };
+            segment_of[at] = Some(segments.len());
+            segments.push(segment);
+        }
+        let mut members = vec![0; segments.len()];
+        let seats = group_of.into_iter().filter_map(|group| {
+            let segment = segment_of[group]?;
+            let member = members[segment];
+            members[segment] += 1;
+            Some(Seat { segment: u32::try_from(segment).ok()?, member })
+        });
+        let seats = seats.collect();
+        let mut discovered = BTreeMap::new();
+        for (key, addr) in segments.iter().flat_map(|segment| &segment.discovered) {
+            discovered.entry(*key).or_insert(*addr);
+        }
+        let peers = without_duplicates(peers);
+        filter_location_ips(&mut segments, &peers);
+        let lost = Vec::new();
+        Self { subnet, segments, peers, discovered, lost, seats, granularity: Some(granularity) }
+    }
+
+    /// The same mesh, which also knows those of `nodes` (all that take no part, by name) that
+    /// once did: they have a key and pods.
+    #[must_use]
+    pub fn with_lost<'a>(mut self, nodes: impl IntoIterator<Item = &'a Arc<Node>>) -> Self {
+        let granularity = self.granularity.unwrap_or_default();
+        let nodes = nodes.into_iter().filter(|node| node.key.is_some() && !node.pod_cidrs.is_empty());
+        let lost = nodes.map(|node| Lost {
+            member: Member { node: Arc::clone(node), wireguard_ip: None },
+            location: location_of(node, granularity),
+            group: group_of(node, granularity),
+        });
+        self.lost = lost.collect();
+        self
+    }
+
+    /// The nodes of each location, first those of this mesh in its order; and the group each node is in.
+    fn groups<'a>(
+        &'a self,
+        nodes: &[&'a Arc<Node>],
+        granularity: Granularity,
+    ) -> (Vec<Group<'a>>, Vec<usize>) {
+        let (segments, seats) = match self.granularity {
+            Some(before) if before == granularity => (&*self.segments, &*self.seats),
+            _ => (&[][..], &[][..]),
+        };
+        let of_segment = |segment: &'a Arc<Segment>| Group {
+            place: Place::named(&segment.location),
+            before: Some(segment),
+            differs: false,
+            nodes: Vec::new(),
+        };
+        let mut groups: Vec<Group<'_>> = segments.iter().map(of_segment).collect();
+        let mut new: HashMap<Place<'_>, usize> = HashMap::new();
+        // One walk over both; what is passed over has gone.
+        let mut seats = seats.iter().peekable();
+        let mut before = |node: &Arc<Node>, groups: &mut Vec<Group<'_>>| {
+            while let Some(seat) = seats.peek() {
+                let at = seat.segment as usize;
+                let known = &segments[at].members[seat.member as usize].node;
+                let order =
+                    if Arc::ptr_eq(known, node) { Ordering::Equal } else { known.name.cmp(&node.name) };
+                if order == Ordering::Greater {
+                    break;
+                }
+                seats.next();
+                if order == Ordering::Equal && known == node {
+                    return Some(at);
+                }
+                groups[at].differs = true;
+            }
+            None
+        };
+        let group_of = nodes.iter().map(|&node| {
+            before(node, &mut groups).unwrap_or_else(|| {
+                let place = Place::of(node, granularity);
+                let known = groups[..segments.len()].binary_search_by_key(&place, |group| group.place);
+                let at = known.unwrap_or_else(|_| {
+                    *new.entry(place).or_insert_with(|| {
+                        groups.push(Group { place, before: None, differs: true, nodes: Vec::new() });
+                        groups.len() - 1
+                    })
+                });
+                groups[at].differs = true;
+                at
+            })
+        });
+        let group_of = group_of.collect();
+        for seat in seats {
+            groups[seat.segment as usize].differs = true;
+        }
+        (groups, group_of)
+    }
+
+    /// The location a node is in: its index in `segments` and the node's index
+    /// among the members.
+    pub fn find(&self, node: &str) -> Option<(usize, usize)> {
+        let name = |seat: &Seat| self.segments[seat.segment as usize].members[seat.member as usize].name();
+        let at = self.seats.binary_search_by(|seat| name(seat).cmp(node)).ok()?;
+        let seat = self.seats.get(at)?;
+        Some((seat.segment as usize, seat.member as usize))
+    }
+
+    /// The mesh around a node. Where each node has its own WireGuard device in
+    /// the mesh ([`Granularity::Cross`]), the nodes of its location are one
+    /// segment with it, which it leads itself; else this is the mesh as it is.
+    pub fn around(&self, node: &str) -> Cow<'_, Self> {
+        let Some((own, _)) = self.find(node) else { return Cow::Borrowed(self) };
+        let Some(group) = &self.segments[own].group else { return Cow::Borrowed(self) };
+        let (mut near, far): (Vec<_>, Vec<_>) =
+            self.segments.iter().cloned().partition(|segment| segment.group.as_ref() == Some(group));
+        let mut around = Self { segments: far, ..self.clone() };
+        let Some(at) =
+            near.iter().position(|segment| segment.leading().is_some_and(|own| own.name() == node))
+        else {
+            return Cow::Borrowed(self);
+        };
+        let mut segment = Arc::unwrap_or_clone(near.swap_remove(at));
+        let own_ip = segment.wireguard_ip;
+        for member in &mut segment.members {
+            member.wireguard_ip = own_ip;
+        }
+        for other in near.into_iter().map(Arc::unwrap_or_clone) {
+            segment.members.extend(
+                other.members.into_iter().map(|member| Member { wireguard_ip: other.wireguard_ip, ..member }),
+            );
+            segment.allowed_ips.extend(other.allowed_ips);
+            segment.reach.extend(other.reach);
+            segment.allowed_location_ips.extend(other.allowed_location_ips);
+        }
+        segment.members.sort_by(|a, b| a.name().cmp(b.name()));
+        segment.leader = segment.members.iter().position(|member| member.name() == node).unwrap_or(0);
+        sort_by_prefix(&mut segment.reach, |reach| reach.prefix);
+        around.segments.push(segment.into());
+        around.seats = seats(&around.segments);
+        // It has another segment than the nodes alone would make.
+        around.granularity = None;
+        Cow::Owned(around)
+    }
+
+    /// The mesh as a node sees it: endpoints it has seen itself count first.
+    #[must_use]
+    pub fn seen_by(mut self, own: &BTreeMap<PublicKey, SocketAddr>) -> Self {
+        self.discovered.extend(own);
+        self
+    }
+
+    /// Whether a node leads its location.
+    pub fn leads(&self, node: &str) -> bool {
+        self.find(node).is_some_and(|(segment, member)| self.segments[segment].leader == member)
+    }
+
+    /// Number of nodes in the mesh.
+    pub fn node_count(&self) -> usize {
+        self.segments.iter().map(|segment| segment.members.len()).sum()
+    }
+}
+
+/// Where each node is, by name.
+fn seats(segments: &[Arc<Segment>]) -> Vec<Seat> {
+    let mut named = Vec::new();
+    for (segment, at) in segments.iter().zip(0..) {
+        named.extend(
+            segment.members.iter().zip(0..).map(|(of, member)| (of.name(), Seat { segment: at, member })),
+        );
+    }
+    named.sort_unstable_by_key(|(name, _)| *name);
+    named.into_iter().map(|(_, seat)| seat).collect()
+}
+
+/// One location while a mesh is made.
+struct Group<'a> {
+    place: Place<'a>,
+    /// What it was before.
+    before: Option<&'a Arc<Segment>>,
+    /// It has other nodes than before.
+    differs: bool,
+    /// Its nodes by name, if they differ.
+    nodes: Vec<&'a Arc<Node>>,
+}
+
+impl Group<'_> {
+    /// The location, with the next address; `None` without nodes.
+    fn segment(
+        &self,
+        addresses: &mut impl Iterator<Item = IpAddr>,
+        granularity: Granularity,
+    ) -> Option<Arc<Segment>> {
+        let Some(before) = self.before.filter(|_| !self.differs) else {
+            let outline = Outline::new(&self.nodes)?;
+            return Some(self.made_of(&self.nodes, &outline, addresses.next(), granularity));
+        };
+        let wireguard_ip = addresses.next();
+        if before.wireguard_ip == wireguard_ip {
+            return Some(Arc::clone(before));
+        }
+        let nodes: Vec<_> = before.members.iter().map(|member| &member.node).collect();
+        Some(self.made_of(&nodes, &Outline::new(&nodes)?, wireguard_ip, granularity))
+    }
+
+    fn made_of(
+        &self,
+        nodes: &[&Arc<Node>],
+        outline: &Outline<'_>,
+        wireguard_ip: Option<IpAddr>,
+        granularity: Granularity,
+    ) -> Arc<Segment> {
+        let group = nodes.first().and_then(|node| group_of(node, granularity));
+        Arc::new(Segment::new(self.place.to_string(), group, wireguard_ip, nodes, outline))
+    }
+}
+
+/// The location whose nodes reach this one without WireGuard although it is on
+/// its own in the mesh.
+fn group_of(node: &Node, granularity: Granularity) -> Option<String> {
+    let grouped = granularity == Granularity::Cross && node.internal_ip.is_some();
+    grouped.then(|| format!("location:{}", node.location))
+}
+
+/// The location a node belongs to: `location:<name>`; a node without private
+/// address, or any node of a full or cross mesh, is on its own in `node:<name>`.
+pub fn location_of(node: &Node, granularity: Granularity) -> String {
+    Place::of(node, granularity).to_string()
+}
+
+/// A location before it has its text, and in the order of the texts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Place<'a> {
+    Location(&'a str),
+    Node(&'a str),
+}
+
+impl<'a> Place<'a> {
+    fn of(node: &'a Node, granularity: Granularity) -> Self {
+        if granularity != Granularity::Location || node.internal_ip.is_none() {
+            Self::Node(&node.name)
+        } else {
+            Self::Location(&node.location)
+        }
+    }
+
+    /// The inverse of its text.
+    fn named(text: &'a str) -> Self {
+        match text.strip_prefix("node:") {
+            Some(name) => Self::Node(name),
+            None => Self::Location(text.strip_prefix("location:").unwrap_or(text)),
+        }
+    }
+}
+
+impl fmt::Display for Place<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Location(name) => write!(f, "location:{name}"),
+            Self::Node(name) => write!(f, "node:{name}"),
+        }
+    }
+}
+
+fn without_duplicates(peers: &BTreeMap<String, Peer>) -> Vec<Peer> {
+    let mut claimed = BTreeSet::new();
+    peers
+        .values()
+        .map(|peer| {
+            let allowed_ips =
+                peer.allowed_ips.iter().map(IpNet::trunc).filter(|prefix| claimed.insert(*prefix));
+            Peer { allowed_ips: allowed_ips.collect(), ..peer.clone() }
+        })
+        .collect()
+}
+
+/// Drops allowed-location-ips that another location also offers, that start
+/// inside what is reached otherwise, or that meet a peer's. Locations are taken
+/// in order: one whose prefix was dropped no longer stands in the way of the next.
+fn filter_location_ips(segments: &mut [Arc<Segment>], peers: &[Peer]) {
+    if segments.iter().all(|segment| segment.offered.is_empty()) {
+        return;
+    }
+    let allowed: Prefixes<()> = segments.iter().flat_map(|segment| &segment.allowed_ips).copied().collect();
+    let of_peers: Prefixes<()> = peers.iter().flat_map(|peer| &peer.allowed_ips).copied().collect();
+    let mut offered: Prefixes<BTreeSet<usize>> = Prefixes::default();
+    for (index, segment) in segments.iter().enumerate() {
+        for prefix in &segment.offered {
+            offered.entry(*prefix).insert(index);
+        }
+    }
+    for (own, segment) in segments.iter_mut().enumerate() {
+        let (kept, dropped) = segment.offered.iter().partition(|&&prefix| {
+            let mut meeting = offered.holding(prefix).chain(offered.inside(prefix));
+            let elsewhere = meeting.any(|(_, offering)| offering.iter().any(|index| *index != own));
+            let reached = allowed.holding(prefix.network().into()).next().is_some();
+            !elsewhere && !reached && !of_peers.intersect(prefix)
+        });
+        let (kept, dropped): (Vec<IpNet>, Vec<IpNet>) = (kept, dropped);
+        if segment.allowed_location_ips != kept {
+            Arc::make_mut(segment).allowed_location_ips = kept;
+        }
+        for prefix in dropped {
+            offered.entry(prefix).remove(&own);
+        }
+    }
+}

@@ -1,0 +1,25 @@
+//! From nodes, peers and settings to the mesh: locations, leaders, addresses
+//! and allowed IPs. Pure: no I/O, no clock.
+
+mod allocate;
+mod graph;
+mod leader;
+mod liveness;
+mod mesh;
+mod nodes;
+pub mod prefixes;
+mod private_endpoint;
+mod segment;
+mod types;
+
+pub use graph::dot;
+pub use leader::{LeaderReason, is_public};
+pub use liveness::Liveness;
+pub use mesh::{
+    Lost, Mesh, NO_POD_CIDR, READY_SECONDS, is_complete, is_recent, location_of, missing, ready_at,
+};
+pub use nodes::{CheckedIn, Known, Nodes, Replaced, among, not_among, with_own};
+pub use private_endpoint::PRIVATE_ENDPOINT_REMEDY;
+pub(crate) use segment::Reach;
+pub use segment::{Member, Segment};
+pub use types::*;

@@ -1,0 +1,164 @@
+//! One location of the mesh.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
+
+use ipnet::IpNet;
+
+use super::{LeaderReason, Node};
+use crate::wireguard::Endpoint;
+use crate::{flat_map::sort_by_prefix, wireguard::key::PublicKey};
+
+/// A node of a location.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Member {
+    /// What is known of it.
+    pub node: Arc<Node>,
+    /// Its own WireGuard address, where each node has one
+    /// ([`Granularity::Cross`](super::Granularity::Cross)).
+    pub wireguard_ip: Option<IpAddr>,
+}
+
+impl Member {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.node.name
+    }
+
+    /// Its private address.
+    pub fn private_ip(&self) -> Option<IpAddr> {
+        self.node.internal_ip.map(|net| net.addr())
+    }
+}
+
+/// One location: its nodes, and what its leader stands for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// `location:<name>`, or `node:<name>` for a node on its own.
+    pub location: String,
+    /// With [`Granularity::Cross`](super::Granularity::Cross): the location
+    /// the node is in, whose nodes reach it without WireGuard.
+    pub group: Option<String>,
+    /// Nodes, sorted by name.
+    pub members: Vec<Member>,
+    /// Index of the leader in `members`.
+    pub leader: usize,
+    /// Why that one leads.
+    pub leader_reason: LeaderReason,
+    /// Where the leader is reached.
+    pub endpoint: Endpoint,
+    /// The leader's public key.
+    pub key: PublicKey,
+    /// The leader's keepalive in seconds; not zero = it is behind NAT.
+    pub persistent_keepalive: u32,
+    /// The leader's WireGuard address; `None` when the subnet has no more.
+    pub wireguard_ip: Option<IpAddr>,
+    /// Pod CIDRs, private addresses, the WireGuard address.
+    pub allowed_ips: Vec<IpNet>,
+    /// The same, sorted by prefix.
+    pub(crate) reach: Vec<Reach>,
+    /// Prefixes reachable through the location, checked against all others.
+    pub allowed_location_ips: Vec<IpNet>,
+    /// The same before they were checked.
+    pub(super) offered: Vec<IpNet>,
+    /// Where its nodes see others, by node and key.
+    pub(super) discovered: Vec<(PublicKey, SocketAddr)>,
+}
+
+/// One of the prefixes a location stands for, without host bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Reach {
+    pub prefix: IpNet,
+    /// It is the private address of one of its nodes.
+    pub private: bool,
+}
+
+/// Who leads a location, and what it takes from that node.
+pub(super) struct Outline<'a> {
+    leader: usize,
+    leader_reason: LeaderReason,
+    endpoint: &'a Endpoint,
+    key: PublicKey,
+    persistent_keepalive: u32,
+}
+
+impl<'a> Outline<'a> {
+    /// Of these nodes (sorted by name, complete); `None` without any.
+    pub fn new(nodes: &[&'a Arc<Node>]) -> Option<Self> {
+        let (leader, leader_reason) = super::leader::choose(nodes.iter().map(|node| &***node));
+        let leads = nodes.get(leader)?;
+        Some(Self {
+            leader,
+            leader_reason,
+            endpoint: leads.endpoint.as_ref()?,
+            key: leads.key?,
+            persistent_keepalive: leads.persistent_keepalive,
+        })
+    }
+}
+
+impl Segment {
+    /// The location of these nodes (sorted by name, complete).
+    pub(super) fn new(
+        location: String,
+        group: Option<String>,
+        wireguard_ip: Option<IpAddr>,
+        nodes: &[&Arc<Node>],
+        outline: &Outline<'_>,
+    ) -> Self {
+        // Mostly a pod CIDR and a private address each.
+        let mut allowed_ips = Vec::with_capacity(nodes.len() * 2 + 1);
+        let mut offered: Vec<IpNet> = Vec::new();
+        let mut discovered = Vec::new();
+        for node in nodes {
+            allowed_ips.extend(node.pod_cidrs.iter().map(IpNet::trunc));
+            allowed_ips.extend(node.internal_ip.map(|net| IpNet::from(net.addr())));
+            offered.extend(&node.allowed_location_ips);
+            discovered.extend(node.discovered_endpoints.iter().map(|(key, addr)| (*key, *addr)));
+        }
+        allowed_ips.extend(wireguard_ip.map(IpNet::from));
+        let reach = reach(nodes, wireguard_ip);
+        // The order has no meaning; Kilo's is the order of the texts.
+        offered.sort_by_cached_key(ToString::to_string);
+        offered.dedup();
+        Self {
+            location,
+            group,
+            leader: outline.leader,
+            leader_reason: outline.leader_reason,
+            members: nodes.iter().map(|node| Member { node: Arc::clone(node), wireguard_ip: None }).collect(),
+            endpoint: outline.endpoint.clone(),
+            key: outline.key,
+            persistent_keepalive: outline.persistent_keepalive,
+            wireguard_ip,
+            allowed_ips,
+            reach,
+            allowed_location_ips: offered.clone(),
+            offered,
+            discovered,
+        }
+    }
+
+    /// The node that leads.
+    pub fn leading(&self) -> Option<&Member> {
+        self.members.get(self.leader)
+    }
+
+    /// Everything WireGuard may carry to and from this location.
+    pub fn all_allowed_ips(&self) -> impl Iterator<Item = IpNet> + '_ {
+        self.allowed_ips.iter().chain(&self.allowed_location_ips).copied()
+    }
+}
+
+fn reach(nodes: &[&Arc<Node>], wireguard_ip: Option<IpAddr>) -> Vec<Reach> {
+    let other = |prefix: IpNet| Reach { prefix, private: false };
+    let private = |net: IpNet| Reach { prefix: net.addr().into(), private: true };
+    let pods = nodes.iter().flat_map(|node| &node.pod_cidrs).map(|cidr| other(cidr.trunc()));
+    let addresses = nodes.iter().filter_map(|node| node.internal_ip).map(private);
+    let wireguard_ip = wireguard_ip.map(|ip| other(ip.into()));
+    let mut reach: Vec<Reach> = pods.chain(addresses).chain(wireguard_ip).collect();
+    sort_by_prefix(&mut reach, |reach| reach.prefix);
+    reach
+}

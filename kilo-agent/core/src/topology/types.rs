@@ -1,0 +1,70 @@
+//! Inputs of the topology.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+};
+
+use ipnet::IpNet;
+
+use crate::{
+    settings::Granularity,
+    wireguard::{Endpoint, PublicKey, SecretKey},
+};
+
+/// One node as its object and annotations describe it, but for its sign of
+/// life; overrides (`force-endpoint`, `force-internal-ip`, `location`) already applied.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Node {
+    /// Name of the Node object.
+    pub name: String,
+    /// Where its WireGuard device is reached (`force-endpoint`, else `endpoint`).
+    pub endpoint: Option<Endpoint>,
+    /// True when `endpoint` comes from `force-endpoint`.
+    pub endpoint_forced: bool,
+    /// Addresses of type `ExternalIP` in the Node's status, in its order.
+    pub external_ips: Vec<IpAddr>,
+    /// Its public key.
+    pub key: Option<PublicKey>,
+    /// Private address with the prefix length of its network.
+    pub internal_ip: Option<IpNet>,
+    /// True when `internal_ip` comes from `force-internal-ip`.
+    pub internal_ip_forced: bool,
+    /// `force-internal-ip` says that the node has none.
+    pub no_internal_ip: bool,
+    /// It asks to lead.
+    pub leader: bool,
+    /// Name of its location; may be empty.
+    pub location: String,
+    /// Seconds; 0 = off.
+    pub persistent_keepalive: u32,
+    /// Pod CIDRs, `spec.podCIDR` first.
+    pub pod_cidrs: Vec<IpNet>,
+    /// Its WireGuard address, as it published it.
+    pub wireguard_ip: Option<IpNet>,
+    /// Endpoints its device sees others at.
+    pub discovered_endpoints: BTreeMap<PublicKey, SocketAddr>,
+    /// Prefixes reachable through its location.
+    pub allowed_location_ips: Vec<IpNet>,
+    /// Granularity it runs with.
+    pub granularity: Option<Granularity>,
+    /// Address of the foreign CNI's device (Cilium compatibility).
+    pub cni_compatibility_ip: Option<IpNet>,
+}
+
+/// One VPN peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// Name of the Peer object.
+    pub name: String,
+    /// Prefixes it may send from and is sent to.
+    pub allowed_ips: Vec<IpNet>,
+    /// Where it is reached, if it has a fixed place.
+    pub endpoint: Option<Endpoint>,
+    /// Seconds; 0 = off.
+    pub persistent_keepalive: u32,
+    /// Optional symmetric key.
+    pub preshared_key: Option<SecretKey>,
+    /// Its public key.
+    pub public_key: PublicKey,
+}

@@ -1,0 +1,184 @@
+//! What a machine needs that joins the mesh as a VPN peer: WireGuard peers,
+//! addresses and routes. Pure.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+};
+
+use ipnet::IpNet;
+
+use crate::{
+    flat_map::FlatSet,
+    plan::{MAIN_TABLE, NetPlan, Route},
+    showconf,
+    topology::{Mesh, Peer},
+    wireguard::{Endpoint, EndpointHost, WireguardPeer, WireguardPlan},
+};
+
+/// How this machine wants to be a peer.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Name of its Peer object.
+    pub peer: String,
+    /// UDP port, host byte order.
+    pub port: u16,
+    /// MTU of the device in bytes.
+    pub mtu: u32,
+    /// Seconds; 0 = off.
+    pub persistent_keepalive: u16,
+    /// More prefixes reached through the cluster (services, for example).
+    pub more_prefixes: Vec<IpNet>,
+}
+
+/// The desired state of this machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ConnectPlan {
+    /// Peers of the WireGuard device.
+    pub wireguard: WireguardPlan,
+    /// Addresses and routes.
+    pub net: NetPlan,
+    /// Prefixes that get no route, because the tunnel's own packets go there.
+    pub unrouted: Vec<IpNet>,
+}
+
+/// Addresses a peer's device gets: those of its allowed IPs that are one address.
+pub fn addresses(peer: &Peer) -> BTreeSet<IpNet> {
+    peer.allowed_ips.iter().filter(|prefix| prefix.prefix_len() == prefix.max_prefix_len()).copied().collect()
+}
+
+/// Plans for the peer of that name; `None` when the mesh does not have it.
+/// `resolved`: addresses of endpoints that are names.
+pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>) -> Option<ConnectPlan> {
+    let own = mesh.peers.iter().find(|peer| peer.name == options.peer)?;
+    let mut sections = showconf::of_peer(mesh, &options.peer)?.peers;
+    // Services answer in every location: the first that can be reached has them.
+    if let Some(first) = sections.iter_mut().find(|section| section.endpoint.is_some()) {
+        first.allowed_ips.extend(options.more_prefixes.iter().map(IpNet::trunc));
+    }
+    let addresses = addresses(own);
+    let mut plan = ConnectPlan {
+        wireguard: WireguardPlan { listen_port: options.port, peers: BTreeMap::new() },
+        net: NetPlan { mtu: options.mtu, addresses: addresses.clone(), ..NetPlan::default() },
+        unrouted: Vec::new(),
+    };
+    let endpoints: BTreeMap<_, _> = sections
+        .iter()
+        .map(|section| (section.public_key, section.endpoint.as_ref().and_then(|end| resolve(end, resolved))))
+        .collect();
+    let outer: BTreeSet<IpAddr> = endpoints.values().flatten().map(SocketAddr::ip).collect();
+    // A prefix that two claim belongs to the first, as on the nodes.
+    let (mut claimed, mut routes) = (BTreeSet::new(), Vec::new());
+    for section in sections {
+        let allowed_ips: FlatSet<IpNet> =
+            section.allowed_ips.iter().map(IpNet::trunc).filter(|prefix| claimed.insert(*prefix)).collect();
+        let endpoint = endpoints.get(&section.public_key).copied().flatten();
+        for &prefix in &allowed_ips {
+            let source = addresses.iter().map(IpNet::addr).find(|ip| ip.is_ipv4() == prefix.addr().is_ipv4());
+            if source.is_none() {
+                // Without an address of that family nothing sent there comes back.
+                continue;
+            }
+            if outer.iter().any(|ip| prefix.contains(ip)) {
+                plan.unrouted.push(prefix);
+                continue;
+            }
+            // A machine that joins is no node: what it sends while it is not
+            // connected is its owner's to decide.
+            routes.push(Route { destination: prefix, table: MAIN_TABLE, source, mtu: None, closed: false });
+        }
+        plan.wireguard.peers.entry(section.public_key).or_insert(WireguardPeer {
+            allowed_ips,
+            endpoint,
+            roams: endpoint.is_none() || mesh.discovered.contains_key(&section.public_key),
+            persistent_keepalive: options.persistent_keepalive,
+            preshared_key: section.preshared_key,
+        });
+    }
+    plan.net.routes = routes.into_iter().collect();
+    Some(plan)
+}
+
+fn resolve(endpoint: &Endpoint, resolved: &BTreeMap<String, IpAddr>) -> Option<SocketAddr> {
+    let ip = match &endpoint.host {
+        EndpointHost::Ip(ip) => *ip,
+        EndpointHost::Dns(name) => *resolved.get(name)?,
+    };
+    Some(SocketAddr::new(ip, endpoint.port))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{settings::Granularity, topology::Node, wireguard::key::PublicKey};
+
+    fn mesh() -> Mesh {
+        let node = |name: &str, key: u8, endpoint: &str, private: &str, pods: &str| Node {
+            name: name.to_owned(),
+            location: name.to_owned(),
+            endpoint: endpoint.parse().ok(),
+            key: Some(PublicKey([key; 32])),
+            internal_ip: private.parse().ok(),
+            pod_cidrs: vec![pods.parse().unwrap()],
+            ..Node::default()
+        };
+        let nodes = [
+            node("east", 1, "192.0.2.1:51820", "10.1.0.1/24", "10.42.1.0/24"),
+            // Its private address is its endpoint.
+            node("north", 2, "10.2.0.1:51820", "10.2.0.1/24", "fd00:42::/64"),
+            node("west", 3, "vpn.example.com:51820", "10.3.0.1/24", "10.42.3.0/24"),
+        ];
+        let peer = |name: &str, key: u8, prefix: &str| Peer {
+            name: name.to_owned(),
+            allowed_ips: vec![prefix.parse().unwrap()],
+            endpoint: None,
+            persistent_keepalive: 0,
+            preshared_key: None,
+            public_key: PublicKey([key; 32]),
+        };
+        let peers = [peer("laptop", 8, "10.5.0.1/32"), peer("phone", 9, "10.5.0.2/32")];
+        let peers = peers.into_iter().map(|peer| (peer.name.clone(), peer)).collect();
+        Mesh::new(&nodes, &peers, Granularity::Location, "10.4.0.0/16".parse().unwrap())
+    }
+
+    fn options() -> Options {
+        Options {
+            peer: "laptop".to_owned(),
+            port: 51820,
+            mtu: 1420,
+            persistent_keepalive: 10,
+            more_prefixes: vec!["10.43.0.0/16".parse().unwrap()],
+        }
+    }
+
+    #[test]
+    fn everything_of_the_mesh_is_routed_but_the_tunnels_own_way() {
+        let resolved = BTreeMap::from([("vpn.example.com".to_owned(), "192.0.2.3".parse().unwrap())]);
+        let plan = plan(&mesh(), &options(), &resolved).unwrap();
+        let routes: Vec<String> = plan.net.routes.iter().map(|route| route.destination.to_string()).collect();
+        for prefix in
+            ["10.42.1.0/24", "10.1.0.1/32", "10.4.0.1/32", "10.42.3.0/24", "10.5.0.2/32", "10.43.0.0/16"]
+        {
+            assert!(routes.iter().any(|route| route == prefix), "{prefix} is missing: {routes:?}");
+        }
+        assert!(!routes.iter().any(|route| route.contains(':')), "the peer has no IPv6 address: {routes:?}");
+        assert_eq!(plan.unrouted, vec!["10.2.0.1/32".parse::<IpNet>().unwrap()]);
+        let source = Some("10.5.0.1".parse().unwrap());
+        assert!(plan.net.routes.iter().all(|route| route.source == source));
+        assert_eq!(plan.net.addresses, BTreeSet::from(["10.5.0.1/32".parse().unwrap()]));
+        let west = &plan.wireguard.peers[&PublicKey([3; 32])];
+        assert_eq!(west.endpoint, Some("192.0.2.3:51820".parse().unwrap()));
+        let east = &plan.wireguard.peers[&PublicKey([1; 32])];
+        assert!(east.allowed_ips.contains(&"10.43.0.0/16".parse().unwrap()));
+        assert_eq!(plan.wireguard.peers.len(), 4, "three locations and the other peer, not itself");
+    }
+
+    #[test]
+    fn a_prefix_around_an_endpoint_is_not_routed_into_its_own_tunnel() {
+        let more_prefixes = vec!["192.0.0.0/8".parse().unwrap()];
+        let plan = plan(&mesh(), &Options { more_prefixes, ..options() }, &BTreeMap::new()).unwrap();
+        assert!(plan.unrouted.contains(&"192.0.0.0/8".parse().unwrap()));
+        let west = &plan.wireguard.peers[&PublicKey([3; 32])];
+        assert_eq!(west.endpoint, None, "a name that cannot be resolved stops nobody else");
+    }
+}

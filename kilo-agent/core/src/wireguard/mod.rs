@@ -1,0 +1,14 @@
+//! WireGuard as values: keys, endpoints, configuration files, the UAPI protocol, and the
+//! difference between what a device has and what it shall have.
+
+pub mod conf;
+pub mod diff;
+mod endpoint;
+pub mod key;
+mod state;
+pub mod uapi;
+
+pub use diff::{Change, diff};
+pub use endpoint::{Endpoint, EndpointHost, InvalidEndpoint, is_dns_name};
+pub use key::{PublicKey, SecretKey};
+pub use state::{DeviceState, PeerState, WireguardPeer, WireguardPlan};

@@ -1,0 +1,115 @@
+//! The state of a WireGuard device: what it has, and what it shall have.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
+    time::Duration,
+};
+
+use ipnet::IpNet;
+
+use super::{
+    diff::{Change, PeerUpdate},
+    key::{PublicKey, SecretKey},
+};
+use crate::flat_map::FlatSet;
+
+/// What the device has.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeviceState {
+    /// Private key, `None` on a fresh device.
+    pub private_key: Option<SecretKey>,
+    /// UDP port, host byte order.
+    pub listen_port: u16,
+    /// Peers by key.
+    pub peers: BTreeMap<PublicKey, PeerState>,
+}
+
+impl DeviceState {
+    /// Endpoints of peers that have really shaken hands.
+    pub fn seen_endpoints(&self) -> BTreeMap<PublicKey, SocketAddr> {
+        let seen = self.peers.iter().filter(|(_, peer)| peer.handshake_age.is_some());
+        seen.filter_map(|(key, peer)| Some((*key, peer.endpoint?))).collect()
+    }
+
+    /// What the device has after the changes of one [`diff`], without looking.
+    pub fn take(&mut self, changes: &[Change]) {
+        let moved: BTreeSet<IpNet> = changes
+            .iter()
+            .flat_map(|change| match change {
+                Change::SetPeer(_, PeerUpdate { add_allowed_ips: nets, .. }) | Change::Release(nets) => nets,
+                _ => &[][..],
+            })
+            .copied()
+            .collect();
+        for peer in self.peers.values_mut() {
+            if moved.len() < peer.allowed_ips.len() {
+                for net in &moved {
+                    peer.allowed_ips.remove(net);
+                }
+            } else {
+                peer.allowed_ips.retain(|net| !moved.contains(net));
+            }
+        }
+        for change in changes {
+            match change {
+                Change::PrivateKey(key) => self.private_key = Some(*key),
+                Change::ListenPort(port) => self.listen_port = *port,
+                Change::SetPeer(key, update) => {
+                    let peer = self.peers.entry(*key).or_default();
+                    peer.endpoint = update.endpoint.or(peer.endpoint);
+                    peer.persistent_keepalive =
+                        update.persistent_keepalive.unwrap_or(peer.persistent_keepalive);
+                    peer.preshared_key = update.preshared_key.unwrap_or(peer.preshared_key);
+                    peer.allowed_ips.extend(&update.add_allowed_ips);
+                }
+                Change::Release(_) => {}
+                Change::RemovePeer(key) => drop(self.peers.remove(key)),
+            }
+        }
+    }
+}
+
+/// What the device has of one peer.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PeerState {
+    /// Prefixes routed to it.
+    pub allowed_ips: BTreeSet<IpNet>,
+    /// Where it was last seen, or what was set.
+    pub endpoint: Option<SocketAddr>,
+    /// Seconds; 0 = off.
+    pub persistent_keepalive: u16,
+    /// Optional symmetric key.
+    pub preshared_key: Option<SecretKey>,
+    /// Time since the last handshake; `None` = there was none.
+    pub handshake_age: Option<Duration>,
+    /// Bytes received from it, as WireGuard counts (with headers).
+    pub rx_bytes: u64,
+    /// Bytes sent to it.
+    pub tx_bytes: u64,
+}
+
+/// Desired WireGuard peers. The private key stays with the actuator.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WireguardPlan {
+    /// UDP port, host byte order.
+    pub listen_port: u16,
+    /// Peers by key.
+    pub peers: BTreeMap<PublicKey, WireguardPeer>,
+}
+
+/// One desired WireGuard peer.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WireguardPeer {
+    /// Prefixes routed to it, without host bits; a prefix is claimed by one peer only.
+    pub allowed_ips: FlatSet<IpNet>,
+    /// Resolved endpoint; `None` leaves what the device has.
+    pub endpoint: Option<SocketAddr>,
+    /// True when the peer may roam (it has a keepalive): an endpoint the
+    /// device learnt by itself is not overwritten.
+    pub roams: bool,
+    /// Seconds; 0 = off.
+    pub persistent_keepalive: u16,
+    /// Optional symmetric key.
+    pub preshared_key: Option<SecretKey>,
+}

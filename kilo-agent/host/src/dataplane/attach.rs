@@ -1,0 +1,415 @@
+//! Programs on interfaces: TCX links that are pinned, or clsact filters with a
+//! fixed priority and handle. Either way there is exactly one copy of ours,
+//! it is replaced in place, and programs of others are not touched.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use aya::{
+    Ebpf,
+    programs::{
+        Link as _, LinkOrder, SchedClassifier, TcAttachType,
+        links::{FdLink, PinnedLink},
+        tc::{NlOptions, SchedClassifierLink, TcAttachOptions, TcHandle, qdisc_add_clsact},
+    },
+};
+use nix::net::if_::{if_indextoname, if_nameindex};
+
+use super::{DataplaneError, error::chain, tcx};
+use crate::net::filters::BpfFilter;
+use kilo_core::settings::AttachMode;
+use serde::{Deserialize, Serialize};
+
+/// One program on one interface.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Attached {
+    /// Name of the interface.
+    pub interface: String,
+    /// Name of the program, as bpftool shows it.
+    pub program: String,
+    /// `ingress` or `egress`.
+    pub direction: String,
+    /// `tcx` or `clsact`.
+    pub hook: String,
+}
+
+/// Priority and handle of our clsact filters ("kg").
+const PRIORITY: u16 = 0x6b67;
+const HANDLE: TcHandle = TcHandle::new(0, 1);
+
+/// Interfaces programs sit on, by index.
+#[derive(Clone, Copy, Debug)]
+pub struct Interfaces<'a> {
+    /// The WireGuard device.
+    pub kilo: u32,
+    /// Interfaces that lead out of the host.
+    pub uplinks: &'a BTreeSet<u32>,
+    /// Of these: packets have no link-layer header there.
+    pub layer3: &'a BTreeSet<u32>,
+    /// The tunnel devices: of no use without their program.
+    pub tunnels: &'a BTreeSet<u32>,
+}
+
+/// What one round of attaching did.
+#[derive(Debug, Default)]
+pub struct Applied {
+    /// Programs attached, replaced or detached.
+    pub changes: u64,
+    /// Of these: programs that somebody else had removed.
+    pub reattached: u64,
+    /// Uplinks and tunnel devices that refuse a program; all others have theirs.
+    pub failed: Vec<DataplaneError>,
+    /// Of these: the tunnel devices.
+    pub unguarded: BTreeSet<u32>,
+}
+
+/// One program on one interface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Place {
+    ifindex: u32,
+    program: &'static str,
+    egress: bool,
+}
+
+impl Place {
+    const fn attach_type(&self) -> TcAttachType {
+        if self.egress { TcAttachType::Egress } else { TcAttachType::Ingress }
+    }
+
+    fn pin(&self) -> String {
+        format!("{}_{}", self.program, self.ifindex)
+    }
+
+    fn interface(&self) -> Option<String> {
+        interface_name(self.ifindex)
+    }
+
+    /// What is on this hook over TCX, whoever attached it.
+    fn query(&self) -> Result<tcx::Hook, DataplaneError> {
+        tcx::query(self.ifindex, self.egress).map_err(|source| DataplaneError::Query {
+            interface: self.interface().unwrap_or_default(),
+            program: self.program,
+            source,
+        })
+    }
+
+    fn error(&self, error: &dyn std::error::Error) -> DataplaneError {
+        DataplaneError::Attach { ifindex: self.ifindex, program: self.program, reason: chain(error) }
+    }
+
+    /// Our filter on this hook, whichever agent put it there.
+    fn filter<'f>(&self, filters: &'f [BpfFilter]) -> Option<&'f BpfFilter> {
+        filters
+            .iter()
+            .find(|filter| (filter.ifindex, filter.egress) == (self.ifindex, self.egress) && is_ours(filter))
+    }
+}
+
+/// Name of an interface; `None` when there is none of this index.
+pub fn interface_name(ifindex: u32) -> Option<String> {
+    // nix answers an empty name for an index that does not exist.
+    let name = if_indextoname(ifindex).ok()?.to_string_lossy().into_owned();
+    (!name.is_empty()).then_some(name)
+}
+
+/// True for a filter that an agent has attached.
+pub fn is_ours(filter: &BpfFilter) -> bool {
+    (filter.priority, filter.handle) == (PRIORITY, HANDLE.into())
+}
+
+/// How a program is attached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum How {
+    Tcx,
+    Clsact,
+}
+
+/// What this process has attached.
+pub struct Attachments {
+    mode: AttachMode,
+    /// Where links are pinned: the same place for every map layout, so that
+    /// the next version replaces the program in the link.
+    links: PathBuf,
+    attached: BTreeMap<Place, How>,
+    /// Filters that an earlier agent left anywhere have been looked for.
+    swept: bool,
+}
+
+/// Where the programs belong.
+fn places(interfaces: Interfaces<'_>) -> BTreeSet<Place> {
+    let mut places = BTreeSet::from([
+        Place { ifindex: interfaces.kilo, program: "kilo_egress", egress: true },
+        Place { ifindex: interfaces.kilo, program: "kilo_ingress", egress: false },
+    ]);
+    let tunnel = |ifindex: &u32| Place { ifindex: *ifindex, program: "tunnel_ingress", egress: false };
+    places.extend(interfaces.tunnels.iter().map(tunnel));
+    for &ifindex in interfaces.uplinks {
+        let (ingress, egress) = match interfaces.layer3.contains(&ifindex) {
+            true => ("l3_ingress", "l3_egress"),
+            false => ("lan_ingress", "uplink_egress"),
+        };
+        places.insert(Place { ifindex, program: ingress, egress: false });
+        places.insert(Place { ifindex, program: egress, egress: true });
+    }
+    places
+}
+
+impl Attachments {
+    /// `links` is the directory for pins of links.
+    pub fn new(mode: AttachMode, links: PathBuf) -> Self {
+        Self { mode, links, attached: BTreeMap::new(), swept: false }
+    }
+
+    /// Interfaces whose filters [`Self::apply`] and [`Self::stand`] want to
+    /// know: all at first, later those that have filters of ours.
+    pub fn of_interest(&self) -> BTreeSet<u32> {
+        if self.swept {
+            let with_filters = self.attached.iter().filter(|(_, how)| **how == How::Clsact);
+            return with_filters.map(|(place, _)| place.ifindex).collect();
+        }
+        let all = if_nameindex().map(|list| list.iter().map(nix::net::if_::Interface::index).collect());
+        all.unwrap_or_default()
+    }
+
+    /// True while every program attached is still on its hook. Reads only.
+    ///
+    /// # Errors
+    /// When a hook cannot be looked at: nothing is known of it then.
+    pub fn stand(&self, bpf: &Ebpf, filters: &[BpfFilter]) -> Result<bool, DataplaneError> {
+        for (place, how) in &self.attached {
+            if !stands(bpf, place, *how, filters)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Attaches, replaces and detaches.
+    pub fn apply(
+        &mut self,
+        bpf: &mut Ebpf,
+        interfaces: Interfaces<'_>,
+        filters: &[BpfFilter],
+    ) -> Result<Applied, DataplaneError> {
+        fs::create_dir_all(&self.links)
+            .map_err(|source| DataplaneError::Pin { path: self.links.clone(), source })?;
+        let wanted = places(interfaces);
+        let mut done = Applied::default();
+        for place in &wanted {
+            let before = self.attached.get(place).copied();
+            let stands = before.map_or(Ok(false), |how| stands(bpf, place, how, filters));
+            match stands
+                .and_then(|stands| if stands { Ok(None) } else { self.attach(bpf, place, filters).map(Some) })
+            {
+                Ok(None) => {}
+                Ok(Some(how)) => {
+                    self.attached.insert(*place, how);
+                    done.changes += 1;
+                    if before.is_some() {
+                        tracing::warn!(
+                            interface = place.interface(),
+                            program = place.program,
+                            "eBPF program was detached by something else; reattached it"
+                        );
+                        done.reattached += 1;
+                    }
+                }
+                Err(error) => {
+                    // What could not be looked at counts as attached: it is looked at again.
+                    if !matches!(error, DataplaneError::Query { .. }) {
+                        self.attached.remove(place);
+                    }
+                    if place.ifindex == interfaces.kilo {
+                        return Err(error);
+                    }
+                    if interfaces.tunnels.contains(&place.ifindex) {
+                        done.unguarded.insert(place.ifindex);
+                    }
+                    // One that has just gone is followed by an event.
+                    if place.interface().is_some() {
+                        done.failed.push(error);
+                    }
+                }
+            }
+        }
+        done.changes += self.detach_others(&wanted, filters);
+        self.swept = true;
+        Ok(done)
+    }
+
+    /// What is attached where.
+    pub fn list(&self) -> Vec<Attached> {
+        let attached = |(place, how): (&Place, &How)| {
+            Some(Attached {
+                interface: place.interface()?,
+                program: place.program.to_owned(),
+                direction: if place.egress { "egress" } else { "ingress" }.to_owned(),
+                hook: match how {
+                    How::Tcx => "tcx",
+                    How::Clsact => "clsact",
+                }
+                .to_owned(),
+            })
+        };
+        self.attached.iter().filter_map(attached).collect()
+    }
+
+    fn attach(&self, bpf: &mut Ebpf, place: &Place, filters: &[BpfFilter]) -> Result<How, DataplaneError> {
+        let program: &mut SchedClassifier =
+            bpf.program_mut(place.program).ok_or(DataplaneError::Object(place.program))?.try_into()?;
+        let interface =
+            place.interface().ok_or_else(|| place.error(&io::Error::from_raw_os_error(nix::libc::ENODEV)))?;
+        let pin = self.links.join(place.pin());
+        if self.mode != AttachMode::Clsact {
+            match attach_tcx(program, &pin, place, &interface) {
+                Ok(()) => {
+                    // Only now, so that there is no moment without: the filter
+                    // of an agent that had no TCX.
+                    if place.filter(filters).is_some() {
+                        detach_filter(&interface, place.attach_type());
+                    }
+                    return Ok(How::Tcx);
+                }
+                Err(error) if self.mode == AttachMode::Tcx => return Err(place.error(&*error)),
+                Err(error) => {
+                    let error = chain(&*error);
+                    tracing::info!(
+                        interface,
+                        program = place.program,
+                        error,
+                        "no TCX, using a clsact filter"
+                    );
+                }
+            }
+        }
+        attach_clsact(program, place, &interface)?;
+        // The link of an agent that had TCX.
+        let _ = fs::remove_file(&pin);
+        Ok(How::Clsact)
+    }
+
+    /// Detaches from places that are no longer wanted, whoever attached.
+    fn detach_others(&mut self, wanted: &BTreeSet<Place>, filters: &[BpfFilter]) -> u64 {
+        let mut changes = 0;
+        let pins: BTreeSet<String> = wanted.iter().map(Place::pin).collect();
+        for entry in fs::read_dir(&self.links).into_iter().flatten().flatten() {
+            if !pins.contains(entry.file_name().to_string_lossy().as_ref())
+                && fs::remove_file(entry.path()).is_ok()
+            {
+                changes += 1;
+            }
+        }
+        for filter in filters.iter().filter(|filter| is_ours(filter)) {
+            let is_wanted =
+                wanted.iter().any(|place| (place.ifindex, place.egress) == (filter.ifindex, filter.egress));
+            if !is_wanted && let Some(interface) = interface_name(filter.ifindex) {
+                let hook = if filter.egress { TcAttachType::Egress } else { TcAttachType::Ingress };
+                changes += u64::from(detach_filter(&interface, hook));
+            }
+        }
+        self.attached.retain(|place, _| wanted.contains(place));
+        changes
+    }
+}
+
+/// True while our program is really on the hook.
+fn stands(bpf: &Ebpf, place: &Place, how: How, filters: &[BpfFilter]) -> Result<bool, DataplaneError> {
+    let program = bpf.program(place.program).ok_or(DataplaneError::Object(place.program))?;
+    let own = program.info()?.id();
+    Ok(match how {
+        How::Clsact => place.filter(filters).is_some_and(|filter| filter.program == own),
+        How::Tcx => place.query()?.programs.contains(&own),
+    })
+}
+
+type Boxed = Box<dyn std::error::Error>;
+
+fn attach_tcx(
+    program: &mut SchedClassifier,
+    pin: &Path,
+    place: &Place,
+    interface: &str,
+) -> Result<(), Boxed> {
+    if pin.exists() {
+        match adopt(program, pin, place, interface) {
+            Ok(()) => return Ok(()),
+            Err(error) => {
+                tracing::debug!(pin = %pin.display(), error = %chain(&*error), "a pin of no use is removed");
+                fs::remove_file(pin)?;
+            }
+        }
+    }
+    // First: others may end the chain with TC_ACT_OK, ours go on to the next
+    // program with every packet they do not take.
+    let options = TcAttachOptions::TcxOrder(LinkOrder::first());
+    let id = program.attach_with_options(interface, place.attach_type(), options)?;
+    let link = FdLink::try_from(program.take_link(id)?)?;
+    link.pin(pin)?;
+    Ok(())
+}
+
+/// Puts our program into the link of an earlier agent, without a gap.
+fn adopt(program: &mut SchedClassifier, pin: &Path, place: &Place, interface: &str) -> Result<(), Boxed> {
+    let link = FdLink::from(PinnedLink::from_pin(pin)?);
+    let held = link.info()?.id();
+    // A link of an interface that is gone, one that was detached, or one of another hook.
+    if !place.query()?.links.contains(&held) {
+        return Err(format!("link {held} is not attached to this hook of {interface}").into());
+    }
+    let id = program.attach_to_link(SchedClassifierLink::try_from(link)?)?;
+    // Taken out and closed: the pin holds the link.
+    drop(FdLink::try_from(program.take_link(id)?)?);
+    Ok(())
+}
+
+fn attach_clsact(
+    program: &mut SchedClassifier,
+    place: &Place,
+    interface: &str,
+) -> Result<(), DataplaneError> {
+    // Fails when it is there already, which is fine.
+    let _ = qdisc_add_clsact(interface);
+    let present = SchedClassifierLink::attached(interface, place.attach_type(), PRIORITY, HANDLE, None)
+        .map_err(|error| place.error(&error))?;
+    let id = match program.attach_to_link(present) {
+        Ok(id) => id,
+        Err(_) => {
+            let options =
+                TcAttachOptions::Netlink(NlOptions { priority: PRIORITY, handle: HANDLE, classid: None });
+            program
+                .attach_with_options(interface, place.attach_type(), options)
+                .map_err(|error| place.error(&error))?
+        }
+    };
+    let link = program.take_link(id).map_err(|error| place.error(&error))?;
+    // Dropping it would detach; the filter outlives the agent.
+    std::mem::forget(link);
+    Ok(())
+}
+
+/// Removes our filter from a hook; true when there was one.
+fn detach_filter(interface: &str, hook: TcAttachType) -> bool {
+    SchedClassifierLink::attached(interface, hook, PRIORITY, HANDLE, None)
+        .is_ok_and(|link| link.detach().is_ok())
+}
+
+/// Removes clsact filters of ours from every interface; answers how many. (TCX
+/// links go with their pins.)
+///
+/// # Errors
+/// When interfaces cannot be listed.
+pub fn detach_filters() -> Result<usize, String> {
+    let interfaces = if_nameindex().map_err(|error| format!("interfaces cannot be listed: {error}"))?;
+    let mut detached = 0;
+    for interface in &interfaces {
+        let interface = interface.name().to_string_lossy();
+        for hook in [TcAttachType::Ingress, TcAttachType::Egress] {
+            detached += usize::from(detach_filter(&interface, hook));
+        }
+    }
+    Ok(detached)
+}

@@ -1,0 +1,237 @@
+//! Loading the object: pins adopted where they fit, replaced where not.
+
+use std::{
+    collections::{BTreeMap, btree_map::Entry},
+    io,
+    path::{Path, PathBuf},
+};
+
+use aya::{
+    Ebpf, EbpfLoader,
+    maps::{Map, MapData},
+    programs::SchedClassifier,
+};
+use aya_log::EbpfLogger;
+use kilo_common::maps::name;
+use nix::{
+    mount::{MsFlags, mount},
+    sys::statfs::{BPF_FS_MAGIC, statfs},
+};
+
+use super::{DataplaneError, error::chain};
+
+static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("KILO_EBPF_OBJECT"));
+
+/// Programs of the object.
+pub const PROGRAMS: [&str; 7] = [
+    "kilo_egress",
+    "kilo_ingress",
+    "lan_ingress",
+    "tunnel_ingress",
+    "uplink_egress",
+    "l3_ingress",
+    "l3_egress",
+];
+
+/// Maps that outlive the agent.
+const PINNED: [&str; 16] = [
+    name::PREFIX_V4,
+    name::PREFIX_V6,
+    name::HOP,
+    name::NODE_V4,
+    name::NODE_V6,
+    name::PATH_MTU,
+    name::MASQ_SRC,
+    name::MASQ_DST,
+    name::NAT,
+    name::INBOUND,
+    name::MASQ_ADDR,
+    name::DEVICE,
+    name::COUNT,
+    name::CONFIG,
+    name::EVENTS,
+    name::MONITOR,
+];
+
+/// Mounts a BPF file system unless one is there.
+pub fn mount_bpffs(path: &Path) -> Result<(), DataplaneError> {
+    let failed = |source: io::Error| DataplaneError::Bpffs { path: path.to_owned(), source };
+    if statfs(path).is_ok_and(|stat| stat.filesystem_type() == BPF_FS_MAGIC) {
+        return Ok(());
+    }
+    std::fs::create_dir_all(path).map_err(failed)?;
+    // Without a mode everybody may make directories in it.
+    mount(Some("bpf"), path, Some("bpf"), MsFlags::empty(), Some("mode=0700"))
+        .map_err(|errno| failed(errno.into()))
+}
+
+/// Loads the object with its maps pinned in `directory`.
+pub fn load(directory: &Path, debug: bool) -> Result<Ebpf, DataplaneError> {
+    match try_load(directory, debug) {
+        Err(error) if directory.join(name::CONFIG).exists() => {
+            // A pin of another shape under our own path: of no use to anybody.
+            let strays = remove_unfit(directory)?;
+            if strays == 0 {
+                return Err(error);
+            }
+            try_load(directory, debug)
+        }
+        other => other,
+    }
+}
+
+fn try_load(directory: &Path, debug: bool) -> Result<Ebpf, DataplaneError> {
+    if OBJECT.is_empty() {
+        return Err(DataplaneError::Object("programs"));
+    }
+    remove_unfit(directory)?;
+    let level: u8 = if debug { aya_log::Level::Debug as u8 } else { 0 };
+    let mut loader = EbpfLoader::new();
+    for map in PINNED {
+        loader.map_pin_path(map, directory.join(map));
+    }
+    loader.override_global(aya_log::LEVEL, &level, false);
+    let mut bpf = loader.load(OBJECT)?;
+    if debug {
+        forward_log(&mut bpf);
+    }
+    for program in PROGRAMS {
+        let program: &mut SchedClassifier =
+            bpf.program_mut(program).ok_or(DataplaneError::Object("program"))?.try_into()?;
+        program.load()?;
+    }
+    Ok(bpf)
+}
+
+/// Hands what the programs log to `tracing`; debugging only.
+fn forward_log(bpf: &mut Ebpf) {
+    let logger = match EbpfLogger::init(bpf) {
+        Ok(logger) => logger,
+        Err(error) => {
+            tracing::warn!(error = %chain(&error), "the BPF programs' log cannot be read");
+            return;
+        }
+    };
+    if tokio::runtime::Handle::try_current().is_err() {
+        return;
+    }
+    tokio::spawn(async move {
+        // SAFETY: the logger owns its descriptor and always answers the same one.
+        let logger = unsafe {
+            tokio::io::unix::AsyncFd::register_with_interest(logger, tokio::io::Interest::READABLE)
+        };
+        let Ok(mut logger) = logger else { return };
+        while let Ok(mut guard) = logger.readable_mut().await {
+            guard.get_inner_mut().flush();
+            guard.clear_ready();
+        }
+    });
+}
+
+/// Removes the pins of other versions' maps. Called when our programs have
+/// replaced theirs on every hook: nobody reads those maps any more.
+pub fn remove_other_layouts(directory: &Path) -> Result<(), DataplaneError> {
+    let Some(top) = directory.parent() else { return Ok(()) };
+    for entry in std::fs::read_dir(top).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let is_layout = name.strip_prefix('v').is_some_and(|version| version.parse::<u32>().is_ok());
+        if is_layout && path != directory {
+            tracing::info!(path = %path.display(), "removing the maps of another version");
+            std::fs::remove_dir_all(&path).map_err(|source| DataplaneError::Pin { path, source })?;
+        }
+    }
+    Ok(())
+}
+
+/// Removes pinned maps whose type or sizes are not those of this layout;
+/// answers how many.
+fn remove_unfit(directory: &Path) -> Result<usize, DataplaneError> {
+    let mut removed = 0;
+    for map in PINNED {
+        let path = directory.join(map);
+        if !path.exists() || fits(map, &path) {
+            continue;
+        }
+        tracing::warn!(path = %path.display(), "replacing a pin that does not fit this version");
+        std::fs::remove_file(&path).map_err(|source| DataplaneError::Pin { path, source })?;
+        removed += 1;
+    }
+    Ok(removed)
+}
+
+fn fits(map: &str, path: &Path) -> bool {
+    use aya::maps::MapType;
+    use kilo_common::{
+        event::{Monitor, RING_BYTES},
+        maps::*,
+        verdict::COUNTERS,
+    };
+
+    let size = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX);
+    let (kind, key, value, entries) = match map {
+        name::PREFIX_V4 => (MapType::LpmTrie, 8, size(size_of::<PrefixValue>()), MAX_PREFIXES),
+        name::PREFIX_V6 => (MapType::LpmTrie, 20, size(size_of::<PrefixValue>()), MAX_PREFIXES),
+        name::HOP => (MapType::Array, 4, size(size_of::<Hop>()), MAX_HOPS),
+        name::NODE_V4 => (MapType::Hash, 4, size(size_of::<NodeValue>()), MAX_NODES),
+        name::NODE_V6 => (MapType::Hash, 16, size(size_of::<NodeValue>()), MAX_NODES),
+        name::PATH_MTU => (MapType::RingBuf, 0, 0, PATH_MTU_RING),
+        name::MASQ_SRC | name::MASQ_DST => (MapType::LpmTrie, 20, 4, MAX_MASQ_PREFIXES),
+        name::NAT => (MapType::LruHash, size(size_of::<NatKey>()), size(size_of::<NatValue>()), MAX_NAT),
+        name::INBOUND => {
+            (MapType::LruHash, size(size_of::<NatKey>()), size(size_of::<InboundValue>()), MAX_INBOUND)
+        }
+        name::MASQ_ADDR => (MapType::LpmTrie, 24, size(size_of::<MasqAddr>()), MAX_MASQ_ADDRS),
+        name::DEVICE => (MapType::Hash, 4, size(size_of::<Device>()), MAX_DEVICES),
+        name::COUNT => (MapType::PerCpuArray, 4, 8, COUNTERS),
+        name::CONFIG => (MapType::Array, 4, size(size_of::<Config>()), 1),
+        name::EVENTS => (MapType::RingBuf, 0, 0, RING_BYTES),
+        name::MONITOR => (MapType::Array, 4, size(size_of::<Monitor>()), 1),
+        _ => return false,
+    };
+    let Ok(info) = MapData::from_pin(path).and_then(|data| data.info()) else { return false };
+    info.map_type().is_ok_and(|found| found == kind)
+        && (info.key_size(), info.value_size(), info.max_entries()) == (key, value, entries)
+}
+
+/// Maps by name: those of a loaded object, or pinned ones.
+pub trait Maps {
+    /// The map of that name.
+    fn get(&mut self, name: &'static str) -> Result<&mut Map, DataplaneError>;
+}
+
+impl Maps for Ebpf {
+    fn get(&mut self, name: &'static str) -> Result<&mut Map, DataplaneError> {
+        map(self, name)
+    }
+}
+
+/// The maps that are pinned in a directory, opened when they are asked for.
+pub struct PinnedMaps {
+    directory: PathBuf,
+    opened: BTreeMap<&'static str, Map>,
+}
+
+impl PinnedMaps {
+    /// Opens nothing yet.
+    pub const fn of(directory: PathBuf) -> Self {
+        Self { directory, opened: BTreeMap::new() }
+    }
+}
+
+impl Maps for PinnedMaps {
+    fn get(&mut self, name: &'static str) -> Result<&mut Map, DataplaneError> {
+        match self.opened.entry(name) {
+            Entry::Occupied(entry) => Ok(entry.into_mut()),
+            Entry::Vacant(entry) => {
+                let data = super::open_pin(&self.directory, name)?;
+                Ok(entry.insert(Map::from_map_data(data)?))
+            }
+        }
+    }
+}
+
+/// The map of that name.
+pub fn map<'a>(bpf: &'a mut Ebpf, name: &'static str) -> Result<&'a mut Map, DataplaneError> {
+    bpf.map_mut(name).ok_or(DataplaneError::Object(name))
+}

@@ -1,0 +1,288 @@
+//! BPF programs and maps: load, attach, diff, count. Everything is pinned, so
+//! that packets flow without the agent and the next agent takes over.
+
+mod advice;
+mod attach;
+pub mod decode;
+mod error;
+mod load;
+mod maps;
+pub mod monitor;
+pub mod nat;
+mod path_mtu;
+pub mod realtime;
+mod tcx;
+
+use std::{
+    collections::BTreeMap,
+    net::IpAddr,
+    os::unix::fs::DirBuilderExt as _,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use aya::{
+    Ebpf,
+    maps::{Map, MapData, MapError, PerCpuArray},
+};
+use kilo_common::{
+    maps::NodeValue,
+    verdict::{Action, DropReason},
+};
+
+pub use advice::advice;
+pub use attach::{Applied, Interfaces, detach_filters, interface_name, is_ours};
+pub use error::DataplaneError;
+pub use path_mtu::PathMtus;
+
+use tokio::sync::Notify;
+
+use crate::net::Net;
+pub use attach::Attached;
+use kilo_core::{plan::Tables, settings::AttachMode};
+
+/// Where the BPF file system is, by convention.
+pub const BPFFS: &str = "/sys/fs/bpf";
+
+/// Directory of everything we pin below a BPF file system, whatever the version.
+pub fn top_directory(bpffs: &Path) -> PathBuf {
+    bpffs.join("kilo")
+}
+
+/// Directory of our pins below a BPF file system: `kilo/v<layout>`.
+pub fn pin_directory(bpffs: &Path) -> PathBuf {
+    top_directory(bpffs).join(format!("v{}", kilo_common::maps::LAYOUT_VERSION))
+}
+
+/// Directory of the pinned TCX links, one for every map layout: `kilo/links`.
+pub fn link_directory(bpffs: &Path) -> PathBuf {
+    top_directory(bpffs).join("links")
+}
+
+/// What the pinned maps of this host's data path hold, read only.
+///
+/// # Errors
+/// When there is no data path here, or no right to look.
+pub fn read_tables(bpffs: &Path) -> Result<Tables, DataplaneError> {
+    let mut pinned = load::PinnedMaps::of(pin_directory(bpffs));
+    Ok(Tables::from(&maps::read(&mut pinned)?))
+}
+
+/// Opens a pinned map of a data path that is there.
+fn open_pin(directory: &Path, name: &str) -> Result<MapData, DataplaneError> {
+    let path = directory.join(name);
+    if !path.try_exists().unwrap_or(false) {
+        return Err(DataplaneError::Absent { path });
+    }
+    Ok(MapData::from_pin(path)?)
+}
+
+/// Packets by what happened to them, summed over all CPUs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// By [`Action`].
+    pub actions: BTreeMap<&'static str, u64>,
+    /// By [`DropReason`].
+    pub drops: BTreeMap<&'static str, u64>,
+}
+
+/// The loaded programs, their maps, and where they are attached.
+pub struct Dataplane {
+    bpf: Ebpf,
+    directory: PathBuf,
+    /// What the maps hold: read once at start, kept by every write since.
+    present: maps::Content,
+    attachments: attach::Attachments,
+}
+
+impl Dataplane {
+    /// Loads the programs. Maps pinned by an earlier agent are adopted with
+    /// their content; pins that do not fit are replaced.
+    ///
+    /// # Errors
+    /// Says which capability, mount or kernel feature is missing.
+    pub fn open(bpffs: &Path, debug: bool) -> Result<Self, DataplaneError> {
+        Self::open_with(bpffs, debug, AttachMode::Auto)
+    }
+
+    /// [`Self::open`], with a say in how programs are attached.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_with(bpffs: &Path, debug: bool, mode: AttachMode) -> Result<Self, DataplaneError> {
+        load::mount_bpffs(bpffs)?;
+        let directory = pin_directory(bpffs);
+        std::fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&directory)
+            .map_err(|source| DataplaneError::Pin { path: directory.clone(), source })?;
+        let adopted = directory.join(kilo_common::maps::name::CONFIG).exists();
+        let mut bpf = load::load(&directory, debug).inspect_err(|_| {
+            if !adopted {
+                // Nothing half set up stays behind; what another version runs stays.
+                let _ = std::fs::remove_dir_all(&directory);
+                let _ = std::fs::remove_dir(top_directory(bpffs));
+            }
+        })?;
+        let present = maps::read(&mut bpf)?;
+        let attachments = attach::Attachments::new(mode, link_directory(bpffs));
+        Ok(Self { bpf, directory, present, attachments })
+    }
+
+    /// Nodes that may send us steered packets, as the maps hold them.
+    pub fn held_senders(&self) -> BTreeMap<IpAddr, NodeValue> {
+        self.present.held_senders()
+    }
+
+    /// Places taken in each map the agent fills, by name: what it has written,
+    /// no map is read.
+    pub fn entries(&self) -> BTreeMap<&'static str, usize> {
+        self.present.entries().into()
+    }
+
+    /// Brings the maps to the desired content; answers the number of writes.
+    ///
+    /// # Errors
+    /// When a map refuses a write (full, or gone).
+    pub fn write(&mut self, desired: &Tables) -> Result<u64, DataplaneError> {
+        let maps::Applied { writes, excluded } = maps::apply(&mut self.bpf, &mut self.present, desired)?;
+        // The programs ask the table of flows first: what was outside and is in
+        // the mesh now would keep its translation for as long as it is used.
+        if !excluded.is_empty() {
+            self.nat_collector()?.forget(&excluded)?;
+        }
+        Ok(writes)
+    }
+
+    /// Attaches the programs to the WireGuard device and the uplinks, replaces
+    /// what an earlier agent attached, puts back what somebody removed, and
+    /// detaches from all other interfaces. Without a difference nothing is written.
+    ///
+    /// # Errors
+    /// When the WireGuard device refuses a program, or filters cannot be listed.
+    /// An uplink that refuses is in [`Applied::failed`].
+    pub async fn attach(&mut self, net: &Net, interfaces: Interfaces<'_>) -> Result<Applied, DataplaneError> {
+        let filters = net.bpf_filters(self.attachments.of_interest()).await?;
+        let applied = self.attachments.apply(&mut self.bpf, interfaces, &filters)?;
+        load::remove_other_layouts(&self.directory)?;
+        Ok(applied)
+    }
+
+    /// True while every attached program is still where it was put. Reads
+    /// only: TCX links go without an event.
+    ///
+    /// # Errors
+    /// When filters cannot be listed, or a hook cannot be looked at.
+    pub async fn is_attached(&self, net: &Net) -> Result<bool, DataplaneError> {
+        let filters = net.bpf_filters(self.attachments.of_interest()).await?;
+        self.attachments.stand(&self.bpf, &filters)
+    }
+
+    /// Programs this process has attached, and where.
+    pub fn attached(&self) -> Vec<Attached> {
+        self.attachments.list()
+    }
+
+    /// Follows what routers say of the way to nodes, and notifies of news.
+    /// Must be called inside a tokio runtime.
+    ///
+    /// # Errors
+    /// When the pinned map cannot be opened.
+    pub fn follow_path_mtus(&self, notify: Arc<Notify>) -> Result<PathMtus, DataplaneError> {
+        let known = PathMtus::default();
+        path_mtu::follow(&self.directory, known.clone(), notify)?;
+        Ok(known)
+    }
+
+    /// What removes flows that have ended from the table of masquerading.
+    ///
+    /// # Errors
+    /// When the pinned map cannot be opened.
+    pub fn nat_collector(&self) -> Result<nat::Collector, DataplaneError> {
+        nat::Collector::open(&self.directory)
+    }
+
+    /// A reader of the counters that goes on independently of this handle.
+    ///
+    /// # Errors
+    /// When the pinned map cannot be opened.
+    pub fn counters(&self) -> Result<CounterReader, DataplaneError> {
+        CounterReader::of(&self.directory)
+    }
+
+    /// The programs and maps, for tests that run single programs.
+    pub fn bpf_mut(&mut self) -> &mut Ebpf {
+        &mut self.bpf
+    }
+}
+
+/// Reads the counters whenever somebody asks.
+pub struct CounterReader(PerCpuArray<MapData, u64>);
+
+impl std::fmt::Debug for CounterReader {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("CounterReader")
+    }
+}
+
+impl CounterReader {
+    /// The counters of this host's data path.
+    ///
+    /// # Errors
+    /// When there is no data path here, or no right to look.
+    pub fn open(bpffs: &Path) -> Result<Self, DataplaneError> {
+        Self::of(&pin_directory(bpffs))
+    }
+
+    fn of(directory: &Path) -> Result<Self, DataplaneError> {
+        let data = open_pin(directory, kilo_common::maps::name::COUNT)?;
+        Ok(Self(PerCpuArray::try_from(Map::PerCpuArray(data))?))
+    }
+
+    /// One of them now: packets dropped for this reason.
+    ///
+    /// # Errors
+    /// When the map cannot be read.
+    pub fn drops(&self, reason: DropReason) -> Result<u64, DataplaneError> {
+        Ok(self.0.get(&reason.index(), 0)?.iter().sum())
+    }
+
+    /// The counters now.
+    ///
+    /// # Errors
+    /// When the map cannot be read.
+    pub fn read(&self) -> Result<Counters, DataplaneError> {
+        let sum = |index: u32| -> Result<u64, MapError> { Ok(self.0.get(&index, 0)?.iter().sum()) };
+        let mut counters = Counters::default();
+        for action in Action::ALL {
+            counters.actions.insert(action.label(), sum(action.index())?);
+        }
+        for reason in DropReason::ALL {
+            counters.drops.insert(reason.label(), sum(reason.index())?);
+        }
+        Ok(counters)
+    }
+}
+
+/// Removes every program, map and pin of ours; answers what went wrong on the way.
+pub fn remove(bpffs: &Path) -> Vec<String> {
+    [detach_filters(), remove_pins(bpffs)].into_iter().filter_map(Result::err).collect()
+}
+
+/// Removes everything pinned, and with the links the programs on TCX hooks;
+/// answers how many pins there were.
+///
+/// # Errors
+/// Says what stays, and why.
+pub fn remove_pins(bpffs: &Path) -> Result<usize, String> {
+    let top = top_directory(bpffs);
+    let entries = |path: &Path| std::fs::read_dir(path).into_iter().flatten().flatten();
+    let pins = entries(&top).map(|directory| entries(&directory.path()).count()).sum();
+    match std::fs::remove_dir_all(&top) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(format!("{}: {error}", top.display()))
+        }
+        _ => Ok(pins),
+    }
+}

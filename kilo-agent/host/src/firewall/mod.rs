@@ -1,0 +1,4 @@
+//! Rules of others' firewalls that Kilo needs: iptables' FORWARD chains and nftables' masquerading.
+
+pub mod forward;
+pub mod nat_rules;

@@ -1,0 +1,86 @@
+//! The WireGuard device of this node: finding it, making it, removing it.
+
+use std::path::PathBuf;
+
+use crate::{
+    net::{Net, links},
+    wireguard::{Device, WireguardError, ensure_device_with},
+};
+use kilo_core::settings::WireguardMode;
+
+/// What the flags say about the device.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// `--interface`.
+    pub name: String,
+    /// `--wireguard`.
+    pub mode: WireguardMode,
+    /// `--create-interface`.
+    pub create: bool,
+    /// This program, to run the userspace device.
+    pub executable: PathBuf,
+}
+
+/// A device that is there.
+#[derive(Clone, Debug)]
+pub struct Interface {
+    /// Handle for reading and changing it.
+    pub device: Device,
+    /// Interface index.
+    pub index: u32,
+}
+
+impl Interface {
+    /// Finds the device or makes it; says whether it was made. One that had the
+    /// index `known` before and was renamed gets its name back: beside it no
+    /// other could have the port.
+    ///
+    /// # Errors
+    /// Says what stands in the way, and what to do.
+    pub async fn ensure(
+        net: &Net,
+        options: &Options,
+        known: Option<u32>,
+    ) -> Result<(Self, bool), WireguardError> {
+        let rtnl = net.rtnl();
+        if let Some(index) = known
+            && links::by_name(rtnl, &options.name).await?.is_none()
+            && let Some(link) = links::by_index(rtnl, index).await?
+            && matches!(link.kind.as_str(), "wireguard" | "tun")
+        {
+            tracing::warn!(
+                interface = options.name,
+                found = link.name,
+                "somebody renamed the WireGuard device; renamed it back"
+            );
+            links::rename(rtnl, index, &options.name).await?;
+        }
+        let mode = options.mode.into();
+        let made =
+            ensure_device_with(net.rtnl(), &options.name, mode, options.create, &options.executable).await?;
+        if made.created {
+            tracing::info!(
+                interface = options.name,
+                backend = made.backend.name(),
+                "made the WireGuard device"
+            );
+        }
+        let device = Device::open(net.rtnl(), &options.name, made.backend).await?;
+        Ok((Self { index: device.index(), device }, made.created))
+    }
+
+    /// Removes the device, whoever runs it: a userspace process ends with it.
+    /// An interface of the name that is something else stays. True when it was there.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub async fn remove(net: &Net, options: &Options) -> Result<bool, WireguardError> {
+        let Some(link) = links::by_name(net.rtnl(), &options.name).await? else { return Ok(false) };
+        let is_ours = match link.kind.as_str() {
+            "wireguard" => true,
+            "tun" => Device::is_userspace(&options.name).await,
+            _ => false,
+        };
+        Ok(is_ours && links::delete(net.rtnl(), link.index).await?)
+    }
+}

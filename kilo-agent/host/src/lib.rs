@@ -1,0 +1,10 @@
+//! Kilo's actuators: each reads what the host has, compares it with the plan of `kilo-core`, and
+//! writes the difference. Nothing here knows the agent.
+
+pub mod cni;
+pub mod dataplane;
+pub mod firewall;
+pub mod interface;
+pub mod lock;
+pub mod net;
+pub mod wireguard;

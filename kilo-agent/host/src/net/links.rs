@@ -1,0 +1,594 @@
+//! Links: what there is, and which of them lead out of the host.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, Ipv4Addr},
+};
+
+use ipnet::IpNet;
+use rtnetlink::packet_route::{
+    RouteNetlinkMessage,
+    address::{AddressAttribute, AddressFlags, AddressMessage, AddressScope},
+    link::{LinkAttribute, LinkExtentMask, LinkFlags, LinkInfo, LinkMessage},
+};
+
+use super::{
+    NetError, Rtnl,
+    sources::{self, Way},
+};
+use kilo_core::observed::{Elsewhere, HostLinks, Uplink};
+
+/// A network interface.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Link {
+    /// Interface index.
+    pub index: u32,
+    /// Interface name.
+    pub name: String,
+    /// Kind as the kernel calls it (`wireguard`, `tun`, `veth`); empty for hardware.
+    pub kind: String,
+    /// MTU in bytes.
+    pub mtu: u32,
+    /// Set up by the administrator (whatever the cable does).
+    pub up: bool,
+    /// The loopback interface.
+    pub loopback: bool,
+    /// What stands in front of the IP header of its packets.
+    pub header: LinkHeader,
+    /// Index of the bridge or bond it belongs to.
+    pub controller: Option<u32>,
+    /// Its addresses, in the kernel's order (the primary one first).
+    pub addresses: Vec<Address>,
+}
+
+/// What stands in front of the IP header of an interface's packets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LinkHeader {
+    /// 14 bytes: Ethernet, and loopback.
+    #[default]
+    Ethernet,
+    /// Nothing: TUN, PPP, point-to-point GRE, WireGuard, modems.
+    None,
+    /// Something the programs cannot read, with the kernel's number of the link type (`ARPHRD_*`).
+    Unknown(u16),
+}
+
+impl LinkHeader {
+    /// Of an interface of this type (include/uapi/linux/if_arp.h).
+    const fn of(link_type: u16, point_to_point: bool) -> Self {
+        match link_type {
+            // Ethernet, loopback.
+            1 | 772 => Self::Ethernet,
+            // GRE over IPv4 and IPv6 has its outer header there when it is not point-to-point.
+            778 | 823 if !point_to_point => Self::Unknown(link_type),
+            // PPP, raw IP (modems), IPIP, IPv6 tunnels, SIT, GRE over IPv4 and IPv6, none (TUN, WireGuard).
+            512 | 519 | 768 | 769 | 776 | 778 | 823 | 0xfffe => Self::None,
+            other => Self::Unknown(other),
+        }
+    }
+}
+
+/// An address of an interface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Address {
+    /// Address with its prefix length.
+    pub net: IpNet,
+    /// Valid everywhere (not link-local or host-local).
+    pub global: bool,
+    /// A second IPv4 address of the same network, or an IPv6 privacy address.
+    pub secondary: bool,
+    /// IPv6 address that is not (yet, or any more) good for new connections.
+    pub unusable: bool,
+    /// IPv6 address whose preferred lifetime has ended: used when there is no other.
+    pub deprecated: bool,
+}
+
+/// What [`host_links`] is to look for.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HostQuery<'a> {
+    /// Index of the WireGuard device.
+    pub kilo: u32,
+    /// This node's private address.
+    pub private: Option<IpAddr>,
+    /// This node's own pod CIDRs: an interface with such an address is the CNI's.
+    pub pod_cidrs: &'a [IpNet],
+    /// Interfaces with a route that has a next hop, or the default route: they lead out of the
+    /// host without an address of their own, too.
+    pub next_hops: &'a [u32],
+    /// Routes out of uplinks.
+    pub ways: &'a [Way],
+}
+
+/// All links with their addresses.
+pub async fn list(rtnl: &Rtnl) -> Result<Vec<Link>, NetError> {
+    let mut request = LinkMessage::default();
+    request.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
+    let mut links: Vec<Link> = rtnl
+        .dump("list interfaces", RouteNetlinkMessage::GetLink(request))
+        .await?
+        .into_iter()
+        .filter_map(|message| match message {
+            RouteNetlinkMessage::NewLink(link) => Some(parse_link(link)),
+            _ => None,
+        })
+        .collect();
+    for (index, address) in addresses(rtnl).await? {
+        if let Some(link) = links.iter_mut().find(|link| link.index == index) {
+            link.addresses.push(address);
+        }
+    }
+    Ok(links)
+}
+
+/// The link of that name, without addresses; `None` when there is none.
+pub async fn by_name(rtnl: &Rtnl, name: &str) -> Result<Option<Link>, NetError> {
+    let mut request = LinkMessage::default();
+    request.attributes.push(LinkAttribute::IfName(name.to_owned()));
+    single(rtnl.get("look up an interface", RouteNetlinkMessage::GetLink(request)).await)
+}
+
+/// The link of that index, without addresses; `None` when there is none.
+pub async fn by_index(rtnl: &Rtnl, index: u32) -> Result<Option<Link>, NetError> {
+    let mut request = LinkMessage::default();
+    request.header.index = index;
+    single(rtnl.get("look up an interface", RouteNetlinkMessage::GetLink(request)).await)
+}
+
+fn single(answer: Result<Vec<RouteNetlinkMessage>, NetError>) -> Result<Option<Link>, NetError> {
+    match answer {
+        Ok(messages) => Ok(messages.into_iter().find_map(|message| match message {
+            RouteNetlinkMessage::NewLink(link) => Some(parse_link(link)),
+            _ => None,
+        })),
+        Err(error) if error.errno() == Some(nix::libc::ENODEV) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// All addresses of the namespace by interface index.
+pub(super) async fn addresses(rtnl: &Rtnl) -> Result<Vec<(u32, Address)>, NetError> {
+    let request = RouteNetlinkMessage::GetAddress(AddressMessage::default());
+    let answers = rtnl.dump("list addresses", request).await?;
+    Ok(answers
+        .into_iter()
+        .filter_map(|message| match message {
+            RouteNetlinkMessage::NewAddress(address) => parse_address(&address),
+            _ => None,
+        })
+        .collect())
+}
+
+fn parse_link(message: LinkMessage) -> Link {
+    let flags = message.header.flags;
+    let mut link = Link {
+        index: message.header.index,
+        up: flags.contains(LinkFlags::Up),
+        loopback: flags.contains(LinkFlags::Loopback),
+        header: LinkHeader::of(message.header.link_layer_type.into(), flags.contains(LinkFlags::Pointopoint)),
+        ..Link::default()
+    };
+    for attribute in message.attributes {
+        match attribute {
+            LinkAttribute::IfName(name) => link.name = name,
+            LinkAttribute::Mtu(mtu) => link.mtu = mtu,
+            LinkAttribute::Controller(index) => link.controller = Some(index),
+            LinkAttribute::LinkInfo(infos) => {
+                for info in infos {
+                    if let LinkInfo::Kind(kind) = info {
+                        link.kind = kind.to_string();
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    link
+}
+
+fn parse_address(message: &AddressMessage) -> Option<(u32, Address)> {
+    let mut flags = AddressFlags::from_bits_retain(u32::from(message.header.flags.bits()));
+    let (mut local, mut address) = (None, None);
+    for attribute in &message.attributes {
+        match attribute {
+            AddressAttribute::Local(ip) => local = Some(*ip),
+            AddressAttribute::Address(ip) => address = Some(*ip),
+            AddressAttribute::Flags(more) => flags |= *more,
+            _ => {}
+        }
+    }
+    // On a point-to-point link IFA_ADDRESS is the peer's, IFA_LOCAL ours.
+    let net = IpNet::new(local.or(address)?, message.header.prefix_len).ok()?;
+    let unusable = AddressFlags::Tentative | AddressFlags::Dadfailed | AddressFlags::Deprecated;
+    Some((
+        message.header.index,
+        Address {
+            net,
+            global: message.header.scope == AddressScope::Universe,
+            secondary: flags.contains(AddressFlags::Secondary),
+            unusable: net.addr().is_ipv6() && flags.intersects(unusable),
+            deprecated: net.addr().is_ipv6()
+                && flags.contains(AddressFlags::Deprecated)
+                && !flags.intersects(AddressFlags::Tentative | AddressFlags::Dadfailed),
+        },
+    ))
+}
+
+/// Pure: uplinks, their MTUs and masquerade addresses, the private interface
+/// and the path to each node address in `paths` (what a route lookup said).
+///
+/// An uplink is up, has a global address and is none of: loopback, the
+/// WireGuard device, an IPIP tunnel (Kilo's `tunl0`), a dummy, an interface
+/// whose address lies in the own pod CIDR (CNI bridge, flannel, pods' veths).
+/// One without an address is an uplink when a route with a next hop leads through
+/// it (unnumbered); packets get the host's own address then, as the kernel chooses it.
+/// The private interface is one of them, unless the private address is on
+/// loopback or a dummy.
+pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr, u32>) -> HostLinks {
+    let mut host = HostLinks { kilo: query.kilo, ..HostLinks::default() };
+    let own = links.iter().flat_map(|link| &link.addresses).map(|address| address.net.addr()).collect();
+    let borrowed = hosts_own(links, query);
+    for link in links {
+        let (mut uplink, others) = sources::choose(link, query.ways, &own);
+        if !link.up || is_within(link, query.kilo, query.pod_cidrs) {
+            continue;
+        }
+        if uplink == Uplink::default() {
+            if !query.next_hops.contains(&link.index) || link.controller.is_some() {
+                continue;
+            }
+            uplink = borrowed;
+        }
+        match link.header {
+            LinkHeader::Ethernet => {}
+            LinkHeader::None => {
+                host.layer3.insert(link.index);
+            }
+            LinkHeader::Unknown(link_type) => {
+                host.unknown_headers.insert(link.name.clone(), link_type);
+                continue;
+            }
+        }
+        host.uplinks.insert(link.index, uplink);
+        host.masq_addrs.extend(others.into_iter().map(|(to, addr)| ((link.index, to), addr)));
+        host.mtus.insert(link.index, link.mtu);
+        host.networks.extend(link.addresses.iter().map(|address| (link.index, address.net)));
+    }
+    host.private = query.private.and_then(|private| {
+        links
+            .iter()
+            .find(|link| {
+                link.index != query.kilo
+                    && !is_host_only(link)
+                    && !host.unknown_headers.contains_key(&link.name)
+                    && link.addresses.iter().any(|address| address.net.addr() == private)
+            })
+            .map(|link| link.index)
+    });
+    host.private_is_unbound =
+        links.iter().any(|link| Some(link.index) == host.private && (link.loopback || link.kind == "dummy"));
+    host.towards = paths
+        .iter()
+        .filter(|(_, index)| **index != query.kilo && host.private != Some(**index))
+        .map(|(address, index)| (*address, *index))
+        .collect();
+    host
+}
+
+/// Pure: adds the prefixes that others' routes lead out of this host.
+pub fn add_elsewhere(host: &mut HostLinks, ways: &[(IpNet, u32, Elsewhere)]) {
+    for (prefix, interface, way) in ways {
+        if host.uplinks.contains_key(interface) || host.private == Some(*interface) {
+            let known = host.elsewhere.entry(*prefix).or_default();
+            *known = Elsewhere { on_link: known.on_link || way.on_link, wins: known.wins || way.wins };
+        }
+    }
+}
+
+/// Pure: adds the nodes' addresses in another CNI's overlay, the device with
+/// that of node `own`, and the MTUs of the devices that lead there.
+pub fn add_overlay(host: &mut HostLinks, links: &[Link], own: &str, addresses: BTreeMap<String, Ipv4Addr>) {
+    let has =
+        |link: &&Link, wanted: Ipv4Addr| link.addresses.iter().any(|a| a.net.addr() == IpAddr::V4(wanted));
+    let device = addresses.get(own).and_then(|wanted| links.iter().find(|link| has(link, *wanted)));
+    host.overlay_device = device.map(|link| link.index).filter(|index| *index != host.kilo);
+    for link in links {
+        let leads_there =
+            addresses.values().any(|ip| host.towards.get(&IpAddr::V4(*ip)) == Some(&link.index));
+        if leads_there {
+            host.mtus.insert(link.index, link.mtu);
+        }
+    }
+    host.overlay = addresses;
+}
+
+/// Its addresses are the host's own, and no packet leaves or arrives there.
+fn is_host_only(link: &Link) -> bool {
+    link.loopback || link.kind == "dummy"
+}
+
+/// What the kernel gives packets that leave by an interface without addresses: the
+/// private address, or the first global one, where it is on loopback or a dummy.
+fn hosts_own(links: &[Link], query: &HostQuery<'_>) -> Uplink {
+    let mut own = Uplink::default();
+    let usable = |address: &&Address| address.global && !address.unusable;
+    let within = links.iter().filter(|link| has_hosts_addresses(link));
+    for address in within.flat_map(|link| link.addresses.iter().filter(usable)) {
+        let address = address.net.addr();
+        let preferred = Some(address) == query.private;
+        match address {
+            IpAddr::V4(v4) if !v4.is_loopback() && !v4.is_link_local() => {
+                own.v4 = own.v4.filter(|_| !preferred).or(Some(v4));
+            }
+            IpAddr::V6(v6) if !v6.is_loopback() && !v6.is_unicast_link_local() => {
+                own.v6 = own.v6.filter(|_| !preferred).or(Some(v6));
+            }
+            _ => {}
+        }
+    }
+    own
+}
+
+/// Loopback or a dummy, but none on which Kubernetes keeps service addresses (IPVS, DNS cache).
+pub(super) fn has_hosts_addresses(link: &Link) -> bool {
+    is_host_only(link) && link.up && !matches!(link.name.as_str(), "kube-ipvs0" | "nodelocaldns")
+}
+
+/// As [`is_within`]; other WireGuard devices count, too: their addresses are no node's.
+pub(super) fn is_internal(link: &Link, kilo: u32, pod_cidrs: &[IpNet]) -> bool {
+    link.kind == "wireguard" || is_within(link, kilo, pod_cidrs)
+}
+
+/// Loopback, our WireGuard device, an IPIP tunnel or an interface of the CNI.
+fn is_within(link: &Link, kilo: u32, pod_cidrs: &[IpNet]) -> bool {
+    is_host_only(link)
+        || link.index == kilo
+        || link.kind == "ipip"
+        // Cilium's need not lie in the pod CIDR of the Node object.
+        || matches!(link.name.as_str(), "kube-bridge" | "cilium_host")
+        || link
+            .addresses
+            .iter()
+            .any(|address| pod_cidrs.iter().any(|cidr| cidr.contains(&address.net.addr())))
+}
+
+/// Sets MTU and up where they are not; returns the number of writes (0 or 1).
+pub async fn bring_up(rtnl: &Rtnl, index: u32, mtu: u32) -> Result<usize, NetError> {
+    let link = by_index(rtnl, index).await?.ok_or_else(|| NetError::Kernel {
+        what: format!("interface with index {index} is gone; it is created again at the next reconcile"),
+        source: std::io::Error::from_raw_os_error(nix::libc::ENODEV),
+    })?;
+    let mut message = LinkMessage::default();
+    message.header.index = index;
+    if mtu != 0 && link.mtu != mtu {
+        message.attributes.push(LinkAttribute::Mtu(mtu));
+    }
+    if !link.up {
+        message.header.flags = LinkFlags::Up;
+        message.header.change_mask = LinkFlags::Up;
+    }
+    if link.up && message.attributes.is_empty() {
+        return Ok(0);
+    }
+    let what = format!("set interface {} up with MTU {mtu}", link.name);
+    rtnl.write(&what, RouteNetlinkMessage::SetLink(message), 0).await.map(|()| 1)
+}
+
+/// Sets an interface down.
+///
+/// # Errors
+/// When the kernel refuses.
+pub async fn bring_down(rtnl: &Rtnl, index: u32) -> Result<(), NetError> {
+    let mut down = LinkMessage::default();
+    down.header.index = index;
+    down.header.change_mask = LinkFlags::Up;
+    rtnl.write("set an interface down", RouteNetlinkMessage::SetLink(down), 0).await
+}
+
+/// Deletes a link; false when it was gone already.
+pub async fn delete(rtnl: &Rtnl, index: u32) -> Result<bool, NetError> {
+    let mut message = LinkMessage::default();
+    message.header.index = index;
+    match rtnl.write("delete an interface", RouteNetlinkMessage::DelLink(message), 0).await {
+        Ok(()) => Ok(true),
+        Err(error) if error.errno() == Some(nix::libc::ENODEV) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Gives an interface this name; it is down afterwards, because older kernels
+/// rename no interface that is up.
+///
+/// # Errors
+/// When the kernel refuses.
+pub async fn rename(rtnl: &Rtnl, index: u32, name: &str) -> Result<(), NetError> {
+    bring_down(rtnl, index).await?;
+    let mut message = LinkMessage::default();
+    message.header.index = index;
+    message.attributes.push(LinkAttribute::IfName(name.to_owned()));
+    rtnl.write("rename an interface", RouteNetlinkMessage::SetLink(message), 0).await
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn link(index: u32, name: &str, kind: &str, addresses: &[&str]) -> Link {
+        Link {
+            index,
+            name: name.into(),
+            kind: kind.into(),
+            mtu: 1500,
+            up: true,
+            loopback: name == "lo",
+            header: if matches!(kind, "tun" | "wireguard") { LinkHeader::None } else { LinkHeader::Ethernet },
+            controller: None,
+            addresses: addresses
+                .iter()
+                .map(|text| Address {
+                    net: text.parse().unwrap(),
+                    global: !text.starts_with("fe80") && !text.starts_with("127."),
+                    secondary: false,
+                    unusable: false,
+                    deprecated: false,
+                })
+                .collect(),
+        }
+    }
+
+    #[test]
+    fn only_what_leads_out_is_an_uplink() {
+        let mut down = link(8, "eth9", "", &["192.0.2.9/24"]);
+        down.up = false;
+        let links = [
+            link(1, "lo", "", &["127.0.0.1/8", "10.9.9.9/32"]),
+            link(2, "eth0", "", &["10.0.0.5/24", "10.0.0.6/24", "fe80::1/64"]),
+            link(3, "eth1", "veth", &["203.0.113.7/29", "2001:db8::7/64"]),
+            link(4, "kilo0", "wireguard", &["10.4.0.1/16"]),
+            link(5, "tunl0", "ipip", &["10.244.1.1/32"]),
+            link(6, "cni0", "bridge", &["10.244.1.1/24"]),
+            link(7, "veth1", "veth", &["fe80::2/64"]),
+            down,
+            link(9, "eth2", "", &["169.254.1.1/16"]),
+        ];
+        let pods = ["10.244.1.0/24".parse().unwrap()];
+        let private = Some("10.0.0.5".parse().unwrap());
+        let query = HostQuery { kilo: 4, private, pod_cidrs: &pods, ..HostQuery::default() };
+        let address = |text: &str| text.parse::<Ipv4Addr>().unwrap();
+        let node = |text: &str| text.parse::<IpAddr>().unwrap();
+        let paths = BTreeMap::from([(node("10.0.0.7"), 2), (node("203.0.113.2"), 3), (node("9.9.9.9"), 4)]);
+        let host = host_links(&links, &query, &paths);
+        let eth0 = Uplink { v4: Some(address("10.0.0.5")), v6: None };
+        let eth1 = Uplink { v4: Some(address("203.0.113.7")), v6: Some("2001:db8::7".parse().unwrap()) };
+        assert_eq!(host.uplinks, BTreeMap::from([(2, eth0), (3, eth1)]));
+        assert_eq!(host.mtus, BTreeMap::from([(2, 1500), (3, 1500)]));
+        assert_eq!(host.private, Some(2));
+        assert_eq!(host.towards, BTreeMap::from([(node("203.0.113.2"), 3)]));
+    }
+
+    #[test]
+    fn an_interface_without_address_behind_which_a_next_hop_is_gets_the_hosts_own() {
+        let mut member = link(5, "eth3", "", &["fe80::5/64"]);
+        member.controller = Some(9);
+        let links = [
+            link(1, "lo", "", &["127.0.0.1/8", "10.9.9.8/32", "10.9.9.9/32", "2001:db8::9/128"]),
+            link(2, "eth0", "", &["fe80::1/64"]),
+            link(3, "eth1", "", &[]),
+            link(4, "eth2", "", &["fe80::3/64"]),
+            member,
+            link(6, "kube-ipvs0", "dummy", &["10.96.0.1/32"]),
+            link(7, "tun0", "tun", &["192.0.2.7/32"]),
+        ];
+        let query = HostQuery {
+            kilo: 9,
+            private: Some("10.9.9.9".parse().unwrap()),
+            next_hops: &[2, 3, 5, 6],
+            ..HostQuery::default()
+        };
+        let host = host_links(&links, &query, &BTreeMap::new());
+        let own = Uplink { v4: "10.9.9.9".parse().ok(), v6: "2001:db8::9".parse().ok() };
+        let tun = Uplink { v4: "192.0.2.7".parse().ok(), v6: None };
+        assert_eq!(host.uplinks, BTreeMap::from([(2, own), (3, own), (7, tun)]));
+        assert_eq!(host.layer3, BTreeSet::from([7]));
+        assert_eq!(host.private, None, "nothing arrives on loopback");
+    }
+
+    #[test]
+    fn the_link_type_says_what_stands_before_the_ip_header() {
+        use LinkHeader::{Ethernet, None, Unknown};
+        for (link_type, point_to_point, header) in [
+            (1, false, Ethernet),
+            (772, false, Ethernet),
+            (0xfffe, true, None),
+            (512, true, None),
+            (519, false, None),
+            (776, false, None),
+            (778, true, None),
+            (778, false, Unknown(778)),
+            (823, false, Unknown(823)),
+            (32, false, Unknown(32)),
+        ] {
+            assert_eq!(LinkHeader::of(link_type, point_to_point), header, "{link_type}");
+        }
+    }
+
+    fn any_link(index: u32) -> impl Strategy<Value = Link> {
+        let kinds = ["", "veth", "vlan", "bond", "bridge", "dummy", "tun", "gre", "ipip", "wireguard"];
+        let nets = [
+            "10.0.0.5/24",
+            "10.0.0.6/24",
+            "192.168.7.5/24",
+            "203.0.113.5/24",
+            "100.64.0.5/32",
+            "169.254.7.7/16",
+            "127.0.0.1/8",
+            "10.244.1.1/24",
+            "fe80::5/64",
+            "fd00::5/64",
+            "2001:db8::5/64",
+            "2001:db8::6/128",
+        ];
+        let address =
+            (prop::sample::select(nets.to_vec()), any::<[bool; 3]>()).prop_map(|(net, is)| Address {
+                net: net.parse().unwrap(),
+                global: is[0] || is[1],
+                secondary: is[1] && is[2],
+                deprecated: is[0] && is[1],
+                unusable: is[0] && is[2],
+            });
+        let kind = prop::sample::select(kinds.to_vec());
+        let header =
+            prop::sample::select(vec![LinkHeader::Ethernet, LinkHeader::None, LinkHeader::Unknown(32)]);
+        let addresses = prop::collection::vec(address, 0..4);
+        (kind, header, addresses, any::<[bool; 3]>()).prop_map(move |(kind, header, addresses, is)| Link {
+            index,
+            name: format!("if{index}"),
+            kind: kind.into(),
+            mtu: 1500,
+            up: is[0] || is[1],
+            loopback: index == 1,
+            header,
+            controller: (is[1] && is[2]).then_some(99),
+            addresses,
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn of_any_host_only_what_leads_out_gets_programs_and_addresses_that_are_the_hosts(
+            links in (1u32..9).map(any_link).collect::<Vec<_>>(),
+            kilo in 1u32..9,
+            next_hops in prop::collection::vec(1u32..9, 0..4),
+            private in prop::sample::select(vec!["10.0.0.5", "203.0.113.5", "fd00::5", "10.7.7.7"]),
+        ) {
+            let pods = ["10.244.1.0/24".parse().unwrap()];
+            let private = private.parse().ok();
+            let query = HostQuery { kilo, private, pod_cidrs: &pods, next_hops: &next_hops, ways: &[] };
+            let host = host_links(&links, &query, &BTreeMap::new());
+            let of = |index: u32| links.iter().find(|link| link.index == index).unwrap();
+            for (index, uplink) in &host.uplinks {
+                let link = of(*index);
+                prop_assert!(link.up && !link.loopback && *index != kilo && link.kind != "dummy");
+                prop_assert!(!matches!(link.header, LinkHeader::Unknown(_)));
+                prop_assert_eq!(host.layer3.contains(index), link.header == LinkHeader::None);
+                prop_assert_eq!(host.mtus.get(index), Some(&link.mtu));
+                let addresses = uplink.v4.map(IpAddr::V4).into_iter().chain(uplink.v6.map(IpAddr::V6));
+                for address in addresses {
+                    let holders = links.iter().filter(|link| {
+                        link.addresses.iter().any(|has| has.net.addr() == address && has.global)
+                    });
+                    let own = holders.clone().any(|holder| holder.index == *index);
+                    let borrowed = next_hops.contains(index) && holders.into_iter().any(is_host_only);
+                    prop_assert!(own || borrowed, "{} is not the host's", address);
+                }
+            }
+            prop_assert!(host.layer3.iter().all(|index| host.uplinks.contains_key(index)));
+            if let Some(index) = host.private {
+                prop_assert!(!is_host_only(of(index)) && index != kilo);
+            }
+        }
+    }
+}

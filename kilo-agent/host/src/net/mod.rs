@@ -1,0 +1,203 @@
+//! Links, addresses and routes of this host.
+//!
+//! Each part reads what the kernel has, compares it with the plan in a pure
+//! function and writes only the difference. Routes and rules of ours carry
+//! [`PROTOCOL`], so nobody else's are touched.
+
+pub mod addresses;
+pub mod discovery;
+mod error;
+pub mod filters;
+
+pub mod forwarding;
+pub mod links;
+pub mod mtu;
+
+pub mod neighbours;
+pub mod path_probe;
+pub mod routes;
+mod rtnl;
+pub mod rules;
+pub mod sources;
+pub mod tunnels;
+pub mod watch;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+pub use error::{NetError, Refused};
+pub use links::Link;
+pub use routes::WaysOut;
+pub use rtnl::Rtnl;
+pub use sources::Way;
+
+use kilo_core::{observed::HostLinks, plan::NetPlan};
+
+/// Protocol number our routes and rules carry (`ip route show proto 107`).
+/// 107 belongs to nobody in iproute2's `rt_protos`; it stands for the agent's
+/// port 1107, which does not fit in a byte.
+pub const PROTOCOL: u8 = 107;
+
+/// The ways to addresses, as route lookups answer.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Paths {
+    /// Outgoing interface.
+    pub interfaces: BTreeMap<IpAddr, u32>,
+    /// MTU in bytes where the route has one of its own.
+    pub mtus: BTreeMap<IpAddr, u32>,
+    /// Interfaces of all next hops, where the route has several.
+    pub several: BTreeMap<IpAddr, Vec<u32>>,
+    /// All that was asked for, with or without an answer.
+    asked: BTreeSet<IpAddr>,
+}
+
+/// Reads and changes this network namespace's links, addresses, routes and rules.
+#[derive(Clone, Debug)]
+pub struct Net {
+    rtnl: Rtnl,
+}
+
+impl Net {
+    /// Opens a netlink socket in the network namespace of the calling thread.
+    /// Must be called inside a tokio runtime.
+    pub fn new() -> Result<Self, NetError> {
+        Ok(Self { rtnl: Rtnl::new()? })
+    }
+
+    /// The socket, for callers with requests of their own.
+    pub fn rtnl(&self) -> &Rtnl {
+        &self.rtnl
+    }
+
+    /// All links with their addresses.
+    pub async fn links(&self) -> Result<Vec<Link>, NetError> {
+        links::list(&self.rtnl).await
+    }
+
+    /// What the plan needs to know: see [`links::host_links`]. `towards` are
+    /// node addresses of the own location; each costs one route lookup.
+    pub async fn host_links(
+        &self,
+        query: &links::HostQuery<'_>,
+        towards: &[IpAddr],
+    ) -> Result<HostLinks, NetError> {
+        let all = self.links().await?;
+        let mut paths = BTreeMap::new();
+        for address in towards {
+            if let Some(index) = self.interface_towards(*address).await? {
+                paths.insert(*address, index);
+            }
+        }
+        Ok(links::host_links(&all, query, &paths))
+    }
+
+    /// Interface the kernel would use towards an address; `None` without a route.
+    pub async fn interface_towards(&self, address: IpAddr) -> Result<Option<u32>, NetError> {
+        Ok(routes::lookup(&self.rtnl, address).await?.and_then(|found| found.interface))
+    }
+
+    /// Makes `paths` the ways to these addresses: one route lookup for each that
+    /// has not been asked for; what has no way is left out. With `multihomed`, another lookup
+    /// for all next hops.
+    pub async fn find_paths(&self, paths: &mut Paths, addresses: BTreeSet<IpAddr>, multihomed: bool) {
+        paths.interfaces.retain(|address, _| addresses.contains(address));
+        paths.mtus.retain(|address, _| addresses.contains(address));
+        paths.several.retain(|address, _| addresses.contains(address));
+        for address in addresses.difference(&paths.asked) {
+            let Ok(Some(found)) = routes::lookup(&self.rtnl, *address).await else { continue };
+            paths.interfaces.extend(found.interface.map(|interface| (*address, interface)));
+            paths.mtus.extend(found.route.mtu.map(|mtu| (*address, mtu)));
+            if multihomed
+                && let Ok(hops) = routes::next_hops(&self.rtnl, *address).await
+                && hops.len() > 1
+            {
+                paths.several.insert(*address, hops);
+            }
+        }
+        paths.asked = addresses;
+    }
+
+    /// Where routes lead out of the host; not by the devices in `own`.
+    pub async fn ways_out(&self, own: &[u32]) -> Result<WaysOut, NetError> {
+        routes::ways_out(&self.rtnl, own).await
+    }
+
+    /// Routes of the main table by each of these interfaces.
+    pub async fn ways(&self, interfaces: &[u32]) -> Result<Vec<Way>, NetError> {
+        let mut all = Vec::new();
+        for interface in interfaces {
+            all.extend(routes::by_interface(&self.rtnl, *interface).await?);
+        }
+        Ok(all)
+    }
+
+    /// Brings the plan about on interface `kilo` and says how many writes it
+    /// took; 0 when all was right already.
+    ///
+    /// Removing the last IPv4 address of an interface makes the kernel flush
+    /// its IPv4 routes, so routes are read after the addresses were changed.
+    /// One refused item does not stop the others: all are tried, then the
+    /// refusals are returned together. While the interface cannot be set up
+    /// (WireGuard's port is taken), its destinations are unreachable.
+    pub async fn apply(&self, plan: &NetPlan, kilo: u32) -> Result<usize, NetError> {
+        let mut refused = Vec::new();
+        let set_up = links::bring_up(&self.rtnl, kilo, plan.mtu).await;
+        let is_up = set_up.is_ok();
+        let mut writes = match set_up {
+            Err(NetError::Kernel { what, source }) => {
+                refused.push(Refused { what, source });
+                0
+            }
+            other => other?,
+        };
+        writes += neighbours::apply(&self.rtnl, &plan.neighbours, &mut refused).await?;
+        if is_up {
+            writes += addresses::apply(&self.rtnl, kilo, &plan.addresses, &mut refused).await?;
+        }
+        let current = routes::read(&self.rtnl).await?;
+        let mut changes = routes::diff(&current, plan.routes.iter(), &plan.unreachable, kilo);
+        if !is_up {
+            // The kernel takes no route to an interface that is down.
+            changes.add.retain(|entry| entry.unreachable);
+            changes.replace.retain(|entry| entry.unreachable);
+        }
+        writes += routes::apply_sets(&self.rtnl, &changes, kilo, &mut refused).await?;
+        writes += rules::remove(&self.rtnl, &mut refused).await?;
+        // Only after rules that led to them are gone.
+        writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;
+        if refused.is_empty() { Ok(writes) } else { Err(NetError::Refused { writes, refused }) }
+    }
+
+    /// As [`Self::apply`], where all of the plan `before` is known to be there:
+    /// nothing is read, and only what differs between the plans is written.
+    pub async fn change(&self, before: &NetPlan, plan: &NetPlan, kilo: u32) -> Result<usize, NetError> {
+        let same_but_routes = (before.mtu, &before.addresses, &before.neighbours, &before.unreachable)
+            == (plan.mtu, &plan.addresses, &plan.neighbours, &plan.unreachable);
+        if !same_but_routes {
+            return self.apply(plan, kilo).await;
+        }
+        let changes = routes::between(&before.routes, &plan.routes, kilo);
+        let mut refused = Vec::new();
+        let mut writes = routes::apply_sets(&self.rtnl, &changes, kilo, &mut refused).await?;
+        writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;
+        if refused.is_empty() { Ok(writes) } else { Err(NetError::Refused { writes, refused }) }
+    }
+
+    /// Removes our routes, rules, neighbours and tunnel devices everywhere and
+    /// our addresses from `kilo` (when it still exists). The WireGuard
+    /// interface itself stays: [`links::delete`].
+    pub async fn remove(&self, kilo: Option<u32>) -> Result<usize, NetError> {
+        let mut refused = Vec::new();
+        let mut writes = rules::remove(&self.rtnl, &mut refused).await?;
+        let changes = routes::diff(&routes::read(&self.rtnl).await?, [], [], kilo.unwrap_or(0));
+        writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;
+        writes += neighbours::apply(&self.rtnl, &BTreeSet::new(), &mut refused).await?;
+        writes += tunnels::remove(&self.rtnl).await?;
+        if let Some(kilo) = kilo {
+            writes += addresses::apply(&self.rtnl, kilo, &BTreeSet::new(), &mut refused).await?;
+        }
+        if refused.is_empty() { Ok(writes) } else { Err(NetError::Refused { writes, refused }) }
+    }
+}

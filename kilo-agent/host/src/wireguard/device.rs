@@ -1,0 +1,342 @@
+//! A WireGuard device: reading it and writing changes, kernel or userspace.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    net::SocketAddr,
+    path::PathBuf,
+    time::{Duration, SystemTime},
+};
+
+use ipnet::IpNet;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::UnixStream,
+    task::spawn_blocking,
+};
+use wireguard_control as control;
+
+use super::{WireguardError, userspace};
+use crate::net::{Rtnl, links};
+use kilo_core::wireguard::WireguardPlan;
+use kilo_core::wireguard::{
+    DeviceState, PeerState,
+    diff::{self, Change},
+    key::{PublicKey, SecretKey},
+    uapi::{self, SetPeer, SetRequest},
+};
+
+/// Who does the encryption.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backend {
+    /// The kernel's module, over generic netlink.
+    Kernel,
+    /// A process with a TUN device, over its UAPI socket.
+    Userspace,
+}
+
+impl Backend {
+    /// Name in messages and metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Kernel => "kernel",
+            Self::Userspace => "userspace",
+        }
+    }
+}
+
+/// What status and metrics show of a peer.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PeerStatus {
+    /// Where it was last seen, or what was set.
+    pub endpoint: Option<SocketAddr>,
+    /// Time since the last handshake; `None` = there was none, and then the
+    /// endpoint is only what was set, not what was seen.
+    pub handshake_age: Option<Duration>,
+    /// Bytes received from it.
+    pub rx_bytes: u64,
+    /// Bytes sent to it.
+    pub tx_bytes: u64,
+}
+
+/// A userspace process that answers slower than this is stuck.
+const SOCKET_TIMEOUT: Duration = Duration::from_secs(5);
+/// Peers in one request to a userspace process.
+const PEERS_AT_A_TIME: usize = 256;
+
+/// An existing WireGuard device.
+#[derive(Clone, Debug)]
+pub struct Device {
+    name: String,
+    index: u32,
+    backend: Backend,
+    rtnl: Rtnl,
+}
+
+impl Device {
+    /// A device that exists, by name.
+    pub async fn open(rtnl: &Rtnl, name: &str, backend: Backend) -> Result<Self, WireguardError> {
+        check_name(name)?;
+        let link =
+            links::by_name(rtnl, name).await?.ok_or_else(|| WireguardError::Vanished(name.to_owned()))?;
+        Ok(Self { name: name.to_owned(), index: link.index, backend, rtnl: rtnl.clone() })
+    }
+
+    /// True when a userspace process answers for the interface.
+    pub async fn is_userspace(name: &str) -> bool {
+        UnixStream::connect(socket_path(name)).await.is_ok()
+    }
+
+    /// Interface name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Interface index.
+    pub fn index(&self) -> u32 {
+        self.index
+    }
+
+    /// Who does the encryption.
+    pub fn backend(&self) -> Backend {
+        self.backend
+    }
+
+    /// wireguard-control creates a missing interface on its own, without
+    /// routes or programs: make sure that ours is still there.
+    async fn check(&self) -> Result<(), WireguardError> {
+        match links::by_name(&self.rtnl, &self.name).await? {
+            Some(link) if link.index == self.index => Ok(()),
+            _ => Err(WireguardError::Vanished(self.name.clone())),
+        }
+    }
+
+    /// The present configuration and counters.
+    pub async fn read(&self) -> Result<DeviceState, WireguardError> {
+        self.check().await?;
+        let what = format!("read WireGuard device {}", self.name);
+        match self.backend {
+            Backend::Kernel => {
+                let name = interface_name(&self.name)?;
+                let device = blocking(move || control::Device::get(&name, control::Backend::Kernel))
+                    .await
+                    .map_err(|source| WireguardError::device(what, source))?;
+                Ok(state_of(device, SystemTime::now()))
+            }
+            Backend::Userspace => {
+                let text = exchange(&self.name, "get=1\n\n")
+                    .await
+                    .map_err(|source| WireguardError::device(&what, source))?;
+                let (state, errno) = uapi::decode_state(&text, SystemTime::now())
+                    .map_err(|error| WireguardError::device(&what, io::Error::other(error)))?;
+                match errno {
+                    0 => Ok(state),
+                    errno => Err(WireguardError::device(&what, io::Error::from_raw_os_error(errno.abs()))),
+                }
+            }
+        }
+    }
+
+    /// Writes changes; none = no system call. Returns their number.
+    pub async fn apply(&self, changes: &[Change]) -> Result<usize, WireguardError> {
+        if changes.is_empty() {
+            return Ok(0);
+        }
+        self.check().await?;
+        let request = diff::request(changes);
+        let port = request.listen_port;
+        let result = match self.backend {
+            Backend::Kernel => {
+                let name = interface_name(&self.name)?;
+                let update = kernel_update(&request);
+                blocking(move || update.apply(&name, control::Backend::Kernel)).await
+            }
+            Backend::Userspace => set(&self.name, request).await,
+        };
+        match (result, port) {
+            (Ok(()), _) => Ok(changes.len()),
+            (Err(error), Some(port)) if error.kind() == io::ErrorKind::AddrInUse => {
+                Err(WireguardError::PortInUse(port))
+            }
+            (Err(source), _) => {
+                Err(WireguardError::device(format!("configure WireGuard device {}", self.name), source))
+            }
+        }
+    }
+
+    /// Reads, compares, writes the difference; returns the number of changes.
+    pub async fn reconcile(
+        &self,
+        plan: &WireguardPlan,
+        private_key: &SecretKey,
+    ) -> Result<usize, WireguardError> {
+        let current = self.read().await?;
+        self.apply(&diff::diff(&current, plan, private_key)).await
+    }
+
+    /// Handshakes, counters and endpoints, for metrics and discovered endpoints.
+    pub async fn read_status(&self) -> Result<BTreeMap<PublicKey, PeerStatus>, WireguardError> {
+        let status = |peer: PeerState| PeerStatus {
+            endpoint: peer.endpoint,
+            handshake_age: peer.handshake_age,
+            rx_bytes: peer.rx_bytes,
+            tx_bytes: peer.tx_bytes,
+        };
+        Ok(self.read().await?.peers.into_iter().map(|(key, peer)| (key, status(peer))).collect())
+    }
+}
+
+/// wireguard-control's calls block on netlink: not on the async threads.
+async fn blocking<T: Send + 'static>(call: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
+    spawn_blocking(call).await.map_err(io::Error::other)?
+}
+
+fn interface_name(name: &str) -> Result<control::InterfaceName, WireguardError> {
+    name.parse().map_err(|_| WireguardError::InvalidName(name.to_owned()))
+}
+
+pub(super) fn check_name(name: &str) -> Result<(), WireguardError> {
+    // Names that are paths would lead the socket elsewhere.
+    if matches!(name, "." | "..") || name.contains(':') {
+        return Err(WireguardError::InvalidName(name.to_owned()));
+    }
+    interface_name(name).map(|_| ())
+}
+
+/// What the kernel says, with a peer that came in several parts put together.
+fn state_of(device: control::Device, now: SystemTime) -> DeviceState {
+    let mut state = DeviceState {
+        private_key: device.private_key.as_ref().and_then(secret),
+        listen_port: device.listen_port.unwrap_or(0),
+        peers: BTreeMap::new(),
+    };
+    merge(&mut state, device.peers, now);
+    state
+}
+
+/// All zero = none, for the private and the pre-shared key alike.
+fn secret(key: &control::Key) -> Option<SecretKey> {
+    (key.0 != [0; 32]).then(|| SecretKey::from_bytes(key.0))
+}
+
+fn merge(state: &mut DeviceState, parts: Vec<control::PeerInfo>, now: SystemTime) {
+    for part in parts {
+        let peer = state.peers.entry(PublicKey(part.config.public_key.0)).or_default();
+        let nets = part.config.allowed_ips.iter();
+        peer.allowed_ips.extend(nets.filter_map(|net| Some(IpNet::new(net.address, net.cidr).ok()?.trunc())));
+        // Only the first part has these; the others read as absent or zero.
+        peer.endpoint = peer.endpoint.or(part.config.endpoint);
+        peer.preshared_key =
+            peer.preshared_key.or_else(|| part.config.preshared_key.as_ref().and_then(secret));
+        let keepalive = part.config.persistent_keepalive_interval.unwrap_or(0);
+        peer.persistent_keepalive = peer.persistent_keepalive.max(keepalive);
+        let age = uapi::age_of(part.stats.last_handshake_time, now);
+        peer.handshake_age = peer.handshake_age.or(age);
+        peer.rx_bytes = peer.rx_bytes.max(part.stats.rx_bytes);
+        peer.tx_bytes = peer.tx_bytes.max(part.stats.tx_bytes);
+    }
+}
+
+fn kernel_update(request: &SetRequest) -> control::DeviceUpdate {
+    let mut update = control::DeviceUpdate::new();
+    if let Some(key) = &request.private_key {
+        update = update.set_private_key(control::Key(*key.as_bytes()));
+    }
+    if let Some(port) = request.listen_port {
+        update = update.set_listen_port(port);
+    }
+    request.peers.iter().fold(update, |update, peer| update.add_peer(kernel_peer(peer)))
+}
+
+fn kernel_peer(peer: &SetPeer) -> control::PeerConfigBuilder {
+    let mut entry = control::PeerConfigBuilder::new(&control::Key(peer.public_key.0));
+    if peer.remove {
+        return entry.remove();
+    }
+    if let Some(endpoint) = peer.endpoint {
+        entry = entry.set_endpoint(endpoint);
+    }
+    if let Some(seconds) = peer.persistent_keepalive {
+        entry = entry.set_persistent_keepalive_interval(seconds);
+    }
+    if let Some(key) = &peer.preshared_key {
+        // All zero removes it.
+        entry = entry.set_preshared_key(control::Key(key.as_ref().map_or([0; 32], |key| *key.as_bytes())));
+    }
+    peer.allowed_ips.iter().fold(entry, |entry, net| entry.add_allowed_ip(net.addr(), net.prefix_len()))
+}
+
+/// Where a userspace device's socket is.
+pub fn socket_path(name: &str) -> PathBuf {
+    userspace::socket_directory().join(format!("{name}.sock"))
+}
+
+/// All of a request, each part with the time of an answer of its own.
+async fn set(name: &str, request: SetRequest) -> io::Result<()> {
+    for part in request.parts(PEERS_AT_A_TIME) {
+        let text = exchange(name, &part.encode()).await?;
+        match uapi::decode_state(&text, SystemTime::now()) {
+            Ok((_, 0)) => {}
+            Ok((_, errno)) => return Err(io::Error::from_raw_os_error(errno.abs())),
+            Err(error) => return Err(io::Error::other(error)),
+        }
+    }
+    Ok(())
+}
+
+/// One request over the socket. Ours and not wireguard-control's: that one
+/// turns every error into EINVAL, prints to stdout and starts `wireguard-go`
+/// on its own when nobody answers.
+async fn exchange(name: &str, request: &str) -> io::Result<String> {
+    let talk = async {
+        let mut stream = UnixStream::connect(socket_path(name)).await?;
+        stream.write_all(request.as_bytes()).await?;
+        let mut answer = Vec::new();
+        // The answer ends with an empty line; the other side may keep the connection.
+        while !answer.ends_with(b"\n\n") && stream.read_buf(&mut answer).await? != 0 {}
+        if !answer.ends_with(b"\n\n") {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        String::from_utf8(answer).map_err(|_| io::ErrorKind::InvalidData.into())
+    };
+    tokio::time::timeout(SOCKET_TIMEOUT, talk).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(n: u8, nets: &[&str]) -> control::PeerInfo {
+        let mut info = control::PeerInfo::from_public_key(control::Key([n; 32]));
+        info.config.allowed_ips = nets.iter().map(|net| net.parse().unwrap()).collect();
+        info
+    }
+
+    #[test]
+    fn a_peer_in_several_parts_is_put_together_once() {
+        let mut first = part(1, &["10.0.0.0/24"]);
+        first.config.endpoint = Some("192.0.2.1:51820".parse().unwrap());
+        first.config.persistent_keepalive_interval = Some(10);
+        first.config.preshared_key = Some(control::Key([0; 32]));
+        first.stats.rx_bytes = 9;
+        let mut state = DeviceState::default();
+        merge(
+            &mut state,
+            vec![first, part(2, &[]), part(1, &["fd00::/64", "10.0.0.0/24"])],
+            SystemTime::now(),
+        );
+        let peer = &state.peers[&PublicKey([1; 32])];
+        assert_eq!(peer.allowed_ips.len(), 2);
+        assert_eq!((peer.persistent_keepalive, peer.rx_bytes, peer.preshared_key), (10, 9, None));
+        assert!(peer.endpoint.is_some());
+        assert_eq!(state.peers.len(), 2);
+    }
+
+    #[test]
+    fn names_that_are_paths_are_refused() {
+        for name in ["", ".", "..", "a/b", "kilo0:1", "a b", "sixteen-letters0"] {
+            assert!(check_name(name).is_err(), "{name}");
+        }
+        assert!(check_name("kilo0").is_ok());
+    }
+}

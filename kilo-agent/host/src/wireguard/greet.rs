@@ -1,0 +1,222 @@
+//! What is done about peers that are new, or have another endpoint, and silent.
+//!
+//! WireGuard shakes hands when there is something to send, and tries again
+//! after 5 s (REKEY_TIMEOUT) when the other end did not answer; a session that
+//! only one end still has is given up after 15 s. Both happen when a leader
+//! moves: the new one speaks before the others know its key. So a moment later
+//! those that are still silent are made to shake hands: by an empty datagram
+//! where this end has not tried yet, and where it has, as a peer that is removed
+//! and added once more, because nothing else makes WireGuard forget that it
+//! waits. Two that begin at the same moment refuse each other's answers and
+//! wait, too: therefore the end with the smaller key goes first.
+
+use std::{
+    collections::BTreeMap,
+    ffi::OsString,
+    io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
+    time::{Duration, Instant},
+};
+
+use ipnet::IpNet;
+use nix::sys::socket::{setsockopt, sockopt};
+
+use super::{Device, WireguardError};
+use kilo_core::wireguard::WireguardPeer;
+use kilo_core::wireguard::{Change, DeviceState, PeerState, diff::PeerUpdate, key::PublicKey};
+
+/// Nobody listens at the port "discard" (RFC 863), and nobody need.
+const DISCARD: u16 = 9;
+/// When the end with the smaller key acts: ordinary traffic mostly has by then.
+const FIRST: Duration = Duration::from_millis(300);
+/// When the other one does: whoever had to answer has.
+const SECOND: Duration = Duration::from_millis(800);
+
+/// A peer that has just got an endpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Newcomer {
+    key: PublicKey,
+    /// Its address inside the WireGuard subnet.
+    address: IpAddr,
+    since: Instant,
+    due: Instant,
+}
+
+/// Peers that are watched until they have shaken hands or been helped once.
+#[derive(Debug, Default)]
+pub struct Greeter {
+    waiting: Vec<Newcomer>,
+}
+
+impl Greeter {
+    /// Watches the peers with an address inside the WireGuard subnet to which
+    /// these changes give an endpoint, because they are new or have moved.
+    /// Others are left alone: what their addresses lead to is not known.
+    pub fn watch(
+        &mut self,
+        changes: &[Change],
+        peers: &BTreeMap<PublicKey, WireguardPeer>,
+        own: PublicKey,
+        subnet: &IpNet,
+        now: Instant,
+    ) {
+        for change in changes {
+            let Change::SetPeer(key, PeerUpdate { endpoint: Some(_), .. }) = change else { continue };
+            let nets = peers.get(key).into_iter().flat_map(|peer| &peer.allowed_ips);
+            let mut hosts = nets.filter(|net| net.prefix_len() == net.max_prefix_len()).map(IpNet::addr);
+            let Some(address) = hosts.find(|address| subnet.contains(address)) else { continue };
+            let due = now + if own < *key { FIRST } else { SECOND };
+            self.waiting.retain(|newcomer| newcomer.key != *key);
+            self.waiting.push(Newcomer { key: *key, address, since: now, due });
+        }
+    }
+
+    /// When there may be something to do next.
+    pub fn due(&self) -> Option<Instant> {
+        self.waiting.iter().map(|newcomer| newcomer.due).min()
+    }
+
+    /// Makes those shake hands that are due and silent; answers the number of
+    /// requests to the device.
+    ///
+    /// # Errors
+    /// When the device cannot be read or written; it may lack a peer then.
+    pub async fn greet(&mut self, device: &Device, now: Instant) -> Result<usize, WireguardError> {
+        let (due, later) = self.waiting.drain(..).partition(|newcomer| newcomer.due <= now);
+        self.waiting = later;
+        let (renewed, addresses) = silent(&due, &device.read().await?, now);
+        let writes = device.apply(&renewed).await?;
+        if let Err(error) = say(device.name(), &addresses) {
+            // A peer that cannot be reached now says something itself, or packets to it do.
+            tracing::debug!(%error, "a datagram to a new peer");
+        }
+        Ok(writes)
+    }
+}
+
+/// What makes those shake hands that have not since they are watched: changes
+/// for the ones this end has tried in vain, and whom to send a datagram. Pure.
+fn silent(newcomers: &[Newcomer], state: &DeviceState, now: Instant) -> (Vec<Change>, Vec<IpAddr>) {
+    let (mut renewed, mut addresses) = (Vec::new(), Vec::new());
+    for newcomer in newcomers {
+        let Some(peer) = state.peers.get(&newcomer.key) else { continue };
+        if peer.handshake_age.is_some_and(|age| age <= now.duration_since(newcomer.since)) {
+            continue;
+        }
+        if peer.handshake_age.is_none() && peer.tx_bytes > 0 {
+            renewed.extend([Change::RemovePeer(newcomer.key), Change::SetPeer(newcomer.key, whole(peer))]);
+        }
+        addresses.push(newcomer.address);
+    }
+    (renewed, addresses)
+}
+
+/// A peer as it is, for a device that does not have it.
+fn whole(peer: &PeerState) -> PeerUpdate {
+    PeerUpdate {
+        endpoint: peer.endpoint,
+        persistent_keepalive: Some(peer.persistent_keepalive),
+        preshared_key: Some(peer.preshared_key),
+        add_allowed_ips: peer.allowed_ips.iter().copied().collect(),
+    }
+}
+
+/// Sends an empty datagram to each address, never by another interface than
+/// this one.
+fn say(interface: &str, addresses: &[IpAddr]) -> io::Result<()> {
+    let mut said = Ok(());
+    for v6 in [false, true] {
+        let mut addresses = addresses.iter().filter(|address| address.is_ipv6() == v6).peekable();
+        if addresses.peek().is_none() {
+            continue;
+        }
+        let any: IpAddr = if v6 { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
+        let socket = UdpSocket::bind((any, 0))?;
+        setsockopt(&socket, sockopt::BindToDevice, &OsString::from(interface))?;
+        socket.set_nonblocking(true)?;
+        for address in addresses {
+            said = said.and(socket.send_to(&[], (*address, DISCARD)).map(drop));
+        }
+    }
+    said
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(n: u8) -> PublicKey {
+        PublicKey([n; 32])
+    }
+
+    fn peer(allowed_ips: &[&str]) -> WireguardPeer {
+        WireguardPeer {
+            allowed_ips: allowed_ips.iter().map(|net| net.parse().unwrap()).collect(),
+            ..WireguardPeer::default()
+        }
+    }
+
+    #[test]
+    fn nodes_that_get_an_endpoint_are_watched_and_the_smaller_key_goes_first() {
+        let peers = BTreeMap::from([
+            (key(1), peer(&["10.1.0.11/32", "10.4.0.1/32", "10.42.1.0/24"])),
+            (key(2), peer(&["10.4.0.2/32"])),
+            (key(3), peer(&["10.4.0.3/32"])),
+            (key(4), peer(&["10.5.0.1/32"])),
+            (key(9), peer(&["10.4.0.9/32"])),
+        ]);
+        let endpoint = Some("192.0.2.1:51820".parse().unwrap());
+        let moved = PeerUpdate { endpoint, ..PeerUpdate::default() };
+        let changes = [
+            Change::SetPeer(key(1), moved.clone()),
+            Change::SetPeer(key(2), PeerUpdate { persistent_keepalive: Some(5), ..PeerUpdate::default() }),
+            Change::RemovePeer(key(3)),
+            Change::SetPeer(key(4), moved.clone()),
+            Change::SetPeer(key(9), moved),
+        ];
+        let (mut greeter, now) = (Greeter::default(), Instant::now());
+        assert_eq!(greeter.due(), None);
+        greeter.watch(&changes, &peers, key(5), &"10.4.0.0/16".parse().unwrap(), now);
+        let newcomer = |n: u8, pause| Newcomer {
+            key: key(n),
+            address: [10, 4, 0, n].into(),
+            since: now,
+            due: now + pause,
+        };
+        assert_eq!(greeter.waiting, [newcomer(1, SECOND), newcomer(9, FIRST)]);
+        assert_eq!(greeter.due(), Some(now + FIRST));
+    }
+
+    #[test]
+    fn who_has_been_tried_in_vain_begins_anew_and_who_has_shaken_hands_is_left_alone() {
+        let now = Instant::now();
+        let newcomers: Vec<Newcomer> = (1..6)
+            .map(|n| Newcomer { key: key(n), address: [10, 4, 0, n].into(), since: now - FIRST, due: now })
+            .collect();
+        let state = |age: Option<u64>, tx_bytes| PeerState {
+            handshake_age: age.map(Duration::from_secs),
+            tx_bytes,
+            allowed_ips: ["10.42.1.0/24".parse().unwrap()].into(),
+            ..PeerState::default()
+        };
+        let peers = [
+            (key(1), state(None, 0)),
+            (key(2), state(None, 148)),
+            (key(3), state(Some(0), 148)),
+            (key(4), state(Some(90), 9_000)),
+        ];
+        let state = DeviceState { peers: peers.into(), ..DeviceState::default() };
+        let (renewed, addresses) = silent(&newcomers, &state, now);
+        assert_eq!(addresses, [1, 2, 4].map(|n| IpAddr::from([10, 4, 0, n])), "the fifth is gone again");
+        let mut after = state.clone();
+        after.take(&renewed);
+        assert_eq!(renewed.len(), 2);
+        assert_eq!(after.peers[&key(2)], PeerState { tx_bytes: 0, ..state.peers[&key(2)].clone() });
+    }
+
+    #[test]
+    fn an_interface_that_is_not_there_is_an_error() {
+        assert!(say("kilo-none", &[]).is_ok());
+        assert!(say("kilo-none", &["10.4.0.1".parse().unwrap()]).is_err());
+    }
+}

@@ -1,0 +1,13 @@
+//! The WireGuard device of this host: making it, reading it and applying changes, in the kernel or
+//! in userspace.
+
+pub mod device;
+pub mod ensure;
+mod error;
+pub mod greet;
+pub mod private_key;
+pub mod userspace;
+
+pub use device::{Backend, Device, PeerStatus};
+pub use ensure::{Ensured, Mode, ensure_device, ensure_device_with};
+pub use error::WireguardError;

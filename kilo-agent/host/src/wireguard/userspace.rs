@@ -1,0 +1,280 @@
+//! WireGuard in a process, for kernels without the module: gotatun between a
+//! TUN device and a UDP socket, driven over the standard UAPI socket.
+//!
+//! A process of its own (`kg userspace-wireguard <interface>`): traffic goes
+//! on when the agent is killed or replaced. It ends on SIGTERM, and when its
+//! interface is deleted. gotatun's own UAPI server is not used: it drops the
+//! session of a peer it changes, leaves an allowed IP that moved listed with
+//! its former holder, and hangs up instead of answering an error.
+
+mod engine;
+mod tun;
+mod udp;
+
+use std::{
+    fs,
+    io::{self, Write as _},
+    os::unix::{
+        fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt},
+        process::CommandExt,
+    },
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use tokio::{
+    io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
+    net::{UnixListener, UnixStream},
+    signal::unix::{SignalKind, signal},
+    sync::{Semaphore, mpsc, oneshot},
+};
+
+use super::{
+    WireguardError,
+    device::{check_name, socket_path},
+};
+use crate::net::{Rtnl, links, watch::Watcher};
+use engine::Engine;
+use kilo_core::wireguard::uapi::SetRequest;
+use tun::Tun;
+
+/// Subcommand of `kg` that calls [`run`].
+pub const SUBCOMMAND: &str = "userspace-wireguard";
+/// Overrides where the sockets are; agent and process must agree.
+pub const DIRECTORY_VARIABLE: &str = "KILO_WIREGUARD_SOCKETS";
+/// Where `wg` and everybody else looks for them.
+const DIRECTORY: &str = "/var/run/wireguard";
+
+/// A request beyond this is not read to its end (1,000 peers need about 1 MB).
+const LARGEST_REQUEST: u64 = 64 << 20;
+/// Clients at a time.
+const CLIENTS: usize = 16;
+/// How long a process whose interface is gone may take to end; less than the agent waits.
+const ENDS_WITHIN: Duration = Duration::from_secs(4);
+
+/// Directory of the sockets.
+pub fn socket_directory() -> PathBuf {
+    std::env::var_os(DIRECTORY_VARIABLE).map_or_else(|| PathBuf::from(DIRECTORY), PathBuf::from)
+}
+
+/// Where a process started by [`spawn_detached`] writes what it has to say.
+pub fn log_path(interface: &str) -> PathBuf {
+    socket_directory().join(format!("{interface}.log"))
+}
+
+fn create_directory() -> io::Result<()> {
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(socket_directory())
+}
+
+/// A process in its own session. Dropping this does not end it.
+#[derive(Clone, Debug)]
+pub struct Detached {
+    ended: Arc<AtomicBool>,
+    id: u32,
+}
+
+impl Detached {
+    /// True once the process is over.
+    pub fn has_ended(&mut self) -> bool {
+        self.ended.load(Ordering::Acquire)
+    }
+
+    /// Process id.
+    pub fn id(&self) -> u32 {
+        self.id
+    }
+}
+
+/// Starts `exe userspace-wireguard <interface>` in its own session, in the
+/// network and mount namespace of the caller: signals to the agent's group
+/// and the agent's own end do not reach it.
+///
+/// In a container the end of the container still ends it; a cluster that
+/// wants userspace WireGuard to outlive upgrades runs it as its own container.
+pub fn spawn_detached(exe: &Path, interface: &str) -> io::Result<Detached> {
+    create_directory()?;
+    let log = fs::OpenOptions::new()
+        .create(true)
+        .write(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(log_path(interface))?;
+    let mut command = Command::new(exe);
+    command
+        .args([SUBCOMMAND, interface])
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::from(log));
+    // SAFETY: setsid is async-signal-safe and allocates nothing.
+    unsafe {
+        command.pre_exec(|| nix::unistd::setsid().map(|_| ()).map_err(io::Error::from));
+    }
+    let mut child = command.spawn()?;
+    let ended = Arc::new(AtomicBool::new(false));
+    let detached = Detached { ended: Arc::clone(&ended), id: child.id() };
+    // Reaped while the agent lives; afterwards init does it.
+    std::thread::Builder::new().name("userspace-wg".into()).spawn(move || {
+        let _ = child.wait();
+        ended.store(true, Ordering::Release);
+    })?;
+    Ok(detached)
+}
+
+/// Serves the interface until SIGTERM or SIGINT, or until it is deleted;
+/// removes device and socket. Writes to stderr only at start and end.
+pub async fn run(interface: &str) -> Result<(), WireguardError> {
+    let result = serve(interface).await;
+    if let Err(error) = &result {
+        let _ = writeln!(io::stderr(), "{error}");
+    }
+    result
+}
+
+type Answer = oneshot::Sender<String>;
+
+enum Request {
+    Get(Answer),
+    Set(SetRequest, Answer),
+}
+
+async fn serve(interface: &str) -> Result<(), WireguardError> {
+    check_name(interface)?;
+    let device_error = |what: &str, source| WireguardError::device(what, source);
+    let path = socket_path(interface);
+    let rtnl = Rtnl::new()?;
+    wait_for_predecessor(&rtnl, interface, &path).await?;
+    let tun_error = |reason: String| WireguardError::Tun { name: interface.to_owned(), reason };
+    // The kernel lets one process at a time have the name: from here on a
+    // socket that is still there belongs to a dead one.
+    let tun = Tun::create(interface).map_err(|error| tun_error(error.to_string()))?;
+    let mut engine = Engine::start(tun).await.map_err(|error| tun_error(error.to_string()))?;
+    let mut terminate =
+        signal(SignalKind::terminate()).map_err(|source| device_error("wait for SIGTERM", source))?;
+    let mut interrupt =
+        signal(SignalKind::interrupt()).map_err(|source| device_error("wait for SIGINT", source))?;
+    let listener = bind(&path).map_err(|source| device_error(&format!("open {}", path.display()), source))?;
+    let (sender, mut requests) = mpsc::channel(CLIENTS);
+    let acceptor = tokio::spawn(accept(listener, sender));
+    // The TUN device's end is not readable from its file (epoll only says
+    // EPOLLERR, which tokio does not pass on): ask netlink.
+    let mut watcher = Watcher::new(None)?;
+    let index = links::by_name(&rtnl, interface).await?.map_or(0, |link| link.index);
+    let deleted = loop {
+        tokio::select! {
+            changed = watcher.changed() => {
+                if changed.is_err() {
+                    watcher = Watcher::new(None)?;
+                }
+                if links::by_index(&rtnl, index).await?.is_none() {
+                    break true;
+                }
+            }
+            _ = terminate.recv() => break false,
+            _ = interrupt.recv() => break false,
+            Some(request) = requests.recv() => match request {
+                Request::Get(answer) => {
+                    let text = engine.get().await;
+                    let _ = answer.send(text + "errno=0\n\n");
+                }
+                Request::Set(request, answer) => {
+                    let errno = engine.set(request).await;
+                    let _ = answer.send(format!("errno={errno}\n\n"));
+                }
+            },
+        }
+    };
+    // The next process begins when the socket no longer answers: by then the port is free, and
+    // the file that is removed is not its own.
+    engine.stop().await;
+    let _ = fs::remove_file(&path);
+    acceptor.abort();
+    if deleted { Err(WireguardError::Vanished(interface.to_owned())) } else { Ok(()) }
+}
+
+/// Waits for the end of a process whose interface was deleted, which closes its connections.
+async fn wait_for_predecessor(rtnl: &Rtnl, interface: &str, path: &Path) -> Result<(), WireguardError> {
+    let ended = async {
+        while let Ok(mut predecessor) = UnixStream::connect(path).await {
+            if links::by_name(rtnl, interface).await?.is_some() {
+                return Err(WireguardError::AlreadyRunning(interface.to_owned()));
+            }
+            // It has nothing to say unasked: whatever is read is the end.
+            let _ = predecessor.read(&mut [0]).await;
+        }
+        Ok(())
+    };
+    let late = |_| Err(WireguardError::AlreadyRunning(interface.to_owned()));
+    tokio::time::timeout(ENDS_WITHIN, ended).await.unwrap_or_else(late)
+}
+
+fn bind(path: &Path) -> io::Result<UnixListener> {
+    create_directory()?;
+    let _ = fs::remove_file(path);
+    let listener = UnixListener::bind(path)?;
+    // The private key can be read through it.
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+    Ok(listener)
+}
+
+async fn accept(listener: UnixListener, requests: mpsc::Sender<Request>) {
+    let places = Arc::new(Semaphore::new(CLIENTS));
+    loop {
+        let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+        let Ok((stream, _)) = listener.accept().await else {
+            // Out of file descriptors, for example: not a reason to spin.
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            continue;
+        };
+        let requests = requests.clone();
+        tokio::spawn(async move {
+            let _ = converse(stream, &requests).await;
+            drop(place);
+        });
+    }
+}
+
+/// Requests of one client, each ended by an empty line.
+async fn converse(stream: UnixStream, requests: &mpsc::Sender<Request>) -> io::Result<()> {
+    let (reader, mut writer) = stream.into_split();
+    let mut reader = BufReader::new(reader.take(LARGEST_REQUEST));
+    let mut lines = Vec::new();
+    loop {
+        let mut line = String::new();
+        if reader.read_line(&mut line).await? == 0 {
+            return Ok(());
+        }
+        let line = line.trim_end_matches(['\r', '\n']);
+        if !line.is_empty() {
+            lines.push(line.to_owned());
+            continue;
+        }
+        if lines.is_empty() {
+            continue;
+        }
+        let answer = answer(&lines, requests).await;
+        lines.clear();
+        writer.write_all(answer.as_bytes()).await?;
+    }
+}
+
+async fn answer(lines: &[String], requests: &mpsc::Sender<Request>) -> String {
+    let (answer, receiver) = oneshot::channel();
+    let mut lines = lines.iter().map(String::as_str);
+    let request = match lines.next() {
+        Some("get=1") => Some(Request::Get(answer)),
+        Some("set=1") => SetRequest::decode(lines).ok().map(|request| Request::Set(request, answer)),
+        _ => None,
+    };
+    let refused = |errno: i32| format!("errno={errno}\n\n");
+    let Some(request) = request else { return refused(nix::libc::EINVAL) };
+    if requests.send(request).await.is_err() {
+        return refused(nix::libc::ENODEV);
+    }
+    receiver.await.unwrap_or_else(|_| refused(nix::libc::ENODEV))
+}
