@@ -1,5 +1,7 @@
 //! The crates depend on each other in one direction, and the pure one on nothing that does I/O.
 
+#![allow(clippy::unwrap_used, reason = "tests")]
+
 use std::{collections::BTreeSet, process::Command};
 
 /// Names of all packages that a package of this workspace is built from, with its default features.
