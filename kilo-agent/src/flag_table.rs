@@ -1,4 +1,4 @@
-//! The flags of a program as Markdown tables, for docs/ (tests/docs.rs).
+//! The flags of a program as Markdown tables, for docs/ (tests/unit/docs.rs).
 
 use std::fmt::Write as _;
 

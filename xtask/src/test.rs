@@ -1,7 +1,7 @@
 //! `cargo xtask test`: everything, or single parts, with one count at the end.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs,
     io::{BufRead as _, BufReader},
     path::{Path, PathBuf},
@@ -15,7 +15,7 @@ use clap::{Args, ValueEnum};
 use crate::{
     apt, build_all,
     cluster::release::Release,
-    command::own_program,
+    command::{output, own_program},
     kube_tools, kubernetes, lab,
     report::TestOutcome,
     rotation::{Kernel, Long},
@@ -40,13 +40,15 @@ const fn lab_on(kernel: Kernel) -> &'static [&'static str] {
 }
 /// What asks the kernel nothing that other tests do not ask: on this machine's
 /// kernel only.
-const NOT_ON_OLDEST: [&str; 3] = ["bpf_bounds", "bpf_monitor", "bpf_trace"];
+const NOT_ON_OLDEST: [&str; 3] = ["bpf::bounds", "bpf::monitor", "bpf::trace"];
 /// What runs on newer kernels than the oldest: their verifier, the programs that
 /// ask most of it, and kernel WireGuard.
-const ON_NEWER: [&str; 3] = ["bpf_load", "bpf_masquerade_both", "wireguard_kernel"];
+const ON_NEWER: [&str; 3] = ["bpf::load", "bpf::masquerade_both", KERNEL_WIREGUARD];
 /// What runs on the newest besides: its hooks, and packets of all kinds, because it takes off
 /// more of a superpacket's outer header than the older ones can.
-const ON_NEWEST: [&str; 2] = ["bpf_agreement", "bpf_attach"];
+const ON_NEWEST: [&str; 2] = ["bpf::agreement", "bpf::attach"];
+/// Tests that need WireGuard in the kernel, which only the virtual machines' kernels surely have.
+const KERNEL_WIREGUARD: &str = "net::wireguard_kernel";
 
 /// What can be tested alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
@@ -296,7 +298,7 @@ fn reproducible(part: Part) -> TestOutcome {
 
 /// One compiled test program.
 struct TestBinary {
-    /// Name of the target: `kilo_agent`, `golden`, `bpf_load` ...
+    /// Name of the target: `kilo_agent`, `unit`, `bpf`, `net`, `api` ...
     target: String,
     path: PathBuf,
 }
@@ -304,22 +306,19 @@ struct TestBinary {
 impl TestBinary {
     /// Which part it belongs to, by its name.
     fn part(&self) -> Part {
-        let starts = |prefix: &str| self.target.starts_with(prefix);
-        match () {
-            () if starts("bpf_") => Part::Bpf,
-            // Only the virtual machines' kernels surely have WireGuard.
-            () if starts("wireguard_kernel") => Part::Vm,
-            () if starts("api_") => Part::Api,
-            () if starts("http_")
-                || starts("lab_")
-                || starts("net_")
-                || starts("wireguard_")
-                || starts("cli_") =>
-            {
-                Part::Lab
-            }
-            () => Part::Unit,
+        match self.target.as_str() {
+            "bpf" => Part::Bpf,
+            "api" => Part::Api,
+            "net" => Part::Lab,
+            _ => Part::Unit,
         }
+    }
+
+    /// Names of its modules with tests, with the target's before them.
+    fn modules(&self) -> Result<BTreeSet<String>> {
+        let listed = output(Command::new(&self.path).args(["--list", "--format=terse"]))?;
+        let tests = listed.lines().filter_map(|line| line.split_once("::"));
+        Ok(tests.map(|(module, _)| format!("{}::{module}", self.target)).collect())
     }
 }
 
@@ -356,8 +355,16 @@ fn run_binaries(
         let run = |names: &[String]| {
             let mut command = Command::new(&binary.path);
             command.envs(environment).current_dir(workspace_root().join(package_of(binary)));
-            let names = names.iter().filter_map(|name| name.strip_prefix(&binary.target)?.strip_prefix("::"));
-            run_binary(part, &binary.target, command.args(names).arg("--exact"))
+            if names.is_empty() {
+                if let Some(module) = KERNEL_WIREGUARD.strip_prefix(&format!("{}::", binary.target)) {
+                    command.args(["--skip", module]);
+                }
+            } else {
+                let own =
+                    |name: &String| name.strip_prefix(&binary.target)?.strip_prefix("::").map(str::to_owned);
+                command.args(names.iter().filter_map(own)).arg("--exact");
+            }
+            run_binary(part, &binary.target, &mut command)
         };
         outcomes.extend(match &mut tries {
             Some(tries) => tries.run(run)?,
@@ -559,7 +566,7 @@ fn run_in_vm(kernel: Kernel) -> Result<Vec<TestOutcome>> {
 }
 
 /// The tests of the BPF programs and of kernel WireGuard on that kernel, an
-/// outcome each program.
+/// outcome each module.
 fn binaries_in_vm(
     kernel: Kernel,
     binaries: &[TestBinary],
@@ -573,17 +580,28 @@ fn binaries_in_vm(
     let kernel = kernel.label();
     let started = Instant::now();
     let shared = workspace_root().join(vm::SHARED).join("codes");
-    let name = |binary: &TestBinary| format!("{kernel}: {}", binary.target);
+    let name = |module: &str| format!("{kernel}: {module}");
+    let mut modules = Vec::new();
+    for binary in binaries {
+        if matches!(binary.part(), Part::Bpf | Part::Lab) {
+            let all = binary.modules()?.into_iter();
+            let asked = |module: &String| {
+                (binary.part() == Part::Bpf || module == KERNEL_WIREGUARD) && wanted(module)
+            };
+            modules.extend(all.filter(asked).map(|module| (module, &binary.path)));
+        }
+    }
     let run = |names: &[String]| {
         let _ = fs::remove_file(&shared);
-        let chosen: Vec<_> = binaries
-            .iter()
-            .filter(|binary| matches!(binary.part(), Part::Bpf | Part::Vm) && wanted(&binary.target))
-            .filter(|binary| names.is_empty() || names.contains(&name(binary)))
-            .collect();
-        let lines = chosen.iter().map(|binary| {
-            let (target, path) = (&binary.target, binary.path.display());
-            format!("{path} --test-threads=1 --nocapture; echo {target} $? >> {}\n", shared.display())
+        let chosen: Vec<_> =
+            modules.iter().filter(|(module, _)| names.is_empty() || names.contains(&name(module))).collect();
+        let lines = chosen.iter().map(|(module, path)| {
+            let filter = module.split_once("::").map_or("", |(_, module)| module);
+            format!(
+                "{} --test-threads=1 --nocapture {filter}::; echo {module} $? >> {}\n",
+                path.display(),
+                shared.display()
+            )
         });
         vm::execute(&vm::VmArgs {
             kernel: kernel.to_owned(),
@@ -594,9 +612,9 @@ fn binaries_in_vm(
             command: vec!["sh".to_owned(), "-c".to_owned(), lines.collect()],
         })?;
         let codes = fs::read_to_string(&shared).unwrap_or_default();
-        let outcomes = chosen.iter().map(|binary| {
-            let passed = codes.lines().any(|line| line == format!("{} 0", binary.target));
-            outcome(Part::Vm, &name(binary), if passed { "passed" } else { "failed" }, started)
+        let outcomes = chosen.iter().map(|(module, _)| {
+            let passed = codes.lines().any(|line| line == format!("{module} 0"));
+            outcome(Part::Vm, &name(module), if passed { "passed" } else { "failed" }, started)
         });
         Ok(outcomes.collect())
     };

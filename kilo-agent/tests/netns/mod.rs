@@ -19,9 +19,15 @@ use nix::{
 
 const INSIDE: &str = "KILO_TEST_INSIDE_NETNS";
 
-/// Runs `body` inside, or prints why it cannot. `name` is the test's own path
-/// in this binary.
-pub fn isolated<F: Future<Output = ()>>(name: &str, body: impl FnOnce() -> F) {
+/// The running test's path in this binary: libtest names its thread so.
+pub fn own_name(test: &str) -> String {
+    let name = std::thread::current().name().unwrap_or_default().to_owned();
+    assert!(name == test || name.ends_with(&format!("::{test}")), "{name:?} is not the test {test:?}");
+    name
+}
+
+/// Runs `body` inside, or prints why it cannot. `test` is the name of the test's function.
+pub fn isolated<F: Future<Output = ()>>(test: &str, body: impl FnOnce() -> F) {
     if std::env::var_os(INSIDE).is_some() {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
@@ -32,8 +38,9 @@ pub fn isolated<F: Future<Output = ()>>(name: &str, body: impl FnOnce() -> F) {
         println!("kilo-skip: network namespaces need root");
         return;
     }
+    let name = own_name(test);
     let mut child = Command::new(std::env::current_exe().unwrap());
-    child.args([name, "--exact", "--nocapture", "--test-threads=1"]).env(INSIDE, "1").stdin(Stdio::null());
+    child.args([&name, "--exact", "--nocapture", "--test-threads=1"]).env(INSIDE, "1").stdin(Stdio::null());
     // SAFETY: unshare and mount are plain system calls, nothing is allocated.
     unsafe { child.pre_exec(enter) };
     let child = match child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn() {
@@ -46,9 +53,11 @@ pub fn isolated<F: Future<Output = ()>>(name: &str, body: impl FnOnce() -> F) {
     let space = space_of(child.id());
     let output = child.wait_with_output().unwrap();
     end_all_in(&space);
-    print!("{}", String::from_utf8_lossy(&output.stdout));
+    let said = String::from_utf8_lossy(&output.stdout);
+    print!("{said}");
     eprint!("{}", String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{name} failed inside its namespace");
+    assert!(said.contains("running 1 test"), "{name} did not run inside its namespace");
 }
 
 /// The network namespace of a process.

@@ -1,0 +1,245 @@
+//! `kgctl connect` against a real API server and a real WireGuard peer.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use crate::api;
+use crate::netns;
+
+use std::{
+    collections::BTreeMap,
+    os::unix::fs::PermissionsExt as _,
+    path::Path,
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use kilo_agent::status::Timestamp;
+use kilo_core::{
+    objects::peer::Peer,
+    wireguard::{
+        DeviceState, WireguardPeer, WireguardPlan, diff,
+        key::{PublicKey, SecretKey},
+    },
+};
+use kube::{Api, api::DeleteParams};
+use netns::{isolated, sh, succeeds};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::json;
+
+use api::{ADMIN, ApiServer, apply, apply_crds, create_node};
+
+const NODE: SecretKey = SecretKey::from_bytes([0x48; 32]);
+
+/// Ends what a failed test leaves.
+struct Running(Child);
+
+impl Running {
+    fn signal(&mut self, signal: Signal) -> bool {
+        kill(Pid::from_raw(self.0.id().try_into().unwrap()), signal).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        loop {
+            if let Some(status) = self.0.try_wait().unwrap() {
+                return status.success();
+            }
+            assert!(Instant::now() < deadline, "it does not end");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+        succeeds("ip link delete kilo0; ip -n b link delete wgb");
+    }
+}
+
+fn kgctl(kubeconfig: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kgctl"));
+    command.arg("--kubeconfig").arg(kubeconfig).args(["connect", "--resync-period", "1s"]).args(arguments);
+    command
+}
+
+fn until(what: &str, mut check: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !check() {
+        assert!(Instant::now() < deadline, "{what} within 20 s");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+fn refused(kubeconfig: &Path, arguments: &[&str]) -> String {
+    let output = kgctl(kubeconfig, arguments).output().unwrap();
+    assert!(!output.status.success(), "{arguments:?}");
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// What a clean machine has: no interface, no route, no process of ours.
+#[track_caller]
+fn nothing_left() {
+    until("the interface goes", || !succeeds("ip link show kilo0"));
+    assert_eq!(sh("ip route show proto 107; ip -6 route show proto 107; ip rule show priority 1107"), "");
+    until("the socket goes", || !Path::new("/run/wireguard/kilo0.sock").exists());
+}
+
+/// A namespace `b` with a WireGuard device that is the leader of a location:
+/// what an agent would set up there.
+fn network() -> Running {
+    sh("mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard /run/netns; ip link set lo up; ip netns add b
+        ip -n b link set lo up; ip link add va type veth peer name vb netns b; ip link set va up
+        ip -n b link set vb up; ip addr add 192.0.2.1/24 dev va; ip -n b addr add 192.0.2.2/24 dev vb
+        ip -n b addr add 10.42.1.1/32 dev lo");
+    let process = Command::new("ip")
+        .args(["netns", "exec", "b", env!("CARGO_BIN_EXE_kg"), "userspace-wireguard", "wgb"])
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let running = Running(process);
+    until("the node's device", || Path::new("/run/wireguard/wgb.sock").exists());
+    running
+}
+
+/// The node's device knows the peer, as its agent would have told it.
+fn node_knows(key: PublicKey) {
+    use std::io::{Read as _, Write as _};
+    let peer =
+        WireguardPeer { allowed_ips: ["10.10.10.10/32".parse().unwrap()].into(), ..WireguardPeer::default() };
+    let plan = WireguardPlan { listen_port: 51820, peers: [(key, peer)].into() };
+    let changes = diff(&DeviceState::default(), &plan, &NODE);
+    let mut stream = std::os::unix::net::UnixStream::connect("/run/wireguard/wgb.sock").unwrap();
+    stream.write_all(diff::request(&changes).encode().as_bytes()).unwrap();
+    stream.shutdown(std::net::Shutdown::Write).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert_eq!(answer.trim(), "errno=0");
+    sh(
+        "ip -n b addr replace 10.4.0.1/16 dev wgb; ip -n b link set wgb up; ip -n b route replace 10.10.10.10/32 dev wgb",
+    );
+}
+
+#[test]
+fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
+    isolated("a_machine_joins_reaches_pods_and_leaves_nothing_behind", || async {
+        let _node = network();
+        let Some(server) = ApiServer::start().await else { return };
+        let client = server.client(ADMIN).await;
+        apply_crds(&client).await;
+        let now = Timestamp::now().0;
+        let annotations = BTreeMap::from([
+            ("kilo.squat.ai/endpoint", "192.0.2.2:51820".to_owned()),
+            ("kilo.squat.ai/internal-ip", "10.1.0.2/24".to_owned()),
+            ("kilo.squat.ai/key", NODE.public().to_string()),
+            ("kilo.squat.ai/last-seen", (now + 3600).to_string()),
+        ]);
+        let pairs: Vec<_> = annotations.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        create_node(&client, "n1", &pairs).await;
+        let kubeconfig = server.kubeconfig(ADMIN, server.port());
+        let peers: Api<Peer> = Api::all(client.clone());
+
+        let mut connected =
+            Running(kgctl(&kubeconfig, &["laptop", "--allowed-ips", "10.43.0.0/16"]).spawn().unwrap());
+        until("the device has its peer", || {
+            succeeds(&format!("wg show kilo0 allowed-ips | grep -q {}", NODE.public()))
+        });
+        until("the route", || sh("ip route show 10.42.1.0/24").contains("dev kilo0"));
+        let mode = std::fs::metadata("/var/lib/kilo/laptop.key").unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "the private key is nobody else's");
+        let object = peers.get("laptop").await.unwrap();
+        assert_eq!(object.spec.allowed_ips, ["10.10.10.10/32"]);
+        for prefix in ["10.1.0.2", "10.4.0.1", "10.42.1.0/24", "10.43.0.0/16"] {
+            let route = sh(&format!("ip route show {prefix}"));
+            assert!(route.contains("dev kilo0") && route.contains("src 10.10.10.10"), "{prefix}: {route:?}");
+        }
+        assert!(sh("ip -o address show kilo0").contains("10.10.10.10/32"));
+        assert!(sh("ip -o link show kilo0").contains("mtu 1420"));
+        node_knows(object.spec.public_key.parse().unwrap());
+        until("a pod answers", || succeeds("ping -c 1 -W 1 10.42.1.1"));
+
+        // Another one on the same machine would fight over routes.
+        let said = refused(&kubeconfig, &["other"]);
+        assert!(said.contains("already runs"), "{said}");
+        let said = refused(&kubeconfig, &["other", "--interface", "kilo1"]);
+        assert!(said.contains("kilo0 are managed already"), "{said}");
+        assert!(peers.get_opt("other").await.unwrap().is_none());
+
+        // A location more, and the own Peer deleted by somebody: both are followed.
+        let mut far = annotations.clone();
+        far.insert("kilo.squat.ai/location", "far".to_owned());
+        far.insert("kilo.squat.ai/key", PublicKey([5; 32]).to_string());
+        far.insert("kilo.squat.ai/endpoint", "192.0.2.77:51820".to_owned());
+        far.insert("kilo.squat.ai/internal-ip", "10.9.0.9/24".to_owned());
+        let pairs: Vec<_> = far.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        create_node(&client, "n9", &pairs).await;
+        until("the other location", || sh("ip route show 10.9.0.9").contains("kilo0"));
+        peers.delete("laptop", &DeleteParams::default()).await.unwrap();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while peers.get_opt("laptop").await.unwrap().is_none() {
+            assert!(Instant::now() < deadline, "the Peer is not made again");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+
+        // Killed hard: all stays, traffic too; a new start takes it over.
+        connected.signal(Signal::SIGKILL);
+        let index = sh("cat /sys/class/net/kilo0/ifindex 2>/dev/null || ip -o link show kilo0 | cut -d: -f1");
+        assert!(succeeds("ping -c 1 -W 2 10.42.1.1"));
+        drop(std::mem::replace(&mut connected.0, kgctl(&kubeconfig, &["laptop"]).spawn().unwrap()));
+        until("services are no longer routed", || sh("ip route show 10.43.0.0/16").is_empty());
+        assert_eq!(
+            sh("cat /sys/class/net/kilo0/ifindex 2>/dev/null || ip -o link show kilo0 | cut -d: -f1"),
+            index
+        );
+        assert!(succeeds("ping -c 1 -W 2 10.42.1.1"));
+
+        assert!(connected.signal(Signal::SIGTERM), "a stop is a success");
+        nothing_left();
+        assert!(peers.get_opt("laptop").await.unwrap().is_none(), "the Peer it made goes with it");
+    });
+}
+
+#[test]
+fn a_peer_made_by_somebody_else_is_used_and_stays() {
+    isolated("a_peer_made_by_somebody_else_is_used_and_stays", || async {
+        sh("mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard; ip link set lo up");
+        let Some(server) = ApiServer::start().await else { return };
+        let client = server.client(ADMIN).await;
+        apply_crds(&client).await;
+        let kubeconfig = server.kubeconfig(ADMIN, server.port());
+        let peers: Api<Peer> = Api::all(client.clone());
+        let key = SecretKey::from_bytes([0x50; 32]);
+        std::fs::write("/var/lib/key", key.reveal()).unwrap();
+        for (name, public) in [("mine", key.public()), ("theirs", PublicKey([9; 32]))] {
+            let object = json!({
+                "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": name},
+                "spec": {"allowedIPs": ["10.5.0.7/32", "10.55.0.0/16"], "publicKey": public.to_string()},
+            });
+            apply(&client, &serde_json::from_value(object).unwrap(), false).await.unwrap();
+            if name == "mine" {
+                let arguments = ["mine", "--private-key", "/var/lib/key", "--interface", "wg7"];
+                let mut running = Running(kgctl(&kubeconfig, &arguments).spawn().unwrap());
+                until("its address", || {
+                    succeeds("ip link show wg7") && sh("ip -o -4 address show wg7").contains("10.5.0.7/32")
+                });
+                assert!(running.signal(Signal::SIGINT));
+                until("the interface goes", || !succeeds("ip link show wg7"));
+                assert!(peers.get_opt("mine").await.unwrap().is_some(), "it is not ours to delete");
+                peers.delete("mine", &DeleteParams::default()).await.unwrap();
+            }
+        }
+        let said = refused(&kubeconfig, &["theirs"]);
+        assert!(said.contains("another key") && said.contains("--private-key"), "{said}");
+        let said = refused(&kubeconfig, &["UPPER_case"]);
+        assert!(said.contains("lower case"), "{said}");
+        let said = refused(&kubeconfig, &["x", "--allowed-ip", "10.0.0.0/8"]);
+        assert!(said.contains("10.10.10.10/32"), "{said}");
+        let said = refused(&server.kubeconfig(api::NOBODY, server.port()), &["x"]);
+        assert!(said.contains("forbidden"), "{said}");
+        std::fs::write("/var/lib/rubbish", "no key").unwrap();
+        let said = refused(&kubeconfig, &["x", "--private-key", "/var/lib/rubbish"]);
+        assert!(said.contains("/var/lib/rubbish"), "{said}");
+        nothing_left();
+    });
+}

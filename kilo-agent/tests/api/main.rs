@@ -1,0 +1,33 @@
+//! The agent and kgctl against a real kube-apiserver.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    dead_code,
+    unused_imports,
+    reason = "tests"
+)]
+
+#[path = "../support/api.rs"]
+mod api;
+#[path = "../support/dot.rs"]
+mod dot;
+#[path = "../support/front.rs"]
+mod front;
+#[path = "../netns/mod.rs"]
+mod netns;
+#[path = "../support/proxy.rs"]
+mod proxy;
+
+mod agent;
+mod backend;
+mod connect;
+mod crd;
+mod faults;
+mod kgctl;
+mod last_good;
+mod manifests;
+mod multicluster;
+mod status;
+mod through_mesh;
+mod webhook;

@@ -1,0 +1,204 @@
+//! `kgctl status` against a real API server and a real agent.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use crate::api;
+use crate::netns;
+
+use std::{
+    io::{Read as _, Write as _},
+    net::TcpStream,
+    path::Path,
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use k8s_openapi::api::core::v1 as core;
+use kilo_agent::status::{Status, Timestamp};
+use kilo_core::{topology::LeaderReason, wireguard::key::PublicKey};
+use kube::{
+    Api,
+    api::{Patch, PatchParams, PostParams},
+};
+use serde_json::json;
+
+use api::{ADMIN, ApiServer, apply, apply_crds, create_node};
+
+fn kgctl(kubeconfig: &Path, arguments: &[&str]) -> (bool, String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kgctl"));
+    let output = command.arg("--kubeconfig").arg(kubeconfig).arg("status").args(arguments).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.success(), text(output.stdout), text(output.stderr))
+}
+
+fn status(kubeconfig: &Path, arguments: &[&str]) -> Status {
+    let (success, stdout, stderr) = kgctl(kubeconfig, &[arguments, &["-o", "json"]].concat());
+    assert!(success, "{stderr}");
+    serde_json::from_str(&stdout).unwrap_or_else(|error| panic!("{error}: {stdout}"))
+}
+
+fn scrape() -> String {
+    let mut stream = TcpStream::connect("127.0.0.1:1107").unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    text
+}
+
+fn until(what: &str, mut check: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !check() {
+        assert!(Instant::now() < deadline, "{what} within 20 s");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+#[test]
+fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
+    netns::isolated("who_leads_since_when_and_why_is_told_with_and_without_agents", || async {
+        netns::sh(
+            "mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard; mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
+             ip link set lo up; ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up; \
+             ip address add 10.1.0.11/24 dev eth0; ip address add 192.0.2.11/32 dev eth0; \
+             ip route add default via 10.1.0.1 dev eth0",
+        );
+        let Some(server) = ApiServer::start().await else { return };
+        let client = server.client(ADMIN).await;
+        apply_crds(&client).await;
+        let now = Timestamp::now().0;
+        let name = |name: &str| format!("kilo.squat.ai/{name}");
+        let member = |endpoint: &str, private: &str, key: u8, seen: i64| {
+            [
+                (name("endpoint"), endpoint.to_owned()),
+                (name("internal-ip"), private.to_owned()),
+                (name("key"), PublicKey([key; 32]).to_string()),
+                // Far ahead: nobody renews it here.
+                (name("last-seen"), seen.to_string()),
+            ]
+        };
+        for (node, annotations) in [
+            ("n0", member("10.1.0.10:51820", "10.1.0.10/24", 1, now + 3600)),
+            ("n2", member("10.1.0.12:51820", "10.1.0.12/24", 2, now - 600)),
+        ] {
+            let mut pairs: Vec<_> = annotations.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
+            let location = name("location");
+            if node == "n2" {
+                pairs.push((&location, "gone"));
+            }
+            create_node(&client, node, &pairs).await;
+        }
+        create_node(&client, "n1", &[]).await;
+        for (peer, prefix) in [("laptop", "10.5.0.1/32"), ("tablet", "10.5.0.1/32")] {
+            let key = PublicKey([peer.as_bytes()[0]; 32]).to_string();
+            let object = json!({
+                "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": peer},
+                "spec": {"allowedIPs": [prefix], "publicKey": key},
+            });
+            apply(&client, &serde_json::from_value(object).unwrap(), false).await.unwrap();
+        }
+        let kubeconfig = server.kubeconfig(ADMIN, server.port());
+
+        // No agent runs: the objects alone.
+        let (success, table, stderr) = kgctl(&kubeconfig, &[]);
+        assert!(success, "{stderr}");
+        for words in [
+            "first by name",
+            "the only ready node",
+            "its agent last checked in 10m",
+            "its agent never checked in",
+        ] {
+            assert!(table.contains(words), "{words} is missing from\n{table}");
+        }
+        assert!(table.contains("location:gone   <none>"), "{table}");
+        let found = status(&kubeconfig, &[]);
+        assert_eq!(found.locations[0].leader.as_deref(), Some("n0"));
+        let gone = &found.locations[1];
+        assert_eq!(
+            (gone.name.as_str(), &gone.leader, gone.ready, gone.nodes),
+            ("location:gone", &None, 0, 1)
+        );
+        assert_eq!((found.locations[0].since, found.agent.as_ref()), (None, None));
+        assert_eq!(
+            found.peers[1].reason.as_deref(),
+            Some("10.5.0.1/32: claimed by a peer that comes first by name")
+        );
+        let (success, _, stderr) = kgctl(&kubeconfig, &["n0"]);
+        assert!(success && stderr.contains("no running pod"), "{stderr}");
+        let (success, stdout, stderr) = kgctl(&kubeconfig, &["nowhere"]);
+        assert!(!success && stdout.is_empty() && stderr.contains("nowhere"), "{stderr}");
+
+        let mut kg = Command::new(env!("CARGO_BIN_EXE_kg"));
+        kg.arg("--kubeconfig").arg(&kubeconfig).args(["--hostname", "n1", "--resync-period", "1s"]);
+        let _agent = netns::Agent(kg.spawn().unwrap());
+        let url = "--agent=http://127.0.0.1:1107";
+        until("the agent's answer", || kgctl(&kubeconfig, &[url]).0);
+        until("n1 leads by its public endpoint", || {
+            let found = status(&kubeconfig, &[url]);
+            let location = found.locations.first();
+            location.is_some_and(|location| {
+                location.leader.as_deref() == Some("n1")
+                    && location.reason == Some(LeaderReason::PublicEndpoint)
+            })
+        });
+        // The view is there a moment before the device has its peers.
+        until("the device's peers", || {
+            let agent = status(&kubeconfig, &[url]).agent.unwrap();
+            let names = agent.tunnels.iter().filter_map(|tunnel| tunnel.name.as_deref());
+            let peers: Vec<_> = names.filter(|name| name.starts_with("peer:")).collect();
+            peers == ["peer:laptop", "peer:tablet"] && !agent.programs.is_empty()
+        });
+        let found = status(&kubeconfig, &[url]);
+        let agent = found.agent.unwrap();
+        assert_eq!((agent.node.as_str(), agent.interface.as_str()), ("n1", "kilo0"));
+        assert_eq!((agent.unhealthy, agent.errors), (None, vec![]));
+        assert!(agent.drops.contains_key("unknown_sender") && agent.packets.contains_key("steer"));
+        let at = |program: &str, interface: &str| {
+            agent.programs.iter().any(|at| at.program == program && at.interface == interface)
+        };
+        assert!(at("kilo_egress", "kilo0") && at("lan_ingress", "eth0"), "{:?}", agent.programs);
+        assert!(found.locations[0].since.is_some_and(|since| since.0 >= now));
+
+        // The same figures for Prometheus, those of a data path without traffic too.
+        let metrics = scrape();
+        for label in agent.drops.keys() {
+            let name = format!("kilo_dropped_packets_total{{reason=\"{label}\"}}");
+            assert!(metrics.contains(&name), "{name} is missing from\n{metrics}");
+        }
+        for label in agent.packets.keys() {
+            assert!(metrics.contains(&format!("kilo_packets_total{{action=\"{label}\"}}")), "{label}");
+        }
+        for line in ["kilo_leader 1", "kilo_peers 2", "kilo_wireguard_received_bytes_total{public_key="] {
+            assert!(metrics.contains(line), "{line} is missing from\n{metrics}");
+        }
+
+        // The leader is moved: the agent has seen it happen.
+        let nodes: Api<core::Node> = Api::all(client.clone());
+        let ask = json!({"metadata": {"annotations": {name("leader"): ""}}});
+        nodes.patch("n0", &PatchParams::default(), &Patch::Merge(&ask)).await.unwrap();
+        until("n0 leads because it asks", || {
+            let location = status(&kubeconfig, &[url]).locations.remove(0);
+            location.leader.as_deref() == Some("n0")
+                && location.reason == Some(LeaderReason::Asks)
+                && location.changes == Some(1)
+        });
+
+        // Through the API server's proxy to the agent's pod, as from anywhere.
+        let pods: Api<core::Pod> = Api::namespaced(client.clone(), "default");
+        let pod = json!({
+            "metadata": {"name": "kilo-x", "labels": {"app.kubernetes.io/name": "kilo"}},
+            "spec": {"nodeName": "n1", "hostNetwork": true, "containers": [{"name": "kilo", "image": "kilo"}]},
+        });
+        pods.create(&PostParams::default(), &serde_json::from_value(pod).unwrap()).await.unwrap();
+        let running =
+            json!({"status": {"phase": "Running", "podIP": "10.1.0.11", "podIPs": [{"ip": "10.1.0.11"}]}});
+        pods.patch_status("kilo-x", &PatchParams::default(), &Patch::Merge(&running)).await.unwrap();
+        let found = status(&kubeconfig, &["n1"]);
+        assert_eq!(found.agent.map(|agent| agent.node), Some("n1".to_owned()));
+        assert_eq!(found.nodes.len(), 1);
+        let (_, table, _) = kgctl(&kubeconfig, &["n1"]);
+        assert!(table.contains("Agent of n1") && table.contains("kilo_egress"), "{table}");
+        println!("{table}");
+        let (_, _, refused) = kgctl(&server.kubeconfig(api::AGENT, server.port()), &["n1"]);
+        assert!(refused.contains("forbidden"), "{refused}");
+    });
+}

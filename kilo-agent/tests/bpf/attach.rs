@@ -1,0 +1,592 @@
+//! Programs on real hooks, beside those of others: TCX and clsact, restarts,
+//! removals, and interfaces that come and go.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use crate::netns;
+use crate::support;
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use aya::{
+    programs::{LinkOrder, ProgramInfo, SchedClassifier, TcAttachType},
+    sys::{Stats, enable_stats},
+};
+use kilo_common::verdict::DropReason;
+use kilo_core::settings::AttachMode;
+use kilo_host::{
+    dataplane::{Applied, CounterReader, Dataplane, Interfaces, link_directory, pin_directory},
+    net::Net,
+};
+use netns::{isolated, sh, take_the_rights_of_the_daemonset};
+use support::{SELF, foreign, leader_tables, packet};
+
+const STRANGER: [u8; 4] = [10, 1, 0, 99];
+
+/// Linux 6.6 and later.
+fn has_tcx() -> bool {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|text| text.parse::<u32>().ok());
+    (numbers.next(), numbers.next()) >= (Some(6), Some(6))
+}
+
+/// Runs a body that needs TCX.
+fn isolated_tcx<F: Future<Output = ()>>(name: &str, body: impl FnOnce() -> F) {
+    if has_tcx() { isolated(name, body) } else { support::skip("TCX needs Linux 6.6") }
+}
+
+/// The ways to attach of this kernel.
+fn modes() -> Vec<AttachMode> {
+    if has_tcx() { vec![AttachMode::Tcx, AttachMode::Clsact] } else { vec![AttachMode::Clsact] }
+}
+
+/// A node with kilo0 and one uplink, whose other end is in the same namespace.
+struct World {
+    fs: support::BpfFs,
+    net: Net,
+    uplinks: BTreeSet<u32>,
+    tunnels: BTreeSet<u32>,
+}
+
+impl World {
+    fn new() -> Self {
+        sh("echo 1 > /proc/sys/net/ipv6/conf/default/addr_gen_mode
+            ip link set lo up; ip tuntap add dev kilo0 mode tun; ip link set kilo0 up");
+        let mut world = Self {
+            fs: support::bpffs().unwrap(),
+            net: Net::new().unwrap(),
+            uplinks: BTreeSet::new(),
+            tunnels: BTreeSet::new(),
+        };
+        world.add_uplink("");
+        world
+    }
+
+    fn add_uplink(&mut self, options: &str) {
+        sh(&format!(
+            "ip link add eth0 {options} address 02:00:00:00:00:01 type veth peer name eth0p
+             ip link set eth0 up; ip link set eth0p up"
+        ));
+        self.uplinks = BTreeSet::from([index("eth0")]);
+    }
+
+    /// What a starting agent does.
+    async fn start(&self, mode: AttachMode) -> (Dataplane, Applied) {
+        let mut dataplane = Dataplane::open_with(self.fs.path(), false, mode).unwrap();
+        dataplane.write(&leader_tables()).unwrap();
+        let attached = self.attach(&mut dataplane).await;
+        assert!(attached.failed.is_empty(), "{:?}", attached.failed);
+        (dataplane, attached)
+    }
+
+    async fn attach(&self, dataplane: &mut Dataplane) -> Applied {
+        let layer3 = &BTreeSet::new();
+        let interfaces =
+            Interfaces { kilo: index("kilo0"), uplinks: &self.uplinks, layer3, tunnels: &self.tunnels };
+        dataplane.attach(&self.net, interfaces).await.unwrap()
+    }
+
+    /// Programs of that name on one hook: over TCX, and as filters.
+    async fn copies(&self, program: &str, interface: &str, hook: TcAttachType) -> (usize, usize) {
+        let filters = self.net.bpf_filters([index(interface)]).await.unwrap();
+        let egress = hook == TcAttachType::Egress;
+        let filters = filters.iter().filter(|it| it.egress == egress && it.name == program).count();
+        (tcx(interface, hook).iter().filter(|it| it.name_as_str() == Some(program)).count(), filters)
+    }
+
+    /// Exactly one copy of each program, where it belongs.
+    async fn assert_one_copy_each(&self, mode: AttachMode) {
+        let wanted = if mode == AttachMode::Clsact { (0, 1) } else { (1, 0) };
+        for (program, interface, hook) in [
+            ("kilo_egress", "kilo0", TcAttachType::Egress),
+            ("kilo_ingress", "kilo0", TcAttachType::Ingress),
+            ("lan_ingress", "eth0", TcAttachType::Ingress),
+            ("uplink_egress", "eth0", TcAttachType::Egress),
+        ] {
+            self.assert_copies(program, interface, hook, wanted).await;
+        }
+    }
+
+    /// The kernel frees a link some time after its last name is gone.
+    async fn assert_copies(
+        &self,
+        program: &str,
+        interface: &str,
+        hook: TcAttachType,
+        wanted: (usize, usize),
+    ) {
+        let started = Instant::now();
+        while self.copies(program, interface, hook).await != wanted {
+            assert!(
+                started.elapsed() < Duration::from_secs(10),
+                "{program}: {:?} instead of {wanted:?} links and filters",
+                self.copies(program, interface, hook).await
+            );
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
+
+fn index(interface: &str) -> u32 {
+    nix::net::if_::if_nametoindex(interface).unwrap()
+}
+
+fn tcx(interface: &str, hook: TcAttachType) -> Vec<ProgramInfo> {
+    SchedClassifier::query_tcx(interface, hook).map(|(_, programs)| programs).unwrap_or_default()
+}
+
+fn links(fs: &Path) -> usize {
+    fs::read_dir(link_directory(fs)).unwrap().count()
+}
+
+/// Sends frames out of `eth0p`, so that they arrive on `eth0`.
+struct Sender(std::os::fd::OwnedFd);
+
+impl Sender {
+    fn new() -> Self {
+        use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, bind, socket};
+        let fd =
+            socket(AddressFamily::Packet, SockType::Raw, SockFlag::empty(), None::<SockProtocol>).unwrap();
+        let address = nix::libc::sockaddr_ll {
+            sll_family: nix::libc::AF_PACKET.cast_unsigned() as u16,
+            sll_protocol: 0,
+            sll_ifindex: index("eth0p").cast_signed(),
+            sll_hatype: 0,
+            sll_pkttype: 0,
+            sll_halen: 0,
+            sll_addr: [0; 8],
+        };
+        // SAFETY: a complete sockaddr_ll and its length.
+        let address = unsafe {
+            use nix::sys::socket::SockaddrLike as _;
+            nix::sys::socket::LinkAddr::from_raw(
+                (&raw const address).cast(),
+                Some(u32::try_from(size_of_val(&address)).unwrap()),
+            )
+        };
+        bind(std::os::fd::AsRawFd::as_raw_fd(&fd), &address.unwrap()).unwrap();
+        Self(fd)
+    }
+
+    fn send(&self, ip: &[u8]) {
+        let mut frame = packet::ethernet(ip);
+        frame[..12].copy_from_slice(&[2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2]);
+        nix::unistd::write(&self.0, &frame).unwrap();
+    }
+}
+
+/// An encapsulated packet of somebody who is no node: our program drops and counts it.
+fn from_a_stranger() -> Vec<u8> {
+    let inner = packet::udp([10, 42, 2, 2], [10, 42, 1, 2], (1, 2), b"x");
+    packet::steered(STRANGER, SELF, &inner)[14..].to_vec()
+}
+
+/// The same counter, of a version whose maps are pinned there.
+fn dropped_in(pins: &Path) -> u64 {
+    let index = DropReason::UnknownSender.index().to_ne_bytes().map(|byte| byte.to_string()).join(" ");
+    let text = sh(&format!("bpftool -j map lookup pinned {} key {index}", pins.join("count").display()));
+    let entry: serde_json::Value = serde_json::from_str(&text).unwrap();
+    entry["formatted"]["values"].as_array().unwrap().iter().filter_map(|cpu| cpu["value"].as_u64()).sum()
+}
+
+fn dropped(dataplane: &Dataplane) -> u64 {
+    dataplane.counters().unwrap().read().unwrap().drops["unknown_sender"]
+}
+
+/// Waits until `value` answers what is wanted, at most ten seconds.
+async fn settles<T: PartialEq + std::fmt::Debug>(wanted: T, value: impl Fn() -> T) {
+    let started = Instant::now();
+    while value() != wanted && started.elapsed() < Duration::from_secs(10) {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(value(), wanted);
+}
+
+#[test]
+fn programs_of_others_before_and_after_ours_run_too_over_tcx() {
+    isolated_tcx("programs_of_others_before_and_after_ours_run_too_over_tcx", || async {
+        let world = World::new();
+        let _stats = enable_stats(Stats::RunTime).unwrap();
+        let mut early = foreign::program(&world.fs.path().join("early"));
+        let link = foreign::attach_tcx(&mut early, "eth0", TcAttachType::Ingress, LinkOrder::last()).unwrap();
+        let (mut ours, _) = world.start(AttachMode::Tcx).await;
+        let mut late = foreign::program(&world.fs.path().join("late"));
+        let _first =
+            foreign::attach_tcx(&mut late, "eth0", TcAttachType::Ingress, LinkOrder::first()).unwrap();
+        let order: Vec<String> = tcx("eth0", TcAttachType::Ingress)
+            .iter()
+            .map(|it| it.name_as_str().unwrap().to_owned())
+            .collect();
+        assert_eq!(order, ["foreign", "lan_ingress", "foreign"], "ours goes before what was there");
+        let sender = Sender::new();
+        for _ in 0..10 {
+            sender.send(&packet::udp([192, 0, 2, 9], [192, 0, 2, 1], (1, 2), b"not ours"));
+        }
+        let runs = || (late.info().unwrap().run_count(), early.info().unwrap().run_count());
+        settles((10, 10), runs).await;
+        // A reconcile and a restart leave their programs and the order as they are.
+        world.attach(&mut ours).await;
+        drop(ours);
+        world.start(AttachMode::Tcx).await;
+        sender.send(&from_a_stranger());
+        settles((11, 10), runs).await;
+        let there: Vec<u32> = tcx("eth0", TcAttachType::Ingress).iter().map(ProgramInfo::id).collect();
+        assert_eq!((there[0], there[2]), (late.info().unwrap().id(), early.info().unwrap().id()));
+        assert!(link.info().is_ok());
+    });
+}
+
+#[test]
+fn programs_of_others_before_and_after_ours_run_too_over_clsact() {
+    isolated("programs_of_others_before_and_after_ours_run_too_over_clsact", || async {
+        let world = World::new();
+        let _stats = enable_stats(Stats::RunTime).unwrap();
+        let pins = ["early", "late"].map(|name| world.fs.path().join(name));
+        let programs = [foreign::program(&pins[0]), foreign::program(&pins[1])];
+        sh("tc qdisc add dev eth0 clsact");
+        for (pin, priority) in pins.iter().zip([1, 60_000]) {
+            let pin = pin.display();
+            sh(&format!("tc filter add dev eth0 ingress prio {priority} bpf da object-pinned {pin}"));
+        }
+        let (ours, _) = world.start(AttachMode::Clsact).await;
+        let sender = Sender::new();
+        for _ in 0..10 {
+            sender.send(&packet::udp([192, 0, 2, 9], [192, 0, 2, 1], (1, 2), b"not ours"));
+        }
+        let runs = || programs.each_ref().map(|program| program.info().unwrap().run_count());
+        settles([10, 10], runs).await;
+        sender.send(&from_a_stranger());
+        settles([11, 10], runs).await;
+        drop(ours);
+        kilo_host::dataplane::remove(world.fs.path());
+        world.assert_copies("lan_ingress", "eth0", TcAttachType::Ingress, (0, 0)).await;
+        let left = sh("tc filter show dev eth0 ingress | grep -c 'direct-action'");
+        assert_eq!(left.trim(), "2", "what others attached stays");
+    });
+}
+
+#[test]
+fn what_somebody_removed_is_noticed_put_back_and_counted() {
+    isolated("what_somebody_removed_is_noticed_put_back_and_counted", || async {
+        let world = World::new();
+        let fs = world.fs.path();
+        let pin = format!("{}/lan_ingress_{}", link_directory(fs).display(), index("eth0"));
+        let cases = [
+            (AttachMode::Tcx, format!("rm {pin}")),
+            (AttachMode::Tcx, format!("bpftool link detach pinned {pin}")),
+            (AttachMode::Clsact, "tc filter del dev eth0 ingress prio 27495".to_owned()),
+            (AttachMode::Clsact, "tc qdisc del dev eth0 clsact".to_owned()),
+        ];
+        for (mode, removal) in cases.into_iter().filter(|(mode, _)| modes().contains(mode)) {
+            let (mut dataplane, _) = world.start(mode).await;
+            assert!(dataplane.is_attached(&world.net).await.unwrap());
+            sh(&removal);
+            // The kernel frees a link some time after its last name is gone.
+            let started = Instant::now();
+            while dataplane.is_attached(&world.net).await.unwrap() {
+                assert!(started.elapsed() < Duration::from_secs(10), "{removal} was not noticed");
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            let attached = world.attach(&mut dataplane).await;
+            let gone = if removal.contains("qdisc") { 2 } else { 1 };
+            assert_eq!((attached.changes, attached.reattached), (gone, gone), "{removal}");
+            assert!(dataplane.is_attached(&world.net).await.unwrap(), "{removal}");
+            world.assert_one_copy_each(mode).await;
+            let before = dropped(&dataplane);
+            Sender::new().send(&from_a_stranger());
+            settles(before + 1, || dropped(&dataplane)).await;
+        }
+    });
+}
+
+#[test]
+fn a_program_that_somebody_put_in_our_filters_place_is_replaced() {
+    isolated("a_program_that_somebody_put_in_our_filters_place_is_replaced", || async {
+        let world = World::new();
+        let (mut dataplane, _) = world.start(AttachMode::Clsact).await;
+        let pin = world.fs.path().join("foreign");
+        let _program = foreign::program(&pin);
+        let pin = pin.display();
+        sh(&format!("tc filter replace dev eth0 ingress prio 27495 handle 1 bpf da object-pinned {pin}"));
+        assert!(!dataplane.is_attached(&world.net).await.unwrap());
+        assert_eq!(world.attach(&mut dataplane).await.reattached, 1);
+        world.assert_one_copy_each(AttachMode::Clsact).await;
+    });
+}
+
+#[test]
+fn restarts_in_any_mix_of_modes_leave_exactly_one_copy() {
+    isolated_tcx("restarts_in_any_mix_of_modes_leave_exactly_one_copy", || async {
+        let world = World::new();
+        let [tcx, clsact] = [AttachMode::Tcx, AttachMode::Clsact];
+        for mode in [tcx, tcx, clsact, clsact, tcx, clsact, tcx, tcx, clsact, tcx] {
+            let (mut dataplane, attached) = world.start(mode).await;
+            assert!(attached.changes >= 4 && attached.reattached == 0, "{attached:?}");
+            world.assert_one_copy_each(mode).await;
+            assert_eq!(links(world.fs.path()), if mode == tcx { 4 } else { 0 });
+            assert_eq!(world.attach(&mut dataplane).await.changes, 0, "nothing is left to do");
+        }
+    });
+}
+
+#[test]
+fn nothing_new_writes_nothing() {
+    isolated("nothing_new_writes_nothing", || async {
+        for mode in modes() {
+            let world = World::new();
+            let (mut dataplane, _) = world.start(mode).await;
+            let revision = || {
+                SchedClassifier::query_tcx("eth0", TcAttachType::Ingress).map(|(revision, _)| revision).ok()
+            };
+            let before = (revision(), sh("tc filter show dev eth0 ingress"));
+            let mut watcher = kilo_host::net::watch::Watcher::new(None).unwrap();
+            for _ in 0..20 {
+                let attached = world.attach(&mut dataplane).await;
+                assert_eq!((attached.changes, attached.reattached), (0, 0));
+                assert!(dataplane.is_attached(&world.net).await.unwrap());
+            }
+            assert_eq!((revision(), sh("tc filter show dev eth0 ingress")), before);
+            let event = tokio::time::timeout(Duration::from_millis(300), watcher.changed()).await;
+            assert!(event.is_err(), "{mode:?}: the kernel announced {event:?}");
+            sh("tc qdisc add dev eth0p clsact");
+            assert!(watcher.changed().await.unwrap().filters);
+            sh("ip link del eth0; ip link del kilo0");
+        }
+    });
+}
+
+#[test]
+fn with_the_rights_of_the_daemonset_programs_are_found_adopted_and_missed() {
+    let name = "with_the_rights_of_the_daemonset_programs_are_found_adopted_and_missed";
+    isolated_tcx(name, || async {
+        let world = World::new();
+        take_the_rights_of_the_daemonset();
+        let (mut first, _) = world.start(AttachMode::Auto).await;
+        let on_tcx = |dataplane: &Dataplane| dataplane.attached().iter().all(|it| it.hook == "tcx");
+        assert!(on_tcx(&first), "{:?}", first.attached());
+        for _ in 0..3 {
+            assert!(first.is_attached(&world.net).await.unwrap());
+            let attached = world.attach(&mut first).await;
+            assert_eq!((attached.changes, attached.reattached), (0, 0));
+        }
+        let pin = link_directory(world.fs.path()).join(format!("lan_ingress_{}", index("eth0")));
+        let link = || {
+            let shown = sh(&format!("bpftool link show pinned {}", pin.display()));
+            shown.split(':').next().unwrap().to_owned()
+        };
+        let before = link();
+        drop(first);
+        let (mut next, _) = world.start(AttachMode::Auto).await;
+        assert!(on_tcx(&next), "{:?}", next.attached());
+        assert_eq!(link(), before, "the link of the first agent goes on");
+        sh(&format!("bpftool link detach pinned {}", pin.display()));
+        assert!(!next.is_attached(&world.net).await.unwrap());
+        let attached = world.attach(&mut next).await;
+        assert_eq!((attached.changes, attached.reattached), (1, 1));
+        assert!(on_tcx(&next) && next.is_attached(&world.net).await.unwrap());
+        let by_descriptor = SchedClassifier::query_tcx("eth0", TcAttachType::Ingress);
+        assert!(by_descriptor.is_err(), "this thread has SYS_ADMIN, which the DaemonSet does not grant");
+    });
+}
+
+#[test]
+fn the_next_agent_takes_over_without_a_gap() {
+    isolated_tcx("the_next_agent_takes_over_without_a_gap", || async {
+        let world = World::new();
+        let (first, _) = world.start(AttachMode::Tcx).await;
+        let reader = first.counters().unwrap();
+        let stop = Arc::new(AtomicBool::new(false));
+        let sending = std::thread::spawn({
+            let (stop, sender) = (Arc::clone(&stop), Sender::new());
+            move || {
+                let frame = from_a_stranger();
+                let mut sent = 0_u64;
+                while !stop.load(Ordering::Relaxed) {
+                    sender.send(&frame);
+                    sent += 1;
+                    std::thread::sleep(Duration::from_micros(50));
+                }
+                sent
+            }
+        });
+        drop(first);
+        for mode in [AttachMode::Tcx, AttachMode::Clsact, AttachMode::Clsact, AttachMode::Tcx] {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            world.start(mode).await;
+        }
+        // As after an upgrade to another map layout: the links stay, the maps are new.
+        let pins = pin_directory(world.fs.path());
+        fs::rename(&pins, pins.parent().unwrap().join("v0")).unwrap();
+        let (upgraded, _) = world.start(AttachMode::Auto).await;
+        let next_reader = upgraded.counters().unwrap();
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        stop.store(true, Ordering::Relaxed);
+        let sent = sending.join().unwrap();
+        println!("{sent} packets in six agents' lives");
+        assert!(sent > 1000);
+        let dropped = |reader: &CounterReader| reader.read().unwrap().drops["unknown_sender"];
+        assert!(dropped(&reader) > 0);
+        settles(sent, || dropped(&reader) + dropped(&next_reader)).await;
+        assert!(dropped(&next_reader) > 0);
+    });
+}
+
+#[test]
+fn a_hook_that_takes_no_more_tcx_programs_gets_a_filter() {
+    isolated_tcx("a_hook_that_takes_no_more_tcx_programs_gets_a_filter", || async {
+        let world = World::new();
+        let mut others = Vec::new();
+        // The kernel has room for 64 (BPF_MPROG_MAX).
+        loop {
+            let mut other = foreign::program(&world.fs.path().join(format!("f{}", others.len())));
+            match foreign::attach_tcx(&mut other, "eth0", TcAttachType::Ingress, LinkOrder::last()) {
+                Ok(link) => others.push(link),
+                Err(_) => break,
+            }
+        }
+        assert!(others.len() >= 32, "{}", others.len());
+        let (dataplane, _) = world.start(AttachMode::Auto).await;
+        world.assert_copies("lan_ingress", "eth0", TcAttachType::Ingress, (0, 1)).await;
+        world.assert_copies("uplink_egress", "eth0", TcAttachType::Egress, (1, 0)).await;
+        Sender::new().send(&from_a_stranger());
+        settles(1, || dropped(&dataplane)).await;
+        drop(dataplane);
+
+        let mut strict = Dataplane::open_with(world.fs.path(), false, AttachMode::Tcx).unwrap();
+        let refused = world.attach(&mut strict).await.failed;
+        assert_eq!(refused.len(), 1, "one hook that refuses does not stop the others: {refused:?}");
+        assert!(refused[0].to_string().contains("lan_ingress"), "{}", refused[0]);
+        drop(others);
+        world.start(AttachMode::Auto).await;
+        world.assert_one_copy_each(AttachMode::Tcx).await;
+    });
+}
+
+#[test]
+fn interfaces_that_go_come_back_or_change_their_name_are_followed() {
+    isolated("interfaces_that_go_come_back_or_change_their_name_are_followed", || async {
+        for mode in modes() {
+            let mut world = World::new();
+            let (mut dataplane, _) = world.start(mode).await;
+            sh(
+                "ip link set eth0 down; ip link set eth0 name wan0; ip link set wan0 name eth0; ip link set eth0 up",
+            );
+            assert_eq!(world.attach(&mut dataplane).await.changes, 0, "a name is only a name");
+            let old = index("eth0");
+            sh("ip link del eth0");
+            let attached = world.attach(&mut dataplane).await;
+            assert!(attached.failed.is_empty(), "an event will come: {attached:?}");
+            world.add_uplink("index 77");
+            assert_ne!(old, index("eth0"));
+            let attached = world.attach(&mut dataplane).await;
+            assert!(attached.changes >= 2 && attached.failed.is_empty(), "{attached:?}");
+            world.assert_one_copy_each(mode).await;
+            assert_eq!(links(world.fs.path()), if mode == AttachMode::Tcx { 4 } else { 0 });
+
+            // The same number for another interface.
+            sh("ip link del eth0");
+            world.add_uplink("index 77");
+            assert_eq!(world.attach(&mut dataplane).await.changes, 2);
+            world.assert_one_copy_each(mode).await;
+
+            sh("ip link del kilo0; ip tuntap add dev kilo0 mode tun; ip link set kilo0 up");
+            world.attach(&mut dataplane).await;
+            world.assert_one_copy_each(mode).await;
+
+            world.uplinks.clear();
+            world.attach(&mut dataplane).await;
+            world.assert_copies("lan_ingress", "eth0", TcAttachType::Ingress, (0, 0)).await;
+            sh("ip link del eth0; ip link del kilo0");
+        }
+    });
+}
+
+#[test]
+fn filters_on_interfaces_that_ceased_to_be_uplinks_while_no_agent_ran_are_removed() {
+    let name = "filters_on_interfaces_that_ceased_to_be_uplinks_while_no_agent_ran_are_removed";
+    isolated(name, || async {
+        for mode in modes() {
+            let mut world = World::new();
+            drop(world.start(mode).await);
+            world.uplinks.clear();
+            drop(world.start(mode).await);
+            world.assert_copies("lan_ingress", "eth0", TcAttachType::Ingress, (0, 0)).await;
+            world.assert_copies("uplink_egress", "eth0", TcAttachType::Egress, (0, 0)).await;
+            sh("ip link del eth0; ip link del kilo0");
+        }
+    });
+}
+
+#[test]
+fn a_link_of_somebody_else_under_our_name_keeps_its_program() {
+    isolated_tcx("a_link_of_somebody_else_under_our_name_keeps_its_program", || async {
+        let world = World::new();
+        sh("ip link add other0 type veth peer name other0p");
+        let mut program = foreign::program(&world.fs.path().join("foreign"));
+        let link =
+            foreign::attach_tcx(&mut program, "other0", TcAttachType::Ingress, LinkOrder::last()).unwrap();
+        let directory = link_directory(world.fs.path());
+        fs::create_dir_all(&directory).unwrap();
+        let ours = directory.join(format!("lan_ingress_{}", index("eth0")));
+        let kept = link.pin(world.fs.path().join("theirs")).unwrap();
+        // The same link under a second name.
+        sh(&format!(
+            "bpftool link pin pinned {} {}",
+            world.fs.path().join("theirs").display(),
+            ours.display()
+        ));
+        world.start(AttachMode::Tcx).await;
+        world.assert_one_copy_each(AttachMode::Tcx).await;
+        world.assert_copies("foreign", "other0", TcAttachType::Ingress, (1, 0)).await;
+        drop(kept);
+    });
+}
+
+#[test]
+fn a_version_that_does_not_load_leaves_the_running_one_alone() {
+    isolated_tcx("a_version_that_does_not_load_leaves_the_running_one_alone", || async {
+        let world = World::new();
+        let (running, _) = world.start(AttachMode::Tcx).await;
+        let pins = pin_directory(world.fs.path());
+        let old = pins.parent().unwrap().join("v0");
+        fs::rename(&pins, &old).unwrap();
+        // A map that can be neither adopted nor made.
+        fs::create_dir_all(pins.join("hop")).unwrap();
+        assert!(Dataplane::open(world.fs.path(), false).is_err());
+        assert!(old.join("config").exists());
+        world.assert_one_copy_each(AttachMode::Tcx).await;
+        Sender::new().send(&from_a_stranger());
+        settles(1, || dropped_in(&old)).await;
+        drop(running);
+    });
+}
+
+#[test]
+fn maps_of_another_version_go_when_our_programs_are_in_place() {
+    isolated_tcx("maps_of_another_version_go_when_our_programs_are_in_place", || async {
+        let world = World::new();
+        drop(world.start(AttachMode::Tcx).await);
+        let top = pin_directory(world.fs.path()).parent().unwrap().to_owned();
+        // As another version would have left them: the links stay, the maps are elsewhere.
+        fs::rename(pin_directory(world.fs.path()), top.join("v0")).unwrap();
+        fs::create_dir(top.join("theirs")).unwrap();
+        let mut dataplane = Dataplane::open(world.fs.path(), false).unwrap();
+        dataplane.write(&leader_tables()).unwrap();
+        assert!(top.join("v0").exists(), "the programs on the hooks still use them");
+        world.attach(&mut dataplane).await;
+        assert!(!top.join("v0").exists());
+        assert!(top.join("theirs").exists());
+        world.assert_one_copy_each(AttachMode::Tcx).await;
+        Sender::new().send(&from_a_stranger());
+        settles(1, || dropped(&dataplane)).await;
+    });
+}

@@ -1,0 +1,133 @@
+//! What happens when a map is full: the change is refused with a clear message,
+//! and nothing else is hurt.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use crate::support;
+
+use std::{
+    collections::BTreeSet,
+    net::{Ipv4Addr, Ipv6Addr},
+    time::Instant,
+};
+
+use aya::maps::MapData;
+use ipnet::IpNet;
+use kilo_common::{
+    bounds::{self, BOUNDS},
+    maps::*,
+};
+use kilo_core::plan::Tables;
+use kilo_host::dataplane::{Dataplane, pin_directory, read_tables};
+use support::MEMBER_HOP;
+
+#[test]
+fn every_pinned_map_has_the_size_the_documentation_gives_a_reason_for() {
+    let Some(fs) = support::bpffs() else { return };
+    let _dataplane = Dataplane::open(fs.path(), false).unwrap();
+    let mut seen = BTreeSet::new();
+    for entry in std::fs::read_dir(pin_directory(fs.path())).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        let info = MapData::from_pin(&path).unwrap().info().unwrap();
+        assert_eq!(bounds::size(&name), info.max_entries(), "{name}");
+        seen.insert(name);
+    }
+    let unpinned: Vec<_> = BOUNDS.iter().map(|bound| bound.map).filter(|map| !seen.contains(*map)).collect();
+    assert_eq!(unpinned, [name::NAT_WORK]);
+}
+
+/// Its first bytes read as the EtherType of IPv4: the WireGuard device has no
+/// Ethernet header, BPF_PROG_TEST_RUN wants one.
+const POD: [u8; 4] = [8, 0, 1, 2];
+
+/// The leader's tables with that map grown to so many entries.
+fn grown(map: &str, entries: u32) -> Tables {
+    let mut tables = support::leader_tables();
+    let v4 = |number: u32| IpNet::new(Ipv4Addr::from(0x6400_0000 + number).into(), 32).unwrap();
+    let v6 = |number: u32| {
+        IpNet::new(Ipv6Addr::from(0xfd01_u128 << 112 | u128::from(number)).into(), 128).unwrap()
+    };
+    let remote = PrefixValue { hop: HOP_REMOTE, flags: PREFIX_ROUTE };
+    let node = support::node(0);
+    let is_v4 = tables.prefix.keys().chain(tables.masq_dst.keys()).all(|prefix| prefix.addr().is_ipv4());
+    assert!(is_v4, "counted as such below");
+    let more = |there: usize| 0..entries - u32::try_from(there).unwrap();
+    match map {
+        name::PREFIX_V4 => {
+            let more = more(tables.prefix.len());
+            tables.prefix.extend(more.map(|number| (v4(number), remote)));
+        }
+        name::PREFIX_V6 => tables.prefix.extend(more(0).map(|number| (v6(number), remote))),
+        name::MASQ_SRC => {
+            let more = more(tables.masq_src.len());
+            tables.masq_src.extend(more.map(|number| (v4(number), MASQ_SRC_ALWAYS)));
+        }
+        name::MASQ_DST => {
+            let more = more(tables.masq_dst.len());
+            tables.masq_dst.extend(more.map(|number| (v4(number), MASQ_EXCLUDE)));
+        }
+        name::MASQ_ADDR => {
+            let own = std::net::IpAddr::from(support::PUBLIC);
+            // The address itself stands there once, too.
+            tables.masq_addr.extend((0..entries - 1).map(|number| ((support::IFINDEX, v4(number)), own)));
+        }
+        name::NODE_V4 => {
+            let more = more(tables.node.len());
+            tables.node.extend(more.map(|number| (v4(number).addr(), node)));
+        }
+        name::NODE_V6 => tables.node.extend(more(0).map(|number| (v6(number).addr(), node))),
+        name::DEVICE => {
+            let more = more(tables.device.len());
+            tables.device.extend(more.map(|number| (number + 100, Device::default())));
+        }
+        name::HOP => {
+            let member = tables.hop[&MEMBER_HOP];
+            tables.hop.insert(entries - 1, member);
+        }
+        _ => panic!("{map} is not filled by the agent"),
+    }
+    tables
+}
+
+#[test]
+fn a_full_map_takes_what_fits_refuses_one_more_and_hurts_nothing_else() {
+    let Some(fs) = support::bpffs() else { return };
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    let filled: Vec<_> = dataplane.entries().into_keys().collect();
+    assert_eq!(filled.len(), 9);
+    for map in filled {
+        let started = Instant::now();
+        let most = bounds::size(map);
+        dataplane.write(&support::leader_tables()).unwrap();
+        let before = read_tables(fs.path()).unwrap();
+
+        let error = dataplane.write(&grown(map, most + 1)).unwrap_err();
+        assert_eq!(error.label(), "bpf_map_full");
+        let text = error.to_string();
+        for said in [map, &most.to_string(), &(most + 1).to_string(), "nothing was changed"] {
+            assert!(text.contains(said), "{said:?} is not in: {text}");
+        }
+        assert!(read_tables(fs.path()).unwrap() == before, "{map}: something was changed");
+        // A packet still goes its way.
+        let packet = support::packet::udp(POD, support::MEMBER_POD, (1000, 2000), b"payload");
+        let ran = support::packet::run(&mut dataplane, "kilo_egress", &packet);
+        assert_eq!(ran.counted, ["steer"], "{map}");
+
+        // A trie takes seconds to fill, and an emulated machine (one CPU) minutes: one must do,
+        // but for KILO_FILL=all.
+        let alone = std::thread::available_parallelism().is_ok_and(|count| count.get() == 1);
+        let all = std::env::var("KILO_FILL").is_ok_and(|text| text == "all");
+        if !all && most > MAX_NODES && (map != name::PREFIX_V4 || alone) {
+            println!("{map}: more than {most} are refused, after {:?}", started.elapsed());
+            continue;
+        }
+        let full = grown(map, most);
+        dataplane.write(&full).unwrap();
+        assert_eq!(dataplane.entries()[map], most as usize);
+        assert_eq!(dataplane.write(&full).unwrap(), 0, "{map}: a second time nothing is written");
+        dataplane.write(&support::leader_tables()).unwrap();
+        assert!(read_tables(fs.path()).unwrap() == before, "{map}: it is emptied again");
+        println!("{map}: {most} places, filled and emptied in {:?}", started.elapsed());
+    }
+}

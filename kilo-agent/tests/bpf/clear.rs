@@ -1,0 +1,213 @@
+//! `uplink_egress`: nothing of the mesh leaves in clear, whatever the routes say.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use crate::support;
+
+use kilo_common::maps::{
+    CONFIG_OFFERED, CONFIG_ONE_V4, HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_FORCE, PREFIX_NEVER_CLEAR,
+    PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
+};
+use kilo_core::plan::{Hop, Tables};
+use kilo_host::dataplane::Dataplane;
+use support::{
+    MEMBER, MEMBER_HOP, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, REMOTE_POD, SELF, leader_tables, member_tables,
+    packet::{PASS, REDIRECT, Ran, SHOT, ethernet, run, udp},
+};
+
+const REMOTE_NODE: [u8; 4] = [10, 5, 0, 1];
+const VPN_PEER: [u8; 4] = [10, 42, 9, 7];
+const WIREGUARD: u16 = 51_820;
+
+fn open(tables: &Tables) -> Option<(support::BpfFs, Dataplane)> {
+    let fs = support::bpffs()?;
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    dataplane.write(tables).unwrap();
+    Some((fs, dataplane))
+}
+
+fn outcome(ran: &Ran) -> (i32, Vec<&str>) {
+    (ran.verdict, ran.counted.clone())
+}
+
+#[test]
+fn whoever_sends_to_a_prefix_of_wireguard_or_a_tunnel_does_not_do_it_in_clear() {
+    for tables in [leader_tables(), member_tables()] {
+        let Some((_fs, mut dataplane)) = open(&tables) else { return };
+        for src in [OWN_POD, SELF, PUBLIC, MEMBER_POD, MEMBER, VPN_PEER, OUTSIDE] {
+            for dst in [REMOTE_POD, REMOTE_NODE, MEMBER_POD] {
+                let ran =
+                    run(&mut dataplane, "uplink_egress", &ethernet(&udp(src, dst, (1000, 53), b"secret")));
+                assert_eq!(outcome(&ran), (SHOT, vec!["not_encrypted"]), "{src:?} to {dst:?}");
+            }
+        }
+        // Elsewhere all goes on as before.
+        let ran =
+            run(&mut dataplane, "uplink_egress", &ethernet(&udp(OWN_POD, OUTSIDE, (1000, 53), b"question")));
+        assert_eq!(outcome(&ran), (PASS, vec!["masquerade"]));
+        let ran =
+            run(&mut dataplane, "uplink_egress", &ethernet(&udp(SELF, MEMBER, (1000, 53), b"question")));
+        assert_eq!(outcome(&ran), (PASS, vec![]));
+    }
+}
+
+#[test]
+fn wireguards_own_packets_leave_and_a_pod_does_not_pass_for_it() {
+    let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
+    for src in [SELF, PUBLIC] {
+        let ran = run(
+            &mut dataplane,
+            "uplink_egress",
+            &ethernet(&udp(src, REMOTE_NODE, (WIREGUARD, 1), b"sealed")),
+        );
+        assert_eq!(outcome(&ran), (PASS, vec![]), "an endpoint within what another location offers");
+    }
+    for src in [OWN_POD, MEMBER_POD, VPN_PEER] {
+        let ran =
+            run(&mut dataplane, "uplink_egress", &ethernet(&udp(src, REMOTE_NODE, (WIREGUARD, 1), b"open")));
+        assert_eq!(outcome(&ran), (SHOT, vec!["not_encrypted"]), "{src:?}");
+    }
+}
+
+#[test]
+fn a_header_nobody_can_read_hides_no_destination() {
+    let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
+    // A total length of zero, as in packets above 64 KiB; a version that is none.
+    for (at, byte) in [([2, 3], 0), ([0, 0], 0x95)] {
+        for (dst, wanted) in [(REMOTE_POD, (SHOT, vec!["not_encrypted"])), (OUTSIDE, (PASS, vec![]))] {
+            let mut packet = udp(OWN_POD, dst, (1000, 53), b"secret");
+            at.iter().for_each(|at| packet[*at] = byte);
+            let ran = run(&mut dataplane, "uplink_egress", &ethernet(&packet));
+            assert_eq!(outcome(&ran), wanted, "{at:?} {dst:?}");
+        }
+    }
+}
+
+#[test]
+fn a_flow_that_stands_is_looked_at_where_others_offer_prefixes() {
+    // It was translated on the WireGuard device, to an address the uplink has, too.
+    let mut tables = leader_tables();
+    tables.config.private_v4 = PUBLIC;
+    tables.config.flags |= CONFIG_ONE_V4 | CONFIG_OFFERED;
+    let Some((_fs, mut dataplane)) = open(&tables) else { return };
+    let packet = ethernet(&udp(OWN_POD, OUTSIDE, (1000, 53), b"question"));
+    assert_eq!(outcome(&run(&mut dataplane, "uplink_egress", &packet)), (PASS, vec!["masquerade"]));
+    let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_NEVER_CLEAR;
+    tables.prefix.insert("198.51.100.0/24".parse().unwrap(), PrefixValue { hop: HOP_REMOTE, flags });
+    dataplane.write(&tables).unwrap();
+    for _ in 0..3 {
+        assert_eq!(outcome(&run(&mut dataplane, "uplink_egress", &packet)), (SHOT, vec!["not_encrypted"]));
+    }
+}
+
+#[test]
+fn pods_packets_to_where_wireguard_itself_sends_are_encrypted_all_the_same() {
+    let mut tables = leader_tables();
+    let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_PODS_STEERED;
+    tables.prefix.insert("10.5.0.1/32".parse().unwrap(), PrefixValue { hop: HOP_REMOTE, flags });
+    let Some((_fs, mut dataplane)) = open(&tables) else { return };
+    for src in [OWN_POD, MEMBER_POD, VPN_PEER] {
+        let sent = ethernet(&udp(src, REMOTE_NODE, (1000, 10_250), b"hello"));
+        let ran = run(&mut dataplane, "uplink_egress", &sent);
+        assert_eq!(outcome(&ran), (REDIRECT, vec![]), "{src:?} is handed to kilo0");
+        assert_eq!(ran.bytes, sent);
+    }
+    // The host's own cannot be told from what carries the tunnel.
+    for src in [SELF, PUBLIC] {
+        let ran =
+            run(&mut dataplane, "uplink_egress", &ethernet(&udp(src, REMOTE_NODE, (1000, 10_250), b"hello")));
+        assert_eq!(outcome(&ran), (PASS, vec![]), "{src:?}");
+    }
+    let large = ethernet(&udp(OWN_POD, REMOTE_NODE, (1000, 10_250), &[7; 1421 - 28]));
+    let ran = run(&mut dataplane, "uplink_egress", &large);
+    assert_eq!(outcome(&ran), (REDIRECT, vec!["too_big"]), "the sender hears what WireGuard carries");
+    assert_eq!(&ran.bytes[14 + 26..14 + 28], &1420_u16.to_be_bytes());
+}
+
+#[test]
+fn without_a_hop_pods_packets_do_not_leave_as_they_are() {
+    let mut tables = leader_tables();
+    tables.hop.remove(&MEMBER_HOP);
+    let Some((_fs, mut dataplane)) = open(&tables) else { return };
+    let ran =
+        run(&mut dataplane, "uplink_egress", &ethernet(&udp(OWN_POD, MEMBER, (1000, 10_250), b"hello")));
+    assert_eq!(outcome(&ran), (SHOT, vec!["no_hop"]));
+}
+
+#[test]
+fn a_prefix_this_host_forces_to_be_masqueraded_stays_closed() {
+    let mut tables = leader_tables();
+    tables.masq_dst.insert("10.42.4.0/24".parse().unwrap(), MASQ_FORCE);
+    let Some((_fs, mut dataplane)) = open(&tables) else { return };
+    let ran =
+        run(&mut dataplane, "uplink_egress", &ethernet(&udp(OWN_POD, REMOTE_POD, (1000, 53), b"secret")));
+    assert_eq!(outcome(&ran), (SHOT, vec!["not_encrypted"]));
+}
+
+#[test]
+fn neighbours_on_the_link_are_answered_and_nothing_else_looks_like_that() {
+    let mut tables = leader_tables();
+    let closed = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_NEVER_CLEAR;
+    for (prefix, hop, flags) in [
+        ("fd42:1::/64", HOP_LOCAL, PREFIX_ROUTE | PREFIX_SOURCE),
+        ("fd00:1::12/128", HOP_REMOTE, closed),
+        ("fd42:4::/64", HOP_REMOTE, closed),
+    ] {
+        tables.prefix.insert(prefix.parse().unwrap(), PrefixValue { hop, flags });
+    }
+    tables.config.private_v6 = "fd00:1::11".parse::<std::net::Ipv6Addr>().unwrap().octets();
+    assert!(matches!(tables.hop.get(&HOP_REMOTE), Some(Hop::Wireguard)));
+    let Some((_fs, mut dataplane)) = open(&tables) else { return };
+    let packet = |src: &str, kind: u8, ttl: u8| {
+        let address = |text: &str| text.parse::<std::net::Ipv6Addr>().unwrap().octets();
+        let mut ip = vec![0x60, 0, 0, 0, 0, 24, 58, ttl];
+        ip.extend(address(src));
+        ip.extend(address("fd00:1::12"));
+        ip.extend([kind, 0, 0, 0]);
+        ip.resize(64, 0);
+        let mut frame = ethernet(&ip);
+        frame[12..14].copy_from_slice(&0x86dd_u16.to_be_bytes());
+        frame
+    };
+    for (src, kind, ttl, passes) in [
+        ("fd00:1::11", 136, 255, true),
+        ("2001:db8::11", 135, 255, true),
+        ("fd00:1::11", 136, 64, false),
+        ("fd00:1::11", 128, 255, false),
+        ("fd42:1::2", 136, 255, false),
+    ] {
+        let ran = run(&mut dataplane, "uplink_egress", &packet(src, kind, ttl));
+        let wanted = if passes { (PASS, vec![]) } else { (SHOT, vec!["not_encrypted"]) };
+        assert_eq!(outcome(&ran), wanted, "{src} {kind} {ttl}");
+    }
+}
+
+#[test]
+fn what_is_for_pods_that_are_not_there_does_not_leave_in_clear() {
+    for mut tables in [leader_tables(), member_tables()] {
+        let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_NEVER_CLEAR;
+        tables.prefix.insert("10.42.1.0/24".parse().unwrap(), PrefixValue { hop: HOP_LOCAL, flags });
+        tables.prefix.insert("10.42.7.0/24".parse().unwrap(), PrefixValue { hop: HOP_NONE, flags });
+        let host = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_PODS_STEERED;
+        tables.prefix.insert("10.7.0.1/32".parse().unwrap(), PrefixValue { hop: HOP_NONE, flags: host });
+        let Some((_fs, mut dataplane)) = open(&tables) else { return };
+        let mut ran = |src, dst| {
+            let packet = ethernet(&udp(src, dst, (1000, 53), b"secret"));
+            let ran = run(&mut dataplane, "uplink_egress", &packet);
+            (ran.verdict, ran.counted)
+        };
+        // This node's own before the first of them, decrypted or from its neighbours; and a lost node's.
+        for dst in [OWN_POD, [10, 42, 7, 2]] {
+            for src in [REMOTE_POD, MEMBER_POD, VPN_PEER, SELF] {
+                assert_eq!(ran(src, dst), (SHOT, vec!["not_encrypted"]), "{src:?} {dst:?}");
+            }
+        }
+        // Its address: pods' packets go nowhere, the host's own go their way.
+        assert_eq!(ran(OWN_POD, [10, 7, 0, 1]), (SHOT, vec!["no_hop"]));
+        assert_eq!(ran(SELF, [10, 7, 0, 1]), (PASS, vec![]));
+        // What a shorter route leads to kilo0 goes nowhere, either. The kernel takes bytes 12 and 13
+        // for the protocol, which begin the source.
+        let packet = udp([8, 0, 0, 2], [10, 42, 7, 2], (1000, 53), b"secret");
+        assert_eq!(outcome(&run(&mut dataplane, "kilo_egress", &packet)), (SHOT, vec!["no_hop"]));
+    }
+}

@@ -1,0 +1,201 @@
+//! Real packets through the programs on links that differ: VLANs above an
+//! interface that has an address itself, uplinks without link-layer header.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod host;
+use crate::netns;
+use crate::support;
+
+use host::{LAN_MAC, LanSender, NODE_MAC, World, has_vlans, heard, index, lan, udp_in_lan};
+use kilo_common::{maps::MASQ_FORCE, packet::protocol, verdict::Action};
+use netns::{isolated, sh};
+use std::net::{Ipv4Addr, Ipv6Addr, UdpSocket};
+use support::{
+    MEMBER, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, REMOTE_POD, SELF,
+    packet::{checksums_hold, ipv4, steered, udp},
+};
+
+/// A steered packet for a pod of this node, in a frame with this tag.
+fn tagged(tag: Option<u16>, port: u16) -> Vec<u8> {
+    let packet = steered(MEMBER, SELF, &udp(MEMBER_POD, OWN_POD, (1000, port), b"steered"));
+    let mut frame = [NODE_MAC, LAN_MAC].concat();
+    frame.extend(tag.iter().flat_map(|tag| [0x8100_u16.to_be_bytes(), tag.to_be_bytes()].concat()));
+    frame.extend(&packet[12..]);
+    frame
+}
+
+#[test]
+fn a_frame_of_a_vlan_is_the_vlan_devices_and_a_priority_tag_is_taken_off() {
+    isolated("a_frame_of_a_vlan_is_the_vlan_devices_and_a_priority_tag_is_taken_off", || async {
+        let mut world = World::on_veth();
+        world.attach(&["eth0"], &[]).await;
+        let pod = UdpSocket::bind((Ipv4Addr::from(OWN_POD), 2000)).unwrap();
+        let sender = LanSender::new();
+        sender.send(&tagged(None, 2000));
+        assert_eq!(heard(&pod).as_deref(), Some(&b"steered"[..]), "without a tag");
+        assert_eq!(world.counted(Action::Deliver), 1);
+        // Priority 0 and 5.
+        for (tag, delivered) in [(0, 2), (5 << 13, 3)] {
+            sender.send(&tagged(Some(tag), 2000));
+            assert_eq!(heard(&pod).as_deref(), Some(&b"steered"[..]), "with tag {tag:#x}");
+            assert_eq!(world.counted(Action::Deliver), delivered);
+        }
+        for tag in [7, 5 << 13 | 7] {
+            sender.send(&tagged(Some(tag), 2000));
+        }
+        // What comes last has been handled last.
+        sender.send(&tagged(None, 2000));
+        assert_eq!(heard(&pod).as_deref(), Some(&b"steered"[..]));
+        assert_eq!(world.counted(Action::Deliver), 4, "no device has VLAN 7: its frames are nobody's");
+        assert!(world.drops().is_empty(), "{:?}", world.drops());
+
+        if !has_vlans() {
+            support::skip("this kernel has no VLAN devices");
+            return;
+        }
+        sh("ip link add link eth0 name eth0.7 type vlan id 7; ip link set eth0.7 up
+            ip address del 10.1.0.11/24 dev eth0; ip address add 10.1.0.11/24 dev eth0.7");
+        world.attach(&["eth0", "eth0.7"], &[]).await;
+        for tag in [7, 5 << 13 | 7] {
+            sender.send(&tagged(Some(tag), 2000));
+            assert_eq!(heard(&pod).as_deref(), Some(&b"steered"[..]), "with tag {tag:#x}");
+        }
+        assert_eq!(world.counted(Action::Deliver), 6);
+        sender.send(&tagged(Some(8), 2000));
+        sender.send(&tagged(Some(7), 2000));
+        assert_eq!(heard(&pod).as_deref(), Some(&b"steered"[..]));
+        assert_eq!(world.counted(Action::Deliver), 7);
+        assert!(world.drops().is_empty(), "{:?}", world.drops());
+    });
+}
+
+#[test]
+fn what_leaves_by_a_vlan_is_masqueraded_once_and_the_answer_comes_back() {
+    isolated("what_leaves_by_a_vlan_is_masqueraded_once_and_the_answer_comes_back", || async {
+        if !has_vlans() {
+            support::skip("this kernel has no VLAN devices");
+            return;
+        }
+        let mut world = World::on_veth();
+        sh("ip link add link eth0 name eth0.7 type vlan id 7; ip link set eth0.7 up
+            ip address del 10.1.0.11/24 dev eth0; ip address add 10.1.0.11/24 dev eth0.7
+            ip address add 192.0.2.11/24 dev eth0; ip route add 198.51.100.0/24 via 10.1.0.12");
+        lan("ip link add link eth0 name eth0.7 type vlan id 7; ip link set eth0.7 up
+             ip address del 10.1.0.12/24 dev eth0; ip address add 10.1.0.12/24 dev eth0.7
+             ip address add 192.0.2.1/24 dev eth0");
+        world.tables.device.get_mut(&index("eth0")).unwrap().masq_v4 = PUBLIC;
+        // Whatever the source is, what the first program has made of it too.
+        world.tables.masq_dst.insert("198.51.100.0/24".parse().unwrap(), MASQ_FORCE);
+        world.attach(&["eth0", "eth0.7"], &[]).await;
+        world.masquerade_as(index("eth0.7"), SELF);
+        let outside = udp_in_lan(OUTSIDE, 53);
+        let pod = UdpSocket::bind((Ipv4Addr::from(OWN_POD), 2000)).unwrap();
+        for round in 1..=3 {
+            pod.send_to(b"question", (Ipv4Addr::from(OUTSIDE), 53)).unwrap();
+            let (_, from) = outside.recv_from(&mut [0; 64]).unwrap();
+            assert_eq!(from, (Ipv4Addr::from(SELF), 2000).into());
+            outside.send_to(b"answer", from).unwrap();
+            assert_eq!(heard(&pod).as_deref(), Some(&b"answer"[..]));
+            assert_eq!(world.counted(Action::Masquerade), round);
+            assert_eq!(world.counted(Action::Unmasquerade), round);
+        }
+        assert!(world.drops().is_empty(), "{:?}", world.drops());
+    });
+}
+
+/// Source address and the first pair of ports of an IPv4 packet without options.
+fn source(packet: &[u8]) -> ([u8; 4], u16) {
+    (packet[12..16].try_into().unwrap(), u16::from_be_bytes([packet[20], packet[21]]))
+}
+
+#[test]
+fn pods_behind_an_uplink_without_link_layer_are_masqueraded_both_ways() {
+    isolated("pods_behind_an_uplink_without_link_layer_are_masqueraded_both_ways", || async {
+        let (mut world, tun) = World::on_tun();
+        world.attach(&[], &["tun0"]).await;
+        let pod = UdpSocket::bind((Ipv4Addr::from(OWN_POD), 2000)).unwrap();
+        for round in 1..=3 {
+            pod.send_to(b"question", (Ipv4Addr::from(OUTSIDE), 53)).unwrap();
+            let packet = tun.sent(4, protocol::UDP);
+            assert_eq!(source(&packet), (SELF, 2000));
+            assert!(checksums_hold(&packet));
+            tun.send(&udp(OUTSIDE, SELF, (53, 2000), b"answer"));
+            assert_eq!(heard(&pod).as_deref(), Some(&b"answer"[..]));
+            assert_eq!(world.counted(Action::Masquerade), round);
+            assert_eq!(world.counted(Action::Unmasquerade), round);
+        }
+        let pod = UdpSocket::bind(("fd42:1::2", 2000)).unwrap();
+        let outside: Ipv6Addr = "2001:db8:9::53".parse().unwrap();
+        pod.send_to(b"question", (outside, 53)).unwrap();
+        let mut packet = tun.sent(6, protocol::UDP);
+        assert_eq!(packet[8..24], support::PUBLIC_V6, "IPv6, too");
+        // What comes back is what left, with its ends swapped: the checksum stays.
+        let (src, dst) = (packet[8..24].to_vec(), packet[24..40].to_vec());
+        packet[8..24].copy_from_slice(&dst);
+        packet[24..40].copy_from_slice(&src);
+        let ports = [packet[42], packet[43], packet[40], packet[41]];
+        packet[40..44].copy_from_slice(&ports);
+        tun.send(&packet);
+        assert_eq!(heard(&pod).as_deref(), Some(&b"question"[..]));
+        assert!(world.drops().is_empty(), "{:?}", world.drops());
+    });
+}
+
+#[test]
+fn an_icmp_error_from_behind_an_uplink_without_link_layer_reaches_the_pod() {
+    isolated("an_icmp_error_from_behind_an_uplink_without_link_layer_reaches_the_pod", || async {
+        let (mut world, tun) = World::on_tun();
+        world.attach(&[], &["tun0"]).await;
+        let pod = UdpSocket::bind((Ipv4Addr::from(OWN_POD), 2000)).unwrap();
+        pod.connect((Ipv4Addr::from(OUTSIDE), 53)).unwrap();
+        pod.send(b"question").unwrap();
+        let quoted = tun.sent(4, protocol::UDP);
+        assert_eq!(source(&quoted), (SELF, 2000));
+        let mut message = vec![3, 3, 0, 0, 0, 0, 0, 0];
+        message.extend(&quoted[..28]);
+        let sum = message.chunks(2).map(|pair| u32::from(pair[0]) << 8 | u32::from(pair[1])).sum();
+        message[2..4].copy_from_slice(&(!kilo_common::checksum::fold(sum)).to_be_bytes());
+        tun.send(&ipv4(OUTSIDE, SELF, protocol::ICMP, 64, &message));
+        pod.set_read_timeout(Some(std::time::Duration::from_secs(10))).unwrap();
+        let refused = pod.recv(&mut [0; 16]).unwrap_err();
+        assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
+    });
+}
+
+#[test]
+fn nodes_steer_to_each_other_over_a_link_without_link_layer() {
+    isolated("nodes_steer_to_each_other_over_a_link_without_link_layer", || async {
+        let (mut world, tun) = World::on_tun();
+        for hop in world.tables.hop.values_mut() {
+            if let kilo_core::plan::Hop::Node { ifindex, .. } = hop {
+                *ifindex = index("tun0");
+            }
+        }
+        world.attach(&[], &["tun0"]).await;
+        let pod = UdpSocket::bind((Ipv4Addr::from(OWN_POD), 2000)).unwrap();
+        tun.send(&steered(MEMBER, SELF, &udp(MEMBER_POD, OWN_POD, (1000, 2000), b"steered"))[14..]);
+        assert_eq!(heard(&pod).as_deref(), Some(&b"steered"[..]));
+        assert_eq!(world.counted(Action::Deliver), 1);
+        // To a pod by the route, to the node itself by the program on the uplink.
+        for (round, to) in [(1, MEMBER_POD), (2, MEMBER)] {
+            pod.send_to(b"answer", (Ipv4Addr::from(to), 1000)).unwrap();
+            let packet = tun.sent(4, protocol::IPIP);
+            assert_eq!((&packet[12..16], &packet[16..20]), (&SELF[..], &MEMBER[..]));
+            assert_eq!((source(&packet[20..]), &packet[36..40]), ((OWN_POD, 2000), &to[..]));
+            assert!(checksums_hold(&packet[20..]));
+            assert_eq!(world.counted(Action::Steer), round);
+        }
+        // On a leader what is for another location goes on to WireGuard.
+        tun.send(&steered(MEMBER, SELF, &udp(MEMBER_POD, REMOTE_POD, (1000, 2000), b"transit"))[14..]);
+        tun.send(&steered(MEMBER, SELF, &udp(MEMBER_POD, OWN_POD, (1000, 2000), b"steered"))[14..]);
+        assert_eq!(heard(&pod).as_deref(), Some(&b"steered"[..]));
+        assert_eq!((world.counted(Action::Transit), world.counted(Action::Encrypt)), (1, 1));
+        // A packet that is too large for the outer header is answered as if from the node.
+        pod.connect((Ipv4Addr::from(MEMBER), 1000)).unwrap();
+        pod.send(&[7; 1481 - 28]).unwrap();
+        let refused = std::iter::from_fn(|| Some(pod.send(&[7; 1481 - 28]))).take(1000).find_map(Result::err);
+        assert_eq!(refused.unwrap().raw_os_error(), Some(nix::libc::EMSGSIZE));
+        assert_eq!(world.drops().keys().copied().collect::<Vec<_>>(), ["too_big"]);
+    });
+}

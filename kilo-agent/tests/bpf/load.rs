@@ -1,0 +1,142 @@
+//! The object loads, pins what it should, and is adopted again.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use crate::netns;
+use crate::support;
+
+use kilo_host::dataplane::{Dataplane, pin_directory};
+
+#[test]
+fn every_program_loads_with_room_to_spare() {
+    let Some(fs) = support::bpffs() else { return };
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    for (name, program) in dataplane.bpf_mut().programs() {
+        let info = program.info().unwrap();
+        let verified = info.verified_instruction_count().unwrap_or(0);
+        println!("{name}: {verified} instructions verified");
+        assert!(verified < 200_000, "{name} needs {verified} of the verifier's million");
+    }
+}
+
+#[test]
+fn maps_are_adopted_with_their_content() {
+    let Some(fs) = support::bpffs() else { return };
+    let tables = support::leader_tables();
+    let mut first = Dataplane::open(fs.path(), false).unwrap();
+    assert!(first.write(&tables).unwrap() > 0);
+    drop(first);
+    let mut second = Dataplane::open(fs.path(), false).unwrap();
+    assert_eq!(second.write(&tables).unwrap(), 0, "the next agent finds everything as it should be");
+}
+
+#[test]
+fn one_changed_prefix_is_one_write() {
+    let Some(fs) = support::bpffs() else { return };
+    let mut tables = support::leader_tables();
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    dataplane.write(&tables).unwrap();
+    tables.prefix.remove(&"10.42.9.0/24".parse().unwrap());
+    assert_eq!(dataplane.write(&tables).unwrap(), 1);
+}
+
+#[test]
+fn a_pin_of_another_shape_is_replaced() {
+    let Some(fs) = support::bpffs() else { return };
+    drop(Dataplane::open(fs.path(), false).unwrap());
+    let pins = pin_directory(fs.path());
+    std::fs::remove_file(pins.join("config")).unwrap();
+    std::fs::rename(pins.join("count"), pins.join("config")).unwrap();
+    drop(Dataplane::open(fs.path(), false).unwrap());
+}
+
+#[test]
+fn rubbish_that_is_no_map_is_replaced() {
+    let Some(fs) = support::bpffs() else { return };
+    drop(Dataplane::open(fs.path(), false).unwrap());
+    let pin = pin_directory(fs.path()).join("hop");
+    std::fs::remove_file(&pin).unwrap();
+    std::fs::create_dir(&pin).unwrap();
+    let error = Dataplane::open(fs.path(), false).err().map(|error| error.to_string());
+    // A directory is nothing we ever made: it is named, not removed.
+    assert!(error.is_some_and(|error| error.contains("hop")));
+}
+
+#[test]
+fn a_program_pinned_in_the_place_of_a_map_is_replaced() {
+    let Some(fs) = support::bpffs() else { return };
+    std::fs::create_dir_all(pin_directory(fs.path())).unwrap();
+    let _program = support::foreign::program(&pin_directory(fs.path()).join("prefix_v4"));
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    assert!(dataplane.write(&support::leader_tables()).unwrap() > 0);
+}
+
+#[test]
+fn the_bpf_file_system_is_mounted_when_it_is_not() {
+    netns::isolated("the_bpf_file_system_is_mounted_when_it_is_not", || async {
+        let plain = tempfile::tempdir().unwrap();
+        let there = plain.path().join("sys/fs/bpf");
+        drop(Dataplane::open(&there, false).unwrap());
+        assert!(netns::sh("mount -t bpf").contains(there.to_str().unwrap()));
+        drop(Dataplane::open(&there, false).unwrap());
+        assert_eq!(netns::sh("mount -t bpf").matches(there.to_str().unwrap()).count(), 1, "only once");
+        netns::sh(&format!("umount {}", there.display()));
+    });
+}
+
+#[test]
+fn a_bpf_file_system_that_cannot_be_mounted_is_said_to_be_the_operators_to_mount() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let error = Dataplane::open(file.path(), false).err().unwrap();
+    assert_eq!(error.label(), "bpffs");
+    assert!(error.to_string().contains("mount -t bpf bpf"), "{error}");
+}
+
+#[test]
+fn every_action_and_every_drop_reason_is_a_metric() {
+    use kilo_common::verdict::{Action, DropReason};
+    let Some(fs) = support::bpffs() else { return };
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    dataplane.write(&support::leader_tables()).unwrap();
+    let metrics = kilo_agent::metrics::Metrics::default();
+    metrics.set_counters(dataplane.counters().unwrap());
+    let stranger = [10, 1, 0, 99];
+    let frame = support::packet::steered(stranger, support::SELF, &[0; 40]);
+    support::packet::run(&mut dataplane, "lan_ingress", &frame);
+    let text = metrics.encode().unwrap();
+    let lines = Action::ALL
+        .iter()
+        .map(|action| format!("kilo_packets_total{{action=\"{}\"}} 0", action.label()))
+        .chain(DropReason::ALL.iter().map(|reason| {
+            let count = u8::from(*reason == DropReason::UnknownSender);
+            format!("kilo_dropped_packets_total{{reason=\"{}\"}} {count}", reason.label())
+        }));
+    for line in lines {
+        assert!(text.lines().any(|it| it == line), "{line} is missing from\n{text}");
+    }
+}
+
+#[test]
+fn bpftool_shows_the_maps_with_the_names_of_their_fields() {
+    let Some(fs) = support::bpffs() else { return };
+    if !netns::succeeds("bpftool version") {
+        support::skip("bpftool is not installed");
+        return;
+    }
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    dataplane.write(&support::leader_tables()).unwrap();
+    for (map, field) in [
+        ("prefix_v4", "\"hop\": 3"),
+        ("hop", "\"mtu\": 1480"),
+        ("node_v4", "\"hop\": 3"),
+        ("device", "\"masq_v4\": [192,0,2,11"),
+        ("config", "\"wireguard_port\": 51820"),
+        ("monitor", "\"deadline\": 0"),
+    ] {
+        let text =
+            netns::sh(&format!("bpftool map dump pinned {}", pin_directory(fs.path()).join(map).display()));
+        let text =
+            text.split_whitespace().collect::<Vec<_>>().join(" ").replace("[ ", "[").replace(", ", ",");
+        assert!(text.contains(&field.replace(", ", ",")), "{map}: no {field} in\n{text}");
+    }
+}

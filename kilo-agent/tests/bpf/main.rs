@@ -1,0 +1,28 @@
+//! The BPF programs, by BPF_PROG_TEST_RUN and on real hooks. Needs root.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    dead_code,
+    unused_imports,
+    reason = "tests"
+)]
+
+#[path = "../netns/mod.rs"]
+mod netns;
+#[path = "../support/mod.rs"]
+mod support;
+
+mod agreement;
+mod attach;
+mod bounds;
+mod clear;
+mod links;
+mod load;
+mod masquerade;
+mod masquerade_both;
+mod monitor;
+mod pods;
+mod receive;
+mod send;
+mod trace;

@@ -1,0 +1,104 @@
+//! `kilo_egress` and `kilo_ingress`: which way a packet takes. (The bytes they
+//! send are checked on real links, by the lab.)
+//!
+//! BPF_PROG_TEST_RUN always reads an Ethernet header, and the WireGuard device
+//! has none: packets here come from 8.0.0.0/16, whose first bytes read as the
+//! EtherType of IPv4.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use crate::support;
+
+use kilo_common::maps::{HOP_LOCAL, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue};
+use kilo_core::plan::Tables;
+use kilo_host::dataplane::Dataplane;
+use support::{
+    MEMBER_POD, OWN_POD, REMOTE_POD, leader_tables, member_tables,
+    packet::{PASS, REDIRECT, Ran, SHOT, run, udp},
+};
+
+const POD: [u8; 4] = [8, 0, 1, 2];
+/// BPF_PROG_TEST_RUN takes no less than two headers (since Linux 6.17).
+const SHORTEST: usize = 34;
+
+fn open(mut tables: Tables) -> Option<(support::BpfFs, Dataplane)> {
+    let fs = support::bpffs()?;
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    let local = PrefixValue { hop: HOP_LOCAL, flags: PREFIX_ROUTE | PREFIX_SOURCE };
+    tables.prefix.insert("8.0.1.0/24".parse().unwrap(), local);
+    dataplane.write(&tables).unwrap();
+    Some((fs, dataplane))
+}
+
+fn outcome(ran: &Ran) -> (i32, &[&'static str]) {
+    (ran.verdict, ran.counted.as_slice())
+}
+
+#[test]
+fn a_leader_leaves_remote_destinations_to_wireguard() {
+    let Some((_fs, mut dataplane)) = open(leader_tables()) else { return };
+    let ran = run(&mut dataplane, "kilo_egress", &udp(POD, REMOTE_POD, (1, 2), b"payload"));
+    assert_eq!(outcome(&ran), (PASS, &["encrypt"][..]));
+}
+
+#[test]
+fn a_member_steers_remote_destinations_and_never_encrypts() {
+    let Some((_fs, mut dataplane)) = open(member_tables()) else { return };
+    let ran = run(&mut dataplane, "kilo_egress", &udp(POD, REMOTE_POD, (1, 2), b"payload"));
+    assert_eq!(outcome(&ran), (REDIRECT, &["steer"][..]));
+    let ran = run(&mut dataplane, "kilo_egress", &udp(POD, [8, 8, 8, 8], (1, 2), b"payload"));
+    assert_eq!(outcome(&ran), (SHOT, &["no_prefix"][..]), "nothing falls through to WireGuard");
+}
+
+#[test]
+fn pods_of_the_own_location_are_steered_to_their_node() {
+    for tables in [leader_tables(), member_tables()] {
+        let Some((_fs, mut dataplane)) = open(tables) else { return };
+        let ran = run(&mut dataplane, "kilo_egress", &udp(POD, MEMBER_POD, (1, 2), b"payload"));
+        assert_eq!(outcome(&ran), (REDIRECT, &["steer"][..]));
+    }
+}
+
+#[test]
+fn a_leader_without_a_hop_drops() {
+    let mut tables = leader_tables();
+    tables.hop.remove(&support::MEMBER_HOP);
+    let Some((_fs, mut dataplane)) = open(tables) else { return };
+    let ran = run(&mut dataplane, "kilo_egress", &udp(POD, MEMBER_POD, (1, 2), b"payload"));
+    assert_eq!(outcome(&ran), (SHOT, &["no_hop"][..]));
+}
+
+#[test]
+fn multicast_broadcast_and_link_local_are_never_steered() {
+    let Some((_fs, mut dataplane)) = open(member_tables()) else { return };
+    for dst in [[224, 0, 0, 1], [255; 4], [169, 254, 0, 1], [0; 4]] {
+        let ran = run(&mut dataplane, "kilo_egress", &udp(POD, dst, (1, 2), b"payload"));
+        assert_eq!(outcome(&ran), (SHOT, &["not_unicast"][..]), "{dst:?}");
+    }
+}
+
+#[test]
+fn a_packet_larger_than_the_hop_carries_is_a_counted_drop() {
+    let Some((_fs, mut dataplane)) = open(member_tables()) else { return };
+    let ran = run(&mut dataplane, "kilo_egress", &udp(POD, REMOTE_POD, (1, 2), &[0; 1460]));
+    assert_eq!(outcome(&ran), (SHOT, &["too_big"][..]));
+}
+
+#[test]
+fn a_leader_sends_decrypted_packets_on_to_their_node_and_keeps_its_own() {
+    let Some((_fs, mut dataplane)) = open(leader_tables()) else { return };
+    let ran = run(&mut dataplane, "kilo_ingress", &udp(POD, MEMBER_POD, (1, 2), b"payload"));
+    assert_eq!(outcome(&ran), (REDIRECT, &["forward"][..]));
+    let ran = run(&mut dataplane, "kilo_ingress", &udp(POD, OWN_POD, (1, 2), b"payload"));
+    assert_eq!(outcome(&ran), (PASS, &["decrypt"][..]));
+}
+
+#[test]
+fn a_truncated_packet_is_dropped() {
+    let Some((_fs, mut dataplane)) = open(leader_tables()) else { return };
+    let whole = udp(POD, REMOTE_POD, (1, 2), b"some payload");
+    for length in SHORTEST..whole.len() {
+        let ran = run(&mut dataplane, "kilo_egress", &whole[..length]);
+        assert_eq!(outcome(&ran), (SHOT, &["truncated"][..]), "{length} bytes");
+    }
+}

@@ -1,0 +1,434 @@
+//! Addresses, routes and rules against a real kernel.
+
+#![allow(clippy::unwrap_used)]
+
+use crate::netns;
+
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
+
+use kilo_core::{
+    flat_map::FlatSet,
+    plan::{MAIN_TABLE, NetPlan, Route},
+};
+use kilo_host::net::{Net, NetError, discovery, forwarding, links, watch::Watcher};
+use netns::{isolated, sh};
+
+/// kilo0 is a TUN here: routes and addresses do not care what is behind it.
+fn setup() -> u32 {
+    // No link-local addresses: the kernel adds them some time after a link is up.
+    sh("echo 1 > /proc/sys/net/ipv6/conf/default/addr_gen_mode; ip link set lo up
+        ip link add eth0 type veth peer name eth0p && ip link set eth0 up && ip link set eth0p up
+        ip addr add 10.0.0.5/24 dev eth0 && ip addr add 10.0.0.6/24 dev eth0
+        ip -6 addr add 2001:db8::5/64 dev eth0 nodad
+        ip route add default via 10.0.0.1
+        ip tuntap add dev kilo0 mode tun");
+    index("kilo0")
+}
+
+fn index(name: &str) -> u32 {
+    sh(&format!("ip -o link show {name} | cut -d: -f1")).trim().parse().unwrap()
+}
+
+fn route(destination: &str, source: &str) -> Route {
+    Route {
+        destination: destination.parse().unwrap(),
+        table: MAIN_TABLE,
+        source: (!source.is_empty()).then(|| source.parse().unwrap()),
+        mtu: None,
+        closed: false,
+    }
+}
+
+fn plan() -> NetPlan {
+    NetPlan {
+        neighbours: BTreeSet::new(),
+        unreachable: BTreeSet::new(),
+        mtu: 1420,
+        addresses: BTreeSet::from(["10.4.0.1/16".parse().unwrap(), "fd00:4::1/64".parse().unwrap()]),
+        routes: FlatSet::from_iter([
+            route("10.2.1.0/24", "10.0.0.5"),
+            route("10.2.2.0/24", "10.0.0.5"),
+            route("192.0.2.7/32", ""),
+            route("fd00:2::/64", "2001:db8::5"),
+        ]),
+    }
+}
+
+/// Everything but ours, to see that it stays.
+fn foreign() -> String {
+    sh(
+        "ip route show table all | grep -v 'proto 107' | grep -v kilo0; ip -6 route show table all | grep -v 'proto 107' | grep -v kilo0; ip rule show; ip -6 rule show; ip -o addr show | grep -v kilo0",
+    )
+}
+
+/// As [`plan`], and nothing may go there another way.
+fn closed_plan() -> NetPlan {
+    let mut plan = plan();
+    plan.routes = plan.routes.into_iter().map(|route| Route { closed: true, ..route }).collect();
+    plan
+}
+
+#[test]
+fn without_the_device_destinations_are_unreachable_and_not_the_default_routes() {
+    isolated("without_the_device_destinations_are_unreachable_and_not_the_default_routes", || async {
+        let kilo = setup();
+        sh("ip -6 route add default via 2001:db8::1 dev eth0");
+        let before = foreign();
+        let net = Net::new().unwrap();
+        assert_eq!(net.apply(&closed_plan(), kilo).await.unwrap(), 1 + 2 + 2 * 4);
+        assert_eq!(net.apply(&closed_plan(), kilo).await.unwrap(), 0, "a second apply writes nothing");
+        let ways = |device: &str| {
+            for address in ["10.2.1.7", "192.0.2.7", "fd00:2::7"] {
+                let way = sh(&format!("ip route get {address} 2>&1 || true"));
+                let way = way.replace("No route to host", "unreachable");
+                assert!(way.contains(device), "{address}: {way}");
+            }
+        };
+        ways("dev kilo0");
+        sh("ip link set kilo0 down");
+        ways("unreachable");
+        net.apply(&closed_plan(), kilo).await.unwrap();
+        ways("dev kilo0");
+        assert_eq!(net.apply(&closed_plan(), kilo).await.unwrap(), 0);
+
+        // One that is open again, and one that goes.
+        let mut fewer = closed_plan();
+        fewer.routes = plan().routes.into_iter().skip(1).collect();
+        let writes = net.change(&closed_plan(), &fewer, kilo).await.unwrap();
+        assert_eq!(
+            sh(
+                "ip route show table all type unreachable proto 107; ip -6 route show table all type unreachable proto 107"
+            ),
+            ""
+        );
+        assert!(writes >= 5, "{writes}");
+        assert_eq!(net.apply(&fewer, kilo).await.unwrap(), 0);
+        net.change(&fewer, &closed_plan(), kilo).await.unwrap();
+        assert_eq!(net.apply(&closed_plan(), kilo).await.unwrap(), 0);
+
+        // A device that cannot be set up: what can be made is made, and what was refused is said.
+        sh("ip link del kilo0");
+        ways("unreachable");
+        let mut more = closed_plan();
+        more.routes.extend([Route { closed: true, ..route("10.2.9.0/24", "10.0.0.5") }]);
+        let refused = net.apply(&more, kilo).await.unwrap_err();
+        assert!(
+            matches!(&refused, NetError::Refused { writes: 1, refused } if refused.len() == 1),
+            "{refused}"
+        );
+        assert!(sh("ip route get 10.2.9.1 2>&1 || true").contains("No route to host"));
+
+        net.remove(None).await.unwrap();
+        assert_eq!(net.remove(None).await.unwrap(), 0);
+        assert_eq!(foreign(), before);
+        assert_eq!(sh("ip route show table all proto 107; ip -6 route show table all proto 107"), "");
+    });
+}
+
+#[test]
+fn pods_without_a_route_are_unreachable_until_a_bridge_has_them() {
+    isolated("pods_without_a_route_are_unreachable_until_a_bridge_has_them", || async {
+        let kilo = setup();
+        sh("ip -6 route add default via 2001:db8::1 dev eth0");
+        let before = foreign();
+        let net = Net::new().unwrap();
+        net.apply(&closed_plan(), kilo).await.unwrap();
+        let prefixes = ["10.42.1.0/24", "fd00:42:1::/64"].map(|prefix| prefix.parse().unwrap());
+        let with = NetPlan { unreachable: prefixes.into(), ..closed_plan() };
+        let way = |address: &str| sh(&format!("ip route get {address} 2>&1 || true"));
+        assert!(way("10.42.1.7").contains("eth0"), "the default route: {}", way("10.42.1.7"));
+        assert_eq!(net.change(&closed_plan(), &with, kilo).await.unwrap(), 2);
+        for _ in 0..2 {
+            assert_eq!(net.change(&with, &with, kilo).await.unwrap(), 0);
+            assert_eq!(net.apply(&with, kilo).await.unwrap(), 0);
+        }
+        let unreachable = |address: &str| {
+            let way = way(address).replace("No route to host", "unreachable");
+            assert!(way.contains("unreachable"), "{address}: {way}");
+        };
+        ["10.42.1.7", "fd00:42:1::7", "10.42.1.1"].iter().copied().for_each(unreachable);
+
+        // The bridge of the first pod is the better way, as long as it is there.
+        sh("ip link add br0 type bridge && ip addr add 10.42.1.1/24 dev br0
+            ip -6 addr add fd00:42:1::1/64 dev br0 nodad && ip link set br0 up");
+        for address in ["10.42.1.7", "fd00:42:1::7"] {
+            assert!(way(address).contains("dev br0"), "{address}: {}", way(address));
+        }
+        assert_eq!(net.apply(&with, kilo).await.unwrap(), 0);
+        sh("ip link del br0");
+        ["10.42.1.7", "fd00:42:1::7"].iter().copied().for_each(unreachable);
+
+        // A node that is given up: its routes go, the `unreachable` one stays; and back.
+        let mut lost = with.clone();
+        let gone = *lost.routes.iter().next().unwrap();
+        lost.routes.remove(&gone);
+        lost.unreachable.insert(gone.destination);
+        assert_eq!(net.change(&with, &lost, kilo).await.unwrap(), 1);
+        unreachable(&gone.destination.hosts().next().unwrap().to_string());
+        assert_eq!(net.apply(&lost, kilo).await.unwrap(), 0);
+        assert_eq!(net.change(&lost, &with, kilo).await.unwrap(), 1);
+        assert_eq!(net.apply(&with, kilo).await.unwrap(), 0);
+
+        assert_eq!(net.change(&with, &closed_plan(), kilo).await.unwrap(), 2);
+        net.apply(&with, kilo).await.unwrap();
+        net.remove(Some(kilo)).await.unwrap();
+        assert_eq!(sh("ip route show table all proto 107; ip -6 route show table all proto 107"), "");
+        assert_eq!(foreign(), before);
+    });
+}
+
+#[test]
+fn the_plan_comes_about_and_nothing_else_changes() {
+    isolated("the_plan_comes_about_and_nothing_else_changes", || async {
+        let kilo = setup();
+        sh(
+            "ip route add 10.77.0.0/16 dev eth0 proto static; ip rule add from 10.77.0.0/16 lookup 77 priority 77",
+        );
+        let before = foreign();
+        let net = Net::new().unwrap();
+        let writes = net.apply(&plan(), kilo).await.unwrap();
+        assert_eq!(writes, 1 + 2 + 4);
+        assert_eq!(net.apply(&plan(), kilo).await.unwrap(), 0, "a second apply writes nothing");
+        let shown = sh("ip route show proto 107");
+        assert!(shown.contains("10.2.1.0/24 dev kilo0 scope link src 10.0.0.5"), "{shown}");
+        assert!(sh("ip -6 route show proto 107").contains("fd00:2::/64 dev kilo0"));
+
+        // Change of the source address, in place.
+        let mut changed = plan();
+        changed.routes = plan()
+            .routes
+            .into_iter()
+            .map(|mut route| {
+                if route.source == Some("10.0.0.5".parse().unwrap()) {
+                    route.source = Some("10.0.0.6".parse().unwrap());
+                }
+                route
+            })
+            .collect();
+        assert_eq!(net.apply(&changed, kilo).await.unwrap(), 2);
+        assert_eq!(sh("ip route show table all proto 107 | grep -c 'src 10.0.0.6'").trim(), "2");
+        assert_eq!(net.apply(&changed, kilo).await.unwrap(), 0);
+
+        // Other address of the same network, which deleting the first would take along; and all routes with both.
+        changed.addresses = BTreeSet::from(["10.4.0.2/16".parse().unwrap()]);
+        assert_eq!(net.apply(&changed, kilo).await.unwrap(), 2 + 1 + 2, "no route is written again");
+        assert!(sh("ip -o addr show dev kilo0").contains("10.4.0.2/16"));
+        assert!(!sh("ip -o addr show dev kilo0").contains("10.4.0.1/16"));
+        assert_eq!(net.apply(&changed, kilo).await.unwrap(), 0);
+
+        // Without any address the kernel flushes routes: they are back in the same apply.
+        changed.addresses.clear();
+        net.apply(&changed, kilo).await.unwrap();
+        assert_eq!(sh("ip route show table all proto 107 | grep -c dev.kilo0").trim(), "4");
+        assert_eq!(net.apply(&changed, kilo).await.unwrap(), 0);
+
+        // Fewer routes.
+        let first = *changed.routes.iter().next().unwrap();
+        changed.routes.remove(&first);
+        assert_eq!(net.apply(&changed, kilo).await.unwrap(), 1);
+
+        assert!(net.remove(Some(kilo)).await.unwrap() > 0);
+        assert_eq!(net.remove(Some(kilo)).await.unwrap(), 0);
+        assert_eq!(foreign(), before);
+        assert_eq!(sh("ip route show table all proto 107"), "");
+    });
+}
+
+#[test]
+fn a_thousand_routes_are_quick_and_1000_reconciles_write_nothing() {
+    isolated("a_thousand_routes_are_quick_and_1000_reconciles_write_nothing", || async {
+        let kilo = setup();
+        let net = Net::new().unwrap();
+        let mut plan = plan();
+        for n in 0..1000u32 {
+            plan.routes.insert(route(&format!("10.{}.{}.0/24", 100 + n / 256, n % 256), "10.0.0.5"));
+        }
+        let start = Instant::now();
+        let writes = net.apply(&plan, kilo).await.unwrap();
+        let first = start.elapsed();
+        assert_eq!(writes, 1 + 2 + 1004);
+        let start = Instant::now();
+        for _ in 0..20 {
+            assert_eq!(net.apply(&plan, kilo).await.unwrap(), 0);
+        }
+        let each = start.elapsed() / 20;
+        println!(
+            "kilo-figure: 1,000 routes applied in {first:?}, an idle reconcile over them takes {each:?}"
+        );
+        plan.routes.retain(|route| !route.destination.to_string().starts_with("10.1"));
+        net.apply(&plan, kilo).await.unwrap();
+        for _ in 0..1000 {
+            assert_eq!(net.apply(&plan, kilo).await.unwrap(), 0);
+        }
+        assert!(first < Duration::from_secs(5));
+    });
+}
+
+#[test]
+fn a_route_of_somebody_else_is_refused_by_name_and_kilos_is_taken_over() {
+    isolated("a_route_of_somebody_else_is_refused_by_name_and_kilos_is_taken_over", || async {
+        let kilo = setup();
+        let net = Net::new().unwrap();
+        sh(
+            "ip link set kilo0 up; ip route add 10.2.1.0/24 dev eth0 proto static; ip route add 10.2.2.0/24 dev kilo0 proto static; \
+             ip route add 10.0.0.9/32 via 10.0.0.9 dev eth0 onlink proto static table 1107; \
+             ip rule add from 10.2.0.0/24 to 10.0.0.9 lookup 1107; ip -6 rule add from fd00:3::/64 lookup 1107; \
+             ip rule add from 10.2.0.0/24 lookup 1107 priority 1107 protocol 107; ip rule add from 10.7.0.0/16 lookup 77",
+        );
+        let error = net.apply(&plan(), kilo).await.unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("10.2.1.0/24") && text.contains("eth0"), "{text}");
+        assert_eq!(error.label(), "network");
+        // Everything else is in place all the same.
+        assert!(
+            matches!(&error, NetError::Refused { writes: 9, refused } if refused.len() == 1),
+            "{error:?}"
+        );
+        assert!(sh("ip route show 10.2.2.0/24").contains("proto 107"));
+        let rules = sh("ip rule show; ip -6 rule show");
+        assert!(!rules.contains("1107") && rules.contains("from 10.7.0.0/16 lookup 77"), "{rules}");
+        assert!(sh("ip route show 10.2.1.0/24").contains("dev eth0 proto static"));
+    });
+}
+
+#[test]
+fn links_uplinks_paths_and_addresses_are_found() {
+    isolated("links_uplinks_paths_and_addresses_are_found", || async {
+        let kilo = setup();
+        sh("ip link add cni0 type bridge && ip link set cni0 up && ip addr add 10.244.1.1/24 dev cni0
+            ip link add eth1 type veth peer name eth1p && ip link set eth1 up && ip link set eth1p up
+            ip addr add 203.0.113.9/24 dev eth1 && ip link set eth1 mtu 1400
+            ip route add 10.50.0.0/16 dev eth1");
+        let net = Net::new().unwrap();
+        let pods = ["10.244.1.0/24".parse().unwrap()];
+        let query = links::HostQuery {
+            kilo,
+            private: Some("10.0.0.5".parse().unwrap()),
+            pod_cidrs: &pods,
+            ..links::HostQuery::default()
+        };
+        let towards = ["10.0.0.77", "10.50.0.1", "198.51.100.1"].map(|text| text.parse().unwrap());
+        let host = net.host_links(&query, &towards).await.unwrap();
+        let (eth0, eth1) = (index("eth0"), index("eth1"));
+        assert_eq!(host.uplinks.keys().copied().collect::<Vec<_>>(), [eth0.min(eth1), eth0.max(eth1)]);
+        assert_eq!(host.uplinks[&eth0].v4, Some([10, 0, 0, 5].into()));
+        assert_eq!(host.mtus[&eth1], 1400);
+        assert_eq!(host.private, Some(eth0));
+        assert_eq!(host.towards.get(&towards[1]), Some(&eth1));
+        assert_eq!(host.towards.len(), 1);
+        assert_eq!(net.ways_out(&[]).await.unwrap().default, Some(eth0));
+        let found = discovery::run(&net, "kilo-no-such-host.invalid", kilo, &pods, &[]).await.unwrap();
+        assert_eq!(found.private.unwrap().to_string(), "10.0.0.5/24");
+        // The default route's interface comes first: its IPv6 address is public.
+        assert_eq!(found.public.to_string(), "2001:db8::5/64");
+        let all = net.links().await.unwrap();
+        assert_eq!(all.iter().find(|link| link.index == kilo).unwrap().kind, "tun");
+        assert!(links::by_name(net.rtnl(), "absent0").await.unwrap().is_none());
+        assert!(links::delete(net.rtnl(), index("eth1")).await.unwrap());
+        assert!(!links::delete(net.rtnl(), eth1).await.unwrap());
+    });
+}
+
+#[test]
+fn changes_wake_the_watcher_once_per_burst() {
+    isolated("changes_wake_the_watcher_once_per_burst", || async {
+        let kilo = setup();
+        let mut watcher = Watcher::new(None).unwrap();
+        let net = Net::new().unwrap();
+        sh("ip rule add from 10.77.0.0/16 lookup 77");
+        net.apply(&plan(), kilo).await.unwrap();
+        let seen = watcher.changed().await.unwrap();
+        assert!(seen.links && seen.addresses && seen.routes && seen.rules, "{seen:?}");
+        // IPv6 has something to say a moment later.
+        while tokio::time::timeout(Duration::from_secs(2), watcher.changed()).await.is_ok() {}
+        net.apply(&plan(), kilo).await.unwrap();
+        let idle = tokio::time::timeout(Duration::from_millis(500), watcher.changed()).await;
+        assert!(idle.is_err(), "an apply without writes announces nothing: {idle:?}");
+        sh("ip link set eth0 down");
+        assert!(watcher.changed().await.unwrap().links);
+    });
+}
+
+#[test]
+fn what_we_write_ourselves_does_not_wake_the_watcher_and_what_others_write_does() {
+    isolated("what_we_write_ourselves_does_not_wake_the_watcher_and_what_others_write_does", || async {
+        let kilo = setup();
+        let net = Net::new().unwrap();
+        net.apply(&plan(), kilo).await.unwrap();
+        let mut watcher = Watcher::new(Some(net.rtnl().port())).unwrap();
+        while tokio::time::timeout(Duration::from_secs(1), watcher.changed()).await.is_ok() {}
+        let mut fewer = plan();
+        let first = *fewer.routes.iter().next().unwrap();
+        fewer.routes.remove(&first);
+        assert_eq!(net.apply(&fewer, kilo).await.unwrap(), 1);
+        let own = tokio::time::timeout(Duration::from_millis(500), watcher.changed()).await;
+        assert!(own.is_err(), "{own:?}");
+        sh("ip route del 10.2.2.0/24");
+        assert!(watcher.changed().await.unwrap().routes);
+    });
+}
+
+#[test]
+fn a_plan_that_is_there_becomes_another_by_writing_only_what_differs() {
+    isolated("a_plan_that_is_there_becomes_another_by_writing_only_what_differs", || async {
+        let kilo = setup();
+        let net = Net::new().unwrap();
+        net.apply(&plan(), kilo).await.unwrap();
+        // One route goes, one gets another source, one comes, of both families.
+        let mut next = plan();
+        for (gone, new) in [
+            (route("10.2.1.0/24", "10.0.0.5"), None),
+            (route("10.2.2.0/24", "10.0.0.5"), Some(route("10.2.2.0/24", "10.0.0.6"))),
+            (route("fd00:2::/64", "2001:db8::5"), Some(route("fd00:3::/64", ""))),
+        ] {
+            assert!(next.routes.remove(&gone));
+            next.routes.extend(new);
+        }
+        assert_eq!(net.change(&plan(), &next, kilo).await.unwrap(), 4);
+        assert_eq!(net.change(&next, &next, kilo).await.unwrap(), 0);
+        assert_eq!(net.apply(&next, kilo).await.unwrap(), 0, "a look at everything finds nothing to do");
+        // Another address is brought about as a whole.
+        let mut moved = next.clone();
+        moved.addresses = BTreeSet::from(["10.4.0.2/16".parse().unwrap()]);
+        net.change(&next, &moved, kilo).await.unwrap();
+        assert_eq!(net.apply(&moved, kilo).await.unwrap(), 0);
+    });
+}
+
+#[test]
+fn forwarding_is_seen_and_turned_on() {
+    isolated("forwarding_is_seen_and_turned_on", || async {
+        let read = |path: &str| std::fs::read_to_string(path).unwrap().trim().to_owned();
+        let (ipv4, ipv6) = ("/proc/sys/net/ipv4/ip_forward", "/proc/sys/net/ipv6/conf/all/forwarding");
+        std::fs::write(ipv4, "0").unwrap();
+        std::fs::write(ipv6, "0").unwrap();
+        assert_eq!((forwarding::enable(false), read(ipv4), read(ipv6)), (1, "1".into(), "0".into()));
+        let accept_ra = "/proc/sys/net/ipv6/conf/lo/accept_ra";
+        std::fs::write(accept_ra, "1").unwrap();
+        assert!(forwarding::enable(true) >= 2, "forwarding, and interfaces that accept advertisements");
+        assert_eq!((read(ipv6), read(accept_ra)), ("1".into(), "2".into()), "no default route is lost");
+        assert_eq!(forwarding::enable(true), 0, "nothing is left to do");
+    });
+}
+
+#[test]
+fn a_strict_filter_of_the_tunnel_is_loosened_where_proc_is_read_only() {
+    isolated("a_strict_filter_of_the_tunnel_is_loosened_where_proc_is_read_only", || async {
+        let kilo = setup();
+        let paths = ["all", "kilo0", "eth0"].map(|name| format!("/proc/sys/net/ipv4/conf/{name}/rp_filter"));
+        for path in &paths {
+            std::fs::write(path, "1").unwrap();
+        }
+        sh("mount --bind /proc/sys /proc/sys && mount -o remount,ro,bind /proc/sys");
+        assert!(std::fs::write(&paths[1], "2").is_err(), "as a container sees it");
+        let net = Net::new().unwrap();
+        let loosen = || forwarding::accept_by_tunnel(net.rtnl(), "kilo0", kilo);
+        assert_eq!(loosen().await, 1);
+        let values = paths.each_ref().map(|path| std::fs::read_to_string(path).unwrap().trim().to_owned());
+        assert_eq!(values, ["1", "2", "1"], "that of the tunnel alone");
+        assert_eq!(loosen().await, 0, "nothing is left to do");
+    });
+}

@@ -1,0 +1,139 @@
+//! Hosts and Node objects that are wrong: the log of a real `kg` and `kgctl status`
+//! say what to do.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use crate::netns;
+
+use std::{
+    fs,
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use netns::{Agent, isolated, sh};
+
+const LOG: &str = "/run/kg.log";
+
+/// A host with one node and a private address, and a `kg` on it.
+fn start(node: &str, arguments: &[&str]) -> Agent {
+    sh(
+        "mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard /run/cluster /run/net.d; mount -t sysfs sys /sys; \
+        mount -t bpf bpf /sys/fs/bpf; ip link set lo up; \
+        ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up; \
+        ip address add 10.1.0.11/24 dev eth0; ip route add default via 10.1.0.1 dev eth0",
+    );
+    fs::write("/run/cluster/n1.yaml", format!("apiVersion: v1\nkind: Node\nmetadata: {{name: n1}}\n{node}"))
+        .unwrap();
+    let log = fs::File::create(LOG).unwrap();
+    let agent = Command::new(env!("CARGO_BIN_EXE_kg"))
+        .args([
+            "--backend",
+            "file",
+            "--backend-dir",
+            "/run/cluster",
+            "--hostname",
+            "n1",
+            "--resync-period",
+            "1s",
+        ])
+        .args(arguments)
+        .stdout(log)
+        .stderr(Stdio::inherit())
+        .spawn()
+        .unwrap();
+    Agent(agent)
+}
+
+fn status(arguments: &str) -> String {
+    let kgctl = env!("CARGO_BIN_EXE_kgctl");
+    sh(&format!("{kgctl} status --backend file --backend-dir /run/cluster {arguments} 2>&1 || true"))
+}
+
+/// Waits until a text holds all of these.
+#[track_caller]
+fn until(what: &str, text: impl Fn() -> String, wanted: &[&str]) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        let text = text();
+        if wanted.iter().all(|wanted| text.contains(wanted)) {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{what} does not say {wanted:?}: {text}");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+fn log() -> String {
+    fs::read_to_string(LOG).unwrap()
+}
+
+const PODS: &str = "spec: {podCIDRs: [10.42.1.0/24]}\n";
+
+#[test]
+fn a_node_without_pod_cidr_is_told_how_it_gets_one() {
+    isolated("a_node_without_pod_cidr_is_told_how_it_gets_one", || async {
+        let _agent = start("", &["--cni=false"]);
+        until("the log", log, &["no pod CIDR", "--allocate-node-cidrs"]);
+        assert!(log().trim_end().lines().last().unwrap().contains("--allocate-node-cidrs"), "{}", log());
+        until("the status", || status(""), &["no pod CIDR", "--allocate-node-cidrs"]);
+        until("the agent's status", || status("--agent"), &["no pod CIDR", "--allocate-node-cidrs"]);
+    });
+}
+
+#[test]
+fn another_cnis_file_in_front_of_ours_is_named_until_it_is_gone() {
+    isolated("another_cnis_file_in_front_of_ours_is_named_until_it_is_gone", || async {
+        sh("mkdir -p /run/net.d");
+        fs::write(
+            "/run/net.d/10-kilo.conflist",
+            r#"{"name":"kilo","plugins":[{"type":"bridge","ipam":{}}]}"#,
+        )
+        .unwrap();
+        fs::write("/run/net.d/05-other.conflist", "{}").unwrap();
+        let _agent = start(PODS, &["--cni-path", "/run/net.d/10-kilo.conflist"]);
+        let told = ["/run/net.d/05-other.conflist", "remove it"];
+        until("the log", log, &told);
+        until("the agent's status", || status("--agent"), &["warning: ", told[0], told[1]]);
+        sh("rm /run/net.d/05-other.conflist");
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while status("--agent").contains("05-other") {
+            assert!(Instant::now() < deadline, "{}", status("--agent"));
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        assert_eq!(log().matches("05-other").count(), 1, "it is said once: {}", log());
+    });
+}
+
+#[test]
+fn a_node_whose_agent_has_never_run_leads_to_its_log() {
+    isolated("a_node_whose_agent_has_never_run_leads_to_its_log", || async {
+        let _agent = start(PODS, &["--cni=false"]);
+        let other = "apiVersion: v1\nkind: Node\nmetadata: {name: n2}\nspec: {podCIDRs: [10.42.2.0/24]}\n";
+        fs::write("/run/cluster/n2.yaml", other).unwrap();
+        until(
+            "the status",
+            || status(""),
+            &["n2", "its agent never checked in: the log of its pod says why"],
+        );
+        assert!(
+            !status("").contains("no endpoint, no key"),
+            "one reason, not its consequences: {}",
+            status("")
+        );
+    });
+}
+
+#[test]
+fn the_nodes_external_ip_is_the_endpoint_and_the_flag_switches_it_off() {
+    isolated("the_nodes_external_ip_is_the_endpoint_and_the_flag_switches_it_off", || async {
+        let node = format!("{PODS}status:\n  addresses: [{{type: ExternalIP, address: 203.0.113.9}}]\n");
+        let written = || fs::read_to_string("/run/cluster/n1.kilo.yaml").unwrap_or_default();
+        let agent = start(&node, &["--cni=false"]);
+        until("the agent's file", written, &["203.0.113.9:51820"]);
+        drop(agent);
+        sh("umount /sys/fs/bpf /sys; umount /var/lib; ip link delete eth0");
+        let _agent = start(&node, &["--cni=false", "--endpoint-from=interface"]);
+        until("the agent's file", written, &["10.1.0.11:51820"]);
+    });
+}

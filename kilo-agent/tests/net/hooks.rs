@@ -1,0 +1,93 @@
+//! A real `kg` watches over its programs on hooks.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use crate::netns;
+
+use std::{
+    fs,
+    io::{Read as _, Write as _},
+    net::TcpStream,
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use netns::{Agent, isolated, sh, succeeds};
+
+fn start(attach: &str) -> Agent {
+    sh("mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard /run/cluster; mount -t sysfs sys /sys; \
+        mount -t bpf bpf /sys/fs/bpf; ip link set lo up; \
+        ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up; \
+        ip address add 10.1.0.11/24 dev eth0; ip route add default via 10.1.0.1 dev eth0");
+    let node = "apiVersion: v1\nkind: Node\nmetadata: {name: n1}\nspec: {podCIDRs: [10.42.1.0/24]}\n";
+    fs::write("/run/cluster/n1.yaml", node).unwrap();
+    let agent = Command::new(env!("CARGO_BIN_EXE_kg"))
+        .args(["--backend", "file", "--backend-dir", "/run/cluster", "--hostname", "n1", "--cni=false"])
+        // Only events and the look at the hooks may bring it about.
+        .args(["--resync-period", "1h", "--attach", attach])
+        .spawn()
+        .unwrap();
+    Agent(agent)
+}
+
+/// Waits until it is so; answers how long that took.
+fn until(what: &str, limit: Duration, is_so: impl Fn() -> bool) -> Duration {
+    let started = Instant::now();
+    while !is_so() {
+        assert!(started.elapsed() < limit, "{what} within {limit:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    started.elapsed()
+}
+
+fn metric(name: &str) -> Option<u64> {
+    let mut stream = TcpStream::connect("127.0.0.1:1107").ok()?;
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: kg\r\nConnection: close\r\n\r\n").ok()?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).ok()?;
+    text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok())
+}
+
+#[test]
+fn a_tcx_link_that_somebody_removed_is_back_within_five_seconds_and_counted() {
+    isolated("a_tcx_link_that_somebody_removed_is_back_within_five_seconds_and_counted", || async {
+        let _agent = start("auto");
+        let attached = || {
+            succeeds(
+                "bpftool net show dev eth0 2>/dev/null | grep -q lan_ingress || ls /sys/fs/bpf/kilo/links/lan_ingress_*",
+            )
+        };
+        until("the program is attached", Duration::from_secs(20), attached);
+        if !succeeds("ls /sys/fs/bpf/kilo/links/lan_ingress_*") {
+            println!("kilo-skip: this kernel has no TCX");
+            return;
+        }
+        std::thread::sleep(Duration::from_secs(1));
+        assert_eq!(metric("kilo_reattached_total"), Some(0));
+        sh("rm /sys/fs/bpf/kilo/links/lan_ingress_*");
+        let pinned = || succeeds("ls /sys/fs/bpf/kilo/links/lan_ingress_*");
+        println!("back after {:?}", until("the link is back", Duration::from_secs(5), pinned));
+        until("it is counted", Duration::from_secs(1), || metric("kilo_reattached_total") == Some(1));
+    });
+}
+
+#[test]
+fn a_filter_or_qdisc_that_somebody_removed_is_back_at_once_and_counted() {
+    isolated("a_filter_or_qdisc_that_somebody_removed_is_back_at_once_and_counted", || async {
+        let _agent = start("clsact");
+        let ingress = || succeeds("tc filter show dev eth0 ingress | grep -q lan_ingress");
+        let egress = || succeeds("tc filter show dev eth0 egress | grep -q uplink_egress");
+        until("the filters are there", Duration::from_secs(20), || ingress() && egress());
+        std::thread::sleep(Duration::from_secs(1));
+        sh("tc filter del dev eth0 ingress prio 27495");
+        println!("filter back after {:?}", until("the filter is back", Duration::from_secs(2), ingress));
+        until("it is counted", Duration::from_secs(1), || metric("kilo_reattached_total") == Some(1));
+        sh("tc qdisc del dev eth0 clsact");
+        let back = until("both filters are back", Duration::from_secs(2), || ingress() && egress());
+        println!("qdisc and filters back after {back:?}");
+        until("they are counted", Duration::from_secs(1), || metric("kilo_reattached_total") == Some(3));
+        let writes = metric("kilo_writes_total");
+        std::thread::sleep(Duration::from_secs(5));
+        assert_eq!(metric("kilo_writes_total"), writes, "looking at the hooks writes nothing");
+    });
+}

@@ -1,0 +1,146 @@
+//! A real `kg` that is killed in the middle of applying a change: at a system
+//! call of the kernel's BPF, netlink or WireGuard interfaces, by `strace`'s
+//! fault injection. The next start finds everything half done, and finishes it.
+//! `KILO_KILLS=all` tries more calls.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use crate::cluster;
+use crate::netns;
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    process::Child,
+    time::{Duration, Instant},
+};
+
+use cluster::{differences, host, kg, metrics, remove, write_node, write_peer};
+use netns::{isolated, sh};
+
+/// Most time for one step, on a slow machine.
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// Two clusters as this node may find them, far apart.
+fn change_to(second: bool) {
+    if second {
+        write_node(2, "a", "10.42.2.0/24", true);
+        write_node(3, "b", "10.42.7.0/24", false);
+        write_node(4, "b", "10.42.4.0/24", false);
+        remove("laptop");
+    } else {
+        write_node(2, "a", "10.42.2.0/24", false);
+        write_node(3, "b", "10.42.3.0/24", false);
+        fs::remove_file("/run/cluster/n4.yaml").unwrap_or_default();
+        write_peer("10.5.0.1/32");
+    }
+}
+
+/// Leads, nodes, peers.
+const fn gauges(second: bool) -> [u64; 3] {
+    if second { [0, 4, 0] } else { [1, 3, 1] }
+}
+
+fn until(what: &str, mut check: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !check() {
+        assert!(started.elapsed() < LIMIT, "{what} within {LIMIT:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn is_ready(second: bool) -> bool {
+    let now = metrics();
+    ["kilo_leader", "kilo_nodes", "kilo_peers"].map(|name| now.get(name).copied()) == gauges(second).map(Some)
+}
+
+/// Lets an agent run until it has done everything, and ends it.
+fn complete(second: bool, expected: Option<&BTreeMap<String, String>>) -> BTreeMap<String, String> {
+    let mut agent = kg(&[]).spawn().unwrap();
+    until("the agent is ready", || is_ready(second));
+    match expected {
+        Some(expected) => {
+            let started = Instant::now();
+            while !differences(expected, &host()).is_empty() && started.elapsed() < LIMIT {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        }
+        // What follows readiness: routes, rules of iptables.
+        None => std::thread::sleep(Duration::from_secs(1)),
+    }
+    cluster::settle();
+    sh(&format!("kill -TERM {}", agent.id()));
+    agent.wait().unwrap();
+    host()
+}
+
+/// Starts an agent that is killed at that call of a thread, or ended once it
+/// has nothing more to do; true when it was killed.
+fn killed_at(call: &str, number: usize, second: bool) -> bool {
+    let inject = format!("inject={call}:signal=SIGKILL:when={number}");
+    let trace = format!("trace={call}");
+    let before =
+        ["strace", "-f", "-qqq", "--detach-on=execve", "-o", "/dev/null", "-e", &trace, "-e", &inject];
+    let mut strace = kg(&before).spawn().unwrap();
+    let started = Instant::now();
+    loop {
+        if strace.try_wait().unwrap().is_some() {
+            return true;
+        }
+        if is_ready(second) || started.elapsed() > LIMIT {
+            std::thread::sleep(Duration::from_millis(300));
+            let ended = strace.try_wait().unwrap().is_some();
+            end(&mut strace);
+            return ended;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Ends what strace runs, and with it strace.
+fn end(strace: &mut Child) {
+    let id = strace.id();
+    let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
+    for child in children.split_whitespace() {
+        sh(&format!("kill -KILL {child} 2>/dev/null || true"));
+    }
+    strace.wait().unwrap();
+}
+
+#[test]
+fn an_agent_killed_anywhere_in_an_apply_leaves_what_the_next_completes() {
+    isolated("an_agent_killed_anywhere_in_an_apply_leaves_what_the_next_completes", || async {
+        cluster::prepare();
+        let expected = [false, true, false, true].map(|second| {
+            change_to(second);
+            complete(second, None)
+        });
+        assert_eq!(differences(&expected[0], &expected[2]), "", "the states are repeatable");
+        assert_eq!(differences(&expected[1], &expected[3]), "");
+        let mut second = true;
+        let mut kills = 0;
+        let every: usize = if std::env::var("KILO_KILLS").is_ok_and(|text| text == "all") { 1 } else { 3 };
+        for (call, numbers) in [
+            ("bpf", &[9, 1, 4, 40, 16, 25, 130, 60, 90, 240, 180][..]),
+            ("sendto", &[6, 1, 3, 15, 10, 22, 30]),
+            ("sendmsg", &[3, 1, 6]),
+            ("connect", &[1, 3]),
+        ] {
+            for &number in numbers.iter().step_by(every) {
+                second = !second;
+                change_to(second);
+                let killed = killed_at(call, number, second);
+                kills += usize::from(killed);
+                let found = complete(second, Some(&expected[usize::from(second)]));
+                assert_eq!(
+                    differences(&expected[usize::from(second)], &found),
+                    "",
+                    "killed at {call} {number}"
+                );
+            }
+        }
+        println!("killed {kills} times");
+        assert!(kills >= 5, "only {kills} kills: the calls are others now");
+        sh("ip link del kilo0 2>/dev/null || true");
+    });
+}

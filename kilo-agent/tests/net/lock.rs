@@ -1,0 +1,95 @@
+//! One agent per node: what two of them are told, and that neither a process
+//! without rights nor an agent that was killed keeps the next one from starting.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use crate::cluster;
+use crate::netns;
+
+use std::{
+    os::{
+        linux::net::SocketAddrExt as _,
+        unix::net::{SocketAddr, UnixListener},
+    },
+    process::Output,
+    time::{Duration, Instant},
+};
+
+use cluster::{kg, metrics};
+use netns::{Agent, isolated, sh, succeeds};
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// An agent that has applied everything once.
+fn running() -> Agent {
+    let agent = Agent(kg(&[]).spawn().unwrap());
+    let started = Instant::now();
+    while metrics().get("kilo_nodes") != Some(&1) {
+        assert!(started.elapsed() < LIMIT, "the agent is not ready within {LIMIT:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    agent
+}
+
+fn refused(before: &[&str], flags: &[&str]) -> String {
+    let Output { status, stdout, stderr } =
+        kg(&[&["timeout", "20"], before].concat()).args(flags).output().unwrap();
+    let said = [stdout, stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
+    assert_eq!(status.code(), Some(1), "{said}");
+    said
+}
+
+#[test]
+fn a_user_process_cannot_take_the_lock() {
+    isolated("a_user_process_cannot_take_the_lock", || async {
+        cluster::prepare();
+        // Every process may bind a name of the abstract namespace.
+        let name = SocketAddr::from_abstract_name("kilo-agent/kilo0").unwrap();
+        let _held = UnixListener::bind_addr(&name).unwrap();
+        let _agent = running();
+        let user = "setpriv --reuid 65534 --regid 65534 --clear-groups";
+        let files = sh("ls /var/lib/kilo/*.lock");
+        let [file] = files.lines().collect::<Vec<_>>()[..] else { panic!("one lock: {files}") };
+        assert_eq!(sh(&format!("stat -c '%a %u' {file}")).trim(), "600 0");
+        for path in [file, "/sys/fs/bpf/kilo"] {
+            assert!(!succeeds(&format!("{user} flock --nonblock --shared {path} true")), "{path}");
+        }
+    });
+}
+
+#[test]
+fn a_second_agent_is_refused_with_any_state_directory_and_any_interface() {
+    isolated("a_second_agent_is_refused_with_any_state_directory_and_any_interface", || async {
+        cluster::prepare();
+        let _agent = running();
+        let said = refused(&[], &[]);
+        assert!(said.contains("kilo0 already runs on this node"), "{said}");
+        let said = refused(&[], &["--interface=kilo1", "--listen=:1108"]);
+        assert!(said.contains("/sys/fs/bpf/kilo: another agent already runs"), "{said}");
+        let elsewhere = "mount -t tmpfs state /var/lib/kilo && exec \"$@\"";
+        let said = refused(&["unshare", "--mount", "sh", "-c", elsewhere, "sh"], &["--listen=:1108"]);
+        assert!(said.contains("/sys/fs/bpf/kilo: another agent already runs"), "{said}");
+        assert_eq!(metrics().get("kilo_nodes"), Some(&1), "the first one goes on");
+    });
+}
+
+#[test]
+fn after_a_kill_the_next_agent_starts_and_a_stop_leaves_no_file() {
+    isolated("after_a_kill_the_next_agent_starts_and_a_stop_leaves_no_file", || async {
+        cluster::prepare();
+        let mut killed = kg(&[]).spawn().unwrap();
+        let started = Instant::now();
+        while metrics().get("kilo_nodes") != Some(&1) {
+            assert!(started.elapsed() < LIMIT);
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        killed.kill().unwrap();
+        killed.wait().unwrap();
+        assert!(succeeds("ls /var/lib/kilo/*.lock"), "a killed agent leaves the file");
+        // The userspace WireGuard process, where there is one, lives on.
+        let mut agent = running();
+        sh(&format!("kill -TERM {}", agent.0.id()));
+        assert!(agent.0.wait().unwrap().success());
+        assert!(!succeeds("ls /var/lib/kilo/*.lock"));
+    });
+}

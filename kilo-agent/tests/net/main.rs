@@ -1,0 +1,39 @@
+//! The agent and its actuators in network namespaces of their own. Needs root.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    dead_code,
+    unused_imports,
+    reason = "tests"
+)]
+
+#[path = "../cluster/mod.rs"]
+mod cluster;
+#[path = "../netns/mod.rs"]
+mod netns;
+#[path = "../../../xtask/src/lab/plugins.rs"]
+mod plugins;
+#[path = "../support/mod.rs"]
+mod support;
+
+mod apply;
+mod bad_hosts;
+mod cli_bad_input;
+mod cni_plugins;
+mod forward;
+mod hooks;
+mod http_server;
+mod killed;
+mod leaks;
+mod links;
+mod lock;
+mod masquerade;
+mod nat_rules;
+mod overlay;
+mod path_probe;
+mod quiet;
+mod strangers;
+mod uninstall;
+mod wireguard_kernel;
+mod wireguard_userspace;

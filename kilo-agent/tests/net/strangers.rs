@@ -1,0 +1,348 @@
+//! What strangers, and processes without rights, send to real tunnel devices.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use crate::netns;
+use crate::support;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
+    time::{Duration, Instant},
+};
+
+use aya::programs::{LinkOrder, TcAttachType};
+use kilo_common::encap::{self, VXLAN_OVERHEAD};
+use kilo_core::{
+    plan::{Hop, Tables},
+    settings::{AttachMode, Tunnel},
+};
+use kilo_host::{
+    dataplane::{Applied, Dataplane, Interfaces},
+    net::{
+        Net,
+        tunnels::{self, Tunnels},
+    },
+};
+use netns::{isolated, sh, succeeds};
+use nix::sys::socket::{
+    AddressFamily, LinkAddr, MsgFlags, SockFlag, SockProtocol, SockType, SockaddrLike as _, sendto, socket,
+};
+use support::{
+    MEMBER, MEMBER_POD, OWN_POD, PUBLIC, SELF, leader_tables,
+    packet::{carried, ethernet, steered, udp},
+};
+
+/// A node with a private and a public interface, and the member at the other end of both.
+struct World {
+    _fs: support::BpfFs,
+    net: Net,
+    dataplane: Dataplane,
+    tunnels: Tunnels,
+    uplinks: BTreeSet<u32>,
+}
+
+fn index(interface: &str) -> u32 {
+    nix::net::if_::if_nametoindex(interface).unwrap()
+}
+
+fn is_up(interface: &str) -> bool {
+    sh(&format!("ip -o link show {interface}")).contains(",UP")
+}
+
+impl World {
+    async fn new() -> Self {
+        sh("ip link set lo up; ip tuntap add dev kilo0 mode tun; ip link set kilo0 up; ip netns add member
+            echo 0 > /proc/sys/net/ipv4/conf/all/rp_filter; echo 0 > /proc/sys/net/ipv4/conf/default/rp_filter
+            ip link add eth0 address 02:00:00:00:00:01 type veth peer name eth0 address 02:00:00:00:00:02 netns member
+            ip link add eth1 address 02:00:00:00:00:01 type veth peer name eth1p
+            ip address add 10.1.0.11/24 dev eth0; ip address add 192.0.2.11/24 dev eth1
+            ip link set eth0 up; ip link set eth1 up; ip link set eth1p up
+            ip -n member address add 10.1.0.12/24 dev eth0; ip -n member link set eth0 up
+            ip neighbour add 10.1.0.12 lladdr 02:00:00:00:00:02 dev eth0 nud permanent
+            ip -n member neighbour add 10.1.0.11 lladdr 02:00:00:00:00:01 dev eth0 nud permanent");
+        let fs = support::bpffs().unwrap();
+        let net = Net::new().unwrap();
+        let dataplane = Dataplane::open(fs.path(), false).unwrap();
+        let tunnels = tunnels::ensure(net.rtnl()).await;
+        assert!(tunnels.problems.is_empty(), "{:?}", tunnels.problems);
+        let uplinks = BTreeSet::from([index("eth0"), index("eth1")]);
+        Self { _fs: fs, net, dataplane, tunnels, uplinks }
+    }
+
+    fn tables(&self) -> Tables {
+        let mut tables = leader_tables();
+        tables.config.kilo_ifindex = index("kilo0");
+        tables.config.vxlan_ifindex = self.tunnels.vxlan.unwrap();
+        tables.node.get_mut(&MEMBER.into()).unwrap().interfaces = [index("eth0"), 0, 0, 0];
+        for hop in tables.hop.values_mut() {
+            if let Hop::Node { ifindex, .. } = hop {
+                *ifindex = index("eth0");
+            }
+        }
+        tables
+    }
+
+    /// What the agent does in this order.
+    async fn apply(&mut self) -> Applied {
+        let tunnels = self.tunnels.vxlan.into_iter().chain(self.tunnels.ipip).collect();
+        self.dataplane.write(&self.tables()).unwrap();
+        let layer3 = &BTreeSet::new();
+        let interfaces =
+            Interfaces { kilo: index("kilo0"), uplinks: &self.uplinks, layer3, tunnels: &tunnels };
+        let applied = self.dataplane.attach(&self.net, interfaces).await.unwrap();
+        self.tunnels.guard(self.net.rtnl(), &applied.unguarded).await.unwrap();
+        applied
+    }
+
+    /// Counters that an action changes, once they are as wanted.
+    #[track_caller]
+    fn counts(&self, wanted: &[(&'static str, u64)], action: impl FnOnce()) {
+        let read = || {
+            let counters = self.dataplane.counters().unwrap().read().unwrap();
+            counters.actions.into_iter().chain(counters.drops).collect::<BTreeMap<_, _>>()
+        };
+        let before = read();
+        let changed = || -> Vec<(&'static str, u64)> {
+            let now = read();
+            // The kernel's own discovery.
+            let ours = now.into_iter().filter(|(label, _)| !matches!(*label, "pass" | "not_unicast"));
+            ours.map(|(label, count)| (label, count - before[label])).filter(|(_, more)| *more > 0).collect()
+        };
+        action();
+        let started = Instant::now();
+        while changed() != wanted && started.elapsed() < Duration::from_secs(5) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        assert_eq!(changed(), wanted);
+    }
+}
+
+/// What stands behind the UDP header of VXLAN.
+fn vxlan_payload(inner: &[u8]) -> Vec<u8> {
+    vxlan(MEMBER, SELF, inner).split_off(42)
+}
+
+/// A whole frame.
+fn vxlan(from: [u8; 4], to: [u8; 4], inner: &[u8]) -> Vec<u8> {
+    let mut frame = [0; 14 + VXLAN_OVERHEAD];
+    encap::vxlan_frame(&mut frame, &from, &to, &carried(inner));
+    [&frame[..], inner].concat()
+}
+
+/// Sends a datagram to the VXLAN port as a user without rights, in that namespace.
+fn send_as_nobody(before: &str, to: &str, payload: &[u8]) {
+    let mut text = String::new();
+    for byte in payload {
+        write!(text, "\\x{byte:02x}").unwrap();
+    }
+    let file = "/run/payload";
+    sh(&format!("bash -c 'printf \"{text}\"' > {file}; chmod 644 {file}"));
+    sh(&format!(
+        "{before} setpriv --reuid=65534 --regid=65534 --clear-groups \
+         bash -c 'dd if={file} bs=65000 status=none > /dev/udp/{to}/51821'"
+    ));
+}
+
+/// Seen on 6.12 and 6.18, refused on 6.1: UDP GSO by a TUN device, which sums no checksums.
+fn has_gso_without_checksums() -> bool {
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|text| text.parse::<u32>().ok());
+    (numbers.next(), numbers.next()) >= (Some(6), Some(12))
+}
+
+/// Sends a frame out of an interface, with the node's hardware address as destination.
+fn send_frame(interface: &str, frame: &[u8]) {
+    let mut frame = frame.to_vec();
+    frame[..12].copy_from_slice(&[2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 9]);
+    let fd = socket(AddressFamily::Packet, SockType::Raw, SockFlag::empty(), None::<SockProtocol>).unwrap();
+    // SAFETY: plain integers and bytes, for which zero is a value.
+    let mut address: nix::libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+    address.sll_family = u16::try_from(nix::libc::AF_PACKET).unwrap();
+    address.sll_ifindex = index(interface).cast_signed();
+    let length = u32::try_from(size_of_val(&address)).unwrap();
+    // SAFETY: a complete sockaddr_ll and its length.
+    let address = unsafe { LinkAddr::from_raw((&raw const address).cast(), Some(length)) }.unwrap();
+    sendto(std::os::fd::AsRawFd::as_raw_fd(&fd), &frame, &address, MsgFlags::empty()).unwrap();
+}
+
+#[test]
+fn a_process_without_rights_injects_nothing_by_the_vxlan_port() {
+    isolated("a_process_without_rights_injects_nothing_by_the_vxlan_port", || async {
+        let mut world = World::new().await;
+        world.apply().await;
+        // As a pod of the member and as one behind the leader, to this node by any of its addresses.
+        let payload = vxlan_payload(&udp(MEMBER_POD, OWN_POD, (1, 2), b"forged"));
+        for own in ["10.1.0.11", "192.0.2.11", "127.0.0.1"] {
+            world.counts(&[("unchecked", 1)], || send_as_nobody("", own, &payload));
+        }
+        // To another node, in one packet and in fragments.
+        let long = vxlan_payload(&udp(OWN_POD, MEMBER_POD, (1, 2), &[7; 2000]));
+        world.counts(&[("forged_vxlan", 1)], || send_as_nobody("", "10.1.0.12", &payload));
+        world.counts(&[("forged_vxlan", 1)], || send_as_nobody("", "10.1.0.12", &long));
+    });
+}
+
+#[test]
+fn what_a_pod_sends_is_not_taken_for_the_nodes_though_somebody_masquerades_it() {
+    isolated("what_a_pod_sends_is_not_taken_for_the_nodes_though_somebody_masquerades_it", || async {
+        let mut world = World::new().await;
+        world.apply().await;
+        sh("ip netns add pod; ip link add veth1 type veth peer name eth0 netns pod
+            ip address add 172.31.0.1/24 dev veth1; ip link set veth1 up
+            ip -n pod address add 172.31.0.2/24 dev eth0; ip -n pod link set eth0 up
+            ip -n pod route add default via 172.31.0.1
+            echo 1 > /proc/sys/net/ipv4/ip_forward
+            nft 'add table ip others; add chain ip others post { type nat hook postrouting priority 100; }
+                 add rule ip others post ip saddr 172.31.0.0/24 oifname eth0 masquerade'");
+        let payload = vxlan_payload(&udp(OWN_POD, MEMBER_POD, (1, 2), b"forged"));
+        let inside = "ip netns exec pod";
+        world.counts(&[("forged_vxlan", 1)], || send_as_nobody(inside, "10.1.0.12", &payload));
+        world.counts(&[("unchecked", 1)], || send_as_nobody(inside, "10.1.0.11", &payload));
+    });
+}
+
+#[test]
+fn what_a_node_sends_in_fragments_reaches_the_device_and_passes() {
+    isolated("what_a_node_sends_in_fragments_reaches_the_device_and_passes", || async {
+        let mut world = World::new().await;
+        world.apply().await;
+        let long = vxlan_payload(&udp(MEMBER_POD, OWN_POD, (1, 2), &[7; 2000]));
+        let inside = "ip netns exec member";
+        world.counts(&[("decrypt", 1), ("deliver", 1)], || send_as_nobody(inside, "10.1.0.11", &long));
+        let foreign = vxlan_payload(&udp(OWN_POD, OWN_POD, (1, 2), &[7; 2000]));
+        world.counts(&[("foreign_source", 1)], || send_as_nobody(inside, "10.1.0.11", &foreign));
+    });
+}
+
+#[test]
+fn what_our_programs_give_the_vxlan_device_leaves_the_host() {
+    isolated("what_our_programs_give_the_vxlan_device_leaves_the_host", || async {
+        let mut world = World::new().await;
+        let mut tables = world.tables();
+        for hop in tables.hop.values_mut() {
+            if let Hop::Node { tunnel, .. } = hop {
+                *tunnel = Tunnel::Vxlan;
+            }
+        }
+        world.apply().await;
+        world.dataplane.write(&tables).unwrap();
+        sh("ip address add 10.42.1.2/32 dev lo; ip route add 10.42.2.0/24 dev kilo0 src 10.42.1.2");
+        // A GSO packet: the device writes its outer header.
+        let socket = std::net::UdpSocket::bind("10.42.1.2:0").unwrap();
+        let size: i32 = 1000;
+        // SAFETY: the value is an integer of that length.
+        let set = unsafe {
+            let fd = std::os::fd::AsRawFd::as_raw_fd(&socket);
+            nix::libc::setsockopt(fd, nix::libc::SOL_UDP, nix::libc::UDP_SEGMENT, (&raw const size).cast(), 4)
+        };
+        assert_eq!(set, 0);
+        let arrived = || {
+            let text = sh("ip netns exec member cat /proc/net/snmp");
+            let udp: Vec<&str> = text.lines().filter(|line| line.starts_with("Udp:")).collect();
+            udp[1].split_whitespace().nth(2).unwrap().parse::<u64>().unwrap()
+        };
+        let before = arrived();
+        let send = || socket.send_to(&[1; 3000], "10.42.2.2:9");
+        if !has_gso_without_checksums() {
+            assert_eq!(send().unwrap_err().raw_os_error(), Some(nix::libc::EIO));
+            support::skip("this kernel sends no UDP GSO by a device that sums no checksums");
+            return;
+        }
+        world.counts(&[("steer", 1)], || assert_eq!(send().unwrap(), 3000));
+        assert_eq!(arrived() - before, 3, "datagrams for the member's VXLAN port, which nobody has there");
+    });
+}
+
+#[test]
+fn a_forged_source_on_the_public_interface_is_dropped_whatever_rp_filter_says() {
+    isolated("a_forged_source_on_the_public_interface_is_dropped_whatever_rp_filter_says", || async {
+        let mut world = World::new().await;
+        world.apply().await;
+        let inner = udp(MEMBER_POD, OWN_POD, (1, 2), b"forged");
+        for rp_filter in [0, 1, 2] {
+            sh(&format!(
+                "for i in all eth0 eth1; do echo {rp_filter} > /proc/sys/net/ipv4/conf/$i/rp_filter; done"
+            ));
+            for frame in [steered(MEMBER, SELF, &inner), vxlan(MEMBER, SELF, &inner)] {
+                world.counts(&[("wrong_interface", 1)], || send_frame("eth1p", &frame));
+            }
+            // To the public address: with rp_filter=1 the kernel drops it before the device.
+            let counted: &[_] = if rp_filter == 1 { &[] } else { &[("unchecked", 1)] };
+            world.counts(counted, || send_frame("eth1p", &vxlan(MEMBER, PUBLIC, &inner)));
+            if world.tunnels.ipip.is_some() {
+                let ipip = steered([198, 51, 100, 66], PUBLIC, &inner);
+                let counted: &[_] = if rp_filter == 0 { &[("unchecked", 1)] } else { &[] };
+                world.counts(counted, || send_frame("eth1p", &ipip));
+            } else {
+                support::skip("this kernel has no IPIP device");
+            }
+        }
+        // A packet of no node to no node: nothing of ours.
+        let ordinary = ethernet(&udp([192, 0, 2, 9], PUBLIC, (1, 53), b"x"));
+        world.counts(&[], || send_frame("eth1p", &ordinary));
+    });
+}
+
+#[test]
+fn tunnel_devices_are_up_only_while_a_program_guards_them() {
+    isolated("tunnel_devices_are_up_only_while_a_program_guards_them", || async {
+        let mut world = World::new().await;
+        let devices: Vec<&str> = ["kilo-vxlan", "kilo-ipip"]
+            .into_iter()
+            .filter(|name| succeeds(&format!("ip link show {name}")))
+            .collect();
+        assert!(devices.contains(&"kilo-vxlan"));
+        assert!(devices.iter().all(|name| !is_up(name)), "made, and not up");
+        assert!(world.apply().await.failed.is_empty());
+        assert!(devices.iter().all(|name| is_up(name)), "guarded, and up");
+        let found = tunnels::ensure(world.net.rtnl()).await;
+        assert_eq!((found.created, found.down.len()), (0, 0), "the next look finds them so");
+    });
+}
+
+#[test]
+fn a_device_that_takes_no_program_stays_down_and_one_that_lost_it_goes_down() {
+    isolated("a_device_that_takes_no_program_stays_down_and_one_that_lost_it_goes_down", || async {
+        let mut world = World::new().await;
+        let mut first = support::foreign::program(&world._fs.path().join("first"));
+        if support::foreign::attach_tcx(&mut first, "eth1", TcAttachType::Ingress, LinkOrder::last()).is_err()
+        {
+            support::skip("TCX needs Linux 6.6");
+            return;
+        }
+        world.dataplane = Dataplane::open_with(world._fs.path(), false, AttachMode::Tcx).unwrap();
+        world.apply().await;
+        assert!(is_up("kilo-vxlan"));
+        // Somebody removes it, and fills the hook, which holds 63 programs.
+        let index = index("kilo-vxlan");
+        let links = kilo_host::dataplane::link_directory(world._fs.path());
+        sh(&format!("rm {}/tunnel_ingress_{index}", links.display()));
+        let mut others = Vec::new();
+        let started = Instant::now();
+        while others.len() < 63 {
+            assert!(started.elapsed() < Duration::from_secs(10), "{} programs", others.len());
+            let mut other =
+                support::foreign::program(&world._fs.path().join(format!("other{}", others.len())));
+            let order = LinkOrder::last();
+            match support::foreign::attach_tcx(&mut other, "kilo-vxlan", TcAttachType::Ingress, order) {
+                Ok(link) => others.push((other, link)),
+                // The kernel frees a link some time after its last name is gone.
+                Err(_) => {
+                    std::fs::remove_file(world._fs.path().join(format!("other{}", others.len()))).unwrap();
+                }
+            }
+        }
+        let applied = world.apply().await;
+        assert_eq!(applied.unguarded, BTreeSet::from([index]));
+        assert_eq!(applied.failed.len(), 1, "{:?}", applied.failed);
+        assert!(!is_up("kilo-vxlan"), "nothing comes in unseen");
+        others.clear();
+        let started = Instant::now();
+        while !world.apply().await.failed.is_empty() {
+            assert!(started.elapsed() < Duration::from_secs(10));
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        assert!(is_up("kilo-vxlan"), "guarded again");
+    });
+}

@@ -1,0 +1,142 @@
+//! Flag tables in docs/ are what the programs say; `KILO_BLESS=1` rewrites them.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use std::{collections::BTreeMap, fs, path::PathBuf, process::Command, time::Duration};
+
+use kilo_agent::{flag_table::ARGUMENT, metrics::Metrics, status::Timestamp};
+use kilo_common::verdict::{Action, DropReason};
+use kilo_core::wireguard::key::PublicKey;
+use kilo_host::wireguard::PeerStatus;
+
+const PROGRAMS: [&str; 2] = [env!("CARGO_BIN_EXE_kg"), env!("CARGO_BIN_EXE_kgctl")];
+const START: &str = "<!-- flags: ";
+const END: &str = "<!-- /flags -->\n";
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Every Markdown file of the documentation, with its text.
+fn pages() -> BTreeMap<PathBuf, String> {
+    let entries = fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
+    let pages = entries.filter(|path| path.extension().is_some_and(|extension| extension == "md"));
+    pages
+        .chain([root().join("README.md")])
+        .map(|path| (path.clone(), fs::read_to_string(path).unwrap()))
+        .collect()
+}
+
+/// Splits off the text up to a marked block: (before, command, block, rest).
+fn next_block(text: &str) -> Option<(&str, &str, &str, &str)> {
+    let (before, rest) = text.split_once(START)?;
+    let (command, rest) = rest.split_once(" -->\n").expect("a marker ends with -->");
+    let (block, rest) = rest.split_once(END).unwrap_or_else(|| panic!("flags of {command} do not end"));
+    Some((before, command, block, rest))
+}
+
+/// The table of each command, by its path.
+fn tables() -> BTreeMap<String, String> {
+    let mut tables = BTreeMap::new();
+    for program in PROGRAMS {
+        let output = Command::new(program).arg(ARGUMENT).output().unwrap();
+        assert!(output.status.success(), "{program}");
+        let text = String::from_utf8(output.stdout).unwrap();
+        let mut rest = text.as_str();
+        while let Some((_, command, block, after)) = next_block(rest) {
+            tables.insert(command.to_owned(), block.to_owned());
+            rest = after;
+        }
+    }
+    tables
+}
+
+/// The page that shows every command.
+fn flags_page(tables: &BTreeMap<String, String>) -> String {
+    let mut text =
+        "# Flags of all commands\n\nMade by `KILO_BLESS=1 cargo test -p kilo-agent --test unit docs::`; \
+                    `--flag[=BOOL]` alone means `--flag=true`.\n"
+            .to_owned();
+    for (command, table) in tables {
+        text += &format!("\n## {command}\n\n{START}{command} -->\n{table}{END}");
+    }
+    text
+}
+
+/// A page with its marked blocks renewed.
+fn renewed(text: &str, tables: &BTreeMap<String, String>) -> String {
+    let mut renewed = String::new();
+    let mut rest = text;
+    while let Some((before, command, _, after)) = next_block(rest) {
+        let table = tables.get(command).unwrap_or_else(|| panic!("no command {command} with flags"));
+        renewed += &format!("{before}{START}{command} -->\n{table}{END}");
+        rest = after;
+    }
+    renewed + rest
+}
+
+#[test]
+fn the_flag_tables_in_the_documentation_are_the_programs() {
+    let tables = tables();
+    let mut wanted: BTreeMap<_, _> =
+        pages().into_iter().map(|(path, text)| (path, renewed(&text, &tables))).collect();
+    wanted.insert(root().join("docs/flags.md"), flags_page(&tables));
+    for (path, text) in wanted {
+        if std::env::var_os("KILO_BLESS").is_some() {
+            fs::write(&path, &text).unwrap();
+        }
+        assert!(
+            fs::read_to_string(&path).unwrap_or_default() == text,
+            "{} is out of date: KILO_BLESS=1 cargo test -p kilo-agent --test unit docs::",
+            path.display()
+        );
+    }
+}
+
+#[test]
+fn every_link_between_the_pages_leads_somewhere() {
+    for (path, text) in pages() {
+        for target in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+            let file = target.split('#').next().unwrap();
+            if file.is_empty() || file.contains("://") {
+                continue;
+            }
+            let there = path.parent().unwrap().join(file);
+            assert!(there.exists(), "{}: {target} does not exist", path.display());
+        }
+    }
+}
+
+#[test]
+fn examples_name_the_pins_of_this_layout() {
+    let pins = format!("v{}/", kilo_common::maps::LAYOUT_VERSION);
+    for (path, text) in pages() {
+        for rest in text.split("/sys/fs/bpf/kilo/").skip(1) {
+            // Links are no part of the layout: they outlive it.
+            let named = rest.starts_with(&pins) || rest.starts_with("links");
+            assert!(named, "{}: the pins are below {pins}", path.display());
+        }
+    }
+}
+
+#[test]
+fn every_metric_action_and_drop_reason_is_explained() {
+    let page = fs::read_to_string(root().join("docs/monitoring.md")).unwrap();
+    let metrics = Metrics::default();
+    let peer = PeerStatus { handshake_age: Some(Duration::from_secs(1)), ..PeerStatus::default() };
+    metrics.set_peers(BTreeMap::from([(PublicKey([1; 32]), peer)]), Timestamp::now());
+    let text = metrics.encode().unwrap();
+    let of_metrics = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
+    let actions = Action::ALL.iter().map(|action| action.label());
+    let reasons = DropReason::ALL.iter().map(|reason| reason.label());
+    for name in of_metrics.chain(actions).chain(reasons) {
+        let explained = page.lines().any(|line| {
+            let cell = line.split(" | ").next().unwrap_or_default();
+            cell.starts_with("| ")
+                && cell.split('`').any(|word| {
+                    word.split('{').next().is_some_and(|word| word.trim_end_matches("_total") == name)
+                })
+        });
+        assert!(explained, "{name} is not explained in docs/monitoring.md");
+    }
+}

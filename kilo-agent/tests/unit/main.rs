@@ -1,0 +1,32 @@
+//! What needs nothing but cargo: topology, plans, files, documents.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    dead_code,
+    unused_imports,
+    reason = "tests"
+)]
+
+#[path = "../support/dot.rs"]
+mod dot;
+#[path = "../generators/mod.rs"]
+mod generators;
+#[path = "../trace/mod.rs"]
+mod trace;
+
+mod backend_file;
+mod bad_objects;
+mod docs;
+mod docs_counters;
+mod golden;
+mod last_good;
+mod manifest_crd;
+mod overlay_senders;
+mod plan_clear;
+mod plan_duplicates;
+mod plan_full_location;
+mod plan_inside;
+mod plan_overlay;
+mod rooms;
+mod topology_properties;
