@@ -14,115 +14,73 @@
 #![cfg_attr(not(target_arch = "bpf"), allow(unused_crate_dependencies))]
 
 #[cfg(target_arch = "bpf")]
+mod cb;
+#[cfg(target_arch = "bpf")]
+mod decap;
+#[cfg(target_arch = "bpf")]
+mod encap;
+#[cfg(target_arch = "bpf")]
+mod fast_path;
+#[cfg(target_arch = "bpf")]
+mod gso;
+#[cfg(target_arch = "bpf")]
 mod ip;
 #[cfg(target_arch = "bpf")]
-mod maps;
+mod kilo_egress;
 #[cfg(target_arch = "bpf")]
-mod mark;
+mod kilo_ingress;
+#[cfg(target_arch = "bpf")]
+mod lan_ingress;
+#[cfg(target_arch = "bpf")]
+mod maps;
 #[cfg(target_arch = "bpf")]
 mod masquerade;
 #[cfg(target_arch = "bpf")]
 mod monitor;
 #[cfg(target_arch = "bpf")]
+mod mtu;
+#[cfg(target_arch = "bpf")]
 mod packet;
 #[cfg(target_arch = "bpf")]
-mod path_mtu;
+mod reflect;
 #[cfg(target_arch = "bpf")]
-mod send;
+mod ret;
 #[cfg(target_arch = "bpf")]
-mod steer;
+mod tunnel_ingress;
 #[cfg(target_arch = "bpf")]
-mod superpacket;
-#[cfg(target_arch = "bpf")]
-mod transit;
-#[cfg(target_arch = "bpf")]
-mod tunnel;
-#[cfg(target_arch = "bpf")]
-mod uplink;
+mod uplink_egress;
 
 #[cfg(target_arch = "bpf")]
 mod programs {
-    use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, macros::classifier, programs::TcContext};
-    use kilo_common::{
-        event::Hook,
-        maps::Config,
-        verdict::{Action, DropReason},
+    use aya_ebpf::{macros::classifier, programs::TcContext};
+    use kilo_common::{event::Hook, verdict::Action};
+
+    use crate::{
+        cb, kilo_egress as egress, kilo_ingress as ingress, lan_ingress as lan, maps,
+        ret::{TC_ACT_UNSPEC, verdict},
+        tunnel_ingress as tunnel, uplink_egress as uplink,
     };
-
-    use crate::{maps, mark, monitor, packet, steer, tunnel, uplink};
-
-    /// Goes on with the next program on the hook, and then with the stack.
-    pub const TC_ACT_UNSPEC: i32 = -1;
-    /// Goes on with the stack at once.
-    pub const TC_ACT_OK: i32 = 0;
-    const TC_ACT_SHOT: i32 = 2;
-    /// `bpf_redirect` (`BPF_F_INGRESS`): to the stack, as received on that interface.
-    pub const REDIRECT_INGRESS: u64 = 1;
-
-    #[inline(always)]
-    fn verdict(
-        ctx: TcContext,
-        hook: Hook,
-        program: impl FnOnce(&TcContext, &'static Config) -> Result<i32, DropReason>,
-    ) -> i32 {
-        // The array has its one entry from the start; zeroed it means: nothing is ours.
-        let Some(config) = maps::CONFIG.get(0) else { return TC_ACT_UNSPEC };
-        match program(&ctx, config) {
-            Ok(action) => action,
-            Err(reason) => dropped(ctx.as_ptr().cast(), reason.index(), hook as u32),
-        }
-    }
-
-    /// What a part of a program that has a stack of its own answers: an action
-    /// of the kernel, or the index of a drop reason (none is an action's number).
-    #[inline(always)]
-    pub fn to_code(result: Result<i32, DropReason>) -> i32 {
-        match result {
-            Ok(action) => action,
-            Err(reason) => reason.index() as i32,
-        }
-    }
-
-    /// The inverse of [`to_code`].
-    #[inline(always)]
-    pub fn from_code(code: i32) -> Result<i32, DropReason> {
-        match DropReason::from_index(code as u32) {
-            Some(reason) => Err(reason),
-            None => Ok(code),
-        }
-    }
-
-    /// Apart, because what a log record takes of the stack adds up in its callers.
-    #[inline(never)]
-    pub fn dropped(skb: *mut __sk_buff, reason: u32, hook: u32) -> i32 {
-        let ctx = TcContext::new(skb);
-        maps::count(reason);
-        monitor::report(&ctx, hook, reason);
-        // Loaded with the level off, the verifier removes this.
-        aya_log_ebpf::debug!(&ctx, "dropped: reason {} on interface {}", reason, packet::ifindex(&ctx));
-        TC_ACT_SHOT
-    }
 
     /// Packets that the stack, or a leader's transit, sends into the WireGuard device.
     #[classifier]
     pub fn kilo_egress(ctx: TcContext) -> i32 {
-        if mark::is_for_wireguard(&ctx) {
+        if cb::is_for_wireguard(&ctx) {
             maps::count_action(Action::Encrypt);
             return TC_ACT_UNSPEC;
         }
-        verdict(ctx, Hook::KiloEgress, steer::kilo_egress)
+        verdict(ctx, Hook::KiloEgress, egress::kilo_egress)
     }
 
     /// Packets that WireGuard decrypted, or that `lan_ingress` decapsulated.
     #[classifier]
     pub fn kilo_ingress(ctx: TcContext) -> i32 {
-        verdict(ctx, Hook::KiloIngress, steer::kilo_ingress)
+        verdict(ctx, Hook::KiloIngress, ingress::kilo_ingress)
     }
 
     /// Packets from the network the node is in.
     #[classifier]
     pub fn lan_ingress(ctx: TcContext) -> i32 {
-        verdict(ctx, Hook::LanIngress, tunnel::lan_ingress)
+        verdict(ctx, Hook::LanIngress, lan::lan_ingress)
     }
 
     /// Packets the VXLAN or the IPIP device has decapsulated.
@@ -140,7 +98,7 @@ mod programs {
     /// As [`lan_ingress`], where packets have no link-layer header.
     #[classifier]
     pub fn l3_ingress(ctx: TcContext) -> i32 {
-        verdict(ctx, Hook::L3Ingress, tunnel::l3_ingress)
+        verdict(ctx, Hook::L3Ingress, lan::l3_ingress)
     }
 
     /// As [`uplink_egress`], where packets have no link-layer header.

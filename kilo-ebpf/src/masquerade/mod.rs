@@ -6,13 +6,12 @@
 //! functions it calls have 512 bytes of stack together.
 
 mod address;
-mod clock;
+pub mod clock;
 mod inbound;
 mod parse;
 mod port;
 mod rewrite;
-pub mod standing;
-mod work;
+pub mod work;
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
 use kilo_common::{
@@ -38,9 +37,9 @@ use crate::{
 };
 
 /// Answer of a part: the packet's own addresses stay.
-const NOTHING: u32 = 0;
+pub const NOTHING: u32 = 0;
 /// Answer of a part: it is done. Everything above is the index of a drop reason.
-const DONE: u32 = 1;
+pub const DONE: u32 = 1;
 
 /// Flags of [`egress_apart`], [`ingress_apart`], [`port::translation`] and [`rewrite`].
 const IPV6: u32 = 1;
@@ -145,7 +144,7 @@ pub fn ingress<I: Ip>(
 
 /// The interface this packet is on, if packets are translated there.
 #[inline(always)]
-fn translating_device(ctx: &TcContext, config: &Config) -> Option<&'static Device> {
+pub fn translating_device(ctx: &TcContext, config: &Config) -> Option<&'static Device> {
     if config.flags & CONFIG_MASQUERADE == 0 {
         return None;
     }

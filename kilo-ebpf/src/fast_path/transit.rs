@@ -1,6 +1,6 @@
-//! The short way of what a leader carries most: whole IPv4 packets in IPv4 from
+//! Transit fast path, for what a leader carries most: whole IPv4 packets in IPv4 from
 //! a prefix of another node of the location to another location. What it does is
-//! what `tunnel` does, with fewer instructions; all others go through there.
+//! what `lan_ingress` does, with fewer instructions; all others go through there.
 
 use aya_ebpf::{bindings::bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, helpers::bpf_redirect, programs::TcContext};
 use kilo_common::{
@@ -9,7 +9,7 @@ use kilo_common::{
     verdict::{Action, DropReason},
 };
 
-use crate::{ip::Ip as _, maps::count_action, mark, packet, superpacket::FIXED_GSO};
+use crate::{cb, gso::FIXED_GSO, ip::Ip as _, maps::count_action, packet};
 
 const INNER: u32 = (ETHERNET_LEN + IPV4_LEN) as u32;
 
@@ -20,9 +20,9 @@ const PLAIN: u8 = 0x45;
 const PLAIN_WITHOUT_MARK: u16 = u16::from_ne_bytes([PLAIN, 0]);
 const PLAIN_AND_MARK: u16 = u16::from_ne_bytes([0xff, 1]);
 
-/// Ingress of an uplink; `None`: nothing is done, and `tunnel` must tell.
+/// Ingress of an uplink; `None`: nothing is done, and `lan_ingress` must tell.
 #[inline(always)]
-pub fn short(ctx: &TcContext, config: &Config) -> Option<Result<i32, DropReason>> {
+pub fn forward(ctx: &TcContext, config: &Config) -> Option<Result<i32, DropReason>> {
     if config.flags & CONFIG_LEADER == 0 || ctx.data() + ETHERNET_LEN + 2 * IPV4_LEN > ctx.data_end() {
         return None;
     }
@@ -60,7 +60,7 @@ pub fn short(ctx: &TcContext, config: &Config) -> Option<Result<i32, DropReason>
         return None;
     }
     inner.lower_ttl()?;
-    mark::transit(ctx);
+    cb::transit(ctx);
     if ctx.adjust_room(-(IPV4_LEN as i32), BPF_ADJ_ROOM_MAC, FIXED_GSO).is_err() {
         return Some(Err(DropReason::Encapsulation));
     }

@@ -23,9 +23,10 @@ use kilo_common::{
 };
 
 use crate::{
+    cb,
     ip::Ip,
-    mark, packet,
-    programs::{from_code, to_code},
+    packet,
+    ret::{from_code, to_code},
 };
 
 /// `bpf_skb_adjust_room` flags (include/uapi/linux/bpf.h).
@@ -46,18 +47,18 @@ pub fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Resu
     let skb = ctx.as_ptr().cast();
     match (hop.tunnel, hop.family) {
         (TUNNEL_IPIP, FAMILY_V4) => ipip::<I>(ctx, config, hop, tos),
-        (TUNNEL_NONE, FAMILY_V4) if !I::V6 => from_code(apart::<I, Plain>(skb, config, hop, tos)),
-        (TUNNEL_NONE, FAMILY_V6) if I::V6 => from_code(apart::<I, Plain>(skb, config, hop, tos)),
+        (TUNNEL_NONE, FAMILY_V4) if !I::V6 => from_code(subprogram::<I, Plain>(skb, config, hop, tos)),
+        (TUNNEL_NONE, FAMILY_V6) if I::V6 => from_code(subprogram::<I, Plain>(skb, config, hop, tos)),
         // A packet of the other family needs a next hop of its own; encapsulated it does without.
         (TUNNEL_NONE, FAMILY_V4) => ipip::<I>(ctx, config, hop, tos),
-        (TUNNEL_NONE | TUNNEL_IPIP, FAMILY_V6) => from_code(apart::<I, IpipV6>(skb, config, hop, tos)),
-        // A superpacket that crosses a link whole would lose its segments'
+        (TUNNEL_NONE | TUNNEL_IPIP, FAMILY_V6) => from_code(subprogram::<I, IpipV6>(skb, config, hop, tos)),
+        // A GSO packet that crosses a link whole would lose its segments'
         // outer UDP headers: the device cuts it first.
         (TUNNEL_VXLAN, FAMILY_V4 | FAMILY_V6) if packet::gso_size(ctx) != 0 => {
-            from_code(apart::<I, ByDevice>(skb, config, hop, tos))
+            from_code(subprogram::<I, ByDevice>(skb, config, hop, tos))
         }
-        (TUNNEL_VXLAN, FAMILY_V4) => from_code(apart::<I, Vxlan>(skb, config, hop, tos)),
-        (TUNNEL_VXLAN, FAMILY_V6) => from_code(apart::<I, VxlanV6>(skb, config, hop, tos)),
+        (TUNNEL_VXLAN, FAMILY_V4) => from_code(subprogram::<I, Vxlan>(skb, config, hop, tos)),
+        (TUNNEL_VXLAN, FAMILY_V6) => from_code(subprogram::<I, VxlanV6>(skb, config, hop, tos)),
         _ => Err(DropReason::NoHop),
     }
 }
@@ -67,9 +68,9 @@ pub fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Resu
 fn ipip<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Result<i32, DropReason> {
     let mut frame = [0; ETHERNET_LEN + IPIP_OVERHEAD];
     ipip_frame(&mut frame, v4(&hop.local), v4(&hop.remote), &inner::<I>(ctx, tos, 0));
-    match grow(ctx, IPIP_OVERHEAD, ENCAP_L3_IPV4) {
-        Ok(()) => leave(ctx, hop, &frame),
-        Err(()) => from_code(apart::<I, ByDevice>(ctx.as_ptr().cast(), config, hop, tos)),
+    match push_header_room(ctx, IPIP_OVERHEAD, ENCAP_L3_IPV4) {
+        Ok(()) => transmit(ctx, hop, &frame),
+        Err(()) => from_code(subprogram::<I, ByDevice>(ctx.as_ptr().cast(), config, hop, tos)),
     }
 }
 
@@ -81,11 +82,11 @@ trait Way {
 
 /// A function of its own for the verifier, with its own share of the stack.
 #[inline(never)]
-fn apart<I: Ip, W: Way>(skb: *mut __sk_buff, config: &Config, hop: &Hop, tos: u8) -> i32 {
+fn subprogram<I: Ip, W: Way>(skb: *mut __sk_buff, config: &Config, hop: &Hop, tos: u8) -> i32 {
     let ctx = TcContext::new(skb);
     match W::send::<I>(&ctx, config, hop, tos) {
         Ok(Some(verdict)) => verdict,
-        Ok(None) => apart::<I, ByDevice>(skb, config, hop, tos),
+        Ok(None) => subprogram::<I, ByDevice>(skb, config, hop, tos),
         Err(reason) => to_code(Err(reason)),
     }
 }
@@ -95,12 +96,12 @@ impl Way for IpipV6 {
     #[inline(always)]
     fn send<I: Ip>(ctx: &TcContext, _: &Config, hop: &Hop, tos: u8) -> Result<Option<i32>, DropReason> {
         let inner = inner::<I>(ctx, tos, 0);
-        if grow(ctx, IPIP_OVERHEAD_V6, ENCAP_L3_IPV6).is_err() {
+        if push_header_room(ctx, IPIP_OVERHEAD_V6, ENCAP_L3_IPV6).is_err() {
             return Ok(None);
         }
         let mut frame = [0; ETHERNET_LEN + IPIP_OVERHEAD_V6];
         ipip_frame_v6(&mut frame, &hop.local, &hop.remote, &inner);
-        leave(ctx, hop, &frame).map(Some)
+        transmit(ctx, hop, &frame).map(Some)
     }
 }
 
@@ -109,12 +110,12 @@ impl Way for Vxlan {
     #[inline(always)]
     fn send<I: Ip>(ctx: &TcContext, _: &Config, hop: &Hop, tos: u8) -> Result<Option<i32>, DropReason> {
         let inner = inner::<I>(ctx, tos, flow_hash(ctx));
-        if grow(ctx, VXLAN_OVERHEAD, ENCAP_L3_IPV4 | VXLAN_FLAGS).is_err() {
+        if push_header_room(ctx, VXLAN_OVERHEAD, ENCAP_L3_IPV4 | VXLAN_FLAGS).is_err() {
             return Ok(None);
         }
         let mut frame = [0; ETHERNET_LEN + VXLAN_OVERHEAD];
         vxlan_frame(&mut frame, v4(&hop.local), v4(&hop.remote), &inner);
-        leave(ctx, hop, &frame).map(Some)
+        transmit(ctx, hop, &frame).map(Some)
     }
 }
 
@@ -123,12 +124,12 @@ impl Way for VxlanV6 {
     #[inline(always)]
     fn send<I: Ip>(ctx: &TcContext, _: &Config, hop: &Hop, tos: u8) -> Result<Option<i32>, DropReason> {
         let inner = inner::<I>(ctx, tos, flow_hash(ctx));
-        if grow(ctx, VXLAN_OVERHEAD_V6, ENCAP_L3_IPV6 | VXLAN_FLAGS).is_err() {
+        if push_header_room(ctx, VXLAN_OVERHEAD_V6, ENCAP_L3_IPV6 | VXLAN_FLAGS).is_err() {
             return Ok(None);
         }
         let mut frame = [0; ETHERNET_LEN + VXLAN_OVERHEAD_V6];
         vxlan_frame_v6(&mut frame, &hop.local, &hop.remote, &inner);
-        leave(ctx, hop, &frame).map(Some)
+        transmit(ctx, hop, &frame).map(Some)
     }
 }
 
@@ -153,17 +154,17 @@ fn flow_hash(ctx: &TcContext) -> u32 {
 /// Makes room for an outer header. Refused for packets that bear an outer
 /// header of a pod's own.
 #[inline(always)]
-fn grow(ctx: &TcContext, overhead: usize, flags: u64) -> Result<(), ()> {
-    // Without FIXED_GSO the kernel refuses UDP superpackets (QUIC senders in pods).
+fn push_header_room(ctx: &TcContext, overhead: usize, flags: u64) -> Result<(), ()> {
+    // Without FIXED_GSO the kernel refuses UDP GSO packets (QUIC senders in pods).
     ctx.adjust_room(overhead as i32, BPF_ADJ_ROOM_MAC, flags | FIXED_GSO).map_err(|_| ())
 }
 
 /// Writes the outer headers into the room made, and sends.
 #[inline(always)]
-fn leave<const N: usize>(ctx: &TcContext, hop: &Hop, frame: &[u8; N]) -> Result<i32, DropReason> {
+fn transmit<const N: usize>(ctx: &TcContext, hop: &Hop, frame: &[u8; N]) -> Result<i32, DropReason> {
     change_head(ctx)?;
     ctx.store(0, frame, 0).map_err(|_| DropReason::Encapsulation)?;
-    mark::sent(ctx);
+    cb::sent(ctx);
     // No explicit next hop: with a cold neighbour the queued packet would leave
     // malformed, through the device it came from.
     // SAFETY: no parameters are passed.
@@ -178,7 +179,7 @@ impl Way for Plain {
         let mut header = [0u8; ETHERNET_LEN];
         [header[12], header[13]] = (if I::V6 { ETHERTYPE_IPV6 } else { ETHERTYPE_IPV4 }).to_be_bytes();
         ctx.store(0, &header, 0).map_err(|_| DropReason::Encapsulation)?;
-        mark::sent(ctx);
+        cb::sent(ctx);
         // The inner destination is not on the link, so the next hop is named;
         // the agent keeps that neighbour resolved.
         let mut neighbour = bpf_redir_neigh {
@@ -216,7 +217,7 @@ fn by_device<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Res
         return Err(DropReason::Encapsulation);
     }
     if !ipip {
-        mark::by_device(ctx);
+        cb::by_device(ctx);
         change_head(ctx)?;
         ctx.store(0, &vxlan_ethernet(I::V6), 0).map_err(|_| DropReason::Encapsulation)?;
     }

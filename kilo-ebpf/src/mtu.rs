@@ -1,16 +1,19 @@
+//! What links and paths carry: whether a packet fits, and what routers say about it.
+//!
 //! Routers that could not carry a steered packet say so to this node, the
 //! sender of its outer header. The agent is told, asks the path itself, and
 //! lowers the MTU of the routes that lead there; the stack then tells senders.
 
 use aya_ebpf::{bindings::__sk_buff, programs::TcContext};
 use kilo_common::{
+    encap::segment_len,
     maps::{Config, FAMILY_V4, FAMILY_V6, PathMtu},
-    packet::Ipv4,
+    packet::{Ipv4, protocol},
     refused::{self, ERROR_V4, ERROR_V6},
 };
 
 use crate::{
-    ip::{Ip as _, V6},
+    ip::{Ip, V6},
     maps::PATH_MTU,
     packet,
 };
@@ -53,4 +56,25 @@ const fn halves(address: [u8; 16]) -> [u64; 2] {
 fn report(report: &PathMtu) {
     // A full ring loses the report; the router repeats it with the next packet.
     let _ = PATH_MTU.output(*report, 0);
+}
+
+/// True when a link with this MTU (0 = not known) carries the packet at
+/// `offset`, or each of its segments.
+#[inline(always)]
+pub fn fits<I: Ip>(ctx: &TcContext, offset: usize, ip: &I, mtu: u32) -> bool {
+    let len = ctx.len().saturating_sub(offset as u32);
+    if mtu == 0 || len <= mtu {
+        return true;
+    }
+    let gso_size = packet::gso_size(ctx);
+    if gso_size == 0 {
+        return false;
+    }
+    let transport = offset + ip.header_len();
+    let transport_len = match ip.protocol() {
+        // The data offset, in words, stands in the upper half of byte 12 (RFC 9293).
+        protocol::TCP => ctx.load::<u8>(transport + 12).map_or(60, |byte| u32::from(byte >> 4) * 4),
+        _ => 8,
+    };
+    segment_len(len, gso_size, ip.header_len() as u32 + transport_len) <= mtu
 }

@@ -1,4 +1,4 @@
-//! Superpackets (GSO) on their way to WireGuard, which cuts them into segments, as the
+//! GSO packets on their way to WireGuard, which cuts them into segments, as the
 //! kernel does before it when the packet bears the mark of a tunnel.
 
 use aya_ebpf::{
@@ -21,7 +21,7 @@ pub fn is(ctx: &TcContext, config: &Config) -> bool {
     ctx.len() > config.kilo_mtu && packet::gso_size(ctx) != 0
 }
 
-/// Who cuts a superpacket.
+/// Who cuts a GSO packet.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Cut {
     /// The device it is sent to.
@@ -30,7 +30,7 @@ pub enum Cut {
     Before,
 }
 
-/// Takes the outer IP header of `by` bytes off, and from the superpacket's type. False where
+/// Takes the outer IP header of `by` bytes off, and from the GSO packet's type. False where
 /// the kernel does not know how: nothing is done then.
 #[inline(always)]
 pub fn decapsulate(ctx: &TcContext, by: usize, outer_v6: bool, flags: u64) -> bool {

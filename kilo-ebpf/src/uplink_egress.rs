@@ -5,35 +5,27 @@
 //! by a route: a route for pods alone needs a policy rule, and with the first
 //! rule the kernel leaves the fast path of every route lookup.
 
-use aya_ebpf::{
-    EbpfContext as _,
-    bindings::{__sk_buff, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC},
-    helpers::{bpf_redirect, bpf_skb_change_tail},
-    programs::TcContext,
-};
+use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, helpers::bpf_redirect, programs::TcContext};
 use kilo_common::{
-    event::Hook,
     maps::{
         CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, Config, HOP_KIND_NODE, HOP_KIND_WIREGUARD,
         PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_SOURCE, VXLAN_PORT,
     },
     packet::{ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, protocol},
-    too_big::{self, QUOTED},
     verdict::DropReason,
 };
 
 use crate::{
+    cb,
+    decap::is_to_vxlan,
+    fast_path::established::{self, Established},
     ip::{Ip, V6},
     maps::hop,
-    mark,
-    masquerade::{
-        self, Known,
-        standing::{self, Standing},
-    },
+    masquerade::{self, Known},
+    mtu::fits,
     packet::{self, Family},
-    programs::{REDIRECT_INGRESS, TC_ACT_UNSPEC, dropped, from_code, to_code},
-    steer::fits,
-    tunnel::is_to_vxlan,
+    reflect,
+    ret::{TC_ACT_UNSPEC, from_code, to_code},
 };
 
 /// "More fragments" and the offset (RFC 791), as they lie in memory.
@@ -46,7 +38,7 @@ const DESTINATION_V6: usize = 24;
 #[inline(always)]
 pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     // The program of a VLAN's own device has had what bears the VLAN's tag.
-    if mark::is_sent(ctx) || packet::is_tagged(ctx) {
+    if cb::is_sent(ctx) || packet::is_tagged(ctx) {
         return Ok(TC_ACT_UNSPEC);
     }
     match packet::family(ctx) {
@@ -55,7 +47,7 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason
         Family::V4 => {
             if config.flags & CONFIG_OFFERED != 0 {
                 let verdict = match Ipv4::read(ctx, ETHERNET_LEN) {
-                    // `leave` asks first whether these are the VXLAN device's own.
+                    // `transmit` asks first whether these are the VXLAN device's own.
                     Ok(ip) if !is_to_nodes_vxlan(ctx, &ip, ETHERNET_LEN) => {
                         guard::<_, ETHERNET_LEN>(ctx, config, &ip)?
                     }
@@ -65,14 +57,14 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason
                     return Ok(verdict);
                 }
             }
-            let known = match standing::leaving(ctx, config)? {
-                Standing::Done => return Ok(TC_ACT_UNSPEC),
-                Standing::NoEntry => Known::New,
-                Standing::Unknown => Known::Nothing,
+            let known = match established::leaving(ctx, config)? {
+                Established::Done => return Ok(TC_ACT_UNSPEC),
+                Established::NoEntry => Known::New,
+                Established::Unknown => Known::Nothing,
             };
-            read_and_leave::<Ipv4, ETHERNET_LEN>(ctx, config, known)
+            read_and_transmit::<Ipv4, ETHERNET_LEN>(ctx, config, known)
         }
-        Family::V6 => read_and_leave::<V6, ETHERNET_LEN>(ctx, config, Known::Nothing),
+        Family::V6 => read_and_transmit::<V6, ETHERNET_LEN>(ctx, config, Known::Nothing),
         Family::Other => Ok(TC_ACT_UNSPEC),
     }
 }
@@ -80,32 +72,32 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason
 /// Egress of an uplink without link-layer header; packets start with their IP header.
 #[inline(always)]
 pub fn l3_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
-    if mark::is_sent(ctx) {
+    if cb::is_sent(ctx) {
         return Ok(TC_ACT_UNSPEC);
     }
     match packet::family(ctx) {
-        Family::V4 => read_and_leave::<Ipv4, 0>(ctx, config, Known::Nothing),
-        Family::V6 => read_and_leave::<V6, 0>(ctx, config, Known::Nothing),
+        Family::V4 => read_and_transmit::<Ipv4, 0>(ctx, config, Known::Nothing),
+        Family::V6 => read_and_transmit::<V6, 0>(ctx, config, Known::Nothing),
         Family::Other => Ok(TC_ACT_UNSPEC),
     }
 }
 
 /// `LINK` is the length of the link-layer header; so below.
 #[inline(always)]
-fn read_and_leave<I: Ip, const LINK: usize>(
+fn read_and_transmit<I: Ip, const LINK: usize>(
     ctx: &TcContext,
     config: &Config,
     known: Known,
 ) -> Result<i32, DropReason> {
     match I::read(ctx, LINK) {
-        Ok(ip) => leave::<I, LINK>(ctx, config, &ip, known),
+        Ok(ip) => transmit::<I, LINK>(ctx, config, &ip, known),
         Err(_) => unreadable::<I>(ctx.load(LINK + if I::V6 { DESTINATION_V6 } else { DESTINATION_V4 }).ok()),
     }
 }
 
-/// True for the tunnels' packets from the private address, where [`leave`] would
+/// True for the tunnels' packets from the private address, where [`transmit`] would
 /// find after several tables that they are the host's own and stay as they are:
-/// WireGuard's, which are most of what a leader sends, and superpackets the VXLAN
+/// WireGuard's, which are most of what a leader sends, and GSO packets the VXLAN
 /// device has wrapped. As little of them is read as can be.
 #[inline(always)]
 fn is_tunnels_v4(ctx: &TcContext, config: &Config) -> bool {
@@ -123,7 +115,7 @@ fn is_tunnels_v4(ctx: &TcContext, config: &Config) -> bool {
         && (ports[0] == config.wireguard_port.to_be()
             || ports[1] == VXLAN_PORT.to_be()
                 && Ipv4::sender(ip.dst.to_ne_bytes()).is_some()
-                && mark::take_by_device(ctx))
+                && cb::take_by_device(ctx))
 }
 
 /// As [`is_tunnels_v4`], WireGuard's alone.
@@ -148,7 +140,7 @@ fn is_wireguards_v6(ctx: &TcContext, config: &Config) -> bool {
 }
 
 #[inline(always)]
-fn leave<I: Ip, const LINK: usize>(
+fn transmit<I: Ip, const LINK: usize>(
     ctx: &TcContext,
     config: &Config,
     ip: &I,
@@ -156,7 +148,7 @@ fn leave<I: Ip, const LINK: usize>(
 ) -> Result<i32, DropReason> {
     if is_to_nodes_vxlan(ctx, ip, LINK) {
         // Nobody else may say what other nodes take for this node's word.
-        return if mark::take_by_device(ctx) { Ok(TC_ACT_UNSPEC) } else { Err(DropReason::ForgedVxlan) };
+        return if cb::take_by_device(ctx) { Ok(TC_ACT_UNSPEC) } else { Err(DropReason::ForgedVxlan) };
     }
     let verdict = guard::<I, LINK>(ctx, config, ip)?;
     if verdict != GO_ON {
@@ -190,12 +182,12 @@ fn guard<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> 
 #[inline(never)]
 fn guarded<I: Ip, const LINK: usize>(skb: *mut __sk_buff, config: &Config, id: u32, flags: u32) -> i32 {
     let ctx = TcContext::new(skb);
-    to_code(I::read(&ctx, LINK).and_then(|ip| judge::<I, LINK>(&ctx, config, &ip, id, flags)))
+    to_code(I::read(&ctx, LINK).and_then(|ip| decide::<I, LINK>(&ctx, config, &ip, id, flags)))
 }
 
 /// What becomes of a packet whose destination has one of these flags.
 #[inline(always)]
-fn judge<I: Ip, const LINK: usize>(
+fn decide<I: Ip, const LINK: usize>(
     ctx: &TcContext,
     config: &Config,
     ip: &I,
@@ -218,7 +210,11 @@ fn judge<I: Ip, const LINK: usize>(
     };
     if !fits::<I>(ctx, LINK, ip, mtu) {
         let skb = ctx.as_ptr().cast();
-        return Ok(if I::V6 { answer_v6::<LINK>(skb, mtu) } else { answer_v4::<LINK>(skb, mtu) });
+        return Ok(if I::V6 {
+            reflect::too_big_v6::<LINK>(skb, mtu)
+        } else {
+            reflect::too_big_v4::<LINK>(skb, mtu)
+        });
     }
     // SAFETY: a helper without pointers. `kilo_egress` does the rest.
     Ok(unsafe { bpf_redirect(config.kilo_ifindex, 0) } as i32)
@@ -258,49 +254,4 @@ fn unreadable<I: Ip>(dst: Option<I::Addr>) -> Result<i32, DropReason> {
         Some(value) if value.flags & PREFIX_NEVER_CLEAR != 0 => Err(DropReason::NotEncrypted),
         _ => Ok(TC_ACT_UNSPEC),
     }
-}
-
-#[inline(never)]
-fn answer_v4<const LINK: usize>(skb: *mut __sk_buff, mtu: u32) -> i32 {
-    answer::<_, LINK>(skb, |packet| too_big::v4(packet, mtu as u16))
-}
-
-#[inline(never)]
-fn answer_v6<const LINK: usize>(skb: *mut __sk_buff, mtu: u32) -> i32 {
-    answer::<_, LINK>(skb, |packet| too_big::v6(packet, mtu))
-}
-
-/// Tells the sender, who heard from the stack what this interface carries;
-/// counts the packet as dropped in any case. The answer comes in by the
-/// interface the packet was leaving by, as if the destination had sent it: it
-/// passes rp_filter, and netfilter translates it back for who was translated.
-#[inline(always)]
-fn answer<const N: usize, const LINK: usize>(skb: *mut __sk_buff, write: impl FnOnce(&mut [u8; N])) -> i32 {
-    let hook = if LINK == 0 { Hook::L3Egress } else { Hook::UplinkEgress };
-    let shot = dropped(skb, DropReason::TooBig.index(), hook as u32);
-    let ctx = TcContext::new(skb);
-    match turn::<N, LINK>(&ctx, write) {
-        // SAFETY: a helper without pointers.
-        Some(()) => (unsafe { bpf_redirect(packet::ifindex(&ctx), REDIRECT_INGRESS) }) as i32,
-        None => shot,
-    }
-}
-
-/// Makes the answer of the packet: cuts it, swaps its link-layer addresses,
-/// and writes the answer's `N` bytes, of which the last are there already.
-#[inline(always)]
-fn turn<const N: usize, const LINK: usize>(ctx: &TcContext, write: impl FnOnce(&mut [u8; N])) -> Option<()> {
-    let kept = (LINK + QUOTED) as u32;
-    // SAFETY: the context is valid.
-    if ctx.len() < kept || unsafe { bpf_skb_change_tail(ctx.as_ptr().cast(), kept, 0) } != 0 {
-        return None;
-    }
-    ctx.adjust_room((N - QUOTED) as i32, BPF_ADJ_ROOM_MAC, 0).ok()?;
-    if LINK != 0 {
-        let link: [[u8; 6]; 2] = ctx.load(0).ok()?;
-        ctx.store(0, &[link[1], link[0]], 0).ok()?;
-    }
-    // SAFETY: `bytes` checks the bounds.
-    write(unsafe { &mut *packet::bytes::<N>(ctx, LINK)? });
-    Some(())
 }

@@ -1,7 +1,7 @@
-//! The short way of flows that stand: whole IPv4 packets of TCP and UDP whose
+//! Established-flow fast path: whole IPv4 packets of TCP and UDP whose
 //! entry has had a packet in this second, be it of a masqueraded flow or of one that
 //! was opened from outside. It writes nothing but the packet, and knows neither
-//! sockets nor tables; all others go the long way.
+//! sockets nor tables; all others take the slow path.
 
 use core::mem::offset_of;
 
@@ -24,10 +24,10 @@ use kilo_common::{
     verdict::{Action, DropReason},
 };
 
-use super::{DONE, NOTHING, clock, translating_device, work::halves};
 use crate::{
     ip::Ip as _,
     maps::{INBOUND, NAT, count_action},
+    masquerade::{DONE, NOTHING, clock, translating_device, work::halves},
     packet,
 };
 
@@ -48,7 +48,7 @@ const _: () = assert!(DropReason::Rewrite.index() > STAYS);
 
 /// What became of a packet.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Standing {
+pub enum Established {
     /// It is translated, or stays as it is.
     Done,
     /// It has ports, and its flow no entry: neither of a masqueraded one nor of one from outside.
@@ -59,29 +59,29 @@ pub enum Standing {
 
 /// Of an IPv4 packet that leaves by an uplink.
 #[inline(always)]
-pub fn leaving(ctx: &TcContext, config: &Config) -> Result<Standing, DropReason> {
-    standing::<true>(ctx, config, Action::Masquerade)
+pub fn leaving(ctx: &TcContext, config: &Config) -> Result<Established, DropReason> {
+    established::<true>(ctx, config, Action::Masquerade)
 }
 
 /// Of an IPv4 packet that arrives at an uplink.
 #[inline(always)]
-pub fn arriving(ctx: &TcContext, config: &Config) -> Result<Standing, DropReason> {
-    standing::<false>(ctx, config, Action::Unmasquerade)
+pub fn arriving(ctx: &TcContext, config: &Config) -> Result<Established, DropReason> {
+    established::<false>(ctx, config, Action::Unmasquerade)
 }
 
 #[inline(always)]
-fn standing<const EGRESS: bool>(
+fn established<const EGRESS: bool>(
     ctx: &TcContext,
     config: &Config,
     done: Action,
-) -> Result<Standing, DropReason> {
+) -> Result<Established, DropReason> {
     if config.flags & CONFIG_MASQUERADE == 0 {
-        return Ok(Standing::Unknown);
+        return Ok(Established::Unknown);
     }
     let (addr, any) = if config.flags & CONFIG_ONE_V4 != 0 {
         (packet::word(&config.private_v4), false)
     } else {
-        let Some(device) = translating_device(ctx, config) else { return Ok(Standing::Unknown) };
+        let Some(device) = translating_device(ctx, config) else { return Ok(Established::Unknown) };
         let any =
             if EGRESS { device.flags & DEVICE_BY_DESTINATION } else { config.flags & CONFIG_SEVERAL_V4 };
         (packet::word(&device.masq_v4), any != 0)
@@ -89,11 +89,11 @@ fn standing<const EGRESS: bool>(
     match translate::<EGRESS>(ctx.as_ptr().cast(), config, addr, any) {
         DONE => {
             count_action(done);
-            Ok(Standing::Done)
+            Ok(Established::Done)
         }
-        STAYS => Ok(Standing::Done),
-        NO_ENTRY => Ok(Standing::NoEntry),
-        NOTHING => Ok(Standing::Unknown),
+        STAYS => Ok(Established::Done),
+        NO_ENTRY => Ok(Established::NoEntry),
+        NOTHING => Ok(Established::Unknown),
         _ => Err(DropReason::Rewrite),
     }
 }

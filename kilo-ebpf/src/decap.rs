@@ -1,0 +1,227 @@
+//! Taking the outer header off a steered packet: who sent it, whether the inner packet may come
+//! from there, and where it goes on.
+
+use aya_ebpf::{
+    EbpfContext as _,
+    bindings::{__sk_buff, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC},
+    helpers::bpf_redirect,
+    programs::TcContext,
+};
+use kilo_common::{
+    ecn,
+    maps::{
+        CONFIG_LEADER, Config, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_ROUTE, PREFIX_SOURCE,
+        VXLAN_PORT,
+    },
+    packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4},
+    verdict::{Action, DropReason},
+};
+
+use crate::{
+    cb,
+    gso::{self, Cut, FIXED_GSO},
+    ip::{Ip, V6},
+    maps::count_action,
+    mtu::fits,
+    packet,
+    ret::{REDIRECT_INGRESS, TC_ACT_UNSPEC, from_code, to_code},
+};
+
+/// Offset in a UDP header.
+pub const DESTINATION_PORT: usize = 2;
+/// `bpf_skb_adjust_room` flags (include/uapi/linux/bpf.h).
+const DECAP_L3_IPV4: u64 = 128;
+const DECAP_L3_IPV6: u64 = 256;
+
+/// Where a steered packet goes on.
+#[derive(PartialEq, Eq)]
+pub enum Disposition {
+    /// To this node's stack, as received on the WireGuard device.
+    Deliver,
+    /// The same, for the answer the stack gives: time exceeded, or too big.
+    Punt,
+    /// Straight into the WireGuard device.
+    Transit,
+}
+
+/// True for a datagram to the VXLAN device's port, or its first fragment, whatever stands between
+/// the IP header at `offset` and that of UDP.
+#[inline(always)]
+pub fn is_to_vxlan<I: Ip>(ctx: &TcContext, ip: &I, offset: usize) -> bool {
+    ip.udp(ctx, offset).and_then(|udp| ctx.load::<[u8; 2]>(udp + DESTINATION_PORT).ok())
+        == Some(VXLAN_PORT.to_be_bytes())
+}
+
+/// The node that an encapsulated packet comes from: by its outer source, and by the
+/// interface, because anybody on another network can write that source.
+#[inline(always)]
+pub fn sender_of<O: Ip>(ctx: &TcContext, outer: &O) -> Result<&'static NodeValue, DropReason> {
+    let sender = O::sender(outer.src()).ok_or(DropReason::UnknownSender)?;
+    if sender.may_arrive_by(packet::ifindex(ctx)) { Ok(sender) } else { Err(DropReason::WrongInterface) }
+}
+
+/// An encapsulated packet addressed to this node; `overhead` bytes stand
+/// between the link-layer header and the inner packet.
+#[inline(always)]
+pub fn steered<O: Ip, I: Ip, const LINK: usize, const GSO: bool>(
+    ctx: &TcContext,
+    config: &Config,
+    outer: &O,
+    overhead: usize,
+) -> Result<i32, DropReason> {
+    let sender = sender_of::<O>(ctx, outer)?;
+    if outer.is_fragment() {
+        return Err(DropReason::OuterFragment);
+    }
+    if outer.header_len() != O::HEADER_LEN {
+        return Err(DropReason::Malformed);
+    }
+    let is_own = |inner: I::Addr| {
+        // SAFETY: one family, so one type of address.
+        O::V6 == I::V6 && inner == unsafe { core::mem::transmute_copy::<O::Addr, I::Addr>(&outer.src()) }
+    };
+    let (disposition, own) = validate::<I>(ctx, config, sender, LINK + overhead, is_own)?;
+    if ecn::matters(outer.tos()) {
+        from_code(take_over_ecn::<I>(ctx.as_ptr().cast(), LINK + overhead, u32::from(outer.tos())))?;
+    }
+    let cut = decapsulate::<O, I, GSO>(ctx, overhead)?;
+    if own {
+        count_action(disposition.action());
+        return Ok(TC_ACT_UNSPEC);
+    }
+    if GSO && disposition == Disposition::Transit {
+        gso::make_room(ctx, cut);
+    }
+    Ok(redirect(config, &disposition))
+}
+
+/// [`steered`] as a function of its own for the verifier, with its own share of the stack.
+#[inline(never)]
+pub fn steered_subprogram<O: Ip, I: Ip, const LINK: usize>(
+    skb: *mut __sk_buff,
+    config: &Config,
+    overhead: usize,
+) -> i32 {
+    let ctx = TcContext::new(skb);
+    let outer = O::read(&ctx, LINK);
+    to_code(outer.and_then(|outer| steered::<O, I, LINK, false>(&ctx, config, &outer, overhead)))
+}
+
+/// As [`steered_subprogram`], for GSO packets.
+#[inline(never)]
+pub fn gso_subprogram<O: Ip, I: Ip, const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> i32 {
+    let ctx = TcContext::new(skb);
+    let outer = O::read(&ctx, LINK);
+    to_code(outer.and_then(|outer| steered::<O, I, LINK, true>(&ctx, config, &outer, O::HEADER_LEN)))
+}
+
+/// Writes what the network between the nodes said of congestion into the packet at
+/// `offset`; `outer` is the outer header's type of service.
+#[inline(never)]
+fn take_over_ecn<I: Ip>(skb: *mut __sk_buff, offset: usize, outer: u32) -> i32 {
+    let ctx = TcContext::new(skb);
+    to_code(I::read(&ctx, offset).and_then(|inner| match ecn::decapsulated(outer as u8, inner.tos()) {
+        None => Err(DropReason::Congestion),
+        Some(tos) if tos == inner.tos() => Ok(0),
+        Some(tos) => inner.set_tos(&ctx, offset, tos).map(|()| 0),
+    }))
+}
+
+/// Checks the inner packet at `offset`, and counts this host as a hop if the
+/// packet goes on. Also answers whether the stack gets a packet of the sending
+/// host itself: those it expects on the interface that leads there
+/// (`rp_filter`), and answers by it.
+#[inline(always)]
+pub fn validate<I: Ip>(
+    ctx: &TcContext,
+    config: &Config,
+    sender: &NodeValue,
+    offset: usize,
+    is_own: impl FnOnce(I::Addr) -> bool,
+) -> Result<(Disposition, bool), DropReason> {
+    let inner = I::read(ctx, offset)?;
+    let known = I::is_known_source(sender, inner.src());
+    if !known {
+        check_source::<I>(sender, inner.src())?;
+    }
+    let mut disposition = disposition::<I>(config, inner.dst()).ok_or(DropReason::NotForUs)?;
+    if disposition == Disposition::Transit {
+        if inner.ttl() <= 1 || !fits::<I>(ctx, offset, &inner, config.kilo_mtu) {
+            disposition = Disposition::Punt;
+        } else {
+            inner.lower_ttl(ctx, offset)?;
+            if known && !I::never_steered(inner.dst()) && !I::never_steered(inner.src()) {
+                cb::transit(ctx);
+            }
+        }
+    }
+    let own = !known && disposition != Disposition::Transit && is_own(inner.src());
+    Ok((disposition, own))
+}
+
+/// Removes the outer headers; answers who cuts the packet if it is a GSO packet. One of
+/// the other family also changes what the kernel takes it for: by a flag, or before
+/// Linux 6.3 by a translation whose room is removed, too.
+#[inline(always)]
+fn decapsulate<O: Ip, I: Ip, const GSO: bool>(ctx: &TcContext, overhead: usize) -> Result<Cut, DropReason> {
+    let shrink =
+        |by: usize, flags: u64| ctx.adjust_room(-(by as i32), BPF_ADJ_ROOM_MAC, FIXED_GSO | flags).is_ok();
+    let (flag, ethertype, translated) = match (O::V6, I::V6) {
+        (false, true) => (DECAP_L3_IPV6, ETHERTYPE_IPV6, overhead + V6::HEADER_LEN - Ipv4::HEADER_LEN),
+        (true, false) => (DECAP_L3_IPV4, ETHERTYPE_IPV4, overhead + Ipv4::HEADER_LEN - V6::HEADER_LEN),
+        _ => (0, 0, 0),
+    };
+    if GSO && gso::decapsulate(ctx, overhead, O::V6, flag) {
+        return Ok(Cut::ByDevice);
+    }
+    let done = shrink(overhead, flag)
+        || (O::V6 != I::V6 && ctx.change_proto(ethertype.to_be(), 0).is_ok() && shrink(translated, 0));
+    if done { Ok(Cut::Before) } else { Err(DropReason::Encapsulation) }
+}
+
+/// The inner source must belong to the node that sent the packet; a leader
+/// also carries what comes from other locations.
+#[inline(always)]
+fn check_source<I: Ip>(sender: &NodeValue, src: I::Addr) -> Result<(), DropReason> {
+    let owner = I::prefix(src).ok_or(DropReason::ForeignSource)?;
+    let carried = owner.hop == HOP_REMOTE && sender.flags & NODE_LEADER != 0;
+    if owner.flags & PREFIX_SOURCE != 0 && (owner.hop == sender.hop || carried) {
+        Ok(())
+    } else {
+        Err(DropReason::ForeignSource)
+    }
+}
+
+/// A node that does not lead refuses remote destinations: two nodes that take
+/// each other for the leader must not play ping-pong.
+#[inline(always)]
+pub fn disposition<I: Ip>(config: &Config, dst: I::Addr) -> Option<Disposition> {
+    let value = I::prefix(dst)?;
+    match value.hop {
+        HOP_LOCAL => Some(Disposition::Deliver),
+        HOP_REMOTE if config.flags & CONFIG_LEADER != 0 && value.flags & PREFIX_ROUTE != 0 => {
+            Some(Disposition::Transit)
+        }
+        _ => None,
+    }
+}
+
+impl Disposition {
+    /// How it is counted.
+    pub const fn action(&self) -> Action {
+        match self {
+            Self::Deliver => Action::Deliver,
+            Self::Punt => Action::Punt,
+            Self::Transit => Action::Transit,
+        }
+    }
+}
+
+/// Sends the packet on, and counts it.
+#[inline(always)]
+pub fn redirect(config: &Config, disposition: &Disposition) -> i32 {
+    count_action(disposition.action());
+    let flags = if *disposition == Disposition::Transit { 0 } else { REDIRECT_INGRESS };
+    // SAFETY: a helper without pointers.
+    (unsafe { bpf_redirect(config.kilo_ifindex, flags) }) as i32
+}

@@ -1,0 +1,78 @@
+//! Egress of the WireGuard device: steer to the leader, or let WireGuard encrypt.
+
+use aya_ebpf::programs::TcContext;
+use kilo_common::{
+    maps::{CONFIG_LEADER, Config, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, PREFIX_ROUTE},
+    packet::Ipv4,
+    verdict::{Action, DropReason},
+};
+
+use crate::{
+    encap::send,
+    ip::{Ip, V6},
+    maps::{count_action, hop},
+    masquerade::{self, Known},
+    mtu::fits,
+    packet::{self, Family},
+    ret::TC_ACT_UNSPEC,
+};
+
+/// Egress of the WireGuard device; packets start with their IP header.
+#[inline(always)]
+pub fn kilo_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+    match packet::family(ctx) {
+        Family::V4 => egress::<Ipv4>(ctx, config),
+        Family::V6 => egress::<V6>(ctx, config),
+        // WireGuard itself refuses what is not IP; elsewhere nothing may pass.
+        Family::Other if config.flags & CONFIG_LEADER != 0 => pass(),
+        Family::Other => Err(DropReason::NoPrefix),
+    }
+}
+
+#[inline(always)]
+fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+    let leader = config.flags & CONFIG_LEADER != 0;
+    let mut ip = I::read(ctx, 0)?;
+    // Sources, too: the stack's own redirects, for example, are for the link.
+    if I::never_steered(ip.dst()) || I::never_steered(ip.src()) {
+        return Err(DropReason::NotUnicast);
+    }
+    if let Some(addr) = masquerade::egress(ctx, config, 0, &ip, Known::Rare)? {
+        ip.set_src(addr);
+    }
+    let Some(id) = route::<I>(ip.dst()) else {
+        return if leader { pass() } else { Err(DropReason::NoPrefix) };
+    };
+    let hop = hop(id).ok_or(DropReason::NoHop)?;
+    match hop.kind {
+        HOP_KIND_WIREGUARD if leader => {
+            count_action(Action::Encrypt);
+            Ok(TC_ACT_UNSPEC)
+        }
+        HOP_KIND_NODE => {
+            // The stack has told the sender already: its routes bear the hop's MTU.
+            if !fits::<I>(ctx, 0, &ip, hop.mtu) {
+                return Err(DropReason::TooBig);
+            }
+            let verdict = send::<I>(ctx, config, hop, ip.tos())?;
+            count_action(Action::Steer);
+            Ok(verdict)
+        }
+        // An own prefix does not belong on this device; the stack would have kept it.
+        HOP_KIND_LOCAL => Err(DropReason::NoPrefix),
+        _ => Err(DropReason::NoHop),
+    }
+}
+
+/// The hop packets to this address are steered to.
+#[inline(always)]
+pub fn route<I: Ip>(dst: I::Addr) -> Option<u32> {
+    I::prefix(dst).filter(|value| value.flags & PREFIX_ROUTE != 0).map(|value| value.hop)
+}
+
+/// Counts a packet that is nobody's, and lets it go on.
+#[inline(always)]
+pub fn pass() -> Result<i32, DropReason> {
+    count_action(Action::Pass);
+    Ok(TC_ACT_UNSPEC)
+}

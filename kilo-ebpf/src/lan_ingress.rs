@@ -1,0 +1,255 @@
+//! Ingress of uplinks: steered packets from other nodes, and replies to masqueraded flows.
+
+use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
+use kilo_common::{
+    encap::{UDP_LEN, VXLAN_INNER, VXLAN_LEN, vxlan_header},
+    maps::{
+        CONFIG_LEADER, CONFIG_PLAIN, Config, FAMILY_V6, HOP_KIND_NODE, HOP_LOCAL, Hop, PREFIX_INSIDE,
+        PREFIX_ROUTE, PREFIX_SOURCE, TUNNEL_NONE, VXLAN_PORT,
+    },
+    packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4, protocol},
+    verdict::DropReason,
+};
+
+use crate::{
+    cb,
+    decap::{
+        DESTINATION_PORT, Disposition, disposition, gso_subprogram, is_to_vxlan, redirect, sender_of,
+        steered, steered_subprogram,
+    },
+    fast_path::{
+        established::{self, Established},
+        transit,
+    },
+    gso::{self, Cut},
+    ip::{Ip, V6, halves},
+    maps::hop,
+    masquerade,
+    mtu::{self, fits},
+    packet::{self, Family},
+    ret::{TC_ACT_OK, TC_ACT_UNSPEC, from_code, to_code},
+};
+
+/// Ingress of an uplink; packets start with an Ethernet header.
+#[inline(always)]
+pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+    if !packet::is_for_host(ctx) {
+        return Ok(TC_ACT_UNSPEC);
+    }
+    // The program of the VLAN's own device gets it next, without the tag.
+    if packet::is_tagged(ctx) && packet::belongs_to_vlan(ctx.as_ptr().cast()) {
+        return Ok(TC_ACT_UNSPEC);
+    }
+    match packet::family(ctx) {
+        Family::V4 if let Some(done) = transit::forward(ctx, config) => done,
+        Family::V4 => match packet::protocol_v4(ctx) {
+            protocol::TCP | protocol::UDP => match established::arriving(ctx, config)? {
+                Established::Done => Ok(TC_ACT_UNSPEC),
+                // Nor is it the tunnels'.
+                Established::NoEntry if config.flags & CONFIG_PLAIN == 0 => Ok(TC_ACT_UNSPEC),
+                Established::NoEntry => from_code(plain_v4(ctx.as_ptr().cast(), config)),
+                Established::Unknown => from_code(received_v4::<ETHERNET_LEN>(ctx.as_ptr().cast(), config)),
+            },
+            _ => from_code(received_v4::<ETHERNET_LEN>(ctx.as_ptr().cast(), config)),
+        },
+        Family::V6 => from_code(received_v6::<ETHERNET_LEN>(ctx.as_ptr().cast(), config)),
+        Family::Other => Ok(TC_ACT_UNSPEC),
+    }
+}
+
+/// Ingress of an uplink without link-layer header; packets start with their IP header.
+#[inline(always)]
+pub fn l3_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+    // Without link-layer address every packet is for this host.
+    match packet::family(ctx) {
+        Family::V4 => from_code(received_v4::<0>(ctx.as_ptr().cast(), config)),
+        Family::V6 => from_code(received_v6::<0>(ctx.as_ptr().cast(), config)),
+        Family::Other => Ok(TC_ACT_UNSPEC),
+    }
+}
+
+/// A function of its own for the verifier, with a stack of its own; so below. `LINK` is
+/// the length of the link-layer header, which not every uplink has.
+#[inline(never)]
+fn received_v4<const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> i32 {
+    let ctx = TcContext::new(skb);
+    to_code(received::<Ipv4, LINK>(&ctx, config))
+}
+
+#[inline(never)]
+fn received_v6<const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> i32 {
+    let ctx = TcContext::new(skb);
+    to_code(received::<V6, LINK>(&ctx, config))
+}
+
+#[inline(always)]
+fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+    // Rubbish that is not for the mesh is the stack's to judge.
+    let Ok(outer) = O::read(ctx, LINK) else { return Ok(TC_ACT_UNSPEC) };
+    if O::is_private(config, outer.dst()) {
+        let skb = ctx.as_ptr().cast();
+        match outer.protocol() {
+            // In VXLAN they are the device's.
+            protocol::IPIP if gso::is(ctx, config) => {
+                return from_code(gso_subprogram::<O, Ipv4, LINK>(skb, config));
+            }
+            protocol::IPV6 if gso::is(ctx, config) => {
+                return from_code(gso_subprogram::<O, V6, LINK>(skb, config));
+            }
+            // The way of nearly all packets is inline.
+            protocol::IPIP if !O::V6 => {
+                return steered::<O, Ipv4, LINK, false>(ctx, config, &outer, O::HEADER_LEN);
+            }
+            protocol::IPIP => {
+                return from_code(steered_subprogram::<O, Ipv4, LINK>(skb, config, O::HEADER_LEN));
+            }
+            protocol::IPV6 => {
+                return from_code(steered_subprogram::<O, V6, LINK>(skb, config, O::HEADER_LEN));
+            }
+            protocol::UDP | protocol::FRAGMENT => match vxlan::<O, LINK>(ctx, &outer) {
+                Family::V4 => {
+                    return from_code(steered_subprogram::<O, Ipv4, LINK>(
+                        skb,
+                        config,
+                        O::HEADER_LEN + VXLAN_INNER,
+                    ));
+                }
+                Family::V6 => {
+                    return from_code(steered_subprogram::<O, V6, LINK>(
+                        skb,
+                        config,
+                        O::HEADER_LEN + VXLAN_INNER,
+                    ));
+                }
+                Family::Other if config.vxlan_ifindex != 0 && is_to_vxlan::<O>(ctx, &outer, LINK) => {
+                    sender_of::<O>(ctx, &outer)?;
+                    cb::checked(ctx);
+                    // The programs of others behind this one (a host firewall) see as little of
+                    // what the device decapsulates as of what is taken here.
+                    return Ok(TC_ACT_OK);
+                }
+                Family::Other => {}
+            },
+            protocol::ICMP if !O::V6 => mtu::learn_v4(skb, config, LINK + outer.header_len()),
+            protocol::ICMPV6 if O::V6 => mtu::learn_v6(skb, config, LINK + outer.header_len()),
+            _ => {}
+        }
+    }
+    if outer.protocol() == protocol::UDP && comes_from_inside::<O, LINK>(ctx, config, &outer) {
+        return Err(DropReason::InsideTunnel);
+    }
+    if masquerade::ingress(ctx, config, LINK, &outer, true)?.is_some() {
+        return Ok(TC_ACT_UNSPEC);
+    }
+    let taken =
+        if config.flags & CONFIG_PLAIN != 0 { plain::<O, LINK>(ctx, config, &outer)? } else { TC_ACT_UNSPEC };
+    if taken == TC_ACT_UNSPEC {
+        masquerade::arrived(ctx, config, LINK, &outer);
+    }
+    Ok(taken)
+}
+
+/// True for a packet to WireGuard from an address that packets reach through
+/// WireGuard. It takes the source for the peer's endpoint, and what it sends
+/// there would be encrypted again, and again.
+#[inline(always)]
+fn comes_from_inside<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, outer: &O) -> bool {
+    config.flags & CONFIG_LEADER != 0
+        && outer.header_len() == O::HEADER_LEN
+        && !outer.is_fragment()
+        && destination_port::<O, LINK>(ctx) == Some(config.wireguard_port)
+        && O::prefix(outer.src()).is_some_and(|value| value.flags & PREFIX_INSIDE != 0)
+}
+
+/// UDP destination port behind an outer header without options, host byte order.
+#[inline(always)]
+fn destination_port<O: Ip, const LINK: usize>(ctx: &TcContext) -> Option<u16> {
+    ctx.load::<[u8; 2]>(LINK + O::HEADER_LEN + DESTINATION_PORT).ok().map(u16::from_be_bytes)
+}
+
+/// What a VXLAN packet of ours holds; everything else is left to the stack:
+/// other ports and VNIs, GSO packets and fragments (for the device), options.
+#[inline(always)]
+fn vxlan<O: Ip, const LINK: usize>(ctx: &TcContext, outer: &O) -> Family {
+    if outer.is_fragment() || outer.header_len() != O::HEADER_LEN || packet::gso_size(ctx) != 0 {
+        return Family::Other;
+    }
+    let Ok(bytes) = ctx.load::<[u8; VXLAN_INNER]>(LINK + O::HEADER_LEN) else {
+        return Family::Other;
+    };
+    let header = vxlan_header();
+    let mut ours = [bytes[2], bytes[3]] == VXLAN_PORT.to_be_bytes();
+    let mut i = 0;
+    while i < VXLAN_LEN {
+        ours &= bytes[UDP_LEN + i] == header[i];
+        i += 1;
+    }
+    if !ours {
+        return Family::Other;
+    }
+    match u16::from_be_bytes([bytes[VXLAN_INNER - 2], bytes[VXLAN_INNER - 1]]) {
+        ETHERTYPE_IPV4 => Family::V4,
+        ETHERTYPE_IPV6 => Family::V6,
+        _ => Family::Other,
+    }
+}
+
+/// A packet without outer header, where nodes of the location send such.
+#[inline(always)]
+fn plain<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropReason> {
+    let Some(source) = I::prefix(ip.src()) else { return Ok(TC_ACT_UNSPEC) };
+    if source.flags & PREFIX_SOURCE == 0 || source.hop == HOP_LOCAL {
+        return Ok(TC_ACT_UNSPEC);
+    }
+    let from_plain_node = |hop: &&Hop| hop.kind == HOP_KIND_NODE && hop.tunnel == TUNNEL_NONE;
+    let Some(node) = hop(source.hop).filter(from_plain_node) else { return Ok(TC_ACT_UNSPEC) };
+    if I::never_steered(ip.dst()) {
+        return Ok(TC_ACT_UNSPEC);
+    }
+    match disposition::<I>(config, ip.dst()) {
+        Some(Disposition::Transit) if ip.ttl() > 1 && fits::<I>(ctx, LINK, ip, config.kilo_mtu) => {
+            leads_here(ctx, node)?;
+            ip.lower_ttl(ctx, LINK)?;
+            if gso::is(ctx, config) {
+                gso::make_room(ctx, Cut::ByDevice);
+            }
+            Ok(redirect(config, &Disposition::Transit))
+        }
+        // Answers leave by the WireGuard device, so what they answer comes from
+        // there. To private addresses beside us they leave by this interface.
+        Some(disposition) if source.flags & PREFIX_ROUTE != 0 => {
+            leads_here(ctx, node)?;
+            let disposition =
+                if disposition == Disposition::Transit { Disposition::Punt } else { disposition };
+            Ok(redirect(config, &disposition))
+        }
+        _ => Ok(TC_ACT_UNSPEC),
+    }
+}
+
+/// That node's packets may come in by this interface, or they are not its own.
+#[inline(always)]
+fn leads_here(ctx: &TcContext, node: &Hop) -> Result<(), DropReason> {
+    let ifindex = packet::ifindex(ctx);
+    if node.ifindex == ifindex {
+        return Ok(());
+    }
+    let remote = &node.remote;
+    let sender = if node.family == FAMILY_V6 {
+        V6::sender(halves(remote))
+    } else {
+        Ipv4::sender([remote[0], remote[1], remote[2], remote[3]])
+    };
+    if sender.is_some_and(|sender| sender.may_arrive_by(ifindex)) {
+        Ok(())
+    } else {
+        Err(DropReason::WrongInterface)
+    }
+}
+
+#[inline(never)]
+fn plain_v4(skb: *mut __sk_buff, config: &Config) -> i32 {
+    let ctx = TcContext::new(skb);
+    let plain = |ip: Ipv4| plain::<Ipv4, ETHERNET_LEN>(&ctx, config, &ip);
+    to_code(Ipv4::read(&ctx, ETHERNET_LEN).map_or(Ok(TC_ACT_UNSPEC), plain))
+}

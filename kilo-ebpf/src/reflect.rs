@@ -1,0 +1,66 @@
+//! Answers to a sender made of its own packet: "too big" in ICMP and ICMPv6.
+
+use aya_ebpf::{
+    EbpfContext as _,
+    bindings::{__sk_buff, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC},
+    helpers::{bpf_redirect, bpf_skb_change_tail},
+    programs::TcContext,
+};
+use kilo_common::{
+    event::Hook,
+    too_big::{self, QUOTED},
+    verdict::DropReason,
+};
+
+use crate::{
+    packet,
+    ret::{REDIRECT_INGRESS, dropped},
+};
+
+#[inline(never)]
+pub fn too_big_v4<const LINK: usize>(skb: *mut __sk_buff, mtu: u32) -> i32 {
+    answer::<_, LINK>(skb, |packet| too_big::v4(packet, mtu as u16))
+}
+
+#[inline(never)]
+pub fn too_big_v6<const LINK: usize>(skb: *mut __sk_buff, mtu: u32) -> i32 {
+    answer::<_, LINK>(skb, |packet| too_big::v6(packet, mtu))
+}
+
+/// Tells the sender, who heard from the stack what this interface carries;
+/// counts the packet as dropped in any case. The answer comes in by the
+/// interface the packet was leaving by, as if the destination had sent it: it
+/// passes rp_filter, and netfilter translates it back for who was translated.
+#[inline(always)]
+fn answer<const N: usize, const LINK: usize>(skb: *mut __sk_buff, write: impl FnOnce(&mut [u8; N])) -> i32 {
+    let hook = if LINK == 0 { Hook::L3Egress } else { Hook::UplinkEgress };
+    let shot = dropped(skb, DropReason::TooBig.index(), hook as u32);
+    let ctx = TcContext::new(skb);
+    match reflect::<N, LINK>(&ctx, write) {
+        // SAFETY: a helper without pointers.
+        Some(()) => (unsafe { bpf_redirect(packet::ifindex(&ctx), REDIRECT_INGRESS) }) as i32,
+        None => shot,
+    }
+}
+
+/// Makes the answer of the packet: cuts it, swaps its link-layer addresses,
+/// and writes the answer's `N` bytes, of which the last are there already.
+#[inline(always)]
+fn reflect<const N: usize, const LINK: usize>(
+    ctx: &TcContext,
+    write: impl FnOnce(&mut [u8; N]),
+) -> Option<()> {
+    let kept = (LINK + QUOTED) as u32;
+    // SAFETY: the context is valid.
+    if ctx.len() < kept || unsafe { bpf_skb_change_tail(ctx.as_ptr().cast(), kept, 0) } != 0 {
+        return None;
+    }
+    ctx.adjust_room((N - QUOTED) as i32, BPF_ADJ_ROOM_MAC, 0).ok()?;
+    if LINK != 0 {
+        let link: [[u8; 6]; 2] = ctx.load(0).ok()?;
+        ctx.store(0, &[link[1], link[0]], 0).ok()?;
+    }
+    // SAFETY: `bytes` checks the bounds.
+    write(unsafe { &mut *packet::bytes::<N>(ctx, LINK)? });
+    Some(())
+}
