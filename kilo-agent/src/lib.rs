@@ -7,6 +7,7 @@ pub mod cli;
 pub mod flag_table;
 pub mod health;
 pub mod http;
+pub mod leaving;
 pub mod metrics;
 pub mod resolve;
 pub mod status;

@@ -4,6 +4,7 @@
 mod collect;
 mod complaints;
 mod error;
+mod hand_over;
 mod keep;
 mod look;
 mod network;
@@ -55,6 +56,7 @@ use kilo_host::{
 };
 
 pub use error::AgentError;
+pub use hand_over::hand_over;
 pub use uninstall::{Outcome, Removal, uninstall};
 
 /// Seconds between two signs of life; every agent adds its own jitter.

@@ -38,7 +38,11 @@ pub struct Outcome {
 
 impl Outcome {
     /// Takes the answer of one step; `said` describes what a number of things were.
-    fn take<E: std::fmt::Display>(&mut self, result: Result<usize, E>, said: impl FnOnce(usize) -> String) {
+    pub(super) fn take<E: std::fmt::Display>(
+        &mut self,
+        result: Result<usize, E>,
+        said: impl FnOnce(usize) -> String,
+    ) {
         match result {
             Ok(0) => {}
             Ok(count) => self.removed.push(said(count)),

@@ -21,6 +21,7 @@ use kilo_agent::{
     },
     health::Health,
     http,
+    leaving::Leaving,
     metrics::Metrics,
     webhook,
 };
@@ -368,20 +369,22 @@ fn text(flag: &str) -> Option<&str> {
 async fn serve(flags: Flags) -> Result<()> {
     let options = options(&flags)?;
     let _lock = lock::interface(Path::new(lock::STATE), &flags.interface)?;
+    let mut leaving = Leaving::begin(&options.bpffs);
     let begun = agent::begin(&options);
     match flags.backend {
         BackendKind::File => {
             let backend = FileBackend::start(directory(&flags)?, &flags.topology_label).await?;
-            work(flags, options, backend, begun).await
+            work(flags, options, backend, begun, leaving).await
         }
         BackendKind::Kubernetes => {
             let path = text(&flags.kubeconfig).map(PathBuf::from);
             let client = kubernetes::client(path.as_deref(), text(&flags.master)).await?;
+            leaving.ask(client.clone());
             let hostname = options.hostname.clone();
             let label = &flags.topology_label;
             let remembered = || last_good_topology(&hostname);
             let backend = kubernetes::PatientBackend::start(client, &hostname, label, remembered).await?;
-            work(flags, options, backend, begun).await
+            work(flags, options, backend, begun, leaving).await
         }
     }
 }
@@ -433,6 +436,7 @@ async fn work<B: Backend>(
     options: agent::Options,
     backend: B,
     begun: agent::Begun,
+    leaving: Leaving,
 ) -> Result<()> {
     let key = private_key::load_or_create(Path::new(KEY_PATH))?;
     let metrics = Metrics::default();
@@ -477,6 +481,9 @@ async fn work<B: Backend>(
         tracing::info!("the node no longer exists; cleaning up");
         let keep_interface = !flags.clean_up_interface;
         return uninstall(&flags, &UninstallArgs { keep_interface, remove_cni: false }).await;
+    }
+    if leaving.leave(Path::new(BPFFS), &flags.interface).await {
+        return Ok(());
     }
     tracing::info!("kg stops; traffic goes on, `kg uninstall` removes everything");
     Ok(())

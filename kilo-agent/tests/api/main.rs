@@ -8,6 +8,8 @@
     reason = "tests"
 )]
 
+#[path = "../support/accounts.rs"]
+mod accounts;
 #[path = "../support/api.rs"]
 mod api;
 #[path = "../support/dot.rs"]
@@ -26,6 +28,7 @@ mod crd;
 mod faults;
 mod kgctl;
 mod last_good;
+mod leaving;
 mod manifests;
 mod multicluster;
 mod status;

@@ -11,7 +11,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
     io::{Read as _, Write as _},
-    path::{Path, PathBuf},
+    path::Path,
     process::{Child, Command},
     time::{Duration, Instant},
 };
@@ -20,7 +20,6 @@ use k8s_openapi::{
     api::{
         admissionregistration::v1::ValidatingWebhookConfiguration,
         apps::v1::{DaemonSet, Deployment},
-        authentication::v1::{TokenRequest, TokenRequestSpec},
         core::v1::{ConfigMap, Namespace, Node, Secret, Service, ServiceAccount},
         policy::v1::PodDisruptionBudget,
         rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
@@ -43,13 +42,13 @@ use kilo_host::{dataplane, wireguard::PeerStatus};
 use kube::{
     Api, Client,
     api::{DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams},
-    config::{AuthInfo, Kubeconfig, NamedAuthInfo},
     core::GroupVersionKind,
     discovery::{ApiGroup, Discovery, Scope},
 };
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 
+use crate::accounts::{account, token_of};
 use api::{ADMIN, ApiServer, apply, apply_crds, create_node, manifest};
 
 const KG: &str = env!("CARGO_BIN_EXE_kg");
@@ -226,43 +225,6 @@ fn is_empty(value: &Value) -> bool {
     value.is_null() || value.as_array().is_some_and(Vec::is_empty)
 }
 
-/// Applies a role, its binding and its account, and answers a configuration
-/// with a token of that account, as a pod would have it.
-async fn account(server: &ApiServer, file: &str, namespace: &str, account: &str) -> PathBuf {
-    let admin = server.client(ADMIN).await;
-    for object in manifest(file) {
-        let roles =
-            ["Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"];
-        if roles.contains(&kind(&object)) {
-            apply(&admin, &object, false).await.unwrap();
-        }
-    }
-    token_of(server, namespace, account).await
-}
-
-/// A configuration with a token of this account.
-async fn token_of(server: &ApiServer, namespace: &str, account: &str) -> PathBuf {
-    let admin = server.client(ADMIN).await;
-    let accounts: Api<ServiceAccount> = Api::namespaced(admin, namespace);
-    let request = TokenRequest {
-        spec: TokenRequestSpec { expiration_seconds: Some(3600), ..Default::default() },
-        ..Default::default()
-    };
-    let issued = accounts.create_token_request(account, &PostParams::default(), &request).await.unwrap();
-    let path = server.kubeconfig(ADMIN, server.port());
-    let mut config = Kubeconfig::read_from(&path).unwrap();
-    config.auth_infos = vec![NamedAuthInfo {
-        name: "u".to_owned(),
-        auth_info: Some(AuthInfo { token: Some(issued.status.unwrap().token.into()), ..Default::default() }),
-        ..Default::default()
-    }];
-    let path = path.with_file_name(format!("{account}.kubeconfig"));
-    fs::write(&path, serde_yaml_ng::to_string(&config).unwrap()).unwrap();
-    // The authorizer learns of new bindings by a watch.
-    tokio::time::sleep(Duration::from_secs(1)).await;
-    path
-}
-
 async fn client_of(kubeconfig: &Path) -> Client {
     kubernetes::client(Some(kubeconfig), None).await.unwrap()
 }
@@ -304,6 +266,10 @@ async fn the_agents_account_may_do_what_the_agent_does_and_nothing_else() {
         "patching a node's status beside another CNI",
         beside_flannel.patch_status("own", &PatchParams::default(), &Patch::Merge(json!({}))).await,
     );
+    let daemon_sets: Api<DaemonSet> = Api::namespaced(client.clone(), "kube-system");
+    assert!(daemon_sets.get_opt("kilo").await.unwrap().is_none(), "its own, which may not be there");
+    refused("reading another DaemonSet", daemon_sets.get("kube-proxy").await);
+    refused("changing its own", daemon_sets.delete("kilo", &DeleteParams::default()).await);
     let secrets: Api<Secret> = Api::all(client.clone());
     refused("reading secrets", secrets.list(&ListParams::default()).await);
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), "kube-system");

@@ -6,13 +6,17 @@
 use crate::netns;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
     time::{Duration, Instant},
 };
 
 use ipnet::IpNet;
 use kilo_common::maps::{MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS, MASQ_SRC_EXEMPT};
-use kilo_host::firewall::nat_rules::{self, Decision, NatRules};
+use kilo_host::firewall::{
+    conntrack,
+    nat_rules::{self, Decision, Interim, NatRules},
+};
 use netns::{isolated, sh};
 
 /// A pod, an outside host, a node of the mesh, and this namespace between them.
@@ -92,5 +96,57 @@ fn forced_destinations_are_masqueraded_unless_the_source_is_exempt() {
         wanted.sources = table(&[("fd42:1::/64", MASQ_SRC_EXEMPT)]);
         rules.apply(wanted, Instant::now()).await.unwrap();
         assert_eq!(seen("outside", 2, true), "fd42:1::2");
+    });
+}
+
+/// Datagrams of one socket of the pod, 50 a second; the outside host writes down whom it sees.
+fn stream_begins() {
+    let server = "use IO::Socket::IP; $| = 1; my $s = IO::Socket::IP->new(LocalHost => q(10.42.2.2), LocalPort => 9, \
+                  Proto => q(udp)) or die; while ($s->recv(my $d, 9)) { print $s->peerhost, qq(\\n) }";
+    let client = "use IO::Socket::IP; my $s = IO::Socket::IP->new(PeerHost => q(10.42.2.2), PeerPort => 9, \
+                  Proto => q(udp)) or die; while (1) { $s->send(q(x)); select undef, undef, undef, 0.02 }";
+    sh(&format!(
+        "ip netns exec outside perl -e '{server}' > /run/seen 2>&1 & sleep 0.3; \
+         ip netns exec pod perl -e '{client}' > /dev/null 2>&1 &"
+    ));
+}
+
+/// Addresses seen since the last time; that file is emptied.
+fn seen_meanwhile() -> BTreeSet<String> {
+    std::thread::sleep(Duration::from_millis(300));
+    let text = std::fs::read_to_string("/run/seen").unwrap();
+    sh("truncate -s 0 /run/seen");
+    // The writer goes on where it was: what was cut off reads as zeros.
+    text.lines().map(|line| line.trim_matches('\0').to_owned()).filter(|line| !line.is_empty()).collect()
+}
+
+#[test]
+fn a_flow_without_translation_is_kept_in_until_it_is_forgotten_and_then_translated() {
+    isolated("a_flow_without_translation_is_kept_in_until_it_is_forgotten_and_then_translated", || async {
+        build();
+        let pod = || BTreeSet::from(["10.42.1.2".to_owned()]);
+        // A rule of NAT makes the kernel follow flows, as kube-proxy's do.
+        sh("nft add table ip other; \
+                nft 'add chain ip other nat { type nat hook postrouting priority 100; }'; \
+                nft add rule ip other nat ip daddr 192.0.2.1 masquerade");
+        stream_begins();
+        assert_eq!(seen_meanwhile(), pod(), "a flow that only the programs translate");
+        let uplinks = BTreeSet::from(["outside".to_owned()]);
+        let lasts = Duration::from_secs(2);
+        decision()
+            .apply_interim(&Interim { uplinks: &uplinks, never_clear: &BTreeSet::new(), lasts })
+            .await
+            .unwrap();
+        seen_meanwhile();
+        assert_eq!(seen_meanwhile(), BTreeSet::new(), "nothing leaves untranslated");
+        let outside: IpAddr = "10.42.2.2".parse().unwrap();
+        let elsewhere = conntrack::forget(|_, to| to != outside).unwrap();
+        assert_eq!(seen_meanwhile(), BTreeSet::new(), "{elsewhere} other flows");
+        assert_eq!(conntrack::forget(|_, to| to == outside).unwrap(), 1);
+        assert_eq!(seen_meanwhile(), BTreeSet::from(["10.42.2.1".to_owned()]));
+        assert_eq!(conntrack::forget(|_, to| to == outside).unwrap(), 0, "it is translated now");
+        assert_eq!(seen("known", 3, false), "10.42.1.2", "towards the mesh nothing changes");
+        std::thread::sleep(lasts);
+        assert_eq!(seen("outside", 2, false), "10.42.1.2", "after that time the rules do nothing");
     });
 }

@@ -53,10 +53,22 @@ const PINNED: [&str; 16] = [
     name::MONITOR,
 ];
 
+/// True where a BPF file system is mounted.
+fn is_bpffs(path: &Path) -> bool {
+    statfs(path).is_ok_and(|stat| stat.filesystem_type() == BPF_FS_MAGIC)
+}
+
+/// True in a container without the host's BPF file system, as in Kilo's own DaemonSet: what is
+/// pinned goes when the container ends. To be asked before [`mount_bpffs`].
+pub fn ends_with_the_container(path: &Path) -> bool {
+    // The container's first process; a host's is another.
+    std::process::id() == 1 && !is_bpffs(path)
+}
+
 /// Mounts a BPF file system unless one is there.
 pub fn mount_bpffs(path: &Path) -> Result<(), DataplaneError> {
     let failed = |source: io::Error| DataplaneError::Bpffs { path: path.to_owned(), source };
-    if statfs(path).is_ok_and(|stat| stat.filesystem_type() == BPF_FS_MAGIC) {
+    if is_bpffs(path) {
         return Ok(());
     }
     std::fs::create_dir_all(path).map_err(failed)?;

@@ -33,6 +33,7 @@ use kilo_common::{
 pub use advice::advice;
 pub use attach::{Applied, Interfaces, detach_filters, interface_name, is_ours};
 pub use error::DataplaneError;
+pub use load::ends_with_the_container;
 pub use path_mtu::PathMtus;
 
 use tokio::sync::Notify;

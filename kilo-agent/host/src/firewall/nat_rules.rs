@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ipnet::IpNet;
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use kilo_common::maps::{MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS};
 use tokio::{io::AsyncWriteExt as _, process::Command};
 
@@ -37,6 +37,21 @@ impl NatRulesError {
         "nftables"
     }
 }
+
+/// Rules that bridge the time until somebody else masquerades.
+#[derive(Clone, Debug)]
+pub struct Interim<'a> {
+    /// Names of the interfaces by which packets are masqueraded.
+    pub uplinks: &'a BTreeSet<String>,
+    /// What only an outer header or WireGuard may carry: nothing else goes there by an uplink.
+    pub never_clear: &'a BTreeSet<IpNet>,
+    /// How long they do anything.
+    pub lasts: Duration,
+}
+
+/// So long a host does not tell the other end of a flow that it knows nothing of it: until the
+/// flow's next packet has its entry.
+const QUIET: Duration = Duration::from_secs(5);
 
 /// What is masqueraded: the values of `masq_src` and `masq_dst`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -72,46 +87,94 @@ impl Decision {
 
     /// The script that puts the table in the place of what is there.
     pub fn script(&self) -> String {
+        self.script_for(None)
+    }
+
+    /// As [`Self::script`]; where the table is for somebody who comes next, by what it masquerades
+    /// and for how long.
+    fn script_for(&self, interim: Option<&Interim<'_>>) -> String {
         let mut script = format!("table inet {TABLE}\ndelete table inet {TABLE}\n");
         script += &format!("table inet {TABLE} {{\n\tchain {} {{ }}\n", self.mark());
-        let mut rules = String::new();
+        let (mut rules, mut guards, mut quiet) = (String::new(), String::new(), String::new());
         for (v6, word, kind) in [(false, "ip", "ipv4_addr"), (true, "ip6", "ipv6_addr")] {
             let part = self.of_family(v6);
             if part.is_empty() {
                 continue;
             }
-            let mut set = |name: &str, prefixes: BTreeSet<IpNet>| {
+            let mut set = |name: &str, prefixes: BTreeSet<IpNet>, lasts: Option<Duration>| {
+                let (flags, merge) = match lasts {
+                    Some(lasts) => (format!("interval, timeout; timeout {}s", lasts.as_secs()), ""),
+                    None => ("interval".to_owned(), " auto-merge;"),
+                };
                 let elements: Vec<_> = prefixes.iter().map(ToString::to_string).collect();
                 let elements = match elements.is_empty() {
                     true => String::new(),
                     false => format!("\n\t\telements = {{ {} }}", elements.join(", ")),
                 };
                 script += &format!(
-                    "\tset {name}_{word} {{\n\t\ttype {kind}; flags interval; auto-merge;{elements}\n\t}}\n"
+                    "\tset {name}_{word} {{\n\t\ttype {kind}; flags {flags};{merge}{elements}\n\t}}\n"
                 );
             };
             let with = |all: &BTreeMap<IpNet, u32>, wanted: u32| {
                 all.iter().filter(|(_, value)| **value == wanted).map(|(prefix, _)| *prefix).collect()
             };
-            set("known", with(&part.destinations, MASQ_EXCLUDE));
-            set("forced", with(&part.destinations, MASQ_FORCE));
-            set("sources", with(&part.sources, MASQ_SRC_ALWAYS));
-            set(
-                "exempt",
-                part.sources.keys().filter(|p| part.sources[*p] != MASQ_SRC_ALWAYS).copied().collect(),
-            );
+            set("known", with(&part.destinations, MASQ_EXCLUDE), None);
+            set("forced", with(&part.destinations, MASQ_FORCE), None);
+            // Rules without sources do nothing.
+            set("sources", with(&part.sources, MASQ_SRC_ALWAYS), interim.map(|interim| interim.lasts));
+            let exempt =
+                part.sources.keys().filter(|p| part.sources[*p] != MASQ_SRC_ALWAYS).copied().collect();
+            set("exempt", exempt, None);
+            if let Some(interim) = interim {
+                let of_family = |prefix: &&IpNet| prefix.addr().is_ipv6() == v6;
+                set("never", interim.never_clear.iter().filter(of_family).copied().collect(), None);
+                let everybody = if v6 { Ipv6Net::default().into() } else { Ipv4Net::default().into() };
+                set("quiet", BTreeSet::from([everybody]), Some(QUIET));
+            }
             // A source in a prefix of both kinds counts as the programs see it: by the longer one.
             rules += &format!(
                 "\t\t{word} daddr @known_{word} return\n\
                  \t\t{word} daddr @forced_{word} {word} saddr != @exempt_{word} masquerade\n\
                  \t\t{word} saddr @sources_{word} masquerade\n"
             );
+            guards += &format!(
+                "\t\t{word} saddr @sources_{word} {word} daddr @never_{word} drop\n\
+                 \t\t{word} daddr @known_{word} return\n\t\t{word} saddr @sources_{word} drop\n"
+            );
+            let icmp = if v6 { "icmpv6" } else { "icmp" };
+            quiet += &format!(
+                "\t\t{word} daddr @quiet_{word} tcp flags & rst == rst drop\n\
+                 \t\t{word} daddr @quiet_{word} {icmp} type destination-unreachable drop\n"
+            );
         }
+        let Some(interim) = interim else {
+            return script
+                + &format!(
+                    "\tchain postrouting {{\n\t\ttype nat hook postrouting priority srcnat; policy accept;\n\
+                     \t\toifname \"lo\" return\n{rules}\t}}\n}}\n"
+                );
+        };
+        let names: Vec<_> = interim.uplinks.iter().map(|name| format!("\"{name}\"")).collect();
+        let others = format!("\t\toifname != {{ {} }} return\n", names.join(", "));
         script
             + &format!(
                 "\tchain postrouting {{\n\t\ttype nat hook postrouting priority srcnat; policy accept;\n\
-                 \t\toifname \"lo\" return\n{rules}\t}}\n}}\n"
+                 {others}{rules}\t}}\n\
+                 \tchain guard {{\n\t\ttype filter hook postrouting priority srcnat + 10; policy accept;\n\
+                 {others}{guards}\t}}\n\
+                 \tchain quiet {{\n\t\ttype filter hook output priority 0; policy accept;\n\
+                 {others}{quiet}\t}}\n}}\n"
             )
+    }
+
+    /// Masquerades from now on by rules, for some time: after that they do nothing. Flows that
+    /// began without them have no translation until [`super::conntrack::forget`] is called, and
+    /// are kept in.
+    ///
+    /// # Errors
+    /// When nft is missing or refuses.
+    pub async fn apply_interim(&self, interim: &Interim<'_>) -> Result<(), NatRulesError> {
+        nft(&["-f", "-"], Some(&self.script_for(Some(interim)))).await.map(drop)
     }
 }
 

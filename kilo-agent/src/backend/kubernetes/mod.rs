@@ -8,6 +8,7 @@ mod network;
 mod patient;
 mod peer_status;
 mod slim;
+mod successor;
 
 use std::{
     collections::BTreeMap,
@@ -33,6 +34,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 pub use client::{client, cluster_name};
 pub use patient::PatientBackend;
+pub use successor::{Successor, SuccessorError};
 
 use self::{
     cache::{Cache, Kept, Own, Seen, Store, Urgency},

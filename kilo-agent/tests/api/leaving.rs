@@ -1,0 +1,145 @@
+//! A real `kg` that is told to stop: who the DaemonSet says comes next decides what it leaves.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use crate::{accounts, api, netns};
+
+use std::{
+    path::Path,
+    process::{Child, Command},
+    time::{Duration, Instant},
+};
+
+use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Node, rbac::v1::RoleBinding};
+use kube::{
+    Api, Client,
+    api::{DeleteParams, Patch, PatchParams, PostParams},
+};
+use serde_json::json;
+
+use accounts::account;
+use api::{ADMIN, ApiServer, apply_crds, create_node};
+use netns::sh;
+
+const KG: &str = env!("CARGO_BIN_EXE_kg");
+const NAMESPACE: &str = "kube-system";
+const OURS: &str = "kilo-ebpf/kilo:0.1.0";
+const KILO: &str = "squat/kilo:0.7.0";
+const PINS: &str = "find /sys/fs/bpf/kilo 2>/dev/null || true";
+const RULES: &str = "nft list table inet kilo 2>/dev/null || true";
+
+/// A node's namespace, and what a pod of that namespace finds in a file.
+fn make_host() {
+    sh(
+        "mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard; mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
+        ip link set lo up; ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up; \
+        ip address add 10.1.0.11/24 dev eth0; ip address add 192.0.2.11/32 dev eth0; \
+        ip route add default via 10.1.0.1 dev eth0; \
+        d=/run/secrets/kubernetes.io/serviceaccount; mkdir -p $d; printf kube-system > $d/namespace",
+    );
+}
+
+async fn create_daemon_set(client: &Client) -> Api<DaemonSet> {
+    let daemon_sets: Api<DaemonSet> = Api::namespaced(client.clone(), NAMESPACE);
+    let daemon_set = json!({
+        "metadata": {"name": "kilo"},
+        "spec": {
+            "selector": {"matchLabels": {"app": "kilo"}},
+            "template": {
+                "metadata": {"labels": {"app": "kilo"}},
+                "spec": {"containers": [{"name": "kilo", "image": OURS}]},
+            },
+        },
+    });
+    daemon_sets.create(&PostParams::default(), &serde_json::from_value(daemon_set).unwrap()).await.unwrap();
+    daemon_sets
+}
+
+async fn set_image(daemon_sets: &Api<DaemonSet>, image: &str) {
+    let containers = json!([{"name": "kilo", "image": image}]);
+    let patch = Patch::Strategic(json!({"spec": {"template": {"spec": {"containers": containers}}}}));
+    daemon_sets.patch("kilo", &PatchParams::default(), &patch).await.unwrap();
+}
+
+/// A running agent, which has set up everything.
+async fn start(kubeconfig: &Path) -> Child {
+    let mut command = Command::new(KG);
+    command.arg("--kubeconfig").arg(kubeconfig).args(["--hostname=n1", "--cni-path=/run/absent.conflist"]);
+    let agent = command.spawn().unwrap();
+    let started = Instant::now();
+    let answers = "curl -fs http://127.0.0.1:1107/health > /dev/null && echo so || true";
+    while sh(answers).is_empty() || sh(PINS).matches("/links/").count() < 4 {
+        assert!(started.elapsed() < Duration::from_secs(20), "nothing is set up: {}", sh(PINS));
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    // Rules are the last that is looked after.
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    agent
+}
+
+fn stop(mut agent: Child) {
+    sh(&format!("kill -TERM {}", agent.id()));
+    assert!(agent.wait().unwrap().success());
+}
+
+#[test]
+fn only_another_image_of_the_daemon_set_gets_a_host_without_programs() {
+    netns::isolated("only_another_image_of_the_daemon_set_gets_a_host_without_programs", || async {
+        make_host();
+        let Some(server) = ApiServer::start().await else { return };
+        let client = server.client(ADMIN).await;
+        apply_crds(&client).await;
+        create_node(&client, "n1", &[]).await;
+        let daemon_sets = create_daemon_set(&client).await;
+        let kubeconfig = account(&server, "kilo-kubeadm.yaml", NAMESPACE, "kilo").await;
+
+        let agent = start(&kubeconfig).await;
+        let pins = sh(PINS);
+        set_image(&daemon_sets, "kilo-ebpf/kilo:0.2.0").await;
+        stop(agent);
+        assert_eq!(sh(PINS), pins, "another tag is an upgrade");
+        assert_eq!(sh(RULES), "");
+
+        let agent = start(&kubeconfig).await;
+        let (routes, addresses) = (sh("ip route show proto 107"), sh("ip -o address show kilo0"));
+        set_image(&daemon_sets, KILO).await;
+        stop(agent);
+        assert_eq!(sh(PINS), "", "nothing is in the way of Kilo's tunl0");
+        assert_eq!(sh("ip route show proto 107"), routes, "Kilo replaces them");
+        assert_eq!(sh("ip -o address show kilo0"), addresses);
+        let rules = sh(RULES);
+        assert!(rules.contains("10.42.1.0/24") && rules.contains("masquerade"), "{rules}");
+        let nodes: Api<Node> = Api::all(client.clone());
+        let kept = nodes.get("n1").await.unwrap().metadata.annotations.unwrap_or_default();
+        assert!(kept.contains_key("kilo.squat.ai/key"), "others go on with this node: {kept:?}");
+
+        set_image(&daemon_sets, OURS).await;
+        let agent = start(&kubeconfig).await;
+        assert_eq!(sh(RULES), "", "the programs masquerade again");
+        daemon_sets.delete("kilo", &DeleteParams::default()).await.unwrap();
+        stop(agent);
+        assert!(!sh(PINS).is_empty(), "without DaemonSet traffic goes on as it is");
+    });
+}
+
+#[test]
+fn an_agent_that_may_not_read_its_daemon_set_leaves_everything_in_place() {
+    netns::isolated("an_agent_that_may_not_read_its_daemon_set_leaves_everything_in_place", || async {
+        make_host();
+        let Some(server) = ApiServer::start().await else { return };
+        let client = server.client(ADMIN).await;
+        apply_crds(&client).await;
+        create_node(&client, "n1", &[]).await;
+        let daemon_sets = create_daemon_set(&client).await;
+        // As with Kilo's own roles.
+        let kubeconfig = account(&server, "kilo-kubeadm.yaml", NAMESPACE, "kilo").await;
+        let bindings: Api<RoleBinding> = Api::namespaced(client.clone(), NAMESPACE);
+        bindings.delete("kilo-agent", &DeleteParams::default()).await.unwrap();
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let agent = start(&kubeconfig).await;
+        let pins = sh(PINS);
+        set_image(&daemon_sets, KILO).await;
+        stop(agent);
+        assert_eq!(sh(PINS), pins);
+    });
+}
