@@ -8,6 +8,7 @@ mod showconf;
 mod source;
 mod status;
 mod trace;
+mod uninstall;
 
 use std::process::ExitCode;
 
@@ -18,7 +19,7 @@ use kilo_host::wireguard::userspace;
 
 use crate::{
     connect::ConnectArgs, monitor::MonitorArgs, peer_cluster::PeerClusterArgs, showconf::Showconf,
-    source::Flags, status::StatusArgs, trace::TraceArgs,
+    source::Flags, status::StatusArgs, trace::TraceArgs, uninstall::UninstallArgs,
 };
 
 /// Shows configurations of the mesh and draws it.
@@ -50,6 +51,8 @@ enum Command {
     Trace(TraceArgs),
     /// Make this machine a peer of the mesh until interrupted (Linux, as root).
     Connect(ConnectArgs),
+    /// Take Kilo off every node, once its DaemonSet is deleted, and show what was removed.
+    Uninstall(UninstallArgs),
     /// Run the userspace WireGuard device (started by connect itself).
     #[command(name = userspace::SUBCOMMAND, hide = true)]
     UserspaceWireguard {
@@ -104,6 +107,7 @@ async fn run(cli: Cli) -> Result<String> {
         Command::Status(args) => status::run(args, flags).await,
         Command::Trace(args) => trace::run(args).await,
         Command::Connect(args) => connect::run(args, flags).await,
+        Command::Uninstall(args) => uninstall::run(args, flags).await,
         Command::UserspaceWireguard { interface } => {
             userspace::run(interface).await.context("userspace WireGuard")?;
             Ok(String::new())

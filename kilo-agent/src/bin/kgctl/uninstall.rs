@@ -1,0 +1,165 @@
+//! `kgctl uninstall`: takes Kilo off every node by the manifest that does it by hand, waits, and
+//! shows what each node has removed.
+
+use std::{
+    collections::BTreeMap,
+    fmt::Write as _,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+use clap::Args;
+use k8s_openapi::{
+    NamespaceResourceScope,
+    api::{
+        apps::v1::DaemonSet,
+        core::v1::{Pod, ServiceAccount},
+        rbac::v1::{ClusterRole, ClusterRoleBinding},
+    },
+};
+use kilo_agent::{backend::kubernetes, cli::parse_period};
+use kube::{
+    Api, Client, Resource, ResourceExt as _,
+    api::{ApiResource, DeleteParams, DynamicObject, ListParams, LogParams, Patch, PatchParams, PostParams},
+};
+
+use crate::source::Flags;
+
+const MANIFEST: &str = include_str!("../../../../manifests/uninstall.yaml");
+/// The image and the namespace that the manifest names.
+const IMAGE: &str = concat!("kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
+const NAMESPACE: &str = "kube-system";
+/// Name of every object of the manifest, and of the pods' label.
+const NAME: &str = "kilo-uninstall";
+/// What must not run meanwhile.
+const RUNNING: [&str; 2] = ["kilo", "kilo-wireguard"];
+const POLL: Duration = Duration::from_millis(300);
+
+#[derive(Args, Debug)]
+pub struct UninstallArgs {
+    /// Image of the pods that remove everything.
+    #[arg(long, default_value = IMAGE)]
+    image: String,
+    /// Namespace that Kilo was in.
+    #[arg(long, default_value = NAMESPACE)]
+    namespace: String,
+    /// Nodes that are not done after this time are named, and nothing of the uninstaller is removed.
+    #[arg(long, default_value = "3m", value_parser = parse_period)]
+    timeout: Duration,
+}
+
+/// Answers what each node removed.
+pub async fn run(args: &UninstallArgs, flags: &Flags) -> Result<String> {
+    let client = kubernetes::client(flags.kubeconfig.as_deref(), None).await?;
+    let daemon_sets: Api<DaemonSet> = Api::namespaced(client.clone(), &args.namespace);
+    for name in RUNNING {
+        if daemon_sets.get_opt(name).await?.is_some() {
+            let namespace = &args.namespace;
+            bail!(
+                "nothing was removed: DaemonSet {name} of {namespace} is there, and its pods would put everything \
+                 back; delete it first: kubectl --namespace {namespace} delete daemonset {name}"
+            );
+        }
+    }
+    let text = MANIFEST.replace(IMAGE, &args.image).replace(NAMESPACE, &args.namespace);
+    for document in text.split("\n---\n").skip(1) {
+        let object: DynamicObject = serde_yaml_ng::from_str(document).context("uninstall.yaml")?;
+        write(&client, &object).await?;
+    }
+    eprintln!("kgctl: waiting for every node, {} at most", humantime::format_duration(args.timeout));
+    let done = wait(&daemon_sets, args.timeout).await?;
+    let pods: Api<Pod> = Api::namespaced(client.clone(), &args.namespace);
+    let said = logs(&pods).await?;
+    if !done {
+        bail!(
+            "not every node was done after {}; the pods of DaemonSet {NAME} go on trying:\n{said}",
+            humantime::format_duration(args.timeout)
+        );
+    }
+    remove(&client, &daemon_sets, &args.namespace).await?;
+    Ok(said)
+}
+
+/// Creates an object, or brings one that is there to this content.
+async fn write(client: &Client, object: &DynamicObject) -> Result<()> {
+    let kind = object.types.as_ref().map(|types| types.kind.as_str()).unwrap_or_default();
+    let namespace = object.namespace();
+    let of = |resource| match &namespace {
+        Some(namespace) => Api::namespaced_with(client.clone(), namespace, resource),
+        None => Api::<DynamicObject>::all_with(client.clone(), resource),
+    };
+    let objects = of(&match kind {
+        "ServiceAccount" => ApiResource::erase::<ServiceAccount>(&()),
+        "ClusterRole" => ApiResource::erase::<ClusterRole>(&()),
+        "ClusterRoleBinding" => ApiResource::erase::<ClusterRoleBinding>(&()),
+        "DaemonSet" => ApiResource::erase::<DaemonSet>(&()),
+        other => bail!("uninstall.yaml has an object of kind {other}"),
+    });
+    let named = || format!("{kind} {NAME}");
+    match objects.create(&PostParams::default(), object).await {
+        Err(kube::Error::Api(status)) if status.code == 409 => {
+            let patch = Patch::Merge(object);
+            objects.patch(NAME, &PatchParams::default(), &patch).await.map(drop).with_context(named)
+        }
+        other => other.map(drop).with_context(named),
+    }
+}
+
+/// False when not every node is done in time.
+async fn wait(daemon_sets: &Api<DaemonSet>, limit: Duration) -> Result<bool> {
+    let started = Instant::now();
+    loop {
+        let daemon_set = daemon_sets.get(NAME).await?;
+        let seen = daemon_set.status.clone().unwrap_or_default();
+        let current = seen.observed_generation == daemon_set.metadata.generation;
+        let updated = seen.updated_number_scheduled.unwrap_or_default();
+        let wanted = seen.desired_number_scheduled;
+        if current && wanted > 0 && updated == wanted && seen.number_ready == wanted {
+            return Ok(true);
+        }
+        if started.elapsed() > limit {
+            return Ok(false);
+        }
+        tokio::time::sleep(POLL).await;
+    }
+}
+
+/// What the pods said, by node.
+async fn logs(pods: &Api<Pod>) -> Result<String> {
+    let listed = pods.list(&ListParams::default().labels(&format!("app.kubernetes.io/name={NAME}"))).await?;
+    let mut nodes = BTreeMap::new();
+    for pod in listed {
+        let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone()).unwrap_or_default();
+        let container = LogParams { container: Some("uninstall".to_owned()), ..LogParams::default() };
+        let said = pods.logs(&pod.name_any(), &container).await;
+        nodes.insert(node, said.unwrap_or_else(|error| format!("its log cannot be read: {error}")));
+    }
+    let mut text = String::new();
+    for (node, said) in nodes {
+        for line in said.lines() {
+            writeln!(text, "{node}: {line}")?;
+        }
+    }
+    Ok(text)
+}
+
+async fn remove(client: &Client, daemon_sets: &Api<DaemonSet>, namespace: &str) -> Result<()> {
+    daemon_sets.delete(NAME, &DeleteParams::foreground()).await?;
+    delete(Api::<ClusterRoleBinding>::all(client.clone())).await?;
+    delete(Api::<ClusterRole>::all(client.clone())).await?;
+    delete(namespaced::<ServiceAccount>(client, namespace)).await
+}
+
+fn namespaced<K>(client: &Client, namespace: &str) -> Api<K>
+where
+    K: Resource<Scope = NamespaceResourceScope, DynamicType = ()>,
+{
+    Api::namespaced(client.clone(), namespace)
+}
+
+async fn delete<K>(objects: Api<K>) -> Result<()>
+where
+    K: Resource + Clone + std::fmt::Debug + serde::de::DeserializeOwned,
+{
+    Ok(objects.delete(NAME, &DeleteParams::default()).await.map(drop)?)
+}
