@@ -1,6 +1,9 @@
 //! What must hold on a real cluster.
 
+mod migration;
+mod monitoring;
 mod nodes;
+mod removal;
 mod shipped;
 mod updates;
 
@@ -35,6 +38,21 @@ const CHECKS: &[Check] = &[
     check("a drained node takes nothing with it", nodes::drain),
     check("a node that joins again gets another pod CIDR and is reached", nodes::join_again),
     check("a node that boots sends nothing in clear", nodes::boot),
+    Check {
+        name: "Prometheus finds the agents, and answers the dashboard and the alerts",
+        run: monitoring::prometheus,
+        long: true,
+    },
+    Check {
+        name: "the uninstall manifest takes everything off every node",
+        run: removal::manifest,
+        long: true,
+    },
+    Check {
+        name: "Kilo's own DaemonSet gets our image, and its own again",
+        run: migration::there_and_back,
+        long: true,
+    },
     Check { name: "twenty boots send nothing in clear", run: nodes::many_boots, long: true },
     Check {
         name: "the check of boots sees what a CNI configuration on disk lets out",
@@ -63,13 +81,30 @@ pub fn run(cluster: &Cluster, only: Option<&str>, all: bool) -> Vec<TestOutcome>
     outcomes
 }
 
+/// Why a check could not be made here.
+#[derive(Debug)]
+pub struct Skipped(&'static str);
+
+impl std::fmt::Display for Skipped {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+impl std::error::Error for Skipped {}
+
 /// The outcome of a check, which is printed.
 pub fn outcome(name: &str, started: Instant, error: Option<&anyhow::Error>) -> TestOutcome {
     let result = match error {
         None => "passed",
         Some(error) => {
-            println!("    {error:#}");
-            "failed"
+            if let Some(reason) = error.downcast_ref::<Skipped>() {
+                println!("    {reason}");
+                "skipped"
+            } else {
+                println!("    {error:#}");
+                "failed"
+            }
         }
     };
     println!("test {name} ... {result} ({:.1} s)", started.elapsed().as_secs_f32());

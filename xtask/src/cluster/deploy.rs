@@ -26,16 +26,28 @@ pub const NODE_PORT: u16 = 30080;
 pub const HOST_PORT: u16 = 8081;
 
 /// True when this kernel has WireGuard.
-fn has_wireguard() -> bool {
+pub fn has_wireguard() -> bool {
+    has_links_of("wireguard")
+}
+
+/// True when this kernel has IPIP.
+pub fn has_ipip() -> bool {
+    has_links_of("ipip")
+}
+
+fn has_links_of(kind: &str) -> bool {
     let ip = |arguments: &[&str]| run(std::process::Command::new("ip").args(arguments));
-    ip(&["link", "add", "kilo-try", "type", "wireguard"]).is_ok()
-        && ip(&["link", "delete", "kilo-try"]).is_ok()
+    ip(&["link", "add", "kilo-try", "type", kind]).is_ok() && ip(&["link", "delete", "kilo-try"]).is_ok()
+}
+
+/// The manifest of a cluster like this.
+pub fn platform() -> &'static str {
+    if has_wireguard() { "kilo-kubeadm.yaml" } else { "kilo-kubeadm-userspace.yaml" }
 }
 
 /// Applies the manifests as users do, and waits until every pod is ready.
 pub fn apply(cluster: &Cluster) -> Result<Duration> {
-    let userspace = !has_wireguard();
-    let kilo = if userspace { "kilo-kubeadm-userspace.yaml" } else { "kilo-kubeadm.yaml" };
+    let (userspace, kilo) = (!has_wireguard(), platform());
     for node in &cluster.nodes {
         let location = format!("kilo.squat.ai/location={}", node.site.location());
         cluster.kubectl(&["annotate", "--overwrite", "node", node.name(), &location])?;
@@ -46,26 +58,29 @@ pub fn apply(cluster: &Cluster) -> Result<Duration> {
     }
     roll(cluster, "kilo", 180)?;
     if userspace {
-        cluster.kubectl(&[
-            "-n",
-            "kube-system",
-            "wait",
-            "--for=condition=Ready",
-            "pod",
-            "-l",
-            "app.kubernetes.io/name=kilo-wireguard",
-            "--timeout=120s",
-        ])?;
+        wireguard_is_ready(cluster)?;
     }
     let took = started.elapsed();
     cluster.kubectl(&["wait", "--for=condition=Ready", "nodes", "--all", "--timeout=180s"])?;
     Ok(took)
 }
 
+/// Waits until the pods with userspace WireGuard are ready.
+pub fn wireguard_is_ready(cluster: &Cluster) -> Result<()> {
+    let pods = ["pod", "-l", "app.kubernetes.io/name=kilo-wireguard", "--timeout=120s"];
+    let wait = ["-n", "kube-system", "wait", "--for=condition=Ready"];
+    cluster.kubectl(&[&wait[..], &pods[..]].concat()).map(drop)
+}
+
+/// Text of a file of manifests/.
+pub fn manifest(name: &str) -> Result<String> {
+    let path = workspace_root().join("manifests").join(name);
+    fs::read_to_string(&path).with_context(|| path.display().to_string())
+}
+
 /// `kubectl apply -f` of a file of manifests/.
 pub fn apply_file(cluster: &Cluster, name: &str) -> Result<()> {
-    let path = workspace_root().join("manifests").join(name);
-    let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+    let text = manifest(name)?;
     let inside = format!("/opt/manifests/{name}");
     cluster.first().write(&inside, &text)?;
     let mut arguments = vec!["apply", "-f", &inside];

@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// Image with what a node and its pods run.
-const NODE: &str = "localhost/kilo-cluster/node:1";
+pub const NODE: &str = "localhost/kilo-cluster/node:1";
 /// Image of test pods: anything with a shell that sleeps.
 pub const TEST: &str = "docker.io/kilo-cluster/test:1";
 /// Our image under another tag, for an update.

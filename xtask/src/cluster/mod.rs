@@ -7,6 +7,7 @@ mod kubeadm;
 mod matrix;
 mod network;
 mod node;
+mod original;
 pub mod release;
 
 use std::{

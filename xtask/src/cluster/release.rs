@@ -112,16 +112,41 @@ fn source() -> Option<PathBuf> {
     })
 }
 
-fn build_current(directory: &Path, bin: &Path) -> Result<()> {
-    let cache = apt::cache_directory()?;
-    let suites = Suites::open(&cache, &["trixie", "trixie-backports"], false)?;
-    let go = cache.join("go-1.26");
-    if !go.join("usr/lib/go-1.26/bin/go").is_file() {
+/// Debian's suites with Go and etcd.
+fn suites() -> Result<Suites> {
+    Suites::open(&apt::cache_directory()?, &["trixie", "trixie-backports"], false)
+}
+
+/// Where Go 1.26 is; unpacked once.
+pub fn go_root() -> Result<PathBuf> {
+    let go = apt::cache_directory()?.join("go-1.26");
+    let root = go.join("usr/lib/go-1.26");
+    if !root.join("bin/go").is_file() {
+        let suites = suites()?;
         for package in ["golang-1.26-go", "golang-1.26-src"] {
             suites.unpack(package, &go)?;
         }
     }
-    let root = go.join("usr/lib/go-1.26");
+    Ok(root)
+}
+
+/// Go in a tree of sources, with nothing from the network; `scratch` is for what it keeps.
+pub fn go(root: &Path, tree: &Path, scratch: &Path) -> Command {
+    let mut command = Command::new(root.join("bin/go"));
+    command
+        .current_dir(tree)
+        .env("GOROOT", root)
+        .env("GOTOOLCHAIN", "local")
+        .env("GOPROXY", "off")
+        .env("GOFLAGS", "")
+        .env("GOCACHE", scratch.join("go-cache"))
+        .env("CGO_ENABLED", "0");
+    command
+}
+
+fn build_current(directory: &Path, bin: &Path) -> Result<()> {
+    let root = go_root()?;
+    let suites = suites()?;
     let unpacked = tempfile::tempdir_in(directory)?;
     for (package, program) in [("etcd-server", "etcd"), ("etcd-client", "etcdctl")] {
         suites.unpack(package, unpacked.path())?;
@@ -140,14 +165,7 @@ fn build_current(directory: &Path, bin: &Path) -> Result<()> {
         println!("cluster: {program}");
         let part = unpacked.path().join(program);
         show(
-            Command::new(root.join("bin/go"))
-                .current_dir(&tree)
-                .env("GOROOT", &root)
-                .env("GOTOOLCHAIN", "local")
-                .env("GOPROXY", "off")
-                .env("GOFLAGS", "")
-                .env("GOCACHE", unpacked.path().join("go-cache"))
-                .env("CGO_ENABLED", "0")
+            go(&root, &tree, unpacked.path())
                 .args(["build", "-ldflags", &flags, "-o"])
                 .arg(&part)
                 .arg(format!("./cmd/{program}")),

@@ -22,7 +22,7 @@ use buildah::{Archive, Buildah};
 /// Name of the image in the manifests, as container runtimes store it.
 pub const IMAGE: &str = concat!("docker.io/kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
 /// CNI plugins that the image ships.
-const PLUGINS: [&str; 4] = ["bridge", "host-local", "loopback", "portmap"];
+pub const PLUGINS: [&str; 4] = ["bridge", "host-local", "loopback", "portmap"];
 
 /// Options of the image command.
 #[derive(Args, Debug)]

@@ -32,7 +32,7 @@ mod segments;
 mod services;
 pub mod space;
 mod topology;
-mod tunl0;
+pub mod tunl0;
 mod vpn;
 mod well;
 pub mod wire;

@@ -11,7 +11,11 @@ use crate::{
         network::{self, OUTSIDE},
     },
     image::IMAGE,
-    lab::{faults::traffic::Traffic, probe, space::Space},
+    lab::{
+        faults::traffic::{Figures, Traffic},
+        probe,
+        space::Space,
+    },
 };
 
 /// Between two datagrams of a flow.
@@ -44,11 +48,20 @@ impl Flows {
         Ok(Self { flows, clear: network::clear_packets()? })
     }
 
+    /// Ends them; what each lost, by its name, and the packets in clear.
+    pub fn measure(self) -> Result<(Vec<(String, Figures)>, u64)> {
+        let mut measured = Vec::new();
+        for (name, traffic) in self.flows {
+            measured.push((name, traffic.finish()?));
+        }
+        Ok((measured, network::clear_packets()? - self.clear))
+    }
+
     /// Ends them; an error when something was lost.
     pub fn finish(self) -> Result<String> {
         let (mut said, mut bad) = (Vec::new(), Vec::new());
-        for (name, traffic) in self.flows {
-            let figures = traffic.finish()?;
+        let (measured, clear) = self.measure()?;
+        for (name, figures) in measured {
             let text = format!(
                 "{name}: {} of {} lost, TCP stood {} ms",
                 figures.lost,
@@ -64,7 +77,6 @@ impl Flows {
             }
             said.push(text);
         }
-        let clear = network::clear_packets()? - self.clear;
         if clear > 0 {
             bad.push(format!("{clear} packets with a pod's address were on the router"));
         }

@@ -1,0 +1,101 @@
+//! From Kilo in Go to ours and back, in the shape of Kilo's own DaemonSet: only the image changes.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail};
+
+use super::{Skipped, everybody, removal, updates::Flows};
+use crate::{
+    cluster::{
+        Cluster, deploy,
+        original::{self, Original, Tunnels},
+        until,
+    },
+    image,
+};
+
+/// The whole way, each step while pods talk.
+pub fn there_and_back(cluster: &Cluster) -> Result<String> {
+    let Some(original) = Original::find()? else {
+        return Err(Skipped("neither Kilo's program nor its source is here ($KILO_GO_SOURCE)").into());
+    };
+    original.load(cluster)?;
+    let _tunnels = if deploy::has_ipip() { None } else { Some(Tunnels::keep(cluster)?) };
+    let removed = removal::by_kgctl(cluster).context("kgctl uninstall")?;
+    println!("    kgctl uninstall: {removed}");
+    keep_wireguard(cluster)?;
+    cluster.apply(&original.manifest()?)?;
+    deploy::roll(cluster, "kilo", 120)?;
+    cluster.kubectl(&["wait", "--for=condition=Ready", "nodes", "--all", "--timeout=60s"])?;
+    removal::renew_pods(cluster).context("Kilo itself")?;
+    let mut said = Vec::new();
+    let mut step = |name: &str, code: &dyn Fn() -> Result<()>| -> Result<()> {
+        let (text, _) = measured(cluster, code).with_context(|| name.to_owned())?;
+        println!("    {name}: {text}");
+        said.push(format!("{name}: {text}"));
+        Ok(())
+    };
+    step("Go to Go", &|| {
+        cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
+        deploy::roll(cluster, "kilo", 180)
+    })?;
+    step("Go to ours", &|| set_image(cluster, image::IMAGE))?;
+    step("ours to ours", &|| {
+        cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
+        deploy::roll(cluster, "kilo", 180)
+    })?;
+    step("ours to Go", &|| set_image(cluster, original::IMAGE))?;
+    cluster.kubectl(&["-n", "kube-system", "delete", "ds", "kilo", "--cascade=foreground"])?;
+    removal::put_back(cluster)?;
+    Ok(said.join("\n    "))
+}
+
+/// The process that holds the WireGuard device, where the kernel has none: as a device of the
+/// kernel it is there whoever the agent is.
+fn keep_wireguard(cluster: &Cluster) -> Result<()> {
+    if deploy::has_wireguard() {
+        return Ok(());
+    }
+    let text = deploy::manifest(deploy::platform())?;
+    let daemon_set = text.split("\n---\n").find(|part| part.contains("\n  name: kilo-wireguard\n"));
+    cluster.apply(daemon_set.context("no DaemonSet kilo-wireguard")?)?;
+    let made = || deploy::wireguard_is_ready(cluster).ok();
+    until("the pods of kilo-wireguard are ready", Duration::from_secs(30), made)
+}
+
+fn set_image(cluster: &Cluster, image: &str) -> Result<()> {
+    let image = image.trim_start_matches("docker.io/");
+    let containers = [format!("kilo={image}"), format!("install-cni={image}")];
+    cluster.kubectl(&["-n", "kube-system", "set", "image", "ds/kilo", &containers[0], &containers[1]])?;
+    deploy::roll(cluster, "kilo", 180)
+}
+
+/// What flows lose while something is done, until all is reached again.
+fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<(String, Duration)> {
+    let flows = Flows::start(cluster, None)?;
+    let result = code();
+    let settled = until("everybody reaches everybody", Duration::from_secs(60), || everybody(cluster).ok());
+    let (measured, clear) = flows.measure()?;
+    let mut longest = Duration::ZERO;
+    let texts: Vec<_> = measured
+        .iter()
+        .map(|(name, figures)| {
+            longest = longest.max(figures.gap);
+            format!(
+                "{name}: {} of {} lost, gap {} ms, TCP {} ms {}",
+                figures.lost,
+                figures.sent,
+                figures.gap.as_millis(),
+                figures.stall.as_millis(),
+                figures.broken.as_deref().unwrap_or_default()
+            )
+        })
+        .collect();
+    let text = format!("{}; {clear} packets in clear", texts.join("; "));
+    result.with_context(|| text.clone())?;
+    if settled.is_err() {
+        let error = everybody(cluster).err().map(|error| format!("{error:#}")).unwrap_or_default();
+        bail!("{text}\n    {error}");
+    }
+    Ok((text, longest))
+}

@@ -1,0 +1,191 @@
+//! Prometheus on the first node: it finds the agents by the PodMonitor's rules, answers every
+//! query of the dashboard, and evaluates every alert of docs/monitoring.md.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    io::{Read as _, Write as _},
+    net::TcpStream,
+    path::PathBuf,
+    process::{Child, Stdio},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::Value;
+
+use crate::{
+    apt::{self, Suites},
+    cluster::{Cluster, deploy, until},
+    lab::space::Space,
+    workspace_root,
+};
+
+const PORT: u16 = 9090;
+/// Time ranges of the dashboard that Grafana chooses.
+const RATE_INTERVAL: &str = "20s";
+
+/// The whole of it.
+pub fn prometheus(cluster: &Cluster) -> Result<String> {
+    let node = cluster.first();
+    let root = node.path("/opt/prometheus")?;
+    fs::create_dir_all(&root)?;
+    for program in ["prometheus", "promtool"] {
+        fs::copy(programs()?.join(program), root.join(program))?;
+    }
+    let alerts = alerts()?;
+    fs::write(root.join("alerts.yaml"), &alerts)?;
+    fs::write(root.join("prometheus.yaml"), configuration()?)?;
+    let checked = node.sh("cd /opt/prometheus && ./promtool check config prometheus.yaml")?;
+    let rules = alerts.matches("- alert:").count();
+    ensure!(checked.contains(&format!("{rules} rules found")), "{rules} alerts are documented: {checked}");
+    let _running = Running::start(cluster)?;
+    let space = node.space();
+    let nodes: BTreeSet<_> = cluster.nodes.iter().map(|node| node.name().to_owned()).collect();
+    until("every agent is scraped", Duration::from_secs(60), || {
+        let up = result(&space, "query", "up == 1").ok()?;
+        let seen: BTreeSet<_> =
+            up.iter().filter_map(|series| Some(series["metric"]["instance"].as_str()?.to_owned())).collect();
+        (seen == nodes && up.len() == nodes.len()).then_some(())
+    })?;
+    // Two scrapes more make a rate.
+    std::thread::sleep(Duration::from_secs(5));
+    let queries = dashboard()?;
+    for query in &queries {
+        let answer = result(&space, "query", query)?;
+        // What is filtered by a comparison may have nothing to show.
+        ensure!(query.ends_with("> 0") || !answer.is_empty(), "no data for {query}");
+    }
+    let evaluated = until("every alert is evaluated", Duration::from_secs(30), || {
+        let answer = get(&space, "/api/v1/rules").ok()?;
+        let groups = answer.pointer("/data/groups")?.as_array()?;
+        let rules: Vec<_> = groups.iter().filter_map(|group| group["rules"].as_array()).flatten().collect();
+        let known = |rule: &&Value| rule["health"] != "unknown";
+        rules.iter().all(known).then(|| rules.into_iter().cloned().collect::<Vec<_>>())
+    })?;
+    ensure!(evaluated.len() == rules, "{} of {rules} alerts were loaded", evaluated.len());
+    for rule in &evaluated {
+        ensure!(rule["health"] == "ok", "{}: {}", rule["name"], rule["lastError"]);
+        ensure!(rule["state"] != "firing", "{} fires on a cluster at rest", rule["name"]);
+    }
+    Ok(format!("{} agents, {} queries, {rules} alerts", nodes.len(), queries.len()))
+}
+
+/// Debian's Prometheus, unpacked once.
+fn programs() -> Result<PathBuf> {
+    let cache = apt::cache_directory()?;
+    let directory = cache.join("prometheus");
+    if !directory.join("usr/bin/promtool").is_file() {
+        Suites::open(&cache, &["bookworm"], false)?.unpack("prometheus", &directory)?;
+    }
+    Ok(directory.join("usr/bin"))
+}
+
+/// The alerts of the documentation, as they stand there.
+fn alerts() -> Result<String> {
+    let text = fs::read_to_string(workspace_root().join("docs/monitoring.md"))?;
+    let (_, after) = text.split_once("## Alerts\n\n```yaml\n").context("docs/monitoring.md has no alerts")?;
+    Ok(after.split("```").next().unwrap_or_default().to_owned())
+}
+
+/// Every query of the dashboard, with its variables filled in as for "All".
+fn dashboard() -> Result<Vec<String>> {
+    let dashboard: Value = serde_json::from_str(&deploy::manifest("grafana-dashboard.json")?)?;
+    let panels = dashboard["panels"].as_array().into_iter().flatten();
+    let targets = panels.filter_map(|panel| panel["targets"].as_array()).flatten();
+    let fill = |query: &str| {
+        query.replace("$job", ".+").replace("$instance", ".+").replace("$__rate_interval", RATE_INTERVAL)
+    };
+    let queries: Vec<_> = targets.filter_map(|target| target["expr"].as_str().map(fill)).collect();
+    ensure!(queries.len() > 10, "the dashboard has {} queries", queries.len());
+    Ok(queries)
+}
+
+/// What the operator makes of the PodMonitor, but for the interval.
+fn configuration() -> Result<String> {
+    let text = deploy::manifest("podmonitor.yaml")?;
+    let monitor: Value = serde_yaml_ng::from_str(&text)?;
+    let spec = &monitor["spec"];
+    let words = |value: &Value| -> Vec<String> {
+        value.as_array().into_iter().flatten().filter_map(|word| Some(word.as_str()?.to_owned())).collect()
+    };
+    let label = |name: &str| name.replace(['.', '/', '-'], "_");
+    let mut relabelings = String::new();
+    let labels = spec["selector"]["matchLabels"].as_object().context("no matchLabels")?;
+    for (name, value) in labels {
+        let value = value.as_str().context("a label is no text")?;
+        relabelings += &format!(
+            "      - {{source_labels: [__meta_kubernetes_pod_label_{}], regex: \"{value}\", action: keep}}\n",
+            label(name)
+        );
+    }
+    let endpoints = spec["podMetricsEndpoints"].as_array().context("no endpoints")?;
+    let [endpoint] = endpoints.as_slice() else { bail!("the PodMonitor has {} endpoints", endpoints.len()) };
+    let port = endpoint["port"].as_str().context("the endpoint has no port")?;
+    relabelings += &format!(
+        "      - {{source_labels: [__meta_kubernetes_pod_container_port_name], regex: \"{port}\", action: keep}}\n\
+         \x20     - {{source_labels: [__meta_kubernetes_pod_phase], regex: \"(Failed|Succeeded)\", action: drop}}\n"
+    );
+    for relabeling in endpoint["relabelings"].as_array().into_iter().flatten() {
+        let target = relabeling["targetLabel"].as_str().context("a relabeling has no target")?;
+        let sources = words(&relabeling["sourceLabels"]).join(", ");
+        relabelings += &format!("      - {{source_labels: [{sources}], target_label: {target}}}\n");
+    }
+    let path = endpoint["path"].as_str().context("the endpoint has no path")?;
+    let namespaces = words(&spec["namespaceSelector"]["matchNames"]).join(", ");
+    let name =
+        |pointer: &str| monitor.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
+    Ok(format!(
+        "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\nrule_files: [alerts.yaml]\nscrape_configs:\n\
+         \x20 - job_name: {}/{}\n    metrics_path: {path}\n    kubernetes_sd_configs:\n\
+         \x20     - {{role: pod, kubeconfig_file: /etc/kubernetes/admin.conf, namespaces: {{names: [{namespaces}]}}}}\n\
+         \x20   relabel_configs:\n{relabelings}",
+        name("/metadata/namespace"),
+        name("/metadata/name"),
+    ))
+}
+
+/// Prometheus on the first node, until dropped.
+struct Running(Child);
+
+impl Running {
+    fn start(cluster: &Cluster) -> Result<Self> {
+        let script = format!(
+            "cd /opt/prometheus && exec ./prometheus --config.file=prometheus.yaml --storage.tsdb.path=/tmp/tsdb \
+             --web.listen-address=127.0.0.1:{PORT} > /var/log/prometheus.log 2>&1"
+        );
+        let mut command = cluster.first().command("sh")?;
+        Ok(Self(command.args(["-c", &script]).stdin(Stdio::null()).spawn()?))
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// What Prometheus answers to a query.
+fn result(space: &Space, kind: &str, query: &str) -> Result<Vec<Value>> {
+    let encoded: String = query.bytes().map(|byte| format!("%{byte:02x}")).collect();
+    let answer = get(space, &format!("/api/v1/{kind}?query={encoded}"))?;
+    ensure!(answer["status"] == "success", "{query}: {}", answer["error"]);
+    Ok(answer.pointer("/data/result").and_then(Value::as_array).cloned().unwrap_or_default())
+}
+
+/// A page of Prometheus, which is JSON.
+fn get(space: &Space, path: &str) -> Result<Value> {
+    let path = path.to_owned();
+    let ask = move || -> Result<Value> {
+        let mut stream = TcpStream::connect(("127.0.0.1", PORT))?;
+        stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+        // Version 1.0 has no chunks.
+        write!(stream, "GET {path} HTTP/1.0\r\n\r\n")?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text)?;
+        let (_, body) = text.split_once("\r\n\r\n").context("no answer")?;
+        Ok(serde_json::from_str(body)?)
+    };
+    space.spawn(ask).join().map_err(|_| anyhow::anyhow!("query thread"))??
+}

@@ -1,0 +1,163 @@
+//! Taking Kilo off a cluster, as docs/install.md says.
+
+use std::{fs, time::Duration};
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::{
+    cluster::{Cluster, deploy, network, until},
+    command::output,
+};
+
+/// The steps of docs/install.md, on nodes with everything of ours; then Kilo comes back.
+pub fn manifest(cluster: &Cluster) -> Result<String> {
+    let before = network::clear_packets()?;
+    let refused = refuses_beside_an_agent(cluster)?;
+    let said = remove(cluster)?;
+    nothing_is_left(cluster)?;
+    let clear = network::clear_packets()? - before;
+    put_back(cluster)?;
+    if clear > 0 {
+        bail!("{clear} packets with a pod's address were on the router");
+    }
+    Ok(format!("{refused}; {said}"))
+}
+
+/// With the agents there the pods of the manifest fail and say why.
+fn refuses_beside_an_agent(cluster: &Cluster) -> Result<String> {
+    deploy::apply_file(cluster, "uninstall.yaml")?;
+    let refused = until("a pod of kilo-uninstall says that it refuses", Duration::from_secs(30), || {
+        let log = logs(cluster).ok()?;
+        log.lines().find(|line| line.contains("nothing was removed")).map(ToOwned::to_owned)
+    })?;
+    forget(cluster)?;
+    super::everybody(cluster).context("although nothing was to be removed")?;
+    Ok(refused)
+}
+
+fn delete_daemon_sets(cluster: &Cluster) -> Result<()> {
+    for name in ["kilo", "kilo-wireguard"] {
+        let delete = ["-n", "kube-system", "delete", "daemonset", name];
+        cluster.kubectl(&[&delete[..], &["--ignore-not-found", "--cascade=foreground"]].concat())?;
+    }
+    Ok(())
+}
+
+/// Deletes what runs Kilo and applies the manifest; what each node said.
+fn remove(cluster: &Cluster) -> Result<String> {
+    delete_daemon_sets(cluster)?;
+    deploy::apply_file(cluster, "uninstall.yaml")?;
+    deploy::roll(cluster, "kilo-uninstall", 120).with_context(|| logs(cluster).unwrap_or_default())?;
+    let log = logs(cluster)?;
+    forget(cluster)?;
+    every_node_said(cluster, &log)
+}
+
+fn every_node_said(cluster: &Cluster, log: &str) -> Result<String> {
+    for node in &cluster.nodes {
+        if !log.contains(&format!("removed: annotations of node {}", node.name())) {
+            bail!("{} does not say what it removed:\n{log}", node.name());
+        }
+    }
+    Ok(format!("{} lines of what was removed", log.lines().filter(|line| line.contains("removed:")).count()))
+}
+
+/// Where [`install_kgctl`] puts it.
+pub const KGCTL: &str = "/opt/kgctl";
+
+/// Puts `kgctl` on the first node, whose administrator uses it.
+pub fn install_kgctl(cluster: &Cluster) -> Result<()> {
+    let (program, place) = (std::env::current_exe()?.with_file_name("kgctl"), cluster.first().path(KGCTL)?);
+    if !place.exists() {
+        fs::copy(&program, &place).with_context(|| program.display().to_string())?;
+    }
+    Ok(())
+}
+
+/// The same by `kgctl uninstall`, which refuses before.
+pub fn by_kgctl(cluster: &Cluster) -> Result<String> {
+    install_kgctl(cluster)?;
+    let run = || output(cluster.first().command(KGCTL)?.arg("uninstall"));
+    match run() {
+        Ok(said) => bail!("it does not refuse beside the agents:\n{said}"),
+        Err(error) if format!("{error:#}").contains("nothing was removed: DaemonSet kilo") => {}
+        Err(error) => return Err(error),
+    }
+    delete_daemon_sets(cluster)?;
+    let said = every_node_said(cluster, &run()?)?;
+    let left = cluster.kubectl(&["get", "ds,sa,clusterrole,clusterrolebinding", "-A", "-o", "name"])?;
+    if left.contains("kilo-uninstall") {
+        bail!("it leaves objects behind:\n{left}");
+    }
+    nothing_is_left(cluster)?;
+    Ok(said)
+}
+
+/// Nothing of ours is on any node.
+fn nothing_is_left(cluster: &Cluster) -> Result<()> {
+    for node in &cluster.nodes {
+        let left = node.sh(LEFT)?;
+        if !left.trim().is_empty() {
+            bail!("left on {}:\n{left}", node.name());
+        }
+    }
+    let annotated = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[*].metadata.annotations}"])?;
+    if annotated.contains("kilo.squat.ai/key") {
+        bail!("annotations are left: {annotated}");
+    }
+    Ok(())
+}
+
+fn logs(cluster: &Cluster) -> Result<String> {
+    cluster.kubectl(&[
+        "-n",
+        "kube-system",
+        "logs",
+        "--selector",
+        "app.kubernetes.io/name=kilo-uninstall",
+        "--container",
+        "uninstall",
+        "--prefix",
+        "--tail=-1",
+    ])
+}
+
+fn forget(cluster: &Cluster) -> Result<()> {
+    cluster.kubectl(&["delete", "-f", "/opt/manifests/uninstall.yaml", "--cascade=foreground"]).map(drop)
+}
+
+/// Installs Kilo again, and makes the test pods anew: their bridge went away.
+pub fn put_back(cluster: &Cluster) -> Result<()> {
+    deploy::apply(cluster)?;
+    renew_pods(cluster)
+}
+
+/// Makes the test pods anew.
+pub fn renew_pods(cluster: &Cluster) -> Result<()> {
+    cluster.kubectl(&["delete", "pods", "-l", "app=echo", "--grace-period=0"])?;
+    cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=120s"])?;
+    deploy::serving(cluster)?;
+    let mut last = None;
+    let reached = until("everybody reaches everybody", Duration::from_secs(30), || {
+        super::everybody(cluster).map_err(|error| last = Some(error)).ok()
+    });
+    match (reached, last) {
+        (Err(_), Some(error)) => Err(error),
+        (other, _) => other.map(drop),
+    }
+}
+
+/// Prints whatever of ours a host still has.
+const LEFT: &str = r"
+ip -o link show | grep -E ' (kilo0|kilo-ipip|kilo-vxlan|kube-bridge)[:@]' || true
+for family in -4 -6; do ip $family route show table all proto 107 || true; done
+ip rule show | grep 1107 || true
+ip neigh show proto 107 || true
+nft list tables | grep kilo || true
+iptables-save | grep KILO || true
+find /sys/fs/bpf/kilo 2> /dev/null || true
+find /etc/cni/net.d /run/kilo -name '10-kilo*' 2> /dev/null || true
+for device in $(ls /sys/class/net); do
+  tc filter show dev $device ingress; tc filter show dev $device egress
+done 2> /dev/null | grep -i kilo || true
+";
