@@ -7,15 +7,16 @@
 mod packets;
 mod texts;
 
-pub use packets::{checksum, encapsulation, headers, nat};
+pub use packets::{checksum, encapsulation, headers, nat, signal};
 pub use texts::{annotations, cni, conf, peer, uapi, yaml};
 
 /// A target.
 pub type Target = fn(&[u8]);
 
 /// Every target by name: that of its program and of its directory of `corpus/`.
-pub const TARGETS: [(&str, Target); 10] = [
+pub const TARGETS: [(&str, Target); 11] = [
     ("headers", headers),
+    ("signal", signal),
     ("encapsulation", encapsulation),
     ("checksum", checksum),
     ("nat", nat),

@@ -12,6 +12,8 @@ use kilo_common::{
         transport::{self, Part},
     },
     packet::{self, ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, protocol},
+    signal,
+    siphash::Key,
 };
 use kilo_host::dataplane::decode;
 
@@ -50,6 +52,22 @@ pub fn headers(data: &[u8]) {
         let ethernet = event.hook().is_none_or(|hook| hook.has_ethernet());
         decode::headers(event.bytes(), event.length as usize, ethernet);
     }
+}
+
+/// A signal that is read is written so again, and no more of it is believed.
+pub fn signal(data: &[u8]) {
+    let Ok(signal) = signal::parse(data) else { return };
+    assert!(data.len() <= signal::LONGEST && data.len().is_multiple_of(8));
+    let key = Key([1, 2]);
+    let mut out = [0; signal::LONGEST];
+    let length = signal::write(&mut out, &signal, Some(key)).unwrap();
+    assert_eq!(length, data.len());
+    let said = length - if signal.kind.has_tag() { signal::TAG } else { 0 };
+    assert_eq!(out[..said], data[..said]);
+    assert_eq!(signal::is_authentic(&out[..length], key), signal.kind.has_tag());
+    let start = data.first_chunk::<{ signal::HEADER }>().unwrap();
+    let header = signal::header(start, data.len()).unwrap();
+    assert_eq!((header.kind, header.term, header.sender), (signal.kind, signal.term, signal.sender));
 }
 
 /// The outer header is valid, and behind it stands what was put in.

@@ -1,0 +1,138 @@
+//! Who leads a node: one word in the kernel, and the two rules that obey it.
+//!
+//! The word is `term << 16 | hop`: which gateway this node's packets for other
+//! locations use, as a hop id of this host, and the term of the change that said
+//! so. It fits one compare-and-exchange, so a change is whole or has not happened.
+
+/// Bits of a term: the rest of a word is the hop id.
+pub const TERM_BITS: u32 = 48;
+/// Low bits of a term that are its gateway's.
+const TIE_BITS: u32 = 16;
+
+/// Number of a change of leader. No two gateways share one: the low 16 bits are
+/// the gateway's own, so that of two changes at once every node and every far
+/// leader holds the same one to be later.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(transparent)]
+pub struct Term(u64);
+
+impl Term {
+    /// Nobody has changed anything: the leader is the one of Kilo's rule.
+    pub const NONE: Self = Self(0);
+
+    /// The 48 bits, as they stand in signals; higher bits are dropped.
+    pub const fn from_bits(bits: u64) -> Self {
+        Self(bits & ((1 << TERM_BITS) - 1))
+    }
+
+    /// The 48 bits.
+    pub const fn bits(self) -> u64 {
+        self.0
+    }
+
+    /// How many changes there were, as people are shown it.
+    pub const fn count(self) -> u32 {
+        (self.0 >> TIE_BITS) as u32
+    }
+
+    /// The first term after this one that is `gateway`'s (its [`crate::signal`] id).
+    #[must_use]
+    pub const fn next(self, gateway: u64) -> Self {
+        let count = self.count().saturating_add(1) as u64;
+        Self(count << TIE_BITS | (gateway >> (64 - TIE_BITS)))
+    }
+}
+
+/// The word for a hop id in a term.
+#[inline(always)]
+pub const fn word(term: Term, hop: u16) -> u64 {
+    term.0 << 16 | hop as u64
+}
+
+/// The term of a word.
+#[inline(always)]
+pub const fn term_of(word: u64) -> Term {
+    Term(word >> 16)
+}
+
+/// The hop id of a word.
+#[inline(always)]
+pub const fn hop_of(word: u64) -> u16 {
+    word as u16
+}
+
+/// Whether a node whose word is `current` obeys an ANNOUNCE of `offered`: only a
+/// later term moves it, so a repeated or late one never does.
+#[inline(always)]
+pub const fn obeys(current: u64, offered: u64) -> bool {
+    offered >> 16 > current >> 16
+}
+
+/// Who has sent a packet for another location to this gateway.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sender {
+    /// A member that this gateway leads (`NODE_LED`), or this node itself.
+    Led,
+    /// Another gateway of the location that is not led.
+    Gateway,
+    /// Any other member: it has not heard of a change yet.
+    Member,
+}
+
+/// What a gateway does with a packet for another location.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// Gives it to WireGuard.
+    WireGuard,
+    /// Sends it to the gateway its own word names, time to live one less.
+    PassOn,
+    /// Drops it: it would be on its third gateway.
+    Drop,
+}
+
+/// What a gateway does with a packet for another location; `is_mine`: its own
+/// word names itself. A relieved leader serves laggards for a while, over two
+/// hops of the LAN at most: what comes from a gateway goes no further.
+#[inline(always)]
+pub const fn exit(sender: Sender, is_mine: bool) -> Exit {
+    match sender {
+        Sender::Led => Exit::WireGuard,
+        _ if is_mine => Exit::WireGuard,
+        Sender::Member => Exit::PassOn,
+        Sender::Gateway => Exit::Drop,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_word_holds_both_and_only_a_later_term_moves_it(term in 0u64..1 << 48, hop: u16, other in 0u64..1 << 48, to: u16) {
+            let (old, new) = (word(Term(term), hop), word(Term(other), to));
+            prop_assert_eq!((term_of(old), hop_of(old)), (Term(term), hop));
+            prop_assert_eq!(obeys(old, new), other > term);
+            prop_assert!(!(obeys(old, new) && obeys(new, old)));
+        }
+
+        #[test]
+        fn the_next_term_is_later_and_its_gateways_own(bits in 0u64..1 << 47, a: u64, b: u64) {
+            let term = Term::from_bits(bits);
+            prop_assert!(term.next(a) > term);
+            prop_assert_eq!(term.next(a).count(), term.count() + 1);
+            prop_assert_eq!(term.next(a) == term.next(b), a >> 48 == b >> 48);
+        }
+    }
+
+    #[test]
+    fn what_comes_from_a_gateway_is_never_passed_on() {
+        for is_mine in [false, true] {
+            assert_eq!(exit(Sender::Led, is_mine), Exit::WireGuard);
+            assert_ne!(exit(Sender::Gateway, is_mine), Exit::PassOn);
+        }
+        assert_eq!(exit(Sender::Member, false), Exit::PassOn);
+        assert_eq!(exit(Sender::Member, true), Exit::WireGuard);
+    }
+}
