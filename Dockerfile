@@ -31,6 +31,8 @@ RUN case "$TARGETARCH" in \
 COPY Cargo.toml Cargo.lock ./
 COPY kilo-agent/Cargo.toml kilo-agent/
 COPY kilo-agent/core/Cargo.toml kilo-agent/core/
+COPY kilo-agent/failover/Cargo.toml kilo-agent/failover/
+COPY kilo-agent/failover-sim/Cargo.toml kilo-agent/failover-sim/
 COPY kilo-agent/fuzz/Cargo.toml kilo-agent/fuzz/
 COPY kilo-agent/host/Cargo.toml kilo-agent/host/
 COPY kilo-common/Cargo.toml kilo-common/
@@ -38,7 +40,8 @@ COPY kilo-ebpf/Cargo.toml kilo-ebpf/
 COPY xtask/Cargo.toml xtask/
 RUN mkdir -p empty && cp -r --parents Cargo.toml */Cargo.toml */*/Cargo.toml empty/ \
  && cd empty && cp ../Cargo.lock . \
- && for crate in kilo-agent kilo-agent/core kilo-agent/fuzz kilo-agent/host kilo-common kilo-ebpf xtask; do \
+ && for crate in kilo-agent kilo-agent/core kilo-agent/failover kilo-agent/failover-sim kilo-agent/fuzz \
+      kilo-agent/host kilo-common kilo-ebpf xtask; do \
       mkdir -p "$crate/src/bin/kgctl" \
       && touch "$crate/src/lib.rs" \
       && echo 'fn main() {}' | tee "$crate/src/main.rs" "$crate/src/bin/kg.rs" \

@@ -1,0 +1,222 @@
+//! What must hold at every moment of every run, and how long each member's way was
+//! broken although some gateway could have served it.
+
+use std::collections::BTreeSet;
+
+use kilo_common::lead::{self, Exit, Sender, Term};
+use kilo_failover::{MS, Micros, NodeId, Rule, SEC};
+
+use crate::{engine::Sim, host};
+
+/// Time to live of a packet that a member sends.
+const TTL: u8 = 64;
+/// Longer ways are cut: they are wrong already.
+const LONGEST: usize = 12;
+
+/// The way of a member's packet to WireGuard.
+#[derive(Clone, Debug)]
+pub struct Walk {
+    /// Nodes, the member first.
+    pub nodes: Vec<usize>,
+    /// Whether it reaches WireGuard at the last of them.
+    pub leaves: bool,
+    /// What is left of its time to live there.
+    pub ttl: u8,
+}
+
+/// What a run counts.
+#[derive(Clone, Debug, Default)]
+pub struct Counts {
+    /// Rules that did not hold, once each.
+    pub broken: BTreeSet<&'static str>,
+    /// The longest outage of any member.
+    pub longest: Micros,
+    /// Takeovers of the location.
+    pub taken: u32,
+    /// Takeovers of a stand-by for itself alone.
+    pub alone: u32,
+    /// Leadership given by its leader.
+    pub given: u32,
+    /// Members adopted.
+    pub adopted: u32,
+    /// How often a stand-by suspected its leader.
+    pub suspicions: u32,
+    /// Changes of a word to another gateway.
+    pub flips: u32,
+    /// Probes and signals that agents sent.
+    pub sent: u64,
+    /// Who has changed leadership last, and when.
+    last: Option<(usize, Micros)>,
+}
+
+impl Counts {
+    /// Changes of leader, of any cause.
+    pub fn switches(&self) -> u32 {
+        self.taken + self.alone + self.given
+    }
+
+    /// A gateway is given members; one change may come in several signals.
+    pub fn is_given(&mut self, gateway: usize, now: Micros) {
+        let again = self.last.is_some_and(|(last, at)| last == gateway && at + 50 * MS > now);
+        self.last = Some((gateway, now));
+        self.given += u32::from(!again);
+    }
+}
+
+impl Sim {
+    fn broken(&mut self, rule: &'static str) {
+        if self.counts.broken.insert(rule) && self.log {
+            println!("{:>9} BROKEN: {rule}", self.now / MS);
+        }
+    }
+
+    /// The way of a member's packets now.
+    pub fn walk(&self, member: usize) -> Walk {
+        let keeps = |rule| self.params.keeps(rule);
+        let mut nodes = vec![member];
+        let mut ttl = TTL;
+        let mut to = self.hosts[member].uses();
+        let mut at = member;
+        while to != at && nodes.len() <= LONGEST {
+            if !self.lan_works(at, to) || ttl == 0 {
+                return Walk { nodes, leaves: false, ttl };
+            }
+            ttl -= u8::from(keeps(Rule::TimeToLive));
+            let host = &self.hosts[to];
+            nodes.push(to);
+            let sender = if host.led.contains(&at) {
+                Sender::Led
+            } else if at < self.gateways && keeps(Rule::TwoHops) {
+                Sender::Gateway
+            } else {
+                Sender::Member
+            };
+            at = to;
+            match lead::exit(sender, host.uses() == at) {
+                Exit::WireGuard => break,
+                Exit::Drop => return Walk { nodes, leaves: false, ttl },
+                Exit::PassOn => to = host.uses(),
+            }
+        }
+        let forwards = nodes[1..].iter().all(|node| self.hosts[*node].wires.forwards);
+        Walk { leaves: forwards && at < self.gateways, nodes, ttl }
+    }
+
+    /// Two LAN hops at most, no node twice, one of the time to live for each hop.
+    fn check_walk(&mut self, walk: &Walk) {
+        let hops = walk.nodes.len() - 1;
+        if hops > 2 {
+            self.broken("two hops");
+        }
+        if (0..hops).any(|i| walk.nodes[i + 1..].contains(&walk.nodes[i])) {
+            self.broken("no loop");
+        }
+        if usize::from(TTL - walk.ttl) != hops {
+            self.broken("time to live");
+        }
+    }
+
+    fn works(&self, walk: &Walk, member: usize, far: usize) -> bool {
+        let exit = walk.nodes[walk.nodes.len() - 1];
+        walk.leaves
+            && self.fars[far].owner[member].1 == exit
+            && self.uplink_works(exit, far, true)
+            && self.uplink_works(exit, far, false)
+            && (exit == member || self.lan_works(exit, member))
+    }
+
+    /// Whether some gateway could carry a member's packets both ways.
+    pub fn is_possible(&self, member: usize, far: usize) -> bool {
+        (0..self.gateways.min(self.hosts.len())).any(|gateway| {
+            self.uplink_works(gateway, far, true)
+                && self.uplink_works(gateway, far, false)
+                && !self.hosts[gateway].is_go
+                && (gateway == member
+                    || self.hosts[gateway].wires.forwards
+                        && self.lan_works(member, gateway)
+                        && self.lan_works(gateway, member))
+        })
+    }
+
+    /// Looks at these members' ways, after something changed.
+    pub fn look(&mut self, members: impl IntoIterator<Item = usize>) {
+        for member in members {
+            let runs = self.hosts[member].wires.runs(self.now);
+            let walk = self.walk(member);
+            if runs {
+                self.check_walk(&walk);
+            }
+            for far in 0..self.fars.len() {
+                let counts = runs && self.counted[member];
+                let bad = counts && !self.works(&walk, member, far) && self.is_possible(member, far);
+                match (bad, self.down[member][far]) {
+                    (true, None) => self.down[member][far] = Some(self.now),
+                    (false, Some(since)) => {
+                        self.down[member][far] = None;
+                        self.outage(since);
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    /// Looks at everybody's.
+    pub fn look_at_all(&mut self) {
+        self.look(0..self.hosts.len());
+    }
+
+    /// An outage has ended, or the run.
+    pub fn outage(&mut self, since: Micros) {
+        if since >= self.watched_from {
+            self.counts.longest = self.counts.longest.max(self.now - since);
+            if self.log && self.now - since > 300 * MS {
+                println!("{:>9} an outage of {} ms ends", self.now / MS, (self.now - since) / MS);
+            }
+        }
+    }
+
+    /// A member's kernel has obeyed: a later term, of an ANNOUNCE that is not old.
+    pub fn word_changed(&mut self, member: usize, before: u64, after: u64, said_at: Micros) {
+        if lead::term_of(after) <= lead::term_of(before) {
+            self.broken("a word only rises");
+        }
+        if self.now > said_at + 3 * SEC {
+            self.broken("no replay counts");
+        }
+        if lead::hop_of(before) != lead::hop_of(after) {
+            self.counts.flips += 1;
+            if self.log {
+                println!("{:>9} {member} follows {}", self.now / MS, lead::hop_of(after));
+            }
+        }
+        self.followed[member].insert((lead::term_of(after), host::id(usize::from(lead::hop_of(after)))));
+    }
+
+    /// A far leader moves a member's prefixes: the member's kernel must have said so,
+    /// and never to an earlier term, unless its agent has forgotten terms.
+    pub fn moved(&mut self, far: usize, member: usize, to: (Term, NodeId)) {
+        if !self.followed[member].contains(&to) {
+            self.broken("far leaders follow members' words");
+        }
+        let seen = &mut self.fars[far].seen[member];
+        let falls = to.0 < *seen;
+        *seen = to.0.max(*seen);
+        if falls {
+            self.broken("one owner, of the latest term");
+        }
+    }
+
+    /// Whether every member that can be served is, and every far leader that was
+    /// told agrees with the member about whose it is.
+    pub fn has_converged(&self) -> bool {
+        (0..self.hosts.len())
+            .filter(|member| self.hosts[*member].wires.runs(self.now) && self.counted[*member])
+            .all(|member| {
+                let walk = self.walk(member);
+                (0..self.fars.len()).all(|far| {
+                    !self.fars[far].on || !self.is_possible(member, far) || self.works(&walk, member, far)
+                })
+            })
+    }
+}

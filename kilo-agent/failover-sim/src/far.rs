@@ -1,0 +1,165 @@
+//! A far leader: what its WireGuard has, and its agent.
+
+use std::{collections::VecDeque, rc::Rc};
+
+use kilo_common::{lead::Term, signal};
+use kilo_failover::{
+    MS, Micros, NodeId,
+    far::{Acting, Step},
+};
+
+use crate::{
+    engine::{Event, Sim},
+    host,
+};
+
+/// A far leader.
+#[derive(Clone, Debug)]
+pub struct FarHost {
+    /// Power.
+    pub on: bool,
+    /// Whose each member's prefixes are in its WireGuard, and since which term.
+    pub owner: Vec<(Term, usize)>,
+    /// Whose the shared ones are.
+    pub shared: usize,
+    /// The latest term that it applied for each member, since its agent started.
+    pub seen: Vec<Term>,
+    /// Its agent's table, while it lives.
+    acting: Option<Acting>,
+    stalled: Micros,
+    inbox: Vec<(usize, Rc<[u8]>)>,
+    /// Netlink requests, one after the other.
+    steps: VecDeque<Step>,
+    busy_until: Micros,
+}
+
+impl FarHost {
+    /// One that has everything at gateway 0.
+    pub fn new(nodes: usize) -> Self {
+        let owner = vec![(Term::NONE, 0); nodes];
+        Self {
+            on: true,
+            shared: 0,
+            seen: vec![Term::NONE; nodes],
+            acting: Some(Acting::new((0..nodes).map(|node| (host::id(node), host::id(0))), host::id(0))),
+            owner,
+            stalled: 0,
+            inbox: Vec::new(),
+            steps: VecDeque::new(),
+            busy_until: 0,
+        }
+    }
+}
+
+impl Sim {
+    /// A signal of a gateway is at a far leader.
+    pub(crate) fn far_hears(&mut self, gateway: usize, far: usize, bytes: &Rc<[u8]>) {
+        let host = &mut self.fars[far];
+        if !host.on || host.acting.is_none() {
+            return;
+        }
+        if host.stalled > self.now {
+            host.inbox.push((gateway, bytes.clone()));
+            return;
+        }
+        let Some(acting) = &mut host.acting else { return };
+        let Ok(signal) = signal::parse(bytes) else { return };
+        let gateways: Vec<NodeId> = (0..self.gateways).map(host::id).collect();
+        let signal = host::read(&signal);
+        let Ok(step) = acting.claimed(&self.params, host::id(gateway), &signal, &gateways, far as u64) else {
+            return;
+        };
+        if let Some(old) = step.asks {
+            for pause in [0, 20 * MS] {
+                let nonce = self.rng.bits();
+                if let Some(acting) = &mut self.fars[far].acting {
+                    acting.probed(nonce, self.now + pause, 200 * MS);
+                    let wake = acting.wake() + 20 * MS;
+                    self.at(wake, Event::FarWake(far));
+                }
+                let gateway = host::index(old);
+                self.uplink_send(gateway, far, false, Event::FarProbe { far, gateway, nonce, back: false });
+            }
+        }
+        let takes = self.rng.between(2 * MS, 8 * MS) + step.moves.len() as u64 * 5;
+        let host = &mut self.fars[far];
+        host.busy_until = host.busy_until.max(self.now) + takes;
+        host.steps.push_back(step);
+        let at = host.busy_until;
+        self.at(at, Event::FarApplies { far });
+    }
+
+    /// WireGuard has taken a request.
+    pub(crate) fn far_applies(&mut self, far: usize) {
+        let host = &mut self.fars[far];
+        let Some(step) = host.steps.pop_front() else { return };
+        if !host.on || host.acting.is_none() {
+            return;
+        }
+        let gateway = host::index(step.gateway);
+        if step.moves_shared {
+            host.shared = gateway;
+        }
+        let term = step.answer.term;
+        let members: Vec<_> = step.moves.iter().map(|member| host::index(*member)).collect();
+        for member in &members {
+            self.fars[far].owner[*member] = (term, gateway);
+            self.moved(far, *member, (term, step.gateway));
+        }
+        self.look(members);
+        let bytes = host::write(&step.answer, far as u64, 0).into();
+        self.uplink_send(gateway, far, false, Event::FromFar { gateway, far, bytes });
+    }
+
+    pub(crate) fn far_agent(&mut self, far: usize, starts: bool) {
+        let host = &mut self.fars[far];
+        host.steps.clear();
+        host.inbox.clear();
+        let owners =
+            host.owner.iter().enumerate().map(|(member, owner)| (host::id(member), host::id(owner.1)));
+        host.acting = starts.then(|| Acting::new(owners, host::id(host.shared)));
+        host.seen.fill(Term::NONE);
+    }
+
+    pub(crate) fn far_stalls(&mut self, far: usize, end: Micros) {
+        self.fars[far].stalled = end;
+        self.at(end, Event::FarResume(far));
+    }
+
+    pub(crate) fn far_resumes(&mut self, far: usize) {
+        for (gateway, bytes) in std::mem::take(&mut self.fars[far].inbox) {
+            self.far_hears(gateway, far, &bytes);
+        }
+    }
+
+    pub(crate) fn far_wakes(&mut self, far: usize) {
+        let host = &mut self.fars[far];
+        if let Some(acting) = &mut host.acting
+            && acting.wake_up(self.now)
+        {
+            host.shared = host::index(acting.shared());
+        }
+    }
+
+    /// A far leader's own probe of a gateway's control address.
+    pub(crate) fn far_probe(&mut self, far: usize, gateway: usize, nonce: u64, back: bool) {
+        if back {
+            if let Some(acting) = &mut self.fars[far].acting {
+                acting.answered(nonce);
+            }
+        } else if self.hosts[gateway].wires.runs(self.now) && !self.hosts[gateway].is_go {
+            self.uplink_send(gateway, far, true, Event::FarProbe { far, gateway, nonce, back: true });
+        }
+    }
+
+    /// Whether each far leader sends shared prefixes to a gateway that can take them,
+    /// if there is any.
+    pub(crate) fn shared_are_served(&self) -> bool {
+        let works =
+            |gateway, far| self.uplink_works(gateway, far, true) && self.uplink_works(gateway, far, false);
+        (0..self.fars.len()).all(|far| {
+            let able = (0..self.gateways).any(|gateway| works(gateway, far));
+            !self.fars[far].on || !able || works(self.fars[far].shared, far)
+        })
+    }
+}

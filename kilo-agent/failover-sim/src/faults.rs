@@ -1,0 +1,118 @@
+//! What can fail, and when.
+
+use kilo_failover::{MS, Micros, SEC};
+
+use crate::rng::Rng;
+
+/// A fault; nodes and far locations by index, gateways first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The node is off; when it is on again it has booted.
+    Power(usize),
+    /// The whole node stands still.
+    Pause(usize),
+    /// Its uplink carries nothing.
+    Uplink(usize),
+    /// Its uplink goes down, and it notices.
+    Carrier(usize),
+    /// Nothing leaves by its uplink.
+    UplinkOut(usize),
+    /// Nothing comes by its uplink.
+    UplinkIn(usize),
+    /// Its LAN interface carries nothing.
+    Lan(usize),
+    /// Nothing leaves by it.
+    LanOut(usize),
+    /// Nothing comes by it.
+    LanIn(usize),
+    /// It forwards nothing, and answers for itself.
+    Forward(usize),
+    /// Two nodes do not hear each other.
+    Link(usize, usize),
+    /// Its agent is dead; afterwards a new one starts.
+    Agent(usize),
+    /// Its agent does not run for a while.
+    Stall(usize),
+    /// Every agent is dead.
+    Agents,
+    /// A far leader's agent is dead.
+    FarAgent(usize),
+    /// A far leader's agent does not run for a while.
+    FarStall(usize),
+    /// A far leader is off.
+    Far(usize),
+    /// No gateway has an uplink.
+    Site,
+    /// The LAN is in two halves: those marked, and the others.
+    Halves(Vec<bool>),
+    /// Node 0 is asked to give leadership away.
+    Leave,
+}
+
+/// A fault with its start and end ([`NEVER`]: it stays).
+pub type Scheduled = (Micros, Micros, Fault);
+
+/// No end.
+pub const NEVER: Micros = Micros::MAX;
+
+/// What fails in one run.
+#[derive(Clone, Debug)]
+pub struct Schedule {
+    /// The faults.
+    pub faults: Vec<Scheduled>,
+    /// When the run ends.
+    pub until: Micros,
+    /// Nodes whose own outage does not count: it is theirs.
+    pub excused: Vec<usize>,
+}
+
+impl Schedule {
+    /// These faults, and 15 s after `start`.
+    pub fn new(faults: Vec<Scheduled>, until: Micros) -> Self {
+        Self { faults, until, excused: Vec::new() }
+    }
+
+    /// One that stays.
+    pub fn one(fault: Fault, start: Micros) -> Self {
+        Self::new(vec![(start, NEVER, fault)], start + 15 * SEC)
+    }
+
+    /// The same, without counting these nodes.
+    pub fn without(mut self, nodes: &[usize]) -> Self {
+        self.excused = nodes.to_vec();
+        self
+    }
+}
+
+/// One of any kind.
+pub fn any(rng: &mut Rng, nodes: usize, gateways: usize) -> Fault {
+    let gateway = rng.index(gateways.min(nodes));
+    let node = rng.index(nodes);
+    match rng.index(16) {
+        0 | 1 => Fault::Power(gateway),
+        2 => Fault::Pause(gateway),
+        3 => Fault::Uplink(gateway),
+        4 => Fault::UplinkOut(gateway),
+        5 => Fault::UplinkIn(gateway),
+        6 => Fault::Lan(gateway),
+        7 => Fault::LanOut(gateway),
+        8 => Fault::LanIn(gateway),
+        9 => Fault::Forward(gateway),
+        10 => Fault::Agent(node),
+        11 => Fault::Stall(node),
+        12 => Fault::FarAgent(0),
+        13 => Fault::Carrier(gateway),
+        14 => Fault::Power(node),
+        _ => Fault::Halves((0..nodes).map(|_| rng.chance(0.5)).collect()),
+    }
+}
+
+/// One to four of any kind within 30 s, each healed, then time to converge.
+pub fn several(rng: &mut Rng, nodes: usize, gateways: usize, start: Micros) -> Schedule {
+    let count = 1 + rng.index(4);
+    let faults = (0..count).map(|_| {
+        let at = start + rng.between(0, 30 * SEC);
+        (at, at + rng.between(100 * MS, 8 * SEC), any(rng, nodes, gateways))
+    });
+    Schedule::new(faults.collect(), start + 60 * SEC)
+}

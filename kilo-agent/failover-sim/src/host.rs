@@ -1,0 +1,202 @@
+//! A node: what its wires carry, what its programs do with a signal, and its agent.
+
+use std::collections::BTreeSet;
+
+use kilo_common::{
+    lead,
+    signal::{self, Body, KERNEL, Kind, LONGEST},
+    siphash::Key,
+};
+use kilo_failover::{Agent, Input, Micros, NodeId, Params, Rule, Signal, Term};
+
+/// The id of a node: its index is in the high bits, as hashes of keys differ there.
+pub fn id(index: usize) -> NodeId {
+    (index as u64 + 1) << 48 | 0x6b67
+}
+
+/// The node of an id.
+pub fn index(id: NodeId) -> usize {
+    ((id >> 48) as usize).wrapping_sub(1)
+}
+
+/// The key two nodes share.
+pub fn key(a: NodeId, b: NodeId) -> Key {
+    Key([a.min(b), a.max(b)])
+}
+
+/// What works at a node.
+#[derive(Clone, Debug)]
+pub struct Wires {
+    /// Power.
+    pub on: bool,
+    /// Until when the whole node stands still.
+    pub paused: Micros,
+    /// The uplink, what leaves by it, what comes by it.
+    pub uplink: [bool; 3],
+    /// The LAN interface, likewise.
+    pub lan: [bool; 3],
+    /// Whether it forwards.
+    pub forwards: bool,
+    /// Which half of the LAN.
+    pub half: bool,
+}
+
+impl Wires {
+    const GOOD: Self =
+        Self { on: true, paused: 0, uplink: [true; 3], lan: [true; 3], forwards: true, half: false };
+
+    /// Whether its kernel runs.
+    pub fn runs(&self, now: Micros) -> bool {
+        self.on && self.paused <= now
+    }
+}
+
+/// A node.
+#[derive(Clone, Debug)]
+pub struct Host {
+    /// What works.
+    pub wires: Wires,
+    /// The kernel's `lead` word; the hop id is the gateway's index.
+    pub word: u64,
+    /// Members marked `NODE_LED`.
+    pub led: BTreeSet<usize>,
+    /// Its secret; of one boot, mixed with the asker's id.
+    pub boot: u64,
+    /// Whether it runs Go Kilo, which knows no signals.
+    pub is_go: bool,
+    /// Its agent, while it lives.
+    pub agent: Option<Agent>,
+    /// Until when the agent does not run.
+    pub stalled: Micros,
+    /// What came meanwhile.
+    pub inbox: Vec<Input>,
+    /// When the agent is woken.
+    pub wake: Micros,
+}
+
+/// What a kernel does with a signal.
+pub enum Taken {
+    /// Nothing: it is refused.
+    Refused,
+    /// It answers.
+    Answer(Vec<u8>),
+    /// It obeys: it has another word now. And it answers.
+    Obeys(Vec<u8>),
+    /// It is for the agent.
+    Agent(Signal),
+}
+
+impl Host {
+    /// A healthy node that uses gateway 0.
+    pub fn new(boot: u64) -> Self {
+        Self {
+            wires: Wires::GOOD,
+            word: lead::word(Term::NONE, 0),
+            led: BTreeSet::new(),
+            boot,
+            is_go: false,
+            agent: None,
+            stalled: 0,
+            inbox: Vec::new(),
+            wake: Micros::MAX,
+        }
+    }
+
+    /// The gateway it uses.
+    pub fn uses(&self) -> usize {
+        usize::from(lead::hop_of(self.word))
+    }
+
+    /// The word as agents say it.
+    pub fn said(&self) -> (Term, NodeId) {
+        (lead::term_of(self.word), id(self.uses()))
+    }
+
+    fn cookie(&self, asker: NodeId) -> u64 {
+        self.boot.rotate_left(17) ^ asker
+    }
+
+    /// Lets the kernel obey a word, by the rule for every ANNOUNCE; whether it is the
+    /// word now.
+    pub fn obey(&mut self, params: &Params, term: Term, gateway: NodeId) -> bool {
+        let offered = lead::word(term, index(gateway) as u16);
+        if lead::obeys(self.word, offered) || !params.keeps(Rule::KernelLaterTerms) {
+            self.word = offered;
+        }
+        self.word == offered
+    }
+
+    /// A signal has come over the LAN.
+    pub fn take(&mut self, params: &Params, me: NodeId, bytes: &[u8]) -> Taken {
+        if self.is_go {
+            return Taken::Refused;
+        }
+        let Ok(signal) = signal::parse(bytes) else { return Taken::Refused };
+        let from = signal.sender;
+        if !signal.kind.has_tag() || !signal::is_authentic(bytes, key(from, me)) {
+            return Taken::Refused;
+        }
+        match (signal.kind, signal.body) {
+            (Kind::Roll, Body::Word { .. }) => {
+                let (term, gateway) = self.said();
+                let body = Body::Word { cookie: self.cookie(from), gateway };
+                Taken::Answer(kernel_writes(
+                    Signal { kind: Kind::Present, term, ..owned(signal, body) },
+                    me,
+                    from,
+                ))
+            }
+            (Kind::Announce, Body::Word { cookie, gateway }) => {
+                let knows = cookie == self.cookie(from) || !params.keeps(Rule::KernelCookie);
+                let before = self.word;
+                if gateway != from || !knows || !self.obey(params, signal.term, gateway) {
+                    return Taken::Refused;
+                }
+                let body = Body::Word { cookie: 0, gateway };
+                let answer = kernel_writes(Signal { kind: Kind::Follows, ..owned(signal, body) }, me, from);
+                if self.word == before { Taken::Answer(answer) } else { Taken::Obeys(answer) }
+            }
+            (Kind::Roll | Kind::Announce, _) => Taken::Refused,
+            _ => Taken::Agent(read(&signal)),
+        }
+    }
+}
+
+fn owned(signal: signal::Signal<signal::Words<'_>>, body: Body<Vec<u64>>) -> Signal {
+    let signal::Signal { kind, nonce, term, sender, location, .. } = signal;
+    Signal { kind, nonce, term, sender, location, body }
+}
+
+/// A signal that has been parsed, with members of its own.
+pub fn read(signal: &signal::Signal<signal::Words<'_>>) -> Signal {
+    let list = |words: &signal::Words<'_>| words.iter().collect();
+    let body = match &signal.body {
+        Body::Empty => Body::Empty,
+        Body::Word { cookie, gateway } => Body::Word { cookie: *cookie, gateway: *gateway },
+        Body::Question { id, patience } => Body::Question { id: *id, patience: *patience },
+        Body::Witness { id, verdict } => Body::Witness { id: *id, verdict: *verdict },
+        Body::Members { age, members } => Body::Members { age: *age, members: list(members) },
+        Body::Hello { is_fit, leads, gateway, losses } => {
+            Body::Hello { is_fit: *is_fit, leads: *leads, gateway: *gateway, losses: list(losses) }
+        }
+        Body::Claim { gateway, shared, part, members } => {
+            Body::Claim { gateway: *gateway, shared: *shared, part: *part, members: list(members) }
+        }
+        Body::Change { gateway } => Body::Change { gateway: *gateway },
+    };
+    owned(*signal, body)
+}
+
+/// The bytes of a signal from `from` to `to`; none of one that cannot be written.
+pub fn write(signal: &Signal, from: NodeId, to: NodeId) -> Vec<u8> {
+    let mut out = [0; LONGEST];
+    let key = signal.kind.has_tag().then(|| key(from, to));
+    let length = signal::write(&mut out, signal, key).unwrap_or_default();
+    out.get(..length).unwrap_or_default().to_vec()
+}
+
+fn kernel_writes(signal: Signal, me: NodeId, to: NodeId) -> Vec<u8> {
+    let bytes = write(&Signal { sender: me, ..signal }, me, to);
+    debug_assert_eq!(bytes.len(), KERNEL, "an answer is as long as its question");
+    bytes
+}

@@ -1,0 +1,22 @@
+//! Fault schedules over the modules of `kilo-failover`, in simulated time: what the
+//! agents, the kernels' rules and the parser do is the code that ships, the rest
+//! (wires, delays, netlink, stalls) is modelled.
+//!
+//! An outage of a member counts from when some gateway could serve it until its
+//! kernel's word, the far leader's owner and the ways in both directions agree.
+//! Not modelled: WireGuard's handshakes, NAT, netlink under load, the API server.
+
+pub mod checks;
+pub mod engine;
+mod far;
+pub mod faults;
+pub mod host;
+pub mod planned;
+mod probes;
+pub mod report;
+pub mod rng;
+pub mod scenarios;
+pub mod wires;
+
+pub use engine::{Shape, Sim};
+pub use wires::Noise;

@@ -1,0 +1,297 @@
+//! The faults of the design's table, and what each may cost.
+
+use kilo_failover::{MS, Micros, SEC};
+
+use crate::{
+    engine::Shape,
+    faults::{self, Fault, NEVER, Schedule},
+    rng::Rng,
+    wires::Noise,
+};
+
+/// A kind of fault: how it is made, and its limits.
+pub struct Scenario {
+    /// As in the table.
+    pub name: &'static str,
+    /// Sizes of locations, in turn.
+    pub nodes: &'static [usize],
+    /// How many of the nodes are gateways.
+    pub gateways: usize,
+    /// The node that runs Go Kilo.
+    pub go: Option<usize>,
+    /// What the network does besides.
+    pub noise: Noise,
+    /// The longest outage of any member, ms.
+    pub goal: u64,
+    /// Most changes of leader in one run.
+    pub switches: u32,
+    /// One-way delay to far leaders; `None`: at random.
+    pub delay: Option<Micros>,
+    /// Whether no stand-by may even suspect its leader.
+    pub suspects_nobody: bool,
+    /// Runs for each hundred that are asked for.
+    pub share: u64,
+    /// Makes the faults of one run.
+    pub make: fn(&mut Rng, usize, Micros) -> Schedule,
+}
+
+impl Scenario {
+    /// What one run of this seed looks like: the location, its start, its faults.
+    pub fn schedule(&self, seed: u64) -> (Shape, Micros, Schedule) {
+        let mut rng = Rng::new(seed ^ 0x5ced_0000);
+        let nodes = self.nodes[rng.index(self.nodes.len())];
+        let fars = 1 + rng.index(3);
+        let start = 4 * SEC + rng.between(0, SEC);
+        let shape = Shape { nodes, gateways: self.gateways, fars, delay: self.delay, go: self.go };
+        let schedule = (self.make)(&mut rng, nodes, start);
+        (shape, start, schedule)
+    }
+}
+
+/// A network in order.
+pub const QUIET: Noise = Noise { loss: 0.0005, spike: 0.0002, stalls: false, replays: false };
+/// 5 % loss on every link, and stalls.
+pub const BUSY: Noise = Noise { loss: 0.05, spike: 0.001, stalls: true, replays: false };
+/// Somebody on the LAN records signals and sends them again.
+pub const REPLAYED: Noise = Noise { replays: true, ..QUIET };
+
+const ANY: &[usize] = &[2, 3, 5, 8, 20];
+const MANY: &[usize] = &[3, 5, 8, 20];
+
+const fn scenario(
+    name: &'static str,
+    nodes: &'static [usize],
+    goal: u64,
+    switches: u32,
+    make: fn(&mut Rng, usize, Micros) -> Schedule,
+) -> Scenario {
+    Scenario {
+        name,
+        nodes,
+        gateways: 3,
+        go: None,
+        noise: QUIET,
+        goal,
+        switches,
+        delay: None,
+        suspects_nobody: false,
+        share: 100,
+        make,
+    }
+}
+
+fn flaps(rng: &mut Rng, start: Micros, least: Micros, fault: impl Fn(u64) -> Fault) -> Schedule {
+    let flap = |i| {
+        let at = start + i * 3 * SEC;
+        (at, at + rng.between(least, 2_500 * MS), fault(i))
+    };
+    Schedule::new((0..20).map(flap).collect(), start + 65 * SEC)
+}
+
+fn halves(rng: &mut Rng, nodes: usize, start: Micros) -> Schedule {
+    let half = |node| match node {
+        0 => false,
+        2 => true,
+        _ => rng.chance(0.5),
+    };
+    Schedule::new(
+        vec![(start, start + 20 * SEC, Fault::Halves((0..nodes).map(half).collect()))],
+        start + 25 * SEC,
+    )
+}
+
+fn and_power(more: Vec<faults::Scheduled>, start: Micros) -> Schedule {
+    let mut faults = more;
+    faults.push((start, NEVER, Fault::Power(0)));
+    Schedule::new(faults, start + 15 * SEC)
+}
+
+/// The scenario of a name.
+pub fn named(name: &str) -> Option<&'static Scenario> {
+    SCENARIOS.iter().find(|scenario| scenario.name == name)
+}
+
+/// All of them.
+pub const SCENARIOS: &[Scenario] = &[
+    scenario("power off", ANY, 600, 1, |_, _, t| Schedule::one(Fault::Power(0), t)),
+    Scenario {
+        share: 2,
+        ..scenario("power off, 1,000 nodes", &[1_000], 600, 2, |_, _, t| Schedule::one(Fault::Power(0), t))
+    },
+    scenario("uplink dead, carrier stays", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::Uplink(0), t)),
+    scenario("uplink dead, 2 nodes", &[2], 1_000, 3, |_, _, t| Schedule::one(Fault::Uplink(0), t)),
+    scenario("uplink dead, announced by the carrier", ANY, 150, 3, |_, _, t| {
+        Schedule::one(Fault::Carrier(0), t)
+    }),
+    scenario("LAN interface dead", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::Lan(0), t)),
+    scenario("receives and does not forward", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::Forward(0), t)),
+    scenario("nothing leaves by the uplink", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::UplinkOut(0), t)),
+    scenario("nothing comes by the uplink", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::UplinkIn(0), t)),
+    scenario("nothing leaves to the LAN", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::LanOut(0), t)),
+    scenario("nothing comes from the LAN", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::LanIn(0), t)),
+    scenario("drain, nothing held", ANY, 150, 2, |_, _, t| Schedule::one(Fault::Leave, t)),
+    scenario("a stand-by without power", MANY, 0, 0, |_, _, t| Schedule::one(Fault::Power(1), t)),
+    scenario("a stand-by's uplink dead", MANY, 0, 0, |_, _, t| Schedule::one(Fault::Uplink(1), t)),
+    scenario("a stand-by cut off the LAN", MANY, 1_000, 1, |_, _, t| Schedule::one(Fault::Lan(1), t)),
+    scenario("leader and stand-by do not hear each other", MANY, 1_000, 2, |_, _, t| {
+        Schedule::one(Fault::Link(0, 1), t)
+    }),
+    scenario("a far leader dead", ANY, 0, 0, |_, _, t| Schedule::one(Fault::Far(0), t)),
+    scenario("all uplinks dead for 10 s", ANY, 0, 0, |_, _, t| {
+        Schedule::new(vec![(t, t + 10 * SEC, Fault::Site)], t + 25 * SEC)
+    }),
+    scenario("LAN in halves", &[8, 20], 1_000, 4, halves),
+    scenario("leader's agent dead for 5 s", ANY, 0, 0, |_, _, t| {
+        Schedule::new(vec![(t, t + 5 * SEC, Fault::Agent(0))], t + 15 * SEC)
+    }),
+    scenario("all agents dead for 5 s", ANY, 0, 0, |_, _, t| {
+        Schedule::new(vec![(t, t + 5 * SEC, Fault::Agents)], t + 15 * SEC)
+    }),
+    scenario("agents restart one by one", ANY, 0, 0, |_, nodes, t| {
+        let restart = |node: usize| {
+            let at = t + node as u64 * 800 * MS;
+            (at, at + 600 * MS, Fault::Agent(node))
+        };
+        Schedule::new((0..nodes).map(restart).collect(), t + 20 * SEC)
+    }),
+    scenario("agents stall 200 ms, 100 times", ANY, 0, 0, |rng, nodes, t| {
+        let stall = |_| {
+            let at = t + rng.between(0, 20 * SEC);
+            (at, at + 200 * MS, Fault::Stall(rng.index(nodes)))
+        };
+        Schedule::new((0..100).map(stall).collect(), t + 25 * SEC)
+    }),
+    Scenario {
+        delay: Some(120 * MS),
+        suspects_nobody: true,
+        noise: Noise { loss: 0.0, spike: 0.0, ..QUIET },
+        ..scenario("a stand-by pauses 20 times, far leaders 240 ms away", MANY, 700, 0, |rng, _, t| {
+            let pause = |i| (t + i * SEC, t + i * SEC + rng.between(100 * MS, 400 * MS), Fault::Pause(1));
+            Schedule::new((0..20).map(pause).collect(), t + 25 * SEC).without(&[1])
+        })
+    },
+    Scenario {
+        delay: Some(120 * MS),
+        suspects_nobody: true,
+        noise: Noise { loss: 0.0, spike: 0.0, ..QUIET },
+        ..scenario("a stand-by's agent stalls 20 times, far leaders 240 ms away", MANY, 0, 0, |_, _, t| {
+            let stall = |i| (t + i * SEC, t + i * SEC + 200 * MS, Fault::Stall(1));
+            Schedule::new((0..20).map(stall).collect(), t + 25 * SEC)
+        })
+    },
+    scenario("leader's uplink dead; the next one boots in 0.2 s", MANY, 1_500, 5, |_, _, t| {
+        let boots = (t + 5 * SEC, t + 5_200 * MS, Fault::Power(1));
+        Schedule::new(vec![(t, NEVER, Fault::Uplink(0)), boots], t + 20 * SEC).without(&[1])
+    }),
+    scenario("power off; members' agents dead", &[5, 8, 20], 700, 2, |_, nodes, t| {
+        and_power((3..nodes).map(|node| (t - 200 * MS, NEVER, Fault::Agent(node))).collect(), t)
+    }),
+    scenario("power off; stand-by's agent dead", MANY, 900, 2, |_, _, t| {
+        and_power(vec![(t - 100 * MS, NEVER, Fault::Agent(1))], t).without(&[1])
+    }),
+    scenario("power off; stand-by's agent stalls 200 ms", MANY, 900, 2, |_, _, t| {
+        and_power(vec![(t + 100 * MS, t + 300 * MS, Fault::Stall(1))], t)
+    }),
+    scenario("power off; stand-by's agent restarted 2 s before", MANY, 900, 2, |_, _, t| {
+        and_power(vec![(t - 2_500 * MS, t - 2_000 * MS, Fault::Agent(1))], t)
+    }),
+    scenario("power off; far agent restarts (0.6 s)", MANY, 1_200, 3, |_, _, t| {
+        and_power(vec![(t, t + 600 * MS, Fault::FarAgent(0))], t)
+    }),
+    scenario("power off of leader and first stand-by", MANY, 1_500, 3, |rng, _, t| {
+        let second = (t + rng.between(0, 2 * SEC), NEVER, Fault::Power(1));
+        Schedule::new(vec![(t, NEVER, Fault::Power(0)), second], t + 20 * SEC)
+    }),
+    Scenario {
+        gateways: 5,
+        ..scenario("four gateways of five die, 3 s apart", &[8, 20], 900, 5, |_, _, t| {
+            let dies = |gateway: usize| (t + gateway as u64 * 3 * SEC, NEVER, Fault::Power(gateway));
+            Schedule::new((0..4).map(dies).collect(), t + 25 * SEC)
+        })
+    },
+    scenario("leader paused 100 to 400 ms", MANY, 700, 3, |rng, _, t| {
+        Schedule::new(vec![(t, t + rng.between(100 * MS, 400 * MS), Fault::Pause(0))], t + 15 * SEC)
+    }),
+    scenario("leader paused 0.5 to 5 s", MANY, 800, 3, |rng, _, t| {
+        Schedule::new(vec![(t, t + rng.between(500 * MS, 5 * SEC), Fault::Pause(0))], t + 20 * SEC)
+    }),
+    scenario("power off and back after 5 s, return", ANY, 700, 4, |_, _, t| {
+        Schedule::new(vec![(t, t + 5 * SEC, Fault::Power(0))], t + 120 * SEC).without(&[0])
+    }),
+    Scenario {
+        share: 25,
+        ..scenario("20 flaps in 60 s: power", MANY, 800, 2, |rng, _, t| {
+            flaps(rng, t, 300 * MS, |_| Fault::Power(0)).without(&[0])
+        })
+    },
+    Scenario {
+        share: 25,
+        ..scenario("20 flaps in 60 s: uplink", MANY, 1_000, 4, |rng, _, t| {
+            flaps(rng, t, 300 * MS, |_| Fault::Uplink(0)).without(&[0])
+        })
+    },
+    Scenario {
+        share: 25,
+        ..scenario("20 flaps: leader and stand-by in turn", MANY, 2_000, 6, |rng, _, t| {
+            flaps(rng, t, 500 * MS, |i| Fault::Power(i as usize % 2)).without(&[0, 1])
+        })
+    },
+    Scenario {
+        share: 25,
+        ..scenario("gateways lose the LAN in turn, 20 times in 60 s", MANY, 20_000, 14, |_, _, t| {
+            let dies = |i: u64| (t + i * 3 * SEC, t + i * 3 * SEC + 2 * SEC, Fault::Lan(i as usize % 3));
+            Schedule::new((0..20).map(dies).collect(), t + 90 * SEC)
+        })
+    },
+    Scenario {
+        share: 10,
+        ..scenario("a leader that never forwards again, 20 min", &[5, 8], 1_000, 16, |_, _, t| {
+            Schedule::new(vec![(t, NEVER, Fault::Forward(0))], t + 1_200 * SEC)
+        })
+    },
+    Scenario {
+        go: Some(0),
+        ..scenario("the leader is Go Kilo; power off", MANY, 1_000, 3, |_, _, t| {
+            Schedule::one(Fault::Power(0), t)
+        })
+    },
+    Scenario {
+        go: Some(4),
+        ..scenario("a member is Go Kilo; power off", &[5, 8, 20], 600, 2, |_, _, t| {
+            Schedule::one(Fault::Power(0), t)
+        })
+    },
+    Scenario {
+        noise: REPLAYED,
+        ..scenario("signals replayed; leaders and a member boot", &[5, 8], 1_000, 5, |rng, nodes, t| {
+            let member = 3 + rng.index(nodes - 3);
+            let booted = t + 12 * SEC + rng.between(0, 4 * SEC);
+            Schedule::new(
+                vec![
+                    (t, t + 5 * SEC, Fault::Power(0)),
+                    (t + 6 * SEC, t + 10 * SEC, Fault::Power(1)),
+                    (booted, booted + SEC, Fault::Power(member)),
+                ],
+                t + 50 * SEC,
+            )
+            .without(&[0, 1, member])
+        })
+    },
+    Scenario {
+        share: 400,
+        ..scenario("any one at random, up to 8 s", MANY, 1_000, 4, |rng, nodes, t| {
+            let end = t + rng.between(100 * MS, 8 * SEC);
+            Schedule::new(vec![(t, end, faults::any(rng, nodes, 3))], end + 10 * SEC)
+        })
+    },
+    Scenario {
+        share: 400,
+        ..scenario("1 to 4 at random", ANY, 12_000, 12, |rng, nodes, t| faults::several(rng, nodes, 3, t))
+    },
+    Scenario {
+        noise: BUSY,
+        ..scenario("1 to 4 at random, 5 % loss, stalls", ANY, 12_000, 30, |rng, nodes, t| {
+            faults::several(rng, nodes, 3, t)
+        })
+    },
+];

@@ -1,0 +1,64 @@
+//! Every fault of the design's table over a fixed number of seeds; `cargo xtask sim`
+//! runs more. `KILO_SEED=n` starts elsewhere, `KILO_RUNS=n` runs more often.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use kilo_failover::Params;
+use kilo_failover_sim::{
+    planned, report,
+    scenarios::{BUSY, SCENARIOS, Scenario},
+};
+
+fn number(name: &str, default: u64) -> u64 {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
+}
+
+#[test]
+fn every_fault_stays_within_its_limits() {
+    let (seed, runs) = (number("KILO_SEED", 1), number("KILO_RUNS", 6));
+    println!("KILO_SEED={seed}\n{}", Scenario::head());
+    let mut broken = Vec::new();
+    for scenario in SCENARIOS {
+        let figures = scenario.many((runs * scenario.share / 100).max(1), seed, &Params::default());
+        println!("{}", scenario.row(&figures));
+        broken.extend(
+            figures.broken.iter().map(|(rule, seed)| format!("{}: {rule} (seed {seed})", scenario.name)),
+        );
+    }
+    assert!(broken.is_empty(), "{broken:#?}");
+}
+
+#[test]
+fn the_same_seed_is_the_same_run() {
+    let scenario = SCENARIOS.last().unwrap();
+    let run = |seed| {
+        let sim = scenario.one(seed, &Params::default(), false);
+        (sim.counts.longest, sim.counts.sent, sim.counts.flips)
+    };
+    assert_eq!(run(5), run(5));
+    assert_ne!(run(5), run(6));
+}
+
+#[test]
+fn nobody_takes_over_in_an_hour_of_loss_and_stalls() {
+    let (location, alone, flips) = report::without_fault(1, number("KILO_SEED", 1), 5, BUSY);
+    println!("{location} of the location, {alone} of a stand-by alone, {flips} words changed");
+    assert_eq!(location, 0);
+    assert!(alone <= 1);
+}
+
+#[test]
+fn a_planned_change_loses_nothing_when_packets_are_held() {
+    for seed in 0..500 {
+        let held = planned::change(seed, true, 0.0);
+        assert!(held.done && held.lost == 0, "seed {seed}: {held:?}");
+        let plain = planned::change(seed, false, 0.0);
+        assert!(plain.done && plain.lost > 0 && plain.lost <= 20, "seed {seed}: {plain:?}");
+    }
+    // Signals are lost: it ends with one of the two.
+    let lossy: Vec<_> = (0..500).map(|seed| planned::change(seed, true, 0.2)).collect();
+    assert!(lossy.iter().all(|cost| cost.late < 500_000), "{lossy:?}");
+    let done = lossy.iter().filter(|cost| cost.done).count();
+    println!("with 20 % of signals lost {done} of 500 changes were made, the others taken back");
+    assert!(done > 250);
+}

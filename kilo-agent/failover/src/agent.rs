@@ -1,0 +1,526 @@
+//! One node's agent: the parts, and which of them each input is for.
+
+use crate::{
+    Far, Input, MS, Micros, NodeId, Note, Output, Params, Rule, SEC, Signal, Term, Turn,
+    detector::Detector,
+    gateway::{self, Lead, Sender},
+    member::{Around, Member, adopt},
+    others::Others,
+    restore::Returns,
+    roll::{Present, Roll},
+    sentinel::Sentinel,
+    signal::{Body, Kind, Shared, Verdict},
+    tunnel::Tunnels,
+};
+
+/// The location, as topology has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// This node.
+    pub me: NodeId,
+    /// First 8 bytes of SHA-256 of the location's name.
+    pub location: u64,
+    /// Gateways in Kilo's order.
+    pub gateways: Vec<NodeId>,
+    /// All nodes, this one included.
+    pub nodes: Vec<NodeId>,
+    /// Far leaders that can answer probes.
+    pub fars: Vec<Far>,
+}
+
+/// What an agent finds when it starts.
+#[derive(Clone, Debug)]
+pub struct Start {
+    /// Now.
+    pub now: Micros,
+    /// Wall clock in microseconds: later starts have later ones.
+    pub clock: u64,
+    /// The kernel's word.
+    pub word: (Term, NodeId),
+    /// Members its kernel has marked `NODE_LED`.
+    pub led: Vec<NodeId>,
+    /// The kernel's word is no older than this start: who leads has to be asked.
+    pub is_boot: bool,
+}
+
+/// What only gateways do.
+#[derive(Clone, Debug)]
+pub(crate) struct Gateway {
+    pub(crate) tunnels: Tunnels,
+    pub(crate) detector: Detector,
+    pub(crate) sentinel: Sentinel,
+    pub(crate) roll: Roll,
+    pub(crate) others: Others,
+    pub(crate) lead: Option<Lead>,
+    pub(crate) returns: Returns,
+    next_roll: Micros,
+    next_hello: Micros,
+    wished: Micros,
+}
+
+/// An agent.
+#[derive(Clone, Debug)]
+pub struct Agent {
+    pub(crate) params: Params,
+    pub(crate) place: Place,
+    pub(crate) word: (Term, NodeId),
+    pub(crate) word_since: Micros,
+    /// The latest term heard of.
+    pub(crate) term: Term,
+    member: Member,
+    pub(crate) gateway: Option<Gateway>,
+    later: Vec<(Micros, Output)>,
+    /// Wall clock minus `now`, both at the start.
+    clock: u64,
+    /// The newest ADOPT or HANDOVER of each sender.
+    stamps: std::collections::BTreeMap<NodeId, u64>,
+    /// When it means to be woken; the first time is never late.
+    due: Micros,
+}
+
+impl Agent {
+    /// Starts one: a gateway when `place` says so. `random`: 64 random bits.
+    pub fn new(params: Params, place: Place, start: Start, random: &mut dyn FnMut() -> u64) -> Self {
+        let Start { now, clock, word, led, is_boot } = start;
+        let first = now + random() % params.member_interval(place.nodes.len()).max(1);
+        let mut agent = Self {
+            member: Member::new(first),
+            gateway: None,
+            word,
+            word_since: now,
+            term: word.0,
+            later: Vec::new(),
+            clock: clock.wrapping_sub(now),
+            stamps: std::collections::BTreeMap::new(),
+            due: Micros::MAX,
+            params,
+            place,
+        };
+        if agent.place.gateways.contains(&agent.place.me) {
+            let params = &agent.params;
+            agent.gateway = Some(Gateway {
+                tunnels: Tunnels::new(params, &agent.place.fars, now),
+                detector: Detector::new(now),
+                sentinel: Sentinel::default(),
+                roll: Roll::default(),
+                others: Others::default(),
+                lead: None,
+                returns: Returns::default(),
+                next_roll: now + random() % (params.roll / 10),
+                next_hello: now + random() % params.hello,
+                wished: 0,
+            });
+            agent.goes_on_leading(led, now);
+        }
+        if is_boot {
+            agent.wishes(now);
+        }
+        agent
+    }
+
+    /// After a restart it goes on with what its kernel has.
+    fn goes_on_leading(&mut self, led: Vec<NodeId>, now: Micros) {
+        let sender = self.sender();
+        if led.is_empty() {
+            return;
+        }
+        let is_mine = self.word.1 == self.place.me && self.word.0 > Term::NONE;
+        let term = if is_mine { self.word.0 } else { self.term.next(self.place.me) };
+        self.term = self.term.max(term);
+        if let Some(gateway) = &mut self.gateway {
+            let mut lead = Lead::new(sender, term, &self.place.fars, now);
+            lead.add(led, now);
+            if is_mine {
+                lead.hears(self.place.me, self.word, now);
+            }
+            gateway.lead = Some(lead);
+        }
+    }
+
+    /// A node that has started anew asks every gateway whether it leads.
+    fn wishes(&mut self, now: Micros) {
+        let others = self.place.gateways.iter().copied().filter(|gateway| *gateway != self.place.me);
+        for gateway in others.collect::<Vec<_>>() {
+            for (i, pause) in [200 * MS, 500 * MS, SEC].into_iter().enumerate() {
+                let stamp = self.stamp(now) + i as u64;
+                let signal = adopt(&Around { stamp, ..self.around(now) }, 0);
+                self.later.push((now + pause, Output::Lan(gateway, signal)));
+            }
+        }
+    }
+
+    pub(crate) fn sender(&self) -> Sender {
+        Sender { me: self.place.me, location: self.place.location }
+    }
+
+    /// A number that grows, over restarts, too.
+    pub(crate) fn stamp(&self, now: Micros) -> u64 {
+        self.clock.wrapping_add(now)
+    }
+
+    fn around(&self, now: Micros) -> Around<'_> {
+        Around {
+            sender: self.sender(),
+            word: self.word,
+            gateways: &self.place.gateways,
+            fars: &self.place.fars,
+            nodes: self.place.nodes.len(),
+            stamp: self.stamp(now),
+        }
+    }
+
+    /// The term and gateway this node's packets use, as its agent knows it.
+    pub fn word(&self) -> (Term, NodeId) {
+        self.word
+    }
+
+    /// Whether it is a gateway that could lead now.
+    pub fn is_fit(&self, now: Micros) -> bool {
+        self.gateway.as_ref().is_some_and(|gateway| gateway.tunnels.is_fit(now))
+    }
+
+    /// Members it leads, and in which term.
+    pub fn lead(&self) -> Option<&Lead> {
+        self.gateway.as_ref().and_then(|gateway| gateway.lead.as_ref())
+    }
+
+    /// When it has to be woken.
+    pub fn wake(&self) -> Micros {
+        let later = self.later.iter().map(|(at, _)| *at).min().unwrap_or(Micros::MAX);
+        let gateway = self.gateway.as_ref().map_or(Micros::MAX, |gateway| {
+            let lead = gateway.lead.as_ref().map_or(Micros::MAX, Lead::wake);
+            [
+                gateway.tunnels.wake(),
+                gateway.detector.wake(),
+                gateway.sentinel.wake(),
+                gateway.next_roll,
+                gateway.next_hello,
+                lead,
+            ]
+            .into_iter()
+            .fold(Micros::MAX, Micros::min)
+        });
+        self.member.wake().min(later).min(gateway)
+    }
+
+    /// Takes everything that has come, then does what is due: what has arrived is
+    /// read before anything is judged.
+    pub fn turn(&mut self, now: Micros, inputs: Vec<Input>, random: &mut dyn FnMut() -> u64) -> Vec<Output> {
+        let is_late = now > self.due.saturating_add(self.params.late);
+        let (mut out, mut later) = (Vec::new(), std::mem::take(&mut self.later));
+        let mut turn = Turn { now, random, out: &mut out, later: &mut later };
+        if !self.params.keeps(Rule::ReadFirst) {
+            self.wake_up(&mut turn);
+        }
+        for input in inputs {
+            self.take_in(input, &mut turn);
+        }
+        if is_late && self.params.keeps(Rule::DiscardWhenLate) {
+            self.discard();
+        }
+        let mut due: Vec<_> = turn.later.extract_if(.., |(at, _)| *at <= now).collect();
+        due.sort_by_key(|(at, _)| *at);
+        turn.out.extend(due.into_iter().map(|(_, output)| output));
+        self.wake_up(&mut turn);
+        // What was put off by nothing.
+        let due: Vec<_> = turn.later.extract_if(.., |(at, _)| *at <= now).map(|(_, output)| output).collect();
+        turn.out.extend(due);
+        self.later = later;
+        self.due = self.wake();
+        out
+    }
+
+    /// 200 ms of somebody else's CPU are no fault of the leader.
+    fn discard(&mut self) {
+        self.member.discard();
+        if let Some(gateway) = &mut self.gateway {
+            gateway.detector.discard();
+            gateway.tunnels.discard();
+            gateway.sentinel.reset();
+        }
+    }
+
+    fn wake_up(&mut self, turn: &mut Turn<'_>) {
+        let mut member = std::mem::replace(&mut self.member, Member::new(0));
+        member.wake_up(&self.params, &self.around(turn.now), turn);
+        self.member = member;
+        let Some(gateway) = &mut self.gateway else { return };
+        let (params, sender, now) =
+            (&self.params, Sender { me: self.place.me, location: self.place.location }, turn.now);
+        gateway.tunnels.wake_up(params, turn);
+        gateway.detector.expire(now);
+        if gateway.detector.is_due(now) {
+            if self.word.1 == sender.me {
+                gateway.detector.rest(params, turn);
+            } else {
+                let Gateway { tunnels, detector, .. } = gateway;
+                detector.lan_counts = self.place.gateways.contains(&self.word.1);
+                let targets = tunnels.targets(now);
+                let far = detector.probe(params, self.word.1, &targets, |far| tunnels.usual(far), turn);
+                // Its own way is asked at once about the same far leader.
+                if let Some(far) = far.filter(|_| detector.misses().1 > 0) {
+                    tunnels.probe(far, turn);
+                }
+            }
+        }
+        if now >= gateway.next_roll {
+            gateway.next_roll = now + turn.jittered(params.roll);
+            for member in self.place.nodes.iter().filter(|node| **node != sender.me) {
+                gateway::ask(sender, *member, &mut gateway.roll, turn);
+            }
+        }
+        let says_hello = now >= gateway.next_hello;
+        if says_hello {
+            gateway.next_hello = now + params.hello;
+        }
+        if let Some(lead) = &mut gateway.lead
+            && lead.wake() <= now
+            && lead.wake_up(params, &mut gateway.roll, turn)
+        {
+            self.led_changed(turn);
+        }
+        if says_hello {
+            self.hello(turn);
+            self.give_back(turn);
+        }
+        self.give_away_when_silent(turn);
+        if let Some(gateway) = &mut self.gateway {
+            gateway.sentinel.counts(&self.params, turn.now, self.term.count());
+        }
+        self.judge(turn);
+    }
+
+    fn hello(&self, turn: &mut Turn<'_>) {
+        let Some(gateway) = &self.gateway else { return };
+        let leads = gateway.lead.as_ref().filter(|_| self.word.1 == self.place.me);
+        let body = Body::Hello {
+            is_fit: gateway.tunnels.is_fit(turn.now),
+            leads: leads.is_some(),
+            gateway: self.word.1,
+            losses: gateway.others.told(&self.params, turn.now),
+        };
+        let term = leads.map_or(self.term, Lead::term);
+        let signal = self.sender().signal(Kind::Hello, turn.nonce(), term, body);
+        for other in self.place.gateways.iter().filter(|other| **other != self.place.me) {
+            turn.push(Output::Lan(*other, signal.clone()));
+        }
+    }
+
+    /// Tells the kernel whom it leads; leadership of nobody ends.
+    pub(crate) fn led_changed(&mut self, turn: &mut Turn<'_>) {
+        let Some(gateway) = &mut self.gateway else { return };
+        let led = gateway.lead.as_ref().map(|lead| lead.members().collect()).unwrap_or_default();
+        gateway.lead = gateway.lead.take().filter(|lead| !lead.is_empty());
+        turn.push(Output::Led(led));
+    }
+
+    // ---- what comes in --------------------------------------------------------
+
+    fn take_in(&mut self, input: Input, turn: &mut Turn<'_>) {
+        match input {
+            Input::Wake => {}
+            Input::Answer { nonce, at } => self.answered(nonce, at),
+            Input::Signal { from, signal } => {
+                if signal.sender == from && signal.location == self.place.location
+                    || signal.kind == Kind::Moved
+                {
+                    self.signal(from, signal, turn);
+                }
+            }
+            Input::Word(term, gateway) => self.word_is(term, gateway, turn),
+            Input::LinkDown | Input::Leave => self.give_away(0, turn),
+        }
+    }
+
+    fn answered(&mut self, nonce: u64, at: Micros) {
+        if self.member.answered(nonce, at) {
+            return;
+        }
+        let Some(gateway) = &mut self.gateway else { return };
+        let _ = gateway.tunnels.answered(nonce, at) || gateway.detector.answered(nonce, at);
+    }
+
+    fn word_is(&mut self, term: Term, to: NodeId, turn: &mut Turn<'_>) {
+        self.term = self.term.max(term);
+        let changed = self.word.1 != to;
+        self.word = (term, to);
+        if changed {
+            self.word_since = turn.now;
+            self.discard_leader(turn);
+        }
+        let me = self.place.me;
+        let lead = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut());
+        if lead.is_some_and(|lead| lead.hears(me, (term, to), turn.now)) {
+            self.led_changed(turn);
+        }
+    }
+
+    /// What is known of the leader so far says nothing about the next one.
+    fn discard_leader(&mut self, turn: &mut Turn<'_>) {
+        self.member.discard();
+        turn.later.retain(|(_, output)| !matches!(output, Output::Lan(_, Signal { kind: Kind::Adopt, .. })));
+        if let Some(gateway) = &mut self.gateway {
+            gateway.detector.discard();
+            gateway.sentinel.reset();
+        }
+    }
+
+    fn signal(&mut self, from: NodeId, signal: Signal, turn: &mut Turn<'_>) {
+        match (signal.kind, &signal.body) {
+            (Kind::Witness, _) => {
+                let mut member = std::mem::replace(&mut self.member, Member::new(0));
+                member.asked(&self.params, signal, &self.around(turn.now), turn);
+                self.member = member;
+            }
+            (Kind::Verdict, Body::Witness { id, verdict }) => self.verdict(from, *id, *verdict),
+            (Kind::Present, Body::Word { cookie, gateway }) => {
+                let present = Present { at: turn.now, cookie: *cookie, word: (signal.term, *gateway) };
+                self.present(from, signal.nonce, present, turn);
+            }
+            (Kind::Follows, Body::Word { gateway, .. }) => {
+                let word = (signal.term, *gateway);
+                if let Some(gateway) = &mut self.gateway {
+                    gateway.roll.follows(from, turn.now, word);
+                }
+                self.heard_word(from, word, turn);
+            }
+            (Kind::Hello, Body::Hello { is_fit, leads, gateway, losses }) => {
+                let lead = (*leads, signal.term, *gateway);
+                self.term = self.term.max(signal.term);
+                if let Some(own) = &mut self.gateway {
+                    own.others.hello(&self.params, turn.now, from, *is_fit, lead, losses);
+                }
+                self.wish_of_returned(from, turn);
+            }
+            (Kind::Adopt, Body::Members { age, members })
+                if members[..] == [from] && self.is_new(from, signal.nonce) =>
+            {
+                self.adopts(from, signal.term, u64::from(*age) * MS, turn);
+            }
+            (Kind::Handover, Body::Members { age, members }) if self.is_new(from, signal.nonce) => {
+                self.is_given(from, &signal, u64::from(*age) * MS, members, turn);
+            }
+            (Kind::Moved, Body::Claim { members, .. }) => {
+                if let Some(lead) = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()) {
+                    lead.moved(from, signal.term, members);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Whether a sender says this for the first time.
+    fn is_new(&mut self, from: NodeId, stamp: u64) -> bool {
+        let last = self.stamps.entry(from).or_default();
+        let new = stamp > *last;
+        *last = stamp.max(*last);
+        new
+    }
+
+    fn verdict(&mut self, from: NodeId, id: u32, verdict: Verdict) {
+        if let Some(gateway) = &mut self.gateway {
+            gateway.sentinel.verdict(from, id, verdict);
+        }
+    }
+
+    fn present(&mut self, from: NodeId, nonce: u64, present: Present, turn: &mut Turn<'_>) {
+        let Some(gateway) = &mut self.gateway else { return };
+        if !gateway.roll.heard(from, nonce, present) {
+            return;
+        }
+        if let Some(lead) = &gateway.lead {
+            lead.announce(from, present, turn);
+        }
+        self.heard_word(from, present.word, turn);
+    }
+
+    fn heard_word(&mut self, from: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
+        self.term = self.term.max(word.0);
+        let lead = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut());
+        if lead.is_some_and(|lead| lead.hears(from, word, turn.now)) {
+            self.led_changed(turn);
+        }
+    }
+
+    /// A gateway that was away asks to be a member of who leads in a later term.
+    fn wish_of_returned(&mut self, from: NodeId, turn: &mut Turn<'_>) {
+        let (me, now) = (self.place.me, turn.now);
+        let Some(gateway) = &mut self.gateway else { return };
+        let is_led = gateway.roll.users(now).any(|(member, uses)| member != me && uses == me);
+        let may = [me, from].contains(&self.word.1);
+        let later = gateway.others.leads(from).is_some_and(|term| term > self.word.0);
+        if later && may && !is_led && now > gateway.wished + SEC {
+            gateway.wished = now;
+            let signal = adopt(&self.around(now), 0);
+            turn.push(Output::Lan(from, signal));
+        }
+    }
+
+    /// A member asks to be led: its leader has been silent for `age`, or it only
+    /// asks (0) who leads.
+    fn adopts(&mut self, member: NodeId, term: Term, age: Micros, turn: &mut Turn<'_>) {
+        let (me, now) = (self.place.me, turn.now);
+        let Some(gateway) = &self.gateway else { return };
+        let tunnels = &gateway.tunnels;
+        let lead = gateway.lead.as_ref();
+        let may = if age == 0 {
+            self.word.1 == me && lead.is_some_and(|lead| lead.term() > term)
+        } else {
+            tunnels.were_good(now.saturating_sub(age))
+                && tunnels.proves(now.saturating_sub(300 * MS + tunnels.longest()))
+        };
+        let has = lead.is_some_and(|lead| {
+            lead.has(member)
+                && gateway.roll.last(member).is_some_and(|present| present.word == (lead.term(), me))
+        });
+        if !may || has || !tunnels.is_fit(now) {
+            return;
+        }
+        // A leader that nobody uses any more brings what belongs to no member.
+        let led_itself = gateway.roll.last(member).is_some_and(|present| present.word.1 == member);
+        let shared = if age == 0 && led_itself { Shared::Move } else { Shared::Stay };
+        self.term = self.term.max(term);
+        turn.push(Output::Note(Note::Adopts(member)));
+        self.lead_more([member], shared, turn);
+    }
+
+    /// Leads these, too: in the term it leads in when that is the latest known, else
+    /// in a new one, in which everything it has goes on.
+    pub(crate) fn lead_more(
+        &mut self,
+        members: impl IntoIterator<Item = NodeId>,
+        shared: Shared,
+        turn: &mut Turn<'_>,
+    ) {
+        let (sender, now) = (self.sender(), turn.now);
+        let Some(gateway) = &mut self.gateway else { return };
+        let mut lead = match gateway.lead.take() {
+            Some(lead) if lead.term() == self.term => lead,
+            older => {
+                self.term = self.term.next(sender.me);
+                let mut lead = Lead::new(sender, self.term, &self.place.fars, now);
+                if let Some(older) = older {
+                    lead.continues(&older);
+                    lead.add(
+                        older.members().filter(|member| *member != sender.me || self.word.1 == sender.me),
+                        now,
+                    );
+                }
+                lead
+            }
+        };
+        lead.add(members, now);
+        lead.claims(shared);
+        let leads_itself = lead.has(sender.me);
+        gateway.lead = Some(lead);
+        // The mark first: who follows must not be passed on.
+        self.led_changed(turn);
+        if leads_itself && self.word != (self.term, sender.me) {
+            turn.push(Output::Word(self.term, sender.me));
+        }
+        let Some(gateway) = &mut self.gateway else { return };
+        if let Some(lead) = &mut gateway.lead {
+            lead.wake_up(&self.params, &mut gateway.roll, turn);
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! The fast detector of a stand-by: the leader's kernel on the LAN, and the whole
+//! way through it.
+
+use crate::{
+    Far, Micros, NodeId, Output, Params, Turn, Way,
+    probes::{RoundTrip, Row},
+};
+
+/// Probes of the leader a stand-by follows.
+#[derive(Clone, Debug)]
+pub struct Detector {
+    lan: Row,
+    path: Row,
+    trip: RoundTrip,
+    turns: usize,
+    due: Micros,
+    /// When the last path probe came back.
+    heard: Option<Micros>,
+    /// Whether the leader's kernel answers probes on the LAN: Go Kilo's does not.
+    pub lan_counts: bool,
+}
+
+impl Detector {
+    /// Of an agent that starts now.
+    pub fn new(now: Micros) -> Self {
+        Self {
+            lan: Row::default(),
+            path: Row::default(),
+            trip: RoundTrip::default(),
+            turns: 0,
+            due: now,
+            heard: None,
+            lan_counts: false,
+        }
+    }
+
+    /// When it has to be woken.
+    pub fn wake(&self) -> Micros {
+        self.due.min(self.lan.deadline()).min(self.path.deadline())
+    }
+
+    /// Counts what is overdue; whether anything new is.
+    pub fn expire(&mut self, now: Micros) -> bool {
+        self.lan.expire(now) | self.path.expire(now)
+    }
+
+    /// Whether the next probes are due.
+    pub fn is_due(&self, now: Micros) -> bool {
+        now >= self.due
+    }
+
+    /// Nothing to probe: this node leads itself.
+    pub fn rest(&mut self, params: &Params, turn: &mut Turn<'_>) {
+        self.due = turn.now + turn.jittered(params.interval);
+    }
+
+    /// Sends the next probes: to the leader, and through it to the next of the far
+    /// leaders that answer the own tunnel, which is returned. `usual`: round trip
+    /// of the own tunnel to it.
+    pub fn probe(
+        &mut self,
+        params: &Params,
+        leader: NodeId,
+        targets: &[Far],
+        usual: impl Fn(Far) -> Micros,
+        turn: &mut Turn<'_>,
+    ) -> Option<Far> {
+        self.rest(params, turn);
+        let nonce = turn.nonce();
+        self.lan.sent(nonce, turn.now, turn.now + params.lan_deadline);
+        turn.push(Output::Probe { nonce, way: Way::Lan(leader) });
+        // In turn: one that dies among several never makes two misses in a row.
+        let far = *targets.get(self.turns % targets.len().max(1))?;
+        self.turns += 1;
+        let nonce = turn.nonce();
+        let patience = self.timeout(params).max(usual(far) * 13 / 10 + params.margin);
+        self.path.sent(nonce, turn.now, turn.now + patience);
+        turn.push(Output::Probe { nonce, way: Way::Path(far) });
+        Some(far)
+    }
+
+    /// How long a path probe may take.
+    pub fn timeout(&self, params: &Params) -> Micros {
+        self.trip.deadline(params)
+    }
+
+    /// A probe was answered; whether it was one of these.
+    pub fn answered(&mut self, nonce: u64, at: Micros) -> bool {
+        if let Some(sent) = self.path.answered(nonce) {
+            self.trip.measured(at.saturating_sub(sent));
+            self.heard = Some(at);
+            return true;
+        }
+        self.lan.answered(nonce).is_some()
+    }
+
+    /// Misses in a row of the LAN and of the path. The LAN's count if it answers at all.
+    pub fn misses(&self) -> (usize, usize) {
+        (if self.lan_counts { self.lan.misses() } else { 0 }, self.path.misses())
+    }
+
+    /// When the first missed path probe was sent.
+    pub fn silent_since(&self) -> Option<Micros> {
+        self.path.since()
+    }
+
+    /// Whether the way through the leader works: it was heard after `since`, and nothing is missed.
+    pub fn works_since(&self, since: Micros) -> bool {
+        self.heard.is_some_and(|heard| heard >= since) && self.path.misses() == 0
+    }
+
+    /// Forgets everything outstanding and missed.
+    pub fn discard(&mut self) {
+        self.lan.clear();
+        self.path.clear();
+    }
+}

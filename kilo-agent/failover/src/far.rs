@@ -1,0 +1,256 @@
+//! The far side: which gateway of a location has each member's prefixes. It
+//! follows the words of members' kernels, as gateways claim them.
+
+use std::collections::BTreeMap;
+
+use crate::{
+    MS, Micros, NodeId, Params, Rule, Signal, Term,
+    probes::Row,
+    signal::{Body, Kind, Shared},
+};
+
+/// Why a CLAIM, or an END, counts nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Refused {
+    /// Not one of these signals.
+    Kind,
+    /// It came from no gateway of the location, or claims for somebody else.
+    Gateway,
+    /// It names a node of another location, or none that is known.
+    Member,
+}
+
+/// One location as a far leader knows it.
+#[derive(Clone, Debug, Default)]
+pub struct Acting {
+    owners: BTreeMap<NodeId, (Term, NodeId)>,
+    shared: (Term, NodeId),
+    check: Option<Check>,
+}
+
+/// Probes to an old leader whose shared prefixes are claimed.
+#[derive(Clone, Debug)]
+struct Check {
+    to: (Term, NodeId),
+    old: NodeId,
+    row: Row,
+}
+
+/// What follows from a signal.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// Whose they are from now on.
+    pub gateway: NodeId,
+    /// Members whose prefixes move to it now.
+    pub moves: Vec<NodeId>,
+    /// Whether shared prefixes do, too.
+    pub moves_shared: bool,
+    /// Whom to probe first, twice.
+    pub asks: Option<NodeId>,
+    /// MOVED, to be sent to the gateway when that is done.
+    pub answer: Signal,
+}
+
+impl Acting {
+    /// As WireGuard has it when an agent starts: terms are unknown, and come with
+    /// the next CLAIM.
+    pub fn new(owners: impl IntoIterator<Item = (NodeId, NodeId)>, shared: NodeId) -> Self {
+        let owners = owners.into_iter().map(|(member, gateway)| (member, (Term::NONE, gateway))).collect();
+        Self { owners, shared: (Term::NONE, shared), check: None }
+    }
+
+    /// Whose a member's prefixes are.
+    pub fn owner(&self, member: NodeId) -> Option<(Term, NodeId)> {
+        self.owners.get(&member).copied()
+    }
+
+    /// Whose the shared ones are.
+    pub fn shared(&self) -> NodeId {
+        self.shared.1
+    }
+
+    /// A CLAIM of a gateway came through its tunnel, or an END of the leader
+    /// through its own. `gateways` are the location's, `sender` this node, for the answer.
+    ///
+    /// # Errors
+    /// When nothing of it may count.
+    pub fn claimed(
+        &mut self,
+        params: &Params,
+        from: NodeId,
+        signal: &Signal,
+        gateways: &[NodeId],
+        sender: NodeId,
+    ) -> Result<Step, Refused> {
+        let Body::Claim { gateway, shared, part, members } = &signal.body else { return Err(Refused::Kind) };
+        let (gateway, term) = (*gateway, signal.term);
+        let is_own = match signal.kind {
+            Kind::Claim => gateway == from,
+            // Only who has them gives them away.
+            Kind::End => {
+                members.iter().all(|member| self.owners.get(member).is_some_and(|(_, owner)| *owner == from))
+            }
+            _ => return Err(Refused::Kind),
+        };
+        if !is_own || signal.sender != from || !gateways.contains(&from) || !gateways.contains(&gateway) {
+            return Err(Refused::Gateway);
+        }
+        if !members.iter().all(|member| self.owners.contains_key(member)) {
+            return Err(Refused::Member);
+        }
+        let mut moves = Vec::new();
+        let mut has = Vec::new();
+        for member in members {
+            let Some(owner) = self.owners.get_mut(member) else { continue };
+            if term > owner.0 || !params.keeps(Rule::FarLaterTerms) {
+                if owner.1 != gateway {
+                    moves.push(*member);
+                }
+                *owner = (term, gateway);
+            }
+            if *owner == (term, gateway) {
+                has.push(*member);
+            }
+        }
+        let (moves_shared, asks) = self.claim_shared((term, gateway), *shared);
+        let body = Body::Claim { gateway, shared: Shared::Stay, part: *part, members: has };
+        let answer = Signal { kind: Kind::Moved, sender, body, ..signal.clone() };
+        Ok(Step { gateway, moves, moves_shared, asks, answer })
+    }
+
+    fn claim_shared(&mut self, to: (Term, NodeId), how: Shared) -> (bool, Option<NodeId>) {
+        let later = to.0 > self.shared.0;
+        match how {
+            Shared::Move if later => {
+                let moves = self.shared.1 != to.1;
+                self.shared = to;
+                self.check = None;
+                (moves, None)
+            }
+            Shared::MoveIfSilent if later && to.1 != self.shared.1 && self.check.is_none() => {
+                let old = self.shared.1;
+                self.check = Some(Check { to, old, row: Row::default() });
+                (false, Some(old))
+            }
+            _ => (false, None),
+        }
+    }
+
+    /// A probe of the old leader was sent.
+    pub fn probed(&mut self, nonce: u64, now: Micros, patience: Micros) {
+        if let Some(check) = &mut self.check {
+            check.row.sent(nonce, now, now + patience.max(30 * MS));
+        }
+    }
+
+    /// It answered: its shared prefixes stay.
+    pub fn answered(&mut self, nonce: u64) {
+        if self.check.as_mut().is_some_and(|check| check.row.answered(nonce).is_some()) {
+            self.check = None;
+        }
+    }
+
+    /// When it has to be woken.
+    pub fn wake(&self) -> Micros {
+        self.check.as_ref().map_or(Micros::MAX, |check| check.row.deadline())
+    }
+
+    /// Whether the shared prefixes move now, because both probes were missed.
+    pub fn wake_up(&mut self, now: Micros) -> bool {
+        let Some(check) = &mut self.check else { return false };
+        check.row.expire(now);
+        if check.row.misses() < 2 || check.old != self.shared.1 {
+            return false;
+        }
+        self.shared = check.to;
+        self.check = None;
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: NodeId = 1 << 48;
+    const B: NodeId = 2 << 48;
+    const MEMBER: NodeId = 9;
+
+    fn acting() -> Acting {
+        Acting::new([(A, A), (B, A), (MEMBER, A)], A)
+    }
+
+    fn claim(
+        kind: Kind,
+        from: NodeId,
+        gateway: NodeId,
+        term: Term,
+        shared: Shared,
+        members: &[NodeId],
+    ) -> Signal {
+        let body = Body::Claim { gateway, shared, part: (0, 1), members: members.to_vec() };
+        Signal { kind, nonce: 1, term, sender: from, location: 7, body }
+    }
+
+    fn hears(acting: &mut Acting, from: NodeId, signal: &Signal) -> Result<Step, Refused> {
+        acting.claimed(&Params::default(), from, signal, &[A, B], 77)
+    }
+
+    #[test]
+    fn a_later_term_moves_and_an_earlier_one_changes_nothing() {
+        let mut acting = acting();
+        let (first, second) = (Term::NONE.next(B), Term::NONE.next(B).next(A));
+        let by_b = claim(Kind::Claim, B, B, first, Shared::Move, &[B, MEMBER]);
+        let step = hears(&mut acting, B, &by_b).unwrap();
+        assert_eq!(
+            (&step.moves[..], step.moves_shared, step.answer.kind),
+            (&[B, MEMBER][..], true, Kind::Moved)
+        );
+        // Repeated: nothing moves, and it is answered.
+        let again = hears(&mut acting, B, &by_b).unwrap();
+        assert_eq!((again.moves.len(), again.moves_shared, &again.answer), (0, false, &step.answer));
+        hears(&mut acting, A, &claim(Kind::Claim, A, A, second, Shared::Stay, &[MEMBER])).unwrap();
+        let late = hears(&mut acting, B, &by_b).unwrap();
+        assert_eq!(acting.owner(MEMBER), Some((second, A)));
+        assert!(late.moves.is_empty());
+        assert!(matches!(&late.answer.body, Body::Claim { members, .. } if members[..] == [B]));
+    }
+
+    #[test]
+    fn who_may_not_claim_changes_nothing() {
+        let mut acting = acting();
+        let term = Term::NONE.next(B);
+        for (from, signal, why) in [
+            (B, claim(Kind::Claim, B, A, term, Shared::Move, &[MEMBER]), Refused::Gateway),
+            (B, claim(Kind::Claim, A, A, term, Shared::Move, &[MEMBER]), Refused::Gateway),
+            (MEMBER, claim(Kind::Claim, MEMBER, MEMBER, term, Shared::Move, &[MEMBER]), Refused::Gateway),
+            (B, claim(Kind::Claim, B, B, term, Shared::Move, &[MEMBER, 99]), Refused::Member),
+            (B, claim(Kind::End, B, B, term, Shared::Move, &[MEMBER]), Refused::Gateway),
+            (B, claim(Kind::Moved, B, B, term, Shared::Move, &[MEMBER]), Refused::Kind),
+        ] {
+            assert_eq!(hears(&mut acting, from, &signal), Err(why), "{signal:?}");
+        }
+        assert_eq!((acting.owner(MEMBER), acting.shared()), (Some((Term::NONE, A)), A));
+        // The leader gives away what it has.
+        assert!(hears(&mut acting, A, &claim(Kind::End, A, B, term, Shared::Stay, &[MEMBER])).is_ok());
+        assert_eq!(acting.owner(MEMBER), Some((term, B)));
+    }
+
+    #[test]
+    fn of_two_nodes_shared_prefixes_move_when_the_old_leader_is_silent() {
+        for answers in [false, true] {
+            let mut acting = acting();
+            let signal = claim(Kind::Claim, B, B, Term::NONE.next(B), Shared::MoveIfSilent, &[B]);
+            let step = hears(&mut acting, B, &signal).unwrap();
+            assert_eq!((step.moves_shared, step.asks), (false, Some(A)));
+            acting.probed(1, 0, 100 * MS);
+            acting.probed(2, 20 * MS, 100 * MS);
+            if answers {
+                acting.answered(2);
+            }
+            assert!(!acting.wake_up(110 * MS), "one is no silence");
+            assert_eq!(acting.wake_up(130 * MS), !answers);
+            assert_eq!(acting.shared(), if answers { A } else { B });
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! A gateway that leads: it tells members' kernels (ANNOUNCE) until each follows,
+//! and far leaders (CLAIM) whose kernels do, until each has moved their prefixes.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::{
+    Far, MS, Micros, NodeId, Output, Params, Rule, SEC, Signal, Term, Turn,
+    roll::{Present, Roll},
+    signal::{Body, Kind, MAX_MEMBERS, Shared},
+};
+
+/// Who this node is, as its signals say.
+#[derive(Clone, Copy, Debug)]
+pub struct Sender {
+    /// Its id.
+    pub me: NodeId,
+    /// Its location.
+    pub location: u64,
+}
+
+impl Sender {
+    /// A signal of this node.
+    pub fn signal(self, kind: Kind, nonce: u64, term: Term, body: Body<Vec<u64>>) -> Signal {
+        Signal { kind, nonce, term, sender: self.me, location: self.location, body }
+    }
+}
+
+/// Leadership of some members in one term.
+#[derive(Clone, Debug)]
+pub struct Lead {
+    sender: Sender,
+    term: Term,
+    /// Who is led; `true`: its kernel has said that it follows.
+    members: BTreeMap<NodeId, bool>,
+    /// Whose prefixes each far leader has moved.
+    moved: BTreeMap<Far, BTreeSet<NodeId>>,
+    shared: Shared,
+    tries: u32,
+    next: Micros,
+    flush: Option<Micros>,
+    refresh: Micros,
+    since: Micros,
+}
+
+impl Lead {
+    /// CLAIMs wait so long for more members.
+    const BATCH: Micros = 2 * MS;
+    /// Everything is claimed again so often: a far leader whose agent forgot terms, or
+    /// whose WireGuard was set up anew, learns them.
+    const REFRESH: Micros = 10 * SEC;
+    /// After so many ANNOUNCEs a silent member is given up: it asks, or has another leader.
+    const TRIES: u32 = 9;
+
+    /// Leads nobody yet.
+    pub fn new(sender: Sender, term: Term, fars: &[Far], now: Micros) -> Self {
+        let moved = fars.iter().map(|far| (*far, BTreeSet::new())).collect();
+        let refresh = now + Self::REFRESH;
+        Self {
+            sender,
+            term,
+            members: BTreeMap::new(),
+            moved,
+            shared: Shared::Stay,
+            tries: 0,
+            next: now,
+            flush: None,
+            refresh,
+            since: now,
+        }
+    }
+
+    /// The term.
+    pub fn term(&self) -> Term {
+        self.term
+    }
+
+    /// Since when.
+    pub fn since(&self) -> Micros {
+        self.since
+    }
+
+    /// Keeps the start of the leadership this one continues.
+    pub fn continues(&mut self, older: &Self) {
+        self.since = older.since;
+        if self.shared == Shared::Stay {
+            self.shared = older.shared;
+        }
+    }
+
+    /// What its CLAIMs say of shared prefixes.
+    pub fn claims(&mut self, shared: Shared) {
+        if shared != Shared::Stay {
+            self.shared = shared;
+        }
+    }
+
+    /// Leads these, too.
+    pub fn add(&mut self, members: impl IntoIterator<Item = NodeId>, now: Micros) {
+        for member in members {
+            self.members.entry(member).or_insert(false);
+        }
+        self.tries = 0;
+        self.next = now;
+    }
+
+    /// Who is led.
+    pub fn members(&self) -> impl Iterator<Item = NodeId> + '_ {
+        self.members.keys().copied()
+    }
+
+    /// Whether nobody is.
+    pub fn is_empty(&self) -> bool {
+        self.members.is_empty()
+    }
+
+    /// Whether it leads this one.
+    pub fn has(&self, member: NodeId) -> bool {
+        self.members.contains_key(&member)
+    }
+
+    /// A member's kernel said whom it uses. It is given up when that is somebody
+    /// else in a later term; `true`: those led have changed.
+    pub fn hears(&mut self, member: NodeId, word: (Term, NodeId), now: Micros) -> bool {
+        let Some(follows) = self.members.get_mut(&member) else { return false };
+        if word == (self.term, self.sender.me) {
+            if !*follows {
+                *follows = true;
+                self.flush.get_or_insert(now + Self::BATCH);
+            }
+        } else if word.0 > self.term {
+            self.members.remove(&member);
+            return true;
+        } else if *follows {
+            // Its kernel has started anew.
+            *follows = false;
+            self.tries = 0;
+            self.next = now;
+        }
+        false
+    }
+
+    /// A far leader has moved these.
+    pub fn moved(&mut self, far: Far, term: Term, members: &[NodeId]) {
+        if let Some(moved) = self.moved.get_mut(&far).filter(|_| term == self.term) {
+            moved.extend(members);
+        }
+    }
+
+    /// Whether any far leader has still to move anybody who follows.
+    pub fn is_settled(&self) -> bool {
+        self.members.values().all(|follows| *follows)
+            && self.moved.values().all(|moved| self.members.keys().all(|member| moved.contains(member)))
+    }
+
+    /// When it has to be woken.
+    pub fn wake(&self) -> Micros {
+        self.next.min(self.flush.unwrap_or(Micros::MAX))
+    }
+
+    /// Sends what is due; `true`: those led have changed.
+    pub fn wake_up(&mut self, params: &Params, roll: &mut Roll, turn: &mut Turn<'_>) -> bool {
+        if self.flush.is_some_and(|at| at <= turn.now) {
+            self.flush = None;
+            self.claim(params, turn);
+        }
+        if turn.now < self.next {
+            return false;
+        }
+        let silent: Vec<_> =
+            self.members.iter().filter(|(_, follows)| !**follows).map(|(member, _)| *member).collect();
+        for member in &silent {
+            match roll.reachable(*member, turn.now) {
+                Some(present) => self.announce(*member, *present, turn),
+                None => ask(self.sender, *member, roll, turn),
+            }
+        }
+        if turn.now >= self.refresh {
+            self.refresh = turn.now + Self::REFRESH;
+            self.moved.values_mut().for_each(BTreeSet::clear);
+        }
+        if self.tries > 0 {
+            self.claim(params, turn);
+        }
+        self.tries += 1;
+        self.next = turn.now
+            + match self.tries {
+                1 => 10 * MS,
+                2 => 20 * MS,
+                3 => 50 * MS,
+                4..=10 => 100 * MS,
+                _ => SEC,
+            };
+        if self.tries == Self::TRIES && !silent.is_empty() {
+            self.members.retain(|_, follows| *follows);
+            return true;
+        }
+        false
+    }
+
+    /// Tells a member's kernel to use this gateway, if it has not said that it does.
+    pub fn announce(&self, member: NodeId, present: Present, turn: &mut Turn<'_>) {
+        if self.members.get(&member) != Some(&false) {
+            return;
+        }
+        let body = Body::Word { cookie: present.cookie, gateway: self.sender.me };
+        let signal = self.sender.signal(Kind::Announce, turn.nonce(), self.term, body);
+        turn.push(Output::Lan(member, signal));
+    }
+
+    fn claim(&self, params: &Params, turn: &mut Turn<'_>) {
+        for (far, moved) in &self.moved {
+            let members: Vec<_> = self
+                .members
+                .iter()
+                .filter(|(member, follows)| {
+                    (**follows || !params.keeps(Rule::ClaimFollowers)) && !moved.contains(*member)
+                })
+                .map(|(member, _)| *member)
+                .collect();
+            let parts = members.chunks(MAX_MEMBERS);
+            let count = parts.len() as u16;
+            for (part, members) in parts.enumerate() {
+                let (gateway, part) = (self.sender.me, (part as u16, count));
+                let body = Body::Claim { gateway, shared: self.shared, part, members: members.to_vec() };
+                let signal = self.sender.signal(Kind::Claim, turn.nonce(), self.term, body);
+                turn.push(Output::Tunnel(*far, signal));
+            }
+        }
+    }
+}
+
+/// Asks a member's kernel whether it is there.
+pub fn ask(sender: Sender, member: NodeId, roll: &mut Roll, turn: &mut Turn<'_>) {
+    let nonce = turn.nonce();
+    roll.asks(member, nonce);
+    let body = Body::Word { cookie: 0, gateway: 0 };
+    turn.push(Output::Lan(member, sender.signal(Kind::Roll, nonce, Term::NONE, body)));
+}

@@ -1,0 +1,47 @@
+//! Who leads a location when its leader fails. Every decision of
+//! docs/design/failover.md and nothing else: time and random numbers are
+//! arguments, what comes in is an [`Input`], what is to be done an [`Output`].
+//! The agent's signal thread and the simulation (`cargo xtask sim`) drive the
+//! same [`Agent`].
+//!
+//! ```text
+//! probes ──> detector ─┐                    ┌─> gateway   ANNOUNCE, CLAIM
+//!            tunnel ───┼─> sentinel ────────┤
+//! HELLO ───> others ───┘   (decision)       └─> hand back after a time of health
+//! every node: member (ADOPT, witness)       far leaders: far (CLAIM, MOVED, END)
+//! ```
+
+mod agent;
+pub mod detector;
+pub mod far;
+pub mod gateway;
+pub mod member;
+pub mod others;
+pub mod params;
+pub mod planned;
+pub mod probes;
+mod restore;
+pub mod roll;
+pub mod sentinel;
+mod stand_by;
+pub mod tunnel;
+pub mod turn;
+
+pub use agent::{Agent, Place, Start};
+pub use kilo_common::{lead::Term, signal};
+pub use params::{Params, Rule};
+pub use turn::{Input, Note, Output, Turn, Way};
+
+/// Microseconds since any start, of a clock that never goes back.
+pub type Micros = u64;
+/// First 8 bytes of SHA-256 of a node's public key.
+pub type NodeId = u64;
+/// First 8 bytes of SHA-256 of a location's name, for the leader of that location.
+pub type Far = u64;
+/// A signal with members of its own.
+pub type Signal = signal::Signal<Vec<u64>>;
+
+/// A millisecond.
+pub const MS: Micros = 1_000;
+/// A second.
+pub const SEC: Micros = 1_000_000;

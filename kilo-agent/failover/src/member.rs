@@ -1,0 +1,185 @@
+//! What every node does: it watches the way through its leader, slowly, asks
+//! gateways to adopt it when that is silent, and is a witness when asked.
+
+use crate::{
+    Far, MS, Micros, NodeId, Output, Params, Signal, Turn, Way,
+    gateway::Sender,
+    probes::{RoundTrip, Row},
+    signal::{Body, Kind, Verdict},
+};
+
+/// A witness' two probes.
+#[derive(Clone, Debug)]
+struct Burst {
+    asker: NodeId,
+    question: Signal,
+    nonces: [u64; 2],
+    works: bool,
+    end: Micros,
+}
+
+/// What a member's agent knows.
+#[derive(Clone, Debug)]
+pub struct Member {
+    row: Row,
+    trip: RoundTrip,
+    next: Micros,
+    turns: usize,
+    tries: usize,
+    bursts: Vec<Burst>,
+}
+
+/// Where a member is, for one step.
+#[derive(Clone, Copy)]
+pub struct Around<'a> {
+    /// This node.
+    pub sender: Sender,
+    /// The gateway it uses, and the term.
+    pub word: (crate::Term, NodeId),
+    /// All gateways in Kilo's order.
+    pub gateways: &'a [NodeId],
+    /// Far leaders.
+    pub fars: &'a [Far],
+    /// Nodes of the location.
+    pub nodes: usize,
+    /// A number that grows.
+    pub stamp: u64,
+}
+
+impl Member {
+    /// Between the two probes of a witness.
+    const APART: Micros = 20 * MS;
+    /// Between two gateways that are asked.
+    const NEXT_GATEWAY: Micros = 150 * MS;
+
+    /// Of an agent that starts now: its first probe comes within its interval.
+    pub fn new(first: Micros) -> Self {
+        Self {
+            row: Row::default(),
+            trip: RoundTrip::default(),
+            next: first,
+            turns: 0,
+            tries: 0,
+            bursts: Vec::new(),
+        }
+    }
+
+    /// When it has to be woken.
+    pub fn wake(&self) -> Micros {
+        let bursts = self.bursts.iter().map(|burst| burst.end).min().unwrap_or(Micros::MAX);
+        self.next.min(self.row.deadline()).min(bursts)
+    }
+
+    /// What is outstanding proves nothing: the agent slept, or the leader changed.
+    pub fn discard(&mut self) {
+        self.row.clear();
+        self.bursts.clear();
+    }
+
+    /// A probe was answered; whether it was one of these.
+    pub fn answered(&mut self, nonce: u64, at: Micros) -> bool {
+        for burst in &mut self.bursts {
+            burst.works |= burst.nonces.contains(&nonce);
+        }
+        let Some(sent) = self.row.answered(nonce) else { return false };
+        self.tries = 0;
+        self.trip.measured(at.saturating_sub(sent));
+        true
+    }
+
+    /// How long a path probe may take.
+    fn timeout(&self, params: &Params) -> Micros {
+        self.trip.deadline(params)
+    }
+
+    /// Sends what is due, and judges.
+    pub fn wake_up(&mut self, params: &Params, around: &Around<'_>, turn: &mut Turn<'_>) {
+        self.finish_bursts(around, turn);
+        self.row.expire(turn.now);
+        let interval = params.member_interval(around.nodes);
+        let leader = around.word.1;
+        if leader == around.sender.me || around.fars.is_empty() {
+            self.row.clear();
+            self.next = self.next.max(turn.now + if turn.now >= self.next { interval } else { 0 });
+            return;
+        }
+        if self.row.misses() >= params.member_misses {
+            let since = self.row.since().unwrap_or(turn.now);
+            self.row.clear();
+            self.ask_gateways(since, around, turn);
+        }
+        if turn.now < self.next {
+            return;
+        }
+        self.next = turn.now + turn.jittered(interval);
+        // The last four at once: they find out whether the way is dead or lossy.
+        let count = if self.row.misses() + 4 >= params.member_misses { 4 } else { 1 };
+        for i in 0..count {
+            let far = around.fars[self.turns % around.fars.len()];
+            self.turns += 1;
+            let nonce = turn.nonce();
+            self.row.sent(nonce, turn.now, turn.now + self.timeout(params) * 3 / 2 + i * 5 * MS);
+            turn.push(Output::Probe { nonce, way: Way::Path(far) });
+        }
+    }
+
+    fn ask_gateways(&mut self, since: Micros, around: &Around<'_>, turn: &mut Turn<'_>) {
+        let Sender { me, .. } = around.sender;
+        let others: Vec<_> = around
+            .gateways
+            .iter()
+            .copied()
+            .filter(|gateway| *gateway != around.word.1 && *gateway != me)
+            .collect();
+        for i in 0..others.len().min(2) {
+            let gateway = others[(self.tries + i) % others.len()];
+            let pause = i as u64 * Self::NEXT_GATEWAY;
+            let age = ((turn.now + pause - since) / MS).clamp(1, u64::from(u32::MAX)) as u32;
+            let signal = adopt(around, age);
+            turn.after(pause, Output::Lan(gateway, signal));
+        }
+        self.tries += 1;
+    }
+
+    /// Somebody asks what this node sees of the leader whose id is the nonce.
+    pub fn asked(&mut self, params: &Params, question: Signal, around: &Around<'_>, turn: &mut Turn<'_>) {
+        let Body::Question { id, patience } = question.body else { return };
+        let known = |burst: &Burst| burst.asker == question.sender && burst.question.body == question.body;
+        if self.bursts.iter().any(known) {
+            return;
+        }
+        if around.word.1 != question.nonce || around.sender.me == question.nonce {
+            let verdict = Body::Witness { id, verdict: Verdict::Elsewhere };
+            let signal = around.sender.signal(Kind::Verdict, question.nonce, around.word.0, verdict);
+            turn.push(Output::Lan(question.sender, signal));
+            return;
+        }
+        let (least, most) = params.path_deadline;
+        let patience = (u64::from(patience) * MS).clamp(least, most);
+        let nonces = [turn.nonce(), turn.nonce()];
+        for (i, nonce) in nonces.into_iter().enumerate() {
+            let Some(far) = around.fars.get((self.turns + i) % around.fars.len().max(1)) else { return };
+            turn.after(i as u64 * Self::APART, Output::Probe { nonce, way: Way::Path(*far) });
+        }
+        let end = turn.now + Self::APART + patience;
+        self.bursts.push(Burst { asker: question.sender, question, nonces, works: false, end });
+    }
+
+    fn finish_bursts(&mut self, around: &Around<'_>, turn: &mut Turn<'_>) {
+        let now = turn.now;
+        for Burst { asker, question, works, .. } in self.bursts.extract_if(.., |burst| burst.end <= now) {
+            let Body::Question { id, .. } = question.body else { continue };
+            let verdict = if works { Verdict::Works } else { Verdict::Failed };
+            let body = Body::Witness { id, verdict };
+            let signal = around.sender.signal(Kind::Verdict, question.nonce, around.word.0, body);
+            turn.push(Output::Lan(asker, signal.clone()));
+            turn.after(5 * MS, Output::Lan(asker, signal));
+        }
+    }
+}
+
+/// ADOPT for this node; `age` 0: it only asks who leads.
+pub fn adopt(around: &Around<'_>, age: u32) -> Signal {
+    let body = Body::Members { age, members: vec![around.sender.me] };
+    around.sender.signal(Kind::Adopt, around.stamp, around.word.0, body)
+}

@@ -1,0 +1,143 @@
+//! The other gateways of the location: what they say in HELLO, and how often each
+//! has lost leadership.
+
+use std::collections::BTreeMap;
+
+use crate::{MS, Micros, NodeId, Params, SEC, Term};
+
+/// What a gateway said.
+#[derive(Clone, Copy, Debug)]
+struct Said {
+    at: Micros,
+    is_fit: bool,
+    fit_since: Micros,
+    leads: bool,
+    term: Term,
+    gateway: NodeId,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Losses {
+    count: u32,
+    last: Micros,
+}
+
+/// The other gateways.
+#[derive(Clone, Debug, Default)]
+pub struct Others {
+    said: BTreeMap<NodeId, Said>,
+    losses: BTreeMap<NodeId, Losses>,
+}
+
+impl Others {
+    /// A HELLO came: pairs of its losses as in the signal.
+    pub fn hello(
+        &mut self,
+        params: &Params,
+        now: Micros,
+        from: NodeId,
+        fit: bool,
+        lead: (bool, Term, NodeId),
+        losses: &[u64],
+    ) {
+        let before = self.said.get(&from).filter(|said| said.is_fit && said.at + SEC >= now);
+        let fit_since = before.map_or(now, |said| said.fit_since);
+        let (leads, term, gateway) = lead;
+        self.said.insert(from, Said { at: now, is_fit: fit, fit_since, leads, term, gateway });
+        for [gateway, value] in losses.as_chunks::<2>().0 {
+            let last = now.saturating_sub((value & 0xffff_ffff) * SEC);
+            let count = (value >> 32).min(64) as u32;
+            if count > self.losses(params, now, *gateway) {
+                self.losses.insert(*gateway, Losses { count, last });
+            }
+        }
+    }
+
+    /// Losses of leadership as a HELLO says them.
+    pub fn told(&self, params: &Params, now: Micros) -> Vec<u64> {
+        let recent = self.losses.iter().filter(|(_, losses)| losses.last + params.memory > now);
+        let pairs = recent.flat_map(|(gateway, losses)| {
+            [*gateway, u64::from(losses.count) << 32 | ((now - losses.last) / SEC).min(0xffff_ffff)]
+        });
+        pairs.take(16).collect()
+    }
+
+    /// A gateway lost leadership.
+    pub fn lost(&mut self, params: &Params, now: Micros, gateway: NodeId) {
+        let count = self.losses(params, now, gateway) + 1;
+        self.losses.insert(gateway, Losses { count, last: now });
+    }
+
+    /// How often it has, within ten minutes.
+    pub fn losses(&self, params: &Params, now: Micros, gateway: NodeId) -> u32 {
+        self.losses
+            .get(&gateway)
+            .filter(|losses| losses.last + params.memory > now)
+            .map_or(0, |losses| losses.count)
+    }
+
+    /// Whether a gateway was heard within `within` and could lead.
+    pub fn is_fit(&self, gateway: NodeId, now: Micros, within: Micros) -> bool {
+        self.said.get(&gateway).is_some_and(|said| said.is_fit && said.at + within > now)
+    }
+
+    /// The term in which a gateway leads itself and maybe others.
+    pub fn leads(&self, gateway: NodeId) -> Option<Term> {
+        self.said.get(&gateway).filter(|said| said.leads && said.gateway == gateway).map(|said| said.term)
+    }
+
+    /// How long it has been fit and without a loss.
+    pub fn healthy_for(&self, gateway: NodeId, now: Micros) -> Micros {
+        let said = self.said.get(&gateway).filter(|said| said.is_fit && said.at + 500 * MS > now);
+        let lost = self.losses.get(&gateway).map_or(0, |losses| losses.last);
+        said.map_or(0, |said| now.saturating_sub(said.fit_since.max(lost)))
+    }
+
+    /// Of `gateways` in Kilo's order those that could lead, the best first.
+    pub fn best(&self, params: &Params, gateways: &[NodeId], now: Micros, within: Micros) -> Vec<NodeId> {
+        let mut fit: Vec<_> =
+            gateways.iter().copied().filter(|gateway| self.is_fit(*gateway, now, within)).collect();
+        fit.sort_by_key(|gateway| self.losses(params, now, *gateway));
+        fit
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn losses_are_passed_on_and_forgotten_after_ten_minutes() {
+        let params = Params::default();
+        let (mut a, mut b) = (Others::default(), Others::default());
+        let now = 1_000 * SEC;
+        a.lost(&params, now, 7);
+        a.lost(&params, now + SEC, 7);
+        let told = a.told(&params, now + 5 * SEC);
+        b.hello(&params, now + 5 * SEC, 1, true, (true, Term::NONE, 1), &told);
+        assert_eq!(b.losses(&params, now + 600 * SEC, 7), 2);
+        assert_eq!(b.losses(&params, now + 602 * SEC, 7), 0);
+        assert_eq!(b.told(&params, now + 602 * SEC), []);
+        // Said again it counts once.
+        b.hello(&params, now + 6 * SEC, 1, true, (true, Term::NONE, 1), &a.told(&params, now + 6 * SEC));
+        assert_eq!(b.losses(&params, now + 6 * SEC, 7), 2);
+    }
+
+    #[test]
+    fn health_starts_again_after_silence_a_loss_or_unfitness() {
+        let params = Params::default();
+        let mut others = Others::default();
+        let hello =
+            |others: &mut Others, at, fit| others.hello(&params, at, 1, fit, (false, Term::NONE, 2), &[]);
+        (0..50).for_each(|i| hello(&mut others, i * 200 * MS, true));
+        assert_eq!(others.healthy_for(1, 9_800 * MS), 9_800 * MS);
+        assert_eq!(others.healthy_for(1, 10_400 * MS), 0, "silent");
+        hello(&mut others, 11 * SEC, true);
+        assert_eq!(others.healthy_for(1, 11 * SEC), 0, "it was silent");
+        hello(&mut others, 11_200 * MS, false);
+        hello(&mut others, 11_400 * MS, true);
+        assert_eq!(others.healthy_for(1, 11_500 * MS), 100 * MS);
+        others.lost(&params, 11_450 * MS, 1);
+        assert_eq!(others.healthy_for(1, 11_500 * MS), 50 * MS);
+    }
+}

@@ -1,0 +1,199 @@
+//! Times and counts; all times follow the probe interval.
+
+use crate::{MS, Micros, SEC};
+
+/// Shortest probe interval that may be asked for.
+pub const SHORTEST: Micros = 20 * MS;
+/// Longest probe interval that may be asked for.
+pub const LONGEST: Micros = SEC;
+
+/// An interval outside 20 ms to 1 s.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OutOfRange(pub Micros);
+
+impl std::fmt::Display for OutOfRange {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "a failover interval of {} ms is outside 20ms to 1s; choose one within", self.0 / MS)
+    }
+}
+
+impl std::error::Error for OutOfRange {}
+
+/// A rule of the design. With the feature `leave-out` one of them can be left
+/// out, which the tests of the simulation do to see each of them needed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Rule {
+    /// What has arrived is read before anything is judged.
+    ReadFirst,
+    /// After a late wake-up everything outstanding is discarded.
+    DiscardWhenLate,
+    /// A takeover needs proof that the own tunnel worked meanwhile.
+    Proof,
+    /// Witnesses are asked.
+    Witnesses,
+    /// CLAIM names only members whose kernel follows.
+    ClaimFollowers,
+    /// The better stand-by goes first.
+    Rank,
+    /// Takeovers of the location have a budget.
+    Budget,
+    /// A returned leader waits until it is given anything back.
+    Hold,
+    /// A far leader takes later terms only.
+    FarLaterTerms,
+    /// A member's kernel obeys later terms only.
+    KernelLaterTerms,
+    /// A member's kernel asks for its cookie.
+    KernelCookie,
+    /// A gateway passes nothing on that another gateway sent.
+    TwoHops,
+    /// Each steering hop takes one from the time to live.
+    TimeToLive,
+}
+
+/// Times in microseconds, and counts.
+#[derive(Clone, Debug)]
+pub struct Params {
+    /// Between two path probes, and two LAN probes, of a stand-by.
+    pub interval: Micros,
+    /// Between two probes through the own tunnel.
+    pub own: Micros,
+    /// Between two roll calls.
+    pub roll: Micros,
+    /// Between two HELLOs.
+    pub hello: Micros,
+    /// How long a stand-by waits for each better one.
+    pub rank: Micros,
+    /// A wake-up later than this is late.
+    pub late: Micros,
+    /// Deadline of a LAN probe.
+    pub lan_deadline: Micros,
+    /// What is added to every deadline of path probes.
+    pub margin: Micros,
+    /// Least and greatest deadline of path probes.
+    pub path_deadline: (Micros, Micros),
+    /// Misses in a row of path and of LAN that are a hard suspicion.
+    pub hard: usize,
+    /// Misses in a row of path alone that are a soft one.
+    pub soft: usize,
+    /// How many members are asked.
+    pub witnesses: usize,
+    /// Most far leaders that are probed.
+    pub targets: usize,
+    /// A member's probe interval, at least.
+    pub member: Micros,
+    /// Probes a second that all members of a location send.
+    pub members_rate: u64,
+    /// Misses in a row after which a member asks to be adopted.
+    pub member_misses: usize,
+    /// A leader whose tunnels all missed this many in a row hands over.
+    pub leader_misses: usize,
+    /// Health before a leader returns; doubled for each loss within `memory`.
+    pub hold: Micros,
+    /// The longest such time.
+    pub longest_hold: Micros,
+    /// How long losses are remembered.
+    pub memory: Micros,
+    /// Takeovers of the location at once, and the time in which one more is allowed.
+    pub budget: (u64, Micros),
+    /// What is left out.
+    #[cfg(feature = "leave-out")]
+    pub without: Option<Rule>,
+}
+
+impl Default for Params {
+    fn default() -> Self {
+        Self::scaled(40 * MS)
+    }
+}
+
+impl Params {
+    /// The times for a probe interval.
+    ///
+    /// # Errors
+    /// When it is outside [`SHORTEST`] to [`LONGEST`].
+    pub fn new(interval: Micros) -> Result<Self, OutOfRange> {
+        if (SHORTEST..=LONGEST).contains(&interval) {
+            Ok(Self::scaled(interval))
+        } else {
+            Err(OutOfRange(interval))
+        }
+    }
+
+    fn scaled(interval: Micros) -> Self {
+        Self {
+            interval,
+            own: interval * 5 / 2,
+            roll: interval * 25,
+            hello: interval * 5,
+            rank: interval * 5 / 2,
+            late: interval * 3 / 4,
+            lan_deadline: interval * 3 / 4,
+            margin: 15 * MS,
+            path_deadline: (30 * MS, 250 * MS),
+            hard: 3,
+            soft: 6,
+            witnesses: 5,
+            targets: 3,
+            member: interval * 25 / 4,
+            members_rate: 500,
+            member_misses: 7,
+            leader_misses: 4,
+            hold: 60 * SEC,
+            longest_hold: 3_600 * SEC,
+            memory: 600 * SEC,
+            budget: (8, 15 * SEC),
+            #[cfg(feature = "leave-out")]
+            without: None,
+        }
+    }
+
+    /// Whether a rule holds: always, but in simulations that leave it out.
+    #[inline]
+    #[allow(unused_variables, clippy::unused_self, reason = "without the feature it is a constant")]
+    pub fn keeps(&self, rule: Rule) -> bool {
+        #[cfg(feature = "leave-out")]
+        return self.without != Some(rule);
+        #[cfg(not(feature = "leave-out"))]
+        true
+    }
+
+    /// How long a leader with so many losses has to be healthy before it returns.
+    pub fn hold_after(&self, losses: u32) -> Micros {
+        let doubled = self.hold.saturating_mul(1 << losses.saturating_sub(1).min(12));
+        if self.keeps(Rule::Hold) { doubled.min(self.longest_hold) } else { 0 }
+    }
+
+    /// A member's probe interval in a location of so many nodes.
+    pub fn member_interval(&self, nodes: usize) -> Micros {
+        self.member.max(nodes as u64 * SEC / self.members_rate)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_follow_the_interval_and_its_range_is_kept() {
+        let slow = Params::new(400 * MS).unwrap();
+        assert_eq!((slow.own, slow.hello, slow.rank), (SEC, 2 * SEC, SEC));
+        for wrong in [0, 19 * MS, 1_001 * MS] {
+            assert_eq!(Params::new(wrong).unwrap_err(), OutOfRange(wrong));
+        }
+        assert!(OutOfRange(0).to_string().contains("20ms to 1s"));
+    }
+
+    #[test]
+    fn each_loss_doubles_the_hold_until_an_hour() {
+        let params = Params::default();
+        let holds: Vec<_> = (0..9).map(|losses| params.hold_after(losses) / SEC).collect();
+        assert_eq!(holds, [60, 60, 120, 240, 480, 960, 1920, 3600, 3600]);
+    }
+
+    #[test]
+    fn members_of_a_large_location_probe_less_often() {
+        let params = Params::default();
+        assert_eq!([5, 125, 1_000].map(|nodes| params.member_interval(nodes) / MS), [250, 250, 2_000]);
+    }
+}

@@ -1,0 +1,89 @@
+//! The roll call of a gateway: which members' kernels answer, and whom they use.
+
+use std::collections::BTreeMap;
+
+use crate::{Micros, NodeId, SEC, Term};
+
+/// What a member's kernel said last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Present {
+    /// When.
+    pub at: Micros,
+    /// Its secret for this gateway.
+    pub cookie: u64,
+    /// The term and the gateway of its word.
+    pub word: (Term, NodeId),
+}
+
+/// Everybody who has answered.
+#[derive(Clone, Debug, Default)]
+pub struct Roll {
+    members: BTreeMap<NodeId, Present>,
+    /// The nonce of the last ROLL to each, which its answer repeats.
+    asked: BTreeMap<NodeId, [u64; 2]>,
+    /// Kernels heard before this do not count as reachable now.
+    since: Micros,
+}
+
+impl Roll {
+    /// How long an answer counts.
+    const FRESH: Micros = 3 * SEC;
+
+    /// A member is asked, with this nonce.
+    pub fn asks(&mut self, member: NodeId, nonce: u64) {
+        let nonces = self.asked.entry(member).or_default();
+        *nonces = [nonce, nonces[0]];
+    }
+
+    /// It answered; `false`: nobody asked that.
+    pub fn heard(&mut self, member: NodeId, nonce: u64, present: Present) -> bool {
+        let asked = self.asked.get(&member).is_some_and(|nonces| nonces.contains(&nonce));
+        if asked {
+            self.members.insert(member, present);
+        }
+        asked
+    }
+
+    /// It obeyed an ANNOUNCE.
+    pub fn follows(&mut self, member: NodeId, at: Micros, word: (Term, NodeId)) {
+        if let Some(present) = self.members.get_mut(&member) {
+            present.at = at;
+            present.word = word;
+        }
+    }
+
+    /// From now on only those heard again are reachable: what is sent must come
+    /// both ways since a suspicion.
+    pub fn start_over(&mut self, now: Micros) {
+        self.since = now;
+    }
+
+    /// What a member said, if lately.
+    pub fn fresh(&self, member: NodeId, now: Micros) -> Option<&Present> {
+        self.members.get(&member).filter(|present| present.at + Self::FRESH > now)
+    }
+
+    /// As [`Self::fresh`], since the last suspicion.
+    pub fn reachable(&self, member: NodeId, now: Micros) -> Option<&Present> {
+        self.fresh(member, now).filter(|present| present.at >= self.since)
+    }
+
+    /// What a member said last, however long ago.
+    pub fn last(&self, member: NodeId) -> Option<&Present> {
+        self.members.get(&member)
+    }
+
+    /// Members heard lately, and what they said.
+    pub fn heard_lately(&self, now: Micros) -> impl Iterator<Item = (NodeId, &Present)> + '_ {
+        let is_fresh = move |present: &&Present| present.at + Self::FRESH > now;
+        self.members
+            .iter()
+            .map(|(member, present)| (*member, present))
+            .filter(move |(_, present)| is_fresh(present))
+    }
+
+    /// Members heard lately, and whom they use.
+    pub fn users(&self, now: Micros) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
+        self.heard_lately(now).map(|(member, present)| (member, present.word.1))
+    }
+}

@@ -1,0 +1,195 @@
+//! The decision of a stand-by: whether it takes over, and for whom.
+//!
+//! A needless takeover costs packets in flight, not an outage, and a stand-by acts
+//! only with proof that its own tunnel worked all the time the leader's way did not.
+
+use crate::{Micros, NodeId, Params, Rule, SEC, detector::Detector, signal::Verdict, tunnel::Tunnels};
+
+/// One question to witnesses.
+#[derive(Clone, Debug)]
+struct Round {
+    id: u32,
+    asked: Vec<NodeId>,
+    works: Vec<NodeId>,
+    failed: Vec<NodeId>,
+    deadline: Micros,
+    /// Decided, and waiting for better stand-bys: when, and for whom.
+    waits: Option<(Micros, bool)>,
+}
+
+/// What follows from what is known.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Decision {
+    /// Nothing now.
+    Wait,
+    /// Ask witnesses, and call the roll.
+    Ask,
+    /// It would, and has done so too often.
+    OverBudget,
+    /// Take over: the location but those, or this node alone.
+    Take {
+        /// The location.
+        all: bool,
+        /// Witnesses whose way works.
+        but: Vec<NodeId>,
+    },
+}
+
+/// What a decision looks at.
+pub struct Scene<'a> {
+    /// Times and counts.
+    pub params: &'a Params,
+    /// Now.
+    pub now: Micros,
+    /// The leader's way.
+    pub detector: &'a Detector,
+    /// The own way.
+    pub tunnels: &'a Tunnels,
+    /// Whether the location has no third node: nobody can be a witness.
+    pub alone: bool,
+    /// How many better stand-bys were heard lately.
+    pub better: usize,
+}
+
+/// The judge of one stand-by.
+#[derive(Clone, Debug, Default)]
+pub struct Sentinel {
+    round: Option<Round>,
+    rounds: u32,
+    blocked_until: Micros,
+    asked_twice: Option<Micros>,
+    /// When the budget is whole again.
+    spent_until: Micros,
+    /// Changes of leader of the location, as the latest term counts them.
+    changes: Option<u32>,
+}
+
+impl Sentinel {
+    /// How long a soft suspicion that nobody answered is not asked a third time.
+    const TWICE: Micros = 2 * SEC;
+    /// Pause after the budget was found spent.
+    const BLOCKED: Micros = 2 * SEC;
+
+    /// When it has to be woken.
+    pub fn wake(&self) -> Micros {
+        self.round.as_ref().map_or(Micros::MAX, |round| round.waits.map_or(round.deadline, |(at, _)| at))
+    }
+
+    /// Forgets the question: the leader changed, or the agent slept.
+    pub fn reset(&mut self) {
+        self.round = None;
+    }
+
+    /// Witnesses were asked; the id of the question.
+    pub fn asks(&mut self, asked: Vec<NodeId>, deadline: Micros) -> u32 {
+        self.rounds = self.rounds.wrapping_add(1);
+        let (works, failed) = (Vec::new(), Vec::new());
+        self.round = Some(Round { id: self.rounds, asked, works, failed, deadline, waits: None });
+        self.rounds
+    }
+
+    /// A witness answers.
+    pub fn verdict(&mut self, from: NodeId, id: u32, verdict: Verdict) {
+        let Some(round) = self.round.as_mut().filter(|round| round.id == id && round.asked.contains(&from))
+        else {
+            return;
+        };
+        let answers = match verdict {
+            Verdict::Works => &mut round.works,
+            Verdict::Failed => &mut round.failed,
+            Verdict::Elsewhere => return,
+        };
+        if !answers.contains(&from) {
+            answers.push(from);
+        }
+    }
+
+    /// What is to be done now. After [`Decision::Ask`] and [`Self::asks`] it is asked again.
+    pub fn judge(&mut self, scene: &Scene<'_>) -> Decision {
+        let Scene { params, now, detector, tunnels, .. } = *scene;
+        if self.blocked_until > now {
+            return Decision::Wait;
+        }
+        let (lan, path) = detector.misses();
+        if let Some(Round { waits: Some((at, all)), works, .. }) = &self.round {
+            if now < *at {
+                return Decision::Wait;
+            }
+            let still = path >= params.hard && (lan >= params.hard || path >= params.soft);
+            let decision = Decision::Take { all: *all, but: works.clone() };
+            self.round = None;
+            return if still { self.spend(params, now, decision) } else { Decision::Wait };
+        }
+        // Two nodes have no witness, and wait for more.
+        let (hard, soft) =
+            if scene.alone { (params.hard + 1, params.soft + 2) } else { (params.hard, params.soft) };
+        let nearly = lan + 1 >= hard && path + 1 >= hard || path + 2 >= soft;
+        let Some(round) = &mut self.round else {
+            return if nearly && tunnels.is_fit(now) { Decision::Ask } else { Decision::Wait };
+        };
+        let is_hard = lan >= hard && path >= hard;
+        let is_over = now >= round.deadline;
+        let suspects = is_hard || path >= soft;
+        let mut decision = Decision::Wait;
+        if suspects && Self::has_proof(scene) {
+            let (works, failed) = (round.works.len(), round.failed.len());
+            let answers = works + failed;
+            if is_over && !round.asked.is_empty() && answers == 0 && !is_hard && self.may_ask_twice(now) {
+                self.asked_twice = Some(now);
+                self.round = None;
+                return Decision::Ask;
+            }
+            let Some(round) = &mut self.round else { return Decision::Wait };
+            let majority = failed * 2 > round.asked.len().max(1) && failed > works;
+            if majority || is_over || round.asked.is_empty() {
+                let all = majority || if answers == 0 { is_hard } else { failed >= works && failed > 0 };
+                if scene.better > 0 && params.keeps(Rule::Rank) {
+                    round.waits = Some((now + params.rank * scene.better as u64, all));
+                    return Decision::Wait;
+                }
+                decision = Decision::Take { all, but: round.works.clone() };
+            }
+        }
+        if is_over || decision != Decision::Wait {
+            self.round = None;
+        }
+        self.spend(params, now, decision)
+    }
+
+    /// Whether the own tunnel worked all the time the leader's way did not: good
+    /// since before the first missed probe, and answering one sent well after it.
+    fn has_proof(scene: &Scene<'_>) -> bool {
+        let Scene { params, now, detector, tunnels, .. } = *scene;
+        if !params.keeps(Rule::Proof) {
+            return tunnels.is_fit(now);
+        }
+        tunnels.is_fit(now)
+            && detector.silent_since().is_some_and(|since| {
+                tunnels.were_good(since) && tunnels.proves(since + params.interval * 3 / 2)
+            })
+    }
+
+    fn may_ask_twice(&self, now: Micros) -> bool {
+        self.asked_twice.is_none_or(|asked| asked + Self::TWICE < now)
+    }
+
+    /// The latest term known counts so many changes, of whoever: each new one costs.
+    pub fn counts(&mut self, params: &Params, now: Micros, changes: u32) {
+        let (burst, refill) = params.budget;
+        if self.changes.is_some_and(|known| known < changes) {
+            self.spent_until = (self.spent_until.max(now) + refill).min(now + burst * refill);
+        }
+        self.changes = self.changes.max(Some(changes));
+    }
+
+    /// A location in which everything flaps slows down.
+    fn spend(&mut self, params: &Params, now: Micros, decision: Decision) -> Decision {
+        let (burst, refill) = params.budget;
+        let takes_all = matches!(decision, Decision::Take { all: true, .. });
+        if takes_all && params.keeps(Rule::Budget) && self.spent_until > now + (burst - 1) * refill {
+            self.blocked_until = now + Self::BLOCKED;
+            return Decision::OverBudget;
+        }
+        decision
+    }
+}

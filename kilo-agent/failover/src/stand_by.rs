@@ -1,0 +1,118 @@
+//! A stand-by that suspects its leader: it asks witnesses, and takes over.
+
+use crate::{
+    Agent, MS, Micros, NodeId, Note, Output, Params, Place, Rule, Turn, gateway,
+    others::Others,
+    roll::Present,
+    sentinel::{Decision, Scene},
+    signal::{Body, Kind, Shared},
+};
+
+impl Agent {
+    pub(crate) fn judge(&mut self, turn: &mut Turn<'_>) {
+        if self.word.1 == self.place.me {
+            return;
+        }
+        // A question may be decided at once: nobody can be asked.
+        for _ in 0..2 {
+            let Some(gateway) = &mut self.gateway else { return };
+            let better = better(&self.params, &self.place, self.word.1, &gateway.others, turn.now);
+            let scene = Scene {
+                params: &self.params,
+                now: turn.now,
+                detector: &gateway.detector,
+                tunnels: &gateway.tunnels,
+                alone: self.place.nodes.len() <= 2,
+                better,
+            };
+            match gateway.sentinel.judge(&scene) {
+                Decision::Wait => return,
+                Decision::Ask => self.ask_witnesses(turn),
+                Decision::OverBudget => return turn.push(Output::Note(Note::OverBudget)),
+                Decision::Take { all, but } => return self.take(all, &but, turn),
+            }
+        }
+    }
+
+    fn ask_witnesses(&mut self, turn: &mut Turn<'_>) {
+        let (sender, leader, now) = (self.sender(), self.word.1, turn.now);
+        let Some(gateway) = &mut self.gateway else { return };
+        turn.push(Output::Note(Note::Suspects(leader)));
+        let word_since = self.word_since;
+        let mut pool: Vec<_> = gateway
+            .roll
+            .heard_lately(now)
+            .filter(|(member, present)| {
+                ![leader, sender.me].contains(member) && may_use(present, leader, word_since)
+            })
+            .map(|(member, _)| member)
+            .collect();
+        let mut asked = Vec::new();
+        let count = if self.params.keeps(Rule::Witnesses) { self.params.witnesses } else { 0 };
+        while asked.len() < count && !pool.is_empty() {
+            asked.push(pool.swap_remove(turn.below(pool.len() as u64) as usize));
+        }
+        // Only who is heard from now on is announced to: what is sent must come both ways.
+        gateway.roll.start_over(now);
+        for member in self.place.nodes.iter().filter(|node| **node != sender.me) {
+            gateway::ask(sender, *member, &mut gateway.roll, turn);
+        }
+        let patience =
+            gateway.detector.timeout(&self.params).max(gateway.tunnels.longest() * 13 / 10 + 15 * MS);
+        let patience = patience.min(self.params.path_deadline.1);
+        let id = gateway.sentinel.asks(asked.clone(), now + 2 * patience.min(120 * MS) + 40 * MS);
+        let body = Body::Question { id, patience: (patience / MS) as u32 };
+        let signal = sender.signal(Kind::Witness, leader, self.word.0, body);
+        for witness in asked {
+            turn.push(Output::Lan(witness, signal.clone()));
+            turn.after(10 * MS, Output::Lan(witness, signal.clone()));
+        }
+    }
+
+    fn take(&mut self, all: bool, but: &[NodeId], turn: &mut Turn<'_>) {
+        let (me, from, now) = (self.place.me, self.word.1, turn.now);
+        let Some(gateway) = &mut self.gateway else { return };
+        let since = gateway.detector.silent_since().unwrap_or(now);
+        turn.push(Output::Note(Note::TakesOver { from, all, since }));
+        gateway.others.lost(&self.params, now, from);
+        let roll = &gateway.roll;
+        let used = |member: &NodeId| {
+            roll.last(*member).is_none_or(|present| may_use(present, from, self.word_since))
+        };
+        let members: Vec<_> = self
+            .place
+            .nodes
+            .iter()
+            .copied()
+            .filter(|node| *node == me || all && *node != from && !but.contains(node) && used(node))
+            .collect();
+        let alone = self.place.nodes.len() <= 2;
+        let shared = match (all, alone) {
+            (true, false) => Shared::Move,
+            (true, true) => Shared::MoveIfSilent,
+            (false, _) => Shared::Stay,
+        };
+        self.lead_more(members, shared, turn);
+    }
+}
+
+/// Whether a member that said this may use a leader: what it said before this node
+/// followed that leader says nothing.
+fn may_use(present: &Present, leader: NodeId, word_since: Micros) -> bool {
+    present.word.1 == leader || present.at < word_since
+}
+
+/// How many gateways should take over before this one, and were heard lately.
+fn better(params: &Params, place: &Place, leader: NodeId, others: &Others, now: Micros) -> usize {
+    let order = |node: NodeId| {
+        let index = place.gateways.iter().position(|gateway| *gateway == node);
+        (others.losses(params, now, node), index)
+    };
+    let own = order(place.me);
+    place
+        .gateways
+        .iter()
+        .filter(|gateway| ![leader, place.me].contains(gateway) && others.is_fit(**gateway, now, 500 * MS))
+        .filter(|gateway| order(**gateway) < own)
+        .count()
+}

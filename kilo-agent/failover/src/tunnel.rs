@@ -1,0 +1,129 @@
+//! The own tunnels of a gateway: whether it could lead, and the proof that it
+//! could while the leader's way did not work.
+
+use crate::{
+    Far, MS, Micros, Output, Params, SEC, Turn, Way,
+    probes::{RoundTrip, Row},
+};
+
+#[derive(Clone, Debug)]
+struct Tunnel {
+    far: Far,
+    row: Row,
+    trip: RoundTrip,
+    /// When the newest answered probe was sent.
+    answered: Option<Micros>,
+}
+
+/// Probes through the own tunnel to some far leaders.
+#[derive(Clone, Debug)]
+pub struct Tunnels {
+    tunnels: Vec<Tunnel>,
+    up_since: Micros,
+    /// Since when most of them have answered without three misses in a row.
+    good_since: Option<Micros>,
+    next: Micros,
+}
+
+impl Tunnels {
+    /// Of an agent that starts now.
+    pub fn new(params: &Params, fars: &[Far], now: Micros) -> Self {
+        let tunnel =
+            |far: &Far| Tunnel { far: *far, row: Row::default(), trip: RoundTrip::default(), answered: None };
+        let tunnels = fars.iter().take(params.targets).map(tunnel).collect();
+        Self { tunnels, up_since: now, good_since: None, next: now }
+    }
+
+    /// When it has to be woken.
+    pub fn wake(&self) -> Micros {
+        self.tunnels.iter().map(|tunnel| tunnel.row.deadline()).fold(self.next, Micros::min)
+    }
+
+    /// Sends what is due and counts what is overdue.
+    pub fn wake_up(&mut self, params: &Params, turn: &mut Turn<'_>) {
+        for tunnel in &mut self.tunnels {
+            tunnel.row.expire(turn.now);
+        }
+        if !self.most(|tunnel| tunnel.row.misses() < 3) {
+            self.good_since = None;
+        }
+        if turn.now >= self.next {
+            self.next = turn.now + turn.jittered(params.own);
+            let fars: Vec<_> = self.tunnels.iter().map(|tunnel| tunnel.far).collect();
+            fars.into_iter().for_each(|far| self.probe(far, turn));
+        }
+    }
+
+    /// Sends one at once.
+    pub fn probe(&mut self, far: Far, turn: &mut Turn<'_>) {
+        let Some(tunnel) = self.tunnels.iter_mut().find(|tunnel| tunnel.far == far) else { return };
+        let nonce = turn.nonce();
+        tunnel.row.sent(nonce, turn.now, turn.now + tunnel.trip.usual() * 3 / 2 + 30 * MS);
+        turn.push(Output::Probe { nonce, way: Way::Own(far) });
+    }
+
+    /// A probe was answered; whether it was one of these.
+    pub fn answered(&mut self, nonce: u64, at: Micros) -> bool {
+        for tunnel in &mut self.tunnels {
+            let Some(sent) = tunnel.row.answered(nonce) else { continue };
+            tunnel.trip.measured(at.saturating_sub(sent));
+            tunnel.answered = tunnel.answered.max(Some(sent));
+            if self.good_since.is_none() && self.most(|tunnel| tunnel.row.misses() < 3) {
+                self.good_since = Some(at);
+            }
+            return true;
+        }
+        false
+    }
+
+    /// The agent slept: what is outstanding proves nothing.
+    pub fn discard(&mut self) {
+        self.tunnels.iter_mut().for_each(|tunnel| tunnel.row.clear());
+    }
+
+    fn most(&self, is_good: impl Fn(&Tunnel) -> bool) -> bool {
+        self.tunnels.iter().filter(|tunnel| is_good(tunnel)).count() * 2 > self.tunnels.len()
+    }
+
+    fn answers(tunnel: &Tunnel, now: Micros) -> bool {
+        tunnel.answered.is_some_and(|sent| sent + 400 * MS + tunnel.trip.usual() > now)
+    }
+
+    /// Far leaders that answer now: those path probes are sent to.
+    pub fn targets(&self, now: Micros) -> Vec<Far> {
+        self.tunnels.iter().filter(|tunnel| Self::answers(tunnel, now)).map(|tunnel| tunnel.far).collect()
+    }
+
+    /// Whether this node could lead now.
+    pub fn is_fit(&self, now: Micros) -> bool {
+        now >= self.up_since + SEC && self.most(|tunnel| Self::answers(tunnel, now))
+    }
+
+    /// Whether most answered a probe sent at `since` or later.
+    pub fn proves(&self, since: Micros) -> bool {
+        self.most(|tunnel| tunnel.answered.is_some_and(|sent| sent >= since))
+    }
+
+    /// Whether they were good at `since` and ever since.
+    pub fn were_good(&self, since: Micros) -> bool {
+        self.good_since.is_some_and(|good| good <= since)
+    }
+
+    /// The usual round trip to a far leader.
+    pub fn usual(&self, far: Far) -> Micros {
+        self.tunnels.iter().find(|tunnel| tunnel.far == far).map_or(0, |tunnel| tunnel.trip.usual())
+    }
+
+    /// The longest usual round trip.
+    pub fn longest(&self) -> Micros {
+        self.tunnels.iter().map(|tunnel| tunnel.trip.usual()).max().unwrap_or(0)
+    }
+
+    /// Since when every one of them is silent: each has so many misses in a row.
+    pub fn silent_since(&self, misses: usize) -> Option<Micros> {
+        if self.tunnels.iter().any(|tunnel| tunnel.row.misses() < misses) {
+            return None;
+        }
+        self.tunnels.iter().filter_map(|tunnel| tunnel.row.since()).min()
+    }
+}

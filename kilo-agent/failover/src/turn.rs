@@ -1,0 +1,131 @@
+//! What goes into an agent and what comes out.
+
+use crate::{Far, Micros, NodeId, Signal, Term};
+
+/// Something that happened.
+#[derive(Clone, Debug)]
+pub enum Input {
+    /// Time has passed: see [`crate::Agent::wake`].
+    Wake,
+    /// A kernel answered a probe. `at`: when it arrived, by this kernel's clock.
+    Answer {
+        /// Which.
+        nonce: u64,
+        /// When.
+        at: Micros,
+    },
+    /// A signal whose tag or tunnel has been checked, from `from`.
+    Signal {
+        /// The node whose key it was.
+        from: NodeId,
+        /// What it says.
+        signal: Signal,
+    },
+    /// The kernel's word: who this node's packets use, and since which term.
+    Word(Term, NodeId),
+    /// The uplink, its address or its route went.
+    LinkDown,
+    /// This node is to give leadership away (drain, shutdown).
+    Leave,
+}
+
+/// Something to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// Send a probe.
+    Probe {
+        /// Comes back in the answer.
+        nonce: u64,
+        /// Which way.
+        way: Way,
+    },
+    /// Send a tagged signal to a node of the location.
+    Lan(NodeId, Signal),
+    /// Send a signal through the own tunnel to a far leader's control address.
+    Tunnel(Far, Signal),
+    /// Let the kernel obey this word, by the rule for ANNOUNCE.
+    Word(Term, NodeId),
+    /// Mark exactly these members `NODE_LED`.
+    Led(Vec<NodeId>),
+    /// For the log, metrics and events.
+    Note(Note),
+}
+
+/// The way of a probe.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// To the kernel of a node of the location.
+    Lan(NodeId),
+    /// As a forwarded packet, by whatever way this node's packets take.
+    Path(Far),
+    /// Through the own tunnel.
+    Own(Far),
+}
+
+/// What people may want to know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Note {
+    /// A stand-by asks witnesses about this leader.
+    Suspects(NodeId),
+    /// It takes over from this leader; `all`: the location, else itself only.
+    TakesOver {
+        /// From whom.
+        from: NodeId,
+        /// Everybody, or itself only.
+        all: bool,
+        /// Since when the leader is silent.
+        since: Micros,
+    },
+    /// It takes over what this leader gives it; `planned`: without a fault.
+    IsGiven {
+        /// By whom.
+        from: NodeId,
+        /// Return, drain.
+        planned: bool,
+    },
+    /// It leads a member that asked for it.
+    Adopts(NodeId),
+    /// It gives leadership to this gateway.
+    Gives(NodeId),
+    /// It would take over, and has done so too often.
+    OverBudget,
+}
+
+/// What a step may use: the time, random numbers, and where results go.
+pub struct Turn<'a> {
+    /// Now.
+    pub now: Micros,
+    /// Gives 64 random bits.
+    pub random: &'a mut dyn FnMut() -> u64,
+    /// What is to be done, in order.
+    pub out: &'a mut Vec<Output>,
+    /// What is to be done at a later time.
+    pub later: &'a mut Vec<(Micros, Output)>,
+}
+
+impl Turn<'_> {
+    /// Asks for something to be done now.
+    pub fn push(&mut self, output: Output) {
+        self.out.push(output);
+    }
+
+    /// Asks for something to be done after `pause`.
+    pub fn after(&mut self, pause: Micros, output: Output) {
+        self.later.push((self.now + pause, output));
+    }
+
+    /// A nonce.
+    pub fn nonce(&mut self) -> u64 {
+        (self.random)()
+    }
+
+    /// A number below `bound`, which is not 0.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        (self.random)() % bound.max(1)
+    }
+
+    /// `base` ± 10 %.
+    pub fn jittered(&mut self, base: Micros) -> Micros {
+        base - base / 10 + self.below(base / 5 + 1)
+    }
+}
