@@ -15,6 +15,7 @@ mod manifests;
 mod report;
 mod rotation;
 mod second_try;
+mod sim;
 mod test;
 mod vm;
 
@@ -49,6 +50,8 @@ enum Task {
     Vm(vm::VmArgs),
     /// Count what a packet costs, beside plain routes and Kilo's kernel IPIP.
     Bench(bench::BenchArgs),
+    /// Run fault schedules over the failover modules, in simulated time.
+    Sim(sim::SimArgs),
     /// Find or build etcd and kube-apiserver for the API tests.
     KubeAssets,
     /// Get helm and kubectl, which the tests of the manifests ask.
@@ -93,6 +96,7 @@ fn run() -> Result<()> {
             }
             bench::main(&args)
         }
+        Task::Sim(args) => sim::main(&args),
         Task::KubeAssets => kubernetes::assets().map(drop),
         Task::KubeTools => kube_tools::prepare(),
         Task::Cluster(args) => {

@@ -381,6 +381,8 @@ fn package_of(binary: &TestBinary) -> &'static str {
         "kilo_core" => "kilo-agent/core",
         "kilo_host" => "kilo-agent/host",
         "xtask" => "xtask",
+        "kilo_failover" => "kilo-agent/failover",
+        "kilo_failover_sim" | "rules" | "schedules" => "kilo-agent/failover-sim",
         "kilo_fuzz" | "kept_inputs" => "kilo-agent/fuzz",
         _ => "kilo-agent",
     }
