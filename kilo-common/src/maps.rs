@@ -91,6 +91,10 @@ pub const PREFIX_NEVER_CLEAR: u32 = 8;
 /// host itself sends to this prefix by its uplinks. What pods and other sources
 /// of the mesh send there is handed to the WireGuard device by `uplink_egress`.
 pub const PREFIX_PODS_STEERED: u32 = 16;
+/// `PrefixValue::flags`, with [`PREFIX_PODS_STEERED`]: the host sends WireGuard's
+/// own packets to this prefix by its uplinks, and neighbour discovery. All else,
+/// whoever sends it, is handed to the WireGuard device.
+pub const PREFIX_HOST_STEERED: u32 = 32;
 
 /// What a prefix leads to.
 #[repr(C)]

@@ -1,15 +1,16 @@
 //! What leaves by the network the node is in. Nothing of the mesh does that in
 //! clear: what was not sent by our programs and goes to a prefix that WireGuard
-//! or a tunnel owns is dropped, whatever the routes say. Pods' packets to an
-//! address that the host itself reaches by an uplink are steered here and not
-//! by a route: a route for pods alone needs a policy rule, and with the first
-//! rule the kernel leaves the fast path of every route lookup.
+//! or a tunnel owns is dropped, whatever the routes say. Packets to an address
+//! that the host's WireGuard sends to by an uplink, and pods' packets to one that
+//! the host itself does, are steered here and not by a route: a route by source
+//! or port needs a policy rule, and with the first rule the kernel leaves the
+//! fast path of every route lookup.
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, helpers::bpf_redirect, programs::TcContext};
 use kilo_common::{
     maps::{
         CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, Config, HOP_KIND_NODE, HOP_KIND_WIREGUARD,
-        PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_SOURCE, VXLAN_PORT,
+        PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_SOURCE, VXLAN_PORT,
     },
     packet::{ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, protocol},
     verdict::DropReason,
@@ -195,12 +196,13 @@ fn decide<I: Ip, const LINK: usize>(
     flags: u32,
 ) -> Result<i32, DropReason> {
     let of_mesh = !I::is_private(config, ip.src()) && is_mesh_source::<I>(ip.src());
+    let own =
+        !of_mesh && (is_wireguards::<I, LINK>(ctx, config, ip) || is_neighbour_discovery::<I, LINK>(ctx, ip));
     if flags & PREFIX_NEVER_CLEAR != 0 {
-        let own = !of_mesh
-            && (is_wireguards::<I, LINK>(ctx, config, ip) || is_neighbour_discovery::<I, LINK>(ctx, ip));
         return if own { Ok(GO_ON) } else { Err(DropReason::NotEncrypted) };
     }
-    if !of_mesh || I::never_steered(ip.dst()) || I::never_steered(ip.src()) {
+    let steered = of_mesh || !own && flags & PREFIX_HOST_STEERED != 0;
+    if !steered || I::never_steered(ip.dst()) || I::never_steered(ip.src()) {
         return Ok(GO_ON);
     }
     let mtu = match hop(id) {
@@ -208,7 +210,9 @@ fn decide<I: Ip, const LINK: usize>(
         Some(hop) if hop.kind == HOP_KIND_WIREGUARD => config.kilo_mtu,
         _ => return Err(DropReason::NoHop),
     };
-    if !fits::<I>(ctx, LINK, ip, mtu) {
+    // What this host's stack were told of the address would hold for WireGuard's own packets to it,
+    // too; those WireGuard makes of its large ones are fragments.
+    if of_mesh && !fits::<I>(ctx, LINK, ip, mtu) {
         let skb = ctx.as_ptr().cast();
         return Ok(if I::V6 {
             reflect::too_big_v6::<LINK>(skb, mtu)

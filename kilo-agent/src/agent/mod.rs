@@ -397,7 +397,7 @@ impl<B: Backend> Agent<B> {
         let settings = &self.options.settings;
         let before = Arc::clone(&self.view.borrow().mesh);
         let mesh = before.next(members, &snapshot.peers, settings.granularity, settings.subnet);
-        let mesh = Arc::new(mesh.with_lost(not_among(nodes, &ready)));
+        let mesh = Arc::new(mesh.with_lost(not_among(nodes, &ready).chain(self.liveness.former(now))));
         drop(before);
         // An API server that is away must not keep this host from being put right.
         let unpublished = match self.publish(&own, seen, &mesh, &look.state, now, unix_now).await {
@@ -436,11 +436,13 @@ impl<B: Backend> Agent<B> {
             }
             differs
         });
-        let applied = applied?;
+        // Pods' packets need these rules, whatever else failed.
+        let ruled = self.write_forward_rules(&own).await + self.write_nat_rules(decision).await;
+        self.metrics.writes.inc_by(ruled);
+        let writes = applied?;
         // The data path is up: pods may start.
         self.publish_cni(&own);
         self.warn_of_other_cni();
-        let writes = applied + self.write_forward_rules(&own).await + self.write_nat_rules(decision).await;
         // What has just been applied: ready nodes, this one, peers.
         if let Some(keeper) = &mut self.keeper {
             keeper.keep(&self.view.borrow().clone(), &self.metrics, now);
@@ -482,7 +484,11 @@ impl<B: Backend> Agent<B> {
             self.metrics.error(error.label());
             tracing::error!(%error, "the other interfaces have their programs");
         }
-        Ok(attached.changes + look.tunnels.guard(self.net.rtnl(), &attached.unguarded).await?)
+        let guarded = look.tunnels.guard(self.net.rtnl(), &attached.unguarded).await;
+        match attached.refused {
+            Some(error) => Err(error.into()),
+            None => Ok(attached.changes + guarded?),
+        }
     }
 
     async fn apply_wireguard(&mut self, plan: &HostPlan, look: &mut Look) -> Result<u64, AgentError> {

@@ -18,11 +18,11 @@ use kilo_agent::status::{Status, Timestamp};
 use kilo_core::{topology::LeaderReason, wireguard::key::PublicKey};
 use kube::{
     Api,
-    api::{Patch, PatchParams, PostParams},
+    api::{ListParams, Patch, PatchParams, PostParams},
 };
 use serde_json::json;
 
-use api::{ADMIN, ApiServer, apply, apply_crds, create_node};
+use api::{ADMIN, AGENT, ApiServer, apply, apply_crds, create_node, manifest};
 
 fn kgctl(kubeconfig: &Path, arguments: &[&str]) -> (bool, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kgctl"));
@@ -198,7 +198,79 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
         let (_, table, _) = kgctl(&kubeconfig, &["n1"]);
         assert!(table.contains("Agent of n1") && table.contains("kilo_egress"), "{table}");
         println!("{table}");
-        let (_, _, refused) = kgctl(&server.kubeconfig(api::AGENT, server.port()), &["n1"]);
+        let (_, _, refused) = kgctl(&server.kubeconfig(AGENT, server.port()), &["n1"]);
         assert!(refused.contains("forbidden"), "{refused}");
     });
+}
+
+#[test]
+fn a_duplicate_address_is_an_event_of_the_node_with_the_rights_of_the_manifests() {
+    netns::isolated(
+        "a_duplicate_address_is_an_event_of_the_node_with_the_rights_of_the_manifests",
+        || async {
+            netns::sh(
+                "mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard; mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
+             ip link set lo up; ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up; \
+             ip address add 10.1.0.11/24 dev eth0; ip route add default via 10.1.0.1 dev eth0",
+            );
+            let Some(server) = ApiServer::start().await else { return };
+            let client = server.client(ADMIN).await;
+            apply_crds(&client).await;
+            let mut objects = manifest("kilo-kubeadm.yaml");
+            objects.retain(|object| object.types.as_ref().unwrap().kind == "ClusterRole");
+            let binding = json!({
+                "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": {"name": "kilo"},
+                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "kilo"},
+                "subjects": [{"kind": "User", "name": AGENT}],
+            });
+            objects.push(serde_json::from_value(binding).unwrap());
+            for object in &objects {
+                apply(&client, object, false).await.unwrap();
+            }
+            let name = |name: &str| format!("kilo.squat.ai/{name}");
+            let seen = (Timestamp::now().0 + 3600).to_string();
+            let stale = |address: &str| {
+                [
+                    (name("endpoint"), "10.1.0.10:51820".to_owned()),
+                    (name("internal-ip"), address.to_owned()),
+                    (name("key"), PublicKey([1; 32]).to_string()),
+                    (name("last-seen"), seen.clone()),
+                ]
+            };
+            let other = stale("10.1.0.11/24");
+            let pairs: Vec<_> = other.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
+            create_node(&client, "n0", &pairs).await;
+            create_node(&client, "n1", &[]).await;
+            let kubeconfig = server.kubeconfig(AGENT, server.port());
+            let mut kg = Command::new(env!("CARGO_BIN_EXE_kg"));
+            kg.arg("--kubeconfig").arg(&kubeconfig).args(["--hostname", "n1", "--resync-period", "1s"]);
+            let _agent = netns::Agent(kg.spawn().unwrap());
+
+            let events: Api<core::Event> = Api::namespaced(client.clone(), "default");
+            let of_node = ListParams::default().fields("involvedObject.kind=Node,involvedObject.name=n1");
+            let deadline = Instant::now() + Duration::from_secs(30);
+            let found = loop {
+                let found = events.list(&of_node).await.unwrap().items;
+                if !found.is_empty() {
+                    break found;
+                }
+                assert!(Instant::now() < deadline, "an Event within 30 s");
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            };
+            let [event] = &found[..] else { panic!("one: {found:?}") };
+            let text = event.message.as_deref().unwrap();
+            assert_eq!(text, "n0, n1 claim the private address 10.1.0.11");
+            assert_eq!(
+                (event.type_.as_deref(), event.involved_object.uid.as_deref()),
+                (Some("Warning"), Some("n1"))
+            );
+            assert!(scrape().contains("kilo_address_conflicts 1"), "{}", scrape());
+            // Some reconciles later it is still one; and it is over when the object says something else.
+            let nodes: Api<core::Node> = Api::all(client.clone());
+            let moved = json!({"metadata": {"annotations": {name("internal-ip"): "10.1.0.10/24"}}});
+            nodes.patch("n0", &PatchParams::default(), &Patch::Merge(&moved)).await.unwrap();
+            until("the conflict is over", || scrape().contains("kilo_address_conflicts 0"));
+            assert_eq!(events.list(&of_node).await.unwrap().items.len(), 1);
+        },
+    );
 }

@@ -84,7 +84,7 @@ impl World {
         let mut dataplane = Dataplane::open_with(self.fs.path(), false, mode).unwrap();
         dataplane.write(&leader_tables()).unwrap();
         let attached = self.attach(&mut dataplane).await;
-        assert!(attached.failed.is_empty(), "{:?}", attached.failed);
+        assert!(attached.failed.is_empty() && attached.refused.is_none(), "{attached:?}");
         (dataplane, attached)
     }
 

@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-mod host;
+pub mod host;
 use crate::netns;
 use crate::support;
 

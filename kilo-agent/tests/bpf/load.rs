@@ -31,6 +31,23 @@ fn maps_are_adopted_with_their_content() {
 }
 
 #[test]
+fn a_file_system_that_we_mount_is_roots_alone() {
+    netns::isolated("a_file_system_that_we_mount_is_roots_alone", || async {
+        let path = std::path::Path::new("/run/bpf");
+        drop(Dataplane::open(path, false).unwrap());
+        assert_eq!(netns::sh("stat -f -c %T /run/bpf; stat -c %a,%u /run/bpf"), "bpf_fs\n1700,0\n");
+        let user = "setpriv --reuid 65534 --regid 65534 --clear-groups";
+        assert!(!netns::succeeds(&format!("{user} mkdir /run/bpf/mine")));
+        assert!(!netns::succeeds(&format!("{user} ls /run/bpf")));
+        // One that is there already stays as it is; what we make in it is root's alone.
+        netns::sh("mkdir /run/open; mount -t bpf bpf /run/open; chmod 1777 /run/open");
+        drop(Dataplane::open(std::path::Path::new("/run/open"), false).unwrap());
+        assert_eq!(netns::sh("stat -c %a /run/open /run/open/kilo"), "1777\n700\n");
+        assert!(!netns::succeeds(&format!("{user} ls /run/open/kilo")));
+    });
+}
+
+#[test]
 fn one_changed_prefix_is_one_write() {
     let Some(fs) = support::bpffs() else { return };
     let mut tables = support::leader_tables();

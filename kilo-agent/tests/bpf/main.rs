@@ -17,6 +17,7 @@ mod agreement;
 mod attach;
 mod bounds;
 mod clear;
+mod gso;
 mod links;
 mod load;
 mod masquerade;

@@ -137,3 +137,29 @@ fn the_nodes_external_ip_is_the_endpoint_and_the_flag_switches_it_off() {
         until("the agent's file", written, &["10.1.0.11:51820"]);
     });
 }
+
+#[test]
+fn a_part_that_fails_keeps_no_rules_of_the_firewall_from_being_written() {
+    isolated("a_part_that_fails_keeps_no_rules_of_the_firewall_from_being_written", || async {
+        sh("iptables-nft -P FORWARD DROP; mkdir -p /run/net.d");
+        let cni = || fs::read_to_string("/run/net.d/10-kilo.conflist").unwrap();
+        fs::write(
+            "/run/net.d/10-kilo.conflist",
+            r#"{"name":"kilo","plugins":[{"type":"bridge","ipam":{}}]}"#,
+        )
+        .unwrap();
+        // WireGuard's port is taken, so the device cannot be set up.
+        let taken = std::net::UdpSocket::bind("0.0.0.0:51820").unwrap();
+        let rules = ["--masquerade=nftables", "--iptables-forward-rules"];
+        let _agent = start(PODS, &["--cni-path", "/run/net.d/10-kilo.conflist", rules[0], rules[1]]);
+        let ruleset = || sh("nft list ruleset; iptables-nft -S");
+        until("the ruleset", ruleset, &["table inet kilo", "10.42.1.0/24", "KILO-FORWARD"]);
+        until("the log", log, &["51820"]);
+        // Somebody takes them away, and the device still cannot be set up.
+        sh("nft delete table inet kilo");
+        until("the ruleset", ruleset, &["table inet kilo"]);
+        assert!(!cni().contains("10.42.1.0"), "no pod starts without the mesh: {}", cni());
+        drop(taken);
+        until("the CNI configuration", cni, &["10.42.1.0"]);
+    });
+}

@@ -83,14 +83,18 @@ impl World {
         tables
     }
 
-    /// What the agent does in this order.
-    async fn apply(&mut self) -> Applied {
+    async fn attach(&mut self) -> Applied {
         let tunnels = self.tunnels.vxlan.into_iter().chain(self.tunnels.ipip).collect();
-        self.dataplane.write(&self.tables()).unwrap();
         let layer3 = &BTreeSet::new();
         let interfaces =
             Interfaces { kilo: index("kilo0"), uplinks: &self.uplinks, layer3, tunnels: &tunnels };
-        let applied = self.dataplane.attach(&self.net, interfaces).await.unwrap();
+        self.dataplane.attach(&self.net, interfaces).await.unwrap()
+    }
+
+    /// What the agent does in this order.
+    async fn apply(&mut self) -> Applied {
+        self.dataplane.write(&self.tables()).unwrap();
+        let applied = self.attach().await;
         self.tunnels.guard(self.net.rtnl(), &applied.unguarded).await.unwrap();
         applied
     }
@@ -298,6 +302,55 @@ fn tunnel_devices_are_up_only_while_a_program_guards_them() {
         assert!(devices.iter().all(|name| is_up(name)), "guarded, and up");
         let found = tunnels::ensure(world.net.rtnl()).await;
         assert_eq!((found.created, found.down.len()), (0, 0), "the next look finds them so");
+    });
+}
+
+/// What the kernel answers to a thread without the right to look at hooks.
+async fn without_the_right_to_look<T>(body: impl Future<Output = T>) -> T {
+    // struct __user_cap_header_struct and two of __user_cap_data_struct (include/uapi/linux/capability.h).
+    let header: [u32; 2] = [0x2008_0522, 0];
+    let mut held = [0_u32; 6];
+    // SAFETY: both structures are complete, and outlive the call.
+    let code = unsafe { nix::libc::syscall(nix::libc::SYS_capget, header.as_ptr(), held.as_mut_ptr()) };
+    assert_eq!(code, 0);
+    let set = |rights: &[u32; 6]| {
+        // SAFETY: as above.
+        let code = unsafe { nix::libc::syscall(nix::libc::SYS_capset, header.as_ptr(), rights.as_ptr()) };
+        assert_eq!(code, 0);
+    };
+    // NET_ADMIN and SYS_ADMIN leave the effective rights, and stay permitted.
+    let mut fewer = held;
+    fewer[0] &= !(1 << 12 | 1 << 21);
+    set(&fewer);
+    let result = body.await;
+    set(&held);
+    result
+}
+
+#[test]
+fn a_hook_that_cannot_be_looked_at_guards_no_device() {
+    isolated("a_hook_that_cannot_be_looked_at_guards_no_device", || async {
+        let mut world = World::new().await;
+        let mut probe = support::foreign::program(&world._fs.path().join("probe"));
+        if support::foreign::attach_tcx(&mut probe, "eth1", TcAttachType::Ingress, LinkOrder::last()).is_err()
+        {
+            support::skip("TCX needs Linux 6.6");
+            return;
+        }
+        assert!(world.apply().await.refused.is_none());
+        assert!(is_up("kilo-vxlan"));
+        let applied = without_the_right_to_look(world.attach()).await;
+        assert!(applied.refused.is_some(), "kilo0 could not be looked at, either");
+        let devices: BTreeSet<u32> = world.tunnels.vxlan.into_iter().chain(world.tunnels.ipip).collect();
+        assert_eq!(
+            applied.unguarded, devices,
+            "the device with the lowest index keeps none from being judged"
+        );
+        world.tunnels.guard(world.net.rtnl(), &applied.unguarded).await.unwrap();
+        assert!(!is_up("kilo-vxlan"), "nothing comes in unseen");
+        let applied = world.apply().await;
+        assert_eq!((applied.changes, applied.reattached), (0, 0), "its program had been there");
+        assert!(is_up("kilo-vxlan"));
     });
 }
 

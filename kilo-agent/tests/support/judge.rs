@@ -501,14 +501,17 @@ fn uplink_egress(tables: &Tables, input: &Input, link: usize) -> Wanted {
         };
     }
     match tables.uplink_egress(Packet { src: ip.src, dst: ip.dst }) {
+        Ok(Some(_)) | Err(DropReason::NotEncrypted | DropReason::NoHop)
+            if is_of_host(tables, frame, link, &ip) => {}
         Ok(Some(hop)) => {
             let mtu = tables.mtu_of(&hop);
             // What `kilo_egress` does then is another packet's judgement.
             let onward =
                 Wanted { verdict: REDIRECT, counted: vec![], bytes: Bytes::Same, mtu: 0, priority: None };
-            return if ip.probe(input, link).fits(mtu) { onward } else { told(frame, link, v6, mtu) };
+            // What the host were told would hold for its WireGuard, too.
+            let fits = ip.probe(input, link).fits(mtu) || !tables.is_of_mesh(ip.src);
+            return if fits { onward } else { told(frame, link, v6, mtu) };
         }
-        Err(DropReason::NotEncrypted) if is_of_host(tables, frame, link, &ip) => {}
         Err(reason) => return drops(reason),
         Ok(None) => {}
     }

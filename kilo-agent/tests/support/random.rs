@@ -87,7 +87,16 @@ impl Random {
 
     /// What may be sent to a prefix in clear.
     fn clear(&mut self) -> u32 {
-        self.pick(&[0, 0, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED])
+        let steered = PREFIX_PODS_STEERED | PREFIX_HOST_STEERED;
+        self.pick(&[
+            0,
+            0,
+            PREFIX_HOST_STEERED,
+            PREFIX_NEVER_CLEAR,
+            PREFIX_PODS_STEERED,
+            steered,
+            PREFIX_NEVER_CLEAR | steered,
+        ])
     }
 
     /// Tables of a node with up to three others in its location.

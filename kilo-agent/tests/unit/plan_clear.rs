@@ -17,7 +17,8 @@ use generators::{encapsulate, granularity, healthy, healthy_nodes, settings, vpn
 use ipnet::IpNet;
 use kilo_common::{
     maps::{
-        HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED,
+        HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, PREFIX_HOST_STEERED, PREFIX_INSIDE,
+        PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED,
     },
     verdict::DropReason,
 };
@@ -72,9 +73,12 @@ fn net(text: &str) -> IpNet {
     text.parse().unwrap()
 }
 
+/// To WireGuard, but for its own packets.
+const STEERED: u32 = PREFIX_PODS_STEERED | PREFIX_HOST_STEERED;
+
 /// What is said of a prefix about packets in clear.
 fn clear(plan: &HostPlan, prefix: &str) -> u32 {
-    let bits = PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED | PREFIX_INSIDE;
+    let bits = PREFIX_NEVER_CLEAR | STEERED | PREFIX_INSIDE;
     plan.tables.prefix[&net(prefix)].flags & bits
 }
 
@@ -221,7 +225,7 @@ fn the_endpoint_is_the_one_wireguard_really_uses() {
     let mut nodes = two();
     nodes[1].endpoint = "10.1.2.2:51820".parse().ok();
     let plan = plan_of(&nodes, own, Facts::default());
-    assert_eq!((is_routed(&plan, address), clear(&plan, address)), (false, PREFIX_PODS_STEERED));
+    assert_eq!((is_routed(&plan, address), clear(&plan, address)), (false, STEERED));
     nodes[1].persistent_keepalive = 25;
     let plan =
         plan_of(&nodes, own, Facts { seen: [(key, at("203.0.113.2:4500"))].into(), ..Facts::default() });
@@ -231,7 +235,7 @@ fn the_endpoint_is_the_one_wireguard_really_uses() {
     assert_eq!((is_routed(&plan, address), clear(&plan, address)), (true, inside));
     // What the own device sees counts more.
     let plan = plan_of(&nodes, own, Facts { seen: [(key, at("10.1.2.2:51820"))].into(), ..Facts::default() });
-    assert_eq!((is_routed(&plan, address), clear(&plan, address)), (false, PREFIX_PODS_STEERED));
+    assert_eq!((is_routed(&plan, address), clear(&plan, address)), (false, STEERED));
 
     // It publishes another address, and is seen at its private one.
     let mut nodes = two();
@@ -240,7 +244,7 @@ fn the_endpoint_is_the_one_wireguard_really_uses() {
     assert_eq!((is_routed(&plan, address), clear(&plan, address)), (true, inside), "it does not roam");
     nodes[1].persistent_keepalive = 25;
     let plan = plan_of(&nodes, own, Facts::default());
-    assert_eq!((is_routed(&plan, address), clear(&plan, address)), (false, PREFIX_PODS_STEERED));
+    assert_eq!((is_routed(&plan, address), clear(&plan, address)), (false, STEERED));
 
     // It publishes a name.
     let mut nodes = two();
@@ -261,14 +265,84 @@ fn the_endpoint_is_the_one_wireguard_really_uses() {
 }
 
 #[test]
-fn pods_of_a_leader_reach_the_endpoint_of_another_through_wireguard() {
+fn to_a_private_endpoint_wireguards_packets_alone_go_as_they_are() {
     let mut nodes = two();
     nodes[1].endpoint = "10.1.2.2:51820".parse().ok();
     let plan = plan_of(&nodes, "node-001", Facts::default());
     let dst = private(&nodes[1]);
-    assert_eq!(plan.route(Packet { src: pod(&nodes[0]), dst }), Route::Wireguard);
-    assert_eq!(plan.route(Packet { src: private(&nodes[0]), dst }), Route::Other, "WireGuard's own, too");
-    assert!(!plan.tables.masquerades(Packet { src: pod(&nodes[0]), dst }));
+    assert_eq!(clear(&plan, "10.1.2.2/32"), STEERED);
+    for src in [pod(&nodes[0]), private(&nodes[0]), "203.0.113.1".parse().unwrap()] {
+        assert_eq!(plan.route(Packet { src, dst }), Route::Wireguard);
+        assert!(!plan.tables.masquerades(Packet { src, dst }));
+    }
+    assert!(!is_routed(&plan, "10.1.2.2/32"), "WireGuard's own go by an uplink");
+    assert!(plan.tables.steers_to_wireguard_by_source(), "what answers is taken from kilo0");
+}
+
+/// A node may have lost its key, or have another than others know: then only the API server can
+/// help it, and must be reached without WireGuard.
+#[test]
+fn hosts_of_the_control_plane_and_others_speak_freely_also_while_one_is_given_up() {
+    let mut nodes = two();
+    nodes[1].endpoint = "10.1.2.2:51820".parse().ok();
+    let settings = settings(Granularity::Location, Encapsulate::Always);
+    for control_plane in [[true, false], [false, true], [true, true]] {
+        for (node, control_plane) in nodes.iter_mut().zip(control_plane) {
+            node.control_plane = control_plane;
+        }
+        let (src, dst) = (private(&nodes[0]), private(&nodes[1]));
+        let leads = plan_of(&nodes, "node-001", Facts::default());
+        let lost = plan_without(&nodes[..1], &nodes[1..], "node-001", &settings, Facts::default());
+        for plan in [leads, lost] {
+            assert_eq!(clear(&plan, "10.1.2.2/32"), PREFIX_PODS_STEERED);
+            assert_eq!(plan.route(Packet { src, dst }), Route::Other);
+            assert_ne!(plan.route(Packet { src: pod(&nodes[0]), dst }), Route::Other);
+        }
+    }
+    // Another node of the location has no part in it.
+    nodes[1].control_plane = false;
+    nodes[0].control_plane = false;
+    let mut more = nodes.to_vec();
+    more.push(Node { control_plane: true, ..healthy(4, 2, false, false, 24) });
+    assert_eq!(clear(&plan_of(&more, "node-001", Facts::default()), "10.1.2.2/32"), STEERED);
+}
+
+#[test]
+fn an_address_of_the_internet_is_the_hosts_to_speak_to() {
+    let own = two();
+    for (address, free) in [
+        ("203.0.113.7", true),
+        ("2001:db8::7", true),
+        ("172.31.0.7", false),
+        ("100.64.0.7", false),
+        ("fd12::7", false),
+        ("fc00::7", false),
+    ] {
+        let mut nodes = own.clone();
+        let dst: IpAddr = address.parse().unwrap();
+        nodes[1].internal_ip = Some(IpNet::from(dst));
+        nodes[1].endpoint = Some(SocketAddr::new(dst, 51_820).into());
+        let plan = plan_of(&nodes, "node-001", Facts::default());
+        let wanted = if free { PREFIX_PODS_STEERED } else { STEERED };
+        assert_eq!(clear(&plan, &IpNet::from(dst).to_string()), wanted, "{address}");
+        let settings = settings(Granularity::Location, Encapsulate::Always);
+        let plan = plan_without(&nodes[..1], &nodes[1..], "node-001", &settings, Facts::default());
+        let wanted = if free { PREFIX_PODS_STEERED } else { PREFIX_NEVER_CLEAR };
+        assert_eq!(clear(&plan, &IpNet::from(dst).to_string()), wanted, "{address}");
+    }
+}
+
+#[test]
+fn what_the_host_must_send_for_one_that_claims_an_address_is_not_refused_for_the_other() {
+    let mut nodes = [two().to_vec(), vec![healthy(3, 3, true, false, 24)]].concat();
+    nodes[1].endpoint = "10.1.2.2:51820".parse().ok();
+    nodes[2].internal_ip = nodes[1].internal_ip;
+    assert_eq!(clear(&plan_of(&nodes, "node-001", Facts::default()), "10.1.2.2/32") & PREFIX_NEVER_CLEAR, 0);
+    nodes[2].allowed_location_ips = vec![net("10.1.2.2/32")];
+    nodes[2].endpoint = "10.1.2.2:51820".parse().ok();
+    assert_eq!(clear(&plan_of(&nodes, "node-001", Facts::default()), "10.1.2.2/32"), STEERED);
+    nodes[2].control_plane = true;
+    assert_eq!(clear(&plan_of(&nodes, "node-001", Facts::default()), "10.1.2.2/32"), PREFIX_PODS_STEERED);
 }
 
 #[test]
@@ -441,17 +515,20 @@ fn what_is_for_a_node_that_was_given_up_does_not_leave_in_clear() {
             assert_eq!(plan.tables.masq_dst.get(&cidr), Some(&MASQ_EXCLUDE));
             assert!(plan.net.unreachable.contains(&cidr) && !is_routed(&plan, &cidr.to_string()));
         }
-        // The address of a node elsewhere is closed to pods. It may be the API server's, by whose
-        // word alone the node comes back, so the host itself goes on to try other ways.
+        // So is the address of a node elsewhere, to the host itself, too.
         for node in &lost[1..] {
             let dst = private(node);
-            let dropped = Route::Dropped(DropReason::NoHop);
-            assert_eq!(plan.route(Packet { src: pod(&ready[own]), dst }), dropped);
-            assert_eq!(plan.route(Packet { src: private(&ready[own]), dst }), Route::Other);
-            assert!(!plan.tables.masquerades(Packet { src: pod(&ready[own]), dst }));
+            for src in [pod(&ready[own]), private(&ready[own])] {
+                assert_eq!(plan.route(Packet { src, dst }), Route::Dropped(DropReason::NotEncrypted));
+                assert!(!plan.tables.masquerades(Packet { src, dst }));
+            }
         }
-        // In the location it is reached as any host of the network.
-        assert_eq!(plan.tables.prefix.get(&private(&lost[0]).into()), None);
+        // In the location it is reached as any host of the network, by the host.
+        let dst = private(&lost[0]);
+        assert_eq!(plan.route(Packet { src: private(&ready[own]), dst }), Route::Other);
+        for src in [pod(&ready[own]), pod(&ready[1])] {
+            assert_eq!(plan.route(Packet { src, dst }), Route::Dropped(DropReason::NoHop));
+        }
         // Nothing else differs from a plan that knows nothing of them.
         let without = plan_with(&ready, &ready[own].name, &settings, Facts::default());
         assert_eq!((&plan.wireguard, &plan.net.routes), (&without.wireguard, &without.net.routes));
@@ -481,8 +558,10 @@ fn pods_of_a_lost_node_that_others_carry_in_the_location_stay_open() {
         let settings = settings(granularity, Encapsulate::Always);
         let plan = plan_without(&ready, &lost, "node-001", &settings, Facts::default());
         assert_eq!(clear(&plan, "10.42.3.0/24") == PREFIX_NEVER_CLEAR, closed);
-        let address = plan.tables.prefix.get(&private(&lost[0]).into()).is_some();
-        assert_eq!(address, granularity == Granularity::Full, "{granularity:?}");
+        let address = clear(&plan, &IpNet::from(private(&lost[0])).to_string());
+        let full = granularity == Granularity::Full;
+        let wanted = if full { PREFIX_NEVER_CLEAR } else { PREFIX_PODS_STEERED };
+        assert_eq!(address, wanted, "{granularity:?}");
     }
 }
 

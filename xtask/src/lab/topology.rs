@@ -30,6 +30,8 @@ pub enum Topology {
     PointToPoint,
     /// A host on the LAN of a1 has a static route to the pods' network.
     StaticRoute,
+    /// Routers carry the LANs' own addresses between locations, and WireGuard goes between these.
+    PrivateEndpoints,
 }
 
 impl Topology {
@@ -38,6 +40,7 @@ impl Topology {
         match self {
             // Which of the addresses is the private one is for the operator to say.
             Self::Vlan => &["--internal-cidr=10.1.0.0/16,10.2.0.0/16"],
+            Self::PrivateEndpoints => &["--prioritise-private-addresses"],
             _ => &[],
         }
     }
@@ -48,6 +51,10 @@ impl Topology {
             Self::StaticRoute => &[(
                 "a LAN host with a static route opens connections to pods, answered by their own addresses",
                 from_the_lan,
+            )],
+            Self::PrivateEndpoints => &[(
+                "hosts and pods reach leaders at the addresses WireGuard itself sends to, encrypted",
+                by_endpoints,
             )],
             _ => &[],
         }
@@ -75,6 +82,7 @@ impl Topology {
             Self::TwoNics => two_nics(network),
             Self::Vlan => vlan(network),
             Self::PointToPoint => point_to_point(network),
+            Self::PrivateEndpoints => private_endpoints(network),
             Self::StaticRoute => {
                 // To pods of another node of the location by that node: a1 may not send it what
                 // another host has sent (`foreign_source`). The rest by the leader.
@@ -123,6 +131,39 @@ fn point_to_point(network: &Network) -> Result<()> {
     ))?;
     network.router.ip(&format!("link set b1-ppp up\nroute add {public} dev b1-ppp\n"))?;
     network.router.sh("echo 1 > /proc/sys/net/ipv4/conf/wan/proxy_arp").map(drop)
+}
+
+fn private_endpoints(network: &Network) -> Result<()> {
+    network.router.sh("nft flush chain inet lab forward")?;
+    for (name, elsewhere) in [("a1", "10.2.0.0/24"), ("b1", "10.1.0.0/23")] {
+        let node = network.node(name)?;
+        // The laptop takes answers from the address it sends to only.
+        for to in [elsewhere, "172.16.9.0/24"] {
+            node.space.ip(&format!("route add {to} via {}\n", node.gateway))?;
+        }
+    }
+    Ok(())
+}
+
+/// What is seen in clear meanwhile fails every check.
+fn by_endpoints(lab: &mut Lab) -> Result<String> {
+    let ends = [("a1", "b1"), ("b1", "a1")];
+    for (from, to) in ends {
+        let target = lab.network.node(to)?.private;
+        let node = lab.network.node(from)?;
+        let endpoint = node.space.sh("wg show kilo0 endpoints")?;
+        ensure!(endpoint.contains(&format!("{target}:51820")), "{from} sends to {endpoint}");
+        for (who, space) in [("host", &node.space), ("pod", &node.pod)] {
+            for protocol in Protocol::ALL {
+                let timeout = Duration::from_secs(3);
+                let asked = space.spawn(move || probe::probe(protocol, target, timeout)).join();
+                asked
+                    .map_err(|_| anyhow::anyhow!("probe thread"))??
+                    .with_context(|| format!("{who} of {from} to {target} by {}", protocol.label()))?;
+            }
+        }
+    }
+    Ok(format!("({} ways)", ends.len() * 2 * Protocol::ALL.len()))
 }
 
 /// From the LAN to pods of its location, then to one of another by `allowed-location-ips`.

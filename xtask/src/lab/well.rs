@@ -18,6 +18,8 @@ use crate::confine;
 pub const DETACHED: &str = "reattached it";
 /// Another node leads its location for a while, one without a public address.
 pub const LEADS: &str = "leads its location with a private endpoint";
+/// A node's only interface is down.
+pub const NO_ENDPOINT: &str = "no address of this host can be an endpoint";
 /// The agent's own Node object is not there.
 pub const NO_NODE: &str = "check --hostname";
 const METRIC: &str = "kilo_reattached_total";

@@ -33,6 +33,15 @@ pub const WRITTEN: [&str; 8] = [
     "cni-compatibility-ip",
 ];
 
+/// Labels of nodes with the API server or etcd on them: those of kubeadm (since 1.20, and
+/// before), of k3s and RKE2 besides, and of MicroK8s.
+pub const CONTROL_PLANE: [&str; 4] = [
+    "node-role.kubernetes.io/control-plane",
+    "node-role.kubernetes.io/master",
+    "node-role.kubernetes.io/etcd",
+    "node.kubernetes.io/microk8s-controlplane",
+];
+
 /// What to write in an annotation that could not be read.
 fn hint(name: &str) -> &'static str {
     match name {
@@ -84,6 +93,7 @@ pub fn from_object(object: &core::Node, topology_label: &str) -> (CheckedIn, Vec
     node.leader = reader.get("leader").is_some();
     let location = reader.get("location").map(ToOwned::to_owned);
     node.location = location.or_else(|| labels.get(topology_label).cloned()).unwrap_or_default();
+    node.control_plane = CONTROL_PLANE.iter().any(|label| labels.contains_key(*label));
     node.persistent_keepalive = reader.parse::<u16>("persistent-keepalive").unwrap_or(0).into();
     node.wireguard_ip = reader.parse_unless_empty("wireguard-ip");
     node.granularity = reader.parse("granularity");

@@ -1,5 +1,5 @@
-//! Prefixes of nodes that were given up while their objects are there: nobody
-//! else has them, and what is sent there is dropped, not left to the default route.
+//! Prefixes of nodes that were given up while their objects are there, or were known a moment ago:
+//! nobody else has them, and what is sent there is dropped, not left to the default route.
 
 use ipnet::IpNet;
 use kilo_common::maps::{PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED};
@@ -17,10 +17,15 @@ pub(super) fn prefixes(inputs: &Inputs<'_>, own: &Own<'_>) -> Vec<(IpNet, u32)> 
         let ours = inputs.carries_pods() && own.tunnel(inputs.settings, &lost.member) != Tunnel::None;
         let pods = if !near || ours { PREFIX_NEVER_CLEAR } else { 0 };
         all.extend(lost.member.node.pod_cidrs.iter().map(|cidr| (cidr.trunc(), pods)));
-        // The host itself may go on to reach it by other ways: it may be the API server there that
-        // tells when the node is back.
-        let private = lost.member.private_ip().filter(|_| !near);
-        all.extend(private.map(|ip| (ip.into(), PREFIX_PODS_STEERED)));
+        let address = match () {
+            // The host reaches it as any host of the network; pods did with an outer header.
+            () if near && ours => PREFIX_PODS_STEERED,
+            () if near => 0,
+            // It may be the API server there that tells when the node is back.
+            () if own.host_speaks_freely(&lost.member) => PREFIX_PODS_STEERED,
+            () => PREFIX_NEVER_CLEAR,
+        };
+        all.extend(lost.member.private_ip().filter(|_| !near || ours).map(|ip| (ip.into(), address)));
     }
     all
 }

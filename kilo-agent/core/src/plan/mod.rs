@@ -33,7 +33,7 @@ use self::remote::Remote;
 use crate::{
     observed::HostLinks,
     settings::{Encapsulate, Settings, Tunnel},
-    topology::{Member, Mesh, Segment},
+    topology::{Member, Mesh, Segment, is_reached_from_anywhere},
     wireguard::key::PublicKey,
 };
 
@@ -86,6 +86,16 @@ impl<'a> Own<'a> {
         let (index, position) = mesh.find(node)?;
         let segment = &mesh.segments[index];
         Some(Self { segment, index, member: &segment.members[position], leads: segment.leader == position })
+    }
+
+    /// Whether this host's own packets to the private address of a node of another location may go as
+    /// they are. They may to addresses anybody on the Internet may send to, and between any node and
+    /// those the API server and etcd run on: while a node has no key the others know, or another one
+    /// than they know, nothing but the API server can help it.
+    fn host_speaks_freely(&self, to: &Member) -> bool {
+        self.member.node.control_plane
+            || to.node.control_plane
+            || to.private_ip().is_none_or(is_reached_from_anywhere)
     }
 
     fn others(&self) -> impl Iterator<Item = &'a Member> + use<'a> {

@@ -6,8 +6,8 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use kilo_common::{
     maps::{
-        CONFIG_LEADER, DEVICE_MASQUERADE, Device, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, PREFIX_NEVER_CLEAR,
-        PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
+        CONFIG_LEADER, DEVICE_MASQUERADE, Device, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, PREFIX_HOST_STEERED,
+        PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
     },
     nat,
     packet::{halves, never_steered, never_steered_v6},
@@ -119,7 +119,8 @@ impl Tables {
             return Err(DropReason::NotEncrypted);
         }
         let on_link = is_never_steered(packet.dst) || is_never_steered(packet.src);
-        if value.flags & PREFIX_PODS_STEERED == 0 || on_link || !self.is_of_mesh(packet.src) {
+        let steered = value.flags & PREFIX_HOST_STEERED != 0 || self.is_of_mesh(packet.src);
+        if value.flags & PREFIX_PODS_STEERED == 0 || on_link || !steered {
             return Ok(None);
         }
         match self.hop.get(&value.hop) {

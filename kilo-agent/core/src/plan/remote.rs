@@ -6,7 +6,7 @@ use ipnet::IpNet;
 use super::{Inputs, Own, wireguard::location_endpoint};
 use crate::{
     flat_map::{Key as _, sort_by_prefix},
-    topology::Reach,
+    topology::{Member, Reach},
 };
 
 /// One prefix and who has it.
@@ -22,6 +22,8 @@ pub(super) struct Claim {
     pub inside: bool,
     /// It is the address WireGuard sends to: the tunnel cannot carry what carries it.
     pub endpoint: bool,
+    /// Of an endpoint: the host's own packets may go there in clear, too.
+    pub free: bool,
     /// It is a prefix of somebody's choice, not of a node or its pods.
     pub chosen: bool,
 }
@@ -43,18 +45,24 @@ impl Remote {
             offered: false,
             inside: false,
             endpoint: false,
+            free: false,
             chosen: false,
         };
         for (owner, segment) in others {
             let endpoint = location_endpoint(inputs, segment).map(|endpoint| IpNet::from(endpoint.ip()));
+            let has = |member: &&Member| member.private_ip().map(IpNet::from) == endpoint;
+            let free = || segment.members.iter().filter(has).any(|member| own.host_speaks_freely(member));
             claims.extend(segment.reach.iter().map(|&Reach { prefix, private }| {
                 let endpoint = endpoint == Some(prefix);
-                Claim { inside: private && !endpoint, endpoint, ..of_node(prefix, owner) }
+                // Addresses of WireGuard and of pods are the mesh's alone.
+                let free = endpoint && (!private || free());
+                Claim { inside: private && !endpoint, endpoint, free, ..of_node(prefix, owner) }
             }));
             let offered = segment.allowed_location_ips.iter().map(IpNet::trunc);
             claims.extend(offered.map(|prefix| Claim {
                 offered: true,
                 endpoint: endpoint == Some(prefix),
+                free: true,
                 chosen: true,
                 ..of_node(prefix, owner)
             }));

@@ -9,8 +9,8 @@ use ipnet::{IpNet, Ipv4Net};
 use kilo_common::{
     encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6},
     maps::{
-        HOP_LOCAL, HOP_NONE, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_INSIDE, PREFIX_NEVER_CLEAR,
-        PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
+        HOP_LOCAL, HOP_NONE, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_HOST_STEERED, PREFIX_INSIDE,
+        PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
     },
 };
 
@@ -145,14 +145,28 @@ fn of_claim(own: &Own<'_>, claim: &Claim) -> u32 {
     let inside = if own.leads && claim.inside { PREFIX_INSIDE } else { 0 };
     // A default route is one of several: the host has its own reasons to use another.
     let by_host = claim.prefix.prefix_len() == 0 || (own.leads && claim.endpoint);
-    inside | if by_host { PREFIX_PODS_STEERED } else { PREFIX_NEVER_CLEAR }
+    inside
+        | match () {
+            () if !by_host => PREFIX_NEVER_CLEAR,
+            () if claim.prefix.prefix_len() == 0 || claim.free => PREFIX_PODS_STEERED,
+            // Of the host's own packets WireGuard's alone need to go there as they are.
+            () => PREFIX_PODS_STEERED | PREFIX_HOST_STEERED,
+        }
 }
 
 /// The flags of a prefix that two claim: what the host must send in clear for
 /// one of them cannot be refused for the other.
 const fn join(one: u32, other: u32) -> u32 {
+    const fn is_hosts(flags: u32) -> bool {
+        flags & (PREFIX_PODS_STEERED | PREFIX_HOST_STEERED) == PREFIX_PODS_STEERED
+    }
     let both = one | other;
-    if both & PREFIX_PODS_STEERED != 0 { both & !PREFIX_NEVER_CLEAR } else { both }
+    let refused = match () {
+        () if is_hosts(one) || is_hosts(other) => PREFIX_NEVER_CLEAR | PREFIX_HOST_STEERED,
+        () if both & PREFIX_PODS_STEERED != 0 => PREFIX_NEVER_CLEAR,
+        () => 0,
+    };
+    both & !refused
 }
 
 /// Somebody may offer a prefix that also holds networks this host reaches by

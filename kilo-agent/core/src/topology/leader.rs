@@ -63,6 +63,16 @@ pub fn is_public(ip: IpAddr) -> bool {
     }
 }
 
+/// Public in fact: neither for networks of one's own (RFC 1918, `fc00::/7`) nor for those behind a
+/// provider's NAT (RFC 6598).
+pub fn is_reached_from_anywhere(ip: IpAddr) -> bool {
+    is_public(ip)
+        && match ip {
+            IpAddr::V4(v4) => v4.octets()[0] != 100 || v4.octets()[1] & 0xc0 != 64,
+            IpAddr::V6(v6) => !v6.is_unique_local(),
+        }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

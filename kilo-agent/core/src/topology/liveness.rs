@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Known, Node, READY_SECONDS, is_complete, is_recent};
+use super::{Known, Node, READY_SECONDS, former::Former, is_complete, is_recent};
 
 /// A value that has not changed for this long is no sign of life.
 const PATIENCE: Duration = Duration::from_secs(READY_SECONDS as u64);
@@ -21,6 +21,7 @@ const EVIDENCE: Duration = Duration::from_secs(45);
 pub struct Liveness {
     /// Sorted by name.
     seen: Vec<Sight>,
+    former: Former,
 }
 
 #[derive(Debug)]
@@ -67,8 +68,11 @@ impl Liveness {
         let mut new = Vec::new();
         for Known { node, last_seen } in nodes {
             let known = before.next_if(|sight| Arc::ptr_eq(&sight.node, node)).or_else(|| {
-                while before.next_if(|sight| sight.node.name < node.name).is_some() {}
+                while let Some(sight) = before.next_if(|sight| sight.node.name < node.name) {
+                    self.former.gone(sight.node, now);
+                }
                 let known = before.next_if(|sight| sight.node.name == node.name)?;
+                self.former.changed(&known.node, node);
                 Some(Sight { node: Arc::clone(node), complete: is_complete(node), ..known })
             });
             let sight = match known {
@@ -84,6 +88,7 @@ impl Liveness {
             (all, fresh) = (all + usize::from(sight.complete), fresh + usize::from(is_fresh));
             self.seen.push(sight);
         }
+        before.for_each(|sight| self.former.gone(sight.node, now));
         let clocks_agree = fresh * 2 >= all;
         for (at, is_fresh) in new {
             self.seen[at].changed = (!clocks_agree || is_fresh).then_some(now);
@@ -101,6 +106,12 @@ impl Liveness {
                 && (Some(at) == own || sight.is_alive(now) || sight.ready && (stale || unproved(sight)));
         }
         self.seen.iter().map(|sight| sight.ready).collect()
+    }
+
+    /// Nodes as they were before they left, a minute ago at most, or lost their private address
+    /// and got no other. A host that was seen once with an address may still be sent to there.
+    pub fn former(&mut self, now: Instant) -> impl Iterator<Item = &Arc<Node>> {
+        self.former.nodes(now)
     }
 }
 

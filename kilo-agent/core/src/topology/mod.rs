@@ -2,6 +2,7 @@
 //! and allowed IPs. Pure: no I/O, no clock.
 
 mod allocate;
+mod former;
 mod graph;
 mod leader;
 mod liveness;
@@ -13,7 +14,7 @@ mod segment;
 mod types;
 
 pub use graph::dot;
-pub use leader::{LeaderReason, is_public};
+pub use leader::{LeaderReason, is_public, is_reached_from_anywhere};
 pub use liveness::Liveness;
 pub use mesh::{
     Lost, Mesh, NO_POD_CIDR, READY_SECONDS, is_complete, is_recent, location_of, missing, ready_at,

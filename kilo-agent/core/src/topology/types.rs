@@ -50,6 +50,8 @@ pub struct Node {
     pub granularity: Option<Granularity>,
     /// Address of the foreign CNI's device (Cilium compatibility).
     pub cni_compatibility_ip: Option<IpNet>,
+    /// Its labels say that the API server or etcd runs there.
+    pub control_plane: bool,
 }
 
 /// One VPN peer.

@@ -65,6 +65,8 @@ pub struct Applied {
     pub failed: Vec<DataplaneError>,
     /// Of these: the tunnel devices.
     pub unguarded: BTreeSet<u32>,
+    /// Why the WireGuard device has no programs of ours, or nothing is known of them.
+    pub refused: Option<DataplaneError>,
 }
 
 /// One program on one interface.
@@ -224,7 +226,8 @@ impl Attachments {
                         self.attached.remove(place);
                     }
                     if place.ifindex == interfaces.kilo {
-                        return Err(error);
+                        done.refused.get_or_insert(error);
+                        continue;
                     }
                     if interfaces.tunnels.contains(&place.ifindex) {
                         done.unguarded.insert(place.ifindex);

@@ -161,8 +161,8 @@ impl Dataplane {
     /// detaches from all other interfaces. Without a difference nothing is written.
     ///
     /// # Errors
-    /// When the WireGuard device refuses a program, or filters cannot be listed.
-    /// An uplink that refuses is in [`Applied::failed`].
+    /// When filters cannot be listed. An interface that refuses a program is named in
+    /// [`Applied`], and keeps none of the others from getting theirs.
     pub async fn attach(&mut self, net: &Net, interfaces: Interfaces<'_>) -> Result<Applied, DataplaneError> {
         let filters = net.bpf_filters(self.attachments.of_interest()).await?;
         let applied = self.attachments.apply(&mut self.bpf, interfaces, &filters)?;

@@ -8,7 +8,10 @@ use std::{
 use ipnet::IpNet;
 
 use super::{Net, NetError, links, links::Link};
-use kilo_core::settings::EndpointFrom;
+use kilo_core::{
+    settings::EndpointFrom,
+    topology::{is_public, is_reached_from_anywhere},
+};
 
 /// How long a host name may take to resolve.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(3);
@@ -89,16 +92,6 @@ pub fn endpoint(
     }
 }
 
-/// Public, and neither of a provider's own range (100.64.0.0/10) nor a unique local IPv6 address,
-/// which Kilo counts as public.
-fn is_reached_from_anywhere(address: IpAddr) -> bool {
-    is_public(address)
-        && match address {
-            IpAddr::V4(address) => address.octets()[0] != 100 || address.octets()[1] & 0xc0 != 64,
-            IpAddr::V6(address) => !address.is_unique_local(),
-        }
-}
-
 fn addresses(facts: &Facts<'_>, wanted: impl Fn(&Link) -> bool) -> Vec<(u32, IpNet)> {
     let all = facts.links.iter().filter(|link| wanted(link));
     all.flat_map(|link| link.addresses.iter().map(move |address| (link, address)))
@@ -114,14 +107,6 @@ fn sorted<'a>(nets: impl Iterator<Item = &'a (u32, IpNet)>) -> Vec<IpNet> {
     let mut nets: Vec<IpNet> = nets.map(|(_, net)| *net).collect();
     nets.sort_by_key(|net| (net.addr().is_ipv6(), net.to_string()));
     nets
-}
-
-/// Neither RFC 1918 nor `fd00::/16`, as Kilo counts.
-pub fn is_public(address: IpAddr) -> bool {
-    match address {
-        IpAddr::V4(address) => !address.is_private(),
-        IpAddr::V6(address) => address.segments()[0] != 0xfd00,
-    }
 }
 
 fn is_local(address: IpAddr) -> bool {

@@ -43,24 +43,26 @@ impl Tunnels {
     /// would hand on whatever anybody sends to it. Returns the number of writes.
     ///
     /// # Errors
-    /// When the kernel refuses.
+    /// When the kernel refuses for one of them; the other is put right all the same.
     pub async fn guard(&mut self, rtnl: &Rtnl, unguarded: &BTreeSet<u32>) -> Result<u64, NetError> {
-        let mut writes = 0;
+        let (mut writes, mut failed) = (0, None);
         for index in self.vxlan.into_iter().chain(self.ipip) {
-            match (unguarded.contains(&index), self.down.contains(&index)) {
-                (false, true) => {
-                    writes += links::bring_up(rtnl, index, 0).await? as u64;
-                    self.down.remove(&index);
+            let written = match (unguarded.contains(&index), self.down.contains(&index)) {
+                (false, true) => links::bring_up(rtnl, index, 0).await.map(|count| count as u64),
+                (true, false) => links::bring_down(rtnl, index).await.map(|()| 1),
+                _ => continue,
+            };
+            match written {
+                Ok(count) => {
+                    writes += count;
+                    if !self.down.remove(&index) {
+                        self.down.insert(index);
+                    }
                 }
-                (true, false) => {
-                    links::bring_down(rtnl, index).await?;
-                    writes += 1;
-                    self.down.insert(index);
-                }
-                _ => {}
+                Err(error) => drop(failed.get_or_insert(error)),
             }
         }
-        Ok(writes)
+        failed.map_or(Ok(writes), Err)
     }
 
     fn found(&mut self, device: Device) -> Option<u32> {

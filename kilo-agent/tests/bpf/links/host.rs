@@ -112,7 +112,7 @@ impl World {
             tunnels: &BTreeSet::new(),
         };
         let applied = dataplane.attach(&self.net, interfaces).await.unwrap();
-        assert!(applied.failed.is_empty(), "{:?}", applied.failed);
+        assert!(applied.failed.is_empty() && applied.refused.is_none(), "{applied:?}");
         self.dataplane = Some(dataplane);
     }
 

@@ -18,7 +18,7 @@ use crate::lab::{
     },
     network::Node,
     space,
-    well::{DETACHED, LEADS, NO_NODE},
+    well::{DETACHED, LEADS, NO_ENDPOINT, NO_NODE},
 };
 
 /// What ends a fault.
@@ -59,7 +59,7 @@ pub const KINDS: &[Kind] = &[
     kind("kilo0 loses its addresses and routes", &[], device_flushed),
     kind("WireGuard's process is killed", &[], wireguard_killed),
     kind("programs are detached", &[DETACHED], detached),
-    kind("a link is down", &[LEADS], link_down),
+    kind("a link is down", &[LEADS, NO_ENDPOINT], link_down),
     kind("neighbours are forgotten", &[], neighbours_forgotten),
     kind("a leader's public address changes", &[], address_changes),
     kind("a leader's key is rotated", &[], key_rotated),
