@@ -103,11 +103,14 @@ fn datagrams(outside: IpAddr, pod: IpAddr) {
 fn open() -> OwnedFd {
     let all = i32::from((nix::libc::ETH_P_ALL as u16).to_be());
     // SAFETY: a plain system call; the descriptor is ours alone.
-    unsafe {
+    let socket = unsafe {
         let fd = nix::libc::socket(nix::libc::AF_PACKET, nix::libc::SOCK_RAW | nix::libc::SOCK_NONBLOCK, all);
         assert!(fd >= 0, "{}", std::io::Error::last_os_error());
         OwnedFd::from_raw_fd(fd)
-    }
+    };
+    // Frames of a stream wait until somebody looks at them.
+    nix::sys::socket::setsockopt(&socket, nix::sys::socket::sockopt::RcvBufForce, &(256 << 20)).unwrap();
+    socket
 }
 
 /// Keeps the largest frames until told to stop, and there are no more.
