@@ -4,6 +4,10 @@
 use std::{
     collections::BTreeSet,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -31,7 +35,7 @@ const CALLS: u32 = 40;
 const ROOM: usize = 4 * (CALLS * BURST) as usize * DATAGRAM as usize;
 /// Between calls, so that no queue on the way overflows.
 const PAUSE: Duration = Duration::from_millis(10);
-/// Longest wait for what is under way.
+/// Longest wait for the next datagram once all were sent.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// From a pod to pods of the other and of its own location, in both families.
@@ -56,10 +60,13 @@ fn pass(from: &Node, to: &Node, target: IpAddr) -> Result<u64> {
     let receiver = receiver.map_err(|_| anyhow::anyhow!("receiving thread"))???;
     // All of them, should the receiving thread not run meanwhile.
     setsockopt(&receiver, RcvBufForce, &ROOM).context("receive buffer")?;
-    let receiver = std::thread::spawn(move || receive(&receiver));
+    let is_sent = Arc::new(AtomicBool::new(false));
+    let ended = Arc::clone(&is_sent);
+    let receiver = std::thread::spawn(move || receive(&receiver, &ended));
     let steered = || anyhow::Ok(action(&counters::scrape(&from.space)?, "steer"));
     let before = steered()?;
     let sent = from.pod.spawn(move || send(address)).join();
+    is_sent.store(true, Ordering::Release);
     sent.map_err(|_| anyhow::anyhow!("sending thread"))???;
     let seen = receiver.join().map_err(|_| anyhow::anyhow!("receiving thread"))??;
     ensure!(seen == CALLS * BURST, "{seen} of {} datagrams arrived", CALLS * BURST);
@@ -87,13 +94,17 @@ fn send(target: SocketAddr) -> Result<()> {
 }
 
 /// Answers how many different datagrams came; all must be as they were sent.
-fn receive(socket: &UdpSocket) -> Result<u32> {
+fn receive(socket: &UdpSocket, is_sent: &AtomicBool) -> Result<u32> {
     socket.set_read_timeout(Some(Duration::from_millis(200)))?;
-    let deadline = Instant::now() + PATIENCE + PAUSE * CALLS;
     let mut seen = BTreeSet::new();
     let mut buffer = [0; 65536];
-    while seen.len() < (CALLS * BURST) as usize && Instant::now() < deadline {
-        let Ok(length) = socket.recv(&mut buffer) else { continue };
+    let mut last = Instant::now();
+    while seen.len() < (CALLS * BURST) as usize && last.elapsed() < PATIENCE {
+        let received = socket.recv(&mut buffer);
+        if received.is_ok() || !is_sent.load(Ordering::Acquire) {
+            last = Instant::now();
+        }
+        let Ok(length) = received else { continue };
         let number = buffer[..4].try_into().map(u32::from_be_bytes)?;
         ensure!(length == usize::from(DATAGRAM), "datagram {number} has {length} bytes");
         ensure!(buffer[..length] == datagram(number)[..], "datagram {number} has other bytes");

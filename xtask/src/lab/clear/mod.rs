@@ -61,10 +61,16 @@ impl Seen {
         self.leaks.values().sum::<u64>() + self.others
     }
 
-    fn add(&mut self, from: String, leak: Leak) {
-        let leak = (from, leak);
+    fn add(&mut self, leak: (String, Leak), count: u64) {
         let is_known = self.leaks.len() < KINDS || self.leaks.contains_key(&leak);
-        *(if is_known { self.leaks.entry(leak).or_default() } else { &mut self.others }) += 1;
+        *(if is_known { self.leaks.entry(leak).or_default() } else { &mut self.others }) += count;
+    }
+
+    /// Adds what was seen later.
+    fn merge(&mut self, later: Self) {
+        later.leaks.into_iter().for_each(|(leak, count)| self.add(leak, count));
+        self.others += later.others;
+        self.missed += later.missed;
     }
 
     /// A line each.
@@ -163,7 +169,7 @@ fn look(socket: &OwnedFd, native: bool, stop: &AtomicBool, state: &(Mutex<State>
         {
             let mut state = state.0.lock().unwrap_or_else(PoisonError::into_inner);
             state.seen.missed += missed;
-            found.drain(..).for_each(|(from, leak)| state.seen.add(from, leak));
+            found.drain(..).for_each(|leak| state.seen.add(leak, 1));
             state.idle = Some(Instant::now());
         }
         state.1.notify_all();
@@ -265,7 +271,12 @@ pub fn sees_leaks(lab: &mut Lab) -> Result<String> {
     pings?;
     send_marked(&lab.network)?;
     let watch = lab.clear.as_ref().context("nobody looks")?;
-    let seen = watch.take()?;
+    let began = Instant::now();
+    let mut seen = watch.take()?;
+    // What has been handed over may wait for a neighbour's address before it is on the wire.
+    while seen.total() < 2 * ON_PURPOSE && began.elapsed() < PATIENCE {
+        seen.merge(watch.take()?);
+    }
     let leaks = seen.total();
     let router = counters::clear_pod_packets(&lab.network)? - before;
     ensure!(
