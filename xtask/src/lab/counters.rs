@@ -26,6 +26,13 @@ pub fn scrape(space: &Space) -> Result<Metrics> {
         .collect())
 }
 
+/// Seconds the agent in that namespace has been at work in reconciles.
+pub fn at_work(space: &Space) -> Result<f64> {
+    let text = space.spawn(|| get("/metrics")).join().map_err(|_| anyhow::anyhow!("scrape thread"))???;
+    let sum = text.lines().find_map(|line| line.strip_prefix("kilo_reconcile_duration_seconds_sum "));
+    sum.context("no time of reconciles in /metrics")?.parse().context("time of reconciles")
+}
+
 /// What `/health` answers, with its status line.
 pub fn health(space: &Space) -> Result<String> {
     space.spawn(|| answer("/health")).join().map_err(|_| anyhow::anyhow!("health thread"))??

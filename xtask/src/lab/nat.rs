@@ -24,7 +24,7 @@ use super::{
     space::{self, Space},
 };
 
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(180);
 
 /// The namespaces, those of the mesh's nodes and pods included.
 pub fn spaces(lab: &str) -> Vec<Space> {
