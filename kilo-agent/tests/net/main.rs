@@ -26,6 +26,7 @@ mod hooks;
 mod http_server;
 mod killed;
 mod leaks;
+mod leaving_container;
 mod links;
 mod lock;
 mod masquerade;

@@ -1,0 +1,95 @@
+//! An agent in a container without the host's BPF file system, as in Kilo's own DaemonSet, that is
+//! told to stop while a pod talks to an outside host.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use crate::{
+    cluster,
+    netns::{Agent, isolated, sh, succeeds},
+};
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    time::{Duration, Instant},
+};
+
+/// What the outside host wrote down: whom it saw, datagram by datagram.
+const SEEN: &str = "/run/seen";
+/// What came back to the pod on its TCP connection, and why that ended.
+const ECHOED: &str = "/run/echoed";
+
+/// A pod behind this host, an outside host beyond its uplink, and flows between them.
+fn build() {
+    cluster::prepare();
+    sh("mkdir -p /run/netns; sysctl -qw net.ipv4.ip_forward=1; umount /sys/fs/bpf; \
+        ip netns add outside; ip link set other netns outside; ip -n outside link set lo up; \
+        ip -n outside link set other up; ip -n outside address add 10.1.0.1/24 dev other; \
+        ip -n outside address add 198.51.100.9/32 dev lo; ip -n outside route add default via 10.1.0.11; \
+        ip netns add pod; ip link add pod type veth peer name eth0 netns pod; ip link set pod up; \
+        ip address add 10.42.1.1/24 dev pod; ip -n pod link set lo up; ip -n pod link set eth0 up; \
+        ip -n pod address add 10.42.1.2/24 dev eth0; ip -n pod route add default via 10.42.1.1");
+    // A rule of NAT makes the kernel follow flows, as kube-proxy's do.
+    sh("nft add table ip other; nft 'add chain ip other nat { type nat hook postrouting priority 100; }'; \
+        nft add rule ip other nat ip daddr 192.0.2.99 masquerade");
+    let udp = "my $s = IO::Socket::IP->new(LocalHost => q(198.51.100.9), LocalPort => 9, Proto => q(udp)) or die; \
+               while ($s->recv(my $d, 9)) { print $s->peerhost, qq(\\n) }";
+    let tcp = "my $l = IO::Socket::IP->new(LocalHost => q(198.51.100.9), LocalPort => 7, Listen => 1) or die; \
+               my $c = $l->accept; while (sysread $c, my $d, 99) { syswrite $c, $d }";
+    for code in [udp, tcp] {
+        sh(&format!("ip netns exec outside perl -e 'use IO::Socket::IP; $| = 1; {code}' >> {SEEN} 2>&1 &"));
+    }
+}
+
+fn talk() {
+    let udp = "my $s = IO::Socket::IP->new(PeerHost => q(198.51.100.9), PeerPort => 9, Proto => q(udp)) or die; \
+               while (1) { $s->send(q(x)); select undef, undef, undef, 0.01 }";
+    let tcp = "my $c = IO::Socket::IP->new(PeerHost => q(198.51.100.9), PeerPort => 7) or die; \
+               while (1) { syswrite $c, q(x); sysread $c, my $d, 9 or die qq(ended: $!); print q(x); \
+               select undef, undef, undef, 0.02 }";
+    for code in [udp, tcp] {
+        sh(&format!("ip netns exec pod perl -e 'use IO::Socket::IP; $| = 1; {code}' >> {ECHOED} 2>&1 &"));
+    }
+}
+
+fn seen() -> Vec<String> {
+    fs::read_to_string(SEEN).unwrap().lines().map(ToOwned::to_owned).collect()
+}
+
+fn until(what: &str, is_so: impl Fn() -> bool) {
+    let started = Instant::now();
+    while !is_so() {
+        assert!(started.elapsed() < Duration::from_secs(20), "{what}: {:?}", seen().last());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn flows_go_on_with_the_hosts_address_when_programs_end_with_the_container() {
+    isolated("flows_go_on_with_the_hosts_address_when_programs_end_with_the_container", || async {
+        build();
+        let flags = ["unshare", "--pid", "--mount", "--propagation=private", "--fork", "--kill-child"];
+        let mut command = cluster::kg(&flags);
+        command.args(["--cni=true", "--cni-path=/run/absent.conflist", "--iptables-forward-rules=false"]);
+        let mut agent = Agent(command.spawn().unwrap());
+        until("the programs", || cluster::metrics().contains_key("kilo_nodes"));
+        std::thread::sleep(Duration::from_secs(1));
+        talk();
+        let host = "10.1.0.11".to_owned();
+        until("answers", || seen().len() > 50 && fs::read_to_string(ECHOED).unwrap().len() > 20);
+        let (before, echoed) = (seen(), fs::read_to_string(ECHOED).unwrap().len());
+        assert_eq!(before.iter().cloned().collect::<BTreeSet<_>>(), BTreeSet::from([host.clone()]));
+
+        let kg = sh("pgrep --ns $$ --nslist net -f '^[^ ]*/kg --backend'");
+        sh(&format!("kill -TERM {}", kg.split_whitespace().next_back().unwrap()));
+        assert!(agent.0.wait().unwrap().success());
+        assert!(succeeds("nft list table inet kilo | grep -q masquerade"));
+        until("the streams go on", || {
+            seen().len() > before.len() + 100 && fs::read_to_string(ECHOED).unwrap().len() > echoed + 50
+        });
+        let all: BTreeSet<_> = seen().into_iter().collect();
+        assert_eq!(all, BTreeSet::from([host]), "no packet left with the pod's address");
+        let echoed = fs::read_to_string(ECHOED).unwrap();
+        assert!(!echoed.contains("ended"), "{echoed}");
+    });
+}
