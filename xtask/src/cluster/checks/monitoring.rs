@@ -36,6 +36,7 @@ pub fn prometheus(cluster: &Cluster) -> Result<String> {
     let alerts = alerts()?;
     fs::write(root.join("alerts.yaml"), &alerts)?;
     fs::write(root.join("prometheus.yaml"), configuration()?)?;
+    fs::write(root.join("targets.json"), serde_json::to_vec(&targets(cluster)?)?)?;
     let checked = node.sh("cd /opt/prometheus && ./promtool check config prometheus.yaml")?;
     let rules = alerts.matches("- alert:").count();
     ensure!(checked.contains(&format!("{rules} rules found")), "{rules} alerts are documented: {checked}");
@@ -101,15 +102,55 @@ fn dashboard() -> Result<Vec<String>> {
     Ok(queries)
 }
 
-/// What the operator makes of the PodMonitor, but for the interval.
+fn pod_monitor() -> Result<Value> {
+    Ok(serde_yaml_ng::from_str(&deploy::manifest("podmonitor.yaml")?)?)
+}
+
+fn words(value: &Value) -> Vec<String> {
+    value.as_array().into_iter().flatten().filter_map(|word| Some(word.as_str()?.to_owned())).collect()
+}
+
+/// A name of Kubernetes as Prometheus writes it in a label's name.
+fn label(name: &str) -> String {
+    name.replace(['.', '/', '-'], "_")
+}
+
+/// What Prometheus' own discovery says of every port of every pod in the PodMonitor's namespaces:
+/// Debian's is built without it.
+fn targets(cluster: &Cluster) -> Result<Value> {
+    let mut targets = Vec::new();
+    for namespace in words(&pod_monitor()?["spec"]["namespaceSelector"]["matchNames"]) {
+        let pods = cluster.get(&["pods", "-n", &namespace])?;
+        for pod in pods["items"].as_array().into_iter().flatten() {
+            let Some(address) = pod.pointer("/status/podIP").and_then(Value::as_str) else { continue };
+            let mut of_pod = serde_json::Map::new();
+            for (name, value) in
+                pod.pointer("/metadata/labels").and_then(Value::as_object).into_iter().flatten()
+            {
+                of_pod.insert(format!("__meta_kubernetes_pod_label_{}", label(name)), value.clone());
+            }
+            for (name, place) in [("pod_phase", "/status/phase"), ("pod_node_name", "/spec/nodeName")] {
+                let value = pod.pointer(place).cloned().unwrap_or_default();
+                of_pod.insert(format!("__meta_kubernetes_{name}"), value);
+            }
+            for container in pod.pointer("/spec/containers").and_then(Value::as_array).into_iter().flatten() {
+                for port in container["ports"].as_array().into_iter().flatten() {
+                    let mut labels = of_pod.clone();
+                    let name = port["name"].as_str().unwrap_or_default();
+                    labels.insert("__meta_kubernetes_pod_container_port_name".to_owned(), name.into());
+                    let target = format!("{address}:{}", port["containerPort"]);
+                    targets.push(serde_json::json!({"targets": [target], "labels": labels}));
+                }
+            }
+        }
+    }
+    Ok(Value::Array(targets))
+}
+
+/// What the operator makes of the PodMonitor, but for the interval and the discovery.
 fn configuration() -> Result<String> {
-    let text = deploy::manifest("podmonitor.yaml")?;
-    let monitor: Value = serde_yaml_ng::from_str(&text)?;
+    let monitor = pod_monitor()?;
     let spec = &monitor["spec"];
-    let words = |value: &Value| -> Vec<String> {
-        value.as_array().into_iter().flatten().filter_map(|word| Some(word.as_str()?.to_owned())).collect()
-    };
-    let label = |name: &str| name.replace(['.', '/', '-'], "_");
     let mut relabelings = String::new();
     let labels = spec["selector"]["matchLabels"].as_object().context("no matchLabels")?;
     for (name, value) in labels {
@@ -132,14 +173,12 @@ fn configuration() -> Result<String> {
         relabelings += &format!("      - {{source_labels: [{sources}], target_label: {target}}}\n");
     }
     let path = endpoint["path"].as_str().context("the endpoint has no path")?;
-    let namespaces = words(&spec["namespaceSelector"]["matchNames"]).join(", ");
     let name =
         |pointer: &str| monitor.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
     Ok(format!(
         "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\nrule_files: [alerts.yaml]\nscrape_configs:\n\
-         \x20 - job_name: {}/{}\n    metrics_path: {path}\n    kubernetes_sd_configs:\n\
-         \x20     - {{role: pod, kubeconfig_file: /etc/kubernetes/admin.conf, namespaces: {{names: [{namespaces}]}}}}\n\
-         \x20   relabel_configs:\n{relabelings}",
+         \x20 - job_name: {}/{}\n    metrics_path: {path}\n    file_sd_configs:\n\
+         \x20     - {{files: [targets.json]}}\n    relabel_configs:\n{relabelings}",
         name("/metadata/namespace"),
         name("/metadata/name"),
     ))
@@ -188,4 +227,29 @@ fn get(space: &Space, path: &str) -> Result<Value> {
         Ok(serde_json::from_str(body)?)
     };
     space.spawn(ask).join().map_err(|_| anyhow::anyhow!("query thread"))??
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pod_monitor_the_dashboard_and_the_alerts_are_read() {
+        let text = configuration().unwrap();
+        for part in [
+            "job_name: kube-system/kilo",
+            "[__meta_kubernetes_pod_label_app_kubernetes_io_part_of], regex: \"kilo\", action: keep",
+            "[__meta_kubernetes_pod_container_port_name], regex: \"metrics\", action: keep",
+            "[__meta_kubernetes_pod_node_name], target_label: instance",
+        ] {
+            assert!(text.contains(part), "{part}:\n{text}");
+        }
+        assert!(alerts().unwrap().starts_with("groups:\n"));
+        assert!(dashboard().unwrap().iter().all(|query| !query.contains('$')));
+        if let Some(directory) = std::env::var_os("KILO_TEST_OUTPUT").map(PathBuf::from) {
+            fs::write(directory.join("prometheus.yaml"), text).unwrap();
+            fs::write(directory.join("alerts.yaml"), alerts().unwrap()).unwrap();
+        }
+    }
 }
