@@ -5,8 +5,16 @@
 # packages under emulation.
 # Paths are those of Kilo's image, so that DaemonSets written for it work:
 # /opt/bin/kg is the entry point, /opt/cni/bin holds the CNI plugins.
+#
+# Bases are named by tag for people and by digest for machines. To renew one, pull the
+# tag and write what `docker buildx imagetools inspect IMAGE:TAG` calls the digest.
+# Without a registry, cargo xtask image makes images of the same tags and names them
+# by --build-arg.
+ARG RUST_IMAGE=rust:1.95-bookworm@sha256:6258907abe69656e41cd992e0b705cdcfabcbbe3db374f92ed2d47121282d4a1
+ARG PLUGINS_IMAGE=debian:forky-slim@sha256:91b0aaebf7a1ccacfe7a9cbff6ab2d6be7d9b3b6cf1dfcf44b25f9095c0e0464
+ARG DEBIAN_IMAGE=debian:bookworm-slim@sha256:3783cc01769c7b2b1b83a5c5ad96c815348e28ed7da68e2e3687004faa906251
 
-FROM --platform=$BUILDPLATFORM rust:1.95-bookworm AS kilo
+FROM --platform=$BUILDPLATFORM ${RUST_IMAGE} AS kilo
 WORKDIR /src
 ARG TARGETARCH
 ENV CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_LINKER=x86_64-linux-gnu-gcc \
@@ -26,6 +34,8 @@ RUN case "$TARGETARCH" in \
     fi \
  && rustup target add "$cpu-unknown-linux-gnu" \
  && echo "$cpu-unknown-linux-gnu" > /target
+# Writes into each program which crates it is made of, where scanners find it.
+RUN cargo install --quiet --locked --version 0.7.7 cargo-auditable
 # Dependencies are a layer of their own, which changes with Cargo.lock and not
 # with our sources: crates of the same names and nothing in them.
 COPY Cargo.toml Cargo.lock ./
@@ -48,61 +58,79 @@ RUN mkdir -p empty && cp -r --parents Cargo.toml */Cargo.toml */*/Cargo.toml emp
            "$crate/src/bin/kgctl/main.rs" > /dev/null || exit 1; \
     done \
  && mkdir kilo-agent/benches && touch kilo-agent/benches/control.rs \
+ && cargo build --locked --package xtask --target-dir /src/target \
  && cargo build --locked --release --package kilo-agent --target "$(cat /target)" --target-dir /src/target \
  && cd .. && rm -r empty
 COPY . .
 # The BPF object is the same for both architectures.
 RUN cargo xtask build-ebpf \
- && cargo build --locked --release --package kilo-agent --bins --target "$(cat /target)" \
+ && cargo auditable build --locked --release --package kilo-agent --bins --target "$(cat /target)" \
  && mkdir /out \
  && cp "target/$(cat /target)/release/kg" "target/$(cat /target)/release/kgctl" /out/
 
-# Debian's binaries of the plugins want the host's C library to be as new as
-# Debian's; these are static, since they run on the host. They tell their version,
-# by which the DaemonSet's init container leaves newer ones of the host alone.
-FROM --platform=$BUILDPLATFORM debian:bookworm-slim AS cni
+# Of the suite that has current plugins, with its compiler; Debian's own binaries want
+# the host's C library to be as new as theirs. These are static, since they run on the
+# host. They tell their version, by which the DaemonSet's init container leaves newer
+# ones of the host alone.
+FROM --platform=$BUILDPLATFORM ${PLUGINS_IMAGE} AS cni
 # hadolint ignore=DL3008
 RUN sed -i 's/^Types: deb$/Types: deb deb-src/' /etc/apt/sources.list.d/debian.sources \
  && apt-get update \
- && apt-get install --yes --no-install-recommends dpkg-dev golang-go \
+ && apt-get install --yes --no-install-recommends ca-certificates dpkg-dev golang-go xz-utils \
     golang-github-containernetworking-plugins-dev \
-    golang-github-mattn-go-shellwords-dev \
-    golang-github-networkplumbing-go-nft-dev
+    golang-github-mattn-go-shellwords-dev
 WORKDIR /build
 ARG TARGETARCH
-RUN apt-get source --only-source golang-github-containernetworking-plugins \
+# The package for developers has the libraries without the programs.
+RUN apt-get source --only-source --tar-only golang-github-containernetworking-plugins \
+ && tar --extract --file golang-github-containernetworking-plugins_*.orig.tar.* \
+ && rm golang-github-containernetworking-plugins_* \
+ && version=$(echo golang-github-containernetworking-plugins-* | sed 's/.*-\([0-9.]*\).*/\1/') \
  && package=github.com/containernetworking/plugins \
  && plugins=/usr/share/gocode/src/$package \
- && version=$(dpkg-parsechangelog --file golang-github-containernetworking-plugins-*/debian/changelog \
-      --show-field Version | sed 's/[^0-9.].*//') \
  && rm -r "$plugins" \
- && mv golang-github-containernetworking-plugins-*/ "$plugins" \
+ && mv golang-github-containernetworking-plugins-* "$plugins" \
  && for plugin in main/bridge main/loopback ipam/host-local meta/portmap; do \
       GO111MODULE=off GOPATH=/usr/share/gocode CGO_ENABLED=0 GOARCH="$TARGETARCH" \
       go build -trimpath \
-        -ldflags "-s -w -X $package/pkg/utils/buildversion.BuildVersion=v$version" \
+        -ldflags "-s -w -buildid= -X $package/pkg/utils/buildversion.BuildVersion=v$version" \
         -o "/out/${plugin#*/}" "$package/plugins/$plugin" || exit 1; \
     done
 
-# A shell and the tools beside it are what init containers of Kilo's DaemonSets need.
-# The agent wants capabilities, which Kubernetes gives to root only; the webhook runs as any user.
-FROM debian:bookworm-slim
+FROM ${DEBIAN_IMAGE} AS root
 # Certificates for kubeconfigs that trust public authorities; iptables for
 # --iptables-forward-rules, nftables for masquerading IPv6. Logs and caches bear the
-# time of the build, and would make each image another one.
+# time of the build, and would make each image another one. What only installs, or
+# is a second shell, goes: sh and the tools beside it are what init containers of
+# Kilo's DaemonSets need.
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends ca-certificates iptables nftables \
- && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/ldconfig/aux-cache /var/log/* /etc/*-
+ && dpkg --purge --force-depends --force-remove-essential --force-remove-protected \
+    adduser apt bash debconf debian-archive-keyring e2fsprogs gpgv libapt-pkg6.0 \
+    libext2fs2 libgdbm-compat4 libgdbm6 libperl5.36 libss2 libssl3 libstdc++6 login logsave mount openssl \
+    passwd perl perl-base perl-modules-5.36 tzdata util-linux-extra \
+ && rm -rf /var/lib/apt /var/cache/apt /var/cache/debconf /var/cache/ldconfig/aux-cache \
+    /var/lib/dpkg/*-old /var/log/* /etc/*- /etc/apt /root/.bashrc
+
+# The agent wants capabilities, which Kubernetes gives to root only; the webhook runs as any user.
+# One layer: what was removed above is in none.
+FROM scratch
+COPY --from=root / /
 COPY --from=cni /out/ /opt/cni/bin/
 COPY --from=kilo /out/ /opt/bin/
-ENV PATH=/opt/bin:$PATH
+ENV PATH=/opt/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 ARG VERSION=0.1.0
+ARG REVISION
+ARG DEBIAN_IMAGE
 LABEL org.opencontainers.image.title="kilo" \
       org.opencontainers.image.description="Kilo's mesh of Kubernetes nodes on eBPF" \
       org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION" \
       org.opencontainers.image.source="https://github.com/kilo-ebpf/kilo" \
+      org.opencontainers.image.url="https://github.com/kilo-ebpf/kilo" \
       org.opencontainers.image.documentation="https://github.com/kilo-ebpf/kilo/tree/main/docs" \
+      org.opencontainers.image.vendor="kilo-ebpf" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.base.name="docker.io/library/debian:bookworm-slim"
+      org.opencontainers.image.base.name="$DEBIAN_IMAGE"
 ENTRYPOINT ["/opt/bin/kg"]

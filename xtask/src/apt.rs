@@ -108,15 +108,15 @@ impl Suites {
     }
 }
 
-/// Where Debian's bookworm and its updates are, as a `debian.sources` file.
-pub fn debian_sources() -> Result<String> {
+/// Where a suite of Debian and its updates are, as a `debian.sources` file.
+pub fn debian_sources(suite: &str) -> Result<String> {
     let mirror = mirror()?;
     let mirror = mirror.trim_end_matches('/');
     let security = configured("/debian-security").unwrap_or_else(|| format!("{mirror}-security"));
     let key = "/usr/share/keyrings/debian-archive-keyring.gpg";
     Ok(format!(
-        "Types: deb\nURIs: {mirror}\nSuites: bookworm bookworm-updates\nComponents: main\nSigned-By: {key}\n\n\
-         Types: deb\nURIs: {security}\nSuites: bookworm-security\nComponents: main\nSigned-By: {key}\n"
+        "Types: deb\nURIs: {mirror}\nSuites: {suite} {suite}-updates\nComponents: main\nSigned-By: {key}\n\n\
+         Types: deb\nURIs: {security}\nSuites: {suite}-security\nComponents: main\nSigned-By: {key}\n"
     ))
 }
 

@@ -15,7 +15,10 @@ use super::release::Release;
 use crate::{
     apt,
     command::run,
-    image::{self, base, buildah::Buildah},
+    image::{
+        self, base,
+        buildah::{Buildah, EPOCH},
+    },
 };
 
 /// Image with what a node and its pods run.
@@ -67,7 +70,7 @@ pub fn prepare(release: Release, programs: &Path) -> Result<Images> {
     let build = |text: &str, image: &str, context: &Path| {
         let file = context.join("Dockerfile");
         fs::write(&file, text)?;
-        buildah.build(&file, context, image, &[])
+        buildah.build(&file, context, image, &[], EPOCH)
     };
     if !buildah.has(NODE) {
         println!("cluster: the nodes' root file system");

@@ -315,7 +315,7 @@ fn prepare(args: &ClusterArgs) -> Result<Prepared> {
             let file = workspace_root().join("target/image/kilo-quick.tar");
             let bin = std::env::current_exe()?;
             let bin = bin.parent().context("no directory of this program")?;
-            image::quick(&image::buildah::Buildah::open()?, bin, &file)?;
+            image::quick(&image::buildah::Buildah::open()?, bin, &file, image::Layers::Kept)?;
             file
         }
     };

@@ -1,4 +1,4 @@
-//! The images that the Dockerfile's FROM lines name, without a registry.
+//! The images that the Dockerfile names as bases, without a registry.
 
 use std::{
     fs,
@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 
-use super::buildah::{Buildah, base_epoch};
+use super::buildah::{Buildah, EPOCH};
 use crate::{
     apt,
     command::{output, run},
@@ -17,6 +17,8 @@ use crate::{
 
 /// Debian without what containers do not need.
 pub const SLIM: &str = "docker.io/library/debian:bookworm-slim";
+/// Debian's next release, which has current CNI plugins.
+pub const NEXT: &str = "docker.io/library/debian:forky-slim";
 /// Debian with Rust and a C compiler.
 pub const RUST: &str = "docker.io/library/rust:1.95-bookworm";
 
@@ -25,28 +27,47 @@ const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 /// Debian's packages that the official Rust image has and our build uses.
 const COMPILERS: &str = "build-essential ca-certificates curl git pkg-config zlib1g-dev libssl-dev";
 
+/// Bases of the Dockerfile: its argument, and the image of the same tag that is made here.
+pub const BASES: [(&str, &str); 3] = [("RUST_IMAGE", RUST), ("PLUGINS_IMAGE", NEXT), ("DEBIAN_IMAGE", SLIM)];
+
+/// What `buildah` is told of the bases: digests are those of a registry's images.
+pub fn arguments() -> Vec<String> {
+    BASES.iter().map(|(argument, image)| format!("--build-arg={argument}={image}")).collect()
+}
+
 /// Makes the slim image unless it is there.
 pub fn slim(buildah: &Buildah) -> Result<()> {
-    if buildah.has(SLIM) {
+    debian(buildah, "bookworm", SLIM)
+}
+
+/// Makes the image with current CNI plugins' sources unless it is there.
+pub fn next(buildah: &Buildah) -> Result<()> {
+    debian(buildah, "forky", NEXT)
+}
+
+fn debian(buildah: &Buildah, suite: &str, image: &str) -> Result<()> {
+    if buildah.has(image) {
         return Ok(());
     }
-    println!("image: {SLIM}, by mmdebstrap (about a minute)");
+    println!("image: {image}, by mmdebstrap (about a minute)");
     let work = tempfile::tempdir()?;
     let (sources, tar) = (work.path().join("debian.sources"), work.path().join("root.tar"));
-    let text = apt::debian_sources()?;
+    let text = apt::debian_sources(suite)?;
     fs::write(&sources, &text)?;
     let mut bootstrap = Command::new("mmdebstrap");
-    bootstrap.env("SOURCE_DATE_EPOCH", base_epoch().to_string()).args(["--quiet", "--variant=minbase"]);
+    bootstrap.env("SOURCE_DATE_EPOCH", EPOCH.to_string()).args(["--quiet", "--variant=minbase"]);
     for left_out in ["/usr/share/man/*", "/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/info/*"] {
         bootstrap.arg(format!("--dpkgopt=path-exclude={left_out}"));
     }
+    // A mirror that stands still is of use, too; what it holds is signed.
+    bootstrap.arg("--aptopt=Acquire::Check-Valid-Until \"false\"");
     run(bootstrap
         .arg("--dpkgopt=path-include=/usr/share/doc/*/copyright")
-        .arg("bookworm")
+        .arg(suite)
         .arg(&tar)
         .arg(&sources))?;
     let configuration = [format!("--env=PATH={PATH}"), "--cmd=/bin/bash".to_owned()];
-    buildah.make("scratch", SLIM, &configuration.each_ref().map(String::as_str), |root| {
+    buildah.make("scratch", image, &configuration.each_ref().map(String::as_str), |root| {
         run(Command::new("tar").arg("-xf").arg(&tar).arg("-C").arg(root))?;
         let lists = root.join("etc/apt/sources.list.d");
         let _ = fs::remove_dir_all(&lists);

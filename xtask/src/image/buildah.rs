@@ -13,8 +13,9 @@ use crate::{
     command::{output, run, show},
 };
 
-/// Time stamp of files and images when the sources name none.
-const EPOCH: u64 = 1_735_689_600;
+/// Timestamp of files and images when the sources name none, and of all that is kept for
+/// other commits: seconds since 1970.
+pub const EPOCH: u64 = 1_735_689_600;
 
 /// Builds images and keeps them.
 pub struct Buildah {
@@ -65,6 +66,14 @@ impl Buildah {
         Ok(id.trim().to_owned())
     }
 
+    /// Size of an image's files, in bytes.
+    pub fn size(&self, image: &str) -> Result<u64> {
+        self.with(image, |_, root| {
+            let text = output(Command::new("du").args(["-sb", "--one-file-system"]).arg(root))?;
+            text.split_whitespace().next().and_then(|bytes| bytes.parse().ok()).context("du says no size")
+        })
+    }
+
     /// Removes images that are there.
     pub fn remove(&self, images: &[&str]) -> Result<()> {
         let present: Vec<_> = images.iter().filter(|image| self.has(image)).collect();
@@ -100,12 +109,20 @@ impl Buildah {
         result
     }
 
-    /// Builds a Dockerfile whose base images are in the storage.
-    pub fn build(&self, file: &Path, context: &Path, image: &str, arguments: &[String]) -> Result<()> {
+    /// Builds a Dockerfile whose base images are in the storage; timestamps are those of the
+    /// sources, seconds since 1970 in `epoch`.
+    pub fn build(
+        &self,
+        file: &Path,
+        context: &Path,
+        image: &str,
+        arguments: &[String],
+        epoch: u64,
+    ) -> Result<()> {
         show(
             self.command()
                 .args(["bud", "--isolation=chroot", "--pull-never", "--layers", "--platform=linux/amd64"])
-                .arg(timestamp(source_epoch(context)))
+                .arg(timestamp(epoch))
                 .args(arguments)
                 .arg("--file")
                 .arg(file)
@@ -153,9 +170,4 @@ pub fn source_epoch(sources: &Path) -> u64 {
     let committed =
         || output(Command::new("git").arg("-C").arg(sources).args(["log", "-1", "--format=%ct"])).ok();
     given.or_else(committed).and_then(|text| text.trim().parse().ok()).unwrap_or(EPOCH)
-}
-
-/// What base images are made with, so that they are equal whenever they are made.
-pub const fn base_epoch() -> u64 {
-    EPOCH
 }

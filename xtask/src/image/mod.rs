@@ -9,7 +9,7 @@ use std::{
     process::Command,
 };
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Result, bail, ensure};
 use clap::Args;
 
 use crate::{
@@ -17,7 +17,7 @@ use crate::{
     command::{output, run},
     workspace_root,
 };
-use buildah::{Archive, Buildah};
+use buildah::{Archive, Buildah, EPOCH, source_epoch};
 
 /// Name of the image in the manifests, as container runtimes store it.
 pub const IMAGE: &str = concat!("docker.io/kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
@@ -27,12 +27,15 @@ pub const PLUGINS: [&str; 4] = ["bridge", "host-local", "loopback", "portmap"];
 /// Options of the image command.
 #[derive(Args, Debug)]
 pub struct ImageArgs {
-    /// Take the binaries that `cargo build` makes here and Debian's CNI plugins, instead of compiling inside.
+    /// Take the binaries that `cargo build` makes here, instead of compiling them inside.
     #[arg(long)]
     quick: bool,
     /// Make the base images anew, with the distribution's updates.
     #[arg(long)]
     renew: bool,
+    /// Build a second time, without any layer of the first, and compare the digests.
+    #[arg(long)]
+    check_reproducible: bool,
     /// Where the archive goes (default: target/image/kilo.tar, or kilo-quick.tar).
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
@@ -45,77 +48,105 @@ pub fn main(args: &ImageArgs) -> Result<()> {
     }
     let buildah = Buildah::open()?;
     if args.renew {
-        buildah.remove(&[base::RUST, base::SLIM])?;
+        buildah.remove(&base::BASES.map(|(_, image)| image))?;
     }
     let name = if args.quick { "kilo-quick.tar" } else { "kilo.tar" };
     let file = args.output.clone().unwrap_or_else(|| workspace_root().join("target/image").join(name));
-    let archive = if args.quick {
+    if args.quick {
         build_ebpf::build(false)?;
         crate::build(&["--bins"])?;
-        quick(&buildah, &workspace_root().join("target/debug"), &file)?
-    } else {
-        full(&buildah, &file)?
+    }
+    let build = |layers| match args.quick {
+        true => quick(&buildah, &workspace_root().join("target/debug"), &file, layers),
+        false => full(&buildah, &file, layers),
     };
+    let archive = build(Layers::Kept)?;
     println!(
-        "image: {IMAGE} in {}: {:.1} MB, digest {}",
+        "image: {IMAGE} in {}: {:.1} MB ({:.1} MB unpacked), digest {}",
         file.display(),
         archive.size as f64 / 1e6,
+        buildah.size(IMAGE)? as f64 / 1e6,
         archive.digest
     );
+    if args.check_reproducible {
+        let second = build(Layers::New)?;
+        ensure!(
+            second.digest == archive.digest,
+            "two builds of the same sources differ: {} and {}",
+            archive.digest,
+            second.digest
+        );
+        println!("image: a second build from the first line on has the same digest");
+    }
     Ok(())
 }
 
+/// Whether layers of earlier builds are taken.
+#[derive(Clone, Copy, Debug)]
+pub enum Layers {
+    /// Where nothing changed.
+    Kept,
+    /// Every line is run.
+    New,
+}
+
 /// Builds the Dockerfile as it is.
-fn full(buildah: &Buildah, file: &Path) -> Result<Archive> {
+fn full(buildah: &Buildah, file: &Path, layers: Layers) -> Result<Archive> {
     base::slim(buildah)?;
+    base::next(buildah)?;
     base::rust(buildah)?;
     let root = workspace_root();
-    buildah.build(&root.join("Dockerfile"), &root, IMAGE, &[])?;
+    let mut arguments = arguments(layers);
+    arguments.push(format!("--build-arg=REVISION={}", revision(&root)));
+    buildah.build(&root.join("Dockerfile"), &root, IMAGE, &arguments, source_epoch(&root))?;
     buildah.archive(IMAGE, file, true)
 }
 
-/// Builds the Dockerfile's last stage with binaries from `bin`, uncompressed.
-pub fn quick(buildah: &Buildah, bin: &Path, file: &Path) -> Result<Archive> {
-    apt::install(&["containernetworking-plugins", "binutils"])?;
+/// Builds the Dockerfile with binaries from `bin` in place of the stage that compiles them,
+/// uncompressed.
+pub fn quick(buildah: &Buildah, bin: &Path, file: &Path, layers: Layers) -> Result<Archive> {
+    apt::install(&["binutils"])?;
     base::slim(buildah)?;
+    base::next(buildah)?;
     let root = workspace_root();
     let dockerfile = fs::read_to_string(root.join("Dockerfile"))?;
     let context = tempfile::tempdir()?;
-    for directory in ["kilo", "cni"] {
-        fs::create_dir_all(context.path().join(directory))?;
-    }
+    fs::create_dir_all(context.path().join("kilo"))?;
     for program in ["kg", "kgctl"] {
         let stripped = context.path().join("kilo").join(program);
         run(Command::new("strip").arg("--strip-debug").arg("-o").arg(&stripped).arg(bin.join(program)))?;
     }
-    for plugin in PLUGINS {
-        fs::copy(Path::new("/usr/lib/cni").join(plugin), context.path().join("cni").join(plugin))?;
-    }
     let path = context.path().join("Dockerfile");
-    fs::write(&path, last_stage(&dockerfile)?)?;
-    buildah.build(&path, context.path(), IMAGE, &[])?;
+    fs::write(&path, without_compiling(&dockerfile)?)?;
+    buildah.build(&path, context.path(), IMAGE, &arguments(layers), EPOCH)?;
     buildah.archive(IMAGE, file, false)
 }
 
-/// The last stage alone, with directories beside it in place of the other stages.
-fn last_stage(dockerfile: &str) -> Result<String> {
-    let start = dockerfile.rfind("\nFROM ").context("the Dockerfile has no second stage")?;
-    let mut stage = dockerfile[start + 1..].to_owned();
-    for (from, to) in [("COPY --from=kilo /out/", "COPY kilo/"), ("COPY --from=cni /out/", "COPY cni/")] {
-        if !stage.contains(from) {
-            bail!("the Dockerfile's last stage has no line `{from} ...`");
-        }
-        stage = stage.replace(from, to);
+fn arguments(layers: Layers) -> Vec<String> {
+    let mut arguments = base::arguments();
+    if matches!(layers, Layers::New) {
+        arguments.push("--no-cache".to_owned());
     }
-    Ok(stage)
+    arguments
 }
 
-/// The commit the sources are at, for the image's label.
-#[allow(dead_code, reason = "used by the full build")]
+/// The Dockerfile without its first stage, and a directory `kilo` in its place.
+fn without_compiling(dockerfile: &str) -> Result<String> {
+    let stages: Vec<_> = dockerfile.match_indices("\nFROM ").map(|(at, _)| at).collect();
+    let (Some(&first), Some(&second)) = (stages.first(), stages.get(1)) else {
+        bail!("the Dockerfile has no second stage");
+    };
+    let (from, to) = ("COPY --from=kilo /out/", "COPY kilo/");
+    let rest = &dockerfile[second..];
+    ensure!(rest.contains(from), "the Dockerfile has no line `{from} ...`");
+    Ok(format!("{}{}", &dockerfile[..first], rest.replace(from, to)))
+}
+
+/// The commit the sources are at, for the image's label; empty outside of a clone.
 fn revision(root: &Path) -> String {
-    output(Command::new("git").arg("-C").arg(root).args(["rev-parse", "HEAD"]))
-        .map(|text| text.trim().to_owned())
-        .unwrap_or_default()
+    let mut git = Command::new("git");
+    git.arg("-C").arg(root).args(["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]);
+    output(&mut git).map(|text| text.trim().to_owned()).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -128,18 +159,25 @@ mod tests {
     }
 
     #[test]
-    fn the_last_stage_stands_alone() {
-        let stage = last_stage(&dockerfile()).unwrap();
-        assert!(stage.starts_with("FROM debian:bookworm-slim"), "{stage}");
-        assert!(!stage.contains("--from="), "{stage}");
+    fn the_stages_after_the_first_stand_alone() {
+        let stages = without_compiling(&dockerfile()).unwrap();
+        assert!(!stages.contains("RUST_IMAGE} AS"), "{stages}");
+        assert!(!stages.contains("--from=kilo"), "{stages}");
+        assert!(stages.contains("ARG DEBIAN_IMAGE="), "{stages}");
     }
 
     #[test]
-    fn the_base_images_are_those_of_the_dockerfile() {
-        for line in dockerfile().lines().filter(|line| line.starts_with("FROM ")) {
-            let image = line.split_whitespace().find(|word| word.contains(':') && !word.starts_with("--"));
-            let full = format!("docker.io/library/{}", image.unwrap());
-            assert!([base::SLIM, base::RUST].contains(&full.as_str()), "{full} is not made by base.rs");
+    fn bases_have_a_digest_and_are_made_here_by_the_same_tag() {
+        let dockerfile = dockerfile();
+        for (argument, image) in base::BASES {
+            let given = dockerfile.lines().find_map(|line| line.strip_prefix(&format!("ARG {argument}=")));
+            let (tag, digest) = given.unwrap().split_once("@sha256:").unwrap();
+            assert_eq!(format!("docker.io/library/{tag}"), image);
+            assert!(digest.len() == 64 && digest.bytes().all(|byte| byte.is_ascii_hexdigit()), "{digest}");
+        }
+        for line in dockerfile.lines().filter(|line| line.starts_with("FROM ") && *line != "FROM scratch") {
+            let named = base::BASES.iter().any(|(argument, _)| line.contains(&format!("${{{argument}}}")));
+            assert!(named, "{line}: no base with a digest");
         }
     }
 
