@@ -107,9 +107,8 @@ FROM ${DEBIAN_IMAGE} AS root
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends ca-certificates iptables nftables \
  && dpkg --purge --force-depends --force-remove-essential --force-remove-protected \
-    adduser apt bash debconf debian-archive-keyring e2fsprogs gpgv libapt-pkg6.0 \
-    libext2fs2 libgdbm-compat4 libgdbm6 libperl5.36 libss2 libssl3 libstdc++6 login logsave mount openssl \
-    passwd perl perl-base perl-modules-5.36 tzdata util-linux-extra \
+    adduser apt bash debconf debian-archive-keyring e2fsprogs gpgv libapt-pkg6.0 libext2fs2 \
+    libss2 libssl3 libstdc++6 login logsave mount openssl passwd perl-base tzdata \
  && rm -rf /var/lib/apt /var/cache/apt /var/cache/debconf /var/cache/ldconfig/aux-cache \
     /var/lib/dpkg/*-old /var/log/* /etc/*- /etc/apt /root/.bashrc
 

@@ -80,19 +80,20 @@ impl Complaints {
         self.left_out = left_out;
     }
 
-    /// Says once that this node leads its location with an endpoint that other locations may not reach.
-    pub fn private_endpoint(&mut self, endpoint: Option<&Endpoint>) {
+    /// Says once that this node leads its location with an endpoint that other locations may not
+    /// reach; answers the sentence when it is news.
+    pub fn private_endpoint(&mut self, endpoint: Option<&Endpoint>) -> Option<String> {
         if self.private_endpoint.as_ref() == endpoint {
-            return;
-        }
-        if let Some(endpoint) = endpoint {
-            tracing::warn!(
-                %endpoint,
-                "this node leads its location with a private endpoint, which nodes of other locations may not \
-                 reach: {PRIVATE_ENDPOINT_REMEDY}"
-            );
+            return None;
         }
         self.private_endpoint = endpoint.cloned();
+        let text = format!(
+            "this node leads its location with the private endpoint {}, which nodes of other locations may not \
+             reach: {PRIVATE_ENDPOINT_REMEDY}",
+            endpoint?
+        );
+        tracing::warn!("{text}");
+        Some(text)
     }
 
     /// Says once which interfaces get no programs because of their link type.

@@ -32,7 +32,7 @@ use self::{
     publish::{Asking, Reporting},
 };
 use crate::{
-    backend::{Backend, BackendError, last_good::LastGood},
+    backend::{Backend, BackendError, Warning, last_good::LastGood},
     health::Health,
     metrics::Metrics,
     resolve::Resolver,
@@ -407,7 +407,9 @@ impl<B: Backend> Agent<B> {
         self.leaders.observe(&mesh, now);
         self.observe(&mesh);
         let warned = if self.options.prefer_private { None } else { mesh.private_endpoint_of(&name) };
-        self.complaints.private_endpoint(warned);
+        if let Some(text) = self.complaints.private_endpoint(warned) {
+            self.report(Warning::PrivateEndpoint, text);
+        }
         self.show(Arc::clone(&mesh), snapshot, shown, ready, &look.interface);
 
         let missing = |missing| AgentError::Incomplete { node: name.clone(), missing };

@@ -69,14 +69,18 @@ impl<B: Backend> Agent<B> {
     pub(super) fn report_conflicts(&self, conflicts: &[plan::Conflict]) {
         let own = |conflict: &&plan::Conflict| conflict.nodes.contains(&self.options.hostname);
         for conflict in conflicts.iter().filter(own) {
-            let (backend, node, text) =
-                (Arc::clone(&self.backend), self.options.hostname.clone(), conflict.to_string());
-            tokio::spawn(async move {
-                if let Err(error) = backend.warn(&node, Warning::AddressConflict, &text).await {
-                    tracing::debug!(%error, "the conflict is not reported as an Event");
-                }
-            });
+            self.report(Warning::AddressConflict, conflict.to_string());
         }
+    }
+
+    /// Writes an Event about the own node, beside the reconciles.
+    pub(super) fn report(&self, warning: Warning, text: String) {
+        let (backend, node) = (Arc::clone(&self.backend), self.options.hostname.clone());
+        tokio::spawn(async move {
+            if let Err(error) = backend.warn(&node, warning, &text).await {
+                tracing::debug!(%error, reason = warning.reason(), "the warning is not written as an Event");
+            }
+        });
     }
 
     /// This node as it should be known to all.

@@ -58,6 +58,8 @@ impl BackendError {
 pub enum Warning {
     /// Another node claims its private address, too.
     AddressConflict,
+    /// It leads its location with an endpoint that other locations may not reach.
+    PrivateEndpoint,
 }
 
 impl Warning {
@@ -65,6 +67,7 @@ impl Warning {
     pub const fn reason(self) -> &'static str {
         match self {
             Self::AddressConflict => "AddressConflict",
+            Self::PrivateEndpoint => "PrivateEndpoint",
         }
     }
 }

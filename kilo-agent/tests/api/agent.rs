@@ -22,7 +22,7 @@ use kilo_core::{
 };
 use kube::{
     Api, Client,
-    api::{DeleteParams, DynamicObject, Patch, PatchParams, PostParams},
+    api::{DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams},
 };
 use serde_json::json;
 
@@ -232,7 +232,8 @@ fn the_nodes_external_ip_is_the_endpoint_where_no_interface_is_public() {
         create_node(&client, "n1", &[]).await;
         create_member(&client, 3, "elsewhere").await;
         let nodes: Api<core::Node> = Api::all(client.clone());
-        let kubeconfig = server.kubeconfig(ADMIN, server.port());
+        api::grant_agent(&client).await;
+        let kubeconfig = server.kubeconfig(api::AGENT, server.port());
         let agent = Agent(kg(&kubeconfig).spawn().unwrap());
         until(&nodes, "the interface's endpoint", at_endpoint("10.1.0.11:51820")).await;
         let warning = || netns::sh("curl -s http://127.0.0.1:1107/status");
@@ -241,6 +242,16 @@ fn the_nodes_external_ip_is_the_endpoint_where_no_interface_is_public() {
             assert!(Instant::now() < deadline, "{}", warning());
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
+
+        let event = event_about_node(&client, "PrivateEndpoint").await;
+        assert!(event.contains("10.1.0.11:51820") && event.contains("ExternalIP"), "{event}");
+        // Another Node object with the private address of this one.
+        create_member(&client, 4, "").await;
+        annotate(&nodes, "n4", json!({name("internal-ip"): "10.1.0.11/24"})).await;
+        let event = event_about_node(&client, "AddressConflict").await;
+        assert!(event.contains("10.1.0.11") && event.contains("n4"), "{event}");
+        nodes.delete("n4", &DeleteParams::default()).await.unwrap();
+        assert_eq!(events_about_node(&client, "PrivateEndpoint").await.len(), 1, "said once");
 
         // What a cloud's controller writes, some time after the node has joined.
         let addresses = json!({"status": {"addresses": [
@@ -260,6 +271,27 @@ fn the_nodes_external_ip_is_the_endpoint_where_no_interface_is_public() {
         until(&nodes, "the public interface's endpoint", at_endpoint("192.0.2.11:51820")).await;
         drop(agent);
     });
+}
+
+/// Texts of the warnings of that reason about the node n1, as `kubectl describe node` finds them.
+async fn events_about_node(client: &Client, reason: &str) -> Vec<String> {
+    let about = format!(
+        "involvedObject.kind=Node,involvedObject.name=n1,involvedObject.uid=n1,reason={reason},type=Warning"
+    );
+    let events: Api<core::Event> = Api::all(client.clone());
+    let found = events.list(&ListParams::default().fields(&about)).await.unwrap();
+    found.items.into_iter().filter_map(|event| event.message).collect()
+}
+
+async fn event_about_node(client: &Client, reason: &str) -> String {
+    let deadline = Instant::now() + Duration::from_secs(15);
+    loop {
+        if let Some(text) = events_about_node(client, reason).await.pop() {
+            return text;
+        }
+        assert!(Instant::now() < deadline, "no Event {reason}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
 }
 
 /// Another node of the location `location`, alive now.

@@ -276,17 +276,7 @@ async fn the_manifests_role_is_enough_and_a_missing_right_is_named() {
     assert!(refused.to_string().contains("manifests/"), "{refused}");
     assert!(!refused.is_temporary());
 
-    let role = manifest("kilo-kubeadm.yaml")
-        .into_iter()
-        .find(|object| object.types.as_ref().is_some_and(|types| types.kind == "ClusterRole"))
-        .unwrap();
-    apply(&admin, &role, false).await.unwrap();
-    let binding = json!({
-        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": { "name": "agent" },
-        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role.metadata.name },
-        "subjects": [{ "apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": AGENT }],
-    });
-    apply(&admin, &serde_json::from_value(binding).unwrap(), false).await.unwrap();
+    let role = api::grant_agent(&admin).await;
     tokio::time::sleep(Duration::from_secs(1)).await;
     let agent = server.client(AGENT).await;
     let backend = KubernetesBackend::start(agent.clone(), Some("rbac"), LABEL).await.unwrap();

@@ -325,6 +325,22 @@ pub async fn apply_crds(client: &Client) {
     }
 }
 
+/// Gives the user [`AGENT`] the rights of the shipped ClusterRole, and no others; answers that role.
+pub async fn grant_agent(admin: &Client) -> DynamicObject {
+    let role = manifest("kilo-kubeadm.yaml")
+        .into_iter()
+        .find(|object| object.types.as_ref().is_some_and(|types| types.kind == "ClusterRole"))
+        .unwrap();
+    apply(admin, &role, false).await.unwrap();
+    let binding = serde_json::json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": { "name": "agent" },
+        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role.metadata.name },
+        "subjects": [{ "apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": AGENT }],
+    });
+    apply(admin, &serde_json::from_value(binding).unwrap(), false).await.unwrap();
+    role
+}
+
 /// Creates a node with a pod CIDR and these annotations.
 pub async fn create_node(client: &Client, name: &str, annotations: &[(&str, &str)]) -> core::Node {
     let mut node = core::Node::default();

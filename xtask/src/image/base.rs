@@ -63,6 +63,8 @@ fn debian(buildah: &Buildah, suite: &str, image: &str) -> Result<()> {
     bootstrap.arg("--aptopt=Acquire::Check-Valid-Until \"false\"");
     run(bootstrap
         .arg("--dpkgopt=path-include=/usr/share/doc/*/copyright")
+        // Else usrmerge, which brings Perl.
+        .arg("--include=usr-is-merged")
         .arg(suite)
         .arg(&tar)
         .arg(&sources))?;
