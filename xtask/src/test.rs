@@ -20,7 +20,7 @@ use crate::{
     report::TestOutcome,
     rotation::{Kernel, Long},
     second_try::{FLAKY, SecondTries},
-    vm, workspace_root,
+    static_checks, vm, workspace_root,
 };
 
 /// Where the outcomes are written, relative to the workspace.
@@ -224,15 +224,9 @@ fn run_part(
             if let Err(error) = kube_tools::prepare() {
                 println!("kube-tools: {error:#}; tests that need them are skipped");
             }
-            let mut outcomes =
-                vec![checked(part, "rustfmt finds nothing to change", &["fmt", "--all", "--check"])];
-            outcomes.push(checked(
-                part,
-                "clippy has no warnings",
-                &["clippy", "--workspace", "--all-targets", "--locked", "--quiet", "--", "-D", "warnings"],
-            ));
+            let mut outcomes = static_checks::sources(part.label());
             outcomes.extend(run_binaries(part, binaries, &BTreeMap::new(), None)?);
-            outcomes.push(reproducible(part));
+            outcomes.push(static_checks::reproducible(part.label()));
             Ok(outcomes)
         }
         Part::Bpf => {
@@ -271,29 +265,6 @@ fn run_part(
             Ok(outcomes)
         }
     }
-}
-
-/// A cargo command that passes or fails as a whole.
-fn checked(part: Part, name: &str, arguments: &[&str]) -> TestOutcome {
-    let started = Instant::now();
-    let status = Command::new("cargo").current_dir(workspace_root()).args(arguments).status();
-    let result = if status.is_ok_and(|status| status.success()) { "passed" } else { "failed" };
-    println!("test {name} ... {result}");
-    outcome(part, name, result, started)
-}
-
-fn reproducible(part: Part) -> TestOutcome {
-    let started = Instant::now();
-    let name = "two builds of the BPF object are equal to the byte";
-    let result = match crate::build_ebpf::check_reproducible() {
-        Ok(()) => "passed",
-        Err(error) => {
-            println!("{error:#}");
-            "failed"
-        }
-    };
-    println!("test {name} ... {result}");
-    outcome(part, name, result, started)
 }
 
 /// One compiled test program.

@@ -2,6 +2,7 @@
 
 pub mod base;
 pub mod buildah;
+pub mod sbom;
 
 use std::{
     fs,
@@ -39,6 +40,9 @@ pub struct ImageArgs {
     /// Where the archive goes (default: target/image/kilo.tar, or kilo-quick.tar).
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
+    /// Write what the image is made of beside the archive (SPDX, by syft).
+    #[arg(long)]
+    sbom: bool,
 }
 
 /// Builds the image and prints its size and digest.
@@ -68,6 +72,11 @@ pub fn main(args: &ImageArgs) -> Result<()> {
         buildah.size(IMAGE)? as f64 / 1e6,
         archive.digest
     );
+    if args.sbom {
+        let list = file.with_extension("spdx.json");
+        let packages = sbom::write(&file, &archive, env!("CARGO_PKG_VERSION"), &list)?;
+        println!("image: {packages} packages listed in {}", list.display());
+    }
     if args.check_reproducible {
         let second = build(Layers::New)?;
         ensure!(
