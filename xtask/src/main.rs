@@ -6,6 +6,7 @@ mod build_ebpf;
 mod cluster;
 mod command;
 mod confine;
+mod dist;
 mod fuzz;
 mod image;
 mod kube_tools;
@@ -60,6 +61,8 @@ enum Task {
     KubeTools,
     /// Build the container image without a registry, as an OCI archive.
     Image(image::ImageArgs),
+    /// Make the files of a release: image, kgctl, manifests, chart, checksums.
+    Dist(dist::DistArgs),
     /// Write the generated files of manifests/.
     Manifests,
     /// Bring up a real Kubernetes with Kilo on it, on this machine.
@@ -108,6 +111,7 @@ fn run() -> Result<()> {
             cluster::main(&args)
         }
         Task::Image(args) => image::main(&args),
+        Task::Dist(args) => dist::main(&args),
         Task::Manifests => manifests::write(),
         Task::Lab(args) => {
             if args.needs_build() {

@@ -100,7 +100,7 @@ pub enum Layers {
 }
 
 /// Builds the Dockerfile as it is.
-fn full(buildah: &Buildah, file: &Path, layers: Layers) -> Result<Archive> {
+pub fn full(buildah: &Buildah, file: &Path, layers: Layers) -> Result<Archive> {
     base::slim(buildah)?;
     base::next(buildah)?;
     base::rust(buildah)?;

@@ -85,7 +85,8 @@ const VARIANTS: [Variant; 14] = [
 const BASE: Variant = variant("base", "Kilo's agent.", "other", None, Wireguard::Kernel);
 
 const TEMPLATE: &str = include_str!("kilo.yaml");
-const IMAGE: &str = "kilo-ebpf/kilo";
+/// Name of the image in the manifests, without a tag.
+pub const IMAGE: &str = "kilo-ebpf/kilo";
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// Every generated file below manifests/, by its path there.
@@ -136,6 +137,25 @@ fn render() -> Result<BTreeMap<String, String>> {
     Ok(files)
 }
 
+/// Every file of manifests/, generated or not, by its path there.
+pub fn files() -> Result<BTreeMap<String, String>> {
+    let mut files = BTreeMap::new();
+    let mut left = vec![PathBuf::new()];
+    while let Some(below) = left.pop() {
+        for entry in fs::read_dir(directory().join(&below))? {
+            let entry = entry?;
+            let path = below.join(entry.file_name());
+            if entry.file_type()?.is_dir() {
+                left.push(path);
+            } else {
+                let text = fs::read_to_string(entry.path()).with_context(|| path.display().to_string())?;
+                files.insert(path.to_string_lossy().into_owned(), text);
+            }
+        }
+    }
+    Ok(files)
+}
+
 fn directory() -> PathBuf {
     workspace_root().join("manifests")
 }
@@ -156,8 +176,6 @@ pub fn write() -> Result<()> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 mod tests {
-    use std::path::Path;
-
     use super::*;
 
     #[test]
@@ -167,7 +185,7 @@ mod tests {
             let present = fs::read_to_string(directory().join(name)).unwrap_or_default();
             assert!(present == *text, "manifests/{name} is out of date: run `cargo xtask manifests`");
         }
-        for (name, _) in present("") {
+        for (name, _) in files().unwrap() {
             let is_ours = ["kilo-", "overlays/"].iter().any(|start| name.starts_with(start));
             assert!(
                 !is_ours || rendered.contains_key(&name),
@@ -176,25 +194,10 @@ mod tests {
         }
     }
 
-    /// Files below a directory of manifests/, by their path in manifests/.
-    fn present(below: &str) -> BTreeMap<String, String> {
-        let mut files = BTreeMap::new();
-        for entry in fs::read_dir(directory().join(below)).unwrap() {
-            let entry = entry.unwrap();
-            let path = Path::new(below).join(entry.file_name()).to_str().unwrap().to_owned();
-            if entry.file_type().unwrap().is_dir() {
-                files.extend(present(&path));
-            } else {
-                files.insert(path, fs::read_to_string(entry.path()).unwrap());
-            }
-        }
-        files
-    }
-
     #[test]
     fn every_kustomization_uses_files_that_exist_and_the_image_of_the_manifests() {
         let mut count = 0;
-        for (path, text) in present("") {
+        for (path, text) in files().unwrap() {
             if !path.ends_with("kustomization.yaml") {
                 continue;
             }

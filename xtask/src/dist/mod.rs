@@ -1,0 +1,158 @@
+//! `cargo xtask dist`: the files of a release, equal for equal sources.
+
+mod bundle;
+mod kgctl;
+mod krew;
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use clap::Args;
+
+use crate::{
+    build_ebpf,
+    command::output,
+    image::{self, buildah},
+    workspace_root,
+};
+
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// Checksums of all other files, as `sha256sum --check` reads them.
+const SUMS: &str = "SHA256SUMS";
+
+/// Options of the dist command.
+#[derive(Args, Debug)]
+pub struct DistArgs {
+    /// Where the files go; what is there is replaced.
+    #[arg(long, value_name = "DIR", default_value = "target/dist")]
+    output: PathBuf,
+    /// Digest of the image, when it is built elsewhere; none is built then.
+    #[arg(long, value_name = "sha256:HEX")]
+    image_digest: Option<String>,
+    /// Make everything a second time from nothing, and compare the checksums.
+    #[arg(long)]
+    check_reproducible: bool,
+}
+
+/// Makes the files and lists them.
+pub fn main(args: &DistArgs) -> Result<()> {
+    if let Some(digest) = &args.image_digest {
+        ensure!(is_digest(digest), "--image-digest {digest} is no digest: sha256: and 64 hexadecimal digits");
+    }
+    let root = workspace_root();
+    let output = root.join(&args.output);
+    build_ebpf::build(true)?;
+    make(&output, args.image_digest.as_deref(), image::Layers::Kept, &root.join("target/dist-build"))?;
+    print!("{}", fs::read_to_string(output.join(SUMS))?);
+    if args.check_reproducible {
+        let again = tempfile::tempdir_in(root.join("target"))?;
+        let (files, build) = (again.path().join("files"), again.path().join("build"));
+        make(&files, args.image_digest.as_deref(), image::Layers::New, &build)?;
+        let (first, second) = (fs::read_to_string(output.join(SUMS))?, fs::read_to_string(files.join(SUMS))?);
+        ensure!(first == second, "a second run made other files:\n{second}");
+        println!("dist: a second run from nothing made the same files");
+    }
+    println!("dist: {} of {VERSION} in {}", fs::read_dir(&output)?.count(), output.display());
+    Ok(())
+}
+
+fn is_digest(text: &str) -> bool {
+    let hex = text.strip_prefix("sha256:").unwrap_or_default();
+    hex.len() == 64 && hex.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+fn make(output: &Path, digest: Option<&str>, layers: image::Layers, build: &Path) -> Result<()> {
+    let _ = fs::remove_dir_all(output);
+    fs::create_dir_all(output).with_context(|| output.display().to_string())?;
+    let root = workspace_root();
+    fs::write(
+        output.join("RELEASE-NOTES.md"),
+        changes(&fs::read_to_string(root.join("CHANGELOG.md"))?, VERSION)?,
+    )?;
+    let mut archives = BTreeMap::new();
+    for target in kgctl::TARGETS {
+        let program = kgctl::build(&target, build)?;
+        let file = output.join(target.archive());
+        bundle::program(&program, &file)?;
+        archives.insert(target, sha256(&file)?);
+    }
+    fs::write(output.join("krew-kilo.yaml"), krew::manifest(VERSION, &archives))?;
+    let digest = match digest {
+        Some(digest) => digest.to_owned(),
+        None => image(output, layers)?,
+    };
+    bundle::manifests(&digest, output)?;
+    sums(output)
+}
+
+/// The image of this machine's architecture; answers its digest.
+fn image(output: &Path, layers: image::Layers) -> Result<String> {
+    // The Dockerfile's stage with Debian's packages runs programs of the image's architecture.
+    println!(
+        "dist: image for amd64 alone: arm64 is built where `docker buildx build --platform` has emulation"
+    );
+    let file = output.join(format!("kilo-{VERSION}-image-amd64.tar"));
+    let buildah = buildah::Buildah::open()?;
+    let archive = image::full(&buildah, &file, layers)?;
+    image::sbom::write(&file, &archive, VERSION, &file.with_extension("spdx.json"))?;
+    Ok(archive.digest)
+}
+
+/// The section of the version in the list of changes.
+fn changes(all: &str, version: &str) -> Result<String> {
+    let of_version = |line: &str| {
+        line.strip_prefix("## ").is_some_and(|title| title.split_whitespace().next() == Some(version))
+    };
+    let section: Vec<_> = all
+        .lines()
+        .skip_while(|line| !of_version(line))
+        .skip(1)
+        .take_while(|line| !line.starts_with("## "))
+        .collect();
+    let text = section.join("\n").trim().to_owned();
+    if text.is_empty() {
+        bail!("CHANGELOG.md says nothing under `## {version}`");
+    }
+    Ok(text + "\n")
+}
+
+fn sha256(file: &Path) -> Result<String> {
+    let text = output(Command::new("sha256sum").arg(file))?;
+    Ok(text.split_whitespace().next().unwrap_or_default().to_owned())
+}
+
+fn sums(directory: &Path) -> Result<()> {
+    let mut lines = BTreeMap::new();
+    for entry in fs::read_dir(directory)? {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        lines.insert(name, sha256(&path)?);
+    }
+    let text: String = lines.into_iter().map(|(name, sum)| format!("{sum}  {name}\n")).collect();
+    Ok(fs::write(directory.join(SUMS), text)?)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_changes_of_this_version_are_written_down() {
+        let all = fs::read_to_string(workspace_root().join("CHANGELOG.md")).unwrap();
+        assert!(changes(&all, VERSION).unwrap().lines().count() > 3);
+        assert_eq!(changes("# C\n\n## 2.0\nnew\n\n## 1.0\nold\n", "2.0").unwrap(), "new\n");
+        assert!(changes("## 2.0.1\nother", "2.0").is_err());
+    }
+
+    #[test]
+    fn a_digest_is_one() {
+        assert!(is_digest(&format!("sha256:{}", "0a".repeat(32))));
+        assert!(!is_digest("sha256:0a") && !is_digest(&"0a".repeat(32)));
+    }
+}
