@@ -1,6 +1,6 @@
 //! Archives with the same bytes whenever they are made.
 
-use std::{fs, path::Path, process::Command};
+use std::{collections::BTreeSet, fs, path::Path, process::Command};
 
 use anyhow::{Context as _, Result, ensure};
 
@@ -59,8 +59,10 @@ fn chart_with_digest(name: &str, text: String, digest: &str) -> Result<String> {
     Ok(text.replace(empty, &format!("  digest: {digest}\n")))
 }
 
-/// A compressed archive of a directory's content.
+/// A compressed archive of a directory's content, whose names have no `./`: Helm looks for `kilo/Chart.yaml`.
 fn pack(directory: &Path, to: &Path) -> Result<()> {
+    let names: Result<BTreeSet<_>, _> =
+        fs::read_dir(directory)?.map(|entry| entry.map(|entry| entry.file_name())).collect();
     run(Command::new("tar")
         .args(["--sort=name", "--owner=0", "--group=0", "--numeric-owner", "--mode=go=rX,u+rw"])
         .arg(format!("--mtime=@{}", source_epoch(&workspace_root())))
@@ -68,7 +70,7 @@ fn pack(directory: &Path, to: &Path) -> Result<()> {
         .arg(directory)
         .arg("-cf")
         .arg(to)
-        .arg("."))
+        .args(names?))
 }
 
 #[cfg(test)]

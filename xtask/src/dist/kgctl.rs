@@ -21,7 +21,7 @@ pub struct Target {
     pub architecture: &'static str,
     triple: &'static str,
     linker: &'static str,
-    /// Debian's packages with linker and static C library.
+    /// Debian's packages with linker and static C library, on a machine of another architecture.
     packages: [&'static str; 2],
 }
 
@@ -31,7 +31,7 @@ pub const TARGETS: [Target; 2] = [
         architecture: "amd64",
         triple: "x86_64-unknown-linux-gnu",
         linker: "x86_64-linux-gnu-gcc",
-        packages: ["gcc-x86-64-linux-gnu", "libc6-dev"],
+        packages: ["gcc-x86-64-linux-gnu", "libc6-dev-amd64-cross"],
     },
     Target {
         architecture: "arm64",
@@ -51,7 +51,9 @@ impl Target {
 /// Builds the program in a directory of its own; answers its path.
 pub fn build(target: &Target, directory: &Path) -> Result<PathBuf> {
     println!("dist: kgctl for {}", target.architecture);
-    apt::install(&target.packages)?;
+    if !target.triple.starts_with(env::consts::ARCH) {
+        apt::install(&target.packages)?;
+    }
     let root = workspace_root();
     let sysroot = PathBuf::from(output(Command::new("rustc").args(["--print", "sysroot"]))?.trim());
     let home = PathBuf::from(env::var_os("HOME").context("HOME is not set")?);
