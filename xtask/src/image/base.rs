@@ -63,8 +63,9 @@ fn debian(buildah: &Buildah, suite: &str, image: &str) -> Result<()> {
     bootstrap.arg("--aptopt=Acquire::Check-Valid-Until \"false\"");
     run(bootstrap
         .arg("--dpkgopt=path-include=/usr/share/doc/*/copyright")
-        // Else usrmerge, which brings Perl.
+        // Else Debian's first choice for the same, usrmerge, brings Perl.
         .arg("--include=usr-is-merged")
+        .arg("--customize-hook=chroot \"$1\" apt-get --yes --auto-remove purge usrmerge")
         .arg(suite)
         .arg(&tar)
         .arg(&sources))?;
