@@ -2,10 +2,12 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use crate::netns;
-use crate::support;
+use std::{collections::BTreeSet, os::unix::fs::MetadataExt as _};
 
 use kilo_host::dataplane::{Dataplane, pin_directory};
+
+use crate::netns;
+use crate::support;
 
 #[test]
 fn every_program_loads_with_room_to_spare() {
@@ -77,6 +79,55 @@ fn rubbish_that_is_no_map_is_replaced() {
     let error = Dataplane::open(fs.path(), false).err().map(|error| error.to_string());
     // A directory is nothing we ever made: it is named, not removed.
     assert!(error.is_some_and(|error| error.contains("hop")));
+}
+
+/// Denies bpf() to this thread for good, as a seccomp profile of a container does.
+fn forbid_bpf() {
+    use nix::libc;
+    let statement = |code: u32, jump_false: u8, k: u32| libc::sock_filter {
+        code: u16::try_from(code).unwrap(),
+        jt: 0,
+        jf: jump_false,
+        k,
+    };
+    let number = u32::try_from(libc::SYS_bpf).unwrap();
+    let denied = libc::SECCOMP_RET_ERRNO | u32::try_from(libc::EPERM).unwrap();
+    // The number is the first word of struct seccomp_data (include/uapi/linux/seccomp.h).
+    let mut filter = [
+        statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
+        statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, number),
+        statement(libc::BPF_RET | libc::BPF_K, 0, denied),
+        statement(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: 4, filter: filter.as_mut_ptr() };
+    // SAFETY: plain numbers; and the program outlives the call, its length is that of the filter.
+    let codes = unsafe {
+        let strict = libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+        (strict, libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program))
+    };
+    assert_eq!(codes, (0, 0), "{}", std::io::Error::last_os_error());
+}
+
+#[test]
+fn an_agent_that_may_not_ask_the_kernel_leaves_the_pins_of_the_running_one_alone() {
+    let Some(fs) = support::bpffs() else { return };
+    let running = Dataplane::open(fs.path(), false).unwrap();
+    let pins = || {
+        let entries = std::fs::read_dir(pin_directory(fs.path())).unwrap();
+        entries.map(|entry| entry.unwrap().metadata().unwrap().ino()).collect::<BTreeSet<_>>()
+    };
+    let before = pins();
+    assert!(before.len() > 10, "{before:?}");
+    let next = std::thread::scope(|scope| {
+        let start = || {
+            forbid_bpf();
+            Dataplane::open(fs.path(), false).err().map(|error| error.to_string())
+        };
+        scope.spawn(start).join().unwrap()
+    });
+    assert!(next.as_ref().is_some_and(|error| error.contains("CAP_BPF")), "{next:?}");
+    assert_eq!(pins(), before, "no pin was removed or made");
+    drop(running);
 }
 
 #[test]

@@ -7,8 +7,8 @@ use std::{
 };
 
 use aya::{
-    Ebpf, EbpfLoader,
-    maps::{Map, MapData},
+    Ebpf, EbpfError, EbpfLoader,
+    maps::{Map, MapData, MapError},
     programs::SchedClassifier,
 };
 use aya_log::EbpfLogger;
@@ -162,7 +162,7 @@ fn remove_unfit(directory: &Path) -> Result<usize, DataplaneError> {
     let mut removed = 0;
     for map in PINNED {
         let path = directory.join(map);
-        if !path.exists() || fits(map, &path) {
+        if !path.exists() || fits(map, &path)? {
             continue;
         }
         tracing::warn!(path = %path.display(), "replacing a pin that does not fit this version");
@@ -172,7 +172,8 @@ fn remove_unfit(directory: &Path) -> Result<usize, DataplaneError> {
     Ok(removed)
 }
 
-fn fits(map: &str, path: &Path) -> bool {
+/// Without the right to look, nobody knows: an error, so that no pin is removed for it.
+fn fits(map: &str, path: &Path) -> Result<bool, DataplaneError> {
     use aya::maps::MapType;
     use kilo_common::{
         event::{Monitor, RING_BYTES},
@@ -199,11 +200,22 @@ fn fits(map: &str, path: &Path) -> bool {
         name::CONFIG => (MapType::Array, 4, size(size_of::<Config>()), 1),
         name::EVENTS => (MapType::RingBuf, 0, 0, RING_BYTES),
         name::MONITOR => (MapType::Array, 4, size(size_of::<Monitor>()), 1),
-        _ => return false,
+        _ => return Ok(false),
     };
-    let Ok(info) = MapData::from_pin(path).and_then(|data| data.info()) else { return false };
-    info.map_type().is_ok_and(|found| found == kind)
-        && (info.key_size(), info.value_size(), info.max_entries()) == (key, value, entries)
+    let info = match MapData::from_pin(path).and_then(|data| data.info()) {
+        Ok(info) => info,
+        Err(error) if is_denied(&error) => return Err(EbpfError::from(error).into()),
+        Err(_) => return Ok(false),
+    };
+    Ok(info.map_type().is_ok_and(|found| found == kind)
+        && (info.key_size(), info.value_size(), info.max_entries()) == (key, value, entries))
+}
+
+fn is_denied(error: &MapError) -> bool {
+    let causes = std::iter::successors(Some(error as &dyn std::error::Error), |cause| cause.source());
+    causes
+        .filter_map(|cause| cause.downcast_ref::<io::Error>())
+        .any(|cause| cause.kind() == io::ErrorKind::PermissionDenied)
 }
 
 /// Maps by name: those of a loaded object, or pinned ones.
