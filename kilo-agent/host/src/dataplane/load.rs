@@ -215,7 +215,8 @@ fn is_denied(error: &MapError) -> bool {
     let causes = std::iter::successors(Some(error as &dyn std::error::Error), |cause| cause.source());
     causes
         .filter_map(|cause| cause.downcast_ref::<io::Error>())
-        .any(|cause| cause.kind() == io::ErrorKind::PermissionDenied)
+        // EACCES is what a directory in the place of a map answers.
+        .any(|cause| cause.raw_os_error() == Some(nix::libc::EPERM))
 }
 
 /// Maps by name: those of a loaded object, or pinned ones.
