@@ -21,7 +21,10 @@ use super::{Cluster, deploy, images, network::sites, release};
 use crate::{
     apt,
     command::{run, show},
-    image::{PLUGINS, buildah::Buildah},
+    image::{
+        PLUGINS,
+        buildah::{Buildah, EPOCH},
+    },
     lab::tunl0,
     workspace_root,
 };
@@ -78,6 +81,7 @@ impl Original {
         let context = tempfile::tempdir_in(&self.directory)?;
         let place = |name: &str| context.path().join(name);
         fs::create_dir(place("cni"))?;
+        apt::install(&["containernetworking-plugins"])?;
         for plugin in PLUGINS {
             fs::copy(Path::new("/usr/lib/cni").join(plugin), place("cni").join(plugin))?;
         }
@@ -90,7 +94,7 @@ impl Original {
             images::NODE
         );
         fs::write(place("Dockerfile"), text)?;
-        buildah.build(&place("Dockerfile"), context.path(), IMAGE, &[])?;
+        buildah.build(&place("Dockerfile"), context.path(), IMAGE, &[], EPOCH)?;
         let archive = place("kilo.tar");
         buildah.archive(IMAGE, &archive, false)?;
         cluster.each(&cluster.nodes, |node| {
