@@ -9,7 +9,8 @@ pub struct TestOutcome {
     pub part: String,
     /// What it shows.
     pub name: String,
-    /// `passed`, `flaky` (at the second try), `failed` or `skipped`.
+    /// `passed`, `flaky` (at the second try), `failed`, `skipped`, or `elsewhere` (skipped on this
+    /// kernel, passed in a virtual machine of the same run).
     pub outcome: String,
     /// Wall time.
     pub seconds: f64,

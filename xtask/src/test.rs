@@ -1,5 +1,8 @@
 //! `cargo xtask test`: everything, or single parts, with one count at the end.
 
+mod guest;
+mod reader;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
@@ -20,33 +23,13 @@ use crate::{
     report::TestOutcome,
     rotation::{Kernel, Long},
     second_try::{FLAKY, SecondTries},
-    static_checks, vm, workspace_root,
+    static_checks, workspace_root,
 };
+use reader::Reader;
 
 /// Where the outcomes are written, relative to the workspace.
 const REPORT: &str = "target/test-report.json";
 
-/// How much of the lab runs on a kernel in a virtual machine, if anything:
-/// emulated kernels are slow. Only before 6.3 a packet of the other family is
-/// decapsulated another way, so the oldest has everything that asks something of
-/// the kernel, and the IPv6 underlay; what users do with kernel WireGuard is done
-/// on the newer.
-const fn lab_on(kernel: Kernel) -> &'static [&'static str] {
-    match kernel {
-        Kernel::Oldest => &["--checks=transport", "--modes=IPv6 underlay"],
-        Kernel::Tcx => &["--checks=wireguard"],
-        Kernel::Newest => &[],
-    }
-}
-/// What asks the kernel nothing that other tests do not ask: on this machine's
-/// kernel only.
-const NOT_ON_OLDEST: [&str; 3] = ["bpf::bounds", "bpf::monitor", "bpf::trace"];
-/// What runs on newer kernels than the oldest: their verifier, the programs that
-/// ask most of it, and kernel WireGuard.
-const ON_NEWER: [&str; 3] = ["bpf::load", "bpf::masquerade_both", KERNEL_WIREGUARD];
-/// What runs on the newest besides: its hooks, and packets of all kinds, because it takes off
-/// more of a superpacket's outer header than the older ones can.
-const ON_NEWEST: [&str; 2] = ["bpf::agreement", "bpf::attach"];
 /// Tests that need WireGuard in the kernel, which only the virtual machines' kernels surely have.
 const KERNEL_WIREGUARD: &str = "net::wireguard_kernel";
 
@@ -161,14 +144,22 @@ pub fn main(args: &TestArgs) -> Result<()> {
         println!("\n== soak, to its end");
         outcomes.extend(soak.join());
     }
+    guest::count_elsewhere(&mut outcomes);
     let path = workspace_root().join(REPORT);
     fs::write(&path, serde_json::to_vec_pretty(&outcomes)?).with_context(|| path.display().to_string())?;
     let count = |wanted: &str| outcomes.iter().filter(|outcome| outcome.outcome == wanted).count();
     println!();
     for outcome in outcomes.iter().filter(|outcome| outcome.outcome != "passed") {
-        println!("{} {}: {}", outcome.outcome.to_uppercase(), outcome.part, outcome.name);
+        let hint = match outcome.outcome.as_str() {
+            "skipped" if guest::runs(outcome) => " (`cargo xtask test vm` runs it on other kernels)",
+            _ => "",
+        };
+        println!("{} {}: {}{hint}", outcome.outcome.to_uppercase(), outcome.part, outcome.name);
     }
-    let (failed, flaky) = (count("failed"), count(FLAKY));
+    let (failed, flaky, elsewhere) = (count("failed"), count(FLAKY), count(guest::ELSEWHERE));
+    if elsewhere > 0 {
+        println!("{elsewhere} that this machine's kernel cannot run passed in a virtual machine");
+    }
     if flaky > 0 {
         println!("{flaky} of those that passed did at the second try");
     }
@@ -254,15 +245,7 @@ fn run_part(
         Part::Cluster => run_cluster(all, tries),
         Part::Vm => {
             apt::install(lab::PACKAGES)?;
-            let mut outcomes = Vec::new();
-            for &kernel in kernels {
-                outcomes.extend(binaries_in_vm(kernel, binaries, tries)?);
-            }
-            // Labs last: the soak has ended then.
-            for &kernel in kernels.iter().filter(|kernel| !lab_on(**kernel).is_empty()) {
-                outcomes.extend(tries.run(|_| run_in_vm(kernel))?);
-            }
-            Ok(outcomes)
+            guest::run(kernels, binaries, tries)
         }
     }
 }
@@ -364,52 +347,16 @@ fn package_of(binary: &TestBinary) -> &'static str {
 fn run_binary(part: Part, target: &str, command: &mut Command) -> Result<Vec<TestOutcome>> {
     // One thread: lines of one test stay together, and times are its own.
     command.args(["--test-threads=1", "--nocapture"]).stdin(Stdio::null()).stdout(Stdio::piped());
+    let started = Instant::now();
     let mut child = command.spawn().with_context(|| target.to_owned())?;
     let stdout = child.stdout.take().context("no output")?;
-    let mut outcomes = Vec::new();
-    let mut running: Option<String> = None;
-    let mut skip = None;
-    let mut began = Instant::now();
+    let mut reader = Reader::new(part.label(), target);
     for line in BufReader::new(stdout).lines() {
-        let line = line?;
-        // "test NAME ... " and, perhaps lines later, "ok" or "FAILED".
-        let mut rest = line.as_str();
-        if let Some((name, after)) = line.strip_prefix("test ").and_then(|line| line.split_once(" ... ")) {
-            running = Some(name.trim_end_matches(" - should panic").to_owned());
-            began = Instant::now();
-            rest = after;
-        }
-        let said = rest.split_once("kilo-skip: ").map(|(_, reason)| reason.to_owned());
-        skip = said.or(skip);
-        let ended = rest.trim();
-        let result = match ended {
-            "ok" => Some("passed"),
-            "FAILED" => Some("failed"),
-            _ if ended.starts_with("ignored") => Some("skipped"),
-            _ => None,
-        };
-        let Some((result, name)) = result.zip(running.take_if(|_| result.is_some())) else {
-            println!("    {line}");
-            continue;
-        };
-        let result = match skip.take() {
-            Some(reason) if result == "passed" => {
-                println!("SKIPPED {target}::{name}: {reason}");
-                "skipped"
-            }
-            _ => {
-                println!("test {target}::{name} ... {result}");
-                result
-            }
-        };
-        outcomes.push(outcome(part, &format!("{target}::{name}"), result, began));
+        let said = reader.line(&line?, started.elapsed().as_secs_f64());
+        println!("{said}");
     }
     let status = child.wait()?;
-    if !status.success() && !outcomes.iter().any(|outcome| outcome.outcome == "failed") {
-        println!("test {target} ... failed ({status})");
-        outcomes.push(outcome(part, &format!("{target} ends properly"), "failed", began));
-    }
-    Ok(outcomes)
+    Ok(reader.end(status.success(), target, &status.to_string()))
 }
 
 fn read_outcomes(path: &Path, part: Part) -> Result<Vec<TestOutcome>> {
@@ -493,103 +440,4 @@ impl Soak {
             vec![outcome(Part::Soak, "the soak ends properly", "failed", self.started)]
         })
     }
-}
-
-/// The lab in a guest with that kernel.
-fn run_in_vm(kernel: Kernel) -> Result<Vec<TestOutcome>> {
-    let (kernel, lab) = (kernel.label(), lab_on(kernel));
-    println!("-- kernel {kernel}");
-    let started = Instant::now();
-    let shared = workspace_root().join(vm::SHARED);
-    fs::create_dir_all(&shared)?;
-    let json = shared.join("outcomes.json");
-    let _ = fs::remove_file(&json);
-    let this = own_program()?;
-    let bin = this.parent().context("no directory")?;
-    let prefix = format!("{kernel}: ");
-    let code = vm::execute(&vm::VmArgs {
-        kernel: kernel.to_owned(),
-        modules: None,
-        memory: 3072,
-        timeout: 1500,
-        icount: false,
-        command: [
-            this.as_os_str(),
-            "lab".as_ref(),
-            "test".as_ref(),
-            "--bin".as_ref(),
-            bin.as_os_str(),
-            "--wireguard".as_ref(),
-            "kernel".as_ref(),
-            "--prefix".as_ref(),
-            prefix.as_ref(),
-            "--json".as_ref(),
-            json.as_os_str(),
-        ]
-        .into_iter()
-        .chain(lab.iter().map(std::ffi::OsStr::new))
-        .map(|word| word.to_string_lossy().into_owned())
-        .collect(),
-    })?;
-    let mut outcomes = read_outcomes(&json, Part::Vm)?;
-    if code != 0 && !outcomes.iter().any(|outcome| outcome.outcome == "failed") {
-        outcomes.push(outcome(Part::Vm, &format!("{prefix}the guest ends properly"), "failed", started));
-    }
-    Ok(outcomes)
-}
-
-/// The tests of the BPF programs and of kernel WireGuard on that kernel, an
-/// outcome each module.
-fn binaries_in_vm(
-    kernel: Kernel,
-    binaries: &[TestBinary],
-    tries: &mut SecondTries,
-) -> Result<Vec<TestOutcome>> {
-    let wanted = |target: &str| match kernel {
-        Kernel::Oldest => !NOT_ON_OLDEST.contains(&target),
-        Kernel::Tcx => ON_NEWER.contains(&target),
-        Kernel::Newest => ON_NEWER.contains(&target) || ON_NEWEST.contains(&target),
-    };
-    let kernel = kernel.label();
-    let started = Instant::now();
-    let shared = workspace_root().join(vm::SHARED).join("codes");
-    let name = |module: &str| format!("{kernel}: {module}");
-    let mut modules = Vec::new();
-    for binary in binaries {
-        if matches!(binary.part(), Part::Bpf | Part::Lab) {
-            let all = binary.modules()?.into_iter();
-            let asked = |module: &String| {
-                (binary.part() == Part::Bpf || module == KERNEL_WIREGUARD) && wanted(module)
-            };
-            modules.extend(all.filter(asked).map(|module| (module, &binary.path)));
-        }
-    }
-    let run = |names: &[String]| {
-        let _ = fs::remove_file(&shared);
-        let chosen: Vec<_> =
-            modules.iter().filter(|(module, _)| names.is_empty() || names.contains(&name(module))).collect();
-        let lines = chosen.iter().map(|(module, path)| {
-            let filter = module.split_once("::").map_or("", |(_, module)| module);
-            format!(
-                "{} --test-threads=1 --nocapture {filter}::; echo {module} $? >> {}\n",
-                path.display(),
-                shared.display()
-            )
-        });
-        vm::execute(&vm::VmArgs {
-            kernel: kernel.to_owned(),
-            modules: None,
-            memory: 2048,
-            timeout: 1200,
-            icount: false,
-            command: vec!["sh".to_owned(), "-c".to_owned(), lines.collect()],
-        })?;
-        let codes = fs::read_to_string(&shared).unwrap_or_default();
-        let outcomes = chosen.iter().map(|(module, _)| {
-            let passed = codes.lines().any(|line| line == format!("{module} 0"));
-            outcome(Part::Vm, &name(module), if passed { "passed" } else { "failed" }, started)
-        });
-        Ok(outcomes.collect())
-    };
-    tries.run(run)
 }

@@ -1,0 +1,266 @@
+//! The part `vm`: tests and labs on Debian's kernels, each in a virtual machine.
+
+use std::{ffi::OsStr, fs, time::Instant};
+
+use anyhow::{Context as _, Result};
+
+use super::{KERNEL_WIREGUARD, Part, TestBinary, outcome, read_outcomes, reader::Reader};
+use crate::{
+    command::own_program, report::TestOutcome, rotation::Kernel, second_try::SecondTries, vm, workspace_root,
+};
+
+/// Outcome of a test that this machine's kernel cannot run, and that passed in a guest of this run.
+pub const ELSEWHERE: &str = "elsewhere";
+
+/// A lab in a guest: what its tests' names begin with, and arguments of `lab test`.
+type Lab = (&'static str, &'static [&'static str]);
+
+/// Many machines' kernels have no VLAN devices; the name is that of the lab's mode.
+const VLAN: Lab = ("private network in a VLAN: ", &["--checks=way", "--topology=vlan", "--kg=--tunnel=ipip"]);
+
+/// How much of the lab runs on a kernel: emulated kernels are slow. Only before 6.3 a packet of
+/// the other family is decapsulated another way, so the oldest has everything that asks something
+/// of the kernel, and the IPv6 underlay; what users do with kernel WireGuard is done on the newer.
+const fn labs_on(kernel: Kernel) -> &'static [Lab] {
+    match kernel {
+        Kernel::Oldest => &[("", &["--checks=transport", "--modes=IPv6 underlay"])],
+        Kernel::Tcx => &[("", &["--checks=wireguard"])],
+        Kernel::Newest => &[VLAN],
+    }
+}
+
+/// What asks the kernel nothing that other tests do not ask: on this machine's
+/// kernel only.
+const NOT_ON_OLDEST: [&str; 3] = ["bpf::bounds", "bpf::monitor", "bpf::trace"];
+/// What runs on newer kernels than the oldest: their verifier, and the programs that
+/// ask most of it.
+const ON_NEWER: [&str; 2] = ["bpf::load", "bpf::masquerade_both"];
+/// What runs on the newest besides: its hooks, and packets of all kinds, because it takes off
+/// more of a superpacket's outer header than the older ones can.
+const ON_NEWEST: [&str; 2] = ["bpf::agreement", "bpf::attach"];
+/// What uses devices that many machines' kernels do not have, VLAN and IPIP, or kernel WireGuard:
+/// on every kernel, so that each run of these tests has them somewhere.
+const ON_ALL: [&str; 3] = ["bpf::links", "net::strangers", KERNEL_WIREGUARD];
+
+fn is_wanted(kernel: Kernel, module: &str) -> bool {
+    ON_ALL.contains(&module)
+        || match kernel {
+            Kernel::Oldest => module.starts_with("bpf::") && !NOT_ON_OLDEST.contains(&module),
+            Kernel::Tcx => ON_NEWER.contains(&module),
+            Kernel::Newest => ON_NEWER.contains(&module) || ON_NEWEST.contains(&module),
+        }
+}
+
+/// Runs everything on these kernels.
+pub fn run(kernels: &[Kernel], binaries: &[TestBinary], tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
+    let mut outcomes = Vec::new();
+    for &kernel in kernels {
+        outcomes.extend(tries.run(|names| run_modules(kernel, binaries, names))?);
+    }
+    // Labs last: the soak has ended then.
+    for &kernel in kernels {
+        for lab in labs_on(kernel) {
+            outcomes.extend(tries.run(|_| run_lab(kernel, lab))?);
+        }
+    }
+    Ok(outcomes)
+}
+
+/// Whether guests run what this machine's kernel cannot.
+pub fn runs(skipped: &TestOutcome) -> bool {
+    let module = skipped.name.rsplit_once("::").map_or("", |(module, _)| module);
+    ON_ALL.contains(&module) || skipped.name.starts_with(VLAN.0)
+}
+
+/// Counts what was skipped and passed in a guest as run there, and says where.
+pub fn count_elsewhere(outcomes: &mut [TestOutcome]) {
+    let in_guests: Vec<_> = outcomes
+        .iter()
+        .filter(|outcome| outcome.part == Part::Vm.label() && outcome.outcome == "passed")
+        .filter_map(|outcome| outcome.name.split_once(": "))
+        .map(|(kernel, name)| (kernel.to_owned(), name.to_owned()))
+        .collect();
+    for outcome in outcomes.iter_mut() {
+        let is_it = |(_, name): &&(String, String)| *name == outcome.name;
+        if outcome.outcome == "skipped"
+            && outcome.part != Part::Vm.label()
+            && let Some((kernel, name)) = in_guests.iter().find(is_it)
+        {
+            println!("skipped on this kernel, passed on {kernel}: {name}");
+            ELSEWHERE.clone_into(&mut outcome.outcome);
+        }
+    }
+}
+
+/// The tests of these names, all when there are none, each module in a process of its own. What
+/// it prints goes to the console, and with the time since the boot to a file that is read afterwards.
+fn run_modules(kernel: Kernel, binaries: &[TestBinary], names: &[String]) -> Result<Vec<TestOutcome>> {
+    let shared = workspace_root().join(vm::SHARED).join("modules");
+    let _ = fs::remove_dir_all(&shared);
+    fs::create_dir_all(&shared).with_context(|| shared.display().to_string())?;
+    let prefix = format!("{}: ", kernel.label());
+    let mut chosen = Vec::new();
+    let mut script = String::from(
+        "stamp() { while IFS= read -r line; do read -r up idle < /proc/uptime; printf '%s %s\\n' \"$up\" \"$line\"; done; }\n",
+    );
+    for binary in binaries.iter().filter(|binary| matches!(binary.part(), Part::Bpf | Part::Lab)) {
+        for module in binary.modules()?.into_iter().filter(|module| is_wanted(kernel, module)) {
+            let Some(filter) = filter(&binary.target, &module, &prefix, names) else { continue };
+            script += &format!(
+                "echo '== {module}'; cd {}; {{ echo; {} --test-threads=1 --nocapture {filter} 2>&1; \
+                 printf '\\nended %s\\n' $?; }} | stamp | tee {} | cut -d' ' -f2-\n",
+                workspace_root().join(super::package_of(binary)).display(),
+                binary.path.display(),
+                shared.join(&module).display(),
+            );
+            chosen.push((binary.target.as_str(), module));
+        }
+    }
+    let ran = vm::execute(&vm::VmArgs {
+        kernel: kernel.label().to_owned(),
+        modules: None,
+        memory: 2048,
+        timeout: 1800,
+        icount: false,
+        command: vec!["bash".to_owned(), "-c".to_owned(), script],
+    });
+    if let Err(error) = ran {
+        // The tests it did not come to have failed.
+        println!("vm: {error:#}");
+    }
+    let mut outcomes = Vec::new();
+    for (target, module) in chosen {
+        let log = fs::read_to_string(shared.join(&module)).unwrap_or_default();
+        outcomes.extend(read_log(target, &module, &log));
+    }
+    outcomes.iter_mut().for_each(|outcome| outcome.name.insert_str(0, &prefix));
+    Ok(outcomes)
+}
+
+/// Arguments that choose the module's tests among names with the prefix, all when there are no
+/// names; `None` when none is the module's.
+fn filter(target: &str, module: &str, prefix: &str, names: &[String]) -> Option<String> {
+    let whole =
+        || module.strip_prefix(target).and_then(|rest| rest.strip_prefix("::")).map(|it| format!("{it}::"));
+    let own: Vec<_> = names
+        .iter()
+        .filter_map(|name| name.strip_prefix(prefix))
+        .filter_map(|name| Some((name, name.strip_prefix(module)?)))
+        .collect();
+    // One that did not end properly is run as a whole.
+    if names.is_empty() || own.iter().any(|(_, rest)| rest.starts_with(' ')) {
+        return whole();
+    }
+    let tests = own.iter().filter(|(_, rest)| rest.starts_with("::"));
+    let tests: Vec<_> = tests.filter_map(|(name, _)| name.strip_prefix(target)?.strip_prefix("::")).collect();
+    (!tests.is_empty()).then(|| format!("--exact {}", tests.join(" ")))
+}
+
+/// Lines with seconds before them, the first of which is the start.
+fn read_log(target: &str, module: &str, log: &str) -> Vec<TestOutcome> {
+    let mut reader = Reader::new(Part::Vm.label(), target);
+    let (mut start, mut code) = (None, None);
+    for line in log.lines() {
+        let (time, line) = line.split_once(' ').unwrap_or((line, ""));
+        let time = time.parse::<f64>().unwrap_or_default();
+        let at = time - *start.get_or_insert(time);
+        match line.strip_prefix("ended ") {
+            Some(status) => code = Some(status.to_owned()),
+            None => drop(reader.line(line, at)),
+        }
+    }
+    let how =
+        code.as_ref().map_or("the guest ended before it".to_owned(), |code| format!("exit code {code}"));
+    reader.end(code.as_deref() == Some("0"), module, &how)
+}
+
+/// A lab in a guest with that kernel.
+fn run_lab(kernel: Kernel, (name, arguments): &Lab) -> Result<Vec<TestOutcome>> {
+    let prefix = format!("{}: {name}", kernel.label());
+    println!("-- {prefix}a lab with kernel WireGuard");
+    let started = Instant::now();
+    let shared = workspace_root().join(vm::SHARED);
+    fs::create_dir_all(&shared)?;
+    let json = shared.join("outcomes.json");
+    let _ = fs::remove_file(&json);
+    let this = own_program()?;
+    let bin = this.parent().context("no directory")?;
+    let fixed: [&OsStr; 11] = [
+        this.as_os_str(),
+        "lab".as_ref(),
+        "test".as_ref(),
+        "--bin".as_ref(),
+        bin.as_os_str(),
+        "--wireguard".as_ref(),
+        "kernel".as_ref(),
+        "--prefix".as_ref(),
+        prefix.as_ref(),
+        "--json".as_ref(),
+        json.as_os_str(),
+    ];
+    let words = fixed.into_iter().chain(arguments.iter().map(OsStr::new));
+    let code = vm::execute(&vm::VmArgs {
+        kernel: kernel.label().to_owned(),
+        modules: None,
+        memory: 3072,
+        timeout: 1500,
+        icount: false,
+        command: words.map(|word| word.to_string_lossy().into_owned()).collect(),
+    })?;
+    let mut outcomes = read_outcomes(&json, Part::Vm)?;
+    if code != 0 && !outcomes.iter().any(|outcome| outcome.outcome == "failed") {
+        outcomes.push(outcome(Part::Vm, &format!("{prefix}the guest ends properly"), "failed", started));
+    }
+    Ok(outcomes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_one_kernel_skips_and_another_passes_is_counted_there() {
+        let outcome = |part: &str, name: &str, outcome: &str| TestOutcome {
+            part: part.to_owned(),
+            name: name.to_owned(),
+            outcome: outcome.to_owned(),
+            seconds: 0.0,
+        };
+        let mut outcomes = [
+            outcome("bpf", "bpf::links::vlan", "skipped"),
+            outcome("lab", "private network in a VLAN: the mesh comes up", "skipped"),
+            outcome("bpf", "bpf::links::other", "skipped"),
+            outcome("vm", "6.1: bpf::links::vlan", "passed"),
+            outcome("vm", "6.1: private network in a VLAN: the mesh comes up", "passed"),
+            outcome("vm", "6.1: bpf::links::other", "skipped"),
+        ];
+        count_elsewhere(&mut outcomes);
+        let said = outcomes.map(|outcome| outcome.outcome);
+        assert_eq!(said, [ELSEWHERE, ELSEWHERE, "skipped", "passed", "passed", "skipped"]);
+    }
+
+    #[test]
+    fn a_log_of_a_guest_that_stopped_is_a_failure() {
+        let log = "10.00 \n10.50 running 2 tests\n12.00 test one ... ok\n";
+        let stopped = read_log("bpf", "bpf::x", log);
+        assert_eq!(stopped.len(), 2);
+        assert_eq!((stopped[0].outcome.as_str(), stopped[0].seconds), ("passed", 2.0));
+        assert_eq!(
+            (stopped[1].name.as_str(), stopped[1].outcome.as_str()),
+            ("bpf::x ends properly", "failed")
+        );
+        assert_eq!(read_log("bpf", "bpf::x", &format!("{log}13.00 ended 0\n")).len(), 1);
+        assert_eq!(read_log("bpf", "bpf::x", "").len(), 1);
+    }
+
+    #[test]
+    fn a_second_try_runs_what_failed() {
+        let names = ["6.1: bpf::a::x", "6.1: bpf::b ends properly", "6.12: bpf::c::y", "6.1: bpf::ab::z"];
+        let names = names.map(str::to_owned);
+        let chosen = |module: &str, names: &[String]| filter("bpf", module, "6.1: ", names);
+        assert_eq!(chosen("bpf::a", &names).as_deref(), Some("--exact a::x"));
+        assert_eq!(chosen("bpf::b", &names).as_deref(), Some("b::"));
+        assert_eq!(chosen("bpf::c", &names), None);
+        assert_eq!(chosen("bpf::c", &[]).as_deref(), Some("c::"));
+    }
+}

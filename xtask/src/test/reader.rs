@@ -1,0 +1,109 @@
+//! Reads what a test program prints, test by test.
+
+use crate::report::TestOutcome;
+
+/// Outcomes of one program's tests, as its lines come.
+#[derive(Debug)]
+pub struct Reader {
+    part: &'static str,
+    target: String,
+    running: Option<String>,
+    /// Why the test that runs says it is skipped.
+    skip: Option<String>,
+    /// Seconds at which the test before ended: a test that is silent prints one line, at its end.
+    last: f64,
+    outcomes: Vec<TestOutcome>,
+}
+
+impl Reader {
+    /// Nothing has been read of the program `target`.
+    pub fn new(part: &'static str, target: &str) -> Self {
+        Self { part, target: target.to_owned(), running: None, skip: None, last: 0.0, outcomes: Vec::new() }
+    }
+
+    /// Takes a line that came that many seconds after the start; answers what to print instead.
+    pub fn line(&mut self, line: &str, at: f64) -> String {
+        // "test NAME ... " and, perhaps lines later, "ok" or "FAILED".
+        let mut rest = line;
+        if let Some((name, after)) = line.strip_prefix("test ").and_then(|line| line.split_once(" ... ")) {
+            self.running = Some(name.trim_end_matches(" - should panic").to_owned());
+            rest = after;
+        }
+        if let Some((_, reason)) = rest.split_once("kilo-skip: ") {
+            self.skip = Some(reason.to_owned());
+        }
+        let ended = rest.trim();
+        let result = match ended {
+            "ok" => Some("passed"),
+            "FAILED" => Some("failed"),
+            _ if ended.starts_with("ignored") => Some("skipped"),
+            _ => None,
+        };
+        let Some((result, name)) = result.zip(self.running.take_if(|_| result.is_some())) else {
+            return format!("    {line}");
+        };
+        let name = format!("{}::{name}", self.target);
+        let (result, said) = match self.skip.take() {
+            Some(reason) if result == "passed" => ("skipped", format!("SKIPPED {name}: {reason}")),
+            _ => (result, format!("test {name} ... {result}")),
+        };
+        let seconds = at - std::mem::replace(&mut self.last, at);
+        self.push(name, result, seconds);
+        said
+    }
+
+    /// What was read, once `program` is over; a failure more when it ended badly (`how`) with
+    /// none of its tests to blame.
+    pub fn end(mut self, is_success: bool, program: &str, how: &str) -> Vec<TestOutcome> {
+        if !is_success && !self.outcomes.iter().any(|outcome| outcome.outcome == "failed") {
+            println!("test {program} ... failed ({how})");
+            self.push(format!("{program} ends properly"), "failed", 0.0);
+        }
+        self.outcomes
+    }
+
+    fn push(&mut self, name: String, outcome: &str, seconds: f64) {
+        let (part, outcome) = (self.part.to_owned(), outcome.to_owned());
+        self.outcomes.push(TestOutcome { part, name, outcome, seconds });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tests_in_namespaces_print_their_name_twice_and_count_once() {
+        let mut reader = Reader::new("bpf", "bpf");
+        let lines = [
+            (0.1, "running 3 tests"),
+            (0.5, "test quiet ... ok"),
+            (0.6, "test apart ... "),
+            (0.7, "running 1 test"),
+            (0.8, "test apart ... kilo-skip: this kernel has no VLAN"),
+            (1.5, "ok"),
+            (1.5, ""),
+            (1.6, "ok"),
+            (2.0, "test bad ... FAILED"),
+        ];
+        for (at, line) in lines {
+            reader.line(line, at);
+        }
+        let said: Vec<_> = reader
+            .end(false, "bpf", "")
+            .into_iter()
+            .map(|it| (it.name, it.outcome, (it.seconds * 10.0).round() / 10.0))
+            .collect();
+        let wanted = [("quiet", "passed", 0.5), ("apart", "skipped", 1.0), ("bad", "failed", 0.5)];
+        let wanted =
+            wanted.map(|(name, outcome, seconds)| (format!("bpf::{name}"), outcome.to_owned(), seconds));
+        assert_eq!(said, wanted);
+    }
+
+    #[test]
+    fn a_program_that_dies_has_failed() {
+        let said = Reader::new("bpf", "bpf").end(false, "bpf", "signal 11");
+        assert_eq!((said.len(), said[0].outcome.as_str()), (1, "failed"));
+        assert!(Reader::new("bpf", "bpf").end(true, "bpf", "").is_empty());
+    }
+}
