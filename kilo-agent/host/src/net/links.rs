@@ -229,7 +229,11 @@ pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr
     let borrowed = hosts_own(links, query);
     for link in links {
         let (mut uplink, others) = sources::choose(link, query.ways, &own);
-        if !link.up || is_within(link, query.kilo, query.pod_cidrs) {
+        if is_within(link, query.kilo, query.pod_cidrs) {
+            continue;
+        }
+        // One that is down keeps its programs: it may be up before an agent can attach them.
+        if !link.up && uplink == Uplink::default() {
             continue;
         }
         if uplink == Uplink::default() {
@@ -441,8 +445,8 @@ mod tests {
 
     #[test]
     fn only_what_leads_out_is_an_uplink() {
-        let mut down = link(8, "eth9", "", &["192.0.2.9/24"]);
-        down.up = false;
+        let [mut down, mut unused] = [link(8, "eth9", "", &["192.0.2.9/24"]), link(10, "eth8", "", &[])];
+        (down.up, unused.up) = (false, false);
         let links = [
             link(1, "lo", "", &["127.0.0.1/8", "10.9.9.9/32"]),
             link(2, "eth0", "", &["10.0.0.5/24", "10.0.0.6/24", "fe80::1/64"]),
@@ -452,6 +456,7 @@ mod tests {
             link(6, "cni0", "bridge", &["10.244.1.1/24"]),
             link(7, "veth1", "veth", &["fe80::2/64"]),
             down,
+            unused,
             link(9, "eth2", "", &["169.254.1.1/16"]),
         ];
         let pods = ["10.244.1.0/24".parse().unwrap()];
@@ -463,8 +468,10 @@ mod tests {
         let host = host_links(&links, &query, &paths);
         let eth0 = Uplink { v4: Some(address("10.0.0.5")), v6: None };
         let eth1 = Uplink { v4: Some(address("203.0.113.7")), v6: Some("2001:db8::7".parse().unwrap()) };
-        assert_eq!(host.uplinks, BTreeMap::from([(2, eth0), (3, eth1)]));
-        assert_eq!(host.mtus, BTreeMap::from([(2, 1500), (3, 1500)]));
+        // What leaves by it when it is up again meets the programs at once.
+        let eth9 = Uplink { v4: Some(address("192.0.2.9")), v6: None };
+        assert_eq!(host.uplinks, BTreeMap::from([(2, eth0), (3, eth1), (8, eth9)]));
+        assert_eq!(host.mtus, BTreeMap::from([(2, 1500), (3, 1500), (8, 1500)]));
         assert_eq!(host.private, Some(2));
         assert_eq!(host.towards, BTreeMap::from([(node("203.0.113.2"), 3)]));
     }
@@ -571,7 +578,8 @@ mod tests {
             let of = |index: u32| links.iter().find(|link| link.index == index).unwrap();
             for (index, uplink) in &host.uplinks {
                 let link = of(*index);
-                prop_assert!(link.up && !link.loopback && *index != kilo && link.kind != "dummy");
+                prop_assert!(link.up || !link.addresses.is_empty());
+                prop_assert!(!link.loopback && *index != kilo && link.kind != "dummy");
                 prop_assert!(!matches!(link.header, LinkHeader::Unknown(_)));
                 prop_assert_eq!(host.layer3.contains(index), link.header == LinkHeader::None);
                 prop_assert_eq!(host.mtus.get(index), Some(&link.mtu));
