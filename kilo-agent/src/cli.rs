@@ -111,7 +111,7 @@ pub struct PrefixList(Vec<IpNet>);
 
 /// Text in a list that is no prefix.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no prefix; write for example 10.96.0.0/12 or 10.96.0.0/12,fd00:96::/112")]
+#[error("{0:?} is not a valid prefix; write for example 10.96.0.0/12 or 10.96.0.0/12,fd00:96::/112")]
 pub struct InvalidPrefix(String);
 
 impl FromStr for PrefixList {
@@ -158,7 +158,7 @@ pub fn parse_listen(text: &str) -> Result<SocketAddr, InvalidListen> {
 
 /// Text that is no prefix.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no prefix; write for example 10.4.0.0/16 or fd00:10::/64")]
+#[error("{0:?} is not a valid prefix; write for example 10.4.0.0/16 or fd00:10::/64")]
 pub struct InvalidCidr(String);
 
 /// Parses `ADDRESS/LENGTH`.
@@ -168,7 +168,7 @@ pub fn parse_cidr(text: &str) -> Result<IpNet, InvalidCidr> {
 
 /// Text that is no port.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no port; possible values are 1 to 65535")]
+#[error("{0:?} is not a valid port; possible values are 1 to 65535")]
 pub struct InvalidPort(String);
 
 /// Parses a port, 1 to 65535.
@@ -191,7 +191,7 @@ pub fn parse_period(text: &str) -> Result<Duration, InvalidPeriod> {
 
 /// Text that cannot be the key of a label.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no label; write for example topology.kubernetes.io/region")]
+#[error("{0:?} is not a valid label; write for example topology.kubernetes.io/region")]
 pub struct InvalidLabel(String);
 
 /// Parses a label's key as Kubernetes accepts it: an optional DNS name and a
@@ -221,7 +221,7 @@ pub fn parse_secret(text: &str) -> Result<(String, String), InvalidSecret> {
 
 /// Text that cannot be the name of a node.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no name of a node; names are DNS names in lower case, for example node-1.example.com")]
+#[error("{0:?} is not a valid node name; names are DNS names in lower case, for example node-1.example.com")]
 pub struct InvalidNodeName(String);
 
 /// Parses the name of a node; empty = the host's.

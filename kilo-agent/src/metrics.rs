@@ -72,7 +72,7 @@ impl Collector for SampleCollector {
         let counted = match samples.counters.as_ref().map(CounterReader::read) {
             Some(Ok(counters)) => counters,
             Some(Err(error)) => {
-                tracing::error!(%error, "packet counters");
+                tracing::error!(%error, "failed to read packet counters");
                 Counters::default()
             }
             None => Counters::default(),
@@ -81,14 +81,14 @@ impl Collector for SampleCollector {
         by_label(
             &mut encoder,
             "kilo_packets",
-            "Packets by what the data path did with them",
+            "Packets handled by the data path, by action",
             "action",
             counted.actions.iter().map(|(label, value)| ((*label).to_owned(), counter(value))),
         )?;
         by_label(
             &mut encoder,
             "kilo_dropped_packets",
-            "Packets the data path dropped, by reason",
+            "Packets dropped by the data path, by reason",
             "reason",
             counted.drops.iter().map(|(label, value)| ((*label).to_owned(), counter(value))),
         )?;
@@ -193,14 +193,14 @@ impl Default for Metrics {
         registry.register("kilo_nodes", "Nodes in the mesh", metrics.nodes.clone());
         registry.register(
             "kilo_address_conflicts",
-            "Private addresses that several nodes claim, of this location or this node's own",
+            "Private addresses claimed by several nodes, in this location or including this node",
             metrics.conflicts.clone(),
         );
         registry.register("kilo_peers", "VPN peers in the mesh", metrics.peers.clone());
         registry.register("kilo_reconciles", "Reconciliation attempts", metrics.reconciles.clone());
         registry.register(
             "kilo_reconcile_duration_seconds",
-            "Time one reconciliation took",
+            "Duration of a reconciliation",
             metrics.reconcile_seconds.clone(),
         );
         registry.register(
@@ -210,26 +210,26 @@ impl Default for Metrics {
         );
         registry.register(
             "kilo_reattached",
-            "Programs that somebody removed from an interface and that were put back",
+            "BPF programs reattached after something else had detached them",
             metrics.reattached.clone(),
         );
         registry.register(
             "kilo_nat_entries",
-            "Entries of masqueraded flows, two a flow, as of the last sweep",
+            "NAT entries as of the last sweep, two per flow",
             metrics.nat_entries.clone(),
         );
         registry.register(
             "kilo_nat_collected",
-            "Entries of masqueraded flows that were removed because they had ended",
+            "NAT entries removed because their flows had ended",
             metrics.nat_collected.clone(),
         );
-        registry.register("kilo_map_entries", "Places taken in a BPF map", metrics.map_entries.clone());
+        registry.register("kilo_map_entries", "Entries in a BPF map", metrics.map_entries.clone());
         let capacity = Family::<MapLabel, Gauge>::default();
         for map in FILLED {
             metrics.set_map_entries(map, 0);
             capacity.get_or_create(&MapLabel { map }).set(bounds::size(map).into());
         }
-        registry.register("kilo_map_capacity", "Places in a BPF map", capacity);
+        registry.register("kilo_map_capacity", "Capacity of a BPF map in entries", capacity);
         registry.register_collector(Box::new(SampleCollector(samples)));
         Self { registry: Arc::new(registry), ..metrics }
     }

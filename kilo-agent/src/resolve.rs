@@ -154,7 +154,7 @@ impl Resolver {
             }
             Err(error) => {
                 if self.own.as_ref() != Some(&name) {
-                    tracing::warn!(name, error, "endpoint cannot be resolved");
+                    tracing::warn!(name, error, "failed to resolve endpoint");
                 }
                 false
             }

@@ -1,12 +1,12 @@
 //! The size of every map, and its reason: the table in docs/data-path.md.
 
 use crate::{
+    counters::COUNTERS,
     event::RING_BYTES,
     maps::{
         MAX_DEVICES, MAX_HOPS, MAX_INBOUND, MAX_MASQ_ADDRS, MAX_MASQ_PREFIXES, MAX_NAT, MAX_NODES,
         MAX_PREFIXES, PATH_MTU_RING, name,
     },
-    verdict::COUNTERS,
 };
 
 /// What fits in one map.

@@ -1,6 +1,6 @@
 //! What the programs tell a listener about a packet they drop.
 
-use crate::verdict::DropReason;
+use crate::counters::DropReason;
 
 /// Bytes of the packet an event carries: enough for Ethernet, VXLAN over IPv6
 /// and an inner header. A power of two, for [`captured`].

@@ -5,6 +5,7 @@
 
 pub mod bounds;
 pub mod checksum;
+pub mod counters;
 pub mod ecn;
 pub mod encap;
 pub mod event;
@@ -16,4 +17,3 @@ pub mod refused;
 pub mod signal;
 pub mod siphash;
 pub mod too_big;
-pub mod verdict;

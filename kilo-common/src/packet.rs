@@ -1,6 +1,6 @@
 //! Reading IPv4 (RFC 791) and IPv6 (RFC 8200) headers.
 
-use crate::{encap::next_ttl, verdict::DropReason};
+use crate::{counters::DropReason, encap::next_ttl};
 
 /// IP protocol numbers (IANA).
 pub mod protocol {

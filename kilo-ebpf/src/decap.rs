@@ -8,13 +8,13 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use kilo_common::{
+    counters::{Action, DropReason},
     ecn,
     maps::{
         CONFIG_LEADER, Config, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_ROUTE, PREFIX_SOURCE,
         VXLAN_PORT,
     },
     packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4},
-    verdict::{Action, DropReason},
 };
 
 use crate::{

@@ -13,13 +13,13 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use kilo_common::{
+    counters::DropReason,
     encap::{
         IPIP_OVERHEAD, IPIP_OVERHEAD_V6, Inner, OUTER_TTL, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6, ipip_frame,
         ipip_frame_v6, vxlan_ethernet, vxlan_frame, vxlan_frame_v6,
     },
     maps::{Config, FAMILY_V4, FAMILY_V6, Hop, TUNNEL_IPIP, TUNNEL_NONE, TUNNEL_VXLAN, VXLAN_VNI},
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6},
-    verdict::DropReason,
 };
 
 use crate::{

@@ -4,9 +4,9 @@
 use aya_ebpf::{btf_maps::lpm_trie::Key, programs::TcContext};
 use kilo_common::{
     checksum,
+    counters::DropReason,
     maps::{CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, Config, Device, NodeValue, PrefixValue},
     packet::{IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, Ipv6, never_steered, never_steered_v6, protocol},
-    verdict::DropReason,
 };
 
 use crate::{

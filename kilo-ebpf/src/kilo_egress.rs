@@ -2,9 +2,9 @@
 
 use aya_ebpf::programs::TcContext;
 use kilo_common::{
+    counters::{Action, DropReason},
     maps::{CONFIG_LEADER, Config, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, PREFIX_ROUTE},
     packet::Ipv4,
-    verdict::{Action, DropReason},
 };
 
 use crate::{

@@ -2,9 +2,9 @@
 
 use aya_ebpf::programs::TcContext;
 use kilo_common::{
+    counters::{Action, DropReason},
     maps::{CONFIG_LEADER, CONFIG_OFFERED, Config, HOP_KIND_NODE, Hop},
     packet::Ipv4,
-    verdict::{Action, DropReason},
 };
 
 use crate::{

@@ -2,13 +2,13 @@
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
 use kilo_common::{
+    counters::DropReason,
     encap::{UDP_LEN, VXLAN_INNER, VXLAN_LEN, vxlan_header},
     maps::{
         CONFIG_LEADER, CONFIG_PLAIN, Config, FAMILY_V6, HOP_KIND_NODE, HOP_LOCAL, Hop, PREFIX_INSIDE,
         PREFIX_ROUTE, PREFIX_SOURCE, TUNNEL_NONE, VXLAN_PORT,
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4, protocol},
-    verdict::DropReason,
 };
 
 use crate::{

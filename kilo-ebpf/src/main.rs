@@ -53,7 +53,7 @@ mod uplink_egress;
 #[cfg(target_arch = "bpf")]
 mod programs {
     use aya_ebpf::{macros::classifier, programs::TcContext};
-    use kilo_common::{event::Hook, verdict::Action};
+    use kilo_common::{counters::Action, event::Hook};
 
     use crate::{
         cb, kilo_egress as egress, kilo_ingress as ingress, lan_ingress as lan, maps,

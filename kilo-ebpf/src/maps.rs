@@ -5,12 +5,12 @@ use aya_ebpf::{
     macros::btf_map,
 };
 use kilo_common::{
+    counters::{Action, COUNTERS},
     maps::{
         Config, Device, Hop, InboundValue, MAX_DEVICES, MAX_HOPS, MAX_INBOUND, MAX_MASQ_ADDRS,
         MAX_MASQ_PREFIXES, MAX_NAT, MAX_NODES, MAX_PREFIXES, MasqAddr, NatKey, NatValue, NodeValue,
         PATH_MTU_RING, PathMtu, PrefixValue,
     },
-    verdict::{Action, COUNTERS},
 };
 
 #[btf_map(name = "prefix_v4")]

@@ -7,9 +7,9 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use kilo_common::{
+    counters::DropReason,
     event::Hook,
     too_big::{self, QUOTED},
-    verdict::DropReason,
 };
 
 use crate::{

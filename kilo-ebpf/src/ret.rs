@@ -1,7 +1,7 @@
 //! What a program returns: an action of the kernel, or a drop that is counted and reported.
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
-use kilo_common::{event::Hook, maps::Config, verdict::DropReason};
+use kilo_common::{counters::DropReason, event::Hook, maps::Config};
 
 use crate::{maps, monitor, packet};
 

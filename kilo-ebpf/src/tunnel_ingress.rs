@@ -7,9 +7,9 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use kilo_common::{
+    counters::DropReason,
     maps::{Config, NodeValue, VXLAN_VNI},
     packet::{ETHERNET_LEN, Ipv4},
-    verdict::DropReason,
 };
 
 use crate::{

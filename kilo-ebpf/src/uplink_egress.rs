@@ -8,12 +8,12 @@
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, helpers::bpf_redirect, programs::TcContext};
 use kilo_common::{
+    counters::DropReason,
     maps::{
         CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, Config, HOP_KIND_NODE, HOP_KIND_WIREGUARD,
         PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_SOURCE, VXLAN_PORT,
     },
     packet::{ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, protocol},
-    verdict::DropReason,
 };
 
 use crate::{

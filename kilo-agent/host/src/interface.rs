@@ -51,7 +51,7 @@ impl Interface {
             tracing::warn!(
                 interface = options.name,
                 found = link.name,
-                "somebody renamed the WireGuard device; renamed it back"
+                "WireGuard device was renamed by something else; renamed it back"
             );
             links::rename(rtnl, index, &options.name).await?;
         }
@@ -62,7 +62,7 @@ impl Interface {
             tracing::info!(
                 interface = options.name,
                 backend = made.backend.name(),
-                "made the WireGuard device"
+                "WireGuard device created"
             );
         }
         let device = Device::open(net.rtnl(), &options.name, made.backend).await?;

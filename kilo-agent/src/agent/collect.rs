@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use kilo_common::verdict::DropReason;
+use kilo_common::counters::DropReason;
 use tokio_util::sync::CancellationToken;
 
 use crate::metrics::Metrics;
@@ -56,12 +56,12 @@ fn observe(metrics: &Metrics, swept: Result<nat::Sweep, DataplaneError>) -> nat:
             metrics.nat_entries.set(i64::try_from(sweep.entries).unwrap_or(i64::MAX));
             metrics.set_map_entries(kilo_common::maps::name::NAT, sweep.entries);
             metrics.nat_collected.inc_by(sweep.removed as u64);
-            tracing::debug!(entries = sweep.entries, removed = sweep.removed, "swept masqueraded flows");
+            tracing::debug!(entries = sweep.entries, removed = sweep.removed, "NAT table swept");
             sweep
         }
         Err(error) => {
             metrics.error(error.label());
-            tracing::error!(%error, "the collector of masqueraded flows");
+            tracing::error!(%error, "failed to sweep the NAT table");
             nat::Sweep::default()
         }
     }

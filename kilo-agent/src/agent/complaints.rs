@@ -60,7 +60,7 @@ impl Complaints {
         for (object, problem) in problems {
             if self.objects.get(object) != Some(problem) {
                 metrics.error("invalid_object");
-                tracing::warn!(object, problem, "ignored");
+                tracing::warn!(object, problem, "ignoring invalid object or field");
             }
         }
         self.objects.clone_from(problems);
@@ -156,7 +156,7 @@ impl Complaints {
             }
             _ => 0,
         };
-        tracing::error!(error = text, repeated, "reconcile");
+        tracing::error!(error = text, repeated, "reconcile failed");
         self.failure = Some(Failure { text, said: now, since: 0 });
     }
 

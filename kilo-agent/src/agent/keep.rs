@@ -50,7 +50,7 @@ impl Keeper {
             if let Err(error) = file.keep(view.ready_nodes(), view.snapshot.peers.values(), now) {
                 stale.store(true, Ordering::Release);
                 metrics.error("last_good");
-                tracing::warn!(%error, "the last good topology is not kept; a start without API server has none");
+                tracing::warn!(%error, "failed to save the last good topology; a start without API server would have none");
             }
         });
     }

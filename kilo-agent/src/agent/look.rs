@@ -38,7 +38,7 @@ impl<B: Backend> Agent<B> {
         let tunnels = tunnels::ensure(self.net.rtnl()).await;
         for problem in &tunnels.problems {
             self.metrics.error("tunnel_device");
-            tracing::warn!(error = %problem, "packets that need this device are dropped");
+            tracing::warn!(error = %problem, "failed to create tunnel device; packets that need it are dropped");
         }
         let links = self.net.links().await?;
         if !links.iter().any(|link| link.index == interface.index) {

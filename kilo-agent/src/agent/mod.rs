@@ -296,7 +296,7 @@ impl<B: Backend> Agent<B> {
                 }
                 changed = snapshots.changed() => {
                     if changed.is_err() {
-                        tracing::error!("the backend has ended");
+                        tracing::error!("backend stopped unexpectedly");
                         break;
                     }
                     Cause::Snapshot
@@ -484,7 +484,7 @@ impl<B: Backend> Agent<B> {
         self.metrics.reattached.inc_by(attached.reattached);
         for error in attached.failed {
             self.metrics.error(error.label());
-            tracing::error!(%error, "the other interfaces have their programs");
+            tracing::error!(%error, "failed to attach BPF program to interface; other interfaces are unaffected");
         }
         let guarded = look.tunnels.guard(self.net.rtnl(), &attached.unguarded).await;
         match attached.refused {
@@ -534,7 +534,7 @@ impl<B: Backend> Agent<B> {
                 // It may have taken a peer off the device that it has not put back.
                 self.host_changed.notify_one();
                 self.metrics.error(error.label());
-                tracing::warn!(%error, "new peers");
+                tracing::warn!(%error, "failed to trigger handshakes with new peers");
             }
         }
     }

@@ -32,11 +32,11 @@ pub(super) async fn write<B: Backend>(
             let pause = match backend.report_network(&node, available).await {
                 Ok(()) => break,
                 Err(error) if error.is_temporary() => {
-                    tracing::debug!(%error, "the condition NetworkUnavailable is not written yet");
+                    tracing::debug!(%error, "node condition NetworkUnavailable not written yet");
                     AGAIN
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "the condition NetworkUnavailable of this node cannot be written");
+                    tracing::warn!(%error, "failed to write node condition NetworkUnavailable");
                     REFUSED
                 }
             };
@@ -66,7 +66,7 @@ impl<B: Backend> Agent<B> {
             (None, None) => return,
         };
         match written {
-            Ok(true) => tracing::info!("the CNI configuration has the pod CIDRs of this node"),
+            Ok(true) => tracing::info!("CNI configuration updated with the pod CIDRs of this node"),
             Ok(false) => {}
             Err(error) => {
                 self.metrics.error("cni");

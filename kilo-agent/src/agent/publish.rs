@@ -59,8 +59,8 @@ impl<B: Backend> Agent<B> {
         let Ok(answer) = tokio::time::timeout(PATIENCE, reporting).await else { return };
         match answer {
             Ok(Ok(_)) => self.reported_peers = Some(std::mem::take(said)),
-            Ok(Err(error)) => tracing::debug!(%error, "the status of peers is not written yet"),
-            Err(error) => tracing::error!(%error, "writing the status of peers"),
+            Ok(Err(error)) => tracing::debug!(%error, "status of peers not written yet"),
+            Err(error) => tracing::error!(%error, "failed to write the status of peers"),
         }
         self.reporting = None;
     }

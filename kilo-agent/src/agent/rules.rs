@@ -19,7 +19,7 @@ impl<B: Backend> Agent<B> {
             Ok(writes) => writes,
             Err(error) => {
                 self.metrics.error(error.label());
-                tracing::error!(%error, "--iptables-forward-rules");
+                tracing::error!(%error, "failed to write iptables FORWARD rules");
                 0
             }
         }
@@ -41,7 +41,7 @@ impl<B: Backend> Agent<B> {
             Ok(writes) => writes,
             Err(error) => {
                 self.metrics.error(error.label());
-                tracing::error!(%error, "masquerading");
+                tracing::error!(%error, "failed to write masquerading rules");
                 0
             }
         }

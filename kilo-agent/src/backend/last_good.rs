@@ -36,7 +36,7 @@ pub enum LastGoodError {
     #[error(transparent)]
     Io(#[from] io::Error),
     /// It is something else, or broken.
-    #[error("it is no file of this agent: {0}")]
+    #[error("not written by this agent: {0}")]
     Foreign(String),
 }
 

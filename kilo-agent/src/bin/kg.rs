@@ -46,7 +46,7 @@ use tokio_util::sync::CancellationToken;
 /// Where the private key is.
 const KEY_PATH: &str = "/var/lib/kilo/key";
 
-/// Joins this node to the others' network: WireGuard between locations, TC
+/// Run the Kilo agent: joins this node to the mesh, with WireGuard between locations and TC
 /// programs inside them.
 #[derive(Parser, Debug)]
 #[command(name = "kg", version, disable_version_flag = true, args_override_self = true)]
@@ -69,9 +69,9 @@ enum Command {
         /// bash, zsh, fish, elvish or powershell.
         shell: clap_complete::Shell,
     },
-    /// Refuse invalid Peer objects when they are written (admission webhook).
+    /// Run the admission webhook, which rejects invalid Peer objects.
     Webhook(WebhookArgs),
-    /// Remove everything the agent set up on this node, annotations too, and print it. Refuses while the agent runs.
+    /// Remove everything the agent set up on this node, including its annotations, and print what was removed. Fails while the agent runs.
     Uninstall(UninstallArgs),
     /// Run the userspace WireGuard device (started by the agent itself).
     #[command(name = userspace::SUBCOMMAND, hide = true)]
@@ -83,106 +83,106 @@ enum Command {
 
 #[derive(Args, Debug)]
 struct UninstallArgs {
-    /// Keep the WireGuard interface with its peers and their sessions: another agent takes it over.
+    /// Keep the WireGuard interface with its peers and sessions, so that another agent can take it over.
     #[arg(long)]
     keep_interface: bool,
-    /// Remove the CNI configuration (--cni-path) and its bridge, too: pods of this node lose their network.
+    /// Also remove the CNI configuration (--cni-path) and its bridge; pods of this node lose their network.
     #[arg(long)]
     remove_cni: bool,
 }
 
 #[derive(Args, Debug)]
 struct WebhookArgs {
-    /// Certificate chain in PEM; read again when it changes.
+    /// Certificate chain in PEM; reloaded when it changes.
     #[arg(long, value_name = "FILE", requires = "key_file", required_unless_present = "secret")]
     cert_file: Option<PathBuf>,
-    /// Private key of the certificate in PEM; read again when it changes.
+    /// Private key of the certificate in PEM; reloaded when it changes.
     #[arg(long, value_name = "FILE", requires = "cert_file")]
     key_file: Option<PathBuf>,
-    /// Make and renew a certificate, and keep it in this Secret, instead of --cert-file and --key-file.
+    /// Secret in which the webhook keeps a certificate that it creates and renews itself, instead of --cert-file and --key-file.
     #[arg(long, value_name = "NAMESPACE/NAME", value_parser = parse_secret, conflicts_with = "cert_file")]
     secret: Option<(String, String)>,
-    /// With --secret: the Service by which the API server finds this webhook, in the same namespace.
+    /// With --secret: the Service of this webhook, in the same namespace.
     #[arg(long, value_name = "NAME", default_value = "peer-validation")]
     service: String,
-    /// With --secret: the ValidatingWebhookConfiguration that gets the certificate's authority.
+    /// With --secret: the ValidatingWebhookConfiguration whose CA bundle is updated.
     #[arg(long, value_name = "NAME", default_value = "peers.kilo.squat.ai")]
     configuration: String,
-    /// Address the API server asks at: POST /validate over TLS.
+    /// Address on which reviews are served: POST /validate over TLS.
     #[arg(long, default_value = ":8443", value_parser = parse_listen)]
     listen: SocketAddr,
-    /// Address of metrics and health.
+    /// Address on which metrics and health are served.
     #[arg(long, default_value = ":1107", value_parser = parse_listen)]
     listen_metrics: SocketAddr,
 }
 
 #[derive(Args, Debug)]
 struct Flags {
-    /// How programs are attached: auto (TCX, else clsact), tcx or clsact.
+    /// How BPF programs are attached: auto (TCX if the kernel has it, otherwise clsact), tcx or clsact.
     #[arg(long, default_value = "auto")]
     attach: AttachMode,
-    /// Where nodes and peers come from: kubernetes or file.
+    /// Source of nodes and peers: kubernetes or file.
     #[arg(long, default_value = "kubernetes", global = true)]
     backend: BackendKind,
     /// Directory of Node and Peer objects for --backend=file.
     #[arg(long, value_name = "DIR", global = true)]
     backend_dir: Option<PathBuf>,
-    /// When the agent stops and its node no longer exists: remove what it set up. A restart removes nothing.
+    /// Remove what the agent set up when it stops and its Node object no longer exists. A restart removes nothing.
     #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     clean_up: bool,
-    /// Delete the WireGuard interface, too, when --clean-up removes the rest.
+    /// With --clean-up, also delete the WireGuard interface.
     #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     clean_up_interface: bool,
-    /// Create the WireGuard interface; else it must exist.
+    /// Create the WireGuard interface if it does not exist.
     #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool, global = true)]
     create_interface: bool,
-    /// Write the node's pod CIDRs into the CNI configuration; masquerade its pods.
+    /// Write the node's pod CIDRs into the CNI configuration and masquerade its pods' traffic.
     #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     cni: bool,
-    /// CNI configuration list.
+    /// Path of the CNI configuration list.
     #[arg(long, value_name = "FILE", default_value = "/etc/cni/net.d/10-kilo.conflist", global = true)]
     cni_path: PathBuf,
-    /// Publish this CNI configuration as --cni-path when the data path is up, valid until the next boot.
+    /// CNI configuration to publish at --cni-path once the data path is up, valid until the next boot.
     #[arg(long, value_name = "FILE", default_value = "", hide_default_value = true)]
     cni_source: String,
-    /// A directory that is empty after a boot, for --cni-source; the host's at the same path.
+    /// Directory of the host that is empty after a boot, mounted at the same path; used by --cni-source.
     #[arg(long, value_name = "DIR", default_value = "/run/kilo")]
     cni_run_dir: PathBuf,
-    /// The CNI that manages routes inside a location: flannel or cilium.
+    /// CNI that manages routes inside a location: flannel or cilium.
     #[arg(long, default_value = "", hide_default_value = true)]
     compatibility: Compatibility,
-    /// When packets inside a location are encapsulated: never, crosssubnet or always.
+    /// When to encapsulate packets inside a location: never, crosssubnet or always.
     #[arg(long, default_value = "always")]
     encapsulate: Encapsulate,
-    /// Where the WireGuard endpoint comes from: auto (a public address of an interface, else the Node's
+    /// Source of the WireGuard endpoint: auto (a public address of an interface, else the Node's
     /// ExternalIP, else a private address), interface or external-ip. The annotation force-endpoint overrides it.
     #[arg(long, default_value = "auto")]
     endpoint_from: EndpointFrom,
-    /// Name of this node; default: the host's.
+    /// Name of this node; defaults to the host name.
     #[arg(long, default_value = "", hide_default_value = true, value_parser = parse_node_name, global = true)]
     hostname: String,
-    /// The WireGuard interface.
+    /// Name of the WireGuard interface.
     #[arg(long, default_value = "kilo0", global = true)]
     interface: String,
-    /// Only addresses in these ranges are private addresses of the node (comma separated, repeatable).
+    /// CIDRs in which the node's private address is looked for (comma separated, repeatable).
     #[arg(long, value_name = "CIDR")]
     internal_cidr: Vec<PrefixList>,
-    /// Accept traffic of local pods in the FORWARD chains of iptables, whatever their policy.
+    /// Accept traffic of local pods in the FORWARD chains of iptables, whatever the chains' policy.
     #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     iptables_forward_rules: bool,
-    /// Kubernetes configuration; default: in-cluster.
+    /// Path of the kubeconfig; defaults to the in-cluster configuration.
     #[arg(long, value_name = "FILE", default_value = "", hide_default_value = true, global = true)]
     kubeconfig: String,
-    /// Address of the Kubernetes API server; overrides the configuration's.
+    /// Address of the Kubernetes API server; overrides the one in the kubeconfig.
     #[arg(long, value_name = "URL", default_value = "", hide_default_value = true, global = true)]
     master: String,
-    /// Address of health, metrics and graph.
+    /// Address on which health, metrics and graph are served.
     #[arg(long, default_value = ":1107", value_parser = parse_listen)]
     listen: SocketAddr,
     /// Manage routes inside the location.
     #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     local: bool,
-    /// all, debug, info, warn, error or none.
+    /// Log level: all, debug, info, warn, error or none.
     #[arg(long, default_value = "info", global = true)]
     log_level: LogLevel,
     /// Who masquerades: ebpf, nftables or off.
@@ -191,26 +191,26 @@ struct Flags {
     /// Which nodes are meshed directly: location, full or cross.
     #[arg(long, default_value = "location")]
     mesh_granularity: Granularity,
-    /// Outer header inside a location: auto (vxlan beside another CNI, else ipip), ipip, vxlan or none. Every
+    /// Encapsulation inside a location: auto (vxlan beside another CNI, else ipip), ipip, vxlan or none. Every
     /// node understands all of them.
     #[arg(long, default_value = "auto")]
     tunnel: TunnelMode,
-    /// MTU of the WireGuard interface: auto or bytes.
+    /// MTU of the WireGuard interface: auto, or a number of bytes.
     #[arg(long, default_value = "auto")]
     mtu: Mtu,
-    /// WireGuard port.
+    /// UDP port of WireGuard.
     #[arg(long, default_value = "51820", value_parser = parse_port)]
     port: u16,
-    /// Prefer the private address as endpoint.
+    /// Use the private address as the WireGuard endpoint.
     #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     prioritise_private_addresses: bool,
-    /// How often everything is checked although nothing seems to have changed.
+    /// Interval between full resyncs.
     #[arg(long, default_value = "30s", value_parser = parse_period)]
     resync_period: Duration,
-    /// Service ranges, never masqueraded (comma separated, repeatable).
+    /// CIDRs of services, to which traffic is never masqueraded (comma separated, repeatable).
     #[arg(long, value_name = "CIDR")]
     service_cidr: Vec<PrefixList>,
-    /// WireGuard addresses come from here.
+    /// CIDR from which WireGuard addresses are allocated.
     #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr)]
     subnet: IpNet,
     /// Node label that names the location.
@@ -305,7 +305,7 @@ fn hostname(flags: &Flags) -> Result<String> {
     let name = nix::unistd::gethostname().context("the host's name")?;
     let name = name
         .into_string()
-        .map_err(|name| anyhow::anyhow!("the host's name {name:?} is no text; set --hostname"))?;
+        .map_err(|name| anyhow::anyhow!("the host's name {name:?} is not valid UTF-8; set --hostname"))?;
     // Names of Node objects are lower case; the kubelet does the same.
     Ok(name.to_lowercase())
 }
@@ -422,7 +422,7 @@ async fn serve_webhook(args: WebhookArgs) -> Result<()> {
 /// What an earlier agent left, for a start without API server.
 fn last_good_topology(hostname: &str) -> Option<Snapshot> {
     last_good::load(&last_good_path(), hostname).unwrap_or_else(|error| {
-        tracing::warn!(path = %last_good_path().display(), %error, "the last good topology is ignored");
+        tracing::warn!(path = %last_good_path().display(), %error, "ignoring the saved topology");
         None
     })
 }
@@ -478,14 +478,14 @@ async fn work<B: Backend>(
     // annotations stay for the next agent, unless the node has left the cluster.
     let gone = !snapshots.borrow().nodes.contains(&hostname);
     if flags.clean_up && gone {
-        tracing::info!("the node no longer exists; cleaning up");
+        tracing::info!("node object no longer exists; cleaning up");
         let keep_interface = !flags.clean_up_interface;
         return uninstall(&flags, &UninstallArgs { keep_interface, remove_cni: false }).await;
     }
     if leaving.leave(Path::new(BPFFS), &flags.interface).await {
         return Ok(());
     }
-    tracing::info!("kg stops; traffic goes on, `kg uninstall` removes everything");
+    tracing::info!("kg stopped; traffic keeps flowing, `kg uninstall` removes everything");
     Ok(())
 }
 

@@ -46,10 +46,7 @@ impl Context {
     pub async fn answer(self, request: Request<Incoming>) -> Answer {
         let path = request.uri().path();
         if !matches!(path, "/" | "/health" | "/metrics" | "/status" | "/graph") {
-            return text(
-                StatusCode::NOT_FOUND,
-                "there is nothing here; try /health, /metrics, /status or /graph\n",
-            );
+            return text(StatusCode::NOT_FOUND, "not found; try /health, /metrics, /status or /graph\n");
         }
         if !matches!(*request.method(), Method::GET | Method::HEAD) {
             return method_not_allowed("GET, HEAD");
@@ -72,7 +69,7 @@ impl Context {
                 match view().peers().await {
                     Ok(peers) => self.metrics.set_peers(peers, Timestamp::now()),
                     Err(error) => {
-                        tracing::warn!(%error, "metrics of WireGuard peers are as of the last scrape");
+                        tracing::warn!(%error, "failed to read WireGuard peers; their metrics are from the last scrape");
                     }
                 }
                 match self.metrics.encode() {

@@ -71,7 +71,7 @@ where
         let (tls, handle, stop) = (tls.clone(), handle.clone(), stop.clone());
         connections.spawn(async move {
             tokio::select! {
-                () = place.lost.cancelled() => tracing::debug!(%client, "http connection: others need its place"),
+                () = place.lost.cancelled() => tracing::debug!(%client, "HTTP connection closed to make room for other clients"),
                 () = welcome(Lingering::new(stream), tls, handle, stop) => {}
             }
         });
@@ -90,8 +90,8 @@ where
         None => converse(stream, handle, stop).await,
         Some(tls) => match timeout(PATIENCE, tls.accept(stream)).await {
             Ok(Ok(stream)) => converse(stream, handle, stop).await,
-            Ok(Err(error)) => tracing::debug!(%error, "TLS handshake"),
-            Err(_) => tracing::debug!("TLS handshake takes too long"),
+            Ok(Err(error)) => tracing::debug!(%error, "TLS handshake failed"),
+            Err(_) => tracing::debug!("TLS handshake timed out"),
         },
     }
 }
@@ -126,7 +126,7 @@ where
     };
     match ended {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => tracing::debug!(%error, "http connection"),
-        Err(_) => tracing::debug!("http connection: the client reads too slowly"),
+        Ok(Err(error)) => tracing::debug!(%error, "HTTP connection failed"),
+        Err(_) => tracing::debug!("HTTP connection closed: client reads too slowly"),
     }
 }

@@ -24,7 +24,7 @@ const PORT: u16 = 1107;
 #[derive(Debug, thiserror::Error)]
 pub enum AskError {
     /// The URL cannot be used.
-    #[error("{url:?} is no URL of an agent: {reason}; write for example http://127.0.0.1:1107")]
+    #[error("{url:?} is not the URL of an agent: {reason}; write for example http://127.0.0.1:1107")]
     Url {
         /// The text given.
         url: String,
@@ -40,7 +40,7 @@ pub enum AskError {
         reason: String,
     },
     /// Somebody answers, but no agent that knows `/status`.
-    #[error("what answers at {url} is no agent of this version: {reason}")]
+    #[error("the server at {url} is not an agent of this version: {reason}")]
     Answer {
         /// Where.
         url: String,
@@ -91,7 +91,7 @@ pub async fn agent(url: &str) -> Result<Status, AskError> {
     };
     timeout(PATIENCE, exchange)
         .await
-        .unwrap_or_else(|_| Err(unreachable(format!("nothing came within {} s", PATIENCE.as_secs()))))
+        .unwrap_or_else(|_| Err(unreachable(format!("no response within {} s", PATIENCE.as_secs()))))
 }
 
 /// The status of the agent on a node, through the API server's proxy to its pod.

@@ -38,7 +38,7 @@ pub struct Status {
     pub time: Timestamp,
     /// `location` or `full`.
     pub granularity: String,
-    /// WireGuard addresses come from here.
+    /// CIDR from which WireGuard addresses are allocated.
     pub subnet: IpNet,
     /// Locations, sorted by name; those without a ready node, too.
     pub locations: Vec<LocationStatus>,

@@ -103,7 +103,7 @@ pub async fn run(options: Options, stop: CancellationToken) -> Result<(), Webhoo
         async |address| http::bind(address).await.map_err(|source| WebhookError::Listen { address, source });
     let reviews = bind(options.listen).await?;
     let scrapes = bind(options.listen_metrics).await?;
-    tracing::info!(listen = %options.listen, metrics = %options.listen_metrics, "the webhook serves");
+    tracing::info!(listen = %options.listen, metrics = %options.listen_metrics, "webhook is listening");
 
     let (for_reviews, for_scrapes) = (metrics.clone(), metrics.clone());
     let review = move |request| review_or_refuse(for_reviews.clone(), request);
@@ -119,11 +119,11 @@ pub async fn run(options: Options, stop: CancellationToken) -> Result<(), Webhoo
         loop {
             tokio::time::sleep(options.reload).await;
             match source.renew(&certificate).await {
-                Ok(true) => tracing::info!("the certificate has changed and is used from now on"),
+                Ok(true) => tracing::info!("certificate changed; using the new one"),
                 Ok(false) => {}
                 Err(error) => {
                     metrics.errors.inc();
-                    tracing::error!(%error, "the certificate stays as it was");
+                    tracing::error!(%error, "failed to reload certificate; keeping the previous one");
                 }
             }
         }
@@ -157,7 +157,7 @@ impl Origin {
             match secret::ensure(&client, place).await {
                 Ok(files) => break files,
                 // It may not be there yet: rights, or the webhook's configuration.
-                Err(error) => tracing::error!(%error, "there is no certificate yet; trying again"),
+                Err(error) => tracing::error!(%error, "failed to obtain a certificate; trying again"),
             }
             tokio::select! {
                 () = stop.cancelled() => return Ok(None),
@@ -188,7 +188,7 @@ async fn tell(metrics: Metrics, request: Request<Incoming>) -> Answer {
     };
     metrics.request(handler, request.method());
     if handler == "other" {
-        return text(StatusCode::NOT_FOUND, "there is nothing here; try /metrics or /health\n");
+        return text(StatusCode::NOT_FOUND, "not found; try /metrics or /health\n");
     }
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
         return method_not_allowed("GET, HEAD");
@@ -208,7 +208,7 @@ async fn review_or_refuse(metrics: Metrics, request: Request<Incoming>) -> Answe
             let (response, operation) = review;
             metrics.review(&operation, response.allowed);
             if !response.allowed {
-                tracing::info!(reason = response.result.message, "denied");
+                tracing::info!(reason = response.result.message, "denied Peer object");
             }
             match serde_json::to_vec(&response.into_review()) {
                 Ok(body) => respond(StatusCode::OK, "application/json", body),
@@ -226,7 +226,7 @@ async fn review_or_refuse(metrics: Metrics, request: Request<Incoming>) -> Answe
 async fn read(known: bool, request: Request<Incoming>) -> Result<(AdmissionResponse, Operation), Answer> {
     let bad = |reason: String| text(StatusCode::BAD_REQUEST, reason + "\n");
     if !known {
-        return Err(text(StatusCode::NOT_FOUND, "there is nothing here; reviews go to /validate\n"));
+        return Err(text(StatusCode::NOT_FOUND, "not found; send reviews to /validate\n"));
     }
     if *request.method() != Method::POST {
         return Err(method_not_allowed("POST"));
@@ -246,7 +246,7 @@ async fn read(known: bool, request: Request<Incoming>) -> Result<(AdmissionRespo
         Ok(Ok(body)) => body.to_bytes(),
     };
     let review: AdmissionReview<DynamicObject> =
-        serde_json::from_slice(&body).map_err(|error| bad(format!("this is no AdmissionReview: {error}")))?;
+        serde_json::from_slice(&body).map_err(|error| bad(format!("not an AdmissionReview: {error}")))?;
     if review.types.api_version != META_API_VERSION_V1 || review.types.kind != META_KIND {
         return Err(bad(format!(
             "{:?} {:?} is not understood, only {META_API_VERSION_V1} {META_KIND}",

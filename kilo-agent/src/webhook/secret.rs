@@ -108,7 +108,7 @@ pub async fn ensure(client: &Client, place: &Place) -> Result<Files, SecretError
         };
         match written {
             Ok(_) => {
-                tracing::info!(secret = name, next_step = %due, "wrote the webhook's certificate");
+                tracing::info!(secret = name, next_step = %due, "webhook certificate written");
                 return finish(client, place, &data, &name).await;
             }
             Err(kube::Error::Api(status)) if status.code == 409 => {}
@@ -210,7 +210,9 @@ async fn trust(client: &Client, configuration: &str, bundle: &ByteString) -> Res
         return Ok(());
     }
     match api.replace(configuration, &PostParams::default(), &found).await {
-        Ok(_) => tracing::info!(configuration, "the API server trusts the webhook's certificate"),
+        Ok(_) => {
+            tracing::info!(configuration, "webhook configuration updated with the certificate's authority")
+        }
         // Another replica was faster; if it was somebody else, the next look finds it.
         Err(kube::Error::Api(status)) if status.code == 409 => {}
         Err(error) => return Err(failed("changing")(error)),

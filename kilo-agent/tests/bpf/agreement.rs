@@ -20,6 +20,7 @@ use std::{
 
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
 use kilo_common::{
+    counters::{Action, DropReason},
     encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6, segments_room},
     maps::{CONFIG_LEADER, CONFIG_PLAIN},
     nat::{
@@ -27,7 +28,6 @@ use kilo_common::{
         transport::{self, Part},
     },
     packet::{ETHERNET_LEN, Ipv4, protocol},
-    verdict::{Action, DropReason},
 };
 use kilo_core::{
     plan::{Hop, Tables},

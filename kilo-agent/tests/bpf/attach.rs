@@ -21,7 +21,7 @@ use aya::{
     programs::{LinkOrder, ProgramInfo, SchedClassifier, TcAttachType},
     sys::{Stats, enable_stats},
 };
-use kilo_common::verdict::DropReason;
+use kilo_common::counters::DropReason;
 use kilo_core::settings::AttachMode;
 use kilo_host::{
     dataplane::{Applied, CounterReader, Dataplane, Interfaces, link_directory, pin_directory},

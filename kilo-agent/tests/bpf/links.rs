@@ -8,7 +8,7 @@ use crate::netns;
 use crate::support;
 
 use host::{LAN_MAC, LanSender, NODE_MAC, World, has_vlans, heard, index, lan, udp_in_lan};
-use kilo_common::{maps::MASQ_FORCE, packet::protocol, verdict::Action};
+use kilo_common::{counters::Action, maps::MASQ_FORCE, packet::protocol};
 use netns::{isolated, sh};
 use std::net::{Ipv4Addr, Ipv6Addr, UdpSocket};
 use support::{

@@ -162,7 +162,7 @@ fn a_bpf_file_system_that_cannot_be_mounted_is_said_to_be_the_operators_to_mount
 
 #[test]
 fn every_action_and_every_drop_reason_is_a_metric() {
-    use kilo_common::verdict::{Action, DropReason};
+    use kilo_common::counters::{Action, DropReason};
     let Some(fs) = support::bpffs() else { return };
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.write(&support::leader_tables()).unwrap();

@@ -12,8 +12,8 @@ use std::{
 };
 
 use kilo_common::{
+    counters::DropReason,
     event::{DropEvent, Hook},
-    verdict::DropReason,
 };
 use kilo_host::dataplane::{Dataplane, decode, monitor::Monitor};
 use support::{

@@ -6,6 +6,7 @@ use std::net::IpAddr;
 
 use kilo_common::{
     checksum,
+    counters::{Action, DropReason},
     encap::{
         Inner, UDP_LEN, VXLAN_INNER, VXLAN_LEN, ipip_frame, ipip_frame_v6, next_ttl, segment_len,
         segments_room, vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
@@ -20,7 +21,6 @@ use kilo_common::{
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, protocol},
     too_big::{self, LEN_V4, LEN_V6, QUOTED},
-    verdict::{Action, DropReason},
 };
 use kilo_core::{
     plan::{

@@ -2,9 +2,8 @@
 
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
 use kilo_common::{
-    checksum,
+    checksum, counters,
     encap::{self, Inner},
-    verdict,
 };
 use kilo_host::dataplane::Dataplane;
 
@@ -172,6 +171,6 @@ pub fn run_with(
         .map(|(label, _)| *label)
         .collect();
     assert!(after.iter().all(|(label, count)| *count <= before[label] + 1), "counted more than once");
-    assert_eq!(after.len(), verdict::Action::ALL.len() + verdict::DropReason::ALL.len());
+    assert_eq!(after.len(), counters::Action::ALL.len() + counters::DropReason::ALL.len());
     Ran { verdict, bytes: out, counted }
 }

@@ -5,7 +5,7 @@
 use std::{collections::BTreeMap, net::IpAddr};
 
 use ipnet::IpNet;
-use kilo_common::verdict::Action;
+use kilo_common::counters::Action;
 use kilo_core::{
     observed::HostLinks,
     plan::{self, HopIds, HostPlan, Inputs, model},

@@ -203,7 +203,7 @@ async fn a_directory_that_goes_or_is_replaced_takes_nothing_with_it() {
     assert!(refused.contains("does not exist; make it"), "{refused}");
     put(parent.path(), "cluster", "");
     let refused = FileBackend::start(&directory, LABEL).await.err().unwrap().to_string();
-    assert!(refused.contains("no directory"), "{refused}");
+    assert!(refused.contains("not a directory"), "{refused}");
     fs::remove_file(&directory).unwrap();
 
     fs::create_dir(&directory).unwrap();

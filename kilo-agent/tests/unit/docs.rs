@@ -5,7 +5,7 @@
 use std::{collections::BTreeMap, fs, path::PathBuf, process::Command, time::Duration};
 
 use kilo_agent::{flag_table::ARGUMENT, metrics::Metrics, status::Timestamp};
-use kilo_common::verdict::{Action, DropReason};
+use kilo_common::counters::{Action, DropReason};
 use kilo_core::wireguard::key::PublicKey;
 use kilo_host::wireguard::PeerStatus;
 

@@ -6,9 +6,8 @@ use std::{fmt::Write as _, path::PathBuf};
 
 use kilo_common::{
     bounds::BOUNDS,
-    verdict::{Action, DropReason},
+    counters::{Action, DropReason},
 };
-use kilo_host::dataplane::advice;
 
 /// The two tables of docs/data-path.md, from the code.
 fn tables() -> String {
@@ -18,7 +17,7 @@ fn tables() -> String {
     }
     text.push_str("\n| reason | why it was dropped | what to do |\n|---|---|---|\n");
     for reason in DropReason::ALL {
-        writeln!(text, "| `{}` | {} | {} |", reason.label(), reason.describe(), advice(*reason)).unwrap();
+        writeln!(text, "| `{}` | {} | {} |", reason.label(), reason.describe(), reason.remedy()).unwrap();
     }
     text
 }

@@ -16,11 +16,11 @@ use std::{
 use generators::{encapsulate, granularity, healthy, healthy_nodes, settings, vpn_peers};
 use ipnet::IpNet;
 use kilo_common::{
+    counters::DropReason,
     maps::{
         HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, PREFIX_HOST_STEERED, PREFIX_INSIDE,
         PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED,
     },
-    verdict::DropReason,
 };
 use kilo_core::{
     observed::{Elsewhere, HostLinks},

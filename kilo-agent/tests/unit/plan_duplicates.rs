@@ -4,7 +4,7 @@
 
 use std::{collections::BTreeMap, net::IpAddr};
 
-use kilo_common::verdict::{Action, DropReason};
+use kilo_common::counters::{Action, DropReason};
 use kilo_core::{
     observed::HostLinks,
     plan::{

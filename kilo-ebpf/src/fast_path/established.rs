@@ -12,6 +12,7 @@ use aya_ebpf::{
 };
 use kilo_common::{
     checksum,
+    counters::{Action, DropReason},
     maps::{
         CONFIG_MASQUERADE, CONFIG_ONE_V4, CONFIG_PLAIN, CONFIG_SEVERAL_V4, Config, DEVICE_BY_DESTINATION,
         NAT_EGRESS, NAT_INGRESS, NAT_SEEN, NatKey, NatValue,
@@ -21,7 +22,6 @@ use kilo_common::{
         timeout::{is_opening, merge_flags},
     },
     packet::{ETHERNET_LEN, IPV4_LEN, Ipv4, Ipv4Header, protocol},
-    verdict::{Action, DropReason},
 };
 
 use crate::{

@@ -4,9 +4,9 @@
 
 use aya_ebpf::{bindings::bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, helpers::bpf_redirect, programs::TcContext};
 use kilo_common::{
+    counters::{Action, DropReason},
     maps::{CONFIG_LEADER, Config, HOP_REMOTE, PREFIX_ROUTE},
     packet::{ETHERNET_LEN, IPV4_LEN, Ipv4, Ipv4Header, never_steered, protocol},
-    verdict::{Action, DropReason},
 };
 
 use crate::{cb, gso::FIXED_GSO, ip::Ip as _, maps::count_action, packet};

@@ -15,6 +15,7 @@ pub mod work;
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
 use kilo_common::{
+    counters::{Action, DropReason},
     maps::{
         CONFIG_MASQUERADE, Config, DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, Device, MASQ_EXCLUDE,
         NAT_EGRESS, NAT_FRAGMENT_EGRESS, NAT_FRAGMENT_INGRESS, NAT_INGRESS, NAT_SEEN, NatValue,
@@ -25,7 +26,6 @@ use kilo_common::{
         is_reserved,
     },
     packet::protocol,
-    verdict::{Action, DropReason},
 };
 
 pub use self::inbound::arrived;

@@ -6,7 +6,7 @@ use aya_ebpf::{
     helpers::bpf_csum_update,
     programs::TcContext,
 };
-use kilo_common::verdict::DropReason;
+use kilo_common::counters::DropReason;
 use kilo_common::{nat::flow::layout, packet::protocol};
 
 use super::{DONE, IPV6, work::this_cpu};

@@ -205,7 +205,7 @@ impl<'a> Reader<'a> {
                 Ok(cidr) if !cidrs.contains(&cidr.trunc()) => cidrs.push(cidr.trunc()),
                 Ok(_) => {}
                 Err(_) => self.problems.push(format!(
-                    "pod CIDR {:?} is skipped: it is no CIDR such as 10.42.1.0/24",
+                    "pod CIDR {:?} is skipped: not a valid CIDR such as 10.42.1.0/24",
                     excerpt(text)
                 )),
             }

@@ -94,10 +94,10 @@ pub struct DnsOrIp {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidPeer {
     /// An allowed IP is no CIDR.
-    #[error("spec.allowedIPs: {0:?} is no CIDR; write for example 10.5.0.1/32")]
+    #[error("spec.allowedIPs: {0:?} is not a valid CIDR; write for example 10.5.0.1/32")]
     AllowedIp(String),
     /// The key does not parse.
-    #[error("spec.{0} is no WireGuard key (base64 of 32 bytes)")]
+    #[error("spec.{0} is not a valid WireGuard key (base64 of 32 bytes)")]
     Key(&'static str),
     /// Neither a usable name nor an address.
     #[error("spec.endpoint.dnsOrIP: {0:?} is neither a DNS name nor an IP address")]

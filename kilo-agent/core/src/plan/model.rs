@@ -5,13 +5,13 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 use kilo_common::{
+    counters::{Action, DropReason},
     maps::{
         CONFIG_LEADER, DEVICE_MASQUERADE, Device, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, PREFIX_HOST_STEERED,
         PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
     },
     nat,
     packet::{halves, never_steered, never_steered_v6},
-    verdict::{Action, DropReason},
 };
 
 use super::{Hop, HostPlan, Tables};

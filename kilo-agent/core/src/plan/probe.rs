@@ -4,8 +4,8 @@
 use std::net::IpAddr;
 
 use kilo_common::{
+    counters::{Action, DropReason},
     maps::{CONFIG_PLAIN, HOP_LOCAL, PREFIX_ROUTE, PREFIX_SOURCE},
-    verdict::{Action, DropReason},
 };
 
 use super::{

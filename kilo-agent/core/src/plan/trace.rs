@@ -5,13 +5,13 @@ use std::{fmt, net::IpAddr};
 
 use ipnet::IpNet;
 use kilo_common::{
+    counters::{Action, DropReason},
     maps::{
         CONFIG_LEADER, CONFIG_MASQUERADE, HOP_LOCAL, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS,
         NODE_LEADER, PREFIX_ROUTE, PrefixValue,
     },
     nat,
     packet::protocol,
-    verdict::{Action, DropReason},
 };
 use serde::Serialize;
 
@@ -287,7 +287,7 @@ impl Tracer<'_> {
                 let text = format!("{src} is in {prefix}, which belongs to {}", self.hop(value));
                 self.trace.at("source", text);
             }
-            None => self.trace.at("source", format!("no prefix holds {src}: nobody may send from it")),
+            None => self.trace.at("source", format!("no prefix contains {src}: no node may send from it")),
         }
         let sender = sender.or_else(|| {
             let nodes = &self.tables.node;

@@ -52,7 +52,7 @@ pub fn is_recent(last_seen: i64, now: i64) -> bool {
 /// Locations, leaders, addresses and allowed IPs of all nodes that take part.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mesh {
-    /// WireGuard addresses come from here.
+    /// CIDR from which WireGuard addresses are allocated.
     pub subnet: IpNet,
     /// Locations, sorted by name; shared with the mesh before, as far as they are the same.
     pub segments: Vec<Arc<Segment>>,

@@ -52,7 +52,9 @@ impl fmt::Display for Endpoint {
 
 /// Text that is no `host:port`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no endpoint; write 192.0.2.1:51820, [2001:db8::1]:51820 or a DNS name with a port")]
+#[error(
+    "{0:?} is not a valid endpoint; write 192.0.2.1:51820, [2001:db8::1]:51820 or a DNS name with a port"
+)]
 pub struct InvalidEndpoint(String);
 
 impl FromStr for Endpoint {

@@ -284,7 +284,7 @@ impl Attachments {
                         interface,
                         program = place.program,
                         error,
-                        "no TCX, using a clsact filter"
+                        "TCX is not available; using a clsact filter"
                     );
                 }
             }
@@ -341,7 +341,7 @@ fn attach_tcx(
         match adopt(program, pin, place, interface) {
             Ok(()) => return Ok(()),
             Err(error) => {
-                tracing::debug!(pin = %pin.display(), error = %chain(&*error), "a pin of no use is removed");
+                tracing::debug!(pin = %pin.display(), error = %chain(&*error), "removing an unusable pin");
                 fs::remove_file(pin)?;
             }
         }

@@ -30,7 +30,7 @@ pub enum DataplaneError {
     },
     /// The ring of drop events has one reader.
     #[error(
-        "somebody else listens to this node's drops; end that `kgctl monitor` first, or wait 3 s if it was killed"
+        "another reader is listening to this node's drops; end that `kgctl monitor` first, or wait 3 s if it was killed"
     )]
     Monitored,
     /// A pin cannot be made, read or removed.

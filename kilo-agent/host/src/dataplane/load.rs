@@ -120,7 +120,7 @@ fn forward_log(bpf: &mut Ebpf) {
     let logger = match EbpfLogger::init(bpf) {
         Ok(logger) => logger,
         Err(error) => {
-            tracing::warn!(error = %chain(&error), "the BPF programs' log cannot be read");
+            tracing::warn!(error = %chain(&error), "failed to read the log of the BPF programs");
             return;
         }
     };
@@ -149,7 +149,7 @@ pub fn remove_other_layouts(directory: &Path) -> Result<(), DataplaneError> {
         let name = entry.file_name().to_string_lossy().into_owned();
         let is_layout = name.strip_prefix('v').is_some_and(|version| version.parse::<u32>().is_ok());
         if is_layout && path != directory {
-            tracing::info!(path = %path.display(), "removing the maps of another version");
+            tracing::info!(path = %path.display(), "removing maps of another version");
             std::fs::remove_dir_all(&path).map_err(|source| DataplaneError::Pin { path, source })?;
         }
     }
@@ -165,7 +165,7 @@ fn remove_unfit(directory: &Path) -> Result<usize, DataplaneError> {
         if !path.exists() || fits(map, &path)? {
             continue;
         }
-        tracing::warn!(path = %path.display(), "replacing a pin that does not fit this version");
+        tracing::warn!(path = %path.display(), "replacing a pinned object of another version");
         std::fs::remove_file(&path).map_err(|source| DataplaneError::Pin { path, source })?;
         removed += 1;
     }
@@ -176,9 +176,9 @@ fn remove_unfit(directory: &Path) -> Result<usize, DataplaneError> {
 fn fits(map: &str, path: &Path) -> Result<bool, DataplaneError> {
     use aya::maps::MapType;
     use kilo_common::{
+        counters::COUNTERS,
         event::{Monitor, RING_BYTES},
         maps::*,
-        verdict::COUNTERS,
     };
 
     let size = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX);

@@ -1,7 +1,6 @@
 //! BPF programs and maps: load, attach, diff, count. Everything is pinned, so
 //! that packets flow without the agent and the next agent takes over.
 
-mod advice;
 mod attach;
 pub mod decode;
 mod error;
@@ -26,11 +25,10 @@ use aya::{
     maps::{Map, MapData, MapError, PerCpuArray},
 };
 use kilo_common::{
+    counters::{Action, DropReason},
     maps::NodeValue,
-    verdict::{Action, DropReason},
 };
 
-pub use advice::advice;
 pub use attach::{Applied, Interfaces, detach_filters, interface_name, is_ours};
 pub use error::DataplaneError;
 pub use load::ends_with_the_container;

@@ -8,9 +8,9 @@ use std::{
 
 use aya::maps::{Array, Map, MapData, RingBuf};
 use kilo_common::{
+    counters::DropReason,
     event::{DropEvent, EVENT_BYTES, Monitor as State},
     maps::name,
-    verdict::DropReason,
 };
 use nix::time::{ClockId, clock_gettime};
 

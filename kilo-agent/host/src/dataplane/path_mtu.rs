@@ -81,14 +81,14 @@ impl PathMtus {
         match carried {
             Ok(Some(mtu)) => {
                 if self.learn(remote, mtu, Instant::now()) {
-                    tracing::info!(%remote, mtu, "a router on the path to a node carries less");
+                    tracing::info!(%remote, mtu, "path MTU to a node decreased");
                     notify.notify_one();
                 }
             }
             Ok(None) => tracing::debug!(
-                %remote, size, "ignored an ICMP error: the path to the node does not confirm that it carries less"
+                %remote, size, "ignoring ICMP error: probing the path to the node did not confirm the smaller MTU"
             ),
-            Err(error) => tracing::debug!(%remote, size, %error, "the path to the node cannot be asked"),
+            Err(error) => tracing::debug!(%remote, size, %error, "failed to probe the path to the node"),
         }
     }
 }

@@ -111,7 +111,7 @@ async fn bring_about(wanted: &BTreeSet<IpNet>) -> Result<u64, ForwardError> {
             match table.apply(&of_family).await {
                 Ok(written) => writes += u64::from(written),
                 Err(error) if needed || wanted.is_empty() => first = first.or(Some(error)),
-                Err(error) => tracing::debug!(%error, "not needed"),
+                Err(error) => tracing::debug!(%error, "iptables flavour not available and not needed"),
             }
         }
     }
@@ -171,7 +171,7 @@ impl Table {
         let there = self.run("", &[WAIT[0], WAIT[1], "-S"], None).await?;
         let Some(input) = changes(&there, wanted) else { return Ok(false) };
         self.run("-restore", &["--noflush", WAIT[0], WAIT[1]], Some(&input)).await?;
-        tracing::info!(program = %format!("{}{}", self.family, self.flavour), "wrote rules of the FORWARD chain");
+        tracing::info!(program = %format!("{}{}", self.family, self.flavour), "FORWARD rules written");
         Ok(true)
     }
 }

@@ -41,7 +41,7 @@ fn turn_on(path: &str, family: &str, hint: &str) -> u64 {
     }
     match fs::write(path, "1") {
         Ok(()) => {
-            tracing::warn!("{family} forwarding was off; turned on");
+            tracing::warn!("{family} forwarding was off; turned it on");
             1
         }
         Err(error) => {

@@ -27,7 +27,7 @@ pub enum Mtu {
 
 /// Text that is no MTU.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is no MTU: possible values are auto and {MIN} to {MAX} (bytes)")]
+#[error("`{0}` is not a valid MTU: possible values are auto and {MIN} to {MAX} (bytes)")]
 pub struct InvalidMtu(String);
 
 impl FromStr for Mtu {

@@ -148,7 +148,7 @@ pub fn watch(notify: Arc<Notify>, own: u32) -> Result<(), NetError> {
                 match Watcher::new(Some(own)) {
                     Ok(new) => watcher = new,
                     Err(error) => {
-                        tracing::error!(%error, "cannot follow the kernel's events, trying again");
+                        tracing::error!(%error, "failed to subscribe to netlink events; trying again");
                         tokio::time::sleep(LONGEST).await;
                     }
                 }

@@ -8,7 +8,7 @@ use crate::net::NetError;
 #[derive(Debug, thiserror::Error)]
 pub enum WireguardError {
     /// `--interface` is no interface name.
-    #[error("`{0}` is no interface name: 1 to 15 characters, no slash, no white space")]
+    #[error("`{0}` is not a valid interface name: 1 to 15 characters, no slash, no white space")]
     InvalidName(String),
     /// `--create-interface=false` and nobody made it.
     #[error(
@@ -118,7 +118,7 @@ pub enum WireguardError {
     },
     /// The key file holds something else; it is not overwritten.
     #[error(
-        "private key {0}: this is no WireGuard key (base64 of 32 bytes); restore it from a backup, or remove it to get a new one"
+        "private key {0}: not a valid WireGuard key (base64 of 32 bytes); restore it from a backup, or remove it to get a new one"
     )]
     KeyContent(PathBuf),
     /// A request about links failed.

@@ -88,7 +88,7 @@ impl Greeter {
         let writes = device.apply(&renewed).await?;
         if let Err(error) = say(device.name(), &addresses) {
             // A peer that cannot be reached now says something itself, or packets to it do.
-            tracing::debug!(%error, "a datagram to a new peer");
+            tracing::debug!(%error, "failed to send a datagram to a new peer");
         }
         Ok(writes)
     }

@@ -83,7 +83,7 @@ impl FileBackend {
         if kilo_core::wireguard::is_dns_name(node) {
             Ok(own_file(&self.directory, node))
         } else {
-            Err(BackendError::Config(format!("node name {node:?} is no DNS name; set --hostname")))
+            Err(BackendError::Config(format!("node name {node:?} is not a DNS name; set --hostname")))
         }
     }
 }
@@ -92,7 +92,7 @@ impl FileBackend {
 fn unusable(path: &Path, error: io::Error) -> BackendError {
     let what = match error.kind() {
         io::ErrorKind::NotFound => "it does not exist; make it and put Node and Peer objects there",
-        io::ErrorKind::NotADirectory => "it is no directory; give the one that holds the YAML files",
+        io::ErrorKind::NotADirectory => "not a directory; give the one that holds the YAML files",
         io::ErrorKind::PermissionDenied => "it may not be read; run as root or change its mode",
         _ => return BackendError::Io { path: path.display().to_string(), source: error },
     };
@@ -162,7 +162,7 @@ impl Reader {
             self.watch_again();
             let problem = self.directory.refresh().err().map(|error| unusable(&self.path, error).to_string());
             if let Some(problem) = &problem {
-                tracing::debug!(problem, "directory not readable");
+                tracing::debug!(problem, "failed to read directory");
             }
             self.hand_on(sender, problem);
             // A large directory with busy agents takes at most a tenth of a core.

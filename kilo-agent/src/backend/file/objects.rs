@@ -51,7 +51,7 @@ impl Objects {
         let result = match (kind.as_deref(), name) {
             (Some("Node" | "Peer"), None) => Err("metadata.name is missing".to_owned()),
             (Some("Node" | "Peer"), Some(name)) if !is_dns_name(&name) => {
-                Err(format!("metadata.name {name:?} is no DNS name in lower case"))
+                Err(format!("metadata.name {name:?} is not a DNS name in lower case"))
             }
             (Some("Node"), Some(name)) => insert(&mut self.nodes, "Node", name, value),
             (Some("Peer"), Some(name)) => insert(&mut self.peers, "Peer", name, value),

@@ -28,7 +28,7 @@ pub async fn client(kubeconfig: Option<&Path>, master: Option<&str>) -> Result<C
     // A manifest may name a file that the platform does not have: kube-proxy's, for example.
     let missing = kubeconfig.filter(|path| is_missing(path) && in_cluster());
     if let Some(path) = missing {
-        tracing::info!(path = %path.display(), "there is no such file; using the cluster's own configuration");
+        tracing::info!(path = %path.display(), "kubeconfig does not exist; using the in-cluster configuration");
     }
     let kubeconfig = kubeconfig.filter(|_| missing.is_none());
     let mut config = match (kubeconfig, &master) {
@@ -96,7 +96,7 @@ async fn from_file(path: &Path) -> Result<Config, BackendError> {
         .map_err(|error| failed(error_chain(&error)))?;
     if !matches!(config.cluster_url.scheme_str(), Some("http" | "https")) {
         return Err(failed(format!(
-            "server {} is no URL of an API server; write for example https://192.0.2.1:6443",
+            "server {} is not the URL of an API server; write for example https://192.0.2.1:6443",
             config.cluster_url
         )));
     }

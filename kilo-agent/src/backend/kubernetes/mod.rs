@@ -194,7 +194,7 @@ async fn follow<K, T: Kept>(
                     if !keep.is_empty() {
                         tracing::warn!(
                             missing = keep.len(),
-                            "a list of {}s misses many; they are kept until the next list says the same",
+                            "list of {}s returned far fewer than cached; keeping the missing ones until a second list confirms",
                             T::KIND
                         );
                         break;
@@ -220,7 +220,7 @@ async fn follow<K, T: Kept>(
 fn report(error: &watcher::Error, asked: Asked<'_>) {
     let reason = match error {
         watcher::Error::WatchError(status) if status.code == 410 => {
-            tracing::debug!(?asked, "the watch is too far behind; listing again");
+            tracing::debug!(?asked, "watch expired; listing again");
             return;
         }
         watcher::Error::WatchError(status) => explain(&kube::Error::Api(status.clone()), asked).to_string(),

@@ -65,7 +65,7 @@ impl PatientBackend {
             tracing::warn!(
                 nodes = remembered.nodes.len(),
                 peers = remembered.peers.len(),
-                "the API server does not answer; working with the last good topology"
+                "API server unreachable; working with the last good topology"
             );
             // The server may have answered this very moment.
             sender.send_if_modified(|current| {
@@ -108,12 +108,12 @@ async fn connect(
         match KubernetesBackend::start(client.clone(), Some(hostname), label).await {
             Ok(backend) => {
                 if answer.send(Ok(())).is_err() {
-                    tracing::info!("the API server answers again");
+                    tracing::info!("API server reachable again");
                 }
                 return Some(backend);
             }
             Err(error) if error.is_temporary() || answer.is_closed() => {
-                tracing::warn!(%error, "the API server does not answer; trying again");
+                tracing::warn!(%error, "API server unreachable; trying again");
             }
             Err(error) => {
                 let _ = answer.send(Err(error));

@@ -44,7 +44,11 @@ pub async fn report(
                 break;
             }
             Err(kube::Error::Api(status)) => {
-                tracing::warn!(peer = name, reason = status.message, "its status is not written");
+                tracing::warn!(
+                    peer = name,
+                    reason = status.message,
+                    "failed to write the status of this peer"
+                );
             }
             Err(error) => return Err(BackendError::Unreachable(error.to_string())),
         }

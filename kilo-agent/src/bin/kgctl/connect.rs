@@ -45,7 +45,7 @@ const MANAGED: (&str, &str) = ("app.kubernetes.io/managed-by", "kgctl-connect");
 
 #[derive(Args, Debug)]
 pub struct ConnectArgs {
-    /// Name of the Peer object; default: the host's name.
+    /// Name of the Peer object; defaults to the host name.
     peer: Option<String>,
     /// Address of this machine in the mesh, for a Peer that does not exist yet.
     #[arg(long, short, value_name = "CIDR", default_value = "10.10.10.10/32")]
@@ -53,16 +53,16 @@ pub struct ConnectArgs {
     /// More prefixes to reach through the cluster, services for example (repeatable).
     #[arg(long, value_name = "CIDR", value_delimiter = ',')]
     allowed_ips: Vec<IpNet>,
-    /// Remove interface, routes and the Peer made here when told to stop.
+    /// On exit, remove the interface, the routes and the Peer object if this command created it.
     #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     clean_up: bool,
-    /// Create the WireGuard interface; else it must exist, and stays.
+    /// Create the WireGuard interface; otherwise it must exist, and is kept on exit.
     #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     create_interface: bool,
-    /// The WireGuard interface.
+    /// Name of the WireGuard interface.
     #[arg(long, short, default_value = "kilo0")]
     interface: String,
-    /// all, debug, info, warn, error or none.
+    /// Log level: all, debug, info, warn, error or none.
     #[arg(long, default_value = "info")]
     log_level: LogLevel,
     /// MTU of the WireGuard interface in bytes.
@@ -71,10 +71,10 @@ pub struct ConnectArgs {
     /// Seconds between keepalive packets; 0 = none.
     #[arg(long, default_value = "10")]
     persistent_keepalive: u16,
-    /// WireGuard private key; made when it does not exist. Default: /var/lib/kilo/PEER.key.
+    /// File of the WireGuard private key, created if it does not exist; defaults to /var/lib/kilo/PEER.key.
     #[arg(long, value_name = "FILE")]
     private_key: Option<PathBuf>,
-    /// How often everything is checked although nothing seems to have changed.
+    /// Interval between full resyncs.
     #[arg(long, default_value = "30s", value_parser = parse_duration)]
     resync_period: Duration,
     /// WireGuard implementation: auto, kernel or userspace.
@@ -129,7 +129,7 @@ impl Source {
                     let label = (MANAGED.0.to_owned(), MANAGED.1.to_owned());
                     object.metadata.labels = Some([label].into());
                     peers.create(&PostParams::default(), &object).await.context("create Peer")?;
-                    tracing::info!(peer = wanted.name, "made the Peer object");
+                    tracing::info!(peer = wanted.name, "created Peer object");
                     wanted.clone()
                 }
             },
@@ -252,7 +252,7 @@ impl Connection {
         let state = interface.device.read().await?;
         if state.private_key.is_some_and(|key| key.public() != self.key.public()) {
             bail!(
-                "{} belongs to somebody else: it has another private key; choose another --interface",
+                "{} is in use by something else: its private key differs; choose another --interface",
                 self.interface.name
             );
         }
@@ -316,7 +316,7 @@ impl Connection {
         }
         if self.unrouted != unrouted {
             for prefix in &unrouted {
-                tracing::warn!(%prefix, "not routed into the tunnel: the tunnel's own packets go there");
+                tracing::warn!(%prefix, "prefix not routed into the tunnel because it contains a tunnel endpoint");
             }
             self.unrouted = unrouted;
         }

@@ -22,7 +22,7 @@ use crate::{
     source::Flags, status::StatusArgs, trace::TraceArgs, uninstall::UninstallArgs,
 };
 
-/// Shows configurations of the mesh and draws it.
+/// Inspect the mesh and a node's data path, print configurations, and join the mesh as a peer.
 #[derive(Parser, Debug)]
 #[command(name = "kgctl", version)]
 struct Cli {
@@ -36,18 +36,18 @@ struct Cli {
 enum Command {
     /// Draw the mesh as Graphviz text.
     Graph,
-    /// Show packets this node drops, as it happens, and why.
+    /// Show packets that this node drops, live, with the reason.
     Monitor(MonitorArgs),
-    /// Join the meshes of two clusters: nodes of each become peers of the other.
+    /// Join the meshes of two clusters: the locations of each become peers of the other.
     PeerCluster(PeerClusterArgs),
     /// Show the WireGuard configuration of a node or peer.
     Showconf {
         #[command(subcommand)]
         of: Showconf,
     },
-    /// Show who leads each location, since when and why, and which nodes are ready.
+    /// Show the leader of each location, since when and why, and which nodes are ready.
     Status(StatusArgs),
-    /// Tell what this node would do with a packet, and why.
+    /// Show what this node would do with a packet, and why.
     Trace(TraceArgs),
     /// Make this machine a peer of the mesh until interrupted (Linux, as root).
     Connect(ConnectArgs),

@@ -9,8 +9,8 @@ use std::{
 use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
 use kilo_common::{
+    counters::DropReason,
     event::{DropEvent, Hook},
-    verdict::DropReason,
 };
 use kilo_host::dataplane::{
     BPFFS, CounterReader, Counters,
@@ -33,10 +33,10 @@ pub struct MonitorArgs {
     /// Show one drop in N, at random.
     #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
     sample: u32,
-    /// End after so many drops.
+    /// Exit after this many drops.
     #[arg(long, short, value_name = "N")]
     count: Option<u64>,
-    /// Also show, each second, which counters grew.
+    /// Also print the counters that increased, once per second.
     #[arg(long)]
     counters: bool,
     /// Format of each line.

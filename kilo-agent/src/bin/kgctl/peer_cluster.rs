@@ -37,22 +37,22 @@ pub struct PeerClusterArgs {
     /// Kubernetes configuration of the other cluster; --kubeconfig is that of this one.
     #[arg(long, value_name = "FILE")]
     remote_kubeconfig: PathBuf,
-    /// What the other cluster calls this one; default: the cluster's name in the kubeconfig.
+    /// Name of this cluster in the other one; defaults to its name in the kubeconfig.
     #[arg(long)]
     name: Option<String>,
-    /// What this cluster calls the other one; default: the cluster's name in its kubeconfig.
+    /// Name of the other cluster in this one; defaults to its name in the kubeconfig.
     #[arg(long, value_name = "NAME")]
     remote_name: Option<String>,
-    /// Services of this cluster, to be reached from the other one (repeatable).
+    /// Service CIDRs of this cluster to make reachable from the other one (repeatable).
     #[arg(long = "service-cidr", value_name = "CIDR")]
     service_cidrs: Vec<PrefixList>,
-    /// Services of the other cluster, to be reached from this one (repeatable).
+    /// Service CIDRs of the other cluster to make reachable from this one (repeatable).
     #[arg(long = "remote-service-cidr", value_name = "CIDR")]
     remote_service_cidrs: Vec<PrefixList>,
-    /// Show what would be written, as YAML, and write nothing.
+    /// Print the objects that would be written as YAML, without writing them.
     #[arg(long)]
     dry_run: bool,
-    /// Take the two apart again: delete what this command made for them in both.
+    /// Undo: delete the Peers that this command created in both clusters.
     #[arg(long)]
     remove: bool,
 }

@@ -25,7 +25,7 @@ pub enum Showconf {
 pub struct ShowconfArgs {
     /// Name of the node or peer.
     name: String,
-    /// Describe it as a peer of somebody else.
+    /// Print it as a Peer that another cluster or host can use.
     #[arg(long)]
     as_peer: bool,
     /// Format of --as-peer.

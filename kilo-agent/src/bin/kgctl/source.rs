@@ -22,7 +22,7 @@ use kilo_core::{
 
 #[derive(Args, Debug)]
 pub struct Flags {
-    /// Where nodes and peers come from: kubernetes or file.
+    /// Source of nodes and peers: kubernetes or file.
     #[arg(long, default_value = "kubernetes", global = true)]
     pub backend: BackendKind,
     /// Directory of Node and Peer objects for --backend=file.
@@ -37,7 +37,7 @@ pub struct Flags {
     /// WireGuard port of configurations for nodes, and of connect.
     #[arg(long, default_value = "51820", value_parser = parse_port, global = true)]
     pub port: u16,
-    /// WireGuard addresses come from here.
+    /// CIDR from which WireGuard addresses are allocated.
     #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr, global = true)]
     pub subnet: IpNet,
     /// Node label that names the location.

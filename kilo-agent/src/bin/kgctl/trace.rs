@@ -4,14 +4,14 @@ use std::{fmt::Write as _, net::IpAddr, path::PathBuf};
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use kilo_common::{packet::protocol, verdict::DropReason};
+use kilo_common::{counters::DropReason, packet::protocol};
 use kilo_core::plan::{
     model::Packet,
     probe::Probe,
     trace::{self, Host, Origin, Question},
 };
 use kilo_host::{
-    dataplane::{self, BPFFS, advice, interface_name},
+    dataplane::{self, BPFFS, interface_name},
     net::Net,
 };
 
@@ -119,7 +119,7 @@ pub async fn run(args: &TraceArgs) -> Result<String> {
     if args.output == Output::Json {
         let mut value = serde_json::to_value(&found)?;
         if let (Some(reason), Some(object)) = (todo, value.as_object_mut()) {
-            object.insert("advice".to_owned(), advice(*reason).into());
+            object.insert("advice".to_owned(), reason.remedy().into());
         }
         return Ok(serde_json::to_string_pretty(&value)? + "\n");
     }
@@ -136,7 +136,7 @@ pub async fn run(args: &TraceArgs) -> Result<String> {
     let outcome = found.reason.map_or_else(|| found.outcome.to_owned(), |reason| format!("drop, {reason}"));
     writeln!(text, "=> {outcome}: {}", found.text)?;
     if let Some(reason) = todo {
-        writeln!(text, "   {}", advice(*reason))?;
+        writeln!(text, "   {}", reason.remedy())?;
     }
     Ok(text)
 }

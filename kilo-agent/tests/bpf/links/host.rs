@@ -10,8 +10,8 @@ use std::{
 };
 
 use kilo_common::{
+    counters::Action,
     maps::{DEVICE_MASQUERADE, Device, NODE_INTERFACES},
-    verdict::Action,
 };
 use kilo_core::plan::Tables;
 use kilo_host::{

@@ -286,7 +286,7 @@ pub(super) fn key(number: u8) -> String {
 }
 
 fn unresolvable(lab: &mut Lab) -> Result<String> {
-    lab.caused(&["endpoint cannot be resolved"]);
+    lab.caused(&["failed to resolve endpoint"]);
     let endpoint = "  endpoint:\n    dnsOrIP:\n      dns: nowhere.invalid\n    port: 51820\n";
     let text = peer("nowhere", "10.5.0.77/32", &key(3), endpoint);
     with_file(lab, "peer-nowhere.yaml", &text, |lab| {

@@ -1,0 +1,194 @@
+//! Counters of the data path: one enum for what was done with a packet, one for why it was
+//! dropped, with what an operator does about it. Both index the per-CPU array `count` and name a
+//! metric label. A new drop reason is one entry here, and the code that uses it.
+
+macro_rules! counted {
+    ($(#[$meta:meta])* $name:ident { $($(#[doc = $doc:literal])+ $variant:ident = $index:literal => $label:literal $(, $remedy:literal)?,)* }) => {
+        $(#[$meta])*
+        #[repr(u32)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum $name { $($(#[doc = $doc])+ $variant = $index,)* }
+
+        impl $name {
+            /// Every variant, in the order of its counter.
+            pub const ALL: &'static [$name] = &[$($name::$variant,)*];
+
+            /// Index of this counter in the `count` array.
+            pub const fn index(self) -> u32 {
+                self as u32
+            }
+
+            /// The variant whose counter has this index.
+            #[inline(always)]
+            pub const fn from_index(index: u32) -> Option<Self> {
+                match index { $($index => Some($name::$variant),)* _ => None }
+            }
+
+            /// Metric label and name in `kgctl`.
+            pub const fn label(self) -> &'static str {
+                match self { $($name::$variant => $label,)* }
+            }
+
+            /// What an operator does about it when it grows; empty for what needs nothing.
+            pub const fn remedy(self) -> &'static str {
+                match self { $($name::$variant => concat!($($remedy)?),)* }
+            }
+
+            /// One sentence for people.
+            pub const fn describe(self) -> &'static str {
+                match self { $($name::$variant => concat!($($doc),+).trim_ascii(),)* }
+            }
+        }
+    };
+}
+
+/// Entries of the `count` array.
+pub const COUNTERS: u32 = 64;
+
+counted! {
+    /// What a program did with a packet it did not drop.
+    Action {
+        /// Not ours; left to the stack untouched.
+        Pass = 0 => "pass",
+        /// Sent from kilo0 to another node of the location.
+        Steer = 1 => "steer",
+        /// Left to WireGuard, which encrypts it.
+        Encrypt = 2 => "encrypt",
+        /// On a leader: from a node of the location straight to WireGuard.
+        Transit = 3 => "transit",
+        /// On a leader: decrypted and sent on to a node of the location.
+        Forward = 4 => "forward",
+        /// Decapsulated and given to this node's stack as received on kilo0.
+        Deliver = 5 => "deliver",
+        /// Decrypted, for this node's stack.
+        Decrypt = 6 => "decrypt",
+        /// Source translated on the way out.
+        Masquerade = 7 => "masquerade",
+        /// Destination translated back on the way in.
+        Unmasquerade = 8 => "unmasquerade",
+        /// On a leader: a packet in transit given to the stack, which answers
+        /// it (time exceeded, too big) or fragments it.
+        Punt = 9 => "punt",
+    }
+}
+
+counted! {
+    /// Why a packet was dropped.
+    DropReason {
+        /// The table names a hop that does not exist, or whose traffic is to be dropped.
+        NoHop = 32 => "no_hop",
+            "The node that owns the destination has no usable private address or was declared dead, or the \
+             location has no leader: `kgctl status`; `kgctl trace` names the node.",
+        /// On kilo0 of a node that does not lead, the destination matches no prefix of the mesh.
+        NoPrefix = 33 => "no_prefix",
+            "Something routes packets into kilo0 for destinations that the mesh does not know: `ip route show \
+             dev kilo0`; compare with `kgctl status`.",
+        /// Steered by an address that belongs to no node of this location.
+        UnknownSender = 34 => "unknown_sender",
+            "A host outside the location sends encapsulated packets here: look for its address in `kgctl \
+             status`. A node of the location that has just joined is known within a second. Otherwise: \
+             spoofing, or two clusters in one network.",
+        /// Inner source does not belong to the node that sent it.
+        ForeignSource = 35 => "foreign_source",
+            "A node forwards packets whose source is not in its pod CIDRs: a pod with a spoofed address, a \
+             second pod network, or spec.podCIDRs that differ from what the CNI gives out.",
+        /// Steered to a node that neither owns nor forwards the destination.
+        NotForUs = 36 => "not_for_us",
+            "The sender takes this node for the leader, or for the owner of the destination: compare `kgctl \
+             status` on both. It ends when both see the same leader.",
+        /// Header that does not fit in the packet.
+        Truncated = 38 => "truncated",
+            "A broken sender or driver: capture with `tcpdump -w`; try `ethtool -K DEV gro off`.",
+        /// Header whose fields contradict each other.
+        Malformed = 39 => "malformed",
+            "A broken or hostile sender: `kgctl monitor --reason malformed -o json` has the bytes.",
+        /// Steered packet whose outer header is a fragment.
+        OuterFragment = 40 => "outer_fragment",
+            "A link between the nodes carries less than the MTU their interfaces have: set --mtu, or repair \
+             the MTU of the private interfaces.",
+        /// The kernel refused to add or remove the outer header.
+        Encapsulation = 41 => "encapsulation",
+            "The kernel had no room for the outer header, mostly of packets that already carry a pod's own \
+             tunnel: check that the fallback devices exist (`ip -d link`), and report it.",
+        /// Packet larger than the hop's MTU.
+        TooBig = 42 => "too_big",
+            "The sender ignores path MTU discovery: let ICMP \"fragmentation needed\" and \"packet too big\" \
+             through firewalls, or lower --mtu.",
+        /// Every port that masquerading may use towards that destination is taken.
+        NatExhausted = 43 => "nat_exhausted",
+            "Pods hold too many connections to one destination: give the node more addresses or let them \
+             reuse connections.",
+        /// Packet that needs masquerading but cannot be translated: its protocol, or no address of its family.
+        NatUnsupported = 44 => "nat_unsupported",
+            "Pods send a protocol outside the mesh that cannot be translated (let them use TCP, UDP, SCTP or \
+             echo, or route it unmasqueraded: --service-cidr, allowed-location-ips), or the interface has no \
+             address of that family.",
+        /// A NAT entry could not be written.
+        NatMapFull = 45 => "nat_map_full",
+            "There are more flows than the table holds: `bpftool map show name nat`; report it.",
+        /// The kernel refused to rewrite the packet.
+        Rewrite = 46 => "rewrite",
+            "The kernel refused to change the packet, mostly for lack of memory: `dmesg`.",
+        /// Multicast, broadcast or link-local address on kilo0.
+        NotUnicast = 47 => "not_unicast",
+            "Harmless: discovery protocols on kilo0. In numbers: something is bound to kilo0 that wants a \
+             LAN.",
+        /// Later fragment that needs masquerading, whose first fragment was not seen.
+        NatFragment = 48 => "nat_fragment",
+            "Fragments arrived out of order, or the first one was dropped; the sender retransmits. If it goes \
+             on, let pods send what fits the MTU.",
+        /// WireGuard packet whose source is itself routed through the tunnel; replying would loop.
+        InsideTunnel = 49 => "inside_tunnel",
+            "Another location's leader sends from its private address over a network both are in, instead of \
+             from its endpoint. Its peer must speak first: set persistent-keepalive on the node that is \
+             behind NAT, or force-endpoint to the address both use.",
+        /// Steered packet from the address of a node, on an interface that does not lead to that node.
+        WrongInterface = 53 => "wrong_interface",
+            "A host on another network forges a node's address, or that node's packets return by an interface \
+             that this host has no route for: compare `ip route get ADDRESS` with the interface that `kgctl \
+             monitor` shows, and add the route.",
+        /// Packet from a tunnel device of ours that has not passed the checks of `lan_ingress`.
+        Unchecked = 54 => "unchecked",
+            "IPIP or VXLAN for another address of this host than its private one, from a pod, a process or an \
+             interface without programs: spoofing, or another tunnel on UDP port 51821 or without a device of \
+             its own for IPIP.",
+        /// Packet to the VXLAN port of a node that was not sent by Kilo's programs or devices.
+        ForgedVxlan = 55 => "forged_vxlan",
+            "A process or a pod sends UDP to port 51821 of another node, which carries the mesh: find it by \
+             `ss -upn dport = :51821`, and give it another port.",
+        /// The network marked the outer header as congested, and the inner packet cannot bear the mark.
+        Congestion = 58 => "congestion",
+            "Harmless: a router between the nodes is congested and marks packets instead of dropping them, \
+             but the sender did not negotiate ECN and is told by a loss (RFC 6040). In numbers: the network \
+             between nodes of this location is too slow for them.",
+        /// About to leave by an uplink in clear, although its destination is reached through WireGuard or a tunnel.
+        NotEncrypted = 56 => "not_encrypted",
+            "The route that leads this packet into kilo0 is missing or overruled: check that kilo0 exists and \
+             is up (`ip link show kilo0`), that the agent reconciles (`kgctl status`), and that no policy \
+             rule (`ip rule`) or more specific route (`ip route get ADDRESS`) leads it elsewhere. Or the \
+             destination is a pod of this node that no longer exists, or of a node that was declared dead \
+             (`kgctl status`).",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn indexes_are_unique_and_fit_the_array() {
+        let mut seen = std::collections::BTreeSet::new();
+        let all = Action::ALL.iter().map(|a| a.index()).chain(DropReason::ALL.iter().map(|d| d.index()));
+        for index in all {
+            assert!(index < COUNTERS);
+            assert!(seen.insert(index), "counter {index} is used twice");
+        }
+    }
+
+    #[test]
+    fn every_drop_reason_says_what_to_do() {
+        for reason in DropReason::ALL {
+            assert!(!reason.remedy().is_empty(), "{} has no remedy", reason.label());
+        }
+    }
+}
