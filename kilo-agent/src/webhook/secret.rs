@@ -211,7 +211,7 @@ async fn trust(client: &Client, configuration: &str, bundle: &ByteString) -> Res
     }
     match api.replace(configuration, &PostParams::default(), &found).await {
         Ok(_) => {
-            tracing::info!(configuration, "webhook configuration updated with the certificate's authority")
+            tracing::info!(configuration, "webhook configuration updated with the certificate's authority");
         }
         // Another replica was faster; if it was somebody else, the next look finds it.
         Err(kube::Error::Api(status)) if status.code == 409 => {}

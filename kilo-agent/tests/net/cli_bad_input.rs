@@ -155,7 +155,8 @@ fn logs_are_json_lines_on_stdout_and_none_means_none() {
     let directory = tempfile::tempdir().unwrap();
     fs::write(directory.path().join("n2.yaml"), NODE.replace("n1", "n2")).unwrap();
     let soon = "timeout --preserve-status 3";
-    let Some((_, loud)) = isolated(directory.path(), soon, "--listen 127.0.0.1:0") else { return };
+    let failed = ends_after("ERROR", 0);
+    let Some((_, loud)) = isolated(directory.path(), &failed, "--listen 127.0.0.1:0") else { return };
     let lines: Vec<serde_json::Value> = loud
         .lines()
         .filter(|line| line.starts_with('{'))
@@ -167,7 +168,8 @@ fn logs_are_json_lines_on_stdout_and_none_means_none() {
         return;
     };
     assert!(!quiet.contains("level"), "{quiet}");
-    let Some((_, errors)) = isolated(directory.path(), soon, "--listen 127.0.0.1:0 --log-level error") else {
+    let Some((_, errors)) = isolated(directory.path(), &failed, "--listen 127.0.0.1:0 --log-level error")
+    else {
         return;
     };
     assert!(errors.contains("ERROR") && !errors.contains("INFO") && !errors.contains("WARN"), "{errors}");
@@ -330,6 +332,13 @@ fn a_peer_or_node_that_does_not_exist_is_named() {
     assert!(with(&["showconf", "node", "n1"]).contains("not ready"));
 }
 
+/// For [`isolated`]: ends the agent so many seconds after it has said this, or after 15 s.
+fn ends_after(text: &str, seconds: u32) -> String {
+    format!(
+        r#"sh -c 'text=$1; shift; "$@" > /run/said 2>&1 & i=0; until grep -q "$text" /run/said || [ $i = 150 ]; do sleep 0.1; i=$((i + 1)); done; sleep {seconds}; kill $!; wait $!; code=$?; cat /run/said; exit $code' after '{text}'"#
+    )
+}
+
 /// Runs kg in mount and network namespaces of its own, and tells in the same
 /// output what it left there.
 fn isolated(directory: &Path, prefix: &str, arguments: &str) -> Option<(bool, String)> {
@@ -417,8 +426,8 @@ fn an_interface_that_is_expected_but_absent_is_named() {
 fn a_node_that_does_not_exist_is_named_without_a_flood() {
     let directory = tempfile::tempdir().unwrap();
     fs::write(directory.path().join("n2.yaml"), NODE.replace("n1", "n2")).unwrap();
-    let soon = "timeout --preserve-status 5";
-    let Some((_, said)) = isolated(directory.path(), soon, "--resync-period 1h") else { return };
+    let soon = ends_after("does not exist; check --hostname", 4);
+    let Some((_, said)) = isolated(directory.path(), &soon, "--resync-period 1h") else { return };
     let lines = said.lines().filter(|line| line.contains("does not exist; check --hostname")).count();
     assert!((1..=2).contains(&lines), "{lines} times: {said}");
 }
