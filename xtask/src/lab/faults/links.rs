@@ -80,7 +80,7 @@ fn leader_deleted(lab: &mut Lab) -> Result<String> {
 }
 
 fn renamed(lab: &mut Lab) -> Result<String> {
-    lab.caused(&["somebody renamed the WireGuard device"]);
+    lab.caused(&["WireGuard device was renamed"]);
     let space = lab.network.node("a2")?.space.clone();
     let old = number(&space, "cat /sys/class/net/kilo0/ifindex")?;
     space.ip("link set kilo0 down\nlink set kilo0 name renamed0\nlink set renamed0 up\n")?;
