@@ -17,7 +17,7 @@ use std::{
     time::Duration,
 };
 
-use kilo_common::verdict::Action;
+use kilo_common::counters::Action;
 use kilo_core::plan::Hop;
 use nix::poll::{PollFd, PollFlags, poll};
 
