@@ -38,11 +38,7 @@ const CHECKS: &[Check] = &[
     check("a drained node takes nothing with it", nodes::drain),
     check("a node that joins again gets another pod CIDR and is reached", nodes::join_again),
     check("a node that boots sends nothing in clear", nodes::boot),
-    Check {
-        name: "Prometheus finds the agents, and answers the dashboard and the alerts",
-        run: monitoring::prometheus,
-        long: true,
-    },
+    check("Prometheus finds the agents, and answers the dashboard and the alerts", monitoring::prometheus),
     Check {
         name: "the uninstall manifest takes everything off every node",
         run: removal::manifest,

@@ -34,6 +34,8 @@ const NAME: &str = "kilo-uninstall";
 /// What must not run meanwhile.
 const RUNNING: [&str; 2] = ["kilo", "kilo-wireguard"];
 const POLL: Duration = Duration::from_millis(300);
+/// The pods that are done end within this time, or nobody waits for them.
+const LEAVING: Duration = Duration::from_secs(30);
 
 #[derive(Args, Debug)]
 pub struct UninstallArgs {
@@ -145,6 +147,11 @@ async fn logs(pods: &Api<Pod>) -> Result<String> {
 
 async fn remove(client: &Client, daemon_sets: &Api<DaemonSet>, namespace: &str) -> Result<()> {
     daemon_sets.delete(NAME, &DeleteParams::foreground()).await?;
+    // It goes after its pods.
+    let started = Instant::now();
+    while daemon_sets.get_opt(NAME).await?.is_some() && started.elapsed() < LEAVING {
+        tokio::time::sleep(POLL).await;
+    }
     delete(Api::<ClusterRoleBinding>::all(client.clone())).await?;
     delete(Api::<ClusterRole>::all(client.clone())).await?;
     delete(namespaced::<ServiceAccount>(client, namespace)).await
