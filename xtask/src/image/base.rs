@@ -35,6 +35,9 @@ pub fn arguments() -> Vec<String> {
     BASES.iter().map(|(argument, image)| format!("--build-arg={argument}={image}")).collect()
 }
 
+/// What usrmerge brought, as apt's patterns; Debian's essential perl-base stays.
+const PERL: &str = "perl '^perl-modules' '^libperl5' '^lib.*-perl$'";
+
 /// Makes the slim image unless it is there.
 pub fn slim(buildah: &Buildah) -> Result<()> {
     debian(buildah, "bookworm", SLIM)
@@ -65,7 +68,7 @@ fn debian(buildah: &Buildah, suite: &str, image: &str) -> Result<()> {
         .arg("--dpkgopt=path-include=/usr/share/doc/*/copyright")
         // Else Debian's first choice for the same, usrmerge, brings Perl.
         .arg("--include=usr-is-merged")
-        .arg("--customize-hook=chroot \"$1\" apt-get --yes --auto-remove purge usrmerge")
+        .arg(format!("--customize-hook=chroot \"$1\" apt-get --yes purge usrmerge {PERL}"))
         .arg(suite)
         .arg(&tar)
         .arg(&sources))?;
