@@ -211,7 +211,7 @@ const fn network(name: &'static str, topology: Topology) -> Mode {
     Mode { name, underlay: Underlay::V4, topology, flag: "--tunnel=ipip" }
 }
 
-const MODES: [Mode; 10] = [
+const MODES: [Mode; 9] = [
     mode("vxlan", Underlay::V4, "--tunnel=vxlan"),
     mode("crosssubnet", Underlay::V4, "--encapsulate=crosssubnet"),
     mode("nftables", Underlay::V4, "--masquerade=nftables"),
@@ -221,7 +221,6 @@ const MODES: [Mode; 10] = [
     network("private network in a VLAN", Topology::Vlan),
     network("uplink without Ethernet", Topology::PointToPoint),
     network("LAN host with a static route", Topology::StaticRoute),
-    network("private addresses as endpoints", Topology::PrivateEndpoints),
 ];
 
 impl Mode {
