@@ -4,9 +4,12 @@
 use std::path::Path;
 
 use kube::Client;
-use tokio::task::JoinHandle;
 
-use crate::{agent, backend::kubernetes::Successor};
+use crate::{
+    agent,
+    backend::kubernetes::{Successor, SuccessorError},
+};
+use kilo_core::settings::Masquerade;
 use kilo_host::dataplane;
 
 /// What decides that.
@@ -15,7 +18,7 @@ pub struct Leaving {
     /// Programs end with this container anyway.
     ends: bool,
     /// Who tells which image comes next.
-    successor: Option<JoinHandle<Option<Successor>>>,
+    successor: Option<Successor>,
 }
 
 impl Leaving {
@@ -25,30 +28,33 @@ impl Leaving {
         if ends {
             tracing::info!(
                 "the host's /sys/fs/bpf is not mounted here, as in Kilo's own DaemonSet: traffic within a location \
-                 stops with this container, and Kilo's image can be put back without a step"
+                 stops with this container, and Kilo's image can be restored without further steps"
             );
         }
         Self { ends, successor: None }
     }
 
-    /// Learns from the API server which image this agent runs from, while the agent starts.
+    /// To be called with the way to the API server; whether it may be asked is logged at once.
     pub fn ask(&mut self, client: Client) {
-        if !self.ends {
-            self.successor = Some(tokio::spawn(learn(client)));
+        if self.ends {
+            return;
+        }
+        self.successor = Successor::new(client);
+        if let Some(successor) = self.successor.clone() {
+            tokio::spawn(async move { log_if_forbidden(&successor).await });
         }
     }
 
     /// Why another program's agent must be expected after this one.
     async fn reason(self) -> Option<String> {
         if self.ends {
-            return Some("programs end with this container".to_owned());
+            return Some("BPF programs are pinned inside this container and end with it".to_owned());
         }
-        let successor = self.successor?.await.ok().flatten()?;
-        match successor.other().await {
-            Ok(other) => other.map(|image| format!("the DaemonSet now runs {image}")),
+        match self.successor?.kilos().await {
+            Ok(kilos) => kilos.map(|image| format!("the DaemonSet now runs {image}")),
             // Gone, or nobody to ask: as with any stop.
             Err(error) => {
-                tracing::info!(%error, "who comes next is not known");
+                tracing::info!(%error, "cannot tell which image comes next; leaving everything in place");
                 None
             }
         }
@@ -56,28 +62,27 @@ impl Leaving {
 
     /// Called when the agent has stopped: leaves the host to who comes next if that is another
     /// program; false when everything stays for an agent like this one.
-    pub async fn leave(self, bpffs: &Path, interface: &str) -> bool {
+    pub async fn leave(self, bpffs: &Path, interface: &str, masquerade: Masquerade) -> bool {
         let Some(reason) = self.reason().await else { return false };
-        tracing::info!(reason, "kg stops, and leaves this host to who comes next");
-        let outcome = agent::hand_over(bpffs, interface).await;
-        tracing::info!(removed = outcome.removed.join("; "), "traffic between locations goes on");
+        tracing::info!(reason, "kg is stopping and handing this host over to another agent");
+        let outcome = agent::hand_over(bpffs, interface, masquerade).await;
+        tracing::info!(
+            removed = outcome.removed.join("; "),
+            "handover done; traffic between locations keeps flowing"
+        );
         if !outcome.stays.is_empty() {
-            tracing::error!(
-                stays = outcome.stays.join("; "),
-                "not everything could be left; run `kg uninstall`"
-            );
+            tracing::error!(stays = outcome.stays.join("; "), "handover incomplete; run `kg uninstall`");
         }
         true
     }
 }
 
-async fn learn(client: Client) -> Option<Successor> {
-    Successor::learn(client).await.unwrap_or_else(|error| {
+async fn log_if_forbidden(successor: &Successor) {
+    if let Err(error @ SuccessorError::Forbidden(_)) = successor.kilos().await {
         tracing::info!(
             %error,
-            "this agent may not read its DaemonSet: before Kilo's own image is put back, apply the Role kilo-agent \
-             of manifests/, or the programs stay in its way (docs/migration.md)"
+            "this agent may not read its DaemonSet: before restoring Kilo's own image, apply the Role kilo-agent \
+             of manifests/, or BPF programs stay attached (docs/migration.md)"
         );
-        None
-    })
+    }
 }

@@ -5,11 +5,21 @@
 //! would take packets that are the other's. What they masqueraded is masqueraded by rules until
 //! the other does it.
 
-use std::{collections::BTreeSet, net::IpAddr, path::Path, time::Duration};
+use std::{
+    collections::BTreeSet,
+    net::IpAddr,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use ipnet::IpNet;
 
 use super::uninstall::Outcome;
-use kilo_common::maps::PREFIX_NEVER_CLEAR;
-use kilo_core::plan::{Tables, model::Packet};
+use kilo_common::maps::{HOP_NONE, HOP_REMOTE, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PrefixValue};
+use kilo_core::{
+    plan::{Tables, model::Packet},
+    settings::Masquerade,
+};
 use kilo_host::{
     dataplane,
     firewall::{
@@ -21,41 +31,52 @@ use kilo_host::{
 
 /// The rules do nothing after this time; until then they also keep in what nobody translates.
 const BRIDGED: Duration = Duration::from_secs(600);
+/// Flows that are not forgotten by then stay untranslated, and are kept in.
+const FORGETTING: Duration = Duration::from_secs(5);
 
 /// Takes programs, pins and tunnel devices away; `interface` is the WireGuard device's name.
-pub async fn hand_over(bpffs: &Path, interface: &str) -> Outcome {
+pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade) -> Outcome {
     let mut outcome = Outcome::default();
-    let tables = dataplane::read_tables(bpffs).map_err(|error| error.to_string());
-    let masqueraded = match &tables {
-        Ok(tables) => masquerade_by_rules(tables, interface, &mut outcome).await,
+    let ruled = match dataplane::read_tables(bpffs).map_err(|error| error.to_string()) {
+        Ok(tables) => {
+            let ruled = replace_by_rules(&tables, interface, masquerade).await;
+            ruled.map(|ruled| ruled.then_some(tables))
+        }
+        Err(error) => Err(error),
+    };
+    // Before their programs: without them these devices hand on what anybody sends.
+    let removed = match Net::new() {
+        Ok(net) => tunnels::remove(net.rtnl()).await,
+        Err(error) => Err(error),
+    };
+    outcome.take(removed, |count| format!("{count} tunnel devices"));
+    let tables = match ruled {
+        Ok(tables) => tables,
         Err(error) => {
-            outcome.stays.push(error.clone());
-            false
+            outcome.stays.push(format!("programs, since no rules could take their place: {error}"));
+            return outcome;
         }
     };
     outcome.take(dataplane::detach_filters(), |count| format!("programs on {count} clsact hooks"));
     outcome.take(dataplane::remove_pins(bpffs), |count| {
         format!("{count} pinned programs and maps below {}", dataplane::top_directory(bpffs).display())
     });
-    if let (true, Ok(tables)) = (masqueraded, tables) {
+    if let Some(tables) = tables.filter(|_| masquerade != Masquerade::Off) {
         let is_masqueraded = move |src: IpAddr, dst: IpAddr| tables.masquerades(Packet { src, dst });
-        let forgotten = tokio::task::spawn_blocking(move || conntrack::forget(is_masqueraded)).await;
+        let until = Instant::now() + FORGETTING;
+        let forgotten = tokio::task::spawn_blocking(move || conntrack::forget(is_masqueraded, until)).await;
         let forgotten = forgotten.map_err(std::io::Error::other).flatten();
         outcome.take(
             forgotten.map_err(|error| format!("entries of connection tracking without translation: {error}")),
             |count| format!("{count} entries of connection tracking without translation"),
         );
     }
-    let removed = match Net::new() {
-        Ok(net) => tunnels::remove(net.rtnl()).await,
-        Err(error) => Err(error),
-    };
-    outcome.take(removed, |count| format!("{count} tunnel devices"));
     outcome
 }
 
-/// True when there is anything to masquerade, and rules do it now.
-async fn masquerade_by_rules(tables: &Tables, interface: &str, outcome: &mut Outcome) -> bool {
+/// True when rules masquerade now, or keep in what only a tunnel may carry; false where there is
+/// nothing to do for them.
+async fn replace_by_rules(tables: &Tables, interface: &str, masquerade: Masquerade) -> Result<bool, String> {
     let decision = Decision {
         sources: tables.masq_src.iter().map(|(prefix, value)| (*prefix, *value)).collect(),
         destinations: tables.masq_dst.iter().map(|(prefix, value)| (*prefix, *value)).collect(),
@@ -67,15 +88,21 @@ async fn masquerade_by_rules(tables: &Tables, interface: &str, outcome: &mut Out
         .filter(|name| name != interface)
         .collect();
     if decision.is_empty() || uplinks.is_empty() {
-        return false;
+        return Ok(false);
     }
-    let never = tables.prefix.iter().filter(|(_, value)| value.flags & PREFIX_NEVER_CLEAR != 0);
-    let never_clear = &never.map(|(prefix, _)| *prefix).collect();
-    match decision.apply_interim(&Interim { uplinks: &uplinks, never_clear, lasts: BRIDGED }).await {
-        Ok(()) => true,
-        Err(error) => {
-            outcome.stays.push(error.to_string());
-            false
-        }
-    }
+    // A default route through WireGuard is for pods that use the location's gateway; all else is closed.
+    let is_closed = |prefix: &IpNet, value: &PrefixValue| {
+        value.flags & PREFIX_NEVER_CLEAR != 0
+            || value.flags & PREFIX_PODS_STEERED != 0
+                && prefix.prefix_len() != 0
+                && matches!(value.hop, HOP_REMOTE | HOP_NONE)
+    };
+    let never_clear = tables.prefix.iter().filter(|(prefix, value)| is_closed(prefix, value));
+    let interim = Interim {
+        uplinks: &uplinks,
+        never_clear: &never_clear.map(|(prefix, _)| *prefix).collect(),
+        masquerades: masquerade != Masquerade::Off,
+        lasts: BRIDGED,
+    };
+    decision.apply_interim(&interim).await.map(|()| true).map_err(|error| error.to_string())
 }

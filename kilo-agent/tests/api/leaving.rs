@@ -83,8 +83,8 @@ fn stop(mut agent: Child) {
 }
 
 #[test]
-fn only_another_image_of_the_daemon_set_gets_a_host_without_programs() {
-    netns::isolated("only_another_image_of_the_daemon_set_gets_a_host_without_programs", || async {
+fn only_kilos_own_image_gets_a_host_without_programs() {
+    netns::isolated("only_kilos_own_image_gets_a_host_without_programs", || async {
         make_host();
         let Some(server) = ApiServer::start().await else { return };
         let client = server.client(ADMIN).await;
@@ -95,9 +95,9 @@ fn only_another_image_of_the_daemon_set_gets_a_host_without_programs() {
 
         let agent = start(&kubeconfig).await;
         let pins = sh(PINS);
-        set_image(&daemon_sets, "kilo-ebpf/kilo:0.2.0").await;
+        set_image(&daemon_sets, "registry.example/mirror/kilo:0.2.0").await;
         stop(agent);
-        assert_eq!(sh(PINS), pins, "another tag is an upgrade");
+        assert_eq!(sh(PINS), pins, "another tag, or a mirror of ours, is an upgrade");
         assert_eq!(sh(RULES), "");
 
         let agent = start(&kubeconfig).await;

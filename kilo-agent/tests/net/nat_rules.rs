@@ -134,19 +134,54 @@ fn a_flow_without_translation_is_kept_in_until_it_is_forgotten_and_then_translat
         let uplinks = BTreeSet::from(["outside".to_owned()]);
         let lasts = Duration::from_secs(2);
         decision()
-            .apply_interim(&Interim { uplinks: &uplinks, never_clear: &BTreeSet::new(), lasts })
+            .apply_interim(&Interim {
+                uplinks: &uplinks,
+                never_clear: &BTreeSet::new(),
+                masquerades: true,
+                lasts,
+            })
             .await
             .unwrap();
         seen_meanwhile();
         assert_eq!(seen_meanwhile(), BTreeSet::new(), "nothing leaves untranslated");
         let outside: IpAddr = "10.42.2.2".parse().unwrap();
-        let elsewhere = conntrack::forget(|_, to| to != outside).unwrap();
+        let until = Instant::now() + Duration::from_secs(9);
+        let elsewhere = conntrack::forget(|_, to| to != outside, until).unwrap();
         assert_eq!(seen_meanwhile(), BTreeSet::new(), "{elsewhere} other flows");
-        assert_eq!(conntrack::forget(|_, to| to == outside).unwrap(), 1);
+        assert_eq!(conntrack::forget(|_, to| to == outside, until).unwrap(), 1);
         assert_eq!(seen_meanwhile(), BTreeSet::from(["10.42.2.1".to_owned()]));
-        assert_eq!(conntrack::forget(|_, to| to == outside).unwrap(), 0, "it is translated now");
+        assert_eq!(conntrack::forget(|_, to| to == outside, until).unwrap(), 0, "it is translated now");
         assert_eq!(seen("known", 3, false), "10.42.1.2", "towards the mesh nothing changes");
         std::thread::sleep(lasts);
         assert_eq!(seen("outside", 2, false), "10.42.1.2", "after that time the rules do nothing");
+    });
+}
+
+#[test]
+fn rules_for_somebody_else_are_not_taken_for_ones_own_and_take_nested_prefixes() {
+    isolated("rules_for_somebody_else_are_not_taken_for_ones_own_and_take_nested_prefixes", || async {
+        build();
+        let mut wanted = decision();
+        // As a Peer makes them whose allowed IPs lie within the pod network, or around it.
+        for prefix in ["10.0.0.0/8", "10.42.1.64/26"] {
+            wanted.sources.insert(prefix.parse().unwrap(), MASQ_SRC_ALWAYS);
+        }
+        let uplinks = BTreeSet::from(["outside".to_owned()]);
+        let lasts = Duration::from_secs(600);
+        let interim = Interim { uplinks: &uplinks, never_clear: &BTreeSet::new(), masquerades: true, lasts };
+        wanted.apply_interim(&interim).await.unwrap();
+        assert_eq!(NatRules::default().apply(wanted.clone(), Instant::now()).await.unwrap(), 1);
+        assert_eq!(NatRules::default().apply(wanted.clone(), Instant::now()).await.unwrap(), 0);
+
+        // Somebody else masquerades: what must not leave is kept in, and nothing is translated.
+        let never_clear = BTreeSet::from(["10.42.2.0/24".parse().unwrap()]);
+        stream_begins();
+        assert!(!seen_meanwhile().is_empty());
+        let interim = Interim { uplinks: &uplinks, never_clear: &never_clear, masquerades: false, lasts };
+        wanted.apply_interim(&interim).await.unwrap();
+        seen_meanwhile();
+        assert_eq!(seen_meanwhile(), BTreeSet::new());
+        let rules = sh("nft list table inet kilo");
+        assert!(!rules.contains("masquerade"), "{rules}");
     });
 }

@@ -34,11 +34,12 @@ pub const WRITTEN: [&str; 8] = [
 ];
 
 /// Labels of nodes with the API server or etcd on them: those of kubeadm (since 1.20, and
-/// before), of k3s and RKE2 besides, and of MicroK8s.
-pub const CONTROL_PLANE: [&str; 4] = [
+/// before), of k3s and RKE2 besides, of Typhoon, and of MicroK8s.
+pub const CONTROL_PLANE: [&str; 5] = [
     "node-role.kubernetes.io/control-plane",
     "node-role.kubernetes.io/master",
     "node-role.kubernetes.io/etcd",
+    "node.kubernetes.io/controller",
     "node.kubernetes.io/microk8s-controlplane",
 ];
 
@@ -272,6 +273,9 @@ pub fn to_object(node: &Node, last_seen: i64) -> core::Node {
     object.metadata.name = Some(node.name.clone());
     object.metadata.annotations =
         Some(wanted.into_iter().filter_map(|(name, value)| Some((name, value?))).collect());
+    // A start without API server must know to which hosts packets go as they are.
+    let label = node.control_plane.then(|| BTreeMap::from([(CONTROL_PLANE[0].to_owned(), String::new())]));
+    object.metadata.labels = label;
     let pod_cidrs = node.pod_cidrs.iter().map(ToString::to_string).collect();
     object.spec = Some(core::NodeSpec { pod_cidrs: Some(pod_cidrs), ..Default::default() });
     if !node.external_ips.is_empty() {
@@ -395,6 +399,7 @@ mod tests {
             endpoint_forced: true,
             internal_ip_forced: true,
             leader: true,
+            control_plane: true,
             location: "here".to_owned(),
             persistent_keepalive: 10,
             wireguard_ip: "10.4.0.1/16".parse().ok(),

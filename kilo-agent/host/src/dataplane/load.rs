@@ -204,19 +204,25 @@ fn fits(map: &str, path: &Path) -> Result<bool, DataplaneError> {
     };
     let info = match MapData::from_pin(path).and_then(|data| data.info()) {
         Ok(info) => info,
-        Err(error) if is_denied(&error) => return Err(EbpfError::from(error).into()),
+        // A directory in the place of a map answers EACCES, too.
+        Err(error) if !path.is_dir() && says_nothing_of_the_map(&error) => {
+            return Err(EbpfError::from(error).into());
+        }
         Err(_) => return Ok(false),
     };
     Ok(info.map_type().is_ok_and(|found| found == kind)
         && (info.key_size(), info.value_size(), info.max_entries()) == (key, value, entries))
 }
 
-fn is_denied(error: &MapError) -> bool {
+/// The kernel, or a security module, refuses this process, or has no room now.
+fn says_nothing_of_the_map(error: &MapError) -> bool {
+    const ERRNOS: [i32; 5] =
+        [nix::libc::EPERM, nix::libc::EACCES, nix::libc::ENOMEM, nix::libc::ENFILE, nix::libc::EMFILE];
     let causes = std::iter::successors(Some(error as &dyn std::error::Error), |cause| cause.source());
     causes
         .filter_map(|cause| cause.downcast_ref::<io::Error>())
-        // EACCES is what a directory in the place of a map answers.
-        .any(|cause| cause.raw_os_error() == Some(nix::libc::EPERM))
+        .filter_map(io::Error::raw_os_error)
+        .any(|errno| ERRNOS.contains(&errno))
 }
 
 /// Maps by name: those of a loaded object, or pinned ones.

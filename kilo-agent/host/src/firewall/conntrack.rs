@@ -8,6 +8,7 @@ use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     os::fd::{AsRawFd as _, OwnedFd},
+    time::Instant,
 };
 
 use nix::{
@@ -42,16 +43,20 @@ const START: usize = HEADER + 4;
 const PART: usize = 1 << 16;
 
 /// Removes the entries of flows from such a source to such a destination that netfilter does not
-/// translate; answers how many.
+/// translate, as many as it can until then; returns how many.
 ///
 /// # Errors
 /// When the kernel has no conntrack over netlink, or forbids it (`CAP_NET_ADMIN`).
-pub fn forget(mut is_concerned: impl FnMut(IpAddr, IpAddr) -> bool) -> io::Result<usize> {
+pub fn forget(mut is_concerned: impl FnMut(IpAddr, IpAddr) -> bool, until: Instant) -> io::Result<usize> {
+    let (netlink, mut buffer) = (open()?, vec![0; PART]);
     let mut forgotten = 0;
     for family in [libc::AF_INET, libc::AF_INET6] {
         let family = u8::try_from(family).unwrap_or_default();
-        for tuple in list(family, &mut is_concerned)? {
-            forgotten += usize::from(delete(family, &tuple)?);
+        for tuple in list(&netlink, &mut buffer, family, &mut is_concerned)? {
+            if Instant::now() >= until {
+                return Ok(forgotten);
+            }
+            forgotten += usize::from(delete(&netlink, &mut buffer, family, &tuple)?);
         }
     }
     Ok(forgotten)
@@ -78,12 +83,16 @@ fn request(kind: u16, flags: i32, family: u8, attributes: &[u8]) -> Vec<u8> {
 }
 
 /// The original tuples of the entries concerned, as attributes.
-fn list(family: u8, is_concerned: &mut impl FnMut(IpAddr, IpAddr) -> bool) -> io::Result<Vec<Vec<u8>>> {
-    let netlink = open()?;
+fn list(
+    netlink: &OwnedFd,
+    buffer: &mut [u8],
+    family: u8,
+    is_concerned: &mut impl FnMut(IpAddr, IpAddr) -> bool,
+) -> io::Result<Vec<Vec<u8>>> {
     send(netlink.as_raw_fd(), &request(GET, libc::NLM_F_DUMP, family, &[]), MsgFlags::empty())?;
-    let (mut found, mut buffer) = (Vec::new(), vec![0; PART]);
+    let mut found = Vec::new();
     loop {
-        let length = recv(netlink.as_raw_fd(), &mut buffer, MsgFlags::empty())?;
+        let length = recv(netlink.as_raw_fd(), buffer, MsgFlags::empty())?;
         let mut rest = &buffer[..length];
         while let Some((kind, body)) = next_message(&mut rest) {
             match i32::from(kind) {
@@ -97,11 +106,9 @@ fn list(family: u8, is_concerned: &mut impl FnMut(IpAddr, IpAddr) -> bool) -> io
 }
 
 /// False when it has ended by itself meanwhile.
-fn delete(family: u8, tuple: &[u8]) -> io::Result<bool> {
-    let netlink = open()?;
+fn delete(netlink: &OwnedFd, buffer: &mut [u8], family: u8, tuple: &[u8]) -> io::Result<bool> {
     send(netlink.as_raw_fd(), &request(DELETE, libc::NLM_F_ACK, family, tuple), MsgFlags::empty())?;
-    let mut buffer = vec![0; PART];
-    let length = recv(netlink.as_raw_fd(), &mut buffer, MsgFlags::empty())?;
+    let length = recv(netlink.as_raw_fd(), buffer, MsgFlags::empty())?;
     match next_message(&mut &buffer[..length]) {
         Some((kind, body)) if i32::from(kind) == libc::NLMSG_ERROR => match error(body) {
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(false),

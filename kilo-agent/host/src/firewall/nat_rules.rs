@@ -45,6 +45,8 @@ pub struct Interim<'a> {
     pub uplinks: &'a BTreeSet<String>,
     /// What only an outer header or WireGuard may carry: nothing else goes there by an uplink.
     pub never_clear: &'a BTreeSet<IpNet>,
+    /// False: somebody else masquerades, and these rules only keep in what must not leave.
+    pub masquerades: bool,
     /// How long they do anything.
     pub lasts: Duration,
 }
@@ -94,7 +96,9 @@ impl Decision {
     /// and for how long.
     fn script_for(&self, interim: Option<&Interim<'_>>) -> String {
         let mut script = format!("table inet {TABLE}\ndelete table inet {TABLE}\n");
-        script += &format!("table inet {TABLE} {{\n\tchain {} {{ }}\n", self.mark());
+        // Not the name of the content: an agent that comes back must not take these for its own.
+        let mark = if interim.is_some() { "interim".to_owned() } else { self.mark() };
+        script += &format!("table inet {TABLE} {{\n\tchain {mark} {{ }}\n");
         let (mut rules, mut guards, mut quiet) = (String::new(), String::new(), String::new());
         for (v6, word, kind) in [(false, "ip", "ipv4_addr"), (true, "ip6", "ipv6_addr")] {
             let part = self.of_family(v6);
@@ -120,8 +124,7 @@ impl Decision {
             };
             set("known", with(&part.destinations, MASQ_EXCLUDE), None);
             set("forced", with(&part.destinations, MASQ_FORCE), None);
-            // Rules without sources do nothing.
-            set("sources", with(&part.sources, MASQ_SRC_ALWAYS), interim.map(|interim| interim.lasts));
+            set("sources", with(&part.sources, MASQ_SRC_ALWAYS), None);
             let exempt =
                 part.sources.keys().filter(|p| part.sources[*p] != MASQ_SRC_ALWAYS).copied().collect();
             set("exempt", exempt, None);
@@ -130,6 +133,11 @@ impl Decision {
                 set("never", interim.never_clear.iter().filter(of_family).copied().collect(), None);
                 let everybody = if v6 { Ipv6Net::default().into() } else { Ipv4Net::default().into() };
                 set("quiet", BTreeSet::from([everybody]), Some(QUIET));
+                // Empty when the time is over, and then nothing below is reached.
+                set("live", BTreeSet::from([everybody]), Some(interim.lasts));
+                let gate = format!("\t\t{word} daddr != @live_{word} return\n");
+                rules += &gate;
+                guards += &gate;
             }
             // A source in a prefix of both kinds counts as the programs see it: by the longer one.
             rules += &format!(
@@ -137,10 +145,14 @@ impl Decision {
                  \t\t{word} daddr @forced_{word} {word} saddr != @exempt_{word} masquerade\n\
                  \t\t{word} saddr @sources_{word} masquerade\n"
             );
-            guards += &format!(
-                "\t\t{word} saddr @sources_{word} {word} daddr @never_{word} drop\n\
-                 \t\t{word} daddr @known_{word} return\n\t\t{word} saddr @sources_{word} drop\n"
-            );
+            guards += &format!("\t\t{word} saddr @sources_{word} {word} daddr @never_{word} drop\n");
+            if interim.is_some_and(|interim| interim.masquerades) {
+                guards += &format!(
+                    "\t\t{word} daddr @known_{word} return\n\
+                     \t\t{word} saddr @sources_{word} ct direction reply return\n\
+                     \t\t{word} saddr @sources_{word} drop\n"
+                );
+            }
             let icmp = if v6 { "icmpv6" } else { "icmp" };
             quiet += &format!(
                 "\t\t{word} daddr @quiet_{word} tcp flags & rst == rst drop\n\
@@ -156,12 +168,15 @@ impl Decision {
         };
         let names: Vec<_> = interim.uplinks.iter().map(|name| format!("\"{name}\"")).collect();
         let others = format!("\t\toifname != {{ {} }} return\n", names.join(", "));
+        if !interim.masquerades {
+            (rules, quiet) = (String::new(), String::new());
+        }
         script
             + &format!(
                 "\tchain postrouting {{\n\t\ttype nat hook postrouting priority srcnat; policy accept;\n\
                  {others}{rules}\t}}\n\
                  \tchain guard {{\n\t\ttype filter hook postrouting priority srcnat + 10; policy accept;\n\
-                 {others}{guards}\t}}\n\
+                 {others}\t\tfib saddr type local return\n{guards}\t}}\n\
                  \tchain quiet {{\n\t\ttype filter hook output priority 0; policy accept;\n\
                  {others}{quiet}\t}}\n}}\n"
             )

@@ -1,4 +1,4 @@
-//! Who comes after this agent: the image the DaemonSet names now.
+//! Whether Kilo's own agent comes after this one: the image that the DaemonSet names now.
 
 use std::{path::Path, time::Duration};
 
@@ -11,25 +11,30 @@ use kilo_core::objects::error_chain;
 const NAMESPACE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
 /// The DaemonSet and its container, in our manifests as in Kilo's.
 const NAME: &str = "kilo";
+/// Kilo's own image, without its registry.
+const KILO: &str = "squat/kilo";
 /// A stop waits no longer than this for an answer.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// What is asked when the agent is told to stop.
+#[derive(Clone)]
 pub struct Successor {
     daemon_sets: Api<DaemonSet>,
-    own: String,
 }
 
 impl std::fmt::Debug for Successor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Successor").field("own", &self.own).finish_non_exhaustive()
+        f.debug_struct("Successor").finish_non_exhaustive()
     }
 }
 
 /// Why nobody can tell.
 #[derive(Debug, thiserror::Error)]
 pub enum SuccessorError {
-    /// Asking is forbidden, or the API server does not answer.
+    /// This account has no right to read the DaemonSet: Kilo's own ClusterRole does not give it.
+    #[error("{0}")]
+    Forbidden(String),
+    /// The API server does not answer, or not with the DaemonSet.
     #[error("{0}")]
     Api(String),
     /// There is no such container.
@@ -38,44 +43,43 @@ pub enum SuccessorError {
 }
 
 impl Successor {
-    /// Learns the image that this agent runs from; `None` outside of a pod.
-    ///
-    /// # Errors
-    /// When the DaemonSet may not be read: Kilo's own ClusterRole does not have the right.
-    pub async fn learn(client: Client) -> Result<Option<Self>, SuccessorError> {
-        let Ok(namespace) = std::fs::read_to_string(Path::new(NAMESPACE)) else { return Ok(None) };
-        let daemon_sets = Api::namespaced(client, namespace.trim());
-        let own = repository(&image(&daemon_sets).await?).to_owned();
-        Ok(Some(Self { daemon_sets, own }))
+    /// Asks nobody yet; `None` outside of a pod.
+    pub fn new(client: Client) -> Option<Self> {
+        let namespace = std::fs::read_to_string(Path::new(NAMESPACE)).ok()?;
+        Some(Self { daemon_sets: Api::namespaced(client, namespace.trim()) })
     }
 
-    /// The image of another program, when that is what the DaemonSet runs now.
+    /// The image that the DaemonSet runs now, if it is Kilo's own.
     ///
     /// # Errors
-    /// When there is no answer; also when the DaemonSet is gone.
-    pub async fn other(&self) -> Result<Option<String>, SuccessorError> {
-        let asked = image(&self.daemon_sets);
-        let image = tokio::time::timeout(PATIENCE, asked).await;
-        let image = image.map_err(|_| SuccessorError::Api("the API server does not answer".to_owned()))??;
-        Ok((repository(&image) != self.own).then_some(image))
+    /// When there is no answer within three seconds; also when the DaemonSet is gone.
+    pub async fn kilos(&self) -> Result<Option<String>, SuccessorError> {
+        let asked = tokio::time::timeout(PATIENCE, image(&self.daemon_sets)).await;
+        let image = asked.map_err(|_| SuccessorError::Api("the API server does not answer".to_owned()))??;
+        Ok(is_kilos(&image).then_some(image))
     }
 }
 
 async fn image(daemon_sets: &Api<DaemonSet>) -> Result<String, SuccessorError> {
-    let found = daemon_sets.get(NAME).await.map_err(|error| SuccessorError::Api(error_chain(&error)))?;
+    let found = daemon_sets.get(NAME).await.map_err(|error| match &error {
+        kube::Error::Api(status) if status.code == 403 => SuccessorError::Forbidden(error_chain(&error)),
+        _ => SuccessorError::Api(error_chain(&error)),
+    })?;
     let pod = found.spec.and_then(|spec| spec.template.spec).unwrap_or_default();
     let container = pod.containers.into_iter().find(|container| container.name == NAME);
     container.and_then(|container| container.image).ok_or(SuccessorError::NoContainer)
 }
 
-/// An image's name without tag and digest.
-fn repository(image: &str) -> &str {
+/// By its name alone: neither a mistyped image nor a mirror of ours may leave a host without
+/// programs.
+fn is_kilos(image: &str) -> bool {
     let image = image.split('@').next().unwrap_or(image);
     // A colon before a slash is that of a registry's port.
-    match image.rsplit_once(':') {
-        Some((name, tag)) if !tag.contains('/') => name.strip_prefix("docker.io/").unwrap_or(name),
-        _ => image.strip_prefix("docker.io/").unwrap_or(image),
-    }
+    let name = match image.rsplit_once(':') {
+        Some((name, tag)) if !tag.contains('/') => name,
+        _ => image,
+    };
+    name == KILO || name.strip_suffix(KILO).is_some_and(|registry| registry.ends_with('/'))
 }
 
 #[cfg(test)]
@@ -83,15 +87,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tags_and_digests_make_no_other_image() {
-        for (image, expected) in [
-            ("kilo-ebpf/kilo:0.1.0", "kilo-ebpf/kilo"),
-            ("docker.io/kilo-ebpf/kilo", "kilo-ebpf/kilo"),
-            ("registry:5000/kilo", "registry:5000/kilo"),
-            ("registry:5000/kilo:1@sha256:abc", "registry:5000/kilo"),
-            ("squat/kilo:0.7.0", "squat/kilo"),
+    fn kilos_image_is_known_by_its_name_whatever_registry_tag_and_digest() {
+        for image in [
+            "squat/kilo",
+            "squat/kilo:0.7.0",
+            "registry:5000/squat/kilo",
+            "example.org/squat/kilo:1@sha256:abc",
         ] {
-            assert_eq!(repository(image), expected);
+            assert!(is_kilos(image), "{image}");
+        }
+        for image in [
+            "kilo-ebpf/kilo:0.1.0",
+            "registry:5000/kilo",
+            "kilo-ebpf/kil0:0.2",
+            "notsquat/kilo",
+            "squat/kilo-ebpf",
+        ] {
+            assert!(!is_kilos(image), "{image}");
         }
     }
 }

@@ -54,9 +54,11 @@ pub struct UninstallArgs {
 pub async fn run(args: &UninstallArgs, flags: &Flags) -> Result<String> {
     let client = kubernetes::client(flags.kubeconfig.as_deref(), None).await?;
     let daemon_sets: Api<DaemonSet> = Api::namespaced(client.clone(), &args.namespace);
+    let everywhere: Api<DaemonSet> = Api::all(client.clone());
     for name in RUNNING {
-        if daemon_sets.get_opt(name).await?.is_some() {
-            let namespace = &args.namespace;
+        let named = ListParams::default().fields(&format!("metadata.name={name}"));
+        let found = everywhere.list(&named).await?;
+        if let Some(namespace) = found.items.first().and_then(kube::ResourceExt::namespace) {
             bail!(
                 "nothing was removed: DaemonSet {name} of {namespace} is there, and its pods would put everything \
                  back; delete it first: kubectl --namespace {namespace} delete daemonset {name}"
