@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use kilo_common::{bounds, maps::name};
+use kilo_common::{map_sizes, maps::name};
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric, text::encode},
@@ -227,7 +227,7 @@ impl Default for Metrics {
         let capacity = Family::<MapLabel, Gauge>::default();
         for map in FILLED {
             metrics.set_map_entries(map, 0);
-            capacity.get_or_create(&MapLabel { map }).set(bounds::size(map).into());
+            capacity.get_or_create(&MapLabel { map }).set(map_sizes::size(map).into());
         }
         registry.register("kilo_map_capacity", "Capacity of a BPF map in entries", capacity);
         registry.register_collector(Box::new(SampleCollector(samples)));

@@ -1,15 +1,15 @@
-//! What the BPF programs and the agent share: map layouts, verdicts and the
+//! What the BPF programs and the agent share: map layouts, counters, signals and the
 //! packet arithmetic of both sides. No I/O, no allocation; everything here is
 //! tested on the host.
 #![cfg_attr(not(test), no_std)]
 
-pub mod bounds;
 pub mod checksum;
 pub mod counters;
 pub mod ecn;
 pub mod encap;
 pub mod event;
 pub mod lead;
+pub mod map_sizes;
 pub mod maps;
 pub mod nat;
 pub mod packet;

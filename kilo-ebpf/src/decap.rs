@@ -159,7 +159,7 @@ pub fn validate<I: Ip>(
     Ok((disposition, own))
 }
 
-/// Removes the outer headers; answers who cuts the packet if it is a GSO packet. One of
+/// Removes the outer headers; returns who cuts the packet if it is a GSO packet. One of
 /// the other family also changes what the kernel takes it for: by a flag, or before
 /// Linux 6.3 by a translation whose room is removed, too.
 #[inline(always)]

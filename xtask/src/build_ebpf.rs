@@ -22,7 +22,7 @@ const TARGET: &str = "bpfel-unknown-none";
 /// Where the object is written, relative to the workspace.
 pub const OBJECT: &str = "target/bpf/kilo.o";
 
-/// Builds the object; answers its path.
+/// Builds the object; returns its path.
 pub fn build(quiet: bool) -> Result<PathBuf> {
     build_in(&workspace_root(), quiet)
 }

@@ -84,7 +84,7 @@ fn chosen(only: Option<&str>) -> Result<Vec<String>> {
     }
 }
 
-/// Builds the programs; answers their directory.
+/// Builds the programs; returns their directory.
 fn build() -> Result<PathBuf> {
     apt::install(&["build-essential"])?;
     build_ebpf::build(true)?;

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// One test.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct TestOutcome {
-    /// `unit`, `bpf`, `lab`, `api` or `vm`.
+    /// `unit`, `bpf`, `lab`, `soak`, `api`, `cluster` or `vm`.
     pub part: String,
     /// What it shows.
     pub name: String,

@@ -64,7 +64,7 @@ mod tests {
 
     use super::*;
 
-    /// Runs tests, named by number, of which those fail; answers what is said of the `n`-th.
+    /// Runs tests, named by number, of which those fail; returns what is said of the `n`-th.
     fn outcomes(tries: &mut SecondTries, failures: &[&[usize]]) -> Vec<String> {
         let mut failures = failures.iter();
         let run = |names: &[String]| {

@@ -25,7 +25,7 @@ pub struct SimArgs {
     /// One run of the fault that `--only` names, of this seed, with a log.
     #[arg(long, requires = "only")]
     log: Option<u64>,
-    /// Probe interval in ms, as --failover-interval.
+    /// Probe interval in ms.
     #[arg(long, default_value_t = 40)]
     interval: u64,
     /// Hours without a fault, for each kind of noise.

@@ -75,7 +75,7 @@ impl Part {
 /// Options of the test command.
 #[derive(Args, Debug)]
 pub struct TestArgs {
-    /// Parts to run. When none is named: unit, bpf, lab, api, and one of the long ones, which
+    /// Parts to run. When none is named: unit, bpf, lab, cluster (if built), api, and one of the long ones, which
     /// take turns from commit to commit.
     parts: Vec<Part>,
     /// Run every part.

@@ -1,5 +1,5 @@
 //! The other nodes' agents, as far as the API server sees them: each writes its
-//! sign of life every 30 s.
+//! heartbeat every 30 s.
 
 use std::{
     sync::{

@@ -53,7 +53,7 @@ impl Device {
         Self { process, key }
     }
 
-    /// Creates the object; answers how long it took until a packet came.
+    /// Creates the object; returns how long it took until a packet came.
     pub async fn measure(&self, objects: &Api<DynamicObject>) -> Duration {
         let (sender, arrived) = mpsc::channel();
         let (ready, is_ready) = mpsc::channel();

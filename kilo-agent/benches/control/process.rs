@@ -101,7 +101,7 @@ impl Agent {
         nix::time::clock_gettime(clock).unwrap().into()
     }
 
-    /// Ends it in order; answers how long that took.
+    /// Ends it in order; returns how long that took.
     pub async fn stop(mut self) -> Duration {
         let started = Instant::now();
         nix::sys::signal::kill(

@@ -258,7 +258,7 @@ impl Drop for Monitor {
     }
 }
 
-/// Nothing happens but signs of life.
+/// Nothing happens but heartbeats.
 async fn rest(figures: &mut Figures, agent: &mut Agent, nodes: usize, check_ins: &CheckIns, proxy: &Counted) {
     tokio::time::sleep(Duration::from_secs(10)).await;
     let seconds = std::env::var("KILO_BENCH_REST").map_or(60, |seconds| seconds.parse().unwrap());

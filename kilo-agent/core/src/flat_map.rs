@@ -136,7 +136,7 @@ impl<K: Key, V> FlatMap<K, V> {
         self.search(key).is_ok()
     }
 
-    /// Sets the value of a key; answers the one before.
+    /// Sets the value of a key; returns the one before.
     pub fn insert(&mut self, key: K, value: V) -> Option<V> {
         match self.search(&key) {
             Ok(at) => Some(std::mem::replace(&mut self.0[at].1, value)),
@@ -147,7 +147,7 @@ impl<K: Key, V> FlatMap<K, V> {
         }
     }
 
-    /// Removes a key; answers its value.
+    /// Removes a key; returns its value.
     pub fn remove(&mut self, key: &K) -> Option<V> {
         self.search(key).ok().map(|at| self.0.remove(at).1)
     }

@@ -287,7 +287,7 @@ impl Agent {
         if let Some(gateway) = &mut self.gateway {
             gateway.sentinel.counts(&self.params, turn.now, self.term.count());
         }
-        self.judge(turn);
+        self.decide(turn);
     }
 
     fn hello(&self, turn: &mut Turn<'_>) {

@@ -51,7 +51,7 @@ pub struct Scene<'a> {
     pub better: usize,
 }
 
-/// The judge of one stand-by.
+/// The decide of one stand-by.
 #[derive(Clone, Debug, Default)]
 pub struct Sentinel {
     round: Option<Round>,
@@ -105,7 +105,7 @@ impl Sentinel {
     }
 
     /// What is to be done now. After [`Decision::Ask`] and [`Self::asks`] it is asked again.
-    pub fn judge(&mut self, scene: &Scene<'_>) -> Decision {
+    pub fn decide(&mut self, scene: &Scene<'_>) -> Decision {
         let Scene { params, now, detector, tunnels, .. } = *scene;
         if self.blocked_until > now {
             return Decision::Wait;

@@ -9,7 +9,7 @@ use crate::{
 };
 
 impl Agent {
-    pub(crate) fn judge(&mut self, turn: &mut Turn<'_>) {
+    pub(crate) fn decide(&mut self, turn: &mut Turn<'_>) {
         if self.word.1 == self.place.me {
             return;
         }
@@ -25,7 +25,7 @@ impl Agent {
                 alone: self.place.nodes.len() <= 2,
                 better,
             };
-            match gateway.sentinel.judge(&scene) {
+            match gateway.sentinel.decide(&scene) {
                 Decision::Wait => return,
                 Decision::Ask => self.ask_witnesses(turn),
                 Decision::OverBudget => return turn.push(Output::Note(Note::OverBudget)),

@@ -116,7 +116,7 @@ fn word(bytes: &[u8], at: usize) -> u16 {
     u16::from_be_bytes([bytes[at], bytes[at + 1]])
 }
 
-/// Checks Ethernet and IPv4 header; answers what the latter holds.
+/// Checks Ethernet and IPv4 header; returns what the latter holds.
 fn behind_ipv4(
     frame: &[u8],
     local: [u8; 4],

@@ -2,10 +2,10 @@
 //! what differs. The same code serves first start, restart and repair.
 
 mod collect;
-mod complaints;
 mod error;
 mod hand_over;
-mod keep;
+mod last_good_writer;
+mod log_limiter;
 mod look;
 mod network;
 mod publish;
@@ -25,11 +25,11 @@ use tokio::{sync::Notify, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
 
 use self::{
-    complaints::Complaints,
     error::Parts,
-    keep::Keeper,
+    last_good_writer::LastGoodWriter,
+    log_limiter::LogLimiter,
     look::Look,
-    publish::{Asking, Reporting},
+    publish::{PublishTask, StatusTask},
 };
 use crate::{
     backend::{Backend, BackendError, Warning, last_good::LastGood},
@@ -52,14 +52,14 @@ use kilo_host::{
     interface::{self, Interface},
     lock::{self, Lock},
     net::{Net, forwarding, links, mtu::Mtu, watch},
-    wireguard::greet::Greeter,
+    wireguard::handshake_nudge::HandshakeNudge,
 };
 
 pub use error::AgentError;
 pub use hand_over::hand_over;
 pub use uninstall::{Outcome, Removal, uninstall};
 
-/// Seconds between two signs of life; every agent adds its own jitter.
+/// Seconds between two heartbeats; every agent adds its own jitter.
 const CHECK_IN: Duration = Duration::from_secs(30);
 /// What failed is not tried again for its own sake before this time.
 const RETRY: Duration = Duration::from_secs(2);
@@ -112,7 +112,7 @@ pub struct Options {
 }
 
 /// What was begun before the nodes are known: see [`begin`].
-pub struct Begun {
+pub struct Startup {
     resolver: Resolver,
     /// Programs that are being loaded.
     loading: Option<JoinHandle<Result<Dataplane, DataplaneError>>>,
@@ -121,13 +121,13 @@ pub struct Begun {
 /// Begins what needs this host only, so that it is waited for together with the list of nodes:
 /// looks up the own name, and loads the programs where an earlier agent left some. Where there
 /// are none, nothing is made before the backend has answered.
-pub fn begin(options: &Options) -> Begun {
+pub fn begin(options: &Options) -> Startup {
     let mut resolver = Resolver::default();
     resolver.ask_own(&options.hostname);
     let adopts = dataplane::top_directory(&options.bpffs).exists();
     let (bpffs, debug, attach) = (options.bpffs.clone(), options.debug, options.attach);
     let load = move || Dataplane::open_with(&bpffs, debug, attach);
-    Begun { resolver, loading: adopts.then(|| tokio::task::spawn_blocking(load)) }
+    Startup { resolver, loading: adopts.then(|| tokio::task::spawn_blocking(load)) }
 }
 
 /// Why a reconciliation is due.
@@ -137,7 +137,7 @@ enum Cause {
     Host,
     /// Nodes or peers differ.
     Snapshot,
-    /// A name was resolved, or a sign of life is due.
+    /// A name was resolved, or a heartbeat is due.
     Own,
 }
 
@@ -146,25 +146,25 @@ pub struct Agent<B> {
     options: Options,
     backend: Arc<B>,
     /// What the backend was asked to write, as long as it has not answered.
-    asking: Option<Asking>,
-    reporting: Option<Reporting>,
+    asking: Option<PublishTask>,
+    reporting: Option<StatusTask>,
     key: SecretKey,
     net: Net,
     dataplane: Dataplane,
     liveness: Liveness,
     hops: HopIds,
-    complaints: Complaints,
+    log_limiter: LogLimiter,
     resolver: Resolver,
     /// This host as far as known; `None`: it must be looked at.
     look: Option<Look>,
     /// What the last reconciliation that succeeded was about.
-    brought_about: Option<Arc<Snapshot>>,
+    applied: Option<Arc<Snapshot>>,
     next_check_in: Instant,
     /// Attempts in a row that the API server did not answer.
     unanswered: u32,
     /// What it said to the last of them.
     last_refusal: String,
-    /// Unix seconds of the last sign of life written; 0 = none yet.
+    /// Unix seconds of the last heartbeat written; 0 = none yet.
     checked_in: i64,
     metrics: Metrics,
     health: Health,
@@ -178,9 +178,9 @@ pub struct Agent<B> {
     device: Option<u32>,
     forward: Forward,
     nat_rules: NatRules,
-    keeper: Option<Keeper>,
+    last_good_writer: Option<LastGoodWriter>,
     availability: network::Availability,
-    greeter: Greeter,
+    handshake_nudge: HandshakeNudge,
     /// No other agent may change the pinned programs and maps meanwhile.
     _pins: Lock,
 }
@@ -195,7 +195,7 @@ impl<B: Backend> Agent<B> {
     pub async fn new(
         options: Options,
         backend: B,
-        begun: Begun,
+        begun: Startup,
         key: SecretKey,
         metrics: Metrics,
         health: Health,
@@ -205,7 +205,7 @@ impl<B: Backend> Agent<B> {
         if options.masquerade == Masquerade::Ebpf {
             dataplane::realtime::check()?;
         }
-        let Begun { resolver, loading } = begun;
+        let Startup { resolver, loading } = begun;
         let loaded = match loading {
             Some(loading) => loading.await.ok(),
             None => None,
@@ -225,7 +225,7 @@ impl<B: Backend> Agent<B> {
             return Err(error.into());
         }
         let last_good = options.last_good.as_deref().map(|path| LastGood::new(path, &options.hostname));
-        let keeper = last_good.map(Keeper::new);
+        let last_good_writer = last_good.map(LastGoodWriter::new);
         Ok(Self {
             net,
             dataplane,
@@ -236,10 +236,10 @@ impl<B: Backend> Agent<B> {
             key,
             liveness: Liveness::default(),
             hops: HopIds::default(),
-            complaints: Complaints::default(),
+            log_limiter: LogLimiter::default(),
             resolver,
             look: None,
-            brought_about: None,
+            applied: None,
             next_check_in: Instant::now(),
             unanswered: 0,
             last_refusal: String::new(),
@@ -254,9 +254,9 @@ impl<B: Backend> Agent<B> {
             device: None,
             forward: Forward::default(),
             nat_rules: NatRules::default(),
-            keeper,
+            last_good_writer,
             availability: network::Availability::new(None),
-            greeter: Greeter::default(),
+            handshake_nudge: HandshakeNudge::default(),
             _pins: pins,
         })
     }
@@ -282,7 +282,7 @@ impl<B: Backend> Agent<B> {
         let mut hooks = tokio::time::interval(LOOK_AT_HOOKS);
         hooks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
-            let greeting = self.greeter.due();
+            let greeting = self.handshake_nudge.due();
             let cause = tokio::select! {
                 () = stop.cancelled() => break,
                 _ = resync.tick() => Cause::Host,
@@ -314,7 +314,7 @@ impl<B: Backend> Agent<B> {
                 () = tokio::time::sleep_until(self.next_check_in.into()) => Cause::Own,
             };
             let snapshot = Arc::clone(&snapshots.borrow_and_update());
-            if cause == Cause::Snapshot && self.is_life_as_usual(&snapshot) {
+            if cause == Cause::Snapshot && self.only_heartbeats_changed(&snapshot) {
                 continue;
             }
             if cause == Cause::Host {
@@ -324,16 +324,16 @@ impl<B: Backend> Agent<B> {
             self.metrics.reconciles.inc();
             match self.reconcile(&snapshot).await {
                 Ok(writes) => {
-                    self.brought_about = Some(snapshot);
-                    self.complaints.succeeded();
+                    self.applied = Some(snapshot);
+                    self.log_limiter.succeeded();
                     self.health.succeeded(Instant::now());
                     self.metrics.writes.inc_by(writes);
                     tracing::debug!(writes, milliseconds = started.elapsed().as_millis(), "reconciled");
                 }
                 Err(error) => {
-                    self.brought_about = None;
+                    self.applied = None;
                     self.metrics.error(error.label());
-                    self.complaints.failed(error.to_string(), Instant::now());
+                    self.log_limiter.failed(error.to_string(), Instant::now());
                     self.health.failed(error.to_string());
                     if self.unanswered == 0 {
                         let retry = Instant::now() + RETRY.mul_f64(rand::random_range(0.8..1.2));
@@ -343,17 +343,17 @@ impl<B: Backend> Agent<B> {
             }
             self.metrics.reconcile_seconds.observe(started.elapsed().as_secs_f64());
         }
-        if let Some(keeper) = self.keeper {
-            keeper.finish().await;
+        if let Some(last_good_writer) = self.last_good_writer {
+            last_good_writer.finish().await;
         }
         Ok(())
     }
 
     /// True when the snapshot differs from what has been brought about in signs
     /// of life only, and the same nodes are alive: then there is nothing to do.
-    fn is_life_as_usual(&mut self, snapshot: &Arc<Snapshot>) -> bool {
-        let Some(before) = &self.brought_about else { return false };
-        if !snapshot.is_same_but_alive(before) {
+    fn only_heartbeats_changed(&mut self, snapshot: &Arc<Snapshot>) -> bool {
+        let Some(before) = &self.applied else { return false };
+        if !snapshot.differs_only_in_heartbeats(before) {
             return false;
         }
         let view = self.view.borrow().clone();
@@ -363,12 +363,12 @@ impl<B: Backend> Agent<B> {
             return false;
         }
         drop(view);
-        self.brought_about = Some(Arc::clone(snapshot));
+        self.applied = Some(Arc::clone(snapshot));
         self.view.send_modify(|view| Arc::make_mut(view).snapshot = Arc::clone(snapshot));
         true
     }
 
-    /// Computes the desired state once and applies what differs; answers the
+    /// Computes the desired state once and applies what differs; returns the
     /// number of writes to the kernel. What is known of this host is forgotten
     /// when anything fails.
     async fn reconcile(&mut self, snapshot: &Arc<Snapshot>) -> Result<u64, AgentError> {
@@ -376,13 +376,13 @@ impl<B: Backend> Agent<B> {
             Some(look) => look,
             None => self.look().await?,
         };
-        let writes = self.bring_about(snapshot, &mut look).await?;
+        let writes = self.converge(snapshot, &mut look).await?;
         self.look = Some(look);
         Ok(writes)
     }
 
-    async fn bring_about(&mut self, snapshot: &Arc<Snapshot>, look: &mut Look) -> Result<u64, AgentError> {
-        self.complaints.objects(&snapshot.problems, &self.metrics);
+    async fn converge(&mut self, snapshot: &Arc<Snapshot>, look: &mut Look) -> Result<u64, AgentError> {
+        self.log_limiter.objects(&snapshot.problems, &self.metrics);
         let now = Instant::now();
         let unix_now = unix_now();
         let name = self.options.hostname.clone();
@@ -407,7 +407,7 @@ impl<B: Backend> Agent<B> {
         self.leaders.observe(&mesh, now);
         self.observe(&mesh);
         let warned = if self.options.prefer_private { None } else { mesh.private_endpoint_of(&name) };
-        if let Some(text) = self.complaints.private_endpoint(warned) {
+        if let Some(text) = self.log_limiter.private_endpoint(warned) {
             self.report(Warning::PrivateEndpoint, text);
         }
         self.show(Arc::clone(&mesh), snapshot, shown, ready, &look.interface);
@@ -425,7 +425,7 @@ impl<B: Backend> Agent<B> {
         }
         let plan = self.plan(&mesh, &own, look).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
-        if self.complaints.conflicts(&plan.conflicts, &self.metrics) {
+        if self.log_limiter.conflicts(&plan.conflicts, &self.metrics) {
             self.report_conflicts(&plan.conflicts);
         }
         let decision = self.nat_decision(&plan.tables);
@@ -446,8 +446,8 @@ impl<B: Backend> Agent<B> {
         self.publish_cni(&own);
         self.warn_of_other_cni();
         // What has just been applied: ready nodes, this one, peers.
-        if let Some(keeper) = &mut self.keeper {
-            keeper.keep(&self.view.borrow().clone(), &self.metrics, now);
+        if let Some(last_good_writer) = &mut self.last_good_writer {
+            last_good_writer.keep(&self.view.borrow().clone(), &self.metrics, now);
         }
         if unpublished.is_none() {
             self.report_peers(&mesh, snapshot).await;
@@ -498,7 +498,7 @@ impl<B: Backend> Agent<B> {
         let writes = look.interface.device.apply(&changes).await? as u64;
         look.state.take(&changes);
         let (own, subnet) = (self.key.public(), &self.options.settings.subnet);
-        self.greeter.watch(&changes, &plan.wireguard.peers, own, subnet, Instant::now());
+        self.handshake_nudge.watch(&changes, &plan.wireguard.peers, own, subnet, Instant::now());
         Ok(writes)
     }
 
@@ -525,10 +525,10 @@ impl<B: Backend> Agent<B> {
     async fn greet(&mut self) {
         let Some(look) = &self.look else {
             // What failed is looked at, and then tried, again.
-            self.greeter = Greeter::default();
+            self.handshake_nudge = HandshakeNudge::default();
             return;
         };
-        match self.greeter.greet(&look.interface.device, Instant::now()).await {
+        match self.handshake_nudge.greet(&look.interface.device, Instant::now()).await {
             Ok(writes) => drop(self.metrics.writes.inc_by(writes as u64)),
             Err(error) => {
                 // It may have taken a peer off the device that it has not put back.
@@ -570,9 +570,9 @@ impl<B: Backend> Agent<B> {
             found.path_mtus.entry(*address).and_modify(|known| *known = *mtu.min(known)).or_insert(*mtu);
         }
         self.hops = self.hops.update(mesh, &own.name);
-        self.complaints.no_uplink(found.uplinks.is_empty(), &self.metrics);
-        self.complaints.unknown_headers(&found.unknown_headers, &self.metrics);
-        self.complaints.left_out(self.hops.left_out(mesh, &own.name), &self.metrics);
+        self.log_limiter.no_uplink(found.uplinks.is_empty(), &self.metrics);
+        self.log_limiter.unknown_headers(&found.unknown_headers, &self.metrics);
+        self.log_limiter.left_out(self.hops.left_out(mesh, &own.name), &self.metrics);
         let resolved = self.resolver.resolve(mesh).await;
         plan::host_plan(&Inputs {
             mesh,
@@ -611,10 +611,12 @@ impl<B: Backend> Agent<B> {
     ) {
         let before = self.view.borrow().clone();
         let own_differs = before.own.as_ref() != Some(&own);
-        if let Some(keeper) = &self.keeper
-            && (own_differs || ready != before.ready || !snapshot.is_same_but_alive(&before.snapshot))
+        if let Some(last_good_writer) = &self.last_good_writer
+            && (own_differs
+                || ready != before.ready
+                || !snapshot.differs_only_in_heartbeats(&before.snapshot))
         {
-            keeper.note_change();
+            last_good_writer.note_change();
         }
         self.view.send_replace(Arc::new(View {
             node: self.options.hostname.clone(),

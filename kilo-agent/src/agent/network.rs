@@ -9,7 +9,7 @@ use crate::backend::Backend;
 use kilo_core::topology::Node;
 use kilo_host::cni::boot::BootConfiguration;
 
-use super::{Agent, complaints::other_cni};
+use super::{Agent, log_limiter::other_cni};
 
 /// Between two attempts to write the condition.
 const AGAIN: Duration = Duration::from_secs(5);

@@ -22,10 +22,10 @@ use kilo_core::{
 use kilo_host::net::discovery;
 
 /// A write that is under way.
-pub(super) type Asking = AbortOnDropHandle<Result<bool, BackendError>>;
+pub(super) type PublishTask = AbortOnDropHandle<Result<bool, BackendError>>;
 
 /// The status of peers that is being written.
-pub(super) type Reporting = (BTreeMap<String, Option<String>>, AbortOnDropHandle<Result<u64, BackendError>>);
+pub(super) type StatusTask = (BTreeMap<String, Option<String>>, AbortOnDropHandle<Result<u64, BackendError>>);
 
 /// The host is put right without the API server's answer after this time.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -113,7 +113,7 @@ impl<B: Backend> Agent<B> {
         own
     }
 
-    /// Writes the own annotations when one differs or a sign of life is due.
+    /// Writes the own annotations when one differs or a heartbeat is due.
     pub(super) async fn publish(
         &mut self,
         own: &Node,

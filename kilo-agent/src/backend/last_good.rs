@@ -2,7 +2,7 @@
 //! server is away has tables and routes all the same.
 //!
 //! The file holds Node and Peer objects, pre-shared keys with them, and only its
-//! owner may read it. Signs of life are left out: they tell nothing about a time
+//! owner may read it. Heartbeats are left out: they tell nothing about a time
 //! long past, and the file changes only when the topology does.
 
 use std::{
@@ -220,7 +220,7 @@ mod tests {
         let path = directory.path().join(FILE);
         LastGood::new(&path, "a").keep([node("a")].iter(), [].iter(), Instant::now()).unwrap();
         let whole = fs::read_to_string(&path).unwrap();
-        assert!(load(&path, "b").unwrap_err().to_string().contains("no file of this agent"));
+        assert!(load(&path, "b").unwrap_err().to_string().contains("not written by this agent"));
         for broken in ["", "{}", "[]", &whole[..whole.len() / 2], &whole.replace("good/1", "good/2")] {
             fs::write(&path, broken).unwrap();
             assert!(matches!(load(&path, "a"), Err(LastGoodError::Foreign(_))), "{broken}");

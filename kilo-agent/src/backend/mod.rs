@@ -1,9 +1,9 @@
 //! Where nodes and peers come from, and where a node writes about itself.
 
-pub mod confirm;
 pub mod file;
 pub mod kubernetes;
 pub mod last_good;
+pub mod mass_delete_guard;
 
 use std::{collections::BTreeMap, sync::Arc};
 

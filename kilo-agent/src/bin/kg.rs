@@ -383,7 +383,7 @@ async fn serve(flags: Flags) -> Result<()> {
             let hostname = options.hostname.clone();
             let label = &flags.topology_label;
             let remembered = || last_good_topology(&hostname);
-            let backend = kubernetes::PatientBackend::start(client, &hostname, label, remembered).await?;
+            let backend = kubernetes::StartupFallback::start(client, &hostname, label, remembered).await?;
             work(flags, options, backend, begun, leaving).await
         }
     }
@@ -435,7 +435,7 @@ async fn work<B: Backend>(
     flags: Flags,
     options: agent::Options,
     backend: B,
-    begun: agent::Begun,
+    begun: agent::Startup,
     leaving: Leaving,
 ) -> Result<()> {
     let key = private_key::load_or_create(Path::new(KEY_PATH))?;

@@ -38,7 +38,7 @@ impl Default for Metrics {
         let mut registry = Registry::default();
         registry.register(
             "admission_requests",
-            "Peers judged, by operation and answer",
+            "Peers reviewed, by operation and response",
             Family::clone(&reviews),
         );
         registry.register("http_requests", "HTTP requests, by what was asked for", Family::clone(&requests));

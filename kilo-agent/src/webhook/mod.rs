@@ -263,7 +263,7 @@ fn judge(request: &AdmissionRequest<DynamicObject>) -> AdmissionResponse {
     let is_peer = request.kind.group == "kilo.squat.ai" && request.kind.kind == "Peer";
     if !is_peer {
         return response.deny(format!(
-            "this webhook judges Peers of kilo.squat.ai, not {}; check the rules of the ValidatingWebhookConfiguration",
+            "this webhook reviews Peers of kilo.squat.ai, not {}; check the rules of the ValidatingWebhookConfiguration",
             request.kind.kind
         ));
     }

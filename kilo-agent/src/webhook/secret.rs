@@ -124,7 +124,7 @@ fn new_secret(name: &str) -> Secret {
     secret
 }
 
-/// Changes what is due by now; answers when the next step is, or `None` when nothing was due.
+/// Changes what is due by now; returns when the next step is, or `None` when nothing was due.
 fn step(
     data: &mut Data,
     due: Option<Timestamp>,
@@ -179,7 +179,7 @@ fn first_block(pem: &[u8]) -> String {
     text.split_inclusive(END).next().map(|block| format!("{}\n", block.trim())).unwrap_or_default()
 }
 
-/// Has the API server trust the authorities; answers what to serve with.
+/// Has the API server trust the authorities; returns what to serve with.
 async fn finish(client: &Client, place: &Place, data: &Data, name: &str) -> Result<Files, SecretError> {
     let (Some(certificate), Some(key)) = (data.get(CERTIFICATE), data.get(KEY)) else {
         return Err(SecretError::Incomplete(name.to_owned()));

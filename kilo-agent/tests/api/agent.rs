@@ -419,7 +419,7 @@ fn an_agent_that_starts_while_the_api_server_is_away_works_with_the_last_good_to
         let nodes: Api<core::Node> = Api::all(client.clone());
         create_member(&client, 4, "new").await;
         until_said("wg show kilo0", |said| said.contains(&PublicKey([4; 32]).to_string())).await;
-        let seen = until(&nodes, "a sign of life", |all| all.contains_key(&name("last-seen"))).await;
+        let seen = until(&nodes, "a heartbeat", |all| all.contains_key(&name("last-seen"))).await;
         assert_eq!(seen[&name("wireguard-ip")], "10.4.0.1/16");
         drop(second);
         let uninstalled = kg(&kubeconfig).arg("uninstall").status().unwrap();

@@ -159,7 +159,7 @@ async fn a_restart_of_the_server_is_survived_and_writes_go_on() {
 }
 
 #[tokio::test]
-async fn signs_of_life_are_collected_and_many_nodes_are_listed_in_pages() {
+async fn heartbeats_are_collected_and_many_nodes_are_listed_in_pages() {
     let Some(server) = ApiServer::start().await else { return };
     let client = server.client(ADMIN).await;
     apply_crds(&client).await;
@@ -196,7 +196,7 @@ async fn signs_of_life_are_collected_and_many_nodes_are_listed_in_pages() {
     };
     let both = async { tokio::join!(writes, watching) };
     tokio::time::timeout(Duration::from_secs(30), both).await.unwrap();
-    println!("200 signs of life came in {} snapshots", handed_on.len());
+    println!("200 heartbeats came in {} snapshots", handed_on.len());
     assert!(handed_on.len() < 20, "{}", handed_on.len());
 }
 

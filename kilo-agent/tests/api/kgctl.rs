@@ -57,7 +57,7 @@ fn peers_of(ini: &str) -> String {
     peers.lines().filter(|line| !line.contains("<nil>")).collect::<Vec<_>>().join("\n").trim_end().to_owned()
 }
 
-/// Applies a scenario's objects, with signs of life moved to the present.
+/// Applies a scenario's objects, with heartbeats moved to the present.
 async fn put(client: &Client, scenario: &Value) {
     let nodes: Api<core::Node> = Api::all(client.clone());
     let peers: Api<Peer> = Api::all(client.clone());

@@ -38,7 +38,7 @@ use kilo_host::dataplane::{CounterReader, Dataplane};
 use nix::sched::{CloneFlags, unshare};
 use support::{
     IFINDEX, MEMBER_POD, REMOTE_POD,
-    judge::{Bytes, Input, Wanted, judge, mac},
+    oracle::{Bytes, Input, Wanted, expected_outcome, mac},
     packet::{PASS, REDIRECT, checksums_hold, ethernet, udp},
     random::{OTHER_UPLINKS, Random},
 };
@@ -282,7 +282,7 @@ fn invariants(
 /// Runs one packet alone and says everything about a disagreement.
 #[track_caller]
 fn check(bench: &mut Bench, program: &str, tables: &Tables, input: &Input) {
-    let wanted = judge(program, tables, input);
+    let wanted = expected_outcome(program, tables, input);
     let before = bench.counts();
     let (verdict, out, priority) = bench.run(program, input);
     let mut problem = difference(&wanted, &input.frame, verdict, out, has_no_link_layer(program));
@@ -333,7 +333,7 @@ fn programs_and_model_agree_on_random_packets_and_tables() {
                 _ => 6,
             }];
             let input = random.input(program, &tables);
-            let wanted = judge(program, &tables, &input);
+            let wanted = expected_outcome(program, &tables, &input);
             let (verdict, out, priority) = bench.run(program, &input);
             let problem = difference(&wanted, &input.frame, verdict, out, has_no_link_layer(program))
                 .or_else(|| told(&wanted, &input, priority))
@@ -444,7 +444,7 @@ fn one_of_each() -> String {
                 if frame.len() > 300 {
                     continue;
                 }
-                let wanted = judge(program, &tables, &input);
+                let wanted = expected_outcome(program, &tables, &input);
                 let kind = match wanted.bytes {
                     Bytes::Sent { frame, .. } => frame.len(),
                     Bytes::Exactly(_) if program == "lan_ingress" => {
@@ -461,7 +461,7 @@ fn one_of_each() -> String {
     }
     let lines: Vec<_> = lines.into_values().collect();
     format!(
-        "# tables program frame outcome; see bpf_agreement.rs. Packets that failed are added by hand.\n{}\n",
+        "# tables program frame outcome; see tests/bpf/agreement.rs. Packets that failed are added by hand.\n{}\n",
         lines.join("\n")
     )
 }

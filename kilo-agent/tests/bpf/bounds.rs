@@ -14,7 +14,7 @@ use std::{
 use aya::maps::MapData;
 use ipnet::IpNet;
 use kilo_common::{
-    bounds::{self, BOUNDS},
+    map_sizes::{self, BOUNDS},
     maps::*,
 };
 use kilo_core::plan::Tables;
@@ -30,7 +30,7 @@ fn every_pinned_map_has_the_size_the_documentation_gives_a_reason_for() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         let info = MapData::from_pin(&path).unwrap().info().unwrap();
-        assert_eq!(bounds::size(&name), info.max_entries(), "{name}");
+        assert_eq!(map_sizes::size(&name), info.max_entries(), "{name}");
         seen.insert(name);
     }
     let unpinned: Vec<_> = BOUNDS.iter().map(|bound| bound.map).filter(|map| !seen.contains(*map)).collect();
@@ -98,7 +98,7 @@ fn a_full_map_takes_what_fits_refuses_one_more_and_hurts_nothing_else() {
     assert_eq!(filled.len(), 9);
     for map in filled {
         let started = Instant::now();
-        let most = bounds::size(map);
+        let most = map_sizes::size(map);
         dataplane.write(&support::leader_tables()).unwrap();
         let before = read_tables(fs.path()).unwrap();
 

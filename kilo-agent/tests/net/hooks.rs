@@ -30,7 +30,7 @@ fn start(attach: &str) -> Agent {
     Agent(agent)
 }
 
-/// Waits until it is so; answers how long that took.
+/// Waits until it is so; returns how long that took.
 fn until(what: &str, limit: Duration, is_so: impl Fn() -> bool) -> Duration {
     let started = Instant::now();
     while !is_so() {

@@ -139,7 +139,7 @@ fn a_forged_error_lowers_nothing_and_a_true_one_what_the_router_says() {
         assert!(before.contains("dev kilo0") && !before.contains("mtu 5"), "{before}");
 
         forge();
-        logged("does not confirm");
+        logged("did not confirm");
         assert_eq!(route(), before, "nothing has changed");
 
         let becomes = |mtu: &str| {
@@ -152,12 +152,12 @@ fn a_forged_error_lowers_nothing_and_a_true_one_what_the_router_says() {
         // Now it is right that the path carries less, but not how much.
         sh("ip -n router link set far mtu 1360");
         forge();
-        logged("on the path to a node carries less");
+        logged("path MTU to a node decreased");
         becomes("mtu 1340");
         // Pods have IPv6, too, which needs 1280.
         sh("ip -n router link set far mtu 1000");
         forge();
-        logged("on the path to a node carries less");
+        logged("path MTU to a node decreased");
         becomes("mtu 1280");
     });
 }

@@ -1,4 +1,4 @@
-//! A real `kg` does nothing when nothing has happened but signs of life.
+//! A real `kg` does nothing when nothing has happened but heartbeats.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -34,8 +34,8 @@ fn nodes() -> Option<u64> {
 }
 
 #[test]
-fn a_sign_of_life_of_another_node_causes_no_reconcile_and_a_change_of_it_does() {
-    netns::isolated("a_sign_of_life_of_another_node_causes_no_reconcile_and_a_change_of_it_does", || async {
+fn a_heartbeat_of_another_node_causes_no_reconcile_and_a_change_of_it_does() {
+    netns::isolated("a_heartbeat_of_another_node_causes_no_reconcile_and_a_change_of_it_does", || async {
         cluster::prepare();
         cluster::write_node(12, "b", "10.42.12.0/24", false);
         let _agent = netns::Agent(cluster::kg(&[]).spawn().unwrap());
@@ -47,7 +47,7 @@ fn a_sign_of_life_of_another_node_causes_no_reconcile_and_a_change_of_it_does() 
             cluster::write_node(12, "b", "10.42.12.0/24", false);
         }
         sleep(Duration::from_millis(500));
-        // The own sign of life may have been due.
+        // The own heartbeat may have been due.
         assert!(reconciles() <= before + 1, "{} after {before}", reconciles());
         cluster::write_node(12, "b", "10.42.112.0/24", false);
         let deadline = Instant::now() + Duration::from_secs(20);

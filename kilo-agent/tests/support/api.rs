@@ -325,7 +325,7 @@ pub async fn apply_crds(client: &Client) {
     }
 }
 
-/// Gives the user [`AGENT`] the rights of the shipped ClusterRole, and no others; answers that role.
+/// Gives the user [`AGENT`] the rights of the shipped ClusterRole, and no others; returns that role.
 pub async fn grant_agent(admin: &Client) -> DynamicObject {
     let role = manifest("kilo-kubeadm.yaml")
         .into_iter()
@@ -352,7 +352,7 @@ pub async fn create_node(client: &Client, name: &str, annotations: &[(&str, &str
     nodes.create(&PostParams::default(), &node).await.unwrap()
 }
 
-/// Waits until the snapshot is as wanted; answers how long it took.
+/// Waits until the snapshot is as wanted; returns how long it took.
 pub async fn until(
     snapshots: &mut tokio::sync::watch::Receiver<Arc<Snapshot>>,
     limit: Duration,

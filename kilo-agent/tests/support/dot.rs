@@ -66,7 +66,7 @@ impl Graph {
     }
 }
 
-/// `[ a=b, c=d ]` from the bracket on; answers where it ends.
+/// `[ a=b, c=d ]` from the bracket on; returns where it ends.
 fn attributes(tokens: &[String], mut at: usize) -> (BTreeMap<String, String>, usize) {
     let mut attributes = BTreeMap::new();
     assert_eq!(tokens[at], "[");

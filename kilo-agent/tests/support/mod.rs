@@ -46,7 +46,7 @@ pub fn bpffs() -> Option<BpfFs> {
 }
 
 pub mod foreign;
-pub mod judge;
+pub mod oracle;
 pub mod packet;
 pub mod random;
 

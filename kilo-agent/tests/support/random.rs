@@ -21,7 +21,7 @@ use rand::{
 
 use super::{
     IFINDEX, PUBLIC, PUBLIC_V6,
-    judge::{BY_DEVICE, CHECKED, Input, mac},
+    oracle::{BY_DEVICE, CHECKED, Input, mac},
 };
 
 /// A generator that always answers the same for one seed.

@@ -5,8 +5,8 @@
 use std::{fmt::Write as _, path::PathBuf};
 
 use kilo_common::{
-    bounds::BOUNDS,
     counters::{Action, DropReason},
+    map_sizes::BOUNDS,
 };
 
 /// The two tables of docs/data-path.md, from the code.

@@ -53,7 +53,7 @@ fn nodes_from_disk_stay_until_the_server_tells_and_the_long_dead_stay_out_then()
     let of = |list: &[(&str, i64)]| -> Nodes {
         list.iter().map(|(name, last_seen)| CheckedIn { node: node(name), last_seen: *last_seen }).collect()
     };
-    // Signs of life are not kept.
+    // Heartbeats are not kept.
     let from_disk = of(&[("b", 0), ("c", 0), ("own", 0)]);
     for at in [start, start + hour] {
         assert_eq!(liveness.ready(from_disk.iter(), "own", at, 900_000), [true; 3]);

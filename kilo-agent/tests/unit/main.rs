@@ -17,6 +17,7 @@ mod trace;
 
 mod backend_file;
 mod bad_objects;
+mod crate_graph;
 mod docs;
 mod docs_counters;
 mod golden;
@@ -28,5 +29,4 @@ mod plan_duplicates;
 mod plan_full_location;
 mod plan_inside;
 mod plan_overlay;
-mod rooms;
 mod topology_properties;

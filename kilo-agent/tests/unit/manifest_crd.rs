@@ -8,7 +8,7 @@ use kilo_core::objects::peer::Peer;
 use kube::CustomResourceExt as _;
 
 const HEADER: &str = "\
-# Made from kilo-agent/src/backend/peer.rs; do not edit. After a change there:
+# Made from kilo-agent/core/src/objects/peer.rs; do not edit. After a change there:
 #   KILO_BLESS=1 cargo test -p kilo-agent --test unit manifest_crd::
 ";
 

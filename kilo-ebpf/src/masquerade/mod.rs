@@ -60,7 +60,7 @@ pub enum Known {
     New,
 }
 
-/// Translates the source if that is due; answers the new source. Of the node's own
+/// Translates the source if that is due; returns the new source. Of the node's own
 /// ICMP errors only the packet inside is.
 #[inline(always)]
 pub fn egress<I: Ip>(
@@ -110,7 +110,7 @@ pub fn egress<I: Ip>(
     }
 }
 
-/// Translates the destination of a reply back; answers the new destination. `anywhere`:
+/// Translates the destination of a reply back; returns the new destination. `anywhere`:
 /// the flow may have left by another interface, with its address.
 #[inline(always)]
 pub fn ingress<I: Ip>(
@@ -351,7 +351,7 @@ fn inside_error(skb: *mut __sk_buff, at: u32, v6: u32, direction: u32) -> u32 {
 }
 
 /// Finds what the packet inside an error, whose key is in `this_cpu()`, is to
-/// become; answers the flags of [`rewrite::packet`], or `NOTHING`.
+/// become; returns the flags of [`rewrite::packet`], or `NOTHING`.
 #[inline(never)]
 fn inner_change(v6: u32, direction: u32) -> u32 {
     let Some(work) = this_cpu() else { return NOTHING };

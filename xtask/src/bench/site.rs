@@ -57,7 +57,7 @@ pub fn host(prefix: Ipv4Addr, number: u32) -> Ipv4Addr {
     prefix.to_bits().wrapping_add(number).into()
 }
 
-/// Writes a private key of WireGuard to `file`; answers the public one.
+/// Writes a private key of WireGuard to `file`; returns the public one.
 fn generate_key(file: &Path) -> Result<String> {
     fs::write(file, output(Command::new("wg").arg("genkey"))?)?;
     let public = output(Command::new("sh").args(["-c", "wg pubkey < \"$0\""]).arg(file))?;

@@ -34,7 +34,7 @@ pub fn join(node: &Node, first: &Node) -> Result<()> {
     let hash = first.sh(
         "openssl x509 -in /etc/kubernetes/pki/ca.crt -pubkey -noout | openssl pkey -pubin -outform der | sha256sum",
     )?;
-    let hash = hash.split_whitespace().next().context("openssl tells no hash")?;
+    let hash = hash.split_whitespace().next().context("openssl printed no hash")?;
     node.sh(&format!(
         "kubeadm join {}:6443 --token {TOKEN} --discovery-token-ca-cert-hash sha256:{hash} --node-name {} \
          --cri-socket {SOCKET} {CHECKS} > /var/log/kubeadm.log 2>&1 \

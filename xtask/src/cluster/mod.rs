@@ -290,7 +290,7 @@ fn until<T>(what: &str, limit: Duration, mut ask: impl FnMut() -> Option<T>) -> 
         }
         stop_if_interrupted()?;
         if Instant::now() > deadline {
-            bail!("waited {} s in vain: {what}", limit.as_secs());
+            bail!("timed out after {} s: {what}", limit.as_secs());
         }
         std::thread::sleep(Duration::from_millis(50));
     }

@@ -44,7 +44,7 @@ pub fn compare(wanted: &Rights, status: &str, mounts: &str) -> Result<()> {
 fn bits(names: &BTreeSet<String>) -> Result<u64> {
     let bit = |name: &String| {
         let number = NUMBERS.iter().find(|(known, _)| known == name);
-        Ok(1 << number.with_context(|| format!("CAP_{name}: add its number in confine/rights.rs"))?.1)
+        Ok(1 << number.with_context(|| format!("CAP_{name}: add its number in confine/held.rs"))?.1)
     };
     names.iter().map(bit).sum()
 }

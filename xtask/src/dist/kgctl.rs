@@ -48,7 +48,7 @@ impl Target {
     }
 }
 
-/// Builds the program in a directory of its own; answers its path.
+/// Builds the program in a directory of its own; returns its path.
 pub fn build(target: &Target, directory: &Path) -> Result<PathBuf> {
     println!("dist: kgctl for {}", target.architecture);
     if !target.triple.starts_with(env::consts::ARCH) {

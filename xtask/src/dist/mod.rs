@@ -42,7 +42,10 @@ pub struct DistArgs {
 /// Makes the files and lists them.
 pub fn main(args: &DistArgs) -> Result<()> {
     if let Some(digest) = &args.image_digest {
-        ensure!(is_digest(digest), "--image-digest {digest} is no digest: sha256: and 64 hexadecimal digits");
+        ensure!(
+            is_digest(digest),
+            "--image-digest {digest} is not a digest; write sha256: and 64 hexadecimal digits"
+        );
     }
     let root = workspace_root();
     let output = root.join(&args.output);
@@ -57,7 +60,7 @@ pub fn main(args: &DistArgs) -> Result<()> {
         ensure!(first == second, "a second run made other files:\n{second}");
         println!("dist: a second run from nothing made the same files");
     }
-    println!("dist: {} of {VERSION} in {}", fs::read_dir(&output)?.count(), output.display());
+    println!("dist: {} files of {VERSION} in {}", fs::read_dir(&output)?.count(), output.display());
     Ok(())
 }
 
@@ -90,7 +93,7 @@ fn make(output: &Path, digest: Option<&str>, layers: image::Layers, build: &Path
     sums(output)
 }
 
-/// The image of this machine's architecture; answers its digest.
+/// The image of this machine's architecture; returns its digest.
 fn image(output: &Path, layers: image::Layers) -> Result<String> {
     // The Dockerfile's stage with Debian's packages runs programs of the image's architecture.
     println!(

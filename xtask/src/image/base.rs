@@ -111,7 +111,7 @@ pub fn rust(buildah: &Buildah) -> Result<()> {
     println!("image: {RUST}, of this machine's toolchain (about two minutes)");
     let sysroot = PathBuf::from(output(Command::new("rustc").args(["--print", "sysroot"]))?.trim());
     let version = output(Command::new("rustc").arg("--version"))?;
-    let number = version.split_whitespace().nth(1).context("rustc tells no version")?;
+    let number = version.split_whitespace().nth(1).context("rustc --version printed no version")?;
     if !number.starts_with("1.95.") {
         bail!("the Dockerfile wants Rust 1.95, and this machine has {number}; run `rustup default 1.95`");
     }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::buildah::Archive;
 use crate::{command::run, wheels};
 
-/// Writes the list of an OCI archive, equal for equal images; answers how many packages it names.
+/// Writes the list of an OCI archive, equal for equal images; returns how many packages it names.
 ///
 /// # Errors
 /// When syft cannot be had or does not understand the archive.

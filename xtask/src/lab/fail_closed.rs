@@ -148,7 +148,7 @@ fn put_right_but_wireguard(lab: &Lab, node: &Node) -> Result<()> {
     }
 }
 
-/// Sends echo requests to the other location; answers what `ping` says.
+/// Sends echo requests to the other location; returns what `ping` says.
 fn ask(lab: &Lab, node: &Node) -> Result<String> {
     let target = lab.network.node(TARGET)?.pod_ip();
     node.pod.sh(&format!("ping -q -n -c {ECHOES} -i 0.05 -W 1 {target} 2>&1 || true"))

@@ -200,7 +200,7 @@ impl Network {
     pub fn node(&self, name: &str) -> Result<&Node> {
         match self.nodes.iter().find(|node| node.name() == name) {
             Some(node) => Ok(node),
-            None => bail!("{name:?} is no node of the lab"),
+            None => bail!("{name:?} is not a node of the lab"),
         }
     }
 

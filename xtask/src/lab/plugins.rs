@@ -26,7 +26,7 @@ pub struct Pod<'a> {
     pub port_mappings: &'a [Value],
 }
 
-/// Connects the pod; answers the result of the last plugin. `command` makes a
+/// Connects the pod; returns the result of the last plugin. `command` makes a
 /// command that runs where the node is.
 ///
 /// # Errors

@@ -107,7 +107,7 @@ pub fn probe_port(protocol: Protocol, target: SocketAddr, timeout: Duration) -> 
     }
 }
 
-/// Sends one TCP probe from a namespace; answers the address the server saw.
+/// Sends one TCP probe from a namespace; returns the address the server saw.
 pub fn from(space: &Space, target: impl Into<IpAddr>, timeout: Duration) -> Result<IpAddr> {
     let target = target.into();
     let seen = space.spawn(move || probe(Protocol::Tcp, target, timeout)).join();

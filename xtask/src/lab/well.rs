@@ -17,7 +17,7 @@ use crate::confine;
 /// What an agent logs when somebody detached a program.
 pub const DETACHED: &str = "reattached it";
 /// Another node leads its location for a while, one without a public address.
-pub const LEADS: &str = "leads its location with a private endpoint";
+pub const LEADS: &str = "leads its location with the private endpoint";
 /// A node's only interface is down.
 pub const NO_ENDPOINT: &str = "no address of this host can be an endpoint";
 /// The agent's own Node object is not there.

@@ -21,7 +21,7 @@ impl Reader {
         Self { part, target: target.to_owned(), running: None, skip: None, last: 0.0, outcomes: Vec::new() }
     }
 
-    /// Takes a line that came that many seconds after the start; answers what to print instead.
+    /// Takes a line that came that many seconds after the start; returns what to print instead.
     pub fn line(&mut self, line: &str, at: f64) -> String {
         // "test NAME ... " and, perhaps lines later, "ok" or "FAILED".
         let mut rest = line;

@@ -240,7 +240,7 @@ pub fn annotations(published: &Published) -> BTreeMap<String, Option<String>> {
     .collect()
 }
 
-/// The object that describes this node with that sign of life: [`from_object`] reads it back.
+/// The object that describes this node with that heartbeat: [`from_object`] reads it back.
 pub fn to_object(node: &Node, last_seen: i64) -> core::Node {
     let mut wanted = annotations(&Published {
         endpoint: node.endpoint.clone(),

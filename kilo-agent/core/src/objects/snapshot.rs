@@ -23,15 +23,15 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// True when nothing but nodes' signs of life may differ.
-    pub fn is_same_but_alive(&self, other: &Self) -> bool {
-        self.nodes.is_same_but_alive(&other.nodes)
+    /// True when nothing but nodes' heartbeats may differ.
+    pub fn differs_only_in_heartbeats(&self, other: &Self) -> bool {
+        self.nodes.differs_only_in_heartbeats(&other.nodes)
             && self.peers == other.peers
             && self.problems == other.problems
     }
 }
 
-/// What an agent publishes about its own node (parity.md: written annotations).
+/// What an agent publishes about its own node (docs/annotations.md, "Written by the agent").
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Published {
     /// `endpoint`.

@@ -6,12 +6,12 @@ use ipnet::IpNet;
 use super::{Inputs, Own, wireguard::location_endpoint};
 use crate::{
     flat_map::{Key as _, sort_by_prefix},
-    topology::{Member, Reach},
+    topology::{LocationPrefix, Member},
 };
 
 /// One prefix and who has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Claim {
+pub(super) struct PrefixClaim {
     /// The prefix, without host bits.
     pub prefix: IpNet,
     /// Index of the segment; from the number of segments on, of a VPN peer.
@@ -30,7 +30,7 @@ pub(super) struct Claim {
 
 /// Claims by prefix; those of one prefix in the order of the mesh.
 #[derive(Clone, Debug)]
-pub(super) struct Remote(Vec<Claim>);
+pub(super) struct Remote(Vec<PrefixClaim>);
 
 impl Remote {
     /// Everything that is not of the own location.
@@ -39,7 +39,7 @@ impl Remote {
         let others = mesh.segments.iter().enumerate().filter(|(index, _)| *index != own.index);
         let of_segments = mesh.segments.iter().map(|segment| segment.reach.len());
         let mut claims = Vec::with_capacity(of_segments.chain([mesh.peers.len()]).sum());
-        let of_node = |prefix, owner| Claim {
+        let of_node = |prefix, owner| PrefixClaim {
             prefix,
             owner,
             offered: false,
@@ -52,14 +52,14 @@ impl Remote {
             let endpoint = location_endpoint(inputs, segment).map(|endpoint| IpNet::from(endpoint.ip()));
             let has = |member: &&Member| member.private_ip().map(IpNet::from) == endpoint;
             let free = || segment.members.iter().filter(has).any(|member| own.host_speaks_freely(member));
-            claims.extend(segment.reach.iter().map(|&Reach { prefix, private }| {
+            claims.extend(segment.reach.iter().map(|&LocationPrefix { prefix, private }| {
                 let endpoint = endpoint == Some(prefix);
                 // Addresses of WireGuard and of pods are the mesh's alone.
                 let free = endpoint && (!private || free());
-                Claim { inside: private && !endpoint, endpoint, free, ..of_node(prefix, owner) }
+                PrefixClaim { inside: private && !endpoint, endpoint, free, ..of_node(prefix, owner) }
             }));
             let offered = segment.allowed_location_ips.iter().map(IpNet::trunc);
-            claims.extend(offered.map(|prefix| Claim {
+            claims.extend(offered.map(|prefix| PrefixClaim {
                 offered: true,
                 endpoint: endpoint == Some(prefix),
                 free: true,
@@ -70,21 +70,21 @@ impl Remote {
         for (index, peer) in mesh.peers.iter().enumerate() {
             let owner = mesh.segments.len() + index;
             let prefixes = peer.allowed_ips.iter().map(IpNet::trunc);
-            claims.extend(prefixes.map(|prefix| Claim { chosen: true, ..of_node(prefix, owner) }));
+            claims.extend(prefixes.map(|prefix| PrefixClaim { chosen: true, ..of_node(prefix, owner) }));
         }
         sort_by_prefix(&mut claims, |claim| claim.prefix);
         Self(claims)
     }
 
     /// The claims to exactly this prefix.
-    pub fn of(&self, prefix: IpNet) -> &[Claim] {
+    pub fn of(&self, prefix: IpNet) -> &[PrefixClaim] {
         let start = self.0.partition_point(|claim| claim.prefix.rank() < prefix.rank());
         let end = start + self.0[start..].partition_point(|claim| claim.prefix.rank() == prefix.rank());
         &self.0[start..end]
     }
 
     /// Every claim, sorted by prefix.
-    pub fn claims(&self) -> impl ExactSizeIterator<Item = &Claim> {
+    pub fn claims(&self) -> impl ExactSizeIterator<Item = &PrefixClaim> {
         self.0.iter()
     }
 }

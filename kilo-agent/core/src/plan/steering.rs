@@ -14,7 +14,7 @@ use kilo_common::{
     },
 };
 
-use super::{Hop, HopIds, Inputs, Own, Remote, Tables, arrival::interfaces, remote::Claim};
+use super::{Hop, HopIds, Inputs, Own, Remote, Tables, arrival::interfaces, remote::PrefixClaim};
 use crate::observed::Elsewhere;
 use crate::{
     flat_map::{FlatMap, Key},
@@ -141,7 +141,7 @@ fn close_lost(lost: &[(IpNet, u32)], chosen: &BTreeSet<IpNet>, table: &mut FlatM
 }
 
 /// What is special about packets to a prefix of another location or a VPN peer.
-fn of_claim(own: &Own<'_>, claim: &Claim) -> u32 {
+fn of_claim(own: &Own<'_>, claim: &PrefixClaim) -> u32 {
     let inside = if own.leads && claim.inside { PREFIX_INSIDE } else { 0 };
     // A default route is one of several: the host has its own reasons to use another.
     let by_host = claim.prefix.prefix_len() == 0 || (own.leads && claim.endpoint);

@@ -8,10 +8,10 @@ use std::{
 
 use super::{Known, Node, READY_SECONDS, former::Former, is_complete, is_recent};
 
-/// A value that has not changed for this long is no sign of life.
+/// A value that has not changed for this long is no heartbeat.
 const PATIENCE: Duration = Duration::from_secs(READY_SECONDS as u64);
 
-/// A node is given up only when the own sign of life came back this long after its last one:
+/// A node is given up only when the own heartbeat came back this long after its last one:
 /// longer than the 33 s (and 5 s of collecting) that may lie between the last ones of two
 /// nodes when the API server goes away.
 const EVIDENCE: Duration = Duration::from_secs(45);
@@ -20,12 +20,12 @@ const EVIDENCE: Duration = Duration::from_secs(45);
 #[derive(Debug, Default)]
 pub struct Liveness {
     /// Sorted by name.
-    seen: Vec<Sight>,
+    seen: Vec<Observation>,
     former: Former,
 }
 
 #[derive(Debug)]
-struct Sight {
+struct Observation {
     node: Arc<Node>,
     /// Its `last-seen`.
     value: i64,
@@ -37,7 +37,7 @@ struct Sight {
     ready: bool,
 }
 
-impl Sight {
+impl Observation {
     fn is_alive(&self, now: Instant) -> bool {
         self.changed.is_some_and(|changed| now.saturating_duration_since(changed) < PATIENCE)
     }
@@ -46,12 +46,12 @@ impl Sight {
 impl Liveness {
     /// Judges every node, and answers which take part, in the order given. They must
     /// be sorted by name, and are best the same in memory from one time to the next: then nothing of
-    /// them is read but their signs of life. `own` is this agent's
-    /// node, which checks in like all others: while its own sign of life does
+    /// them is read but their heartbeats. `own` is this agent's
+    /// node, which checks in like all others: while its own heartbeat does
     /// not come back, the view is stale, and nobody is given up.
     ///
     /// `unix_now` helps with nodes seen for the first time: one with an old
-    /// sign of life must change it before it counts, unless most are old, which
+    /// heartbeat must change it before it counts, unless most are old, which
     /// says more about our clock, or an API server that was away.
     pub fn ready<'a>(
         &mut self,
@@ -73,15 +73,21 @@ impl Liveness {
                 }
                 let known = before.next_if(|sight| sight.node.name == node.name)?;
                 self.former.changed(&known.node, node);
-                Some(Sight { node: Arc::clone(node), complete: is_complete(node), ..known })
+                Some(Observation { node: Arc::clone(node), complete: is_complete(node), ..known })
             });
             let sight = match known {
                 Some(known) if known.value == last_seen => known,
-                Some(known) => Sight { value: last_seen, changed: Some(now), ..known },
+                Some(known) => Observation { value: last_seen, changed: Some(now), ..known },
                 None => {
                     let complete = is_complete(node);
                     new.push((self.seen.len(), complete && is_recent(last_seen, unix_now)));
-                    Sight { node: Arc::clone(node), value: last_seen, changed: None, complete, ready: false }
+                    Observation {
+                        node: Arc::clone(node),
+                        value: last_seen,
+                        changed: None,
+                        complete,
+                        ready: false,
+                    }
                 }
             };
             let is_fresh = sight.complete && is_recent(last_seen, unix_now);
@@ -97,7 +103,7 @@ impl Liveness {
         let own_sight = own.map(|own| &self.seen[own]);
         let stale = own_sight.is_some_and(|sight| !sight.is_alive(now)) && !nobody;
         let own_changed = own_sight.and_then(|sight| sight.changed);
-        let unproved = |sight: &Sight| {
+        let unproved = |sight: &Observation| {
             let known = own_changed.zip(sight.changed);
             known.is_some_and(|(own, other)| own.saturating_duration_since(other) < EVIDENCE)
         };
@@ -149,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_lives_while_its_sign_of_life_changes() {
+    fn a_node_lives_while_its_heartbeat_changes() {
         let (start, step) = (Instant::now(), Duration::from_secs(30));
         let mut liveness = Liveness::default();
         ready(&mut liveness, &[("a", 1000), ("b", 1000)], "a", start, 1000);
@@ -178,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn whose_sign_of_life_was_the_last_before_the_server_went_away_does_not_matter() {
+    fn whose_heartbeat_was_the_last_before_the_server_went_away_does_not_matter() {
         let (start, second) = (Instant::now(), Duration::from_secs(1));
         let mut liveness = Liveness::default();
         ready(&mut liveness, &[("a", 1000), ("b", 1000), ("c", 1000)], "a", start, 1000);
@@ -195,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn while_the_own_sign_of_life_does_not_come_back_nobody_is_given_up() {
+    fn while_the_own_heartbeat_does_not_come_back_nobody_is_given_up() {
         let start = Instant::now();
         let all = &[("a", 1000), ("b", 1000)];
         let mut liveness = Liveness::default();

@@ -11,7 +11,7 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Known, Member, Node, Peer, Segment, allocate, prefixes::Prefixes, segment::Outline};
+use super::{Known, Member, Node, Peer, Segment, allocate, prefixes::Prefixes, segment::LeaderInfo};
 use crate::settings::Granularity;
 use crate::{flat_map::sort_by_prefix, wireguard::key::PublicKey};
 
@@ -63,7 +63,7 @@ pub struct Mesh {
     /// Nodes that are known but do not take part, by name, as [`Self::with_lost`] was told.
     pub lost: Vec<Lost>,
     /// Where each node is, by name.
-    seats: Vec<Seat>,
+    seats: Vec<NodeIndex>,
     /// What the segments were made with; `None`: the next mesh is made from nothing.
     granularity: Option<Granularity>,
 }
@@ -89,7 +89,7 @@ impl Lost {
 
 /// A node's place in the mesh: a segment, and a member of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Seat {
+struct NodeIndex {
     segment: u32,
     member: u32,
 }
@@ -141,7 +141,7 @@ impl Mesh {
             let segment = segment_of[group]?;
             let member = members[segment];
             members[segment] += 1;
-            Some(Seat { segment: u32::try_from(segment).ok()?, member })
+            Some(NodeIndex { segment: u32::try_from(segment).ok()?, member })
         });
         let seats = seats.collect();
         let mut discovered = BTreeMap::new();
@@ -230,7 +230,8 @@ impl Mesh {
     /// The location a node is in: its index in `segments` and the node's index
     /// among the members.
     pub fn find(&self, node: &str) -> Option<(usize, usize)> {
-        let name = |seat: &Seat| self.segments[seat.segment as usize].members[seat.member as usize].name();
+        let name =
+            |seat: &NodeIndex| self.segments[seat.segment as usize].members[seat.member as usize].name();
         let at = self.seats.binary_search_by(|seat| name(seat).cmp(node)).ok()?;
         let seat = self.seats.get(at)?;
         Some((seat.segment as usize, seat.member as usize))
@@ -292,11 +293,15 @@ impl Mesh {
 }
 
 /// Where each node is, by name.
-fn seats(segments: &[Arc<Segment>]) -> Vec<Seat> {
+fn seats(segments: &[Arc<Segment>]) -> Vec<NodeIndex> {
     let mut named = Vec::new();
     for (segment, at) in segments.iter().zip(0..) {
         named.extend(
-            segment.members.iter().zip(0..).map(|(of, member)| (of.name(), Seat { segment: at, member })),
+            segment
+                .members
+                .iter()
+                .zip(0..)
+                .map(|(of, member)| (of.name(), NodeIndex { segment: at, member })),
         );
     }
     named.sort_unstable_by_key(|(name, _)| *name);
@@ -322,7 +327,7 @@ impl Group<'_> {
         granularity: Granularity,
     ) -> Option<Arc<Segment>> {
         let Some(before) = self.before.filter(|_| !self.differs) else {
-            let outline = Outline::new(&self.nodes)?;
+            let outline = LeaderInfo::new(&self.nodes)?;
             return Some(self.made_of(&self.nodes, &outline, addresses.next(), granularity));
         };
         let wireguard_ip = addresses.next();
@@ -330,13 +335,13 @@ impl Group<'_> {
             return Some(Arc::clone(before));
         }
         let nodes: Vec<_> = before.members.iter().map(|member| &member.node).collect();
-        Some(self.made_of(&nodes, &Outline::new(&nodes)?, wireguard_ip, granularity))
+        Some(self.made_of(&nodes, &LeaderInfo::new(&nodes)?, wireguard_ip, granularity))
     }
 
     fn made_of(
         &self,
         nodes: &[&Arc<Node>],
-        outline: &Outline<'_>,
+        outline: &LeaderInfo<'_>,
         wireguard_ip: Option<IpAddr>,
         granularity: Granularity,
     ) -> Arc<Segment> {

@@ -21,6 +21,6 @@ pub use mesh::{
 };
 pub use nodes::{CheckedIn, Known, Nodes, Replaced, among, not_among, with_own};
 pub use private_endpoint::PRIVATE_ENDPOINT_REMEDY;
-pub(crate) use segment::Reach;
+pub(crate) use segment::LocationPrefix;
 pub use segment::{Member, Segment};
 pub use types::*;

@@ -1,5 +1,5 @@
 //! All nodes by name, as a snapshot has them. Descriptions, and the list of
-//! them, are shared from one snapshot to the next: a sign of life changes a
+//! them, are shared from one snapshot to the next: a heartbeat changes a
 //! number and nothing else, and what is the same is known by its place in memory.
 
 use std::{
@@ -9,7 +9,7 @@ use std::{
 
 use super::Node;
 
-/// A node and its last sign of life.
+/// A node and its last heartbeat.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CheckedIn {
     /// What its object says besides.
@@ -44,7 +44,7 @@ impl Deref for Known<'_> {
 /// What was there before a node was taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Replaced {
-    /// Nothing but the sign of life may differ.
+    /// Nothing but the heartbeat may differ.
     pub is_same: bool,
     /// Unix seconds of the check-in before; 0 = never.
     pub last_seen: i64,
@@ -128,8 +128,8 @@ impl Nodes {
         place.is_ok()
     }
 
-    /// True when nothing but signs of life differ.
-    pub fn is_same_but_alive(&self, other: &Self) -> bool {
+    /// True when nothing but heartbeats differ.
+    pub fn differs_only_in_heartbeats(&self, other: &Self) -> bool {
         // Equal places in memory first: see `Arc::eq`.
         self.list == other.list
     }
@@ -204,14 +204,14 @@ mod tests {
     }
 
     #[test]
-    fn a_sign_of_life_copies_no_list_and_no_description() {
+    fn a_heartbeat_copies_no_list_and_no_description() {
         let before: Nodes = ["a", "b"].map(|name| checked_in(name, "", 1)).into_iter().collect();
         let mut after = before.clone();
         after.insert(checked_in("a", "", 31));
         assert!(Arc::ptr_eq(&before.list, &after.list));
-        assert!(before.is_same_but_alive(&after) && before != after);
+        assert!(before.differs_only_in_heartbeats(&after) && before != after);
         after.insert(checked_in("a", "there", 31));
-        assert!(!before.is_same_but_alive(&after));
+        assert!(!before.differs_only_in_heartbeats(&after));
         assert!(Arc::ptr_eq(before.get("b").unwrap().node, after.get("b").unwrap().node));
     }
 }

@@ -58,7 +58,7 @@ pub struct Segment {
     /// Pod CIDRs, private addresses, the WireGuard address.
     pub allowed_ips: Vec<IpNet>,
     /// The same, sorted by prefix.
-    pub(crate) reach: Vec<Reach>,
+    pub(crate) reach: Vec<LocationPrefix>,
     /// Prefixes reachable through the location, checked against all others.
     pub allowed_location_ips: Vec<IpNet>,
     /// The same before they were checked.
@@ -69,14 +69,14 @@ pub struct Segment {
 
 /// One of the prefixes a location stands for, without host bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Reach {
+pub(crate) struct LocationPrefix {
     pub prefix: IpNet,
     /// It is the private address of one of its nodes.
     pub private: bool,
 }
 
 /// Who leads a location, and what it takes from that node.
-pub(super) struct Outline<'a> {
+pub(super) struct LeaderInfo<'a> {
     leader: usize,
     leader_reason: LeaderReason,
     endpoint: &'a Endpoint,
@@ -84,7 +84,7 @@ pub(super) struct Outline<'a> {
     persistent_keepalive: u32,
 }
 
-impl<'a> Outline<'a> {
+impl<'a> LeaderInfo<'a> {
     /// Of these nodes (sorted by name, complete); `None` without any.
     pub fn new(nodes: &[&'a Arc<Node>]) -> Option<Self> {
         let (leader, leader_reason) = super::leader::choose(nodes.iter().map(|node| &***node));
@@ -106,7 +106,7 @@ impl Segment {
         group: Option<String>,
         wireguard_ip: Option<IpAddr>,
         nodes: &[&Arc<Node>],
-        outline: &Outline<'_>,
+        outline: &LeaderInfo<'_>,
     ) -> Self {
         // Mostly a pod CIDR and a private address each.
         let mut allowed_ips = Vec::with_capacity(nodes.len() * 2 + 1);
@@ -152,13 +152,13 @@ impl Segment {
     }
 }
 
-fn reach(nodes: &[&Arc<Node>], wireguard_ip: Option<IpAddr>) -> Vec<Reach> {
-    let other = |prefix: IpNet| Reach { prefix, private: false };
-    let private = |net: IpNet| Reach { prefix: net.addr().into(), private: true };
+fn reach(nodes: &[&Arc<Node>], wireguard_ip: Option<IpAddr>) -> Vec<LocationPrefix> {
+    let other = |prefix: IpNet| LocationPrefix { prefix, private: false };
+    let private = |net: IpNet| LocationPrefix { prefix: net.addr().into(), private: true };
     let pods = nodes.iter().flat_map(|node| &node.pod_cidrs).map(|cidr| other(cidr.trunc()));
     let addresses = nodes.iter().filter_map(|node| node.internal_ip).map(private);
     let wireguard_ip = wireguard_ip.map(|ip| other(ip.into()));
-    let mut reach: Vec<Reach> = pods.chain(addresses).chain(wireguard_ip).collect();
+    let mut reach: Vec<LocationPrefix> = pods.chain(addresses).chain(wireguard_ip).collect();
     sort_by_prefix(&mut reach, |reach| reach.prefix);
     reach
 }

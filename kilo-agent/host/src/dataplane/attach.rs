@@ -400,7 +400,7 @@ fn detach_filter(interface: &str, hook: TcAttachType) -> bool {
         .is_ok_and(|link| link.detach().is_ok())
 }
 
-/// Removes clsact filters of ours from every interface; answers how many. (TCX
+/// Removes clsact filters of ours from every interface; returns how many. (TCX
 /// links go with their pins.)
 ///
 /// # Errors

@@ -140,7 +140,7 @@ impl Dataplane {
         self.present.entries().into()
     }
 
-    /// Brings the maps to the desired content; answers the number of writes.
+    /// Brings the maps to the desired content; returns the number of writes.
     ///
     /// # Errors
     /// When a map refuses a write (full, or gone).
@@ -264,7 +264,7 @@ impl CounterReader {
     }
 }
 
-/// Removes every program, map and pin of ours; answers what went wrong on the way.
+/// Removes every program, map and pin of ours; returns what went wrong on the way.
 pub fn remove(bpffs: &Path) -> Vec<String> {
     [detach_filters(), remove_pins(bpffs)].into_iter().filter_map(Result::err).collect()
 }

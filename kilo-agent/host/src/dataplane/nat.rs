@@ -95,7 +95,7 @@ impl Collector {
     }
 
     /// Removes the flows to these destinations (IPv4 as `::ffff:a.b.c.d`), both
-    /// directions; answers how many entries.
+    /// directions; returns how many entries.
     ///
     /// # Errors
     /// When the table cannot be read or written.

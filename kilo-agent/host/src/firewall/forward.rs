@@ -84,22 +84,22 @@ impl Forward {
         }
         self.wanted = Some(wanted.clone());
         self.checked = Some(now);
-        if wanted.is_empty() { remove().await } else { bring_about(&wanted).await }
+        if wanted.is_empty() { remove().await } else { apply_rules(&wanted).await }
     }
 }
 
-/// Removes our rules from every table; answers how many were written.
+/// Removes our rules from every table; returns how many were written.
 ///
 /// # Errors
 /// The first refusal. A program that is missing has written nothing.
 pub async fn remove() -> Result<u64, ForwardError> {
-    match bring_about(&BTreeSet::new()).await {
+    match apply_rules(&BTreeSet::new()).await {
         Err(ForwardError::Program { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(0),
         other => other,
     }
 }
 
-async fn bring_about(wanted: &BTreeSet<IpNet>) -> Result<u64, ForwardError> {
+async fn apply_rules(wanted: &BTreeSet<IpNet>) -> Result<u64, ForwardError> {
     let mut writes = 0;
     let mut first = None;
     for (family, v6) in [("iptables", false), ("ip6tables", true)] {
@@ -138,7 +138,7 @@ async fn tables(family: &'static str, v6: bool) -> Vec<Table> {
 }
 
 impl Table {
-    /// Runs one of its programs; answers its standard output.
+    /// Runs one of its programs; returns its standard output.
     async fn run(
         self,
         suffix: &str,

@@ -227,7 +227,7 @@ impl NatRules {
     }
 }
 
-/// Removes the table; answers the number of writes. A host without nft has none.
+/// Removes the table; returns the number of writes. A host without nft has none.
 ///
 /// # Errors
 /// When nft refuses.

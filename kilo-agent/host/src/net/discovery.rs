@@ -42,7 +42,7 @@ pub struct Facts<'a> {
     pub internal_cidrs: &'a [IpNet],
 }
 
-/// Pure: the addresses by parity's order (host name, default route's
+/// Pure: the addresses in Kilo's order (host name, default route's
 /// interface, any interface; inside each IPv4 before IPv6, then by text). A host whose
 /// uplinks have no addresses (unnumbered) has its own on loopback or a dummy.
 pub fn discover(facts: &Facts<'_>) -> Option<Discovered> {

@@ -15,7 +15,7 @@ const IPV6: &str = "/proc/sys/net/ipv6/conf/all/forwarding";
 const IPV6_INTERFACES: &str = "/proc/sys/net/ipv6/conf";
 
 /// Turns forwarding on where it is off, for IPv6 only when the mesh has such
-/// prefixes; answers the number of writes. What cannot be turned on is said,
+/// prefixes; returns the number of writes. What cannot be turned on is said,
 /// and stops nothing else.
 pub fn enable(ipv6: bool) -> u64 {
     let mut writes = turn_on(IPV4, "IPv4", "net.ipv4.ip_forward=1");
@@ -52,7 +52,7 @@ fn turn_on(path: &str, family: &str, hint: &str) -> u64 {
 }
 
 /// Lets answers come in by the WireGuard device from addresses that the host
-/// itself reaches by an uplink, where `rp_filter` is strict; answers the number of
+/// itself reaches by an uplink, where `rp_filter` is strict; returns the number of
 /// writes. Whose address a packet from there may bear WireGuard has checked.
 /// It is set by rtnetlink, because a container that is not privileged sees /proc/sys read-only.
 pub async fn accept_by_tunnel(rtnl: &Rtnl, interface: &str, index: u32) -> u64 {

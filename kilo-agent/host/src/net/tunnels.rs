@@ -105,7 +105,7 @@ pub async fn ensure(rtnl: &Rtnl) -> Tunnels {
     tunnels
 }
 
-/// Removes both; answers the number of writes.
+/// Removes both; returns the number of writes.
 pub async fn remove(rtnl: &Rtnl) -> Result<usize, NetError> {
     let mut writes = 0;
     for (name, kind) in [(VXLAN, "vxlan"), (IPIP, "ipip")] {

@@ -4,7 +4,7 @@
 pub mod device;
 pub mod ensure;
 mod error;
-pub mod greet;
+pub mod handshake_nudge;
 pub mod private_key;
 pub mod userspace;
 

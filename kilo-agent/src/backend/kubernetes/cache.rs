@@ -13,7 +13,7 @@ use kilo_core::{
     topology::{CheckedIn, Nodes, Peer},
 };
 
-/// A sign of life after this many seconds is news; a regular one is not.
+/// A heartbeat after this many seconds is news; a regular one is not.
 const LATE_CHECK_IN: i64 = 45;
 
 /// How soon a change is to be handed on.
@@ -21,7 +21,7 @@ const LATE_CHECK_IN: i64 = 45;
 pub enum Urgency {
     /// Nothing changed.
     Never,
-    /// Only a regular sign of life.
+    /// Only a regular heartbeat.
     Later,
     /// Something else.
     Now,
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_regular_sign_of_life_can_wait() {
+    fn only_a_regular_heartbeat_can_wait() {
         let mut store = Store::default();
         assert_eq!(store.put(seen("a", 100)), Urgency::Now);
         assert_eq!(store.put(seen("a", 100)), Urgency::Never);

@@ -5,9 +5,9 @@ mod cache;
 mod client;
 mod event;
 mod network;
-mod patient;
+mod partial_node;
 mod peer_status;
-mod slim;
+mod startup_fallback;
 mod successor;
 
 use std::{
@@ -33,20 +33,20 @@ use tokio::{
 use tokio_util::task::AbortOnDropHandle;
 
 pub use client::{client, cluster_name};
-pub use patient::PatientBackend;
+pub use startup_fallback::StartupFallback;
 pub use successor::{Successor, SuccessorError};
 
 use self::{
     cache::{Cache, Kept, Own, Seen, Store, Urgency},
     client::{Asked, explain, in_time},
-    slim::SlimNode,
+    partial_node::PartialNode,
 };
-use super::{Backend, BackendError, Warning, confirm::Confirm};
+use super::{Backend, BackendError, Warning, mass_delete_guard::MassDeleteGuard};
 use kilo_core::objects::{Published, Snapshot, error_chain, node, peer};
 
 /// How long a list that lost many objects waits for its confirmation.
 const CONFIRM_AFTER: Duration = Duration::from_secs(5);
-/// Regular signs of life are collected this long: each node sends one every 30 s.
+/// Regular heartbeats are collected this long: each node sends one every 30 s.
 const COLLECT: Duration = Duration::from_secs(5);
 /// Two snapshots are at least this far apart.
 const PACE: Duration = Duration::from_millis(50);
@@ -86,7 +86,7 @@ impl KubernetesBackend {
         hostname: Option<&str>,
         topology_label: &str,
     ) -> Result<Self, BackendError> {
-        let slim: Api<SlimNode> = Api::all_with(client.clone(), &ApiResource::erase::<core::Node>(&()));
+        let slim: Api<PartialNode> = Api::all_with(client.clone(), &ApiResource::erase::<core::Node>(&()));
         // Untyped, so that one object that is no Peer at all hides no other.
         let peers: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::erase::<peer::Peer>(&()));
         let one = ListParams::default().limit(1);
@@ -177,7 +177,7 @@ async fn follow<K, T: Kept>(
     K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
 {
     let name = |object: &K| object.meta().name.clone().unwrap_or_default();
-    let mut confirm = Confirm::default();
+    let mut confirm = MassDeleteGuard::default();
     loop {
         let stream = watcher(api.clone(), watcher::Config::default()).default_backoff();
         pin_mut!(stream);
@@ -233,7 +233,7 @@ fn report(error: &watcher::Error, asked: Asked<'_>) {
 }
 
 /// Hands on snapshots: at once when something happened, a little later when
-/// it is only a sign of life, and never so often that it costs much.
+/// it is only a heartbeat, and never so often that it costs much.
 async fn hand_on(shared: Arc<Shared>, sender: watch::Sender<Arc<Snapshot>>) {
     let collected = async || {
         shared.later.notified().await;
@@ -283,7 +283,7 @@ impl Shared {
         }
     }
 
-    fn see_node(&self, object: SlimNode, label: &str) -> Seen<kilo_core::topology::CheckedIn> {
+    fn see_node(&self, object: PartialNode, label: &str) -> Seen<kilo_core::topology::CheckedIn> {
         self.see_own(object.meta());
         let (seen, problems) = node::from_object(&object.into(), label);
         let problem = (!problems.is_empty()).then(|| problems.join("; "));

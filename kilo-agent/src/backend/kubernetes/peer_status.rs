@@ -11,7 +11,7 @@ use super::client::{Asked, in_time};
 use crate::backend::BackendError;
 use kilo_core::objects::peer::PeerStatus;
 
-/// Writes the statuses that differ; answers how many. A cluster set up for Kilo
+/// Writes the statuses that differ; returns how many. A cluster set up for Kilo
 /// has neither the right nor the sub-resource: that is said once per change of
 /// the peers, for debugging, and is no error.
 ///

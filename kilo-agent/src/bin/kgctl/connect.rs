@@ -298,7 +298,7 @@ impl Connection {
         }
     }
 
-    /// Reads, plans, writes what differs; answers the number of writes.
+    /// Reads, plans, writes what differs; returns the number of writes.
     async fn sync(&mut self, snapshot: &Snapshot, peer: &Peer, flags: &Flags) -> Result<usize> {
         let mut snapshot = snapshot.clone();
         // Just made, it may not have come back yet.
@@ -328,7 +328,7 @@ impl Connection {
         Ok(writes)
     }
 
-    /// Takes everything back; answers what could not be.
+    /// Takes everything back; returns what could not be.
     async fn clean_up(&self) -> Vec<String> {
         let mut problems = Vec::new();
         let index = self.existing().await.map(|interface| interface.index);

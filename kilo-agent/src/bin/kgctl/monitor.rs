@@ -27,7 +27,7 @@ use tokio::{
 /// Options of `kgctl monitor`.
 #[derive(Args, Debug)]
 pub struct MonitorArgs {
-    /// Only drops for this reason (repeatable); see docs/troubleshooting.md.
+    /// Only drops for this reason (repeatable); see docs/data-path.md.
     #[arg(long, value_parser = reason)]
     reason: Vec<DropReason>,
     /// Show one drop in N, at random.

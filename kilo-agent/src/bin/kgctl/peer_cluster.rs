@@ -156,7 +156,7 @@ impl Side {
     }
 }
 
-/// Joins the two clusters, or takes them apart; answers what was done.
+/// Joins the two clusters, or takes them apart; returns what was done.
 pub async fn run(args: &PeerClusterArgs, flags: &Flags) -> Result<String> {
     if flags.backend != BackendKind::Kubernetes {
         bail!("peer-cluster writes to API servers: it knows --backend=kubernetes only");

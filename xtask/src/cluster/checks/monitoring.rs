@@ -154,7 +154,7 @@ fn configuration() -> Result<String> {
     let mut relabelings = String::new();
     let labels = spec["selector"]["matchLabels"].as_object().context("no matchLabels")?;
     for (name, value) in labels {
-        let value = value.as_str().context("a label is no text")?;
+        let value = value.as_str().context("a label is not a string")?;
         relabelings += &format!(
             "      - {{source_labels: [__meta_kubernetes_pod_label_{}], regex: \"{value}\", action: keep}}\n",
             label(name)

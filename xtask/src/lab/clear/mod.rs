@@ -229,7 +229,7 @@ impl Lab {
         self.in_clear_for_removed().map(drop)
     }
 
-    /// The same; answers how many were for nodes whose objects a check has removed.
+    /// The same; returns how many were for nodes whose objects a check has removed.
     pub fn in_clear_for_removed(&self) -> Result<u64> {
         let nodes = self.network.nodes.iter();
         let removed: Vec<_> = nodes.filter(|node| self.removed.contains(node.name())).collect();
@@ -238,7 +238,7 @@ impl Lab {
         self.in_clear_but(|address| address == PRINTER || removed.iter().any(|node| node.has(address)))
     }
 
-    /// The same; answers how many were for addresses nobody in the mesh knows: what is for them
+    /// The same; returns how many were for addresses nobody in the mesh knows: what is for them
     /// is masqueraded as for any address outside.
     pub fn in_clear_but(&self, is_unknown: impl Fn(IpAddr) -> bool) -> Result<u64> {
         let Some(watch) = &self.clear else { return Ok(0) };

@@ -48,7 +48,7 @@ fn inner(source: Ipv4Addr, target: Ipv4Addr) -> Vec<u8> {
     packet
 }
 
-/// Sends IPIP packets from a host; answers how many the node dropped for `reason`.
+/// Sends IPIP packets from a host; returns how many the node dropped for `reason`.
 fn abuse(from: &Space, node: &Node, packet: Vec<u8>, reason: &str) -> Result<u64> {
     let dropped =
         || anyhow::Ok(counters::drops(&counters::scrape(&node.space)?).get(reason).copied().unwrap_or(0));

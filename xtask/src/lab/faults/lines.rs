@@ -80,8 +80,8 @@ pub const LINES: &[Line] = &[
         "API server away",
         &[
             "api::faults::a_restart_of_the_server_is_survived_and_writes_go_on",
-            "liveness::while_the_own_sign_of_life_does_not_come_back_nobody_is_given_up",
-            "liveness::whose_sign_of_life_was_the_last_before_the_server_went_away_does_not_matter",
+            "liveness::while_the_own_heartbeat_does_not_come_back_nobody_is_given_up",
+            "liveness::whose_heartbeat_was_the_last_before_the_server_went_away_does_not_matter",
         ],
         "an hour of it under traffic: as long as the table says, longer with --steady",
     ),
@@ -451,7 +451,7 @@ pub const LINES: &[Line] = &[
             "net::leaks::two_hundred_reconfigurations_leave_nothing_over",
             "faults by chance heal and leave nothing over",
         ],
-        "hours: ten minutes each test run with a seed that is printed, cargo xtask lab soak --time 2h for more",
+        "hours: ten minutes when its turn comes, with a seed that is printed, cargo xtask lab soak --time 2h for more",
     ),
     // Not on the list: what the project promises beyond it.
     line(

@@ -28,11 +28,11 @@ the connection stood still, which after a loss includes TCP's own wait. Agents r
   time by chance (agents killed, stopped or restarted, kilo0 deleted or flushed, WireGuard's process
   killed, programs detached, links down, addresses and keys changed, leaders moved, nodes and peers
   that come and go, rubbish, lost packets, sysctls) while every pod, node, VPN peer and the outside
-  asks every other each second. After each, everybody must reach everybody within 60 s; in the end
+  probes every other once per second. After each fault, full reachability must return within 60 s; in the end
   links, addresses, routes, rules, filters, pins, processes, open files, threads and memory must be
-  what they were. It runs for ten minutes in each `cargo xtask test` with a seed that is printed;
+  what they were. It takes turns with the other long parts of `cargo xtask test` and then runs for ten minutes; its seed is printed;
   `--seed N` has the same faults again, `--time 2h` more of them, `--only key,kilo0` some of them.
-- **A panic ends the agent.** One task missing would be noticed by nobody: `/health` says why for 2 s,
+- **A panic ends the agent.** A missing task would go unnoticed, so `/health` says why for 2 s,
   the process ends, the next one goes on, and packets notice nothing (line 8).
 ";
 

@@ -59,7 +59,7 @@ impl Watch {
         Self { stop, looks, thread }
     }
 
-    /// Waits for looks begun after `since` that saw everybody; answers the time
+    /// Waits for looks begun after `since` that saw everybody; returns the time
     /// until the first of them.
     ///
     /// # Errors
@@ -84,7 +84,7 @@ impl Watch {
         }
     }
 
-    /// Ends; answers (looks, those that missed somebody), (asked, unanswered).
+    /// Ends; returns (looks, those that missed somebody), (asked, unanswered).
     pub fn finish(self) -> ((usize, usize), (usize, usize)) {
         self.stop.store(true, Ordering::Relaxed);
         let _ = self.thread.join();
@@ -121,7 +121,7 @@ pub fn look(network: &Network) -> Look {
     look
 }
 
-/// Asks all targets at once; answers how many, and who did not answer well.
+/// Asks all targets at once; returns how many, and who did not answer well.
 fn ask_all(source: &Place, targets: &[Place]) -> (usize, Vec<String>) {
     let others: Vec<_> = targets.iter().filter(|target| target.name != source.name).collect();
     let mut asked = 0;

@@ -34,7 +34,7 @@ const SECOND: Duration = Duration::from_millis(800);
 
 /// A peer that has just got an endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Newcomer {
+struct PendingPeer {
     key: PublicKey,
     /// Its address inside the WireGuard subnet.
     address: IpAddr,
@@ -44,11 +44,11 @@ struct Newcomer {
 
 /// Peers that are watched until they have shaken hands or been helped once.
 #[derive(Debug, Default)]
-pub struct Greeter {
-    waiting: Vec<Newcomer>,
+pub struct HandshakeNudge {
+    waiting: Vec<PendingPeer>,
 }
 
-impl Greeter {
+impl HandshakeNudge {
     /// Watches the peers with an address inside the WireGuard subnet to which
     /// these changes give an endpoint, because they are new or have moved.
     /// Others are left alone: what their addresses lead to is not known.
@@ -67,7 +67,7 @@ impl Greeter {
             let Some(address) = hosts.find(|address| subnet.contains(address)) else { continue };
             let due = now + if own < *key { FIRST } else { SECOND };
             self.waiting.retain(|newcomer| newcomer.key != *key);
-            self.waiting.push(Newcomer { key: *key, address, since: now, due });
+            self.waiting.push(PendingPeer { key: *key, address, since: now, due });
         }
     }
 
@@ -76,7 +76,7 @@ impl Greeter {
         self.waiting.iter().map(|newcomer| newcomer.due).min()
     }
 
-    /// Makes those shake hands that are due and silent; answers the number of
+    /// Makes those shake hands that are due and silent; returns the number of
     /// requests to the device.
     ///
     /// # Errors
@@ -96,7 +96,7 @@ impl Greeter {
 
 /// What makes those shake hands that have not since they are watched: changes
 /// for the ones this end has tried in vain, and whom to send a datagram. Pure.
-fn silent(newcomers: &[Newcomer], state: &DeviceState, now: Instant) -> (Vec<Change>, Vec<IpAddr>) {
+fn silent(newcomers: &[PendingPeer], state: &DeviceState, now: Instant) -> (Vec<Change>, Vec<IpAddr>) {
     let (mut renewed, mut addresses) = (Vec::new(), Vec::new());
     for newcomer in newcomers {
         let Some(peer) = state.peers.get(&newcomer.key) else { continue };
@@ -174,24 +174,24 @@ mod tests {
             Change::SetPeer(key(4), moved.clone()),
             Change::SetPeer(key(9), moved),
         ];
-        let (mut greeter, now) = (Greeter::default(), Instant::now());
-        assert_eq!(greeter.due(), None);
-        greeter.watch(&changes, &peers, key(5), &"10.4.0.0/16".parse().unwrap(), now);
-        let newcomer = |n: u8, pause| Newcomer {
+        let (mut handshake_nudge, now) = (HandshakeNudge::default(), Instant::now());
+        assert_eq!(handshake_nudge.due(), None);
+        handshake_nudge.watch(&changes, &peers, key(5), &"10.4.0.0/16".parse().unwrap(), now);
+        let newcomer = |n: u8, pause| PendingPeer {
             key: key(n),
             address: [10, 4, 0, n].into(),
             since: now,
             due: now + pause,
         };
-        assert_eq!(greeter.waiting, [newcomer(1, SECOND), newcomer(9, FIRST)]);
-        assert_eq!(greeter.due(), Some(now + FIRST));
+        assert_eq!(handshake_nudge.waiting, [newcomer(1, SECOND), newcomer(9, FIRST)]);
+        assert_eq!(handshake_nudge.due(), Some(now + FIRST));
     }
 
     #[test]
     fn who_has_been_tried_in_vain_begins_anew_and_who_has_shaken_hands_is_left_alone() {
         let now = Instant::now();
-        let newcomers: Vec<Newcomer> = (1..6)
-            .map(|n| Newcomer { key: key(n), address: [10, 4, 0, n].into(), since: now - FIRST, due: now })
+        let newcomers: Vec<PendingPeer> = (1..6)
+            .map(|n| PendingPeer { key: key(n), address: [10, 4, 0, n].into(), since: now - FIRST, due: now })
             .collect();
         let state = |age: Option<u64>, tx_bytes| PeerState {
             handshake_age: age.map(Duration::from_secs),

@@ -12,8 +12,9 @@ use kilo_common::{
         segments_room, vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
     },
     maps::{
-        CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, DEVICE_BY_DESTINATION,
-        DEVICE_MASQUERADE, NAT_EGRESS, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, VXLAN_PORT,
+        CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6,
+        Config, DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, NAT_EGRESS, PREFIX_INSIDE, PREFIX_NEVER_CLEAR,
+        VXLAN_PORT,
     },
     nat::{
         self, flow,
@@ -186,7 +187,7 @@ fn family(frame: &[u8]) -> Option<bool> {
 }
 
 /// The judgement on one program.
-pub fn judge(program: &str, tables: &Tables, input: &Input) -> Wanted {
+pub fn expected_outcome(program: &str, tables: &Tables, input: &Input) -> Wanted {
     match program {
         "lan_ingress" => lan_ingress(tables, input, ETHERNET_LEN),
         "l3_ingress" => lan_ingress(tables, input, 0),
@@ -485,6 +486,9 @@ fn uplink_egress(tables: &Tables, input: &Input, link: usize) -> Wanted {
     let frame = &input.frame[..];
     let Some(v6) = family(frame) else { return passes(None) };
     let Ok(ip) = Ip::read(frame, link, v6) else {
+        if bears_wireguards_ports(&tables.config, frame, link, v6) {
+            return passes(None);
+        }
         // Whatever it is: nothing may go there in clear.
         let closed = destination(frame, link, v6).and_then(|dst| longest(&tables.prefix, dst));
         return match closed {
@@ -520,6 +524,25 @@ fn uplink_egress(tables: &Tables, input: &Input, link: usize) -> Wanted {
         Ok(None) => passes(None),
         Ok(Some(addr)) => Wanted { bytes: Bytes::Translated(addr), ..passes(Some(Action::Masquerade)) },
     }
+}
+
+/// True for what comes from WireGuard's own address and port, whatever lengths it bears: on a node
+/// with one private address that is all the programs look at, and no packet of a pod has both.
+fn bears_wireguards_ports(config: &Config, frame: &[u8], link: usize, v6: bool) -> bool {
+    let header = &frame[link..];
+    let port = config.wireguard_port.to_be_bytes();
+    let field = |range: std::ops::Range<usize>| header.get(range).unwrap_or_default();
+    link > 0
+        && if v6 {
+            config.flags & CONFIG_ONE_V6 != 0
+                && (field(6..7), field(8..24), field(40..42)) == (&[protocol::UDP], &config.private_v6, &port)
+        } else {
+            config.flags & CONFIG_ONE_V4 != 0
+                && (field(0..1), field(9..10)) == (&[0x45], &[protocol::UDP])
+                && (field(12..16), field(20..22)) == (&config.private_v4, &port)
+                && matches!(field(6..8), [high, low] if (high & 0x3f, *low) == (0, 0))
+                && header.len() >= 24
+        }
 }
 
 /// The destination of a packet whose header contradicts itself.

@@ -14,14 +14,14 @@ use tokio::task::JoinSet;
 use crate::{backend::last_good::LastGood, metrics::Metrics, status::View};
 
 /// The file, and who writes it.
-pub(super) struct Keeper {
+pub(super) struct LastGoodWriter {
     file: Arc<Mutex<LastGood>>,
-    /// Something besides signs of life may differ from what was written.
+    /// Something besides heartbeats may differ from what was written.
     stale: Arc<AtomicBool>,
     writers: JoinSet<()>,
 }
 
-impl Keeper {
+impl LastGoodWriter {
     pub fn new(file: LastGood) -> Self {
         Self {
             file: Arc::new(Mutex::new(file)),
@@ -30,7 +30,7 @@ impl Keeper {
         }
     }
 
-    /// Something besides signs of life has changed.
+    /// Something besides heartbeats has changed.
     pub fn note_change(&self) {
         self.stale.store(true, Ordering::Release);
     }

@@ -13,7 +13,7 @@ use serde::{Deserialize, Deserializer};
 
 /// What is read of a Node; the rest is passed over.
 #[derive(Clone, Debug, Deserialize)]
-pub struct SlimNode {
+pub struct PartialNode {
     #[serde(deserialize_with = "metadata")]
     metadata: ObjectMeta,
     #[serde(default)]
@@ -48,15 +48,15 @@ fn metadata<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ObjectMeta, D:
     Ok(ObjectMeta { name, resource_version, annotations, labels, ..ObjectMeta::default() })
 }
 
-impl From<SlimNode> for core::Node {
-    fn from(SlimNode { metadata, spec: Spec { pod_cidr, pod_cidrs }, status }: SlimNode) -> Self {
+impl From<PartialNode> for core::Node {
+    fn from(PartialNode { metadata, spec: Spec { pod_cidr, pod_cidrs }, status }: PartialNode) -> Self {
         let spec = core::NodeSpec { pod_cidr, pod_cidrs, ..Default::default() };
         let status = core::NodeStatus { addresses: status.addresses, ..Default::default() };
         Self { metadata, spec: Some(spec), status: Some(status) }
     }
 }
 
-impl Resource for SlimNode {
+impl Resource for PartialNode {
     type DynamicType = ApiResource;
     type Scope = DynamicResourceScope;
 
@@ -104,7 +104,7 @@ mod tests {
                 "addresses": [{"type": "Hostname", "address": "a"}, {"type": "ExternalIP", "address": "192.0.2.7"}]
             }
         }"#;
-        let node = core::Node::from(serde_json::from_str::<SlimNode>(text).unwrap());
+        let node = core::Node::from(serde_json::from_str::<PartialNode>(text).unwrap());
         assert_eq!(
             (node.metadata.name.as_deref(), node.metadata.resource_version.as_deref()),
             (Some("a"), Some("7"))
@@ -116,6 +116,6 @@ mod tests {
         assert_eq!(spec.pod_cidrs.unwrap(), ["10.42.0.0/24"]);
         let addresses = node.status.unwrap().addresses.unwrap();
         assert_eq!((addresses[1].type_.as_str(), addresses[1].address.as_str()), ("ExternalIP", "192.0.2.7"));
-        assert!(serde_json::from_str::<SlimNode>(r#"{"metadata": {}}"#).is_ok(), "without spec");
+        assert!(serde_json::from_str::<PartialNode>(r#"{"metadata": {}}"#).is_ok(), "without spec");
     }
 }

@@ -21,13 +21,13 @@ const WAIT: Duration = Duration::from_secs(5);
 const RETRY: Duration = Duration::from_secs(5);
 
 /// The Kubernetes backend, or what is remembered of it.
-pub struct PatientBackend {
+pub struct StartupFallback {
     connected: Arc<OnceLock<KubernetesBackend>>,
     snapshots: watch::Receiver<Arc<Snapshot>>,
     _connecting: AbortOnDropHandle<()>,
 }
 
-impl PatientBackend {
+impl StartupFallback {
     /// Waits until the server has listed everything; when it takes long and
     /// something is remembered, that is the first snapshot.
     ///
@@ -124,7 +124,7 @@ async fn connect(
     }
 }
 
-impl Backend for PatientBackend {
+impl Backend for StartupFallback {
     fn watch(&self) -> watch::Receiver<Arc<Snapshot>> {
         self.snapshots.clone()
     }

@@ -8,12 +8,12 @@ const MANY: usize = 3;
 
 /// Names that are known to exist, and those doubted at the moment.
 #[derive(Debug, Default)]
-pub struct Confirm {
+pub struct MassDeleteGuard {
     known: BTreeSet<String>,
     doubted: BTreeSet<String>,
 }
 
-impl Confirm {
+impl MassDeleteGuard {
     /// Takes a complete list and answers which names to keep although they are
     /// not in it; when there are any, ask for another list soon. A loss is
     /// doubted when it is more than a third of what was known and at least
@@ -50,7 +50,7 @@ mod tests {
 
     #[test]
     fn a_mass_loss_is_believed_the_second_time() {
-        let mut confirm = Confirm::default();
+        let mut confirm = MassDeleteGuard::default();
         assert!(confirm.list(&names(0..10)).is_empty());
         assert_eq!(*confirm.list(&names(0..5)), names(5..10));
         assert!(confirm.list(&names(0..5)).is_empty());
@@ -59,7 +59,7 @@ mod tests {
 
     #[test]
     fn a_few_lost_objects_need_no_confirmation() {
-        let mut confirm = Confirm::default();
+        let mut confirm = MassDeleteGuard::default();
         confirm.list(&names(0..9));
         assert!(confirm.list(&names(0..6)).is_empty(), "a third");
         assert!(confirm.list(&names(0..4)).is_empty(), "two");
@@ -67,7 +67,7 @@ mod tests {
 
     #[test]
     fn what_comes_back_is_not_lost_and_can_be_doubted_again() {
-        let mut confirm = Confirm::default();
+        let mut confirm = MassDeleteGuard::default();
         confirm.list(&names(0..10));
         assert_eq!(*confirm.list(&names(0..1)), names(1..10));
         assert!(confirm.list(&names(0..10)).is_empty());
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn a_second_list_that_misses_others_is_doubted_for_those() {
-        let mut confirm = Confirm::default();
+        let mut confirm = MassDeleteGuard::default();
         confirm.list(&names(0..10));
         assert_eq!(*confirm.list(&names(0..5)), names(5..10));
         assert_eq!(*confirm.list(&names(5..10)), names(0..5));
@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn deletions_by_event_are_not_doubted() {
-        let mut confirm = Confirm::default();
+        let mut confirm = MassDeleteGuard::default();
         confirm.list(&names(0..6));
         confirm.add("6");
         for name in names(0..4) {

@@ -1,4 +1,4 @@
-//! What the log is told of things that stay wrong: once, and not with every
+//! Limits logging: a condition that persists is logged once, not with every
 //! reconcile.
 
 use std::{
@@ -19,7 +19,7 @@ const AGAIN: Duration = Duration::from_secs(60);
 
 /// What has been said.
 #[derive(Debug, Default)]
-pub struct Complaints {
+pub struct LogLimiter {
     /// Objects that are ignored, and why.
     objects: BTreeMap<String, String>,
     /// Nodes of the location that have no hop.
@@ -54,7 +54,7 @@ pub fn other_cni(other: &Path, own: &Path) -> String {
     )
 }
 
-impl Complaints {
+impl LogLimiter {
     /// Says once what is wrong with which object.
     pub fn objects(&mut self, problems: &BTreeMap<String, String>, metrics: &Metrics) {
         for (object, problem) in problems {
@@ -81,7 +81,7 @@ impl Complaints {
     }
 
     /// Says once that this node leads its location with an endpoint that other locations may not
-    /// reach; answers the sentence when it is news.
+    /// reach; returns the sentence when it is news.
     pub fn private_endpoint(&mut self, endpoint: Option<&Endpoint>) -> Option<String> {
         if self.private_endpoint.as_ref() == endpoint {
             return None;
@@ -173,22 +173,22 @@ mod tests {
     #[test]
     fn a_conflict_is_said_once_and_again_when_others_join_or_it_comes_back() {
         let metrics = Metrics::default();
-        let mut complaints = Complaints::default();
+        let mut log_limiter = LogLimiter::default();
         let conflict = |nodes: &[&str]| Conflict {
             address: "10.1.0.12".parse().unwrap(),
             nodes: nodes.iter().map(ToString::to_string).collect(),
         };
         let (two, three) = ([conflict(&["a0", "a2"])], [conflict(&["a0", "a1", "a2"])]);
-        assert!(complaints.conflicts(&two, &metrics));
-        assert!(!complaints.conflicts(&two, &metrics));
+        assert!(log_limiter.conflicts(&two, &metrics));
+        assert!(!log_limiter.conflicts(&two, &metrics));
         assert_eq!(metrics.conflicts.get(), 1);
-        assert!(complaints.conflicts(&three, &metrics));
-        assert!(complaints.conflicts(&[], &metrics));
+        assert!(log_limiter.conflicts(&three, &metrics));
+        assert!(log_limiter.conflicts(&[], &metrics));
         assert_eq!(metrics.conflicts.get(), 0);
-        assert!(complaints.conflicts(&two, &metrics));
+        assert!(log_limiter.conflicts(&two, &metrics));
     }
 
-    impl Complaints {
+    impl LogLimiter {
         fn said_at(&self) -> Option<Instant> {
             self.failure.as_ref().map(|failure| failure.said)
         }
@@ -197,16 +197,16 @@ mod tests {
     #[test]
     fn the_same_failure_is_said_once_a_minute_and_another_at_once() {
         let (start, second) = (Instant::now(), Duration::from_secs(1));
-        let mut complaints = Complaints::default();
-        complaints.failed("no node".to_owned(), start);
-        complaints.failed("no node".to_owned(), start + 2 * second);
-        assert_eq!(complaints.said_at(), Some(start));
-        complaints.failed("no node".to_owned(), start + 60 * second);
-        assert_eq!(complaints.said_at(), Some(start + 60 * second));
-        complaints.failed("no pod CIDR".to_owned(), start + 61 * second);
-        assert_eq!(complaints.said_at(), Some(start + 61 * second));
-        complaints.succeeded();
-        complaints.failed("no pod CIDR".to_owned(), start + 62 * second);
-        assert_eq!(complaints.said_at(), Some(start + 62 * second));
+        let mut log_limiter = LogLimiter::default();
+        log_limiter.failed("no node".to_owned(), start);
+        log_limiter.failed("no node".to_owned(), start + 2 * second);
+        assert_eq!(log_limiter.said_at(), Some(start));
+        log_limiter.failed("no node".to_owned(), start + 60 * second);
+        assert_eq!(log_limiter.said_at(), Some(start + 60 * second));
+        log_limiter.failed("no pod CIDR".to_owned(), start + 61 * second);
+        assert_eq!(log_limiter.said_at(), Some(start + 61 * second));
+        log_limiter.succeeded();
+        log_limiter.failed("no pod CIDR".to_owned(), start + 62 * second);
+        assert_eq!(log_limiter.said_at(), Some(start + 62 * second));
     }
 }
