@@ -222,7 +222,7 @@ async fn review_or_refuse(metrics: Metrics, request: Request<Incoming>) -> Answe
     }
 }
 
-/// Reads one review and judges it; `Err` is the answer to a request that is none.
+/// Reads one review and decides it; `Err` is the answer to a request that is none.
 async fn read(known: bool, request: Request<Incoming>) -> Result<(AdmissionResponse, Operation), Answer> {
     let bad = |reason: String| text(StatusCode::BAD_REQUEST, reason + "\n");
     if !known {
@@ -255,10 +255,10 @@ async fn read(known: bool, request: Request<Incoming>) -> Result<(AdmissionRespo
     }
     let request: AdmissionRequest<DynamicObject> =
         review.try_into().map_err(|_| bad("the AdmissionReview has no request".to_owned()))?;
-    Ok((judge(&request), request.operation))
+    Ok((review_peer(&request), request.operation))
 }
 
-fn judge(request: &AdmissionRequest<DynamicObject>) -> AdmissionResponse {
+fn review_peer(request: &AdmissionRequest<DynamicObject>) -> AdmissionResponse {
     let response = AdmissionResponse::from(request);
     let is_peer = request.kind.group == "kilo.squat.ai" && request.kind.kind == "Peer";
     if !is_peer {
@@ -304,13 +304,13 @@ mod tests {
                 "spec": {"allowedIPs": [prefix], "publicKey": PublicKey([1; 32]).to_string()},
             })
         };
-        assert!(judge(&request("CREATE", "Peer", &object("10.5.0.1/32"))).allowed);
-        let denied = judge(&request("UPDATE", "Peer", &object("10.5.0.1")));
+        assert!(review_peer(&request("CREATE", "Peer", &object("10.5.0.1/32"))).allowed);
+        let denied = review_peer(&request("UPDATE", "Peer", &object("10.5.0.1")));
         assert!(!denied.allowed && denied.result.message.contains("allowedIPs"), "{denied:?}");
         let shapeless = json!({"apiVersion": "v1", "kind": "Peer", "metadata": {}, "spec": 7});
-        assert!(!judge(&request("CREATE", "Peer", &shapeless)).allowed);
-        assert!(!judge(&request("CREATE", "Peer", &serde_json::Value::Null)).allowed);
-        assert!(judge(&request("DELETE", "Peer", &serde_json::Value::Null)).allowed, "it may always go");
-        assert!(!judge(&request("CREATE", "Pod", &object("10.5.0.1/32"))).allowed);
+        assert!(!review_peer(&request("CREATE", "Peer", &shapeless)).allowed);
+        assert!(!review_peer(&request("CREATE", "Peer", &serde_json::Value::Null)).allowed);
+        assert!(review_peer(&request("DELETE", "Peer", &serde_json::Value::Null)).allowed, "it may always go");
+        assert!(!review_peer(&request("CREATE", "Pod", &object("10.5.0.1/32"))).allowed);
     }
 }

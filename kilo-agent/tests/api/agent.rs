@@ -81,7 +81,7 @@ fn make_host() {
 
 /// Waits until the command's output is as wanted.
 async fn until_said(command: &str, wanted: impl Fn(&str) -> bool) -> String {
-    let deadline = Instant::now() + Duration::from_secs(15);
+    let deadline = Instant::now() + Duration::from_secs(60);
     loop {
         let said = netns::sh(&format!("{command} 2>/dev/null || true"));
         if wanted(&said) {

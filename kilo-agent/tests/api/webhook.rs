@@ -215,8 +215,8 @@ fn rubbish_is_answered_with_its_status_and_disturbs_nobody() {
     );
     let old = good.replace("admission.k8s.io/v1", "admission.k8s.io/v1beta1");
     let cases: Vec<(&str, Vec<u8>, &str)> = vec![
-        ("400", post("{"), "no AdmissionReview"),
-        ("400", post("[]"), "no AdmissionReview"),
+        ("400", post("{"), "not an AdmissionReview"),
+        ("400", post("[]"), "not an AdmissionReview"),
         ("400", post(&old), "v1beta1"),
         ("400", post(r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview"}"#), "no request"),
         (
