@@ -310,7 +310,10 @@ mod tests {
         let shapeless = json!({"apiVersion": "v1", "kind": "Peer", "metadata": {}, "spec": 7});
         assert!(!review_peer(&request("CREATE", "Peer", &shapeless)).allowed);
         assert!(!review_peer(&request("CREATE", "Peer", &serde_json::Value::Null)).allowed);
-        assert!(review_peer(&request("DELETE", "Peer", &serde_json::Value::Null)).allowed, "it may always go");
+        assert!(
+            review_peer(&request("DELETE", "Peer", &serde_json::Value::Null)).allowed,
+            "it may always go"
+        );
         assert!(!review_peer(&request("CREATE", "Pod", &object("10.5.0.1/32"))).allowed);
     }
 }
