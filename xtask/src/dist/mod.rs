@@ -69,8 +69,19 @@ fn is_digest(text: &str) -> bool {
     hex.len() == 64 && hex.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
+/// Removes a release made before; nothing else that somebody may have named.
+fn empty(output: &Path) -> Result<()> {
+    let Ok(mut entries) = fs::read_dir(output) else { return Ok(()) };
+    ensure!(
+        entries.next().is_none() || output.join(SUMS).is_file(),
+        "{} is neither empty nor a release (it has no {SUMS}); name another directory by --output",
+        output.display()
+    );
+    fs::remove_dir_all(output).with_context(|| output.display().to_string())
+}
+
 fn make(output: &Path, digest: Option<&str>, layers: image::Layers, build: &Path) -> Result<()> {
-    let _ = fs::remove_dir_all(output);
+    empty(output)?;
     fs::create_dir_all(output).with_context(|| output.display().to_string())?;
     let root = workspace_root();
     fs::write(
@@ -151,6 +162,17 @@ mod tests {
         assert!(changes(&all, VERSION).unwrap().lines().count() > 3);
         assert_eq!(changes("# C\n\n## 2.0\nnew\n\n## 1.0\nold\n", "2.0").unwrap(), "new\n");
         assert!(changes("## 2.0.1\nother", "2.0").is_err());
+    }
+
+    #[test]
+    fn only_a_release_is_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join("thesis.txt"), "years").unwrap();
+        assert!(empty(directory.path()).unwrap_err().to_string().contains("another directory"));
+        fs::write(directory.path().join(SUMS), "").unwrap();
+        empty(directory.path()).unwrap();
+        assert!(!directory.path().exists());
+        empty(directory.path()).unwrap();
     }
 
     #[test]
