@@ -5,7 +5,7 @@
 use crate::{accounts, api, netns};
 
 use std::{
-    path::Path,
+    path::{Path, PathBuf},
     process::{Child, Command},
     time::{Duration, Instant},
 };
@@ -55,6 +55,27 @@ async fn create_daemon_set(client: &Client) -> Api<DaemonSet> {
     daemon_sets
 }
 
+/// An API server with this node and the DaemonSet, and the account of our manifests.
+struct Cluster {
+    client: Client,
+    daemon_sets: Api<DaemonSet>,
+    kubeconfig: PathBuf,
+    /// Ends the server when it goes.
+    server: ApiServer,
+}
+
+/// `None` where there is no API server to run.
+async fn cluster() -> Option<Cluster> {
+    make_host();
+    let server = ApiServer::start().await?;
+    let client = server.client(ADMIN).await;
+    apply_crds(&client).await;
+    create_node(&client, "n1", &[]).await;
+    let daemon_sets = create_daemon_set(&client).await;
+    let kubeconfig = account(&server, "kilo-kubeadm.yaml", NAMESPACE, "kilo").await;
+    Some(Cluster { client, daemon_sets, kubeconfig, server })
+}
+
 async fn set_image(daemon_sets: &Api<DaemonSet>, image: &str) {
     let containers = json!([{"name": "kilo", "image": image}]);
     let patch = Patch::Strategic(json!({"spec": {"template": {"spec": {"containers": containers}}}}));
@@ -85,13 +106,7 @@ fn stop(mut agent: Child) {
 #[test]
 fn only_kilos_own_image_gets_a_host_without_programs() {
     netns::isolated("only_kilos_own_image_gets_a_host_without_programs", || async {
-        make_host();
-        let Some(server) = ApiServer::start().await else { return };
-        let client = server.client(ADMIN).await;
-        apply_crds(&client).await;
-        create_node(&client, "n1", &[]).await;
-        let daemon_sets = create_daemon_set(&client).await;
-        let kubeconfig = account(&server, "kilo-kubeadm.yaml", NAMESPACE, "kilo").await;
+        let Some(Cluster { client, daemon_sets, kubeconfig, server: _server }) = cluster().await else { return };
 
         let agent = start(&kubeconfig).await;
         let pins = sh(PINS);
@@ -125,14 +140,8 @@ fn only_kilos_own_image_gets_a_host_without_programs() {
 #[test]
 fn an_agent_that_may_not_read_its_daemon_set_leaves_everything_in_place() {
     netns::isolated("an_agent_that_may_not_read_its_daemon_set_leaves_everything_in_place", || async {
-        make_host();
-        let Some(server) = ApiServer::start().await else { return };
-        let client = server.client(ADMIN).await;
-        apply_crds(&client).await;
-        create_node(&client, "n1", &[]).await;
-        let daemon_sets = create_daemon_set(&client).await;
+        let Some(Cluster { client, daemon_sets, kubeconfig, server: _server }) = cluster().await else { return };
         // As with Kilo's own roles.
-        let kubeconfig = account(&server, "kilo-kubeadm.yaml", NAMESPACE, "kilo").await;
         let bindings: Api<RoleBinding> = Api::namespaced(client.clone(), NAMESPACE);
         bindings.delete("kilo-agent", &DeleteParams::default()).await.unwrap();
         tokio::time::sleep(Duration::from_secs(1)).await;

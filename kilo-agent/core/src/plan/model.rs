@@ -1,5 +1,5 @@
 //! What the data path does with one packet, read from the tables alone, in
-//! plain Rust: the judge of the BPF programs, and of conformance to Kilo.
+//! plain Rust: the reference for the BPF programs, and for conformance to Kilo.
 
 use std::net::IpAddr;
 
