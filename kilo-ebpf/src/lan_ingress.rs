@@ -171,7 +171,8 @@ fn destination_port<O: Ip, const LINK: usize>(ctx: &TcContext) -> Option<u16> {
 /// other ports and VNIs, GSO packets and fragments (for the device), options.
 #[inline(always)]
 fn vxlan<O: Ip, const LINK: usize>(ctx: &TcContext, outer: &O) -> Family {
-    if outer.is_fragment() || outer.header_len() != O::HEADER_LEN || packet::gso_size(ctx) != 0 {
+    let whole = outer.protocol() == protocol::UDP && !outer.is_fragment();
+    if !whole || outer.header_len() != O::HEADER_LEN || packet::gso_size(ctx) != 0 {
         return Family::Other;
     }
     let Ok(bytes) = ctx.load::<[u8; VXLAN_INNER]>(LINK + O::HEADER_LEN) else {

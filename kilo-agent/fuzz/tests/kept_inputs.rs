@@ -1,8 +1,11 @@
 //! The targets on their kept corpus, and on some thousand random changes of it.
 //!
-//! `KILO_SEED=n` repeats a run, `KILO_INPUTS=n` changes the number a target.
+//! `KILO_SEED=n` repeats a run, `random` draws another, `KILO_INPUTS=n` changes the number a target.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+#[path = "../../tests/support/seed.rs"]
+mod seed;
 
 use std::{
     fs,
@@ -13,6 +16,7 @@ use std::{
 
 use kilo_fuzz::{TARGETS, Target};
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
+use seed::seed;
 
 /// Random inputs for each target.
 const INPUTS: usize = 4_000;
@@ -51,9 +55,8 @@ fn every_target_holds_on_its_kept_inputs() {
 #[test]
 fn every_target_holds_on_random_changes_of_its_kept_inputs() {
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let seed = number("KILO_SEED").unwrap_or_else(rand::random);
+    let seed = seed();
     let inputs = number("KILO_INPUTS").map_or(INPUTS, |inputs| usize::try_from(inputs).unwrap());
-    println!("KILO_SEED={seed}");
     for (name, target) in TARGETS {
         let corpus = corpus(name);
         let mut random = StdRng::seed_from_u64(seed);

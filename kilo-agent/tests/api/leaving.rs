@@ -106,7 +106,9 @@ fn stop(mut agent: Child) {
 #[test]
 fn only_kilos_own_image_gets_a_host_without_programs() {
     netns::isolated("only_kilos_own_image_gets_a_host_without_programs", || async {
-        let Some(Cluster { client, daemon_sets, kubeconfig, server: _server }) = cluster().await else { return };
+        let Some(Cluster { client, daemon_sets, kubeconfig, server: _server }) = cluster().await else {
+            return;
+        };
 
         let agent = start(&kubeconfig).await;
         let pins = sh(PINS);
@@ -140,7 +142,9 @@ fn only_kilos_own_image_gets_a_host_without_programs() {
 #[test]
 fn an_agent_that_may_not_read_its_daemon_set_leaves_everything_in_place() {
     netns::isolated("an_agent_that_may_not_read_its_daemon_set_leaves_everything_in_place", || async {
-        let Some(Cluster { client, daemon_sets, kubeconfig, server: _server }) = cluster().await else { return };
+        let Some(Cluster { client, daemon_sets, kubeconfig, server: _server }) = cluster().await else {
+            return;
+        };
         // As with Kilo's own roles.
         let bindings: Api<RoleBinding> = Api::namespaced(client.clone(), NAMESPACE);
         bindings.delete("kilo-agent", &DeleteParams::default()).await.unwrap();

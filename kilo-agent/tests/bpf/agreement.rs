@@ -1,7 +1,7 @@
 //! The programs and the plain-Rust model agree: on random packets and tables,
 //! and on packets that once told them apart.
 //!
-//! `KILO_SEED=n` repeats a run, `KILO_PACKETS=n` changes its length,
+//! `KILO_SEED=n` repeats a run, `random` draws another, `KILO_PACKETS=n` changes its length,
 //! `KILO_BLESS=1` writes tests/corpus/agreement.txt anew: one packet for each
 //! different outcome.
 
@@ -41,6 +41,7 @@ use support::{
     oracle::{Bytes, Input, Wanted, expected_outcome, mac},
     packet::{PASS, REDIRECT, checksums_hold, ethernet, udp},
     random::{OTHER_UPLINKS, Random},
+    seed::seed,
 };
 
 const PROGRAMS: [&str; 7] = [
@@ -301,16 +302,11 @@ fn check(bench: &mut Bench, program: &str, tables: &Tables, input: &Input) {
     }
 }
 
-fn seed() -> u64 {
-    std::env::var("KILO_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(rand::random)
-}
-
 #[test]
 fn programs_and_model_agree_on_random_packets_and_tables() {
     let Some(mut bench) = Bench::new() else { return };
     let packets = std::env::var("KILO_PACKETS").ok().and_then(|text| text.parse().ok()).unwrap_or(PACKETS);
     let seed = seed();
-    println!("KILO_SEED={seed}");
     let started = Instant::now();
     let mut random = Random::new(seed);
     let mut outcomes: BTreeMap<(&str, String), usize> = BTreeMap::new();

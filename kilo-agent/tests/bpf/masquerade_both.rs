@@ -20,6 +20,7 @@ use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 use support::{
     IFINDEX,
     packet::{PASS, SHOT},
+    seed::seed,
 };
 
 #[test]
@@ -47,9 +48,7 @@ fn udp_tcp_and_echo_of_both_families_go_out_and_come_back() {
 #[test]
 fn the_answer_to_any_translated_packet_comes_back_as_the_answer_to_the_packet_itself() {
     let Some(mut world) = World::new() else { return };
-    let seed =
-        std::env::var("KILO_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(rand::random);
-    println!("KILO_SEED={seed}");
+    let seed = seed();
     let mut random = StdRng::seed_from_u64(seed);
     let mut changed = 0;
     for _ in 0..2_000 {
@@ -385,9 +384,7 @@ fn age(world: &mut World) {
 
 #[test]
 fn the_short_way_of_a_flow_that_stands_changes_packets_as_the_long_way_does() {
-    let seed =
-        std::env::var("KILO_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(rand::random);
-    println!("KILO_SEED={seed}");
+    let seed = seed();
     let mut random = StdRng::seed_from_u64(seed);
     let [Side { pod, public, outside, .. }, _] = sides();
     for one_address in [false, true] {

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use crate::netns;
-use crate::support;
+use crate::support::{self, seed::seed};
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -267,9 +267,7 @@ fn flows_of_either_direction_get_their_answers_and_the_right_address() {
 #[test]
 fn addresses_by_destination_are_those_the_kernel_chooses() {
     isolated("addresses_by_destination_are_those_the_kernel_chooses", || async {
-        let seed =
-            std::env::var("KILO_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(rand::random);
-        println!("KILO_SEED={seed}");
+        let seed = seed();
         let mut random = StdRng::seed_from_u64(seed);
         sh(
             "ip link set lo up; ip link add up0 type veth peer name other0; ip link set up0 up; ip link set other0 up",

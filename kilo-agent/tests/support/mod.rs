@@ -49,6 +49,7 @@ pub mod foreign;
 pub mod oracle;
 pub mod packet;
 pub mod random;
+pub mod seed;
 
 pub const SELF: [u8; 4] = [10, 1, 0, 11];
 pub const MEMBER: [u8; 4] = [10, 1, 0, 12];

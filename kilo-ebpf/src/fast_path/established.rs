@@ -15,7 +15,7 @@ use kilo_common::{
     counters::{Action, DropReason},
     maps::{
         CONFIG_MASQUERADE, CONFIG_ONE_V4, CONFIG_PLAIN, CONFIG_SEVERAL_V4, Config, DEVICE_BY_DESTINATION,
-        NAT_EGRESS, NAT_INGRESS, NAT_SEEN, NatKey, NatValue,
+        NAT_EGRESS, NAT_INGRESS, NAT_SEEN, NatKey, NatValue, VXLAN_PORT,
     },
     nat::{
         is_reserved,
@@ -125,8 +125,12 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     }
     let protocol = ip.protocol;
     let old_port = unsafe { *((start + PORT[EGRESS as usize]) as *const u16) };
+    // SAFETY: as above.
+    let dst_port = unsafe { *((start + TRANSPORT + 2) as *const u16) };
     let is_tcp = match protocol {
         protocol::TCP if start + TCP <= ctx.data_end() => true,
+        // A flow may be older than the node that it goes to, and none may speak for this node.
+        protocol::UDP if EGRESS && dst_port == VXLAN_PORT.to_be() => return NOTHING,
         protocol::UDP if EGRESS || !is_reserved(protocol::UDP, u16::from_be(old_port), config) => false,
         _ => return NOTHING,
     };

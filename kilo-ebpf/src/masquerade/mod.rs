@@ -171,8 +171,8 @@ fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -
     let own = flags & OWN != 0;
     let found = parse::packet(skb, offset, flags & IPV6, u32::from(NAT_EGRESS));
     let Some(work) = this_cpu() else { return NOTHING };
-    if own && work.fragmented() {
-        // What cannot be translated need not be.
+    if own && (work.fragmented() || work.addr_is_missing()) {
+        // What cannot be translated need not be; a host that has no address yet sends from none.
         return NOTHING;
     }
     if found != Found::Flow as u32 {

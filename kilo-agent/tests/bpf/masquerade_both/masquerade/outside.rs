@@ -13,6 +13,7 @@ use super::{Side, World, echo, error, fragments, frame, ip, neighbour, read, seg
 use crate::support::{
     self,
     packet::{PASS, SHOT},
+    seed::seed,
 };
 
 const SYN: u8 = 2;
@@ -276,9 +277,7 @@ fn strangers_fill_their_own_table_and_take_no_port_from_pods() {
 #[test]
 fn every_answer_goes_as_its_flow_began() {
     let Some(mut world) = World::new() else { return };
-    let seed =
-        std::env::var("KILO_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(rand::random);
-    println!("KILO_SEED={seed}");
+    let seed = seed();
     let mut random = StdRng::seed_from_u64(seed);
     // Who opened: true = outside.
     let mut flows: BTreeMap<(IpAddr, u16, IpAddr, u16, u8), bool> = BTreeMap::new();
