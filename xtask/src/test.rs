@@ -1,5 +1,6 @@
 //! `cargo xtask test`: everything, or single parts, with one count at the end.
 
+mod beside;
 mod guest;
 mod reader;
 
@@ -8,7 +9,7 @@ use std::{
     fs,
     io::{BufRead as _, BufReader},
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
     time::Instant,
 };
 
@@ -25,6 +26,7 @@ use crate::{
     second_try::{FLAKY, SecondTries},
     static_checks, workspace_root,
 };
+use beside::Beside;
 use reader::Reader;
 
 /// Where the outcomes are written, relative to the workspace.
@@ -55,7 +57,7 @@ pub enum Part {
 
 /// What every run does.
 const QUICK: [Part; 5] = [Part::Unit, Part::Bpf, Part::Lab, Part::Cluster, Part::Api];
-/// Everything, in an order in which the soak's ten minutes pass beside other parts.
+/// Everything, in an order in which the soak's ten minutes pass beside another part.
 const ALL: [Part; 7] = [Part::Unit, Part::Bpf, Part::Lab, Part::Cluster, Part::Soak, Part::Api, Part::Vm];
 
 impl Part {
@@ -84,6 +86,9 @@ pub struct TestArgs {
     /// Kernels of the part vm (repeatable); all when none is named.
     #[arg(long = "kernel", value_enum)]
     kernels: Vec<Kernel>,
+    /// Where the outcomes are written (JSON).
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
     /// Stop at the first part with a failure.
     #[arg(long)]
     fail_fast: bool,
@@ -104,11 +109,8 @@ impl TestArgs {
         println!("xtask: of the long parts, this commit runs: {}", turn.label());
         println!("xtask: left to other commits, or to `cargo xtask test --all`: {}", others.join(", "));
         let mut parts = QUICK.to_vec();
-        match turn {
-            // Beside the API tests, which wait most of the time.
-            Long::Soak => parts.insert(parts.len() - 1, Part::Soak),
-            Long::Vm(_) => parts.push(Part::Vm),
-        }
+        // Beside the API tests, which wait most of the time.
+        parts.insert(parts.len() - 1, if turn == Long::Soak { Part::Soak } else { Part::Vm });
         let kernels = if let Long::Vm(kernel) = turn { vec![kernel] } else { kernels };
         (parts, kernels)
     }
@@ -119,7 +121,7 @@ pub fn main(args: &TestArgs) -> Result<()> {
     let (parts, kernels) = args.chosen();
     let mut outcomes = Vec::new();
     let mut binaries = None;
-    let mut soak = None;
+    let mut beside = None;
     let mut tries = SecondTries::default();
     for part in parts {
         println!("\n== {}", part.label());
@@ -127,7 +129,7 @@ pub fn main(args: &TestArgs) -> Result<()> {
         let wanted = args.all || args.parts.contains(&part);
         let ran = match left_out(part, wanted) {
             Some(reason) => Ok(vec![skipped(part, &reason, started)]),
-            None => run_part(part, args.all, &kernels, &mut binaries, &mut soak, &mut tries),
+            None => run_part(part, args, &kernels, &mut binaries, &mut beside, &mut tries),
         };
         let ran = ran.unwrap_or_else(|error| {
             println!("FAILED {}: {error:#}", part.label());
@@ -140,12 +142,9 @@ pub fn main(args: &TestArgs) -> Result<()> {
             break;
         }
     }
-    if let Some(soak) = soak {
-        println!("\n== soak, to its end");
-        outcomes.extend(soak.join());
-    }
+    outcomes.extend(beside.into_iter().flat_map(Beside::join));
     guest::count_elsewhere(&mut outcomes);
-    let path = workspace_root().join(REPORT);
+    let path = args.report.clone().unwrap_or_else(|| workspace_root().join(REPORT));
     fs::write(&path, serde_json::to_vec_pretty(&outcomes)?).with_context(|| path.display().to_string())?;
     let count = |wanted: &str| outcomes.iter().filter(|outcome| outcome.outcome == wanted).count();
     println!();
@@ -199,10 +198,10 @@ fn skipped(part: Part, reason: &str, started: Instant) -> TestOutcome {
 
 fn run_part(
     part: Part,
-    all: bool,
+    args: &TestArgs,
     kernels: &[Kernel],
     binaries: &mut Option<Vec<TestBinary>>,
-    soak: &mut Option<Soak>,
+    beside: &mut Option<Beside>,
     tries: &mut SecondTries,
 ) -> Result<Vec<TestOutcome>> {
     if binaries.is_none() {
@@ -216,23 +215,23 @@ fn run_part(
                 println!("kube-tools: {error:#}; tests that need them are skipped");
             }
             let mut outcomes = static_checks::sources(part.label());
-            outcomes.extend(run_binaries(part, binaries, &seed(all), None)?);
+            outcomes.extend(run_binaries(part, binaries, &seed(args.all), None)?);
             outcomes.push(static_checks::reproducible(part.label()));
             Ok(outcomes)
         }
         Part::Bpf => {
             apt::install(lab::PACKAGES)?;
-            run_binaries(part, binaries, &seed(all), None)
+            run_binaries(part, binaries, &seed(args.all), None)
         }
         Part::Lab => {
             apt::install(lab::PACKAGES)?;
-            let mut outcomes = run_binaries(part, binaries, &seed(all), Some(tries))?;
+            let mut outcomes = run_binaries(part, binaries, &seed(args.all), Some(tries))?;
             outcomes.extend(run_lab(tries)?);
             Ok(outcomes)
         }
         Part::Soak => {
             apt::install(lab::PACKAGES)?;
-            *soak = Some(Soak::start()?);
+            *beside = Some(Beside::soak()?);
             Ok(Vec::new())
         }
         Part::Api => {
@@ -242,10 +241,14 @@ fn run_part(
             let environment = BTreeMap::from([("KUBEBUILDER_ASSETS".to_owned(), assets)]);
             run_binaries(part, binaries, &environment, Some(tries))
         }
-        Part::Cluster => run_cluster(all, tries),
+        Part::Cluster => run_cluster(args.all, tries),
         Part::Vm => {
             apt::install(lab::PACKAGES)?;
-            guest::run(kernels, binaries, tries)
+            if args.all || args.parts.contains(&Part::Vm) {
+                return guest::run(kernels, binaries, tries);
+            }
+            *beside = Some(Beside::vm(kernels)?);
+            Ok(Vec::new())
         }
     }
 }
@@ -408,43 +411,4 @@ fn run_cluster(all: bool, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
         let _ = command.status().context("cluster")?;
         read_outcomes(file.path(), Part::Cluster)
     })
-}
-
-/// A soak in a process of its own, for ten minutes.
-struct Soak {
-    process: Child,
-    file: tempfile::NamedTempFile,
-    log: PathBuf,
-    started: Instant,
-}
-
-impl Soak {
-    fn start() -> Result<Self> {
-        let this = own_program()?;
-        let file = tempfile::NamedTempFile::new()?;
-        let log = workspace_root().join("target/soak.log");
-        let output = fs::File::create(&log).with_context(|| log.display().to_string())?;
-        let process = Command::new(&this)
-            .args(["lab", "soak", "--time", "10m", "--name", "kilo-soak", "--bin"])
-            .arg(this.parent().context("no directory")?)
-            .arg("--outcomes")
-            .arg(file.path())
-            .stdin(Stdio::null())
-            .stdout(output.try_clone()?)
-            .stderr(output)
-            .spawn()
-            .context("soak")?;
-        println!("xtask: faults by chance for ten minutes; what is said is in {}", log.display());
-        Ok(Self { process, file, log, started: Instant::now() })
-    }
-
-    fn join(mut self) -> Vec<TestOutcome> {
-        // Failures are in the file.
-        let _ = self.process.wait();
-        println!("{}", fs::read_to_string(&self.log).unwrap_or_default());
-        read_outcomes(self.file.path(), Part::Soak).unwrap_or_else(|error| {
-            println!("{error:#}");
-            vec![outcome(Part::Soak, "the soak ends properly", "failed", self.started)]
-        })
-    }
 }
