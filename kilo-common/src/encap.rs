@@ -6,6 +6,14 @@
 //! zeroes, because the programs' stack has no room for copies; its link-layer
 //! addresses stay zero: the kernel fills them from the neighbour.
 
+use core::mem::offset_of;
+
+use network_types::{
+    ip::{Ipv4Hdr, Ipv6Hdr},
+    udp::UdpHdr,
+    vxlan::{VXLAN_I_FLAG_MASK, VxlanHdr},
+};
+
 use crate::{
     checksum,
     maps::{VXLAN_PORT, VXLAN_VNI},
@@ -16,9 +24,9 @@ use crate::{
 pub const OUTER_TTL: u8 = 64;
 
 /// Bytes of a UDP header.
-pub const UDP_LEN: usize = 8;
+pub const UDP_LEN: usize = UdpHdr::LEN;
 /// Bytes of a VXLAN header.
-pub const VXLAN_LEN: usize = 8;
+pub const VXLAN_LEN: usize = VxlanHdr::LEN;
 /// Bytes of UDP, VXLAN and inner Ethernet header.
 pub const VXLAN_INNER: usize = UDP_LEN + VXLAN_LEN + ETHERNET_LEN;
 
@@ -118,7 +126,7 @@ pub const fn vxlan_ethernet(v6: bool) -> [u8; ETHERNET_LEN] {
 #[inline(always)]
 pub const fn vxlan_header() -> [u8; VXLAN_LEN] {
     let vni = VXLAN_VNI.to_be_bytes();
-    [0x08, 0, 0, 0, vni[1], vni[2], vni[3], 0]
+    [VXLAN_I_FLAG_MASK, 0, 0, 0, vni[1], vni[2], vni[3], 0]
 }
 
 /// What a header says of so many bytes: nothing where the field is too short (BIG TCP);
@@ -150,9 +158,9 @@ const fn put_vxlan_ethernet<const F: usize>(frame: &mut [u8; F], at: usize, v6: 
 const fn put_vxlan<const F: usize>(frame: &mut [u8; F], at: usize, inner: &Inner) {
     // The source port spreads flows over queues and paths (RFC 7348, section 5).
     let port = 0xc000 | (inner.hash ^ inner.hash >> 16) as u16 & 0x3fff;
-    put(frame, at, &port.to_be_bytes());
-    put(frame, at + 2, &VXLAN_PORT.to_be_bytes());
-    put(frame, at + 4, &length(inner.len + VXLAN_INNER as u32).to_be_bytes());
+    put(frame, at + offset_of!(UdpHdr, src), &port.to_be_bytes());
+    put(frame, at + offset_of!(UdpHdr, dst), &VXLAN_PORT.to_be_bytes());
+    put(frame, at + offset_of!(UdpHdr, len), &length(inner.len + VXLAN_INNER as u32).to_be_bytes());
     put(frame, at + UDP_LEN, &vxlan_header());
     put_vxlan_ethernet(frame, at + UDP_LEN + VXLAN_LEN, inner.v6);
 }
@@ -193,7 +201,7 @@ const fn put_ipv4<const F: usize>(
         sum += words[i] as u32;
         i += 1;
     }
-    put(frame, ETHERNET_LEN + 10, &(!checksum::fold(sum)).to_be_bytes());
+    put(frame, ETHERNET_LEN + offset_of!(Ipv4Hdr, check), &(!checksum::fold(sum)).to_be_bytes());
 }
 
 /// EtherType and IPv6 header for `payload_len` bytes; flow label zero.
@@ -209,11 +217,11 @@ const fn put_ipv6<const F: usize>(
     put(frame, ETHERNET_LEN - 2, &ETHERTYPE_IPV6.to_be_bytes());
     frame[ETHERNET_LEN] = 0x60 | traffic_class >> 4;
     frame[ETHERNET_LEN + 1] = traffic_class << 4;
-    put(frame, ETHERNET_LEN + 4, &payload_len.to_be_bytes());
-    frame[ETHERNET_LEN + 6] = next_header;
-    frame[ETHERNET_LEN + 7] = OUTER_TTL;
-    put(frame, ETHERNET_LEN + 8, local);
-    put(frame, ETHERNET_LEN + 24, remote);
+    put(frame, ETHERNET_LEN + offset_of!(Ipv6Hdr, payload_len), &payload_len.to_be_bytes());
+    frame[ETHERNET_LEN + offset_of!(Ipv6Hdr, next_hdr)] = next_header;
+    frame[ETHERNET_LEN + offset_of!(Ipv6Hdr, hop_limit)] = OUTER_TTL;
+    put(frame, ETHERNET_LEN + offset_of!(Ipv6Hdr, src_addr), local);
+    put(frame, ETHERNET_LEN + offset_of!(Ipv6Hdr, dst_addr), remote);
 }
 
 /// Bytes a packet is carried with: for a superpacket those of one segment.

@@ -1,43 +1,50 @@
 //! Reading IPv4 (RFC 791) and IPv6 (RFC 8200) headers.
 
+use network_types::{
+    eth::{EthHdr, EtherType},
+    ip::{Ipv4Hdr, Ipv6Hdr},
+};
+
 use crate::{counters::DropReason, encap::next_ttl};
 
 /// IP protocol numbers (IANA).
 pub mod protocol {
+    use network_types::ip::IpProto;
+
     /// ICMP, RFC 792.
-    pub const ICMP: u8 = 1;
+    pub const ICMP: u8 = IpProto::Icmp as u8;
     /// IP in IP, RFC 2003.
-    pub const IPIP: u8 = 4;
+    pub const IPIP: u8 = IpProto::Ipv4 as u8;
     /// TCP, RFC 9293.
-    pub const TCP: u8 = 6;
+    pub const TCP: u8 = IpProto::Tcp as u8;
     /// UDP, RFC 768.
-    pub const UDP: u8 = 17;
+    pub const UDP: u8 = IpProto::Udp as u8;
     /// IPv6 in IP, RFC 4213 and RFC 2473.
-    pub const IPV6: u8 = 41;
+    pub const IPV6: u8 = IpProto::Ipv6 as u8;
     /// SCTP, RFC 9260.
-    pub const SCTP: u8 = 132;
+    pub const SCTP: u8 = IpProto::Sctp as u8;
     /// Hop-by-hop options of IPv6, RFC 8200.
-    pub const HOP_BY_HOP: u8 = 0;
+    pub const HOP_BY_HOP: u8 = IpProto::HopOpt as u8;
     /// Routing header of IPv6, RFC 8200.
-    pub const ROUTING: u8 = 43;
+    pub const ROUTING: u8 = IpProto::Ipv6Route as u8;
     /// Destination options of IPv6, RFC 8200.
-    pub const DESTINATION_OPTIONS: u8 = 60;
+    pub const DESTINATION_OPTIONS: u8 = IpProto::Ipv6Opts as u8;
     /// Fragment header of IPv6, RFC 8200.
-    pub const FRAGMENT: u8 = 44;
+    pub const FRAGMENT: u8 = IpProto::Ipv6Frag as u8;
     /// ICMP for IPv6, RFC 4443.
-    pub const ICMPV6: u8 = 58;
+    pub const ICMPV6: u8 = IpProto::Ipv6Icmp as u8;
 }
 
 /// EtherType of IPv4, host byte order.
-pub const ETHERTYPE_IPV4: u16 = 0x0800;
+pub const ETHERTYPE_IPV4: u16 = u16::from_be(EtherType::Ipv4 as u16);
 /// EtherType of IPv6, host byte order.
-pub const ETHERTYPE_IPV6: u16 = 0x86dd;
+pub const ETHERTYPE_IPV6: u16 = u16::from_be(EtherType::Ipv6 as u16);
 /// Bytes of an Ethernet header.
-pub const ETHERNET_LEN: usize = 14;
+pub const ETHERNET_LEN: usize = EthHdr::LEN;
 /// Bytes of an IPv4 header without options.
-pub const IPV4_LEN: usize = 20;
+pub const IPV4_LEN: usize = Ipv4Hdr::LEN;
 /// Bytes of an IPv6 header without extension headers.
-pub const IPV6_LEN: usize = 40;
+pub const IPV6_LEN: usize = Ipv6Hdr::LEN;
 
 /// The fields of an IPv4 header the data path looks at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

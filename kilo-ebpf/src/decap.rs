@@ -1,6 +1,8 @@
 //! Taking the outer header off a steered packet: who sent it, whether the inner packet may come
 //! from there, and where it goes on.
 
+use core::mem::offset_of;
+
 use aya_ebpf::{
     EbpfContext as _,
     bindings::{__sk_buff, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC},
@@ -16,6 +18,7 @@ use kilo_common::{
     },
     packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4},
 };
+use network_types::udp::UdpHdr;
 
 use crate::{
     cb,
@@ -28,7 +31,7 @@ use crate::{
 };
 
 /// Offset in a UDP header.
-pub const DESTINATION_PORT: usize = 2;
+pub const DESTINATION_PORT: usize = offset_of!(UdpHdr, dst);
 /// `bpf_skb_adjust_room` flags (include/uapi/linux/bpf.h).
 const DECAP_L3_IPV4: u64 = 128;
 const DECAP_L3_IPV6: u64 = 256;

@@ -6,6 +6,8 @@
 //! or port needs a policy rule, and with the first rule the kernel leaves the
 //! fast path of every route lookup.
 
+use core::mem::offset_of;
+
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, helpers::bpf_redirect, programs::TcContext};
 use kilo_common::{
     counters::DropReason,
@@ -15,6 +17,7 @@ use kilo_common::{
     },
     packet::{ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, protocol},
 };
+use network_types::ip::{Ipv4Hdr, Ipv6Hdr};
 
 use crate::{
     cb,
@@ -32,8 +35,8 @@ use crate::{
 /// "More fragments" and the offset (RFC 791), as they lie in memory.
 const FRAGMENT: u16 = 0x3fff_u16.to_be();
 /// Where IP headers have their destination.
-const DESTINATION_V4: usize = 16;
-const DESTINATION_V6: usize = 24;
+const DESTINATION_V4: usize = offset_of!(Ipv4Hdr, dst_addr);
+const DESTINATION_V6: usize = offset_of!(Ipv6Hdr, dst_addr);
 
 /// Egress of an uplink; packets start with an Ethernet header.
 #[inline(always)]

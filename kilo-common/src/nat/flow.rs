@@ -1,6 +1,10 @@
 //! What identifies a flow, in both directions, and what changes in a packet
 //! when an address and a port of it do.
 
+use core::mem::offset_of;
+
+use network_types::{tcp::TcpHdr, udp::UdpHdr};
+
 use crate::{
     checksum,
     maps::{NAT_EGRESS, NAT_INGRESS, NatKey},
@@ -49,12 +53,17 @@ pub struct Layout {
 /// Layout of the protocols that are masqueraded; `None` for all others.
 #[inline(always)]
 pub const fn layout(protocol: u8) -> Option<Layout> {
-    let ports =
-        Layout { src_port: 0, dst_port: 2, checksum: Some(16), pseudo_header: true, port_changes: true };
+    let ports = Layout {
+        src_port: offset_of!(TcpHdr, source),
+        dst_port: offset_of!(TcpHdr, dest),
+        checksum: Some(offset_of!(TcpHdr, check)),
+        pseudo_header: true,
+        port_changes: true,
+    };
     let echo = Layout { src_port: 4, dst_port: 4, checksum: Some(2), ..ports };
     match protocol {
         protocol::TCP => Some(ports),
-        protocol::UDP => Some(Layout { checksum: Some(6), ..ports }),
+        protocol::UDP => Some(Layout { checksum: Some(offset_of!(UdpHdr, check)), ..ports }),
         // Its CRC covers the ports, but not the addresses.
         protocol::SCTP => Some(Layout { checksum: None, pseudo_header: false, port_changes: false, ..ports }),
         protocol::ICMP => Some(Layout { pseudo_header: false, ..echo }),

@@ -23,6 +23,7 @@ use kilo_common::{
     },
     packet::{ETHERNET_LEN, IPV4_LEN, Ipv4, Ipv4Header, protocol},
 };
+use network_types::{tcp::TcpHdr, udp::UdpHdr};
 
 use crate::{
     ip::Ip as _,
@@ -34,12 +35,14 @@ use crate::{
 /// Where the transport header is.
 const TRANSPORT: usize = ETHERNET_LEN + IPV4_LEN;
 /// Bytes of ports, length and checksum of UDP; and of TCP up to its checksum.
-const UDP: usize = TRANSPORT + 8;
-const TCP: usize = TRANSPORT + 18;
+const UDP: usize = TRANSPORT + UdpHdr::LEN;
+const TCP: usize = TCP_CHECKSUM + 2;
 /// Where UDP has its checksum.
-const UDP_CHECKSUM: usize = TRANSPORT + 6;
+const UDP_CHECKSUM: usize = TRANSPORT + offset_of!(UdpHdr, check);
+/// Where TCP has its checksum.
+const TCP_CHECKSUM: usize = TRANSPORT + offset_of!(TcpHdr, check);
 /// Where TCP has its flags.
-const TCP_FLAGS: usize = TRANSPORT + 13;
+const TCP_FLAGS: usize = TRANSPORT + offset_of!(TcpHdr, _bitfield_1) + 1;
 /// Answer of [`translate`]: the packet is of no flow that has an entry.
 const NO_ENTRY: u32 = 2;
 /// Answer of [`translate`]: it is of a flow from outside, and stays as it is.
@@ -101,7 +104,7 @@ fn established<const EGRESS: bool>(
 /// `addr` is what masqueraded packets get; `any`: some get others.
 #[inline(always)]
 fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32, any: bool) -> u32 {
-    const PORT: [usize; 2] = [TRANSPORT + 2, TRANSPORT];
+    const PORT: [usize; 2] = [TRANSPORT + offset_of!(UdpHdr, dst), TRANSPORT];
     let ctx = TcContext::new(skb);
     let start = ctx.data();
     if start + UDP > ctx.data_end() {
@@ -126,7 +129,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     let protocol = ip.protocol;
     let old_port = unsafe { *((start + PORT[EGRESS as usize]) as *const u16) };
     // SAFETY: as above.
-    let dst_port = unsafe { *((start + TRANSPORT + 2) as *const u16) };
+    let dst_port = unsafe { *((start + TRANSPORT + offset_of!(UdpHdr, dst)) as *const u16) };
     let is_tcp = match protocol {
         protocol::TCP if start + TCP <= ctx.data_end() => true,
         // A flow may be older than the node that it goes to, and none may speak for this node.
@@ -163,7 +166,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
         if merge_flags(state.tcp_flags(), tcp_flags) != state.tcp_flags() {
             return NOTHING;
         }
-        (TRANSPORT + 16, 0, true)
+        (TCP_CHECKSUM, 0, true)
     } else {
         // A UDP checksum of zero means that there is none.
         let sealed = unsafe { *((start + UDP_CHECKSUM) as *const u16) } != 0;
