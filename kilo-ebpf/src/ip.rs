@@ -46,6 +46,9 @@ pub trait Ip: Copy {
     /// Where the UDP header is, if the packet that starts at `offset` has one: a datagram as a
     /// whole, or its first fragment.
     fn udp(&self, ctx: &TcContext, offset: usize) -> Option<usize>;
+    /// Identification of the UDP datagram that the packet at `offset` is a fragment of; IPv4's in the
+    /// last two bytes.
+    fn udp_id(&self, ctx: &TcContext, offset: usize) -> Option<[u8; 4]>;
     /// Counts this host as a hop, in the packet; the TTL must be above 1.
     fn lower_ttl(&self, ctx: &TcContext, offset: usize) -> Result<(), DropReason>;
 
@@ -130,6 +133,14 @@ impl Ip for Ipv4 {
     fn udp(&self, _: &TcContext, offset: usize) -> Option<usize> {
         let is_first = self.fragment & 0x1fff == 0;
         (self.protocol == protocol::UDP && is_first).then_some(offset + self.header_len)
+    }
+    #[inline(always)]
+    fn udp_id(&self, ctx: &TcContext, offset: usize) -> Option<[u8; 4]> {
+        if self.protocol != protocol::UDP || !Ipv4::is_fragment(self) {
+            return None;
+        }
+        let [high, low]: [u8; 2] = ctx.load(offset + 4).ok()?;
+        Some([0, 0, high, low])
     }
     #[inline(always)]
     fn lower_ttl(&self, ctx: &TcContext, offset: usize) -> Result<(), DropReason> {
@@ -296,6 +307,14 @@ impl Ip for V6 {
             }
             _ => None,
         }
+    }
+    #[inline(always)]
+    fn udp_id(&self, ctx: &TcContext, offset: usize) -> Option<[u8; 4]> {
+        if self.next_header != protocol::FRAGMENT {
+            return None;
+        }
+        let header: [u8; 8] = ctx.load(offset + IPV6_LEN).ok()?;
+        (header[0] == protocol::UDP).then_some([header[4], header[5], header[6], header[7]])
     }
     #[inline(always)]
     fn lower_ttl(&self, ctx: &TcContext, offset: usize) -> Result<(), DropReason> {

@@ -49,6 +49,8 @@ mod ret;
 mod tunnel_ingress;
 #[cfg(target_arch = "bpf")]
 mod uplink_egress;
+#[cfg(target_arch = "bpf")]
+mod wireguards;
 
 #[cfg(target_arch = "bpf")]
 mod programs {

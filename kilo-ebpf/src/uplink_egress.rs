@@ -30,6 +30,7 @@ use crate::{
     packet::{self, Family},
     reflect,
     ret::{TC_ACT_UNSPEC, from_code, to_code},
+    wireguards,
 };
 
 /// "More fragments" and the offset (RFC 791), as they lie in memory.
@@ -200,7 +201,7 @@ fn decide<I: Ip, const LINK: usize>(
 ) -> Result<i32, DropReason> {
     let of_mesh = !I::is_private(config, ip.src()) && is_mesh_source::<I>(ip.src());
     let own =
-        !of_mesh && (is_wireguards::<I, LINK>(ctx, config, ip) || is_neighbour_discovery::<I, LINK>(ctx, ip));
+        !of_mesh && (wireguards::is_own(ctx, config, ip, LINK) || is_neighbour_discovery::<I, LINK>(ctx, ip));
     if flags & PREFIX_NEVER_CLEAR != 0 {
         return if own { Ok(GO_ON) } else { Err(DropReason::NotEncrypted) };
     }
@@ -232,16 +233,6 @@ fn decide<I: Ip, const LINK: usize>(
 #[inline(always)]
 fn is_mesh_source<I: Ip>(addr: I::Addr) -> bool {
     I::prefix(addr).is_some_and(|owner| owner.flags & (PREFIX_SOURCE | PREFIX_PODS_STEERED) == PREFIX_SOURCE)
-}
-
-/// True for what this host's WireGuard sends, wherever its peer may be.
-#[inline(always)]
-fn is_wireguards<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> bool {
-    ip.protocol() == protocol::UDP
-        && !ip.is_fragment()
-        && ctx
-            .load::<[u8; 2]>(LINK + ip.header_len())
-            .is_ok_and(|port| u16::from_be_bytes(port) == config.wireguard_port)
 }
 
 /// True for messages about neighbours on the link (RFC 4861): nobody forwards

@@ -259,6 +259,11 @@ fn room(tables: &Tables, input: &Input) -> Vec<u8> {
 
 /// A datagram to the VXLAN device, or its first fragment, whatever options it has.
 fn to_vxlan(frame: &[u8], link: usize, ip: &Ip) -> bool {
+    udp_header(frame, link, ip).and_then(|udp| udp.get(2..4)) == Some(&VXLAN_PORT.to_be_bytes())
+}
+
+/// From the header of a datagram, or of its first fragment, on.
+fn udp_header<'a>(frame: &'a [u8], link: usize, ip: &Ip) -> Option<&'a [u8]> {
     let behind = &frame[link + ip.header_len.min(frame.len() - link)..];
     let udp = match (ip.protocol, ip.v6) {
         (protocol::UDP, true) => Some(0),
@@ -271,7 +276,7 @@ fn to_vxlan(frame: &[u8], link: usize, ip: &Ip) -> bool {
             .and_then(|[next, _, high, low]| (*next == protocol::UDP && *high == 0 && *low < 8).then_some(8)),
         _ => None,
     };
-    udp.and_then(|at| behind.get(at + 2..at + 4)) == Some(&VXLAN_PORT.to_be_bytes())
+    behind.get(udp?..)
 }
 
 fn from_inside(tables: &Tables, frame: &[u8], link: usize, outer: &Ip) -> bool {
@@ -555,15 +560,17 @@ fn destination(frame: &[u8], link: usize, v6: bool) -> Option<IpAddr> {
     })
 }
 
-/// True for what a host must send by its uplinks: WireGuard's packets, and
+/// True for what a host must send by its uplinks: WireGuard's packets as far as they bear its port, and
 /// neighbour discovery. The port of a pod's packet says nothing.
 fn is_of_host(tables: &Tables, frame: &[u8], link: usize, ip: &Ip) -> bool {
     if tables.is_of_mesh(ip.src) {
         return false;
     }
+    if let Some(udp) = udp_header(frame, link, ip) {
+        return udp.starts_with(&tables.config.wireguard_port.to_be_bytes());
+    }
     let behind = frame.get(link + ip.header_len..).unwrap_or_default();
     match ip.protocol {
-        protocol::UDP if !ip.fragment => behind.starts_with(&tables.config.wireguard_port.to_be_bytes()),
         protocol::ICMPV6 if ip.v6 && ip.ttl == 255 => {
             behind.first().is_some_and(|kind| (133..=137).contains(kind))
         }

@@ -3,6 +3,7 @@
 
 use std::{
     fs::{self, File, OpenOptions},
+    net::SocketAddr,
     os::unix::process::CommandExt as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
@@ -331,7 +332,15 @@ impl Agents {
     pub fn configure_laptop(&self, network: &Network, change: impl FnOnce(String) -> String) -> Result<()> {
         let laptop = &network.laptop;
         let private = fs::read_to_string(self.directory.join("laptop.key"))?;
-        let peers = change(self.kgctl(&["showconf", "peer", "laptop"])?);
+        let mut peers = self.kgctl(&["showconf", "peer", "laptop"])?;
+        // Where locations reach each other by private addresses, who is on the Internet does not.
+        for node in &network.nodes {
+            if let Some(public) = node.public {
+                let endpoint = |address| format!("Endpoint = {}", SocketAddr::new(address, 51_820));
+                peers = peers.replace(&endpoint(node.private), &endpoint(public));
+            }
+        }
+        let peers = change(peers);
         let allowed: Vec<&str> = peers
             .lines()
             .filter_map(|line| line.strip_prefix("AllowedIPs = "))

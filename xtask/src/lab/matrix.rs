@@ -33,6 +33,10 @@ pub struct Place {
     foreign_cni: bool,
     /// Node it is on, for pods and hosts.
     node: Option<String>,
+    /// Where that is.
+    location: Option<String>,
+    /// Address this host sends from what WireGuard carries for it, where others' WireGuard sends to its own.
+    inside: Option<IpAddr>,
 }
 
 impl Place {
@@ -92,6 +96,8 @@ pub fn places(network: &Network) -> Vec<Place> {
             outside_sees: node.public.unwrap_or(router),
             foreign_cni: network.foreign_cni,
             node: Some(node.name().to_owned()),
+            location: Some(node.location.clone()),
+            inside: None,
         });
     }
     for node in &network.nodes {
@@ -103,6 +109,8 @@ pub fn places(network: &Network) -> Vec<Place> {
             outside_sees: node.public.unwrap_or(router),
             foreign_cni: network.foreign_cni,
             node: Some(node.name().to_owned()),
+            location: Some(node.location.clone()),
+            inside: network.private_endpoints.then(|| network.wireguard_address(node)).flatten(),
         });
     }
     places.push(Place {
@@ -113,6 +121,8 @@ pub fn places(network: &Network) -> Vec<Place> {
         outside_sees: router,
         foreign_cni: network.foreign_cni,
         node: None,
+        location: None,
+        inside: None,
     });
     places
 }
@@ -121,6 +131,11 @@ pub fn places(network: &Network) -> Vec<Place> {
 pub fn expected_source(source: &Place, target: &Place, v4: bool) -> Option<IpAddr> {
     if target.kind == "outside" {
         return Some(source.outside_sees);
+    }
+    // The rest of the location, and what WireGuard itself sends to, are reached by the network.
+    let by_network = target.kind == "host" && (target.inside.is_some() || target.location == source.location);
+    if let Some(inside) = source.inside.filter(|_| !by_network && source.node != target.node) {
+        return Some(inside);
     }
     // Between a host and its own pod the kernel takes the bridge's address.
     let same_node = source.node.is_some() && source.node == target.node;
@@ -144,6 +159,8 @@ pub fn targets(network: &Network) -> Vec<Place> {
         outside_sees: OUTSIDE.into(),
         foreign_cni: network.foreign_cni,
         node: None,
+        location: None,
+        inside: None,
     });
     targets
 }

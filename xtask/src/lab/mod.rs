@@ -211,7 +211,7 @@ const fn network(name: &'static str, topology: Topology) -> Mode {
     Mode { name, underlay: Underlay::V4, topology, flag: "--tunnel=ipip" }
 }
 
-const MODES: [Mode; 9] = [
+const MODES: [Mode; 10] = [
     mode("vxlan", Underlay::V4, "--tunnel=vxlan"),
     mode("crosssubnet", Underlay::V4, "--encapsulate=crosssubnet"),
     mode("nftables", Underlay::V4, "--masquerade=nftables"),
@@ -221,6 +221,7 @@ const MODES: [Mode; 9] = [
     network("private network in a VLAN", Topology::Vlan),
     network("uplink without Ethernet", Topology::PointToPoint),
     network("LAN host with a static route", Topology::StaticRoute),
+    network("private addresses as endpoints", Topology::PrivateEndpoints),
 ];
 
 impl Mode {
@@ -523,7 +524,7 @@ impl Lab {
         let mut network = Network::plan(&args.name, args.underlay);
         network.build(&args.name, &logs)?;
         let native = args.kg_flags.iter().any(|flag| flag.starts_with("--encapsulate=") && flag != ALWAYS);
-        args.topology.prepare(&network)?;
+        args.topology.prepare(&mut network)?;
         let clear = Some(clear::Watch::start(&network.router, native)?);
         if let Some(scenario) = scenario {
             scenario.prepare(&mut network)?;

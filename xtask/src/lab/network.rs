@@ -165,6 +165,8 @@ pub struct Network {
     pub nodes: Vec<Node>,
     /// Another CNI has the pods' network, and masquerades what leaves it.
     pub foreign_cni: bool,
+    /// Leaders' private addresses are where WireGuard sends.
+    pub private_endpoints: bool,
 }
 
 impl Network {
@@ -204,6 +206,13 @@ impl Network {
         }
     }
 
+    /// The address agents give a node in WireGuard's own network, which leaders have, by their location's name.
+    pub fn wireguard_address(&self, node: &Node) -> Option<IpAddr> {
+        let mut leaders = self.nodes.iter().filter(|node| node.public.is_some()).zip(1..);
+        let (_, number) = leaders.find(|(leader, _)| leader.name() == node.name())?;
+        Some(Ipv4Addr::new(10, 4, 0, number).into())
+    }
+
     /// Names the namespaces without creating them, so that a half-built lab
     /// can be taken down.
     pub fn plan(lab: &str, underlay: Underlay) -> Self {
@@ -236,6 +245,7 @@ impl Network {
             office: space("office"),
             nodes,
             foreign_cni: false,
+            private_endpoints: false,
         }
     }
 
