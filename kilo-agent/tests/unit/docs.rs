@@ -2,7 +2,13 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use std::{collections::BTreeMap, fs, path::PathBuf, process::Command, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    time::Duration,
+};
 
 use kilo_agent::{flag_table::ARGUMENT, metrics::Metrics, status::Timestamp};
 use kilo_common::counters::{Action, DropReason};
@@ -103,6 +109,34 @@ fn every_link_between_the_pages_leads_somewhere() {
             }
             let there = path.parent().unwrap().join(file);
             assert!(there.exists(), "{}: {target} does not exist", path.display());
+        }
+    }
+}
+
+#[test]
+fn every_test_that_the_page_about_security_names_is_there() {
+    let page = fs::read_to_string(root().join("docs/security.md")).unwrap();
+    // With four words or more it is no reason, metric or option.
+    let is_test = |word: &&str| word.matches('_').count() >= 3 && !word.contains(['{', '/', '-']);
+    let named: BTreeSet<&str> = page.split('`').skip(1).step_by(2).filter(is_test).collect();
+    assert!(named.len() > 20, "{named:?}");
+    let mut sources = Vec::new();
+    for crate_directory in ["kilo-agent", "kilo-common"] {
+        read_sources(&root().join(crate_directory), &mut sources);
+    }
+    for test in named {
+        let defined = format!("fn {test}(");
+        assert!(sources.iter().any(|text| text.contains(&defined)), "there is no test {test}");
+    }
+}
+
+/// The text of every Rust file below, but not of what was built.
+fn read_sources(directory: &Path, into: &mut Vec<String>) {
+    for path in fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path()) {
+        if path.is_dir() && !path.ends_with("target") {
+            read_sources(&path, into);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            into.push(fs::read_to_string(&path).unwrap());
         }
     }
 }

@@ -61,7 +61,8 @@ pub const KINDS: &[Kind] = &[
     kind("programs are detached", &[DETACHED], detached),
     kind("a link is down", &[LEADS, NO_ENDPOINT], link_down),
     kind("neighbours are forgotten", &[], neighbours_forgotten),
-    kind("a leader's public address changes", &[], address_changes),
+    // Between the two it has none.
+    kind("a leader's public address changes", &[LEADS], address_changes),
     kind("a leader's key is rotated", &[], key_rotated),
     kind("another node leads", &[LEADS], leader_moves),
     kind("a node leaves", &[LEADS, NO_NODE], node_leaves),
