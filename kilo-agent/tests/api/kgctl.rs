@@ -13,7 +13,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use k8s_openapi::api::core::v1 as core;
+use k8s_openapi::api::{apps::v1::DaemonSet, core::v1 as core};
 use kilo_agent::backend::{Backend as _, kubernetes::KubernetesBackend};
 use kilo_core::{
     objects::{
@@ -291,4 +291,28 @@ async fn nodes_of_two_clusters_become_one_anothers_peers_with_their_services() {
         let elsewhere = model::Packet { src: pod, dst: "198.51.100.1".parse().unwrap() };
         assert!(plan.tables.masquerades(elsewhere));
     }
+}
+
+#[tokio::test]
+async fn uninstall_refuses_beside_a_daemon_set_of_any_namespace() {
+    let Some(server) = ApiServer::start().await else { return };
+    let client = server.client(ADMIN).await;
+    let kubeconfig = server.kubeconfig(ADMIN, server.port());
+    let daemon_sets: Api<DaemonSet> = Api::namespaced(client.clone(), "default");
+    let pod = json!({
+        "metadata": {"labels": {"app": "kilo"}},
+        "spec": {"containers": [{"name": "kilo", "image": "kilo-ebpf/kilo:0.1.0"}]},
+    });
+    for name in ["kilo", "kilo-wireguard"] {
+        let spec = json!({"selector": {"matchLabels": {"app": "kilo"}}, "template": pod});
+        let daemon_set = json!({"metadata": {"name": name}, "spec": spec});
+        daemon_sets.create(&PostParams::default(), &serde_json::from_value(daemon_set).unwrap()).await.unwrap();
+        let (done, _, said) = kgctl(&kubeconfig, &["uninstall", "--timeout=1s"]);
+        assert!(!done && said.contains(&format!("nothing was removed: DaemonSet {name} of default")), "{said}");
+        assert!(said.contains(&format!("kubectl --namespace default delete daemonset {name}")), "{said}");
+        daemon_sets.delete(name, &DeleteParams::default()).await.unwrap();
+    }
+    let all: Api<DaemonSet> = Api::all(client);
+    let left: Vec<_> = all.list(&ListParams::default()).await.unwrap().iter().map(|d| d.name_any()).collect();
+    assert_eq!(left, Vec::<String>::new(), "nothing was started");
 }

@@ -22,6 +22,7 @@ mod bad_hosts;
 mod cli_bad_input;
 mod cni_plugins;
 mod forward;
+mod hand_over;
 mod hooks;
 mod http_server;
 mod killed;

@@ -1,5 +1,6 @@
 //! What must hold on a real cluster.
 
+mod bad_input;
 mod migration;
 mod monitoring;
 mod nodes;
@@ -39,6 +40,11 @@ const CHECKS: &[Check] = &[
     check("a node that joins again gets another pod CIDR and is reached", nodes::join_again),
     check("a node that boots sends nothing in clear", nodes::boot),
     check("Prometheus finds the agents, and answers the dashboard and the alerts", monitoring::prometheus),
+    Check {
+        name: "bad input is said in the termination message, the log and kgctl status",
+        run: bad_input::everything,
+        long: true,
+    },
     Check {
         name: "the uninstall manifest takes everything off every node",
         run: removal::manifest,

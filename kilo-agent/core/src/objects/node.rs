@@ -333,6 +333,25 @@ mod tests {
     }
 
     #[test]
+    fn every_platforms_control_plane_is_known_by_its_label() {
+        let with = |label: &str| {
+            let mut object = core::Node::default();
+            object.metadata.labels = Some(BTreeMap::from([(label.to_owned(), String::new())]));
+            from_object(&object, "region").0.control_plane
+        };
+        for (platform, label) in [
+            ("kubeadm, k3s", "node-role.kubernetes.io/control-plane"),
+            ("kubeadm before 1.20", "node-role.kubernetes.io/master"),
+            ("k3s and RKE2 with etcd alone", "node-role.kubernetes.io/etcd"),
+            ("Typhoon", "node.kubernetes.io/controller"),
+            ("MicroK8s", "node.kubernetes.io/microk8s-controlplane"),
+        ] {
+            assert!(with(label), "{platform}: {label}");
+        }
+        assert!(!with("node-role.kubernetes.io/worker") && !with("node.kubernetes.io/node"));
+    }
+
+    #[test]
     fn each_annotation_that_is_rubbish_is_named_and_leaves_the_others() {
         let good = Node {
             name: "a".to_owned(),

@@ -266,3 +266,25 @@ impl Maps for PinnedMaps {
 pub fn map<'a>(bpf: &'a mut Ebpf, name: &'static str) -> Result<&'a mut Map, DataplaneError> {
     bpf.map_mut(name).ok_or(DataplaneError::Object(name))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused_with(errno: i32) -> MapError {
+        let io_error = io::Error::from_raw_os_error(errno);
+        MapError::SyscallError(aya::sys::SyscallError { call: "bpf_obj_get", io_error })
+    }
+
+    /// What is answered decides whether a pin that is in use is removed.
+    #[test]
+    fn neither_a_denial_nor_a_shortage_says_that_a_pin_does_not_fit() {
+        use nix::libc::{EACCES, EINVAL, EMFILE, ENFILE, ENOENT, ENOMEM, EPERM};
+        for errno in [EPERM, EACCES, ENOMEM, ENFILE, EMFILE] {
+            assert!(says_nothing_of_the_map(&refused_with(errno)), "{}", io::Error::from_raw_os_error(errno));
+        }
+        for errno in [EINVAL, ENOENT] {
+            assert!(!says_nothing_of_the_map(&refused_with(errno)), "{}", io::Error::from_raw_os_error(errno));
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! What is wrong with a cluster or a node is said where people look: the pod's termination
+//! message, the last line of its log, `kgctl status`.
+
+use std::{fs, time::Duration};
+
+use anyhow::{Context as _, Result, bail};
+
+use super::{everybody, removal};
+use crate::{
+    cluster::{Cluster, deploy, node::Node, until},
+    command::output,
+};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// All cases, one after the other, on the last node.
+pub fn everything(cluster: &Cluster) -> Result<String> {
+    let node = cluster.remote();
+    let cases: [(&str, Case); 5] = [
+        ("no ClusterRole", no_role),
+        ("a kernel without WireGuard", no_wireguard),
+        ("an image of another architecture", other_architecture),
+        ("another CNI's file in front", other_cni),
+        ("no pod CIDR", no_pod_cidr),
+    ];
+    let mut said = Vec::new();
+    for (name, case) in cases {
+        let result = case(cluster, node).with_context(|| name.to_owned());
+        let settled = settle(cluster).with_context(|| format!("after {name}"));
+        let text = result?;
+        settled?;
+        said.push(format!("{name}: {text}"));
+    }
+    Ok(said.join("\n    "))
+}
+
+type Case = fn(&Cluster, &Node) -> Result<String>;
+
+/// As it was, and everybody reaches everybody.
+fn settle(cluster: &Cluster) -> Result<()> {
+    deploy::apply(cluster)?;
+    let mut last = None;
+    let reached = until("everybody reaches everybody", LIMIT, || {
+        everybody(cluster).map_err(|error| last = Some(error)).ok()
+    });
+    reached.map(drop).map_err(|error| last.unwrap_or(error))
+}
+
+/// Kilo's pod on that node.
+fn pod(cluster: &Cluster, node: &Node) -> Result<serde_json::Value> {
+    let on = format!("spec.nodeName={}", node.name());
+    let label = "app.kubernetes.io/name=kilo";
+    let list = cluster.get(&["pods", "-n", "kube-system", "-l", label, "--field-selector", &on])?;
+    let pods = list["items"].as_array().into_iter().flatten();
+    let mut alive = pods.filter(|pod| pod.pointer("/metadata/deletionTimestamp").is_none());
+    alive.next().cloned().context("no pod of Kilo")
+}
+
+fn restart(cluster: &Cluster, node: &Node) -> Result<()> {
+    let pod = pod(cluster, node)?;
+    let name = pod.pointer("/metadata/name").and_then(|name| name.as_str()).context("no name")?;
+    cluster.kubectl(&["-n", "kube-system", "delete", "pod", name]).map(drop)
+}
+
+/// Waits for the message of the terminated container.
+fn message(cluster: &Cluster, node: &Node, words: &str) -> Result<String> {
+    let mut last = String::new();
+    let found = until(&format!("a termination message with {words:?}"), LIMIT, || {
+        let pod = pod(cluster, node).ok()?;
+        last = pod.pointer("/status/containerStatuses/0").map(ToString::to_string).unwrap_or_default();
+        terminated(&pod, words)
+    });
+    found.with_context(|| last)
+}
+
+/// The message of the container's last end, if it has these words.
+fn terminated(pod: &serde_json::Value, words: &str) -> Option<String> {
+    ["state", "lastState"]
+        .iter()
+        .filter_map(|state| {
+            let ended = pod.pointer(&format!("/status/containerStatuses/0/{state}/terminated"))?;
+            ended["message"].as_str().map(ToOwned::to_owned)
+        })
+        .find(|message| message.contains(words))
+}
+
+/// Waits for the last line of the log.
+fn last_line(cluster: &Cluster, node: &Node, words: &str) -> Result<String> {
+    let mut last = String::new();
+    let found = until(&format!("a last line with {words:?}"), LIMIT, || {
+        let pod = pod(cluster, node).ok()?;
+        let name = pod.pointer("/metadata/name")?.as_str()?.to_owned();
+        for more in [&[][..], &["--previous"]] {
+            let logs = ["-n", "kube-system", "logs", &name, "-c", "kilo", "--tail=1"];
+            last = match cluster.kubectl(&[&logs[..], more].concat()) {
+                Ok(line) if line.contains(words) => return Some(line.trim().to_owned()),
+                Ok(line) => line,
+                Err(error) => format!("{error:#}"),
+            };
+        }
+        None
+    });
+    found.with_context(|| last)
+}
+
+/// Waits for words of `kgctl status`.
+fn status(cluster: &Cluster, words: &str, arguments: &[&str]) -> Result<()> {
+    removal::install_kgctl(cluster)?;
+    let mut last = String::new();
+    let found = until(&format!("a status with {words:?}"), LIMIT * 2, || {
+        let mut command = cluster.first().command(removal::KGCTL).ok()?;
+        last = match output(command.arg("status").args(arguments)) {
+            Ok(said) => said,
+            Err(error) => format!("{error:#}"),
+        };
+        last.contains(words).then_some(())
+    });
+    found.with_context(|| last)
+}
+
+/// What is worth showing of a message: its last line.
+fn end(text: &str) -> String {
+    text.trim().lines().last().unwrap_or_default().chars().take(300).collect()
+}
+
+fn no_role(cluster: &Cluster, node: &Node) -> Result<String> {
+    cluster.kubectl(&["delete", "clusterrolebinding", "kilo"])?;
+    restart(cluster, node)?;
+    let words = "apply the ClusterRole and ClusterRoleBinding of manifests/";
+    let said = message(cluster, node, words)?;
+    last_line(cluster, node, words)?;
+    status(cluster, "its agent last checked in", &[])?;
+    Ok(end(&said))
+}
+
+/// The manifest for kernels that have it; where this one has it, there is nothing to see. On the
+/// API server's node: without the mesh no log of another location's can be had.
+fn no_wireguard(cluster: &Cluster, _: &Node) -> Result<String> {
+    if deploy::has_wireguard() {
+        return Ok("this kernel has it".to_owned());
+    }
+    let node = cluster.first();
+    // The device of the other manifest would do.
+    cluster.kubectl(&["-n", "kube-system", "delete", "ds", "kilo-wireguard", "--cascade=foreground"])?;
+    deploy::apply_file(cluster, "kilo-kubeadm.yaml")?;
+    restart(cluster, node)?;
+    let words = "modprobe wireguard";
+    let said = message(cluster, node, words)?;
+    last_line(cluster, node, words)?;
+    Ok(end(&said))
+}
+
+/// A program with the number of another machine in its header.
+fn other_architecture(cluster: &Cluster, _: &Node) -> Result<String> {
+    let mut program = fs::read(std::env::current_exe()?.with_file_name("kgctl"))?;
+    // e_machine of the ELF header: EM_AARCH64, or EM_X86_64 on such a machine.
+    program[18] = if program[18] == 0xb7 { 0x3e } else { 0xb7 };
+    for node in &cluster.nodes {
+        fs::write(node.path("/opt/kg-other")?, &program)?;
+        node.sh("chmod 755 /opt/kg-other")?;
+    }
+    let patch = r#"{"spec":{"template":{"spec":{"containers":[{"name":"kilo","command":["/other"],
+        "volumeMounts":[{"name":"other","mountPath":"/other"}]}],
+        "volumes":[{"name":"other","hostPath":{"path":"/opt/kg-other","type":"File"}}]}}}}"#;
+    cluster.kubectl(&["-n", "kube-system", "patch", "ds", "kilo", "--type=strategic", "-p", patch])?;
+    // The first node whose pod is replaced; the others wait for it.
+    let said = until("exec format error", LIMIT, || {
+        cluster.nodes.iter().find_map(|node| terminated(&pod(cluster, node).ok()?, "exec format error"))
+    });
+    cluster.kubectl(&["-n", "kube-system", "rollout", "undo", "ds/kilo"])?;
+    Ok(end(&said?))
+}
+
+fn other_cni(cluster: &Cluster, node: &Node) -> Result<String> {
+    let file = "/etc/cni/net.d/05-other.conflist";
+    node.write(file, r#"{"cniVersion":"0.4.0","name":"other","plugins":[{"type":"bridge"}]}"#)?;
+    restart(cluster, node)?;
+    let said = last_line(cluster, node, "05-other.conflist");
+    let shown = status(cluster, "05-other.conflist", &[node.name()]);
+    node.sh(&format!("rm {file}"))?;
+    let said = said?;
+    shown?;
+    Ok(end(&said))
+}
+
+/// Nobody gives out pod CIDRs while the controller manager is away.
+fn no_pod_cidr(cluster: &Cluster, node: &Node) -> Result<String> {
+    let (manifest, aside) = ("/etc/kubernetes/manifests/kube-controller-manager.yaml", "/opt/aside.yaml");
+    let first = cluster.first();
+    first.sh(&format!("mv {manifest} {aside}"))?;
+    let gone = || first.sh("pidof kube-controller-manager").is_err().then_some(());
+    until("the controller manager has ended", LIMIT, gone)?;
+    let said = (|| {
+        cluster.kubectl(&["delete", "node", node.name()])?;
+        node.kill("kubelet")?;
+        until("the node is registered", LIMIT, || {
+            let location = format!("kilo.squat.ai/location={}", node.site.location());
+            cluster.kubectl(&["annotate", "--overwrite", "node", node.name(), &location]).ok()
+        })?;
+        status(cluster, "no pod CIDR", &[])?;
+        node.sh("tail -n 1 $(ls -t /var/log/pods/kube-system_kilo-*/kilo/*.log | head -n 1)")
+    })();
+    first.sh(&format!("mv {aside} {manifest}"))?;
+    let said = said?;
+    if !said.contains("--allocate-node-cidrs") {
+        bail!("the last line of the log does not say what to do: {said}");
+    }
+    Ok(end(&said))
+}
