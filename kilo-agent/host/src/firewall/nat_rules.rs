@@ -259,7 +259,13 @@ async fn nft(arguments: &[&str], input: Option<&str>) -> Result<String, NatRules
         .spawn()
         .map_err(NatRulesError::Program)?;
     if let (Some(mut stdin), Some(input)) = (child.stdin.take(), input) {
-        stdin.write_all(input.as_bytes()).await.map_err(NatRulesError::Program)?;
+        match stdin.write_all(input.as_bytes()).await {
+            // It has refused before it read all: what it says counts.
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+                return Err(NatRulesError::Program(error));
+            }
+            _ => {}
+        }
     }
     let output = child.wait_with_output().await.map_err(NatRulesError::Program)?;
     if output.status.success() {
