@@ -14,6 +14,11 @@ use crate::{
     image,
 };
 
+/// As docs/migration.md says to remove what Kilo leaves.
+const LEFT_BY_KILO: &str = "
+    iptables-save | grep -v KILO | iptables-restore; ip6tables-save | grep -v KILO | ip6tables-restore
+    ip route flush table 1107 2> /dev/null || true; ip link delete tunl0 2> /dev/null || true";
+
 /// The whole way, each step while pods talk.
 pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     let Some(original) = Original::find()? else {
@@ -47,6 +52,9 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     })?;
     clear += step("ours to Go", &|| set_image(cluster, original::IMAGE))?;
     cluster.kubectl(&["-n", "kube-system", "delete", "ds", "kilo", "--cascade=foreground"])?;
+    for node in &cluster.nodes {
+        node.sh(LEFT_BY_KILO)?;
+    }
     removal::put_back(cluster)?;
     if clear > 0 {
         bail!("{clear} packets with a pod's address were on the router after our agents had stopped");
