@@ -62,8 +62,10 @@ RUN mkdir -p empty && cp -r --parents Cargo.toml */Cargo.toml */*/Cargo.toml emp
  && cargo build --locked --release --package kilo-agent --target "$(cat /target)" --target-dir /src/target \
  && cd .. && rm -r empty
 COPY . .
-# The BPF object is the same for both architectures.
-RUN cargo xtask build-ebpf \
+# The BPF object is the same for both architectures. Sources are older than what was
+# made of the empty crates, which cargo would take for theirs.
+RUN find . -name '*.rs' -not -path './target/*' -exec touch {} + \
+ && cargo xtask build-ebpf \
  && cargo auditable build --locked --release --package kilo-agent --bins --target "$(cat /target)" \
  && mkdir /out \
  && cp "target/$(cat /target)/release/kg" "target/$(cat /target)/release/kgctl" /out/
