@@ -15,7 +15,7 @@ use std::{
 use ipnet::IpNet;
 
 use super::uninstall::Outcome;
-use kilo_common::maps::{HOP_NONE, HOP_REMOTE, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PrefixValue};
+use kilo_common::maps::{PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PrefixValue};
 use kilo_core::{
     plan::{Tables, model::Packet},
     settings::Masquerade,
@@ -90,12 +90,11 @@ async fn replace_by_rules(tables: &Tables, interface: &str, masquerade: Masquera
     if decision.is_empty() || uplinks.is_empty() {
         return Ok(false);
     }
-    // A default route through WireGuard is for pods that use the location's gateway; all else is closed.
+    // What pods send to a node's private address, too: this host's own packets the rules let by. A
+    // default route through WireGuard is for pods that use the location's gateway.
     let is_closed = |prefix: &IpNet, value: &PrefixValue| {
         value.flags & PREFIX_NEVER_CLEAR != 0
-            || value.flags & PREFIX_PODS_STEERED != 0
-                && prefix.prefix_len() != 0
-                && matches!(value.hop, HOP_REMOTE | HOP_NONE)
+            || value.flags & PREFIX_PODS_STEERED != 0 && prefix.prefix_len() != 0
     };
     let never_clear = tables.prefix.iter().filter(|(prefix, value)| is_closed(prefix, value));
     let interim = Interim {

@@ -306,9 +306,15 @@ async fn uninstall_refuses_beside_a_daemon_set_of_any_namespace() {
     for name in ["kilo", "kilo-wireguard"] {
         let spec = json!({"selector": {"matchLabels": {"app": "kilo"}}, "template": pod});
         let daemon_set = json!({"metadata": {"name": name}, "spec": spec});
-        daemon_sets.create(&PostParams::default(), &serde_json::from_value(daemon_set).unwrap()).await.unwrap();
+        daemon_sets
+            .create(&PostParams::default(), &serde_json::from_value(daemon_set).unwrap())
+            .await
+            .unwrap();
         let (done, _, said) = kgctl(&kubeconfig, &["uninstall", "--timeout=1s"]);
-        assert!(!done && said.contains(&format!("nothing was removed: DaemonSet {name} of default")), "{said}");
+        assert!(
+            !done && said.contains(&format!("nothing was removed: DaemonSet {name} of default")),
+            "{said}"
+        );
         assert!(said.contains(&format!("kubectl --namespace default delete daemonset {name}")), "{said}");
         daemon_sets.delete(name, &DeleteParams::default()).await.unwrap();
     }

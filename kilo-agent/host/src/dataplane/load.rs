@@ -284,7 +284,11 @@ mod tests {
             assert!(says_nothing_of_the_map(&refused_with(errno)), "{}", io::Error::from_raw_os_error(errno));
         }
         for errno in [EINVAL, ENOENT] {
-            assert!(!says_nothing_of_the_map(&refused_with(errno)), "{}", io::Error::from_raw_os_error(errno));
+            assert!(
+                !says_nothing_of_the_map(&refused_with(errno)),
+                "{}",
+                io::Error::from_raw_os_error(errno)
+            );
         }
     }
 }

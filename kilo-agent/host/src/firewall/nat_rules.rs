@@ -145,7 +145,10 @@ impl Decision {
                  \t\t{word} daddr @forced_{word} {word} saddr != @exempt_{word} masquerade\n\
                  \t\t{word} saddr @sources_{word} masquerade\n"
             );
-            guards += &format!("\t\t{word} saddr @sources_{word} {word} daddr @never_{word} drop\n");
+            // A leader hands on what others' pods send, too.
+            for from in ["sources", "never"] {
+                guards += &format!("\t\t{word} saddr @{from}_{word} {word} daddr @never_{word} drop\n");
+            }
             if interim.is_some_and(|interim| interim.masquerades) {
                 guards += &format!(
                     "\t\t{word} daddr @known_{word} return\n\
