@@ -13,6 +13,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fmt::Write as _,
     net::IpAddr,
+    ops::Range,
     path::PathBuf,
     process::Command,
     time::{Duration, Instant},
@@ -20,13 +21,11 @@ use std::{
 
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
 use kilo_common::{
+    checksum,
     counters::{Action, DropReason},
     encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6, segments_room},
     maps::{CONFIG_LEADER, CONFIG_PLAIN},
-    nat::{
-        flow,
-        transport::{self, Part},
-    },
+    nat::{flow, transport},
     packet::{ETHERNET_LEN, Ipv4, protocol},
 };
 use kilo_core::{
@@ -38,10 +37,15 @@ use kilo_host::dataplane::{CounterReader, Dataplane};
 use nix::sched::{CloneFlags, unshare};
 use support::{
     IFINDEX, MEMBER_POD, REMOTE_POD,
-    oracle::{Bytes, Input, Wanted, expected_outcome, mac},
-    packet::{PASS, REDIRECT, checksums_hold, ethernet, udp},
-    random::{OTHER_UPLINKS, Random},
+    classes::{CLASSES, classes},
+    flows::{Flows, Translation},
+    oracle::{
+        ANSWER_STAYS, Bytes, FROM_OUTSIDE, Input, OF_HOST, Wanted, expected_outcome, link_header_len, mac,
+    },
+    packet::{PASS, REDIRECT, SHOT, ethernet, udp},
+    random::{KILO, OTHER_UPLINKS, Random},
     seed::seed,
+    sequels::{Seen, Step},
 };
 
 const PROGRAMS: [&str; 7] = [
@@ -57,6 +61,8 @@ const PACKETS: usize = 100_000;
 const LONGEST: Duration = Duration::from_mins(1);
 /// Packets between two looks at the counters.
 const BATCH: usize = 200;
+/// SCTP's flows are the first to be forgotten, after three seconds.
+const SOON: Duration = Duration::from_secs(1);
 
 /// Bytes of `struct __sk_buff`, and where its fields are (include/uapi/linux/bpf.h).
 const SK_BUFF: usize = 192;
@@ -71,10 +77,11 @@ struct Bench {
     out: Vec<u8>,
 }
 
-/// Gives this thread a network namespace with more uplinks than loopback.
+/// Gives this thread a network namespace with more uplinks than loopback, and a WireGuard device's
+/// stand-in.
 fn add_uplinks() {
     unshare(CloneFlags::CLONE_NEWNET).unwrap();
-    for ifindex in OTHER_UPLINKS {
+    for ifindex in OTHER_UPLINKS.into_iter().chain([KILO]) {
         let mac = mac(ifindex).map(|byte| format!("{byte:02x}")).join(":");
         let made = Command::new("ip")
             .args(["link", "add", &format!("up{ifindex}"), "index", &ifindex.to_string(), "address", &mac])
@@ -123,12 +130,8 @@ impl Bench {
     }
 }
 
-fn has_no_link_layer(program: &str) -> bool {
-    program.starts_with("kilo_") || program.starts_with("l3_")
-}
-
-/// What is wrong with an outcome, if anything.
-fn difference(wanted: &Wanted, frame: &[u8], verdict: i32, out: &[u8], no_ethernet: bool) -> Option<String> {
+/// What is wrong with an outcome, if anything. `link` is the length of the link-layer header.
+fn difference(wanted: &Wanted, frame: &[u8], verdict: i32, out: &[u8], link: usize) -> Option<String> {
     if verdict != wanted.verdict {
         return Some(format!("verdict {verdict} instead of {}", wanted.verdict));
     }
@@ -148,9 +151,8 @@ fn difference(wanted: &Wanted, frame: &[u8], verdict: i32, out: &[u8], no_ethern
             }
             sent.len() == frame.len() + hidden + rest.len() && sent.starts_with(frame) && sent.ends_with(rest)
         }
-        Bytes::Translated(addr) => {
-            let offset = if no_ethernet { 0 } else { 14 };
-            translated(&frame[offset..], &out[offset..], *addr)
+        Bytes::Translated(translation) => {
+            frame.len() == out.len() && translated(&frame[link..], &out[link..], translation)
         }
     };
     (!same).then(|| format!("bytes\n{}\ninstead of {:?}", hex(out), wanted.bytes))
@@ -162,33 +164,50 @@ fn told(wanted: &Wanted, input: &Input, priority: u32) -> Option<String> {
     (priority != wanted).then(|| format!("priority {priority:#x} instead of {wanted:#x}"))
 }
 
-/// True when `after` is `before` with another source and right checksums.
-fn translated(before: &[u8], after: &[u8], addr: IpAddr) -> bool {
+/// True when `after` is `before` with this end, and checksums are as right as they were: what
+/// they are over and they themselves have the same sum as before.
+fn translated(before: &[u8], after: &[u8], translation: &Translation) -> bool {
     let mut expected = before.to_vec();
-    let v6 = addr.is_ipv6();
-    let found = match addr {
+    let (at, found) = match translation.addr {
         IpAddr::V4(addr) => {
-            expected[12..16].copy_from_slice(&addr.octets());
+            let at = if translation.destination { 16 } else { 12 };
+            expected[at..at + 4].copy_from_slice(&addr.octets());
             expected[10..12].copy_from_slice(&after[10..12]);
             let ip = Ipv4::parse(before.first_chunk().unwrap(), before.len()).unwrap();
-            transport::ipv4(&ip, [before[4], before[5]])
+            (at..at + 4, transport::ipv4(&ip, [before[4], before[5]]))
         }
         IpAddr::V6(addr) => {
-            expected[8..24].copy_from_slice(&addr.octets());
-            transport::ipv6(before[6], |at| before.get(at..at + 8)?.try_into().ok()).unwrap()
+            let at = if translation.destination { 24 } else { 8 };
+            expected[at..at + 16].copy_from_slice(&addr.octets());
+            let load = |at: usize| before.get(at..at + 8)?.try_into().ok();
+            (at..at + 16, transport::ipv6(before[6], load).unwrap())
         }
     };
     let layout = flow::layout(found.protocol).unwrap();
-    // Port or identifier; checksum behind the header.
-    for at in [Some(layout.src_port), layout.checksum].into_iter().flatten() {
-        let at = found.offset + at;
-        expected[at..at + 2].copy_from_slice(&after[at..at + 2]);
+    let port = if translation.destination { layout.dst_port } else { layout.src_port } + found.offset;
+    let written = translation.port.map_or([after[port], after[port + 1]], u16::to_be_bytes);
+    expected[port..port + 2].copy_from_slice(&written);
+    let pseudo_header = layout.pseudo_header.then(|| at.clone());
+    let mut is_kept =
+        translation.addr.is_ipv6() || sum(before, &[at.clone(), 10..12]) == sum(after, &[at, 10..12]);
+    if let Some(checksum) = layout.checksum {
+        let checksum = found.offset + checksum..found.offset + checksum + 2;
+        // RFC 768: zero says that there is none.
+        let is_none = found.protocol == protocol::UDP && before[checksum.clone()] == [0, 0];
+        if !is_none {
+            expected[checksum.clone()].copy_from_slice(&after[checksum.clone()]);
+            let summed: Vec<_> = pseudo_header.into_iter().chain([port..port + 2, checksum]).collect();
+            is_kept &= sum(before, &summed) == sum(after, &summed);
+        }
     }
-    let whole = found.part == Part::Whole && found.protocol != protocol::SCTP;
-    let total = if v6 { before.len() } else { usize::from(u16::from_be_bytes([before[2], before[3]])) };
-    let sound =
-        |packet: &[u8]| whole && !v6 && found.offset == 20 && total >= 28 && checksums_hold(&packet[..total]);
-    expected == after && (!sound(before) || sound(after))
+    expected == after && is_kept
+}
+
+/// The ones' complement sum of these parts of a packet; zero has one form.
+fn sum(packet: &[u8], parts: &[Range<usize>]) -> u16 {
+    let words = parts.iter().flat_map(|part| packet[part.clone()].chunks(2));
+    let sum = checksum::fold(words.map(|pair| u32::from(pair[0]) << 8 | u32::from(pair[1])).sum());
+    if sum == 0xffff { 0 } else { sum }
 }
 
 /// As a line of the corpus has it: bytes, `@` with the segments' size, `%` with the interface, and
@@ -280,25 +299,47 @@ fn invariants(
     None
 }
 
-/// Runs one packet alone and says everything about a disagreement.
-#[track_caller]
-fn check(bench: &mut Bench, program: &str, tables: &Tables, input: &Input) {
-    let wanted = expected_outcome(program, tables, input);
-    let before = bench.counts();
-    let (verdict, out, priority) = bench.run(program, input);
-    let mut problem = difference(&wanted, &input.frame, verdict, out, has_no_link_layer(program));
-    problem = problem.or_else(|| told(&wanted, input, priority));
-    problem = problem.or_else(|| invariants(program, tables, &wanted, input, verdict, out));
-    let after = bench.counts();
-    let mut counted: Vec<&str> = Vec::new();
-    for (label, count) in &after {
-        counted.extend(std::iter::repeat_n(*label, usize::try_from(count - before[label]).unwrap()));
+impl Bench {
+    /// Runs one packet; says what is wrong with its outcome, but for the counters, and keeps what is
+    /// to be remembered.
+    fn compare(
+        &mut self,
+        step: &Step,
+        tables: &Tables,
+        flows: &mut Flows,
+    ) -> (Wanted, Option<Seen>, Option<String>) {
+        let Step { program, ref input, .. } = *step;
+        let wanted = expected_outcome(program, tables, flows, input);
+        let (verdict, out, priority) = self.run(program, input);
+        let problem = difference(&wanted, &input.frame, verdict, out, link_header_len(program))
+            .or_else(|| told(&wanted, input, priority))
+            .or_else(|| invariants(program, tables, &wanted, input, verdict, out))
+            .or_else(|| flows.remember(&tables.config, wanted.remembered, out).err());
+        let has_sequels = wanted.remembered.is_some() && wanted.verdict == PASS;
+        let seen = has_sequels.then(|| Seen { step: step.clone(), out: out.to_vec() });
+        (wanted, seen, problem)
     }
-    if counted != wanted.counted {
-        problem = Some(format!("{}; counted {counted:?}", problem.unwrap_or_default()));
-    }
-    if let Some(problem) = problem {
-        panic!("{program} {}\n{tables:#?}\nwanted {wanted:?}\n{problem}", written(input));
+
+    /// Runs one packet alone and says everything about a disagreement.
+    #[track_caller]
+    fn check(&mut self, step: &Step, tables: &Tables, flows: &mut Flows) {
+        let before = self.counts();
+        let (wanted, _, mut problem) = self.compare(step, tables, flows);
+        let after = self.counts();
+        let mut counted: Vec<&str> = Vec::new();
+        for (label, count) in &after {
+            counted.extend(std::iter::repeat_n(*label, usize::try_from(count - before[label]).unwrap()));
+        }
+        if counted != wanted.counted {
+            problem = Some(format!("{}; counted {counted:?}", problem.unwrap_or_default()));
+        }
+        if let Some(problem) = problem {
+            panic!(
+                "{} {}\n{tables:#?}\n{flows:#?}\nwanted {wanted:?}\n{problem}",
+                step.program,
+                written(&step.input)
+            );
+        }
     }
 }
 
@@ -310,6 +351,7 @@ fn programs_and_model_agree_on_random_packets_and_tables() {
     let started = Instant::now();
     let mut random = Random::new(seed);
     let mut outcomes: BTreeMap<(&str, String), usize> = BTreeMap::new();
+    let mut occurs: BTreeMap<&str, usize> = BTreeMap::new();
     let mut done = 0;
     // An emulated machine does not get through.
     while done < packets && started.elapsed() < LONGEST {
@@ -318,39 +360,50 @@ fn programs_and_model_agree_on_random_packets_and_tables() {
         let before = bench.counts();
         let mut expected = before.clone();
         let mut batch = Vec::with_capacity(BATCH);
+        let (mut flows, mut seen, begun) = (Flows::default(), Vec::new(), Instant::now());
         for _ in 0..BATCH {
-            let program = PROGRAMS[match random.below(20) {
-                0..7 => 0,
-                7..10 => 1,
-                10..13 => 2,
-                13..15 => 3,
-                15 => 4,
-                16..19 => 5,
-                _ => 6,
-            }];
-            let input = random.input(program, &tables);
-            let wanted = expected_outcome(program, &tables, &input);
-            let (verdict, out, priority) = bench.run(program, &input);
-            let problem = difference(&wanted, &input.frame, verdict, out, has_no_link_layer(program))
-                .or_else(|| told(&wanted, &input, priority))
-                .or_else(|| invariants(program, &tables, &wanted, &input, verdict, out));
+            // What is not answered is soon forgotten.
+            let sequel = if begun.elapsed() < SOON && random.chance(2) {
+                random.one_of(&seen).and_then(|seen| random.sequel(&tables, &seen))
+            } else {
+                None
+            };
+            let step = sequel.unwrap_or_else(|| {
+                let program = PROGRAMS[match random.below(20) {
+                    0..7 => 0,
+                    7..10 => 1,
+                    10..13 => 2,
+                    13..15 => 3,
+                    15 => 4,
+                    16..19 => 5,
+                    _ => 6,
+                }];
+                Step::first(program, random.input(program, &tables))
+            });
+            let (wanted, new, problem) = bench.compare(&step, &tables, &mut flows);
+            let Step { program, ref input, .. } = step;
             if let Some(problem) = problem {
                 panic!(
-                    "packet {done}: {program} {}\n{tables:#?}\nwanted {wanted:?}\n{problem}\nKILO_SEED={seed}",
-                    written(&input)
+                    "packet {done}: {program} {}\n{tables:#?}\n{flows:#?}\nwanted {wanted:?}\n{problem}\nKILO_SEED={seed}",
+                    written(input)
                 );
             }
+            seen.extend(new);
             for label in &wanted.counted {
                 *expected.get_mut(label).unwrap() += 1;
             }
-            *outcomes.entry((program, wanted.counted.join("+"))).or_default() += 1;
-            batch.push((program, input));
+            *outcomes.entry((program, wanted.kind())).or_default() += 1;
+            for class in classes(program, &tables, input) {
+                *occurs.entry(class).or_default() += 1;
+            }
+            batch.push(step);
             done += 1;
         }
         if bench.counts() != expected {
             // Once more, one by one, to say which.
-            for (program, input) in batch {
-                check(&mut bench, program, &tables, &input);
+            let mut flows = Flows::default();
+            for step in batch {
+                bench.check(&step, &tables, &mut flows);
             }
             panic!("the counters differ, and not when the packets are run again; KILO_SEED={seed}");
         }
@@ -359,18 +412,46 @@ fn programs_and_model_agree_on_random_packets_and_tables() {
     for ((program, counted), count) in &outcomes {
         println!("{count:>7} {program} {}", if counted.is_empty() { "(untouched)" } else { counted });
     }
+    for (class, count) in &occurs {
+        println!("{count:>7} {class}");
+    }
     if done >= PACKETS {
+        let missing: Vec<_> = CLASSES.iter().filter(|class| !occurs.contains_key(*class)).collect();
+        assert!(missing.is_empty(), "the generator never makes {missing:?}");
         let seen: BTreeSet<&str> = outcomes.keys().flat_map(|(_, counted)| counted.split('+')).collect();
         let everything =
             Action::ALL.iter().map(|it| it.label()).chain(DropReason::ALL.iter().map(|it| it.label()));
         let missing: Vec<_> =
             everything.filter(|label| !seen.contains(label) && !RARE.contains(label)).collect();
         assert!(missing.is_empty(), "the generator never brings about {missing:?}");
+        let is_there = |(program, kind): &(&str, &str)| {
+            outcomes.keys().any(|(of, kinds)| of == program && kinds.split('+').any(|one| one == *kind))
+        };
+        let missing: Vec<_> = SEQUELS.iter().filter(|sequel| !is_there(sequel)).collect();
+        assert!(missing.is_empty(), "the generator never brings about {missing:?}");
     }
 }
 
-/// Outcomes that need more than a packet and tables: answers, a full table.
-const RARE: [&str; 3] = ["unmasquerade", "nat_exhausted", "nat_map_full"];
+/// What must follow from packets before, on each kind of link.
+const SEQUELS: [(&str, &str); 11] = [
+    ("lan_ingress", FROM_OUTSIDE),
+    ("l3_ingress", FROM_OUTSIDE),
+    ("kilo_ingress", FROM_OUTSIDE),
+    ("uplink_egress", ANSWER_STAYS),
+    ("l3_egress", ANSWER_STAYS),
+    ("kilo_egress", ANSWER_STAYS),
+    ("lan_ingress", "unmasquerade"),
+    ("l3_ingress", "unmasquerade"),
+    ("kilo_ingress", "unmasquerade"),
+    ("uplink_egress", OF_HOST),
+    ("lan_ingress", OF_HOST),
+];
+
+/// The least recently used entry goes before a table is full.
+const RARE: [&str; 1] = ["nat_map_full"];
+
+/// In place of a name: the packet follows that of the line before.
+const SEQUEL: &str = "+";
 
 /// Tables of the corpus, by the name in its lines.
 fn corpus_tables(name: &str) -> Tables {
@@ -389,16 +470,20 @@ fn corpus() -> PathBuf {
 fn programs_and_model_agree_on_the_kept_packets() {
     let Some(mut bench) = Bench::new() else { return };
     if std::env::var_os("KILO_BLESS").is_some() {
-        std::fs::write(corpus(), one_of_each()).unwrap();
+        std::fs::write(corpus(), one_of_each(&mut bench)).unwrap();
     }
     let text = std::fs::read_to_string(corpus()).unwrap();
     let mut count = 0;
+    let (mut tables, mut flows) = (Tables::default(), Flows::default());
     for line in text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {
         let words: Vec<&str> = line.split_whitespace().collect();
         let [name, program, frame, ..] = words[..] else { panic!("{line}") };
-        let tables = corpus_tables(name);
-        bench.dataplane.write(&tables).unwrap();
-        check(&mut bench, program, &tables, &read(frame));
+        if name != SEQUEL {
+            (tables, flows) = (corpus_tables(name), Flows::default());
+            bench.dataplane.write(&tables).unwrap();
+        }
+        let program = PROGRAMS.into_iter().find(|known| *known == program).unwrap();
+        bench.check(&Step::first(program, read(frame)), &tables, &mut flows);
         count += 1;
     }
     assert!(count >= 50, "{count}");
@@ -415,15 +500,15 @@ fn superpackets_that_wireguard_will_cut_get_room_in_front_at_once() {
     for (payload, gso, room) in [(1500, 700, segments_room(700, false)), (1300, 700, 0), (1300, 0, 0)] {
         let frame = ethernet(&udp(MEMBER_POD, REMOTE_POD, (1, 2), &vec![1; payload]));
         let input = Input { frame, gso, ifindex: IFINDEX, priority: 0 };
-        check(&mut bench, "lan_ingress", &tables, &input);
+        bench.check(&Step::first("lan_ingress", input.clone()), &tables, &mut Flows::default());
         let (verdict, out, _) = bench.run("lan_ingress", &input);
         assert_eq!((verdict, out.len()), (REDIRECT, input.frame.len() + room as usize), "{payload} {gso}");
         assert!(out.ends_with(&input.frame[ETHERNET_LEN + 12..]), "{payload} {gso}");
     }
 }
 
-/// A packet for each outcome of each program.
-fn one_of_each() -> String {
+/// A packet for each outcome of each program, behind those it follows.
+fn one_of_each(bench: &mut Bench) -> String {
     let mut lines = BTreeMap::new();
     let mut random = Random::new(1);
     for round in 0..400 {
@@ -433,25 +518,24 @@ fn one_of_each() -> String {
             seed => seed.to_string(),
         };
         let tables = corpus_tables(&name);
-        for program in PROGRAMS {
+        bench.dataplane.write(&tables).unwrap();
+        for first in PROGRAMS {
             for _ in 0..20 {
-                let input = random.input(program, &tables);
-                let frame = &input.frame;
-                if frame.len() > 300 {
-                    continue;
-                }
-                let wanted = expected_outcome(program, &tables, &input);
-                let kind = match wanted.bytes {
-                    Bytes::Sent { frame, .. } => frame.len(),
-                    Bytes::Exactly(_) if program == "lan_ingress" => {
-                        usize::from(frame[12]) + usize::from(frame[23])
+                let mut flows = Flows::default();
+                let mut story = Vec::new();
+                let mut next = Some(Step::first(first, random.input(first, &tables)));
+                while let Some(step) = next.take().filter(|step| step.input.frame.len() <= 300) {
+                    let (wanted, seen, problem) = bench.compare(&step, &tables, &mut flows);
+                    let Step { program, ref input, .. } = step;
+                    assert!(problem.is_none(), "{problem:?}: {program} {}", written(input));
+                    let start = if story.is_empty() { &name } else { SEQUEL };
+                    story.push(format!("{start} {program} {} {}", written(input), wanted.kind()));
+                    let known = lines.entry((program, wanted.kind(), header(program, &wanted, &input.frame)));
+                    known.or_insert_with(|| story.join("\n"));
+                    if story.len() < 4 {
+                        next = seen.and_then(|seen| random.sequel(&tables, &seen));
                     }
-                    _ => 0,
-                };
-                let counted = wanted.counted.join("+");
-                lines
-                    .entry((program, counted.clone(), kind))
-                    .or_insert_with(|| format!("{name} {program} {} {counted}", written(&input)));
+                }
             }
         }
     }
@@ -460,4 +544,13 @@ fn one_of_each() -> String {
         "# tables program frame outcome; see tests/bpf/agreement.rs. Packets that failed are added by hand.\n{}\n",
         lines.join("\n")
     )
+}
+
+/// Tells outer headers apart.
+fn header(program: &str, wanted: &Wanted, frame: &[u8]) -> usize {
+    match &wanted.bytes {
+        Bytes::Sent { frame: outer, .. } => outer.len(),
+        Bytes::Exactly(_) if program == "lan_ingress" => usize::from(frame[12]) + usize::from(frame[23]),
+        _ => 0,
+    }
 }

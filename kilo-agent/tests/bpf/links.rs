@@ -14,6 +14,8 @@ use std::net::{Ipv4Addr, Ipv6Addr, UdpSocket};
 use support::{
     MEMBER, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, REMOTE_POD, SELF,
     packet::{checksums_hold, ipv4, steered, udp},
+    random::Random,
+    seed::seed,
 };
 
 /// A steered packet for a pod of this node, in a frame with this tag.
@@ -49,6 +51,33 @@ fn a_priority_tag_is_taken_off_and_a_vlan_without_device_is_nobodys() {
         assert_eq!(heard(&pod).as_deref(), Some(&b"steered"[..]));
         assert_eq!(world.counted(Action::Deliver), 4, "no device has VLAN 7: its frames are nobody's");
         assert!(world.drops().is_empty(), "{:?}", world.drops());
+    });
+}
+
+#[test]
+fn frames_with_random_tags_are_delivered_when_they_are_of_no_vlan() {
+    isolated("frames_with_random_tags_are_delivered_when_they_are_of_no_vlan", || async {
+        let mut world = World::on_veth();
+        world.attach(&["eth0"], &[]).await;
+        let pod = UdpSocket::bind((Ipv4Addr::from(OWN_POD), 2000)).unwrap();
+        let sender = LanSender::new();
+        let mut random = Random::new(seed());
+        let (mut of_none, mut of_vlans) = (0, 0);
+        for _ in 0..300 {
+            // Priority and identifier, as random bytes have them or of priority alone.
+            let tag = u16::from_be_bytes([random.byte(), random.byte()]);
+            let tag = random.pick(&[None, Some(tag), Some(tag & 0xf000)]);
+            sender.send(&tagged(tag, 2000));
+            if tag.is_some_and(|tag| tag & 0xfff != 0) {
+                of_vlans += 1;
+                continue;
+            }
+            of_none += 1;
+            assert_eq!(heard(&pod).as_deref(), Some(&b"steered"[..]), "with tag {tag:x?}");
+            assert_eq!(world.counted(Action::Deliver), of_none, "{of_vlans} are of a VLAN without device");
+        }
+        println!("{of_none} frames of no VLAN, {of_vlans} of one");
+        assert!(of_none > 50 && of_vlans > 50 && world.drops().is_empty(), "{:?}", world.drops());
     });
 }
 

@@ -45,11 +45,14 @@ pub fn bpffs() -> Option<BpfFs> {
     Some(BpfFs(directory))
 }
 
+pub mod classes;
+pub mod flows;
 pub mod foreign;
 pub mod oracle;
 pub mod packet;
 pub mod random;
 pub mod seed;
+pub mod sequels;
 
 pub const SELF: [u8; 4] = [10, 1, 0, 11];
 pub const MEMBER: [u8; 4] = [10, 1, 0, 12];

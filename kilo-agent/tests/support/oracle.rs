@@ -12,13 +12,8 @@ use kilo_common::{
         segments_room, vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
     },
     maps::{
-        CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6,
-        Config, DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, NAT_EGRESS, PREFIX_INSIDE, PREFIX_NEVER_CLEAR,
-        VXLAN_PORT,
-    },
-    nat::{
-        self, flow,
-        transport::{self, Part},
+        CONFIG_LEADER, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6,
+        Config, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, VXLAN_PORT,
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, protocol},
     too_big::{self, LEN_V4, LEN_V6, QUOTED},
@@ -35,6 +30,7 @@ use kilo_core::{
 
 use super::{
     IFINDEX,
+    flows::{Flows, Remembered, Translation},
     packet::{PASS, PASS_AT_ONCE, REDIRECT, SHOT},
 };
 
@@ -75,8 +71,8 @@ pub enum Bytes {
         /// The flow's hash is the kernel's: UDP source port and identification may be any.
         hashed: bool,
     },
-    /// With the source translated: this address, any port, right checksums.
-    Translated(IpAddr),
+    /// With one end translated.
+    Translated(Translation),
 }
 
 /// What a program must answer.
@@ -89,32 +85,59 @@ pub struct Wanted {
     pub mtu: u32,
     /// What the priority says afterwards, where it is of interest.
     pub priority: Option<u32>,
+    /// What is remembered for packets that follow.
+    pub remembered: Option<Remembered>,
 }
 
+/// A flow opened from outside is remembered; its answer stays as it is; an end of a flow of the
+/// host's own is translated, or stays.
+pub const FROM_OUTSIDE: &str = "from_outside";
+pub const ANSWER_STAYS: &str = "answer_stays";
+pub const OF_HOST: &str = "of_host";
+
 fn drops(reason: DropReason) -> Wanted {
-    Wanted { verdict: SHOT, counted: vec![reason.label()], bytes: Bytes::Any, mtu: 0, priority: None }
+    Wanted {
+        verdict: SHOT,
+        counted: vec![reason.label()],
+        bytes: Bytes::Any,
+        mtu: 0,
+        priority: None,
+        remembered: None,
+    }
 }
 
 fn passes(action: Option<Action>) -> Wanted {
     let counted = action.iter().map(|action| action.label()).collect();
-    Wanted { verdict: PASS, counted, bytes: Bytes::Same, mtu: 0, priority: None }
+    Wanted { verdict: PASS, counted, bytes: Bytes::Same, mtu: 0, priority: None, remembered: None }
 }
 
 fn redirects(action: Action, bytes: Bytes) -> Wanted {
-    Wanted { verdict: REDIRECT, counted: vec![action.label()], bytes, mtu: 0, priority: None }
+    Wanted {
+        verdict: REDIRECT,
+        counted: vec![action.label()],
+        bytes,
+        mtu: 0,
+        priority: None,
+        remembered: None,
+    }
 }
 
 /// A header of either family.
 #[derive(Clone, Copy, Debug)]
-struct Ip {
-    src: IpAddr,
-    dst: IpAddr,
-    v6: bool,
+pub struct Ip {
+    pub src: IpAddr,
+    pub dst: IpAddr,
+    pub v6: bool,
     header_len: usize,
-    protocol: u8,
+    pub protocol: u8,
     ttl: u8,
     tos: u8,
     fragment: bool,
+}
+
+/// Bytes of the link-layer header of what a program gets.
+pub fn link_header_len(program: &str) -> usize {
+    if program.starts_with("kilo_") || program.starts_with("l3_") { 0 } else { ETHERNET_LEN }
 }
 
 impl Ip {
@@ -122,7 +145,9 @@ impl Ip {
         if v6 { IPV6_LEN } else { IPV4_LEN }
     }
 
-    fn read(frame: &[u8], offset: usize, v6: bool) -> Result<Self, DropReason> {
+    /// # Errors
+    /// Why there is none.
+    pub fn read(frame: &[u8], offset: usize, v6: bool) -> Result<Self, DropReason> {
         let bytes = frame.get(offset..).unwrap_or_default();
         if v6 {
             let ip = Ipv6::parse(bytes.first_chunk().ok_or(DropReason::Truncated)?, bytes.len())?;
@@ -187,14 +212,14 @@ fn family(frame: &[u8]) -> Option<bool> {
 }
 
 /// The judgement on one program.
-pub fn expected_outcome(program: &str, tables: &Tables, input: &Input) -> Wanted {
+pub fn expected_outcome(program: &str, tables: &Tables, flows: &Flows, input: &Input) -> Wanted {
     match program {
-        "lan_ingress" => lan_ingress(tables, input, ETHERNET_LEN),
-        "l3_ingress" => lan_ingress(tables, input, 0),
-        "kilo_egress" => kilo_egress(tables, input).unwrap_or_else(drops),
-        "kilo_ingress" => kilo_ingress(tables, input).unwrap_or_else(drops),
-        "uplink_egress" => uplink_egress(tables, input, ETHERNET_LEN),
-        "l3_egress" => uplink_egress(tables, input, 0),
+        "lan_ingress" => lan_ingress(tables, flows, input, ETHERNET_LEN),
+        "l3_ingress" => lan_ingress(tables, flows, input, 0),
+        "kilo_egress" => kilo_egress(tables, flows, input).unwrap_or_else(drops),
+        "kilo_ingress" => kilo_ingress(tables, flows, input).unwrap_or_else(drops),
+        "uplink_egress" => uplink_egress(tables, flows, input, ETHERNET_LEN),
+        "l3_egress" => uplink_egress(tables, flows, input, 0),
         // What no program has checked; and without a tunnel device there is no sender.
         "tunnel_ingress" if input.priority & !OWN_PRIORITY != CHECKED => drops(DropReason::Unchecked),
         "tunnel_ingress" => drops(DropReason::Malformed),
@@ -203,7 +228,7 @@ pub fn expected_outcome(program: &str, tables: &Tables, input: &Input) -> Wanted
 }
 
 /// `link` is the length of the link-layer header; so below.
-fn lan_ingress(tables: &Tables, input: &Input, link: usize) -> Wanted {
+fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wanted {
     let frame = &input.frame[..];
     if link != 0 && frame[..6] != mac(input.ifindex) {
         return passes(None);
@@ -234,8 +259,11 @@ fn lan_ingress(tables: &Tables, input: &Input, link: usize) -> Wanted {
     if outer.protocol == protocol::UDP && from_inside(tables, frame, link, &outer) {
         return drops(DropReason::InsideTunnel);
     }
+    if let (Some(translation), remembered) = flows.answer(tables, input, link, &outer, true) {
+        return Wanted { remembered, bytes: Bytes::Translated(translation), ..passes(translation.action) };
+    }
     match tables.plain(&outer.probe(input, link)) {
-        None => passes(None),
+        None => Wanted { remembered: flows.arrived(tables, input, link, &outer), ..passes(None) },
         Some(_) if tables.arrives_plain(outer.src, input.ifindex).is_err() => {
             drops(DropReason::WrongInterface)
         }
@@ -385,7 +413,7 @@ const fn refused(input: &Input) -> Result<(), DropReason> {
     if input.gso == 0 { Ok(()) } else { Err(DropReason::Encapsulation) }
 }
 
-fn kilo_egress(tables: &Tables, input: &Input) -> Result<Wanted, DropReason> {
+fn kilo_egress(tables: &Tables, flows: &Flows, input: &Input) -> Result<Wanted, DropReason> {
     let frame = &input.frame[..];
     let leads = tables.config.flags & CONFIG_LEADER != 0;
     let Some(v6) = family(frame) else {
@@ -396,31 +424,56 @@ fn kilo_egress(tables: &Tables, input: &Input) -> Result<Wanted, DropReason> {
     if verdict == Err(DropReason::NotUnicast) {
         return Err(DropReason::NotUnicast);
     }
-    let translated = translation(tables, input, None, &ip)?;
+    let (translation, remembered) = flows.leaving(tables, input, None, &ip)?;
     // Counted as translated, too, when it is dropped then.
-    let mut wanted = sent(tables, input, &ip, verdict).unwrap_or_else(drops);
-    if let Some(addr) = translated {
-        wanted.counted.push(Action::Masquerade.label());
-        wanted.counted.sort_unstable();
-        wanted.bytes = match wanted.bytes {
-            Bytes::Same => Bytes::Translated(addr),
+    let wanted = sent(tables, input, &ip, verdict).unwrap_or_else(drops);
+    Ok(Wanted { remembered, ..translation.map_or(wanted.clone(), |translation| wanted.with(translation)) })
+}
+
+impl Wanted {
+    /// What it is counted as, and what of flows decides.
+    pub fn kind(&self) -> String {
+        let mut kind = self.counted.clone();
+        match (self.remembered, &self.bytes) {
+            (Some(Remembered::FromOutside(_)), _) => kind.push(FROM_OUTSIDE),
+            (Some(Remembered::Known), Bytes::Same) => kind.push(ANSWER_STAYS),
+            (_, Bytes::Translated(Translation { action: None, .. })) => kind.push(OF_HOST),
+            _ => {}
+        }
+        kind.join("+")
+    }
+
+    /// The same of a packet that is translated first.
+    fn with(mut self, translation: Translation) -> Self {
+        self.counted.extend(translation.action.map(Action::label));
+        self.counted.sort_unstable();
+        self.bytes = match self.bytes {
+            Bytes::Same => Bytes::Translated(translation),
             // Which port it got decides about every byte behind it.
             _ => Bytes::Any,
         };
+        self
     }
-    Ok(wanted)
 }
 
-fn kilo_ingress(tables: &Tables, input: &Input) -> Result<Wanted, DropReason> {
+fn kilo_ingress(tables: &Tables, flows: &Flows, input: &Input) -> Result<Wanted, DropReason> {
     let frame = &input.frame[..];
     let Some(v6) = family(frame) else { return Ok(passes(Some(Action::Pass))) };
     let ip = Ip::read(frame, 0, v6)?;
-    let verdict = tables.decrypted(&ip.probe(input, 0));
+    let (mut answer, mut remembered) = flows.answer(tables, input, 0, &ip, false);
+    let onward = Ip { dst: answer.map_or(ip.dst, |translation| translation.addr), ..ip };
+    let verdict = tables.decrypted(&onward.probe(input, 0));
+    let several = if v6 { CONFIG_SEVERAL_V6 } else { CONFIG_SEVERAL_V4 } | CONFIG_OFFERED;
+    if answer.is_none() && tables.config.flags & several != 0 && matches!(verdict, Ok((Action::Decrypt, _))) {
+        (answer, remembered) = flows.answer(tables, input, 0, &ip, true);
+        remembered = remembered.or_else(|| flows.arrived(tables, input, 0, &ip));
+    }
     let mut input = input.clone();
     if let Ok((Action::Forward, _)) = verdict {
         lower_ttl(&mut input.frame, 0, v6);
     }
-    sent(tables, &input, &ip, verdict)
+    let wanted = sent(tables, &input, &onward, verdict).unwrap_or_else(drops);
+    Ok(Wanted { remembered, ..answer.map_or(wanted.clone(), |translation| wanted.with(translation)) })
 }
 
 fn sent(tables: &Tables, input: &Input, ip: &Ip, verdict: Verdict) -> Result<Wanted, DropReason> {
@@ -487,7 +540,7 @@ fn built<const N: usize>(build: impl Fn(&mut [u8; N])) -> Vec<u8> {
     frame.to_vec()
 }
 
-fn uplink_egress(tables: &Tables, input: &Input, link: usize) -> Wanted {
+fn uplink_egress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wanted {
     let frame = &input.frame[..];
     let Some(v6) = family(frame) else { return passes(None) };
     let Ok(ip) = Ip::read(frame, link, v6) else {
@@ -515,8 +568,7 @@ fn uplink_egress(tables: &Tables, input: &Input, link: usize) -> Wanted {
         Ok(Some(hop)) => {
             let mtu = tables.mtu_of(&hop);
             // What `kilo_egress` does then is another packet's judgement.
-            let onward =
-                Wanted { verdict: REDIRECT, counted: vec![], bytes: Bytes::Same, mtu: 0, priority: None };
+            let onward = Wanted { verdict: REDIRECT, ..passes(None) };
             // What the host were told would hold for its WireGuard, too.
             let fits = ip.probe(input, link).fits(mtu) || !tables.is_of_mesh(ip.src);
             return if fits { onward } else { told(frame, link, v6, mtu) };
@@ -524,10 +576,10 @@ fn uplink_egress(tables: &Tables, input: &Input, link: usize) -> Wanted {
         Err(reason) => return drops(reason),
         Ok(None) => {}
     }
-    match translation(tables, input, Some(link), &ip) {
+    match flows.leaving(tables, input, Some(link), &ip) {
         Err(reason) => drops(reason),
-        Ok(None) => passes(None),
-        Ok(Some(addr)) => Wanted { bytes: Bytes::Translated(addr), ..passes(Some(Action::Masquerade)) },
+        Ok((None, remembered)) => Wanted { remembered, ..passes(None) },
+        Ok((Some(translation), remembered)) => Wanted { remembered, ..passes(None).with(translation) },
     }
 }
 
@@ -598,67 +650,12 @@ fn told(frame: &[u8], link: usize, v6: bool, mtu: u32) -> Wanted {
     let link: &[&[u8]] = if link == 0 { &[] } else { &[&frame[6..12], &frame[..6], &frame[12..14]] };
     let bytes = [&link.concat()[..], &packet].concat();
     let counted = vec![DropReason::TooBig.label()];
-    Wanted { verdict: REDIRECT, counted, bytes: Bytes::Exactly(bytes), mtu: 0, priority: None }
-}
-
-/// The address the source becomes, if it does. `uplink` is the length of an uplink's
-/// link-layer header; `None` is the WireGuard device.
-fn translation(
-    tables: &Tables,
-    input: &Input,
-    uplink: Option<usize>,
-    ip: &Ip,
-) -> Result<Option<IpAddr>, DropReason> {
-    let offset = uplink.unwrap_or_default();
-    let Some(device) =
-        tables.device.get(&input.ifindex).filter(|device| device.flags & DEVICE_MASQUERADE != 0)
-    else {
-        return Ok(None);
-    };
-    let usual: IpAddr = if ip.v6 { device.masq_v6.into() } else { device.masq_v4.into() };
-    // The last of the prefixes by length that holds the destination.
-    let mut addr = usual;
-    let mut best = 0;
-    for ((ifindex, prefix), other) in &tables.masq_addr {
-        let chosen = *ifindex == input.ifindex && device.flags & DEVICE_BY_DESTINATION != 0;
-        if chosen && prefix.contains(&ip.dst) && prefix.prefix_len() >= best {
-            (addr, best) = (*other, prefix.prefix_len());
-        }
-    }
-    let others = tables.device.iter().filter(|(ifindex, _)| **ifindex != tables.config.kilo_ifindex);
-    let mut others = others.flat_map(|(_, device)| [IpAddr::from(device.masq_v4), device.masq_v6.into()]);
-    let several = tables.config.flags & if ip.v6 { CONFIG_SEVERAL_V6 } else { CONFIG_SEVERAL_V4 } != 0;
-    let is_some_uplinks = others.any(|other| other == ip.src && !other.is_unspecified())
-        || tables.masq_addr.values().any(|other| *other == ip.src);
-    // The WireGuard device has one address.
-    let own = ip.src == usual || uplink.is_some() && several && is_some_uplinks;
-    if tables.config.flags & CONFIG_MASQUERADE == 0 || own {
-        return Ok(None);
-    }
-    if !nat::is_masqueraded(longest(&tables.masq_src, ip.src), longest(&tables.masq_dst, ip.dst)) {
-        return Ok(None);
-    }
-    let packet = &input.frame[offset..];
-    let transport = if ip.v6 {
-        let load = |at: usize| packet.get(at..at + 8)?.try_into().ok();
-        transport::ipv6(ip.protocol, load).ok_or(DropReason::NatUnsupported)?
-    } else {
-        let header = Ipv4::parse(packet.first_chunk().ok_or(DropReason::Truncated)?, packet.len())?;
-        transport::ipv4(&header, [packet[4], packet[5]])
-    };
-    if transport.part == Part::Later {
-        return Err(DropReason::NatFragment);
-    }
-    if addr.is_unspecified() {
-        return Err(DropReason::NatUnsupported);
-    }
-    let payload = packet.get(transport.offset..).unwrap_or_default();
-    let start = payload.first_chunk::<8>().ok_or(DropReason::NatUnsupported)?;
-    // Random quotes are of no flow: errors are refused like everything that has no ports.
-    flow::ports(ip.v6, transport.protocol, start, NAT_EGRESS).ok_or(DropReason::NatUnsupported)?;
-    match flow::layout(transport.protocol).and_then(|layout| layout.checksum) {
-        // The checksum of a TCP header that is cut off.
-        Some(at) if payload.len() < at + 2 => Err(DropReason::Rewrite),
-        _ => Ok(Some(addr)),
+    Wanted {
+        verdict: REDIRECT,
+        counted,
+        bytes: Bytes::Exactly(bytes),
+        mtu: 0,
+        priority: None,
+        remembered: None,
     }
 }

@@ -44,6 +44,8 @@ const WIREGUARD_PORT: u16 = 51_820;
 const PRIVATE_V4: [[u8; 4]; 4] = [[8, 0, 9, 11], [8, 0, 9, 12], [8, 0, 9, 13], [8, 0, 9, 14]];
 /// Other uplinks, which the test makes.
 pub const OTHER_UPLINKS: [u32; 2] = [77, 78];
+/// The WireGuard device's stand-in, which the test makes, too.
+pub const KILO: u32 = 79;
 const SPECIAL: [&str; 13] = [
     "0.0.0.0",
     "127.0.0.1",
@@ -81,7 +83,25 @@ impl Random {
         self.0.random_range(0..end)
     }
 
-    fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+    /// One of these, if there are any.
+    pub fn one_of<T: Clone>(&mut self, from: &[T]) -> Option<T> {
+        from.choose(&mut self.0).cloned()
+    }
+
+    pub fn byte(&mut self) -> u8 {
+        self.0.random()
+    }
+
+    pub fn fill(&mut self, bytes: &mut [u8]) {
+        self.0.fill(bytes);
+    }
+
+    /// Bytes a segment, of a superpacket at times; else 0.
+    pub fn gso(&mut self) -> u32 {
+        if self.chance(12) { self.0.random_range(8..1400) } else { 0 }
+    }
+
+    pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
         *from.choose(&mut self.0).unwrap()
     }
 
@@ -189,6 +209,8 @@ impl Random {
                 tables.device.insert(ifindex, Device { masq_v4, masq_v6, flags });
             }
         }
+        let masq_v4 = self.pick(&[PRIVATE_V4[0], [10, 4, 0, 1]]);
+        tables.device.insert(KILO, Device { masq_v4, masq_v6: [0xfd; 16], flags: DEVICE_MASQUERADE });
         let one_v4 = self.chance(4);
         let several = self.chance(2);
         if several {
@@ -213,16 +235,21 @@ impl Random {
                 device.flags |= DEVICE_BY_DESTINATION;
             }
         }
+        let offered = self.chance(2);
+        if !offered {
+            exclude_the_mesh(&mut tables);
+        }
         let flag = |set: bool, bit: u32| if set { bit } else { 0 };
         tables.config = Config {
-            kilo_ifindex: IFINDEX,
+            kilo_ifindex: KILO,
             flags: flag(leader, CONFIG_LEADER)
                 | flag(self.chance(3), CONFIG_MASQUERADE)
                 | flag(self.chance(2), CONFIG_PLAIN)
                 | flag(several, CONFIG_SEVERAL_V4 | CONFIG_SEVERAL_V6)
-                | flag(self.chance(2), CONFIG_OFFERED),
+                | flag(offered, CONFIG_OFFERED),
             nat_port_min: 32_768,
-            nat_port_max: 60_999,
+            // At times there is one port, or two.
+            nat_port_max: if self.chance(4) { 32_768 + u16::from(self.chance(2)) } else { 60_999 },
             wireguard_port: WIREGUARD_PORT,
             vxlan_ifindex: flag(self.chance(2), IFINDEX),
             ipip_ifindex: flag(self.chance(2), IFINDEX),
@@ -284,8 +311,12 @@ impl Random {
         self.spoil(&mut frame);
         let shortest = shortest(&frame);
         frame.resize(frame.len().max(shortest), 0);
-        let gso = if self.chance(12) { self.0.random_range(8..1400) } else { 0 };
-        let ifindex = if self.chance(3) { self.pick(&OTHER_UPLINKS) } else { IFINDEX };
+        let gso = self.gso();
+        let ifindex = match self.below(3) {
+            _ if program.starts_with("kilo_") => tables.config.kilo_ifindex,
+            0 => self.pick(&OTHER_UPLINKS),
+            _ => IFINDEX,
+        };
         if !program.starts_with("kilo_") && !program.starts_with("l3_") && frame[..6] == [0; 6] {
             frame[..6].copy_from_slice(&mac(ifindex));
         }
@@ -327,7 +358,13 @@ impl Random {
     ) -> Option<IpAddr> {
         let of_family = tables.prefix.iter().filter(|(prefix, _)| prefix.addr().is_ipv6() == v6);
         let chosen = of_family.filter(|(prefix, value)| wanted(prefix, value)).choose(&mut self.0);
-        Some(match *chosen?.0 {
+        let chosen = *chosen?.0;
+        Some(self.host(chosen))
+    }
+
+    /// An address in this prefix.
+    pub fn host(&mut self, prefix: IpNet) -> IpAddr {
+        match prefix {
             IpNet::V4(net) => {
                 let host = self.0.random::<u32>() & u32::from(net.hostmask());
                 Ipv4Addr::from(u32::from(net.network()) | host).into()
@@ -336,7 +373,7 @@ impl Random {
                 let host = self.0.random::<u128>() & u128::from(net.hostmask());
                 Ipv6Addr::from(u128::from(net.network()) | host).into()
             }
-        })
+        }
     }
 
     /// Classes of service, and ECN: not capable, ECT(1), ECT(0), congested.
@@ -391,7 +428,7 @@ impl Random {
         self.ip(src, dst, protocol::UDP, &vxlan)
     }
 
-    fn ip(&mut self, src: IpAddr, dst: IpAddr, kind: u8, payload: &[u8]) -> Vec<u8> {
+    pub fn ip(&mut self, src: IpAddr, dst: IpAddr, kind: u8, payload: &[u8]) -> Vec<u8> {
         match (src, dst) {
             (IpAddr::V4(src), IpAddr::V4(dst)) => {
                 let options = if self.chance(8) { 4 * self.below(11) } else { 0 };
@@ -535,6 +572,18 @@ impl Random {
     }
 }
 
+/// Where no location offers prefixes, nothing that must not leave in clear is masqueraded.
+fn exclude_the_mesh(tables: &mut Tables) {
+    let guarded = |value: &PrefixValue| value.flags & (PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED) != 0;
+    let guarded = tables.prefix.iter().filter(|(_, value)| guarded(value)).map(|(net, _)| *net);
+    let guarded: Vec<IpNet> = guarded.collect();
+    let within = tables.masq_dst.keys().copied().filter(|net| guarded.iter().any(|of| of.contains(net)));
+    let all: Vec<IpNet> = within.chain(guarded.iter().copied()).collect();
+    for net in all {
+        tables.masq_dst.insert(net, MASQ_EXCLUDE);
+    }
+}
+
 /// BPF_PROG_TEST_RUN takes no less than two headers (since Linux 6.17).
 fn shortest(frame: &[u8]) -> usize {
     if frame.get(12..14) == Some(&ETHERTYPE_IPV6.to_be_bytes()) { 54 } else { 34 }
@@ -551,7 +600,7 @@ fn vxlan(port: u16, inner: &[u8], v6: bool) -> Vec<u8> {
     vxlan
 }
 
-fn ethernet(packet: &[u8], v6: bool) -> Vec<u8> {
+pub fn ethernet(packet: &[u8], v6: bool) -> Vec<u8> {
     let mut frame = vec![0; 12];
     frame.extend((if v6 { ETHERTYPE_IPV6 } else { ETHERTYPE_IPV4 }).to_be_bytes());
     frame.extend(packet);
