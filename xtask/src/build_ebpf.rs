@@ -1,7 +1,7 @@
 //! `cargo xtask build-ebpf`: the BPF object from source, with stable Rust.
 
 use std::{
-    env, fs,
+    fs,
     os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::Command,
@@ -11,13 +11,17 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::{
     apt::{self, Suites},
-    command::{output, run, show},
+    command::{cargo_home, output, run, rust_sysroot, show},
     workspace_root,
 };
 
 /// Version that matches the LLVM of the pinned toolchain.
 const BPF_LINKER: &str = "0.13.0";
 const TARGET: &str = "bpfel-unknown-none";
+/// What every cargo command for the BPF target is told.
+const FOR_BPF: [&str; 4] = ["-Z", "build-std=core", "--target", TARGET];
+/// Cargo's own target directory for BPF, relative to the workspace.
+const BUILD_DIRECTORY: &str = "target/bpf-build";
 
 /// Where the object is written, relative to the workspace.
 pub const OBJECT: &str = "target/bpf/kilo.o";
@@ -33,55 +37,79 @@ fn build_in(root: &Path, quiet: bool) -> Result<PathBuf> {
             println!("build-ebpf: {line}");
         }
     };
-    let cache = apt::cache_directory()?;
-    let sysroot = PathBuf::from(output(Command::new("rustc").args(["--print", "sysroot"]))?.trim());
-    let source = rust_source(&sysroot, &cache, &say)?;
-    let linker = bpf_linker(&sysroot, &cache, &say)?;
-    let cargo_home = env::var_os("CARGO_HOME")
-        .map_or_else(|| PathBuf::from(env::var_os("HOME").unwrap_or_default()).join(".cargo"), PathBuf::from);
-    // Paths of this machine must not reach the object: two builds are equal to the byte.
-    let flags = [
-        "-Cdebuginfo=2".to_owned(),
-        "-Ctarget-cpu=v3".to_owned(),
-        "-Clink-arg=--btf".to_owned(),
-        format!("-Clinker={}", linker.display()),
-        format!("--remap-path-prefix={}=/kilo", root.display()),
-        format!("--remap-path-prefix={}=/cargo", cargo_home.display()),
-        format!("--remap-path-prefix={}=/rust", source.library.parent().unwrap_or(Path::new("/")).display()),
-        format!("--remap-path-prefix={}=/sysroot", sysroot.display()),
-    ];
-    let target_directory = root.join("target/bpf-build");
-    let mut command = Command::new("cargo");
-    command
-        .current_dir(root)
-        .env("RUSTC_BOOTSTRAP", "1")
-        .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"))
-        .env("CARGO_TARGET_DIR", &target_directory)
-        .env_remove("RUSTFLAGS")
-        .args([
-            "build",
-            "--release",
-            "--locked",
-            "--package",
-            "kilo-ebpf",
-            "-Z",
-            "build-std=core",
-            "--target",
-            TARGET,
-        ]);
-    if !source.in_sysroot {
-        command.env("__CARGO_TESTS_ONLY_SRC_ROOT", &source.library);
-    }
+    let toolchain = Toolchain::find(&say)?;
+    let mut command = toolchain.cargo(root)?;
+    command.args(["build", "--release", "--locked", "--package", "kilo-ebpf"]).args(FOR_BPF);
     if quiet {
         command.arg("--quiet");
     }
     show(&mut command).context("the BPF programs do not build")?;
-    let built = target_directory.join(TARGET).join("release/kilo-ebpf");
+    let built = root.join(BUILD_DIRECTORY).join(TARGET).join("release/kilo-ebpf");
     let object = root.join(OBJECT);
     fs::create_dir_all(object.parent().context("no parent")?)?;
-    strip(&sysroot, &built, &object)?;
+    strip(&toolchain.sysroot, &built, &object)?;
     say(format!("{OBJECT}, {} bytes", fs::metadata(&object)?.len()));
     Ok(object)
+}
+
+/// Clippy on the programs as they are built for BPF.
+///
+/// # Errors
+/// When clippy warns, or the toolchain for BPF is missing.
+pub fn clippy() -> Result<()> {
+    let root = workspace_root();
+    let toolchain = Toolchain::find(&|_| ())?;
+    let mut command = toolchain.cargo(&root)?;
+    command
+        .args(["clippy", "--locked", "--quiet", "--package", "kilo-ebpf", "--lib", "--bins"])
+        .args(FOR_BPF)
+        .args(["--", "-D", "warnings"]);
+    show(&mut command).context("clippy has warnings about the BPF programs")
+}
+
+/// What compiles for BPF: rustc's sources of `core`, and a linker.
+struct Toolchain {
+    sysroot: PathBuf,
+    source: RustSource,
+    linker: PathBuf,
+}
+
+impl Toolchain {
+    /// Fetches what is missing.
+    fn find(say: &dyn Fn(String)) -> Result<Self> {
+        let cache = apt::cache_directory()?;
+        let sysroot = rust_sysroot()?;
+        let source = rust_source(&sysroot, &cache, say)?;
+        let linker = bpf_linker(&sysroot, &cache, say)?;
+        Ok(Self { sysroot, source, linker })
+    }
+
+    /// Cargo, told how to compile for BPF.
+    fn cargo(&self, root: &Path) -> Result<Command> {
+        // Paths of this machine must not reach the object: two builds are equal to the byte.
+        let remap = |from: &Path, to: &str| format!("--remap-path-prefix={}={to}", from.display());
+        let flags = [
+            "-Cdebuginfo=2".to_owned(),
+            "-Ctarget-cpu=v3".to_owned(),
+            "-Clink-arg=--btf".to_owned(),
+            format!("-Clinker={}", self.linker.display()),
+            remap(root, "/kilo"),
+            remap(&cargo_home()?, "/cargo"),
+            remap(self.source.library.parent().unwrap_or(Path::new("/")), "/rust"),
+            remap(&self.sysroot, "/sysroot"),
+        ];
+        let mut command = Command::new("cargo");
+        command
+            .current_dir(root)
+            .env("RUSTC_BOOTSTRAP", "1")
+            .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"))
+            .env("CARGO_TARGET_DIR", root.join(BUILD_DIRECTORY))
+            .env_remove("RUSTFLAGS");
+        if !self.source.in_sysroot {
+            command.env("__CARGO_TESTS_ONLY_SRC_ROOT", &self.source.library);
+        }
+        Ok(command)
+    }
 }
 
 /// Removes DWARF; BTF stays. The file keeps its time when nothing changed, so

@@ -1,6 +1,7 @@
 //! Running programs, with errors that show what they said.
 
 use std::{
+    env,
     path::PathBuf,
     process::{Command, Stdio},
 };
@@ -48,11 +49,30 @@ pub fn show(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
+/// Cargo's directory of downloads and installed programs.
+///
+/// # Errors
+/// When neither `CARGO_HOME` nor `HOME` is set.
+pub fn cargo_home() -> Result<PathBuf> {
+    if let Some(directory) = env::var_os("CARGO_HOME") {
+        return Ok(PathBuf::from(directory));
+    }
+    Ok(PathBuf::from(env::var_os("HOME").context("neither CARGO_HOME nor HOME is set")?).join(".cargo"))
+}
+
+/// The directory of the pinned Rust toolchain.
+///
+/// # Errors
+/// When rustc cannot be run.
+pub fn rust_sysroot() -> Result<PathBuf> {
+    Ok(PathBuf::from(output(Command::new("rustc").args(["--print", "sysroot"]))?.trim()))
+}
+
 /// This program where it was built: a build may have replaced the running one.
 ///
 /// # Errors
 /// When the running program has no path.
 pub fn own_program() -> Result<PathBuf> {
-    let this = std::env::current_exe()?;
+    let this = env::current_exe()?;
     Ok(this.parent().context("no directory of this program")?.join("xtask"))
 }

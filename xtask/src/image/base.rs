@@ -12,7 +12,7 @@ use anyhow::{Context as _, Result, bail};
 use super::buildah::{Buildah, EPOCH};
 use crate::{
     apt,
-    command::{output, run},
+    command::{cargo_home, output, run, rust_sysroot},
 };
 
 /// Debian without what containers do not need.
@@ -109,16 +109,13 @@ pub fn rust(buildah: &Buildah) -> Result<()> {
         return Ok(());
     }
     println!("image: {RUST}, of this machine's toolchain (about two minutes)");
-    let sysroot = PathBuf::from(output(Command::new("rustc").args(["--print", "sysroot"]))?.trim());
+    let sysroot = rust_sysroot()?;
     let version = output(Command::new("rustc").arg("--version"))?;
     let number = version.split_whitespace().nth(1).context("rustc --version printed no version")?;
     if !number.starts_with("1.95.") {
         bail!("the Dockerfile wants Rust 1.95, and this machine has {number}; run `rustup default 1.95`");
     }
-    let cargo = match std::env::var_os("CARGO_HOME") {
-        Some(directory) => PathBuf::from(directory),
-        None => PathBuf::from(std::env::var_os("HOME").context("HOME is not set")?).join(".cargo"),
-    };
+    let cargo = cargo_home()?;
     if !cargo.join("bin/rustup").exists() {
         bail!(
             "{} has no rustup, which the Dockerfile calls; install Rust by rustup",
