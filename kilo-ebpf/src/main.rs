@@ -12,6 +12,13 @@
 //! | `l3_egress` | egress of uplinks without link-layer header | as `uplink_egress` |
 #![cfg_attr(target_arch = "bpf", no_std, no_main)]
 #![cfg_attr(not(target_arch = "bpf"), allow(unused_crate_dependencies))]
+#![cfg_attr(
+    target_arch = "bpf",
+    allow(
+        clippy::needless_borrows_for_generic_args,
+        reason = "a map's key by value is copied to a 512-byte stack"
+    )
+)]
 
 #[cfg(target_arch = "bpf")]
 mod cb;

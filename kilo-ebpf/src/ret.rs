@@ -14,6 +14,7 @@ const TC_ACT_SHOT: i32 = 2;
 pub const REDIRECT_INGRESS: u64 = 1;
 
 /// Runs a program, and counts and reports what it drops.
+#[expect(clippy::needless_pass_by_value, reason = "the entry points own their context")]
 #[inline(always)]
 pub fn verdict(
     ctx: TcContext,

@@ -64,9 +64,10 @@ fn tunnel_sender(ctx: &TcContext) -> Result<Option<&'static NodeValue>, DropReas
     // SAFETY: plain integers, for which zero is a value.
     let mut key: bpf_tunnel_key = unsafe { core::mem::zeroed() };
     let size = size_of::<bpf_tunnel_key>() as u32;
-    // SAFETY: the context is valid, the key is large enough; so below.
+    // SAFETY: the context is valid, the key is large enough.
     let v4 = unsafe { bpf_skb_get_tunnel_key(ctx.as_ptr().cast(), &raw mut key, size, 0) } == 0;
     let v6 = !v4
+        // SAFETY: as above.
         && unsafe {
             bpf_skb_get_tunnel_key(ctx.as_ptr().cast(), &raw mut key, size, u64::from(BPF_F_TUNINFO_IPV6))
         } == 0;

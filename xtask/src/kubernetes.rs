@@ -181,7 +181,7 @@ fn mend(work: &Path, root: &Path) -> Result<()> {
         .args(["-i", &inputs.join(",")]))
 }
 
-/// Packages marked for OpenAPI generation.
+/// Packages marked for `OpenAPI` generation.
 fn openapi_inputs(root: &Path) -> Result<Vec<String>> {
     let marked = output(Command::new("grep").current_dir(root).args([
         "-rlE",

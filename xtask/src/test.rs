@@ -40,7 +40,7 @@ const KERNEL_WIREGUARD: &str = "net::wireguard_kernel";
 pub enum Part {
     /// Formatting, lints, unit and property tests: nothing but cargo.
     Unit,
-    /// The BPF programs through BPF_PROG_TEST_RUN on this kernel.
+    /// The BPF programs through `BPF_PROG_TEST_RUN` on this kernel.
     Bpf,
     /// The mesh in namespaces on this kernel, and what else needs root.
     Lab,

@@ -224,7 +224,7 @@ fn unpack_module(from: &Path, to: &Path) -> Result<()> {
 
 /// The rest of the guest's first process: the root, and over to the command.
 /// (A real root, not a chroot: nsenter leaves a chroot.)
-const INIT: &str = r#"
+const INIT: &str = r"
 o=trans=virtio,version=9p2000.L,msize=262144
 $b mount -t 9p -o $o,ro,cache=loose host /host || $b sh
 $b mount -t tmpfs -o size=2g rw /rw
@@ -259,7 +259,7 @@ $b mount -t 9p -o $o,cache=none shared /new$s
 $b ip link set lo up
 $b umount /proc /sys /dev
 exec $b switch_root /new /bin/sh $s/command
-"#;
+";
 
 /// The script the guest runs, in this directory and with this PATH.
 fn write_command(args: &VmArgs, shared: &Path) -> Result<()> {

@@ -77,7 +77,7 @@ fn compute(nodes: &[Arc<Node>], peers: &BTreeMap<String, Peer>, own: &str) -> Du
         masquerade: true,
         mtu: 1420,
     });
-    let spent = processor_time() - started;
+    let spent = processor_time().checked_sub(started).unwrap();
     let plan = plan.unwrap();
     let leads = own == objects::name(objects::OWN);
     assert_eq!(plan.wireguard.peers.len(), if leads { objects::LOCATIONS - 1 + peers.len() } else { 0 });

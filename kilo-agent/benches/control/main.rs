@@ -49,9 +49,9 @@ impl Figures {
 }
 
 fn main() {
-    let path = std::env::args().nth(1).filter(|argument| argument.ends_with(".json"));
-    let mut figures =
-        Figures { path: path.map_or_else(|| "/dev/null".into(), PathBuf::from), all: Vec::new() };
+    let path =
+        std::env::args().nth(1).map(PathBuf::from).filter(|path| path.extension() == Some("json".as_ref()));
+    let mut figures = Figures { path: path.unwrap_or_else(|| "/dev/null".into()), all: Vec::new() };
     let sizes = std::env::var("KILO_BENCH_NODES").unwrap_or_else(|_| "100,1000,10000".to_owned());
     let sizes: Vec<usize> = sizes.split(',').map(|size| size.parse().unwrap()).collect();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();

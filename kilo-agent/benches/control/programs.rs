@@ -1,4 +1,4 @@
-//! Time of single programs on this kernel (BPF_PROG_TEST_RUN), with few and
+//! Time of single programs on this kernel (`BPF_PROG_TEST_RUN`), with few and
 //! many prefixes. None of these runs changes its packet, so that it can be
 //! repeated.
 
@@ -17,7 +17,7 @@ use crate::{
 
 const REPEAT: u32 = 200_000;
 const ROUNDS: usize = 9;
-/// BPF_PROG_TEST_RUN reads an Ethernet header where the WireGuard device has
+/// `BPF_PROG_TEST_RUN` reads an Ethernet header where the WireGuard device has
 /// none: the first bytes of this source read as the EtherType of IPv4.
 const POD: [u8; 4] = [8, 0, 1, 2];
 

@@ -329,8 +329,8 @@ pub fn sort_by_prefix<T: Copy>(items: &mut Vec<T>, prefix: impl Fn(&T) -> IpNet)
         }
     }
     // This one makes use of what is sorted in parts, such as what locations stand for.
-    v4.sort();
-    v6.sort();
+    v4.sort_unstable();
+    v6.sort_unstable();
     let places = v4.iter().map(|ranked| *ranked as u64 as usize).chain(v6.iter().map(|(_, at)| *at));
     *items = places.map(|at| items[at]).collect();
 }

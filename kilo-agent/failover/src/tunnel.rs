@@ -18,7 +18,7 @@ struct Tunnel {
 /// Probes through the own tunnel to some far leaders.
 #[derive(Clone, Debug)]
 pub struct Tunnels {
-    tunnels: Vec<Tunnel>,
+    probed: Vec<Tunnel>,
     up_since: Micros,
     /// Since when most of them have answered without three misses in a row.
     good_since: Option<Micros>,
@@ -30,18 +30,18 @@ impl Tunnels {
     pub fn new(params: &Params, fars: &[Far], now: Micros) -> Self {
         let tunnel =
             |far: &Far| Tunnel { far: *far, row: Row::default(), trip: RoundTrip::default(), answered: None };
-        let tunnels = fars.iter().take(params.targets).map(tunnel).collect();
-        Self { tunnels, up_since: now, good_since: None, next: now }
+        let probed = fars.iter().take(params.targets).map(tunnel).collect();
+        Self { probed, up_since: now, good_since: None, next: now }
     }
 
     /// When it has to be woken.
     pub fn wake(&self) -> Micros {
-        self.tunnels.iter().map(|tunnel| tunnel.row.deadline()).fold(self.next, Micros::min)
+        self.probed.iter().map(|tunnel| tunnel.row.deadline()).fold(self.next, Micros::min)
     }
 
     /// Sends what is due and counts what is overdue.
     pub fn wake_up(&mut self, params: &Params, turn: &mut Turn<'_>) {
-        for tunnel in &mut self.tunnels {
+        for tunnel in &mut self.probed {
             tunnel.row.expire(turn.now);
         }
         if !self.most(|tunnel| tunnel.row.misses() < 3) {
@@ -49,14 +49,14 @@ impl Tunnels {
         }
         if turn.now >= self.next {
             self.next = turn.now + turn.jittered(params.own);
-            let fars: Vec<_> = self.tunnels.iter().map(|tunnel| tunnel.far).collect();
+            let fars: Vec<_> = self.probed.iter().map(|tunnel| tunnel.far).collect();
             fars.into_iter().for_each(|far| self.probe(far, turn));
         }
     }
 
     /// Sends one at once.
     pub fn probe(&mut self, far: Far, turn: &mut Turn<'_>) {
-        let Some(tunnel) = self.tunnels.iter_mut().find(|tunnel| tunnel.far == far) else { return };
+        let Some(tunnel) = self.probed.iter_mut().find(|tunnel| tunnel.far == far) else { return };
         let nonce = turn.nonce();
         tunnel.row.sent(nonce, turn.now, turn.now + tunnel.trip.usual() * 3 / 2 + 30 * MS);
         turn.push(Output::Probe { nonce, way: Way::Own(far) });
@@ -64,7 +64,7 @@ impl Tunnels {
 
     /// A probe was answered; whether it was one of these.
     pub fn answered(&mut self, nonce: u64, at: Micros) -> bool {
-        for tunnel in &mut self.tunnels {
+        for tunnel in &mut self.probed {
             let Some(sent) = tunnel.row.answered(nonce) else { continue };
             tunnel.trip.measured(at.saturating_sub(sent));
             tunnel.answered = tunnel.answered.max(Some(sent));
@@ -78,11 +78,11 @@ impl Tunnels {
 
     /// The agent slept: what is outstanding proves nothing.
     pub fn discard(&mut self) {
-        self.tunnels.iter_mut().for_each(|tunnel| tunnel.row.clear());
+        self.probed.iter_mut().for_each(|tunnel| tunnel.row.clear());
     }
 
     fn most(&self, is_good: impl Fn(&Tunnel) -> bool) -> bool {
-        self.tunnels.iter().filter(|tunnel| is_good(tunnel)).count() * 2 > self.tunnels.len()
+        self.probed.iter().filter(|tunnel| is_good(tunnel)).count() * 2 > self.probed.len()
     }
 
     fn answers(tunnel: &Tunnel, now: Micros) -> bool {
@@ -91,7 +91,7 @@ impl Tunnels {
 
     /// Far leaders that answer now: those path probes are sent to.
     pub fn targets(&self, now: Micros) -> Vec<Far> {
-        self.tunnels.iter().filter(|tunnel| Self::answers(tunnel, now)).map(|tunnel| tunnel.far).collect()
+        self.probed.iter().filter(|tunnel| Self::answers(tunnel, now)).map(|tunnel| tunnel.far).collect()
     }
 
     /// Whether this node could lead now.
@@ -111,19 +111,19 @@ impl Tunnels {
 
     /// The usual round trip to a far leader.
     pub fn usual(&self, far: Far) -> Micros {
-        self.tunnels.iter().find(|tunnel| tunnel.far == far).map_or(0, |tunnel| tunnel.trip.usual())
+        self.probed.iter().find(|tunnel| tunnel.far == far).map_or(0, |tunnel| tunnel.trip.usual())
     }
 
     /// The longest usual round trip.
     pub fn longest(&self) -> Micros {
-        self.tunnels.iter().map(|tunnel| tunnel.trip.usual()).max().unwrap_or(0)
+        self.probed.iter().map(|tunnel| tunnel.trip.usual()).max().unwrap_or(0)
     }
 
     /// Since when every one of them is silent: each has so many misses in a row.
     pub fn silent_since(&self, misses: usize) -> Option<Micros> {
-        if self.tunnels.iter().any(|tunnel| tunnel.row.misses() < misses) {
+        if self.probed.iter().any(|tunnel| tunnel.row.misses() < misses) {
             return None;
         }
-        self.tunnels.iter().filter_map(|tunnel| tunnel.row.since()).min()
+        self.probed.iter().filter_map(|tunnel| tunnel.row.since()).min()
     }
 }

@@ -49,7 +49,7 @@ pub fn headers(data: &[u8]) {
     }
     if let Some(bytes) = data.first_chunk::<EVENT_BYTES>() {
         let event = DropEvent::from_bytes(bytes);
-        let ethernet = event.hook().is_none_or(|hook| hook.has_ethernet());
+        let ethernet = event.hook().is_none_or(kilo_common::event::Hook::has_ethernet);
         decode::headers(event.bytes(), event.length as usize, ethernet);
     }
 }

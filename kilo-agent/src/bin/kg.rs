@@ -303,9 +303,9 @@ fn hostname(flags: &Flags) -> Result<String> {
         return Ok(flags.hostname.clone());
     }
     let name = nix::unistd::gethostname().context("the host's name")?;
-    let name = name
-        .into_string()
-        .map_err(|name| anyhow::anyhow!("the host's name {name:?} is not valid UTF-8; set --hostname"))?;
+    let name = name.into_string().map_err(|name| {
+        anyhow::anyhow!("the host's name {} is not valid UTF-8; set --hostname", name.display())
+    })?;
     // Names of Node objects are lower case; the kubelet does the same.
     Ok(name.to_lowercase())
 }

@@ -158,7 +158,7 @@ fn location(out: &mut String, segment: &Segment, centre: Point, radius: f64) -> 
         let point = if leads {
             centre
         } else {
-            let (dx, dy) = at(ring(others), place as f64 / others as f64);
+            let (dx, dy) = at(ring(others), f64::from(place) / others as f64);
             place += 1;
             let point = (x + dx, y + dy);
             line(out, centre, point, "")?;

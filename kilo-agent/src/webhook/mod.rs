@@ -6,7 +6,7 @@ mod issue;
 mod metrics;
 mod secret;
 
-use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{future, io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use hyper::{Method, Request, StatusCode, body::Incoming, header::CONTENT_TYPE};
@@ -107,7 +107,7 @@ pub async fn run(options: Options, stop: CancellationToken) -> Result<(), Webhoo
 
     let (for_reviews, for_scrapes) = (metrics.clone(), metrics.clone());
     let review = move |request| review_or_refuse(for_reviews.clone(), request);
-    let scrape = move |request| tell(for_scrapes.clone(), request);
+    let scrape = move |request| future::ready(tell(&for_scrapes, &request));
     let acceptor = TlsAcceptor::from(Arc::new(config));
     let serving = async {
         tokio::join!(
@@ -179,7 +179,7 @@ impl Origin {
 }
 
 /// Metrics and health.
-async fn tell(metrics: Metrics, request: Request<Incoming>) -> Answer {
+fn tell(metrics: &Metrics, request: &Request<Incoming>) -> Answer {
     let path = request.uri().path();
     let handler = match path {
         "/metrics" => "metrics",

@@ -255,7 +255,7 @@ async fn an_invalid_peer_is_named_and_hides_no_other() {
 async fn apply_crds_served(client: &Client) {
     let peers: Api<DynamicObject> =
         Api::all_with(client.clone(), &kube::api::ApiResource::erase::<Peer>(&()));
-    while peers.list(&Default::default()).await.is_err() {
+    while peers.list(&kube::api::ListParams::default()).await.is_err() {
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }

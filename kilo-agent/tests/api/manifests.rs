@@ -82,8 +82,9 @@ fn manifests() -> Vec<String> {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests");
     let names =
         fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
-    let mut names: Vec<_> =
-        names.filter(|name| name.ends_with(".yaml") && name != "kustomization.yaml").collect();
+    let mut names: Vec<_> = names
+        .filter(|name| Path::new(name).extension() == Some("yaml".as_ref()) && name != "kustomization.yaml")
+        .collect();
     names.sort();
     names
 }

@@ -38,7 +38,7 @@ fn every_pinned_map_has_the_size_the_documentation_gives_a_reason_for() {
 }
 
 /// Its first bytes read as the EtherType of IPv4: the WireGuard device has no
-/// Ethernet header, BPF_PROG_TEST_RUN wants one.
+/// Ethernet header, `BPF_PROG_TEST_RUN` wants one.
 const POD: [u8; 4] = [8, 0, 1, 2];
 
 /// The leader's tables with that map grown to so many entries.

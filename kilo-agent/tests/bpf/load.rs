@@ -81,7 +81,7 @@ fn rubbish_that_is_no_map_is_replaced() {
     assert!(error.is_some_and(|error| error.contains("hop")));
 }
 
-/// Denies bpf() to this thread for good, as a seccomp profile of a container does.
+/// Denies `bpf()` to this thread for good, as a seccomp profile of a container does.
 fn forbid_bpf() {
     use nix::libc;
     let statement = |code: u32, jump_false: u8, k: u32| libc::sock_filter {

@@ -1,4 +1,4 @@
-//! The BPF programs, by BPF_PROG_TEST_RUN and on real hooks. Needs root.
+//! The BPF programs, by `BPF_PROG_TEST_RUN` and on real hooks. Needs root.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,

@@ -27,7 +27,7 @@ use support::{
     },
 };
 
-/// Ethernet and IPv4 header: BPF_PROG_TEST_RUN takes no less (since Linux 6.17).
+/// Ethernet and IPv4 header: `BPF_PROG_TEST_RUN` takes no less (since Linux 6.17).
 const SHORTEST: usize = 34;
 
 fn open(tables: &Tables) -> Option<(support::BpfFs, Dataplane)> {

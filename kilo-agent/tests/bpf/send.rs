@@ -1,7 +1,7 @@
 //! `kilo_egress` and `kilo_ingress`: which way a packet takes. (The bytes they
 //! send are checked on real links, by the lab.)
 //!
-//! BPF_PROG_TEST_RUN always reads an Ethernet header, and the WireGuard device
+//! `BPF_PROG_TEST_RUN` always reads an Ethernet header, and the WireGuard device
 //! has none: packets here come from 8.0.0.0/16, whose first bytes read as the
 //! EtherType of IPv4.
 
@@ -18,7 +18,7 @@ use support::{
 };
 
 const POD: [u8; 4] = [8, 0, 1, 2];
-/// BPF_PROG_TEST_RUN takes no less than two headers (since Linux 6.17).
+/// `BPF_PROG_TEST_RUN` takes no less than two headers (since Linux 6.17).
 const SHORTEST: usize = 34;
 
 fn open(mut tables: Tables) -> Option<(support::BpfFs, Dataplane)> {

@@ -129,7 +129,7 @@ fn a_forged_error_lowers_nothing_and_a_true_one_what_the_router_says() {
                 match log.recv_timeout(until.saturating_duration_since(Instant::now())) {
                     Ok(line) if line.contains(words) => break,
                     Ok(line) => said += &(line + "\n"),
-                    Err(_) => panic!("the log does not say {words:?}: {said}"),
+                    Err(error) => panic!("the log does not say {words:?} ({error}): {said}"),
                 }
             }
         };

@@ -35,7 +35,7 @@ use support::{
 
 /// A node with a private and a public interface, and the member at the other end of both.
 struct World {
-    _fs: support::BpfFs,
+    fs: support::BpfFs,
     net: Net,
     dataplane: Dataplane,
     tunnels: Tunnels,
@@ -67,7 +67,7 @@ impl World {
         let tunnels = tunnels::ensure(net.rtnl()).await;
         assert!(tunnels.problems.is_empty(), "{:?}", tunnels.problems);
         let uplinks = BTreeSet::from([index("eth0"), index("eth1")]);
-        Self { _fs: fs, net, dataplane, tunnels, uplinks }
+        Self { fs, net, dataplane, tunnels, uplinks }
     }
 
     fn tables(&self) -> Tables {
@@ -345,7 +345,7 @@ async fn without_the_right_to_look<T>(body: impl Future<Output = T>) -> T {
 fn a_hook_that_cannot_be_looked_at_guards_no_device() {
     isolated("a_hook_that_cannot_be_looked_at_guards_no_device", || async {
         let mut world = World::new().await;
-        let mut probe = support::foreign::program(&world._fs.path().join("probe"));
+        let mut probe = support::foreign::program(&world.fs.path().join("probe"));
         if support::foreign::attach_tcx(&mut probe, "eth1", TcAttachType::Ingress, LinkOrder::last()).is_err()
         {
             support::skip("TCX needs Linux 6.6");
@@ -372,31 +372,31 @@ fn a_hook_that_cannot_be_looked_at_guards_no_device() {
 fn a_device_that_takes_no_program_stays_down_and_one_that_lost_it_goes_down() {
     isolated("a_device_that_takes_no_program_stays_down_and_one_that_lost_it_goes_down", || async {
         let mut world = World::new().await;
-        let mut first = support::foreign::program(&world._fs.path().join("first"));
+        let mut first = support::foreign::program(&world.fs.path().join("first"));
         if support::foreign::attach_tcx(&mut first, "eth1", TcAttachType::Ingress, LinkOrder::last()).is_err()
         {
             support::skip("TCX needs Linux 6.6");
             return;
         }
-        world.dataplane = Dataplane::open_with(world._fs.path(), false, AttachMode::Tcx).unwrap();
+        world.dataplane = Dataplane::open_with(world.fs.path(), false, AttachMode::Tcx).unwrap();
         world.apply().await;
         assert!(is_up("kilo-vxlan"));
         // Somebody removes it, and fills the hook, which holds 63 programs.
         let index = index("kilo-vxlan");
-        let links = kilo_host::dataplane::link_directory(world._fs.path());
+        let links = kilo_host::dataplane::link_directory(world.fs.path());
         sh(&format!("rm {}/tunnel_ingress_{index}", links.display()));
         let mut others = Vec::new();
         let started = Instant::now();
         while others.len() < 63 {
             assert!(started.elapsed() < Duration::from_secs(10), "{} programs", others.len());
             let mut other =
-                support::foreign::program(&world._fs.path().join(format!("other{}", others.len())));
+                support::foreign::program(&world.fs.path().join(format!("other{}", others.len())));
             let order = LinkOrder::last();
             match support::foreign::attach_tcx(&mut other, "kilo-vxlan", TcAttachType::Ingress, order) {
                 Ok(link) => others.push((other, link)),
                 // The kernel frees a link some time after its last name is gone.
                 Err(_) => {
-                    std::fs::remove_file(world._fs.path().join(format!("other{}", others.len()))).unwrap();
+                    std::fs::remove_file(world.fs.path().join(format!("other{}", others.len()))).unwrap();
                 }
             }
         }

@@ -319,7 +319,7 @@ pub async fn apply_crds(client: &Client) {
     }
     let peers: Api<kilo_core::objects::peer::Peer> = Api::all(client.clone());
     let deadline = Instant::now() + Duration::from_secs(20);
-    while let Err(error) = peers.list(&Default::default()).await {
+    while let Err(error) = peers.list(&kube::api::ListParams::default()).await {
         assert!(Instant::now() < deadline, "peers are not served: {error}");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }

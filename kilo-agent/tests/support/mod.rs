@@ -6,7 +6,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kilo_common::maps::*;
+use kilo_common::maps::{
+    CONFIG_LEADER, CONFIG_MASQUERADE, Config, DEVICE_MASQUERADE, Device, HOP_FIRST_NODE, HOP_LOCAL,
+    HOP_REMOTE, MASQ_EXCLUDE, MASQ_SRC_ALWAYS, NODE_LEADER, NodeValue, PREFIX_NEVER_CLEAR,
+    PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
+};
 use kilo_core::{
     flat_map::FlatMap,
     plan::{self, Tables},
@@ -63,7 +67,7 @@ pub const OUTSIDE: [u8; 4] = [198, 51, 100, 2];
 pub const PUBLIC: [u8; 4] = [192, 0, 2, 11];
 /// The same interface's IPv6 address.
 pub const PUBLIC_V6: [u8; 16] = [0x20, 1, 0x0d, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 11];
-/// Loopback: the interface BPF_PROG_TEST_RUN gives to packets.
+/// Loopback: the interface `BPF_PROG_TEST_RUN` gives to packets.
 pub const IFINDEX: u32 = 1;
 pub const MEMBER_HOP: u32 = HOP_FIRST_NODE;
 

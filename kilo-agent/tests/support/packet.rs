@@ -1,4 +1,4 @@
-//! Packets as bytes, and running a program on them (BPF_PROG_TEST_RUN).
+//! Packets as bytes, and running a program on them (`BPF_PROG_TEST_RUN`).
 
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
 use kilo_common::{
@@ -19,7 +19,7 @@ pub struct Ran {
 }
 
 pub const PASS: i32 = -1;
-/// TC_ACT_OK: the stack has it, and no other program.
+/// `TC_ACT_OK`: the stack has it, and no other program.
 pub const PASS_AT_ONCE: i32 = 0;
 pub const SHOT: i32 = 2;
 pub const REDIRECT: i32 = 7;

@@ -6,7 +6,13 @@ use ipnet::IpNet;
 use kilo_common::{
     checksum,
     encap::vxlan_header,
-    maps::*,
+    maps::{
+        CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_PLAIN, CONFIG_SEVERAL_V4,
+        CONFIG_SEVERAL_V6, Config, DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, Device, HOP_FIRST_NODE,
+        HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS, MASQ_SRC_EXEMPT,
+        MAX_HOPS, NODE_LEADER, PREFIX_HOST_STEERED, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED,
+        PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue, VXLAN_PORT,
+    },
     packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, protocol},
 };
 use kilo_core::{
@@ -28,7 +34,7 @@ use super::{
 pub struct Random(StdRng);
 
 /// Prefixes of the mesh. On the WireGuard device packets have no Ethernet
-/// header, but BPF_PROG_TEST_RUN reads one: bytes 12 and 13 of these sources
+/// header, but `BPF_PROG_TEST_RUN` reads one: bytes 12 and 13 of these sources
 /// are the EtherType of their family.
 const V4: [&str; 6] =
     ["8.0.1.0/24", "8.0.2.0/24", "8.0.0.0/16", "8.0.7.64/26", "10.42.4.0/24", "10.5.0.1/32"];
@@ -454,7 +460,7 @@ impl Random {
             }
             (IpAddr::V6(src), IpAddr::V6(dst)) => {
                 // Extension headers in front of the payload, at times more than are followed.
-                let mut count = if self.chance(3) { 1 } else { 0 };
+                let mut count = usize::from(self.chance(3));
                 if count > 0 && self.chance(3) {
                     count += self.below(6);
                 }
@@ -584,7 +590,7 @@ fn exclude_the_mesh(tables: &mut Tables) {
     }
 }
 
-/// BPF_PROG_TEST_RUN takes no less than two headers (since Linux 6.17).
+/// `BPF_PROG_TEST_RUN` takes no less than two headers (since Linux 6.17).
 fn shortest(frame: &[u8]) -> usize {
     if frame.get(12..14) == Some(&ETHERTYPE_IPV6.to_be_bytes()) { 54 } else { 34 }
 }

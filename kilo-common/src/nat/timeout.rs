@@ -22,7 +22,7 @@ pub mod seconds {
     pub const TCP_ESTABLISHED: u32 = 432_000;
     /// TCP: data sent, never answered.
     pub const TCP_UNACKNOWLEDGED: u32 = 300;
-    /// TCP: one end or both have finished (FIN_WAIT, TIME_WAIT).
+    /// TCP: one end or both have finished (`FIN_WAIT`, `TIME_WAIT`).
     pub const TCP_FINISHED: u32 = 120;
     /// TCP: reset.
     pub const TCP_CLOSED: u32 = 10;

@@ -110,7 +110,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     if start + UDP > ctx.data_end() {
         return NOTHING;
     }
-    // SAFETY: the bounds are checked, and programs may read packets at any address; so below.
+    // SAFETY: the bounds are checked, and programs may read packets at any address.
     let ip = unsafe { &*((start + ETHERNET_LEN) as *const Ipv4Header) };
     let old = if EGRESS { ip.src } else { ip.dst };
     // The host's own on the way out. On the way in: for no address of this interface, and
@@ -127,6 +127,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
         return NOTHING;
     }
     let protocol = ip.protocol;
+    // SAFETY: the bounds are checked above, and programs may read packets at any address.
     let old_port = unsafe { *((start + PORT[EGRESS as usize]) as *const u16) };
     // SAFETY: as above.
     let dst_port = unsafe { *((start + TRANSPORT + offset_of!(UdpHdr, dst)) as *const u16) };
@@ -138,7 +139,9 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
         _ => return NOTHING,
     };
     let direction = if EGRESS { NAT_EGRESS } else { NAT_INGRESS };
+    // SAFETY: the bounds are checked above, and programs may read packets at any address.
     let ports = unsafe { *((start + TRANSPORT) as *const u32) };
+    // SAFETY: of TCP, the bounds of its flags are checked above.
     let tcp_flags = if is_tcp { unsafe { *((start + TCP_FLAGS) as *const u8) } } else { 0 };
     let entry = if EGRESS || usual || any {
         // SAFETY: entries are not freed while the program runs; so below.
@@ -169,6 +172,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
         (TCP_CHECKSUM, 0, true)
     } else {
         // A UDP checksum of zero means that there is none.
+        // SAFETY: the bounds are checked above.
         let sealed = unsafe { *((start + UDP_CHECKSUM) as *const u16) } != 0;
         (UDP_CHECKSUM, u64::from(BPF_F_MARK_MANGLED_0), sealed)
     };
@@ -194,9 +198,11 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
         start
     };
     // What the address adds to a sum over the whole packet the header's checksum takes away.
+    // SAFETY: the bounds are checked, before or after the helpers that may have moved the packet.
     let ip = unsafe { &mut *((start + ETHERNET_LEN) as *mut Ipv4Header) };
     ip.checksum = checksum::update_word(ip.checksum, old, new);
     *(if EGRESS { &mut ip.src } else { &mut ip.dst }) = new;
+    // SAFETY: as for the header.
     unsafe { *((start + PORT[EGRESS as usize]) as *mut u16) = state.port() };
     DONE
 }

@@ -304,8 +304,7 @@ fn remember_fragment(work: &mut Work, direction: u8) -> bool {
         last_seen: clock::now(),
     };
     work.fragment_key(direction);
-    let kept = NAT.insert(&work.partner, &work.value, 0).is_ok();
-    kept
+    NAT.insert(&work.partner, &work.value, 0).is_ok()
 }
 
 /// Finds what the first fragment of this datagram, whose key is in

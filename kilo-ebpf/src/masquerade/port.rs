@@ -92,12 +92,13 @@ fn restore_egress(work: &mut Work) {
 /// like a pod's.
 #[inline(always)]
 pub fn is_contested(work: &mut Work) -> bool {
-    // SAFETY: the value is read at once; so below.
+    // SAFETY: the value is read at once.
     if unsafe { NAT.get(&work.key) }.is_some() {
         return true;
     }
     let Work { key, partner, .. } = work;
     key.write_partner(&key.src, key.src_port, partner);
+    // SAFETY: as above.
     match unsafe { NAT.get(&work.partner) } {
         Some(holder) => halves(&holder.addr) != halves(&work.key.src),
         None => false,

@@ -240,7 +240,7 @@ mod tests {
             let (packet, start) = (&frame[10 + link..], field(6));
             assert_eq!((start, field(8)), (link + IPV4, TCP_CHECKSUM));
             assert_eq!(usize::from(u16::from_be_bytes([packet[2], packet[3]])), packet.len());
-            assert!(packet.len() + overhead <= usize::from(u16::MAX));
+            assert!(u16::try_from(packet.len() + overhead).is_ok());
             // What the sum over the segment, of that start, makes of it holds.
             let mut segment = frame[10 + start..].to_vec();
             let sum = checksum(&segment);

@@ -278,7 +278,8 @@ fn down() -> Result<()> {
 
 /// Fails once the cluster is to go away.
 fn stop_if_interrupted() -> Result<()> {
-    if INTERRUPTED.load(Ordering::SeqCst) { bail!("interrupted") } else { Ok(()) }
+    anyhow::ensure!(!INTERRUPTED.load(Ordering::SeqCst), "interrupted");
+    Ok(())
 }
 
 /// Asks again and again until there is an answer.

@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result};
 
 use crate::{
     apt,
-    command::{cargo_home, output, run, rust_sysroot, show},
+    command::{cargo_home, run, rust_sysroot, show},
     workspace_root,
 };
 

@@ -1,11 +1,6 @@
 //! The images that the Dockerfile names as bases, without a registry.
 
-use std::{
-    fs,
-    os::unix::fs::symlink,
-    path::{Path, PathBuf},
-    process::Command,
-};
+use std::{fs, os::unix::fs::symlink, path::Path, process::Command};
 
 use anyhow::{Context as _, Result, bail};
 

@@ -91,7 +91,7 @@ fn alone_and_back(lab: &Lab) -> Result<String> {
         let started = Instant::now();
         let has_address = || a3.space.sh("ip -o address show dev kilo0").map(|text| text.contains("10.4."));
         while has_address()? != leads {
-            ensure!(started.elapsed() < LIMIT, "a3 leads: {} is wanted", leads);
+            ensure!(started.elapsed() < LIMIT, "a3 leads: {leads} is wanted");
             std::thread::sleep(Duration::from_millis(100));
         }
         // The others begin when the agent of a3 has, and on an emulated kernel are long at work.

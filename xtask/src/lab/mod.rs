@@ -600,7 +600,8 @@ impl Lab {
 
 /// Fails once the lab is to go away.
 fn stop_if_interrupted() -> Result<()> {
-    if INTERRUPTED.load(Ordering::SeqCst) { bail!("interrupted") } else { Ok(()) }
+    anyhow::ensure!(!INTERRUPTED.load(Ordering::SeqCst), "interrupted");
+    Ok(())
 }
 
 /// Prints one line of progress.

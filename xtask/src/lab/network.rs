@@ -2,7 +2,7 @@
 //! them that translates addresses, an outside host, a laptop, pods.
 //!
 //! Pods have addresses of both families. The nodes' network is IPv4, or with
-//! `--underlay v6` IPv6: 10.S.N.H becomes fd00:S:N::H, 192.0.2.H 2001:db8:2::H.
+//! `--underlay v6` IPv6: 10.S.N.H becomes `fd00:S:N::H`, 192.0.2.H `2001:db8:2::H`.
 //!
 //! ```text
 //!   site-a 10.1.0.0/24          router           site-b 10.2.0.0/24

@@ -1,4 +1,4 @@
-//! Datagrams a pod hands over many at once (UDP_SEGMENT, as QUIC servers do):
+//! Datagrams a pod hands over many at once (`UDP_SEGMENT`, as QUIC servers do):
 //! each arrives whole, whoever cuts them apart.
 
 use std::{
@@ -97,7 +97,7 @@ fn send(target: SocketAddr) -> Result<()> {
 fn receive(socket: &UdpSocket, is_sent: &AtomicBool) -> Result<u32> {
     socket.set_read_timeout(Some(Duration::from_millis(200)))?;
     let mut seen = BTreeSet::new();
-    let mut buffer = [0; 65536];
+    let mut buffer = vec![0; 65536];
     let mut last = Instant::now();
     while seen.len() < (CALLS * BURST) as usize && last.elapsed() < PATIENCE {
         let received = socket.recv(&mut buffer);

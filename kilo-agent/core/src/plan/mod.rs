@@ -154,7 +154,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
             Some(IpAddr::V4(ip)) => ip.octets(),
             _ => [0; 4],
         },
-        overlay_v4: inputs.links.overlay.get(inputs.node).map_or([0; 4], |own| own.octets()),
+        overlay_v4: inputs.links.overlay.get(inputs.node).map_or([0; 4], std::net::Ipv4Addr::octets),
         private_v6: match private {
             Some(IpAddr::V6(ip)) => ip.octets(),
             _ => [0; 16],

@@ -43,7 +43,7 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
     let route = |destination: IpNet| {
         while prefixes.next_if(|(prefix, _)| prefix.rank() < destination.rank()).is_some() {}
         let value = prefixes.peek().filter(|(prefix, _)| **prefix == destination).map(|(_, value)| *value);
-        let mtu = value.and_then(|value| hop_mtu(&tables.hop, value)).filter(|mtu| *mtu < inputs.mtu);
+        let mtu = value.and_then(|value| hop_mtu(&tables.hop, *value)).filter(|mtu| *mtu < inputs.mtu);
         let source = source.filter(|source| source.is_ipv4() == destination.addr().is_ipv4());
         let closed = value.is_some_and(|value| value.flags & PREFIX_NEVER_CLEAR != 0);
         Route { destination, table: MAIN_TABLE, source, mtu, closed }
@@ -69,7 +69,7 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
 
 /// Largest packet the hop of a prefix carries; `None` for WireGuard, whose
 /// device has that MTU, and where it is not known.
-fn hop_mtu(hops: &BTreeMap<u32, Hop>, value: &PrefixValue) -> Option<u32> {
+fn hop_mtu(hops: &BTreeMap<u32, Hop>, value: PrefixValue) -> Option<u32> {
     match hops.get(&value.hop)? {
         Hop::Node { mtu, .. } if *mtu != 0 => Some(*mtu),
         _ => None,

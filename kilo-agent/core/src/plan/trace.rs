@@ -92,7 +92,7 @@ impl Trace {
 
     fn dropped(mut self, reason: DropReason) -> Self {
         (self.outcome, self.reason) = ("drop", Some(reason.label()));
-        self.text = reason.describe().to_owned();
+        reason.describe().clone_into(&mut self.text);
         self
     }
 

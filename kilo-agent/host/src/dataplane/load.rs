@@ -178,7 +178,11 @@ fn fits(map: &str, path: &Path) -> Result<bool, DataplaneError> {
     use kilo_common::{
         counters::COUNTERS,
         event::{Monitor, RING_BYTES},
-        maps::*,
+        maps::{
+            Config, Device, Hop, InboundValue, MAX_DEVICES, MAX_HOPS, MAX_INBOUND, MAX_MASQ_ADDRS,
+            MAX_MASQ_PREFIXES, MAX_NAT, MAX_NODES, MAX_PREFIXES, MasqAddr, NatKey, NatValue, NodeValue,
+            PATH_MTU_RING, PrefixValue, name,
+        },
     };
 
     let size = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX);

@@ -401,7 +401,7 @@ fn read_trie<P: Prefix, V: Pod>(
 ) -> Result<BTreeMap<P, V>, DataplaneError> {
     let trie = LpmTrie::<_, P::Octets, V>::try_from(maps.get(name)?)?;
     let mut content = BTreeMap::new();
-    for entry in trie.iter() {
+    for entry in &trie {
         let (key, value) = entry?;
         content.extend(P::from_key(&key).map(|prefix| (prefix, value)));
     }
@@ -415,7 +415,7 @@ fn read_hash<P: Pod, K: Ord, V: Pod>(
 ) -> Result<BTreeMap<K, V>, DataplaneError> {
     let hash = HashMap::<_, P, V>::try_from(maps.get(name)?)?;
     let mut content = BTreeMap::new();
-    for entry in hash.iter() {
+    for entry in &hash {
         let (raw, value) = entry?;
         content.insert(key(raw), value);
     }

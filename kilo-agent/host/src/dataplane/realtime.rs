@@ -4,12 +4,12 @@
 use super::DataplaneError;
 
 /// Linux from this version on may do without the lock that keeps network code on one
-/// processor of a PREEMPT_RT kernel one after the other.
+/// processor of a `PREEMPT_RT` kernel one after the other.
 const WITHOUT_LOCK: (u32, u32) = (6, 18);
 /// The setting that keeps the lock.
 const KEEPS_LOCK: &str = "CONFIG_PREEMPT_RT_NEEDS_BH_LOCK=y";
 
-/// There on kernels with the PREEMPT_RT patch set, also where somebody has built one with a
+/// There on kernels with the `PREEMPT_RT` patch set, also where somebody has built one with a
 /// version text of their own. Kernels of kernel.org say it in that text alone.
 const REALTIME: &str = "/sys/kernel/realtime";
 

@@ -8,7 +8,7 @@ use std::io;
 const BPF_PROG_QUERY: i32 = 16;
 const BPF_TCX_INGRESS: u32 = 46;
 const BPF_TCX_EGRESS: u32 = 47;
-/// A hook takes at most 64 programs (`BPF_MPROG_MAX`, include/linux/bpf_mprog.h).
+/// A hook takes at most 64 programs (`BPF_MPROG_MAX`, `include/linux/bpf_mprog.h`).
 const MOST_PROGRAMS: usize = 64;
 
 /// `union bpf_attr`, the part of `BPF_PROG_QUERY`.

@@ -54,7 +54,7 @@ pub enum LinkHeader {
 }
 
 impl LinkHeader {
-    /// Of an interface of this type (include/uapi/linux/if_arp.h).
+    /// Of an interface of this type (`include/uapi/linux/if_arp.h`).
     const fn of(link_type: u16, point_to_point: bool) -> Self {
         match link_type {
             // Ethernet, loopback.

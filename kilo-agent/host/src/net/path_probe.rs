@@ -1,6 +1,6 @@
 //! Asks the path to a node what it carries: a datagram of our own that must not be
 //! fragmented is sent there, and the kernel says which router refused it. A raw
-//! socket is not needed, so neither is CAP_NET_RAW.
+//! socket is not needed, so neither is `CAP_NET_RAW`.
 //!
 //! An ICMP error counts only for the socket whose ports it quotes; both ports are
 //! chosen anew for each datagram. Who does not see our packets would have to guess

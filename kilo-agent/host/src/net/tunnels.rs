@@ -65,12 +65,12 @@ impl Tunnels {
         failed.map_or(Ok(writes), Err)
     }
 
-    fn found(&mut self, device: Device) -> Option<u32> {
+    fn found(&mut self, device: Device) -> u32 {
         self.created += u64::from(device.created);
         if !device.up {
             self.down.insert(device.index);
         }
-        Some(device.index)
+        device.index
     }
 }
 
@@ -93,12 +93,12 @@ pub async fn ensure(rtnl: &Rtnl) -> Tunnels {
         InfoVxlan::UDPZeroCsumRX(true),
     ];
     match device(rtnl, VXLAN, InfoKind::Vxlan, InfoData::Vxlan(vxlan), Some(VXLAN_DEVICE_MAC)).await {
-        Ok(device) => tunnels.vxlan = tunnels.found(device),
+        Ok(device) => tunnels.vxlan = Some(tunnels.found(device)),
         Err(error) => tunnels.problems.push(error),
     }
     let ipip = vec![InfoIpTunnel::CollectMetadata];
     match device(rtnl, IPIP, InfoKind::IpIp, InfoData::IpTunnel(ipip), None).await {
-        Ok(device) => tunnels.ipip = tunnels.found(device),
+        Ok(device) => tunnels.ipip = Some(tunnels.found(device)),
         Err(error) if matches!(error.errno(), Some(nix::libc::EOPNOTSUPP | nix::libc::EEXIST)) => {}
         Err(error) => tunnels.problems.push(error),
     }

@@ -58,8 +58,8 @@ fn create(path: &Path) -> io::Result<()> {
     fs::create_dir_all(directory)?;
     let mut bytes: [u8; 32] = rand::random();
     // The form `wg genkey` writes.
-    bytes[0] &= 248;
-    bytes[31] = (bytes[31] & 127) | 64;
+    bytes[0] &= 0xf8;
+    bytes[31] = (bytes[31] & 0x7f) | 0x40;
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let temporary = directory.join(format!(".{name}.{}", std::process::id()));
     let written = write(&temporary, &SecretKey::from_bytes(bytes)).and_then(|()| {

@@ -199,7 +199,7 @@ fn hosts_of_the_own_location_that_open_towards_the_mesh_get_their_answers() {
     stays(&mut world, &tcp(remote, host, (80, 5001), SYN_ACK));
 }
 
-/// On the WireGuard device packets have no Ethernet header, but BPF_PROG_TEST_RUN reads one:
+/// On the WireGuard device packets have no Ethernet header, but `BPF_PROG_TEST_RUN` reads one:
 /// bytes 12 and 13 of these sources are the EtherType of their family.
 #[test]
 fn flows_from_behind_another_location_are_noted_where_some_offers_prefixes() {

@@ -96,7 +96,7 @@ fn round(
 ) -> Result<()> {
     report.rounds += 1;
     let mut deeds: Vec<(&'static str, Deed)> = Vec::new();
-    for _ in 0..1 + chance.below(2) {
+    for _ in 0..=chance.below(2) {
         let kind = chance.pick(kinds);
         if deeds.iter().any(|(name, _)| *name == kind.name) {
             continue;
