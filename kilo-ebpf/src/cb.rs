@@ -4,7 +4,7 @@
 //! tell this; where a kernel does not carry the block on, the tables are asked.
 //!
 //! What must outlive the stack is told in `skb->priority`: a process needs
-//! CAP_NET_ADMIN to set more than 6 there, and the kernel clears it when a packet
+//! `CAP_NET_ADMIN` to set more than 6 there, and the kernel clears it when a packet
 //! comes from another network namespace.
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};

@@ -30,7 +30,7 @@ pub fn too_big_v6<const LINK: usize>(skb: *mut __sk_buff, mtu: u32) -> i32 {
 /// Tells the sender, who heard from the stack what this interface carries;
 /// counts the packet as dropped in any case. The answer comes in by the
 /// interface the packet was leaving by, as if the destination had sent it: it
-/// passes rp_filter, and netfilter translates it back for who was translated.
+/// passes `rp_filter`, and netfilter translates it back for who was translated.
 #[inline(always)]
 fn answer<const N: usize, const LINK: usize>(skb: *mut __sk_buff, write: impl FnOnce(&mut [u8; N])) -> i32 {
     let hook = if LINK == 0 { Hook::L3Egress } else { Hook::UplinkEgress };

@@ -128,7 +128,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     }
     let protocol = ip.protocol;
     // SAFETY: the bounds are checked above, and programs may read packets at any address.
-    let old_port = unsafe { *((start + PORT[EGRESS as usize]) as *const u16) };
+    let old_port = unsafe { *((start + PORT[usize::from(EGRESS)]) as *const u16) };
     // SAFETY: as above.
     let dst_port = unsafe { *((start + TRANSPORT + offset_of!(UdpHdr, dst)) as *const u16) };
     let is_tcp = match protocol {
@@ -203,7 +203,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     ip.checksum = checksum::update_word(ip.checksum, old, new);
     *(if EGRESS { &mut ip.src } else { &mut ip.dst }) = new;
     // SAFETY: as for the header.
-    unsafe { *((start + PORT[EGRESS as usize]) as *mut u16) = state.port() };
+    unsafe { *((start + PORT[usize::from(EGRESS)]) as *mut u16) = state.port() };
     DONE
 }
 
