@@ -19,6 +19,10 @@
         reason = "a map's key by value is copied to a 512-byte stack"
     )
 )]
+#![cfg_attr(
+    target_arch = "bpf",
+    allow(clippy::cast_ptr_alignment, reason = "programs may read packets at any address")
+)]
 
 #[cfg(target_arch = "bpf")]
 mod cb;
