@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use kilo_common::{map_sizes, maps::name};
+use kilo_common::map_table::MAPS;
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric, text::encode},
@@ -25,20 +25,6 @@ use kilo_host::{
     dataplane::{CounterReader, Counters, DataplaneError},
     wireguard::PeerStatus,
 };
-
-/// Maps whose content depends on the mesh or its traffic.
-const FILLED: [&str; 10] = [
-    name::PREFIX_V4,
-    name::PREFIX_V6,
-    name::HOP,
-    name::NODE_V4,
-    name::NODE_V6,
-    name::MASQ_SRC,
-    name::MASQ_DST,
-    name::MASQ_ADDR,
-    name::NAT,
-    name::DEVICE,
-];
 
 /// What failed; the label of an error is its metric label.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -225,9 +211,9 @@ impl Default for Metrics {
         );
         registry.register("kilo_map_entries", "Entries in a BPF map", metrics.map_entries.clone());
         let capacity = Family::<MapLabel, Gauge>::default();
-        for map in FILLED {
-            metrics.set_map_entries(map, 0);
-            capacity.get_or_create(&MapLabel { map }).set(map_sizes::size(map).into());
+        for map in MAPS.iter().filter(|map| map.has_gauge) {
+            metrics.set_map_entries(map.name, 0);
+            capacity.get_or_create(&MapLabel { map: map.name }).set(map.size.into());
         }
         registry.register("kilo_map_capacity", "Capacity of a BPF map in entries", capacity);
         registry.register_collector(Box::new(SampleCollector(samples)));

@@ -5,9 +5,6 @@ use crate::counters::DropReason;
 /// Bytes of the packet an event carries: enough for Ethernet, VXLAN over IPv6
 /// and an inner header. A power of two, for [`captured`].
 pub const SNAP: usize = 128;
-/// Bytes of the `events` ring: some 1,600 events; what does not fit is not sent.
-pub const RING_BYTES: u32 = 262_144;
-
 /// The program that dropped a packet.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

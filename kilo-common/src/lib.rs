@@ -9,7 +9,7 @@ pub mod ecn;
 pub mod encap;
 pub mod event;
 pub mod lead;
-pub mod map_sizes;
+pub mod map_table;
 pub mod maps;
 pub mod nat;
 pub mod packet;

@@ -1,4 +1,4 @@
-//! Keys and values of the BPF maps (`repr(C)`, no implicit padding).
+//! Keys and values of the BPF maps (`repr(C)`, no implicit padding); the maps themselves are [`crate::map_table`].
 //!
 //! IPv4 addresses are `[u8; 4]` and IPv6 addresses `[u8; 16]`, in network byte
 //! order; interface indexes, lengths and flags are in host byte order.
@@ -16,64 +16,6 @@ pub const HOP_LOCAL: u32 = 1;
 pub const HOP_REMOTE: u32 = 2;
 /// First hop id given to a node of the own location.
 pub const HOP_FIRST_NODE: u32 = 3;
-
-/// Size of the `hop` array: nodes of one location, plus the fixed entries.
-pub const MAX_HOPS: u32 = 4_096;
-/// Size of each of the tries `prefix_v4` and `prefix_v6`.
-pub const MAX_PREFIXES: u32 = 262_144;
-/// Size of each of the hashes `node_v4` and `node_v6`.
-pub const MAX_NODES: u32 = 4_096;
-/// Size of the masquerade tries.
-pub const MAX_MASQ_PREFIXES: u32 = 262_144;
-/// Size of `nat`; two entries a flow, both families.
-pub const MAX_NAT: u32 = 131_072;
-/// Size of `inbound`, both families: strangers may fill it, and nothing else with it.
-pub const MAX_INBOUND: u32 = 32_768;
-/// Size of the trie `masq_addr`.
-pub const MAX_MASQ_ADDRS: u32 = 4_096;
-/// Size of the `device` hash.
-pub const MAX_DEVICES: u32 = 256;
-
-/// Bytes of the ring buffer `path_mtu`: one page, reports repeat themselves.
-pub const PATH_MTU_RING: u32 = 4_096;
-
-/// Names of the maps, as pinned and as `bpftool map` shows them.
-pub mod name {
-    /// LPM: IPv4 prefix -> [`super::PrefixValue`].
-    pub const PREFIX_V4: &str = "prefix_v4";
-    /// LPM: IPv6 prefix -> [`super::PrefixValue`].
-    pub const PREFIX_V6: &str = "prefix_v6";
-    /// Array: hop id -> [`super::Hop`].
-    pub const HOP: &str = "hop";
-    /// Hash: outer IPv4 source -> [`super::NodeValue`].
-    pub const NODE_V4: &str = "node_v4";
-    /// Hash: outer IPv6 source -> [`super::NodeValue`].
-    pub const NODE_V6: &str = "node_v6";
-    /// LPM: source prefix (IPv4 as `::ffff:a.b.c.d`) -> `u32` [`super::MASQ_SRC_ALWAYS`] or [`super::MASQ_SRC_EXEMPT`].
-    pub const MASQ_SRC: &str = "masq_src";
-    /// LPM: destination prefix (as in `masq_src`) -> `u32` [`super::MASQ_EXCLUDE`] or [`super::MASQ_FORCE`].
-    pub const MASQ_DST: &str = "masq_dst";
-    /// LRU hash: [`super::NatKey`] -> [`super::NatValue`].
-    pub const NAT: &str = "nat";
-    /// LRU hash: [`super::NatKey`] of answers -> [`super::InboundValue`].
-    pub const INBOUND: &str = "inbound";
-    /// LPM: interface and destination -> [`super::MasqAddr`]; see [`super::masq_addr_key`].
-    pub const MASQ_ADDR: &str = "masq_addr";
-    /// Per-CPU array of one: memory of the masquerading program; no state.
-    pub const NAT_WORK: &str = "nat_work";
-    /// Ring buffer of [`super::PathMtu`].
-    pub const PATH_MTU: &str = "path_mtu";
-    /// Hash: interface index -> [`super::Device`].
-    pub const DEVICE: &str = "device";
-    /// Per-CPU array: [`crate::verdict`] index -> `u64` packets.
-    pub const COUNT: &str = "count";
-    /// Array of one [`super::Config`].
-    pub const CONFIG: &str = "config";
-    /// Ring buffer of [`crate::event::DropEvent`].
-    pub const EVENTS: &str = "events";
-    /// Array of one [`crate::event::Monitor`].
-    pub const MONITOR: &str = "monitor";
-}
 
 /// `PrefixValue::flags`: destinations in this prefix are steered to the hop.
 pub const PREFIX_ROUTE: u32 = 1;

@@ -1,44 +1,42 @@
-//! The maps; layouts and sizes are `kilo_common::maps`.
+//! The maps as the programs see them; names and sizes are `kilo_common::map_table`.
 
 use aya_ebpf::{
     btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf},
     macros::btf_map,
 };
 use kilo_common::{
-    counters::{Action, COUNTERS},
-    maps::{
-        Config, Device, Hop, InboundValue, MAX_DEVICES, MAX_HOPS, MAX_INBOUND, MAX_MASQ_ADDRS,
-        MAX_MASQ_PREFIXES, MAX_NAT, MAX_NODES, MAX_PREFIXES, MasqAddr, NatKey, NatValue, NodeValue,
-        PATH_MTU_RING, PathMtu, PrefixValue,
-    },
+    counters::Action,
+    map_table,
+    maps::{Config, Device, Hop, InboundValue, MasqAddr, NatKey, NatValue, NodeValue, PathMtu, PrefixValue},
 };
 
 #[btf_map(name = "prefix_v4")]
-pub static PREFIX_V4: LpmTrie<[u8; 4], PrefixValue, { MAX_PREFIXES as usize }> = LpmTrie::new();
+pub static PREFIX_V4: LpmTrie<[u8; 4], PrefixValue, { map_table::PREFIX_V4.size as usize }> = LpmTrie::new();
 #[btf_map(name = "prefix_v6")]
-pub static PREFIX_V6: LpmTrie<[u8; 16], PrefixValue, { MAX_PREFIXES as usize }> = LpmTrie::new();
+pub static PREFIX_V6: LpmTrie<[u8; 16], PrefixValue, { map_table::PREFIX_V6.size as usize }> = LpmTrie::new();
 #[btf_map(name = "hop")]
-static HOP: Array<Hop, { MAX_HOPS as usize }> = Array::new();
+static HOP: Array<Hop, { map_table::HOP.size as usize }> = Array::new();
 #[btf_map(name = "node_v4")]
-pub static NODE_V4: HashMap<[u8; 4], NodeValue, { MAX_NODES as usize }> = HashMap::new();
+pub static NODE_V4: HashMap<[u8; 4], NodeValue, { map_table::NODE_V4.size as usize }> = HashMap::new();
 #[btf_map(name = "node_v6")]
-pub static NODE_V6: HashMap<[u8; 16], NodeValue, { MAX_NODES as usize }> = HashMap::new();
+pub static NODE_V6: HashMap<[u8; 16], NodeValue, { map_table::NODE_V6.size as usize }> = HashMap::new();
 #[btf_map(name = "masq_src")]
-pub static MASQ_SRC: LpmTrie<[u8; 16], u32, { MAX_MASQ_PREFIXES as usize }> = LpmTrie::new();
+pub static MASQ_SRC: LpmTrie<[u8; 16], u32, { map_table::MASQ_SRC.size as usize }> = LpmTrie::new();
 #[btf_map(name = "masq_dst")]
-pub static MASQ_DST: LpmTrie<[u8; 16], u32, { MAX_MASQ_PREFIXES as usize }> = LpmTrie::new();
+pub static MASQ_DST: LpmTrie<[u8; 16], u32, { map_table::MASQ_DST.size as usize }> = LpmTrie::new();
 #[btf_map(name = "nat")]
-pub static NAT: LruHashMap<NatKey, NatValue, { MAX_NAT as usize }> = LruHashMap::new();
+pub static NAT: LruHashMap<NatKey, NatValue, { map_table::NAT.size as usize }> = LruHashMap::new();
 #[btf_map(name = "inbound")]
-pub static INBOUND: LruHashMap<NatKey, InboundValue, { MAX_INBOUND as usize }> = LruHashMap::new();
+pub static INBOUND: LruHashMap<NatKey, InboundValue, { map_table::INBOUND.size as usize }> =
+    LruHashMap::new();
 #[btf_map(name = "masq_addr")]
-pub static MASQ_ADDR: LpmTrie<[u8; 20], MasqAddr, { MAX_MASQ_ADDRS as usize }> = LpmTrie::new();
+pub static MASQ_ADDR: LpmTrie<[u8; 20], MasqAddr, { map_table::MASQ_ADDR.size as usize }> = LpmTrie::new();
 #[btf_map(name = "device")]
-static DEVICE: HashMap<u32, Device, { MAX_DEVICES as usize }> = HashMap::new();
+static DEVICE: HashMap<u32, Device, { map_table::DEVICE.size as usize }> = HashMap::new();
 #[btf_map(name = "path_mtu")]
-pub static PATH_MTU: RingBuf<PathMtu, { PATH_MTU_RING as usize }> = RingBuf::new();
+pub static PATH_MTU: RingBuf<PathMtu, { map_table::PATH_MTU.size as usize }> = RingBuf::new();
 #[btf_map(name = "count")]
-static COUNT: PerCpuArray<u64, { COUNTERS as usize }> = PerCpuArray::new();
+static COUNT: PerCpuArray<u64, { map_table::COUNT.size as usize }> = PerCpuArray::new();
 #[btf_map(name = "config")]
 pub static CONFIG: Array<Config, 1> = Array::new();
 

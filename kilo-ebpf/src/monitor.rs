@@ -9,12 +9,15 @@ use aya_ebpf::{
     macros::btf_map,
     programs::TcContext,
 };
-use kilo_common::event::{DropEvent, Monitor, RING_BYTES, captured};
+use kilo_common::{
+    event::{DropEvent, Monitor, captured},
+    map_table,
+};
 
 use crate::packet;
 
 #[btf_map(name = "events")]
-static EVENTS: RingBuf<DropEvent, { RING_BYTES as usize }> = RingBuf::new();
+static EVENTS: RingBuf<DropEvent, { map_table::EVENTS.size as usize }> = RingBuf::new();
 #[btf_map(name = "monitor")]
 static MONITOR: Array<Monitor, 1> = Array::new();
 

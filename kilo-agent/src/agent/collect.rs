@@ -54,7 +54,7 @@ fn observe(metrics: &Metrics, swept: Result<nat::Sweep, DataplaneError>) -> nat:
     match swept {
         Ok(sweep) => {
             metrics.nat_entries.set(i64::try_from(sweep.entries).unwrap_or(i64::MAX));
-            metrics.set_map_entries(kilo_common::maps::name::NAT, sweep.entries);
+            metrics.set_map_entries(kilo_common::map_table::NAT.name, sweep.entries);
             metrics.nat_collected.inc_by(sweep.removed as u64);
             tracing::debug!(entries = sweep.entries, removed = sweep.removed, "NAT table swept");
             sweep

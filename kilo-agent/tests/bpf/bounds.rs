@@ -14,7 +14,7 @@ use std::{
 use aya::maps::MapData;
 use ipnet::IpNet;
 use kilo_common::{
-    map_sizes::{self, BOUNDS},
+    map_table::{self, MAPS, MapSpec, name},
     maps::*,
 };
 use kilo_core::plan::Tables;
@@ -22,7 +22,7 @@ use kilo_host::dataplane::{Dataplane, pin_directory, read_tables};
 use support::MEMBER_HOP;
 
 #[test]
-fn every_pinned_map_has_the_size_the_documentation_gives_a_reason_for() {
+fn every_map_of_the_object_is_as_its_row_in_the_table_says() {
     let Some(fs) = support::bpffs() else { return };
     let _dataplane = Dataplane::open(fs.path(), false).unwrap();
     let mut seen = BTreeSet::new();
@@ -30,10 +30,15 @@ fn every_pinned_map_has_the_size_the_documentation_gives_a_reason_for() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         let info = MapData::from_pin(&path).unwrap().info().unwrap();
-        assert_eq!(map_sizes::size(&name), info.max_entries(), "{name}");
+        let map = MapSpec::named(&name).unwrap();
+        let found = (info.key_size(), info.value_size(), info.max_entries());
+        assert_eq!((map.key, map.value, map.size), found, "{name}");
+        // `BPF_MAP_TYPE_LPM_TRIE` is `LpmTrie` in both.
+        assert_eq!(format!("{:?}", map.kind), format!("{:?}", info.map_type().unwrap()), "{name}");
+        assert!(map.is_pinned, "{name}");
         seen.insert(name);
     }
-    let unpinned: Vec<_> = BOUNDS.iter().map(|bound| bound.map).filter(|map| !seen.contains(*map)).collect();
+    let unpinned: Vec<_> = MAPS.iter().map(|map| map.name).filter(|map| !seen.contains(*map)).collect();
     assert_eq!(unpinned, [name::NAT_WORK]);
 }
 
@@ -98,7 +103,7 @@ fn a_full_map_takes_what_fits_refuses_one_more_and_hurts_nothing_else() {
     assert_eq!(filled.len(), 9);
     for map in filled {
         let started = Instant::now();
-        let most = map_sizes::size(map);
+        let most = MapSpec::named(map).unwrap().size;
         dataplane.write(&support::leader_tables()).unwrap();
         let before = read_tables(fs.path()).unwrap();
 
@@ -118,7 +123,7 @@ fn a_full_map_takes_what_fits_refuses_one_more_and_hurts_nothing_else() {
         // but for KILO_FILL=all.
         let alone = std::thread::available_parallelism().is_ok_and(|count| count.get() == 1);
         let all = std::env::var("KILO_FILL").is_ok_and(|text| text == "all");
-        if !all && most > MAX_NODES && (map != name::PREFIX_V4 || alone) {
+        if !all && most > map_table::NODE_V4.size && (map != name::PREFIX_V4 || alone) {
             println!("{map}: more than {most} are refused, after {:?}", started.elapsed());
             continue;
         }

@@ -247,7 +247,7 @@ fn a_full_table_of_flows_forgets_the_least_used_and_serves_new_and_forgotten_one
     }
     let Some(mut world) = World::new() else { return };
     let [v4, _] = sides();
-    let most = kilo_common::map_sizes::size(kilo_common::maps::name::NAT) as usize;
+    let most = kilo_common::map_table::NAT.size as usize;
     let first = udp(v4.pod, v4.outside, (1_000, 53), b"");
     let port = read(&world.out(&first).bytes).ports.0;
     // Twice as many flows as have room, to several destinations: each has its port.

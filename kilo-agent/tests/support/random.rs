@@ -10,7 +10,7 @@ use kilo_common::{
         CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_PLAIN, CONFIG_SEVERAL_V4,
         CONFIG_SEVERAL_V6, Config, DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, Device, HOP_FIRST_NODE,
         HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS, MASQ_SRC_EXEMPT,
-        MAX_HOPS, NODE_LEADER, PREFIX_HOST_STEERED, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED,
+        NODE_LEADER, PREFIX_HOST_STEERED, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED,
         PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue, VXLAN_PORT,
     },
     packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, protocol},
@@ -144,7 +144,7 @@ impl Random {
                 0,
             ]);
             let flags = flags | self.clear();
-            let hop = if self.chance(20) { MAX_HOPS + 5 } else { self.pick(&ids) };
+            let hop = if self.chance(20) { kilo_common::map_table::HOP.size + 5 } else { self.pick(&ids) };
             tables.prefix.insert(prefix.parse::<IpNet>().unwrap().trunc(), PrefixValue { hop, flags });
         }
         if self.chance(4) {

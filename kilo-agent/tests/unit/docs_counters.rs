@@ -6,7 +6,7 @@ use std::{fmt::Write as _, path::PathBuf};
 
 use kilo_common::{
     counters::{Action, DropReason},
-    map_sizes::BOUNDS,
+    map_table::MAPS,
 };
 
 /// The two tables of docs/data-path.md, from the code.
@@ -25,9 +25,9 @@ fn tables() -> String {
 /// The table of maps.
 fn maps() -> String {
     let mut text = String::from("| map | key → value | places | reason |\n|---|---|---|---|\n");
-    for bound in BOUNDS {
-        let size = thousands(bound.size);
-        writeln!(text, "| `{}` | {} | {size} | {} |", bound.map, bound.holds, bound.reason).unwrap();
+    for map in MAPS {
+        let size = thousands(map.size);
+        writeln!(text, "| `{}` | {} | {size} | {} |", map.name, map.holds, map.reason).unwrap();
     }
     text
 }

@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kilo_common::maps::{HOP_FIRST_NODE, MAX_HOPS};
+use kilo_common::{map_table::HOP, maps::HOP_FIRST_NODE};
 use kilo_core::{
     plan::{HopIds, MOST_OTHERS},
     settings::Granularity,
@@ -43,7 +43,7 @@ fn nodes_that_have_no_hop_are_counted_and_the_leader_is_none_of_them() {
     let hops = HopIds::default().update(&full, "n00001");
     assert_eq!(hops.left_out(&full, "n00001"), 0);
     let ids: BTreeSet<_> = (0..exact).filter_map(|number| hops.get(&format!("n{number:05}"))).collect();
-    assert_eq!(ids, (HOP_FIRST_NODE..MAX_HOPS).collect(), "every id has one node");
+    assert_eq!(ids, (HOP_FIRST_NODE..HOP.size).collect(), "every id has one node");
 
     // Seven more: the last ones go without, unless one of them comes to lead.
     let more = mesh(exact + 7, 0);

@@ -6,12 +6,15 @@ use std::{
     net::IpAddr,
 };
 
-use kilo_common::maps::{HOP_FIRST_NODE, MAX_HOPS, NodeValue};
+use kilo_common::{
+    map_table::HOP,
+    maps::{HOP_FIRST_NODE, NodeValue},
+};
 
 use crate::topology::{Member, Mesh};
 
 /// Nodes of the own location, without this one, that have a hop.
-pub const MOST_OTHERS: u32 = MAX_HOPS - HOP_FIRST_NODE;
+pub const MOST_OTHERS: u32 = HOP.size - HOP_FIRST_NODE;
 
 /// Node name -> hop id.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -38,7 +41,7 @@ impl HopIds {
             .map(|(n, id)| (n.clone(), *id))
             .collect();
         let taken: BTreeSet<u32> = ids.values().copied().collect();
-        let mut free = (HOP_FIRST_NODE..MAX_HOPS).filter(|id| !taken.contains(id));
+        let mut free = (HOP_FIRST_NODE..HOP.size).filter(|id| !taken.contains(id));
         for name in names {
             if !ids.contains_key(name)
                 && let Some(id) = free.next()
@@ -76,7 +79,7 @@ impl HopIds {
         let others = mesh.segments[segment].members.iter().filter(|member| member.name() != node);
         let ids = others.filter_map(|member| {
             let id = senders.get(&member.private_ip()?)?.hop;
-            let usable = (HOP_FIRST_NODE..MAX_HOPS).contains(&id) && taken.insert(id);
+            let usable = (HOP_FIRST_NODE..HOP.size).contains(&id) && taken.insert(id);
             usable.then(|| (member.name().to_owned(), id))
         });
         Self(ids.collect())

@@ -8,11 +8,11 @@ use std::{
 
 use aya::{
     Ebpf, EbpfError, EbpfLoader,
-    maps::{Map, MapData, MapError},
+    maps::{Map, MapData, MapError, MapType},
     programs::SchedClassifier,
 };
 use aya_log::EbpfLogger;
-use kilo_common::maps::name;
+use kilo_common::map_table::{self, Kind, MAPS, MapSpec};
 use nix::{
     mount::{MsFlags, mount},
     sys::statfs::{BPF_FS_MAGIC, statfs},
@@ -34,24 +34,9 @@ pub const PROGRAMS: [&str; 7] = [
 ];
 
 /// Maps that outlive the agent.
-const PINNED: [&str; 16] = [
-    name::PREFIX_V4,
-    name::PREFIX_V6,
-    name::HOP,
-    name::NODE_V4,
-    name::NODE_V6,
-    name::PATH_MTU,
-    name::MASQ_SRC,
-    name::MASQ_DST,
-    name::NAT,
-    name::INBOUND,
-    name::MASQ_ADDR,
-    name::DEVICE,
-    name::COUNT,
-    name::CONFIG,
-    name::EVENTS,
-    name::MONITOR,
-];
+fn pinned() -> impl Iterator<Item = &'static MapSpec> {
+    MAPS.iter().filter(|map| map.is_pinned)
+}
 
 /// True where a BPF file system is mounted.
 fn is_bpffs(path: &Path) -> bool {
@@ -80,7 +65,7 @@ pub fn mount_bpffs(path: &Path) -> Result<(), DataplaneError> {
 /// Loads the object with its maps pinned in `directory`.
 pub fn load(directory: &Path, debug: bool) -> Result<Ebpf, DataplaneError> {
     match try_load(directory, debug) {
-        Err(error) if directory.join(name::CONFIG).exists() => {
+        Err(error) if directory.join(map_table::CONFIG.name).exists() => {
             // A pin of another shape under our own path: of no use to anybody.
             let strays = remove_unfit(directory)?;
             if strays == 0 {
@@ -99,8 +84,8 @@ fn try_load(directory: &Path, debug: bool) -> Result<Ebpf, DataplaneError> {
     remove_unfit(directory)?;
     let level: u8 = if debug { aya_log::Level::Debug as u8 } else { 0 };
     let mut loader = EbpfLoader::new();
-    for map in PINNED {
-        loader.map_pin_path(map, directory.join(map));
+    for map in pinned() {
+        loader.map_pin_path(map.name, directory.join(map.name));
     }
     loader.override_global(aya_log::LEVEL, &level, false);
     let mut bpf = loader.load(OBJECT)?;
@@ -160,8 +145,8 @@ pub fn remove_other_layouts(directory: &Path) -> Result<(), DataplaneError> {
 /// answers how many.
 fn remove_unfit(directory: &Path) -> Result<usize, DataplaneError> {
     let mut removed = 0;
-    for map in PINNED {
-        let path = directory.join(map);
+    for map in pinned() {
+        let path = directory.join(map.name);
         if !path.exists() || fits(map, &path)? {
             continue;
         }
@@ -173,39 +158,7 @@ fn remove_unfit(directory: &Path) -> Result<usize, DataplaneError> {
 }
 
 /// Without the right to look, nobody knows: an error, so that no pin is removed for it.
-fn fits(map: &str, path: &Path) -> Result<bool, DataplaneError> {
-    use aya::maps::MapType;
-    use kilo_common::{
-        counters::COUNTERS,
-        event::{Monitor, RING_BYTES},
-        maps::{
-            Config, Device, Hop, InboundValue, MAX_DEVICES, MAX_HOPS, MAX_INBOUND, MAX_MASQ_ADDRS,
-            MAX_MASQ_PREFIXES, MAX_NAT, MAX_NODES, MAX_PREFIXES, MasqAddr, NatKey, NatValue, NodeValue,
-            PATH_MTU_RING, PrefixValue, name,
-        },
-    };
-
-    let size = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX);
-    let (kind, key, value, entries) = match map {
-        name::PREFIX_V4 => (MapType::LpmTrie, 8, size(size_of::<PrefixValue>()), MAX_PREFIXES),
-        name::PREFIX_V6 => (MapType::LpmTrie, 20, size(size_of::<PrefixValue>()), MAX_PREFIXES),
-        name::HOP => (MapType::Array, 4, size(size_of::<Hop>()), MAX_HOPS),
-        name::NODE_V4 => (MapType::Hash, 4, size(size_of::<NodeValue>()), MAX_NODES),
-        name::NODE_V6 => (MapType::Hash, 16, size(size_of::<NodeValue>()), MAX_NODES),
-        name::PATH_MTU => (MapType::RingBuf, 0, 0, PATH_MTU_RING),
-        name::MASQ_SRC | name::MASQ_DST => (MapType::LpmTrie, 20, 4, MAX_MASQ_PREFIXES),
-        name::NAT => (MapType::LruHash, size(size_of::<NatKey>()), size(size_of::<NatValue>()), MAX_NAT),
-        name::INBOUND => {
-            (MapType::LruHash, size(size_of::<NatKey>()), size(size_of::<InboundValue>()), MAX_INBOUND)
-        }
-        name::MASQ_ADDR => (MapType::LpmTrie, 24, size(size_of::<MasqAddr>()), MAX_MASQ_ADDRS),
-        name::DEVICE => (MapType::Hash, 4, size(size_of::<Device>()), MAX_DEVICES),
-        name::COUNT => (MapType::PerCpuArray, 4, 8, COUNTERS),
-        name::CONFIG => (MapType::Array, 4, size(size_of::<Config>()), 1),
-        name::EVENTS => (MapType::RingBuf, 0, 0, RING_BYTES),
-        name::MONITOR => (MapType::Array, 4, size(size_of::<Monitor>()), 1),
-        _ => return Ok(false),
-    };
+fn fits(map: &MapSpec, path: &Path) -> Result<bool, DataplaneError> {
     let info = match MapData::from_pin(path).and_then(|data| data.info()) {
         Ok(info) => info,
         // A directory in the place of a map answers EACCES, too.
@@ -214,8 +167,19 @@ fn fits(map: &str, path: &Path) -> Result<bool, DataplaneError> {
         }
         Err(_) => return Ok(false),
     };
-    Ok(info.map_type().is_ok_and(|found| found == kind)
-        && (info.key_size(), info.value_size(), info.max_entries()) == (key, value, entries))
+    Ok(info.map_type().is_ok_and(|found| found == map_type(map.kind))
+        && (info.key_size(), info.value_size(), info.max_entries()) == (map.key, map.value, map.size))
+}
+
+const fn map_type(kind: Kind) -> MapType {
+    match kind {
+        Kind::Array => MapType::Array,
+        Kind::PerCpuArray => MapType::PerCpuArray,
+        Kind::Hash => MapType::Hash,
+        Kind::LruHash => MapType::LruHash,
+        Kind::LpmTrie => MapType::LpmTrie,
+        Kind::RingBuf => MapType::RingBuf,
+    }
 }
 
 /// The kernel, or a security module, refuses this process, or has no room now.

@@ -15,11 +15,11 @@ use aya::{
 };
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use kilo_common::{
-    map_sizes,
+    map_table::{MapSpec, name},
     maps::{
         Config, Device, FAMILY_V4, FAMILY_V6, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop,
         MASQ_ADDR_INDEX_BITS, MASQ_ADDR_OWN, MASQ_EXCLUDE, MasqAddr, NodeValue, PrefixValue, TUNNEL_IPIP,
-        TUNNEL_NONE, TUNNEL_VXLAN, masq_addr_key, name,
+        TUNNEL_NONE, TUNNEL_VXLAN, masq_addr_key,
     },
 };
 
@@ -515,7 +515,7 @@ pub fn apply(
 /// would let mesh traffic be masqueraded.
 fn check_capacity(desired: &Desired<'_>) -> Result<(), DataplaneError> {
     for (map, wanted) in desired.entries() {
-        let capacity = map_sizes::size(map);
+        let capacity = MapSpec::named(map).map_or(0, |map| map.size);
         if wanted > capacity as usize {
             return Err(DataplaneError::Full { map, capacity, wanted });
         }

@@ -116,7 +116,7 @@ impl Dataplane {
             .mode(0o700)
             .create(&directory)
             .map_err(|source| DataplaneError::Pin { path: directory.clone(), source })?;
-        let adopted = directory.join(kilo_common::maps::name::CONFIG).exists();
+        let adopted = directory.join(kilo_common::map_table::name::CONFIG).exists();
         let mut bpf = load::load(&directory, debug).inspect_err(|_| {
             if !adopted {
                 // Nothing half set up stays behind; what another version runs stays.
@@ -235,7 +235,7 @@ impl CounterReader {
     }
 
     fn of(directory: &Path) -> Result<Self, DataplaneError> {
-        let data = open_pin(directory, kilo_common::maps::name::COUNT)?;
+        let data = open_pin(directory, kilo_common::map_table::name::COUNT)?;
         Ok(Self(PerCpuArray::try_from(Map::PerCpuArray(data))?))
     }
 

@@ -10,7 +10,7 @@ use aya::maps::{Array, Map, MapData, RingBuf};
 use kilo_common::{
     counters::DropReason,
     event::{DropEvent, EVENT_BYTES, Monitor as State},
-    maps::name,
+    map_table::name,
 };
 use nix::time::{ClockId, clock_gettime};
 

@@ -14,7 +14,8 @@ use std::{
 use aya::maps::{HashMap, Map, MapData, MapError};
 use ipnet::Ipv6Net;
 use kilo_common::{
-    maps::{MAX_NAT, NAT_EGRESS, NAT_FRAGMENT_EGRESS, NAT_INGRESS, NatKey, NatValue, name},
+    map_table::{self, name},
+    maps::{NAT_EGRESS, NAT_FRAGMENT_EGRESS, NAT_INGRESS, NatKey, NatValue},
     nat::{FRAGMENT_SECONDS, timeout::is_expired},
 };
 
@@ -44,7 +45,7 @@ pub struct Sweep {
 impl Sweep {
     /// When the next sweep is due, if nothing happens before.
     pub const fn next(&self) -> Duration {
-        if self.entries > MAX_NAT as usize / 2 { BUSY_PERIOD } else { PERIOD }
+        if self.entries > map_table::NAT.size as usize / 2 { BUSY_PERIOD } else { PERIOD }
     }
 }
 

@@ -10,7 +10,10 @@ use std::{
 };
 
 use aya::maps::{Map, MapData, RingBuf};
-use kilo_common::maps::{FAMILY_V6, PathMtu, name};
+use kilo_common::{
+    map_table::name,
+    maps::{FAMILY_V6, PathMtu},
+};
 use tokio::{
     io::{Interest, unix::AsyncFd},
     sync::Notify,

@@ -252,7 +252,7 @@ fn strangers_fill_their_own_table_and_take_no_port_from_pods() {
     let guest = udp(outside, pod, (999, 80), b"");
     let answer = udp(pod, outside, (80, 999), b"");
     comes(&mut world, &guest);
-    let most = kilo_common::maps::MAX_INBOUND;
+    let most = kilo_common::map_table::INBOUND.size;
     for number in 0..most + most / 2 {
         let stranger = neighbour([203, 0, 113, 1].into(), u8::try_from(1 + number / 60_000).unwrap());
         let port = u16::try_from(1_000 + number % 60_000).unwrap();

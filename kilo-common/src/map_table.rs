@@ -1,0 +1,161 @@
+//! The BPF maps, one row each: names, layouts, sizes, pins, gauges and the table in
+//! docs/data-path.md all come from here.
+
+use crate::{
+    counters::COUNTERS,
+    event::{DropEvent, Monitor},
+    maps::{Config, Device, Hop, InboundValue, MasqAddr, NatKey, NatValue, NodeValue, PathMtu, PrefixValue},
+};
+
+/// Kind of a map, as the kernel calls it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kind {
+    /// `BPF_MAP_TYPE_ARRAY`: all entries are there from the start, zeroed.
+    Array,
+    /// `BPF_MAP_TYPE_PERCPU_ARRAY`: an array for each CPU.
+    PerCpuArray,
+    /// `BPF_MAP_TYPE_HASH`.
+    Hash,
+    /// `BPF_MAP_TYPE_LRU_HASH`: one entry too many evicts the least recently used.
+    LruHash,
+    /// `BPF_MAP_TYPE_LPM_TRIE`: the longest prefix matches.
+    LpmTrie,
+    /// `BPF_MAP_TYPE_RINGBUF`: records for the agent; its size is in bytes.
+    RingBuf,
+}
+
+/// One map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MapSpec {
+    /// As pinned and as `bpftool map` shows it; at most 15 bytes.
+    pub name: &'static str,
+    /// Kind.
+    pub kind: Kind,
+    /// Bytes of a key; of a trie, with the four of the prefix length; 0 of ring buffers.
+    pub key: u32,
+    /// Bytes of a value (on each CPU); 0 of ring buffers.
+    pub value: u32,
+    /// Entries; of ring buffers, bytes.
+    pub size: u32,
+    /// Outlives the agent, below the pin directory.
+    pub is_pinned: bool,
+    /// Has gauges `kilo_map_entries` and `kilo_map_capacity`: its content depends on the mesh or its traffic.
+    pub has_gauge: bool,
+    /// What it holds, in the words of the documentation.
+    pub holds: &'static str,
+    /// Why it has that size, and what happens to one entry more.
+    pub reason: &'static str,
+}
+
+/// Bytes of a key in the kernel's layout. Ring buffers have neither key nor value of a fixed size.
+const fn key_size<K>(kind: Kind) -> u32 {
+    match kind {
+        Kind::LpmTrie => size_of::<u32>() as u32 + size_of::<K>() as u32,
+        Kind::RingBuf => 0,
+        _ => size_of::<K>() as u32,
+    }
+}
+
+const fn value_size<V>(kind: Kind) -> u32 {
+    match kind {
+        Kind::RingBuf => 0,
+        _ => size_of::<V>() as u32,
+    }
+}
+
+macro_rules! maps {
+    ($($id:ident = $name:literal, $kind:ident<$key:ty, $value:ty>, size $size:expr, pinned $pinned:literal,
+        gauge $gauge:literal, holds $holds:literal, reason $reason:literal;)*) => {
+        $(
+            #[doc = concat!("`", $name, "`: ", $holds, ".")]
+            pub const $id: MapSpec = MapSpec {
+                name: $name,
+                kind: Kind::$kind,
+                key: key_size::<$key>(Kind::$kind),
+                value: value_size::<$value>(Kind::$kind),
+                size: $size,
+                is_pinned: $pinned,
+                has_gauge: $gauge,
+                holds: $holds,
+                reason: $reason,
+            };
+        )*
+
+        /// Every map, in the order of the documentation.
+        pub const MAPS: &[MapSpec] = &[$($id),*];
+
+        /// Names of the maps.
+        pub mod name {
+            $(
+                #[doc = concat!("Name of [`super::", stringify!($id), "`].")]
+                pub const $id: &str = $name;
+            )*
+        }
+    };
+}
+
+maps! {
+    PREFIX_V4 = "prefix_v4", LpmTrie<[u8; 4], PrefixValue>, size 262_144, pinned true, gauge true,
+        holds "LPM prefix → hop id, flags",
+        reason "50 times a mesh of 5,000 nodes; memory by use. One more: the change is refused as a whole";
+    PREFIX_V6 = "prefix_v6", LpmTrie<[u8; 16], PrefixValue>, size 262_144, pinned true, gauge true,
+        holds "LPM prefix → hop id, flags",
+        reason "as `prefix_v4`";
+    HOP = "hop", Array<u32, Hop>, size 4_096, pinned true, gauge true,
+        holds "id → kind, tunnel, interface, MTU, addresses",
+        reason "208 KiB from the start; ids 0 to 2 are fixed, so 4,093 other nodes of one location. \
+                One more has no way to it: its packets are dropped, and the agent says so (`location_full`)";
+    NODE_V4 = "node_v4", Hash<[u8; 4], NodeValue>, size 4_096, pinned true, gauge true,
+        holds "outer source → hop id, leader flag",
+        reason "as `hop`, one private address a node";
+    NODE_V6 = "node_v6", Hash<[u8; 16], NodeValue>, size 4_096, pinned true, gauge true,
+        holds "outer source → hop id, leader flag",
+        reason "as `node_v4`";
+    MASQ_SRC = "masq_src", LpmTrie<[u8; 16], u32>, size 262_144, pinned true, gauge true,
+        holds "LPM prefix → how, both families (IPv4 as `::ffff:a.b.c.d`)",
+        reason "as `prefix_v4`";
+    MASQ_DST = "masq_dst", LpmTrie<[u8; 16], u32>, size 262_144, pinned true, gauge true,
+        holds "LPM prefix → how, both families",
+        reason "every known prefix once, as `prefix_v4`";
+    NAT = "nat", LruHash<NatKey, NatValue>, size 131_072, pinned true, gauge true,
+        holds "LRU flow → new address and port, both families",
+        reason "65,536 flows of two entries: as many as one address has ports towards one destination. \
+                One more: the least recently used goes, and is written anew with its flow's next packet";
+    INBOUND = "inbound", LruHash<NatKey, InboundValue>, size 32_768, pinned true, gauge false,
+        holds "LRU flow opened from outside → last packet, both families",
+        reason "strangers may fill it, so it is a map of its own: they evict each other, never an entry of \
+                `nat`. One more: the least recently used goes, and is written anew with its flow's next packet from outside";
+    MASQ_ADDR = "masq_addr", LpmTrie<[u8; 20], MasqAddr>, size 4_096, pinned true, gauge true,
+        holds "LPM interface, destination → masquerade address; and all such addresses",
+        reason "a few an address of an uplink, one a route with a source of its own. One more: the change is \
+                refused as a whole";
+    // The programs alone know the layout of their scratch memory.
+    NAT_WORK = "nat_work", PerCpuArray<u32, ()>, size 1, pinned false, gauge false,
+        holds "memory of the masquerading program, per CPU",
+        reason "no state";
+    DEVICE = "device", Hash<u32, Device>, size 256, pinned true, gauge true,
+        holds "interface → masquerade addresses",
+        reason "interfaces with programs: uplinks, not pods'. One more: the change is refused as a whole";
+    PATH_MTU = "path_mtu", RingBuf<(), PathMtu>, size 4_096, pinned true, gauge false,
+        holds "ring: what routers say they carry towards nodes",
+        reason "bytes: a page; what does not fit is lost, reports repeat themselves";
+    COUNT = "count", PerCpuArray<u32, u64>, size COUNTERS, pinned true, gauge false,
+        holds "action or drop reason → packets, per CPU",
+        reason "indexes are fixed; the rest is room";
+    CONFIG = "config", Array<u32, Config>, size 1, pinned true, gauge false,
+        holds "this host",
+        reason "one host";
+    EVENTS = "events", RingBuf<(), DropEvent>, size 262_144, pinned true, gauge false,
+        holds "ring: drops for `kgctl monitor`",
+        reason "bytes: 1,600 events; what does not fit is not shown";
+    MONITOR = "monitor", Array<u32, Monitor>, size 1, pinned true, gauge false,
+        holds "whether that runs",
+        reason "one listener";
+}
+
+impl MapSpec {
+    /// The map of that name.
+    pub fn named(name: &str) -> Option<&'static Self> {
+        MAPS.iter().find(|map| map.name == name)
+    }
+}
