@@ -18,7 +18,7 @@ pub struct StatusArgs {
     /// asked through the API server (needs get on pods/proxy).
     node: Option<String>,
     /// Ask the agent at this address instead of the API server; without a
-    /// value the one on this machine, at port 1107 of $`HOST_IP` or 127.0.0.1.
+    /// value the one on this machine, at port 1107 of `$HOST_IP` or 127.0.0.1.
     #[arg(long, value_name = "URL", num_args = 0..=1, default_missing_value = "", require_equals = true)]
     agent: Option<String>,
     /// table or json.
