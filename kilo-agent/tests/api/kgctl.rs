@@ -319,6 +319,7 @@ async fn uninstall_refuses_beside_a_daemon_set_of_any_namespace() {
         daemon_sets.delete(name, &DeleteParams::default()).await.unwrap();
     }
     let all: Api<DaemonSet> = Api::all(client);
-    let left: Vec<_> = all.list(&ListParams::default()).await.unwrap().iter().map(|d| d.name_any()).collect();
+    let left: Vec<_> =
+        all.list(&ListParams::default()).await.unwrap().iter().map(kube::ResourceExt::name_any).collect();
     assert_eq!(left, Vec::<String>::new(), "nothing was started");
 }
