@@ -124,7 +124,8 @@ maps! {
     INBOUND = "inbound", LruHash<NatKey, InboundValue>, size 32_768, pinned true, gauge false,
         holds "LRU flow opened from outside → last packet, both families",
         reason "strangers may fill it, so it is a map of its own: they evict each other, never an entry of \
-                `nat`. One more: the least recently used goes, and is written anew with its flow's next packet from outside";
+                `nat`; and fragments that stay as they are. One more: the least recently used goes, and is \
+                written anew with its flow's next packet from outside";
     MASQ_ADDR = "masq_addr", LpmTrie<[u8; 20], MasqAddr>, size 4_096, pinned true, gauge true,
         holds "LPM interface, destination → masquerade address; and all such addresses",
         reason "a few an address of an uplink, one a route with a source of its own. One more: the change is \
