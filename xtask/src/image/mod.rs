@@ -18,7 +18,7 @@ use crate::{
     command::{output, run},
     workspace_root,
 };
-use buildah::{Archive, Buildah, EPOCH, source_epoch};
+use buildah::{Archive, Buildah, EPOCH};
 
 /// Name of the image in the manifests, as container runtimes store it.
 pub const IMAGE: &str = concat!("docker.io/kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
@@ -107,7 +107,8 @@ pub fn full(buildah: &Buildah, file: &Path, layers: Layers) -> Result<Archive> {
     let root = workspace_root();
     let mut arguments = arguments(layers);
     arguments.push(format!("--build-arg=REVISION={}", revision(&root)));
-    buildah.build(&root.join("Dockerfile"), &root, IMAGE, &arguments, source_epoch(&root))?;
+    // One time for all commits: a layer that an earlier build left bears that build's.
+    buildah.build(&root.join("Dockerfile"), &root, IMAGE, &arguments, EPOCH)?;
     buildah.archive(IMAGE, file, true)
 }
 
