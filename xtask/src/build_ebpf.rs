@@ -61,7 +61,7 @@ pub fn clippy() -> Result<()> {
     let toolchain = Toolchain::find(&|_| ())?;
     let mut command = toolchain.cargo(&root)?;
     command
-        .args(["clippy", "--locked", "--quiet", "--package", "kilo-ebpf", "--lib", "--bins"])
+        .args(["clippy", "--locked", "--quiet", "--package", "kilo-ebpf", "--bins"])
         .args(FOR_BPF)
         .args(["--", "-D", "warnings"]);
     show(&mut command).context("clippy has warnings about the BPF programs")

@@ -243,7 +243,7 @@ pub const LINES: &[Line] = &[
         "maps full",
         &[
             "bpf::bounds::a_full_map_takes_what_fits_refuses_one_more_and_hurts_nothing_else",
-            "bpf::bounds::every_pinned_map_has_the_size_the_documentation_gives_a_reason_for",
+            "bpf::bounds::every_map_of_the_object_is_as_its_row_in_the_table_says",
             "bpf::masquerade_both::a_full_table_of_flows_forgets_the_least_used_and_serves_new_and_forgotten_ones",
         ],
         "prefix_v6, masq_src and masq_dst are really filled with KILO_FILL=all only",
