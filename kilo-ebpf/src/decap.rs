@@ -48,11 +48,17 @@ pub enum Disposition {
 }
 
 /// True for a datagram to the VXLAN device's port, or its first fragment, whatever stands between
-/// the IP header at `offset` and that of UDP.
+/// the IP header behind `LINK` bytes and that of UDP.
 #[inline(always)]
-pub fn is_to_vxlan<I: Ip>(ctx: &TcContext, ip: &I, offset: usize) -> bool {
-    ip.udp(ctx, offset).and_then(|udp| ctx.load::<[u8; 2]>(udp + DESTINATION_PORT).ok())
-        == Some(VXLAN_PORT.to_be_bytes())
+pub fn is_to_vxlan<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> bool {
+    let Some(udp) = ip.udp(ctx, LINK) else { return false };
+    // Most have no options, and need no helper.
+    if udp == LINK + I::HEADER_LEN
+        && let Some(port) = packet::linear_word(ctx, LINK + I::HEADER_LEN + DESTINATION_PORT)
+    {
+        return port == VXLAN_PORT.to_be();
+    }
+    ctx.load::<[u8; 2]>(udp + DESTINATION_PORT).is_ok_and(|port| port == VXLAN_PORT.to_be_bytes())
 }
 
 /// The node that an encapsulated packet comes from: by its outer source, and by the

@@ -121,7 +121,7 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Resul
                         O::HEADER_LEN + VXLAN_INNER,
                     ));
                 }
-                Family::Other if config.vxlan_ifindex != 0 && is_to_vxlan::<O>(ctx, &outer, LINK) => {
+                Family::Other if config.vxlan_ifindex != 0 && is_to_vxlan::<O, LINK>(ctx, &outer) => {
                     sender_of::<O>(ctx, &outer)?;
                     cb::checked(ctx);
                     // The programs of others behind this one (a host firewall) see as little of

@@ -1,5 +1,7 @@
 //! Access to packet bytes, the way the verifier accepts it.
 
+use core::ptr::read_volatile;
+
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, helpers::bpf_skb_vlan_pop, programs::TcContext};
 use kilo_common::packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, Ipv4Header};
 
@@ -81,6 +83,22 @@ pub fn bytes<const N: usize>(ctx: &TcContext, offset: usize) -> Option<*mut [u8;
         }
     }
     Some((ctx.data() + offset) as *mut [u8; N])
+}
+
+/// Two bytes at a constant offset, as they lie in memory, if they are in the linear part. The bounds
+/// are read anew: the compiler computes with those that a caller holds in ways the verifier does not follow.
+#[inline(always)]
+pub fn linear_word(ctx: &TcContext, offset: usize) -> Option<u16> {
+    let skb = skb(ctx);
+    // SAFETY: the context is valid for the whole program.
+    let (data, end) = unsafe {
+        (read_volatile(&raw const (*skb).data) as usize, read_volatile(&raw const (*skb).data_end) as usize)
+    };
+    if data + offset + 2 > end {
+        return None;
+    }
+    // SAFETY: the bounds are checked, and programs may read packets at any address.
+    Some(unsafe { *((data + offset) as *const u16) })
 }
 
 /// The first `N` bytes as pairs of them in network byte order, if they are in the linear part.

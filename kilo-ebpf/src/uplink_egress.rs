@@ -53,7 +53,7 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason
             if config.flags & CONFIG_OFFERED != 0 {
                 let verdict = match Ipv4::read(ctx, ETHERNET_LEN) {
                     // `transmit` asks first whether these are the VXLAN device's own.
-                    Ok(ip) if !is_to_nodes_vxlan(ctx, &ip, ETHERNET_LEN) => {
+                    Ok(ip) if !is_to_nodes_vxlan::<_, ETHERNET_LEN>(ctx, &ip) => {
                         guard::<_, ETHERNET_LEN>(ctx, config, &ip)?
                     }
                     _ => GO_ON,
@@ -151,7 +151,7 @@ fn transmit<I: Ip, const LINK: usize>(
     ip: &I,
     known: Known,
 ) -> Result<i32, DropReason> {
-    if is_to_nodes_vxlan(ctx, ip, LINK) {
+    if is_to_nodes_vxlan::<I, LINK>(ctx, ip) {
         // Nobody else may say what other nodes take for this node's word.
         return if cb::take_by_device(ctx) { Ok(TC_ACT_UNSPEC) } else { Err(DropReason::ForgedVxlan) };
     }
@@ -165,8 +165,8 @@ fn transmit<I: Ip, const LINK: usize>(
 
 /// True for what a node of the location would take for a steered packet.
 #[inline(always)]
-fn is_to_nodes_vxlan<I: Ip>(ctx: &TcContext, ip: &I, link: usize) -> bool {
-    is_to_vxlan::<I>(ctx, ip, link) && I::sender(ip.dst()).is_some()
+fn is_to_nodes_vxlan<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> bool {
+    is_to_vxlan::<I, LINK>(ctx, ip) && I::sender(ip.dst()).is_some()
 }
 
 /// Answer of [`guard`]: the packet may leave as it is.

@@ -212,7 +212,9 @@ fn take(skb: *mut __sk_buff, config: &Config, attempt: u32, start: u32) -> u32 {
     if host_uses(skb, partner) {
         return TAKEN;
     }
-    match claim(work) {
+    // A new flow's own port is free nearly always: one look at the table fewer.
+    let claimed = if attempt == 0 { claim_free(work) } else { claim(work) };
+    match claimed {
         Claim::Ours => {}
         Claim::Taken => return TAKEN,
         Claim::Failed => return DropReason::NatMapFull.index(),
@@ -246,14 +248,24 @@ enum Claim {
 /// that is there already counts as ours when it leads back to this flow.
 #[inline(always)]
 fn claim(work: &Work) -> Claim {
+    holder(work).unwrap_or_else(|| claim_free(work))
+}
+
+/// Whose the entry for replies is, if there is one.
+#[inline(always)]
+fn holder(work: &Work) -> Option<Claim> {
     // SAFETY: entries are not freed while the program runs.
-    if let Some(present) = unsafe { NAT.get(&work.partner) } {
-        let ours = halves(&present.addr) == halves(&work.back.addr) && present.port == work.back.port;
-        return if ours { Claim::Ours } else { Claim::Taken };
-    }
+    let present = unsafe { NAT.get(&work.partner) }?;
+    let ours = halves(&present.addr) == halves(&work.back.addr) && present.port == work.back.port;
+    Some(if ours { Claim::Ours } else { Claim::Taken })
+}
+
+/// As [`claim`], where an entry is not expected.
+#[inline(always)]
+fn claim_free(work: &Work) -> Claim {
     match NAT.insert(&work.partner, &work.back, u64::from(BPF_NOEXIST)) {
         Ok(()) => Claim::Ours,
-        Err(EEXIST) => Claim::Taken,
+        Err(EEXIST) => holder(work).unwrap_or(Claim::Taken),
         Err(_) => Claim::Failed,
     }
 }
