@@ -46,12 +46,14 @@ fn table(world: &mut World) -> aya::maps::HashMap<&mut aya::maps::MapData, NatKe
     world.dataplane.bpf_mut().map_mut("inbound").unwrap().try_into().unwrap()
 }
 
-/// Makes every flow from outside one that had its last packet so many seconds earlier.
+/// Makes every flow from outside one that had its last packet so many seconds earlier, at the boot at most.
 fn age(world: &mut World, by: u32) {
     let mut table = table(world);
     let entries: Vec<_> = table.iter().map(Result::unwrap).collect();
     for (key, value) in entries {
-        table.insert(key, InboundValue { last_seen: value.last_seen - by, ..value }, 0).unwrap();
+        table
+            .insert(key, InboundValue { last_seen: value.last_seen.saturating_sub(by), ..value }, 0)
+            .unwrap();
     }
 }
 
