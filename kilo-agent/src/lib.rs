@@ -1,14 +1,22 @@
 //! Kilo's agent as a library: the loop that takes what a backend knows, has `kilo-core` compute the
 //! desired state of the host, and has `kilo-host` apply it.
+//!
+//! Without the feature `agent` it is what `kgctl` needs, and builds for any system that Rust knows.
 
+#[cfg(feature = "agent")]
 pub mod agent;
 pub mod backend;
 pub mod cli;
 pub mod flag_table;
+#[cfg(feature = "agent")]
 pub mod health;
+#[cfg(feature = "agent")]
 pub mod http;
+#[cfg(feature = "agent")]
 pub mod leaving;
+#[cfg(feature = "agent")]
 pub mod metrics;
 pub mod resolve;
 pub mod status;
+#[cfg(feature = "agent")]
 pub mod webhook;

@@ -6,6 +6,21 @@ use std::{
 };
 
 use ipnet::IpNet;
+use serde::{Deserialize, Serialize};
+
+/// One program on one interface.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Attached {
+    /// Name of the interface.
+    pub interface: String,
+    /// Name of the program, as bpftool shows it.
+    pub program: String,
+    /// `ingress` or `egress`.
+    pub direction: String,
+    /// `tcx` or `clsact`.
+    pub hook: String,
+}
 
 /// What masqueraded packets get on an uplink, by family.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -2,6 +2,7 @@
 
 pub mod file;
 pub mod kubernetes;
+#[cfg(feature = "agent")]
 pub mod last_good;
 pub mod mass_delete_guard;
 

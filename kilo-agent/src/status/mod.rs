@@ -6,6 +6,7 @@ pub mod ask;
 mod leaders;
 mod table;
 mod time;
+#[cfg(feature = "agent")]
 mod view;
 
 use std::{
@@ -19,16 +20,17 @@ use serde::{Deserialize, Serialize};
 pub use leaders::{Lead, Leaders};
 pub use table::table;
 pub use time::Timestamp;
+#[cfg(feature = "agent")]
 pub use view::View;
 
 use kilo_core::{
     objects::Snapshot,
+    observed::Attached,
     plan,
     settings::Granularity,
     topology::{self, Known, LeaderReason, Mesh, PRIVATE_ENDPOINT_REMEDY},
     wireguard::key::PublicKey,
 };
-use kilo_host::dataplane::Attached;
 
 /// The whole answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

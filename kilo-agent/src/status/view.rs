@@ -5,11 +5,11 @@ use std::{collections::BTreeMap, sync::Arc, time::Instant};
 use super::{AgentStatus, Leaders, Status, Timestamp, Tunnel, of_objects};
 use kilo_core::{
     objects::Snapshot,
+    observed::Attached,
     settings::Granularity,
     topology::{CheckedIn, Mesh, Node, among, with_own},
     wireguard::key::PublicKey,
 };
-use kilo_host::dataplane::Attached;
 use kilo_host::{
     dataplane::Counters,
     wireguard::{Device, PeerStatus as DevicePeer, WireguardError},

@@ -20,22 +20,7 @@ use nix::net::if_::{if_indextoname, if_nameindex};
 
 use super::{DataplaneError, error::chain, tcx};
 use crate::net::filters::BpfFilter;
-use kilo_core::settings::AttachMode;
-use serde::{Deserialize, Serialize};
-
-/// One program on one interface.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Attached {
-    /// Name of the interface.
-    pub interface: String,
-    /// Name of the program, as bpftool shows it.
-    pub program: String,
-    /// `ingress` or `egress`.
-    pub direction: String,
-    /// `tcx` or `clsact`.
-    pub hook: String,
-}
+use kilo_core::{observed::Attached, settings::AttachMode};
 
 /// Priority and handle of our clsact filters ("kg").
 const PRIORITY: u16 = 0x6b67;

@@ -37,8 +37,7 @@ pub use path_mtu::PathMtus;
 use tokio::sync::Notify;
 
 use crate::net::Net;
-pub use attach::Attached;
-use kilo_core::{plan::Tables, settings::AttachMode};
+use kilo_core::{observed::Attached, plan::Tables, settings::AttachMode};
 
 /// Where the BPF file system is, by convention.
 pub const BPFFS: &str = "/sys/fs/bpf";

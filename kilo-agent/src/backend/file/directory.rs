@@ -5,13 +5,12 @@ use std::{
     ffi::OsStr,
     fs::{self, File},
     io::{self, Read as _},
-    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, SystemTime},
 };
 
-use super::objects::Objects;
+use super::{identity::identity, objects::Objects};
 use kilo_core::objects::{
     Snapshot,
     node::{self, PREFIX, WRITTEN},
@@ -36,7 +35,7 @@ type Annotations = BTreeMap<String, String>;
 struct Stamp {
     modified: SystemTime,
     length: u64,
-    inode: u64,
+    identity: (u64, u64),
 }
 
 #[derive(Debug)]
@@ -196,7 +195,7 @@ fn is_yaml(path: &Path) -> bool {
 }
 
 fn stamp(metadata: &fs::Metadata) -> io::Result<Stamp> {
-    Ok(Stamp { modified: metadata.modified()?, length: metadata.len(), inode: metadata.ino() })
+    Ok(Stamp { modified: metadata.modified()?, length: metadata.len(), identity: identity(metadata) })
 }
 
 /// What a file says. One that has lost an object is read until it stays as it

@@ -3,13 +3,13 @@
 //! own, so that nobody overwrites anybody. See docs/file-backend.md.
 
 mod directory;
+mod identity;
 mod objects;
 
 use std::{
     collections::BTreeMap,
     fs::{self, OpenOptions},
     io::{self, Write as _},
-    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
     sync::{Arc, mpsc},
     time::{Duration, Instant},
@@ -19,8 +19,11 @@ use k8s_openapi::api::core::v1 as core;
 use notify::{RecommendedWatcher, RecursiveMode, Watcher as _};
 use tokio::sync::watch;
 
-use self::directory::{Directory, own_file};
 pub use self::objects::Objects;
+use self::{
+    directory::{Directory, own_file},
+    identity::identity,
+};
 use super::{Backend, BackendError};
 use kilo_core::objects::{Published, Snapshot, node};
 
@@ -108,7 +111,7 @@ struct Watched {
 
 impl Watched {
     fn new(path: &Path, tell: &mpsc::Sender<Told>) -> Result<Self, BackendError> {
-        let identity = identity(path).map_err(|error| unusable(path, error))?;
+        let identity = identity(&fs::metadata(path).map_err(|error| unusable(path, error))?);
         let tell = tell.clone();
         let on_event = move |event: notify::Result<notify::Event>| {
             // Our own reading is an event, too.
@@ -128,11 +131,6 @@ impl Watched {
         watcher.watch(path, RecursiveMode::NonRecursive).map_err(failed)?;
         Ok(Self { identity, _watcher: watcher })
     }
-}
-
-fn identity(path: &Path) -> io::Result<(u64, u64)> {
-    let metadata = fs::metadata(path)?;
-    Ok((metadata.dev(), metadata.ino()))
 }
 
 /// Reads the directory on a thread of its own.
@@ -172,7 +170,7 @@ impl Reader {
 
     /// Watches the directory that has the name now: another may be mounted there.
     fn watch_again(&mut self) {
-        if identity(&self.path).is_ok_and(|now| now != self.watched.identity)
+        if fs::metadata(&self.path).is_ok_and(|now| identity(&now) != self.watched.identity)
             && let Ok(watched) = Watched::new(&self.path, &self.tell)
         {
             self.watched = watched;
@@ -245,7 +243,11 @@ fn write(path: &Path, text: &str) -> io::Result<()> {
     let name = format!(".{}.new", path.file_name().unwrap_or_default().display());
     let unfinished = path.with_file_name(name);
     let _ = fs::remove_file(&unfinished);
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o644).open(&unfinished)?;
+    let mut options = OpenOptions::new();
+    // Other nodes' agents read it, whoever they run as.
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o644);
+    let mut file = options.write(true).create_new(true).open(&unfinished)?;
     file.write_all(text.as_bytes())?;
     drop(file);
     fs::rename(&unfinished, path)

@@ -7,7 +7,9 @@ mod event;
 mod network;
 mod partial_node;
 mod peer_status;
+#[cfg(feature = "agent")]
 mod startup_fallback;
+#[cfg(feature = "agent")]
 mod successor;
 
 use std::{
@@ -33,7 +35,9 @@ use tokio::{
 use tokio_util::task::AbortOnDropHandle;
 
 pub use client::{client, cluster_name};
+#[cfg(feature = "agent")]
 pub use startup_fallback::StartupFallback;
+#[cfg(feature = "agent")]
 pub use successor::{Successor, SuccessorError};
 
 use self::{

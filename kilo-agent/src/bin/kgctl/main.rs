@@ -1,12 +1,17 @@
 //! `kgctl`: shows configurations of the mesh and draws it; looks into a node's data path.
 
+#[cfg(target_os = "linux")]
 mod connect;
 mod graph;
+#[cfg(target_os = "linux")]
 mod monitor;
+#[cfg(any(test, not(target_os = "linux")))]
+mod needs_linux;
 mod peer_cluster;
 mod showconf;
 mod source;
 mod status;
+#[cfg(target_os = "linux")]
 mod trace;
 mod uninstall;
 
@@ -15,8 +20,11 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result};
 use clap::{CommandFactory as _, Parser, Subcommand};
 
+#[cfg(target_os = "linux")]
 use kilo_host::wireguard::userspace;
 
+#[cfg(not(target_os = "linux"))]
+use crate::needs_linux::{connect, monitor, trace};
 use crate::{
     connect::ConnectArgs, monitor::MonitorArgs, peer_cluster::PeerClusterArgs, showconf::Showconf,
     source::Flags, status::StatusArgs, trace::TraceArgs, uninstall::UninstallArgs,
@@ -54,6 +62,7 @@ enum Command {
     /// Take Kilo off every node, once its DaemonSet is deleted, and show what was removed.
     Uninstall(UninstallArgs),
     /// Run the userspace WireGuard device (started by connect itself).
+    #[cfg(target_os = "linux")]
     #[command(name = userspace::SUBCOMMAND, hide = true)]
     UserspaceWireguard {
         /// Interface to make.
@@ -108,6 +117,7 @@ async fn run(cli: Cli) -> Result<String> {
         Command::Trace(args) => trace::run(args).await,
         Command::Connect(args) => connect::run(args, flags).await,
         Command::Uninstall(args) => uninstall::run(args, flags).await,
+        #[cfg(target_os = "linux")]
         Command::UserspaceWireguard { interface } => {
             userspace::run(interface).await.context("userspace WireGuard")?;
             Ok(String::new())

@@ -1,0 +1,79 @@
+//! What stands for the commands that look into or change the kernel of the machine they run on, on
+//! systems other than Linux: each says where it works and what to do here.
+
+use anyhow::{Result, bail};
+use clap::Args;
+
+/// Whatever is given after the command: it is refused in any case.
+#[derive(Args, Debug)]
+pub struct Anything {
+    #[arg(hide = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    _rest: Vec<String>,
+}
+
+fn refuse(command: &str, instead: &str) -> Result<String> {
+    bail!("`kgctl {command}` needs Linux, and this is kgctl for {}; {instead}", std::env::consts::OS)
+}
+
+/// `kgctl connect`
+pub mod connect {
+    pub use super::Anything as ConnectArgs;
+
+    /// Always fails.
+    pub async fn run(_: &ConnectArgs, _: &crate::source::Flags) -> super::Result<String> {
+        super::refuse(
+            "connect",
+            "make a Peer object for this machine, print its configuration with `kgctl showconf peer NAME`, and \
+             give that to the WireGuard app",
+        )
+    }
+}
+
+/// `kgctl monitor`
+pub mod monitor {
+    pub use super::Anything as MonitorArgs;
+
+    /// Always fails.
+    pub async fn run(_: &MonitorArgs) -> super::Result<()> {
+        super::refuse("monitor", super::ON_A_NODE).map(drop)
+    }
+}
+
+/// `kgctl trace`
+pub mod trace {
+    pub use super::Anything as TraceArgs;
+
+    /// Always fails.
+    pub async fn run(_: &TraceArgs) -> super::Result<String> {
+        super::refuse("trace", super::ON_A_NODE)
+    }
+}
+
+const ON_A_NODE: &str = "it looks into a node: run it in that node's Kilo pod, by `kubectl --namespace kube-system \
+                         exec POD -- kgctl ...`";
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        trace: trace::TraceArgs,
+        #[command(flatten)]
+        flags: crate::source::Flags,
+    }
+
+    #[tokio::test]
+    async fn each_says_that_it_needs_linux_and_what_to_do_instead() {
+        let cli = Cli::try_parse_from(["trace", "--src", "10.0.0.1", "--dst=10.0.0.2"]).unwrap();
+        let said = trace::run(&cli.trace).await.unwrap_err().to_string();
+        assert!(said.starts_with("`kgctl trace` needs Linux") && said.contains("kubectl"), "{said}");
+        let said = monitor::run(&cli.trace).await.unwrap_err().to_string();
+        assert!(said.starts_with("`kgctl monitor` needs Linux") && said.contains("kubectl"), "{said}");
+        let said = connect::run(&cli.trace, &cli.flags).await.unwrap_err().to_string();
+        assert!(said.starts_with("`kgctl connect` needs Linux") && said.contains("showconf"), "{said}");
+    }
+}
