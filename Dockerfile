@@ -14,30 +14,12 @@ ARG RUST_IMAGE=rust:1.95-bookworm@sha256:6258907abe69656e41cd992e0b705cdcfabcbbe
 ARG PLUGINS_IMAGE=debian:forky-slim@sha256:91b0aaebf7a1ccacfe7a9cbff6ab2d6be7d9b3b6cf1dfcf44b25f9095c0e0464
 ARG DEBIAN_IMAGE=debian:bookworm-slim@sha256:3783cc01769c7b2b1b83a5c5ad96c815348e28ed7da68e2e3687004faa906251
 
-FROM --platform=$BUILDPLATFORM ${RUST_IMAGE} AS kilo
+# Crates of the same names as ours and nothing in them: dependencies are layers of their
+# own, which change with Cargo.lock and not with our sources.
+FROM --platform=$BUILDPLATFORM ${RUST_IMAGE} AS crates
 WORKDIR /src
-ARG TARGETARCH
-ENV CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_LINKER=x86_64-linux-gnu-gcc \
-    CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
-    CARGO_PROFILE_RELEASE_STRIP=debuginfo
-# The distribution's updates are wanted: no version is pinned here and below.
-# hadolint ignore=DL3008
-RUN case "$TARGETARCH" in \
-      amd64) cpu=x86_64 gcc=gcc-x86-64-linux-gnu ;; \
-      arm64) cpu=aarch64 gcc=gcc-aarch64-linux-gnu ;; \
-      *) echo "no build for $TARGETARCH" >&2; exit 1 ;; \
-    esac \
- && if [ "$TARGETARCH" != "$(dpkg --print-architecture)" ]; then \
-      apt-get update \
-      && apt-get install --yes --no-install-recommends "$gcc" "libc6-dev-$TARGETARCH-cross" \
-      && rm -rf /var/lib/apt/lists/*; \
-    fi \
- && rustup target add "$cpu-unknown-linux-gnu" \
- && echo "$cpu-unknown-linux-gnu" > /target
 # Writes into each program which crates it is made of, where scanners find it.
 RUN cargo install --quiet --locked --version 0.7.7 cargo-auditable
-# Dependencies are a layer of their own, which changes with Cargo.lock and not
-# with our sources: crates of the same names and nothing in them.
 COPY Cargo.toml Cargo.lock ./
 COPY kilo-agent/Cargo.toml kilo-agent/
 COPY kilo-agent/core/Cargo.toml kilo-agent/core/
@@ -57,15 +39,41 @@ RUN mkdir -p empty && cp -r --parents Cargo.toml */Cargo.toml */*/Cargo.toml emp
       && echo 'fn main() {}' | tee "$crate/src/main.rs" "$crate/src/bin/kg.rs" \
            "$crate/src/bin/kgctl/main.rs" > /dev/null || exit 1; \
     done \
- && mkdir kilo-agent/benches && touch kilo-agent/benches/control.rs \
- && cargo build --locked --package xtask --target-dir /src/target \
- && cargo build --locked --release --package kilo-agent --target "$(cat /target)" --target-dir /src/target \
- && cd .. && rm -r empty
+ && mkdir kilo-agent/benches && touch kilo-agent/benches/control.rs
+
+# The BPF object is the same for both architectures.
+FROM crates AS bpf
+RUN cd empty && cargo build --locked --package xtask --target-dir /src/target
 COPY . .
-# The BPF object is the same for both architectures. Sources are older than what was
-# made of the empty crates, which cargo would take for theirs.
+# Sources are older than what was made of the empty crates, which cargo would take for
+# theirs.
 RUN find . -name '*.rs' -not -path './target/*' -exec touch {} + \
- && cargo xtask build-ebpf \
+ && cargo xtask build-ebpf
+
+FROM crates AS kilo
+ARG TARGETARCH
+ENV CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_LINKER=x86_64-linux-gnu-gcc \
+    CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+    CARGO_PROFILE_RELEASE_STRIP=debuginfo
+# The distribution's updates are wanted: no version is pinned here and below.
+# hadolint ignore=DL3008
+RUN case "$TARGETARCH" in \
+      amd64) cpu=x86_64 gcc=gcc-x86-64-linux-gnu ;; \
+      arm64) cpu=aarch64 gcc=gcc-aarch64-linux-gnu ;; \
+      *) echo "no build for $TARGETARCH" >&2; exit 1 ;; \
+    esac \
+ && if [ "$TARGETARCH" != "$(dpkg --print-architecture)" ]; then \
+      apt-get update \
+      && apt-get install --yes --no-install-recommends "$gcc" "libc6-dev-$TARGETARCH-cross" \
+      && rm -rf /var/lib/apt/lists/*; \
+    fi \
+ && rustup target add "$cpu-unknown-linux-gnu" \
+ && echo "$cpu-unknown-linux-gnu" > /target
+RUN cd empty \
+ && cargo build --locked --release --package kilo-agent --target "$(cat /target)" --target-dir /src/target
+COPY . .
+COPY --from=bpf /src/target/bpf/kilo.o target/bpf/kilo.o
+RUN find . -name '*.rs' -not -path './target/*' -exec touch {} + \
  && cargo auditable build --locked --release --package kilo-agent --bins --target "$(cat /target)" \
  && mkdir /out \
  && cp "target/$(cat /target)/release/kg" "target/$(cat /target)/release/kgctl" /out/

@@ -17,7 +17,7 @@ mod uninstall;
 
 use std::process::ExitCode;
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use clap::{CommandFactory as _, Parser, Subcommand};
 
 #[cfg(target_os = "linux")]
@@ -119,7 +119,8 @@ async fn run(cli: Cli) -> Result<String> {
         Command::Uninstall(args) => uninstall::run(args, flags).await,
         #[cfg(target_os = "linux")]
         Command::UserspaceWireguard { interface } => {
-            userspace::run(interface).await.context("userspace WireGuard")?;
+            let run = userspace::run(interface).await;
+            anyhow::Context::context(run, "userspace WireGuard")?;
             Ok(String::new())
         }
         Command::Completion { .. } => Ok(String::new()),
