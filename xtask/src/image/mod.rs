@@ -10,7 +10,7 @@ use std::{
     process::Command,
 };
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use clap::Args;
 
 use crate::{
@@ -140,14 +140,13 @@ fn arguments(layers: Layers) -> Vec<String> {
     arguments
 }
 
-/// The Dockerfile without its first stage, and a directory `kilo` in its place.
+/// The Dockerfile without the stages that compile Rust, and a directory `kilo` in their place.
 fn without_compiling(dockerfile: &str) -> Result<String> {
-    let stages: Vec<_> = dockerfile.match_indices("\nFROM ").map(|(at, _)| at).collect();
-    let (Some(&first), Some(&second)) = (stages.first(), stages.get(1)) else {
-        bail!("the Dockerfile has no second stage");
-    };
+    let first = dockerfile.find("\nFROM ").context("the Dockerfile has no stage")?;
+    let plugins = dockerfile.find("\nFROM --platform=$BUILDPLATFORM ${PLUGINS_IMAGE} ");
+    let plugins = plugins.context("the Dockerfile has no stage of PLUGINS_IMAGE")?;
     let (from, to) = ("COPY --from=kilo /out/", "COPY kilo/");
-    let rest = &dockerfile[second..];
+    let rest = &dockerfile[plugins..];
     ensure!(rest.contains(from), "the Dockerfile has no line `{from} ...`");
     Ok(format!("{}{}", &dockerfile[..first], rest.replace(from, to)))
 }
@@ -169,9 +168,10 @@ mod tests {
     }
 
     #[test]
-    fn the_stages_after_the_first_stand_alone() {
+    fn the_stages_that_compile_no_rust_stand_alone() {
         let stages = without_compiling(&dockerfile()).unwrap();
         assert!(!stages.contains("RUST_IMAGE} AS"), "{stages}");
+        assert!(!stages.contains("FROM crates") && !stages.contains("RUN cargo"), "{stages}");
         assert!(!stages.contains("--from=kilo"), "{stages}");
         assert!(stages.contains("ARG DEBIAN_IMAGE="), "{stages}");
     }
@@ -185,9 +185,12 @@ mod tests {
             assert_eq!(format!("docker.io/library/{tag}"), image);
             assert!(digest.len() == 64 && digest.bytes().all(|byte| byte.is_ascii_hexdigit()), "{digest}");
         }
-        for line in dockerfile.lines().filter(|line| line.starts_with("FROM ") && *line != "FROM scratch") {
-            let named = base::BASES.iter().any(|(argument, _)| line.contains(&format!("${{{argument}}}")));
-            assert!(named, "{line}: no base with a digest");
+        let mut stages = vec!["scratch"];
+        for line in dockerfile.lines().filter(|line| line.starts_with("FROM ")) {
+            let words: Vec<_> = line.split(' ').filter(|word| !word.starts_with("--")).collect();
+            let named = base::BASES.iter().any(|(argument, _)| words[1] == format!("${{{argument}}}"));
+            assert!(named || stages.contains(&words[1]), "{line}: no base with a digest");
+            stages.extend(words.get(3));
         }
     }
 
