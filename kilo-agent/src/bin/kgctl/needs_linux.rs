@@ -1,6 +1,8 @@
 //! What stands for the commands that look into or change the kernel of the machine they run on, on
 //! systems other than Linux: each says where it works and what to do here.
 
+#![allow(clippy::unused_async, reason = "the commands they stand for are awaited")]
+
 use anyhow::{Result, bail};
 use clap::Args;
 
