@@ -112,13 +112,14 @@ FROM ${DEBIAN_IMAGE} AS root
 # --iptables-forward-rules, nftables for masquerading IPv6. Logs and caches bear the
 # time of the build, and would make each image another one. What only installs, or
 # is a second shell, goes: sh and the tools beside it are what init containers of
-# Kilo's DaemonSets need.
+# Kilo's DaemonSets need. tzdata asks debconf when it goes.
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends ca-certificates iptables nftables \
+ && dpkg --purge --force-depends tzdata \
  && dpkg --purge --force-depends --force-remove-essential --force-remove-protected \
     adduser apt bash debconf debian-archive-keyring e2fsprogs gpgv libapt-pkg6.0 libext2fs2 \
-    libss2 libssl3 libstdc++6 login logsave mount openssl passwd perl-base tzdata \
+    libss2 libssl3 libstdc++6 login logsave mount openssl passwd perl-base \
  && rm -rf /var/lib/apt /var/cache/apt /var/cache/debconf /var/cache/ldconfig/aux-cache \
     /var/lib/dpkg/*-old /var/log/* /etc/*- /etc/apt /root/.bashrc
 

@@ -3,6 +3,7 @@
 mod bad_input;
 mod migration;
 mod monitoring;
+mod names;
 mod nodes;
 mod removal;
 mod shipped;
@@ -29,6 +30,7 @@ const fn check(name: &'static str, run: fn(&Cluster) -> Result<String>) -> Check
 const CHECKS: &[Check] = &[
     check("every pod of Kilo is ready within a minute", ready),
     check("pods, nodes, Services and the outside reach each other", everybody),
+    check("a Service's name is resolved from every node, by UDP and TCP", names::resolve),
     check("rollout restart of Kilo loses nothing", updates::rollout_restart),
     check("deleted pods of Kilo lose nothing", updates::delete_pods),
     check("another image tag of Kilo loses nothing", updates::set_image),

@@ -2,13 +2,13 @@
 
 use std::{
     fs,
-    net::{IpAddr, Ipv4Addr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result};
 
-use super::{Cluster, images, node::Node, until};
+use super::{Cluster, images, node::Node, release::Release, until};
 use crate::{
     command::run,
     lab::{
@@ -20,6 +20,8 @@ use crate::{
 
 /// The Service of the test pods.
 pub const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 80);
+/// Its IPv6 address, where the API server has both families.
+pub const SERVICE_V6: Ipv6Addr = Ipv6Addr::new(0xfd00, 0x10, 0x96, 0, 0, 0, 0, 0x80);
 /// Its port on every node.
 pub const NODE_PORT: u16 = 30080;
 /// The test pods' port on their nodes.
@@ -96,12 +98,22 @@ pub fn roll(cluster: &Cluster, daemon_set: &str, seconds: u32) -> Result<()> {
     cluster.kubectl(&["-n", "kube-system", "rollout", "status", &object, &timeout]).map(drop)
 }
 
+/// The lines of a Service that name its addresses.
+pub fn addresses(release: Release, [v4, v6]: [IpAddr; 2]) -> String {
+    match release.has_two_families() {
+        true => {
+            format!("  clusterIP: {v4}\n  clusterIPs: [{v4}, '{v6}']\n  ipFamilyPolicy: RequireDualStack")
+        }
+        false => format!("  clusterIP: {v4}"),
+    }
+}
+
 /// A Deployment with a pod on every node, behind a ClusterIP, a NodePort and a hostPort.
 pub fn test_pods(cluster: &Cluster) -> Result<()> {
     let objects = OBJECTS
         .replace("REPLICAS", &cluster.nodes.len().to_string())
         .replace("IMAGE", images::TEST)
-        .replace("SERVICE", &SERVICE.to_string());
+        .replace("ADDRESSES", &addresses(cluster.release, [SERVICE.into(), SERVICE_V6.into()]));
     cluster.apply(&objects)?;
     cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=180s"])?;
     serving(cluster)?;
@@ -122,10 +134,19 @@ pub struct Pod {
     pub node: String,
     /// Its name.
     pub name: String,
-    /// Its address.
+    /// Its first address, of IPv4.
     pub address: IpAddr,
+    /// Its IPv6 address, if it has one.
+    pub second: Option<IpAddr>,
     /// Its network namespace.
     pub space: Space,
+}
+
+impl Pod {
+    /// Its addresses, IPv4 first.
+    pub fn addresses(&self) -> impl Iterator<Item = IpAddr> + '_ {
+        [self.address].into_iter().chain(self.second)
+    }
 }
 
 /// The running pods with that label, sorted by node.
@@ -149,6 +170,7 @@ pub fn pods(cluster: &Cluster, label: &str) -> Result<Vec<Pod>> {
             node: node.to_owned(),
             name: name.to_owned(),
             address: text("/status/podIP").context("the pod has no address")?.parse()?,
+            second: text("/status/podIPs/1/ip").map(str::parse).transpose()?,
             space,
         });
     }
@@ -161,7 +183,9 @@ pub fn serving(cluster: &Cluster) -> Result<Vec<Pod>> {
     let pods = pods(cluster, "app=echo")?;
     for pod in &pods {
         // Those that stand serve on.
-        let _ = probe::serve(&pod.space, pod.address);
+        for address in pod.addresses() {
+            let _ = probe::serve(&pod.space, address);
+        }
     }
     Ok(pods)
 }
@@ -196,7 +220,7 @@ apiVersion: v1
 kind: Service
 metadata: {name: echo}
 spec:
-  clusterIP: SERVICE
+ADDRESSES
   selector: {app: echo}
   ports: [{port: 80, targetPort: 7007}]
 ---

@@ -22,13 +22,15 @@ use crate::{
 };
 
 /// Image with what a node and its pods run.
-pub const NODE: &str = "localhost/kilo-cluster/node:1";
+pub const NODE: &str = "localhost/kilo-cluster/node:2";
 /// Image of test pods: anything with a shell that sleeps.
 pub const TEST: &str = "docker.io/kilo-cluster/test:1";
 /// Our image under another tag, for an update.
 pub const OTHER_TAG: &str = "docker.io/kilo-ebpf/kilo:other";
-const PACKAGES: &str = "busybox-static ca-certificates conntrack containerd ebtables ethtool iproute2 iptables \
-    iputils-ping kmod mount nftables openssl procps runc socat tcpdump util-linux";
+const PACKAGES: &str = "busybox-static ca-certificates conntrack containerd dnsmasq-base ebtables ethtool iproute2 \
+    iptables iputils-ping kmod mount nftables openssl procps runc socat tcpdump util-linux";
+/// Grows when [`PACKAGES`] changes, like the tag of [`NODE`].
+const REVISION: u32 = 2;
 
 /// A current kubeadm knows the flags of etcd 3.6 only, and Debian's is 3.5.
 const ETCD: &str = r#"#!/bin/sh
@@ -57,8 +59,8 @@ pub fn prepare(release: Release, programs: &Path) -> Result<Images> {
     let directory = apt::cache_directory()?.join("cluster");
     fs::create_dir_all(&directory)?;
     let images = Images {
-        root: directory.join("root"),
-        containerd: directory.join(format!("containerd-{}", release.version)),
+        root: directory.join(format!("root-{REVISION}")),
+        containerd: directory.join(format!("containerd-{REVISION}-{}", release.version)),
     };
     if images.root.exists() && images.containerd.exists() {
         return Ok(images);

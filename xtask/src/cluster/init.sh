@@ -1,5 +1,6 @@
 # PID 1 of a node, in namespaces of its own: makes the node's root and keeps containerd and
-# kubelet running. NAME, ADDRESS, DISK, BASE, BIN and PAUSE come from the environment.
+# kubelet running. NAME, ADDRESS, IPV6 (address or nothing), DISK, BASE,
+# BIN and PAUSE come from the environment.
 set -eu
 mount --make-rprivate /
 root=$DISK/merged
@@ -62,6 +63,7 @@ umount -l /before
 # hostPath volumes with propagation want it.
 mount --make-rshared /
 echo 1 > /proc/sys/net/ipv4/ip_forward
+[ -z "$IPV6" ] || echo 1 > /proc/sys/net/ipv6/conf/all/forwarding
 mkdir -p /etc/containerd /etc/cni/net.d /opt/cni/bin /var/log
 cat > /etc/containerd/config.toml <<END
 version = 2
@@ -93,7 +95,7 @@ kubelet_forever() {
       [ ! -e /var/lib/kubelet/kubeadm-flags.env ] || . /var/lib/kubelet/kubeadm-flags.env
       kubelet --bootstrap-kubeconfig=/etc/kubernetes/bootstrap-kubelet.conf \
         --kubeconfig=/etc/kubernetes/kubelet.conf --config=/var/lib/kubelet/config.yaml \
-        --node-ip="$ADDRESS" $KUBELET_KUBEADM_ARGS >> /var/log/kubelet.log 2>&1 || true
+        --node-ip="$ADDRESS${IPV6:+,$IPV6}" $KUBELET_KUBEADM_ARGS >> /var/log/kubelet.log 2>&1 || true
     fi
     sleep 0.5
   done

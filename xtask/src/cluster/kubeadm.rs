@@ -5,7 +5,7 @@ use std::{net::Ipv4Addr, time::Duration};
 use anyhow::{Context as _, Result};
 
 use super::{
-    network::{PODS, SERVICES},
+    network::{PODS, PODS_V6, SERVICES, SERVICES_V6},
     node::Node,
     release::Release,
 };
@@ -54,6 +54,11 @@ fn endpoint(first: &Node) -> Ipv4Addr {
 
 fn configuration(node: &Node, release: Release) -> String {
     let (api, address, version) = (release.kubeadm_api, node.site.address, release.version);
+    let join = |v4: &str, v6: &str| match release.has_two_families() {
+        true => format!("\"{v4},{v6}\""),
+        false => v4.to_owned(),
+    };
+    let (pods, services) = (join(PODS, PODS_V6), join(SERVICES, SERVICES_V6));
     let (never, cgroups) = match release.is_current {
         true => ("imagePullPolicy: Never", "failCgroupV1: false\n"),
         false => ("ignorePreflightErrors: []", ""),
@@ -71,7 +76,7 @@ kubernetesVersion: v{version}
 clusterName: kilo
 controlPlaneEndpoint: "{endpoint}:6443"
 etcd: {{local: {{imageTag: {etcd}}}}}
-networking: {{podSubnet: {PODS}, serviceSubnet: {SERVICES}}}
+networking: {{podSubnet: {pods}, serviceSubnet: {services}}}
 ---
 apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration

@@ -9,8 +9,8 @@ use anyhow::Result;
 
 use super::{
     Cluster,
-    deploy::{self, HOST_PORT, NODE_PORT, SERVICE},
-    network::{self, OUTSIDE, ROUTER},
+    deploy::{self, HOST_PORT, NODE_PORT, SERVICE, SERVICE_V6},
+    network::{self, OUTSIDE, OUTSIDE_V6, ROUTER, ROUTER_V6},
 };
 use crate::lab::{
     probe::{self, Protocol},
@@ -52,7 +52,9 @@ pub fn run(cluster: &Cluster) -> Result<Matrix> {
         let _ = probe::serve(&node.space(), node.site.address.into());
     }
     let outside = network::outside();
-    let _ = probe::serve(&outside, OUTSIDE.into());
+    for address in [OUTSIDE.into(), OUTSIDE_V6.into()] {
+        let _ = probe::serve(&outside, address);
+    }
     let mut sources: Vec<(Space, Vec<Path>)> = Vec::new();
     let path = |source: &str, target: &str, protocol, address: SocketAddr, sees| Path {
         source: source.to_owned(),
@@ -67,28 +69,33 @@ pub fn run(cluster: &Cluster) -> Result<Matrix> {
         let mut paths = Vec::new();
         for protocol in Protocol::ALL {
             for other in pods.iter().filter(|other| other.name != pod.name) {
-                paths.push(path(name, &other.space.name, protocol, at(other.address), Some(pod.address)));
+                for (own, address) in pod.addresses().zip(other.addresses()) {
+                    paths.push(path(name, &other.space.name, protocol, at(address), Some(own)));
+                }
             }
             for node in &cluster.nodes {
                 let sees = (node.name() != pod.node).then_some(pod.address);
                 paths.push(path(name, node.name(), protocol, at(node.site.address.into()), sees));
             }
-            paths.push(path(name, "outside", protocol, at(OUTSIDE.into()), Some(ROUTER.into())));
+            let outside = [(OUTSIDE.into(), ROUTER.into()), (OUTSIDE_V6.into(), ROUTER_V6.into())];
+            for (address, sees) in outside.into_iter().take(pod.addresses().count()) {
+                paths.push(path(name, "outside", protocol, at(address), Some(sees)));
+            }
         }
-        for _ in 0..2 * pods.len() {
-            paths.push(path(name, "ClusterIP", Protocol::Tcp, (SERVICE, 80).into(), None));
+        for service in services(cluster).cycle().take(2 * pods.len() * services(cluster).count()) {
+            paths.push(path(name, "ClusterIP", Protocol::Tcp, service, None));
         }
         sources.push((pod.space.clone(), paths));
     }
     for node in &cluster.nodes {
         let mut paths = Vec::new();
         for protocol in Protocol::ALL {
-            for pod in &pods {
-                paths.push(path(node.name(), &pod.space.name, protocol, at(pod.address), None));
+            for (pod, address) in pods.iter().flat_map(|pod| pod.addresses().map(move |a| (pod, a))) {
+                paths.push(path(node.name(), &pod.space.name, protocol, at(address), None));
             }
         }
-        for _ in 0..2 * pods.len() {
-            paths.push(path(node.name(), "ClusterIP", Protocol::Tcp, (SERVICE, 80).into(), None));
+        for service in services(cluster).cycle().take(2 * pods.len() * services(cluster).count()) {
+            paths.push(path(node.name(), "ClusterIP", Protocol::Tcp, service, None));
         }
         for other in cluster.nodes.iter().filter(|other| other.name() != node.name()) {
             let port = (other.site.address, HOST_PORT).into();
@@ -115,6 +122,12 @@ pub fn run(cluster: &Cluster) -> Result<Matrix> {
         matrix.cells.extend(thread.join().map_err(|_| anyhow::anyhow!("probe thread"))??);
     }
     Ok(matrix)
+}
+
+/// The test pods' Service at each of its addresses.
+fn services(cluster: &Cluster) -> impl Iterator<Item = SocketAddr> + Clone {
+    let second = cluster.release.has_two_families().then_some(IpAddr::from(SERVICE_V6));
+    [SERVICE.into()].into_iter().chain(second).map(|address: IpAddr| SocketAddr::from((address, 80)))
 }
 
 fn probe(path: Path) -> Cell {

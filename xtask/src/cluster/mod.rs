@@ -261,7 +261,13 @@ fn take_over() -> Result<Guard> {
 /// Removes every trace of a cluster, also of one that was only half built.
 fn down() -> Result<()> {
     let run = run_directory()?;
-    let parts = Parts { run: run.clone(), base: PathBuf::new(), bin: PathBuf::new(), pause: String::new() };
+    let parts = Parts {
+        run: run.clone(),
+        base: PathBuf::new(),
+        bin: PathBuf::new(),
+        pause: String::new(),
+        has_ipv6: false,
+    };
     for site in network::sites(20) {
         let node = Node::new(site, &parts);
         if node.disk().exists() || node.space().path().exists() {
@@ -335,6 +341,7 @@ impl Cluster {
             base: prepared.images.root.clone(),
             bin: prepared.bin,
             pause: images::pause(release),
+            has_ipv6: release.has_two_families(),
         };
         fs::create_dir_all(&parts.run)?;
         step("images on every node");
@@ -384,7 +391,8 @@ impl Cluster {
             if state.version == release::DEBIAN.version { release::DEBIAN } else { release::CURRENT };
         let bin = release.programs()?;
         let base = images::prepare(release, &bin)?.root;
-        let parts = Parts { run, base, bin, pause: images::pause(release) };
+        let (pause, has_ipv6) = (images::pause(release), release.has_two_families());
+        let parts = Parts { run, base, bin, pause, has_ipv6 };
         let nodes = network::sites(state.nodes).into_iter().map(|site| Node::new(site, &parts)).collect();
         Ok(Self { nodes, release, ready_after: None })
     }

@@ -8,8 +8,10 @@
 //!   a1 192.0.2.11 ──────── wan 192.0.2.0/24 ─────── b1 192.0.2.21
 //!                       outside 203.0.113.10, beyond NAT
 //! ```
+//!
+//! The LANs are `fd00:11::/64` and `fd00:12::/64`, too, and the outside host is `2001:db8::10`.
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
 
 use anyhow::{Context as _, Result, bail};
 
@@ -21,10 +23,19 @@ pub const NAME: &str = "kilo-cluster";
 pub const PODS: &str = "10.244.0.0/16";
 /// Services' addresses.
 pub const SERVICES: &str = "10.96.0.0/16";
+/// The same of IPv6, where the API server has both families.
+pub const PODS_V6: &str = "fd00:10:244::/56";
+/// The same of IPv6.
+pub const SERVICES_V6: &str = "fd00:10:96::/112";
 /// Address of the outside host.
 pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(203, 0, 113, 10);
 /// Address the outside host sees for what the router translates.
 pub const ROUTER: Ipv4Addr = Ipv4Addr::new(203, 0, 113, 1);
+
+/// The outside host's IPv6 address, and what it sees of others.
+pub const OUTSIDE_V6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 0x10);
+/// As [`ROUTER`], of IPv6.
+pub const ROUTER_V6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1);
 
 /// The router's address on the public network.
 const WAN: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
@@ -38,8 +49,12 @@ pub struct Site {
     pub letter: char,
     /// Its address.
     pub address: Ipv4Addr,
+    /// Its IPv6 address.
+    pub address_v6: Ipv6Addr,
     /// The router's address on its LAN.
     pub gateway: Ipv4Addr,
+    /// The same of IPv6.
+    pub gateway_v6: Ipv6Addr,
     /// Address on the public network, which the first node of a location has.
     pub public: Option<Ipv4Addr>,
 }
@@ -66,13 +81,20 @@ pub fn sites(nodes: u8) -> Vec<Site> {
                 node: format!("{letter}{number}"),
                 letter,
                 address: Ipv4Addr::new(10, net, 0, 10 + number),
+                address_v6: lan_v6(net, 10 + number),
                 gateway: Ipv4Addr::new(10, net, 0, 1),
+                gateway_v6: lan_v6(net, 1),
                 public: (number == 1).then(|| Ipv4Addr::new(192, 0, 2, (net - 10) * 10 + 1)),
             }
         })
         .collect();
     sites.sort_by(|one, other| one.node.cmp(&other.node));
     sites
+}
+
+/// An address of `fd00:11::/64` or `fd00:12::/64`.
+fn lan_v6(net: u8, host: u8) -> Ipv6Addr {
+    Ipv6Addr::new(0xfd00, 0x10 + u16::from(net - 10), 0, 0, 0, 0, 0, u16::from(host))
 }
 
 fn space(name: &str) -> Space {
@@ -106,15 +128,19 @@ pub fn build() -> Result<()> {
          link add lan-b address 02:00:00:00:02:0b type bridge\nlink set lan-b up\n\
          link add wan address 02:00:00:00:02:0d type bridge\nlink set wan up\naddress add {WAN}/24 dev wan\n\
          address add 10.11.0.1/24 dev lan-a\naddress add 10.12.0.1/24 dev lan-b\n\
+         address add {}/64 dev lan-a nodad\naddress add {}/64 dev lan-b nodad\n\
          link add outside type veth peer name eth0 netns {}\n\
-         address add {ROUTER}/24 dev outside\nlink set outside up\n",
+         address add {ROUTER}/24 dev outside\naddress add {ROUTER_V6}/64 dev outside nodad\n\
+         link set outside up\n",
+        lan_v6(11, 1),
+        lan_v6(12, 1),
         outside.netns
     ))?;
     outside.ip(&format!(
-        "address add {OUTSIDE}/24 dev eth0\nlink set eth0 up\n\
+        "address add {OUTSIDE}/24 dev eth0\naddress add {OUTSIDE_V6}/64 dev eth0 nodad\nlink set eth0 up\n\
          route add 10.11.0.0/16 via {ROUTER}\nroute add 10.12.0.0/16 via {ROUTER}\n"
     ))?;
-    router.sh(&RULES.replace("PODS", PODS))?;
+    router.sh(&RULES.replace("PODS_V6", PODS_V6).replace("PODS", PODS))?;
     Ok(())
 }
 
@@ -126,7 +152,11 @@ pub fn connect(site: &Site) -> Result<()> {
         "link add {name} type veth peer name eth0 netns {NAME}-{name}\nlink set {name} master lan-{} up\n",
         site.letter
     ))?;
-    node(name).ip(&format!("address add {}/24 dev eth0\nlink set eth0 up\n", site.address))?;
+    node(name).ip(&format!(
+        "address add {}/24 dev eth0\naddress add {}/64 dev eth0 nodad\nlink set eth0 up\n\
+         route add default via {}\n",
+        site.address, site.address_v6, site.gateway_v6
+    ))?;
     let Some(public) = site.public else {
         return node(name).ip(&format!("route add default via {}\n", site.gateway));
     };
@@ -166,11 +196,17 @@ pub fn clear_packets() -> Result<u64> {
     Ok(counts.iter().sum())
 }
 
-/// Starts to count packets from one node's pods at the cables of all nodes.
+/// Starts to count packets from one node's pods at the cables of all nodes; `pods` are the node's
+/// prefixes with spaces between them.
 pub fn count_from(pods: &str) -> Result<()> {
-    let rules = "add table bridge one\ndelete table bridge one\ntable bridge one {\ncounter own { }\nchain c {\n\
-                 type filter hook prerouting priority -300\nip saddr PODS counter name own\n}\n}";
-    router().sh(&format!("nft -f - <<'END'\n{}\nEND", rules.replace("PODS", pods))).map(drop)
+    let rule = |prefix: &str| {
+        let family = if prefix.contains(':') { "ip6" } else { "ip" };
+        format!("{family} saddr {prefix} counter name own\n")
+    };
+    let rules: String = pods.split_whitespace().map(rule).collect();
+    let table = "add table bridge one\ndelete table bridge one\ntable bridge one {\ncounter own { }\nchain c {\n\
+                 type filter hook prerouting priority -300\n";
+    router().sh(&format!("nft -f - <<'END'\n{table}{rules}}}\n}}\nEND")).map(drop)
 }
 
 /// How many there were.
@@ -184,6 +220,7 @@ pub fn counted() -> Result<u64> {
 /// and on its bridges.
 const RULES: &str = r#"
 echo 1 > /proc/sys/net/ipv4/ip_forward
+echo 1 > /proc/sys/net/ipv6/conf/all/forwarding
 for f in /proc/sys/net/bridge/bridge-nf-call-ip*; do test -e $f && echo 0 > $f; done
 nft -f - <<'END'
 table inet cluster {
@@ -192,6 +229,8 @@ table inet cluster {
         type filter hook prerouting priority -300; policy accept;
         ip saddr PODS counter name clear drop
         ip daddr PODS counter name clear drop
+        ip6 saddr PODS_V6 counter name clear drop
+        ip6 daddr PODS_V6 counter name clear drop
     }
 }
 table bridge cluster {
@@ -200,9 +239,11 @@ table bridge cluster {
         type filter hook forward priority 0; policy accept;
         ip saddr PODS counter name clear drop
         ip daddr PODS counter name clear drop
+        ip6 saddr PODS_V6 counter name clear drop
+        ip6 daddr PODS_V6 counter name clear drop
     }
 }
-table ip nat {
+table inet nat {
     chain postrouting {
         type nat hook postrouting priority 100;
         oifname "outside" masquerade

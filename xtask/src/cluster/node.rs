@@ -29,6 +29,8 @@ pub struct Parts {
     pub bin: PathBuf,
     /// Name of the image that holds a pod's namespaces.
     pub pause: String,
+    /// True where nodes forward IPv6.
+    pub has_ipv6: bool,
 }
 
 /// One node.
@@ -93,6 +95,7 @@ impl Node {
         );
         let hierarchies: Vec<_> =
             hierarchies().iter().filter_map(|path| Some(path.file_name()?.to_str()?.to_owned())).collect();
+        let ipv6 = if self.parts.has_ipv6 { self.site.address_v6.to_string() } else { String::new() };
         let mut process = Command::new("sh")
             .args(["-euc", &script])
             .env_clear()
@@ -100,6 +103,7 @@ impl Node {
             .env("INIT", INIT)
             .env("NAME", self.name())
             .env("ADDRESS", self.site.address.to_string())
+            .env("IPV6", ipv6)
             .env("DISK", &disk)
             .env("BASE", &self.parts.base)
             .env("BIN", &self.parts.bin)

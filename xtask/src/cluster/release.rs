@@ -65,6 +65,11 @@ pub const DEBIAN: Release = Release {
 };
 
 impl Release {
+    /// True when pods and Services have IPv6 addresses, too: by default since 1.21.
+    pub const fn has_two_families(self) -> bool {
+        self.is_current
+    }
+
     /// The newest one that is built already, or can be.
     pub fn newest() -> Result<Self> {
         Ok(if CURRENT.is_built()? || source().is_some() { CURRENT } else { DEBIAN })

@@ -37,9 +37,8 @@ fn boots(cluster: &Cluster, count: u32) -> Result<String> {
     for number in 1..=count {
         // Those of both kinds: a leader, and one behind a leader. The control plane stays.
         let node = &cluster.nodes[1..][number as usize % (cluster.nodes.len() - 1)];
-        let path = "jsonpath={.spec.podCIDR}";
         let before = network::clear_packets()?;
-        network::count_from(&cluster.kubectl(&["get", "node", node.name(), "-o", path])?)?;
+        network::count_from(&pod_cidrs(cluster, node)?)?;
         let took = power_cycle(cluster, node).with_context(|| format!("boot {number} of {}", node.name()));
         let clear = network::counted()?;
         let took = took?;
@@ -65,6 +64,11 @@ fn boots(cluster: &Cluster, count: u32) -> Result<String> {
     ))
 }
 
+/// The node's prefixes with spaces between them.
+fn pod_cidrs(cluster: &Cluster, node: &Node) -> Result<String> {
+    cluster.kubectl(&["get", "node", node.name(), "-o", "jsonpath={.spec.podCIDRs[*]}"])
+}
+
 /// That the measure above sees what it looks for: with a configuration that is a file, as it
 /// was before, pods start before the mesh.
 pub fn boot_with_a_file(cluster: &Cluster) -> Result<String> {
@@ -72,10 +76,10 @@ pub fn boot_with_a_file(cluster: &Cluster) -> Result<String> {
     let node = cluster.remote();
     let mut seen = 0;
     // Which comes first is chance.
-    let cidr = cluster.kubectl(&["get", "node", node.name(), "-o", "jsonpath={.spec.podCIDR}"])?;
+    let cidrs = pod_cidrs(cluster, node)?;
     for _ in 0..4 {
         node.sh(&format!("cp -L {CONFIGURATION} /tmp/c && cp --remove-destination /tmp/c {CONFIGURATION}"))?;
-        network::count_from(&cidr)?;
+        network::count_from(&cidrs)?;
         power_cycle(cluster, node)?;
         seen = network::counted()?;
         if seen > 0 {

@@ -38,7 +38,10 @@ impl Flows {
             flows.push((name, Traffic::start_every(space, target, TICK)));
         };
         for pod in pods.iter().filter(|pod| pod.name != from.name && Some(pod.node.as_str()) != but) {
-            start(&from.space, pod.address, format!("{} to {}", from.node, pod.node));
+            for address in pod.addresses() {
+                let family = if address.is_ipv6() { " by IPv6" } else { "" };
+                start(&from.space, address, format!("{} to {}{family}", from.node, pod.node));
+            }
         }
         let far = if but.is_some() { from } else { deploy::pod_on(&pods, cluster.remote())? };
         start(&far.space, OUTSIDE.into(), format!("{} to outside", far.node));
