@@ -6,17 +6,18 @@ use anyhow::Result;
 
 use crate::{
     build_ebpf, command,
+    dist::kgctl,
     report::TestOutcome,
     wheels::{self, Shipped},
     workspace_root,
 };
 
-/// Format, lints and crates.
+/// Format, lints, crates, and `kgctl` for other systems.
 pub fn sources(part: &str) -> Vec<TestOutcome> {
     let cargo = |arguments: &[&str]| {
         command::show(Command::new("cargo").current_dir(workspace_root()).args(arguments))
     };
-    vec![
+    let mut outcomes = vec![
         checked(part, "rustfmt finds nothing to change", || cargo(&["fmt", "--all", "--check"])),
         checked(part, "clippy has no warnings", || {
             cargo(&["clippy", "--workspace", "--all-targets", "--locked", "--quiet", "--", "-D", "warnings"])
@@ -41,7 +42,22 @@ pub fn sources(part: &str) -> Vec<TestOutcome> {
             wheels::CARGO_SHEAR,
             &["--offline", "--locked", "--deny-warnings"],
         ),
-    ]
+    ];
+    outcomes.extend(kgctl::other_systems().map(|triple| for_other_system(part, triple)));
+    outcomes
+}
+
+/// `kgctl` type-checked for another system; skipped where there is no standard library for it.
+fn for_other_system(part: &str, triple: &str) -> TestOutcome {
+    let name = format!("kgctl has no warnings for {triple}");
+    let started = Instant::now();
+    match kgctl::check(triple) {
+        Ok(false) => {
+            println!("SKIPPED {part}: {name}: `rustup target add {triple}` fails");
+            outcome(part, &name, "skipped", started)
+        }
+        result => checked(part, &name, || result.map(drop)),
+    }
 }
 
 /// A check that a downloaded program makes; skipped when it cannot be downloaded.

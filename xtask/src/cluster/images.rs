@@ -15,10 +15,7 @@ use super::release::Release;
 use crate::{
     apt,
     command::run,
-    image::{
-        self, base,
-        buildah::{Buildah, EPOCH},
-    },
+    image::{self, Architecture, base, buildah::Buildah},
 };
 
 /// Image with what a node and its pods run.
@@ -67,12 +64,12 @@ pub fn prepare(release: Release, programs: &Path) -> Result<Images> {
     }
     apt::install(&["containerd"])?;
     let buildah = Buildah::open()?;
-    base::slim(&buildah)?;
+    base::slim(&buildah, Architecture::Amd64)?;
     let context = tempfile::tempdir_in(&directory)?;
     let build = |text: &str, image: &str, context: &Path| {
         let file = context.join("Dockerfile");
         fs::write(&file, text)?;
-        buildah.build(&file, context, image, &[], EPOCH)
+        buildah.build(&file, context, image, Architecture::Amd64, &[])
     };
     if !buildah.has(NODE) {
         println!("cluster: the nodes' root file system");
@@ -114,7 +111,7 @@ pub fn prepare(release: Release, programs: &Path) -> Result<Images> {
         context.path(),
     )?;
     let archive = context.path().join("kubernetes.tar");
-    buildah.archive(&all, &archive, false)?;
+    buildah.archive(&all, &all, &archive, false)?;
     let part = context.path().join("containerd");
     let store = Store::open(&part)?;
     store.import(&archive)?;

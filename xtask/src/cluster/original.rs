@@ -21,10 +21,7 @@ use super::{Cluster, deploy, images, network::sites, release};
 use crate::{
     apt,
     command::{run, show},
-    image::{
-        PLUGINS,
-        buildah::{Buildah, EPOCH},
-    },
+    image::{Architecture, PLUGINS, buildah::Buildah},
     lab::tunl0,
     workspace_root,
 };
@@ -94,9 +91,9 @@ impl Original {
             images::NODE
         );
         fs::write(place("Dockerfile"), text)?;
-        buildah.build(&place("Dockerfile"), context.path(), IMAGE, &[], EPOCH)?;
+        buildah.build(&place("Dockerfile"), context.path(), IMAGE, Architecture::Amd64, &[])?;
         let archive = place("kilo.tar");
-        buildah.archive(IMAGE, &archive, false)?;
+        buildah.archive(IMAGE, IMAGE, &archive, false)?;
         cluster.each(&cluster.nodes, |node| {
             let inside = node.path("/opt/squat-kilo.tar")?;
             fs::copy(&archive, &inside)?;

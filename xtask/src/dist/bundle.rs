@@ -11,13 +11,16 @@ use crate::{
     workspace_root,
 };
 
-use super::VERSION;
+use super::{VERSION, kgctl::Target};
 
-/// `kgctl`, and the name under which kubectl finds it: `kubectl kilo`.
-pub fn program(program: &Path, to: &Path) -> Result<()> {
+/// `kgctl`, and the name under which kubectl finds it: `kubectl kilo`. Windows has no links that
+/// everybody may make.
+pub fn program(program: &Path, target: &Target, to: &Path) -> Result<()> {
     let work = tempfile::tempdir()?;
-    fs::copy(program, work.path().join("kgctl")).with_context(|| program.display().to_string())?;
-    std::os::unix::fs::symlink("kgctl", work.path().join("kubectl-kilo"))?;
+    fs::copy(program, work.path().join(target.program)).with_context(|| program.display().to_string())?;
+    if target.os != "windows" {
+        std::os::unix::fs::symlink(target.program, work.path().join("kubectl-kilo"))?;
+    }
     fs::copy(workspace_root().join("LICENSE"), work.path().join("LICENSE"))?;
     pack(work.path(), to)
 }
@@ -77,6 +80,7 @@ fn pack(directory: &Path, to: &Path) -> Result<()> {
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
+    use crate::dist::kgctl::TARGETS;
     use crate::{
         command::output,
         kube_tools::{self, Tool},
@@ -128,7 +132,7 @@ mod tests {
         fs::write(&script, "#!/bin/sh\necho \"kgctl got $*\"\n").unwrap();
         run(Command::new("chmod").arg("755").arg(&script)).unwrap();
         let archive = work.path().join("kgctl.tar.gz");
-        program(&script, &archive).unwrap();
+        program(&script, &TARGETS[0], &archive).unwrap();
         run(Command::new("tar").arg("-xzf").arg(&archive).arg("-C").arg(work.path())).unwrap();
         let path = format!("{}:/usr/bin:/bin", work.path().display());
         let said =

@@ -1,4 +1,4 @@
-//! `kgctl` for people's machines: static, so that it runs on any Linux.
+//! `kgctl` for people's machines: static on Linux, so that it runs on any.
 
 use std::{
     env,
@@ -18,41 +18,90 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Target {
     /// As Go and Kubernetes call it.
+    pub os: &'static str,
+    /// As Go and Kubernetes call it.
     pub architecture: &'static str,
+    /// Name of the file with the program.
+    pub program: &'static str,
     triple: &'static str,
     linker: &'static str,
-    /// Debian's packages with linker and static C library, on a machine of another architecture.
-    packages: [&'static str; 2],
+    /// Debian's packages with linker and static C library, on another machine.
+    packages: &'static [&'static str],
 }
 
-/// Architectures that releases have.
-pub const TARGETS: [Target; 2] = [
+/// What releases have a program for.
+pub const TARGETS: [Target; 3] = [
     Target {
+        os: "linux",
         architecture: "amd64",
+        program: "kgctl",
         triple: "x86_64-unknown-linux-gnu",
         linker: "x86_64-linux-gnu-gcc",
-        packages: ["gcc-x86-64-linux-gnu", "libc6-dev-amd64-cross"],
+        packages: &["gcc-x86-64-linux-gnu", "libc6-dev-amd64-cross"],
     },
     Target {
+        os: "linux",
         architecture: "arm64",
+        program: "kgctl",
         triple: "aarch64-unknown-linux-gnu",
         linker: "aarch64-linux-gnu-gcc",
-        packages: ["gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross"],
+        packages: &["gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross"],
+    },
+    Target {
+        os: "windows",
+        architecture: "amd64",
+        program: "kgctl.exe",
+        triple: "x86_64-pc-windows-gnu",
+        linker: "x86_64-w64-mingw32-gcc",
+        packages: &["gcc-mingw-w64-x86-64-win32"],
     },
 ];
 
+/// Systems that have no linker here: macOS wants Apple's own libraries.
+const CHECKED_ONLY: [&str; 1] = ["x86_64-apple-darwin"];
+
 impl Target {
-    /// Name of the file with the program.
+    /// Name of the file with the program and what goes with it.
     pub fn archive(&self) -> String {
-        format!("kgctl-{}-linux-{}.tar.gz", super::VERSION, self.architecture)
+        format!("kgctl-{}-{}-{}.tar.gz", super::VERSION, self.os, self.architecture)
     }
+
+    fn is_foreign(&self) -> bool {
+        self.os != env::consts::OS || !self.triple.starts_with(env::consts::ARCH)
+    }
+}
+
+/// Targets other than Linux, whose linker and C compiler need not be there to check them.
+pub fn other_systems() -> impl Iterator<Item = &'static str> {
+    TARGETS.iter().filter(|target| target.os != "linux").map(|target| target.triple).chain(CHECKED_ONLY)
+}
+
+/// Type-checks the program for another system, without a warning; false when the toolchain has no
+/// standard library for it and none can be downloaded.
+pub fn check(triple: &str) -> Result<bool> {
+    if !has_std(&rust_sysroot()?, triple) {
+        return Ok(false);
+    }
+    let variable = |name: &str| format!("{name}_{}", triple.replace('-', "_"));
+    show(
+        Command::new("cargo")
+            .current_dir(workspace_root())
+            // The C code of the cryptography is not asked for its types.
+            .env(variable("CC"), "true")
+            .env(variable("AR"), "true")
+            .env("SDKROOT", "/")
+            .args(["clippy", "--locked", "--quiet", "--package", "kilo-agent", "--no-default-features"])
+            .args(["--bin", "kgctl", "--target", triple, "--", "-D", "warnings"]),
+    )
+    .with_context(|| format!("kgctl does not build for {triple}"))?;
+    Ok(true)
 }
 
 /// Builds the program in a directory of its own; returns its path.
 pub fn build(target: &Target, directory: &Path) -> Result<PathBuf> {
-    println!("dist: kgctl for {}", target.architecture);
-    if !target.triple.starts_with(env::consts::ARCH) {
-        apt::install(&target.packages)?;
+    println!("dist: kgctl for {} on {}", target.os, target.architecture);
+    if target.is_foreign() {
+        apt::install(target.packages)?;
     }
     let root = workspace_root();
     let sysroot = rust_sysroot()?;
@@ -73,7 +122,8 @@ pub fn build(target: &Target, directory: &Path) -> Result<PathBuf> {
         .env("CARGO_PROFILE_RELEASE_STRIP", "symbols")
         .env(format!("CC_{}", target.triple.replace('-', "_")), target.linker)
         .env_remove("RUSTFLAGS")
-        .args(["build", "--release", "--locked", "--quiet", "--package", "kilo-agent", "--bin", "kgctl"])
+        .args(["build", "--release", "--locked", "--quiet", "--package", "kilo-agent"])
+        .args(["--no-default-features", "--bin", "kgctl"])
         .arg("--target-dir")
         .arg(directory)
         .args(["--target", target.triple]);
@@ -82,7 +132,7 @@ pub fn build(target: &Target, directory: &Path) -> Result<PathBuf> {
         cargo.env("RUSTC_BOOTSTRAP", "1").args(["-Z", "build-std=std,panic_abort"]);
     }
     show(&mut cargo).with_context(|| format!("kgctl does not build for {}", target.triple))?;
-    Ok(directory.join(target.triple).join("release/kgctl"))
+    Ok(directory.join(target.triple).join("release").join(target.program))
 }
 
 fn has_std(sysroot: &Path, triple: &str) -> bool {

@@ -19,11 +19,13 @@ pub fn manifest(version: &str, archives: &BTreeMap<Target, String>) -> String {
     for (target, sum) in archives {
         let _ = write!(
             text,
-            "    - selector:\n        matchLabels:\n          os: linux\n          arch: {}\n      \
+            "    - selector:\n        matchLabels:\n          os: {}\n          arch: {}\n      \
              uri: https://github.com/kilo-ebpf/kilo/releases/download/v{version}/{}\n      \
-             sha256: {sum}\n      bin: kgctl\n",
+             sha256: {sum}\n      bin: {}\n",
+            target.os,
             target.architecture,
             target.archive(),
+            target.program,
         );
     }
     text
@@ -37,16 +39,17 @@ mod tests {
 
     #[test]
     fn each_architecture_has_its_archive_and_checksum() {
-        let sums =
-            TARGETS.into_iter().map(|target| (target, format!("sum-{}", target.architecture))).collect();
+        let sums = TARGETS.into_iter().map(|target| (target, format!("sum-{}", target.archive()))).collect();
         let made: serde_yaml_ng::Value = serde_yaml_ng::from_str(&manifest("1.2.3", &sums)).unwrap();
         assert_eq!(made["metadata"]["name"], "kilo");
         assert_eq!(made["spec"]["version"], "v1.2.3");
         let platforms = made["spec"]["platforms"].as_sequence().unwrap();
         assert_eq!(platforms.len(), TARGETS.len());
         for (platform, target) in platforms.iter().zip(TARGETS) {
+            assert_eq!(platform["selector"]["matchLabels"]["os"], target.os);
             assert_eq!(platform["selector"]["matchLabels"]["arch"], target.architecture);
-            assert_eq!(platform["sha256"], format!("sum-{}", target.architecture).as_str());
+            assert_eq!(platform["bin"], target.program);
+            assert_eq!(platform["sha256"], format!("sum-{}", target.archive()).as_str());
             assert!(platform["uri"].as_str().unwrap().ends_with(&target.archive()));
         }
     }

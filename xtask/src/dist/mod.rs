@@ -1,7 +1,7 @@
 //! `cargo xtask dist`: the files of a release, equal for equal sources.
 
 mod bundle;
-mod kgctl;
+pub mod kgctl;
 mod krew;
 
 use std::{
@@ -89,31 +89,44 @@ fn make(output: &Path, digest: Option<&str>, layers: image::Layers, build: &Path
         changes(&fs::read_to_string(root.join("CHANGELOG.md"))?, VERSION)?,
     )?;
     let mut archives = BTreeMap::new();
+    for triple in kgctl::other_systems() {
+        let checked = kgctl::check(triple)?;
+        println!(
+            "dist: kgctl for {triple}: {}",
+            if checked { "type-checked" } else { "NOT CHECKED: no rust-std" }
+        );
+    }
     for target in kgctl::TARGETS {
         let program = kgctl::build(&target, build)?;
         let file = output.join(target.archive());
-        bundle::program(&program, &file)?;
+        bundle::program(&program, &target, &file)?;
         archives.insert(target, sha256(&file)?);
     }
     fs::write(output.join("krew-kilo.yaml"), krew::manifest(VERSION, &archives))?;
     let digest = match digest {
         Some(digest) => digest.to_owned(),
-        None => image(output, layers)?,
+        None => images(output, layers)?,
     };
     bundle::manifests(&digest, output)?;
     sums(output)
 }
 
-/// The image of this machine's architecture; returns its digest.
-fn image(output: &Path, layers: image::Layers) -> Result<String> {
-    // The Dockerfile's stage with Debian's packages runs programs of the image's architecture.
-    println!(
-        "dist: image for amd64 alone: arm64 is built where `docker buildx build --platform` has emulation"
-    );
-    let file = output.join(format!("kilo-{VERSION}-image-amd64.tar"));
+/// The images of all architectures in one archive; returns the digest of their index.
+fn images(output: &Path, layers: image::Layers) -> Result<String> {
     let buildah = buildah::Buildah::open()?;
-    let archive = image::full(&buildah, &file, layers)?;
-    image::sbom::write(&file, &archive, VERSION, &file.with_extension("spdx.json"))?;
+    let work = tempfile::tempdir_in(output)?;
+    for architecture in image::Architecture::ALL {
+        let name = architecture.name();
+        let file = work.path().join(name);
+        let archive = image::full(&buildah, architecture, &file, layers)?;
+        println!("dist: image for {name}: {:.1} MB, digest {}", archive.size as f64 / 1e6, archive.digest);
+        let list = output.join(format!("kilo-{VERSION}-image-{name}.spdx.json"));
+        image::sbom::write(&file, &archive, VERSION, &list)?;
+    }
+    drop(work);
+    let file = output.join(format!("kilo-{VERSION}-image.tar"));
+    let archive = image::index::archive(&buildah, &image::Architecture::ALL, &file)?;
+    println!("dist: image for all: {:.1} MB, digest {}", archive.size as f64 / 1e6, archive.digest);
     Ok(archive.digest)
 }
 

@@ -4,7 +4,10 @@ use std::{fs, os::unix::fs::symlink, path::Path, process::Command};
 
 use anyhow::{Context as _, Result, bail};
 
-use super::buildah::{Buildah, EPOCH};
+use super::{
+    Architecture,
+    buildah::{Buildah, EPOCH},
+};
 use crate::{
     apt,
     command::{cargo_home, output, run, rust_sysroot},
@@ -26,24 +29,31 @@ const COMPILERS: &str = "build-essential ca-certificates curl git pkg-config zli
 pub const BASES: [(&str, &str); 3] = [("RUST_IMAGE", RUST), ("PLUGINS_IMAGE", NEXT), ("DEBIAN_IMAGE", SLIM)];
 
 /// What `buildah` is told of the bases: digests are those of a registry's images.
-pub fn arguments() -> Vec<String> {
-    BASES.iter().map(|(argument, image)| format!("--build-arg={argument}={image}")).collect()
+pub fn arguments(architecture: Architecture) -> Vec<String> {
+    let arguments = BASES.map(|(argument, _)| argument);
+    let images = all(architecture);
+    arguments.iter().zip(images).map(|(argument, image)| format!("--build-arg={argument}={image}")).collect()
+}
+
+/// Images that a build for the architecture begins with, in the order of [`BASES`].
+pub fn all(architecture: Architecture) -> [&'static str; 3] {
+    BASES.map(|(_, image)| if image == SLIM { architecture.slim() } else { image })
 }
 
 /// What usrmerge brought, as apt's patterns; Debian's essential perl-base stays.
 const PERL: &str = "perl '^perl-modules' '^libperl5' '^lib.*-perl$'";
 
-/// Makes the slim image unless it is there.
-pub fn slim(buildah: &Buildah) -> Result<()> {
-    debian(buildah, "bookworm", SLIM)
+/// Makes the slim image unless it is there; another architecture's while that is emulated.
+pub fn slim(buildah: &Buildah, architecture: Architecture) -> Result<()> {
+    debian(buildah, "bookworm", architecture, architecture.slim())
 }
 
 /// Makes the image with current CNI plugins' sources unless it is there.
 pub fn next(buildah: &Buildah) -> Result<()> {
-    debian(buildah, "forky", NEXT)
+    debian(buildah, "forky", Architecture::Amd64, NEXT)
 }
 
-fn debian(buildah: &Buildah, suite: &str, image: &str) -> Result<()> {
+fn debian(buildah: &Buildah, suite: &str, architecture: Architecture, image: &str) -> Result<()> {
     if buildah.has(image) {
         return Ok(());
     }
@@ -54,6 +64,7 @@ fn debian(buildah: &Buildah, suite: &str, image: &str) -> Result<()> {
     fs::write(&sources, &text)?;
     let mut bootstrap = Command::new("mmdebstrap");
     bootstrap.env("SOURCE_DATE_EPOCH", EPOCH.to_string()).args(["--quiet", "--variant=minbase"]);
+    bootstrap.arg(format!("--architectures={}", architecture.name()));
     for left_out in ["/usr/share/man/*", "/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/info/*"] {
         bootstrap.arg(format!("--dpkgopt=path-exclude={left_out}"));
     }
@@ -67,7 +78,11 @@ fn debian(buildah: &Buildah, suite: &str, image: &str) -> Result<()> {
         .arg(suite)
         .arg(&tar)
         .arg(&sources))?;
-    let configuration = [format!("--env=PATH={PATH}"), "--cmd=/bin/bash".to_owned()];
+    let configuration = [
+        format!("--env=PATH={PATH}"),
+        "--cmd=/bin/bash".to_owned(),
+        format!("--arch={}", architecture.name()),
+    ];
     buildah.make("scratch", image, &configuration.each_ref().map(String::as_str), |root| {
         run(Command::new("tar").arg("-xf").arg(&tar).arg("-C").arg(root))?;
         let lists = root.join("etc/apt/sources.list.d");

@@ -8,6 +8,7 @@ use std::{
 
 use anyhow::{Context as _, Result};
 
+use super::Architecture;
 use crate::{
     apt,
     command::{output, run, show},
@@ -109,20 +110,20 @@ impl Buildah {
         result
     }
 
-    /// Builds a Dockerfile whose base images are in the storage; timestamps are those of the
-    /// sources, seconds since 1970 in `epoch`.
+    /// Builds a Dockerfile whose base images are in the storage.
     pub fn build(
         &self,
         file: &Path,
         context: &Path,
         image: &str,
+        architecture: Architecture,
         arguments: &[String],
-        epoch: u64,
     ) -> Result<()> {
         show(
             self.command()
-                .args(["bud", "--isolation=chroot", "--pull-never", "--layers", "--platform=linux/amd64"])
-                .arg(timestamp(epoch))
+                .args(["bud", "--isolation=chroot", "--pull-never", "--layers"])
+                .arg(format!("--platform=linux/{}", architecture.name()))
+                .arg(timestamp(EPOCH))
                 .args(arguments)
                 .arg("--file")
                 .arg(file)
@@ -132,32 +133,39 @@ impl Buildah {
     }
 
     /// Writes an image as an OCI archive under that name: equal images make equal files.
-    pub fn archive(&self, image: &str, file: &Path, compressed: bool) -> Result<Archive> {
+    pub fn archive(&self, image: &str, name: &str, file: &Path, compressed: bool) -> Result<Archive> {
         let directory = file.parent().context("the archive has no directory")?;
         fs::create_dir_all(directory)?;
         let layout = tempfile::tempdir_in(directory)?;
-        let digest = layout.path().join("digest");
-        let oci = layout.path().join("oci");
+        let digest = self.push(image, layout.path(), name, compressed)?;
+        Ok(Archive { digest, size: pack(layout.path(), file)? })
+    }
+
+    /// Adds an image to an OCI layout under a name; returns the digest of its manifest.
+    pub fn push(&self, image: &str, layout: &Path, name: &str, compressed: bool) -> Result<String> {
+        let digest = tempfile::NamedTempFile::new()?;
         let mut push = self.command();
-        push.args(["push", "--quiet", "--format=oci", "--digestfile"]).arg(&digest);
+        push.args(["push", "--quiet", "--format=oci", "--digestfile"]).arg(digest.path());
         if !compressed {
             push.arg("--disable-compression");
         }
-        run(push.arg(image).arg(format!("oci:{}:{image}", oci.display())))?;
-        let _ = fs::remove_file(file);
-        run(Command::new("tar")
-            .args(["--sort=name", "--owner=0", "--group=0", "--numeric-owner", "--mode=go=rX,u+rw"])
-            .arg(format!("--mtime=@{EPOCH}"))
-            .arg("-C")
-            .arg(&oci)
-            .arg("-cf")
-            .arg(file)
-            .arg("."))?;
-        Ok(Archive {
-            digest: fs::read_to_string(digest)?.trim().to_owned(),
-            size: fs::metadata(file).with_context(|| file.display().to_string())?.len(),
-        })
+        run(push.arg(image).arg(format!("oci:{}:{name}", layout.display())))?;
+        Ok(fs::read_to_string(digest.path())?.trim().to_owned())
     }
+}
+
+/// Writes an OCI layout into a file; returns its size in bytes.
+pub fn pack(layout: &Path, file: &Path) -> Result<u64> {
+    let _ = fs::remove_file(file);
+    run(Command::new("tar")
+        .args(["--sort=name", "--owner=0", "--group=0", "--numeric-owner", "--mode=go=rX,u+rw"])
+        .arg(format!("--mtime=@{EPOCH}"))
+        .arg("-C")
+        .arg(layout)
+        .arg("-cf")
+        .arg(file)
+        .arg("."))?;
+    Ok(fs::metadata(file).with_context(|| file.display().to_string())?.len())
 }
 
 fn timestamp(seconds: u64) -> String {

@@ -1,7 +1,10 @@
 //! `cargo xtask image`: the container image without a registry, as an OCI archive.
 
+mod architecture;
 pub mod base;
 pub mod buildah;
+mod emulation;
+pub mod index;
 pub mod sbom;
 
 use std::{
@@ -18,7 +21,8 @@ use crate::{
     command::{output, run},
     workspace_root,
 };
-use buildah::{Archive, Buildah, EPOCH};
+pub use architecture::Architecture;
+use buildah::{Archive, Buildah};
 
 /// Name of the image in the manifests, as container runtimes store it.
 pub const IMAGE: &str = concat!("docker.io/kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
@@ -31,6 +35,9 @@ pub struct ImageArgs {
     /// Take the binaries that `cargo build` makes here, instead of compiling them inside.
     #[arg(long)]
     quick: bool,
+    /// What the image is for; another architecture's packages are installed under emulation.
+    #[arg(long, default_value = "amd64", conflicts_with = "quick")]
+    architecture: Architecture,
     /// Make the base images anew, with the distribution's updates.
     #[arg(long)]
     renew: bool,
@@ -52,9 +59,13 @@ pub fn main(args: &ImageArgs) -> Result<()> {
     }
     let buildah = Buildah::open()?;
     if args.renew {
-        buildah.remove(&base::BASES.map(|(_, image)| image))?;
+        buildah.remove(&base::all(args.architecture))?;
     }
-    let name = if args.quick { "kilo-quick.tar" } else { "kilo.tar" };
+    let name = match (args.quick, args.architecture) {
+        (true, _) => "kilo-quick.tar",
+        (false, Architecture::Amd64) => "kilo.tar",
+        (false, Architecture::Arm64) => "kilo-arm64.tar",
+    };
     let file = args.output.clone().unwrap_or_else(|| workspace_root().join("target/image").join(name));
     if args.quick {
         build_ebpf::build(false)?;
@@ -62,14 +73,14 @@ pub fn main(args: &ImageArgs) -> Result<()> {
     }
     let build = |layers| match args.quick {
         true => quick(&buildah, &workspace_root().join("target/debug"), &file, layers),
-        false => full(&buildah, &file, layers),
+        false => full(&buildah, args.architecture, &file, layers),
     };
     let archive = build(Layers::Kept)?;
     println!(
         "image: {IMAGE} in {}: {:.1} MB ({:.1} MB unpacked), digest {}",
         file.display(),
         archive.size as f64 / 1e6,
-        buildah.size(IMAGE)? as f64 / 1e6,
+        buildah.size(args.architecture.image())? as f64 / 1e6,
         archive.digest
     );
     if args.sbom {
@@ -100,23 +111,25 @@ pub enum Layers {
 }
 
 /// Builds the Dockerfile as it is.
-pub fn full(buildah: &Buildah, file: &Path, layers: Layers) -> Result<Archive> {
-    base::slim(buildah)?;
+pub fn full(buildah: &Buildah, architecture: Architecture, file: &Path, layers: Layers) -> Result<Archive> {
+    let _emulation = architecture.emulation()?;
+    base::slim(buildah, architecture)?;
     base::next(buildah)?;
     base::rust(buildah)?;
     let root = workspace_root();
-    let mut arguments = arguments(layers);
+    let mut arguments = arguments(architecture, layers);
     arguments.push(format!("--build-arg=REVISION={}", revision(&root)));
     // One time for all commits: a layer that an earlier build left bears that build's.
-    buildah.build(&root.join("Dockerfile"), &root, IMAGE, &arguments, EPOCH)?;
-    buildah.archive(IMAGE, file, true)
+    let image = architecture.image();
+    buildah.build(&root.join("Dockerfile"), &root, image, architecture, &arguments)?;
+    buildah.archive(image, IMAGE, file, true)
 }
 
 /// Builds the Dockerfile with binaries from `bin` in place of the stage that compiles them,
 /// uncompressed.
 pub fn quick(buildah: &Buildah, bin: &Path, file: &Path, layers: Layers) -> Result<Archive> {
     apt::install(&["binutils"])?;
-    base::slim(buildah)?;
+    base::slim(buildah, Architecture::Amd64)?;
     base::next(buildah)?;
     let root = workspace_root();
     let dockerfile = fs::read_to_string(root.join("Dockerfile"))?;
@@ -128,12 +141,13 @@ pub fn quick(buildah: &Buildah, bin: &Path, file: &Path, layers: Layers) -> Resu
     }
     let path = context.path().join("Dockerfile");
     fs::write(&path, without_compiling(&dockerfile)?)?;
-    buildah.build(&path, context.path(), IMAGE, &arguments(layers), EPOCH)?;
-    buildah.archive(IMAGE, file, false)
+    let architecture = Architecture::Amd64;
+    buildah.build(&path, context.path(), IMAGE, architecture, &arguments(architecture, layers))?;
+    buildah.archive(IMAGE, IMAGE, file, false)
 }
 
-fn arguments(layers: Layers) -> Vec<String> {
-    let mut arguments = base::arguments();
+fn arguments(architecture: Architecture, layers: Layers) -> Vec<String> {
+    let mut arguments = base::arguments(architecture);
     if matches!(layers, Layers::New) {
         arguments.push("--no-cache".to_owned());
     }
