@@ -5,18 +5,15 @@ use std::time::Duration;
 use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::{Request, StatusCode, Uri, body::Bytes, client::conn::http1, header::HOST};
 use hyper_util::rt::TokioIo;
-use k8s_openapi::api::core::v1 as core;
-use kube::{Api, Client, api::ListParams};
+use kube::Client;
 use tokio::{net::TcpStream, time::timeout};
 
-use super::Status;
+use super::{Status, pods};
 
 /// An agent answers within this time.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Largest answer in bytes: 10,000 nodes are 5 MB.
 const LARGEST: usize = 64 << 20;
-/// Label of the agent's pods in the manifests.
-const PODS: &str = "app.kubernetes.io/name=kilo";
 /// Port of the agents in the manifests.
 const PORT: u16 = 1107;
 
@@ -48,7 +45,10 @@ pub enum AskError {
         reason: String,
     },
     /// No pod of the agent on that node.
-    #[error("no running pod with the label {PODS} on node {0}; use --agent with the address of its agent")]
+    #[error(
+        "no running pod with the label {label} on node {0}; use --agent with the address of its agent",
+        label = pods::LABEL
+    )]
     NoPod(String),
     /// The API server refuses.
     #[error("{0}; needed are list on pods and get on pods/proxy, or --agent with the address of the agent")]
@@ -105,10 +105,8 @@ pub async fn through_api(client: &Client, node: &str) -> Result<Status, AskError
 
 async fn proxied(client: &Client, node: &str) -> Result<Status, AskError> {
     let refused = |error: kube::Error| AskError::Api(error.to_string());
-    let pods: Api<core::Pod> = Api::all(client.clone());
-    let wanted = ListParams::default().labels(PODS).fields(&format!("spec.nodeName={node}"));
-    let found = pods.list(&wanted).await.map_err(refused)?;
-    let running = found.items.iter().find(|pod| {
+    let found = pods::list(client, Some(node)).await.map_err(refused)?;
+    let running = found.iter().find(|pod| {
         pod.status.as_ref().and_then(|status| status.phase.as_deref()).is_none_or(|phase| phase == "Running")
     });
     let metadata = running.map(|pod| &pod.metadata).ok_or_else(|| AskError::NoPod(node.to_owned()))?;

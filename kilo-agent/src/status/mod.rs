@@ -4,6 +4,7 @@
 
 pub mod ask;
 mod leaders;
+pub mod pods;
 mod table;
 mod time;
 #[cfg(feature = "agent")]
@@ -284,6 +285,11 @@ fn last_seen(node: Known<'_>) -> Option<Timestamp> {
     (node.last_seen != 0).then_some(Timestamp(node.last_seen))
 }
 
+/// Of a node whose agent has written nothing yet, and what to do about it as long as nobody has
+/// looked at its pod.
+const NEVER_CHECKED_IN: &str = "its agent never checked in";
+const LOOK_AT_LOG: &str = ": the log of its pod says why";
+
 fn why_not_ready(node: Known<'_>, time: Timestamp) -> Vec<String> {
     let has_run = last_seen(node).is_some();
     // An agent that never ran has written nothing: that is one reason, not several.
@@ -297,7 +303,7 @@ fn why_not_ready(node: Known<'_>, time: Timestamp) -> Vec<String> {
         })
         .collect();
     match last_seen(node) {
-        None => reasons.push("its agent never checked in: the log of its pod says why".to_owned()),
+        None => reasons.push(format!("{NEVER_CHECKED_IN}{LOOK_AT_LOG}")),
         Some(seen) if !topology::is_recent(node.last_seen, time.0) => {
             reasons.push(format!("its agent last checked in {} ago", time.since(seen)));
         }

@@ -274,3 +274,73 @@ fn a_duplicate_address_is_an_event_of_the_node_with_the_rights_of_the_manifests(
         },
     );
 }
+
+/// With the roles of the manifests alone, as people are told to bind them.
+#[tokio::test]
+async fn why_the_pod_of_a_node_does_not_run_is_told_to_who_has_the_shipped_roles() {
+    let Some(server) = ApiServer::start().await else { return };
+    let client = server.client(ADMIN).await;
+    apply_crds(&client).await;
+    let mut objects = manifest("kilo-kubeadm.yaml");
+    objects
+        .retain(|object| object.metadata.name.as_deref().is_some_and(|name| name.starts_with("kilo-kgctl")));
+    assert_eq!(objects.len(), 2);
+    let binding = |kind: &str, role: &str, namespace: Option<&str>| {
+        json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": format!("{kind}Binding"),
+            "metadata": {"name": role, "namespace": namespace},
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": role},
+            "subjects": [{"kind": "User", "name": api::NOBODY}],
+        })
+    };
+    for object in [
+        binding("ClusterRole", "kilo-kgctl", None),
+        binding("Role", "kilo-kgctl-agents", Some("kube-system")),
+    ] {
+        objects.push(serde_json::from_value(object).unwrap());
+    }
+    for object in &objects {
+        apply(&client, object, false).await.unwrap();
+    }
+    for node in ["arm", "tainted", "young"] {
+        create_node(&client, node, &[]).await;
+    }
+    let kubeconfig = server.kubeconfig(api::NOBODY, server.port());
+    let (success, table, stderr) = kgctl(&kubeconfig, &[]);
+    assert!(success && !table.contains("no pod of Kilo"), "agents may not be pods at all: {table}{stderr}");
+
+    let pods: Api<core::Pod> = Api::namespaced(client.clone(), "kube-system");
+    // What kubelet writes of an init container whose program the kernel does not run.
+    let stopped = json!({"name": "install-cni", "image": "", "imageID": "", "ready": false, "restartCount": 2,
+        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 20s restarting failed container"}},
+        "lastState": {"terminated": {"exitCode": 255, "message": "exec /bin/sh: exec format error\n"}}});
+    let starting = json!({"name": "install-cni", "image": "", "imageID": "", "ready": false, "restartCount": 0,
+        "state": {"waiting": {"reason": "PodInitializing"}}});
+    for (node, container) in [("arm", stopped), ("young", starting)] {
+        let name = format!("kilo-{node}");
+        let pod = json!({
+            "metadata": {"name": name, "labels": {"app.kubernetes.io/name": "kilo"}},
+            "spec": {"nodeName": node, "hostNetwork": true, "containers": [{"name": "kilo", "image": "kilo"}]},
+        });
+        pods.create(&PostParams::default(), &serde_json::from_value(pod).unwrap()).await.unwrap();
+        let status = json!({"status": {"phase": "Pending", "initContainerStatuses": [container]}});
+        pods.patch_status(&name, &PatchParams::default(), &Patch::Merge(&status)).await.unwrap();
+    }
+    let (success, table, stderr) = kgctl(&kubeconfig, &[]);
+    assert!(success, "{stderr}");
+    println!("{table}");
+    let row =
+        |node: &str| table.lines().find(|line| line.starts_with(&format!("{node} "))).unwrap_or_default();
+    assert!(
+        row("arm").contains("CrashLoopBackOff: exec /bin/sh: exec format error; the image is of another"),
+        "{table}"
+    );
+    assert!(row("tainted").contains("no pod of Kilo is on it"), "{table}");
+    assert!(
+        !row("tainted").contains("log of its pod") && row("young").ends_with("log of its pod says why"),
+        "{table}"
+    );
+    let (success, table, stderr) = kgctl(&kubeconfig, &["arm"]);
+    assert!(success && table.contains("exec format error"), "{table}{stderr}");
+    assert!(stderr.contains("no running pod"), "the role suffices to look for it: {stderr}");
+}

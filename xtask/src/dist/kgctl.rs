@@ -120,6 +120,7 @@ pub fn build(target: &Target, directory: &Path) -> Result<PathBuf> {
         .current_dir(&root)
         .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"))
         .env("CARGO_PROFILE_RELEASE_STRIP", "symbols")
+        .env("CARGO_PROFILE_RELEASE_DEBUG", "none")
         .env(format!("CC_{}", target.triple.replace('-', "_")), target.linker)
         .env_remove("RUSTFLAGS")
         .args(["build", "--release", "--locked", "--quiet", "--package", "kilo-agent"])

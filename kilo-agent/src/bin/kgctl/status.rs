@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use kilo_agent::{
     backend::kubernetes,
     cli::BackendKind,
-    status::{self, Status, Timestamp, ask},
+    status::{self, Status, Timestamp, ask, pods},
 };
 
 use crate::source::{self, Flags};
@@ -89,6 +89,7 @@ async fn from_objects(args: &StatusArgs, flags: &Flags) -> Result<Status> {
             }
         }
     }
+    pods::explain(&client, &mut status).await;
     Ok(status)
 }
 

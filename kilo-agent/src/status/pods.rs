@@ -1,0 +1,175 @@
+//! What the API server knows of the agents' pods: why one does not run.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::{ContainerState, ContainerStatus, Pod};
+use kube::{Api, Client, api::ListParams};
+
+use super::{NEVER_CHECKED_IN, Status};
+
+/// Label of the agent's pods in the manifests.
+pub const LABEL: &str = "app.kubernetes.io/name=kilo";
+/// Their namespace in the manifests.
+const NAMESPACE: &str = "kube-system";
+/// Of a node without one, where others have theirs.
+const NO_POD: &str = "no pod of Kilo is on it: look at its taints and the DaemonSet's nodeSelector";
+/// Texts of runtimes and registries for an image of another architecture than the node.
+const OTHER_ARCHITECTURE: [&str; 4] = [
+    "exec format error",
+    "no match for platform",
+    "no matching manifest",
+    "does not match the specified platform",
+];
+
+/// The agents' pods, of one node or of all: in all namespaces, or in that of the manifests for who
+/// may not look into others.
+pub async fn list(client: &Client, node: Option<&str>) -> Result<Vec<Pod>, kube::Error> {
+    let mut wanted = ListParams::default().labels(LABEL);
+    if let Some(node) = node {
+        wanted = wanted.fields(&format!("spec.nodeName={node}"));
+    }
+    let found = match Api::all(client.clone()).list(&wanted).await {
+        Err(kube::Error::Api(refused)) if refused.code == 403 => {
+            Api::namespaced(client.clone(), NAMESPACE).list(&wanted).await
+        }
+        found => found,
+    };
+    found.map(|list| list.items)
+}
+
+/// Adds to the nodes that do not take part what their pods say. Who may not list pods sees the rest.
+pub async fn explain(client: &Client, status: &mut Status) {
+    if status.nodes.iter().all(|node| node.ready) {
+        return;
+    }
+    // Where no agent is a pod, they are not missing.
+    let Ok(pods) = list(client, None).await else { return };
+    if pods.is_empty() {
+        return;
+    }
+    let mut reasons: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for pod in &pods {
+        if let (Some(node), Some(reason)) = (node_of(pod), why_not_running(pod)) {
+            reasons.entry(node).or_default().push(reason);
+        }
+    }
+    for node in status.nodes.iter_mut().filter(|node| !node.ready) {
+        let found = match reasons.remove(node.name.as_str()) {
+            Some(found) => found,
+            None if pods.iter().any(|pod| node_of(pod) == Some(&node.name)) => continue,
+            None => vec![NO_POD.to_owned()],
+        };
+        for reason in &mut node.not_ready {
+            if reason.starts_with(NEVER_CHECKED_IN) {
+                NEVER_CHECKED_IN.clone_into(reason);
+            }
+        }
+        node.not_ready.extend(found);
+    }
+}
+
+fn node_of(pod: &Pod) -> Option<&str> {
+    pod.spec.as_ref()?.node_name.as_deref()
+}
+
+/// Why a pod's agent does not run, as far as its status tells; `None` when its containers run.
+pub fn why_not_running(pod: &Pod) -> Option<String> {
+    let status = pod.status.as_ref()?;
+    let containers = [&status.init_container_statuses, &status.container_statuses];
+    let reason = containers.into_iter().flatten().flatten().find_map(why_stopped)?;
+    let name = pod.metadata.name.as_deref().unwrap_or_default();
+    let mut text = format!("pod {name}: {reason}");
+    if OTHER_ARCHITECTURE.iter().any(|words| text.contains(words)) {
+        text += "; the image is of another architecture than the node: name one that is built for both \
+                 (docs/troubleshooting.md)";
+    }
+    Some(text)
+}
+
+fn why_stopped(container: &ContainerStatus) -> Option<String> {
+    let state = container.state.as_ref()?;
+    let said = last_words(state).or_else(|| last_words(container.last_state.as_ref()?));
+    let reason = match (&state.waiting, &state.terminated) {
+        (Some(waiting), _) => {
+            let reason = waiting.reason.clone().unwrap_or_default();
+            // Every start passes through these.
+            if ["ContainerCreating", "PodInitializing"].contains(&reason.as_str()) && said.is_none() {
+                return None;
+            }
+            match said.or_else(|| waiting.message.clone()) {
+                Some(text) => format!("{reason}: {text}"),
+                None => reason,
+            }
+        }
+        (None, Some(terminated)) if terminated.exit_code != 0 => {
+            said.unwrap_or_else(|| format!("exit code {}", terminated.exit_code))
+        }
+        _ => return None,
+    };
+    Some(format!("container {}: {reason}", container.name))
+}
+
+/// The last line of what a container that failed left as its message.
+fn last_words(state: &ContainerState) -> Option<String> {
+    let ended = state.terminated.as_ref().filter(|ended| ended.exit_code != 0)?;
+    ended
+        .message
+        .as_deref()?
+        .lines()
+        .rev()
+        .find(|line| !line.trim().is_empty())
+        .map(|line| line.trim().to_owned())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn why(status: &Value) -> Option<String> {
+        let pod = json!({ "metadata": { "name": "kilo-x" }, "status": status });
+        why_not_running(&serde_json::from_value(pod).unwrap())
+    }
+
+    fn container(name: &str, state: &Value, last: &Value) -> Value {
+        json!({ "name": name, "state": state, "lastState": last, "image": "", "imageID": "", "ready": false,
+                "restartCount": 0 })
+    }
+
+    #[test]
+    fn an_image_of_another_architecture_is_told_from_what_runtime_and_registry_say() {
+        let ended =
+            json!({ "terminated": { "exitCode": 255, "message": "exec /bin/sh: exec format error\n" } });
+        let waits =
+            json!({ "waiting": { "reason": "CrashLoopBackOff", "message": "back-off 10s restarting" } });
+        let created = json!({ "waiting": { "reason": "PodInitializing" } });
+        let text = why(&json!({
+            "initContainerStatuses": [container("install-cni", &waits, &ended)],
+            "containerStatuses": [container("kilo", &created, &json!({}))],
+        }));
+        let text = text.unwrap();
+        assert!(
+            text.starts_with(
+                "pod kilo-x: container install-cni: CrashLoopBackOff: exec /bin/sh: exec format error"
+            ),
+            "{text}"
+        );
+        assert!(text.contains("another architecture") && text.contains("troubleshooting"), "{text}");
+        let pull = json!({ "waiting": { "reason": "ErrImagePull", "message": "no match for platform in manifest: not found" } });
+        let text = why(&json!({ "containerStatuses": [container("kilo", &pull, &json!({}))] })).unwrap();
+        assert!(text.contains("ErrImagePull: no match") && text.contains("another architecture"), "{text}");
+    }
+
+    #[test]
+    fn what_kg_said_last_is_told_and_a_pod_that_runs_or_starts_is_not_blamed() {
+        let ended = json!({ "terminated": { "exitCode": 1, "message": "INFO start\nkg: forbidden; apply the ClusterRole\n" } });
+        let text = why(&json!({ "containerStatuses": [container("kilo", &ended, &json!({}))] })).unwrap();
+        assert_eq!(text, "pod kilo-x: container kilo: kg: forbidden; apply the ClusterRole");
+        let runs = json!({ "running": {} });
+        assert_eq!(why(&json!({ "containerStatuses": [container("kilo", &runs, &ended)] })), None);
+        let starts = json!({ "waiting": { "reason": "ContainerCreating" } });
+        assert_eq!(why(&json!({ "containerStatuses": [container("kilo", &starts, &json!({}))] })), None);
+        assert_eq!(why(&json!({})), None);
+    }
+}
