@@ -17,7 +17,7 @@ pub struct Emulation {
 impl Emulation {
     /// Begins it for a CPU as QEMU names it.
     pub fn start(cpu: &str) -> Result<Self> {
-        apt::install(&["qemu-user-static"])?;
+        apt::install(&["arch-test", "qemu-user-static"])?;
         let kernel = Path::new(KERNEL);
         if !kernel.join("register").exists() {
             run(Command::new("mount").args(["-t", "binfmt_misc", "binfmt_misc", KERNEL]))
