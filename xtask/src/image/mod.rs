@@ -148,6 +148,10 @@ pub fn quick(buildah: &Buildah, bin: &Path, file: &Path, layers: Layers) -> Resu
 
 fn arguments(architecture: Architecture, layers: Layers) -> Vec<String> {
     let mut arguments = base::arguments(architecture);
+    if architecture != Architecture::Amd64 {
+        // Buildah 1.28 says that it is what the image is for.
+        arguments.push("--build-arg=BUILDPLATFORM=linux/amd64".to_owned());
+    }
     if matches!(layers, Layers::New) {
         arguments.push("--no-cache".to_owned());
     }
