@@ -107,7 +107,7 @@ pub fn build(target: &Target, directory: &Path) -> Result<PathBuf> {
     let sysroot = rust_sysroot()?;
     let remap = |from: &Path, to: &str| format!("--remap-path-prefix={}={to}", from.display());
     // Paths of this machine must not reach the program: two builds are equal to the byte.
-    let flags = [
+    let mut flags = vec![
         "-Ctarget-feature=+crt-static".to_owned(),
         format!("-Clinker={}", target.linker),
         remap(directory, "/build"),
@@ -115,6 +115,10 @@ pub fn build(target: &Target, directory: &Path) -> Result<PathBuf> {
         remap(&cargo_home()?, "/cargo"),
         remap(&sysroot, "/rust"),
     ];
+    if target.os == "windows" {
+        // The header of its programs has a place for the time.
+        flags.push("-Clink-arg=-Wl,--no-insert-timestamp".to_owned());
+    }
     let mut cargo = Command::new("cargo");
     cargo
         .current_dir(&root)
