@@ -110,8 +110,9 @@ pub fn build(target: &Target, directory: &Path) -> Result<PathBuf> {
     let mut flags = vec![
         "-Ctarget-feature=+crt-static".to_owned(),
         format!("-Clinker={}", target.linker),
-        remap(directory, "/build"),
         remap(&root, "/kilo"),
+        // After the root, in which it may be: the last that fits counts.
+        remap(directory, "/build"),
         remap(&cargo_home()?, "/cargo"),
         remap(&sysroot, "/rust"),
     ];
