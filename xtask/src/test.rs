@@ -44,7 +44,7 @@ pub enum Part {
     Bpf,
     /// The mesh in namespaces on this kernel, and what else needs root.
     Lab,
-    /// Faults by chance for ten minutes, beside the parts that follow.
+    /// Faults by chance for ten minutes.
     Soak,
     /// Against a real kube-apiserver.
     Api,
@@ -55,10 +55,12 @@ pub enum Part {
     Vm,
 }
 
-/// What every run does.
-const QUICK: [Part; 5] = [Part::Unit, Part::Bpf, Part::Lab, Part::Cluster, Part::Api];
-/// Everything, in an order in which the soak's ten minutes pass beside another part.
-const ALL: [Part; 7] = [Part::Unit, Part::Bpf, Part::Lab, Part::Cluster, Part::Soak, Part::Api, Part::Vm];
+/// What every run does, one after the other.
+const QUICK: [Part; 3] = [Part::Unit, Part::Lab, Part::Cluster];
+/// What every run does in a second process from the lab on: all of them wait most of the time.
+const BESIDE_LAB: [Part; 2] = [Part::Bpf, Part::Api];
+/// What takes long, in an order in which the soak's ten minutes pass beside another part.
+const LONG: [Part; 2] = [Part::Soak, Part::Vm];
 
 impl Part {
     const fn label(self) -> &'static str {
@@ -77,12 +79,14 @@ impl Part {
 /// Options of the test command.
 #[derive(Args, Debug)]
 pub struct TestArgs {
-    /// Parts to run. When none is named: unit, bpf, lab, cluster (if built), api, and one of the long ones, which
-    /// take turns from commit to commit.
+    /// Parts to run. When none is named: unit, lab, cluster (if built), and beside them bpf and api.
     parts: Vec<Part>,
     /// Run every part.
     #[arg(long, conflicts_with = "parts")]
     all: bool,
+    /// Then run one of the long parts, soak or a kernel of vm, which take turns from commit to commit.
+    #[arg(long, conflicts_with_all = ["parts", "all"])]
+    rotate: bool,
     /// Kernels of the part vm (repeatable); all when none is named.
     #[arg(long = "kernel", value_enum)]
     kernels: Vec<Kernel>,
@@ -95,23 +99,24 @@ pub struct TestArgs {
 }
 
 impl TestArgs {
-    /// The parts to run, and the kernels of `vm`; says which long part's turn it is.
+    /// The parts to run, and the kernels of `vm`; says which long parts are left out.
     fn chosen(&self) -> (Vec<Part>, Vec<Kernel>) {
         let kernels = if self.kernels.is_empty() { Kernel::ALL.to_vec() } else { self.kernels.clone() };
         if self.all {
-            return (ALL.to_vec(), kernels);
+            return ([&QUICK[..], &LONG].concat(), kernels);
         }
         if !self.parts.is_empty() {
             return (self.parts.clone(), kernels);
         }
-        let turn = Long::of_this_commit();
-        let others: Vec<_> = turn.others().map(Long::label).collect();
-        println!("xtask: of the long parts, this commit runs: {}", turn.label());
-        println!("xtask: left to other commits, or to `cargo xtask test --all`: {}", others.join(", "));
+        let turn = self.rotate.then(Long::of_this_commit);
+        let left = Long::all().filter(|long| Some(*long) != turn).map(Long::label);
+        if let Some(turn) = turn {
+            println!("xtask: of the long parts, this commit runs: {}", turn.label());
+        }
+        println!("xtask: left to `cargo xtask test --all`: {}", left.collect::<Vec<_>>().join(", "));
         let mut parts = QUICK.to_vec();
-        // Beside the API tests, which wait most of the time.
-        parts.insert(parts.len() - 1, if turn == Long::Soak { Part::Soak } else { Part::Vm });
-        let kernels = if let Long::Vm(kernel) = turn { vec![kernel] } else { kernels };
+        parts.extend(turn.map(|turn| if turn == Long::Soak { Part::Soak } else { Part::Vm }));
+        let kernels = if let Some(Long::Vm(kernel)) = turn { vec![kernel] } else { kernels };
         (parts, kernels)
     }
 }
@@ -121,20 +126,26 @@ pub fn main(args: &TestArgs) -> Result<()> {
     let (parts, kernels) = args.chosen();
     let mut outcomes = Vec::new();
     let mut binaries = None;
-    let mut beside = None;
+    let (mut beside_lab, mut soak) = (None, None);
     let mut tries = SecondTries::default();
     for part in parts {
+        if LONG.contains(&part) {
+            outcomes.extend(beside_lab.take().into_iter().flat_map(Beside::join));
+        }
         println!("\n== {}", part.label());
         let started = Instant::now();
         let wanted = args.all || args.parts.contains(&part);
+        if part == Part::Lab && args.parts.is_empty() {
+            match Beside::parts(&BESIDE_LAB, &seed(args.all)) {
+                Ok(process) => beside_lab = Some(process),
+                Err(error) => outcomes.push(does_not_run(part, &error, started)),
+            }
+        }
         let ran = match left_out(part, wanted) {
             Some(reason) => Ok(vec![skipped(part, &reason, started)]),
-            None => run_part(part, args, &kernels, &mut binaries, &mut beside, &mut tries),
+            None => run_part(part, args, &kernels, &mut binaries, &mut soak, &mut tries),
         };
-        let ran = ran.unwrap_or_else(|error| {
-            println!("FAILED {}: {error:#}", part.label());
-            vec![outcome(part, "the part runs", "failed", started)]
-        });
+        let ran = ran.unwrap_or_else(|error| vec![does_not_run(part, &error, started)]);
         let failed = ran.iter().any(|outcome| outcome.outcome == "failed");
         outcomes.extend(ran);
         println!("== {}: {:.0} s", part.label(), started.elapsed().as_secs_f32());
@@ -142,10 +153,18 @@ pub fn main(args: &TestArgs) -> Result<()> {
             break;
         }
     }
-    outcomes.extend(beside.into_iter().flat_map(Beside::join));
+    outcomes.extend([beside_lab, soak].into_iter().flatten().flat_map(Beside::join));
     guest::count_elsewhere(&mut outcomes);
     let path = args.report.clone().unwrap_or_else(|| workspace_root().join(REPORT));
     fs::write(&path, serde_json::to_vec_pretty(&outcomes)?).with_context(|| path.display().to_string())?;
+    if summarise(&outcomes) > 0 {
+        std::process::exit(1);
+    }
+    Ok(())
+}
+
+/// Prints what did not pass, and the count; returns how many failed.
+fn summarise(outcomes: &[TestOutcome]) -> usize {
     let count = |wanted: &str| outcomes.iter().filter(|outcome| outcome.outcome == wanted).count();
     println!();
     for outcome in outcomes.iter().filter(|outcome| outcome.outcome != "passed") {
@@ -163,10 +182,12 @@ pub fn main(args: &TestArgs) -> Result<()> {
         println!("{flaky} of those that passed did at the second try");
     }
     println!("{} passed, {failed} failed, {} skipped", count("passed") + flaky, count("skipped"));
-    if failed > 0 {
-        std::process::exit(1);
-    }
-    Ok(())
+    failed
+}
+
+fn does_not_run(part: Part, error: &anyhow::Error, started: Instant) -> TestOutcome {
+    println!("FAILED {}: {error:#}", part.label());
+    outcome(part, "the part runs", "failed", started)
 }
 
 fn outcome(part: Part, name: &str, outcome: &str, started: Instant) -> TestOutcome {
@@ -201,7 +222,7 @@ fn run_part(
     args: &TestArgs,
     kernels: &[Kernel],
     binaries: &mut Option<Vec<TestBinary>>,
-    beside: &mut Option<Beside>,
+    soak: &mut Option<Beside>,
     tries: &mut SecondTries,
 ) -> Result<Vec<TestOutcome>> {
     if binaries.is_none() {
@@ -231,7 +252,7 @@ fn run_part(
         }
         Part::Soak => {
             apt::install(lab::PACKAGES)?;
-            *beside = Some(Beside::soak()?);
+            *soak = Some(Beside::soak()?);
             Ok(Vec::new())
         }
         Part::Api => {
@@ -244,11 +265,7 @@ fn run_part(
         Part::Cluster => run_cluster(args.all, tries),
         Part::Vm => {
             apt::install(lab::PACKAGES)?;
-            if args.all || args.parts.contains(&Part::Vm) {
-                return guest::run(kernels, binaries, tries);
-            }
-            *beside = Some(Beside::vm(kernels)?);
-            Ok(Vec::new())
+            guest::run(kernels, binaries, tries)
         }
     }
 }
@@ -369,10 +386,16 @@ fn run_binary(part: Part, target: &str, command: &mut Command) -> Result<Vec<Tes
     Ok(reader.end(status.success(), target, &status.to_string()))
 }
 
-fn read_outcomes(path: &Path, part: Part) -> Result<Vec<TestOutcome>> {
-    let text = fs::read(path).with_context(|| format!("{}: the lab wrote no outcomes", path.display()))?;
-    let outcomes: Vec<TestOutcome> = serde_json::from_slice(&text)?;
-    Ok(outcomes.into_iter().map(|outcome| TestOutcome { part: part.label().to_owned(), ..outcome }).collect())
+/// What a process of ours wrote; outcomes carry the part that they belong to.
+fn read_outcomes(path: &Path) -> Result<Vec<TestOutcome>> {
+    let text = fs::read(path).with_context(|| format!("{}: no outcomes were written", path.display()))?;
+    serde_json::from_slice(&text).with_context(|| path.display().to_string())
+}
+
+/// As [`read_outcomes`], of a process that does not know which part it runs for.
+fn read_outcomes_of(path: &Path, part: Part) -> Result<Vec<TestOutcome>> {
+    let outcomes = read_outcomes(path)?.into_iter();
+    Ok(outcomes.map(|outcome| TestOutcome { part: part.label().to_owned(), ..outcome }).collect())
 }
 
 /// The lab in a process of its own, because it takes over signals.
@@ -391,7 +414,7 @@ fn run_lab(tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
             command.arg("lab").args(what).args(["--name", "kilo-test", "--bin"]).arg(&bin);
             // Failures are in the file.
             let _ = command.arg(json).arg(file.path()).status().context("lab")?;
-            read_outcomes(file.path(), Part::Lab)
+            read_outcomes_of(file.path(), Part::Lab)
         })?);
     }
     Ok(outcomes)
@@ -409,6 +432,6 @@ fn run_cluster(all: bool, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
         }
         // Failures are in the file.
         let _ = command.status().context("cluster")?;
-        read_outcomes(file.path(), Part::Cluster)
+        read_outcomes_of(file.path(), Part::Cluster)
     })
 }

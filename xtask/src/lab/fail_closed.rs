@@ -51,7 +51,11 @@ pub fn without_agent(lab: &mut Lab) -> Result<String> {
 /// while the agent still sets up the one it has just made.
 pub fn under_agent(lab: &mut Lab) -> Result<String> {
     // Of what it was about to write when the device went away.
-    lab.caused(&["kilo0 is gone or was replaced", "No such device (os error 19)"]);
+    lab.caused(&[
+        "kilo0 is gone or was replaced",
+        "No such device (os error 19)",
+        "link kilo0 does not exist",
+    ]);
     let seen = counters::clear_pod_packets(&lab.network)?;
     let mut deleted = 0;
     for name in NODES {

@@ -1,7 +1,11 @@
 //! Path MTUs end to end: whatever link is small, senders of packets that must
 //! not be fragmented learn what fits, and TCP goes on.
 
-use std::net::IpAddr;
+use std::{
+    io::{BufRead as _, BufReader},
+    net::IpAddr,
+    process::Stdio,
+};
 
 use anyhow::{Context as _, Result, ensure};
 
@@ -99,13 +103,17 @@ pub fn run(lab: &mut Lab) -> Result<String> {
         pods_carry(network, before)?;
         return Ok(format!("({probes} paths of answers; scenarios are for IPv4 underlays)"));
     }
+    let mut was_small = false;
     for scenario in &SCENARIOS {
         for (space, device, mtu) in scenario.links {
             network.space(space)?.ip(&format!("link set {device} mtu {mtu}\n"))?;
         }
         forget(network)?;
-        // The agents follow the links.
-        std::thread::sleep(std::time::Duration::from_millis(1500));
+        // The agents follow the links, also back to those of the scenario before.
+        if !scenario.links.is_empty() || was_small {
+            std::thread::sleep(std::time::Duration::from_millis(1500));
+        }
+        was_small = !scenario.links.is_empty();
         probes += try_scenario(network, scenario).with_context(|| scenario.name.to_owned())?;
         for (space, device, _) in scenario.links {
             network.space(space)?.ip(&format!("link set {device} mtu 1500\n"))?;
@@ -202,24 +210,7 @@ fn try_node(from: &Node, to: &Node, fits: u32) -> Result<usize> {
 /// Whatever size a sender begins with, it is told what fits, from hop to hop,
 /// until a packet passes; and that one is as large as can be.
 fn learns(space: &Space, target: IpAddr, headers: u32, fits: u32) -> Result<()> {
-    let ping = |size: u32| {
-        let output = space
-            .command("ping")
-            .args([
-                "-M",
-                "do",
-                "-c",
-                "1",
-                "-W",
-                "1",
-                "-s",
-                &(size - headers).to_string(),
-                &target.to_string(),
-            ])
-            .output()?;
-        let text = [output.stdout, output.stderr].concat();
-        anyhow::Ok((output.status.success(), String::from_utf8_lossy(&text).replace(' ', "")))
-    };
+    let ping = |size: u32| ping(space, target, size - headers);
     for start in SIZES {
         let mut size = start;
         let mut said = String::new();
@@ -242,6 +233,23 @@ fn learns(space: &Space, target: IpAddr, headers: u32, fits: u32) -> Result<()> 
         );
     }
     Ok(())
+}
+
+/// One ping with that payload: whether it was answered, and what was printed, spaces removed.
+fn ping(space: &Space, target: IpAddr, payload: u32) -> Result<(bool, String)> {
+    let line = format!("exec ping -M do -c 1 -W 1 -s {payload} {target} 2>&1");
+    let mut ping = space.command("sh").args(["-c", &line]).stdout(Stdio::piped()).spawn()?;
+    let mut said = String::new();
+    for line in BufReader::new(ping.stdout.take().context("no output")?).lines() {
+        said += &line?.replace(' ', "");
+        said.push('\n');
+        // It waits for an answer also to what the kernel refused to send.
+        if told(&said).is_some() {
+            ping.kill()?;
+            break;
+        }
+    }
+    Ok((ping.wait()?.success(), said))
 }
 
 /// The MTU in ping's answer, spaces removed: `mtu=1300)` or `mtu:1300`.

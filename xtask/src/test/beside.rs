@@ -1,6 +1,7 @@
-//! A long part in a process of its own, beside parts that wait most of the time.
+//! Parts in a process of their own, beside others: all of them wait most of the time.
 
 use std::{
+    collections::BTreeMap,
     fs,
     path::PathBuf,
     process::{Child, Command, Stdio},
@@ -10,11 +11,14 @@ use std::{
 use anyhow::{Context as _, Result};
 
 use super::{Part, outcome, read_outcomes};
-use crate::{command::own_program, report::TestOutcome, rotation::Kernel, workspace_root};
+use crate::{command::own_program, report::TestOutcome, workspace_root};
 
 /// What runs, and where it writes.
 pub struct Beside {
+    /// Counted as failed when the process leaves no outcomes.
     part: Part,
+    /// For the reader: the parts, or what it is.
+    name: String,
     process: Child,
     outcomes: tempfile::NamedTempFile,
     log: PathBuf,
@@ -33,27 +37,24 @@ impl Beside {
             .args(["lab", "soak", "--time", "10m", "--name", "kilo-soak", "--bin"])
             .arg(this.parent().context("no directory")?)
             .arg("--outcomes");
-        Self::start(Part::Soak, command)
+        Self::start(Part::Soak, Part::Soak.label().to_owned(), command)
     }
 
-    /// The tests of these kernels.
+    /// These parts, one after the other, with those variables; what they build is built already.
     ///
     /// # Errors
-    /// When it cannot be started.
-    pub fn vm(kernels: &[Kernel]) -> Result<Self> {
+    /// When the process cannot be started.
+    pub fn parts(parts: &[Part], environment: &BTreeMap<String, PathBuf>) -> Result<Self> {
+        let labels: Vec<_> = parts.iter().map(|part| part.label()).collect();
         let mut command = Command::new(own_program()?);
-        command.args(["test", "vm"]);
-        for kernel in kernels {
-            command.args(["--kernel", kernel.label()]);
-        }
-        command.arg("--report");
-        Self::start(Part::Vm, command)
+        command.arg("test").args(&labels).envs(environment).arg("--report");
+        Self::start(*parts.first().context("no parts")?, labels.join("-"), command)
     }
 
     /// The command's last argument will be the file that it writes outcomes to.
-    fn start(part: Part, mut command: Command) -> Result<Self> {
+    fn start(part: Part, name: String, mut command: Command) -> Result<Self> {
         let outcomes = tempfile::NamedTempFile::new()?;
-        let log = workspace_root().join(format!("target/{}.log", part.label()));
+        let log = workspace_root().join(format!("target/{name}.log"));
         let output = fs::File::create(&log).with_context(|| log.display().to_string())?;
         let process = command
             .arg(outcomes.path())
@@ -61,22 +62,22 @@ impl Beside {
             .stdout(output.try_clone()?)
             .stderr(output)
             .spawn()
-            .context(part.label())?;
-        println!("xtask: goes on beside what follows; it writes to {}", log.display());
-        Ok(Self { part, process, outcomes, log, started: Instant::now() })
+            .with_context(|| name.clone())?;
+        println!("xtask: {name} runs beside what follows and writes to {}", log.display());
+        Ok(Self { part, name, process, outcomes, log, started: Instant::now() })
     }
 
     /// Waits for it, prints what it wrote, and returns its outcomes.
     pub fn join(mut self) -> Vec<TestOutcome> {
-        println!("\n== {}, to its end", self.part.label());
+        println!("\n== {}, to its end", self.name);
         // Failures are in the file.
         let _ = self.process.wait();
         println!("{}", fs::read_to_string(&self.log).unwrap_or_default());
-        let outcomes = read_outcomes(self.outcomes.path(), self.part).unwrap_or_else(|error| {
+        let outcomes = read_outcomes(self.outcomes.path()).unwrap_or_else(|error| {
             println!("{error:#}");
             vec![outcome(self.part, "the part ends properly", "failed", self.started)]
         });
-        println!("== {}: {:.0} s", self.part.label(), self.started.elapsed().as_secs_f32());
+        println!("== {}: {:.0} s", self.name, self.started.elapsed().as_secs_f32());
         outcomes
     }
 }

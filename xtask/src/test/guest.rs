@@ -4,7 +4,7 @@ use std::{ffi::OsStr, fs, time::Instant};
 
 use anyhow::{Context as _, Result};
 
-use super::{KERNEL_WIREGUARD, Part, TestBinary, outcome, read_outcomes, reader::Reader};
+use super::{KERNEL_WIREGUARD, Part, TestBinary, outcome, read_outcomes_of, reader::Reader};
 use crate::{
     command::own_program, report::TestOutcome, rotation::Kernel, second_try::SecondTries, vm, workspace_root,
 };
@@ -207,7 +207,7 @@ fn run_lab(kernel: Kernel, (name, arguments): &Lab) -> Result<Vec<TestOutcome>> 
         icount: false,
         command: words.map(|word| word.to_string_lossy().into_owned()).collect(),
     })?;
-    let mut outcomes = read_outcomes(&json, Part::Vm)?;
+    let mut outcomes = read_outcomes_of(&json, Part::Vm)?;
     if code != 0 && !outcomes.iter().any(|outcome| outcome.outcome == "failed") {
         outcomes.push(outcome(Part::Vm, &format!("{prefix}the guest ends properly"), "failed", started));
     }
