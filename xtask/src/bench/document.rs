@@ -1,4 +1,4 @@
-//! The tables of docs/benchmarks.md and its plot, made from the figures.
+//! The tables of docs/benchmark-figures.md and the plot, made from the figures.
 
 use std::fmt::Write as _;
 

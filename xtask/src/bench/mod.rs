@@ -33,7 +33,7 @@ use figures::{Cost, Figure};
 const STORED: &str = "docs/benchmarks.json";
 
 /// The document with the tables; its plot stands beside it.
-const DOCUMENT: &str = "docs/benchmarks.md";
+const DOCUMENT: &str = "docs/benchmark-figures.md";
 
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -138,7 +138,7 @@ fn data(args: &BenchArgs) -> Result<()> {
     let document = workspace_root().join(DOCUMENT);
     let text = fs::read_to_string(&document).context(DOCUMENT)?;
     fs::write(&document, document::with_tables(&text, &machine, &costs).context(DOCUMENT)?)?;
-    fs::write(document.with_extension("svg"), document::plot(&costs))?;
+    fs::write(document.with_file_name("benchmarks.svg"), document::plot(&costs))?;
     Ok(())
 }
 

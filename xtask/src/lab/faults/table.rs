@@ -8,7 +8,7 @@ use super::{Row, lines::LINES};
 
 const HEAD: &str = "# Reliability
 
-What the mesh survives, and what that costs. `cargo xtask lab faults --docs` writes this page: it
+For people who decide whether to rely on Kilo on eBPF: what the mesh survives, and what that costs. `cargo xtask lab faults --docs` writes this page: it
 makes each fault in a lab of five nodes while 1,000 datagrams a second and one TCP connection flow
 between pods of two locations, and counts what got no answer. `cargo xtask lab faults --line 25,32`
 runs some of them, `--json FILE` keeps the rows. A row fails when more is lost than its goal allows,
@@ -30,7 +30,7 @@ the connection stood still, which after a loss includes TCP's own wait. Agents r
   that come and go, rubbish, lost packets, sysctls) while every pod, node, VPN peer and the outside
   probes every other once per second. After each fault, full reachability must return within 60 s; in the end
   links, addresses, routes, rules, filters, pins, processes, open files, threads and memory must be
-  what they were. It takes turns with the other long parts of `cargo xtask test` and then runs for ten minutes; its seed is printed;
+  what they were. It takes turns with the other long parts of `cargo xtask test --rotate` and then runs for ten minutes; its seed is printed;
   `--seed N` has the same faults again, `--time 2h` more of them, `--only key,kilo0` some of them.
 - **A panic ends the agent.** A missing task would go unnoticed, so `/health` says why for 2 s,
   the process ends, the next one goes on, and packets notice nothing (line 8).
