@@ -126,19 +126,19 @@ enum LabCommand {
     Status,
     /// Make faults while traffic flows, and write what each cost.
     Faults {
-        /// Only these lines of docs/reliability.md (comma separated).
-        #[arg(long, value_delimiter = ',', value_name = "N")]
-        line: Vec<u8>,
+        /// Only these faults of docs/reliability.md: ids, or first words of ids (comma separated).
+        #[arg(long = "fault", value_delimiter = ',', value_name = "ID", value_parser = faults::list::named)]
+        only_faults: Vec<String>,
         /// Only what every test run does.
         #[arg(long)]
         always: bool,
         /// Write the rows to this file.
         #[arg(long, value_name = "FILE")]
         json: Option<PathBuf>,
-        /// How long the cluster is away and agents are dead (lines 10 and 67): 90s, 10m, 2h.
+        /// How long the cluster is away and agents are dead (cluster-away, static-stability): 90s, 10m, 2h.
         #[arg(long, value_name = "TIME", value_parser = parse_time)]
-        steady: Option<Duration>,
-        /// Write docs/reliability.md; with --line, other lines from the file of --json.
+        away: Option<Duration>,
+        /// Write docs/reliability.md; with --fault, other rows from the file of --json.
         #[arg(long, conflicts_with = "always")]
         docs: bool,
         /// Write the outcomes as tests to this file.
@@ -330,22 +330,22 @@ pub fn main(args: LabArgs) -> Result<()> {
             println!("{seen} packets matched, {dropped} of them dropped or late");
             Ok(())
         }
-        Some(LabCommand::Faults { ref line, always, ref json, steady, docs, ref outcomes }) => {
+        Some(LabCommand::Faults { ref only_faults, always, ref json, away, docs, ref outcomes }) => {
             let _guard = take_over(&args.name)?;
-            if let Some(time) = steady {
-                faults::steady::set_length(time);
+            if let Some(time) = away {
+                faults::control_plane::set_length(time);
             }
             let mut lab = Lab::up(&args, None)?;
-            let rows = faults::run(&mut lab, line, always);
+            let rows = faults::run(&mut lab, only_faults, always);
             let deployed = well::as_deployed(&mut lab);
             let failed = rows.iter().filter(|row| row.problem.is_some()).count();
             let mut all: Vec<faults::Row> = match json {
-                Some(path) if docs && !line.is_empty() => serde_json::from_slice(&fs::read(path)?)?,
+                Some(path) if docs && !only_faults.is_empty() => serde_json::from_slice(&fs::read(path)?)?,
                 _ => Vec::new(),
             };
-            all.retain(|row| !line.contains(&row.line));
+            all.retain(|row| !faults::is_chosen(&row.id, only_faults));
             all.extend(rows.iter().cloned());
-            all.sort_by_key(|row| row.line);
+            all.sort_by_key(|row| faults::place(&row.id));
             if let Some(path) = json {
                 write_json(path, &all)?;
             }

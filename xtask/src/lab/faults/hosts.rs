@@ -5,35 +5,11 @@ use std::{net::Ipv4Addr, time::Duration};
 use anyhow::{Context as _, Result, ensure};
 use socket2::{Domain, Protocol, Socket, Type};
 
-use super::{Fault, Goal, number, until};
+use super::{number, until};
 use crate::lab::{Lab, counters, forward_policy, network::Node, services, space::Space};
 
 /// Packets of each kind of abuse.
 const ABUSES: u64 = 50;
-
-/// Faults of hosts and of strangers.
-pub fn faults() -> Vec<Fault> {
-    let across = Fault::across;
-    vec![
-        across(53, "encapsulated packets from a host that is no node", Goal::Nothing, no_node),
-        across(53, "a node encapsulates a source it does not own", Goal::Nothing, foreign_source),
-        across(59, "rp_filter is 0, 2 and 1 on every node", Goal::Nothing, rp_filter),
-        // These two are checks of `lab test`, too.
-        Fault {
-            always: false,
-            ..across(60, "FORWARD policy DROP, then --iptables-forward-rules", Goal::Heals, forward_drop)
-        },
-        Fault {
-            always: false,
-            ..across(61, "kube-proxy's DNAT and its drop of INVALID", Goal::Nothing, dnat)
-        },
-        Fault {
-            to: "outside",
-            ..across(63, "another masquerade rule for the same flow", Goal::Nothing, second_masquerade)
-        },
-        across(64, "ip_forward is turned off on a node", Goal::Within(12_000), ip_forward),
-    ]
-}
 
 /// An IPv4 header without options and a UDP datagram inside.
 fn inner(source: Ipv4Addr, target: Ipv4Addr) -> Vec<u8> {
@@ -79,14 +55,14 @@ fn none_arrives(node: &Node, send: impl FnOnce() -> Result<u64>) -> Result<u64> 
     dropped
 }
 
-fn no_node(lab: &mut Lab) -> Result<String> {
+pub(super) fn no_node(lab: &mut Lab) -> Result<String> {
     let (node, other) = (lab.network.node("a1")?, lab.network.node("a2")?);
     let packet = inner(other.pod_ip(), node.pod_ip());
     let dropped = none_arrives(node, || abuse(&lab.network.router, node, packet, "unknown_sender"))?;
     Ok(format!("{ABUSES} packets, {dropped} dropped as unknown_sender"))
 }
 
-fn foreign_source(lab: &mut Lab) -> Result<String> {
+pub(super) fn foreign_source(lab: &mut Lab) -> Result<String> {
     let (node, other) = (lab.network.node("a1")?, lab.network.node("a3")?);
     let victim = lab.network.node("a2")?.pod_ip();
     let packet = inner(victim, node.pod_ip());
@@ -94,7 +70,7 @@ fn foreign_source(lab: &mut Lab) -> Result<String> {
     Ok(format!("{ABUSES} packets, {dropped} dropped as foreign_source"))
 }
 
-fn rp_filter(lab: &mut Lab) -> Result<String> {
+pub(super) fn rp_filter(lab: &mut Lab) -> Result<String> {
     for value in [0, 2, 1] {
         for node in &lab.network.nodes {
             node.space
@@ -105,16 +81,16 @@ fn rp_filter(lab: &mut Lab) -> Result<String> {
     Ok("a second each".to_owned())
 }
 
-fn forward_drop(lab: &mut Lab) -> Result<String> {
+pub(super) fn forward_drop(lab: &mut Lab) -> Result<String> {
     let said = forward_policy::run(lab)?;
     Ok(format!("no pod reached without the flag, all with it {said}"))
 }
 
-fn dnat(lab: &mut Lab) -> Result<String> {
+pub(super) fn dnat(lab: &mut Lab) -> Result<String> {
     services::run(lab)
 }
 
-fn second_masquerade(lab: &mut Lab) -> Result<String> {
+pub(super) fn second_masquerade(lab: &mut Lab) -> Result<String> {
     let node = lab.network.node("a2")?;
     node.space.sh(
         "nft -f - <<'RULES'\ntable ip second {\n counter hits { }\n chain postrouting { type nat hook postrouting priority 100; \
@@ -138,7 +114,7 @@ fn second_masquerade(lab: &mut Lab) -> Result<String> {
 }
 
 /// The agent sees /proc/sys read-only: it reports what the operator has to do.
-fn ip_forward(lab: &mut Lab) -> Result<String> {
+pub(super) fn ip_forward(lab: &mut Lab) -> Result<String> {
     let node = lab.network.node("a2")?.clone();
     lab.caused(&["IPv4 forwarding is off"]);
     node.space.sh("echo 0 > /proc/sys/net/ipv4/ip_forward")?;

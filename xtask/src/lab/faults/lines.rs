@@ -83,7 +83,7 @@ pub const LINES: &[Line] = &[
             "liveness::while_the_own_heartbeat_does_not_come_back_nobody_is_given_up",
             "liveness::whose_heartbeat_was_the_last_before_the_server_went_away_does_not_matter",
         ],
-        "an hour of it under traffic: as long as the table says, longer with --steady",
+        "an hour of it under traffic: as long as the table says, longer with --away",
     ),
     line(
         11,

@@ -6,7 +6,6 @@ use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
 
 use super::{
-    Fault, Goal,
     injector::{Direction, Drop, Family, Rule},
     number, until,
 };
@@ -14,45 +13,6 @@ use crate::lab::{
     Lab, agents,
     well::{DETACHED, LEADS},
 };
-
-/// Faults of links, watched through both leaders.
-pub fn faults() -> Vec<Fault> {
-    let across = Fault::across;
-    vec![
-        across(25, "kilo0 of a node that does not lead is deleted", Goal::Within(5000), member_deleted),
-        across(25, "kilo0 of the leader is deleted", Goal::Within(10_000), leader_deleted),
-        across(25, "kilo0 is renamed", Goal::Within(10_000), renamed),
-        across(25, "kilo0 of the leader loses its addresses and routes", Goal::Within(10_000), renumbered),
-        // The next one does this, too.
-        Fault {
-            always: false,
-            ..across(26, "the leader's key is rotated", Goal::Within(10_000), key_rotated)
-        },
-        across(
-            26,
-            "the leader's key is rotated, two handshakes are lost",
-            Goal::Within(30_000),
-            key_and_handshakes,
-        ),
-        Fault {
-            always: false,
-            ..across(
-                26,
-                "the leader's key is rotated, every handshake is 300 ms late",
-                Goal::Within(15_000),
-                key_and_late_handshakes,
-            )
-        },
-        Fault {
-            from: "laptop",
-            always: false,
-            ..across(27, "a VPN peer roams to another address", Goal::Within(1500), roams)
-        },
-        across(32, "the leader's public address changes", Goal::Within(15_000), address_changes),
-        across(32, "the leader's uplink is down for 2 s", Goal::Within(12_000), uplink_down),
-        across(37, "somebody detaches kilo0's programs", Goal::Within(5000), detached),
-    ]
-}
 
 /// Waits until the interface is there again with other than the old index.
 fn back(lab: &Lab, node: &str, device: &str, old: u64) -> Result<String> {
@@ -71,15 +31,15 @@ fn deleted(lab: &mut Lab, node: &str) -> Result<String> {
     back(lab, node, "kilo0", old)
 }
 
-fn member_deleted(lab: &mut Lab) -> Result<String> {
+pub(super) fn member_deleted(lab: &mut Lab) -> Result<String> {
     deleted(lab, "a2")
 }
 
-fn leader_deleted(lab: &mut Lab) -> Result<String> {
+pub(super) fn leader_deleted(lab: &mut Lab) -> Result<String> {
     deleted(lab, "a1")
 }
 
-fn renamed(lab: &mut Lab) -> Result<String> {
+pub(super) fn renamed(lab: &mut Lab) -> Result<String> {
     lab.caused(&["WireGuard device was renamed"]);
     let space = lab.network.node("a2")?.space.clone();
     let old = number(&space, "cat /sys/class/net/kilo0/ifindex")?;
@@ -93,7 +53,7 @@ fn renamed(lab: &mut Lab) -> Result<String> {
     Ok(format!("kilo0 is back after {} ms", took?.as_millis()))
 }
 
-fn renumbered(lab: &mut Lab) -> Result<String> {
+pub(super) fn renumbered(lab: &mut Lab) -> Result<String> {
     let space = lab.network.node("a1")?.space.clone();
     let shown = "ip -o -4 address show dev kilo0 | wc -l";
     let before = number(&space, shown)?;
@@ -104,7 +64,7 @@ fn renumbered(lab: &mut Lab) -> Result<String> {
 }
 
 /// Another key, and then the first again, which peers outside the mesh know.
-fn key_rotated(lab: &mut Lab) -> Result<String> {
+pub(super) fn key_rotated(lab: &mut Lab) -> Result<String> {
     let first = rekey(lab, "mv /var/lib/kilo/key /var/lib/kilo/first")?;
     std::thread::sleep(Duration::from_secs(1));
     let second = rekey(lab, "mv /var/lib/kilo/first /var/lib/kilo/key")?;
@@ -130,7 +90,7 @@ fn rekey(lab: &mut Lab, script: &str) -> Result<Duration> {
 }
 
 /// A handshake's first message has 148 bytes (WireGuard paper, 5.4.2), with headers 176.
-fn key_and_handshakes(lab: &mut Lab) -> Result<String> {
+pub(super) fn key_and_handshakes(lab: &mut Lab) -> Result<String> {
     let rule = Rule {
         direction: Direction::In,
         family: Family::V4,
@@ -151,7 +111,7 @@ fn key_and_handshakes(lab: &mut Lab) -> Result<String> {
     Ok(format!("{} handshakes dropped; {said}", dropped()?))
 }
 
-fn key_and_late_handshakes(lab: &mut Lab) -> Result<String> {
+pub(super) fn key_and_late_handshakes(lab: &mut Lab) -> Result<String> {
     let (a1, a2) = (lab.network.node("a1")?.clone(), lab.network.node("a2")?.clone());
     let late = |protocol: &str, port, length| Rule {
         direction: Direction::In,
@@ -177,7 +137,7 @@ fn key_and_late_handshakes(lab: &mut Lab) -> Result<String> {
     Ok(format!("{} handshakes 300 ms late, and an echo {took} ms; {said}", injected.hits()?.1))
 }
 
-fn roams(lab: &mut Lab) -> Result<String> {
+pub(super) fn roams(lab: &mut Lab) -> Result<String> {
     let laptop = lab.network.laptop.clone();
     laptop.sh("ip address add 172.16.9.3/24 dev eth0 && ip route replace default via 172.16.9.1 src 172.16.9.3 && ip address del 172.16.9.2/24 dev eth0 && ip address add 172.16.9.3/24 dev eth0 2>/dev/null; ip route replace default via 172.16.9.1")?;
     // The router chooses ports by address, so that the mesh sees another endpoint, too.
@@ -194,7 +154,7 @@ fn roams(lab: &mut Lab) -> Result<String> {
     ))
 }
 
-fn address_changes(lab: &mut Lab) -> Result<String> {
+pub(super) fn address_changes(lab: &mut Lab) -> Result<String> {
     let node = lab.network.node("a1")?.space.clone();
     let other = lab.network.node("b1")?.space.clone();
     let moves = |from: u8, to: u8| -> Result<Duration> {
@@ -217,7 +177,7 @@ fn address_changes(lab: &mut Lab) -> Result<String> {
     ))
 }
 
-fn uplink_down(lab: &mut Lab) -> Result<String> {
+pub(super) fn uplink_down(lab: &mut Lab) -> Result<String> {
     lab.caused(&[LEADS]);
     let node = lab.network.node("a1")?.space.clone();
     node.ip("link set eth1 down\n")?;
@@ -227,7 +187,7 @@ fn uplink_down(lab: &mut Lab) -> Result<String> {
     Ok("down for 2 s".to_owned())
 }
 
-fn detached(lab: &mut Lab) -> Result<String> {
+pub(super) fn detached(lab: &mut Lab) -> Result<String> {
     lab.caused(&[DETACHED]);
     let node = lab.network.node("a2")?.space.clone();
     // A pinned TCX link ends with its pin; a clsact filter with the qdisc.

@@ -1,13 +1,14 @@
 //! `cargo xtask lab faults`: faults in a lab that stands, one after the other,
 //! while traffic flows, and what each of them cost.
 
+pub mod control_plane;
 mod hosts;
 pub mod injector;
 mod lines;
 mod links;
+pub mod list;
 mod nodes;
 pub mod soak;
-pub mod steady;
 mod table;
 pub mod traffic;
 
@@ -21,59 +22,20 @@ use serde::{Deserialize, Serialize};
 
 use super::{Lab, network::Network, network::OUTSIDE, space::Space};
 use crate::report::TestOutcome;
+use list::{FAULTS, Fault, Goal, UnderTraffic, is_named};
 pub use table::write as write_table;
 use traffic::{Figures, Traffic};
 
 /// Longest wait until traffic flows again.
 const PATIENCE: Duration = Duration::from_secs(45);
 
-/// What may be lost.
-#[derive(Clone, Copy, Debug)]
-enum Goal {
-    /// Not one datagram.
-    Nothing,
-    /// Answers come again within so many milliseconds.
-    Within(u64),
-    /// The fault cuts the path; it must work again afterwards.
-    Heals,
-    /// The same, for longer than a connection lives.
-    HealsAnew,
-}
-
-/// One fault, and the path it is watched from.
-struct Fault {
-    /// Line of the list in `lines.rs`.
-    line: u8,
-    /// What happens.
-    name: &'static str,
-    /// Namespace the traffic starts from.
-    from: &'static str,
-    /// Pod it goes to, or `outside`.
-    to: &'static str,
-    goal: Goal,
-    /// Part of every `cargo xtask test`.
-    always: bool,
-    /// Makes the fault, mends it, answers what showed that it really happened.
-    inject: fn(&mut Lab) -> Result<String>,
-}
-
-impl Fault {
-    /// A fault watched from a pod of one location to a pod of another, in every test.
-    const fn across(
-        line: u8,
-        name: &'static str,
-        goal: Goal,
-        inject: fn(&mut Lab) -> Result<String>,
-    ) -> Self {
-        Self { line, name, from: "pod-a2", to: "pod-b2", goal, always: true, inject }
-    }
-}
-
 /// One row of the table.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Row {
-    /// Line of the list.
-    pub line: u8,
+    /// The fault's id.
+    pub id: String,
+    /// Line of the list, if it is there.
+    pub line: Option<u8>,
     /// What happened.
     pub fault: String,
     /// What showed that it really happened.
@@ -94,25 +56,30 @@ pub struct Row {
     pub seconds: f64,
 }
 
-fn all() -> Vec<Fault> {
-    let mut faults = nodes::faults();
-    faults.extend(links::faults());
-    faults.extend(hosts::faults());
-    faults.extend(steady::faults());
-    faults.sort_by_key(|fault| fault.line);
-    faults
-}
-
-/// Runs the faults of these lines (none: all, or those of every test run).
-pub fn run(lab: &mut Lab, lines: &[u8], always: bool) -> Vec<Row> {
-    let chosen = |fault: &&Fault| {
-        if lines.is_empty() { !always || fault.always } else { lines.contains(&fault.line) }
-    };
+/// Runs these faults under traffic (no words: all, or those of every test run).
+pub fn run(lab: &mut Lab, words: &[String], always: bool) -> Vec<Row> {
     if let Err(error) = track_connections(lab) {
         eprintln!("lab: {error:#}");
     }
-    let faults = all();
-    faults.iter().filter(chosen).map(|fault| row(lab, fault)).collect()
+    let mut rows = Vec::new();
+    for fault in FAULTS {
+        let Some(traffic) = &fault.traffic else { continue };
+        let wanted = if words.is_empty() { !always || traffic.always } else { is_chosen(fault.id, words) };
+        if wanted {
+            rows.push(row(lab, fault, traffic));
+        }
+    }
+    rows
+}
+
+/// Whether one of these words names the fault.
+pub fn is_chosen(id: &str, words: &[String]) -> bool {
+    words.iter().any(|word| is_named(id, word))
+}
+
+/// Place of a fault in the table, for rows of other runs.
+pub fn place(id: &str) -> usize {
+    FAULTS.iter().position(|fault| fault.id == id).unwrap_or(FAULTS.len())
 }
 
 /// Hosts of a cluster track connections from the start, because kube-proxy does.
@@ -127,43 +94,44 @@ fn track_connections(lab: &Lab) -> Result<()> {
 pub fn outcomes(rows: &[Row], prefix: &str) -> Vec<TestOutcome> {
     let outcome = |row: &Row| TestOutcome {
         part: "lab".to_owned(),
-        name: format!("{prefix}fault {}: {}", row.line, row.fault),
+        name: format!("{prefix}fault {}: {}", row.id, row.fault),
         outcome: if row.problem.is_none() { "passed" } else { "failed" }.to_owned(),
         seconds: row.seconds,
     };
     rows.iter().map(outcome).collect()
 }
 
-fn row(lab: &mut Lab, fault: &Fault) -> Row {
+fn row(lab: &mut Lab, fault: &Fault, traffic: &UnderTraffic) -> Row {
     let began = Instant::now();
-    let mut result = watch(lab, fault);
+    let mut result = watch(lab, traffic);
     // What a busy machine loses by itself, it hardly loses twice.
-    if result.as_ref().map_or(true, |(_, figures)| missed(fault.goal, figures).is_some()) {
+    if result.as_ref().map_or(true, |(_, figures)| missed(traffic.goal, figures).is_some()) {
         let said = match &result {
-            Ok((_, figures)) => missed(fault.goal, figures).unwrap_or_default(),
+            Ok((_, figures)) => missed(traffic.goal, figures).unwrap_or_default(),
             Err(error) => format!("{error:#}"),
         };
-        println!("fault {:2} {}: once more, because {said}", fault.line, fault.name);
-        result =
-            watch(lab, fault).map(|(injected, figures)| (format!("{injected}; at the second try"), figures));
+        println!("fault {}: once more, because {said}", fault.id);
+        result = watch(lab, traffic)
+            .map(|(injected, figures)| (format!("{injected}; at the second try"), figures));
     }
     let (injected, figures, problem) = match result {
         Ok((injected, figures)) => {
-            let problem = missed(fault.goal, &figures);
+            let problem = missed(traffic.goal, &figures);
             (injected, Some(figures), problem)
         }
         Err(error) => (String::new(), None, Some(format!("{error:#}"))),
     };
     let millis = |time: fn(&Figures) -> Duration| figures.as_ref().map_or(0, |f| time(f).as_millis() as u64);
     let row = Row {
+        id: fault.id.to_owned(),
         line: fault.line,
-        fault: fault.name.to_owned(),
+        fault: traffic.name.to_owned(),
         injected,
         sent: figures.as_ref().map_or(0, |figures| figures.sent),
         lost: figures.as_ref().map_or(0, |figures| figures.lost),
         gap_ms: millis(|figures| figures.gap),
         stall_ms: millis(|figures| figures.stall),
-        goal: match fault.goal {
+        goal: match traffic.goal {
             Goal::Nothing => "nothing lost".to_owned(),
             Goal::Within(millis) => format!("answers within {millis} ms"),
             Goal::Heals => "heals".to_owned(),
@@ -172,16 +140,16 @@ fn row(lab: &mut Lab, fault: &Fault) -> Row {
         problem,
         seconds: began.elapsed().as_secs_f64(),
     };
-    let Row { line, fault, sent, lost, gap_ms, stall_ms, .. } = &row;
+    let Row { id, fault, sent, lost, gap_ms, stall_ms, .. } = &row;
     let state = row.problem.as_ref().map_or("ok".to_owned(), |problem| format!("FAILED\n    {problem}"));
     println!(
-        "fault {line:2} {fault}: {lost} of {sent} lost, {gap_ms} ms without answer, TCP {stall_ms} ms; {} ... {state}",
+        "fault {id}: {fault}: {lost} of {sent} lost, {gap_ms} ms without answer, TCP {stall_ms} ms; {} ... {state}",
         row.injected
     );
     row
 }
 
-fn watch(lab: &mut Lab, fault: &Fault) -> Result<(String, Figures)> {
+fn watch(lab: &mut Lab, fault: &UnderTraffic) -> Result<(String, Figures)> {
     lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
     let (from, target) = (lab.network.space(fault.from)?, target(&lab.network, fault.to)?);
     let traffic = Traffic::start(&from, target);
@@ -231,16 +199,4 @@ fn until(what: &str, limit: Duration, mut done: impl FnMut() -> Result<bool>) ->
 fn number(space: &Space, script: &str) -> Result<u64> {
     let text = space.sh(script)?;
     text.trim().parse().with_context(|| format!("{script}: {text}"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_fault_belongs_to_a_line_of_the_list() {
-        for fault in all() {
-            assert!(lines::LINES.iter().any(|line| line.number == fault.line), "{}", fault.name);
-        }
-    }
 }

@@ -8,38 +8,11 @@ use nix::{
     unistd::Pid,
 };
 
-use super::{Fault, Goal, until};
+use super::until;
 use crate::lab::{
     Lab, agents, counters,
     well::{LEADS, NO_NODE},
 };
-
-/// What is lost where nothing may be lost, and how.
-pub fn faults() -> Vec<Fault> {
-    let across = Fault::across;
-    vec![
-        across(1, "SIGKILL for every agent at once, back 2 s later", Goal::Nothing, kill_all),
-        across(2, "every agent restarts at once", Goal::Nothing, restart_all),
-        across(8, "a task of the leader's agent panics", Goal::Nothing, task_panics),
-        across(9, "a node of the location is uninstalled and comes back", Goal::Nothing, uninstall),
-        across(15, "one node's annotations are rubbish", Goal::Nothing, rubbish),
-        Fault {
-            from: "pod-a3",
-            always: false,
-            ..across(
-                21,
-                "the leader annotation moves to another node and back",
-                Goal::Within(4000),
-                leader_moves,
-            )
-        },
-        across(22, "two nodes take each other for the leader", Goal::Heals, two_leaders),
-        across(23, "every node of the other location is removed", Goal::Heals, location_gone),
-        across(28, "a peer's DNS endpoint cannot be resolved", Goal::Nothing, unresolvable),
-        across(29, "two peers with one key and overlapping allowed IPs", Goal::Nothing, same_key),
-        across(34, "20 peers come and go", Goal::Nothing, peers_come),
-    ]
-}
 
 /// Every node.
 pub(super) fn names(lab: &Lab) -> Vec<String> {
@@ -62,18 +35,18 @@ pub(super) fn stop_and_start(lab: &mut Lab, names: &[String], signal: Signal, pa
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))
 }
 
-fn kill_all(lab: &mut Lab) -> Result<String> {
+pub(super) fn kill_all(lab: &mut Lab) -> Result<String> {
     stop_and_start(lab, &names(lab), Signal::SIGKILL, Duration::from_secs(2))?;
     Ok("5 processes killed".to_owned())
 }
 
-fn restart_all(lab: &mut Lab) -> Result<String> {
+pub(super) fn restart_all(lab: &mut Lab) -> Result<String> {
     stop_and_start(lab, &names(lab), Signal::SIGTERM, Duration::from_millis(100))?;
     Ok("5 processes ended by SIGTERM".to_owned())
 }
 
 /// Debug builds of `kg` panic on SIGUSR2, in a task nobody waits for.
-fn task_panics(lab: &mut Lab) -> Result<String> {
+pub(super) fn task_panics(lab: &mut Lab) -> Result<String> {
     lab.caused(&["panicked"]);
     let node = lab.network.node("a1")?.clone();
     let agent = lab.agents.pid("a1").context("no agent")?;
@@ -97,7 +70,7 @@ const HOST: &str = "ip rule; ip -6 rule; ip route show table all | grep -v 'dev 
                     ip -o link | sed 's/^[0-9]*: //; s/@.*//; s/:.*//' | sort; \
                     tc filter show dev eth0 ingress; tc filter show dev eth0 egress; ls /sys/fs/bpf";
 
-fn uninstall(lab: &mut Lab) -> Result<String> {
+pub(super) fn uninstall(lab: &mut Lab) -> Result<String> {
     let node = lab.network.node("a3")?.clone();
     // Things of others, some of them like ours.
     node.space.sh(
@@ -169,7 +142,7 @@ pub(super) fn metric(lab: &Lab, node: &str, name: &str) -> Result<u64> {
     Ok(counters::scrape(&lab.network.node(node)?.space)?.get(name).copied().unwrap_or(0))
 }
 
-fn rubbish(lab: &mut Lab) -> Result<String> {
+pub(super) fn rubbish(lab: &mut Lab) -> Result<String> {
     const ERRORS: &str = "kilo_errors_total{event=\"invalid_object\"}";
     lab.caused(&["annotation kilo.squat.ai/"]);
     let text = annotated(
@@ -195,7 +168,7 @@ pub(super) fn leads(lab: &Lab, node: &str) -> Result<bool> {
     Ok(metric(lab, node, "kilo_leader")? == 1)
 }
 
-fn leader_moves(lab: &mut Lab) -> Result<String> {
+pub(super) fn leader_moves(lab: &mut Lab) -> Result<String> {
     lab.caused(&[LEADS]);
     let text = annotated(lab, "a2", &[("leader", "true"), ("persistent-keepalive", "5")])?;
     let took = with_file(lab, "node-a2.yaml", &text, |lab| {
@@ -208,7 +181,7 @@ fn leader_moves(lab: &mut Lab) -> Result<String> {
 }
 
 /// a1 reads another directory, in which a2 leads; for all others a1 does.
-fn two_leaders(lab: &mut Lab) -> Result<String> {
+pub(super) fn two_leaders(lab: &mut Lab) -> Result<String> {
     let other = lab.agents.cluster().with_file_name("cluster-of-a1");
     let _ = fs::remove_dir_all(&other);
     fs::create_dir(&other)?;
@@ -244,7 +217,7 @@ fn two_leaders(lab: &mut Lab) -> Result<String> {
     Ok(format!("in 2 s {steered} packets steered, {refused} refused by the node that does not lead"))
 }
 
-fn location_gone(lab: &mut Lab) -> Result<String> {
+pub(super) fn location_gone(lab: &mut Lab) -> Result<String> {
     let cluster = lab.agents.cluster();
     let files = ["node-b1.yaml", "node-b2.yaml"];
     lab.caused(&[NO_NODE]);
@@ -285,7 +258,7 @@ pub(super) fn key(number: u8) -> String {
     format!("{}A=", String::from(digit).repeat(42))
 }
 
-fn unresolvable(lab: &mut Lab) -> Result<String> {
+pub(super) fn unresolvable(lab: &mut Lab) -> Result<String> {
     lab.caused(&["failed to resolve endpoint"]);
     let endpoint = "  endpoint:\n    dnsOrIP:\n      dns: nowhere.invalid\n    port: 51820\n";
     let text = peer("nowhere", "10.5.0.77/32", &key(3), endpoint);
@@ -299,7 +272,7 @@ fn unresolvable(lab: &mut Lab) -> Result<String> {
     Ok("the peer is configured without its endpoint".to_owned())
 }
 
-fn same_key(lab: &mut Lab) -> Result<String> {
+pub(super) fn same_key(lab: &mut Lab) -> Result<String> {
     let mut texts = vec![peer("one", "10.5.0.78/32", &key(4), ""), peer("two", "10.5.0.78/32", &key(4), "")];
     texts.push(peer("three", "10.5.0.0/24", &key(5), ""));
     with_file(lab, "peer-twice.yaml", &texts.join("---\n"), |lab| {
@@ -314,7 +287,7 @@ fn same_key(lab: &mut Lab) -> Result<String> {
     Ok("3 peers, one key twice, one prefix around the others'".to_owned())
 }
 
-fn peers_come(lab: &mut Lab) -> Result<String> {
+pub(super) fn peers_come(lab: &mut Lab) -> Result<String> {
     let shown = |lab: &Lab| lab.network.node("a1")?.space.sh("wg show kilo0 allowed-ips");
     for number in 0..20 {
         let text = peer(&format!("p{number}"), &format!("10.5.1.{number}/32"), &key(10 + number), "");

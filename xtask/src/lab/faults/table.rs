@@ -10,7 +10,7 @@ const HEAD: &str = "# Reliability
 
 For people who decide whether to rely on Kilo on eBPF: what the mesh survives, and what that costs. `cargo xtask lab faults --docs` writes this page: it
 makes each fault in a lab of five nodes while 1,000 datagrams a second and one TCP connection flow
-between pods of two locations, and counts what got no answer. `cargo xtask lab faults --line 25,32`
+between pods of two locations, and counts what got no answer. `cargo xtask lab faults --fault kilo0,uplink-down`
 runs some of them, `--json FILE` keeps the rows. A row fails when more is lost than its goal allows,
 when the TCP connection ends or carries other bytes, or when a router sees a pod's address in clear.
 
@@ -21,7 +21,7 @@ the connection stood still, which after a loss includes TCP's own wait. Agents r
 ## What is promised
 
 - **Static stability.** Agents dead, the cluster's objects out of reach and a node that does not lead
-  rebooting at the same time: established and new flows of all other nodes go on (line 67). The data
+  rebooting at the same time: established and new flows of all other nodes go on (`static-stability`). The data
   path needs an agent only for changes. A node that boots has none of it before its agent runs: what
   its pods send until then leaves by the default route, in clear ([limits](data-path.md#known-limits)).
 - **Whatever happens, the mesh heals by itself.** `cargo xtask lab soak` makes one or two faults at a
@@ -31,9 +31,9 @@ the connection stood still, which after a loss includes TCP's own wait. Agents r
   probes every other once per second. After each fault, full reachability must return within 60 s; in the end
   links, addresses, routes, rules, filters, pins, processes, open files, threads and memory must be
   what they were. It takes turns with the other long parts of `cargo xtask test --rotate` and then runs for ten minutes; its seed is printed;
-  `--seed N` has the same faults again, `--time 2h` more of them, `--only key,kilo0` some of them.
+  `--seed N` has the same faults again, `--time 2h` more of them, `--only key,kilo0` some of them, by their ids or first words of these.
 - **A panic ends the agent.** A missing task would go unnoticed, so `/health` says why for 2 s,
-  the process ends, the next one goes on, and packets notice nothing (line 8).
+  the process ends, the next one goes on, and packets notice nothing (`task-panics`).
 ";
 
 /// Writes the page.
@@ -46,23 +46,24 @@ pub fn write(rows: &[Row]) -> Result<()> {
 fn page(rows: &[Row]) -> String {
     let mut text = HEAD.to_owned();
     text += "\n## Faults under traffic\n\n\
-             | line | fault | that it happened | sent | lost | gap ms | TCP ms | goal | |\n\
-             |---|---|---|---|---|---|---|---|---|\n";
+             | id | line | fault | that it happened | sent | lost | gap ms | TCP ms | goal | |\n\
+             |---|---|---|---|---|---|---|---|---|---|\n";
     for row in rows {
-        let Row { line, fault, injected, sent, lost, gap_ms, stall_ms, goal, problem, .. } = row;
+        let Row { id, fault, injected, sent, lost, gap_ms, stall_ms, goal, problem, .. } = row;
+        let line = row.line.map_or(String::new(), |line| line.to_string());
         let state =
             problem.as_ref().map_or("ok".to_owned(), |problem| format!("**falls short**: {}", cell(problem)));
         let injected = cell(injected);
         let _ = writeln!(
             text,
-            "| {line} | {fault} | {injected} | {sent} | {lost} | {gap_ms} | {stall_ms} | {goal} | {state} |"
+            "| `{id}` | {line} | {fault} | {injected} | {sent} | {lost} | {gap_ms} | {stall_ms} | {goal} | {state} |"
         );
     }
     text += "\n## Every line\n\n\
              \"traffic\" is the table above; other names are tests of `cargo xtask test`.\n\n\
              | line | fault | shown by | not shown |\n|---|---|---|---|\n";
     for line in LINES {
-        let watched = rows.iter().any(|row| row.line == line.number).then_some("traffic");
+        let watched = rows.iter().any(|row| row.line == Some(line.number)).then_some("traffic");
         let shown: Vec<_> = watched.into_iter().chain(line.tests.iter().copied()).map(cell).collect();
         let _ = writeln!(
             text,

@@ -2,10 +2,10 @@
 //! as wanted, while everybody asks everybody each second. A seed gives the same
 //! faults in the same order again.
 
-mod chance;
-mod deeds;
+pub(super) mod inject;
 mod left_over;
 pub(super) mod reach;
+pub(super) mod rng;
 
 use std::{
     collections::BTreeMap,
@@ -14,14 +14,16 @@ use std::{
 
 use anyhow::{Result, bail, ensure};
 
-use super::until;
+use super::{
+    list::{ByChance, FAULTS, Fault, is_named},
+    until,
+};
 use crate::{
     lab::{Lab, agents, matrix, stop_if_interrupted, well},
     report::TestOutcome,
 };
-use chance::Chance;
-use deeds::{Deed, KINDS, Kind};
 use reach::Watch;
+use rng::Rng;
 
 /// After the last fault of a round is mended, everybody reaches everybody within this.
 pub const HEALS_WITHIN: Duration = Duration::from_secs(60);
@@ -29,6 +31,17 @@ pub const HEALS_WITHIN: Duration = Duration::from_secs(60);
 const LONGEST: Duration = Duration::from_secs(5);
 /// What one agent may grow to hold more of its own memory, in KiB.
 const MORE_MEMORY: u64 = 16 * 1024;
+
+/// What ends a fault.
+type Mend = Box<dyn FnOnce(&mut Lab) -> Result<()>>;
+
+/// A fault in force.
+pub struct Injected {
+    /// Where and how.
+    pub said: String,
+    /// Puts right what does not heal by itself.
+    pub mend: Mend,
+}
 
 /// What a soak showed.
 #[derive(Debug, Default)]
@@ -45,21 +58,21 @@ pub struct Report {
     asked: (usize, usize),
 }
 
-/// Makes faults for that long; only those with one of these words
-/// (comma separated) in their name.
+/// Makes faults for that long; only those with one of these ids, or first words of an id
+/// (comma separated).
 ///
 /// # Errors
 /// When the mesh does not heal within [`HEALS_WITHIN`], a process ends by
 /// itself, a pod's address is seen in clear, or something is left over.
 pub fn run(lab: &mut Lab, seed: u64, time: Duration, only: Option<&str>) -> Result<Report> {
     println!("soak: seed {seed}, {} s", time.as_secs());
-    let kinds: Vec<&Kind> = KINDS
-        .iter()
-        .filter(|kind| only.is_none_or(|only| only.split(',').any(|words| kind.name.contains(words))))
-        .collect();
-    ensure!(!kinds.is_empty(), "no fault has {:?} in its name", only.unwrap_or_default());
+    let wanted =
+        |fault: &&Fault| only.is_none_or(|only| only.split(',').any(|word| is_named(fault.id, word)));
+    let kinds: Vec<_> =
+        FAULTS.iter().filter(wanted).filter_map(|fault| Some((fault.id, fault.soak.as_ref()?))).collect();
+    ensure!(!kinds.is_empty(), "no fault of the soak is called {:?}", only.unwrap_or_default());
     let mut report = Report::default();
-    let mut chance = Chance::new(seed);
+    let mut rng = Rng::new(seed);
     lab.all_well()?;
     let before = left_over::Inventory::settled(lab)?;
     let watch = Watch::start(&lab.network);
@@ -68,7 +81,7 @@ pub fn run(lab: &mut Lab, seed: u64, time: Duration, only: Option<&str>) -> Resu
     let mut result = Ok(());
     while result.is_ok() && began.elapsed() < time {
         result =
-            stop_if_interrupted().and_then(|()| round(lab, &kinds, &mut chance, &watch, &mut report, began));
+            stop_if_interrupted().and_then(|()| round(lab, &kinds, &mut rng, &watch, &mut report, began));
     }
     (report.seconds, report.asked) = watch.finish();
     report.print();
@@ -88,31 +101,31 @@ pub fn run(lab: &mut Lab, seed: u64, time: Duration, only: Option<&str>) -> Resu
 /// One or two faults, some time with them, and what it takes until all is well.
 fn round(
     lab: &mut Lab,
-    kinds: &[&Kind],
-    chance: &mut Chance,
+    kinds: &[(&'static str, &ByChance)],
+    rng: &mut Rng,
     watch: &Watch,
     report: &mut Report,
     began: Instant,
 ) -> Result<()> {
     report.rounds += 1;
-    let mut deeds: Vec<(&'static str, Deed)> = Vec::new();
-    for _ in 0..=chance.below(2) {
-        let kind = chance.pick(kinds);
-        if deeds.iter().any(|(name, _)| *name == kind.name) {
+    let mut injected: Vec<(&'static str, Injected)> = Vec::new();
+    for _ in 0..=rng.below(2) {
+        let (id, kind) = *rng.pick(kinds);
+        if injected.iter().any(|(other, _)| *other == id) {
             continue;
         }
-        let deed = (kind.make)(lab, chance)?;
-        println!("soak: {:4} s  {}: {}", began.elapsed().as_secs(), kind.name, deed.said);
+        let made = (kind.inject)(lab, rng)?;
+        println!("soak: {:4} s  {}: {}", began.elapsed().as_secs(), kind.name, made.said);
         lab.caused(kind.causes);
-        deeds.push((kind.name, deed));
-        std::thread::sleep(chance.duration(LONGEST / 5));
+        injected.push((id, made));
+        std::thread::sleep(rng.duration(LONGEST / 5));
     }
-    std::thread::sleep(chance.duration(LONGEST));
+    std::thread::sleep(rng.duration(LONGEST));
     let mut names = Vec::new();
     // What was made last is mended first.
-    while let Some((name, deed)) = deeds.pop() {
-        (deed.mend)(lab)?;
-        names.push(name);
+    while let Some((id, made)) = injected.pop() {
+        (made.mend)(lab)?;
+        names.push(id);
     }
     let mended = Instant::now();
     lab.agents.all_run()?;

@@ -1,5 +1,4 @@
-//! The faults chance chooses from: each is made, lasts a while, and is mended.
-//! Neither waits for the mesh to heal.
+//! How the soak makes its faults: each lasts a while and is mended, and neither waits for the mesh to heal.
 
 use std::fs;
 
@@ -9,7 +8,7 @@ use nix::{
     unistd::Pid,
 };
 
-use super::chance::Chance;
+use super::{Injected, rng::Rng};
 use crate::lab::{
     Lab,
     faults::{
@@ -18,74 +17,21 @@ use crate::lab::{
     },
     network::Node,
     space,
-    well::{DETACHED, LEADS, NO_ENDPOINT, NO_NODE},
 };
 
-/// What ends a fault.
-type Mend = Box<dyn FnOnce(&mut Lab) -> Result<()>>;
-
-/// A fault in force.
-pub struct Deed {
-    /// Where and how.
-    pub said: String,
-    /// Puts right what does not heal by itself.
-    pub mend: Mend,
-}
-
-/// A kind of fault.
-pub struct Kind {
-    /// What happens.
-    pub name: &'static str,
-    /// Parts of what agents warn about then.
-    pub causes: &'static [&'static str],
-    /// Makes it, somewhere.
-    pub make: fn(&mut Lab, &mut Chance) -> Result<Deed>,
-}
-
-const fn kind(
-    name: &'static str,
-    causes: &'static [&'static str],
-    make: fn(&mut Lab, &mut Chance) -> Result<Deed>,
-) -> Kind {
-    Kind { name, causes, make }
-}
-
-/// All of them.
-pub const KINDS: &[Kind] = &[
-    kind("agents are killed", &[], agents_killed),
-    kind("an agent restarts", &[], agent_restarts),
-    kind("an agent stands still", &[], agent_stands_still),
-    kind("kilo0 is deleted", &[], device_deleted),
-    kind("kilo0 loses its addresses and routes", &[], device_flushed),
-    kind("WireGuard's process is killed", &[], wireguard_killed),
-    kind("programs are detached", &[DETACHED], detached),
-    kind("a link is down", &[LEADS, NO_ENDPOINT], link_down),
-    kind("neighbours are forgotten", &[], neighbours_forgotten),
-    // Between the two it has none.
-    kind("a leader's public address changes", &[LEADS], address_changes),
-    kind("a leader's key is rotated", &[], key_rotated),
-    kind("another node leads", &[LEADS], leader_moves),
-    kind("a node leaves", &[LEADS, NO_NODE], node_leaves),
-    kind("a node's annotations are rubbish", &["annotation kilo.squat.ai/", LEADS], rubbish),
-    kind("a peer comes", &[], peer_comes),
-    kind("packets are lost or late", &[], packets_lost),
-    kind("rp_filter changes", &[], rp_filter),
-    kind("forwarding is turned off", &["forwarding is off"], forwarding_off),
-];
-
 /// A fault that heals by itself.
-fn alone(said: impl Into<String>) -> Deed {
-    Deed { said: said.into(), mend: Box::new(|_| Ok(())) }
+fn alone(said: impl Into<String>) -> Injected {
+    Injected { said: said.into(), mend: Box::new(|_| Ok(())) }
 }
 
-fn any_node(lab: &Lab, chance: &mut Chance) -> Node {
-    chance.pick(&lab.network.nodes).clone()
+fn any_node(lab: &Lab, rng: &mut Rng) -> Node {
+    rng.pick(&lab.network.nodes).clone()
 }
 
 /// A node with a public address.
-fn any_leader(lab: &Lab, chance: &mut Chance) -> Node {
+fn any_leader(lab: &Lab, rng: &mut Rng) -> Node {
     let leaders: Vec<_> = lab.network.nodes.iter().filter(|node| node.public.is_some()).collect();
-    (*chance.pick(&leaders)).clone()
+    (*rng.pick(&leaders)).clone()
 }
 
 /// Starts those agents that do not run.
@@ -109,24 +55,24 @@ fn stop(lab: &mut Lab, nodes: &[String], signal: Signal) -> Result<()> {
     Ok(())
 }
 
-fn agents_killed(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+pub fn agents_killed(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let all = names(lab);
-    let first = chance.below(all.len());
-    let count = 1 + chance.below(all.len());
+    let first = rng.below(all.len());
+    let count = 1 + rng.below(all.len());
     let nodes: Vec<_> = (0..count).map(|more| all[(first + more) % all.len()].clone()).collect();
     stop(lab, &nodes, Signal::SIGKILL)?;
-    Ok(Deed { said: nodes.join(", "), mend: Box::new(move |lab| start_again(lab, &nodes)) })
+    Ok(Injected { said: nodes.join(", "), mend: Box::new(move |lab| start_again(lab, &nodes)) })
 }
 
-fn agent_restarts(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
-    let nodes = vec![any_node(lab, chance).name().to_owned()];
+pub fn agent_restarts(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
+    let nodes = vec![any_node(lab, rng).name().to_owned()];
     stop(lab, &nodes, Signal::SIGTERM)?;
     start_again(lab, &nodes)?;
     Ok(alone(nodes.join(", ")))
 }
 
-fn agent_stands_still(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
-    let name = any_node(lab, chance).name().to_owned();
+pub fn agent_stands_still(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
+    let name = any_node(lab, rng).name().to_owned();
     let Some(agent) = lab.agents.pid(&name) else { return Ok(alone(format!("{name}, which has none"))) };
     let agent = Pid::from_raw(agent.cast_signed());
     kill(agent, Signal::SIGSTOP)?;
@@ -135,23 +81,23 @@ fn agent_stands_still(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
         let _ = kill(agent, Signal::SIGCONT);
         Ok(())
     };
-    Ok(Deed { said: name, mend: Box::new(mend) })
+    Ok(Injected { said: name, mend: Box::new(mend) })
 }
 
-fn device_deleted(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
-    let node = any_node(lab, chance);
+pub fn device_deleted(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
+    let node = any_node(lab, rng);
     node.space.sh("ip link delete kilo0 2>/dev/null || true")?;
     Ok(alone(node.name()))
 }
 
-fn device_flushed(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
-    let node = any_node(lab, chance);
+pub fn device_flushed(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
+    let node = any_node(lab, rng);
     node.space.sh("ip address flush dev kilo0 || true; ip route flush dev kilo0 || true")?;
     Ok(alone(node.name()))
 }
 
-fn wireguard_killed(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
-    let node = any_node(lab, chance);
+pub fn wireguard_killed(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
+    let node = any_node(lab, rng);
     let is_wireguard = |process: &u32| {
         fs::read_to_string(format!("/proc/{process}/cmdline"))
             .is_ok_and(|words| words.contains("userspace-wireguard"))
@@ -162,17 +108,17 @@ fn wireguard_killed(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
     Ok(alone(node.name()))
 }
 
-fn detached(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
-    let node = any_node(lab, chance);
+pub fn detached(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
+    let node = any_node(lab, rng);
     node.space.sh(
         "rm -f /sys/fs/bpf/kilo/links/kilo_*; for d in kilo0 eth0; do tc qdisc del dev $d clsact 2>/dev/null || true; done",
     )?;
     Ok(alone(node.name()))
 }
 
-fn link_down(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
-    let node = any_node(lab, chance);
-    let device = if node.public.is_some() && chance.below(2) == 0 { "eth1" } else { "eth0" };
+pub fn link_down(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
+    let node = any_node(lab, rng);
+    let device = if node.public.is_some() && rng.below(2) == 0 { "eth1" } else { "eth0" };
     // Routes go with the link; whoever configures the host adds them again.
     let routes = format!("ip route save dev {device} scope global > /run/routes-{device}");
     node.space.sh(&format!("{routes}; ip link set {device} down"))?;
@@ -182,19 +128,19 @@ fn link_down(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
             .sh(&format!("ip link set {device} up; ip route restore < /run/routes-{device} || true"))?;
         Ok(())
     };
-    Ok(Deed { said, mend: Box::new(mend) })
+    Ok(Injected { said, mend: Box::new(mend) })
 }
 
-fn neighbours_forgotten(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
-    let node = any_node(lab, chance);
+pub fn neighbours_forgotten(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
+    let node = any_node(lab, rng);
     node.space.sh("ip neighbour flush all || true; ip -6 neighbour flush all || true")?;
     Ok(alone(node.name()))
 }
 
-fn address_changes(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
-    let node = any_leader(lab, chance);
+pub fn address_changes(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
+    let node = any_leader(lab, rng);
     let public = node.public.context("a leader has a public address")?;
-    let other = format!("192.0.2.1{}", 3 + chance.below(5));
+    let other = format!("192.0.2.1{}", 3 + rng.below(5));
     let moves = move |node: &Node, from: &str, to: &str| {
         node.space.sh(&format!(
             "ip address del {from}/24 dev eth1 || true; ip address add {to}/24 dev eth1; \
@@ -204,11 +150,11 @@ fn address_changes(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
     moves(&node, &public.to_string(), &other)?;
     let said = format!("{} from {public} to {other}", node.name());
     let mend = move |_: &mut Lab| moves(&node, &other, &public.to_string()).map(|_| ());
-    Ok(Deed { said, mend: Box::new(mend) })
+    Ok(Injected { said, mend: Box::new(mend) })
 }
 
-fn key_rotated(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
-    let node = any_leader(lab, chance);
+pub fn key_rotated(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
+    let node = any_leader(lab, rng);
     let nodes = vec![node.name().to_owned()];
     stop(lab, &nodes, Signal::SIGTERM)?;
     node.space.sh("mv /var/lib/kilo/key /var/lib/kilo/first")?;
@@ -220,11 +166,11 @@ fn key_rotated(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
         node.space.sh("mv /var/lib/kilo/first /var/lib/kilo/key")?;
         start_again(lab, &nodes)
     };
-    Ok(Deed { said, mend: Box::new(mend) })
+    Ok(Injected { said, mend: Box::new(mend) })
 }
 
 /// Other text in an object's file, and later what was there before.
-fn written(lab: &Lab, file: &str, text: Option<&str>, said: String) -> Result<Deed> {
+fn written(lab: &Lab, file: &str, text: Option<&str>, said: String) -> Result<Injected> {
     let path = lab.agents.cluster().join(file);
     let before = fs::read_to_string(&path).ok();
     match text {
@@ -235,7 +181,7 @@ fn written(lab: &Lab, file: &str, text: Option<&str>, said: String) -> Result<De
         Some(before) => put(&path, &before),
         None => fs::remove_file(&path).with_context(|| path.display().to_string()),
     };
-    Ok(Deed { said, mend: Box::new(mend) })
+    Ok(Injected { said, mend: Box::new(mend) })
 }
 
 /// Another fault took the node out of the cluster.
@@ -243,9 +189,9 @@ fn is_gone(lab: &Lab, node: &str) -> bool {
     !lab.agents.cluster().join(format!("node-{node}.yaml")).exists()
 }
 
-fn leader_moves(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
+pub fn leader_moves(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let others: Vec<_> = lab.network.nodes.iter().filter(|node| node.public.is_none()).collect();
-    let name = chance.pick(&others).name().to_owned();
+    let name = rng.pick(&others).name().to_owned();
     if is_gone(lab, &name) {
         return Ok(alone(format!("{name}, which is gone")));
     }
@@ -253,14 +199,14 @@ fn leader_moves(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
     written(lab, &format!("node-{name}.yaml"), Some(&text), name)
 }
 
-fn node_leaves(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
-    let name = any_node(lab, chance).name().to_owned();
+pub fn node_leaves(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
+    let name = any_node(lab, rng).name().to_owned();
     lab.removes(&name);
     written(lab, &format!("node-{name}.yaml"), None, name)
 }
 
-fn rubbish(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
-    let name = any_node(lab, chance).name().to_owned();
+pub fn rubbish(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
+    let name = any_node(lab, rng).name().to_owned();
     let all = [
         ("persistent-keepalive", "soon"),
         ("allowed-location-ips", "10.0.0.0/99"),
@@ -270,7 +216,7 @@ fn rubbish(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
         ("key", "none"),
         ("last-seen", "-1e9"),
     ];
-    let (annotation, value) = *chance.pick(&all);
+    let (annotation, value) = *rng.pick(&all);
     if is_gone(lab, &name) {
         return Ok(alone(format!("{name}, which is gone")));
     }
@@ -278,22 +224,22 @@ fn rubbish(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
     written(lab, &format!("node-{name}.yaml"), Some(&text), format!("{annotation} of {name}"))
 }
 
-fn peer_comes(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
-    let number = u8::try_from(chance.below(40))?;
+pub fn peer_comes(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
+    let number = u8::try_from(rng.below(40))?;
     let name = format!("by-chance-{number}");
     let text = peer(&name, &format!("10.5.2.{number}/32"), &key(number), "");
     written(lab, &format!("peer-{name}.yaml"), Some(&text), name)
 }
 
-fn packets_lost(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
-    let node = any_leader(lab, chance);
-    let drop = match chance.below(3) {
-        0 => Drop::First(1 + chance.below(10) as u32),
-        1 => Drop::Every(2 + chance.below(9) as u32),
-        _ => Drop::Nth(1 + chance.below(10) as u32),
+pub fn packets_lost(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
+    let node = any_leader(lab, rng);
+    let drop = match rng.below(3) {
+        0 => Drop::First(1 + rng.below(10) as u32),
+        1 => Drop::Every(2 + rng.below(9) as u32),
+        _ => Drop::Nth(1 + rng.below(10) as u32),
     };
-    let delay = (chance.below(2) == 0).then(|| 10 + chance.below(200) as u64);
-    let direction = if chance.below(2) == 0 { Direction::In } else { Direction::Out };
+    let delay = (rng.below(2) == 0).then(|| 10 + rng.below(200) as u64);
+    let direction = if rng.below(2) == 0 { Direction::In } else { Direction::Out };
     let rule = Rule {
         direction,
         family: Family::V4,
@@ -309,11 +255,11 @@ fn packets_lost(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
     let said = format!("{drop:?}, {direction:?}, of WireGuard's at {}{late}", node.name());
     // It ends with its guard.
     let mend = move |_: &mut Lab| injected.hits().map(|_| ());
-    Ok(Deed { said, mend: Box::new(mend) })
+    Ok(Injected { said, mend: Box::new(mend) })
 }
 
-fn rp_filter(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
-    let value = chance.below(3);
+pub fn rp_filter(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
+    let value = rng.below(3);
     let set = |lab: &Lab, value: usize| {
         lab.network.nodes.iter().try_for_each(|node| {
             let script = format!("for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo {value} > $d; done");
@@ -321,14 +267,14 @@ fn rp_filter(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
         })
     };
     set(lab, value)?;
-    Ok(Deed { said: format!("to {value} everywhere"), mend: Box::new(move |lab| set(lab, 1)) })
+    Ok(Injected { said: format!("to {value} everywhere"), mend: Box::new(move |lab| set(lab, 1)) })
 }
 
-fn forwarding_off(lab: &mut Lab, chance: &mut Chance) -> Result<Deed> {
-    let node = any_node(lab, chance);
+pub fn forwarding_off(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
+    let node = any_node(lab, rng);
     node.space.sh("echo 0 > /proc/sys/net/ipv4/ip_forward")?;
     // The agent sees /proc/sys read-only, and tells the operator.
     let said = node.name().to_owned();
     let mend = move |_: &mut Lab| node.space.sh("sysctl -q net.ipv4.ip_forward=1").map(|_| ());
-    Ok(Deed { said, mend: Box::new(mend) })
+    Ok(Injected { said, mend: Box::new(mend) })
 }

@@ -11,7 +11,6 @@ use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
 
 use super::{
-    Fault, Goal,
     nodes::{leads, metric, names, stop_and_start},
     soak::reach,
     until,
@@ -36,29 +35,6 @@ fn length(of: &AtomicU64) -> Duration {
     Duration::from_secs(of.load(Ordering::Relaxed))
 }
 
-/// Nothing of this may cost a packet, but where the path itself goes.
-pub(super) fn faults() -> Vec<Fault> {
-    let across = Fault::across;
-    vec![
-        across(3, "every agent finds the maps of layout 2 in use", Goal::Nothing, upgrade),
-        Fault {
-            to: "outside",
-            ..across(3, "the same, and a pod's flow is masqueraded", Goal::Within(1000), upgrade)
-        },
-        across(10, "the cluster is away", Goal::Nothing, cluster_away),
-        across(16, "the leader's clock is an hour ahead, then behind", Goal::Nothing, clock_is_wrong),
-        Fault {
-            from: "pod-a3",
-            ..across(20, "the leader leaves and comes back", Goal::Within(4000), leader_returns)
-        },
-        Fault {
-            always: false,
-            ..across(23, "every node of the other location dies", Goal::HealsAnew, location_dies)
-        },
-        across(67, "agents dead, the cluster away, a node reboots", Goal::Nothing, on_their_own),
-    ]
-}
-
 /// Maps of layout 2 that have another shape today, as `bpftool map create` makes them.
 const LAYOUT_2: &str = "
     node_v4 type hash key 4 value 8 entries 1024
@@ -77,7 +53,7 @@ const AS_LAYOUT_2: &str = "
         bpftool map create /sys/fs/bpf/kilo/v2/$name $rest name $name
     done";
 
-fn upgrade(lab: &mut Lab) -> Result<String> {
+pub(super) fn upgrade(lab: &mut Lab) -> Result<String> {
     let all = names(lab);
     for name in &all {
         lab.agents.stop(name, Signal::SIGTERM)?;
@@ -110,7 +86,7 @@ fn while_away<T>(lab: &mut Lab, run: impl FnOnce(&mut Lab) -> Result<T>) -> Resu
     result
 }
 
-fn cluster_away(lab: &mut Lab) -> Result<String> {
+pub(super) fn cluster_away(lab: &mut Lab) -> Result<String> {
     let leaders =
         |lab: &Lab| -> Result<Vec<bool>> { names(lab).iter().map(|name| leads(lab, name)).collect() };
     let before = leaders(lab)?;
@@ -125,7 +101,7 @@ fn cluster_away(lab: &mut Lab) -> Result<String> {
     Ok(format!("away for {} s, the same nodes lead", time.as_secs()))
 }
 
-fn clock_is_wrong(lab: &mut Lab) -> Result<String> {
+pub(super) fn clock_is_wrong(lab: &mut Lab) -> Result<String> {
     let node = lab.network.node("a1")?.clone();
     let mut said = Vec::new();
     for clock in ["+3600", "-3600"] {
@@ -145,7 +121,7 @@ fn clock_is_wrong(lab: &mut Lab) -> Result<String> {
 }
 
 /// Without the node's object, and then with it again.
-fn leader_returns(lab: &mut Lab) -> Result<String> {
+pub(super) fn leader_returns(lab: &mut Lab) -> Result<String> {
     lab.caused(&[NO_NODE, LEADS]);
     let file = lab.agents.cluster().join("node-a1.yaml");
     let aside = lab.agents.cluster().with_file_name("node-a1.yaml");
@@ -172,7 +148,7 @@ fn leader_returns(lab: &mut Lab) -> Result<String> {
 }
 
 /// Power off: no process, no link. The objects stay.
-fn location_dies(lab: &mut Lab) -> Result<String> {
+pub(super) fn location_dies(lab: &mut Lab) -> Result<String> {
     let dead = ["b1", "b2"];
     for name in dead {
         lab.agents.stop(name, Signal::SIGKILL)?;
@@ -220,7 +196,7 @@ const REBOOT: &str = "
         ip $f route flush table all proto 107 2>/dev/null || true
     done";
 
-fn on_their_own(lab: &mut Lab) -> Result<String> {
+pub(super) fn on_their_own(lab: &mut Lab) -> Result<String> {
     let all = names(lab);
     let time = length(&DEAD);
     let said = while_away(lab, |lab| {

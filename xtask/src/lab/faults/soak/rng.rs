@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 /// SplitMix64 (Steele, Lea, Flood 2014): a choice needs no more than this.
-pub struct Chance(u64);
+pub struct Rng(u64);
 
-impl Chance {
+impl Rng {
     /// The same seed makes the same choices.
     pub fn new(seed: u64) -> Self {
         Self(seed)
@@ -42,8 +42,8 @@ mod tests {
     #[test]
     fn a_seed_makes_the_same_choices_and_another_others() {
         let choices = |seed| {
-            let mut chance = Chance::new(seed);
-            (0..100).map(|_| chance.below(1000)).collect::<Vec<_>>()
+            let mut rng = Rng::new(seed);
+            (0..100).map(|_| rng.below(1000)).collect::<Vec<_>>()
         };
         assert_eq!(choices(1), choices(1));
         assert_ne!(choices(1), choices(2));
