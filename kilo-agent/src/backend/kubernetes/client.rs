@@ -163,7 +163,7 @@ fn bad_master(text: &str, reason: &str) -> BackendError {
 
 fn no_way(error: &dyn std::error::Error) -> BackendError {
     BackendError::Config(format!(
-        "no way to the Kubernetes API; run in a pod with a service account or give --kubeconfig ({})",
+        "no kubeconfig found: looked at --kubeconfig, $KUBECONFIG, ~/.kube/config and the service account of a pod; give --kubeconfig ({})",
         error_chain(error)
     ))
 }
