@@ -148,13 +148,13 @@ fn by_nodes(lab: &Lab) -> Result<()> {
     let network = &lab.network;
     let (a1, b1, b2) = (network.node("a1")?, network.node("b1")?, network.node("b2")?);
     let _service = Service::add(&a1.space, TO_POD, &b2.pod_ip().to_string())?;
+    // Before everything else goes into the tunnels, which their own packets must not do.
+    network.laptop.ip("route replace 192.0.2.0/24 via 172.16.9.1\n")?;
     lab.agents.configure_laptop(network, |peers| {
         peers
             .replace(&format!("{}/32", a1.private), &format!("{}/32, 10.43.0.0/16", a1.private))
             .replace(&format!("{}/32", b1.private), &format!("{}/32, 0.0.0.0/0", b1.private))
     })?;
-    // The tunnels' own packets keep the way they had.
-    network.laptop.ip("route replace 192.0.2.0/24 via 172.16.9.1\nroute replace default dev kilo-vpn\n")?;
     let target: std::net::IpAddr = TO_POD.parse()?;
     // As kube-proxy does for a client outside the pod CIDRs: b2 answers the node, not the laptop.
     probe::until_seen_as(&network.laptop, target, std::net::Ipv4Addr::new(10, 4, 0, 1), LIMIT)?;
