@@ -69,11 +69,9 @@ mod tests {
         let mut failures = failures.iter();
         let run = |names: &[String]| {
             let failing = failures.next().copied().unwrap();
-            let outcome = |number: usize| TestOutcome {
-                part: "lab".to_owned(),
-                name: number.to_string(),
-                outcome: if failing.contains(&number) { FAILED } else { "passed" }.to_owned(),
-                seconds: 0.0,
+            let outcome = |number: usize| {
+                let result = if failing.contains(&number) { FAILED } else { "passed" };
+                TestOutcome::new("lab", number.to_string(), result, 0.0)
             };
             let wanted = |number: &usize| names.is_empty() || names.contains(&number.to_string());
             Ok((0..5).filter(wanted).map(outcome).collect())

@@ -91,10 +91,5 @@ fn checked(part: &str, name: &str, check: impl FnOnce() -> Result<()>) -> TestOu
 }
 
 fn outcome(part: &str, name: &str, outcome: &str, started: Instant) -> TestOutcome {
-    TestOutcome {
-        part: part.to_owned(),
-        name: name.to_owned(),
-        outcome: outcome.to_owned(),
-        seconds: started.elapsed().as_secs_f64(),
-    }
+    TestOutcome::new(part, name, outcome, started.elapsed().as_secs_f64())
 }

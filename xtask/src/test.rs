@@ -191,12 +191,7 @@ fn does_not_run(part: Part, error: &anyhow::Error, started: Instant) -> TestOutc
 }
 
 fn outcome(part: Part, name: &str, outcome: &str, started: Instant) -> TestOutcome {
-    TestOutcome {
-        part: part.label().to_owned(),
-        name: name.to_owned(),
-        outcome: outcome.to_owned(),
-        seconds: started.elapsed().as_secs_f64(),
-    }
+    TestOutcome::new(part.label(), name, outcome, started.elapsed().as_secs_f64())
 }
 
 /// Why a part is left out, unless somebody asked for it.

@@ -177,34 +177,17 @@ fn quiet_logs(lab: &mut Lab) -> Result<String> {
 
 /// Prints and records one outcome.
 pub fn outcome(prefix: &str, name: &str, began: Instant, result: &Result<String>) -> TestOutcome {
-    let seconds = began.elapsed().as_secs_f64();
-    let passed = match result {
-        Ok(figure) => {
-            println!("test {prefix}{name} ... ok {figure}");
-            true
-        }
-        Err(error) => {
-            println!("test {prefix}{name} ... FAILED\n    {error:#}");
-            false
-        }
-    };
-    TestOutcome {
-        part: "lab".to_owned(),
-        name: format!("{prefix}{name}"),
-        outcome: if passed { "passed" } else { "failed" }.to_owned(),
-        seconds,
+    match result {
+        Ok(figure) => println!("test {prefix}{name} ... ok {figure}"),
+        Err(error) => println!("test {prefix}{name} ... FAILED\n    {error:#}"),
     }
+    TestOutcome::ended("lab", format!("{prefix}{name}"), result.is_ok(), began)
 }
 
 /// Records what cannot be tried here.
 pub fn skipped(prefix: &str, name: &str, reason: &str) -> TestOutcome {
     println!("SKIPPED {prefix}{name}: {reason}");
-    TestOutcome {
-        part: "lab".to_owned(),
-        name: format!("{prefix}{name}"),
-        outcome: "skipped".to_owned(),
-        seconds: 0.0,
-    }
+    TestOutcome::new("lab", format!("{prefix}{name}"), "skipped", 0.0)
 }
 
 /// Fails with the probes that did.

@@ -17,6 +17,7 @@ mod forward_policy;
 mod granularity;
 mod kernel_ipip;
 mod matrix;
+mod modes;
 mod nat;
 mod network;
 mod node_ports;
@@ -195,56 +196,6 @@ enum LabCommand {
     },
 }
 
-/// A way to carry packets that is not the default.
-struct Mode {
-    name: &'static str,
-    underlay: Underlay,
-    topology: Topology,
-    flag: &'static str,
-}
-
-const fn mode(name: &'static str, underlay: Underlay, flag: &'static str) -> Mode {
-    Mode { name, underlay, topology: Topology::Plain, flag }
-}
-
-const fn network(name: &'static str, topology: Topology) -> Mode {
-    Mode { name, underlay: Underlay::V4, topology, flag: "--tunnel=ipip" }
-}
-
-const MODES: [Mode; 10] = [
-    mode("vxlan", Underlay::V4, "--tunnel=vxlan"),
-    mode("crosssubnet", Underlay::V4, "--encapsulate=crosssubnet"),
-    mode("nftables", Underlay::V4, "--masquerade=nftables"),
-    mode("IPv6 underlay", Underlay::V6, "--tunnel=ipip"),
-    mode("vxlan over IPv6", Underlay::V6, "--tunnel=vxlan"),
-    network("two NICs in one LAN", Topology::TwoNics),
-    network("private network in a VLAN", Topology::Vlan),
-    network("uplink without Ethernet", Topology::PointToPoint),
-    network("LAN host with a static route", Topology::StaticRoute),
-    network("private addresses as endpoints", Topology::PrivateEndpoints),
-];
-
-impl Mode {
-    fn run(&self, args: &LabArgs, prefix: &str) -> Vec<TestOutcome> {
-        println!("\n-- lab: {}", self.name);
-        let started = Instant::now();
-        let prefix = format!("{prefix}{}: ", self.name);
-        let Self { underlay, topology, .. } = *self;
-        if let Some(reason) = topology.missing() {
-            return vec![checks::skipped(&prefix, "the mesh comes up", reason)];
-        }
-        let mut args = LabArgs { underlay, topology, checks: checks::Choice::Way, ..args.clone() };
-        args.kg_flags.push(self.flag.to_owned());
-        match Lab::up(&args, None) {
-            Ok(lab) => {
-                let checks = args.checks.checks().into_iter().flatten().chain(topology.checks());
-                checks::run(lab, started, &prefix, &args, checks)
-            }
-            Err(error) => vec![checks::outcome(&prefix, "the mesh comes up", started, &Err(error))],
-        }
-    }
-}
-
 impl LabArgs {
     /// True when binaries must be built first.
     pub fn needs_build(&self) -> bool {
@@ -379,8 +330,8 @@ pub fn main(args: LabArgs) -> Result<()> {
             let _guard = take_over(&args.name)?;
             let checks = args.checks.checks().into_iter().flatten().chain(args.topology.checks());
             let mut outcomes = checks::run(Lab::up(&args, None)?, Instant::now(), prefix, &args, checks);
-            let wanted = |mode: &&Mode| modes.as_ref().is_some_and(|name| mode.name.contains(name));
-            for mode in MODES.iter().filter(wanted) {
+            let wanted = |mode: &&modes::Mode| modes.as_ref().is_some_and(|name| mode.name.contains(name));
+            for mode in modes::MODES.iter().filter(wanted) {
                 down(&args.name)?;
                 outcomes.extend(mode.run(&args, prefix));
             }

@@ -81,3 +81,28 @@ impl Beside {
         outcomes
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a process beside the tests leaves that runs this script, its outcomes' file being `$0`.
+    fn left_by(name: &str, script: &str) -> Vec<(String, String)> {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        let beside = Beside::start(Part::Bpf, format!("test-{name}"), command).unwrap();
+        let log = beside.log.clone();
+        let outcomes = beside.join();
+        fs::remove_file(log).unwrap();
+        outcomes.into_iter().map(|outcome| (outcome.part, outcome.outcome)).collect()
+    }
+
+    #[test]
+    fn outcomes_keep_their_part_and_a_process_without_any_has_failed() {
+        let wrote =
+            r#"echo '[{"part": "api", "name": "x", "outcome": "passed", "seconds": 1}]' > "$0"; exit 1"#;
+        let pair = |part: &str, outcome: &str| (part.to_owned(), outcome.to_owned());
+        assert_eq!(left_by("wrote", wrote), [pair("api", "passed")]);
+        assert_eq!(left_by("silent", "exit 0"), [pair("bpf", "failed")]);
+    }
+}

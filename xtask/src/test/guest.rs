@@ -220,12 +220,7 @@ mod tests {
 
     #[test]
     fn what_one_kernel_skips_and_another_passes_is_counted_there() {
-        let outcome = |part: &str, name: &str, outcome: &str| TestOutcome {
-            part: part.to_owned(),
-            name: name.to_owned(),
-            outcome: outcome.to_owned(),
-            seconds: 0.0,
-        };
+        let outcome = |part: &str, name: &str, outcome: &str| TestOutcome::new(part, name, outcome, 0.0);
         let mut outcomes = [
             outcome("bpf", "bpf::links::vlan", "skipped"),
             outcome("lab", "private network in a VLAN: the mesh comes up", "skipped"),

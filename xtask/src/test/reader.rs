@@ -63,8 +63,7 @@ impl Reader {
     }
 
     fn push(&mut self, name: String, outcome: &str, seconds: f64) {
-        let (part, outcome) = (self.part.to_owned(), outcome.to_owned());
-        self.outcomes.push(TestOutcome { part, name, outcome, seconds });
+        self.outcomes.push(TestOutcome::new(self.part, name, outcome, seconds));
     }
 }
 

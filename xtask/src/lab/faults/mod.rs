@@ -92,11 +92,9 @@ fn track_connections(lab: &Lab) -> Result<()> {
 
 /// As a test run reports them.
 pub fn outcomes(rows: &[Row], prefix: &str) -> Vec<TestOutcome> {
-    let outcome = |row: &Row| TestOutcome {
-        part: "lab".to_owned(),
-        name: format!("{prefix}fault {}: {}", row.id, row.fault),
-        outcome: if row.problem.is_none() { "passed" } else { "failed" }.to_owned(),
-        seconds: row.seconds,
+    let outcome = |row: &Row| {
+        let result = if row.problem.is_none() { "passed" } else { "failed" };
+        TestOutcome::new("lab", format!("{prefix}fault {}: {}", row.id, row.fault), result, row.seconds)
     };
     rows.iter().map(outcome).collect()
 }

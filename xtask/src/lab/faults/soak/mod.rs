@@ -174,10 +174,6 @@ pub fn outcome(result: &Result<Report>, seed: u64, started: Instant) -> TestOutc
     if let Err(error) = result {
         println!("FAILED with seed {seed}: {error:#}");
     }
-    TestOutcome {
-        part: "soak".to_owned(),
-        name: format!("faults by chance heal and leave nothing over (seed {seed})"),
-        outcome: if result.is_ok() { "passed" } else { "failed" }.to_owned(),
-        seconds: started.elapsed().as_secs_f64(),
-    }
+    let name = format!("faults by chance heal and leave nothing over (seed {seed})");
+    TestOutcome::ended("soak", name, result.is_ok(), started)
 }
