@@ -11,7 +11,8 @@ use k8s_openapi::api::core::v1 as core;
 use kilo_agent::backend::file::Objects;
 use kilo_core::{
     objects::{
-        node::{self, PREFIX},
+        annotations::PREFIX,
+        node,
         peer::{self as peers, InvalidPeer, Peer},
     },
     wireguard::{

@@ -144,7 +144,7 @@ impl<B: Backend> Agent<B> {
                 .into_iter()
                 .filter(|(key, _)| roaming.contains(key))
                 .collect(),
-            granularity: self.options.settings.granularity,
+            granularity: Some(self.options.settings.granularity),
             cni_compatibility_ip: own.cni_compatibility_ip,
         };
         if self.unanswered > 0 && !due {

@@ -15,9 +15,10 @@ use kilo_agent::backend::{Backend as _, BackendError, kubernetes::KubernetesBack
 use kilo_core::{
     objects::{
         Published,
-        node::PREFIX,
+        annotations::PREFIX,
         peer::{self, Peer},
     },
+    settings::Granularity,
     wireguard::key::PublicKey,
 };
 use kube::{
@@ -39,6 +40,7 @@ fn published() -> Published {
         last_seen: 1_700_000_000,
         wireguard_ip: "10.4.0.1/16".parse().ok(),
         discovered_endpoints: BTreeMap::from([(PublicKey([2; 32]), "192.0.2.7:7".parse().unwrap())]),
+        granularity: Some(Granularity::Location),
         ..Published::default()
     }
 }

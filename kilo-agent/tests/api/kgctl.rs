@@ -17,7 +17,7 @@ use k8s_openapi::api::{apps::v1::DaemonSet, core::v1 as core};
 use kilo_agent::backend::{Backend as _, kubernetes::KubernetesBackend};
 use kilo_core::{
     objects::{
-        node::PREFIX,
+        annotations::PREFIX,
         peer::{self, Peer},
     },
     observed::HostLinks,

@@ -8,7 +8,7 @@ use std::{
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1 as core;
 use kilo_core::{
-    objects::node,
+    objects::annotations::{ANNOTATIONS, PREFIX},
     settings::{Encapsulate, Granularity, Settings},
     topology::{Node, Peer},
     wireguard::key::PublicKey,
@@ -179,32 +179,17 @@ pub fn rubbish() -> impl Strategy<Value = String> {
 }
 
 pub fn rubbish_node() -> impl Strategy<Value = core::Node> {
-    let names = [
-        "endpoint",
-        "force-endpoint",
-        "internal-ip",
-        "force-internal-ip",
-        "key",
-        "last-seen",
-        "leader",
-        "location",
-        "persistent-keepalive",
-        "allowed-location-ips",
-        "discovered-endpoints",
-        "granularity",
-        "wireguard-ip",
-        "cni-compatibility-ip",
-    ];
-    let annotations = prop::collection::btree_map(prop::sample::select(names.to_vec()), rubbish(), 0..14);
+    let names: Vec<_> = ANNOTATIONS.iter().map(|row| row.name).collect();
+    let annotations = prop::collection::btree_map(prop::sample::select(names), rubbish(), 0..14);
     ("[a-e]", annotations, rubbish(), any::<bool>()).prop_map(|(name, annotations, cidr, complete)| {
         let mut annotations: BTreeMap<String, String> =
-            annotations.into_iter().map(|(name, value)| (format!("{}{name}", node::PREFIX), value)).collect();
+            annotations.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
         let mut object = core::Node::default();
         if complete {
             // Enough to take part, so that the rubbish reaches the plan.
             let key = PublicKey([name.as_bytes()[0]; 32]).to_string();
-            annotations.insert(format!("{}endpoint", node::PREFIX), "192.0.2.1:51820".to_owned());
-            annotations.insert(format!("{}key", node::PREFIX), key);
+            annotations.insert(format!("{PREFIX}endpoint"), "192.0.2.1:51820".to_owned());
+            annotations.insert(format!("{PREFIX}key"), key);
             object.spec.get_or_insert_default().pod_cidrs = Some(vec!["10.42.1.0/24".to_owned()]);
         }
         object.metadata.name = Some(name);

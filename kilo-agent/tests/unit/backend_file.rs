@@ -13,6 +13,7 @@ use std::{
 use kilo_agent::backend::{Backend as _, BackendError, file::FileBackend};
 use kilo_core::{
     objects::{Published, Snapshot},
+    settings::Granularity,
     wireguard::key::PublicKey,
 };
 use tokio::sync::watch::Receiver;
@@ -44,6 +45,7 @@ fn published() -> Published {
         key: Some(PublicKey([1; 32])),
         last_seen: 17,
         discovered_endpoints: BTreeMap::from([(PublicKey([2; 32]), "192.0.2.7:7".parse().unwrap())]),
+        granularity: Some(Granularity::Location),
         ..Published::default()
     }
 }

@@ -13,7 +13,7 @@ use std::{
 
 use kilo_agent::backend::{Backend as _, file::FileBackend};
 use kilo_core::{
-    objects::{Snapshot, node::PREFIX},
+    objects::{Snapshot, annotations::PREFIX},
     topology::Node,
     wireguard::key::PublicKey,
 };

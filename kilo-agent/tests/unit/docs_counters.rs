@@ -1,4 +1,4 @@
-//! The documentation knows every counter, and every map with its size.
+//! The documentation has every counter, every map with its size, and every annotation.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -8,6 +8,7 @@ use kilo_common::{
     counters::{Action, DropReason},
     map_table::MAPS,
 };
+use kilo_core::objects::annotations::{ANNOTATIONS, Annotation, PREFIX, Writer};
 
 /// The two tables of docs/data-path.md, from the code.
 fn tables() -> String {
@@ -39,19 +40,37 @@ fn thousands(number: u32) -> String {
 
 #[test]
 fn the_tables_of_counters_are_those_of_the_code() {
-    check("counters", &tables());
+    check("data-path.md", "counters", &tables());
 }
 
 #[test]
 fn the_table_of_maps_is_that_of_the_code() {
-    check("maps", &maps());
+    check("data-path.md", "maps", &maps());
+}
+
+/// The annotations that one side writes.
+fn annotations(by_agents: bool) -> String {
+    let mut text = String::from("| annotation | example | meaning |\n|---|---|---|\n");
+    for Annotation { name, writer, example, meaning, .. } in &ANNOTATIONS {
+        if matches!(writer, Writer::Agent(_)) == by_agents {
+            let name = name.strip_prefix(PREFIX).unwrap();
+            writeln!(text, "| `{name}` | {example} | {meaning} |").unwrap();
+        }
+    }
+    text
+}
+
+#[test]
+fn the_tables_of_annotations_are_those_of_the_code() {
+    check("annotations.md", "annotations of operators", &annotations(false));
+    check("annotations.md", "annotations of agents", &annotations(true));
 }
 
 /// `KILO_BLESS=1` writes the table instead. One test at a time does.
-fn check(mark: &str, wanted: &str) {
+fn check(page: &str, mark: &str, wanted: &str) {
     static PAGE: std::sync::Mutex<()> = std::sync::Mutex::new(());
     let _alone = PAGE.lock();
-    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../docs/data-path.md");
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../docs").join(page);
     let text = std::fs::read_to_string(&path).unwrap();
     let (begin, end) = (format!("<!-- {mark} -->\n"), format!("<!-- /{mark} -->\n"));
     let from = text.find(&begin).unwrap() + begin.len();
@@ -62,6 +81,6 @@ fn check(mark: &str, wanted: &str) {
     }
     assert!(
         text[from..to] == *wanted,
-        "docs/data-path.md differs from the code; run: KILO_BLESS=1 cargo test --test unit docs_counters::"
+        "docs/{page} differs from the code; run: KILO_BLESS=1 cargo test --test unit docs_counters::"
     );
 }

@@ -1,5 +1,6 @@
 //! Kubernetes objects and what Kilo reads from and writes into them.
 
+pub mod annotations;
 pub mod node;
 pub mod peer;
 mod snapshot;

@@ -1,37 +1,12 @@
 //! Node objects and their annotations, to and from what the topology needs.
 
-use std::{
-    borrow::Cow,
-    collections::BTreeMap,
-    net::{IpAddr, SocketAddr},
-    str::FromStr,
-};
+use std::{collections::BTreeMap, net::IpAddr};
 
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1 as core;
-use serde::{Deserialize, Serialize};
 
-use super::Published;
-use crate::{
-    settings::Granularity,
-    topology::{CheckedIn, Node},
-    wireguard::key::PublicKey,
-};
-
-/// What every annotation of ours starts with.
-pub const PREFIX: &str = "kilo.squat.ai/";
-
-/// Annotations an agent writes about its own node.
-pub const WRITTEN: [&str; 8] = [
-    "endpoint",
-    "internal-ip",
-    "key",
-    "last-seen",
-    "wireguard-ip",
-    "discovered-endpoints",
-    "granularity",
-    "cni-compatibility-ip",
-];
+use super::annotations::{self, excerpt};
+use crate::topology::{CheckedIn, Node};
 
 /// Labels of nodes with the API server or etcd on them: those of kubeadm (since 1.20, and
 /// before), of k3s and RKE2 besides, of Typhoon, and of MicroK8s.
@@ -43,67 +18,22 @@ pub const CONTROL_PLANE: [&str; 5] = [
     "node.kubernetes.io/microk8s-controlplane",
 ];
 
-/// What to write in an annotation that could not be read.
-fn hint(name: &str) -> &'static str {
-    match name {
-        "force-internal-ip" => "; write for example 10.1.0.2/24, or - for a node without private address",
-        "persistent-keepalive" => "; write seconds, 0 to 65535",
-        "allowed-location-ips" => "; write prefixes separated by commas, for example 192.168.7.0/24",
-        "force-endpoint" => "",
-        _ => "; the node's agent writes it, look whether it runs",
-    }
-}
-
-/// One seen endpoint, as Kilo writes Go's `net.UDPAddr`.
-#[derive(Serialize, Deserialize)]
-struct SeenEndpoint {
-    #[serde(rename = "IP")]
-    ip: IpAddr,
-    #[serde(rename = "Port")]
-    port: u16,
-    #[serde(rename = "Zone", default)]
-    zone: String,
-}
-
 /// Reads a Node object. What cannot be read counts as absent, and is named in
 /// the second value.
 pub fn from_object(object: &core::Node, topology_label: &str) -> (CheckedIn, Vec<String>) {
     let empty = BTreeMap::new();
-    let annotations = object.metadata.annotations.as_ref().unwrap_or(&empty);
     let labels = object.metadata.labels.as_ref().unwrap_or(&empty);
-    let mut reader = Reader { annotations, problems: Vec::new() };
+    let mut problems = Vec::new();
     let mut node = Node { name: object.metadata.name.clone().unwrap_or_default(), ..Node::default() };
-
-    node.endpoint = reader.parse("force-endpoint");
-    node.endpoint_forced = node.endpoint.is_some();
-    if !node.endpoint_forced {
-        node.endpoint = reader.parse("endpoint");
-    }
-    match reader.get("force-internal-ip") {
-        Some("" | "-") => node.no_internal_ip = true,
-        _ => {
-            node.internal_ip = reader.parse("force-internal-ip");
-            node.internal_ip_forced = node.internal_ip.is_some();
-            if !node.internal_ip_forced {
-                node.internal_ip = reader.parse_unless_empty("internal-ip");
-            }
-        }
-    }
-    node.key = reader.parse("key");
-    let last_seen = reader.parse("last-seen").unwrap_or(0);
-    node.leader = reader.get("leader").is_some();
-    let location = reader.get("location").map(ToOwned::to_owned);
-    node.location = location.or_else(|| labels.get(topology_label).cloned()).unwrap_or_default();
+    // An annotation overrides it.
+    node.location = labels.get(topology_label).cloned().unwrap_or_default();
     node.control_plane = CONTROL_PLANE.iter().any(|label| labels.contains_key(*label));
-    node.persistent_keepalive = reader.parse::<u16>("persistent-keepalive").unwrap_or(0).into();
-    node.wireguard_ip = reader.parse_unless_empty("wireguard-ip");
-    node.granularity = reader.parse("granularity");
-    node.cni_compatibility_ip = reader.parse_unless_empty("cni-compatibility-ip");
-    node.discovered_endpoints = reader.discovered_endpoints();
-    node.allowed_location_ips = reader.prefix_list("allowed-location-ips");
-    node.pod_cidrs = reader.pod_cidrs(object.spec.as_ref());
+    node.pod_cidrs = pod_cidrs(object.spec.as_ref(), &mut problems);
     node.external_ips = external_ips(object.status.as_ref());
-    (CheckedIn { node, last_seen }, reader.problems)
+    let mut read = CheckedIn { node, last_seen: 0 };
+    let present = object.metadata.annotations.as_ref().unwrap_or(&empty);
+    annotations::read(present, &mut read, &mut problems);
+    (read, problems)
 }
 
 /// The type of a Node's address that is reached from outside the cluster's network.
@@ -116,163 +46,28 @@ fn external_ips(status: Option<&core::NodeStatus>) -> Vec<IpAddr> {
     external.filter_map(|address| address.address.parse().ok()).collect()
 }
 
-/// The start of a text that may be long: problems are logged and kept.
-fn excerpt(text: &str) -> Cow<'_, str> {
-    match text.char_indices().nth(EXCERPT) {
-        Some((end, _)) => Cow::Owned(format!("{}…", &text[..end])),
-        None => Cow::Borrowed(text),
-    }
-}
-
-/// Characters of a wrong value that are repeated in a message.
-const EXCERPT: usize = 200;
-
-struct Reader<'a> {
-    annotations: &'a BTreeMap<String, String>,
-    problems: Vec<String>,
-}
-
-impl<'a> Reader<'a> {
-    fn get(&self, name: &str) -> Option<&'a str> {
-        self.annotations.get(&format!("{PREFIX}{name}")).map(String::as_str)
-    }
-
-    fn parse<T: FromStr<Err: std::fmt::Display>>(&mut self, name: &str) -> Option<T> {
-        let text = self.get(name)?;
-        match text.trim().parse() {
-            Ok(value) => Some(value),
-            Err(error) => {
-                let (text, error) = (excerpt(text), excerpt(&error.to_string()).into_owned());
-                self.problems
-                    .push(format!("annotation {PREFIX}{name} {text:?} is ignored: {error}{}", hint(name)));
-                None
-            }
+/// Each pod CIDR once, `spec.podCIDR` first.
+fn pod_cidrs(spec: Option<&core::NodeSpec>, problems: &mut Vec<String>) -> Vec<IpNet> {
+    let mut cidrs: Vec<IpNet> = Vec::new();
+    let Some(spec) = spec else { return cidrs };
+    for text in spec.pod_cidr.iter().chain(spec.pod_cidrs.iter().flatten()).filter(|text| !text.is_empty()) {
+        match text.parse::<IpNet>() {
+            Ok(cidr) if !cidrs.contains(&cidr.trunc()) => cidrs.push(cidr.trunc()),
+            Ok(_) => {}
+            Err(_) => problems.push(format!(
+                "pod CIDR {:?} is skipped: not a valid CIDR such as 10.42.1.0/24",
+                excerpt(text)
+            )),
         }
     }
-
-    fn parse_unless_empty<T: FromStr<Err: std::fmt::Display>>(&mut self, name: &str) -> Option<T> {
-        self.get(name).filter(|text| !text.is_empty())?;
-        self.parse(name)
-    }
-
-    fn prefix_list(&mut self, name: &str) -> Vec<IpNet> {
-        let mut list = Vec::new();
-        for item in
-            self.get(name).unwrap_or_default().split(',').map(str::trim).filter(|item| !item.is_empty())
-        {
-            match item.parse::<IpNet>() {
-                Ok(prefix) => list.push(prefix.trunc()),
-                Err(error) => self.skip(name, item, &error),
-            }
-        }
-        list
-    }
-
-    fn discovered_endpoints(&mut self) -> BTreeMap<PublicKey, SocketAddr> {
-        let name = "discovered-endpoints";
-        let Some(text) = self.get(name).filter(|text| !text.is_empty()) else { return BTreeMap::new() };
-        let entries = match serde_json::from_str::<BTreeMap<String, serde_json::Value>>(text) {
-            Ok(entries) => entries,
-            Err(error) => {
-                self.problems.push(format!("annotation {PREFIX}{name} is ignored: {error}{}", hint(name)));
-                return BTreeMap::new();
-            }
-        };
-        let mut seen = BTreeMap::new();
-        for (key, value) in entries {
-            match (key.parse(), serde_json::from_value::<SeenEndpoint>(value)) {
-                (Ok(key), Ok(endpoint)) => {
-                    seen.insert(key, SocketAddr::new(endpoint.ip, endpoint.port));
-                }
-                (Err(error), _) => self.skip(name, &key, &error),
-                (_, Err(error)) => self.skip(name, &key, &error),
-            }
-        }
-        seen
-    }
-
-    fn skip(&mut self, name: &str, item: &str, error: &dyn std::fmt::Display) {
-        let (item, error) = (excerpt(item), excerpt(&error.to_string()).into_owned());
-        self.problems.push(format!("annotation {PREFIX}{name}: {item:?} is skipped: {error}{}", hint(name)));
-    }
-
-    fn pod_cidrs(&mut self, spec: Option<&core::NodeSpec>) -> Vec<IpNet> {
-        let mut cidrs: Vec<IpNet> = Vec::new();
-        let Some(spec) = spec else { return cidrs };
-        for text in
-            spec.pod_cidr.iter().chain(spec.pod_cidrs.iter().flatten()).filter(|text| !text.is_empty())
-        {
-            match text.parse::<IpNet>() {
-                Ok(cidr) if !cidrs.contains(&cidr.trunc()) => cidrs.push(cidr.trunc()),
-                Ok(_) => {}
-                Err(_) => self.problems.push(format!(
-                    "pod CIDR {:?} is skipped: not a valid CIDR such as 10.42.1.0/24",
-                    excerpt(text)
-                )),
-            }
-        }
-        cidrs
-    }
-}
-
-/// The annotations that say this, by full name; `None` = must not be there.
-pub fn annotations(published: &Published) -> BTreeMap<String, Option<String>> {
-    let prefix_or_empty =
-        |prefix: Option<IpNet>| Some(prefix.map(|prefix| prefix.to_string()).unwrap_or_default());
-    let seen: BTreeMap<_, _> = published
-        .discovered_endpoints
-        .iter()
-        .map(|(key, addr)| (*key, SeenEndpoint { ip: addr.ip(), port: addr.port(), zone: String::new() }))
-        .collect();
-    let seen = if seen.is_empty() { None } else { serde_json::to_string(&seen).ok() };
-    [
-        ("endpoint", published.endpoint.as_ref().map(ToString::to_string)),
-        ("internal-ip", prefix_or_empty(published.internal_ip)),
-        ("key", published.key.map(|key| key.to_string())),
-        ("last-seen", Some(published.last_seen.to_string())),
-        ("wireguard-ip", prefix_or_empty(published.wireguard_ip)),
-        ("discovered-endpoints", seen),
-        ("granularity", Some(Granularity::as_str(published.granularity).to_owned())),
-        ("cni-compatibility-ip", published.cni_compatibility_ip.map(|prefix| prefix.to_string())),
-    ]
-    .into_iter()
-    .map(|(name, value)| (format!("{PREFIX}{name}"), value))
-    .collect()
+    cidrs
 }
 
 /// The object that describes this node with that heartbeat: [`from_object`] reads it back.
 pub fn to_object(node: &Node, last_seen: i64) -> core::Node {
-    let mut wanted = annotations(&Published {
-        endpoint: node.endpoint.clone(),
-        internal_ip: node.internal_ip,
-        key: node.key,
-        last_seen,
-        wireguard_ip: node.wireguard_ip,
-        discovered_endpoints: node.discovered_endpoints.clone(),
-        granularity: node.granularity.unwrap_or_default(),
-        cni_compatibility_ip: node.cni_compatibility_ip,
-    });
-    let mut users = |name: &str, value: Option<String>| {
-        wanted.insert(format!("{PREFIX}{name}"), value);
-    };
-    users("force-endpoint", node.endpoint.as_ref().filter(|_| node.endpoint_forced).map(ToString::to_string));
-    let forced = node.internal_ip.filter(|_| node.internal_ip_forced).map(|net| net.to_string());
-    users("force-internal-ip", forced.or(node.no_internal_ip.then(|| "-".to_owned())));
-    users("leader", node.leader.then(String::new));
-    users("location", Some(node.location.clone()));
-    users(
-        "persistent-keepalive",
-        (node.persistent_keepalive > 0).then(|| node.persistent_keepalive.to_string()),
-    );
-    let offered: Vec<_> = node.allowed_location_ips.iter().map(ToString::to_string).collect();
-    users("allowed-location-ips", (!offered.is_empty()).then(|| offered.join(",")));
-    if node.granularity.is_none() {
-        users("granularity", None);
-    }
     let mut object = core::Node::default();
     object.metadata.name = Some(node.name.clone());
-    object.metadata.annotations =
-        Some(wanted.into_iter().filter_map(|(name, value)| Some((name, value?))).collect());
+    object.metadata.annotations = Some(annotations::of_node(node, last_seen));
     // A start without API server must know to which hosts packets go as they are.
     let label = node.control_plane.then(|| BTreeMap::from([(CONTROL_PLANE[0].to_owned(), String::new())]));
     object.metadata.labels = label;
@@ -287,22 +82,17 @@ pub fn to_object(node: &Node, last_seen: i64) -> core::Node {
     object
 }
 
-/// Those of the wanted annotations that are not there yet, or must go.
-pub fn changes(
-    present: &BTreeMap<String, String>,
-    wanted: BTreeMap<String, Option<String>>,
-) -> BTreeMap<String, Option<String>> {
-    wanted.into_iter().filter(|(name, value)| present.get(name) != value.as_ref()).collect()
-}
-
-/// Every written annotation, to be removed.
-pub fn retracted() -> BTreeMap<String, Option<String>> {
-    WRITTEN.iter().map(|name| (format!("{PREFIX}{name}"), None)).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{
+        objects::{
+            Published,
+            annotations::{PREFIX, changes, wanted},
+        },
+        settings::Granularity,
+        wireguard::key::PublicKey,
+    };
 
     #[test]
     fn what_is_published_is_read_back() {
@@ -313,11 +103,11 @@ mod tests {
             last_seen: 17,
             wireguard_ip: "10.4.0.1/16".parse().ok(),
             discovered_endpoints: BTreeMap::from([(PublicKey([4; 32]), "5.6.7.8:9".parse().unwrap())]),
-            granularity: Granularity::Full,
+            granularity: Some(Granularity::Full),
             cni_compatibility_ip: None,
         };
         let mut object = core::Node::default();
-        let written = annotations(&published);
+        let written = wanted(&published);
         object.metadata.annotations =
             Some(written.clone().into_iter().filter_map(|(name, value)| Some((name, value?))).collect());
         let (node, problems) = from_object(&object, "region");

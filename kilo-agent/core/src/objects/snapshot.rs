@@ -46,8 +46,8 @@ pub struct Published {
     pub wireguard_ip: Option<IpNet>,
     /// `discovered-endpoints`; empty removes the annotation.
     pub discovered_endpoints: BTreeMap<PublicKey, SocketAddr>,
-    /// `granularity`.
-    pub granularity: Granularity,
+    /// `granularity`; `None` removes the annotation.
+    pub granularity: Option<Granularity>,
     /// `cni-compatibility-ip`; `None` removes the annotation.
     pub cni_compatibility_ip: Option<IpNet>,
 }

@@ -13,8 +13,8 @@ use std::{
 use super::{identity::identity, objects::Objects};
 use kilo_core::objects::{
     Snapshot,
-    node::{self, PREFIX, WRITTEN},
-    peer,
+    annotations::{ANNOTATIONS, Writer},
+    node, peer,
 };
 
 /// Larger files are not read.
@@ -186,7 +186,7 @@ fn is_own(path: &Path) -> bool {
 
 /// True for the annotations agents write.
 fn is_written(annotation: &str) -> bool {
-    annotation.strip_prefix(PREFIX).is_some_and(|name| WRITTEN.contains(&name))
+    ANNOTATIONS.iter().any(|row| row.name == annotation && matches!(row.writer, Writer::Agent(_)))
 }
 
 fn is_yaml(path: &Path) -> bool {

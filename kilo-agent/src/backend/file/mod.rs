@@ -25,7 +25,7 @@ use self::{
     identity::identity,
 };
 use super::{Backend, BackendError};
-use kilo_core::objects::{Published, Snapshot, node};
+use kilo_core::objects::{Published, Snapshot, annotations};
 
 /// The directory is also read this often: no event tells of changes that
 /// another machine made to a shared file system.
@@ -202,7 +202,7 @@ impl Backend for FileBackend {
             return Err(BackendError::NoSuchNode(node.to_owned()));
         }
         let path = self.own_file(node)?;
-        let text = text(node, node::annotations(published)).map_err(BackendError::Config)?;
+        let text = text(node, annotations::wanted(published)).map_err(BackendError::Config)?;
         // Compared with the file itself: it is small, and somebody may have touched it.
         if fs::read(&path).is_ok_and(|present| present == text.as_bytes()) {
             return Ok(false);

@@ -9,7 +9,7 @@ use std::{
 use kube::core::ObjectMeta;
 
 use kilo_core::{
-    objects::{Snapshot, node::PREFIX},
+    objects::{Snapshot, annotations::PREFIX},
     topology::{CheckedIn, Nodes, Peer},
 };
 

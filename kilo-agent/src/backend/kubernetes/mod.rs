@@ -46,7 +46,7 @@ use self::{
     partial_node::PartialNode,
 };
 use super::{Backend, BackendError, Warning, mass_delete_guard::MassDeleteGuard};
-use kilo_core::objects::{Published, Snapshot, error_chain, node, peer};
+use kilo_core::objects::{Published, Snapshot, annotations, error_chain, node, peer};
 
 /// How long a list that lost many objects waits for its confirmation.
 const CONFIRM_AFTER: Duration = Duration::from_secs(5);
@@ -160,7 +160,7 @@ impl KubernetesBackend {
 /// # Errors
 /// When the API server refuses or is out of reach. A node that does not exist has nothing.
 pub async fn retract(client: Client, node: &str) -> Result<(), BackendError> {
-    let annotations = node::retracted();
+    let annotations = annotations::retracted();
     let patch = Patch::Merge(serde_json::json!({ "metadata": { "annotations": annotations } }));
     let nodes: Api<core::Node> = Api::all(client);
     match in_time(nodes.patch_metadata(node, &PatchParams::default(), &patch), Asked::Patch(node)).await {
@@ -312,7 +312,7 @@ impl Backend for KubernetesBackend {
             let own = self.shared.hostname.as_deref() == Some(node) && cache.nodes.contains(node);
             let present = cache.own().filter(|_| own);
             let present = present.ok_or_else(|| BackendError::NoSuchNode(node.to_owned()))?;
-            node::changes(present, node::annotations(published))
+            annotations::changes(present, annotations::wanted(published))
         };
         if changes.is_empty() {
             return Ok(false);
@@ -334,6 +334,6 @@ impl Backend for KubernetesBackend {
     }
 
     async fn retract(&self, node: &str) -> Result<(), BackendError> {
-        self.patch(node, &node::retracted()).await
+        self.patch(node, &annotations::retracted()).await
     }
 }

@@ -1,0 +1,366 @@
+//! Annotations of Node objects: one table says what each is called, who writes it, how it is
+//! read and written, and what the documentation says of it.
+
+use std::{
+    borrow::Cow,
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+    str::FromStr,
+};
+
+use ipnet::IpNet;
+use serde::{Deserialize, Serialize};
+
+use super::Published;
+use crate::{
+    settings::Granularity,
+    topology::{CheckedIn, Node},
+    wireguard::key::PublicKey,
+};
+
+/// What every annotation of ours starts with.
+pub const PREFIX: &str = "kilo.squat.ai/";
+
+/// One annotation.
+pub struct Annotation {
+    /// Name with its prefix.
+    pub name: &'static str,
+    /// Who writes it, and what they write.
+    pub writer: Writer,
+    /// Values, in Markdown.
+    pub example: &'static str,
+    /// What it means, in Markdown.
+    pub meaning: &'static str,
+    /// What the operator should do about a value that cannot be read.
+    remedy: &'static str,
+    /// Reads a value into the node; nothing of the node changes for one that cannot be read.
+    read: fn(&mut Value<'_>, &mut CheckedIn),
+}
+
+/// Who writes an annotation, and the value; no value = the annotation is not there.
+#[derive(Clone, Copy)]
+pub enum Writer {
+    /// Whoever runs the cluster. What they would write for a node that is like this.
+    Operator(fn(&Node) -> Option<String>),
+    /// The agent of the node.
+    Agent(fn(&Published) -> Option<String>),
+}
+
+const AGENT: &str = "the node's agent writes it, look whether it runs";
+
+/// Every annotation. What overrides another one stands before it: the table is read in this order.
+pub const ANNOTATIONS: [Annotation; 14] = [
+    Annotation {
+        name: "kilo.squat.ai/location",
+        writer: Writer::Operator(|node| Some(node.location.clone())),
+        example: "`aws`",
+        meaning: "the node's location; overrides the label of `--topology-label`, also when empty",
+        remedy: "",
+        read: |value, node| node.node.location = value.text.to_owned(),
+    },
+    Annotation {
+        name: "kilo.squat.ai/leader",
+        writer: Writer::Operator(|node| node.leader.then(String::new)),
+        example: "`true`",
+        meaning: "the node wants to lead its location; the value does not matter, `leader-` takes it back",
+        remedy: "",
+        read: |_, node| node.node.leader = true,
+    },
+    Annotation {
+        name: "kilo.squat.ai/force-endpoint",
+        writer: Writer::Operator(|node| {
+            node.endpoint.as_ref().filter(|_| node.endpoint_forced).map(ToString::to_string)
+        }),
+        example: "`vpn.example.com:51820`, `[2001:db8::1]:51820`",
+        meaning: "where others reach the node; names are resolved again and again",
+        remedy: "",
+        read: |value, node| {
+            node.node.endpoint = value.parse();
+            node.node.endpoint_forced = node.endpoint.is_some();
+        },
+    },
+    Annotation {
+        name: "kilo.squat.ai/force-internal-ip",
+        writer: Writer::Operator(|node| {
+            let forced = node.internal_ip.filter(|_| node.internal_ip_forced).map(|net| net.to_string());
+            forced.or_else(|| node.no_internal_ip.then(|| "-".to_owned()))
+        }),
+        example: "`10.1.0.11/24`",
+        meaning: "the private address; `\"\"` or `-`: the node has none and is a location of its own",
+        remedy: "write for example 10.1.0.2/24, or - for a node without private address",
+        read: |value, node| match value.text {
+            "" | "-" => node.node.no_internal_ip = true,
+            _ => {
+                node.node.internal_ip = value.parse();
+                node.node.internal_ip_forced = node.internal_ip.is_some();
+            }
+        },
+    },
+    Annotation {
+        name: "kilo.squat.ai/persistent-keepalive",
+        writer: Writer::Operator(|node| {
+            (node.persistent_keepalive > 0).then(|| node.persistent_keepalive.to_string())
+        }),
+        example: "`25`",
+        meaning: "seconds between keepalives; for nodes behind NAT",
+        remedy: "write seconds, 0 to 65535",
+        read: |value, node| node.node.persistent_keepalive = value.parse::<u16>().unwrap_or(0).into(),
+    },
+    Annotation {
+        name: "kilo.squat.ai/allowed-location-ips",
+        writer: Writer::Operator(|node| {
+            let offered: Vec<_> = node.allowed_location_ips.iter().map(ToString::to_string).collect();
+            (!offered.is_empty()).then(|| offered.join(","))
+        }),
+        example: "`192.168.7.0/24,10.200.0.1/32`",
+        meaning: "networks behind the node's location that the mesh reaches through its leader",
+        remedy: "write prefixes separated by commas, for example 192.168.7.0/24",
+        read: |value, node| node.node.allowed_location_ips = value.prefix_list(),
+    },
+    Annotation {
+        name: "kilo.squat.ai/endpoint",
+        writer: Writer::Agent(|own| own.endpoint.as_ref().map(ToString::to_string)),
+        example: "`192.0.2.11:51820`",
+        meaning: "where others reach the node",
+        remedy: AGENT,
+        read: |value, node| {
+            if !node.endpoint_forced {
+                node.node.endpoint = value.parse();
+            }
+        },
+    },
+    Annotation {
+        name: "kilo.squat.ai/internal-ip",
+        writer: Writer::Agent(|own| Some(text_or_empty(own.internal_ip))),
+        example: "`10.1.0.11/24`",
+        meaning: "the private address; empty if the node has none",
+        remedy: AGENT,
+        read: |value, node| {
+            if !node.no_internal_ip && !node.internal_ip_forced {
+                node.node.internal_ip = value.parse_unless_empty();
+            }
+        },
+    },
+    Annotation {
+        name: "kilo.squat.ai/key",
+        writer: Writer::Agent(|own| own.key.map(|key| key.to_string())),
+        example: "44 characters of base64",
+        meaning: "the WireGuard public key",
+        remedy: AGENT,
+        read: |value, node| node.node.key = value.parse(),
+    },
+    Annotation {
+        name: "kilo.squat.ai/last-seen",
+        writer: Writer::Agent(|own| Some(own.last_seen.to_string())),
+        example: "`1763866800`",
+        meaning: "the heartbeat: Unix seconds, renewed every 30 s",
+        remedy: AGENT,
+        read: |value, node| node.last_seen = value.parse().unwrap_or(0),
+    },
+    Annotation {
+        name: "kilo.squat.ai/wireguard-ip",
+        writer: Writer::Agent(|own| Some(text_or_empty(own.wireguard_ip))),
+        example: "`10.4.0.1/16`",
+        meaning: "the address of the WireGuard device on a leader, empty otherwise",
+        remedy: AGENT,
+        read: |value, node| node.node.wireguard_ip = value.parse_unless_empty(),
+    },
+    Annotation {
+        name: "kilo.squat.ai/discovered-endpoints",
+        writer: Writer::Agent(|own| seen_endpoints_text(&own.discovered_endpoints)),
+        example: "`{\"KEY\":{\"IP\":\"203.0.113.7\",\"Port\":40123,\"Zone\":\"\"}}`",
+        meaning: "where this node's WireGuard sees peers behind NAT",
+        remedy: AGENT,
+        read: |value, node| node.node.discovered_endpoints = value.seen_endpoints(),
+    },
+    Annotation {
+        name: "kilo.squat.ai/granularity",
+        writer: Writer::Agent(|own| own.granularity.map(|granularity| granularity.as_str().to_owned())),
+        example: "`location`",
+        meaning: "the `--mesh-granularity` the node's agent runs with",
+        remedy: AGENT,
+        read: |value, node| node.node.granularity = value.parse::<Granularity>(),
+    },
+    Annotation {
+        name: "kilo.squat.ai/cni-compatibility-ip",
+        writer: Writer::Agent(|own| own.cni_compatibility_ip.map(|address| address.to_string())),
+        example: "`10.42.0.7/32`",
+        meaning: "where the CNI's tunnel ends, in add-on mode",
+        remedy: AGENT,
+        read: |value, node| node.node.cni_compatibility_ip = value.parse_unless_empty(),
+    },
+];
+
+/// Reads all annotations that are present into `node`; names what cannot be read in `problems`.
+pub(super) fn read(present: &BTreeMap<String, String>, node: &mut CheckedIn, problems: &mut Vec<String>) {
+    for Annotation { name, remedy, read, .. } in &ANNOTATIONS {
+        if let Some(text) = present.get(*name) {
+            read(&mut Value { text, name, remedy, problems }, node);
+        }
+    }
+}
+
+/// The annotations that an agent wants of its node, by full name; `None` = must not be there.
+pub fn wanted(published: &Published) -> BTreeMap<String, Option<String>> {
+    by_agents().map(|(name, print)| (name.to_owned(), print(published))).collect()
+}
+
+/// All annotations of a node that is like this, whoever writes them.
+pub(super) fn of_node(node: &Node, last_seen: i64) -> BTreeMap<String, String> {
+    let published = Published {
+        endpoint: node.endpoint.clone(),
+        internal_ip: node.internal_ip,
+        key: node.key,
+        last_seen,
+        wireguard_ip: node.wireguard_ip,
+        discovered_endpoints: node.discovered_endpoints.clone(),
+        granularity: node.granularity,
+        cni_compatibility_ip: node.cni_compatibility_ip,
+    };
+    let print = |annotation: &Annotation| {
+        let value = match annotation.writer {
+            Writer::Operator(print) => print(node),
+            Writer::Agent(print) => print(&published),
+        };
+        Some((annotation.name.to_owned(), value?))
+    };
+    ANNOTATIONS.iter().filter_map(print).collect()
+}
+
+/// Those of the wanted annotations that are not there yet, or must go.
+pub fn changes(
+    present: &BTreeMap<String, String>,
+    wanted: BTreeMap<String, Option<String>>,
+) -> BTreeMap<String, Option<String>> {
+    wanted.into_iter().filter(|(name, value)| present.get(name) != value.as_ref()).collect()
+}
+
+/// Every annotation that agents write, to be removed.
+pub fn retracted() -> BTreeMap<String, Option<String>> {
+    by_agents().map(|(name, _)| (name.to_owned(), None)).collect()
+}
+
+fn by_agents() -> impl Iterator<Item = (&'static str, fn(&Published) -> Option<String>)> {
+    ANNOTATIONS.iter().filter_map(|annotation| match annotation.writer {
+        Writer::Agent(print) => Some((annotation.name, print)),
+        Writer::Operator(_) => None,
+    })
+}
+
+fn text_or_empty(prefix: Option<IpNet>) -> String {
+    prefix.map(|prefix| prefix.to_string()).unwrap_or_default()
+}
+
+/// One seen endpoint, as Kilo writes Go's `net.UDPAddr`.
+#[derive(Serialize, Deserialize)]
+struct SeenEndpoint {
+    #[serde(rename = "IP")]
+    ip: IpAddr,
+    #[serde(rename = "Port")]
+    port: u16,
+    #[serde(rename = "Zone", default)]
+    zone: String,
+}
+
+fn seen_endpoints_text(endpoints: &BTreeMap<PublicKey, SocketAddr>) -> Option<String> {
+    let seen = |addr: &SocketAddr| SeenEndpoint { ip: addr.ip(), port: addr.port(), zone: String::new() };
+    let seen: BTreeMap<_, _> = endpoints.iter().map(|(key, addr)| (*key, seen(addr))).collect();
+    if seen.is_empty() { None } else { serde_json::to_string(&seen).ok() }
+}
+
+/// The value of one annotation, and where to say what is wrong with it.
+struct Value<'a> {
+    text: &'a str,
+    name: &'static str,
+    remedy: &'static str,
+    problems: &'a mut Vec<String>,
+}
+
+impl Value<'_> {
+    fn parse<T: FromStr<Err: std::fmt::Display>>(&mut self) -> Option<T> {
+        match self.text.trim().parse() {
+            Ok(value) => Some(value),
+            Err(error) => {
+                self.ignored(&format!(" {:?} is ignored", excerpt(self.text)), &error);
+                None
+            }
+        }
+    }
+
+    fn parse_unless_empty<T: FromStr<Err: std::fmt::Display>>(&mut self) -> Option<T> {
+        if self.text.is_empty() { None } else { self.parse() }
+    }
+
+    fn prefix_list(&mut self) -> Vec<IpNet> {
+        let mut list = Vec::new();
+        for item in self.text.split(',').map(str::trim).filter(|item| !item.is_empty()) {
+            match item.parse::<IpNet>() {
+                Ok(prefix) => list.push(prefix.trunc()),
+                Err(error) => self.skipped(item, &error),
+            }
+        }
+        list
+    }
+
+    fn seen_endpoints(&mut self) -> BTreeMap<PublicKey, SocketAddr> {
+        let mut seen = BTreeMap::new();
+        if self.text.is_empty() {
+            return seen;
+        }
+        let entries = match serde_json::from_str::<BTreeMap<String, serde_json::Value>>(self.text) {
+            Ok(entries) => entries,
+            Err(error) => {
+                self.ignored(" is ignored", &error);
+                return seen;
+            }
+        };
+        for (key, value) in entries {
+            match (key.parse(), serde_json::from_value::<SeenEndpoint>(value)) {
+                (Ok(key), Ok(endpoint)) => {
+                    seen.insert(key, SocketAddr::new(endpoint.ip, endpoint.port));
+                }
+                (Err(error), _) => self.skipped(&key, &error),
+                (_, Err(error)) => self.skipped(&key, &error),
+            }
+        }
+        seen
+    }
+
+    fn skipped(&mut self, item: &str, error: &dyn std::fmt::Display) {
+        self.ignored(&format!(": {:?} is skipped", excerpt(item)), error);
+    }
+
+    fn ignored(&mut self, what: &str, error: &dyn std::fmt::Display) {
+        let error = error.to_string();
+        let separator = if self.remedy.is_empty() { "" } else { "; " };
+        self.problems.push(format!(
+            "annotation {}{what}: {}{separator}{}",
+            self.name,
+            excerpt(&error),
+            self.remedy
+        ));
+    }
+}
+
+/// Characters of a wrong value that are repeated in a message.
+const EXCERPT: usize = 200;
+
+/// The start of a text that may be long: problems are logged and kept.
+pub(super) fn excerpt(text: &str) -> Cow<'_, str> {
+    match text.char_indices().nth(EXCERPT) {
+        Some((end, _)) => Cow::Owned(format!("{}…", &text[..end])),
+        None => Cow::Borrowed(text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_is_there_once_and_has_our_prefix() {
+        let names: std::collections::BTreeSet<_> = ANNOTATIONS.iter().map(|row| row.name).collect();
+        assert_eq!(names.len(), ANNOTATIONS.len());
+        assert!(names.iter().all(|name| name.starts_with(PREFIX)), "{names:?}");
+    }
+}
