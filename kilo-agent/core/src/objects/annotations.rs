@@ -56,7 +56,7 @@ pub const ANNOTATIONS: [Annotation; 14] = [
         example: "`aws`",
         meaning: "the node's location; overrides the label of `--topology-label`, also when empty",
         remedy: "",
-        read: |value, node| node.node.location = value.text.to_owned(),
+        read: |value, node| value.text.clone_into(&mut node.node.location),
     },
     Annotation {
         name: "kilo.squat.ai/leader",
