@@ -21,14 +21,21 @@ pub fn archive(buildah: &Buildah, architectures: &[Architecture], file: &Path) -
     for architecture in architectures {
         buildah.push(architecture.image(), layout.path(), architecture.name(), true)?;
     }
-    let path = layout.path().join("index.json");
+    let digest = join(layout.path(), architectures)?;
+    Ok(Archive { digest, size: pack(layout.path(), file)? })
+}
+
+/// Makes of a layout whose images bear the architectures' names one with a single image; returns
+/// the digest of its index.
+fn join(layout: &Path, architectures: &[Architecture]) -> Result<String> {
+    let path = layout.join("index.json");
     let listed: Value = serde_json::from_slice(&fs::read(&path)?)?;
     let index = serde_json::to_vec(&index(&listed, architectures)?)?;
-    let blob = layout.path().join("blob");
+    let blob = layout.join("blob");
     fs::write(&blob, &index)?;
     let sum = output(Command::new("sha256sum").arg(&blob))?;
     let sum = sum.split_whitespace().next().context("sha256sum printed nothing")?.to_owned();
-    fs::rename(&blob, layout.path().join("blobs/sha256").join(&sum))?;
+    fs::rename(&blob, layout.join("blobs/sha256").join(&sum))?;
     let digest = format!("sha256:{sum}");
     let top = json!({
         "schemaVersion": 2,
@@ -42,7 +49,7 @@ pub fn archive(buildah: &Buildah, architectures: &[Architecture], file: &Path) -
         }],
     });
     fs::write(&path, serde_json::to_vec(&top)?)?;
-    Ok(Archive { digest, size: pack(layout.path(), file)? })
+    Ok(digest)
 }
 
 /// From the manifests of a layout, which bear the architectures' names, the index with what
@@ -71,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_architecture_has_its_manifest() {
+    fn one_index_names_the_manifest_of_each_architecture() {
         let listed = json!({ "manifests": [
             { "mediaType": "m", "digest": "sha256:b", "size": 2,
               "annotations": { "org.opencontainers.image.ref.name": "arm64" } },
@@ -83,6 +90,19 @@ mod tests {
         assert_eq!(made["manifests"][0]["platform"]["architecture"], "amd64");
         assert_eq!(made["manifests"][1]["digest"], "sha256:b");
         assert_eq!(made["manifests"][1]["platform"]["architecture"], "arm64");
+        let layout = tempfile::tempdir().unwrap();
+        fs::create_dir_all(layout.path().join("blobs/sha256")).unwrap();
+        fs::write(layout.path().join("index.json"), listed.to_string()).unwrap();
+        let digest = join(layout.path(), &Architecture::ALL).unwrap();
+        let sum = digest.strip_prefix("sha256:").unwrap();
+        let blob = layout.path().join("blobs/sha256").join(sum);
+        assert_eq!(serde_json::from_slice::<Value>(&fs::read(&blob).unwrap()).unwrap(), made);
+        assert!(output(Command::new("sha256sum").arg(&blob)).unwrap().starts_with(sum));
+        let top: Value =
+            serde_json::from_slice(&fs::read(layout.path().join("index.json")).unwrap()).unwrap();
+        assert_eq!(top["manifests"].as_array().unwrap().len(), 1);
+        assert_eq!(top["manifests"][0]["digest"], digest.as_str());
+        assert_eq!(top["manifests"][0]["size"], fs::metadata(&blob).unwrap().len());
         let one = json!({ "manifests": [listed["manifests"][0].clone()] });
         assert!(index(&one, &Architecture::ALL).unwrap_err().to_string().contains("amd64"));
     }
