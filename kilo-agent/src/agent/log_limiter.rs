@@ -9,6 +9,7 @@ use std::{
 
 use crate::metrics::Metrics;
 use kilo_core::{
+    objects::ObjectRef,
     plan::{self, Conflict},
     topology::PRIVATE_ENDPOINT_REMEDY,
     wireguard::Endpoint,
@@ -21,7 +22,7 @@ const AGAIN: Duration = Duration::from_secs(60);
 #[derive(Debug, Default)]
 pub struct LogLimiter {
     /// Objects that are ignored, and why.
-    objects: BTreeMap<String, String>,
+    objects: BTreeMap<ObjectRef, String>,
     /// Nodes of the location that have no hop.
     left_out: usize,
     /// Private addresses that several nodes claim.
@@ -56,11 +57,11 @@ pub fn other_cni(other: &Path, own: &Path) -> String {
 
 impl LogLimiter {
     /// Says once what is wrong with which object.
-    pub fn objects(&mut self, problems: &BTreeMap<String, String>, metrics: &Metrics) {
+    pub fn objects(&mut self, problems: &BTreeMap<ObjectRef, String>, metrics: &Metrics) {
         for (object, problem) in problems {
             if self.objects.get(object) != Some(problem) {
                 metrics.error("invalid_object");
-                tracing::warn!(object, problem, "ignoring invalid object or field");
+                tracing::warn!(object = object.to_string(), problem, "ignoring invalid object or field");
             }
         }
         self.objects.clone_from(problems);

@@ -14,7 +14,7 @@ use super::look::Look;
 use super::{Agent, AgentError, CHECK_IN, CILIUM_HOST, MOST_DOUBLINGS, RETRY};
 use crate::backend::{Backend, BackendError, Warning};
 use kilo_core::{
-    objects::{Published, Snapshot},
+    objects::{ObjectRef, Published, Snapshot},
     plan,
     topology::{Known, Mesh, Node},
     wireguard::DeviceState,
@@ -44,7 +44,8 @@ impl<B: Backend> Agent<B> {
         }
         let accepted = snapshot.peers.keys().map(|name| (name.clone(), None));
         let refused = snapshot.problems.iter().filter_map(|(object, problem)| {
-            Some((object.strip_prefix("peer ")?.to_owned(), Some(problem.clone())))
+            let ObjectRef::Peer(name) = object else { return None };
+            Some((name.clone(), Some(problem.clone())))
         });
         let wanted: BTreeMap<_, _> = accepted.chain(refused).collect();
         if self.reported_peers.as_ref() == Some(&wanted) {

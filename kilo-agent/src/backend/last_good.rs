@@ -17,7 +17,7 @@ use k8s_openapi::api::core::v1 as core;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use kilo_core::objects::{Snapshot, node, peer};
+use kilo_core::objects::{ObjectRef, Snapshot, node, peer};
 use kilo_core::topology::{Node, Peer};
 
 /// Name of the file, beside the private key.
@@ -130,7 +130,7 @@ pub fn load(path: &Path, node: &str) -> Result<Option<Snapshot>, LastGoodError> 
         // The location is always an annotation here.
         let (seen, problems) = node::from_object(object, "");
         if !problems.is_empty() {
-            snapshot.problems.insert(format!("node {}", seen.node.name), problems.join("; "));
+            snapshot.problems.insert(ObjectRef::node(&seen.node.name), problems.join("; "));
         }
         snapshot.nodes.insert(seen);
     }
@@ -143,7 +143,7 @@ pub fn load(path: &Path, node: &str) -> Result<Option<Snapshot>, LastGoodError> 
     for (name, object) in objects {
         match peer::from_object(object) {
             Ok(peer) => drop(peers.insert(name, peer)),
-            Err(error) => drop(snapshot.problems.insert(format!("peer {name}"), error.to_string())),
+            Err(error) => drop(snapshot.problems.insert(ObjectRef::peer(name), error.to_string())),
         }
     }
     snapshot.peers = peers.into();
@@ -227,6 +227,6 @@ mod tests {
         }
         fs::write(&path, whole.replace("10.42.0.0/24", "rubbish")).unwrap();
         let read = load(&path, "a").unwrap().unwrap();
-        assert!(read.problems["node a"].contains("rubbish"), "{:?}", read.problems);
+        assert!(read.problems[&ObjectRef::node("a")].contains("rubbish"), "{:?}", read.problems);
     }
 }

@@ -25,7 +25,7 @@ pub use time::Timestamp;
 pub use view::View;
 
 use kilo_core::{
-    objects::Snapshot,
+    objects::{ObjectRef, Snapshot},
     observed::Attached,
     plan,
     settings::Granularity,
@@ -221,8 +221,7 @@ pub fn of_objects(
             key: node.key,
         }
     };
-    let is_of_peer = |object: &str| object.starts_with("peer ");
-    let problems = snapshot.problems.iter().filter(|(object, _)| !is_of_peer(object));
+    let problems = snapshot.problems.iter().filter(|(object, _)| !matches!(object, ObjectRef::Peer(_)));
     Status {
         time,
         granularity: granularity.as_str().to_owned(),
@@ -230,7 +229,7 @@ pub fn of_objects(
         locations: locations(mesh, snapshot, granularity),
         nodes: snapshot.nodes.iter().map(node).collect(),
         peers: peers(mesh, snapshot),
-        problems: problems.map(|(object, problem)| (object.clone(), problem.clone())).collect(),
+        problems: problems.map(|(object, problem)| (object.to_string(), problem.clone())).collect(),
         conflicts: plan::conflicts(mesh)
             .into_iter()
             .map(|plan::Conflict { address, nodes }| ConflictStatus { address, nodes })
@@ -334,9 +333,9 @@ fn peers(mesh: &Mesh, snapshot: &Snapshot) -> Vec<PeerStatus> {
         }
     });
     let invalid = snapshot.problems.iter().filter_map(|(object, problem)| {
-        let name = object.strip_prefix("peer ").filter(|name| !snapshot.peers.contains_key(*name))?;
-        Some(PeerStatus {
-            name: name.to_owned(),
+        let ObjectRef::Peer(name) = object else { return None };
+        (!snapshot.peers.contains_key(name)).then(|| PeerStatus {
+            name: name.clone(),
             valid: false,
             reason: Some(problem.clone()),
             allowed_ips: Vec::new(),
@@ -374,7 +373,7 @@ impl Status {
         self.locations.retain(|other| other.name == location);
         self.peers.clear();
         self.conflicts.retain(|conflict| conflict.nodes.iter().any(|node| node == name));
-        let own = format!("node {name}");
+        let own = ObjectRef::node(name).to_string();
         self.problems.retain(|object, _| *object == own);
         true
     }

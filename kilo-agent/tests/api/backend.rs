@@ -14,7 +14,7 @@ use k8s_openapi::api::core::v1 as core;
 use kilo_agent::backend::{Backend as _, BackendError, kubernetes::KubernetesBackend};
 use kilo_core::{
     objects::{
-        Published,
+        ObjectRef, Published,
         annotations::PREFIX,
         peer::{self, Peer},
     },
@@ -81,7 +81,7 @@ async fn nodes_and_peers_are_seen_and_changes_follow_soon() {
     let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes.contains("seen-b")).await;
     println!("a new node was seen after {took:?}");
     let held = snapshots.borrow().clone();
-    let (node, problem) = (&held.nodes["seen-b"], &held.problems["node seen-b"]);
+    let (node, problem) = (&held.nodes["seen-b"], &held.problems[&ObjectRef::node("seen-b")]);
     assert!(problem.contains("kilo.squat.ai/key") && problem.len() < 1000, "{problem}");
     assert!(format!("{node:?}").len() < 2000, "only what is used is kept");
 
@@ -236,20 +236,20 @@ async fn an_invalid_peer_is_named_and_hides_no_other() {
     let mut snapshots = backend.watch();
     let first = snapshots.borrow_and_update().clone();
     assert_eq!(first.peers.keys().collect::<Vec<_>>(), ["good"]);
-    let problems: Vec<_> = first.problems.keys().map(String::as_str).collect();
+    let problems: Vec<_> = first.problems.keys().map(ToString::to_string).collect();
     assert_eq!(problems, ["peer bad-cidr", "peer no-key", "peer no-peer-at-all"], "{:#?}", first.problems);
-    assert!(first.problems["peer bad-cidr"].contains("10.5.0.1"), "{:#?}", first.problems);
-    assert!(first.problems["peer no-key"].contains("publicKey"), "{:#?}", first.problems);
+    assert!(first.problems[&ObjectRef::peer("bad-cidr")].contains("10.5.0.1"), "{:#?}", first.problems);
+    assert!(first.problems[&ObjectRef::peer("no-key")].contains("publicKey"), "{:#?}", first.problems);
 
     let mended = old_peer("bad-cidr", &json!({ "allowedIPs": ["10.5.0.2/32"], "publicKey": key }));
     apply(&client, &mended, false).await.unwrap();
     until(&mut snapshots, SOON, |snapshot| {
-        snapshot.peers.len() == 2 && !snapshot.problems.contains_key("peer bad-cidr")
+        snapshot.peers.len() == 2 && !snapshot.problems.contains_key(&ObjectRef::peer("bad-cidr"))
     })
     .await;
     let spoilt = old_peer("good", &json!({ "allowedIPs": ["x"], "publicKey": key }));
     apply(&client, &spoilt, false).await.unwrap();
-    until(&mut snapshots, SOON, |snapshot| snapshot.problems.contains_key("peer good")).await;
+    until(&mut snapshots, SOON, |snapshot| snapshot.problems.contains_key(&ObjectRef::peer("good"))).await;
     assert_eq!(snapshots.borrow().peers.keys().collect::<Vec<_>>(), ["bad-cidr"]);
 }
 

@@ -12,7 +12,7 @@ use std::{
 
 use kilo_agent::backend::{Backend as _, BackendError, file::FileBackend};
 use kilo_core::{
-    objects::{Published, Snapshot},
+    objects::{ObjectRef, Published, Snapshot},
     settings::Granularity,
     wireguard::key::PublicKey,
 };
@@ -113,16 +113,20 @@ async fn a_broken_file_keeps_what_it_said_and_hides_no_other() {
     let first = snapshots.borrow_and_update().clone();
     assert_eq!(names(&first), ["a"]);
     assert_eq!(first.peers.keys().collect::<Vec<_>>(), ["p"]);
-    assert_eq!(first.problems.keys().collect::<Vec<_>>(), ["file rubbish.yaml", "peer bad"]);
+    assert_eq!(
+        first.problems.keys().map(ToString::to_string).collect::<Vec<_>>(),
+        ["file rubbish.yaml", "peer bad"]
+    );
 
     put(directory.path(), "a.yaml", "kind: Node\nmetadata: {name: a\n");
-    until(&mut snapshots, SOON, |snapshot| snapshot.problems.contains_key("file a.yaml")).await;
+    until(&mut snapshots, SOON, |snapshot| snapshot.problems.contains_key(&ObjectRef::file("a.yaml"))).await;
     assert_eq!(names(&snapshots.borrow()), ["a"], "kept");
     put(directory.path(), "b.yaml", &node("b", "there"));
     until(&mut snapshots, SOON, |snapshot| snapshot.nodes.contains("b")).await;
     put(directory.path(), "a.yaml", &node("a", "mended"));
     until(&mut snapshots, SOON, |snapshot| {
-        snapshot.nodes["a"].location == "mended" && !snapshot.problems.contains_key("file a.yaml")
+        snapshot.nodes["a"].location == "mended"
+            && !snapshot.problems.contains_key(&ObjectRef::file("a.yaml"))
     })
     .await;
 }
@@ -193,7 +197,8 @@ async fn one_object_in_two_files_is_named() {
     assert_eq!(first.nodes["a"].location, "first");
     assert_eq!(first.peers["p"].allowed_ips, ["10.5.0.1/32".parse().unwrap()]);
     assert!(
-        first.problems["file 2.yaml"].contains("Node a") && first.problems["file 2.yaml"].contains("Peer p")
+        first.problems[&ObjectRef::file("2.yaml")].contains("Node a")
+            && first.problems[&ObjectRef::file("2.yaml")].contains("Peer p")
     );
 }
 
@@ -212,13 +217,13 @@ async fn a_directory_that_goes_or_is_replaced_takes_nothing_with_it() {
     put(&directory, "a.yaml", &node("a", "here"));
     let (_backend, mut snapshots) = started(&directory).await;
     fs::rename(&directory, parent.path().join("moved")).unwrap();
-    until(&mut snapshots, LATE, |snapshot| snapshot.problems.contains_key("directory")).await;
+    until(&mut snapshots, LATE, |snapshot| snapshot.problems.contains_key(&ObjectRef::Directory)).await;
     assert_eq!(names(&snapshots.borrow()), ["a"], "kept");
 
     // As an unmounted file system looks.
     fs::create_dir(&directory).unwrap();
     until(&mut snapshots, LATE, |snapshot| {
-        snapshot.problems.get("directory").is_some_and(|problem| problem.contains("no Node object"))
+        snapshot.problems.get(&ObjectRef::Directory).is_some_and(|problem| problem.contains("no Node object"))
     })
     .await;
     assert_eq!(names(&snapshots.borrow()), ["a"], "kept");
@@ -226,7 +231,7 @@ async fn a_directory_that_goes_or_is_replaced_takes_nothing_with_it() {
     put(&directory, "b.yaml", &node("b", "here"));
     let took = until(&mut snapshots, SOON, |snapshot| names(snapshot) == ["b"]).await;
     println!("a file of the new directory was seen after {took:?}");
-    assert!(!snapshots.borrow().problems.contains_key("directory"));
+    assert!(!snapshots.borrow().problems.contains_key(&ObjectRef::Directory));
 }
 
 #[tokio::test]
@@ -241,6 +246,9 @@ async fn links_are_followed_and_large_files_refused() {
     let (_backend, snapshots) = started(directory.path()).await;
     let first = snapshots.borrow();
     assert_eq!(names(&first), ["a"]);
-    assert_eq!(first.problems.keys().collect::<Vec<_>>(), ["file d.yaml", "file e.yaml"]);
-    assert!(first.problems["file d.yaml"].contains("1 MiB"), "{:?}", first.problems);
+    assert_eq!(
+        first.problems.keys().map(ToString::to_string).collect::<Vec<_>>(),
+        ["file d.yaml", "file e.yaml"]
+    );
+    assert!(first.problems[&ObjectRef::file("d.yaml")].contains("1 MiB"), "{:?}", first.problems);
 }

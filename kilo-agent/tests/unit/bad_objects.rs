@@ -13,7 +13,7 @@ use std::{
 
 use kilo_agent::backend::{Backend as _, file::FileBackend};
 use kilo_core::{
-    objects::{Snapshot, annotations::PREFIX},
+    objects::{ObjectRef, Snapshot, annotations::PREFIX},
     topology::Node,
     wireguard::key::PublicKey,
 };
@@ -152,8 +152,8 @@ async fn rubbish_in_any_annotation_is_named_and_nothing_else_about_the_node_is_l
         }
         let seen = read(&[bad, node("b", 2), peer("p", 1)]).await;
         let at = format!("{annotation}={rubbish:?}");
-        assert_eq!(seen.problems.keys().collect::<Vec<_>>(), ["node a"], "{at}");
-        let problem = &seen.problems["node a"];
+        assert_eq!(seen.problems.keys().map(ToString::to_string).collect::<Vec<_>>(), ["node a"], "{at}");
+        let problem = &seen.problems[&ObjectRef::node("a")];
         for part in [&[name.as_str()], *wanted].concat() {
             assert!(problem.contains(part), "{at}: {part:?} is not in {problem}");
         }
@@ -198,7 +198,7 @@ async fn a_pod_cidr_that_is_none_is_named_and_the_other_counts() {
     let mut bad = node("a", 1);
     bad["spec"] = json!({ "podCIDR": "10.42.1.0/24", "podCIDRs": ["10.42.1.0/24", "fd00::1"] });
     let seen = read(&[bad, node("b", 2)]).await;
-    assert!(seen.problems["node a"].contains("\"fd00::1\""), "{:?}", seen.problems);
+    assert!(seen.problems[&ObjectRef::node("a")].contains("\"fd00::1\""), "{:?}", seen.problems);
     assert_eq!(seen.nodes["a"].pod_cidrs, ["10.42.1.0/24".parse().unwrap()]);
     assert_eq!(seen.nodes.len(), 2);
 }
@@ -268,10 +268,11 @@ async fn rubbish_in_any_field_of_a_peer_is_named_and_hides_no_other_peer() {
     assert_eq!(seen.peers.keys().collect::<Vec<_>>(), ["good", "last"]);
     assert_eq!(seen.problems.len(), cases.len(), "{:#?}", seen.problems);
     for (number, (pointer, rubbish, wanted)) in cases.iter().enumerate() {
-        let problem = [format!("peer bad-{number}"), format!("file bad-{number}.yaml")]
-            .iter()
-            .find_map(|label| seen.problems.get(label))
-            .unwrap_or_else(|| panic!("{pointer} {rubbish} is not named: {:#?}", seen.problems));
+        let problem =
+            [ObjectRef::peer(format!("bad-{number}")), ObjectRef::file(format!("bad-{number}.yaml"))]
+                .iter()
+                .find_map(|object| seen.problems.get(object))
+                .unwrap_or_else(|| panic!("{pointer} {rubbish} is not named: {:#?}", seen.problems));
         for part in *wanted {
             assert!(problem.contains(part), "{pointer} {rubbish}: {part:?} is not in {problem}");
         }

@@ -5,7 +5,7 @@ pub mod node;
 pub mod peer;
 mod snapshot;
 
-pub use snapshot::{Published, Snapshot};
+pub use snapshot::{ObjectRef, Published, Snapshot};
 
 /// An error with its causes, each said once.
 pub fn error_chain(error: &dyn std::error::Error) -> String {

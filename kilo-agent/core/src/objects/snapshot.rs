@@ -1,6 +1,6 @@
 //! What a backend knows, and what an agent publishes.
 
-use std::{collections::BTreeMap, net::SocketAddr, sync::Arc};
+use std::{collections::BTreeMap, fmt, net::SocketAddr, sync::Arc};
 
 use ipnet::IpNet;
 
@@ -18,8 +18,49 @@ pub struct Snapshot {
     pub nodes: Nodes,
     /// Valid peers by name; shared as well.
     pub peers: Arc<BTreeMap<String, Peer>>,
-    /// Object -> why it (or one of its fields) was not used.
-    pub problems: BTreeMap<String, String>,
+    /// Why an object (or one of its fields) was not used.
+    pub problems: BTreeMap<ObjectRef, String>,
+}
+
+/// What a problem is about.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ObjectRef {
+    /// The directory of the file backend.
+    Directory,
+    /// A file in it, by its name without the path.
+    File(String),
+    /// A Node, by name.
+    Node(String),
+    /// A Peer, by name.
+    Peer(String),
+}
+
+impl fmt::Display for ObjectRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Directory => f.write_str("directory"),
+            Self::File(name) => write!(f, "file {name}"),
+            Self::Node(name) => write!(f, "node {name}"),
+            Self::Peer(name) => write!(f, "peer {name}"),
+        }
+    }
+}
+
+impl ObjectRef {
+    /// The Node of this name.
+    pub fn node(name: impl Into<String>) -> Self {
+        Self::Node(name.into())
+    }
+
+    /// The Peer of this name.
+    pub fn peer(name: impl Into<String>) -> Self {
+        Self::Peer(name.into())
+    }
+
+    /// The file of this name.
+    pub fn file(name: impl Into<String>) -> Self {
+        Self::File(name.into())
+    }
 }
 
 impl Snapshot {

@@ -12,7 +12,7 @@ use std::{
 
 use super::{identity::identity, objects::Objects};
 use kilo_core::objects::{
-    Snapshot,
+    ObjectRef, Snapshot,
     annotations::{ANNOTATIONS, Writer},
     node, peer,
 };
@@ -119,11 +119,11 @@ impl Directory {
 
     /// Everything the files say.
     pub fn snapshot(&self, label: &str) -> Snapshot {
-        let mut problems: BTreeMap<String, Vec<String>> = BTreeMap::new();
+        let mut problems: BTreeMap<ObjectRef, Vec<String>> = BTreeMap::new();
         let (mut snapshot, mut peers) = (Snapshot::default(), BTreeMap::new());
         let (mut seen_nodes, mut seen_peers) = (BTreeSet::new(), BTreeSet::new());
         for (path, known) in &self.files {
-            let file = format!("file {}", path.file_name().unwrap_or_default().display());
+            let file = ObjectRef::file(path.file_name().unwrap_or_default().to_string_lossy());
             let mut found = known.objects.problems.clone();
             if is_own(path) {
                 if !found.is_empty() {
@@ -144,7 +144,7 @@ impl Directory {
                 }
                 let (seen, wrong) = node::from_object(&object, label);
                 if !wrong.is_empty() {
-                    problems.insert(format!("node {name}"), wrong);
+                    problems.insert(ObjectRef::node(name), wrong);
                 }
                 snapshot.nodes.insert(seen);
             }
@@ -155,7 +155,7 @@ impl Directory {
                 }
                 match peer::from_object(object) {
                     Ok(peer) => drop(peers.insert(name.clone(), peer)),
-                    Err(error) => drop(problems.insert(format!("peer {name}"), vec![error.to_string()])),
+                    Err(error) => drop(problems.insert(ObjectRef::peer(name), vec![error.to_string()])),
                 }
             }
             if !found.is_empty() {
@@ -274,7 +274,11 @@ mod tests {
         directory.refresh_pausing(&mut busy).unwrap();
         let snapshot = directory.snapshot("topology.kubernetes.io/region");
         assert_eq!(snapshot.nodes.len(), 2);
-        assert!(snapshot.problems["file a.yaml"].contains("rename it"), "{:?}", snapshot.problems);
+        assert!(
+            snapshot.problems[&ObjectRef::file("a.yaml")].contains("rename it"),
+            "{:?}",
+            snapshot.problems
+        );
 
         // And one that stays without it has lost it.
         fs::write(&file, "# gone").unwrap();

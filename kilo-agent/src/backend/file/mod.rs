@@ -25,7 +25,7 @@ use self::{
     identity::identity,
 };
 use super::{Backend, BackendError};
-use kilo_core::objects::{Published, Snapshot, annotations};
+use kilo_core::objects::{ObjectRef, Published, Snapshot, annotations};
 
 /// The directory is also read this often: no event tells of changes that
 /// another machine made to a shared file system.
@@ -180,7 +180,7 @@ impl Reader {
     fn hand_on(&self, sender: &watch::Sender<Arc<Snapshot>>, problem: Option<String>) {
         let mut snapshot = self.directory.snapshot(&self.label);
         if let Some(problem) = problem {
-            snapshot.problems.insert("directory".to_owned(), problem);
+            snapshot.problems.insert(ObjectRef::Directory, problem);
         }
         sender.send_if_modified(|current| {
             let differs = **current != snapshot;

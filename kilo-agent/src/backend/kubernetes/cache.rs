@@ -9,7 +9,7 @@ use std::{
 use kube::core::ObjectMeta;
 
 use kilo_core::{
-    objects::{Snapshot, annotations::PREFIX},
+    objects::{ObjectRef, Snapshot, annotations::PREFIX},
     topology::{CheckedIn, Nodes, Peer},
 };
 
@@ -29,11 +29,14 @@ pub enum Urgency {
 
 /// A value the cache holds.
 pub trait Kept: Sized {
-    /// How problems call it.
+    /// What the log calls the kind.
     const KIND: &'static str;
 
     /// All values of this kind by name; copies share what is the same.
     type All: Default;
+
+    /// The object of this kind with that name.
+    fn object(name: &str) -> ObjectRef;
 
     /// Takes a value: how urgent that is.
     fn put(self, name: &str, all: &mut Self::All) -> Urgency;
@@ -52,6 +55,10 @@ impl Kept for Peer {
     const KIND: &'static str = "peer";
 
     type All = Arc<BTreeMap<String, Self>>;
+
+    fn object(name: &str) -> ObjectRef {
+        ObjectRef::peer(name)
+    }
 
     fn put(self, name: &str, all: &mut Self::All) -> Urgency {
         if all.get(name) == Some(&self) {
@@ -78,6 +85,10 @@ impl Kept for CheckedIn {
     const KIND: &'static str = "node";
 
     type All = Nodes;
+
+    fn object(name: &str) -> ObjectRef {
+        ObjectRef::node(name)
+    }
 
     fn put(self, _: &str, all: &mut Nodes) -> Urgency {
         let last_seen = self.last_seen;
@@ -119,7 +130,7 @@ pub struct Seen<T> {
 #[derive(Debug)]
 pub struct Store<T: Kept> {
     values: T::All,
-    problems: BTreeMap<String, String>,
+    problems: BTreeMap<ObjectRef, String>,
     listed: bool,
 }
 
@@ -132,10 +143,10 @@ impl<T: Kept> Default for Store<T> {
 impl<T: Kept> Store<T> {
     /// Takes one object.
     pub fn put(&mut self, seen: Seen<T>) -> Urgency {
-        let label = format!("{} {}", T::KIND, seen.name);
+        let object = T::object(&seen.name);
         let before = match seen.problem {
-            Some(problem) => self.problems.insert(label, problem.clone()) != Some(problem),
-            None => self.problems.remove(&label).is_some(),
+            Some(problem) => self.problems.insert(object, problem.clone()) != Some(problem),
+            None => self.problems.remove(&object).is_some(),
         };
         let value = match seen.value {
             None => changed(T::remove(&seen.name, &mut self.values)),
@@ -146,7 +157,7 @@ impl<T: Kept> Store<T> {
 
     /// Removes one object.
     pub fn remove(&mut self, name: &str) -> Urgency {
-        let problem = self.problems.remove(&format!("{} {name}", T::KIND)).is_some();
+        let problem = self.problems.remove(&T::object(name)).is_some();
         changed(T::remove(name, &mut self.values) || problem)
     }
 
@@ -155,8 +166,10 @@ impl<T: Kept> Store<T> {
         let listed: BTreeSet<String> = list.iter().map(|seen| seen.name.clone()).collect();
         let mut urgency = changed(!self.listed);
         self.listed = true;
-        let prefix = format!("{} ", T::KIND);
-        let with_problems = self.problems.keys().filter_map(|label| label.strip_prefix(&prefix));
+        let with_problems = self.problems.keys().filter_map(|object| match object {
+            ObjectRef::Node(name) | ObjectRef::Peer(name) => Some(name.as_str()),
+            ObjectRef::Directory | ObjectRef::File(_) => None,
+        });
         let gone: BTreeSet<String> = T::names(&self.values)
             .chain(with_problems)
             .filter(|name| !listed.contains(*name) && !keep.contains(*name))
@@ -284,7 +297,7 @@ mod tests {
         let bad = || Seen::<CheckedIn> { name: "a".into(), value: None, problem: Some("wrong".into()) };
         assert_eq!(store.put(bad()), Urgency::Now);
         assert_eq!(store.put(bad()), Urgency::Never);
-        assert!(!store.contains("a") && store.problems.contains_key("node a"));
+        assert!(!store.contains("a") && store.problems.contains_key(&ObjectRef::node("a")));
         assert_eq!(store.put(seen("a", 1)), Urgency::Now);
         assert!(store.contains("a") && store.problems.is_empty());
     }
