@@ -30,10 +30,11 @@ COPY kilo-agent/host/Cargo.toml kilo-agent/host/
 COPY kilo-common/Cargo.toml kilo-common/
 COPY kilo-ebpf/Cargo.toml kilo-ebpf/
 COPY xtask/Cargo.toml xtask/
+COPY xtask/lab/Cargo.toml xtask/lab/
 RUN mkdir -p empty && cp -r --parents Cargo.toml */Cargo.toml */*/Cargo.toml empty/ \
  && cd empty && cp ../Cargo.lock . \
  && for crate in kilo-agent kilo-agent/core kilo-agent/failover kilo-agent/failover-sim kilo-agent/fuzz \
-      kilo-agent/host kilo-common kilo-ebpf xtask; do \
+      kilo-agent/host kilo-common kilo-ebpf xtask xtask/lab; do \
       mkdir -p "$crate/src/bin/kgctl" \
       && touch "$crate/src/lib.rs" \
       && echo 'fn main() {}' | tee "$crate/src/main.rs" "$crate/src/bin/kg.rs" \

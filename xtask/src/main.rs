@@ -4,16 +4,12 @@ mod apt;
 mod bench;
 mod build_ebpf;
 mod cluster;
-mod command;
-mod confine;
 mod dist;
 mod fuzz;
 mod image;
 mod kube_tools;
 mod kubernetes;
-mod lab;
 mod manifests;
-mod report;
 mod rotation;
 mod second_try;
 mod sim;
@@ -22,10 +18,9 @@ mod test;
 mod vm;
 mod wheels;
 
-use std::{
-    path::{Path, PathBuf},
-    process::{Command, ExitCode},
-};
+use std::process::{Command, ExitCode};
+
+use kilo_lab::{self as lab, command, confine, report, workspace_root};
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -136,10 +131,4 @@ fn build(what: &[&str]) -> Result<()> {
     command::show(
         Command::new("cargo").current_dir(workspace_root()).args(["build", "--locked", "--quiet"]).args(what),
     )
-}
-
-/// Root of this workspace.
-fn workspace_root() -> PathBuf {
-    let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
-    manifest.parent().unwrap_or(manifest).to_owned()
 }

@@ -356,6 +356,7 @@ fn package_of(binary: &TestBinary) -> &'static str {
         "kilo_common" => "kilo-common",
         "kilo_core" => "kilo-agent/core",
         "kilo_host" => "kilo-agent/host",
+        "kilo_lab" => "xtask/lab",
         "xtask" => "xtask",
         "kilo_failover" => "kilo-agent/failover",
         "kilo_failover_sim" | "rules" | "schedules" => "kilo-agent/failover-sim",

@@ -12,7 +12,7 @@
 mod cluster;
 #[path = "../netns/mod.rs"]
 mod netns;
-#[path = "../../../xtask/src/lab/plugins.rs"]
+#[path = "../../../xtask/lab/src/plugins.rs"]
 mod plugins;
 #[path = "../support/mod.rs"]
 mod support;

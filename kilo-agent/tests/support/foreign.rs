@@ -4,7 +4,7 @@ use std::path::Path;
 
 use aya::programs::SchedClassifier;
 
-#[path = "../../../xtask/src/lab/foreign.rs"]
+#[path = "../../../xtask/lab/src/foreign.rs"]
 mod instructions;
 
 pub use instructions::attach_tcx;

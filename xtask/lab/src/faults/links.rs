@@ -9,7 +9,7 @@ use super::{
     injector::{Direction, Drop, Family, Rule},
     number, until,
 };
-use crate::lab::{
+use crate::{
     Lab, agents,
     well::{DETACHED, LEADS},
 };

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, ensure};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::{number, until};
-use crate::lab::{Lab, counters, forward_policy, network::Node, services, space::Space};
+use crate::{Lab, counters, forward_policy, network::Node, services, space::Space};
 
 /// Packets of each kind of abuse.
 const ABUSES: u64 = 50;
@@ -96,7 +96,7 @@ pub(super) fn second_masquerade(lab: &mut Lab) -> Result<String> {
         "nft -f - <<'RULES'\ntable ip second {\n counter hits { }\n chain postrouting { type nat hook postrouting priority 100; \
          ip saddr 10.42.0.0/16 oifname \"eth0\" counter name hits masquerade; }\n}\nRULES",
     )?;
-    let target = crate::lab::network::OUTSIDE.into();
+    let target = crate::network::OUTSIDE.into();
     let asked = (0..20)
         .map(|_| {
             let probe = node.pod.spawn(move || {

@@ -18,7 +18,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
 
-use crate::lab::space::Space;
+use crate::space::Space;
 
 /// Marks what is to be late, and names the queue.
 const LATE: u16 = 1107;

@@ -9,7 +9,7 @@ use nix::{
 };
 
 use super::{Injected, rng::Rng};
-use crate::lab::{
+use crate::{
     Lab,
     faults::{
         injector::{Direction, Drop, Family, Rule},

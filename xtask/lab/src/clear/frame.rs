@@ -6,7 +6,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
-use crate::lab::{network::PRINTER, probe::MARKER};
+use crate::{network::PRINTER, probe::MARKER};
 
 /// What is seen in clear that should not be.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]

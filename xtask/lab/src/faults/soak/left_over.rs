@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Result, bail};
 
-use crate::lab::{Lab, space};
+use crate::{Lab, space};
 
 /// Idle threads and last connections take their time to go.
 const PATIENCE: Duration = Duration::from_secs(90);

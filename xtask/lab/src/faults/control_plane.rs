@@ -15,7 +15,7 @@ use super::{
     soak::reach,
     until,
 };
-use crate::lab::{
+use crate::{
     Lab, agents, counters,
     well::{LEADS, NO_NODE},
 };

@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::{Result, bail};
 
-use crate::lab::{
+use crate::{
     matrix::{self, Place},
     network::Network,
     probe,

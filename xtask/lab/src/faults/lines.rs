@@ -478,7 +478,7 @@ mod tests {
     fn every_test_that_is_named_exists() {
         let root = crate::workspace_root();
         let mut sources = String::new();
-        for directory in ["kilo-agent", "kilo-common/src", "xtask/src/lab"] {
+        for directory in ["kilo-agent", "kilo-common/src", "xtask/lab/src"] {
             read(&root.join(directory), &mut sources);
         }
         for name in LINES.iter().flat_map(|line| line.tests) {

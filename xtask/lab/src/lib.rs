@@ -7,6 +7,8 @@ mod cilium;
 mod clear;
 mod cloud;
 mod cni;
+pub mod command;
+pub mod confine;
 pub mod counters;
 mod external;
 mod fail_closed;
@@ -27,6 +29,7 @@ mod plugins;
 mod pod_tunnels;
 mod printer;
 pub mod probe;
+pub mod report;
 pub mod run_times;
 mod scenario;
 mod segments;
@@ -558,4 +561,10 @@ fn stop_if_interrupted() -> Result<()> {
 /// Prints one line of progress.
 fn step(what: &str) {
     println!("lab: {what} ...");
+}
+
+/// Root of this workspace.
+pub fn workspace_root() -> PathBuf {
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
+    manifest.ancestors().nth(2).unwrap_or(manifest).to_owned()
 }

@@ -14,7 +14,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 
-use crate::lab::{probe, space::Space};
+use crate::{probe, space::Space};
 
 /// Between two datagrams.
 const TICK: Duration = Duration::from_millis(1);

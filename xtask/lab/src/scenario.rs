@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn agents_beside_another_cni_have_the_flags_of_its_manifests() {
-        let manifests = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests");
+        let manifests = crate::workspace_root().join("manifests");
         for (scenario, count) in [(Scenario::Flannel, 4), (Scenario::Cilium, 2)] {
             let files = std::fs::read_dir(&manifests).unwrap().map(|entry| entry.unwrap());
             let of_cni = |name: &str| name.starts_with("kilo-") && name.contains(scenario.label());

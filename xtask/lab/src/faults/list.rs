@@ -11,7 +11,7 @@ use super::{
         rng::Rng,
     },
 };
-use crate::lab::{
+use crate::{
     Lab,
     well::{DETACHED, LEADS, NO_ENDPOINT, NO_NODE},
 };

@@ -9,7 +9,7 @@ use nix::{
 };
 
 use super::until;
-use crate::lab::{
+use crate::{
     Lab, agents, counters,
     well::{LEADS, NO_NODE},
 };
@@ -82,7 +82,7 @@ pub(super) fn uninstall(lab: &mut Lab) -> Result<String> {
         lab.agents.stop("a3", Signal::SIGTERM)?;
         let mut command = node.space.command(lab.agents.program("kg"));
         command.args(["uninstall", "--backend", "file", "--backend-dir"]).arg(lab.agents.cluster());
-        crate::lab::space::run(&mut command)?;
+        crate::space::run(&mut command)?;
         node.space.sh(HOST)
     };
     let first = run(lab)?;

@@ -18,10 +18,7 @@ use super::{
     list::{ByChance, FAULTS, Fault, is_named},
     until,
 };
-use crate::{
-    lab::{Lab, agents, matrix, stop_if_interrupted, well},
-    report::TestOutcome,
-};
+use crate::{Lab, agents, matrix, report::TestOutcome, stop_if_interrupted, well};
 use reach::Watch;
 use rng::Rng;
 
