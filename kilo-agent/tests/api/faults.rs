@@ -14,7 +14,7 @@ use kilo_agent::backend::{
     Backend as _,
     kubernetes::{self, KubernetesBackend},
 };
-use kilo_core::objects::Published;
+use kilo_core::{objects::Published, settings::Granularity};
 use kube::{
     Api, Client,
     api::{DeleteParams, ListParams, Patch, PatchParams, WatchEvent, WatchParams},
@@ -153,7 +153,10 @@ async fn a_restart_of_the_server_is_survived_and_writes_go_on() {
     create_node(&client, "b", &[]).await;
     let took = until(&mut snapshots, RECOVERED, |snapshot| snapshot.nodes.contains("b")).await;
     println!("a new node was seen {took:?} after the restart");
-    assert!(backend.publish("a", &Published { last_seen: 5, ..Published::default() }).await.unwrap());
+    // A heartbeat alone would be handed on later.
+    let granularity = Some(Granularity::Location);
+    let published = Published { last_seen: 5, granularity, ..Published::default() };
+    assert!(backend.publish("a", &published).await.unwrap());
     until(&mut snapshots, SOON, |snapshot| snapshot.nodes.get("a").is_some_and(|node| node.last_seen == 5))
         .await;
 }
