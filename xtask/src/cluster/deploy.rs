@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 
 use super::{Cluster, images, node::Node, release::Release, until};
 use crate::{
@@ -117,6 +117,7 @@ pub fn test_pods(cluster: &Cluster) -> Result<()> {
     cluster.apply(&objects)?;
     cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=180s"])?;
     serving(cluster)?;
+    families(cluster)?;
     for node in &cluster.nodes {
         until("kube-proxy knows the Service", Duration::from_secs(60), || {
             let ask =
@@ -188,6 +189,13 @@ pub fn serving(cluster: &Cluster) -> Result<Vec<Pod>> {
         }
     }
     Ok(pods)
+}
+
+/// An error when a test pod lacks an address of a family that the API server has.
+pub fn families(cluster: &Cluster) -> Result<()> {
+    let pods = pods(cluster, "app=echo")?;
+    let lacking = pods.iter().find(|pod| pod.second.is_none() && cluster.release.has_two_families());
+    lacking.map_or(Ok(()), |pod| bail!("the pod of {} has no IPv6 address", pod.node))
 }
 
 /// The test pod on that node.

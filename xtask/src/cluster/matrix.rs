@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use super::{
     Cluster,
-    deploy::{self, HOST_PORT, NODE_PORT, SERVICE, SERVICE_V6},
+    deploy::{self, HOST_PORT, NODE_PORT, Pod, SERVICE, SERVICE_V6},
     network::{self, OUTSIDE, OUTSIDE_V6, ROUTER, ROUTER_V6},
 };
 use crate::lab::{
@@ -82,7 +82,7 @@ pub fn run(cluster: &Cluster) -> Result<Matrix> {
                 paths.push(path(name, "outside", protocol, at(address), Some(sees)));
             }
         }
-        for service in services(cluster).cycle().take(2 * pods.len() * services(cluster).count()) {
+        for service in services(&pods).cycle().take(2 * pods.len() * services(&pods).count()) {
             paths.push(path(name, "ClusterIP", Protocol::Tcp, service, None));
         }
         sources.push((pod.space.clone(), paths));
@@ -94,7 +94,7 @@ pub fn run(cluster: &Cluster) -> Result<Matrix> {
                 paths.push(path(node.name(), &pod.space.name, protocol, at(address), None));
             }
         }
-        for service in services(cluster).cycle().take(2 * pods.len() * services(cluster).count()) {
+        for service in services(&pods).cycle().take(2 * pods.len() * services(&pods).count()) {
             paths.push(path(node.name(), "ClusterIP", Protocol::Tcp, service, None));
         }
         for other in cluster.nodes.iter().filter(|other| other.name() != node.name()) {
@@ -124,9 +124,9 @@ pub fn run(cluster: &Cluster) -> Result<Matrix> {
     Ok(matrix)
 }
 
-/// The test pods' Service at each of its addresses.
-fn services(cluster: &Cluster) -> impl Iterator<Item = SocketAddr> + Clone {
-    let second = cluster.release.has_two_families().then_some(IpAddr::from(SERVICE_V6));
+/// The test pods' Service at each address that pods stand behind: Kilo itself gives them one.
+fn services(pods: &[Pod]) -> impl Iterator<Item = SocketAddr> + Clone + use<> {
+    let second = pods.iter().all(|pod| pod.second.is_some()).then_some(IpAddr::from(SERVICE_V6));
     [SERVICE.into()].into_iter().chain(second).map(|address: IpAddr| SocketAddr::from((address, 80)))
 }
 

@@ -129,7 +129,8 @@ fn forget(cluster: &Cluster) -> Result<()> {
 /// Installs Kilo again, and makes the test pods anew: their bridge went away.
 pub fn put_back(cluster: &Cluster) -> Result<()> {
     deploy::apply(cluster)?;
-    renew_pods(cluster)
+    renew_pods(cluster)?;
+    deploy::families(cluster)
 }
 
 /// Makes the test pods anew.
