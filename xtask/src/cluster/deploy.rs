@@ -191,6 +191,16 @@ pub fn serving(cluster: &Cluster) -> Result<Vec<Pod>> {
     Ok(pods)
 }
 
+/// Waits until no node asks any more whether one of its IPv6 addresses is another host's (RFC 4862,
+/// section 5.4): until then it would send from an address that is not in the mesh.
+pub fn addresses_hold(cluster: &Cluster) -> Result<()> {
+    for node in &cluster.nodes {
+        let hold = || node.space().sh("ip -6 -oneline address show tentative").ok()?.is_empty().then_some(());
+        until(&format!("the IPv6 addresses of {} hold", node.name()), Duration::from_secs(10), hold)?;
+    }
+    Ok(())
+}
+
 /// An error when a test pod lacks an address of a family that the API server has.
 pub fn families(cluster: &Cluster) -> Result<()> {
     let pods = pods(cluster, "app=echo")?;

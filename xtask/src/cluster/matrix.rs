@@ -36,6 +36,7 @@ pub struct Cell {
     source: String,
     target: String,
     protocol: Protocol,
+    address: SocketAddr,
     error: Option<String>,
 }
 
@@ -48,6 +49,7 @@ pub struct Matrix {
 /// Tries every path, each source on a thread of its own.
 pub fn run(cluster: &Cluster) -> Result<Matrix> {
     let pods = deploy::serving(cluster)?;
+    deploy::addresses_hold(cluster)?;
     for node in &cluster.nodes {
         let _ = probe::serve(&node.space(), node.site.address.into());
     }
@@ -138,7 +140,7 @@ fn probe(path: Path) -> Cell {
         Ok(_) => None,
         Err(error) => Some(format!("{error:#}")),
     };
-    Cell { source: path.source, target: path.target, protocol: path.protocol, error }
+    Cell { source: path.source, target: path.target, protocol: path.protocol, address: path.address, error }
 }
 
 impl Matrix {
@@ -157,7 +159,8 @@ impl Matrix {
         let failed = self.cells.iter().filter_map(|cell| Some((cell, cell.error.as_ref()?)));
         failed
             .map(|(cell, error)| {
-                format!("{} -> {} {}: {error}", cell.source, cell.target, cell.protocol.label())
+                let Cell { source, target, protocol, address, .. } = cell;
+                format!("{source} -> {target} at {address}, {}: {error}", protocol.label())
             })
             .collect()
     }
