@@ -149,7 +149,7 @@ pub struct Metrics {
     pub reattached: Counter,
     /// `kilo_nat_entries`: entries of masqueraded flows, two a flow, as of the last sweep.
     pub nat_entries: Gauge,
-    /// `kilo_nat_collected_total`: entries of flows that had ended, removed by the collector.
+    /// `kilo_nat_collected_total`: entries of flows that had ended, removed by NAT GC.
     pub nat_collected: Counter,
     samples: Arc<Mutex<Samples>>,
 }

@@ -206,13 +206,13 @@ fn keys(one: &Cluster, two: &Cluster) -> Vec<String> {
     let mut conflicts = Vec::new();
     for (key, what, is_node) in holders(one, &two.name) {
         for (other, other_is_node) in theirs.get(&key).into_iter().flatten() {
-            let advice = match (is_node, other_is_node) {
+            let remedy = match (is_node, other_is_node) {
                 (true, true) => "are both kubeconfigs of one cluster, or was a disk copied?",
                 // A VPN peer may well be known to both clusters.
                 (false, false) => continue,
                 _ => "delete the Peer, if it stands for that node: `kgctl peer-cluster` makes its own",
             };
-            conflicts.push(format!("{what} and {other} have the same public key; {advice}"));
+            conflicts.push(format!("{what} and {other} have the same public key; {remedy}"));
         }
     }
     conflicts

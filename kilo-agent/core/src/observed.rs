@@ -53,7 +53,7 @@ pub struct HostLinks {
     /// MTU of each uplink in bytes.
     pub mtus: BTreeMap<u32, u32>,
     /// Interface and preferred path to each node address of the own location:
-    /// what a route lookup answers; absent = the private interface.
+    /// what a route lookup returns; absent = the private interface.
     pub towards: BTreeMap<IpAddr, u32>,
     /// Interfaces of the other next hops where a route to a node has several.
     pub more_towards: BTreeMap<IpAddr, Vec<u32>>,

@@ -1,12 +1,12 @@
 //! The reconcile loop: whatever happened, compute the desired state and apply
 //! what differs. The same code serves first start, restart and repair.
 
-mod collect;
 mod error;
 mod hand_over;
+mod host_state;
 mod last_good_writer;
 mod log_limiter;
-mod look;
+mod nat_gc;
 mod network;
 mod publish;
 mod rules;
@@ -26,9 +26,9 @@ use tokio_util::sync::CancellationToken;
 
 use self::{
     error::Parts,
+    host_state::HostState,
     last_good_writer::LastGoodWriter,
     log_limiter::LogLimiter,
-    look::Look,
     publish::{PublishTask, StatusTask},
 };
 use crate::{
@@ -111,7 +111,7 @@ pub struct Options {
     pub debug: bool,
 }
 
-/// What was begun before the nodes are known: see [`begin`].
+/// What is started before the nodes are known: see [`begin`].
 pub struct Startup {
     resolver: Resolver,
     /// Programs that are being loaded.
@@ -133,7 +133,7 @@ pub fn begin(options: &Options) -> Startup {
 /// Why a reconciliation is due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cause {
-    /// The host may look different, or it is time to look.
+    /// The host may have changed, or it is time to read it.
     Host,
     /// Nodes or peers differ.
     Snapshot,
@@ -146,8 +146,8 @@ pub struct Agent<B> {
     options: Options,
     backend: Arc<B>,
     /// What the backend was asked to write, as long as it has not answered.
-    asking: Option<PublishTask>,
-    reporting: Option<StatusTask>,
+    publish_task: Option<PublishTask>,
+    status_task: Option<StatusTask>,
     key: SecretKey,
     net: Net,
     dataplane: Dataplane,
@@ -155,8 +155,8 @@ pub struct Agent<B> {
     hops: HopIds,
     log_limiter: LogLimiter,
     resolver: Resolver,
-    /// This host as far as known; `None`: it must be looked at.
-    look: Option<Look>,
+    /// This host as far as known; `None`: it must be read.
+    host: Option<HostState>,
     /// What the last reconciliation that succeeded was about.
     applied: Option<Arc<Snapshot>>,
     next_check_in: Instant,
@@ -187,7 +187,7 @@ pub struct Agent<B> {
 
 impl<B: Backend> Agent<B> {
     /// Opens what the agent needs: programs, pinned maps, the WireGuard device,
-    /// as far as that has not `begun`.
+    /// except what `startup` holds already.
     ///
     /// # Errors
     /// When a capability or kernel feature is missing; the text says which.
@@ -195,7 +195,7 @@ impl<B: Backend> Agent<B> {
     pub async fn new(
         options: Options,
         backend: B,
-        begun: Startup,
+        startup: Startup,
         key: SecretKey,
         metrics: Metrics,
         health: Health,
@@ -205,7 +205,7 @@ impl<B: Backend> Agent<B> {
         if options.masquerade == Masquerade::Ebpf {
             dataplane::realtime::check()?;
         }
-        let Startup { resolver, loading } = begun;
+        let Startup { resolver, loading } = startup;
         let loaded = match loading {
             Some(loading) => loading.await.ok(),
             None => None,
@@ -231,14 +231,14 @@ impl<B: Backend> Agent<B> {
             dataplane,
             options,
             backend: Arc::new(backend),
-            asking: None,
-            reporting: None,
+            publish_task: None,
+            status_task: None,
             key,
             liveness: Liveness::default(),
             hops: HopIds::default(),
             log_limiter: LogLimiter::default(),
             resolver,
-            look: None,
+            host: None,
             applied: None,
             next_check_in: Instant::now(),
             unanswered: 0,
@@ -270,9 +270,9 @@ impl<B: Backend> Agent<B> {
         let host_changed = Arc::clone(&self.host_changed);
         watch::watch(Arc::clone(&host_changed), self.net.rtnl().port())?;
         if self.options.masquerade == Masquerade::Ebpf {
-            let collector = self.dataplane.nat_collector()?;
+            let gc = self.dataplane.nat_gc()?;
             let counters = self.dataplane.counters()?;
-            tokio::spawn(collect::run(collector, counters, self.metrics.clone(), stop.clone()));
+            tokio::spawn(nat_gc::run(gc, counters, self.metrics.clone(), stop.clone()));
         }
         let (backend, node) = (Arc::clone(&self.backend), self.options.hostname.clone());
         tokio::spawn(network::write(backend, node, self.availability.subscribe()));
@@ -282,7 +282,7 @@ impl<B: Backend> Agent<B> {
         let mut hooks = tokio::time::interval(LOOK_AT_HOOKS);
         hooks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
-            let greeting = self.handshake_nudge.due();
+            let nudge = self.handshake_nudge.due();
             let cause = tokio::select! {
                 () = stop.cancelled() => break,
                 _ = resync.tick() => Cause::Host,
@@ -303,12 +303,12 @@ impl<B: Backend> Agent<B> {
                 }
                 () = self.resolver.changed() => Cause::Own,
                 () = async {
-                    match greeting {
+                    match nudge {
                         Some(due) => tokio::time::sleep_until(due.into()).await,
                         None => std::future::pending().await,
                     }
                 } => {
-                    self.greet().await;
+                    self.nudge().await;
                     continue;
                 }
                 () = tokio::time::sleep_until(self.next_check_in.into()) => Cause::Own,
@@ -318,7 +318,7 @@ impl<B: Backend> Agent<B> {
                 continue;
             }
             if cause == Cause::Host {
-                self.look = None;
+                self.host = None;
             }
             let started = Instant::now();
             self.metrics.reconciles.inc();
@@ -349,8 +349,8 @@ impl<B: Backend> Agent<B> {
         Ok(())
     }
 
-    /// True when the snapshot differs from what has been brought about in signs
-    /// of life only, and the same nodes are alive: then there is nothing to do.
+    /// True when the snapshot differs from the one last applied in heartbeats
+    /// only, and the same nodes are alive: then there is nothing to do.
     fn only_heartbeats_changed(&mut self, snapshot: &Arc<Snapshot>) -> bool {
         let Some(before) = &self.applied else { return false };
         if !snapshot.differs_only_in_heartbeats(before) {
@@ -372,22 +372,22 @@ impl<B: Backend> Agent<B> {
     /// number of writes to the kernel. What is known of this host is forgotten
     /// when anything fails.
     async fn reconcile(&mut self, snapshot: &Arc<Snapshot>) -> Result<u64, AgentError> {
-        let mut look = match self.look.take() {
-            Some(look) => look,
-            None => self.look().await?,
+        let mut host = match self.host.take() {
+            Some(host) => host,
+            None => self.read_host().await?,
         };
-        let writes = self.converge(snapshot, &mut look).await?;
-        self.look = Some(look);
+        let writes = self.converge(snapshot, &mut host).await?;
+        self.host = Some(host);
         Ok(writes)
     }
 
-    async fn converge(&mut self, snapshot: &Arc<Snapshot>, look: &mut Look) -> Result<u64, AgentError> {
+    async fn converge(&mut self, snapshot: &Arc<Snapshot>, host: &mut HostState) -> Result<u64, AgentError> {
         self.log_limiter.objects(&snapshot.problems, &self.metrics);
         let now = Instant::now();
         let unix_now = unix_now();
         let name = self.options.hostname.clone();
         let seen = snapshot.nodes.get(&name).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
-        let own = self.own_node(&seen, look).await;
+        let own = self.own_node(&seen, host).await;
         // What is the same stays where it is in memory.
         let shown = self.view.borrow().own.clone().filter(|shown| **shown == own);
         let shown = shown.unwrap_or_else(|| own.clone().into());
@@ -400,7 +400,7 @@ impl<B: Backend> Agent<B> {
         let mesh = Arc::new(mesh.with_lost(not_among(nodes, &ready).chain(self.liveness.former(now))));
         drop(before);
         // An API server that is away must not keep this host from being put right.
-        let unpublished = match self.publish(&own, seen, &mesh, &look.state, now, unix_now).await {
+        let unpublished = match self.publish(&own, seen, &mesh, &host.state, now, unix_now).await {
             Err(AgentError::Backend(error)) if error.is_temporary() => Some(error),
             other => other.map(|()| None)?,
         };
@@ -410,7 +410,7 @@ impl<B: Backend> Agent<B> {
         if let Some(text) = self.log_limiter.private_endpoint(warned) {
             self.report(Warning::PrivateEndpoint, text);
         }
-        self.show(Arc::clone(&mesh), snapshot, shown, ready, &look.interface);
+        self.show(Arc::clone(&mesh), snapshot, shown, ready, &host.interface);
 
         let missing = |missing| AgentError::Incomplete { node: name.clone(), missing };
         if own.pod_cidrs.is_empty() {
@@ -423,13 +423,13 @@ impl<B: Backend> Agent<B> {
                 "no address of this host can be an endpoint; set the annotation force-endpoint",
             ));
         }
-        let plan = self.plan(&mesh, &own, look).await;
+        let plan = self.plan(&mesh, &own, host).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
         if self.log_limiter.conflicts(&plan.conflicts, &self.metrics) {
             self.report_conflicts(&plan.conflicts);
         }
         let decision = self.nat_decision(&plan.tables);
-        let applied = self.apply(plan, look).await;
+        let applied = self.apply(plan, host).await;
         let programs = self.dataplane.attached();
         self.view.send_if_modified(|view| {
             let differs = view.programs != programs;
@@ -452,30 +452,30 @@ impl<B: Backend> Agent<B> {
         if unpublished.is_none() {
             self.report_peers(&mesh, snapshot).await;
         }
-        unpublished.map_or(Ok(writes + std::mem::take(&mut look.made)), |error| Err(error.into()))
+        unpublished.map_or(Ok(writes + std::mem::take(&mut host.made)), |error| Err(error.into()))
     }
 
     /// Programs and tables first, routes last: a packet that reaches the
     /// device always meets a program that knows what to do with it. One part
     /// that fails keeps none of the others from being put right: without its
     /// programs, peers or port the device drops what routes lead there.
-    async fn apply(&mut self, plan: HostPlan, look: &mut Look) -> Result<u64, AgentError> {
+    async fn apply(&mut self, plan: HostPlan, host: &mut HostState) -> Result<u64, AgentError> {
         let mut parts = Parts::default();
         let written = self.dataplane.write(&plan.tables);
         for (map, entries) in self.dataplane.entries() {
             self.metrics.set_map_entries(map, entries);
         }
         parts.add(written.map_err(AgentError::from));
-        parts.add(self.apply_programs(&plan, look).await);
-        parts.add(self.apply_wireguard(&plan, look).await);
+        parts.add(self.apply_programs(&plan, host).await);
+        parts.add(self.apply_wireguard(&plan, host).await);
         let steers_by_source = plan.tables.steers_to_wireguard_by_source();
-        parts.add(self.apply_net(plan.net, look, steers_by_source).await);
+        parts.add(self.apply_net(plan.net, host, steers_by_source).await);
         parts.end(&self.metrics)
     }
 
-    async fn apply_programs(&mut self, plan: &HostPlan, look: &mut Look) -> Result<u64, AgentError> {
+    async fn apply_programs(&mut self, plan: &HostPlan, host: &mut HostState) -> Result<u64, AgentError> {
         let interfaces = Interfaces {
-            kilo: look.interface.index,
+            kilo: host.interface.index,
             uplinks: &plan.uplinks,
             layer3: &plan.layer3,
             tunnels: &plan.tunnels,
@@ -486,17 +486,17 @@ impl<B: Backend> Agent<B> {
             self.metrics.error(error.label());
             tracing::error!(%error, "failed to attach BPF program to interface; other interfaces are unaffected");
         }
-        let guarded = look.tunnels.guard(self.net.rtnl(), &attached.unguarded).await;
+        let guarded = host.tunnels.guard(self.net.rtnl(), &attached.unguarded).await;
         match attached.refused {
             Some(error) => Err(error.into()),
             None => Ok(attached.changes + guarded?),
         }
     }
 
-    async fn apply_wireguard(&mut self, plan: &HostPlan, look: &mut Look) -> Result<u64, AgentError> {
-        let changes = diff(&look.state, &plan.wireguard, &self.key);
-        let writes = look.interface.device.apply(&changes).await? as u64;
-        look.state.take(&changes);
+    async fn apply_wireguard(&mut self, plan: &HostPlan, host: &mut HostState) -> Result<u64, AgentError> {
+        let changes = diff(&host.state, &plan.wireguard, &self.key);
+        let writes = host.interface.device.apply(&changes).await? as u64;
+        host.state.take(&changes);
         let (own, subnet) = (self.key.public(), &self.options.settings.subnet);
         self.handshake_nudge.watch(&changes, &plan.wireguard.peers, own, subnet, Instant::now());
         Ok(writes)
@@ -505,11 +505,11 @@ impl<B: Backend> Agent<B> {
     async fn apply_net(
         &self,
         plan: NetPlan,
-        look: &mut Look,
+        host: &mut HostState,
         steers_by_source: bool,
     ) -> Result<u64, AgentError> {
-        let kilo = look.interface.index;
-        let mut writes = match look.net.take() {
+        let kilo = host.interface.index;
+        let mut writes = match host.net.take() {
             Some(before) => self.net.change(&before, &plan, kilo).await?,
             None => self.net.apply(&plan, kilo).await?,
         } as u64;
@@ -517,18 +517,18 @@ impl<B: Backend> Agent<B> {
         if steers_by_source {
             writes += forwarding::accept_by_tunnel(self.net.rtnl(), &self.options.interface.name, kilo).await;
         }
-        look.net = Some(plan);
+        host.net = Some(plan);
         Ok(writes)
     }
 
     /// Makes new peers shake hands that have not by themselves.
-    async fn greet(&mut self) {
-        let Some(look) = &self.look else {
-            // What failed is looked at, and then tried, again.
+    async fn nudge(&mut self) {
+        let Some(host) = &self.host else {
+            // The next reconcile reads the host anew and tries again.
             self.handshake_nudge = HandshakeNudge::default();
             return;
         };
-        match self.handshake_nudge.greet(&look.interface.device, Instant::now()).await {
+        match self.handshake_nudge.nudge(&host.interface.device, Instant::now()).await {
             Ok(writes) => drop(self.metrics.writes.inc_by(writes as u64)),
             Err(error) => {
                 // It may have taken a peer off the device that it has not put back.
@@ -539,7 +539,7 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    async fn plan(&mut self, mesh: &Mesh, own: &Node, look: &mut Look) -> Option<HostPlan> {
+    async fn plan(&mut self, mesh: &Mesh, own: &Node, host: &mut HostState) -> Option<HostPlan> {
         let private = own.internal_ip.map(|net| net.addr());
         let mesh = &*mesh.around(&own.name);
         let (segment, _) = mesh.find(&own.name)?;
@@ -549,24 +549,24 @@ impl<B: Backend> Agent<B> {
             overlay.iter().filter(|(name, _)| **name != own.name).map(|(_, ip)| IpAddr::from(*ip));
         let others = others.filter_map(topology::Member::private_ip).chain(elsewhere).collect();
         let query = links::HostQuery {
-            kilo: look.interface.index,
+            kilo: host.interface.index,
             private,
             pod_cidrs: &own.pod_cidrs,
-            next_hops: &look.ways_out.next_hops,
-            ways: &look.ways,
+            next_hops: &host.ways_out.next_hops,
+            ways: &host.ways,
         };
-        let multihomed = links::host_links(&look.links, &query, &BTreeMap::new()).uplinks.len() > 1;
-        self.net.find_paths(&mut look.paths, others, multihomed).await;
+        let multihomed = links::host_links(&host.links, &query, &BTreeMap::new()).uplinks.len() > 1;
+        self.net.find_paths(&mut host.paths, others, multihomed).await;
         if self.hops.is_empty() {
             self.hops = HopIds::adopt(&self.dataplane.held_senders(), mesh, &own.name);
         }
-        let mut found = links::host_links(&look.links, &query, &look.paths.interfaces);
-        found.more_towards.clone_from(&look.paths.several);
-        (found.vxlan, found.ipip) = (look.tunnels.vxlan, look.tunnels.ipip);
-        links::add_overlay(&mut found, &look.links, &own.name, overlay);
-        links::add_elsewhere(&mut found, &look.ways_out.elsewhere);
+        let mut found = links::host_links(&host.links, &query, &host.paths.interfaces);
+        found.more_towards.clone_from(&host.paths.several);
+        (found.vxlan, found.ipip) = (host.tunnels.vxlan, host.tunnels.ipip);
+        links::add_overlay(&mut found, &host.links, &own.name, overlay);
+        links::add_elsewhere(&mut found, &host.ways_out.elsewhere);
         found.path_mtus = self.path_mtus.current(Instant::now());
-        for (address, mtu) in &look.paths.mtus {
+        for (address, mtu) in &host.paths.mtus {
             found.path_mtus.entry(*address).and_modify(|known| *known = *mtu.min(known)).or_insert(*mtu);
         }
         self.hops = self.hops.update(mesh, &own.name);
@@ -581,12 +581,12 @@ impl<B: Backend> Agent<B> {
             links: &found,
             hops: &self.hops,
             resolved: &resolved,
-            seen: &look.state.seen_endpoints(),
+            seen: &host.state.seen_endpoints(),
             persistent_keepalive: own.persistent_keepalive,
             masquerade: self.options.masquerade == Masquerade::Ebpf,
             mtu: self.options.mtu.resolve(
-                &look.links,
-                look.ways_out.default,
+                &host.links,
+                host.ways_out.default,
                 own.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6()),
             ),
         })

@@ -10,7 +10,7 @@ use std::{
 
 use tokio_util::task::AbortOnDropHandle;
 
-use super::look::Look;
+use super::host_state::HostState;
 use super::{Agent, AgentError, CHECK_IN, CILIUM_HOST, MOST_DOUBLINGS, RETRY};
 use crate::backend::{Backend, BackendError, Warning};
 use kilo_core::{
@@ -39,7 +39,7 @@ impl<B: Backend> Agent<B> {
     pub(super) async fn report_peers(&mut self, mesh: &Mesh, snapshot: &Snapshot) {
         let first = mesh.segments.first().and_then(|segment| segment.leading());
         if first.is_none_or(|leader| *leader.name() != self.options.hostname) {
-            (self.reported_peers, self.reporting) = (None, None);
+            (self.reported_peers, self.status_task) = (None, None);
             return;
         }
         let accepted = snapshot.peers.keys().map(|name| (name.clone(), None));
@@ -51,19 +51,19 @@ impl<B: Backend> Agent<B> {
         if self.reported_peers.as_ref() == Some(&wanted) {
             return;
         }
-        let (said, reporting) = self.reporting.get_or_insert_with(|| {
+        let (said, task) = self.status_task.get_or_insert_with(|| {
             let (backend, said) = (Arc::clone(&self.backend), wanted.clone());
             let report = async move { backend.report_peers(&said).await };
             (wanted, AbortOnDropHandle::new(tokio::spawn(report)))
         });
         // Many peers, or a server that does not answer: waited for beside the reconciles.
-        let Ok(answer) = tokio::time::timeout(PATIENCE, reporting).await else { return };
+        let Ok(answer) = tokio::time::timeout(PATIENCE, task).await else { return };
         match answer {
             Ok(Ok(_)) => self.reported_peers = Some(std::mem::take(said)),
             Ok(Err(error)) => tracing::debug!(%error, "status of peers not written yet"),
             Err(error) => tracing::error!(%error, "failed to write the status of peers"),
         }
-        self.reporting = None;
+        self.status_task = None;
     }
 
     /// Each node that claims an address reports it about itself, beside the reconciles.
@@ -85,14 +85,14 @@ impl<B: Backend> Agent<B> {
     }
 
     /// This node as it should be known to all.
-    pub(super) async fn own_node(&mut self, seen: &Node, look: &Look) -> Node {
-        let (links, state) = (&look.links, &look.state);
+    pub(super) async fn own_node(&mut self, seen: &Node, host: &HostState) -> Node {
+        let (links, state) = (&host.links, &host.state);
         let hostname = self.resolver.own_addresses(&self.options.hostname).await;
         let found = discovery::discover(&discovery::Facts {
             resolved: &hostname,
-            default_interface: look.ways_out.default,
+            default_interface: host.ways_out.default,
             links,
-            kilo: look.interface.index,
+            kilo: host.interface.index,
             pod_cidrs: &seen.pod_cidrs,
             internal_cidrs: &self.options.internal_cidrs,
         });
@@ -176,16 +176,16 @@ impl<B: Backend> Agent<B> {
     /// come through the mesh they make.
     async fn ask(&mut self, published: Published, patience: Duration) -> Result<bool, BackendError> {
         let (backend, node) = (Arc::clone(&self.backend), self.options.hostname.clone());
-        let asking = self.asking.get_or_insert_with(|| {
+        let task = self.publish_task.get_or_insert_with(|| {
             AbortOnDropHandle::new(tokio::spawn(async move { backend.publish(&node, &published).await }))
         });
-        let Ok(answer) = tokio::time::timeout(patience, asking).await else {
+        let Ok(answer) = tokio::time::timeout(patience, task).await else {
             let seconds = patience.as_secs();
             return Err(BackendError::Unreachable(format!(
                 "the API server has not answered within {seconds} s; going on without"
             )));
         };
-        self.asking = None;
+        self.publish_task = None;
         answer.unwrap_or_else(|_| Err(BackendError::Api("writing the annotations has panicked".to_owned())))
     }
 }

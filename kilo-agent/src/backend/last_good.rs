@@ -70,7 +70,7 @@ impl LastGood {
     }
 
     /// Keeps these nodes and peers when they differ from what was written last
-    /// and that was some seconds ago; else a later call does. Answers whether it
+    /// and that was some seconds ago; else a later call does. Returns whether it
     /// wrote.
     ///
     /// # Errors

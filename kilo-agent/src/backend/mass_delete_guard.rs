@@ -50,47 +50,47 @@ mod tests {
 
     #[test]
     fn a_mass_loss_is_believed_the_second_time() {
-        let mut confirm = MassDeleteGuard::default();
-        assert!(confirm.list(&names(0..10)).is_empty());
-        assert_eq!(*confirm.list(&names(0..5)), names(5..10));
-        assert!(confirm.list(&names(0..5)).is_empty());
-        assert_eq!(confirm.known, names(0..5));
+        let mut guard = MassDeleteGuard::default();
+        assert!(guard.list(&names(0..10)).is_empty());
+        assert_eq!(*guard.list(&names(0..5)), names(5..10));
+        assert!(guard.list(&names(0..5)).is_empty());
+        assert_eq!(guard.known, names(0..5));
     }
 
     #[test]
     fn a_few_lost_objects_need_no_confirmation() {
-        let mut confirm = MassDeleteGuard::default();
-        confirm.list(&names(0..9));
-        assert!(confirm.list(&names(0..6)).is_empty(), "a third");
-        assert!(confirm.list(&names(0..4)).is_empty(), "two");
+        let mut guard = MassDeleteGuard::default();
+        guard.list(&names(0..9));
+        assert!(guard.list(&names(0..6)).is_empty(), "a third");
+        assert!(guard.list(&names(0..4)).is_empty(), "two");
     }
 
     #[test]
     fn what_comes_back_is_not_lost_and_can_be_doubted_again() {
-        let mut confirm = MassDeleteGuard::default();
-        confirm.list(&names(0..10));
-        assert_eq!(*confirm.list(&names(0..1)), names(1..10));
-        assert!(confirm.list(&names(0..10)).is_empty());
-        assert_eq!(*confirm.list(&names(0..1)), names(1..10));
+        let mut guard = MassDeleteGuard::default();
+        guard.list(&names(0..10));
+        assert_eq!(*guard.list(&names(0..1)), names(1..10));
+        assert!(guard.list(&names(0..10)).is_empty());
+        assert_eq!(*guard.list(&names(0..1)), names(1..10));
     }
 
     #[test]
     fn a_second_list_that_misses_others_is_doubted_for_those() {
-        let mut confirm = MassDeleteGuard::default();
-        confirm.list(&names(0..10));
-        assert_eq!(*confirm.list(&names(0..5)), names(5..10));
-        assert_eq!(*confirm.list(&names(5..10)), names(0..5));
-        assert!(confirm.list(&names(5..10)).is_empty());
+        let mut guard = MassDeleteGuard::default();
+        guard.list(&names(0..10));
+        assert_eq!(*guard.list(&names(0..5)), names(5..10));
+        assert_eq!(*guard.list(&names(5..10)), names(0..5));
+        assert!(guard.list(&names(5..10)).is_empty());
     }
 
     #[test]
     fn deletions_by_event_are_not_doubted() {
-        let mut confirm = MassDeleteGuard::default();
-        confirm.list(&names(0..6));
-        confirm.add("6");
+        let mut guard = MassDeleteGuard::default();
+        guard.list(&names(0..6));
+        guard.add("6");
         for name in names(0..4) {
-            confirm.remove(&name);
+            guard.remove(&name);
         }
-        assert!(confirm.list(&names(4..7)).is_empty());
+        assert!(guard.list(&names(4..7)).is_empty());
     }
 }

@@ -80,7 +80,7 @@ pub trait Backend: Send + Sync + 'static {
     fn watch(&self) -> tokio::sync::watch::Receiver<Arc<Snapshot>>;
 
     /// Writes what differs from what the node object holds now; no difference,
-    /// no write. Answers whether something was written.
+    /// no write. Returns whether something was written.
     fn publish(
         &self,
         node: &str,
@@ -88,7 +88,7 @@ pub trait Backend: Send + Sync + 'static {
     ) -> impl Future<Output = Result<bool, BackendError>> + Send;
 
     /// Writes into each Peer object whether it is part of the mesh: `None`, or
-    /// why not. A backend without such a place writes nothing. Answers the
+    /// why not. A backend without such a place writes nothing. Returns the
     /// number of writes.
     fn report_peers(
         &self,

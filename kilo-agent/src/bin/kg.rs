@@ -370,11 +370,11 @@ async fn serve(flags: Flags) -> Result<()> {
     let options = options(&flags)?;
     let _lock = lock::interface(Path::new(lock::STATE), &flags.interface)?;
     let mut leaving = Leaving::begin(&options.bpffs);
-    let begun = agent::begin(&options);
+    let startup = agent::begin(&options);
     match flags.backend {
         BackendKind::File => {
             let backend = FileBackend::start(directory(&flags)?, &flags.topology_label).await?;
-            work(flags, options, backend, begun, leaving).await
+            work(flags, options, backend, startup, leaving).await
         }
         BackendKind::Kubernetes => {
             let path = text(&flags.kubeconfig).map(PathBuf::from);
@@ -384,7 +384,7 @@ async fn serve(flags: Flags) -> Result<()> {
             let label = &flags.topology_label;
             let remembered = || last_good_topology(&hostname);
             let backend = kubernetes::StartupFallback::start(client, &hostname, label, remembered).await?;
-            work(flags, options, backend, begun, leaving).await
+            work(flags, options, backend, startup, leaving).await
         }
     }
 }
@@ -435,7 +435,7 @@ async fn work<B: Backend>(
     flags: Flags,
     options: agent::Options,
     backend: B,
-    begun: agent::Startup,
+    startup: agent::Startup,
     leaving: Leaving,
 ) -> Result<()> {
     let key = private_key::load_or_create(Path::new(KEY_PATH))?;
@@ -460,7 +460,7 @@ async fn work<B: Backend>(
     // Before anything is set up: nothing half done stays behind an address that is taken.
     let listen = flags.listen;
     let listener = http::bind(listen).await.with_context(|| format!("--listen {listen}"))?;
-    let agent = Agent::new(options, backend, begun, key, metrics, health, view).await?;
+    let agent = Agent::new(options, backend, startup, key, metrics, health, view).await?;
     let answer = move |request| context.clone().answer(request);
     let mut server = tokio::spawn(http::serve(listener, None, answer, stop.clone()));
     let mut agent = tokio::spawn(agent.run(stop.clone()));

@@ -157,7 +157,7 @@ impl Cluster {
     }
 
     /// A Service without selector and its Endpoints; with the rule of a
-    /// kube-proxy for them. Answers the ClusterIP.
+    /// kube-proxy for them. Returns the ClusterIP.
     async fn service(&self, name: &str, address: &str, port: u16) -> String {
         let metadata = json!({"name": name, "namespace": "default"});
         let ports = json!([{"port": 80, "protocol": "TCP"}]);

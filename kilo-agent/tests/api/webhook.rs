@@ -81,7 +81,7 @@ impl Webhook {
         self.directory.path().join("ca.crt")
     }
 
-    /// Sends raw bytes, answers status line, headers and body.
+    /// Sends raw bytes, returns status line, headers and body.
     fn say(&self, request: &[u8]) -> String {
         let mut stream = self.connect(&self.authority());
         // It may hang up before everything is written.

@@ -202,7 +202,7 @@ fn dropped(dataplane: &Dataplane) -> u64 {
     dataplane.counters().unwrap().read().unwrap().drops["unknown_sender"]
 }
 
-/// Waits until `value` answers what is wanted, at most ten seconds.
+/// Waits until `value` returns what is wanted, at most ten seconds.
 async fn settles<T: PartialEq + std::fmt::Debug>(wanted: T, value: impl Fn() -> T) {
     let started = Instant::now();
     while value() != wanted && started.elapsed() < Duration::from_secs(10) {

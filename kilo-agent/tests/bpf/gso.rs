@@ -1,4 +1,4 @@
-//! Superpackets of real sockets through the programs: TCP of both families, datagrams handed
+//! GSO packets of real sockets through the programs: TCP of both families, datagrams handed
 //! over many at once, and packets above 64 KiB (BIG TCP).
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
@@ -21,9 +21,9 @@ use kilo_common::counters::Action;
 use kilo_core::plan::Hop;
 use nix::poll::{PollFd, PollFlags, poll};
 
-/// As many bytes as make superpackets of the largest size, and more.
+/// As many bytes as make GSO packets of the largest size, and more.
 const BULK: usize = 8 << 20;
-/// Bytes of each datagram of a superpacket.
+/// Bytes of each datagram of a GSO packet.
 const DATAGRAM: u16 = 1200;
 const LIMIT: Duration = Duration::from_secs(20);
 

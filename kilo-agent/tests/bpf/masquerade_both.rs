@@ -181,7 +181,7 @@ fn the_collector_removes_flows_that_have_ended_and_frees_their_ports() {
     world.tables.config.nat_port_min = 40_000;
     world.tables.config.nat_port_max = 40_003;
     world.dataplane.write(&world.tables).unwrap();
-    let mut collector = world.dataplane.nat_collector().unwrap();
+    let mut gc = world.dataplane.nat_gc().unwrap();
     let [v4, v6] = sides();
     let pod = |host: u8| IpAddr::from([10, 42, 1, host]);
     let flow = |host: u8| udp(pod(host), v4.outside, (5000, 53), b"");
@@ -194,21 +194,21 @@ fn the_collector_removes_flows_that_have_ended_and_frees_their_ports() {
     assert_eq!(world.out(&flow(7)).counted, ["nat_exhausted"]);
 
     let now = kilo_host::dataplane::nat::now();
-    let sweep = collector.sweep(now).unwrap();
+    let sweep = gc.sweep(now).unwrap();
     assert_eq!((sweep.entries, sweep.removed), (12, 0), "all flows are young");
-    let sweep = collector.sweep(now + 32).unwrap();
+    let sweep = gc.sweep(now + 32).unwrap();
     assert_eq!((sweep.entries, sweep.removed), (2, 10), "UDP without an answer; TCP is established");
     assert_eq!(world.out(&flow(7)).counted, ["masquerade"]);
 
     world.out(&tcp(v6.pod, v6.outside, (5001, 80), 4));
-    let sweep = collector.sweep(now + 20).unwrap();
+    let sweep = gc.sweep(now + 20).unwrap();
     assert_eq!(sweep.entries, 2, "the flow that was reset has gone: {sweep:?}");
 }
 
 #[test]
 fn a_table_of_more_flows_than_one_call_reads_is_swept_whole() {
     let Some(mut world) = World::new() else { return };
-    let mut collector = world.dataplane.nat_collector().unwrap();
+    let mut gc = world.dataplane.nat_gc().unwrap();
     let flows = 3_000u16;
     for port in 0..flows {
         let [v4, _] = sides();
@@ -216,8 +216,8 @@ fn a_table_of_more_flows_than_one_call_reads_is_swept_whole() {
         support::packet::run_uncounted(&mut world.dataplane, "uplink_egress", &frame);
     }
     let now = kilo_host::dataplane::nat::now();
-    assert_eq!(collector.sweep(now).unwrap().entries, 2 * usize::from(flows));
-    let sweep = collector.sweep(now + 1_000).unwrap();
+    assert_eq!(gc.sweep(now).unwrap().entries, 2 * usize::from(flows));
+    let sweep = gc.sweep(now + 1_000).unwrap();
     assert_eq!((sweep.entries, sweep.removed), (0, 2 * usize::from(flows)));
 }
 

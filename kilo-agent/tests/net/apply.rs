@@ -390,7 +390,7 @@ fn a_plan_that_is_there_becomes_another_by_writing_only_what_differs() {
         assert_eq!(net.change(&plan(), &next, kilo).await.unwrap(), 4);
         assert_eq!(net.change(&next, &next, kilo).await.unwrap(), 0);
         assert_eq!(net.apply(&next, kilo).await.unwrap(), 0, "a look at everything finds nothing to do");
-        // Another address is brought about as a whole.
+        // Another address is applied as a whole.
         let mut moved = next.clone();
         moved.addresses = BTreeSet::from(["10.4.0.2/16".parse().unwrap()]);
         net.change(&next, &moved, kilo).await.unwrap();

@@ -19,7 +19,7 @@ fn said(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// Runs, expects failure, and answers what was said.
+/// Runs, expects failure, and returns what was said.
 fn fails(program: &str, arguments: &[&str]) -> String {
     // Two agents at once for one interface are another test's subject.
     static ONE: Mutex<()> = Mutex::new(());

@@ -38,7 +38,7 @@ const LIMIT: Duration = Duration::from_secs(5);
 const PODS: [&str; 2] = ["10.42.1.0/24", "fd42:1::/64"];
 
 /// This namespace is a node with a pod and two links to a network, in which a host has a
-/// static route to the pods, and answers what comes by one link through the other.
+/// static route to the pods, and returns what comes by one link through the other.
 fn build() {
     sh("mkdir -p /run/netns; ip link set lo up
 sysctl -qw net.ipv4.ip_forward=1 net.ipv6.conf.all.forwarding=1 net.ipv4.conf.all.rp_filter=0 net.ipv4.conf.default.rp_filter=0

@@ -16,7 +16,7 @@ use kube::{
 
 use crate::api::{ADMIN, ApiServer, apply, manifest};
 
-/// Applies a role, its binding and its account, and answers a configuration
+/// Applies a role, its binding and its account, and returns a configuration
 /// with a token of that account, as a pod would have it.
 pub async fn account(server: &ApiServer, file: &str, namespace: &str, account: &str) -> PathBuf {
     let admin = server.client(ADMIN).await;

@@ -10,13 +10,13 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use super::{probe, space::Space};
 
-/// Longest time without a byte; a lost superpacket costs its sender more and more.
+/// Longest time without a byte; a lost GSO packet costs its sender more and more.
 const STALL: Duration = Duration::from_secs(5);
 /// Longest time for all of it, also on an emulated machine.
 const LIMIT: Duration = Duration::from_secs(40);
 
 /// Sends `length` bytes from the namespace to the server of [`probe::serve`],
-/// which sends each back; every byte is compared. Answers the longest time without a byte.
+/// which sends each back; every byte is compared. Returns the longest time without a byte.
 ///
 /// # Errors
 /// What differs or is late.

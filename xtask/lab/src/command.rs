@@ -21,7 +21,7 @@ pub fn run(command: &mut Command) -> Result<()> {
     output(command).map(drop)
 }
 
-/// Runs to the end and answers standard output.
+/// Runs to the end and returns standard output.
 pub fn output(command: &mut Command) -> Result<String> {
     let what = describe(command);
     let program = command.get_program().to_string_lossy().into_owned();

@@ -153,7 +153,7 @@ struct Flow {
     started: Instant,
     ping: Child,
     stop: Arc<AtomicBool>,
-    /// Answers the longest time without an echo.
+    /// Returns the longest time without an echo.
     connection: JoinHandle<Result<std::io::Result<Duration>>>,
 }
 

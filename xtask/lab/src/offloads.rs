@@ -58,7 +58,7 @@ pub fn run(lab: &mut Lab) -> Result<String> {
     ))
 }
 
-/// One transfer a path and family. Answers how many packets a2
+/// One transfer a path and family. Returns how many packets a2
 /// steered for the first, and the longest time without a byte.
 fn transfers(network: &Network) -> Result<(u64, Duration)> {
     let (mut first, mut longest) = (None, Duration::ZERO);

@@ -51,7 +51,7 @@ fn join(from: &Node, to: &Node, arguments: &str, ends: [Ipv4Addr; 2]) -> Result<
     Ok(true)
 }
 
-/// Answers how many packets the fallback devices of both nodes sent.
+/// Returns how many packets the fallback devices of both nodes sent.
 fn carry(lab: &Lab, from: &Node, to: &Node, end: Ipv4Addr) -> Result<(u64, u64)> {
     probe::serve(&to.pod, IpAddr::V4(end))?;
     let nodes = [from, to];

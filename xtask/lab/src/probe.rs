@@ -92,7 +92,7 @@ fn echo_tcp(mut stream: TcpStream) -> Option<()> {
     }
 }
 
-/// Sends one probe from this thread's namespace. Answers the source address
+/// Sends one probe from this thread's namespace. Returns the source address
 /// the server saw (`None` for ICMP, where nobody tells).
 pub fn probe(protocol: Protocol, target: IpAddr, timeout: Duration) -> Result<Option<IpAddr>> {
     probe_port(protocol, (target, PORT).into(), timeout)

@@ -53,7 +53,7 @@ pub fn run(lab: &mut Lab) -> Result<String> {
     Ok(format!("({} datagrams each as {} packets)", CALLS * BURST, figures.join(", ")))
 }
 
-/// Answers how many packets the sending node steered for all datagrams.
+/// Returns how many packets the sending node steered for all datagrams.
 fn pass(from: &Node, to: &Node, target: IpAddr) -> Result<u64> {
     let address = SocketAddr::from((target, PORT));
     let receiver = to.pod.spawn(move || UdpSocket::bind(address)).join();
@@ -93,7 +93,7 @@ fn send(target: SocketAddr) -> Result<()> {
     Ok(())
 }
 
-/// Answers how many different datagrams came; all must be as they were sent.
+/// Returns how many different datagrams came; all must be as they were sent.
 fn receive(socket: &UdpSocket, is_sent: &AtomicBool) -> Result<u32> {
     socket.set_read_timeout(Some(Duration::from_millis(200)))?;
     let mut seen = BTreeSet::new();

@@ -43,7 +43,7 @@ fn tables(costs: &[Cost]) -> String {
     for (stage, title) in STAGES {
         let _ = write!(
             text,
-            "\n### {title}\n\n`{stage}`\n\n| way | 64 bytes | 1,372 bytes | 1,024 bytes of TCP | the same in superpackets | first packets of flows |\n|---|--:|--:|--:|--:|--:|\n"
+            "\n### {title}\n\n`{stage}`\n\n| way | 64 bytes | 1,372 bytes | 1,024 bytes of TCP | the same in GSO packets | first packets of flows |\n|---|--:|--:|--:|--:|--:|\n"
         );
         for way in ways(costs, stage) {
             let _ = write!(text, "| {way} |");

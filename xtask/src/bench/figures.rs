@@ -30,7 +30,7 @@ pub struct Cost {
     pub way: String,
     /// The part of the way: `transit-out`.
     pub stage: String,
-    /// Payload bytes, `tcp-kb`, `tcp-super-kb` (superpackets), `new-flow`.
+    /// Payload bytes, `tcp-kb`, `tcp-super-kb` (GSO packets), `new-flow`.
     pub load: String,
     /// Guest instructions per packet.
     pub instructions: f64,

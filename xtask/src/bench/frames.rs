@@ -17,7 +17,7 @@ const ETHERTYPE_IPV4: [u8; 2] = [8, 0];
 pub const VXLAN_PORT: u16 = 51_821;
 pub const VXLAN_VNI: u32 = 0x6b67;
 
-/// Data of each segment of a superpacket, and how many there are: the longest
+/// Data of each segment of a GSO packet, and how many there are: the longest
 /// whose IPv4 packet still has a length with every outer header.
 const SEGMENT: usize = 1360;
 pub const SEGMENTS: usize = 48;
@@ -59,7 +59,7 @@ pub enum Load {
     Tcp(usize),
     /// Many segments in one packet, as TCP hands them to its device (GSO) and as
     /// devices put together what they receive (GRO).
-    Superpacket,
+    Gso,
 }
 
 impl Load {
@@ -67,7 +67,7 @@ impl Load {
     pub const fn payload(self) -> usize {
         match self {
             Self::Udp(payload) | Self::Tcp(payload) => payload,
-            Self::Superpacket => SEGMENTS * SEGMENT,
+            Self::Gso => SEGMENTS * SEGMENT,
         }
     }
 }
@@ -88,7 +88,7 @@ pub struct Flow {
 }
 
 impl Flow {
-    /// The Ethernet frame, to this link-layer address. A superpacket stands behind
+    /// The Ethernet frame, to this link-layer address. A GSO packet stands behind
     /// its `virtio_net_hdr`, and without the outer header, which a device of the
     /// generator adds.
     pub fn frame(&self, to: [u8; 6]) -> Vec<u8> {
@@ -96,7 +96,7 @@ impl Flow {
         let inner = match self.load {
             Load::Udp(_) => udp_packet(self.from, self.to, &payload),
             Load::Tcp(_) => tcp_packet(self.from, self.to, &payload, false),
-            Load::Superpacket => return self.superpacket(to, &payload),
+            Load::Gso => return self.gso(to, &payload),
         };
         let packet = match self.wrap {
             Wrap::None => inner,
@@ -114,7 +114,7 @@ impl Flow {
         frame
     }
 
-    fn superpacket(&self, to: [u8; 6], payload: &[u8]) -> Vec<u8> {
+    fn gso(&self, to: [u8; 6], payload: &[u8]) -> Vec<u8> {
         let link = match self.wrap {
             Wrap::None => ethernet(to).to_vec(),
             // Devices of this kind take packets without a link-layer header.
@@ -235,7 +235,7 @@ mod tests {
     #[test]
     fn a_superpacket_fits_into_one_packet_with_every_outer_header_and_says_where_its_checksum_belongs() {
         for (wrap, link, overhead) in [(Wrap::None, 14, 0), (Wrap::Ipip, 0, 20), (Wrap::Vxlan, 14, 50)] {
-            let frame = Flow { load: Load::Superpacket, ..flow(wrap) }.frame([1; 6]);
+            let frame = Flow { load: Load::Gso, ..flow(wrap) }.frame([1; 6]);
             let field = |at: usize| usize::from(u16::from_le_bytes([frame[at], frame[at + 1]]));
             let (packet, start) = (&frame[10 + link..], field(6));
             assert_eq!((start, field(8)), (link + IPV4, TCP_CHECKSUM));

@@ -29,7 +29,7 @@ pub struct Train {
     pub rounds: usize,
     /// Each frame stands behind its `virtio_net_hdr`.
     pub offloaded: bool,
-    /// Packets a frame is at the end of the stage; a superpacket is one.
+    /// Packets a frame is at the end of the stage; a GSO packet is one.
     pub arrive: u64,
 }
 
@@ -72,7 +72,7 @@ impl<'a> Sink<'a> {
         Ok(sink)
     }
 
-    /// Packets it has dropped, a superpacket being one. (The packets in the
+    /// Packets it has dropped, a GSO packet being one. (The packets in the
     /// action's statistics are segments, or none before they are counted.)
     pub fn count(&self) -> Result<u64> {
         let text =
@@ -98,7 +98,7 @@ impl Drop for Sink<'_> {
     }
 }
 
-/// Sends the frames of `next` into `device` of `space`, and answers the lower
+/// Sends the frames of `next` into `device` of `space`, and returns the lower
 /// quartile of instructions per frame: what falls into a burst by chance, such as
 /// timers, only adds. Every frame must reach the sink.
 pub fn cost(

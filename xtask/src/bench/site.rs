@@ -217,7 +217,7 @@ impl Site {
     /// A packet for a pod elsewhere as devices without link-layer header take it.
     pub fn own_packet(&self, load: Load, port: u16) -> Vec<u8> {
         match load {
-            Load::Superpacket => self.outward(Wrap::Ipip, load, port),
+            Load::Gso => self.outward(Wrap::Ipip, load, port),
             _ => self.outward(Wrap::None, load, port).split_off(ETHERNET),
         }
     }

@@ -13,9 +13,9 @@ use super::{
 };
 use crate::{command::run, lab::space::Space};
 
-/// Flows that exist, superpackets of such a flow, and new flows.
+/// Flows that exist, GSO packets of such a flow, and new flows.
 const STANDING: Train = Train { burst: 32, rounds: 24, offloaded: false, arrive: 1 };
-const SUPERPACKETS: Train = Train { burst: 8, rounds: 16, offloaded: true, arrive: 1 };
+const GSO_PACKETS: Train = Train { burst: 8, rounds: 16, offloaded: true, arrive: 1 };
 const NEW_FLOWS: Train = Train { rounds: 8, ..STANDING };
 /// Payload bytes of the two sizes.
 const SIZES: [usize; 2] = [64, 1372];
@@ -48,9 +48,9 @@ impl Entry {
     /// Where the generator is, and its end of the link.
     fn device(self, site: &Site, load: Load) -> (&Space, &'static str) {
         match (self, load) {
-            // The outer header of a superpacket is that of a device of the generator's.
-            (Self::Lan(Wrap::Ipip), Load::Superpacket) => (&site.around, "lan-ipip"),
-            (Self::Lan(Wrap::Vxlan), Load::Superpacket) => (&site.around, "lan-vxlan"),
+            // The outer header of a GSO packet is that of a device of the generator's.
+            (Self::Lan(Wrap::Ipip), Load::Gso) => (&site.around, "lan-ipip"),
+            (Self::Lan(Wrap::Vxlan), Load::Gso) => (&site.around, "lan-vxlan"),
             (Self::Lan(_), _) => (&site.around, "lan"),
             (Self::Pod | Self::Decrypted, _) => (&site.around, "pod"),
             (Self::Mesh, _) => (&site.node, MESH),
@@ -71,7 +71,7 @@ impl Entry {
     /// makes a frame longer, which costs the generator alone, unless it must add it.
     fn floor(self, load: Load) -> (Self, usize) {
         match (self, load) {
-            (_, Load::Superpacket) => (self, load.payload()),
+            (_, Load::Gso) => (self, load.payload()),
             (Self::Lan(_), _) => (Self::Lan(Wrap::None), SIZES[usize::from(load.payload() > SIZES[0])]),
             _ => (self, SIZES[usize::from(load.payload() > SIZES[0])]),
         }
@@ -85,7 +85,7 @@ struct Stage {
     end: (&'static str, Direction),
     /// Whether new flows are measured, too.
     new_flows: bool,
-    /// Packets that come of a superpacket.
+    /// Packets that come of a GSO packet.
     segments: u64,
 }
 
@@ -173,11 +173,10 @@ impl<'a> Bench<'a> {
             let spent = spent(self, load, STANDING, &mut || frame(load, PORT))?;
             self.add(stage.name, size.to_string(), spent);
         }
-        let superpackets = Train { arrive: stage.segments, ..SUPERPACKETS };
-        for (load, train, name) in [
-            (Load::Tcp(long - TCP_OVER_UDP), STANDING, "tcp-kb"),
-            (Load::Superpacket, superpackets, "tcp-super-kb"),
-        ] {
+        let gso_packets = Train { arrive: stage.segments, ..GSO_PACKETS };
+        for (load, train, name) in
+            [(Load::Tcp(long - TCP_OVER_UDP), STANDING, "tcp-kb"), (Load::Gso, gso_packets, "tcp-super-kb")]
+        {
             let spent = spent(self, load, train, &mut || frame(load, PORT))?;
             self.add(stage.name, name.to_owned(), spent / (load.payload() as f64 / 1024.0));
         }
@@ -243,10 +242,8 @@ pub fn floor(site: &Site) -> Result<Floor> {
             Entry::Pod | Entry::Decrypted => site.pod_packet(OUTSIDE, load, PORT),
             Entry::Mesh => site.own_packet(load, PORT),
         };
-        for (load, train) in SIZES
-            .map(|size| (Load::Udp(size), STANDING))
-            .into_iter()
-            .chain([(Load::Superpacket, SUPERPACKETS)])
+        for (load, train) in
+            SIZES.map(|size| (Load::Udp(size), STANDING)).into_iter().chain([(Load::Gso, GSO_PACKETS)])
         {
             let (space, generator) = entry.device(site, load);
             let spent = cost(space, generator, &sink, train, || frame(load))

@@ -41,7 +41,7 @@ const CHECKS: &[Check] = &[
     check("a drained node takes nothing with it", nodes::drain),
     check("a node that joins again gets another pod CIDR and is reached", nodes::join_again),
     check("a node that boots sends nothing in clear", nodes::boot),
-    check("Prometheus finds the agents, and answers the dashboard and the alerts", monitoring::prometheus),
+    check("Prometheus finds the agents, and returns the dashboard and the alerts", monitoring::prometheus),
     Check {
         name: "bad input is said in the termination message, the log and kgctl status",
         run: bad_input::everything,

@@ -36,7 +36,7 @@ const NOT_ON_OLDEST: [&str; 3] = ["bpf::bounds", "bpf::monitor", "bpf::trace"];
 /// ask most of it.
 const ON_NEWER: [&str; 2] = ["bpf::load", "bpf::masquerade_both"];
 /// What runs on the newest besides: its hooks, and packets of all kinds, because it takes off
-/// more of a superpacket's outer header than the older ones can.
+/// more of a GSO packet's outer header than the older ones can.
 const ON_NEWEST: [&str; 2] = ["bpf::agreement", "bpf::attach"];
 /// What uses devices that many machines' kernels do not have, VLAN and IPIP, or kernel WireGuard:
 /// on every kernel, so that each run of these tests has them somewhere.

@@ -44,7 +44,7 @@ impl Observation {
 }
 
 impl Liveness {
-    /// Judges every node, and answers which take part, in the order given. They must
+    /// Decides about every node, and returns which take part, in the order given. They must
     /// be sorted by name, and are best the same in memory from one time to the next: then nothing of
     /// them is read but their heartbeats. `own` is this agent's
     /// node, which checks in like all others: while its own heartbeat does
@@ -60,22 +60,22 @@ impl Liveness {
         now: Instant,
         unix_now: i64,
     ) -> Vec<bool> {
-        let nobody = !self.seen.iter().any(|sight| sight.ready);
+        let nobody = !self.seen.iter().any(|seen| seen.ready);
         // One walk over both; what is passed over has gone.
         let mut before = std::mem::take(&mut self.seen).into_iter().peekable();
         self.seen.reserve_exact(nodes.len());
         let (mut all, mut fresh) = (0, 0);
         let mut new = Vec::new();
         for Known { node, last_seen } in nodes {
-            let known = before.next_if(|sight| Arc::ptr_eq(&sight.node, node)).or_else(|| {
-                while let Some(sight) = before.next_if(|sight| sight.node.name < node.name) {
-                    self.former.gone(sight.node, now);
+            let known = before.next_if(|seen| Arc::ptr_eq(&seen.node, node)).or_else(|| {
+                while let Some(seen) = before.next_if(|seen| seen.node.name < node.name) {
+                    self.former.gone(seen.node, now);
                 }
-                let known = before.next_if(|sight| sight.node.name == node.name)?;
+                let known = before.next_if(|seen| seen.node.name == node.name)?;
                 self.former.changed(&known.node, node);
                 Some(Observation { node: Arc::clone(node), complete: is_complete(node), ..known })
             });
-            let sight = match known {
+            let seen = match known {
                 Some(known) if known.value == last_seen => known,
                 Some(known) => Observation { value: last_seen, changed: Some(now), ..known },
                 None => {
@@ -90,28 +90,28 @@ impl Liveness {
                     }
                 }
             };
-            let is_fresh = sight.complete && is_recent(last_seen, unix_now);
-            (all, fresh) = (all + usize::from(sight.complete), fresh + usize::from(is_fresh));
-            self.seen.push(sight);
+            let is_fresh = seen.complete && is_recent(last_seen, unix_now);
+            (all, fresh) = (all + usize::from(seen.complete), fresh + usize::from(is_fresh));
+            self.seen.push(seen);
         }
-        before.for_each(|sight| self.former.gone(sight.node, now));
+        before.for_each(|seen| self.former.gone(seen.node, now));
         let clocks_agree = fresh * 2 >= all;
         for (at, is_fresh) in new {
             self.seen[at].changed = (!clocks_agree || is_fresh).then_some(now);
         }
-        let own = self.seen.binary_search_by(|sight| sight.node.name.as_str().cmp(own)).ok();
-        let own_sight = own.map(|own| &self.seen[own]);
-        let stale = own_sight.is_some_and(|sight| !sight.is_alive(now)) && !nobody;
-        let own_changed = own_sight.and_then(|sight| sight.changed);
-        let unproved = |sight: &Observation| {
-            let known = own_changed.zip(sight.changed);
+        let own = self.seen.binary_search_by(|seen| seen.node.name.as_str().cmp(own)).ok();
+        let own_seen = own.map(|own| &self.seen[own]);
+        let stale = own_seen.is_some_and(|seen| !seen.is_alive(now)) && !nobody;
+        let own_changed = own_seen.and_then(|seen| seen.changed);
+        let unproved = |seen: &Observation| {
+            let known = own_changed.zip(seen.changed);
             known.is_some_and(|(own, other)| own.saturating_duration_since(other) < EVIDENCE)
         };
-        for (at, sight) in self.seen.iter_mut().enumerate() {
-            sight.ready = sight.complete
-                && (Some(at) == own || sight.is_alive(now) || sight.ready && (stale || unproved(sight)));
+        for (at, seen) in self.seen.iter_mut().enumerate() {
+            seen.ready = seen.complete
+                && (Some(at) == own || seen.is_alive(now) || seen.ready && (stale || unproved(seen)));
         }
-        self.seen.iter().map(|sight| sight.ready).collect()
+        self.seen.iter().map(|seen| seen.ready).collect()
     }
 
     /// Nodes as they were before they left, a minute ago at most, or lost their private address

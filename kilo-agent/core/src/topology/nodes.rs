@@ -98,7 +98,7 @@ impl Nodes {
         self.position(name).is_ok()
     }
 
-    /// Takes a node, in the place of the one of its name, of which it answers what
+    /// Takes a node, in the place of the one of its name, of which it returns what
     /// there was; a description that is the same stays where it is in memory.
     pub fn insert(&mut self, CheckedIn { node, last_seen }: CheckedIn) -> Option<Replaced> {
         match self.position(&node.name) {

@@ -63,7 +63,7 @@ fn range(present: &[Value], cidr: IpNet) -> Value {
 }
 
 /// Writes the CIDRs into the file, atomically; a file that is not there is
-/// none of our business, and without CIDRs it stays as it is. Answers whether
+/// none of our business, and without CIDRs it stays as it is. Returns whether
 /// it was written.
 ///
 /// # Errors

@@ -98,7 +98,7 @@ impl Place {
 
 /// Name of an interface; `None` when there is none of this index.
 pub fn interface_name(ifindex: u32) -> Option<String> {
-    // nix answers an empty name for an index that does not exist.
+    // nix returns an empty name for an index that does not exist.
     let name = if_indextoname(ifindex).ok()?.to_string_lossy().into_owned();
     (!name.is_empty()).then_some(name)
 }

@@ -142,7 +142,7 @@ pub fn remove_other_layouts(directory: &Path) -> Result<(), DataplaneError> {
 }
 
 /// Removes pinned maps whose type or sizes are not those of this layout;
-/// answers how many.
+/// returns how many.
 fn remove_unfit(directory: &Path) -> Result<usize, DataplaneError> {
     let mut removed = 0;
     for map in pinned() {

@@ -148,7 +148,7 @@ impl Dataplane {
         // The programs ask the table of flows first: what was outside and is in
         // the mesh now would keep its translation for as long as it is used.
         if !excluded.is_empty() {
-            self.nat_collector()?.forget(&excluded)?;
+            self.nat_gc()?.forget(&excluded)?;
         }
         Ok(writes)
     }
@@ -193,12 +193,12 @@ impl Dataplane {
         Ok(known)
     }
 
-    /// What removes flows that have ended from the table of masquerading.
+    /// The NAT GC: removes flows that have ended from the NAT table.
     ///
     /// # Errors
     /// When the pinned map cannot be opened.
-    pub fn nat_collector(&self) -> Result<nat::Collector, DataplaneError> {
-        nat::Collector::open(&self.directory)
+    pub fn nat_gc(&self) -> Result<nat::NatGc, DataplaneError> {
+        nat::NatGc::open(&self.directory)
     }
 
     /// A reader of the counters that goes on independently of this handle.

@@ -1,6 +1,6 @@
-//! The collector of masquerading: removes the entries of flows that have ended
+//! NAT GC: removes the entries of flows that have ended
 //! or gone silent. What the programs forget by themselves (the table is an LRU
-//! hash) is the oldest, not the dead; without a collector ports towards a busy
+//! hash) is the oldest, not the dead; without it ports towards a busy
 //! destination stay taken.
 
 use std::{
@@ -57,13 +57,13 @@ pub fn now() -> u32 {
 
 /// Sweeps the table of flows.
 #[derive(Debug)]
-pub struct Collector {
+pub struct NatGc {
     table: HashMap<MapData, NatKey, NatValue>,
     /// The same table, for what the library does not offer.
     fd: OwnedFd,
 }
 
-impl Collector {
+impl NatGc {
     /// For the data path whose maps are pinned in `directory`.
     ///
     /// # Errors

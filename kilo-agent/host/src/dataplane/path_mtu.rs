@@ -100,7 +100,7 @@ impl PathMtus {
 pub fn follow(directory: &Path, known: PathMtus, notify: Arc<Notify>) -> Result<(), DataplaneError> {
     let data = MapData::from_pin(directory.join(name::PATH_MTU))?;
     let ring = RingBuf::try_from(Map::RingBuf(data))?;
-    // SAFETY: the ring owns its descriptor and always answers the same one.
+    // SAFETY: the ring owns its descriptor and always returns the same one.
     let ring = unsafe { AsyncFd::register_with_interest(ring, Interest::READABLE) };
     let mut ring = ring.map_err(|error| DataplaneError::Pin {
         path: directory.join(name::PATH_MTU),

@@ -70,7 +70,7 @@ pub struct Forward {
 impl Forward {
     /// Accepts what comes from and goes to these pod CIDRs; none: removes our
     /// rules. Looks only when they differ from the last time or that was
-    /// a while ago. Answers how many tables were written.
+    /// a while ago. Returns how many tables were written.
     ///
     /// # Errors
     /// The first refusal; the other tables are done all the same.

@@ -206,7 +206,7 @@ pub struct NatRules {
 impl NatRules {
     /// Brings the table about, or removes it when nobody is masqueraded. Looks
     /// only when the decision differs from the last time or that was a while
-    /// ago. Answers the number of writes.
+    /// ago. Returns the number of writes.
     ///
     /// # Errors
     /// When nft is missing or refuses.

@@ -55,7 +55,7 @@ async fn refused(size: u32, remote: IpAddr) -> io::Result<Option<u32>> {
     let headers = HEADERS[usize::from(remote.is_ipv6())];
     let payload = vec![0; usize::try_from(size.saturating_sub(headers)).unwrap_or(0)];
     socket.send(&payload)?;
-    // SAFETY: the socket owns its descriptor and always answers the same one.
+    // SAFETY: the socket owns its descriptor and always returns the same one.
     let socket = unsafe { AsyncFd::register_with_interest(socket, Interest::ERROR) }?;
     let answer = async {
         loop {

@@ -66,14 +66,14 @@ impl HandshakeNudge {
             let mut hosts = nets.filter(|net| net.prefix_len() == net.max_prefix_len()).map(IpNet::addr);
             let Some(address) = hosts.find(|address| subnet.contains(address)) else { continue };
             let due = now + if own < *key { FIRST } else { SECOND };
-            self.waiting.retain(|newcomer| newcomer.key != *key);
+            self.waiting.retain(|peer| peer.key != *key);
             self.waiting.push(PendingPeer { key: *key, address, since: now, due });
         }
     }
 
     /// When there may be something to do next.
     pub fn due(&self) -> Option<Instant> {
-        self.waiting.iter().map(|newcomer| newcomer.due).min()
+        self.waiting.iter().map(|peer| peer.due).min()
     }
 
     /// Makes those shake hands that are due and silent; returns the number of
@@ -81,8 +81,8 @@ impl HandshakeNudge {
     ///
     /// # Errors
     /// When the device cannot be read or written; it may lack a peer then.
-    pub async fn greet(&mut self, device: &Device, now: Instant) -> Result<usize, WireguardError> {
-        let (due, later) = self.waiting.drain(..).partition(|newcomer| newcomer.due <= now);
+    pub async fn nudge(&mut self, device: &Device, now: Instant) -> Result<usize, WireguardError> {
+        let (due, later) = self.waiting.drain(..).partition(|peer| peer.due <= now);
         self.waiting = later;
         let (renewed, addresses) = silent(&due, &device.read().await?, now);
         let writes = device.apply(&renewed).await?;
@@ -96,17 +96,17 @@ impl HandshakeNudge {
 
 /// What makes those shake hands that have not since they are watched: changes
 /// for the ones this end has tried in vain, and whom to send a datagram. Pure.
-fn silent(newcomers: &[PendingPeer], state: &DeviceState, now: Instant) -> (Vec<Change>, Vec<IpAddr>) {
+fn silent(pending: &[PendingPeer], state: &DeviceState, now: Instant) -> (Vec<Change>, Vec<IpAddr>) {
     let (mut renewed, mut addresses) = (Vec::new(), Vec::new());
-    for newcomer in newcomers {
-        let Some(peer) = state.peers.get(&newcomer.key) else { continue };
-        if peer.handshake_age.is_some_and(|age| age <= now.duration_since(newcomer.since)) {
+    for PendingPeer { key, address, since, .. } in pending {
+        let Some(peer) = state.peers.get(key) else { continue };
+        if peer.handshake_age.is_some_and(|age| age <= now.duration_since(*since)) {
             continue;
         }
         if peer.handshake_age.is_none() && peer.tx_bytes > 0 {
-            renewed.extend([Change::RemovePeer(newcomer.key), Change::SetPeer(newcomer.key, whole(peer))]);
+            renewed.extend([Change::RemovePeer(*key), Change::SetPeer(*key, whole(peer))]);
         }
-        addresses.push(newcomer.address);
+        addresses.push(*address);
     }
     (renewed, addresses)
 }
@@ -177,20 +177,20 @@ mod tests {
         let (mut handshake_nudge, now) = (HandshakeNudge::default(), Instant::now());
         assert_eq!(handshake_nudge.due(), None);
         handshake_nudge.watch(&changes, &peers, key(5), &"10.4.0.0/16".parse().unwrap(), now);
-        let newcomer = |n: u8, pause| PendingPeer {
+        let pending = |n: u8, pause| PendingPeer {
             key: key(n),
             address: [10, 4, 0, n].into(),
             since: now,
             due: now + pause,
         };
-        assert_eq!(handshake_nudge.waiting, [newcomer(1, SECOND), newcomer(9, FIRST)]);
+        assert_eq!(handshake_nudge.waiting, [pending(1, SECOND), pending(9, FIRST)]);
         assert_eq!(handshake_nudge.due(), Some(now + FIRST));
     }
 
     #[test]
     fn who_has_been_tried_in_vain_begins_anew_and_who_has_shaken_hands_is_left_alone() {
         let now = Instant::now();
-        let newcomers: Vec<PendingPeer> = (1..6)
+        let pending: Vec<PendingPeer> = (1..6)
             .map(|n| PendingPeer { key: key(n), address: [10, 4, 0, n].into(), since: now - FIRST, due: now })
             .collect();
         let state = |age: Option<u64>, tx_bytes| PeerState {
@@ -206,7 +206,7 @@ mod tests {
             (key(4), state(Some(90), 9_000)),
         ];
         let state = DeviceState { peers: peers.into(), ..DeviceState::default() };
-        let (renewed, addresses) = silent(&newcomers, &state, now);
+        let (renewed, addresses) = silent(&pending, &state, now);
         assert_eq!(addresses, [1, 2, 4].map(|n| IpAddr::from([10, 4, 0, n])), "the fifth is gone again");
         let mut after = state.clone();
         after.take(&renewed);

@@ -90,11 +90,11 @@ impl KubernetesBackend {
         hostname: Option<&str>,
         topology_label: &str,
     ) -> Result<Self, BackendError> {
-        let slim: Api<PartialNode> = Api::all_with(client.clone(), &ApiResource::erase::<core::Node>(&()));
+        let nodes: Api<PartialNode> = Api::all_with(client.clone(), &ApiResource::erase::<core::Node>(&()));
         // Untyped, so that one object that is no Peer at all hides no other.
         let peers: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::erase::<peer::Peer>(&()));
         let one = ListParams::default().limit(1);
-        in_time(slim.list(&one), Asked::Nodes).await?;
+        in_time(nodes.list(&one), Asked::Nodes).await?;
         in_time(peers.list(&one), Asked::Peers).await?;
         let shared = Arc::new(Shared {
             hostname: hostname.map(ToOwned::to_owned),
@@ -107,7 +107,7 @@ impl KubernetesBackend {
         let mut tasks = JoinSet::new();
         let (label, own) = (topology_label.to_owned(), Arc::clone(&shared));
         let node = move |object| own.see_node(object, &label);
-        tasks.spawn(follow(slim, Asked::Nodes, Arc::clone(&shared), node, |cache| &mut cache.nodes));
+        tasks.spawn(follow(nodes, Asked::Nodes, Arc::clone(&shared), node, |cache| &mut cache.nodes));
         tasks.spawn(follow(peers.clone(), Asked::Peers, Arc::clone(&shared), see_peer, |cache| {
             &mut cache.peers
         }));
@@ -181,7 +181,7 @@ async fn follow<K, T: Kept>(
     K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
 {
     let name = |object: &K| object.meta().name.clone().unwrap_or_default();
-    let mut confirm = MassDeleteGuard::default();
+    let mut guard = MassDeleteGuard::default();
     loop {
         let stream = watcher(api.clone(), watcher::Config::default()).default_backoff();
         pin_mut!(stream);
@@ -193,7 +193,7 @@ async fn follow<K, T: Kept>(
                 Ok(watcher::Event::InitApply(object)) => listed.push(see(object)),
                 Ok(watcher::Event::InitDone) => {
                     let names = listed.iter().map(|seen| seen.name.clone()).collect();
-                    let keep = confirm.list(&names);
+                    let keep = guard.list(&names);
                     shared.change(|cache| store(cache).replace(std::mem::take(&mut listed), keep));
                     if !keep.is_empty() {
                         tracing::warn!(
@@ -206,11 +206,11 @@ async fn follow<K, T: Kept>(
                 }
                 Ok(watcher::Event::Apply(object)) => {
                     let seen = see(object);
-                    confirm.add(&seen.name);
+                    guard.add(&seen.name);
                     shared.change(|cache| store(cache).put(seen));
                 }
                 Ok(watcher::Event::Delete(object)) => {
-                    confirm.remove(&name(&object));
+                    guard.remove(&name(&object));
                     shared.change(|cache| store(cache).remove(&name(&object)));
                 }
                 Err(error) => report(&error, asked),

@@ -50,7 +50,7 @@ pub struct UninstallArgs {
     timeout: Duration,
 }
 
-/// Answers what each node removed.
+/// Returns what each node removed.
 pub async fn run(args: &UninstallArgs, flags: &Flags) -> Result<String> {
     let client = kubernetes::client(flags.kubeconfig.as_deref(), None).await?;
     let daemon_sets: Api<DaemonSet> = Api::namespaced(client.clone(), &args.namespace);

@@ -95,7 +95,7 @@ impl Traffic {
     }
 }
 
-/// Answers (sent, answered, longest time without an answer).
+/// Returns (sent, answered, longest time without an answer).
 fn stream(
     target: IpAddr,
     tick: Duration,
@@ -154,7 +154,7 @@ fn stream(
     })
 }
 
-/// Answers the longest time without a byte.
+/// Returns the longest time without a byte.
 fn connection(target: IpAddr, stop: Arc<AtomicBool>) -> Result<Duration> {
     let mut stream =
         TcpStream::connect_timeout(&SocketAddr::from((target, probe::PORT)), Duration::from_secs(5))

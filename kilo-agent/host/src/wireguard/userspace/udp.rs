@@ -40,13 +40,16 @@ impl Udp {
 
 impl UdpTransportFactory for Udp {
     type Send = UdpSocket;
-    type Recv = Patient;
+    type Recv = RetryingReceiver;
 
-    async fn bind(&mut self, params: &UdpTransportFactoryParams) -> io::Result<(UdpSocket, Patient)> {
+    async fn bind(
+        &mut self,
+        params: &UdpTransportFactoryParams,
+    ) -> io::Result<(UdpSocket, RetryingReceiver)> {
         let began = Instant::now();
         loop {
             match self.0.bind(params).await {
-                Ok((sender, receiver)) => return Ok((sender, Patient(receiver))),
+                Ok((sender, receiver)) => return Ok((sender, RetryingReceiver(receiver))),
                 Err(error) if error.kind() == io::ErrorKind::AddrInUse && began.elapsed() < CLOSED => {
                     tokio::time::sleep(PAUSE).await;
                 }
@@ -57,9 +60,9 @@ impl UdpTransportFactory for Udp {
 }
 
 /// Receives until somebody stops it.
-pub(super) struct Patient(UdpSocket);
+pub(super) struct RetryingReceiver(UdpSocket);
 
-impl UdpRecv for Patient {
+impl UdpRecv for RetryingReceiver {
     type RecvManyBuf = <UdpSocket as UdpRecv>::RecvManyBuf;
 
     async fn recv_from(&mut self, pool: &mut PacketBufPool) -> io::Result<(Packet, SocketAddr)> {

@@ -9,24 +9,19 @@ use tokio_util::sync::CancellationToken;
 use crate::metrics::Metrics;
 use kilo_host::dataplane::{
     CounterReader, DataplaneError,
-    nat::{self, Collector},
+    nat::{self, NatGc},
 };
 
 /// Sweeps until `stop`.
-pub async fn run(
-    mut collector: Collector,
-    counters: CounterReader,
-    metrics: Metrics,
-    stop: CancellationToken,
-) {
+pub async fn run(mut gc: NatGc, counters: CounterReader, metrics: Metrics, stop: CancellationToken) {
     let mut due = Instant::now();
     let mut refused = refusals(&counters);
-    let mut look = tokio::time::interval(nat::PROMPT);
-    look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut tick = tokio::time::interval(nat::PROMPT);
+    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
-            _ = look.tick() => {}
+            _ = tick.tick() => {}
         }
         let now = refusals(&counters);
         if now == refused && Instant::now() < due {
@@ -35,11 +30,11 @@ pub async fn run(
         refused = now;
         // Reading a full table takes some milliseconds.
         let swept = tokio::task::spawn_blocking(move || {
-            let swept = collector.sweep(nat::now());
-            (collector, swept)
+            let swept = gc.sweep(nat::now());
+            (gc, swept)
         });
         let Ok((back, swept)) = swept.await else { return };
-        collector = back;
+        gc = back;
         due = Instant::now() + observe(&metrics, swept).next();
     }
 }

@@ -1,4 +1,4 @@
-//! What this host looks like: read as a whole, then kept true by adding our own
+//! The state of this host: read as a whole, then kept true by adding our own
 //! writes until somebody else changes something or a resync is due.
 
 use super::{Agent, AgentError};
@@ -12,8 +12,8 @@ use kilo_host::{
     },
 };
 
-/// One look, and what was written since.
-pub(super) struct Look {
+/// The state of this host as last read, and what was written since.
+pub(super) struct HostState {
     pub interface: Interface,
     pub tunnels: Tunnels,
     pub links: Vec<Link>,
@@ -22,9 +22,9 @@ pub(super) struct Look {
     pub ways: Vec<Way>,
     /// What the WireGuard device has.
     pub state: DeviceState,
-    /// Ways to nodes, as far as asked for.
+    /// Paths to nodes, as far as looked up.
     pub paths: Paths,
-    /// The addresses and routes there are, once a plan was brought about.
+    /// The addresses and routes there are, once a plan has been applied.
     pub net: Option<NetPlan>,
     /// Devices that were made, to be counted once.
     pub made: u64,
@@ -32,7 +32,7 @@ pub(super) struct Look {
 
 impl<B: Backend> Agent<B> {
     /// Reads everything; makes the devices that are missing.
-    pub(super) async fn look(&mut self) -> Result<Look, AgentError> {
+    pub(super) async fn read_host(&mut self) -> Result<HostState, AgentError> {
         let (interface, created) = Interface::ensure(&self.net, &self.options.interface, self.device).await?;
         self.device = Some(interface.index);
         let tunnels = tunnels::ensure(self.net.rtnl()).await;
@@ -56,6 +56,6 @@ impl<B: Backend> Agent<B> {
         let state = interface.device.read().await?;
         let made = u64::from(created) + tunnels.created;
         let (paths, net) = (Paths::default(), None);
-        Ok(Look { interface, tunnels, links, ways_out, ways, state, paths, net, made })
+        Ok(HostState { interface, tunnels, links, ways_out, ways, state, paths, net, made })
     }
 }
