@@ -69,6 +69,10 @@ counted! {
         /// On a leader: a packet in transit given to the stack, which answers
         /// it (time exceeded, too big) or fragments it.
         Punt = 9 => "punt",
+        /// On a gateway that does not lead the sender: sent on to the gateway that does.
+        PassOn = 10 => "pass_on",
+        /// A signal answered by the program itself.
+        Reflect = 11 => "reflect",
     }
 }
 
@@ -156,6 +160,18 @@ counted! {
         ForgedVxlan = 55 => "forged_vxlan",
             "A process or a pod sends UDP to port 51821 of another node, which carries the mesh: find it by \
              `ss -upn dport = :51821`, and give it another port.",
+        /// A signal about a change of leader that is no news: an earlier term, or recorded before this node's start.
+        StaleSignal = 59 => "stale_signal",
+            "Harmless after a change of leader: signals are repeated until they are answered. In numbers: \
+             somebody replays recorded signals, look for the source with `kgctl monitor --reason stale_signal`.",
+        /// Signal whose tag or sender is not that of the node it comes from.
+        ForgedSignal = 60 => "forged_signal",
+            "A node that has changed its key within the last seconds; else somebody on the network of the \
+             nodes forges signals: `kgctl monitor --reason forged_signal` shows the source and interface.",
+        /// Signal from a node that this one shares no key with, or of a kind that has no place here.
+        UnknownSignal = 61 => "unknown_signal",
+            "A node that has just joined is known within a second. Otherwise: `kgctl monitor --reason \
+             unknown_signal` shows who sends, and `kgctl status` whether it is a node of this location.",
         /// The network marked the outer header as congested, and the inner packet cannot bear the mark.
         Congestion = 58 => "congestion",
             "Harmless: a router between the nodes is congested and marks packets instead of dropping them, \

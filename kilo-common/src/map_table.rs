@@ -4,7 +4,10 @@
 use crate::{
     counters::COUNTERS,
     event::{DropEvent, Monitor},
-    maps::{Config, Device, Hop, InboundValue, MasqAddr, NatKey, NatValue, NodeValue, PathMtu, PrefixValue},
+    maps::{
+        Config, Device, Heard, Hop, InboundValue, MasqAddr, NatKey, NatValue, NodeValue, PathMtu,
+        PrefixValue, SignalKey,
+    },
 };
 
 /// Kind of a map, as the kernel calls it.
@@ -103,13 +106,16 @@ maps! {
         reason "as `prefix_v4`";
     HOP = "hop", Array<u32, Hop>, size 4_096, pinned true, gauge true,
         holds "id → kind, tunnel, interface, MTU, addresses",
-        reason "208 KiB from the start; ids 0 to 2 are fixed, so 4,093 other nodes of one location. \
+        reason "208 KiB from the start; ids 0 to 3 are fixed, so 4,092 other nodes of one location. \
                 One more has no way to it: its packets are dropped, and the agent says so (`location_full`)";
+    LEAD = "lead", Array<u32, u64>, size 2, pinned true, gauge false,
+        holds "what hops 2 (Kilo's leader) and 3 (the acting leader) lead to: term, hop id",
+        reason "two words";
     NODE_V4 = "node_v4", Hash<[u8; 4], NodeValue>, size 4_096, pinned true, gauge true,
-        holds "outer source → hop id, leader flag",
+        holds "outer source → hop id, whether it is a gateway, whether this one leads it",
         reason "as `hop`, one private address a node";
     NODE_V6 = "node_v6", Hash<[u8; 16], NodeValue>, size 4_096, pinned true, gauge true,
-        holds "outer source → hop id, leader flag",
+        holds "outer source → hop id, whether it is a gateway, whether this one leads it",
         reason "as `node_v4`";
     MASQ_SRC = "masq_src", LpmTrie<[u8; 16], u32>, size 262_144, pinned true, gauge true,
         holds "LPM prefix → how, both families (IPv4 as `::ffff:a.b.c.d`)",
@@ -140,6 +146,12 @@ maps! {
     PATH_MTU = "path_mtu", RingBuf<(), PathMtu>, size 4_096, pinned true, gauge false,
         holds "ring: what routers say they carry towards nodes",
         reason "bytes: a page; what does not fit is lost, reports repeat themselves";
+    SIGNAL_KEY = "signal_key", Hash<[u8; 16], SignalKey>, size 8_192, pinned true, gauge true,
+        holds "node's address → what its signals are checked with, both families",
+        reason "as `hop`, a private address and perhaps one in an overlay a node";
+    SIGNAL = "signal", RingBuf<(), Heard>, size 65_536, pinned true, gauge false,
+        holds "ring: signals for the agent",
+        reason "bytes: 630 short signals or 56 of the longest; what does not fit is lost, signals are repeated";
     COUNT = "count", PerCpuArray<u32, u64>, size COUNTERS, pinned true, gauge false,
         holds "action or drop reason → packets, per CPU",
         reason "indexes are fixed; the rest is room";

@@ -5,24 +5,33 @@
 
 /// Version of everything in this module; part of the pin path, so that two
 /// layouts never share a map.
-pub const LAYOUT_VERSION: u32 = 4;
+pub const LAYOUT_VERSION: u32 = 5;
 
 /// Hop id no prefix may point to: the array's zeroed entry drops.
 pub const HOP_NONE: u32 = 0;
 /// Hop id of this node itself.
 pub const HOP_LOCAL: u32 = 1;
-/// Hop id of everything outside the own location: WireGuard on a leader, the
-/// leader on every other node. A leader change is one write to this entry.
+/// Hop id of what is outside the own location and reached through the leader of
+/// Kilo's rule: `lead[0]` names the hop. In a word of `lead` it is this node's own
+/// WireGuard, and so is the entry of this id in `hop`, on gateways alone.
 pub const HOP_REMOTE: u32 = 2;
+/// Hop id of what is outside the own location and reached through the acting
+/// leader: `lead[1]` names the hop. The entry of this id in `hop` stays zeroed.
+pub const HOP_ACTING: u32 = 3;
 /// First hop id given to a node of the own location.
-pub const HOP_FIRST_NODE: u32 = 3;
+pub const HOP_FIRST_NODE: u32 = 4;
+
+/// Index in `lead` of the word for [`HOP_REMOTE`].
+pub const LEAD_KILO: u32 = 0;
+/// Index in `lead` of the word for [`HOP_ACTING`]; kernels obey ANNOUNCE here.
+pub const LEAD_ACTING: u32 = 1;
 
 /// `PrefixValue::flags`: destinations in this prefix are steered to the hop.
 pub const PREFIX_ROUTE: u32 = 1;
 /// `PrefixValue::flags`: steered packets may have an inner source in this
-/// prefix when they come from this hop (`HOP_REMOTE`: from the leader).
+/// prefix when they come from this hop (`HOP_REMOTE`, `HOP_ACTING`: from a gateway).
 pub const PREFIX_SOURCE: u32 = 2;
-/// `PrefixValue::flags`: on a leader, the one address in this prefix is a node's
+/// `PrefixValue::flags`: on a gateway, the one address in this prefix is a node's
 /// that is reached through WireGuard, so WireGuard cannot have a peer there.
 pub const PREFIX_INSIDE: u32 = 4;
 /// `PrefixValue::flags`: packets to this prefix leave through the WireGuard
@@ -52,7 +61,7 @@ pub struct PrefixValue {
 pub const HOP_KIND_DROP: u32 = 0;
 /// `Hop::kind`: this node's own stack.
 pub const HOP_KIND_LOCAL: u32 = 1;
-/// `Hop::kind`: WireGuard encrypts.
+/// `Hop::kind`: this node's WireGuard encrypts.
 pub const HOP_KIND_WIREGUARD: u32 = 2;
 /// `Hop::kind`: another node of the own location.
 pub const HOP_KIND_NODE: u32 = 3;
@@ -95,9 +104,12 @@ pub struct Hop {
     pub remote: [u8; 16],
 }
 
-/// `NodeValue::flags`: this node leads the location, and so may carry inner
-/// sources of any remote prefix.
-pub const NODE_LEADER: u32 = 1;
+/// `NodeValue::flags`: this node is or was a gateway of the location, and so may
+/// carry inner sources of any remote prefix.
+pub const NODE_GATEWAY: u32 = 1;
+/// `NodeValue::flags`: this gateway leads that member, whatever the own word says:
+/// what it sends to [`HOP_ACTING`] goes to WireGuard here.
+pub const NODE_LED: u32 = 2;
 
 /// Interfaces one node's packets may come in by.
 pub const NODE_INTERFACES: usize = 4;
@@ -265,7 +277,7 @@ pub struct Device {
     pub flags: u32,
 }
 
-/// `Config::flags`: this node leads its location.
+/// `Config::flags`: this node leads its location by Kilo's rule.
 pub const CONFIG_LEADER: u32 = 1;
 /// `Config::flags`: masquerading is done by our programs.
 pub const CONFIG_MASQUERADE: u32 = 2;
@@ -289,6 +301,104 @@ pub const CONFIG_ONE_V6: u32 = 32;
 pub const CONFIG_SEVERAL_V4: u32 = 64;
 /// `Config::flags`: the same of IPv6.
 pub const CONFIG_SEVERAL_V6: u32 = 128;
+
+/// `Config::flags`: this node's WireGuard device has peers: it leads its location, or
+/// stands by to. Without it nothing may reach WireGuard.
+pub const CONFIG_GATEWAY: u32 = 256;
+
+/// First bytes of the address of every gateway inside tunnels.
+pub const CONTROL_PREFIX: [u8; 6] = [0xfd, 0x6b, 0x69, 0x6c, 0x6f, 0x00];
+
+/// The control address of the node whose public key has this SHA-256.
+pub const fn control_address(hash: &[u8; 32]) -> [u8; 16] {
+    let mut address = [0; 16];
+    let mut i = 0;
+    while i < 16 {
+        address[i] = if i < 6 { CONTROL_PREFIX[i] } else { hash[i - 6] };
+        i += 1;
+    }
+    address
+}
+
+/// The id in signals of the node with this control address; 0 of none.
+#[inline(always)]
+pub const fn sender_id(control: &[u8; 16]) -> u64 {
+    let [_, _, _, _, _, _, a, b, c, d, e, f, g, h, _, _] = *control;
+    u64::from_be_bytes([a, b, c, d, e, f, g, h])
+}
+
+/// `SignalKey::flags`: that node may lead this one, so an ANNOUNCE of it is obeyed.
+pub const SIGNAL_GATEWAY: u32 = 1;
+
+/// What signals of one node of the location are checked with, by its private address
+/// (IPv4 as `::ffff:a.b.c.d`). A node that is sent to at an address in another CNI's
+/// overlay has a second entry for that.
+#[repr(C)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SignalKey {
+    /// The key that both nodes derive, as two little-endian words.
+    pub key: [u64; 2],
+    /// What an ANNOUNCE of that node has to bear; 0 = none is obeyed.
+    pub cookie: u64,
+    /// Its id: first 8 bytes of SHA-256 of its public key.
+    pub sender: u64,
+    /// Its hop id: what the word becomes when it announces itself.
+    pub hop: u32,
+    /// `SIGNAL_*` bits.
+    pub flags: u32,
+}
+
+impl core::fmt::Debug for SignalKey {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        // Neither key nor cookie is for logs.
+        f.debug_struct("SignalKey")
+            .field("sender", &self.sender)
+            .field("hop", &self.hop)
+            .field("flags", &self.flags)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A signal in the ring `signal`; its bytes follow.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Heard {
+    /// When it came: `CLOCK_MONOTONIC` in nanoseconds.
+    pub time: u64,
+    /// Source address; IPv4 as `::ffff:a.b.c.d`.
+    pub source: [u8; 16],
+    /// Bytes of the signal.
+    pub length: u32,
+    /// The program: `event::Hook`.
+    pub hook: u32,
+}
+
+/// Bytes of a [`Heard`].
+pub const HEARD: usize = 32;
+
+impl Heard {
+    /// A record of the ring and the signal's bytes.
+    pub fn read(record: &[u8]) -> Option<(Self, &[u8])> {
+        let (head, rest) = record.split_first_chunk::<HEARD>()?;
+        let time = u64::from_ne_bytes(*head.first_chunk()?);
+        let source = *head.get(8..)?.first_chunk()?;
+        let length = u32::from_ne_bytes(*head.get(24..)?.first_chunk()?);
+        let hook = u32::from_ne_bytes(*head.get(28..)?.first_chunk()?);
+        Some((Self { time, source, length, hook }, rest.get(..length as usize)?))
+    }
+}
+
+/// What the agent writes into the control block of a packet for the program `inject`.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Inject {
+    /// Goes as this host's own packets do.
+    Stack = 1,
+    /// Into the own tunnel, whoever leads.
+    Tunnel = 2,
+    /// To a node of the location, without outer header.
+    Lan = 3,
+}
 
 /// What every program needs to know of this host.
 #[repr(C)]
@@ -319,6 +429,12 @@ pub struct Config {
     pub overlay_v4: [u8; 4],
     /// Address steered packets are sent to, if it is IPv6; zero = none.
     pub private_v6: [u8; 16],
+    /// This node's [`control_address`]; zero = none.
+    pub control: [u8; 16],
+    /// The location's WireGuard address, if it is IPv6; zero = none.
+    pub wireguard_v6: [u8; 16],
+    /// The location's WireGuard address, if it is IPv4; zero = none.
+    pub wireguard_v4: [u8; 4],
 }
 
 /// A router said that a link on the way to a node does not carry a packet of ours.
@@ -344,4 +460,4 @@ macro_rules! plain_old_data {
         )*
     };
 }
-plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 32, NatKey: 40, NatValue: 24, InboundValue: 8, MasqAddr: 20, Device: 24, Config: 52, PathMtu: 24);
+plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 32, NatKey: 40, NatValue: 24, InboundValue: 8, MasqAddr: 20, Device: 24, Config: 88, PathMtu: 24, SignalKey: 40, Heard: 32);

@@ -16,6 +16,13 @@ use crate::maps::hop;
 const OURS: u32 = u32::from_be_bytes(*b"kilo");
 /// `lan_ingress` to `kilo_egress`: in transit, and checked.
 const TRANSIT: u32 = u32::from_be_bytes(*b"tran");
+/// `lan_ingress` to `kilo_egress`: from a node that this gateway leads. It is for WireGuard,
+/// perhaps masqueraded.
+const LED: u32 = u32::from_be_bytes(*b"led ");
+/// `lan_ingress` to `kilo_egress`: for the gateway that leads the sender, as it is.
+const PASS_ON: u32 = u32::from_be_bytes(*b"pass");
+/// `inject` to `kilo_egress`: for a node of the location, without outer header.
+const TO_LAN: u32 = u32::from_be_bytes(*b"lan ");
 /// Whoever steers to `uplink_egress`: on its way to another node.
 const SENT: u32 = u32::from_be_bytes(*b"sent");
 
@@ -97,11 +104,53 @@ pub fn transit(ctx: &TcContext) {
     set(ctx, TRANSIT);
 }
 
-/// True when [`transit`] was said of this packet, and WireGuard is the way out of
-/// the location, as it is on its leader alone.
+/// True when [`transit`] was said of this packet, and WireGuard is a way out of
+/// the location, as it is on gateways alone.
 #[inline(always)]
 pub fn is_for_wireguard(ctx: &TcContext) -> bool {
     is(ctx, TRANSIT) && hop(HOP_REMOTE).is_some_and(|hop| hop.kind == HOP_KIND_WIREGUARD)
+}
+
+/// Says that the packet is of a node that this gateway leads.
+#[inline(always)]
+pub fn led(ctx: &TcContext) {
+    set(ctx, LED);
+}
+
+/// True when [`led`] was said of this packet.
+#[inline(always)]
+pub fn is_led(ctx: &TcContext) -> bool {
+    is(ctx, LED)
+}
+
+/// Says that another gateway is to have the packet.
+#[inline(always)]
+pub fn pass_on(ctx: &TcContext) {
+    set(ctx, PASS_ON);
+}
+
+/// True when [`pass_on`] was said of this packet.
+#[inline(always)]
+pub fn is_passed_on(ctx: &TcContext) -> bool {
+    is(ctx, PASS_ON)
+}
+
+/// Says that a node of the location is to have the packet as it is.
+#[inline(always)]
+pub fn to_lan(ctx: &TcContext) {
+    set(ctx, TO_LAN);
+}
+
+/// True when [`to_lan`] was said of this packet.
+#[inline(always)]
+pub fn is_to_lan(ctx: &TcContext) -> bool {
+    is(ctx, TO_LAN)
+}
+
+/// Says nothing of the packet any more.
+#[inline(always)]
+pub fn forget(ctx: &TcContext) {
+    set(ctx, 0);
 }
 
 /// Says that the packet was steered: nothing more is to be done with it here.

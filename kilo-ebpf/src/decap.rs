@@ -12,9 +12,10 @@ use aya_ebpf::{
 use kilo_common::{
     counters::{Action, DropReason},
     ecn,
+    lead::Exit,
     maps::{
-        CONFIG_LEADER, Config, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_ROUTE, PREFIX_SOURCE,
-        VXLAN_PORT,
+        CONFIG_GATEWAY, Config, HOP_FIRST_NODE, HOP_LOCAL, NODE_GATEWAY, NODE_LED, NodeValue, PREFIX_ROUTE,
+        PREFIX_SOURCE, VXLAN_PORT,
     },
     packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4},
 };
@@ -24,6 +25,7 @@ use crate::{
     cb,
     gso::{self, Cut, FIXED_GSO},
     ip::{Ip, V6},
+    lead,
     maps::count_action,
     mtu::fits,
     packet,
@@ -45,6 +47,16 @@ pub enum Disposition {
     Punt,
     /// Straight into the WireGuard device.
     Transit,
+    /// To the gateway that leads the sender, by the WireGuard device's program.
+    PassOn,
+}
+
+impl Disposition {
+    /// It leaves this host again.
+    #[inline(always)]
+    pub fn is_onward(&self) -> bool {
+        matches!(self, Self::Transit | Self::PassOn)
+    }
 }
 
 /// True for a datagram to the VXLAN device's port, or its first fragment, whatever stands between
@@ -98,7 +110,7 @@ pub fn steered<O: Ip, I: Ip, const LINK: usize, const GSO: bool>(
         count_action(disposition.action());
         return Ok(TC_ACT_UNSPEC);
     }
-    if GSO && disposition == Disposition::Transit {
+    if GSO && disposition.is_onward() {
         gso::make_room(ctx, cut);
     }
     Ok(redirect(config, &disposition))
@@ -150,21 +162,27 @@ pub fn validate<I: Ip>(
 ) -> Result<(Disposition, bool), DropReason> {
     let inner = I::read(ctx, offset)?;
     let known = I::is_known_source(sender, inner.src());
+    let found = disposition::<I>(config, Some(sender), inner.dst());
     if !known {
-        check_source::<I>(sender, inner.src())?;
+        check_source::<I>(sender, inner.src(), matches!(found, Some(Disposition::Transit)))?;
     }
-    let mut disposition = disposition::<I>(config, inner.dst()).ok_or(DropReason::NotForUs)?;
-    if disposition == Disposition::Transit {
+    let mut disposition = found.ok_or(DropReason::NotForUs)?;
+    if disposition.is_onward() {
         if inner.ttl() <= 1 || !fits::<I>(ctx, offset, &inner, config.kilo_mtu) {
             disposition = Disposition::Punt;
         } else {
             inner.lower_ttl(ctx, offset)?;
-            if known && !I::never_steered(inner.dst()) && !I::never_steered(inner.src()) {
-                cb::transit(ctx);
+            match disposition {
+                Disposition::PassOn => cb::pass_on(ctx),
+                _ if known && !I::never_steered(inner.dst()) && !I::never_steered(inner.src()) => {
+                    cb::transit(ctx);
+                }
+                _ if sender.flags & NODE_LED != 0 => cb::led(ctx),
+                _ => {}
             }
         }
     }
-    let own = !known && disposition != Disposition::Transit && is_own(inner.src());
+    let own = !known && !disposition.is_onward() && is_own(inner.src());
     Ok((disposition, own))
 }
 
@@ -188,12 +206,13 @@ fn decapsulate<O: Ip, I: Ip, const GSO: bool>(ctx: &TcContext, overhead: usize) 
     if done { Ok(Cut::Before) } else { Err(DropReason::Encapsulation) }
 }
 
-/// The inner source must belong to the node that sent the packet; a leader
-/// also carries what comes from other locations.
+/// The inner source must belong to the node that sent the packet; a gateway also carries what
+/// comes from other locations, and passes on what other nodes send there.
 #[inline(always)]
-fn check_source<I: Ip>(sender: &NodeValue, src: I::Addr) -> Result<(), DropReason> {
+fn check_source<I: Ip>(sender: &NodeValue, src: I::Addr, transit: bool) -> Result<(), DropReason> {
     let owner = I::prefix(src).ok_or(DropReason::ForeignSource)?;
-    let carried = owner.hop == HOP_REMOTE && sender.flags & NODE_LEADER != 0;
+    let others = lead::is_remote(owner.hop) || transit && owner.hop >= HOP_FIRST_NODE;
+    let carried = others && sender.flags & NODE_GATEWAY != 0;
     if owner.flags & PREFIX_SOURCE != 0 && (owner.hop == sender.hop || carried) {
         Ok(())
     } else {
@@ -201,15 +220,22 @@ fn check_source<I: Ip>(sender: &NodeValue, src: I::Addr) -> Result<(), DropReaso
     }
 }
 
-/// A node that does not lead refuses remote destinations: two nodes that take
-/// each other for the leader must not play ping-pong.
+/// A node that is no gateway refuses remote destinations, and a gateway what another one
+/// sends it in error: two nodes that take each other for the leader must not play ping-pong.
 #[inline(always)]
-pub fn disposition<I: Ip>(config: &Config, dst: I::Addr) -> Option<Disposition> {
+pub fn disposition<I: Ip>(config: &Config, sender: Option<&NodeValue>, dst: I::Addr) -> Option<Disposition> {
     let value = I::prefix(dst)?;
     match value.hop {
         HOP_LOCAL => Some(Disposition::Deliver),
-        HOP_REMOTE if config.flags & CONFIG_LEADER != 0 && value.flags & PREFIX_ROUTE != 0 => {
-            Some(Disposition::Transit)
+        id if lead::is_remote(id)
+            && config.flags & CONFIG_GATEWAY != 0
+            && value.flags & PREFIX_ROUTE != 0 =>
+        {
+            match lead::exit_of(sender, id) {
+                Exit::WireGuard => Some(Disposition::Transit),
+                Exit::PassOn => Some(Disposition::PassOn),
+                Exit::Drop => None,
+            }
         }
         _ => None,
     }
@@ -222,6 +248,7 @@ impl Disposition {
             Self::Deliver => Action::Deliver,
             Self::Punt => Action::Punt,
             Self::Transit => Action::Transit,
+            Self::PassOn => Action::PassOn,
         }
     }
 }
@@ -230,7 +257,7 @@ impl Disposition {
 #[inline(always)]
 pub fn redirect(config: &Config, disposition: &Disposition) -> i32 {
     count_action(disposition.action());
-    let flags = if *disposition == Disposition::Transit { 0 } else { REDIRECT_INGRESS };
+    let flags = if disposition.is_onward() { 0 } else { REDIRECT_INGRESS };
     // SAFETY: a helper without pointers.
     (unsafe { bpf_redirect(config.kilo_ifindex, flags) }) as i32
 }

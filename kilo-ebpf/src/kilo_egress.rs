@@ -3,13 +3,18 @@
 use aya_ebpf::programs::TcContext;
 use kilo_common::{
     counters::{Action, DropReason},
-    maps::{CONFIG_LEADER, Config, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, PREFIX_ROUTE},
+    maps::{
+        CONFIG_GATEWAY, Config, HOP_ACTING, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, HOP_REMOTE,
+        PREFIX_ROUTE,
+    },
     packet::Ipv4,
 };
 
 use crate::{
+    cb,
     encap::send,
     ip::{Ip, V6},
+    lead::way,
     maps::{count_action, hop},
     masquerade::{self, Known},
     mtu::fits,
@@ -24,28 +29,31 @@ pub fn kilo_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
         Family::V4 => egress::<Ipv4>(ctx, config),
         Family::V6 => egress::<V6>(ctx, config),
         // WireGuard itself refuses what is not IP; elsewhere nothing may pass.
-        Family::Other if config.flags & CONFIG_LEADER != 0 => pass(),
+        Family::Other if config.flags & CONFIG_GATEWAY != 0 => pass(),
         Family::Other => Err(DropReason::NoPrefix),
     }
 }
 
 #[inline(always)]
 fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
-    let leader = config.flags & CONFIG_LEADER != 0;
+    let gateway = config.flags & CONFIG_GATEWAY != 0;
     let mut ip = I::read(ctx, 0)?;
     // Sources, too: the stack's own redirects, for example, are for the link.
     if I::never_steered(ip.dst()) || I::never_steered(ip.src()) {
         return Err(DropReason::NotUnicast);
     }
-    if let Some(addr) = masquerade::egress(ctx, config, 0, &ip, Known::Rare)? {
+    // The gateway that gets it translates it.
+    let passed_on = cb::is_passed_on(ctx);
+    if !passed_on && let Some(addr) = masquerade::egress(ctx, config, 0, &ip, Known::Rare)? {
         ip.set_src(addr);
     }
     let Some(id) = route::<I>(ip.dst()) else {
-        return if leader { pass() } else { Err(DropReason::NoPrefix) };
+        return if gateway { pass() } else { Err(DropReason::NoPrefix) };
     };
-    let hop = hop(id).ok_or(DropReason::NoHop)?;
+    let hop = if id == HOP_ACTING && cb::is_led(ctx) { hop(HOP_REMOTE) } else { way(id) };
+    let hop = hop.ok_or(DropReason::NoHop)?;
     match hop.kind {
-        HOP_KIND_WIREGUARD if leader => {
+        HOP_KIND_WIREGUARD if gateway => {
             count_action(Action::Encrypt);
             Ok(TC_ACT_UNSPEC)
         }
@@ -55,7 +63,10 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
                 return Err(DropReason::TooBig);
             }
             let verdict = send::<I>(ctx, config, hop, ip.tos())?;
-            count_action(Action::Steer);
+            // `lan_ingress` has counted it as passed on.
+            if !passed_on {
+                count_action(Action::Steer);
+            }
             Ok(verdict)
         }
         // An own prefix does not belong on this device; the stack would have kept it.

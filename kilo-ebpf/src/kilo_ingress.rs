@@ -3,7 +3,7 @@
 use aya_ebpf::programs::TcContext;
 use kilo_common::{
     counters::{Action, DropReason},
-    maps::{CONFIG_LEADER, CONFIG_OFFERED, Config, HOP_KIND_NODE, Hop},
+    maps::{CONFIG_GATEWAY, CONFIG_OFFERED, Config, HOP_KIND_NODE, Hop},
     packet::Ipv4,
 };
 
@@ -35,7 +35,7 @@ fn ingress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     if let Some(addr) = translated {
         ip.set_dst(addr);
     }
-    if config.flags & CONFIG_LEADER != 0
+    if config.flags & CONFIG_GATEWAY != 0
         && let Some(hop) = node_hop::<I>(ip.dst())
     {
         if ip.ttl() <= 1 || !fits::<I>(ctx, 0, &ip, hop.mtu) {

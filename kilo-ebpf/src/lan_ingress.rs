@@ -5,8 +5,8 @@ use kilo_common::{
     counters::DropReason,
     encap::{UDP_LEN, VXLAN_INNER, VXLAN_LEN, vxlan_header},
     maps::{
-        CONFIG_LEADER, CONFIG_PLAIN, Config, FAMILY_V6, HOP_KIND_NODE, HOP_LOCAL, Hop, PREFIX_INSIDE,
-        PREFIX_ROUTE, PREFIX_SOURCE, TUNNEL_NONE, VXLAN_PORT,
+        CONFIG_GATEWAY, CONFIG_PLAIN, Config, FAMILY_V6, HOP_KIND_NODE, HOP_LOCAL, Hop, NODE_LED, NodeValue,
+        PREFIX_INSIDE, PREFIX_ROUTE, PREFIX_SOURCE, TUNNEL_NONE, VXLAN_PORT,
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4, protocol},
 };
@@ -23,7 +23,7 @@ use crate::{
     },
     gso::{self, Cut},
     ip::{Ip, V6, halves},
-    maps::hop,
+    lead::way,
     masquerade,
     mtu::{self, fits},
     packet::{self, Family},
@@ -154,7 +154,7 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Resul
 /// there would be encrypted again, and again.
 #[inline(always)]
 fn comes_from_inside<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, outer: &O) -> bool {
-    config.flags & CONFIG_LEADER != 0
+    config.flags & CONFIG_GATEWAY != 0
         && outer.header_len() == O::HEADER_LEN
         && !outer.is_fragment()
         && destination_port::<O, LINK>(ctx) == Some(config.wireguard_port)
@@ -203,25 +203,31 @@ fn plain<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> 
         return Ok(TC_ACT_UNSPEC);
     }
     let from_plain_node = |hop: &&Hop| hop.kind == HOP_KIND_NODE && hop.tunnel == TUNNEL_NONE;
-    let Some(node) = hop(source.hop).filter(from_plain_node) else { return Ok(TC_ACT_UNSPEC) };
+    let Some(node) = way(source.hop).filter(from_plain_node) else { return Ok(TC_ACT_UNSPEC) };
     if I::never_steered(ip.dst()) {
         return Ok(TC_ACT_UNSPEC);
     }
-    match disposition::<I>(config, ip.dst()) {
-        Some(Disposition::Transit) if ip.ttl() > 1 && fits::<I>(ctx, LINK, ip, config.kilo_mtu) => {
+    match disposition::<I>(config, sender_at(node), ip.dst()) {
+        Some(disposition)
+            if disposition.is_onward() && ip.ttl() > 1 && fits::<I>(ctx, LINK, ip, config.kilo_mtu) =>
+        {
             leads_here(ctx, node)?;
             ip.lower_ttl(ctx, LINK)?;
+            match disposition {
+                Disposition::PassOn => cb::pass_on(ctx),
+                _ if sender_at(node).is_some_and(|sender| sender.flags & NODE_LED != 0) => cb::led(ctx),
+                _ => {}
+            }
             if gso::is(ctx, config) {
                 gso::make_room(ctx, Cut::ByDevice);
             }
-            Ok(redirect(config, &Disposition::Transit))
+            Ok(redirect(config, &disposition))
         }
         // Answers leave by the WireGuard device, so what they answer comes from
         // there. To private addresses beside us they leave by this interface.
         Some(disposition) if source.flags & PREFIX_ROUTE != 0 => {
             leads_here(ctx, node)?;
-            let disposition =
-                if disposition == Disposition::Transit { Disposition::Punt } else { disposition };
+            let disposition = if disposition.is_onward() { Disposition::Punt } else { disposition };
             Ok(redirect(config, &disposition))
         }
         _ => Ok(TC_ACT_UNSPEC),
@@ -235,16 +241,21 @@ fn leads_here(ctx: &TcContext, node: &Hop) -> Result<(), DropReason> {
     if node.ifindex == ifindex {
         return Ok(());
     }
-    let remote = &node.remote;
-    let sender = if node.family == FAMILY_V6 {
-        V6::sender(halves(remote))
-    } else {
-        Ipv4::sender([remote[0], remote[1], remote[2], remote[3]])
-    };
-    if sender.is_some_and(|sender| sender.may_arrive_by(ifindex)) {
+    if sender_at(node).is_some_and(|sender| sender.may_arrive_by(ifindex)) {
         Ok(())
     } else {
         Err(DropReason::WrongInterface)
+    }
+}
+
+/// What is known of the node at a hop as a sender.
+#[inline(always)]
+fn sender_at(node: &Hop) -> Option<&'static NodeValue> {
+    let remote = &node.remote;
+    if node.family == FAMILY_V6 {
+        V6::sender(halves(remote))
+    } else {
+        Ipv4::sender([remote[0], remote[1], remote[2], remote[3]])
     }
 }
 

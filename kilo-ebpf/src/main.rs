@@ -10,7 +10,9 @@
 //! | `uplink_egress` | egress of uplinks | steer pod traffic addressed to other nodes' own addresses; masquerade traffic that leaves the mesh |
 //! | `l3_ingress` | ingress of uplinks without link-layer header | as `lan_ingress` |
 //! | `l3_egress` | egress of uplinks without link-layer header | as `uplink_egress` |
-#![cfg_attr(target_arch = "bpf", no_std, no_main)]
+//! | `inject` | none: the agent runs it | send a signal |
+//! | `follow` | none: the agent runs it | move this node's word in `lead` |
+#![cfg_attr(target_arch = "bpf", no_std, no_main, feature(asm_experimental_arch))]
 #![cfg_attr(not(target_arch = "bpf"), allow(unused_crate_dependencies))]
 #![cfg_attr(
     target_arch = "bpf",
@@ -35,6 +37,8 @@ mod fast_path;
 #[cfg(target_arch = "bpf")]
 mod gso;
 #[cfg(target_arch = "bpf")]
+mod inject;
+#[cfg(target_arch = "bpf")]
 mod ip;
 #[cfg(target_arch = "bpf")]
 mod kilo_egress;
@@ -42,6 +46,8 @@ mod kilo_egress;
 mod kilo_ingress;
 #[cfg(target_arch = "bpf")]
 mod lan_ingress;
+#[cfg(target_arch = "bpf")]
+mod lead;
 #[cfg(target_arch = "bpf")]
 mod maps;
 #[cfg(target_arch = "bpf")]
@@ -69,7 +75,7 @@ mod programs {
     use kilo_common::{counters::Action, event::Hook};
 
     use crate::{
-        cb, kilo_egress as egress, kilo_ingress as ingress, lan_ingress as lan, maps,
+        cb, inject, kilo_egress as egress, kilo_ingress as ingress, lan_ingress as lan, lead, maps,
         ret::{TC_ACT_UNSPEC, verdict},
         tunnel_ingress as tunnel, uplink_egress as uplink,
     };
@@ -112,6 +118,19 @@ mod programs {
     #[classifier]
     pub fn l3_ingress(ctx: TcContext) -> i32 {
         verdict(ctx, Hook::L3Ingress, lan::l3_ingress)
+    }
+
+    /// Moves the acting leader's word for the agent.
+    #[classifier]
+    pub fn follow(ctx: TcContext) -> i32 {
+        lead::follow(&ctx);
+        0
+    }
+
+    /// Sends a signal for the agent.
+    #[classifier]
+    pub fn inject(ctx: TcContext) -> i32 {
+        inject::inject(&ctx)
     }
 
     /// As [`uplink_egress`], where packets have no link-layer header.

@@ -7,7 +7,10 @@ use aya_ebpf::{
 use kilo_common::{
     counters::Action,
     map_table,
-    maps::{Config, Device, Hop, InboundValue, MasqAddr, NatKey, NatValue, NodeValue, PathMtu, PrefixValue},
+    maps::{
+        Config, Device, Heard, Hop, InboundValue, MasqAddr, NatKey, NatValue, NodeValue, PathMtu,
+        PrefixValue, SignalKey,
+    },
 };
 
 #[btf_map(name = "prefix_v4")]
@@ -16,6 +19,12 @@ pub static PREFIX_V4: LpmTrie<[u8; 4], PrefixValue, { map_table::PREFIX_V4.size 
 pub static PREFIX_V6: LpmTrie<[u8; 16], PrefixValue, { map_table::PREFIX_V6.size as usize }> = LpmTrie::new();
 #[btf_map(name = "hop")]
 static HOP: Array<Hop, { map_table::HOP.size as usize }> = Array::new();
+#[btf_map(name = "lead")]
+pub static LEAD: Array<u64, { map_table::LEAD.size as usize }> = Array::new();
+#[btf_map(name = "signal_key")]
+pub static SIGNAL_KEY: HashMap<[u8; 16], SignalKey, { map_table::SIGNAL_KEY.size as usize }> = HashMap::new();
+#[btf_map(name = "signal")]
+pub static SIGNAL: RingBuf<Heard, { map_table::SIGNAL.size as usize }> = RingBuf::new();
 #[btf_map(name = "node_v4")]
 pub static NODE_V4: HashMap<[u8; 4], NodeValue, { map_table::NODE_V4.size as usize }> = HashMap::new();
 #[btf_map(name = "node_v6")]

@@ -14,7 +14,7 @@ use kilo_common::{
 
 use crate::{
     cb,
-    decap::{Disposition, redirect, validate},
+    decap::{redirect, validate},
     gso::{self, Cut},
     ip::{Ip, V6},
     maps::{count_action, hop},
@@ -44,7 +44,7 @@ pub fn tunnel_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReaso
             Ok(unsafe { bpf_redirect(hop.ifindex, REDIRECT_INGRESS) } as i32)
         }
         None => {
-            if disposition == Disposition::Transit && gso::is(ctx, config) {
+            if disposition.is_onward() && gso::is(ctx, config) {
                 gso::make_room(ctx, Cut::ByDevice);
             }
             Ok(redirect(config, &disposition))

@@ -24,7 +24,7 @@ use crate::{
     decap::is_to_vxlan,
     fast_path::established::{self, Established},
     ip::{Ip, V6},
-    maps::hop,
+    lead::way,
     masquerade::{self, Known},
     mtu::fits,
     packet::{self, Family},
@@ -209,7 +209,7 @@ fn decide<I: Ip, const LINK: usize>(
     if !steered || I::never_steered(ip.dst()) || I::never_steered(ip.src()) {
         return Ok(GO_ON);
     }
-    let mtu = match hop(id) {
+    let mtu = match way(id) {
         Some(hop) if hop.kind == HOP_KIND_NODE => hop.mtu,
         Some(hop) if hop.kind == HOP_KIND_WIREGUARD => config.kilo_mtu,
         _ => return Err(DropReason::NoHop),

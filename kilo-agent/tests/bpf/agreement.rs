@@ -24,7 +24,7 @@ use kilo_common::{
     checksum,
     counters::{Action, DropReason},
     encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6, segments_room},
-    maps::{CONFIG_LEADER, CONFIG_PLAIN},
+    maps::{CONFIG_GATEWAY, CONFIG_PLAIN},
     nat::{flow, transport},
     packet::{ETHERNET_LEN, Ipv4, protocol},
 };
@@ -249,7 +249,7 @@ fn in_clear(program: &str, tables: &Tables, input: &Input, verdict: i32, longer:
         _ => return Some("something that is no IP packet is sent".to_owned()),
     };
     let value = longest(&tables.prefix, dst)?;
-    let Some(Hop::Node { tunnel, remote, .. }) = tables.hop.get(&value.hop) else {
+    let Some(Hop::Node { tunnel, remote, .. }) = tables.way(value.hop) else {
         return Some(format!("{dst} is sent where the tables name no node"));
     };
     if (tables.config.ipip_ifindex, tables.config.vxlan_ifindex) != (0, 0) {
@@ -286,7 +286,7 @@ fn invariants(
     if let Some(problem) = in_clear(program, tables, input, verdict, longer) {
         return Some(problem);
     }
-    let leads = tables.config.flags & CONFIG_LEADER != 0;
+    let leads = tables.config.flags & CONFIG_GATEWAY != 0;
     if program == "kilo_egress" && !leads && verdict == PASS {
         return Some("mesh traffic is left to the WireGuard device of a node that does not lead".to_owned());
     }
@@ -444,7 +444,7 @@ const SEQUELS: [(&str, &str); 9] = [
 ];
 
 /// The least recently used entry goes before a table is full.
-const RARE: [&str; 1] = ["nat_map_full"];
+const RARE: [&str; 5] = ["nat_map_full", "reflect", "stale_signal", "forged_signal", "unknown_signal"];
 
 /// In place of a name: the packet follows that of the line before.
 const SEQUEL: &str = "+";

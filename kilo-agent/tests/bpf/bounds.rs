@@ -86,6 +86,10 @@ fn grown(map: &str, entries: u32) -> Tables {
             let more = more(tables.device.len());
             tables.device.extend(more.map(|number| (number + 100, Device::default())));
         }
+        name::SIGNAL_KEY => {
+            let key = SignalKey { hop: MEMBER_HOP, ..Default::default() };
+            tables.signal_key.extend((0..entries).map(|number| (v4(number).addr(), key)));
+        }
         name::HOP => {
             let member = tables.hop[&MEMBER_HOP];
             tables.hop.insert(entries - 1, member);
@@ -100,7 +104,7 @@ fn a_full_map_takes_what_fits_refuses_one_more_and_hurts_nothing_else() {
     let Some(fs) = support::bpffs() else { return };
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     let filled: Vec<_> = dataplane.entries().into_keys().collect();
-    assert_eq!(filled.len(), 9);
+    assert_eq!(filled.len(), 10);
     for map in filled {
         let started = Instant::now();
         let most = MapSpec::named(map).unwrap().size;

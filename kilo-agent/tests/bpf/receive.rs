@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use kilo_common::{
     encap::{self, VXLAN_OVERHEAD},
     maps::{
-        CONFIG_ONE_V4, CONFIG_PLAIN, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_INSIDE, PREFIX_ROUTE,
+        CONFIG_ONE_V4, CONFIG_PLAIN, HOP_REMOTE, NODE_GATEWAY, NodeValue, PREFIX_INSIDE, PREFIX_ROUTE,
         PREFIX_SOURCE, PrefixValue,
     },
     packet::ETHERNET_LEN,
@@ -64,7 +64,7 @@ fn wireguard_gets_nothing_from_an_address_that_is_reached_through_it() {
     drops_as(&from(inside, 51_820), "inside_tunnel");
     assert_eq!(from(inside, 51_822).verdict, PASS);
     assert_eq!(from([192, 0, 2, 21], 51_820).verdict, PASS);
-    tables.config.flags &= !kilo_common::maps::CONFIG_LEADER;
+    tables.config.flags &= !kilo_common::maps::CONFIG_GATEWAY;
     dataplane.write(&tables).unwrap();
     let packet = ethernet(&udp(inside, SELF, (51_820, 51_820), b"handshake"));
     assert_eq!(
@@ -101,7 +101,7 @@ fn leader_with_a_second() -> Tables {
     let mut tables = leader_tables();
     let cidrs = ["10.42.2.0/24".parse().unwrap()];
     let interfaces = tables.node[&MEMBER.into()].interfaces;
-    let value = NodeValue { interfaces, ..sender(&tables.prefix, MEMBER_HOP, NODE_LEADER, &cidrs) };
+    let value = NodeValue { interfaces, ..sender(&tables.prefix, MEMBER_HOP, NODE_GATEWAY, &cidrs) };
     tables.node.insert(MEMBER.into(), value);
     tables
 }

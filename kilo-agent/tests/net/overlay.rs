@@ -73,7 +73,7 @@ fn until(what: &str, is_so: impl Fn() -> bool) {
 }
 
 fn hop() -> Option<Hop> {
-    read_tables(Path::new(BPFFS)).ok()?.hop.get(&HOP_REMOTE).copied()
+    read_tables(Path::new(BPFFS)).ok()?.way(HOP_REMOTE).copied()
 }
 
 fn number(file: &str) -> u64 {

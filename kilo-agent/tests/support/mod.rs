@@ -6,9 +6,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use kilo_common::lead::{Term, word};
 use kilo_common::maps::{
-    CONFIG_LEADER, CONFIG_MASQUERADE, Config, DEVICE_MASQUERADE, Device, HOP_FIRST_NODE, HOP_LOCAL,
-    HOP_REMOTE, MASQ_EXCLUDE, MASQ_SRC_ALWAYS, NODE_LEADER, NodeValue, PREFIX_NEVER_CLEAR,
+    CONFIG_GATEWAY, CONFIG_LEADER, CONFIG_MASQUERADE, Config, DEVICE_MASQUERADE, Device, HOP_FIRST_NODE,
+    HOP_LOCAL, HOP_REMOTE, MASQ_EXCLUDE, MASQ_SRC_ALWAYS, NODE_GATEWAY, NodeValue, PREFIX_NEVER_CLEAR,
     PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
 };
 use kilo_core::{
@@ -110,6 +111,8 @@ pub fn leader_tables() -> Tables {
             (HOP_REMOTE, plan::Hop::Wireguard),
             (MEMBER_HOP, member),
         ]),
+        lead: [word(Term::NONE, 2); 2],
+        signal_key: BTreeMap::new(),
         node: BTreeMap::from([(MEMBER.into(), node(0))]),
         masq_src: FlatMap::from([
             ("10.42.1.0/24".parse().unwrap(), MASQ_SRC_ALWAYS),
@@ -127,7 +130,7 @@ pub fn leader_tables() -> Tables {
         masq_addr: BTreeMap::new(),
         config: Config {
             kilo_ifindex: IFINDEX,
-            flags: CONFIG_LEADER | CONFIG_MASQUERADE,
+            flags: CONFIG_LEADER | CONFIG_GATEWAY | CONFIG_MASQUERADE,
             nat_port_min: 32_768,
             nat_port_max: 60_999,
             wireguard_port: 51_820,
@@ -137,7 +140,8 @@ pub fn leader_tables() -> Tables {
             ipip_ifindex: 0,
             private_v4: SELF,
             overlay_v4: [0; 4],
-            private_v6: [0; 16],
+            wireguard_v4: [10, 5, 0, 1],
+            ..Config::default()
         },
     }
 }
@@ -153,7 +157,9 @@ pub fn member_tables() -> Tables {
         remote: std::net::IpAddr::from(MEMBER),
     };
     tables.config.flags = CONFIG_MASQUERADE;
-    tables.hop.insert(HOP_REMOTE, leader);
-    tables.node = BTreeMap::from([(MEMBER.into(), node(NODE_LEADER))]);
+    tables.hop.remove(&HOP_REMOTE);
+    tables.hop.insert(MEMBER_HOP, leader);
+    tables.lead = [word(Term::NONE, 4); 2];
+    tables.node = BTreeMap::from([(MEMBER.into(), node(NODE_GATEWAY))]);
     tables
 }

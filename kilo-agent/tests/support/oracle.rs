@@ -12,7 +12,7 @@ use kilo_common::{
         segments_room, vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
     },
     maps::{
-        CONFIG_LEADER, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6,
+        CONFIG_GATEWAY, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6,
         Config, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, VXLAN_PORT,
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, protocol},
@@ -269,13 +269,18 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
         }
         Some(action) => {
             let mut bytes = frame.to_vec();
-            if action == Action::Transit {
+            if is_onward(action) {
                 lower_ttl(&mut bytes, link, v6);
                 bytes = [room(tables, input), bytes].concat();
             }
             redirects(action, Bytes::Exactly(bytes))
         }
     }
+}
+
+/// Whether a packet leaves this host again, by the WireGuard device's program.
+const fn is_onward(action: Action) -> bool {
+    matches!(action, Action::Transit | Action::PassOn)
 }
 
 /// What is made for WireGuard in front of a superpacket.
@@ -309,7 +314,7 @@ fn udp_header<'a>(frame: &'a [u8], link: usize, ip: &Ip) -> Option<&'a [u8]> {
 
 fn from_inside(tables: &Tables, frame: &[u8], link: usize, outer: &Ip) -> bool {
     let owner = longest(&tables.prefix, outer.src);
-    tables.config.flags & CONFIG_LEADER != 0
+    tables.config.flags & CONFIG_GATEWAY != 0
         && !outer.fragment
         && destination_port(frame, link, outer) == Some(tables.config.wireguard_port)
         && owner.is_some_and(|value| value.flags & PREFIX_INSIDE != 0)
@@ -353,7 +358,7 @@ fn steered(
     let (action, _) = tables.steered(outer.src, &inner.probe(input, offset))?;
     let mut bytes = [&frame[..offset], &marked(&frame[offset..], outer.tos, inner.tos, v6)?].concat();
     refused(input)?;
-    if action == Action::Transit {
+    if is_onward(action) {
         lower_ttl(&mut bytes, offset, v6);
     }
     // The kernel cuts behind what it takes for the Ethernet header; see `Bytes::Sent`. Of what it
@@ -362,7 +367,7 @@ fn steered(
         return Err(DropReason::Encapsulation);
     }
     bytes.drain(ETHERNET_LEN..ETHERNET_LEN + overhead);
-    if action == Action::Transit {
+    if is_onward(action) {
         return Ok(redirects(action, Bytes::Exactly(bytes)));
     }
     let pods = |src: IpAddr| matches!(src, IpAddr::V4(src) if sender.may_send_from(src.octets()));
@@ -415,7 +420,7 @@ const fn refused(input: &Input) -> Result<(), DropReason> {
 
 fn kilo_egress(tables: &Tables, flows: &Flows, input: &Input) -> Result<Wanted, DropReason> {
     let frame = &input.frame[..];
-    let leads = tables.config.flags & CONFIG_LEADER != 0;
+    let leads = tables.config.flags & CONFIG_GATEWAY != 0;
     let Some(v6) = family(frame) else {
         return if leads { Ok(passes(Some(Action::Pass))) } else { Err(DropReason::NoPrefix) };
     };

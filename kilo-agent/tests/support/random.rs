@@ -6,12 +6,13 @@ use ipnet::IpNet;
 use kilo_common::{
     checksum,
     encap::vxlan_header,
+    lead::{Term, word},
     maps::{
-        CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_PLAIN, CONFIG_SEVERAL_V4,
-        CONFIG_SEVERAL_V6, Config, DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, Device, HOP_FIRST_NODE,
-        HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS, MASQ_SRC_EXEMPT,
-        NODE_LEADER, PREFIX_HOST_STEERED, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED,
-        PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue, VXLAN_PORT,
+        CONFIG_GATEWAY, CONFIG_MASQUERADE, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_PLAIN, CONFIG_SEVERAL_V4,
+        CONFIG_SEVERAL_V6, Config, DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, Device, HOP_ACTING,
+        HOP_FIRST_NODE, HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS,
+        MASQ_SRC_EXEMPT, NODE_GATEWAY, NODE_LED, PREFIX_HOST_STEERED, PREFIX_INSIDE, PREFIX_NEVER_CLEAR,
+        PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue, VXLAN_PORT,
     },
     packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, protocol},
 };
@@ -125,12 +126,27 @@ impl Random {
         ])
     }
 
+    /// A word of `lead`: this node's own WireGuard on the leader and the first other node elsewhere,
+    /// mostly.
+    fn word(&mut self, leader: bool) -> u64 {
+        let hop = match self.below(12) {
+            0 => self.pick(&[HOP_NONE, HOP_LOCAL, HOP_REMOTE, HOP_ACTING, kilo_common::map_table::HOP.size]),
+            1..=3 => HOP_FIRST_NODE + u32::try_from(self.below(3)).unwrap(),
+            _ if leader => HOP_REMOTE,
+            _ => HOP_FIRST_NODE,
+        };
+        // The map keeps a later term.
+        word(Term::NONE, u16::try_from(hop).unwrap())
+    }
+
     /// Tables of a node with up to three others in its location.
     pub fn tables(&mut self) -> Tables {
         let leader = self.chance(2);
         let v6_underlay = self.chance(3);
         let mut tables = Tables::default();
-        let ids = [HOP_NONE, HOP_LOCAL, HOP_REMOTE, HOP_FIRST_NODE, HOP_FIRST_NODE + 1, HOP_FIRST_NODE + 2];
+        let [first, second, third] = [0, 1, 2].map(|index| HOP_FIRST_NODE + index);
+        let ids = [HOP_NONE, HOP_LOCAL, HOP_REMOTE, HOP_ACTING, first, second, third];
+        tables.lead = [0; 2].map(|_| self.word(leader));
         for prefix in V4.iter().chain(&V6) {
             if self.chance(6) {
                 continue;
@@ -162,12 +178,8 @@ impl Random {
                 // Two nodes may claim one address.
                 remote: private(if self.chance(12) { self.below(3) + 1 } else { index }, v6_underlay),
             };
-            let leads = index == 1 && !leader;
             if !self.chance(8) {
                 tables.hop.insert(id, hop);
-                if leads && !self.chance(8) {
-                    tables.hop.insert(HOP_REMOTE, hop);
-                }
             }
             if !self.chance(3) {
                 // The host itself sends there by its uplinks.
@@ -180,7 +192,10 @@ impl Random {
         for index in 1..=3 {
             if !self.chance(8) {
                 let id = HOP_FIRST_NODE + u32::try_from(index).unwrap() - 1;
-                let flags = if index == 1 && !leader { NODE_LEADER } else { 0 };
+                let mut flags = if index == 1 && !leader || self.chance(6) { NODE_GATEWAY } else { 0 };
+                if self.chance(4) {
+                    flags |= NODE_LED;
+                }
                 let mut sender = sender(&tables.prefix, id, flags, &cidrs);
                 // At times another interface is the node's, or the second.
                 sender.interfaces =
@@ -248,7 +263,7 @@ impl Random {
         let flag = |set: bool, bit: u32| if set { bit } else { 0 };
         tables.config = Config {
             kilo_ifindex: KILO,
-            flags: flag(leader, CONFIG_LEADER)
+            flags: flag(leader, CONFIG_GATEWAY)
                 | flag(self.chance(3), CONFIG_MASQUERADE)
                 | flag(self.chance(2), CONFIG_PLAIN)
                 | flag(several, CONFIG_SEVERAL_V4 | CONFIG_SEVERAL_V6)
@@ -513,10 +528,11 @@ impl Random {
             // As an honest node sends it.
             from = *addr;
             let carries = |value: &PrefixValue| {
-                value.hop == node.hop || (value.hop == HOP_REMOTE && node.flags & NODE_LEADER != 0)
+                value.hop == node.hop
+                    || (matches!(value.hop, HOP_REMOTE | HOP_ACTING) && node.flags & NODE_GATEWAY != 0)
             };
             src = self.within(tables, inner_v6, |_, value| carries(value)).unwrap_or(src);
-            let onward = if self.chance(2) { HOP_LOCAL } else { HOP_REMOTE };
+            let onward = self.pick(&[HOP_LOCAL, HOP_LOCAL, HOP_REMOTE, HOP_ACTING]);
             dst = self.within(tables, inner_v6, |_, value| value.hop == onward).unwrap_or(dst);
         }
         let inner = self.packet(src, dst);

@@ -5,11 +5,11 @@
 use aya_ebpf::{bindings::bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, helpers::bpf_redirect, programs::TcContext};
 use kilo_common::{
     counters::{Action, DropReason},
-    maps::{CONFIG_LEADER, Config, HOP_REMOTE, PREFIX_ROUTE},
+    maps::{CONFIG_GATEWAY, Config, HOP_ACTING, NODE_LED, PREFIX_ROUTE},
     packet::{ETHERNET_LEN, IPV4_LEN, Ipv4, Ipv4Header, never_steered, protocol},
 };
 
-use crate::{cb, gso::FIXED_GSO, ip::Ip as _, maps::count_action, packet};
+use crate::{cb, gso::FIXED_GSO, ip::Ip as _, lead, maps::count_action, packet};
 
 const INNER: u32 = (ETHERNET_LEN + IPV4_LEN) as u32;
 
@@ -23,7 +23,7 @@ const PLAIN_AND_MARK: u16 = u16::from_ne_bytes([0xff, 1]);
 /// Ingress of an uplink; `None`: nothing is done, and `lan_ingress` must tell.
 #[inline(always)]
 pub fn forward(ctx: &TcContext, config: &Config) -> Option<Result<i32, DropReason>> {
-    if config.flags & CONFIG_LEADER == 0 || ctx.data() + ETHERNET_LEN + 2 * IPV4_LEN > ctx.data_end() {
+    if config.flags & CONFIG_GATEWAY == 0 || ctx.data() + ETHERNET_LEN + 2 * IPV4_LEN > ctx.data_end() {
         return None;
     }
     // SAFETY: the bounds are checked, and programs may read packets at any address; the
@@ -56,7 +56,8 @@ pub fn forward(ctx: &TcContext, config: &Config) -> Option<Result<i32, DropReaso
         return None;
     }
     let way = Ipv4::prefix(dst)?;
-    if way.hop != HOP_REMOTE || way.flags & PREFIX_ROUTE == 0 {
+    let led = way.hop == HOP_ACTING && sender.flags & NODE_LED != 0;
+    if !lead::is_remote(way.hop) || way.flags & PREFIX_ROUTE == 0 || !led && !lead::is_mine(way.hop) {
         return None;
     }
     inner.lower_ttl()?;

@@ -27,7 +27,7 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use kilo_common::maps::{CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_PLAIN, Config};
+use kilo_common::maps::{CONFIG_GATEWAY, CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_PLAIN, Config};
 
 use self::remote::Remote;
 use crate::{
@@ -139,7 +139,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
     let flag = |set: bool, bit: u32| if set { bit } else { 0 };
     tables.config = Config {
         kilo_ifindex: inputs.links.kilo,
-        flags: flag(own.leads, CONFIG_LEADER)
+        flags: flag(own.leads, CONFIG_LEADER | CONFIG_GATEWAY)
             | flag(inputs.masquerade, CONFIG_MASQUERADE)
             | flag(plain, CONFIG_PLAIN)
             | masquerade::flags(inputs.links, private, &remote),
@@ -158,6 +158,15 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         private_v6: match private {
             Some(IpAddr::V6(ip)) => ip.octets(),
             _ => [0; 16],
+        },
+        control: [0; 16],
+        wireguard_v6: match own.segment.wireguard_ip {
+            Some(IpAddr::V6(ip)) => ip.octets(),
+            _ => [0; 16],
+        },
+        wireguard_v4: match own.segment.wireguard_ip {
+            Some(IpAddr::V4(ip)) => ip.octets(),
+            _ => [0; 4],
         },
     };
     Some(HostPlan {

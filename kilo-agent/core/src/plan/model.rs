@@ -6,9 +6,11 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use kilo_common::{
     counters::{Action, DropReason},
+    lead::{self, Exit, Sender},
     maps::{
-        CONFIG_LEADER, DEVICE_MASQUERADE, Device, HOP_LOCAL, HOP_REMOTE, NODE_LEADER, PREFIX_HOST_STEERED,
-        PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
+        CONFIG_GATEWAY, DEVICE_MASQUERADE, Device, HOP_ACTING, HOP_FIRST_NODE, HOP_LOCAL, HOP_REMOTE,
+        NODE_GATEWAY, NODE_LED, NodeValue, PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED,
+        PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
     },
     nat,
     packet::{halves, never_steered, never_steered_v6},
@@ -61,8 +63,24 @@ impl Tables {
         self.prefix(addr).is_some_and(|value| value.hop == HOP_LOCAL)
     }
 
-    fn leads(&self) -> bool {
-        self.config.flags & CONFIG_LEADER != 0
+    /// Whether packets may reach WireGuard here.
+    pub const fn is_gateway(&self) -> bool {
+        self.config.flags & CONFIG_GATEWAY != 0
+    }
+
+    /// The hop id that a prefix's hop id stands for: hops 2 and 3 are words of `lead`.
+    pub fn resolve(&self, id: u32) -> u32 {
+        match id {
+            HOP_REMOTE | HOP_ACTING => {
+                u32::from(lead::hop_of(self.lead.get((id - HOP_REMOTE) as usize).copied().unwrap_or(0)))
+            }
+            id => id,
+        }
+    }
+
+    /// How a prefix's hop is reached from here.
+    pub fn way(&self, id: u32) -> Option<&Hop> {
+        self.hop.get(&self.resolve(id))
     }
 
     /// Whether a packet is source-translated when it leaves.
@@ -97,10 +115,10 @@ impl Tables {
             return Err(DropReason::NotUnicast);
         }
         let Some(id) = self.routed(packet.dst) else {
-            return if self.leads() { Ok((Action::Pass, None)) } else { Err(DropReason::NoPrefix) };
+            return if self.is_gateway() { Ok((Action::Pass, None)) } else { Err(DropReason::NoPrefix) };
         };
-        match self.hop.get(&id) {
-            Some(Hop::Wireguard) if self.leads() => Ok((Action::Encrypt, None)),
+        match self.way(id) {
+            Some(Hop::Wireguard) if self.is_gateway() => Ok((Action::Encrypt, None)),
             Some(hop @ Hop::Node { .. }) => Ok((Action::Steer, Some(*hop))),
             Some(Hop::Local) => Err(DropReason::NoPrefix),
             _ => Err(DropReason::NoHop),
@@ -123,7 +141,7 @@ impl Tables {
         if value.flags & PREFIX_PODS_STEERED == 0 || on_link || !steered {
             return Ok(None);
         }
-        match self.hop.get(&value.hop) {
+        match self.way(value.hop) {
             Some(hop @ (Hop::Node { .. } | Hop::Wireguard)) => Ok(Some(*hop)),
             _ => Err(DropReason::NoHop),
         }
@@ -141,7 +159,7 @@ impl Tables {
     /// the host's routes lead to by an uplink.
     pub fn steers_to_wireguard_by_source(&self) -> bool {
         let steered = |value: &PrefixValue| {
-            value.flags & PREFIX_PODS_STEERED != 0 && matches!(self.hop.get(&value.hop), Some(Hop::Wireguard))
+            value.flags & PREFIX_PODS_STEERED != 0 && matches!(self.way(value.hop), Some(Hop::Wireguard))
         };
         self.prefix.iter().any(|(prefix, value)| prefix.prefix_len() > 0 && steered(value))
     }
@@ -158,7 +176,7 @@ impl Tables {
     pub fn kilo_ingress(&self, packet: Packet) -> Verdict {
         let hop = self.routed(packet.dst).and_then(|id| self.hop.get(&id));
         match hop {
-            Some(hop @ Hop::Node { .. }) if self.leads() => Ok((Action::Forward, Some(*hop))),
+            Some(hop @ Hop::Node { .. }) if self.is_gateway() => Ok((Action::Forward, Some(*hop))),
             _ => Ok((Action::Decrypt, None)),
         }
     }
@@ -167,25 +185,48 @@ impl Tables {
     pub fn lan_ingress(&self, outer_src: IpAddr, inner: Packet) -> Verdict {
         let sender = self.node.get(&outer_src).ok_or(DropReason::UnknownSender)?;
         let owner = self.prefix(inner.src).ok_or(DropReason::ForeignSource)?;
-        let carried = owner.hop == HOP_REMOTE && sender.flags & NODE_LEADER != 0;
-        if owner.flags & PREFIX_SOURCE == 0 || !(owner.hop == sender.hop || carried) {
+        let action = self.onward(Some(sender), inner.dst);
+        if owner.flags & PREFIX_SOURCE == 0 || !may_carry(sender, owner.hop, action) {
             return Err(DropReason::ForeignSource);
         }
-        let action = self.onward(inner.dst).ok_or(DropReason::NotForUs)?;
-        Ok((action, None))
+        Ok((action.ok_or(DropReason::NotForUs)?, None))
     }
 
-    /// Where a packet from a node of the location goes on: `Deliver` or
-    /// `Transit`; `None` when it is not for this node.
-    pub(super) fn onward(&self, dst: IpAddr) -> Option<Action> {
-        match self.prefix(dst)? {
-            value if value.hop == HOP_LOCAL => Some(Action::Deliver),
-            value if value.hop == HOP_REMOTE && value.flags & PREFIX_ROUTE != 0 && self.leads() => {
-                Some(Action::Transit)
+    /// Where a packet from a node of the location goes on: `Deliver`, `Transit` or
+    /// `PassOn`; `None` when it is not for this node. What comes from nobody knows whom is not passed on.
+    pub(super) fn onward(&self, sender: Option<&NodeValue>, dst: IpAddr) -> Option<Action> {
+        let value = self.prefix(dst)?;
+        match value.hop {
+            HOP_LOCAL => Some(Action::Deliver),
+            HOP_REMOTE | HOP_ACTING if value.flags & PREFIX_ROUTE != 0 && self.is_gateway() => {
+                let is_mine = self.resolve(value.hop) == HOP_REMOTE;
+                match lead::exit(sender.map_or(Sender::Gateway, |node| sent_by(node, value.hop)), is_mine) {
+                    Exit::WireGuard => Some(Action::Transit),
+                    Exit::PassOn => Some(Action::PassOn),
+                    Exit::Drop => None,
+                }
             }
             _ => None,
         }
     }
+}
+
+/// Who sends to this gateway, for [`lead::exit`]: only what goes by the acting leader is ever led.
+pub(super) const fn sent_by(sender: &NodeValue, hop: u32) -> Sender {
+    match () {
+        () if hop == HOP_ACTING && sender.flags & NODE_LED != 0 => Sender::Led,
+        () if sender.flags & NODE_GATEWAY != 0 => Sender::Gateway,
+        () => Sender::Member,
+    }
+}
+
+/// Whether a node may send what belongs to the owner of this hop: its own; a gateway what
+/// comes from other locations, and what it passes on for another node.
+const fn may_carry(sender: &NodeValue, owner: u32, action: Option<Action>) -> bool {
+    let is_gateway = sender.flags & NODE_GATEWAY != 0;
+    owner == sender.hop
+        || is_gateway && matches!(owner, HOP_REMOTE | HOP_ACTING)
+        || is_gateway && owner >= HOP_FIRST_NODE && matches!(action, Some(Action::Transit))
 }
 
 impl HostPlan {

@@ -84,7 +84,7 @@ impl Tables {
     /// # Errors
     /// `WrongInterface`.
     pub fn arrives_plain(&self, src: IpAddr, ifindex: u32) -> Result<(), DropReason> {
-        match longest(&self.prefix, src).and_then(|value| self.hop.get(&value.hop)) {
+        match longest(&self.prefix, src).and_then(|value| self.way(value.hop)) {
             Some(Hop::Node { ifindex: towards, .. }) if *towards == ifindex => Ok(()),
             Some(Hop::Node { remote, .. }) => {
                 self.arrives(*remote, ifindex).map_err(|_| DropReason::WrongInterface)
@@ -96,7 +96,9 @@ impl Tables {
     /// `lan_ingress` for the inner packet of one that `outer_src` sent here.
     pub fn steered(&self, outer_src: IpAddr, probe: &Probe) -> Verdict {
         match self.lan_ingress(outer_src, probe.packet)? {
-            (Action::Transit, _) => Ok((probe.forwarded(Action::Transit, self.config.kilo_mtu), None)),
+            (action @ (Action::Transit | Action::PassOn), _) => {
+                Ok((probe.forwarded(action, self.config.kilo_mtu), None))
+            }
             verdict => Ok(verdict),
         }
     }
@@ -111,12 +113,13 @@ impl Tables {
         if source.flags & PREFIX_SOURCE == 0 || source.hop == HOP_LOCAL {
             return None;
         }
-        let Some(Hop::Node { tunnel: Tunnel::None, .. }) = self.hop.get(&source.hop) else { return None };
-        let action = match self.onward(dst)? {
-            Action::Transit => probe.forwarded(Action::Transit, self.config.kilo_mtu),
+        let Some(Hop::Node { tunnel: Tunnel::None, remote, .. }) = self.way(source.hop) else { return None };
+        let action = match self.onward(self.node.get(remote), dst)? {
+            action @ (Action::Transit | Action::PassOn) => probe.forwarded(action, self.config.kilo_mtu),
             action => action,
         };
         // To the stack by way of kilo0 only if the answer leaves there, too.
-        (action == Action::Transit || source.flags & PREFIX_ROUTE != 0).then_some(action)
+        (matches!(action, Action::Transit | Action::PassOn) || source.flags & PREFIX_ROUTE != 0)
+            .then_some(action)
     }
 }

@@ -8,8 +8,9 @@ use std::{
 use ipnet::{IpNet, Ipv4Net};
 use kilo_common::{
     encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6},
+    lead::{self, Term},
     maps::{
-        HOP_LOCAL, HOP_NONE, HOP_REMOTE, NODE_LEADER, NodeValue, PREFIX_HOST_STEERED, PREFIX_INSIDE,
+        HOP_LOCAL, HOP_NONE, HOP_REMOTE, NODE_GATEWAY, NodeValue, PREFIX_HOST_STEERED, PREFIX_INSIDE,
         PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
     },
 };
@@ -198,6 +199,7 @@ fn leave_out_elsewhere(
 fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tables) {
     tables.hop.insert(HOP_LOCAL, Hop::Local);
     let mut in_overlay = Vec::new();
+    let mut to_leader = HOP_NONE;
     let leader = own.segment.leading().map(Member::name);
     for member in own.others() {
         let (Some(id), Some(remote)) = (ids.get(member), member.private_ip()) else { continue };
@@ -216,9 +218,9 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tab
         // The first of several to name an address: where it is sent is the same for all.
         tables.hop.entry(id).or_insert(hop);
         if leads {
-            tables.hop.insert(HOP_REMOTE, hop);
+            to_leader = id;
         }
-        let flags = if leads { NODE_LEADER } else { 0 };
+        let flags = if leads { NODE_GATEWAY } else { 0 };
         let mut sender = sender(&tables.prefix, id, flags, &member.node.pod_cidrs);
         sender.interfaces = interfaces(inputs.links, remote);
         let claim = |known: &mut NodeValue| {
@@ -238,7 +240,10 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tab
     }
     if own.leads {
         tables.hop.insert(HOP_REMOTE, Hop::Wireguard);
+        to_leader = HOP_REMOTE;
     }
+    // Both until leadership moves without Kilo's rule.
+    tables.lead = [lead::word(Term::NONE, u16::try_from(to_leader).unwrap_or(0)); 2];
 }
 
 /// What is known of the node behind a hop as a sender, without its interfaces. The first of `cidrs` that

@@ -7,8 +7,8 @@ use ipnet::IpNet;
 use kilo_common::{
     counters::{Action, DropReason},
     maps::{
-        CONFIG_LEADER, CONFIG_MASQUERADE, HOP_LOCAL, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS,
-        NODE_LEADER, PREFIX_ROUTE, PrefixValue,
+        CONFIG_MASQUERADE, HOP_ACTING, HOP_LOCAL, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS,
+        NODE_GATEWAY, NODE_LED, PREFIX_ROUTE, PrefixValue,
     },
     nat,
     packet::protocol,
@@ -125,10 +125,6 @@ impl Tracer<'_> {
         self.question.probe.packet
     }
 
-    fn leads(&self) -> bool {
-        self.tables.config.flags & CONFIG_LEADER != 0
-    }
-
     /// The kernel's decision: the routes to kilo0 are those of the tables.
     fn routed(mut self) -> Trace {
         let Packet { dst, .. } = self.packet();
@@ -230,12 +226,13 @@ impl Tracer<'_> {
     fn hop(&self, value: PrefixValue) -> String {
         let whose = match value.hop {
             HOP_LOCAL => "this node",
-            HOP_REMOTE if self.leads() => "outside the location",
+            id @ (HOP_REMOTE | HOP_ACTING) if self.tables.resolve(id) == HOP_REMOTE => "outside the location",
             HOP_REMOTE => "outside the location, by the leader",
+            HOP_ACTING => "outside the location, by the acting leader",
             _ => "a node of the location",
         };
         let route = if value.flags & PREFIX_ROUTE == 0 { ", not routed to kilo0" } else { "" };
-        let how = match self.tables.hop.get(&value.hop) {
+        let how = match self.tables.way(value.hop) {
             None => "no such hop: drop".to_owned(),
             Some(Hop::Local) => "the stack".to_owned(),
             Some(Hop::Wireguard) => "WireGuard".to_owned(),
@@ -293,7 +290,7 @@ impl Tracer<'_> {
             let nodes = &self.tables.node;
             let owns = |(addr, node): (&IpAddr, &kilo_common::maps::NodeValue)| {
                 let (_, value) = owner?;
-                let carries = value.hop == HOP_REMOTE && node.flags & NODE_LEADER != 0;
+                let carries = matches!(value.hop, HOP_REMOTE | HOP_ACTING) && node.flags & NODE_GATEWAY != 0;
                 (node.hop == value.hop || carries).then_some(*addr)
             };
             nodes.iter().find_map(owns)
@@ -312,7 +309,8 @@ impl Tracer<'_> {
             return self.trace.stack("This host's stack decides.");
         };
         let known = match self.tables.node.get(&sender) {
-            Some(node) if node.flags & NODE_LEADER != 0 => "the leader",
+            Some(node) if node.flags & NODE_LED != 0 => "a node that this one leads",
+            Some(node) if node.flags & NODE_GATEWAY != 0 => "a gateway",
             Some(_) => "a node of the location",
             None => "no node of the location",
         };

@@ -101,6 +101,11 @@ pub struct Tables {
     pub prefix: FlatMap<IpNet, maps::PrefixValue>,
     /// Hops by id; an absent id drops.
     pub hop: BTreeMap<u32, Hop>,
+    /// What hops 2 (Kilo's leader) and 3 (the acting leader) lead to ([`kilo_common::lead`]).
+    /// The second is written only where the kernel's own is not of a later term.
+    pub lead: [u64; 2],
+    /// Private address -> what that node's signals are checked with.
+    pub signal_key: BTreeMap<IpAddr, maps::SignalKey>,
     /// Outer source -> the node that may send from it.
     pub node: BTreeMap<IpAddr, maps::NodeValue>,
     /// Sources: `MASQ_SRC_*`.

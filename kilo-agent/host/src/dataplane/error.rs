@@ -81,6 +81,19 @@ pub enum DataplaneError {
     /// A map cannot be read or written.
     #[error("BPF map: {0}")]
     Map(#[from] MapError),
+    /// A program that the agent runs itself was not run.
+    #[error("the kernel does not run a BPF program for kg: {source}; kg needs CAP_BPF and CAP_NET_ADMIN")]
+    Run {
+        /// What the kernel said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A signal could not be sent.
+    #[error("a signal could not be sent: {}", std::io::Error::from_raw_os_error(-code))]
+    Injected {
+        /// What the kernel said, negative.
+        code: i32,
+    },
     /// The table of masqueraded flows cannot be swept.
     #[error("BPF map nat cannot be swept: {0}; flows that have ended keep their ports")]
     Sweep(#[source] std::io::Error),
@@ -120,6 +133,7 @@ impl DataplaneError {
             Self::Object(_) => "bpf_object",
             Self::Attach { .. } | Self::Query { .. } | Self::List(_) => "bpf_attach",
             Self::Map(_) | Self::Sweep(_) => "bpf_map",
+            Self::Run { .. } | Self::Injected { .. } => "signal",
             Self::Realtime { .. } => "realtime",
             Self::Full { .. } => "bpf_map_full",
         }

@@ -23,7 +23,7 @@ use super::{DataplaneError, error::chain};
 static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("KILO_EBPF_OBJECT"));
 
 /// Programs of the object.
-pub const PROGRAMS: [&str; 7] = [
+pub const PROGRAMS: [&str; 9] = [
     "kilo_egress",
     "kilo_ingress",
     "lan_ingress",
@@ -31,7 +31,12 @@ pub const PROGRAMS: [&str; 7] = [
     "uplink_egress",
     "l3_ingress",
     "l3_egress",
+    INJECT,
+    FOLLOW,
 ];
+/// Programs that are on no hook: the agent runs them.
+pub const INJECT: &str = "inject";
+pub const FOLLOW: &str = "follow";
 
 /// Maps that outlive the agent.
 fn pinned() -> impl Iterator<Item = &'static MapSpec> {

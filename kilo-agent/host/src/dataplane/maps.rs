@@ -18,13 +18,13 @@ use kilo_common::{
     map_table::{MapSpec, name},
     maps::{
         Config, Device, FAMILY_V4, FAMILY_V6, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop,
-        MASQ_ADDR_INDEX_BITS, MASQ_ADDR_OWN, MASQ_EXCLUDE, MasqAddr, NodeValue, PrefixValue, TUNNEL_IPIP,
-        TUNNEL_NONE, TUNNEL_VXLAN, masq_addr_key,
+        LEAD_ACTING, LEAD_KILO, MASQ_ADDR_INDEX_BITS, MASQ_ADDR_OWN, MASQ_EXCLUDE, MasqAddr, NodeValue,
+        PrefixValue, SignalKey, TUNNEL_IPIP, TUNNEL_NONE, TUNNEL_VXLAN, masq_addr_key,
     },
 };
 
 use super::{
-    DataplaneError,
+    DataplaneError, lead,
     load::{Maps, map},
 };
 use kilo_core::{
@@ -45,12 +45,15 @@ pub struct Content {
     masq_dst: BTreeMap<Ipv6Net, u32>,
     masq_addr: BTreeMap<Towards, MasqAddr>,
     device: BTreeMap<u32, Device>,
+    signal_key: BTreeMap<Ipv6Addr, SignalKey>,
+    /// As read last: kernels write the second.
+    lead: [u64; 2],
     config: Config,
 }
 
 impl Content {
     /// Places taken in each map the agent fills.
-    pub(super) fn entries(&self) -> [(&'static str, usize); 9] {
+    pub(super) fn entries(&self) -> [(&'static str, usize); 10] {
         [
             (name::PREFIX_V4, self.prefix_v4.len()),
             (name::PREFIX_V6, self.prefix_v6.len()),
@@ -60,6 +63,7 @@ impl Content {
             (name::MASQ_DST, self.masq_dst.len()),
             (name::MASQ_ADDR, self.masq_addr.len()),
             (name::DEVICE, self.device.len()),
+            (name::SIGNAL_KEY, self.signal_key.len()),
             (name::HOP, places(self.hop.keys().last().copied())),
         ]
     }
@@ -76,6 +80,7 @@ struct Desired<'a> {
     masq_src: FlatMap<Ipv6Net, u32>,
     masq_dst: FlatMap<Ipv6Net, u32>,
     masq_addr: BTreeMap<Towards, MasqAddr>,
+    signal_key: BTreeMap<Ipv6Addr, SignalKey>,
 }
 
 impl<'a> Desired<'a> {
@@ -85,6 +90,7 @@ impl<'a> Desired<'a> {
             masq_src: mapped(&tables.masq_src),
             masq_dst: mapped(&tables.masq_dst),
             masq_addr: masq_addrs(tables),
+            signal_key: tables.signal_key.iter().map(|(addr, key)| (in_v6(*addr), *key)).collect(),
         }
     }
 
@@ -106,6 +112,10 @@ impl<'a> Desired<'a> {
         })
     }
 
+    fn signal_key(&self) -> impl Iterator<Item = (Ipv6Addr, SignalKey)> {
+        self.signal_key.iter().map(|(addr, key)| (*addr, *key))
+    }
+
     fn node_v4(&self) -> impl Iterator<Item = (Ipv4Addr, NodeValue)> {
         self.tables.node.iter().filter_map(|(addr, value)| match addr {
             IpAddr::V4(addr) => Some((*addr, *value)),
@@ -121,7 +131,7 @@ impl<'a> Desired<'a> {
     }
 
     /// Places taken in each map the agent fills.
-    fn entries(&self) -> [(&'static str, usize); 9] {
+    fn entries(&self) -> [(&'static str, usize); 10] {
         [
             (name::PREFIX_V4, self.prefix_v4().count()),
             (name::PREFIX_V6, self.prefix_v6().count()),
@@ -131,6 +141,7 @@ impl<'a> Desired<'a> {
             (name::MASQ_DST, self.masq_dst.len()),
             (name::MASQ_ADDR, self.masq_addr.len()),
             (name::DEVICE, self.tables.device.len()),
+            (name::SIGNAL_KEY, self.tables.signal_key.len()),
             (name::HOP, places(self.hop().last().map(|(id, _)| id))),
         ]
     }
@@ -197,13 +208,18 @@ impl Prefix for Towards {
     }
 }
 
+/// An address of either family, IPv4 as `::ffff:a.b.c.d`.
+const fn in_v6(addr: IpAddr) -> Ipv6Addr {
+    match addr {
+        IpAddr::V4(addr) => addr.to_ipv6_mapped(),
+        IpAddr::V6(addr) => addr,
+    }
+}
+
 /// What `masq_addr` holds: the addresses by interface and destination, and each address
 /// that an uplink gives once more by itself.
 fn masq_addrs(tables: &plan::Tables) -> BTreeMap<Towards, MasqAddr> {
-    let map = |addr: IpAddr| match addr {
-        IpAddr::V4(addr) => addr.to_ipv6_mapped(),
-        IpAddr::V6(addr) => addr,
-    };
+    let map = in_v6;
     let mut all = BTreeMap::new();
     let (mut own, mut wide) = (BTreeMap::new(), Vec::new());
     for (&(ifindex, prefix), &addr) in &tables.masq_addr {
@@ -276,6 +292,12 @@ impl From<&Content> for plan::Tables {
                 .chain(content.prefix_v6.iter().map(|(prefix, value)| (IpNet::V6(*prefix), *value)))
                 .collect(),
             hop: content.hop.iter().filter_map(|(id, hop)| Some((*id, plan_hop(hop)?))).collect(),
+            lead: content.lead,
+            signal_key: content
+                .signal_key
+                .iter()
+                .map(|(addr, key)| (IpAddr::V6(*addr).to_canonical(), *key))
+                .collect(),
             node: content.held_senders(),
             masq_src: unmapped(&content.masq_src),
             masq_dst: unmapped(&content.masq_dst),
@@ -391,8 +413,16 @@ pub fn read(maps: &mut impl Maps) -> Result<Content, DataplaneError> {
     tables.node_v4 = read_hash(maps, name::NODE_V4, |addr: [u8; 4]| addr.into())?;
     tables.node_v6 = read_hash(maps, name::NODE_V6, |addr: [u8; 16]| addr.into())?;
     tables.device = read_hash(maps, name::DEVICE, |ifindex: u32| ifindex)?;
+    tables.signal_key = read_hash(maps, name::SIGNAL_KEY, |addr: [u8; 16]| addr.into())?;
+    tables.lead = read_lead(maps)?;
     tables.config = Array::<_, Config>::try_from(maps.get(name::CONFIG)?)?.get(&0, 0)?;
     Ok(tables)
+}
+
+/// Both words.
+pub fn read_lead(maps: &mut impl Maps) -> Result<[u64; 2], DataplaneError> {
+    let lead = Array::<_, u64>::try_from(maps.get(name::LEAD)?)?;
+    Ok([lead.get(&LEAD_KILO, 0)?, lead.get(&LEAD_ACTING, 0)?])
 }
 
 fn read_trie<P: Prefix, V: Pod>(
@@ -468,6 +498,7 @@ pub fn apply(
     let nodes_v6 = difference(&present.node_v6, desired.node_v6());
     let devices =
         difference(&present.device, tables.device.iter().map(|(ifindex, device)| (*ifindex, *device)));
+    let keys = difference(&present.signal_key, desired.signal_key());
     let prefixes_v4 = difference(&present.prefix_v4, desired.prefix_v4());
     let prefixes_v6 = difference(&present.prefix_v6, desired.prefix_v6());
     let of = |(prefix, value): (&Ipv6Net, &u32)| (*prefix, *value);
@@ -483,6 +514,18 @@ pub fn apply(
         present.hop.insert(id, hop);
         writes += 1;
     }
+    present.lead = read_lead(bpf)?;
+    if present.lead[0] != tables.lead[0] {
+        Array::<_, u64>::try_from(map(bpf, name::LEAD)?)?.set(LEAD_KILO, tables.lead[0], 0)?;
+        present.lead[0] = tables.lead[0];
+        writes += 1;
+    }
+    if present.lead[1] != tables.lead[1] && !lead::is_later(present.lead[1], tables.lead[1]) {
+        let swap = lead::Swap { current: present.lead[1], new: tables.lead[1] };
+        present.lead[1] = lead::swap(bpf, swap)?;
+        writes += 1;
+    }
+    writes += write_hash(bpf, name::SIGNAL_KEY, keys, &mut present.signal_key, |addr| addr.octets())?;
     // What must not be masqueraded is known before anything is.
     writes += write_trie(bpf, name::MASQ_DST, &destinations.write, &mut present.masq_dst)?;
     writes += write_trie(bpf, name::MASQ_ADDR, &addrs.write, &mut present.masq_addr)?;

@@ -4,6 +4,7 @@
 mod attach;
 pub mod decode;
 mod error;
+pub mod lead;
 mod load;
 mod maps;
 pub mod monitor;
@@ -207,6 +208,14 @@ impl Dataplane {
     /// When the pinned map cannot be opened.
     pub fn counters(&self) -> Result<CounterReader, DataplaneError> {
         CounterReader::of(&self.directory)
+    }
+
+    /// What reads and moves the words of `lead` and sends signals, independently of this handle.
+    ///
+    /// # Errors
+    /// When a program is not loaded, or the pinned map cannot be opened.
+    pub fn signals(&self) -> Result<lead::Signals, DataplaneError> {
+        lead::Signals::of(&self.bpf, &self.directory)
     }
 
     /// The programs and maps, for tests that run single programs.

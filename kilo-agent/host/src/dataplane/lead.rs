@@ -1,0 +1,220 @@
+//! The words of `lead`, and signals: programs on no hook that this process runs
+//! (`BPF_PROG_TEST_RUN`), so that a word is never lowered and no right to open packet
+//! sockets is needed.
+
+use std::{
+    io,
+    os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
+    path::Path,
+};
+
+use aya::{
+    Ebpf,
+    maps::{Array, Map, MapData, RingBuf},
+    programs::SchedClassifier,
+};
+use kilo_common::{
+    lead,
+    map_table::name,
+    maps::{Inject, LEAD_ACTING, LEAD_KILO},
+};
+use nix::libc;
+
+use super::{
+    DataplaneError,
+    load::{FOLLOW, INJECT},
+};
+
+/// Bytes of an Ethernet header, which `BPF_PROG_TEST_RUN` takes off the front.
+const LINK: usize = 14;
+/// The least it takes behind that: an IPv6 header.
+const LEAST: usize = 40;
+
+/// Moves a word, if it still is the one expected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Swap {
+    /// What it is.
+    pub current: u64,
+    /// What it becomes.
+    pub new: u64,
+}
+
+/// Whether the term of a word is later than that of another.
+pub const fn is_later(word: u64, than: u64) -> bool {
+    lead::obeys(than, word)
+}
+
+/// Moves the acting leader's word as the kernel's own rule does: never to an earlier term, and
+/// only from the word expected. Returns the word that stands then, perhaps somebody else's.
+pub(super) fn swap(bpf: &Ebpf, swap: Swap) -> Result<u64, DataplaneError> {
+    run_follow(&program(bpf, FOLLOW)?, swap)
+}
+
+fn run_follow(program: &OwnedFd, swap: Swap) -> Result<u64, DataplaneError> {
+    let mut packet = vec![0; LINK + LEAST];
+    packet[12] = 8;
+    let mut context = Context::default();
+    let words = [swap.current, swap.new].map(|word| [word as u32, (word >> 32) as u32]);
+    context.cb[..4].copy_from_slice(words.as_flattened());
+    run(program, &packet, &mut context)?;
+    Ok(u64::from(context.cb[0]) | u64::from(context.cb[1]) << 32)
+}
+
+/// Where a signal goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// As this host's own packets go: to another location by whatever gateway the word names.
+    Stack,
+    /// Into this node's own tunnel.
+    Tunnel,
+    /// To a node of the location, by the interface that leads there.
+    Lan,
+}
+
+/// Reads and moves the words of `lead`, and sends signals.
+pub struct Signals {
+    inject: OwnedFd,
+    follow: OwnedFd,
+    lead: Array<MapData, u64>,
+}
+
+impl std::fmt::Debug for Signals {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Signals")
+    }
+}
+
+impl Signals {
+    pub(super) fn of(bpf: &Ebpf, directory: &Path) -> Result<Self, DataplaneError> {
+        let lead = Array::try_from(Map::Array(super::open_pin(directory, name::LEAD)?))?;
+        Ok(Self { inject: program(bpf, INJECT)?, follow: program(bpf, FOLLOW)?, lead })
+    }
+
+    /// What hops 2 (Kilo's leader) and 3 (the acting leader) lead to now ([`kilo_common::lead`]).
+    ///
+    /// # Errors
+    /// When the map cannot be read.
+    pub fn words(&self) -> Result<[u64; 2], DataplaneError> {
+        Ok([self.lead.get(&LEAD_KILO, 0)?, self.lead.get(&LEAD_ACTING, 0)?])
+    }
+
+    /// Moves the acting leader's word by the rule for ANNOUNCE: to a later term only. Returns the
+    /// word that stands then.
+    ///
+    /// # Errors
+    /// When the program cannot be run.
+    pub fn follow(&self, offered: u64) -> Result<u64, DataplaneError> {
+        loop {
+            let current = self.words()?[1];
+            if current == offered || !lead::obeys(current, offered) {
+                return Ok(current);
+            }
+            if run_follow(&self.follow, Swap { current, new: offered })? == offered {
+                return Ok(offered);
+            }
+        }
+    }
+
+    /// Moves the acting leader's word from one to another of the same or a later term, as when a
+    /// gateway's hop id goes. Returns the word that stands then.
+    ///
+    /// # Errors
+    /// When the program cannot be run.
+    pub fn swap(&self, swap: Swap) -> Result<u64, DataplaneError> {
+        run_follow(&self.follow, swap)
+    }
+
+    /// Sends a packet, from its IP header on.
+    ///
+    /// # Errors
+    /// When the program cannot be run, or the kernel does not take the packet.
+    pub fn send(&self, way: Way, packet: &[u8]) -> Result<(), DataplaneError> {
+        let v6 = packet.first().is_some_and(|byte| byte >> 4 == 6);
+        let mut frame = vec![0; LINK];
+        frame[12..].copy_from_slice(&(if v6 { 0x86dd_u16 } else { 0x0800 }).to_be_bytes());
+        frame.extend_from_slice(packet);
+        let way = match way {
+            Way::Stack => Inject::Stack,
+            Way::Tunnel => Inject::Tunnel,
+            Way::Lan => Inject::Lan,
+        };
+        let mut context = Context { cb: [way as u32, 0, 0, 0, 0], ..Context::default() };
+        match run(&self.inject, &frame, &mut context)? {
+            0 => Ok(()),
+            code => Err(DataplaneError::Injected { code: code.cast_signed() }),
+        }
+    }
+}
+
+/// The ring of what was heard. It has one reader; its descriptor is readable when there is something.
+///
+/// # Errors
+/// When the pinned map cannot be opened.
+pub fn heard(bpffs: &Path) -> Result<RingBuf<MapData>, DataplaneError> {
+    let data = super::open_pin(&super::pin_directory(bpffs), name::SIGNAL)?;
+    Ok(RingBuf::try_from(Map::RingBuf(data))?)
+}
+
+fn program(bpf: &Ebpf, name: &'static str) -> Result<OwnedFd, DataplaneError> {
+    let program: &SchedClassifier = bpf.program(name).ok_or(DataplaneError::Object(name))?.try_into()?;
+    let failed = |source| DataplaneError::Run { source };
+    program.fd()?.as_fd().try_clone_to_owned().map_err(failed)
+}
+
+/// `struct __sk_buff` as far as `BPF_PROG_TEST_RUN` lets it be given (include/uapi/linux/bpf.h).
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Context {
+    before: [u32; 12],
+    cb: [u32; 5],
+    behind: [u32; 31],
+}
+const _: () = assert!(std::mem::offset_of!(Context, cb) == 48 && size_of::<Context>() == 192);
+
+/// The attributes of `BPF_PROG_TEST_RUN`.
+#[repr(C)]
+#[derive(Default)]
+struct Attributes {
+    program: u32,
+    returned: u32,
+    data_in_size: u32,
+    data_out_size: u32,
+    data_in: u64,
+    data_out: u64,
+    repeat: u32,
+    duration: u32,
+    context_in_size: u32,
+    context_out_size: u32,
+    context_in: u64,
+    context_out: u64,
+    flags: u32,
+    cpu: u32,
+    batch_size: u32,
+    pad: u32,
+}
+
+/// Runs a program once on a frame; what it returns.
+fn run(program: &OwnedFd, frame: &[u8], context: &mut Context) -> Result<u32, DataplaneError> {
+    const BPF_PROG_TEST_RUN: libc::c_long = 10;
+    let given = *context;
+    let size = u32::try_from(size_of::<Context>()).unwrap_or(0);
+    let mut attributes = Attributes {
+        program: program.as_raw_fd().cast_unsigned(),
+        data_in_size: u32::try_from(frame.len()).unwrap_or(u32::MAX),
+        data_in: frame.as_ptr() as u64,
+        repeat: 1,
+        context_in_size: size,
+        context_out_size: size,
+        context_in: (&raw const given) as u64,
+        context_out: std::ptr::from_mut(context) as u64,
+        ..Attributes::default()
+    };
+    // SAFETY: every pointer in the attributes is valid for the size beside it during the call.
+    let result = unsafe {
+        libc::syscall(libc::SYS_bpf, BPF_PROG_TEST_RUN, &raw mut attributes, size_of::<Attributes>())
+    };
+    if result < 0 {
+        return Err(DataplaneError::Run { source: io::Error::last_os_error() });
+    }
+    Ok(attributes.returned)
+}

@@ -1,0 +1,119 @@
+//! The words that say who leads this node: what hops 2 and 3 lead to, and the one rule
+//! by which a word moves (`kilo_common::lead`).
+
+use core::ptr::read_volatile;
+
+use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
+use kilo_common::{
+    lead::{Exit, Sender, exit, hop_of, obeys},
+    maps::{HOP_ACTING, HOP_REMOTE, Hop, LEAD_ACTING, NODE_GATEWAY, NODE_LED, NodeValue},
+};
+
+use crate::maps::{LEAD, hop};
+
+/// How often a word is tried to be moved while others move it.
+const TRIES: u32 = 3;
+
+/// True for the two ids that stand for a word.
+#[inline(always)]
+pub const fn is_remote(id: u32) -> bool {
+    id & !1 == HOP_REMOTE
+}
+const _: () = assert!(HOP_REMOTE & 1 == 0 && HOP_ACTING == HOP_REMOTE | 1);
+
+/// The word for one of these ids, read at once; 0 leads nowhere.
+#[inline(always)]
+pub fn word(id: u32) -> u64 {
+    // SAFETY: the entry is aligned to 8 bytes, and always there.
+    LEAD.get_ptr(id & 1).map_or(0, |word| unsafe { read_volatile(word) })
+}
+
+/// Whether the word for one of these ids names this node's own WireGuard.
+#[inline(always)]
+pub fn is_mine(id: u32) -> bool {
+    hop_of(word(id)) as u32 == HOP_REMOTE
+}
+
+/// The entry that a prefix's hop id leads to.
+#[inline(always)]
+pub fn way(id: u32) -> Option<&'static Hop> {
+    hop(if is_remote(id) { hop_of(word(id)) as u32 } else { id })
+}
+
+/// What this gateway does with a packet of that node for one of these ids. What comes
+/// from nobody knows whom is not passed on.
+#[inline(always)]
+pub fn exit_of(sender: Option<&NodeValue>, id: u32) -> Exit {
+    let flags = match sender {
+        Some(sender) => sender.flags,
+        None => NODE_GATEWAY,
+    };
+    let sender = match () {
+        () if id == HOP_ACTING && flags & NODE_LED != 0 => Sender::Led,
+        () if flags & NODE_GATEWAY != 0 => Sender::Gateway,
+        () => Sender::Member,
+    };
+    exit(sender, is_mine(id))
+}
+
+/// Moves the acting leader's word to a later one; whether it is the word then.
+#[inline(always)]
+pub fn obey(offered: u64) -> bool {
+    let Some(word) = LEAD.get_ptr_mut(LEAD_ACTING) else { return false };
+    let mut tries = 0;
+    while tries < TRIES {
+        // SAFETY: as in `word`.
+        let current = unsafe { read_volatile(word) };
+        if current == offered {
+            return true;
+        }
+        if !obeys(current, offered) {
+            return false;
+        }
+        if exchange(word, current, offered) == current {
+            return true;
+        }
+        tries += 1;
+    }
+    false
+}
+
+/// Moves it for the own agent, from the word it expects to one of no earlier term; the
+/// word that stands then. Both in the control block: expected, new; and the answer.
+#[inline(always)]
+pub fn follow(ctx: &TcContext) {
+    let skb: *mut __sk_buff = ctx.as_ptr().cast();
+    // SAFETY: the context is valid for the whole program, and these words are a program's.
+    let cb = unsafe { (*skb).cb };
+    let (expected, new) = (joined(cb[0], cb[1]), joined(cb[2], cb[3]));
+    let mut stands = word(HOP_ACTING);
+    if let Some(word) = LEAD.get_ptr_mut(LEAD_ACTING)
+        && stands == expected
+        && new >> 16 >= expected >> 16
+    {
+        let found = exchange(word, expected, new);
+        stands = if found == expected { new } else { found };
+    }
+    // SAFETY: as above.
+    unsafe {
+        (*skb).cb[0] = stands as u32;
+        (*skb).cb[1] = (stands >> 32) as u32;
+    }
+}
+
+#[inline(always)]
+const fn joined(low: u32, high: u32) -> u64 {
+    low as u64 | (high as u64) << 32
+}
+
+/// Compare-and-exchange, which the compiler does not have for this target; what was there.
+#[inline(always)]
+fn exchange(word: *mut u64, expected: u64, new: u64) -> u64 {
+    let mut found = expected;
+    // SAFETY: the pointer is a map's entry of 8 bytes. The instruction compares with r0 and leaves there
+    // what it has found.
+    unsafe {
+        core::arch::asm!("r0 = cmpxchg_64({0} + 0, r0, {1})", in(reg) word, in(reg) new, inout("r0") found);
+    }
+    found
+}
