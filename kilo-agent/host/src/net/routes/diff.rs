@@ -1,0 +1,242 @@
+//! Pure: the difference between the routes there are and those wanted.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ipnet::IpNet;
+
+use super::{super::PROTOCOL, UNREACHABLE_METRIC};
+use kilo_core::{
+    flat_map::{FlatSet, Key as _, merge},
+    plan::{MAIN_TABLE, Route},
+};
+
+/// A route of the kernel's tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Found {
+    /// Destination, table and preferred source.
+    pub route: Route,
+    /// Output interface; `None` for multipath and unreachable routes.
+    pub interface: Option<u32>,
+    /// Metric; smaller wins.
+    pub priority: u32,
+    /// Who made it: 2 = kernel, 3 = boot, 4 = static, [`PROTOCOL`] = us.
+    pub protocol: u8,
+    /// It answers that the destination is unreachable.
+    pub unreachable: bool,
+    /// There is no gateway: the destinations are on the link.
+    pub on_link: bool,
+}
+
+/// A route as the kernel holds it: one to the WireGuard device, or the
+/// `unreachable` one behind it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Destination, source and MTU.
+    pub route: Route,
+    /// It answers that the destination is unreachable.
+    pub unreachable: bool,
+}
+
+impl Entry {
+    /// The entries of a route that is wanted, in the form the kernel gives back.
+    fn of(route: &Route) -> impl Iterator<Item = Self> {
+        let behind = Route { source: None, mtu: None, ..normalise(*route) };
+        let behind = route.closed.then_some(Self { route: behind, unreachable: true });
+        [Self { route: normalise(*route), unreachable: false }].into_iter().chain(behind)
+    }
+
+    /// The `unreachable` route to a prefix that has no other of ours.
+    fn unreachable(destination: IpNet) -> Self {
+        let route = Route { destination, table: MAIN_TABLE, source: None, mtu: None, closed: false };
+        Self { route: normalise(route), unreachable: true }
+    }
+
+    /// What there is one of.
+    const fn key(&self) -> (u32, IpNet, bool) {
+        (self.route.table, self.route.destination, self.unreachable)
+    }
+}
+
+/// Difference between the routes there are and those wanted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Changes {
+    /// New destinations.
+    pub add: Vec<Entry>,
+    /// Ours with another source or interface: changed in place, never absent.
+    pub replace: Vec<Entry>,
+    /// Ours that nobody wants, deleted last.
+    pub delete: Vec<Found>,
+}
+
+/// Pure: what has to change so that our routes are `wanted`, all through `kilo`, and those that
+/// answer that these destinations are `unreachable`.
+pub fn diff<'a>(
+    current: &[Found],
+    wanted: impl IntoIterator<Item = &'a Route>,
+    unreachable: impl IntoIterator<Item = &'a IpNet>,
+    kilo: u32,
+) -> Changes {
+    let unreachable = unreachable.into_iter().copied().map(Entry::unreachable);
+    let wanted = wanted.into_iter().flat_map(Entry::of).chain(unreachable);
+    let wanted: BTreeMap<_, Entry> = wanted.map(|entry| (entry.key(), entry)).collect();
+    let mut changes = Changes::default();
+    let mut right = BTreeSet::new();
+    let mut present = BTreeSet::new();
+    for found in current {
+        let key = (found.route.table, found.route.destination, found.unreachable);
+        match wanted.get(&key) {
+            None => changes.delete.push(*found),
+            Some(entry) => {
+                present.insert(key);
+                let leads = found.unreachable || found.interface == Some(kilo);
+                if entry.route == found.route && leads {
+                    right.insert(key);
+                }
+            }
+        }
+    }
+    for (key, entry) in wanted {
+        if right.contains(&key) {
+        } else if present.contains(&key) {
+            changes.replace.push(entry);
+        } else {
+            changes.add.push(entry);
+        }
+    }
+    changes
+}
+
+/// Pure: what has to change where exactly the routes `before` are there, all
+/// through `kilo`.
+pub fn between(before: &FlatSet<Route>, wanted: &FlatSet<Route>, kilo: u32) -> Changes {
+    let found = |entry: Entry| Found {
+        route: entry.route,
+        interface: (!entry.unreachable).then_some(kilo),
+        // Whatever the kernel chose.
+        priority: if entry.unreachable { UNREACHABLE_METRIC } else { 0 },
+        protocol: PROTOCOL,
+        unreachable: entry.unreachable,
+        on_link: true,
+    };
+    let (mut gone, mut new) = (Vec::new(), Vec::new());
+    let order = |one: &&Route, other: &&Route| one.rank().cmp(&other.rank());
+    merge(before.iter(), wanted.iter(), order, |before, wanted| match (before, wanted) {
+        (Some(_), Some(_)) => {}
+        (before, wanted) => {
+            gone.extend(before.into_iter().flat_map(Entry::of).map(found));
+            new.extend(wanted);
+        }
+    });
+    diff(&gone, new, [], kilo)
+}
+
+/// The form the kernel gives back: no host bits; a source of the other family
+/// cannot be expressed and is left out.
+fn normalise(mut route: Route) -> Route {
+    route.destination = route.destination.trunc();
+    route.closed = false;
+    route.source = route.source.filter(|source| source.is_ipv4() == route.destination.addr().is_ipv4());
+    route
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn route(destination: &str, source: Option<&str>) -> Route {
+        Route {
+            destination: destination.parse().unwrap(),
+            table: MAIN_TABLE,
+            source: source.map(|text| text.parse().unwrap()),
+            mtu: None,
+            closed: false,
+        }
+    }
+
+    fn found(route: Route, interface: u32, priority: u32) -> Found {
+        let route = Route { closed: false, ..route };
+        Found {
+            route,
+            interface: Some(interface),
+            priority,
+            protocol: PROTOCOL,
+            unreachable: false,
+            on_link: true,
+        }
+    }
+
+    /// The route behind a closed one.
+    fn unreachable(route: Route) -> Found {
+        let route = Route { source: None, mtu: None, ..route };
+        Found { interface: None, unreachable: true, ..found(route, 0, UNREACHABLE_METRIC) }
+    }
+
+    const fn entry(route: Route) -> Entry {
+        Entry { route, unreachable: false }
+    }
+
+    #[test]
+    fn another_source_or_interface_is_replaced_in_place() {
+        let old = route("10.2.0.0/24", Some("10.0.0.1"));
+        let new = route("10.2.0.0/24", Some("10.0.0.2"));
+        let changes = diff(&[found(old, 5, 0)], &BTreeSet::from([new]), [], 5);
+        assert_eq!(changes, Changes { replace: vec![entry(new)], ..Changes::default() });
+        let changes = diff(&[found(new, 4, 0)], &BTreeSet::from([new]), [], 5);
+        assert_eq!(changes, Changes { replace: vec![entry(new)], ..Changes::default() });
+        assert_eq!(diff(&[found(new, 5, 0)], &BTreeSet::from([new]), [], 5), Changes::default());
+    }
+
+    #[test]
+    fn a_source_of_the_other_family_is_no_difference() {
+        let wanted = BTreeSet::from([route("fd00:1::/64", Some("10.0.0.1"))]);
+        assert_eq!(diff(&[found(route("fd00:1::/64", None), 5, 1024)], &wanted, [], 5), Changes::default());
+    }
+
+    proptest! {
+        #[test]
+        fn applying_a_diff_reaches_the_plan(
+            have in proptest::collection::btree_map(0u8..40, (0u8..3, 4u32..6, any::<[bool; 2]>()), 0..30),
+            want in proptest::collection::btree_map(0u8..40, (0u8..3, any::<bool>()), 0..30),
+        ) {
+            let make = |net: u8, source: u8, closed: bool| Route {
+                closed,
+                ..route(&format!("10.{net}.0.0/24"), Some(&format!("192.0.2.{source}")))
+            };
+            // Either may be missing: the kernel removes those of a device that went down.
+            let current: Vec<Found> = have
+                .iter()
+                .flat_map(|(net, (source, oif, there))| {
+                    let route = make(*net, *source, false);
+                    let both = [found(route, *oif, 0), unreachable(route)];
+                    both.into_iter().zip(*there).filter(|(_, there)| *there).map(|(found, _)| found)
+                })
+                .collect();
+            let wanted: BTreeSet<Route> =
+                want.iter().map(|(net, (source, closed))| make(*net, *source, *closed)).collect();
+            let changes = diff(&current, &wanted, [], 5);
+            let key = |found: &Found| (found.route.destination, found.unreachable);
+            let mut table: BTreeMap<_, Found> = current.iter().map(|f| (key(f), *f)).collect();
+            for Entry { route, unreachable: behind } in changes.add.iter().chain(&changes.replace) {
+                let made = if *behind { unreachable(*route) } else { found(*route, 5, 0) };
+                table.insert(key(&made), made);
+            }
+            for gone in &changes.delete {
+                prop_assert!(table.remove(&key(gone)).is_some());
+            }
+            let after: Vec<Found> = table.into_values().collect();
+            for route in &wanted {
+                let behind = after.contains(&unreachable(*route));
+                prop_assert_eq!(behind, route.closed);
+                prop_assert!(after.contains(&found(*route, 5, 0)));
+            }
+            prop_assert_eq!(after.len(), wanted.iter().map(|route| 1 + usize::from(route.closed)).sum::<usize>());
+            prop_assert_eq!(diff(&after, &wanted, [], 5), Changes::default());
+            let before: FlatSet<Route> = wanted.iter().copied().collect();
+            prop_assert_eq!(between(&before, &before, 5), Changes::default());
+            let gone = between(&before, &FlatSet::from_iter([]), 5).delete;
+            prop_assert_eq!(gone.len(), after.len());
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! Which routes lead to an address, and out of the host.
+
+use std::{collections::BTreeSet, net::IpAddr};
+
+use ipnet::IpNet;
+use rtnetlink::packet_route::{
+    AddressFamily, RouteNetlinkMessage,
+    route::{RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteType},
+};
+
+use super::{
+    super::{NetError, PROTOCOL, Rtnl, Way},
+    Found, ip, is_temporary, messages, parse,
+};
+use kilo_core::{observed::Elsewhere, plan::MAIN_TABLE};
+
+/// Metric the kernel gives IPv6 routes that bear none.
+const DEFAULT_METRIC_V6: u32 = 1024;
+
+/// Output interface the kernel would use towards an address from this host;
+/// `None` when there is no route.
+pub async fn lookup(rtnl: &Rtnl, address: IpAddr) -> Result<Option<Found>, NetError> {
+    let request = question(address);
+    match rtnl.get("look up a route", RouteNetlinkMessage::GetRoute(request)).await {
+        Ok(answers) => Ok(answers.into_iter().find_map(|message| match message {
+            RouteNetlinkMessage::NewRoute(route) if route.header.kind == RouteType::Unicast => {
+                let mut found = parse(&route)?;
+                // What the kernel learnt for a while is no setting of the route.
+                found.route.mtu = found.route.mtu.filter(|_| !is_temporary(&route));
+                Some(found)
+            }
+            _ => None,
+        })),
+        Err(NetError::Kernel { .. }) => Ok(None),
+        Err(other) => Err(other),
+    }
+}
+
+/// Routes of the main table by this interface, both families.
+pub async fn by_interface(rtnl: &Rtnl, interface: u32) -> Result<Vec<Way>, NetError> {
+    let mut all = Vec::new();
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        let mut request = RouteMessage::default();
+        request.header.address_family = family;
+        request.header.table = RouteHeader::RT_TABLE_MAIN;
+        request.attributes.push(RouteAttribute::Oif(interface));
+        let answers =
+            rtnl.dump("list the routes of an interface", RouteNetlinkMessage::GetRoute(request)).await;
+        // A kernel without IPv6, or without this table of a family, has none.
+        for answer in
+            answers.or_else(|error| if error.errno().is_some() { Ok(Vec::new()) } else { Err(error) })?
+        {
+            let RouteNetlinkMessage::NewRoute(message) = answer else { continue };
+            if message.header.address_family == family && message.header.kind == RouteType::Unicast {
+                all.extend(way(&message, interface));
+            }
+        }
+    }
+    Ok(all)
+}
+
+fn way(message: &RouteMessage, interface: u32) -> Option<Way> {
+    let found = parse(message).filter(|found| found.route.table == MAIN_TABLE)?;
+    let next_hop = |attributes: &[RouteAttribute]| {
+        attributes.iter().find_map(|attribute| match attribute {
+            RouteAttribute::Gateway(address) => ip(address),
+            _ => None,
+        })
+    };
+    let of_several = message.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::MultiPath(hops) => hops.iter().find(|hop| hop.interface_index == interface),
+        _ => None,
+    });
+    if of_several.is_none() && found.interface != Some(interface) {
+        return None;
+    }
+    Some(Way {
+        interface,
+        destination: found.route.destination,
+        source: found.route.source,
+        gateway: next_hop(of_several.map_or(&message.attributes, |hop| &hop.attributes)),
+        priority: found.priority,
+    })
+}
+
+/// Interfaces of all next hops of the route to an address; empty without a route.
+pub async fn next_hops(rtnl: &Rtnl, address: IpAddr) -> Result<Vec<u32>, NetError> {
+    let mut request = question(address);
+    request.header.flags |= RouteFlags::FibMatch;
+    let answers =
+        match rtnl.get("look up the next hops of a route", RouteNetlinkMessage::GetRoute(request)).await {
+            Ok(answers) => answers,
+            Err(NetError::Kernel { .. }) => return Ok(Vec::new()),
+            Err(other) => return Err(other),
+        };
+    let attributes = answers.into_iter().filter_map(|message| match message {
+        RouteNetlinkMessage::NewRoute(route) if route.header.kind == RouteType::Unicast => {
+            Some(route.attributes)
+        }
+        _ => None,
+    });
+    let interfaces = attributes.flatten().flat_map(|attribute| match attribute {
+        RouteAttribute::Oif(index) => vec![index],
+        RouteAttribute::MultiPath(hops) => hops.iter().map(|hop| hop.interface_index).collect(),
+        _ => Vec::new(),
+    });
+    Ok(interfaces.collect())
+}
+
+fn question(address: IpAddr) -> RouteMessage {
+    let mut request = RouteMessage::default();
+    let (family, length) = match address {
+        IpAddr::V4(_) => (AddressFamily::Inet, 32),
+        IpAddr::V6(_) => (AddressFamily::Inet6, 128),
+    };
+    request.header.address_family = family;
+    request.header.destination_prefix_length = length;
+    request.attributes.push(RouteAttribute::Destination(address.into()));
+    request
+}
+
+/// The interfaces that routes of the main table lead out of the host by, without those
+/// in `own`: these are the agent's, which follow the others.
+pub async fn ways_out(rtnl: &Rtnl, own: &[u32]) -> Result<WaysOut, NetError> {
+    let messages = messages(rtnl, RouteProtocol::Unspec).await?;
+    let routes: Vec<Found> = messages.iter().filter_map(parse).collect();
+    let next_hops: BTreeSet<u32> = messages
+        .iter()
+        .filter(|message| message.header.kind == RouteType::Unicast)
+        .flat_map(next_hop_interfaces)
+        .filter(|index| !own.contains(index))
+        .collect();
+    let elsewhere = routes.iter().filter(|found| {
+        found.protocol != PROTOCOL
+            && found.route.table == MAIN_TABLE
+            && found.route.destination.prefix_len() > 0
+            && !found.unreachable
+    });
+    let elsewhere = elsewhere.filter_map(|found| {
+        let destination = found.route.destination;
+        let ours = if destination.addr().is_ipv4() { 1 } else { DEFAULT_METRIC_V6 };
+        let way = Elsewhere { on_link: found.on_link, wins: found.priority < ours };
+        Some((destination, found.interface?, way))
+    });
+    Ok(WaysOut {
+        default: default_of(&routes, own),
+        next_hops: next_hops.into_iter().collect(),
+        elsewhere: elsewhere.collect(),
+    })
+}
+
+/// What [`ways_out`] finds.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WaysOut {
+    /// Interface of the default route with the smallest metric, IPv4 before IPv6.
+    pub default: Option<u32>,
+    /// Interfaces with a route that has a next hop, or with a default route.
+    pub next_hops: Vec<u32>,
+    /// What others' routes lead to, without default routes: prefix, interface, and how
+    /// the kernel takes the route.
+    pub elsewhere: Vec<(IpNet, u32, Elsewhere)>,
+}
+
+fn next_hop_interfaces(message: &RouteMessage) -> Vec<u32> {
+    let mut interfaces = Vec::new();
+    let mut has_next_hop = message.header.destination_prefix_length == 0;
+    for attribute in &message.attributes {
+        match attribute {
+            RouteAttribute::Gateway(_) | RouteAttribute::Via(_) => has_next_hop = true,
+            RouteAttribute::Oif(index) => interfaces.push(*index),
+            RouteAttribute::MultiPath(hops) => {
+                has_next_hop = true;
+                interfaces.extend(hops.iter().map(|hop| hop.interface_index));
+            }
+            _ => {}
+        }
+    }
+    if has_next_hop { interfaces } else { Vec::new() }
+}
+
+fn default_of(routes: &[Found], own: &[u32]) -> Option<u32> {
+    routes
+        .iter()
+        .filter(|found| found.route.table == MAIN_TABLE && found.route.destination.prefix_len() == 0)
+        .filter(|found| !found.unreachable)
+        .filter_map(|found| {
+            let index = found.interface.filter(|index| !own.contains(index))?;
+            Some((found.route.destination.addr().is_ipv6(), found.priority, index))
+        })
+        .min_by_key(|(v6, priority, _)| (*v6, *priority))
+        .map(|(_, _, index)| index)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kilo_core::plan::Route;
+
+    fn found(destination: &str, interface: u32, priority: u32) -> Found {
+        let destination = destination.parse().unwrap();
+        Found {
+            route: Route { destination, table: MAIN_TABLE, source: None, mtu: None, closed: false },
+            interface: Some(interface),
+            priority,
+            protocol: PROTOCOL,
+            unreachable: false,
+            on_link: true,
+        }
+    }
+
+    #[test]
+    fn default_route_is_the_cheapest_and_prefers_ipv4() {
+        let (any4, any6) = ("0.0.0.0/0", "::/0");
+        let routes = [found(any6, 2, 0), found(any4, 3, 600), found(any4, 4, 100)];
+        assert_eq!(default_of(&routes, &[]), Some(4));
+        assert_eq!(default_of(&routes, &[4]), Some(3), "not a device of ours");
+        assert_eq!(default_of(&routes, &[3, 4]), Some(2));
+        assert_eq!(default_of(&[found(any6, 2, 1024)], &[]), Some(2));
+        assert_eq!(default_of(&[found("10.0.0.0/8", 2, 0)], &[]), None);
+    }
+}
