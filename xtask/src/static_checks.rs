@@ -23,6 +23,9 @@ pub fn sources(part: &str) -> Vec<TestOutcome> {
             cargo(&["clippy", "--workspace", "--all-targets", "--locked", "--quiet", "--", "-D", "warnings"])
         }),
         checked(part, "clippy has no warnings about the BPF programs", build_ebpf::clippy),
+        checked(part, "examples in the documentation run", || {
+            cargo(&["test", "--doc", "--locked", "--quiet"])
+        }),
         with_tool(
             part,
             "licences, sources and versions of crates are allowed",

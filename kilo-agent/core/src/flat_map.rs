@@ -75,6 +75,15 @@ impl Key for Ipv6Addr {
 }
 
 /// Values by key.
+/// ```
+/// use ipnet::IpNet;
+/// use kilo_core::flat_map::FlatMap;
+///
+/// let net = |text: &str| text.parse::<IpNet>().unwrap();
+/// let hops: FlatMap<IpNet, u32> = [(net("10.42.2.0/24"), 4), (net("10.42.1.0/24"), 3)].into_iter().collect();
+/// assert_eq!(hops.get(&net("10.42.2.0/24")), Some(&4));
+/// assert_eq!(hops.keys().next(), Some(&net("10.42.1.0/24")), "sorted");
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlatMap<K, V>(Vec<(K, V)>);
 

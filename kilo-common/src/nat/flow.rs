@@ -132,6 +132,19 @@ impl NatKey {
     }
 
     /// As [`Self::write_partner`].
+    ///
+    /// ```
+    /// use kilo_common::{maps::{NAT_EGRESS, NatKey}, nat::flow::mapped};
+    ///
+    /// let (pod, site, node) = ([10, 42, 1, 2], [198, 51, 100, 7], [192, 0, 2, 1]);
+    /// let (src, dst, ports) = (mapped(pod), mapped(site), ([0x9c, 0x40], [0, 53]));
+    /// let key = NatKey {
+    ///     src, dst, src_port: ports.0, dst_port: ports.1, protocol: 17, direction: NAT_EGRESS, pad: [0; 2],
+    /// };
+    /// let reply = key.partner(&mapped(node), [0xea, 0x60]);
+    /// assert_eq!((reply.src, reply.dst), (key.dst, mapped(node)));
+    /// assert_eq!((reply.src_port, reply.dst_port), ([0, 53], [0xea, 0x60]));
+    /// ```
     pub fn partner(&self, addr: &[u8; 16], port: [u8; 2]) -> Self {
         let mut partner = Self::default();
         self.write_partner(addr, port, &mut partner);

@@ -12,6 +12,18 @@ use crate::{
 
 /// Everything a backend knows at one moment. Invalid objects are left out
 /// and named in `problems`; they never hide valid ones.
+/// ```
+/// use kilo_core::{objects::Snapshot, topology::{CheckedIn, Node}};
+///
+/// let node = Node { name: "a1".into(), ..Node::default() };
+/// let mut before = Snapshot::default();
+/// before.nodes.insert(CheckedIn { node: node.clone(), last_seen: 1_000 });
+/// let mut after = before.clone();
+/// after.nodes.insert(CheckedIn { node: node.clone(), last_seen: 1_030 });
+/// assert!(after.differs_only_in_heartbeats(&before));
+/// after.nodes.insert(CheckedIn { node: Node { leader: true, ..node }, last_seen: 1_030 });
+/// assert!(!after.differs_only_in_heartbeats(&before));
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
     /// Nodes by name, ready or not; shared with the snapshot before, as far as they are the same.

@@ -17,6 +17,28 @@ use crate::topology::{Member, Mesh};
 pub const MOST_OTHERS: u32 = HOP.size - HOP_FIRST_NODE;
 
 /// Node name -> hop id.
+/// ```
+/// use std::collections::BTreeMap;
+/// use kilo_core::{plan::HopIds, settings::Granularity, topology::{Mesh, Node}, wireguard::PublicKey};
+///
+/// let mesh = |names: &[&str]| {
+///     let node = |name: &&str| Node {
+///         name: (*name).into(),
+///         key: Some(PublicKey([name.as_bytes()[1]; 32])),
+///         endpoint: "192.0.2.1:51820".parse().ok(),
+///         internal_ip: "10.0.0.1/24".parse().ok(),
+///         pod_cidrs: vec!["10.42.0.0/24".parse().unwrap()],
+///         location: "a".into(),
+///         ..Node::default()
+///     };
+///     let nodes: Vec<Node> = names.iter().map(node).collect();
+///     Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap())
+/// };
+/// let before = HopIds::default().update(&mesh(&["a1", "a3"]), "a1");
+/// let after = before.update(&mesh(&["a1", "a2", "a3"]), "a1");
+/// assert_eq!(after.get("a3"), before.get("a3"), "an id stays with its node");
+/// assert_ne!(after.get("a2"), after.get("a3"));
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HopIds(BTreeMap<String, u32>);
 

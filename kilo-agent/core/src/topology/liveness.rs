@@ -17,6 +17,29 @@ const PATIENCE: Duration = Duration::from_secs(READY_SECONDS as u64);
 const EVIDENCE: Duration = Duration::from_secs(45);
 
 /// What one agent has seen of the others.
+/// ```
+/// use std::{sync::Arc, time::{Duration, Instant}};
+/// use kilo_core::{topology::{Known, Liveness, Node}, wireguard::PublicKey};
+///
+/// let node = |name: &str| Arc::new(Node {
+///     name: name.into(),
+///     key: Some(PublicKey([1; 32])),
+///     endpoint: "192.0.2.1:51820".parse().ok(),
+///     pod_cidrs: vec!["10.42.0.0/24".parse().unwrap()],
+///     ..Node::default()
+/// });
+/// let (own, other) = (node("a1"), node("a2"));
+/// let (mut liveness, start) = (Liveness::default(), Instant::now());
+/// let mut ready = |seconds: u64, heartbeats: [i64; 2]| {
+///     let nodes = [&own, &other].into_iter().zip(heartbeats);
+///     let nodes: Vec<Known> = nodes.map(|(node, last_seen)| Known { node, last_seen }).collect();
+///     liveness.ready(nodes.into_iter(), "a1", start + Duration::from_secs(seconds), 1_000 + seconds as i64)
+/// };
+/// assert_eq!(ready(0, [1_000, 1_000]), [true, true]);
+/// // A minute later the own heartbeat comes back, the other one does not.
+/// assert_eq!(ready(50, [1_050, 1_000]), [true, true]);
+/// assert_eq!(ready(70, [1_070, 1_000]), [true, false]);
+/// ```
 #[derive(Debug, Default)]
 pub struct Liveness {
     /// Sorted by name.

@@ -50,6 +50,26 @@ pub fn is_recent(last_seen: i64, now: i64) -> bool {
 }
 
 /// Locations, leaders, addresses and allowed IPs of all nodes that take part.
+/// ```
+/// use std::collections::BTreeMap;
+/// use kilo_core::{settings::Granularity, topology::{Mesh, Node}, wireguard::PublicKey};
+///
+/// let node = |name: &str, n: u8, location: &str| Node {
+///     name: name.into(),
+///     location: location.into(),
+///     key: Some(PublicKey([n; 32])),
+///     endpoint: format!("192.0.2.{n}:51820").parse().ok(),
+///     internal_ip: format!("10.0.{n}.1/16").parse().ok(),
+///     pod_cidrs: vec![format!("10.42.{n}.0/24").parse().unwrap()],
+///     ..Node::default()
+/// };
+/// let nodes = [node("a1", 1, "a"), node("a2", 2, "a"), node("b1", 3, "b")];
+/// let mesh = Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse()?);
+/// assert_eq!(mesh.segments[0].location, "location:a");
+/// assert!(mesh.leads("a1") && !mesh.leads("a2") && mesh.leads("b1"));
+/// assert_eq!(mesh.segments[1].wireguard_ip, Some([10, 4, 0, 2].into()));
+/// # Ok::<(), ipnet::AddrParseError>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mesh {
     /// CIDR from which WireGuard addresses are allocated.

@@ -25,6 +25,15 @@ pub struct PeerSection {
 }
 
 /// A whole configuration.
+/// ```
+/// use kilo_core::wireguard::conf::Conf;
+///
+/// let text = "[Peer]\nPublicKey = AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE=\nAllowedIPs = 10.42.1.0/24\n";
+/// let conf: Conf = text.parse()?;
+/// assert_eq!(conf.peers[0].allowed_ips, ["10.42.1.0/24".parse().unwrap()]);
+/// assert_eq!(conf.to_ini().parse::<Conf>()?, conf);
+/// # Ok::<(), kilo_core::wireguard::conf::InvalidConf>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Conf {
     /// `[Interface]`: private key and port, unless only peers are described.

@@ -16,6 +16,15 @@ pub enum EndpointHost {
 }
 
 /// Where a peer is reached: host and UDP port.
+/// ```
+/// use kilo_core::wireguard::Endpoint;
+///
+/// let endpoint: Endpoint = "[2001:db8::1]:51820".parse()?;
+/// assert_eq!(endpoint.ip(), Some("2001:db8::1".parse().unwrap()));
+/// assert_eq!("vpn.example.com:51820".parse::<Endpoint>()?.ip(), None, "a name to resolve");
+/// assert!("192.0.2.1".parse::<Endpoint>().is_err(), "the port is missing");
+/// # Ok::<(), kilo_core::wireguard::InvalidEndpoint>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Endpoint {
     /// Address or name.

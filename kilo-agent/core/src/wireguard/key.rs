@@ -23,6 +23,14 @@ pub(super) fn repeatable(name: &str) -> &str {
 }
 
 /// A peer's public key.
+/// ```
+/// use kilo_core::wireguard::PublicKey;
+///
+/// let key: PublicKey = "AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE=".parse()?;
+/// assert_eq!(key, PublicKey([1; 32]));
+/// assert!("AQEB".parse::<PublicKey>().is_err());
+/// # Ok::<(), kilo_core::wireguard::key::InvalidKey>(())
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct PublicKey(pub [u8; 32]);
@@ -60,6 +68,14 @@ impl From<PublicKey> for String {
 }
 
 /// A private or pre-shared key: never shown by `Debug`, never serialized.
+/// ```
+/// use kilo_core::wireguard::SecretKey;
+///
+/// let key = SecretKey::from_bytes([7; 32]);
+/// assert_eq!(format!("{key:?}"), "(secret)");
+/// assert_eq!(key.public(), key.reveal().parse::<SecretKey>()?.public());
+/// # Ok::<(), kilo_core::wireguard::key::InvalidKey>(())
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SecretKey([u8; 32]);
 

@@ -15,6 +15,17 @@ use super::{
 use crate::flat_map::FlatSet;
 
 /// What the device has.
+/// ```
+/// use kilo_core::wireguard::{DeviceState, PublicKey, SecretKey, WireguardPeer, WireguardPlan, diff};
+///
+/// let peer = WireguardPeer { endpoint: "192.0.2.1:51820".parse().ok(), ..WireguardPeer::default() };
+/// let plan = WireguardPlan { listen_port: 51820, peers: [(PublicKey([1; 32]), peer)].into() };
+/// let (mut device, key) = (DeviceState::default(), SecretKey::from_bytes([7; 32]));
+/// let changes = diff(&device, &plan, &key);
+/// assert_eq!(changes.len(), 3, "key, port and peer");
+/// device.take(&changes);
+/// assert_eq!(diff(&device, &plan, &key), []);
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceState {
     /// Private key, `None` on a fresh device.
