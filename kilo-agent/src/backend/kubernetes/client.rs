@@ -11,7 +11,8 @@ use kube::{
 use crate::backend::BackendError;
 use kilo_core::objects::error_chain;
 
-/// No byte for this long, bookmarks included (every 60 to 75 s): the connection is dead.
+/// No byte for this long: the connection is given up. It may be dead, or a watch of an API server without bookmarks
+/// (others send one every 60 to 75 s) where nothing changes.
 const SILENCE: Duration = Duration::from_secs(90);
 /// Connecting takes no longer than this.
 const CONNECT: Duration = Duration::from_secs(10);

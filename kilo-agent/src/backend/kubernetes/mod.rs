@@ -4,6 +4,8 @@
 mod cache;
 mod client;
 mod event;
+#[cfg(test)]
+mod idle_watch;
 mod network;
 mod partial_node;
 mod peer_status;
@@ -225,6 +227,12 @@ fn report(error: &watcher::Error, asked: Asked<'_>) {
     let reason = match error {
         watcher::Error::WatchError(status) if status.code == 410 => {
             tracing::debug!(?asked, "watch expired; listing again");
+            return;
+        }
+        // It begins anew at once, which fails, and is reported, when the server is really away. A server that
+        // sends no bookmarks says nothing for as long as nothing changes.
+        watcher::Error::WatchFailed(error) if !matches!(error, kube::Error::Api(_)) => {
+            tracing::debug!(?asked, reason = error_chain(error), "watch ended; beginning it anew");
             return;
         }
         watcher::Error::WatchError(status) => explain(&kube::Error::Api(status.clone()), asked).to_string(),
