@@ -19,6 +19,8 @@ struct State {
     last_error: Option<String>,
     /// What cannot become well again.
     broken: Option<String>,
+    /// What works less well than it should, through no fault of this agent.
+    degraded: Vec<String>,
 }
 
 /// How long `/health` tells of a panic before the process ends.
@@ -29,7 +31,7 @@ const PANICKED: i32 = 101;
 impl Health {
     /// Starts healthy; turns unhealthy after `patience` without a success.
     pub fn new(now: Instant, patience: Duration) -> Self {
-        let state = State { last_success: now, last_error: None, broken: None };
+        let state = State { last_success: now, last_error: None, broken: None, degraded: Vec::new() };
         Self { inner: Arc::new(Mutex::new(state)), patience }
     }
 
@@ -48,6 +50,17 @@ impl Health {
     /// Records what only a new process can mend.
     pub fn broken(&self, why: String) {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).broken = Some(why);
+    }
+
+    /// Replaces what works less well than it should. The agent is healthy all the same: no restart of it
+    /// mends another location.
+    pub fn set_degraded(&self, degraded: Vec<String>) {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).degraded = degraded;
+    }
+
+    /// What works less well than it should, a sentence each.
+    pub fn degraded(&self) -> Vec<String> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).degraded.clone()
     }
 
     /// Ends the process after a panic of any task or thread: one that is missing

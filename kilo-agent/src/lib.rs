@@ -5,6 +5,8 @@
 
 #[cfg(feature = "agent")]
 pub mod agent;
+#[cfg(feature = "agent")]
+pub mod announce;
 pub mod backend;
 pub mod cli;
 pub mod flag_table;

@@ -15,12 +15,13 @@ use prometheus_client::{
         family::Family,
         gauge::{ConstGauge, Gauge},
         histogram::{Histogram, exponential_buckets},
+        info::Info,
     },
     registry::Registry,
 };
 
 use crate::status::Timestamp;
-use kilo_core::wireguard::key::PublicKey;
+use kilo_core::{topology::TunnelEnd, wireguard::key::PublicKey};
 use kilo_host::{
     dataplane::{CounterReader, Counters, DataplaneError},
     wireguard::PeerStatus,
@@ -47,6 +48,23 @@ struct Samples {
     counters: Option<CounterReader>,
     /// WireGuard peers as of this scrape, and the moment they were read.
     peers: (BTreeMap<PublicKey, PeerStatus>, Timestamp),
+    /// Who they are.
+    ends: BTreeMap<PublicKey, TunnelEnd>,
+}
+
+impl Samples {
+    /// Labels of a tunnel: its key, and who is there.
+    fn labels(&self, key: &PublicKey) -> Vec<(&'static str, String)> {
+        let mut labels = vec![("public_key", key.to_string())];
+        match self.ends.get(key) {
+            Some(TunnelEnd::Location { location, node }) => {
+                labels.extend([("location", location.clone()), ("node", node.clone())]);
+            }
+            Some(TunnelEnd::Peer { peer, .. }) => labels.push(("peer", peer.clone())),
+            None => {}
+        }
+        labels
+    }
 }
 
 #[derive(Debug)]
@@ -68,57 +86,57 @@ impl Collector for SampleCollector {
             &mut encoder,
             "kilo_packets",
             "Packets handled by the data path, by action",
-            "action",
-            counted.actions.iter().map(|(label, value)| ((*label).to_owned(), counter(value))),
+            counted.actions.iter().map(|(label, value)| (one("action", label), counter(value))),
         )?;
         by_label(
             &mut encoder,
             "kilo_dropped_packets",
             "Packets dropped by the data path, by reason",
-            "reason",
-            counted.drops.iter().map(|(label, value)| ((*label).to_owned(), counter(value))),
+            counted.drops.iter().map(|(label, value)| (one("reason", label), counter(value))),
         )?;
         let (peers, read_at) = &samples.peers;
         by_label(
             &mut encoder,
             "kilo_wireguard_received_bytes",
             "Bytes received from a WireGuard peer",
-            "public_key",
-            peers.iter().map(|(key, sample)| (key.to_string(), counter(&sample.rx_bytes))),
+            peers.iter().map(|(key, sample)| (samples.labels(key), counter(&sample.rx_bytes))),
         )?;
         by_label(
             &mut encoder,
             "kilo_wireguard_sent_bytes",
             "Bytes sent to a WireGuard peer",
-            "public_key",
-            peers.iter().map(|(key, sample)| (key.to_string(), counter(&sample.tx_bytes))),
+            peers.iter().map(|(key, sample)| (samples.labels(key), counter(&sample.tx_bytes))),
         )?;
         by_label(
             &mut encoder,
             "kilo_wireguard_last_handshake_seconds",
             "Unix time of the last handshake with a WireGuard peer",
-            "public_key",
             peers.iter().filter_map(|(key, sample)| {
-                Some((key.to_string(), ConstGauge::new(read_at.before(sample.handshake_age?).0)))
+                Some((samples.labels(key), ConstGauge::new(read_at.before(sample.handshake_age?).0)))
             }),
         )
     }
+}
+
+type Labels = Vec<(&'static str, String)>;
+
+fn one(label: &'static str, text: &str) -> Labels {
+    vec![(label, text.to_owned())]
 }
 
 fn by_label<M: EncodeMetric>(
     encoder: &mut DescriptorEncoder<'_>,
     name: &str,
     help: &str,
-    label: &'static str,
-    values: impl Iterator<Item = (String, M)>,
+    values: impl Iterator<Item = (Labels, M)>,
 ) -> Result<(), fmt::Error> {
     let mut metric = None;
-    for (text, value) in values {
+    for (labels, value) in values {
         if metric.is_none() {
             metric = Some(encoder.encode_descriptor(name, help, None, value.metric_type())?);
         }
         if let Some(metric) = &mut metric {
-            value.encode(metric.encode_family(&[(label, text)])?)?;
+            value.encode(metric.encode_family(&labels)?)?;
         }
     }
     Ok(())
@@ -138,6 +156,14 @@ pub struct Metrics {
     pub conflicts: Gauge,
     /// `kilo_peers`: VPN peers.
     pub peers: Gauge,
+    /// `kilo_silent_tunnels`: tunnels that do not answer although bytes are sent.
+    pub silent_tunnels: Gauge,
+    /// `kilo_locations_without_leader`: none of their nodes takes part.
+    leaderless: Gauge,
+    /// `kilo_nodes_left_out`: nodes that are known and take no part.
+    left_out: Gauge,
+    /// `kilo_last_check_in_seconds`: Unix time of the own heartbeat as the backend gave it back.
+    pub last_check_in: Gauge,
     /// `kilo_reconciles_total`.
     pub reconciles: Counter,
     /// `kilo_reconcile_duration_seconds`.
@@ -164,6 +190,10 @@ impl Default for Metrics {
             nodes: Gauge::default(),
             conflicts: Gauge::default(),
             peers: Gauge::default(),
+            silent_tunnels: Gauge::default(),
+            leaderless: Gauge::default(),
+            left_out: Gauge::default(),
+            last_check_in: Gauge::default(),
             reconciles: Counter::default(),
             reconcile_seconds: Histogram::new(exponential_buckets(0.001, 2.0, 14)),
             writes: Counter::default(),
@@ -183,6 +213,28 @@ impl Default for Metrics {
             metrics.conflicts.clone(),
         );
         registry.register("kilo_peers", "VPN peers in the mesh", metrics.peers.clone());
+        registry.register(
+            "kilo_silent_tunnels",
+            "Tunnels that bytes are sent into and nobody answers from",
+            metrics.silent_tunnels.clone(),
+        );
+        registry.register(
+            "kilo_locations_without_leader",
+            "Locations none of whose nodes takes part in the mesh",
+            metrics.leaderless.clone(),
+        );
+        registry.register(
+            "kilo_nodes_left_out",
+            "Nodes with a key that take no part in the mesh",
+            metrics.left_out.clone(),
+        );
+        registry.register(
+            "kilo_last_check_in_seconds",
+            "Unix time of this node's last heartbeat that came back from the API server",
+            metrics.last_check_in.clone(),
+        );
+        let build = [("version", env!("CARGO_PKG_VERSION")), ("architecture", std::env::consts::ARCH)];
+        registry.register("kilo_build", "Version of the agent", Info::new(build.to_vec()));
         registry.register("kilo_reconciles", "Reconciliation attempts", metrics.reconciles.clone());
         registry.register(
             "kilo_reconcile_duration_seconds",
@@ -233,6 +285,13 @@ impl Metrics {
         self.map_entries.get_or_create(&MapLabel { map }).set(entries);
     }
 
+    /// How many locations have no leader, and how many nodes are left out.
+    pub fn set_missing(&self, leaderless: usize, left_out: usize) {
+        let gauge = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        self.leaderless.set(gauge(leaderless));
+        self.left_out.set(gauge(left_out));
+    }
+
     /// Shows the data path's counters from now on.
     pub fn set_counters(&self, counters: CounterReader) {
         self.samples.lock().unwrap_or_else(PoisonError::into_inner).counters = Some(counters);
@@ -247,9 +306,16 @@ impl Metrics {
         samples.counters.as_ref().map_or_else(|| Ok(Counters::default()), CounterReader::read)
     }
 
-    /// Replaces what is known of the WireGuard peers, and when it was read.
-    pub fn set_peers(&self, peers: BTreeMap<PublicKey, PeerStatus>, read_at: Timestamp) {
-        self.samples.lock().unwrap_or_else(PoisonError::into_inner).peers = (peers, read_at);
+    /// Replaces what is known of the WireGuard peers, who they are, and when it was read.
+    pub fn set_peers(
+        &self,
+        peers: BTreeMap<PublicKey, PeerStatus>,
+        ends: BTreeMap<PublicKey, TunnelEnd>,
+        read_at: Timestamp,
+    ) {
+        let mut samples = self.samples.lock().unwrap_or_else(PoisonError::into_inner);
+        samples.peers = (peers, read_at);
+        samples.ends = ends;
     }
 
     /// The text exposition format (OpenMetrics).
@@ -274,7 +340,14 @@ mod tests {
         let key = PublicKey([1; 32]);
         let age = Some(Duration::from_secs(7));
         let peer = PeerStatus { rx_bytes: 5, tx_bytes: 6, handshake_age: age, ..PeerStatus::default() };
-        metrics.set_peers(BTreeMap::from([(key, peer)]), Timestamp(100));
+        let laptop = PublicKey([2; 32]);
+        let peers = BTreeMap::from([(key, peer.clone()), (laptop, peer)]);
+        let (location, node) = ("location:b".to_owned(), "b1".to_owned());
+        let ends = BTreeMap::from([
+            (key, TunnelEnd::Location { location, node }),
+            (laptop, TunnelEnd::Peer { peer: "laptop".to_owned(), roams: true }),
+        ]);
+        metrics.set_peers(peers, ends, Timestamp(100));
         let text = metrics.encode().unwrap();
         for line in [
             "kilo_errors_total{event=\"apply\"} 1",
@@ -282,9 +355,23 @@ mod tests {
             "kilo_leader 0",
             "kilo_nodes 0",
             "kilo_peers 0",
-            &format!("kilo_wireguard_received_bytes_total{{public_key=\"{key}\"}} 5"),
-            &format!("kilo_wireguard_sent_bytes_total{{public_key=\"{key}\"}} 6"),
-            &format!("kilo_wireguard_last_handshake_seconds{{public_key=\"{key}\"}} 93"),
+            &format!(
+                "kilo_build_info{{version=\"{}\",architecture=\"{}\"}} 1",
+                env!("CARGO_PKG_VERSION"),
+                std::env::consts::ARCH
+            ),
+            &format!(
+                "kilo_wireguard_received_bytes_total{{public_key=\"{key}\",location=\"location:b\",node=\"b1\"}} 5"
+            ),
+            &format!("kilo_wireguard_received_bytes_total{{public_key=\"{laptop}\",peer=\"laptop\"}} 5"),
+            &format!(
+                "kilo_wireguard_sent_bytes_total{{public_key=\"{key}\",location=\"location:b\",node=\"b1\"}} 6"
+            ),
+            &format!("kilo_wireguard_sent_bytes_total{{public_key=\"{laptop}\",peer=\"laptop\"}} 6"),
+            &format!(
+                "kilo_wireguard_last_handshake_seconds{{public_key=\"{key}\",location=\"location:b\",node=\"b1\"}} 93"
+            ),
+            &format!("kilo_wireguard_last_handshake_seconds{{public_key=\"{laptop}\",peer=\"laptop\"}} 93"),
         ] {
             assert!(text.lines().any(|l| l == line), "{line} is missing from\n{text}");
         }

@@ -32,14 +32,15 @@ use self::{
     publish::{PublishTask, StatusTask},
 };
 use crate::{
-    backend::{Backend, BackendError, Warning, last_good::LastGood},
+    announce,
+    backend::{Backend, BackendError, last_good::LastGood},
     health::Health,
     metrics::Metrics,
     resolve::Resolver,
     status::{Leaders, View},
 };
 use kilo_core::{
-    objects::Snapshot,
+    objects::{Snapshot, events::EventReason},
     plan::{self, HopIds, HostPlan, Inputs, NetPlan},
     settings::{AttachMode, Compatibility, EndpointFrom, Masquerade, Settings},
     topology::{self, Liveness, Mesh, Node, among, not_among, with_own},
@@ -171,7 +172,7 @@ pub struct Agent<B> {
     view: tokio::sync::watch::Sender<Arc<View>>,
     leaders: Leaders,
     /// Peers whose status has been written, and what it says.
-    reported_peers: Option<BTreeMap<String, Option<String>>>,
+    reported_peers: Option<topology::PeerStandings>,
     host_changed: Arc<Notify>,
     path_mtus: PathMtus,
     /// Index of the WireGuard device when it was last seen.
@@ -277,6 +278,14 @@ impl<B: Backend> Agent<B> {
         let (backend, node) = (Arc::clone(&self.backend), self.options.hostname.clone());
         tokio::spawn(network::write(backend, node, self.availability.subscribe()));
         self.announce_network();
+        tokio::spawn(announce::run(announce::Context {
+            backend: Arc::clone(&self.backend),
+            node: self.options.hostname.clone(),
+            metrics: self.metrics.clone(),
+            health: self.health.clone(),
+            view: self.view.subscribe(),
+            stop: stop.clone(),
+        }));
         let mut resync = tokio::time::interval(self.options.resync.max(Duration::from_millis(100)));
         resync.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut hooks = tokio::time::interval(LOOK_AT_HOOKS);
@@ -408,7 +417,7 @@ impl<B: Backend> Agent<B> {
         self.observe(&mesh);
         let warned = if self.options.prefer_private { None } else { mesh.private_endpoint_of(&name) };
         if let Some(text) = self.log_limiter.private_endpoint(warned) {
-            self.report(Warning::PrivateEndpoint, text);
+            self.report(EventReason::PrivateEndpoint, text);
         }
         self.show(Arc::clone(&mesh), snapshot, shown, ready, &host.interface);
 

@@ -2,7 +2,7 @@
 //! of peers.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeSet,
     net::SocketAddr,
     sync::Arc,
     time::{Duration, Instant},
@@ -12,11 +12,14 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::host_state::HostState;
 use super::{Agent, AgentError, CHECK_IN, CILIUM_HOST, MOST_DOUBLINGS, RETRY};
-use crate::backend::{Backend, BackendError, Warning};
+use crate::{
+    announce,
+    backend::{Backend, BackendError},
+};
 use kilo_core::{
-    objects::{ObjectRef, Published, Snapshot},
+    objects::{Published, Snapshot, events::EventReason},
     plan,
-    topology::{Known, Mesh, Node},
+    topology::{Known, Mesh, Node, PeerStandings, changes::speaker, peer_standings},
     wireguard::DeviceState,
 };
 use kilo_host::net::discovery;
@@ -25,7 +28,7 @@ use kilo_host::net::discovery;
 pub(super) type PublishTask = AbortOnDropHandle<Result<bool, BackendError>>;
 
 /// The status of peers that is being written.
-pub(super) type StatusTask = (BTreeMap<String, Option<String>>, AbortOnDropHandle<Result<u64, BackendError>>);
+pub(super) type StatusTask = (PeerStandings, AbortOnDropHandle<Result<u64, BackendError>>);
 
 /// The host is put right without the API server's answer after this time.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -37,17 +40,11 @@ impl<B: Backend> Agent<B> {
     /// One agent, the leader of the first location, says in each Peer object
     /// whether it is part of the mesh.
     pub(super) async fn report_peers(&mut self, mesh: &Mesh, snapshot: &Snapshot) {
-        let first = mesh.segments.first().and_then(|segment| segment.leading());
-        if first.is_none_or(|leader| *leader.name() != self.options.hostname) {
+        if speaker(mesh) != Some(&self.options.hostname) {
             (self.reported_peers, self.status_task) = (None, None);
             return;
         }
-        let accepted = snapshot.peers.keys().map(|name| (name.clone(), None));
-        let refused = snapshot.problems.iter().filter_map(|(object, problem)| {
-            let ObjectRef::Peer(name) = object else { return None };
-            Some((name.clone(), Some(problem.clone())))
-        });
-        let wanted: BTreeMap<_, _> = accepted.chain(refused).collect();
+        let wanted = peer_standings(mesh, snapshot);
         if self.reported_peers.as_ref() == Some(&wanted) {
             return;
         }
@@ -70,18 +67,13 @@ impl<B: Backend> Agent<B> {
     pub(super) fn report_conflicts(&self, conflicts: &[plan::Conflict]) {
         let own = |conflict: &&plan::Conflict| conflict.nodes.contains(&self.options.hostname);
         for conflict in conflicts.iter().filter(own) {
-            self.report(Warning::AddressConflict, conflict.to_string());
+            self.report(EventReason::AddressConflict, conflict.to_string());
         }
     }
 
     /// Writes an Event about the own node, beside the reconciles.
-    pub(super) fn report(&self, warning: Warning, text: String) {
-        let (backend, node) = (Arc::clone(&self.backend), self.options.hostname.clone());
-        tokio::spawn(async move {
-            if let Err(error) = backend.warn(&node, warning, &text).await {
-                tracing::debug!(%error, reason = warning.reason(), "the warning is not written as an Event");
-            }
-        });
+    pub(super) fn report(&self, reason: EventReason, text: String) {
+        announce::write_event(&self.backend, self.options.hostname.clone(), reason, text);
     }
 
     /// This node as it should be known to all.

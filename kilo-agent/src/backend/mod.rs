@@ -6,9 +6,12 @@ pub mod kubernetes;
 pub mod last_good;
 pub mod mass_delete_guard;
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::sync::Arc;
 
-use kilo_core::objects::{Published, Snapshot};
+use kilo_core::{
+    objects::{Published, Snapshot, events::EventReason},
+    topology::PeerStandings,
+};
 
 /// Why a backend could not do what was asked; the variant's label is a metric label.
 #[derive(Debug, thiserror::Error)]
@@ -54,25 +57,6 @@ impl BackendError {
     }
 }
 
-/// What an agent warns of about its own node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Warning {
-    /// Another node claims its private address, too.
-    AddressConflict,
-    /// It leads its location with an endpoint that other locations may not reach.
-    PrivateEndpoint,
-}
-
-impl Warning {
-    /// `reason` of the Event.
-    pub const fn reason(self) -> &'static str {
-        match self {
-            Self::AddressConflict => "AddressConflict",
-            Self::PrivateEndpoint => "PrivateEndpoint",
-        }
-    }
-}
-
 /// A source of nodes and peers.
 pub trait Backend: Send + Sync + 'static {
     /// The latest snapshot; changes are signalled by the receiver. The first
@@ -87,12 +71,12 @@ pub trait Backend: Send + Sync + 'static {
         published: &Published,
     ) -> impl Future<Output = Result<bool, BackendError>> + Send;
 
-    /// Writes into each Peer object whether it is part of the mesh: `None`, or
-    /// why not. A backend without such a place writes nothing. Returns the
+    /// Writes into each Peer object whether it is part of the mesh, or why not. A backend
+    /// without such a place writes nothing. Returns the
     /// number of writes.
     fn report_peers(
         &self,
-        _peers: &BTreeMap<String, Option<String>>,
+        _peers: &PeerStandings,
     ) -> impl Future<Output = Result<u64, BackendError>> + Send {
         async { Ok(0) }
     }
@@ -107,12 +91,12 @@ pub trait Backend: Send + Sync + 'static {
         async { Ok(()) }
     }
 
-    /// Says about a node what its operator should look at. A backend without such a place
-    /// writes nothing: it is in the log, too.
-    fn warn(
+    /// Writes an Event about a Node for its operator. A backend without such a place writes
+    /// nothing: it is in the log, too.
+    fn event(
         &self,
         _node: &str,
-        _warning: Warning,
+        _reason: EventReason,
         _text: &str,
     ) -> impl Future<Output = Result<(), BackendError>> + Send {
         async { Ok(()) }

@@ -22,6 +22,7 @@ use crate::{
     metrics::Metrics,
     status::{Timestamp, View},
 };
+use kilo_core::topology::tunnel_ends;
 
 /// What the server answers from.
 #[derive(Clone)]
@@ -54,7 +55,7 @@ impl Context {
         match path {
             "/" => respond(StatusCode::OK, "text/html; charset=utf-8", PAGE),
             "/health" => match self.health.check(Instant::now()) {
-                Ok(()) => text(StatusCode::OK, "ok\n"),
+                Ok(()) => text(StatusCode::OK, well(&self.health.degraded())),
                 Err(reason) => text(StatusCode::SERVICE_UNAVAILABLE, reason + "\n"),
             },
             _ => self.turns.answer(self.costly(path, request.uri().query().unwrap_or(""))).await,
@@ -67,7 +68,7 @@ impl Context {
         match path {
             "/metrics" => {
                 match view().peers().await {
-                    Ok(peers) => self.metrics.set_peers(peers, Timestamp::now()),
+                    Ok(peers) => self.metrics.set_peers(peers, tunnel_ends(&view().mesh), Timestamp::now()),
                     Err(error) => {
                         tracing::warn!(%error, "failed to read WireGuard peers; their metrics are from the last scrape");
                     }
@@ -80,7 +81,7 @@ impl Context {
             "/status" => {
                 let counters = self.metrics.counters().map_err(|error| error.to_string());
                 let unhealthy = self.health.check(Instant::now()).err();
-                match serde_json::to_vec_pretty(&view().status(counters, unhealthy).await) {
+                match serde_json::to_vec_pretty(&view().status(counters, unhealthy, self.health.degraded()).await) {
                     Ok(body) => respond(StatusCode::OK, "application/json", body),
                     Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
                 }
@@ -88,6 +89,11 @@ impl Context {
             _ => self.graph.answer(query, &view().mesh).await,
         }
     }
+}
+
+/// The body of a good answer: a readiness probe looks at the code, people and scripts at the text.
+fn well(degraded: &[String]) -> String {
+    if degraded.is_empty() { "ok\n".to_owned() } else { format!("degraded: {}\n", degraded.join("; ")) }
 }
 
 /// All links are relative: the page works behind the API server's proxy, too.

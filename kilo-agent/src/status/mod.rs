@@ -29,7 +29,7 @@ use kilo_core::{
     observed::Attached,
     plan,
     settings::Granularity,
-    topology::{self, Known, LeaderReason, Mesh, PRIVATE_ENDPOINT_REMEDY},
+    topology::{self, Known, LeaderReason, Mesh, PRIVATE_ENDPOINT_REMEDY, PeerStanding},
     wireguard::key::PublicKey,
 };
 
@@ -54,6 +54,9 @@ pub struct Status {
     /// Private addresses that several nodes claim.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conflicts: Vec<ConflictStatus>,
+    /// What agents that were asked say of their nodes, by node.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub degraded: BTreeMap<String, Vec<String>>,
     /// What only the agent of a node knows; absent when none was asked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<AgentStatus>,
@@ -161,6 +164,9 @@ pub struct AgentStatus {
     /// Why it is not healthy; absent = it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unhealthy: Option<String>,
+    /// What works less well than it should although the agent is healthy.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub degraded: Vec<String>,
     /// Peers of its WireGuard device.
     pub tunnels: Vec<Tunnel>,
     /// Packets by what the data path did with them.
@@ -234,6 +240,7 @@ pub fn of_objects(
             .into_iter()
             .map(|plan::Conflict { address, nodes }| ConflictStatus { address, nodes })
             .collect(),
+        degraded: BTreeMap::new(),
         agent: None,
     }
 }
@@ -314,38 +321,18 @@ fn why_not_ready(node: Known<'_>, time: Timestamp) -> Vec<String> {
 }
 
 fn peers(mesh: &Mesh, snapshot: &Snapshot) -> Vec<PeerStatus> {
-    let used: BTreeMap<&str, &topology::Peer> =
-        mesh.peers.iter().map(|peer| (peer.name.as_str(), peer)).collect();
-    let valid = snapshot.peers.values().map(|peer| {
-        let has = |prefix: &IpNet| {
-            used.get(peer.name.as_str()).is_some_and(|used| used.allowed_ips.contains(&prefix.trunc()))
-        };
-        let lost: Vec<_> =
-            peer.allowed_ips.iter().filter(|prefix| !has(prefix)).map(ToString::to_string).collect();
-        let reason = format!("{}: claimed by a peer that comes first by name", lost.join(", "));
+    let status = |(name, standing): (String, PeerStanding)| {
+        let peer = snapshot.peers.get(&name);
         PeerStatus {
-            name: peer.name.clone(),
-            valid: true,
-            reason: (!lost.is_empty()).then_some(reason),
-            allowed_ips: peer.allowed_ips.clone(),
-            endpoint: peer.endpoint.as_ref().map(ToString::to_string),
-            key: Some(peer.public_key),
+            valid: standing.is_accepted(),
+            reason: (standing != PeerStanding::Accepted).then(|| standing.message()),
+            allowed_ips: peer.map(|peer| peer.allowed_ips.clone()).unwrap_or_default(),
+            endpoint: peer.and_then(|peer| peer.endpoint.as_ref()).map(ToString::to_string),
+            key: peer.map(|peer| peer.public_key),
+            name,
         }
-    });
-    let invalid = snapshot.problems.iter().filter_map(|(object, problem)| {
-        let ObjectRef::Peer(name) = object else { return None };
-        (!snapshot.peers.contains_key(name)).then(|| PeerStatus {
-            name: name.clone(),
-            valid: false,
-            reason: Some(problem.clone()),
-            allowed_ips: Vec::new(),
-            endpoint: None,
-            key: None,
-        })
-    });
-    let mut peers: Vec<_> = valid.chain(invalid).collect();
-    peers.sort_by(|a, b| a.name.cmp(&b.name));
-    peers
+    };
+    topology::peer_standings(mesh, snapshot).into_iter().map(status).collect()
 }
 
 impl Status {
@@ -362,6 +349,13 @@ impl Status {
         }
     }
 
+    /// Takes over what works less well at an agent's node.
+    pub fn remember_degraded(&mut self, seen: &Self) {
+        if let Some(agent) = seen.agent.as_ref().filter(|agent| !agent.degraded.is_empty()) {
+            self.degraded.insert(agent.node.clone(), agent.degraded.clone());
+        }
+    }
+
     /// Only what concerns one node: it, and its location. `false` when it does not exist.
     pub fn retain_node(&mut self, name: &str) -> bool {
         let Some(location) =
@@ -372,6 +366,7 @@ impl Status {
         self.nodes.retain(|node| node.name == name);
         self.locations.retain(|other| other.name == location);
         self.peers.clear();
+        self.degraded.retain(|node, _| node == name);
         self.conflicts.retain(|conflict| conflict.nodes.iter().any(|node| node == name));
         let own = ObjectRef::node(name).to_string();
         self.problems.retain(|object, _| *object == own);

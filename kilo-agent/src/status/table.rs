@@ -29,6 +29,9 @@ pub fn table(status: &Status) -> String {
         &["PRIVATE-IP", "CLAIMED-BY"],
         status.conflicts.iter().map(|it| vec![it.address.to_string(), it.nodes.join(", ")]),
     ));
+    let degraded = status.degraded.iter();
+    let degraded = degraded.flat_map(|(node, all)| all.iter().map(move |what| vec![node.clone(), what.clone()]));
+    parts.push(columns(&["NODE", "DEGRADED"], degraded));
     if let Some(agent) = &status.agent {
         parts.push(agent_tables(agent, now));
     }
@@ -37,9 +40,10 @@ pub fn table(status: &Status) -> String {
 }
 
 fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
-    let health = agent.unhealthy.as_deref().unwrap_or("healthy");
+    let health = if agent.degraded.is_empty() { "healthy" } else { "degraded" };
+    let health = agent.unhealthy.as_deref().unwrap_or(health);
     let mut text = format!("Agent of {} (kg {}): {health}\n", agent.node, agent.version);
-    for warning in &agent.warnings {
+    for warning in agent.degraded.iter().chain(&agent.warnings) {
         text += &format!("warning: {warning}\n");
     }
     for error in &agent.errors {

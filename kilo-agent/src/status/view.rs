@@ -7,7 +7,7 @@ use kilo_core::{
     objects::Snapshot,
     observed::Attached,
     settings::Granularity,
-    topology::{CheckedIn, Mesh, Node, among, with_own},
+    topology::{CheckedIn, Mesh, Node, TunnelEnd, among, tunnel_ends, with_own},
     wireguard::key::PublicKey,
 };
 use kilo_host::{
@@ -69,9 +69,14 @@ impl View {
         }
     }
 
-    /// The status now: `counters` and `unhealthy` come from others. Reads the
+    /// The status now: `counters`, `unhealthy` and `degraded` come from others. Reads the
     /// WireGuard device.
-    pub async fn status(&self, counters: Result<Counters, String>, unhealthy: Option<String>) -> Status {
+    pub async fn status(
+        &self,
+        counters: Result<Counters, String>,
+        unhealthy: Option<String>,
+        degraded: Vec<String>,
+    ) -> Status {
         let time = Timestamp::now();
         let ready = self.ready_nodes().map(|node| node.name.as_str()).collect();
         let mut status = of_objects(&self.mesh, &self.known(), &ready, self.granularity, time);
@@ -99,6 +104,7 @@ impl View {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             interface: self.interface.clone(),
             unhealthy,
+            degraded,
             tunnels: tunnels(&self.mesh, peers, time),
             packets: counted(counters.actions),
             drops: counted(counters.drops),
@@ -111,14 +117,9 @@ impl View {
 }
 
 fn tunnels(mesh: &Mesh, peers: BTreeMap<PublicKey, DevicePeer>, time: Timestamp) -> Vec<Tunnel> {
-    let names: BTreeMap<PublicKey, String> = mesh
-        .peers
-        .iter()
-        .map(|peer| (peer.public_key, format!("peer:{}", peer.name)))
-        .chain(mesh.segments.iter().map(|segment| (segment.key, segment.location.clone())))
-        .collect();
+    let ends = tunnel_ends(mesh);
     let tunnel = |(key, peer): (PublicKey, DevicePeer)| Tunnel {
-        name: names.get(&key).cloned(),
+        name: ends.get(&key).map(TunnelEnd::name),
         key,
         endpoint: peer.endpoint,
         last_handshake: peer.handshake_age.map(|age| time.before(age)),

@@ -99,6 +99,10 @@ async fn kubectl_shows_allowed_ips_endpoint_and_age() {
         .iter()
         .map(|column| (column["name"].as_str().unwrap(), column["priority"].as_i64().unwrap()))
         .collect();
-    let wanted = ["Name", "Allowed IPs", "DNS", "IP", "Port", "Keepalive", "Accepted", "Public Key", "Age"];
-    assert_eq!(columns, wanted.map(|name| (name, i64::from(name == "Public Key"))));
+    let wanted = [
+        "Name", "Allowed IPs", "DNS", "IP", "Port", "Keepalive", "Ready", "Reason", "Message", "Public Key",
+        "Age",
+    ];
+    let is_wide = |name| i64::from(matches!(name, "Message" | "Public Key"));
+    assert_eq!(columns, wanted.map(|name| (name, is_wide(name))));
 }

@@ -580,7 +580,7 @@ fn dashboard_shows_what_is_there(scraped: &str) {
     // A handshake needs somebody at the other end.
     let metrics = Metrics::default();
     let peer = PeerStatus { handshake_age: Some(Duration::from_secs(1)), ..PeerStatus::default() };
-    metrics.set_peers(BTreeMap::from([(PublicKey([1; 32]), peer)]), Timestamp::now());
+    metrics.set_peers(BTreeMap::from([(PublicKey([1; 32]), peer)]), BTreeMap::new(), Timestamp::now());
     metrics.error("any");
     let all = scraped.to_owned() + &metrics.encode().unwrap();
     let there: BTreeSet<_> = all.lines().filter_map(|line| line.split(['{', ' ']).next()).collect();

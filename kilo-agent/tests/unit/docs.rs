@@ -157,7 +157,7 @@ fn every_metric_is_explained() {
     let page = fs::read_to_string(root().join("docs/monitoring.md")).unwrap();
     let metrics = Metrics::default();
     let peer = PeerStatus { handshake_age: Some(Duration::from_secs(1)), ..PeerStatus::default() };
-    metrics.set_peers(BTreeMap::from([(PublicKey([1; 32]), peer)]), Timestamp::now());
+    metrics.set_peers(BTreeMap::from([(PublicKey([1; 32]), peer)]), BTreeMap::new(), Timestamp::now());
     let text = metrics.encode().unwrap();
     let of_metrics = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
     for name in of_metrics {
@@ -165,7 +165,9 @@ fn every_metric_is_explained() {
             let cell = line.split(" | ").next().unwrap_or_default();
             cell.starts_with("| ")
                 && cell.split('`').any(|word| {
-                    word.split('{').next().is_some_and(|word| word.trim_end_matches("_total") == name)
+                    word.split('{').next().is_some_and(|word| {
+                        word.trim_end_matches("_total").trim_end_matches("_info") == name
+                    })
                 })
         });
         assert!(explained, "{name} is not explained in docs/monitoring.md");

@@ -1,4 +1,4 @@
-//! The documentation has every counter, every map with its size, and every annotation.
+//! The documentation has every counter, every map with its size, every annotation, and every Event.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -8,7 +8,10 @@ use kilo_common::{
     counters::{Action, DropReason},
     map_table::MAPS,
 };
-use kilo_core::objects::annotations::{ANNOTATIONS, Annotation, PREFIX, Writer};
+use kilo_core::objects::{
+    annotations::{ANNOTATIONS, Annotation, PREFIX, Writer},
+    events::EventReason,
+};
 
 /// The two tables of docs/data-path.md, from the code.
 fn tables() -> String {
@@ -64,6 +67,16 @@ fn annotations(by_agents: bool) -> String {
 fn the_tables_of_annotations_are_those_of_the_code() {
     check("annotations.md", "annotations of operators", &annotations(false));
     check("annotations.md", "annotations of agents", &annotations(true));
+}
+
+#[test]
+fn the_table_of_events_is_that_of_the_code() {
+    let mut text = String::from("| reason | type | about | meaning |\n|---|---|---|---|\n");
+    for reason in EventReason::ALL {
+        let (severity, kind) = (reason.severity().as_str(), reason.kind());
+        writeln!(text, "| `{}` | {severity} | {kind} | {} |", reason.as_str(), reason.meaning()).unwrap();
+    }
+    check("monitoring.md", "events", &text);
 }
 
 /// `KILO_BLESS=1` writes the table instead. One test at a time does.

@@ -1,6 +1,7 @@
 //! Kubernetes objects and what Kilo reads from and writes into them.
 
 pub mod annotations;
+pub mod events;
 pub mod node;
 pub mod peer;
 mod snapshot;

@@ -27,7 +27,9 @@ use crate::{
     printcolumn = r#"{"name":"IP","type":"string","jsonPath":".spec.endpoint.dnsOrIP.ip"}"#,
     printcolumn = r#"{"name":"Port","type":"integer","jsonPath":".spec.endpoint.port"}"#,
     printcolumn = r#"{"name":"Keepalive","type":"integer","jsonPath":".spec.persistentKeepalive"}"#,
-    printcolumn = r#"{"name":"Accepted","type":"boolean","jsonPath":".status.accepted"}"#,
+    printcolumn = r#"{"name":"Ready","type":"string","jsonPath":".status.conditions[?(@.type==\"Ready\")].status"}"#,
+    printcolumn = r#"{"name":"Reason","type":"string","jsonPath":".status.conditions[?(@.type==\"Ready\")].reason"}"#,
+    printcolumn = r#"{"name":"Message","type":"string","jsonPath":".status.conditions[?(@.type==\"Ready\")].message","priority":1}"#,
     printcolumn = r#"{"name":"Public Key","type":"string","jsonPath":".spec.publicKey","priority":1}"#,
     printcolumn = r#"{"name":"Age","type":"date","jsonPath":".metadata.creationTimestamp"}"#
 )]
@@ -62,6 +64,30 @@ pub struct PeerStatus {
     /// Why it is not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
+    /// The same as conditions, for `kubectl wait`: `Ready`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub conditions: Vec<PeerCondition>,
+}
+
+/// Type of the condition that says whether leaders let the peer in.
+pub const READY: &str = "Ready";
+
+/// One side of a peer's state, as Kubernetes writes it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct PeerCondition {
+    /// Which side.
+    #[serde(rename = "type")]
+    pub type_: String,
+    /// True, False or Unknown.
+    pub status: String,
+    /// One word for programs.
+    pub reason: String,
+    /// A sentence for people.
+    pub message: String,
+    /// When the status turned last (RFC 3339).
+    #[schemars(extend("format" = "date-time"))]
+    pub last_transition_time: String,
 }
 
 /// Host and port of a peer.

@@ -306,6 +306,11 @@ impl Mesh {
         self.find(node).is_some_and(|(segment, member)| self.segments[segment].leader == member)
     }
 
+    /// Which nodes are meshed directly; `None` before there is a mesh, and of one as seen from a node.
+    pub const fn granularity(&self) -> Option<Granularity> {
+        self.granularity
+    }
+
     /// Number of nodes in the mesh.
     pub fn node_count(&self) -> usize {
         self.segments.iter().map(|segment| segment.members.len()).sum()

@@ -2,6 +2,7 @@
 //! and allowed IPs. Pure: no I/O, no clock.
 
 mod allocate;
+pub mod changes;
 mod former;
 mod graph;
 mod leader;
@@ -11,6 +12,8 @@ mod nodes;
 pub mod prefixes;
 mod private_endpoint;
 mod segment;
+mod standing;
+mod tunnel_ends;
 mod types;
 
 pub use graph::dot;
@@ -23,4 +26,6 @@ pub use nodes::{CheckedIn, Known, Nodes, Replaced, among, not_among, with_own};
 pub use private_endpoint::PRIVATE_ENDPOINT_REMEDY;
 pub(crate) use segment::LocationPrefix;
 pub use segment::{Member, Segment};
+pub use standing::{PeerStanding, PeerStandings, peer_standings};
+pub use tunnel_ends::{TunnelEnd, tunnel_ends};
 pub use types::*;

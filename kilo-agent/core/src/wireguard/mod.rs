@@ -5,6 +5,7 @@ pub mod conf;
 pub mod diff;
 mod endpoint;
 pub mod key;
+pub mod silence;
 mod state;
 pub mod uapi;
 

@@ -47,8 +47,11 @@ use self::{
     client::{Asked, explain, in_time},
     partial_node::PartialNode,
 };
-use super::{Backend, BackendError, Warning, mass_delete_guard::MassDeleteGuard};
-use kilo_core::objects::{Published, Snapshot, annotations, error_chain, node, peer};
+use super::{Backend, BackendError, mass_delete_guard::MassDeleteGuard};
+use kilo_core::{
+    objects::{Published, Snapshot, annotations, error_chain, events::EventReason, node, peer},
+    topology::PeerStandings,
+};
 
 /// How long a list that lost many objects waits for its confirmation.
 const CONFIRM_AFTER: Duration = Duration::from_secs(5);
@@ -329,16 +332,16 @@ impl Backend for KubernetesBackend {
         Ok(true)
     }
 
-    async fn report_peers(&self, peers: &BTreeMap<String, Option<String>>) -> Result<u64, BackendError> {
-        peer_status::report(&self.peers, peers).await
+    async fn report_peers(&self, peers: &PeerStandings) -> Result<u64, BackendError> {
+        peer_status::report(&self.client, &self.peers, peers).await
     }
 
     async fn report_network(&self, node: &str, available: bool) -> Result<(), BackendError> {
         network::report(&self.nodes, node, available).await
     }
 
-    async fn warn(&self, node: &str, warning: Warning, text: &str) -> Result<(), BackendError> {
-        event::warn(self.client.clone(), node, warning, text).await
+    async fn event(&self, node: &str, reason: EventReason, text: &str) -> Result<(), BackendError> {
+        event::write(&self.client, reason, node, node, text).await
     }
 
     async fn retract(&self, node: &str) -> Result<(), BackendError> {

@@ -1,42 +1,50 @@
-//! The status of Peer objects.
-
-use std::collections::BTreeMap;
+//! The status of Peer objects, and the Events about them.
 
 use kube::{
-    Api,
+    Api, Client,
     api::{DynamicObject, ListParams, Patch, PatchParams},
 };
+use serde_json::{Value, json};
 
-use super::client::{Asked, in_time};
-use crate::backend::BackendError;
-use kilo_core::objects::peer::PeerStatus;
+use super::{
+    client::{Asked, in_time},
+    event,
+};
+use crate::{backend::BackendError, status::Timestamp};
+use kilo_core::{
+    objects::{
+        events::EventReason,
+        peer::{PeerCondition, PeerStatus, READY},
+    },
+    topology::{PeerStanding, PeerStandings},
+};
 
-/// Writes the statuses that differ; returns how many. A cluster set up for Kilo
-/// has neither the right nor the sub-resource: that is said once per change of
-/// the peers, for debugging, and is no error.
+/// Writes the statuses that differ, and an Event about each that was accepted or refused; returns how many
+/// statuses. A cluster set up for Kilo has neither the right nor the sub-resource: that is said once per
+/// change of the peers, for debugging, and is no error.
 ///
 /// # Errors
 /// When the API server is out of reach.
 pub async fn report(
+    client: &Client,
     api: &Api<DynamicObject>,
-    peers: &BTreeMap<String, Option<String>>,
+    peers: &PeerStandings,
 ) -> Result<u64, BackendError> {
     let objects = in_time(api.list(&ListParams::default()), Asked::Peers).await?;
     let mut writes = 0;
     for object in objects {
         let name = object.metadata.name.clone().unwrap_or_default();
-        let Some(reason) = peers.get(&name) else { continue };
-        let wanted = PeerStatus { accepted: reason.is_none(), reason: reason.clone() };
-        let present = object.data.get("status").and_then(|status| {
-            // Any shape may stand there; one that does not fit is written anew.
-            serde_json::from_value::<PeerStatus>(status.clone()).ok()
-        });
+        let Some(standing) = peers.get(&name) else { continue };
+        let present = present(&object);
+        let wanted = status(standing, present.as_ref(), Timestamp::now());
         if present.as_ref() == Some(&wanted) {
             continue;
         }
         // A reason that has gone must go, so it is named even when it is none.
-        let status = serde_json::json!({ "accepted": wanted.accepted, "reason": wanted.reason });
-        let patch = Patch::Merge(serde_json::json!({ "status": status }));
+        let status = json!({
+            "accepted": wanted.accepted, "reason": wanted.reason, "conditions": wanted.conditions,
+        });
+        let patch = Patch::Merge(json!({ "status": status }));
         match api.patch_status(&name, &PatchParams::default(), &patch).await {
             Ok(_) => writes += 1,
             Err(kube::Error::Api(status)) if matches!(status.code, 403 | 404) => {
@@ -49,9 +57,73 @@ pub async fn report(
                     reason = status.message,
                     "failed to write the status of this peer"
                 );
+                continue;
             }
             Err(error) => return Err(BackendError::Unreachable(error.to_string())),
         }
+        if let Some(reason) = event_of(present.as_ref(), &wanted) {
+            let uid = object.metadata.uid.as_deref().unwrap_or_default();
+            if let Err(error) = event::write(client, reason, &name, uid, &standing.message()).await {
+                tracing::debug!(%error, peer = name, reason = reason.as_str(), "failed to write an Event");
+            }
+        }
     }
     Ok(writes)
+}
+
+/// What stands in an object. Any shape may stand there; one that does not fit is written anew.
+fn present(object: &DynamicObject) -> Option<PeerStatus> {
+    let status: &Value = object.data.get("status")?;
+    serde_json::from_value(status.clone()).ok()
+}
+
+/// What shall stand there.
+fn status(standing: &PeerStanding, present: Option<&PeerStatus>, now: Timestamp) -> PeerStatus {
+    let accepted = standing.is_accepted();
+    let status = if accepted { "True" } else { "False" };
+    let before = present.and_then(|status| status.conditions.iter().find(|it| it.type_ == READY));
+    let since = before.filter(|before| before.status == status);
+    let condition = PeerCondition {
+        type_: READY.to_owned(),
+        status: status.to_owned(),
+        reason: standing.reason().to_owned(),
+        message: standing.message(),
+        last_transition_time: since
+            .map_or_else(|| now.to_string(), |before| before.last_transition_time.clone()),
+    };
+    let reason = (*standing != PeerStanding::Accepted).then(|| standing.message());
+    PeerStatus { accepted, reason, conditions: vec![condition] }
+}
+
+/// What of a change is told.
+fn event_of(present: Option<&PeerStatus>, wanted: &PeerStatus) -> Option<EventReason> {
+    let same =
+        present.is_some_and(|before| before.accepted == wanted.accepted && before.reason == wanted.reason);
+    let reason = if wanted.accepted { EventReason::PeerAccepted } else { EventReason::PeerRefused };
+    (!same).then_some(reason)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_condition_keeps_its_time_until_it_turns() {
+        let refused = PeerStanding::Refused { reason: "InvalidSpec", why: "no key".to_owned() };
+        let first = status(&refused, None, Timestamp(1000));
+        assert_eq!(event_of(None, &first), Some(EventReason::PeerRefused));
+        let time = |status: &PeerStatus| status.conditions[0].last_transition_time.clone();
+        let other = PeerStanding::Refused { reason: "InvalidSpec", why: "no prefix".to_owned() };
+        let second = status(&other, Some(&first), Timestamp(2000));
+        assert_eq!((time(&second), second.conditions[0].message.as_str()), (time(&first), "no prefix"));
+        assert_eq!(event_of(Some(&first), &second), Some(EventReason::PeerRefused));
+        let third = status(&PeerStanding::Accepted, Some(&second), Timestamp(3000));
+        assert_eq!(time(&third), Timestamp(3000).to_string());
+        assert_eq!((third.accepted, third.reason.as_deref()), (true, None));
+        assert_eq!(event_of(Some(&second), &third), Some(EventReason::PeerAccepted));
+        assert_eq!(status(&PeerStanding::Accepted, Some(&third), Timestamp(4000)), third);
+        // As an agent before conditions left it: the status is completed, and nothing has happened.
+        let old = PeerStatus { conditions: Vec::new(), ..third.clone() };
+        assert_eq!(event_of(Some(&old), &third), None);
+    }
 }

@@ -2,7 +2,6 @@
 //! with the last good topology, until the server answers.
 
 use std::{
-    collections::BTreeMap,
     sync::{Arc, OnceLock},
     time::Duration,
 };
@@ -12,8 +11,11 @@ use tokio::sync::{oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::KubernetesBackend;
-use crate::backend::{Backend, BackendError, Warning};
-use kilo_core::objects::{Published, Snapshot};
+use crate::backend::{Backend, BackendError};
+use kilo_core::{
+    objects::{Published, Snapshot, events::EventReason},
+    topology::PeerStandings,
+};
 
 /// The server gets this long before the last good topology is used.
 const WAIT: Duration = Duration::from_secs(5);
@@ -133,7 +135,7 @@ impl Backend for StartupFallback {
         self.connected.get().ok_or_else(away)?.publish(node, published).await
     }
 
-    async fn report_peers(&self, peers: &BTreeMap<String, Option<String>>) -> Result<u64, BackendError> {
+    async fn report_peers(&self, peers: &PeerStandings) -> Result<u64, BackendError> {
         self.connected.get().ok_or_else(away)?.report_peers(peers).await
     }
 
@@ -141,8 +143,8 @@ impl Backend for StartupFallback {
         self.connected.get().ok_or_else(away)?.report_network(node, available).await
     }
 
-    async fn warn(&self, node: &str, warning: Warning, text: &str) -> Result<(), BackendError> {
-        self.connected.get().ok_or_else(away)?.warn(node, warning, text).await
+    async fn event(&self, node: &str, reason: EventReason, text: &str) -> Result<(), BackendError> {
+        self.connected.get().ok_or_else(away)?.event(node, reason, text).await
     }
 
     async fn retract(&self, node: &str) -> Result<(), BackendError> {

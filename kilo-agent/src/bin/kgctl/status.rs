@@ -4,6 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
+use futures::{StreamExt as _, stream};
 use kilo_agent::{
     backend::kubernetes,
     cli::BackendKind,
@@ -11,6 +12,9 @@ use kilo_agent::{
 };
 
 use crate::source::{self, Flags};
+
+/// Agents asked at the same time.
+const AT_A_TIME: usize = 16;
 
 #[derive(Args, Debug)]
 pub struct StatusArgs {
@@ -80,13 +84,17 @@ async fn from_objects(args: &StatusArgs, flags: &Flags) -> Result<Status> {
             }
         }
         Some(_) => {}
-        // Since when somebody leads is not written in the objects: any agent may know.
+        // Since when somebody leads, and which tunnels do not answer, is not written in the objects.
         None => {
-            if let Some(leader) = status.locations.iter().find_map(|location| location.leader.clone())
-                && let Ok(seen) = ask::through_api(&client, &leader).await
-            {
-                status.remember_leaders(&seen);
+            let leaders: Vec<_> =
+                status.locations.iter().filter_map(|location| location.leader.clone()).collect();
+            let asked = leaders.iter().map(|leader| ask::through_api(&client, leader));
+            let seen: Vec<_> = stream::iter(asked).buffered(AT_A_TIME).collect().await;
+            let mut seen = seen.into_iter().flatten().peekable();
+            if let Some(first) = seen.peek() {
+                status.remember_leaders(first);
             }
+            seen.for_each(|seen| status.remember_degraded(&seen));
         }
     }
     pods::explain(&client, &mut status).await;

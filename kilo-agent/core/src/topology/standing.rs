@@ -1,0 +1,158 @@
+//! Whether each VPN peer is part of the mesh, and if not, why not.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ipnet::IpNet;
+
+use super::{Mesh, Peer};
+use crate::objects::{ObjectRef, Snapshot};
+
+/// What the mesh makes of a Peer object.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PeerStanding {
+    /// All of it is used.
+    Accepted,
+    /// Some of its prefixes are another's; the sentence says which.
+    Partly(String),
+    /// Nothing of it is used.
+    Refused {
+        /// One word, as reasons of conditions are.
+        reason: &'static str,
+        /// A sentence.
+        why: String,
+    },
+}
+
+impl PeerStanding {
+    /// Whether leaders let it in.
+    pub const fn is_accepted(&self) -> bool {
+        !matches!(self, Self::Refused { .. })
+    }
+
+    /// One word, as reasons of conditions are.
+    pub const fn reason(&self) -> &'static str {
+        match self {
+            Self::Accepted => "Accepted",
+            Self::Partly(_) => "PrefixesOfAnother",
+            Self::Refused { reason, .. } => reason,
+        }
+    }
+
+    /// A sentence for those who look.
+    pub fn message(&self) -> String {
+        match self {
+            Self::Accepted => "every leader of the mesh lets this peer in".to_owned(),
+            Self::Partly(without) => without.clone(),
+            Self::Refused { why, .. } => why.clone(),
+        }
+    }
+}
+
+/// Standings by the names of the peers.
+pub type PeerStandings = BTreeMap<String, PeerStanding>;
+
+/// All peers, as leaders treat them: a key or a prefix that two claim belongs to the first of them.
+pub fn peer_standings(mesh: &Mesh, snapshot: &Snapshot) -> PeerStandings {
+    let invalid = snapshot.problems.iter().filter_map(|(object, why)| {
+        let ObjectRef::Peer(name) = object else { return None };
+        let refused = PeerStanding::Refused { reason: "InvalidSpec", why: why.clone() };
+        (!snapshot.peers.contains_key(name)).then(|| (name.clone(), refused))
+    });
+    let mut standings: BTreeMap<_, _> = invalid.collect();
+    if snapshot.peers.is_empty() {
+        return standings;
+    }
+    let locations = mesh.segments.iter().map(|segment| (segment.key, ("", segment.location.as_str())));
+    let mut keys: BTreeMap<_, _> = locations.collect();
+    for (name, peer) in snapshot.peers.iter() {
+        let standing = match keys.get(&peer.public_key) {
+            Some((kind, owner)) => PeerStanding::Refused {
+                reason: "KeyOfAnother",
+                why: format!("spec.publicKey belongs to {kind}{owner} already; give this peer a key of its own"),
+            },
+            None => by_prefixes(peer, mesh),
+        };
+        keys.entry(peer.public_key).or_insert(("peer ", name));
+        standings.insert(name.clone(), standing);
+    }
+    standings
+}
+
+fn by_prefixes(peer: &Peer, mesh: &Mesh) -> PeerStanding {
+    let at = mesh.peers.binary_search_by(|used| used.name.cmp(&peer.name)).ok();
+    let used: BTreeSet<IpNet> = at.iter().flat_map(|at| &mesh.peers[*at].allowed_ips).copied().collect();
+    let lost: Vec<_> = peer.allowed_ips.iter().filter(|prefix| !used.contains(&prefix.trunc())).collect();
+    if lost.is_empty() {
+        return PeerStanding::Accepted;
+    }
+    let all = lost.len() == peer.allowed_ips.len();
+    let lost = lost.into_iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let why = format!("spec.allowedIPs: {lost} belong to a peer that comes first by name");
+    if all { PeerStanding::Refused { reason: "PrefixesOfAnother", why } } else { PeerStanding::Partly(why) }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::{settings::Granularity, topology::Node, wireguard::key::PublicKey};
+
+    fn peer(name: &str, key: u8, allowed_ips: &[&str]) -> (String, Peer) {
+        let peer = Peer {
+            name: name.to_owned(),
+            allowed_ips: allowed_ips.iter().map(|prefix| prefix.parse().unwrap()).collect(),
+            endpoint: None,
+            persistent_keepalive: 0,
+            preshared_key: None,
+            public_key: PublicKey([key; 32]),
+        };
+        (name.to_owned(), peer)
+    }
+
+    #[test]
+    fn each_peer_has_its_standing() {
+        let node = Node {
+            name: "n1".to_owned(),
+            endpoint: "192.0.2.1:51820".parse().ok(),
+            key: Some(PublicKey([1; 32])),
+            internal_ip: "10.1.0.1/24".parse().ok(),
+            pod_cidrs: vec!["10.42.0.0/24".parse().unwrap()],
+            ..Node::default()
+        };
+        let peers = BTreeMap::from([
+            peer("a", 2, &["10.5.0.1/32"]),
+            peer("b", 3, &["10.5.0.1/32", "10.5.0.2/32"]),
+            peer("c", 4, &["10.5.0.1/32"]),
+            peer("d", 2, &["10.5.0.4/32"]),
+            peer("e", 1, &["10.5.0.5/32"]),
+        ]);
+        let mesh = Mesh::new([&node], &peers, Granularity::Location, "10.4.0.0/16".parse().unwrap());
+        let problems = BTreeMap::from([
+            (ObjectRef::peer("f"), "no key".to_owned()),
+            (ObjectRef::node("f"), "no".to_owned()),
+        ]);
+        let snapshot = Snapshot { peers: Arc::new(peers), problems, ..Snapshot::default() };
+        let standings = peer_standings(&mesh, &snapshot);
+        let reasons: Vec<_> = standings
+            .iter()
+            .map(|(name, standing)| (name.as_str(), standing.is_accepted(), standing.reason()))
+            .collect();
+        assert_eq!(
+            reasons,
+            [
+                ("a", true, "Accepted"),
+                ("b", true, "PrefixesOfAnother"),
+                ("c", false, "PrefixesOfAnother"),
+                ("d", false, "KeyOfAnother"),
+                ("e", false, "KeyOfAnother"),
+                ("f", false, "InvalidSpec"),
+            ]
+        );
+        assert!(standings["b"].message().contains("10.5.0.1/32"), "{}", standings["b"].message());
+        assert!(!standings["b"].message().contains("10.5.0.2/32"), "{}", standings["b"].message());
+        assert!(standings["d"].message().contains("peer a"), "{}", standings["d"].message());
+        assert!(standings["e"].message().contains("location:"), "{}", standings["e"].message());
+    }
+}

@@ -1,0 +1,52 @@
+//! Who is at the other end of a WireGuard tunnel.
+
+use std::collections::BTreeMap;
+
+use super::Mesh;
+use crate::wireguard::key::PublicKey;
+
+/// The other end: a location through its leader, or a VPN peer.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum TunnelEnd {
+    /// A location.
+    Location {
+        /// Its name, as [`Segment::location`](super::Segment::location).
+        location: String,
+        /// The node that leads it.
+        node: String,
+    },
+    /// A VPN peer.
+    Peer {
+        /// Its name.
+        peer: String,
+        /// It has no fixed place and connects by itself: nobody wonders when it is away.
+        roams: bool,
+    },
+}
+
+impl TunnelEnd {
+    /// As status shows it.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Location { location, .. } => location.clone(),
+            Self::Peer { peer, .. } => format!("peer:{peer}"),
+        }
+    }
+
+    /// Whether somebody should be there at any time.
+    pub const fn is_always_there(&self) -> bool {
+        !matches!(self, Self::Peer { roams: true, .. })
+    }
+}
+
+/// By public key. One that two have belongs to the location.
+pub fn tunnel_ends(mesh: &Mesh) -> BTreeMap<PublicKey, TunnelEnd> {
+    let peers = mesh.peers.iter().rev().map(|peer| {
+        (peer.public_key, TunnelEnd::Peer { peer: peer.name.clone(), roams: peer.endpoint.is_none() })
+    });
+    let locations = mesh.segments.iter().rev().filter_map(|segment| {
+        let node = segment.leading()?.name().to_owned();
+        Some((segment.key, TunnelEnd::Location { location: segment.location.clone(), node }))
+    });
+    peers.chain(locations).collect()
+}

@@ -1,0 +1,75 @@
+//! How much is said: a burst, and then one at a time.
+
+use std::time::{Duration, Instant};
+
+/// This many at once.
+const BURST: u32 = 50;
+/// Then one in this time.
+const EACH: Duration = Duration::from_secs(2);
+
+/// Tokens for what is said.
+#[derive(Debug)]
+pub struct Limiter {
+    left: u32,
+    /// When the tokens were counted.
+    counted: Instant,
+    left_out: u64,
+}
+
+impl Limiter {
+    /// With the whole burst.
+    pub const fn new(now: Instant) -> Self {
+        Self { left: BURST, counted: now, left_out: 0 }
+    }
+
+    /// Whether one more may be said; else it is counted.
+    pub fn allows(&mut self, now: Instant) -> bool {
+        self.refill(now);
+        let allowed = self.left > 0;
+        self.left = self.left.saturating_sub(1);
+        self.left_out += u64::from(!allowed);
+        allowed
+    }
+
+    /// How many were left out, to be said now; `None`: none, or not yet.
+    pub fn left_out(&mut self, now: Instant) -> Option<u64> {
+        self.refill(now);
+        if self.left_out == 0 || self.left == 0 {
+            return None;
+        }
+        self.left -= 1;
+        Some(std::mem::take(&mut self.left_out))
+    }
+
+    fn refill(&mut self, now: Instant) {
+        let passed = now.saturating_duration_since(self.counted);
+        let more = u32::try_from(passed.as_millis() / EACH.as_millis()).unwrap_or(u32::MAX);
+        self.counted += EACH * more.min(BURST);
+        if more >= BURST {
+            self.counted = now;
+        }
+        self.left = self.left.saturating_add(more).min(BURST);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fifty_are_said_at_once_then_one_in_two_seconds_and_how_many_were_left_out() {
+        let start = Instant::now();
+        let mut limiter = Limiter::new(start);
+        let said = (0..1000).filter(|_| limiter.allows(start)).count();
+        assert_eq!(said, 50);
+        assert_eq!(limiter.left_out(start), None, "that would be one more");
+        let later = start + Duration::from_secs(2);
+        assert_eq!(limiter.left_out(later), Some(950));
+        assert_eq!(limiter.left_out(later), None);
+        // For a minute ten a second: one in two seconds.
+        let busy = (0..600).filter(|tenth| limiter.allows(later + Duration::from_millis(tenth * 100)));
+        assert_eq!(busy.count(), 29);
+        let rested = start + Duration::from_secs(3600);
+        assert_eq!((0..1000).filter(|_| limiter.allows(rested)).count(), 50, "no more than a burst is saved");
+    }
+}

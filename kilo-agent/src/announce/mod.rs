@@ -1,0 +1,236 @@
+//! Says what changes in the mesh: lines in the log, Events, gauges, and whether `/health` is
+//! degraded. Beside the reconciles, from what they have shown.
+
+mod events;
+mod limiter;
+mod log;
+mod tunnels;
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use kilo_core::{
+    objects::events::EventReason,
+    topology::{
+        changes::{self, Change, Moment, Role},
+        is_recent,
+    },
+};
+use tokio::{
+    sync::watch,
+    time::{MissedTickBehavior, interval},
+};
+use tokio_util::sync::CancellationToken;
+
+use self::{events::Told, limiter::Limiter, tunnels::Watched};
+use crate::{
+    backend::Backend,
+    health::Health,
+    metrics::Metrics,
+    status::{Timestamp, View},
+};
+
+/// Tunnels are looked at this often.
+const LOOK: Duration = Duration::from_secs(5);
+/// Reading a device with many prefixes takes at most this part of the time.
+const SHARE: u32 = 100;
+/// A node that is starting is not in the mesh for this long at most.
+const STARTS: Duration = Duration::from_secs(30);
+
+/// What is needed to say anything.
+pub struct Context<B> {
+    /// Takes Events.
+    pub backend: Arc<B>,
+    /// The node of this agent.
+    pub node: String,
+    /// For gauges.
+    pub metrics: Metrics,
+    /// Learns what is degraded.
+    pub health: Health,
+    /// What the reconciles show.
+    pub view: watch::Receiver<Arc<View>>,
+    /// Ends it.
+    pub stop: CancellationToken,
+}
+
+/// Says what changes until told to stop.
+pub async fn run<B: Backend>(context: Context<B>) {
+    let now = Instant::now();
+    let mut view = context.view.clone();
+    let mut announcer = Announcer {
+        context,
+        before: None,
+        lines: Limiter::new(now),
+        events: Limiter::new(now),
+        tunnels: Watched::default(),
+        look_again: now,
+        out_since: None,
+    };
+    let mut looks = interval(LOOK);
+    looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            () = announcer.context.stop.cancelled() => return,
+            changed = view.changed() => {
+                if changed.is_err() {
+                    return;
+                }
+                let now = Arc::clone(&view.borrow_and_update());
+                announcer.see(now, Instant::now());
+            }
+            _ = looks.tick() => announcer.look().await,
+        }
+    }
+}
+
+/// Writes an Event, and waits for it beside everything else.
+pub fn write_event<B: Backend>(backend: &Arc<B>, node: String, reason: EventReason, text: String) {
+    let backend = Arc::clone(backend);
+    tokio::spawn(async move {
+        if let Err(error) = backend.event(&node, reason, &text).await {
+            tracing::debug!(%error, node, reason = reason.as_str(), "failed to write an Event");
+        }
+    });
+}
+
+struct Announcer<B> {
+    context: Context<B>,
+    /// What was seen last.
+    before: Option<Arc<View>>,
+    lines: Limiter,
+    events: Limiter,
+    tunnels: Watched,
+    look_again: Instant,
+    /// Since when this node is not in the mesh, until that was told.
+    out_since: Option<Instant>,
+}
+
+impl<B: Backend> Announcer<B> {
+    /// Says what differs from what was seen before.
+    fn see(&mut self, view: Arc<View>, now: Instant) {
+        // There is a mesh once a reconciliation has computed one.
+        if view.mesh.granularity().is_none() {
+            return;
+        }
+        let own = self.context.node.clone();
+        if let Some(own) = view.snapshot.nodes.get(&own) {
+            self.context.metrics.last_check_in.set(own.last_seen);
+        }
+        let moment = moment(&view);
+        let found = match &self.before {
+            Some(before) if is_same(before, &view) => {
+                self.before = Some(view);
+                return;
+            }
+            Some(before) => changes::changes(self::moment(before), moment, &own),
+            None => self.first(&view),
+        };
+        let leaderless = changes::locations_without_leader(moment).len();
+        let out = view.mesh.lost.iter().filter(|lost| view.snapshot.nodes.contains(lost.member.name()));
+        self.context.metrics.set_missing(leaderless, out.count());
+        for change in &found {
+            self.say(now, || log::write(change));
+        }
+        for told in events::told(&found, &view.mesh, &own) {
+            self.tell(told, now);
+        }
+        let is_out = view.mesh.find(&own).is_none();
+        if !is_out {
+            self.out_since = None;
+        } else if self.before.is_none() {
+            self.out_since = Some(now);
+        }
+        self.before = Some(view);
+    }
+
+    /// An agent that starts says what it found, and what is news about its own node: the other agents have
+    /// given a node up whose heartbeat is old.
+    fn first(&self, view: &View) -> Vec<Change> {
+        let role = Role::of(&view.mesh, &self.context.node);
+        tracing::info!(
+            locations = view.mesh.segments.len(),
+            nodes = view.mesh.node_count(),
+            peers = view.mesh.peers.len(),
+            role = %role,
+            "mesh as this node sees it"
+        );
+        let known = view.snapshot.nodes.get(&self.context.node);
+        let was_in = known.is_some_and(|own| own.key.is_some() && is_recent(own.last_seen, Timestamp::now().0));
+        let is_news = !was_in && role != Role::Out;
+        is_news.then_some(Change::Role { from: Role::Out, to: role }).into_iter().collect()
+    }
+
+    /// Looks at the tunnels, and says what has waited.
+    async fn look(&mut self) {
+        let now = Instant::now();
+        if let Some(left_out) = self.lines.left_out(now) {
+            tracing::info!(left_out, "more changes of the mesh than are logged; kgctl status shows how it is now");
+        }
+        if let Some(left_out) = self.events.left_out(now) {
+            tracing::info!(left_out, "more Events than are written; the log and kgctl status have the rest");
+        }
+        self.tell_why_out(now);
+        if now < self.look_again {
+            return;
+        }
+        let Some(view) = self.before.clone() else { return };
+        let started = Instant::now();
+        let peers = match view.peers().await {
+            Ok(peers) => peers,
+            Err(error) => {
+                tracing::debug!(%error, "failed to read WireGuard peers");
+                return;
+            }
+        };
+        let now = Instant::now();
+        for news in self.tunnels.observe(&view, &peers, now) {
+            self.say(now, || news.log());
+            if let Some((reason, text)) = news.event() {
+                self.tell(Told { node: self.context.node.clone(), reason, text }, now);
+            }
+        }
+        let degraded = self.tunnels.degraded(now);
+        self.context.metrics.silent_tunnels.set(i64::try_from(degraded.len()).unwrap_or(i64::MAX));
+        self.context.health.set_degraded(degraded);
+        self.look_again = now + now.saturating_duration_since(started) * SHARE;
+    }
+
+    /// Tells once that this node has not come into the mesh since its agent started.
+    fn tell_why_out(&mut self, now: Instant) {
+        if self.out_since.is_none_or(|since| now.saturating_duration_since(since) < STARTS) {
+            return;
+        }
+        let view = self.before.clone();
+        let node = self.context.node.clone();
+        let why = view.and_then(|view| changes::why_out(&node, moment(&view)));
+        if let Some(why) = why {
+            self.out_since = None;
+            self.say(now, || tracing::info!(%why, "this node is not in the mesh"));
+            let text = format!("is not in the mesh: {why}");
+            self.tell(Told { node, reason: EventReason::NotInMesh, text }, now);
+        }
+    }
+
+    fn say(&mut self, now: Instant, say: impl FnOnce()) {
+        if self.lines.allows(now) {
+            say();
+        }
+    }
+
+    fn tell(&mut self, told: Told, now: Instant) {
+        if self.events.allows(now) {
+            write_event(&self.context.backend, told.node, told.reason, told.text);
+        }
+    }
+}
+
+fn moment(view: &View) -> Moment<'_> {
+    Moment { mesh: &view.mesh, snapshot: &view.snapshot, own: view.own.as_deref() }
+}
+
+/// True when nothing but heartbeats or the host may differ.
+fn is_same(before: &Arc<View>, now: &Arc<View>) -> bool {
+    Arc::ptr_eq(&before.mesh, &now.mesh) && before.snapshot.problems == now.snapshot.problems
+}
