@@ -63,7 +63,10 @@ fn of_role(from: &Role, to: &Role, changes: &[Change], own: &str) -> Vec<Told> {
             told.push(of(EventReason::LeadsLocation, text));
         }
         (Role::Leader { .. }, Role::Member { location, leader }) => {
-            told.push(of(EventReason::FollowsLeader, format!("follows {leader}, which leads {location} now")));
+            told.push(of(
+                EventReason::FollowsLeader,
+                format!("follows {leader}, which leads {location} now"),
+            ));
         }
         _ => {}
     }

@@ -157,7 +157,8 @@ impl<B: Backend> Announcer<B> {
             "mesh as this node sees it"
         );
         let known = view.snapshot.nodes.get(&self.context.node);
-        let was_in = known.is_some_and(|own| own.key.is_some() && is_recent(own.last_seen, Timestamp::now().0));
+        let was_in =
+            known.is_some_and(|own| own.key.is_some() && is_recent(own.last_seen, Timestamp::now().0));
         let is_news = !was_in && role != Role::Out;
         is_news.then_some(Change::Role { from: Role::Out, to: role }).into_iter().collect()
     }
@@ -166,7 +167,10 @@ impl<B: Backend> Announcer<B> {
     async fn look(&mut self) {
         let now = Instant::now();
         if let Some(left_out) = self.lines.left_out(now) {
-            tracing::info!(left_out, "more changes of the mesh than are logged; kgctl status shows how it is now");
+            tracing::info!(
+                left_out,
+                "more changes of the mesh than are logged; kgctl status shows how it is now"
+            );
         }
         if let Some(left_out) = self.events.left_out(now) {
             tracing::info!(left_out, "more Events than are written; the log and kgctl status have the rest");

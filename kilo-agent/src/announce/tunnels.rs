@@ -125,10 +125,23 @@ impl News {
             Turn::Up => tracing::info!(tunnel, endpoint, new = "up", "tunnel is up: first handshake"),
             Turn::Answers => tracing::info!(tunnel, endpoint, old = "silent", new = "up", "tunnel answers"),
             Turn::Silent => {
-                tracing::info!(tunnel, endpoint, new = "silent", why, "tunnel does not answer although bytes are sent");
+                tracing::info!(
+                    tunnel,
+                    endpoint,
+                    new = "silent",
+                    why,
+                    "tunnel does not answer although bytes are sent"
+                );
             }
             Turn::Quiet => {
-                tracing::info!(tunnel, endpoint, old = "silent", new = "idle", why, "silent tunnel is no longer used");
+                tracing::info!(
+                    tunnel,
+                    endpoint,
+                    old = "silent",
+                    new = "idle",
+                    why,
+                    "silent tunnel is no longer used"
+                );
             }
         }
     }

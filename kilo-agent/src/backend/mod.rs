@@ -74,10 +74,7 @@ pub trait Backend: Send + Sync + 'static {
     /// Writes into each Peer object whether it is part of the mesh, or why not. A backend
     /// without such a place writes nothing. Returns the
     /// number of writes.
-    fn report_peers(
-        &self,
-        _peers: &PeerStandings,
-    ) -> impl Future<Output = Result<u64, BackendError>> + Send {
+    fn report_peers(&self, _peers: &PeerStandings) -> impl Future<Output = Result<u64, BackendError>> + Send {
         async { Ok(0) }
     }
 

@@ -81,7 +81,9 @@ impl Context {
             "/status" => {
                 let counters = self.metrics.counters().map_err(|error| error.to_string());
                 let unhealthy = self.health.check(Instant::now()).err();
-                match serde_json::to_vec_pretty(&view().status(counters, unhealthy, self.health.degraded()).await) {
+                match serde_json::to_vec_pretty(
+                    &view().status(counters, unhealthy, self.health.degraded()).await,
+                ) {
                     Ok(body) => respond(StatusCode::OK, "application/json", body),
                     Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
                 }

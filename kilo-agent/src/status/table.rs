@@ -30,7 +30,8 @@ pub fn table(status: &Status) -> String {
         status.conflicts.iter().map(|it| vec![it.address.to_string(), it.nodes.join(", ")]),
     ));
     let degraded = status.degraded.iter();
-    let degraded = degraded.flat_map(|(node, all)| all.iter().map(move |what| vec![node.clone(), what.clone()]));
+    let degraded =
+        degraded.flat_map(|(node, all)| all.iter().map(move |what| vec![node.clone(), what.clone()]));
     parts.push(columns(&["NODE", "DEGRADED"], degraded));
     if let Some(agent) = &status.agent {
         parts.push(agent_tables(agent, now));

@@ -33,7 +33,7 @@ use proxy::{Mode, Proxy};
 const KG: &str = env!("CARGO_BIN_EXE_kg");
 
 /// Ends the agent with the test.
-struct Agent(Child);
+pub(crate) struct Agent(pub Child);
 
 impl Drop for Agent {
     fn drop(&mut self) {
@@ -42,9 +42,13 @@ impl Drop for Agent {
     }
 }
 
-type Annotations = BTreeMap<String, String>;
+pub(crate) type Annotations = BTreeMap<String, String>;
 
-async fn until(nodes: &Api<core::Node>, what: &str, wanted: impl Fn(&Annotations) -> bool) -> Annotations {
+pub(crate) async fn until(
+    nodes: &Api<core::Node>,
+    what: &str,
+    wanted: impl Fn(&Annotations) -> bool,
+) -> Annotations {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
         let annotations = nodes.get("n1").await.unwrap().metadata.annotations.unwrap_or_default();
@@ -56,7 +60,7 @@ async fn until(nodes: &Api<core::Node>, what: &str, wanted: impl Fn(&Annotations
     }
 }
 
-fn kg(kubeconfig: &Path) -> Command {
+pub(crate) fn kg(kubeconfig: &Path) -> Command {
     let mut command = Command::new(KG);
     command.arg("--kubeconfig").arg(kubeconfig).args([
         "--hostname",
@@ -69,7 +73,7 @@ fn kg(kubeconfig: &Path) -> Command {
 }
 
 /// A node's namespace: private address, public address, default route, Cilium's device.
-fn make_host() {
+pub(crate) fn make_host() {
     netns::sh(
         "mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard; mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
          ip link set lo up; ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up; \
@@ -80,7 +84,7 @@ fn make_host() {
 }
 
 /// Waits until the command's output is as wanted.
-async fn until_said(command: &str, wanted: impl Fn(&str) -> bool) -> String {
+pub(crate) async fn until_said(command: &str, wanted: impl Fn(&str) -> bool) -> String {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
         let said = netns::sh(&format!("{command} 2>/dev/null || true"));
@@ -92,7 +96,7 @@ async fn until_said(command: &str, wanted: impl Fn(&str) -> bool) -> String {
     }
 }
 
-fn peer(key: u8, allowed_ip: &str) -> DynamicObject {
+pub(crate) fn peer(key: u8, allowed_ip: &str) -> DynamicObject {
     let peer = json!({
         "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": "laptop"},
         "spec": {"allowedIPs": [allowed_ip], "publicKey": PublicKey([key; 32]).to_string()},
@@ -112,12 +116,12 @@ async fn peer_status(peers: &Api<Peer>, name: &str) -> PeerStatus {
     }
 }
 
-async fn annotate(nodes: &Api<core::Node>, node: &str, annotations: serde_json::Value) {
+pub(crate) async fn annotate(nodes: &Api<core::Node>, node: &str, annotations: serde_json::Value) {
     let patch = json!({"metadata": {"annotations": annotations}});
     nodes.patch(node, &PatchParams::default(), &Patch::Merge(&patch)).await.unwrap();
 }
 
-fn name(name: &str) -> String {
+pub(crate) fn name(name: &str) -> String {
     format!("kilo.squat.ai/{name}")
 }
 
@@ -295,7 +299,7 @@ async fn event_about_node(client: &Client, reason: &str) -> String {
 }
 
 /// Another node of the location `location`, alive now.
-async fn create_member(client: &Client, number: u8, location: &str) {
+pub(crate) async fn create_member(client: &Client, number: u8, location: &str) {
     let unix = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
     let mut node = core::Node::default();
     node.metadata.name = Some(format!("n{number}"));

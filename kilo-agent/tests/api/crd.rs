@@ -100,7 +100,16 @@ async fn kubectl_shows_allowed_ips_endpoint_and_age() {
         .map(|column| (column["name"].as_str().unwrap(), column["priority"].as_i64().unwrap()))
         .collect();
     let wanted = [
-        "Name", "Allowed IPs", "DNS", "IP", "Port", "Keepalive", "Ready", "Reason", "Message", "Public Key",
+        "Name",
+        "Allowed IPs",
+        "DNS",
+        "IP",
+        "Port",
+        "Keepalive",
+        "Ready",
+        "Reason",
+        "Message",
+        "Public Key",
         "Age",
     ];
     let is_wide = |name| i64::from(matches!(name, "Message" | "Public Key"));

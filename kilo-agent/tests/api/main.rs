@@ -31,6 +31,7 @@ mod last_good;
 mod leaving;
 mod manifests;
 mod multicluster;
+mod operator;
 mod status;
 mod through_mesh;
 mod webhook;

@@ -165,9 +165,9 @@ fn every_metric_is_explained() {
             let cell = line.split(" | ").next().unwrap_or_default();
             cell.starts_with("| ")
                 && cell.split('`').any(|word| {
-                    word.split('{').next().is_some_and(|word| {
-                        word.trim_end_matches("_total").trim_end_matches("_info") == name
-                    })
+                    word.split('{')
+                        .next()
+                        .is_some_and(|word| word.trim_end_matches("_total").trim_end_matches("_info") == name)
                 })
         });
         assert!(explained, "{name} is not explained in docs/monitoring.md");

@@ -255,11 +255,7 @@ fn paired<'a>(
 }
 
 /// A location that is a node on its own changes with that node, which is said of the node.
-fn of_location(
-    old: Option<&Arc<Segment>>,
-    new: Option<&Arc<Segment>>,
-    now: Moment<'_>,
-) -> Option<Change> {
+fn of_location(old: Option<&Arc<Segment>>, new: Option<&Arc<Segment>>, now: Moment<'_>) -> Option<Change> {
     let location = old.or(new)?.location.clone();
     if location.starts_with("node:") {
         return None;
@@ -398,7 +394,12 @@ mod tests {
                 missing(known).next().is_none() && !dead.contains(&known.name.as_str())
             };
             let of = |alive: Vec<&Arc<Node>>| {
-                before.mesh.next(alive, &snapshot.peers, Granularity::Location, "10.4.0.0/16".parse().unwrap())
+                before.mesh.next(
+                    alive,
+                    &snapshot.peers,
+                    Granularity::Location,
+                    "10.4.0.0/16".parse().unwrap(),
+                )
             };
             let (all, out): (Vec<_>, Vec<_>) = snapshot.nodes.iter().partition(alive);
             let mesh = of(all.into_iter().map(|known| known.node).collect());
@@ -454,7 +455,8 @@ mod tests {
     fn a_leader_gives_way_to_one_that_asks() {
         let found = after(&[], |nodes| nodes[2].leader = true, "a1");
         let why = Succession::Rule(LeaderReason::AsksWithPublicEndpoint);
-        let moved = Change::LeaderMoved { location: text("location:a"), from: text("a1"), to: text("a3"), why };
+        let moved =
+            Change::LeaderMoved { location: text("location:a"), from: text("a1"), to: text("a3"), why };
         assert_eq!(found[0], moved);
         let to = Role::Member { location: text("location:a"), leader: text("a3") };
         let role = Change::Role { from: Role::Leader { location: text("location:a") }, to };
@@ -501,7 +503,9 @@ mod tests {
         let nodes = [node("a1", "a"), node("b1", "b")];
         let before = World::new(&World::default(), &nodes, &[], &[]);
         let of = |dead: &[&str], nodes: &[Node]| {
-            locations_without_leader(World::new(&before, nodes, dead, &[]).at()).into_iter().collect::<Vec<_>>()
+            locations_without_leader(World::new(&before, nodes, dead, &[]).at())
+                .into_iter()
+                .collect::<Vec<_>>()
         };
         assert_eq!(of(&[], &nodes), [""; 0]);
         assert_eq!(of(&["b1"], &nodes), ["location:b"]);

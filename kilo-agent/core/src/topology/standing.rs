@@ -68,7 +68,9 @@ pub fn peer_standings(mesh: &Mesh, snapshot: &Snapshot) -> PeerStandings {
         let standing = match keys.get(&peer.public_key) {
             Some((kind, owner)) => PeerStanding::Refused {
                 reason: "KeyOfAnother",
-                why: format!("spec.publicKey belongs to {kind}{owner} already; give this peer a key of its own"),
+                why: format!(
+                    "spec.publicKey belongs to {kind}{owner} already; give this peer a key of its own"
+                ),
             },
             None => by_prefixes(peer, mesh),
         };

@@ -41,7 +41,8 @@ impl Silent {
                     return Ok(());
                 }
             }
-            let kind = if request.contains("/nodes") { ("v1", "Node") } else { ("kilo.squat.ai/v1alpha1", "Peer") };
+            let kind =
+                if request.contains("/nodes") { ("v1", "Node") } else { ("kilo.squat.ai/v1alpha1", "Peer") };
             if request.contains("watch=true") {
                 self.watches.fetch_add(1, Ordering::Relaxed);
                 stream.write_all(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n").await?;

@@ -1,0 +1,288 @@
+//! What an operator is told: lines in the log, Events, conditions, `/health` and metrics of a real `kg`
+//! on a real API server.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use std::{
+    fs::File,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use k8s_openapi::api::core::v1 as core;
+use kilo_core::objects::peer::Peer;
+use kube::{
+    Api, Client, ResourceExt as _,
+    api::{DeleteParams, ListParams, Patch, PatchParams},
+};
+use serde_json::{Value, json};
+
+use crate::{
+    agent::{Agent, annotate, create_member, kg, make_host, name, peer},
+    api::{self, ADMIN, ApiServer, apply, apply_crds, create_node},
+    netns,
+};
+
+/// One server, one node `n1`, and its agent with the rights of the manifests.
+struct Site {
+    server: ApiServer,
+    client: Client,
+    nodes: Api<core::Node>,
+    log: PathBuf,
+    _agent: Agent,
+}
+
+impl Site {
+    async fn start(pod_cidr: bool) -> Option<Self> {
+        make_host();
+        let server = ApiServer::start().await?;
+        let client = server.client(ADMIN).await;
+        apply_crds(&client).await;
+        api::grant_agent(&client).await;
+        let nodes: Api<core::Node> = Api::all(client.clone());
+        if pod_cidr {
+            create_node(&client, "n1", &[]).await;
+        } else {
+            let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}});
+            apply(&client, &serde_json::from_value(node).unwrap(), false).await.unwrap();
+        }
+        let log = PathBuf::from("/var/lib/kg.log");
+        let file = File::create(&log).unwrap();
+        let mut command = kg(&server.kubeconfig(api::AGENT, server.port()));
+        let command = command.stdout(file.try_clone().unwrap()).stderr(file);
+        let agent = Agent(command.spawn().unwrap());
+        Some(Self { server, client, nodes, log, _agent: agent })
+    }
+
+    /// Events about an object, as reason and message; those with its uid, as `kubectl describe` asks for them.
+    async fn events(&self, object: &str, uid: &str) -> Vec<(String, String)> {
+        let events: Api<core::Event> = Api::all(self.client.clone());
+        let about = format!("involvedObject.name={object},involvedObject.uid={uid}");
+        let found = events.list(&ListParams::default().fields(&about)).await.unwrap();
+        let text = |event: core::Event| (event.reason.unwrap(), event.message.unwrap());
+        found.items.into_iter().map(text).collect()
+    }
+
+    /// Waits for an Event about a Node.
+    async fn event(&self, node: &str, reason: &str, part: &str) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let events = self.events(node, node).await;
+            if events.iter().any(|(other, text)| other == reason && text.contains(part)) {
+                return;
+            }
+            let log = std::fs::read_to_string(&self.log).unwrap();
+            assert!(Instant::now() < deadline, "no {reason} {part:?} about {node}: {events:#?}\n{log}");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    /// The last line of the log with this message.
+    async fn line(&self, message: &str) -> Value {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let log = std::fs::read_to_string(&self.log).unwrap();
+            let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+            if let Some(line) = lines.filter(|line| field(line, "message") == message).last() {
+                return line;
+            }
+            assert!(Instant::now() < deadline, "no line {message:?}:\n{log}");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    /// Waits until a page of the agent is as wanted.
+    async fn page(&self, path: &str, wanted: impl Fn(&str) -> bool) -> String {
+        let deadline = Instant::now() + Duration::from_secs(90);
+        loop {
+            let page = netns::sh(&format!("curl -s http://127.0.0.1:1107{path} || true"));
+            if wanted(&page) {
+                return page;
+            }
+            assert!(Instant::now() < deadline, "{path}: {page}");
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+    }
+}
+
+/// A field of a line, wherever the format has it.
+fn field(line: &Value, name: &str) -> String {
+    let value = line.get(name).or_else(|| line.get("fields")?.get(name));
+    value.and_then(Value::as_str).unwrap_or_default().to_owned()
+}
+
+fn reasons(events: &[(String, String)]) -> Vec<&str> {
+    events.iter().map(|(reason, _)| reason.as_str()).collect()
+}
+
+/// kubectl, where `cargo xtask kube-tools` has put it.
+fn kubectl() -> Option<PathBuf> {
+    let home = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+    let home = home.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")))?;
+    Some(home.join("kilo/kube-tools/kubectl")).filter(|path| path.is_file())
+}
+
+#[test]
+fn leaders_and_members_that_come_and_go_are_told() {
+    netns::isolated("leaders_and_members_that_come_and_go_are_told", || async {
+        let Some(site) = Site::start(true).await else { return };
+        site.event("n1", "JoinedMesh", "leader of location:").await;
+        site.event("n1", "LeadsLocation", "leads location:").await;
+        assert_eq!(field(&site.line("mesh as this node sees it").await, "role"), "leader of location:");
+
+        // Another one that asks to lead.
+        create_member(&site.client, 2, "").await;
+        annotate(&site.nodes, "n2", json!({name("leader"): ""})).await;
+        site.event("n1", "FollowsLeader", "follows n2").await;
+        let line = site.line("leader changed").await;
+        assert_eq!((field(&line, "old"), field(&line, "new")), ("n1".to_owned(), "n2".to_owned()), "{line}");
+        assert!(field(&line, "why").contains("asks to lead"), "{line}");
+        assert_eq!(field(&line, "level"), "INFO", "{line}");
+        let line = site.line("role of this node changed").await;
+        assert!(field(&line, "new").contains("which n2 leads"), "{line}");
+
+        // It is deleted: n1 says so about itself, and about the one that has gone.
+        site.nodes.delete("n2", &DeleteParams::default()).await.unwrap();
+        site.event("n1", "LeadsLocation", "after n2 (of the one before: its Node object was deleted)").await;
+        site.event("n2", "LeftMesh", "its Node object was deleted").await;
+        let line = site.line("node left the mesh").await;
+        assert_eq!(field(&line, "subject"), "n2");
+
+        // A location of its own comes and goes.
+        create_member(&site.client, 3, "away").await;
+        let line = site.line("location joined the mesh").await;
+        assert_eq!(
+            (field(&line, "location"), field(&line, "new")),
+            ("location:away".to_owned(), "n3".to_owned())
+        );
+        annotate(&site.nodes, "n3", json!({name("key"): null})).await;
+        site.event("n3", "LeftMesh", "it has no key").await;
+        assert_eq!(field(&site.line("location has no ready node left").await, "old"), "n3");
+
+        let told = site.events("n1", "n1").await;
+        let mut wanted = vec!["JoinedMesh", "LeadsLocation", "FollowsLeader", "LeadsLocation"];
+        let mut found = reasons(&told);
+        (wanted.sort_unstable(), found.sort_unstable());
+        found.retain(|reason| *reason != "TunnelSilent");
+        assert_eq!(found, wanted, "each once: {told:#?}");
+    });
+}
+
+#[test]
+fn a_tunnel_that_does_not_answer_is_told_until_its_node_is_deleted() {
+    netns::isolated("a_tunnel_that_does_not_answer_is_told_until_its_node_is_deleted", || async {
+        let Some(site) = Site::start(true).await else { return };
+        site.page("/health", |page| page == "ok\n").await;
+        create_member(&site.client, 3, "away").await;
+        let health = site.page("/health", |page| page.starts_with("degraded: ")).await;
+        assert!(health.contains("location:away (n3 at 192.0.2.3:51820) does not answer"), "{health}");
+        assert!(health.contains("there was no handshake yet"), "{health}");
+        let code = netns::sh("curl -s -o /dev/null -w '%{http_code}' http://127.0.0.1:1107/health");
+        assert_eq!(code, "200", "readiness does not fail for another location's fault");
+        site.event("n1", "TunnelSilent", "location:away (n3 at 192.0.2.3:51820) does not answer").await;
+        assert_eq!(
+            field(&site.line("tunnel does not answer although bytes are sent").await, "tunnel"),
+            "location:away"
+        );
+        site.page("/metrics", |page| page.contains("kilo_silent_tunnels 1\n")).await;
+        let labels = "location=\"location:away\",node=\"n3\"";
+        site.page("/metrics", |page| page.contains(labels)).await;
+        let kgctl = env!("CARGO_BIN_EXE_kgctl");
+        let status = netns::sh(&format!("{kgctl} status n1 --agent=http://127.0.0.1:1107"));
+        assert!(status.contains("Agent of n1") && status.contains(": degraded\n"), "{status}");
+        assert!(status.contains("warning: location:away (n3"), "{status}");
+
+        site.nodes.delete("n3", &DeleteParams::default()).await.unwrap();
+        site.page("/health", |page| page == "ok\n").await;
+        site.page("/metrics", |page| page.contains("kilo_silent_tunnels 0\n")).await;
+        let told = site.events("n1", "n1").await;
+        assert_eq!(reasons(&told).iter().filter(|reason| **reason == "TunnelSilent").count(), 1, "{told:#?}");
+        assert!(!reasons(&told).contains(&"TunnelAnswers"), "it never did: {told:#?}");
+    });
+}
+
+#[test]
+fn a_peer_has_a_condition_to_wait_for() {
+    netns::isolated("a_peer_has_a_condition_to_wait_for", || async {
+        let Some(site) = Site::start(true).await else { return };
+        site.line("mesh as this node sees it").await;
+        apply(&site.client, &peer(9, "10.5.0.1/32"), false).await.unwrap();
+        let kubeconfig = site.server.kubeconfig(ADMIN, site.server.port());
+        wait(&kubeconfig, "True").await;
+        let peers: Api<Peer> = Api::all(site.client.clone());
+        let laptop = peers.get("laptop").await.unwrap();
+        let uid = laptop.uid().unwrap();
+        let accepted = laptop.status.unwrap().conditions.remove(0);
+        assert_eq!((accepted.type_.as_str(), accepted.reason.as_str()), ("Ready", "Accepted"));
+        println!("{}", site.table().await);
+        assert!(
+            site.table()
+                .await
+                .contains("[\"laptop\",\"[\\\"10.5.0.1/32\\\"]\",null,null,null,null,\"True\",\"Accepted\"")
+        );
+
+        // The key of the node's own device.
+        let key = site.nodes.get("n1").await.unwrap().annotations()[&name("key")].clone();
+        let stolen = json!({"spec": {"publicKey": key}});
+        peers.patch("laptop", &PatchParams::default(), &Patch::Merge(&stolen)).await.unwrap();
+        wait(&kubeconfig, "False").await;
+        let status = peers.get("laptop").await.unwrap().status.unwrap();
+        assert!(!status.accepted);
+        assert_eq!(status.conditions[0].reason, "KeyOfAnother");
+        assert!(status.conditions[0].message.contains("belongs to location:"), "{:?}", status.conditions);
+        assert_ne!(status.conditions[0].last_transition_time, "");
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while reasons(&site.events("laptop", &uid).await) != ["PeerAccepted", "PeerRefused"] {
+            assert!(Instant::now() < deadline, "{:#?}", site.events("laptop", &uid).await);
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        assert_eq!(field(&site.line("peer joined the mesh").await, "peer"), "laptop");
+        assert!(field(&site.line("peer is not in the mesh").await, "why").contains("spec.publicKey"));
+        peers.delete("laptop", &DeleteParams::default()).await.unwrap();
+        assert_eq!(field(&site.line("peer left the mesh").await, "peer"), "laptop");
+    });
+}
+
+impl Site {
+    /// Rows of what `kubectl get peers` prints.
+    async fn table(&self) -> String {
+        let request = hyper::http::Request::get("/apis/kilo.squat.ai/v1alpha1/peers")
+            .header("Accept", "application/json;as=Table;v=v1;g=meta.k8s.io")
+            .body(Vec::new())
+            .unwrap();
+        let table: Value = self.client.request(request).await.unwrap();
+        table["rows"].as_array().unwrap().iter().map(|row| row["cells"].to_string()).collect()
+    }
+}
+
+/// `kubectl wait`, or the same by hand.
+async fn wait(kubeconfig: &Path, status: &'static str) {
+    let Some(kubectl) = kubectl() else {
+        println!("kilo-skip: there is no kubectl; `cargo xtask kube-tools` gets it");
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        return;
+    };
+    let (kubectl, kubeconfig) = (kubectl.display().to_string(), kubeconfig.display().to_string());
+    let line = format!(
+        "{kubectl} --kubeconfig {kubeconfig} wait --timeout=30s --for=condition=Ready={status} peer/laptop"
+    );
+    let said = tokio::task::spawn_blocking(move || netns::sh(&line)).await.unwrap();
+    assert!(said.contains("condition met"), "{said}");
+}
+
+#[test]
+fn a_node_that_does_not_come_into_the_mesh_says_why() {
+    netns::isolated("a_node_that_does_not_come_into_the_mesh_says_why", || async {
+        let Some(site) = Site::start(false).await else { return };
+        let started = Instant::now();
+        site.event("n1", "NotInMesh", "is not in the mesh: it has no pod CIDR").await;
+        assert!(started.elapsed() > Duration::from_secs(25), "a node that starts is given time");
+        let spec = json!({"spec": {"podCIDR": "10.42.1.0/24", "podCIDRs": ["10.42.1.0/24"]}});
+        site.nodes.patch("n1", &PatchParams::default(), &Patch::Merge(&spec)).await.unwrap();
+        site.event("n1", "JoinedMesh", "leader of location:").await;
+        assert_eq!(
+            site.events("n1", "n1").await.iter().filter(|(reason, _)| reason == "NotInMesh").count(),
+            1
+        );
+    });
+}
