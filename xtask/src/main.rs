@@ -10,6 +10,7 @@ mod image;
 mod kube_tools;
 mod kubernetes;
 mod manifests;
+mod prometheus;
 mod rotation;
 mod second_try;
 mod sim;

@@ -82,8 +82,8 @@ impl Site {
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
             let log = std::fs::read_to_string(&self.log).unwrap();
-            let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-            if let Some(line) = lines.filter(|line| field(line, "message") == message).last() {
+            let mut lines = log.lines().rev().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+            if let Some(line) = lines.find(|line| field(line, "message") == message) {
                 return line;
             }
             assert!(Instant::now() < deadline, "no line {message:?}:\n{log}");
@@ -162,7 +162,8 @@ fn leaders_and_members_that_come_and_go_are_told() {
         let told = site.events("n1", "n1").await;
         let mut wanted = vec!["JoinedMesh", "LeadsLocation", "FollowsLeader", "LeadsLocation"];
         let mut found = reasons(&told);
-        (wanted.sort_unstable(), found.sort_unstable());
+        wanted.sort_unstable();
+        found.sort_unstable();
         found.retain(|reason| *reason != "TunnelSilent");
         assert_eq!(found, wanted, "each once: {told:#?}");
     });

@@ -120,7 +120,7 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
         assert_eq!((found.locations[0].since, found.agent.as_ref()), (None, None));
         assert_eq!(
             found.peers[1].reason.as_deref(),
-            Some("10.5.0.1/32: claimed by a peer that comes first by name")
+            Some("spec.allowedIPs: 10.5.0.1/32 belong to a peer that comes first by name")
         );
         let (success, _, stderr) = kgctl(&kubeconfig, &["n0"]);
         assert!(success && stderr.contains("no running pod"), "{stderr}");
@@ -247,7 +247,7 @@ fn a_duplicate_address_is_an_event_of_the_node_with_the_rights_of_the_manifests(
             let _agent = netns::Agent(kg.spawn().unwrap());
 
             let events: Api<core::Event> = Api::namespaced(client.clone(), "default");
-            let of_node = ListParams::default().fields("involvedObject.kind=Node,involvedObject.name=n1");
+            let of_node = ListParams::default().fields("involvedObject.name=n1,reason=AddressConflict");
             let deadline = Instant::now() + Duration::from_secs(30);
             let found = loop {
                 let found = events.list(&of_node).await.unwrap().items;

@@ -18,12 +18,14 @@ pub fn files(
     crds: &str,
     validation: &str,
     pod_monitor: &str,
+    rule: &str,
 ) -> Result<BTreeMap<String, String>> {
     let optional = |value: &str, text: &str| {
         let text = in_release(&text.replace(&format!("{IMAGE}:{VERSION}"), "{{ include \"kilo.image\" . }}"));
         format!("{HEADER}{{{{- if .Values.{value}.enabled }}}}\n{text}{{{{- end }}}}\n")
     };
     ensure!(!validation.contains("{{"), "peer-validation.yaml holds a Helm action");
+    ensure!(!rule.contains("{{"), "prometheusrule.yaml holds a Helm action");
     let chart = format!(
         "# Made by `cargo xtask manifests`; do not edit.\napiVersion: v2\nname: kilo\n\
          description: A multi-location network for Kubernetes, WireGuard between locations, eBPF inside them.\n\
@@ -36,6 +38,7 @@ pub fn files(
         ("templates/kilo.yaml", HEADER.to_owned() + &translate(kilo)?),
         ("templates/peer-validation.yaml", optional("webhook", validation)),
         ("templates/podmonitor.yaml", optional("podMonitor", pod_monitor)),
+        ("templates/prometheusrule.yaml", optional("prometheusRule", rule)),
     ];
     Ok(files.into_iter().map(|(name, text)| (format!("{DIRECTORY}/{name}"), text)).collect())
 }

@@ -1,6 +1,7 @@
 //! `cargo xtask manifests`: every DaemonSet from one template, the Grafana
 //! dashboard from a list of panels.
 
+pub mod alerts;
 mod chart;
 mod dashboard;
 mod kustomize;
@@ -124,10 +125,13 @@ fn render() -> Result<BTreeMap<String, String>> {
     let dashboard = dashboard::json()?;
     let written = |name: &str| fs::read_to_string(directory().join(name)).with_context(|| name.to_owned());
     let (crds, pod_monitor) = (written("crds.yaml")?, written("podmonitor.yaml")?);
-    files.extend(chart::files(TEMPLATE, &crds, &validation, &pod_monitor)?);
+    let rule = alerts::prometheus_rule();
+    files.extend(chart::files(TEMPLATE, &crds, &validation, &pod_monitor, &rule)?);
     files.insert("base/kilo.yaml".to_owned(), base);
     files.insert("base/crds.yaml".to_owned(), crds);
     files.insert("components/monitoring/podmonitor.yaml".to_owned(), pod_monitor);
+    files.insert("components/monitoring/prometheusrule.yaml".to_owned(), rule.clone());
+    files.insert("prometheusrule.yaml".to_owned(), rule);
     files.insert("components/monitoring/grafana-dashboard.json".to_owned(), dashboard.clone());
     files.insert("components/webhook/peer-validation.yaml".to_owned(), validation.clone());
     files.insert("peer-validation.yaml".to_owned(), validation);
@@ -160,7 +164,7 @@ fn directory() -> PathBuf {
     workspace_root().join("manifests")
 }
 
-/// Writes manifests/.
+/// Writes manifests/, and the page about alerts.
 pub fn write() -> Result<()> {
     for (name, text) in render()? {
         let path = directory().join(&name);
@@ -170,6 +174,8 @@ pub fn write() -> Result<()> {
         fs::write(&path, text).with_context(|| path.display().to_string())?;
         println!("manifests/{name}");
     }
+    fs::write(workspace_root().join("docs/alerts.md"), alerts::page()).context("docs/alerts.md")?;
+    println!("docs/alerts.md");
     Ok(())
 }
 

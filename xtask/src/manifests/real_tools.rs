@@ -109,7 +109,9 @@ fn components_add_what_they_are_named_after() {
     let dashboard = monitored.remove(&dashboard).expect("the dashboard");
     let shipped = fs::read_to_string(directory().join("grafana-dashboard.json")).unwrap();
     assert_eq!(dashboard["data"]["kilo.json"].as_str(), Some(shipped.as_str()));
-    assert_same(&monitored, &with("podmonitor.yaml"), "monitoring");
+    let mut wanted = with("podmonitor.yaml");
+    wanted.extend(manifest("prometheusrule.yaml"));
+    assert_same(&monitored, &wanted, "monitoring");
 
     let mut forwarding = build("ipv6");
     let key = ("DaemonSet".to_owned(), "kube-system".to_owned(), "kilo".to_owned());
@@ -155,8 +157,10 @@ fn the_chart_makes_what_the_single_files_say() {
     let mut wanted = kubeadm;
     wanted.extend(manifest("peer-validation.yaml"));
     wanted.extend(manifest("podmonitor.yaml"));
-    let made = chart(&helm, &["webhook.enabled=true", "podMonitor.enabled=true"]).unwrap();
-    assert_same(&made, &wanted, "webhook and PodMonitor");
+    wanted.extend(manifest("prometheusrule.yaml"));
+    let values = ["webhook.enabled=true", "podMonitor.enabled=true", "prometheusRule.enabled=true"];
+    let made = chart(&helm, &values).unwrap();
+    assert_same(&made, &wanted, "webhook, PodMonitor and PrometheusRule");
 }
 
 #[test]

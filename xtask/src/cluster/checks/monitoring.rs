@@ -1,5 +1,5 @@
 //! Prometheus on the first node: it finds the agents by the PodMonitor's rules, answers every
-//! query of the dashboard, and evaluates every alert of docs/monitoring.md.
+//! query of the dashboard, and evaluates every alert, whose tests pass.
 
 use std::{
     collections::BTreeSet,
@@ -15,10 +15,10 @@ use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::Value;
 
 use crate::{
-    apt::{self, Suites},
     cluster::{Cluster, deploy, until},
     lab::space::Space,
-    workspace_root,
+    manifests::alerts,
+    prometheus,
 };
 
 const PORT: u16 = 9090;
@@ -31,15 +31,16 @@ pub fn prometheus(cluster: &Cluster) -> Result<String> {
     let root = node.path("/opt/prometheus")?;
     fs::create_dir_all(&root)?;
     for program in ["prometheus", "promtool"] {
-        fs::copy(programs()?.join(program), root.join(program))?;
+        fs::copy(prometheus::programs()?.join(program), root.join(program))?;
     }
-    let alerts = alerts()?;
-    fs::write(root.join("alerts.yaml"), &alerts)?;
+    fs::write(root.join("alerts.yaml"), alerts::rule_file())?;
+    fs::write(root.join("tests.yaml"), alerts::promtool_tests("alerts.yaml"))?;
     fs::write(root.join("prometheus.yaml"), configuration()?)?;
     fs::write(root.join("targets.json"), serde_json::to_vec(&targets(cluster)?)?)?;
     let checked = node.sh("cd /opt/prometheus && ./promtool check config prometheus.yaml")?;
-    let rules = alerts.matches("- alert:").count();
-    ensure!(checked.contains(&format!("{rules} rules found")), "{rules} alerts are documented: {checked}");
+    let rules = alerts::count();
+    ensure!(checked.contains(&format!("{rules} rules found")), "there are {rules} alerts: {checked}");
+    node.sh("cd /opt/prometheus && ./promtool test rules tests.yaml")?;
     let _running = Running::start(cluster)?;
     let space = node.space();
     let nodes: BTreeSet<_> = cluster.nodes.iter().map(|node| node.name().to_owned()).collect();
@@ -70,23 +71,6 @@ pub fn prometheus(cluster: &Cluster) -> Result<String> {
         ensure!(rule["state"] != "firing", "{} fires on a cluster at rest", rule["name"]);
     }
     Ok(format!("{} agents, {} queries, {rules} alerts", nodes.len(), queries.len()))
-}
-
-/// Debian's Prometheus, unpacked once.
-fn programs() -> Result<PathBuf> {
-    let cache = apt::cache_directory()?;
-    let directory = cache.join("prometheus");
-    if !directory.join("usr/bin/promtool").is_file() {
-        Suites::open(&cache, &["bookworm"], false)?.unpack("prometheus", &directory)?;
-    }
-    Ok(directory.join("usr/bin"))
-}
-
-/// The alerts of the documentation, as they stand there.
-fn alerts() -> Result<String> {
-    let text = fs::read_to_string(workspace_root().join("docs/monitoring.md"))?;
-    let (_, after) = text.split_once("## Alerts\n\n```yaml\n").context("docs/monitoring.md has no alerts")?;
-    Ok(after.split("```").next().unwrap_or_default().to_owned())
 }
 
 /// Every query of the dashboard, with its variables filled in as for "All".
@@ -235,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pod_monitor_the_dashboard_and_the_alerts_are_read() {
+    fn the_pod_monitor_and_the_dashboard_are_read() {
         let text = configuration().unwrap();
         for part in [
             "job_name: kube-system/kilo",
@@ -245,11 +229,10 @@ mod tests {
         ] {
             assert!(text.contains(part), "{part}:\n{text}");
         }
-        assert!(alerts().unwrap().starts_with("groups:\n"));
         assert!(dashboard().unwrap().iter().all(|query| !query.contains('$')));
         if let Some(directory) = std::env::var_os("KILO_TEST_OUTPUT").map(PathBuf::from) {
             fs::write(directory.join("prometheus.yaml"), text).unwrap();
-            fs::write(directory.join("alerts.yaml"), alerts().unwrap()).unwrap();
+            fs::write(directory.join("alerts.yaml"), alerts::rule_file()).unwrap();
         }
     }
 }

@@ -1,0 +1,427 @@
+//! The alerts: one table, which makes the `PrometheusRule`, its page in docs/ and promtool's tests of it.
+
+use std::fmt::Write as _;
+
+/// Where the page stands.
+const RUNBOOKS: &str = "https://github.com/kilo-ebpf/kilo/blob/main/docs/alerts.md";
+
+/// A series of promtool: its name with labels, and its values minute by minute.
+type Series = (&'static str, &'static str);
+
+/// One alert.
+struct Alert {
+    name: &'static str,
+    severity: &'static str,
+    /// What it means, for the one who is called.
+    summary: &'static str,
+    expr: &'static str,
+    /// It fires when this has held for so long.
+    hold: &'static str,
+    /// What to look at, and what to do.
+    remedy: &'static str,
+    /// It fires on these within an hour.
+    fires: &'static [Series],
+    /// With these labels besides its name and severity.
+    labels: &'static [(&'static str, &'static str)],
+    /// It does not fire on these.
+    quiet: &'static [Series],
+}
+
+const A1: (&str, &str) = ("instance", "a1");
+
+const ALERTS: &[Alert] = &[
+    Alert {
+        name: "KiloAgentDown",
+        severity: "warning",
+        summary: "Prometheus does not reach an agent.",
+        expr: r#"up{job=~"(.+/)?kilo"} == 0"#,
+        hold: "5m",
+        remedy: "Traffic goes on without the agent; changes do not reach the node. `kgctl status` names the reason why \
+                 its pod does not run; when it runs, something keeps Prometheus from port 1107 of the node.",
+        fires: &[(r#"up{job="kube-system/kilo", instance="a1"}"#, "0x60")],
+        labels: &[("job", "kube-system/kilo"), A1],
+        quiet: &[
+            (r#"up{job="kube-system/kilo", instance="a1"}"#, "0x3 1x57"),
+            (r#"up{job="other", instance="a1"}"#, "0x60"),
+        ],
+    },
+    Alert {
+        name: "KiloAgentsMissing",
+        severity: "critical",
+        summary: "No agent is scraped at all.",
+        expr: "absent(kilo_build_info)",
+        hold: "10m",
+        remedy: "Is the DaemonSet there (`kubectl -n kube-system get daemonset kilo`), and does a PodMonitor select its \
+                 pods (`manifests/podmonitor.yaml`)?",
+        fires: &[("up", "1x60")],
+        labels: &[],
+        quiet: &[(r#"kilo_build_info{version="0.1.0"}"#, "1x60")],
+    },
+    Alert {
+        name: "KiloAgentStuck",
+        severity: "critical",
+        summary: "An agent no longer reconciles.",
+        expr: "rate(kilo_reconciles_total[5m]) == 0",
+        hold: "5m",
+        remedy: "`/health` of the node says why and the kubelet restarts the agent; its log has the last thing it did. \
+                 Report it.",
+        fires: &[(r#"kilo_reconciles_total{instance="a1"}"#, "7x60")],
+        labels: &[A1],
+        quiet: &[(r#"kilo_reconciles_total{instance="a1"}"#, "0+2x60")],
+    },
+    Alert {
+        name: "KiloReconcileFailing",
+        severity: "warning",
+        summary: "A step of an agent's work fails again and again.",
+        expr: r#"sum by (job, instance, event) (increase(kilo_errors_total{event!="invalid_object"}[10m])) > 3"#,
+        hold: "10m",
+        remedy: "The label `event` is the step ([what each is](monitoring.md#events-of-kilo_errors_total)); the log of the agent \
+                 at level ERROR has the reason and what to do.",
+        fires: &[(r#"kilo_errors_total{instance="a1", event="netlink"}"#, "0+1x60")],
+        labels: &[A1, ("event", "netlink")],
+        quiet: &[
+            (r#"kilo_errors_total{instance="a1", event="api"}"#, "0x20 3x40"),
+            (r#"kilo_errors_total{instance="a1", event="invalid_object"}"#, "0+1x60"),
+        ],
+    },
+    Alert {
+        name: "KiloTunnelSilent",
+        severity: "critical",
+        summary: "A leader sends into a tunnel that nobody answers from.",
+        expr: "kilo_silent_tunnels > 0",
+        hold: "2m",
+        remedy: "`kgctl status` and `/health` of the leader name the other end and its endpoint. Is UDP 51820 open on both \
+                 sides, and the endpoint reachable from here? See \
+                 [troubleshooting](troubleshooting.md#locations-do-not-reach-each-other).",
+        fires: &[(r#"kilo_silent_tunnels{instance="a1"}"#, "1x60")],
+        labels: &[A1],
+        quiet: &[(r#"kilo_silent_tunnels{instance="a1"}"#, "0x10 1 0x49")],
+    },
+    Alert {
+        name: "KiloLocationWithoutLeader",
+        severity: "critical",
+        summary: "No node of a location takes part: nothing reaches it.",
+        expr: "max by (job) (kilo_locations_without_leader) > 0",
+        hold: "3m",
+        remedy: "`kgctl status` shows the location without a leader, and beside each of its nodes why it takes no part.",
+        fires: &[(r#"kilo_locations_without_leader{instance="a1"}"#, "1x60")],
+        labels: &[],
+        quiet: &[(r#"kilo_locations_without_leader{instance="a1"}"#, "0x10 1x2 0x48")],
+    },
+    Alert {
+        name: "KiloNodesLeftOut",
+        severity: "warning",
+        summary: "Nodes that were in the mesh take no part.",
+        expr: "max by (job) (kilo_nodes_left_out) > 0",
+        hold: "10m",
+        remedy: "`kgctl status` says why, in the column REASON; so does `kubectl describe node`. Delete the Node objects of machines \
+                 that will not come back.",
+        fires: &[(r#"kilo_nodes_left_out{instance="a1"}"#, "2x60")],
+        labels: &[],
+        quiet: &[(r#"kilo_nodes_left_out{instance="a1"}"#, "0x10 1x9 0x41")],
+    },
+    Alert {
+        name: "KiloViewStale",
+        severity: "warning",
+        summary: "An agent's view of the cluster is stale: its own heartbeat does not come back.",
+        expr: "time() - kilo_last_check_in_seconds > 120",
+        hold: "1m",
+        remedy: "The agent does not reach the API server, or may not patch its node: its log says which. Traffic goes on with the \
+                 last good state; nodes that fail are not given up meanwhile.",
+        fires: &[(r#"kilo_last_check_in_seconds{instance="a1"}"#, "0x60")],
+        labels: &[A1],
+        quiet: &[(r#"kilo_last_check_in_seconds{instance="a1"}"#, "0+60x60")],
+    },
+    Alert {
+        name: "KiloViewsDiffer",
+        severity: "warning",
+        summary: "Nodes see different meshes.",
+        expr: "max by (job) (kilo_nodes) != min by (job) (kilo_nodes)",
+        hold: "3m",
+        remedy: "Nodes that see different meshes may not reach each other. Compare `kgctl status NODE` of one with the most \
+                 (`kilo_nodes`) and one with the fewest; the log of the latter says why it misses some.",
+        fires: &[(r#"kilo_nodes{instance="a1"}"#, "5x60"), (r#"kilo_nodes{instance="a2"}"#, "4x60")],
+        labels: &[],
+        quiet: &[(r#"kilo_nodes{instance="a1"}"#, "5x60"), (r#"kilo_nodes{instance="a2"}"#, "4x2 5x58")],
+    },
+    Alert {
+        name: "KiloPacketsForged",
+        severity: "warning",
+        summary: "Packets claim to come from where they do not.",
+        expr: r#"sum by (job, instance, reason) (increase(kilo_dropped_packets_total{reason=~"unknown_sender|foreign_source|not_for_us|wrong_interface|unchecked|forged_vxlan"}[10m])) > 0"#,
+        hold: "1m",
+        remedy: "They were dropped. `kgctl monitor` on the node shows who sends them; the label `reason` tells spoofing from two \
+                 networks that overlap ([counters](data-path.md#counters)).",
+        fires: &[(r#"kilo_dropped_packets_total{instance="a1", reason="foreign_source"}"#, "0x10 1x50")],
+        labels: &[A1, ("reason", "foreign_source")],
+        quiet: &[
+            (r#"kilo_dropped_packets_total{instance="a1", reason="foreign_source"}"#, "9x60"),
+            (r#"kilo_dropped_packets_total{instance="a1", reason="not_unicast"}"#, "0+5x60"),
+        ],
+    },
+    Alert {
+        name: "KiloPacketsDropped",
+        severity: "warning",
+        summary: "Packets are dropped for want of a way, or because the network does not carry them.",
+        expr: r#"sum by (job, instance, reason) (rate(kilo_dropped_packets_total{reason=~"no_hop|no_prefix|encapsulation|rewrite|outer_fragment|too_big|not_encrypted|inside_tunnel"}[5m])) > 1"#,
+        hold: "5m",
+        remedy: "The label `reason` has its remedy among the [counters](data-path.md#counters); `kgctl monitor --reason REASON` shows \
+                 the packets, `kgctl trace` what becomes of one.",
+        fires: &[(r#"kilo_dropped_packets_total{instance="a1", reason="no_hop"}"#, "0+300x60")],
+        labels: &[A1, ("reason", "no_hop")],
+        quiet: &[
+            (r#"kilo_dropped_packets_total{instance="a1", reason="no_hop"}"#, "0+6x60"),
+            (r#"kilo_dropped_packets_total{instance="a1", reason="congestion"}"#, "0+300x60"),
+        ],
+    },
+    Alert {
+        name: "KiloMasqueradeFull",
+        severity: "critical",
+        summary: "New connections out of the cluster find no port.",
+        expr: r#"sum by (job, instance, reason) (increase(kilo_dropped_packets_total{reason=~"nat_exhausted|nat_map_full"}[10m])) > 0"#,
+        hold: "1m",
+        remedy: "`nat_exhausted`: pods hold too many connections to one destination, let them reuse some or give the node more \
+                 addresses. `nat_map_full`: there are more flows than the table holds, report it.",
+        fires: &[(r#"kilo_dropped_packets_total{instance="a1", reason="nat_exhausted"}"#, "0x10 5x50")],
+        labels: &[A1, ("reason", "nat_exhausted")],
+        quiet: &[(r#"kilo_dropped_packets_total{instance="a1", reason="nat_exhausted"}"#, "5x60")],
+    },
+    Alert {
+        name: "KiloMapNearlyFull",
+        severity: "warning",
+        summary: "A BPF map is nearly full.",
+        expr: "kilo_map_entries / kilo_map_capacity > 0.9",
+        hold: "10m",
+        remedy: "What each map holds, and how much: [tables](data-path.md#tables). What does not fit is not reached. Fewer prefixes \
+                 (`allowed-location-ips`, Peers), or smaller locations.",
+        fires: &[
+            (r#"kilo_map_entries{instance="a1", map="hop"}"#, "4000x60"),
+            (r#"kilo_map_capacity{instance="a1", map="hop"}"#, "4096x60"),
+        ],
+        labels: &[A1, ("map", "hop")],
+        quiet: &[
+            (r#"kilo_map_entries{instance="a1", map="hop"}"#, "3000x60"),
+            (r#"kilo_map_capacity{instance="a1", map="hop"}"#, "4096x60"),
+        ],
+    },
+    Alert {
+        name: "KiloProgramsReattached",
+        severity: "warning",
+        summary: "Something else removes Kilo's programs from interfaces.",
+        expr: "increase(kilo_reattached_total[15m]) > 0",
+        hold: "1m",
+        remedy: "They are back within 3 s, and packets were not steered meanwhile. Look for another program that manages TC \
+                 hooks on this node; [add-on](add-on.md) says who gets along with whom.",
+        fires: &[(r#"kilo_reattached_total{instance="a1"}"#, "0x10 2x50")],
+        labels: &[A1],
+        quiet: &[(r#"kilo_reattached_total{instance="a1"}"#, "2x60")],
+    },
+    Alert {
+        name: "KiloRestless",
+        severity: "warning",
+        summary: "An agent writes all the time: something else changes what it sets up.",
+        expr: "rate(kilo_writes_total[15m]) > 1",
+        hold: "30m",
+        remedy: "At rest nothing is written. `ip monitor` on the node shows which address, route or rule comes and goes, and so \
+                 which program does it.",
+        fires: &[(r#"kilo_writes_total{instance="a1"}"#, "0+120x60")],
+        labels: &[A1],
+        quiet: &[(r#"kilo_writes_total{instance="a1"}"#, "0+600x15 9000x45")],
+    },
+    Alert {
+        name: "KiloAddressConflict",
+        severity: "warning",
+        summary: "Several nodes claim one private address.",
+        expr: "kilo_address_conflicts > 0",
+        hold: "5m",
+        remedy: "`kgctl status` names them under CLAIMED-BY. Delete the Node object that is stale, or correct \
+                 `kilo.squat.ai/force-internal-ip`: \
+                 [troubleshooting](troubleshooting.md#two-nodes-claim-one-private-address).",
+        fires: &[(r#"kilo_address_conflicts{instance="a1"}"#, "1x60")],
+        labels: &[A1],
+        quiet: &[(r#"kilo_address_conflicts{instance="a1"}"#, "0x10 1x4 0x46")],
+    },
+];
+
+impl Alert {
+    fn runbook(&self) -> String {
+        format!("{RUNBOOKS}#{}", self.name.to_lowercase())
+    }
+
+    /// As an item of a group's `rules`.
+    fn rule(&self, indent: &str, expr: &str) -> String {
+        let Self { name, severity, hold, .. } = self;
+        let summary = quoted(self.summary);
+        let runbook = self.runbook();
+        [
+            format!("- alert: {name}"),
+            format!("  expr: '{expr}'"),
+            format!("  for: {hold}"),
+            format!("  labels: {{severity: {severity}}}"),
+            "  annotations:".to_owned(),
+            format!("    summary: {summary}"),
+            format!("    runbook_url: {runbook}"),
+        ]
+        .map(|line| format!("{indent}{line}\n"))
+        .concat()
+    }
+}
+
+/// A string of YAML.
+fn quoted(text: &str) -> String {
+    format!("'{}'", text.replace('\'', "''"))
+}
+
+/// `prometheusrule.yaml`, for the Prometheus operator.
+pub fn prometheus_rule() -> String {
+    let mut text = String::from(
+        "# Made by `cargo xtask manifests`; do not edit. docs/alerts.md says what each asks for.\n\
+         # For the Prometheus operator.\n\
+         apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata:\n  name: kilo\n  namespace: kube-system\n\
+         \x20 labels:\n    app.kubernetes.io/name: kilo\n    app.kubernetes.io/part-of: kilo\nspec:\n  groups:\n\
+         \x20   - name: kilo\n      rules:\n",
+    );
+    text.extend(ALERTS.iter().map(|alert| alert.rule("        ", alert.expr)));
+    text
+}
+
+/// The same as a file of Prometheus itself.
+pub fn rule_file() -> String {
+    file_of(ALERTS.iter().map(|alert| alert.rule("      ", alert.expr)))
+}
+
+fn file_of(rules: impl Iterator<Item = String>) -> String {
+    format!("groups:\n  - name: kilo\n    rules:\n{}", rules.collect::<String>())
+}
+
+/// How many there are.
+pub const fn count() -> usize {
+    ALERTS.len()
+}
+
+/// `docs/alerts.md`.
+pub fn page() -> String {
+    let mut text = String::from(
+        "# Alerts\n\n\
+         For operators who were called: what each alert means, and what to do. The rules are in\n\
+         [`manifests/prometheusrule.yaml`](../manifests/prometheusrule.yaml), for the Prometheus operator; the component\n\
+         `monitoring` and the chart's value `prometheusRule.enabled` bring them along. Metrics are explained in\n\
+         [monitoring](monitoring.md#metrics).\n\n\
+         This page and the rules are made from one table (`cargo xtask manifests`), and promtool tests that each fires\n\
+         when it should and stays quiet when it should not.\n",
+    );
+    for alert in ALERTS {
+        let Alert { name, severity, summary, expr, hold, remedy, .. } = alert;
+        let _ = write!(
+            text,
+            "\n## {name}\n\n**{severity}**, after {hold}. {summary}\n\n```promql\n{expr}\n```\n\n{remedy}\n"
+        );
+    }
+    text
+}
+
+/// Tests for promtool of the rules in `rules`: each alert fires, and stays quiet.
+pub fn promtool_tests(rules: &str) -> String {
+    tests_of(rules, ALERTS)
+}
+
+fn tests_of(rules: &str, alerts: &[Alert]) -> String {
+    let tests: String = alerts.iter().map(Alert::tests).collect();
+    format!("rule_files: [{rules}]\nevaluation_interval: 1m\ntests:\n{tests}")
+}
+
+impl Alert {
+    fn tests(&self) -> String {
+        let labels = self.labels.iter().map(|(name, value)| format!(", {name}: {value}"));
+        let labels = format!("severity: {}{}", self.severity, labels.collect::<String>());
+        let fired = format!(
+            "          - exp_labels: {{{labels}}}\n            exp_annotations: {{summary: {}, runbook_url: '{}'}}\n",
+            quoted(self.summary),
+            self.runbook(),
+        );
+        // A counter that grew once is news for a while, what goes on is so for the hour.
+        let grew_once = self.fires.iter().any(|(_, values)| values.starts_with("0x10 "));
+        let at = if grew_once { "13m" } else { "50m" };
+        self.test(self.fires, &[at], &fired) + &self.test(self.quiet, &["5m", "15m", "25m", "35m", "50m"], "")
+    }
+
+    /// A run of promtool at these times; each time it is to find what has `fired`.
+    fn test(&self, series: &[Series], at: &[&str], fired: &str) -> String {
+        let series =
+            series.iter().map(|(name, values)| format!("      - {{series: '{name}', values: '{values}'}}\n"));
+        let fired = if fired.is_empty() { " []\n".to_owned() } else { format!("\n{fired}") };
+        let at = at.iter().map(|at| {
+            format!("      - eval_time: {at}\n        alertname: {}\n        exp_alerts:{fired}", self.name)
+        });
+        format!(
+            "  - interval: 1m\n    input_series:\n{}    alert_rule_test:\n{}",
+            series.collect::<String>(),
+            at.collect::<String>(),
+        )
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+mod tests {
+    use std::{collections::BTreeSet, fs, path::PathBuf, process::Command};
+
+    use super::*;
+    use crate::{prometheus, workspace_root};
+
+    /// Whether promtool is content with these rules.
+    fn passes(promtool: &PathBuf, rules: &str, alerts: &[Alert]) -> Result<(), String> {
+        let work = tempfile::tempdir().unwrap();
+        fs::write(work.path().join("rules.yaml"), rules).unwrap();
+        fs::write(work.path().join("tests.yaml"), tests_of("rules.yaml", alerts)).unwrap();
+        let mut command = Command::new(promtool);
+        let output = command.args(["test", "rules", "tests.yaml"]).current_dir(work.path()).output().unwrap();
+        let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+        if output.status.success() { Ok(()) } else { Err(said) }
+    }
+
+    #[test]
+    fn every_alert_fires_and_stays_quiet_when_it_should() {
+        let Some(promtool) = prometheus::find_promtool() else {
+            println!("kilo-skip: there is no promtool; `cargo xtask kube-tools` gets it");
+            return;
+        };
+        passes(&promtool, &rule_file(), ALERTS).unwrap();
+        // And the tests see it when one never fires, or always does.
+        for alert in ALERTS {
+            for expr in ["vector(1) == 0", "vector(1)"] {
+                let rules = file_of(std::iter::once(alert.rule("      ", expr)));
+                let said = passes(&promtool, &rules, std::slice::from_ref(alert)).unwrap_err();
+                assert!(said.contains(alert.name), "{} as {expr}: {said}", alert.name);
+            }
+        }
+    }
+
+    #[test]
+    fn alerts_ask_for_metrics_and_reasons_that_there_are() {
+        let page = fs::read_to_string(workspace_root().join("docs/monitoring.md")).unwrap();
+        let counters = fs::read_to_string(workspace_root().join("docs/data-path.md")).unwrap();
+        let mut names = BTreeSet::new();
+        for alert in ALERTS {
+            assert!(names.insert(alert.name), "{} is there twice", alert.name);
+            assert!(!alert.expr.contains('\''), "{}", alert.name);
+            let words = alert.expr.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+            for metric in words.filter(|word| word.starts_with("kilo_")) {
+                let explained =
+                    [format!("`{metric}`"), format!("`{metric}{{")].iter().any(|it| page.contains(it));
+                assert!(explained, "{}: {metric} is not in docs/monitoring.md", alert.name);
+            }
+            if let Some(reasons) = alert.expr.split("reason=~\"").nth(1) {
+                for reason in reasons.split('"').next().unwrap().split('|') {
+                    assert!(counters.contains(&format!("| `{reason}` |")), "{}: {reason}", alert.name);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_page_about_alerts_is_that_of_the_table() {
+        let present = fs::read_to_string(workspace_root().join("docs/alerts.md")).unwrap_or_default();
+        assert!(present == page(), "docs/alerts.md is out of date: run `cargo xtask manifests`");
+    }
+}

@@ -1,0 +1,25 @@
+//! Debian's Prometheus and promtool.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+
+use crate::apt::{self, Suites};
+
+/// The directory of both, unpacked once.
+pub fn programs() -> Result<PathBuf> {
+    let directory = apt::cache_directory()?.join("prometheus");
+    if !directory.join("usr/bin/promtool").is_file() {
+        Suites::open(&apt::cache_directory()?, &["bookworm"], false)?.unpack("prometheus", &directory)?;
+    }
+    Ok(directory.join("usr/bin"))
+}
+
+/// promtool of the cache, else that of the machine.
+#[cfg(test)]
+pub fn find_promtool() -> Option<PathBuf> {
+    let cached = apt::cache_directory().ok()?.join("prometheus/usr/bin/promtool");
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let of_machine = std::env::split_paths(&path).map(|directory| directory.join("promtool"));
+    [cached].into_iter().chain(of_machine).find(|program| program.is_file())
+}
