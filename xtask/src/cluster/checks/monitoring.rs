@@ -6,7 +6,6 @@ use std::{
     fs,
     io::{Read as _, Write as _},
     net::TcpStream,
-    path::PathBuf,
     process::{Child, Stdio},
     time::Duration,
 };
@@ -216,6 +215,8 @@ fn get(space: &Space, path: &str) -> Result<Value> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
     #[test]
