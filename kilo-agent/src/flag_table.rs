@@ -1,6 +1,9 @@
 //! The flags of a program as Markdown tables, for docs/ (tests/unit/docs.rs).
 
-use std::fmt::Write as _;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
+};
 
 use clap::{Arg, ArgAction, Command};
 
@@ -19,19 +22,55 @@ pub fn if_asked(command: impl FnOnce() -> Command) -> Option<String> {
 }
 
 fn blocks(command: &Command, path: &str, text: &mut String) {
-    if let Some(table) = table(command) {
-        let _ = write!(text, "<!-- flags: {path} -->\n{table}<!-- /flags -->\n");
-    }
-    for subcommand in command.get_subcommands().filter(|subcommand| !subcommand.is_hide_set()) {
-        blocks(subcommand, &format!("{path} {}", subcommand.get_name()), text);
+    let mut shared = BTreeMap::new();
+    of_commands(command, path, text, &mut shared);
+    for (heading, rows) in shared {
+        let _ = write!(text, "<!-- flags: {path} ({heading}) -->\n{HEAD}{rows}<!-- /flags -->\n");
     }
 }
 
-/// One row a flag or argument of this command, not those of its subcommands;
-/// `None` when it has none.
+/// The blocks of a command and of those below; rows that several commands share go by their heading.
+fn of_commands(command: &Command, path: &str, text: &mut String, shared: &mut BTreeMap<String, String>) {
+    if let Some(table) = table(command) {
+        let _ = write!(text, "<!-- flags: {path} -->\n{table}<!-- /flags -->\n");
+    }
+    for heading in headings(command) {
+        // Not every command has all of them.
+        let rows: String = shown(command, Some(heading)).map(row).collect();
+        let known = shared.entry(heading.to_owned()).or_default();
+        if rows.len() > known.len() {
+            *known = rows;
+        }
+    }
+    for subcommand in command.get_subcommands().filter(|subcommand| !subcommand.is_hide_set()) {
+        of_commands(subcommand, &format!("{path} {}", subcommand.get_name()), text, shared);
+    }
+}
+
+fn shown<'a>(command: &'a Command, heading: Option<&'a str>) -> impl Iterator<Item = &'a Arg> {
+    command.get_arguments().filter(move |arg| !arg.is_hide_set() && arg.get_help_heading() == heading)
+}
+
+fn headings(command: &Command) -> BTreeSet<&str> {
+    let all = command.get_arguments().filter(|arg| !arg.is_hide_set());
+    all.filter_map(Arg::get_help_heading).collect()
+}
+
+const HEAD: &str = "| flag | default | meaning |\n|---|---|---|\n";
+
+/// One row a flag or argument of this command, not those of its subcommands, and below it the
+/// headings of flags that it shares with others; `None` when it has none.
 pub fn table(command: &Command) -> Option<String> {
-    let rows: String = command.get_arguments().filter(|arg| !arg.is_hide_set()).map(row).collect();
-    (!rows.is_empty()).then(|| format!("| flag | default | meaning |\n|---|---|---|\n{rows}"))
+    let rows: String = shown(command, None).map(row).collect();
+    let headings: Vec<_> = headings(command).into_iter().collect();
+    let mut text = if rows.is_empty() { rows } else { format!("{HEAD}{rows}") };
+    if !headings.is_empty() {
+        if !text.is_empty() {
+            text += "\n";
+        }
+        let _ = writeln!(text, "Shared flags: {}.", headings.join(", "));
+    }
+    (!text.is_empty()).then_some(text)
 }
 
 fn row(arg: &Arg) -> String {
@@ -85,5 +124,18 @@ mod tests {
                         | `-p, --port VALUE` | `1` | A \\| port. |\n\
                         | `--quiet` |  | Be quiet. |\n";
         assert_eq!(table(&command).as_deref(), Some(expected));
+        let shared = Arg::new("to").long("to").help("Whom.").help_heading("Server");
+        let text = |command: &Command| {
+            let mut text = String::new();
+            blocks(command, "x", &mut text);
+            text
+        };
+        let both = Command::new("x")
+            .subcommand(Command::new("a").arg(shared.clone()))
+            .subcommand(Command::new("b").arg(shared));
+        let text = text(&both);
+        assert!(text.contains("<!-- flags: x a -->\nShared flags: Server.\n<!-- /flags -->\n"), "{text}");
+        assert_eq!(text.matches("| `--to VALUE` |  | Whom. |").count(), 1, "{text}");
+        assert!(text.contains("<!-- flags: x (Server) -->\n"), "{text}");
     }
 }

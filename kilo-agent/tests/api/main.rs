@@ -27,6 +27,7 @@ mod connect;
 mod crd;
 mod faults;
 mod kgctl;
+mod kgctl_access;
 mod last_good;
 mod leaving;
 mod manifests;

@@ -1,13 +1,15 @@
 //! The way to the API server, and what its errors mean for the operator.
 
-use std::{path::Path, time::Duration};
-
-use hyper::http;
-use kube::{
-    Client, Config,
-    config::{KubeConfigOptions, Kubeconfig},
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    time::Duration,
 };
 
+use hyper::http;
+use kube::{Client, Config};
+
+use super::kubeconfig::{self, Access, Paths};
 use crate::backend::BackendError;
 use kilo_core::objects::error_chain;
 
@@ -16,136 +18,146 @@ use kilo_core::objects::error_chain;
 const SILENCE: Duration = Duration::from_secs(90);
 /// Connecting takes no longer than this.
 const CONNECT: Duration = Duration::from_secs(10);
-/// A single request is answered within this time.
-const ANSWER: Duration = Duration::from_secs(20);
+/// A single request is answered within this time, unless a flag says otherwise.
+pub const ANSWER: Duration = Duration::from_secs(20);
 
-/// Connects as flags say: `--kubeconfig`, `--master`, else in-cluster or the
-/// user's own configuration (`$KUBECONFIG`, `~/.kube/config`).
+/// An API server as errors name it.
+#[derive(Clone, Debug, Default)]
+pub struct Server {
+    /// Its URL.
+    pub url: String,
+    /// The context that leads to it; `None` in a pod.
+    pub context: Option<String>,
+    /// Whom it is asked as: the user of the kubeconfig.
+    pub user: Option<String>,
+    /// `--as`
+    pub impersonated: Option<String>,
+    /// The files read for it.
+    pub files: Vec<PathBuf>,
+    /// What stands between, without its password.
+    pub proxy: Option<String>,
+}
+
+impl fmt::Display for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.url)?;
+        let mut about = Vec::new();
+        match &self.context {
+            Some(context) => about.push(format!("context {context:?} of {}", Paths(&self.files))),
+            None => about.push("the service account of this pod".to_owned()),
+        }
+        if let Some(user) = &self.user {
+            about.push(format!("user {user:?}"));
+        }
+        if let Some(user) = &self.impersonated {
+            about.push(format!("as {user:?}"));
+        }
+        if let Some(proxy) = &self.proxy {
+            about.push(format!("through the proxy {proxy}"));
+        }
+        write!(f, " ({})", about.join(", "))
+    }
+}
+
+/// Connects as flags say: `--kubeconfig`, `--master`, else the user's own configuration
+/// (`$KUBECONFIG`, `~/.kube/config`), else in-cluster.
 ///
 /// # Errors
 /// Names the file and what is wrong with it.
 pub async fn client(kubeconfig: Option<&Path>, master: Option<&str>) -> Result<Client, BackendError> {
+    let access = Access { kubeconfig: kubeconfig.map(ToOwned::to_owned), ..Access::default() };
+    connect(&access, master, CONNECT).await.map(|(client, _)| client)
+}
+
+/// As [`client`], with all that flags can choose; also returns what to call the server.
+///
+/// # Errors
+/// Names the file and what is wrong with it.
+pub async fn connect(
+    access: &Access,
+    master: Option<&str>,
+    patience: Duration,
+) -> Result<(Client, Server), BackendError> {
+    let mut access = access.clone();
     let master = master.map(|master| (master, parse_master(master)));
     // A manifest may name a file that the platform does not have: kube-proxy's, for example.
-    let missing = kubeconfig.filter(|path| is_missing(path) && in_cluster());
-    if let Some(path) = missing {
+    if let Some(path) = access.kubeconfig.as_deref().filter(|path| is_missing(path) && in_cluster()) {
         tracing::info!(path = %path.display(), "kubeconfig does not exist; using the in-cluster configuration");
+        access.kubeconfig = None;
     }
-    let kubeconfig = kubeconfig.filter(|_| missing.is_none());
-    let mut config = match (kubeconfig, &master) {
-        (Some(path), _) => from_file(path).await?,
-        (None, None) => Config::infer().await.map_err(|error| no_way(&error))?,
-        (None, Some((text, parsed))) => match (Config::infer().await, parsed) {
-            (Ok(config), _) => config,
-            (Err(_), Ok(url)) => Config::new(url.clone()),
-            (Err(_), Err(reason)) => return Err(bad_master(text, reason)),
-        },
+    let (mut config, mut server) = match (configured(&access).await, &master) {
+        (Err(_), Some((_, Ok(url)))) if access.kubeconfig.is_none() => {
+            (Config::new(url.clone()), Server::default())
+        }
+        (Err(_), Some((text, Err(reason)))) if access.kubeconfig.is_none() => {
+            return Err(bad_master(text, reason));
+        }
+        (configured, _) => configured?,
     };
     if let Some((text, parsed)) = master {
         config.cluster_url = parsed.map_err(|reason| bad_master(text, &reason))?;
     }
-    config.connect_timeout = Some(CONNECT);
+    if access.impersonate.is_some() {
+        config.auth_info.impersonate = access.impersonate;
+    }
+    if !access.impersonate_groups.is_empty() {
+        config.auth_info.impersonate_groups = Some(access.impersonate_groups);
+    }
+    config.connect_timeout = Some(patience.min(CONNECT));
     config.read_timeout = Some(SILENCE);
     config.reset_reader_on_write = true;
     // Watches and the agent try again by themselves; tries below them would hide the reason, and pause for minutes.
     config.default_retry = false;
-    let origin = kubeconfig.map(|path| format!("--kubeconfig {}: ", path.display())).unwrap_or_default();
-    Client::try_from(config).map_err(|error| BackendError::Config(format!("{origin}{}", error_chain(&error))))
+    config.cluster_url.to_string().trim_end_matches('/').clone_into(&mut server.url);
+    server.impersonated.clone_from(&config.auth_info.impersonate);
+    server.proxy = config.proxy_url.as_ref().map(without_password);
+    let origin =
+        access.kubeconfig.map(|path| format!("--kubeconfig {}: ", path.display())).unwrap_or_default();
+    let client = Client::try_from(config);
+    let client = client.map_err(|error| BackendError::Config(format!("{origin}{}", error_chain(&error))))?;
+    Ok((client, server))
 }
 
-fn is_missing(path: &Path) -> bool {
+/// What files say, or else the service account of the pod.
+async fn configured(access: &Access) -> Result<(Config, Server), BackendError> {
+    let chosen = access.context.is_some() || access.cluster.is_some() || access.user.is_some();
+    // A file that chooses nothing or cannot be read, in a pod: the pod's own account is meant.
+    let may_fall_back = !chosen && access.kubeconfig.is_none() && in_cluster();
+    let found = match kubeconfig::find(access) {
+        Err(_) if may_fall_back => None,
+        found => found?.filter(|found| !may_fall_back || !found.context_name(access).is_empty()),
+    };
+    if let Some(found) = found {
+        let server = Server {
+            context: Some(found.context_name(access).to_owned()),
+            user: found.user_name(access).map(ToOwned::to_owned),
+            files: found.files.clone(),
+            ..Server::default()
+        };
+        return Ok((found.config(access).await?, server));
+    }
+    if chosen || !in_cluster() {
+        return Err(kubeconfig::not_found(access));
+    }
+    let failed =
+        |error| BackendError::Config(format!("service account of this pod: {}", error_chain(&error)));
+    Ok((Config::incluster().map_err(failed)?, Server::default()))
+}
+
+/// A URL without what is secret in it.
+fn without_password(url: &http::Uri) -> String {
+    let authority = url.authority().map(http::uri::Authority::as_str).unwrap_or_default();
+    let host = authority.rsplit('@').next().unwrap_or_default();
+    format!("{}://{host}", url.scheme_str().unwrap_or_default())
+}
+
+pub(super) fn is_missing(path: &Path) -> bool {
     std::fs::metadata(path).is_err_and(|error| error.kind() == std::io::ErrorKind::NotFound)
 }
 
 /// Whether this is a container of a pod with a service account.
 fn in_cluster() -> bool {
     std::env::var_os("KUBERNETES_SERVICE_HOST").is_some()
-}
-
-/// Name of the cluster a configuration leads to: `--kubeconfig`, else the
-/// user's own. In a pod there is none.
-///
-/// # Errors
-/// Names the file and what is wrong with it.
-pub fn cluster_name(kubeconfig: Option<&Path>) -> Result<String, BackendError> {
-    let file = match kubeconfig {
-        Some(path) => read(path)?,
-        None => Kubeconfig::read().map_err(|error| no_way(&error))?,
-    };
-    let current = file.current_context.as_deref().unwrap_or_default();
-    let named = file.contexts.iter().find(|context| context.name == current);
-    let context = named.and_then(|named| named.context.as_ref());
-    context
-        .map(|context| context.cluster.clone())
-        .ok_or_else(|| BackendError::Config(format!("current-context {current:?} does not exist")))
-}
-
-fn read(path: &Path) -> Result<Kubeconfig, BackendError> {
-    let failed = |reason: String| BackendError::Config(format!("--kubeconfig {}: {reason}", path.display()));
-    // Read here: the library's error names the path but loses the reason.
-    let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
-    Kubeconfig::from_yaml(&text).map_err(|error| failed(error_chain(&error)))
-}
-
-async fn from_file(path: &Path) -> Result<Config, BackendError> {
-    let failed = |reason: String| BackendError::Config(format!("--kubeconfig {}: {reason}", path.display()));
-    let mut file = read(path)?;
-    anchor_paths(&mut file, path.parent().unwrap_or(Path::new(".")));
-    check_references(&file).map_err(failed)?;
-    let config = Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
-        .await
-        .map_err(|error| failed(error_chain(&error)))?;
-    if !matches!(config.cluster_url.scheme_str(), Some("http" | "https")) {
-        return Err(failed(format!(
-            "server {} is not the URL of an API server; write for example https://192.0.2.1:6443",
-            config.cluster_url
-        )));
-    }
-    if config.root_cert.as_ref().is_some_and(Vec::is_empty) {
-        return Err(failed("the certificate authority holds no certificate in PEM".to_owned()));
-    }
-    Ok(config)
-}
-
-/// The library says less of names that lead nowhere, and goes on without a
-/// user that does not exist.
-fn check_references(file: &Kubeconfig) -> Result<(), String> {
-    fn known<'a>(what: &str, name: &str, names: impl Iterator<Item = &'a String>) -> Result<(), String> {
-        let names: Vec<_> = names.map(String::as_str).collect();
-        if names.contains(&name) {
-            return Ok(());
-        }
-        Err(format!("{what} {name:?} does not exist; there are: {}", names.join(", ")))
-    }
-    let contexts = || file.contexts.iter();
-    let current = file.current_context.as_deref().unwrap_or_default();
-    known("current-context", current, contexts().map(|context| &context.name))?;
-    let context = contexts().find(|context| context.name == current);
-    let Some(context) = context.and_then(|named| named.context.as_ref()) else { return Ok(()) };
-    known("cluster", &context.cluster, file.clusters.iter().map(|cluster| &cluster.name))?;
-    match context.user.as_deref() {
-        None | Some("") => Ok(()),
-        Some(user) => known("user", user, file.auth_infos.iter().map(|user| &user.name)),
-    }
-}
-
-/// Files named in a configuration are relative to it.
-fn anchor_paths(config: &mut Kubeconfig, directory: &Path) {
-    let anchor = |path: &mut Option<String>| {
-        if let Some(path) = path
-            && !Path::new(path).is_absolute()
-        {
-            *path = directory.join(&*path).to_string_lossy().into_owned();
-        }
-    };
-    for cluster in config.clusters.iter_mut().filter_map(|named| named.cluster.as_mut()) {
-        anchor(&mut cluster.certificate_authority);
-    }
-    for auth in config.auth_infos.iter_mut().filter_map(|named| named.auth_info.as_mut()) {
-        anchor(&mut auth.client_certificate);
-        anchor(&mut auth.client_key);
-        anchor(&mut auth.token_file);
-    }
 }
 
 /// A URL; without a scheme it is HTTP, as Kubernetes' own clients take it.
@@ -160,13 +172,6 @@ fn parse_master(master: &str) -> Result<http::Uri, String> {
 
 fn bad_master(text: &str, reason: &str) -> BackendError {
     BackendError::Config(format!("--master {text:?}: {reason}; write for example https://192.0.2.1:6443"))
-}
-
-fn no_way(error: &dyn std::error::Error) -> BackendError {
-    BackendError::Config(format!(
-        "no kubeconfig found: looked at --kubeconfig, $KUBECONFIG, ~/.kube/config and the service account of a pod; give --kubeconfig ({})",
-        error_chain(error)
-    ))
 }
 
 /// What was asked of the API server.

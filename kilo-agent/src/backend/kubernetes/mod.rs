@@ -6,9 +6,12 @@ mod client;
 mod event;
 #[cfg(test)]
 mod idle_watch;
+mod kubeconfig;
 mod network;
 mod partial_node;
 mod peer_status;
+mod proxy;
+pub mod read_once;
 #[cfg(feature = "agent")]
 mod startup_fallback;
 #[cfg(feature = "agent")]
@@ -36,7 +39,8 @@ use tokio::{
 };
 use tokio_util::task::AbortOnDropHandle;
 
-pub use client::{client, cluster_name};
+pub use client::{ANSWER, Server, client, connect};
+pub use kubeconfig::{Access, Names, cluster_name, names};
 #[cfg(feature = "agent")]
 pub use startup_fallback::StartupFallback;
 #[cfg(feature = "agent")]
@@ -276,6 +280,12 @@ async fn hand_on(shared: Arc<Shared>, sender: watch::Sender<Arc<Snapshot>>) {
     }
 }
 
+fn see_node(object: PartialNode, label: &str) -> Seen<kilo_core::topology::CheckedIn> {
+    let (seen, problems) = node::from_object(&object.into(), label);
+    let problem = (!problems.is_empty()).then(|| problems.join("; "));
+    Seen { name: seen.node.name.clone(), value: Some(seen), problem }
+}
+
 fn see_peer(object: DynamicObject) -> Seen<kilo_core::topology::Peer> {
     let name = object.metadata.name.clone().unwrap_or_default();
     match peer::parse(object) {
@@ -300,9 +310,7 @@ impl Shared {
 
     fn see_node(&self, object: PartialNode, label: &str) -> Seen<kilo_core::topology::CheckedIn> {
         self.see_own(object.meta());
-        let (seen, problems) = node::from_object(&object.into(), label);
-        let problem = (!problems.is_empty()).then(|| problems.join("; "));
-        Seen { name: seen.node.name.clone(), value: Some(seen), problem }
+        see_node(object, label)
     }
 
     fn see_own(&self, metadata: &ObjectMeta) {

@@ -13,7 +13,7 @@ use clap::Args;
 use ipnet::IpNet;
 use kilo_agent::{
     backend::{Backend as _, file::FileBackend, kubernetes},
-    cli::{BackendKind, LogLevel, parse_bool, parse_duration},
+    cli::{BackendKind, LogLevel, parse_bool, parse_duration, parse_port},
     resolve::Resolver,
 };
 use kilo_core::{
@@ -38,7 +38,11 @@ use tokio::{
     sync::watch::Receiver,
 };
 
-use crate::source::{self, Flags};
+use crate::{
+    cluster::Cluster,
+    refusal::Asked,
+    source::{self, Flags},
+};
 
 /// Label of Peer objects that go with the connection.
 const MANAGED: (&str, &str) = ("app.kubernetes.io/managed-by", "kgctl-connect");
@@ -80,11 +84,20 @@ pub struct ConnectArgs {
     /// WireGuard implementation: auto, kernel or userspace.
     #[arg(long, default_value = "auto")]
     wireguard: WireguardMode,
+    /// WireGuard port of this machine.
+    #[arg(long, default_value = "51820", value_parser = parse_port)]
+    port: u16,
+    #[command(flatten)]
+    flags: Flags,
 }
 
 /// Where nodes come from, and where the own Peer is kept.
 enum Source {
-    Kubernetes { backend: Box<kubernetes::KubernetesBackend>, peers: Box<Api<peer::Peer>> },
+    Kubernetes {
+        cluster: Box<Cluster>,
+        backend: Box<kubernetes::KubernetesBackend>,
+        peers: Box<Api<peer::Peer>>,
+    },
     File(FileBackend),
 }
 
@@ -93,13 +106,20 @@ impl Source {
         match flags.backend {
             BackendKind::File => {
                 let directory = source::directory(flags)?;
-                Ok(Self::File(FileBackend::start(directory, &flags.topology_label).await?))
+                Ok(Self::File(FileBackend::start(directory, &flags.shape.topology_label).await?))
             }
             BackendKind::Kubernetes => {
-                let client = kubernetes::client(flags.kubeconfig.as_deref(), None).await?;
-                let backend =
-                    kubernetes::KubernetesBackend::start(client.clone(), None, &flags.topology_label).await?;
-                Ok(Self::Kubernetes { backend: Box::new(backend), peers: Box::new(Api::all(client)) })
+                let cluster = Cluster::open(&flags.api).await?;
+                // First as it is now, since a refusal says more here than in a watch.
+                cluster.snapshot(&flags.shape.topology_label).await?;
+                let client = cluster.client.clone();
+                let label = &flags.shape.topology_label;
+                let backend = kubernetes::KubernetesBackend::start(client.clone(), None, label).await?;
+                Ok(Self::Kubernetes {
+                    cluster: Box::new(cluster),
+                    backend: Box::new(backend),
+                    peers: Box::new(Api::all(client)),
+                })
             }
         }
     }
@@ -121,14 +141,18 @@ impl Source {
                     format!("there is no Peer of that name; put it into the directory:\n{object}")
                 })?
             }
-            Self::Kubernetes { peers, .. } => match peers.get_opt(&wanted.name).await.context("read Peer")? {
+            Self::Kubernetes { cluster, peers, .. } => match cluster
+                .ask(Asked::new("get", "peers"), peers.get_opt(&wanted.name))
+                .await?
+            {
                 Some(object) => peer::from_object(&object)
                     .with_context(|| format!("Peer {:?} is invalid", wanted.name))?,
                 None => {
                     let mut object = peer::to_object(wanted);
                     let label = (MANAGED.0.to_owned(), MANAGED.1.to_owned());
                     object.metadata.labels = Some([label].into());
-                    peers.create(&PostParams::default(), &object).await.context("create Peer")?;
+                    let parameters = PostParams::default();
+                    cluster.ask(Asked::new("create", "peers"), peers.create(&parameters, &object)).await?;
                     tracing::info!(peer = wanted.name, "created Peer object");
                     wanted.clone()
                 }
@@ -145,8 +169,9 @@ impl Source {
 
     /// Deletes the Peer object if it was made here.
     async fn release(&self, wanted: &Peer) -> Result<()> {
-        let Self::Kubernetes { peers, .. } = self else { return Ok(()) };
-        let Some(object) = peers.get_opt(&wanted.name).await? else { return Ok(()) };
+        let Self::Kubernetes { cluster, peers, .. } = self else { return Ok(()) };
+        let read = cluster.ask(Asked::new("get", "peers"), peers.get_opt(&wanted.name)).await?;
+        let Some(object) = read else { return Ok(()) };
         let label = object.metadata.labels.as_ref().and_then(|labels| labels.get(MANAGED.0));
         let ours = label.is_some_and(|label| label == MANAGED.1)
             && object.spec.public_key.trim() == wanted.public_key.to_string();
@@ -154,14 +179,15 @@ impl Source {
             // Not one that somebody has made anew meanwhile.
             let preconditions = Preconditions { uid: object.metadata.uid, resource_version: None };
             let parameters = DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
-            peers.delete(&wanted.name, &parameters).await?;
+            cluster.ask(Asked::new("delete", "peers"), peers.delete(&wanted.name, &parameters)).await?;
         }
         Ok(())
     }
 }
 
 /// Connects and stays connected until SIGINT or SIGTERM.
-pub async fn run(args: &ConnectArgs, flags: &Flags) -> Result<String> {
+pub async fn run(args: &ConnectArgs) -> Result<String> {
+    let flags = &args.flags;
     log_to_stderr(args.log_level);
     // First of all, so that no signal ends it half way.
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
@@ -198,7 +224,7 @@ pub async fn run(args: &ConnectArgs, flags: &Flags) -> Result<String> {
         resolver: Resolver::patient(),
         options: Options {
             peer: name,
-            port: flags.port,
+            port: args.port,
             mtu: args.mtu,
             persistent_keepalive: args.persistent_keepalive,
             more_prefixes: args.allowed_ips.clone(),

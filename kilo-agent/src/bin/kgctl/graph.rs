@@ -1,8 +1,19 @@
 //! `kgctl graph`: the mesh as Graphviz text.
 
-use kilo_core::topology::{self, Mesh};
+use anyhow::Result;
+use clap::Args;
+use kilo_core::topology;
+
+use crate::source::{self, Flags};
+
+#[derive(Args, Debug)]
+pub struct GraphArgs {
+    #[command(flatten)]
+    flags: Flags,
+}
 
 /// The mesh in the DOT language.
-pub fn run(mesh: &Mesh) -> String {
-    topology::dot(mesh)
+pub async fn run(args: &GraphArgs) -> Result<String> {
+    let snapshot = source::snapshot(&args.flags).await?;
+    Ok(topology::dot(&source::mesh(&snapshot, &args.flags)?))
 }

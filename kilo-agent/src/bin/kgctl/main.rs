@@ -1,13 +1,16 @@
 //! `kgctl`: shows configurations of the mesh and draws it; looks into a node's data path.
 
+mod cluster;
 #[cfg(target_os = "linux")]
 mod connect;
 mod graph;
+mod leading_flags;
 #[cfg(target_os = "linux")]
 mod monitor;
 #[cfg(any(test, not(target_os = "linux")))]
 mod needs_linux;
 mod peer_cluster;
+mod refusal;
 mod showconf;
 mod source;
 mod status;
@@ -26,24 +29,27 @@ use kilo_host::wireguard::userspace;
 #[cfg(not(target_os = "linux"))]
 use crate::needs_linux::{connect, monitor, trace};
 use crate::{
-    connect::ConnectArgs, monitor::MonitorArgs, peer_cluster::PeerClusterArgs, showconf::Showconf,
-    source::Flags, status::StatusArgs, trace::TraceArgs, uninstall::UninstallArgs,
+    connect::ConnectArgs, graph::GraphArgs, monitor::MonitorArgs, peer_cluster::PeerClusterArgs,
+    showconf::Showconf, status::StatusArgs, trace::TraceArgs, uninstall::UninstallArgs,
 };
 
 /// Inspect the mesh and a node's data path, print configurations, and join the mesh as a peer.
 #[derive(Parser, Debug)]
-#[command(name = "kgctl", version)]
+#[command(
+    name = "kgctl",
+    version,
+    after_help = "Each command has its own flags: `kgctl COMMAND --help`. They may also stand before it: \
+                  `kgctl --context prod status`."
+)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
-    #[command(flatten)]
-    flags: Flags,
 }
 
 #[derive(Subcommand, Debug)]
 enum Command {
     /// Draw the mesh as Graphviz text.
-    Graph,
+    Graph(GraphArgs),
     /// Show packets that this node drops, live, with the reason.
     Monitor(MonitorArgs),
     /// Join the meshes of two clusters: the locations of each become peers of the other.
@@ -80,7 +86,7 @@ fn main() -> ExitCode {
         print!("{tables}");
         return ExitCode::SUCCESS;
     }
-    let cli = Cli::parse();
+    let cli = Cli::parse_from(leading_flags::behind_command(&Cli::command(), std::env::args_os()));
     if let Command::Completion { shell } = cli.command {
         clap_complete::generate(shell, &mut Cli::command(), "kgctl", &mut std::io::stdout());
         return ExitCode::SUCCESS;
@@ -99,24 +105,15 @@ fn main() -> ExitCode {
 }
 
 async fn run(cli: Cli) -> Result<String> {
-    let flags = &cli.flags;
     match &cli.command {
-        Command::Graph => {
-            let snapshot = source::snapshot(flags).await?;
-            source::warn(&snapshot);
-            Ok(graph::run(&source::mesh(&snapshot, flags)?))
-        }
+        Command::Graph(args) => graph::run(args).await,
         Command::Monitor(args) => monitor::run(args).await.map(|()| String::new()),
-        Command::PeerCluster(args) => peer_cluster::run(args, flags).await,
-        Command::Showconf { of } => {
-            let snapshot = source::snapshot(flags).await?;
-            source::warn(&snapshot);
-            showconf::run(of, &source::mesh(&snapshot, flags)?, &snapshot, flags)
-        }
-        Command::Status(args) => status::run(args, flags).await,
+        Command::PeerCluster(args) => peer_cluster::run(args).await,
+        Command::Showconf { of } => showconf::run(of).await,
+        Command::Status(args) => status::run(args).await,
         Command::Trace(args) => trace::run(args).await,
-        Command::Connect(args) => connect::run(args, flags).await,
-        Command::Uninstall(args) => uninstall::run(args, flags).await,
+        Command::Connect(args) => connect::run(args).await,
+        Command::Uninstall(args) => uninstall::run(args).await,
         #[cfg(target_os = "linux")]
         Command::UserspaceWireguard { interface } => {
             let run = userspace::run(interface).await;

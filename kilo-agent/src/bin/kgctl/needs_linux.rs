@@ -22,7 +22,7 @@ pub mod connect {
     pub use super::Anything as ConnectArgs;
 
     /// Always fails.
-    pub async fn run(_: &ConnectArgs, _: &crate::source::Flags) -> super::Result<String> {
+    pub async fn run(_: &ConnectArgs) -> super::Result<String> {
         super::refuse(
             "connect",
             "make a Peer object for this machine, print its configuration with `kgctl showconf peer NAME`, and \
@@ -64,8 +64,6 @@ mod tests {
     struct Cli {
         #[command(flatten)]
         trace: trace::TraceArgs,
-        #[command(flatten)]
-        flags: crate::source::Flags,
     }
 
     #[tokio::test]
@@ -75,7 +73,7 @@ mod tests {
         assert!(said.starts_with("`kgctl trace` needs Linux") && said.contains("kubectl"), "{said}");
         let said = monitor::run(&cli.trace).await.unwrap_err().to_string();
         assert!(said.starts_with("`kgctl monitor` needs Linux") && said.contains("kubectl"), "{said}");
-        let said = connect::run(&cli.trace, &cli.flags).await.unwrap_err().to_string();
+        let said = connect::run(&cli.trace).await.unwrap_err().to_string();
         assert!(said.starts_with("`kgctl connect` needs Linux") && said.contains("showconf"), "{said}");
     }
 }

@@ -1,31 +1,25 @@
 //! `kgctl peer-cluster`: makes the nodes of two clusters one another's peers.
 
-use std::{
-    fmt::Write as _,
-    path::{Path, PathBuf},
-};
+use std::{fmt::Write as _, path::PathBuf};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
-use kilo_agent::{
-    backend::{
-        Backend as _,
-        kubernetes::{self, KubernetesBackend},
-    },
-    cli::{BackendKind, PrefixList},
-    status::Timestamp,
-};
+use kilo_agent::{backend::kubernetes, cli::PrefixList, status::Timestamp};
 use kilo_core::{
     multicluster::{self, Changes, Cluster, Present},
     objects::peer,
     wireguard::is_dns_name,
 };
 use kube::{
-    Api, Client,
+    Api,
     api::{ApiResource, DeleteParams, DynamicObject, ListParams, Patch, PatchParams, Preconditions},
 };
 
-use crate::source::{self, Flags};
+use crate::{
+    cluster::ApiFlags,
+    refusal::Asked,
+    source::{self, ShapeFlags},
+};
 
 /// Owner of the fields written here, for server-side apply.
 const MANAGER: &str = "kgctl-peer-cluster";
@@ -34,9 +28,12 @@ const SHOWN: usize = 10;
 
 #[derive(Args, Debug)]
 pub struct PeerClusterArgs {
-    /// Kubernetes configuration of the other cluster; --kubeconfig is that of this one.
-    #[arg(long, value_name = "FILE")]
-    remote_kubeconfig: PathBuf,
+    /// Kubernetes configuration of the other cluster; default: that of this one, with --remote-context.
+    #[arg(long, value_name = "FILE", required_unless_present = "remote_context")]
+    remote_kubeconfig: Option<PathBuf>,
+    /// Context of the other cluster; default: the current-context of --remote-kubeconfig.
+    #[arg(long, value_name = "NAME")]
+    remote_context: Option<String>,
     /// Name of this cluster in the other one; defaults to its name in the kubeconfig.
     #[arg(long)]
     name: Option<String>,
@@ -55,22 +52,38 @@ pub struct PeerClusterArgs {
     /// Undo: delete the Peers that this command created in both clusters.
     #[arg(long)]
     remove: bool,
+    #[command(flatten)]
+    shape: ShapeFlags,
+    #[command(flatten)]
+    api: ApiFlags,
+}
+
+impl PeerClusterArgs {
+    /// The other cluster: of what chooses this one only the file and the timeout hold there, too.
+    fn remote(&self) -> ApiFlags {
+        ApiFlags {
+            kubeconfig: self.remote_kubeconfig.clone().or_else(|| self.api.kubeconfig.clone()),
+            context: self.remote_context.clone(),
+            request_timeout: self.api.request_timeout,
+            ..ApiFlags::default()
+        }
+    }
 }
 
 /// One of the two clusters, and how to write there.
 struct Side {
     name: String,
-    client: Client,
+    cluster: crate::cluster::Cluster,
     peers: Api<DynamicObject>,
     /// Peer objects as they are: with their unique ids.
     objects: Vec<DynamicObject>,
 }
 
 impl Side {
-    async fn new(name: Option<&str>, kubeconfig: Option<&Path>, flag: &str) -> Result<Self> {
+    async fn new(name: Option<&str>, api: &ApiFlags, flag: &str) -> Result<Self> {
         let name = match name {
             Some(name) => name.to_owned(),
-            None => kubernetes::cluster_name(kubeconfig)?,
+            None => kubernetes::cluster_name(&api.access())?,
         };
         // Part of object names and value of a label.
         if !is_dns_name(&name) || name.len() > 63 {
@@ -79,13 +92,14 @@ impl Side {
                  '-' and '.', 63 at most"
             );
         }
-        let client = kubernetes::client(kubeconfig, None).await.with_context(|| format!("cluster {name}"))?;
-        let peers = Api::all_with(client.clone(), &ApiResource::erase::<peer::Peer>(&()));
-        Ok(Self { name, client, peers, objects: Vec::new() })
+        let cluster = crate::cluster::Cluster::open(api).await.with_context(|| format!("cluster {name}"))?;
+        let peers = Api::all_with(cluster.client.clone(), &ApiResource::erase::<peer::Peer>(&()));
+        Ok(Self { name, cluster, peers, objects: Vec::new() })
     }
 
     async fn list(&mut self) -> Result<()> {
-        let list = self.peers.list(&ListParams::default()).await;
+        let all = ListParams::default();
+        let list = self.cluster.ask(Asked::new("list", "peers"), self.peers.list(&all)).await;
         self.objects = list.with_context(|| format!("list the peers of cluster {}", self.name))?.items;
         Ok(())
     }
@@ -95,14 +109,13 @@ impl Side {
     }
 
     /// Nodes, mesh and peers.
-    async fn cluster(&mut self, services: &[PrefixList], flags: &Flags) -> Result<Cluster> {
+    async fn cluster(&mut self, services: &[PrefixList], shape: &ShapeFlags) -> Result<Cluster> {
         let context = || format!("cluster {}", self.name);
-        let backend = KubernetesBackend::start(self.client.clone(), None, &flags.topology_label).await;
-        let snapshot = backend.with_context(context)?.watch().borrow().clone();
+        let snapshot = self.cluster.snapshot(&shape.topology_label).await.with_context(context)?;
         for (object, problem) in &snapshot.problems {
             eprintln!("kgctl: cluster {}: {object}: {problem}", self.name);
         }
-        let granularity = source::granularity(&snapshot, flags)?;
+        let granularity = source::granularity(&snapshot, shape)?;
         self.list().await?;
         let services = PrefixList::join(services);
         Ok(Cluster::new(&self.name, &snapshot, granularity, services, self.present(), Timestamp::now().0)?)
@@ -115,7 +128,8 @@ impl Side {
         for (wanted, done) in all.chain(changes.update.iter().map(|peer| (peer, "configured"))) {
             let patch = Patch::Apply(multicluster::object(wanted, other));
             let parameters = PatchParams::apply(MANAGER).force();
-            let written = self.peers.patch(&wanted.name, &parameters, &patch).await;
+            let writing = self.peers.patch(&wanted.name, &parameters, &patch);
+            let written = self.cluster.ask(Asked::new("patch", "peers"), writing).await;
             written.with_context(|| format!("write Peer {} in cluster {}", wanted.name, self.name))?;
             let _ = writeln!(said, "{}: peer.kilo.squat.ai/{} {done}", self.name, wanted.name);
         }
@@ -134,11 +148,14 @@ impl Side {
             resource_version: object.metadata.resource_version.clone(),
         });
         let parameters = DeleteParams { preconditions, ..DeleteParams::default() };
-        match self.peers.delete(name, &parameters).await {
-            Ok(_) => Ok(()),
-            Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
-            Err(error) => Err(error).with_context(|| format!("delete Peer {name} in cluster {}", self.name)),
-        }
+        let delete = async {
+            match self.peers.delete(name, &parameters).await {
+                Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
+                other => other.map(drop),
+            }
+        };
+        let deleted = self.cluster.ask(Asked::new("delete", "peers"), delete).await;
+        deleted.with_context(|| format!("delete Peer {name} in cluster {}", self.name))
     }
 
     /// What would be written, as documents that `kubectl apply` takes.
@@ -157,13 +174,9 @@ impl Side {
 }
 
 /// Joins the two clusters, or takes them apart; returns what was done.
-pub async fn run(args: &PeerClusterArgs, flags: &Flags) -> Result<String> {
-    if flags.backend != BackendKind::Kubernetes {
-        bail!("peer-cluster writes to API servers: it knows --backend=kubernetes only");
-    }
-    let mut here = Side::new(args.name.as_deref(), flags.kubeconfig.as_deref(), "--name").await?;
-    let mut there =
-        Side::new(args.remote_name.as_deref(), Some(&args.remote_kubeconfig), "--remote-name").await?;
+pub async fn run(args: &PeerClusterArgs) -> Result<String> {
+    let mut here = Side::new(args.name.as_deref(), &args.api, "--name").await?;
+    let mut there = Side::new(args.remote_name.as_deref(), &args.remote(), "--remote-name").await?;
     if here.name == there.name {
         bail!("both clusters are called {:?}; tell them apart with --name and --remote-name", here.name);
     }
@@ -172,8 +185,8 @@ pub async fn run(args: &PeerClusterArgs, flags: &Flags) -> Result<String> {
         there.list().await?;
         (removed(&here, &there.name), removed(&there, &here.name))
     } else {
-        let near = here.cluster(&args.service_cidrs, flags).await?;
-        let far = there.cluster(&args.remote_service_cidrs, flags).await?;
+        let near = here.cluster(&args.service_cidrs, &args.shape).await?;
+        let far = there.cluster(&args.remote_service_cidrs, &args.shape).await?;
         refuse(&multicluster::conflicts(&near, &far))?;
         (
             Changes::between(multicluster::wanted(&far, &near), &near, &far.name),

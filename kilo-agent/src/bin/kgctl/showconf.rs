@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, Subcommand, ValueEnum};
 use ipnet::IpNet;
-use kilo_agent::cli::parse_cidr;
+use kilo_agent::cli::{parse_cidr, parse_port};
 use kilo_core::{
     objects::{Snapshot, peer},
     showconf,
@@ -11,12 +11,18 @@ use kilo_core::{
     wireguard::conf::{Conf, PeerSection},
 };
 
-use crate::source::Flags;
+use crate::source::{self, Flags};
 
 #[derive(Subcommand, Debug)]
 pub enum Showconf {
     /// Of a node that leads its location.
-    Node(ShowconfArgs),
+    Node {
+        #[command(flatten)]
+        args: ShowconfArgs,
+        /// WireGuard port of the configuration.
+        #[arg(long, default_value = "51820", value_parser = parse_port)]
+        port: u16,
+    },
     /// Of a VPN peer.
     Peer(ShowconfArgs),
 }
@@ -34,6 +40,8 @@ pub struct ShowconfArgs {
     /// Allowed IPs to add to --as-peer.
     #[arg(long, value_delimiter = ',', value_parser = parse_cidr)]
     allowed_ips: Vec<IpNet>,
+    #[command(flatten)]
+    flags: Flags,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -47,14 +55,17 @@ pub enum Output {
 }
 
 /// The configuration as text.
-pub fn run(of: &Showconf, mesh: &Mesh, snapshot: &Snapshot, flags: &Flags) -> Result<String> {
+pub async fn run(of: &Showconf) -> Result<String> {
+    let (Showconf::Node { args, .. } | Showconf::Peer(args)) = of;
+    let snapshot = source::snapshot(&args.flags).await?;
+    let mesh = source::mesh(&snapshot, &args.flags)?;
     match of {
-        Showconf::Node(args) => showconf_node(mesh, snapshot, flags, args),
-        Showconf::Peer(args) => showconf_peer(mesh, args),
+        Showconf::Node { port, .. } => showconf_node(&mesh, &snapshot, *port, args),
+        Showconf::Peer(args) => showconf_peer(&mesh, args),
     }
 }
 
-fn showconf_node(mesh: &Mesh, snapshot: &Snapshot, flags: &Flags, args: &ShowconfArgs) -> Result<String> {
+fn showconf_node(mesh: &Mesh, snapshot: &Snapshot, port: u16, args: &ShowconfArgs) -> Result<String> {
     let node =
         snapshot.nodes.get(&args.name).with_context(|| format!("node {:?} does not exist", args.name))?;
     let Some((own, _)) = mesh.find(&args.name) else {
@@ -84,10 +95,10 @@ fn showconf_node(mesh: &Mesh, snapshot: &Snapshot, flags: &Flags, args: &Showcon
         &mesh,
         own,
         kilo_core::wireguard::key::SecretKey::from_bytes([0; 32]),
-        flags.port,
+        port,
         node.persistent_keepalive,
     );
-    Ok(format!("[Interface]\nListenPort = {}\n\n{}", flags.port, Conf { interface: None, ..conf }.to_ini()))
+    Ok(format!("[Interface]\nListenPort = {port}\n\n{}", Conf { interface: None, ..conf }.to_ini()))
 }
 
 fn showconf_peer(mesh: &Mesh, args: &ShowconfArgs) -> Result<String> {

@@ -10,8 +10,8 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use ipnet::IpNet;
 use kilo_agent::{
-    backend::{Backend as _, file::FileBackend, kubernetes},
-    cli::{BackendKind, parse_cidr, parse_label, parse_port},
+    backend::{Backend as _, file::FileBackend},
+    cli::{BackendKind, parse_cidr, parse_label},
     status::Timestamp,
 };
 use kilo_core::{
@@ -20,28 +20,36 @@ use kilo_core::{
     topology::{self, Mesh},
 };
 
-#[derive(Args, Debug)]
+use crate::cluster::{ApiFlags, Cluster};
+
+/// Flags of the commands that look at the whole mesh.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Mesh")]
 pub struct Flags {
     /// Source of nodes and peers: kubernetes or file.
-    #[arg(long, default_value = "kubernetes", global = true)]
+    #[arg(long, default_value = "kubernetes")]
     pub backend: BackendKind,
     /// Directory of Node and Peer objects for --backend=file.
-    #[arg(long, value_name = "DIR", global = true)]
+    #[arg(long, value_name = "DIR")]
     pub backend_dir: Option<PathBuf>,
-    /// Kubernetes configuration; default: $KUBECONFIG, else ~/.kube/config.
-    #[arg(long, value_name = "FILE", global = true)]
-    pub kubeconfig: Option<PathBuf>,
-    /// auto (what the nodes say), location, full or cross.
-    #[arg(long, default_value = "auto", global = true)]
-    pub mesh_granularity: String,
-    /// WireGuard port of configurations for nodes, and of connect.
-    #[arg(long, default_value = "51820", value_parser = parse_port, global = true)]
-    pub port: u16,
     /// CIDR from which WireGuard addresses are allocated.
-    #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr, global = true)]
+    #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr)]
     pub subnet: IpNet,
+    #[command(flatten)]
+    pub shape: ShapeFlags,
+    #[command(flatten)]
+    pub api: ApiFlags,
+}
+
+/// Flags about which nodes belong together.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Mesh")]
+pub struct ShapeFlags {
+    /// auto (what the nodes say), location, full or cross.
+    #[arg(long, default_value = "auto")]
+    pub mesh_granularity: String,
     /// Node label that names the location.
-    #[arg(long, default_value = "topology.kubernetes.io/region", value_parser = parse_label, global = true)]
+    #[arg(long, default_value = "topology.kubernetes.io/region", value_parser = parse_label)]
     pub topology_label: String,
 }
 
@@ -50,27 +58,34 @@ pub fn directory(flags: &Flags) -> Result<&Path> {
     flags.backend_dir.as_deref().context("--backend=file needs --backend-dir")
 }
 
-/// Reads all objects once.
-pub async fn snapshot(flags: &Flags) -> Result<Arc<Snapshot>> {
-    let watch = match flags.backend {
-        BackendKind::File => FileBackend::start(directory(flags)?, &flags.topology_label).await?.watch(),
-        BackendKind::Kubernetes => {
-            let client = kubernetes::client(flags.kubeconfig.as_deref(), None).await?;
-            kubernetes::KubernetesBackend::start(client, None, &flags.topology_label).await?.watch()
+/// Reads all objects once; with them comes the API server they were read from.
+pub async fn objects(flags: &Flags) -> Result<(Arc<Snapshot>, Option<Cluster>)> {
+    match flags.backend {
+        BackendKind::File => {
+            let watch = FileBackend::start(directory(flags)?, &flags.shape.topology_label).await?.watch();
+            let snapshot = Arc::clone(&watch.borrow());
+            Ok((snapshot, None))
         }
-    };
-    Ok(Arc::clone(&watch.borrow()))
-}
-
-/// Says on stderr which objects cannot be used.
-pub fn warn(snapshot: &Snapshot) {
-    for (object, problem) in &snapshot.problems {
-        eprintln!("kgctl: {object}: {problem}");
+        BackendKind::Kubernetes => {
+            let cluster = Cluster::open(&flags.api).await?;
+            let snapshot = cluster.snapshot(&flags.shape.topology_label).await?;
+            Ok((Arc::new(snapshot), Some(cluster)))
+        }
     }
 }
 
+/// As [`objects`], for who wants nothing else of the API server; says on stderr which objects
+/// cannot be used.
+pub async fn snapshot(flags: &Flags) -> Result<Arc<Snapshot>> {
+    let (snapshot, _) = objects(flags).await?;
+    for (object, problem) in &snapshot.problems {
+        eprintln!("kgctl: {object}: {problem}");
+    }
+    Ok(snapshot)
+}
+
 /// What `--mesh-granularity` says, or else the nodes.
-pub fn granularity(snapshot: &Snapshot, flags: &Flags) -> Result<Granularity> {
+pub fn granularity(snapshot: &Snapshot, flags: &ShapeFlags) -> Result<Granularity> {
     match flags.mesh_granularity.as_str() {
         "auto" => Ok(snapshot.nodes.iter().find_map(|node| node.granularity).unwrap_or_default()),
         text => text.parse::<Granularity>().map_err(|error| anyhow::anyhow!("{error}, auto")),
@@ -88,5 +103,5 @@ pub fn mesh(snapshot: &Snapshot, flags: &Flags) -> Result<Mesh> {
     let ready = ready(snapshot, Timestamp::now().0);
     let nodes =
         snapshot.nodes.iter().map(|known| &**known.node).filter(|node| ready.contains(node.name.as_str()));
-    Ok(Mesh::new(nodes, &snapshot.peers, granularity(snapshot, flags)?, flags.subnet))
+    Ok(Mesh::new(nodes, &snapshot.peers, granularity(snapshot, &flags.shape)?, flags.subnet))
 }

@@ -5,11 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use futures::{StreamExt as _, stream};
-use kilo_agent::{
-    backend::kubernetes,
-    cli::BackendKind,
-    status::{self, Status, Timestamp, ask, pods},
-};
+use kilo_agent::status::{self, Status, Timestamp, ask, pods};
 
 use crate::source::{self, Flags};
 
@@ -28,6 +24,8 @@ pub struct StatusArgs {
     /// table or json.
     #[arg(long, short, default_value = "table")]
     output: Output,
+    #[command(flatten)]
+    flags: Flags,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -39,13 +37,13 @@ enum Output {
 }
 
 /// The status as text.
-pub async fn run(args: &StatusArgs, flags: &Flags) -> Result<String> {
+pub async fn run(args: &StatusArgs) -> Result<String> {
     let mut status = match &args.agent {
         Some(url) if url.is_empty() => {
             ask::agent(&own_agent(std::env::var("HOST_IP").ok().as_deref())).await?
         }
         Some(url) => ask::agent(url).await?,
-        None => from_objects(args, flags).await?,
+        None => from_objects(args).await?,
     };
     if let Some(name) = &args.node
         && !status.retain_node(name)
@@ -64,17 +62,15 @@ fn own_agent(host_ip: Option<&str>) -> String {
     format!("http://{}", SocketAddr::new(ip, 1107))
 }
 
-async fn from_objects(args: &StatusArgs, flags: &Flags) -> Result<Status> {
-    let snapshot = source::snapshot(flags).await?;
+async fn from_objects(args: &StatusArgs) -> Result<Status> {
+    let flags = &args.flags;
+    let (snapshot, cluster) = source::objects(flags).await?;
     let time = Timestamp::now();
-    let granularity = source::granularity(&snapshot, flags)?;
+    let granularity = source::granularity(&snapshot, &flags.shape)?;
     let ready = source::ready(&snapshot, time.0);
     let mesh = source::mesh(&snapshot, flags)?;
     let mut status = status::of_objects(&mesh, &snapshot, &ready, granularity, time);
-    if flags.backend == BackendKind::File {
-        return Ok(status);
-    }
-    let client = kubernetes::client(flags.kubeconfig.as_deref(), None).await?;
+    let Some(client) = cluster.map(|cluster| cluster.client) else { return Ok(status) };
     match &args.node {
         Some(name) if snapshot.nodes.contains(name) => {
             match ask::through_api(&client, name).await {

@@ -17,13 +17,16 @@ use k8s_openapi::{
         rbac::v1::{ClusterRole, ClusterRoleBinding},
     },
 };
-use kilo_agent::{backend::kubernetes, cli::parse_period};
+use kilo_agent::cli::parse_period;
 use kube::{
     Api, Client, Resource, ResourceExt as _,
     api::{ApiResource, DeleteParams, DynamicObject, ListParams, LogParams, Patch, PatchParams, PostParams},
 };
 
-use crate::source::Flags;
+use crate::{
+    cluster::{ApiFlags, Cluster},
+    refusal::Asked,
+};
 
 const MANIFEST: &str = include_str!("../../../../manifests/uninstall.yaml");
 /// The image and the namespace that the manifest names.
@@ -48,16 +51,19 @@ pub struct UninstallArgs {
     /// Nodes that are not done after this time are named, and nothing of the uninstaller is removed.
     #[arg(long, default_value = "3m", value_parser = parse_period)]
     timeout: Duration,
+    #[command(flatten)]
+    api: ApiFlags,
 }
 
 /// Returns what each node removed.
-pub async fn run(args: &UninstallArgs, flags: &Flags) -> Result<String> {
-    let client = kubernetes::client(flags.kubeconfig.as_deref(), None).await?;
+pub async fn run(args: &UninstallArgs) -> Result<String> {
+    let cluster = Cluster::open(&args.api).await?;
+    let client = cluster.client.clone();
     let daemon_sets: Api<DaemonSet> = Api::namespaced(client.clone(), &args.namespace);
     let everywhere: Api<DaemonSet> = Api::all(client.clone());
     for name in RUNNING {
         let named = ListParams::default().fields(&format!("metadata.name={name}"));
-        let found = everywhere.list(&named).await?;
+        let found = cluster.ask(Asked::new("list", "daemonsets"), everywhere.list(&named)).await?;
         if let Some(namespace) = found.items.first().and_then(kube::ResourceExt::namespace) {
             bail!(
                 "nothing was removed: DaemonSet {name} of {namespace} is there, and its pods would put everything \
@@ -68,24 +74,25 @@ pub async fn run(args: &UninstallArgs, flags: &Flags) -> Result<String> {
     let text = MANIFEST.replace(IMAGE, &args.image).replace(NAMESPACE, &args.namespace);
     for document in text.split("\n---\n").skip(1) {
         let object: DynamicObject = serde_yaml_ng::from_str(document).context("uninstall.yaml")?;
-        write(&client, &object).await?;
+        write(&cluster, &object).await?;
     }
     eprintln!("kgctl: waiting for every node, {} at most", humantime::format_duration(args.timeout));
-    let done = wait(&daemon_sets, args.timeout).await?;
+    let done = wait(&cluster, &daemon_sets, args.timeout).await?;
     let pods: Api<Pod> = Api::namespaced(client.clone(), &args.namespace);
-    let said = logs(&pods).await?;
+    let said = logs(&cluster, &pods, &args.namespace).await?;
     if !done {
         bail!(
             "not every node was done after {}; the pods of DaemonSet {NAME} go on trying:\n{said}",
             humantime::format_duration(args.timeout)
         );
     }
-    remove(&client, &daemon_sets, &args.namespace).await?;
+    remove(&cluster, &daemon_sets, &args.namespace).await?;
     Ok(said)
 }
 
 /// Creates an object, or brings one that is there to this content.
-async fn write(client: &Client, object: &DynamicObject) -> Result<()> {
+async fn write(cluster: &Cluster, object: &DynamicObject) -> Result<()> {
+    let client = &cluster.client;
     let kind = object.types.as_ref().map(|types| types.kind.as_str()).unwrap_or_default();
     let namespace = object.namespace();
     let of = |resource| match &namespace {
@@ -99,21 +106,26 @@ async fn write(client: &Client, object: &DynamicObject) -> Result<()> {
         "DaemonSet" => ApiResource::erase::<DaemonSet>(&()),
         other => bail!("uninstall.yaml has an object of kind {other}"),
     });
-    let named = || format!("{kind} {NAME}");
-    match objects.create(&PostParams::default(), object).await {
-        Err(kube::Error::Api(status)) if status.code == 409 => {
-            let patch = Patch::Merge(object);
-            objects.patch(NAME, &PatchParams::default(), &patch).await.map(drop).with_context(named)
+    let resource = format!("{}s", kind.to_lowercase());
+    let create = async {
+        match objects.create(&PostParams::default(), object).await {
+            Err(kube::Error::Api(status)) if status.code == 409 => Ok(true),
+            other => other.map(|_| false),
         }
-        other => other.map(drop).with_context(named),
+    };
+    if cluster.ask(Asked::new("create", &resource), create).await? {
+        let patch = Patch::Merge(object);
+        let parameters = PatchParams::default();
+        cluster.ask(Asked::new("patch", &resource), objects.patch(NAME, &parameters, &patch)).await?;
     }
+    Ok(())
 }
 
 /// False when not every node is done in time.
-async fn wait(daemon_sets: &Api<DaemonSet>, limit: Duration) -> Result<bool> {
+async fn wait(cluster: &Cluster, daemon_sets: &Api<DaemonSet>, limit: Duration) -> Result<bool> {
     let started = Instant::now();
     loop {
-        let daemon_set = daemon_sets.get(NAME).await?;
+        let daemon_set = cluster.ask(Asked::new("get", "daemonsets"), daemon_sets.get(NAME)).await?;
         let seen = daemon_set.status.clone().unwrap_or_default();
         let current = seen.observed_generation == daemon_set.metadata.generation;
         let updated = seen.updated_number_scheduled.unwrap_or_default();
@@ -129,8 +141,9 @@ async fn wait(daemon_sets: &Api<DaemonSet>, limit: Duration) -> Result<bool> {
 }
 
 /// What the pods said, by node.
-async fn logs(pods: &Api<Pod>) -> Result<String> {
-    let listed = pods.list(&ListParams::default().labels(&format!("app.kubernetes.io/name={NAME}"))).await?;
+async fn logs(cluster: &Cluster, pods: &Api<Pod>, namespace: &str) -> Result<String> {
+    let labelled = ListParams::default().labels(&format!("app.kubernetes.io/name={NAME}"));
+    let listed = cluster.ask(Asked::new("list", "pods").within(namespace), pods.list(&labelled)).await?;
     let mut nodes = BTreeMap::new();
     for pod in listed {
         let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone()).unwrap_or_default();
@@ -147,16 +160,20 @@ async fn logs(pods: &Api<Pod>) -> Result<String> {
     Ok(text)
 }
 
-async fn remove(client: &Client, daemon_sets: &Api<DaemonSet>, namespace: &str) -> Result<()> {
-    daemon_sets.delete(NAME, &DeleteParams::foreground()).await?;
+async fn remove(cluster: &Cluster, daemon_sets: &Api<DaemonSet>, namespace: &str) -> Result<()> {
+    let client = &cluster.client;
+    let foreground = DeleteParams::foreground();
+    cluster.ask(Asked::new("delete", "daemonsets"), daemon_sets.delete(NAME, &foreground)).await?;
     // It goes after its pods.
     let started = Instant::now();
-    while daemon_sets.get_opt(NAME).await?.is_some() && started.elapsed() < LEAVING {
+    while cluster.ask(Asked::new("get", "daemonsets"), daemon_sets.get_opt(NAME)).await?.is_some()
+        && started.elapsed() < LEAVING
+    {
         tokio::time::sleep(POLL).await;
     }
-    delete(Api::<ClusterRoleBinding>::all(client.clone())).await?;
-    delete(Api::<ClusterRole>::all(client.clone())).await?;
-    delete(namespaced::<ServiceAccount>(client, namespace)).await
+    delete(cluster, Api::<ClusterRoleBinding>::all(client.clone())).await?;
+    delete(cluster, Api::<ClusterRole>::all(client.clone())).await?;
+    delete(cluster, namespaced::<ServiceAccount>(client, namespace)).await
 }
 
 fn namespaced<K>(client: &Client, namespace: &str) -> Api<K>
@@ -166,9 +183,10 @@ where
     Api::namespaced(client.clone(), namespace)
 }
 
-async fn delete<K>(objects: Api<K>) -> Result<()>
+async fn delete<K>(cluster: &Cluster, objects: Api<K>) -> Result<()>
 where
-    K: Resource + Clone + std::fmt::Debug + serde::de::DeserializeOwned,
+    K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned,
 {
-    Ok(objects.delete(NAME, &DeleteParams::default()).await.map(drop)?)
+    let (resource, parameters) = (K::plural(&()), DeleteParams::default());
+    cluster.ask(Asked::new("delete", &resource), objects.delete(NAME, &parameters)).await.map(drop)
 }

@@ -1,0 +1,65 @@
+//! All objects as they are now, for who does not stay to watch: the right to list is enough.
+
+use k8s_openapi::api::core::v1 as core;
+use kube::{
+    Api, Client, Resource,
+    api::{ApiResource, DynamicObject, ListParams},
+};
+use serde::de::DeserializeOwned;
+
+use super::{cache::Cache, partial_node::PartialNode, see_node, see_peer};
+use kilo_core::objects::{Snapshot, peer};
+
+/// Objects of an answer: 10,000 nodes come in 20.
+const PAGE: u32 = 500;
+
+/// Nodes as they were listed.
+pub struct ListedNodes(Vec<PartialNode>);
+
+/// Peers as they were listed.
+pub struct ListedPeers(Vec<DynamicObject>);
+
+/// Lists all nodes.
+///
+/// # Errors
+/// The API server's.
+pub async fn nodes(client: &Client) -> kube::Result<ListedNodes> {
+    let nodes = Api::all_with(client.clone(), &ApiResource::erase::<core::Node>(&()));
+    pages(nodes).await.map(ListedNodes)
+}
+
+/// Lists all peers.
+///
+/// # Errors
+/// The API server's.
+pub async fn peers(client: &Client) -> kube::Result<ListedPeers> {
+    // Untyped, so that one object that is no Peer at all hides no other.
+    let peers = Api::all_with(client.clone(), &ApiResource::erase::<peer::Peer>(&()));
+    pages(peers).await.map(ListedPeers)
+}
+
+async fn pages<K>(objects: Api<K>) -> kube::Result<Vec<K>>
+where
+    K: Resource + Clone + std::fmt::Debug + DeserializeOwned,
+{
+    let mut all = Vec::new();
+    let mut wanted = ListParams::default().limit(PAGE);
+    loop {
+        let page = objects.list(&wanted).await?;
+        all.extend(page.items);
+        match page.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => wanted = ListParams::default().limit(PAGE).continue_token(&token),
+            None => return Ok(all),
+        }
+    }
+}
+
+/// What the objects say. `topology_label`: the label of nodes that names their location.
+pub fn snapshot(nodes: ListedNodes, peers: ListedPeers, topology_label: &str) -> Snapshot {
+    let mut cache = Cache::default();
+    let none = std::collections::BTreeSet::new();
+    let nodes = nodes.0.into_iter().map(|object| see_node(object, topology_label)).collect();
+    cache.nodes.replace(nodes, &none);
+    cache.peers.replace(peers.0.into_iter().map(see_peer).collect(), &none);
+    cache.snapshot().unwrap_or_default()
+}

@@ -1,0 +1,138 @@
+//! The API server that a command talks to, and what its refusals mean for who runs it.
+
+use std::{path::PathBuf, time::Duration};
+
+use anyhow::{Result, anyhow};
+use clap::Args;
+use hyper::Request;
+use kilo_agent::{
+    backend::kubernetes::{self, Access, Server, read_once},
+    cli::parse_duration,
+};
+use kilo_core::objects::{Snapshot, error_chain};
+use kube::Client;
+
+use crate::refusal::{self, Asked};
+
+/// Flags of every command that talks to an API server, as kubectl has them.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "API server")]
+pub struct ApiFlags {
+    /// Kubernetes configuration; default: $KUBECONFIG, else ~/.kube/config.
+    #[arg(long, value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
+    /// Context of the kubeconfig; default: its current-context.
+    #[arg(long, value_name = "NAME")]
+    pub context: Option<String>,
+    /// Cluster of the kubeconfig, instead of the context's.
+    #[arg(long, value_name = "NAME")]
+    pub cluster: Option<String>,
+    /// User of the kubeconfig, instead of the context's.
+    #[arg(long, value_name = "NAME")]
+    pub user: Option<String>,
+    /// Ask as this user, who may be a service account (`system:serviceaccount:NAMESPACE:NAME`).
+    #[arg(long = "as", value_name = "USER")]
+    pub impersonate: Option<String>,
+    /// Ask as a member of this group (repeatable).
+    #[arg(long = "as-group", value_name = "GROUP", requires = "impersonate")]
+    pub impersonate_groups: Vec<String>,
+    /// Longest time a single request may take, for example 5s or 1m; 0 = no limit.
+    #[arg(long, value_name = "DURATION", default_value = "20s", value_parser = parse_timeout)]
+    pub request_timeout: Duration,
+}
+
+/// As kubectl takes it: a number alone is seconds.
+fn parse_timeout(text: &str) -> Result<Duration, kilo_agent::cli::InvalidDuration> {
+    text.parse().map(Duration::from_secs).or_else(|_| parse_duration(text))
+}
+
+impl ApiFlags {
+    /// What they choose.
+    pub fn access(&self) -> Access {
+        Access {
+            kubeconfig: self.kubeconfig.clone(),
+            context: self.context.clone(),
+            cluster: self.cluster.clone(),
+            user: self.user.clone(),
+            impersonate: self.impersonate.clone(),
+            impersonate_groups: self.impersonate_groups.clone(),
+        }
+    }
+}
+
+/// A connection to an API server.
+#[derive(Clone)]
+pub struct Cluster {
+    /// For what is asked piece by piece; its errors belong through [`Cluster::ask`].
+    pub client: Client,
+    server: Server,
+    /// Of a single request; `None` = for ever.
+    timeout: Option<Duration>,
+}
+
+impl Cluster {
+    /// Reads the configuration; nothing is asked yet.
+    pub async fn open(flags: &ApiFlags) -> Result<Self> {
+        let timeout = (!flags.request_timeout.is_zero()).then_some(flags.request_timeout);
+        let patience = timeout.unwrap_or(Duration::MAX);
+        let (client, server) = kubernetes::connect(&flags.access(), None, patience).await?;
+        Ok(Self { client, server, timeout })
+    }
+
+    /// The answer to one request, or what its refusal means and what to do about it.
+    pub async fn ask<T>(&self, asked: Asked<'_>, answer: impl Future<Output = kube::Result<T>>) -> Result<T> {
+        let answer = match self.timeout {
+            Some(limit) => tokio::time::timeout(limit, answer).await.map_err(|_| limit),
+            None => Ok(answer.await),
+        };
+        let error = match answer {
+            Ok(Ok(answer)) => return Ok(answer),
+            Ok(Err(error)) => error,
+            Err(limit) => {
+                return Err(anyhow!(
+                    "no answer within {} (--request-timeout) from the API server {}",
+                    humantime::format_duration(limit),
+                    self.server
+                ));
+            }
+        };
+        let page = match &error {
+            kube::Error::SerdeError(_) => self.page().await,
+            _ => None,
+        };
+        Err(anyhow!(refusal::explain(&error, asked, &self.server, page.as_deref())))
+    }
+
+    /// What answers instead of an API server, when it is none: its text.
+    async fn page(&self) -> Option<String> {
+        let request = Request::get("/version").body(Vec::new()).ok()?;
+        let asked = tokio::time::timeout(Duration::from_secs(5), self.client.request_text(request)).await;
+        let text = match asked.ok()? {
+            Ok(text) => text,
+            Err(kube::Error::Api(status)) => status.message.clone(),
+            Err(error) => error_chain(&error),
+        };
+        serde_json::from_str::<serde_json::Value>(&text).is_err().then_some(text)
+    }
+
+    /// All nodes and peers as they are now.
+    pub async fn snapshot(&self, topology_label: &str) -> Result<Snapshot> {
+        let nodes = self.ask(Asked::new("list", "nodes"), read_once::nodes(&self.client)).await?;
+        let peers = self.ask(Asked::new("list", "peers"), read_once::peers(&self.client)).await?;
+        Ok(read_once::snapshot(nodes, peers, topology_label))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_timeout_is_what_kubectl_takes() {
+        assert_eq!(parse_timeout("30"), Ok(Duration::from_secs(30)));
+        assert_eq!(parse_timeout("1m30s"), Ok(Duration::from_secs(90)));
+        assert_eq!(parse_timeout("0"), Ok(Duration::ZERO));
+        assert!(parse_timeout("soon").unwrap_err().to_string().contains("30s"));
+    }
+}

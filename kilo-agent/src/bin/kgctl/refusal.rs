@@ -1,0 +1,201 @@
+//! What it means when an API server refuses, and what to do about it: plain text, without I/O.
+
+use kilo_agent::backend::kubernetes::Server;
+use kilo_core::objects::error_chain;
+
+/// What was asked of an API server, in its own words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Asked<'a> {
+    verb: &'a str,
+    resource: &'a str,
+    namespace: Option<&'a str>,
+}
+
+impl<'a> Asked<'a> {
+    /// In no namespace, or in all.
+    pub const fn new(verb: &'a str, resource: &'a str) -> Self {
+        Self { verb, resource, namespace: None }
+    }
+
+    /// In this namespace.
+    pub const fn within(self, namespace: &'a str) -> Self {
+        Self { namespace: Some(namespace), ..self }
+    }
+}
+
+/// The role of the manifests that grants a request, and how it is given to somebody.
+fn remedy(asked: Asked<'_>, who: &str) -> String {
+    match (asked.resource, asked.verb) {
+        ("nodes" | "peers", "get" | "list" | "watch") => format!(
+            "ask for the ClusterRole kilo-kgctl: kubectl create clusterrolebinding kgctl-reader \
+             --clusterrole=kilo-kgctl --user={who}"
+        ),
+        ("peers", _) => format!(
+            "ask for the ClusterRole kilo-peers-edit: kubectl create clusterrolebinding kgctl-editor \
+             --clusterrole=kilo-peers-edit --user={who}"
+        ),
+        ("pods", "list") | ("pods/proxy", _) => format!(
+            "ask for the Role kilo-kgctl-agents: kubectl --namespace kube-system create rolebinding kgctl-agents \
+             --role=kilo-kgctl-agents --user={who}"
+        ),
+        _ => "ask for the ClusterRole cluster-admin, or have an administrator run this".to_owned(),
+    }
+}
+
+/// Says what an error means. `page`: what came instead of an answer of an API server.
+pub fn explain(error: &kube::Error, asked: Asked<'_>, server: &Server, page: Option<&str>) -> String {
+    if let Some(page) = page {
+        return no_api_server(page, server);
+    }
+    let kube::Error::Api(status) = error else {
+        return match error {
+            kube::Error::SerdeError(_) => {
+                format!("the answer of the API server {server} is not understood: {}", error_chain(error))
+            }
+            kube::Error::Auth(_) => {
+                format!("no credentials for the API server {server}: {}", error_chain(error))
+            }
+            _ => format!("cannot reach the API server {server}: {}", error_chain(error)),
+        };
+    };
+    if is_html(&status.message) {
+        return format!("{} (HTTP {})", no_api_server(&status.message, server), status.code);
+    }
+    let Asked { verb, resource, namespace } = asked;
+    let place = namespace.map(|namespace| format!(" in namespace {namespace}")).unwrap_or_default();
+    match status.code {
+        401 => format!(
+            "the API server {server} does not accept the credentials (401): log in again, or choose others with \
+             --context, --user or --kubeconfig"
+        ),
+        403 => {
+            let user = quoted_user(&status.message).or(server.impersonated.as_deref());
+            format!(
+                "not allowed to {verb} {resource}{place} at the API server {server}: {}; {}",
+                status.message,
+                remedy(asked, user.unwrap_or("USER"))
+            )
+        }
+        404 if resource == "peers" && status.reason != "NotFound" => format!(
+            "the API server {server} does not know Peer objects: Kilo is not installed there, or this is another \
+             cluster than you mean; to install: kubectl apply -f manifests/crds.yaml"
+        ),
+        code @ (429 | 500..) => {
+            format!(
+                "the API server {server} cannot {verb} {resource}{place} now ({code}): {}",
+                status.message
+            )
+        }
+        code => format!("{verb} {resource}{place}: {} ({code}, from {server})", status.message),
+    }
+}
+
+/// Whom the API server takes one for: `User "jane" cannot list ...`.
+fn quoted_user(message: &str) -> Option<&str> {
+    message.split_once("User \"")?.1.split('"').next().filter(|user| !user.is_empty())
+}
+
+fn is_html(text: &str) -> bool {
+    let start: String = text.trim_start().chars().take(200).collect::<String>().to_ascii_lowercase();
+    start.starts_with("<!doctype html") || start.contains("<html")
+}
+
+fn no_api_server(page: &str, server: &Server) -> String {
+    let found = match (is_html(page), title(page)) {
+        (true, Some(title)) => format!("a web page answers, {title:?}"),
+        (true, None) => "a web page answers".to_owned(),
+        (false, _) => "something else answers".to_owned(),
+    };
+    let check = match &server.proxy {
+        Some(_) => {
+            "check the cluster's server and proxy-url in the kubeconfig, and $HTTPS_PROXY and $NO_PROXY"
+        }
+        None => {
+            "check the cluster's server in the kubeconfig, and whether a login page or a proxy stands between"
+        }
+    };
+    format!("{server} is not an API server: {found}; {check}")
+}
+
+/// The title of a page.
+fn title(page: &str) -> Option<String> {
+    // Bytes stay where they are: only ASCII letters change.
+    let lower = page.to_ascii_lowercase();
+    let start = lower.find("<title")?;
+    let start = start + lower[start..].find('>')? + 1;
+    let end = start + lower[start..].find("</title")?;
+    let words: Vec<_> = page[start..end].split_whitespace().collect();
+    let title: String = words.join(" ").chars().take(80).collect();
+    (!title.is_empty()).then_some(title)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    fn server() -> Server {
+        Server {
+            url: "https://192.0.2.1:6443".to_owned(),
+            context: Some("prod".to_owned()),
+            user: Some("jane".to_owned()),
+            files: vec!["/home/jane/.kube/config".into()],
+            ..Server::default()
+        }
+    }
+
+    fn status(code: u16, message: &str, reason: &str) -> kube::Error {
+        kube::Error::Api(Box::new(kube::core::Status::failure(message, reason).with_code(code)))
+    }
+
+    fn said(error: &kube::Error, asked: Asked<'_>) -> String {
+        let text = explain(error, asked, &server(), None);
+        for named in ["https://192.0.2.1:6443", "context \"prod\"", "/home/jane/.kube/config"] {
+            assert!(text.contains(named), "{named} is missing from {text}");
+        }
+        text
+    }
+
+    #[test]
+    fn a_refusal_names_verb_resource_and_the_role_to_ask_for() {
+        let forbidden = |message: &str| status(403, message, "Forbidden");
+        let text = said(
+            &forbidden("peers is forbidden: User \"eve\" cannot list resource \"peers\""),
+            Asked::new("list", "peers"),
+        );
+        assert!(
+            text.contains("not allowed to list peers") && text.contains("--clusterrole=kilo-kgctl"),
+            "{text}"
+        );
+        assert!(text.contains("--user=eve"), "{text}");
+        let text = said(&forbidden("Forbidden"), Asked::new("create", "peers"));
+        assert!(text.contains("not allowed to create peers") && text.contains("kilo-peers-edit"), "{text}");
+        let text = said(&forbidden("no"), Asked::new("list", "pods").within("kube-system"));
+        assert!(
+            text.contains("pods in namespace kube-system") && text.contains("kilo-kgctl-agents"),
+            "{text}"
+        );
+        let text = said(&forbidden("no"), Asked::new("create", "daemonsets"));
+        assert!(text.contains("create daemonsets") && text.contains("cluster-admin"), "{text}");
+    }
+
+    #[test]
+    fn what_is_no_api_server_is_told_from_one_that_is_busy() {
+        let page = "<!DOCTYPE html>\n<html><head><TITLE>Sign in\n to Corp</TITLE></head>";
+        for text in [
+            said(&status(403, page, ""), Asked::new("list", "nodes")),
+            explain(&status(200, "", ""), Asked::new("list", "nodes"), &server(), Some(page)),
+        ] {
+            assert!(text.contains("is not an API server") && text.contains("\"Sign in to Corp\""), "{text}");
+            assert!(!text.contains('<'), "{text}");
+        }
+        let busy = said(&status(503, "etcd leader changed", ""), Asked::new("list", "nodes"));
+        assert!(busy.contains("cannot list nodes now (503): etcd leader changed"), "{busy}");
+        let login = said(&status(401, "Unauthorized", "Unauthorized"), Asked::new("list", "nodes"));
+        assert!(login.contains("401") && login.contains("--user"), "{login}");
+        let unknown = said(&status(404, "404 page not found", ""), Asked::new("list", "peers"));
+        assert!(unknown.contains("kubectl apply -f manifests/crds.yaml"), "{unknown}");
+        let gone = said(&status(404, "peers \"x\" not found", "NotFound"), Asked::new("delete", "peers"));
+        assert!(gone.contains("delete peers: peers \"x\" not found"), "{gone}");
+    }
+}
