@@ -194,9 +194,9 @@ fn bpftool_shows_the_maps_with_the_names_of_their_fields() {
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.write(&support::leader_tables()).unwrap();
     for (map, field) in [
-        ("prefix_v4", "\"hop\": 3"),
+        ("prefix_v4", "\"hop\": 4"),
         ("hop", "\"mtu\": 1480"),
-        ("node_v4", "\"hop\": 3"),
+        ("node_v4", "\"hop\": 4"),
         ("device", "\"masq_v4\": [192,0,2,11"),
         ("config", "\"wireguard_port\": 51820"),
         ("monitor", "\"deadline\": 0"),
