@@ -158,3 +158,85 @@ impl News {
         }
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use kilo_core::{
+        settings::Granularity,
+        topology::{Mesh, Node, Peer},
+    };
+
+    fn node(number: u8, location: &str) -> Node {
+        Node {
+            name: format!("n{number}"),
+            location: location.to_owned(),
+            endpoint: format!("192.0.2.{number}:51820").parse().ok(),
+            key: Some(PublicKey([number; 32])),
+            internal_ip: format!("10.1.0.{number}/24").parse().ok(),
+            pod_cidrs: vec![format!("10.42.{number}.0/24").parse().unwrap()],
+            ..Node::default()
+        }
+    }
+
+    fn peer(name: &str, key: u8, endpoint: Option<&str>) -> (String, Peer) {
+        let peer = Peer {
+            name: name.to_owned(),
+            allowed_ips: vec![format!("10.5.0.{key}/32").parse().unwrap()],
+            endpoint: endpoint.map(|text| text.parse().unwrap()),
+            persistent_keepalive: 0,
+            preshared_key: None,
+            public_key: PublicKey([key; 32]),
+        };
+        (name.to_owned(), peer)
+    }
+
+    /// A mesh of these nodes, a laptop and an office, as `n1` sees it.
+    fn view(nodes: &[Node]) -> View {
+        let peers = BTreeMap::from([peer("laptop", 8, None), peer("office", 9, Some("192.0.2.9:51820"))]);
+        let mesh = Mesh::new(nodes, &peers, Granularity::Location, "10.4.0.0/16".parse().unwrap());
+        View { node: "n1".to_owned(), mesh: mesh.into(), ..View::default() }
+    }
+
+    /// Bytes go to everybody for half a minute, and nobody answers; what is said, and told in Events.
+    fn degraded(view: &View, then: &View) -> (Vec<String>, Vec<EventReason>) {
+        let (start, mut watched, mut told) = (Instant::now(), Watched::default(), Vec::new());
+        let mut look = |view: &View, second: u64| {
+            let of = |key: u8| {
+                (PublicKey([key; 32]), PeerStatus { tx_bytes: second * 30, ..PeerStatus::default() })
+            };
+            let now = start + Duration::from_secs(second);
+            let news = watched.observe(view, &[2, 8, 9].map(of).into(), now);
+            news.iter().for_each(News::log);
+            told.extend(news.iter().filter_map(News::event).map(|(reason, _)| reason));
+            watched.degraded(now)
+        };
+        (0..6).for_each(|step| drop(look(view, step * 5)));
+        (look(then, 30), told)
+    }
+
+    #[test]
+    fn locations_and_peers_with_a_place_should_answer_and_a_laptop_may_be_away() {
+        let both = view(&[node(1, "a"), node(2, "b")]);
+        let (found, told) = degraded(&both, &both);
+        assert_eq!(told, [EventReason::TunnelSilent; 2]);
+        let [location, office] = &found[..] else { panic!("{found:?}") };
+        assert!(
+            location.starts_with("location:b (n2) does not answer: there was no handshake yet"),
+            "{location}"
+        );
+        assert!(office.starts_with("peer:office does not answer"), "{office}");
+    }
+
+    #[test]
+    fn a_node_that_was_deleted_and_one_that_does_not_lead_have_no_silent_tunnels() {
+        let both = view(&[node(1, "a"), node(2, "b")]);
+        let (found, _) = degraded(&both, &view(&[node(1, "a")]));
+        assert!(!found.iter().any(|text| text.contains("location:b")), "{found:?}");
+        let mut other = node(1, "a");
+        other.endpoint = "10.0.0.1:51820".parse().ok();
+        let follows = view(&[other, node(3, "a"), node(2, "b")]);
+        assert_eq!(degraded(&follows, &follows), (Vec::new(), Vec::new()));
+    }
+}
