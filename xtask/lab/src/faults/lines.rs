@@ -385,7 +385,7 @@ pub const LINES: &[Line] = &[
         56,
         "least capabilities",
         &[
-            "api::manifests::the_agent_runs_under_the_confinement_of_its_daemon_set",
+            "api::manifests::confined::the_agent_runs_under_the_confinement_of_its_daemon_set",
             "net::cli_bad_input::without_capabilities_it_says_which_and_leaves_nothing",
         ],
         "",
@@ -402,7 +402,7 @@ pub const LINES: &[Line] = &[
     line(
         58,
         "small RBAC",
-        &["api::manifests::the_agents_account_may_do_what_the_agent_does_and_nothing_else"],
+        &["api::manifests::accounts::the_agents_account_may_do_what_the_agent_does_and_nothing_else"],
         "",
     ),
     line(59, "rp_filter", &[], ""),
