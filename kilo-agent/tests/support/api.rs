@@ -37,7 +37,7 @@ pub struct ApiServer {
     port: u16,
     etcd: u16,
     orders: Option<mpsc::Sender<(Order, mpsc::Sender<()>)>>,
-    keeper: Option<JoinHandle<()>>,
+    supervisor: Option<JoinHandle<()>>,
 }
 
 enum Order {
@@ -123,8 +123,8 @@ impl ApiServer {
                 "--disable-admission-plugins=ServiceAccount",
             ]);
         let (orders, received) = mpsc::channel();
-        let keeper = std::thread::spawn(move || keep(store, server, &received));
-        Self { directory, port, etcd, orders: Some(orders), keeper: Some(keeper) }
+        let supervisor = std::thread::spawn(move || keep(store, server, &received));
+        Self { directory, port, etcd, orders: Some(orders), supervisor: Some(supervisor) }
     }
 
     fn order(&self, order: Order) {
@@ -215,8 +215,8 @@ impl ApiServer {
 impl Drop for ApiServer {
     fn drop(&mut self) {
         self.orders = None;
-        if let Some(keeper) = self.keeper.take() {
-            let _ = keeper.join();
+        if let Some(supervisor) = self.supervisor.take() {
+            let _ = supervisor.join();
         }
     }
 }

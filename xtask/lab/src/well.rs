@@ -81,8 +81,8 @@ fn lines(lab: &mut Lab) -> Result<Vec<String>> {
         // A line that is not complete is read when it is.
         let complete = text.rfind('\n').map_or("", |end| &text[..=end]);
         lab.watch.read.insert(node.name().to_owned(), read + complete.len() as u64);
-        let new = complaints(complete).into_iter().filter(|complaint| !lab.watch.expects(complaint));
-        unexpected.extend(new.map(|complaint| format!("    {}: {complaint}", node.name())));
+        let new = warnings(complete).into_iter().filter(|warning| !lab.watch.expects(warning));
+        unexpected.extend(new.map(|warning| format!("    {}: {warning}", node.name())));
     }
     Ok(unexpected)
 }
@@ -96,21 +96,21 @@ fn rest(log: &Path, from: u64) -> Result<String> {
 }
 
 /// Warnings and errors; and all that is no line of the log as one, because a panic says it in many.
-fn complaints(log: &str) -> Vec<String> {
-    let (mut complaints, mut others) = (Vec::new(), Vec::new());
+fn warnings(log: &str) -> Vec<String> {
+    let (mut warnings, mut others) = (Vec::new(), Vec::new());
     for line in log.lines().filter(|line| !line.trim().is_empty()) {
         match serde_json::from_str::<serde_json::Value>(line) {
             Ok(entry) if entry["level"] == "WARN" || entry["level"] == "ERROR" => {
-                complaints.push(line.to_owned());
+                warnings.push(line.to_owned());
             }
             Ok(_) => {}
             Err(_) => others.push(line),
         }
     }
     if !others.is_empty() {
-        complaints.push(others.join("\n        "));
+        warnings.push(others.join("\n        "));
     }
-    complaints
+    warnings
 }
 
 /// Fails when a program was attached again without a check having detached it.
@@ -185,11 +185,11 @@ mod tests {
     #[test]
     fn a_panic_is_one_complaint_and_an_information_is_none() {
         let log = "{\"level\":\"INFO\"}\n\nthread 'main' panicked at src/x.rs:1\n{\"level\":\"WARN\"}\nstack backtrace:\n";
-        let said = complaints(log);
+        let said = warnings(log);
         assert_eq!(said.len(), 2, "{said:?}");
         assert_eq!(said[0], "{\"level\":\"WARN\"}");
         assert!(said[1].contains("panicked") && said[1].contains("backtrace"));
-        assert!(complaints("{\"level\":\"INFO\"}\n").is_empty());
+        assert!(warnings("{\"level\":\"INFO\"}\n").is_empty());
     }
 
     #[test]

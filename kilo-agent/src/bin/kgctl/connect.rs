@@ -221,7 +221,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
     let mut connection = Connection {
         net: Net::new()?,
         source: Source::start(flags).await?,
-        resolver: Resolver::patient(),
+        resolver: Resolver::waiting(),
         options: Options {
             peer: name,
             port: args.port,
