@@ -19,7 +19,7 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 pub use leaders::{Lead, Leaders};
-pub use table::table;
+pub use table::{columns, table};
 pub use time::Timestamp;
 #[cfg(feature = "agent")]
 pub use view::View;

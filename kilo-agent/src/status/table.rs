@@ -2,8 +2,8 @@
 
 use super::{AgentStatus, LocationStatus, NodeStatus, PeerStatus, Status, Timestamp};
 
-/// Tables: locations, nodes, peers, then what the agent knows.
-pub fn table(status: &Status) -> String {
+/// Tables: locations, nodes, peers, then what the agent knows. `wide`: with endpoints and keys of nodes.
+pub fn table(status: &Status, wide: bool) -> String {
     let mut parts = Vec::new();
     let now = status.time;
     parts.push(columns(
@@ -13,10 +13,35 @@ pub fn table(status: &Status) -> String {
     let warned = status.locations.iter();
     let warned = warned.filter_map(|location| Some(vec![location.name.clone(), location.warning.clone()?]));
     parts.push(columns(&["LOCATION", "WARNING"], warned));
-    parts.push(columns(
-        &["NODE", "LOCATION", "ROLE", "READY", "PRIVATE-IP", "POD-CIDRS", "LAST-SEEN", "REASON"],
-        status.nodes.iter().map(|node| node_row(node, now)),
-    ));
+    let nodes = status.nodes.iter();
+    parts.push(if wide {
+        columns(
+            &[
+                "NODE",
+                "LOCATION",
+                "ROLE",
+                "READY",
+                "PRIVATE-IP",
+                "POD-CIDRS",
+                "LAST-SEEN",
+                "ENDPOINT",
+                "KEY",
+                "REASON",
+            ],
+            nodes.map(|node| {
+                let mut row = node_row(node, now);
+                let endpoint = node.endpoint.clone().unwrap_or_else(none);
+                let key = node.key.map_or_else(none, |key| key.to_string());
+                row.splice(7..7, [endpoint, key]);
+                row
+            }),
+        )
+    } else {
+        columns(
+            &["NODE", "LOCATION", "ROLE", "READY", "PRIVATE-IP", "POD-CIDRS", "LAST-SEEN", "REASON"],
+            nodes.map(|node| node_row(node, now)),
+        )
+    });
     parts.push(columns(
         &["PEER", "VALID", "ALLOWED-IPS", "ENDPOINT", "REASON"],
         status.peers.iter().map(peer_row),
@@ -152,7 +177,8 @@ fn bytes(count: u64) -> String {
 }
 
 /// Columns as wide as needed, three spaces apart; nothing at all without rows.
-fn columns<const N: usize>(head: &[&str; N], rows: impl Iterator<Item = Vec<String>>) -> String {
+/// Cells below their heads; nothing when there are no rows.
+pub fn columns<const N: usize>(head: &[&str; N], rows: impl Iterator<Item = Vec<String>>) -> String {
     let rows: Vec<Vec<String>> = rows.collect();
     if rows.is_empty() {
         return String::new();

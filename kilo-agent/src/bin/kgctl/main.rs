@@ -4,16 +4,19 @@ mod cluster;
 #[cfg(target_os = "linux")]
 mod connect;
 mod graph;
+mod health;
 mod leading_flags;
 #[cfg(target_os = "linux")]
 mod monitor;
 #[cfg(any(test, not(target_os = "linux")))]
 mod needs_linux;
 mod peer_cluster;
+mod progress;
 mod refusal;
 mod showconf;
 mod source;
 mod status;
+mod terminal;
 #[cfg(target_os = "linux")]
 mod trace;
 mod uninstall;
@@ -93,9 +96,9 @@ fn main() -> ExitCode {
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     match runtime.map_err(Into::into).and_then(|runtime| runtime.block_on(run(cli))) {
-        Ok(text) => {
+        Ok((text, success)) => {
             print!("{text}");
-            ExitCode::SUCCESS
+            if success { ExitCode::SUCCESS } else { ExitCode::FAILURE }
         }
         Err(error) => {
             eprintln!("kgctl: {error:#}");
@@ -104,13 +107,20 @@ fn main() -> ExitCode {
     }
 }
 
-async fn run(cli: Cli) -> Result<String> {
+/// What to print, and whether to exit with success.
+async fn run(cli: Cli) -> Result<(String, bool)> {
+    if let Command::Status(args) = &cli.command {
+        return status::run(args).await;
+    }
+    done(cli).await.map(|text| (text, true))
+}
+
+async fn done(cli: Cli) -> Result<String> {
     match &cli.command {
         Command::Graph(args) => graph::run(args).await,
         Command::Monitor(args) => monitor::run(args).await.map(|()| String::new()),
         Command::PeerCluster(args) => peer_cluster::run(args).await,
         Command::Showconf { of } => showconf::run(of).await,
-        Command::Status(args) => status::run(args).await,
         Command::Trace(args) => trace::run(args).await,
         Command::Connect(args) => connect::run(args).await,
         Command::Uninstall(args) => uninstall::run(args).await,
@@ -120,6 +130,6 @@ async fn run(cli: Cli) -> Result<String> {
             anyhow::Context::context(run, "userspace WireGuard")?;
             Ok(String::new())
         }
-        Command::Completion { .. } => Ok(String::new()),
+        Command::Completion { .. } | Command::Status(_) => Ok(String::new()),
     }
 }

@@ -1,18 +1,41 @@
 //! `kgctl status`: who leads and why, who is ready, tunnels and counters.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::{
+    fmt::Write as _,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    time::{Duration, Instant},
+};
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use futures::{StreamExt as _, stream};
-use kilo_agent::status::{self, Status, Timestamp, ask, pods};
+use kilo_agent::{
+    cli::parse_period,
+    status::{self, Status, Timestamp, ask, pods},
+};
 
-use crate::source::{self, Flags};
+use crate::{
+    health,
+    progress::Progress,
+    source::{self, Flags},
+    terminal::Terminal,
+};
 
 /// Agents asked at the same time.
 const AT_A_TIME: usize = 16;
 
+/// With more nodes than this a table shows those that lead or are not ready.
+const ALL_SHOWN: usize = 40;
+/// Between two looks of --wait.
+const POLL: Duration = Duration::from_secs(2);
+
 #[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  kgctl status                        what is wrong first, then locations, nodes and peers
+  kgctl status NODE                   one node, with its tunnels and packet counters
+  kgctl status --wait --timeout=2m    until all is well, after an installation for example
+  kgctl status --check >/dev/null     for scripts: exit code 1 when something is wrong
+  kgctl status --location=east --not-ready -o name")]
 pub struct StatusArgs {
     /// Show this node only, with its tunnels and packet counters: its agent is
     /// asked through the API server (needs get on pods/proxy).
@@ -21,7 +44,23 @@ pub struct StatusArgs {
     /// value the one on this machine, at port 1107 of `$HOST_IP` or 127.0.0.1.
     #[arg(long, value_name = "URL", num_args = 0..=1, default_missing_value = "", require_equals = true)]
     agent: Option<String>,
-    /// table or json.
+    /// Only this location.
+    #[arg(long, value_name = "LOCATION", conflicts_with = "node")]
+    location: Option<String>,
+    /// Only nodes that are not ready, and their locations.
+    #[arg(long, conflicts_with = "node")]
+    not_ready: bool,
+    /// Exit with 1 when something is wrong: a node that is not ready, a location without a leader, tunnels that do
+    /// not answer, an address that two nodes claim.
+    #[arg(long)]
+    check: bool,
+    /// Wait until nothing is wrong; exit with 1 when that takes longer than --timeout.
+    #[arg(long)]
+    wait: bool,
+    /// Longest time to wait.
+    #[arg(long, value_name = "DURATION", default_value = "5m", requires = "wait", value_parser = parse_period)]
+    timeout: Duration,
+    /// Format; name is one node a line, as kubectl takes it.
     #[arg(long, short, default_value = "table")]
     output: Output,
     #[command(flatten)]
@@ -30,14 +69,43 @@ pub struct StatusArgs {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Output {
-    /// For people.
+    /// For people; of many nodes those that matter.
     Table,
+    /// All nodes, with keys, and nothing cut.
+    Wide,
     /// For programs.
     Json,
+    /// For programs.
+    Yaml,
+    /// node/NAME
+    Name,
 }
 
-/// The status as text.
-pub async fn run(args: &StatusArgs) -> Result<String> {
+/// The status as text, and whether to exit with success.
+pub async fn run(args: &StatusArgs) -> Result<(String, bool)> {
+    let started = Instant::now();
+    let waiting = args.wait.then(|| Progress::new("waiting until the mesh is healthy", 0));
+    loop {
+        let looked = look(args).await;
+        let late = started.elapsed() + POLL > args.timeout;
+        let (status, healthy) = match looked {
+            // An API server that is away may come back.
+            Err(_) if args.wait && !late => {
+                tokio::time::sleep(POLL).await;
+                continue;
+            }
+            looked => looked?,
+        };
+        if healthy || !args.wait || late {
+            drop(waiting);
+            return Ok((show(status, args.output)?, healthy || !(args.check || args.wait)));
+        }
+        tokio::time::sleep(POLL).await;
+    }
+}
+
+/// The status now, as far as it was asked for, and whether that is healthy.
+async fn look(args: &StatusArgs) -> Result<(Status, bool)> {
     let mut status = match &args.agent {
         Some(url) if url.is_empty() => {
             ask::agent(&own_agent(std::env::var("HOST_IP").ok().as_deref())).await?
@@ -50,10 +118,51 @@ pub async fn run(args: &StatusArgs) -> Result<String> {
     {
         bail!("node {name:?} does not exist");
     }
-    match args.output {
-        Output::Table => Ok(status::table(&status)),
-        Output::Json => Ok(serde_json::to_string_pretty(&status)? + "\n"),
+    if let Some(location) = &args.location {
+        let names: Vec<_> = status.locations.iter().map(|location| location.name.clone()).collect();
+        if !health::retain_location(&mut status, location) {
+            bail!("location {location:?} does not exist; there are: {}", names.join(", "));
+        }
     }
+    let healthy = health::problems(&status).is_empty();
+    if args.not_ready {
+        health::retain_not_ready(&mut status);
+    }
+    Ok((status, healthy))
+}
+
+fn show(status: Status, output: Output) -> Result<String> {
+    Ok(match output {
+        Output::Json => serde_json::to_string_pretty(&status)? + "\n",
+        Output::Yaml => serde_yaml_ng::to_string(&status)?,
+        Output::Name => status.nodes.iter().map(|node| format!("node/{}\n", node.name)).collect(),
+        Output::Table => Terminal::of_stdout().show(&tables(status, ALL_SHOWN), false),
+        Output::Wide => Terminal::of_stdout().show(&tables(status, usize::MAX), true),
+    })
+}
+
+/// What is wrong first, then the tables: nodes that are not ready, leaders, others.
+fn tables(mut status: Status, most: usize) -> String {
+    let problems = health::problems(&status);
+    // Of one node, its own table says it.
+    let verdict = health::verdict(&status, &problems);
+    let mut text = verdict + "\n\n";
+    if !problems.is_empty() {
+        let rows = problems.into_iter().map(|problem| vec![problem.object, problem.what]);
+        text += &status::columns(&["PROBLEM", "WHAT"], rows);
+        text += "\n";
+    }
+    status.nodes.sort_by_key(|node| (node.ready, !node.leads));
+    let all = status.nodes.len();
+    if all > most {
+        status.nodes.retain(|node| !node.ready || node.leads);
+    }
+    let left_out = all - status.nodes.len();
+    text += &status::table(&status, most == usize::MAX);
+    if left_out > 0 {
+        let _ = writeln!(text, "\n{left_out} more nodes are ready; -o wide shows all.");
+    }
+    text
 }
 
 /// The agent on this machine. In its container `$HOST_IP` is the address it listens on.
@@ -84,7 +193,12 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
         None => {
             let leaders: Vec<_> =
                 status.locations.iter().filter_map(|location| location.leader.clone()).collect();
-            let asked = leaders.iter().map(|leader| ask::through_api(&client, leader));
+            let progress = (!args.wait).then(|| Progress::new("asking the leaders' agents", leaders.len()));
+            let asked = leaders.iter().map(async |leader| {
+                let seen = ask::through_api(&client, leader).await;
+                progress.iter().for_each(Progress::step);
+                seen
+            });
             let seen: Vec<_> = stream::iter(asked).buffered(AT_A_TIME).collect().await;
             let mut seen = seen.into_iter().flatten().peekable();
             if let Some(first) = seen.peek() {
@@ -98,8 +212,22 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
 }
 
 #[cfg(test)]
+#[allow(clippy::panic, reason = "tests")]
 mod tests {
     use super::*;
+
+    #[test]
+    fn of_two_hundred_nodes_the_ill_and_the_leaders_are_shown_first() {
+        let status = health::tests::status(200, &[7, 150]);
+        let text = tables(status.clone(), ALL_SHOWN);
+        assert!(text.starts_with("Not healthy, 2 problems: 198 of 200 nodes ready"), "{text}");
+        assert!(text.lines().count() < 30, "{text}");
+        let at = |words: &str| text.find(words).unwrap_or_else(|| panic!("{words} is missing from {text}"));
+        assert!(at("node/n007") < at("LOCATION") && at("\nn007") < at("\nn000"), "{text}");
+        assert!(text.ends_with("\n196 more nodes are ready; -o wide shows all.\n"), "{text}");
+        let wide = tables(status, usize::MAX);
+        assert!(wide.contains("\nn199") && wide.contains("KEY") && !wide.contains("more nodes"), "{wide}");
+    }
 
     #[test]
     fn the_own_agent_is_where_the_manifest_has_it_listen() {
