@@ -73,6 +73,8 @@ counted! {
         PassOn = 10 => "pass_on",
         /// A signal answered by the program itself.
         Reflect = 11 => "reflect",
+        /// A signal handed to the agent.
+        Hear = 12 => "hear",
     }
 }
 

@@ -10,6 +10,8 @@
 //! Everything is big-endian but the tag, which is SipHash's own little-endian
 //! word. The first byte tells a signal from VXLAN, whose first byte is 8.
 
+pub mod kernel;
+
 use crate::{
     lead::Term,
     maps::VXLAN_PORT,

@@ -30,6 +30,7 @@ use crate::{
     mtu::fits,
     packet,
     ret::{REDIRECT_INGRESS, TC_ACT_UNSPEC, from_code, to_code},
+    signal,
 };
 
 /// Offset in a UDP header.
@@ -161,6 +162,9 @@ pub fn validate<I: Ip>(
     is_own: impl FnOnce(I::Addr) -> bool,
 ) -> Result<(Disposition, bool), DropReason> {
     let inner = I::read(ctx, offset)?;
+    if signal::is_control::<I>(inner.src()) {
+        return Err(DropReason::ForgedSignal);
+    }
     let known = I::is_known_source(sender, inner.src());
     let found = disposition::<I>(config, Some(sender), inner.dst());
     if !known {

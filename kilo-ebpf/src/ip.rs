@@ -62,6 +62,8 @@ pub trait Ip: Copy {
     fn never_steered(addr: Self::Addr) -> bool;
     /// True for addresses steered packets for this node are sent to.
     fn is_private(config: &Config, addr: Self::Addr) -> bool;
+    /// True for the location's WireGuard address.
+    fn is_wireguard(config: &Config, addr: Self::Addr) -> bool;
     /// Address that masqueraded packets get on a device.
     fn masq_addr(device: &Device) -> Self::Addr;
     /// An address as masquerading's keys hold it, of either family.
@@ -168,6 +170,10 @@ impl Ip for Ipv4 {
     #[inline(always)]
     fn is_private(config: &Config, addr: [u8; 4]) -> bool {
         addr == config.private_v4 || (addr == config.overlay_v4 && addr != [0; 4])
+    }
+    #[inline(always)]
+    fn is_wireguard(config: &Config, addr: [u8; 4]) -> bool {
+        addr == config.wireguard_v4
     }
     #[inline(always)]
     fn masq_addr(device: &Device) -> [u8; 4] {
@@ -341,6 +347,10 @@ impl Ip for V6 {
     #[inline(always)]
     fn is_private(config: &Config, addr: [u64; 2]) -> bool {
         addr == halves(&config.private_v6)
+    }
+    #[inline(always)]
+    fn is_wireguard(config: &Config, addr: [u64; 2]) -> bool {
+        addr == halves(&config.wireguard_v6)
     }
     #[inline(always)]
     fn masq_addr(device: &Device) -> [u64; 2] {

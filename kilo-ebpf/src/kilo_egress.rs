@@ -1,6 +1,6 @@
 //! Egress of the WireGuard device: steer to the leader, or let WireGuard encrypt.
 
-use aya_ebpf::programs::TcContext;
+use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
     counters::{Action, DropReason},
     maps::{
@@ -19,7 +19,8 @@ use crate::{
     masquerade::{self, Known},
     mtu::fits,
     packet::{self, Family},
-    ret::TC_ACT_UNSPEC,
+    ret::{TC_ACT_UNSPEC, from_code},
+    signal,
 };
 
 /// Egress of the WireGuard device; packets start with their IP header.
@@ -36,24 +37,31 @@ pub fn kilo_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
 
 #[inline(always)]
 fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
-    let gateway = config.flags & CONFIG_GATEWAY != 0;
     let mut ip = I::read(ctx, 0)?;
+    if cb::is_to_lan(ctx) {
+        return from_code(signal::to_lan::<I>(ctx.as_ptr().cast()));
+    }
+    // No process and no pod speaks as a gateway: `inject` has marked what the agent sends.
+    if signal::is_control::<I>(ip.src()) {
+        return Err(DropReason::ForgedSignal);
+    }
     // Sources, too: the stack's own redirects, for example, are for the link.
     if I::never_steered(ip.dst()) || I::never_steered(ip.src()) {
         return Err(DropReason::NotUnicast);
     }
     // The gateway that gets it translates it.
-    let passed_on = cb::is_passed_on(ctx);
-    if !passed_on && let Some(addr) = masquerade::egress(ctx, config, 0, &ip, Known::Rare)? {
+    if !cb::is_passed_on(ctx)
+        && let Some(addr) = masquerade::egress(ctx, config, 0, &ip, Known::Rare)?
+    {
         ip.set_src(addr);
     }
     let Some(id) = route::<I>(ip.dst()) else {
-        return if gateway { pass() } else { Err(DropReason::NoPrefix) };
+        return if config.flags & CONFIG_GATEWAY != 0 { pass() } else { Err(DropReason::NoPrefix) };
     };
     let hop = if id == HOP_ACTING && cb::is_led(ctx) { hop(HOP_REMOTE) } else { way(id) };
     let hop = hop.ok_or(DropReason::NoHop)?;
     match hop.kind {
-        HOP_KIND_WIREGUARD if gateway => {
+        HOP_KIND_WIREGUARD if config.flags & CONFIG_GATEWAY != 0 => {
             count_action(Action::Encrypt);
             Ok(TC_ACT_UNSPEC)
         }
@@ -63,10 +71,7 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
                 return Err(DropReason::TooBig);
             }
             let verdict = send::<I>(ctx, config, hop, ip.tos())?;
-            // `lan_ingress` has counted it as passed on.
-            if !passed_on {
-                count_action(Action::Steer);
-            }
+            count_action(Action::Steer);
             Ok(verdict)
         }
         // An own prefix does not belong on this device; the stack would have kept it.

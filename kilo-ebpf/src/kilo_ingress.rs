@@ -1,10 +1,10 @@
 //! Ingress of the WireGuard device: what WireGuard decrypted, and what `lan_ingress` decapsulated.
 
-use aya_ebpf::programs::TcContext;
+use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
     counters::{Action, DropReason},
     maps::{CONFIG_GATEWAY, CONFIG_OFFERED, Config, HOP_KIND_NODE, Hop},
-    packet::Ipv4,
+    packet::{Ipv4, protocol},
 };
 
 use crate::{
@@ -15,7 +15,8 @@ use crate::{
     masquerade,
     mtu::fits,
     packet::{self, Family},
-    ret::TC_ACT_UNSPEC,
+    ret::{TC_ACT_UNSPEC, from_code},
+    signal,
 };
 
 /// Ingress of the WireGuard device; packets start with their IP header.
@@ -31,6 +32,12 @@ pub fn kilo_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason>
 #[inline(always)]
 fn ingress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     let mut ip = I::read(ctx, 0)?;
+    if ip.protocol() == protocol::UDP
+        && signal::is_own::<I>(config, ip.dst())
+        && signal::is_signal(ctx, 0, &ip)
+    {
+        return from_code(signal::from_tunnel::<I>(ctx.as_ptr().cast(), config));
+    }
     let translated = masquerade::ingress(ctx, config, 0, &ip, false)?;
     if let Some(addr) = translated {
         ip.set_dst(addr);

@@ -28,6 +28,7 @@ use crate::{
     mtu::{self, fits},
     packet::{self, Family},
     ret::{TC_ACT_OK, TC_ACT_UNSPEC, from_code, to_code},
+    signal,
 };
 
 /// Ingress of an uplink; packets start with an Ethernet header.
@@ -48,11 +49,11 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
                 // Nor is it the tunnels'.
                 Established::NoEntry if config.flags & CONFIG_PLAIN == 0 => Ok(TC_ACT_UNSPEC),
                 Established::NoEntry => from_code(plain_v4(ctx.as_ptr().cast(), config)),
-                Established::Unknown => from_code(received_v4::<ETHERNET_LEN>(ctx.as_ptr().cast(), config)),
+                Established::Unknown => taken_v4::<ETHERNET_LEN>(ctx, config),
             },
-            _ => from_code(received_v4::<ETHERNET_LEN>(ctx.as_ptr().cast(), config)),
+            _ => taken_v4::<ETHERNET_LEN>(ctx, config),
         },
-        Family::V6 => from_code(received_v6::<ETHERNET_LEN>(ctx.as_ptr().cast(), config)),
+        Family::V6 => taken_v6::<ETHERNET_LEN>(ctx, config),
         Family::Other => Ok(TC_ACT_UNSPEC),
     }
 }
@@ -62,10 +63,33 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> 
 pub fn l3_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     // Without link-layer address every packet is for this host.
     match packet::family(ctx) {
-        Family::V4 => from_code(received_v4::<0>(ctx.as_ptr().cast(), config)),
-        Family::V6 => from_code(received_v6::<0>(ctx.as_ptr().cast(), config)),
+        Family::V4 => taken_v4::<0>(ctx, config),
+        Family::V6 => taken_v6::<0>(ctx, config),
         Family::Other => Ok(TC_ACT_UNSPEC),
     }
+}
+
+/// Answer of [`received_v4`] and [`received_v6`]: it is a signal. Its own function is called from here,
+/// because the stacks of functions that call each other add up.
+const SIGNAL: i32 = 1000;
+const _: () = assert!(DropReason::from_index(SIGNAL as u32).is_none());
+
+#[inline(always)]
+fn taken_v4<const LINK: usize>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+    let skb = ctx.as_ptr().cast();
+    from_code(match received_v4::<LINK>(skb, config) {
+        SIGNAL => signal::from_lan::<Ipv4, LINK>(skb, config),
+        code => code,
+    })
+}
+
+#[inline(always)]
+fn taken_v6<const LINK: usize>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+    let skb = ctx.as_ptr().cast();
+    from_code(match received_v6::<LINK>(skb, config) {
+        SIGNAL => signal::from_lan::<V6, LINK>(skb, config),
+        code => code,
+    })
 }
 
 /// A function of its own for the verifier, with a stack of its own; so below. `LINK` is
@@ -86,6 +110,9 @@ fn received_v6<const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> i32 {
 fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     // Rubbish that is not for the mesh is the stack's to judge.
     let Ok(outer) = O::read(ctx, LINK) else { return Ok(TC_ACT_UNSPEC) };
+    if signal::is_control::<O>(outer.src()) {
+        return Err(DropReason::ForgedSignal);
+    }
     if O::is_private(config, outer.dst()) {
         let skb = ctx.as_ptr().cast();
         match outer.protocol() {
@@ -105,6 +132,13 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Resul
             }
             protocol::IPV6 => {
                 return from_code(steered_subprogram::<O, V6, LINK>(skb, config, O::HEADER_LEN));
+            }
+            // Where nodes send without outer header, one of another location comes like this.
+            protocol::UDP
+                if signal::is_signal(ctx, LINK, &outer)
+                    && (config.flags & CONFIG_PLAIN == 0 || O::sender(outer.src()).is_some()) =>
+            {
+                return Ok(SIGNAL);
             }
             protocol::UDP | protocol::FRAGMENT => match vxlan::<O, LINK>(ctx, &outer) {
                 Family::V4 => {

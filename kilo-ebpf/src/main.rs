@@ -63,6 +63,8 @@ mod reflect;
 #[cfg(target_arch = "bpf")]
 mod ret;
 #[cfg(target_arch = "bpf")]
+mod signal;
+#[cfg(target_arch = "bpf")]
 mod tunnel_ingress;
 #[cfg(target_arch = "bpf")]
 mod uplink_egress;

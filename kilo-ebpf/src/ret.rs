@@ -9,7 +9,8 @@ use crate::{maps, monitor, packet};
 pub const TC_ACT_UNSPEC: i32 = -1;
 /// Goes on with the stack at once.
 pub const TC_ACT_OK: i32 = 0;
-const TC_ACT_SHOT: i32 = 2;
+/// Ends a packet.
+pub const TC_ACT_SHOT: i32 = 2;
 /// `bpf_redirect` (`BPF_F_INGRESS`): to the stack, as received on that interface.
 pub const REDIRECT_INGRESS: u64 = 1;
 

@@ -5,14 +5,14 @@ use kilo_common::{
     checksum as sums,
     encap::{self, Inner},
     event::{DropEvent, EVENT_BYTES},
-    maps::{Config, NAT_EGRESS, NAT_INGRESS, NatKey, VXLAN_PORT},
+    maps::{Config, NAT_EGRESS, NAT_INGRESS, NatKey, SignalKey, VXLAN_PORT},
     nat::{
         self,
         flow::{self, Layout, layout, mapped},
         transport::{self, Part},
     },
     packet::{self, ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, protocol},
-    signal,
+    signal::{self, kernel},
     siphash::Key,
 };
 use kilo_host::dataplane::decode;
@@ -68,6 +68,31 @@ pub fn signal(data: &[u8]) {
     let start = data.first_chunk::<{ signal::HEADER }>().unwrap();
     let header = signal::header(start, data.len()).unwrap();
     assert_eq!((header.kind, header.term, header.sender), (signal.kind, signal.term, signal.sender));
+    answered(&out[..length], &header, key);
+}
+
+/// What a kernel makes of a signal of its length: the tag counts as the agent's parser counts it, and the answer
+/// is one that the parser reads.
+fn answered(bytes: &[u8], header: &signal::Header, key: Key) {
+    let Some(words) = bytes.first_chunk::<{ signal::KERNEL }>().filter(|_| bytes.len() == signal::KERNEL)
+    else {
+        return;
+    };
+    let (words, []) = words.as_chunks::<8>() else { return };
+    let mut raw: kernel::Raw = std::array::from_fn(|i| u64::from_ne_bytes(words[i]));
+    let node = SignalKey { key: key.0, sender: header.sender, ..SignalKey::default() };
+    assert_eq!(kernel::authentic(&raw, &node).is_ok(), signal::is_authentic(bytes, key));
+    assert!(kernel::announced(&raw, header, &node).is_err(), "a node that may not lead is obeyed");
+    if kernel::on_lan(header.kind) != kernel::Taken::Answer {
+        return;
+    }
+    let said =
+        kernel::Answer { kind: signal::Kind::Present, term: header.term, sender: 1, cookie: 2, gateway: 3 };
+    kernel::answer(&mut raw, said, &node);
+    let bytes: Vec<u8> = raw.iter().flat_map(|word| word.to_ne_bytes()).collect();
+    let read = signal::parse(&bytes).unwrap();
+    assert_eq!((read.kind, read.term, read.nonce), (said.kind, header.term, header.nonce));
+    assert!(signal::is_authentic(&bytes, key));
 }
 
 /// The outer header is valid, and behind it stands what was put in.

@@ -26,4 +26,5 @@ mod monitor;
 mod pods;
 mod receive;
 mod send;
+mod signals;
 mod trace;

@@ -58,6 +58,7 @@ pub mod packet;
 pub mod random;
 pub mod seed;
 pub mod sequels;
+pub mod signals;
 
 pub const SELF: [u8; 4] = [10, 1, 0, 11];
 pub const MEMBER: [u8; 4] = [10, 1, 0, 12];

@@ -32,6 +32,7 @@ use super::{
     IFINDEX,
     flows::{Flows, Remembered, Translation},
     packet::{PASS, PASS_AT_ONCE, REDIRECT, SHOT},
+    signals,
 };
 
 /// What a program is run on.
@@ -95,7 +96,7 @@ pub const FROM_OUTSIDE: &str = "from_outside";
 pub const ANSWER_STAYS: &str = "answer_stays";
 pub const OF_HOST: &str = "of_host";
 
-fn drops(reason: DropReason) -> Wanted {
+pub fn drops(reason: DropReason) -> Wanted {
     Wanted {
         verdict: SHOT,
         counted: vec![reason.label()],
@@ -128,11 +129,11 @@ pub struct Ip {
     pub src: IpAddr,
     pub dst: IpAddr,
     pub v6: bool,
-    header_len: usize,
+    pub header_len: usize,
     pub protocol: u8,
     ttl: u8,
     tos: u8,
-    fragment: bool,
+    pub fragment: bool,
 }
 
 /// Bytes of the link-layer header of what a program gets.
@@ -235,7 +236,13 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
     }
     let Some(v6) = family(frame) else { return passes(None) };
     let Ok(outer) = Ip::read(frame, link, v6) else { return passes(None) };
+    if signals::is_control(outer.src) {
+        return drops(DropReason::ForgedSignal);
+    }
     if tables.is_private(outer.dst) {
+        if let Some(wanted) = signals::on_lan(tables, input, link, &outer) {
+            return wanted;
+        }
         let behind = Ip::shortest(v6);
         let inner = match outer.protocol {
             protocol::IPIP => Some((behind, false)),
@@ -465,6 +472,9 @@ fn kilo_ingress(tables: &Tables, flows: &Flows, input: &Input) -> Result<Wanted,
     let frame = &input.frame[..];
     let Some(v6) = family(frame) else { return Ok(passes(Some(Action::Pass))) };
     let ip = Ip::read(frame, 0, v6)?;
+    if let Some(wanted) = signals::in_tunnel(tables, input, &ip) {
+        return Ok(wanted);
+    }
     let (mut answer, mut remembered) = flows.answer(tables, input, 0, &ip, false);
     let onward = Ip { dst: answer.map_or(ip.dst, |translation| translation.addr), ..ip };
     let verdict = tables.decrypted(&onward.probe(input, 0));

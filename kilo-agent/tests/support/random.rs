@@ -29,6 +29,7 @@ use rand::{
 use super::{
     IFINDEX, PUBLIC, PUBLIC_V6,
     oracle::{BY_DEVICE, CHECKED, Input, mac},
+    signals,
 };
 
 /// A generator that always answers the same for one seed.
@@ -201,6 +202,10 @@ impl Random {
                 sender.interfaces =
                     self.pick(&[[IFINDEX, 0, 0, 0], [IFINDEX, 0, 0, 0], [7, IFINDEX, 0, 0], [7, 8, 9, 10]]);
                 tables.node.insert(private(index, v6_underlay), sender);
+                if !self.chance(8) {
+                    let key = signals::key(self, id);
+                    tables.signal_key.insert(private(index, v6_underlay), key);
+                }
                 if self.chance(8) {
                     // Another node claims the address of the next, too.
                     tables.node.insert(private(1 + index % 3, v6_underlay), sender);
@@ -272,6 +277,9 @@ impl Random {
             // At times there is one port, or two.
             nat_port_max: if self.chance(4) { 32_768 + u16::from(self.chance(2)) } else { 60_999 },
             wireguard_port: WIREGUARD_PORT,
+            wireguard_v4: [10, 5, 0, 1],
+            wireguard_v6: "2001:db8::7".parse::<Ipv6Addr>().unwrap().octets(),
+            control: [7; 16],
             vxlan_ifindex: flag(self.chance(2), IFINDEX),
             ipip_ifindex: flag(self.chance(2), IFINDEX),
             kilo_mtu: if self.chance(4) { 0 } else { self.0.random_range(60..1600) },
@@ -296,6 +304,9 @@ impl Random {
     /// A packet for this program.
     pub fn input(&mut self, program: &str, tables: &Tables) -> Input {
         let mut frame = match program {
+            "lan_ingress" if self.chance(8) => self.signal_on_lan(tables),
+            "l3_ingress" if self.chance(8) => self.signal_on_lan(tables).split_off(14),
+            "kilo_ingress" if self.chance(6) => self.signal_in_tunnel(tables),
             "lan_ingress" if !self.chance(4) => self.steered(tables),
             "l3_ingress" if !self.chance(4) => self.steered(tables).split_off(14),
             "lan_ingress" | "uplink_egress" | "tunnel_ingress" => {
@@ -509,6 +520,37 @@ impl Random {
             }
             _ => panic!("two families"),
         }
+    }
+
+    /// A signal from another node, mostly, for this one.
+    fn signal_on_lan(&mut self, tables: &Tables) -> Vec<u8> {
+        let v6 = tables.config.private_v6 != [0; 16];
+        let key = tables.signal_key.iter().filter(|(addr, _)| addr.is_ipv6() == v6).choose(&mut self.0);
+        let (from, key) = match key {
+            Some((addr, key)) if !self.chance(8) => (*addr, *key),
+            _ => (private(self.below(4), v6), signals::key(self, HOP_FIRST_NODE)),
+        };
+        let payload = signals::datagram(self, &key);
+        let packet = self.ip(from, private(0, v6), protocol::UDP, &payload);
+        ethernet(&packet, v6)
+    }
+
+    /// A signal out of a tunnel, for this node mostly.
+    fn signal_in_tunnel(&mut self, tables: &Tables) -> Vec<u8> {
+        let v6 = self.chance(2);
+        let own = [
+            private(0, v6),
+            if v6 { tables.config.wireguard_v6.into() } else { tables.config.wireguard_v4.into() },
+        ];
+        let dst = if self.chance(8) { self.address(tables, v6) } else { self.pick(&own) };
+        let read = |prefix: &IpNet| prefix.addr().to_string().starts_with(if v6 { "fd00" } else { "8." });
+        let remote = |prefix: &IpNet, value: &PrefixValue| {
+            read(prefix) && matches!(value.hop, HOP_REMOTE | HOP_ACTING)
+        };
+        let src = self.within(tables, v6, remote).unwrap_or(private(2, v6));
+        let key = signals::key(self, HOP_FIRST_NODE);
+        let payload = signals::datagram(self, &key);
+        self.ip(src, dst, protocol::UDP, &payload)
     }
 
     /// A packet of either family in an outer header of either, for this node mostly.

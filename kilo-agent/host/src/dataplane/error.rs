@@ -89,9 +89,9 @@ pub enum DataplaneError {
         source: std::io::Error,
     },
     /// A signal could not be sent.
-    #[error("a signal could not be sent: {}", std::io::Error::from_raw_os_error(-code))]
+    #[error("a signal could not be sent: {}", not_sent(*code))]
     Injected {
-        /// What the kernel said, negative.
+        /// What the kernel said: negative, or positive when a program dropped it.
         code: i32,
     },
     /// The table of masqueraded flows cannot be swept.
@@ -137,6 +137,15 @@ impl DataplaneError {
             Self::Realtime { .. } => "realtime",
             Self::Full { .. } => "bpf_map_full",
         }
+    }
+}
+
+/// What a code of `bpf_clone_redirect` means.
+fn not_sent(code: i32) -> String {
+    if code < 0 {
+        std::io::Error::from_raw_os_error(code.saturating_neg()).to_string()
+    } else {
+        "it was dropped on the way; `kgctl monitor` shows why".to_owned()
     }
 }
 

@@ -9,13 +9,14 @@ use std::{
     time::{Duration, Instant},
 };
 
+use aya::maps::{MapData, RingBuf};
 use kilo_common::{
     counters::Action,
     maps::{DEVICE_MASQUERADE, Device, NODE_INTERFACES},
 };
 use kilo_core::plan::Tables;
 use kilo_host::{
-    dataplane::{CounterReader, Dataplane, Interfaces},
+    dataplane::{CounterReader, Dataplane, Interfaces, lead::Signals},
     net::Net,
 };
 use nix::{
@@ -116,6 +117,16 @@ impl World {
         self.dataplane = Some(dataplane);
     }
 
+    /// What reads the words of `lead` and sends signals.
+    pub fn signals(&self) -> Signals {
+        self.dataplane.as_ref().unwrap().signals().unwrap()
+    }
+
+    /// The ring of what was heard.
+    pub fn ring(&self) -> RingBuf<MapData> {
+        kilo_host::dataplane::lead::heard(self.fs.path()).unwrap()
+    }
+
     fn counters(&self) -> CounterReader {
         self.dataplane.as_ref().unwrap().counters().unwrap()
     }
@@ -134,7 +145,7 @@ impl World {
 pub struct Tun(File);
 
 impl Tun {
-    fn new(name: &str) -> Self {
+    pub fn new(name: &str) -> Self {
         let file = File::options().read(true).write(true).open("/dev/net/tun").unwrap();
         // SAFETY: plain integers, for which zero is a value.
         let mut request: nix::libc::ifreq = unsafe { std::mem::zeroed() };
