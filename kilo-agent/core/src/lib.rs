@@ -11,6 +11,7 @@ pub mod observed;
 pub mod plan;
 pub mod settings;
 pub mod showconf;
+pub mod signal_id;
 pub mod topology;
 pub mod vpn_peer;
 pub mod wireguard;

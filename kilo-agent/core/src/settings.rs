@@ -186,3 +186,12 @@ pub struct Settings {
     /// `--port`: WireGuard port of this node.
     pub port: u16,
 }
+
+/// Failover (`--failover`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Failover {
+    /// In locations with two nodes or more that know signals.
+    Auto,
+    /// Not at all: leaders are replaced when they are declared dead, as with Kilo.
+    Off,
+}

@@ -46,10 +46,13 @@ pub enum Writer {
     Agent(fn(&Published) -> Option<String>),
 }
 
+/// Version of the signals.
+const SIGNAL: &str = "1";
+
 const AGENT: &str = "the node's agent writes it, look whether it runs";
 
 /// Every annotation. What overrides another one stands before it: the table is read in this order.
-pub const ANNOTATIONS: [Annotation; 14] = [
+pub const ANNOTATIONS: [Annotation; 16] = [
     Annotation {
         name: "kilo.squat.ai/location",
         writer: Writer::Operator(|node| Some(node.location.clone())),
@@ -189,6 +192,25 @@ pub const ANNOTATIONS: [Annotation; 14] = [
         remedy: AGENT,
         read: |value, node| node.node.cni_compatibility_ip = value.parse_unless_empty(),
     },
+    Annotation {
+        name: "kilo.squat.ai/signal",
+        writer: Writer::Agent(|own| own.signal.then(|| SIGNAL.to_owned())),
+        example: "`1`",
+        meaning: "version of the signals the node knows, with `--failover=auto`: it can be a stand-by of its \
+                  leader, and as a leader follows other locations' changes",
+        remedy: AGENT,
+        // Of a later version nothing is known.
+        read: |value, node| node.node.signal = value.text == SIGNAL,
+    },
+    Annotation {
+        name: "kilo.squat.ai/leading",
+        writer: Writer::Agent(|own| own.leading.map(|term| term.to_string())),
+        example: "`65537`",
+        meaning: "the term in which the node took over its location; the latest counts, whoever Kilo's rule \
+                  chooses",
+        remedy: AGENT,
+        read: |value, node| node.node.leading = value.parse(),
+    },
 ];
 
 /// Reads all annotations that are present into `node`; names what cannot be read in `problems`.
@@ -216,6 +238,8 @@ pub(super) fn of_node(node: &Node, last_seen: i64) -> BTreeMap<String, String> {
         discovered_endpoints: node.discovered_endpoints.clone(),
         granularity: node.granularity,
         cni_compatibility_ip: node.cni_compatibility_ip,
+        signal: node.signal,
+        leading: node.leading,
     };
     let print = |annotation: &Annotation| {
         let value = match annotation.writer {

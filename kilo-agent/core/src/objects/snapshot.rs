@@ -103,4 +103,8 @@ pub struct Published {
     pub granularity: Option<Granularity>,
     /// `cni-compatibility-ip`; `None` removes the annotation.
     pub cni_compatibility_ip: Option<IpNet>,
+    /// `signal`; `false` removes the annotation.
+    pub signal: bool,
+    /// `leading`; `None` removes the annotation.
+    pub leading: Option<u64>,
 }

@@ -106,7 +106,7 @@ fn is_one_address(links: &HostLinks, private: Option<IpAddr>, family: Family) ->
 /// addresses the other locations route back through it.
 fn tunnel_addresses(own: &Own<'_>) -> Uplink {
     let private = own.member.private_ip();
-    let addrs = if own.leads { [own.segment.wireguard_ip, private] } else { [private, None] };
+    let addrs = if own.acts { [own.segment.wireguard_ip, private] } else { [private, None] };
     let mut uplink = Uplink::default();
     for addr in addrs.into_iter().flatten() {
         match addr {

@@ -78,14 +78,34 @@ struct Own<'a> {
     segment: &'a Segment,
     index: usize,
     member: &'a Member,
+    /// It is Kilo's leader.
     leads: bool,
+    /// It is the leader or a stand-by: both have all peers and tables.
+    is_gateway: bool,
+    /// It carries what belongs to no single member, as the leader or in its place.
+    acts: bool,
+    /// Who does.
+    acting: Option<&'a Member>,
+    /// There are stand-bys, so that packets follow the kernel's word.
+    has_stand_bys: bool,
 }
 
 impl<'a> Own<'a> {
     fn find(mesh: &'a Mesh, node: &str) -> Option<Self> {
         let (index, position) = mesh.find(node)?;
         let segment = &mesh.segments[index];
-        Some(Self { segment, index, member: &segment.members[position], leads: segment.leader == position })
+        let gateways = mesh.gateways_of(index);
+        let acting = gateways.order.get(gateways.acting).copied();
+        Some(Self {
+            segment,
+            index,
+            member: &segment.members[position],
+            leads: segment.leader == position,
+            is_gateway: gateways.order.contains(&position),
+            acts: acting == Some(position),
+            acting: acting.and_then(|acting| segment.members.get(acting)),
+            has_stand_bys: gateways.order.len() > 1,
+        })
     }
 
     /// Whether this host's own packets to the private address of a node of another location may go as
@@ -183,8 +203,8 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
     })
 }
 
-/// This node's WireGuard address with the subnet's prefix length, if it leads.
+/// This node's WireGuard address with the subnet's prefix length, if it leads, or acts as leader.
 pub fn wireguard_address(mesh: &Mesh, node: &str) -> Option<ipnet::IpNet> {
-    let own = Own::find(mesh, node).filter(|own| own.leads)?;
+    let own = Own::find(mesh, node).filter(|own| own.acts)?;
     ipnet::IpNet::new(own.segment.wireguard_ip?, mesh.subnet.prefix_len()).ok()
 }

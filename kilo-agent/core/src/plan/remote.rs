@@ -3,9 +3,10 @@
 
 use ipnet::IpNet;
 
-use super::{Inputs, Own, wireguard::location_endpoint};
+use super::{Inputs, Own, wireguard::member_endpoint};
 use crate::{
     flat_map::{Key as _, sort_by_prefix},
+    signal_id,
     topology::{LocationPrefix, Member},
 };
 
@@ -16,6 +17,8 @@ pub(super) struct PrefixClaim {
     pub prefix: IpNet,
     /// Index of the segment; from the number of segments on, of a VPN peer.
     pub owner: usize,
+    /// Which of the segment's gateways carries it: index in their order.
+    pub gateway: usize,
     /// It is one of the location's allowed-location-ips.
     pub offered: bool,
     /// It is the private address of a node, and WireGuard does not send there.
@@ -42,6 +45,7 @@ impl Remote {
         let of_node = |prefix, owner| PrefixClaim {
             prefix,
             owner,
+            gateway: 0,
             offered: false,
             inside: false,
             endpoint: false,
@@ -49,21 +53,37 @@ impl Remote {
             chosen: false,
         };
         for (owner, segment) in others {
-            let endpoint = location_endpoint(inputs, segment).map(|endpoint| IpNet::from(endpoint.ip()));
-            let has = |member: &&Member| member.private_ip().map(IpNet::from) == endpoint;
+            let gateways = mesh.gateways_of(owner);
+            let of_gateways = gateways.order.iter().filter_map(|index| segment.members.get(*index));
+            let endpoints: Vec<IpNet> = of_gateways
+                .filter_map(|member| member_endpoint(inputs, member))
+                .map(|endpoint| IpNet::from(endpoint.ip()))
+                .collect();
+            let has = |member: &&Member| {
+                member.private_ip().is_some_and(|address| endpoints.contains(&IpNet::from(address)))
+            };
             let free = || segment.members.iter().filter(has).any(|member| own.host_speaks_freely(member));
-            claims.extend(segment.reach.iter().map(|&LocationPrefix { prefix, private }| {
-                let endpoint = endpoint == Some(prefix);
+            let said = mesh.acting.of(segment);
+            let gateway = |member: Option<u32>| match member.and_then(|at| segment.members.get(at as usize)) {
+                Some(Member { node, .. }) if gateways.order.len() > 1 => {
+                    node.key.map_or(gateways.acting, |key| gateways.of_member(said, signal_id::node(&key)))
+                }
+                _ => gateways.acting,
+            };
+            claims.extend(segment.reach.iter().map(|&LocationPrefix { prefix, private, member }| {
+                let endpoint = endpoints.contains(&prefix);
                 // Addresses of WireGuard and of pods are the mesh's alone.
                 let free = endpoint && (!private || free());
-                PrefixClaim { inside: private && !endpoint, endpoint, free, ..of_node(prefix, owner) }
+                let (inside, gateway) = (private && !endpoint, gateway(member));
+                PrefixClaim { inside, endpoint, free, gateway, ..of_node(prefix, owner) }
             }));
             let offered = segment.allowed_location_ips.iter().map(IpNet::trunc);
             claims.extend(offered.map(|prefix| PrefixClaim {
                 offered: true,
-                endpoint: endpoint == Some(prefix),
+                endpoint: endpoints.contains(&prefix),
                 free: true,
                 chosen: true,
+                gateway: gateways.acting,
                 ..of_node(prefix, owner)
             }));
         }

@@ -12,18 +12,19 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
     let mut net = NetPlan { mtu: inputs.mtu, ..NetPlan::default() };
     net.addresses.extend(super::wireguard_address(inputs.mesh, inputs.node));
     let mut destinations = Vec::with_capacity(remote.claims().len() + own.segment.members.len());
-    if let Some(ip) = own.segment.wireguard_ip.filter(|_| !own.leads) {
+    if let Some(ip) = own.segment.wireguard_ip.filter(|_| !own.acts) {
         destinations.push(IpNet::from(ip));
     }
     for member in own.others().filter(|_| inputs.settings.local) {
         destinations.extend(member.node.pod_cidrs.iter().map(IpNet::trunc));
     }
     for claim in remote.claims() {
-        // On a leader the tunnel itself goes to the endpoint, and the device's
+        // On a gateway the tunnel itself goes to the endpoint, and the device's
         // address brings a route to all WireGuard addresses.
-        let other_way = own.leads
+        let other_way = own.is_gateway
             && inputs.mesh.segments.get(claim.owner).is_some_and(|segment| {
-                claim.endpoint || segment.wireguard_ip.map(IpNet::from) == Some(claim.prefix)
+                claim.endpoint
+                    || own.acts && segment.wireguard_ip.map(IpNet::from) == Some(claim.prefix)
             });
         if !other_way {
             destinations.push(claim.prefix);
@@ -81,11 +82,12 @@ fn hop_mtu(hops: &BTreeMap<u32, Hop>, value: PrefixValue) -> Option<u32> {
 /// WireGuard address, because answers to that address would not come through
 /// the tunnel.
 fn source(inputs: &Inputs<'_>, own: &Own<'_>) -> Option<IpAddr> {
-    let endpoint = super::wireguard::location_endpoint(inputs, own.segment).map(|endpoint| endpoint.ip());
-    let is_endpoint = |ip| endpoint == Some(ip) || own.segment.endpoint.ip() == Some(ip);
+    let endpoint = super::wireguard::member_endpoint(inputs, own.member).map(|endpoint| endpoint.ip());
+    let given = own.member.node.endpoint.as_ref().and_then(crate::wireguard::Endpoint::ip);
+    let is_endpoint = |ip| endpoint == Some(ip) || given == Some(ip);
     match own.member.private_ip() {
-        Some(ip) if !(own.leads && is_endpoint(ip)) => Some(ip),
-        _ if own.leads => own.segment.wireguard_ip,
+        Some(ip) if !(own.acts && is_endpoint(ip)) => Some(ip),
+        _ if own.acts => own.segment.wireguard_ip,
         _ => None,
     }
 }

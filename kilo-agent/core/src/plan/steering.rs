@@ -77,9 +77,9 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: 
         if own.tunnel(inputs.settings, member) == Tunnel::None { 0 } else { PREFIX_NEVER_CLEAR }
     };
     let own_wireguard_ip = own.segment.wireguard_ip.map(IpNet::from);
-    if let (Some(prefix), Some(leader)) = (own_wireguard_ip, own.segment.leading()) {
+    if let (Some(prefix), Some(leader)) = (own_wireguard_ip, own.acting) {
         match ids.get(leader) {
-            _ if own.leads => add(prefix, HOP_LOCAL, PREFIX_ROUTE),
+            _ if own.acts => add(prefix, HOP_LOCAL, PREFIX_ROUTE),
             Some(hop) => add(prefix, hop, PREFIX_ROUTE | by_tunnel(leader)),
             None => {}
         }
@@ -143,9 +143,9 @@ fn close_lost(lost: &[(IpNet, u32)], chosen: &BTreeSet<IpNet>, table: &mut FlatM
 
 /// What is special about packets to a prefix of another location or a VPN peer.
 fn of_claim(own: &Own<'_>, claim: &PrefixClaim) -> u32 {
-    let inside = if own.leads && claim.inside { PREFIX_INSIDE } else { 0 };
+    let inside = if own.is_gateway && claim.inside { PREFIX_INSIDE } else { 0 };
     // A default route is one of several: the host has its own reasons to use another.
-    let by_host = claim.prefix.prefix_len() == 0 || (own.leads && claim.endpoint);
+    let by_host = claim.prefix.prefix_len() == 0 || (own.is_gateway && claim.endpoint);
     inside
         | match () {
             () if !by_host => PREFIX_NEVER_CLEAR,

@@ -1,13 +1,17 @@
 //! Peers of this host's WireGuard device.
 
-use std::{collections::BTreeSet, net::SocketAddr};
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, Ipv6Addr, SocketAddr},
+};
 
 use ipnet::IpNet;
 
-use super::{Inputs, Own, Remote};
+use super::{Inputs, Own, Remote, remote::PrefixClaim};
 use crate::wireguard::{WireguardPeer, WireguardPlan};
 use crate::{
-    topology::Segment,
+    signal_id,
+    topology::Member,
     wireguard::{
         Endpoint, EndpointHost,
         key::{PublicKey, SecretKey},
@@ -16,27 +20,50 @@ use crate::{
 
 pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> WireguardPlan {
     let mut plan = WireguardPlan { listen_port: inputs.settings.port, ..WireguardPlan::default() };
-    if !own.leads {
+    if !own.is_gateway {
         return plan;
     }
     let mesh = inputs.mesh;
-    let segments = mesh.segments.iter().enumerate().map(|(index, segment)| Wanted {
-        // The kernel silently leaves out a peer with its own key, so asking
-        // for one would be a difference for ever.
-        refused: index == own.index || segment.key == own.segment.key,
-        key: segment.key,
-        endpoint: Some(&segment.endpoint),
-        behind_nat: is_behind_nat(segment),
-        preshared_key: None,
-    });
-    let vpn_peers = mesh.peers.iter().map(|peer| Wanted {
-        refused: peer.public_key == own.segment.key,
+    let own_key = own.member.node.key;
+    let mut wanted: Vec<Wanted<'_>> = Vec::with_capacity(mesh.segments.len() + mesh.peers.len());
+    // Where the gateways of each segment begin, then where VPN peers do.
+    let mut first = Vec::with_capacity(mesh.segments.len() + 1);
+    for (index, segment) in mesh.segments.iter().enumerate() {
+        first.push(wanted.len());
+        let fails_over = mesh.fails_over(index);
+        let gateways = mesh.gateways_of(index);
+        let members = gateways.order.iter().filter_map(|at| segment.members.get(*at));
+        wanted.extend(members.enumerate().filter_map(|(place, Member { node, .. })| {
+            let key = node.key?;
+            Some(Wanted {
+                // The kernel silently leaves out a peer with its own key, so asking
+                // for one would be a difference for ever. Who does not know stand-bys
+                // would not answer one.
+                refused: index == own.index || Some(key) == own_key || !(fails_over || own.leads),
+                key,
+                endpoint: node.endpoint.as_ref(),
+                behind_nat: node.persistent_keepalive > 0,
+                preshared_key: None,
+                control: fails_over.then(|| signal_id::control_address(&key)),
+                is_warm: fails_over && !(own.leads && place == 0),
+            })
+        }));
+    }
+    first.push(wanted.len());
+    wanted.extend(mesh.peers.iter().map(|peer| Wanted {
+        // They know one key, that of Kilo's leader.
+        refused: Some(peer.public_key) == own_key || !own.leads,
         key: peer.public_key,
         endpoint: peer.endpoint.as_ref(),
         behind_nat: peer.persistent_keepalive > 0,
         preshared_key: peer.preshared_key,
-    });
-    let mut wanted: Vec<Wanted<'_>> = segments.chain(vpn_peers).collect();
+        control: None,
+        is_warm: false,
+    }));
+    let place_of = |claim: &PrefixClaim| match first.get(claim.owner) {
+        Some(at) if claim.owner < mesh.segments.len() => at + claim.gateway,
+        _ => first.last().copied().unwrap_or(0) + claim.owner - mesh.segments.len(),
+    };
     // A key that two claim belongs to the first: a location, or a peer by name.
     let mut keys = BTreeSet::new();
     for one in &mut wanted {
@@ -46,17 +73,24 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
     let mut allowed_ips: Vec<Vec<IpNet>> = vec![Vec::new(); wanted.len()];
     let mut last = None;
     for claim in remote.claims() {
-        if last != Some(claim.prefix) && wanted.get(claim.owner).is_some_and(|owner| !owner.refused) {
-            allowed_ips[claim.owner].push(claim.prefix);
+        let place = place_of(claim);
+        if last != Some(claim.prefix) && wanted.get(place).is_some_and(|owner| !owner.refused) {
+            allowed_ips[place].push(claim.prefix);
             last = Some(claim.prefix);
         }
     }
+    // Control addresses are in nobody's prefixes.
+    for (one, allowed_ips) in wanted.iter().zip(&mut allowed_ips) {
+        allowed_ips.extend(one.control.map(|address| IpNet::from(IpAddr::V6(address))));
+    }
+    let own_keepalive = u16::try_from(inputs.persistent_keepalive).unwrap_or(u16::MAX);
+    let warm = if own_keepalive == 0 { KEEPALIVE } else { own_keepalive.min(KEEPALIVE) };
     let peers = wanted.iter().zip(allowed_ips).filter(|(one, _)| !one.refused).map(|(one, allowed_ips)| {
         let peer = WireguardPeer {
             allowed_ips: allowed_ips.into_iter().collect(),
             endpoint: endpoint(inputs, &one.key, one.endpoint, one.behind_nat),
             roams: one.behind_nat || one.endpoint.is_none(),
-            persistent_keepalive: u16::try_from(inputs.persistent_keepalive).unwrap_or(u16::MAX),
+            persistent_keepalive: if one.is_warm { warm } else { own_keepalive },
             preshared_key: one.preshared_key,
         };
         (one.key, peer)
@@ -73,15 +107,19 @@ struct Wanted<'a> {
     endpoint: Option<&'a Endpoint>,
     behind_nat: bool,
     preshared_key: Option<SecretKey>,
+    /// Its address for signals, if it knows any.
+    control: Option<Ipv6Addr>,
+    /// One of both ends is a stand-by: the tunnel is kept up although nothing uses it.
+    is_warm: bool,
 }
 
-/// Where this host's WireGuard sends what is for a location.
-pub(super) fn location_endpoint(inputs: &Inputs<'_>, segment: &Segment) -> Option<SocketAddr> {
-    endpoint(inputs, &segment.key, Some(&segment.endpoint), is_behind_nat(segment))
-}
+/// Seconds between keepalives of a tunnel that has to work when it is needed.
+const KEEPALIVE: u16 = 10;
 
-const fn is_behind_nat(segment: &Segment) -> bool {
-    segment.persistent_keepalive > 0
+/// Where this host's WireGuard sends what is for a gateway.
+pub(super) fn member_endpoint(inputs: &Inputs<'_>, member: &Member) -> Option<SocketAddr> {
+    let node = &member.node;
+    endpoint(inputs, &node.key?, node.endpoint.as_ref(), node.persistent_keepalive > 0)
 }
 
 /// Behind NAT a peer is where somebody last saw it, the own device first.

@@ -40,15 +40,19 @@ impl fmt::Display for LeaderReason {
 /// first that asks; else the first with a public endpoint address; else the first.
 pub fn choose<'a>(nodes: impl ExactSizeIterator<Item = &'a Node>) -> (usize, LeaderReason) {
     let count = nodes.len();
-    let rank = |node: &Node| match (node.leader, has_public_endpoint(node)) {
+    let ranked = nodes.enumerate().map(|(index, node)| (rank(node), index)).min();
+    let (reason, index) = ranked.unwrap_or((LeaderReason::FirstByName, 0));
+    (index, if count == 1 { LeaderReason::OnlyNode } else { reason })
+}
+
+/// The rule that would make a node the leader; an earlier one comes first.
+pub(super) fn rank(node: &Node) -> LeaderReason {
+    match (node.leader, has_public_endpoint(node)) {
         (true, true) => LeaderReason::AsksWithPublicEndpoint,
         (true, false) => LeaderReason::Asks,
         (false, true) => LeaderReason::PublicEndpoint,
         (false, false) => LeaderReason::FirstByName,
-    };
-    let ranked = nodes.enumerate().map(|(index, node)| (rank(node), index)).min();
-    let (reason, index) = ranked.unwrap_or((LeaderReason::FirstByName, 0));
-    (index, if count == 1 { LeaderReason::OnlyNode } else { reason })
+    }
 }
 
 fn has_public_endpoint(node: &Node) -> bool {

@@ -11,7 +11,7 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Known, Member, Node, Peer, Segment, allocate, prefixes::Prefixes, segment::LeaderInfo};
+use super::{Acting, Gateways, Known, Member, Node, Peer, Segment, allocate, prefixes::Prefixes, segment::LeaderInfo};
 use crate::settings::Granularity;
 use crate::{flat_map::sort_by_prefix, wireguard::key::PublicKey};
 
@@ -82,6 +82,10 @@ pub struct Mesh {
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// Nodes that are known but do not take part, by name, as [`Self::with_lost`] was told.
     pub lost: Vec<Lost>,
+    /// Gateways of each segment, as [`Self::with_acting`] was told; empty: there is no failover.
+    pub gateways: Vec<Gateways>,
+    /// Who carries what, likewise.
+    pub acting: Arc<Acting>,
     /// Where each node is, by name.
     seats: Vec<NodeIndex>,
     /// What the segments were made with; `None`: the next mesh is made from nothing.
@@ -171,7 +175,9 @@ impl Mesh {
         let peers = without_duplicates(peers);
         filter_location_ips(&mut segments, &peers);
         let lost = Vec::new();
-        Self { subnet, segments, peers, discovered, lost, seats, granularity: Some(granularity) }
+        let (gateways, acting) = (Vec::new(), Arc::default());
+        let granularity = Some(granularity);
+        Self { subnet, segments, peers, discovered, lost, gateways, acting, seats, granularity }
     }
 
     /// The same mesh, which also knows those of `nodes` (all that take no part, by name) that
@@ -187,6 +193,33 @@ impl Mesh {
         });
         self.lost = lost.collect();
         self
+    }
+
+    /// The same mesh with failover: each capable location has so many stand-bys beside its
+    /// leader. Locations whose nodes all lead themselves have none.
+    #[must_use]
+    pub fn with_acting(mut self, stand_bys: usize, acting: Arc<Acting>) -> Self {
+        if self.granularity == Some(Granularity::Location) {
+            self.gateways = self.segments.iter().map(|segment| acting.gateways(segment, stand_bys)).collect();
+            self.acting = acting;
+        }
+        self
+    }
+
+    /// The gateways of a segment by its index: its leader alone without failover.
+    pub fn gateways_of(&self, segment: usize) -> Cow<'_, Gateways> {
+        match self.gateways.get(segment) {
+            Some(gateways) => Cow::Borrowed(gateways),
+            None => {
+                let leader = self.segments.get(segment).map_or(0, |segment| segment.leader);
+                Cow::Owned(Gateways { order: vec![leader], ..Gateways::default() })
+            }
+        }
+    }
+
+    /// Whether a segment takes part in failover: its leader follows others' gateways.
+    pub fn fails_over(&self, segment: usize) -> bool {
+        !self.gateways.is_empty() && self.segments.get(segment).is_some_and(|segment| segment.is_capable())
     }
 
     /// The nodes of each location, first those of this mesh in its order; and the group each node is in.

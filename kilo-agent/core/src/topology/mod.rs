@@ -1,6 +1,7 @@
 //! From nodes, peers and settings to the mesh: locations, leaders, addresses
 //! and allowed IPs. Pure: no I/O, no clock.
 
+mod acting;
 mod allocate;
 pub mod changes;
 mod former;
@@ -16,6 +17,7 @@ mod standing;
 mod tunnel_ends;
 mod types;
 
+pub use acting::{Acting, ActingLocation, Gateways, NodeId};
 pub use graph::dot;
 pub use leader::{LeaderReason, is_public, is_reached_from_anywhere};
 pub use liveness::Liveness;

@@ -73,6 +73,8 @@ pub(crate) struct LocationPrefix {
     pub prefix: IpNet,
     /// It is the private address of one of its nodes.
     pub private: bool,
+    /// Index of the member whose it is; `None`: the location's as a whole.
+    pub member: Option<u32>,
 }
 
 /// Who leads a location, and what it takes from that node.
@@ -153,11 +155,14 @@ impl Segment {
 }
 
 fn reach(nodes: &[&Arc<Node>], wireguard_ip: Option<IpAddr>) -> Vec<LocationPrefix> {
-    let other = |prefix: IpNet| LocationPrefix { prefix, private: false };
-    let private = |net: IpNet| LocationPrefix { prefix: net.addr().into(), private: true };
-    let pods = nodes.iter().flat_map(|node| &node.pod_cidrs).map(|cidr| other(cidr.trunc()));
-    let addresses = nodes.iter().filter_map(|node| node.internal_ip).map(private);
-    let wireguard_ip = wireguard_ip.map(|ip| other(ip.into()));
+    let of = |prefix: IpNet, private, member| LocationPrefix { prefix, private, member };
+    let nodes = || nodes.iter().zip(0u32..).map(|(node, member)| (node, Some(member)));
+    let pods = nodes().flat_map(|(node, member)| {
+        node.pod_cidrs.iter().map(move |cidr| of(cidr.trunc(), false, member))
+    });
+    let addresses = nodes()
+        .filter_map(|(node, member)| node.internal_ip.map(|net| of(net.addr().into(), true, member)));
+    let wireguard_ip = wireguard_ip.map(|ip| of(ip.into(), false, None));
     let mut reach: Vec<LocationPrefix> = pods.chain(addresses).chain(wireguard_ip).collect();
     sort_by_prefix(&mut reach, |reach| reach.prefix);
     reach

@@ -52,6 +52,10 @@ pub struct Node {
     pub cni_compatibility_ip: Option<IpNet>,
     /// Its labels say that the API server or etcd runs there.
     pub control_plane: bool,
+    /// Its programs know signals, and its agent fails over (`signal`).
+    pub signal: bool,
+    /// It leads its location since this term (`leading`), whoever Kilo's rule chooses.
+    pub leading: Option<u64>,
 }
 
 /// One VPN peer.

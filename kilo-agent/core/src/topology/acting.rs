@@ -1,0 +1,175 @@
+//! Who carries a location's packets, whoever Kilo's rule chooses: by term, for the location and
+//! for each member. What CLAIMs have said, and annotations; the same for whoever plans.
+
+use std::collections::BTreeMap;
+
+use kilo_common::lead::Term;
+
+use super::{Node, Segment, leader};
+use crate::signal_id;
+
+/// First 8 bytes of SHA-256 of a node's public key.
+pub type NodeId = u64;
+
+/// One location, as far as anything was said of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ActingLocation {
+    /// The acting leader: who has what belongs to no single member.
+    pub leader: Option<(Term, NodeId)>,
+    /// Whom members use that said so themselves.
+    pub members: BTreeMap<NodeId, (Term, NodeId)>,
+}
+
+/// Every location by its id ([`signal_id::location`]).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Acting {
+    /// By id.
+    pub locations: BTreeMap<u64, ActingLocation>,
+}
+
+/// The gateways of one location in Kilo's order, and which of them carries what.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Gateways {
+    /// Indexes of members, Kilo's leader first.
+    pub order: Vec<usize>,
+    /// Ids of those, in the same order.
+    pub ids: Vec<NodeId>,
+    /// Index in `order` of who acts for the location.
+    pub acting: usize,
+    /// The term in which it does; [`Term::NONE`]: it is Kilo's choice.
+    pub term: Term,
+}
+
+impl Segment {
+    /// The leader, and the next `stand_bys` capable nodes in Kilo's order.
+    pub fn gateways(&self, stand_bys: usize) -> Vec<usize> {
+        let mut ranked: Vec<_> = self
+            .members
+            .iter()
+            .enumerate()
+            .filter(|(index, member)| *index != self.leader && member.node.is_capable())
+            .map(|(index, member)| (leader::rank(&member.node), index))
+            .collect();
+        ranked.sort_unstable();
+        std::iter::once(self.leader).chain(ranked.into_iter().take(stand_bys).map(|(_, index)| index)).collect()
+    }
+
+    /// Whether its leader follows what gateways of other locations claim.
+    pub fn is_capable(&self) -> bool {
+        self.leading().is_some_and(|leader| leader.node.is_capable())
+    }
+}
+
+impl Node {
+    /// Whether its programs know signals, and its agent wants them.
+    pub const fn is_capable(&self) -> bool {
+        self.signal && self.key.is_some()
+    }
+}
+
+impl Acting {
+    /// The gateways of a location. Who acts must be one of them: one that is not, because it
+    /// was given up, acts for nobody.
+    pub fn gateways(&self, segment: &Segment, stand_bys: usize) -> Gateways {
+        let order = if segment.is_capable() { segment.gateways(stand_bys) } else { vec![segment.leader] };
+        let id = |index: &usize| segment.members[*index].node.key.map_or(0, |key| signal_id::node(&key));
+        let ids: Vec<NodeId> = order.iter().map(id).collect();
+        let heard = self.of(segment).and_then(|location| location.leader);
+        let written = order.iter().zip(&ids).filter_map(|(index, id)| {
+            let term = segment.members[*index].node.leading?;
+            Some((Term::from_bits(term), *id))
+        });
+        let said = heard.into_iter().chain(written).filter(|(_, id)| ids.contains(id));
+        let latest = said.max_by_key(|(term, _)| *term).filter(|(term, _)| *term > Term::NONE);
+        let acting = latest.and_then(|(_, id)| ids.iter().position(|gateway| *gateway == id)).unwrap_or(0);
+        Gateways { order, ids, acting, term: latest.map_or(Term::NONE, |(term, _)| term) }
+    }
+
+    /// What was said of a location.
+    pub fn of(&self, segment: &Segment) -> Option<&ActingLocation> {
+        if self.locations.is_empty() {
+            return None;
+        }
+        self.locations.get(&signal_id::location(&segment.location))
+    }
+}
+
+impl Gateways {
+    /// Index in `order` of the gateway a member uses, as far as it has said so itself.
+    pub fn of_member(&self, location: Option<&ActingLocation>, member: NodeId) -> usize {
+        let said = location.and_then(|location| location.members.get(&member));
+        let said = said.filter(|(term, _)| *term > Term::NONE);
+        said.and_then(|(_, id)| self.ids.iter().position(|gateway| gateway == id)).unwrap_or(self.acting)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::{settings::Granularity, topology::Mesh, wireguard::key::PublicKey};
+
+    fn node(name: &str, endpoint: &str, signal: bool) -> Node {
+        Node {
+            name: name.to_owned(),
+            location: "x".to_owned(),
+            endpoint: endpoint.parse().ok(),
+            key: Some(PublicKey([name.as_bytes()[0]; 32])),
+            internal_ip: "10.0.0.1/24".parse().ok(),
+            signal,
+            ..Node::default()
+        }
+    }
+
+    fn segment(nodes: &[Node]) -> Segment {
+        let mesh = Mesh::new(nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());
+        Segment::clone(&mesh.segments[0])
+    }
+
+    fn id(name: char) -> NodeId {
+        signal_id::node(&PublicKey([name as u8; 32]))
+    }
+
+    #[test]
+    fn gateways_are_the_leader_and_the_next_capable_nodes_in_kilos_order() {
+        let (private, public) = ("10.0.0.1:1", "192.0.2.1:1");
+        let nodes = [
+            node("a", private, true),
+            node("b", private, false),
+            node("c", public, true),
+            node("d", public, true),
+        ];
+        let segment = segment(&nodes);
+        assert_eq!(segment.gateways(2), [2, 3, 0]);
+        assert_eq!(segment.gateways(0), [2]);
+        assert_eq!(segment.gateways(4), [2, 3, 0], "b is not capable");
+        // One capable node alone takes part as well: others' gateways have to be followed.
+        assert!(self::segment(&[node("a", private, true)]).is_capable());
+        let old = self::segment(&[node("a", private, false), node("b", private, true)]);
+        assert_eq!(Acting::default().gateways(&old, 2).order, [0], "its leader knows no signals");
+    }
+
+    #[test]
+    fn the_latest_of_what_was_heard_and_written_counts_if_it_is_a_gateway() {
+        let mut nodes = [node("a", "10.0.0.1:1", true), node("b", "10.0.0.2:1", true)];
+        let first = Term::NONE.next(id('b'));
+        let mut acting = Acting::default();
+        assert_eq!(acting.gateways(&segment(&nodes), 2).acting, 0);
+        nodes[1].leading = Some(first.bits());
+        let gateways = acting.gateways(&segment(&nodes), 2);
+        assert_eq!((gateways.acting, gateways.term), (1, first), "it is written");
+        let location = ActingLocation {
+            leader: Some((first.next(id('a')), id('a'))),
+            members: BTreeMap::from([(id('b'), (first, id('b')))]),
+        };
+        acting.locations.insert(signal_id::location("location:x"), location);
+        let gateways = acting.gateways(&segment(&nodes), 2);
+        assert_eq!(gateways.acting, 0, "a later one was heard");
+        let of = acting.of(&segment(&nodes));
+        assert_eq!((gateways.of_member(of, id('a')), gateways.of_member(of, id('b'))), (0, 1));
+        // Who acted is no gateway any more.
+        assert_eq!(acting.gateways(&segment(&nodes[1..]), 2).acting, 0);
+    }
+}
