@@ -78,6 +78,23 @@ pub struct Agent {
     due: Micros,
 }
 
+impl Gateway {
+    fn new(params: &Params, fars: &[Far], now: Micros, random: &mut dyn FnMut() -> u64) -> Self {
+        Self {
+            tunnels: Tunnels::new(params, fars, now),
+            detector: Detector::new(now),
+            sentinel: Sentinel::default(),
+            roll: Roll::default(),
+            others: Others::default(),
+            lead: None,
+            returns: Returns::default(),
+            next_roll: now + random() % (params.roll / 10),
+            next_hello: now + random() % params.hello,
+            wished: 0,
+        }
+    }
+}
+
 impl Agent {
     /// Starts one: a gateway when `place` says so. `random`: 64 random bits.
     pub fn new(params: Params, place: Place, start: Start, random: &mut dyn FnMut() -> u64) -> Self {
@@ -97,25 +114,68 @@ impl Agent {
             place,
         };
         if agent.place.gateways.contains(&agent.place.me) {
-            let params = &agent.params;
-            agent.gateway = Some(Gateway {
-                tunnels: Tunnels::new(params, &agent.place.fars, now),
-                detector: Detector::new(now),
-                sentinel: Sentinel::default(),
-                roll: Roll::default(),
-                others: Others::default(),
-                lead: None,
-                returns: Returns::default(),
-                next_roll: now + random() % (params.roll / 10),
-                next_hello: now + random() % params.hello,
-                wished: 0,
-            });
+            agent.gateway = Some(Gateway::new(&agent.params, &agent.place.fars, now, random));
             agent.goes_on_leading(led, now);
         }
         if is_boot {
             agent.wishes(now);
         }
         agent
+    }
+
+    /// The location is another now: nodes, gateways or far leaders came or went. What is known
+    /// of those that stay goes on.
+    pub fn place_is(&mut self, place: Place, now: Micros, random: &mut dyn FnMut() -> u64) -> Vec<Output> {
+        let mut out = Vec::new();
+        if place == self.place {
+            return out;
+        }
+        let leads_no_more = match (&mut self.gateway, place.gateways.contains(&place.me)) {
+            (Some(gateway), true) => {
+                gateway.tunnels.fars_are(&self.params, &place.fars, now);
+                gateway.roll.nodes_are(&place.nodes);
+                gateway.lead.as_mut().is_some_and(|lead| lead.place_is(&place.nodes, &place.fars, now))
+            }
+            (Some(gateway), false) => {
+                let led = gateway.lead.is_some();
+                self.gateway = None;
+                led
+            }
+            (None, true) => {
+                self.gateway = Some(Gateway::new(&self.params, &place.fars, now, random));
+                false
+            }
+            (None, false) => false,
+        };
+        self.place = place;
+        if leads_no_more {
+            let (later, random) = (&mut Vec::new(), random);
+            if self.gateway.is_some() {
+                self.led_changed(&mut Turn { now, random, out: &mut out, later });
+            } else {
+                out.push(Output::Led(Vec::new()));
+            }
+        }
+        self.due = Micros::MAX;
+        out
+    }
+
+    /// It leads the location, as was written before a restart: what belongs to no member, too.
+    pub fn leads_location(&mut self) {
+        if let Some(lead) = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()) {
+            lead.claims(Shared::Move);
+        }
+    }
+
+    /// What this gateway knows of the others: when each would be fit to lead, `None`: not known.
+    pub fn is_heard_fit(&self, gateway: NodeId, now: Micros) -> Option<bool> {
+        let others = &self.gateway.as_ref()?.others;
+        Some(others.is_fit(gateway, now, 700 * MS))
+    }
+
+    /// The usual round trip of the own tunnels, at most.
+    pub fn round_trip(&self) -> Option<Micros> {
+        Some(self.gateway.as_ref()?.tunnels.longest())
     }
 
     /// After a restart it goes on with what its kernel has.

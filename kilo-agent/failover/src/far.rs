@@ -59,6 +59,32 @@ impl Acting {
         Self { owners, shared: (Term::NONE, shared), check: None }
     }
 
+    /// The location has these members now. Those that are new use `leader`, as nobody has claimed them.
+    pub fn members_are(&mut self, members: &[NodeId], leader: NodeId) {
+        self.owners.retain(|member, _| members.contains(member));
+        for member in members {
+            self.owners.entry(*member).or_insert((Term::NONE, leader));
+        }
+    }
+
+    /// A gateway led the location in this term, as was written before: it has what nobody else
+    /// has claimed in any.
+    pub fn was_written(&mut self, term: Term, gateway: NodeId) {
+        if term > self.shared.0 {
+            self.shared = (term, gateway);
+        }
+    }
+
+    /// All members with their owners.
+    pub fn owners(&self) -> impl Iterator<Item = (NodeId, (Term, NodeId))> + '_ {
+        self.owners.iter().map(|(member, owner)| (*member, *owner))
+    }
+
+    /// Whose the shared ones are, and since which term.
+    pub fn shared_since(&self) -> (Term, NodeId) {
+        self.shared
+    }
+
     /// Whose a member's prefixes are.
     pub fn owner(&self, member: NodeId) -> Option<(Term, NodeId)> {
         self.owners.get(&member).copied()

@@ -103,6 +103,30 @@ impl Lead {
         self.next = now;
     }
 
+    /// Whether it leads the location, and not only some members: nobody else has what belongs to none.
+    pub fn shared(&self) -> Shared {
+        self.shared
+    }
+
+    /// Whether a member's kernel has said that it follows.
+    pub fn is_followed_by(&self, member: NodeId) -> bool {
+        self.members.get(&member) == Some(&true)
+    }
+
+    /// There are other nodes and far leaders now; `true`: those led have changed.
+    pub fn place_is(&mut self, nodes: &[NodeId], fars: &[Far], now: Micros) -> bool {
+        self.moved.retain(|far, _| fars.contains(far));
+        for far in fars {
+            if !self.moved.contains_key(far) {
+                self.moved.insert(*far, BTreeSet::new());
+                self.next = now;
+            }
+        }
+        let before = self.members.len();
+        self.members.retain(|member, _| nodes.contains(member));
+        before != self.members.len()
+    }
+
     /// Who is led.
     pub fn members(&self) -> impl Iterator<Item = NodeId> + '_ {
         self.members.keys().copied()

@@ -29,6 +29,12 @@ impl Roll {
     /// How long an answer counts.
     const FRESH: Micros = 3 * SEC;
 
+    /// There are other nodes now.
+    pub fn nodes_are(&mut self, nodes: &[NodeId]) {
+        self.members.retain(|member, _| nodes.contains(member));
+        self.asked.retain(|member, _| nodes.contains(member));
+    }
+
     /// A member is asked, with this nonce.
     pub fn asks(&mut self, member: NodeId, nonce: u64) {
         let nonces = self.asked.entry(member).or_default();

@@ -34,6 +34,17 @@ impl Tunnels {
         Self { probed, up_since: now, good_since: None, next: now }
     }
 
+    /// There are other far leaders now; what is known of those that stay goes on.
+    pub fn fars_are(&mut self, params: &Params, fars: &[Far], now: Micros) {
+        let new = Self::new(params, fars, now);
+        let mut known = std::mem::take(&mut self.probed);
+        let keep = |tunnel: Tunnel| {
+            let at = known.iter().position(|known| known.far == tunnel.far);
+            at.map_or(tunnel, |at| known.swap_remove(at))
+        };
+        self.probed = new.probed.into_iter().map(keep).collect();
+    }
+
     /// When it has to be woken.
     pub fn wake(&self) -> Micros {
         self.probed.iter().map(|tunnel| tunnel.row.deadline()).fold(self.next, Micros::min)

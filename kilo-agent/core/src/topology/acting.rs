@@ -1,7 +1,7 @@
 //! Who carries a location's packets, whoever Kilo's rule chooses: by term, for the location and
 //! for each member. What CLAIMs have said, and annotations; the same for whoever plans.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kilo_common::lead::Term;
 
@@ -25,6 +25,8 @@ pub struct ActingLocation {
 pub struct Acting {
     /// By id.
     pub locations: BTreeMap<u64, ActingLocation>,
+    /// Members of the own location that this node leads.
+    pub led: BTreeSet<NodeId>,
 }
 
 /// The gateways of one location in Kilo's order, and which of them carries what.
@@ -71,16 +73,30 @@ impl Acting {
     /// The gateways of a location. Who acts must be one of them: one that is not, because it
     /// was given up, acts for nobody.
     pub fn gateways(&self, segment: &Segment, stand_bys: usize) -> Gateways {
-        let order = if segment.is_capable() { segment.gateways(stand_bys) } else { vec![segment.leader] };
-        let id = |index: &usize| segment.members[*index].node.key.map_or(0, |key| signal_id::node(&key));
-        let ids: Vec<NodeId> = order.iter().map(id).collect();
+        let is_capable = segment.is_capable();
+        let mut order = if is_capable { segment.gateways(stand_bys) } else { vec![segment.leader] };
+        let id = |index: usize| segment.members[index].node.key.map_or(0, |key| signal_id::node(&key));
+        let mut ids: Vec<NodeId> = order.iter().map(|index| id(*index)).collect();
         let heard = self.of(segment).and_then(|location| location.leader);
-        let written = order.iter().zip(&ids).filter_map(|(index, id)| {
-            let term = segment.members[*index].node.leading?;
-            Some((Term::from_bits(term), *id))
+        let written = segment.members.iter().enumerate().filter_map(|(index, member)| {
+            let term = Term::from_bits(member.node.leading?);
+            Some((term, id(index)))
         });
-        let said = heard.into_iter().chain(written).filter(|(_, id)| ids.contains(id));
-        let latest = said.max_by_key(|(term, _)| *term).filter(|(term, _)| *term > Term::NONE);
+        // Who acts goes on although others would come first by now.
+        let place = |(_, gateway): &(Term, NodeId)| {
+            let capable = |index: &usize| is_capable && segment.members[*index].node.is_capable();
+            let at = ids.iter().position(|id| id == gateway).map(|at| order[at]);
+            at.or_else(|| (0..segment.members.len()).filter(capable).find(|index| id(*index) == *gateway))
+        };
+        let said = heard.into_iter().chain(written).filter(|said| said.0 > Term::NONE && place(said).is_some());
+        let latest = said.max_by_key(|(term, _)| *term);
+        if let Some(latest) = latest
+            && let Some(index) = place(&latest)
+            && !ids.contains(&latest.1)
+        {
+            order.push(index);
+            ids.push(latest.1);
+        }
         let acting = latest.and_then(|(_, id)| ids.iter().position(|gateway| *gateway == id)).unwrap_or(0);
         Gateways { order, ids, acting, term: latest.map_or(Term::NONE, |(term, _)| term) }
     }

@@ -1,0 +1,67 @@
+//! Marks of members that this gateway leads (`NODE_LED`), written between two reconciles: a
+//! member that follows must not be passed on to another gateway.
+
+use std::{collections::BTreeSet, net::IpAddr, path::Path};
+
+use aya::maps::{HashMap, Map, MapData};
+use kilo_common::{
+    map_table::name,
+    maps::{NODE_LED, NodeValue},
+};
+
+use super::{DataplaneError, open_pin, pin_directory};
+
+/// The maps of senders.
+pub struct Led {
+    v4: HashMap<MapData, [u8; 4], NodeValue>,
+    v6: HashMap<MapData, [u8; 16], NodeValue>,
+}
+
+impl Led {
+    /// Of this host's data path.
+    ///
+    /// # Errors
+    /// When there is none, or no right to look.
+    pub fn open(bpffs: &Path) -> Result<Self, DataplaneError> {
+        let directory = pin_directory(bpffs);
+        let map = |name| Ok::<_, DataplaneError>(Map::HashMap(open_pin(&directory, name)?));
+        Ok(Self {
+            v4: HashMap::try_from(map(name::NODE_V4)?)?,
+            v6: HashMap::try_from(map(name::NODE_V6)?)?,
+        })
+    }
+
+    /// Those that are marked.
+    pub fn read(&self) -> BTreeSet<IpAddr> {
+        let is_led = |value: &NodeValue| value.flags & NODE_LED != 0;
+        let v4 = self.v4.iter().flatten().filter(|(_, value)| is_led(value));
+        let v6 = self.v6.iter().flatten().filter(|(_, value)| is_led(value));
+        v4.map(|(address, _)| IpAddr::from(address)).chain(v6.map(|(address, _)| address.into())).collect()
+    }
+
+    /// Sets or clears the mark of one node, if it is known.
+    ///
+    /// # Errors
+    /// When the map cannot be written.
+    pub fn mark(&mut self, address: IpAddr, is_led: bool) -> Result<(), DataplaneError> {
+        let marked = |value: NodeValue| {
+            let flags = if is_led { value.flags | NODE_LED } else { value.flags & !NODE_LED };
+            (flags != value.flags).then_some(NodeValue { flags, ..value })
+        };
+        match address {
+            IpAddr::V4(address) => {
+                let key = address.octets();
+                if let Some(value) = self.v4.get(&key, 0).ok().and_then(marked) {
+                    self.v4.insert(key, value, 0)?;
+                }
+            }
+            IpAddr::V6(address) => {
+                let key = address.octets();
+                if let Some(value) = self.v6.get(&key, 0).ok().and_then(marked) {
+                    self.v6.insert(key, value, 0)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,265 @@
+//! The mesh as failover sees it: the own location, who is where, and what belongs to whom in
+//! other locations. Made by each reconcile, from the mesh and the plan.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, Ipv6Addr},
+};
+
+use ipnet::IpNet;
+use kilo_common::{lead::Term, maps::HOP_REMOTE, siphash};
+use kilo_core::{
+    plan::{HopIds, HostPlan},
+    signal_id,
+    topology::{Member, Mesh, Segment},
+    wireguard::{DeviceState, key::PublicKey},
+};
+use kilo_failover::{Far, NodeId, Place};
+use kilo_host::{net::link_down::Needed, wireguard::Device};
+
+/// Everything the thread needs to know.
+#[derive(Clone, Debug)]
+pub struct Site {
+    /// The own location.
+    pub place: Place,
+    /// Private address of this node.
+    pub private: IpAddr,
+    /// Its address inside tunnels.
+    pub control: Ipv6Addr,
+    /// Other nodes of the location that know signals, and the leader in any case.
+    pub nodes: BTreeMap<NodeId, Neighbour>,
+    /// Other locations whose leaders know signals.
+    pub fars: BTreeMap<Far, FarLocation>,
+    /// Names of all nodes, for people.
+    pub names: BTreeMap<NodeId, String>,
+    /// Kilo's leader.
+    pub leader: NodeId,
+    /// The term this node has written down that it leads since, before it was restarted.
+    pub written: Option<Term>,
+    /// The WireGuard device.
+    pub device: Device,
+    /// Interfaces and addresses without which it cannot lead.
+    pub needed: Vec<Needed>,
+}
+
+/// Another node of the location.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Neighbour {
+    /// Private address.
+    pub address: IpAddr,
+    /// Its hop id in this host's tables.
+    pub hop: u16,
+    /// What signals between it and this node are signed with.
+    pub key: siphash::Key,
+    /// It may lead this node.
+    pub is_gateway: bool,
+}
+
+/// Another location.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FarLocation {
+    /// Address that path probes are sent to.
+    pub wireguard_ip: Option<IpAddr>,
+    /// Gateways in Kilo's order.
+    pub gateways: Vec<FarGateway>,
+    /// Index of the acting leader.
+    pub acting: usize,
+    /// Prefixes of each member.
+    pub members: BTreeMap<NodeId, Vec<IpNet>>,
+    /// Prefixes of no single member.
+    pub shared: Vec<IpNet>,
+    /// Members whose prefixes the device has with another gateway than Kilo's leader.
+    pub held: BTreeMap<NodeId, NodeId>,
+    /// What the acting leader has written down.
+    pub written: Option<(Term, NodeId)>,
+}
+
+/// A gateway of another location.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FarGateway {
+    /// Its id.
+    pub id: NodeId,
+    /// Its key, the name of its peer.
+    pub key: PublicKey,
+    /// Its address inside tunnels.
+    pub control: Ipv6Addr,
+}
+
+/// What a site is made of.
+pub struct Facts<'a> {
+    /// The mesh, with its gateways.
+    pub mesh: &'a Mesh,
+    /// Name of this node.
+    pub node: &'a str,
+    /// Hop ids.
+    pub hops: &'a HopIds,
+    /// What is being applied.
+    pub plan: &'a HostPlan,
+    /// What the device had.
+    pub state: &'a DeviceState,
+    /// The device.
+    pub device: &'a Device,
+    /// The interface of the default route.
+    pub uplink: Option<u32>,
+    /// Keys shared with nodes, by their public keys.
+    pub keys: &'a BTreeMap<PublicKey, siphash::Key>,
+}
+
+fn id(member: &Member) -> Option<NodeId> {
+    Some(signal_id::node(&member.node.key?))
+}
+
+impl Site {
+    /// `None`: the node is not in the mesh, has no private address, or is not capable.
+    pub fn of(facts: &Facts<'_>) -> Option<Self> {
+        let Facts { mesh, node, .. } = *facts;
+        let (index, position) = mesh.find(node)?;
+        let segment = &mesh.segments[index];
+        let own = &segment.members[position];
+        let (key, private) = (own.node.key?, own.private_ip()?);
+        let gateways = mesh.gateways_of(index);
+        let me = signal_id::node(&key);
+        let ids: Vec<NodeId> = gateways.order.iter().filter_map(|at| id(&segment.members[*at])).collect();
+        let mut nodes = BTreeMap::new();
+        let mut all = Vec::new();
+        for (at, member) in segment.members.iter().enumerate() {
+            let Some(member_id) = id(member) else { continue };
+            if at == position {
+                all.push(me);
+                continue;
+            }
+            let is_gateway = ids.contains(&member_id);
+            let hop = facts.hops.get(member.name()).and_then(|hop| u16::try_from(hop).ok());
+            let (Some(address), Some(hop), Some(key)) = (member.private_ip(), hop, member.node.key) else {
+                continue;
+            };
+            let Some(key) = facts.keys.get(&key) else { continue };
+            if member.node.is_capable() || is_gateway {
+                nodes.insert(member_id, Neighbour { address, hop, key: *key, is_gateway });
+            }
+            if member.node.is_capable() {
+                all.push(member_id);
+            }
+        }
+        let fars: BTreeMap<Far, FarLocation> = mesh
+            .segments
+            .iter()
+            .enumerate()
+            .filter(|(at, _)| *at != index && mesh.fails_over(*at))
+            .map(|(at, far)| (signal_id::location(&far.location), far_location(facts, at, far)))
+            .collect();
+        let answers = |far: &&(&Far, &FarLocation)| {
+            far.1.wireguard_ip.is_some_and(|address| address.is_ipv4() == private.is_ipv4())
+        };
+        let probed: Vec<Far> = fars.iter().filter(answers).map(|(far, _)| *far).collect();
+        let named = mesh.segments.iter().flat_map(|segment| &segment.members);
+        let names = named.filter_map(|member| Some((id(member)?, member.name().to_owned()))).collect();
+        let leader = ids.first().copied()?;
+        let endpoint = own.node.endpoint.as_ref().and_then(kilo_core::wireguard::Endpoint::ip);
+        Some(Self {
+            place: Place {
+                me,
+                location: signal_id::location(&segment.location),
+                gateways: ids,
+                nodes: all,
+                fars: probed,
+            },
+            private,
+            control: signal_id::control_address(&key),
+            nodes,
+            fars,
+            names,
+            leader,
+            written: own.node.leading.map(Term::from_bits),
+            device: facts.device.clone(),
+            needed: needed(facts, endpoint),
+        })
+    }
+
+    /// The gateway a word's hop id stands for.
+    pub fn gateway_of(&self, hop: u16) -> Option<NodeId> {
+        if u32::from(hop) == HOP_REMOTE {
+            return Some(self.place.me);
+        }
+        self.nodes.iter().find(|(_, node)| node.hop == hop).map(|(id, _)| *id)
+    }
+
+    /// The hop id of a gateway.
+    pub fn hop_of(&self, gateway: NodeId) -> Option<u16> {
+        if gateway == self.place.me {
+            return u16::try_from(HOP_REMOTE).ok();
+        }
+        self.nodes.get(&gateway).map(|node| node.hop)
+    }
+
+    /// Whose control address this is: the location and the gateway.
+    pub fn far_gateway(&self, control: Ipv6Addr) -> Option<(Far, NodeId)> {
+        self.fars.iter().find_map(|(far, location)| {
+            let gateway = location.gateways.iter().find(|gateway| gateway.control == control)?;
+            Some((*far, gateway.id))
+        })
+    }
+
+    /// A node's name, for people.
+    pub fn name(&self, id: NodeId) -> &str {
+        self.names.get(&id).map_or("an unknown node", String::as_str)
+    }
+
+    /// Whether this node is a gateway.
+    pub fn is_gateway(&self) -> bool {
+        self.place.gateways.contains(&self.place.me)
+    }
+}
+
+fn needed(facts: &Facts<'_>, endpoint: Option<IpAddr>) -> Vec<Needed> {
+    let kilo = Needed { index: facts.device.index(), address: None };
+    let uplink = facts.uplink.map(|index| Needed { index, address: endpoint });
+    [Some(kilo), uplink].into_iter().flatten().collect()
+}
+
+fn far_location(facts: &Facts<'_>, at: usize, segment: &Segment) -> FarLocation {
+    let gateways = facts.mesh.gateways_of(at);
+    let of_gateways: Vec<FarGateway> = gateways
+        .order
+        .iter()
+        .filter_map(|index| segment.members[*index].node.key)
+        .map(|key| FarGateway {
+            id: signal_id::node(&key),
+            key,
+            control: signal_id::control_address(&key),
+        })
+        .collect();
+    // What the plan gives to any of them: a prefix that two locations claim is one's.
+    let peers = of_gateways.iter().filter_map(|gateway| facts.plan.wireguard.peers.get(&gateway.key));
+    let planned: BTreeSet<IpNet> = peers.flat_map(|peer| peer.allowed_ips.iter().copied()).collect();
+    let mut members = BTreeMap::new();
+    let mut held = BTreeMap::new();
+    for member in &segment.members {
+        let Some(id) = id(member) else { continue };
+        let pods = member.node.pod_cidrs.iter().map(IpNet::trunc);
+        let prefixes: Vec<IpNet> = pods
+            .chain(member.private_ip().map(IpNet::from))
+            .filter(|prefix| planned.contains(prefix))
+            .collect();
+        let holds = |gateway: &&FarGateway| {
+            let peer = facts.state.peers.get(&gateway.key);
+            peer.is_some_and(|peer| prefixes.iter().any(|prefix| peer.allowed_ips.contains(prefix)))
+        };
+        if let Some(gateway) = of_gateways.iter().skip(1).find(holds) {
+            held.insert(id, gateway.id);
+        }
+        members.insert(id, prefixes);
+    }
+    let shared = segment.wireguard_ip.map(IpNet::from).into_iter();
+    let shared = shared.chain(segment.allowed_location_ips.iter().map(IpNet::trunc));
+    let acting = of_gateways.get(gateways.acting).map(|gateway| (gateways.term, gateway.id));
+    FarLocation {
+        wireguard_ip: segment.wireguard_ip,
+        acting: gateways.acting,
+        members,
+        shared: shared.filter(|prefix| planned.contains(prefix)).collect(),
+        held,
+        written: acting.filter(|(term, _)| *term > Term::NONE),
+        gateways: of_gateways,
+    }
+}
