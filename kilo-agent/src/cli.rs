@@ -189,6 +189,17 @@ pub fn parse_period(text: &str) -> Result<Duration, InvalidPeriod> {
     }
 }
 
+/// Parses the interval of failover probes.
+///
+/// # Errors
+/// When it is no duration, or outside 20 ms to 1 s.
+#[cfg(feature = "agent")]
+pub fn parse_failover_interval(text: &str) -> Result<kilo_failover::Params, String> {
+    let interval = parse_duration(text).map_err(|error| error.to_string())?;
+    let micros = u64::try_from(interval.as_micros()).unwrap_or(u64::MAX);
+    kilo_failover::Params::new(micros).map_err(|error| error.to_string())
+}
+
 /// Text that cannot be the key of a label.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a valid label; write for example topology.kubernetes.io/region")]

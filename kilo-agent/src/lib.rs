@@ -11,6 +11,8 @@ pub mod backend;
 pub mod cli;
 pub mod flag_table;
 #[cfg(feature = "agent")]
+pub mod failover;
+#[cfg(feature = "agent")]
 pub mod health;
 #[cfg(feature = "agent")]
 pub mod http;

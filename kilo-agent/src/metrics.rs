@@ -21,6 +21,7 @@ use prometheus_client::{
 };
 
 use crate::status::Timestamp;
+use crate::failover::FailoverMetrics;
 use kilo_core::{topology::TunnelEnd, wireguard::key::PublicKey};
 use kilo_host::{
     dataplane::{CounterReader, Counters, DataplaneError},
@@ -177,6 +178,8 @@ pub struct Metrics {
     pub nat_entries: Gauge,
     /// `kilo_nat_collected_total`: entries of flows that had ended, removed by NAT GC.
     pub nat_collected: Counter,
+    /// Of failover.
+    pub failover: FailoverMetrics,
     samples: Arc<Mutex<Samples>>,
 }
 
@@ -201,6 +204,7 @@ impl Default for Metrics {
             reattached: Counter::default(),
             nat_entries: Gauge::default(),
             nat_collected: Counter::default(),
+            failover: FailoverMetrics::register(&mut registry),
             samples: Arc::clone(&samples),
             registry: Arc::default(),
         };

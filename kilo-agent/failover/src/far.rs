@@ -59,11 +59,11 @@ impl Acting {
         Self { owners, shared: (Term::NONE, shared), check: None }
     }
 
-    /// The location has these members now. Those that are new use `leader`, as nobody has claimed them.
-    pub fn members_are(&mut self, members: &[NodeId], leader: NodeId) {
+    /// The location has these members now. Of those that are new nobody has claimed anything.
+    pub fn members_are(&mut self, members: &[NodeId]) {
         self.owners.retain(|member, _| members.contains(member));
         for member in members {
-            self.owners.entry(*member).or_insert((Term::NONE, leader));
+            self.owners.entry(*member).or_insert((Term::NONE, 0));
         }
     }
 
@@ -73,6 +73,21 @@ impl Acting {
         if term > self.shared.0 {
             self.shared = (term, gateway);
         }
+    }
+
+    /// The device had this member's prefixes with that gateway before the agent started.
+    pub fn seed(&mut self, member: NodeId, owner: (Term, NodeId)) {
+        self.owners.insert(member, owner);
+    }
+
+    /// Nobody has claimed these so far: they stay with who has had them, until somebody does.
+    pub fn stay(&mut self, owner: (Term, NodeId)) {
+        self.owners.values_mut().filter(|known| known.0 == Term::NONE).for_each(|known| *known = owner);
+    }
+
+    /// Forgets everything of this term and earlier.
+    pub fn forget(&mut self, term: Term) {
+        self.owners.values_mut().filter(|owner| owner.0 <= term).for_each(|owner| *owner = (Term::NONE, 0));
     }
 
     /// All members with their owners.

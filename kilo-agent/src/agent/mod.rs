@@ -34,6 +34,7 @@ use self::{
 use crate::{
     announce,
     backend::{Backend, BackendError, last_good::LastGood},
+    failover::{self, Failover},
     health::Health,
     metrics::Metrics,
     resolve::Resolver,
@@ -110,6 +111,8 @@ pub struct Options {
     pub attach: AttachMode,
     /// Load the programs with their log.
     pub debug: bool,
+    /// Failover; `None` = off.
+    pub failover: Option<failover::Options>,
 }
 
 /// What is started before the nodes are known: see [`begin`].
@@ -182,6 +185,7 @@ pub struct Agent<B> {
     last_good_writer: Option<LastGoodWriter>,
     availability: network::Availability,
     handshake_nudge: HandshakeNudge,
+    failover: Option<Failover>,
     /// No other agent may change the pinned programs and maps meanwhile.
     _pins: Lock,
 }
@@ -227,6 +231,9 @@ impl<B: Backend> Agent<B> {
         }
         let last_good = options.last_good.as_deref().map(|path| LastGood::new(path, &options.hostname));
         let last_good_writer = last_good.map(LastGoodWriter::new);
+        let failover = options.failover.clone();
+        let failover = failover.map(|options| Failover::new(options, Arc::clone(&host_changed)));
+        let failover = failover.transpose().map_err(|source| DataplaneError::Run { source })?;
         Ok(Self {
             net,
             dataplane,
@@ -258,6 +265,7 @@ impl<B: Backend> Agent<B> {
             last_good_writer,
             availability: network::Availability::new(None),
             handshake_nudge: HandshakeNudge::default(),
+            failover,
             _pins: pins,
         })
     }
@@ -406,7 +414,11 @@ impl<B: Backend> Agent<B> {
         let settings = &self.options.settings;
         let before = Arc::clone(&self.view.borrow().mesh);
         let mesh = before.next(members, &snapshot.peers, settings.granularity, settings.subnet);
-        let mesh = Arc::new(mesh.with_lost(not_among(nodes, &ready).chain(self.liveness.former(now))));
+        let mesh = mesh.with_lost(not_among(nodes, &ready).chain(self.liveness.former(now)));
+        let mesh = Arc::new(match &self.failover {
+            Some(failover) => failover.mesh(mesh),
+            None => mesh,
+        });
         drop(before);
         // An API server that is away must not keep this host from being put right.
         let unpublished = match self.publish(&own, seen, &mesh, &host.state, now, unix_now).await {
@@ -433,12 +445,14 @@ impl<B: Backend> Agent<B> {
             ));
         }
         let plan = self.plan(&mesh, &own, host).await;
-        let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
+        let mut plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
+        let site = self.site(&mesh, &mut plan, host);
         if self.log_limiter.conflicts(&plan.conflicts, &self.metrics) {
             self.report_conflicts(&plan.conflicts);
         }
         let decision = self.nat_decision(&plan.tables);
         let applied = self.apply(plan, host).await;
+        self.tell_failover(site);
         let programs = self.dataplane.attached();
         self.view.send_if_modified(|view| {
             let differs = view.programs != programs;
@@ -528,6 +542,34 @@ impl<B: Backend> Agent<B> {
         }
         host.net = Some(plan);
         Ok(writes)
+    }
+
+    /// What the failover thread is to know, and the keys of signals for the tables; `None` when it
+    /// is off, or this node takes no part.
+    fn site(&mut self, mesh: &Mesh, plan: &mut HostPlan, host: &HostState) -> Option<failover::Site> {
+        let failover = self.failover.as_mut()?;
+        let node = &self.options.hostname;
+        let held = self.dataplane.held_keys();
+        plan.tables.signal_key = failover.signal_keys(mesh, node, &self.key, &self.hops, &held);
+        failover::Site::of(&failover::Facts {
+            mesh,
+            node,
+            hops: &self.hops,
+            plan,
+            state: &host.state,
+            device: &host.interface.device,
+            uplink: host.ways_out.default,
+            keys: failover.keys(),
+        })
+    }
+
+    fn tell_failover(&mut self, site: Option<failover::Site>) {
+        let (Some(failover), Some(site)) = (&mut self.failover, site) else { return };
+        let (bpffs, metrics) = (&self.options.bpffs, &self.metrics.failover);
+        if let Err(error) = failover.tell(site, &self.dataplane, bpffs, metrics) {
+            self.metrics.error(error.label());
+            tracing::error!(%error, "failed to start failover; the leader is replaced when it is declared dead");
+        }
     }
 
     /// Makes new peers shake hands that have not by themselves.

@@ -19,6 +19,7 @@ use crate::{
 use kilo_core::{
     objects::{Published, Snapshot, events::EventReason},
     plan,
+    settings::Granularity,
     topology::{Known, Mesh, Node, PeerStandings, changes::speaker, peer_standings},
     wireguard::DeviceState,
 };
@@ -92,6 +93,11 @@ impl<B: Backend> Agent<B> {
         own.key = Some(self.key.public());
         own.granularity = Some(self.options.settings.granularity);
         own.discovered_endpoints = state.seen_endpoints();
+        let fails_over = self.failover.as_ref().filter(|_| {
+            self.options.settings.granularity == Granularity::Location && !own.no_internal_ip
+        });
+        own.signal = fails_over.is_some();
+        own.leading = fails_over.and_then(|failover| failover.leading(seen.leading));
         let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
         let addresses: Vec<_> = cilium.iter().flat_map(|link| &link.addresses).map(|a| a.net).collect();
         own.cni_compatibility_ip = plan::published_overlay(self.options.compatibility, &addresses);
@@ -118,11 +124,13 @@ impl<B: Backend> Agent<B> {
     ) -> Result<(), AgentError> {
         let due = now >= self.next_check_in;
         // Only endpoints of peers that roam are of use to others.
-        let roaming: BTreeSet<_> = mesh
-            .segments
-            .iter()
-            .filter(|segment| segment.persistent_keepalive > 0)
-            .map(|segment| segment.key)
+        let gateways = mesh.segments.iter().enumerate().flat_map(|(at, segment)| {
+            let order = mesh.gateways_of(at).into_owned().order;
+            order.into_iter().filter_map(|gateway| segment.members.get(gateway))
+        });
+        let roaming: BTreeSet<_> = gateways
+            .filter(|gateway| gateway.node.persistent_keepalive > 0)
+            .filter_map(|gateway| gateway.node.key)
             .chain(mesh.peers.iter().filter(|peer| peer.persistent_keepalive > 0).map(|peer| peer.public_key))
             .collect();
         let published = Published {
@@ -139,6 +147,8 @@ impl<B: Backend> Agent<B> {
                 .collect(),
             granularity: Some(self.options.settings.granularity),
             cni_compatibility_ip: own.cni_compatibility_ip,
+            signal: own.signal,
+            leading: own.leading,
         };
         if self.unanswered > 0 && !due {
             return Err(BackendError::Unreachable(self.last_refusal.clone()).into());

@@ -16,9 +16,10 @@ use kilo_agent::{
     agent::{self, Agent},
     backend::{Backend, file::FileBackend, kubernetes, last_good},
     cli::{
-        BackendKind, LogLevel, PrefixList, parse_bool, parse_cidr, parse_label, parse_listen,
+        BackendKind, LogLevel, PrefixList, parse_bool, parse_cidr, parse_failover_interval, parse_label, parse_listen,
         parse_node_name, parse_period, parse_port, parse_secret,
     },
+    failover,
     health::Health,
     http,
     leaving::Leaving,
@@ -28,10 +29,11 @@ use kilo_agent::{
 use kilo_core::{
     objects::Snapshot,
     settings::{
-        AttachMode, Compatibility, Encapsulate, EndpointFrom, Granularity, Masquerade, Settings, TunnelMode,
+        AttachMode, Compatibility, Encapsulate, EndpointFrom, Failover, Granularity, Masquerade, Settings, TunnelMode,
         WireguardMode,
     },
 };
+use kilo_failover::Params;
 use kilo_host::{
     cni::boot::BootConfiguration,
     dataplane::{self, BPFFS},
@@ -158,6 +160,13 @@ struct Flags {
     /// ExternalIP, else a private address), interface or external-ip. The annotation force-endpoint overrides it.
     #[arg(long, default_value = "auto")]
     endpoint_from: EndpointFrom,
+    /// Whether stand-bys take over from a leader that fails: auto (in locations of two nodes or more that can) or
+    /// off. The same on every node.
+    #[arg(long, default_value = "off")]
+    failover: Failover,
+    /// Interval between a stand-by's probes of its leader, 20ms to 1s; all times of failover follow it.
+    #[arg(long, value_name = "DURATION", default_value = "40ms", value_parser = parse_failover_interval)]
+    failover_interval: Params,
     /// Name of this node; defaults to the host name.
     #[arg(long, default_value = "", hide_default_value = true, value_parser = parse_node_name, global = true)]
     hostname: String,
@@ -213,6 +222,9 @@ struct Flags {
     /// CIDR from which WireGuard addresses are allocated.
     #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr)]
     subnet: IpNet,
+    /// Nodes of a location that can take over from its leader, 0 to 4. The same on every node.
+    #[arg(long, default_value = "2", value_parser = clap::value_parser!(u8).range(0..=4))]
+    stand_bys: u8,
     /// Node label that names the location.
     #[arg(long, default_value = "topology.kubernetes.io/region", value_parser = parse_label, global = true)]
     topology_label: String,
@@ -355,6 +367,10 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         last_good: (flags.backend == BackendKind::Kubernetes).then(last_good_path),
         forward_rules: flags.iptables_forward_rules,
         debug: matches!(flags.log_level, LogLevel::All | LogLevel::Debug),
+        failover: (flags.failover == Failover::Auto).then(|| failover::Options {
+            stand_bys: usize::from(flags.stand_bys),
+            params: flags.failover_interval.clone(),
+        }),
     })
 }
 

@@ -148,7 +148,7 @@ impl Site {
             .filter(|(at, _)| *at != index && mesh.fails_over(*at))
             .map(|(at, far)| (signal_id::location(&far.location), far_location(facts, at, far)))
             .collect();
-        let answers = |far: &&(&Far, &FarLocation)| {
+        let answers = |far: &(&Far, &FarLocation)| {
             far.1.wireguard_ip.is_some_and(|address| address.is_ipv4() == private.is_ipv4())
         };
         let probed: Vec<Far> = fars.iter().filter(answers).map(|(far, _)| *far).collect();

@@ -33,6 +33,7 @@ use self::remote::Remote;
 use crate::{
     observed::HostLinks,
     settings::{Encapsulate, Settings, Tunnel},
+    signal_id,
     topology::{Member, Mesh, Segment, is_reached_from_anywhere},
     wireguard::key::PublicKey,
 };
@@ -73,7 +74,7 @@ impl Inputs<'_> {
 }
 
 /// This node's place in the mesh.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Own<'a> {
     segment: &'a Segment,
     index: usize,
@@ -86,8 +87,8 @@ struct Own<'a> {
     acts: bool,
     /// Who does.
     acting: Option<&'a Member>,
-    /// There are stand-bys, so that packets follow the kernel's word.
-    has_stand_bys: bool,
+    /// All gateways, as places among the members, Kilo's leader first.
+    gateways: Vec<usize>,
 }
 
 impl<'a> Own<'a> {
@@ -104,7 +105,7 @@ impl<'a> Own<'a> {
             is_gateway: gateways.order.contains(&position),
             acts: acting == Some(position),
             acting: acting.and_then(|acting| segment.members.get(acting)),
-            has_stand_bys: gateways.order.len() > 1,
+            gateways: gateways.into_owned().order,
         })
     }
 
@@ -159,7 +160,8 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
     let flag = |set: bool, bit: u32| if set { bit } else { 0 };
     tables.config = Config {
         kilo_ifindex: inputs.links.kilo,
-        flags: flag(own.leads, CONFIG_LEADER | CONFIG_GATEWAY)
+        flags: flag(own.leads, CONFIG_LEADER)
+            | flag(own.is_gateway, CONFIG_GATEWAY)
             | flag(inputs.masquerade, CONFIG_MASQUERADE)
             | flag(plain, CONFIG_PLAIN)
             | masquerade::flags(inputs.links, private, &remote),
@@ -179,7 +181,11 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
             Some(IpAddr::V6(ip)) => ip.octets(),
             _ => [0; 16],
         },
-        control: [0; 16],
+        control: if own.is_gateway && inputs.mesh.fails_over(own.index) {
+            own.member.node.key.map_or([0; 16], |key| signal_id::control_address(&key).octets())
+        } else {
+            [0; 16]
+        },
         wireguard_v6: match own.segment.wireguard_ip {
             Some(IpAddr::V6(ip)) => ip.octets(),
             _ => [0; 16],

@@ -10,7 +10,7 @@ use kilo_common::{
     encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6},
     lead::{self, Term},
     maps::{
-        HOP_LOCAL, HOP_NONE, HOP_REMOTE, NODE_GATEWAY, NodeValue, PREFIX_HOST_STEERED, PREFIX_INSIDE,
+        HOP_ACTING, HOP_LOCAL, HOP_NONE, HOP_REMOTE, NODE_GATEWAY, NODE_LED, NodeValue, PREFIX_HOST_STEERED, PREFIX_INSIDE,
         PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
     },
 };
@@ -111,7 +111,10 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: 
             Some((prefix, value)) if *prefix == claim.prefix => value.flags = join(value.flags, flags),
             _ => {
                 let flags = PREFIX_ROUTE | PREFIX_SOURCE | flags;
-                prefixes.push((claim.prefix, PrefixValue { hop: HOP_REMOTE, flags }));
+                // Who does not follow claims is reached through Kilo's leader.
+                let follows = own.gateways.len() > 1 && inputs.mesh.fails_over(claim.owner);
+                let hop = if follows { HOP_ACTING } else { HOP_REMOTE };
+                prefixes.push((claim.prefix, PrefixValue { hop, flags }));
             }
         }
     }
@@ -201,6 +204,9 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tab
     let mut in_overlay = Vec::new();
     let mut to_leader = HOP_NONE;
     let leader = own.segment.leading().map(Member::name);
+    let is_gateway = |member: &Member| {
+        own.gateways.iter().any(|at| own.segment.members[*at].name() == member.name())
+    };
     for member in own.others() {
         let (Some(id), Some(remote)) = (ids.get(member), member.private_ip()) else { continue };
         // Two nodes with one private address: what is sent there would come back here.
@@ -211,7 +217,7 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tab
         let overlay = inputs.links.overlay.get(member.name()).copied().map(IpAddr::from);
         // Only IPIP needs it, and not before the overlay is the way there: at boot
         // the CNI may come later.
-        let ipip = (leads || own.leads) && inputs.settings.tunnel == Tunnel::Ipip;
+        let ipip = (is_gateway(member) || own.is_gateway) && inputs.settings.tunnel == Tunnel::Ipip;
         let by_overlay = |address: &IpAddr| ipip && inputs.links.towards.contains_key(address);
         let sent_to = overlay.filter(by_overlay).filter(|_| remote.is_ipv4()).unwrap_or(remote);
         let Some(hop) = node_hop(inputs, own, member, sent_to) else { continue };
@@ -220,7 +226,8 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tab
         if leads {
             to_leader = id;
         }
-        let flags = if leads { NODE_GATEWAY } else { 0 };
+        let led = member.node.key.is_some_and(|key| inputs.mesh.acting.leads(&key));
+        let flags = if is_gateway(member) { NODE_GATEWAY } else { 0 } | if led { NODE_LED } else { 0 };
         let mut sender = sender(&tables.prefix, id, flags, &member.node.pod_cidrs);
         sender.interfaces = interfaces(inputs.links, remote);
         let claim = |known: &mut NodeValue| {
@@ -238,11 +245,13 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tab
         sender.interfaces = interfaces(inputs.links, source);
         tables.node.entry(source).or_insert(sender);
     }
-    if own.leads {
+    if own.is_gateway {
         tables.hop.insert(HOP_REMOTE, Hop::Wireguard);
+    }
+    if own.leads {
         to_leader = HOP_REMOTE;
     }
-    // Both until leadership moves without Kilo's rule.
+    // Both until leadership moves without Kilo's rule: then the second is the kernel's own.
     tables.lead = [lead::word(Term::NONE, u16::try_from(to_leader).unwrap_or(0)); 2];
 }
 

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use kilo_common::lead::Term;
 
 use super::{Node, Segment, leader};
-use crate::signal_id;
+use crate::{signal_id, wireguard::key::PublicKey};
 
 /// First 8 bytes of SHA-256 of a node's public key.
 pub type NodeId = u64;
@@ -101,6 +101,11 @@ impl Acting {
         Gateways { order, ids, acting, term: latest.map_or(Term::NONE, |(term, _)| term) }
     }
 
+    /// Whether this node leads that one, whoever its own packets go to.
+    pub fn leads(&self, member: &PublicKey) -> bool {
+        !self.led.is_empty() && self.led.contains(&signal_id::node(member))
+    }
+
     /// What was said of a location.
     pub fn of(&self, segment: &Segment) -> Option<&ActingLocation> {
         if self.locations.is_empty() {
@@ -125,7 +130,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::{settings::Granularity, topology::Mesh, wireguard::key::PublicKey};
+    use crate::{settings::Granularity, topology::Mesh};
 
     fn node(name: &str, endpoint: &str, signal: bool) -> Node {
         Node {

@@ -68,6 +68,10 @@ impl Content {
         ]
     }
 
+    pub(super) fn held_keys(&self) -> BTreeMap<IpAddr, SignalKey> {
+        self.signal_key.iter().map(|(addr, key)| (IpAddr::V6(*addr).to_canonical(), *key)).collect()
+    }
+
     pub(super) fn held_senders(&self) -> BTreeMap<IpAddr, NodeValue> {
         let v4 = self.node_v4.iter().map(|(addr, node)| (IpAddr::V4(*addr), *node));
         v4.chain(self.node_v6.iter().map(|(addr, node)| (IpAddr::V6(*addr), *node))).collect()

@@ -5,6 +5,7 @@ mod attach;
 pub mod decode;
 mod error;
 pub mod lead;
+pub mod led;
 mod load;
 mod maps;
 pub mod monitor;
@@ -27,7 +28,7 @@ use aya::{
 };
 use kilo_common::{
     counters::{Action, DropReason},
-    maps::NodeValue,
+    maps::{NodeValue, SignalKey},
 };
 
 pub use attach::{Applied, Interfaces, detach_filters, interface_name, is_ours};
@@ -132,6 +133,11 @@ impl Dataplane {
     /// Nodes that may send us steered packets, as the maps hold them.
     pub fn held_senders(&self) -> BTreeMap<IpAddr, NodeValue> {
         self.present.held_senders()
+    }
+
+    /// What signals are checked with, as the maps hold it.
+    pub fn held_keys(&self) -> BTreeMap<IpAddr, SignalKey> {
+        self.present.held_keys()
     }
 
     /// Places taken in each map the agent fills, by name: what it has written,

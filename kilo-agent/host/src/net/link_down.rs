@@ -23,6 +23,16 @@ pub struct Needed {
     pub address: Option<IpAddr>,
 }
 
+impl Needed {
+    /// Whether the interface is up, as far as can be told without asking netlink.
+    pub fn is_up(&self) -> bool {
+        let Ok(name) = nix::net::if_::if_indextoname(self.index) else { return false };
+        let read = |file: &str| std::fs::read_to_string(format!("/sys/class/net/{}/{file}", name.to_string_lossy()));
+        // The carrier of a device that is down cannot be read.
+        read("carrier").is_ok_and(|carrier| carrier.trim() == "1")
+    }
+}
+
 /// A subscription to links, addresses and routes.
 #[derive(Debug)]
 pub struct LinkEvents(OwnedFd);
@@ -116,8 +126,8 @@ fn says_down(kind: u16, message: &[u8], needed: &[Needed]) -> Option<bool> {
             let is_it = |bytes: &[u8]| address_of(bytes) == Some(address);
             attributes(message, 8).any(|(kind, value)| [1, 2].contains(&kind) && is_it(value))
         }
-        // struct rtmsg: length of the destination at 1, attributes from 12 on (4: interface).
-        libc::RTM_DELROUTE if message.get(1) == Some(&0) => attributes(message, 12)
+        // struct rtmsg: length of the destination at 1, table at 4, attributes from 12 on (4: interface).
+        libc::RTM_DELROUTE if (message.get(1), message.get(4)) == (Some(&0), Some(&libc::RT_TABLE_MAIN)) => attributes(message, 12)
             .any(|(kind, value)| kind == 4 && word(value, 0).is_some_and(|index| is_needed(index).is_some())),
         _ => false,
     })
@@ -190,8 +200,8 @@ mod tests {
         assert!(down(libc::RTM_DELADDR, address([192, 0, 2, 1])));
         assert!(!down(libc::RTM_DELADDR, address([192, 0, 2, 2])));
         let route = |length: u8| {
-            let mut body = vec![2, length];
-            body.extend([0; 10]);
+            let mut body = vec![2, length, 0, 0, libc::RT_TABLE_MAIN];
+            body.extend([0; 7]);
             body.extend(attribute(4, &3u32.to_ne_bytes()));
             body
         };

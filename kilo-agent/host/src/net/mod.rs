@@ -10,6 +10,7 @@ mod error;
 pub mod filters;
 
 pub mod forwarding;
+pub mod link_down;
 pub mod links;
 pub mod mtu;
 

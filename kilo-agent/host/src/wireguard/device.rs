@@ -61,6 +61,8 @@ pub struct PeerStatus {
 
 /// A userspace process that answers slower than this is stuck.
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(5);
+/// The same for prefixes that move to another gateway.
+const CLAIM_TIMEOUT: Duration = Duration::from_millis(500);
 /// Peers in one request to a userspace process.
 const PEERS_AT_A_TIME: usize = 256;
 
@@ -162,6 +164,30 @@ impl Device {
                 Err(WireguardError::device(format!("configure WireGuard device {}", self.name), source))
             }
         }
+    }
+
+    /// Gives prefixes to a peer that is there, from whoever has them, in one request and at once:
+    /// for a thread without a runtime.
+    ///
+    /// # Errors
+    /// What the device says, and that it does not answer.
+    pub fn claim(&self, peer: PublicKey, prefixes: &[IpNet]) -> Result<(), WireguardError> {
+        let update = diff::PeerUpdate { add_allowed_ips: prefixes.to_vec(), ..diff::PeerUpdate::default() };
+        let mut request = diff::request(&[Change::SetPeer(peer, update)]);
+        request.peers.iter_mut().for_each(|peer| peer.update_only = true);
+        let result = match self.backend {
+            // A device that has gone would be made anew.
+            Backend::Kernel if nix::net::if_::if_nametoindex(&*self.name) != Ok(self.index) => {
+                return Err(WireguardError::Vanished(self.name.clone()));
+            }
+            Backend::Kernel => {
+                kernel_update(&request).apply(&interface_name(&self.name)?, control::Backend::Kernel)
+            }
+            Backend::Userspace => exchange_blocking(&self.name, &request.encode()),
+        };
+        result.map_err(|source| {
+            WireguardError::device(format!("move prefixes of WireGuard device {}", self.name), source)
+        })
     }
 
     /// Reads, compares, writes the difference; returns the number of changes.
@@ -282,6 +308,28 @@ async fn set(name: &str, request: SetRequest) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// As [`exchange`], for a thread without a runtime, which must not wait for long.
+fn exchange_blocking(name: &str, request: &str) -> io::Result<()> {
+    use std::io::{Read as _, Write as _};
+    let mut stream = std::os::unix::net::UnixStream::connect(socket_path(name))?;
+    stream.set_read_timeout(Some(CLAIM_TIMEOUT))?;
+    stream.set_write_timeout(Some(CLAIM_TIMEOUT))?;
+    stream.write_all(request.as_bytes())?;
+    let (mut answer, mut part) = (Vec::new(), [0; 256]);
+    while !answer.ends_with(b"\n\n") {
+        match stream.read(&mut part)? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            length => answer.extend_from_slice(&part[..length]),
+        }
+    }
+    let text = std::str::from_utf8(&answer).map_err(io::Error::other)?;
+    match uapi::decode_state(text, SystemTime::now()) {
+        Ok((_, 0)) => Ok(()),
+        Ok((_, errno)) => Err(io::Error::from_raw_os_error(errno.abs())),
+        Err(error) => Err(io::Error::other(error)),
+    }
 }
 
 /// One request over the socket. Ours and not wireguard-control's: that one

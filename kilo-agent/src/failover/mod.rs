@@ -1,0 +1,207 @@
+//! Failover of this node: the decisions of `kilo-failover` on a thread of their own, which sends
+//! and hears signals through the BPF programs, moves the kernel's word, and moves prefixes of
+//! other locations between their gateways. Nothing in it waits for the API server or a reconcile.
+//!
+//! ```text
+//! reconcile ── Site, keys ──> thread ── Acting, whether it leads ──> next reconcile
+//! ```
+
+mod far_side;
+mod packets;
+mod report;
+mod site;
+mod thread;
+
+use std::{
+    collections::BTreeMap,
+    net::IpAddr,
+    path::Path,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::JoinHandle,
+};
+
+use kilo_common::{
+    maps::{SIGNAL_GATEWAY, SignalKey},
+    siphash,
+};
+use kilo_core::{
+    plan::HopIds,
+    signal_id,
+    topology::{Acting, Mesh, NodeId},
+    wireguard::key::{PublicKey, SecretKey},
+};
+use kilo_failover::Params;
+use kilo_host::dataplane::{self, Dataplane, DataplaneError};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use tokio::sync::Notify;
+
+pub use report::{FailoverMetrics, Report, StandBy};
+pub use site::{Facts, Site};
+
+/// What the flags say.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// `--stand-bys`.
+    pub stand_bys: usize,
+    /// Times, by `--failover-interval`.
+    pub params: Params,
+}
+
+/// What the thread and the agent tell each other.
+struct Shared {
+    /// What the last reconcile found, until the thread takes it.
+    site: Mutex<Option<Arc<Site>>>,
+    /// Wakes the thread.
+    wake: EventFd,
+    stop: AtomicBool,
+    said: Mutex<Said>,
+    /// Wakes the agent.
+    changed: Arc<Notify>,
+}
+
+/// What the thread says.
+#[derive(Clone, Debug, Default)]
+struct Said {
+    acting: Arc<Acting>,
+    /// The term in which this node leads its location; `None`: the thread does not know yet.
+    leading: Option<Option<u64>>,
+    report: Report,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The agent's end of it.
+pub struct Failover {
+    options: Options,
+    shared: Arc<Shared>,
+    /// Keys shared with nodes of the location: each costs a Diffie-Hellman.
+    keys: BTreeMap<PublicKey, siphash::Key>,
+    /// What each of them has to know to change this node's word.
+    cookies: BTreeMap<NodeId, u64>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Failover {
+    /// Starts nothing yet. `changed` is notified when a reconcile is due.
+    ///
+    /// # Errors
+    /// When there is no event descriptor to be had.
+    pub fn new(options: Options, changed: Arc<Notify>) -> std::io::Result<Self> {
+        let shared = Shared {
+            site: Mutex::default(),
+            wake: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
+            stop: AtomicBool::new(false),
+            said: Mutex::default(),
+            changed,
+        };
+        let (keys, cookies) = (BTreeMap::new(), BTreeMap::new());
+        Ok(Self { options, shared: Arc::new(shared), keys, cookies, thread: None })
+    }
+
+    /// The mesh with gateways, and with who acts as the thread knows it now. To be called after
+    /// the device was read: what the thread moves later, it tells after it has moved it.
+    pub fn mesh(&self, mesh: Mesh) -> Mesh {
+        let acting = Arc::clone(&locked(&self.shared.said).acting);
+        mesh.with_acting(self.options.stand_bys, acting)
+    }
+
+    /// The term in which this node leads its location; `written` while nobody knows.
+    pub fn leading(&self, written: Option<u64>) -> Option<u64> {
+        locked(&self.shared.said).leading.unwrap_or(written)
+    }
+
+    /// For those who look.
+    pub fn report(&self) -> Report {
+        locked(&self.shared.said).report.clone()
+    }
+
+    /// What signals of the location's nodes are checked with.
+    pub fn signal_keys(
+        &mut self,
+        mesh: &Mesh,
+        node: &str,
+        own: &SecretKey,
+        hops: &HopIds,
+        held: &BTreeMap<IpAddr, SignalKey>,
+    ) -> BTreeMap<IpAddr, SignalKey> {
+        let Some((index, _)) = mesh.find(node) else { return BTreeMap::new() };
+        let segment = &mesh.segments[index];
+        let gateways = mesh.gateways_of(index);
+        let mut entries = BTreeMap::new();
+        let mut known = std::mem::take(&mut self.keys);
+        for (at, member) in segment.members.iter().enumerate() {
+            let (Some(public), Some(address)) = (member.node.key, member.private_ip()) else { continue };
+            let Some(hop) = hops.get(member.name()).filter(|_| member.name() != node) else { continue };
+            if !member.node.is_capable() {
+                continue;
+            }
+            let Some(key) = known.remove(&public).or_else(|| signal_id::pair_key(own, &public)) else {
+                continue;
+            };
+            self.keys.insert(public, key);
+            let sender = signal_id::node(&public);
+            // A restarted agent goes on with what other nodes have heard.
+            let before = held.get(&address).filter(|held| held.sender == sender && held.cookie != 0);
+            let draw = || before.map_or_else(|| rand::random::<u64>().max(1), |held| held.cookie);
+            let cookie = *self.cookies.entry(sender).or_insert_with(draw);
+            let flags = if gateways.order.contains(&at) { SIGNAL_GATEWAY } else { 0 };
+            entries.insert(address, SignalKey { key: key.0, cookie, sender, hop, flags });
+        }
+        entries
+    }
+
+    /// Keys shared with nodes, by their public keys.
+    pub const fn keys(&self) -> &BTreeMap<PublicKey, siphash::Key> {
+        &self.keys
+    }
+
+    /// Tells the thread what the mesh looks like, and starts it when it does not run.
+    ///
+    /// # Errors
+    /// When a map or a program is not there.
+    pub fn tell(
+        &mut self,
+        site: Site,
+        dataplane: &Dataplane,
+        bpffs: &Path,
+        metrics: &FailoverMetrics,
+    ) -> Result<(), DataplaneError> {
+        *locked(&self.shared.site) = Some(Arc::new(site));
+        if self.thread.as_ref().is_none_or(JoinHandle::is_finished) {
+            let tools = thread::Tools {
+                signals: dataplane.signals()?,
+                ring: dataplane::lead::heard(bpffs)?,
+                led: dataplane::led::Led::open(bpffs)?,
+            };
+            let (shared, params) = (Arc::clone(&self.shared), self.options.params.clone());
+            let metrics = metrics.clone();
+            let run = move || thread::run(shared, params, tools, metrics);
+            let spawned = std::thread::Builder::new().name("failover".to_owned()).spawn(run);
+            self.thread = Some(spawned.map_err(|source| DataplaneError::Run { source })?);
+        }
+        self.shared.wake();
+        Ok(())
+    }
+}
+
+impl Shared {
+    fn wake(&self) {
+        // It is full only when nobody has read it: then the thread is woken anyway.
+        let _ = self.wake.write(1);
+    }
+}
+
+impl Drop for Failover {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.wake();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
