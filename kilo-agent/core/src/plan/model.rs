@@ -158,10 +158,11 @@ impl Tables {
     /// True when pods' packets to an address of another location are encrypted that
     /// the host's routes lead to by an uplink.
     pub fn steers_to_wireguard_by_source(&self) -> bool {
+        // On a stand-by, too: what its leader steers to it comes in by the same device.
         let steered = |value: &PrefixValue| {
-            value.flags & PREFIX_PODS_STEERED != 0 && matches!(self.way(value.hop), Some(Hop::Wireguard))
+            value.flags & PREFIX_PODS_STEERED != 0 && matches!(value.hop, HOP_REMOTE | HOP_ACTING)
         };
-        self.prefix.iter().any(|(prefix, value)| prefix.prefix_len() > 0 && steered(value))
+        self.is_gateway() && self.prefix.iter().any(|(prefix, value)| prefix.prefix_len() > 0 && steered(value))
     }
 
     /// Largest packet in bytes that a hop carries; 0 = not known.

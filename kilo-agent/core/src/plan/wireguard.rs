@@ -89,7 +89,8 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
         let peer = WireguardPeer {
             allowed_ips: allowed_ips.into_iter().collect(),
             endpoint: endpoint(inputs, &one.key, one.endpoint, one.behind_nat),
-            roams: one.behind_nat || one.endpoint.is_none(),
+            // A stand-by speaks first, from wherever it is.
+            roams: one.behind_nat || one.endpoint.is_none() || one.is_warm,
             persistent_keepalive: if one.is_warm { warm } else { own_keepalive },
             preshared_key: one.preshared_key,
         };
