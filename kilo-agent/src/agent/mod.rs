@@ -681,6 +681,7 @@ impl<B: Backend> Agent<B> {
             programs: before.programs.clone(),
             warnings: before.warnings.clone(),
             device: Some(interface.device.clone()),
+            failover: self.failover.as_ref().map(Failover::reporter),
         }));
     }
 }

@@ -71,6 +71,23 @@ struct Said {
     report: Report,
 }
 
+/// Says what the thread knows, whenever somebody asks.
+#[derive(Clone)]
+pub struct Reporter(Arc<Shared>);
+
+impl Reporter {
+    /// What it knows now.
+    pub fn report(&self) -> Report {
+        locked(&self.0.said).report.clone()
+    }
+}
+
+impl std::fmt::Debug for Reporter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Reporter")
+    }
+}
+
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -116,8 +133,8 @@ impl Failover {
     }
 
     /// For those who look.
-    pub fn report(&self) -> Report {
-        locked(&self.shared.said).report.clone()
+    pub fn reporter(&self) -> Reporter {
+        Reporter(Arc::clone(&self.shared))
     }
 
     /// What signals of the location's nodes are checked with.

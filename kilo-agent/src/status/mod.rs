@@ -80,7 +80,10 @@ pub struct LocationStatus {
     pub name: String,
     /// The node that leads; `None` = no node is ready, nothing reaches the location.
     pub leader: Option<String>,
-    /// The rule that chose it.
+    /// The node that acts as leader in its place, as that one has written down.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub acting: Option<String>,
+    /// The rule that chose the leader.
     pub reason: Option<LeaderReason>,
     /// When the agent first saw it lead; only an agent remembers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -175,12 +178,51 @@ pub struct AgentStatus {
     pub drops: BTreeMap<String, u64>,
     /// Programs on interfaces.
     pub programs: Vec<Attached>,
+    /// How it stands by, or is stood by; absent where failover is off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failover: Option<FailoverStatus>,
     /// What is wrong on the host, and what to do about it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
     /// What could not be read.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub errors: Vec<String>,
+}
+
+/// The leader of a node's location as its kernel has it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct FailoverStatus {
+    /// Of this node: `leader`, `stand-by` or `member`.
+    pub role: String,
+    /// The node its packets use.
+    pub leader: String,
+    /// Kilo's choice.
+    pub kilos_leader: String,
+    /// Changes of leader so far.
+    pub term: u32,
+    /// Since when it uses this one; absent: since before its agent started.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub since: Option<Timestamp>,
+    /// The other gateways.
+    pub stand_bys: Vec<StandByStatus>,
+    /// What this node did or saw last.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_change: Option<String>,
+}
+
+/// A gateway that does not lead.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct StandByStatus {
+    /// Its name.
+    pub node: String,
+    /// Whether it could lead now; absent: this node does not hear it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fit: Option<bool>,
+    /// Round trip of its tunnels in milliseconds, of this node alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub round_trip: Option<u64>,
 }
 
 /// One peer of the WireGuard device.
@@ -250,6 +292,7 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: Granularity) -> Vec<
     let empty = |name: &str| LocationStatus {
         name: name.to_owned(),
         leader: None,
+        acting: None,
         reason: None,
         since: None,
         changes: None,
@@ -272,6 +315,7 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: Granularity) -> Vec<
     for segment in &mesh.segments {
         let location = all.entry(segment.location.clone()).or_insert_with(|| empty(&segment.location));
         location.leader = segment.leading().map(|leader| leader.name().to_owned());
+        location.acting = acting(segment);
         location.reason = Some(segment.leader_reason);
         location.endpoint = Some(segment.endpoint.to_string());
         location.wireguard_ip = segment.wireguard_ip;
@@ -285,6 +329,14 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: Granularity) -> Vec<
         }
     }
     all.into_values().collect()
+}
+
+/// Who acts in the place of Kilo's leader: the latest to write so, if it takes part.
+fn acting(segment: &topology::Segment) -> Option<String> {
+    let written = segment.members.iter().filter(|member| member.node.is_capable());
+    let latest = written.filter_map(|member| Some((member.node.leading?, member.name()))).max()?;
+    let leader = segment.leading().map(topology::Member::name);
+    (Some(latest.1) != leader).then(|| latest.1.to_owned())
 }
 
 fn last_seen(node: Known<'_>) -> Option<Timestamp> {

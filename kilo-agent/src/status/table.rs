@@ -1,6 +1,6 @@
 //! Status as tables for people, in the manner of kubectl.
 
-use super::{AgentStatus, LocationStatus, NodeStatus, PeerStatus, Status, Timestamp};
+use super::{AgentStatus, FailoverStatus, LocationStatus, NodeStatus, PeerStatus, Status, Timestamp};
 
 /// Tables: locations, nodes, peers, then what the agent knows. `wide`: with endpoints and keys of nodes.
 pub fn table(status: &Status, wide: bool) -> String {
@@ -94,13 +94,40 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
         let some = counters.iter().filter(|(_, count)| **count > 0);
         columns(&[name, "PACKETS"], some.map(|(label, count)| vec![label.clone(), count.to_string()]))
     };
-    for part in [tunnels, programs, counted("ACTION", &agent.packets), counted("DROPPED", &agent.drops)] {
+    let failover = agent.failover.iter().map(|failover| failover_row(failover, now));
+    let failover = columns(&["FAILOVER", "LEADER", "TERM", "SINCE", "STAND-BYS", "LAST-CHANGE"], failover);
+    for part in [failover, tunnels, programs, counted("ACTION", &agent.packets), counted("DROPPED", &agent.drops)] {
         if !part.is_empty() {
             text += "\n";
             text += &part;
         }
     }
     text
+}
+
+fn failover_row(failover: &FailoverStatus, now: Timestamp) -> Vec<String> {
+    let leader = match () {
+        () if failover.leader == failover.kilos_leader => failover.leader.clone(),
+        () => format!("{} (Kilo: {})", failover.leader, failover.kilos_leader),
+    };
+    let stand_by = |stand_by: &super::StandByStatus| {
+        let fit = match stand_by.fit {
+            Some(true) => " fit",
+            Some(false) => " not fit",
+            None => "",
+        };
+        let round_trip = stand_by.round_trip.map(|millis| format!(" {millis}ms")).unwrap_or_default();
+        format!("{}{fit}{round_trip}", stand_by.node)
+    };
+    let stand_bys: Vec<_> = failover.stand_bys.iter().map(stand_by).collect();
+    vec![
+        failover.role.clone(),
+        leader,
+        failover.term.to_string(),
+        failover.since.map_or_else(unknown, |since| ago(now, since)),
+        if stand_bys.is_empty() { none() } else { stand_bys.join(", ") },
+        failover.last_change.clone().unwrap_or_else(none),
+    ]
 }
 
 fn location_row(location: &LocationStatus, now: Timestamp) -> Vec<String> {
@@ -111,7 +138,10 @@ fn location_row(location: &LocationStatus, now: Timestamp) -> Vec<String> {
     });
     vec![
         location.name.clone(),
-        location.leader.clone().unwrap_or_else(none),
+        match (&location.leader, &location.acting) {
+            (Some(leader), Some(acting)) => format!("{acting} (Kilo: {leader})"),
+            (leader, _) => leader.clone().unwrap_or_else(none),
+        },
         since,
         location.reason.map_or_else(|| "no node is ready".to_owned(), |reason| reason.to_string()),
         location.endpoint.clone().unwrap_or_else(none),

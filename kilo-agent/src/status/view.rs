@@ -2,7 +2,10 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
-use super::{AgentStatus, Leaders, Status, Timestamp, Tunnel, of_objects};
+use super::{
+    AgentStatus, FailoverStatus, Leaders, StandByStatus, Status, Timestamp, Tunnel, of_objects,
+};
+use crate::failover::{Reporter, StandBy};
 use kilo_core::{
     objects::Snapshot,
     observed::Attached,
@@ -40,6 +43,8 @@ pub struct View {
     pub warnings: Vec<String>,
     /// The WireGuard device, once there is one.
     pub device: Option<Device>,
+    /// What failover does, where it is on.
+    pub failover: Option<Reporter>,
 }
 
 impl View {
@@ -109,10 +114,29 @@ impl View {
             packets: counted(counters.actions),
             drops: counted(counters.drops),
             programs: self.programs.clone(),
+            failover: self.failover.as_ref().map(failover),
             warnings: self.warnings.clone(),
             errors,
         });
         status
+    }
+}
+
+fn failover(reporter: &Reporter) -> FailoverStatus {
+    let report = reporter.report();
+    let stand_by = |stand_by: StandBy| StandByStatus {
+        node: stand_by.node,
+        fit: stand_by.fit,
+        round_trip: stand_by.round_trip,
+    };
+    FailoverStatus {
+        role: report.role.to_owned(),
+        leader: report.leader,
+        kilos_leader: report.kilos_leader,
+        term: report.term,
+        since: (report.since != 0).then_some(Timestamp(report.since)),
+        stand_bys: report.stand_bys.into_iter().map(stand_by).collect(),
+        last_change: report.last_change,
     }
 }
 

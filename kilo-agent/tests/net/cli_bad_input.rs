@@ -36,7 +36,7 @@ const ANY_TEXT: [&str; 8] =
     ["backend-dir", "cni-path", "cni-run-dir", "cni-source", "interface", "kubeconfig", "master", "version"];
 
 /// Rubbish for each other flag of `kg`, and what the answer must name.
-const RUBBISH: [(&str, &str, &str); 25] = [
+const RUBBISH: [(&str, &str, &str); 28] = [
     ("attach", "maybe", "auto, tcx, clsact"),
     ("backend", "etcd", "kubernetes, file"),
     ("clean-up", "maybe", "neither true nor false"),
@@ -46,6 +46,8 @@ const RUBBISH: [(&str, &str, &str); 25] = [
     ("create-interface", "tRUE", "neither true nor false"),
     ("encapsulate", "sometimes", "never, crosssubnet, always"),
     ("endpoint-from", "nic", "auto, interface, external-ip"),
+    ("failover", "fast", "auto, off"),
+    ("failover-interval", "19ms", "20ms to 1s"),
     ("hostname", "no_name", "DNS names in lower case"),
     ("internal-cidr", "10.0.0.0/33", "10.0.0.0/33"),
     ("iptables-forward-rules", "on", "neither true nor false"),
@@ -59,6 +61,7 @@ const RUBBISH: [(&str, &str, &str); 25] = [
     ("prioritise-private-addresses", "x", "neither true nor false"),
     ("resync-period", "30", "30s"),
     ("service-cidr", "10.96.0.0/12,x", "\"x\""),
+    ("stand-bys", "5", "0..=4"),
     ("subnet", "10.4.0.0", "10.4.0.0/16"),
     ("topology-label", "", "topology.kubernetes.io/region"),
     ("tunnel", "gre", "auto, ipip, vxlan, none"),

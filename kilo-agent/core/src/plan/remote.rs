@@ -3,7 +3,7 @@
 
 use ipnet::IpNet;
 
-use super::{Inputs, Own, wireguard::member_endpoint};
+use super::{Inputs, Own, wireguard::gateway_endpoint};
 use crate::{
     flat_map::{Key as _, sort_by_prefix},
     signal_id,
@@ -56,7 +56,8 @@ impl Remote {
             let gateways = mesh.gateways_of(owner);
             let of_gateways = gateways.order.iter().filter_map(|index| segment.members.get(*index));
             let endpoints: Vec<IpNet> = of_gateways
-                .filter_map(|member| member_endpoint(inputs, member))
+                .enumerate()
+                .filter_map(|(place, member)| gateway_endpoint(inputs, member, place == 0))
                 .map(|endpoint| IpNet::from(endpoint.ip()))
                 .collect();
             let has = |member: &&Member| {

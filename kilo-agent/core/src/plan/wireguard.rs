@@ -11,7 +11,7 @@ use super::{Inputs, Own, Remote, remote::PrefixClaim};
 use crate::wireguard::{WireguardPeer, WireguardPlan};
 use crate::{
     signal_id,
-    topology::Member,
+    topology::{Member, is_reached_from_anywhere},
     wireguard::{
         Endpoint, EndpointHost,
         key::{PublicKey, SecretKey},
@@ -25,7 +25,7 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
     }
     let mesh = inputs.mesh;
     let own_key = own.member.node.key;
-    let mut wanted: Vec<Wanted<'_>> = Vec::with_capacity(mesh.segments.len() + mesh.peers.len());
+    let mut wanted: Vec<Wanted> = Vec::with_capacity(mesh.segments.len() + mesh.peers.len());
     // Where the gateways of each segment begin, then where VPN peers do.
     let mut first = Vec::with_capacity(mesh.segments.len() + 1);
     for (index, segment) in mesh.segments.iter().enumerate() {
@@ -33,7 +33,8 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
         let fails_over = mesh.fails_over(index);
         let gateways = mesh.gateways_of(index);
         let members = gateways.order.iter().filter_map(|at| segment.members.get(*at));
-        wanted.extend(members.enumerate().filter_map(|(place, Member { node, .. })| {
+        wanted.extend(members.enumerate().filter_map(|(place, member)| {
+            let node = &member.node;
             let key = node.key?;
             Some(Wanted {
                 // The kernel silently leaves out a peer with its own key, so asking
@@ -41,7 +42,7 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
                 // would not answer one.
                 refused: index == own.index || Some(key) == own_key || !(fails_over || own.leads),
                 key,
-                endpoint: node.endpoint.as_ref(),
+                endpoint: gateway_endpoint(inputs, member, place == 0),
                 behind_nat: node.persistent_keepalive > 0,
                 preshared_key: None,
                 control: fails_over.then(|| signal_id::control_address(&key)),
@@ -54,7 +55,12 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
         // They know one key, that of Kilo's leader.
         refused: Some(peer.public_key) == own_key || !own.leads,
         key: peer.public_key,
-        endpoint: peer.endpoint.as_ref(),
+        endpoint: endpoint(
+            inputs,
+            &peer.public_key,
+            peer.endpoint.as_ref(),
+            peer.persistent_keepalive > 0,
+        ),
         behind_nat: peer.persistent_keepalive > 0,
         preshared_key: peer.preshared_key,
         control: None,
@@ -88,7 +94,7 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
     let peers = wanted.iter().zip(allowed_ips).filter(|(one, _)| !one.refused).map(|(one, allowed_ips)| {
         let peer = WireguardPeer {
             allowed_ips: allowed_ips.into_iter().collect(),
-            endpoint: endpoint(inputs, &one.key, one.endpoint, one.behind_nat),
+            endpoint: one.endpoint,
             // A stand-by speaks first, from wherever it is.
             roams: one.behind_nat || one.endpoint.is_none() || one.is_warm,
             persistent_keepalive: if one.is_warm { warm } else { own_keepalive },
@@ -101,11 +107,11 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
 }
 
 /// What a location or a VPN peer wants of the device, besides prefixes.
-struct Wanted<'a> {
+struct Wanted {
     /// It is no peer of this device.
     refused: bool,
     key: PublicKey,
-    endpoint: Option<&'a Endpoint>,
+    endpoint: Option<SocketAddr>,
     behind_nat: bool,
     preshared_key: Option<SecretKey>,
     /// Its address for signals, if it knows any.
@@ -117,7 +123,18 @@ struct Wanted<'a> {
 /// Seconds between keepalives of a tunnel that has to work when it is needed.
 const KEEPALIVE: u16 = 10;
 
-/// Where this host's WireGuard sends what is for a gateway.
+/// Where this host's WireGuard sends what is for a gateway of a location. A stand-by's private
+/// address is taken if somebody said so, or a route leads there: else it lies behind its own
+/// location's leader, and the stand-by speaks first.
+pub(super) fn gateway_endpoint(inputs: &Inputs<'_>, member: &Member, leads: bool) -> Option<SocketAddr> {
+    let endpoint = member_endpoint(inputs, member)?;
+    let ip = endpoint.ip();
+    let is_near = || inputs.links.elsewhere.keys().any(|prefix| prefix.contains(&ip));
+    let is_private = !is_reached_from_anywhere(ip) && Some(ip) == member.private_ip();
+    (leads || !is_private || member.node.endpoint_forced || is_near()).then_some(endpoint)
+}
+
+/// Where a node of the mesh says that its WireGuard is.
 pub(super) fn member_endpoint(inputs: &Inputs<'_>, member: &Member) -> Option<SocketAddr> {
     let node = &member.node;
     endpoint(inputs, &node.key?, node.endpoint.as_ref(), node.persistent_keepalive > 0)
