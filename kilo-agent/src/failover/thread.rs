@@ -48,8 +48,6 @@ pub struct Tools {
 
 /// It looks around so often at least: a record of the ring may come without a wake-up.
 const LONGEST_WAIT: Micros = 1_000_000;
-/// First port of those that path probes come from, so that each takes its own way where several are.
-const FIRST_PORT: u16 = 49_152;
 /// Between two reports for those who look, when nothing changes.
 const REPORT: Micros = 1_000_000;
 
@@ -376,8 +374,7 @@ impl Thread {
             Way::Lan(node) => self.send_lan(site, node, &probe),
             Way::Path(far) => {
                 let Some(to) = site.fars.get(&far).and_then(|far| far.wireguard_ip) else { return };
-                let port = FIRST_PORT + (rand::random::<u16>() & 0x3fff);
-                self.send(Into::Stack, (site.private, port), to, &probe, None);
+                self.send(Into::Stack, (site.private, PORT), to, &probe, None);
             }
             Way::Own(far) => {
                 let Some(far) = site.fars.get(&far) else { return };

@@ -181,7 +181,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
             Some(IpAddr::V6(ip)) => ip.octets(),
             _ => [0; 16],
         },
-        control: if own.is_gateway && inputs.mesh.fails_over(own.index) {
+        control: if inputs.mesh.fails_over(own.index) {
             own.member.node.key.map_or([0; 16], |key| signal_id::control_address(&key).octets())
         } else {
             [0; 16]
