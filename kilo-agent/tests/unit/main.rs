@@ -26,6 +26,7 @@ mod manifest_crd;
 mod overlay_senders;
 mod plan_clear;
 mod plan_duplicates;
+mod plan_failover;
 mod plan_full_location;
 mod plan_inside;
 mod plan_overlay;

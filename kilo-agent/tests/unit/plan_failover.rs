@@ -1,0 +1,201 @@
+//! Stand-bys hold what a leader holds, and far leaders know every gateway of a location.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use ipnet::IpNet;
+use kilo_common::{
+    lead::{Term, word},
+    maps::{CONFIG_GATEWAY, CONFIG_LEADER, HOP_ACTING, HOP_REMOTE, NODE_GATEWAY, NODE_LED},
+};
+use kilo_core::{
+    observed::HostLinks,
+    plan::{self, HopIds, HostPlan, Inputs},
+    settings::{Encapsulate, Granularity, Settings, Tunnel},
+    signal_id,
+    topology::{Acting, ActingLocation, Mesh, Node, NodeId, Peer},
+    wireguard::key::PublicKey,
+};
+
+const SITE_A: &str = "location:a";
+
+fn key(name: &str) -> PublicKey {
+    let [site, number] = *name.as_bytes().first_chunk().unwrap();
+    PublicKey([site ^ number << 1; 32])
+}
+
+fn id(name: &str) -> NodeId {
+    signal_id::node(&key(name))
+}
+
+fn node(name: &str, endpoint: &str) -> Node {
+    let number = name.as_bytes()[1] - b'0' + if name.starts_with('a') { 10 } else { 20 };
+    Node {
+        name: name.to_owned(),
+        endpoint: format!("{endpoint}:51820").parse().ok(),
+        key: Some(key(name)),
+        internal_ip: format!("10.1.0.{number}/24").parse().ok(),
+        location: name[..1].to_owned(),
+        pod_cidrs: vec![format!("10.42.{number}.0/24").parse().unwrap()],
+        signal: true,
+        ..Node::default()
+    }
+}
+
+/// a1, a2 and a3, which has no way in from outside; b1; and c1, which knows no signals.
+fn nodes() -> Vec<Node> {
+    vec![
+        node("a1", "192.0.2.1"),
+        node("a2", "192.0.2.2"),
+        node("a3", "10.1.0.13"),
+        node("b1", "192.0.2.9"),
+        Node { signal: false, ..node("c1", "192.0.2.10") },
+    ]
+}
+
+fn peers() -> BTreeMap<String, Peer> {
+    let laptop = Peer {
+        name: "laptop".to_owned(),
+        allowed_ips: vec!["10.5.0.1/32".parse().unwrap()],
+        endpoint: None,
+        persistent_keepalive: 0,
+        preshared_key: None,
+        public_key: PublicKey([99; 32]),
+    };
+    BTreeMap::from([(laptop.name.clone(), laptop)])
+}
+
+fn plan_of(own: &str, acting: Option<Acting>) -> HostPlan {
+    let settings = Settings {
+        granularity: Granularity::Location,
+        encapsulate: Encapsulate::Always,
+        tunnel: Tunnel::Ipip,
+        local: true,
+        cni: true,
+        subnet: "10.4.0.0/16".parse().unwrap(),
+        service_cidrs: Vec::new(),
+        port: 51_820,
+    };
+    let mesh = Mesh::new(&nodes(), &peers(), settings.granularity, settings.subnet);
+    let mesh = match acting {
+        Some(acting) => mesh.with_acting(2, Arc::new(acting)),
+        None => mesh,
+    };
+    plan::host_plan(&Inputs {
+        mesh: &mesh,
+        settings: &settings,
+        node: own,
+        links: &HostLinks { kilo: 9, private: Some(2), ..HostLinks::default() },
+        hops: &HopIds::default().update(&mesh, own),
+        resolved: &BTreeMap::new(),
+        seen: &BTreeMap::new(),
+        persistent_keepalive: 0,
+        masquerade: true,
+        mtu: 1420,
+    })
+    .unwrap()
+}
+
+fn on(own: &str) -> HostPlan {
+    plan_of(own, Some(Acting::default()))
+}
+
+/// Prefixes of a peer, but for its control address.
+fn allowed(plan: &HostPlan, name: &str) -> BTreeSet<String> {
+    let control = IpNet::from(std::net::IpAddr::V6(signal_id::control_address(&key(name))));
+    let all: BTreeSet<IpNet> = plan.wireguard.peers[&key(name)].allowed_ips.iter().copied().collect();
+    assert!(all.contains(&control), "{name}");
+    all.iter().filter(|net| **net != control).map(ToString::to_string).collect()
+}
+
+fn texts(texts: &[&str]) -> BTreeSet<String> {
+    texts.iter().map(|text| (*text).to_owned()).collect()
+}
+
+#[test]
+fn without_failover_nothing_of_it_is_planned() {
+    for name in ["a1", "a2", "b1", "c1"] {
+        let plan = plan_of(name, None);
+        assert_eq!(plan.wireguard.peers.is_empty(), name == "a2");
+        let is_control = |net: &IpNet| net.to_string().starts_with("fd6b:");
+        assert!(!plan.wireguard.peers.values().any(|peer| peer.allowed_ips.iter().any(is_control)));
+        assert!(plan.wireguard.peers.values().all(|peer| peer.persistent_keepalive == 0));
+        assert!(plan.tables.prefix.values().all(|value| value.hop != HOP_ACTING));
+        assert_eq!(plan.tables.config.control, [0; 16]);
+        assert_eq!(plan.tables.config.flags & CONFIG_GATEWAY != 0, name != "a2");
+    }
+}
+
+#[test]
+fn a_far_leader_has_every_gateway_as_a_peer_and_prefixes_at_one() {
+    let plan = on("b1");
+    let site = ["10.1.0.11/32", "10.1.0.12/32", "10.1.0.13/32", "10.4.0.1/32"];
+    let pods = ["10.42.11.0/24", "10.42.12.0/24", "10.42.13.0/24"];
+    assert_eq!(allowed(&plan, "a1"), texts(&[&site[..], &pods[..]].concat()));
+    for stand_by in ["a2", "a3"] {
+        assert_eq!(allowed(&plan, stand_by), texts(&[]));
+        let peer = &plan.wireguard.peers[&key(stand_by)];
+        assert_eq!((peer.persistent_keepalive, peer.roams), (10, true));
+    }
+    assert_eq!(plan.wireguard.peers[&key("a1")].persistent_keepalive, 0);
+    assert!(plan.wireguard.peers[&key("a2")].endpoint.is_some());
+    assert_eq!(plan.wireguard.peers[&key("a3")].endpoint, None, "private: it speaks first");
+    // What lies behind the leader alone is routed into the tunnel, although it is an endpoint somewhere.
+    let routed = |plan: &HostPlan, net: &str| {
+        plan.net.routes.iter().any(|route| route.destination == net.parse::<IpNet>().unwrap())
+    };
+    assert!(routed(&plan, "10.1.0.13/32"));
+    // The single node of b takes part: it is what others have to take over towards.
+    assert_eq!(allowed(&on("a2"), "b1"), allowed(&on("a1"), "b1"));
+}
+
+#[test]
+fn a_stand_by_holds_a_leaders_tables_and_leaves_vpn_peers_and_others_to_it() {
+    let (leader, stand_by) = (on("a1"), on("a2"));
+    let flags = |plan: &HostPlan| plan.tables.config.flags & (CONFIG_GATEWAY | CONFIG_LEADER);
+    assert_eq!((flags(&leader), flags(&stand_by)), (CONFIG_GATEWAY | CONFIG_LEADER, CONFIG_GATEWAY));
+    let keys = |plan: &HostPlan| plan.wireguard.peers.keys().copied().collect::<BTreeSet<_>>();
+    assert_eq!(keys(&stand_by), BTreeSet::from([key("b1")]));
+    assert_eq!(keys(&leader), BTreeSet::from([key("b1"), key("c1"), PublicKey([99; 32])]));
+    for plan in [&leader, &stand_by] {
+        let hop = |net: &str| plan.tables.prefix[&net.parse::<IpNet>().unwrap()].hop;
+        assert_eq!(hop("10.42.21.0/24"), HOP_ACTING, "b follows claims");
+        assert_eq!(hop("10.42.21.0/24"), hop("10.4.0.2/32"));
+        assert_eq!(hop("10.5.0.1/32"), HOP_REMOTE, "VPN peers know one key");
+    }
+    assert!(stand_by.net.addresses.is_empty() && !leader.net.addresses.is_empty());
+    let gateways = stand_by.tables.node.values().filter(|node| node.flags & NODE_GATEWAY != 0);
+    assert_eq!(gateways.count(), 2);
+}
+
+#[test]
+fn a_reconcile_moves_nothing_back() {
+    let first = Term::NONE.next(id("a2"));
+    let location = ActingLocation {
+        leader: Some((first, id("a2"))),
+        members: BTreeMap::from([
+            (id("a2"), (first, id("a2"))),
+            (id("a3"), (first, id("a2"))),
+            // It has not followed.
+            (id("a1"), (Term::from_bits(2), id("a1"))),
+        ]),
+    };
+    let locations = BTreeMap::from([(signal_id::location(SITE_A), location)]);
+    let acting = Acting { locations, led: BTreeSet::from([id("a3")]) };
+    let far = plan_of("b1", Some(acting.clone()));
+    assert_eq!(allowed(&far, "a1"), texts(&["10.1.0.11/32", "10.42.11.0/24"]));
+    let moved = ["10.1.0.12/32", "10.1.0.13/32", "10.4.0.1/32", "10.42.12.0/24", "10.42.13.0/24"];
+    assert_eq!(allowed(&far, "a2"), texts(&moved));
+    // The acting leader has the location's address; the one before gives it up, and keeps its peers.
+    let (taker, before) = (plan_of("a2", Some(acting.clone())), plan_of("a1", Some(acting)));
+    assert_eq!(taker.net.addresses.iter().next().unwrap().to_string(), "10.4.0.1/16");
+    assert!(before.net.addresses.is_empty());
+    assert_eq!(before.wireguard.peers.len(), 3);
+    assert_eq!(taker.tables.node.values().filter(|node| node.flags & NODE_LED != 0).count(), 1);
+    // The kernel's own word is of a later term than what a plan says.
+    assert!(taker.tables.lead[1] < word(first, 2));
+}
