@@ -416,7 +416,7 @@ impl<B: Backend> Agent<B> {
         let mesh = before.next(members, &snapshot.peers, settings.granularity, settings.subnet);
         let mesh = mesh.with_lost(not_among(nodes, &ready).chain(self.liveness.former(now)));
         let mesh = Arc::new(match &self.failover {
-            Some(failover) => failover.mesh(mesh),
+            Some(failover) => failover.mesh(mesh, &host.state),
             None => mesh,
         });
         drop(before);

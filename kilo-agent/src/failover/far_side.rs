@@ -22,7 +22,7 @@ const PATIENCE: Micros = 200 * MS;
 /// of them, as gateways repeat theirs.
 const SEEDED: Micros = 30 * SEC;
 /// The term of what the device had. Real ones are later, for they count from one above 16 bits.
-const SEED: Term = Term::from_bits(1);
+pub(super) const SEED: Term = Term::from_bits(1);
 /// The term of what nobody claimed when others were claimed.
 const STAYS: Term = Term::from_bits(2);
 

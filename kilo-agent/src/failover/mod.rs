@@ -31,7 +31,10 @@ use kilo_core::{
     plan::HopIds,
     signal_id,
     topology::{Acting, Mesh, NodeId},
-    wireguard::key::{PublicKey, SecretKey},
+    wireguard::{
+        DeviceState,
+        key::{PublicKey, SecretKey},
+    },
 };
 use kilo_failover::Params;
 use kilo_host::dataplane::{self, Dataplane, DataplaneError};
@@ -122,9 +125,16 @@ impl Failover {
 
     /// The mesh with gateways, and with who acts as the thread knows it now. To be called after
     /// the device was read: what the thread moves later, it tells after it has moved it.
-    pub fn mesh(&self, mesh: Mesh) -> Mesh {
-        let acting = Arc::clone(&locked(&self.shared.said).acting);
-        mesh.with_acting(self.options.stand_bys, acting)
+    pub fn mesh(&self, mesh: Mesh, state: &DeviceState) -> Mesh {
+        let said = locked(&self.shared.said);
+        let (is_told, acting) = (said.leading.is_some(), Arc::clone(&said.acting));
+        drop(said);
+        let mesh = mesh.with_acting(self.options.stand_bys, acting);
+        if is_told {
+            return mesh;
+        }
+        let before = site::acting_before(&mesh, state, far_side::SEED);
+        mesh.with_acting(self.options.stand_bys, Arc::new(before))
     }
 
     /// The term in which this node leads its location; `written` while nobody knows.

@@ -11,7 +11,7 @@ use kilo_common::{lead::Term, maps::HOP_REMOTE, siphash};
 use kilo_core::{
     plan::{HopIds, HostPlan},
     signal_id,
-    topology::{Member, Mesh, Segment},
+    topology::{Acting, ActingLocation, Member, Mesh, Segment},
     wireguard::{DeviceState, key::PublicKey},
 };
 use kilo_failover::{Far, NodeId, Place};
@@ -68,7 +68,7 @@ pub struct FarLocation {
     pub members: BTreeMap<NodeId, Vec<IpNet>>,
     /// Prefixes of no single member.
     pub shared: Vec<IpNet>,
-    /// Members whose prefixes the device has with another gateway than Kilo's leader.
+    /// With which gateway the device has each member's prefixes.
     pub held: BTreeMap<NodeId, NodeId>,
     /// What the acting leader has written down.
     pub written: Option<(Term, NodeId)>,
@@ -217,6 +217,40 @@ fn needed(facts: &Facts<'_>, endpoint: Option<IpAddr>) -> Vec<Needed> {
     [Some(kilo), uplink].into_iter().flatten().collect()
 }
 
+/// Prefixes of one member.
+fn prefixes(member: &Member) -> impl Iterator<Item = IpNet> + '_ {
+    member.node.pod_cidrs.iter().map(IpNet::trunc).chain(member.private_ip().map(IpNet::from))
+}
+
+/// With which of a location's gateways the device has each member's prefixes.
+fn held(segment: &Segment, gateways: &[usize], state: &DeviceState) -> BTreeMap<NodeId, NodeId> {
+    let of_gateways = || gateways.iter().filter_map(|at| segment.members[*at].node.key);
+    let held_by = |member: &Member| {
+        of_gateways().find(|key| {
+            let peer = state.peers.get(key);
+            peer.is_some_and(|peer| prefixes(member).any(|prefix| peer.allowed_ips.contains(&prefix)))
+        })
+    };
+    let members = segment.members.iter();
+    members.filter_map(|member| Some((id(member)?, signal_id::node(&held_by(member)?)))).collect()
+}
+
+/// Who acts as far as a device tells that an agent before this one has set up: nothing moves
+/// because an agent was restarted.
+pub fn acting_before(mesh: &Mesh, state: &DeviceState, term: Term) -> Acting {
+    let mut acting = Acting::default();
+    if state.peers.is_empty() {
+        return acting;
+    }
+    for (at, segment) in mesh.segments.iter().enumerate().filter(|(at, _)| mesh.fails_over(*at)) {
+        let held = held(segment, &mesh.gateways_of(at).order, state);
+        let members = held.into_iter().map(|(member, gateway)| (member, (term, gateway))).collect();
+        let location = ActingLocation { leader: None, members };
+        acting.locations.insert(signal_id::location(&segment.location), location);
+    }
+    acting
+}
+
 fn far_location(facts: &Facts<'_>, at: usize, segment: &Segment) -> FarLocation {
     let gateways = facts.mesh.gateways_of(at);
     let of_gateways: Vec<FarGateway> = gateways
@@ -232,24 +266,10 @@ fn far_location(facts: &Facts<'_>, at: usize, segment: &Segment) -> FarLocation 
     // What the plan gives to any of them: a prefix that two locations claim is one's.
     let peers = of_gateways.iter().filter_map(|gateway| facts.plan.wireguard.peers.get(&gateway.key));
     let planned: BTreeSet<IpNet> = peers.flat_map(|peer| peer.allowed_ips.iter().copied()).collect();
-    let mut members = BTreeMap::new();
-    let mut held = BTreeMap::new();
-    for member in &segment.members {
-        let Some(id) = id(member) else { continue };
-        let pods = member.node.pod_cidrs.iter().map(IpNet::trunc);
-        let prefixes: Vec<IpNet> = pods
-            .chain(member.private_ip().map(IpNet::from))
-            .filter(|prefix| planned.contains(prefix))
-            .collect();
-        let holds = |gateway: &&FarGateway| {
-            let peer = facts.state.peers.get(&gateway.key);
-            peer.is_some_and(|peer| prefixes.iter().any(|prefix| peer.allowed_ips.contains(prefix)))
-        };
-        if let Some(gateway) = of_gateways.iter().skip(1).find(holds) {
-            held.insert(id, gateway.id);
-        }
-        members.insert(id, prefixes);
-    }
+    let is_planned = |prefix: &IpNet| planned.contains(prefix);
+    let members = segment.members.iter();
+    let members = members.filter_map(|member| Some((id(member)?, prefixes(member).filter(is_planned).collect())));
+    let members = members.collect();
     let shared = segment.wireguard_ip.map(IpNet::from).into_iter();
     let shared = shared.chain(segment.allowed_location_ips.iter().map(IpNet::trunc));
     let acting = of_gateways.get(gateways.acting).map(|gateway| (gateways.term, gateway.id));
@@ -258,7 +278,7 @@ fn far_location(facts: &Facts<'_>, at: usize, segment: &Segment) -> FarLocation 
         acting: gateways.acting,
         members,
         shared: shared.filter(|prefix| planned.contains(prefix)).collect(),
-        held,
+        held: held(segment, &gateways.order, facts.state),
         written: acting.filter(|(term, _)| *term > Term::NONE),
         gateways: of_gateways,
     }
