@@ -9,9 +9,9 @@ pub mod agent;
 pub mod announce;
 pub mod backend;
 pub mod cli;
-pub mod flag_table;
 #[cfg(feature = "agent")]
 pub mod failover;
+pub mod flag_table;
 #[cfg(feature = "agent")]
 pub mod health;
 #[cfg(feature = "agent")]

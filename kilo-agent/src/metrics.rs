@@ -20,8 +20,8 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use crate::status::Timestamp;
 use crate::failover::FailoverMetrics;
+use crate::status::Timestamp;
 use kilo_core::{topology::TunnelEnd, wireguard::key::PublicKey};
 use kilo_host::{
     dataplane::{CounterReader, Counters, DataplaneError},

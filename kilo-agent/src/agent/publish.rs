@@ -93,9 +93,10 @@ impl<B: Backend> Agent<B> {
         own.key = Some(self.key.public());
         own.granularity = Some(self.options.settings.granularity);
         own.discovered_endpoints = state.seen_endpoints();
-        let fails_over = self.failover.as_ref().filter(|_| {
-            self.options.settings.granularity == Granularity::Location && !own.no_internal_ip
-        });
+        let fails_over = self
+            .failover
+            .as_ref()
+            .filter(|_| self.options.settings.granularity == Granularity::Location && !own.no_internal_ip);
         own.signal = fails_over.is_some();
         own.leading = fails_over.and_then(|failover| failover.leading(seen.leading));
         let cilium = links.iter().find(|link| link.name == CILIUM_HOST);

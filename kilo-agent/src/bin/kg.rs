@@ -16,8 +16,8 @@ use kilo_agent::{
     agent::{self, Agent},
     backend::{Backend, file::FileBackend, kubernetes, last_good},
     cli::{
-        BackendKind, LogLevel, PrefixList, parse_bool, parse_cidr, parse_failover_interval, parse_label, parse_listen,
-        parse_node_name, parse_period, parse_port, parse_secret,
+        BackendKind, LogLevel, PrefixList, parse_bool, parse_cidr, parse_failover_interval, parse_label,
+        parse_listen, parse_node_name, parse_period, parse_port, parse_secret,
     },
     failover,
     health::Health,
@@ -29,8 +29,8 @@ use kilo_agent::{
 use kilo_core::{
     objects::Snapshot,
     settings::{
-        AttachMode, Compatibility, Encapsulate, EndpointFrom, Failover, Granularity, Masquerade, Settings, TunnelMode,
-        WireguardMode,
+        AttachMode, Compatibility, Encapsulate, EndpointFrom, Failover, Granularity, Masquerade, Settings,
+        TunnelMode, WireguardMode,
     },
 };
 use kilo_failover::Params;

@@ -81,13 +81,13 @@ impl Thread {
         // A node that joined a moment ago is claimed before its object is here.
         let signal = known_only(signal, location);
         match acting.claimed(&self.params, from, &signal, &gateways, site.place.me) {
-            Ok(step) => self.moves(far, location, step, from, now),
+            Ok(step) => self.moves(far, location, &step, from, now),
             Err(Refused::Kind | Refused::Gateway) => self.metrics.refused("gateway"),
             Err(Refused::Member) => self.metrics.refused("member"),
         }
     }
 
-    fn moves(&mut self, far: Far, location: &FarLocation, step: Step, from: NodeId, now: Micros) {
+    fn moves(&mut self, far: Far, location: &FarLocation, step: &Step, from: NodeId, now: Micros) {
         if !step.moves.is_empty() || step.moves_shared {
             tracing::info!(
                 location = %self.location_name(location),

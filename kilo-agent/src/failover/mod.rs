@@ -69,8 +69,10 @@ struct Shared {
 #[derive(Clone, Debug, Default)]
 struct Said {
     acting: Arc<Acting>,
-    /// The term in which this node leads its location; `None`: the thread does not know yet.
-    leading: Option<Option<u64>>,
+    /// The thread has said anything.
+    is_told: bool,
+    /// The term in which this node leads its location.
+    leading: Option<u64>,
     report: Report,
 }
 
@@ -127,7 +129,7 @@ impl Failover {
     /// the device was read: what the thread moves later, it tells after it has moved it.
     pub fn mesh(&self, mesh: Mesh, state: &DeviceState) -> Mesh {
         let said = locked(&self.shared.said);
-        let (is_told, acting) = (said.leading.is_some(), Arc::clone(&said.acting));
+        let (is_told, acting) = (said.is_told, Arc::clone(&said.acting));
         drop(said);
         let mesh = mesh.with_acting(self.options.stand_bys, acting);
         if is_told {
@@ -139,7 +141,8 @@ impl Failover {
 
     /// The term in which this node leads its location; `written` while nobody knows.
     pub fn leading(&self, written: Option<u64>) -> Option<u64> {
-        locked(&self.shared.said).leading.unwrap_or(written)
+        let said = locked(&self.shared.said);
+        if said.is_told { said.leading } else { written }
     }
 
     /// For those who look.

@@ -106,7 +106,7 @@ mod tests {
         }
         let (v4, v6) = ("10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap());
         assert_eq!(udp((v4, 1), (v6, 1), b""), None);
-        assert_eq!(udp((v4, 1), (v4, 1), &[0; 65_500]).map(|packet| packet.len()), Some(65_528));
-        assert_eq!(udp((v4, 1), (v4, 1), &[0; 65_510]), None);
+        assert_eq!(udp((v4, 1), (v4, 1), &vec![0; 65_500]).map(|packet| packet.len()), Some(65_528));
+        assert_eq!(udp((v4, 1), (v4, 1), &vec![0; 65_510]), None);
     }
 }

@@ -5,7 +5,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use kilo_failover::{Micros, MS, SEC, Way};
+use kilo_failover::{MS, Micros, SEC, Way};
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{

@@ -257,18 +257,15 @@ fn far_location(facts: &Facts<'_>, at: usize, segment: &Segment) -> FarLocation 
         .order
         .iter()
         .filter_map(|index| segment.members[*index].node.key)
-        .map(|key| FarGateway {
-            id: signal_id::node(&key),
-            key,
-            control: signal_id::control_address(&key),
-        })
+        .map(|key| FarGateway { id: signal_id::node(&key), key, control: signal_id::control_address(&key) })
         .collect();
     // What the plan gives to any of them: a prefix that two locations claim is one's.
     let peers = of_gateways.iter().filter_map(|gateway| facts.plan.wireguard.peers.get(&gateway.key));
     let planned: BTreeSet<IpNet> = peers.flat_map(|peer| peer.allowed_ips.iter().copied()).collect();
     let is_planned = |prefix: &IpNet| planned.contains(prefix);
     let members = segment.members.iter();
-    let members = members.filter_map(|member| Some((id(member)?, prefixes(member).filter(is_planned).collect())));
+    let members =
+        members.filter_map(|member| Some((id(member)?, prefixes(member).filter(is_planned).collect())));
     let members = members.collect();
     let shared = segment.wireguard_ip.map(IpNet::from).into_iter();
     let shared = shared.chain(segment.allowed_location_ips.iter().map(IpNet::trunc));

@@ -18,7 +18,8 @@ use kilo_common::{
 };
 use kilo_core::topology::{Acting, ActingLocation, NodeId};
 use kilo_failover::{
-    Agent, Far, Input, Micros, Note, Output, Params, Signal, Start, Way, far, signal::Shared as SharedPrefixes,
+    Agent, Far, Input, Micros, Note, Output, Params, Signal, Start, Way, far,
+    signal::Shared as SharedPrefixes,
 };
 use kilo_host::{
     dataplane::{
@@ -141,7 +142,7 @@ impl Thread {
         let mut inputs = Vec::new();
         let site = locked(&self.shared.site).take();
         if let Some(site) = site {
-            self.site_is(site);
+            self.site_is(&site);
         }
         let Some(site) = self.site.clone() else {
             while self.tools.ring.next().is_some() {}
@@ -168,21 +169,21 @@ impl Thread {
     }
 
     /// The mesh is another, or was looked at again.
-    fn site_is(&mut self, site: Arc<Site>) {
+    fn site_is(&mut self, site: &Arc<Site>) {
         let now = micros();
-        self.fars_are(&site, now);
-        self.site = Some(Arc::clone(&site));
+        self.fars_are(site, now);
+        self.site = Some(Arc::clone(site));
         let takes_part = site.place.gateways.len() > 1 && site.place.nodes.contains(&site.place.me);
         match &mut self.agent {
             Some(agent) if takes_part => {
                 let out = agent.place_is(site.place.clone(), now, &mut random);
-                self.act(&site, out, &mut Vec::new());
+                self.act(site, out, &mut Vec::new());
             }
             Some(_) => {
                 self.agent = None;
-                self.mark(&site, &[]);
+                self.mark(site, &[]);
             }
-            None if takes_part => self.start(&site, now),
+            None if takes_part => self.start(site, now),
             None => {}
         }
         self.next_report = 0;
@@ -293,9 +294,9 @@ impl Thread {
             }
             Kind::Claim | Kind::End | Kind::Moved => {
                 let gateway = site.far_gateway(source).filter(|_| by_tunnel);
-                let Some((far, from)) = gateway.filter(|(_, from)| {
-                    signal.kind == Kind::Moved || *from == signal.sender
-                }) else {
+                let Some((far, from)) =
+                    gateway.filter(|(_, from)| signal.kind == Kind::Moved || *from == signal.sender)
+                else {
                     return self.metrics.refused("gateway");
                 };
                 if signal.kind == Kind::Moved {
@@ -429,7 +430,10 @@ impl Thread {
         let text = match *note {
             Note::Suspects(leader) => {
                 self.metrics.suspicion("asked");
-                tracing::info!(leader = self.name(leader), "the leader does not answer; other nodes are asked");
+                tracing::info!(
+                    leader = self.name(leader),
+                    "the leader does not answer; other nodes are asked"
+                );
                 return;
             }
             Note::OverBudget => {
@@ -476,7 +480,7 @@ impl Thread {
         let (term, gateway) = self.said(&site, self.word);
         let me = site.place.me;
         let lead = self.agent.as_ref().and_then(Agent::lead);
-        let shared = lead.map_or(SharedPrefixes::Stay, |lead| lead.shared());
+        let shared = lead.map_or(SharedPrefixes::Stay, kilo_failover::gateway::Lead::shared);
         self.leader = match () {
             () if self.agent.is_none() || term == Term::NONE => None,
             () if gateway != me || shared != SharedPrefixes::Stay => Some((term, gateway)),
@@ -495,9 +499,10 @@ impl Thread {
         }
         let leading = self.agent.as_ref().and(leads.then_some(term.bits()));
         let mut said = locked(&self.shared.said);
-        if *said.acting != acting || said.leading != Some(leading) {
+        if *said.acting != acting || said.leading != leading || !said.is_told {
             said.acting = Arc::new(acting);
-            said.leading = Some(leading);
+            said.leading = leading;
+            said.is_told = true;
             self.shared.changed.notify_one();
         }
     }

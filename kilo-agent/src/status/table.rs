@@ -96,7 +96,9 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
     };
     let failover = agent.failover.iter().map(|failover| failover_row(failover, now));
     let failover = columns(&["FAILOVER", "LEADER", "TERM", "SINCE", "STAND-BYS", "LAST-CHANGE"], failover);
-    for part in [failover, tunnels, programs, counted("ACTION", &agent.packets), counted("DROPPED", &agent.drops)] {
+    for part in
+        [failover, tunnels, programs, counted("ACTION", &agent.packets), counted("DROPPED", &agent.drops)]
+    {
         if !part.is_empty() {
             text += "\n";
             text += &part;

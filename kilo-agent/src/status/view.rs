@@ -2,9 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
-use super::{
-    AgentStatus, FailoverStatus, Leaders, StandByStatus, Status, Timestamp, Tunnel, of_objects,
-};
+use super::{AgentStatus, FailoverStatus, Leaders, StandByStatus, Status, Timestamp, Tunnel, of_objects};
 use crate::failover::{Reporter, StandBy};
 use kilo_core::{
     objects::Snapshot,

@@ -105,6 +105,8 @@ mod tests {
             discovered_endpoints: BTreeMap::from([(PublicKey([4; 32]), "5.6.7.8:9".parse().unwrap())]),
             granularity: Some(Granularity::Full),
             cni_compatibility_ip: None,
+            signal: true,
+            leading: Some(1 << 16),
         };
         let mut object = core::Node::default();
         let written = wanted(&published);
@@ -119,6 +121,7 @@ mod tests {
         assert_eq!(node.wireguard_ip, published.wireguard_ip);
         assert_eq!(node.discovered_endpoints, published.discovered_endpoints);
         assert_eq!(node.granularity, Some(Granularity::Full));
+        assert_eq!((node.signal, node.leading), (true, published.leading));
         assert!(changes(object.metadata.annotations.as_ref().unwrap(), written).is_empty());
     }
 
@@ -169,6 +172,7 @@ mod tests {
             ("discovered-endpoints", &long),
             ("granularity", "continent"),
             ("cni-compatibility-ip", "x"),
+            ("leading", "-1"),
         ] {
             let mut object = to_object(&good, 17);
             let annotations = object.metadata.annotations.get_or_insert_default();
@@ -217,6 +221,8 @@ mod tests {
             granularity: Some(Granularity::Full),
             cni_compatibility_ip: "10.42.0.7/32".parse().ok(),
             external_ips: vec!["192.0.2.7".parse().unwrap(), "2001:db8::7".parse().unwrap()],
+            signal: true,
+            leading: Some(1 << 16),
             ..plain.clone()
         };
         let without = Node { internal_ip: None, no_internal_ip: true, ..plain.clone() };

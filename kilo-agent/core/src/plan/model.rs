@@ -162,7 +162,8 @@ impl Tables {
         let steered = |value: &PrefixValue| {
             value.flags & PREFIX_PODS_STEERED != 0 && matches!(value.hop, HOP_REMOTE | HOP_ACTING)
         };
-        self.is_gateway() && self.prefix.iter().any(|(prefix, value)| prefix.prefix_len() > 0 && steered(value))
+        self.is_gateway()
+            && self.prefix.iter().any(|(prefix, value)| prefix.prefix_len() > 0 && steered(value))
     }
 
     /// Largest packet in bytes that a hop carries; 0 = not known.

@@ -76,7 +76,7 @@ impl Remote {
                 // Addresses of WireGuard and of pods are the mesh's alone.
                 let free = endpoint && (!private || free());
                 let (inside, gateway) = (private && !endpoint, gateway(member));
-                PrefixClaim { inside, endpoint, free, gateway, ..of_node(prefix, owner) }
+                PrefixClaim { gateway, inside, endpoint, free, ..of_node(prefix, owner) }
             }));
             let offered = segment.allowed_location_ips.iter().map(IpNet::trunc);
             claims.extend(offered.map(|prefix| PrefixClaim {

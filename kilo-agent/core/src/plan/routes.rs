@@ -23,8 +23,7 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
         // address brings a route to all WireGuard addresses.
         let other_way = own.is_gateway
             && inputs.mesh.segments.get(claim.owner).is_some_and(|segment| {
-                claim.endpoint
-                    || own.acts && segment.wireguard_ip.map(IpNet::from) == Some(claim.prefix)
+                claim.endpoint || own.acts && segment.wireguard_ip.map(IpNet::from) == Some(claim.prefix)
             });
         if !other_way {
             destinations.push(claim.prefix);

@@ -10,8 +10,8 @@ use kilo_common::{
     encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6},
     lead::{self, Term},
     maps::{
-        HOP_ACTING, HOP_LOCAL, HOP_NONE, HOP_REMOTE, NODE_GATEWAY, NODE_LED, NodeValue, PREFIX_HOST_STEERED, PREFIX_INSIDE,
-        PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
+        HOP_ACTING, HOP_LOCAL, HOP_NONE, HOP_REMOTE, NODE_GATEWAY, NODE_LED, NodeValue, PREFIX_HOST_STEERED,
+        PREFIX_INSIDE, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
     },
 };
 
@@ -204,9 +204,8 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tab
     let mut in_overlay = Vec::new();
     let mut to_leader = HOP_NONE;
     let leader = own.segment.leading().map(Member::name);
-    let is_gateway = |member: &Member| {
-        own.gateways.iter().any(|at| own.segment.members[*at].name() == member.name())
-    };
+    let is_gateway =
+        |member: &Member| own.gateways.iter().any(|at| own.segment.members[*at].name() == member.name());
     for member in own.others() {
         let (Some(id), Some(remote)) = (ids.get(member), member.private_ip()) else { continue };
         // Two nodes with one private address: what is sent there would come back here.

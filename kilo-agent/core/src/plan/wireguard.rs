@@ -55,12 +55,7 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
         // They know one key, that of Kilo's leader.
         refused: Some(peer.public_key) == own_key || !own.leads,
         key: peer.public_key,
-        endpoint: endpoint(
-            inputs,
-            &peer.public_key,
-            peer.endpoint.as_ref(),
-            peer.persistent_keepalive > 0,
-        ),
+        endpoint: endpoint(inputs, &peer.public_key, peer.endpoint.as_ref(), peer.persistent_keepalive > 0),
         behind_nat: peer.persistent_keepalive > 0,
         preshared_key: peer.preshared_key,
         control: None,

@@ -53,7 +53,9 @@ impl Segment {
             .map(|(index, member)| (leader::rank(&member.node), index))
             .collect();
         ranked.sort_unstable();
-        std::iter::once(self.leader).chain(ranked.into_iter().take(stand_bys).map(|(_, index)| index)).collect()
+        std::iter::once(self.leader)
+            .chain(ranked.into_iter().take(stand_bys).map(|(_, index)| index))
+            .collect()
     }
 
     /// Whether its leader follows what gateways of other locations claim.
@@ -88,7 +90,8 @@ impl Acting {
             let at = ids.iter().position(|id| id == gateway).map(|at| order[at]);
             at.or_else(|| (0..segment.members.len()).filter(capable).find(|index| id(*index) == *gateway))
         };
-        let said = heard.into_iter().chain(written).filter(|said| said.0 > Term::NONE && place(said).is_some());
+        let said =
+            heard.into_iter().chain(written).filter(|said| said.0 > Term::NONE && place(said).is_some());
         let latest = said.max_by_key(|(term, _)| *term);
         if let Some(latest) = latest
             && let Some(index) = place(&latest)

@@ -11,7 +11,9 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Acting, Gateways, Known, Member, Node, Peer, Segment, allocate, prefixes::Prefixes, segment::LeaderInfo};
+use super::{
+    Acting, Gateways, Known, Member, Node, Peer, Segment, allocate, prefixes::Prefixes, segment::LeaderInfo,
+};
 use crate::settings::Granularity;
 use crate::{flat_map::sort_by_prefix, wireguard::key::PublicKey};
 

@@ -157,11 +157,10 @@ impl Segment {
 fn reach(nodes: &[&Arc<Node>], wireguard_ip: Option<IpAddr>) -> Vec<LocationPrefix> {
     let of = |prefix: IpNet, private, member| LocationPrefix { prefix, private, member };
     let nodes = || nodes.iter().zip(0u32..).map(|(node, member)| (node, Some(member)));
-    let pods = nodes().flat_map(|(node, member)| {
-        node.pod_cidrs.iter().map(move |cidr| of(cidr.trunc(), false, member))
-    });
-    let addresses = nodes()
-        .filter_map(|(node, member)| node.internal_ip.map(|net| of(net.addr().into(), true, member)));
+    let pods = nodes()
+        .flat_map(|(node, member)| node.pod_cidrs.iter().map(move |cidr| of(cidr.trunc(), false, member)));
+    let addresses =
+        nodes().filter_map(|(node, member)| node.internal_ip.map(|net| of(net.addr().into(), true, member)));
     let wireguard_ip = wireguard_ip.map(|ip| of(ip.into(), false, None));
     let mut reach: Vec<LocationPrefix> = pods.chain(addresses).chain(wireguard_ip).collect();
     sort_by_prefix(&mut reach, |reach| reach.prefix);

@@ -25,10 +25,7 @@ impl Led {
     pub fn open(bpffs: &Path) -> Result<Self, DataplaneError> {
         let directory = pin_directory(bpffs);
         let map = |name| Ok::<_, DataplaneError>(Map::HashMap(open_pin(&directory, name)?));
-        Ok(Self {
-            v4: HashMap::try_from(map(name::NODE_V4)?)?,
-            v6: HashMap::try_from(map(name::NODE_V6)?)?,
-        })
+        Ok(Self { v4: HashMap::try_from(map(name::NODE_V4)?)?, v6: HashMap::try_from(map(name::NODE_V6)?)? })
     }
 
     /// Those that are marked.

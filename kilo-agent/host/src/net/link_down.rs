@@ -27,7 +27,8 @@ impl Needed {
     /// Whether the interface is up, as far as can be told without asking netlink.
     pub fn is_up(&self) -> bool {
         let Ok(name) = nix::net::if_::if_indextoname(self.index) else { return false };
-        let read = |file: &str| std::fs::read_to_string(format!("/sys/class/net/{}/{file}", name.to_string_lossy()));
+        let read =
+            |file: &str| std::fs::read_to_string(format!("/sys/class/net/{}/{file}", name.to_string_lossy()));
         // The carrier of a device that is down cannot be read.
         read("carrier").is_ok_and(|carrier| carrier.trim() == "1")
     }
@@ -127,8 +128,11 @@ fn says_down(kind: u16, message: &[u8], needed: &[Needed]) -> Option<bool> {
             attributes(message, 8).any(|(kind, value)| [1, 2].contains(&kind) && is_it(value))
         }
         // struct rtmsg: length of the destination at 1, table at 4, attributes from 12 on (4: interface).
-        libc::RTM_DELROUTE if (message.get(1), message.get(4)) == (Some(&0), Some(&libc::RT_TABLE_MAIN)) => attributes(message, 12)
-            .any(|(kind, value)| kind == 4 && word(value, 0).is_some_and(|index| is_needed(index).is_some())),
+        libc::RTM_DELROUTE if (message.get(1), message.get(4)) == (Some(&0), Some(&libc::RT_TABLE_MAIN)) => {
+            attributes(message, 12).any(|(kind, value)| {
+                kind == 4 && word(value, 0).is_some_and(|index| is_needed(index).is_some())
+            })
+        }
         _ => false,
     })
 }
