@@ -44,9 +44,13 @@ pub fn tunnel_ends(mesh: &Mesh) -> BTreeMap<PublicKey, TunnelEnd> {
     let peers = mesh.peers.iter().rev().map(|peer| {
         (peer.public_key, TunnelEnd::Peer { peer: peer.name.clone(), roams: peer.endpoint.is_none() })
     });
-    let locations = mesh.segments.iter().rev().filter_map(|segment| {
-        let node = segment.leading()?.name().to_owned();
-        Some((segment.key, TunnelEnd::Location { location: segment.location.clone(), node }))
+    let locations = mesh.segments.iter().enumerate().rev().flat_map(|(at, segment)| {
+        let gateways = mesh.gateways_of(at).into_owned().order.into_iter();
+        gateways.filter_map(|gateway| {
+            let member = segment.members.get(gateway)?;
+            let (location, node) = (segment.location.clone(), member.name().to_owned());
+            Some((member.node.key?, TunnelEnd::Location { location, node }))
+        })
     });
     peers.chain(locations).collect()
 }
