@@ -12,6 +12,7 @@ pub mod confine;
 pub mod counters;
 mod external;
 mod fail_closed;
+mod failover;
 pub mod faults;
 mod flannel;
 mod foreign;
@@ -149,6 +150,24 @@ enum LabCommand {
         #[arg(long, value_name = "FILE", hide = true)]
         outcomes: Option<PathBuf>,
     },
+    /// Break a leader again and again while traffic flows, with --failover=auto.
+    Failover {
+        /// Only these cases (comma separated); all when none is named.
+        #[arg(long = "case", value_delimiter = ',', value_name = "ID", value_parser = failover::named)]
+        cases: Vec<String>,
+        /// Only what every test run does.
+        #[arg(long, conflicts_with = "cases")]
+        always: bool,
+        /// How often each case is run.
+        #[arg(long, default_value_t = 1)]
+        runs: usize,
+        /// Write the runs to this file.
+        #[arg(long, value_name = "FILE")]
+        json: Option<PathBuf>,
+        /// Write the outcomes as tests to this file.
+        #[arg(long, value_name = "FILE", hide = true)]
+        outcomes: Option<PathBuf>,
+    },
     /// Make faults by chance while everybody asks everybody each second.
     Soak {
         /// Chooses the faults; printed, so that a run can be had again (default: by the clock).
@@ -206,7 +225,10 @@ impl LabArgs {
             && matches!(
                 self.command,
                 None | Some(
-                    LabCommand::Test { .. } | LabCommand::Faults { .. } | LabCommand::Scenario { .. }
+                    LabCommand::Test { .. }
+                        | LabCommand::Faults { .. }
+                        | LabCommand::Failover { .. }
+                        | LabCommand::Scenario { .. }
                 )
             )
     }
@@ -312,6 +334,28 @@ pub fn main(args: LabArgs) -> Result<()> {
             deployed?;
             if failed > 0 {
                 bail!("{failed} of {} faults cost more than they may", rows.len());
+            }
+            Ok(())
+        }
+        Some(LabCommand::Failover { ref cases, always, runs, ref json, ref outcomes }) => {
+            let _guard = take_over(&args.name)?;
+            let mut args = args.clone();
+            args.kg_flags.extend(["--failover=auto", "--stand-bys=1"].map(str::to_owned));
+            let choice = match (always, cases.as_slice()) {
+                (true, _) => failover::Choice::Always,
+                (false, []) => failover::Choice::All,
+                (false, ids) => failover::Choice::Named(ids),
+            };
+            let rows = failover::run(&mut Lab::up(&args, None)?, choice, runs);
+            if let Some(path) = json {
+                write_json(path, &rows)?;
+            }
+            if let Some(path) = outcomes {
+                write_json(path, &failover::outcomes(&rows, ""))?;
+            }
+            let failed = rows.iter().filter(|run| run.problem.is_some()).count();
+            if failed > 0 {
+                bail!("{failed} of {} runs are not what is accepted", rows.len());
             }
             Ok(())
         }

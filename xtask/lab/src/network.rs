@@ -319,28 +319,35 @@ impl Network {
         self.router.ip(&format!("link set {router_device}{master} up\n"))
     }
 
+    /// Lines of `ip` that give a node its routes, by this verb.
+    fn routes(&self, node: &Node, verb: &str) -> String {
+        let gateway = node.gateway;
+        if node.public.is_none() {
+            return format!("route {verb} default via {gateway}\n");
+        }
+        // The rest of the location is not beyond the public network.
+        let other_lans =
+            self.nodes.iter().filter(|other| other.location == node.location && other.lan != node.lan);
+        let within = other_lans.map(|other| format!("route {verb} {} via {gateway}\n", other.private));
+        let public = self.underlay.address(Ipv4Addr::new(192, 0, 2, 1));
+        within.chain([format!("route {verb} default via {public}\n")]).collect()
+    }
+
+    /// Gives a node back the routes that went with its links.
+    pub fn restore_routes(&self, node: &Node) -> Result<()> {
+        node.space.ip(&self.routes(node, "replace"))
+    }
+
     fn build_node(&self, node: &Node) -> Result<()> {
         let name = node.name();
         self.attach(&node.space, "eth0", &format!("{name}-lan"), Some(&node.lan))?;
-        let gateway = node.gateway;
         let (length, nodad) = if self.underlay == Underlay::V6 { (64, " nodad") } else { (24, "") };
         let mut batch = format!("address add {}/{length} dev eth0{nodad}\n", node.private);
-        match node.public {
-            Some(public) => {
-                self.attach(&node.space, "eth1", &format!("{name}-wan"), Some("wan"))?;
-                batch += &format!(
-                    "address add {public}/{length} dev eth1{nodad}\nroute add default via {}\n",
-                    self.underlay.address(Ipv4Addr::new(192, 0, 2, 1))
-                );
-                // The rest of the location is not beyond the public network.
-                for other in self.nodes.iter().filter(|other| other.location == node.location) {
-                    if other.lan != node.lan {
-                        batch += &format!("route add {} via {gateway}\n", other.private);
-                    }
-                }
-            }
-            None => batch += &format!("route add default via {gateway}\n"),
+        if let Some(public) = node.public {
+            self.attach(&node.space, "eth1", &format!("{name}-wan"), Some("wan"))?;
+            batch += &format!("address add {public}/{length} dev eth1{nodad}\n");
         }
+        batch += &self.routes(node, "add");
         node.space.ip(&batch)?;
         cni::install(node)?;
         // As the manifests ask of nodes: the agent cannot write there.

@@ -186,7 +186,7 @@ const NO_PODS: &str = "nft 'table inet no-pods { chain pods { type filter hook p
                        udp dport 7007 drop; }; }'";
 
 /// A node as it is after a reboot, but for its links: nothing of ours in the kernel.
-const REBOOT: &str = "
+pub(crate) const REBOOT: &str = "
     rm -rf /sys/fs/bpf/kilo
     for d in eth0 kilo0; do tc qdisc del dev $d clsact 2>/dev/null || true; done
     ip link delete kilo0 2>/dev/null || true

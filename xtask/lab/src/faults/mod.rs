@@ -7,7 +7,7 @@ pub mod injector;
 mod lines;
 mod links;
 pub mod list;
-mod nodes;
+pub(crate) mod nodes;
 pub mod soak;
 mod table;
 pub mod traffic;

@@ -15,12 +15,12 @@ use crate::{
 };
 
 /// Every node.
-pub(super) fn names(lab: &Lab) -> Vec<String> {
+pub(crate) fn names(lab: &Lab) -> Vec<String> {
     lab.network.nodes.iter().map(|node| node.name().to_owned()).collect()
 }
 
 /// Ends those agents, and starts them after a while.
-pub(super) fn stop_and_start(lab: &mut Lab, names: &[String], signal: Signal, pause: Duration) -> Result<()> {
+pub(crate) fn stop_and_start(lab: &mut Lab, names: &[String], signal: Signal, pause: Duration) -> Result<()> {
     for name in names {
         lab.agents.stop(name, signal)?;
     }
@@ -35,7 +35,7 @@ pub(super) fn stop_and_start(lab: &mut Lab, names: &[String], signal: Signal, pa
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))
 }
 
-pub(super) fn kill_all(lab: &mut Lab) -> Result<String> {
+pub(crate) fn kill_all(lab: &mut Lab) -> Result<String> {
     stop_and_start(lab, &names(lab), Signal::SIGKILL, Duration::from_secs(2))?;
     Ok("5 processes killed".to_owned())
 }
@@ -104,7 +104,7 @@ pub(super) fn uninstall(lab: &mut Lab) -> Result<String> {
 }
 
 /// Writes a file as editors do: complete at once.
-pub(super) fn put(path: &Path, text: &str) -> Result<()> {
+pub(crate) fn put(path: &Path, text: &str) -> Result<()> {
     let aside = path.with_extension("aside");
     fs::write(&aside, text)?;
     fs::rename(&aside, path).with_context(|| path.display().to_string())
@@ -130,7 +130,7 @@ fn with_file<T>(
 }
 
 /// A node's file with more annotations.
-pub(super) fn annotated(lab: &Lab, node: &str, annotations: &[(&str, &str)]) -> Result<String> {
+pub(crate) fn annotated(lab: &Lab, node: &str, annotations: &[(&str, &str)]) -> Result<String> {
     let text = fs::read_to_string(lab.agents.cluster().join(format!("node-{node}.yaml")))?;
     let lines: String =
         annotations.iter().map(|(name, value)| format!("    kilo.squat.ai/{name}: {value:?}\n")).collect();

@@ -1,0 +1,275 @@
+//! How hosts are broken, and mended once the figures are read.
+
+use std::{fs, thread::sleep, time::Duration};
+
+use anyhow::{Context as _, Result};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use super::state;
+use crate::{
+    Lab,
+    faults::{control_plane::REBOOT, nodes},
+    network::Node,
+    space::Space,
+    well::{LEADS, NO_ENDPOINT},
+};
+
+/// Who leads when a case begins.
+const LEADER: &str = "a1";
+/// Its first stand-by.
+const STAND_BY: &str = "a2";
+/// A node of the location that is neither, and from whose pod traffic is watched.
+const MEMBER: &str = "a3";
+/// How long a returned leader may take until it leads again: a minute of health, doubled by a loss.
+const RETURN: Duration = Duration::from_secs(150);
+/// How long the mesh has to notice a planned change.
+const NOTICED: Duration = Duration::from_secs(20);
+
+type Mend = Box<dyn FnOnce(&mut Lab) -> Result<()>>;
+
+/// What was done to hosts.
+pub struct Broken {
+    /// What was seen of it.
+    pub said: String,
+    mend: Option<Mend>,
+}
+
+impl Broken {
+    fn done(said: impl Into<String>) -> Self {
+        Self { said: said.into(), mend: None }
+    }
+
+    fn until(said: impl Into<String>, mend: impl FnOnce(&mut Lab) -> Result<()> + 'static) -> Self {
+        Self { said: said.into(), mend: Some(Box::new(mend)) }
+    }
+
+    /// Takes it back.
+    pub fn mend(&mut self, lab: &mut Lab) -> Result<()> {
+        self.mend.take().map_or(Ok(()), |mend| mend(lab))
+    }
+}
+
+fn node(lab: &Lab, name: &str) -> Result<Node> {
+    lab.network.node(name).cloned()
+}
+
+/// No process, no link; what is in the kernel is lost with the next [`boot`].
+fn cut_power(lab: &mut Lab, name: &str) -> Result<()> {
+    lab.caused(&[LEADS, NO_ENDPOINT]);
+    node(lab, name)?.space.sh("for d in eth0 eth1; do ip link set $d down 2>/dev/null || true; done")?;
+    lab.agents.stop(name, Signal::SIGKILL)
+}
+
+/// Starts a host without power: nothing of ours is in its kernel.
+fn boot(lab: &mut Lab, name: &str) -> Result<()> {
+    let node = node(lab, name)?;
+    node.space.sh(REBOOT)?;
+    node.space.sh("for d in eth0 eth1; do ip link set $d up 2>/dev/null || true; done")?;
+    lab.network.restore_routes(&node)?;
+    lab.agents.start(&node)
+}
+
+/// Every host begins anew, as after a power cut of all sites.
+pub fn reboot_all(lab: &mut Lab) -> Result<()> {
+    lab.caused(&[LEADS, NO_ENDPOINT]);
+    let names = nodes::names(lab);
+    for name in &names {
+        if lab.agents.pid(name).is_some() {
+            lab.agents.stop(name, Signal::SIGKILL)?;
+        }
+    }
+    for name in &names {
+        node(lab, name)?.space.sh(REBOOT)?;
+    }
+    for name in &names {
+        let node = node(lab, name)?;
+        lab.agents.start(&node)?;
+    }
+    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(120))
+}
+
+pub(super) fn power_off(lab: &mut Lab) -> Result<Broken> {
+    cut_power(lab, LEADER)?;
+    Ok(Broken::until("a1 has neither links nor processes", |lab| boot(lab, LEADER)))
+}
+
+pub(super) fn two_lose_power(lab: &mut Lab) -> Result<Broken> {
+    cut_power(lab, LEADER)?;
+    cut_power(lab, STAND_BY)?;
+    Ok(Broken::until("a1 and a2 have neither links nor processes", |lab| {
+        boot(lab, LEADER)?;
+        boot(lab, STAND_BY)
+    }))
+}
+
+pub(super) fn power_off_with_dead_agent(lab: &mut Lab) -> Result<Broken> {
+    lab.agents.stop(MEMBER, Signal::SIGKILL)?;
+    sleep(Duration::from_secs(1));
+    cut_power(lab, LEADER)?;
+    Ok(Broken::until("a1 has neither links nor processes, and a3 no agent", |lab| {
+        boot(lab, LEADER)?;
+        let member = node(lab, MEMBER)?;
+        lab.agents.start(&member)
+    }))
+}
+
+pub(super) fn power_off_cluster_away(lab: &mut Lab) -> Result<Broken> {
+    let there = lab.agents.cluster();
+    let away = there.with_file_name("cluster-away");
+    lab.caused(&["cluster", "reading", "backend", "publish"]);
+    fs::rename(&there, &away)?;
+    sleep(Duration::from_secs(20));
+    cut_power(lab, LEADER)?;
+    Ok(Broken::until("20 s without a cluster, then a1 without links and processes", move |lab| {
+        fs::rename(&away, &there).context("the cluster's directory")?;
+        boot(lab, LEADER)
+    }))
+}
+
+/// The router carries nothing from this port and to it, while its carrier stays.
+fn silence(router: &Space, port: &str) -> Result<()> {
+    router
+        .sh(&format!(
+            "nft 'table netdev silent {{
+                 chain in {{ type filter hook ingress device \"{port}\" priority 0; policy drop; }}
+                 chain out {{ type filter hook egress device \"{port}\" priority 0; policy drop; }}
+             }}'"
+        ))
+        .map(drop)
+}
+
+fn silent(lab: &mut Lab, port: &'static str) -> Result<Broken> {
+    lab.caused(&[LEADS]);
+    silence(&lab.network.router, port)?;
+    Ok(Broken::until(format!("nothing passes {port}"), |lab| {
+        lab.network.router.sh("nft delete table netdev silent").map(drop)
+    }))
+}
+
+pub(super) fn uplink_silent(lab: &mut Lab) -> Result<Broken> {
+    silent(lab, "a1-wan")
+}
+
+pub(super) fn lan_dead(lab: &mut Lab) -> Result<Broken> {
+    silent(lab, "a1-lan")
+}
+
+pub(super) fn carrier_down(lab: &mut Lab) -> Result<Broken> {
+    lab.caused(&[LEADS, NO_ENDPOINT]);
+    lab.network.router.ip("link set a1-wan down\n")?;
+    Ok(Broken::until("eth1 of a1 has no carrier", |lab| {
+        lab.network.router.ip("link set a1-wan up\n")?;
+        let leader = node(lab, LEADER)?;
+        lab.network.restore_routes(&leader)
+    }))
+}
+
+pub(super) fn kilo0_down(lab: &mut Lab) -> Result<Broken> {
+    // Its agent would set it up again at once.
+    let agent = agent(lab, LEADER)?;
+    kill(agent, Signal::SIGSTOP)?;
+    node(lab, LEADER)?.space.ip("link set kilo0 down\n")?;
+    Ok(Broken::until("kilo0 of a1 is down, and its agent stands still", move |_| {
+        kill(agent, Signal::SIGCONT).context("the agent of a1")
+    }))
+}
+
+pub(super) fn forwards_nothing(lab: &mut Lab) -> Result<Broken> {
+    let leader = node(lab, LEADER)?;
+    let others: Vec<_> = lab.network.nodes.iter().filter(|other| other.name() != LEADER).collect();
+    let sources: Vec<_> = others.iter().map(|other| other.private.to_string()).collect();
+    leader.space.sh(&format!(
+        "nft 'table netdev silent {{ chain out {{
+             type filter hook egress device \"kilo0\" priority 0; policy accept;
+             ip saddr {{ 10.42.0.0/16, {} }} counter drop
+         }}; }}'",
+        sources.join(", ")
+    ))?;
+    Ok(Broken::until("kilo0 of a1 drops what others send", move |_| {
+        leader.space.sh("nft delete table netdev silent").map(drop)
+    }))
+}
+
+pub(super) fn leader_returns(lab: &mut Lab) -> Result<Broken> {
+    let term = state::changes(lab);
+    cut_power(lab, LEADER)?;
+    sleep(Duration::from_secs(2));
+    boot(lab, LEADER)?;
+    let took = state::leads_again(lab, RETURN)?;
+    Ok(Broken::done(format!(
+        "a1 leads again {} s after its boot, {} changes in all",
+        took.as_secs(),
+        state::changes(lab).saturating_sub(term)
+    )))
+}
+
+pub(super) fn leader_moves(lab: &mut Lab) -> Result<Broken> {
+    lab.caused(&[LEADS]);
+    let path = lab.agents.cluster().join("node-a2.yaml");
+    let before = fs::read_to_string(&path)?;
+    let text = nodes::annotated(lab, STAND_BY, &[("leader", "true")])?;
+    nodes::put(&path, &text)?;
+    state::acts(lab, STAND_BY, NOTICED)?;
+    Ok(Broken::until("a2 leads because its annotation says so", move |lab| {
+        nodes::put(&path, &before)?;
+        state::acts(lab, LEADER, NOTICED)
+    }))
+}
+
+pub(super) fn agents_killed(lab: &mut Lab) -> Result<Broken> {
+    nodes::kill_all(lab).map(Broken::done)
+}
+
+pub(super) fn agents_restarted(lab: &mut Lab) -> Result<Broken> {
+    for name in nodes::names(lab) {
+        nodes::stop_and_start(lab, &[name], Signal::SIGTERM, Duration::from_millis(100))?;
+    }
+    Ok(Broken::done("5 processes, one after the other"))
+}
+
+fn agent(lab: &Lab, name: &str) -> Result<Pid> {
+    let pid = lab.agents.pid(name).with_context(|| format!("no agent runs on {name}"))?;
+    Ok(Pid::from_raw(pid.cast_signed()))
+}
+
+fn stand_still(agents: &[Pid], time: Duration) -> Result<()> {
+    agents.iter().try_for_each(|agent| kill(*agent, Signal::SIGSTOP))?;
+    sleep(time);
+    agents.iter().try_for_each(|agent| kill(*agent, Signal::SIGCONT)).context("agents that stand still")
+}
+
+pub(super) fn agent_stopped(lab: &mut Lab) -> Result<Broken> {
+    stand_still(&[agent(lab, LEADER)?], Duration::from_secs(3))?;
+    Ok(Broken::done("SIGSTOP and, 3 s later, SIGCONT"))
+}
+
+pub(super) fn agents_stalled(lab: &mut Lab) -> Result<Broken> {
+    let agents = nodes::names(lab).iter().map(|name| agent(lab, name)).collect::<Result<Vec<_>>>()?;
+    for _ in 0..6 {
+        stand_still(&agents, Duration::from_millis(200))?;
+        sleep(Duration::from_secs(5));
+    }
+    Ok(Broken::done("6 times 200 ms"))
+}
+
+pub(super) fn loss(lab: &mut Lab) -> Result<Broken> {
+    let ports = lab.network.nodes.iter().flat_map(|node| {
+        let wan = node.public.is_some().then(|| format!("\"{}-wan\"", node.name()));
+        std::iter::once(format!("\"{}-lan\"", node.name())).chain(wan)
+    });
+    let ports = ports.collect::<Vec<_>>().join(", ");
+    let router = lab.network.router.clone();
+    router.sh(&format!(
+        "nft 'table netdev silent {{ counter lost {{ }}; chain in {{
+             type filter hook ingress devices = {{ {ports} }} priority 0; policy accept;
+             numgen random mod 100 < 5 counter name lost drop
+         }}; }}'"
+    ))?;
+    sleep(Duration::from_secs(30));
+    let lost = crate::counters::nft(&router, "netdev silent lost");
+    router.sh("nft delete table netdev silent")?;
+    Ok(Broken::done(format!("{} packets were dropped", lost?)))
+}

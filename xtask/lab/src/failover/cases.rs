@@ -1,0 +1,107 @@
+//! The one table of failover's cases: what fails, and what is accepted.
+
+use std::fmt;
+
+use anyhow::Result;
+
+use super::breaking::{self, Broken};
+use crate::Lab;
+
+/// What is accepted.
+#[derive(Clone, Copy, Debug)]
+pub enum Limit {
+    /// Answers come again within so many milliseconds, from another leader.
+    Outage(u64),
+    /// At most so many datagrams are lost.
+    Lost(u64),
+    /// Nothing is lost, and nobody else leads.
+    Undisturbed,
+    /// Whatever is lost, nobody else leads.
+    NoSwitch,
+}
+
+impl fmt::Display for Limit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Outage(most) => write!(f, "accepted: {most} ms"),
+            Self::Lost(most) => write!(f, "accepted: {most} lost"),
+            Self::Undisturbed => write!(f, "accepted: nothing lost, no switch"),
+            Self::NoSwitch => write!(f, "accepted: no switch"),
+        }
+    }
+}
+
+/// One case.
+pub struct Case {
+    /// As it is chosen on the command line.
+    pub id: &'static str,
+    /// Line of docs/reliability.md that it belongs to.
+    pub line: u8,
+    /// What happens.
+    pub name: &'static str,
+    /// Namespaces between which traffic is watched.
+    pub from: &'static str,
+    /// Where it goes.
+    pub to: &'static str,
+    /// Stand-bys of each location.
+    pub stand_bys: u8,
+    /// What is accepted.
+    pub limit: Limit,
+    /// Part of every test run.
+    pub is_always: bool,
+    /// Makes the fault.
+    pub inject: fn(&mut Lab) -> Result<Broken>,
+}
+
+const fn case(
+    id: &'static str,
+    line: u8,
+    name: &'static str,
+    limit: Limit,
+    inject: fn(&mut Lab) -> Result<Broken>,
+) -> Case {
+    Case { id, line, name, from: "pod-a3", to: "pod-b2", stand_bys: 1, limit, is_always: false, inject }
+}
+
+impl Case {
+    const fn always(self) -> Self {
+        Self { is_always: true, ..self }
+    }
+
+    const fn stand_bys(self, stand_bys: u8) -> Self {
+        Self { stand_bys, ..self }
+    }
+}
+
+/// Every id, for the command line.
+///
+/// # Errors
+/// With all ids, when there is no case of that name.
+pub fn named(text: &str) -> Result<String, String> {
+    if CASES.iter().any(|case| case.id == text) {
+        return Ok(text.to_owned());
+    }
+    let ids: Vec<_> = CASES.iter().map(|case| case.id).collect();
+    Err(format!("no such case; there are {}", ids.join(", ")))
+}
+
+/// All of them, by line.
+#[rustfmt::skip]
+pub const CASES: &[Case] = &[
+    case("power-off", 17, "the leader loses power", Limit::Outage(1000), breaking::power_off).always(),
+    case("uplink-silent", 18, "the leader's uplink carries nothing, its carrier stays", Limit::Outage(1000), breaking::uplink_silent).always(),
+    case("carrier-down", 18, "the leader's uplink loses its carrier", Limit::Outage(100), breaking::carrier_down),
+    case("kilo0-down", 18, "kilo0 of the leader is down", Limit::Outage(1000), breaking::kilo0_down),
+    case("lan-dead", 18, "the leader's LAN interface carries nothing", Limit::Outage(1000), breaking::lan_dead),
+    case("forwards-nothing", 19, "the leader forwards nothing and answers pings and handshakes", Limit::Outage(1000), breaking::forwards_nothing),
+    case("leader-returns", 20, "the old leader comes back and leads again", Limit::Lost(10), breaking::leader_returns),
+    case("leader-moves", 21, "the leader annotation moves", Limit::Lost(10), breaking::leader_moves),
+    case("agents-killed", 68, "SIGKILL for every agent at once, back 2 s later", Limit::Undisturbed, breaking::agents_killed).always(),
+    case("agent-stopped", 68, "the leader's agent stands still for 3 s", Limit::Undisturbed, breaking::agent_stopped),
+    case("agents-restarted", 68, "every agent restarts, one after the other", Limit::Undisturbed, breaking::agents_restarted),
+    case("agents-stalled", 68, "agents stand still for 200 ms every 5 s, for 30 s", Limit::Undisturbed, breaking::agents_stalled),
+    case("power-off-member-agent-dead", 69, "the leader loses power while a member's agent is dead", Limit::Outage(1000), breaking::power_off_with_dead_agent).always(),
+    case("power-off-cluster-away", 69, "the leader loses power while the cluster is away", Limit::Outage(1000), breaking::power_off_cluster_away),
+    case("loss", 71, "5 % of all packets between hosts are lost for 30 s", Limit::NoSwitch, breaking::loss),
+    case("two-lose-power", 75, "the leader and a stand-by lose power at once", Limit::Outage(1500), breaking::two_lose_power).stand_bys(2),
+];

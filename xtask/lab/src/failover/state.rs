@@ -1,0 +1,82 @@
+//! Who leads, and whether a stand-by could: read from the agents' metrics.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+
+use super::breaking;
+use crate::{Lab, counters};
+
+/// Nodes of the location whose leader fails.
+const LOCATION: &str = "site-a";
+/// Who leads by Kilo's rule.
+const LEADER: &str = "a1";
+const ROLE_LEADER: &str = "kilo_failover_role{role=\"leader\"}";
+const ROLE_STAND_BY: &str = "kilo_failover_role{role=\"stand-by\"}";
+const FIT: &str = "kilo_stand_by_fit";
+const TERM: &str = "kilo_failover_term";
+
+fn metric(lab: &Lab, node: &str, name: &str) -> Option<u64> {
+    let node = lab.network.node(node).ok()?;
+    counters::scrape(&node.space).ok()?.get(name).copied()
+}
+
+/// Nodes of the location, whether their agents run or not.
+fn nodes(lab: &Lab) -> Vec<String> {
+    let nodes = lab.network.nodes.iter().filter(|node| node.location == LOCATION);
+    nodes.map(|node| node.name().to_owned()).collect()
+}
+
+/// How many changes of leader the location's agents know of.
+pub fn changes(lab: &Lab) -> u64 {
+    nodes(lab).iter().filter_map(|node| metric(lab, node, TERM)).max().unwrap_or(0)
+}
+
+/// Waits until Kilo's leader leads, and each stand-by could. Where another one leads, all nodes
+/// begin anew, as after a power cut of the whole site, with so many stand-bys.
+pub fn begin_anew(lab: &mut Lab, stand_bys: u8, limit: Duration) -> Result<()> {
+    let flag = format!("--stand-bys={stand_bys}");
+    let is_as_wanted = lab.agents.has_flag(&flag) && metric(lab, LEADER, ROLE_LEADER) == Some(1);
+    if !is_as_wanted {
+        lab.agents.set_flag("--stand-bys", &stand_bys.to_string());
+        breaking::reboot_all(lab)?;
+    }
+    let began = Instant::now();
+    loop {
+        let leads = metric(lab, LEADER, ROLE_LEADER) == Some(1);
+        let ready = nodes(lab).iter().filter(|node| is_fit(lab, node)).count();
+        if leads && ready == usize::from(stand_bys) {
+            return Ok(());
+        }
+        if began.elapsed() > limit {
+            bail!(
+                "{LEADER} leads: {leads}; {ready} of {stand_bys} stand-bys could lead after {} s",
+                limit.as_secs()
+            );
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+fn is_fit(lab: &Lab, node: &str) -> bool {
+    metric(lab, node, ROLE_STAND_BY) == Some(1) && metric(lab, node, FIT) == Some(1)
+}
+
+/// Waits until Kilo's leader leads again; returns how long that took.
+pub fn leads_again(lab: &Lab, limit: Duration) -> Result<Duration> {
+    let began = Instant::now();
+    acts(lab, LEADER, limit)?;
+    Ok(began.elapsed())
+}
+
+/// Waits until this node leads.
+pub fn acts(lab: &Lab, node: &str, limit: Duration) -> Result<()> {
+    let began = Instant::now();
+    while metric(lab, node, ROLE_LEADER) != Some(1) {
+        if began.elapsed() > limit {
+            bail!("{node} does not lead after {} s", limit.as_secs());
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    Ok(())
+}
