@@ -7,6 +7,7 @@ mod names;
 mod nodes;
 mod removal;
 mod shipped;
+mod stand_by;
 mod updates;
 
 use std::time::{Duration, Instant};
@@ -55,6 +56,11 @@ const CHECKS: &[Check] = &[
     Check {
         name: "Kilo's own DaemonSet gets our image, and its own again",
         run: migration::there_and_back,
+        long: true,
+    },
+    Check {
+        name: "the leader's machine loses power, and its stand-by leads within half a second",
+        run: stand_by::leader_dies,
         long: true,
     },
     Check { name: "twenty boots send nothing in clear", run: nodes::many_boots, long: true },

@@ -247,6 +247,7 @@ table inet nat {
     chain postrouting {
         type nat hook postrouting priority 100;
         oifname "outside" masquerade
+        oifname "wan" ip saddr { 10.11.0.0/24, 10.12.0.0/24 } masquerade
     }
 }
 END

@@ -9,6 +9,7 @@ use crate::{
         Cluster, deploy,
         images::OTHER_TAG,
         network::{self, OUTSIDE},
+        node::Node,
     },
     image::IMAGE,
     lab::{
@@ -28,11 +29,17 @@ pub struct Flows {
 }
 
 impl Flows {
-    /// Starts them; none to that node.
+    /// Starts them from the first node; none to that other node.
     pub fn start(cluster: &Cluster, but: Option<&str>) -> Result<Self> {
+        let outside = if but.is_some() { cluster.first() } else { cluster.remote() };
+        Self::between(cluster, cluster.first(), but, outside)
+    }
+
+    /// Starts them from a node; none to that other node, and to the outside from a third.
+    pub fn between(cluster: &Cluster, from: &Node, but: Option<&str>, outside: &Node) -> Result<Self> {
         let pods = deploy::serving(cluster)?;
         let _ = probe::serve(&network::outside(), OUTSIDE.into());
-        let from = deploy::pod_on(&pods, cluster.first())?;
+        let from = deploy::pod_on(&pods, from)?;
         let mut flows = Vec::new();
         let mut start = |space: &Space, target, name: String| {
             flows.push((name, Traffic::start_every(space, target, TICK)));
@@ -43,8 +50,8 @@ impl Flows {
                 start(&from.space, address, format!("{} to {}{family}", from.node, pod.node));
             }
         }
-        let far = if but.is_some() { from } else { deploy::pod_on(&pods, cluster.remote())? };
-        start(&far.space, OUTSIDE.into(), format!("{} to outside", far.node));
+        let outside = deploy::pod_on(&pods, outside)?;
+        start(&outside.space, OUTSIDE.into(), format!("{} to outside", outside.node));
         for (_, traffic) in &flows {
             traffic.settle(Duration::from_secs(20))?;
         }
