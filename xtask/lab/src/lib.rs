@@ -164,6 +164,9 @@ enum LabCommand {
         /// Write the runs to this file.
         #[arg(long, value_name = "FILE")]
         json: Option<PathBuf>,
+        /// Write the table of docs/failover.md.
+        #[arg(long, conflicts_with = "always")]
+        docs: bool,
         /// Write the outcomes as tests to this file.
         #[arg(long, value_name = "FILE", hide = true)]
         outcomes: Option<PathBuf>,
@@ -337,7 +340,7 @@ pub fn main(args: LabArgs) -> Result<()> {
             }
             Ok(())
         }
-        Some(LabCommand::Failover { ref cases, always, runs, ref json, ref outcomes }) => {
+        Some(LabCommand::Failover { ref cases, always, runs, ref json, docs, ref outcomes }) => {
             let _guard = take_over(&args.name)?;
             let mut args = args.clone();
             args.kg_flags.extend(["--failover=auto", "--stand-bys=1"].map(str::to_owned));
@@ -352,6 +355,9 @@ pub fn main(args: LabArgs) -> Result<()> {
             }
             if let Some(path) = outcomes {
                 write_json(path, &failover::outcomes(&rows, ""))?;
+            }
+            if docs {
+                failover::write_table(&rows)?;
             }
             let failed = rows.iter().filter(|run| run.problem.is_some()).count();
             if failed > 0 {

@@ -23,10 +23,10 @@ pub enum Limit {
 impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Outage(most) => write!(f, "accepted: {most} ms"),
-            Self::Lost(most) => write!(f, "accepted: {most} lost"),
-            Self::Undisturbed => write!(f, "accepted: nothing lost, no switch"),
-            Self::NoSwitch => write!(f, "accepted: no switch"),
+            Self::Outage(most) => write!(f, "{most} ms"),
+            Self::Lost(most) => write!(f, "{most} lost"),
+            Self::Undisturbed => write!(f, "nothing lost, no switch"),
+            Self::NoSwitch => write!(f, "no switch"),
         }
     }
 }

@@ -4,11 +4,12 @@
 mod breaking;
 mod cases;
 mod state;
+mod table;
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::{
     Lab,
@@ -17,6 +18,7 @@ use super::{
 use crate::report::TestOutcome;
 pub use cases::named;
 use cases::{CASES, Case, Limit};
+pub use table::write as write_table;
 
 /// Longest wait until traffic flows, before the fault and after it.
 const PATIENCE: Duration = Duration::from_secs(90);
@@ -26,10 +28,10 @@ const FIT: Duration = Duration::from_secs(60);
 const AFTER: Duration = Duration::from_secs(2);
 
 /// One run of a case.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Run {
     /// Id of the case.
-    pub id: &'static str,
+    pub id: String,
     /// Line of docs/reliability.md.
     pub line: u8,
     /// What was done, and what was seen of it.
@@ -86,7 +88,7 @@ fn one(lab: &mut Lab, case: &Case) -> Run {
     let began = Instant::now();
     let result = watch(lab, case);
     let mut run = Run {
-        id: case.id,
+        id: case.id.to_owned(),
         line: case.line,
         injected: String::new(),
         sent: 0,
@@ -166,12 +168,12 @@ fn missed(case: &Case, figures: &Figures, switches: u64) -> Option<String> {
 fn summary(case: &Case, runs: &[Run]) {
     let mut gaps: Vec<_> = runs.iter().filter(|run| run.sent > 0).map(|run| run.gap_ms).collect();
     gaps.sort_unstable();
-    let at = |part: usize| gaps.get((gaps.len() * part / 100).min(gaps.len().saturating_sub(1)));
-    let (Some(median), Some(p95), Some(longest)) = (at(50), at(95), gaps.last()) else { return };
+    let Some(longest) = gaps.last() else { return };
+    let (median, p95) = (table::part(&gaps, 50), table::part(&gaps, 95));
     let failed = runs.iter().filter(|run| run.problem.is_some()).count();
     println!(
         "== line {}, {}: {} runs, {failed} failed; without answer {median} ms in the median, p95 {p95}, \
-         longest {longest}; {}",
+         longest {longest}; accepted: {}",
         case.line,
         case.name,
         runs.len(),
