@@ -202,6 +202,9 @@ fn no_pod_cidr(cluster: &Cluster, node: &Node) -> Result<String> {
     })();
     first.sh(&format!("mv {aside} {manifest}"))?;
     let said = said?;
+    // The node may get another pod CIDR than the one its pods have their addresses from.
+    deploy::apply(cluster)?;
+    removal::renew_pods(cluster)?;
     if !said.contains("--allocate-node-cidrs") {
         bail!("the last line of the log does not say what to do: {said}");
     }
