@@ -72,7 +72,7 @@ fn boot(lab: &mut Lab, name: &str) -> Result<()> {
     lab.agents.start(&node)
 }
 
-/// Every host begins anew, as after a power cut of all sites.
+/// Every host begins anew, as after a power cut of all sites, and nobody remembers who led.
 pub fn reboot_all(lab: &mut Lab) -> Result<()> {
     lab.caused(&[LEADS, NO_ENDPOINT]);
     let names = nodes::names(lab);
@@ -82,7 +82,10 @@ pub fn reboot_all(lab: &mut Lab) -> Result<()> {
         }
     }
     for name in &names {
-        node(lab, name)?.space.sh(REBOOT)?;
+        let node = node(lab, name)?;
+        node.space.sh(REBOOT)?;
+        // Who led is written there, too.
+        lab.agents.write_node(&node, &[])?;
     }
     for name in &names {
         let node = node(lab, name)?;

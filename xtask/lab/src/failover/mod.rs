@@ -27,6 +27,9 @@ const FIT: Duration = Duration::from_secs(60);
 /// How long traffic is watched after the fault, so that a second change is seen, too.
 const AFTER: Duration = Duration::from_secs(2);
 
+/// What agents log when another gateway leads.
+const CHANGE: &str = "change of leader";
+
 /// One run of a case.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Run {
@@ -119,6 +122,7 @@ fn one(lab: &mut Lab, case: &Case) -> Run {
 }
 
 fn watch(lab: &mut Lab, case: &Case) -> Result<(String, Figures, u64)> {
+    lab.caused(&[CHANGE]);
     lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
     state::begin_anew(lab, case.stand_bys, FIT)?;
     let (from, to) = (lab.network.space(case.from)?, lab.network.space(case.to)?);
