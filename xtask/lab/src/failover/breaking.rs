@@ -28,6 +28,9 @@ const RETURN: Duration = Duration::from_secs(150);
 /// How long the mesh has to notice a planned change.
 const NOTICED: Duration = Duration::from_secs(20);
 
+/// How names of files end that agents write beside the cluster's objects.
+const PUBLISHED: &str = ".kilo.yaml";
+
 type Mend = Box<dyn FnOnce(&mut Lab) -> Result<()>>;
 
 /// What was done to hosts.
@@ -84,8 +87,8 @@ pub fn reboot_all(lab: &mut Lab) -> Result<()> {
     for name in &names {
         let node = node(lab, name)?;
         node.space.sh(REBOOT)?;
-        // Who led is written there, too.
-        lab.agents.write_node(&node, &[])?;
+        // Who led is written in what its agent has published, too.
+        let _ = fs::remove_file(lab.agents.cluster().join(format!("{name}{PUBLISHED}")));
     }
     for name in &names {
         let node = node(lab, name)?;
