@@ -341,7 +341,7 @@ pub fn main(args: LabArgs) -> Result<()> {
             Ok(())
         }
         Some(LabCommand::Failover { ref cases, always, runs, ref json, docs, ref outcomes }) => {
-            let _guard = take_over(&args.name)?;
+            let mut guard = take_over(&args.name)?;
             let mut args = args.clone();
             args.kg_flags.extend(["--failover=auto", "--stand-bys=1"].map(str::to_owned));
             let choice = match (always, cases.as_slice()) {
@@ -360,6 +360,8 @@ pub fn main(args: LabArgs) -> Result<()> {
                 failover::write_table(&rows)?;
             }
             let failed = rows.iter().filter(|run| run.problem.is_some()).count();
+            // To look around.
+            guard.keep = args.keep && failed > 0;
             if failed > 0 {
                 bail!("{failed} of {} runs are not what is accepted", rows.len());
             }
