@@ -22,8 +22,9 @@ pub use table::write as write_table;
 
 /// Longest wait until traffic flows, before the fault and after it.
 const PATIENCE: Duration = Duration::from_secs(90);
-/// Longest wait until each stand-by says that it could lead.
-const FIT: Duration = Duration::from_secs(60);
+/// Longest wait until the leader of Kilo's rule leads, after a minute of health if need be, and each stand-by
+/// says that it could.
+const FIT: Duration = Duration::from_secs(150);
 /// How long traffic is watched after the fault, so that a second change is seen, too.
 const AFTER: Duration = Duration::from_secs(2);
 
