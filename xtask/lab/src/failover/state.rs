@@ -11,6 +11,8 @@ use crate::{Lab, counters};
 const LOCATION: &str = "site-a";
 /// Who leads by Kilo's rule.
 const LEADER: &str = "a1";
+/// How long everybody has to be in their place before a case begins.
+const STEADY: Duration = Duration::from_secs(4);
 const ROLE_LEADER: &str = "kilo_failover_role{role=\"leader\"}";
 const ROLE_STAND_BY: &str = "kilo_failover_role{role=\"stand-by\"}";
 const FIT: &str = "kilo_stand_by_fit";
@@ -36,17 +38,22 @@ pub fn changes(lab: &Lab) -> u64 {
 /// begin anew, as after a power cut of the whole site, with so many stand-bys.
 pub fn begin_anew(lab: &mut Lab, stand_bys: u8, limit: Duration) -> Result<()> {
     let flag = format!("--stand-bys={stand_bys}");
-    let is_as_wanted = lab.agents.has_flag(&flag) && metric(lab, LEADER, ROLE_LEADER) == Some(1);
-    if !is_as_wanted {
+    if !lab.agents.has_flag(&flag) || term_of_leader(lab) > 0 {
         lab.agents.set_flag("--stand-bys", &stand_bys.to_string());
         breaking::reboot_all(lab)?;
     }
-    let began = Instant::now();
+    let (began, mut steady) = (Instant::now(), None);
     loop {
         let leads = metric(lab, LEADER, ROLE_LEADER) == Some(1);
         let ready = nodes(lab).iter().filter(|node| is_fit(lab, node)).count();
         if leads && ready == usize::from(stand_bys) {
-            return Ok(());
+            // Of nodes that boot at once another one may be ready first, and lead a moment later.
+            let since: &mut Instant = steady.get_or_insert_with(Instant::now);
+            if since.elapsed() > STEADY {
+                return Ok(());
+            }
+        } else {
+            steady = None;
         }
         if began.elapsed() > limit {
             bail!(
@@ -56,6 +63,11 @@ pub fn begin_anew(lab: &mut Lab, stand_bys: u8, limit: Duration) -> Result<()> {
         }
         std::thread::sleep(Duration::from_millis(100));
     }
+}
+
+/// How many changes Kilo's leader knows of; none when its agent has just begun.
+fn term_of_leader(lab: &Lab) -> u64 {
+    metric(lab, LEADER, TERM).unwrap_or(0)
 }
 
 fn is_fit(lab: &Lab, node: &str) -> bool {
