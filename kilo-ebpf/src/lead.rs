@@ -31,13 +31,13 @@ pub fn word(id: u32) -> u64 {
 /// Whether the word for one of these ids names this node's own WireGuard.
 #[inline(always)]
 pub fn is_mine(id: u32) -> bool {
-    hop_of(word(id)) as u32 == HOP_REMOTE
+    u32::from(hop_of(word(id))) == HOP_REMOTE
 }
 
 /// The entry that a prefix's hop id leads to.
 #[inline(always)]
 pub fn way(id: u32) -> Option<&'static Hop> {
-    hop(if is_remote(id) { hop_of(word(id)) as u32 } else { id })
+    hop(if is_remote(id) { u32::from(hop_of(word(id))) } else { id })
 }
 
 /// What this gateway does with a packet of that node for one of these ids. What comes

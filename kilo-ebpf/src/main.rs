@@ -124,6 +124,7 @@ mod programs {
 
     /// Moves the acting leader's word for the agent.
     #[classifier]
+    #[expect(clippy::needless_pass_by_value, reason = "the kernel's entry point takes it so")]
     pub fn follow(ctx: TcContext) -> i32 {
         lead::follow(&ctx);
         0
@@ -131,6 +132,7 @@ mod programs {
 
     /// Sends a signal for the agent.
     #[classifier]
+    #[expect(clippy::needless_pass_by_value, reason = "the kernel's entry point takes it so")]
     pub fn inject(ctx: TcContext) -> i32 {
         inject::inject(&ctx)
     }

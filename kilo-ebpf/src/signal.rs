@@ -69,7 +69,7 @@ pub fn is_signal<I: Ip>(ctx: &TcContext, offset: usize, ip: &I) -> bool {
         && ip.header_len() == I::HEADER_LEN
         && packet::gso_size(ctx) == 0
         && packet::linear_word(ctx, udp + DESTINATION_PORT)
-            .map_or_else(|| ctx.load(udp + DESTINATION_PORT).unwrap_or(0), |port| port)
+            .unwrap_or_else(|| ctx.load(udp + DESTINATION_PORT).unwrap_or(0))
             == signal::PORT.to_be()
         && ctx.load::<u8>(udp + UDP_LEN).is_ok_and(|first| first == 0)
 }
@@ -234,7 +234,7 @@ fn answer(
 #[inline(always)]
 fn stands(own: u64) -> (Term, u64) {
     let word = lead::word(HOP_ACTING);
-    let id = hop_of(word) as u32;
+    let id = u32::from(hop_of(word));
     if id == HOP_REMOTE {
         return (term_of(word), own);
     }

@@ -149,13 +149,16 @@ impl<B: Backend> Announcer<B> {
     /// given a node up whose heartbeat is old.
     fn first(&self, view: &View) -> Vec<Change> {
         let role = Role::of(&view.mesh, &self.context.node);
-        tracing::info!(
-            locations = view.mesh.segments.len(),
-            nodes = view.mesh.node_count(),
-            peers = view.mesh.peers.len(),
-            role = %role,
-            "mesh as this node sees it"
-        );
+        // Why a node is not in the mesh is the last line of its log.
+        if role != Role::Out {
+            tracing::info!(
+                locations = view.mesh.segments.len(),
+                nodes = view.mesh.node_count(),
+                peers = view.mesh.peers.len(),
+                role = %role,
+                "mesh as this node sees it"
+            );
+        }
         let known = view.snapshot.nodes.get(&self.context.node);
         let was_in =
             known.is_some_and(|own| own.key.is_some() && is_recent(own.last_seen, Timestamp::now().0));

@@ -187,7 +187,7 @@ fn rubbish_to_status_connect_and_webhook_is_named() {
         (&["status", "--agent=ftp://x"][..], "http://"),
         (&["status", "--agent=http://127.0.0.1:1"], "does not answer"),
         (&["status", "nobody"], "nobody"),
-        (&["status", "-o", "yaml"], "table, json"),
+        (&["status", "-o", "toml"], "table, wide, json, yaml, name"),
         (&["status", "--mesh-granularity=x"], "location, full, cross, auto"),
         (&["connect", "--mtu=1"], "576..=65535"),
         (&["connect", "--resync-period=30"], "30s"),
