@@ -57,23 +57,32 @@ mod webhook;
 
 const KG: &str = env!("CARGO_BIN_EXE_kg");
 
-/// A PodMonitor CRD without a schema worth the name: the operator's has thousands of lines.
-fn pod_monitor_crd() -> DynamicObject {
+/// What the Prometheus operator defines, as far as its own schema asks for anything.
+fn monitoring_crds() -> [DynamicObject; 2] {
+    let open = json!({ "type": "object", "x-kubernetes-preserve-unknown-fields": true });
+    let list = json!({ "type": "array", "items": open });
+    [
+        monitoring_crd("PodMonitor", &json!({ "selector": open, "podMetricsEndpoints": list })),
+        monitoring_crd("PrometheusRule", &json!({ "groups": list })),
+    ]
+}
+
+/// A kind of its group whose `spec` must have these fields.
+fn monitoring_crd(kind: &str, fields: &Value) -> DynamicObject {
+    let singular = kind.to_lowercase();
+    let plural = format!("{singular}s");
+    let required: Vec<_> = fields.as_object().unwrap().keys().cloned().collect();
     serde_json::from_value(json!({
         "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
-        "metadata": { "name": "podmonitors.monitoring.coreos.com" },
+        "metadata": { "name": format!("{plural}.monitoring.coreos.com") },
         "spec": {
             "group": "monitoring.coreos.com", "scope": "Namespaced",
-            "names": { "kind": "PodMonitor", "plural": "podmonitors", "singular": "podmonitor" },
+            "names": { "kind": kind, "plural": plural, "singular": singular },
             "versions": [{ "name": "v1", "served": true, "storage": true, "schema": { "openAPIV3Schema": {
                 "type": "object", "properties": { "spec": {
-                    "type": "object", "required": ["selector", "podMetricsEndpoints"],
+                    "type": "object", "required": required,
                     "x-kubernetes-preserve-unknown-fields": true,
-                    "properties": {
-                        "selector": { "type": "object", "x-kubernetes-preserve-unknown-fields": true },
-                        "podMetricsEndpoints": { "type": "array", "items": {
-                            "type": "object", "x-kubernetes-preserve-unknown-fields": true } },
-                    },
+                    "properties": fields,
                 } },
             } } }],
         },
@@ -112,10 +121,12 @@ async fn every_object_of_every_manifest_is_accepted_as_it_is_written() {
     let Some(server) = ApiServer::start().await else { return };
     let client = server.client(ADMIN).await;
     apply_crds(&client).await;
-    apply(&client, &pod_monitor_crd(), false).await.unwrap();
+    for crd in monitoring_crds() {
+        apply(&client, &crd, false).await.unwrap();
+    }
     let namespace = find("peer-validation.yaml", ("Namespace", "kilo"));
     apply(&client, &namespace, false).await.unwrap();
-    let discovery = served(&client, "podmonitors").await;
+    let discovery = served(&client, "prometheusrules").await;
     let mut kinds = BTreeSet::new();
     let files = manifests();
     for file in &files {
@@ -149,7 +160,9 @@ async fn every_object_of_every_manifest_is_accepted_as_it_is_written() {
     }
     println!("{} files, kinds {kinds:?}", files.len());
     assert!(files.len() >= 17, "{files:?}");
-    assert!(kinds.contains("PodMonitor") && kinds.contains("ValidatingWebhookConfiguration"), "{kinds:?}");
+    for kind in ["PodMonitor", "PrometheusRule", "ValidatingWebhookConfiguration"] {
+        assert!(kinds.contains(kind), "{kind}: {kinds:?}");
+    }
 }
 
 /// What the server serves, once this resource is among it.
@@ -189,7 +202,7 @@ fn of_newest_kubernetes(object: &Value) -> Value {
         "ServiceAccount" => through::<ServiceAccount>(object),
         "ValidatingWebhookConfiguration" => through::<ValidatingWebhookConfiguration>(object),
         // Not of Kubernetes itself.
-        "PodMonitor" => object.clone(),
+        "PodMonitor" | "PrometheusRule" => object.clone(),
         other => panic!("{other}: add its type here"),
     }
 }
