@@ -242,13 +242,15 @@ impl Thread {
             }
             _ => word,
         };
-        if word != self.word {
+        // The same word may name somebody else: a node that this one did not know before.
+        let is_news = |agent: &Agent| agent.word() != self.said(site, word);
+        if word != self.word || self.agent.as_ref().is_some_and(is_news) {
             self.word_is(site, word, inputs);
         }
     }
 
     fn word_is(&mut self, site: &Site, word: u64, inputs: &mut Vec<Input>) {
-        let (_, before) = self.said(site, self.word);
+        let (_, before) = self.agent.as_ref().map_or_else(|| self.said(site, self.word), Agent::word);
         self.word = word;
         let (term, gateway) = self.said(site, word);
         if gateway != before {
