@@ -10,7 +10,7 @@ use std::{
 use ipnet::IpNet;
 use kilo_common::maps::{HOP_REMOTE, PREFIX_INSIDE, PREFIX_ROUTE};
 use kilo_core::{
-    plan::{self, Hop, HopIds, HostPlan, Inputs},
+    plan::{self, Hop, HopIds, HostPlan, Inputs, Route},
     settings::{Compatibility, Encapsulate, Granularity, Settings, Tunnel},
     topology::{Mesh, Node},
     wireguard::key::PublicKey,
@@ -114,6 +114,14 @@ fn ipip_to_the_leader_is_sent_to_its_address_in_the_overlay() {
     assert_eq!(towards_leader(&flannel), (Tunnel::Ipip, 5, 1430, ip("10.1.0.2"), ip("10.244.1.0")));
     let cilium = plan("n2", Compatibility::Cilium, Tunnel::Ipip);
     assert_eq!(towards_leader(&cilium), (Tunnel::Ipip, 6, 1410, ip("10.1.0.2"), ip("10.244.1.77")));
+}
+
+#[test]
+fn routes_through_the_leader_bear_the_mtu_of_the_way_to_it() {
+    let cilium = plan("n2", Compatibility::Cilium, Tunnel::Ipip);
+    let through = |route: &&Route| cilium.tables.prefix[&route.destination].hop == HOP_REMOTE;
+    let mtus: Vec<_> = cilium.net.routes.iter().filter(through).map(|route| route.mtu).collect();
+    assert!(!mtus.is_empty() && mtus.iter().all(|mtu| *mtu == Some(1410)), "{mtus:?}");
 }
 
 #[test]

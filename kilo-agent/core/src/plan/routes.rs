@@ -1,6 +1,6 @@
 //! Addresses and routes that bring packets to the WireGuard device.
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::net::IpAddr;
 
 use ipnet::IpNet;
 use kilo_common::maps::{HOP_LOCAL, HOP_NONE, PREFIX_NEVER_CLEAR, PrefixValue};
@@ -43,7 +43,7 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
     let route = |destination: IpNet| {
         while prefixes.next_if(|(prefix, _)| prefix.rank() < destination.rank()).is_some() {}
         let value = prefixes.peek().filter(|(prefix, _)| **prefix == destination).map(|(_, value)| *value);
-        let mtu = value.and_then(|value| hop_mtu(&tables.hop, *value)).filter(|mtu| *mtu < inputs.mtu);
+        let mtu = value.and_then(|value| hop_mtu(tables, *value)).filter(|mtu| *mtu < inputs.mtu);
         let source = source.filter(|source| source.is_ipv4() == destination.addr().is_ipv4());
         let closed = value.is_some_and(|value| value.flags & PREFIX_NEVER_CLEAR != 0);
         Route { destination, table: MAIN_TABLE, source, mtu, closed }
@@ -67,10 +67,10 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
     net
 }
 
-/// Largest packet the hop of a prefix carries; `None` for WireGuard, whose
-/// device has that MTU, and where it is not known.
-fn hop_mtu(hops: &BTreeMap<u32, Hop>, value: PrefixValue) -> Option<u32> {
-    match hops.get(&value.hop)? {
+/// Largest packet the hop of a prefix carries, the leader's for what goes through it; `None` for
+/// WireGuard, whose device has that MTU, and where it is not known.
+fn hop_mtu(tables: &Tables, value: PrefixValue) -> Option<u32> {
+    match tables.way(value.hop)? {
         Hop::Node { mtu, .. } if *mtu != 0 => Some(*mtu),
         _ => None,
     }
