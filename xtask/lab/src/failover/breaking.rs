@@ -183,22 +183,6 @@ pub(super) fn kilo0_down(lab: &mut Lab) -> Result<Broken> {
     }))
 }
 
-pub(super) fn forwards_nothing(lab: &mut Lab) -> Result<Broken> {
-    let leader = node(lab, LEADER)?;
-    let others: Vec<_> = lab.network.nodes.iter().filter(|other| other.name() != LEADER).collect();
-    let sources: Vec<_> = others.iter().map(|other| other.private.to_string()).collect();
-    leader.space.sh(&format!(
-        "nft 'table netdev silent {{ chain out {{
-             type filter hook egress device \"kilo0\" priority 0; policy accept;
-             ip saddr {{ 10.42.0.0/16, {} }} counter drop
-         }}; }}'",
-        sources.join(", ")
-    ))?;
-    Ok(Broken::until("kilo0 of a1 drops what others send", move |_| {
-        leader.space.sh("nft delete table netdev silent").map(drop)
-    }))
-}
-
 pub(super) fn leader_returns(lab: &mut Lab) -> Result<Broken> {
     let term = state::changes(lab);
     cut_power(lab, LEADER)?;

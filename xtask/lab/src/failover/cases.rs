@@ -93,7 +93,6 @@ pub const CASES: &[Case] = &[
     case("carrier-down", 18, "the leader's uplink loses its carrier", Limit::Outage(100), breaking::carrier_down),
     case("kilo0-down", 18, "kilo0 of the leader is down", Limit::Outage(1000), breaking::kilo0_down),
     case("lan-dead", 18, "the leader's LAN interface carries nothing", Limit::Outage(1000), breaking::lan_dead),
-    case("forwards-nothing", 19, "the leader forwards nothing and answers pings and handshakes", Limit::Outage(1000), breaking::forwards_nothing),
     case("leader-returns", 20, "the old leader comes back and leads again", Limit::Lost(10), breaking::leader_returns),
     case("leader-moves", 21, "the leader annotation moves", Limit::Lost(10), breaking::leader_moves),
     case("agents-killed", 68, "SIGKILL for every agent at once, back 2 s later", Limit::Undisturbed, breaking::agents_killed).always(),
