@@ -321,6 +321,28 @@ pub struct Signal<L> {
     pub body: Body<L>,
 }
 
+impl<L> Signal<L> {
+    /// The same with another kind of list: members of its own instead of those it was read from, for example.
+    pub fn map_list<M>(self, change: impl FnOnce(L) -> M) -> Signal<M> {
+        let Self { kind, nonce, term, sender, location, body } = self;
+        let body = match body {
+            Body::Empty => Body::Empty,
+            Body::Word { cookie, gateway } => Body::Word { cookie, gateway },
+            Body::Question { id, patience } => Body::Question { id, patience },
+            Body::Witness { id, verdict } => Body::Witness { id, verdict },
+            Body::Members { age, members } => Body::Members { age, members: change(members) },
+            Body::Hello { is_fit, leads, gateway, losses } => {
+                Body::Hello { is_fit, leads, gateway, losses: change(losses) }
+            }
+            Body::Claim { gateway, shared, part, members } => {
+                Body::Claim { gateway, shared, part, members: change(members) }
+            }
+            Body::Change { gateway } => Body::Change { gateway },
+        };
+        Signal { kind, nonce, term, sender, location, body }
+    }
+}
+
 const HELLO_FIT: u64 = 1;
 const HELLO_LEADS: u64 = 2;
 

@@ -169,22 +169,7 @@ fn owned(signal: signal::Signal<signal::Words<'_>>, body: Body<Vec<u64>>) -> Sig
 
 /// A signal that has been parsed, with members of its own.
 pub fn read(signal: &signal::Signal<signal::Words<'_>>) -> Signal {
-    let list = |words: &signal::Words<'_>| words.iter().collect();
-    let body = match &signal.body {
-        Body::Empty => Body::Empty,
-        Body::Word { cookie, gateway } => Body::Word { cookie: *cookie, gateway: *gateway },
-        Body::Question { id, patience } => Body::Question { id: *id, patience: *patience },
-        Body::Witness { id, verdict } => Body::Witness { id: *id, verdict: *verdict },
-        Body::Members { age, members } => Body::Members { age: *age, members: list(members) },
-        Body::Hello { is_fit, leads, gateway, losses } => {
-            Body::Hello { is_fit: *is_fit, leads: *leads, gateway: *gateway, losses: list(losses) }
-        }
-        Body::Claim { gateway, shared, part, members } => {
-            Body::Claim { gateway: *gateway, shared: *shared, part: *part, members: list(members) }
-        }
-        Body::Change { gateway } => Body::Change { gateway: *gateway },
-    };
-    owned(*signal, body)
+    signal.map_list(|words| words.iter().collect())
 }
 
 /// The bytes of a signal from `from` to `to`; none of one that cannot be written.

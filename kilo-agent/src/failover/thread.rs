@@ -14,7 +14,7 @@ use kilo_common::{
     event::Hook,
     lead::{self, Term},
     maps::Heard,
-    signal::{self, Body, Kind, LONGEST, PORT, Words},
+    signal::{self, Body, Kind, LONGEST, PORT},
 };
 use kilo_core::topology::{Acting, ActingLocation, NodeId};
 use kilo_failover::{
@@ -231,7 +231,7 @@ impl Thread {
     fn read_word(&mut self, site: &Site, inputs: &mut Vec<Input>) {
         let Ok([_, word]) = self.tools.signals.words() else { return };
         let (hop, term) = (lead::hop_of(word), lead::term_of(word));
-        // Who it names is no gateway any more: Kilo's leader is who is left.
+        // The node it names has stopped being a gateway: Kilo's leader is who is left.
         let is_gone = self.agent.is_some()
             && term > Term::NONE
             && site.gateway_of(hop).is_none_or(|gateway| !site.place.gateways.contains(&gateway));
@@ -278,7 +278,10 @@ impl Thread {
             };
             drop(record);
             match signal::parse(&bytes) {
-                Ok(signal) => self.take(site, &heard, &bytes, &owned(&signal), inputs),
+                Ok(signal) => {
+                    let signal = signal.map_list(|words| words.iter().collect());
+                    self.take(site, &heard, &bytes, &signal, inputs);
+                }
                 Err(_) => self.metrics.refused("malformed"),
             }
         }
@@ -550,24 +553,4 @@ impl Thread {
         };
         locked(&self.shared.said).report = report;
     }
-}
-
-fn owned(signal: &signal::Signal<Words<'_>>) -> Signal {
-    let signal::Signal { kind, nonce, term, sender, location, body } = *signal;
-    let list = |words: Words<'_>| words.iter().collect();
-    let body = match body {
-        Body::Empty => Body::Empty,
-        Body::Word { cookie, gateway } => Body::Word { cookie, gateway },
-        Body::Question { id, patience } => Body::Question { id, patience },
-        Body::Witness { id, verdict } => Body::Witness { id, verdict },
-        Body::Members { age, members } => Body::Members { age, members: list(members) },
-        Body::Hello { is_fit, leads, gateway, losses } => {
-            Body::Hello { is_fit, leads, gateway, losses: list(losses) }
-        }
-        Body::Claim { gateway, shared, part, members } => {
-            Body::Claim { gateway, shared, part, members: list(members) }
-        }
-        Body::Change { gateway } => Body::Change { gateway },
-    };
-    Signal { kind, nonce, term, sender, location, body }
 }

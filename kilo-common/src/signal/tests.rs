@@ -10,23 +10,7 @@ fn written(signal: &Signal<Vec<u64>>) -> Vec<u8> {
 }
 
 fn owned(signal: &Signal<Words<'_>>) -> Signal<Vec<u64>> {
-    let Signal { kind, nonce, term, sender, location, body } = *signal;
-    let list = |words: Words<'_>| words.iter().collect();
-    let body = match body {
-        Body::Empty => Body::Empty,
-        Body::Word { cookie, gateway } => Body::Word { cookie, gateway },
-        Body::Question { id, patience } => Body::Question { id, patience },
-        Body::Witness { id, verdict } => Body::Witness { id, verdict },
-        Body::Members { age, members } => Body::Members { age, members: list(members) },
-        Body::Hello { is_fit, leads, gateway, losses } => {
-            Body::Hello { is_fit, leads, gateway, losses: list(losses) }
-        }
-        Body::Claim { gateway, shared, part, members } => {
-            Body::Claim { gateway, shared, part, members: list(members) }
-        }
-        Body::Change { gateway } => Body::Change { gateway },
-    };
-    Signal { kind, nonce, term, sender, location, body }
+    signal.map_list(|words| words.iter().collect())
 }
 
 /// Any signal that may be written.
