@@ -162,7 +162,7 @@ counted! {
         ForgedVxlan = 55 => "forged_vxlan",
             "A process or a pod sends UDP to port 51821 of another node, which carries the mesh: find it by \
              `ss -upn dport = :51821`, and give it another port.",
-        /// A signal about a change of leader that is no news: an earlier term, or recorded before this node's start.
+        /// A signal about a change of leader that is outdated: an earlier term, or recorded before this node's start.
         StaleSignal = 59 => "stale_signal",
             "Harmless after a change of leader: signals are repeated until they are answered. In numbers: \
              somebody replays recorded signals, look for the source with `kgctl monitor --reason stale_signal`.",

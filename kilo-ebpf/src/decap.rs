@@ -224,7 +224,7 @@ fn check_source<I: Ip>(sender: &NodeValue, src: I::Addr, transit: bool) -> Resul
     }
 }
 
-/// A node that is no gateway refuses remote destinations, and a gateway what another one
+/// A node that is not a gateway refuses remote destinations, and a gateway what another one
 /// sends it in error: two nodes that take each other for the leader must not play ping-pong.
 #[inline(always)]
 pub fn disposition<I: Ip>(config: &Config, sender: Option<&NodeValue>, dst: I::Addr) -> Option<Disposition> {

@@ -1,7 +1,7 @@
 //! Who leads a location when its leader fails. Every decision of
 //! docs/design/failover.md and nothing else: time and random numbers are
 //! arguments, what comes in is an [`Input`], what is to be done an [`Output`].
-//! The simulation (`cargo xtask sim`) drives [`Agent`]; kg does not yet.
+//! The simulation (`cargo xtask sim`) drives [`Agent`], and so does a thread of kg.
 //!
 //! ```text
 //! probes ──> detector ─┐                    ┌─> gateway   ANNOUNCE, CLAIM

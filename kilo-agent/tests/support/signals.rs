@@ -76,7 +76,7 @@ fn turned(input: &Input, link: usize, ip: &Ip, start: usize, said: &[u8]) -> Wan
     Wanted { verdict: REDIRECT, counted, bytes: Bytes::Exactly(bytes), ..drops(DropReason::NoHop) }
 }
 
-/// `lan_ingress` for a packet to this node's private address; `None`: it is no signal.
+/// `lan_ingress` for a packet to this node's private address; `None`: it is not a signal.
 pub fn on_lan(tables: &Tables, input: &Input, link: usize, ip: &Ip) -> Option<Wanted> {
     let start = start(input, link, ip)?;
     if tables.config.flags & CONFIG_PLAIN != 0 && !tables.node.contains_key(&ip.src) {
@@ -161,7 +161,7 @@ fn reflected(bytes: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// `kilo_ingress`; `None`: it is no signal for this node.
+/// `kilo_ingress`; `None`: it is not a signal for this node.
 pub fn in_tunnel(tables: &Tables, input: &Input, ip: &Ip) -> Option<Wanted> {
     let config = &tables.config;
     let wireguard = match ip.dst {

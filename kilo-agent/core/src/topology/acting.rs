@@ -193,7 +193,7 @@ mod tests {
         assert_eq!(gateways.acting, 0, "a later one was heard");
         let of = acting.of(&segment(&nodes));
         assert_eq!((gateways.of_member(of, id('a')), gateways.of_member(of, id('b'))), (0, 1));
-        // Who acted is no gateway any more.
+        // The node that acted has stopped being a gateway.
         assert_eq!(acting.gateways(&segment(&nodes[1..]), 2).acting, 0);
     }
 }

@@ -108,7 +108,7 @@ pub enum Change {
 /// Why a node takes no part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Absence {
-    /// There is no such object.
+    /// The object does not exist.
     Deleted,
     /// Its heartbeat no longer changes.
     Silent,
@@ -301,7 +301,7 @@ fn absence(node: &str, location: &str, now: Moment<'_>) -> Absence {
     if moved { Absence::Moved } else { Absence::Silent }
 }
 
-/// Why a node that is known is not in the mesh; `None`: it is, or there is no such node.
+/// Why a node that is known is not in the mesh; `None`: it is, or the node is unknown.
 pub fn why_out(node: &str, now: Moment<'_>) -> Option<Absence> {
     let known = now.own.is_some_and(|own| own.name == node) || now.snapshot.nodes.contains(node);
     (known && now.mesh.find(node).is_none()).then(|| absence(node, "", now))

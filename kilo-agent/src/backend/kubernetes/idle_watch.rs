@@ -1,4 +1,4 @@
-//! A watch on which nothing is said is no news; a server that is away is.
+//! An idle watch is not worth a warning; a server that does not answer is.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::{

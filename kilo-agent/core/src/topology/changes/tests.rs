@@ -82,7 +82,7 @@ fn text(text: &str) -> String {
 #[test]
 fn nothing_is_said_of_a_mesh_that_stays() {
     assert_eq!(after(&[], |_| {}, "a1"), []);
-    // A heartbeat, or an address, is no news of this kind.
+    // A heartbeat, or an address, is not a change of this kind.
     let moved = |nodes: &mut Vec<Node>| nodes[1].internal_ip = "10.1.0.99/24".parse().ok();
     assert_eq!(after(&[], moved, "a1"), []);
 }
