@@ -5,6 +5,7 @@
 pub mod ask;
 mod leaders;
 pub mod pods;
+mod problems;
 mod table;
 mod time;
 #[cfg(feature = "agent")]
@@ -19,6 +20,7 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 pub use leaders::{Lead, Leaders};
+pub use problems::{Problem, problems, verdict};
 pub use table::{columns, table};
 pub use time::Timestamp;
 #[cfg(feature = "agent")]

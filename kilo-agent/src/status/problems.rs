@@ -1,0 +1,55 @@
+//! Whether a mesh is healthy, and what is wrong first: plain values, without I/O. `kgctl status` and the
+//! agent's page say the same because both ask here.
+
+use serde::{Deserialize, Serialize};
+
+use super::Status;
+
+/// Something that keeps packets from arriving.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Problem {
+    /// `node/NAME`, `location/NAME` or `address/IP`.
+    pub object: String,
+    /// What is wrong with it.
+    pub what: String,
+}
+
+/// All that is wrong, locations without a leader first. Invalid peers are not: they stop nobody else.
+pub fn problems(status: &Status) -> Vec<Problem> {
+    let problem = |kind: &str, name: &str, what: String| Problem { object: format!("{kind}/{name}"), what };
+    let lost = status.locations.iter().filter(|location| location.leader.is_none());
+    let lost = lost.map(|location| {
+        let what = format!("nobody leads it: none of its {} nodes is ready", location.nodes);
+        problem("location", &location.name, what)
+    });
+    let ill = status.agent.iter().filter_map(|agent| {
+        Some(problem("node", &agent.node, format!("its agent is not healthy: {}", agent.unhealthy.as_ref()?)))
+    });
+    let out = status.nodes.iter().filter(|node| !node.ready);
+    let out =
+        out.map(|node| problem("node", &node.name, format!("not ready: {}", node.not_ready.join(", "))));
+    let own = status.agent.iter().flat_map(|agent| agent.degraded.iter().map(|what| (&agent.node, what)));
+    let asked = status.degraded.iter().flat_map(|(node, all)| all.iter().map(move |what| (node, what)));
+    let degraded = own.chain(asked).map(|(node, what)| problem("node", node, format!("degraded: {what}")));
+    let claimed = status.conflicts.iter().map(|conflict| {
+        problem("address", &conflict.address.to_string(), format!("claimed by {}", conflict.nodes.join(", ")))
+    });
+    let mut found: Vec<Problem> = lost.chain(ill).chain(out).chain(degraded).chain(claimed).collect();
+    if status.nodes.is_empty() {
+        found.push(problem("node", "*", "there are no nodes".to_owned()));
+    }
+    found
+}
+
+/// One line that says how it is.
+pub fn verdict(status: &Status, problems: &[Problem]) -> String {
+    let ready = status.nodes.iter().filter(|node| node.ready).count();
+    let led = status.locations.iter().filter(|location| location.leader.is_some()).count();
+    let (nodes, locations) = (status.nodes.len(), status.locations.len());
+    let counts = format!("{ready} of {nodes} nodes ready, {led} of {locations} locations have a leader");
+    match problems.len() {
+        0 => format!("Healthy: {counts}."),
+        1 => format!("Not healthy, 1 problem: {counts}."),
+        many => format!("Not healthy, {many} problems: {counts}."),
+    }
+}
