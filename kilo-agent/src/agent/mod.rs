@@ -44,7 +44,7 @@ use kilo_core::{
     objects::{Snapshot, events::EventReason},
     plan::{self, HopIds, HostPlan, Inputs, NetPlan},
     settings::{AttachMode, Compatibility, EndpointFrom, Masquerade, Settings},
-    topology::{self, Liveness, Mesh, Node, among, not_among, with_own},
+    topology::{self, FreedAddresses, Liveness, Mesh, Node, among, not_among, with_own},
     wireguard::{diff, key::SecretKey},
 };
 use kilo_host::{
@@ -156,6 +156,7 @@ pub struct Agent<B> {
     net: Net,
     dataplane: Dataplane,
     liveness: Liveness,
+    freed: FreedAddresses,
     hops: HopIds,
     log_limiter: LogLimiter,
     resolver: Resolver,
@@ -243,6 +244,7 @@ impl<B: Backend> Agent<B> {
             status_task: None,
             key,
             liveness: Liveness::default(),
+            freed: FreedAddresses::default(),
             hops: HopIds::default(),
             log_limiter: LogLimiter::default(),
             resolver,
@@ -414,7 +416,9 @@ impl<B: Backend> Agent<B> {
         let settings = &self.options.settings;
         let before = Arc::clone(&self.view.borrow().mesh);
         let mesh = before.next(members, &snapshot.peers, settings.granularity, settings.subnet);
-        let mesh = mesh.with_lost(not_among(nodes, &ready).chain(self.liveness.former(now)));
+        let freed = self.freed.after(&before, &mesh, now);
+        let mesh =
+            mesh.with_lost(not_among(nodes, &ready).chain(self.liveness.former(now))).with_freed(freed);
         let mesh = Arc::new(match &self.failover {
             Some(failover) => failover.mesh(mesh, &host.state),
             None => mesh,

@@ -1,5 +1,6 @@
 //! Prefixes of nodes that were given up while their objects are there, or were known a moment ago:
-//! nobody else has them, and what is sent there is dropped, not left to the default route.
+//! nobody else has them, and what is sent there is dropped, not left to the default route. So are
+//! WireGuard addresses that no location has any more.
 
 use ipnet::IpNet;
 use kilo_common::maps::{PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED};
@@ -27,5 +28,7 @@ pub(super) fn prefixes(inputs: &Inputs<'_>, own: &Own<'_>) -> Vec<(IpNet, u32)> 
         };
         all.extend(lost.member.private_ip().filter(|_| !near || ours).map(|ip| (ip.into(), address)));
     }
+    // Its last packets may be under way to a leader that was one a moment ago.
+    all.extend(inputs.mesh.freed.iter().map(|address| ((*address).into(), PREFIX_NEVER_CLEAR)));
     all
 }

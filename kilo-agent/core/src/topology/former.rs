@@ -10,7 +10,7 @@ use std::{
 use super::Node;
 
 /// Longer than any agent takes to learn of a change, and connections try again.
-const KEPT: Duration = Duration::from_secs(60);
+pub(super) const KEPT: Duration = Duration::from_secs(60);
 
 /// Nodes as they were.
 #[derive(Debug, Default)]

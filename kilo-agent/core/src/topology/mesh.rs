@@ -84,6 +84,8 @@ pub struct Mesh {
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// Nodes that are known but do not take part, by name, as [`Self::with_lost`] was told.
     pub lost: Vec<Lost>,
+    /// WireGuard addresses that no segment has any more, as [`Self::with_freed`] was told.
+    pub freed: Vec<IpAddr>,
     /// Gateways of each segment, as [`Self::with_acting`] was told; empty: there is no failover.
     pub gateways: Vec<Gateways>,
     /// Who carries what, likewise.
@@ -176,10 +178,10 @@ impl Mesh {
         }
         let peers = without_duplicates(peers);
         filter_location_ips(&mut segments, &peers);
-        let lost = Vec::new();
+        let (lost, freed) = (Vec::new(), Vec::new());
         let (gateways, acting) = (Vec::new(), Arc::default());
         let granularity = Some(granularity);
-        Self { subnet, segments, peers, discovered, lost, gateways, acting, seats, granularity }
+        Self { subnet, segments, peers, discovered, lost, freed, gateways, acting, seats, granularity }
     }
 
     /// The same mesh, which also knows those of `nodes` (all that take no part, by name) that
@@ -194,6 +196,13 @@ impl Mesh {
             group: group_of(node, granularity),
         });
         self.lost = lost.collect();
+        self
+    }
+
+    /// The same mesh, in which nothing may be sent in clear to these addresses of its past.
+    #[must_use]
+    pub fn with_freed(mut self, freed: Vec<IpAddr>) -> Self {
+        self.freed = freed;
         self
     }
 

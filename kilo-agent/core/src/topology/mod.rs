@@ -5,6 +5,7 @@ mod acting;
 mod allocate;
 pub mod changes;
 mod former;
+mod freed;
 mod graph;
 mod leader;
 mod liveness;
@@ -18,6 +19,7 @@ mod tunnel_ends;
 mod types;
 
 pub use acting::{Acting, ActingLocation, Gateways, NodeId};
+pub use freed::FreedAddresses;
 pub use graph::dot;
 pub use leader::{LeaderReason, is_public, is_reached_from_anywhere};
 pub use liveness::Liveness;
