@@ -143,10 +143,10 @@ counted! {
         NatFragment = 48 => "nat_fragment",
             "Fragments arrived out of order, or the first one was dropped; the sender retransmits. If it goes \
              on, let pods send what fits the MTU.",
-        /// WireGuard packet whose source is itself routed through the tunnel; replying would loop.
+        /// WireGuard packet from or to an address that is itself routed through the tunnel; it would loop.
         InsideTunnel = 49 => "inside_tunnel",
             "Another location's leader sends from its private address over a network both are in, instead of \
-             from its endpoint. Its peer must speak first: set persistent-keepalive on the node that is \
+             from its endpoint; or this leader's WireGuard sends to such an address. Its peer must speak first: set persistent-keepalive on the node that is \
              behind NAT, or force-endpoint to the address both use.",
         /// Steered packet from the address of a node, on an interface that does not lead to that node.
         WrongInterface = 53 => "wrong_interface",

@@ -5,9 +5,9 @@ use kilo_common::{
     counters::{Action, DropReason},
     maps::{
         CONFIG_GATEWAY, Config, HOP_ACTING, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, HOP_REMOTE,
-        PREFIX_ROUTE,
+        PREFIX_INSIDE, PREFIX_ROUTE, PrefixValue,
     },
-    packet::Ipv4,
+    packet::{Ipv4, protocol},
 };
 
 use crate::{
@@ -50,14 +50,19 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
         return Err(DropReason::NotUnicast);
     }
     // The gateway that gets it translates it.
+    let mut translated = false;
     if !cb::is_passed_on(ctx)
         && let Some(addr) = masquerade::egress(ctx, config, 0, &ip, Known::Rare)?
     {
         ip.set_src(addr);
+        translated = true;
     }
-    let Some(id) = route::<I>(ip.dst()) else {
+    let Some(PrefixValue { hop: id, flags }) = routed::<I>(ip.dst()) else {
         return if config.flags & CONFIG_GATEWAY != 0 { pass() } else { Err(DropReason::NoPrefix) };
     };
+    if flags & PREFIX_INSIDE != 0 && !translated && is_own_wireguard::<I>(ctx, config, &ip) {
+        return Err(DropReason::InsideTunnel);
+    }
     let hop = if id == HOP_ACTING && cb::is_led(ctx) { hop(HOP_REMOTE) } else { way(id) };
     let hop = hop.ok_or(DropReason::NoHop)?;
     match hop.kind {
@@ -83,7 +88,26 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
 /// The hop packets to this address are steered to.
 #[inline(always)]
 pub fn route<I: Ip>(dst: I::Addr) -> Option<u32> {
-    I::prefix(dst).filter(|value| value.flags & PREFIX_ROUTE != 0).map(|value| value.hop)
+    routed::<I>(dst).map(|value| value.hop)
+}
+
+#[inline(always)]
+fn routed<I: Ip>(dst: I::Addr) -> Option<PrefixValue> {
+    I::prefix(dst).filter(|value| value.flags & PREFIX_ROUTE != 0)
+}
+
+/// True for what this gateway's own WireGuard sends. WireGuard in the kernel refuses to send by its own
+/// device; a program that does would build the tunnel to one gateway through another, and lose both at once.
+#[inline(always)]
+fn is_own_wireguard<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> bool {
+    config.flags & CONFIG_GATEWAY != 0
+        && ip.protocol() == protocol::UDP
+        && ip.header_len() == I::HEADER_LEN
+        && !ip.is_fragment()
+        && I::is_private(config, ip.src())
+        && ctx
+            .load::<[u8; 2]>(I::HEADER_LEN)
+            .is_ok_and(|port| u16::from_be_bytes(port) == config.wireguard_port)
 }
 
 /// Counts a packet that is nobody's, and lets it go on.

@@ -13,7 +13,7 @@ use kilo_common::{
     },
     maps::{
         CONFIG_GATEWAY, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6,
-        Config, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, VXLAN_PORT,
+        Config, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, PREFIX_ROUTE, VXLAN_PORT,
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, protocol},
     too_big::{self, LEN_V4, LEN_V6, QUOTED},
@@ -327,6 +327,19 @@ fn from_inside(tables: &Tables, frame: &[u8], link: usize, outer: &Ip) -> bool {
         && owner.is_some_and(|value| value.flags & PREFIX_INSIDE != 0)
 }
 
+/// The own WireGuard sends to an address that is reached through it.
+fn goes_inside(tables: &Tables, frame: &[u8], ip: &Ip) -> bool {
+    let owner = longest(&tables.prefix, ip.dst);
+    let port = frame.get(ip.header_len..).and_then(|udp| udp.first_chunk::<2>());
+    tables.config.flags & CONFIG_GATEWAY != 0
+        && ip.protocol == protocol::UDP
+        && !ip.fragment
+        && ip.header_len == Ip::shortest(ip.v6)
+        && tables.is_private(ip.src)
+        && port.is_some_and(|port| u16::from_be_bytes(*port) == tables.config.wireguard_port)
+        && owner.is_some_and(|value| value.flags & PREFIX_INSIDE != 0 && value.flags & PREFIX_ROUTE != 0)
+}
+
 fn destination_port(frame: &[u8], link: usize, outer: &Ip) -> Option<u16> {
     let bytes = frame.get(link + outer.header_len..)?.get(2..4)?;
     (outer.header_len == Ip::shortest(outer.v6)).then(|| u16::from_be_bytes([bytes[0], bytes[1]]))
@@ -437,6 +450,8 @@ fn kilo_egress(tables: &Tables, flows: &Flows, input: &Input) -> Result<Wanted, 
         return Err(DropReason::NotUnicast);
     }
     let (translation, remembered) = flows.leaving(tables, input, None, &ip)?;
+    let refused = translation.is_none() && goes_inside(tables, frame, &ip);
+    let verdict = if refused { Err(DropReason::InsideTunnel) } else { verdict };
     // Counted as translated, too, when it is dropped then.
     let wanted = sent(tables, input, &ip, verdict).unwrap_or_else(drops);
     Ok(Wanted { remembered, ..translation.map_or(wanted.clone(), |translation| wanted.with(translation)) })

@@ -64,9 +64,14 @@ pub fn diff(current: &DeviceState, plan: &WireguardPlan, private_key: &SecretKey
     let wanted = || plan.peers.iter().filter(|(key, _)| **key != own);
     // What a peer gets, and what it has and shall not have.
     let (mut claimed, mut unclaimed) = (BTreeSet::new(), Vec::new());
+    // A host of the mesh: what is sent there would be encrypted again, for another peer.
+    let is_inside = |endpoint: SocketAddr| {
+        let host = IpNet::from(endpoint.ip());
+        plan.peers.values().any(|peer| peer.allowed_ips.contains(&host))
+    };
     for (key, peer) in wanted() {
         let present = current.peers.get(key);
-        let update = update(present, peer, &mut claimed, &mut unclaimed);
+        let update = update(present, peer, is_inside, &mut claimed, &mut unclaimed);
         if present.is_none() || update != PeerUpdate::default() {
             changes.push(Change::SetPeer(*key, update));
         }
@@ -84,13 +89,14 @@ pub fn diff(current: &DeviceState, plan: &WireguardPlan, private_key: &SecretKey
 fn update(
     present: Option<&PeerState>,
     wanted: &WireguardPeer,
+    is_inside: impl Fn(SocketAddr) -> bool,
     claimed: &mut BTreeSet<IpNet>,
     unclaimed: &mut Vec<IpNet>,
 ) -> PeerUpdate {
     let fresh = PeerState::default();
     let present = present.unwrap_or(&fresh);
     let learnt = wanted.roams
-        && present.endpoint.is_some()
+        && present.endpoint.is_some_and(|endpoint| !is_inside(endpoint))
         && present.handshake_age.is_some_and(|age| age < ROAMING_TRUST);
     let mut claims = Vec::new();
     let order = |one: &&IpNet, other: &&IpNet| one.rank().cmp(&other.rank());
@@ -351,6 +357,26 @@ mod tests {
         let request = request(&changes);
         assert!(request.peers.iter().all(|set| set.public_key == TOMBSTONE));
         assert!(request.peers.last().unwrap().remove);
+    }
+
+    #[test]
+    fn an_endpoint_inside_the_mesh_was_not_learnt() {
+        let mut plan = plan(&[(1, &[1]), (2, &[4])]);
+        let inside = SocketAddr::from(([10, 2, 0, 12], 51820));
+        plan.peers.get_mut(&key(2)).unwrap().allowed_ips = [IpNet::from(inside.ip())].into_iter().collect();
+        let wanted = plan.peers.get_mut(&key(1)).unwrap();
+        (wanted.roams, wanted.endpoint) = (true, Some(endpoint(1)));
+        let mut state = reached(&plan);
+        let set_back = PeerUpdate { endpoint: Some(endpoint(1)), ..PeerUpdate::default() };
+        for (seen, changes) in [
+            (endpoint(7), vec![]),
+            // As long as that peer answers, and no longer.
+            (inside, vec![Change::SetPeer(key(1), set_back)]),
+        ] {
+            let peer = state.peers.get_mut(&key(1)).unwrap();
+            (peer.endpoint, peer.handshake_age) = (Some(seen), Some(Duration::from_secs(1)));
+            assert_eq!(diff(&state, &plan, &secret(1)), changes);
+        }
     }
 
     #[test]
