@@ -39,6 +39,9 @@ pub struct Agents {
     laptop_key: String,
     /// Process ids by node.
     pids: std::collections::BTreeMap<String, u32>,
+    /// Nodes whose agents have a flag of their own, `--flag=value`, instead of everybody's.
+    #[serde(skip)]
+    own_flags: std::collections::BTreeMap<String, String>,
 }
 
 impl Agents {
@@ -69,6 +72,7 @@ impl Agents {
             flags: flags.to_vec(),
             laptop_key: public.trim().to_owned(),
             pids: std::collections::BTreeMap::new(),
+            own_flags: std::collections::BTreeMap::new(),
         };
         network.nodes.iter().try_for_each(|node| agents.write_node(node, &[]))?;
         agents.write_laptop(&[&format!("{LAPTOP}/32"), &format!("{LAPTOP6}/128")], None)?;
@@ -121,6 +125,13 @@ impl Agents {
     pub fn set_flag(&mut self, flag: &str, value: &str) {
         self.flags.retain(|given| !given.starts_with(&format!("{flag}=")));
         self.flags.push(format!("{flag}={value}"));
+    }
+
+    /// Gives `--flag=value` to the agents of these nodes that are started from now on, instead of what all
+    /// have; `false`: they had it, and nobody else had one of their own.
+    pub fn set_own_flag(&mut self, nodes: &[&str], flag: &str) -> bool {
+        let wanted = nodes.iter().map(|node| ((*node).to_owned(), flag.to_owned())).collect();
+        std::mem::replace(&mut self.own_flags, wanted) != self.own_flags
     }
 
     /// Directory of the Node and Peer objects.
@@ -190,11 +201,15 @@ impl Agents {
     fn spawn(&mut self, node: &Node, mut command: Command, cluster: &Path, flags: &[&str]) -> Result<()> {
         super::stop_if_interrupted()?;
         let log = OpenOptions::new().create(true).append(true).open(self.log(node.name()))?;
+        let own = self.own_flags.get(node.name());
+        let name_of = |flag: &str| flag.split('=').next().map(str::to_owned);
+        let is_replaced = |flag: &&String| own.is_some_and(|own| name_of(own) == name_of(flag));
         let child = command
             .args(["--backend", "file", "--backend-dir"])
             .arg(cluster)
             .args(["--wireguard", &self.wireguard, "--resync-period", "5s", "--log-level", "debug"])
-            .args(&self.flags)
+            .args(self.flags.iter().filter(|flag| !is_replaced(flag)))
+            .args(own)
             .args(flags)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)

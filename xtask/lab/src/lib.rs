@@ -164,6 +164,9 @@ enum LabCommand {
         /// Write the runs to this file.
         #[arg(long, value_name = "FILE")]
         json: Option<PathBuf>,
+        /// How long cases go on that last: 90s, 10m, 2h.
+        #[arg(long = "for", value_name = "TIME", value_parser = parse_time)]
+        length: Option<Duration>,
         /// Write the table of docs/failover.md.
         #[arg(long, conflicts_with = "always")]
         docs: bool,
@@ -340,7 +343,7 @@ pub fn main(args: LabArgs) -> Result<()> {
             }
             Ok(())
         }
-        Some(LabCommand::Failover { ref cases, always, runs, ref json, docs, ref outcomes }) => {
+        Some(LabCommand::Failover { ref cases, always, runs, ref json, length, docs, ref outcomes }) => {
             let mut guard = take_over(&args.name)?;
             let mut args = args.clone();
             args.kg_flags.extend(["--failover=auto", "--stand-bys=1"].map(str::to_owned));
@@ -349,7 +352,10 @@ pub fn main(args: LabArgs) -> Result<()> {
                 (false, []) => failover::Choice::All,
                 (false, ids) => failover::Choice::Named(ids),
             };
-            let rows = failover::run(&mut Lab::up(&args, None)?, choice, runs);
+            if let Some(length) = length {
+                failover::set_length(length);
+            }
+            let rows = failover::run(&mut Lab::up(&args, None)?, choice, runs, args.keep);
             if let Some(path) = json {
                 write_json(path, &rows)?;
             }

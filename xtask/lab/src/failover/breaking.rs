@@ -1,6 +1,12 @@
 //! How hosts are broken, and mended once the figures are read.
 
-use std::{fs, thread::sleep, time::Duration};
+use std::{
+    fs,
+    process::{Child, Command},
+    sync::atomic::{AtomicU64, Ordering},
+    thread::sleep,
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result};
 use nix::{
@@ -18,11 +24,11 @@ use crate::{
 };
 
 /// Who leads when a case begins.
-const LEADER: &str = "a1";
+pub(super) const LEADER: &str = "a1";
 /// Its first stand-by.
-const STAND_BY: &str = "a2";
+pub(super) const STAND_BY: &str = "a2";
 /// A node of the location that is neither, and from whose pod traffic is watched.
-const MEMBER: &str = "a3";
+pub(super) const MEMBER: &str = "a3";
 /// How long a returned leader may take until it leads again: a minute of health, doubled by a loss.
 const RETURN: Duration = Duration::from_secs(150);
 /// How long the mesh has to notice a planned change.
@@ -30,6 +36,14 @@ const NOTICED: Duration = Duration::from_secs(20);
 
 /// How names of files end that agents write beside the cluster's objects.
 const PUBLISHED: &str = ".kilo.yaml";
+
+/// How long what lasts goes on, s.
+static LENGTH: AtomicU64 = AtomicU64::new(30);
+
+/// What lasts is to go on so long.
+pub fn set_length(time: Duration) {
+    LENGTH.store(time.as_secs(), Ordering::Relaxed);
+}
 
 type Mend = Box<dyn FnOnce(&mut Lab) -> Result<()>>;
 
@@ -41,11 +55,14 @@ pub struct Broken {
 }
 
 impl Broken {
-    fn done(said: impl Into<String>) -> Self {
+    pub(super) fn done(said: impl Into<String>) -> Self {
         Self { said: said.into(), mend: None }
     }
 
-    fn until(said: impl Into<String>, mend: impl FnOnce(&mut Lab) -> Result<()> + 'static) -> Self {
+    pub(super) fn until(
+        said: impl Into<String>,
+        mend: impl FnOnce(&mut Lab) -> Result<()> + 'static,
+    ) -> Self {
         Self { said: said.into(), mend: Some(Box::new(mend)) }
     }
 
@@ -55,19 +72,19 @@ impl Broken {
     }
 }
 
-fn node(lab: &Lab, name: &str) -> Result<Node> {
+pub(super) fn node(lab: &Lab, name: &str) -> Result<Node> {
     lab.network.node(name).cloned()
 }
 
 /// No process, no link; what is in the kernel is lost with the next [`boot`].
-fn cut_power(lab: &mut Lab, name: &str) -> Result<()> {
+pub(super) fn cut_power(lab: &mut Lab, name: &str) -> Result<()> {
     lab.caused(&[LEADS, NO_ENDPOINT]);
     node(lab, name)?.space.sh("for d in eth0 eth1; do ip link set $d down 2>/dev/null || true; done")?;
     lab.agents.stop(name, Signal::SIGKILL)
 }
 
 /// Starts a host without power: nothing of ours is in its kernel.
-fn boot(lab: &mut Lab, name: &str) -> Result<()> {
+pub(super) fn boot(lab: &mut Lab, name: &str) -> Result<()> {
     let node = node(lab, name)?;
     node.space.sh(REBOOT)?;
     node.space.sh("for d in eth0 eth1; do ip link set $d up 2>/dev/null || true; done")?;
@@ -136,7 +153,7 @@ pub(super) fn power_off_cluster_away(lab: &mut Lab) -> Result<Broken> {
 }
 
 /// The router carries nothing from this port and to it, while its carrier stays.
-fn silence(router: &Space, port: &str) -> Result<()> {
+pub(super) fn silence(router: &Space, port: &str) -> Result<()> {
     router
         .sh(&format!(
             "nft 'table netdev silent {{
@@ -258,8 +275,32 @@ pub(super) fn loss(lab: &mut Lab) -> Result<Broken> {
              numgen random mod 100 < 5 counter name lost drop
          }}; }}'"
     ))?;
-    sleep(Duration::from_secs(30));
+    let length = Duration::from_secs(LENGTH.load(Ordering::Relaxed));
+    let busy = Busy::all();
+    sleep(length);
+    drop(busy);
     let lost = crate::counters::nft(&router, "netdev silent lost");
     router.sh("nft delete table netdev silent")?;
-    Ok(Broken::done(format!("{} packets were dropped", lost?)))
+    Ok(Broken::done(format!("{} packets were dropped in {} s", lost?, length.as_secs())))
+}
+
+/// Processes that do nothing, all the time, until they are dropped.
+struct Busy(Vec<Child>);
+
+impl Busy {
+    /// One for each CPU.
+    fn all() -> Self {
+        let count = std::thread::available_parallelism().map_or(1, usize::from);
+        let one = || Command::new("sh").args(["-c", "while :; do :; done"]).spawn().ok();
+        Self((0..count).filter_map(|_| one()).collect())
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        for process in &mut self.0 {
+            let _ = process.kill();
+            let _ = process.wait();
+        }
+    }
 }

@@ -4,7 +4,10 @@ use std::fmt;
 
 use anyhow::Result;
 
-use super::breaking::{self, Broken};
+use super::{
+    breaking::{self, Broken},
+    flaps, forged, parts,
+};
 use crate::Lab;
 
 /// What is accepted.
@@ -12,6 +15,10 @@ use crate::Lab;
 pub enum Limit {
     /// Answers come again within so many milliseconds, from another leader.
     Outage(u64),
+    /// Answers come again within so many milliseconds, whoever leads.
+    Silence(u64),
+    /// The leader changes so often at most, whatever is lost.
+    Switches(u64),
     /// At most so many datagrams are lost.
     Lost(u64),
     /// Nothing is lost, and nobody else leads.
@@ -23,7 +30,8 @@ pub enum Limit {
 impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Outage(most) => write!(f, "{most} ms"),
+            Self::Outage(most) | Self::Silence(most) => write!(f, "{most} ms"),
+            Self::Switches(most) => write!(f, "{most} switches"),
             Self::Lost(most) => write!(f, "{most} lost"),
             Self::Undisturbed => write!(f, "nothing lost, no switch"),
             Self::NoSwitch => write!(f, "no switch"),
@@ -43,6 +51,10 @@ pub struct Case {
     pub from: &'static str,
     /// Where it goes.
     pub to: &'static str,
+    /// Ends of a second flow, which is not to suffer more than the first.
+    pub also: Option<(&'static str, &'static str)>,
+    /// Nodes that know no failover: they are what nodes with Kilo itself are to the others.
+    pub off: &'static [&'static str],
     /// Stand-bys of each location.
     pub stand_bys: u8,
     /// What is accepted.
@@ -60,7 +72,8 @@ const fn case(
     limit: Limit,
     inject: fn(&mut Lab) -> Result<Broken>,
 ) -> Case {
-    Case { id, line, name, from: "pod-a3", to: "pod-b2", stand_bys: 1, limit, is_always: false, inject }
+    let (from, to) = ("pod-a3", "pod-b2");
+    Case { id, line, name, from, to, also: None, off: &[], stand_bys: 1, limit, is_always: false, inject }
 }
 
 impl Case {
@@ -70,6 +83,14 @@ impl Case {
 
     const fn stand_bys(self, stand_bys: u8) -> Self {
         Self { stand_bys, ..self }
+    }
+
+    const fn also(self, from: &'static str, to: &'static str) -> Self {
+        Self { also: Some((from, to)), ..self }
+    }
+
+    const fn off(self, off: &'static [&'static str]) -> Self {
+        Self { off, ..self }
     }
 }
 
@@ -93,14 +114,25 @@ pub const CASES: &[Case] = &[
     case("carrier-down", 18, "the leader's uplink loses its carrier", Limit::Outage(100), breaking::carrier_down),
     case("kilo0-down", 18, "kilo0 of the leader is down", Limit::Outage(1000), breaking::kilo0_down),
     case("lan-dead", 18, "the leader's LAN interface carries nothing", Limit::Outage(1000), breaking::lan_dead),
+    case("leader-forwards-nothing", 19, "the leader forwards nothing, and answers everything", Limit::Outage(1000), parts::forwards_nothing).always(),
     case("leader-returns", 20, "the old leader comes back and leads again", Limit::Lost(10), breaking::leader_returns),
     case("leader-moves", 21, "the leader annotation moves", Limit::Lost(10), breaking::leader_moves),
+    case("power-flaps", 24, "the leader loses power 20 times in 60 s", Limit::Switches(2), flaps::power),
+    case("uplink-flaps", 24, "the leader's uplink falls silent 20 times in 60 s", Limit::Switches(2), flaps::uplink),
+    case("flaps-in-turn", 24, "leader and stand-by lose power in turn, 20 times in 60 s", Limit::Switches(2), flaps::in_turn).stand_bys(2),
     case("agents-killed", 68, "SIGKILL for every agent at once, back 2 s later", Limit::Undisturbed, breaking::agents_killed).always(),
     case("agent-stopped", 68, "the leader's agent stands still for 3 s", Limit::Undisturbed, breaking::agent_stopped),
     case("agents-restarted", 68, "every agent restarts, one after the other", Limit::Undisturbed, breaking::agents_restarted),
     case("agents-stalled", 68, "agents stand still for 200 ms every 5 s, for 30 s", Limit::Undisturbed, breaking::agents_stalled),
     case("power-off-member-agent-dead", 69, "the leader loses power while a member's agent is dead", Limit::Outage(1000), breaking::power_off_with_dead_agent).always(),
     case("power-off-cluster-away", 69, "the leader loses power while the cluster is away", Limit::Outage(1000), breaking::power_off_cluster_away),
-    case("loss", 71, "5 % of all packets between hosts are lost for 30 s", Limit::NoSwitch, breaking::loss),
+    case("halves", 70, "the leader and the others do not hear each other on the LAN", Limit::Outage(1000), parts::leader_apart).also("pod-a1", "pod-b2"),
+    case("stand-by-apart", 70, "the stand-by and the others do not hear each other on the LAN", Limit::Outage(1000), parts::stand_by_apart).also("pod-a2", "pod-b2"),
+    case("loss", 71, "5 % of all packets between hosts are lost, and all CPUs are busy (30 s; `--for`)", Limit::NoSwitch, breaking::loss),
+    case("member-is-kilo", 72, "the leader loses power, a member knows no failover", Limit::Silence(5000), breaking::power_off).off(&["a3"]),
+    case("far-side-is-kilo", 72, "the leader loses power, the other location knows no failover", Limit::Silence(5000), breaking::power_off).off(&["b1", "b2"]),
+    case("leader-is-kilo", 72, "the leader loses power, and knew no failover", Limit::Silence(5000), breaking::power_off).off(&["a1"]),
+    case("forged", 73, "somebody on the LAN forges and repeats signals, a member sends some through the tunnel", Limit::Undisturbed, forged::send),
+    case("repeated", 73, "the leader loses power, and what made members follow the next is sent to them again", Limit::Outage(1000), forged::repeat),
     case("two-lose-power", 75, "the leader and a stand-by lose power at once", Limit::Outage(1500), breaking::two_lose_power).stand_bys(2),
 ];

@@ -3,6 +3,9 @@
 
 mod breaking;
 mod cases;
+mod flaps;
+mod forged;
+mod parts;
 mod state;
 mod table;
 
@@ -16,6 +19,7 @@ use super::{
     faults::traffic::{Figures, Traffic},
 };
 use crate::report::TestOutcome;
+pub use breaking::set_length;
 pub use cases::named;
 use cases::{CASES, Case, Limit};
 pub use table::write as write_table;
@@ -77,20 +81,27 @@ impl Choice<'_> {
     }
 }
 
-/// Runs each chosen case so many times.
-pub fn run(lab: &mut Lab, choice: Choice<'_>, runs: usize) -> Vec<Run> {
+/// Runs each chosen case so many times. `keep`: ends with the first that fails, and mends nothing.
+pub fn run(lab: &mut Lab, choice: Choice<'_>, runs: usize, keep: bool) -> Vec<Run> {
     let mut all = Vec::new();
     for case in CASES.iter().filter(|case| choice.has(case)) {
-        let of_case: Vec<_> = (0..runs).map(|_| one(lab, case)).collect();
+        let mut of_case = Vec::new();
+        while of_case.len() < runs {
+            of_case.push(one(lab, case, keep));
+            if keep && of_case.iter().any(|run| run.problem.is_some()) {
+                all.extend(of_case);
+                return all;
+            }
+        }
         summary(case, &of_case);
         all.extend(of_case);
     }
     all
 }
 
-fn one(lab: &mut Lab, case: &Case) -> Run {
+fn one(lab: &mut Lab, case: &Case, keep: bool) -> Run {
     let began = Instant::now();
-    let result = watch(lab, case);
+    let result = watch(lab, case, keep);
     let mut run = Run {
         id: case.id.to_owned(),
         line: case.line,
@@ -122,31 +133,75 @@ fn one(lab: &mut Lab, case: &Case) -> Run {
     run
 }
 
-fn watch(lab: &mut Lab, case: &Case) -> Result<(String, Figures, u64)> {
+fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<(String, Figures, u64)> {
     lab.caused(&[CHANGE]);
     lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
-    state::begin_anew(lab, case.stand_bys, FIT)?;
-    let (from, to) = (lab.network.space(case.from)?, lab.network.space(case.to)?);
-    let target = lab.network.node(case.to.trim_start_matches("pod-"))?.pod_ip().into();
-    ensure!(to.name != from.name, "a flow has two ends");
-    let traffic = Traffic::start(&from, target);
-    let broken = traffic.settle(PATIENCE).context("before the fault").and_then(|()| {
+    state::begin_anew(lab, case, FIT)?;
+    let flows = Flows::start(lab, case)?;
+    let broken = flows.settle().context("before the fault").and_then(|()| {
         let before = state::changes(lab);
         Ok((before, (case.inject)(lab)?))
     });
-    let settled = broken.is_ok().then(|| traffic.settle(PATIENCE).context("after the fault"));
+    let settled = broken.is_ok().then(|| flows.settle().context("after the fault"));
     std::thread::sleep(AFTER);
-    let figures = traffic.finish();
-    // Hosts are mended whatever was seen.
+    let figures = flows.finish();
     let (before, mut broken) = broken?;
     let switches = state::changes(lab).saturating_sub(before);
     let clear = lab.nothing_in_clear();
+    let fails = |figures: &Figures| missed(case, figures, switches).is_some();
+    if keep && (settled.as_ref().is_some_and(Result::is_err) || figures.as_ref().is_ok_and(fails)) {
+        println!("failover {}: {}; kept as it is", case.id, broken.said);
+        settled.transpose()?;
+        return Ok((broken.said, figures?, switches));
+    }
+    // Hosts are mended whatever was seen.
     broken.mend(lab).context("mending")?;
     settled.transpose()?;
     clear?;
     lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
     lab.all_well()?;
     Ok((broken.said, figures?, switches))
+}
+
+/// The flows of a case.
+struct Flows(Vec<Traffic>);
+
+impl Flows {
+    fn start(lab: &Lab, case: &Case) -> Result<Self> {
+        let start = |(from, to): (&str, &str)| {
+            let space = lab.network.space(from)?;
+            let target = lab.network.node(to.trim_start_matches("pod-"))?.pod_ip().into();
+            ensure!(to != from, "a flow has two ends");
+            Ok(Traffic::start(&space, target))
+        };
+        [Some((case.from, case.to)), case.also]
+            .into_iter()
+            .flatten()
+            .map(start)
+            .collect::<Result<_>>()
+            .map(Self)
+    }
+
+    fn settle(&self) -> Result<()> {
+        self.0.iter().try_for_each(|flow| flow.settle(PATIENCE))
+    }
+
+    /// What all of them sent and lost, and the longest interruption of any.
+    fn finish(self) -> Result<Figures> {
+        let all: Vec<_> = self.0.into_iter().map(Traffic::finish).collect();
+        let mut all = all.into_iter();
+        let first = all.next().context("no flow")??;
+        all.try_fold(first, |sum, one| {
+            let one = one?;
+            Ok(Figures {
+                sent: sum.sent + one.sent,
+                lost: sum.lost + one.lost,
+                gap: sum.gap.max(one.gap),
+                stall: sum.stall.max(one.stall),
+                broken: sum.broken.or(one.broken),
+            })
+        })
+    }
 }
 
 /// Why a run is not what is accepted.
@@ -156,10 +211,15 @@ fn missed(case: &Case, figures: &Figures, switches: u64) -> Option<String> {
     }
     let gap = figures.gap.as_millis() as u64;
     match case.limit {
-        Limit::Outage(most) if gap > most => Some(format!("{gap} ms without an answer instead of {most}")),
+        Limit::Outage(most) | Limit::Silence(most) if gap > most => {
+            Some(format!("{gap} ms without an answer instead of {most}"))
+        }
         Limit::Outage(_) if switches == 0 => Some("nobody took over".to_owned()),
         Limit::Lost(most) if figures.lost > most => {
             Some(format!("{} datagrams were lost instead of {most}", figures.lost))
+        }
+        Limit::Switches(most) if switches > most => {
+            Some(format!("the leader changed {switches} times instead of {most}"))
         }
         Limit::NoSwitch if switches > 0 => Some(format!("the leader changed {switches} times")),
         Limit::Undisturbed if figures.lost > 0 || switches > 0 => {

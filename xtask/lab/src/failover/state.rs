@@ -2,15 +2,17 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 
-use super::breaking;
+use super::{breaking, cases::Case};
 use crate::{Lab, counters};
 
 /// Nodes of the location whose leader fails.
 const LOCATION: &str = "site-a";
 /// Who leads by Kilo's rule.
 const LEADER: &str = "a1";
+/// Leader of the other location.
+const FAR: &str = "b1";
 /// How long everybody has to be in their place before a case begins.
 const STEADY: Duration = Duration::from_secs(4);
 const ROLE_LEADER: &str = "kilo_failover_role{role=\"leader\"}";
@@ -34,18 +36,39 @@ pub fn changes(lab: &Lab) -> u64 {
     nodes(lab).iter().filter_map(|node| metric(lab, node, TERM)).max().unwrap_or(0)
 }
 
+/// Role and term of each node of the location, as far as its agent runs.
+pub fn words(lab: &Lab) -> Result<Vec<(String, [Option<u64>; 3])>> {
+    let word = |node: String| {
+        let names = [ROLE_LEADER, ROLE_STAND_BY, TERM];
+        let known = names.map(|name| metric(lab, &node, name));
+        (node, known)
+    };
+    let words: Vec<_> = nodes(lab).into_iter().map(word).collect();
+    ensure!(words.iter().any(|(_, known)| known[2].is_some()), "nobody says who leads");
+    Ok(words)
+}
+
 /// Waits until Kilo's leader leads, and each stand-by could. Where another one leads, all nodes
-/// begin anew, as after a power cut of the whole site, with so many stand-bys.
-pub fn begin_anew(lab: &mut Lab, stand_bys: u8, limit: Duration) -> Result<()> {
+/// begin anew, as after a power cut of the whole site, as the case wants them.
+pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
+    let stand_bys = case.stand_bys;
     let flag = format!("--stand-bys={stand_bys}");
-    if !lab.agents.has_flag(&flag) || term_of_leader(lab) > 0 {
+    if lab.agents.set_own_flag(case.off, "--failover=off")
+        || !lab.agents.has_flag(&flag)
+        || term_of_location(lab) > 0
+    {
         lab.agents.set_flag("--stand-bys", &stand_bys.to_string());
         breaking::reboot_all(lab)?;
     }
+    // Nobody can be fit whose tunnels end where nobody answers signals.
+    let is_answered = !case.off.contains(&FAR);
+    let is_ready = |node: &String| {
+        metric(lab, node, ROLE_STAND_BY) == Some(1) && (!is_answered || metric(lab, node, FIT) == Some(1))
+    };
     let (began, mut steady) = (Instant::now(), None);
     loop {
-        let leads = metric(lab, LEADER, ROLE_LEADER) == Some(1);
-        let ready = nodes(lab).iter().filter(|node| is_fit(lab, node)).count();
+        let leads = metric(lab, LEADER, ROLE_LEADER) == Some(1) || case.off.contains(&LEADER);
+        let ready = nodes(lab).iter().filter(|node| is_ready(node)).count();
         if leads && ready == usize::from(stand_bys) {
             // Of nodes that boot at once another one may be ready first, and lead a moment later.
             let since: &mut Instant = steady.get_or_insert_with(Instant::now);
@@ -65,13 +88,11 @@ pub fn begin_anew(lab: &mut Lab, stand_bys: u8, limit: Duration) -> Result<()> {
     }
 }
 
-/// How many changes Kilo's leader knows of; none when its agent has just begun.
-fn term_of_leader(lab: &Lab) -> u64 {
-    metric(lab, LEADER, TERM).unwrap_or(0)
-}
-
-fn is_fit(lab: &Lab, node: &str) -> bool {
-    metric(lab, node, ROLE_STAND_BY) == Some(1) && metric(lab, node, FIT) == Some(1)
+/// How many changes the leader knows of, or if it knows of none, its first stand-by; none when
+/// their agents have just begun.
+fn term_of_location(lab: &Lab) -> u64 {
+    let known = [LEADER, breaking::STAND_BY].map(|node| metric(lab, node, TERM));
+    known.into_iter().flatten().max().unwrap_or(0)
 }
 
 /// Waits until Kilo's leader leads again; returns how long that took.

@@ -1,0 +1,222 @@
+//! Signals of somebody who is no node: forged, repeated, or from a place they have no business in.
+
+use std::{
+    collections::BTreeMap,
+    net::{Ipv4Addr, SocketAddr},
+    os::fd::AsRawFd as _,
+    thread::{JoinHandle, sleep},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use nix::sys::socket::{AddressFamily, LinkAddr, SockFlag, SockProtocol, SockType, recvfrom, socket};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::{
+    breaking::{self, Broken, LEADER, MEMBER, STAND_BY},
+    state,
+};
+use crate::{
+    Lab, counters,
+    network::{Node, Underlay},
+    space::Space,
+};
+
+/// UDP port of signals, which VXLAN has, too.
+const PORT: u16 = 51_821;
+/// Where a signal has its kind.
+const KIND: usize = 2;
+/// Kinds: a question that kernels answer, one that they obey, what gateways tell each other.
+const ROLL: u8 = 3;
+const ANNOUNCE: u8 = 7;
+const HELLO: u8 = 11;
+/// How often each is sent.
+const TIMES: u64 = 50;
+/// Longest wait for a signal to be seen.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+type Recorded = BTreeMap<u8, Vec<u8>>;
+
+/// Listens until the router has seen a signal of each kind from one host to another: the first ones.
+fn record(
+    router: &Space,
+    from: Ipv4Addr,
+    to: Ipv4Addr,
+    kinds: &[u8],
+) -> JoinHandle<Result<Result<Recorded>>> {
+    let kinds = kinds.to_vec();
+    router.spawn(move || {
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let socket = socket(AddressFamily::Packet, SockType::Raw, flags, SockProtocol::EthAll)?;
+        let (mut seen, mut buffer, began) = (Recorded::new(), [0; 2048], Instant::now());
+        while began.elapsed() < PATIENCE && seen.len() < kinds.len() {
+            let Ok((length, Some(_))) = recvfrom::<LinkAddr>(socket.as_raw_fd(), &mut buffer) else {
+                sleep(Duration::from_millis(1));
+                continue;
+            };
+            // Ethernet, IPv4 without options, UDP.
+            let frame = &buffer[..length];
+            let is_between = frame.get(26..34) == Some(&[from.octets(), to.octets()].concat()[..]);
+            let is_signal = frame.get(36..38) == Some(&PORT.to_be_bytes()[..]) && frame.get(42) == Some(&0);
+            let kind = frame.get(42 + KIND).filter(|kind| is_between && is_signal && kinds.contains(kind));
+            if let Some(kind) = kind {
+                seen.entry(*kind).or_insert_with(|| frame[42..].to_vec());
+            }
+        }
+        Ok(seen)
+    })
+}
+
+fn recorded(listening: JoinHandle<Result<Result<Recorded>>>, kind: u8) -> Result<Vec<u8>> {
+    let mut seen = listening.join().map_err(|_| anyhow::anyhow!("the listening thread"))???;
+    seen.remove(&kind).with_context(|| format!("no signal of kind {kind} was seen"))
+}
+
+/// A datagram with a source of the sender's choice.
+fn datagram(from: Ipv4Addr, to: Ipv4Addr, signal: &[u8]) -> Vec<u8> {
+    let length = (28 + signal.len()) as u16;
+    let mut bytes = vec![0x45, 0];
+    bytes.extend(length.to_be_bytes());
+    // The kernel adds identification and checksum; UDP needs none.
+    bytes.extend([0, 0, 0, 0, 64, 17, 0, 0]);
+    bytes.extend(from.octets());
+    bytes.extend(to.octets());
+    for half in [PORT, PORT, length - 20, 0] {
+        bytes.extend(half.to_be_bytes());
+    }
+    bytes.extend(signal);
+    bytes
+}
+
+fn send_all(space: &Space, to: Ipv4Addr, datagrams: Vec<Vec<u8>>) -> Result<()> {
+    let sending = space.spawn(move || -> Result<()> {
+        let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(255)))?;
+        for datagram in datagrams {
+            socket.send_to(&datagram, &SocketAddr::from((to, 0)).into())?;
+            sleep(Duration::from_millis(2));
+        }
+        Ok(())
+    });
+    sending.join().map_err(|_| anyhow::anyhow!("the sending thread"))??
+}
+
+fn address(node: &Node) -> Result<Ipv4Addr> {
+    match node.private {
+        std::net::IpAddr::V4(address) => Ok(address),
+        std::net::IpAddr::V6(_) => anyhow::bail!("signals are forged on IPv4 only"),
+    }
+}
+
+/// What a node has refused: dropped by its kernel, or refused by its agent.
+fn refused(node: &Node, why: &str) -> Result<u64> {
+    let metrics = counters::scrape(&node.space)?;
+    let by_agent = format!("kilo_signals_refused_total{{why=\"{why}\"}}");
+    let by_kernel = counters::drops(&metrics).get(why).copied();
+    Ok(by_kernel.or_else(|| metrics.get(&by_agent).copied()).unwrap_or(0))
+}
+
+/// One attack: who sends what to whom, and why it is refused.
+struct Attack<'a> {
+    what: &'static str,
+    by: &'a Space,
+    from: Ipv4Addr,
+    to: &'a Node,
+    signal: Vec<u8>,
+    why: &'static str,
+}
+
+impl Attack<'_> {
+    fn run(self) -> Result<String> {
+        let (to, before) = (address(self.to)?, refused(self.to, self.why)?);
+        send_all(self.by, to, vec![datagram(self.from, to, &self.signal); TIMES as usize])?;
+        let began = Instant::now();
+        loop {
+            let count = refused(self.to, self.why)? - before;
+            if count >= TIMES {
+                return Ok(format!("{}: {count} as {}", self.what, self.why));
+            }
+            ensure!(
+                began.elapsed() < Duration::from_secs(3),
+                "{}: {count} of {TIMES} were refused as {}",
+                self.what,
+                self.why
+            );
+            sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+pub(super) fn send(lab: &mut Lab) -> Result<Broken> {
+    ensure!(lab.network.underlay == Underlay::V4, "signals are forged on IPv4 only");
+    let [leader, stand_by, member] = [LEADER, STAND_BY, MEMBER].map(|name| breaking::node(lab, name));
+    let (leader, stand_by, member) = (leader?, stand_by?, member?);
+    let far = breaking::node(lab, "b1")?;
+    let (printer, router) = (lab.network.printer.clone(), lab.network.router.clone());
+    let stranger = Ipv4Addr::new(10, 1, 0, 200);
+    let [a1, a2] = [address(&leader)?, address(&stand_by)?];
+    let listening = [ROLL, HELLO].map(|kind| (kind, record(&router, a2, a1, &[kind])));
+    let [roll, hello] = listening.map(|(kind, listening)| recorded(listening, kind));
+    let (roll, hello) = (roll?, hello?);
+    let changed = |signal: &[u8], at: usize| {
+        let mut signal = signal.to_vec();
+        signal[at] ^= 1;
+        signal
+    };
+    let announce = |signal: &[u8]| {
+        let mut signal = signal.to_vec();
+        signal[KIND] = ANNOUNCE;
+        signal
+    };
+    let words = state::words(lab)?;
+    let attack = |what, by, from, to, signal: &[u8], why| {
+        Attack { what, by, from, to, signal: signal.to_vec(), why }.run()
+    };
+    let said = [
+        attack("a stranger's", &printer, stranger, &leader, &roll, "unknown_signal")?,
+        attack("changed", &printer, a2, &leader, &changed(&roll, 47), "forged_signal")?,
+        attack("ANNOUNCE made of another", &printer, a2, &leader, &announce(&roll), "forged_signal")?,
+        attack("for somebody else", &printer, a2, &member, &roll, "forged_signal")?,
+        attack("HELLO changed", &printer, a2, &leader, &changed(&hello, 41), "forged")?,
+        attack(
+            "a member's into the tunnel",
+            &member.space,
+            address(&member)?,
+            &far,
+            &roll,
+            "unknown_signal",
+        )?,
+    ];
+    ensure!(state::words(lab)? == words, "somebody uses another leader");
+    Ok(Broken::done(said.join(", ")))
+}
+
+/// What made members follow another leader is sent again once they do.
+pub(super) fn repeat(lab: &mut Lab) -> Result<Broken> {
+    ensure!(lab.network.underlay == Underlay::V4, "signals are forged on IPv4 only");
+    let (stand_by, member) = (breaking::node(lab, STAND_BY)?, breaking::node(lab, MEMBER)?);
+    let (a2, a3) = (address(&stand_by)?, address(&member)?);
+    let listening = record(&lab.network.router, a2, a3, &[ANNOUNCE]);
+    let mut broken = breaking::power_off(lab)?;
+    let said = after_change(lab, recorded(listening, ANNOUNCE), a2, &member);
+    match said {
+        Ok(said) => {
+            broken.said = said;
+            Ok(broken)
+        }
+        Err(error) => {
+            broken.mend(lab)?;
+            Err(error)
+        }
+    }
+}
+
+fn after_change(lab: &Lab, announce: Result<Vec<u8>>, from: Ipv4Addr, to: &Node) -> Result<String> {
+    let signal = announce?;
+    // Each ANNOUNCE is sent a few times by itself.
+    sleep(Duration::from_secs(1));
+    let words = state::words(lab)?;
+    let by = &lab.network.printer;
+    let said = Attack { what: "ANNOUNCE again", by, from, to, signal, why: "stale_signal" }.run()?;
+    ensure!(state::words(lab)? == words, "somebody uses another leader");
+    Ok(said)
+}

@@ -1,0 +1,68 @@
+//! Parts that fail while others work: forwarding, and the LAN between some of its hosts.
+
+use anyhow::{Context as _, Result};
+
+use super::breaking::{self, Broken, LEADER, MEMBER, STAND_BY};
+use crate::{Lab, well::LEADS};
+
+/// WireGuard of the leader gets nothing that the leader only passes on: what the other nodes of the
+/// location and their pods send. Its own packets, its handshakes and its probes go on.
+pub(super) fn forwards_nothing(lab: &mut Lab) -> Result<Broken> {
+    let leader = breaking::node(lab, LEADER)?;
+    let others = [STAND_BY, MEMBER].map(|name| breaking::node(lab, name));
+    // Programs redirect past netfilter. The queue of the class takes one byte: no packet fits.
+    let mut script = "tc qdisc add dev kilo0 root handle 1: htb default 1
+        tc class add dev kilo0 parent 1: classid 1:1 htb rate 10gbit
+        tc class add dev kilo0 parent 1: classid 1:2 htb rate 10gbit
+        tc qdisc add dev kilo0 parent 1:2 handle 2: bfifo limit 1\n"
+        .to_owned();
+    for other in others {
+        let other = other?;
+        for source in [format!("{}/32", other.private), format!("{}/24", other.pod_address(0))] {
+            script += &format!(
+                "tc filter add dev kilo0 parent 1: protocol ip u32 match ip src {source} flowid 1:2\n"
+            );
+        }
+    }
+    leader.space.sh(&script)?;
+    Ok(Broken::until("kilo0 of a1 takes packets of a1 alone", move |_| {
+        let said = leader.space.sh("tc -s qdisc show dev kilo0; tc qdisc del dev kilo0 root")?;
+        let dropped = said.split("dropped ").filter_map(|rest| rest.split([',', ' ']).next()?.parse().ok());
+        let dropped: u64 = dropped.max().unwrap_or(0);
+        anyhow::ensure!(dropped > 0, "nothing was dropped:\n{said}");
+        Ok(())
+    }))
+}
+
+/// Two parts of the LAN hear nothing of each other; uplinks stay.
+fn cut(lab: &mut Lab, one: &[&str], other: &[&str]) -> Result<Broken> {
+    lab.caused(&[LEADS]);
+    let addresses = |names: &[&str]| -> Result<String> {
+        let all: Result<Vec<_>> =
+            names.iter().map(|name| Ok(breaking::node(lab, name)?.private.to_string())).collect();
+        Ok(all?.join(", "))
+    };
+    let (first, second) = (addresses(one)?, addresses(other)?);
+    let ports: Vec<_> = one.iter().chain(other).map(|name| format!("\"{name}-lan\"")).collect();
+    let router = lab.network.router.clone();
+    router
+        .sh(&format!(
+            "nft 'table netdev cut {{ chain in {{
+                 type filter hook ingress devices = {{ {} }} priority 0; policy accept;
+                 ip saddr {{ {first} }} ip daddr {{ {second} }} drop
+                 ip saddr {{ {second} }} ip daddr {{ {first} }} drop
+             }}; }}'",
+            ports.join(", ")
+        ))
+        .context("the LAN is cut")?;
+    let said = format!("{} | {}", one.join(" "), other.join(" "));
+    Ok(Broken::until(said, move |_| router.sh("nft delete table netdev cut").map(drop)))
+}
+
+pub(super) fn leader_apart(lab: &mut Lab) -> Result<Broken> {
+    cut(lab, &[LEADER], &[STAND_BY, MEMBER])
+}
+
+pub(super) fn stand_by_apart(lab: &mut Lab) -> Result<Broken> {
+    cut(lab, &[LEADER, MEMBER], &[STAND_BY])
+}
