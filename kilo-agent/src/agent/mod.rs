@@ -38,7 +38,7 @@ use crate::{
     health::Health,
     metrics::Metrics,
     resolve::Resolver,
-    status::{Leaders, View},
+    status::{History, Leaders, View},
 };
 use kilo_core::{
     objects::{Snapshot, events::EventReason},
@@ -175,6 +175,7 @@ pub struct Agent<B> {
     health: Health,
     view: tokio::sync::watch::Sender<Arc<View>>,
     leaders: Leaders,
+    history: History,
     /// Peers whose status has been written, and what it says.
     reported_peers: Option<topology::PeerStandings>,
     host_changed: Arc<Notify>,
@@ -258,6 +259,7 @@ impl<B: Backend> Agent<B> {
             health,
             view,
             leaders: Leaders::default(),
+            history: History::default(),
             reported_peers: None,
             host_changed,
             path_mtus,
@@ -682,6 +684,7 @@ impl<B: Backend> Agent<B> {
             ready,
             granularity: self.options.settings.granularity,
             leaders: self.leaders.clone(),
+            history: self.history.clone(),
             programs: before.programs.clone(),
             warnings: before.warnings.clone(),
             device: Some(interface.device.clone()),

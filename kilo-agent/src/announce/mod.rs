@@ -130,6 +130,8 @@ impl<B: Backend> Announcer<B> {
         let leaderless = changes::locations_without_leader(moment).len();
         let out = view.mesh.lost.iter().filter(|lost| view.snapshot.nodes.contains(lost.member.name()));
         self.context.metrics.set_missing(leaderless, out.count());
+        let mesh_before = self.before.as_ref().map(|before| &*before.mesh);
+        view.history.observe(&found, mesh_before, &view.mesh, Timestamp::now());
         for change in &found {
             self.say(now, || log::write(change));
         }

@@ -3,6 +3,7 @@
 //! `kgctl status`.
 
 pub mod ask;
+mod history;
 mod leaders;
 pub mod pods;
 mod problems;
@@ -19,9 +20,10 @@ use std::{
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
+pub use history::{History, LeaderChange};
 pub use leaders::{Lead, Leaders};
 pub use problems::{Problem, problems, verdict};
-pub use table::{columns, table};
+pub use table::{ago, bytes, columns, table};
 pub use time::Timestamp;
 #[cfg(feature = "agent")]
 pub use view::View;

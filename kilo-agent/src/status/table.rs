@@ -189,12 +189,13 @@ fn unknown() -> String {
 }
 
 /// An age with at most two units, as kubectl writes it.
-fn ago(now: Timestamp, then: Timestamp) -> String {
+pub fn ago(now: Timestamp, then: Timestamp) -> String {
     let text = now.since(then).to_string();
     text.split(' ').take(2).collect()
 }
 
-fn bytes(count: u64) -> String {
+/// A number of bytes with a binary unit.
+pub fn bytes(count: u64) -> String {
     const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
     let mut value = count as f64;
     let mut unit = "B";

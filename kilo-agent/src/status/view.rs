@@ -2,7 +2,9 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
-use super::{AgentStatus, FailoverStatus, Leaders, StandByStatus, Status, Timestamp, Tunnel, of_objects};
+use super::{
+    AgentStatus, FailoverStatus, History, Leaders, StandByStatus, Status, Timestamp, Tunnel, of_objects,
+};
 use crate::failover::{Reporter, StandBy};
 use kilo_core::{
     objects::Snapshot,
@@ -35,6 +37,8 @@ pub struct View {
     pub granularity: Granularity,
     /// Since when who leads.
     pub leaders: Leaders,
+    /// Who has led before.
+    pub history: History,
     /// Programs on interfaces.
     pub programs: Vec<Attached>,
     /// What is wrong on the host, and what to do about it.
