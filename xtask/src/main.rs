@@ -17,6 +17,7 @@ mod sim;
 mod static_checks;
 mod test;
 mod vm;
+mod web_tools;
 mod wheels;
 
 use std::process::{Command, ExitCode};
@@ -55,6 +56,8 @@ enum Task {
     KubeAssets,
     /// Get helm and kubectl, which the tests of the manifests ask.
     KubeTools,
+    /// Get Chromium and axe-core, which the tests of the agent's page ask.
+    WebTools,
     /// Build the container image without a registry, as an OCI archive.
     Image(image::ImageArgs),
     /// Make the files of a release: image, kgctl, manifests, chart, checksums.
@@ -100,6 +103,7 @@ fn run() -> Result<()> {
         Task::Sim(args) => sim::main(&args),
         Task::KubeAssets => kubernetes::assets().map(drop),
         Task::KubeTools => kube_tools::prepare(),
+        Task::WebTools => web_tools::prepare(),
         Task::Cluster(args) => {
             if args.needs_build() {
                 build_all()?;

@@ -24,7 +24,7 @@ use crate::{
     report::TestOutcome,
     rotation::{Kernel, Long},
     second_try::{FLAKY, SecondTries},
-    static_checks, workspace_root,
+    static_checks, web_tools, workspace_root,
 };
 use beside::Beside;
 use reader::Reader;
@@ -241,6 +241,9 @@ fn run_part(
         }
         Part::Lab => {
             apt::install(lab::PACKAGES)?;
+            if let Err(error) = web_tools::prepare() {
+                println!("web-tools: {error:#}; tests of the page are skipped");
+            }
             let mut outcomes = run_binaries(part, binaries, &seed(args.all), Some(tries))?;
             outcomes.extend(run_lab(tries)?);
             Ok(outcomes)

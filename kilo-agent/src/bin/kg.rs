@@ -463,13 +463,8 @@ async fn work<B: Backend>(
     #[cfg(debug_assertions)]
     panic_when_asked()?;
     let (view, view_reader) = tokio::sync::watch::channel(Arc::default());
-    let context = http::Context {
-        health: health.clone(),
-        metrics: metrics.clone(),
-        view: view_reader,
-        graph: http::Graph::default(),
-        turns: http::Turns::default(),
-    };
+    let graph = http::Graph::default();
+    let context = http::Context::new(health.clone(), metrics.clone(), view_reader, graph);
     let stop = CancellationToken::new();
     let snapshots = backend.watch();
     let hostname = options.hostname.clone();

@@ -1,8 +1,9 @@
-//! The HTTP server of the agent: `/health`, `/metrics`, `/status`, `/graph`.
+//! The HTTP server of the agent: the page, `/health`, `/metrics`, `/status`, `/events`, `/graph`.
 
 mod drawing;
 mod graph;
 mod linger;
+pub mod page;
 mod places;
 mod respond;
 mod serve;
@@ -13,8 +14,9 @@ use std::{sync::Arc, time::Instant};
 use hyper::{Method, Request, StatusCode, body::Incoming};
 
 pub use graph::{Format, Graph, Layout};
+pub use page::Page;
 pub use respond::{method_not_allowed, respond, text};
-pub use serve::{Answer, bind, serve};
+pub use serve::{Answer, Closing, bind, serve};
 pub use turns::Turns;
 
 use crate::{
@@ -23,19 +25,22 @@ use crate::{
     status::{Timestamp, View},
 };
 use kilo_core::topology::tunnel_ends;
+use page::{Feed, Report};
 
 /// What the server answers from.
 #[derive(Clone)]
 pub struct Context {
     /// For `/health`.
     pub health: Health,
-    /// For `/metrics` and the counters of `/status`.
+    /// For `/metrics`.
     pub metrics: Metrics,
     /// The mesh as this node sees it.
     pub view: tokio::sync::watch::Receiver<Arc<View>>,
     /// For `/graph`.
     pub graph: Graph,
-    /// For all but `/health` and `/`.
+    /// For `/`, `/status` and `/events`.
+    pub page: Page,
+    /// For all but `/health`, `/events` and the page's files.
     pub turns: Turns,
 }
 
@@ -43,21 +48,45 @@ pub struct Context {
 pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 impl Context {
+    /// Answers from these.
+    pub fn new(
+        health: Health,
+        metrics: Metrics,
+        view: tokio::sync::watch::Receiver<Arc<View>>,
+        graph: Graph,
+    ) -> Self {
+        let feed = {
+            let (health, metrics, view) = (health.clone(), metrics.clone(), view.clone());
+            Feed::new(move || {
+                let (health, metrics, view) = (health.clone(), metrics.clone(), Arc::clone(&view.borrow()));
+                async move { report(&health, &metrics, &view).await }
+            })
+        };
+        Self { health, metrics, view, graph, page: Page::new(feed), turns: Turns::default() }
+    }
+
     /// Answers one request.
     pub async fn answer(self, request: Request<Incoming>) -> Answer {
         let path = request.uri().path();
-        if !matches!(path, "/" | "/health" | "/metrics" | "/status" | "/graph") {
+        let is_known = matches!(path, "/" | "/health" | "/metrics" | "/status" | "/events" | "/graph");
+        if !is_known && !page::is_file(path) {
             return text(StatusCode::NOT_FOUND, "not found; try /health, /metrics, /status or /graph\n");
         }
         if !matches!(*request.method(), Method::GET | Method::HEAD) {
             return method_not_allowed("GET, HEAD");
         }
+        if let Some(file) = Page::file(path) {
+            return file;
+        }
         match path {
-            "/" => respond(StatusCode::OK, "text/html; charset=utf-8", PAGE),
             "/health" => match self.health.check(Instant::now()) {
                 Ok(()) => text(StatusCode::OK, well(&self.health.degraded())),
                 Err(reason) => text(StatusCode::SERVICE_UNAVAILABLE, reason + "\n"),
             },
+            "/events" => {
+                let closing = request.extensions().get::<Closing>().map(|closing| closing.0.clone());
+                self.page.events(closing.unwrap_or_default())
+            }
             _ => self.turns.answer(self.costly(path, request.uri().query().unwrap_or(""))).await,
         }
     }
@@ -66,6 +95,7 @@ impl Context {
     async fn costly(&self, path: &str, query: &str) -> Answer {
         let view = || Arc::clone(&self.view.borrow());
         match path {
+            "/" => self.page.html().await,
             "/metrics" => {
                 match view().peers().await {
                     Ok(peers) => self.metrics.set_peers(peers, tunnel_ends(&view().mesh), Timestamp::now()),
@@ -78,45 +108,21 @@ impl Context {
                     Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
                 }
             }
-            "/status" => {
-                let counters = self.metrics.counters().map_err(|error| error.to_string());
-                let unhealthy = self.health.check(Instant::now()).err();
-                match serde_json::to_vec_pretty(
-                    &view().status(counters, unhealthy, self.health.degraded()).await,
-                ) {
-                    Ok(body) => respond(StatusCode::OK, "application/json", body),
-                    Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
-                }
-            }
+            "/status" => self.page.status().await,
             _ => self.graph.answer(query, &view().mesh).await,
         }
     }
+}
+
+/// How it is now.
+async fn report(health: &Health, metrics: &Metrics, view: &View) -> Report {
+    let counters = metrics.counters().map_err(|error| error.to_string());
+    let unhealthy = health.check(Instant::now()).err();
+    let status = view.status(counters, unhealthy, health.degraded()).await;
+    Report::new(status, view.history.all())
 }
 
 /// The body of a good answer: a readiness probe looks at the code, people and scripts at the text.
 fn well(degraded: &[String]) -> String {
     if degraded.is_empty() { "ok\n".to_owned() } else { format!("degraded: {}\n", degraded.join("; ")) }
 }
-
-/// All links are relative: the page works behind the API server's proxy, too.
-const PAGE: &str = r#"<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>Kilo</title>
-<style>
-body { font-family: sans-serif; margin: 2em; }
-nav a { margin-right: 1.5em; }
-img { max-width: 100%; margin-top: 1em; }
-</style>
-<h1>Kilo</h1>
-<nav>
-<a href="health">health</a>
-<a href="metrics">metrics</a>
-<a href="status">status</a>
-<a href="graph">graph</a>
-<a href="graph?format=dot">graph as text</a>
-</nav>
-<img src="graph" alt="The mesh: locations, their nodes, the leaders joined to each other">
-</html>
-"#;

@@ -1,5 +1,6 @@
 //! Making answers.
 
+use http_body_util::{BodyExt as _, Full};
 use hyper::{
     Response, StatusCode,
     body::Bytes,
@@ -15,7 +16,7 @@ pub fn text(status: StatusCode, body: impl Into<Bytes>) -> Answer {
 
 /// An answer of any media type.
 pub fn respond(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Answer {
-    let mut response = Response::new(http_body_util::Full::new(body.into()));
+    let mut response = Response::new(Full::new(body.into()).boxed_unsync());
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
     response.headers_mut().insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));

@@ -2,7 +2,7 @@
 
 use std::{convert::Infallible, io, net::SocketAddr, pin::pin, time::Duration};
 
-use http_body_util::Full;
+use http_body_util::combinators::UnsyncBoxBody;
 use hyper::{
     Request, Response,
     body::{Bytes, Incoming},
@@ -30,7 +30,12 @@ const FAREWELL: Duration = Duration::from_secs(10);
 const LARGEST_HEAD: usize = 16 << 10;
 
 /// Answer to a request.
-pub type Answer = Response<Full<Bytes>>;
+pub type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
+
+/// In the extensions of a request: cancelled when the connection is about to be closed, so that
+/// an answer without an end of its own ends.
+#[derive(Clone, Debug, Default)]
+pub struct Closing(pub CancellationToken);
 
 /// Binds the address. On all addresses of both families where it is `[::]`.
 ///
@@ -102,7 +107,10 @@ where
     H: Fn(Request<Incoming>) -> F + Clone + Send + 'static,
     F: Future<Output = Answer> + Send + 'static,
 {
-    let service = service_fn(move |request| {
+    let closing = Closing::default();
+    let closes = closing.clone();
+    let service = service_fn(move |mut request: Request<Incoming>| {
+        request.extensions_mut().insert(closing.clone());
         let answer = handle(request);
         async move { Ok::<_, Infallible>(answer.await) }
     });
@@ -120,6 +128,7 @@ where
                 () = sleep(LONGEST) => {}
             }
         } => {
+            closes.0.cancel();
             connection.as_mut().graceful_shutdown();
             timeout(FAREWELL, connection).await
         }

@@ -3,7 +3,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use http_body_util::BodyExt as _;
+use http_body_util::{BodyExt as _, Full};
 use hyper::{StatusCode, body::Bytes};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
@@ -58,7 +58,7 @@ impl Turns {
         match Arc::clone(&self.unread).try_acquire_many_owned(share) {
             Ok(share) => {
                 let bytes = Bytes::from_owner(Unread { bytes, _share: share });
-                Answer::from_parts(head, bytes.into())
+                Answer::from_parts(head, Full::new(bytes).boxed_unsync())
             }
             Err(_) => busy(),
         }

@@ -74,8 +74,7 @@ async fn server_of(view: View, graph: Graph) -> (SocketAddr, CancellationToken, 
     let (sender, view) = watch::channel(Arc::new(view));
     let metrics = Metrics::default();
     let health = Health::new(Instant::now(), Duration::from_secs(60));
-    let turns = http::Turns::default();
-    let context = http::Context { health, metrics: metrics.clone(), view, graph, turns };
+    let context = http::Context::new(health, metrics.clone(), view, graph);
     let listener = http::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
     let address = listener.local_addr().unwrap();
     let stop = CancellationToken::new();
@@ -121,7 +120,9 @@ async fn each_page_has_its_media_type_and_head_is_get_without_body() {
     let (address, _stop, metrics) = server(Graph::default()).await;
     metrics.error("apply");
     for (path, media, words) in [
-        ("/", "text/html", "<img src=\"graph\""),
+        ("/", "text/html", "<script type=\"module\" src=\"page/app.js\">"),
+        ("/page/app.js", "text/javascript", "import { follow }"),
+        ("/page/style.css", "text/css", "prefers-color-scheme"),
         ("/health", "text/plain", "ok"),
         ("/metrics", "application/openmetrics-text", "kilo_reconcile_duration_seconds_bucket"),
         ("/status", "application/json", "\"locations\""),
@@ -137,7 +138,15 @@ async fn each_page_has_its_media_type_and_head_is_get_without_body() {
         assert_eq!((head.status, head.body.len()), (200, 0), "{path}");
         assert!(head.head.contains("content-length: ") && !head.head.contains("content-length: 0"), "{path}");
     }
-    let page = ask(address, "GET", "/").await.text();
+    let page = ask(address, "GET", "/").await;
+    let policy = "content-security-policy: default-src 'none'; script-src 'self'; style-src 'self';";
+    assert!(page.head.contains(policy) && !page.head.contains("unsafe"), "{}", page.head);
+    assert!(
+        page.head.contains("frame-ancestors 'none'") && !page.head.contains("access-control"),
+        "{}",
+        page.head
+    );
+    let page = page.text();
     assert!(!page.contains("http://") && !page.contains("https://"), "nothing from elsewhere: {page}");
     let status: Status = serde_json::from_slice(&ask(address, "GET", "/status").await.body).unwrap();
     assert_eq!(status.locations.len(), 2);

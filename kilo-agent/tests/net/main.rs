@@ -33,6 +33,7 @@ mod lock;
 mod masquerade;
 mod nat_rules;
 mod overlay;
+mod page;
 mod path_probe;
 mod quiet;
 mod strangers;

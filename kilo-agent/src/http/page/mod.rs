@@ -1,0 +1,75 @@
+//! The page at `/`: what the mesh looks like to an operator, and whether it is well. `/status` has the
+//! same as JSON, `/events` as server-sent events.
+
+mod events;
+mod feed;
+mod files;
+mod html;
+mod report;
+
+use std::sync::Arc;
+
+use hyper::{
+    StatusCode,
+    header::{CACHE_CONTROL, CONTENT_SECURITY_POLICY, HeaderName, HeaderValue, REFERRER_POLICY},
+};
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+
+pub use events::MOST_LISTENERS;
+pub use feed::Feed;
+pub use files::is_file;
+pub use report::{DropHelp, Report, Verdict};
+
+use super::{Answer, respond, text};
+
+/// Scripts, styles and data come from this agent alone, and nothing may be written into the page.
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
+                      base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+
+/// The page, its files and its data.
+#[derive(Clone, Debug)]
+pub struct Page {
+    feed: Feed,
+    listeners: Arc<Semaphore>,
+}
+
+impl Page {
+    /// Shows what `feed` reports.
+    pub fn new(feed: Feed) -> Self {
+        Self { feed, listeners: Arc::new(Semaphore::new(MOST_LISTENERS)) }
+    }
+
+    /// `/`: the page with what it says without a script.
+    pub async fn html(&self) -> Answer {
+        let mut answer = match html::html(&self.feed.report().await) {
+            Ok(page) => respond(StatusCode::OK, "text/html; charset=utf-8", page),
+            Err(error) => return text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error:#}\n")),
+        };
+        let constant = |name: HeaderName, value| (name, HeaderValue::from_static(value));
+        answer.headers_mut().extend([
+            constant(CONTENT_SECURITY_POLICY, POLICY),
+            constant(CACHE_CONTROL, "no-store"),
+            constant(REFERRER_POLICY, "no-referrer"),
+        ]);
+        answer
+    }
+
+    /// `/status`.
+    pub async fn status(&self) -> Answer {
+        match serde_json::to_vec_pretty(&self.feed.report().await) {
+            Ok(body) => respond(StatusCode::OK, "application/json", body),
+            Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
+        }
+    }
+
+    /// `/events`, until `closing`.
+    pub fn events(&self, closing: CancellationToken) -> Answer {
+        events::answer(self.feed.clone(), &self.listeners, closing)
+    }
+
+    /// One of its files.
+    pub fn file(path: &str) -> Option<Answer> {
+        files::answer(path)
+    }
+}
