@@ -59,7 +59,7 @@ fn headings(command: &Command) -> BTreeSet<&str> {
 const HEAD: &str = "| flag | default | meaning |\n|---|---|---|\n";
 
 /// One row a flag or argument of this command, not those of its subcommands, and below it the
-/// headings of flags that it shares with others; `None` when it has none.
+/// headings of flags that it shares with others, and its examples; `None` when it has none.
 pub fn table(command: &Command) -> Option<String> {
     let rows: String = shown(command, None).map(row).collect();
     let headings: Vec<_> = headings(command).into_iter().collect();
@@ -69,6 +69,14 @@ pub fn table(command: &Command) -> Option<String> {
             text += "\n";
         }
         let _ = writeln!(text, "Shared flags: {}.", headings.join(", "));
+    }
+    if let Some(examples) = command.get_after_help().map(ToString::to_string)
+        && let Some(examples) = examples.strip_prefix("Examples:\n")
+    {
+        let lines: String =
+            examples.lines().map(|line| format!("{}\n", line.trim_start_matches("  "))).collect();
+        let gap = if text.is_empty() { "" } else { "\n" };
+        let _ = write!(text, "{gap}Examples:\n\n```text\n{lines}```\n");
     }
     (!text.is_empty()).then_some(text)
 }
@@ -124,6 +132,8 @@ mod tests {
                         | `-p, --port VALUE` | `1` | A \\| port. |\n\
                         | `--quiet` |  | Be quiet. |\n";
         assert_eq!(table(&command).as_deref(), Some(expected));
+        let shown = Command::new("x").after_help("Examples:\n  x a\n  x b");
+        assert_eq!(table(&shown).as_deref(), Some("Examples:\n\n```text\nx a\nx b\n```\n"));
         let shared = Arg::new("to").long("to").help("Whom.").help_heading("Server");
         let text = |command: &Command| {
             let mut text = String::new();

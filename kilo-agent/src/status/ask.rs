@@ -5,6 +5,7 @@ use std::time::Duration;
 use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::{Request, StatusCode, Uri, body::Bytes, client::conn::http1, header::HOST};
 use hyper_util::rt::TokioIo;
+use k8s_openapi::api::core::v1::Pod;
 use kube::Client;
 use tokio::{net::TcpStream, time::timeout};
 
@@ -106,16 +107,36 @@ pub async fn through_api(client: &Client, node: &str) -> Result<Status, AskError
 async fn proxied(client: &Client, node: &str) -> Result<Status, AskError> {
     let refused = |error: kube::Error| AskError::Api(error.to_string());
     let found = pods::list(client, Some(node)).await.map_err(refused)?;
-    let running = found.iter().find(|pod| {
-        pod.status.as_ref().and_then(|status| status.phase.as_deref()).is_none_or(|phase| phase == "Running")
-    });
-    let metadata = running.map(|pod| &pod.metadata).ok_or_else(|| AskError::NoPod(node.to_owned()))?;
-    let (Some(namespace), Some(name)) = (&metadata.namespace, &metadata.name) else {
-        return Err(AskError::NoPod(node.to_owned()));
-    };
-    let url = format!("/api/v1/namespaces/{namespace}/pods/{name}:{PORT}/proxy/status");
-    let answer = |reason: String| AskError::Answer { url: url.clone(), reason };
-    let request = Request::get(&url).body(Vec::new()).map_err(|error| answer(error.to_string()))?;
-    let body = client.request_text(request).await.map_err(refused)?;
-    serde_json::from_str(&body).map_err(|error| answer(error.to_string()))
+    let running = pods::running(&found).ok_or_else(|| AskError::NoPod(node.to_owned()))?;
+    status_of(client, running).await
+}
+
+/// The status of the agent in this pod, through the API server's proxy.
+///
+/// # Errors
+/// Says what stands in the way.
+pub async fn pod(client: &Client, pod: &Pod) -> Result<Status, AskError> {
+    let asked = timeout(PATIENCE, status_of(client, pod)).await;
+    asked.unwrap_or_else(|_| Err(AskError::Api("the API server's proxy does not answer".to_owned())))
+}
+
+async fn status_of(client: &Client, pod: &Pod) -> Result<Status, AskError> {
+    let text = page(client, pod, "status").await.map_err(|error| AskError::Api(error.to_string()))?;
+    serde_json::from_str(&text)
+        .map_err(|error| AskError::Answer { url: proxy_url(pod, "status"), reason: error.to_string() })
+}
+
+/// The text at this path of the agent in a pod, through the API server's proxy.
+///
+/// # Errors
+/// The API server's.
+pub async fn page(client: &Client, pod: &Pod, path: &str) -> Result<String, kube::Error> {
+    let request = Request::get(proxy_url(pod, path)).body(Vec::new()).map_err(kube::Error::HttpError)?;
+    client.request_text(request).await
+}
+
+fn proxy_url(pod: &Pod, path: &str) -> String {
+    let namespace = pod.metadata.namespace.as_deref().unwrap_or("default");
+    let name = pod.metadata.name.as_deref().unwrap_or_default();
+    format!("/api/v1/namespaces/{namespace}/pods/{name}:{PORT}/proxy/{path}")
 }

@@ -37,6 +37,28 @@ pub async fn list(client: &Client, node: Option<&str>) -> Result<Vec<Pod>, kube:
     found.map(|list| list.items)
 }
 
+/// The first of them that runs.
+pub fn running(pods: &[Pod]) -> Option<&Pod> {
+    pods.iter().find(|pod| phase(pod).is_none_or(|phase| phase == "Running"))
+}
+
+/// As the kubelet says: `Pending`, `Running`, `Succeeded` or `Failed`.
+pub fn phase(pod: &Pod) -> Option<&str> {
+    pod.status.as_ref()?.phase.as_deref()
+}
+
+/// Why a pod is not to be asked; `None` when it runs.
+pub fn not_running(pod: &Pod) -> Option<String> {
+    if running(std::slice::from_ref(pod)).is_some() {
+        return None;
+    }
+    let plain = || {
+        let name = pod.metadata.name.as_deref().unwrap_or_default();
+        format!("pod {name} is {}", phase(pod).unwrap_or("in no phase"))
+    };
+    Some(why_not_running(pod).unwrap_or_else(plain))
+}
+
 /// Adds to the nodes that do not take part what their pods say. Who may not list pods sees the rest.
 pub async fn explain(client: &Client, status: &mut Status) {
     if status.nodes.iter().all(|node| node.ready) {
@@ -68,7 +90,8 @@ pub async fn explain(client: &Client, status: &mut Status) {
     }
 }
 
-fn node_of(pod: &Pod) -> Option<&str> {
+/// The node a pod is on.
+pub fn node_of(pod: &Pod) -> Option<&str> {
     pod.spec.as_ref()?.node_name.as_deref()
 }
 

@@ -211,19 +211,20 @@ pub fn bytes(count: u64) -> String {
 
 /// Columns as wide as needed, three spaces apart; nothing at all without rows.
 /// Cells below their heads; nothing when there are no rows.
-pub fn columns<const N: usize>(head: &[&str; N], rows: impl Iterator<Item = Vec<String>>) -> String {
+pub fn columns(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
     let rows: Vec<Vec<String>> = rows.collect();
     if rows.is_empty() {
         return String::new();
     }
-    let mut widths = head.map(str::len);
+    let mut widths: Vec<usize> = head.iter().map(|cell| cell.len()).collect();
     for row in &rows {
         for (width, cell) in widths.iter_mut().zip(row) {
             *width = (*width).max(cell.chars().count());
         }
     }
     let line = |cells: Vec<&str>| {
-        let padded: Vec<_> = cells.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        let padded: Vec<_> =
+            cells.iter().zip(&widths).map(|(cell, &width)| format!("{cell:width$}")).collect();
         padded.join("   ").trim_end().to_owned() + "\n"
     };
     let mut text = line(head.to_vec());

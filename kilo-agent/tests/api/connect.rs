@@ -229,14 +229,18 @@ fn a_peer_made_by_somebody_else_is_used_and_stays() {
                 peers.delete("mine", &DeleteParams::default()).await.unwrap();
             }
         }
-        let said = refused(&kubeconfig, &["theirs"]);
+        let said = refused(&kubeconfig, &["theirs", "--private-key", "/var/lib/key"]);
         assert!(said.contains("another key") && said.contains("--private-key"), "{said}");
+        let said = refused(&kubeconfig, &["theirs"]);
+        assert!(said.contains("its private key is not in /var/lib/kilo/theirs.key"), "{said}");
+        assert!(!Path::new("/var/lib/kilo/theirs.key").exists(), "a new key would be of no use");
         let said = refused(&kubeconfig, &["UPPER_case"]);
         assert!(said.contains("lower case"), "{said}");
         let said = refused(&kubeconfig, &["x", "--allowed-ip", "10.0.0.0/8"]);
         assert!(said.contains("10.10.10.10/32"), "{said}");
         let said = refused(&server.kubeconfig(api::NOBODY, server.port()), &["x"]);
         assert!(said.contains("forbidden"), "{said}");
+        assert!(!Path::new("/var/lib/kilo/x.key").exists(), "nothing was done with a key");
         std::fs::write("/var/lib/rubbish", "no key").unwrap();
         let said = refused(&kubeconfig, &["x", "--private-key", "/var/lib/rubbish"]);
         assert!(said.contains("/var/lib/rubbish"), "{said}");

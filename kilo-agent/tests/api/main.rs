@@ -28,6 +28,7 @@ mod crd;
 mod faults;
 mod kgctl;
 mod kgctl_access;
+mod kgctl_nodes;
 mod kgctl_status;
 mod last_good;
 mod leaving;

@@ -198,6 +198,32 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
         let (_, table, _) = kgctl(&kubeconfig, &["n1"]);
         assert!(table.contains("Agent of n1") && table.contains("kilo_egress"), "{table}");
         println!("{table}");
+
+        // Versions: of the program, of this agent, and why there is none of another.
+        create_node(&client, "n9", &[]).await;
+        let pod = json!({
+            "metadata": {"name": "kilo-y", "labels": {"app.kubernetes.io/name": "kilo"}},
+            "spec": {"nodeName": "n9", "hostNetwork": true, "containers": [{"name": "kilo", "image": "kilo:9"}]},
+        });
+        pods.create(&PostParams::default(), &serde_json::from_value(pod).unwrap()).await.unwrap();
+        let kubeconfig_flag = format!("--kubeconfig={}", kubeconfig.display());
+        let version = |arguments: &[&str]| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_kgctl"));
+            let output = command.arg("version").args(arguments).output().unwrap();
+            String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap()
+        };
+        let table = version(&[&kubeconfig_flag]);
+        println!("{table}");
+        let own = env!("CARGO_PKG_VERSION");
+        let row = |node: &str| table.lines().find(|line| line.starts_with(node)).unwrap().to_owned();
+        assert!(table.starts_with(&format!("kgctl {own}\n")), "{table}");
+        assert_eq!(row("n1").split_whitespace().collect::<Vec<_>>(), ["n1", own, "kilo"]);
+        assert!(row("n9").contains("<unknown>") && row("n9").contains("pod kilo-y is Pending"), "{table}");
+        let said: serde_json::Value =
+            serde_json::from_str(&version(&[&kubeconfig_flag, "-o", "json"])).unwrap();
+        assert_eq!((&said["client"], &said["agents"][0]["version"]), (&json!(own), &json!(own)));
+        let said: serde_json::Value = serde_yaml_ng::from_str(&version(&["--client", "-o", "yaml"])).unwrap();
+        assert_eq!(said, json!({"client": own}));
         let (_, _, refused) = kgctl(&server.kubeconfig(AGENT, server.port()), &["n1"]);
         assert!(refused.contains("forbidden"), "{refused}");
     });
@@ -284,7 +310,7 @@ async fn why_the_pod_of_a_node_does_not_run_is_told_to_who_has_the_shipped_roles
     let mut objects = manifest("kilo-kubeadm.yaml");
     objects
         .retain(|object| object.metadata.name.as_deref().is_some_and(|name| name.starts_with("kilo-kgctl")));
-    assert_eq!(objects.len(), 2);
+    assert_eq!(objects.len(), 3);
     let binding = |kind: &str, role: &str, namespace: Option<&str>| {
         json!({
             "apiVersion": "rbac.authorization.k8s.io/v1", "kind": format!("{kind}Binding"),

@@ -12,6 +12,7 @@ pub mod filters;
 pub mod forwarding;
 pub mod link_down;
 pub mod links;
+pub mod listing;
 pub mod mtu;
 
 pub mod neighbours;

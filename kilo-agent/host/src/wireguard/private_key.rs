@@ -22,15 +22,24 @@ const LONGEST: u64 = 256;
 /// permissions are narrowed with a warning. Other content is an error and
 /// stays: a new key would cut the node off from peers that know the old one.
 pub fn load_or_create(path: &Path) -> Result<SecretKey, WireguardError> {
+    if let Some(key) = load_existing(path)? {
+        return Ok(key);
+    }
     let failed = |source| WireguardError::KeyFile { path: path.to_owned(), source };
+    create(path).map_err(failed)?;
+    // Read back: another agent may have been first, and its key counts.
+    load(path, File::open(path).map_err(failed)?)
+}
+
+/// Reads the key as [`load_or_create`] does; `None` where there is no file, and none is made.
+///
+/// # Errors
+/// When there is a file that holds no key, or cannot be read.
+pub fn load_existing(path: &Path) -> Result<Option<SecretKey>, WireguardError> {
     match File::open(path) {
-        Ok(file) => load(path, file),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            create(path).map_err(failed)?;
-            // Read back: another agent may have been first, and its key counts.
-            load(path, File::open(path).map_err(failed)?)
-        }
-        Err(error) => Err(failed(error)),
+        Ok(file) => load(path, file).map(Some),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(WireguardError::KeyFile { path: path.to_owned(), source }),
     }
 }
 

@@ -12,23 +12,30 @@ use kilo_agent::{
 use kilo_core::objects::{Snapshot, error_chain};
 use kube::Client;
 
-use crate::refusal::{self, Asked};
+use crate::{
+    complete,
+    progress::Progress,
+    refusal::{self, Asked},
+};
+
+/// Above the flags that lead to an API server.
+pub const API_HEADING: &str = "API server";
 
 /// Flags of every command that talks to an API server, as kubectl has them.
 #[derive(Args, Clone, Debug, Default)]
-#[command(next_help_heading = "API server")]
+#[command(next_help_heading = API_HEADING)]
 pub struct ApiFlags {
     /// Kubernetes configuration; default: $KUBECONFIG, else ~/.kube/config.
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
     /// Context of the kubeconfig; default: its current-context.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", add = complete::contexts())]
     pub context: Option<String>,
     /// Cluster of the kubeconfig, instead of the context's.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", add = complete::clusters())]
     pub cluster: Option<String>,
     /// User of the kubeconfig, instead of the context's.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", add = complete::users())]
     pub user: Option<String>,
     /// Ask as this user, who may be a service account (`system:serviceaccount:NAMESPACE:NAME`).
     #[arg(long = "as", value_name = "USER")]
@@ -117,6 +124,7 @@ impl Cluster {
 
     /// All nodes and peers as they are now.
     pub async fn snapshot(&self, topology_label: &str) -> Result<Snapshot> {
+        let _progress = Progress::new("reading nodes and peers", 0);
         let nodes = self.ask(Asked::new("list", "nodes"), read_once::nodes(&self.client)).await?;
         let peers = self.ask(Asked::new("list", "peers"), read_once::peers(&self.client)).await?;
         Ok(read_once::snapshot(nodes, peers, topology_label))

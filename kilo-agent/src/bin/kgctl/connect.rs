@@ -40,6 +40,7 @@ use tokio::{
 
 use crate::{
     cluster::Cluster,
+    complete,
     refusal::Asked,
     source::{self, Flags},
 };
@@ -48,8 +49,13 @@ use crate::{
 const MANAGED: (&str, &str) = ("app.kubernetes.io/managed-by", "kgctl-connect");
 
 #[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  kgctl connect laptop --allowed-ip=10.5.0.1/32
+  kgctl connect laptop --allowed-ip=10.5.0.1/32 --allowed-ips=10.43.0.0/16
+  kgctl connect laptop --clean-up=false --private-key=/etc/wireguard/laptop.key")]
 pub struct ConnectArgs {
     /// Name of the Peer object; defaults to the host name.
+    #[arg(add = complete::peers())]
     peer: Option<String>,
     /// Address of this machine in the mesh, for a Peer that does not exist yet.
     #[arg(long, short, value_name = "CIDR", default_value = "10.10.10.10/32")]
@@ -131,6 +137,16 @@ impl Source {
         }
     }
 
+    /// Whether there is a Peer object of this name, valid or not.
+    async fn has_peer(&self, name: &str) -> Result<bool> {
+        Ok(match self {
+            Self::File(backend) => backend.watch().borrow().peers.contains_key(name),
+            Self::Kubernetes { cluster, peers, .. } => {
+                cluster.ask(Asked::new("get", "peers"), peers.get_opt(name)).await?.is_some()
+            }
+        })
+    }
+
     /// The Peer object as it is, or made from `wanted`.
     async fn ensure(&self, wanted: &Peer) -> Result<Peer> {
         let found = match self {
@@ -202,7 +218,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         bail!("--allowed-ip {}: one address is needed, for example 10.10.10.10/32", args.allowed_ip);
     }
     let path = args.private_key.clone().unwrap_or_else(|| PathBuf::from(format!("/var/lib/kilo/{name}.key")));
-    let key = private_key::load_or_create(&path)?;
+    let existing = private_key::load_existing(&path)?;
     let interface = interface::Options {
         name: args.interface.clone(),
         mode: args.wireguard,
@@ -210,6 +226,17 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         executable: std::env::current_exe().context("path of this program")?,
     };
     let _lock = lock::interface(Path::new(lock::STATE), &args.interface)?;
+    let source = Source::start(flags).await?;
+    // A new key only for a new peer: it would be of no use with another's.
+    let key = match existing {
+        Some(key) => key,
+        None if source.has_peer(&name).await? => bail!(
+            "Peer {name:?} exists, and its private key is not in {}; give the file by --private-key, or choose \
+             another name",
+            path.display()
+        ),
+        None => private_key::load_or_create(&path)?,
+    };
     let wanted = Peer {
         name: name.clone(),
         allowed_ips: vec![args.allowed_ip],
@@ -220,7 +247,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
     };
     let mut connection = Connection {
         net: Net::new()?,
-        source: Source::start(flags).await?,
+        source,
         resolver: Resolver::waiting(),
         options: Options {
             peer: name,

@@ -7,6 +7,9 @@ use kilo_core::topology;
 use crate::source::{self, Flags};
 
 #[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  kgctl graph | dot -Kcirco -Tsvg > mesh.svg
+  kgctl graph --context=prod --mesh-granularity=full")]
 pub struct GraphArgs {
     #[command(flatten)]
     flags: Flags,

@@ -1,39 +1,55 @@
 //! `kgctl`: shows configurations of the mesh and draws it; looks into a node's data path.
 
 mod cluster;
+mod complete;
 #[cfg(target_os = "linux")]
 mod connect;
+mod connectivity;
 mod graph;
 mod health;
 mod leading_flags;
-#[cfg(target_os = "linux")]
+mod manual;
 mod monitor;
 #[cfg(any(test, not(target_os = "linux")))]
 mod needs_linux;
+#[cfg(target_os = "linux")]
+mod node_report;
 mod peer_cluster;
 mod progress;
 mod refusal;
+mod remote;
 mod showconf;
 mod source;
 mod status;
+mod sysdump;
 mod terminal;
-#[cfg(target_os = "linux")]
 mod trace;
 mod uninstall;
+mod version;
 
-use std::process::ExitCode;
+use std::{path::PathBuf, process::ExitCode};
 
-use anyhow::Result;
-use clap::{CommandFactory as _, Parser, Subcommand};
+use anyhow::{Context as _, Result};
+use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+use clap_complete::CompleteEnv;
 
 #[cfg(target_os = "linux")]
 use kilo_host::wireguard::userspace;
 
 #[cfg(not(target_os = "linux"))]
-use crate::needs_linux::{connect, monitor, trace};
+use crate::needs_linux::connect;
 use crate::{
-    connect::ConnectArgs, graph::GraphArgs, monitor::MonitorArgs, peer_cluster::PeerClusterArgs,
-    showconf::Showconf, status::StatusArgs, trace::TraceArgs, uninstall::UninstallArgs,
+    connect::ConnectArgs,
+    connectivity::{ConnectivityArgs, probe},
+    graph::GraphArgs,
+    monitor::MonitorArgs,
+    peer_cluster::PeerClusterArgs,
+    showconf::Showconf,
+    status::StatusArgs,
+    sysdump::SysdumpArgs,
+    trace::TraceArgs,
+    uninstall::UninstallArgs,
+    version::VersionArgs,
 };
 
 /// Inspect the mesh and a node's data path, print configurations, and join the mesh as a peer.
@@ -51,9 +67,11 @@ struct Cli {
 
 #[derive(Subcommand, Debug)]
 enum Command {
+    /// Start pods on some nodes, and show which of them reach each other, nodes, Services and peers.
+    ConnectivityTest(ConnectivityArgs),
     /// Draw the mesh as Graphviz text.
     Graph(GraphArgs),
-    /// Show packets that this node drops, live, with the reason.
+    /// Show packets that a node drops, live, with the reason.
     Monitor(MonitorArgs),
     /// Join the meshes of two clusters: the locations of each become peers of the other.
     PeerCluster(PeerClusterArgs),
@@ -64,12 +82,35 @@ enum Command {
     },
     /// Show the leader of each location, since when and why, and which nodes are ready.
     Status(StatusArgs),
-    /// Show what this node would do with a packet, and why.
+    /// Collect what a report about a fault needs into one archive, without keys.
+    Sysdump(SysdumpArgs),
+    /// Show what a node would do with a packet, and why.
     Trace(TraceArgs),
     /// Make this machine a peer of the mesh until interrupted (Linux, as root).
     Connect(ConnectArgs),
     /// Take Kilo off every node, once its DaemonSet is deleted, and show what was removed.
     Uninstall(UninstallArgs),
+    /// Show the version of this program and of the agent on each node.
+    Version(VersionArgs),
+    /// Answer probes (run in pods by connectivity-test).
+    #[command(name = probe::SERVER, hide = true)]
+    ProbeServer,
+    /// Send probes (run in pods by connectivity-test).
+    #[command(name = probe::CLIENT, hide = true)]
+    Probe {
+        /// The list, as JSON.
+        probes: String,
+    },
+    /// Write man pages into a directory (for packages).
+    #[command(name = manual::NAME, hide = true)]
+    ManPages {
+        /// Directory, made where it is missing.
+        directory: PathBuf,
+    },
+    /// Print what only this node knows of its host (run in agents' pods by sysdump).
+    #[cfg(target_os = "linux")]
+    #[command(name = sysdump::NODE_REPORT, hide = true)]
+    NodeReport,
     /// Run the userspace WireGuard device (started by connect itself).
     #[cfg(target_os = "linux")]
     #[command(name = userspace::SUBCOMMAND, hide = true)]
@@ -77,7 +118,10 @@ enum Command {
         /// Interface to make.
         interface: String,
     },
-    /// Print a completion script.
+    /// Print a completion script, which also asks kgctl for names of nodes, peers and contexts.
+    #[command(after_help = "Examples:
+  source <(kgctl completion bash)                                  in ~/.bashrc
+  kgctl completion fish > ~/.config/fish/completions/kgctl.fish")]
     Completion {
         /// bash, zsh, fish, elvish or powershell.
         shell: clap_complete::Shell,
@@ -89,13 +133,13 @@ fn main() -> ExitCode {
         print!("{tables}");
         return ExitCode::SUCCESS;
     }
-    let cli = Cli::parse_from(leading_flags::behind_command(&Cli::command(), std::env::args_os()));
-    if let Command::Completion { shell } = cli.command {
-        clap_complete::generate(shell, &mut Cli::command(), "kgctl", &mut std::io::stdout());
-        return ExitCode::SUCCESS;
-    }
+    // Ends the process when a shell asks.
+    CompleteEnv::with_factory(Cli::command).var(complete::VARIABLE).complete();
+    let arguments = leading_flags::behind_command(&Cli::command(), std::env::args_os());
+    let matches = Cli::command().get_matches_from(arguments);
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
-    match runtime.map_err(Into::into).and_then(|runtime| runtime.block_on(run(cli))) {
+    match runtime.map_err(Into::into).and_then(|runtime| runtime.block_on(run(&cli.command, &matches))) {
         Ok((text, success)) => {
             print!("{text}");
             if success { ExitCode::SUCCESS } else { ExitCode::FAILURE }
@@ -108,28 +152,112 @@ fn main() -> ExitCode {
 }
 
 /// What to print, and whether to exit with success.
-async fn run(cli: Cli) -> Result<(String, bool)> {
-    if let Command::Status(args) = &cli.command {
-        return status::run(args).await;
-    }
-    done(cli).await.map(|text| (text, true))
-}
-
-async fn done(cli: Cli) -> Result<String> {
-    match &cli.command {
-        Command::Graph(args) => graph::run(args).await,
-        Command::Monitor(args) => monitor::run(args).await.map(|()| String::new()),
-        Command::PeerCluster(args) => peer_cluster::run(args).await,
-        Command::Showconf { of } => showconf::run(of).await,
-        Command::Trace(args) => trace::run(args).await,
-        Command::Connect(args) => connect::run(args).await,
-        Command::Uninstall(args) => uninstall::run(args).await,
+async fn run(command: &Command, matches: &ArgMatches) -> Result<(String, bool)> {
+    let text = match command {
+        Command::Status(args) => return status::run(args).await,
+        Command::ConnectivityTest(args) => return connectivity::run(args).await,
+        Command::Monitor(MonitorArgs { node, api, .. }) | Command::Trace(TraceArgs { node, api, .. }) => {
+            let root = Cli::command();
+            let given =
+                matches.subcommand().and_then(|(name, given)| Some((root.find_subcommand(name)?, given)));
+            let (below, given) = given.context("no command")?;
+            let flags = remote::flags(below, given)?;
+            match (node, command) {
+                (Some(node), _) => {
+                    let success = remote::run(api, node, below.get_name(), &flags).await?;
+                    return Ok((String::new(), success));
+                }
+                (None, Command::Trace(args)) => trace::run(args).await?,
+                (None, Command::Monitor(args)) => monitor::run(args).await.map(|()| String::new())?,
+                (None, _) => String::new(),
+            }
+        }
+        Command::Graph(args) => graph::run(args).await?,
+        Command::PeerCluster(args) => peer_cluster::run(args).await?,
+        Command::Showconf { of } => showconf::run(of).await?,
+        Command::Connect(args) => connect::run(args).await?,
+        Command::Uninstall(args) => uninstall::run(args).await?,
+        Command::ProbeServer => probe::serve().await.map(|()| String::new())?,
+        Command::Probe { probes } => probe::ask(probes).await?,
+        Command::ManPages { directory } => {
+            manual::write(Cli::command(), directory)?;
+            String::new()
+        }
+        Command::Sysdump(args) => sysdump::run(args).await?,
+        #[cfg(target_os = "linux")]
+        Command::NodeReport => node_report::run().await?,
+        Command::Version(args) => version::run(args).await?,
         #[cfg(target_os = "linux")]
         Command::UserspaceWireguard { interface } => {
-            let run = userspace::run(interface).await;
-            anyhow::Context::context(run, "userspace WireGuard")?;
-            Ok(String::new())
+            userspace::run(interface).await.context("userspace WireGuard")?;
+            String::new()
         }
-        Command::Completion { .. } | Command::Status(_) => Ok(String::new()),
+        Command::Completion { shell } => complete::script(*shell)?,
+    };
+    Ok((text, true))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+mod tests {
+    use super::*;
+
+    /// The commands below that do something themselves, with their path.
+    fn leaves(command: &clap::Command, path: &str, found: &mut Vec<(String, clap::Command)>) {
+        for below in command.get_subcommands().filter(|below| !below.is_hide_set()) {
+            let path = format!("{path} {}", below.get_name());
+            match below.has_subcommands() {
+                true => leaves(below, &path, found),
+                false => found.push((path, below.clone())),
+            }
+        }
+    }
+
+    #[test]
+    fn every_command_has_examples_that_it_understands() {
+        let root = Cli::command();
+        let mut found = Vec::new();
+        leaves(&root, "kgctl", &mut found);
+        assert!(found.len() > 10, "{}", found.len());
+        for (path, command) in found {
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let lines = help.strip_prefix("Examples:\n").unwrap_or_else(|| panic!("{path} has no examples"));
+            assert!(lines.lines().all(|line| line.starts_with("  ") && line.len() <= 100), "{path}: {help}");
+            let mut own = 0;
+            for line in lines.lines().filter(|line| line.contains("kgctl ")) {
+                // Up to what the shell does with it, or what is said of it.
+                let example = &line[line.find("kgctl ").unwrap()..];
+                let end = ["  ", " | ", " >", ")", " #"].iter().filter_map(|end| example.find(end)).min();
+                let example = &example[..end.unwrap_or(example.len())];
+                let words = example.split_whitespace().map(Into::into);
+                let words = leading_flags::behind_command(&root, words.collect::<Vec<std::ffi::OsString>>());
+                Cli::try_parse_from(words).unwrap_or_else(|error| panic!("{path}: {example}: {error}"));
+                own += usize::from(example.starts_with(&path));
+            }
+            assert!(own > 0, "{path}: none of its examples shows it: {help}");
+        }
+    }
+
+    #[test]
+    fn flags_are_below_the_heading_they_belong_to() {
+        let root = Cli::command();
+        let mut found = Vec::new();
+        leaves(&root, "kgctl", &mut found);
+        for (path, command) in found {
+            for arg in command.get_arguments() {
+                let of_server = [
+                    "kubeconfig",
+                    "context",
+                    "cluster",
+                    "user",
+                    "impersonate",
+                    "impersonate_groups",
+                    "request_timeout",
+                ];
+                let expected = of_server.contains(&arg.get_id().as_str());
+                let is_there = arg.get_help_heading() == Some(cluster::API_HEADING);
+                assert_eq!(is_there, expected, "{path} --{}", arg.get_id());
+            }
+        }
     }
 }

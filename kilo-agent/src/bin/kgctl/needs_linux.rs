@@ -31,28 +31,18 @@ pub mod connect {
     }
 }
 
-/// `kgctl monitor`
-pub mod monitor {
-    pub use super::Anything as MonitorArgs;
-
-    /// Always fails.
-    pub async fn run(_: &MonitorArgs) -> super::Result<()> {
-        super::refuse("monitor", super::ON_A_NODE).map(drop)
-    }
+/// `kgctl monitor` without the name of a node: always fails.
+pub async fn monitor<T>(_: &T) -> Result<()> {
+    refuse("monitor", ON_A_NODE).map(drop)
 }
 
-/// `kgctl trace`
-pub mod trace {
-    pub use super::Anything as TraceArgs;
-
-    /// Always fails.
-    pub async fn run(_: &TraceArgs) -> super::Result<String> {
-        super::refuse("trace", super::ON_A_NODE)
-    }
+/// `kgctl trace` without the name of a node: always fails.
+pub async fn trace<T>(_: &T) -> Result<String> {
+    refuse("trace", ON_A_NODE)
 }
 
-const ON_A_NODE: &str = "it looks into a node: run it in that node's Kilo pod, by `kubectl --namespace kube-system \
-                         exec POD -- kgctl ...`";
+const ON_A_NODE: &str = "name the node to look into, which is done through the API server: `kgctl monitor NODE`, \
+                         `kgctl trace NODE ...`";
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
@@ -63,17 +53,17 @@ mod tests {
     #[derive(Parser)]
     struct Cli {
         #[command(flatten)]
-        trace: trace::TraceArgs,
+        connect: connect::ConnectArgs,
     }
 
     #[tokio::test]
     async fn each_says_that_it_needs_linux_and_what_to_do_instead() {
-        let cli = Cli::try_parse_from(["trace", "--src", "10.0.0.1", "--dst=10.0.0.2"]).unwrap();
-        let said = trace::run(&cli.trace).await.unwrap_err().to_string();
-        assert!(said.starts_with("`kgctl trace` needs Linux") && said.contains("kubectl"), "{said}");
-        let said = monitor::run(&cli.trace).await.unwrap_err().to_string();
-        assert!(said.starts_with("`kgctl monitor` needs Linux") && said.contains("kubectl"), "{said}");
-        let said = connect::run(&cli.trace).await.unwrap_err().to_string();
+        let cli = Cli::try_parse_from(["connect", "--interface", "kilo0"]).unwrap();
+        let said = trace(&()).await.unwrap_err().to_string();
+        assert!(said.starts_with("`kgctl trace` needs Linux") && said.contains("NODE"), "{said}");
+        let said = monitor(&()).await.unwrap_err().to_string();
+        assert!(said.starts_with("`kgctl monitor` needs Linux") && said.contains("NODE"), "{said}");
+        let said = connect::run(&cli.connect).await.unwrap_err().to_string();
         assert!(said.starts_with("`kgctl connect` needs Linux") && said.contains("showconf"), "{said}");
     }
 }

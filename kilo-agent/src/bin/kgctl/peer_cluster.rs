@@ -17,6 +17,7 @@ use kube::{
 
 use crate::{
     cluster::ApiFlags,
+    complete,
     refusal::Asked,
     source::{self, ShapeFlags},
 };
@@ -27,12 +28,16 @@ const MANAGER: &str = "kgctl-peer-cluster";
 const SHOWN: usize = 10;
 
 #[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  kgctl peer-cluster --context=east --remote-context=west --dry-run
+  kgctl peer-cluster --context=east --remote-context=west --service-cidr=10.43.0.0/16
+  kgctl peer-cluster --context=east --remote-context=west --remove")]
 pub struct PeerClusterArgs {
     /// Kubernetes configuration of the other cluster; default: that of this one, with --remote-context.
     #[arg(long, value_name = "FILE", required_unless_present = "remote_context")]
     remote_kubeconfig: Option<PathBuf>,
     /// Context of the other cluster; default: the current-context of --remote-kubeconfig.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", add = complete::contexts())]
     remote_context: Option<String>,
     /// Name of this cluster in the other one; defaults to its name in the kubeconfig.
     #[arg(long)]

@@ -4,7 +4,7 @@ use std::{
     io::{IsTerminal as _, Write as _, stderr},
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -17,42 +17,59 @@ const RENEW: Duration = Duration::from_millis(200);
 /// Back to the start of the line, and empty it.
 const CLEAR: &str = "\r\x1b[2K";
 
+/// A line is taken by one at a time: what goes on within shows nothing of its own.
+static TAKEN: AtomicBool = AtomicBool::new(false);
+
 /// One line on stderr, which goes when this does. Nothing where stderr is no terminal.
 pub struct Progress {
     done: Arc<AtomicUsize>,
-    _shows: Option<AbortOnDropHandle<()>>,
+    total: Arc<AtomicUsize>,
+    shows: Option<AbortOnDropHandle<()>>,
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if self.shows.take().is_some() {
+            let _ = write!(stderr(), "{CLEAR}");
+            TAKEN.store(false, Ordering::Relaxed);
+        }
+    }
 }
 
 impl Progress {
     /// `total`: steps; 0 = nobody knows.
     pub fn new(what: &str, total: usize) -> Self {
-        let done = Arc::new(AtomicUsize::new(0));
-        let shows = stderr().is_terminal().then(|| {
-            let (what, done) = (what.to_owned(), Arc::clone(&done));
+        let (done, total) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(total)));
+        let may_show = stderr().is_terminal() && !TAKEN.swap(true, Ordering::Relaxed);
+        let shows = may_show.then(|| {
+            let (what, done, total) = (what.to_owned(), Arc::clone(&done), Arc::clone(&total));
             AbortOnDropHandle::new(tokio::spawn(async move {
-                let (started, _clear) = (Instant::now(), Clear);
+                let started = Instant::now();
                 tokio::time::sleep(QUIET).await;
                 loop {
-                    let line = line(&what, done.load(Ordering::Relaxed), total, started.elapsed());
+                    let line = line(
+                        &what,
+                        done.load(Ordering::Relaxed),
+                        total.load(Ordering::Relaxed),
+                        started.elapsed(),
+                    );
                     let _ = write!(stderr(), "{CLEAR}{line}");
                     tokio::time::sleep(RENEW).await;
                 }
             }))
         });
-        Self { done, _shows: shows }
+        Self { done, total, shows }
+    }
+
+    /// So many steps of so many are done.
+    pub fn of(&self, done: i32, total: i32) {
+        self.done.store(usize::try_from(done).unwrap_or_default(), Ordering::Relaxed);
+        self.total.store(usize::try_from(total).unwrap_or_default(), Ordering::Relaxed);
     }
 
     /// One step is done.
     pub fn step(&self) {
         self.done.fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-struct Clear;
-
-impl Drop for Clear {
-    fn drop(&mut self) {
-        let _ = write!(stderr(), "{CLEAR}");
     }
 }
 

@@ -38,6 +38,10 @@ fn remedy(asked: Asked<'_>, who: &str) -> String {
             "ask for the Role kilo-kgctl-agents: kubectl --namespace kube-system create rolebinding kgctl-agents \
              --role=kilo-kgctl-agents --user={who}"
         ),
+        ("pods/exec" | "pods/log", _) => format!(
+            "ask for the Role kilo-kgctl-nodes: kubectl --namespace kube-system create rolebinding kgctl-nodes \
+             --role=kilo-kgctl-nodes --user={who}"
+        ),
         _ => "ask for the ClusterRole cluster-admin, or have an administrator run this".to_owned(),
     }
 }
@@ -175,6 +179,9 @@ mod tests {
             text.contains("pods in namespace kube-system") && text.contains("kilo-kgctl-agents"),
             "{text}"
         );
+        let text = said(&forbidden("no"), Asked::new("get and create", "pods/exec").within("kube-system"));
+        assert!(text.contains("not allowed to get and create pods/exec in"), "{text}");
+        assert!(text.contains("--role=kilo-kgctl-nodes"), "{text}");
         let text = said(&forbidden("no"), Asked::new("create", "daemonsets"));
         assert!(text.contains("create daemonsets") && text.contains("cluster-admin"), "{text}");
     }

@@ -11,19 +11,27 @@ use kilo_core::{
     wireguard::conf::{Conf, PeerSection},
 };
 
+use crate::complete;
 use crate::source::{self, Flags};
 
 #[derive(Subcommand, Debug)]
 pub enum Showconf {
     /// Of a node that leads its location.
+    #[command(mut_arg("name", |name| name.add(complete::nodes())), after_help = "Examples:
+  kgctl showconf node a1                      the configuration of leader a1, without its key
+  kgctl showconf node a1 --as-peer -o yaml    its location as a Peer of another cluster
+  kgctl showconf node a1 --as-peer --allowed-ips=10.43.0.0/16")]
     Node {
-        #[command(flatten)]
-        args: ShowconfArgs,
         /// WireGuard port of the configuration.
         #[arg(long, default_value = "51820", value_parser = parse_port)]
         port: u16,
+        #[command(flatten)]
+        args: ShowconfArgs,
     },
     /// Of a VPN peer.
+    #[command(mut_arg("name", |name| name.add(complete::peers())), after_help = "Examples:
+  kgctl showconf peer laptop                  for that machine; its private key is to be added
+  kgctl showconf peer laptop --as-peer -o yaml")]
     Peer(ShowconfArgs),
 }
 

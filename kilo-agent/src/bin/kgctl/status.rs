@@ -15,7 +15,7 @@ use kilo_agent::{
 };
 
 use crate::{
-    health,
+    complete, health,
     progress::Progress,
     source::{self, Flags},
     terminal::Terminal,
@@ -39,13 +39,14 @@ const POLL: Duration = Duration::from_secs(2);
 pub struct StatusArgs {
     /// Show this node only, with its tunnels and packet counters: its agent is
     /// asked through the API server (needs get on pods/proxy).
+    #[arg(add = complete::nodes())]
     node: Option<String>,
     /// Ask the agent at this address instead of the API server; without a
     /// value the one on this machine, at port 1107 of `$HOST_IP` or 127.0.0.1.
     #[arg(long, value_name = "URL", num_args = 0..=1, default_missing_value = "", require_equals = true)]
     agent: Option<String>,
     /// Only this location.
-    #[arg(long, value_name = "LOCATION", conflicts_with = "node")]
+    #[arg(long, value_name = "LOCATION", conflicts_with = "node", add = complete::locations())]
     location: Option<String>,
     /// Only nodes that are not ready, and their locations.
     #[arg(long, conflicts_with = "node")]

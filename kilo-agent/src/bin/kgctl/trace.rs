@@ -1,23 +1,31 @@
-//! `kgctl trace`: what this node would do with a packet, and why.
+//! `kgctl trace`: what a node would do with a packet, and why.
 
-use std::{fmt::Write as _, net::IpAddr, path::PathBuf};
+#[cfg(target_os = "linux")]
+mod local;
 
-use anyhow::{Result, bail};
+use std::{net::IpAddr, path::PathBuf};
+
 use clap::{Args, ValueEnum};
-use kilo_common::{counters::DropReason, packet::protocol};
-use kilo_core::plan::{
-    model::Packet,
-    probe::Probe,
-    trace::{self, Host, Origin, Question},
-};
-use kilo_host::{
-    dataplane::{self, BPFFS, interface_name},
-    net::Net,
-};
+
+#[cfg(not(target_os = "linux"))]
+pub use crate::needs_linux::trace as run;
+use crate::{cluster::ApiFlags, complete, remote::BPFFS};
+#[cfg(target_os = "linux")]
+pub use local::run;
 
 /// Options of `kgctl trace`.
 #[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  kgctl trace a1 --src=10.42.1.2 --dst=10.42.4.2             on node a1, through the API server
+  kgctl trace --src=10.42.1.2 --dst=10.42.4.2                on this node, as root
+  kgctl trace b1 --src=10.42.1.2 --dst=10.42.4.2 --from=lan  on the next node
+  kgctl trace a1 --src=10.42.1.2 --dst=192.0.2.1 --proto=udp --dport=53 -o json")]
+#[cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "read where the kernel is Linux"))]
 pub struct TraceArgs {
+    /// Ask on this node: kgctl runs in its agent's pod, through the API server. Without a name this
+    /// machine is the node.
+    #[arg(add = complete::nodes())]
+    pub node: Option<String>,
     /// Source address.
     #[arg(long, value_name = "IP")]
     src: IpAddr,
@@ -54,6 +62,8 @@ pub struct TraceArgs {
     /// The BPF file system.
     #[arg(long, value_name = "DIR", default_value = BPFFS)]
     bpffs: PathBuf,
+    #[command(flatten)]
+    pub api: ApiFlags,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -78,79 +88,4 @@ enum Output {
     Text,
     /// For programs.
     Json,
-}
-
-impl TraceArgs {
-    fn question(&self, origin: Origin) -> Result<Question> {
-        if self.src.is_ipv4() != self.dst.is_ipv4() {
-            bail!("--src and --dst are of different families");
-        }
-        let number = match (self.proto, self.src) {
-            (Proto::Tcp, _) => protocol::TCP,
-            (Proto::Udp, _) => protocol::UDP,
-            (Proto::Icmp, IpAddr::V4(_)) => protocol::ICMP,
-            (Proto::Icmp, IpAddr::V6(_)) => protocol::ICMPV6,
-            (Proto::Sctp, _) => 132,
-        };
-        let packet = Packet { src: self.src, dst: self.dst };
-        Ok(Question {
-            probe: Probe { packet, ttl: self.ttl, length: self.size },
-            protocol: number,
-            ports: (self.proto != Proto::Icmp).then_some((self.sport, self.dport)),
-            origin,
-        })
-    }
-}
-
-/// The trace as text.
-pub async fn run(args: &TraceArgs) -> Result<String> {
-    let tables = dataplane::read_tables(&args.bpffs)?;
-    let origin = match args.from.unwrap_or_else(|| origin_of(&tables, args.src)) {
-        From::Pod => Origin::Pod,
-        From::Host => Origin::Host,
-        From::Kilo => Origin::Kilo,
-        From::Lan => Origin::Lan(args.sender),
-    };
-    let question = args.question(origin)?;
-    let route = Net::new()?.interface_towards(args.dst).await?;
-    let name = |ifindex| interface_name(ifindex).unwrap_or_else(|| format!("interface {ifindex}"));
-    let found = trace::trace(&tables, &question, &Host { route, name: &name });
-    let todo = found.reason.and_then(|label| DropReason::ALL.iter().find(|reason| reason.label() == label));
-    if args.output == Output::Json {
-        let mut value = serde_json::to_value(&found)?;
-        if let (Some(reason), Some(object)) = (todo, value.as_object_mut()) {
-            object.insert("advice".to_owned(), reason.remedy().into());
-        }
-        return Ok(serde_json::to_string_pretty(&value)? + "\n");
-    }
-    let from = match origin {
-        Origin::Pod => "a pod of this node",
-        Origin::Host => "this host",
-        Origin::Kilo => "WireGuard",
-        Origin::Lan(_) => "the network",
-    };
-    let mut text = format!("{question}, from {from}\n");
-    for step in &found.steps {
-        writeln!(text, "  {:<13} {}", step.at, step.finding)?;
-    }
-    let outcome = found.reason.map_or_else(|| found.outcome.to_owned(), |reason| format!("drop, {reason}"));
-    writeln!(text, "=> {outcome}: {}", found.text)?;
-    if let Some(reason) = todo {
-        writeln!(text, "   {}", reason.remedy())?;
-    }
-    Ok(text)
-}
-
-/// Where a packet with this source comes from, as the tables know it.
-fn origin_of(tables: &kilo_core::plan::Tables, src: IpAddr) -> From {
-    use kilo_core::{plan::Hop, topology::prefixes::longest_entry};
-    match longest_entry(&tables.prefix, src) {
-        Some((_, value)) => match tables.way(value.hop) {
-            Some(Hop::Node { .. }) => From::Lan,
-            Some(Hop::Wireguard) => From::Kilo,
-            Some(Hop::Local) if tables.is_private(src) => From::Host,
-            _ => From::Pod,
-        },
-        None => From::Pod,
-    }
 }

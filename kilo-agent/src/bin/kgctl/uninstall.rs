@@ -25,6 +25,7 @@ use kube::{
 
 use crate::{
     cluster::{ApiFlags, Cluster},
+    progress::Progress,
     refusal::Asked,
 };
 
@@ -41,6 +42,10 @@ const POLL: Duration = Duration::from_millis(300);
 const LEAVING: Duration = Duration::from_secs(30);
 
 #[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  kubectl --namespace kube-system delete daemonset kilo
+  kgctl uninstall
+  kgctl uninstall --image=registry.example/kilo:0.1.0 --timeout=10m")]
 pub struct UninstallArgs {
     /// Image of the pods that remove everything.
     #[arg(long, default_value = IMAGE)]
@@ -76,7 +81,6 @@ pub async fn run(args: &UninstallArgs) -> Result<String> {
         let object: DynamicObject = serde_yaml_ng::from_str(document).context("uninstall.yaml")?;
         write(&cluster, &object).await?;
     }
-    eprintln!("kgctl: waiting for every node, {} at most", humantime::format_duration(args.timeout));
     let done = wait(&cluster, &daemon_sets, args.timeout).await?;
     let pods: Api<Pod> = Api::namespaced(client.clone(), &args.namespace);
     let said = logs(&cluster, &pods, &args.namespace).await?;
@@ -124,12 +128,14 @@ async fn write(cluster: &Cluster, object: &DynamicObject) -> Result<()> {
 /// False when not every node is done in time.
 async fn wait(cluster: &Cluster, daemon_sets: &Api<DaemonSet>, limit: Duration) -> Result<bool> {
     let started = Instant::now();
+    let progress = Progress::new("waiting for every node", 0);
     loop {
         let daemon_set = cluster.ask(Asked::new("get", "daemonsets"), daemon_sets.get(NAME)).await?;
         let seen = daemon_set.status.clone().unwrap_or_default();
         let current = seen.observed_generation == daemon_set.metadata.generation;
         let updated = seen.updated_number_scheduled.unwrap_or_default();
         let wanted = seen.desired_number_scheduled;
+        progress.of(seen.number_ready, wanted);
         if current && wanted > 0 && updated == wanted && seen.number_ready == wanted {
             return Ok(true);
         }

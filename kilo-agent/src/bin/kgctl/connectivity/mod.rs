@@ -1,0 +1,314 @@
+//! `kgctl connectivity-test`: pods on some nodes ask each other and what else is to be reached.
+
+mod bench;
+mod clear_text;
+mod matrix;
+pub mod probe;
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, anyhow, bail};
+use clap::{Args, ValueEnum};
+use futures::{StreamExt as _, stream};
+use kilo_agent::{
+    cli::parse_period,
+    status::{self, Status, Timestamp, pods},
+};
+use kilo_core::objects::Snapshot;
+
+use crate::{
+    cluster::Cluster,
+    complete,
+    progress::Progress,
+    refusal::Asked,
+    remote,
+    source::{self, Flags},
+};
+use bench::{Bench, ProbePod};
+use matrix::{Cell, Report, Target};
+use probe::{Answer, Kind, Probe};
+
+/// Pods asked at the same time.
+const AT_A_TIME: usize = 16;
+/// Nodes of a location that are chosen when none are named, and of all.
+const OF_A_LOCATION: usize = 2;
+const OF_ALL: usize = 10;
+/// Of kubelets: whether somebody listens does not matter.
+const NODE_PORT: u16 = 10250;
+/// What does not go away in this time is named.
+const LEAVING: Duration = Duration::from_secs(60);
+
+#[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  kgctl connectivity-test                                two nodes of each location, ten at most
+  kgctl connectivity-test a1 b1 c1                       pods on these nodes
+  kgctl connectivity-test --outside=192.0.2.80:443       pods must reach this, too
+  kgctl connectivity-test --image=registry.example/kilo:0.1.0 -o json")]
+pub struct ConnectivityArgs {
+    /// Nodes to start pods on; default: two of each location, leaders first, ten at most.
+    #[arg(add = complete::nodes())]
+    nodes: Vec<String>,
+    /// Image of the pods; it has kgctl. Default: that of the agents, which the nodes have already.
+    #[arg(long)]
+    image: Option<String>,
+    /// An address outside of the cluster with its port, which pods must reach (repeatable).
+    #[arg(long, value_name = "IP:PORT")]
+    outside: Vec<SocketAddr>,
+    /// Port of VPN peers that is tried; one that is refused counts as reached.
+    #[arg(long, value_name = "PORT", default_value = "22")]
+    peer_port: u16,
+    /// Longest time until the pods run.
+    #[arg(long, value_name = "DURATION", default_value = "2m", value_parser = parse_period)]
+    timeout: Duration,
+    /// Format.
+    #[arg(long, short, default_value = "table")]
+    output: Output,
+    #[command(flatten)]
+    flags: Flags,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// For people.
+    Table,
+    /// For programs.
+    Json,
+}
+
+/// The report as text, and whether nothing failed.
+pub async fn run(args: &ConnectivityArgs) -> Result<(String, bool)> {
+    let (snapshot, cluster) = source::objects(&args.flags).await?;
+    let Some(cluster) = cluster else {
+        bail!("a directory of objects has no pods: --backend=file does not go here")
+    };
+    let ready = source::ready(&snapshot, Timestamp::now().0);
+    let mesh = source::mesh(&snapshot, &args.flags)?;
+    let granularity = source::granularity(&snapshot, &args.flags.shape)?;
+    let seen = status::of_objects(&mesh, &snapshot, &ready, granularity, Timestamp::now());
+    let nodes = chosen(&seen, &args.nodes)?;
+    let image = match &args.image {
+        Some(image) => image.clone(),
+        None => agents_image(&cluster).await?,
+    };
+    let bench = Bench::new(cluster.clone(), image);
+    // What an earlier run that was killed has left.
+    bench.remove(LEAVING).await.context("a namespace of an earlier test is still there")?;
+    let tested = tokio::select! {
+        tested = test(&bench, &snapshot, &seen, &nodes, args) => tested,
+        () = remote::interrupted() => Err(anyhow!("interrupted")),
+    };
+    if let Err(error) = bench.remove(LEAVING).await {
+        eprintln!(
+            "kgctl: {error:#}; the next run, or `kubectl delete namespace {}`, removes it",
+            bench::NAMESPACE
+        );
+    }
+    let report = tested?;
+    let text = match args.output {
+        Output::Json => serde_json::to_string_pretty(&report)? + "\n",
+        Output::Table => report.table(),
+    };
+    Ok((text, report.is_good()))
+}
+
+/// Nodes with their location: those named, or some of each location.
+fn chosen(seen: &Status, named: &[String]) -> Result<BTreeMap<String, String>> {
+    if !named.is_empty() {
+        return named
+            .iter()
+            .map(|name| match seen.nodes.iter().find(|node| node.name == *name) {
+                Some(node) if node.ready => Ok((name.clone(), node.location.clone())),
+                Some(node) => bail!("node {name:?} is not ready: {}", node.not_ready.join(", ")),
+                None => bail!("node {name:?} does not exist"),
+            })
+            .collect();
+    }
+    let mut nodes: Vec<_> = seen.nodes.iter().filter(|node| node.ready).collect();
+    nodes.sort_by_key(|node| !node.leads);
+    let mut taken: BTreeMap<&str, usize> = BTreeMap::new();
+    nodes.retain(|node| {
+        let count = taken.entry(&node.location).or_default();
+        *count += 1;
+        *count <= OF_A_LOCATION
+    });
+    if nodes.is_empty() {
+        bail!("no node is ready: `kgctl status` says why");
+    }
+    Ok(nodes.into_iter().take(OF_ALL).map(|node| (node.name.clone(), node.location.clone())).collect())
+}
+
+async fn agents_image(cluster: &Cluster) -> Result<String> {
+    let asked = Asked::new("list", "pods").within("kube-system");
+    let found = cluster.ask(asked, pods::list(&cluster.client, None)).await?;
+    let specs = found.iter().filter_map(|pod| pod.spec.as_ref());
+    let image = specs.flat_map(|spec| &spec.containers).find(|container| container.name == "kilo");
+    image.and_then(|container| container.image.clone()).with_context(|| {
+        format!("no pod of the agent (label {}) says which image to use; name one by --image", pods::LABEL)
+    })
+}
+
+async fn test(
+    bench: &Bench,
+    snapshot: &Snapshot,
+    seen: &Status,
+    nodes: &BTreeMap<String, String>,
+    args: &ConnectivityArgs,
+) -> Result<Report> {
+    let pods = bench.start(nodes, args.timeout).await?;
+    let services = bench.service().await?;
+    let handshaken = clear_text::peers_with_handshake(bench.cluster(), seen).await;
+    let peers = peers(snapshot, args.peer_port, &handshaken);
+    let before = clear_text::Figures::read(bench.cluster(), seen).await;
+    let progress = Progress::new("probing from pods", pods.len());
+    let asked = pods.iter().map(async |pod| {
+        let cells = cells(pod, &pods, &services, seen, &args.outside, &peers);
+        let cells = ask(bench.cluster(), pod, cells).await;
+        progress.step();
+        cells
+    });
+    let answered: Vec<_> = stream::iter(asked).buffer_unordered(AT_A_TIME).collect().await;
+    drop(progress);
+    let mut probes = Vec::new();
+    for answered in answered {
+        probes.extend(answered?);
+    }
+    probes.sort_by(|a, b| {
+        (&a.from, a.target, &a.to, a.address, a.kind).cmp(&(&b.from, b.target, &b.to, b.address, b.kind))
+    });
+    let after = clear_text::Figures::read(bench.cluster(), seen).await;
+    let mut findings = clear_text::findings(&before, &after, &probes);
+    let silent = snapshot.peers.keys().filter(|name| !handshaken.contains(*name));
+    findings.extend(silent.map(|name| matrix::Finding {
+        what: format!("peer/{name}"),
+        good: None,
+        text: "not tried: no leader has a handshake of the last three minutes with it".to_owned(),
+    }));
+    Ok(Report { probes, findings })
+}
+
+/// Peers that are connected, with their addresses.
+fn peers(snapshot: &Snapshot, port: u16, connected: &[String]) -> Vec<(String, SocketAddr)> {
+    let of = |name: &String| snapshot.peers.get(name).map(|peer| (name.clone(), peer.allowed_ips.clone()));
+    connected
+        .iter()
+        .filter_map(of)
+        .flat_map(|(name, prefixes)| {
+            let single = prefixes.into_iter().filter(|prefix| prefix.prefix_len() == prefix.max_prefix_len());
+            single.map(move |prefix| (name.clone(), (prefix.addr(), port).into())).collect::<Vec<_>>()
+        })
+        .collect()
+}
+
+/// All that one pod is to try.
+fn cells(
+    from: &ProbePod,
+    pods: &[ProbePod],
+    services: &[IpAddr],
+    seen: &Status,
+    outside: &[SocketAddr],
+    peers: &[(String, SocketAddr)],
+) -> Vec<Cell> {
+    let mut cells = Vec::new();
+    let mut add = |target, to: &str, location: &str, kind, address: SocketAddr| {
+        // A pod of one family reaches nobody of the other.
+        if from.addresses.iter().any(|own| own.is_ipv4() == address.is_ipv4()) {
+            cells.push(Cell {
+                from: from.node.clone(),
+                from_location: from.location.clone(),
+                target,
+                to: to.to_owned(),
+                to_location: location.to_owned(),
+                kind,
+                address,
+                error: None,
+            });
+        }
+    };
+    for to in pods {
+        for address in &to.addresses {
+            for kind in [Kind::Tcp, Kind::Udp, Kind::Bulk] {
+                add(Target::Pod, &to.node, &to.location, kind, (*address, probe::PORT).into());
+            }
+        }
+        let address = seen.nodes.iter().find(|node| node.name == to.node).and_then(|node| node.internal_ip);
+        if let Some(address) = address {
+            add(Target::Node, &to.node, &to.location, Kind::Reach, (address, NODE_PORT).into());
+        }
+    }
+    for address in services {
+        add(Target::Service, "", "", Kind::Tcp, (*address, probe::PORT).into());
+    }
+    for address in outside {
+        add(Target::Outside, "", "", Kind::Reach, *address);
+    }
+    for (name, address) in peers {
+        add(Target::Peer, name, "", Kind::Reach, *address);
+    }
+    cells
+}
+
+/// Has a pod try its cells.
+async fn ask(cluster: &Cluster, pod: &ProbePod, mut cells: Vec<Cell>) -> Result<Vec<Cell>> {
+    let probes: Vec<_> =
+        cells.iter().enumerate().map(|(id, cell)| Probe { id, kind: cell.kind, to: cell.address }).collect();
+    let process =
+        remote::exec(cluster, &pod.object, &["kgctl", probe::CLIENT, &serde_json::to_string(&probes)?])
+            .await?;
+    let (mut out, mut err) = (Vec::new(), Vec::new());
+    if !remote::follow(process, &mut out, &mut err).await? {
+        bail!("the probes of the pod on {} failed: {}", pod.node, String::from_utf8_lossy(&err).trim());
+    }
+    let answers: Vec<Answer> = serde_json::from_slice(&out).context("the answers of a pod are cut off")?;
+    for answer in answers {
+        if let Some(cell) = cells.get_mut(answer.id) {
+            cell.error = answer.error;
+        }
+    }
+    Ok(cells)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn leaders_come_first_and_of_each_location_two() {
+        let seen = crate::health::tests::status(9, &[4]);
+        let nodes = chosen(&seen, &[]).unwrap();
+        assert_eq!(nodes.keys().collect::<Vec<_>>(), ["n000", "n001", "n002", "n003"]);
+        assert_eq!(nodes["n001"], "location:odd");
+        let named = chosen(&seen, &["n008".to_owned()]).unwrap();
+        assert_eq!(named.len(), 1);
+        for (name, wanted) in [("n004", "not ready: asleep"), ("n999", "does not exist")] {
+            let said = chosen(&seen, &[name.to_owned()]).unwrap_err().to_string();
+            assert!(said.contains(wanted), "{said}");
+        }
+    }
+
+    #[test]
+    fn a_pod_tries_what_its_families_can_reach() {
+        let pod = |node: &str, addresses: &[&str]| ProbePod {
+            node: node.to_owned(),
+            location: "location:even".to_owned(),
+            addresses: addresses.iter().map(|address| address.parse().unwrap()).collect(),
+            object: k8s_openapi::api::core::v1::Pod::default(),
+        };
+        let pods = [pod("n000", &["10.42.0.2", "fd42::2"]), pod("n002", &["10.42.2.2"])];
+        let seen = crate::health::tests::status(3, &[]);
+        let services = ["10.43.0.9".parse().unwrap(), "fd43::9".parse().unwrap()];
+        let outside = ["192.0.2.80:443".parse().unwrap()];
+        let peers = [("laptop".to_owned(), "10.5.0.1:22".parse().unwrap())];
+        let count = |from: &ProbePod| {
+            let cells = cells(from, &pods, &services, &seen, &outside, &peers);
+            let of = |target| cells.iter().filter(|cell| cell.target == target).count();
+            [of(Target::Pod), of(Target::Service), of(Target::Outside), of(Target::Peer)]
+        };
+        assert_eq!(count(&pods[0]), [9, 2, 1, 1]);
+        assert_eq!(count(&pods[1]), [6, 1, 1, 1], "it has no IPv6");
+    }
+}

@@ -1,0 +1,226 @@
+//! A command of this program on a node, in its agent's pod, through the API server.
+
+use std::{io::Write, time::Duration};
+
+use anyhow::{Context as _, Result, bail};
+use clap::{Arg, ArgMatches, Command, parser::ValueSource};
+use k8s_openapi::api::core::v1::Pod;
+use kilo_agent::status::pods;
+use kube::{
+    Api, ResourceExt as _,
+    api::{AttachParams, AttachedProcess},
+};
+use tokio::io::{self, AsyncRead, AsyncWriteExt as _};
+
+use crate::{
+    cluster::{API_HEADING, ApiFlags, Cluster},
+    refusal::Asked,
+};
+
+/// Where the BPF file system is, by convention.
+pub const BPFFS: &str = "/sys/fs/bpf";
+/// Flag of a command that is to end with its standard input.
+pub const UNTIL_STDIN_ENDS: &str = "until-stdin-ends";
+/// What goes before the error on a machine without data path.
+#[cfg(target_os = "linux")]
+pub const NOT_HERE: &str =
+    "this machine is looked at, since no node is named (`kgctl COMMAND NODE` goes there)";
+/// The container of the agent in the manifests.
+const CONTAINER: &str = "kilo";
+/// Argument with the name of the node.
+const NODE: &str = "node";
+/// What a command that was interrupted has to say still comes within this time.
+const LAST_WORDS: Duration = Duration::from_secs(3);
+
+/// The flags of a command as they were given, but for the node and the way to it.
+///
+/// # Errors
+/// Without a node the flags about the way to it would do nothing.
+pub fn flags(command: &Command, matches: &ArgMatches) -> Result<Vec<String>> {
+    let is_given = |arg: &&Arg| matches.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine);
+    let given: Vec<_> = command.get_arguments().filter(is_given).collect();
+    let (api, own): (Vec<_>, Vec<_>) =
+        given.into_iter().partition(|arg| arg.get_help_heading() == Some(API_HEADING));
+    if let Some(flag) = api.first().and_then(|arg| arg.get_long())
+        && matches.value_source(NODE).is_none()
+    {
+        bail!("--{flag} needs the name of a node: without one this machine is looked at, and no API server");
+    }
+    let words = own.into_iter().filter_map(|arg| Some((arg.get_long()?, arg))).flat_map(|(long, arg)| {
+        let takes_value = arg.get_action().takes_values();
+        let values = matches.get_raw(arg.get_id().as_str()).into_iter().flatten();
+        let values = values.map(move |value| match takes_value {
+            true => format!("--{long}={}", value.to_string_lossy()),
+            false => format!("--{long}"),
+        });
+        values.collect::<Vec<_>>()
+    });
+    let ends = command.get_arguments().any(|arg| arg.get_long() == Some(UNTIL_STDIN_ENDS));
+    Ok(words.chain(ends.then(|| format!("--{UNTIL_STDIN_ENDS}"))).collect())
+}
+
+/// Runs `kgctl COMMAND FLAGS` on a node with its output here; whether it succeeded. When this one is
+/// interrupted, the other is told by the end of its standard input.
+pub async fn run(api: &ApiFlags, node: &str, command: &str, flags: &[String]) -> Result<bool> {
+    let cluster = Cluster::open(api).await?;
+    let pod = pod_of(&cluster, node).await?;
+    let words: Vec<_> = ["kgctl", command].into_iter().chain(flags.iter().map(String::as_str)).collect();
+    let process = exec(&cluster, &pod, &words).await?;
+    follow(process, &mut std::io::stdout(), &mut std::io::stderr()).await
+}
+
+/// The running agent's pod of a node.
+pub async fn pod_of(cluster: &Cluster, node: &str) -> Result<Pod> {
+    let asked = Asked::new("list", "pods").within("kube-system");
+    let found = cluster.ask(asked, pods::list(&cluster.client, Some(node))).await?;
+    match (pods::running(&found), found.first()) {
+        (Some(pod), _) => Ok(pod.clone()),
+        (None, Some(pod)) => bail!(
+            "the agent's pod on node {node} does not run: {}",
+            pods::not_running(pod).unwrap_or_default()
+        ),
+        (None, None) => bail!(
+            "no pod of the agent (label {}) is on node {node}: `kgctl status` has the names of the nodes, and says \
+             why a node has none",
+            pods::LABEL
+        ),
+    }
+}
+
+/// Starts a program in the agent's container of a pod.
+pub async fn exec(cluster: &Cluster, pod: &Pod, words: &[&str]) -> Result<AttachedProcess> {
+    let namespace = pod.namespace().unwrap_or_default();
+    let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &namespace);
+    let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
+    let names: Vec<_> = containers.map(|container| container.name.as_str()).collect();
+    let container = if names.contains(&CONTAINER) { CONTAINER } else { names.first().unwrap_or(&CONTAINER) };
+    let parameters = AttachParams::default().container(container).stdin(true).stdout(true).stderr(true);
+    let name = pod.name_any();
+    let asked = Asked::new("get and create", "pods/exec").within(&namespace);
+    let started = cluster.ask(asked, async {
+        match pods.exec(&name, words.iter().copied(), &parameters).await {
+            // A refused change of protocol has no reason with it; the same question without one has.
+            Err(refused @ kube::Error::UpgradeConnection(_)) => {
+                let plain =
+                    format!("/api/v1/namespaces/{namespace}/pods/{name}/exec?command=kgctl&stdout=true");
+                let request = hyper::Request::get(plain).body(Vec::new()).map_err(kube::Error::HttpError)?;
+                match cluster.client.request_text(request).await {
+                    Err(kube::Error::Api(status)) if matches!(status.code, 401 | 403 | 404) => {
+                        Err(kube::Error::Api(status))
+                    }
+                    _ => Err(refused),
+                }
+            }
+            other => other,
+        }
+    });
+    started.await.with_context(|| format!("{} was not started in pod {name}", words.join(" ")))
+}
+
+/// Copies what a program writes until it ends, or until this one is interrupted; whether it succeeded.
+pub async fn follow(
+    mut process: AttachedProcess,
+    out: &mut impl Write,
+    err: &mut impl Write,
+) -> Result<bool> {
+    let mut stdin = process.stdin().context("the command has no standard input")?;
+    let status = process.take_status().context("the command has no status")?;
+    let (stdout, stderr) = (process.stdout(), process.stderr());
+    let copies = async { tokio::join!(copy(stdout, out), copy(stderr, err)) };
+    let mut copies = std::pin::pin!(copies);
+    tokio::select! {
+        _ = &mut copies => {}
+        () = interrupted() => {
+            // What it has to say in the end still comes.
+            let _ = stdin.shutdown().await;
+            drop(stdin);
+            let _ = tokio::time::timeout(LAST_WORDS, copies).await;
+            return Ok(true);
+        }
+    }
+    let Some(status) = status.await else { bail!("the connection to the command broke") };
+    match status.status.as_deref() {
+        Some("Success") => Ok(true),
+        // It has said why on its stderr.
+        _ if status.reason.as_deref() == Some("NonZeroExitCode") => Ok(false),
+        _ => bail!("{}", status.message.unwrap_or_else(|| "the command could not be run".to_owned())),
+    }
+}
+
+/// Returns at SIGINT and SIGTERM.
+pub async fn interrupted() {
+    #[cfg(unix)]
+    {
+        use tokio::signal::unix::{SignalKind, signal};
+        if let Ok(mut terminate) = signal(SignalKind::terminate()) {
+            tokio::select! {
+                _ = tokio::signal::ctrl_c() => {}
+                _ = terminate.recv() => {}
+            }
+            return;
+        }
+    }
+    let _ = tokio::signal::ctrl_c().await;
+}
+
+async fn copy(from: Option<impl AsyncRead + Unpin>, to: &mut impl Write) {
+    let Some(mut from) = from else { return };
+    let mut buffer = vec![0; 1 << 14];
+    loop {
+        let length = match io::AsyncReadExt::read(&mut from, &mut buffer).await {
+            Ok(length) if length > 0 => length,
+            _ => break,
+        };
+        // At once, and nobody reads any more (`| head`) is as good as the end.
+        if to.write_all(&buffer[..length]).is_err() || to.flush().is_err() {
+            break;
+        }
+    }
+}
+
+/// Done when standard input ends; never, where that is not wanted.
+#[cfg(target_os = "linux")]
+pub fn end_of_stdin(wanted: bool) -> tokio::sync::oneshot::Receiver<()> {
+    let (sender, receiver) = tokio::sync::oneshot::channel();
+    // Its end is the process's: a read of standard input cannot be taken back.
+    std::thread::spawn(move || {
+        if wanted {
+            let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+        } else {
+            loop {
+                std::thread::park();
+            }
+        }
+        let _ = sender.send(());
+    });
+    receiver
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    fn given(line: &str) -> Result<Vec<String>> {
+        let root = crate::Cli::command();
+        let matches = root.clone().get_matches_from(line.split(' '));
+        let (name, below) = matches.subcommand().unwrap();
+        flags(root.find_subcommand(name).unwrap(), below)
+    }
+
+    #[test]
+    fn flags_go_with_the_command_but_not_those_that_lead_to_the_node() {
+        let line = "kgctl monitor --context=prod a1 -c 3 --reason too_big --reason no_hop --counters";
+        let flags = given(line).unwrap();
+        assert_eq!(
+            flags,
+            ["--reason=too_big", "--reason=no_hop", "--count=3", "--counters", "--until-stdin-ends"]
+        );
+        let line = "kgctl trace a1 --src fd00::1 --dst=fd00::2 -o json --kubeconfig=/a";
+        assert_eq!(given(line).unwrap(), ["--src=fd00::1", "--dst=fd00::2", "--output=json"]);
+        let text = given("kgctl monitor --context=prod").unwrap_err().to_string();
+        assert!(text.starts_with("--context needs the name of a node"), "{text}");
+        assert!(given("kgctl monitor --counters").is_ok());
+    }
+}

@@ -1,0 +1,117 @@
+//! The archive of a report: texts by their name, packed and compressed once all are there.
+
+use std::{
+    collections::BTreeMap,
+    fs::{File, OpenOptions},
+    io::Write as _,
+    path::Path,
+};
+
+use anyhow::{Context as _, Result};
+use flate2::{Compression, write::GzEncoder};
+use tar::{Builder, Header};
+
+use super::redact::Redactor;
+
+/// What a report holds.
+#[derive(Debug, Default)]
+pub struct Archive {
+    files: BTreeMap<String, String>,
+    problems: Vec<String>,
+}
+
+impl Archive {
+    /// Adds a text, or notes why it is missing.
+    pub fn add(&mut self, name: &str, text: Result<String>) {
+        match text {
+            Ok(text) => {
+                self.files.insert(name.to_owned(), text);
+            }
+            Err(error) => self.problems.push(format!("{name} is missing: {error:#}")),
+        }
+    }
+
+    /// Takes over all that another holds.
+    pub fn extend(&mut self, other: Self) {
+        self.files.extend(other.files);
+        self.problems.extend(other.problems);
+    }
+
+    /// What is missing, a sentence each.
+    pub fn problems(&self) -> &[String] {
+        &self.problems
+    }
+
+    /// Texts that it holds.
+    pub fn len(&self) -> usize {
+        self.files.len()
+    }
+
+    /// Writes all below one directory, which is named like the archive; nothing secret is in it.
+    /// `time`: of the files, in seconds since 1970.
+    ///
+    /// # Errors
+    /// When the file exists, or cannot be written.
+    pub fn write(&self, path: &Path, directory: &str, time: u64, redactor: &Redactor) -> Result<()> {
+        let file = create(path).with_context(|| path.display().to_string())?;
+        let mut packed = Builder::new(GzEncoder::new(file, Compression::default()));
+        let problems = match self.problems.as_slice() {
+            [] => "Nothing is missing.\n".to_owned(),
+            some => some.iter().map(|problem| format!("{problem}\n")).collect(),
+        };
+        let files = self.files.iter().map(|(name, text)| (name.as_str(), text.as_str()));
+        for (name, text) in files.chain([("problems.txt", problems.as_str())]) {
+            let text = redactor.text(text);
+            let mut header = Header::new_gnu();
+            header.set_size(text.len() as u64);
+            header.set_mode(0o600);
+            header.set_mtime(time);
+            packed.append_data(&mut header, format!("{directory}/{name}"), text.as_bytes())?;
+        }
+        packed.into_inner()?.finish()?.flush()?;
+        Ok(())
+    }
+}
+
+/// Readable by nobody else: it has the addresses of a cluster.
+fn create(path: &Path) -> std::io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.write(true).create_new(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    options.open(path)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use anyhow::anyhow;
+    use std::io::Read as _;
+
+    #[test]
+    fn what_is_missing_is_in_the_archive_and_no_key_is() {
+        let key = "YAnz5TF+lXXJte14tji3zlMNq+hd2rYUIgJBgB3fBmk=";
+        let mut archive = Archive::default();
+        archive.add("nodes/a1/log.txt", Ok(format!("key {key}")));
+        archive.add("nodes/b1/log.txt", Err(anyhow!("psk {key}").context("its pod does not run")));
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("dump.tar.gz");
+        archive.write(&path, "dump", 1, &Redactor::default()).unwrap();
+        let mut read = BTreeMap::new();
+        let mut packed = tar::Archive::new(flate2::read::GzDecoder::new(File::open(&path).unwrap()));
+        for entry in packed.entries().unwrap() {
+            let mut entry = entry.unwrap();
+            let mut text = String::new();
+            entry.read_to_string(&mut text).unwrap();
+            read.insert(entry.path().unwrap().display().to_string(), text);
+        }
+        assert_eq!(read["dump/nodes/a1/log.txt"], "key <removed>");
+        assert_eq!(
+            read["dump/problems.txt"],
+            "nodes/b1/log.txt is missing: its pod does not run: psk <removed>\n"
+        );
+        let again = archive.write(&path, "dump", 1, &Redactor::default()).unwrap_err();
+        assert!(format!("{again:#}").contains("dump.tar.gz: "), "nothing is overwritten: {again:#}");
+    }
+}

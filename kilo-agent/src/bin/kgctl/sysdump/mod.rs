@@ -1,0 +1,275 @@
+//! `kgctl sysdump`: what a report about a fault needs, in one archive.
+
+mod archive;
+mod redact;
+
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+
+use anyhow::{Context as _, Result, anyhow, bail};
+use clap::Args;
+use futures::{StreamExt as _, stream};
+use k8s_openapi::api::{
+    apps::v1::DaemonSet,
+    core::v1::{Event, Node, Pod},
+};
+use kilo_agent::status::{self, Timestamp, ask, pods};
+use kilo_core::objects::peer::Peer;
+use kube::{
+    Api, Resource, ResourceExt as _,
+    api::{ApiResource, DynamicObject, ListParams, LogParams},
+};
+use serde::Serialize;
+
+use crate::{
+    cluster::Cluster,
+    complete,
+    progress::Progress,
+    refusal::Asked,
+    remote,
+    source::{self, Flags},
+    version,
+};
+use archive::Archive;
+use redact::Redactor;
+
+/// Hidden command that runs in the agents' pods.
+pub const NODE_REPORT: &str = "node-report";
+/// Nodes looked at at the same time.
+const AT_A_TIME: usize = 8;
+/// A node has so long for its report.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// What an agent serves, and the name of the file.
+const PAGES: [(&str, &str); 3] =
+    [("status", "status.json"), ("metrics", "metrics.txt"), ("health", "health.txt")];
+/// Events about these kinds of objects are collected.
+const EVENTS: [&str; 3] = ["Node", "Peer", "DaemonSet"];
+
+#[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  kgctl sysdump                                of all nodes, into kilo-sysdump-TIME.tar.gz
+  kgctl sysdump a1 b1 --output=dump.tar.gz     of two nodes
+  kgctl sysdump --log-lines=50000")]
+pub struct SysdumpArgs {
+    /// Only these nodes; objects and the status of the mesh are collected in any case.
+    #[arg(add = complete::nodes())]
+    nodes: Vec<String>,
+    /// The archive; default: kilo-sysdump-TIME.tar.gz in the current directory.
+    #[arg(long, short, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Last lines of each container's log.
+    #[arg(long, value_name = "N", default_value = "5000", value_parser = clap::value_parser!(i64).range(1..))]
+    log_lines: i64,
+    #[command(flatten)]
+    flags: Flags,
+}
+
+/// Writes the archive; returns what it is called and what is missing.
+pub async fn run(args: &SysdumpArgs) -> Result<String> {
+    let now = Timestamp::now();
+    let name = format!("kilo-sysdump-{}", now.to_string().replace([':', '-'], ""));
+    let path = args.output.clone().unwrap_or_else(|| PathBuf::from(format!("{name}.tar.gz")));
+    if path.exists() {
+        bail!("{} exists; name another file by --output", path.display());
+    }
+    let (snapshot, cluster) = source::objects(&args.flags).await?;
+    let Some(cluster) = cluster else {
+        bail!("a directory of objects has no agents: --backend=file does not go here")
+    };
+    let mut names: Vec<String> = snapshot.nodes.names().map(ToOwned::to_owned).collect();
+    if let Some(unknown) = args.nodes.iter().find(|wanted| !names.contains(wanted)) {
+        bail!("node {unknown:?} does not exist; there are: {}", names.join(", "));
+    }
+    if !args.nodes.is_empty() {
+        names.retain(|name| args.nodes.contains(name));
+    }
+
+    let mut archive = Archive::default();
+    archive.add("README.txt", Ok(readme(now)));
+    let asked = Asked::new("list", "pods").within("kube-system");
+    let found = cluster.ask(asked, pods::list(&cluster.client, None)).await;
+    archive.add("pods.yaml", found.as_ref().map_err(copy).and_then(cleaned));
+    let found = found.unwrap_or_default();
+
+    let ready = source::ready(&snapshot, now.0);
+    let mesh = source::mesh(&snapshot, &args.flags)?;
+    let granularity = source::granularity(&snapshot, &args.flags.shape)?;
+    let mut seen = status::of_objects(&mesh, &snapshot, &ready, granularity, now);
+    pods::explain(&cluster.client, &mut seen).await;
+    archive.add("status.txt", Ok(status::table(&seen, true)));
+    archive.add("status.json", serde_json::to_string_pretty(&seen).map_err(Into::into));
+    archive.add("versions.json", version::as_json(&cluster).await);
+    objects(&cluster, &mut archive).await;
+
+    let progress = Progress::new("collecting from nodes", names.len());
+    let of_nodes = names.iter().map(async |node| {
+        let part = of_node(&cluster, &found, node, args.log_lines).await;
+        progress.step();
+        part
+    });
+    let parts: Vec<_> = stream::iter(of_nodes).buffer_unordered(AT_A_TIME).collect().await;
+    drop(progress);
+    parts.into_iter().for_each(|part| archive.extend(part));
+
+    let keys = snapshot.nodes.iter().filter_map(|known| known.node.key);
+    let keys = keys.chain(snapshot.peers.values().map(|peer| peer.public_key)).map(|key| key.to_string());
+    let time = u64::try_from(now.0).unwrap_or_default();
+    archive.write(&path, &name, time, &Redactor::new(keys))?;
+    Ok(summary(&archive, &path, names.len()))
+}
+
+fn copy(error: &anyhow::Error) -> anyhow::Error {
+    anyhow!("{error:#}")
+}
+
+fn readme(now: Timestamp) -> String {
+    format!(
+        "Collected by kgctl {} at {now}.\n\n\
+         problems.txt     what could not be collected, and why\n\
+         status.*         the mesh as the objects have it\n\
+         nodes/NODE/      what the agent says (status, metrics, health), its log, and what the host has: tables\n\
+         \x20                of the data path, links, routes, rules, neighbours, firewall\n\
+         *.yaml           objects, without annotations of others and without values of variables\n\n\
+         Private and pre-shared keys, tokens and passwords were taken out. Addresses and names of nodes, peers\n\
+         and pods are in it: look through it before it leaves your hands.\n",
+        env!("CARGO_PKG_VERSION")
+    )
+}
+
+fn summary(archive: &Archive, path: &std::path::Path, nodes: usize) -> String {
+    let problems = archive.problems();
+    for problem in problems {
+        eprintln!("kgctl: {problem}");
+    }
+    let missing = match problems.len() {
+        0 => "nothing is missing".to_owned(),
+        1 => "1 part is missing (problems.txt)".to_owned(),
+        many => format!("{many} parts are missing (problems.txt)"),
+    };
+    let nodes = if nodes == 1 { "1 node".to_owned() } else { format!("{nodes} nodes") };
+    format!("{}: {} files of {nodes}, {missing}.\n", path.display(), archive.len())
+}
+
+/// As YAML, without secrets.
+fn cleaned<T: Serialize>(objects: &T) -> Result<String> {
+    let mut value = serde_json::to_value(objects)?;
+    redact::object(&mut value);
+    Ok(serde_yaml_ng::to_string(&value)?)
+}
+
+/// Objects of the whole cluster that say how Kilo was set up.
+async fn objects(cluster: &Cluster, archive: &mut Archive) {
+    let client = &cluster.client;
+    let all = ListParams::default();
+    let ours = ListParams::default().labels(pods::LABEL);
+    let nodes = Api::<Node>::all(client.clone());
+    let listed = cluster.ask(Asked::new("list", "nodes"), nodes.list(&all)).await;
+    archive.add(
+        "nodes.yaml",
+        listed.and_then(|listed| cleaned(&listed.items.into_iter().map(without_images).collect::<Vec<_>>())),
+    );
+    // Untyped, so that an invalid one hides no other.
+    let peers = Api::<DynamicObject>::all_with(client.clone(), &ApiResource::erase::<Peer>(&()));
+    let listed = cluster.ask(Asked::new("list", "peers"), peers.list(&all)).await;
+    archive.add("peers.yaml", listed.and_then(|listed| cleaned(&listed.items)));
+    let daemon_sets = Api::<DaemonSet>::all(client.clone());
+    let listed = cluster.ask(Asked::new("list", "daemonsets"), daemon_sets.list(&ours)).await;
+    archive.add("daemonsets.yaml", listed.and_then(|listed| cleaned(&listed.items)));
+    let events = Api::<Event>::all(client.clone());
+    for kind in EVENTS {
+        let about = ListParams::default().fields(&format!("involvedObject.kind={kind}"));
+        let listed = cluster.ask(Asked::new("list", Event::plural(&()).as_ref()), events.list(&about)).await;
+        let name = format!("events-{}.yaml", kind.to_lowercase());
+        archive.add(&name, listed.and_then(|listed| cleaned(&listed.items)));
+    }
+}
+
+/// A node lists every image it has ever pulled.
+fn without_images(mut node: Node) -> Node {
+    if let Some(status) = &mut node.status {
+        status.images = None;
+    }
+    node
+}
+
+async fn of_node(cluster: &Cluster, all: &[Pod], node: &str, log_lines: i64) -> Archive {
+    let mut archive = Archive::default();
+    let place = |file: &str| format!("nodes/{node}/{file}");
+    let own: Vec<_> = all.iter().filter(|pod| pods::node_of(pod) == Some(node)).collect();
+    if own.is_empty() {
+        archive
+            .add(&place("*"), Err(anyhow!("no pod of the agent (label {}) is on node {node}", pods::LABEL)));
+    }
+    for pod in own {
+        logs(cluster, pod, log_lines, &place, &mut archive).await;
+        if let Some(reason) = pods::not_running(pod) {
+            archive.add(&place("*"), Err(anyhow!(reason)));
+            continue;
+        }
+        for (page, file) in PAGES {
+            archive.add(&place(file), page_of(cluster, pod, page).await);
+        }
+        match within(report(cluster, pod)).await {
+            Ok(files) => files.into_iter().for_each(|(file, text)| archive.add(&place(&file), Ok(text))),
+            Err(error) => archive.add(&place("tables.txt and the host's other files"), Err(error)),
+        }
+    }
+    archive
+}
+
+/// What an agent serves at a path.
+async fn page_of(cluster: &Cluster, pod: &Pod, path: &str) -> Result<String> {
+    let namespace = pod.namespace().unwrap_or_default();
+    let asked = Asked::new("get", "pods/proxy").within(&namespace);
+    cluster.ask(asked, ask::page(&cluster.client, pod, path)).await
+}
+
+async fn within<T, E: Into<anyhow::Error>>(answer: impl Future<Output = Result<T, E>>) -> Result<T> {
+    let answer = tokio::time::timeout(PATIENCE, answer).await;
+    answer.map_err(|_| anyhow!("no answer within {} s", PATIENCE.as_secs()))?.map_err(Into::into)
+}
+
+/// What kgctl in the pod says of the host, by the name of a file.
+async fn report(cluster: &Cluster, pod: &Pod) -> Result<BTreeMap<String, String>> {
+    let process = remote::exec(cluster, pod, &["kgctl", NODE_REPORT]).await?;
+    let (mut out, mut err) = (Vec::new(), Vec::new());
+    if !remote::follow(process, &mut out, &mut err).await? {
+        bail!(
+            "kgctl {NODE_REPORT} in pod {} failed: {}",
+            pod.name_any(),
+            String::from_utf8_lossy(&err).trim()
+        );
+    }
+    serde_json::from_slice(&out).context("the report is cut off")
+}
+
+/// The logs of a pod's containers, and of those that ran before them.
+async fn logs(
+    cluster: &Cluster,
+    pod: &Pod,
+    lines: i64,
+    place: &impl Fn(&str) -> String,
+    archive: &mut Archive,
+) {
+    let namespace = pod.namespace().unwrap_or_default();
+    let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &namespace);
+    let statuses =
+        pod.status.iter().flat_map(|status| [&status.init_container_statuses, &status.container_statuses]);
+    for container in statuses.flatten().flatten() {
+        for previous in [false, true] {
+            if previous && container.restart_count == 0 {
+                continue;
+            }
+            let wanted = LogParams {
+                container: Some(container.name.clone()),
+                previous,
+                tail_lines: Some(lines),
+                timestamps: true,
+                ..LogParams::default()
+            };
+            let asked = Asked::new("get", "pods/log").within(&namespace);
+            let said = cluster.ask(asked, pods.logs(&pod.name_any(), &wanted)).await;
+            let suffix = if previous { "-previous" } else { "" };
+            archive.add(&place(&format!("log-{}{suffix}.txt", container.name)), said);
+        }
+    }
+}

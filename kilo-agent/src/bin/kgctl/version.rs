@@ -1,0 +1,164 @@
+//! `kgctl version`: of this program, and of the agent on each node.
+
+use std::{collections::BTreeMap, fmt::Write as _};
+
+use anyhow::Result;
+use clap::{Args, ValueEnum};
+use futures::{StreamExt as _, stream};
+use k8s_openapi::api::core::v1::Pod;
+use kilo_agent::status::{ask, pods};
+use serde::Serialize;
+
+use crate::{
+    cluster::{ApiFlags, Cluster},
+    progress::Progress,
+    refusal::Asked,
+};
+
+/// Agents asked at the same time.
+const AT_A_TIME: usize = 16;
+const OWN: &str = env!("CARGO_PKG_VERSION");
+
+#[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  kgctl version                 this program and every agent
+  kgctl version --client        this program only: no API server is asked
+  kgctl version -o json | jq -r '.agents[] | select(.version != \"0.1.0\") | .node'")]
+pub struct VersionArgs {
+    /// Of this program only.
+    #[arg(long)]
+    client: bool,
+    /// Format.
+    #[arg(long, short, default_value = "table")]
+    output: Output,
+    #[command(flatten)]
+    api: ApiFlags,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// For people.
+    Table,
+    /// For programs.
+    Json,
+    /// For programs.
+    Yaml,
+}
+
+#[derive(Debug, Serialize)]
+struct Versions {
+    client: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    agents: Option<Vec<Agent>>,
+}
+
+/// The agent of a node.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+struct Agent {
+    node: String,
+    pod: String,
+    image: String,
+    /// What it says itself.
+    version: Option<String>,
+    /// Why it says nothing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+}
+
+/// The versions as text.
+pub async fn run(args: &VersionArgs) -> Result<String> {
+    let agents = if args.client { None } else { Some(agents(&Cluster::open(&args.api).await?).await?) };
+    let versions = Versions { client: OWN.to_owned(), agents };
+    Ok(match args.output {
+        Output::Json => serde_json::to_string_pretty(&versions)? + "\n",
+        Output::Yaml => serde_yaml_ng::to_string(&versions)?,
+        Output::Table => table(&versions),
+    })
+}
+
+/// The versions as JSON.
+pub async fn as_json(cluster: &Cluster) -> Result<String> {
+    let versions = Versions { client: OWN.to_owned(), agents: Some(agents(cluster).await?) };
+    Ok(serde_json::to_string_pretty(&versions)? + "\n")
+}
+
+async fn agents(cluster: &Cluster) -> Result<Vec<Agent>> {
+    let found = cluster.ask(Asked::new("list", "pods"), pods::list(&cluster.client, None)).await?;
+    let progress = Progress::new("asking agents", found.len());
+    let one = async |pod: &Pod| {
+        let (version, error) = match pods::not_running(pod) {
+            Some(reason) => (None, Some(reason)),
+            None => match ask::pod(&cluster.client, pod).await {
+                Ok(status) => (status.agent.map(|agent| agent.version), None),
+                Err(error) => (None, Some(error.to_string())),
+            },
+        };
+        progress.step();
+        let spec = pod.spec.as_ref();
+        Agent {
+            node: spec.and_then(|spec| spec.node_name.clone()).unwrap_or_default(),
+            pod: pod.metadata.name.clone().unwrap_or_default(),
+            image: spec.and_then(agents_image).unwrap_or_default(),
+            version,
+            error,
+        }
+    };
+    let mut agents: Vec<Agent> =
+        stream::iter(found.iter().map(one)).buffer_unordered(AT_A_TIME).collect().await;
+    agents.sort_by(|a, b| (&a.node, &a.pod).cmp(&(&b.node, &b.pod)));
+    Ok(agents)
+}
+
+fn agents_image(spec: &k8s_openapi::api::core::v1::PodSpec) -> Option<String> {
+    let named = spec.containers.iter().find(|container| container.name == "kilo");
+    named.or(spec.containers.first())?.image.clone()
+}
+
+fn table(versions: &Versions) -> String {
+    let mut text = format!("kgctl {}\n", versions.client);
+    let Some(agents) = &versions.agents else { return text };
+    if agents.is_empty() {
+        return text + &format!("no pods with the label {}: no agents\n", pods::LABEL);
+    }
+    let rows = agents.iter().map(|agent| {
+        let version = agent.version.clone().unwrap_or_else(|| "<unknown>".to_owned());
+        vec![agent.node.clone(), version, agent.image.clone(), agent.error.clone().unwrap_or_default()]
+    });
+    text += "\n";
+    text += &kilo_agent::status::columns(&["NODE", "VERSION", "IMAGE", "REASON"], rows);
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    for version in agents.iter().filter_map(|agent| agent.version.as_deref()) {
+        *counts.entry(version).or_default() += 1;
+    }
+    if counts.len() > 1 {
+        let counts: Vec<_> = counts.iter().map(|(version, count)| format!("{count} of {version}")).collect();
+        let _ = writeln!(text, "\nAgents differ: {}.", counts.join(", "));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn agent(node: &str, version: Option<&str>) -> Agent {
+        Agent {
+            node: node.to_owned(),
+            pod: format!("kilo-{node}"),
+            image: "kilo-ebpf/kilo:0.1.0".to_owned(),
+            version: version.map(ToOwned::to_owned),
+            error: version.is_none().then(|| "it does not answer".to_owned()),
+        }
+    }
+
+    #[test]
+    fn agents_that_differ_and_those_that_do_not_answer_are_shown() {
+        let agents = vec![agent("a", Some("0.1.0")), agent("b", Some("0.2.0")), agent("c", None)];
+        let text = table(&Versions { client: "0.2.0".to_owned(), agents: Some(agents) });
+        assert!(text.starts_with("kgctl 0.2.0\n\nNODE "), "{text}");
+        assert!(text.contains("c      <unknown>   kilo-ebpf/kilo:0.1.0   it does not answer\n"), "{text}");
+        assert!(text.ends_with("\nAgents differ: 1 of 0.1.0, 1 of 0.2.0.\n"), "{text}");
+        let alone = Versions { client: "0.2.0".to_owned(), agents: None };
+        assert_eq!(table(&alone), "kgctl 0.2.0\n");
+    }
+}

@@ -1,0 +1,298 @@
+//! What `kgctl` does in a node's pod, and what a shell offers: with a real API server, without kubelets.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use crate::api;
+
+use std::{
+    collections::BTreeMap,
+    io::Read as _,
+    net::TcpListener,
+    os::unix::fs::PermissionsExt as _,
+    path::Path,
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use k8s_openapi::api::core::v1 as core;
+use kube::{
+    Api, Client,
+    api::{Patch, PatchParams, PostParams},
+};
+use serde_json::json;
+
+use api::{ADMIN, ApiServer, NOBODY, apply, apply_crds, create_node, manifest};
+
+fn kgctl(kubeconfig: &Path, arguments: &[&str]) -> (bool, String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kgctl"));
+    let output = command.arg("--kubeconfig").arg(kubeconfig).args(arguments).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.success(), text(output.stdout), text(output.stderr))
+}
+
+/// A pod of the agent as its DaemonSet would make it, in this phase.
+async fn agents_pod(client: &Client, node: &str, phase: &str) {
+    let pods: Api<core::Pod> = Api::namespaced(client.clone(), "kube-system");
+    let name = format!("kilo-{node}");
+    let pod = json!({
+        "metadata": {"name": name, "labels": {"app.kubernetes.io/name": "kilo"}},
+        "spec": {"nodeName": node, "hostNetwork": true, "containers": [{"name": "kilo", "image": "kilo"}]},
+    });
+    pods.create(&PostParams::default(), &serde_json::from_value(pod).unwrap()).await.unwrap();
+    let status = json!({"status": {"phase": phase}});
+    pods.patch_status(&name, &PatchParams::default(), &Patch::Merge(&status)).await.unwrap();
+}
+
+/// Binds a role of the manifests to who has none.
+async fn grant(client: &Client, role: &str) {
+    let found = manifest("kilo-kubeadm.yaml")
+        .into_iter()
+        .find(|object| object.metadata.name.as_deref() == Some(role))
+        .unwrap_or_else(|| panic!("the manifests have no role {role}"));
+    apply(client, &found, false).await.unwrap();
+    let kind = &found.types.as_ref().unwrap().kind;
+    let binding = json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": format!("{kind}Binding"),
+        "metadata": {"name": role, "namespace": found.metadata.namespace},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": role},
+        "subjects": [{"kind": "User", "name": NOBODY}],
+    });
+    apply(client, &serde_json::from_value(binding).unwrap(), false).await.unwrap();
+}
+
+/// Until it says these words: authorisation follows a moment later.
+fn until_said(kubeconfig: &Path, arguments: &[&str], words: &[&str]) -> String {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        let (_, _, said) = kgctl(kubeconfig, arguments);
+        if words.iter().all(|words| said.contains(words)) {
+            return said;
+        }
+        assert!(Instant::now() < deadline, "{words:?} are missing from {said}");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_may_not_run_kgctl_on_a_node_learns_which_role_to_ask_for() {
+    let Some(server) = ApiServer::start().await else { return };
+    let client = server.client(ADMIN).await;
+    apply_crds(&client).await;
+    for (node, phase) in [("runs", "Running"), ("waits", "Pending")] {
+        create_node(&client, node, &[]).await;
+        agents_pod(&client, node, phase).await;
+    }
+    create_node(&client, "bare", &[]).await;
+    let admin = server.kubeconfig(ADMIN, server.port());
+    let trace = ["--src=10.42.1.2", "--dst=10.42.4.2"];
+    let of = |node: &'static str| [&["trace", node][..], &trace].concat();
+
+    let (done, _, said) = kgctl(&admin, &of("bare"));
+    assert!(!done && said.contains("no pod of the agent") && said.contains("is on node bare"), "{said}");
+    assert!(said.contains("`kgctl status`"), "{said}");
+    let (done, _, said) = kgctl(&admin, &["monitor", "waits"]);
+    assert!(!done && said.contains("on node waits does not run: pod kilo-waits is Pending"), "{said}");
+    // No kubelet is there: the API server says so, and it is told where kgctl was to be run.
+    let (done, _, said) = kgctl(&admin, &of("runs"));
+    assert!(
+        !done && said.contains("kgctl trace --src=10.42.1.2 --dst=10.42.4.2 was not started in pod"),
+        "{said}"
+    );
+    let (done, _, said) = kgctl(&admin, &["monitor"]);
+    assert!(!done && said.contains("--kubeconfig needs the name of a node"), "{said}");
+
+    let nobody = server.kubeconfig(NOBODY, server.port());
+    let said = until_said(
+        &nobody,
+        &of("runs"),
+        &["not allowed to list pods", "--role=kilo-kgctl-agents --user=nobody"],
+    );
+    assert!(said.contains("in namespace kube-system"), "{said}");
+    grant(&client, "kilo-kgctl-agents").await;
+    let words = [
+        "not allowed to get and create pods/exec in namespace kube-system",
+        "--role=kilo-kgctl-nodes --user=nobody",
+    ];
+    let said = until_said(&nobody, &of("runs"), &words);
+    assert!(said.contains("cannot get resource \"pods/exec\""), "{said}");
+    grant(&client, "kilo-kgctl-nodes").await;
+    until_said(
+        &nobody,
+        &of("runs"),
+        &["was not started in pod kilo-runs: the API server", "no preferred addresses"],
+    );
+}
+
+/// What bash gets for the last word of a line.
+fn offered(line: &[&str]) -> Vec<String> {
+    let index = (line.len() - 1).to_string();
+    let output = Command::new(env!("CARGO_BIN_EXE_kgctl"))
+        .env("KGCTL_COMPLETE", "bash")
+        .env("_CLAP_COMPLETE_INDEX", index)
+        .env("_CLAP_COMPLETE_COMP_TYPE", "9")
+        .env("_CLAP_IFS", "\n")
+        .arg("--")
+        .args(line)
+        .output()
+        .unwrap();
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap().lines().map(|line| line.trim().to_owned()).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shell_is_offered_nodes_peers_and_contexts_and_nothing_by_a_server_that_is_away() {
+    let Some(server) = ApiServer::start().await else { return };
+    let client = server.client(ADMIN).await;
+    apply_crds(&client).await;
+    for node in ["a1", "a2", "b1"] {
+        create_node(&client, node, &[("kilo.squat.ai/location", &node[..1])]).await;
+    }
+    let peer = json!({
+        "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": "laptop"},
+        "spec": {"allowedIPs": ["10.5.0.1/32"], "publicKey": "GY5aT1N9dTR/nJnT1N2f4ClZWVj0jOAld0r8ysWLyjg="},
+    });
+    apply(&client, &serde_json::from_value(peer).unwrap(), false).await.unwrap();
+    let path = server.kubeconfig(ADMIN, server.port());
+    let here = format!("--kubeconfig={}", path.display());
+    assert_eq!(offered(&["kgctl", "status", &here, "a"]), ["a1", "a2"]);
+    assert_eq!(offered(&["kgctl", "trace", &here, "b"]), ["b1"]);
+    assert_eq!(offered(&["kgctl", "showconf", "peer", &here, "l"]), ["laptop"]);
+    assert_eq!(offered(&["kgctl", "showconf", "node", &here, "l"]), Vec::<String>::new());
+    assert_eq!(offered(&["kgctl", "status", &here, "--location", ""]), ["a", "b"]);
+    assert!(!offered(&["kgctl", "status", &here, "--context", ""]).is_empty());
+    assert_eq!(offered(&["kgctl", "monitor", "--reason", "too_"]), ["too_big"]);
+    assert!(offered(&["kgctl", "status", "--outp"]).contains(&"--output".to_owned()));
+
+    // It takes connections, and never answers.
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let path = server.kubeconfig(ADMIN, silent.local_addr().unwrap().port());
+    let started = Instant::now();
+    let silence = offered(&["kgctl", "status", &format!("--kubeconfig={}", path.display()), "a"]);
+    assert_eq!(silence, Vec::<String>::new());
+    assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
+    assert_eq!(offered(&["kgctl", "status", "--kubeconfig=/nowhere", "a"]), Vec::<String>::new());
+}
+
+const PSK: &str = "Q0FOQVJZQ0FOQVJZQ0FOQVJZQ0FOQVJZQ0FOQVJZQ0E=";
+const PASSWORD: &str = "canary-password-1";
+const JOIN: &str = "canary.canarycanary1234";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_report_goes_on_without_nodes_that_fail_and_holds_no_secret() {
+    let Some(server) = ApiServer::start().await else { return };
+    let client = server.client(ADMIN).await;
+    apply_crds(&client).await;
+    let public = "GY5aT1N9dTR/nJnT1N2f4ClZWVj0jOAld0r8ysWLyjg=";
+    create_node(&client, "runs", &[("kilo.squat.ai/key", public), ("provider/secret", PASSWORD)]).await;
+    create_node(&client, "bare", &[("k3s.io/node-args", &format!("--token {JOIN}"))]).await;
+    agents_pod(&client, "runs", "Running").await;
+    let peer = json!({
+        "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer",
+        "metadata": {"name": "laptop", "annotations": {
+            "kubectl.kubernetes.io/last-applied-configuration": format!("{{\"spec\":{{\"presharedKey\":\"{PSK}\"}}}}"),
+        }},
+        "spec": {"allowedIPs": ["10.5.0.1/32"], "publicKey": public, "presharedKey": PSK},
+    });
+    apply(&client, &serde_json::from_value(peer).unwrap(), false).await.unwrap();
+    let labels = json!({"app.kubernetes.io/name": "kilo"});
+    let daemon_set = json!({
+        "apiVersion": "apps/v1", "kind": "DaemonSet",
+        "metadata": {"name": "kilo", "namespace": "kube-system", "labels": labels},
+        "spec": {"selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}, "spec": {"containers": [
+            {"name": "kilo", "image": "kilo", "env": [{"name": "LOGIN", "value": PASSWORD}],
+             "args": [format!("--password={PASSWORD}")]},
+        ]}}},
+    });
+    apply(&client, &serde_json::from_value(daemon_set).unwrap(), false).await.unwrap();
+
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("dump.tar.gz");
+    let output = format!("--output={}", path.display());
+    let kubeconfig = server.kubeconfig(ADMIN, server.port());
+    let (done, shown, said) = kgctl(&kubeconfig, &["sysdump", &output]);
+    println!("{shown}{said}");
+    assert!(done && shown.contains("parts are missing (problems.txt)"), "{shown}{said}");
+    assert!(said.contains("nodes/bare/* is missing: no pod of the agent"), "{said}");
+    assert!(said.contains("nodes/runs/status.json is missing"), "{said}");
+    assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+
+    let mut files = BTreeMap::new();
+    let mut packed = tar::Archive::new(flate2::read::GzDecoder::new(std::fs::File::open(&path).unwrap()));
+    for entry in packed.entries().unwrap() {
+        let mut entry = entry.unwrap();
+        let name = entry.path().unwrap().display().to_string();
+        let mut text = String::new();
+        entry.read_to_string(&mut text).unwrap();
+        files.insert(name.split_once('/').unwrap().1.to_owned(), text);
+    }
+    for secret in [PSK, PASSWORD, JOIN] {
+        for (name, text) in &files {
+            assert!(!text.contains(secret), "{secret} is in {name}: {text}");
+        }
+    }
+    assert!(files["problems.txt"].contains("nodes/bare/*"), "{}", files["problems.txt"]);
+    assert!(
+        files["peers.yaml"].contains("laptop") && files["peers.yaml"].contains(public),
+        "{}",
+        files["peers.yaml"]
+    );
+    assert!(files["nodes.yaml"].contains("runs") && files["daemonsets.yaml"].contains("LOGIN"));
+    for name in ["README.txt", "status.txt", "status.json", "versions.json", "pods.yaml", "events-node.yaml"]
+    {
+        assert!(!files[name].is_empty(), "{name}");
+    }
+    let (done, _, said) = kgctl(&kubeconfig, &["sysdump", &output]);
+    assert!(!done && said.contains("exists"), "{said}");
+    let (done, _, said) = kgctl(&kubeconfig, &["sysdump", "nowhere", "--output=/nowhere/x"]);
+    assert!(!done && said.contains("\"nowhere\" does not exist; there are: bare, runs"), "{said}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_test_that_is_interrupted_takes_its_namespace_with_it() {
+    let Some(server) = ApiServer::start().await else { return };
+    let client = server.client(ADMIN).await;
+    apply_crds(&client).await;
+    let now = (kilo_agent::status::Timestamp::now().0 + 3600).to_string();
+    let annotations = [
+        ("kilo.squat.ai/endpoint", "192.0.2.1:51820"),
+        ("kilo.squat.ai/internal-ip", "10.1.0.1/24"),
+        ("kilo.squat.ai/key", "GY5aT1N9dTR/nJnT1N2f4ClZWVj0jOAld0r8ysWLyjg="),
+        ("kilo.squat.ai/last-seen", &now),
+    ];
+    create_node(&client, "n1", &annotations).await;
+    let kubeconfig = server.kubeconfig(ADMIN, server.port());
+    let (done, _, said) = kgctl(&kubeconfig, &["connectivity-test"]);
+    assert!(!done && said.contains("name one by --image"), "{said}");
+
+    let running = Command::new(env!("CARGO_BIN_EXE_kgctl"))
+        .arg("--kubeconfig")
+        .arg(&kubeconfig)
+        .args(["connectivity-test", "--image=kilo"])
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let namespaces: Api<core::Namespace> = Api::all(client.clone());
+    let name = "kilo-connectivity-test";
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while namespaces.get_opt(name).await.unwrap().is_none() {
+        assert!(Instant::now() < deadline, "no namespace");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    let process = nix::unistd::Pid::from_raw(running.id().try_into().unwrap());
+    nix::sys::signal::kill(process, nix::sys::signal::Signal::SIGTERM).unwrap();
+    // What the controller of namespaces does, which does not run here.
+    let mut left = loop {
+        let found = namespaces.get(name).await.unwrap();
+        if found.metadata.deletion_timestamp.is_some() {
+            break found;
+        }
+        assert!(Instant::now() < deadline, "it is not deleted");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    };
+    left.spec = Some(core::NamespaceSpec { finalizers: Some(Vec::new()) });
+    namespaces.replace_subresource("finalize", name, &PostParams::default(), &left).await.unwrap();
+    let output = running.wait_with_output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && said.contains("interrupted"), "{said}");
+    assert!(namespaces.get_opt(name).await.unwrap().is_none());
+}
