@@ -13,13 +13,19 @@ use crate::{
 
 use super::{VERSION, kgctl::Target};
 
-/// `kgctl`, and the name under which kubectl finds it: `kubectl kilo`. Windows has no links that
-/// everybody may make.
-pub fn program(program: &Path, target: &Target, to: &Path) -> Result<()> {
+/// `kgctl`, and the name under which kubectl finds it: `kubectl kilo`; `man`: the directory of its
+/// man pages. Windows has no links that everybody may make, and no man pages.
+pub fn program(program: &Path, target: &Target, man: &Path, to: &Path) -> Result<()> {
     let work = tempfile::tempdir()?;
     fs::copy(program, work.path().join(target.program)).with_context(|| program.display().to_string())?;
     if target.os != "windows" {
         std::os::unix::fs::symlink(target.program, work.path().join("kubectl-kilo"))?;
+        let pages = work.path().join("man/man1");
+        fs::create_dir_all(&pages)?;
+        for page in fs::read_dir(man).with_context(|| man.display().to_string())? {
+            let page = page?;
+            fs::copy(page.path(), pages.join(page.file_name()))?;
+        }
     }
     fs::copy(workspace_root().join("LICENSE"), work.path().join("LICENSE"))?;
     pack(work.path(), to)
@@ -132,8 +138,11 @@ mod tests {
         fs::write(&script, "#!/bin/sh\necho \"kgctl got $*\"\n").unwrap();
         run(Command::new("chmod").arg("755").arg(&script)).unwrap();
         let archive = work.path().join("kgctl.tar.gz");
-        program(&script, &TARGETS[0], &archive).unwrap();
+        let man = tempfile::tempdir().unwrap();
+        fs::write(man.path().join("kgctl.1"), ".TH kgctl 1\n").unwrap();
+        program(&script, &TARGETS[0], man.path(), &archive).unwrap();
         run(Command::new("tar").arg("-xzf").arg(&archive).arg("-C").arg(work.path())).unwrap();
+        assert!(work.path().join("man/man1/kgctl.1").is_file());
         let path = format!("{}:/usr/bin:/bin", work.path().display());
         let said =
             output(Command::new(kubectl).env("PATH", path).args(["kilo", "status", "--wide"])).unwrap();

@@ -66,7 +66,8 @@ impl Target {
         format!("kgctl-{}-{}-{}.tar.gz", super::VERSION, self.os, self.architecture)
     }
 
-    fn is_foreign(&self) -> bool {
+    /// Another machine than this one runs it.
+    pub fn is_foreign(&self) -> bool {
         self.os != env::consts::OS || !self.triple.starts_with(env::consts::ARCH)
     }
 }
@@ -139,6 +140,11 @@ pub fn build(target: &Target, directory: &Path) -> Result<PathBuf> {
     }
     show(&mut cargo).with_context(|| format!("kgctl does not build for {}", target.triple))?;
     Ok(directory.join(target.triple).join("release").join(target.program))
+}
+
+/// Has a program of this machine write its man pages into a directory.
+pub fn man_pages(program: &Path, directory: &Path) -> Result<()> {
+    run(Command::new(program).arg("man-pages").arg(directory)).map(drop)
 }
 
 fn has_std(sysroot: &Path, triple: &str) -> bool {

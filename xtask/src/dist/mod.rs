@@ -96,12 +96,19 @@ fn make(output: &Path, digest: Option<&str>, layers: image::Layers, build: &Path
             if checked { "type-checked" } else { "NOT CHECKED: no rust-std" }
         );
     }
-    for target in kgctl::TARGETS {
-        let program = kgctl::build(&target, build)?;
+    let programs: Result<Vec<_>> =
+        kgctl::TARGETS.into_iter().map(|target| Ok((kgctl::build(&target, build)?, target))).collect();
+    let programs = programs?;
+    // All print the same; the one for this machine can be run.
+    let own = programs.iter().find(|(_, target)| !target.is_foreign());
+    let man = tempfile::tempdir_in(output)?;
+    kgctl::man_pages(&own.context("no kgctl for this machine")?.0, man.path())?;
+    for (program, target) in programs {
         let file = output.join(target.archive());
-        bundle::program(&program, &target, &file)?;
+        bundle::program(&program, &target, man.path(), &file)?;
         archives.insert(target, sha256(&file)?);
     }
+    drop(man);
     fs::write(output.join("krew-kilo.yaml"), krew::manifest(VERSION, &archives))?;
     let digest = match digest {
         Some(digest) => digest.to_owned(),
