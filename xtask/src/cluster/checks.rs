@@ -1,6 +1,7 @@
 //! What must hold on a real cluster.
 
 mod bad_input;
+mod kgctl;
 mod migration;
 mod monitoring;
 mod names;
@@ -38,6 +39,12 @@ const CHECKS: &[Check] = &[
     check("kubelet killed and restarted loses nothing", updates::kubelet),
     check("containerd killed and restarted loses nothing", updates::containerd),
     check("the API server calls the webhook of its manifest", shipped::webhook),
+    check("kgctl: looks into every node through the API server", kgctl::into_nodes),
+    check("kgctl: sysdump has something of every node, and no key", kgctl::sysdump),
+    check(
+        "kgctl: connectivity-test is green, red where something is cut, and leaves nothing",
+        kgctl::connectivity,
+    ),
     check("no agent has a warning or is refused anything", shipped::logs),
     check("a drained node takes nothing with it", nodes::drain),
     check("a node that joins again gets another pod CIDR and is reached", nodes::join_again),

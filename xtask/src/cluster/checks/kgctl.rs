@@ -1,0 +1,157 @@
+//! `kgctl` from an administrator's machine: into each node through the API server, a report, a test.
+
+use std::{collections::BTreeSet, process::Stdio, time::Duration};
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use super::removal::{KGCTL, install_kgctl};
+use crate::{
+    cluster::{Cluster, deploy, until},
+    command::output,
+};
+
+/// A pre-shared key, and a token in an annotation, which must be in no report.
+const CANARY: &str = "Q0FOQVJZQ0FOQVJZQ0FOQVJZQ0FOQVJZQ0FOQVJZQ0E=";
+const CANARY_TOKEN: &str = "abcdef.canarycanarycana";
+const PEER: &str = "kgctl-canary";
+
+fn kgctl(cluster: &Cluster, arguments: &[&str]) -> Result<String> {
+    install_kgctl(cluster)?;
+    output(cluster.first().command(KGCTL)?.args(arguments))
+}
+
+/// Versions of all agents; what a node would do with a packet, and what it drops, by its name.
+pub fn into_nodes(cluster: &Cluster) -> Result<String> {
+    let shown = kgctl(cluster, &["version"])?;
+    println!("$ kgctl version\n{shown}");
+    for node in &cluster.nodes {
+        let row = shown.lines().find(|line| line.starts_with(&format!("{} ", node.name())));
+        let version = row.and_then(|row| row.split_whitespace().nth(1));
+        ensure!(version == Some(env!("CARGO_PKG_VERSION")), "{}: {shown}", node.name());
+    }
+    let pods = deploy::serving(cluster)?;
+    let (near, far) = (deploy::pod_on(&pods, cluster.first())?, deploy::pod_on(&pods, cluster.remote())?);
+    let (src, dst) = (format!("--src={}", near.address), format!("--dst={}", far.address));
+    let traced = kgctl(cluster, &["trace", &near.node, &src, &dst])?;
+    println!("$ kgctl trace {} {src} {dst}\n{traced}", near.node);
+    ensure!(traced.contains("a pod of this node") && traced.contains("\n=> "), "{traced}");
+    let json = kgctl(cluster, &["trace", &near.node, &src, &dst, "-o", "json"])?;
+    ensure!(serde_json::from_str::<serde_json::Value>(&json).is_ok(), "{json}");
+
+    // A group address in the mesh: dropped where it enters.
+    let remote = cluster.remote().name();
+    let listening = cluster
+        .first()
+        .command(KGCTL)?
+        .args(["monitor", remote, "--reason=not_unicast", "--count=1"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    let mut listening = Some(listening);
+    let shown = until("a drop is shown", Duration::from_secs(30), || {
+        let _ = cluster.remote().sh("ping -c 1 -W 1 -I kilo0 224.0.0.9 || true");
+        let ended = listening.as_mut()?.try_wait().ok()??;
+        let output = listening.take()?.wait_with_output().ok()?;
+        Some((
+            ended.success(),
+            String::from_utf8_lossy(&output.stdout).into_owned(),
+            String::from_utf8_lossy(&output.stderr).into_owned(),
+        ))
+    })?;
+    println!("$ kgctl monitor {remote} --reason=not_unicast --count=1\n{}{}", shown.1, shown.2);
+    ensure!(shown.0 && shown.1.contains("not_unicast") && shown.2.contains("drops shown"), "{shown:?}");
+
+    // One that is interrupted ends its other end, whose last words come from there.
+    let script = format!("timeout --signal=INT 3 {KGCTL} monitor {remote} 2>&1 || true");
+    let said = cluster.first().sh(&script)?;
+    ensure!(said.contains("drops shown"), "the other end has last words: {said:?}");
+    Ok(format!("{} agents of {}", cluster.nodes.len(), env!("CARGO_PKG_VERSION")))
+}
+
+/// The archive has something of every node, and no key or token.
+pub fn sysdump(cluster: &Cluster) -> Result<String> {
+    cluster.apply(&format!(
+        "apiVersion: kilo.squat.ai/v1alpha1\nkind: Peer\nmetadata: {{name: {PEER}, annotations: {{note: 'token {CANARY_TOKEN}'}}}}\n\
+         spec: {{allowedIPs: [10.5.77.1/32], publicKey: GY5aT1N9dTR/nJnT1N2f4ClZWVj0jOAld0r8ysWLyjg=, presharedKey: {CANARY}}}\n"
+    ))?;
+    let made = kgctl(cluster, &["sysdump", "--output=/tmp/dump.tar.gz"]);
+    cluster.kubectl(&["delete", "peer", PEER])?;
+    let said = made?;
+    println!("$ kgctl sysdump --output=/tmp/dump.tar.gz\n{said}");
+    ensure!(said.contains("nothing is missing"), "{said}");
+    let first = cluster.first();
+    let listed = first.sh("cd /tmp && rm -rf dump && mkdir dump && tar -xzf dump.tar.gz -C dump --strip-components=1 && cd dump && find -type f | sort")?;
+    println!("{listed}");
+    for node in &cluster.nodes {
+        let files = [
+            "status.json",
+            "metrics.txt",
+            "tables.txt",
+            "routes.txt",
+            "rules.txt",
+            "nft.txt",
+            "log-kilo.txt",
+        ];
+        for file in files {
+            ensure!(
+                listed.contains(&format!("./nodes/{}/{file}", node.name())),
+                "{file} of {} is missing",
+                node.name()
+            );
+        }
+        let tables = first.sh(&format!("cat /tmp/dump/nodes/{}/tables.txt", node.name()))?;
+        ensure!(tables.contains("[prefix]") && tables.lines().count() > 20, "{tables}");
+    }
+    ensure!(first.sh("cat /tmp/dump/peers.yaml")?.contains(PEER), "the peer is in it");
+    // The keys of the nodes themselves, the canaries, and tokens of accounts.
+    let mut secrets = BTreeSet::from([CANARY.to_owned(), CANARY_TOKEN.to_owned(), "eyJhbGciOi".to_owned()]);
+    for node in &cluster.nodes {
+        secrets.insert(node.sh("cat /var/lib/kilo/key")?.trim().to_owned());
+    }
+    for secret in &secrets {
+        let found = first.sh(&format!("grep -rlF -- '{secret}' /tmp/dump || true"))?;
+        ensure!(found.trim().is_empty(), "a secret is in {found}");
+    }
+    first.sh("rm -rf /tmp/dump /tmp/dump.tar.gz")?;
+    Ok(said.trim().to_owned())
+}
+
+/// The test passes, is red where something is cut, and leaves nothing behind.
+pub fn connectivity(cluster: &Cluster) -> Result<String> {
+    let shown = kgctl(cluster, &["connectivity-test"])?;
+    println!("$ kgctl connectivity-test\n{shown}");
+    ensure!(shown.contains("All ") && shown.contains("ok       clear text between locations"), "{shown}");
+    nothing_is_left(cluster)?;
+
+    // Pods of the first node no longer reach the far one.
+    let far = cluster.remote();
+    let address = deploy::pod_on(&deploy::serving(cluster)?, far)?.address.to_string();
+    let prefix = cluster.kubectl(&["get", "node", far.name(), "-o", "jsonpath={.spec.podCIDR}"])?;
+    let rule = format!("FORWARD -d {} -p udp --dport 8080 -j DROP", prefix.trim());
+    far.sh(&format!("iptables -I {rule}"))?;
+    let red = kgctl(cluster, &["connectivity-test", cluster.first().name(), far.name()]);
+    far.sh(&format!("iptables -D {rule}"))?;
+    let Err(red) = red else { bail!("it is green although {address}'s node drops") };
+    let red = format!("{red:#}");
+    println!("{red}");
+    ensure!(red.contains("FAIL") && red.contains("probes failed"), "{red}");
+    nothing_is_left(cluster)?;
+
+    // Interrupted while pods run.
+    let script = format!("timeout --signal=INT 4 {KGCTL} connectivity-test 2>&1 || true");
+    let said = cluster.first().sh(&script)?;
+    ensure!(said.contains("interrupted"), "{said}");
+    nothing_is_left(cluster)?;
+    // One that was killed is cleaned up after by the next.
+    cluster.first().sh(&format!("timeout --signal=KILL 3 {KGCTL} connectivity-test || true"))?;
+    let again = kgctl(cluster, &["connectivity-test", far.name()]).context("after one that was killed")?;
+    ensure!(again.contains("All "), "{again}");
+    nothing_is_left(cluster)?;
+    Ok(shown.lines().last().unwrap_or_default().to_owned())
+}
+
+fn nothing_is_left(cluster: &Cluster) -> Result<()> {
+    let left = cluster.kubectl(&["get", "namespaces", "-o", "name"])?;
+    ensure!(!left.contains("connectivity"), "{left}");
+    Ok(())
+}
