@@ -37,6 +37,8 @@ pub struct Counts {
     pub alone: u32,
     /// Leadership given by its leader.
     pub given: u32,
+    /// Planned changes that were taken back.
+    pub taken_back: u32,
     /// Members adopted.
     pub adopted: u32,
     /// How often a stand-by suspected its leader.
@@ -193,10 +195,10 @@ impl Sim {
         self.followed[member].insert((lead::term_of(after), host::id(usize::from(lead::hop_of(after)))));
     }
 
-    /// A far leader moves a member's prefixes: the member's kernel must have said so,
-    /// and never to an earlier term, unless its agent has forgotten terms.
-    pub fn moved(&mut self, far: usize, member: usize, to: (Term, NodeId)) {
-        if !self.followed[member].contains(&to) {
+    /// A far leader moves a member's prefixes: the member's kernel must have said so, or that of
+    /// the gateway they come from, and never to an earlier term, unless its agent has forgotten terms.
+    pub fn moved(&mut self, far: usize, member: usize, from: usize, to: (Term, NodeId)) {
+        if !self.followed[member].contains(&to) && !self.followed[from].contains(&to) {
             self.broken("far leaders follow members' words");
         }
         let seen = &mut self.fars[far].seen[member];

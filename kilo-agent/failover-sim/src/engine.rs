@@ -8,13 +8,16 @@ use std::{
 };
 
 use kilo_common::lead::{self, Term};
-use kilo_failover::{Agent, Input, MS, Micros, NodeId, Note, Output, Params, Place, SEC, signal::Kind};
+use kilo_failover::{
+    Agent, Cause, Input, MS, Micros, NodeId, Note, Output, Params, Place, SEC, signal::Kind,
+};
 
 use crate::{
     checks::Counts,
     far::FarHost,
     faults::{Fault, NEVER, Schedule},
     host::{self, Host, Taken},
+    planned::Traffic,
     rng::Rng,
     wires::Noise,
 };
@@ -102,6 +105,10 @@ pub(crate) enum Event {
     FarApplies {
         far: usize,
     },
+    /// A node's agent learns what the objects say.
+    Place(usize),
+    /// The next packet of the traffic.
+    Packet,
     FarResume(usize),
     FarWake(usize),
     FarProbe {
@@ -150,6 +157,10 @@ pub struct Sim {
     pub(crate) delays: Vec<Vec<Micros>>,
     pub(crate) cuts: BTreeSet<(usize, usize)>,
     faults: Vec<(Micros, Micros, Fault)>,
+    /// Cordoned nodes, and whom Kilo's order names first.
+    cordoned: BTreeSet<usize>,
+    first: usize,
+    pub(crate) traffic: Option<Traffic>,
     pub(crate) counted: Vec<bool>,
     pub(crate) watched_from: Micros,
     pub(crate) down: Vec<Vec<Option<Micros>>>,
@@ -188,6 +199,9 @@ impl Sim {
             delays,
             cuts: BTreeSet::new(),
             faults: Vec::new(),
+            cordoned: BTreeSet::new(),
+            first: 0,
+            traffic: None,
             counted: vec![true; nodes],
             watched_from: 3 * SEC,
             down: vec![vec![None; fars]; nodes],
@@ -255,13 +269,7 @@ impl Sim {
         if !host.wires.on || host.is_go {
             return;
         }
-        let place = Place {
-            me: host::id(node),
-            location: LOCATION,
-            gateways: (0..self.gateways).filter(|node| !self.hosts[*node].is_go).map(host::id).collect(),
-            nodes: (0..self.hosts.len()).map(host::id).collect(),
-            fars: (0..self.fars.len() as u64).collect(),
-        };
+        let place = self.place(node);
         let start = kilo_failover::Start {
             now: self.now,
             clock: CLOCK + self.now,
@@ -275,6 +283,37 @@ impl Sim {
         self.hosts[node].inbox.clear();
         self.hosts[node].wake = Micros::MAX;
         self.schedule(node);
+    }
+
+    fn place(&self, node: usize) -> Place {
+        let others = (0..self.gateways).filter(|gateway| *gateway != self.first);
+        let order = std::iter::once(self.first).chain(others).filter(|node| !self.hosts[*node].is_go);
+        Place {
+            me: host::id(node),
+            location: LOCATION,
+            gateways: order.map(host::id).collect(),
+            nodes: (0..self.hosts.len()).map(host::id).collect(),
+            fars: (0..self.fars.len() as u64).collect(),
+            leaving: self.cordoned.iter().map(|node| (host::id(*node), Cause::Cordoned)).collect(),
+        }
+    }
+
+    /// The objects have changed: each agent learns it at a moment of its own.
+    fn objects_changed(&mut self) {
+        for node in 0..self.hosts.len() {
+            let at = self.now + self.rng.between(MS, 500 * MS);
+            self.at(at, Event::Place(node));
+        }
+    }
+
+    fn place_is(&mut self, node: usize) {
+        let place = self.place(node);
+        let Some(mut agent) = self.hosts[node].agent.take() else { return };
+        let rng = &mut self.rng;
+        let outputs = agent.place_is(place, self.now, &mut || rng.bits());
+        outputs.into_iter().for_each(|output| self.output(node, output));
+        self.hosts[node].agent = Some(agent);
+        self.run_agent(node);
     }
 
     fn schedule(&mut self, node: usize) {
@@ -376,7 +415,8 @@ impl Sim {
             Note::IsGiven { .. } => self.counts.is_given(node, self.now),
             Note::Adopts(_) => self.counts.adopted += 1,
             Note::Suspects(_) => self.counts.suspicions += 1,
-            Note::Gives(_) | Note::OverBudget => {}
+            Note::TakesBack(_) => self.counts.taken_back += 1,
+            Note::Gives { .. } | Note::Tries(_) | Note::GivesUp(_) | Note::OverBudget => {}
         }
     }
 
@@ -403,6 +443,9 @@ impl Sim {
                 }
             }
             Event::LanProbe { prober: node, nonce, .. } | Event::Answer { node, nonce } => {
+                if self.traffic.as_mut().is_some_and(|traffic| traffic.out.remove(&nonce)) {
+                    return;
+                }
                 if self.hosts[node].wires.runs(self.now) {
                     self.input(node, Input::Answer { nonce, at: self.now });
                 }
@@ -439,6 +482,8 @@ impl Sim {
             Event::FarApplies { far } => self.far_applies(far),
             Event::FarResume(far) => self.far_resumes(far),
             Event::FarWake(far) => self.far_wakes(far),
+            Event::Place(node) => self.place_is(node),
+            Event::Packet => self.packet(),
             Event::FarProbe { far, gateway, nonce, back } => self.far_probe(far, gateway, nonce, back),
         }
     }
@@ -522,10 +567,13 @@ impl Sim {
                     host.wires.half = on && half;
                 }
             }
-            Fault::Leave => {
-                if on {
-                    self.input(0, Input::Leave);
-                }
+            Fault::Cordon(node) => {
+                let _ = if on { self.cordoned.insert(node) } else { self.cordoned.remove(&node) };
+                self.objects_changed();
+            }
+            Fault::First(node) => {
+                self.first = if on { node.min(self.gateways - 1) } else { 0 };
+                self.objects_changed();
             }
         }
         self.look_at_all();

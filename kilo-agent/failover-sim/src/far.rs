@@ -103,8 +103,8 @@ impl Sim {
         let term = step.answer.term;
         let members: Vec<_> = step.moves.iter().map(|member| host::index(*member)).collect();
         for member in &members {
-            self.fars[far].owner[*member] = (term, gateway);
-            self.moved(far, *member, (term, step.gateway));
+            let (_, from) = std::mem::replace(&mut self.fars[far].owner[*member], (term, gateway));
+            self.moved(far, *member, from, (term, step.gateway));
         }
         self.look(members);
         let bytes = host::write(&step.answer, far as u64, 0).into();

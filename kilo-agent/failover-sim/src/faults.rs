@@ -45,8 +45,10 @@ pub enum Fault {
     Site,
     /// The LAN is in two halves: those marked, and the others.
     Halves(Vec<bool>),
-    /// Node 0 is asked to give leadership away.
-    Leave,
+    /// It is cordoned.
+    Cordon(usize),
+    /// Kilo's order begins with this gateway.
+    First(usize),
 }
 
 /// A fault with its start and end ([`NEVER`]: it stays).
@@ -88,7 +90,7 @@ impl Schedule {
 pub fn any(rng: &mut Rng, nodes: usize, gateways: usize) -> Fault {
     let gateway = rng.index(gateways.min(nodes));
     let node = rng.index(nodes);
-    match rng.index(16) {
+    match rng.index(18) {
         0 | 1 => Fault::Power(gateway),
         2 => Fault::Pause(gateway),
         3 => Fault::Uplink(gateway),
@@ -103,6 +105,8 @@ pub fn any(rng: &mut Rng, nodes: usize, gateways: usize) -> Fault {
         12 => Fault::FarAgent(0),
         13 => Fault::Carrier(gateway),
         14 => Fault::Power(node),
+        15 => Fault::Cordon(gateway),
+        16 => Fault::First(gateway),
         _ => Fault::Halves((0..nodes).map(|_| rng.chance(0.5)).collect()),
     }
 }

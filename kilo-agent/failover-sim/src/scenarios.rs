@@ -129,7 +129,31 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario("nothing comes by the uplink", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::UplinkIn(0), t)),
     scenario("nothing leaves to the LAN", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::LanOut(0), t)),
     scenario("nothing comes from the LAN", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::LanIn(0), t)),
-    scenario("drain, nothing held", ANY, 150, 2, |_, _, t| Schedule::one(Fault::Leave, t)),
+    scenario("leader cordoned", ANY, 150, 1, |_, _, t| Schedule::one(Fault::Cordon(0), t)),
+    scenario("leader cordoned for 5 s, return", ANY, 150, 3, |_, _, t| {
+        Schedule::new(vec![(t, t + 5 * SEC, Fault::Cordon(0))], t + 90 * SEC)
+    }),
+    scenario("annotation moved, and back after 10 s", ANY, 150, 2, |_, nodes, t| {
+        Schedule::new(vec![(t, t + 10 * SEC, Fault::First(nodes.min(3) - 1))], t + 25 * SEC)
+    }),
+    scenario("all gateways cordoned", ANY, 0, 0, |_, _, t| {
+        let cordon = |gateway: usize| (t, NEVER, Fault::Cordon(gateway));
+        Schedule::new((0..3).map(cordon).collect(), t + 15 * SEC)
+    }),
+    scenario("leader cordoned while a far agent is dead for 5 s", ANY, 150, 1, |_, _, t| {
+        Schedule::new(
+            vec![(t - SEC, t + 4 * SEC, Fault::FarAgent(0)), (t, NEVER, Fault::Cordon(0))],
+            t + 20 * SEC,
+        )
+    }),
+    scenario("leader cordoned, then without power", MANY, 700, 2, |rng, _, t| {
+        let power = (t + rng.between(0, 1_000 * MS), NEVER, Fault::Power(0));
+        Schedule::new(vec![(t, NEVER, Fault::Cordon(0)), power], t + 15 * SEC)
+    }),
+    scenario("leader cordoned, the next without power", MANY, 1_000, 4, |rng, _, t| {
+        let power = (t + rng.between(0, 1_000 * MS), NEVER, Fault::Power(1));
+        Schedule::new(vec![(t, NEVER, Fault::Cordon(0)), power], t + 15 * SEC)
+    }),
     scenario("a stand-by without power", MANY, 0, 0, |_, _, t| Schedule::one(Fault::Power(1), t)),
     scenario("a stand-by's uplink dead", MANY, 0, 0, |_, _, t| Schedule::one(Fault::Uplink(1), t)),
     scenario("a stand-by cut off the LAN", MANY, 1_000, 1, |_, _, t| Schedule::one(Fault::Lan(1), t)),

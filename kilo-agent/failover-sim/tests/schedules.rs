@@ -48,17 +48,21 @@ fn nobody_takes_over_in_an_hour_of_loss_and_stalls() {
 }
 
 #[test]
-fn a_planned_change_loses_nothing_when_packets_are_held() {
-    for seed in 0..500 {
-        let held = planned::change(seed, true, 0.0);
-        assert!(held.done && held.lost == 0, "seed {seed}: {held:?}");
-        let plain = planned::change(seed, false, 0.0);
-        assert!(plain.done && plain.lost > 0 && plain.lost <= 20, "seed {seed}: {plain:?}");
+fn a_planned_change_costs_ten_packets_at_a_thousand_a_second() {
+    for member in [0, 1, 2, 4] {
+        let mut lost = Vec::new();
+        for seed in 0..100 {
+            let cost = planned::change(seed, member, 0.0);
+            assert!(cost.is_done && cost.taken_back == 0, "member {member}, seed {seed}: {cost:?}");
+            lost.push(cost.lost);
+        }
+        lost.sort_unstable();
+        println!("node {member}: {} lost in the median, {} at most", lost[50], lost[99]);
+        assert!(lost[50] <= 10 && lost[99] <= 25, "node {member}: {lost:?}");
     }
-    // Signals are lost: it ends with one of the two.
-    let lossy: Vec<_> = (0..500).map(|seed| planned::change(seed, true, 0.2)).collect();
-    assert!(lossy.iter().all(|cost| cost.late < 500_000), "{lossy:?}");
-    let done = lossy.iter().filter(|cost| cost.done).count();
-    println!("with 20 % of signals lost {done} of 500 changes were made, the others taken back");
-    assert!(done > 250);
+    // Signals are lost: it ends, or is taken back and tried again.
+    let lossy: Vec<_> = (0..100).map(|seed| planned::change(seed, 4, 0.05)).collect();
+    let done = lossy.iter().filter(|cost| cost.is_done).count();
+    println!("with 5 % of all packets lost {done} of 100 changes were made");
+    assert!(done >= 80);
 }

@@ -1,11 +1,15 @@
 //! One node's agent: the parts, and which of them each input is for.
 
+use std::collections::BTreeMap;
+
 use crate::{
     Far, Input, MS, Micros, NodeId, Note, Output, Params, Rule, SEC, Signal, Term, Turn,
     detector::Detector,
     gateway::{self, Lead, Sender},
+    giving::Planned,
     member::{Around, Member, adopt},
     others::Others,
+    planned::Cause,
     restore::Returns,
     roll::{Present, Roll},
     sentinel::Sentinel,
@@ -26,6 +30,16 @@ pub struct Place {
     pub nodes: Vec<NodeId>,
     /// Far leaders that can answer probes.
     pub fars: Vec<Far>,
+    /// Nodes that are about to go, and why: they lead only where nobody else can.
+    pub leaving: BTreeMap<NodeId, Cause>,
+}
+
+impl Place {
+    /// Who is to lead: the first gateway in Kilo's order that stays, else the first.
+    pub fn first(&self) -> Option<NodeId> {
+        let stays = |gateway: &&NodeId| !self.leaving.contains_key(gateway);
+        self.gateways.iter().find(stays).or(self.gateways.first()).copied()
+    }
 }
 
 /// What an agent finds when it starts.
@@ -53,6 +67,7 @@ pub(crate) struct Gateway {
     pub(crate) others: Others,
     pub(crate) lead: Option<Lead>,
     pub(crate) returns: Returns,
+    pub(crate) planned: Planned,
     next_roll: Micros,
     next_hello: Micros,
     wished: Micros,
@@ -69,11 +84,17 @@ pub struct Agent {
     pub(crate) term: Term,
     member: Member,
     pub(crate) gateway: Option<Gateway>,
+    /// Whom Kilo's order has named although another one could lead, too.
+    pub(crate) ordered: Option<NodeId>,
+    /// When nodes stopped to be about to go.
+    pub(crate) left: BTreeMap<NodeId, Micros>,
+    /// Since when it leads in term 0 without being first.
+    pub(crate) not_first_since: Option<Micros>,
     later: Vec<(Micros, Output)>,
     /// Wall clock minus `now`, both at the start.
     clock: u64,
     /// The newest ADOPT or HANDOVER of each sender.
-    stamps: std::collections::BTreeMap<NodeId, u64>,
+    stamps: BTreeMap<NodeId, u64>,
     /// When it means to be woken; the first time is never late.
     due: Micros,
 }
@@ -88,6 +109,7 @@ impl Gateway {
             others: Others::default(),
             lead: None,
             returns: Returns::default(),
+            planned: Planned::default(),
             next_roll: now + random() % (params.roll / 10),
             next_hello: now + random() % params.hello,
             wished: 0,
@@ -103,12 +125,15 @@ impl Agent {
         let mut agent = Self {
             member: Member::new(first),
             gateway: None,
+            ordered: None,
+            left: BTreeMap::new(),
+            not_first_since: None,
             word,
             word_since: now,
             term: word.0,
             later: Vec::new(),
             clock: clock.wrapping_sub(now),
-            stamps: std::collections::BTreeMap::new(),
+            stamps: BTreeMap::new(),
             due: Micros::MAX,
             params,
             place,
@@ -147,6 +172,7 @@ impl Agent {
             }
             (None, false) => false,
         };
+        self.order_is(&place, now);
         self.place = place;
         if leads_no_more {
             let (later, random) = (&mut Vec::new(), random);
@@ -158,6 +184,21 @@ impl Agent {
         }
         self.due = Micros::MAX;
         out
+    }
+
+    /// What another order means: a gateway that was there before and comes first now is to lead as
+    /// soon as it can; one that has come, or does not leave any more, after a time of health.
+    fn order_is(&mut self, place: &Place, now: Micros) {
+        self.left.retain(|node, _| place.nodes.contains(node));
+        for node in self.place.leaving.keys().filter(|node| !place.leaving.contains_key(node)) {
+            self.left.insert(*node, now);
+        }
+        let first = place.first();
+        if first != self.place.first() {
+            let was_there =
+                |node: &NodeId| self.place.nodes.contains(node) && !self.place.leaving.contains_key(node);
+            self.ordered = first.filter(was_there);
+        }
     }
 
     /// It leads the location, as was written before a restart: what belongs to no member, too.
@@ -256,6 +297,7 @@ impl Agent {
                 gateway.next_roll,
                 gateway.next_hello,
                 lead,
+                gateway.planned.wake(),
             ]
             .into_iter()
             .fold(Micros::MAX, Micros::min)
@@ -339,9 +381,11 @@ impl Agent {
         {
             self.led_changed(turn);
         }
+        self.go_on_planned(turn);
         if says_hello {
             self.hello(turn);
-            self.give_back(turn);
+            self.give_as_planned(turn);
+            self.stays_leader(turn);
         }
         self.give_away_when_silent(turn);
         if let Some(gateway) = &mut self.gateway {
@@ -369,7 +413,8 @@ impl Agent {
     /// Tells the kernel whom it leads; leadership of nobody ends.
     pub(crate) fn led_changed(&mut self, turn: &mut Turn<'_>) {
         let Some(gateway) = &mut self.gateway else { return };
-        let led = gateway.lead.as_ref().map(|lead| lead.members().collect()).unwrap_or_default();
+        let mut led: Vec<_> = gateway.lead.iter().flat_map(Lead::members).collect();
+        led.extend(gateway.planned.takes_from().filter(|from| !led.contains(from)));
         gateway.lead = gateway.lead.take().filter(|lead| !lead.is_empty());
         turn.push(Output::Led(led));
     }
@@ -388,7 +433,7 @@ impl Agent {
                 }
             }
             Input::Word(term, gateway) => self.word_is(term, gateway, turn),
-            Input::LinkDown | Input::Leave => self.give_away(0, turn),
+            Input::LinkDown => self.give_away(0, turn),
         }
     }
 
@@ -460,17 +505,14 @@ impl Agent {
             (Kind::Handover, Body::Members { age, members }) if self.is_new(from, signal.nonce) => {
                 self.is_given(from, &signal, u64::from(*age) * MS, members, turn);
             }
-            (Kind::Moved, Body::Claim { members, .. }) => {
-                if let Some(lead) = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()) {
-                    lead.moved(from, signal.term, members);
-                }
-            }
+            (Kind::Prepare | Kind::Ready, _) => self.change(from, &signal, turn),
+            (Kind::Moved, _) => self.has_moved(from, &signal, turn),
             _ => {}
         }
     }
 
     /// Whether a sender says this for the first time.
-    fn is_new(&mut self, from: NodeId, stamp: u64) -> bool {
+    pub(crate) fn is_new(&mut self, from: NodeId, stamp: u64) -> bool {
         let last = self.stamps.entry(from).or_default();
         let new = stamp > *last;
         *last = stamp.max(*last);
@@ -552,13 +594,27 @@ impl Agent {
         shared: Shared,
         turn: &mut Turn<'_>,
     ) {
+        let leads_already = self.lead().is_some_and(|lead| lead.term() == self.term);
+        if !leads_already {
+            self.term = self.term.next(self.place.me);
+        }
+        self.lead_in(self.term, members, shared, turn);
+    }
+
+    /// Leads these in this term, in which everything it has goes on.
+    pub(crate) fn lead_in(
+        &mut self,
+        term: Term,
+        members: impl IntoIterator<Item = NodeId>,
+        shared: Shared,
+        turn: &mut Turn<'_>,
+    ) {
         let (sender, now) = (self.sender(), turn.now);
         let Some(gateway) = &mut self.gateway else { return };
         let mut lead = match gateway.lead.take() {
-            Some(lead) if lead.term() == self.term => lead,
+            Some(lead) if lead.term() == term => lead,
             older => {
-                self.term = self.term.next(sender.me);
-                let mut lead = Lead::new(sender, self.term, &self.place.fars, now);
+                let mut lead = Lead::new(sender, term, &self.place.fars, now);
                 if let Some(older) = older {
                     lead.continues(&older);
                     lead.add(
@@ -575,8 +631,8 @@ impl Agent {
         gateway.lead = Some(lead);
         // The mark first: who follows must not be passed on.
         self.led_changed(turn);
-        if leads_itself && self.word != (self.term, sender.me) {
-            turn.push(Output::Word(self.term, sender.me));
+        if leads_itself && self.word != (term, sender.me) {
+            turn.push(Output::Word(term, sender.me));
         }
         let Some(gateway) = &mut self.gateway else { return };
         if let Some(lead) = &mut gateway.lead {

@@ -75,6 +75,13 @@ impl Acting {
         }
     }
 
+    /// By Kilo's rule this gateway leads, as long as nobody has led in any term.
+    pub fn is_led_by(&mut self, gateway: NodeId) {
+        if self.shared.0 == Term::NONE {
+            self.shared.1 = gateway;
+        }
+    }
+
     /// The device had this member's prefixes with that gateway before the agent started.
     pub fn seed(&mut self, member: NodeId, owner: (Term, NodeId)) {
         self.owners.insert(member, owner);
@@ -125,12 +132,11 @@ impl Acting {
     ) -> Result<Step, Refused> {
         let Body::Claim { gateway, shared, part, members } = &signal.body else { return Err(Refused::Kind) };
         let (gateway, term) = (*gateway, signal.term);
+        let (is_end, to) = (signal.kind == Kind::End, (term, gateway));
         let is_own = match signal.kind {
             Kind::Claim => gateway == from,
-            // Only who has them gives them away.
-            Kind::End => {
-                members.iter().all(|member| self.owners.get(member).is_some_and(|(_, owner)| *owner == from))
-            }
+            // Only who has them gives them away; said again it changes nothing.
+            Kind::End => members.iter().any(|member| self.may_end(*member, from, gateway)),
             _ => return Err(Refused::Kind),
         };
         if !is_own || signal.sender != from || !gateways.contains(&from) || !gateways.contains(&gateway) {
@@ -142,21 +148,30 @@ impl Acting {
         let mut moves = Vec::new();
         let mut has = Vec::new();
         for member in members {
+            if is_end && !self.may_end(*member, from, gateway) {
+                continue;
+            }
             let Some(owner) = self.owners.get_mut(member) else { continue };
             if term > owner.0 || !params.keeps(Rule::FarLaterTerms) {
                 if owner.1 != gateway {
                     moves.push(*member);
                 }
-                *owner = (term, gateway);
+                *owner = to;
             }
-            if *owner == (term, gateway) {
+            if *owner == to {
                 has.push(*member);
             }
         }
+        let shared = if is_end && self.shared.1 != from { &Shared::Stay } else { shared };
         let (moves_shared, asks) = self.claim_shared((term, gateway), *shared);
         let body = Body::Claim { gateway, shared: Shared::Stay, part: *part, members: has };
         let answer = Signal { kind: Kind::Moved, sender, body, ..signal.clone() };
         Ok(Step { gateway, moves, moves_shared, asks, answer })
+    }
+
+    /// Whether END of `from` may give a member to a gateway: it has it, or that one does already.
+    fn may_end(&self, member: NodeId, from: NodeId, gateway: NodeId) -> bool {
+        self.owners.get(&member).is_some_and(|(_, owner)| *owner == from || *owner == gateway)
     }
 
     fn claim_shared(&mut self, to: (Term, NodeId), how: Shared) -> (bool, Option<NodeId>) {
@@ -275,6 +290,25 @@ mod tests {
         // The leader gives away what it has.
         assert!(hears(&mut acting, A, &claim(Kind::End, A, B, term, Shared::Stay, &[MEMBER])).is_ok());
         assert_eq!(acting.owner(MEMBER), Some((term, B)));
+    }
+
+    #[test]
+    fn an_end_gives_what_its_sender_has_and_is_answered_again() {
+        let mut acting = acting();
+        let (first, second) = (Term::NONE.next(B), Term::NONE.next(B).next(B));
+        hears(&mut acting, B, &claim(Kind::Claim, B, B, first, Shared::Stay, &[B])).unwrap();
+        let end = claim(Kind::End, A, B, second, Shared::Move, &[A, B, MEMBER]);
+        let step = hears(&mut acting, A, &end).unwrap();
+        // What B has already does not move.
+        assert_eq!((&step.moves[..], step.moves_shared), (&[A, MEMBER][..], true));
+        assert_eq!(acting.owner(B), Some((second, B)));
+        let again = hears(&mut acting, A, &end).unwrap();
+        assert_eq!((again.moves.len(), again.moves_shared, &again.answer), (0, false, &step.answer));
+        // Who has nothing gives nothing, shared prefixes neither.
+        let third = second.next(A);
+        let late = claim(Kind::End, A, A, third, Shared::Move, &[A, MEMBER]);
+        assert_eq!(hears(&mut acting, A, &late), Err(Refused::Gateway));
+        assert_eq!(acting.shared_since(), (second, B));
     }
 
     #[test]

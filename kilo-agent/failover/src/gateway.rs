@@ -69,6 +69,17 @@ impl Lead {
         }
     }
 
+    /// The same without those that go elsewhere. In term 0 nobody was told anything: these use it.
+    #[must_use]
+    pub fn with_only(mut self, members: &[NodeId]) -> Self {
+        if self.term == Term::NONE {
+            self.members = members.iter().map(|member| (*member, true)).collect();
+        } else {
+            self.members.retain(|member, _| members.contains(member));
+        }
+        self
+    }
+
     /// The term.
     pub fn term(&self) -> Term {
         self.term

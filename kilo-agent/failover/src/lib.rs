@@ -6,7 +6,7 @@
 //! ```text
 //! probes ──> detector ─┐                    ┌─> gateway   ANNOUNCE, CLAIM
 //!            tunnel ───┼─> sentinel ────────┤
-//! HELLO ───> others ───┘   (decision)       └─> hand back after a time of health
+//! HELLO ───> others ───┘   (decision)       └─> planned: make before break
 //! every node: member (ADOPT, witness)       far leaders: far (CLAIM, MOVED, END)
 //! ```
 
@@ -14,6 +14,7 @@ mod agent;
 pub mod detector;
 pub mod far;
 pub mod gateway;
+mod giving;
 pub mod member;
 pub mod others;
 pub mod params;
@@ -29,7 +30,8 @@ pub mod turn;
 pub use agent::{Agent, Place, Start};
 pub use kilo_common::{lead::Term, signal};
 pub use params::{Params, Rule};
-pub use turn::{Input, Note, Output, Turn, Way};
+pub use planned::Cause;
+pub use turn::{Given, Input, Note, Output, Turn, Way};
 
 /// Microseconds since any start, of a clock that never goes back.
 pub type Micros = u64;

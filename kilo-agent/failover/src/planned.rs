@@ -1,66 +1,121 @@
-//! A planned change, make before break: the next leader is ready and holds what it
-//! gets, the old one sends it everything and says END behind its last packet, far
-//! leaders move the prefixes, and what was held follows. Nothing is lost and nothing
-//! comes twice.
+//! A planned change, make before break: everybody is ready before the first packet
+//! goes another way, and what does not end is taken back.
 //!
 //! ```text
-//! giver  PREPARE ──> taker holds, READY ──> giver diverts, END to every far leader
-//! far leader waits for stragglers, moves, MOVED ──> taker releases, ANNOUNCE, READY
+//! giver  PREPARE ──> taker asks far leaders, READY ──> giver diverts, END to every far leader
+//! far leader moves the prefixes, MOVED ──> taker leads them, READY ──> the giver is done
 //! ```
-//! The second READY ends it. Without it the giver takes back, in a later term.
+//! Nothing is held. END comes behind the last packet of the old way, so far leaders
+//! move at once: what comes by the new way before that is lost.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-use crate::{Far, MS, Micros, Term};
+use crate::{Far, MS, Micros, NodeId, Term};
 
-/// How long the taker holds packets at most.
-pub const LONGEST_HOLD: Micros = 250 * MS;
-/// How long the giver waits for the end, since it diverted.
-pub const PATIENCE: Micros = 300 * MS;
-/// How long a far leader waits for packets behind an END.
-pub const STRAGGLERS: Micros = 5 * MS;
+/// How long a giver waits for the end at least, since it diverted.
+const PATIENCE: Micros = 300 * MS;
 /// Between two tries of an unanswered signal.
 const AGAIN: Micros = 20 * MS;
-/// How long the taker is asked.
+/// How long a taker and its far leaders are asked, besides their round trips.
 const ASKS: Micros = 200 * MS;
+/// Bits of a PREPARE's number that say why.
+const CAUSE_BITS: u64 = 7;
+
+/// Why leadership is given without a fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Cause {
+    /// The leader's Node is cordoned.
+    Cordoned = 1,
+    /// It is about to be removed.
+    Removed = 2,
+    /// It shuts down.
+    ShutsDown = 3,
+    /// Kilo's order names another gateway, as when the annotation `leader` moves.
+    Order = 4,
+    /// The old leader is back, and has been healthy for long enough.
+    Returns = 5,
+}
+
+impl Cause {
+    /// The number of a PREPARE: it grows as `stamp` does, and says why.
+    pub fn number(self, stamp: u64) -> u64 {
+        stamp & !CAUSE_BITS | self as u64
+    }
+
+    /// What such a number says; a cause this version does not know is Kilo's order.
+    pub fn of(number: u64) -> Self {
+        let known = [Self::Cordoned, Self::Removed, Self::ShutsDown, Self::Returns];
+        known.into_iter().find(|cause| *cause as u64 == number & CAUSE_BITS).unwrap_or(Self::Order)
+    }
+
+    /// In words, after the name of who leads from now on.
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::Cordoned => "its Node is cordoned",
+            Self::Removed => "its Node is about to be removed",
+            Self::ShutsDown => "its Node shuts down",
+            Self::Order => "the order of leaders has changed",
+            Self::Returns => "the leader of Kilo's order has returned",
+        }
+    }
+}
 
 /// What one side is to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Act {
     /// Send PREPARE to the taker.
     Prepare,
-    /// Send READY in this term to the giver.
+    /// Ask this far leader whether it would answer, with a CLAIM of nobody in this term.
+    Ask(Far, Term),
+    /// Send READY in this term to the giver: it may divert.
     Ready(Term),
-    /// Keep what comes for other locations.
-    Hold,
-    /// Send what was kept, in order, and everything after it.
-    Release,
     /// Send everything to the taker from now on: its term, by the kernel's word.
     Divert(Term),
     /// Send END to this far leader, behind the last packet.
     End(Far, Term),
-    /// Lead them in this term: ANNOUNCE; far leaders have moved them.
-    Lead(Term),
+    /// Lead these in this term: far leaders have moved them.
+    Lead(Term, Vec<NodeId>),
+    /// Tell the giver that it has ended.
+    Done(Term),
+    /// It has ended.
+    Given,
     /// It did not end: lead them again, in a term after this one.
     TakeBack(Term),
-    /// The taker does not answer: nothing has changed.
+    /// The taker does not answer, or some far leader does not answer it: nothing has changed.
     GiveUp,
 }
 
 /// The leader that gives.
 #[derive(Clone, Debug)]
 pub struct Giver {
+    /// To whom.
+    pub to: NodeId,
+    /// Why.
+    pub cause: Cause,
+    /// Whom: END names them.
+    pub members: Vec<NodeId>,
     fars: Vec<Far>,
-    since: Micros,
+    asks_until: Micros,
+    patience: Micros,
     next: Micros,
     diverted: Option<(Micros, Term)>,
     is_over: bool,
 }
 
 impl Giver {
-    /// Starts; the first [`Self::wake_up`] is now.
-    pub fn new(fars: Vec<Far>, now: Micros) -> Self {
-        Self { fars, since: now, next: now, diverted: None, is_over: false }
+    /// Starts; the first [`Self::wake_up`] is now. `trip`: the longest round trip to a far leader.
+    pub fn new(to: NodeId, cause: Cause, fars: Vec<Far>, trip: Micros, now: Micros) -> Self {
+        Self {
+            to,
+            cause,
+            members: Vec::new(),
+            fars,
+            asks_until: now + ASKS + 2 * trip,
+            patience: PATIENCE.max(ASKS + 2 * trip),
+            next: now,
+            diverted: None,
+            is_over: false,
+        }
     }
 
     /// Whether nothing is left to do.
@@ -68,30 +123,36 @@ impl Giver {
         self.is_over
     }
 
+    /// Whether its packets go to the taker already.
+    pub fn has_diverted(&self) -> bool {
+        self.diverted.is_some()
+    }
+
     /// When it has to be woken.
     pub fn wake(&self) -> Micros {
         match self.diverted {
             _ if self.is_over => Micros::MAX,
-            Some((at, _)) => self.next.min(at + PATIENCE),
+            Some((at, _)) => self.next.min(at + self.patience),
             None => self.next,
         }
     }
 
-    /// READY came: the first diverts, a later one ends it.
+    /// READY came: the taker is ready, or, with `is_done`, leads.
     pub fn ready(&mut self, term: Term, is_done: bool, now: Micros) -> Vec<Act> {
         match self.diverted {
             _ if self.is_over => Vec::new(),
-            None => {
+            None if !is_done => {
                 self.diverted = Some((now, term));
                 self.next = now + AGAIN;
                 let mut acts = vec![Act::Divert(term)];
                 acts.extend(self.fars.iter().map(|far| Act::End(*far, term)));
                 acts
             }
-            Some((_, diverted)) => {
-                self.is_over = is_done && diverted == term;
-                Vec::new()
+            Some((_, diverted)) if is_done && diverted == term => {
+                self.is_over = true;
+                vec![Act::Given]
             }
+            _ => Vec::new(),
         }
     }
 
@@ -101,11 +162,11 @@ impl Giver {
             return Vec::new();
         }
         match self.diverted {
-            Some((at, term)) if now >= at + PATIENCE => {
+            Some((at, term)) if now >= at + self.patience => {
                 self.is_over = true;
                 vec![Act::TakeBack(term)]
             }
-            None if now >= self.since + ASKS => {
+            None if now >= self.asks_until => {
                 self.is_over = true;
                 vec![Act::GiveUp]
             }
@@ -125,66 +186,87 @@ impl Giver {
 /// The gateway that is to lead.
 #[derive(Clone, Debug)]
 pub struct Taker {
+    /// Who gives.
+    pub from: NodeId,
+    /// Why.
+    pub cause: Cause,
     term: Term,
-    waits_for: BTreeSet<Far>,
-    holds_until: Option<Micros>,
-    released: Option<Micros>,
+    /// Far leaders that have not answered yet.
+    asked: BTreeSet<Far>,
+    /// Parts of END that each far leader has still to do; `None`: it has done nothing yet.
+    moves: BTreeMap<Far, Option<BTreeSet<u16>>>,
+    members: BTreeSet<NodeId>,
+    is_done: bool,
+    end: Micros,
 }
 
 impl Taker {
-    /// PREPARE came. `term`: the next one of this gateway. `holds`: it can hold packets.
-    pub fn new(term: Term, fars: &[Far], holds: bool, now: Micros) -> (Self, Vec<Act>) {
-        let holds_until = holds.then_some(now + LONGEST_HOLD);
-        let taker = Self { term, waits_for: fars.iter().copied().collect(), holds_until, released: None };
-        let mut acts = vec![Act::Ready(term)];
-        if holds {
-            acts.insert(0, Act::Hold);
+    /// PREPARE came. `term`: the next one of this gateway.
+    pub fn new(from: NodeId, cause: Cause, term: Term, fars: &[Far]) -> Self {
+        Self {
+            from,
+            cause,
+            term,
+            asked: fars.iter().copied().collect(),
+            moves: fars.iter().map(|far| (*far, None)).collect(),
+            members: BTreeSet::new(),
+            is_done: false,
+            end: Micros::MAX,
         }
-        (taker, acts)
     }
 
-    /// PREPARE came again: its answer was lost.
-    pub fn again(&self) -> Act {
-        Act::Ready(self.term)
+    /// Its term.
+    pub fn term(&self) -> Term {
+        self.term
     }
 
-    /// Whether far leaders have moved everything, or the time is over.
+    /// Whether everything has moved.
     pub fn is_done(&self) -> bool {
-        self.released.is_some()
+        self.is_done
     }
 
-    /// When it has to be woken.
-    pub fn wake(&self) -> Micros {
-        match self.released {
-            Some(_) => Micros::MAX,
-            None => self.holds_until.unwrap_or(Micros::MAX),
+    /// PREPARE came, for the first time or because an answer was lost. `trip`: as of [`Giver::new`].
+    pub fn prepare(&mut self, trip: Micros, now: Micros) -> Vec<Act> {
+        self.end = now + ASKS + 2 * trip + PATIENCE.max(ASKS + 2 * trip);
+        if self.asked.is_empty() {
+            return vec![Act::Ready(self.term)];
         }
+        self.asked.iter().map(|far| Act::Ask(*far, self.term)).collect()
     }
 
-    /// A far leader has moved everybody.
-    pub fn moved(&mut self, far: Far, term: Term, now: Micros) -> Vec<Act> {
-        if term != self.term || !self.waits_for.remove(&far) || !self.waits_for.is_empty() {
+    /// Whether it has said that it is ready: packets may come from the giver.
+    pub fn is_ready(&self) -> bool {
+        self.asked.is_empty()
+    }
+
+    /// When it is forgotten.
+    pub fn end(&self) -> Micros {
+        self.end
+    }
+
+    /// A far leader answers: it is there, when `moved` is nobody, or has moved a part of them.
+    pub fn moved(&mut self, far: Far, term: Term, part: (u16, u16), moved: &[NodeId]) -> Vec<Act> {
+        if term != self.term {
             return Vec::new();
         }
-        self.release(now, true)
-    }
-
-    /// What is due.
-    pub fn wake_up(&mut self, now: Micros) -> Vec<Act> {
-        if self.holds_until.is_some_and(|until| now >= until) { self.release(now, false) } else { Vec::new() }
-    }
-
-    /// Nothing is held longer than it must; only what has moved is led.
-    fn release(&mut self, now: Micros, moved: bool) -> Vec<Act> {
-        let mut acts = Vec::new();
-        if self.holds_until.take().is_some() {
-            acts.push(Act::Release);
+        // Of a large location a far leader may know nobody of one part of END.
+        if moved.is_empty() && (part.1 == 1 || self.asked.contains(&far)) {
+            let is_last = self.asked.remove(&far) && self.asked.is_empty();
+            return is_last.then_some(Act::Ready(self.term)).into_iter().collect();
         }
-        if moved && self.released.is_none() {
-            self.released = Some(now);
-            acts.extend([Act::Lead(self.term), Act::Ready(self.term)]);
+        if self.is_done {
+            // The giver says END again: it was not heard.
+            return vec![Act::Done(self.term)];
         }
-        acts
+        let Some(parts) = self.moves.get_mut(&far) else { return Vec::new() };
+        parts.get_or_insert_with(|| (0..part.1).collect()).remove(&part.0);
+        self.members.extend(moved);
+        if !self.moves.values().all(|parts| parts.as_ref().is_some_and(BTreeSet::is_empty)) {
+            return Vec::new();
+        }
+        self.is_done = true;
+        let members = std::mem::take(&mut self.members).into_iter().collect();
+        vec![Act::Lead(self.term, members), Act::Done(self.term)]
     }
 }
 
@@ -194,21 +276,37 @@ mod tests {
     use proptest::prelude::*;
 
     const TERM: Term = Term::from_bits(7 << 16);
+    const A: NodeId = 1 << 48;
+
+    fn giver() -> Giver {
+        Giver::new(A, Cause::Cordoned, vec![1, 2], 0, 0)
+    }
+
+    #[test]
+    fn a_number_grows_and_says_why() {
+        for cause in [Cause::Cordoned, Cause::Removed, Cause::ShutsDown, Cause::Order, Cause::Returns] {
+            assert_eq!(Cause::of(cause.number(1_000_007)), cause);
+            assert!(cause.number(1_000_007 + 20 * MS) > Cause::Returns.number(1_000_007));
+        }
+        assert_eq!(Cause::of(8), Cause::Order);
+    }
 
     #[test]
     fn a_taker_that_is_silent_changes_nothing() {
-        let mut giver = Giver::new(vec![1, 2], 0);
+        let mut giver = giver();
         let mut acts = Vec::new();
         while !giver.is_over() {
             acts.extend(giver.wake_up(giver.wake()));
         }
         assert_eq!(acts.pop(), Some(Act::GiveUp));
         assert!(acts.len() >= 9 && acts.iter().all(|act| *act == Act::Prepare), "{acts:?}");
+        assert_eq!(giver.ready(TERM, false, 1), [], "too late");
     }
 
     #[test]
     fn an_end_that_nobody_confirms_is_taken_back_once() {
-        let mut giver = Giver::new(vec![1, 2], 0);
+        let mut giver = giver();
+        assert_eq!(giver.ready(TERM, true, 4), [], "nothing was diverted yet");
         assert_eq!(giver.ready(TERM, false, 5), [Act::Divert(TERM), Act::End(1, TERM), Act::End(2, TERM)]);
         let mut acts = Vec::new();
         let mut now = 5;
@@ -220,30 +318,36 @@ mod tests {
         assert_eq!(giver.ready(TERM, true, now + 1), [], "too late");
     }
 
+    #[test]
+    fn nobody_is_ready_until_every_far_leader_answers() {
+        let mut taker = Taker::new(A, Cause::Order, TERM, &[1, 2]);
+        assert_eq!(taker.prepare(0, 0), [Act::Ask(1, TERM), Act::Ask(2, TERM)]);
+        assert_eq!(taker.moved(1, TERM, (0, 1), &[]), []);
+        assert_eq!(taker.prepare(0, 0), [Act::Ask(2, TERM)]);
+        assert_eq!(taker.moved(2, Term::from_bits(6 << 16), (0, 1), &[]), [], "of an earlier question");
+        assert_eq!(taker.moved(2, TERM, (0, 1), &[]), [Act::Ready(TERM)]);
+        assert_eq!(taker.prepare(0, 0), [Act::Ready(TERM)], "its answer was lost");
+    }
+
     proptest! {
         #[test]
-        fn what_is_held_is_released_once_and_in_time(moved in prop::collection::vec((1u64..4, 0u64..400), 0..8)) {
-            let (mut taker, acts) = Taker::new(TERM, &[1, 2, 3], true, 0);
-            prop_assert_eq!(acts, [Act::Hold, Act::Ready(TERM)]);
-            let mut moved = moved;
-            moved.sort_by_key(|(_, at)| *at);
-            let all = (1..4).all(|far| moved.iter().any(|(other, _)| *other == far));
-            let mut done = Vec::new();
-            for (far, at) in moved {
-                let at = at * MS;
-                if taker.wake() <= at {
-                    let wake = taker.wake();
-                    done.extend(taker.wake_up(wake).into_iter().map(|act| (wake, act)));
-                }
-                done.extend(taker.moved(far, TERM, at).into_iter().map(|act| (at, act)));
+        fn it_leads_once_and_after_every_part_has_moved_everywhere(
+            order in Just((1u64..4).flat_map(|far| (0u16..3).map(move |part| (far, part))).collect::<Vec<_>>())
+                .prop_shuffle(),
+            repeated in prop::collection::vec(0usize..9, 0..9),
+        ) {
+            let mut taker = Taker::new(A, Cause::Order, TERM, &[1, 2, 3]);
+            for far in 1..4 {
+                taker.moved(far, TERM, (0, 1), &[]);
             }
-            let end = 500 * MS;
-            let wake = taker.wake().min(end);
-            done.extend(taker.wake_up(wake).into_iter().map(|act| (wake, act)));
-            let released: Vec<_> = done.iter().filter(|(_, act)| *act == Act::Release).collect();
-            prop_assert_eq!(released.len(), 1);
-            prop_assert!(released[0].0 <= LONGEST_HOLD);
-            prop_assert_eq!(done.iter().filter(|(_, act)| *act == Act::Lead(TERM)).count(), usize::from(all));
+            let (last, all) = order.split_last().unwrap();
+            let again = repeated.iter().filter_map(|at| all.get(*at));
+            for (far, part) in all.iter().chain(again) {
+                prop_assert_eq!(taker.moved(*far, TERM, (*part, 3), &[NodeId::from(*part) + 10]), []);
+            }
+            let acts = taker.moved(last.0, TERM, (last.1, 3), &[NodeId::from(last.1) + 10]);
+            prop_assert_eq!(acts, [Act::Lead(TERM, vec![10, 11, 12]), Act::Done(TERM)]);
+            prop_assert_eq!(taker.moved(1, TERM, (0, 3), &[10]), [Act::Done(TERM)]);
         }
     }
 }

@@ -1,8 +1,10 @@
-//! Leadership that is given, not taken: by a leader that cannot lead any more, by
-//! one that is asked to leave, and back to Kilo's choice after a time of health.
+//! Leadership that is given, not taken: by a leader that cannot lead any more, by one that is
+//! about to go, to whom Kilo's order names, and back after a time of health.
 
 use crate::{
-    Agent, MS, Micros, NodeId, Note, Output, SEC, Signal, Turn,
+    Agent, Given, MS, Micros, NodeId, Note, Output, SEC, Signal, Turn,
+    gateway::Lead,
+    planned::Cause,
     signal::{Body, Kind, MAX_MEMBERS, Shared},
 };
 
@@ -31,27 +33,36 @@ impl Agent {
     }
 
     /// Gives everybody to the best stand-by. `age`: for how long it has known that
-    /// it cannot lead; 0: it does not want to, or its link went this moment.
+    /// it cannot lead; 0: its link went this moment.
     pub(crate) fn give_away(&mut self, age: Micros, turn: &mut Turn<'_>) {
         let now = turn.now;
         let Some(gateway) = &mut self.gateway else { return };
         if self.word.1 != self.place.me || gateway.returns.gave.is_some_and(|gave| gave + 100 * MS > now) {
             return;
         }
-        let best = gateway.others.best(&self.params, &self.place.gateways, now, 700 * MS);
+        let mut best = gateway.others.best(&self.params, &self.place.gateways, now, 700 * MS);
+        // Who leaves is better than nobody.
+        best.sort_by_key(|to| self.place.leaving.contains_key(to));
         let Some(to) = best.into_iter().find(|to| *to != self.place.me) else { return };
-        gateway.returns.gave = Some(now);
-        let mut members = self.users(now);
+        self.give_away_to(to, age, turn);
+    }
+
+    pub(crate) fn give_away_to(&mut self, to: NodeId, age: Micros, turn: &mut Turn<'_>) {
+        let now = turn.now;
+        if let Some(gateway) = &mut self.gateway {
+            gateway.returns.gave = Some(now);
+        }
+        let mut members = self.users_of(self.place.me, now);
         members.push(self.place.me);
-        turn.push(Output::Note(Note::Gives(to)));
+        turn.push(Output::Note(Note::Gives { to, cause: None }));
         self.give(to, age, &members, turn);
     }
 
-    /// Other nodes that use this one.
-    fn users(&self, now: Micros) -> Vec<NodeId> {
+    /// Other nodes that use a gateway.
+    pub(crate) fn users_of(&self, leader: NodeId, now: Micros) -> Vec<NodeId> {
         let me = self.place.me;
         let roll = self.gateway.iter().flat_map(|gateway| gateway.roll.users(now));
-        roll.filter(|(member, uses)| *uses == me && *member != me).map(|(member, _)| member).collect()
+        roll.filter(|(member, uses)| *uses == leader && *member != me).map(|(member, _)| member).collect()
     }
 
     fn give(&self, to: NodeId, age: Micros, members: &[NodeId], turn: &mut Turn<'_>) {
@@ -102,26 +113,61 @@ impl Agent {
         // One node alone is a trial, unless there are no others.
         let is_trial = members == [from] && self.place.nodes.len() > 2;
         let shared = if is_trial { Shared::Stay } else { Shared::Move };
-        turn.push(Output::Note(Note::IsGiven { from, planned: age == 0 }));
+        let why = match age {
+            _ if is_trial => Given::Trial,
+            0 => Given::LinkDown,
+            _ => Given::Silent,
+        };
+        turn.push(Output::Note(Note::IsGiven { from, why }));
         self.lead_more(members.iter().copied().chain(itself), shared, turn);
     }
 
-    /// Leadership goes back to Kilo's choice, members that were taken singly to the
-    /// leader this node uses. First this node goes itself: only if its packets pass
-    /// the old leader again do others follow.
-    pub(crate) fn give_back(&mut self, turn: &mut Turn<'_>) {
+    /// Leadership goes to the gateway that is to have it, members that were taken singly to the
+    /// leader this node uses.
+    pub(crate) fn give_as_planned(&mut self, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let uses = self.word.1;
-        let Some(gateway) = &mut self.gateway else { return };
-        let Some(lead) = &gateway.lead else { return };
-        let leads_itself = uses == me;
-        let Some(to) = (if leads_itself { self.place.gateways.first().copied() } else { Some(uses) }) else {
-            return;
-        };
-        let returns = &mut gateway.returns;
-        if to == me || returns.gave.is_some_and(|gave| gave + 2 * SEC > now) {
+        let Some(gateway) = &self.gateway else { return };
+        let gave_lately = gateway.returns.gave.is_some_and(|gave| gave + 2 * SEC > now);
+        if gave_lately || !gateway.planned.is_free(now) {
             return;
         }
+        if uses != me {
+            if gateway.lead.is_some() {
+                self.give_back(uses, turn);
+            }
+        } else if let Some(cause) = self.place.leaving.get(&me).copied() {
+            self.leave(cause, turn);
+        } else if let Some(to) = self.place.first().filter(|to| *to != me) {
+            self.give_back(to, turn);
+        }
+    }
+
+    /// This node is about to go: somebody else leads, if anybody can who stays.
+    fn leave(&mut self, cause: Cause, turn: &mut Turn<'_>) {
+        let now = turn.now;
+        let Some(gateway) = &mut self.gateway else { return };
+        let best = gateway.others.best(&self.params, &self.place.gateways, now, 500 * MS);
+        let may = |to: &NodeId| {
+            *to != self.place.me
+                && !self.place.leaving.contains_key(to)
+                && gateway.others.healthy_for(*to, now) >= SEC
+        };
+        if let Some(to) = best.into_iter().find(may) {
+            gateway.returns.gave = Some(now);
+            self.plan_change(to, cause, turn);
+        }
+    }
+
+    /// After a time of health. Who returns is tried first: this node goes alone, and only if its
+    /// packets pass the old leader again do others follow.
+    fn give_back(&mut self, to: NodeId, turn: &mut Turn<'_>) {
+        let (me, now) = (self.place.me, turn.now);
+        let leads_itself = self.word.1 == me;
+        let is_ordered = leads_itself && self.ordered == Some(to);
+        let since_left = self.left.get(&to).map_or(Micros::MAX, |left| now.saturating_sub(*left));
+        let Some(gateway) = &mut self.gateway else { return };
+        let returns = &mut gateway.returns;
         if !gateway.others.is_fit(to, now, 500 * MS) {
             return;
         }
@@ -130,25 +176,32 @@ impl Agent {
         }
         let tried = returns.tries == Some(to) && now >= self.word_since + SEC;
         if !tried || !gateway.detector.works_since(now.saturating_sub(500 * MS)) {
-            if returns.count > 0 && returns.last + self.params.memory < now {
-                returns.count = 0;
+            let lost = gateway.others.losses(&self.params, now, to);
+            let healthy = gateway.others.healthy_for(to, now).min(since_left);
+            if is_ordered && lost == 0 {
+                if healthy < SEC {
+                    return;
+                }
+            } else {
+                if returns.count > 0 && returns.last + self.params.memory < now {
+                    returns.count = 0;
+                }
+                let led_since = gateway.lead.as_ref().map_or(self.word_since, Lead::since);
+                if healthy.min(now.saturating_sub(led_since))
+                    < self.params.hold_after(lost.max(returns.count))
+                {
+                    return;
+                }
+                returns.count += 1;
+                returns.last = now;
             }
-            let losses = gateway.others.losses(&self.params, now, to).max(returns.count);
-            let healthy = gateway.others.healthy_for(to, now).min(now.saturating_sub(lead.since()));
-            if healthy < self.params.hold_after(losses) {
-                return;
-            }
-            returns.count += 1;
-            returns.last = now;
         }
         returns.gave = Some(now);
-        let members: Vec<_> = if leads_itself {
+        if leads_itself && !is_ordered && self.place.nodes.len() > 2 {
             returns.tries = Some(to);
-            vec![me]
-        } else {
-            lead.members().filter(|member| *member != me).collect()
-        };
-        turn.push(Output::Note(Note::Gives(to)));
-        self.give(to, 0, &members, turn);
+            turn.push(Output::Note(Note::Tries(to)));
+            return self.give(to, 0, &[me], turn);
+        }
+        self.plan_change(to, if is_ordered { Cause::Order } else { Cause::Returns }, turn);
     }
 }

@@ -106,7 +106,7 @@ fn may_use(present: &Present, leader: NodeId, word_since: Micros) -> bool {
 fn better(params: &Params, place: &Place, leader: NodeId, others: &Others, now: Micros) -> usize {
     let order = |node: NodeId| {
         let index = place.gateways.iter().position(|gateway| *gateway == node);
-        (others.losses(params, now, node), index)
+        (place.leaving.contains_key(&node), others.losses(params, now, node), index)
     };
     let own = order(place.me);
     place

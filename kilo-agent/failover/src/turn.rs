@@ -1,6 +1,6 @@
 //! What goes into an agent and what comes out.
 
-use crate::{Far, Micros, NodeId, Signal, Term};
+use crate::{Far, Micros, NodeId, Signal, Term, planned::Cause};
 
 /// Something that happened.
 #[derive(Clone, Debug)]
@@ -25,8 +25,6 @@ pub enum Input {
     Word(Term, NodeId),
     /// The uplink, its address or its route went.
     LinkDown,
-    /// This node is to give leadership away (drain, shutdown).
-    Leave,
 }
 
 /// Something to do.
@@ -62,6 +60,19 @@ pub enum Way {
     Own(Far),
 }
 
+/// Why a leader gives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Given {
+    /// Its tunnels are silent.
+    Silent,
+    /// Its link, address or route went.
+    LinkDown,
+    /// It tries the way, before others follow.
+    Trial,
+    /// A planned change.
+    Planned(Cause),
+}
+
 /// What people may want to know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Note {
@@ -76,17 +87,28 @@ pub enum Note {
         /// Since when the leader is silent.
         since: Micros,
     },
-    /// It takes over what this leader gives it; `planned`: without a fault.
+    /// It leads what this leader gives it.
     IsGiven {
         /// By whom.
         from: NodeId,
-        /// Return, drain.
-        planned: bool,
+        /// Why.
+        why: Given,
     },
     /// It leads a member that asked for it.
     Adopts(NodeId),
-    /// It gives leadership to this gateway.
-    Gives(NodeId),
+    /// It has given leadership to this gateway.
+    Gives {
+        /// To whom.
+        to: NodeId,
+        /// Why; `None`: it cannot lead any more.
+        cause: Option<Cause>,
+    },
+    /// It sends its own packets by this gateway, to see whether others could.
+    Tries(NodeId),
+    /// It would give leadership to this gateway, which is not ready.
+    GivesUp(NodeId),
+    /// It leads again: what it gave to this gateway did not arrive everywhere.
+    TakesBack(NodeId),
     /// It would take over, and has done so too often.
     OverBudget,
 }

@@ -421,8 +421,8 @@ impl<B: Backend> Agent<B> {
         let freed = self.freed.after(&before, &mesh, now);
         let mesh =
             mesh.with_lost(not_among(nodes, &ready).chain(self.liveness.former(now))).with_freed(freed);
-        let mesh = Arc::new(match &self.failover {
-            Some(failover) => failover.mesh(mesh, &host.state),
+        let mesh = Arc::new(match &mut self.failover {
+            Some(failover) => failover.mesh(mesh, &host.state, now),
             None => mesh,
         });
         drop(before);
@@ -432,6 +432,7 @@ impl<B: Backend> Agent<B> {
             other => other.map(|()| None)?,
         };
         self.leaders.observe(&mesh, now);
+        self.report_successions(&mesh);
         self.observe(&mesh);
         let warned = if self.options.prefer_private { None } else { mesh.private_endpoint_of(&name) };
         if let Some(text) = self.log_limiter.private_endpoint(warned) {

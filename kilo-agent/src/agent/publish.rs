@@ -72,6 +72,16 @@ impl<B: Backend> Agent<B> {
         }
     }
 
+    /// This node has come to lead its location although Kilo's rule may name another.
+    pub(super) fn report_successions(&self, mesh: &Mesh) {
+        let Some(failover) = &self.failover else { return };
+        for why in failover.successions() {
+            let location = mesh.find(&self.options.hostname);
+            let location = location.map_or("its location", |(at, _)| mesh.segments[at].location.as_str());
+            self.report(EventReason::LeadsLocation, format!("leads {location} after {why}"));
+        }
+    }
+
     /// Writes an Event about the own node, beside the reconciles.
     pub(super) fn report(&self, reason: EventReason, text: String) {
         announce::write_event(&self.backend, self.options.hostname.clone(), reason, text);

@@ -1,5 +1,6 @@
 //! Which agent writes which Event: each about its own node, and one about nodes that have gone.
 
+use kilo_common::lead::Term;
 use kilo_core::{
     objects::events::EventReason,
     topology::{
@@ -28,14 +29,19 @@ pub fn told(changes: &[Change], mesh: &Mesh, own: &str) -> Vec<Told> {
                 let text = format!("left the mesh ({location}): {why}");
                 told.push(Told { node: node.clone(), reason: EventReason::LeftMesh, text });
             }
-            Change::Role { from, to } => told.extend(of_role(from, to, changes, own)),
+            Change::Role { from, to } => told.extend(of_role(from, to, changes, (mesh, own))),
             _ => {}
         }
     }
     told
 }
 
-fn of_role(from: &Role, to: &Role, changes: &[Change], own: &str) -> Vec<Told> {
+/// Whether somebody leads the node's location whoever Kilo's rule names: failover tells of that itself.
+fn is_led_by_term(mesh: &Mesh, own: &str) -> bool {
+    mesh.find(own).is_some_and(|(at, _)| mesh.gateways_of(at).term > Term::NONE)
+}
+
+fn of_role(from: &Role, to: &Role, changes: &[Change], (mesh, own): (&Mesh, &str)) -> Vec<Told> {
     let of = |reason, text| Told { node: own.to_owned(), reason, text };
     let mut told = Vec::new();
     match (from, to) {
@@ -49,6 +55,9 @@ fn of_role(from: &Role, to: &Role, changes: &[Change], own: &str) -> Vec<Told> {
             told.push(of(EventReason::LeftMesh, format!("left the mesh ({from}): {why}")));
         }
         _ => {}
+    }
+    if is_led_by_term(mesh, own) {
+        return told;
     }
     match (from, to) {
         (_, Role::Leader { location }) => {
@@ -152,6 +161,21 @@ mod tests {
         assert_eq!(new[0].text, text);
         assert_eq!(reasons(&of("a9", leader(), member("a1"))), [("a9", EventReason::FollowsLeader)]);
         assert_eq!(of("a2", member("a9"), member("a1")), []);
+    }
+
+    #[test]
+    fn of_a_leader_of_a_term_failover_tells_and_not_the_order_of_kilo() {
+        let mut nodes: Vec<_> =
+            mesh(3).segments[0].members.iter().map(|member| (*member.node).clone()).collect();
+        nodes.iter_mut().for_each(|node| node.signal = true);
+        nodes[1].leading = Some(1 << 16);
+        let subnet = "10.4.0.0/16".parse().unwrap_or_default();
+        let mesh = Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, subnet);
+        let mesh = mesh.with_acting(2, std::sync::Arc::default());
+        let of = |from: Role, to: Role| told(&[Change::Role { from, to }], &mesh, "a1");
+        assert_eq!(of(member("a2"), leader()), []);
+        assert_eq!(of(leader(), member("a2")), []);
+        assert_eq!(reasons(&of(Role::Out, leader())), [("a1", EventReason::JoinedMesh)]);
     }
 
     #[test]

@@ -47,6 +47,7 @@ impl Thread {
             });
             let members: Vec<NodeId> = location.members.keys().copied().collect();
             acting.members_are(&members);
+            acting.is_led_by(leader);
             if let Some((term, gateway)) = location.written {
                 acting.was_written(term, gateway);
             }
@@ -75,19 +76,20 @@ impl Thread {
         }
         let gateways: Vec<NodeId> = location.gateways.iter().map(|gateway| gateway.id).collect();
         // The device has them where the last plan put them, and only who follows is to move.
-        if let Some(leader) = location.gateways.get(location.acting) {
+        let names_any = !matches!(&signal.body, Body::Claim { members, .. } if members.is_empty());
+        if let Some(leader) = location.gateways.get(location.acting).filter(|_| names_any) {
             acting.stay((STAYS, leader.id));
         }
         // A node that joined a moment ago is claimed before its object is here.
         let signal = known_only(signal, location);
         match acting.claimed(&self.params, from, &signal, &gateways, site.place.me) {
-            Ok(step) => self.moves(far, location, &step, from, now),
+            Ok(step) => self.moves(far, location, &step, now),
             Err(Refused::Kind | Refused::Gateway) => self.metrics.refused("gateway"),
             Err(Refused::Member) => self.metrics.refused("member"),
         }
     }
 
-    fn moves(&mut self, far: Far, location: &FarLocation, step: &Step, from: NodeId, now: Micros) {
+    fn moves(&mut self, far: Far, location: &FarLocation, step: &Step, now: Micros) {
         if !step.moves.is_empty() || step.moves_shared {
             tracing::info!(
                 location = %self.location_name(location),
@@ -108,7 +110,8 @@ impl Thread {
             }
         }
         if moved {
-            self.tunnel_to(location, from, &step.answer);
+            // Who gave them with END learns it from who has them.
+            self.tunnel_to(location, step.gateway, &step.answer);
         }
     }
 

@@ -7,6 +7,7 @@
 //! ```
 
 mod far_side;
+mod order;
 mod packets;
 mod report;
 mod site;
@@ -21,6 +22,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread::JoinHandle,
+    time::Instant,
 };
 
 use kilo_common::{
@@ -74,6 +76,8 @@ struct Said {
     /// The term in which this node leads its location.
     leading: Option<u64>,
     report: Report,
+    /// How this node has come to lead its location, until it is told.
+    successions: Vec<String>,
 }
 
 /// Says what the thread knows, whenever somebody asks.
@@ -105,6 +109,7 @@ pub struct Failover {
     keys: BTreeMap<PublicKey, siphash::Key>,
     /// What each of them has to know to change this node's word.
     cookies: BTreeMap<NodeId, u64>,
+    orders: order::Orders,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -122,21 +127,33 @@ impl Failover {
             changed,
         };
         let (keys, cookies) = (BTreeMap::new(), BTreeMap::new());
-        Ok(Self { options, shared: Arc::new(shared), keys, cookies, thread: None })
+        let orders = order::Orders::default();
+        Ok(Self { options, shared: Arc::new(shared), keys, cookies, orders, thread: None })
     }
 
     /// The mesh with gateways, and with who acts as the thread knows it now. To be called after
     /// the device was read: what the thread moves later, it tells after it has moved it.
-    pub fn mesh(&self, mesh: Mesh, state: &DeviceState) -> Mesh {
+    pub fn mesh(&mut self, mesh: Mesh, state: &DeviceState, now: Instant) -> Mesh {
         let said = locked(&self.shared.said);
         let (is_told, acting) = (said.is_told, Arc::clone(&said.acting));
         drop(said);
-        let mesh = mesh.with_acting(self.options.stand_bys, acting);
-        if is_told {
-            return mesh;
+        let stand_bys = self.options.stand_bys;
+        let mut mesh = mesh.with_acting(stand_bys, acting);
+        if !is_told {
+            let before = site::acting_before(&mesh, state, far_side::SEED);
+            mesh = mesh.with_acting(stand_bys, Arc::new(before));
         }
-        let before = site::acting_before(&mesh, state, far_side::SEED);
-        mesh.with_acting(self.options.stand_bys, Arc::new(before))
+        let mut acting = Acting::clone(&mesh.acting);
+        if self.orders.observe(&mesh, &mut acting, now) {
+            mesh.with_acting(stand_bys, Arc::new(acting))
+        } else {
+            mesh
+        }
+    }
+
+    /// How this node has come to lead its location since this was asked last: each is told once.
+    pub fn successions(&self) -> Vec<String> {
+        std::mem::take(&mut locked(&self.shared.said).successions)
     }
 
     /// The term in which this node leads its location; `written` while nobody knows.

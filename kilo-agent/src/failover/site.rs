@@ -7,14 +7,18 @@ use std::{
 };
 
 use ipnet::IpNet;
-use kilo_common::{lead::Term, maps::HOP_REMOTE, siphash};
+use kilo_common::{
+    lead::{self, Term},
+    maps::HOP_REMOTE,
+    siphash,
+};
 use kilo_core::{
     plan::{HopIds, HostPlan},
     signal_id,
-    topology::{Acting, ActingLocation, Member, Mesh, Segment},
+    topology::{Acting, ActingLocation, Leaving, Member, Mesh, Segment},
     wireguard::{DeviceState, key::PublicKey},
 };
-use kilo_failover::{Far, NodeId, Place};
+use kilo_failover::{Cause, Far, NodeId, Place};
 use kilo_host::{net::link_down::Needed, wireguard::Device};
 
 /// Everything the thread needs to know.
@@ -105,6 +109,14 @@ pub struct Facts<'a> {
     pub keys: &'a BTreeMap<PublicKey, siphash::Key>,
 }
 
+const fn cause(leaving: Leaving) -> Cause {
+    match leaving {
+        Leaving::Cordoned => Cause::Cordoned,
+        Leaving::Removed => Cause::Removed,
+        Leaving::ShutsDown => Cause::ShutsDown,
+    }
+}
+
 fn id(member: &Member) -> Option<NodeId> {
     Some(signal_id::node(&member.node.key?))
 }
@@ -155,6 +167,8 @@ impl Site {
         let named = mesh.segments.iter().flat_map(|segment| &segment.members);
         let names = named.filter_map(|member| Some((id(member)?, member.name().to_owned()))).collect();
         let leader = ids.first().copied()?;
+        let leaves = |member: &Member| Some((id(member)?, cause(member.node.leaving?)));
+        let leaving = segment.members.iter().filter_map(leaves).collect();
         let endpoint = own.node.endpoint.as_ref().and_then(kilo_core::wireguard::Endpoint::ip);
         Some(Self {
             place: Place {
@@ -163,6 +177,7 @@ impl Site {
                 gateways: ids,
                 nodes: all,
                 fars: probed,
+                leaving,
             },
             private,
             control: signal_id::control_address(&key),
@@ -178,10 +193,12 @@ impl Site {
 
     /// The gateway a word's hop id stands for.
     pub fn gateway_of(&self, hop: u16) -> Option<NodeId> {
-        if u32::from(hop) == HOP_REMOTE {
-            return Some(self.place.me);
-        }
-        self.nodes.iter().find(|(_, node)| node.hop == hop).map(|(id, _)| *id)
+        gateway_of(self.place.me, &self.nodes, hop)
+    }
+
+    /// Term and gateway of a word; Kilo's leader where it names nobody.
+    pub fn said(&self, word: u64) -> (Term, NodeId) {
+        said(self.place.me, &self.nodes, self.leader, word)
     }
 
     /// The hop id of a gateway.
@@ -209,6 +226,23 @@ impl Site {
     pub fn is_gateway(&self) -> bool {
         self.place.gateways.contains(&self.place.me)
     }
+}
+
+fn gateway_of(me: NodeId, nodes: &BTreeMap<NodeId, Neighbour>, hop: u16) -> Option<NodeId> {
+    if u32::from(hop) == HOP_REMOTE {
+        return Some(me);
+    }
+    nodes.iter().find(|(_, node)| node.hop == hop).map(|(id, _)| *id)
+}
+
+fn said(me: NodeId, nodes: &BTreeMap<NodeId, Neighbour>, leader: NodeId, word: u64) -> (Term, NodeId) {
+    (lead::term_of(word), gateway_of(me, nodes, lead::hop_of(word)).unwrap_or(leader))
+}
+
+/// Whether the kernel's word is news for an agent that has heard `known` of the word `before`: the
+/// same word may name somebody else, a node that this one did not know.
+pub fn is_news(before: u64, known: Option<(Term, NodeId)>, word: u64, said: (Term, NodeId)) -> bool {
+    word != before || known.is_some_and(|known| known != said)
 }
 
 fn needed(facts: &Facts<'_>, endpoint: Option<IpAddr>) -> Vec<Needed> {
@@ -276,7 +310,38 @@ fn far_location(facts: &Facts<'_>, at: usize, segment: &Segment) -> FarLocation 
         members,
         shared: shared.filter(|prefix| planned.contains(prefix)).collect(),
         held: held(segment, &gateways.order, facts.state),
-        written: acting.filter(|(term, _)| *term > Term::NONE),
+        written: acting.filter(|(term, _)| term.count() > 0),
         gateways: of_gateways,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ME: NodeId = 1 << 48;
+    const OTHER: NodeId = 2 << 48;
+    const HOP: u16 = 7;
+
+    #[test]
+    fn a_word_that_names_another_node_now_is_news() {
+        let word = lead::word(Term::NONE, HOP);
+        // A node that was alone a moment ago takes the word for its own: it knows nobody else.
+        let mut nodes = BTreeMap::new();
+        let before = said(ME, &nodes, ME, word);
+        assert_eq!(before, (Term::NONE, ME));
+        assert!(!is_news(word, Some(before), word, before));
+        // The node it names comes, and leads: the word is the same, and means that one.
+        let key = siphash::Key([1, 2]);
+        let address = IpAddr::from([10, 0, 0, 2]);
+        nodes.insert(OTHER, Neighbour { address, hop: HOP, key, is_gateway: true });
+        let now = said(ME, &nodes, OTHER, word);
+        assert_eq!(now, (Term::NONE, OTHER));
+        assert!(is_news(word, Some(before), word, now), "a stand-by would stay its own leader");
+        assert!(!is_news(word, Some(now), word, now));
+        // Before there is an agent the word alone counts.
+        assert!(!is_news(word, None, word, now));
+        assert!(is_news(word, None, lead::word(Term::NONE, HOP + 1), now));
+        assert_eq!(gateway_of(ME, &nodes, HOP_REMOTE as u16), Some(ME));
     }
 }

@@ -18,7 +18,7 @@ use kilo_common::{
 };
 use kilo_core::topology::{Acting, ActingLocation, NodeId};
 use kilo_failover::{
-    Agent, Far, Input, Micros, Note, Output, Params, Signal, Start, Way, far,
+    Agent, Far, Given, Input, Micros, Note, Output, Params, Signal, Start, Way, far,
     signal::Shared as SharedPrefixes,
 };
 use kilo_host::{
@@ -37,7 +37,7 @@ use nix::{
 use super::{
     Shared, StandBy, locked, packets,
     report::{FailoverMetrics, Out, unix_now},
-    site::Site,
+    site::{Site, is_news},
 };
 
 /// What it works with.
@@ -51,6 +51,8 @@ pub struct Tools {
 const LONGEST_WAIT: Micros = 1_000_000;
 /// Between two reports for those who look, when nothing changes.
 const REPORT: Micros = 1_000_000;
+/// What is given by one leader within this time is one change.
+const SUCCESSION: Micros = 1_000_000;
 
 pub struct Thread {
     shared: Arc<Shared>,
@@ -72,6 +74,8 @@ pub struct Thread {
     leader: Option<(Term, NodeId)>,
     since: i64,
     last_change: Option<String>,
+    /// After whom it leads, and since when.
+    succeeded: Option<(NodeId, Micros)>,
     out: Out,
     next_report: Micros,
 }
@@ -106,6 +110,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         leader: None,
         since: 0,
         last_change: None,
+        succeeded: None,
         out: Out::default(),
         next_report: 0,
     };
@@ -192,7 +197,7 @@ impl Thread {
     fn start(&mut self, site: &Site, now: Micros) {
         let Ok([_, word]) = self.tools.signals.words() else { return };
         self.word = word;
-        let (term, gateway) = self.said(site, word);
+        let (term, gateway) = site.said(word);
         let marked = self.tools.led.read();
         let is_marked = |(_, node): &(&NodeId, &super::site::Neighbour)| marked.contains(&node.address);
         self.led = site.nodes.iter().filter(is_marked).map(|(id, _)| *id).collect();
@@ -222,11 +227,6 @@ impl Thread {
         );
     }
 
-    /// Term and gateway of a word; Kilo's leader where it names nobody.
-    fn said(&self, site: &Site, word: u64) -> (Term, NodeId) {
-        (lead::term_of(word), site.gateway_of(lead::hop_of(word)).unwrap_or(site.leader))
-    }
-
     /// The kernel's word may be another: it obeys ANNOUNCE by itself.
     fn read_word(&mut self, site: &Site, inputs: &mut Vec<Input>) {
         let Ok([_, word]) = self.tools.signals.words() else { return };
@@ -242,17 +242,15 @@ impl Thread {
             }
             _ => word,
         };
-        // The same word may name somebody else: a node that this one did not know before.
-        let is_news = |agent: &Agent| agent.word() != self.said(site, word);
-        if word != self.word || self.agent.as_ref().is_some_and(is_news) {
+        if is_news(self.word, self.agent.as_ref().map(Agent::word), word, site.said(word)) {
             self.word_is(site, word, inputs);
         }
     }
 
     fn word_is(&mut self, site: &Site, word: u64, inputs: &mut Vec<Input>) {
-        let (_, before) = self.agent.as_ref().map_or_else(|| self.said(site, self.word), Agent::word);
+        let (_, before) = self.agent.as_ref().map_or_else(|| site.said(self.word), Agent::word);
         self.word = word;
-        let (term, gateway) = self.said(site, word);
+        let (term, gateway) = site.said(word);
         if gateway != before {
             self.since = unix_now();
             self.is_dirty = true;
@@ -262,6 +260,10 @@ impl Thread {
                 term = term.count(),
                 "this node uses another leader"
             );
+            // Why, gateways say that have made the change.
+            if !site.is_gateway() {
+                self.last_change = Some(format!("{} leads after {}", self.name(gateway), self.name(before)));
+            }
         }
         self.next_report = 0;
         inputs.push(Input::Word(term, gateway));
@@ -451,23 +453,67 @@ impl Thread {
                 self.metrics.suspicion(if all { "took_over" } else { "took_itself" });
                 self.metrics.failover(cause);
                 let silent = micros().saturating_sub(since) / 1_000;
-                format!("{} lost: no packet passed it for {silent} ms, took over {whose}", self.name(from))
+                let why = format!("no packet passed it for {silent} ms");
+                if all {
+                    self.succeeds(from, &format!("lost: {why}"));
+                }
+                format!("{} lost: {why}, took over {whose}", self.name(from))
             }
-            Note::IsGiven { from, planned } => {
-                self.metrics.failover(if planned { "planned" } else { "handed_over" });
-                let why = if planned { "as planned" } else { "because its tunnels failed" };
-                format!("{} handed leadership over {why}", self.name(from))
+            Note::IsGiven { from, why: Given::Trial } => {
+                tracing::info!(from = self.name(from), "another gateway sends its own packets by this one");
+                return;
+            }
+            Note::IsGiven { from, why } => {
+                let (cause, why) = match why {
+                    Given::Planned(cause) => ("planned", cause.text()),
+                    Given::LinkDown => ("handed_over", "its link, address or route went"),
+                    Given::Silent | Given::Trial => ("handed_over", "its tunnels failed"),
+                };
+                self.metrics.failover(cause);
+                let how = if cause == "planned" { "planned" } else { "handed over" };
+                self.succeeds(from, &format!("{how}: {why}"));
+                format!("{} handed leadership over ({how}): {why}", self.name(from))
             }
             Note::Adopts(member) => {
                 self.metrics.failover("adopted");
                 format!("{} asked to be led", self.name(member))
             }
-            Note::Gives(to) => format!("gave leadership to {}", self.name(to)),
+            Note::Gives { to, cause } => {
+                let why = cause.map_or("this node cannot lead now", kilo_failover::Cause::text);
+                format!("gave leadership to {}: {why}", self.name(to))
+            }
+            Note::TakesBack(to) => format!("leads again: what it gave to {} did not arrive", self.name(to)),
+            Note::Tries(to) => {
+                tracing::info!(
+                    by = self.name(to),
+                    "this node sends its own packets by the leader that returns"
+                );
+                return;
+            }
+            Note::GivesUp(to) => {
+                tracing::info!(
+                    to = self.name(to),
+                    "leadership is not given: the other gateway, or a far leader, is not ready; it is tried again"
+                );
+                return;
+            }
         };
         tracing::warn!(change = text, "change of leader");
         self.last_change = Some(text);
         self.next_report = 0;
         self.is_dirty = true;
+    }
+
+    /// This node leads the location from now on: an Event says so once, though a change may come
+    /// in several signals.
+    fn succeeds(&mut self, from: NodeId, why: &str) {
+        let now = micros();
+        let is_again = self.succeeded.is_some_and(|(before, at)| before == from && at + SUCCESSION > now);
+        self.succeeded = Some((from, now));
+        if !is_again {
+            locked(&self.shared.said).successions.push(format!("{} ({why})", self.name(from)));
+            self.shared.changed.notify_one();
+        }
     }
 
     pub(super) fn name(&self, id: NodeId) -> &str {
@@ -482,7 +528,7 @@ impl Thread {
             return;
         }
         let Some(site) = self.site.clone() else { return };
-        let (term, gateway) = self.said(&site, self.word);
+        let (term, gateway) = site.said(self.word);
         let me = site.place.me;
         let lead = self.agent.as_ref().and_then(Agent::lead);
         let shared = lead.map_or(SharedPrefixes::Stay, kilo_failover::gateway::Lead::shared);
@@ -517,7 +563,7 @@ impl Thread {
             return;
         }
         self.next_report = now + REPORT;
-        let (term, gateway) = self.said(site, self.word);
+        let (term, gateway) = site.said(self.word);
         let me = site.place.me;
         let role = match () {
             () if gateway == me => "leader",

@@ -62,7 +62,7 @@ reasons! {
     /// The node has not taken part yet.
     NotInMesh Warning "Node" "The agent has run for 30 s and its node is not in the mesh; the message says what is missing. Written by its agent."
     /// The node has become the leader.
-    LeadsLocation Normal "Node" "The node leads its location from now on; the message says whom it follows in office, and why. Written by its agent."
+    LeadsLocation Normal "Node" "The node leads its location from now on; the message says whom it follows in office, and why: lost, handed over, or planned. Written by its agent."
     /// The node was the leader.
     FollowsLeader Normal "Node" "The node led its location and now follows another. Written by its agent."
     /// A tunnel of the node gets no answer.

@@ -2,6 +2,7 @@
 
 pub mod annotations;
 pub mod events;
+pub mod leaving;
 pub mod node;
 pub mod peer;
 mod snapshot;

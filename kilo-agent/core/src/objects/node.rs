@@ -5,7 +5,10 @@ use std::{collections::BTreeMap, net::IpAddr};
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1 as core;
 
-use super::annotations::{self, excerpt};
+use super::{
+    annotations::{self, excerpt},
+    leaving,
+};
 use crate::topology::{CheckedIn, Node};
 
 /// Labels of nodes with the API server or etcd on them: those of kubeadm (since 1.20, and
@@ -30,6 +33,7 @@ pub fn from_object(object: &core::Node, topology_label: &str) -> (CheckedIn, Vec
     node.control_plane = CONTROL_PLANE.iter().any(|label| labels.contains_key(*label));
     node.pod_cidrs = pod_cidrs(object.spec.as_ref(), &mut problems);
     node.external_ips = external_ips(object.status.as_ref());
+    node.leaving = object.spec.as_ref().and_then(leaving::read);
     let mut read = CheckedIn { node, last_seen: 0 };
     let present = object.metadata.annotations.as_ref().unwrap_or(&empty);
     annotations::read(present, &mut read, &mut problems);
@@ -72,7 +76,9 @@ pub fn to_object(node: &Node, last_seen: i64) -> core::Node {
     let label = node.control_plane.then(|| BTreeMap::from([(CONTROL_PLANE[0].to_owned(), String::new())]));
     object.metadata.labels = label;
     let pod_cidrs = node.pod_cidrs.iter().map(ToString::to_string).collect();
-    object.spec = Some(core::NodeSpec { pod_cidrs: Some(pod_cidrs), ..Default::default() });
+    let mut spec = core::NodeSpec { pod_cidrs: Some(pod_cidrs), ..Default::default() };
+    leaving::write(node.leaving, &mut spec);
+    object.spec = Some(spec);
     if !node.external_ips.is_empty() {
         let address =
             |ip: &IpAddr| core::NodeAddress { type_: EXTERNAL_IP.to_owned(), address: ip.to_string() };
@@ -91,6 +97,7 @@ mod tests {
             annotations::{PREFIX, changes, wanted},
         },
         settings::Granularity,
+        topology::Leaving,
         wireguard::key::PublicKey,
     };
 
@@ -223,6 +230,7 @@ mod tests {
             external_ips: vec!["192.0.2.7".parse().unwrap(), "2001:db8::7".parse().unwrap()],
             signal: true,
             leading: Some(1 << 16),
+            leaving: Some(Leaving::Removed),
             ..plain.clone()
         };
         let without = Node { internal_ip: None, no_internal_ip: true, ..plain.clone() };

@@ -87,6 +87,8 @@ struct Own<'a> {
     acts: bool,
     /// Who does.
     acting: Option<&'a Member>,
+    /// Who does leads although Kilo's rule names another by now, in no term so far.
+    stays: bool,
     /// All gateways, as places among the members, Kilo's leader first.
     gateways: Vec<usize>,
 }
@@ -104,6 +106,7 @@ impl<'a> Own<'a> {
             leads: segment.leader == position,
             is_gateway: gateways.order.contains(&position),
             acts: acting == Some(position),
+            stays: gateways.stays(),
             acting: acting.and_then(|acting| segment.members.get(acting)),
             gateways: gateways.into_owned().order,
         })

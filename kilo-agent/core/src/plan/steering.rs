@@ -202,7 +202,7 @@ fn leave_out_elsewhere(
 fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tables) {
     tables.hop.insert(HOP_LOCAL, Hop::Local);
     let mut in_overlay = Vec::new();
-    let mut to_leader = HOP_NONE;
+    let (mut to_leader, mut to_acting) = (HOP_NONE, HOP_NONE);
     let leader = own.segment.leading().map(Member::name);
     let is_gateway =
         |member: &Member| own.gateways.iter().any(|at| own.segment.members[*at].name() == member.name());
@@ -224,6 +224,9 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tab
         tables.hop.entry(id).or_insert(hop);
         if leads {
             to_leader = id;
+        }
+        if own.acting.is_some_and(|acting| acting.name() == member.name()) {
+            to_acting = id;
         }
         let led = member.node.key.is_some_and(|key| inputs.mesh.acting.leads(&key));
         let flags = if is_gateway(member) { NODE_GATEWAY } else { 0 } | if led { NODE_LED } else { 0 };
@@ -250,8 +253,12 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tab
     if own.leads {
         to_leader = HOP_REMOTE;
     }
+    if own.acts {
+        to_acting = HOP_REMOTE;
+    }
     // Both until leadership moves without Kilo's rule: then the second is the kernel's own.
-    tables.lead = [lead::word(Term::NONE, u16::try_from(to_leader).unwrap_or(0)); 2];
+    let to_acting = if own.stays { to_acting } else { to_leader };
+    tables.lead = [to_leader, to_acting].map(|to| lead::word(Term::NONE, u16::try_from(to).unwrap_or(0)));
 }
 
 /// What is known of the node behind a hop as a sender, without its interfaces. The first of `cidrs` that

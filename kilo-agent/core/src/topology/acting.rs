@@ -118,7 +118,16 @@ impl Acting {
     }
 }
 
+/// The term of a leader that Kilo's rule names no more, and that has had no time yet to give
+/// leadership away. Real ones are later, for they count from one above 16 bits.
+pub const STAYS: Term = Term::from_bits(3);
+
 impl Gateways {
+    /// Whether who acts has done so in no term: it has led by Kilo's rule until now.
+    pub fn stays(&self) -> bool {
+        self.term > Term::NONE && self.term.count() == 0
+    }
+
     /// Index in `order` of the gateway a member uses, as far as it has said so itself.
     pub fn of_member(&self, location: Option<&ActingLocation>, member: NodeId) -> usize {
         let said = location.and_then(|location| location.members.get(&member));

@@ -18,7 +18,7 @@ mod standing;
 mod tunnel_ends;
 mod types;
 
-pub use acting::{Acting, ActingLocation, Gateways, NodeId};
+pub use acting::{Acting, ActingLocation, Gateways, NodeId, STAYS};
 pub use freed::FreedAddresses;
 pub use graph::dot;
 pub use leader::{LeaderReason, is_public, is_reached_from_anywhere};

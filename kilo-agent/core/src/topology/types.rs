@@ -56,6 +56,19 @@ pub struct Node {
     pub signal: bool,
     /// It leads its location since this term (`leading`), whoever Kilo's rule chooses.
     pub leading: Option<u64>,
+    /// It is about to go, or to rest: another gateway leads in its place, where one can.
+    pub leaving: Option<Leaving>,
+}
+
+/// Why a node does not lead if another can; a later reason is more pressing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Leaving {
+    /// It is cordoned.
+    Cordoned,
+    /// Something is about to remove it.
+    Removed,
+    /// Its machine shuts down.
+    ShutsDown,
 }
 
 /// One VPN peer.

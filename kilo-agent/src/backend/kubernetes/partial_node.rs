@@ -28,6 +28,8 @@ struct Spec {
     pod_cidr: Option<String>,
     #[serde(rename = "podCIDRs")]
     pod_cidrs: Option<Vec<String>>,
+    unschedulable: Option<bool>,
+    taints: Option<Vec<core::Taint>>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -49,8 +51,9 @@ fn metadata<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ObjectMeta, D:
 }
 
 impl From<PartialNode> for core::Node {
-    fn from(PartialNode { metadata, spec: Spec { pod_cidr, pod_cidrs }, status }: PartialNode) -> Self {
-        let spec = core::NodeSpec { pod_cidr, pod_cidrs, ..Default::default() };
+    fn from(PartialNode { metadata, spec, status }: PartialNode) -> Self {
+        let Spec { pod_cidr, pod_cidrs, unschedulable, taints } = spec;
+        let spec = core::NodeSpec { pod_cidr, pod_cidrs, unschedulable, taints, ..Default::default() };
         let status = core::NodeStatus { addresses: status.addresses, ..Default::default() };
         Self { metadata, spec: Some(spec), status: Some(status) }
     }
@@ -98,7 +101,8 @@ mod tests {
                 "annotations": {"kilo.squat.ai/key": "k"}, "labels": {"l": "v"},
                 "managedFields": [{"manager": "kubelet", "fieldsV1": {"f:status": {}}}]
             },
-            "spec": {"podCIDR": "10.42.0.0/24", "podCIDRs": ["10.42.0.0/24"], "taints": 5},
+            "spec": {"podCIDR": "10.42.0.0/24", "podCIDRs": ["10.42.0.0/24"], "configSource": 5,
+                "unschedulable": true, "taints": [{"key": "k", "effect": "NoSchedule", "timeAdded": "2026-01-02T03:04:05Z"}]},
             "status": {
                 "images": [{"names": ["i"]}],
                 "addresses": [{"type": "Hostname", "address": "a"}, {"type": "ExternalIP", "address": "192.0.2.7"}]
@@ -114,6 +118,7 @@ mod tests {
         let spec = node.spec.unwrap();
         assert_eq!(spec.pod_cidr.as_deref(), Some("10.42.0.0/24"));
         assert_eq!(spec.pod_cidrs.unwrap(), ["10.42.0.0/24"]);
+        assert_eq!((spec.unschedulable, spec.taints.unwrap()[0].key.as_str()), (Some(true), "k"));
         let addresses = node.status.unwrap().addresses.unwrap();
         assert_eq!((addresses[1].type_.as_str(), addresses[1].address.as_str()), ("ExternalIP", "192.0.2.7"));
         assert!(serde_json::from_str::<PartialNode>(r#"{"metadata": {}}"#).is_ok(), "without spec");

@@ -1,0 +1,80 @@
+//! Which Node objects say that their node is about to go, or to rest: one table of taints, and
+//! cordons. Such a node leads its location only where no other can.
+
+use k8s_openapi::api::core::v1::{NodeSpec, Taint};
+
+use crate::topology::Leaving;
+
+/// Keys of taints, whatever their effect; one that ends in `/` stands for all that begin so.
+pub const TAINTS: &[(&str, Leaving)] = &[
+    // kube-controller-manager, for a Node that is cordoned.
+    ("node.kubernetes.io/unschedulable", Leaving::Cordoned),
+    ("ToBeDeletedByClusterAutoscaler", Leaving::Removed),
+    // Karpenter 1.0, and before.
+    ("karpenter.sh/disrupted", Leaving::Removed),
+    ("karpenter.sh/disruption", Leaving::Removed),
+    // Cloud controller managers, for a machine that is off; and by hand.
+    ("node.cloudprovider.kubernetes.io/shutdown", Leaving::ShutsDown),
+    ("node.kubernetes.io/out-of-service", Leaving::ShutsDown),
+    ("cloud.google.com/impending-node-termination", Leaving::ShutsDown),
+    ("aws-node-termination-handler/", Leaving::ShutsDown),
+];
+
+fn of_taint(taint: &Taint) -> Option<Leaving> {
+    let matches = |key: &str| if key.ends_with('/') { taint.key.starts_with(key) } else { taint.key == key };
+    TAINTS.iter().find(|(key, _)| matches(key)).map(|(_, leaving)| *leaving)
+}
+
+/// What a Node's spec says; of several reasons the most pressing.
+pub fn read(spec: &NodeSpec) -> Option<Leaving> {
+    let cordoned = spec.unschedulable.unwrap_or(false).then_some(Leaving::Cordoned);
+    spec.taints.iter().flatten().filter_map(of_taint).chain(cordoned).max()
+}
+
+/// The fields from which [`read`] reads the same.
+pub fn write(leaving: Option<Leaving>, spec: &mut NodeSpec) {
+    let key = TAINTS.iter().find(|(_, known)| Some(*known) == leaving).map(|(key, _)| *key);
+    spec.taints = key
+        .map(|key| vec![Taint { key: key.to_owned(), effect: "NoSchedule".to_owned(), ..Taint::default() }]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tainted(keys: &[&str]) -> NodeSpec {
+        let taint = |key: &&str| Taint { key: (*key).to_owned(), ..Taint::default() };
+        NodeSpec { taints: Some(keys.iter().map(taint).collect()), ..NodeSpec::default() }
+    }
+
+    #[test]
+    fn cordons_and_taints_of_removal_and_shutdown_are_known_and_others_say_nothing() {
+        for (keys, leaving) in [
+            (&["node.kubernetes.io/unschedulable"][..], Some(Leaving::Cordoned)),
+            (&["ToBeDeletedByClusterAutoscaler"], Some(Leaving::Removed)),
+            (&["karpenter.sh/disrupted"], Some(Leaving::Removed)),
+            (&["node.kubernetes.io/out-of-service"], Some(Leaving::ShutsDown)),
+            (&["node.cloudprovider.kubernetes.io/shutdown"], Some(Leaving::ShutsDown)),
+            (&["aws-node-termination-handler/spot-itn"], Some(Leaving::ShutsDown)),
+            // The more pressing reason counts.
+            (&["node.kubernetes.io/unschedulable", "ToBeDeletedByClusterAutoscaler"], Some(Leaving::Removed)),
+            // Its kubelet is silent, a candidate may stay, and others mean something else.
+            (&["node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"], None),
+            (&["DeletionCandidateOfClusterAutoscaler", "karpenter.sh/disruptedly", "gpu"], None),
+        ] {
+            assert_eq!(read(&tainted(keys)), leaving, "{keys:?}");
+        }
+        let cordoned = NodeSpec { unschedulable: Some(true), ..NodeSpec::default() };
+        assert_eq!(read(&cordoned), Some(Leaving::Cordoned));
+        assert_eq!(read(&NodeSpec { unschedulable: Some(false), ..NodeSpec::default() }), None);
+    }
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        for leaving in [None, Some(Leaving::Cordoned), Some(Leaving::Removed), Some(Leaving::ShutsDown)] {
+            let mut spec = NodeSpec::default();
+            write(leaving, &mut spec);
+            assert_eq!(read(&spec), leaving);
+        }
+    }
+}

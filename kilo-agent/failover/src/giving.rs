@@ -1,0 +1,284 @@
+//! Planned changes as the two gateways make them: [`crate::planned`] says when, this does it.
+
+use crate::{
+    Agent, Micros, NodeId, Note, Output, SEC, Signal, Term, Turn,
+    gateway::Lead,
+    planned::{Act, Cause, Giver, Taker},
+    signal::{Body, Kind, MAX_MEMBERS, Shared},
+    turn::Given,
+};
+
+/// Planned changes of one gateway.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Planned {
+    giver: Option<Giver>,
+    taker: Option<Taker>,
+    /// Not before; and how often in a row it did not end.
+    next: Micros,
+    failures: u32,
+}
+
+impl Planned {
+    /// Between two tries, doubled after each that did not end.
+    const PAUSE: Micros = 2 * SEC;
+    /// The longest such time.
+    const LONGEST: Micros = 60 * SEC;
+
+    pub(crate) fn wake(&self) -> Micros {
+        let giver = self.giver.as_ref().map_or(Micros::MAX, Giver::wake);
+        self.taker.as_ref().map_or(Micros::MAX, Taker::end).min(giver)
+    }
+
+    /// Whether leadership may be given now.
+    pub(crate) fn is_free(&self, now: Micros) -> bool {
+        self.giver.is_none() && self.taker.is_none() && now >= self.next
+    }
+
+    /// Whose packets it takes although it does not lead them yet.
+    pub(crate) fn takes_from(&self) -> Option<NodeId> {
+        self.taker.as_ref().filter(|taker| taker.is_ready()).map(|taker| taker.from)
+    }
+
+    fn failed(&mut self, now: Micros) {
+        self.next = now + (Self::PAUSE << self.failures.min(5)).min(Self::LONGEST);
+        self.failures += 1;
+    }
+}
+
+impl Agent {
+    /// Gives everybody that uses this node to another gateway, make before break.
+    pub(crate) fn plan_change(&mut self, to: NodeId, cause: Cause, turn: &mut Turn<'_>) {
+        let fars = self.place.fars.clone();
+        let Some(gateway) = &mut self.gateway else { return };
+        if fars.is_empty() {
+            gateway.planned.failed(turn.now);
+            return self.give_away_to(to, 0, turn);
+        }
+        let trip = gateway.tunnels.longest();
+        gateway.planned.giver = Some(Giver::new(to, cause, fars, trip, turn.now));
+        self.go_on_planned(turn);
+    }
+
+    /// What is due.
+    pub(crate) fn go_on_planned(&mut self, turn: &mut Turn<'_>) {
+        let Some(gateway) = &mut self.gateway else { return };
+        let planned = &mut gateway.planned;
+        if planned.taker.as_ref().is_some_and(|taker| turn.now >= taker.end()) {
+            let was_ready = planned.takes_from().is_some();
+            planned.taker = None;
+            if was_ready {
+                self.led_changed(turn);
+            }
+        }
+        let Some(gateway) = &mut self.gateway else { return };
+        let Some(giver) = gateway.planned.giver.as_mut().filter(|giver| giver.wake() <= turn.now) else {
+            return;
+        };
+        let acts = giver.wake_up(turn.now);
+        self.gives(acts, turn);
+    }
+
+    /// PREPARE, or READY.
+    pub(crate) fn change(&mut self, from: NodeId, signal: &Signal, turn: &mut Turn<'_>) {
+        let Body::Change { gateway: named } = signal.body else { return };
+        if !self.place.gateways.contains(&from) {
+            return;
+        }
+        if signal.kind == Kind::Prepare {
+            if named == self.place.me && self.is_new(from, signal.nonce) {
+                self.prepare(from, Cause::of(signal.nonce), signal.term, turn);
+            }
+            return;
+        }
+        let latest = self.term;
+        let Some(gateway) = &mut self.gateway else { return };
+        let Some(giver) = gateway.planned.giver.as_mut().filter(|giver| giver.to == from) else { return };
+        // Somebody else has led since: nothing is given in an earlier term.
+        if giver.has_diverted() || signal.term > latest {
+            let acts = giver.ready(signal.term, named == from, turn.now);
+            self.gives(acts, turn);
+        }
+    }
+
+    fn gives(&mut self, acts: Vec<Act>, turn: &mut Turn<'_>) {
+        for act in acts {
+            let Some(giver) = self.gateway.as_ref().and_then(|gateway| gateway.planned.giver.as_ref()) else {
+                return;
+            };
+            let (to, cause) = (giver.to, giver.cause);
+            match act {
+                Act::Prepare => {
+                    let number = cause.number(self.stamp(turn.now));
+                    let body = Body::Change { gateway: to };
+                    let signal = self.sender().signal(Kind::Prepare, number, self.term, body);
+                    turn.push(Output::Lan(to, signal));
+                }
+                Act::Divert(term) => self.divert(to, term, turn),
+                Act::End(far, term) => self.end(far, term, turn),
+                Act::Given => {
+                    turn.push(Output::Note(Note::Gives { to, cause: Some(cause) }));
+                    self.gave(turn.now, true);
+                }
+                Act::TakeBack(term) => {
+                    turn.push(Output::Note(Note::TakesBack(to)));
+                    let members = giver.members.clone();
+                    self.term = self.term.max(term);
+                    self.gave(turn.now, false);
+                    self.lead_more(members, Shared::Move, turn);
+                }
+                Act::GiveUp => {
+                    turn.push(Output::Note(Note::GivesUp(to)));
+                    self.gave(turn.now, false);
+                }
+                Act::Ask(..) | Act::Ready(_) | Act::Lead(..) | Act::Done(_) => {}
+            }
+        }
+    }
+
+    fn gave(&mut self, now: Micros, ended: bool) {
+        let Some(gateway) = &mut self.gateway else { return };
+        gateway.planned.giver = None;
+        if ended {
+            gateway.planned.failures = 0;
+            gateway.planned.next = now + Planned::PAUSE;
+        } else {
+            gateway.planned.failed(now);
+        }
+    }
+
+    /// From now on everything goes to the taker, but what other gateways send: nobody passes on
+    /// what comes from a gateway, so they stay here until they follow it themselves.
+    fn divert(&mut self, to: NodeId, term: Term, turn: &mut Turn<'_>) {
+        let (me, now) = (self.place.me, turn.now);
+        let Some(gateway) = &self.gateway else { return };
+        // Who has said nothing lately may use this node, too; far leaders know who does not.
+        let may_use = |node: &NodeId| gateway.roll.last(*node).is_none_or(|present| present.word.1 == me);
+        let mut users: Vec<NodeId> = self.place.nodes.iter().copied().filter(may_use).collect();
+        users.extend(gateway.lead.iter().flat_map(Lead::members));
+        users.push(me);
+        users.sort_unstable();
+        users.dedup();
+        let stays = |node: &NodeId| *node != me && self.place.gateways.contains(node);
+        let (stay, go): (Vec<NodeId>, Vec<NodeId>) = users.into_iter().partition(stays);
+        let sender = self.sender();
+        let Some(gateway) = &mut self.gateway else { return };
+        let lead = gateway.lead.take();
+        let lead = lead.unwrap_or_else(|| Lead::new(sender, self.word.0, &self.place.fars, now));
+        gateway.lead = Some(lead.with_only(&stay));
+        if let Some(giver) = &mut gateway.planned.giver {
+            giver.members = go;
+        }
+        self.term = self.term.max(term);
+        // The marks first: the word is then the one moment in which everybody goes the other way.
+        self.led_changed(turn);
+        turn.push(Output::Word(term, to));
+    }
+
+    fn end(&self, far: crate::Far, term: Term, turn: &mut Turn<'_>) {
+        let Some(giver) = self.gateway.as_ref().and_then(|gateway| gateway.planned.giver.as_ref()) else {
+            return;
+        };
+        let parts = giver.members.chunks(MAX_MEMBERS);
+        let count = parts.len() as u16;
+        for (part, members) in parts.enumerate() {
+            let part = (part as u16, count);
+            let body =
+                Body::Claim { gateway: giver.to, shared: Shared::Move, part, members: members.to_vec() };
+            let signal = self.sender().signal(Kind::End, turn.nonce(), term, body);
+            turn.push(Output::Tunnel(far, signal));
+        }
+    }
+
+    /// Another gateway asks this one to lead.
+    fn prepare(&mut self, from: NodeId, cause: Cause, term: Term, turn: &mut Turn<'_>) {
+        let next = self.term.max(term).next(self.place.me);
+        let Some(gateway) = &mut self.gateway else { return };
+        if !gateway.tunnels.is_fit(turn.now) || gateway.planned.giver.is_some() {
+            return;
+        }
+        let trip = gateway.tunnels.longest();
+        let latest = self.term.max(term);
+        let goes_on = |taker: &Taker| taker.from == from && taker.term() >= latest && !taker.is_done();
+        let taker = gateway.planned.taker.take().filter(goes_on);
+        let mut taker = taker.unwrap_or_else(|| Taker::new(from, cause, next, &self.place.fars));
+        let acts = taker.prepare(trip, turn.now);
+        gateway.planned.taker = Some(taker);
+        self.takes(acts, turn);
+    }
+
+    /// A far leader answers a CLAIM or an END.
+    pub(crate) fn has_moved(&mut self, far: crate::Far, signal: &Signal, turn: &mut Turn<'_>) {
+        let Body::Claim { gateway: to, part, members, .. } = &signal.body else { return };
+        let me = self.place.me;
+        let Some(gateway) = &mut self.gateway else { return };
+        if let Some(lead) = &mut gateway.lead {
+            lead.moved(far, signal.term, members);
+        }
+        if let Some(taker) = gateway.planned.taker.as_mut().filter(|_| *to == me) {
+            let acts = taker.moved(far, signal.term, *part, members);
+            self.takes(acts, turn);
+        }
+    }
+
+    fn takes(&mut self, acts: Vec<Act>, turn: &mut Turn<'_>) {
+        for act in acts {
+            let Some(taker) = self.gateway.as_ref().and_then(|gateway| gateway.planned.taker.as_ref()) else {
+                return;
+            };
+            let (from, cause, me) = (taker.from, taker.cause, self.place.me);
+            match act {
+                Act::Ask(far, term) => {
+                    let (shared, part) = (Shared::Stay, (0, 1));
+                    let body = Body::Claim { gateway: me, shared, part, members: Vec::new() };
+                    let signal = self.sender().signal(Kind::Claim, turn.nonce(), term, body);
+                    turn.push(Output::Tunnel(far, signal));
+                }
+                Act::Ready(term) => {
+                    // What the giver passes on is given to WireGuard from now on.
+                    self.led_changed(turn);
+                    self.says_ready(from, from, term, turn);
+                }
+                Act::Lead(term, members) => {
+                    // Somebody has led in a later term: far leaders hear of it, too.
+                    if self.term > term {
+                        return;
+                    }
+                    let users = self.users_of(from, turn.now);
+                    turn.push(Output::Note(Note::IsGiven { from, why: Given::Planned(cause) }));
+                    self.term = term;
+                    self.lead_in(term, members.into_iter().chain(users).chain([me]), Shared::Move, turn);
+                }
+                Act::Done(term) => self.says_ready(from, me, term, turn),
+                _ => {}
+            }
+        }
+    }
+
+    fn says_ready(&self, to: NodeId, leader: NodeId, term: Term, turn: &mut Turn<'_>) {
+        let body = Body::Change { gateway: leader };
+        let signal = self.sender().signal(Kind::Ready, turn.nonce(), term, body);
+        turn.push(Output::Lan(to, signal));
+    }
+
+    /// A leader of term 0 that is not Kilo's first any more and could not give: it leads in a term of
+    /// its own, so that nobody goes to the other one before that is ready.
+    pub(crate) fn stays_leader(&mut self, turn: &mut Turn<'_>) {
+        let (me, now) = (self.place.me, turn.now);
+        let first = self.place.gateways.first();
+        let since = self.not_first_since.get_or_insert(now);
+        if first == Some(&me) || self.ordered.as_ref() != first || self.word != (Term::NONE, me) {
+            self.not_first_since = None;
+        } else if *since + SEC <= now && self.is_fit(now) && self.gives_nothing() {
+            let users = self.users_of(me, now);
+            self.lead_more(users.into_iter().chain([me]), Shared::Move, turn);
+        }
+    }
+
+    fn gives_nothing(&self) -> bool {
+        self.gateway.as_ref().is_some_and(|gateway| gateway.planned.giver.is_none())
+    }
+
+    /// How long it takes at most until a leader of Kilo's order that is not first any more has
+    /// given leadership away, or leads in a term of its own.
+    pub const STAYS: Micros = 10 * SEC;
+}

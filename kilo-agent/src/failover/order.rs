@@ -1,0 +1,143 @@
+//! Kilo's order of each location over time. When it names another leader among nodes that were
+//! there before, as when the annotation `leader` moves, who led goes on for a moment: it gives
+//! leadership away, make before break, or leads in a term of its own.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use kilo_core::{
+    signal_id,
+    topology::{Acting, Mesh, NodeId, STAYS},
+};
+
+/// How long who led has to give leadership away; then Kilo's order counts, as without failover.
+const STAYS_FOR: Duration = Duration::from_secs(10);
+/// What an order is worth keeping after: nodes that start come one after the other.
+const SETTLED: Duration = Duration::from_secs(5);
+
+/// Kilo's order of one location.
+#[derive(Clone, Debug)]
+struct Order {
+    first: NodeId,
+    since: Instant,
+    /// Capable nodes, and since when.
+    nodes: BTreeMap<NodeId, Instant>,
+    /// Who led, and until when it goes on.
+    stays: Option<(NodeId, Instant)>,
+}
+
+/// Kilo's orders, by location.
+#[derive(Clone, Debug, Default)]
+pub struct Orders(BTreeMap<u64, Order>);
+
+impl Orders {
+    /// Looks at a mesh whose gateways are known; whoever leads on is put into `acting`. `true`: there
+    /// is any.
+    pub fn observe(&mut self, mesh: &Mesh, acting: &mut Acting, now: Instant) -> bool {
+        let mut any = false;
+        let mut seen = BTreeMap::new();
+        for (index, segment) in mesh.segments.iter().enumerate().filter(|(at, _)| mesh.fails_over(*at)) {
+            let gateways = mesh.gateways_of(index);
+            let Some(first) = gateways.ids.first().copied() else { continue };
+            let location = signal_id::location(&segment.location);
+            let capable = segment.members.iter().filter(|member| member.node.is_capable());
+            let capable: Vec<NodeId> =
+                capable.filter_map(|member| Some(signal_id::node(&member.node.key?))).collect();
+            let order = self.0.remove(&location);
+            let mut order =
+                order.unwrap_or_else(|| Order { first, since: now, nodes: BTreeMap::new(), stays: None });
+            order.is(first, &capable, now);
+            if let Some((leader, _)) = order.stays
+                && gateways.term.count() == 0
+            {
+                acting.locations.entry(location).or_default().leader = Some((STAYS, leader));
+                any = true;
+            }
+            seen.insert(location, order);
+        }
+        self.0 = seen;
+        any
+    }
+}
+
+impl Order {
+    fn is(&mut self, first: NodeId, capable: &[NodeId], now: Instant) {
+        let for_long = |since: Instant| now.saturating_duration_since(since) >= SETTLED;
+        if self.first != first {
+            let was_there = self.nodes.get(&first).is_some_and(|since| for_long(*since));
+            let led = self.stays.map_or(self.first, |(leader, _)| leader);
+            if was_there && (for_long(self.since) || self.stays.is_some()) {
+                self.stays = Some((led, now + STAYS_FOR));
+            }
+            (self.first, self.since) = (first, now);
+        }
+        let goes_on = |(leader, until): &(NodeId, Instant)| {
+            *leader != first && capable.contains(leader) && now < *until
+        };
+        self.stays = self.stays.filter(goes_on);
+        self.nodes.retain(|node, _| capable.contains(node));
+        for node in capable {
+            self.nodes.entry(*node).or_insert(now);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: NodeId = 1;
+    const B: NodeId = 2;
+
+    fn at(start: Instant, seconds: u64) -> Instant {
+        start + Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn who_led_goes_on_for_a_moment_when_the_order_changes_among_nodes_that_were_there() {
+        let start = Instant::now();
+        let new = || Order { first: A, since: start, nodes: BTreeMap::new(), stays: None };
+        let mut order = new();
+        order.is(A, &[A, B], start);
+        order.is(B, &[A, B], at(start, 20));
+        assert_eq!(order.stays, Some((A, at(start, 30))));
+        order.is(B, &[A, B], at(start, 29));
+        assert!(order.stays.is_some());
+        order.is(B, &[A, B], at(start, 30));
+        assert_eq!(order.stays, None, "it had its time");
+        // And back before it was over: nothing has changed.
+        let mut order = new();
+        order.is(A, &[A, B], start);
+        order.is(B, &[A, B], at(start, 20));
+        order.is(A, &[A, B], at(start, 22));
+        assert_eq!(order.stays, None);
+    }
+
+    #[test]
+    fn kilos_order_counts_at_once_where_a_node_came_or_went() {
+        let start = Instant::now();
+        let new = || Order { first: A, since: start, nodes: BTreeMap::new(), stays: None };
+        // Nodes that start one after the other.
+        let mut order = new();
+        order.is(A, &[A], start);
+        order.is(B, &[A, B], at(start, 2));
+        assert_eq!(order.stays, None);
+        // One that comes later, and comes first.
+        let mut order = new();
+        order.is(A, &[A], start);
+        order.is(B, &[A, B], at(start, 60));
+        assert_eq!(order.stays, None);
+        // The leader is given up, also while it goes on.
+        let mut order = new();
+        order.is(A, &[A, B], start);
+        order.is(B, &[B], at(start, 20));
+        assert_eq!(order.stays, None);
+        let mut order = new();
+        order.is(A, &[A, B], start);
+        order.is(B, &[A, B], at(start, 20));
+        order.is(B, &[B], at(start, 21));
+        assert_eq!(order.stays, None);
+    }
+}
