@@ -31,6 +31,10 @@ pub(super) const STAND_BY: &str = "a2";
 pub(super) const MEMBER: &str = "a3";
 /// How long a returned leader may take until it leads again: a minute of health, doubled by a loss.
 const RETURN: Duration = Duration::from_secs(150);
+/// How long a leader that has booted may take until it knows who leads.
+const ASKED: Duration = Duration::from_secs(10);
+/// How long everybody may take to follow a leader that has returned.
+const FOLLOW: Duration = Duration::from_secs(3);
 /// How long the mesh has to notice a planned change.
 const NOTICED: Duration = Duration::from_secs(20);
 
@@ -200,17 +204,38 @@ pub(super) fn kilo0_down(lab: &mut Lab) -> Result<Broken> {
     }))
 }
 
-pub(super) fn leader_returns(lab: &mut Lab) -> Result<Broken> {
-    let term = state::changes(lab);
+/// The leader has lost power and is back, and its stand-by leads.
+pub(super) fn leader_was_away(lab: &mut Lab) -> Result<()> {
     cut_power(lab, LEADER)?;
     sleep(Duration::from_secs(2));
     boot(lab, LEADER)?;
+    // Until it has asked who leads it takes itself for the leader.
+    sleep(ASKED);
+    state::acts(lab, STAND_BY, NOTICED)
+}
+
+pub(super) fn leader_returns(lab: &mut Lab) -> Result<Broken> {
+    let term = state::changes(lab);
     let took = state::leads_again(lab, RETURN)?;
+    // The stand-by goes first, then everybody else.
+    sleep(FOLLOW);
     Ok(Broken::done(format!(
-        "a1 leads again {} s after its boot, {} changes in all",
+        "a1 leads again after {} s, {} changes in all",
         took.as_secs(),
         state::changes(lab).saturating_sub(term)
     )))
+}
+
+pub(super) fn leader_cordoned(lab: &mut Lab) -> Result<Broken> {
+    lab.caused(&[LEADS]);
+    let path = lab.agents.cluster().join("node-a1.yaml");
+    let before = fs::read_to_string(&path)?;
+    nodes::put(&path, &before.replace("spec:\n", "spec:\n  unschedulable: true\n"))?;
+    state::acts(lab, STAND_BY, NOTICED)?;
+    Ok(Broken::until("a2 leads, a1 is cordoned", move |lab| {
+        nodes::put(&path, &before)?;
+        state::acts(lab, LEADER, RETURN)
+    }))
 }
 
 pub(super) fn leader_moves(lab: &mut Lab) -> Result<Broken> {

@@ -59,6 +59,8 @@ pub struct Case {
     pub stand_bys: u8,
     /// What is accepted.
     pub limit: Limit,
+    /// What happens before traffic is watched.
+    pub prepare: Option<fn(&mut Lab) -> Result<()>>,
     /// Part of every test run.
     pub is_always: bool,
     /// Makes the fault.
@@ -73,7 +75,8 @@ const fn case(
     inject: fn(&mut Lab) -> Result<Broken>,
 ) -> Case {
     let (from, to) = ("pod-a3", "pod-b2");
-    Case { id, line, name, from, to, also: None, off: &[], stand_bys: 1, limit, is_always: false, inject }
+    let (also, off, prepare) = (None, &[], None);
+    Case { id, line, name, from, to, also, off, stand_bys: 1, limit, prepare, is_always: false, inject }
 }
 
 impl Case {
@@ -87,6 +90,10 @@ impl Case {
 
     const fn also(self, from: &'static str, to: &'static str) -> Self {
         Self { also: Some((from, to)), ..self }
+    }
+
+    const fn prepared(self, prepare: fn(&mut Lab) -> Result<()>) -> Self {
+        Self { prepare: Some(prepare), ..self }
     }
 
     const fn off(self, off: &'static [&'static str]) -> Self {
@@ -115,8 +122,9 @@ pub const CASES: &[Case] = &[
     case("kilo0-down", 18, "kilo0 of the leader is down", Limit::Outage(1000), breaking::kilo0_down),
     case("lan-dead", 18, "the leader's LAN interface carries nothing", Limit::Outage(1000), breaking::lan_dead),
     case("leader-forwards-nothing", 19, "the leader forwards nothing, and answers everything", Limit::Outage(1000), parts::forwards_nothing).always(),
-    case("leader-returns", 20, "the old leader comes back and leads again", Limit::Lost(10), breaking::leader_returns),
+    case("leader-returns", 20, "the old leader comes back and leads again", Limit::Lost(10), breaking::leader_returns).prepared(breaking::leader_was_away),
     case("leader-moves", 21, "the leader annotation moves", Limit::Lost(10), breaking::leader_moves),
+    case("leader-cordoned", 21, "the leader's Node is cordoned", Limit::Lost(10), breaking::leader_cordoned),
     case("power-flaps", 24, "the leader loses power 20 times in 60 s", Limit::Switches(2), flaps::power),
     case("uplink-flaps", 24, "the leader's uplink falls silent 20 times in 60 s", Limit::Switches(2), flaps::uplink),
     case("flaps-in-turn", 24, "leader and stand-by lose power in turn, 20 times in 60 s", Limit::Switches(2), flaps::in_turn).stand_bys(2),

@@ -137,6 +137,7 @@ fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<(String, Figures, u64
     lab.caused(&[CHANGE]);
     lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
     state::begin_anew(lab, case, FIT)?;
+    case.prepare.map_or(Ok(()), |prepare| prepare(lab))?;
     let flows = Flows::start(lab, case)?;
     let broken = flows.settle().context("before the fault").and_then(|()| {
         let before = state::changes(lab);
