@@ -1,6 +1,6 @@
 //! Egress of the WireGuard device: steer to the leader, or let WireGuard encrypt.
 
-use aya_ebpf::{EbpfContext as _, programs::TcContext};
+use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
 use kilo_common::{
     counters::{Action, DropReason},
     maps::{
@@ -50,17 +50,15 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
         return Err(DropReason::NotUnicast);
     }
     // The gateway that gets it translates it.
-    let mut translated = false;
     if !cb::is_passed_on(ctx)
         && let Some(addr) = masquerade::egress(ctx, config, 0, &ip, Known::Rare)?
     {
         ip.set_src(addr);
-        translated = true;
     }
     let Some(PrefixValue { hop: id, flags }) = routed::<I>(ip.dst()) else {
         return if config.flags & CONFIG_GATEWAY != 0 { pass() } else { Err(DropReason::NoPrefix) };
     };
-    if flags & PREFIX_INSIDE != 0 && !translated && is_own_wireguard::<I>(ctx, config, &ip) {
+    if flags & PREFIX_INSIDE != 0 && is_own_wireguard::<I>(ctx.as_ptr().cast(), config) {
         return Err(DropReason::InsideTunnel);
     }
     let hop = if id == HOP_ACTING && cb::is_led(ctx) { hop(HOP_REMOTE) } else { way(id) };
@@ -98,13 +96,18 @@ fn routed<I: Ip>(dst: I::Addr) -> Option<PrefixValue> {
 
 /// True for what this gateway's own WireGuard sends. WireGuard in the kernel refuses to send by its own
 /// device; a program that does would build the tunnel to one gateway through another, and lose both at once.
-#[inline(always)]
-fn is_own_wireguard<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> bool {
+/// No masqueraded packet gets its port. A function of its own, with a stack of its own: with those of the
+/// functions that `kilo_egress` calls there is no room for more before Linux 6.3.
+#[inline(never)]
+fn is_own_wireguard<I: Ip>(skb: *mut __sk_buff, config: &Config) -> bool {
+    let ctx = TcContext::new(skb);
     config.flags & CONFIG_GATEWAY != 0
-        && ip.protocol() == protocol::UDP
-        && ip.header_len() == I::HEADER_LEN
-        && !ip.is_fragment()
-        && I::is_private(config, ip.src())
+        && I::read(&ctx, 0).is_ok_and(|ip| {
+            ip.protocol() == protocol::UDP
+                && ip.header_len() == I::HEADER_LEN
+                && !ip.is_fragment()
+                && I::is_private(config, ip.src())
+        })
         && ctx
             .load::<[u8; 2]>(I::HEADER_LEN)
             .is_ok_and(|port| u16::from_be_bytes(port) == config.wireguard_port)
