@@ -8,6 +8,7 @@ pub mod counters;
 pub mod ecn;
 pub mod encap;
 pub mod event;
+pub mod forwarding;
 pub mod lead;
 pub mod map_table;
 pub mod maps;

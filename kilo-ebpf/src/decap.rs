@@ -6,17 +6,13 @@ use core::mem::offset_of;
 use aya_ebpf::{
     EbpfContext as _,
     bindings::{__sk_buff, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC},
-    helpers::bpf_redirect,
     programs::TcContext,
 };
 use kilo_common::{
-    counters::{Action, DropReason},
+    counters::DropReason,
     ecn,
-    lead::Exit,
-    maps::{
-        CONFIG_GATEWAY, Config, HOP_FIRST_NODE, HOP_LOCAL, NODE_GATEWAY, NODE_LED, NodeValue, PREFIX_ROUTE,
-        PREFIX_SOURCE, VXLAN_PORT,
-    },
+    forwarding::{self, Disposition},
+    maps::{Config, NODE_LED, NodeValue, VXLAN_PORT},
     packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4},
 };
 use network_types::udp::UdpHdr;
@@ -29,7 +25,7 @@ use crate::{
     maps::count_action,
     mtu::fits,
     packet,
-    ret::{REDIRECT_INGRESS, TC_ACT_UNSPEC, from_code, to_code},
+    ret::{Act, Verdict, from_code, to_code},
     signal,
 };
 
@@ -38,27 +34,6 @@ pub const DESTINATION_PORT: usize = offset_of!(UdpHdr, dst);
 /// `bpf_skb_adjust_room` flags (include/uapi/linux/bpf.h).
 const DECAP_L3_IPV4: u64 = 128;
 const DECAP_L3_IPV6: u64 = 256;
-
-/// Where a steered packet goes on.
-#[derive(PartialEq, Eq)]
-pub enum Disposition {
-    /// To this node's stack, as received on the WireGuard device.
-    Deliver,
-    /// The same, for the answer the stack gives: time exceeded, or too big.
-    Punt,
-    /// Straight into the WireGuard device.
-    Transit,
-    /// To the gateway that leads the sender, by the WireGuard device's program.
-    PassOn,
-}
-
-impl Disposition {
-    /// It leaves this host again.
-    #[inline(always)]
-    pub fn is_onward(&self) -> bool {
-        matches!(self, Self::Transit | Self::PassOn)
-    }
-}
 
 /// True for a datagram to the VXLAN device's port, or its first fragment, whatever stands between
 /// the IP header behind `LINK` bytes and that of UDP.
@@ -78,8 +53,7 @@ pub fn is_to_vxlan<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> bool {
 /// interface, because anybody on another network can write that source.
 #[inline(always)]
 pub fn sender_of<O: Ip>(ctx: &TcContext, outer: &O) -> Result<&'static NodeValue, DropReason> {
-    let sender = O::sender(outer.src()).ok_or(DropReason::UnknownSender)?;
-    if sender.may_arrive_by(packet::ifindex(ctx)) { Ok(sender) } else { Err(DropReason::WrongInterface) }
+    forwarding::arrives(O::sender(outer.src()), packet::ifindex(ctx))
 }
 
 /// An encapsulated packet addressed to this node; `overhead` bytes stand
@@ -90,7 +64,7 @@ pub fn steered<O: Ip, I: Ip, const LINK: usize, const GSO: bool>(
     config: &Config,
     outer: &O,
     overhead: usize,
-) -> Result<i32, DropReason> {
+) -> Verdict {
     let sender = sender_of::<O>(ctx, outer)?;
     if outer.is_fragment() {
         return Err(DropReason::OuterFragment);
@@ -109,12 +83,12 @@ pub fn steered<O: Ip, I: Ip, const LINK: usize, const GSO: bool>(
     let cut = decapsulate::<O, I, GSO>(ctx, overhead)?;
     if own {
         count_action(disposition.action());
-        return Ok(TC_ACT_UNSPEC);
+        return Ok(Act::NEXT);
     }
     if GSO && disposition.is_onward() {
         gso::make_room(ctx, cut);
     }
-    Ok(redirect(config, &disposition))
+    Ok(redirect(config, disposition))
 }
 
 /// [`steered`] as a function of its own for the verifier, with its own share of the stack.
@@ -144,8 +118,8 @@ fn take_over_ecn<I: Ip>(skb: *mut __sk_buff, offset: usize, outer: u32) -> i32 {
     let ctx = TcContext::new(skb);
     to_code(I::read(&ctx, offset).and_then(|inner| match ecn::decapsulated(outer as u8, inner.tos()) {
         None => Err(DropReason::Congestion),
-        Some(tos) if tos == inner.tos() => Ok(0),
-        Some(tos) => inner.set_tos(&ctx, offset, tos).map(|()| 0),
+        Some(tos) if tos == inner.tos() => Ok(Act::STACK),
+        Some(tos) => inner.set_tos(&ctx, offset, tos).map(|()| Act::STACK),
     }))
 }
 
@@ -166,23 +140,24 @@ pub fn validate<I: Ip>(
         return Err(DropReason::ForgedSignal);
     }
     let known = I::is_known_source(sender, inner.src());
-    let found = disposition::<I>(config, Some(sender), inner.dst());
+    let found = destined::<I>(config, Some(sender), inner.dst());
     if !known {
-        check_source::<I>(sender, inner.src(), matches!(found, Some(Disposition::Transit)))?;
+        forwarding::check_source(sender, I::prefix(inner.src()), found)?;
     }
-    let mut disposition = found.ok_or(DropReason::NotForUs)?;
-    if disposition.is_onward() {
-        if inner.ttl() <= 1 || !fits::<I>(ctx, offset, &inner, config.kilo_mtu) {
-            disposition = Disposition::Punt;
-        } else {
+    let fits = || fits::<I>(ctx, offset, &inner, config.kilo_mtu);
+    let disposition = forwarding::received(found, inner.ttl(), fits)?;
+    match disposition {
+        Disposition::Deliver | Disposition::Punt => {}
+        Disposition::PassOn => {
             inner.lower_ttl(ctx, offset)?;
-            match disposition {
-                Disposition::PassOn => cb::pass_on(ctx),
-                _ if known && !I::never_steered(inner.dst()) && !I::never_steered(inner.src()) => {
-                    cb::transit(ctx);
-                }
-                _ if sender.flags & NODE_LED != 0 => cb::led(ctx),
-                _ => {}
+            cb::pass_on(ctx);
+        }
+        Disposition::Transit => {
+            inner.lower_ttl(ctx, offset)?;
+            if known && !I::never_steered(inner.dst()) && !I::never_steered(inner.src()) {
+                cb::transit(ctx);
+            } else if sender.flags & NODE_LED != 0 {
+                cb::led(ctx);
             }
         }
     }
@@ -210,58 +185,15 @@ fn decapsulate<O: Ip, I: Ip, const GSO: bool>(ctx: &TcContext, overhead: usize) 
     if done { Ok(Cut::Before) } else { Err(DropReason::Encapsulation) }
 }
 
-/// The inner source must belong to the node that sent the packet; a gateway also carries what
-/// comes from other locations, and passes on what other nodes send there.
+/// Where a packet to this address goes on, as far as that says.
 #[inline(always)]
-fn check_source<I: Ip>(sender: &NodeValue, src: I::Addr, transit: bool) -> Result<(), DropReason> {
-    let owner = I::prefix(src).ok_or(DropReason::ForeignSource)?;
-    let others = lead::is_remote(owner.hop) || transit && owner.hop >= HOP_FIRST_NODE;
-    let carried = others && sender.flags & NODE_GATEWAY != 0;
-    if owner.flags & PREFIX_SOURCE != 0 && (owner.hop == sender.hop || carried) {
-        Ok(())
-    } else {
-        Err(DropReason::ForeignSource)
-    }
-}
-
-/// A node that is not a gateway refuses remote destinations, and a gateway what another one
-/// sends it in error: two nodes that take each other for the leader must not play ping-pong.
-#[inline(always)]
-pub fn disposition<I: Ip>(config: &Config, sender: Option<&NodeValue>, dst: I::Addr) -> Option<Disposition> {
-    let value = I::prefix(dst)?;
-    match value.hop {
-        HOP_LOCAL => Some(Disposition::Deliver),
-        id if lead::is_remote(id)
-            && config.flags & CONFIG_GATEWAY != 0
-            && value.flags & PREFIX_ROUTE != 0 =>
-        {
-            match lead::exit_of(sender, id) {
-                Exit::WireGuard => Some(Disposition::Transit),
-                Exit::PassOn => Some(Disposition::PassOn),
-                Exit::Drop => None,
-            }
-        }
-        _ => None,
-    }
-}
-
-impl Disposition {
-    /// How it is counted.
-    pub const fn action(&self) -> Action {
-        match self {
-            Self::Deliver => Action::Deliver,
-            Self::Punt => Action::Punt,
-            Self::Transit => Action::Transit,
-            Self::PassOn => Action::PassOn,
-        }
-    }
+pub fn destined<I: Ip>(config: &Config, sender: Option<&NodeValue>, dst: I::Addr) -> Option<Disposition> {
+    forwarding::disposition(config.flags, I::prefix(dst), sender, lead::is_mine)
 }
 
 /// Sends the packet on, and counts it.
 #[inline(always)]
-pub fn redirect(config: &Config, disposition: &Disposition) -> i32 {
+pub fn redirect(config: &Config, disposition: Disposition) -> Act {
     count_action(disposition.action());
-    let flags = if disposition.is_onward() { 0 } else { REDIRECT_INGRESS };
-    // SAFETY: a helper without pointers.
-    (unsafe { bpf_redirect(config.kilo_ifindex, flags) }) as i32
+    Act::redirect(config.kilo_ifindex, !disposition.is_onward())
 }

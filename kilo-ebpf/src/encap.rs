@@ -7,9 +7,7 @@ use aya_ebpf::{
         __sk_buff, BPF_F_TUNINFO_IPV6, BPF_F_ZERO_CSUM_TX, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC,
         bpf_redir_neigh, bpf_redir_neigh__bindgen_ty_1, bpf_tunnel_key,
     },
-    helpers::{
-        bpf_get_hash_recalc, bpf_redirect, bpf_redirect_neigh, bpf_skb_change_head, bpf_skb_set_tunnel_key,
-    },
+    helpers::{bpf_get_hash_recalc, bpf_redirect_neigh, bpf_skb_change_head, bpf_skb_set_tunnel_key},
     programs::TcContext,
 };
 use kilo_common::{
@@ -26,7 +24,7 @@ use crate::{
     cb,
     ip::Ip,
     packet,
-    ret::{from_code, to_code},
+    ret::{Act, Verdict, from_code, to_code},
 };
 
 /// `bpf_skb_adjust_room` flags (include/uapi/linux/bpf.h).
@@ -43,7 +41,7 @@ const AF_INET6: u32 = 10;
 
 /// Sends a packet that has no link-layer header to another node.
 #[inline(always)]
-pub fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Result<i32, DropReason> {
+pub fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verdict {
     let skb = ctx.as_ptr().cast();
     match (hop.tunnel, hop.family) {
         (TUNNEL_IPIP, FAMILY_V4) => ipip::<I>(ctx, config, hop, tos),
@@ -65,7 +63,7 @@ pub fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Resu
 
 /// The way of nearly all packets; inline.
 #[inline(always)]
-fn ipip<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Result<i32, DropReason> {
+fn ipip<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verdict {
     let mut frame = [0; ETHERNET_LEN + IPIP_OVERHEAD];
     ipip_frame(&mut frame, v4(&hop.local), v4(&hop.remote), &inner::<I>(ctx, tos, 0));
     match push_header_room(ctx, IPIP_OVERHEAD, ENCAP_L3_IPV4) {
@@ -77,7 +75,7 @@ fn ipip<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Result<i
 /// One of the other ways to send.
 trait Way {
     /// `Ok(None)`: not like this, but a device may.
-    fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Result<Option<i32>, DropReason>;
+    fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Result<Option<Act>, DropReason>;
 }
 
 /// A function of its own for the verifier, with its own share of the stack.
@@ -85,7 +83,7 @@ trait Way {
 fn subprogram<I: Ip, W: Way>(skb: *mut __sk_buff, config: &Config, hop: &Hop, tos: u8) -> i32 {
     let ctx = TcContext::new(skb);
     match W::send::<I>(&ctx, config, hop, tos) {
-        Ok(Some(verdict)) => verdict,
+        Ok(Some(act)) => act.code(),
         Ok(None) => subprogram::<I, ByDevice>(skb, config, hop, tos),
         Err(reason) => to_code(Err(reason)),
     }
@@ -94,7 +92,7 @@ fn subprogram<I: Ip, W: Way>(skb: *mut __sk_buff, config: &Config, hop: &Hop, to
 struct IpipV6;
 impl Way for IpipV6 {
     #[inline(always)]
-    fn send<I: Ip>(ctx: &TcContext, _: &Config, hop: &Hop, tos: u8) -> Result<Option<i32>, DropReason> {
+    fn send<I: Ip>(ctx: &TcContext, _: &Config, hop: &Hop, tos: u8) -> Result<Option<Act>, DropReason> {
         let inner = inner::<I>(ctx, tos, 0);
         if push_header_room(ctx, IPIP_OVERHEAD_V6, ENCAP_L3_IPV6).is_err() {
             return Ok(None);
@@ -108,7 +106,7 @@ impl Way for IpipV6 {
 struct Vxlan;
 impl Way for Vxlan {
     #[inline(always)]
-    fn send<I: Ip>(ctx: &TcContext, _: &Config, hop: &Hop, tos: u8) -> Result<Option<i32>, DropReason> {
+    fn send<I: Ip>(ctx: &TcContext, _: &Config, hop: &Hop, tos: u8) -> Result<Option<Act>, DropReason> {
         let inner = inner::<I>(ctx, tos, flow_hash(ctx));
         if push_header_room(ctx, VXLAN_OVERHEAD, ENCAP_L3_IPV4 | VXLAN_FLAGS).is_err() {
             return Ok(None);
@@ -122,7 +120,7 @@ impl Way for Vxlan {
 struct VxlanV6;
 impl Way for VxlanV6 {
     #[inline(always)]
-    fn send<I: Ip>(ctx: &TcContext, _: &Config, hop: &Hop, tos: u8) -> Result<Option<i32>, DropReason> {
+    fn send<I: Ip>(ctx: &TcContext, _: &Config, hop: &Hop, tos: u8) -> Result<Option<Act>, DropReason> {
         let inner = inner::<I>(ctx, tos, flow_hash(ctx));
         if push_header_room(ctx, VXLAN_OVERHEAD_V6, ENCAP_L3_IPV6 | VXLAN_FLAGS).is_err() {
             return Ok(None);
@@ -161,20 +159,19 @@ fn push_header_room(ctx: &TcContext, overhead: usize, flags: u64) -> Result<(), 
 
 /// Writes the outer headers into the room made, and sends.
 #[inline(always)]
-fn transmit<const N: usize>(ctx: &TcContext, hop: &Hop, frame: &[u8; N]) -> Result<i32, DropReason> {
+fn transmit<const N: usize>(ctx: &TcContext, hop: &Hop, frame: &[u8; N]) -> Verdict {
     change_head(ctx)?;
     ctx.store(0, frame, 0).map_err(|_| DropReason::Encapsulation)?;
     cb::sent(ctx);
     // No explicit next hop: with a cold neighbour the queued packet would leave
     // malformed, through the device it came from.
-    // SAFETY: no parameters are passed.
-    Ok(unsafe { bpf_redirect_neigh(hop.ifindex, core::ptr::null_mut(), 0, 0) } as i32)
+    Ok(Act::neighbour(hop.ifindex))
 }
 
 struct Plain;
 impl Way for Plain {
     #[inline(always)]
-    fn send<I: Ip>(ctx: &TcContext, _: &Config, hop: &Hop, _: u8) -> Result<Option<i32>, DropReason> {
+    fn send<I: Ip>(ctx: &TcContext, _: &Config, hop: &Hop, _: u8) -> Result<Option<Act>, DropReason> {
         change_head(ctx)?;
         let mut header = [0u8; ETHERNET_LEN];
         [header[12], header[13]] = (if I::V6 { ETHERTYPE_IPV6 } else { ETHERTYPE_IPV4 }).to_be_bytes();
@@ -188,7 +185,8 @@ impl Way for Plain {
         };
         let size = size_of::<bpf_redir_neigh>() as i32;
         // SAFETY: the parameters are a complete bpf_redir_neigh on the stack.
-        Ok(Some(unsafe { bpf_redirect_neigh(hop.ifindex, &raw mut neighbour, size, 0) } as i32))
+        let returned = unsafe { bpf_redirect_neigh(hop.ifindex, &raw mut neighbour, size, 0) };
+        Ok(Some(Act::of(returned as i32)))
     }
 }
 
@@ -204,13 +202,13 @@ fn words(addr: &[u8; 16]) -> [u32; 4] {
 struct ByDevice;
 impl Way for ByDevice {
     #[inline(always)]
-    fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Result<Option<i32>, DropReason> {
+    fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Result<Option<Act>, DropReason> {
         by_device::<I>(ctx, config, hop, tos).map(Some)
     }
 }
 
 #[inline(always)]
-fn by_device<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Result<i32, DropReason> {
+fn by_device<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verdict {
     let ipip = hop.tunnel != TUNNEL_VXLAN && hop.family == FAMILY_V4 && !I::V6 && config.ipip_ifindex != 0;
     let device = if ipip { config.ipip_ifindex } else { config.vxlan_ifindex };
     if device == 0 {
@@ -243,8 +241,7 @@ fn by_device<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Res
     if set != 0 {
         return Err(DropReason::Encapsulation);
     }
-    // SAFETY: a helper without pointers.
-    Ok(unsafe { bpf_redirect(device, 0) } as i32)
+    Ok(Act::transmit(device))
 }
 
 #[inline(always)]

@@ -2,35 +2,36 @@
 
 use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
-    counters::{Action, DropReason},
-    maps::{CONFIG_GATEWAY, CONFIG_OFFERED, Config, HOP_KIND_NODE, Hop},
+    counters::Action,
+    forwarding::{self, Ingress, routed},
+    maps::{CONFIG_OFFERED, Config},
     packet::{Ipv4, protocol},
 };
 
 use crate::{
     encap::send,
     ip::{Ip, V6},
-    kilo_egress::{pass, route},
+    kilo_egress::next,
     maps::{count_action, hop},
     masquerade,
     mtu::fits,
     packet::{self, Family},
-    ret::{TC_ACT_UNSPEC, from_code},
+    ret::{Verdict, from_code},
     signal,
 };
 
 /// Ingress of the WireGuard device; packets start with their IP header.
 #[inline(always)]
-pub fn kilo_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+pub fn kilo_ingress(ctx: &TcContext, config: &Config) -> Verdict {
     match packet::family(ctx) {
         Family::V4 => ingress::<Ipv4>(ctx, config),
         Family::V6 => ingress::<V6>(ctx, config),
-        Family::Other => pass(),
+        Family::Other => Ok(next(Action::Pass)),
     }
 }
 
 #[inline(always)]
-fn ingress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+fn ingress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     let mut ip = I::read(ctx, 0)?;
     if ip.protocol() == protocol::UDP
         && signal::is_own::<I>(config, ip.dst())
@@ -42,18 +43,16 @@ fn ingress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     if let Some(addr) = translated {
         ip.set_dst(addr);
     }
-    if config.flags & CONFIG_GATEWAY != 0
-        && let Some(hop) = node_hop::<I>(ip.dst())
-    {
-        if ip.ttl() <= 1 || !fits::<I>(ctx, 0, &ip, hop.mtu) {
-            // The stack tells the sender: time exceeded, or too big by the MTU of its route.
-            count_action(Action::Punt);
-            return Ok(TC_ACT_UNSPEC);
+    let to = || routed(I::prefix(ip.dst())).and_then(|to| hop(to.hop));
+    match forwarding::ingress(config.flags, to, ip.ttl(), |mtu| fits::<I>(ctx, 0, &ip, mtu)) {
+        Ingress::Forward(hop) => {
+            ip.lower_ttl(ctx, 0)?;
+            let act = send::<I>(ctx, config, hop, ip.tos())?;
+            count_action(Action::Forward);
+            return Ok(act);
         }
-        ip.lower_ttl(ctx, 0)?;
-        let verdict = send::<I>(ctx, config, hop, ip.tos())?;
-        count_action(Action::Forward);
-        return Ok(verdict);
+        Ingress::Punt => return Ok(next(Action::Punt)),
+        Ingress::Decrypt => {}
     }
     // Most nodes' packets come from the mesh alone, and to addresses an answer has here.
     if translated.is_none()
@@ -62,12 +61,5 @@ fn ingress<I: Ip>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
     {
         masquerade::arrived(ctx, config, 0, &ip);
     }
-    count_action(Action::Decrypt);
-    Ok(TC_ACT_UNSPEC)
-}
-
-/// The other node of this location that packets to this address are steered to.
-#[inline(always)]
-fn node_hop<I: Ip>(dst: I::Addr) -> Option<&'static Hop> {
-    route::<I>(dst).and_then(hop).filter(|hop| hop.kind == HOP_KIND_NODE)
+    Ok(next(Action::Decrypt))
 }

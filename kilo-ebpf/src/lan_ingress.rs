@@ -4,9 +4,10 @@ use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
 use kilo_common::{
     counters::DropReason,
     encap::{UDP_LEN, VXLAN_INNER, VXLAN_LEN, vxlan_header},
+    forwarding::{self, Disposition, is_gateway},
     maps::{
-        CONFIG_GATEWAY, CONFIG_PLAIN, Config, FAMILY_V6, HOP_KIND_NODE, HOP_LOCAL, Hop, NODE_LED, NodeValue,
-        PREFIX_INSIDE, PREFIX_ROUTE, PREFIX_SOURCE, TUNNEL_NONE, VXLAN_PORT,
+        CONFIG_PLAIN, Config, FAMILY_V6, HOP_KIND_NODE, Hop, NODE_LED, NodeValue, PREFIX_INSIDE, TUNNEL_NONE,
+        VXLAN_PORT,
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4, protocol},
 };
@@ -14,8 +15,8 @@ use kilo_common::{
 use crate::{
     cb,
     decap::{
-        DESTINATION_PORT, Disposition, disposition, gso_subprogram, is_to_vxlan, redirect, sender_of,
-        steered, steered_subprogram,
+        DESTINATION_PORT, destined, gso_subprogram, is_to_vxlan, redirect, sender_of, steered,
+        steered_subprogram,
     },
     fast_path::{
         established::{self, Established},
@@ -27,45 +28,45 @@ use crate::{
     masquerade,
     mtu::{self, fits},
     packet::{self, Family},
-    ret::{TC_ACT_OK, TC_ACT_UNSPEC, from_code, to_code},
+    ret::{Act, Verdict, from_code, to_code},
     signal,
 };
 
 /// Ingress of an uplink; packets start with an Ethernet header.
 #[inline(always)]
-pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
     if !packet::is_for_host(ctx) {
-        return Ok(TC_ACT_UNSPEC);
+        return Ok(Act::NEXT);
     }
     // The program of the VLAN's own device gets it next, without the tag.
     if packet::is_tagged(ctx) && packet::belongs_to_vlan(ctx.as_ptr().cast()) {
-        return Ok(TC_ACT_UNSPEC);
+        return Ok(Act::NEXT);
     }
     match packet::family(ctx) {
         Family::V4 if let Some(done) = transit::forward(ctx, config) => done,
         Family::V4 => match packet::protocol_v4(ctx) {
             protocol::TCP | protocol::UDP => match established::arriving(ctx, config)? {
-                Established::Done => Ok(TC_ACT_UNSPEC),
+                Established::Done => Ok(Act::NEXT),
                 // Nor is it the tunnels'.
-                Established::NoEntry if config.flags & CONFIG_PLAIN == 0 => Ok(TC_ACT_UNSPEC),
+                Established::NoEntry if config.flags & CONFIG_PLAIN == 0 => Ok(Act::NEXT),
                 Established::NoEntry => from_code(plain_v4(ctx.as_ptr().cast(), config)),
                 Established::Unknown => taken_v4::<ETHERNET_LEN>(ctx, config),
             },
             _ => taken_v4::<ETHERNET_LEN>(ctx, config),
         },
         Family::V6 => taken_v6::<ETHERNET_LEN>(ctx, config),
-        Family::Other => Ok(TC_ACT_UNSPEC),
+        Family::Other => Ok(Act::NEXT),
     }
 }
 
 /// Ingress of an uplink without link-layer header; packets start with their IP header.
 #[inline(always)]
-pub fn l3_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+pub fn l3_ingress(ctx: &TcContext, config: &Config) -> Verdict {
     // Without link-layer address every packet is for this host.
     match packet::family(ctx) {
         Family::V4 => taken_v4::<0>(ctx, config),
         Family::V6 => taken_v6::<0>(ctx, config),
-        Family::Other => Ok(TC_ACT_UNSPEC),
+        Family::Other => Ok(Act::NEXT),
     }
 }
 
@@ -75,7 +76,7 @@ const SIGNAL: i32 = 1000;
 const _: () = assert!(DropReason::from_index(SIGNAL as u32).is_none());
 
 #[inline(always)]
-fn taken_v4<const LINK: usize>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+fn taken_v4<const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdict {
     let skb = ctx.as_ptr().cast();
     from_code(match received_v4::<LINK>(skb, config) {
         SIGNAL => signal::from_lan::<Ipv4, LINK>(skb, config),
@@ -84,7 +85,7 @@ fn taken_v4<const LINK: usize>(ctx: &TcContext, config: &Config) -> Result<i32, 
 }
 
 #[inline(always)]
-fn taken_v6<const LINK: usize>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+fn taken_v6<const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdict {
     let skb = ctx.as_ptr().cast();
     from_code(match received_v6::<LINK>(skb, config) {
         SIGNAL => signal::from_lan::<V6, LINK>(skb, config),
@@ -107,9 +108,9 @@ fn received_v6<const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> i32 {
 }
 
 #[inline(always)]
-fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdict {
     // Rubbish that is not for the mesh is the stack's to judge.
-    let Ok(outer) = O::read(ctx, LINK) else { return Ok(TC_ACT_UNSPEC) };
+    let Ok(outer) = O::read(ctx, LINK) else { return Ok(Act::NEXT) };
     if signal::is_control::<O>(outer.src()) {
         return Err(DropReason::ForgedSignal);
     }
@@ -138,7 +139,7 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Resul
                 if signal::is_signal(ctx, LINK, &outer)
                     && (config.flags & CONFIG_PLAIN == 0 || O::sender(outer.src()).is_some()) =>
             {
-                return Ok(SIGNAL);
+                return Ok(Act::of(SIGNAL));
             }
             protocol::UDP | protocol::FRAGMENT => match vxlan::<O, LINK>(ctx, &outer) {
                 Family::V4 => {
@@ -160,7 +161,7 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Resul
                     cb::checked(ctx);
                     // The programs of others behind this one (a host firewall) see as little of
                     // what the device decapsulates as of what is taken here.
-                    return Ok(TC_ACT_OK);
+                    return Ok(Act::STACK);
                 }
                 Family::Other => {}
             },
@@ -173,11 +174,10 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Resul
         return Err(DropReason::InsideTunnel);
     }
     if masquerade::ingress(ctx, config, LINK, &outer, true)?.is_some() {
-        return Ok(TC_ACT_UNSPEC);
+        return Ok(Act::NEXT);
     }
-    let taken =
-        if config.flags & CONFIG_PLAIN != 0 { plain::<O, LINK>(ctx, config, &outer)? } else { TC_ACT_UNSPEC };
-    if taken == TC_ACT_UNSPEC {
+    let taken = plain::<O, LINK>(ctx, config, &outer)?;
+    if taken == Act::NEXT {
         masquerade::arrived(ctx, config, LINK, &outer);
     }
     Ok(taken)
@@ -188,7 +188,7 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Resul
 /// there would be encrypted again, and again.
 #[inline(always)]
 fn comes_from_inside<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, outer: &O) -> bool {
-    config.flags & CONFIG_GATEWAY != 0
+    is_gateway(config.flags)
         && outer.header_len() == O::HEADER_LEN
         && !outer.is_fragment()
         && destination_port::<O, LINK>(ctx) == Some(config.wireguard_port)
@@ -231,21 +231,21 @@ fn vxlan<O: Ip, const LINK: usize>(ctx: &TcContext, outer: &O) -> Family {
 
 /// A packet without outer header, where nodes of the location send such.
 #[inline(always)]
-fn plain<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropReason> {
-    let Some(source) = I::prefix(ip.src()) else { return Ok(TC_ACT_UNSPEC) };
-    if source.flags & PREFIX_SOURCE == 0 || source.hop == HOP_LOCAL {
-        return Ok(TC_ACT_UNSPEC);
-    }
-    let from_plain_node = |hop: &&Hop| hop.kind == HOP_KIND_NODE && hop.tunnel == TUNNEL_NONE;
-    let Some(node) = way(source.hop).filter(from_plain_node) else { return Ok(TC_ACT_UNSPEC) };
+fn plain<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict {
+    let source = || I::prefix(ip.src());
+    let Some(source) = forwarding::plain_source(config.flags, source) else { return Ok(Act::NEXT) };
+    let is_plain = |node: &&Hop| node.kind == HOP_KIND_NODE && node.tunnel == TUNNEL_NONE;
+    let Some(node) = way(source.hop).filter(is_plain) else { return Ok(Act::NEXT) };
     if I::never_steered(ip.dst()) {
-        return Ok(TC_ACT_UNSPEC);
+        return Ok(Act::NEXT);
     }
-    match disposition::<I>(config, sender_at(node), ip.dst()) {
+    let found = destined::<I>(config, sender_at(node), ip.dst());
+    let arrives = || forwarding::arrives_plain(node.ifindex, || sender_at(node), packet::ifindex(ctx));
+    match found {
         Some(disposition)
             if disposition.is_onward() && ip.ttl() > 1 && fits::<I>(ctx, LINK, ip, config.kilo_mtu) =>
         {
-            leads_here(ctx, node)?;
+            arrives()?;
             ip.lower_ttl(ctx, LINK)?;
             match disposition {
                 Disposition::PassOn => cb::pass_on(ctx),
@@ -255,30 +255,13 @@ fn plain<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> 
             if gso::is(ctx, config) {
                 gso::make_room(ctx, Cut::ByDevice);
             }
-            Ok(redirect(config, &disposition))
+            Ok(redirect(config, disposition))
         }
-        // Answers leave by the WireGuard device, so what they answer comes from
-        // there. To private addresses beside us they leave by this interface.
-        Some(disposition) if source.flags & PREFIX_ROUTE != 0 => {
-            leads_here(ctx, node)?;
-            let disposition = if disposition.is_onward() { Disposition::Punt } else { disposition };
-            Ok(redirect(config, &disposition))
+        Some(disposition) if forwarding::is_answered_by_tunnel(source) => {
+            arrives()?;
+            Ok(redirect(config, disposition.inward()))
         }
-        _ => Ok(TC_ACT_UNSPEC),
-    }
-}
-
-/// That node's packets may come in by this interface, or they are not its own.
-#[inline(always)]
-fn leads_here(ctx: &TcContext, node: &Hop) -> Result<(), DropReason> {
-    let ifindex = packet::ifindex(ctx);
-    if node.ifindex == ifindex {
-        return Ok(());
-    }
-    if sender_at(node).is_some_and(|sender| sender.may_arrive_by(ifindex)) {
-        Ok(())
-    } else {
-        Err(DropReason::WrongInterface)
+        _ => Ok(Act::NEXT),
     }
 }
 
@@ -297,5 +280,5 @@ fn sender_at(node: &Hop) -> Option<&'static NodeValue> {
 fn plain_v4(skb: *mut __sk_buff, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
     let plain = |ip: Ipv4| plain::<Ipv4, ETHERNET_LEN>(&ctx, config, &ip);
-    to_code(Ipv4::read(&ctx, ETHERNET_LEN).map_or(Ok(TC_ACT_UNSPEC), plain))
+    to_code(Ipv4::read(&ctx, ETHERNET_LEN).map_or(Ok(Act::NEXT), plain))
 }

@@ -5,8 +5,9 @@ use core::ptr::read_volatile;
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
 use kilo_common::{
-    lead::{Exit, Sender, exit, hop_of, obeys},
-    maps::{HOP_ACTING, HOP_REMOTE, Hop, LEAD_ACTING, NODE_GATEWAY, NODE_LED, NodeValue},
+    forwarding::hop_id,
+    lead::{hop_of, obeys},
+    maps::{HOP_ACTING, HOP_REMOTE, Hop, LEAD_ACTING},
 };
 
 use crate::maps::{LEAD, hop};
@@ -14,21 +15,14 @@ use crate::maps::{LEAD, hop};
 /// How often a word is tried to be moved while others move it.
 const TRIES: u32 = 3;
 
-/// True for the two ids that stand for a word.
-#[inline(always)]
-pub const fn is_remote(id: u32) -> bool {
-    id & !1 == HOP_REMOTE
-}
-const _: () = assert!(HOP_REMOTE & 1 == 0 && HOP_ACTING == HOP_REMOTE | 1);
-
-/// The word for one of these ids, read at once; 0 leads nowhere.
+/// The word for [`HOP_REMOTE`] or [`HOP_ACTING`], read at once; 0 leads nowhere.
 #[inline(always)]
 pub fn word(id: u32) -> u64 {
     // SAFETY: the entry is aligned to 8 bytes, and always there.
     LEAD.get_ptr(id & 1).map_or(0, |word| unsafe { read_volatile(word) })
 }
 
-/// Whether the word for one of these ids names this node's own WireGuard.
+/// Whether the word for one of both ids names this node's own WireGuard.
 #[inline(always)]
 pub fn is_mine(id: u32) -> bool {
     u32::from(hop_of(word(id))) == HOP_REMOTE
@@ -37,23 +31,7 @@ pub fn is_mine(id: u32) -> bool {
 /// The entry that a prefix's hop id leads to.
 #[inline(always)]
 pub fn way(id: u32) -> Option<&'static Hop> {
-    hop(if is_remote(id) { u32::from(hop_of(word(id))) } else { id })
-}
-
-/// What this gateway does with a packet of that node for one of these ids. What comes
-/// from nobody knows whom is not passed on.
-#[inline(always)]
-pub fn exit_of(sender: Option<&NodeValue>, id: u32) -> Exit {
-    let flags = match sender {
-        Some(sender) => sender.flags,
-        None => NODE_GATEWAY,
-    };
-    let sender = match () {
-        () if id == HOP_ACTING && flags & NODE_LED != 0 => Sender::Led,
-        () if flags & NODE_GATEWAY != 0 => Sender::Gateway,
-        () => Sender::Member,
-    };
-    exit(sender, is_mine(id))
+    hop(hop_id(id, || false, word))
 }
 
 /// Moves the acting leader's word to a later one; whether it is the word then.

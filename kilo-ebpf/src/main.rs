@@ -78,7 +78,7 @@ mod programs {
 
     use crate::{
         cb, inject, kilo_egress as egress, kilo_ingress as ingress, lan_ingress as lan, lead, maps,
-        ret::{TC_ACT_UNSPEC, verdict},
+        ret::{Act, run},
         tunnel_ingress as tunnel, uplink_egress as uplink,
     };
 
@@ -87,39 +87,39 @@ mod programs {
     pub fn kilo_egress(ctx: TcContext) -> i32 {
         if cb::is_for_wireguard(&ctx) {
             maps::count_action(Action::Encrypt);
-            return TC_ACT_UNSPEC;
+            return Act::NEXT.code();
         }
-        verdict(ctx, Hook::KiloEgress, egress::kilo_egress)
+        run(ctx, Hook::KiloEgress, egress::kilo_egress)
     }
 
     /// Packets that WireGuard decrypted, or that `lan_ingress` decapsulated.
     #[classifier]
     pub fn kilo_ingress(ctx: TcContext) -> i32 {
-        verdict(ctx, Hook::KiloIngress, ingress::kilo_ingress)
+        run(ctx, Hook::KiloIngress, ingress::kilo_ingress)
     }
 
     /// Packets from the network the node is in.
     #[classifier]
     pub fn lan_ingress(ctx: TcContext) -> i32 {
-        verdict(ctx, Hook::LanIngress, lan::lan_ingress)
+        run(ctx, Hook::LanIngress, lan::lan_ingress)
     }
 
     /// Packets the VXLAN or the IPIP device has decapsulated.
     #[classifier]
     pub fn tunnel_ingress(ctx: TcContext) -> i32 {
-        verdict(ctx, Hook::TunnelIngress, tunnel::tunnel_ingress)
+        run(ctx, Hook::TunnelIngress, tunnel::tunnel_ingress)
     }
 
     /// Packets to the network the node is in.
     #[classifier]
     pub fn uplink_egress(ctx: TcContext) -> i32 {
-        verdict(ctx, Hook::UplinkEgress, uplink::uplink_egress)
+        run(ctx, Hook::UplinkEgress, uplink::uplink_egress)
     }
 
     /// As [`lan_ingress`], where packets have no link-layer header.
     #[classifier]
     pub fn l3_ingress(ctx: TcContext) -> i32 {
-        verdict(ctx, Hook::L3Ingress, lan::l3_ingress)
+        run(ctx, Hook::L3Ingress, lan::l3_ingress)
     }
 
     /// Moves the acting leader's word for the agent.
@@ -140,7 +140,7 @@ mod programs {
     /// As [`uplink_egress`], where packets have no link-layer header.
     #[classifier]
     pub fn l3_egress(ctx: TcContext) -> i32 {
-        verdict(ctx, Hook::L3Egress, uplink::l3_egress)
+        run(ctx, Hook::L3Egress, uplink::l3_egress)
     }
 }
 

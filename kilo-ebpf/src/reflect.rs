@@ -3,7 +3,7 @@
 use aya_ebpf::{
     EbpfContext as _,
     bindings::{__sk_buff, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC},
-    helpers::{bpf_redirect, bpf_skb_change_tail},
+    helpers::bpf_skb_change_tail,
     programs::TcContext,
 };
 use kilo_common::{
@@ -14,7 +14,7 @@ use kilo_common::{
 
 use crate::{
     packet,
-    ret::{REDIRECT_INGRESS, dropped},
+    ret::{Act, dropped},
 };
 
 #[inline(never)]
@@ -37,8 +37,7 @@ fn answer<const N: usize, const LINK: usize>(skb: *mut __sk_buff, write: impl Fn
     let shot = dropped(skb, DropReason::TooBig.index(), hook as u32);
     let ctx = TcContext::new(skb);
     match reflect::<N, LINK>(&ctx, write) {
-        // SAFETY: a helper without pointers.
-        Some(()) => (unsafe { bpf_redirect(packet::ifindex(&ctx), REDIRECT_INGRESS) }) as i32,
+        Some(()) => Act::receive(packet::ifindex(&ctx)).code(),
         None => shot,
     }
 }

@@ -1,31 +1,81 @@
-//! What a program returns: an action of the kernel, or a drop that is counted and reported.
+//! What programs return: one type in Rust, one number between BPF functions and to the kernel.
 
-use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
+use aya_ebpf::{
+    EbpfContext as _,
+    bindings::__sk_buff,
+    helpers::{bpf_redirect, bpf_redirect_neigh},
+    programs::TcContext,
+};
 use kilo_common::{counters::DropReason, event::Hook, maps::Config};
 
 use crate::{maps, monitor, packet};
 
-/// Goes on with the next program on the hook, and then with the stack.
-pub const TC_ACT_UNSPEC: i32 = -1;
-/// Goes on with the stack at once.
-pub const TC_ACT_OK: i32 = 0;
-/// Ends a packet.
-pub const TC_ACT_SHOT: i32 = 2;
-/// `bpf_redirect` (`BPF_F_INGRESS`): to the stack, as received on that interface.
-pub const REDIRECT_INGRESS: u64 = 1;
+/// What becomes of a packet: an action of the kernel, or a drop that is counted and reported.
+pub type Verdict = Result<Act, DropReason>;
+
+/// An action of the kernel (`TC_ACT_*`, or what a helper that redirects has returned).
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Act(i32);
+
+impl Act {
+    /// Goes on with the next program on the hook, and then with the stack.
+    pub const NEXT: Self = Self(-1);
+    /// Goes on with the stack at once.
+    pub const STACK: Self = Self(0);
+    /// Ends a packet.
+    pub const END: Self = Self(2);
+
+    /// Sends the packet out of an interface; as it is, so its link-layer header must be there if the
+    /// interface has such.
+    #[inline(always)]
+    pub fn transmit(ifindex: u32) -> Self {
+        Self::redirect(ifindex, false)
+    }
+
+    /// To the stack, as received on that interface.
+    #[inline(always)]
+    pub fn receive(ifindex: u32) -> Self {
+        Self::redirect(ifindex, true)
+    }
+
+    /// One of both.
+    #[inline(always)]
+    pub fn redirect(ifindex: u32, received: bool) -> Self {
+        // `BPF_F_INGRESS`.
+        let flags = u64::from(received);
+        // SAFETY: a helper without pointers.
+        Self(unsafe { bpf_redirect(ifindex, flags) } as i32)
+    }
+
+    /// Sends the packet to the next hop that the kernel's routes give, which is also asked for its
+    /// link-layer address.
+    #[inline(always)]
+    pub fn neighbour(ifindex: u32) -> Self {
+        // SAFETY: no parameters are passed.
+        Self(unsafe { bpf_redirect_neigh(ifindex, core::ptr::null_mut(), 0, 0) } as i32)
+    }
+
+    /// What a helper that redirects, or a function that ends packets, has returned.
+    #[inline(always)]
+    pub const fn of(returned: i32) -> Self {
+        Self(returned)
+    }
+
+    /// For the kernel.
+    #[inline(always)]
+    pub const fn code(self) -> i32 {
+        self.0
+    }
+}
 
 /// Runs a program, and counts and reports what it drops.
 #[expect(clippy::needless_pass_by_value, reason = "the entry points own their context")]
 #[inline(always)]
-pub fn verdict(
-    ctx: TcContext,
-    hook: Hook,
-    program: impl FnOnce(&TcContext, &'static Config) -> Result<i32, DropReason>,
-) -> i32 {
+pub fn run(ctx: TcContext, hook: Hook, program: impl FnOnce(&TcContext, &'static Config) -> Verdict) -> i32 {
     // The array has its one entry from the start; zeroed it means: nothing is ours.
-    let Some(config) = maps::CONFIG.get(0) else { return TC_ACT_UNSPEC };
+    let Some(config) = maps::CONFIG.get(0) else { return Act::NEXT.code() };
     match program(&ctx, config) {
-        Ok(action) => action,
+        Ok(act) => act.code(),
         Err(reason) => dropped(ctx.as_ptr().cast(), reason.index(), hook as u32),
     }
 }
@@ -33,19 +83,19 @@ pub fn verdict(
 /// What a part of a program that has a stack of its own answers: an action
 /// of the kernel, or the index of a drop reason (none is an action's number).
 #[inline(always)]
-pub fn to_code(result: Result<i32, DropReason>) -> i32 {
-    match result {
-        Ok(action) => action,
+pub fn to_code(verdict: Verdict) -> i32 {
+    match verdict {
+        Ok(act) => act.code(),
         Err(reason) => reason.index() as i32,
     }
 }
 
 /// The inverse of [`to_code`].
 #[inline(always)]
-pub fn from_code(code: i32) -> Result<i32, DropReason> {
+pub fn from_code(code: i32) -> Verdict {
     match DropReason::from_index(code as u32) {
         Some(reason) => Err(reason),
-        None => Ok(code),
+        None => Ok(Act(code)),
     }
 }
 
@@ -57,5 +107,5 @@ pub fn dropped(skb: *mut __sk_buff, reason: u32, hook: u32) -> i32 {
     monitor::report(&ctx, hook, reason);
     // Loaded with the level off, the verifier removes this.
     aya_log_ebpf::debug!(&ctx, "dropped: reason {} on interface {}", reason, packet::ifindex(&ctx));
-    TC_ACT_SHOT
+    Act::END.code()
 }

@@ -6,13 +6,14 @@ use core::mem::offset_of;
 use aya_ebpf::{
     EbpfContext as _,
     bindings::{__sk_buff, BPF_F_MARK_MANGLED_0},
-    helpers::{bpf_ktime_get_ns, bpf_redirect, bpf_redirect_neigh, bpf_skb_change_head, bpf_skb_load_bytes},
+    helpers::{bpf_ktime_get_ns, bpf_skb_change_head, bpf_skb_load_bytes},
     programs::TcContext,
 };
 use kilo_common::{
     counters::{Action, DropReason},
     encap::UDP_LEN,
     event::Hook,
+    forwarding::is_remote,
     lead::{Term, hop_of, term_of},
     maps::{
         CONFIG_GATEWAY, CONTROL_PREFIX, Config, FAMILY_V6, HOP_ACTING, HOP_REMOTE, Heard, SignalKey,
@@ -33,7 +34,7 @@ use crate::{
     lead,
     maps::{SIGNAL, SIGNAL_KEY, count_action, hop},
     packet,
-    ret::{TC_ACT_SHOT, to_code},
+    ret::{Act, Verdict, to_code},
 };
 
 /// Where UDP has its length and its checksum.
@@ -83,11 +84,7 @@ pub fn from_lan<O: Ip, const LINK: usize>(skb: *mut __sk_buff, config: &Config) 
 }
 
 #[inline(always)]
-fn taken_from_lan<O: Ip, const LINK: usize>(
-    ctx: &TcContext,
-    config: &Config,
-    ip: &O,
-) -> Result<i32, DropReason> {
+fn taken_from_lan<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &O) -> Verdict {
     sender_of::<O>(ctx, ip)?;
     let start = LINK + O::HEADER_LEN + UDP_LEN;
     let header = header(ctx, start)?;
@@ -128,12 +125,12 @@ pub fn from_tunnel<I: Ip>(skb: *mut __sk_buff, config: &Config) -> i32 {
 }
 
 #[inline(always)]
-fn taken_from_tunnel<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropReason> {
+fn taken_from_tunnel<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict {
     let start = I::HEADER_LEN + UDP_LEN;
     let header = header(ctx, start)?;
     let from_gateway = is_control::<I>(ip.src());
     // Of another location: what this one's nodes send comes by the network between them.
-    if !from_gateway && !I::prefix(ip.src()).is_some_and(|owner| lead::is_remote(owner.hop)) {
+    if !from_gateway && !I::prefix(ip.src()).is_some_and(|owner| is_remote(owner.hop)) {
         return Err(DropReason::UnknownSignal);
     }
     let to_gateway = is_control::<I>(ip.dst());
@@ -146,8 +143,7 @@ fn taken_from_tunnel<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Result<
             // Its peer has the address it came from.
             cb::transit(ctx);
             count_action(Action::Reflect);
-            // SAFETY: a helper without pointers.
-            Ok(unsafe { bpf_redirect(config.kilo_ifindex, 0) } as i32)
+            Ok(Act::transmit(config.kilo_ifindex))
         }
         Taken::Agent => heard(ctx, Hook::KiloIngress, &octets(I::mapped(ip.src())), start, header.length),
         Taken::Control if from_gateway && to_gateway => {
@@ -253,7 +249,7 @@ fn stands(own: u64) -> (Term, u64) {
 
 /// Sends a packet back to where it came from, by the interface it came in by.
 #[inline(always)]
-fn turn_back<I: Ip, const LINK: usize>(ctx: &TcContext, _: &I) -> Result<i32, DropReason> {
+fn turn_back<I: Ip, const LINK: usize>(ctx: &TcContext, _: &I) -> Verdict {
     turn_around::<I>(ctx, LINK)?;
     if LINK != 0 {
         let [to, from]: [[u8; 6]; 2] = ctx.load(0).map_err(|_| DropReason::Rewrite)?;
@@ -261,8 +257,7 @@ fn turn_back<I: Ip, const LINK: usize>(ctx: &TcContext, _: &I) -> Result<i32, Dr
     }
     cb::sent(ctx);
     count_action(Action::Reflect);
-    // SAFETY: a helper without pointers.
-    Ok(unsafe { bpf_redirect(packet::ifindex(ctx), 0) } as i32)
+    Ok(Act::transmit(packet::ifindex(ctx)))
 }
 
 /// Swaps addresses and ports, which leaves every checksum as it is.
@@ -299,13 +294,7 @@ fn opaque(mut number: u64) -> u64 {
 
 /// Tells the agent; the packet ends here.
 #[inline(always)]
-fn heard(
-    ctx: &TcContext,
-    hook: Hook,
-    source: &[u8; 16],
-    start: usize,
-    length: usize,
-) -> Result<i32, DropReason> {
+fn heard(ctx: &TcContext, hook: Hook, source: &[u8; 16], start: usize, length: usize) -> Verdict {
     if length <= KERNEL {
         record::<KERNEL>(ctx, hook, source, start, length)
     } else {
@@ -320,7 +309,7 @@ fn record<const N: usize>(
     source: &[u8; 16],
     start: usize,
     length: usize,
-) -> Result<i32, DropReason> {
+) -> Verdict {
     let length = opaque(length as u64);
     if length > N as u64 {
         return Err(DropReason::Malformed);
@@ -332,7 +321,7 @@ fn record<const N: usize>(
     }
     let length = opaque(length);
     // A full ring: signals are repeated. Not counted as a drop: nobody can do anything about it.
-    let Some(mut entry) = SIGNAL.reserve_untyped::<Record<N>>(0) else { return Ok(TC_ACT_SHOT) };
+    let Some(mut entry) = SIGNAL.reserve_untyped::<Record<N>>(0) else { return Ok(Act::END) };
     let record: *mut Record<N> = entry.as_mut_ptr();
     // SAFETY: the entry is ours until it is submitted, and the helper writes at most N bytes.
     let copied = unsafe {
@@ -352,7 +341,7 @@ fn record<const N: usize>(
     if copied == 0 {
         entry.submit(0);
         count_action(Action::Hear);
-        Ok(TC_ACT_SHOT)
+        Ok(Act::END)
     } else {
         entry.discard(0);
         Err(DropReason::Malformed)
@@ -367,7 +356,7 @@ pub fn to_lan<I: Ip>(skb: *mut __sk_buff) -> i32 {
 }
 
 #[inline(always)]
-fn sent_to_lan<I: Ip>(ctx: &TcContext, ip: &I) -> Result<i32, DropReason> {
+fn sent_to_lan<I: Ip>(ctx: &TcContext, ip: &I) -> Verdict {
     let node = I::sender(ip.dst()).ok_or(DropReason::UnknownSignal)?;
     // The likeliest comes first.
     let [ifindex, ..] = node.interfaces;
@@ -380,6 +369,5 @@ fn sent_to_lan<I: Ip>(ctx: &TcContext, ip: &I) -> Result<i32, DropReason> {
     ctx.store(0, &header, 0).map_err(|_| DropReason::Encapsulation)?;
     cb::sent(ctx);
     count_action(Action::Steer);
-    // SAFETY: no parameters are passed.
-    Ok(unsafe { bpf_redirect_neigh(ifindex, core::ptr::null_mut(), 0, 0) } as i32)
+    Ok(Act::neighbour(ifindex))
 }

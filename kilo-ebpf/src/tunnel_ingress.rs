@@ -3,7 +3,7 @@
 use aya_ebpf::{
     EbpfContext as _,
     bindings::{BPF_F_TUNINFO_IPV6, bpf_tunnel_key},
-    helpers::{bpf_redirect, bpf_skb_get_tunnel_key},
+    helpers::bpf_skb_get_tunnel_key,
     programs::TcContext,
 };
 use kilo_common::{
@@ -19,14 +19,14 @@ use crate::{
     ip::{Ip, V6},
     maps::{count_action, hop},
     packet::{self, Family},
-    ret::REDIRECT_INGRESS,
+    ret::{Act, Verdict},
 };
 
 /// Ingress of the VXLAN device: what the fast path of `lan_ingress` left to
 /// the kernel, decapsulated; packets start with the inner Ethernet header.
 /// And of the IPIP device, which is for sending: `lan_ingress` leaves it nothing.
 #[inline(always)]
-pub fn tunnel_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+pub fn tunnel_ingress(ctx: &TcContext, config: &Config) -> Verdict {
     // By an interface without `lan_ingress`, to another address, or made by a process of this host.
     if !cb::take_checked(ctx) {
         return Err(DropReason::Unchecked);
@@ -40,14 +40,13 @@ pub fn tunnel_ingress(ctx: &TcContext, config: &Config) -> Result<i32, DropReaso
     match hop(sender.hop).filter(|_| own) {
         Some(hop) => {
             count_action(disposition.action());
-            // SAFETY: a helper without pointers.
-            Ok(unsafe { bpf_redirect(hop.ifindex, REDIRECT_INGRESS) } as i32)
+            Ok(Act::receive(hop.ifindex))
         }
         None => {
             if disposition.is_onward() && gso::is(ctx, config) {
                 gso::make_room(ctx, Cut::ByDevice);
             }
-            Ok(redirect(config, &disposition))
+            Ok(redirect(config, disposition))
         }
     }
 }

@@ -8,13 +8,11 @@
 
 use core::mem::offset_of;
 
-use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, helpers::bpf_redirect, programs::TcContext};
+use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
 use kilo_common::{
     counters::DropReason,
-    maps::{
-        CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, Config, HOP_KIND_NODE, HOP_KIND_WIREGUARD,
-        PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_SOURCE, VXLAN_PORT,
-    },
+    forwarding,
+    maps::{CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, Config, PREFIX_NEVER_CLEAR, VXLAN_PORT},
     packet::{ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, protocol},
 };
 use network_types::ip::{Ipv4Hdr, Ipv6Hdr};
@@ -29,7 +27,7 @@ use crate::{
     mtu::fits,
     packet::{self, Family},
     reflect,
-    ret::{TC_ACT_UNSPEC, from_code, to_code},
+    ret::{Act, Verdict, from_code, to_code},
     wireguards,
 };
 
@@ -41,14 +39,14 @@ const DESTINATION_V6: usize = offset_of!(Ipv6Hdr, dst_addr);
 
 /// Egress of an uplink; packets start with an Ethernet header.
 #[inline(always)]
-pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Verdict {
     // The program of a VLAN's own device has had what bears the VLAN's tag.
     if cb::is_sent(ctx) || packet::is_tagged(ctx) {
-        return Ok(TC_ACT_UNSPEC);
+        return Ok(Act::NEXT);
     }
     match packet::family(ctx) {
-        Family::V4 if is_tunnels_v4(ctx, config) => Ok(TC_ACT_UNSPEC),
-        Family::V6 if is_wireguards_v6(ctx, config) => Ok(TC_ACT_UNSPEC),
+        Family::V4 if is_tunnels_v4(ctx, config) => Ok(Act::NEXT),
+        Family::V6 if is_wireguards_v6(ctx, config) => Ok(Act::NEXT),
         Family::V4 => {
             if config.flags & CONFIG_OFFERED != 0 {
                 let verdict = match Ipv4::read(ctx, ETHERNET_LEN) {
@@ -63,37 +61,33 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason
                 }
             }
             let known = match established::leaving(ctx, config)? {
-                Established::Done => return Ok(TC_ACT_UNSPEC),
+                Established::Done => return Ok(Act::NEXT),
                 Established::NoEntry => Known::New,
                 Established::Unknown => Known::Nothing,
             };
             read_and_transmit::<Ipv4, ETHERNET_LEN>(ctx, config, known)
         }
         Family::V6 => read_and_transmit::<V6, ETHERNET_LEN>(ctx, config, Known::Nothing),
-        Family::Other => Ok(TC_ACT_UNSPEC),
+        Family::Other => Ok(Act::NEXT),
     }
 }
 
 /// Egress of an uplink without link-layer header; packets start with their IP header.
 #[inline(always)]
-pub fn l3_egress(ctx: &TcContext, config: &Config) -> Result<i32, DropReason> {
+pub fn l3_egress(ctx: &TcContext, config: &Config) -> Verdict {
     if cb::is_sent(ctx) {
-        return Ok(TC_ACT_UNSPEC);
+        return Ok(Act::NEXT);
     }
     match packet::family(ctx) {
         Family::V4 => read_and_transmit::<Ipv4, 0>(ctx, config, Known::Nothing),
         Family::V6 => read_and_transmit::<V6, 0>(ctx, config, Known::Nothing),
-        Family::Other => Ok(TC_ACT_UNSPEC),
+        Family::Other => Ok(Act::NEXT),
     }
 }
 
 /// `LINK` is the length of the link-layer header; so below.
 #[inline(always)]
-fn read_and_transmit<I: Ip, const LINK: usize>(
-    ctx: &TcContext,
-    config: &Config,
-    known: Known,
-) -> Result<i32, DropReason> {
+fn read_and_transmit<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, known: Known) -> Verdict {
     match I::read(ctx, LINK) {
         Ok(ip) => transmit::<I, LINK>(ctx, config, &ip, known),
         Err(_) => unreadable::<I>(ctx.load(LINK + if I::V6 { DESTINATION_V6 } else { DESTINATION_V4 }).ok()),
@@ -145,22 +139,17 @@ fn is_wireguards_v6(ctx: &TcContext, config: &Config) -> bool {
 }
 
 #[inline(always)]
-fn transmit<I: Ip, const LINK: usize>(
-    ctx: &TcContext,
-    config: &Config,
-    ip: &I,
-    known: Known,
-) -> Result<i32, DropReason> {
+fn transmit<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I, known: Known) -> Verdict {
     if is_to_nodes_vxlan::<I, LINK>(ctx, ip) {
         // Nobody else may say what other nodes take for this node's word.
-        return if cb::take_by_device(ctx) { Ok(TC_ACT_UNSPEC) } else { Err(DropReason::ForgedVxlan) };
+        return if cb::take_by_device(ctx) { Ok(Act::NEXT) } else { Err(DropReason::ForgedVxlan) };
     }
     let verdict = guard::<I, LINK>(ctx, config, ip)?;
     if verdict != GO_ON {
         return Ok(verdict);
     }
     masquerade::egress(ctx, config, LINK, ip, known)?;
-    Ok(TC_ACT_UNSPEC)
+    Ok(Act::NEXT)
 }
 
 /// True for what a node of the location would take for a steered packet.
@@ -170,13 +159,13 @@ fn is_to_nodes_vxlan<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> bool 
 }
 
 /// Answer of [`guard`]: the packet may leave as it is.
-const GO_ON: i32 = TC_ACT_UNSPEC;
+const GO_ON: Act = Act::NEXT;
 
 /// Keeps packets of the mesh from leaving in clear: drops them, or steers them.
 #[inline(always)]
-fn guard<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Result<i32, DropReason> {
+fn guard<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict {
     match I::prefix(ip.dst()) {
-        Some(value) if value.flags & (PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED) != 0 => {
+        Some(value) if forwarding::is_guarded(value.flags) => {
             from_code(guarded::<I, LINK>(ctx.as_ptr().cast(), config, value.hop, value.flags))
         }
         _ => Ok(GO_ON),
@@ -198,41 +187,27 @@ fn decide<I: Ip, const LINK: usize>(
     ip: &I,
     id: u32,
     flags: u32,
-) -> Result<i32, DropReason> {
-    let of_mesh = !I::is_private(config, ip.src()) && is_mesh_source::<I>(ip.src());
+) -> Verdict {
+    let of_mesh = !I::is_private(config, ip.src()) && forwarding::is_of_mesh(I::prefix(ip.src()));
     let own =
         !of_mesh && (wireguards::is_own(ctx, config, ip, LINK) || is_neighbour_discovery::<I, LINK>(ctx, ip));
-    if flags & PREFIX_NEVER_CLEAR != 0 {
-        return if own { Ok(GO_ON) } else { Err(DropReason::NotEncrypted) };
-    }
-    let steered = of_mesh || !own && flags & PREFIX_HOST_STEERED != 0;
-    if !steered || I::never_steered(ip.dst()) || I::never_steered(ip.src()) {
+    let on_link = || I::never_steered(ip.dst()) || I::never_steered(ip.src());
+    if !forwarding::guard(flags, of_mesh, own, on_link)? {
         return Ok(GO_ON);
     }
-    let mtu = match way(id) {
-        Some(hop) if hop.kind == HOP_KIND_NODE => hop.mtu,
-        Some(hop) if hop.kind == HOP_KIND_WIREGUARD => config.kilo_mtu,
-        _ => return Err(DropReason::NoHop),
-    };
+    let mtu = forwarding::beside(way(id), config.kilo_mtu)?;
     // What this host's stack were told of the address would hold for WireGuard's own packets to it,
     // too; those WireGuard makes of its large ones are fragments.
     if of_mesh && !fits::<I>(ctx, LINK, ip, mtu) {
         let skb = ctx.as_ptr().cast();
-        return Ok(if I::V6 {
+        return Ok(Act::of(if I::V6 {
             reflect::too_big_v6::<LINK>(skb, mtu)
         } else {
             reflect::too_big_v4::<LINK>(skb, mtu)
-        });
+        }));
     }
-    // SAFETY: a helper without pointers. `kilo_egress` does the rest.
-    Ok(unsafe { bpf_redirect(config.kilo_ifindex, 0) } as i32)
-}
-
-/// True for addresses of pods, of WireGuard and of VPN peers. Those the host
-/// itself sends to by its uplinks say nothing about who sends from them.
-#[inline(always)]
-fn is_mesh_source<I: Ip>(addr: I::Addr) -> bool {
-    I::prefix(addr).is_some_and(|owner| owner.flags & (PREFIX_SOURCE | PREFIX_PODS_STEERED) == PREFIX_SOURCE)
+    // `kilo_egress` does the rest.
+    Ok(Act::transmit(config.kilo_ifindex))
 }
 
 /// True for messages about neighbours on the link (RFC 4861): nobody forwards
@@ -247,9 +222,9 @@ fn is_neighbour_discovery<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> 
 
 /// A packet with a header no program can read, to this destination.
 #[inline(always)]
-fn unreadable<I: Ip>(dst: Option<I::Addr>) -> Result<i32, DropReason> {
+fn unreadable<I: Ip>(dst: Option<I::Addr>) -> Verdict {
     match dst.and_then(I::prefix) {
         Some(value) if value.flags & PREFIX_NEVER_CLEAR != 0 => Err(DropReason::NotEncrypted),
-        _ => Ok(TC_ACT_UNSPEC),
+        _ => Ok(Act::NEXT),
     }
 }

@@ -20,7 +20,9 @@ use kilo_core::{
 };
 use kilo_host::dataplane::Dataplane;
 use support::{
-    IFINDEX, MEMBER, MEMBER_HOP, MEMBER_POD, OWN_POD, REMOTE_POD, SELF, leader_tables, member_tables,
+    IFINDEX, MEMBER, MEMBER_HOP, MEMBER_POD, OWN_POD, REMOTE_POD, SELF,
+    decisions::Decisions,
+    leader_tables, member_tables,
     packet::{
         self, PASS, PASS_AT_ONCE, REDIRECT, Ran, SHOT, checksums_hold, ethernet, ipv4, run, run_with,
         steered, udp,
@@ -252,8 +254,8 @@ fn program_and_model_agree_on_random_steered_packets() {
         let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(1500));
         runner
             .run(&(pick(), pick(), pick()), |(outer, src, dst)| {
-                let wanted =
-                    tables.lan_ingress(outer.into(), model::Packet { src: src.into(), dst: dst.into() });
+                let wanted = Decisions(&tables)
+                    .lan_ingress(outer.into(), model::Packet { src: src.into(), dst: dst.into() });
                 let frame = steered(outer, SELF, &udp(src, dst, (1000, 2000), b"x"));
                 let ran = run(&mut dataplane.borrow_mut(), "lan_ingress", &frame);
                 let label = match wanted {

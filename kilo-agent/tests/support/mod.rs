@@ -51,6 +51,7 @@ pub fn bpffs() -> Option<BpfFs> {
 }
 
 pub mod classes;
+pub mod decisions;
 pub mod flows;
 pub mod foreign;
 pub mod oracle;

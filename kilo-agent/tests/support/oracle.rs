@@ -1,6 +1,5 @@
 //! What a program must do with the bytes of one packet: headers read in plain
-//! Rust, decisions of `plan::model` and `plan::probe`, outer headers of
-//! `kilo_common::encap`.
+//! Rust, [`super::decisions`], outer headers of `kilo_common::encap`.
 
 use std::net::IpAddr;
 
@@ -30,6 +29,7 @@ use kilo_core::{
 
 use super::{
     IFINDEX,
+    decisions::Decisions,
     flows::{Flows, Remembered, Translation},
     packet::{PASS, PASS_AT_ONCE, REDIRECT, SHOT},
     signals,
@@ -254,7 +254,7 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
         };
         // A superpacket, a fragment: the device's, and no other program's.
         if inner.is_none() && tables.config.vxlan_ifindex != 0 && to_vxlan(frame, link, &outer) {
-            return match tables.arrives(outer.src, input.ifindex) {
+            return match Decisions(tables).arrives(outer.src, input.ifindex) {
                 Ok(()) => Wanted { verdict: PASS_AT_ONCE, priority: Some(CHECKED), ..passes(None) },
                 Err(reason) => drops(reason),
             };
@@ -269,9 +269,9 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
     if let (Some(translation), remembered) = flows.answer(tables, input, link, &outer, true) {
         return Wanted { remembered, bytes: Bytes::Translated(translation), ..passes(translation.action) };
     }
-    match tables.plain(&outer.probe(input, link)) {
+    match Decisions(tables).plain(&outer.probe(input, link)) {
         None => Wanted { remembered: flows.arrived(tables, input, link, &outer), ..passes(None) },
-        Some(_) if tables.arrives_plain(outer.src, input.ifindex).is_err() => {
+        Some(_) if Decisions(tables).arrives_plain(outer.src, input.ifindex).is_err() => {
             drops(DropReason::WrongInterface)
         }
         Some(action) => {
@@ -365,7 +365,7 @@ fn steered(
     v6: bool,
 ) -> Result<Wanted, DropReason> {
     let frame = &input.frame[..];
-    tables.arrives(outer.src, input.ifindex)?;
+    Decisions(tables).arrives(outer.src, input.ifindex)?;
     let sender = &tables.node[&outer.src];
     if outer.fragment {
         return Err(DropReason::OuterFragment);
@@ -375,7 +375,7 @@ fn steered(
     }
     let offset = link + overhead;
     let inner = Ip::read(frame, offset, v6)?;
-    let (action, _) = tables.steered(outer.src, &inner.probe(input, offset))?;
+    let (action, _) = Decisions(tables).steered(outer.src, &inner.probe(input, offset))?;
     let mut bytes = [&frame[..offset], &marked(&frame[offset..], outer.tos, inner.tos, v6)?].concat();
     refused(input)?;
     if is_onward(action) {
@@ -445,7 +445,7 @@ fn kilo_egress(tables: &Tables, flows: &Flows, input: &Input) -> Result<Wanted, 
         return if leads { Ok(passes(Some(Action::Pass))) } else { Err(DropReason::NoPrefix) };
     };
     let ip = Ip::read(frame, 0, v6)?;
-    let verdict = tables.leaving(&ip.probe(input, 0));
+    let verdict = Decisions(tables).leaving(&ip.probe(input, 0));
     if verdict == Err(DropReason::NotUnicast) {
         return Err(DropReason::NotUnicast);
     }
@@ -492,7 +492,7 @@ fn kilo_ingress(tables: &Tables, flows: &Flows, input: &Input) -> Result<Wanted,
     }
     let (mut answer, mut remembered) = flows.answer(tables, input, 0, &ip, false);
     let onward = Ip { dst: answer.map_or(ip.dst, |translation| translation.addr), ..ip };
-    let verdict = tables.decrypted(&onward.probe(input, 0));
+    let verdict = Ok(Decisions(tables).decrypted(&onward.probe(input, 0)));
     let several = if v6 { CONFIG_SEVERAL_V6 } else { CONFIG_SEVERAL_V4 } | CONFIG_OFFERED;
     if answer.is_none() && tables.config.flags & several != 0 && matches!(verdict, Ok((Action::Decrypt, _))) {
         (answer, remembered) = flows.answer(tables, input, 0, &ip, true);
@@ -592,15 +592,15 @@ fn uplink_egress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> 
             drops(DropReason::ForgedVxlan)
         };
     }
-    match tables.uplink_egress(Packet { src: ip.src, dst: ip.dst }) {
+    match Decisions(tables).uplink_egress(Packet { src: ip.src, dst: ip.dst }) {
         Ok(Some(_)) | Err(DropReason::NotEncrypted | DropReason::NoHop)
             if is_of_host(tables, frame, link, &ip) => {}
         Ok(Some(hop)) => {
-            let mtu = tables.mtu_of(&hop);
+            let mtu = Decisions(tables).mtu_of(&hop);
             // What `kilo_egress` does then is another packet's judgement.
             let onward = Wanted { verdict: REDIRECT, ..passes(None) };
             // What the host were told would hold for its WireGuard, too.
-            let fits = ip.probe(input, link).fits(mtu) || !tables.is_of_mesh(ip.src);
+            let fits = ip.probe(input, link).fits(mtu) || !Decisions(tables).is_of_mesh(ip.src);
             return if fits { onward } else { told(frame, link, v6, mtu) };
         }
         Err(reason) => return drops(reason),
@@ -645,7 +645,7 @@ fn destination(frame: &[u8], link: usize, v6: bool) -> Option<IpAddr> {
 /// True for what a host must send by its uplinks: WireGuard's packets as far as they bear its port, and
 /// neighbour discovery. The port of a pod's packet says nothing.
 fn is_of_host(tables: &Tables, frame: &[u8], link: usize, ip: &Ip) -> bool {
-    if tables.is_of_mesh(ip.src) {
+    if Decisions(tables).is_of_mesh(ip.src) {
         return false;
     }
     if let Some(udp) = udp_header(frame, link, ip) {

@@ -19,6 +19,7 @@ use kilo_core::{
 };
 
 use super::{
+    decisions::Decisions,
     oracle::{Bytes, Input, Ip, Wanted, drops},
     packet::{REDIRECT, SHOT},
     random::Random,
@@ -92,7 +93,7 @@ fn taken_on_lan(
     ip: &Ip,
     start: usize,
 ) -> Result<Wanted, DropReason> {
-    tables.arrives(ip.src, input.ifindex)?;
+    Decisions(tables).arrives(ip.src, input.ifindex)?;
     let header = header(input, start)?;
     let bytes = &input.frame[start..start + header.length];
     match header.kind {

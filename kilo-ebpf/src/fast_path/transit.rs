@@ -2,14 +2,23 @@
 //! a prefix of another node of the location to another location. What it does is
 //! what `lan_ingress` does, with fewer instructions; all others go through there.
 
-use aya_ebpf::{bindings::bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, helpers::bpf_redirect, programs::TcContext};
+use aya_ebpf::{bindings::bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, programs::TcContext};
 use kilo_common::{
     counters::{Action, DropReason},
-    maps::{CONFIG_GATEWAY, Config, HOP_ACTING, NODE_LED, PREFIX_ROUTE},
+    forwarding::{Disposition, disposition, is_gateway},
+    maps::Config,
     packet::{ETHERNET_LEN, IPV4_LEN, Ipv4, Ipv4Header, never_steered, protocol},
 };
 
-use crate::{cb, gso::FIXED_GSO, ip::Ip as _, lead, maps::count_action, packet};
+use crate::{
+    cb,
+    gso::FIXED_GSO,
+    ip::Ip as _,
+    lead,
+    maps::count_action,
+    packet,
+    ret::{Act, Verdict},
+};
 
 const INNER: u32 = (ETHERNET_LEN + IPV4_LEN) as u32;
 
@@ -22,8 +31,8 @@ const PLAIN_AND_MARK: u16 = u16::from_ne_bytes([0xff, 1]);
 
 /// Ingress of an uplink; `None`: nothing is done, and `lan_ingress` must tell.
 #[inline(always)]
-pub fn forward(ctx: &TcContext, config: &Config) -> Option<Result<i32, DropReason>> {
-    if config.flags & CONFIG_GATEWAY == 0 || ctx.data() + ETHERNET_LEN + 2 * IPV4_LEN > ctx.data_end() {
+pub fn forward(ctx: &TcContext, config: &Config) -> Option<Verdict> {
+    if !is_gateway(config.flags) || ctx.data() + ETHERNET_LEN + 2 * IPV4_LEN > ctx.data_end() {
         return None;
     }
     // SAFETY: the bounds are checked, and programs may read packets at any address; the
@@ -55,9 +64,8 @@ pub fn forward(ctx: &TcContext, config: &Config) -> Option<Result<i32, DropReaso
     if !sender.may_send_from(src) || !sender.may_arrive_by(packet::ifindex(ctx)) {
         return None;
     }
-    let way = Ipv4::prefix(dst)?;
-    let led = way.hop == HOP_ACTING && sender.flags & NODE_LED != 0;
-    if !lead::is_remote(way.hop) || way.flags & PREFIX_ROUTE == 0 || !led && !lead::is_mine(way.hop) {
+    if disposition(config.flags, Ipv4::prefix(dst), Some(sender), lead::is_mine) != Some(Disposition::Transit)
+    {
         return None;
     }
     inner.lower_ttl()?;
@@ -66,8 +74,7 @@ pub fn forward(ctx: &TcContext, config: &Config) -> Option<Result<i32, DropReaso
         return Some(Err(DropReason::Encapsulation));
     }
     count_action(Action::Transit);
-    // SAFETY: a helper without pointers.
-    Some(Ok((unsafe { bpf_redirect(config.kilo_ifindex, 0) }) as i32))
+    Some(Ok(Act::transmit(config.kilo_ifindex)))
 }
 
 /// The first two bytes, read at once.

@@ -1,22 +1,19 @@
-//! What the data path does with one packet, read from the tables alone, in
-//! plain Rust: the reference for the BPF programs, and for conformance to Kilo.
+//! What the data path does with one packet, read from the tables alone: look-ups in whole tables around the
+//! decisions of `kilo_common::forwarding`, which the BPF programs share. For `kgctl trace`, and for
+//! conformance to Kilo.
 
 use std::net::IpAddr;
 
 use ipnet::IpNet;
 use kilo_common::{
     counters::{Action, DropReason},
-    lead::{self, Exit, Sender},
-    maps::{
-        CONFIG_GATEWAY, DEVICE_MASQUERADE, Device, HOP_ACTING, HOP_FIRST_NODE, HOP_LOCAL, HOP_REMOTE,
-        NODE_GATEWAY, NODE_LED, NodeValue, PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED,
-        PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
-    },
+    forwarding::{self, Disposition},
+    maps::{DEVICE_MASQUERADE, Device, HOP_LOCAL, HOP_REMOTE, NodeValue, PREFIX_PODS_STEERED, PrefixValue},
     nat,
     packet::{halves, never_steered, never_steered_v6},
 };
 
-use super::{Hop, HostPlan, Tables};
+use super::{Hop, HostPlan, Tables, probe::Probe};
 use crate::{settings::Tunnel, topology::prefixes::longest};
 
 /// Source and destination of a packet.
@@ -50,12 +47,8 @@ pub enum Route {
 }
 
 impl Tables {
-    fn prefix(&self, addr: IpAddr) -> Option<PrefixValue> {
+    pub(super) fn prefix(&self, addr: IpAddr) -> Option<PrefixValue> {
         longest(&self.prefix, addr)
-    }
-
-    fn routed(&self, dst: IpAddr) -> Option<u32> {
-        self.prefix(dst).filter(|value| value.flags & PREFIX_ROUTE != 0).map(|value| value.hop)
     }
 
     /// True for addresses of this node and its pods.
@@ -65,17 +58,17 @@ impl Tables {
 
     /// Whether packets may reach WireGuard here.
     pub const fn is_gateway(&self) -> bool {
-        self.config.flags & CONFIG_GATEWAY != 0
+        forwarding::is_gateway(self.config.flags)
     }
 
     /// The hop id that a prefix's hop id stands for: hops 2 and 3 are words of `lead`.
     pub fn resolve(&self, id: u32) -> u32 {
-        match id {
-            HOP_REMOTE | HOP_ACTING => {
-                u32::from(lead::hop_of(self.lead.get((id - HOP_REMOTE) as usize).copied().unwrap_or(0)))
-            }
-            id => id,
-        }
+        forwarding::hop_id(id, || false, |id| self.word(id))
+    }
+
+    /// The word of `lead` for hop 2 or 3.
+    fn word(&self, id: u32) -> u64 {
+        self.lead[(id & 1) as usize]
     }
 
     /// How a prefix's hop is reached from here.
@@ -109,20 +102,9 @@ impl Tables {
                 || self.masq_addr.values().any(|other| *other == addr))
     }
 
-    /// `kilo_egress` for a packet that is not masqueraded.
+    /// `kilo_egress` for a small packet that is not masqueraded.
     pub fn kilo_egress(&self, packet: Packet) -> Verdict {
-        if is_never_steered(packet.dst) || is_never_steered(packet.src) {
-            return Err(DropReason::NotUnicast);
-        }
-        let Some(id) = self.routed(packet.dst) else {
-            return if self.is_gateway() { Ok((Action::Pass, None)) } else { Err(DropReason::NoPrefix) };
-        };
-        match self.way(id) {
-            Some(Hop::Wireguard) if self.is_gateway() => Ok((Action::Encrypt, None)),
-            Some(hop @ Hop::Node { .. }) => Ok((Action::Steer, Some(*hop))),
-            Some(Hop::Local) => Err(DropReason::NoPrefix),
-            _ => Err(DropReason::NoHop),
-        }
+        self.leaving(&Probe::small(packet))
     }
 
     /// `uplink_egress` for a packet small enough, which is neither WireGuard's nor
@@ -132,103 +114,57 @@ impl Tables {
     /// # Errors
     /// The packet would be in clear.
     pub fn uplink_egress(&self, packet: Packet) -> Result<Option<Hop>, DropReason> {
-        let Some(value) = self.prefix(packet.dst) else { return Ok(None) };
-        if value.flags & PREFIX_NEVER_CLEAR != 0 {
-            return Err(DropReason::NotEncrypted);
-        }
-        let on_link = is_never_steered(packet.dst) || is_never_steered(packet.src);
-        let steered = value.flags & PREFIX_HOST_STEERED != 0 || self.is_of_mesh(packet.src);
-        if value.flags & PREFIX_PODS_STEERED == 0 || on_link || !steered {
+        let Some(value) = self.prefix(packet.dst).filter(|value| forwarding::is_guarded(value.flags)) else {
+            return Ok(None);
+        };
+        let on_link = || is_never_steered(packet.dst) || is_never_steered(packet.src);
+        if !forwarding::guard(value.flags, self.is_of_mesh(packet.src), false, on_link)? {
             return Ok(None);
         }
-        match self.way(value.hop) {
-            Some(hop @ (Hop::Node { .. } | Hop::Wireguard)) => Ok(Some(*hop)),
-            _ => Err(DropReason::NoHop),
-        }
+        let hop = self.way(value.hop);
+        self.mtu_beside(hop)?;
+        Ok(hop.copied())
+    }
+
+    /// Largest packet in bytes that `uplink_egress` hands on for this hop; 0 = not known.
+    ///
+    /// # Errors
+    /// `NoHop`.
+    pub fn mtu_beside(&self, hop: Option<&Hop>) -> Result<u32, DropReason> {
+        forwarding::beside(hop, self.config.kilo_mtu)
     }
 
     /// True for addresses of pods, of WireGuard and of VPN peers, which this host
     /// itself does not send from.
     pub fn is_of_mesh(&self, addr: IpAddr) -> bool {
-        let known =
-            |owner: PrefixValue| owner.flags & PREFIX_SOURCE != 0 && owner.flags & PREFIX_PODS_STEERED == 0;
-        !self.is_private(addr) && self.prefix(addr).is_some_and(known)
+        !self.is_private(addr) && forwarding::is_of_mesh(self.prefix(addr))
     }
 
     /// True when pods' packets to an address of another location are encrypted that
     /// the host's routes lead to by an uplink.
     pub fn steers_to_wireguard_by_source(&self) -> bool {
         // On a stand-by, too: what its leader steers to it comes in by the same device.
-        let steered = |value: &PrefixValue| {
-            value.flags & PREFIX_PODS_STEERED != 0 && matches!(value.hop, HOP_REMOTE | HOP_ACTING)
-        };
+        let steered =
+            |value: &PrefixValue| value.flags & PREFIX_PODS_STEERED != 0 && forwarding::is_remote(value.hop);
         self.is_gateway()
             && self.prefix.iter().any(|(prefix, value)| prefix.prefix_len() > 0 && steered(value))
     }
 
-    /// Largest packet in bytes that a hop carries; 0 = not known.
-    pub const fn mtu_of(&self, hop: &Hop) -> u32 {
-        match hop {
-            Hop::Node { mtu, .. } => *mtu,
-            Hop::Wireguard | Hop::Local => self.config.kilo_mtu,
-        }
-    }
-
-    /// `kilo_ingress` for a packet with TTL left that is no reply to a masqueraded one.
+    /// `kilo_ingress` for a small packet with TTL left that is no reply to a masqueraded one.
     pub fn kilo_ingress(&self, packet: Packet) -> Verdict {
-        let hop = self.routed(packet.dst).and_then(|id| self.hop.get(&id));
-        match hop {
-            Some(hop @ Hop::Node { .. }) if self.is_gateway() => Ok((Action::Forward, Some(*hop))),
-            _ => Ok((Action::Decrypt, None)),
-        }
+        self.decrypted(&Probe::small(packet))
     }
 
-    /// `lan_ingress` for an encapsulated packet addressed to this node.
+    /// `lan_ingress` for a small encapsulated packet addressed to this node.
     pub fn lan_ingress(&self, outer_src: IpAddr, inner: Packet) -> Verdict {
-        let sender = self.node.get(&outer_src).ok_or(DropReason::UnknownSender)?;
-        let owner = self.prefix(inner.src).ok_or(DropReason::ForeignSource)?;
-        let action = self.onward(Some(sender), inner.dst);
-        if owner.flags & PREFIX_SOURCE == 0 || !may_carry(sender, owner.hop, action) {
-            return Err(DropReason::ForeignSource);
-        }
-        Ok((action.ok_or(DropReason::NotForUs)?, None))
+        self.steered(outer_src, &Probe::small(inner))
     }
 
-    /// Where a packet from a node of the location goes on: `Deliver`, `Transit` or
-    /// `PassOn`; `None` when it is not for this node. What comes from nobody knows whom is not passed on.
-    pub(super) fn onward(&self, sender: Option<&NodeValue>, dst: IpAddr) -> Option<Action> {
-        let value = self.prefix(dst)?;
-        match value.hop {
-            HOP_LOCAL => Some(Action::Deliver),
-            HOP_REMOTE | HOP_ACTING if value.flags & PREFIX_ROUTE != 0 && self.is_gateway() => {
-                let is_mine = self.resolve(value.hop) == HOP_REMOTE;
-                match lead::exit(sender.map_or(Sender::Gateway, |node| sent_by(node, value.hop)), is_mine) {
-                    Exit::WireGuard => Some(Action::Transit),
-                    Exit::PassOn => Some(Action::PassOn),
-                    Exit::Drop => None,
-                }
-            }
-            _ => None,
-        }
+    /// Where a packet from a node of the location goes on, as far as its destination says.
+    pub(super) fn disposition(&self, sender: Option<&NodeValue>, dst: IpAddr) -> Option<Disposition> {
+        let is_mine = |id| self.resolve(id) == HOP_REMOTE;
+        forwarding::disposition(self.config.flags, self.prefix(dst), sender, is_mine)
     }
-}
-
-/// Who sends to this gateway, for [`lead::exit`]: only what goes by the acting leader is ever led.
-pub(super) const fn sent_by(sender: &NodeValue, hop: u32) -> Sender {
-    match () {
-        () if hop == HOP_ACTING && sender.flags & NODE_LED != 0 => Sender::Led,
-        () if sender.flags & NODE_GATEWAY != 0 => Sender::Gateway,
-        () => Sender::Member,
-    }
-}
-
-/// Whether a node may send what belongs to the owner of this hop: its own; a gateway what
-/// comes from other locations, and what it passes on for another node.
-const fn may_carry(sender: &NodeValue, owner: u32, action: Option<Action>) -> bool {
-    let is_gateway = sender.flags & NODE_GATEWAY != 0;
-    owner == sender.hop
-        || is_gateway && matches!(owner, HOP_REMOTE | HOP_ACTING)
-        || is_gateway && owner >= HOP_FIRST_NODE && matches!(action, Some(Action::Transit))
 }
 
 impl HostPlan {

@@ -1,18 +1,18 @@
 //! [`super::model`] with what else of a packet decides: its length and its
-//! time to live.
+//! time to live. The programs' look-ups around the decisions of `kilo_common::forwarding`.
 
 use std::net::IpAddr;
 
 use kilo_common::{
     counters::{Action, DropReason},
-    maps::{CONFIG_PLAIN, HOP_LOCAL, PREFIX_ROUTE, PREFIX_SOURCE},
+    forwarding::{self, Ingress, Way},
 };
 
 use super::{
     Hop, Tables,
     model::{Packet, Verdict, is_never_steered},
 };
-use crate::{settings::Tunnel, topology::prefixes::longest};
+use crate::settings::Tunnel;
 
 /// A packet as far as the steering programs look at it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,14 +27,14 @@ pub struct Probe {
 }
 
 impl Probe {
+    /// A packet that every link carries, far from its last hop.
+    pub const fn small(packet: Packet) -> Self {
+        Self { packet, ttl: u8::MAX, length: 0 }
+    }
+
     /// True when a link with this MTU in bytes (0 = not known) carries it.
     pub const fn fits(&self, mtu: u32) -> bool {
         mtu == 0 || self.length <= mtu
-    }
-
-    /// Whether it goes on by itself, or by the stack, which answers it.
-    fn forwarded(&self, action: Action, mtu: u32) -> Action {
-        if self.ttl > 1 && self.fits(mtu) { action } else { Action::Punt }
     }
 }
 
@@ -53,73 +53,52 @@ impl Tables {
 
     /// `kilo_egress` for a packet that is not masqueraded.
     pub fn leaving(&self, probe: &Probe) -> Verdict {
-        match self.kilo_egress(probe.packet) {
-            Ok((Action::Steer, Some(Hop::Node { mtu, .. }))) if !probe.fits(mtu) => Err(DropReason::TooBig),
-            verdict => verdict,
+        let Packet { src, dst } = probe.packet;
+        if is_never_steered(dst) || is_never_steered(src) {
+            return Err(DropReason::NotUnicast);
         }
+        let flags = self.config.flags;
+        let Some(to) = forwarding::routed(self.prefix(dst)) else {
+            return Ok((forwarding::unrouted(flags)?, None));
+        };
+        let hop = self.way(to.hop);
+        let fits = || hop.is_some_and(|hop| probe.fits(hop.mtu()));
+        let action = forwarding::egress(flags, hop.map(Way::kind), fits)?;
+        Ok((action, hop.copied().filter(|_| action == Action::Steer)))
     }
 
     /// `kilo_ingress` for a packet that is no reply to a masqueraded one.
     pub fn decrypted(&self, probe: &Probe) -> Verdict {
-        match self.kilo_ingress(probe.packet) {
-            Ok((action @ Action::Forward, hop @ Some(Hop::Node { mtu, .. }))) => {
-                let action = probe.forwarded(action, mtu);
-                Ok((action, hop.filter(|_| action == Action::Forward)))
-            }
-            verdict => verdict,
-        }
-    }
-
-    /// Whether packets with this outer source may come in by this interface.
-    ///
-    /// # Errors
-    /// `UnknownSender` and `WrongInterface`.
-    pub fn arrives(&self, outer_src: IpAddr, ifindex: u32) -> Result<(), DropReason> {
-        let sender = self.node.get(&outer_src).ok_or(DropReason::UnknownSender)?;
-        if sender.may_arrive_by(ifindex) { Ok(()) } else { Err(DropReason::WrongInterface) }
-    }
-
-    /// The same of a packet without outer header that [`Self::plain`] takes.
-    ///
-    /// # Errors
-    /// `WrongInterface`.
-    pub fn arrives_plain(&self, src: IpAddr, ifindex: u32) -> Result<(), DropReason> {
-        match longest(&self.prefix, src).and_then(|value| self.way(value.hop)) {
-            Some(Hop::Node { ifindex: towards, .. }) if *towards == ifindex => Ok(()),
-            Some(Hop::Node { remote, .. }) => {
-                self.arrives(*remote, ifindex).map_err(|_| DropReason::WrongInterface)
-            }
-            _ => Ok(()),
-        }
+        let hop = || self.hop.get(&forwarding::routed(self.prefix(probe.packet.dst))?.hop);
+        Ok(match forwarding::ingress(self.config.flags, hop, probe.ttl, |mtu| probe.fits(mtu)) {
+            Ingress::Forward(hop) => (Action::Forward, Some(*hop)),
+            Ingress::Punt => (Action::Punt, None),
+            Ingress::Decrypt => (Action::Decrypt, None),
+        })
     }
 
     /// `lan_ingress` for the inner packet of one that `outer_src` sent here.
     pub fn steered(&self, outer_src: IpAddr, probe: &Probe) -> Verdict {
-        match self.lan_ingress(outer_src, probe.packet)? {
-            (action @ (Action::Transit | Action::PassOn), _) => {
-                Ok((probe.forwarded(action, self.config.kilo_mtu), None))
-            }
-            verdict => Ok(verdict),
-        }
+        let Packet { src, dst } = probe.packet;
+        let sender = self.node.get(&outer_src).ok_or(DropReason::UnknownSender)?;
+        let found = self.disposition(Some(sender), dst);
+        forwarding::check_source(sender, self.prefix(src), found)?;
+        let disposition = forwarding::received(found, probe.ttl, || probe.fits(self.config.kilo_mtu))?;
+        Ok((disposition.action(), None))
     }
 
     /// `lan_ingress` for a packet without outer header; `None`: left to the stack.
     pub fn plain(&self, probe: &Probe) -> Option<Action> {
         let Packet { src, dst } = probe.packet;
-        if self.config.flags & CONFIG_PLAIN == 0 || is_never_steered(dst) {
+        let source = forwarding::plain_source(self.config.flags, || self.prefix(src))?;
+        let Hop::Node { tunnel: Tunnel::None, remote, .. } = self.way(source.hop)? else { return None };
+        if is_never_steered(dst) {
             return None;
         }
-        let source = longest(&self.prefix, src)?;
-        if source.flags & PREFIX_SOURCE == 0 || source.hop == HOP_LOCAL {
-            return None;
+        let found = self.disposition(self.node.get(remote), dst)?;
+        if found.is_onward() && probe.ttl > 1 && probe.fits(self.config.kilo_mtu) {
+            return Some(found.action());
         }
-        let Some(Hop::Node { tunnel: Tunnel::None, remote, .. }) = self.way(source.hop) else { return None };
-        let action = match self.onward(self.node.get(remote), dst)? {
-            action @ (Action::Transit | Action::PassOn) => probe.forwarded(action, self.config.kilo_mtu),
-            action => action,
-        };
-        // To the stack by way of kilo0 only if the answer leaves there, too.
-        (matches!(action, Action::Transit | Action::PassOn) || source.flags & PREFIX_ROUTE != 0)
-            .then_some(action)
+        forwarding::is_answered_by_tunnel(source).then_some(found.inward().action())
     }
 }

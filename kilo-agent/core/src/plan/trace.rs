@@ -6,6 +6,7 @@ use std::{fmt, net::IpAddr};
 use ipnet::IpNet;
 use kilo_common::{
     counters::{Action, DropReason},
+    forwarding,
     maps::{
         CONFIG_MASQUERADE, HOP_ACTING, HOP_LOCAL, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS,
         NODE_GATEWAY, NODE_LED, PREFIX_ROUTE, PrefixValue,
@@ -180,10 +181,11 @@ impl Tracer<'_> {
     /// A pod's packet to another node itself.
     fn beside(mut self, out: u32, hop: &Hop) -> Trace {
         let name = |ifindex| (self.host.name)(ifindex);
-        let (kilo, Packet { dst, .. }) = (self.tables.config.kilo_ifindex, self.packet());
-        let mtu = self.tables.mtu_of(hop);
+        let (kilo, Packet { src, dst }) = (self.tables.config.kilo_ifindex, self.packet());
+        let mtu = self.tables.mtu_beside(Some(hop)).unwrap_or(0);
         match hop {
-            _ if !self.question.probe.fits(mtu) => {
+            // What this host were told would hold for its WireGuard, too.
+            _ if self.tables.is_of_mesh(src) && !self.question.probe.fits(mtu) => {
                 let text = format!("larger than the {mtu} bytes that the way to {dst} carries");
                 self.trace.at("uplink_egress", text);
                 self.trace.reason = Some(DropReason::TooBig.label());
@@ -290,8 +292,7 @@ impl Tracer<'_> {
             let nodes = &self.tables.node;
             let owns = |(addr, node): (&IpAddr, &kilo_common::maps::NodeValue)| {
                 let (_, value) = owner?;
-                let carries = matches!(value.hop, HOP_REMOTE | HOP_ACTING) && node.flags & NODE_GATEWAY != 0;
-                (node.hop == value.hop || carries).then_some(*addr)
+                forwarding::check_source(node, Some(value), None).is_ok().then_some(*addr)
             };
             nodes.iter().find_map(owns)
         });

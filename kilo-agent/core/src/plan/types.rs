@@ -7,7 +7,7 @@ use std::{
 };
 
 use ipnet::IpNet;
-use kilo_common::maps;
+use kilo_common::{forwarding::Way, maps};
 
 use crate::{
     flat_map::{FlatMap, FlatSet, Key},
@@ -141,4 +141,21 @@ pub enum Hop {
         /// The other node's private address.
         remote: IpAddr,
     },
+}
+
+impl Way for Hop {
+    fn kind(&self) -> u32 {
+        match self {
+            Self::Local => maps::HOP_KIND_LOCAL,
+            Self::Wireguard => maps::HOP_KIND_WIREGUARD,
+            Self::Node { .. } => maps::HOP_KIND_NODE,
+        }
+    }
+
+    fn mtu(&self) -> u32 {
+        match self {
+            Self::Node { mtu, .. } => *mtu,
+            Self::Local | Self::Wireguard => 0,
+        }
+    }
 }

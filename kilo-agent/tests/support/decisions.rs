@@ -1,0 +1,231 @@
+//! What the programs decide, written a second time: whole tables, no function of
+//! `kilo_common::forwarding`, which programs and model share.
+
+use std::net::IpAddr;
+
+use kilo_common::{
+    counters::{Action, DropReason},
+    lead::hop_of,
+    maps::{
+        CONFIG_GATEWAY, CONFIG_PLAIN, HOP_ACTING, HOP_FIRST_NODE, HOP_LOCAL, HOP_REMOTE, NODE_GATEWAY,
+        NODE_LED, NodeValue, PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE,
+        PREFIX_SOURCE, PrefixValue,
+    },
+    packet::{halves, never_steered, never_steered_v6},
+};
+use kilo_core::{
+    plan::{
+        Hop, Tables,
+        model::{Packet, Verdict},
+        probe::Probe,
+    },
+    settings::Tunnel,
+    topology::prefixes::longest,
+};
+
+/// The programs' decisions on these tables.
+pub struct Decisions<'a>(pub &'a Tables);
+
+impl Decisions<'_> {
+    fn prefix(&self, addr: IpAddr) -> Option<PrefixValue> {
+        longest(&self.0.prefix, addr)
+    }
+
+    fn routed(&self, dst: IpAddr) -> Option<u32> {
+        self.prefix(dst).filter(|value| value.flags & PREFIX_ROUTE != 0).map(|value| value.hop)
+    }
+
+    const fn is_gateway(&self) -> bool {
+        self.0.config.flags & CONFIG_GATEWAY != 0
+    }
+
+    fn resolve(&self, id: u32) -> u32 {
+        match id {
+            HOP_REMOTE => u32::from(hop_of(self.0.lead[0])),
+            HOP_ACTING => u32::from(hop_of(self.0.lead[1])),
+            id => id,
+        }
+    }
+
+    fn way(&self, id: u32) -> Option<&Hop> {
+        self.0.hop.get(&self.resolve(id))
+    }
+
+    fn kilo_egress(&self, packet: Packet) -> Verdict {
+        if is_never_steered(packet.dst) || is_never_steered(packet.src) {
+            return Err(DropReason::NotUnicast);
+        }
+        let Some(id) = self.routed(packet.dst) else {
+            return if self.is_gateway() { Ok((Action::Pass, None)) } else { Err(DropReason::NoPrefix) };
+        };
+        match self.way(id) {
+            Some(Hop::Wireguard) if self.is_gateway() => Ok((Action::Encrypt, None)),
+            Some(hop @ Hop::Node { .. }) => Ok((Action::Steer, Some(*hop))),
+            Some(Hop::Local) => Err(DropReason::NoPrefix),
+            _ => Err(DropReason::NoHop),
+        }
+    }
+
+    /// `uplink_egress` for a packet small enough, which is neither WireGuard's nor
+    /// about neighbours: the hop it is handed to `kilo_egress` for; `None` when it
+    /// leaves, perhaps masqueraded.
+    ///
+    /// # Errors
+    /// The packet would be in clear.
+    pub fn uplink_egress(&self, packet: Packet) -> Result<Option<Hop>, DropReason> {
+        let Some(value) = self.prefix(packet.dst) else { return Ok(None) };
+        if value.flags & PREFIX_NEVER_CLEAR != 0 {
+            return Err(DropReason::NotEncrypted);
+        }
+        let on_link = is_never_steered(packet.dst) || is_never_steered(packet.src);
+        let steered = value.flags & PREFIX_HOST_STEERED != 0 || self.is_of_mesh(packet.src);
+        if value.flags & PREFIX_PODS_STEERED == 0 || on_link || !steered {
+            return Ok(None);
+        }
+        match self.way(value.hop) {
+            Some(hop @ (Hop::Node { .. } | Hop::Wireguard)) => Ok(Some(*hop)),
+            _ => Err(DropReason::NoHop),
+        }
+    }
+
+    /// True for addresses of pods, of WireGuard and of VPN peers, which this host
+    /// itself does not send from.
+    pub fn is_of_mesh(&self, addr: IpAddr) -> bool {
+        let known =
+            |owner: PrefixValue| owner.flags & PREFIX_SOURCE != 0 && owner.flags & PREFIX_PODS_STEERED == 0;
+        !self.0.is_private(addr) && self.prefix(addr).is_some_and(known)
+    }
+
+    /// Largest packet in bytes that a hop carries; 0 = not known.
+    pub const fn mtu_of(&self, hop: &Hop) -> u32 {
+        match hop {
+            Hop::Node { mtu, .. } => *mtu,
+            Hop::Wireguard | Hop::Local => self.0.config.kilo_mtu,
+        }
+    }
+
+    /// `lan_ingress` for an encapsulated packet addressed to this node.
+    pub fn lan_ingress(&self, outer_src: IpAddr, inner: Packet) -> Verdict {
+        let sender = self.0.node.get(&outer_src).ok_or(DropReason::UnknownSender)?;
+        let owner = self.prefix(inner.src).ok_or(DropReason::ForeignSource)?;
+        let action = self.onward(Some(sender), inner.dst);
+        if owner.flags & PREFIX_SOURCE == 0 || !may_carry(sender, owner.hop, action) {
+            return Err(DropReason::ForeignSource);
+        }
+        Ok((action.ok_or(DropReason::NotForUs)?, None))
+    }
+
+    /// Where a packet from a node of the location goes on: `Deliver`, `Transit` or
+    /// `PassOn`; `None` when it is not for this node. What comes from nobody knows whom is not passed on.
+    fn onward(&self, sender: Option<&NodeValue>, dst: IpAddr) -> Option<Action> {
+        let value = self.prefix(dst)?;
+        match value.hop {
+            HOP_LOCAL => Some(Action::Deliver),
+            HOP_REMOTE | HOP_ACTING if value.flags & PREFIX_ROUTE != 0 && self.is_gateway() => {
+                let flags = sender.map_or(NODE_GATEWAY, |node| node.flags);
+                let is_led = value.hop == HOP_ACTING && flags & NODE_LED != 0;
+                match (is_led || self.resolve(value.hop) == HOP_REMOTE, flags & NODE_GATEWAY != 0) {
+                    (true, _) => Some(Action::Transit),
+                    (false, false) => Some(Action::PassOn),
+                    (false, true) => None,
+                }
+            }
+            _ => None,
+        }
+    }
+
+    /// `kilo_egress` for a packet that is not masqueraded.
+    pub fn leaving(&self, probe: &Probe) -> Verdict {
+        match self.kilo_egress(probe.packet) {
+            Ok((Action::Steer, Some(Hop::Node { mtu, .. }))) if !probe.fits(mtu) => Err(DropReason::TooBig),
+            verdict => verdict,
+        }
+    }
+
+    /// `kilo_ingress` for a packet that is no reply to a masqueraded one.
+    pub fn decrypted(&self, probe: &Probe) -> (Action, Option<Hop>) {
+        let hop = self.routed(probe.packet.dst).and_then(|id| self.0.hop.get(&id));
+        match hop {
+            Some(hop @ Hop::Node { mtu, .. }) if self.is_gateway() => {
+                let action = forwarded(probe, Action::Forward, *mtu);
+                (action, Some(*hop).filter(|_| action == Action::Forward))
+            }
+            _ => (Action::Decrypt, None),
+        }
+    }
+
+    /// Whether packets with this outer source may come in by this interface.
+    ///
+    /// # Errors
+    /// `UnknownSender` and `WrongInterface`.
+    pub fn arrives(&self, outer_src: IpAddr, ifindex: u32) -> Result<(), DropReason> {
+        let sender = self.0.node.get(&outer_src).ok_or(DropReason::UnknownSender)?;
+        if sender.may_arrive_by(ifindex) { Ok(()) } else { Err(DropReason::WrongInterface) }
+    }
+
+    /// The same of a packet without outer header that [`Self::plain`] takes.
+    ///
+    /// # Errors
+    /// `WrongInterface`.
+    pub fn arrives_plain(&self, src: IpAddr, ifindex: u32) -> Result<(), DropReason> {
+        match longest(&self.0.prefix, src).and_then(|value| self.way(value.hop)) {
+            Some(Hop::Node { ifindex: towards, .. }) if *towards == ifindex => Ok(()),
+            Some(Hop::Node { remote, .. }) => {
+                self.arrives(*remote, ifindex).map_err(|_| DropReason::WrongInterface)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// `lan_ingress` for the inner packet of one that `outer_src` sent here.
+    pub fn steered(&self, outer_src: IpAddr, probe: &Probe) -> Verdict {
+        match self.lan_ingress(outer_src, probe.packet)? {
+            (action @ (Action::Transit | Action::PassOn), _) => {
+                Ok((forwarded(probe, action, self.0.config.kilo_mtu), None))
+            }
+            verdict => Ok(verdict),
+        }
+    }
+
+    /// `lan_ingress` for a packet without outer header; `None`: left to the stack.
+    pub fn plain(&self, probe: &Probe) -> Option<Action> {
+        let Packet { src, dst } = probe.packet;
+        if self.0.config.flags & CONFIG_PLAIN == 0 || is_never_steered(dst) {
+            return None;
+        }
+        let source = longest(&self.0.prefix, src)?;
+        if source.flags & PREFIX_SOURCE == 0 || source.hop == HOP_LOCAL {
+            return None;
+        }
+        let Some(Hop::Node { tunnel: Tunnel::None, remote, .. }) = self.way(source.hop) else { return None };
+        let action = match self.onward(self.0.node.get(remote), dst)? {
+            action @ (Action::Transit | Action::PassOn) => forwarded(probe, action, self.0.config.kilo_mtu),
+            action => action,
+        };
+        // To the stack by way of kilo0 only if the answer leaves there, too.
+        (matches!(action, Action::Transit | Action::PassOn) || source.flags & PREFIX_ROUTE != 0)
+            .then_some(action)
+    }
+}
+
+/// Whether a node may send what belongs to the owner of this hop: its own; a gateway what
+/// comes from other locations, and what it passes on for another node.
+const fn may_carry(sender: &NodeValue, owner: u32, action: Option<Action>) -> bool {
+    let is_gateway = sender.flags & NODE_GATEWAY != 0;
+    owner == sender.hop
+        || is_gateway && matches!(owner, HOP_REMOTE | HOP_ACTING)
+        || is_gateway && owner >= HOP_FIRST_NODE && matches!(action, Some(Action::Transit))
+}
+
+/// True for addresses that stay on a link or a host.
+fn is_never_steered(addr: IpAddr) -> bool {
+    match addr {
+        IpAddr::V4(addr) => never_steered(addr.octets()),
+        IpAddr::V6(addr) => never_steered_v6(halves(addr.octets())),
+    }
+}
+
+/// Whether it goes on by itself, or by the stack, which answers it.
+fn forwarded(probe: &Probe, action: Action, mtu: u32) -> Action {
+    if probe.ttl > 1 && probe.fits(mtu) { action } else { Action::Punt }
+}

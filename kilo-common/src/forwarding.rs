@@ -1,0 +1,409 @@
+//! The forwarding decision, on values that were looked up. The programs, `plan::model` and with it
+//! `kgctl trace` ask these functions, each with look-ups of its own; what costs a look-up or a read of the
+//! packet and may not be needed is a closure. The oracle of the tests decides by itself.
+//!
+//! `config` is `Config::flags`; a hop that is `None` does not exist; and `fits` says whether a link with an MTU
+//! in bytes (0 = not known) carries the packet, or each of its segments.
+
+use crate::{
+    counters::{Action, DropReason},
+    lead::{Exit, Sender, exit, hop_of},
+    maps::{
+        CONFIG_GATEWAY, CONFIG_PLAIN, HOP_ACTING, HOP_FIRST_NODE, HOP_KIND_LOCAL, HOP_KIND_NODE,
+        HOP_KIND_WIREGUARD, HOP_LOCAL, HOP_REMOTE, Hop, NODE_GATEWAY, NODE_LED, NodeValue,
+        PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE,
+        PrefixValue,
+    },
+};
+
+/// Whether packets may reach WireGuard on this node.
+#[inline(always)]
+pub const fn is_gateway(config: u32) -> bool {
+    config & CONFIG_GATEWAY != 0
+}
+
+/// True for the two hop ids that stand for a word of `lead`.
+#[inline(always)]
+pub const fn is_remote(id: u32) -> bool {
+    id & !1 == HOP_REMOTE
+}
+const _: () = assert!(HOP_REMOTE & 1 == 0 && HOP_ACTING == HOP_REMOTE | 1);
+
+/// The hop id that a prefix's hop id leads to. `is_led`: the packet is of a node that this gateway leads,
+/// so what goes by the acting leader is for WireGuard here; `word`: the word of `lead` for one of the two ids.
+#[inline(always)]
+pub fn hop_id(id: u32, is_led: impl FnOnce() -> bool, word: impl FnOnce(u32) -> u64) -> u32 {
+    if !is_remote(id) {
+        id
+    } else if id == HOP_ACTING && is_led() {
+        HOP_REMOTE
+    } else {
+        u32::from(hop_of(word(id)))
+    }
+}
+
+/// The prefix of a destination that packets are steered to.
+#[inline(always)]
+pub fn routed(destination: Option<PrefixValue>) -> Option<PrefixValue> {
+    destination.filter(|value| value.flags & PREFIX_ROUTE != 0)
+}
+
+/// What `kilo_egress` does with a packet that no prefix routes: WireGuard itself refuses what no peer has,
+/// elsewhere nothing may pass.
+///
+/// # Errors
+/// `NoPrefix`, on all but gateways.
+#[inline(always)]
+pub const fn unrouted(config: u32) -> Result<Action, DropReason> {
+    if is_gateway(config) { Ok(Action::Pass) } else { Err(DropReason::NoPrefix) }
+}
+
+/// How a hop is reached, as far as it decides.
+pub trait Way {
+    /// `HOP_KIND_*`.
+    fn kind(&self) -> u32;
+    /// Largest packet in bytes that is sent to a node; 0 = not known.
+    fn mtu(&self) -> u32;
+}
+
+impl Way for Hop {
+    #[inline(always)]
+    fn kind(&self) -> u32 {
+        self.kind
+    }
+
+    #[inline(always)]
+    fn mtu(&self) -> u32 {
+        self.mtu
+    }
+}
+
+/// What `kilo_egress` does with a packet to a hop of this `HOP_KIND_*`: `Encrypt`, or `Steer` to the node
+/// that it is.
+///
+/// # Errors
+/// `TooBig`: the stack has told the sender already, because its routes bear the hop's MTU. `NoPrefix`: it is
+/// this node's own, which the stack would have kept. `NoHop`.
+#[inline(always)]
+pub fn egress(config: u32, kind: Option<u32>, fits: impl FnOnce() -> bool) -> Result<Action, DropReason> {
+    match kind {
+        Some(HOP_KIND_WIREGUARD) if is_gateway(config) => Ok(Action::Encrypt),
+        Some(HOP_KIND_NODE) if fits() => Ok(Action::Steer),
+        Some(HOP_KIND_NODE) => Err(DropReason::TooBig),
+        Some(HOP_KIND_LOCAL) => Err(DropReason::NoPrefix),
+        _ => Err(DropReason::NoHop),
+    }
+}
+
+/// What `kilo_ingress` does with a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ingress<'a, W> {
+    /// Sends it on to this node of the location.
+    Forward(&'a W),
+    /// Leaves it to the stack, which tells the sender: time exceeded, or too big by the MTU of its route.
+    Punt,
+    /// It is the stack's.
+    Decrypt,
+}
+
+/// What `kilo_ingress` does with a packet to the hop that `hop` looks up.
+#[inline(always)]
+pub fn ingress<'a, W: Way>(
+    config: u32,
+    hop: impl FnOnce() -> Option<&'a W>,
+    ttl: u8,
+    fits: impl FnOnce(u32) -> bool,
+) -> Ingress<'a, W> {
+    if is_gateway(config)
+        && let Some(hop) = hop().filter(|hop| hop.kind() == HOP_KIND_NODE)
+    {
+        if ttl <= 1 || !fits(hop.mtu()) { Ingress::Punt } else { Ingress::Forward(hop) }
+    } else {
+        Ingress::Decrypt
+    }
+}
+
+/// Where a packet from a node of the location goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Disposition {
+    /// To this node's stack, as received on the WireGuard device.
+    Deliver,
+    /// The same, for the answer the stack gives: time exceeded, or too big.
+    Punt,
+    /// Straight into the WireGuard device.
+    Transit,
+    /// To the gateway that leads the sender, by the WireGuard device's program.
+    PassOn,
+}
+
+impl Disposition {
+    /// It leaves this host again.
+    #[inline(always)]
+    pub const fn is_onward(self) -> bool {
+        matches!(self, Self::Transit | Self::PassOn)
+    }
+
+    /// The same for a packet that may not leave this host.
+    #[inline(always)]
+    #[must_use]
+    pub const fn inward(self) -> Self {
+        if self.is_onward() { Self::Punt } else { self }
+    }
+
+    /// How it is counted.
+    #[inline(always)]
+    pub const fn action(self) -> Action {
+        match self {
+            Self::Deliver => Action::Deliver,
+            Self::Punt => Action::Punt,
+            Self::Transit => Action::Transit,
+            Self::PassOn => Action::PassOn,
+        }
+    }
+}
+
+/// Whether packets from this sender may come in by this interface: anybody on another network can write its
+/// address.
+///
+/// # Errors
+/// `UnknownSender` and `WrongInterface`.
+#[inline(always)]
+pub fn arrives(sender: Option<&NodeValue>, ifindex: u32) -> Result<&NodeValue, DropReason> {
+    let sender = sender.ok_or(DropReason::UnknownSender)?;
+    if sender.may_arrive_by(ifindex) { Ok(sender) } else { Err(DropReason::WrongInterface) }
+}
+
+/// The same of what a node sends without outer header; `towards`: the interface that leads to it.
+///
+/// # Errors
+/// `WrongInterface`.
+#[inline(always)]
+pub fn arrives_plain<'a>(
+    towards: u32,
+    sender: impl FnOnce() -> Option<&'a NodeValue>,
+    ifindex: u32,
+) -> Result<(), DropReason> {
+    if towards == ifindex || sender().is_some_and(|sender| sender.may_arrive_by(ifindex)) {
+        Ok(())
+    } else {
+        Err(DropReason::WrongInterface)
+    }
+}
+
+/// Where a packet from a node of the location goes on, as far as its destination says; `None` when it is not
+/// for this node. A node that is not a gateway refuses remote destinations, and a gateway what another one
+/// sends it in error: two nodes that take each other for the leader must not play ping-pong. `is_mine`: the
+/// word of `lead` for this hop id names this node itself.
+#[inline(always)]
+pub fn disposition(
+    config: u32,
+    destination: Option<PrefixValue>,
+    sender: Option<&NodeValue>,
+    is_mine: impl FnOnce(u32) -> bool,
+) -> Option<Disposition> {
+    let value = destination?;
+    match value.hop {
+        HOP_LOCAL => Some(Disposition::Deliver),
+        id if is_remote(id) && is_gateway(config) && value.flags & PREFIX_ROUTE != 0 => {
+            let sender = sent_by(sender, id);
+            // What is led needs no look at the word.
+            match exit(sender, sender == Sender::Led || is_mine(id)) {
+                Exit::WireGuard => Some(Disposition::Transit),
+                Exit::PassOn => Some(Disposition::PassOn),
+                Exit::Drop => None,
+            }
+        }
+        _ => None,
+    }
+}
+
+/// Who sends to this gateway what goes by this hop id: only what goes by the acting leader is ever led. What
+/// comes from nobody knows whom is not passed on.
+#[inline(always)]
+const fn sent_by(sender: Option<&NodeValue>, id: u32) -> Sender {
+    let flags = match sender {
+        Some(sender) => sender.flags,
+        None => NODE_GATEWAY,
+    };
+    match () {
+        () if id == HOP_ACTING && flags & NODE_LED != 0 => Sender::Led,
+        () if flags & NODE_GATEWAY != 0 => Sender::Gateway,
+        () => Sender::Member,
+    }
+}
+
+/// Whether a node may send, in an outer header, from an address with this prefix: its own; a gateway what
+/// comes from other locations, and what it passes on for another node.
+///
+/// # Errors
+/// `ForeignSource`.
+#[inline(always)]
+pub fn check_source(
+    sender: &NodeValue,
+    source: Option<PrefixValue>,
+    disposition: Option<Disposition>,
+) -> Result<(), DropReason> {
+    let owner = source.ok_or(DropReason::ForeignSource)?;
+    let passed_on = matches!(disposition, Some(Disposition::Transit)) && owner.hop >= HOP_FIRST_NODE;
+    let carried = (is_remote(owner.hop) || passed_on) && sender.flags & NODE_GATEWAY != 0;
+    if owner.flags & PREFIX_SOURCE != 0 && (owner.hop == sender.hop || carried) {
+        Ok(())
+    } else {
+        Err(DropReason::ForeignSource)
+    }
+}
+
+/// What becomes of a packet without its outer header, whose source was checked.
+///
+/// # Errors
+/// `NotForUs`.
+#[inline(always)]
+pub fn received(
+    disposition: Option<Disposition>,
+    ttl: u8,
+    fits: impl FnOnce() -> bool,
+) -> Result<Disposition, DropReason> {
+    let disposition = disposition.ok_or(DropReason::NotForUs)?;
+    Ok(if disposition.is_onward() && (ttl <= 1 || !fits()) { Disposition::Punt } else { disposition })
+}
+
+/// The prefix of a source that another node may send from without outer header; its hop says which.
+#[inline(always)]
+pub fn plain_source(config: u32, source: impl FnOnce() -> Option<PrefixValue>) -> Option<PrefixValue> {
+    let source = if config & CONFIG_PLAIN != 0 { source() } else { None };
+    source.filter(|source| source.flags & PREFIX_SOURCE != 0 && source.hop != HOP_LOCAL)
+}
+
+/// True when packets with a source in this prefix are taken from the network to the stack as received on the
+/// WireGuard device. Answers leave by that device, so what they answer comes from there; to private addresses
+/// beside us, whose prefix no route leads to, they leave by the interface that brought the packet.
+#[inline(always)]
+pub const fn is_answered_by_tunnel(source: PrefixValue) -> bool {
+    source.flags & PREFIX_ROUTE != 0
+}
+
+/// True for prefixes of pods, of WireGuard and of VPN peers, whose addresses the host itself does not send
+/// from. Those it sends to by its uplinks say nothing about who sends from them.
+#[inline(always)]
+pub fn is_of_mesh(source: Option<PrefixValue>) -> bool {
+    source.is_some_and(|owner| owner.flags & (PREFIX_SOURCE | PREFIX_PODS_STEERED) == PREFIX_SOURCE)
+}
+
+/// True for `PrefixValue::flags` of destinations that [`guard`] is to be asked about.
+#[inline(always)]
+pub const fn is_guarded(flags: u32) -> bool {
+    flags & (PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED) != 0
+}
+
+/// Whether a packet that reaches an uplink is handed to the WireGuard device instead. `flags`: those of the
+/// destination's prefix, which [`is_guarded`]; `of_mesh`: [`is_of_mesh`] of its source; `own`: it is WireGuard's or about
+/// neighbours; `on_link`: one of its addresses stays on a link.
+///
+/// # Errors
+/// `NotEncrypted`: it would leave in clear.
+#[inline(always)]
+pub fn guard(
+    flags: u32,
+    of_mesh: bool,
+    own: bool,
+    on_link: impl FnOnce() -> bool,
+) -> Result<bool, DropReason> {
+    if flags & PREFIX_NEVER_CLEAR != 0 {
+        return if own { Ok(false) } else { Err(DropReason::NotEncrypted) };
+    }
+    let steered = of_mesh || !own && flags & PREFIX_HOST_STEERED != 0;
+    Ok(steered && !on_link())
+}
+
+/// MTU in bytes of the hop that an uplink's packet is handed on for; 0 = not known.
+///
+/// # Errors
+/// `NoHop`.
+#[inline(always)]
+pub fn beside(hop: Option<&impl Way>, kilo_mtu: u32) -> Result<u32, DropReason> {
+    match hop {
+        Some(hop) if hop.kind() == HOP_KIND_NODE => Ok(hop.mtu()),
+        Some(hop) if hop.kind() == HOP_KIND_WIREGUARD => Ok(kilo_mtu),
+        _ => Err(DropReason::NoHop),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROUTED: u32 = PREFIX_ROUTE | PREFIX_SOURCE;
+
+    const fn to(hop: u32, flags: u32) -> PrefixValue {
+        PrefixValue { hop, flags }
+    }
+
+    fn node(hop: u32, flags: u32) -> NodeValue {
+        NodeValue { hop, flags, ..NodeValue::default() }
+    }
+
+    #[test]
+    fn only_what_is_led_goes_to_wireguard_against_the_own_word() {
+        let member = node(HOP_FIRST_NODE, 0);
+        let led = node(HOP_FIRST_NODE, NODE_LED);
+        let gateway = node(HOP_FIRST_NODE, NODE_GATEWAY);
+        let found =
+            |sender, id, is_mine| disposition(CONFIG_GATEWAY, Some(to(id, ROUTED)), sender, |_| is_mine);
+        for sender in [None, Some(&member), Some(&led), Some(&gateway)] {
+            assert_eq!(found(sender, HOP_ACTING, true), Some(Disposition::Transit));
+            assert_eq!(disposition(0, Some(to(HOP_ACTING, ROUTED)), sender, |_| true), None, "not a gateway");
+        }
+        assert_eq!(found(Some(&led), HOP_ACTING, false), Some(Disposition::Transit));
+        assert_eq!(found(Some(&led), HOP_REMOTE, false), Some(Disposition::PassOn), "by Kilo's leader");
+        assert_eq!(found(Some(&member), HOP_ACTING, false), Some(Disposition::PassOn));
+        assert_eq!(found(Some(&gateway), HOP_ACTING, false), None, "never on a third gateway");
+        assert_eq!(found(None, HOP_ACTING, false), None);
+    }
+
+    #[test]
+    fn a_node_sends_from_its_own_prefixes_and_a_gateway_what_it_carries() {
+        let (member, gateway) = (node(4, 0), node(4, NODE_GATEWAY));
+        let may = |sender, hop, found| check_source(sender, Some(to(hop, PREFIX_SOURCE)), found).is_ok();
+        for sender in [&member, &gateway] {
+            assert!(may(sender, 4, None));
+            assert_eq!(check_source(sender, Some(to(4, PREFIX_ROUTE)), None), Err(DropReason::ForeignSource));
+            assert_eq!(check_source(sender, None, None), Err(DropReason::ForeignSource));
+        }
+        assert!(!may(&member, HOP_REMOTE, None) && may(&gateway, HOP_REMOTE, None));
+        for found in [None, Some(Disposition::Deliver), Some(Disposition::PassOn)] {
+            assert!(!may(&gateway, 5, found));
+        }
+        assert!(may(&gateway, 5, Some(Disposition::Transit)) && !may(&member, 5, Some(Disposition::Transit)));
+    }
+
+    #[test]
+    fn nothing_of_the_mesh_leaves_in_clear() {
+        for of_mesh in [false, true] {
+            let closed = guard(PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED, of_mesh, false, || true);
+            assert_eq!(closed, Err(DropReason::NotEncrypted));
+        }
+        assert_eq!(guard(PREFIX_NEVER_CLEAR, false, true, || false), Ok(false), "WireGuard's own");
+        assert_eq!(guard(PREFIX_PODS_STEERED, true, false, || false), Ok(true));
+        assert_eq!(guard(PREFIX_PODS_STEERED, true, false, || true), Ok(false), "it stays on the link");
+        assert_eq!(guard(PREFIX_PODS_STEERED, false, false, || false), Ok(false), "the host's");
+        let all = PREFIX_PODS_STEERED | PREFIX_HOST_STEERED;
+        assert_eq!(guard(all, false, false, || false), Ok(true));
+        assert_eq!(guard(all, false, true, || false), Ok(false));
+    }
+
+    #[test]
+    fn what_does_not_fit_or_has_no_hop_left_is_the_stacks_to_answer() {
+        for found in [Disposition::Transit, Disposition::PassOn] {
+            assert_eq!(received(Some(found), 2, || true), Ok(found));
+            assert_eq!(received(Some(found), 1, || true), Ok(Disposition::Punt));
+            assert_eq!(received(Some(found), 2, || false), Ok(Disposition::Punt));
+        }
+        assert_eq!(received(Some(Disposition::Deliver), 1, || false), Ok(Disposition::Deliver));
+        let hop = Hop { kind: HOP_KIND_NODE, mtu: 1400, ..Hop::default() };
+        assert_eq!(ingress(CONFIG_GATEWAY, || Some(&hop), 2, |mtu| mtu == 1400), Ingress::Forward(&hop));
+        assert_eq!(ingress(CONFIG_GATEWAY, || Some(&hop), 1, |_| true), Ingress::Punt);
+        assert_eq!(ingress(0, || Some(&hop), 2, |_| true), Ingress::Decrypt);
+        assert_eq!(egress(0, Some(HOP_KIND_WIREGUARD), || true), Err(DropReason::NoHop));
+        assert_eq!(egress(0, Some(HOP_KIND_NODE), || false), Err(DropReason::TooBig));
+    }
+}
