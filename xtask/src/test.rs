@@ -245,7 +245,7 @@ fn run_part(
                 println!("web-tools: {error:#}; tests of the page are skipped");
             }
             let mut outcomes = run_binaries(part, binaries, &seed(args.all), Some(tries))?;
-            outcomes.extend(run_lab(tries)?);
+            outcomes.extend(run_lab(args.all, tries)?);
             Ok(outcomes)
         }
         Part::Soak => {
@@ -398,7 +398,7 @@ fn read_outcomes_of(path: &Path, part: Part) -> Result<Vec<TestOutcome>> {
 }
 
 /// The lab in a process of its own, because it takes over signals.
-fn run_lab(tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
+fn run_lab(all: bool, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
     let this = own_program()?;
     let bin = this.parent().context("no directory")?.to_owned();
     let mut outcomes = Vec::new();
@@ -406,6 +406,7 @@ fn run_lab(tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
         (&["test", "--modes"][..], "--json"),
         (&["scenario"], "--json"),
         (&["faults", "--always"], "--outcomes"),
+        (if all { &["failover"][..] } else { &["failover", "--always"] }, "--outcomes"),
     ] {
         outcomes.extend(tries.run(|_| {
             let file = tempfile::NamedTempFile::new()?;

@@ -172,10 +172,10 @@ pub(super) fn send(lab: &mut Lab) -> Result<Broken> {
         Attack { what, by, from, to, signal: signal.to_vec(), why }.run()
     };
     let said = [
-        attack("a stranger's", &printer, stranger, &leader, &roll, "unknown_signal")?,
+        attack("a stranger's", &printer, stranger, &leader, &roll, "unknown_sender")?,
         attack("changed", &printer, a2, &leader, &changed(&roll, 47), "forged_signal")?,
         attack("ANNOUNCE made of another", &printer, a2, &leader, &announce(&roll), "forged_signal")?,
-        attack("for somebody else", &printer, a2, &member, &roll, "forged_signal")?,
+        attack("for somebody else", &router, a2, &member, &roll, "forged_signal")?,
         attack("HELLO changed", &printer, a2, &leader, &changed(&hello, 41), "forged")?,
         attack(
             "a member's into the tunnel",
@@ -215,7 +215,8 @@ fn after_change(lab: &Lab, announce: Result<Vec<u8>>, from: Ipv4Addr, to: &Node)
     // Each ANNOUNCE is sent a few times by itself.
     sleep(Duration::from_secs(1));
     let words = state::words(lab)?;
-    let by = &lab.network.printer;
+    // It is in every LAN.
+    let by = &lab.network.router;
     let said = Attack { what: "ANNOUNCE again", by, from, to, signal, why: "stale_signal" }.run()?;
     ensure!(state::words(lab)? == words, "somebody uses another leader");
     Ok(said)

@@ -60,8 +60,8 @@ pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
         lab.agents.set_flag("--stand-bys", &stand_bys.to_string());
         breaking::reboot_all(lab)?;
     }
-    // Nobody can be fit whose tunnels end where nobody answers signals.
-    let is_answered = !case.off.contains(&FAR);
+    // Nobody can be fit whose tunnels end where nobody answers signals, or knows of stand-bys.
+    let is_answered = ![FAR, LEADER].iter().any(|node| case.off.contains(node));
     let is_ready = |node: &String| {
         metric(lab, node, ROLE_STAND_BY) == Some(1) && (!is_answered || metric(lab, node, FIT) == Some(1))
     };
