@@ -5,7 +5,7 @@ use core::mem::offset_of;
 
 use aya_ebpf::{
     EbpfContext as _,
-    bindings::{__sk_buff, BPF_F_MARK_MANGLED_0},
+    bindings::{__sk_buff, BPF_F_MARK_MANGLED_0, BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEUP},
     helpers::{bpf_ktime_get_ns, bpf_skb_change_head, bpf_skb_load_bytes},
     programs::TcContext,
 };
@@ -96,7 +96,7 @@ fn taken_from_lan<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip
         return turn_back::<O, LINK>(ctx, ip);
     }
     if header.kind == Kind::Reflected {
-        return heard(ctx, hook, &address, start, header.length);
+        return heard(ctx, hook, &address, start, &header);
     }
     // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
     let key = unsafe { SIGNAL_KEY.get(&address) }.ok_or(DropReason::UnknownSignal)?;
@@ -111,7 +111,7 @@ fn taken_from_lan<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip
                 let raw: Raw = ctx.load(start).map_err(|_| DropReason::Malformed)?;
                 kernel::authentic(&raw, key)?;
             }
-            heard(ctx, hook, &address, start, header.length)
+            heard(ctx, hook, &address, start, &header)
         }
         _ => Err(DropReason::UnknownSignal),
     }
@@ -145,9 +145,9 @@ fn taken_from_tunnel<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict
             count_action(Action::Reflect);
             Ok(Act::transmit(config.kilo_ifindex))
         }
-        Taken::Agent => heard(ctx, Hook::KiloIngress, &octets(I::mapped(ip.src())), start, header.length),
+        Taken::Agent => heard(ctx, Hook::KiloIngress, &octets(I::mapped(ip.src())), start, &header),
         Taken::Control if from_gateway && to_gateway => {
-            heard(ctx, Hook::KiloIngress, &octets(I::mapped(ip.src())), start, header.length)
+            heard(ctx, Hook::KiloIngress, &octets(I::mapped(ip.src())), start, &header)
         }
         _ => Err(DropReason::UnknownSignal),
     }
@@ -292,13 +292,17 @@ fn opaque(mut number: u64) -> u64 {
     number
 }
 
-/// Tells the agent; the packet ends here.
+/// Tells the agent; the packet ends here. Answers to what it has asked bear the time and are read when
+/// their time is over, or with what wakes it: most of its wake-ups would be for nothing.
 #[inline(always)]
-fn heard(ctx: &TcContext, hook: Hook, source: &[u8; 16], start: usize, length: usize) -> Verdict {
-    if length <= KERNEL {
-        record::<KERNEL>(ctx, hook, source, start, length)
+fn heard(ctx: &TcContext, hook: Hook, source: &[u8; 16], start: usize, header: &Header) -> Verdict {
+    let can_wait = matches!(header.kind, Kind::Reflected | Kind::Present);
+    // The kernel's own choice wakes nobody while anything is unread.
+    let wake = if can_wait { BPF_RB_NO_WAKEUP } else { BPF_RB_FORCE_WAKEUP };
+    if header.length <= KERNEL {
+        record::<KERNEL>(ctx, hook, source, start, header.length, wake)
     } else {
-        record::<LONGEST>(ctx, hook, source, start, length)
+        record::<LONGEST>(ctx, hook, source, start, header.length, wake)
     }
 }
 
@@ -309,6 +313,7 @@ fn record<const N: usize>(
     source: &[u8; 16],
     start: usize,
     length: usize,
+    wake: u32,
 ) -> Verdict {
     let length = opaque(length as u64);
     if length > N as u64 {
@@ -339,7 +344,7 @@ fn record<const N: usize>(
         )
     };
     if copied == 0 {
-        entry.submit(0);
+        entry.submit(u64::from(wake));
         count_action(Action::Hear);
         Ok(Act::END)
     } else {

@@ -353,7 +353,7 @@ impl Agent {
         gateway.detector.expire(now);
         if gateway.detector.is_due(now) {
             if self.word.1 == sender.me {
-                gateway.detector.rest(params, turn);
+                gateway.detector.rest();
             } else {
                 let Gateway { tunnels, detector, .. } = gateway;
                 detector.lan_counts = self.place.gateways.contains(&self.word.1);
@@ -366,9 +366,12 @@ impl Agent {
             }
         }
         if now >= gateway.next_roll {
-            gateway.next_roll = now + turn.jittered(params.roll);
-            for member in self.place.nodes.iter().filter(|node| **node != sender.me) {
-                gateway::ask(sender, *member, &mut gateway.roll, turn);
+            let (pause, count) = params.roll_of(self.place.nodes.len());
+            gateway.next_roll = now + turn.jittered(pause);
+            for member in gateway.roll.next(&self.place.nodes, count) {
+                if member != sender.me {
+                    gateway::ask(sender, member, &mut gateway.roll, turn);
+                }
             }
         }
         let says_hello = now >= gateway.next_hello;
@@ -449,11 +452,14 @@ impl Agent {
         self.term = self.term.max(term);
         let changed = self.word.1 != to;
         self.word = (term, to);
+        let me = self.place.me;
         if changed {
             self.word_since = turn.now;
             self.discard_leader(turn);
+            if let Some(gateway) = self.gateway.as_mut().filter(|_| to != me) {
+                gateway.detector.begin(turn.now);
+            }
         }
-        let me = self.place.me;
         let lead = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut());
         if lead.is_some_and(|lead| lead.hears(me, (term, to), turn.now)) {
             self.led_changed(turn);

@@ -34,9 +34,11 @@ impl Detector {
         }
     }
 
-    /// When it has to be woken.
+    /// When it has to be woken. The first miss can wait for the next probe: what counts is when the last
+    /// of several is known.
     pub fn wake(&self) -> Micros {
-        self.due.min(self.lan.deadline()).min(self.path.deadline())
+        let deadline = |row: &Row| if row.misses() > 0 { row.deadline() } else { Micros::MAX };
+        self.due.min(deadline(&self.lan)).min(deadline(&self.path))
     }
 
     /// Counts what is overdue; whether anything new is.
@@ -49,9 +51,14 @@ impl Detector {
         now >= self.due
     }
 
-    /// Nothing to probe: this node leads itself.
-    pub fn rest(&mut self, params: &Params, turn: &mut Turn<'_>) {
-        self.due = turn.now + turn.jittered(params.interval);
+    /// Nothing to probe: this node leads itself, until somebody else does.
+    pub const fn rest(&mut self) {
+        self.due = Micros::MAX;
+    }
+
+    /// Somebody else leads this node: probes begin at once.
+    pub fn begin(&mut self, now: Micros) {
+        self.due = self.due.min(now);
     }
 
     /// Sends the next probes: to the leader, and through it to the next of the far
@@ -65,7 +72,7 @@ impl Detector {
         usual: impl Fn(Far) -> Micros,
         turn: &mut Turn<'_>,
     ) -> Option<Far> {
-        self.rest(params, turn);
+        self.due = turn.now + turn.jittered(params.interval);
         let nonce = turn.nonce();
         self.lan.sent(nonce, turn.now, turn.now + params.lan_deadline);
         turn.push(Output::Probe { nonce, way: Way::Lan(leader) });

@@ -164,6 +164,14 @@ impl Params {
         if self.keeps(Rule::Hold) { doubled.min(self.longest_hold) } else { 0 }
     }
 
+    /// How a location of so many nodes is called: a part of it at a time, and how many that is. The ring of
+    /// signals has no room for the answers of a large one at once.
+    pub fn roll_of(&self, nodes: usize) -> (Micros, usize) {
+        let whole = self.roll.max(nodes as u64 * SEC / self.members_rate);
+        let parts = (nodes / 40).clamp(1, 25);
+        (whole / parts as u64, nodes.div_ceil(parts))
+    }
+
     /// A member's probe interval in a location of so many nodes.
     pub fn member_interval(&self, nodes: usize) -> Micros {
         self.member.max(nodes as u64 * SEC / self.members_rate)
@@ -189,6 +197,13 @@ mod tests {
         let params = Params::default();
         let holds: Vec<_> = (0..9).map(|losses| params.hold_after(losses) / SEC).collect();
         assert_eq!(holds, [60, 60, 120, 240, 480, 960, 1920, 3600, 3600]);
+    }
+
+    #[test]
+    fn a_large_location_is_called_in_parts_and_less_often() {
+        let params = Params::default();
+        let [few, some, many] = [5, 100, 1_000].map(|nodes| params.roll_of(nodes));
+        assert_eq!((few, some, many), ((SEC, 5), (SEC / 2, 50), (80 * MS, 40)));
     }
 
     #[test]

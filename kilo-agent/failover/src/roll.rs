@@ -23,11 +23,27 @@ pub struct Roll {
     asked: BTreeMap<NodeId, [u64; 2]>,
     /// Kernels heard before this do not count as reachable now.
     since: Micros,
+    /// Whose turn it is when a part of the location is called.
+    place: usize,
 }
 
 impl Roll {
-    /// How long an answer counts.
+    /// How long an answer counts, at least.
     const FRESH: Micros = 3 * SEC;
+    /// What each node adds to that in a location that is called less often than once a second.
+    const EACH: Micros = SEC / 200;
+
+    /// How long an answer counts.
+    pub fn counts_for(&self) -> Micros {
+        Self::FRESH.max(self.asked.len() as u64 * Self::EACH)
+    }
+
+    /// The next so many nodes to be called, in turn.
+    pub fn next(&mut self, nodes: &[NodeId], count: usize) -> Vec<NodeId> {
+        let begin = self.place % nodes.len().max(1);
+        self.place = begin + count;
+        nodes.iter().cycle().skip(begin).take(count.min(nodes.len())).copied().collect()
+    }
 
     /// There are other nodes now.
     pub fn nodes_are(&mut self, nodes: &[NodeId]) {
@@ -66,7 +82,7 @@ impl Roll {
 
     /// What a member said, if lately.
     pub fn fresh(&self, member: NodeId, now: Micros) -> Option<&Present> {
-        self.members.get(&member).filter(|present| present.at + Self::FRESH > now)
+        self.members.get(&member).filter(|present| present.at + self.counts_for() > now)
     }
 
     /// As [`Self::fresh`], since the last suspicion.
@@ -81,7 +97,8 @@ impl Roll {
 
     /// Members heard lately, and what they said.
     pub fn heard_lately(&self, now: Micros) -> impl Iterator<Item = (NodeId, &Present)> + '_ {
-        let is_fresh = move |present: &&Present| present.at + Self::FRESH > now;
+        let counts_for = self.counts_for();
+        let is_fresh = move |present: &&Present| present.at + counts_for > now;
         self.members
             .iter()
             .map(|(member, present)| (*member, present))

@@ -45,9 +45,10 @@ impl Tunnels {
         self.probed = new.probed.into_iter().map(keep).collect();
     }
 
-    /// When it has to be woken.
+    /// When it has to be woken. A first miss can wait for the next probe.
     pub fn wake(&self) -> Micros {
-        self.probed.iter().map(|tunnel| tunnel.row.deadline()).fold(self.next, Micros::min)
+        let missed = self.probed.iter().filter(|tunnel| tunnel.row.misses() > 0);
+        missed.map(|tunnel| tunnel.row.deadline()).fold(self.next, Micros::min)
     }
 
     /// Sends what is due and counts what is overdue.

@@ -80,6 +80,12 @@ pub struct Thread {
     next_report: Micros,
 }
 
+/// Of whom there is something to be read, besides signals.
+struct Ready {
+    agent: bool,
+    links: bool,
+}
+
 fn micros() -> Micros {
     ktime() / 1_000
 }
@@ -117,8 +123,8 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
     // What came before this agent.
     while thread.tools.ring.next().is_some() {}
     while !thread.shared.stop.load(Ordering::Acquire) {
-        thread.wait();
-        thread.step();
+        let ready = thread.wait();
+        thread.step(&ready);
     }
 }
 
@@ -130,7 +136,7 @@ impl Thread {
         agent.min(later).min(fars)
     }
 
-    fn wait(&self) {
+    fn wait(&self) -> Ready {
         let micros = self.wake().saturating_sub(micros()).min(LONGEST_WAIT);
         let time = TimeSpec::microseconds(i64::try_from(micros).unwrap_or(i64::MAX));
         // SAFETY: the ring owns its descriptor, which lives as long as it does.
@@ -140,10 +146,14 @@ impl Thread {
             fds.into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
         // An interrupted wait is a short one.
         let _ = ppoll(&mut fds, Some(time), None);
+        let is_ready = |at: usize| fds.get(at).is_some_and(|fd| fd.any() != Some(false));
+        Ready { agent: is_ready(1), links: is_ready(2) }
     }
 
-    fn step(&mut self) {
-        let _ = self.shared.wake.read();
+    fn step(&mut self, ready: &Ready) {
+        if ready.agent {
+            let _ = self.shared.wake.read();
+        }
         let mut inputs = Vec::new();
         let site = locked(&self.shared.site).take();
         if let Some(site) = site {
@@ -153,7 +163,7 @@ impl Thread {
             while self.tools.ring.next().is_some() {}
             return;
         };
-        if self.is_link_down(&site) {
+        if ready.links && self.is_link_down(&site) {
             inputs.push(Input::LinkDown);
         }
         self.hear(&site, &mut inputs);
@@ -229,7 +239,7 @@ impl Thread {
 
     /// The kernel's word may be another: it obeys ANNOUNCE by itself.
     fn read_word(&mut self, site: &Site, inputs: &mut Vec<Input>) {
-        let Ok([_, word]) = self.tools.signals.words() else { return };
+        let Ok(word) = self.tools.signals.word() else { return };
         let (hop, term) = (lead::hop_of(word), lead::term_of(word));
         // The node it names has stopped being a gateway: Kilo's leader is who is left.
         let is_gone = self.agent.is_some()

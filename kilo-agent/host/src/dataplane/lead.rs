@@ -95,7 +95,15 @@ impl Signals {
     /// # Errors
     /// When the map cannot be read.
     pub fn words(&self) -> Result<[u64; 2], DataplaneError> {
-        Ok([self.lead.get(&LEAD_KILO, 0)?, self.lead.get(&LEAD_ACTING, 0)?])
+        Ok([self.lead.get(&LEAD_KILO, 0)?, self.word()?])
+    }
+
+    /// The acting leader's word alone.
+    ///
+    /// # Errors
+    /// When the map cannot be read.
+    pub fn word(&self) -> Result<u64, DataplaneError> {
+        Ok(self.lead.get(&LEAD_ACTING, 0)?)
     }
 
     /// Moves the acting leader's word by the rule for ANNOUNCE: to a later term only. Returns the
@@ -105,7 +113,7 @@ impl Signals {
     /// When the program cannot be run.
     pub fn follow(&self, offered: u64) -> Result<u64, DataplaneError> {
         loop {
-            let current = self.words()?[1];
+            let current = self.word()?;
             if current == offered || !lead::obeys(current, offered) {
                 return Ok(current);
             }
