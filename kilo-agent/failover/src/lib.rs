@@ -14,6 +14,7 @@ mod agent;
 pub mod detector;
 pub mod far;
 pub mod gateway;
+mod give_up;
 mod giving;
 pub mod member;
 pub mod others;

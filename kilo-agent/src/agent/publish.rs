@@ -15,6 +15,7 @@ use super::{Agent, AgentError, CHECK_IN, CILIUM_HOST, MOST_DOUBLINGS, RETRY};
 use crate::{
     announce,
     backend::{Backend, BackendError},
+    failover::Failover,
 };
 use kilo_core::{
     objects::{Published, Snapshot, events::EventReason},
@@ -36,6 +37,10 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// The same while nobody knows this node's key: what is routed into the mesh before
 /// others do is lost, and the server may be there.
 const PATIENCE_UNKNOWN: Duration = Duration::from_secs(5);
+
+/// Pauses between tries to say that the leader is dead: the API server may have been there, too.
+const GIVE_UP: [Duration; 4] =
+    [Duration::from_secs(1), Duration::from_secs(2), Duration::from_secs(5), Duration::from_secs(20)];
 
 impl<B: Backend> Agent<B> {
     /// One agent, the leader of the first location, says in each Peer object
@@ -62,6 +67,33 @@ impl<B: Backend> Agent<B> {
             Err(error) => tracing::error!(%error, "failed to write the status of peers"),
         }
         self.status_task = None;
+    }
+
+    /// Says of a dead leader that it is, for nodes without failover, which follow its heartbeat.
+    pub(super) fn give_up(&self, snapshot: &Snapshot) {
+        let Some(node) = self.failover.as_ref().and_then(Failover::gives_up) else { return };
+        let Some(last_seen) = snapshot.nodes.get(&node).map(|known| known.last_seen) else { return };
+        let backend = Arc::clone(&self.backend);
+        tokio::spawn(async move {
+            for pause in GIVE_UP {
+                match backend.give_up(&node, last_seen).await {
+                    Ok(true) => {
+                        tracing::info!(
+                            node,
+                            "the leader is dead; its last-seen is 0 now, for nodes without failover"
+                        );
+                    }
+                    Ok(false) => tracing::info!(node, "the leader seems dead, but its last-seen changes"),
+                    Err(error) if error.is_temporary() => {
+                        tracing::debug!(%error, node, "failed to say that the leader is dead");
+                        tokio::time::sleep(pause).await;
+                        continue;
+                    }
+                    Err(error) => tracing::warn!(%error, node, "failed to say that the leader is dead"),
+                }
+                return;
+            }
+        });
     }
 
     /// Each node that claims an address reports it about itself, beside the reconciles.

@@ -75,6 +75,8 @@ struct Said {
     is_told: bool,
     /// The term in which this node leads its location.
     leading: Option<u64>,
+    /// A dead leader that nodes without failover would go on waiting for, until the agent says so.
+    gives_up: Option<String>,
     report: Report,
     /// How this node has come to lead its location, until it is told.
     successions: Vec<String>,
@@ -160,6 +162,11 @@ impl Failover {
     pub fn leading(&self, written: Option<u64>) -> Option<u64> {
         let said = locked(&self.shared.said);
         if said.is_told { said.leading } else { written }
+    }
+
+    /// A leader that is to be said to be dead, once.
+    pub fn gives_up(&self) -> Option<String> {
+        locked(&self.shared.said).gives_up.take()
     }
 
     /// For those who look.

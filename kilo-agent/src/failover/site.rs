@@ -38,6 +38,8 @@ pub struct Site {
     pub names: BTreeMap<NodeId, String>,
     /// Kilo's leader.
     pub leader: NodeId,
+    /// Some nodes of the mesh know no failover: they follow Kilo's rule.
+    pub is_mixed: bool,
     /// The term this node has written down that it leads since, before it was restarted.
     pub written: Option<Term>,
     /// The WireGuard device.
@@ -170,7 +172,10 @@ impl Site {
         let leaves = |member: &Member| Some((id(member)?, cause(member.node.leaving?)));
         let leaving = segment.members.iter().filter_map(leaves).collect();
         let endpoint = own.node.endpoint.as_ref().and_then(kilo_core::wireguard::Endpoint::ip);
+        let mut members = mesh.segments.iter().flat_map(|segment| &segment.members);
+        let is_mixed = members.any(|member| !member.node.is_capable());
         Some(Self {
+            is_mixed,
             place: Place {
                 me,
                 location: signal_id::location(&segment.location),

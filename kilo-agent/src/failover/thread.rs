@@ -76,6 +76,8 @@ pub struct Thread {
     last_change: Option<String>,
     /// After whom it leads, and since when.
     succeeded: Option<(NodeId, Micros)>,
+    /// Whom it has given up last, and in which term.
+    given_up: Option<(NodeId, Term)>,
     out: Out,
     next_report: Micros,
 }
@@ -117,6 +119,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         since: 0,
         last_change: None,
         succeeded: None,
+        given_up: None,
         out: Out::default(),
         next_report: 0,
     };
@@ -173,6 +176,7 @@ impl Thread {
         self.forget_seeds(now);
         self.far_wakes(now);
         self.out.expire(now, &self.metrics);
+        self.give_up(&site, now);
         self.tell();
         self.report(&site, now);
     }
@@ -531,6 +535,20 @@ impl Thread {
     }
 
     // ---- what others are told --------------------------------------------------
+
+    /// A leader is given up once in a term: if it lives and says so, it knows better.
+    fn give_up(&mut self, site: &Site, now: Micros) {
+        let Some(agent) = self.agent.as_ref().filter(|_| site.is_mixed) else { return };
+        let given_up = agent.gives_up(now).map(|leader| (leader, agent.word().0));
+        match given_up {
+            Some(given_up) if self.given_up != Some(given_up) => {
+                self.given_up = Some(given_up);
+                locked(&self.shared.said).gives_up = Some(self.name(given_up.0).to_owned());
+                self.shared.changed.notify_one();
+            }
+            _ => {}
+        }
+    }
 
     /// Tells the agent what it needs to plan, when that has changed.
     pub(super) fn tell(&mut self) {

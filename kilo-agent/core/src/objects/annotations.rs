@@ -46,6 +46,9 @@ pub enum Writer {
     Agent(fn(&Published) -> Option<String>),
 }
 
+/// When the node's agent was heard last; 0: somebody says that it is dead.
+pub const LAST_SEEN: &str = "kilo.squat.ai/last-seen";
+
 /// Version of the signals.
 const SIGNAL: &str = "1";
 
@@ -153,7 +156,7 @@ pub const ANNOTATIONS: [Annotation; 16] = [
         read: |value, node| node.node.key = value.parse(),
     },
     Annotation {
-        name: "kilo.squat.ai/last-seen",
+        name: LAST_SEEN,
         writer: Writer::Agent(|own| Some(own.last_seen.to_string())),
         example: "`1763866800`",
         meaning: "the heartbeat: Unix seconds, renewed every 30 s",

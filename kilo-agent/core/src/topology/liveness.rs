@@ -100,6 +100,10 @@ impl Liveness {
             });
             let seen = match known {
                 Some(known) if known.value == last_seen => known,
+                // Somebody has said that it is dead, for those who would wait for its heartbeat.
+                Some(known) if last_seen == 0 => {
+                    Observation { value: 0, changed: None, ready: false, ..known }
+                }
                 Some(known) => Observation { value: last_seen, changed: Some(now), ..known },
                 None => {
                     let complete = is_complete(node);
@@ -186,6 +190,23 @@ mod tests {
         assert_eq!(taking_part, ["a", "b"]);
         let taking_part = ready(&mut liveness, &[("a", 1060), ("b", 1000)], "a", start + step * 2, 1060);
         assert_eq!(taking_part, ["a"]);
+    }
+
+    #[test]
+    fn a_node_that_somebody_gives_up_is_out_at_once_until_it_speaks() {
+        let (start, second) = (Instant::now(), Duration::from_secs(1));
+        let mut liveness = Liveness::default();
+        ready(&mut liveness, &[("a", 1000), ("b", 1000)], "a", start, 1000);
+        for (after, last_seen, wanted) in [
+            (3, 0, &["a"][..]),
+            (9, 0, &["a"]),
+            // What it said last, which it says again when it lives.
+            (10, 1000, &["a", "b"]),
+        ] {
+            let list = [("a", 1000), ("b", last_seen)];
+            let taking_part = ready(&mut liveness, &list, "a", start + second * after, 1000);
+            assert_eq!(taking_part, wanted, "{after} s");
+        }
     }
 
     #[test]

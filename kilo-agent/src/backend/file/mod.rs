@@ -213,6 +213,19 @@ impl Backend for FileBackend {
         Ok(true)
     }
 
+    async fn give_up(&self, node: &str, last_seen: i64) -> Result<bool, BackendError> {
+        let path = self.own_file(node)?;
+        let failed = |source| BackendError::Io { path: path.display().to_string(), source };
+        let before = fs::read_to_string(&path).map_err(failed)?;
+        let line = |value: i64| format!("{}: '{value}'\n", annotations::LAST_SEEN);
+        if last_seen == 0 || !before.contains(&line(last_seen)) {
+            return Ok(false);
+        }
+        write(&path, &before.replace(&line(last_seen), &line(0))).map_err(failed)?;
+        let _ = self.tell.send(Told::Changed);
+        Ok(true)
+    }
+
     async fn retract(&self, node: &str) -> Result<(), BackendError> {
         let path = self.own_file(node)?;
         match fs::remove_file(&path) {

@@ -4,6 +4,7 @@
 mod cache;
 mod client;
 mod event;
+mod give_up;
 #[cfg(test)]
 mod idle_watch;
 mod kubeconfig;
@@ -342,6 +343,10 @@ impl Backend for KubernetesBackend {
 
     async fn report_peers(&self, peers: &PeerStandings) -> Result<u64, BackendError> {
         peer_status::report(&self.client, &self.peers, peers).await
+    }
+
+    async fn give_up(&self, node: &str, last_seen: i64) -> Result<bool, BackendError> {
+        give_up::write(&self.nodes, node, last_seen).await
     }
 
     async fn report_network(&self, node: &str, available: bool) -> Result<(), BackendError> {

@@ -1,0 +1,85 @@
+//! A dead leader that nodes without failover go on waiting for: they follow Kilo's rule, and that
+//! asks for its heartbeat. Somebody has to say that it is dead.
+
+use crate::{Agent, Micros, NodeId, SEC, gateway::Lead, roll::Present, signal::Shared};
+
+/// For how long a gateway leads the location before it says so.
+const LEADS: Micros = 3 * SEC;
+
+impl Agent {
+    /// Kilo's leader, if this gateway is to say that it is dead: its kernel has answered roll calls and
+    /// does not any more, and this gateway leads the location, or nobody can find out who could (there
+    /// is no far leader that answers probes), it is the next in Kilo's order, and most of the others
+    /// hear it. A leader that never answered roll calls is given up by who has taken over from it.
+    pub fn gives_up(&self, now: Micros) -> Option<NodeId> {
+        let (me, gateway) = (self.place.me, self.gateway.as_ref()?);
+        let leader = *self.place.gateways.first().filter(|leader| **leader != me)?;
+        let leads = |lead: &Lead| lead.shared() == Shared::Move && lead.since() + LEADS <= now;
+        let leads = self.word.1 == me && gateway.lead.as_ref().is_some_and(leads);
+        let Some(last) = gateway.roll.last(leader) else {
+            return (leads && !self.place.nodes.contains(&leader)).then_some(leader);
+        };
+        let counts_for = gateway.roll.counts_for();
+        if last.at + counts_for > now {
+            return None;
+        }
+        let is_there = |last: &Present| last.at + counts_for * 2 / 3 > now;
+        let is_heard = |node: &NodeId| gateway.roll.last(*node).is_some_and(is_there);
+        let others: Vec<_> = self.place.nodes.iter().filter(|node| ![me, leader].contains(node)).collect();
+        let heard = others.iter().filter(|node| is_heard(node)).count();
+        let before = self.place.gateways.iter().skip(1).take_while(|gateway| **gateway != me);
+        let is_next =
+            self.place.fars.is_empty() && heard * 2 > others.len() && !before.into_iter().any(is_heard);
+        (leads || is_next).then_some(leader)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Input, MS, Params, Place, Signal, Start, Term,
+        signal::{Body, Kind},
+        turn::Output,
+    };
+
+    const ME: NodeId = 2;
+
+    /// The location of 1, 2 and 3, led by 1, without far leaders that know signals; 1 answers roll
+    /// calls for a second, and the members that are named go on.
+    fn after(time: Micros, answer: &[NodeId]) -> Option<NodeId> {
+        let place =
+            Place { me: ME, location: 7, gateways: vec![1, ME, 3], nodes: vec![1, ME, 3, 4], fars: vec![] };
+        let start = Start { now: 0, clock: 0, word: (Term::NONE, 1), led: vec![], is_boot: false };
+        let mut number = 0;
+        let mut random = move || {
+            number += 1;
+            number
+        };
+        let mut agent = Agent::new(Params::default(), place, start, &mut random);
+        let (mut now, mut inputs) = (0, Vec::new());
+        while now < time {
+            let out = agent.turn(now, std::mem::take(&mut inputs), &mut random);
+            for output in out {
+                let Output::Lan(to, Signal { kind: Kind::Roll, nonce, .. }) = output else { continue };
+                if answer.contains(&to) || to == 1 && now < SEC {
+                    let body = Body::Word { cookie: 9, gateway: 1 };
+                    let (kind, term) = (Kind::Present, Term::NONE);
+                    let signal = Signal { kind, nonce, term, sender: to, location: 7, body };
+                    inputs.push(Input::Signal { from: to, signal });
+                }
+            }
+            now += 20 * MS;
+        }
+        agent.gives_up(now)
+    }
+
+    #[test]
+    fn a_leader_is_given_up_when_it_alone_is_silent() {
+        assert_eq!(after(2 * SEC, &[3, 4]), None, "too early");
+        assert_eq!(after(6 * SEC, &[3, 4]), Some(1));
+        assert_eq!(after(6 * SEC, &[1, 3, 4]), None, "it answers");
+        assert_eq!(after(6 * SEC, &[4]), None, "half of the others");
+        assert_eq!(after(6 * SEC, &[]), None, "this node hears nobody");
+    }
+}
