@@ -26,8 +26,9 @@ pub async fn write(api: &Api<Node>, name: &str, last_seen: i64) -> Result<bool, 
     }
     let version = object.and_then(|object| object.resource_version.as_deref());
     // Of this version only: a heartbeat in between is worth more.
-    let patch = json!({ "metadata": { "resourceVersion": version, "annotations": { LAST_SEEN: "0" } } });
+    let metadata = json!({ "resourceVersion": version, "annotations": { LAST_SEEN: "0" } });
+    let patch = Patch::Merge(json!({ "metadata": metadata }));
     let parameters = PatchParams { field_manager: Some("kilo".to_owned()), ..PatchParams::default() };
-    let patched = api.patch_metadata(name, &parameters, &Patch::Merge(patch));
+    let patched = api.patch_metadata(name, &parameters, &patch);
     in_time(patched, Asked::Patch(name)).await.map(|_| true)
 }
