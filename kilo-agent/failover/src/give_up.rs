@@ -14,7 +14,7 @@ impl Agent {
     pub fn gives_up(&self, now: Micros) -> Option<NodeId> {
         let (me, gateway) = (self.place.me, self.gateway.as_ref()?);
         let leader = *self.place.gateways.first().filter(|leader| **leader != me)?;
-        let leads = |lead: &Lead| lead.shared() == Shared::Move && lead.since() + LEADS <= now;
+        let leads = |lead: &Lead| lead.shared() != Shared::Stay && lead.since() + LEADS <= now;
         let leads = self.word.1 == me && gateway.lead.as_ref().is_some_and(leads);
         let Some(last) = gateway.roll.last(leader) else {
             return (leads && !self.place.nodes.contains(&leader)).then_some(leader);
