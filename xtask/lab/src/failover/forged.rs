@@ -190,34 +190,20 @@ pub(super) fn send(lab: &mut Lab) -> Result<Broken> {
     Ok(Broken::done(said.join(", ")))
 }
 
-/// What made members follow another leader is sent again once they do.
+/// What made members follow another leader is sent again once they follow the first one again.
 pub(super) fn repeat(lab: &mut Lab) -> Result<Broken> {
     ensure!(lab.network.underlay == Underlay::V4, "signals are forged on IPv4 only");
     let (stand_by, member) = (breaking::node(lab, STAND_BY)?, breaking::node(lab, MEMBER)?);
     let (a2, a3) = (address(&stand_by)?, address(&member)?);
     let listening = record(&lab.network.router, a2, a3, &[ANNOUNCE]);
-    let mut broken = breaking::power_off(lab)?;
-    let said = after_change(lab, recorded(listening, ANNOUNCE), a2, &member);
-    match said {
-        Ok(said) => {
-            broken.said = said;
-            Ok(broken)
-        }
-        Err(error) => {
-            broken.mend(lab)?;
-            Err(error)
-        }
-    }
-}
-
-fn after_change(lab: &Lab, announce: Result<Vec<u8>>, from: Ipv4Addr, to: &Node) -> Result<String> {
-    let signal = announce?;
-    // Each ANNOUNCE is sent a few times by itself.
-    sleep(Duration::from_secs(1));
+    let returned = breaking::leader_returns(lab)?;
+    let signal = recorded(listening, ANNOUNCE)?;
+    sleep(Duration::from_secs(2));
     let words = state::words(lab)?;
     // It is in every LAN.
     let by = &lab.network.router;
-    let said = Attack { what: "ANNOUNCE again", by, from, to, signal, why: "stale_signal" }.run()?;
+    let attack = Attack { what: "ANNOUNCE again", by, from: a2, to: &member, signal, why: "stale_signal" };
+    let said = attack.run()?;
     ensure!(state::words(lab)? == words, "somebody uses another leader");
-    Ok(said)
+    Ok(Broken::done(format!("{}; {said}", returned.said)))
 }
