@@ -176,7 +176,7 @@ pub(super) fn send(lab: &mut Lab) -> Result<Broken> {
         attack("changed", &printer, a2, &leader, &changed(&roll, 47), "forged_signal")?,
         attack("ANNOUNCE made of another", &printer, a2, &leader, &announce(&roll), "forged_signal")?,
         attack("for somebody else", &router, a2, &member, &roll, "forged_signal")?,
-        attack("HELLO changed", &printer, a2, &leader, &changed(&hello, 41), "forged")?,
+        attack("HELLO changed", &printer, a2, &leader, &changed(&hello, 41), "forged_signal")?,
         attack(
             "a member's into the tunnel",
             &member.space,
