@@ -48,8 +48,14 @@ mod tests {
     /// The location of 1, 2 and 3, led by 1, without far leaders that know signals; 1 answers roll
     /// calls for a second, and the members that are named go on.
     fn after(time: Micros, answer: &[NodeId]) -> Option<NodeId> {
-        let place =
-            Place { me: ME, location: 7, gateways: vec![1, ME, 3], nodes: vec![1, ME, 3, 4], fars: vec![] };
+        let place = Place {
+            me: ME,
+            location: 7,
+            gateways: vec![1, ME, 3],
+            nodes: vec![1, ME, 3, 4],
+            fars: vec![],
+            leaving: std::collections::BTreeMap::new(),
+        };
         let start = Start { now: 0, clock: 0, word: (Term::NONE, 1), led: vec![], is_boot: false };
         let mut number = 0;
         let mut random = move || {
