@@ -93,7 +93,14 @@ fn datagrams(outside: IpAddr, pod: IpAddr) {
     let sender = UdpSocket::bind((pod, 2000)).unwrap();
     let segment = i32::from(DATAGRAM);
     nix::sys::socket::setsockopt(&sender, nix::sys::socket::sockopt::UdpGsoSegment, &segment).unwrap();
-    sender.send_to(&pattern, (outside, 53)).unwrap();
+    match sender.send_to(&pattern, (outside, 53)) {
+        // Before Linux 6.11 no socket cuts datagrams late for a device without checksums of its own.
+        Err(error) if error.raw_os_error() == Some(nix::libc::EIO) => {
+            println!("this kernel sends no superpackets of datagrams to {outside}");
+            return;
+        }
+        sent => assert_eq!(sent.unwrap(), pattern.len()),
+    }
     for part in pattern.chunks(usize::from(DATAGRAM)) {
         assert_eq!(heard(&receiver).as_deref(), Some(part));
     }

@@ -147,15 +147,18 @@ impl ApiServer {
     async fn wait_until_ready(&self) {
         let client = self.client(ADMIN).await;
         let deadline = Instant::now() + Duration::from_secs(60);
-        loop {
-            let request = hyper::http::Request::get("/readyz").body(Vec::new()).unwrap();
-            match client.request_text(request).await {
-                Ok(_) => return,
-                Err(error) if Instant::now() > deadline => {
-                    let log = fs::read_to_string(self.directory.path().join("kube-apiserver.log"));
-                    panic!("the API server is not ready: {error}\n{}", log.unwrap_or_default());
+        // It is ready a moment before it has made the namespace that tests write to.
+        for path in ["/readyz", "/api/v1/namespaces/default"] {
+            loop {
+                let request = hyper::http::Request::get(path).body(Vec::new()).unwrap();
+                match client.request_text(request).await {
+                    Ok(_) => break,
+                    Err(error) if Instant::now() > deadline => {
+                        let log = fs::read_to_string(self.directory.path().join("kube-apiserver.log"));
+                        panic!("the API server is not ready: {error}\n{}", log.unwrap_or_default());
+                    }
+                    Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
                 }
-                Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
             }
         }
     }
