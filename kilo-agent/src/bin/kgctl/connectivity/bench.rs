@@ -80,8 +80,8 @@ impl Bench {
             for namespace in found.items.iter().filter(|found| found.metadata.deletion_timestamp.is_none()) {
                 // Nothing to be saved in them: pods end at once.
                 let name = namespace.name_any();
-                let _ = self
-                    .pods()
+                let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &name);
+                let _ = pods
                     .delete_collection(&DeleteParams::default().grace_period(0), &ListParams::default())
                     .await;
                 let asked = Asked::new("delete", "namespaces");
