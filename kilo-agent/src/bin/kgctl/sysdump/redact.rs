@@ -34,20 +34,22 @@ fn pattern(text: &str) -> Regex {
 static BASE64_KEY: LazyLock<Regex> = LazyLock::new(|| pattern(r"[A-Za-z0-9+/]{42,}={1,2}"));
 /// 32 bytes in hexadecimal digits, as the socket of a WireGuard process writes them.
 static HEX_KEY: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?P<before>\S*?)\b(?P<key>[0-9a-fA-F]{64})\b"));
-/// Tokens of service accounts, of `kubeadm join`, and in headers; passwords in URLs; PEM; `name=value`.
-static OTHERS: LazyLock<[(Regex, &str); 6]> = LazyLock::new(|| {
+/// What something secret is called, with `=` or `:` behind it.
+const NAME: &str = r"(?i)\b([a-z0-9_-]*(?:(?:preshared|private|pre-shared|secret|api|client)[_-]?key(?:-data)?|psk|password|passwd|token|secret))";
+/// Tokens of service accounts, of `kubeadm join` and k3s, and in headers; passwords in URLs; PEM; `name=value`,
+/// where the value ends with its quotes, also in JSON that is a string itself.
+static OTHERS: LazyLock<[(Regex, &str); 9]> = LazyLock::new(|| {
+    let named = |rest: &str| (pattern(&format!("{NAME}{rest}")), "$1$2<removed>");
     [
         (pattern(r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|$)"), REMOVED),
         (pattern(r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]*)?"), REMOVED),
         (pattern(r"\b[a-z0-9]{6}\.[a-z0-9]{16}\b"), REMOVED),
+        (pattern(r#"\bK10[0-9a-f]{64}::[^\s"']+"#), REMOVED),
         (pattern(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/_.=-]{8,}"), "$1 <removed>"),
         (pattern(r"(://[^/\s:@]*):[^/\s@]+@"), "$1:<removed>@"),
-        (
-            pattern(
-                r#"(?i)\b([a-z0-9_-]*(?:(?:preshared|private|pre-shared|secret|api)[_-]?key|psk|password|passwd|token|secret))("?\s*[=:]\s*"?)[^\s"',;&]+"#,
-            ),
-            "$1$2<removed>",
-        ),
+        named(r#"("?\s*[=:]\s*")(?:[^"\\\n]|\\.)+"#),
+        named(r#"((?:\\+"|')?\s*[=:]\s*(?:\\+"|'))[^"'\\\n]+"#),
+        named(r#"("?\s*[=:]\s*"?)[^\s"',;&\\]+"#),
     ]
 });
 
@@ -137,6 +139,11 @@ mod tests {
             ("https://who:hunter2@proxy:3128/".to_owned(), "hunter2"),
             ("{\"password\": \"hunter2\"}".to_owned(), "hunter2"),
             ("K3S_TOKEN=hunter2".to_owned(), "hunter2"),
+            (format!("K10{}::server:hunter2", "0a".repeat(32)), "hunter2"),
+            ("client-key-data: LS0tLS1CRUdJTiBSU0EgUFJJ".to_owned(), "LS0tLS1CRUdJTiBSU0EgUFJJ"),
+            ("{\"password\": \"one, two\\\" hunter2\"}".to_owned(), "hunter2"),
+            ("msg=\"{\\\"password\\\": \\\"one hunter2\\\"}\"".to_owned(), "hunter2"),
+            ("password: 'one hunter2'".to_owned(), "hunter2"),
             ("-----BEGIN EC PRIVATE KEY-----\nhunter2\n-----END EC PRIVATE KEY-----".to_owned(), "hunter2"),
         ] {
             let shown = redactor.text(&text);
