@@ -209,9 +209,11 @@ pub fn bytes(count: u64) -> String {
     if unit == "B" { format!("{count} B") } else { format!("{value:.1} {unit}") }
 }
 
-/// Columns as wide as needed, three spaces apart; nothing at all without rows.
-/// Cells below their heads; nothing when there are no rows.
+/// Cells below their heads, in columns as wide as needed, three spaces apart; nothing at all without rows.
 pub fn columns(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
+    // A location may be called anything: no cell ends its line, or says something to the terminal.
+    let shown = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
+    let rows = rows.map(|row| row.iter().map(|cell| cell.chars().map(shown).collect()).collect());
     let rows: Vec<Vec<String>> = rows.collect();
     if rows.is_empty() {
         return String::new();
@@ -253,5 +255,7 @@ mod tests {
         let rows = [vec!["a".to_owned(), "long cell".to_owned()], vec!["longer".to_owned(), String::new()]];
         assert_eq!(columns(&["X", "Y"], rows.into_iter()), "X        Y\na        long cell\nlonger\n");
         assert_eq!(columns(&["X"], std::iter::empty()), "");
+        let hostile = [vec!["a\nHealthy\x1b[2J".to_owned()]];
+        assert_eq!(columns(&["X"], hostile.into_iter()), "X\na\u{fffd}Healthy\u{fffd}[2J\n");
     }
 }

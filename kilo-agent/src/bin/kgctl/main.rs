@@ -145,7 +145,7 @@ fn main() -> ExitCode {
             if success { ExitCode::SUCCESS } else { ExitCode::FAILURE }
         }
         Err(error) => {
-            eprintln!("kgctl: {error:#}");
+            eprintln!("kgctl: {}", terminal::plain(&format!("{error:#}")));
             ExitCode::FAILURE
         }
     }

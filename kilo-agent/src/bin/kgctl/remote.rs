@@ -15,6 +15,7 @@ use tokio::io::{self, AsyncRead, AsyncWriteExt as _};
 use crate::{
     cluster::{API_HEADING, ApiFlags, Cluster},
     refusal::Asked,
+    terminal::Plain,
 };
 
 /// Where the BPF file system is, by convention.
@@ -66,7 +67,7 @@ pub async fn run(api: &ApiFlags, node: &str, command: &str, flags: &[String]) ->
     let pod = pod_of(&cluster, node).await?;
     let words: Vec<_> = ["kgctl", command].into_iter().chain(flags.iter().map(String::as_str)).collect();
     let process = exec(&cluster, &pod, &words).await?;
-    follow(process, &mut std::io::stdout(), &mut std::io::stderr()).await
+    follow(process, &mut Plain::new(std::io::stdout()), &mut Plain::new(std::io::stderr())).await
 }
 
 /// The running agent's pod of a node.

@@ -20,7 +20,10 @@ use kilo_core::{
     topology::{self, Mesh},
 };
 
-use crate::cluster::{ApiFlags, Cluster};
+use crate::{
+    cluster::{ApiFlags, Cluster},
+    terminal,
+};
 
 /// Flags of the commands that look at the whole mesh.
 #[derive(Args, Clone, Debug)]
@@ -79,7 +82,7 @@ pub async fn objects(flags: &Flags) -> Result<(Arc<Snapshot>, Option<Cluster>)> 
 pub async fn snapshot(flags: &Flags) -> Result<Arc<Snapshot>> {
     let (snapshot, _) = objects(flags).await?;
     for (object, problem) in &snapshot.problems {
-        eprintln!("kgctl: {object}: {problem}");
+        eprintln!("kgctl: {}", terminal::plain(&format!("{object}: {problem}")));
     }
     Ok(snapshot)
 }

@@ -18,7 +18,7 @@ use crate::{
     complete, health,
     progress::Progress,
     source::{self, Flags},
-    terminal::Terminal,
+    terminal::{self, Terminal},
 };
 
 /// Agents asked at the same time.
@@ -186,7 +186,9 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
             match ask::through_api(&client, name).await {
                 // The agent's view is the one by which its packets go.
                 Ok(seen) => return Ok(seen),
-                Err(error) => eprintln!("kgctl: no tunnels and counters: {error}"),
+                Err(error) => {
+                    eprintln!("kgctl: no tunnels and counters: {}", terminal::plain(&error.to_string()));
+                }
             }
         }
         Some(_) => {}

@@ -1,6 +1,7 @@
-//! Text as a terminal shows it: cut to its width, and with colours. A pipe gets it whole and plain.
+//! Text as a terminal shows it: cut to its width, and with colours. A pipe gets it whole and plain. What nodes
+//! and pods say is text: whoever has taken one over must not move the cursor of who looks.
 
-use std::io::{IsTerminal as _, stdout};
+use std::io::{self, IsTerminal as _, Write, stdout};
 
 const RED: &str = "\x1b[31m";
 const GREEN: &str = "\x1b[32m";
@@ -60,12 +61,72 @@ fn cut(line: &str, width: Option<usize>) -> String {
     }
 }
 
+/// Text of others without control characters, but for the end of lines and tabs.
+pub fn plain(text: &str) -> String {
+    let shown =
+        |c: char| if c.is_control() && !matches!(c, '\n' | '\t') { char::REPLACEMENT_CHARACTER } else { c };
+    text.chars().map(shown).collect()
+}
+
+/// Writes what others say, with `?` and `¿` in the place of control characters.
+pub struct Plain<W> {
+    to: W,
+    /// The byte before, of which a control character of two bytes starts with this one.
+    before: u8,
+}
+
+impl<W: Write> Plain<W> {
+    const LEAD: u8 = 0xc2;
+
+    /// Writes to `to`.
+    pub fn new(to: W) -> Self {
+        Self { to, before: 0 }
+    }
+}
+
+impl<W: Write> Write for Plain<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let mut shown = Vec::with_capacity(bytes.len());
+        for &byte in bytes {
+            shown.push(match byte {
+                b'\n' | b'\t' => byte,
+                0..0x20 | 0x7f => b'?',
+                0x80..0xa0 if self.before == Self::LEAD => 0xbf,
+                _ => byte,
+            });
+            self.before = byte;
+        }
+        self.to.write_all(&shown)?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.to.flush()
+    }
+}
+
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
 
     const TEXT: &str =
         "Not healthy, 1 problem.\n\nNODE   READY   REASON\nb2     False   it last checked in long ago\n";
+
+    #[test]
+    fn what_others_say_is_text_and_moves_no_cursor() {
+        let said = "a\tb é …\n\x1b]0;title\x07\x1b[2J\u{9b}2J\r\x7f";
+        let text = "a\tb é …\n\u{fffd}]0;title\u{fffd}\u{fffd}[2J\u{fffd}2J\u{fffd}\u{fffd}";
+        assert_eq!(plain(said), text);
+        for size in 1..=said.len() {
+            let mut written = Plain::new(Vec::new());
+            for part in said.as_bytes().chunks(size) {
+                written.write_all(part).unwrap();
+            }
+            let shown = String::from_utf8(written.to).unwrap();
+            assert_eq!(shown, "a\tb é …\n?]0;title??[2J¿2J??", "{size}");
+        }
+    }
 
     #[test]
     fn a_pipe_gets_all_of_it_and_a_terminal_what_fits_in_colour() {

@@ -27,6 +27,7 @@ use crate::{
     refusal::Asked,
     remote,
     source::{self, Flags},
+    terminal,
 };
 use bench::{Bench, ProbePod};
 use matrix::{Cell, Report, Target};
@@ -265,7 +266,7 @@ async fn ask(cluster: &Cluster, pod: &ProbePod, mut cells: Vec<Cell>) -> Result<
     let answers: Vec<Answer> = serde_json::from_slice(&out).context("the answers of a pod are cut off")?;
     for answer in answers {
         if let Some(cell) = cells.get_mut(answer.id) {
-            cell.error = answer.error;
+            cell.error = answer.error.map(|error| terminal::plain(&error));
         }
     }
     Ok(cells)

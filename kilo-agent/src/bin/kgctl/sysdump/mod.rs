@@ -3,7 +3,12 @@
 mod archive;
 mod redact;
 
-use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+use std::{
+    collections::BTreeMap,
+    io::{self, Write},
+    path::PathBuf,
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use clap::Args;
@@ -27,7 +32,7 @@ use crate::{
     refusal::Asked,
     remote,
     source::{self, Flags},
-    version,
+    terminal, version,
 };
 use archive::Archive;
 use redact::Redactor;
@@ -38,6 +43,8 @@ pub const NODE_REPORT: &str = "node-report";
 const AT_A_TIME: usize = 8;
 /// A node has so long for its report.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// Bytes of a node's report, and of a container's log, at most.
+const LARGEST: usize = 64 << 20;
 /// What an agent serves, and the name of the file.
 const PAGES: [(&str, &str); 3] =
     [("status", "status.json"), ("metrics", "metrics.txt"), ("health", "health.txt")];
@@ -138,7 +145,7 @@ fn readme(now: Timestamp) -> String {
 fn summary(archive: &Archive, path: &std::path::Path, nodes: usize) -> String {
     let problems = archive.problems();
     for problem in problems {
-        eprintln!("kgctl: {problem}");
+        eprintln!("kgctl: {}", terminal::plain(problem));
     }
     let missing = match problems.len() {
         0 => "nothing is missing".to_owned(),
@@ -209,7 +216,10 @@ async fn of_node(cluster: &Cluster, all: &[Pod], node: &str, log_lines: i64) -> 
             archive.add(&place(file), page_of(cluster, pod, page).await);
         }
         match within(report(cluster, pod)).await {
-            Ok(files) => files.into_iter().for_each(|(file, text)| archive.add(&place(&file), Ok(text))),
+            Ok(files) => files.into_iter().for_each(|(file, text)| match is_file_name(&file) {
+                true => archive.add(&place(&file), Ok(text)),
+                false => archive.add(&place("*"), Err(anyhow!("the node sends a file named {file:?}"))),
+            }),
             Err(error) => archive.add(&place("tables.txt and the host's other files"), Err(error)),
         }
     }
@@ -228,18 +238,40 @@ async fn within<T, E: Into<anyhow::Error>>(answer: impl Future<Output = Result<T
     answer.map_err(|_| anyhow!("no answer within {} s", PATIENCE.as_secs()))?.map_err(Into::into)
 }
 
+/// Whether a node may call a file so: below its directory, and nowhere else.
+fn is_file_name(name: &str) -> bool {
+    let may = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    !name.starts_with('.') && (1..=64).contains(&name.len()) && name.chars().all(may)
+}
+
+/// Takes so many bytes: a node that never ends fills no memory.
+struct Bounded(Vec<u8>);
+
+impl Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0.len() + bytes.len() > LARGEST {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        self.0.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 /// What kgctl in the pod says of the host, by the name of a file.
 async fn report(cluster: &Cluster, pod: &Pod) -> Result<BTreeMap<String, String>> {
     let process = remote::exec(cluster, pod, &["kgctl", NODE_REPORT]).await?;
-    let (mut out, mut err) = (Vec::new(), Vec::new());
+    let (mut out, mut err) = (Bounded(Vec::new()), Bounded(Vec::new()));
     if !remote::follow(process, &mut out, &mut err).await? {
         bail!(
             "kgctl {NODE_REPORT} in pod {} failed: {}",
             pod.name_any(),
-            String::from_utf8_lossy(&err).trim()
+            String::from_utf8_lossy(&err.0).trim()
         );
     }
-    serde_json::from_slice(&out).context("the report is cut off")
+    serde_json::from_slice(&out.0).context("the report is cut off")
 }
 
 /// The logs of a pod's containers, and of those that ran before them.
@@ -263,6 +295,7 @@ async fn logs(
                 container: Some(container.name.clone()),
                 previous,
                 tail_lines: Some(lines),
+                limit_bytes: Some(LARGEST as i64),
                 timestamps: true,
                 ..LogParams::default()
             };
@@ -271,5 +304,27 @@ async fn logs(
             let suffix = if previous { "-previous" } else { "" };
             archive.add(&place(&format!("log-{}{suffix}.txt", container.name)), said);
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_node_sends_has_an_end_and_stays_in_its_directory() {
+        for name in ["tables.txt", "ip6tables-save.txt", "a_1"] {
+            assert!(is_file_name(name), "{name}");
+        }
+        let long = "a".repeat(65);
+        for name in
+            ["", ".", "..", "../b1/status.json", "/etc/passwd", "a/b", "a\\b", "a\n", "\u{202e}", &long]
+        {
+            assert!(!is_file_name(name), "{name}");
+        }
+        let mut out = Bounded(vec![0; LARGEST - 2]);
+        assert_eq!(out.write(&[1, 2]).unwrap(), 2);
+        assert!(out.write(&[3]).is_err());
     }
 }
