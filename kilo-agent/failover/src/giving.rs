@@ -246,6 +246,9 @@ impl Agent {
                     let users = self.users_of(from, turn.now);
                     turn.push(Output::Note(Note::IsGiven { from, why: Given::Planned(cause) }));
                     self.term = term;
+                    // Another location's word for who is in this one is not enough.
+                    let members: Vec<_> =
+                        members.into_iter().filter(|member| self.place.nodes.contains(member)).collect();
                     self.lead_in(term, members.into_iter().chain(users).chain([me]), Shared::Move, turn);
                 }
                 Act::Done(term) => self.says_ready(from, me, term, turn),
@@ -281,4 +284,95 @@ impl Agent {
     /// How long it takes at most until a leader of Kilo's order that is not first any more has
     /// given leadership away, or leads in a term of its own.
     pub const STAYS: Micros = 10 * SEC;
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::{Input, MS, Params, Place, Start};
+
+    const LEADER: NodeId = 1;
+    const ME: NodeId = 2;
+    const MEMBER: NodeId = 3;
+    const FAR: crate::Far = 9;
+
+    /// A stand-by whose tunnel has answered for three seconds; the leader's term is 7.
+    struct Bench {
+        agent: Agent,
+        now: Micros,
+        drawn: u64,
+        nonces: Vec<u64>,
+    }
+
+    impl Bench {
+        fn new() -> Self {
+            let place = Place {
+                me: ME,
+                location: 7,
+                gateways: vec![LEADER, ME],
+                nodes: vec![LEADER, ME, MEMBER],
+                fars: vec![FAR],
+                leaving: BTreeMap::new(),
+            };
+            let word = (Term::from_bits(7 << 16), LEADER);
+            let start = Start { now: 0, clock: 0, word, led: vec![], is_boot: false };
+            let agent = Agent::new(Params::default(), place, start, &mut || 1);
+            let mut bench = Self { agent, now: 0, drawn: 1, nonces: Vec::new() };
+            while bench.now < 3 * SEC {
+                bench.turn(vec![]);
+            }
+            bench
+        }
+
+        /// 10 ms later, with the answers to all probes of the turn before.
+        fn turn(&mut self, mut inputs: Vec<Input>) -> Vec<Output> {
+            self.now += 10 * MS;
+            let at = self.now;
+            inputs.extend(self.nonces.drain(..).map(|nonce| Input::Answer { nonce, at }));
+            let drawn = &mut self.drawn;
+            let mut random = || {
+                *drawn += 1;
+                *drawn
+            };
+            let out = self.agent.turn(self.now, inputs, &mut random);
+            let probes = out.iter().filter_map(|output| match output {
+                Output::Probe { nonce, .. } => Some(*nonce),
+                _ => None,
+            });
+            self.nonces.extend(probes);
+            out
+        }
+
+        fn hears(
+            &mut self,
+            from: u64,
+            kind: Kind,
+            nonce: u64,
+            term: Term,
+            body: Body<Vec<u64>>,
+        ) -> Vec<Output> {
+            let signal = Signal { kind, nonce, term, sender: from, location: 7, body };
+            self.turn(vec![Input::Signal { from, signal }])
+        }
+    }
+
+    #[test]
+    fn another_location_names_nobody_who_is_not_in_this_one() {
+        let mut bench = Bench::new();
+        let term = Term::from_bits(7 << 16);
+        let out = bench.hears(LEADER, Kind::Prepare, 1 << 20, term, Body::Change { gateway: ME });
+        let asked = out.iter().find_map(|output| match output {
+            Output::Tunnel(FAR, Signal { kind: Kind::Claim, term, .. }) => Some(*term),
+            _ => None,
+        });
+        let Some(term) = asked else { panic!("no far leader is asked: {out:?}") };
+        for members in [vec![], vec![LEADER, MEMBER, 77]] {
+            let body = Body::Claim { gateway: ME, shared: Shared::Stay, part: (0, 1), members };
+            bench.hears(FAR, Kind::Moved, 5, term, body);
+        }
+        let Some(lead) = bench.agent.lead() else { panic!("nobody leads") };
+        assert_eq!((lead.term(), lead.members().collect::<Vec<_>>()), (term, vec![LEADER, ME, MEMBER]));
+    }
 }
