@@ -10,23 +10,25 @@ impl Agent {
     /// Kilo's leader, if this gateway is to say that it is dead: its kernel has answered roll calls and
     /// does not any more, and this gateway leads the location, or nobody can find out who could (there
     /// is no far leader that answers probes), it is the next in Kilo's order, and most of the others
-    /// hear it. A leader that never answered roll calls is given up by who has taken over from it.
+    /// hear it. Who leads has to hear half of the others, too, if there are any: one whose own network is broken
+    /// sees the same. A leader that never answered roll calls is given up by who has taken over from it.
     pub fn gives_up(&self, now: Micros) -> Option<NodeId> {
         let (me, gateway) = (self.place.me, self.gateway.as_ref()?);
         let leader = *self.place.gateways.first().filter(|leader| **leader != me)?;
         let leads = |lead: &Lead| lead.shared() != Shared::Stay && lead.since() + LEADS <= now;
         let leads = self.word.1 == me && gateway.lead.as_ref().is_some_and(leads);
-        let Some(last) = gateway.roll.last(leader) else {
-            return (leads && !self.place.nodes.contains(&leader)).then_some(leader);
-        };
         let counts_for = gateway.roll.counts_for();
-        if last.at + counts_for > now {
-            return None;
-        }
         let is_there = |last: &Present| last.at + counts_for * 2 / 3 > now;
         let is_heard = |node: &NodeId| gateway.roll.last(*node).is_some_and(is_there);
         let others: Vec<_> = self.place.nodes.iter().filter(|node| ![me, leader].contains(node)).collect();
         let heard = others.iter().filter(|node| is_heard(node)).count();
+        let leads = leads && heard * 2 >= others.len();
+        let Some(last) = gateway.roll.last(leader) else {
+            return (leads && !self.place.nodes.contains(&leader)).then_some(leader);
+        };
+        if last.at + counts_for > now {
+            return None;
+        }
         let before = self.place.gateways.iter().skip(1).take_while(|gateway| **gateway != me);
         let is_next =
             self.place.fars.is_empty() && heard * 2 > others.len() && !before.into_iter().any(is_heard);
@@ -48,6 +50,10 @@ mod tests {
     /// The location of 1, 2 and 3, led by 1, without far leaders that know signals; 1 answers roll
     /// calls for a second, and the members that are named go on.
     fn after(time: Micros, answer: &[NodeId]) -> Option<NodeId> {
+        given_up(time, answer, Start { now: 0, clock: 0, word: (Term::NONE, 1), led: vec![], is_boot: false })
+    }
+
+    fn given_up(time: Micros, answer: &[NodeId], start: Start) -> Option<NodeId> {
         let place = Place {
             me: ME,
             location: 7,
@@ -56,13 +62,13 @@ mod tests {
             fars: vec![],
             leaving: std::collections::BTreeMap::new(),
         };
-        let start = Start { now: 0, clock: 0, word: (Term::NONE, 1), led: vec![], is_boot: false };
         let mut number = 0;
         let mut random = move || {
             number += 1;
             number
         };
         let mut agent = Agent::new(Params::default(), place, start, &mut random);
+        agent.leads_location();
         let (mut now, mut inputs) = (0, Vec::new());
         while now < time {
             let out = agent.turn(now, std::mem::take(&mut inputs), &mut random);
@@ -87,5 +93,19 @@ mod tests {
         assert_eq!(after(6 * SEC, &[1, 3, 4]), None, "it answers");
         assert_eq!(after(6 * SEC, &[4]), None, "half of the others");
         assert_eq!(after(6 * SEC, &[]), None, "this node hears nobody");
+    }
+
+    #[test]
+    fn who_leads_and_hears_nobody_gives_nobody_up() {
+        let leads = || Start {
+            now: 0,
+            clock: 0,
+            word: (Term::NONE.next(ME), ME),
+            led: vec![ME, 3, 4],
+            is_boot: false,
+        };
+        assert_eq!(given_up(6 * SEC, &[3, 4], leads()), Some(1));
+        assert_eq!(given_up(6 * SEC, &[3], leads()), Some(1), "half of the others");
+        assert_eq!(given_up(6 * SEC, &[], leads()), None, "its own network may be broken");
     }
 }

@@ -38,7 +38,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// others do is lost, and the server may be there.
 const PATIENCE_UNKNOWN: Duration = Duration::from_secs(5);
 
-/// Pauses between tries to say that the leader is dead: the API server may have been there, too.
+/// Pauses after tries to say that the leader is dead: the API server may have been there, too.
 const GIVE_UP: [Duration; 4] =
     [Duration::from_secs(1), Duration::from_secs(2), Duration::from_secs(5), Duration::from_secs(20)];
 
@@ -72,7 +72,8 @@ impl<B: Backend> Agent<B> {
     /// Says of a dead leader that it is, for nodes without failover, which follow its heartbeat.
     pub(super) fn give_up(&self, snapshot: &Snapshot) {
         let Some(node) = self.failover.as_ref().and_then(Failover::gives_up) else { return };
-        let Some(last_seen) = snapshot.nodes.get(&node).map(|known| known.last_seen) else { return };
+        let last_seen = snapshot.nodes.get(&node).map(|known| known.last_seen);
+        let Some(last_seen) = last_seen.filter(|last_seen| *last_seen != 0) else { return };
         let backend = Arc::clone(&self.backend);
         tokio::spawn(async move {
             for pause in GIVE_UP {
@@ -84,12 +85,16 @@ impl<B: Backend> Agent<B> {
                         );
                     }
                     Ok(false) => tracing::info!(node, "the leader seems dead, but its last-seen changes"),
-                    Err(error) if error.is_temporary() => {
-                        tracing::debug!(%error, node, "failed to say that the leader is dead");
+                    Err(error) => {
+                        if error.is_temporary() {
+                            tracing::debug!(%error, node, "failed to say that the leader is dead");
+                        } else {
+                            tracing::warn!(%error, node, "failed to say that the leader is dead");
+                        }
+                        // Also after another write of the object at this moment: it is read again.
                         tokio::time::sleep(pause).await;
                         continue;
                     }
-                    Err(error) => tracing::warn!(%error, node, "failed to say that the leader is dead"),
                 }
                 return;
             }
