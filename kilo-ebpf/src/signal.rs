@@ -5,8 +5,8 @@ use core::mem::offset_of;
 
 use aya_ebpf::{
     EbpfContext as _,
-    bindings::{__sk_buff, BPF_F_MARK_MANGLED_0, BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEUP},
-    helpers::{bpf_ktime_get_ns, bpf_skb_change_head, bpf_skb_load_bytes},
+    bindings::{__sk_buff, BPF_F_MARK_MANGLED_0, BPF_RB_AVAIL_DATA, BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEUP},
+    helpers::{bpf_ktime_get_ns, bpf_ringbuf_query, bpf_skb_change_head, bpf_skb_load_bytes},
     programs::TcContext,
 };
 use kilo_common::{
@@ -15,6 +15,7 @@ use kilo_common::{
     event::Hook,
     forwarding::is_remote,
     lead::{Term, hop_of, term_of},
+    map_table,
     maps::{
         CONFIG_GATEWAY, CONTROL_PREFIX, Config, FAMILY_V6, HOP_ACTING, HOP_REMOTE, Heard, SignalKey,
         sender_id,
@@ -293,10 +294,11 @@ fn opaque(mut number: u64) -> u64 {
 }
 
 /// Tells the agent; the packet ends here. Answers to what it has asked bear the time and are read when
-/// their time is over, or with what wakes it: most of its wake-ups would be for nothing.
+/// their time is over, or with what wakes it: most of its wake-ups would be for nothing. Anybody in another
+/// location can send such answers, so in a ring that fills up they wait no longer.
 #[inline(always)]
 fn heard(ctx: &TcContext, hook: Hook, source: &[u8; 16], start: usize, header: &Header) -> Verdict {
-    let can_wait = matches!(header.kind, Kind::Reflected | Kind::Present);
+    let can_wait = matches!(header.kind, Kind::Reflected | Kind::Present) && unread() < CROWDED;
     // The kernel's own choice wakes nobody while anything is unread.
     let wake = if can_wait { BPF_RB_NO_WAKEUP } else { BPF_RB_FORCE_WAKEUP };
     if header.length <= KERNEL {
@@ -304,6 +306,16 @@ fn heard(ctx: &TcContext, hook: Hook, source: &[u8; 16], start: usize, header: &
     } else {
         record::<LONGEST>(ctx, hook, source, start, header.length, wake)
     }
+}
+
+/// Bytes of unread records from which on every record wakes the agent.
+const CROWDED: u64 = map_table::SIGNAL.size as u64 / 4;
+
+/// Bytes of records that the agent has not read.
+#[inline(always)]
+fn unread() -> u64 {
+    // SAFETY: the ring is a static, and the helper reads its positions only.
+    unsafe { bpf_ringbuf_query((&raw const SIGNAL).cast_mut().cast(), u64::from(BPF_RB_AVAIL_DATA)) }
 }
 
 #[inline(always)]

@@ -2,7 +2,11 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use std::net::IpAddr;
+use std::{
+    net::IpAddr,
+    os::fd::{AsRawFd as _, BorrowedFd},
+    time::Duration,
+};
 
 use kilo_common::{
     counters::Action,
@@ -20,6 +24,8 @@ use kilo_host::dataplane::{
     Dataplane,
     lead::{Signals, Swap, Way, heard},
 };
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::support::{
     self, MEMBER, MEMBER_HOP, MEMBER_POD, REMOTE_POD, SELF, leader_tables, member_tables,
@@ -337,6 +343,31 @@ fn what_agents_read_reaches_them_whole_and_the_stack_never() {
     }
 }
 
+#[test]
+fn answers_wait_in_the_ring_until_it_fills_up() {
+    let Some(mut bench) = Bench::of(&with_keys(member_tables())) else { return };
+    let ring = heard(bench.fs.path()).unwrap();
+    let (woken, wakes) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        // SAFETY: the ring lives as long as this function.
+        let ring_fd = unsafe { BorrowedFd::borrow_raw(ring.as_raw_fd()) };
+        let mut fds = [PollFd::new(ring_fd, PollFlags::POLLIN)];
+        poll(&mut fds, PollTimeout::from(10_000u16)).unwrap();
+        woken.send(()).unwrap();
+    });
+    // The other thread waits by then: who looks sees what is there, woken or not.
+    std::thread::sleep(Duration::from_millis(300));
+    let answer = written(&signal(Kind::Reflected, 0, Body::Empty));
+    for _ in 0..20 {
+        bench.lan(&answer);
+    }
+    assert!(wakes.recv_timeout(Duration::from_millis(300)).is_err(), "20 answers can wait");
+    for _ in 0..200 {
+        bench.lan(&answer);
+    }
+    assert!(wakes.recv_timeout(Duration::from_secs(2)).is_ok(), "nobody reads before the ring is full");
+}
+
 fn mapped(addr: [u8; 4]) -> [u8; 16] {
     std::net::Ipv4Addr::from(addr).to_ipv6_mapped().octets()
 }
@@ -466,7 +497,7 @@ fn until(what: &str, is_so: impl Fn() -> bool) {
     let started = std::time::Instant::now();
     while !is_so() {
         assert!(started.elapsed().as_secs() < 10, "not within 10 s: {what}");
-        std::thread::sleep(std::time::Duration::from_millis(5));
+        std::thread::sleep(Duration::from_millis(5));
     }
 }
 
