@@ -135,8 +135,11 @@ impl Acting {
         let (is_end, to) = (signal.kind == Kind::End, (term, gateway));
         let is_own = match signal.kind {
             Kind::Claim => gateway == from,
-            // Only who has them gives them away; said again it changes nothing.
-            Kind::End => members.iter().any(|member| self.may_end(*member, from, gateway)),
+            // Only who has them gives them away; said again it changes nothing. Of a part in which nobody is
+            // known here there is nothing to give, and the next leader waits for the answer.
+            Kind::End => {
+                members.is_empty() || members.iter().any(|member| self.may_end(*member, from, gateway))
+            }
             _ => return Err(Refused::Kind),
         };
         if !is_own || signal.sender != from || !gateways.contains(&from) || !gateways.contains(&gateway) {
@@ -304,6 +307,9 @@ mod tests {
         assert_eq!(acting.owner(B), Some((second, B)));
         let again = hears(&mut acting, A, &end).unwrap();
         assert_eq!((again.moves.len(), again.moves_shared, &again.answer), (0, false, &step.answer));
+        // A part of it in which this far leader knows nobody.
+        let part = hears(&mut acting, A, &claim(Kind::End, A, B, second, Shared::Move, &[])).unwrap();
+        assert_eq!((part.moves.len(), part.moves_shared), (0, false));
         // Who has nothing gives nothing, shared prefixes neither.
         let third = second.next(A);
         let late = claim(Kind::End, A, A, third, Shared::Move, &[A, MEMBER]);
