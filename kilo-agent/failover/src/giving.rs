@@ -375,4 +375,14 @@ mod tests {
         let Some(lead) = bench.agent.lead() else { panic!("nobody leads") };
         assert_eq!((lead.term(), lead.members().collect::<Vec<_>>()), (term, vec![LEADER, ME, MEMBER]));
     }
+
+    #[test]
+    fn a_handover_of_an_earlier_term_is_no_news_after_a_restart() {
+        for (term, wanted) in [(6, false), (7, true)] {
+            let mut bench = Bench::new();
+            let body = Body::Members { age: 0, members: vec![LEADER, MEMBER] };
+            bench.hears(LEADER, Kind::Handover, 1 << 20, Term::from_bits(term << 16), body);
+            assert_eq!(bench.agent.lead().is_some(), wanted, "term {term}");
+        }
+    }
 }

@@ -95,7 +95,10 @@ impl Agent {
         let may =
             tunnels.is_fit(now) && (age < proof || tunnels.proves(since + proof) && tunnels.were_good(since));
         let known = members.iter().all(|member| self.place.nodes.contains(member));
-        if !may || !known || !self.place.gateways.contains(&from) {
+        // Repeated to an agent that has restarted since, and remembers no numbers: who gave has been followed by
+        // somebody in a later term.
+        let is_outdated = signal.term < self.word.0;
+        if !may || !known || is_outdated || !self.place.gateways.contains(&from) {
             return;
         }
         let has = |member: &NodeId| {
