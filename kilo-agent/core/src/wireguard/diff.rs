@@ -1,7 +1,7 @@
 //! From the device's state to the planned one: what has to change, one peer
 //! at a time, and in which messages. Pure.
 
-use std::{collections::BTreeSet, net::SocketAddr, time::Duration};
+use std::{cell::LazyCell, collections::BTreeSet, net::SocketAddr, time::Duration};
 
 use ipnet::IpNet;
 
@@ -65,10 +65,11 @@ pub fn diff(current: &DeviceState, plan: &WireguardPlan, private_key: &SecretKey
     // What a peer gets, and what it has and shall not have.
     let (mut claimed, mut unclaimed) = (BTreeSet::new(), Vec::new());
     // A host of the mesh: what is sent there would be encrypted again, for another peer.
-    let is_inside = |endpoint: SocketAddr| {
-        let host = IpNet::from(endpoint.ip());
-        plan.peers.values().any(|peer| peer.allowed_ips.contains(&host))
-    };
+    let hosts = LazyCell::new(|| {
+        let prefixes = plan.peers.values().flat_map(|peer| &peer.allowed_ips);
+        prefixes.filter(|prefix| prefix.prefix_len() == prefix.max_prefix_len()).collect::<BTreeSet<_>>()
+    });
+    let is_inside = |endpoint: SocketAddr| hosts.contains(&IpNet::from(endpoint.ip()));
     for (key, peer) in wanted() {
         let present = current.peers.get(key);
         let update = update(present, peer, is_inside, &mut claimed, &mut unclaimed);
