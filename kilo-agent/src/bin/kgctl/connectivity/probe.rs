@@ -87,11 +87,14 @@ pub async fn serve() -> Result<()> {
     }
 }
 
+/// Longest such line, in bytes.
+const LINE: u64 = 32;
+
 /// A line with a number of bytes, and so many of them: they go back.
 async fn answer(stream: TcpStream) -> io::Result<()> {
     let mut stream = BufReader::new(stream);
     let mut line = String::new();
-    stream.read_line(&mut line).await?;
+    (&mut stream).take(LINE).read_line(&mut line).await?;
     let length = line.trim().parse().unwrap_or(0).min(BULK);
     let mut bytes = vec![0; length];
     stream.read_exact(&mut bytes).await?;
