@@ -34,7 +34,14 @@ pub async fn list(client: &Client, node: Option<&str>) -> Result<Vec<Pod>, kube:
         }
         found => found,
     };
-    found.map(|list| list.items)
+    found.map(|list| list.items.into_iter().filter(is_agents).collect())
+}
+
+/// Whether a pod with the label can be an agent's: anybody who may make pods may give them the label, and
+/// would answer in the agent's place, or have an image of theirs run everywhere.
+fn is_agents(pod: &Pod) -> bool {
+    let is_on_host = pod.spec.as_ref().is_some_and(|spec| spec.host_network == Some(true));
+    is_on_host || pod.metadata.namespace.as_deref() == Some(NAMESPACE)
 }
 
 /// The first of them that runs.
@@ -149,6 +156,18 @@ fn last_words(state: &ContainerState) -> Option<String> {
 mod tests {
     use super::*;
     use serde_json::{Value, json};
+
+    #[test]
+    fn a_pod_with_the_label_that_anybody_may_make_is_no_agent() {
+        let is_agents = |namespace: &str, spec: Value| {
+            let pod = json!({ "metadata": { "name": "kilo-x", "namespace": namespace }, "spec": spec });
+            is_agents(&serde_json::from_value(pod).unwrap())
+        };
+        let plain = || json!({ "containers": [{ "name": "kilo" }] });
+        assert!(is_agents("kube-system", plain()));
+        assert!(is_agents("networking", json!({ "hostNetwork": true, "containers": [{ "name": "kilo" }] })));
+        assert!(!is_agents("a-tenant", plain()));
+    }
 
     fn why(status: &Value) -> Option<String> {
         let pod = json!({ "metadata": { "name": "kilo-x" }, "status": status });
