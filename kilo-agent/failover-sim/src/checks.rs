@@ -37,6 +37,8 @@ pub struct Counts {
     pub alone: u32,
     /// Leadership given by its leader.
     pub given: u32,
+    /// How often a leader said that it gave leadership.
+    pub gave: u32,
     /// Planned changes that were taken back.
     pub taken_back: u32,
     /// Members adopted.

@@ -416,7 +416,8 @@ impl Sim {
             Note::Adopts(_) => self.counts.adopted += 1,
             Note::Suspects(_) => self.counts.suspicions += 1,
             Note::TakesBack(_) => self.counts.taken_back += 1,
-            Note::Gives { .. } | Note::Tries(_) | Note::GivesUp(_) | Note::OverBudget => {}
+            Note::Gives { .. } => self.counts.gave += 1,
+            Note::Tries(_) | Note::GivesUp(_) | Note::OverBudget => {}
         }
     }
 

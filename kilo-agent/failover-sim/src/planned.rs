@@ -7,7 +7,7 @@ use kilo_failover::{MS, Micros, Params, SEC};
 
 use crate::{
     engine::{Event, Shape, Sim},
-    faults::{Fault, NEVER, Schedule},
+    faults::{Fault, NEVER, Schedule, Scheduled},
     host,
     wires::Noise,
 };
@@ -52,16 +52,31 @@ impl Sim {
     }
 }
 
-/// One change, to which `member` of five nodes is a witness. `loss`: of every packet and signal.
+/// When it begins.
+const START: Micros = 4 * SEC;
+
+/// The leader is cordoned, to which `member` of five nodes is a witness. `loss`: of every packet and signal.
 pub fn change(seed: u64, member: usize, loss: f64) -> Cost {
-    let shape = Shape { nodes: 5, gateways: 3, fars: 1, delay: None, go: None };
     let noise = Noise { loss, ..Noise::default() };
+    watch(seed, member, noise, vec![(START, NEVER, Fault::Cordon(0))], 2 * SEC)
+}
+
+/// Kilo's order names the next one, and for a second after that the far leader's agent plans anew
+/// and hears nothing more than half of the time.
+pub fn order(seed: u64, member: usize) -> Cost {
+    let plans = |i: u64| (START + i * 100 * MS, START + (i * 100 + 60) * MS, Fault::FarStall(0));
+    let mut faults: Vec<Scheduled> = (0..10).map(plans).collect();
+    faults.push((START, NEVER, Fault::First(1)));
+    watch(seed, member, Noise::default(), faults, 5 * SEC)
+}
+
+fn watch(seed: u64, member: usize, noise: Noise, faults: Vec<Scheduled>, time: Micros) -> Cost {
+    let shape = Shape { nodes: 5, gateways: 3, fars: 1, delay: None, go: None };
     let mut sim = Sim::new(seed, shape, noise, Params::default());
-    let start = 4 * SEC;
-    let until = start + 2 * SEC;
+    let until = START + time;
     sim.traffic = Some(Traffic { member, until, sent: 0, out: BTreeSet::new() });
-    sim.at(start, Event::Packet);
-    sim.run(Schedule::new(vec![(start, NEVER, Fault::Cordon(0))], until + SEC), start);
+    sim.at(START, Event::Packet);
+    sim.run(Schedule::new(faults, until + SEC), START);
     let (sent, lost) =
         sim.traffic.as_ref().map_or((0, 0), |traffic| (traffic.sent, traffic.out.len() as u32));
     let is_done = sim.hosts.iter().all(|host| host.said().1 == host::id(1));

@@ -6,7 +6,7 @@
 use kilo_failover::Params;
 use kilo_failover_sim::{
     planned, report,
-    scenarios::{BUSY, SCENARIOS, Scenario},
+    scenarios::{BUSY, SCENARIOS, Scenario, named},
 };
 
 fn number(name: &str, default: u64) -> u64 {
@@ -60,9 +60,34 @@ fn a_planned_change_costs_ten_packets_at_a_thousand_a_second() {
         println!("node {member}: {} lost in the median, {} at most", lost[50], lost[99]);
         assert!(lost[50] <= 10 && lost[99] <= 25, "node {member}: {lost:?}");
     }
+    // The order changes, and far leaders plan anew: nothing is given before they have.
+    let mut lost = Vec::new();
+    for seed in 0..100 {
+        let cost = planned::order(seed, 4);
+        assert!(cost.is_done && cost.taken_back == 0, "order, seed {seed}: {cost:?}");
+        lost.push(cost.lost);
+    }
+    lost.sort_unstable();
+    println!("another order: {} lost in the median, {} at most", lost[50], lost[99]);
+    assert!(lost[50] <= 10 && lost[99] <= 25, "another order: {lost:?}");
     // Signals are lost: it ends, or is taken back and tried again.
     let lossy: Vec<_> = (0..100).map(|seed| planned::change(seed, 4, 0.05)).collect();
     let done = lossy.iter().filter(|cost| cost.is_done).count();
     println!("with 5 % of all packets lost {done} of 100 changes were made");
     assert!(done >= 80);
+}
+
+#[test]
+fn a_leader_says_that_it_gave_leadership_when_somebody_has_accepted_it() {
+    let gave = |name, seed| {
+        let counts = named(name).unwrap().one(seed, &Params::default(), false).counts;
+        (counts.gave, counts.switches())
+    };
+    for seed in 0..20 {
+        assert_eq!(gave("a far leader dead", seed), (0, 0), "seed {seed}");
+        assert_eq!(gave("all uplinks dead for 10 s", seed).0, 0, "seed {seed}");
+        assert_eq!(gave("leader cordoned", seed), (1, 1), "seed {seed}");
+        let (gave, switches) = gave("uplink dead, announced by the carrier", seed);
+        assert!(gave >= 1 && gave <= switches, "seed {seed}: {gave} of {switches}");
+    }
 }

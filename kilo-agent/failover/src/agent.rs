@@ -84,8 +84,8 @@ pub struct Agent {
     pub(crate) term: Term,
     member: Member,
     pub(crate) gateway: Option<Gateway>,
-    /// Whom Kilo's order has named although another one could lead, too.
-    pub(crate) ordered: Option<NodeId>,
+    /// Whom Kilo's order has named although another one could lead, too, and when.
+    pub(crate) ordered: Option<(NodeId, Micros)>,
     /// When nodes stopped to be about to go.
     pub(crate) left: BTreeMap<NodeId, Micros>,
     /// Since when it leads in term 0 without being first.
@@ -197,7 +197,7 @@ impl Agent {
         if first != self.place.first() {
             let was_there =
                 |node: &NodeId| self.place.nodes.contains(node) && !self.place.leaving.contains_key(node);
-            self.ordered = first.filter(was_there);
+            self.ordered = first.filter(was_there).map(|first| (first, now));
         }
     }
 
@@ -459,6 +459,7 @@ impl Agent {
             if let Some(gateway) = self.gateway.as_mut().filter(|_| to != me) {
                 gateway.detector.begin(turn.now);
             }
+            self.is_led_by(to, turn);
         }
         let lead = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut());
         if lead.is_some_and(|lead| lead.hears(me, (term, to), turn.now)) {

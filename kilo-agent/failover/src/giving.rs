@@ -269,9 +269,10 @@ impl Agent {
         let (me, now) = (self.place.me, turn.now);
         let first = self.place.gateways.first();
         let since = self.not_first_since.get_or_insert(now);
-        if first == Some(&me) || self.ordered.as_ref() != first || self.word != (Term::NONE, me) {
+        let ordered = self.ordered.as_ref().map(|(first, _)| first);
+        if first == Some(&me) || ordered != first || self.word != (Term::NONE, me) {
             self.not_first_since = None;
-        } else if *since + SEC <= now && self.is_fit(now) && self.gives_nothing() {
+        } else if *since + Self::SETTLES + SEC <= now && self.is_fit(now) && self.gives_nothing() {
             let users = self.users_of(me, now);
             self.lead_more(users.into_iter().chain([me]), Shared::Move, turn);
         }
@@ -280,6 +281,10 @@ impl Agent {
     fn gives_nothing(&self) -> bool {
         self.gateway.as_ref().is_some_and(|gateway| gateway.planned.giver.is_none())
     }
+
+    /// How long nothing is given after Kilo's order has changed: every node of the mesh learns of it and
+    /// plans anew, and a far leader that does so obeys END late, which costs packets.
+    pub(crate) const SETTLES: Micros = 2 * SEC;
 
     /// How long it takes at most until a leader of Kilo's order that is not first any more has
     /// given leadership away, or leads in a term of its own.

@@ -18,6 +18,8 @@ pub(crate) struct Returns {
     last: Micros,
     /// To whom it has given itself, to try the way before others take it.
     tries: Option<NodeId>,
+    /// To whom it has handed everybody over, and when: it has given leadership once that one leads it.
+    handed: Option<(NodeId, Micros)>,
 }
 
 impl Agent {
@@ -51,11 +53,20 @@ impl Agent {
         let now = turn.now;
         if let Some(gateway) = &mut self.gateway {
             gateway.returns.gave = Some(now);
+            gateway.returns.handed = Some((to, now));
         }
         let mut members = self.users_of(self.place.me, now);
         members.push(self.place.me);
-        turn.push(Output::Note(Note::Gives { to, cause: None }));
         self.give(to, age, &members, turn);
+    }
+
+    /// Somebody else leads this node: says so, if that is to whom it handed everybody over a moment ago.
+    pub(crate) fn is_led_by(&mut self, leader: NodeId, turn: &mut Turn<'_>) {
+        let Some(gateway) = &mut self.gateway else { return };
+        let handed = gateway.returns.handed.take();
+        if handed.is_some_and(|(to, at)| to == leader && at + SEC > turn.now) {
+            turn.push(Output::Note(Note::Gives { to: leader, cause: None }));
+        }
     }
 
     /// Other nodes that use a gateway.
@@ -167,7 +178,11 @@ impl Agent {
     fn give_back(&mut self, to: NodeId, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let leads_itself = self.word.1 == me;
-        let is_ordered = leads_itself && self.ordered == Some(to);
+        let ordered = self.ordered.filter(|(first, _)| leads_itself && *first == to);
+        let is_ordered = ordered.is_some();
+        if ordered.is_some_and(|(_, since)| since + Self::SETTLES > now) {
+            return;
+        }
         let since_left = self.left.get(&to).map_or(Micros::MAX, |left| now.saturating_sub(*left));
         let Some(gateway) = &mut self.gateway else { return };
         let returns = &mut gateway.returns;
