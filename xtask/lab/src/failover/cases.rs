@@ -141,6 +141,6 @@ pub const CASES: &[Case] = &[
     case("far-side-is-kilo", 72, "the leader loses power, the other location knows no failover", Limit::Silence(5000), breaking::power_off).off(&["b1", "b2"]),
     case("leader-is-kilo", 72, "the leader loses power, and knew no failover: as with Kilo", Limit::Silence(90_000), breaking::power_off).off(&["a1"]),
     case("forged", 73, "somebody on the LAN forges and repeats signals, a member sends some through the tunnel", Limit::Undisturbed, forged::send),
-    case("repeated", 73, "the old leader leads again, and what made members follow the other one is sent to them again", Limit::Outage(1000), forged::repeat),
+    case("repeated", 73, "leadership moves and comes back, and what made members follow the other node is sent to them again", Limit::Outage(1000), forged::repeat),
     case("two-lose-power", 75, "the leader and a stand-by lose power at once", Limit::Outage(1500), breaking::two_lose_power).stand_bys(2),
 ];
