@@ -285,10 +285,6 @@ impl Agent {
     /// How long nothing is given after Kilo's order has changed: every node of the mesh learns of it and
     /// plans anew, and a far leader that does so obeys END late, which costs packets.
     pub(crate) const SETTLES: Micros = 2 * SEC;
-
-    /// How long it takes at most until a leader of Kilo's order that is not first any more has
-    /// given leadership away, or leads in a term of its own.
-    pub const STAYS: Micros = 10 * SEC;
 }
 
 #[cfg(test)]
