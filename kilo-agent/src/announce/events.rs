@@ -36,7 +36,7 @@ pub fn told(changes: &[Change], mesh: &Mesh, own: &str) -> Vec<Told> {
     told
 }
 
-/// Whether somebody leads the node's location whoever Kilo's rule names: failover tells of that itself.
+/// Whether a node leads the location in a term, whatever Kilo's rule says: failover tells of that itself.
 fn is_led_by_term(mesh: &Mesh, own: &str) -> bool {
     mesh.find(own).is_some_and(|(at, _)| mesh.gateways_of(at).term > Term::NONE)
 }

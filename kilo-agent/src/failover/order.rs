@@ -33,7 +33,7 @@ struct Order {
 pub struct Orders(BTreeMap<u64, Order>);
 
 impl Orders {
-    /// Looks at a mesh whose gateways are known; whoever leads on is put into `acting`. `true`: there
+    /// Looks at a mesh whose gateways are known; who goes on leading is put into `acting`. `true`: there
     /// is any.
     pub fn observe(&mut self, mesh: &Mesh, acting: &mut Acting, now: Instant) -> bool {
         let mut any = false;

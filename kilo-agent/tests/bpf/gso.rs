@@ -96,7 +96,7 @@ fn datagrams(outside: IpAddr, pod: IpAddr) {
     match sender.send_to(&pattern, (outside, 53)) {
         // Before Linux 6.11 no socket cuts datagrams late for a device without checksums of its own.
         Err(error) if error.raw_os_error() == Some(nix::libc::EIO) => {
-            println!("this kernel sends no superpackets of datagrams to {outside}");
+            println!("this kernel sends no UDP GSO packets to {outside}");
             return;
         }
         sent => assert_eq!(sent.unwrap(), pattern.len()),

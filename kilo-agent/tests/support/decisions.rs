@@ -142,7 +142,7 @@ impl Decisions<'_> {
         }
     }
 
-    /// `kilo_ingress` for a packet that is no reply to a masqueraded one.
+    /// `kilo_ingress` for a packet that does not answer a masqueraded one.
     pub fn decrypted(&self, probe: &Probe) -> (Action, Option<Hop>) {
         let hop = self.routed(probe.packet.dst).and_then(|id| self.0.hop.get(&id));
         match hop {

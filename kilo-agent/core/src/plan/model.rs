@@ -150,7 +150,7 @@ impl Tables {
             && self.prefix.iter().any(|(prefix, value)| prefix.prefix_len() > 0 && steered(value))
     }
 
-    /// `kilo_ingress` for a small packet with TTL left that is no reply to a masqueraded one.
+    /// `kilo_ingress` for a small packet with TTL left that does not answer a masqueraded one.
     pub fn kilo_ingress(&self, packet: Packet) -> Verdict {
         self.decrypted(&Probe::small(packet))
     }

@@ -67,7 +67,7 @@ impl Tables {
         Ok((action, hop.copied().filter(|_| action == Action::Steer)))
     }
 
-    /// `kilo_ingress` for a packet that is no reply to a masqueraded one.
+    /// `kilo_ingress` for a packet that does not answer a masqueraded one.
     pub fn decrypted(&self, probe: &Probe) -> Verdict {
         let hop = || self.hop.get(&forwarding::routed(self.prefix(probe.packet.dst))?.hop);
         Ok(match forwarding::ingress(self.config.flags, hop, probe.ttl, |mtu| probe.fits(mtu)) {

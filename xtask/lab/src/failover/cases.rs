@@ -15,7 +15,7 @@ use crate::Lab;
 pub enum Limit {
     /// Answers come again within so many milliseconds, from another leader.
     Outage(u64),
-    /// Answers come again within so many milliseconds, whoever leads.
+    /// Answers come again within so many milliseconds, from any leader.
     Silence(u64),
     /// The leader changes so often at most, whatever is lost.
     Switches(u64),

@@ -1,4 +1,4 @@
-//! Signals of somebody who is no node: forged, repeated, or from a place they have no business in.
+//! Signals that no node of the location has sent: forged, repeated, or from a place they have no business in.
 
 use std::{
     collections::BTreeMap,
