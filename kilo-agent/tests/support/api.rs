@@ -9,7 +9,11 @@ use std::{
     net::TcpListener,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
-    sync::{Arc, Mutex, PoisonError, Weak, mpsc},
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicU32, Ordering},
+        mpsc,
+    },
     thread::JoinHandle,
     time::{Duration, Instant},
 };
@@ -146,7 +150,7 @@ impl ApiServer {
 
     async fn wait_until_ready(&self) {
         let client = self.client(ADMIN).await;
-        let deadline = Instant::now() + Duration::from_secs(60);
+        let deadline = Instant::now() + Duration::from_mins(2);
         // It is ready a moment before it has made the namespace that tests write to.
         for path in ["/readyz", "/api/v1/namespaces/default"] {
             loop {
@@ -154,13 +158,21 @@ impl ApiServer {
                 match client.request_text(request).await {
                     Ok(_) => break,
                     Err(error) if Instant::now() > deadline => {
-                        let log = fs::read_to_string(self.directory.path().join("kube-apiserver.log"));
-                        panic!("the API server is not ready: {error}\n{}", log.unwrap_or_default());
+                        let [server, store] =
+                            ["kube-apiserver.log", "etcd.log"].map(|log| self.last_lines(log));
+                        panic!("the API server is not ready ({path}): {error}\n{server}\netcd:\n{store}");
                     }
                     Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
                 }
             }
         }
+    }
+
+    /// What a log ends with: a whole one hides the error that follows it.
+    fn last_lines(&self, log: &str) -> String {
+        let text = fs::read_to_string(self.file(log)).unwrap_or_default();
+        let lines: Vec<_> = text.lines().collect();
+        lines[lines.len().saturating_sub(15)..].join("\n")
     }
 
     /// A file of its directory: `ca.crt`, `server.crt`, `server.key`, logs.
@@ -262,9 +274,22 @@ fn command(program: &Path, directory: &Path) -> Command {
     command
 }
 
-/// A port nobody listens on.
+/// Below the ports that the kernel gives to connections: an API server's own to its etcd would
+/// now and then take the port of a server that starts.
+const FIRST_PORT: u16 = 20_000;
+const PORTS: u32 = 12_000;
+
+/// A port nobody listens on, and none that this process was given before.
 pub fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    static GIVEN: AtomicU32 = AtomicU32::new(0);
+    let start = std::process::id().wrapping_mul(64);
+    loop {
+        let port = start.wrapping_add(GIVEN.fetch_add(1, Ordering::Relaxed)) % PORTS;
+        let port = FIRST_PORT + u16::try_from(port).unwrap();
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
 }
 
 /// A CA, and a certificate for 127.0.0.1.
