@@ -4,6 +4,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    io,
     net::IpAddr,
     time::{Duration, Instant},
 };
@@ -23,7 +24,7 @@ const FIRST_ANSWER: Duration = Duration::from_millis(100);
 /// Longest wait for one name.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-type Answer = (String, Result<Vec<IpAddr>, String>);
+type Answer = (String, io::Result<Vec<IpAddr>>);
 
 /// Remembers the last good answer of each name.
 #[derive(Debug)]
@@ -154,7 +155,7 @@ impl Resolver {
             }
             Err(error) => {
                 if self.own.as_ref() != Some(&name) {
-                    tracing::warn!(name, error, "failed to resolve endpoint");
+                    tracing::warn!(name, %error, "failed to resolve endpoint");
                 }
                 false
             }
@@ -166,11 +167,14 @@ impl Resolver {
 ///
 /// # Errors
 /// What the resolver said, or that it did not answer in time.
-pub async fn lookup(name: &str) -> Result<Vec<IpAddr>, String> {
+pub async fn lookup(name: &str) -> io::Result<Vec<IpAddr>> {
     match tokio::time::timeout(PATIENCE, tokio::net::lookup_host((name, 0))).await {
         Ok(Ok(addresses)) => Ok(addresses.map(|address| address.ip()).collect()),
-        Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err(format!("no answer within {} s", PATIENCE.as_secs())),
+        Ok(Err(error)) => Err(error),
+        Err(_) => {
+            let text = format!("no answer within {} s", PATIENCE.as_secs());
+            Err(io::Error::new(io::ErrorKind::TimedOut, text))
+        }
     }
 }
 
@@ -206,7 +210,7 @@ mod tests {
         let mut take = |answer| resolver.take(("peer".to_owned(), answer));
         assert!(take(Ok(addresses(&[2, 3, 1]))));
         assert!(!take(Ok(addresses(&[1, 2, 3]))), "round robin");
-        assert!(!take(Err("no answer".to_owned())));
+        assert!(!take(Err(io::Error::other("no answer"))));
         assert!(take(Ok(addresses(&[1, 3]))));
         assert_eq!(resolver.names["peer"].addresses, addresses(&[1, 3]));
     }

@@ -4,6 +4,7 @@
 //! knows tokio, aya or netlink; `kilo-host` applies what is computed here, and `kilo-agent` runs
 //! the loop.
 
+pub mod errors;
 pub mod flat_map;
 pub mod multicluster;
 pub mod objects;

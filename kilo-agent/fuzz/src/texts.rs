@@ -126,7 +126,7 @@ pub fn cni(data: &[u8]) {
     let cidrs = ["10.42.1.0/24", "fd00:42:1::/64"].map(|cidr| cidr.parse::<IpNet>().unwrap());
     for cidrs in [&cidrs[..1], &cidrs] {
         let Ok(Some(changed)) = cni_config::with_ranges(text, cidrs) else { continue };
-        assert_eq!(cni_config::with_ranges(&changed, cidrs), Ok(None));
+        assert!(matches!(cni_config::with_ranges(&changed, cidrs), Ok(None)));
         let parsed = |text| serde_json::from_str::<Value>(text).unwrap_or_default();
         let (mut before, mut after) = (parsed(text), parsed(&changed));
         for ranges in take_ranges(&mut after).into_iter().flatten() {

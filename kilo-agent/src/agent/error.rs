@@ -33,6 +33,7 @@ pub enum AgentError {
     #[error("{first}; besides: {}", texts(others))]
     Several {
         /// The part that comes first.
+        #[source]
         first: Box<Self>,
         /// The others, in order.
         others: Vec<Self>,

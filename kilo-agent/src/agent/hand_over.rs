@@ -17,6 +17,7 @@ use ipnet::IpNet;
 use super::uninstall::Outcome;
 use kilo_common::maps::{PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PrefixValue};
 use kilo_core::{
+    errors::Cause,
     plan::{Tables, model::Packet},
     settings::Masquerade,
 };
@@ -24,7 +25,7 @@ use kilo_host::{
     dataplane,
     firewall::{
         conntrack,
-        nat_rules::{Decision, Interim},
+        nat_rules::{Decision, Interim, NatRulesError},
     },
     net::{Net, tunnels},
 };
@@ -37,12 +38,12 @@ const FORGETTING: Duration = Duration::from_secs(5);
 /// Takes programs, pins and tunnel devices away; `interface` is the WireGuard device's name.
 pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade) -> Outcome {
     let mut outcome = Outcome::default();
-    let ruled = match dataplane::read_tables(bpffs).map_err(|error| error.to_string()) {
+    let ruled: Result<_, Cause> = match dataplane::read_tables(bpffs) {
         Ok(tables) => {
             let ruled = replace_by_rules(&tables, interface, masquerade).await;
-            ruled.map(|ruled| ruled.then_some(tables))
+            ruled.map(|ruled| ruled.then_some(tables)).map_err(Into::into)
         }
-        Err(error) => Err(error),
+        Err(error) => Err(error.into()),
     };
     // Before their programs: without them these devices hand on what anybody sends.
     let removed = match Net::new() {
@@ -76,7 +77,11 @@ pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade) ->
 
 /// True when rules masquerade now, or keep in what only a tunnel may carry; false where there is
 /// nothing to do for them.
-async fn replace_by_rules(tables: &Tables, interface: &str, masquerade: Masquerade) -> Result<bool, String> {
+async fn replace_by_rules(
+    tables: &Tables,
+    interface: &str,
+    masquerade: Masquerade,
+) -> Result<bool, NatRulesError> {
     let decision = Decision {
         sources: tables.masq_src.iter().map(|(prefix, value)| (*prefix, *value)).collect(),
         destinations: tables.masq_dst.iter().map(|(prefix, value)| (*prefix, *value)).collect(),
@@ -103,5 +108,5 @@ async fn replace_by_rules(tables: &Tables, interface: &str, masquerade: Masquera
         masquerades: masquerade != Masquerade::Off,
         lasts: BRIDGED,
     };
-    decision.apply_interim(&interim).await.map(|()| true).map_err(|error| error.to_string())
+    decision.apply_interim(&interim).await.map(|()| true)
 }

@@ -18,6 +18,7 @@ use crate::{
     failover::Failover,
 };
 use kilo_core::{
+    errors::Explained,
     objects::{Published, Snapshot, events::EventReason},
     plan,
     settings::Granularity,
@@ -199,7 +200,7 @@ impl<B: Backend> Agent<B> {
             leading: own.leading,
         };
         if self.unanswered > 0 && !due {
-            return Err(BackendError::Unreachable(self.last_refusal.clone()).into());
+            return Err(BackendError::Unreachable(self.last_refusal.as_str().into()).into());
         }
         let patience = if seen.key == own.key { PATIENCE } else { PATIENCE_UNKNOWN };
         let written = self.ask(published, patience).await;
@@ -231,11 +232,12 @@ impl<B: Backend> Agent<B> {
         });
         let Ok(answer) = tokio::time::timeout(patience, task).await else {
             let seconds = patience.as_secs();
-            return Err(BackendError::Unreachable(format!(
-                "the API server has not answered within {seconds} s; going on without"
-            )));
+            let text = format!("the API server has not answered within {seconds} s; going on without");
+            return Err(BackendError::Unreachable(text.into()));
         };
         self.publish_task = None;
-        answer.unwrap_or_else(|_| Err(BackendError::Api("writing the annotations has panicked".to_owned())))
+        answer.unwrap_or_else(|panic| {
+            Err(BackendError::Api(Explained::of("writing the annotations has panicked", panic)))
+        })
     }
 }

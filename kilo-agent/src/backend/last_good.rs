@@ -33,9 +33,9 @@ const LONGEST: u64 = 256 << 20;
 #[derive(Debug, thiserror::Error)]
 pub enum LastGoodError {
     /// It cannot be read.
-    #[error(transparent)]
+    #[error("{0}")]
     Io(#[from] io::Error),
-    /// It is something else, or broken.
+    /// It is something else, or broken. The parser's own error is not kept: it may quote a key.
     #[error("not written by this agent: {0}")]
     Foreign(String),
 }

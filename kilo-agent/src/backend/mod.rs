@@ -9,6 +9,7 @@ pub mod mass_delete_guard;
 use std::sync::Arc;
 
 use kilo_core::{
+    errors::Explained,
     objects::{Published, Snapshot, events::EventReason},
     topology::PeerStandings,
 };
@@ -30,13 +31,13 @@ pub enum BackendError {
     },
     /// The Kubernetes API refused.
     #[error("{0}")]
-    Api(String),
+    Api(#[source] Explained),
     /// The Kubernetes API is out of reach or overloaded.
     #[error("{0}")]
-    Unreachable(String),
+    Unreachable(#[source] Explained),
     /// The configuration (kubeconfig, directory) cannot be used.
     #[error("{0}")]
-    Config(String),
+    Config(#[source] Explained),
 }
 
 impl BackendError {

@@ -27,6 +27,7 @@ use kilo_agent::{
     webhook,
 };
 use kilo_core::{
+    errors::error_chain,
     objects::Snapshot,
     settings::{
         AttachMode, Compatibility, Encapsulate, EndpointFrom, Failover, Granularity, Masquerade, Settings,
@@ -242,7 +243,7 @@ fn main() -> ExitCode {
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("kg: {error:#}");
+            eprintln!("kg: {}", error_chain(error.as_ref()));
             ExitCode::FAILURE
         }
     }
@@ -544,7 +545,9 @@ async fn uninstall(flags: &Flags, args: &UninstallArgs) -> Result<()> {
     let mut outcome = agent::uninstall(removal).await;
     match retracted {
         Ok(()) => outcome.removed.push(format!("annotations of node {hostname}")),
-        Err(error) => outcome.stays.push(format!("annotations of node {hostname}: {error:#}")),
+        Err(error) => {
+            outcome.stays.push(format!("annotations of node {hostname}: {}", error_chain(error.as_ref())))
+        }
     }
     for removed in &outcome.removed {
         println!("removed: {removed}");

@@ -3,13 +3,16 @@
 use std::time::Duration;
 
 use http_body_util::{BodyExt as _, Empty, Limited};
-use hyper::{Request, StatusCode, Uri, body::Bytes, client::conn::http1, header::HOST};
+use hyper::{
+    Request, StatusCode, Uri, body::Bytes, client::conn::http1, header::HOST, http::uri::InvalidUri,
+};
 use hyper_util::rt::TokioIo;
 use k8s_openapi::api::core::v1::Pod;
 use kube::Client;
 use tokio::{net::TcpStream, time::timeout};
 
 use super::{Status, pods};
+use kilo_core::errors::{Cause, error_chain};
 
 /// An agent answers within this time.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -22,28 +25,31 @@ const PORT: u16 = 1107;
 #[derive(Debug, thiserror::Error)]
 pub enum AskError {
     /// The URL cannot be used.
-    #[error("{url:?} is not the URL of an agent: {reason}; write for example http://127.0.0.1:1107")]
+    #[error("{url:?} is not the URL of an agent: {source}; write for example http://127.0.0.1:1107")]
     Url {
         /// The text given.
         url: String,
         /// What is wrong.
-        reason: String,
+        source: Cause,
     },
     /// Nobody answers there.
-    #[error("the agent at {url} does not answer: {reason}; does kg run there, with --listen on that port?")]
+    #[error(
+        "the agent at {url} does not answer: {}; does kg run there, with --listen on that port?",
+        error_chain(source.as_ref())
+    )]
     Unreachable {
         /// Where.
         url: String,
         /// Why.
-        reason: String,
+        source: Cause,
     },
     /// Somebody answers, but no agent that knows `/status`.
-    #[error("the server at {url} is not an agent of this version: {reason}")]
+    #[error("the server at {url} is not an agent of this version: {source}")]
     Answer {
         /// Where.
         url: String,
         /// What came.
-        reason: String,
+        source: Cause,
     },
     /// No pod of the agent on that node.
     #[error(
@@ -52,8 +58,11 @@ pub enum AskError {
     )]
     NoPod(String),
     /// The API server refuses.
-    #[error("{0}; needed are list on pods and get on pods/proxy, or --agent with the address of the agent")]
-    Api(String),
+    #[error(
+        "{}; needed are list on pods and get on pods/proxy, or --agent with the address of the agent",
+        error_chain(.0.as_ref())
+    )]
+    Api(#[source] Cause),
 }
 
 /// The status from an agent's own address (`http://host:port`).
@@ -61,38 +70,38 @@ pub enum AskError {
 /// # Errors
 /// Says what stands in the way.
 pub async fn agent(url: &str) -> Result<Status, AskError> {
-    let wrong = |reason: &str| AskError::Url { url: url.to_owned(), reason: reason.to_owned() };
-    let uri: Uri = url.trim_end_matches('/').parse().map_err(|_| wrong("it does not parse"))?;
+    let wrong = |source: Cause| AskError::Url { url: url.to_owned(), source };
+    let uri: Uri = url.trim_end_matches('/').parse().map_err(|error: InvalidUri| wrong(error.into()))?;
     if uri.scheme_str() != Some("http") {
-        return Err(wrong("it must start with http://"));
+        return Err(wrong("it must start with http://".into()));
     }
-    let authority = uri.authority().ok_or_else(|| wrong("it names no host"))?.clone();
+    let authority = uri.authority().ok_or_else(|| wrong("it names no host".into()))?.clone();
     let path = uri.path().trim_end_matches('/');
     let path = if path.ends_with("/status") { path.to_owned() } else { format!("{path}/status") };
     let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
     let address = (host, authority.port_u16().unwrap_or(PORT));
-    let unreachable = |reason: String| AskError::Unreachable { url: url.to_owned(), reason };
+    let unreachable = |source: Cause| AskError::Unreachable { url: url.to_owned(), source };
     let exchange = async {
-        let stream = TcpStream::connect(address).await.map_err(|error| unreachable(error.to_string()))?;
+        let stream = TcpStream::connect(address).await.map_err(|error| unreachable(error.into()))?;
         let (mut sender, connection) =
-            http1::handshake(TokioIo::new(stream)).await.map_err(|error| unreachable(error.to_string()))?;
+            http1::handshake(TokioIo::new(stream)).await.map_err(|error| unreachable(error.into()))?;
         let connection = tokio::spawn(connection);
         let request = Request::get(path).header(HOST, authority.as_str()).body(Empty::<Bytes>::new());
-        let request = request.map_err(|error| wrong(&error.to_string()))?;
-        let answer = sender.send_request(request).await.map_err(|error| unreachable(error.to_string()))?;
+        let request = request.map_err(|error| wrong(error.into()))?;
+        let answer = sender.send_request(request).await.map_err(|error| unreachable(error.into()))?;
         let status = answer.status();
         let body = Limited::new(answer.into_body(), LARGEST).collect().await;
         connection.abort();
-        let body = body.map_err(|error| unreachable(error.to_string()))?.to_bytes();
+        let body = body.map_err(|error| unreachable(error.into()))?.to_bytes();
         if status != StatusCode::OK {
-            return Err(AskError::Answer { url: url.to_owned(), reason: status.to_string() });
+            return Err(AskError::Answer { url: url.to_owned(), source: status.to_string().into() });
         }
         serde_json::from_slice(&body)
-            .map_err(|error| AskError::Answer { url: url.to_owned(), reason: error.to_string() })
+            .map_err(|error| AskError::Answer { url: url.to_owned(), source: error.into() })
     };
     timeout(PATIENCE, exchange)
         .await
-        .unwrap_or_else(|_| Err(unreachable(format!("no response within {} s", PATIENCE.as_secs()))))
+        .unwrap_or_else(|_| Err(unreachable(format!("no response within {} s", PATIENCE.as_secs()).into())))
 }
 
 /// The status of the agent on a node, through the API server's proxy to its pod.
@@ -101,11 +110,11 @@ pub async fn agent(url: &str) -> Result<Status, AskError> {
 /// Says what stands in the way; the agent can then be asked directly.
 pub async fn through_api(client: &Client, node: &str) -> Result<Status, AskError> {
     let asked = timeout(PATIENCE, proxied(client, node)).await;
-    asked.unwrap_or_else(|_| Err(AskError::Api("the API server's proxy does not answer".to_owned())))
+    asked.unwrap_or_else(|_| Err(AskError::Api("the API server's proxy does not answer".into())))
 }
 
 async fn proxied(client: &Client, node: &str) -> Result<Status, AskError> {
-    let refused = |error: kube::Error| AskError::Api(error.to_string());
+    let refused = |error: kube::Error| AskError::Api(error.into());
     let found = pods::list(client, Some(node)).await.map_err(refused)?;
     let running = pods::running(&found).ok_or_else(|| AskError::NoPod(node.to_owned()))?;
     status_of(client, running).await
@@ -117,13 +126,13 @@ async fn proxied(client: &Client, node: &str) -> Result<Status, AskError> {
 /// Says what stands in the way.
 pub async fn pod(client: &Client, pod: &Pod) -> Result<Status, AskError> {
     let asked = timeout(PATIENCE, status_of(client, pod)).await;
-    asked.unwrap_or_else(|_| Err(AskError::Api("the API server's proxy does not answer".to_owned())))
+    asked.unwrap_or_else(|_| Err(AskError::Api("the API server's proxy does not answer".into())))
 }
 
 async fn status_of(client: &Client, pod: &Pod) -> Result<Status, AskError> {
-    let text = page(client, pod, "status").await.map_err(|error| AskError::Api(error.to_string()))?;
+    let text = page(client, pod, "status").await.map_err(|error| AskError::Api(error.into()))?;
     serde_json::from_str(&text)
-        .map_err(|error| AskError::Answer { url: proxy_url(pod, "status"), reason: error.to_string() })
+        .map_err(|error| AskError::Answer { url: proxy_url(pod, "status"), source: error.into() })
 }
 
 /// The text at this path of the agent in a pod, through the API server's proxy.

@@ -6,6 +6,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError, RwLock},
 };
 
+use kilo_core::errors::Cause;
 use rustls::{
     pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _},
     server::{ClientHello, ResolvesServerCert},
@@ -24,24 +25,24 @@ pub enum CertificateError {
         source: io::Error,
     },
     /// A file has no PEM of the wanted kind.
-    #[error("{path} holds no usable {what} in PEM: {reason}")]
+    #[error("{path} holds no usable {what} in PEM: {source}")]
     Pem {
         /// The file.
         path: PathBuf,
         /// `certificate` or `private key`.
         what: &'static str,
         /// What the parser said.
-        reason: String,
+        source: Cause,
     },
     /// They do not belong together, or are of a kind TLS does not use.
-    #[error("the certificate of {certificate} and the key of {key} cannot be used together: {reason}")]
+    #[error("the certificate of {certificate} and the key of {key} cannot be used together: {source}")]
     Pair {
         /// The certificate's file.
         certificate: PathBuf,
         /// The key's file.
         key: PathBuf,
         /// Why.
-        reason: rustls::Error,
+        source: rustls::Error,
     },
 }
 
@@ -105,16 +106,16 @@ fn read(paths: &(PathBuf, PathBuf)) -> Result<Files, CertificateError> {
 
 fn parse(paths: &(PathBuf, PathBuf), files: &Files) -> Result<CertifiedKey, CertificateError> {
     let pem =
-        |path: &Path, what, reason: String| CertificateError::Pem { path: path.to_owned(), what, reason };
+        |path: &Path, what, source: Cause| CertificateError::Pem { path: path.to_owned(), what, source };
     let chain: Vec<_> = CertificateDer::pem_slice_iter(&files.0)
         .collect::<Result<_, _>>()
-        .map_err(|error| pem(&paths.0, "certificate", error.to_string()))?;
+        .map_err(|error| pem(&paths.0, "certificate", error.into()))?;
     if chain.is_empty() {
-        return Err(pem(&paths.0, "certificate", "there is none".to_owned()));
+        return Err(pem(&paths.0, "certificate", "there is none".into()));
     }
     let key = PrivateKeyDer::from_pem_slice(&files.1)
-        .map_err(|error| pem(&paths.1, "private key", error.to_string()))?;
-    CertifiedKey::from_der(chain, key, &rustls::crypto::ring::default_provider()).map_err(|reason| {
-        CertificateError::Pair { certificate: paths.0.clone(), key: paths.1.clone(), reason }
+        .map_err(|error| pem(&paths.1, "private key", error.into()))?;
+    CertifiedKey::from_der(chain, key, &rustls::crypto::ring::default_provider()).map_err(|source| {
+        CertificateError::Pair { certificate: paths.0.clone(), key: paths.1.clone(), source }
     })
 }

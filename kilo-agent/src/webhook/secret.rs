@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 
 use super::issue::{Issued, LIFETIME, issue};
 use crate::status::Timestamp;
-use kilo_core::objects::error_chain;
+use kilo_core::errors::error_chain;
 
 /// When the next step is due. A Secret without it is somebody else's: its certificate is
 /// used, and never renewed.
@@ -58,12 +58,15 @@ pub struct Place {
 #[derive(Debug, thiserror::Error)]
 pub enum SecretError {
     /// The API server refuses or is away.
-    #[error("{what}: {reason}; the service account needs the Role and ClusterRole of peer-validation.yaml")]
+    #[error(
+        "{what}: {}; the service account needs the Role and ClusterRole of peer-validation.yaml",
+        error_chain(source)
+    )]
     Api {
         /// What was asked.
         what: String,
         /// The answer.
-        reason: String,
+        source: kube::Error,
     },
     /// It cannot be made.
     #[error("cannot make a certificate: {0}")]
@@ -87,8 +90,7 @@ type Data = BTreeMap<String, ByteString>;
 /// When the API server does not let us. What is there then stays.
 pub async fn ensure(client: &Client, place: &Place) -> Result<Files, SecretError> {
     let name = format!("{}/{}", place.namespace, place.secret);
-    let failed =
-        |what: String| move |error: kube::Error| SecretError::Api { what, reason: error_chain(&error) };
+    let failed = |what: String| move |source: kube::Error| SecretError::Api { what, source };
     let secrets: Api<Secret> = Api::namespaced(client.clone(), &place.namespace);
     for _ in 0..TRIES {
         let found = secrets.get_opt(&place.secret).await.map_err(failed(format!("reading secret {name}")))?;
@@ -194,7 +196,7 @@ async fn finish(client: &Client, place: &Place, data: &Data, name: &str) -> Resu
 async fn trust(client: &Client, configuration: &str, bundle: &ByteString) -> Result<(), SecretError> {
     let failed = |verb: &str| {
         let what = format!("{verb} ValidatingWebhookConfiguration {configuration}");
-        move |error: kube::Error| SecretError::Api { what, reason: error_chain(&error) }
+        move |source: kube::Error| SecretError::Api { what, source }
     };
     // Not as the type of one version of Kubernetes: what it does not know must stay.
     let kind = ApiResource::erase::<ValidatingWebhookConfiguration>(&());

@@ -20,6 +20,7 @@ mod bad_objects;
 mod crate_graph;
 mod docs;
 mod docs_counters;
+mod errors;
 mod golden;
 mod last_good;
 mod manifest_crd;

@@ -5,7 +5,7 @@ use kube::{CustomResource, core::DynamicObject};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::error_chain;
+use crate::errors::error_chain;
 use crate::{
     topology,
     wireguard::{Endpoint, EndpointHost, is_dns_name},

@@ -9,6 +9,7 @@ use std::{
 };
 
 use ipnet::IpNet;
+use kilo_core::errors::Cause;
 use serde_json::{Value, json};
 
 /// The configuration as the manifest has it, beside the private key: how the init
@@ -23,7 +24,7 @@ pub enum CniError {
     Io(String, #[source] io::Error),
     /// The file is no configuration list.
     #[error("CNI configuration {0}: {1}; nothing was changed")]
-    Invalid(String, String),
+    Invalid(String, #[source] Cause),
 }
 
 /// The configuration with these CIDRs as the ranges of every plugin that has
@@ -32,8 +33,8 @@ pub enum CniError {
 ///
 /// # Errors
 /// When the text is no JSON object with a `plugins` list.
-pub fn with_ranges(text: &str, cidrs: &[IpNet]) -> Result<Option<String>, String> {
-    let mut config: Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
+pub fn with_ranges(text: &str, cidrs: &[IpNet]) -> Result<Option<String>, Cause> {
+    let mut config: Value = serde_json::from_str(text)?;
     let plugins =
         config.get_mut("plugins").and_then(Value::as_array_mut).ok_or("it has no list of plugins")?;
     let mut changed = false;
@@ -50,7 +51,7 @@ pub fn with_ranges(text: &str, cidrs: &[IpNet]) -> Result<Option<String>, String
     if !changed {
         return Ok(None);
     }
-    serde_json::to_string_pretty(&config).map(Some).map_err(|error| error.to_string())
+    Ok(Some(serde_json::to_string_pretty(&config)?))
 }
 
 /// The range set of that CIDR among those present, else a new one.
@@ -106,7 +107,7 @@ pub fn bridges(path: &Path) -> Result<Vec<String>, CniError> {
         Err(error) => return Err(CniError::Io(name(), error)),
     };
     let config: Value =
-        serde_json::from_str(&text).map_err(|error| CniError::Invalid(name(), error.to_string()))?;
+        serde_json::from_str(&text).map_err(|error| CniError::Invalid(name(), error.into()))?;
     let plugins = config.get("plugins").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
     let bridges = plugins.iter().filter(|plugin| plugin.get("type").is_some_and(|kind| kind == "bridge"));
     // The plugin's own default.
@@ -167,7 +168,7 @@ mod tests {
             Some(&json!([[{"subnet": "10.42.1.0/24"}], [{"subnet": "fd00:42:1::/64"}]]))
         );
         assert_eq!(config.pointer("/plugins/1"), Some(&json!({"type": "portmap"})));
-        assert_eq!(with_ranges(&text, &cidrs), Ok(None));
+        assert_eq!(with_ranges(&text, &cidrs).unwrap(), None);
     }
 
     #[test]
@@ -183,7 +184,7 @@ mod tests {
             ],
         })
         .to_string();
-        assert_eq!(with_ranges(&text, &[cidr]), Ok(None));
+        assert_eq!(with_ranges(&text, &[cidr]).unwrap(), None);
         let more = with_ranges(&text, &[cidr, "fd00:42:1::/64".parse().unwrap()]).unwrap().unwrap();
         let (mut before, mut after): (Value, Value) =
             (serde_json::from_str(&text).unwrap(), serde_json::from_str(&more).unwrap());

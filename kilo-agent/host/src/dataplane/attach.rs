@@ -18,9 +18,13 @@ use aya::{
 };
 use nix::net::if_::{if_indextoname, if_nameindex};
 
-use super::{DataplaneError, error::chain, tcx};
-use crate::net::filters::BpfFilter;
-use kilo_core::{observed::Attached, settings::AttachMode};
+use super::{DataplaneError, tcx};
+use crate::net::{NetError, filters::BpfFilter};
+use kilo_core::{
+    errors::{Cause, error_chain},
+    observed::Attached,
+    settings::AttachMode,
+};
 
 /// Priority and handle of our clsact filters ("kg").
 const PRIORITY: u16 = 0x6b67;
@@ -84,8 +88,8 @@ impl Place {
         })
     }
 
-    fn error(&self, error: &dyn std::error::Error) -> DataplaneError {
-        DataplaneError::Attach { ifindex: self.ifindex, program: self.program, reason: chain(error) }
+    fn error(&self, source: impl Into<Cause>) -> DataplaneError {
+        DataplaneError::Attach { ifindex: self.ifindex, program: self.program, source: source.into() }
     }
 
     /// Our filter on this hook, whichever agent put it there.
@@ -250,7 +254,7 @@ impl Attachments {
         let program: &mut SchedClassifier =
             bpf.program_mut(place.program).ok_or(DataplaneError::Object(place.program))?.try_into()?;
         let interface =
-            place.interface().ok_or_else(|| place.error(&io::Error::from_raw_os_error(nix::libc::ENODEV)))?;
+            place.interface().ok_or_else(|| place.error(io::Error::from_raw_os_error(nix::libc::ENODEV)))?;
         let pin = self.links.join(place.pin());
         if self.mode != AttachMode::Clsact {
             match attach_tcx(program, &pin, place, &interface) {
@@ -262,9 +266,9 @@ impl Attachments {
                     }
                     return Ok(How::Tcx);
                 }
-                Err(error) if self.mode == AttachMode::Tcx => return Err(place.error(&*error)),
+                Err(error) if self.mode == AttachMode::Tcx => return Err(place.error(error)),
                 Err(error) => {
-                    let error = chain(&*error);
+                    let error = error_chain(&*error);
                     tracing::info!(
                         interface,
                         program = place.program,
@@ -314,19 +318,17 @@ fn stands(bpf: &Ebpf, place: &Place, how: How, filters: &[BpfFilter]) -> Result<
     })
 }
 
-type Boxed = Box<dyn std::error::Error>;
-
 fn attach_tcx(
     program: &mut SchedClassifier,
     pin: &Path,
     place: &Place,
     interface: &str,
-) -> Result<(), Boxed> {
+) -> Result<(), Cause> {
     if pin.exists() {
         match adopt(program, pin, place, interface) {
             Ok(()) => return Ok(()),
             Err(error) => {
-                tracing::debug!(pin = %pin.display(), error = %chain(&*error), "removing an unusable pin");
+                tracing::debug!(pin = %pin.display(), error = %error_chain(&*error), "removing an unusable pin");
                 fs::remove_file(pin)?;
             }
         }
@@ -341,7 +343,7 @@ fn attach_tcx(
 }
 
 /// Puts our program into the link of an earlier agent, without a gap.
-fn adopt(program: &mut SchedClassifier, pin: &Path, place: &Place, interface: &str) -> Result<(), Boxed> {
+fn adopt(program: &mut SchedClassifier, pin: &Path, place: &Place, interface: &str) -> Result<(), Cause> {
     let link = FdLink::from(PinnedLink::from_pin(pin)?);
     let held = link.info()?.id();
     // A link of an interface that is gone, one that was detached, or one of another hook.
@@ -362,7 +364,7 @@ fn attach_clsact(
     // Fails when it is there already, which is fine.
     let _ = qdisc_add_clsact(interface);
     let present = SchedClassifierLink::attached(interface, place.attach_type(), PRIORITY, HANDLE, None)
-        .map_err(|error| place.error(&error))?;
+        .map_err(|error| place.error(error))?;
     let id = match program.attach_to_link(present) {
         Ok(id) => id,
         Err(_) => {
@@ -370,10 +372,10 @@ fn attach_clsact(
                 TcAttachOptions::Netlink(NlOptions { priority: PRIORITY, handle: HANDLE, classid: None });
             program
                 .attach_with_options(interface, place.attach_type(), options)
-                .map_err(|error| place.error(&error))?
+                .map_err(|error| place.error(error))?
         }
     };
-    let link = program.take_link(id).map_err(|error| place.error(&error))?;
+    let link = program.take_link(id).map_err(|error| place.error(error))?;
     // Dropping it would detach; the filter outlives the agent.
     std::mem::forget(link);
     Ok(())
@@ -390,8 +392,10 @@ fn detach_filter(interface: &str, hook: TcAttachType) -> bool {
 ///
 /// # Errors
 /// When interfaces cannot be listed.
-pub fn detach_filters() -> Result<usize, String> {
-    let interfaces = if_nameindex().map_err(|error| format!("interfaces cannot be listed: {error}"))?;
+pub fn detach_filters() -> Result<usize, DataplaneError> {
+    let failed =
+        |source: nix::Error| NetError::Kernel { what: "list interfaces".to_owned(), source: source.into() };
+    let interfaces = if_nameindex().map_err(failed)?;
     let mut detached = 0;
     for interface in &interfaces {
         let interface = interface.name().to_string_lossy();

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use aya::{EbpfError, maps::MapError, programs::ProgramError};
 
 use crate::net::NetError;
+use kilo_core::errors::{Cause, error_chain};
 
 /// What failed; the label is a metric label.
 #[derive(Debug, thiserror::Error)]
@@ -44,22 +45,23 @@ pub enum DataplaneError {
     },
     /// The kernel refused the object.
     #[error(
-        "the kernel does not load the BPF programs: {0}; kg needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON, \
-         and a kernel from 6.1 on with CONFIG_NET_CLS_ACT"
+        "the kernel does not load the BPF programs: {}; kg needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON, \
+         and a kernel from 6.1 on with CONFIG_NET_CLS_ACT",
+        error_chain(.0.as_ref())
     )]
-    Load(String),
+    Load(#[source] Cause),
     /// A program or map is not in the object.
     #[error("the BPF object has no {0}; build it again with `cargo xtask build-ebpf`")]
     Object(&'static str),
     /// A program cannot be attached.
-    #[error("interface {ifindex}: cannot attach {program}: {reason}")]
+    #[error("interface {ifindex}: cannot attach {program}: {}", error_chain(source.as_ref()))]
     Attach {
         /// Interface index.
         ifindex: u32,
         /// Program name.
         program: &'static str,
         /// What the kernel said.
-        reason: String,
+        source: Cause,
     },
     /// A hook cannot be looked at.
     #[error(
@@ -79,7 +81,7 @@ pub enum DataplaneError {
     #[error("programs on interfaces cannot be listed: {0}")]
     List(#[from] NetError),
     /// A map cannot be read or written.
-    #[error("BPF map: {0}")]
+    #[error("BPF map: {}", error_chain(.0))]
     Map(#[from] MapError),
     /// A program that the agent runs itself was not run.
     #[error("the kernel does not run a BPF program for kg: {source}; kg needs CAP_BPF and CAP_NET_ADMIN")]
@@ -151,26 +153,12 @@ fn not_sent(code: i32) -> String {
 
 impl From<EbpfError> for DataplaneError {
     fn from(error: EbpfError) -> Self {
-        Self::Load(chain(&error))
+        Self::Load(error.into())
     }
 }
 
 impl From<ProgramError> for DataplaneError {
     fn from(error: ProgramError) -> Self {
-        Self::Load(chain(&error))
+        Self::Load(error.into())
     }
-}
-
-/// An error with everything that caused it, in one line.
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let next = error.to_string();
-        if !text.contains(&next) {
-            text = format!("{text}: {next}");
-        }
-        cause = error.source();
-    }
-    text
 }

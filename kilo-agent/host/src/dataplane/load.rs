@@ -18,7 +18,8 @@ use nix::{
     sys::statfs::{BPF_FS_MAGIC, statfs},
 };
 
-use super::{DataplaneError, error::chain};
+use super::DataplaneError;
+use kilo_core::errors::error_chain;
 
 static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("KILO_EBPF_OBJECT"));
 
@@ -110,7 +111,7 @@ fn forward_log(bpf: &mut Ebpf) {
     let logger = match EbpfLogger::init(bpf) {
         Ok(logger) => logger,
         Err(error) => {
-            tracing::warn!(error = %chain(&error), "failed to read the log of the BPF programs");
+            tracing::warn!(error = %error_chain(&error), "failed to read the log of the BPF programs");
             return;
         }
     };

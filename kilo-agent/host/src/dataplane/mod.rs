@@ -280,7 +280,8 @@ impl CounterReader {
 
 /// Removes every program, map and pin of ours; returns what went wrong on the way.
 pub fn remove(bpffs: &Path) -> Vec<String> {
-    [detach_filters(), remove_pins(bpffs)].into_iter().filter_map(Result::err).collect()
+    let failed = [detach_filters(), remove_pins(bpffs)].into_iter().filter_map(Result::err);
+    failed.map(|error| error.to_string()).collect()
 }
 
 /// Removes everything pinned, and with the links the programs on TCX hooks;
@@ -288,13 +289,13 @@ pub fn remove(bpffs: &Path) -> Vec<String> {
 ///
 /// # Errors
 /// Says what stays, and why.
-pub fn remove_pins(bpffs: &Path) -> Result<usize, String> {
+pub fn remove_pins(bpffs: &Path) -> Result<usize, DataplaneError> {
     let top = top_directory(bpffs);
     let entries = |path: &Path| std::fs::read_dir(path).into_iter().flatten().flatten();
     let pins = entries(&top).map(|directory| entries(&directory.path()).count()).sum();
     match std::fs::remove_dir_all(&top) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(format!("{}: {error}", top.display()))
+        Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
+            Err(DataplaneError::Pin { path: top, source })
         }
         _ => Ok(pins),
     }

@@ -1,20 +1,15 @@
 //! What can go wrong when the host's network is read or changed.
 
-use std::{fmt, io};
+use std::io;
 
 /// A single item the kernel refused.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{what}: {source}")]
 pub struct Refused {
     /// What was asked, in words.
     pub what: String,
     /// The kernel's answer.
     pub source: io::Error,
-}
-
-impl fmt::Display for Refused {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.what, self.source)
-    }
 }
 
 /// Failure to read or change links, addresses, routes or rules.
@@ -35,12 +30,15 @@ pub enum NetError {
         source: io::Error,
     },
     /// Several items of one apply were refused; the others are in place.
-    #[error("{} change(s) refused, {writes} made; first: {}", refused.len(), first(refused))]
+    #[error("{} change(s) refused, {writes} made; first: {first}{}", 1 + others.len(), hint(&first.source))]
     Refused {
         /// Changes made all the same.
         writes: usize,
-        /// What was refused.
-        refused: Vec<Refused>,
+        /// What was refused first.
+        #[source]
+        first: Refused,
+        /// What was refused after it, in order.
+        others: Vec<Refused>,
     },
     /// A kernel setting cannot be read or written.
     #[error("{path}: {source}; set it on the host (sysctl) or let the agent write /proc/sys")]
@@ -81,8 +79,13 @@ impl NetError {
     }
 }
 
-fn first(refused: &[Refused]) -> String {
-    refused.first().map(|first| format!("{first}{}", hint(&first.source))).unwrap_or_default()
+/// The changes made, unless some were refused.
+pub(super) fn unless(refused: Vec<Refused>, writes: usize) -> Result<usize, NetError> {
+    let mut refused = refused.into_iter();
+    match refused.next() {
+        Some(first) => Err(NetError::Refused { writes, first, others: refused.collect() }),
+        None => Ok(writes),
+    }
 }
 
 fn hint(source: &io::Error) -> &'static str {

@@ -169,7 +169,7 @@ impl Net {
         writes += rules::remove(&self.rtnl, &mut refused).await?;
         // Only after rules that led to them are gone.
         writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;
-        if refused.is_empty() { Ok(writes) } else { Err(NetError::Refused { writes, refused }) }
+        error::unless(refused, writes)
     }
 
     /// As [`Self::apply`], where all of the plan `before` is known to be there:
@@ -184,7 +184,7 @@ impl Net {
         let mut refused = Vec::new();
         let mut writes = routes::apply_sets(&self.rtnl, &changes, kilo, &mut refused).await?;
         writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;
-        if refused.is_empty() { Ok(writes) } else { Err(NetError::Refused { writes, refused }) }
+        error::unless(refused, writes)
     }
 
     /// Removes our routes, rules, neighbours and tunnel devices everywhere and
@@ -200,6 +200,6 @@ impl Net {
         if let Some(kilo) = kilo {
             writes += addresses::apply(&self.rtnl, kilo, &BTreeSet::new(), &mut refused).await?;
         }
-        if refused.is_empty() { Ok(writes) } else { Err(NetError::Refused { writes, refused }) }
+        error::unless(refused, writes)
     }
 }

@@ -22,7 +22,7 @@ use super::{
     userspace,
 };
 use crate::net::{NetError, Rtnl, links};
-use kilo_core::settings::WireguardMode;
+use kilo_core::{errors::Cause, settings::WireguardMode};
 
 /// Which implementation to use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -166,13 +166,11 @@ async fn create_kernel(rtnl: &Rtnl, name: &str) -> Result<(), NetError> {
 
 async fn start_userspace(rtnl: &Rtnl, name: &str, exe: &Path) -> Result<Ensured, WireguardError> {
     let log: PathBuf = userspace::log_path(name);
-    let not_started = |mut reason: String| {
-        if log.exists() {
-            reason = format!("{reason}; see {}", log.display());
-        }
-        WireguardError::NotStarted { name: name.to_owned(), reason }
+    let not_started = |source: Cause| {
+        let log = log.exists().then(|| log.clone());
+        WireguardError::NotStarted { name: name.to_owned(), source, log }
     };
-    let mut child = userspace::spawn_detached(exe, name).map_err(|error| not_started(error.to_string()))?;
+    let mut child = userspace::spawn_detached(exe, name).map_err(|error| not_started(error.into()))?;
     let start = Instant::now();
     loop {
         // The socket is bound after the TUN device was made.
@@ -183,10 +181,10 @@ async fn start_userspace(rtnl: &Rtnl, name: &str, exe: &Path) -> Result<Ensured,
         }
         if child.has_ended() {
             let log = std::fs::read_to_string(&log).unwrap_or_default();
-            return Err(not_started(log.lines().last().unwrap_or("it ended at once").to_owned()));
+            return Err(not_started(log.lines().last().unwrap_or("it ended at once").into()));
         }
         if start.elapsed() > START_TIMEOUT {
-            return Err(not_started(format!("no answer within {START_TIMEOUT:?}")));
+            return Err(not_started(format!("no answer within {START_TIMEOUT:?}").into()));
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }

@@ -1,8 +1,12 @@
 //! What can go wrong with the WireGuard device.
 
-use std::{io, path::PathBuf};
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 use crate::net::NetError;
+use kilo_core::errors::{Cause, error_chain};
 
 /// Failure to create, read or configure the WireGuard device.
 #[derive(Debug, thiserror::Error)]
@@ -55,7 +59,7 @@ pub enum WireguardError {
         "this kernel has no WireGuard ({0}); load its module on the host (modprobe wireguard), or apply the manifest \
          of your platform that ends in -userspace.yaml (--wireguard=userspace)"
     )]
-    NoKernelSupport(io::Error),
+    NoKernelSupport(#[source] io::Error),
     /// No module, and no userspace process instead of it.
     #[error(
         "this kernel has no WireGuard ({kernel}); load its module on the host (modprobe wireguard), or apply the \
@@ -64,6 +68,7 @@ pub enum WireguardError {
     )]
     NoWireguard {
         /// What the kernel said.
+        #[source]
         kernel: io::Error,
         /// Why the process did not start.
         userspace: Box<WireguardError>,
@@ -80,25 +85,28 @@ pub enum WireguardError {
     )]
     PortInUse(u16),
     /// The userspace process did not come up.
-    #[error("the userspace WireGuard process for {name} did not start: {reason}")]
+    #[error("the userspace WireGuard process for {name} did not start: {source}{}", see(log.as_deref()))]
     NotStarted {
         /// Interface name.
         name: String,
-        /// What was seen, and where there is more to read.
-        reason: String,
+        /// What was seen.
+        source: Cause,
+        /// Where there is more to read.
+        log: Option<PathBuf>,
     },
     /// Another userspace process serves this interface.
     #[error("a userspace WireGuard process for {0} is running already")]
     AlreadyRunning(String),
     /// No TUN device.
     #[error(
-        "cannot create the TUN device {name}: {reason}; the process needs /dev/net/tun and CAP_NET_ADMIN"
+        "cannot create the TUN device {name}: {}; the process needs /dev/net/tun and CAP_NET_ADMIN",
+        error_chain(source.as_ref())
     )]
     Tun {
         /// Interface name.
         name: String,
         /// What the library says.
-        reason: String,
+        source: Cause,
     },
     /// Reading or writing the device failed.
     #[error("{what}: {source}")]
@@ -140,4 +148,8 @@ impl WireguardError {
     pub(super) fn device(what: impl Into<String>, source: io::Error) -> Self {
         Self::Device { what: what.into(), source }
     }
+}
+
+fn see(log: Option<&Path>) -> String {
+    log.map(|log| format!("; see {}", log.display())).unwrap_or_default()
 }

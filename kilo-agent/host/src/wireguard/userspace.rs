@@ -40,7 +40,7 @@ use super::{
 };
 use crate::net::{Rtnl, links, watch::Watcher};
 use engine::Engine;
-use kilo_core::wireguard::uapi::SetRequest;
+use kilo_core::{errors::Cause, wireguard::uapi::SetRequest};
 use tun::Tun;
 
 /// Subcommand of `kg` that calls [`run`].
@@ -149,11 +149,11 @@ async fn serve(interface: &str) -> Result<(), WireguardError> {
     let path = socket_path(interface);
     let rtnl = Rtnl::new()?;
     wait_for_predecessor(&rtnl, interface, &path).await?;
-    let tun_error = |reason: String| WireguardError::Tun { name: interface.to_owned(), reason };
+    let tun_error = |source: Cause| WireguardError::Tun { name: interface.to_owned(), source };
     // The kernel lets one process at a time have the name: from here on a
     // socket that is still there belongs to a dead one.
-    let tun = Tun::create(interface).map_err(|error| tun_error(error.to_string()))?;
-    let mut engine = Engine::start(tun).await.map_err(|error| tun_error(error.to_string()))?;
+    let tun = Tun::create(interface).map_err(|error| tun_error(error.into()))?;
+    let mut engine = Engine::start(tun).await.map_err(|error| tun_error(error.into()))?;
     let mut terminate =
         signal(SignalKind::terminate()).map_err(|source| device_error("wait for SIGTERM", source))?;
     let mut interrupt =

@@ -25,7 +25,10 @@ use self::{
     identity::identity,
 };
 use super::{Backend, BackendError};
-use kilo_core::objects::{ObjectRef, Published, Snapshot, annotations};
+use kilo_core::{
+    errors::Explained,
+    objects::{ObjectRef, Published, Snapshot, annotations},
+};
 
 /// The directory is also read this often: no event tells of changes that
 /// another machine made to a shared file system.
@@ -75,9 +78,11 @@ impl FileBackend {
             std::thread::Builder::new()
                 .name("kilo-files".to_owned())
                 .spawn(move || reader.run(&told, &sender))
-                .map_err(|error| BackendError::Config(format!("no thread for the file backend: {error}")))
+                .map_err(|error| {
+                    BackendError::Config(Explained::behind("no thread for the file backend", error))
+                })
         });
-        started.await.map_err(|error| BackendError::Config(error.to_string()))??;
+        started.await.map_err(|panic| BackendError::Config(Explained::of(panic.to_string(), panic)))??;
         Ok(Self { directory: directory.to_owned(), snapshots, tell })
     }
 
@@ -86,7 +91,7 @@ impl FileBackend {
         if kilo_core::wireguard::is_dns_name(node) {
             Ok(own_file(&self.directory, node))
         } else {
-            Err(BackendError::Config(format!("node name {node:?} is not a DNS name; set --hostname")))
+            Err(BackendError::Config(format!("node name {node:?} is not a DNS name; set --hostname").into()))
         }
     }
 }
@@ -99,7 +104,7 @@ fn unusable(path: &Path, error: io::Error) -> BackendError {
         io::ErrorKind::PermissionDenied => "it may not be read; run as root or change its mode",
         _ => return BackendError::Io { path: path.display().to_string(), source: error },
     };
-    BackendError::Config(format!("--backend-dir {}: {what}", path.display()))
+    BackendError::Config(Explained::of(format!("--backend-dir {}: {what}", path.display()), error))
 }
 
 /// The directory the kernel tells us about, which may not be the one that has
@@ -121,11 +126,11 @@ impl Watched {
         };
         let failed = |error: notify::Error| match error.kind {
             notify::ErrorKind::Io(error) => unusable(path, error),
-            notify::ErrorKind::MaxFilesWatch => BackendError::Config(
-                "the system has no inotify watch left; raise the sysctl fs.inotify.max_user_watches"
-                    .to_owned(),
-            ),
-            kind => unusable(path, io::Error::other(format!("{kind:?}"))),
+            kind @ notify::ErrorKind::MaxFilesWatch => BackendError::Config(Explained::of(
+                "the system has no inotify watch left; raise the sysctl fs.inotify.max_user_watches",
+                notify::Error::new(kind),
+            )),
+            kind => unusable(path, io::Error::other(notify::Error::new(kind))),
         };
         let mut watcher = notify::recommended_watcher(on_event).map_err(failed)?;
         watcher.watch(path, RecursiveMode::NonRecursive).map_err(failed)?;
@@ -202,7 +207,8 @@ impl Backend for FileBackend {
             return Err(BackendError::NoSuchNode(node.to_owned()));
         }
         let path = self.own_file(node)?;
-        let text = text(node, annotations::wanted(published)).map_err(BackendError::Config)?;
+        let text = text(node, annotations::wanted(published))
+            .map_err(|error| BackendError::Config(Explained::of(error.to_string(), error)))?;
         // Compared with the file itself: it is small, and somebody may have touched it.
         if fs::read(&path).is_ok_and(|present| present == text.as_bytes()) {
             return Ok(false);
@@ -241,12 +247,12 @@ impl Backend for FileBackend {
 }
 
 /// What the agent's file says.
-fn text(node: &str, annotations: BTreeMap<String, Option<String>>) -> Result<String, String> {
+fn text(node: &str, annotations: BTreeMap<String, Option<String>>) -> Result<String, serde_yaml_ng::Error> {
     let annotations = annotations.into_iter().filter_map(|(name, value)| Some((name, value?)));
     let mut object = core::Node::default();
     object.metadata.name = Some(node.to_owned());
     object.metadata.annotations = Some(annotations.collect());
-    let text = serde_yaml_ng::to_string(&object).map_err(|error| error.to_string())?;
+    let text = serde_yaml_ng::to_string(&object)?;
     Ok(format!("# Written by kg about this node; changes made here are lost.\n{text}"))
 }
 

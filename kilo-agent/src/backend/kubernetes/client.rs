@@ -11,7 +11,7 @@ use kube::{Client, Config};
 
 use super::kubeconfig::{self, Access, Paths};
 use crate::backend::BackendError;
-use kilo_core::objects::error_chain;
+use kilo_core::errors::{Explained, error_chain};
 
 /// No byte for this long: the connection is given up. It may be dead, or a watch of an API server without bookmarks
 /// (others send one every 60 to 75 s) where nothing changes.
@@ -79,23 +79,22 @@ pub async fn connect(
     patience: Duration,
 ) -> Result<(Client, Server), BackendError> {
     let mut access = access.clone();
-    let master = master.map(|master| (master, parse_master(master)));
     // A manifest may name a file that the platform does not have: kube-proxy's, for example.
     if let Some(path) = access.kubeconfig.as_deref().filter(|path| is_missing(path) && in_cluster()) {
         tracing::info!(path = %path.display(), "kubeconfig does not exist; using the in-cluster configuration");
         access.kubeconfig = None;
     }
-    let (mut config, mut server) = match (configured(&access).await, &master) {
-        (Err(_), Some((_, Ok(url)))) if access.kubeconfig.is_none() => {
-            (Config::new(url.clone()), Server::default())
-        }
-        (Err(_), Some((text, Err(reason)))) if access.kubeconfig.is_none() => {
-            return Err(bad_master(text, reason));
-        }
+    let configured = match configured(&access).await {
+        Err(error) if access.kubeconfig.is_some() => return Err(error),
+        configured => configured,
+    };
+    let master = master.map(parse_master).transpose().map_err(BackendError::Config)?;
+    let (mut config, mut server) = match (configured, &master) {
+        (Err(_), Some(url)) => (Config::new(url.clone()), Server::default()),
         (configured, _) => configured?,
     };
-    if let Some((text, parsed)) = master {
-        config.cluster_url = parsed.map_err(|reason| bad_master(text, &reason))?;
+    if let Some(url) = master {
+        config.cluster_url = url;
     }
     if access.impersonate.is_some() {
         config.auth_info.impersonate = access.impersonate;
@@ -111,10 +110,12 @@ pub async fn connect(
     config.cluster_url.to_string().trim_end_matches('/').clone_into(&mut server.url);
     server.impersonated.clone_from(&config.auth_info.impersonate);
     server.proxy = config.proxy_url.as_ref().map(without_password);
-    let origin =
-        access.kubeconfig.map(|path| format!("--kubeconfig {}: ", path.display())).unwrap_or_default();
-    let client = Client::try_from(config);
-    let client = client.map_err(|error| BackendError::Config(format!("{origin}{}", error_chain(&error))))?;
+    let client = Client::try_from(config).map_err(|error| {
+        BackendError::Config(match access.kubeconfig {
+            Some(path) => Explained::behind(format!("--kubeconfig {}", path.display()), error),
+            None => Explained::of(error_chain(&error), error),
+        })
+    })?;
     Ok((client, server))
 }
 
@@ -139,8 +140,7 @@ async fn configured(access: &Access) -> Result<(Config, Server), BackendError> {
     if chosen || !in_cluster() {
         return Err(kubeconfig::not_found(access));
     }
-    let failed =
-        |error| BackendError::Config(format!("service account of this pod: {}", error_chain(&error)));
+    let failed = |error| BackendError::Config(Explained::behind("service account of this pod", error));
     Ok((Config::incluster().map_err(failed)?, Server::default()))
 }
 
@@ -161,17 +161,17 @@ fn in_cluster() -> bool {
 }
 
 /// A URL; without a scheme it is HTTP, as Kubernetes' own clients take it.
-fn parse_master(master: &str) -> Result<http::Uri, String> {
+fn parse_master(master: &str) -> Result<http::Uri, Explained> {
     let text = if master.contains("://") { master.to_owned() } else { format!("http://{master}") };
-    let url: http::Uri = text.parse().map_err(|error: http::uri::InvalidUri| error.to_string())?;
+    let wrong =
+        |reason: &str| format!("--master {master:?}: {reason}; write for example https://192.0.2.1:6443");
+    let url: http::Uri = text
+        .parse()
+        .map_err(|error: http::uri::InvalidUri| Explained::of(wrong(&error.to_string()), error))?;
     match url.scheme_str() {
         Some("http" | "https") if url.host().is_some_and(|host| !host.is_empty()) => Ok(url),
-        _ => Err("it is not http or https".to_owned()),
+        _ => Err(wrong("it is not http or https").into()),
     }
-}
-
-fn bad_master(text: &str, reason: &str) -> BackendError {
-    BackendError::Config(format!("--master {text:?}: {reason}; write for example https://192.0.2.1:6443"))
 }
 
 /// What was asked of the API server.
@@ -188,31 +188,36 @@ pub enum Asked<'a> {
 }
 
 /// Says what an API error means for the operator.
-pub fn explain(error: &kube::Error, asked: Asked<'_>) -> BackendError {
-    let kube::Error::Api(status) = error else {
+pub fn explain(error: kube::Error, asked: Asked<'_>) -> BackendError {
+    let kube::Error::Api(status) = &error else {
+        let text = error_chain(&error);
         return match error {
-            kube::Error::SerdeError(_) => BackendError::Api(error_chain(error)),
-            _ => BackendError::Unreachable(format!("the API server is out of reach: {}", error_chain(error))),
+            kube::Error::SerdeError(_) => BackendError::Api(Explained::of(text, error)),
+            _ => BackendError::Unreachable(Explained::of(
+                format!("the API server is out of reach: {text}"),
+                error,
+            )),
         };
     };
-    match (status.code, asked) {
-        (401, _) => BackendError::Api(
+    let text = match (status.code, asked) {
+        (401, _) => {
             "the API server does not accept the credentials (401); check the kubeconfig or service account"
-                .to_owned(),
-        ),
-        (403, _) => BackendError::Api(format!(
-            "{}; apply the ClusterRole and ClusterRoleBinding of manifests/",
-            status.message
-        )),
-        (404, Asked::Patch(node)) => BackendError::NoSuchNode(node.to_owned()),
-        (404, Asked::Peers) => BackendError::Api(
-            "the API server does not know Peer objects; run: kubectl apply -f manifests/crds.yaml".to_owned(),
-        ),
-        (429 | 500.., _) => {
-            BackendError::Unreachable(format!("the API server answers {}: {}", status.code, status.message))
+                .to_owned()
         }
-        _ => BackendError::Api(status.message.clone()),
-    }
+        (403, _) => {
+            format!("{}; apply the ClusterRole and ClusterRoleBinding of manifests/", status.message)
+        }
+        (404, Asked::Patch(node)) => return BackendError::NoSuchNode(node.to_owned()),
+        (404, Asked::Peers) => {
+            "the API server does not know Peer objects; run: kubectl apply -f manifests/crds.yaml".to_owned()
+        }
+        (429 | 500.., _) => {
+            let text = format!("the API server answers {}: {}", status.code, status.message);
+            return BackendError::Unreachable(Explained::of(text, error));
+        }
+        _ => status.message.clone(),
+    };
+    BackendError::Api(Explained::of(text, error))
 }
 
 /// The answer, or an error when it takes too long.
@@ -221,11 +226,11 @@ pub async fn in_time<T>(
     asked: Asked<'_>,
 ) -> Result<T, BackendError> {
     match tokio::time::timeout(ANSWER, answer).await {
-        Ok(answer) => answer.map_err(|error| explain(&error, asked)),
-        Err(_) => Err(BackendError::Unreachable(format!(
-            "the API server did not answer within {} s",
-            ANSWER.as_secs()
-        ))),
+        Ok(answer) => answer.map_err(|error| explain(error, asked)),
+        Err(elapsed) => {
+            let text = format!("the API server did not answer within {} s", ANSWER.as_secs());
+            Err(BackendError::Unreachable(Explained::of(text, elapsed)))
+        }
     }
 }
 
@@ -244,7 +249,7 @@ mod tests {
             ("127.0.0.1:8080", "http://127.0.0.1:8080/"),
             ("[2001:db8::1]:6443", "http://[2001:db8::1]:6443/"),
         ] {
-            assert_eq!(parse_master(text).map(|url| url.to_string()), Ok(url.to_owned()));
+            assert_eq!(parse_master(text).unwrap().to_string(), url);
         }
         for text in ["", "ftp://x", "https://", "a b"] {
             assert!(parse_master(text).is_err(), "{text}");
@@ -254,16 +259,16 @@ mod tests {
     #[test]
     fn each_refusal_says_what_to_do_and_whether_to_try_again() {
         let forbidden = status(403, "nodes is forbidden: User \"x\" cannot list resource \"nodes\"");
-        let forbidden = explain(&forbidden, Asked::Nodes);
+        let forbidden = explain(forbidden, Asked::Nodes);
         assert!(forbidden.to_string().contains("cannot list resource \"nodes\""), "{forbidden}");
         assert!(forbidden.to_string().contains("ClusterRole"), "{forbidden}");
         assert!(!forbidden.is_temporary());
-        let missing = explain(&status(404, "404 page not found"), Asked::Peers);
+        let missing = explain(status(404, "404 page not found"), Asked::Peers);
         assert!(missing.to_string().contains("kubectl apply -f manifests/crds.yaml"), "{missing}");
-        assert!(matches!(explain(&status(404, "x"), Asked::Patch("a")), BackendError::NoSuchNode(_)));
-        assert!(explain(&status(401, "Unauthorized"), Asked::Nodes).to_string().contains("401"));
+        assert!(matches!(explain(status(404, "x"), Asked::Patch("a")), BackendError::NoSuchNode(_)));
+        assert!(explain(status(401, "Unauthorized"), Asked::Nodes).to_string().contains("401"));
         for code in [429, 500, 503] {
-            assert!(explain(&status(code, "busy"), Asked::Peers).is_temporary(), "{code}");
+            assert!(explain(status(code, "busy"), Asked::Peers).is_temporary(), "{code}");
         }
     }
 

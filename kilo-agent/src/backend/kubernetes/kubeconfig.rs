@@ -12,7 +12,7 @@ use kube::{
 
 use super::proxy;
 use crate::backend::BackendError;
-use kilo_core::objects::error_chain;
+use kilo_core::errors::{Cause, Explained};
 
 /// What the flags choose; nothing chosen is what the files say.
 #[derive(Clone, Debug, Default)]
@@ -66,7 +66,7 @@ impl fmt::Display for Paths<'_> {
 /// which must be there. Of several files those that are missing do not count, as with kubectl.
 pub(super) fn find(access: &Access) -> Result<Option<Found>, BackendError> {
     let (origin, places) = places(access);
-    let failed = |reason: String| BackendError::Config(format!("{origin}: {reason}"));
+    let failed = |cause: Cause| BackendError::Config(Explained::behind(&origin, cause));
     let mut files = Vec::new();
     let mut merged = Kubeconfig::default();
     for path in places {
@@ -76,14 +76,14 @@ pub(super) fn find(access: &Access) -> Result<Option<Found>, BackendError> {
         // Read here: the library's error names the path but loses the reason.
         let text = std::fs::read_to_string(&path).map_err(|error| {
             failed(if origin.ends_with(&path.display().to_string()) {
-                error.to_string()
+                error.into()
             } else {
-                format!("{} cannot be read: {error}", path.display())
+                Explained::behind(format!("{} cannot be read", path.display()), error).into()
             })
         })?;
-        let mut config = Kubeconfig::from_yaml(&text).map_err(|error| failed(error_chain(&error)))?;
+        let mut config = Kubeconfig::from_yaml(&text).map_err(|error| failed(error.into()))?;
         anchor_paths(&mut config, path.parent().unwrap_or(Path::new(".")));
-        merged = merged.merge(config).map_err(|error| failed(error_chain(&error)))?;
+        merged = merged.merge(config).map_err(|error| failed(error.into()))?;
         files.push(path);
     }
     Ok((!files.is_empty()).then_some(Found { origin, files, config: merged }))
@@ -93,15 +93,16 @@ pub(super) fn find(access: &Access) -> Result<Option<Found>, BackendError> {
 pub(super) fn not_found(access: &Access) -> BackendError {
     let (_, places) = places(access);
     let places = if places.is_empty() { "$HOME is not set".to_owned() } else { Paths(&places).to_string() };
-    BackendError::Config(format!(
+    let text = format!(
         "no kubeconfig found: there is none at {places}, and this is no pod with a service account; \
          give --kubeconfig, or set $KUBECONFIG"
-    ))
+    );
+    BackendError::Config(text.into())
 }
 
 impl Found {
-    fn failed(&self, reason: &str) -> BackendError {
-        BackendError::Config(format!("{}: {reason}", self.origin))
+    fn failed(&self, cause: impl Into<Cause>) -> BackendError {
+        BackendError::Config(Explained::behind(&self.origin, cause))
     }
 
     /// Name of the context that counts.
@@ -149,16 +150,16 @@ impl Found {
 
     /// What the library makes of it.
     pub(super) async fn config(&self, access: &Access) -> Result<Config, BackendError> {
-        self.check_references(access).map_err(|reason| self.failed(&reason))?;
+        self.check_references(access).map_err(|reason| self.failed(reason))?;
         let options = KubeConfigOptions {
             context: access.context.clone(),
             cluster: access.cluster.clone(),
             user: access.user.clone(),
         };
         let config = Config::from_custom_kubeconfig(self.config.clone(), &options).await;
-        let mut config = config.map_err(|error| self.failed(&error_chain(&error)))?;
+        let mut config = config.map_err(|error| self.failed(error))?;
         if !matches!(config.cluster_url.scheme_str(), Some("http" | "https")) {
-            return Err(self.failed(&format!(
+            return Err(self.failed(format!(
                 "server {} is not the URL of an API server; write for example https://192.0.2.1:6443",
                 config.cluster_url
             )));
@@ -171,7 +172,7 @@ impl Found {
         let cluster = self.config.clusters.iter().find(|cluster| Some(cluster.name.as_str()) == named);
         let own = cluster.and_then(|named| named.cluster.as_ref()?.proxy_url.as_deref());
         let from = proxy::choose(own, &config.cluster_url, |name| env::var(name).ok());
-        config.proxy_url = from.map_err(|reason| self.failed(&reason))?;
+        config.proxy_url = from.map_err(|wrong| self.failed(wrong))?;
         Ok(config)
     }
 }
@@ -209,7 +210,7 @@ pub fn cluster_name(access: &Access) -> Result<String, BackendError> {
     let found = find(access)?.ok_or_else(|| not_found(access))?;
     let name = found.cluster_name(access).map(ToOwned::to_owned);
     name.ok_or_else(|| {
-        found.failed(&format!("current-context {:?} does not exist", found.context_name(access)))
+        found.failed(format!("current-context {:?} does not exist", found.context_name(access)))
     })
 }
 

@@ -54,7 +54,8 @@ use self::{
 };
 use super::{Backend, BackendError, mass_delete_guard::MassDeleteGuard};
 use kilo_core::{
-    objects::{Published, Snapshot, annotations, error_chain, events::EventReason, node, peer},
+    errors::{Explained, error_chain},
+    objects::{Published, Snapshot, annotations, events::EventReason, node, peer},
     topology::PeerStandings,
 };
 
@@ -141,11 +142,11 @@ impl KubernetesBackend {
                 snapshots,
                 _watches: watches,
             }),
-            Ok(false) => Err(BackendError::Api("a watch has failed for good; see the log".to_owned())),
-            Err(_) => Err(BackendError::Unreachable(format!(
-                "nodes and peers were not listed within {} s",
-                LISTED.as_secs()
-            ))),
+            Ok(false) => Err(BackendError::Api("a watch has failed for good; see the log".into())),
+            Err(elapsed) => {
+                let text = format!("nodes and peers were not listed within {} s", LISTED.as_secs());
+                Err(BackendError::Unreachable(Explained::of(text, elapsed)))
+            }
         }
     }
 
@@ -223,7 +224,7 @@ async fn follow<K, T: Kept>(
                     guard.remove(&name(&object));
                     shared.change(|cache| store(cache).remove(&name(&object)));
                 }
-                Err(error) => report(&error, asked),
+                Err(error) => report(error, asked),
             }
         }
         tokio::time::sleep(CONFIRM_AFTER).await;
@@ -231,7 +232,7 @@ async fn follow<K, T: Kept>(
 }
 
 /// Logs why a watch broke; it is taken up again by itself.
-fn report(error: &watcher::Error, asked: Asked<'_>) {
+fn report(error: watcher::Error, asked: Asked<'_>) {
     let reason = match error {
         watcher::Error::WatchError(status) if status.code == 410 => {
             tracing::debug!(?asked, "watch expired; listing again");
@@ -240,14 +241,14 @@ fn report(error: &watcher::Error, asked: Asked<'_>) {
         // It begins anew at once, which fails, and is reported, when the server is really away. A server that
         // sends no bookmarks says nothing for as long as nothing changes.
         watcher::Error::WatchFailed(error) if !matches!(error, kube::Error::Api(_)) => {
-            tracing::debug!(?asked, reason = error_chain(error), "watch ended; beginning it anew");
+            tracing::debug!(?asked, reason = error_chain(&error), "watch ended; beginning it anew");
             return;
         }
-        watcher::Error::WatchError(status) => explain(&kube::Error::Api(status.clone()), asked).to_string(),
+        watcher::Error::WatchError(status) => explain(kube::Error::Api(status), asked).to_string(),
         watcher::Error::InitialListFailed(error)
         | watcher::Error::WatchStartFailed(error)
         | watcher::Error::WatchFailed(error) => explain(error, asked).to_string(),
-        other => error_chain(other),
+        other => error_chain(&other),
     };
     tracing::warn!(?asked, reason, "watch interrupted; trying again");
 }

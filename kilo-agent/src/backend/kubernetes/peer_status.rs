@@ -12,6 +12,7 @@ use super::{
 };
 use crate::{backend::BackendError, status::Timestamp};
 use kilo_core::{
+    errors::{Explained, error_chain},
     objects::{
         events::EventReason,
         peer::{PeerCondition, PeerStatus, READY},
@@ -59,7 +60,9 @@ pub async fn report(
                 );
                 continue;
             }
-            Err(error) => return Err(BackendError::Unreachable(error.to_string())),
+            Err(error) => {
+                return Err(BackendError::Unreachable(Explained::of(error_chain(&error), error)));
+            }
         }
         if let Some(reason) = event_of(present.as_ref(), &wanted) {
             let uid = object.metadata.uid.as_deref().unwrap_or_default();

@@ -1,8 +1,9 @@
 //! The proxy between here and the API server, as kubectl finds it: the cluster's own `proxy-url`,
 //! else `HTTPS_PROXY` and `NO_PROXY` of the environment.
 
-use hyper::http::Uri;
+use hyper::http::{Uri, uri::InvalidUri};
 use hyper_util::client::proxy::matcher::Matcher;
+use kilo_core::errors::Explained;
 
 /// The proxy for requests to `server`, if there is one. `own`: what the cluster of the kubeconfig
 /// says; it counts whatever the environment says.
@@ -10,7 +11,7 @@ pub(super) fn choose(
     own: Option<&str>,
     server: &Uri,
     environment: impl Fn(&str) -> Option<String>,
-) -> Result<Option<Uri>, String> {
+) -> Result<Option<Uri>, Explained> {
     if let Some(own) = own.filter(|text| !text.is_empty()) {
         return parse("proxy-url", own).map(Some);
     }
@@ -29,7 +30,7 @@ pub(super) fn choose(
 }
 
 /// A proxy's URL; without a scheme it is HTTP.
-fn parse(from: &str, text: &str) -> Result<Uri, String> {
+fn parse(from: &str, text: &str) -> Result<Uri, Explained> {
     let url = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
     // One that resolves names is spoken alike.
     let url = url.replacen("socks5h://", "socks5://", 1);
@@ -38,11 +39,12 @@ fn parse(from: &str, text: &str) -> Result<Uri, String> {
             "{from} {text:?} is not the URL of a proxy: {reason}; write for example http://192.0.2.1:3128"
         )
     };
-    let url: Uri = url.parse().map_err(|error: hyper::http::uri::InvalidUri| wrong(&error.to_string()))?;
+    let url: Uri =
+        url.parse().map_err(|error: InvalidUri| Explained::of(wrong(&error.to_string()), error))?;
     match url.scheme_str() {
         Some("http" | "https" | "socks5") if url.host().is_some_and(|host| !host.is_empty()) => Ok(url),
-        Some(scheme) => Err(wrong(&format!("{scheme} is not http, https or socks5"))),
-        None => Err(wrong("it has no scheme")),
+        Some(scheme) => Err(wrong(&format!("{scheme} is not http, https or socks5")).into()),
+        None => Err(wrong("it has no scheme").into()),
     }
 }
 
@@ -82,7 +84,8 @@ mod tests {
         let read = |name: &str| {
             environment.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
         };
-        choose(own, &server.parse().unwrap(), read).map(|found| found.map(|url| url.to_string()))
+        let found = choose(own, &server.parse().unwrap(), read);
+        found.map(|found| found.map(|url| url.to_string())).map_err(|error| error.to_string())
     }
 
     #[test]

@@ -13,6 +13,7 @@ use tokio_util::task::AbortOnDropHandle;
 use super::KubernetesBackend;
 use crate::backend::{Backend, BackendError};
 use kilo_core::{
+    errors::Explained,
     objects::{Published, Snapshot, events::EventReason},
     topology::PeerStandings,
 };
@@ -91,7 +92,9 @@ async fn finish(
     mut snapshots: watch::Receiver<Arc<Snapshot>>,
 ) -> Result<watch::Receiver<Arc<Snapshot>>, BackendError> {
     drop(sender);
-    answer.unwrap_or_else(|_| Err(BackendError::Api("connecting has failed; see the log".to_owned())))?;
+    answer.unwrap_or_else(|gone| {
+        Err(BackendError::Api(Explained::of("connecting has failed; see the log", gone)))
+    })?;
     // Read here, so that the first reconcile sees it.
     let _ = snapshots.changed().await;
     snapshots.mark_changed();
@@ -157,5 +160,5 @@ impl Backend for StartupFallback {
 }
 
 fn away() -> BackendError {
-    BackendError::Unreachable("the API server has not answered since the start".to_owned())
+    BackendError::Unreachable("the API server has not answered since the start".into())
 }

@@ -5,7 +5,7 @@ use std::{path::Path, time::Duration};
 use k8s_openapi::api::apps::v1::DaemonSet;
 use kube::{Api, Client};
 
-use kilo_core::objects::error_chain;
+use kilo_core::errors::{Cause, error_chain};
 
 /// The namespace of this pod, as the kubelet writes it.
 const NAMESPACE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
@@ -32,11 +32,11 @@ impl std::fmt::Debug for Successor {
 #[derive(Debug, thiserror::Error)]
 pub enum SuccessorError {
     /// This account has no right to read the DaemonSet: Kilo's own ClusterRole does not give it.
-    #[error("{0}")]
-    Forbidden(String),
+    #[error("{}", error_chain(.0.as_ref()))]
+    Forbidden(#[source] Cause),
     /// The API server does not answer, or not with the DaemonSet.
-    #[error("{0}")]
-    Api(String),
+    #[error("{}", error_chain(.0.as_ref()))]
+    Api(#[source] Cause),
     /// There is no such container.
     #[error("DaemonSet {NAME} has no container {NAME}")]
     NoContainer,
@@ -55,15 +55,15 @@ impl Successor {
     /// When there is no answer within three seconds; also when the DaemonSet is gone.
     pub async fn kilos(&self) -> Result<Option<String>, SuccessorError> {
         let asked = tokio::time::timeout(PATIENCE, image(&self.daemon_sets)).await;
-        let image = asked.map_err(|_| SuccessorError::Api("the API server does not answer".to_owned()))??;
+        let image = asked.map_err(|_| SuccessorError::Api("the API server does not answer".into()))??;
         Ok(is_kilos(&image).then_some(image))
     }
 }
 
 async fn image(daemon_sets: &Api<DaemonSet>) -> Result<String, SuccessorError> {
     let found = daemon_sets.get(NAME).await.map_err(|error| match &error {
-        kube::Error::Api(status) if status.code == 403 => SuccessorError::Forbidden(error_chain(&error)),
-        _ => SuccessorError::Api(error_chain(&error)),
+        kube::Error::Api(status) if status.code == 403 => SuccessorError::Forbidden(error.into()),
+        _ => SuccessorError::Api(error.into()),
     })?;
     let pod = found.spec.and_then(|spec| spec.template.spec).unwrap_or_default();
     let container = pod.containers.into_iter().find(|container| container.name == NAME);

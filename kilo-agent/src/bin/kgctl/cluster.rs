@@ -9,7 +9,10 @@ use kilo_agent::{
     backend::kubernetes::{self, Access, Server, read_once},
     cli::parse_duration,
 };
-use kilo_core::objects::{Snapshot, error_chain};
+use kilo_core::{
+    errors::{Explained, error_chain},
+    objects::Snapshot,
+};
 use kube::Client;
 
 use crate::{
@@ -107,7 +110,8 @@ impl Cluster {
             kube::Error::SerdeError(_) => self.page().await,
             _ => None,
         };
-        Err(anyhow!(refusal::explain(&error, asked, &self.server, page.as_deref())))
+        let text = refusal::explain(&error, asked, &self.server, page.as_deref());
+        Err(Explained::of(text, error).into())
     }
 
     /// What answers instead of an API server, when it is none: its text.

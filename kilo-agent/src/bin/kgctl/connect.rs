@@ -17,6 +17,7 @@ use kilo_agent::{
     resolve::Resolver,
 };
 use kilo_core::{
+    errors::error_chain,
     objects::{Snapshot, peer},
     settings::WireguardMode,
     topology::Peer,
@@ -334,7 +335,7 @@ impl Connection {
             if check_peer {
                 match self.source.ensure(&self.wanted).await {
                     Ok(found) => peer = found,
-                    Err(error) => tracing::warn!("{error:#}"),
+                    Err(error) => tracing::warn!("{}", error_chain(error.as_ref())),
                 }
             }
             let snapshot = Arc::clone(&snapshots.borrow_and_update());
@@ -345,7 +346,7 @@ impl Connection {
                 }
                 Ok(0) => {}
                 Ok(writes) => tracing::info!(writes, "updated"),
-                Err(error) if connected => tracing::error!("{error:#}; trying again"),
+                Err(error) if connected => tracing::error!("{}; trying again", error_chain(error.as_ref())),
                 Err(error) => return Err(error),
             }
         }
@@ -395,8 +396,9 @@ impl Connection {
         }
         if let Err(error) = self.source.release(&self.wanted).await {
             problems.push(format!(
-                "Peer {} stays, delete it with kubectl delete peer {0}: {error:#}",
-                self.wanted.name
+                "Peer {} stays, delete it with kubectl delete peer {0}: {}",
+                self.wanted.name,
+                error_chain(error.as_ref())
             ));
         }
         problems

@@ -32,6 +32,7 @@ use std::{path::PathBuf, process::ExitCode};
 use anyhow::{Context as _, Result};
 use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::CompleteEnv;
+use kilo_core::errors::error_chain;
 
 #[cfg(target_os = "linux")]
 use kilo_host::wireguard::userspace;
@@ -145,7 +146,7 @@ fn main() -> ExitCode {
             if success { ExitCode::SUCCESS } else { ExitCode::FAILURE }
         }
         Err(error) => {
-            eprintln!("kgctl: {}", terminal::plain(&format!("{error:#}")));
+            eprintln!("kgctl: {}", terminal::plain(&error_chain(error.as_ref())));
             ExitCode::FAILURE
         }
     }

@@ -1,7 +1,7 @@
 //! What it means when an API server refuses, and what to do about it: plain text, without I/O.
 
 use kilo_agent::backend::kubernetes::Server;
-use kilo_core::objects::error_chain;
+use kilo_core::errors::error_chain;
 
 /// What was asked of an API server, in its own words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

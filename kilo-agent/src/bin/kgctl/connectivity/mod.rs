@@ -18,7 +18,7 @@ use kilo_agent::{
     cli::parse_period,
     status::{self, Status, Timestamp, pods},
 };
-use kilo_core::objects::Snapshot;
+use kilo_core::{errors::error_chain, objects::Snapshot};
 
 use crate::{
     cluster::Cluster,
@@ -104,7 +104,8 @@ pub async fn run(args: &ConnectivityArgs) -> Result<(String, bool)> {
     };
     if let Err(error) = bench.remove(LEAVING).await {
         eprintln!(
-            "kgctl: {error:#}; the next run, or `kubectl delete namespace {}`, removes it",
+            "kgctl: {}; the next run, or `kubectl delete namespace {}`, removes it",
+            error_chain(error.as_ref()),
             bench::NAMESPACE
         );
     }

@@ -9,6 +9,7 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use flate2::{Compression, write::GzEncoder};
+use kilo_core::errors::error_chain;
 use tar::{Builder, Header};
 
 use super::redact::Redactor;
@@ -27,7 +28,7 @@ impl Archive {
             Ok(text) => {
                 self.files.insert(name.to_owned(), text);
             }
-            Err(error) => self.problems.push(format!("{name} is missing: {error:#}")),
+            Err(error) => self.problems.push(format!("{name} is missing: {}", error_chain(error.as_ref()))),
         }
     }
 

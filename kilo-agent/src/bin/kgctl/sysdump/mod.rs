@@ -18,7 +18,7 @@ use k8s_openapi::api::{
     core::v1::{Event, Node, Pod},
 };
 use kilo_agent::status::{self, Timestamp, ask, pods};
-use kilo_core::objects::peer::Peer;
+use kilo_core::{errors::error_chain, objects::peer::Peer};
 use kube::{
     Api, Resource, ResourceExt as _,
     api::{ApiResource, DynamicObject, ListParams, LogParams},
@@ -125,7 +125,7 @@ pub async fn run(args: &SysdumpArgs) -> Result<String> {
 }
 
 fn copy(error: &anyhow::Error) -> anyhow::Error {
-    anyhow!("{error:#}")
+    anyhow!(error_chain(error.as_ref()))
 }
 
 fn readme(now: Timestamp) -> String {
