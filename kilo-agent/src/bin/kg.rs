@@ -546,7 +546,7 @@ async fn uninstall(flags: &Flags, args: &UninstallArgs) -> Result<()> {
     match retracted {
         Ok(()) => outcome.removed.push(format!("annotations of node {hostname}")),
         Err(error) => {
-            outcome.stays.push(format!("annotations of node {hostname}: {}", error_chain(error.as_ref())))
+            outcome.stays.push(format!("annotations of node {hostname}: {}", error_chain(error.as_ref())));
         }
     }
     for removed in &outcome.removed {

@@ -92,7 +92,7 @@ pub async fn agent(url: &str) -> Result<Status, AskError> {
         let status = answer.status();
         let body = Limited::new(answer.into_body(), LARGEST).collect().await;
         connection.abort();
-        let body = body.map_err(|error| unreachable(error.into()))?.to_bytes();
+        let body = body.map_err(unreachable)?.to_bytes();
         if status != StatusCode::OK {
             return Err(AskError::Answer { url: url.to_owned(), source: status.to_string().into() });
         }
