@@ -21,6 +21,15 @@ pub enum BackendKind {
     File,
 }
 
+/// Who sees more of an agent than health and metrics (`--page-access`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PageAccess {
+    /// Everybody who reaches the port.
+    Open,
+    /// Those whose bearer token the API server accepts.
+    Token,
+}
+
 /// Log level (`--log-level`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LogLevel {

@@ -16,14 +16,18 @@ use kilo_agent::{
     agent::{self, Agent},
     backend::{Backend, file::FileBackend, kubernetes, last_good},
     cli::{
-        BackendKind, LogLevel, PrefixList, parse_bool, parse_cidr, parse_failover_interval, parse_label,
-        parse_listen, parse_node_name, parse_period, parse_port, parse_secret,
+        BackendKind, LogLevel, PageAccess, PrefixList, parse_bool, parse_cidr, parse_failover_interval,
+        parse_label, parse_listen, parse_node_name, parse_period, parse_port, parse_secret,
     },
     failover,
     health::Health,
-    http,
+    http::{
+        self,
+        access::{self, Gate, LocalToken},
+    },
     leaving::Leaving,
     metrics::Metrics,
+    status::ask::LOCAL_TOKEN,
     webhook,
 };
 use kilo_core::{
@@ -208,6 +212,10 @@ struct Flags {
     /// MTU of the WireGuard interface: auto, or a number of bytes.
     #[arg(long, default_value = "auto")]
     mtu: Mtu,
+    /// Who sees more than health and metrics at --listen: open (everybody who reaches it) or token (those with a
+    /// bearer token that the API server accepts, and the right to get /status, /events, /graph or /).
+    #[arg(long, default_value = "open")]
+    page_access: PageAccess,
     /// UDP port of WireGuard.
     #[arg(long, default_value = "51820", value_parser = parse_port)]
     port: u16,
@@ -390,8 +398,12 @@ async fn serve(flags: Flags) -> Result<()> {
     let startup = agent::begin(&options);
     match flags.backend {
         BackendKind::File => {
+            if flags.page_access == PageAccess::Token {
+                bail!("--page-access=token asks an API server about tokens, and --backend=file has none");
+            }
             let backend = FileBackend::start(directory(&flags)?, &flags.topology_label).await?;
-            work(flags, options, backend, startup, leaving).await
+            LocalToken::remove(Path::new(LOCAL_TOKEN));
+            work(flags, options, backend, startup, leaving, Gate::Open).await
         }
         BackendKind::Kubernetes => {
             let path = text(&flags.kubeconfig).map(PathBuf::from);
@@ -399,9 +411,25 @@ async fn serve(flags: Flags) -> Result<()> {
             leaving.ask(client.clone());
             let hostname = options.hostname.clone();
             let label = &flags.topology_label;
+            let gate = gate(flags.page_access, &client)?;
             let remembered = || last_good_topology(&hostname);
             let backend = kubernetes::StartupFallback::start(client, &hostname, label, remembered).await?;
-            work(flags, options, backend, startup, leaving).await
+            work(flags, options, backend, startup, leaving, gate).await
+        }
+    }
+}
+
+/// Who may see the page.
+fn gate(access: PageAccess, client: &kube::Client) -> Result<Gate> {
+    let path = Path::new(LOCAL_TOKEN);
+    match access {
+        PageAccess::Open => {
+            LocalToken::remove(path);
+            Ok(Gate::Open)
+        }
+        PageAccess::Token => {
+            let local = LocalToken::create(path).with_context(|| LOCAL_TOKEN.to_owned())?;
+            Ok(Gate::token(access::through_api(client.clone()), local))
         }
     }
 }
@@ -454,6 +482,7 @@ async fn work<B: Backend>(
     backend: B,
     startup: agent::Startup,
     leaving: Leaving,
+    gate: Gate,
 ) -> Result<()> {
     let key = private_key::load_or_create(Path::new(KEY_PATH))?;
     let metrics = Metrics::default();
@@ -465,7 +494,7 @@ async fn work<B: Backend>(
     panic_when_asked()?;
     let (view, view_reader) = tokio::sync::watch::channel(Arc::default());
     let graph = http::Graph::default();
-    let context = http::Context::new(health.clone(), metrics.clone(), view_reader, graph);
+    let context = http::Context::new(health.clone(), metrics.clone(), view_reader, graph).behind(gate);
     let stop = CancellationToken::new();
     let snapshots = backend.watch();
     let hostname = options.hostname.clone();

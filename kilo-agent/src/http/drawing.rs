@@ -19,7 +19,8 @@ const MOST_LINES: usize = 10_000;
 /// Longest text in an ellipse; the whole is shown when pointed at.
 const LONGEST: usize = 16;
 
-const STYLE: &str = "\
+/// What the picture looks like, written into it.
+pub const STYLE: &str = "\
 text{font:12px sans-serif;text-anchor:middle}\
 .small{font-size:10px;fill:#555}\
 .location{fill:none;stroke:#999;stroke-dasharray:6 4}\

@@ -1,16 +1,22 @@
 //! `/graph`: the mesh as Graphviz text, or drawn as SVG.
 
 use std::{
-    sync::{Arc, Weak},
+    sync::{Arc, LazyLock, Weak},
     time::Duration,
 };
 
+use base64::{Engine as _, engine::general_purpose::STANDARD};
 use clap::ValueEnum;
-use hyper::{StatusCode, body::Bytes};
+use hyper::{
+    StatusCode,
+    body::Bytes,
+    header::{CONTENT_SECURITY_POLICY, HeaderValue},
+};
 use kilo_core::{
     settings::{UnknownValue, parse_value},
     topology::{self, Mesh},
 };
+use sha2::{Digest as _, Sha256};
 use tokio::{sync::Mutex, time::timeout};
 
 use super::{Answer, drawing, respond, text};
@@ -42,6 +48,17 @@ pub enum Layout {
     Twopi,
     Fdp,
 }
+
+/// Only the picture's own style, known by its digest.
+static POLICY: LazyLock<HeaderValue> = LazyLock::new(|| {
+    let digest = STANDARD.encode(Sha256::digest(drawing::STYLE));
+    let policy = format!(
+        "default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'; \
+         sandbox"
+    );
+    // It is ASCII; if it were not, nothing at all would be allowed.
+    HeaderValue::from_str(&policy).unwrap_or(HeaderValue::from_static("default-src 'none'"))
+});
 
 /// A mesh with more lines than this is not written as text, a line of which takes about
 /// 100 bytes: about 400 locations.
@@ -125,7 +142,12 @@ impl Graph {
             }
         };
         match made {
-            Ok(picture) => respond(StatusCode::OK, media_type, picture),
+            Ok(picture) => {
+                let mut answer = respond(StatusCode::OK, media_type, picture);
+                // A picture opened by itself is a document: no script runs in it, and nothing is loaded.
+                answer.headers_mut().insert(CONTENT_SECURITY_POLICY, POLICY.clone());
+                answer
+            }
             Err(error) => text(error.status(), format!("{error}\n")),
         }
     }

@@ -1,5 +1,6 @@
 //! The HTTP server of the agent: the page, `/health`, `/metrics`, `/status`, `/events`, `/graph`.
 
+pub mod access;
 mod drawing;
 mod graph;
 mod linger;
@@ -24,6 +25,7 @@ use crate::{
     metrics::Metrics,
     status::{Timestamp, View},
 };
+use access::Gate;
 use kilo_core::topology::tunnel_ends;
 use page::{Feed, Report};
 
@@ -42,6 +44,8 @@ pub struct Context {
     pub page: Page,
     /// For all but `/health`, `/events` and the page's files.
     pub turns: Turns,
+    /// Before all but `/health` and `/metrics`.
+    pub gate: Gate,
 }
 
 /// Media type of `/metrics`.
@@ -55,14 +59,20 @@ impl Context {
         view: tokio::sync::watch::Receiver<Arc<View>>,
         graph: Graph,
     ) -> Self {
+        let turns = Turns::default();
         let feed = {
             let (health, metrics, view) = (health.clone(), metrics.clone(), view.clone());
-            Feed::new(move || {
+            Feed::new(turns.clone(), move || {
                 let (health, metrics, view) = (health.clone(), metrics.clone(), Arc::clone(&view.borrow()));
                 async move { report(&health, &metrics, &view).await }
             })
         };
-        Self { health, metrics, view, graph, page: Page::new(feed), turns: Turns::default() }
+        Self { health, metrics, view, graph, page: Page::new(feed), turns, gate: Gate::Open }
+    }
+
+    /// Shows more than health and metrics to those alone whom `gate` admits.
+    pub fn behind(self, gate: Gate) -> Self {
+        Self { gate, ..self }
     }
 
     /// Answers one request.
@@ -72,8 +82,16 @@ impl Context {
         if !is_known && !page::is_file(path) {
             return text(StatusCode::NOT_FOUND, "not found; try /health, /metrics, /status or /graph\n");
         }
+        if *request.method() == Method::POST && path == "/" {
+            return self.gate.log_in(request).await.unwrap_or_else(|| method_not_allowed("GET, HEAD"));
+        }
         if !matches!(*request.method(), Method::GET | Method::HEAD) {
             return method_not_allowed("GET, HEAD");
+        }
+        if !matches!(path, "/health" | "/metrics")
+            && let Err(answer) = self.gate.admit(&request, path).await
+        {
+            return answer;
         }
         if let Some(file) = Page::file(path) {
             return file;

@@ -53,15 +53,17 @@ impl Turns {
         let (head, body) = work.await.into_parts();
         drop(turn);
         let Ok(body) = body.collect().await;
-        let bytes = body.to_bytes();
-        let share = u32::try_from(bytes.len().div_ceil(1 << 10)).unwrap_or(u32::MAX);
-        match Arc::clone(&self.unread).try_acquire_many_owned(share) {
-            Ok(share) => {
-                let bytes = Bytes::from_owner(Unread { bytes, _share: share });
-                Answer::from_parts(head, Full::new(bytes).boxed_unsync())
-            }
-            Err(_) => busy(),
+        match self.account(body.to_bytes()) {
+            Some(bytes) => Answer::from_parts(head, Full::new(bytes).boxed_unsync()),
+            None => busy(),
         }
+    }
+
+    /// The bytes, accounted for as long as somebody has them to send; `None` when too much waits to be read.
+    pub fn account(&self, bytes: Bytes) -> Option<Bytes> {
+        let share = u32::try_from(bytes.len().div_ceil(1 << 10)).unwrap_or(u32::MAX);
+        let share = Arc::clone(&self.unread).try_acquire_many_owned(share).ok()?;
+        Some(Bytes::from_owner(Unread { bytes, _share: share }))
     }
 }
 

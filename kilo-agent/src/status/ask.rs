@@ -4,7 +4,11 @@ use std::time::Duration;
 
 use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::{
-    Request, StatusCode, Uri, body::Bytes, client::conn::http1, header::HOST, http::uri::InvalidUri,
+    Request, StatusCode, Uri,
+    body::Bytes,
+    client::conn::http1,
+    header::{AUTHORIZATION, HOST},
+    http::uri::InvalidUri,
 };
 use hyper_util::rt::TokioIo;
 use k8s_openapi::api::core::v1::Pod;
@@ -20,6 +24,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const LARGEST: usize = 64 << 20;
 /// Port of the agents in the manifests.
 const PORT: u16 = 1107;
+
+/// Where an agent that asks for tokens keeps one for root on its node, and for `kgctl` in its container.
+pub const LOCAL_TOKEN: &str = "/var/lib/kilo/page-token";
 
 /// Why an agent did not tell its status.
 #[derive(Debug, thiserror::Error)]
@@ -51,6 +58,14 @@ pub enum AskError {
         /// What came.
         source: Cause,
     },
+    /// The agent wants a token.
+    #[error("the agent at {url} shows its status to those with a token alone: {said}")]
+    Token {
+        /// Where.
+        url: String,
+        /// What it says.
+        said: String,
+    },
     /// No pod of the agent on that node.
     #[error(
         "no running pod with the label {label} on node {0}; use --agent with the address of its agent",
@@ -65,11 +80,11 @@ pub enum AskError {
     Api(#[source] Cause),
 }
 
-/// The status from an agent's own address (`http://host:port`).
+/// The status from an agent's own address (`http://host:port`), which is shown this token, if any.
 ///
 /// # Errors
 /// Says what stands in the way.
-pub async fn agent(url: &str) -> Result<Status, AskError> {
+pub async fn agent(url: &str, token: Option<&str>) -> Result<Status, AskError> {
     let wrong = |source: Cause| AskError::Url { url: url.to_owned(), source };
     let uri: Uri = url.trim_end_matches('/').parse().map_err(|error: InvalidUri| wrong(error.into()))?;
     if uri.scheme_str() != Some("http") {
@@ -86,13 +101,20 @@ pub async fn agent(url: &str) -> Result<Status, AskError> {
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(stream)).await.map_err(|error| unreachable(error.into()))?;
         let connection = tokio::spawn(connection);
-        let request = Request::get(path).header(HOST, authority.as_str()).body(Empty::<Bytes>::new());
-        let request = request.map_err(|error| wrong(error.into()))?;
+        let mut request = Request::get(path).header(HOST, authority.as_str());
+        if let Some(token) = token {
+            request = request.header(AUTHORIZATION, format!("Bearer {token}"));
+        }
+        let request = request.body(Empty::<Bytes>::new()).map_err(|error| wrong(error.into()))?;
         let answer = sender.send_request(request).await.map_err(|error| unreachable(error.into()))?;
         let status = answer.status();
         let body = Limited::new(answer.into_body(), LARGEST).collect().await;
         connection.abort();
         let body = body.map_err(unreachable)?.to_bytes();
+        if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
+            let said = String::from_utf8_lossy(&body).trim().to_owned();
+            return Err(AskError::Token { url: url.to_owned(), said });
+        }
         if status != StatusCode::OK {
             return Err(AskError::Answer { url: url.to_owned(), source: status.to_string().into() });
         }
@@ -130,7 +152,14 @@ pub async fn pod(client: &Client, pod: &Pod) -> Result<Status, AskError> {
 }
 
 async fn status_of(client: &Client, pod: &Pod) -> Result<Status, AskError> {
-    let text = page(client, pod, "status").await.map_err(|error| AskError::Api(error.into()))?;
+    let text = page(client, pod, "status").await.map_err(|error| match error {
+        // The API server itself has just let this client list pods.
+        kube::Error::Api(status) if status.code == 401 => {
+            let said = "the API server's proxy cannot show it one".to_owned();
+            AskError::Token { url: proxy_url(pod, "status"), said }
+        }
+        error => AskError::Api(error.into()),
+    })?;
     serde_json::from_str(&text)
         .map_err(|error| AskError::Answer { url: proxy_url(pod, "status"), source: error.into() })
 }

@@ -58,9 +58,15 @@ pub struct Status {
     /// Private addresses that several nodes claim.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conflicts: Vec<ConflictStatus>,
+    /// Leaders whose agents were asked and did not answer: nothing is known of their tunnels.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unheard: Vec<String>,
     /// What agents that were asked say of their nodes, by node.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub degraded: BTreeMap<String, Vec<String>>,
+    /// Agents that were asked and are not healthy, by node -> why.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub unhealthy: BTreeMap<String, String>,
     /// What only the agent of a node knows; absent when none was asked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<AgentStatus>,
@@ -286,7 +292,9 @@ pub fn of_objects(
             .into_iter()
             .map(|plan::Conflict { address, nodes }| ConflictStatus { address, nodes })
             .collect(),
+        unheard: Vec::new(),
         degraded: BTreeMap::new(),
+        unhealthy: BTreeMap::new(),
         agent: None,
     }
 }
@@ -405,10 +413,14 @@ impl Status {
         }
     }
 
-    /// Takes over what works less well at an agent's node.
-    pub fn remember_degraded(&mut self, seen: &Self) {
-        if let Some(agent) = seen.agent.as_ref().filter(|agent| !agent.degraded.is_empty()) {
+    /// Takes over what is wrong, or works less well, at an agent's node.
+    pub fn remember_ills(&mut self, seen: &Self) {
+        let Some(agent) = &seen.agent else { return };
+        if !agent.degraded.is_empty() {
             self.degraded.insert(agent.node.clone(), agent.degraded.clone());
+        }
+        if let Some(why) = &agent.unhealthy {
+            self.unhealthy.insert(agent.node.clone(), why.clone());
         }
     }
 
@@ -423,6 +435,8 @@ impl Status {
         self.locations.retain(|other| other.name == location);
         self.peers.clear();
         self.degraded.retain(|node, _| node == name);
+        self.unhealthy.retain(|node, _| node == name);
+        self.unheard.retain(|node| node == name);
         self.conflicts.retain(|conflict| conflict.nodes.iter().any(|node| node == name));
         let own = ObjectRef::node(name).to_string();
         self.problems.retain(|object, _| *object == own);

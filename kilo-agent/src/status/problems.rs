@@ -1,5 +1,5 @@
 //! Whether a mesh is healthy, and what is wrong first: plain values, without I/O. `kgctl status` and the
-//! agent's page say the same because both ask here.
+//! agent's page say the same because both ask here; what differs is how many agents have been heard.
 
 use serde::{Deserialize, Serialize};
 
@@ -22,9 +22,10 @@ pub fn problems(status: &Status) -> Vec<Problem> {
         let what = format!("nobody leads it: none of its {} nodes is ready", location.nodes);
         problem("location", &location.name, what)
     });
-    let ill = status.agent.iter().filter_map(|agent| {
-        Some(problem("node", &agent.node, format!("its agent is not healthy: {}", agent.unhealthy.as_ref()?)))
-    });
+    let own = status.agent.iter().filter_map(|agent| Some((&agent.node, agent.unhealthy.as_ref()?)));
+    let ill = own
+        .chain(&status.unhealthy)
+        .map(|(node, why)| problem("node", node, format!("its agent is not healthy: {why}")));
     let out = status.nodes.iter().filter(|node| !node.ready);
     let out =
         out.map(|node| problem("node", &node.name, format!("not ready: {}", node.not_ready.join(", "))));
@@ -46,10 +47,23 @@ pub fn verdict(status: &Status, problems: &[Problem]) -> String {
     let ready = status.nodes.iter().filter(|node| node.ready).count();
     let led = status.locations.iter().filter(|location| location.leader.is_some()).count();
     let (nodes, locations) = (status.nodes.len(), status.locations.len());
-    let counts = format!("{ready} of {nodes} nodes ready, {led} of {locations} locations have a leader");
-    match problems.len() {
+    // One agent knows its own tunnels alone, so that two pages may differ: each says whose it is.
+    let whose = status.agent.as_ref().map(|agent| format!(", as {} sees it", agent.node)).unwrap_or_default();
+    let counts =
+        format!("{ready} of {nodes} nodes ready, {led} of {locations} locations have a leader{whose}");
+    let verdict = match problems.len() {
         0 => format!("Healthy: {counts}."),
         1 => format!("Not healthy, 1 problem: {counts}."),
         many => format!("Not healthy, {many} problems: {counts}."),
+    };
+    match &status.unheard[..] {
+        [] => verdict,
+        [one] => format!("{verdict} The agent of {one} was not heard: nothing is known of its tunnels."),
+        many => {
+            format!(
+                "{verdict} The agents of {} were not heard: nothing is known of their tunnels.",
+                many.join(", ")
+            )
+        }
     }
 }

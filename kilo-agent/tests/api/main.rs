@@ -35,6 +35,7 @@ mod leaving;
 mod manifests;
 mod multicluster;
 mod operator;
+mod page_access;
 mod status;
 mod through_mesh;
 mod webhook;

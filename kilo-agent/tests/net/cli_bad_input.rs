@@ -36,7 +36,7 @@ const ANY_TEXT: [&str; 8] =
     ["backend-dir", "cni-path", "cni-run-dir", "cni-source", "interface", "kubeconfig", "master", "version"];
 
 /// Rubbish for each other flag of `kg`, and what the answer must name.
-const RUBBISH: [(&str, &str, &str); 28] = [
+const RUBBISH: [(&str, &str, &str); 29] = [
     ("attach", "maybe", "auto, tcx, clsact"),
     ("backend", "etcd", "kubernetes, file"),
     ("clean-up", "maybe", "neither true nor false"),
@@ -57,6 +57,7 @@ const RUBBISH: [(&str, &str, &str); 28] = [
     ("masquerade", "maybe", "ebpf, "),
     ("mesh-granularity", "none", "location, full, cross"),
     ("mtu", "big", "auto"),
+    ("page-access", "closed", "open, token"),
     ("port", "0", "1 to 65535"),
     ("prioritise-private-addresses", "x", "neither true nor false"),
     ("resync-period", "30", "30s"),

@@ -11,7 +11,10 @@ use std::{
 
 use kilo_agent::{
     health::Health,
-    http::{self, Graph},
+    http::{
+        self, Graph,
+        access::{Finding, Gate, LocalToken, Reviewer},
+    },
     metrics::Metrics,
     status::{Status, View},
 };
@@ -71,10 +74,14 @@ async fn server(graph: Graph) -> (SocketAddr, CancellationToken, Metrics) {
 }
 
 async fn server_of(view: View, graph: Graph) -> (SocketAddr, CancellationToken, Metrics) {
+    server_behind(view, graph, Gate::Open).await
+}
+
+async fn server_behind(view: View, graph: Graph, gate: Gate) -> (SocketAddr, CancellationToken, Metrics) {
     let (sender, view) = watch::channel(Arc::new(view));
     let metrics = Metrics::default();
     let health = Health::new(Instant::now(), Duration::from_secs(60));
-    let context = http::Context::new(health, metrics.clone(), view, graph);
+    let context = http::Context::new(health, metrics.clone(), view, graph).behind(gate);
     let listener = http::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
     let address = listener.local_addr().unwrap();
     let stop = CancellationToken::new();
@@ -146,6 +153,9 @@ async fn each_page_has_its_media_type_and_head_is_get_without_body() {
         "{}",
         page.head
     );
+    let graph = ask(address, "GET", "/graph").await;
+    let policy = "content-security-policy: default-src 'none'; style-src 'sha256-";
+    assert!(graph.head.contains(policy) && graph.head.contains("sandbox"), "{}", graph.head);
     let page = page.text();
     assert!(!page.contains("http://") && !page.contains("https://"), "nothing from elsewhere: {page}");
     let status: Status = serde_json::from_slice(&ask(address, "GET", "/status").await.body).unwrap();
@@ -162,6 +172,55 @@ async fn each_page_has_its_media_type_and_head_is_get_without_body() {
     ] {
         assert!(text.contains(name), "{name} is missing from\n{text}");
     }
+}
+
+/// A form's token makes a session, which the page, its files and its data take.
+#[tokio::test]
+async fn a_browser_shows_its_token_once_and_others_see_health_and_metrics_alone() {
+    let reviewer =
+        Reviewer::new(
+            |token, _| async move { if token == "good" { Finding::Allowed } else { Finding::Unknown } },
+        );
+    let gate = Gate::token(reviewer, LocalToken::of("local"));
+    let (address, _stop, _) = server_behind(view(), Graph::default(), gate).await;
+    for (path, status) in [("/health", 200), ("/metrics", 200), ("/nothing", 404)] {
+        assert_eq!(ask(address, "GET", path).await.status, status, "{path}");
+    }
+    for path in ["/", "/page/app.js", "/page/style.css", "/page/icon.svg", "/status", "/events", "/graph"] {
+        for method in ["GET", "HEAD"] {
+            let refused = ask(address, method, path).await;
+            assert_eq!(refused.status, 401, "{path}: {}", refused.text());
+            assert!(!refused.text().contains("a1"), "{path}: {}", refused.text());
+        }
+    }
+    let send = async |form: &str| {
+        let length = form.len();
+        let request = format!(
+            "POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{form}"
+        );
+        say(address, request.as_bytes()).await
+    };
+    let wrong = send("token=bad").await;
+    assert!(wrong.status == 401 && wrong.text().contains("does not accept"), "{}", wrong.text());
+    assert_eq!(send("x=y").await.status, 400);
+    assert_eq!(send(&"x".repeat(100_000)).await.status, 400);
+    let right = send("token=+good%0A").await;
+    assert_eq!(right.status, 303);
+    assert!(
+        right.head.contains("httponly; samesite=strict") && !right.head.contains("good"),
+        "{}",
+        right.head
+    );
+    let cookie = right.head.split("set-cookie: ").nth(1).and_then(|rest| rest.split(';').next()).unwrap();
+    for path in ["/", "/page/app.js", "/status", "/graph"] {
+        let request =
+            format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nCookie: {cookie}\r\n\r\n");
+        assert_eq!(say(address, request.as_bytes()).await.status, 200, "{path}");
+    }
+    let open = server(Graph::default()).await;
+    let refused =
+        say(open.0, b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n").await;
+    assert_eq!(refused.status, 405, "without tokens there is nothing to send");
 }
 
 #[tokio::test]

@@ -19,6 +19,7 @@ pub fn files(
     validation: &str,
     pod_monitor: &str,
     rule: &str,
+    page_access: &str,
 ) -> Result<BTreeMap<String, String>> {
     let optional = |value: &str, text: &str| {
         let text = in_release(&text.replace(&format!("{IMAGE}:{VERSION}"), "{{ include \"kilo.image\" . }}"));
@@ -37,6 +38,7 @@ pub fn files(
         ("crds/crds.yaml", crds.to_owned()),
         ("templates/kilo.yaml", HEADER.to_owned() + &translate(kilo)?),
         ("templates/peer-validation.yaml", optional("webhook", validation)),
+        ("templates/page-access.yaml", optional("pageToken", page_access)),
         ("templates/podmonitor.yaml", optional("podMonitor", pod_monitor)),
         ("templates/prometheusrule.yaml", optional("prometheusRule", rule)),
     ];

@@ -86,6 +86,7 @@ const VARIANTS: [Variant; 14] = [
 const BASE: Variant = variant("base", "Kilo's agent.", "other", None, Wireguard::Kernel);
 
 const TEMPLATE: &str = include_str!("kilo.yaml");
+const PAGE_ACCESS: &str = include_str!("page-access.yaml");
 /// Name of the image in the manifests, without a tag.
 pub const IMAGE: &str = "kilo-ebpf/kilo";
 const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -126,7 +127,8 @@ fn render() -> Result<BTreeMap<String, String>> {
     let written = |name: &str| fs::read_to_string(directory().join(name)).with_context(|| name.to_owned());
     let (crds, pod_monitor) = (written("crds.yaml")?, written("podmonitor.yaml")?);
     let rule = alerts::prometheus_rule();
-    files.extend(chart::files(TEMPLATE, &crds, &validation, &pod_monitor, &rule)?);
+    files.extend(chart::files(TEMPLATE, &crds, &validation, &pod_monitor, &rule, PAGE_ACCESS)?);
+    files.insert("components/page-access/rbac.yaml".to_owned(), PAGE_ACCESS.to_owned());
     files.insert("base/kilo.yaml".to_owned(), base);
     files.insert("base/crds.yaml".to_owned(), crds);
     files.insert("components/monitoring/podmonitor.yaml".to_owned(), pod_monitor);

@@ -71,6 +71,14 @@ fn assert_same(made: &Objects, wanted: &Objects, what: &str) {
     }
 }
 
+/// As the component and the chart's value make the agent's arguments.
+fn ask_for_tokens(objects: &mut Objects) {
+    let daemon = ("DaemonSet".to_owned(), "kube-system".to_owned(), "kilo".to_owned());
+    let daemon = objects.get_mut(&daemon).expect("the DaemonSet");
+    let args = &mut daemon["spec"]["template"]["spec"]["containers"][0]["args"];
+    args.as_sequence_mut().unwrap().push("--page-access=token".into());
+}
+
 #[test]
 fn every_overlay_makes_what_the_single_file_says() {
     let Some(kubectl) = tool(Tool::Kubectl) else { return };
@@ -103,6 +111,9 @@ fn components_add_what_they_are_named_after() {
         wanted
     };
     assert_same(&build("webhook"), &with("peer-validation.yaml"), "webhook");
+    let mut wanted = with("components/page-access/rbac.yaml");
+    ask_for_tokens(&mut wanted);
+    assert_same(&build("page-access"), &wanted, "page-access");
 
     let mut monitored = build("monitoring");
     let dashboard = ("ConfigMap".to_owned(), "kube-system".to_owned(), "kilo-grafana-dashboard".to_owned());
@@ -158,9 +169,16 @@ fn the_chart_makes_what_the_single_files_say() {
     wanted.extend(manifest("peer-validation.yaml"));
     wanted.extend(manifest("podmonitor.yaml"));
     wanted.extend(manifest("prometheusrule.yaml"));
-    let values = ["webhook.enabled=true", "podMonitor.enabled=true", "prometheusRule.enabled=true"];
+    let values = [
+        "webhook.enabled=true",
+        "podMonitor.enabled=true",
+        "prometheusRule.enabled=true",
+        "pageToken.enabled=true",
+    ];
+    wanted.extend(manifest("components/page-access/rbac.yaml"));
+    ask_for_tokens(&mut wanted);
     let made = chart(&helm, &values).unwrap();
-    assert_same(&made, &wanted, "webhook, PodMonitor and PrometheusRule");
+    assert_same(&made, &wanted, "webhook, PodMonitor, PrometheusRule and tokens for the page");
 }
 
 #[test]

@@ -12,6 +12,8 @@ pub fn retain_location(status: &mut Status, wanted: &str) -> bool {
     status.peers.clear();
     let names: Vec<_> = status.nodes.iter().map(|node| node.name.clone()).collect();
     status.degraded.retain(|node, _| names.contains(node));
+    status.unhealthy.retain(|node, _| names.contains(node));
+    status.unheard.retain(|node| names.contains(node));
     status.conflicts.retain(|conflict| conflict.nodes.iter().any(|node| names.contains(node)));
     !status.nodes.is_empty() || !status.locations.is_empty()
 }
@@ -66,6 +68,13 @@ pub mod tests {
         assert_eq!(objects, ["location/location:odd", "node/n000", "node/n001", "node/n003", "node/n002"]);
         assert_eq!(found[1].what, "not ready: asleep");
         assert!(verdict(&ill, &found).starts_with("Not healthy, 5 problems: 1 of 4 nodes ready, 1 of 2"));
+        // What the page of a leader says of its own agent, kgctl says of that leader.
+        ill.unhealthy.insert("n002".to_owned(), "no route socket".to_owned());
+        assert_eq!(problems(&ill)[1].what, "its agent is not healthy: no route socket");
+        ill.unheard.push("n002".to_owned());
+        assert!(
+            verdict(&ill, &[]).ends_with("The agent of n002 was not heard: nothing is known of its tunnels.")
+        );
         let none = Status { nodes: vec![], locations: vec![], ..healthy };
         assert_eq!(problems(&none)[0].what, "there are no nodes");
     }

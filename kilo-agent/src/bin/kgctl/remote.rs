@@ -2,10 +2,14 @@
 
 use std::{io::Write, time::Duration};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, anyhow, bail};
 use clap::{Arg, ArgMatches, Command, parser::ValueSource};
 use k8s_openapi::api::core::v1::Pod;
-use kilo_agent::status::pods;
+use kilo_agent::status::{
+    Status,
+    ask::{self, AskError},
+    pods,
+};
 use kube::{
     Api, ResourceExt as _,
     api::{AttachParams, AttachedProcess},
@@ -28,6 +32,10 @@ pub const NOT_HERE: &str =
     "this machine is looked at, since no node is named (`kgctl COMMAND NODE` goes there)";
 /// The container of the agent in the manifests.
 const CONTAINER: &str = "kilo";
+/// A program in a pod that only says something has ended after this long.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Largest output of such a program, in bytes.
+const LARGEST: usize = 64 << 20;
 /// Argument with the name of the node.
 const NODE: &str = "node";
 /// What a command that was interrupted has to say still comes within this time.
@@ -68,6 +76,62 @@ pub async fn run(api: &ApiFlags, node: &str, command: &str, flags: &[String]) ->
     let words: Vec<_> = ["kgctl", command].into_iter().chain(flags.iter().map(String::as_str)).collect();
     let process = exec(&cluster, &pod, &words).await?;
     follow(process, &mut Plain::new(std::io::stdout()), &mut Plain::new(std::io::stderr())).await
+}
+
+/// What a node's agent says, through the API server.
+pub async fn status_on(cluster: &Cluster, node: &str) -> Result<Status> {
+    match ask::through_api(&cluster.client, node).await {
+        Err(AskError::Token { .. }) => status_by_exec(cluster, &pod_of(cluster, node).await?).await,
+        answer => Ok(answer?),
+    }
+}
+
+/// What the agent in a pod says, through the API server.
+pub async fn status_of(cluster: &Cluster, pod: &Pod) -> Result<Status> {
+    match ask::pod(&cluster.client, pod).await {
+        Err(AskError::Token { .. }) => status_by_exec(cluster, pod).await,
+        answer => Ok(answer?),
+    }
+}
+
+/// Of an agent that asks for tokens, which the API server's proxy does not pass on: kgctl in its pod has one.
+async fn status_by_exec(cluster: &Cluster, pod: &Pod) -> Result<Status> {
+    let text = output(cluster, pod, &["kgctl", "status", "--agent", "--output=json"]).await;
+    let text = text.context("the agent wants a token (--page-access=token), which kgctl in its pod has")?;
+    serde_json::from_slice(&text).context("the status is cut off")
+}
+
+/// What a program in the agent's container of a pod writes until it ends with success, soon.
+pub async fn output(cluster: &Cluster, pod: &Pod, words: &[&str]) -> Result<Vec<u8>> {
+    let run = async {
+        let process = exec(cluster, pod, words).await?;
+        let (mut out, mut err) = (Bounded::default(), Bounded::default());
+        if !follow(process, &mut out, &mut err).await? {
+            let said = String::from_utf8_lossy(&err.0);
+            bail!("{} in pod {} failed: {}", words.join(" "), pod.name_any(), said.trim());
+        }
+        Ok(out.0)
+    };
+    let answer = tokio::time::timeout(PATIENCE, run).await;
+    answer.map_err(|_| anyhow!("no answer within {} s", PATIENCE.as_secs()))?
+}
+
+/// Takes so many bytes: a node that never ends fills no memory.
+#[derive(Default)]
+struct Bounded(Vec<u8>);
+
+impl Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if self.0.len() + bytes.len() > LARGEST {
+            return Err(std::io::ErrorKind::FileTooLarge.into());
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 /// The running agent's pod of a node.
@@ -202,6 +266,13 @@ pub fn end_of_stdin(wanted: bool) -> tokio::sync::oneshot::Receiver<()> {
 mod tests {
     use super::*;
     use clap::CommandFactory as _;
+
+    #[test]
+    fn what_a_node_sends_has_an_end() {
+        let mut out = Bounded(vec![0; LARGEST - 2]);
+        assert_eq!(out.write(&[1, 2]).unwrap(), 2);
+        assert!(out.write(&[3]).is_err());
+    }
 
     fn given(line: &str) -> Result<Vec<String>> {
         let root = crate::Cli::command();

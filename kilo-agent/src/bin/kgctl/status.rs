@@ -2,11 +2,13 @@
 
 use std::{
     fmt::Write as _,
+    fs,
     net::{IpAddr, Ipv4Addr, SocketAddr},
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, bail};
+use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
 use futures::{StreamExt as _, stream};
 use kilo_agent::{
@@ -17,6 +19,7 @@ use kilo_agent::{
 use crate::{
     complete, health,
     progress::Progress,
+    remote,
     source::{self, Flags},
     terminal::{self, Terminal},
 };
@@ -45,6 +48,10 @@ pub struct StatusArgs {
     /// value the one on this machine, at port 1107 of `$HOST_IP` or 127.0.0.1.
     #[arg(long, value_name = "URL", num_args = 0..=1, default_missing_value = "", require_equals = true)]
     agent: Option<String>,
+    /// File with the token to show to the agent, where that asks for one (kg --page-access=token). On the agent's own
+    /// node root needs none.
+    #[arg(long, value_name = "FILE", requires = "agent")]
+    agent_token_file: Option<PathBuf>,
     /// Only this location.
     #[arg(long, value_name = "LOCATION", conflicts_with = "node", add = complete::locations())]
     location: Option<String>,
@@ -109,9 +116,13 @@ pub async fn run(args: &StatusArgs) -> Result<(String, bool)> {
 async fn look(args: &StatusArgs) -> Result<(Status, bool)> {
     let mut status = match &args.agent {
         Some(url) if url.is_empty() => {
-            ask::agent(&own_agent(std::env::var("HOST_IP").ok().as_deref())).await?
+            let token = args.agent_token_file.as_deref().map(token).transpose()?.or_else(local_token);
+            ask::agent(&own_agent(std::env::var("HOST_IP").ok().as_deref()), token.as_deref()).await?
         }
-        Some(url) => ask::agent(url).await?,
+        Some(url) => {
+            let token = args.agent_token_file.as_deref().map(token).transpose()?;
+            ask::agent(url, token.as_deref()).await?
+        }
         None => from_objects(args).await?,
     };
     if let Some(name) = &args.node
@@ -166,6 +177,17 @@ fn tables(mut status: Status, most: usize) -> String {
     text
 }
 
+/// The token in a file.
+fn token(path: &Path) -> Result<String> {
+    let text = fs::read_to_string(path).with_context(|| format!("--agent-token-file {}", path.display()))?;
+    Ok(text.trim().to_owned())
+}
+
+/// The token of the agent on this machine, where it asks for one and who asks may read it.
+fn local_token() -> Option<String> {
+    fs::read_to_string(ask::LOCAL_TOKEN).ok().map(|text| text.trim().to_owned())
+}
+
 /// The agent on this machine. In its container `$HOST_IP` is the address it listens on.
 fn own_agent(host_ip: Option<&str>) -> String {
     let ip = host_ip.and_then(|ip| ip.parse().ok()).unwrap_or(IpAddr::from(Ipv4Addr::LOCALHOST));
@@ -180,14 +202,14 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
     let ready = source::ready(&snapshot, time.0);
     let mesh = source::mesh(&snapshot, flags)?;
     let mut status = status::of_objects(&mesh, &snapshot, &ready, granularity, time);
-    let Some(client) = cluster.map(|cluster| cluster.client) else { return Ok(status) };
+    let Some(cluster) = cluster else { return Ok(status) };
     match &args.node {
         Some(name) if snapshot.nodes.contains(name) => {
-            match ask::through_api(&client, name).await {
+            match remote::status_on(&cluster, name).await {
                 // The agent's view is the one by which its packets go.
                 Ok(seen) => return Ok(seen),
                 Err(error) => {
-                    eprintln!("kgctl: no tunnels and counters: {}", terminal::plain(&error.to_string()));
+                    eprintln!("kgctl: no tunnels and counters: {}", terminal::plain(&format!("{error:#}")));
                 }
             }
         }
@@ -198,19 +220,23 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
                 status.locations.iter().filter_map(|location| location.leader.clone()).collect();
             let progress = (!args.wait).then(|| Progress::new("asking the leaders' agents", leaders.len()));
             let asked = leaders.iter().map(async |leader| {
-                let seen = ask::through_api(&client, leader).await;
+                let seen = remote::status_on(&cluster, leader).await;
                 progress.iter().for_each(Progress::step);
-                seen
+                (leader.clone(), seen.ok())
             });
             let seen: Vec<_> = stream::iter(asked).buffered(AT_A_TIME).collect().await;
-            let mut seen = seen.into_iter().flatten().peekable();
-            if let Some(first) = seen.peek() {
+            if let Some(first) = seen.iter().find_map(|(_, seen)| seen.as_ref()) {
                 status.remember_leaders(first);
             }
-            seen.for_each(|seen| status.remember_degraded(&seen));
+            for (leader, seen) in seen {
+                match seen {
+                    Some(seen) => status.remember_ills(&seen),
+                    None => status.unheard.push(leader),
+                }
+            }
         }
     }
-    pods::explain(&client, &mut status).await;
+    pods::explain(&cluster.client, &mut status).await;
     Ok(status)
 }
 

@@ -6,13 +6,14 @@ use anyhow::Result;
 use clap::{Args, ValueEnum};
 use futures::{StreamExt as _, stream};
 use k8s_openapi::api::core::v1::Pod;
-use kilo_agent::status::{ask, pods};
+use kilo_agent::status::pods;
 use serde::Serialize;
 
 use crate::{
     cluster::{ApiFlags, Cluster},
     progress::Progress,
     refusal::Asked,
+    remote,
 };
 
 /// Agents asked at the same time.
@@ -88,9 +89,9 @@ async fn agents(cluster: &Cluster) -> Result<Vec<Agent>> {
     let one = async |pod: &Pod| {
         let (version, error) = match pods::not_running(pod) {
             Some(reason) => (None, Some(reason)),
-            None => match ask::pod(&cluster.client, pod).await {
+            None => match remote::status_of(cluster, pod).await {
                 Ok(status) => (status.agent.map(|agent| agent.version), None),
-                Err(error) => (None, Some(error.to_string())),
+                Err(error) => (None, Some(format!("{error:#}"))),
             },
         };
         progress.step();

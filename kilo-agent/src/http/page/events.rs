@@ -75,7 +75,7 @@ impl Listener {
                     () = sleep(LOOK) => {}
                 }
             }
-            let shared = self.feed.shared().await.ok()?;
+            let shared = self.feed.shared().await.ok()??;
             let now = Instant::now();
             match self.sent {
                 Some((shape, whole, _)) if shape == shared.shape && now - whole < WHOLE => {}

@@ -13,7 +13,10 @@ use serde::Serialize;
 use tokio::sync::Mutex;
 
 use super::report::{DropHelp, Report, Verdict};
-use crate::status::{AgentStatus, Timestamp};
+use crate::{
+    http::Turns,
+    status::{AgentStatus, Timestamp},
+};
 
 /// A report is used for this long before another is made.
 const FRESH: Duration = Duration::from_secs(1);
@@ -26,6 +29,8 @@ type Making = Pin<Box<dyn Future<Output = Report> + Send>>;
 #[derive(Clone)]
 pub struct Feed {
     source: Arc<dyn Fn() -> Making + Send + Sync>,
+    /// Accounts for reports that listeners have not read yet.
+    turns: Turns,
     last: Arc<Mutex<Option<(Instant, Shared)>>>,
 }
 
@@ -57,12 +62,12 @@ struct Now<'a> {
 }
 
 impl Feed {
-    /// Asks `source` for reports.
-    pub fn new<F>(source: impl Fn() -> F + Send + Sync + 'static) -> Self
+    /// Asks `source` for reports; those that wait to be read count among the answers of `turns`.
+    pub fn new<F>(turns: Turns, source: impl Fn() -> F + Send + Sync + 'static) -> Self
     where
         F: Future<Output = Report> + Send + 'static,
     {
-        Self { source: Arc::new(move || Box::pin(source())), last: Arc::default() }
+        Self { source: Arc::new(move || Box::pin(source())), turns, last: Arc::default() }
     }
 
     /// How it is at this moment.
@@ -70,22 +75,29 @@ impl Feed {
         (self.source)().await
     }
 
-    /// How it was a moment ago: a second, or more where a report is much work.
+    /// How it was a moment ago: a second, or more where a report is much work. `None` when listeners that
+    /// do not read hold too many older ones.
     ///
     /// # Errors
     /// When the report cannot be written as JSON.
-    pub async fn shared(&self) -> Result<Shared, serde_json::Error> {
+    pub async fn shared(&self) -> Result<Option<Shared>, serde_json::Error> {
         let mut last = self.last.lock().await;
         if let Some((until, shared)) = &*last
             && Instant::now() < *until
         {
-            return Ok(shared.clone());
+            return Ok(Some(shared.clone()));
         }
+        // The one before counts for as long as a listener has not read it, and no longer.
+        *last = None;
         let started = Instant::now();
-        let shared = shared(self.report().await)?;
+        let made = shared(self.report().await)?;
+        let (Some(whole), Some(now)) = (self.turns.account(made.whole), self.turns.account(made.now)) else {
+            return Ok(None);
+        };
+        let shared = Shared { whole, now, ..made };
         let fresh = FRESH.max(started.elapsed() * SHARE);
         *last = Some((Instant::now() + fresh, shared.clone()));
-        Ok(shared)
+        Ok(Some(shared))
     }
 }
 
@@ -106,4 +118,32 @@ fn shared(report: Report) -> Result<Shared, serde_json::Error> {
 /// A server-sent event. JSON has no line breaks of its own.
 fn event(name: &str, data: &str) -> Bytes {
     format!("event: {name}\ndata: {data}\n\n").into()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use crate::status::Status;
+
+    #[tokio::test]
+    async fn reports_that_nobody_reads_are_bounded_in_all() {
+        let feed = Feed::new(Turns::default(), || async {
+            let problems = [("peer/x".to_owned(), "x".repeat(10 << 20))];
+            Report::new(Status { problems: problems.into(), ..Status::default() }, Vec::new())
+        });
+        // The time of reports is the real one: each is asked for as if the last were too old.
+        let next = async || {
+            *feed.last.lock().await = None;
+            feed.shared().await.unwrap()
+        };
+        let mut held = Vec::new();
+        while let Some(shared) = next().await {
+            held.push(shared);
+            assert!(held.len() < 10, "{} reports of 10 MiB are held", held.len());
+        }
+        assert!(held.len() >= 3, "{}", held.len());
+        held.clear();
+        assert!(next().await.is_some(), "what was read makes room");
+    }
 }

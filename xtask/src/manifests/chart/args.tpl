@@ -13,6 +13,9 @@
 {{- if ne .Values.endpointFrom "auto" }}
             - --endpoint-from={{ .Values.endpointFrom }}
 {{- end }}
+{{- if .Values.pageToken.enabled }}
+            - --page-access=token
+{{- end }}
 {{- range .Values.extraArgs }}
             - {{ . | quote }}
 {{- end }}

@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use kilo_agent::status::{Status, Timestamp, ask};
+use kilo_agent::status::{Status, Timestamp};
 
 use super::{
     matrix::{Cell, Finding},
     probe::{BULK, Kind},
 };
-use crate::cluster::Cluster;
+use crate::{cluster::Cluster, remote};
 
 /// The reason of drops that would have left in clear.
 const NOT_ENCRYPTED: &str = "not_encrypted";
@@ -47,7 +47,7 @@ impl Figures {
 async fn leaders(cluster: &Cluster, seen: &Status) -> Vec<(String, Status)> {
     let leaders = seen.nodes.iter().filter(|node| node.leads).map(|node| node.name.clone());
     let asked = leaders.map(async |node| {
-        let status = ask::through_api(&cluster.client, &node).await.ok()?;
+        let status = remote::status_on(cluster, &node).await.ok()?;
         Some((node, status))
     });
     futures::future::join_all(asked).await.into_iter().flatten().collect()

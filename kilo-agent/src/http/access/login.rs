@@ -1,0 +1,64 @@
+//! How a browser shows a token: a form, which needs no script.
+
+use std::time::Duration;
+
+use http_body_util::{BodyExt as _, Limited};
+use hyper::{
+    Request, StatusCode,
+    body::Incoming,
+    header::{
+        ACCEPT, CACHE_CONTROL, CONTENT_SECURITY_POLICY, HeaderMap, HeaderName, HeaderValue, LOCATION,
+        REFERRER_POLICY, SET_COOKIE,
+    },
+};
+use tokio::time::timeout;
+
+use super::{LONGEST_TOKEN, is_token};
+use crate::http::{Answer, respond, text};
+
+const PAGE: &str = include_str!("login.html");
+/// Nothing but the form, and its answer goes to this agent alone.
+const POLICY: &str = "default-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'";
+/// A form is sent within this time.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Whether somebody looks who can fill in a form.
+pub fn is_browser(headers: &HeaderMap) -> bool {
+    headers.get(ACCEPT).and_then(|accept| accept.to_str().ok()).is_some_and(|it| it.contains("text/html"))
+}
+
+/// The form, with what was wrong with the last try.
+pub fn form(status: StatusCode, wrong: &'static str) -> Answer {
+    let constant = |name: HeaderName, value| (name, HeaderValue::from_static(value));
+    let mut answer = respond(status, "text/html; charset=utf-8", PAGE.replace("<!-- wrong -->", wrong));
+    answer.headers_mut().extend([
+        constant(CONTENT_SECURITY_POLICY, POLICY),
+        constant(CACHE_CONTROL, "no-store"),
+        constant(REFERRER_POLICY, "no-referrer"),
+    ]);
+    answer
+}
+
+/// The token that a form holds.
+pub async fn token(request: Request<Incoming>) -> Result<String, Answer> {
+    let body = Limited::new(request.into_body(), 2 * LONGEST_TOKEN).collect();
+    let Ok(Ok(body)) = timeout(PATIENCE, body).await else {
+        return Err(text(StatusCode::BAD_REQUEST, "the form is too long, or did not come whole\n"));
+    };
+    let body = body.to_bytes();
+    let field = form_urlencoded::parse(&body).find(|(name, _)| name == "token");
+    let token = field.map(|(_, value)| value.trim().to_owned());
+    token.filter(|token| is_token(token)).ok_or_else(|| {
+        form(StatusCode::BAD_REQUEST, "That is no token: it has letters, digits and -._~+/= alone.")
+    })
+}
+
+/// To the page, with the cookie of a session.
+pub fn welcome(session: &str) -> Answer {
+    let mut answer = text(StatusCode::SEE_OTHER, "go on to ./\n");
+    answer.headers_mut().insert(LOCATION, HeaderValue::from_static("./"));
+    if let Ok(cookie) = HeaderValue::from_str(&format!("{session}; Path=/; HttpOnly; SameSite=Strict")) {
+        answer.headers_mut().insert(SET_COOKIE, cookie);
+    }
+    answer
+}

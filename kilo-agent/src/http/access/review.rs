@@ -1,0 +1,130 @@
+//! Asking the API server about a token.
+
+use std::{
+    collections::VecDeque,
+    fmt,
+    pin::Pin,
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use k8s_openapi::api::{
+    authentication::v1::{TokenReview, TokenReviewSpec, UserInfo},
+    authorization::v1::{NonResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec},
+};
+use kilo_core::errors::error_chain;
+use kube::{Api, Client, api::PostParams};
+use tokio::time::timeout;
+
+/// The API server answers within this time.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// So many tokens are asked about in [`WHILE`], so that strangers cannot make an agent flood its API server.
+const MOST: usize = 20;
+const WHILE: Duration = Duration::from_secs(1);
+
+/// What is known of a token and a path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Finding {
+    /// Its owner may.
+    Allowed,
+    /// It is nobody's.
+    Unknown,
+    /// Its owner may not.
+    Forbidden(String),
+    /// Nobody says; why not.
+    Unanswered(String),
+}
+
+type Asking = Pin<Box<dyn Future<Output = Finding> + Send>>;
+
+/// Asks about tokens, so and so often.
+pub struct Reviewer {
+    ask: Arc<dyn Fn(String, &'static str) -> Asking + Send + Sync>,
+    asked: Mutex<VecDeque<Instant>>,
+}
+
+impl fmt::Debug for Reviewer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reviewer").finish_non_exhaustive()
+    }
+}
+
+impl Reviewer {
+    /// Asks this, with a token and a path.
+    pub fn new<F>(ask: impl Fn(String, &'static str) -> F + Send + Sync + 'static) -> Self
+    where
+        F: Future<Output = Finding> + Send + 'static,
+    {
+        Self { ask: Arc::new(move |token, path| Box::pin(ask(token, path))), asked: Mutex::default() }
+    }
+
+    /// The answer, or that there is none.
+    pub async fn review(&self, token: &str, path: &'static str, now: Instant) -> Finding {
+        if !self.may_ask(now) {
+            return Finding::Unanswered(
+                "too many tokens are shown to this agent; try again in a second".to_owned(),
+            );
+        }
+        let answer = timeout(PATIENCE, (self.ask)(token.to_owned(), path)).await;
+        answer.unwrap_or_else(|_| Finding::Unanswered(format!("no answer within {} s", PATIENCE.as_secs())))
+    }
+
+    fn may_ask(&self, now: Instant) -> bool {
+        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        asked.retain(|then| now.saturating_duration_since(*then) < WHILE);
+        let may = asked.len() < MOST;
+        if may {
+            asked.push_back(now);
+        }
+        may
+    }
+}
+
+/// Asks the API server of this client, which needs the rights of the ClusterRole `system:auth-delegator`.
+pub fn through_api(client: Client) -> Reviewer {
+    Reviewer::new(move |token, path| {
+        let client = client.clone();
+        async move {
+            ask(client, token, path).await.unwrap_or_else(|error| {
+                let why = error_chain(&error);
+                tracing::warn!(error = why, "failed to review a token that was shown to the page");
+                Finding::Unanswered(why)
+            })
+        }
+    })
+}
+
+async fn ask(client: Client, token: String, path: &'static str) -> kube::Result<Finding> {
+    let spec = TokenReviewSpec { token: Some(token), ..TokenReviewSpec::default() };
+    let reviews = Api::<TokenReview>::all(client.clone());
+    let review =
+        reviews.create(&PostParams::default(), &TokenReview { spec, ..TokenReview::default() }).await?;
+    let status = review.status.unwrap_or_default();
+    let Some(user) = status.user.filter(|_| status.authenticated == Some(true)) else {
+        return Ok(Finding::Unknown);
+    };
+    let name = user.username.clone().unwrap_or_default();
+    let review = SubjectAccessReview { spec: access(user, path), ..SubjectAccessReview::default() };
+    let reviews = Api::<SubjectAccessReview>::all(client);
+    let review = reviews.create(&PostParams::default(), &review).await?;
+    let status = review.status.unwrap_or_default();
+    Ok(if status.allowed && status.denied != Some(true) {
+        Finding::Allowed
+    } else {
+        Finding::Forbidden(name)
+    })
+}
+
+fn access(user: UserInfo, path: &str) -> SubjectAccessReviewSpec {
+    SubjectAccessReviewSpec {
+        user: user.username,
+        uid: user.uid,
+        groups: user.groups,
+        extra: user.extra,
+        non_resource_attributes: Some(NonResourceAttributes {
+            path: Some(path.to_owned()),
+            verb: Some("get".to_owned()),
+        }),
+        ..SubjectAccessReviewSpec::default()
+    }
+}
