@@ -8,6 +8,9 @@
 pub const TERM_BITS: u32 = 48;
 /// Low bits of a term that are its gateway's.
 const TIE_BITS: u32 = 16;
+/// How many changes of leader anybody may have missed. What claims to come after more of them is refused: a
+/// count near its end would be the last one of its location.
+pub const LEAP: u32 = 1_024;
 
 /// Number of a change of leader. No two gateways share one: the low 16 bits are
 /// the gateway's own, so that of two changes at once every node and every far
@@ -33,6 +36,11 @@ impl Term {
     /// How many changes there were, as people are shown it.
     pub const fn count(self) -> u32 {
         (self.0 >> TIE_BITS) as u32
+    }
+
+    /// Whether this is at most [`LEAP`] changes after the latest that is known.
+    pub const fn is_near(self, known: Self) -> bool {
+        self.count() <= known.count().saturating_add(LEAP)
     }
 
     /// The first term after this one that is `gateway`'s (its [`crate::signal`] id).
@@ -61,11 +69,17 @@ pub const fn hop_of(word: u64) -> u16 {
     word as u16
 }
 
+/// Whether the term of a word is later than that of another.
+#[inline(always)]
+pub const fn is_later(word: u64, than: u64) -> bool {
+    word >> 16 > than >> 16
+}
+
 /// Whether a node whose word is `current` obeys an ANNOUNCE of `offered`: only a
-/// later term moves it, so a repeated or late one never does.
+/// later term moves it, so a repeated or late one never does; and none that leaps.
 #[inline(always)]
 pub const fn obeys(current: u64, offered: u64) -> bool {
-    offered >> 16 > current >> 16
+    is_later(offered, current) && offered >> 32 <= (current >> 32) + LEAP as u64
 }
 
 /// Who has sent a packet for another location to this gateway.
@@ -113,7 +127,8 @@ mod tests {
         fn a_word_holds_both_and_only_a_later_term_moves_it(term in 0u64..1 << 48, hop: u16, other in 0u64..1 << 48, to: u16) {
             let (old, new) = (word(Term(term), hop), word(Term(other), to));
             prop_assert_eq!((term_of(old), hop_of(old)), (Term(term), hop));
-            prop_assert_eq!(obeys(old, new), other > term);
+            prop_assert_eq!(is_later(new, old), other > term);
+            prop_assert_eq!(obeys(old, new), other > term && Term(other).is_near(Term(term)));
             prop_assert!(!(obeys(old, new) && obeys(new, old)));
         }
 
@@ -124,6 +139,18 @@ mod tests {
             prop_assert_eq!(term.next(a).count(), term.count() + 1);
             prop_assert_eq!(term.next(a) == term.next(b), a >> 48 == b >> 48);
         }
+    }
+
+    #[test]
+    fn nobody_obeys_a_count_that_leaps() {
+        let at = |count: u64| word(Term(count << TIE_BITS | 0xffff), 7);
+        for known in [0, 5, 1 << 20] {
+            assert!(obeys(at(known), at(known + 1)) && obeys(at(known), at(known + u64::from(LEAP))));
+            assert!(!obeys(at(known), at(known + u64::from(LEAP) + 1)));
+            assert!(!obeys(at(known), u64::MAX));
+        }
+        let end = Term::from_bits(u64::MAX);
+        assert!(end.is_near(end) && Term::NONE.is_near(end) && !end.is_near(Term::NONE.next(9)));
     }
 
     #[test]

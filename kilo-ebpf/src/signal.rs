@@ -261,20 +261,19 @@ fn turn_back<I: Ip, const LINK: usize>(ctx: &TcContext, _: &I) -> Verdict {
     Ok(Act::transmit(packet::ifindex(ctx)))
 }
 
-/// Swaps addresses and ports, which leaves every checksum as it is.
+/// Swaps the addresses, which leaves every checksum as it is. Ports stay: each probe has another source port,
+/// as a new flow has, and its answer is a signal to the same port as all others.
 #[inline(always)]
 fn turn_around<I: Ip>(ctx: &TcContext, offset: usize) -> Result<(), DropReason> {
     const V4: usize = 12;
     const V6: usize = 8;
     if I::V6 {
         let [src, dst]: [[u64; 2]; 2] = ctx.load(offset + V6).map_err(|_| DropReason::Rewrite)?;
-        ctx.store(offset + V6, &[dst, src], 0).map_err(|_| DropReason::Rewrite)?;
+        ctx.store(offset + V6, &[dst, src], 0).map_err(|_| DropReason::Rewrite)
     } else {
         let [src, dst]: [u32; 2] = ctx.load(offset + V4).map_err(|_| DropReason::Rewrite)?;
-        ctx.store(offset + V4, &[dst, src], 0).map_err(|_| DropReason::Rewrite)?;
+        ctx.store(offset + V4, &[dst, src], 0).map_err(|_| DropReason::Rewrite)
     }
-    let ports: [u16; 2] = ctx.load(offset + I::HEADER_LEN).map_err(|_| DropReason::Rewrite)?;
-    ctx.store(offset + I::HEADER_LEN, &[ports[1], ports[0]], 0).map_err(|_| DropReason::Rewrite)
 }
 
 /// Room in the ring for `N` bytes of a signal.

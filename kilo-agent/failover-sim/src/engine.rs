@@ -9,7 +9,8 @@ use std::{
 
 use kilo_common::lead::{self, Term};
 use kilo_failover::{
-    Agent, Cause, Input, MS, Micros, NodeId, Note, Output, Params, Place, SEC, signal::Kind,
+    Agent, Cause, Input, MS, Micros, NodeId, Note, Output, Params, Place, SEC, Signal,
+    signal::{Body, Kind, MAX_MEMBERS, Shared},
 };
 
 use crate::{
@@ -417,7 +418,7 @@ impl Sim {
             Note::Suspects(_) => self.counts.suspicions += 1,
             Note::TakesBack(_) => self.counts.taken_back += 1,
             Note::Gives { .. } => self.counts.gave += 1,
-            Note::Tries(_) | Note::GivesUp(_) | Note::OverBudget => {}
+            Note::Tries(_) | Note::GivesUp(_) | Note::Leaps(_) | Note::OverBudget => {}
         }
     }
 
@@ -572,12 +573,37 @@ impl Sim {
                 let _ = if on { self.cordoned.insert(node) } else { self.cordoned.remove(&node) };
                 self.objects_changed();
             }
+            Fault::Leap(node) if on => self.leap(node),
+            Fault::Leap(_) => {}
             Fault::First(node) => {
                 self.first = if on { node.min(self.gateways - 1) } else { 0 };
                 self.objects_changed();
             }
         }
         self.look_at_all();
+    }
+
+    /// A gateway's signals of the last of all terms: HELLO, ANNOUNCE to every kernel, CLAIM of everybody.
+    fn leap(&mut self, node: usize) {
+        let (me, term) = (host::id(node), Term::from_bits(u64::MAX));
+        let say = |kind, body| Signal { kind, nonce: 7, term, sender: me, location: LOCATION, body };
+        for to in (0..self.hosts.len()).filter(|to| *to != node) {
+            let hello = Body::Hello { is_fit: true, leads: true, gateway: me, losses: Vec::new() };
+            let announce = Body::Word { cookie: self.hosts[to].cookie(me), gateway: me };
+            for signal in [say(Kind::Hello, hello), say(Kind::Announce, announce)] {
+                let bytes = host::write(&signal, me, host::id(to)).into();
+                self.lan_send(node, to, Event::Lan { to, bytes, said_at: self.now });
+            }
+        }
+        let members: Vec<_> = (0..self.hosts.len()).map(host::id).collect();
+        for far in 0..self.fars.len() {
+            for members in members.chunks(MAX_MEMBERS) {
+                let body =
+                    Body::Claim { gateway: me, shared: Shared::Move, part: (0, 1), members: members.to_vec() };
+                let bytes = host::write(&say(Kind::Claim, body), me, 0).into();
+                self.uplink_send(node, far, true, Event::ToFar { gateway: node, far, bytes });
+            }
+        }
     }
 
     fn agent(&mut self, node: usize, starts: bool) {

@@ -47,6 +47,8 @@ pub enum Fault {
     Halves(Vec<bool>),
     /// It is cordoned.
     Cordon(usize),
+    /// It says the last of all terms, in every signal that has one.
+    Leap(usize),
     /// Kilo's order begins with this gateway.
     First(usize),
 }

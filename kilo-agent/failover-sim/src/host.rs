@@ -112,7 +112,8 @@ impl Host {
         (lead::term_of(self.word), id(self.uses()))
     }
 
-    fn cookie(&self, asker: NodeId) -> u64 {
+    /// What ANNOUNCE of a gateway has to say.
+    pub(crate) fn cookie(&self, asker: NodeId) -> u64 {
         self.boot.rotate_left(17) ^ asker
     }
 
@@ -120,7 +121,8 @@ impl Host {
     /// word now.
     pub fn obey(&mut self, params: &Params, term: Term, gateway: NodeId) -> bool {
         let offered = lead::word(term, index(gateway) as u16);
-        if lead::obeys(self.word, offered) || !params.keeps(Rule::KernelLaterTerms) {
+        let leaps = !params.keeps(Rule::NoLeap) && lead::is_later(offered, self.word);
+        if lead::obeys(self.word, offered) || leaps || !params.keeps(Rule::KernelLaterTerms) {
             self.word = offered;
         }
         self.word == offered

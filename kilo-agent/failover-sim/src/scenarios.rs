@@ -136,6 +136,18 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario("annotation moved, and back after 10 s", ANY, 150, 2, |_, nodes, t| {
         Schedule::new(vec![(t, t + 10 * SEC, Fault::First(nodes.min(3) - 1))], t + 25 * SEC)
     }),
+    scenario("annotation moves 10 times in 60 s", ANY, 150, 4, |_, nodes, t| {
+        let first = nodes.min(3) - 1;
+        let moves = |i: u64| (t + i * 6 * SEC, t + i * 6 * SEC + 3 * SEC, Fault::First(first));
+        Schedule::new((0..10).map(moves).collect(), t + 62 * SEC)
+    }),
+    scenario("a stand-by's terms leap to the end, then it is without power", MANY, 0, 0, |_, _, t| {
+        Schedule::new(vec![(t, NEVER, Fault::Leap(1)), (t + SEC, NEVER, Fault::Power(1))], t + 10 * SEC)
+            .without(&[1])
+    }),
+    scenario("a stand-by's terms leap to the end, then power off", MANY, 600, 1, |_, _, t| {
+        Schedule::new(vec![(t, NEVER, Fault::Leap(1)), (t + SEC, NEVER, Fault::Power(0))], t + 15 * SEC)
+    }),
     scenario("all gateways cordoned", ANY, 0, 0, |_, _, t| {
         let cordon = |gateway: usize| (t, NEVER, Fault::Cordon(gateway));
         Schedule::new((0..3).map(cordon).collect(), t + 15 * SEC)

@@ -26,6 +26,11 @@ const NEEDED: &[(Rule, &str, &str)] = &[
     (Rule::Hold, "20 flaps in 60 s: power", "changes of leader within the limit"),
     (Rule::FarLaterTerms, "1 to 4 at random, 5 % loss, stalls", "one owner, of the latest term"),
     (Rule::KernelLaterTerms, "signals replayed; leaders and a member boot", "a word only rises"),
+    (
+        Rule::NoLeap,
+        "a stand-by's terms leap to the end, then it is without power",
+        "outages within the limit",
+    ),
     (Rule::KernelCookie, "signals replayed; leaders and a member boot", "no replay counts"),
     (Rule::TwoHops, "leader's uplink dead; the next one boots in 0.2 s", "no loop"),
     (Rule::TimeToLive, "power off", "time to live"),

@@ -478,6 +478,10 @@ impl Agent {
     }
 
     fn signal(&mut self, from: NodeId, signal: Signal, turn: &mut Turn<'_>) {
+        // The last of all counts would be the last change of leader.
+        if !signal.term.is_near(self.term) && self.params.keeps(Rule::NoLeap) {
+            return turn.push(Output::Note(Note::Leaps(from)));
+        }
         match (signal.kind, &signal.body) {
             (Kind::Witness, _) => {
                 let mut member = std::mem::replace(&mut self.member, Member::new(0));
@@ -575,7 +579,10 @@ impl Agent {
         let may = if age == 0 {
             self.word.1 == me && lead.is_some_and(|lead| lead.term() > term)
         } else {
-            tunnels.were_good(now.saturating_sub(age))
+            // Repeated to an agent that has restarted since, and remembers no numbers: its kernel has had a
+            // later word since, or nobody has heard it yet.
+            gateway.roll.last(member).is_some_and(|present| present.word.0 <= term)
+                && tunnels.were_good(now.saturating_sub(age))
                 && tunnels.proves(now.saturating_sub(300 * MS + tunnels.longest()))
         };
         let has = lead.is_some_and(|lead| {

@@ -18,6 +18,8 @@ pub enum Refused {
     Gateway,
     /// It names a node of another location, or none that is known.
     Member,
+    /// Its term comes after many more changes than are known.
+    Leap,
 }
 
 /// One location as a far leader knows it.
@@ -68,9 +70,10 @@ impl Acting {
     }
 
     /// A gateway led the location in this term, as was written before: it has what nobody else
-    /// has claimed in any.
+    /// has claimed in any. While nobody has, it says how many changes there were.
     pub fn was_written(&mut self, term: Term, gateway: NodeId) {
-        if term > self.shared.0 {
+        let latest = self.latest();
+        if term > self.shared.0 && (latest.count() == 0 || term.is_near(latest)) {
             self.shared = (term, gateway);
         }
     }
@@ -148,6 +151,9 @@ impl Acting {
         if !members.iter().all(|member| self.owners.contains_key(member)) {
             return Err(Refused::Member);
         }
+        if !term.is_near(self.latest()) && params.keeps(Rule::NoLeap) {
+            return Err(Refused::Leap);
+        }
         let mut moves = Vec::new();
         let mut has = Vec::new();
         for member in members {
@@ -170,6 +176,11 @@ impl Acting {
         let body = Body::Claim { gateway, shared: Shared::Stay, part: *part, members: has };
         let answer = Signal { kind: Kind::Moved, sender, body, ..signal.clone() };
         Ok(Step { gateway, moves, moves_shared, asks, answer })
+    }
+
+    /// The latest term that anybody has claimed, or written.
+    fn latest(&self) -> Term {
+        self.owners.values().map(|(term, _)| *term).fold(self.shared.0, Term::max)
     }
 
     /// Whether END of `from` may give a member to a gateway: it has it, or that one does already.
@@ -286,6 +297,8 @@ mod tests {
             (B, claim(Kind::Claim, B, B, term, Shared::Move, &[MEMBER, 99]), Refused::Member),
             (B, claim(Kind::End, B, B, term, Shared::Move, &[MEMBER]), Refused::Gateway),
             (B, claim(Kind::Moved, B, B, term, Shared::Move, &[MEMBER]), Refused::Kind),
+            (B, claim(Kind::Claim, B, B, Term::from_bits(u64::MAX), Shared::Move, &[MEMBER]), Refused::Leap),
+            (A, claim(Kind::End, A, B, Term::from_bits(1_025 << 16), Shared::Move, &[MEMBER]), Refused::Leap),
         ] {
             assert_eq!(hears(&mut acting, from, &signal), Err(why), "{signal:?}");
         }
@@ -293,6 +306,18 @@ mod tests {
         // The leader gives away what it has.
         assert!(hears(&mut acting, A, &claim(Kind::End, A, B, term, Shared::Stay, &[MEMBER])).is_ok());
         assert_eq!(acting.owner(MEMBER), Some((term, B)));
+    }
+
+    #[test]
+    fn what_is_written_says_how_far_terms_are() {
+        let mut acting = acting();
+        let (written, next) = (Term::from_bits(5_000 << 16), Term::from_bits(5_001 << 16));
+        let by_b = claim(Kind::Claim, B, B, next, Shared::Move, &[MEMBER]);
+        assert_eq!(hears(&mut acting, B, &by_b), Err(Refused::Leap), "nothing is known");
+        acting.was_written(written, A);
+        assert!(hears(&mut acting, B, &by_b).is_ok());
+        acting.was_written(Term::from_bits(u64::MAX), A);
+        assert_eq!(acting.shared_since(), (next, B), "an annotation does not leap either");
     }
 
     #[test]

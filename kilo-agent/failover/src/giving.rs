@@ -1,7 +1,9 @@
 //! Planned changes as the two gateways make them: [`crate::planned`] says when, this does it.
 
+use std::collections::BTreeMap;
+
 use crate::{
-    Agent, Micros, NodeId, Note, Output, SEC, Signal, Term, Turn,
+    Agent, Far, Micros, NodeId, Note, Output, SEC, Signal, Term, Turn,
     gateway::Lead,
     planned::{Act, Cause, Giver, Taker},
     signal::{Body, Kind, MAX_MEMBERS, Shared},
@@ -16,6 +18,8 @@ pub(crate) struct Planned {
     /// Not before; and how often in a row it did not end.
     next: Micros,
     failures: u32,
+    /// In how many tries in a row far leaders have not answered.
+    silent: BTreeMap<Far, u32>,
 }
 
 impl Planned {
@@ -37,6 +41,19 @@ impl Planned {
     /// Whose packets it takes although it does not lead them yet.
     pub(crate) fn takes_from(&self) -> Option<NodeId> {
         self.taker.as_ref().filter(|taker| taker.is_ready()).map(|taker| taker.from)
+    }
+
+    /// The taker is forgotten: who has not answered it is silent once more.
+    fn forget_taker(&mut self) {
+        for far in self.taker.take().iter().flat_map(Taker::silent) {
+            *self.silent.entry(far).or_default() += 1;
+        }
+    }
+
+    /// Far leaders that are waited for in a change of this cause.
+    fn waits_for(&self, cause: Cause, fars: &[Far]) -> Vec<Far> {
+        let tries = |far: &Far| self.silent.get(far).copied().unwrap_or(0);
+        fars.iter().copied().filter(|far| cause.tries().is_none_or(|most| tries(far) < most)).collect()
     }
 
     fn failed(&mut self, now: Micros) {
@@ -65,7 +82,7 @@ impl Agent {
         let planned = &mut gateway.planned;
         if planned.taker.as_ref().is_some_and(|taker| turn.now >= taker.end()) {
             let was_ready = planned.takes_from().is_some();
-            planned.taker = None;
+            planned.forget_taker();
             if was_ready {
                 self.led_changed(turn);
             }
@@ -174,7 +191,7 @@ impl Agent {
         turn.push(Output::Word(term, to));
     }
 
-    fn end(&self, far: crate::Far, term: Term, turn: &mut Turn<'_>) {
+    fn end(&self, far: Far, term: Term, turn: &mut Turn<'_>) {
         let Some(giver) = self.gateway.as_ref().and_then(|gateway| gateway.planned.giver.as_ref()) else {
             return;
         };
@@ -200,17 +217,24 @@ impl Agent {
         let latest = self.term.max(term);
         let goes_on = |taker: &Taker| taker.from == from && taker.term() >= latest && !taker.is_done();
         let taker = gateway.planned.taker.take().filter(goes_on);
-        let mut taker = taker.unwrap_or_else(|| Taker::new(from, cause, next, &self.place.fars));
+        let waits_for = gateway.planned.waits_for(cause, &self.place.fars);
+        let mut taker = taker.unwrap_or_else(|| Taker::new(from, cause, next, &waits_for));
         let acts = taker.prepare(trip, turn.now);
+        let term = taker.term();
         gateway.planned.taker = Some(taker);
+        // The others are asked, too: one that answers is waited for the next time.
+        for far in self.place.fars.iter().filter(|far| !waits_for.contains(far)) {
+            self.ask(*far, term, turn);
+        }
         self.takes(acts, turn);
     }
 
     /// A far leader answers a CLAIM or an END.
-    pub(crate) fn has_moved(&mut self, far: crate::Far, signal: &Signal, turn: &mut Turn<'_>) {
+    pub(crate) fn has_moved(&mut self, far: Far, signal: &Signal, turn: &mut Turn<'_>) {
         let Body::Claim { gateway: to, part, members, .. } = &signal.body else { return };
         let me = self.place.me;
         let Some(gateway) = &mut self.gateway else { return };
+        gateway.planned.silent.remove(&far);
         if let Some(lead) = &mut gateway.lead {
             lead.moved(far, signal.term, members);
         }
@@ -227,12 +251,7 @@ impl Agent {
             };
             let (from, cause, me) = (taker.from, taker.cause, self.place.me);
             match act {
-                Act::Ask(far, term) => {
-                    let (shared, part) = (Shared::Stay, (0, 1));
-                    let body = Body::Claim { gateway: me, shared, part, members: Vec::new() };
-                    let signal = self.sender().signal(Kind::Claim, turn.nonce(), term, body);
-                    turn.push(Output::Tunnel(far, signal));
-                }
+                Act::Ask(far, term) => self.ask(far, term, turn),
                 Act::Ready(term) => {
                     // What the giver passes on is given to WireGuard from now on.
                     self.led_changed(turn);
@@ -255,6 +274,14 @@ impl Agent {
                 _ => {}
             }
         }
+    }
+
+    /// A CLAIM of nobody: is this far leader's agent there?
+    fn ask(&self, far: Far, term: Term, turn: &mut Turn<'_>) {
+        let (shared, part) = (Shared::Stay, (0, 1));
+        let body = Body::Claim { gateway: self.place.me, shared, part, members: Vec::new() };
+        let signal = self.sender().signal(Kind::Claim, turn.nonce(), term, body);
+        turn.push(Output::Tunnel(far, signal));
     }
 
     fn says_ready(&self, to: NodeId, leader: NodeId, term: Term, turn: &mut Turn<'_>) {
@@ -297,7 +324,7 @@ mod tests {
     const LEADER: NodeId = 1;
     const ME: NodeId = 2;
     const MEMBER: NodeId = 3;
-    const FAR: crate::Far = 9;
+    const FAR: Far = 9;
 
     /// A stand-by whose tunnel has answered for three seconds; the leader's term is 7.
     struct Bench {
@@ -346,6 +373,19 @@ mod tests {
             out
         }
 
+        /// The nonce of the next roll call of a node.
+        fn roll_call_of(&mut self, node: NodeId) -> u64 {
+            loop {
+                for output in self.turn(vec![]) {
+                    if let Output::Lan(to, Signal { kind: Kind::Roll, nonce, .. }) = output
+                        && to == node
+                    {
+                        return nonce;
+                    }
+                }
+            }
+        }
+
         fn hears(
             &mut self,
             from: u64,
@@ -375,6 +415,77 @@ mod tests {
         }
         let Some(lead) = bench.agent.lead() else { panic!("nobody leads") };
         assert_eq!((lead.term(), lead.members().collect::<Vec<_>>()), (term, vec![LEADER, ME, MEMBER]));
+    }
+
+    /// PREPARE until it is forgotten, with the number of tries before; whether READY came although the far leader
+    /// says nothing.
+    fn is_ready_alone(bench: &mut Bench, cause: Cause, tries: u64) -> bool {
+        let term = Term::from_bits(7 << 16);
+        let number = cause.number(tries + 1 << 20);
+        let mut out = bench.hears(LEADER, Kind::Prepare, number, term, Body::Change { gateway: ME });
+        for _ in 0..100 {
+            out.extend(bench.turn(vec![]));
+        }
+        out.iter().any(|output| matches!(output, Output::Lan(LEADER, Signal { kind: Kind::Ready, .. })))
+    }
+
+    #[test]
+    fn a_far_leader_that_never_answers_is_waited_for_three_times_by_who_goes() {
+        for (cause, wanted) in [(Cause::Cordoned, Some(3)), (Cause::Order, Some(6)), (Cause::Returns, None)] {
+            let mut bench = Bench::new();
+            let ready = (0..8).find(|tries| is_ready_alone(&mut bench, cause, *tries));
+            assert_eq!(ready, wanted, "{cause:?}");
+        }
+        // It answers the third time: it is waited for again.
+        let mut bench = Bench::new();
+        for tries in 0..3 {
+            assert!(!is_ready_alone(&mut bench, Cause::Cordoned, tries));
+        }
+        let body = Body::Claim { gateway: LEADER, shared: Shared::Stay, part: (0, 1), members: vec![] };
+        bench.hears(FAR, Kind::Moved, 5, Term::from_bits(7 << 16), body);
+        assert!(!is_ready_alone(&mut bench, Cause::Cordoned, 3));
+    }
+
+    #[test]
+    fn what_leaps_is_refused_and_changes_no_term() {
+        let end = Term::from_bits(u64::MAX);
+        let hello = Body::Hello { is_fit: true, leads: true, gateway: LEADER, losses: vec![] };
+        let word = Body::Word { cookie: 9, gateway: LEADER };
+        let members = || Body::Members { age: 0, members: vec![LEADER] };
+        let change = Body::Change { gateway: ME };
+        for (kind, body) in [
+            (Kind::Hello, hello),
+            (Kind::Present, word.clone()),
+            (Kind::Follows, word),
+            (Kind::Adopt, members()),
+            (Kind::Handover, members()),
+            (Kind::Prepare, change.clone()),
+            (Kind::Ready, change),
+        ] {
+            for (term, leaps) in [(end, true), (Term::from_bits(1_032 << 16), true), (Term::from_bits(8 << 16), false)]
+            {
+                let mut bench = Bench::new();
+                let out = bench.hears(LEADER, kind, 1 << 20, term, body.clone());
+                let said = out.contains(&Output::Note(Note::Leaps(LEADER)));
+                assert_eq!(said, leaps, "{kind:?} {term:?}");
+                assert!(bench.agent.term.count() < 10, "{kind:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn who_asks_to_be_led_has_been_heard_and_has_no_later_word() {
+        let heard = |term: u64| Body::Word { cookie: term, gateway: LEADER };
+        for (present, wanted) in [(None, false), (Some(7), true), (Some(8), false)] {
+            let mut bench = Bench::new();
+            if let Some(present) = present {
+                let nonce = bench.roll_call_of(MEMBER);
+                bench.hears(MEMBER, Kind::Present, nonce, Term::from_bits(present << 16), heard(present));
+            }
+            let body = Body::Members { age: 500, members: vec![MEMBER] };
+            bench.hears(MEMBER, Kind::Adopt, 1 << 20, Term::from_bits(7 << 16), body);
+            assert_eq!(bench.agent.lead().is_some(), wanted, "{present:?}");
+        }
     }
 
     #[test]

@@ -43,6 +43,8 @@ pub enum Rule {
     FarLaterTerms,
     /// A member's kernel obeys later terms only.
     KernelLaterTerms,
+    /// What claims to come after many more changes than are known is refused.
+    NoLeap,
     /// A member's kernel asks for its cookie.
     KernelCookie,
     /// A gateway passes nothing on that another gateway sent.

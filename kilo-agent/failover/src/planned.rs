@@ -48,6 +48,17 @@ impl Cause {
         known.into_iter().find(|cause| *cause as u64 == number & CAUSE_BITS).unwrap_or(Self::Order)
     }
 
+    /// After how many tries in a row a far leader that never answers is waited for no more: its agent is dead, and
+    /// its location is cut off until that is back. Who is about to go has no time; nothing is worse for a leader
+    /// that has only returned.
+    pub fn tries(self) -> Option<u32> {
+        match self {
+            Self::Cordoned | Self::Removed | Self::ShutsDown => Some(3),
+            Self::Order => Some(6),
+            Self::Returns => None,
+        }
+    }
+
     /// In words, after the name of who leads from now on.
     pub fn text(self) -> &'static str {
         match self {
@@ -232,6 +243,11 @@ impl Taker {
             return vec![Act::Ready(self.term)];
         }
         self.asked.iter().map(|far| Act::Ask(*far, self.term)).collect()
+    }
+
+    /// Far leaders that have not answered yet.
+    pub fn silent(&self) -> impl Iterator<Item = Far> + '_ {
+        self.asked.iter().copied()
     }
 
     /// Whether it has said that it is ready: packets may come from the giver.

@@ -16,6 +16,8 @@ pub(crate) struct Returns {
     /// How often it gave back within ten minutes, and when last.
     count: u32,
     last: Micros,
+    /// The same of changes that Kilo's order asked for.
+    ordered: (u32, Micros),
     /// To whom it has given itself, to try the way before others take it.
     tries: Option<NodeId>,
     /// To whom it has handed everybody over, and when: it has given leadership once that one leads it.
@@ -197,9 +199,13 @@ impl Agent {
             let lost = gateway.others.losses(&self.params, now, to);
             let healthy = gateway.others.healthy_for(to, now).min(since_left);
             if is_ordered && lost == 0 {
-                if healthy < SEC {
+                // There and back is one change of each; an annotation that goes on moving has to wait.
+                let (count, last) = returns.ordered;
+                let count = if last + self.params.memory < now { 0 } else { count };
+                if healthy < SEC || count > 0 && now < last + self.params.hold_after(count) {
                     return;
                 }
+                returns.ordered = (count + 1, now);
             } else {
                 if returns.count > 0 && returns.last + self.params.memory < now {
                     returns.count = 0;

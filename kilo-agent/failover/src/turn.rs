@@ -109,6 +109,8 @@ pub enum Note {
     GivesUp(NodeId),
     /// It leads again: what it gave to this gateway did not arrive everywhere.
     TakesBack(NodeId),
+    /// Its signal was refused: its term comes after many more changes than are known.
+    Leaps(NodeId),
     /// It would take over, and has done so too often.
     OverBudget,
 }

@@ -86,6 +86,7 @@ impl Thread {
             Ok(step) => self.moves(far, location, &step, now),
             Err(Refused::Kind | Refused::Gateway) => self.metrics.refused("gateway"),
             Err(Refused::Member) => self.metrics.refused("member"),
+            Err(Refused::Leap) => self.metrics.refused("leap"),
         }
     }
 

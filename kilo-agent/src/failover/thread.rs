@@ -96,6 +96,11 @@ fn random() -> u64 {
     rand::random()
 }
 
+/// The source port of a path probe: another one each time, so that probes are new flows to whatever knows flows.
+const fn source_port(nonce: u64) -> u16 {
+    0xc000 | nonce as u16
+}
+
 /// Runs until it is told to stop.
 pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverMetrics) {
     let links = LinkEvents::open()
@@ -396,7 +401,7 @@ impl Thread {
             Way::Lan(node) => self.send_lan(site, node, &probe),
             Way::Path(far) => {
                 let Some(to) = site.fars.get(&far).and_then(|far| far.wireguard_ip) else { return };
-                self.send(Into::Stack, (site.private, PORT), to, &probe, None);
+                self.send(Into::Stack, (site.private, source_port(nonce)), to, &probe, None);
             }
             Way::Own(far) => {
                 let Some(far) = site.fars.get(&far) else { return };
@@ -460,6 +465,11 @@ impl Thread {
             Note::OverBudget => {
                 self.metrics.suspicion("over_budget");
                 tracing::warn!("leadership changed too often lately; this node waits before it takes over");
+                return;
+            }
+            Note::Leaps(from) => {
+                self.metrics.refused("leap");
+                tracing::debug!(from = self.name(from), "a signal's term leaps");
                 return;
             }
             Note::TakesOver { from, all, since } => {
@@ -536,7 +546,8 @@ impl Thread {
 
     // ---- what others are told --------------------------------------------------
 
-    /// A leader is given up once in a term: if it lives and says so, it knows better.
+    /// A leader is given up once while it is silent: if it lives and says so, it knows better. One that was heard
+    /// again and dies again is given up again.
     fn give_up(&mut self, site: &Site, now: Micros) {
         let Some(agent) = self.agent.as_ref().filter(|_| site.is_mixed) else { return };
         let given_up = agent.gives_up(now).map(|leader| (leader, agent.word().0));
@@ -546,7 +557,8 @@ impl Thread {
                 locked(&self.shared.said).gives_up = Some(self.name(given_up.0).to_owned());
                 self.shared.changed.notify_one();
             }
-            _ => {}
+            Some(_) => {}
+            None => self.given_up = None,
         }
     }
 

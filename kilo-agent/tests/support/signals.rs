@@ -61,7 +61,6 @@ fn turned(input: &Input, link: usize, ip: &Ip, start: usize, said: &[u8]) -> Wan
         bytes[at + length..at + 2 * length].copy_from_slice(&pair[..length]);
     };
     swap(&mut bytes, at, length);
-    swap(&mut bytes, start - 8, 2);
     if link != 0 {
         swap(&mut bytes, 0, 6);
     }

@@ -92,7 +92,7 @@ impl Acting {
         };
         let said =
             heard.into_iter().chain(written).filter(|said| said.0 > Term::NONE && place(said).is_some());
-        let latest = said.max_by_key(|(term, _)| *term);
+        let latest = latest(heard, said.collect());
         if let Some(latest) = latest
             && let Some(index) = place(&latest)
             && !ids.contains(&latest.1)
@@ -116,6 +116,21 @@ impl Acting {
         }
         self.locations.get(&signal_id::location(&segment.location))
     }
+}
+
+/// The latest of what was said, without what leaps: nobody misses so many changes, and the last of all counts
+/// would be the last change. What was heard says how far terms are, else what another node has written; one
+/// that speaks alone is believed.
+fn latest(heard: Option<(Term, NodeId)>, mut said: Vec<(Term, NodeId)>) -> Option<(Term, NodeId)> {
+    said.sort_unstable();
+    let known = heard.map(|(term, _)| term).filter(|term| term.count() > 0);
+    while let Some(last) = said.pop() {
+        let before = known.or(said.last().map(|(term, _)| *term).filter(|term| term.count() > 0));
+        if before.is_none_or(|before| last.0.is_near(before)) {
+            return Some(last);
+        }
+    }
+    None
 }
 
 /// The term of a leader that Kilo's rule names no more, and that has had no time yet to give
@@ -202,6 +217,12 @@ mod tests {
         assert_eq!(gateways.acting, 0, "a later one was heard");
         let of = acting.of(&segment(&nodes));
         assert_eq!((gateways.of_member(of, id('a')), gateways.of_member(of, id('b'))), (0, 1));
+        // Somebody annotates a count near its end, while signals have said one, and when nobody has heard any.
+        nodes[0].leading = Some(u64::MAX);
+        assert_eq!(acting.gateways(&segment(&nodes), 2).term, first.next(id('a')), "heard");
+        let nobody = Acting::default().gateways(&segment(&nodes), 2);
+        assert_eq!((nobody.acting, nobody.term), (1, first), "another node has written");
+        nodes[0].leading = None;
         // The node that acted has stopped being a gateway.
         assert_eq!(acting.gateways(&segment(&nodes[1..]), 2).acting, 0);
     }

@@ -39,11 +39,6 @@ pub struct Swap {
     pub new: u64,
 }
 
-/// Whether the term of a word is later than that of another.
-pub const fn is_later(word: u64, than: u64) -> bool {
-    lead::obeys(than, word)
-}
-
 /// Moves the acting leader's word as the kernel's own rule does: never to an earlier term, and
 /// only from the word expected. Returns the word that stands then, perhaps somebody else's.
 pub(super) fn swap(bpf: &Ebpf, swap: Swap) -> Result<u64, DataplaneError> {
@@ -106,15 +101,15 @@ impl Signals {
         Ok(self.lead.get(&LEAD_ACTING, 0)?)
     }
 
-    /// Moves the acting leader's word by the rule for ANNOUNCE: to a later term only. Returns the
-    /// word that stands then.
+    /// Moves the acting leader's word to a later term; whether that is one, the own agent knows. Returns
+    /// the word that stands then.
     ///
     /// # Errors
     /// When the program cannot be run.
     pub fn follow(&self, offered: u64) -> Result<u64, DataplaneError> {
         loop {
             let current = self.word()?;
-            if current == offered || !lead::obeys(current, offered) {
+            if current == offered || !lead::is_later(offered, current) {
                 return Ok(current);
             }
             if run_follow(&self.follow, Swap { current, new: offered })? == offered {

@@ -524,7 +524,7 @@ pub fn apply(
         present.lead[0] = tables.lead[0];
         writes += 1;
     }
-    if present.lead[1] != tables.lead[1] && !lead::is_later(present.lead[1], tables.lead[1]) {
+    if present.lead[1] != tables.lead[1] && !kilo_common::lead::is_later(present.lead[1], tables.lead[1]) {
         let swap = lead::Swap { current: present.lead[1], new: tables.lead[1] };
         present.lead[1] = lead::swap(bpf, swap)?;
         writes += 1;
