@@ -293,11 +293,11 @@ fn opaque(mut number: u64) -> u64 {
 }
 
 /// Tells the agent; the packet ends here. Answers to what it has asked bear the time and are read when
-/// their time is over, or with what wakes it: most of its wake-ups would be for nothing. Anybody in another
+/// their time is over, or with what wakes it, and so is HELLO: most of its wake-ups would be for nothing. Anybody in another
 /// location can send such answers, so in a ring that fills up they wait no longer.
 #[inline(always)]
 fn heard(ctx: &TcContext, hook: Hook, source: &[u8; 16], start: usize, header: &Header) -> Verdict {
-    let can_wait = matches!(header.kind, Kind::Reflected | Kind::Present) && unread() < CROWDED;
+    let can_wait = matches!(header.kind, Kind::Reflected | Kind::Present | Kind::Hello) && unread() < CROWDED;
     // The kernel's own choice wakes nobody while anything is unread.
     let wake = if can_wait { BPF_RB_NO_WAKEUP } else { BPF_RB_FORCE_WAKEUP };
     if header.length <= KERNEL {

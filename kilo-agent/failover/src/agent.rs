@@ -285,24 +285,26 @@ impl Agent {
         self.gateway.as_ref().and_then(|gateway| gateway.lead.as_ref())
     }
 
-    /// When it has to be woken.
+    /// When it has to be woken. Each wake-up costs more than what is done in it, so what is regular is done
+    /// in the next one: a stand-by's probes of its leader come every interval, a leader's of its tunnels at
+    /// every second or third.
     pub fn wake(&self) -> Micros {
         let later = self.later.iter().map(|(at, _)| *at).min().unwrap_or(Micros::MAX);
-        let gateway = self.gateway.as_ref().map_or(Micros::MAX, |gateway| {
-            let lead = gateway.lead.as_ref().map_or(Micros::MAX, Lead::wake);
-            [
-                gateway.tunnels.wake(),
-                gateway.detector.wake(),
-                gateway.sentinel.wake(),
-                gateway.next_roll,
-                gateway.next_hello,
-                lead,
-                gateway.planned.wake(),
-            ]
-            .into_iter()
-            .fold(Micros::MAX, Micros::min)
-        });
-        self.member.wake().min(later).min(gateway)
+        let Some(gateway) = &self.gateway else { return self.member.wake().min(later) };
+        let lead = gateway.lead.as_ref().map_or(Micros::MAX, Lead::wake);
+        let soon = [
+            gateway.detector.wake(),
+            gateway.tunnels.deadline(),
+            gateway.sentinel.wake(),
+            gateway.planned.wake(),
+            self.member.deadline(),
+            lead,
+            later,
+        ];
+        let regular = [gateway.tunnels.next(), gateway.next_roll, gateway.next_hello, self.member.next()];
+        let carrier = if gateway.detector.rests() { gateway.tunnels.next() } else { gateway.detector.wake() };
+        let first = |times: &[Micros]| times.iter().copied().fold(Micros::MAX, Micros::min);
+        first(&soon).min(first(&regular).max(carrier))
     }
 
     /// Takes everything that has come, then does what is due: what has arrived is

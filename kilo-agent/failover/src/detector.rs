@@ -56,6 +56,11 @@ impl Detector {
         self.due = Micros::MAX;
     }
 
+    /// Whether it does.
+    pub const fn rests(&self) -> bool {
+        self.due == Micros::MAX
+    }
+
     /// Somebody else leads this node: probes begin at once.
     pub fn begin(&mut self, now: Micros) {
         self.due = self.due.min(now);

@@ -66,8 +66,19 @@ impl Member {
 
     /// When it has to be woken.
     pub fn wake(&self) -> Micros {
+        self.next.min(self.deadline())
+    }
+
+    /// When the next probe is due.
+    pub const fn next(&self) -> Micros {
+        self.next
+    }
+
+    /// When a miss is known that may be the last that counts, or what a witness sees. The first ones can wait for
+    /// the next probe.
+    pub fn deadline(&self) -> Micros {
         let bursts = self.bursts.iter().map(|burst| burst.end).min().unwrap_or(Micros::MAX);
-        self.next.min(self.row.deadline()).min(bursts)
+        if self.row.misses() > 0 { bursts.min(self.row.deadline()) } else { bursts }
     }
 
     /// What is outstanding proves nothing: the agent slept, or the leader changed.

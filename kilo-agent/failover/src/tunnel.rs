@@ -45,10 +45,15 @@ impl Tunnels {
         self.probed = new.probed.into_iter().map(keep).collect();
     }
 
-    /// When it has to be woken. A first miss can wait for the next probe.
-    pub fn wake(&self) -> Micros {
+    /// When the next probes are due.
+    pub const fn next(&self) -> Micros {
+        self.next
+    }
+
+    /// When the next miss is known, once there was one: a first one can wait for the next probe.
+    pub fn deadline(&self) -> Micros {
         let missed = self.probed.iter().filter(|tunnel| tunnel.row.misses() > 0);
-        missed.map(|tunnel| tunnel.row.deadline()).fold(self.next, Micros::min)
+        missed.map(|tunnel| tunnel.row.deadline()).fold(Micros::MAX, Micros::min)
     }
 
     /// Sends what is due and counts what is overdue.

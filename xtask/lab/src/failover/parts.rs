@@ -2,12 +2,25 @@
 
 use anyhow::{Context as _, Result};
 
+use kilo_common::signal;
+
 use super::breaking::{self, Broken, LEADER, MEMBER, STAND_BY};
-use crate::{Lab, well::LEADS};
+use crate::{Lab, probe, well::LEADS};
 
 /// WireGuard of the leader gets nothing that the leader only passes on: what the other nodes of the
 /// location and their pods send. Its own packets, its handshakes and its probes go on.
 pub(super) fn forwards_nothing(lab: &mut Lab) -> Result<Broken> {
+    drops_of_others(lab, &[])
+}
+
+/// The same, but for flows that it has forwarded before: those of the traffic that is watched, and probes between
+/// the usual ports.
+pub(super) fn drops_new_flows(lab: &mut Lab) -> Result<Broken> {
+    drops_of_others(lab, &[("dport", probe::PORT), ("sport", signal::PORT)])
+}
+
+/// Drops in the leader what others send through it, but for these ports.
+fn drops_of_others(lab: &mut Lab, but: &[(&str, u16)]) -> Result<Broken> {
     let leader = breaking::node(lab, LEADER)?;
     let others = [STAND_BY, MEMBER].map(|name| breaking::node(lab, name));
     // Programs redirect past netfilter. The queue of the class takes one byte: no packet fits.
@@ -16,11 +29,16 @@ pub(super) fn forwards_nothing(lab: &mut Lab) -> Result<Broken> {
         tc class add dev kilo0 parent 1: classid 1:2 htb rate 10gbit
         tc qdisc add dev kilo0 parent 1:2 handle 2: bfifo limit 1\n"
         .to_owned();
+    for (which, port) in but {
+        script += &format!(
+            "tc filter add dev kilo0 parent 1: prio 1 protocol ip u32 match ip {which} {port} 0xffff flowid 1:1\n"
+        );
+    }
     for other in others {
         let other = other?;
         for source in [format!("{}/32", other.private), format!("{}/24", other.pod_address(0))] {
             script += &format!(
-                "tc filter add dev kilo0 parent 1: protocol ip u32 match ip src {source} flowid 1:2\n"
+                "tc filter add dev kilo0 parent 1: prio 2 protocol ip u32 match ip src {source} flowid 1:2\n"
             );
         }
     }
