@@ -2,10 +2,11 @@
 
 use anyhow::{Context as _, Result};
 
-use kilo_common::signal;
-
 use super::breaking::{self, Broken, LEADER, MEMBER, STAND_BY};
 use crate::{Lab, probe, well::LEADS};
+
+/// UDP port of signals.
+const SIGNAL_PORT: u16 = 51_821;
 
 /// WireGuard of the leader gets nothing that the leader only passes on: what the other nodes of the
 /// location and their pods send. Its own packets, its handshakes and its probes go on.
@@ -16,7 +17,7 @@ pub(super) fn forwards_nothing(lab: &mut Lab) -> Result<Broken> {
 /// The same, but for flows that it has forwarded before: those of the traffic that is watched, and probes between
 /// the usual ports.
 pub(super) fn drops_new_flows(lab: &mut Lab) -> Result<Broken> {
-    drops_of_others(lab, &[("dport", probe::PORT), ("sport", signal::PORT)])
+    drops_of_others(lab, &[("dport", probe::PORT), ("sport", SIGNAL_PORT)])
 }
 
 /// Drops in the leader what others send through it, but for these ports.
