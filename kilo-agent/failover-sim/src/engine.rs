@@ -598,8 +598,12 @@ impl Sim {
         let members: Vec<_> = (0..self.hosts.len()).map(host::id).collect();
         for far in 0..self.fars.len() {
             for members in members.chunks(MAX_MEMBERS) {
-                let body =
-                    Body::Claim { gateway: me, shared: Shared::Move, part: (0, 1), members: members.to_vec() };
+                let body = Body::Claim {
+                    gateway: me,
+                    shared: Shared::Move,
+                    part: (0, 1),
+                    members: members.to_vec(),
+                };
                 let bytes = host::write(&say(Kind::Claim, body), me, 0).into();
                 self.uplink_send(node, far, true, Event::ToFar { gateway: node, far, bytes });
             }

@@ -462,7 +462,8 @@ mod tests {
             (Kind::Prepare, change.clone()),
             (Kind::Ready, change),
         ] {
-            for (term, leaps) in [(end, true), (Term::from_bits(1_032 << 16), true), (Term::from_bits(8 << 16), false)]
+            for (term, leaps) in
+                [(end, true), (Term::from_bits(1_032 << 16), true), (Term::from_bits(8 << 16), false)]
             {
                 let mut bench = Bench::new();
                 let out = bench.hears(LEADER, kind, 1 << 20, term, body.clone());

@@ -398,7 +398,11 @@ fn a_gateway_reflects_probes_of_other_locations_and_of_nobody_else() {
     let ran = tunnel(&mut bench, FAR, [10, 5, 0, 1], &probe);
     assert_eq!((ran.verdict, &ran.counted[..]), (REDIRECT, &["reflect"][..]));
     assert_eq!((&ran.bytes[12..16], &ran.bytes[16..20]), (&[10, 5, 0, 1][..], &FAR[..]));
-    assert_eq!(ran.bytes[20..24], [40_000_u16.to_be_bytes(), VXLAN_PORT.to_be_bytes()].concat(), "ports stay");
+    assert_eq!(
+        ran.bytes[20..24],
+        [40_000_u16.to_be_bytes(), VXLAN_PORT.to_be_bytes()].concat(),
+        "ports stay"
+    );
     assert!(checksums_hold(&ran.bytes));
     assert_eq!(signal::parse(&ran.bytes[28..]).unwrap().kind, Kind::Reflected);
     // Its own private address is nobody's to probe, and others' packets go on.
