@@ -421,7 +421,7 @@ mod tests {
     /// says nothing.
     fn is_ready_alone(bench: &mut Bench, cause: Cause, tries: u64) -> bool {
         let term = Term::from_bits(7 << 16);
-        let number = cause.number(tries + 1 << 20);
+        let number = cause.number((tries + 1) << 20);
         let mut out = bench.hears(LEADER, Kind::Prepare, number, term, Body::Change { gateway: ME });
         for _ in 0..100 {
             out.extend(bench.turn(vec![]));
