@@ -33,8 +33,9 @@ pub(super) struct HostState {
 impl<B: Backend> Agent<B> {
     /// Reads everything; makes the devices that are missing.
     pub(super) async fn read_host(&mut self) -> Result<HostState, AgentError> {
-        let (interface, created) = Interface::ensure(&self.net, &self.options.interface, self.device).await?;
-        self.device = Some(interface.index);
+        let (interface, created) =
+            Interface::ensure(&self.net, &self.options.interface, self.state.device).await?;
+        self.state.device = Some(interface.index);
         let tunnels = tunnels::ensure(self.net.rtnl()).await;
         for problem in &tunnels.problems {
             self.metrics.error("tunnel_device");

@@ -11,7 +11,8 @@ use std::{
 
 use tokio::task::JoinSet;
 
-use crate::{backend::last_good::LastGood, metrics::Metrics, status::View};
+use super::state::State;
+use crate::{backend::last_good::LastGood, metrics::Metrics};
 
 /// The file, and who writes it.
 pub(super) struct LastGoodWriter {
@@ -35,19 +36,19 @@ impl LastGoodWriter {
         self.stale.store(true, Ordering::Release);
     }
 
-    /// Starts to write what `view` has when something changed and the last write
+    /// Starts to write what `state` has when something changed and the last write
     /// is some seconds ago; else a later call does.
-    pub fn keep(&mut self, view: &Arc<View>, metrics: &Metrics, now: Instant) {
+    pub fn keep(&mut self, state: &State, metrics: &Metrics, now: Instant) {
         while self.writers.try_join_next().is_some() {}
         let due = self.file.try_lock().is_ok_and(|file| file.is_due(now));
         if !due || !self.stale.swap(false, Ordering::AcqRel) {
             return;
         }
         let (file, stale) = (Arc::clone(&self.file), Arc::clone(&self.stale));
-        let (view, metrics) = (Arc::clone(view), metrics.clone());
+        let (known, metrics) = (state.known(), metrics.clone());
         self.writers.spawn_blocking(move || {
             let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Err(error) = file.keep(view.ready_nodes(), view.snapshot.peers.values(), now) {
+            if let Err(error) = file.keep(known.ready_nodes(), known.snapshot.peers.values(), now) {
                 stale.store(true, Ordering::Release);
                 metrics.error("last_good");
                 tracing::warn!(%error, "failed to save the last good topology; a start without API server would have none");

@@ -33,7 +33,8 @@ pub struct LogLimiter {
     unknown_headers: BTreeMap<String, u16>,
     /// No interface leads out of the host.
     no_uplink: bool,
-    failure: Option<Failure>,
+    /// By what failed.
+    failures: BTreeMap<&'static str, Failure>,
 }
 
 #[derive(Debug)]
@@ -145,9 +146,9 @@ impl LogLimiter {
         true
     }
 
-    /// A reconcile failed: says so, unless it did for the same reason within the last minute.
-    pub fn failed(&mut self, text: String, now: Instant) {
-        let repeated = match &mut self.failure {
+    /// Says what failed, unless it did for the same reason within the last minute.
+    pub fn failed(&mut self, what: &'static str, text: String, now: Instant) {
+        let repeated = match self.failures.get_mut(what) {
             Some(failure) if failure.text == text => {
                 if now.saturating_duration_since(failure.said) < AGAIN {
                     failure.since += 1;
@@ -157,13 +158,13 @@ impl LogLimiter {
             }
             _ => 0,
         };
-        tracing::error!(error = text, repeated, "reconcile failed");
-        self.failure = Some(Failure { text, said: now, since: 0 });
+        tracing::error!(error = text, repeated, "{what}");
+        self.failures.insert(what, Failure { text, said: now, since: 0 });
     }
 
-    /// A reconcile succeeded: the next failure is a new one.
+    /// All went well: the next failure is a new one.
     pub fn succeeded(&mut self) {
-        self.failure = None;
+        self.failures.clear();
     }
 }
 
@@ -191,7 +192,7 @@ mod tests {
 
     impl LogLimiter {
         fn said_at(&self) -> Option<Instant> {
-            self.failure.as_ref().map(|failure| failure.said)
+            self.failures.get("reconcile failed").map(|failure| failure.said)
         }
     }
 
@@ -199,15 +200,15 @@ mod tests {
     fn the_same_failure_is_said_once_a_minute_and_another_at_once() {
         let (start, second) = (Instant::now(), Duration::from_secs(1));
         let mut log_limiter = LogLimiter::default();
-        log_limiter.failed("no node".to_owned(), start);
-        log_limiter.failed("no node".to_owned(), start + 2 * second);
+        log_limiter.failed("reconcile failed", "no node".to_owned(), start);
+        log_limiter.failed("reconcile failed", "no node".to_owned(), start + 2 * second);
         assert_eq!(log_limiter.said_at(), Some(start));
-        log_limiter.failed("no node".to_owned(), start + 60 * second);
+        log_limiter.failed("reconcile failed", "no node".to_owned(), start + 60 * second);
         assert_eq!(log_limiter.said_at(), Some(start + 60 * second));
-        log_limiter.failed("no pod CIDR".to_owned(), start + 61 * second);
+        log_limiter.failed("reconcile failed", "no pod CIDR".to_owned(), start + 61 * second);
         assert_eq!(log_limiter.said_at(), Some(start + 61 * second));
         log_limiter.succeeded();
-        log_limiter.failed("no pod CIDR".to_owned(), start + 62 * second);
+        log_limiter.failed("reconcile failed", "no pod CIDR".to_owned(), start + 62 * second);
         assert_eq!(log_limiter.said_at(), Some(start + 62 * second));
     }
 }

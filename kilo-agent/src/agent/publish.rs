@@ -1,43 +1,19 @@
 //! What this agent says to the others: its node's annotations, and the status
 //! of peers.
 
-use std::{
-    collections::BTreeSet,
-    net::SocketAddr,
-    sync::Arc,
-    time::{Duration, Instant},
-};
-
-use tokio_util::task::AbortOnDropHandle;
+use std::{collections::BTreeSet, net::SocketAddr, sync::Arc, time::Duration};
 
 use super::host_state::HostState;
-use super::{Agent, AgentError, CHECK_IN, CILIUM_HOST, MOST_DOUBLINGS, RETRY};
-use crate::{
-    announce,
-    backend::{Backend, BackendError},
-    failover::Failover,
-};
+use super::{Agent, CILIUM_HOST};
+use crate::{announce, backend::Backend, failover::Failover};
 use kilo_core::{
-    errors::Explained,
     objects::{Published, Snapshot, events::EventReason},
     plan,
     settings::Granularity,
-    topology::{Known, Mesh, Node, PeerStandings, changes::speaker, peer_standings},
+    topology::{Known, Mesh, Node, changes::speaker, peer_standings},
     wireguard::DeviceState,
 };
 use kilo_host::net::discovery;
-
-/// A write that is under way.
-pub(super) type PublishTask = AbortOnDropHandle<Result<bool, BackendError>>;
-
-/// The status of peers that is being written.
-pub(super) type StatusTask = (PeerStandings, AbortOnDropHandle<Result<u64, BackendError>>);
-
-/// The host is put right without the API server's answer after this time.
-const PATIENCE: Duration = Duration::from_secs(2);
-/// The same while nobody knows this node's key: what is routed into the mesh before
-/// others do is lost, and the server may be there.
-const PATIENCE_UNKNOWN: Duration = Duration::from_secs(5);
 
 /// Pauses after tries to say that the leader is dead: the API server may have been there, too.
 const GIVE_UP: [Duration; 4] =
@@ -46,28 +22,13 @@ const GIVE_UP: [Duration; 4] =
 impl<B: Backend> Agent<B> {
     /// One agent, the leader of the first location, says in each Peer object
     /// whether it is part of the mesh.
-    pub(super) async fn report_peers(&mut self, mesh: &Mesh, snapshot: &Snapshot) {
-        if speaker(mesh) != Some(&self.options.hostname) {
-            (self.reported_peers, self.status_task) = (None, None);
-            return;
+    pub(super) fn report_peers(&mut self) {
+        let (mesh, snapshot) = (&self.state.mesh, &self.state.snapshot);
+        if speaker(mesh) == Some(&self.options.hostname) {
+            self.peer_reports.report(&self.backend, peer_standings(mesh, snapshot));
+        } else {
+            self.peer_reports.leave();
         }
-        let wanted = peer_standings(mesh, snapshot);
-        if self.reported_peers.as_ref() == Some(&wanted) {
-            return;
-        }
-        let (said, task) = self.status_task.get_or_insert_with(|| {
-            let (backend, said) = (Arc::clone(&self.backend), wanted.clone());
-            let report = async move { backend.report_peers(&said).await };
-            (wanted, AbortOnDropHandle::new(tokio::spawn(report)))
-        });
-        // Many peers, or a server that does not answer: waited for beside the reconciles.
-        let Ok(answer) = tokio::time::timeout(PATIENCE, task).await else { return };
-        match answer {
-            Ok(Ok(_)) => self.reported_peers = Some(std::mem::take(said)),
-            Ok(Err(error)) => tracing::debug!(%error, "status of peers not written yet"),
-            Err(error) => tracing::error!(%error, "failed to write the status of peers"),
-        }
-        self.status_task = None;
     }
 
     /// Says of a dead leader that it is, for nodes without failover, which follow its heartbeat.
@@ -161,17 +122,14 @@ impl<B: Backend> Agent<B> {
         own
     }
 
-    /// Writes the own annotations when one differs or a heartbeat is due.
-    pub(super) async fn publish(
-        &mut self,
+    /// What others are to know of this node; its heartbeat as they know it.
+    pub(super) fn published(
+        &self,
         own: &Node,
         seen: Known<'_>,
         mesh: &Mesh,
         state: &DeviceState,
-        now: Instant,
-        unix_now: i64,
-    ) -> Result<(), AgentError> {
-        let due = now >= self.next_check_in;
+    ) -> Published {
         // Only endpoints of peers that roam are of use to others.
         let gateways = mesh.segments.iter().enumerate().flat_map(|(at, segment)| {
             let order = mesh.gateways_of(at).into_owned().order;
@@ -182,12 +140,11 @@ impl<B: Backend> Agent<B> {
             .filter_map(|gateway| gateway.node.key)
             .chain(mesh.peers.iter().filter(|peer| peer.persistent_keepalive > 0).map(|peer| peer.public_key))
             .collect();
-        let published = Published {
+        Published {
             endpoint: own.endpoint.clone(),
             internal_ip: own.internal_ip,
             key: own.key,
-            // The backend's view may be older than what was written last.
-            last_seen: if due { unix_now } else { seen.last_seen.max(self.checked_in) },
+            last_seen: seen.last_seen,
             wireguard_ip: plan::wireguard_address(mesh, &self.options.hostname),
             discovered_endpoints: state
                 .seen_endpoints()
@@ -198,46 +155,6 @@ impl<B: Backend> Agent<B> {
             cni_compatibility_ip: own.cni_compatibility_ip,
             signal: own.signal,
             leading: own.leading,
-        };
-        if self.unanswered > 0 && !due {
-            return Err(BackendError::Unreachable(self.last_refusal.as_str().into()).into());
         }
-        let patience = if seen.key == own.key { PATIENCE } else { PATIENCE_UNKNOWN };
-        let written = self.ask(published, patience).await;
-        if let Err(error) = &written
-            && error.is_temporary()
-        {
-            self.last_refusal = error.to_string();
-            let pause = RETRY * (1 << self.unanswered.min(MOST_DOUBLINGS));
-            self.next_check_in = Instant::now() + pause.mul_f64(rand::random_range(0.8..1.2));
-            self.unanswered = self.unanswered.saturating_add(1);
-        } else {
-            self.unanswered = 0;
-        }
-        written?;
-        if due {
-            self.checked_in = unix_now;
-            self.next_check_in = now + CHECK_IN.mul_f64(rand::random_range(0.9..1.1));
-        }
-        Ok(())
-    }
-
-    /// Has the backend write this, unless it is still at what was asked before. An
-    /// answer that takes longer is waited for beside the reconciles: it may have to
-    /// come through the mesh they make.
-    async fn ask(&mut self, published: Published, patience: Duration) -> Result<bool, BackendError> {
-        let (backend, node) = (Arc::clone(&self.backend), self.options.hostname.clone());
-        let task = self.publish_task.get_or_insert_with(|| {
-            AbortOnDropHandle::new(tokio::spawn(async move { backend.publish(&node, &published).await }))
-        });
-        let Ok(answer) = tokio::time::timeout(patience, task).await else {
-            let seconds = patience.as_secs();
-            let text = format!("the API server has not answered within {seconds} s; going on without");
-            return Err(BackendError::Unreachable(text.into()));
-        };
-        self.publish_task = None;
-        answer.unwrap_or_else(|panic| {
-            Err(BackendError::Api(Explained::of("writing the annotations has panicked", panic)))
-        })
     }
 }

@@ -35,6 +35,7 @@ mod nat_rules;
 mod overlay;
 mod page;
 mod path_probe;
+mod publish_hangs;
 mod quiet;
 mod strangers;
 mod uninstall;

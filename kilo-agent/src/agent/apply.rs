@@ -1,0 +1,131 @@
+//! Puts this host right: the steps of an apply, in their order.
+
+use std::time::Instant;
+
+use super::{Agent, AgentError, error::Parts, host_state::HostState};
+use crate::{backend::Backend, failover};
+use kilo_core::{
+    plan::{HostPlan, NetPlan},
+    topology::Mesh,
+    wireguard::diff,
+};
+use kilo_host::{dataplane::Interfaces, net::forwarding, wireguard::handshake_nudge::HandshakeNudge};
+
+impl<B: Backend> Agent<B> {
+    /// Programs and tables first, routes last: a packet that reaches the
+    /// device always meets a program that knows what to do with it. One part
+    /// that fails keeps none of the others from being put right: without its
+    /// programs, peers or port the device drops what routes lead there.
+    pub(super) async fn apply(&mut self, plan: HostPlan, host: &mut HostState) -> Result<u64, AgentError> {
+        let mut parts = Parts::default();
+        let written = self.dataplane.write(&plan.tables);
+        for (map, entries) in self.dataplane.entries() {
+            self.metrics.set_map_entries(map, entries);
+        }
+        parts.add(written.map_err(AgentError::from));
+        parts.add(self.apply_programs(&plan, host).await);
+        parts.add(self.apply_wireguard(&plan, host).await);
+        let steers_by_source = plan.tables.steers_to_wireguard_by_source();
+        parts.add(self.apply_net(plan.net, host, steers_by_source).await);
+        parts.end(&self.metrics)
+    }
+
+    async fn apply_programs(&mut self, plan: &HostPlan, host: &mut HostState) -> Result<u64, AgentError> {
+        let interfaces = Interfaces {
+            kilo: host.interface.index,
+            uplinks: &plan.uplinks,
+            layer3: &plan.layer3,
+            tunnels: &plan.tunnels,
+        };
+        let attached = self.dataplane.attach(&self.net, interfaces).await?;
+        self.metrics.reattached.inc_by(attached.reattached);
+        for error in attached.failed {
+            self.metrics.error(error.label());
+            tracing::error!(%error, "failed to attach BPF program to interface; other interfaces are unaffected");
+        }
+        let guarded = host.tunnels.guard(self.net.rtnl(), &attached.unguarded).await;
+        match attached.refused {
+            Some(error) => Err(error.into()),
+            None => Ok(attached.changes + guarded?),
+        }
+    }
+
+    async fn apply_wireguard(&mut self, plan: &HostPlan, host: &mut HostState) -> Result<u64, AgentError> {
+        let changes = diff(&host.state, &plan.wireguard, &self.key);
+        let writes = host.interface.device.apply(&changes).await? as u64;
+        host.state.take(&changes);
+        let (own, subnet) = (self.key.public(), &self.options.settings.subnet);
+        self.handshake_nudge.watch(&changes, &plan.wireguard.peers, own, subnet, Instant::now());
+        Ok(writes)
+    }
+
+    async fn apply_net(
+        &self,
+        plan: NetPlan,
+        host: &mut HostState,
+        steers_by_source: bool,
+    ) -> Result<u64, AgentError> {
+        let kilo = host.interface.index;
+        let mut writes = match host.net.take() {
+            Some(before) => self.net.change(&before, &plan, kilo).await?,
+            None => self.net.apply(&plan, kilo).await?,
+        } as u64;
+        writes += forwarding::enable(plan.routes.iter().any(|route| route.destination.addr().is_ipv6()));
+        if steers_by_source {
+            writes += forwarding::accept_by_tunnel(self.net.rtnl(), &self.options.interface.name, kilo).await;
+        }
+        host.net = Some(plan);
+        Ok(writes)
+    }
+
+    /// What the failover thread is to know, and the keys of signals for the tables; `None` when it
+    /// is off, or this node takes no part.
+    pub(super) fn site(
+        &mut self,
+        mesh: &Mesh,
+        plan: &mut HostPlan,
+        host: &HostState,
+    ) -> Option<failover::Site> {
+        let failover = self.failover.as_mut()?;
+        let node = &self.options.hostname;
+        let held = self.dataplane.held_keys();
+        plan.tables.signal_key = failover.signal_keys(mesh, node, &self.key, &self.state.hops, &held);
+        failover::Site::of(&failover::Facts {
+            mesh,
+            node,
+            hops: &self.state.hops,
+            plan,
+            state: &host.state,
+            device: &host.interface.device,
+            uplink: host.ways_out.default,
+            keys: failover.keys(),
+        })
+    }
+
+    pub(super) fn tell_failover(&mut self, site: Option<failover::Site>) {
+        let (Some(failover), Some(site)) = (&mut self.failover, site) else { return };
+        let (bpffs, metrics) = (&self.options.bpffs, &self.metrics.failover);
+        if let Err(error) = failover.tell(site, &self.dataplane, bpffs, metrics) {
+            self.metrics.error(error.label());
+            tracing::error!(%error, "failed to start failover; the leader is replaced when it is declared dead");
+        }
+    }
+
+    /// Makes new peers shake hands that have not by themselves.
+    pub(super) async fn nudge(&mut self) {
+        let Some(host) = &self.state.host else {
+            // The next reconcile reads the host anew and tries again.
+            self.handshake_nudge = HandshakeNudge::default();
+            return;
+        };
+        match self.handshake_nudge.nudge(&host.interface.device, Instant::now()).await {
+            Ok(writes) => drop(self.metrics.writes.inc_by(writes as u64)),
+            Err(error) => {
+                // It may have taken a peer off the device that it has not put back.
+                self.host_changed.notify_one();
+                self.metrics.error(error.label());
+                tracing::warn!(%error, "failed to trigger handshakes with new peers");
+            }
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! Writes the status of Peer objects beside the reconciles: there may be many, or a server that does not answer.
+
+use std::sync::Arc;
+
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::backend::{Backend, BackendError};
+use kilo_core::topology::PeerStandings;
+
+/// What the Peer objects say, and what is being written.
+#[derive(Default)]
+pub(super) struct PeerReports {
+    written: Option<PeerStandings>,
+    task: Option<(PeerStandings, AbortOnDropHandle<Result<u64, BackendError>>)>,
+}
+
+impl PeerReports {
+    /// Another agent writes them.
+    pub fn leave(&mut self) {
+        *self = Self::default();
+    }
+
+    /// Starts to write what differs, unless a write is under way: then a later call does.
+    pub fn report<B: Backend>(&mut self, backend: &Arc<B>, wanted: PeerStandings) {
+        if self.task.is_some() || self.written.as_ref() == Some(&wanted) {
+            return;
+        }
+        let (backend, said) = (Arc::clone(backend), wanted.clone());
+        let report = tokio::spawn(async move { backend.report_peers(&said).await });
+        self.task = Some((wanted, AbortOnDropHandle::new(report)));
+    }
+
+    /// Waits for the end of the write that is under way, for ever when there is none. True when all was written.
+    pub async fn finished(&mut self) -> bool {
+        let Some((_, task)) = &mut self.task else { return std::future::pending().await };
+        let answer = task.await;
+        let Some((said, _)) = self.task.take() else { return false };
+        match answer {
+            Ok(Ok(_)) => {
+                self.written = Some(said);
+                return true;
+            }
+            Ok(Err(error)) => tracing::debug!(%error, "status of peers not written yet"),
+            Err(error) => tracing::error!(%error, "failed to write the status of peers"),
+        }
+        false
+    }
+}

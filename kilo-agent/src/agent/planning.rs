@@ -1,0 +1,68 @@
+//! From the mesh and this host to a plan: looks up what the plan needs to know besides.
+
+use std::{collections::BTreeMap, net::IpAddr, time::Instant};
+
+use super::{Agent, host_state::HostState};
+use crate::backend::Backend;
+use kilo_core::{
+    plan::{self, HopIds, HostPlan, Inputs},
+    settings::Masquerade,
+    topology::{self, Mesh, Node},
+};
+use kilo_host::net::links;
+
+impl<B: Backend> Agent<B> {
+    /// The complete desired state of this host; `None`: the node is not in the mesh.
+    pub(super) async fn plan(&mut self, mesh: &Mesh, own: &Node, host: &mut HostState) -> Option<HostPlan> {
+        let private = own.internal_ip.map(|net| net.addr());
+        let mesh = &*mesh.around(&own.name);
+        let (segment, _) = mesh.find(&own.name)?;
+        let others = mesh.segments[segment].members.iter().filter(|member| member.name() != own.name);
+        let overlay = plan::overlay_addresses(mesh, &own.name, self.options.compatibility);
+        let elsewhere =
+            overlay.iter().filter(|(name, _)| **name != own.name).map(|(_, ip)| IpAddr::from(*ip));
+        let others = others.filter_map(topology::Member::private_ip).chain(elsewhere).collect();
+        let query = links::HostQuery {
+            kilo: host.interface.index,
+            private,
+            pod_cidrs: &own.pod_cidrs,
+            next_hops: &host.ways_out.next_hops,
+            ways: &host.ways,
+        };
+        let multihomed = links::host_links(&host.links, &query, &BTreeMap::new()).uplinks.len() > 1;
+        self.net.find_paths(&mut host.paths, others, multihomed).await;
+        if self.state.hops.is_empty() {
+            self.state.hops = HopIds::adopt(&self.dataplane.held_senders(), mesh, &own.name);
+        }
+        let mut found = links::host_links(&host.links, &query, &host.paths.interfaces);
+        found.more_towards.clone_from(&host.paths.several);
+        (found.vxlan, found.ipip) = (host.tunnels.vxlan, host.tunnels.ipip);
+        links::add_overlay(&mut found, &host.links, &own.name, overlay);
+        links::add_elsewhere(&mut found, &host.ways_out.elsewhere);
+        found.path_mtus = self.path_mtus.current(Instant::now());
+        for (address, mtu) in &host.paths.mtus {
+            found.path_mtus.entry(*address).and_modify(|known| *known = *mtu.min(known)).or_insert(*mtu);
+        }
+        self.state.hops = self.state.hops.update(mesh, &own.name);
+        self.log_limiter.no_uplink(found.uplinks.is_empty(), &self.metrics);
+        self.log_limiter.unknown_headers(&found.unknown_headers, &self.metrics);
+        self.log_limiter.left_out(self.state.hops.left_out(mesh, &own.name), &self.metrics);
+        let resolved = self.resolver.resolve(mesh).await;
+        plan::host_plan(&Inputs {
+            mesh,
+            settings: &self.options.settings,
+            node: &own.name,
+            links: &found,
+            hops: &self.state.hops,
+            resolved: &resolved,
+            seen: &host.state.seen_endpoints(),
+            persistent_keepalive: own.persistent_keepalive,
+            masquerade: self.options.masquerade == Masquerade::Ebpf,
+            mtu: self.options.mtu.resolve(
+                &host.links,
+                host.ways_out.default,
+                own.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6()),
+            ),
+        })
+    }
+}

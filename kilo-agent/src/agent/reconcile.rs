@@ -1,0 +1,209 @@
+//! One reconcile: observe, topology, plan, apply, publish.
+
+use std::{
+    sync::Arc,
+    time::{Instant, SystemTime, UNIX_EPOCH},
+};
+
+use super::{Agent, AgentError, host_state::HostState, publisher::PATIENCE_UNKNOWN};
+use crate::{
+    backend::{Backend, BackendError},
+    failover::Failover,
+};
+use kilo_core::{
+    objects::{Snapshot, events::EventReason},
+    topology::{Mesh, Node, among, not_among, with_own},
+};
+use kilo_host::interface::Interface;
+
+impl<B: Backend> Agent<B> {
+    /// True when the snapshot differs from the one last applied in heartbeats
+    /// only, and the same nodes are alive: then there is nothing to do.
+    pub(super) fn only_heartbeats_changed(&mut self, snapshot: &Arc<Snapshot>) -> bool {
+        let state = &mut self.state;
+        if !state.applied || !snapshot.differs_only_in_heartbeats(&state.snapshot) {
+            return false;
+        }
+        let nodes = with_own(&snapshot.nodes, state.own.as_ref());
+        let ready = state.liveness.ready(nodes, &self.options.hostname, Instant::now(), unix_now());
+        if ready != state.ready {
+            return false;
+        }
+        state.snapshot = Arc::clone(snapshot);
+        self.view.send_modify(|view| Arc::make_mut(view).snapshot = Arc::clone(snapshot));
+        true
+    }
+
+    /// Computes the desired state once and applies what differs; returns the
+    /// number of writes to the kernel. What is known of this host is forgotten
+    /// when anything fails.
+    pub(super) async fn reconcile(&mut self, snapshot: &Arc<Snapshot>) -> Result<u64, AgentError> {
+        let mut host = match self.state.host.take() {
+            Some(host) => host,
+            None => self.read_host().await?,
+        };
+        let writes = self.converge(snapshot, &mut host).await?;
+        self.state.host = Some(host);
+        Ok(writes)
+    }
+
+    async fn converge(&mut self, snapshot: &Arc<Snapshot>, host: &mut HostState) -> Result<u64, AgentError> {
+        self.log_limiter.objects(&snapshot.problems, &self.metrics);
+        let (now, unix_now) = (Instant::now(), unix_now());
+        let name = &self.options.hostname;
+        let seen = snapshot.nodes.get(name).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
+        let own = self.own_node(&seen, host).await;
+        // What is the same stays where it is in memory.
+        let same = self.state.own.clone().filter(|same| **same == own);
+        let own = same.unwrap_or_else(|| own.into());
+        let (mesh, ready) = self.topology(snapshot, &own, host, now, unix_now);
+        let published = self.published(&own, seen, &mesh, &host.state);
+        // What is routed into the mesh before others know this node's key is lost, and the API server may be
+        // there: it is asked first, and once.
+        let asks_first = seen.key != own.key && self.publisher.is_answered();
+        if asks_first {
+            self.publisher.publish(published.clone(), PATIENCE_UNKNOWN, now, unix_now);
+            let answer = self.publisher.answered().await;
+            self.heard(answer);
+        }
+        self.state.leaders.observe(&mesh, now);
+        self.report_successions(&mesh);
+        self.observe(&mesh);
+        self.warn_of_private_endpoint(&mesh);
+        self.show(&mesh, snapshot, &own, ready, &host.interface);
+        let applied = self.put_right(&mesh, &own, host).await;
+        if !asks_first {
+            self.publisher.publish_beside(published, now, unix_now);
+        }
+        self.give_up(snapshot);
+        let writes = applied?;
+        // What has just been applied: ready nodes, this one, peers.
+        if let Some(last_good_writer) = &mut self.last_good_writer {
+            last_good_writer.keep(&self.state, &self.metrics, now);
+        }
+        if self.publisher.is_answered() {
+            self.report_peers();
+        }
+        Ok(writes + std::mem::take(&mut host.made))
+    }
+
+    /// The mesh with this node as it is now, and which of the snapshot's nodes take part.
+    fn topology(
+        &mut self,
+        snapshot: &Snapshot,
+        own: &Arc<Node>,
+        host: &HostState,
+        now: Instant,
+        unix_now: i64,
+    ) -> (Arc<Mesh>, Vec<bool>) {
+        let (state, settings) = (&mut self.state, &self.options.settings);
+        let nodes = with_own(&snapshot.nodes, Some(own));
+        let ready = state.liveness.ready(nodes.clone(), &self.options.hostname, now, unix_now);
+        let members = among(nodes.clone(), &ready);
+        let mesh = state.mesh.next(members, &snapshot.peers, settings.granularity, settings.subnet);
+        let freed = state.freed.after(&state.mesh, &mesh, now);
+        let lost = not_among(nodes, &ready).chain(state.liveness.former(now));
+        let mesh = mesh.with_lost(lost).with_freed(freed);
+        let mesh = match &mut self.failover {
+            Some(failover) => failover.mesh(mesh, &host.state, now),
+            None => mesh,
+        };
+        (mesh.into(), ready)
+    }
+
+    /// Plans and applies, and then lets pods start.
+    async fn put_right(&mut self, mesh: &Mesh, own: &Node, host: &mut HostState) -> Result<u64, AgentError> {
+        let missing = |missing| AgentError::Incomplete { node: own.name.clone(), missing };
+        if own.pod_cidrs.is_empty() {
+            return Err(missing(
+                "it has no pod CIDR; set spec.podCIDR (kube-controller-manager --allocate-node-cidrs)",
+            ));
+        }
+        if own.endpoint.is_none() {
+            return Err(missing(
+                "no address of this host can be an endpoint; set the annotation force-endpoint",
+            ));
+        }
+        let plan = self.plan(mesh, own, host).await;
+        let mut plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
+        let site = self.site(mesh, &mut plan, host);
+        if self.log_limiter.conflicts(&plan.conflicts, &self.metrics) {
+            self.report_conflicts(&plan.conflicts);
+        }
+        let decision = self.nat_decision(&plan.tables);
+        let applied = self.apply(plan, host).await;
+        self.tell_failover(site);
+        let programs = self.dataplane.attached();
+        self.view.send_if_modified(|view| {
+            let differs = view.programs != programs;
+            if differs {
+                Arc::make_mut(view).programs = programs;
+            }
+            differs
+        });
+        // Pods' packets need these rules, whatever else failed.
+        let ruled = self.write_forward_rules(own).await + self.write_nat_rules(decision).await;
+        self.metrics.writes.inc_by(ruled);
+        let writes = applied?;
+        // The data path is up: pods may start.
+        self.publish_cni(own);
+        self.warn_of_other_cni();
+        Ok(writes)
+    }
+
+    fn warn_of_private_endpoint(&mut self, mesh: &Mesh) {
+        let name = &self.options.hostname;
+        let warned = if self.options.prefer_private { None } else { mesh.private_endpoint_of(name) };
+        if let Some(text) = self.log_limiter.private_endpoint(warned) {
+            self.report(EventReason::PrivateEndpoint, text);
+        }
+    }
+
+    /// Sets gauges.
+    fn observe(&self, mesh: &Mesh) {
+        let gauge = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        self.metrics.leader.set(i64::from(mesh.leads(&self.options.hostname)));
+        self.metrics.nodes.set(gauge(mesh.node_count()));
+        self.metrics.peers.set(gauge(mesh.peers.len()));
+    }
+
+    /// Keeps this for the next reconcile, and shows it to those who ask.
+    fn show(
+        &mut self,
+        mesh: &Arc<Mesh>,
+        snapshot: &Arc<Snapshot>,
+        own: &Arc<Node>,
+        ready: Vec<bool>,
+        interface: &Interface,
+    ) {
+        let state = &mut self.state;
+        let differs = state.own.as_ref() != Some(own)
+            || ready != state.ready
+            || !snapshot.differs_only_in_heartbeats(&state.snapshot);
+        if let Some(last_good_writer) = self.last_good_writer.as_ref().filter(|_| differs) {
+            last_good_writer.note_change();
+        }
+        state.mesh = Arc::clone(mesh);
+        state.snapshot = Arc::clone(snapshot);
+        state.own = Some(Arc::clone(own));
+        state.ready = ready;
+        self.view.send_modify(|view| {
+            let view = Arc::make_mut(view);
+            view.node.clone_from(&self.options.hostname);
+            view.interface.clone_from(&self.options.interface.name);
+            view.mesh = Arc::clone(mesh);
+            view.snapshot = Arc::clone(snapshot);
+            view.own.clone_from(&state.own);
+            view.ready.clone_from(&state.ready);
+            view.granularity = self.options.settings.granularity;
+            view.leaders.clone_from(&state.leaders);
+            view.device = Some(interface.device.clone());
+            view.failover = self.failover.as_ref().map(Failover::reporter);
+        });
+    }
+}
+
+fn unix_now() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
+}

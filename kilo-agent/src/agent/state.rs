@@ -1,0 +1,60 @@
+//! What one reconcile leaves for the next.
+
+use std::sync::Arc;
+
+use kilo_core::{
+    objects::Snapshot,
+    plan::HopIds,
+    topology::{FreedAddresses, Liveness, Mesh, Node, among, with_own},
+};
+
+use super::host_state::HostState;
+use crate::status::Leaders;
+
+/// The agent's own state; what others may see of it is a [`View`](crate::status::View).
+#[derive(Default)]
+pub(super) struct State {
+    /// Nodes and peers as last seen.
+    pub snapshot: Arc<Snapshot>,
+    /// This host has been put right after them, and nothing has failed since.
+    pub applied: bool,
+    /// The own node as last found on this host.
+    pub own: Option<Arc<Node>>,
+    /// Which of the snapshot's nodes take part, in their order.
+    pub ready: Vec<bool>,
+    /// The mesh as this node sees it.
+    pub mesh: Arc<Mesh>,
+    /// Since when who leads.
+    pub leaders: Leaders,
+    /// Since when which heartbeat is known.
+    pub liveness: Liveness,
+    /// Addresses that left the mesh a moment ago.
+    pub freed: FreedAddresses,
+    /// Hop ids of the nodes of this location.
+    pub hops: HopIds,
+    /// This host as far as known; `None`: it must be read.
+    pub host: Option<HostState>,
+    /// Index of the WireGuard device when it was last seen.
+    pub device: Option<u32>,
+}
+
+/// What is kept for a start without API server.
+pub(super) struct Known {
+    pub snapshot: Arc<Snapshot>,
+    own: Option<Arc<Node>>,
+    ready: Vec<bool>,
+}
+
+impl State {
+    /// Nodes and peers, for somebody who takes longer than until the next reconcile.
+    pub fn known(&self) -> Known {
+        Known { snapshot: Arc::clone(&self.snapshot), own: self.own.clone(), ready: self.ready.clone() }
+    }
+}
+
+impl Known {
+    /// Nodes that take part, the own one as last found.
+    pub fn ready_nodes(&self) -> impl Iterator<Item = &Node> {
+        among(with_own(&self.snapshot.nodes, self.own.as_ref()), &self.ready).map(|node| &**node)
+    }
+}

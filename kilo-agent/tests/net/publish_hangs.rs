@@ -1,0 +1,184 @@
+//! An API server that takes every write and answers none: the host is put right all the same, at once.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use kilo_agent::{
+    agent::{self, Agent},
+    backend::{Backend, BackendError, file::FileBackend},
+    health::Health,
+    metrics::Metrics,
+};
+use kilo_core::{
+    objects::{Published, Snapshot},
+    settings::{
+        AttachMode, Compatibility, Encapsulate, EndpointFrom, Granularity, Masquerade, Settings, Tunnel,
+        WireguardMode,
+    },
+    topology::PeerStandings,
+    wireguard::key::SecretKey,
+};
+use kilo_host::{interface, net::mtu::Mtu};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    cluster,
+    netns::{isolated, sh},
+};
+
+const KEY: &str = "yAnz5TF+lXXJte14tji3zlMNq+hd2rYUIgJBgB3fBmk=";
+/// A change that waits for an answer takes 2 s or more.
+const AT_ONCE: Duration = Duration::from_millis(1200);
+
+/// Reads from a directory, and never finishes a write.
+struct Hangs {
+    objects: FileBackend,
+    writes: Arc<AtomicUsize>,
+}
+
+impl Hangs {
+    async fn hang<T>(&self) -> T {
+        self.writes.fetch_add(1, Ordering::Relaxed);
+        std::future::pending().await
+    }
+}
+
+impl Backend for Hangs {
+    fn watch(&self) -> watch::Receiver<Arc<Snapshot>> {
+        self.objects.watch()
+    }
+
+    async fn publish(&self, _: &str, _: &Published) -> Result<bool, BackendError> {
+        self.hang().await
+    }
+
+    async fn report_peers(&self, _: &PeerStandings) -> Result<u64, BackendError> {
+        self.hang().await
+    }
+
+    async fn report_network(&self, _: &str, _: bool) -> Result<(), BackendError> {
+        self.hang().await
+    }
+
+    async fn give_up(&self, _: &str, _: i64) -> Result<bool, BackendError> {
+        self.hang().await
+    }
+
+    async fn retract(&self, _: &str) -> Result<(), BackendError> {
+        self.hang().await
+    }
+}
+
+fn options() -> agent::Options {
+    agent::Options {
+        hostname: "n1".to_owned(),
+        interface: interface::Options {
+            name: "kilo0".to_owned(),
+            mode: WireguardMode::Auto,
+            create: true,
+            executable: PathBuf::from(env!("CARGO_BIN_EXE_kg")),
+        },
+        settings: Settings {
+            granularity: Granularity::Location,
+            encapsulate: Encapsulate::Always,
+            tunnel: Tunnel::Ipip,
+            local: true,
+            cni: true,
+            subnet: "10.4.0.0/16".parse().unwrap(),
+            service_cidrs: Vec::new(),
+            port: 51820,
+        },
+        mtu: Mtu::Auto,
+        compatibility: Compatibility::None,
+        resync: Duration::from_secs(3600),
+        internal_cidrs: Vec::new(),
+        endpoint_from: EndpointFrom::Auto,
+        prefer_private: false,
+        cni: None,
+        cni_boot: None,
+        masquerade: Masquerade::Ebpf,
+        forward_rules: false,
+        last_good: None,
+        bpffs: PathBuf::from("/sys/fs/bpf"),
+        attach: AttachMode::Auto,
+        debug: false,
+        failover: None,
+    }
+}
+
+/// How long it takes until the device has this prefix of a peer.
+async fn applied(prefix: &str) -> Duration {
+    let started = Instant::now();
+    while !kilo_has(prefix) {
+        assert!(started.elapsed() < Duration::from_secs(20), "{prefix} is not on the device");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    started.elapsed()
+}
+
+fn kilo_has(prefix: &str) -> bool {
+    sh("wg show kilo0 allowed-ips 2>/dev/null || true").contains(prefix)
+}
+
+/// Changes a peer again and again for 6 s, in which writes become overdue and are tried again.
+async fn changes_are_applied_at_once() {
+    for change in 1..=5 {
+        let prefix = format!("10.5.0.{change}/32");
+        cluster::write_peer(&prefix);
+        let took = applied(&prefix).await;
+        assert!(took < AT_ONCE, "change {change} was applied after {took:?}");
+        tokio::time::sleep(Duration::from_millis(1100)).await;
+    }
+}
+
+#[test]
+fn an_api_server_that_hangs_delays_nothing_on_the_host() {
+    isolated("an_api_server_that_hangs_delays_nothing_on_the_host", || async {
+        cluster::prepare();
+        cluster::write_node(2, "b", "10.42.2.0/24", true);
+        cluster::write_peer("10.5.0.100/32");
+        let key: SecretKey = KEY.parse().unwrap();
+        for known in [false, true] {
+            if known {
+                cluster::write(
+                    "n1",
+                    &format!(
+                        "kind: Node\nmetadata:\n  name: n1\n  labels: {{topology.kubernetes.io/region: a}}\n  \
+                         annotations: {{kilo.squat.ai/key: '{}'}}\nspec: {{podCIDRs: [10.42.1.0/24]}}\n",
+                        key.public()
+                    ),
+                );
+                cluster::write_peer("10.5.0.100/32");
+            }
+            let objects =
+                FileBackend::start(Path::new("/run/cluster"), "topology.kubernetes.io/region").await.unwrap();
+            let writes = Arc::new(AtomicUsize::new(0));
+            let backend = Hangs { objects, writes: Arc::clone(&writes) };
+            let (options, stop) = (options(), CancellationToken::new());
+            let startup = agent::begin(&options);
+            let health = Health::new(Instant::now(), Duration::ZERO);
+            let (view, _reader) = watch::channel(Arc::default());
+            let agent = Agent::new(options, backend, startup, key, Metrics::default(), health.clone(), view)
+                .await
+                .unwrap();
+            let agent = tokio::spawn(agent.run(stop.clone()));
+            let started = applied("10.5.0.100/32").await;
+            // A node that nobody knows waits for others to learn its key, once.
+            assert!(known == (started < AT_ONCE), "known: {known}, applied after {started:?}");
+            changes_are_applied_at_once().await;
+            assert!(writes.load(Ordering::Relaxed) > 0, "something was to be written");
+            let said = health.check(Instant::now()).unwrap_err();
+            assert!(said.contains("the API server has not answered"), "{said}");
+            stop.cancel();
+            agent.await.unwrap().unwrap();
+            sh("ip link delete kilo0");
+        }
+    });
+}
