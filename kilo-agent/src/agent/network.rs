@@ -59,7 +59,9 @@ impl<B: Backend> Agent<B> {
     }
 
     /// Hands the CNI configuration out; to be called when the data path is up.
-    pub(super) fn publish_cni(&self, own: &Node) {
+    pub(super) async fn publish_cni(&self, own: &Node) {
+        // Before the configuration forgets which they were.
+        self.leave_former_subnets(own).await;
         let written = match (&self.options.cni_boot, &self.options.cni) {
             (Some(configuration), _) => configuration.publish(&own.pod_cidrs),
             (None, Some(path)) => kilo_host::cni::update(path, &own.pod_cidrs),
@@ -80,6 +82,31 @@ impl<B: Backend> Agent<B> {
                 *said = Some(true);
                 differs
             });
+        }
+    }
+
+    /// Takes the gateways of pod CIDRs that the node has no more off its bridges; another
+    /// node may have them.
+    async fn leave_former_subnets(&self, own: &Node) {
+        let path = match (&self.options.cni_boot, &self.options.cni) {
+            (Some(configuration), _) => configuration.file(),
+            (None, Some(path)) => path.clone(),
+            (None, None) => return,
+        };
+        // A file that cannot be read is told by who writes it.
+        let Ok(former) = kilo_host::cni::former(&path, &own.pod_cidrs) else { return };
+        if former.subnets.is_empty() {
+            return;
+        }
+        match self.net.leave_subnets(&former.bridges, &former.subnets).await {
+            Ok(writes) => {
+                self.metrics.writes.inc_by(writes as u64);
+                tracing::info!(subnets = ?former.subnets, addresses = writes, "the pod CIDRs of this node changed; the bridge left the former ones");
+            }
+            Err(error) => {
+                self.metrics.error("cni");
+                tracing::error!(%error, "failed to take the former pod CIDRs off the bridge");
+            }
         }
     }
 

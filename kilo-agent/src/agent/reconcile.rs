@@ -146,7 +146,7 @@ impl<B: Backend> Agent<B> {
         self.metrics.writes.inc_by(ruled);
         let writes = applied?;
         // The data path is up: pods may start.
-        self.publish_cni(own);
+        self.publish_cni(own).await;
         self.warn_of_other_cni();
         Ok(writes)
     }

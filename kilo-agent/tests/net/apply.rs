@@ -268,6 +268,25 @@ fn a_thousand_routes_are_quick_and_1000_reconciles_write_nothing() {
 }
 
 #[test]
+fn a_bridge_leaves_the_subnets_that_the_node_has_no_more() {
+    isolated("a_bridge_leaves_the_subnets_that_the_node_has_no_more", || async {
+        setup();
+        let net = Net::new().unwrap();
+        sh("ip link add br1 type bridge; ip addr add 10.42.3.1/24 dev br1; ip link set br1 up; \
+            ip addr add 10.42.1.1/24 dev br1; ip addr add fd00:42:1::1/64 dev br1 nodad; \
+            ip addr add fd00:42:3::1/64 dev br1 nodad; ip addr add 10.42.1.9/24 dev eth0");
+        let former = ["10.42.1.0/24", "fd00:42:1::/64"].map(|subnet| subnet.parse().unwrap());
+        let bridges = ["br1", "eth0", "absent"].map(str::to_owned);
+        assert_eq!(net.leave_subnets(&bridges, &former).await.unwrap(), 2);
+        let left = sh("ip addr show dev br1");
+        assert!(left.contains("10.42.3.1/24") && left.contains("fd00:42:3::1/64"), "{left}");
+        assert!(!left.contains("42.1.1") && !left.contains("fd00:42:1:"), "{left}");
+        assert!(sh("ip addr show dev eth0").contains("10.42.1.9/24"), "what is not a bridge is not touched");
+        assert_eq!(net.leave_subnets(&bridges, &former).await.unwrap(), 0);
+    });
+}
+
+#[test]
 fn a_route_of_somebody_else_is_refused_by_name_and_kilos_is_taken_over() {
     isolated("a_route_of_somebody_else_is_refused_by_name_and_kilos_is_taken_over", || async {
         let kilo = setup();

@@ -25,8 +25,8 @@ pub struct BootConfiguration {
 }
 
 impl BootConfiguration {
-    /// The file itself.
-    fn file(&self) -> PathBuf {
+    /// The file itself, whether it is there or not.
+    pub fn file(&self) -> PathBuf {
         self.directory.join(self.path.file_name().unwrap_or_default())
     }
 

@@ -1,7 +1,8 @@
 //! Addresses of the WireGuard device.
 //!
 //! The device is ours, so every address on it that is not link-local is: one
-//! left by an earlier agent goes away. Other interfaces are never touched.
+//! left by an earlier agent goes away. Of other interfaces only the bridges of our
+//! CNI configuration are touched, and only in subnets that the node has no more.
 
 use std::collections::BTreeSet;
 
@@ -14,7 +15,7 @@ use rtnetlink::{
     },
 };
 
-use super::{NetError, Refused, Rtnl, links};
+use super::{NetError, Refused, Rtnl, error, links};
 
 /// Difference between the addresses there are and those wanted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -86,6 +87,25 @@ pub async fn apply(
         }
     }
     Ok(writes)
+}
+
+/// Removes the addresses of a bridge that lie in these subnets; returns the number of writes.
+/// The CNI plugin puts a second IPv6 gateway beside the first and leaves that: with it the
+/// kernel delivers packets for another node, which has the subnet now, to the own bridge.
+pub async fn leave(rtnl: &Rtnl, bridge: &str, subnets: &[IpNet]) -> Result<usize, NetError> {
+    let Some(link) = links::by_name(rtnl, bridge).await?.filter(|link| link.kind == "bridge") else {
+        return Ok(0);
+    };
+    let mut refused = Vec::new();
+    let mut writes = 0;
+    for net in read(rtnl, link.index).await? {
+        if subnets.contains(&net.trunc()) {
+            let what = format!("remove address {net} of {bridge}");
+            let message = RouteNetlinkMessage::DelAddress(message(link.index, net));
+            writes += keep(&mut refused, rtnl.write(&what, message, 0).await)?;
+        }
+    }
+    error::unless(refused, writes)
 }
 
 /// Counts a write, or notes its refusal; only a broken socket stops the rest.

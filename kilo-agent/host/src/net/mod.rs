@@ -35,6 +35,7 @@ pub use routes::WaysOut;
 pub use rtnl::Rtnl;
 pub use sources::Way;
 
+use ipnet::IpNet;
 use kilo_core::{observed::HostLinks, plan::NetPlan};
 
 /// Protocol number our routes and rules carry (`ip route show proto 107`).
@@ -170,6 +171,18 @@ impl Net {
         // Only after rules that led to them are gone.
         writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;
         error::unless(refused, writes)
+    }
+
+    /// Takes the addresses in these subnets off the bridges: the node has other pod CIDRs now.
+    ///
+    /// # Errors
+    /// When the kernel refuses; what could be removed is.
+    pub async fn leave_subnets(&self, bridges: &[String], subnets: &[IpNet]) -> Result<usize, NetError> {
+        let mut writes = 0;
+        for bridge in bridges {
+            writes += addresses::leave(&self.rtnl, bridge, subnets).await?;
+        }
+        Ok(writes)
     }
 
     /// As [`Self::apply`], where all of the plan `before` is known to be there:
