@@ -137,17 +137,25 @@ pub fn connectivity(cluster: &Cluster) -> Result<String> {
     ensure!(red.contains("FAIL") && red.contains("probes failed"), "{red}");
     nothing_is_left(cluster)?;
 
-    // Interrupted while pods run.
-    let script = format!("timeout --signal=INT 4 {KGCTL} connectivity-test 2>&1 || true");
-    let said = cluster.first().sh(&script)?;
+    let said = end_by(cluster, "INT")?;
     ensure!(said.contains("interrupted"), "{said}");
     nothing_is_left(cluster)?;
     // One that was killed is cleaned up after by the next.
-    cluster.first().sh(&format!("timeout --signal=KILL 3 {KGCTL} connectivity-test || true"))?;
+    end_by(cluster, "KILL")?;
     let again = kgctl(cluster, &["connectivity-test", far.name()]).context("after one that was killed")?;
     ensure!(again.contains("All "), "{again}");
     nothing_is_left(cluster)?;
     Ok(shown.lines().last().unwrap_or_default().to_owned())
+}
+
+/// Ends a connectivity test by this signal as soon as its namespace is there; what it printed.
+fn end_by(cluster: &Cluster, signal: &str) -> Result<String> {
+    let script = format!(
+        "{KGCTL} connectivity-test > /tmp/connectivity.log 2>&1 & test=$!
+         until kubectl get namespaces -o name | grep -q connectivity; do kill -0 $test; sleep 0.1; done
+         kill -{signal} $test; wait $test || true; cat /tmp/connectivity.log"
+    );
+    cluster.first().sh(&script)
 }
 
 fn nothing_is_left(cluster: &Cluster) -> Result<()> {

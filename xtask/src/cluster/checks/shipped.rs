@@ -26,11 +26,10 @@ pub fn logs(cluster: &Cluster) -> Result<String> {
     Ok(format!("{lines} lines"))
 }
 
-/// The webhook by its manifest: it refuses what is wrong, and lets the rest pass.
+/// The webhook by its manifest, with the certificate that it makes itself: it refuses what is
+/// wrong, and lets the rest pass.
 pub fn webhook(cluster: &Cluster) -> Result<String> {
     deploy::apply_file(cluster, "peer-validation.yaml")?;
-    // No image of the Job that makes certificates is at hand.
-    cluster.first().sh(CERTIFICATE)?;
     let deployment = "deployment/peer-validation-server";
     cluster.kubectl(&["-n", "kilo", "rollout", "status", deployment, "--timeout=120s"])?;
     let valid = peer("192.0.2.1");
@@ -54,15 +53,3 @@ fn peer(host: &str) -> String {
          endpoint: {{dnsOrIP: {{ip: {host}}}, port: 51820}}}}\n"
     )
 }
-
-const CERTIFICATE: &str = r#"
-mkdir -p /tmp/webhook && cd /tmp/webhook
-for name in ca tls; do openssl ecparam -name prime256v1 -genkey -noout -out $name.key; done
-openssl req -x509 -new -key ca.key -days 30 -subj /CN=authority -out ca.crt
-openssl req -new -key tls.key -subj /CN=peer-validation -out tls.csr
-printf 'subjectAltName=DNS:peer-validation.kilo.svc\n' > names
-openssl x509 -req -in tls.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 30 -extfile names -out tls.crt
-kubectl -n kilo create secret tls peer-validation-webhook-tls --cert=tls.crt --key=tls.key
-kubectl patch validatingwebhookconfiguration peers.kilo.squat.ai --type=json \
-  -p "[{\"op\":\"add\",\"path\":\"/webhooks/0/clientConfig/caBundle\",\"value\":\"$(base64 -w0 ca.crt)\"}]"
-"#;
