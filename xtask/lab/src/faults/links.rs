@@ -25,6 +25,8 @@ fn back(lab: &Lab, node: &str, device: &str, old: u64) -> Result<String> {
 }
 
 fn deleted(lab: &mut Lab, node: &str) -> Result<String> {
+    // It may go between the look at it and the attaching to it.
+    lab.caused(&["No such device"]);
     let space = lab.network.node(node)?.space.clone();
     let old = number(&space, "cat /sys/class/net/kilo0/ifindex")?;
     space.ip("link delete kilo0\n")?;

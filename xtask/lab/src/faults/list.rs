@@ -155,7 +155,7 @@ pub const FAULTS: &[Fault] = &[
         .on_request(),
     fault("kilo0-deleted", 25)
         .across("kilo0 of a node that does not lead is deleted", Goal::Within(5000), links::member_deleted)
-        .soak("kilo0 is deleted", &[], random::device_deleted),
+        .soak("kilo0 is deleted", &["No such device"], random::device_deleted),
     fault("kilo0-of-leader-deleted", 25)
         .across("kilo0 of the leader is deleted", Goal::Within(10_000), links::leader_deleted),
     fault("kilo0-renamed", 25)
@@ -215,7 +215,12 @@ pub const FAULTS: &[Fault] = &[
     fault("static-stability", 67)
         .across("agents dead, the cluster away, a node reboots", Goal::Nothing, control_plane::on_their_own),
     unlisted("agent-stopped").soak("an agent stands still", &[], random::agent_stands_still),
-    unlisted("wireguard-killed").soak("WireGuard's process is killed", &[], random::wireguard_killed),
+    // The device may go between the look at it and the attaching to it.
+    unlisted("wireguard-killed").soak(
+        "WireGuard's process is killed",
+        &["No such device"],
+        random::wireguard_killed,
+    ),
     unlisted("neighbours-flushed").soak("neighbours are forgotten", &[], random::neighbours_forgotten),
     unlisted("node-leaves").soak("a node leaves", &[LEADS, NO_NODE], random::node_leaves),
     unlisted("packets-lost").soak("packets are lost or late", &[], random::packets_lost),
