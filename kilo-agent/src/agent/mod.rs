@@ -340,6 +340,7 @@ impl<B: Backend> Agent<B> {
         }
         Ok(())
     }
+
     /// What the backend said to the last write.
     fn heard(&mut self, answer: Result<(), BackendError>) {
         match answer {

@@ -137,7 +137,7 @@ impl<B: Backend> Publisher<B> {
                 asked.overdue = None;
                 let seconds = asked.patience.as_secs();
                 let text = format!("the API server has not answered within {seconds} s; going on without");
-                return self.judge(Err(BackendError::Unreachable(text.into())));
+                return self.record(Err(BackendError::Unreachable(text.into())));
             }
         };
         let Some(asked) = self.asked.take() else { return Ok(()) };
@@ -145,7 +145,7 @@ impl<B: Backend> Publisher<B> {
             Err(BackendError::Api(Explained::of("writing the annotations has panicked", panic)))
         });
         let wanted = self.wanted.take();
-        self.judge(answer)?;
+        self.record(answer)?;
         self.checked_in = self.checked_in.max(asked.published.last_seen);
         if let Some(wanted) = wanted.filter(|wanted| *wanted != asked.published) {
             self.ask(wanted, PATIENCE, Instant::now());
@@ -153,7 +153,7 @@ impl<B: Backend> Publisher<B> {
         Ok(())
     }
 
-    fn judge(&mut self, answer: Result<bool, BackendError>) -> Result<(), BackendError> {
+    fn record(&mut self, answer: Result<bool, BackendError>) -> Result<(), BackendError> {
         self.failed = answer.is_err();
         match &answer {
             Err(error) if error.is_temporary() => {

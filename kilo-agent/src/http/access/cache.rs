@@ -43,7 +43,7 @@ impl Cache {
         (now < *until).then(|| finding.clone())
     }
 
-    /// Keeps an answer; that there is none is no answer. What ends first makes room.
+    /// Keeps an answer, but not a review that failed. What ends first makes room.
     pub fn put(&self, token: &str, path: &'static str, finding: &Finding, now: Instant) {
         let lasts = match finding {
             Finding::Allowed => ALLOWED,

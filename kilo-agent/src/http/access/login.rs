@@ -49,7 +49,7 @@ pub async fn token(request: Request<Incoming>) -> Result<String, Answer> {
     let field = form_urlencoded::parse(&body).find(|(name, _)| name == "token");
     let token = field.map(|(_, value)| value.trim().to_owned());
     token.filter(|token| is_token(token)).ok_or_else(|| {
-        form(StatusCode::BAD_REQUEST, "That is no token: it has letters, digits and -._~+/= alone.")
+        form(StatusCode::BAD_REQUEST, "This is not a bearer token: one has only letters, digits and -._~+/=.")
     })
 }
 
