@@ -158,9 +158,9 @@ counted! {
             "IPIP or VXLAN for another address of this host than its private one, from a pod, a process or an \
              interface without programs: spoofing, or another tunnel on UDP port 51821 or without a device of \
              its own for IPIP.",
-        /// Packet to the VXLAN port of a node that was not sent by Kilo's programs or devices.
+        /// VXLAN, or what looks like a signal, to the VXLAN port of a node that Kilo's programs or devices did not send.
         ForgedVxlan = 55 => "forged_vxlan",
-            "A process or a pod sends UDP to port 51821 of another node, which carries the mesh: find it by \
+            "A process or a pod forges mesh traffic, or has a VXLAN of its own on UDP port 51821: find it by \
              `ss -upn dport = :51821`, and give it another port.",
         /// A signal about a change of leader that is outdated: an earlier term, or recorded before this node's start.
         StaleSignal = 59 => "stale_signal",

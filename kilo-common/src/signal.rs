@@ -8,11 +8,13 @@
 //! 40 body, whole words   end: u64 tag, of kinds that have one
 //! ```
 //! Everything is big-endian but the tag, which is SipHash's own little-endian
-//! word. The first byte tells a signal from VXLAN, whose first byte is 8.
+//! word. The first byte tells a signal from VXLAN, whose first byte is 8; the magic tells it
+//! from the answers to a flow that somebody's masquerading gave this port.
 
 pub mod kernel;
 
 use crate::{
+    encap::vxlan_header,
     lead::Term,
     maps::VXLAN_PORT,
     siphash::{self, Key},
@@ -151,6 +153,24 @@ pub enum Malformed {
 #[inline(always)]
 fn word(bytes: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_be_bytes(*bytes.get(at..)?.first_chunk()?))
+}
+
+/// True for the first 8 bytes of a signal of any version.
+#[inline(always)]
+#[must_use]
+pub const fn begins(first: &[u8; 8]) -> bool {
+    let [zero, _, _, _, a, b, c, d] = *first;
+    zero == 0 && u32::from_be_bytes([a, b, c, d]) == u32::from_be_bytes(MAGIC)
+}
+
+/// True for the first 8 bytes that a datagram to [`PORT`] has when a node's programs or its VXLAN
+/// device could take it. The device refuses flags other than "VNI is valid" (`vxlan_rcv` in
+/// `drivers/net/vxlan/vxlan_core.c`); any VNI counts here.
+#[inline(always)]
+#[must_use]
+pub const fn is_vxlan_or_signal(first: &[u8; 8]) -> bool {
+    let ([a, b, c, d, ..], [w, x, y, z, ..]) = (*first, vxlan_header());
+    u32::from_be_bytes([a, b, c, d]) == u32::from_be_bytes([w, x, y, z]) || begins(first)
 }
 
 /// Reads a header; `length` is what came after the UDP header.

@@ -11,9 +11,11 @@ use aya_ebpf::{
 use kilo_common::{
     counters::DropReason,
     ecn,
+    encap::UDP_LEN,
     forwarding::{self, Disposition},
     maps::{Config, NODE_LED, NodeValue, VXLAN_PORT},
     packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4},
+    signal::is_vxlan_or_signal,
 };
 use network_types::udp::UdpHdr;
 
@@ -35,18 +37,30 @@ pub const DESTINATION_PORT: usize = offset_of!(UdpHdr, dst);
 const DECAP_L3_IPV4: u64 = 128;
 const DECAP_L3_IPV6: u64 = 256;
 
-/// True for a datagram to the VXLAN device's port, or its first fragment, whatever stands between
-/// the IP header behind `LINK` bytes and that of UDP.
+/// True for a datagram to the VXLAN device's port, or its first fragment, that the device or a
+/// node's programs could take, whatever stands between the IP header behind `LINK` bytes and that of UDP.
 #[inline(always)]
 pub fn is_to_vxlan<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> bool {
     let Some(udp) = ip.udp(ctx, LINK) else { return false };
     // Most have no options, and need no helper.
-    if udp == LINK + I::HEADER_LEN
-        && let Some(port) = packet::linear_word(ctx, LINK + I::HEADER_LEN + DESTINATION_PORT)
-    {
-        return port == VXLAN_PORT.to_be();
-    }
-    ctx.load::<[u8; 2]>(udp + DESTINATION_PORT).is_ok_and(|port| port == VXLAN_PORT.to_be_bytes())
+    let near = if udp == LINK + I::HEADER_LEN {
+        packet::linear_word(ctx, LINK + I::HEADER_LEN + DESTINATION_PORT)
+    } else {
+        None
+    };
+    let port = near.or_else(|| ctx.load(udp + DESTINATION_PORT).ok());
+    port == Some(VXLAN_PORT.to_be()) && may_be_ours(ctx, ip, udp)
+}
+
+/// False for what comes to the port by chance: the answers to a flow whose source port somebody's
+/// masquerading keeps. Of segments that are still one packet, only the first could be looked at.
+#[inline(always)]
+fn may_be_ours<I: Ip>(ctx: &TcContext, ip: &I, udp: usize) -> bool {
+    packet::gso_size(ctx) != 0
+        || match ctx.load(udp + UDP_LEN) {
+            Ok(first) => is_vxlan_or_signal(&first),
+            Err(_) => ip.is_fragment(),
+        }
 }
 
 /// The node that an encapsulated packet comes from: by its outer source, and by the

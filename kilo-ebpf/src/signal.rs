@@ -61,7 +61,7 @@ pub fn is_control<I: Ip>(addr: I::Addr) -> bool {
     I::V6 && I::mapped(addr)[0] & CONTROL_MASK == CONTROL
 }
 
-/// True for a whole datagram without options whose first byte is a signal's, to this port; the
+/// True for a whole datagram without options that begins as a signal does, to this port; the
 /// caller knows that it is for this node.
 #[inline(always)]
 pub fn is_signal<I: Ip>(ctx: &TcContext, offset: usize, ip: &I) -> bool {
@@ -73,7 +73,7 @@ pub fn is_signal<I: Ip>(ctx: &TcContext, offset: usize, ip: &I) -> bool {
         && packet::linear_word(ctx, udp + DESTINATION_PORT)
             .unwrap_or_else(|| ctx.load(udp + DESTINATION_PORT).unwrap_or(0))
             == signal::PORT.to_be()
-        && ctx.load::<u8>(udp + UDP_LEN).is_ok_and(|first| first == 0)
+        && ctx.load(udp + UDP_LEN).is_ok_and(|first| signal::begins(&first))
 }
 
 /// A signal from the network between the nodes, addressed to this one. A function of its own for the

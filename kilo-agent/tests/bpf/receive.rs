@@ -10,7 +10,7 @@ use kilo_common::{
     encap::{self, VXLAN_OVERHEAD},
     maps::{
         CONFIG_ONE_V4, CONFIG_PLAIN, HOP_REMOTE, NODE_GATEWAY, NodeValue, PREFIX_INSIDE, PREFIX_ROUTE,
-        PREFIX_SOURCE, PrefixValue,
+        PREFIX_SOURCE, PrefixValue, VXLAN_PORT,
     },
     packet::ETHERNET_LEN,
 };
@@ -406,11 +406,32 @@ fn nobody_but_our_programs_and_devices_sends_to_a_nodes_vxlan_port() {
         let mut fragment = frame.clone();
         fragment[14 + 6] = 0x20;
         drops_as(&run(&mut dataplane, "uplink_egress", &fragment), "forged_vxlan");
+        let signal = [&[0, 1, 7, 8][..], b"kgs1", &[0; 56]].concat();
+        let signal = ethernet(&udp(SELF, MEMBER, (VXLAN_PORT, VXLAN_PORT), &signal));
+        drops_as(&run(&mut dataplane, "uplink_egress", &signal), "forged_vxlan");
+        // Too short to say what the whole datagram begins with.
+        let mut first = ethernet(&udp(SELF, MEMBER, (53, VXLAN_PORT), b"a"));
+        first[14 + 6] = 0x20;
+        drops_as(&run(&mut dataplane, "uplink_egress", &first), "forged_vxlan");
         // To somebody else, or another port: nothing to do with the mesh.
         let outside = in_vxlan(SELF, [192, 0, 2, 99], &inner);
         assert_eq!(run(&mut dataplane, "uplink_egress", &outside).verdict, PASS);
         let dns = ethernet(&udp(SELF, MEMBER, (1, 53), b"x"));
         assert_eq!(run(&mut dataplane, "uplink_egress", &dns).verdict, PASS);
+    }
+}
+
+#[test]
+fn answers_to_a_flow_that_masquerading_gave_the_vxlan_port_pass() {
+    let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
+    for answer in [&b"x"[..], b"\x08\x00\x85\x80 as DNS", b"\x00\x01\x85\x80 as DNS"] {
+        let sent = ethernet(&udp(SELF, MEMBER, (53, VXLAN_PORT), answer));
+        assert_eq!(run(&mut dataplane, "uplink_egress", &sent).verdict, PASS);
+        // From another node, and from somebody outside: programs behind this one have to see it.
+        for from in [MEMBER, [192, 0, 2, 99]] {
+            let received = ethernet(&udp(from, SELF, (53, VXLAN_PORT), answer));
+            assert_eq!(run(&mut dataplane, "lan_ingress", &received).verdict, PASS);
+        }
     }
 }
 

@@ -8,6 +8,8 @@ use crate::support;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt::Write as _,
+    fs::File,
+    net::UdpSocket,
     time::{Duration, Instant},
 };
 
@@ -25,8 +27,12 @@ use kilo_host::{
     },
 };
 use netns::{isolated, sh, succeeds};
-use nix::sys::socket::{
-    AddressFamily, LinkAddr, MsgFlags, SockFlag, SockProtocol, SockType, SockaddrLike as _, sendto, socket,
+use nix::{
+    sched::{CloneFlags, setns},
+    sys::socket::{
+        AddressFamily, LinkAddr, MsgFlags, SockFlag, SockProtocol, SockType, SockaddrLike as _, sendto,
+        socket,
+    },
 };
 use support::{
     MEMBER, MEMBER_POD, OWN_POD, PUBLIC, SELF, leader_tables,
@@ -191,18 +197,63 @@ fn a_process_without_rights_injects_nothing_by_the_vxlan_port() {
     });
 }
 
+/// A pod `pod` whose packets somebody else masquerades, with the ports they have.
+fn masquerade_a_pod() {
+    sh("ip netns add pod; ip link add veth1 type veth peer name eth0 netns pod
+        ip address add 172.31.0.1/24 dev veth1; ip link set veth1 up
+        ip -n pod address add 172.31.0.2/24 dev eth0; ip -n pod link set eth0 up
+        ip -n pod route add default via 172.31.0.1
+        echo 1 > /proc/sys/net/ipv4/ip_forward
+        nft 'add table ip others; add chain ip others post { type nat hook postrouting priority 100; }
+             add rule ip others post ip saddr 172.31.0.0/24 oifname eth0 masquerade'");
+}
+
+/// A socket with this address, made in a network namespace.
+fn socket_in(namespace: &'static str, address: &'static str) -> UdpSocket {
+    let open = move || {
+        let there = File::open(format!("/run/netns/{namespace}")).unwrap();
+        setns(there, CloneFlags::CLONE_NEWNET).unwrap();
+        let socket = UdpSocket::bind(address).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+        socket
+    };
+    std::thread::spawn(open).join().unwrap()
+}
+
+/// A pod's own port may be that of VXLAN, and a CNI's masquerading keeps it.
+#[test]
+fn a_pod_that_asks_another_node_from_the_vxlan_port_is_answered() {
+    isolated("a_pod_that_asks_another_node_from_the_vxlan_port_is_answered", || async {
+        let mut world = World::new().await;
+        world.apply().await;
+        masquerade_a_pod();
+        let (pod, member) = (socket_in("pod", "0.0.0.0:51821"), socket_in("member", "10.1.0.12:53"));
+        let mut bytes = [0; 100];
+        world.counts(&[], || {
+            pod.send_to(b"asked", "10.1.0.12:53").unwrap();
+            let (_, from) = member.recv_from(&mut bytes).unwrap();
+            assert_eq!(from.to_string(), "10.1.0.11:51821");
+            member.send_to(b"answered", from).unwrap();
+            assert_eq!(pod.recv(&mut bytes).unwrap(), 8);
+        });
+        // The other side: this node answers a pod that another node masquerades.
+        let (member, own) =
+            (socket_in("member", "10.1.0.12:51821"), UdpSocket::bind("10.1.0.11:53").unwrap());
+        world.counts(&[], || {
+            member.send_to(b"asked", "10.1.0.11:53").unwrap();
+            let (_, from) = own.recv_from(&mut bytes).unwrap();
+            own.send_to(b"answered", from).unwrap();
+            assert_eq!(member.recv(&mut bytes).unwrap(), 8);
+        });
+    });
+}
+
 #[test]
 fn what_a_pod_sends_is_not_taken_for_the_nodes_though_somebody_masquerades_it() {
     isolated("what_a_pod_sends_is_not_taken_for_the_nodes_though_somebody_masquerades_it", || async {
         let mut world = World::new().await;
         world.apply().await;
-        sh("ip netns add pod; ip link add veth1 type veth peer name eth0 netns pod
-            ip address add 172.31.0.1/24 dev veth1; ip link set veth1 up
-            ip -n pod address add 172.31.0.2/24 dev eth0; ip -n pod link set eth0 up
-            ip -n pod route add default via 172.31.0.1
-            echo 1 > /proc/sys/net/ipv4/ip_forward
-            nft 'add table ip others; add chain ip others post { type nat hook postrouting priority 100; }
-                 add rule ip others post ip saddr 172.31.0.0/24 oifname eth0 masquerade'");
+        masquerade_a_pod();
         let payload = vxlan_payload(&udp(OWN_POD, MEMBER_POD, (1, 2), b"forged"));
         let inside = "ip netns exec pod";
         world.counts(&[("forged_vxlan", 1)], || send_as_nobody(inside, "10.1.0.12", &payload));
@@ -237,7 +288,7 @@ fn what_our_programs_give_the_vxlan_device_leaves_the_host() {
         world.dataplane.write(&tables).unwrap();
         sh("ip address add 10.42.1.2/32 dev lo; ip route add 10.42.2.0/24 dev kilo0 src 10.42.1.2");
         // A GSO packet: the device writes its outer header.
-        let socket = std::net::UdpSocket::bind("10.42.1.2:0").unwrap();
+        let socket = UdpSocket::bind("10.42.1.2:0").unwrap();
         let size: i32 = 1000;
         // SAFETY: the value is an integer of that length.
         let set = unsafe {

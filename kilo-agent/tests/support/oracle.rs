@@ -253,7 +253,7 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
             _ => None,
         };
         // A superpacket, a fragment: the device's, and no other program's.
-        if inner.is_none() && tables.config.vxlan_ifindex != 0 && to_vxlan(frame, link, &outer) {
+        if inner.is_none() && tables.config.vxlan_ifindex != 0 && to_vxlan(input, link, &outer) {
             return match Decisions(tables).arrives(outer.src, input.ifindex) {
                 Ok(()) => Wanted { verdict: PASS_AT_ONCE, priority: Some(CHECKED), ..passes(None) },
                 Err(reason) => drops(reason),
@@ -297,9 +297,15 @@ fn room(tables: &Tables, input: &Input) -> Vec<u8> {
     vec![0; bytes as usize]
 }
 
-/// A datagram to the VXLAN device, or its first fragment, whatever options it has.
-fn to_vxlan(frame: &[u8], link: usize, ip: &Ip) -> bool {
-    udp_header(frame, link, ip).and_then(|udp| udp.get(2..4)) == Some(&VXLAN_PORT.to_be_bytes())
+/// A datagram to the VXLAN device, or its first fragment, whatever options it has; not what comes
+/// to its port by chance.
+fn to_vxlan(input: &Input, link: usize, ip: &Ip) -> bool {
+    let Some(udp) = udp_header(&input.frame, link, ip) else { return false };
+    let ours = match udp.get(8..16) {
+        Some(first) => first.starts_with(&[8, 0, 0, 0]) || first[0] == 0 && first.ends_with(b"kgs1"),
+        None => ip.fragment,
+    };
+    udp.get(2..4) == Some(&VXLAN_PORT.to_be_bytes()) && (ours || input.gso != 0)
 }
 
 /// From the header of a datagram, or of its first fragment, on.
@@ -584,7 +590,7 @@ fn uplink_egress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> 
             _ => passes(None),
         };
     };
-    if to_vxlan(frame, link, &ip) && tables.node.contains_key(&ip.dst) {
+    if to_vxlan(input, link, &ip) && tables.node.contains_key(&ip.dst) {
         let ours = input.priority & !OWN_PRIORITY == BY_DEVICE;
         return if ours {
             Wanted { priority: Some(0), ..passes(None) }

@@ -603,8 +603,9 @@ impl Random {
         vxlan.extend([0, 0]);
         vxlan.extend(vxlan_header());
         if self.chance(12) {
-            // Another network's.
-            vxlan[12] ^= 1;
+            // Another network's, or what comes to the port by chance.
+            let at = self.pick(&[8, 12]);
+            vxlan[at] ^= 1;
         }
         vxlan.extend(ethernet(inner, v6));
         vxlan

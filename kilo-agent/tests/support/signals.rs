@@ -36,7 +36,8 @@ fn start(input: &Input, link: usize, ip: &Ip) -> Option<usize> {
     let udp = link + shortest;
     let whole = ip.protocol == protocol::UDP && !ip.fragment && ip.header_len == shortest && input.gso == 0;
     let port = input.frame.get(udp + 2..udp + 4)?;
-    (whole && port == VXLAN_PORT.to_be_bytes() && *input.frame.get(udp + 8)? == 0).then_some(udp + 8)
+    let begins = matches!(input.frame.get(udp + 8..udp + 16)?, [0, _, _, _, b'k', b'g', b's', b'1']);
+    (whole && port == VXLAN_PORT.to_be_bytes() && begins).then_some(udp + 8)
 }
 
 fn header(input: &Input, start: usize) -> Result<signal::Header, DropReason> {
