@@ -341,13 +341,13 @@ impl<B: Backend> Agent<B> {
         Ok(())
     }
 
-    /// What the backend said to the last write.
+    /// What the backend said to the last write. The host is as right as it was, whatever that is.
     fn heard(&mut self, answer: Result<(), BackendError>) {
         match answer {
             Ok(()) if self.state.applied => self.succeeded(),
             Ok(()) => {}
             Err(error) => {
-                self.failed("failed to publish what others need to know of this node", &error.into());
+                self.report_failure("failed to publish what others need to know of this node", &error.into());
             }
         }
     }
@@ -360,6 +360,10 @@ impl<B: Backend> Agent<B> {
 
     fn failed(&mut self, what: &'static str, error: &AgentError) {
         self.state.applied = false;
+        self.report_failure(what, error);
+    }
+
+    fn report_failure(&mut self, what: &'static str, error: &AgentError) {
         self.metrics.error(error.label());
         self.log_limiter.failed(what, error.to_string(), Instant::now());
         self.health.failed(error.to_string());

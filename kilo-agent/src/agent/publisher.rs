@@ -39,6 +39,7 @@ pub(super) struct Publisher<B> {
 /// A write that is under way.
 struct Asked {
     published: Published,
+    since: Instant,
     write: AbortOnDropHandle<Result<bool, BackendError>>,
     patience: Duration,
     /// When the lack of an answer is to be reported; `None`: it has been.
@@ -77,9 +78,7 @@ impl<B: Backend> Publisher<B> {
 
     /// What failed is not tried again before this pause has passed.
     pub fn hold_back(&mut self, now: Instant) {
-        if self.is_answered() {
-            self.next_check_in = self.next_check_in.max(now + jittered(RETRY));
-        }
+        self.next_check_in = self.next_check_in.max(now + jittered(RETRY));
     }
 
     /// Has the backend write this, with the heartbeat that is due, or `last_seen` as others know it.
@@ -89,10 +88,15 @@ impl<B: Backend> Publisher<B> {
         if !due && !self.is_answered() {
             return;
         }
-        // The backend's view may be older than what was written last.
-        published.last_seen = if due { unix_now } else { published.last_seen.max(self.checked_in) };
+        // The backend's view may be older than what was written last, is being written or waits for it.
+        let asked = self.asked.as_ref().map(|asked| &asked.published);
+        for known in [asked, self.wanted.as_ref()].into_iter().flatten() {
+            published.last_seen = published.last_seen.max(known.last_seen);
+        }
+        published.last_seen = published.last_seen.max(self.checked_in);
         if due {
-            self.next_check_in = now + CHECK_IN.mul_f64(rand::random_range(0.9..1.1));
+            published.last_seen = unix_now;
+            self.next_check_in = next_after(now);
         }
         match &mut self.asked {
             None => self.ask(published, patience, now),
@@ -121,7 +125,7 @@ impl<B: Backend> Publisher<B> {
         let (backend, node, written) = (Arc::clone(&self.backend), self.node.clone(), published.clone());
         let write = tokio::spawn(async move { backend.publish(&node, &written).await });
         let write = AbortOnDropHandle::new(write);
-        self.asked = Some(Asked { published, write, patience, overdue: Some(now + patience) });
+        self.asked = Some(Asked { published, since: now, write, patience, overdue: Some(now + patience) });
     }
 
     /// Waits for the answer to a write, or until it is overdue; for ever when nothing is under way.
@@ -146,7 +150,11 @@ impl<B: Backend> Publisher<B> {
         });
         let wanted = self.wanted.take();
         self.record(answer)?;
-        self.checked_in = self.checked_in.max(asked.published.last_seen);
+        if asked.published.last_seen > self.checked_in {
+            self.checked_in = asked.published.last_seen;
+            // It may have been reported as overdue, and another try planned.
+            self.next_check_in = self.next_check_in.max(next_after(asked.since));
+        }
         if let Some(wanted) = wanted.filter(|wanted| *wanted != asked.published) {
             self.ask(wanted, PATIENCE, Instant::now());
         }
@@ -171,6 +179,11 @@ impl<B: Backend> Publisher<B> {
     }
 }
 
+/// When the heartbeat after the one of this time is due.
+fn next_after(heartbeat: Instant) -> Instant {
+    heartbeat + CHECK_IN.mul_f64(rand::random_range(0.9..1.1))
+}
+
 fn jittered(pause: Duration) -> Duration {
     pause.mul_f64(rand::random_range(0.8..1.2))
 }
@@ -179,5 +192,109 @@ async fn until(time: Option<Instant>) {
     match time {
         Some(time) => tokio::time::sleep_until(time.into()).await,
         None => std::future::pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+
+    use std::sync::Mutex;
+
+    use kilo_core::{objects::Snapshot, wireguard::key::SecretKey};
+    use tokio::sync::{Semaphore, watch};
+
+    use super::*;
+
+    /// Notes what is written, and answers when it may.
+    struct Held {
+        written: Mutex<Vec<Published>>,
+        answers: Semaphore,
+    }
+
+    impl Backend for Held {
+        fn watch(&self) -> watch::Receiver<Arc<Snapshot>> {
+            watch::channel(Arc::default()).1
+        }
+
+        async fn publish(&self, _: &str, published: &Published) -> Result<bool, BackendError> {
+            self.answers.acquire().await.unwrap().forget();
+            self.written.lock().unwrap().push(published.clone());
+            Ok(true)
+        }
+
+        async fn give_up(&self, _: &str, _: i64) -> Result<bool, BackendError> {
+            Ok(false)
+        }
+
+        async fn retract(&self, _: &str) -> Result<(), BackendError> {
+            Ok(())
+        }
+    }
+
+    impl Held {
+        fn heartbeats(&self) -> Vec<i64> {
+            self.written.lock().unwrap().iter().map(|published| published.last_seen).collect()
+        }
+    }
+
+    fn begin() -> (Arc<Held>, Publisher<Held>, Instant) {
+        let (written, answers) = (Mutex::default(), Semaphore::new(0));
+        let (held, now) = (Arc::new(Held { written, answers }), Instant::now());
+        (Arc::clone(&held), Publisher::new(held, "n1".into(), now), now)
+    }
+
+    /// As a reconcile finds it in a backend that has seen the heartbeat of that second.
+    fn seen(last_seen: i64) -> Published {
+        Published { last_seen, ..Published::default() }
+    }
+
+    #[tokio::test]
+    async fn a_heartbeat_under_way_is_not_taken_back() {
+        let (held, mut publisher, now) = begin();
+        publisher.publish_beside(seen(0), now, 1000);
+        publisher.publish_beside(seen(0), now, 1001);
+        let key = Some(SecretKey::from_bytes([1; 32]).public());
+        publisher.publish_beside(Published { key, ..seen(0) }, now, 1001);
+        held.answers.add_permits(9);
+        while publisher.asked.is_some() {
+            publisher.answered().await.unwrap();
+        }
+        assert_eq!(held.heartbeats(), [1000, 1000]);
+        assert_eq!(held.written.lock().unwrap()[1].key, key, "the other change is not lost");
+    }
+
+    #[tokio::test]
+    async fn a_heartbeat_that_waits_for_another_write_is_not_lost() {
+        let (held, mut publisher, now) = begin();
+        publisher.publish_beside(seen(0), now, 1000);
+        publisher.publish_beside(seen(0), now + CHECK_IN * 2, 1060);
+        publisher.publish_beside(seen(1000), now + CHECK_IN * 2, 1061);
+        held.answers.add_permits(9);
+        while publisher.asked.is_some() {
+            publisher.answered().await.unwrap();
+        }
+        assert_eq!(held.heartbeats(), [1000, 1060]);
+    }
+
+    #[tokio::test]
+    async fn a_late_answer_ends_the_tries_for_it() {
+        let (held, mut publisher, now) = begin();
+        publisher.publish(seen(0), Duration::ZERO, now, 1000);
+        assert!(publisher.answered().await.is_err(), "overdue");
+        assert!(publisher.next_check_in() < now + CHECK_IN / 2, "another try is planned");
+        held.answers.add_permits(1);
+        publisher.answered().await.unwrap();
+        assert!(publisher.next_check_in() > now + CHECK_IN / 2);
+    }
+
+    #[tokio::test]
+    async fn what_fails_while_nobody_answers_pauses_too() {
+        let (_, mut publisher, now) = begin();
+        publisher.publish(seen(0), Duration::ZERO, now, 1000);
+        assert!(publisher.answered().await.is_err(), "overdue");
+        let later = now + CHECK_IN;
+        publisher.hold_back(later);
+        assert!(publisher.next_check_in() > later);
     }
 }
