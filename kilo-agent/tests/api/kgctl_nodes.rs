@@ -169,7 +169,7 @@ async fn a_shell_is_offered_nodes_peers_and_contexts_and_nothing_by_a_server_tha
     let started = Instant::now();
     let silence = offered(&["kgctl", "status", &format!("--kubeconfig={}", path.display()), "a"]);
     assert_eq!(silence, Vec::<String>::new());
-    assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
+    assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
     assert_eq!(offered(&["kgctl", "status", "--kubeconfig=/nowhere", "a"]), Vec::<String>::new());
 }
 

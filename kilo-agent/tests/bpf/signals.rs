@@ -350,7 +350,9 @@ fn answers_wait_in_the_ring_until_it_fills_up() {
     let Some(mut bench) = Bench::of(&with_keys(member_tables())) else { return };
     let ring = heard(bench.fs.path()).unwrap();
     let (woken, wakes) = std::sync::mpsc::channel();
+    let (named, name) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
+        named.send(nix::unistd::gettid()).unwrap();
         // SAFETY: the ring lives as long as this function.
         let ring_fd = unsafe { BorrowedFd::borrow_raw(ring.as_raw_fd()) };
         let mut fds = [PollFd::new(ring_fd, PollFlags::POLLIN)];
@@ -358,7 +360,11 @@ fn answers_wait_in_the_ring_until_it_fills_up() {
         woken.send(()).unwrap();
     });
     // The other thread waits by then: who looks sees what is there, woken or not.
-    std::thread::sleep(Duration::from_millis(300));
+    let stat = format!("/proc/self/task/{}/stat", name.recv().unwrap());
+    let sleeps = || std::fs::read_to_string(&stat).unwrap().contains(") S ");
+    while !sleeps() {
+        std::thread::sleep(Duration::from_millis(10));
+    }
     let answer = written(&signal(Kind::Reflected, 0, Body::Empty));
     for _ in 0..20 {
         bench.lan(&answer);

@@ -30,7 +30,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{cluster, netns::isolated};
 
 /// What the page learns within this time, it is quick about.
-const SOON: Duration = Duration::from_secs(5);
+const SOON: Duration = Duration::from_secs(30);
 /// A page is drawn within this time on a machine that others use, too.
 const DRAWN: Duration = Duration::from_secs(30);
 const WIDE: Look = Look { width: 1280, height: 900, dark: false };
