@@ -1,7 +1,7 @@
 //! What must hold at every moment of every run, and how long each member's way was
 //! broken although some gateway could have served it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kilo_common::lead::{self, Exit, Sender, Term};
 use kilo_failover::{MS, Micros, NodeId, Rule, SEC};
@@ -31,6 +31,10 @@ pub struct Counts {
     pub broken: BTreeSet<&'static str>,
     /// The longest outage of any member.
     pub longest: Micros,
+    /// The longest of each member.
+    pub of_member: BTreeMap<usize, Micros>,
+    /// How often one of several leaders took its own members.
+    pub took_home: u32,
     /// Takeovers of the location.
     pub taken: u32,
     /// Takeovers of a stand-by for itself alone.
@@ -157,7 +161,7 @@ impl Sim {
                     (true, None) => self.down[member][far] = Some(self.now),
                     (false, Some(since)) => {
                         self.down[member][far] = None;
-                        self.outage(since);
+                        self.outage(member, since);
                     }
                     _ => {}
                 }
@@ -171,8 +175,10 @@ impl Sim {
     }
 
     /// An outage has ended, or the run.
-    pub fn outage(&mut self, since: Micros) {
+    pub fn outage(&mut self, member: usize, since: Micros) {
         if since >= self.watched_from {
+            let longest = self.counts.of_member.entry(member).or_default();
+            *longest = (*longest).max(self.now - since);
             self.counts.longest = self.counts.longest.max(self.now - since);
             if self.log && self.now - since > 300 * MS {
                 println!("{:>9} an outage of {} ms ends", self.now / MS, (self.now - since) / MS);

@@ -9,7 +9,7 @@ use std::{
 
 use kilo_common::lead::{self, Term};
 use kilo_failover::{
-    Agent, Cause, Input, MS, Micros, NodeId, Note, Output, Params, Place, SEC, Signal,
+    Agent, Cause, Input, MS, Micros, NodeId, Note, Output, Params, Place, SEC, Several, Signal,
     signal::{Body, Kind, MAX_MEMBERS, Shared},
 };
 
@@ -108,6 +108,8 @@ pub(crate) enum Event {
     },
     /// A node's agent learns what the objects say.
     Place(usize),
+    /// So many of the first gateways lead from now on.
+    Active(usize),
     /// The next packet of the traffic.
     Packet,
     FarResume(usize),
@@ -161,6 +163,12 @@ pub struct Sim {
     /// Cordoned nodes, and whom Kilo's order names first.
     cordoned: BTreeSet<usize>,
     first: usize,
+    /// How many gateways lead at once; 0: one leads all.
+    active: usize,
+    /// How many did from the start.
+    led_by_first: usize,
+    /// Changes that were told of and that concerned nobody.
+    changes: u32,
     pub(crate) traffic: Option<Traffic>,
     pub(crate) counted: Vec<bool>,
     pub(crate) watched_from: Micros,
@@ -202,6 +210,9 @@ impl Sim {
             faults: Vec::new(),
             cordoned: BTreeSet::new(),
             first: 0,
+            active: 0,
+            led_by_first: 1,
+            changes: 0,
             traffic: None,
             counted: vec![true; nodes],
             watched_from: 3 * SEC,
@@ -212,6 +223,59 @@ impl Sim {
         };
         (0..nodes).for_each(|node| sim.start_agent(node, false));
         sim
+    }
+
+    /// From now on so many of the first gateways lead, and agents learn every second what objects say.
+    pub fn leads_with(&mut self, active: usize, until: Micros) {
+        (self.active, self.led_by_first) = (active, active.max(1));
+        for at in (1..until / SEC).map(|second| second * SEC) {
+            for node in 0..self.hosts.len() {
+                let at = at + self.rng.between(MS, 500 * MS);
+                self.at(at, Event::Place(node));
+            }
+        }
+    }
+
+    /// How many of the first gateways lead from `at` on.
+    pub fn leads_with_at(&mut self, active: usize, at: Micros) {
+        self.at(at, Event::Active(active));
+    }
+
+    /// How many members use each gateway now.
+    pub fn loads(&self) -> Vec<usize> {
+        (0..self.gateways)
+            .map(|gateway| self.hosts.iter().filter(|host| host.uses() == gateway).count())
+            .collect()
+    }
+
+    /// What topology says of several leaders: shares by turns, and of one that is cordoned to the next.
+    fn several(&self) -> Option<Several> {
+        let all: Vec<usize> = (0..self.active).collect();
+        let active: Vec<usize> = all.iter().copied().filter(|node| !self.cordoned.contains(node)).collect();
+        if active.len() < 2 {
+            return None;
+        }
+        // Who has joined takes a share of everybody's.
+        let joined = self.led_by_first..all.len();
+        let place = |node: usize| {
+            let taken = joined.clone().rev().find(|place| node / self.led_by_first % (place + 1) == *place);
+            taken.unwrap_or(node % self.led_by_first)
+        };
+        let home = |node: usize| match place(node) {
+            _ if active.contains(&node) => node,
+            home if active.contains(&home) => home,
+            _ => active[node / all.len() % active.len()],
+        };
+        let leads = |node: usize| {
+            let agent = self.hosts[node].agent.as_ref()?;
+            let lead = agent.lead().filter(|lead| lead.shared() != Shared::Stay)?;
+            Some((lead.term(), host::id(node)))
+        };
+        Some(Several {
+            active: active.iter().copied().map(host::id).collect(),
+            homes: (0..self.hosts.len()).map(|node| (host::id(node), host::id(home(node)))).collect(),
+            acting: (0..self.gateways).filter_map(leads).max().unwrap_or((Term::NONE, host::id(self.first))),
+        })
     }
 
     /// Lets a schedule happen.
@@ -243,8 +307,11 @@ impl Sim {
             self.happens(next.event);
         }
         self.now = until;
-        let open: Vec<_> = self.down.iter().flatten().flatten().copied().collect();
-        open.into_iter().for_each(|since| self.outage(since));
+        let of_member = self.down.iter().enumerate();
+        let open: Vec<_> = of_member
+            .flat_map(|(member, down)| down.iter().flatten().map(move |since| (member, *since)))
+            .collect();
+        open.into_iter().for_each(|(member, since)| self.outage(member, since));
     }
 
     fn add_stalls(&mut self, until: Micros) {
@@ -296,6 +363,7 @@ impl Sim {
             nodes: (0..self.hosts.len()).map(host::id).collect(),
             fars: (0..self.fars.len() as u64).collect(),
             leaving: self.cordoned.iter().map(|node| (host::id(*node), Cause::Cordoned)).collect(),
+            several: self.several(),
         }
     }
 
@@ -418,6 +486,7 @@ impl Sim {
             Note::Suspects(_) => self.counts.suspicions += 1,
             Note::TakesBack(_) => self.counts.taken_back += 1,
             Note::Gives { .. } => self.counts.gave += 1,
+            Note::TakesHome(_) => self.counts.took_home += 1,
             Note::Tries(_) | Note::GivesUp(_) | Note::Leaps(_) | Note::OverBudget => {}
         }
     }
@@ -485,6 +554,7 @@ impl Sim {
             Event::FarResume(far) => self.far_resumes(far),
             Event::FarWake(far) => self.far_wakes(far),
             Event::Place(node) => self.place_is(node),
+            Event::Active(active) => self.active = active,
             Event::Packet => self.packet(),
             Event::FarProbe { far, gateway, nonce, back } => self.far_probe(far, gateway, nonce, back),
         }
@@ -574,13 +644,34 @@ impl Sim {
                 self.objects_changed();
             }
             Fault::Leap(node) if on => self.leap(node),
-            Fault::Leap(_) => {}
+            Fault::Ahead(node) if on => self.ahead(node),
+            Fault::Leap(_) | Fault::Ahead(_) => {}
             Fault::First(node) => {
                 self.first = if on { node.min(self.gateways - 1) } else { 0 };
                 self.objects_changed();
             }
         }
         self.look_at_all();
+    }
+
+    /// A gateway's HELLO as after 700 changes that concerned others.
+    fn ahead(&mut self, node: usize) {
+        let me = host::id(node);
+        self.changes += 700;
+        let count = self.changes;
+        let body = Body::Hello { is_fit: true, leads: true, gateway: me, losses: Vec::new() };
+        let term = Term::from_bits(u64::from(count) << 16);
+        let signal = Signal { kind: Kind::Hello, nonce: 7, term, sender: me, location: LOCATION, body };
+        for to in (0..self.gateways).filter(|to| *to != node) {
+            let bytes = host::write(&signal, me, host::id(to)).into();
+            self.lan_send(node, to, Event::Lan { to, bytes, said_at: self.now });
+        }
+    }
+
+    /// How many of those changes the last node's kernel has not heard of.
+    pub fn behind(&self) -> u32 {
+        let counts = self.hosts.iter().map(|host| lead::term_of(host.word).count());
+        self.changes.saturating_sub(counts.min().unwrap_or(0))
     }
 
     /// A gateway's signals of the last of all terms: HELLO, ANNOUNCE to every kernel, CLAIM of everybody.

@@ -49,6 +49,8 @@ pub enum Fault {
     Cordon(usize),
     /// It says the last of all terms, in every signal that has one.
     Leap(usize),
+    /// It says in HELLO that there were 700 changes of leader more than anybody knows.
+    Ahead(usize),
     /// Kilo's order begins with this gateway.
     First(usize),
 }

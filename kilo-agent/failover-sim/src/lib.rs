@@ -16,6 +16,7 @@ mod probes;
 pub mod report;
 pub mod rng;
 pub mod scenarios;
+pub mod several;
 pub mod wires;
 
 pub use engine::{Shape, Sim};

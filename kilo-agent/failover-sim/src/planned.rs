@@ -70,6 +70,12 @@ pub fn order(seed: u64, member: usize) -> Cost {
     watch(seed, member, Noise::default(), faults, 5 * SEC)
 }
 
+/// The leader is cordoned while the agent of the only far leader is dead for 15 s.
+pub fn far_agent_dead(seed: u64, member: usize) -> Cost {
+    let dead = (START - SEC, START + 14 * SEC, Fault::FarAgent(0));
+    watch(seed, member, Noise::default(), vec![dead, (START, NEVER, Fault::Cordon(0))], 18 * SEC)
+}
+
 fn watch(seed: u64, member: usize, noise: Noise, faults: Vec<Scheduled>, time: Micros) -> Cost {
     let shape = Shape { nodes: 5, gateways: 3, fars: 1, delay: None, go: None };
     let mut sim = Sim::new(seed, shape, noise, Params::default());

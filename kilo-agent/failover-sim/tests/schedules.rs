@@ -3,10 +3,11 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use kilo_failover::Params;
+use kilo_failover::{MS, Params};
 use kilo_failover_sim::{
     planned, report,
     scenarios::{BUSY, SCENARIOS, Scenario, named},
+    several::{self, What},
 };
 
 fn number(name: &str, default: u64) -> u64 {
@@ -78,6 +79,14 @@ fn a_planned_change_costs_ten_packets_at_a_thousand_a_second() {
 }
 
 #[test]
+fn a_cordoned_leader_gives_although_the_only_far_agent_is_dead() {
+    for seed in 0..20 {
+        let cost = planned::far_agent_dead(seed, 4);
+        assert!(cost.is_done && cost.taken_back == 0, "seed {seed}: {cost:?}");
+    }
+}
+
+#[test]
 fn a_leader_says_that_it_gave_leadership_when_somebody_has_accepted_it() {
     let gave = |name, seed| {
         let counts = named(name).unwrap().one(seed, &Params::default(), false).counts;
@@ -89,5 +98,69 @@ fn a_leader_says_that_it_gave_leadership_when_somebody_has_accepted_it() {
         assert_eq!(gave("leader cordoned", seed), (1, 1), "seed {seed}");
         let (gave, switches) = gave("uplink dead, announced by the carrier", seed);
         assert!(gave >= 1 && gave <= switches, "seed {seed}: {gave} of {switches}");
+    }
+}
+
+/// Two, three and four leaders, each with a stand-by, and twelve nodes besides.
+#[test]
+fn of_several_leaders_one_that_fails_costs_its_own_members_alone() {
+    for active in 2..=4 {
+        let mut of_its_own = Vec::new();
+        for (seed, gone) in (0..number("KILO_RUNS", 6)).zip((0..active).cycle()) {
+            let shares = several::shares(seed, active, What::PowerOff(gone), false);
+            let text = format!("{active} leaders, seed {seed}, {gone} fails: {shares:?}");
+            assert!(shares.broken.is_empty() && shares.has_converged, "{text}");
+            let fair = shares.used.len() as f64 / active as f64;
+            for load in &shares.before[..active] {
+                assert!((*load as f64 - fair).abs() <= 0.25 * fair, "{text}");
+            }
+            for (node, outage) in &shares.outages {
+                if shares.used[*node] == gone {
+                    of_its_own.push(*outage);
+                } else {
+                    panic!("node {node} used another one, and was cut off for {outage} µs: {text}");
+                }
+            }
+        }
+        of_its_own.sort_unstable();
+        let p95 = of_its_own[of_its_own.len() * 95 / 100] / MS;
+        println!("{active} leaders: one without power: {p95} ms in 95 of 100 of its members");
+        assert!(p95 <= 600, "{p95} ms");
+    }
+}
+
+#[test]
+fn of_several_leaders_one_that_had_no_part_in_many_changes_is_replaced_as_fast() {
+    for seed in 0..number("KILO_RUNS", 4) {
+        let gone = (seed % 2) as usize;
+        let shares = several::shares(seed, 2, What::PowerOffLater(gone), false);
+        let text = format!("seed {seed}, {gone} fails: {shares:?}");
+        assert!(shares.broken.is_empty() && shares.has_converged, "{text}");
+        assert!(shares.behind <= 300, "who knows less would refuse the next change: {text}");
+        for (node, outage) in &shares.outages {
+            assert!(shares.used[*node] == gone && *outage <= 700 * MS, "node {node}: {text}");
+        }
+    }
+}
+
+#[test]
+fn a_leader_that_joins_takes_its_share_and_one_that_is_cordoned_leaves_it() {
+    for seed in 0..number("KILO_RUNS", 6) {
+        let joined = several::shares(seed, 2, What::Joins, false);
+        let text = format!("seed {seed}: {joined:?}");
+        assert!(joined.broken.is_empty() && joined.has_converged, "{text}");
+        assert!(
+            joined.after[2] * 3 <= joined.used.len() + 3 && joined.after[2] * 4 >= joined.used.len(),
+            "{text}"
+        );
+        // The way through it, and its CLAIM: a round trip and a half at worst.
+        assert!(joined.outages.values().all(|outage| *outage <= 150 * MS), "{text}");
+        let cordoned = several::shares(seed, 3, What::Cordoned((seed % 3) as usize), false);
+        let text = format!("seed {seed}: {cordoned:?}");
+        assert!(cordoned.broken.is_empty() && cordoned.has_converged, "{text}");
+        assert_eq!(cordoned.after[(seed % 3) as usize], 0, "{text}");
+        let back = several::shares(seed, 3, What::PowerCycle((seed % 3) as usize), false);
+        assert_eq!(back.after, back.before, "each has its own again: {back:?}");
+        assert!(back.broken.is_empty() && back.has_converged, "{back:?}");
     }
 }

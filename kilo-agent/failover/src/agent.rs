@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::{
-    Far, Input, MS, Micros, NodeId, Note, Output, Params, Rule, SEC, Signal, Term, Turn,
+    Far, Homing, Input, MS, Micros, NodeId, Note, Output, Params, Rule, SEC, Several, Signal, Term, Turn,
     detector::Detector,
     gateway::{self, Lead, Sender},
     giving::Planned,
@@ -32,6 +32,8 @@ pub struct Place {
     pub fars: Vec<Far>,
     /// Nodes that are about to go, and why: they lead only where nobody else can.
     pub leaving: BTreeMap<NodeId, Cause>,
+    /// Several active leaders; `None`: one leads all.
+    pub several: Option<Several>,
 }
 
 impl Place {
@@ -68,6 +70,7 @@ pub(crate) struct Gateway {
     pub(crate) lead: Option<Lead>,
     pub(crate) returns: Returns,
     pub(crate) planned: Planned,
+    pub(crate) homing: Homing,
     next_roll: Micros,
     next_hello: Micros,
     wished: Micros,
@@ -110,6 +113,7 @@ impl Gateway {
             lead: None,
             returns: Returns::default(),
             planned: Planned::default(),
+            homing: Homing::default(),
             next_roll: now + random() % (params.roll / 10),
             next_hello: now + random() % params.hello,
             wished: 0,
@@ -174,6 +178,7 @@ impl Agent {
         };
         self.order_is(&place, now);
         self.place = place;
+        self.shares_stay_with_who_acts();
         if leads_no_more {
             let (later, random) = (&mut Vec::new(), random);
             if self.gateway.is_some() {
@@ -560,6 +565,10 @@ impl Agent {
     /// A gateway that was away asks to be a member of who leads in a later term.
     fn wish_of_returned(&mut self, from: NodeId, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
+        // Of several each leads itself, and takes what is its own.
+        if self.place.several.is_some() {
+            return;
+        }
         let Some(gateway) = &mut self.gateway else { return };
         let is_led = gateway.roll.users(now).any(|(member, uses)| member != me && uses == me);
         let may = [me, from].contains(&self.word.1);
@@ -579,7 +588,8 @@ impl Agent {
         let tunnels = &gateway.tunnels;
         let lead = gateway.lead.as_ref();
         let may = if age == 0 {
-            self.word.1 == me && lead.is_some_and(|lead| lead.term() > term)
+            let is_home = self.place.several.as_ref().is_none_or(|several| several.home(member) == Some(me));
+            is_home && self.word.1 == me && lead.is_some_and(|lead| lead.term() > term)
         } else {
             // Repeated to an agent that has restarted since, and remembers no numbers: its kernel has had a
             // later word since, or nobody has heard it yet.
@@ -595,9 +605,11 @@ impl Agent {
             return;
         }
         // A leader that nobody uses any more brings what belongs to no member.
-        let led_itself = gateway.roll.last(member).is_some_and(|present| present.word.1 == member);
+        let led_itself = self.place.several.is_none()
+            && gateway.roll.last(member).is_some_and(|present| present.word.1 == member);
         let shared = if age == 0 && led_itself { Shared::Move } else { Shared::Stay };
         self.term = self.term.max(term);
+        self.lost_by_adoption(member, age, turn.now);
         turn.push(Output::Note(Note::Adopts(member)));
         self.lead_more([member], shared, turn);
     }

@@ -3,6 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use kilo_common::lead::LEAP;
+
 use crate::{
     Far, MS, Micros, NodeId, Output, Params, Rule, SEC, Signal, Term, Turn,
     roll::{Present, Roll},
@@ -96,6 +98,16 @@ impl Lead {
         if self.shared == Shared::Stay {
             self.shared = older.shared;
         }
+    }
+
+    /// Somebody else has what belongs to no member.
+    pub fn shares_no_more(&mut self) {
+        self.shared = Shared::Stay;
+    }
+
+    /// Has everything claimed again after `pause` at the latest.
+    pub fn claims_again_within(&mut self, pause: Micros, now: Micros) {
+        self.refresh = self.refresh.min(now + pause);
     }
 
     /// What its CLAIMs say of shared prefixes.
@@ -238,7 +250,8 @@ impl Lead {
             return;
         }
         let body = Body::Word { cookie: present.cookie, gateway: self.sender.me };
-        let signal = self.sender.signal(Kind::Announce, turn.nonce(), self.term, body);
+        let term = self.term.min(farthest(present.word.0, self.sender.me));
+        let signal = self.sender.signal(Kind::Announce, turn.nonce(), term, body);
         turn.push(Output::Lan(member, signal));
     }
 
@@ -264,10 +277,64 @@ impl Lead {
     }
 }
 
+/// The last term of a gateway that a kernel with this one obeys. One that has missed many changes, because it
+/// has booted or because its own gateway had none, is led up to the latest step by step.
+fn farthest(word: Term, gateway: NodeId) -> Term {
+    let before = u64::from(word.count().saturating_add(LEAP - 1));
+    Term::from_bits(before << 16).next(gateway)
+}
+
 /// Asks a member's kernel whether it is there.
 pub fn ask(sender: Sender, member: NodeId, roll: &mut Roll, turn: &mut Turn<'_>) {
     let nonce = turn.nonce();
     roll.asks(member, nonce);
     let body = Body::Word { cookie: 0, gateway: 0 };
     turn.push(Output::Lan(member, sender.signal(Kind::Roll, nonce, Term::NONE, body)));
+}
+
+#[cfg(test)]
+mod tests {
+    use kilo_common::lead::{obeys, word};
+
+    use super::*;
+
+    const ME: NodeId = 2 << 48;
+    const MEMBER: NodeId = 3 << 48;
+
+    /// How many ANNOUNCEs it takes until a kernel with this count follows a gateway in that one; the last
+    /// term it obeyed.
+    fn steps(knows: u64, count: u64) -> (usize, Term) {
+        let term = Term::from_bits((count - 1) << 16).next(ME);
+        let sender = Sender { me: ME, location: 7 };
+        let (mut lead, mut roll) = (Lead::new(sender, term, &[], 0), Roll::default());
+        lead.add([MEMBER], 0);
+        let (mut known, mut now, mut steps) = (Term::from_bits(knows << 16 | 9), 0, 0);
+        while lead.wake() < 2 * SEC {
+            now = lead.wake();
+            roll.asks(MEMBER, 1);
+            roll.heard(MEMBER, 1, Present { at: now, cookie: 5, word: (known, ME) });
+            let (mut out, mut later, mut random) = (Vec::new(), Vec::new(), || 1);
+            let mut turn = Turn { now, random: &mut random, out: &mut out, later: &mut later };
+            lead.wake_up(&Params::default(), &mut roll, &mut turn);
+            for output in out {
+                let Output::Lan(_, Signal { kind: Kind::Announce, term, .. }) = output else { continue };
+                if obeys(word(known, 8), word(term, 7)) {
+                    (known, steps) = (term, steps + 1);
+                }
+                lead.hears(MEMBER, (known, ME), now);
+            }
+        }
+        assert_eq!(lead.is_followed_by(MEMBER), known == lead.term(), "at {now}");
+        (steps, known)
+    }
+
+    #[test]
+    fn a_kernel_that_has_missed_any_number_of_changes_is_led_up_to_the_latest() {
+        for (knows, count, wanted) in
+            [(0, 1, 1), (0, 1_024, 1), (0, 1_025, 2), (7, 5_000, 5), (3_000, 3_900, 1)]
+        {
+            let (steps, term) = steps(knows, count);
+            assert_eq!((steps, u64::from(term.count())), (wanted, count), "it knew {knows}");
+        }
+    }
 }

@@ -61,6 +61,7 @@ mod tests {
             nodes: vec![1, ME, 3, 4],
             fars: vec![],
             leaving: std::collections::BTreeMap::new(),
+            several: None,
         };
         let mut number = 0;
         let mut random = move || {

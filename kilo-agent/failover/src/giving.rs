@@ -258,8 +258,13 @@ impl Agent {
                     self.says_ready(from, from, term, turn);
                 }
                 Act::Lead(term, members) => {
-                    // Somebody has led in a later term: far leaders hear of it, too.
+                    // Somebody has led in a later term: far leaders hear of it, too. The giver is never told
+                    // that it has ended, so it takes back.
                     if self.term > term {
+                        if let Some(gateway) = &mut self.gateway {
+                            gateway.planned.forget_taker();
+                        }
+                        self.led_changed(turn);
                         return;
                     }
                     let users = self.users_of(from, turn.now);
@@ -297,6 +302,9 @@ impl Agent {
         let first = self.place.gateways.first();
         let since = self.not_first_since.get_or_insert(now);
         let ordered = self.ordered.as_ref().map(|(first, _)| first);
+        if self.place.several.is_some() {
+            return;
+        }
         if first == Some(&me) || ordered != first || self.word != (Term::NONE, me) {
             self.not_first_since = None;
         } else if *since + Self::SETTLES + SEC <= now && self.is_fit(now) && self.gives_nothing() {
@@ -343,6 +351,7 @@ mod tests {
                 nodes: vec![LEADER, ME, MEMBER],
                 fars: vec![FAR],
                 leaving: BTreeMap::new(),
+                several: None,
             };
             let word = (Term::from_bits(7 << 16), LEADER);
             let start = Start { now: 0, clock: 0, word, led: vec![], is_boot: false };
@@ -417,16 +426,47 @@ mod tests {
         assert_eq!((lead.term(), lead.members().collect::<Vec<_>>()), (term, vec![LEADER, ME, MEMBER]));
     }
 
+    #[test]
+    fn who_refuses_to_lead_never_says_that_it_does() {
+        let mut bench = Bench::new();
+        let term = Term::from_bits(7 << 16);
+        let out = bench.hears(LEADER, Kind::Prepare, 1 << 20, term, Body::Change { gateway: ME });
+        let asked = out.iter().find_map(|output| match output {
+            Output::Tunnel(FAR, Signal { kind: Kind::Claim, term, .. }) => Some(*term),
+            _ => None,
+        });
+        let Some(term) = asked else { panic!("no far leader is asked: {out:?}") };
+        let moved = |members| Body::Claim { gateway: ME, shared: Shared::Stay, part: (0, 1), members };
+        bench.hears(FAR, Kind::Moved, 5, term, moved(vec![]));
+        // Somebody leads in a later term meanwhile.
+        bench.agent.term = term.next(ME);
+        for nonce in 6..8 {
+            let out = bench.hears(FAR, Kind::Moved, nonce, term, moved(vec![LEADER, MEMBER]));
+            let is_done = |output: &Output| {
+                matches!(
+                    output,
+                    Output::Lan(LEADER, Signal { kind: Kind::Ready, body: Body::Change { gateway: ME }, .. })
+                )
+            };
+            assert!(!out.iter().any(is_done), "MOVED {nonce}: {out:?}");
+        }
+        assert!(bench.agent.lead().is_none());
+    }
+
     /// PREPARE until it is forgotten, with the number of tries before; whether READY came although the far leader
     /// says nothing.
     fn is_ready_alone(bench: &mut Bench, cause: Cause, tries: u64) -> bool {
         let term = Term::from_bits(7 << 16);
         let number = cause.number((tries + 1) << 20);
         let mut out = bench.hears(LEADER, Kind::Prepare, number, term, Body::Change { gateway: ME });
+        // Without a far leader that is waited for nobody's MOVED could tell it to lead.
+        let is_ready =
+            |output: &Output| matches!(output, Output::Lan(LEADER, Signal { kind: Kind::Ready, .. }));
+        assert_eq!(bench.agent.lead().is_some(), out.iter().any(is_ready), "{cause:?}, try {tries}");
         for _ in 0..100 {
             out.extend(bench.turn(vec![]));
         }
-        out.iter().any(|output| matches!(output, Output::Lan(LEADER, Signal { kind: Kind::Ready, .. })))
+        out.iter().any(is_ready)
     }
 
     #[test]

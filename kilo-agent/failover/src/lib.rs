@@ -16,6 +16,7 @@ pub mod far;
 pub mod gateway;
 mod give_up;
 mod giving;
+mod homes;
 pub mod member;
 pub mod others;
 pub mod params;
@@ -29,6 +30,8 @@ pub mod tunnel;
 pub mod turn;
 
 pub use agent::{Agent, Place, Start};
+pub(crate) use homes::Homing;
+pub use homes::Several;
 pub use kilo_common::{lead::Term, signal};
 pub use params::{Params, Rule};
 pub use planned::Cause;

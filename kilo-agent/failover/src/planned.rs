@@ -239,6 +239,11 @@ impl Taker {
     /// PREPARE came, for the first time or because an answer was lost. `trip`: as of [`Giver::new`].
     pub fn prepare(&mut self, trip: Micros, now: Micros) -> Vec<Act> {
         self.end = now + ASKS + 2 * trip + PATIENCE.max(ASKS + 2 * trip);
+        if self.moves.is_empty() && !self.is_done {
+            // No far leader is waited for, so no MOVED is to come: it leads who uses the giver.
+            self.is_done = true;
+            return vec![Act::Ready(self.term), Act::Lead(self.term, Vec::new()), Act::Done(self.term)];
+        }
         if self.asked.is_empty() {
             return vec![Act::Ready(self.term)];
         }
@@ -343,6 +348,13 @@ mod tests {
         assert_eq!(taker.moved(2, Term::from_bits(6 << 16), (0, 1), &[]), [], "of an earlier question");
         assert_eq!(taker.moved(2, TERM, (0, 1), &[]), [Act::Ready(TERM)]);
         assert_eq!(taker.prepare(0, 0), [Act::Ready(TERM)], "its answer was lost");
+    }
+
+    #[test]
+    fn who_waits_for_no_far_leader_leads_at_once() {
+        let mut taker = Taker::new(A, Cause::Cordoned, TERM, &[]);
+        assert_eq!(taker.prepare(0, 0), [Act::Ready(TERM), Act::Lead(TERM, vec![]), Act::Done(TERM)]);
+        assert!(taker.is_done());
     }
 
     proptest! {

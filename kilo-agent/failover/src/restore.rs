@@ -127,8 +127,10 @@ impl Agent {
         let uses = self.word.1;
         let itself = (uses == me || members.contains(&uses)).then_some(me);
         // One node alone is a trial, unless there are no others.
-        let is_trial = members == [from] && self.place.nodes.len() > 2;
-        let shared = if is_trial { Shared::Stay } else { Shared::Move };
+        let several = self.place.several.as_ref();
+        let is_trial = members == [from] && self.place.nodes.len() > 2 && several.is_none();
+        let stays = is_trial || several.is_some_and(|several| several.acting.1 != from);
+        let shared = if stays { Shared::Stay } else { Shared::Move };
         let why = match age {
             _ if is_trial => Given::Trial,
             0 => Given::LinkDown,
@@ -143,6 +145,9 @@ impl Agent {
     pub(crate) fn give_as_planned(&mut self, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let uses = self.word.1;
+        if self.place.several.is_some() {
+            return self.takes_home(turn);
+        }
         let Some(gateway) = &self.gateway else { return };
         let gave_lately = gateway.returns.gave.is_some_and(|gave| gave + 2 * SEC > now);
         if gave_lately || !gateway.planned.is_free(now) {

@@ -76,8 +76,12 @@ impl Agent {
         turn.push(Output::Note(Note::TakesOver { from, all, since }));
         gateway.others.lost(&self.params, now, from);
         let roll = &gateway.roll;
-        let used = |member: &NodeId| {
-            roll.last(*member).is_none_or(|present| may_use(present, from, self.word_since))
+        let several = self.place.several.as_ref();
+        let used = |member: &NodeId| match (roll.last(*member), several) {
+            // Others have leaders of their own.
+            (Some(present), Some(_)) => present.word.1 == from,
+            (None, Some(several)) => several.home(*member) == Some(from),
+            (present, None) => present.is_none_or(|present| may_use(present, from, self.word_since)),
         };
         let members: Vec<_> = self
             .place
@@ -88,6 +92,7 @@ impl Agent {
             .collect();
         let alone = self.place.nodes.len() <= 2;
         let shared = match (all, alone) {
+            _ if several.is_some_and(|several| several.acting.1 != from) => Shared::Stay,
             (true, false) => Shared::Move,
             (true, true) => Shared::MoveIfSilent,
             (false, _) => Shared::Stay,
@@ -114,5 +119,9 @@ fn better(params: &Params, place: &Place, leader: NodeId, others: &Others, now: 
         .iter()
         .filter(|gateway| ![leader, place.me].contains(gateway) && others.is_fit(**gateway, now, 500 * MS))
         .filter(|gateway| order(**gateway) < own)
+        // Of several leaders each has stand-bys of its own.
+        .filter(|gateway| {
+            place.several.as_ref().is_none_or(|several| several.home(**gateway) == Some(leader))
+        })
         .count()
 }

@@ -113,6 +113,8 @@ pub enum Note {
     Leaps(NodeId),
     /// It would take over, and has done so too often.
     OverBudget,
+    /// Of several leaders it takes so many nodes that are its own.
+    TakesHome(usize),
 }
 
 /// What a step may use: the time, random numbers, and where results go.

@@ -108,6 +108,7 @@ impl<B: Backend> Agent<B> {
             .filter(|_| self.options.settings.granularity == Granularity::Location && !own.no_internal_ip);
         own.signal = fails_over.is_some();
         own.leading = fails_over.and_then(|failover| failover.leading(seen.leading));
+        own.leaders = fails_over.and_then(Failover::leaders);
         let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
         let addresses: Vec<_> = cilium.iter().flat_map(|link| &link.addresses).map(|a| a.net).collect();
         own.cni_compatibility_ip = plan::published_overlay(self.options.compatibility, &addresses);
@@ -155,6 +156,7 @@ impl<B: Backend> Agent<B> {
             cni_compatibility_ip: own.cni_compatibility_ip,
             signal: own.signal,
             leading: own.leading,
+            leaders: own.leaders,
         }
     }
 }

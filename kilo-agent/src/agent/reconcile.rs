@@ -52,6 +52,9 @@ impl<B: Backend> Agent<B> {
         let (now, unix_now) = (Instant::now(), unix_now());
         let name = &self.options.hostname;
         let seen = snapshot.nodes.get(name).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
+        if let Some(failover) = &mut self.failover {
+            failover.hears_of(snapshot);
+        }
         let own = self.own_node(&seen, host).await;
         // What is the same stays where it is in memory.
         let same = self.state.own.clone().filter(|same| **same == own);

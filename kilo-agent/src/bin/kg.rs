@@ -190,6 +190,10 @@ struct Flags {
     /// Address of the Kubernetes API server; overrides the one in the kubeconfig.
     #[arg(long, value_name = "URL", default_value = "", hide_default_value = true, global = true)]
     master: String,
+    /// Active leaders of each location with --failover=auto, 1 to 8: each of its nodes uses one of them. The same
+    /// on every node of the mesh.
+    #[arg(long, default_value = "1", value_parser = clap::value_parser!(u8).range(1..=8))]
+    leaders: u8,
     /// Address on which health, metrics and graph are served.
     #[arg(long, default_value = ":1107", value_parser = parse_listen)]
     listen: SocketAddr,
@@ -344,6 +348,9 @@ fn interface_options(flags: &Flags) -> Result<interface::Options> {
 }
 
 fn options(flags: &Flags) -> Result<agent::Options> {
+    if flags.leaders > 1 && flags.failover == Failover::Off {
+        bail!("--leaders={} needs --failover=auto: active leaders watch each other", flags.leaders);
+    }
     Ok(agent::Options {
         hostname: hostname(flags)?,
         interface: interface_options(flags)?,
@@ -378,6 +385,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         debug: matches!(flags.log_level, LogLevel::All | LogLevel::Debug),
         failover: (flags.failover == Failover::Auto).then(|| failover::Options {
             stand_bys: usize::from(flags.stand_bys),
+            leaders: usize::from(flags.leaders),
             params: flags.failover_interval.clone(),
         }),
     })

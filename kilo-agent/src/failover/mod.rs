@@ -7,6 +7,7 @@
 //! ```
 
 mod far_side;
+mod moved;
 mod order;
 mod packets;
 mod report;
@@ -30,9 +31,10 @@ use kilo_common::{
     siphash,
 };
 use kilo_core::{
+    objects::Snapshot,
     plan::HopIds,
     signal_id,
-    topology::{Acting, Mesh, NodeId},
+    topology::{Acting, Mesh, Node, NodeId},
     wireguard::{
         DeviceState,
         key::{PublicKey, SecretKey},
@@ -51,6 +53,8 @@ pub use site::{Facts, Site};
 pub struct Options {
     /// `--stand-bys`.
     pub stand_bys: usize,
+    /// `--leaders`.
+    pub leaders: usize,
     /// Times, by `--failover-interval`.
     pub params: Params,
 }
@@ -112,6 +116,8 @@ pub struct Failover {
     /// What each of them has to know to change this node's word.
     cookies: BTreeMap<NodeId, u64>,
     orders: order::Orders,
+    /// Some node asks for several active leaders.
+    several_asked: bool,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -130,7 +136,8 @@ impl Failover {
         };
         let (keys, cookies) = (BTreeMap::new(), BTreeMap::new());
         let orders = order::Orders::default();
-        Ok(Self { options, shared: Arc::new(shared), keys, cookies, orders, thread: None })
+        let several_asked = options.leaders > 1;
+        Ok(Self { options, shared: Arc::new(shared), keys, cookies, orders, several_asked, thread: None })
     }
 
     /// The mesh with gateways, and with who acts as the thread knows it now. To be called after
@@ -162,6 +169,19 @@ impl Failover {
     pub fn leading(&self, written: Option<u64>) -> Option<u64> {
         let said = locked(&self.shared.said);
         if said.is_told { said.leading } else { written }
+    }
+
+    /// Looks whether anybody asks for several active leaders, before this node says what it knows: one that
+    /// joined without would be one that knows none.
+    pub fn hears_of(&mut self, snapshot: &Snapshot) {
+        let asks = |node: &Node| node.gateway || node.leaders.is_some_and(|leaders| leaders > 1);
+        self.several_asked = self.options.leaders > 1 || snapshot.nodes.iter().any(|node| asks(&node));
+    }
+
+    /// How many active leaders this node was told a location has, once anybody asks for several: until then
+    /// nobody needs to know.
+    pub fn leaders(&self) -> Option<usize> {
+        self.several_asked.then_some(self.options.leaders)
     }
 
     /// A leader that is to be said to be dead, once.

@@ -94,6 +94,8 @@ pub struct FailoverMetrics {
     lost: Family<KindLabel, Counter>,
     /// `kilo_stand_by_fit`.
     pub fit: Gauge,
+    /// `kilo_gateway_nodes`.
+    pub nodes: Gauge,
     refused: Family<WhyLabel, Counter>,
 }
 
@@ -115,6 +117,7 @@ impl FailoverMetrics {
             seconds: Family::new_with_constructor(histogram),
             lost: Family::default(),
             fit: Gauge::default(),
+            nodes: Gauge::default(),
             refused: Family::default(),
         };
         registry.register("kilo_failover_role", "Role of this node in its location", metrics.role.clone());
@@ -140,6 +143,11 @@ impl FailoverMetrics {
             metrics.lost.clone(),
         );
         registry.register("kilo_stand_by_fit", "Whether this gateway could lead now", metrics.fit.clone());
+        registry.register(
+            "kilo_gateway_nodes",
+            "Nodes that this gateway leads in a term, itself included; 0 while Kilo's rule alone says who leads",
+            metrics.nodes.clone(),
+        );
         registry.register(
             "kilo_signals_refused",
             "Signals the agent did not take, by reason",

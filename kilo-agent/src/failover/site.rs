@@ -15,10 +15,10 @@ use kilo_common::{
 use kilo_core::{
     plan::{HopIds, HostPlan},
     signal_id,
-    topology::{Acting, ActingLocation, Leaving, Member, Mesh, Segment},
+    topology::{Acting, ActingLocation, Gateways, Leaving, Member, Mesh, Segment},
     wireguard::{DeviceState, key::PublicKey},
 };
-use kilo_failover::{Cause, Far, NodeId, Place};
+use kilo_failover::{Cause, Far, NodeId, Place, Several};
 use kilo_host::{net::link_down::Needed, wireguard::Device};
 
 /// Everything the thread needs to know.
@@ -70,6 +70,8 @@ pub struct FarLocation {
     pub gateways: Vec<FarGateway>,
     /// Index of the acting leader.
     pub acting: usize,
+    /// Its active leaders, if it has several.
+    pub active: Vec<NodeId>,
     /// Prefixes of each member.
     pub members: BTreeMap<NodeId, Vec<IpNet>>,
     /// Prefixes of no single member.
@@ -183,6 +185,7 @@ impl Site {
                 nodes: all,
                 fars: probed,
                 leaving,
+                several: several(segment, &gateways),
             },
             private,
             control: signal_id::control_address(&key),
@@ -231,6 +234,18 @@ impl Site {
     pub fn is_gateway(&self) -> bool {
         self.place.gateways.contains(&self.place.me)
     }
+}
+
+/// Several active leaders as failover knows them: by id.
+fn several(segment: &Segment, gateways: &Gateways) -> Option<Several> {
+    let homes = gateways.homes.as_ref()?;
+    let at = |index: usize| id(segment.members.get(index)?);
+    let pair = |(node, home): (usize, &usize)| Some((at(node)?, at(*home)?));
+    Some(Several {
+        active: homes.active.iter().filter_map(|index| at(*index)).collect(),
+        homes: homes.of.iter().enumerate().filter_map(pair).collect(),
+        acting: (gateways.term, gateways.ids.get(gateways.acting).copied().unwrap_or(0)),
+    })
 }
 
 fn gateway_of(me: NodeId, nodes: &BTreeMap<NodeId, Neighbour>, hop: u16) -> Option<NodeId> {
@@ -312,6 +327,7 @@ fn far_location(facts: &Facts<'_>, at: usize, segment: &Segment) -> FarLocation 
     FarLocation {
         wireguard_ip: segment.wireguard_ip,
         acting: gateways.acting,
+        active: several(segment, &gateways).map_or_else(Vec::new, |several| several.active),
         members,
         shared: shared.filter(|prefix| planned.contains(prefix)).collect(),
         held: held(segment, &gateways.order, facts.state),

@@ -35,7 +35,9 @@ use nix::{
 };
 
 use super::{
-    Shared, StandBy, locked, packets,
+    Shared, StandBy, locked,
+    moved::Moved,
+    packets,
     report::{FailoverMetrics, Out, unix_now},
     site::{Site, is_news},
 };
@@ -79,6 +81,7 @@ pub struct Thread {
     /// Whom it has given up last, and in which term.
     given_up: Option<(NodeId, Term)>,
     out: Out,
+    moved: Moved,
     next_report: Micros,
 }
 
@@ -126,6 +129,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         succeeded: None,
         given_up: None,
         out: Out::default(),
+        moved: Moved::default(),
         next_report: 0,
     };
     // What came before this agent.
@@ -250,7 +254,8 @@ impl Thread {
     fn read_word(&mut self, site: &Site, inputs: &mut Vec<Input>) {
         let Ok(word) = self.tools.signals.word() else { return };
         let (hop, term) = (lead::hop_of(word), lead::term_of(word));
-        // The node it names has stopped being a gateway: Kilo's leader is who is left.
+        // The node it names has stopped being a gateway: Kilo's leader is who is left, and of several
+        // leaders takes what is its own later.
         let is_gone = self.agent.is_some()
             && term > Term::NONE
             && site.gateway_of(hop).is_none_or(|gateway| !site.place.gateways.contains(&gateway));
@@ -326,10 +331,11 @@ impl Thread {
                     return self.metrics.refused("gateway");
                 };
                 if signal.kind == Kind::Moved {
-                    let acting = site.fars.get(&far).and_then(|far| far.gateways.get(far.acting));
-                    // The acting leader's is the one that packets depend on.
-                    if acting.is_some_and(|acting| acting.id == from) {
-                        inputs.push(Input::Signal { from: far, signal: signal.clone() });
+                    let location = site.fars.get(&far);
+                    if let Some(signal) =
+                        location.and_then(|location| self.moved.by_all(far, location, from, signal, micros()))
+                    {
+                        inputs.push(Input::Signal { from: far, signal });
                     }
                 } else {
                     self.claimed((far, from), signal, micros());
@@ -514,6 +520,10 @@ impl Thread {
                 );
                 return;
             }
+            Note::TakesHome(nodes) => {
+                self.metrics.failover("rebalanced");
+                format!("took {nodes} nodes that are to use this one of several leaders")
+            }
             Note::GivesUp(to) => {
                 tracing::info!(
                     to = self.name(to),
@@ -572,8 +582,11 @@ impl Thread {
         let me = site.place.me;
         let lead = self.agent.as_ref().and_then(Agent::lead);
         let shared = lead.map_or(SharedPrefixes::Stay, kilo_failover::gateway::Lead::shared);
+        let is_one_of_several = site.place.several.is_some();
         self.leader = match () {
             () if self.agent.is_none() || term == Term::NONE => None,
+            // Whom this node uses says nothing of who has what belongs to none.
+            () if is_one_of_several && (gateway != me || shared == SharedPrefixes::Stay) => None,
             () if gateway != me || shared != SharedPrefixes::Stay => Some((term, gateway)),
             // It leads itself alone: the location's leader is who it was.
             () => self.leader.filter(|(_, leader)| *leader != me),
@@ -614,6 +627,8 @@ impl Thread {
         self.metrics.term.set(i64::from(term.count()));
         let is_fit = self.agent.as_ref().is_some_and(|agent| agent.is_fit(now));
         self.metrics.fit.set(i64::from(is_fit && site.is_gateway()));
+        let led = self.agent.as_ref().and_then(Agent::lead).map_or(0, |lead| lead.members().count());
+        self.metrics.nodes.set(i64::try_from(led).unwrap_or(i64::MAX));
         let stand_by = |id: &NodeId| StandBy {
             node: site.name(*id).to_owned(),
             fit: match &self.agent {

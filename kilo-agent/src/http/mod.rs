@@ -1,7 +1,7 @@
 //! The HTTP server of the agent: the page, `/health`, `/metrics`, `/status`, `/events`, `/graph`.
 
 pub mod access;
-mod drawing;
+pub mod drawing;
 mod graph;
 mod linger;
 pub mod page;

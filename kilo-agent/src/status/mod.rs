@@ -93,6 +93,9 @@ pub struct LocationStatus {
     /// The node that acts as leader in its place, as that one has written down.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub acting: Option<String>,
+    /// Its active leaders, if it has several; what is of no single node stays with `leader` or `acting`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gateways: Vec<String>,
     /// The rule that chose the leader.
     pub reason: Option<LeaderReason>,
     /// When the agent first saw it lead; only an agent remembers.
@@ -125,6 +128,9 @@ pub struct NodeStatus {
     pub location: String,
     /// It leads its location.
     pub leads: bool,
+    /// Of several active leaders of its location the one it is to use.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gateway: Option<String>,
     /// It takes part in the mesh.
     pub ready: bool,
     /// Why it does not take part.
@@ -264,12 +270,14 @@ pub fn of_objects(
 ) -> Status {
     let leaders: BTreeSet<&str> =
         mesh.segments.iter().filter_map(|segment| Some(segment.leading()?.name())).collect();
+    let gateways = mesh.gateways_in_use();
     let node = |node: Known<'_>| {
         let ready = ready.contains(node.name.as_str());
         NodeStatus {
             name: node.name.clone(),
             location: topology::location_of(&node, granularity),
             leads: leaders.contains(node.name.as_str()),
+            gateway: gateways.get(node.name.as_str()).map(|gateway| (*gateway).to_owned()),
             ready,
             not_ready: if ready { Vec::new() } else { why_not_ready(node, time) },
             endpoint: node.endpoint.as_ref().map(ToString::to_string),
@@ -305,6 +313,7 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: Granularity) -> Vec<
         name: name.to_owned(),
         leader: None,
         acting: None,
+        gateways: Vec::new(),
         reason: None,
         since: None,
         changes: None,
@@ -324,10 +333,12 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: Granularity) -> Vec<
     }
     // Nodes no agent has ever run on make no location.
     all.retain(|name, _| known.contains(name));
-    for segment in &mesh.segments {
+    for (at, segment) in mesh.segments.iter().enumerate() {
         let location = all.entry(segment.location.clone()).or_insert_with(|| empty(&segment.location));
         location.leader = segment.leading().map(|leader| leader.name().to_owned());
         location.acting = acting(segment);
+        let active = mesh.homes_of(at).map_or_else(Vec::new, |homes| homes.active.clone());
+        location.gateways = active.iter().map(|at| segment.members[*at].name().to_owned()).collect();
         location.reason = Some(segment.leader_reason);
         location.endpoint = Some(segment.endpoint.to_string());
         location.wireguard_ip = segment.wireguard_ip;

@@ -156,7 +156,12 @@ fn node_row(node: &NodeStatus, now: Timestamp) -> Vec<String> {
     vec![
         node.name.clone(),
         node.location.clone(),
-        if node.leads { "leader".to_owned() } else { none() },
+        match &node.gateway {
+            _ if node.leads => "leader".to_owned(),
+            Some(gateway) if *gateway == node.name => "gateway".to_owned(),
+            Some(gateway) => format!("by {gateway}"),
+            None => none(),
+        },
         if node.ready { "True" } else { "False" }.to_owned(),
         node.internal_ip.map_or_else(none, |ip| ip.to_string()),
         list(&node.pod_cidrs),

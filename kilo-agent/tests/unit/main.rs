@@ -29,6 +29,7 @@ mod plan_clear;
 mod plan_duplicates;
 mod plan_failover;
 mod plan_full_location;
+mod plan_gateways;
 mod plan_inside;
 mod plan_overlay;
 mod topology_properties;

@@ -151,7 +151,7 @@ const ALERTS: &[Alert] = &[
         expr: r#"sum by (job, instance, reason) (increase(kilo_dropped_packets_total{reason=~"unknown_sender|foreign_source|not_for_us|wrong_interface|unchecked|forged_vxlan"}[10m])) > 0"#,
         hold: "1m",
         remedy: "They were dropped. `kgctl monitor` on the node shows who sends them; the label `reason` tells spoofing from two \
-                 networks that overlap ([counters](data-path.md#counters)).",
+                 networks that overlap ([drop reasons](drop-reasons.md)).",
         fires: &[(r#"kilo_dropped_packets_total{instance="a1", reason="foreign_source"}"#, "0x10 1x50")],
         labels: &[A1, ("reason", "foreign_source")],
         quiet: &[
@@ -165,7 +165,7 @@ const ALERTS: &[Alert] = &[
         summary: "Packets are dropped for want of a way, or because the network does not carry them.",
         expr: r#"sum by (job, instance, reason) (rate(kilo_dropped_packets_total{reason=~"no_hop|no_prefix|encapsulation|rewrite|outer_fragment|too_big|not_encrypted|inside_tunnel"}[5m])) > 1"#,
         hold: "5m",
-        remedy: "The label `reason` has its remedy among the [counters](data-path.md#counters); `kgctl monitor --reason REASON` shows \
+        remedy: "The label `reason` has its remedy among the [drop reasons](drop-reasons.md); `kgctl monitor --reason REASON` shows \
                  the packets, `kgctl trace` what becomes of one.",
         fires: &[(r#"kilo_dropped_packets_total{instance="a1", reason="no_hop"}"#, "0+300x60")],
         labels: &[A1, ("reason", "no_hop")],
@@ -400,7 +400,7 @@ mod tests {
     #[test]
     fn alerts_ask_for_metrics_and_reasons_that_there_are() {
         let page = fs::read_to_string(workspace_root().join("docs/monitoring.md")).unwrap();
-        let counters = fs::read_to_string(workspace_root().join("docs/data-path.md")).unwrap();
+        let reasons_page = fs::read_to_string(workspace_root().join("docs/drop-reasons.md")).unwrap();
         let mut names = BTreeSet::new();
         for alert in ALERTS {
             assert!(names.insert(alert.name), "{} is there twice", alert.name);
@@ -413,7 +413,7 @@ mod tests {
             }
             if let Some(reasons) = alert.expr.split("reason=~\"").nth(1) {
                 for reason in reasons.split('"').next().unwrap().split('|') {
-                    assert!(counters.contains(&format!("| `{reason}` |")), "{}: {reason}", alert.name);
+                    assert!(reasons_page.contains(&format!("| `{reason}` |")), "{}: {reason}", alert.name);
                 }
             }
         }

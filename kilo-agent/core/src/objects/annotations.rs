@@ -55,7 +55,7 @@ const SIGNAL: &str = "1";
 const AGENT: &str = "the node's agent writes it, look whether it runs";
 
 /// Every annotation. What overrides another one stands before it: the table is read in this order.
-pub const ANNOTATIONS: [Annotation; 16] = [
+pub const ANNOTATIONS: [Annotation; 18] = [
     Annotation {
         name: "kilo.squat.ai/location",
         writer: Writer::Operator(|node| Some(node.location.clone())),
@@ -71,6 +71,15 @@ pub const ANNOTATIONS: [Annotation; 16] = [
         meaning: "the node wants to lead its location; the value does not matter, `leader-` takes it back",
         remedy: "",
         read: |_, node| node.node.leader = true,
+    },
+    Annotation {
+        name: "kilo.squat.ai/gateway",
+        writer: Writer::Operator(|node| node.gateway.then(|| "true".to_owned())),
+        example: "`true`",
+        meaning: "the node carries a share of its location's traffic beside the leader, with `--failover=auto` \
+                  on every node of the mesh",
+        remedy: "write true, or take the annotation back",
+        read: |value, node| node.node.gateway = value.parse().unwrap_or(false),
     },
     Annotation {
         name: "kilo.squat.ai/force-endpoint",
@@ -214,6 +223,15 @@ pub const ANNOTATIONS: [Annotation; 16] = [
         remedy: AGENT,
         read: |value, node| node.node.leading = value.parse(),
     },
+    Annotation {
+        name: "kilo.squat.ai/leaders",
+        writer: Writer::Agent(|own| own.leaders.map(|leaders| leaders.to_string())),
+        example: "`2`",
+        meaning: "the `--leaders` the node's agent runs with; there once anybody asks for several active \
+                  leaders, which need it of every node of the mesh",
+        remedy: AGENT,
+        read: |value, node| node.node.leaders = value.parse().filter(|leaders| *leaders > 0),
+    },
 ];
 
 /// Reads all annotations that are present into `node`; names what cannot be read in `problems`.
@@ -243,6 +261,7 @@ pub(super) fn of_node(node: &Node, last_seen: i64) -> BTreeMap<String, String> {
         cni_compatibility_ip: node.cni_compatibility_ip,
         signal: node.signal,
         leading: node.leading,
+        leaders: node.leaders,
     };
     let print = |annotation: &Annotation| {
         let value = match annotation.writer {

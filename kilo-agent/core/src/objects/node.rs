@@ -114,6 +114,7 @@ mod tests {
             cni_compatibility_ip: None,
             signal: true,
             leading: Some(1 << 16),
+            leaders: Some(2),
         };
         let mut object = core::Node::default();
         let written = wanted(&published);
@@ -180,6 +181,8 @@ mod tests {
             ("granularity", "continent"),
             ("cni-compatibility-ip", "x"),
             ("leading", "-1"),
+            ("leaders", "many"),
+            ("gateway", "yes please"),
         ] {
             let mut object = to_object(&good, 17);
             let annotations = object.metadata.annotations.get_or_insert_default();
@@ -219,6 +222,7 @@ mod tests {
             endpoint_forced: true,
             internal_ip_forced: true,
             leader: true,
+            gateway: true,
             control_plane: true,
             location: "here".to_owned(),
             persistent_keepalive: 10,
@@ -230,6 +234,7 @@ mod tests {
             external_ips: vec!["192.0.2.7".parse().unwrap(), "2001:db8::7".parse().unwrap()],
             signal: true,
             leading: Some(1 << 16),
+            leaders: Some(2),
             leaving: Some(Leaving::Removed),
             ..plain.clone()
         };

@@ -107,4 +107,6 @@ pub struct Published {
     pub signal: bool,
     /// `leading`; `None` removes the annotation.
     pub leading: Option<u64>,
+    /// `leaders`; `None` removes the annotation.
+    pub leaders: Option<usize>,
 }

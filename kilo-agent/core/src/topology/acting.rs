@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kilo_common::lead::Term;
 
-use super::{Node, Segment, leader};
+use super::{Homes, Node, Segment, leader};
 use crate::{signal_id, wireguard::key::PublicKey};
 
 /// First 8 bytes of SHA-256 of a node's public key.
@@ -40,6 +40,8 @@ pub struct Gateways {
     pub acting: usize,
     /// The term in which it does; [`Term::NONE`]: it is Kilo's choice.
     pub term: Term,
+    /// Several active leaders, and which of them each member is to use; `None`: one leads all.
+    pub homes: Option<Homes>,
 }
 
 impl Segment {
@@ -75,8 +77,23 @@ impl Acting {
     /// The gateways of a location. Who acts must be one of them: one that is not, because it
     /// was given up, acts for nobody.
     pub fn gateways(&self, segment: &Segment, stand_bys: usize) -> Gateways {
+        self.gateways_with(segment, stand_bys, None)
+    }
+
+    /// The same where a location may have several active leaders: those first, then who leads until it
+    /// has gone, then stand-bys.
+    pub fn gateways_with(&self, segment: &Segment, stand_bys: usize, homes: Option<Homes>) -> Gateways {
         let is_capable = segment.is_capable();
-        let mut order = if is_capable { segment.gateways(stand_bys) } else { vec![segment.leader] };
+        let homes = homes.filter(|_| is_capable);
+        let mut order = match &homes {
+            Some(homes) => {
+                let all = [&homes.active, &homes.leaving, &homes.stand_bys].into_iter().flatten();
+                let others = all.copied().filter(|at| *at != segment.leader);
+                std::iter::once(segment.leader).chain(others).collect()
+            }
+            None if is_capable => segment.gateways(stand_bys),
+            None => vec![segment.leader],
+        };
         let id = |index: usize| segment.members[index].node.key.map_or(0, |key| signal_id::node(&key));
         let mut ids: Vec<NodeId> = order.iter().map(|index| id(*index)).collect();
         let heard = self.of(segment).and_then(|location| location.leader);
@@ -101,7 +118,7 @@ impl Acting {
             ids.push(latest.1);
         }
         let acting = latest.and_then(|(_, id)| ids.iter().position(|gateway| *gateway == id)).unwrap_or(0);
-        Gateways { order, ids, acting, term: latest.map_or(Term::NONE, |(term, _)| term) }
+        Gateways { order, ids, acting, term: latest.map_or(Term::NONE, |(term, _)| term), homes }
     }
 
     /// Whether this node leads that one, whoever its own packets go to.

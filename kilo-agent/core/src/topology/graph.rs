@@ -1,6 +1,6 @@
 //! The mesh as Graphviz text, with the look Kilo's users know.
 
-use std::{fmt::Write as _, sync::Arc};
+use std::{collections::BTreeMap, fmt::Write as _, sync::Arc};
 
 use super::{Member, Mesh, Segment};
 
@@ -16,10 +16,14 @@ fn write(mesh: &Mesh, out: &mut String) -> std::fmt::Result {
     writeln!(out, "\tlabel={};", quote(&mesh.subnet.to_string()))?;
     writeln!(out, "\tlabelloc=t;\n\toutputorder=nodesfirst;\n\toverlap=false;")?;
     let leader = |segment: &Segment| quote(segment.leading().map_or("", Member::name));
+    // Of several active leaders each stands before the nodes that are to use it.
+    let used = mesh.gateways_in_use();
     for segment in &mesh.segments {
         for (index, member) in segment.members.iter().enumerate() {
+            let gateway = used.get(member.name()).filter(|gateway| **gateway != member.name());
             if index != segment.leader {
-                writeln!(out, "\t{} -> {} [ dir=both ];", leader(segment), quote(member.name()))?;
+                let from = gateway.map_or_else(|| leader(segment), |gateway| quote(gateway));
+                writeln!(out, "\t{from} -> {} [ dir=both ];", quote(member.name()))?;
             }
         }
     }
@@ -35,7 +39,7 @@ fn write(mesh: &Mesh, out: &mut String) -> std::fmt::Result {
         }
     }
     for segment in &mesh.segments {
-        write_segment(segment, out)?;
+        write_segment(segment, &used, out)?;
     }
     writeln!(out, "\tsubgraph \"cluster_peers\" {{\n\t\tlabel=\"peers\";\n\t\tstyle=\"dashed,rounded\";")?;
     for peer in &mesh.peers {
@@ -46,11 +50,12 @@ fn write(mesh: &Mesh, out: &mut String) -> std::fmt::Result {
     writeln!(out, "\t}}\n}}")
 }
 
-fn write_segment(segment: &Segment, out: &mut String) -> std::fmt::Result {
+fn write_segment(segment: &Segment, used: &BTreeMap<&str, &str>, out: &mut String) -> std::fmt::Result {
     writeln!(out, "\tsubgraph {} {{", quote(&format!("cluster_location_{}", segment.location)))?;
     writeln!(out, "\t\tlabel={};\n\t\tstyle=\"dashed,rounded\";", quote(&segment.location))?;
     for (index, member) in segment.members.iter().enumerate() {
         let leads = index == segment.leader;
+        let is_gateway = used.get(member.name()) == Some(&member.name());
         let label = lines([
             Some(segment.location.clone()),
             Some(member.name().to_owned()),
@@ -58,8 +63,9 @@ fn write_segment(segment: &Segment, out: &mut String) -> std::fmt::Result {
             member.private_ip().map(|ip| ip.to_string()),
             segment.wireguard_ip.filter(|_| leads).map(|ip| ip.to_string()),
             leads.then(|| segment.endpoint.to_string()),
+            member.node.endpoint.as_ref().filter(|_| is_gateway && !leads).map(ToString::to_string),
         ]);
-        let rank = if leads { ", rank=1" } else { "" };
+        let rank = if leads || is_gateway { ", rank=1" } else { "" };
         writeln!(out, "\t\t{} [ label=\"{label}\"{rank}, shape=ellipse ];", quote(member.name()))?;
     }
     writeln!(out, "\t}}")

@@ -12,10 +12,14 @@ use std::{
 use ipnet::IpNet;
 
 use super::{
-    Acting, Gateways, Known, Member, Node, Peer, Segment, allocate, prefixes::Prefixes, segment::LeaderInfo,
+    Acting, Gateways, Homes, Known, Member, Node, Peer, Segment, allocate, prefixes::Prefixes,
+    segment::LeaderInfo,
 };
 use crate::settings::Granularity;
 use crate::{flat_map::sort_by_prefix, wireguard::key::PublicKey};
+
+/// `--stand-bys`, if nobody says otherwise.
+const STAND_BYS: usize = 2;
 
 /// A node that has not checked in for this long is not ready (Kilo's figure).
 pub const READY_SECONDS: i64 = 60;
@@ -211,10 +215,49 @@ impl Mesh {
     #[must_use]
     pub fn with_acting(mut self, stand_bys: usize, acting: Arc<Acting>) -> Self {
         if self.granularity == Some(Granularity::Location) {
-            self.gateways = self.segments.iter().map(|segment| acting.gateways(segment, stand_bys)).collect();
+            let several = self.knows_several();
+            let gateways = |segment: &Arc<Segment>| {
+                let homes = several.then(|| segment.homes(&self.lost_of(segment), stand_bys)).flatten();
+                acting.gateways_with(segment, stand_bys, homes)
+            };
+            self.gateways = self.segments.iter().map(gateways).collect();
             self.acting = acting;
         }
         self
+    }
+
+    /// Whether all nodes know several active leaders: who does not would send to one what another has.
+    fn knows_several(&self) -> bool {
+        let mut members = self.segments.iter().flat_map(|segment| &segment.members);
+        members.all(|member| member.node.is_capable() && member.node.leaders.is_some())
+    }
+
+    /// Nodes of a location that are known and take no part.
+    fn lost_of(&self, segment: &Segment) -> Vec<&Node> {
+        self.lost.iter().filter(|lost| lost.is_in(segment)).map(|lost| &*lost.member.node).collect()
+    }
+
+    /// Several active leaders of a segment by its index; `None`: it has one. Where nobody said how many
+    /// stand-bys there are, as many as by default.
+    pub fn homes_of(&self, segment: usize) -> Option<Cow<'_, Homes>> {
+        if let Some(gateways) = self.gateways.get(segment) {
+            return gateways.homes.as_ref().map(Cow::Borrowed);
+        }
+        let segment = self.segments.get(segment).filter(|segment| segment.is_capable())?;
+        let may = self.granularity == Some(Granularity::Location) && self.knows_several();
+        may.then(|| segment.homes(&self.lost_of(segment), STAND_BYS)).flatten().map(Cow::Owned)
+    }
+
+    /// Of nodes in locations with several active leaders the one each is to use, by name.
+    pub fn gateways_in_use(&self) -> BTreeMap<&str, &str> {
+        let mut used = BTreeMap::new();
+        for (at, segment) in self.segments.iter().enumerate() {
+            let Some(homes) = self.homes_of(at) else { continue };
+            for (node, home) in segment.members.iter().zip(&homes.of) {
+                used.insert(node.name(), segment.members[*home].name());
+            }
+        }
+        used
     }
 
     /// The gateways of a segment by its index: its leader alone without failover.

@@ -7,6 +7,7 @@ pub mod changes;
 mod former;
 mod freed;
 mod graph;
+mod homes;
 mod leader;
 mod liveness;
 mod mesh;
@@ -21,6 +22,7 @@ mod types;
 pub use acting::{Acting, ActingLocation, Gateways, NodeId, STAYS};
 pub use freed::FreedAddresses;
 pub use graph::dot;
+pub use homes::Homes;
 pub use leader::{LeaderReason, is_public, is_reached_from_anywhere};
 pub use liveness::Liveness;
 pub use mesh::{

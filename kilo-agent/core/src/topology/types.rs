@@ -56,6 +56,10 @@ pub struct Node {
     pub signal: bool,
     /// It leads its location since this term (`leading`), whoever Kilo's rule chooses.
     pub leading: Option<u64>,
+    /// Its agent knows several active leaders, and how many it was told a location has (`leaders`).
+    pub leaders: Option<usize>,
+    /// It is to be one of its location's active leaders (`gateway`).
+    pub gateway: bool,
     /// It is about to go, or to rest: another gateway leads in its place, where one can.
     pub leaving: Option<Leaving>,
 }

@@ -31,7 +31,7 @@ pub struct MonitorArgs {
     /// this machine is the node.
     #[arg(add = complete::nodes())]
     pub node: Option<String>,
-    /// Only drops for this reason (repeatable); see docs/data-path.md.
+    /// Only drops for this reason (repeatable); see docs/drop-reasons.md.
     #[arg(long, value_parser = reason, add = complete::reasons())]
     reason: Vec<DropReason>,
     /// Show one drop in N, at random.

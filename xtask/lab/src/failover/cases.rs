@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use super::{
     breaking::{self, Broken},
-    flaps, forged, parts,
+    flaps, forged, parts, shares,
 };
 use crate::Lab;
 
@@ -25,6 +25,8 @@ pub enum Limit {
     Undisturbed,
     /// Whatever is lost, nobody else leads.
     NoSwitch,
+    /// Answers come again within so many milliseconds, and the second flow loses nothing.
+    OnlyIts(u64),
 }
 
 impl fmt::Display for Limit {
@@ -35,6 +37,7 @@ impl fmt::Display for Limit {
             Self::Lost(most) => write!(f, "{most} lost"),
             Self::Undisturbed => write!(f, "nothing lost, no switch"),
             Self::NoSwitch => write!(f, "no switch"),
+            Self::OnlyIts(most) => write!(f, "{most} ms; others 0 lost"),
         }
     }
 }
@@ -57,6 +60,8 @@ pub struct Case {
     pub off: &'static [&'static str],
     /// Stand-bys of each location.
     pub stand_bys: u8,
+    /// Active leaders of each location.
+    pub leaders: u8,
     /// What is accepted.
     pub limit: Limit,
     /// What happens before traffic is watched.
@@ -76,7 +81,21 @@ const fn case(
 ) -> Case {
     let (from, to) = ("pod-a3", "pod-b2");
     let (also, off, prepare) = (None, &[], None);
-    Case { id, line, name, from, to, also, off, stand_bys: 1, limit, prepare, is_always: false, inject }
+    Case {
+        id,
+        line,
+        name,
+        from,
+        to,
+        also,
+        off,
+        stand_bys: 1,
+        leaders: 1,
+        limit,
+        prepare,
+        is_always: false,
+        inject,
+    }
 }
 
 impl Case {
@@ -86,6 +105,16 @@ impl Case {
 
     const fn stand_bys(self, stand_bys: u8) -> Self {
         Self { stand_bys, ..self }
+    }
+
+    /// One flow whose gateway fails, and one of a node that uses another.
+    const fn leaders(self, leaders: u8) -> Self {
+        Self { leaders, from: "pod-a3", to: "pod-b1", also: Some(("pod-a2", "pod-b1")), ..self }
+    }
+
+    /// The far end is the other location's leader: two stand-bys behind NAT have no tunnel.
+    const fn with_far_leader(self) -> Self {
+        Self { to: "pod-b1", ..self }
     }
 
     const fn also(self, from: &'static str, to: &'static str) -> Self {
@@ -144,4 +173,6 @@ pub const CASES: &[Case] = &[
     case("forged", 73, "somebody on the LAN forges and repeats signals, a member sends some through the tunnel", Limit::Undisturbed, forged::send),
     case("repeated", 73, "leadership moves and comes back, and what made members follow the other node is sent to them again", Limit::Outage(1000), forged::repeat),
     case("two-lose-power", 75, "the leader and a stand-by lose power at once", Limit::Outage(1500), breaking::two_lose_power).stand_bys(2),
+    case("gateway-off", 76, "of two active leaders one loses power", Limit::OnlyIts(1000), breaking::power_off).leaders(2).prepared(shares::all_reach_all),
+    case("gateway-joins", 77, "a node is made an active leader beside the first", Limit::Lost(10), shares::joins).with_far_leader(),
 ];

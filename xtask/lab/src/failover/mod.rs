@@ -6,6 +6,7 @@ mod cases;
 mod flaps;
 mod forged;
 mod parts;
+mod shares;
 mod state;
 mod table;
 
@@ -145,7 +146,7 @@ fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<(String, Figures, u64
     });
     let settled = broken.is_ok().then(|| flows.settle().context("after the fault"));
     std::thread::sleep(AFTER);
-    let figures = flows.finish();
+    let figures = flows.finish(case.limit);
     let (before, mut broken) = broken?;
     let switches = state::changes(lab).saturating_sub(before);
     let clear = lab.nothing_in_clear();
@@ -188,12 +189,16 @@ impl Flows {
     }
 
     /// What all of them sent and lost, and the longest interruption of any.
-    fn finish(self) -> Result<Figures> {
+    fn finish(self, limit: Limit) -> Result<Figures> {
         let all: Vec<_> = self.0.into_iter().map(Traffic::finish).collect();
         let mut all = all.into_iter();
         let first = all.next().context("no flow")??;
         all.try_fold(first, |sum, one| {
             let one = one?;
+            if let Limit::OnlyIts(_) = limit {
+                ensure!(one.lost == 0, "{} datagrams of a node that uses another leader were lost", one.lost);
+                return Ok(sum);
+            }
             Ok(Figures {
                 sent: sum.sent + one.sent,
                 lost: sum.lost + one.lost,
@@ -212,7 +217,7 @@ fn missed(case: &Case, figures: &Figures, switches: u64) -> Option<String> {
     }
     let gap = figures.gap.as_millis() as u64;
     match case.limit {
-        Limit::Outage(most) | Limit::Silence(most) if gap > most => {
+        Limit::Outage(most) | Limit::Silence(most) | Limit::OnlyIts(most) if gap > most => {
             Some(format!("{gap} ms without an answer instead of {most}"))
         }
         Limit::Outage(_) if switches == 0 => Some("nobody took over".to_owned()),

@@ -53,11 +53,14 @@ pub fn words(lab: &Lab) -> Result<Vec<(String, [Option<u64>; 3])>> {
 pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
     let stand_bys = case.stand_bys;
     let flag = format!("--stand-bys={stand_bys}");
+    let leaders = format!("--leaders={}", case.leaders);
     if lab.agents.set_own_flag(case.off, "--failover=off")
         || !lab.agents.has_flag(&flag)
+        || !lab.agents.has_flag(&leaders)
         || term_of_location(lab) > 0
     {
         lab.agents.set_flag("--stand-bys", &stand_bys.to_string());
+        lab.agents.set_flag("--leaders", &case.leaders.to_string());
         breaking::reboot_all(lab)?;
     }
     // Nobody can be fit whose tunnels end where nobody answers signals, or knows of stand-bys.

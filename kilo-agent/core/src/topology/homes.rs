@@ -1,0 +1,346 @@
+//! Several active leaders of one location: which nodes they are, and which of them each node uses. Pure:
+//! every agent that sees the same nodes says the same.
+
+use std::cmp::Reverse;
+
+use super::{Node, Segment, leader};
+
+/// Active leaders of a location and who uses which; indexes are of [`Segment::members`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Homes {
+    /// Those that can lead, Kilo's leader first where it can.
+    pub active: Vec<usize>,
+    /// Nodes that were chosen and are about to go: they lead until nobody uses them any more.
+    pub leaving: Vec<usize>,
+    /// Nodes that can take over, each from the active leader it uses.
+    pub stand_bys: Vec<usize>,
+    /// The active leader each member uses. Active leaders use themselves.
+    pub of: Vec<usize>,
+}
+
+/// Who may be chosen: present or not.
+struct Candidate<'a> {
+    node: &'a Node,
+    /// Index among the members; `None`: it takes no part now.
+    member: Option<usize>,
+}
+
+impl Candidate<'_> {
+    fn can_lead(&self) -> bool {
+        self.member.is_some() && self.node.leaving.is_none()
+    }
+}
+
+impl Segment {
+    /// How many active leaders its nodes were told to have: the least that any of them says.
+    fn leaders_asked(&self) -> usize {
+        self.members.iter().map(|member| member.node.leaders.unwrap_or(1)).min().unwrap_or(1)
+    }
+
+    /// Its active leaders; `None`: it has one. `lost`: nodes of it that are known and take no part, whose
+    /// places stay theirs. All nodes of the mesh have to know several ([`Node::leaders`]).
+    pub fn homes(&self, lost: &[&Node], stand_bys: usize) -> Option<Homes> {
+        let present = self.members.iter().enumerate();
+        let present = present.map(|(at, member)| Candidate { node: &member.node, member: Some(at) });
+        let lost = lost.iter().map(|node| Candidate { node, member: None });
+        let mut all: Vec<_> = present.chain(lost).filter(|candidate| candidate.node.is_capable()).collect();
+        let first = |candidate: &Candidate<'_>| candidate.member == Some(self.leader);
+        all.sort_by_key(|it| (!first(it), leader::rank(it.node), it.node.name.clone()));
+        let is_annotated = all.iter().any(|candidate| candidate.node.gateway);
+        let wanted = self.leaders_asked();
+        // The first have their places, whether they are there or not.
+        let (chosen, mut rest): (Vec<_>, Vec<_>) = if is_annotated {
+            all.into_iter().partition(|candidate| candidate.node.gateway || first(candidate))
+        } else {
+            let rest = all.split_off(wanted.min(all.len()));
+            (all, rest)
+        };
+        rest.retain(|candidate| candidate.member.is_some());
+        let mut active: Vec<_> = chosen.iter().filter(|it| it.can_lead()).collect();
+        let missing = if is_annotated { 0 } else { wanted.saturating_sub(active.len()) };
+        let promoted = rest.iter().filter(|it| it.can_lead()).take(missing);
+        active.extend(promoted);
+        if active.len() < 2 {
+            return None;
+        }
+        let names: Vec<&str> = active.iter().map(|it| it.node.name.as_str()).collect();
+        let leads = |it: &Candidate<'_>| names.contains(&it.node.name.as_str());
+        let is_chosen = |it: &Candidate<'_>| chosen.iter().any(|one| one.node.name == it.node.name);
+        // Of who is not there, too: others do not change their places for that.
+        let count = if stand_bys == 0 { 0 } else { stand_bys.max(chosen.len()) };
+        let next = rest.iter().filter(|it| it.can_lead() && !leads(it)).take(count);
+        let next: Vec<usize> = next.filter_map(|it| it.member).collect();
+        let places = Places {
+            chosen: chosen.iter().map(|it| (it.node.name.as_str(), leads(it))).collect(),
+            promoted: active.iter().filter(|it| !is_chosen(it)).map(|it| it.node.name.as_str()).collect(),
+        };
+        let active: Vec<usize> = active.iter().filter_map(|it| it.member).collect();
+        let mut homes = Homes {
+            leaving: chosen.iter().filter(|it| !it.can_lead()).filter_map(|it| it.member).collect(),
+            of: (0..self.members.len()).collect(),
+            stand_bys: next,
+            active,
+        };
+        let others: Vec<usize> = (0..self.members.len())
+            .filter(|at| !homes.active.contains(at) && !homes.stand_bys.contains(at))
+            .collect();
+        // Stand-bys apart: each active leader is watched by one that uses it.
+        let mut load = vec![0; places.len()];
+        for group in [homes.stand_bys.clone(), others] {
+            let members: Vec<&str> = group.iter().map(|at| self.members[*at].name()).collect();
+            for (at, place) in group.iter().zip(places.assign(&members, &mut load)) {
+                let home = homes.active.iter().find(|at| self.members[**at].name() == places.name(place));
+                homes.of[*at] = home.copied().unwrap_or(self.leader);
+            }
+        }
+        Some(homes)
+    }
+}
+
+/// Active leaders by name, as places that members are given to.
+struct Places<'a> {
+    /// Those that were chosen, and whether each can lead.
+    chosen: Vec<(&'a str, bool)>,
+    /// Those that lead in the place of one that cannot.
+    promoted: Vec<&'a str>,
+}
+
+impl<'a> Places<'a> {
+    fn len(&self) -> usize {
+        self.chosen.len() + self.promoted.len()
+    }
+
+    fn name(&self, place: usize) -> &'a str {
+        match self.chosen.get(place) {
+            Some((name, _)) => name,
+            None => self.promoted[place - self.chosen.len()],
+        }
+    }
+
+    fn can_lead(&self, place: usize) -> bool {
+        self.chosen.get(place).is_none_or(|(_, can)| *can)
+    }
+
+    /// A place for each of `members`: by rendezvous hashing, the highest weights first, and none has more
+    /// than its share. What a chosen one that cannot lead would have, and nothing else, goes to those with
+    /// least. `load`: how many each has, counted on.
+    fn assign(&self, members: &[&str], load: &mut [usize]) -> Vec<usize> {
+        let count = self.chosen.len();
+        let (least, mut more) = (members.len() / count, members.len() % count);
+        let mut pairs: Vec<(u64, usize, usize)> = members
+            .iter()
+            .enumerate()
+            .flat_map(|(at, member)| {
+                self.chosen
+                    .iter()
+                    .enumerate()
+                    .map(move |(place, (name, _))| (weight(member, name), at, place))
+            })
+            .collect();
+        pairs.sort_unstable_by_key(|pair| Reverse(*pair));
+        let mut has = vec![0; count];
+        let mut placed: Vec<Option<usize>> = vec![None; members.len()];
+        for (_, at, place) in pairs {
+            let is_full = has[place] > least || has[place] == least && more == 0;
+            if placed[at].is_some() || is_full {
+                continue;
+            }
+            more -= usize::from(has[place] == least);
+            has[place] += 1;
+            placed[at] = Some(place);
+        }
+        for place in placed.iter().flatten().filter(|place| self.can_lead(**place)) {
+            load[*place] += 1;
+        }
+        let able: Vec<usize> = (0..self.len()).filter(|place| self.can_lead(*place)).collect();
+        placed
+            .iter()
+            .zip(members)
+            .map(|(place, member)| {
+                if let Some(place) = place.filter(|place| self.can_lead(*place)) {
+                    return place;
+                }
+                let least = able
+                    .iter()
+                    .min_by_key(|place| (load[**place], Reverse(weight(member, self.name(**place)))));
+                let place = least.copied().unwrap_or(0);
+                load[place] += 1;
+                place
+            })
+            .collect()
+    }
+}
+
+/// How much a member would have this gateway (FNV-1a, then mixed so that names that differ in a letter
+/// are far apart).
+fn weight(member: &str, gateway: &str) -> u64 {
+    let bytes = member.bytes().chain([0xff]).chain(gateway.bytes());
+    let hash = bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    });
+    let hash = (hash ^ (hash >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
+    let hash = (hash ^ (hash >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+    hash ^ (hash >> 33)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{
+        settings::Granularity,
+        topology::{Leaving, Mesh},
+        wireguard::key::PublicKey,
+    };
+
+    fn node(name: &str, leaders: usize) -> Node {
+        let mut key = [0; 32];
+        key.iter_mut().zip(name.bytes()).for_each(|(to, from)| *to = from);
+        Node {
+            name: name.to_owned(),
+            location: "x".to_owned(),
+            endpoint: "192.0.2.1:51820".parse().ok(),
+            key: Some(PublicKey(key)),
+            internal_ip: "10.0.0.1/24".parse().ok(),
+            signal: true,
+            leaders: Some(leaders),
+            ..Node::default()
+        }
+    }
+
+    fn nodes(count: usize, leaders: usize) -> Vec<Node> {
+        (0..count).map(|n| node(&format!("n{n:02}"), leaders)).collect()
+    }
+
+    /// Who uses whom, by name.
+    fn used(nodes: &[Node], lost: &[&Node], stand_bys: usize) -> Option<BTreeMap<String, String>> {
+        let mesh = Mesh::new(nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());
+        let segment = &mesh.segments[0];
+        let name = |at: usize| segment.members[at].name().to_owned();
+        let homes = segment.homes(lost, stand_bys)?;
+        Some(homes.of.iter().enumerate().map(|(at, home)| (name(at), name(*home))).collect())
+    }
+
+    fn loads(used: &BTreeMap<String, String>) -> BTreeMap<&str, usize> {
+        let mut loads = BTreeMap::new();
+        for home in used.values() {
+            *loads.entry(home.as_str()).or_default() += 1;
+        }
+        loads
+    }
+
+    fn moved(before: &BTreeMap<String, String>, after: &BTreeMap<String, String>) -> Vec<String> {
+        let differs = |(node, home): &(&String, &String)| after.get(*node).is_some_and(|to| to != *home);
+        before.iter().filter(differs).map(|(node, _)| node.clone()).collect()
+    }
+
+    #[test]
+    fn one_leader_is_none_of_several() {
+        assert_eq!(used(&nodes(5, 1), &[], 2), None);
+        // The least that anybody says counts: agents restart one after the other.
+        let mut some = nodes(5, 3);
+        some[4].leaders = Some(1);
+        assert_eq!(used(&some, &[], 2), None);
+        assert_eq!(used(&nodes(1, 3), &[], 2), None, "nobody else is there");
+    }
+
+    #[test]
+    fn twelve_members_are_shared_fairly_among_two_three_and_four() {
+        for gateways in 2..=4 {
+            let used = used(&nodes(12 + gateways, gateways), &[], 2).unwrap();
+            let fair = (12 + gateways) as f64 / gateways as f64;
+            let loads = loads(&used);
+            assert_eq!(loads.len(), gateways);
+            for load in loads.values() {
+                assert!((*load as f64 - fair).abs() <= 0.25 * fair, "{loads:?}");
+            }
+            for gateway in 0..gateways {
+                let name = format!("n{gateway:02}");
+                assert_eq!(used[&name], name, "gateways serve themselves");
+            }
+        }
+    }
+
+    #[test]
+    fn each_active_leader_is_watched_by_a_stand_by_that_uses_it() {
+        let all = nodes(15, 3);
+        let mesh = Mesh::new(&all, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());
+        let homes = mesh.segments[0].homes(&[], 2).unwrap();
+        assert_eq!((&homes.active[..], &homes.stand_bys[..]), (&[0, 1, 2][..], &[3, 4, 5][..]));
+        let mut watched: Vec<_> = homes.stand_bys.iter().map(|at| homes.of[*at]).collect();
+        watched.sort_unstable();
+        assert_eq!(watched, [0, 1, 2]);
+    }
+
+    #[test]
+    fn annotated_nodes_lead_beside_kilos_leader_however_many_are_asked_for() {
+        let mut all = nodes(8, 1);
+        all[5].gateway = true;
+        all[6].gateway = true;
+        let used = used(&all, &[], 2).unwrap();
+        assert_eq!(loads(&used).into_keys().collect::<Vec<_>>(), ["n00", "n05", "n06"]);
+        all[5].signal = false;
+        all[6].gateway = false;
+        assert_eq!(self::used(&all, &[], 2), None, "it knows no signals");
+    }
+
+    #[test]
+    fn a_third_leader_takes_about_a_third_and_losing_one_moves_only_its_own() {
+        let (two, three) = (nodes(14, 2), nodes(14, 3));
+        let (before, after) = (used(&two, &[], 0).unwrap(), used(&three, &[], 0).unwrap());
+        let moves = moved(&before, &after);
+        assert!((3..=6).contains(&moves.len()), "{moves:?}");
+        // Without a stand-by to be promoted: all nodes but three cannot lead.
+        let mut three = nodes(15, 1);
+        three[..3].iter_mut().for_each(|node| node.gateway = true);
+        let before = used(&three, &[], 2).unwrap();
+        for lost in 0..3 {
+            let mut rest = three.clone();
+            let gone = rest.remove(lost);
+            let after = used(&rest, &[&gone], 2).unwrap();
+            for node in moved(&before, &after) {
+                assert_eq!(before[&node], gone.name, "{node} used another one");
+            }
+            // One that is about to go is left by its members, and leads nobody new.
+            let mut leaves = three.clone();
+            leaves[lost].leaving = Some(Leaving::Cordoned);
+            let after = used(&leaves, &[], 2).unwrap();
+            for node in moved(&before, &after) {
+                assert_eq!(before[&node], gone.name);
+            }
+            assert!(!after.values().any(|home| *home == gone.name));
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn of_any_names_shares_differ_by_one_and_a_loss_moves_only_the_lost_ones(
+            names in proptest::collection::btree_set("[a-z0-9-]{1,12}", 4..40),
+            gateways in 2usize..5,
+            lost in 0usize..5,
+        ) {
+            let mut all: Vec<Node> = names.iter().map(|name| node(name, 1)).collect();
+            let gateways = gateways.min(all.len() - 1);
+            all[..gateways].iter_mut().for_each(|node| node.gateway = true);
+            let before = used(&all, &[], 0).unwrap();
+            let loads = loads(&before);
+            let (least, most) = (loads.values().min().unwrap(), loads.values().max().unwrap());
+            prop_assert!(loads.len() == gateways && most - least <= 1, "{loads:?}");
+            // The order of the nodes says nothing.
+            let reversed: Vec<Node> = all.iter().rev().cloned().collect();
+            prop_assert_eq!(&used(&reversed, &[], 0).unwrap(), &before);
+            let mut rest = all.clone();
+            let gone = rest.remove(lost % gateways);
+            let after = used(&rest, &[&gone], 0);
+            prop_assert_eq!(after.is_some(), gateways > 2);
+            for node in after.iter().flat_map(|after| moved(&before, after)) {
+                prop_assert_eq!(&before[&node], &gone.name);
+            }
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! Several active leaders of one location.
+
+use std::collections::BTreeMap;
+
+use kilo_failover::{Micros, Params, SEC};
+
+use crate::{
+    Noise,
+    engine::{Shape, Sim},
+    faults::{Fault, NEVER, Schedule},
+};
+
+/// What a run with several leaders showed.
+#[derive(Clone, Debug)]
+pub struct Shares {
+    /// How many nodes used each gateway before anything happened.
+    pub before: Vec<usize>,
+    /// And at the end.
+    pub after: Vec<usize>,
+    /// Which gateway each node was to use before.
+    pub used: Vec<usize>,
+    /// The longest outage of each node after that.
+    pub outages: BTreeMap<usize, Micros>,
+    /// Rules that did not hold.
+    pub broken: Vec<&'static str>,
+    /// How many changes the last node had not heard of, before.
+    pub behind: u32,
+    /// Whether every node that can be served is.
+    pub has_converged: bool,
+}
+
+/// What happens to them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    /// This gateway loses power, for good.
+    PowerOff(usize),
+    /// The same after 1,400 changes of leader that concern nobody here.
+    PowerOffLater(usize),
+    /// It loses power for 8 s.
+    PowerCycle(usize),
+    /// Another one joins.
+    Joins,
+    /// This one is cordoned.
+    Cordoned(usize),
+}
+
+/// When each gateway has taken its own.
+const START: Micros = 300 * SEC;
+
+/// `active` gateways with a stand-by each, and twelve nodes besides.
+pub fn shares(seed: u64, active: usize, what: What, log: bool) -> Shares {
+    let last = if what == What::Joins { active + 1 } else { active };
+    let (gateways, until) = (2 * last, START + 150 * SEC);
+    let shape = Shape { nodes: gateways + 12, gateways, fars: 2, delay: None, go: None };
+    let run = |schedule: Schedule, joins: bool| {
+        let mut sim = Sim::new(seed, shape, Noise::default(), Params::default());
+        sim.log = log;
+        sim.leads_with(active, until);
+        if joins {
+            sim.leads_with_at(active + 1, START);
+        }
+        sim.run(schedule, START);
+        sim
+    };
+    let mut long_ago = Vec::new();
+    if let What::PowerOffLater(node) = what {
+        let other = (node + 1) % active;
+        long_ago.extend([100, 50].map(|ago| (START - ago * SEC, NEVER, Fault::Ahead(other))));
+    }
+    let before = run(Schedule::new(long_ago.clone(), START - SEC), false);
+    let (faults, excused) = match what {
+        What::PowerOff(node) | What::PowerOffLater(node) => {
+            (vec![(START, NEVER, Fault::Power(node))], vec![node])
+        }
+        What::PowerCycle(node) => (vec![(START, START + 8 * SEC, Fault::Power(node))], vec![node]),
+        What::Cordoned(node) => (vec![(START, NEVER, Fault::Cordon(node))], Vec::new()),
+        What::Joins => (Vec::new(), Vec::new()),
+    };
+    let faults = long_ago.into_iter().chain(faults).collect();
+    let after = run(Schedule::new(faults, until).without(&excused), what == What::Joins);
+    Shares {
+        before: before.loads(),
+        behind: before.behind(),
+        used: before.hosts.iter().map(crate::host::Host::uses).collect(),
+        after: after.loads(),
+        has_converged: after.has_converged(),
+        outages: after.counts.of_member.clone(),
+        broken: after.counts.broken.iter().copied().collect(),
+    }
+}

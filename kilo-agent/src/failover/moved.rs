@@ -1,0 +1,116 @@
+//! Answers of far leaders to CLAIMs. Of one leader its answer counts; of several all have to have moved a
+//! member's prefixes, for packets come to it from each of them.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kilo_failover::{Far, Micros, NodeId, SEC, Signal, Term, signal::Body};
+
+use super::site::FarLocation;
+
+/// Between two answers of a gateway that there is a way to: CLAIMs are repeated within 10 s.
+const ANSWERS: Micros = 30 * SEC;
+
+/// Whose prefixes each of several far leaders has moved, by part of the CLAIM, in the latest term.
+#[derive(Debug, Default)]
+pub struct Moved {
+    locations: BTreeMap<Far, (Term, Parts)>,
+    /// When each gateway answered last: two that are both behind NAT never do.
+    heard: BTreeMap<NodeId, Micros>,
+}
+
+/// By part of the CLAIM what each gateway has moved.
+type Parts = BTreeMap<(u16, u16), BTreeMap<NodeId, BTreeSet<NodeId>>>;
+
+impl Moved {
+    /// MOVED came from a gateway of a location: what all those have moved that packets depend on, as far as
+    /// there is a way to them.
+    pub fn by_all(
+        &mut self,
+        far: Far,
+        location: &FarLocation,
+        from: NodeId,
+        signal: &Signal,
+        now: Micros,
+    ) -> Option<Signal> {
+        let acting = location.gateways.get(location.acting)?.id;
+        if location.active.is_empty() {
+            return (acting == from).then(|| signal.clone());
+        }
+        let Body::Claim { part, members, .. } = &signal.body else { return None };
+        let (term, parts) = self.locations.entry(far).or_insert_with(|| (signal.term, BTreeMap::new()));
+        if signal.term < *term || from != acting && !location.active.contains(&from) {
+            return None;
+        }
+        if signal.term > *term {
+            (*term, *parts) = (signal.term, BTreeMap::new());
+        }
+        self.heard.insert(from, now);
+        self.heard.retain(|_, at| *at + ANSWERS > now);
+        let answers = parts.entry(*part).or_default();
+        answers.entry(from).or_default().extend(members);
+        let others = location.active.iter().filter(|id| **id != acting && self.heard.contains_key(id));
+        let first = answers.get(&acting)?;
+        let rest: Option<Vec<_>> = others.map(|id| answers.get(id)).collect();
+        let rest = rest?;
+        let by_all = first.iter().filter(|member| rest.iter().all(|moved| moved.contains(*member)));
+        let by_all: Vec<NodeId> = by_all.copied().collect();
+        let mut signal = signal.clone();
+        if let Body::Claim { members, .. } = &mut signal.body {
+            *members = by_all;
+        }
+        Some(signal)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kilo_failover::signal::{Kind, Shared};
+
+    use super::*;
+
+    const FAR: Far = 7;
+
+    fn said(term: u64, members: &[NodeId]) -> Signal {
+        let body = Body::Claim { gateway: 1, shared: Shared::Stay, part: (0, 1), members: members.to_vec() };
+        Signal { kind: Kind::Moved, nonce: 1, term: Term::from_bits(term), sender: 0, location: FAR, body }
+    }
+
+    fn members(signal: Option<Signal>) -> Option<Vec<NodeId>> {
+        match signal?.body {
+            Body::Claim { members, .. } => Some(members),
+            _ => None,
+        }
+    }
+
+    fn gateway(id: NodeId) -> super::super::site::FarGateway {
+        let key = kilo_core::wireguard::key::PublicKey([1; 32]);
+        super::super::site::FarGateway { id, key, control: std::net::Ipv6Addr::LOCALHOST }
+    }
+
+    #[test]
+    fn of_several_far_leaders_all_that_answer_have_to_have_moved_it() {
+        let gateways = vec![gateway(10), gateway(11), gateway(12)];
+        let one = FarLocation { gateways, ..FarLocation::default() };
+        let several = FarLocation { active: vec![10, 11], ..one.clone() };
+        let mut moved = Moved::default();
+        let mut now = 0;
+        let mut hears = |from, term, list: &[NodeId]| {
+            now += SEC;
+            members(moved.by_all(FAR, &several, from, &said(term, list), now))
+        };
+        assert_eq!(hears(11, 5, &[3]), None);
+        assert_eq!(hears(12, 5, &[3, 4]), None, "a stand-by's answer says nothing");
+        assert_eq!(hears(10, 5, &[3, 4]), Some(vec![3]));
+        assert_eq!(hears(11, 5, &[4]), Some(vec![3, 4]));
+        // In a later term all of them are asked again, and an earlier one is over.
+        assert_eq!(hears(10, 6, &[3]), None);
+        assert_eq!(hears(11, 5, &[3, 4]), None);
+        assert_eq!(hears(11, 6, &[3]), Some(vec![3]));
+        // One there is no way to is not waited for.
+        let later = now + ANSWERS;
+        assert_eq!(members(moved.by_all(FAR, &several, 10, &said(7, &[3]), later)), Some(vec![3]));
+        // One leader: its answer is passed on as it is.
+        assert_eq!(moved.by_all(FAR, &one, 11, &said(8, &[3]), later), None);
+        assert_eq!(members(moved.by_all(FAR, &one, 10, &said(8, &[3]), later)), Some(vec![3]));
+    }
+}
