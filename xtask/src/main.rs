@@ -5,6 +5,7 @@ mod bench;
 mod build_ebpf;
 mod cluster;
 mod dist;
+mod docs;
 mod fuzz;
 mod image;
 mod kube_tools;
@@ -62,6 +63,8 @@ enum Task {
     Image(image::ImageArgs),
     /// Make the files of a release: image, kgctl, manifests, chart, checksums.
     Dist(dist::DistArgs),
+    /// Make the site of docs/ (target/book) with mdBook, and check the licences of what makes it.
+    Docs,
     /// Write the generated files of manifests/.
     Manifests,
     /// Bring up a real Kubernetes with Kilo on it, on this machine.
@@ -112,6 +115,7 @@ fn run() -> Result<()> {
         }
         Task::Image(args) => image::main(&args),
         Task::Dist(args) => dist::main(&args),
+        Task::Docs => docs::build(),
         Task::Manifests => manifests::write(),
         Task::Lab(args) => {
             if args.needs_build() {

@@ -7,6 +7,7 @@ use anyhow::Result;
 use crate::{
     build_ebpf, command,
     dist::kgctl,
+    docs,
     report::TestOutcome,
     wheels::{self, Shipped},
     workspace_root,
@@ -18,7 +19,10 @@ pub fn sources(part: &str) -> Vec<TestOutcome> {
         command::show(Command::new("cargo").current_dir(workspace_root()).args(arguments))
     };
     let mut outcomes = vec![
-        checked(part, "rustfmt finds nothing to change", || cargo(&["fmt", "--all", "--check"])),
+        checked(part, "rustfmt finds nothing to change", || {
+            cargo(&["fmt", "--all", "--check"])?;
+            cargo(&["fmt", "--manifest-path", docs::MANIFEST, "--check"])
+        }),
         checked(part, "clippy has no warnings", || {
             cargo(&["clippy", "--workspace", "--all-targets", "--locked", "--quiet", "--", "-D", "warnings"])
         }),
