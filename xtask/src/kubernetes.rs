@@ -1,5 +1,5 @@
-//! A real API server for tests: `$KUBEBUILDER_ASSETS`, the cache, or built
-//! once from Debian's sources.
+//! A real API server for tests: `$KUBEBUILDER_ASSETS`, that of the newest Kubernetes built for
+//! the cluster, the cache, or built once from Debian's sources.
 
 use std::{
     fs,
@@ -11,6 +11,7 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::{
     apt::{self, Suites},
+    cluster::release::CURRENT,
     command::{output, run, show},
 };
 
@@ -27,6 +28,10 @@ pub fn assets() -> Result<PathBuf> {
         }
         bail!("$KUBEBUILDER_ASSETS ({}) holds no etcd and kube-apiserver", given.display());
     }
+    if let Some(directory) = CURRENT.api_server()? {
+        println!("kube-assets: Kubernetes {}, found in {}", CURRENT.version, directory.display());
+        return Ok(directory);
+    }
     let cache = apt::cache_directory()?;
     let directory = cache.join("kube-assets");
     if is_complete(&directory) {
@@ -37,7 +42,8 @@ pub fn assets() -> Result<PathBuf> {
     Ok(directory)
 }
 
-fn is_complete(directory: &Path) -> bool {
+/// True when the API server and what it needs are there.
+pub fn is_complete(directory: &Path) -> bool {
     ["etcd", "etcdctl", "kube-apiserver"].iter().all(|program| directory.join(program).is_file())
 }
 

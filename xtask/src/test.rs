@@ -1,6 +1,7 @@
 //! `cargo xtask test`: everything, or single parts, with one count at the end.
 
 mod beside;
+mod cluster;
 mod guest;
 mod reader;
 
@@ -260,7 +261,7 @@ fn run_part(
             let environment = BTreeMap::from([("KUBEBUILDER_ASSETS".to_owned(), assets)]);
             run_binaries(part, binaries, &environment, Some(tries))
         }
-        Part::Cluster => run_cluster(args.all, tries),
+        Part::Cluster => cluster::run(args.all, tries),
         Part::Vm => {
             apt::install(lab::PACKAGES)?;
             guest::run(kernels, binaries, tries)
@@ -418,20 +419,4 @@ fn run_lab(all: bool, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
         })?);
     }
     Ok(outcomes)
-}
-
-/// The cluster in a process of its own, because it takes over signals.
-fn run_cluster(all: bool, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
-    let this = own_program()?;
-    tries.run(|_| {
-        let file = tempfile::NamedTempFile::new()?;
-        let mut command = Command::new(&this);
-        command.args(["cluster", "test", "--json"]).arg(file.path());
-        if all {
-            command.arg("--all");
-        }
-        // Failures are in the file.
-        let _ = command.status().context("cluster")?;
-        read_outcomes_of(file.path(), Part::Cluster)
-    })
 }

@@ -1,7 +1,8 @@
 //! What the control plane costs: `cargo xtask bench control` runs this and
 //! keeps the figures. Run it in network and mount namespaces of its own
 //! (`unshare --net --mount`). Argument: the file for the figures. Environment:
-//! `KILO_BENCH_NODES` (sizes, comma separated), `KILO_BENCH_REST` (seconds).
+//! `KILO_BENCH_NODES` (sizes, comma separated), `KILO_BENCH_REST` (seconds),
+//! `KILO_BENCH_LAUNCHER` (the program of `cargo xtask`, which confines the agent).
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "fails as a test does")]
 
 #[path = "../../tests/support/api.rs"]

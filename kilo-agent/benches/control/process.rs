@@ -18,28 +18,59 @@ pub fn kg() -> String {
     std::env::var("KILO_BENCH_KG").unwrap_or_else(|_| env!("CARGO_BIN_EXE_kg").to_owned())
 }
 
+/// Names the program that gives the agent the rights of its DaemonSet: `cargo xtask`'s own.
+const LAUNCHER: &str = "KILO_BENCH_LAUNCHER";
 const LISTEN: &str = "127.0.0.1:1107";
+
+/// The empty directory that becomes the container's root.
+const ROOT: &str = "/tmp/container";
 
 /// A running `kg`.
 pub struct Agent {
     child: Child,
     started: Instant,
+    /// Time that the launcher had run before it became the agent.
+    before: Duration,
 }
 
 impl Agent {
+    /// Starts it confined as `cargo xtask confine` does, and waits until the launcher has become the agent.
     pub fn start(kubeconfig: &Path, hostname: &str) -> Self {
         let log = fs::OpenOptions::new().create(true).append(true).open("/tmp/kg.log").unwrap();
-        let child = Command::new(kg())
-            .arg("--kubeconfig")
+        let launcher = std::env::var_os(LAUNCHER).expect("cargo xtask bench control names the launcher");
+        let program = kg();
+        fs::create_dir_all(ROOT).unwrap();
+        let child = Command::new(launcher)
+            .args(["confine", "--root", ROOT, "--lend"])
+            .arg(Path::new(&program).parent().unwrap())
+            .arg("--lend")
+            .arg(kubeconfig.parent().unwrap())
+            .args(["--", &program, "--kubeconfig"])
             .arg(kubeconfig)
             .args(["--hostname", hostname, "--listen", LISTEN, "--wireguard", "userspace"])
-            .args(["--cni-path", "/run/10-kilo.conflist", "--internal-cidr", "10.201.0.0/16"])
+            .args(["--cni-path", "/run/kilo/10-kilo.conflist", "--internal-cidr", "10.201.0.0/16"])
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
             .stderr(log)
             .spawn()
             .unwrap();
-        Self { child, started: Instant::now() }
+        let mut agent = Self { child, started: Instant::now(), before: Duration::ZERO };
+        agent.wait_for_the_program(Path::new(&program).file_name().unwrap().to_str().unwrap());
+        agent
+    }
+
+    fn wait_for_the_program(&mut self, name: &str) {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        let runs =
+            |id: u32| fs::read_to_string(format!("/proc/{id}/comm")).is_ok_and(|comm| comm.trim() == name);
+        while !runs(self.id()) {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                panic!("the launcher ended: {status}\n{}", log());
+            }
+            assert!(Instant::now() < deadline, "the launcher does not start kg\n{}", log());
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        (self.started, self.before) = (Instant::now(), self.ran());
     }
 
     pub fn id(&self) -> u32 {
@@ -94,11 +125,12 @@ impl Agent {
         (field("VmRSS"), field("VmHWM"))
     }
 
-    /// Time all its threads have run, those that have ended too.
+    /// Time all its threads have run, those that have ended too, without its launcher's.
     pub fn ran(&self) -> Duration {
         let process = nix::unistd::Pid::from_raw(self.id().cast_signed());
         let clock = nix::time::clock_getcpuclockid(process).unwrap();
-        nix::time::clock_gettime(clock).unwrap().into()
+        let ran: Duration = nix::time::clock_gettime(clock).unwrap().into();
+        ran - self.before
     }
 
     /// Ends it in order; returns how long that took.

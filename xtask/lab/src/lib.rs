@@ -39,7 +39,7 @@ pub mod space;
 mod topology;
 pub mod tunl0;
 mod vpn;
-mod well;
+pub mod well;
 pub mod wire;
 
 use std::{

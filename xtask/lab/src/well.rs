@@ -22,7 +22,8 @@ pub const LEADS: &str = "leads its location with the private endpoint";
 pub const NO_ENDPOINT: &str = "no address of this host can be an endpoint";
 /// The agent's own Node object is not there.
 pub const NO_NODE: &str = "check --hostname";
-const METRIC: &str = "kilo_reattached_total";
+/// Counts the programs that an agent attached again.
+pub const REATTACHED: &str = "kilo_reattached_total";
 /// Interfaces that carry a node's packets out, with their programs.
 const UPLINK_PROGRAMS: [&str; 2] = ["lan_ingress", "uplink_egress"];
 /// TCX came with this kernel.
@@ -120,11 +121,11 @@ fn reattached(lab: &mut Lab) -> Result<()> {
     for node in running(lab) {
         // One that has just been started does not answer yet.
         let Ok(metrics) = counters::scrape(&node.space) else { continue };
-        let now = metrics.get(METRIC).copied().unwrap_or(0);
+        let now = metrics.get(REATTACHED).copied().unwrap_or(0);
         let before = lab.watch.reattached.insert(node.name().to_owned(), now).unwrap_or(0);
         // A new agent begins with none.
         if !may && now != before && now != 0 {
-            said.push(format!("{}: {METRIC} is {now}, and was {before}", node.name()));
+            said.push(format!("{}: {REATTACHED} is {now}, and was {before}", node.name()));
         }
     }
     ensure!(said.is_empty(), "{}", said.join("; "));
@@ -150,7 +151,10 @@ pub fn as_deployed(lab: &mut Lab) -> Result<String> {
 }
 
 /// The hook agents use on this kernel.
-fn hook() -> Result<&'static str> {
+///
+/// # Errors
+/// When its release is not two numbers.
+pub fn hook() -> Result<&'static str> {
     let release = nix::sys::utsname::uname()?.release().to_string_lossy().into_owned();
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
     match (numbers.next(), numbers.next()) {

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::{BenchArgs, DOCUMENT, check, document, figures::Figure, store, stored};
 use crate::{
     apt, build, build_ebpf,
-    command::{output, show},
+    command::{output, own_program, show},
     kubernetes,
     lab::{PACKAGES, run_times},
     workspace_root,
@@ -110,6 +110,7 @@ fn measure(results: &Path, sizes: &[&str]) -> Result<()> {
             .arg(results)
             .current_dir(workspace_root().join("kilo-agent"))
             .env("KUBEBUILDER_ASSETS", assets)
+            .env("KILO_BENCH_LAUNCHER", own_program()?)
             .env("KILO_BENCH_NODES", sizes.join(",")),
     )?;
     let mut figures: Vec<Measured> = serde_json::from_slice(&fs::read(results)?)?;

@@ -1,5 +1,6 @@
 //! What must hold on a real cluster.
 
+mod agents;
 mod bad_input;
 mod kgctl;
 mod migration;
@@ -45,7 +46,7 @@ const CHECKS: &[Check] = &[
         "kgctl: connectivity-test is green, red where something is cut, and leaves nothing",
         kgctl::connectivity,
     ),
-    check("no agent has a warning or is refused anything", shipped::logs),
+    check("no agent has a warning, is refused anything, or attached a program again", shipped::logs),
     check("a drained node takes nothing with it", nodes::drain),
     check("a node that joins again gets another pod CIDR and is reached", nodes::join_again),
     check("a node that boots sends nothing in clear", nodes::boot),
@@ -78,14 +79,20 @@ const CHECKS: &[Check] = &[
     },
 ];
 
-/// Runs the checks with these words in their name; an outcome each.
+/// What holds after all the others, whichever were chosen.
+const LAST: Check = check(
+    "in the end every program is on this kernel's hooks, and none was attached again",
+    agents::attached,
+);
+
+/// Runs the checks with these words in their name, and then the last; an outcome each.
 pub fn run(cluster: &Cluster, only: Option<&str>, all: bool) -> Vec<TestOutcome> {
     let wanted = |check: &&Check| match only {
         Some(words) => check.name.contains(words),
         None => all || !check.long,
     };
     let mut outcomes = Vec::new();
-    for check in CHECKS.iter().filter(wanted) {
+    for check in CHECKS.iter().filter(wanted).chain([&LAST]) {
         let started = Instant::now();
         let result = (check.run)(cluster);
         if let Ok(figures) = &result

@@ -14,10 +14,10 @@ use crate::{
     kubernetes, workspace_root,
 };
 
-/// What a cluster consists of.
+/// What a cluster consists of; the one that other tests use, too, is built first.
 const PROGRAMS: [&str; 7] = [
-    "kubelet",
     "kube-apiserver",
+    "kubelet",
     "kube-controller-manager",
     "kube-scheduler",
     "kube-proxy",
@@ -78,6 +78,12 @@ impl Release {
     /// Where its programs are kept.
     fn directory(self) -> Result<PathBuf> {
         Ok(apt::cache_directory()?.join(format!("kubernetes-{}", self.version)))
+    }
+
+    /// Directory with its API server and etcd, where these are built.
+    pub fn api_server(self) -> Result<Option<PathBuf>> {
+        let bin = self.directory()?.join("bin");
+        Ok(kubernetes::is_complete(&bin).then_some(bin))
     }
 
     /// True when nothing must be compiled.

@@ -3,6 +3,7 @@
 mod architecture;
 pub mod base;
 pub mod buildah;
+mod contents;
 mod emulation;
 pub mod index;
 pub mod sbom;
@@ -122,6 +123,7 @@ pub fn full(buildah: &Buildah, architecture: Architecture, file: &Path, layers: 
     // One time for all commits: a layer that an earlier build left bears that build's.
     let image = architecture.image();
     buildah.build(&root.join("Dockerfile"), &root, image, architecture, &arguments)?;
+    buildah.with(image, |_, root| contents::check(root))?;
     buildah.archive(image, IMAGE, file, true)
 }
 
@@ -143,6 +145,7 @@ pub fn quick(buildah: &Buildah, bin: &Path, file: &Path, layers: Layers) -> Resu
     fs::write(&path, without_compiling(&dockerfile)?)?;
     let architecture = Architecture::Amd64;
     buildah.build(&path, context.path(), IMAGE, architecture, &arguments(architecture, layers))?;
+    buildah.with(IMAGE, |_, root| contents::check(root))?;
     buildah.archive(IMAGE, IMAGE, file, false)
 }
 

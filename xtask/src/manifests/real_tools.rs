@@ -71,12 +71,32 @@ fn assert_same(made: &Objects, wanted: &Objects, what: &str) {
     }
 }
 
+/// The specification of the agent's pods.
+fn pod_spec(objects: &mut Objects) -> &mut Value {
+    let key = ("DaemonSet".to_owned(), "kube-system".to_owned(), "kilo".to_owned());
+    &mut objects.get_mut(&key).expect("the DaemonSet")["spec"]["template"]["spec"]
+}
+
 /// As the component and the chart's value make the agent's arguments.
 fn ask_for_tokens(objects: &mut Objects) {
-    let daemon = ("DaemonSet".to_owned(), "kube-system".to_owned(), "kilo".to_owned());
-    let daemon = objects.get_mut(&daemon).expect("the DaemonSet");
-    let args = &mut daemon["spec"]["template"]["spec"]["containers"][0]["args"];
+    let args = &mut pod_spec(objects)["containers"][0]["args"];
     args.as_sequence_mut().unwrap().push("--page-access=token".into());
+}
+
+/// What docs/install.md says of the component: the flag, a capability, and the host's lock.
+fn forward_rules(objects: &mut Objects) {
+    let spec = pod_spec(objects);
+    let mut push = |path: &str, value: &str| {
+        let list = path.split('/').fold(&mut *spec, |at, step| match step.parse::<usize>() {
+            Ok(index) => &mut at[index],
+            Err(_) => &mut at[step],
+        });
+        list.as_sequence_mut().unwrap().push(serde_yaml_ng::from_str(value).unwrap());
+    };
+    push("containers/0/args", "--iptables-forward-rules");
+    push("containers/0/securityContext/capabilities/add", "NET_RAW");
+    push("containers/0/volumeMounts", "{name: xtables-lock, mountPath: /run/xtables.lock}");
+    push("volumes", "{name: xtables-lock, hostPath: {path: /run/xtables.lock, type: FileOrCreate}}");
 }
 
 #[test]
@@ -103,6 +123,19 @@ fn components_add_what_they_are_named_after() {
         fs::write(work.path().join("kustomization.yaml"), text).unwrap();
         objects(&run(Command::new(&kubectl).arg("kustomize").arg(work.path())).unwrap())
     };
+    let components = fs::read_dir(directory().join("components")).unwrap();
+    let mut components: Vec<_> =
+        components.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    components.sort();
+    let tried = ["forward-rules", "ipv6", "monitoring", "page-access", "webhook"];
+    assert_eq!(components, tried, "a component that is not tried below");
+    let page = fs::read_to_string(directory().join("../docs/install.md")).unwrap();
+    for component in tried {
+        assert!(
+            page.contains(&format!("\n| `{component}` |")),
+            "{component} is missing from docs/install.md"
+        );
+    }
     let plain =
         objects(&run(Command::new(&kubectl).arg("kustomize").arg(directory().join("overlays/k3s"))).unwrap());
     let with = |name: &str| {
@@ -115,6 +148,10 @@ fn components_add_what_they_are_named_after() {
     ask_for_tokens(&mut wanted);
     assert_same(&build("page-access"), &wanted, "page-access");
 
+    let mut wanted = plain.clone();
+    forward_rules(&mut wanted);
+    assert_same(&build("forward-rules"), &wanted, "forward-rules");
+
     let mut monitored = build("monitoring");
     let dashboard = ("ConfigMap".to_owned(), "kube-system".to_owned(), "kilo-grafana-dashboard".to_owned());
     let dashboard = monitored.remove(&dashboard).expect("the dashboard");
@@ -125,9 +162,7 @@ fn components_add_what_they_are_named_after() {
     assert_same(&monitored, &wanted, "monitoring");
 
     let mut forwarding = build("ipv6");
-    let key = ("DaemonSet".to_owned(), "kube-system".to_owned(), "kilo".to_owned());
-    let spec = &mut forwarding.get_mut(&key).unwrap()["spec"]["template"]["spec"];
-    let containers = spec["initContainers"].as_sequence_mut().unwrap();
+    let containers = pod_spec(&mut forwarding)["initContainers"].as_sequence_mut().unwrap();
     let before = containers.len();
     containers.retain(|container| container["name"] != "ipv6-forwarding");
     assert_eq!(containers.len(), before - 1, "one init container more");

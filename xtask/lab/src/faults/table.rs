@@ -22,8 +22,9 @@ the connection stood still, which after a loss includes TCP's own wait. Agents r
 
 - **Static stability.** Agents dead, the cluster's objects out of reach and a node that does not lead
   rebooting at the same time: established and new flows of all other nodes go on (`static-stability`). The data
-  path needs an agent only for changes. A node that boots has none of it before its agent runs: what
-  its pods send until then leaves by the default route, in clear ([limits](data-path.md#known-limits)).
+  path needs an agent only for changes. A node that boots has none of it before its agent runs: where our manifests
+  make Kilo the pods' network, no pod starts before that; beside another CNI, what pods send until then leaves by the
+  default route, in clear ([limits](data-path.md#known-limits)).
 - **Whatever happens, the mesh heals by itself.** `cargo xtask lab soak` makes one or two faults at a
   time by chance (agents killed, stopped or restarted, kilo0 deleted or flushed, WireGuard's process
   killed, programs detached, links down, addresses and keys changed, leaders moved, nodes and peers

@@ -1,5 +1,5 @@
-//! What is wrong with a cluster or a node is said where people look: the pod's termination
-//! message, the last line of its log, `kgctl status`.
+//! What is wrong with a cluster or a node, and what to do, is said where people look: in the last
+//! line of the pod's log, in `kgctl status`, and where the agent ends in its termination message.
 
 use std::{fs, time::Duration};
 
@@ -129,7 +129,7 @@ fn no_role(cluster: &Cluster, node: &Node) -> Result<String> {
     let words = "apply the ClusterRole and ClusterRoleBinding of manifests/";
     let said = message(cluster, node, words)?;
     last_line(cluster, node, words)?;
-    status(cluster, "its agent last checked in", &[])?;
+    status(cluster, words, &[])?;
     Ok(end(&said))
 }
 
@@ -147,10 +147,12 @@ fn no_wireguard(cluster: &Cluster, _: &Node) -> Result<String> {
     let words = "modprobe wireguard";
     let said = message(cluster, node, words)?;
     last_line(cluster, node, words)?;
+    status(cluster, words, &[])?;
     Ok(end(&said))
 }
 
-/// A program with the number of another machine in its header.
+/// A program with the number of another machine in its header. The runtime writes the message and the
+/// log, which can name the error only: what to do is in `kgctl status`, and in docs/troubleshooting.md.
 fn other_architecture(cluster: &Cluster, _: &Node) -> Result<String> {
     let mut program = fs::read(std::env::current_exe()?.with_file_name("kgctl"))?;
     // e_machine of the ELF header: EM_AARCH64, or EM_X86_64 on such a machine.
@@ -163,20 +165,30 @@ fn other_architecture(cluster: &Cluster, _: &Node) -> Result<String> {
         "volumeMounts":[{"name":"other","mountPath":"/other"}]}],
         "volumes":[{"name":"other","hostPath":{"path":"/opt/kg-other","type":"File"}}]}}}}"#;
     cluster.kubectl(&["-n", "kube-system", "patch", "ds", "kilo", "--type=strategic", "-p", patch])?;
-    // The first node whose pod is replaced; the others wait for it.
-    let said = until("exec format error", LIMIT, || {
-        cluster.nodes.iter().find_map(|node| terminated(&pod(cluster, node).ok()?, "exec format error"))
-    });
+    let said = said_of_other_architecture(cluster);
     cluster.kubectl(&["-n", "kube-system", "rollout", "undo", "ds/kilo"])?;
     Ok(end(&said?))
+}
+
+fn said_of_other_architecture(cluster: &Cluster) -> Result<String> {
+    let words = "exec format error";
+    // The first node whose pod is replaced; the others wait for it.
+    let (node, said) = until(words, LIMIT, || {
+        let said = |node| Some((node, terminated(&pod(cluster, node).ok()?, words)?));
+        cluster.nodes.iter().find_map(said)
+    })?;
+    last_line(cluster, node, words)?;
+    status(cluster, "name one that is built for both (docs/troubleshooting.md)", &[])?;
+    Ok(said)
 }
 
 fn other_cni(cluster: &Cluster, node: &Node) -> Result<String> {
     let file = "/etc/cni/net.d/05-other.conflist";
     node.write(file, r#"{"cniVersion":"0.4.0","name":"other","plugins":[{"type":"bridge"}]}"#)?;
     restart(cluster, node)?;
-    let said = last_line(cluster, node, "05-other.conflist");
-    let shown = status(cluster, "05-other.conflist", &[node.name()]);
+    let words = format!("{file}, which comes before");
+    let said = last_line(cluster, node, &words);
+    let shown = status(cluster, &words, &[node.name()]);
     node.sh(&format!("rm {file}"))?;
     let said = said?;
     shown?;
@@ -197,7 +209,7 @@ fn no_pod_cidr(cluster: &Cluster, node: &Node) -> Result<String> {
             let location = format!("kilo.squat.ai/location={}", node.site.location());
             cluster.kubectl(&["annotate", "--overwrite", "node", node.name(), &location]).ok()
         })?;
-        status(cluster, "no pod CIDR", &[])?;
+        status(cluster, "no pod CIDR: kube-controller-manager needs --allocate-node-cidrs", &[])?;
         node.sh("tail -n 1 $(ls -t /var/log/pods/kube-system_kilo-*/kilo/*.log | head -n 1)")
     })();
     first.sh(&format!("mv {aside} {manifest}"))?;

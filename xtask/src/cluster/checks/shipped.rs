@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 
+use super::agents;
 use crate::cluster::{Cluster, deploy, until};
 
-/// No agent is refused anything, and none has a warning to tell.
+/// No agent is refused anything, none has a warning to tell, and none lost a program.
 pub fn logs(cluster: &Cluster) -> Result<String> {
     let mut lines = 0;
     for pod in deploy::pods(cluster, "app.kubernetes.io/name=kilo")? {
@@ -23,7 +24,7 @@ pub fn logs(cluster: &Cluster) -> Result<String> {
             bail!("{} on {}:\n    {}", pod.name, pod.node, bad.join("\n    "));
         }
     }
-    Ok(format!("{lines} lines"))
+    Ok(format!("{lines} lines; {}", agents::attached(cluster)?))
 }
 
 /// The webhook by its manifest, with the certificate that it makes itself: it refuses what is

@@ -1,14 +1,10 @@
 //! A leader's machine without power, under a Deployment with Services.
 
-use std::{
-    io::{Read as _, Write as _},
-    net::{Ipv4Addr, TcpStream},
-    time::Duration,
-};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 
-use super::updates::Flows;
+use super::{agents::metric, updates::Flows};
 use crate::cluster::{Cluster, deploy, node::Node, until};
 
 /// Longest time without an answer that is accepted, and what is promised for nearly all.
@@ -73,20 +69,4 @@ fn cut_power(cluster: &Cluster) -> Result<String> {
 
 fn is_beside(node: &Node, leader: &Node) -> bool {
     node.site.letter == leader.site.letter && node.name() != leader.name()
-}
-
-/// A metric of the node's agent, as the kubelet would ask.
-fn metric(node: &Node, name: &str) -> Result<u64> {
-    let address: Ipv4Addr = node.site.address;
-    let ask = move || -> Result<String> {
-        let mut stream = TcpStream::connect_timeout(&(address, 1107).into(), Duration::from_secs(2))?;
-        stream.set_read_timeout(Some(Duration::from_secs(5)))?;
-        write!(stream, "GET /metrics HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n")?;
-        let mut text = String::new();
-        stream.read_to_string(&mut text)?;
-        Ok(text)
-    };
-    let text = node.space().spawn(ask).join().map_err(|_| anyhow::anyhow!("asking thread"))???;
-    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    value.and_then(|value| value.parse().ok()).with_context(|| format!("no metric {name}"))
 }

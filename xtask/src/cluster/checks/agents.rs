@@ -1,0 +1,65 @@
+//! What the agents say of themselves, each asked at its node's address as the kubelet does.
+
+use std::{
+    io::{Read as _, Write as _},
+    net::TcpStream,
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use crate::{cluster::Cluster, cluster::node::Node, lab::well};
+
+/// Programs that have to be on every node: the interface, and what is there.
+const PROGRAMS: [(&str, [&str; 2]); 2] =
+    [("eth0", ["lan_ingress", "uplink_egress"]), ("kilo0", ["kilo_ingress", "kilo_egress"])];
+
+/// The programs of every agent are where this kernel has hooks for them, and stayed there.
+pub fn attached(cluster: &Cluster) -> Result<String> {
+    let wanted = well::hook()?;
+    let mut count = 0;
+    for node in &cluster.nodes {
+        count += programs(node, wanted).with_context(|| node.name().to_owned())?;
+    }
+    Ok(format!("{count} programs, all on {wanted}"))
+}
+
+fn programs(node: &Node, wanted: &str) -> Result<usize> {
+    let status: serde_json::Value = serde_json::from_str(&ask(node, "/status")?)?;
+    let programs = status["agent"]["programs"].as_array().context("no programs in /status")?;
+    for program in programs {
+        ensure!(program["hook"] == wanted, "not on {wanted}: {program}");
+    }
+    for (interface, names) in PROGRAMS {
+        for name in names {
+            let is_there = |at: &serde_json::Value| at["interface"] == interface && at["program"] == name;
+            ensure!(programs.iter().any(is_there), "{name} is not on {interface}: {programs:?}");
+        }
+    }
+    match metric(node, well::REATTACHED)? {
+        0 => Ok(programs.len()),
+        count => {
+            bail!("{} is {count}: somebody detached a program, or the agent thinks so", well::REATTACHED)
+        }
+    }
+}
+
+/// A metric of the node's agent.
+pub fn metric(node: &Node, name: &str) -> Result<u64> {
+    let text = ask(node, "/metrics")?;
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    value.and_then(|value| value.parse().ok()).with_context(|| format!("no metric {name}"))
+}
+
+fn ask(node: &Node, path: &'static str) -> Result<String> {
+    let address = node.site.address;
+    let ask = move || -> Result<String> {
+        let mut stream = TcpStream::connect_timeout(&(address, 1107).into(), Duration::from_secs(2))?;
+        stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n")?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text)?;
+        Ok(text.split_once("\r\n\r\n").context("no HTTP answer")?.1.to_owned())
+    };
+    node.space().spawn(ask).join().map_err(|_| anyhow::anyhow!("the asking thread ended"))??
+}
