@@ -233,7 +233,8 @@ fn compare_probes(
     report: &mut Report,
 ) {
     let links = HostLinks { kilo: 9, private: Some(2), ..HostLinks::default() };
-    let hops = HopIds::default().update(mesh, &node.name);
+    let mesh = &mesh.as_seen_from(&node.name);
+    let hops = HopIds::default().update(mesh);
     let endpoints = mesh.segments.iter().map(|segment| Some(&segment.endpoint));
     let endpoints = endpoints.chain(mesh.peers.iter().map(|peer| peer.endpoint.as_ref())).flatten();
     let resolved: BTreeMap<String, IpAddr> = endpoints
@@ -245,7 +246,6 @@ fn compare_probes(
     let plan = plan::host_plan(&Inputs {
         mesh,
         settings,
-        node: &node.name,
         links: &links,
         hops: &hops,
         resolved: &resolved,

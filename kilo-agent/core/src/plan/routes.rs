@@ -10,7 +10,7 @@ use crate::{flat_map::Key, settings::Tunnel};
 
 pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &Tables) -> NetPlan {
     let mut net = NetPlan { mtu: inputs.mtu, ..NetPlan::default() };
-    net.addresses.extend(super::wireguard_address(inputs.mesh, inputs.node));
+    net.addresses.extend(own.wireguard_address(inputs.mesh));
     let mut destinations = Vec::with_capacity(remote.claims().len() + own.segment.members.len());
     if let Some(ip) = own.segment.wireguard_ip.filter(|_| !own.acts) {
         destinations.push(IpNet::from(ip));

@@ -62,7 +62,7 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: 
     // Beside another CNI the routes lead into its overlay; but what a leader
     // decrypts goes the way the answers come. In its stack the CNI's masquerading
     // would meet half connections and translate them.
-    let beside_cni = inputs.links.overlay.contains_key(inputs.node);
+    let beside_cni = inputs.links.overlay.contains_key(inputs.mesh.node());
     let ours = inputs.carries_pods();
     // Before the first pod, and without the bridge, the stack would send them on by the default route.
     let never_clear = if ours { PREFIX_NEVER_CLEAR } else { 0 };

@@ -10,6 +10,7 @@ mod graph;
 mod homes;
 mod leader;
 mod liveness;
+mod local;
 mod mesh;
 mod nodes;
 pub mod prefixes;
@@ -25,6 +26,7 @@ pub use graph::dot;
 pub use homes::Homes;
 pub use leader::{LeaderReason, is_public, is_reached_from_anywhere};
 pub use liveness::Liveness;
+pub use local::LocalMesh;
 pub use mesh::{
     Lost, Mesh, NO_POD_CIDR, READY_SECONDS, is_complete, is_recent, location_of, missing, ready_at,
 };
