@@ -3,7 +3,9 @@
 
 mod arrival;
 mod conflicts;
+mod endpoints;
 mod hops;
+mod lookup;
 mod lost;
 mod masquerade;
 pub mod model;

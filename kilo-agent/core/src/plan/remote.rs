@@ -3,7 +3,7 @@
 
 use ipnet::IpNet;
 
-use super::{Inputs, Own, wireguard::gateway_endpoint};
+use super::{Inputs, Own, endpoints::gateway_endpoint};
 use crate::{
     flat_map::{Key as _, sort_by_prefix},
     signal_id,

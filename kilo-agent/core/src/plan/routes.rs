@@ -81,7 +81,7 @@ fn hop_mtu(tables: &Tables, value: PrefixValue) -> Option<u32> {
 /// WireGuard address, because answers to that address would not come through
 /// the tunnel.
 fn source(inputs: &Inputs<'_>, own: &Own<'_>) -> Option<IpAddr> {
-    let endpoint = super::wireguard::member_endpoint(inputs, own.member).map(|endpoint| endpoint.ip());
+    let endpoint = super::endpoints::member_endpoint(inputs, own.member).map(|endpoint| endpoint.ip());
     let given = own.member.node.endpoint.as_ref().and_then(crate::wireguard::Endpoint::ip);
     let is_endpoint = |ip| endpoint == Some(ip) || given == Some(ip);
     match own.member.private_ip() {

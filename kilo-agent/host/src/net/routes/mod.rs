@@ -30,7 +30,7 @@ pub use self::{
     lookup::{WaysOut, by_interface, lookup, next_hops, ways_out},
 };
 use super::{NetError, PROTOCOL, Refused, Rtnl, addresses::keep, links};
-use kilo_core::plan::Route;
+use kilo_core::net::Route;
 
 /// Metric of the `unreachable` routes: behind everything else.
 const UNREACHABLE_METRIC: u32 = 2_000_000_000;
