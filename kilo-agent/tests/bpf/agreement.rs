@@ -490,7 +490,7 @@ fn programs_and_model_agree_on_the_kept_packets() {
 }
 
 #[test]
-fn superpackets_that_wireguard_will_cut_get_room_in_front_at_once() {
+fn gso_packets_that_wireguard_will_cut_get_room_in_front_at_once() {
     let Some(mut bench) = Bench::new() else { return };
     let mut tables = support::leader_tables();
     tables.config.flags |= CONFIG_PLAIN;

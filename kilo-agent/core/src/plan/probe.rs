@@ -21,7 +21,7 @@ pub struct Probe {
     pub packet: Packet,
     /// Time to live, or hop limit.
     pub ttl: u8,
-    /// Bytes of the packet, its IP header included; of a superpacket: those of
+    /// Bytes of the packet, its IP header included; of a GSO packet: those of
     /// one segment.
     pub length: u32,
 }

@@ -44,7 +44,7 @@ use headers::{destination, destination_port, family, to_vxlan, udp_header, vxlan
 pub struct Input {
     /// The packet; on the WireGuard device it has no Ethernet header.
     pub frame: Vec<u8>,
-    /// Payload bytes per segment of a superpacket; else 0.
+    /// Payload bytes per segment of a GSO packet; else 0.
     pub gso: u32,
     /// The interface it is on.
     pub ifindex: u32,
@@ -180,7 +180,7 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
             }
             _ => None,
         };
-        // A superpacket, a fragment: the device's, and no other program's.
+        // A GSO packet, a fragment: the device's, and no other program's.
         if inner.is_none() && tables.config.vxlan_ifindex != 0 && to_vxlan(input, link, &outer) {
             return match Decisions(tables).arrives(outer.src, input.ifindex) {
                 Ok(()) => Wanted { verdict: PASS_AT_ONCE, priority: Some(CHECKED), ..passes(None) },
@@ -218,7 +218,7 @@ const fn is_onward(action: Action) -> bool {
     matches!(action, Action::Transit | Action::PassOn)
 }
 
-/// What is made for WireGuard in front of a superpacket.
+/// What is made for WireGuard in front of a GSO packet.
 fn room(tables: &Tables, input: &Input) -> Vec<u8> {
     let long = input.frame.len() > tables.config.kilo_mtu as usize;
     let bytes = if long && input.gso != 0 { segments_room(input.gso, false) } else { 0 };
@@ -322,7 +322,7 @@ fn lower_ttl(frame: &mut [u8], offset: usize, v6: bool) {
     frame[offset + 10..offset + 12].copy_from_slice(&checksum.to_be_bytes());
 }
 
-/// A superpacket here is one of a kind the kernel does not know, and takes no
+/// A GSO packet here is one of a kind the kernel does not know, and takes no
 /// outer header from or off.
 const fn refused(input: &Input) -> Result<(), DropReason> {
     if input.gso == 0 { Ok(()) } else { Err(DropReason::Encapsulation) }

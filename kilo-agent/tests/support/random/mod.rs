@@ -70,7 +70,7 @@ impl Random {
         self.0.fill(bytes);
     }
 
-    /// Bytes a segment, of a superpacket at times; else 0.
+    /// Bytes a segment, of a GSO packet at times; else 0.
     pub fn gso(&mut self) -> u32 {
         if self.chance(12) { self.0.random_range(8..1400) } else { 0 }
     }
