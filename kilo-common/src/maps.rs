@@ -281,8 +281,8 @@ pub struct Device {
 pub const CONFIG_LEADER: u32 = 1;
 /// `Config::flags`: masquerading is done by our programs.
 pub const CONFIG_MASQUERADE: u32 = 2;
-/// `Config::flags`: nodes of the location may send packets without an outer header.
-pub const CONFIG_PLAIN: u32 = 4;
+/// `Config::flags`: native routing: nodes of the location may send packets without an outer header.
+pub const CONFIG_NATIVE: u32 = 4;
 
 /// `Config::flags`: other locations offer prefixes (allowed-location-ips). The WireGuard
 /// device then also brings packets from addresses that the mesh does not exclude from

@@ -24,7 +24,7 @@ use kilo_common::{
     checksum,
     counters::{Action, DropReason},
     encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6, segments_room},
-    maps::{CONFIG_GATEWAY, CONFIG_PLAIN},
+    maps::{CONFIG_GATEWAY, CONFIG_NATIVE},
     nat::{flow, transport},
     packet::{ETHERNET_LEN, Ipv4, protocol},
 };
@@ -493,7 +493,7 @@ fn programs_and_model_agree_on_the_kept_packets() {
 fn gso_packets_that_wireguard_will_cut_get_room_in_front_at_once() {
     let Some(mut bench) = Bench::new() else { return };
     let mut tables = support::leader_tables();
-    tables.config.flags |= CONFIG_PLAIN;
+    tables.config.flags |= CONFIG_NATIVE;
     let Some(Hop::Node { tunnel, .. }) = tables.hop.get_mut(&support::MEMBER_HOP) else { panic!("no node") };
     *tunnel = Tunnel::None;
     bench.dataplane.write(&tables).unwrap();

@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use kilo_common::{
     encap::{self, VXLAN_OVERHEAD},
     maps::{
-        CONFIG_ONE_V4, CONFIG_PLAIN, HOP_REMOTE, NODE_GATEWAY, NodeValue, PREFIX_INSIDE, PREFIX_ROUTE,
+        CONFIG_NATIVE, CONFIG_ONE_V4, HOP_REMOTE, NODE_GATEWAY, NodeValue, PREFIX_INSIDE, PREFIX_ROUTE,
         PREFIX_SOURCE, PrefixValue, VXLAN_PORT,
     },
     packet::ETHERNET_LEN,
@@ -348,7 +348,7 @@ fn a_nodes_address_on_an_interface_that_does_not_lead_to_it_is_forged() {
 #[test]
 fn a_pods_packet_without_outer_header_is_forged_on_another_interface() {
     let mut tables = elsewhere(leader_tables());
-    tables.config.flags |= CONFIG_PLAIN;
+    tables.config.flags |= CONFIG_NATIVE;
     for hop in tables.hop.values_mut() {
         if let Hop::Node { tunnel, ifindex, .. } = hop {
             (*tunnel, *ifindex) = (Tunnel::None, 7);

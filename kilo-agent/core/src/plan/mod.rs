@@ -29,7 +29,7 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use kilo_common::maps::{CONFIG_GATEWAY, CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_PLAIN, Config};
+use kilo_common::maps::{CONFIG_GATEWAY, CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_NATIVE, Config};
 
 use self::remote::Remote;
 use crate::{
@@ -161,7 +161,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
     let lost = lost::prefixes(inputs, &own);
     let mut tables = steering::tables(inputs, &own, &remote, &lost);
     masquerade::fill(inputs, &own, &remote, &lost, &mut tables);
-    let plain = tables.hop.values().any(|hop| matches!(hop, Hop::Node { tunnel: Tunnel::None, .. }));
+    let native = tables.hop.values().any(|hop| matches!(hop, Hop::Node { tunnel: Tunnel::None, .. }));
     let private = own.member.private_ip();
     let flag = |set: bool, bit: u32| if set { bit } else { 0 };
     tables.config = Config {
@@ -169,7 +169,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         flags: flag(own.leads, CONFIG_LEADER)
             | flag(own.is_gateway, CONFIG_GATEWAY)
             | flag(inputs.masquerade, CONFIG_MASQUERADE)
-            | flag(plain, CONFIG_PLAIN)
+            | flag(native, CONFIG_NATIVE)
             | masquerade::flags(inputs.links, private, &remote),
         nat_port_min: NAT_PORTS.0,
         nat_port_max: NAT_PORTS.1,

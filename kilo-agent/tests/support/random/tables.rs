@@ -6,7 +6,7 @@ use ipnet::IpNet;
 use kilo_common::{
     lead::{Term, word},
     maps::{
-        CONFIG_GATEWAY, CONFIG_MASQUERADE, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_PLAIN, CONFIG_SEVERAL_V4,
+        CONFIG_GATEWAY, CONFIG_MASQUERADE, CONFIG_NATIVE, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_SEVERAL_V4,
         CONFIG_SEVERAL_V6, Config, DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, Device, HOP_ACTING,
         HOP_FIRST_NODE, HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS,
         MASQ_SRC_EXEMPT, NODE_GATEWAY, NODE_LED, PREFIX_HOST_STEERED, PREFIX_INSIDE, PREFIX_NEVER_CLEAR,
@@ -185,7 +185,7 @@ impl Random {
             kilo_ifindex: KILO,
             flags: flag(leader, CONFIG_GATEWAY)
                 | flag(self.chance(3), CONFIG_MASQUERADE)
-                | flag(self.chance(2), CONFIG_PLAIN)
+                | flag(self.chance(2), CONFIG_NATIVE)
                 | flag(several, CONFIG_SEVERAL_V4 | CONFIG_SEVERAL_V6)
                 | flag(offered, CONFIG_OFFERED),
             nat_port_min: 32_768,
