@@ -6,7 +6,7 @@ use kilo_common::{
     encap::{UDP_LEN, VXLAN_INNER, VXLAN_LEN, vxlan_header},
     forwarding::{self, Disposition, is_gateway},
     maps::{
-        CONFIG_NATIVE, Config, FAMILY_V6, HOP_KIND_NODE, Hop, NODE_LED, NodeValue, PREFIX_INSIDE,
+        CONFIG_NATIVE, Config, FAMILY_V6, HOP_KIND_NODE, Hop, NODE_LED, NodeValue, PREFIX_VIA_WIREGUARD,
         TUNNEL_NONE, VXLAN_PORT,
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4, protocol},
@@ -192,7 +192,7 @@ fn comes_from_inside<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config,
         && outer.header_len() == O::HEADER_LEN
         && !outer.is_fragment()
         && destination_port::<O, LINK>(ctx) == Some(config.wireguard_port)
-        && O::prefix(outer.src()).is_some_and(|value| value.flags & PREFIX_INSIDE != 0)
+        && O::prefix(outer.src()).is_some_and(|value| value.flags & PREFIX_VIA_WIREGUARD != 0)
 }
 
 /// UDP destination port behind an outer header without options, host byte order.

@@ -9,8 +9,8 @@ use std::cell::RefCell;
 use kilo_common::{
     encap::{self, VXLAN_OVERHEAD},
     maps::{
-        CONFIG_NATIVE, CONFIG_ONE_V4, HOP_REMOTE, NODE_GATEWAY, NodeValue, PREFIX_INSIDE, PREFIX_ROUTE,
-        PREFIX_SOURCE, PrefixValue, VXLAN_PORT,
+        CONFIG_NATIVE, CONFIG_ONE_V4, HOP_REMOTE, NODE_GATEWAY, NodeValue, PREFIX_ROUTE, PREFIX_SOURCE,
+        PREFIX_VIA_WIREGUARD, PrefixValue, VXLAN_PORT,
     },
     packet::ETHERNET_LEN,
 };
@@ -58,7 +58,7 @@ fn wireguard_sends_nothing_through_itself() {
     let (own, pod) = ([8, 0, 0, 2], [8, 0, 0, 3]);
     let mut tables = leader_tables();
     tables.config.private_v4 = own;
-    let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_INSIDE;
+    let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_VIA_WIREGUARD;
     tables.prefix.insert("10.2.0.11/32".parse().unwrap(), PrefixValue { hop: HOP_REMOTE, flags });
     let Some((_fs, mut dataplane)) = open(&tables) else { return };
     let mut to = |source, port| {
@@ -74,7 +74,7 @@ fn wireguard_sends_nothing_through_itself() {
 fn wireguard_gets_nothing_from_an_address_that_is_reached_through_it() {
     let inside = [10, 2, 0, 11];
     let mut tables = leader_tables();
-    let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_INSIDE;
+    let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_VIA_WIREGUARD;
     tables.prefix.insert("10.2.0.11/32".parse().unwrap(), PrefixValue { hop: HOP_REMOTE, flags });
     let Some((_fs, mut dataplane)) = open(&tables) else { return };
     let mut from = |source, port| {

@@ -18,8 +18,8 @@ use ipnet::IpNet;
 use kilo_common::{
     counters::DropReason,
     maps::{
-        HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, PREFIX_HOST_STEERED, PREFIX_INSIDE,
-        PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED,
+        HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR,
+        PREFIX_PODS_STEERED, PREFIX_VIA_WIREGUARD,
     },
 };
 use kilo_core::{
@@ -102,7 +102,7 @@ const STEERED: u32 = PREFIX_PODS_STEERED | PREFIX_HOST_STEERED;
 
 /// What is said of a prefix about packets in clear.
 fn clear(plan: &HostPlan, prefix: &str) -> u32 {
-    let bits = PREFIX_NEVER_CLEAR | STEERED | PREFIX_INSIDE;
+    let bits = PREFIX_NEVER_CLEAR | STEERED | PREFIX_VIA_WIREGUARD;
     plan.tables.prefix[&net(prefix)].flags & bits
 }
 
@@ -233,7 +233,7 @@ fn a_missing_route_is_no_leak() {
 
 #[test]
 fn the_endpoint_is_the_one_wireguard_really_uses() {
-    let inside = PREFIX_NEVER_CLEAR | PREFIX_INSIDE;
+    let inside = PREFIX_NEVER_CLEAR | PREFIX_VIA_WIREGUARD;
     let key = PublicKey([2; 32]);
     let at = |text: &str| text.parse::<SocketAddr>().unwrap();
     let (own, address) = ("node-001", "10.1.2.2/32");

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use ipnet::IpNet;
-use kilo_common::maps::{HOP_LOCAL, HOP_REMOTE, PREFIX_INSIDE};
+use kilo_common::maps::{HOP_LOCAL, HOP_REMOTE, PREFIX_VIA_WIREGUARD};
 use kilo_core::{plan::HopIds, topology::Node, wireguard::key::PublicKey};
 
 use crate::plans;
@@ -24,7 +24,7 @@ fn node(number: u8, location: &str, endpoint: &str, pods: &str) -> Node {
 fn known(nodes: &[Node], own: &str, prefix: &str) -> (u32, bool) {
     let (plan, _) = plans::plan(&plans::mesh(nodes), own, &HopIds::default());
     let value = plan.tables.prefix[&prefix.parse::<IpNet>().unwrap()];
-    (value.hop, value.flags & PREFIX_INSIDE != 0)
+    (value.hop, value.flags & PREFIX_VIA_WIREGUARD != 0)
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::{
 };
 
 use ipnet::IpNet;
-use kilo_common::maps::{HOP_REMOTE, PREFIX_INSIDE, PREFIX_ROUTE};
+use kilo_common::maps::{HOP_REMOTE, PREFIX_ROUTE, PREFIX_VIA_WIREGUARD};
 use kilo_core::{
     plan::{self, Hop, HopIds, HostPlan, Route},
     settings::{Compatibility, Settings, Tunnel},
@@ -160,7 +160,7 @@ fn the_leader_takes_what_comes_through_the_overlay_whatever_it_sends_itself() {
 fn a_leader_knows_the_private_addresses_where_no_wireguard_can_be() {
     let inside = |own: &str| -> Vec<String> {
         let prefixes = plan(own, Compatibility::None, Tunnel::Ipip).tables.prefix;
-        let flagged = prefixes.into_iter().filter(|(_, value)| value.flags & PREFIX_INSIDE != 0);
+        let flagged = prefixes.into_iter().filter(|(_, value)| value.flags & PREFIX_VIA_WIREGUARD != 0);
         flagged.map(|(prefix, _)| prefix.to_string()).collect()
     };
     // Not those of the own location, which are not reached through WireGuard, and no pod CIDR.

@@ -14,7 +14,7 @@ use kilo_common::{
     },
     maps::{
         CONFIG_GATEWAY, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6,
-        Config, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, PREFIX_ROUTE,
+        Config, PREFIX_NEVER_CLEAR, PREFIX_ROUTE, PREFIX_VIA_WIREGUARD,
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, protocol},
     too_big::{self, LEN_V4, LEN_V6, QUOTED},
@@ -230,7 +230,7 @@ fn from_inside(tables: &Tables, frame: &[u8], link: usize, outer: &Ip) -> bool {
     tables.config.flags & CONFIG_GATEWAY != 0
         && !outer.fragment
         && destination_port(frame, link, outer) == Some(tables.config.wireguard_port)
-        && owner.is_some_and(|value| value.flags & PREFIX_INSIDE != 0)
+        && owner.is_some_and(|value| value.flags & PREFIX_VIA_WIREGUARD != 0)
 }
 
 /// The own WireGuard sends to an address that is reached through it.
@@ -243,7 +243,8 @@ fn goes_inside(tables: &Tables, frame: &[u8], ip: &Ip) -> bool {
         && ip.header_len == Ip::shortest(ip.v6)
         && tables.is_private(ip.src)
         && port.is_some_and(|port| u16::from_be_bytes(*port) == tables.config.wireguard_port)
-        && owner.is_some_and(|value| value.flags & PREFIX_INSIDE != 0 && value.flags & PREFIX_ROUTE != 0)
+        && owner
+            .is_some_and(|value| value.flags & PREFIX_VIA_WIREGUARD != 0 && value.flags & PREFIX_ROUTE != 0)
 }
 
 fn steered(

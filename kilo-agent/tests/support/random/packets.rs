@@ -7,7 +7,7 @@ use kilo_common::{
     checksum,
     encap::vxlan_header,
     maps::{
-        HOP_ACTING, HOP_FIRST_NODE, HOP_LOCAL, HOP_REMOTE, NODE_GATEWAY, PREFIX_INSIDE, PrefixValue,
+        HOP_ACTING, HOP_FIRST_NODE, HOP_LOCAL, HOP_REMOTE, NODE_GATEWAY, PREFIX_VIA_WIREGUARD, PrefixValue,
         VXLAN_PORT,
     },
     packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, protocol},
@@ -312,7 +312,7 @@ impl Random {
             // VXLAN's usual port, WireGuard's, or ours.
             let port = if self.chance(6) { self.pick(&[4789, WIREGUARD_PORT]) } else { VXLAN_PORT };
             if port == WIREGUARD_PORT {
-                let found = self.within(tables, outer_v6, |_, value| value.flags & PREFIX_INSIDE != 0);
+                let found = self.within(tables, outer_v6, |_, value| value.flags & PREFIX_VIA_WIREGUARD != 0);
                 from = found.unwrap_or(from);
             }
             (protocol::UDP, self.vxlan(port, &inner, inner_v6))
