@@ -506,7 +506,7 @@ fn filter_location_ips(segments: &mut [Arc<Segment>], peers: &[Peer]) {
     }
     for (own, segment) in segments.iter_mut().enumerate() {
         let (kept, dropped) = segment.offered.iter().partition(|&&prefix| {
-            let mut meeting = offered.holding(prefix).chain(offered.inside(prefix));
+            let mut meeting = offered.holding(prefix).chain(offered.covered_by(prefix));
             let elsewhere = meeting.any(|(_, offering)| offering.iter().any(|index| *index != own));
             let reached = allowed.holding(prefix.network().into()).next().is_some();
             !elsewhere && !reached && !of_peers.intersect(prefix)
