@@ -17,7 +17,7 @@ pub struct NetPlan {
     /// Routes, all through the WireGuard device.
     pub routes: FlatSet<Route>,
     /// Prefixes that no route of ours leads to and no default route may take: pods of this node
-    /// while nothing holds them, and those of nodes that were given up.
+    /// while nothing holds them, and those of nodes that were declared dead.
     pub unreachable: BTreeSet<IpNet>,
     /// Next hops the kernel keeps resolved, with their interface.
     pub neighbours: BTreeSet<(u32, IpAddr)>,

@@ -32,7 +32,7 @@
 //!   a pod of the own location that no CNI route takes is dropped (`no_prefix`),
 //!   where Kilo carries it to the leader by that route: those pods belong to the
 //!   CNI, and the way to them is never that to another location (`unit::plan_clear`);
-//! * what is for the pods of a node that was given up is dropped while its object is there, and pods'
+//! * what is for the pods of a node that was declared dead is dropped while its object is there, and pods'
 //!   packets to its private address in another location, too; Kilo leaves both to the default route,
 //!   in clear. So are packets for own pods that no local route takes. Only our tables and `unreachable`
 //!   routes say so: WireGuard's configuration and the routes recorded here do not differ (`unit::plan_clear`);

@@ -3,7 +3,7 @@
 //! Behind a route that is [`closed`](Route::closed) stands an `unreachable` one of
 //! a high metric. The kernel removes routes together with their device, or when it
 //! goes down; these stay, and the default route does not get the packets. To pods of
-//! this node and of nodes that were given up there is only such a one.
+//! this node and of nodes that were declared dead there is only such a one.
 
 mod diff;
 mod lookup;
