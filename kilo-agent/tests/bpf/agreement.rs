@@ -425,12 +425,12 @@ fn programs_and_model_agree_on_random_packets_and_tables() {
             Action::ALL.iter().map(|it| it.label()).chain(DropReason::ALL.iter().map(|it| it.label()));
         let missing: Vec<_> =
             everything.filter(|label| !seen.contains(label) && !RARE.contains(label)).collect();
-        assert!(missing.is_empty(), "the generator never brings about {missing:?}");
+        assert!(missing.is_empty(), "the generator never makes {missing:?}");
         let is_there = |(program, kind): &(&str, &str)| {
             outcomes.keys().any(|(of, kinds)| of == program && kinds.split('+').any(|one| one == *kind))
         };
         let missing: Vec<_> = SEQUELS.iter().filter(|sequel| !is_there(sequel)).collect();
-        assert!(missing.is_empty(), "the generator never brings about {missing:?}");
+        assert!(missing.is_empty(), "the generator never makes {missing:?}");
     }
 }
 

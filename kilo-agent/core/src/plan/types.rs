@@ -8,7 +8,7 @@ pub use crate::{
     tables::{Hop, Tables},
 };
 
-/// Everything the actuators bring about.
+/// Everything the actuators apply.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostPlan {
     /// Peers of the WireGuard device.
