@@ -35,9 +35,9 @@ RUN mkdir -p empty && cp -r --parents Cargo.toml */Cargo.toml */*/Cargo.toml emp
  && cd empty && cp ../Cargo.lock . \
  && for crate in kilo-agent kilo-agent/core kilo-agent/failover kilo-agent/failover-sim kilo-agent/fuzz \
       kilo-agent/host kilo-common kilo-ebpf xtask xtask/lab; do \
-      mkdir -p "$crate/src/bin/kgctl" \
+      mkdir -p "$crate/src/bin/kg" "$crate/src/bin/kgctl" \
       && touch "$crate/src/lib.rs" \
-      && echo 'fn main() {}' | tee "$crate/src/main.rs" "$crate/src/bin/kg.rs" \
+      && echo 'fn main() {}' | tee "$crate/src/main.rs" "$crate/src/bin/kg/main.rs" \
            "$crate/src/bin/kgctl/main.rs" > /dev/null || exit 1; \
     done \
  && mkdir kilo-agent/benches && touch kilo-agent/benches/control.rs

@@ -172,7 +172,7 @@ pub struct Metrics {
     /// `kilo_writes_total`: changes made to the kernel.
     pub writes: Counter,
     map_entries: Family<MapLabel, Gauge>,
-    /// `kilo_reattached_total`: programs put back on their hooks.
+    /// `kilo_reattached_total`: programs reattached to their hooks.
     pub reattached: Counter,
     /// `kilo_nat_entries`: entries of masqueraded flows, two a flow, as of the last sweep.
     pub nat_entries: Gauge,

@@ -224,7 +224,7 @@ const fn put_ipv6<const F: usize>(
     put(frame, ETHERNET_LEN + offset_of!(Ipv6Hdr, dst_addr), remote);
 }
 
-/// Bytes a packet is carried with: for a superpacket those of one segment.
+/// Bytes a packet is carried with: for a GSO packet those of one segment.
 /// `gso_size` is its payload per segment, `headers` the bytes in front of that
 /// payload, `len` the whole; all without link layer.
 #[inline(always)]
@@ -239,9 +239,9 @@ const WHOLE_ROOM: u32 = 1_728;
 /// ... of which enough are left for the data of a segment that has no more than this.
 const WHOLE_SEGMENT: u32 = 1_800;
 
-/// Room to make in front of the Ethernet header of a superpacket that goes to WireGuard,
+/// Room to make in front of the Ethernet header of a GSO packet that goes to WireGuard,
 /// so that none of its segments is copied for want of it. Cut before WireGuard gets
-/// them, they have their data in the superpacket's pages, and WireGuard
+/// them, they have their data in the GSO packet's pages, and WireGuard
 /// wants it behind the headers: there the buffers must have room for both.
 #[inline(always)]
 pub const fn segments_room(gso_size: u32, cut_before: bool) -> u32 {
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn a_superpacket_is_as_long_as_its_segments() {
+    fn a_gso_packet_is_as_long_as_its_segments() {
         assert_eq!(segment_len(9000, 0, 40), 9000);
         assert_eq!(segment_len(64_000, 1380, 40), 1420);
     }

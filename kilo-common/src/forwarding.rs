@@ -9,7 +9,7 @@ use crate::{
     counters::{Action, DropReason},
     lead::{Exit, Sender, exit, hop_of},
     maps::{
-        CONFIG_GATEWAY, CONFIG_PLAIN, HOP_ACTING, HOP_FIRST_NODE, HOP_KIND_LOCAL, HOP_KIND_NODE,
+        CONFIG_GATEWAY, CONFIG_NATIVE, HOP_ACTING, HOP_FIRST_NODE, HOP_KIND_LOCAL, HOP_KIND_NODE,
         HOP_KIND_WIREGUARD, HOP_LOCAL, HOP_REMOTE, Hop, NODE_GATEWAY, NODE_LED, NodeValue,
         PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE,
         PrefixValue,
@@ -270,7 +270,7 @@ pub fn received(
 /// The prefix of a source that another node may send from without outer header; its hop says which.
 #[inline(always)]
 pub fn plain_source(config: u32, source: impl FnOnce() -> Option<PrefixValue>) -> Option<PrefixValue> {
-    let source = if config & CONFIG_PLAIN != 0 { source() } else { None };
+    let source = if config & CONFIG_NATIVE != 0 { source() } else { None };
     source.filter(|source| source.flags & PREFIX_SOURCE != 0 && source.hop != HOP_LOCAL)
 }
 

@@ -33,7 +33,7 @@ pub const PREFIX_ROUTE: u32 = 1;
 pub const PREFIX_SOURCE: u32 = 2;
 /// `PrefixValue::flags`: on a gateway, the one address in this prefix is a node's
 /// that is reached through WireGuard, so WireGuard cannot have a peer there.
-pub const PREFIX_INSIDE: u32 = 4;
+pub const PREFIX_VIA_WIREGUARD: u32 = 4;
 /// `PrefixValue::flags`: packets to this prefix leave through the WireGuard
 /// device alone. One that reaches an uplink, and that none of our programs has
 /// sent there, is dropped, whatever the routes say.
@@ -281,8 +281,8 @@ pub struct Device {
 pub const CONFIG_LEADER: u32 = 1;
 /// `Config::flags`: masquerading is done by our programs.
 pub const CONFIG_MASQUERADE: u32 = 2;
-/// `Config::flags`: nodes of the location may send packets without an outer header.
-pub const CONFIG_PLAIN: u32 = 4;
+/// `Config::flags`: native routing: nodes of the location may send packets without an outer header.
+pub const CONFIG_NATIVE: u32 = 4;
 
 /// `Config::flags`: other locations offer prefixes (allowed-location-ips). The WireGuard
 /// device then also brings packets from addresses that the mesh does not exclude from

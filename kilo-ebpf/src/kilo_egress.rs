@@ -4,7 +4,7 @@ use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
 use kilo_common::{
     counters::{Action, DropReason},
     forwarding::{self, hop_id, is_gateway, routed, unrouted},
-    maps::{Config, PREFIX_INSIDE, PrefixValue},
+    maps::{Config, PREFIX_VIA_WIREGUARD, PrefixValue},
     packet::{Ipv4, protocol},
 };
 
@@ -54,7 +54,7 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     let Some(PrefixValue { hop: id, flags }) = routed(I::prefix(ip.dst())) else {
         return unrouted(config.flags).map(next);
     };
-    if flags & PREFIX_INSIDE != 0 && is_own_wireguard::<I>(ctx.as_ptr().cast(), config) {
+    if flags & PREFIX_VIA_WIREGUARD != 0 && is_own_wireguard::<I>(ctx.as_ptr().cast(), config) {
         return Err(DropReason::InsideTunnel);
     }
     let hop = hop(hop_id(id, || cb::is_led(ctx), word));

@@ -6,8 +6,8 @@ use kilo_common::{
     encap::{UDP_LEN, VXLAN_INNER, VXLAN_LEN, vxlan_header},
     forwarding::{self, Disposition, is_gateway},
     maps::{
-        CONFIG_PLAIN, Config, FAMILY_V6, HOP_KIND_NODE, Hop, NODE_LED, NodeValue, PREFIX_INSIDE, TUNNEL_NONE,
-        VXLAN_PORT,
+        CONFIG_NATIVE, Config, FAMILY_V6, HOP_KIND_NODE, Hop, NODE_LED, NodeValue, PREFIX_VIA_WIREGUARD,
+        TUNNEL_NONE, VXLAN_PORT,
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4, protocol},
 };
@@ -48,7 +48,7 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
             protocol::TCP | protocol::UDP => match established::arriving(ctx, config)? {
                 Established::Done => Ok(Act::NEXT),
                 // Nor is it the tunnels'.
-                Established::NoEntry if config.flags & CONFIG_PLAIN == 0 => Ok(Act::NEXT),
+                Established::NoEntry if config.flags & CONFIG_NATIVE == 0 => Ok(Act::NEXT),
                 Established::NoEntry => from_code(plain_v4(ctx.as_ptr().cast(), config)),
                 Established::Unknown => taken_v4::<ETHERNET_LEN>(ctx, config),
             },
@@ -137,7 +137,7 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdi
             // Where nodes send without outer header, one of another location comes like this.
             protocol::UDP
                 if signal::is_signal(ctx, LINK, &outer)
-                    && (config.flags & CONFIG_PLAIN == 0 || O::sender(outer.src()).is_some()) =>
+                    && (config.flags & CONFIG_NATIVE == 0 || O::sender(outer.src()).is_some()) =>
             {
                 return Ok(Act::of(SIGNAL));
             }
@@ -192,7 +192,7 @@ fn comes_from_inside<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config,
         && outer.header_len() == O::HEADER_LEN
         && !outer.is_fragment()
         && destination_port::<O, LINK>(ctx) == Some(config.wireguard_port)
-        && O::prefix(outer.src()).is_some_and(|value| value.flags & PREFIX_INSIDE != 0)
+        && O::prefix(outer.src()).is_some_and(|value| value.flags & PREFIX_VIA_WIREGUARD != 0)
 }
 
 /// UDP destination port behind an outer header without options, host byte order.

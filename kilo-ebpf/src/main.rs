@@ -35,6 +35,8 @@ mod encap;
 #[cfg(target_arch = "bpf")]
 mod fast_path;
 #[cfg(target_arch = "bpf")]
+mod follow;
+#[cfg(target_arch = "bpf")]
 mod gso;
 #[cfg(target_arch = "bpf")]
 mod inject;
@@ -77,7 +79,8 @@ mod programs {
     use kilo_common::{counters::Action, event::Hook};
 
     use crate::{
-        cb, inject, kilo_egress as egress, kilo_ingress as ingress, lan_ingress as lan, lead, maps,
+        cb, follow as moving, inject, kilo_egress as egress, kilo_ingress as ingress, lan_ingress as lan,
+        maps,
         ret::{Act, run},
         tunnel_ingress as tunnel, uplink_egress as uplink,
     };
@@ -126,7 +129,7 @@ mod programs {
     #[classifier]
     #[expect(clippy::needless_pass_by_value, reason = "the kernel's entry point takes it so")]
     pub fn follow(ctx: TcContext) -> i32 {
-        lead::follow(&ctx);
+        moving::follow(&ctx);
         0
     }
 

@@ -64,11 +64,11 @@ fn compute(nodes: &[Arc<Node>], peers: &BTreeMap<String, Peer>, own: &str) -> Du
     };
     let started = processor_time();
     let mesh = Mesh::default().next(nodes, peers, settings.granularity, settings.subnet);
-    let hops = HopIds::default().update(&mesh, own);
+    let mesh = mesh.as_seen_from(own);
+    let hops = HopIds::default().update(&mesh);
     let plan = plan::host_plan(&Inputs {
         mesh: &mesh,
         settings: &settings,
-        node: own,
         links: &links,
         hops: &hops,
         resolved: &BTreeMap::new(),

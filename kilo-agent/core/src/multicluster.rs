@@ -179,7 +179,7 @@ fn overlaps(ours: &[(IpNet, String)], theirs: &[(IpNet, String)], conflicts: &mu
     for (prefix, what) in ours {
         let same = |other: &IpNet| *other == prefix.trunc();
         let meeting =
-            by_prefix.holding(*prefix).chain(by_prefix.inside(*prefix).filter(|(other, _)| !same(other)));
+            by_prefix.holding(*prefix).chain(by_prefix.covered_by(*prefix).filter(|(other, _)| !same(other)));
         for (other, of) in meeting.flat_map(|(other, list)| list.iter().map(move |of| (other, of))) {
             conflicts.push(format!("{prefix} ({what}) overlaps {other} ({of})"));
         }

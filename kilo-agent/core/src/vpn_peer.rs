@@ -10,7 +10,7 @@ use ipnet::IpNet;
 
 use crate::{
     flat_map::FlatSet,
-    plan::{MAIN_TABLE, NetPlan, Route},
+    net::{MAIN_TABLE, NetPlan, Route},
     showconf,
     topology::{Mesh, Peer},
     wireguard::{Endpoint, EndpointHost, WireguardPeer, WireguardPlan},

@@ -4,11 +4,7 @@ use std::time::Instant;
 
 use super::{Agent, AgentError, error::Parts, host_state::HostState};
 use crate::{backend::Backend, failover};
-use kilo_core::{
-    plan::{HostPlan, NetPlan},
-    topology::Mesh,
-    wireguard::diff,
-};
+use kilo_core::{net::NetPlan, plan::HostPlan, topology::Mesh, wireguard::diff};
 use kilo_host::{dataplane::Interfaces, net::forwarding, wireguard::handshake_nudge::HandshakeNudge};
 
 impl<B: Backend> Agent<B> {

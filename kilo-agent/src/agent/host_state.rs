@@ -3,7 +3,7 @@
 
 use super::{Agent, AgentError};
 use crate::backend::Backend;
-use kilo_core::{plan::NetPlan, wireguard::DeviceState};
+use kilo_core::{net::NetPlan, wireguard::DeviceState};
 use kilo_host::{
     interface::Interface,
     net::{

@@ -42,6 +42,7 @@ use crate::{
     status::View,
 };
 use kilo_core::{
+    plan::HopIds,
     settings::{AttachMode, Compatibility, EndpointFrom, Masquerade, Settings},
     wireguard::key::SecretKey,
 };
@@ -214,13 +215,14 @@ impl<B: Backend> Agent<B> {
         let publisher = Publisher::new(Arc::clone(&backend), options.hostname.clone(), Instant::now());
         Ok(Self {
             net,
-            dataplane,
             options,
             backend,
             publisher,
             peer_reports: PeerReports::default(),
             key,
-            state: State::default(),
+            // Programs of an earlier agent still send by these.
+            state: State { hops: HopIds::adopt(&dataplane.held_senders()), ..State::default() },
+            dataplane,
             log_limiter: LogLimiter::default(),
             resolver,
             metrics,

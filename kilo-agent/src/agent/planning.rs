@@ -5,23 +5,26 @@ use std::{collections::BTreeMap, net::IpAddr, time::Instant};
 use super::{Agent, host_state::HostState};
 use crate::backend::Backend;
 use kilo_core::{
-    plan::{self, HopIds, HostPlan, Inputs},
+    plan::{self, HostPlan, Inputs},
     settings::Masquerade,
-    topology::{self, Mesh, Node},
+    topology::{self, LocalMesh, Node},
 };
 use kilo_host::net::links;
 
 impl<B: Backend> Agent<B> {
     /// The complete desired state of this host; `None`: the node is not in the mesh.
-    pub(super) async fn plan(&mut self, mesh: &Mesh, own: &Node, host: &mut HostState) -> Option<HostPlan> {
+    pub(super) async fn plan(
+        &mut self,
+        mesh: &LocalMesh<'_>,
+        own: &Node,
+        host: &mut HostState,
+    ) -> Option<HostPlan> {
         let private = own.internal_ip.map(|net| net.addr());
-        let mesh = &*mesh.around(&own.name);
-        let (segment, _) = mesh.find(&own.name)?;
-        let others = mesh.segments[segment].members.iter().filter(|member| member.name() != own.name);
-        let overlay = plan::overlay_addresses(mesh, &own.name, self.options.compatibility);
+        mesh.own()?;
+        let overlay = plan::overlay_addresses(mesh, self.options.compatibility);
         let elsewhere =
             overlay.iter().filter(|(name, _)| **name != own.name).map(|(_, ip)| IpAddr::from(*ip));
-        let others = others.filter_map(topology::Member::private_ip).chain(elsewhere).collect();
+        let others = mesh.others().filter_map(topology::Member::private_ip).chain(elsewhere).collect();
         let query = links::HostQuery {
             kilo: host.interface.index,
             private,
@@ -31,9 +34,6 @@ impl<B: Backend> Agent<B> {
         };
         let multihomed = links::host_links(&host.links, &query, &BTreeMap::new()).uplinks.len() > 1;
         self.net.find_paths(&mut host.paths, others, multihomed).await;
-        if self.state.hops.is_empty() {
-            self.state.hops = HopIds::adopt(&self.dataplane.held_senders(), mesh, &own.name);
-        }
         let mut found = links::host_links(&host.links, &query, &host.paths.interfaces);
         found.more_towards.clone_from(&host.paths.several);
         (found.vxlan, found.ipip) = (host.tunnels.vxlan, host.tunnels.ipip);
@@ -43,15 +43,14 @@ impl<B: Backend> Agent<B> {
         for (address, mtu) in &host.paths.mtus {
             found.path_mtus.entry(*address).and_modify(|known| *known = *mtu.min(known)).or_insert(*mtu);
         }
-        self.state.hops = self.state.hops.update(mesh, &own.name);
+        self.state.hops = self.state.hops.update(mesh);
         self.log_limiter.no_uplink(found.uplinks.is_empty(), &self.metrics);
         self.log_limiter.unknown_headers(&found.unknown_headers, &self.metrics);
-        self.log_limiter.left_out(self.state.hops.left_out(mesh, &own.name), &self.metrics);
+        self.log_limiter.left_out(self.state.hops.left_out(mesh), &self.metrics);
         let resolved = self.resolver.resolve(mesh).await;
         plan::host_plan(&Inputs {
             mesh,
             settings: &self.options.settings,
-            node: &own.name,
             links: &found,
             hops: &self.state.hops,
             resolved: &resolved,

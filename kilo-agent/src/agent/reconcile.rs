@@ -127,7 +127,7 @@ impl<B: Backend> Agent<B> {
                 "no address of this host can be an endpoint; set the annotation force-endpoint",
             ));
         }
-        let plan = self.plan(mesh, own, host).await;
+        let plan = self.plan(&mesh.as_seen_from(&own.name), own, host).await;
         let mut plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
         let site = self.site(mesh, &mut plan, host);
         if self.log_limiter.conflicts(&plan.conflicts, &self.metrics) {

@@ -5,11 +5,10 @@ use std::sync::Arc;
 use kilo_core::{
     objects::Snapshot,
     plan::HopIds,
-    topology::{FreedAddresses, Liveness, Mesh, Node, among, with_own},
+    topology::{FreedAddresses, Leaders, Liveness, Mesh, Node, among, with_own},
 };
 
 use super::host_state::HostState;
-use crate::status::Leaders;
 
 /// The agent's own state; what others may see of it is a [`View`](crate::status::View).
 #[derive(Default)]

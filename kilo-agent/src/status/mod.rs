@@ -4,7 +4,6 @@
 
 pub mod ask;
 mod history;
-mod leaders;
 pub mod pods;
 mod problems;
 mod table;
@@ -21,7 +20,6 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 pub use history::{History, LeaderChange};
-pub use leaders::{Lead, Leaders};
 pub use problems::{Problem, problems, verdict};
 pub use table::{ago, bytes, columns, table};
 pub use time::Timestamp;

@@ -2,15 +2,13 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
-use super::{
-    AgentStatus, FailoverStatus, History, Leaders, StandByStatus, Status, Timestamp, Tunnel, of_objects,
-};
+use super::{AgentStatus, FailoverStatus, History, StandByStatus, Status, Timestamp, Tunnel, of_objects};
 use crate::failover::{Reporter, StandBy};
 use kilo_core::{
     objects::Snapshot,
     observed::Attached,
     settings::Granularity,
-    topology::{CheckedIn, Mesh, Node, TunnelEnd, among, tunnel_ends, with_own},
+    topology::{CheckedIn, Leaders, Mesh, Node, TunnelEnd, among, tunnel_ends, with_own},
     wireguard::key::PublicKey,
 };
 use kilo_host::{

@@ -237,12 +237,12 @@ impl Cluster {
             settings.granularity,
             settings.subnet,
         );
+        let mesh = mesh.as_seen_from(self.node);
         plan::host_plan(&Inputs {
             mesh: &mesh,
             settings: &settings,
-            node: self.node,
             links: &HostLinks { kilo: 9, private: Some(2), ..HostLinks::default() },
-            hops: &HopIds::default().update(&mesh, self.node),
+            hops: &HopIds::default().update(&mesh),
             resolved: &BTreeMap::new(),
             seen: &BTreeMap::new(),
             persistent_keepalive: 0,

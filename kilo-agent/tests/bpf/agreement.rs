@@ -24,7 +24,7 @@ use kilo_common::{
     checksum,
     counters::{Action, DropReason},
     encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6, segments_room},
-    maps::{CONFIG_GATEWAY, CONFIG_PLAIN},
+    maps::{CONFIG_GATEWAY, CONFIG_NATIVE},
     nat::{flow, transport},
     packet::{ETHERNET_LEN, Ipv4, protocol},
 };
@@ -425,12 +425,12 @@ fn programs_and_model_agree_on_random_packets_and_tables() {
             Action::ALL.iter().map(|it| it.label()).chain(DropReason::ALL.iter().map(|it| it.label()));
         let missing: Vec<_> =
             everything.filter(|label| !seen.contains(label) && !RARE.contains(label)).collect();
-        assert!(missing.is_empty(), "the generator never brings about {missing:?}");
+        assert!(missing.is_empty(), "the generator never makes {missing:?}");
         let is_there = |(program, kind): &(&str, &str)| {
             outcomes.keys().any(|(of, kinds)| of == program && kinds.split('+').any(|one| one == *kind))
         };
         let missing: Vec<_> = SEQUELS.iter().filter(|sequel| !is_there(sequel)).collect();
-        assert!(missing.is_empty(), "the generator never brings about {missing:?}");
+        assert!(missing.is_empty(), "the generator never makes {missing:?}");
     }
 }
 
@@ -490,10 +490,10 @@ fn programs_and_model_agree_on_the_kept_packets() {
 }
 
 #[test]
-fn superpackets_that_wireguard_will_cut_get_room_in_front_at_once() {
+fn gso_packets_that_wireguard_will_cut_get_room_in_front_at_once() {
     let Some(mut bench) = Bench::new() else { return };
     let mut tables = support::leader_tables();
-    tables.config.flags |= CONFIG_PLAIN;
+    tables.config.flags |= CONFIG_NATIVE;
     let Some(Hop::Node { tunnel, .. }) = tables.hop.get_mut(&support::MEMBER_HOP) else { panic!("no node") };
     *tunnel = Tunnel::None;
     bench.dataplane.write(&tables).unwrap();

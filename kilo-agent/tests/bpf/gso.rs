@@ -183,8 +183,8 @@ fn ends() -> [(IpAddr, IpAddr); 2] {
 }
 
 #[test]
-fn superpackets_of_each_kind_are_masqueraded_and_answers_translated_back() {
-    isolated("superpackets_of_each_kind_are_masqueraded_and_answers_translated_back", || async {
+fn gso_packets_of_each_kind_are_masqueraded_and_answers_translated_back() {
+    isolated("gso_packets_of_each_kind_are_masqueraded_and_answers_translated_back", || async {
         let world = masquerading().await;
         for (outside, pod) in ends() {
             let before = [Action::Masquerade, Action::Unmasquerade].map(|action| world.counted(action));
@@ -227,8 +227,8 @@ fn packets_above_64_kib_are_masqueraded_and_answers_translated_back() {
 }
 
 #[test]
-fn superpackets_are_steered_to_another_node_and_taken_from_it() {
-    isolated("superpackets_are_steered_to_another_node_and_taken_from_it", || async {
+fn gso_packets_are_steered_to_another_node_and_taken_from_it() {
+    isolated("gso_packets_are_steered_to_another_node_and_taken_from_it", || async {
         let mut world = World::on_veth();
         if !succeeds("ip netns exec lan ip link add member type ipip local 10.1.0.12 remote 10.1.0.11") {
             support::skip("this kernel has no IPIP devices");

@@ -9,8 +9,8 @@ use std::cell::RefCell;
 use kilo_common::{
     encap::{self, VXLAN_OVERHEAD},
     maps::{
-        CONFIG_ONE_V4, CONFIG_PLAIN, HOP_REMOTE, NODE_GATEWAY, NodeValue, PREFIX_INSIDE, PREFIX_ROUTE,
-        PREFIX_SOURCE, PrefixValue, VXLAN_PORT,
+        CONFIG_NATIVE, CONFIG_ONE_V4, HOP_REMOTE, NODE_GATEWAY, NodeValue, PREFIX_ROUTE, PREFIX_SOURCE,
+        PREFIX_VIA_WIREGUARD, PrefixValue, VXLAN_PORT,
     },
     packet::ETHERNET_LEN,
 };
@@ -58,7 +58,7 @@ fn wireguard_sends_nothing_through_itself() {
     let (own, pod) = ([8, 0, 0, 2], [8, 0, 0, 3]);
     let mut tables = leader_tables();
     tables.config.private_v4 = own;
-    let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_INSIDE;
+    let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_VIA_WIREGUARD;
     tables.prefix.insert("10.2.0.11/32".parse().unwrap(), PrefixValue { hop: HOP_REMOTE, flags });
     let Some((_fs, mut dataplane)) = open(&tables) else { return };
     let mut to = |source, port| {
@@ -74,7 +74,7 @@ fn wireguard_sends_nothing_through_itself() {
 fn wireguard_gets_nothing_from_an_address_that_is_reached_through_it() {
     let inside = [10, 2, 0, 11];
     let mut tables = leader_tables();
-    let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_INSIDE;
+    let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_VIA_WIREGUARD;
     tables.prefix.insert("10.2.0.11/32".parse().unwrap(), PrefixValue { hop: HOP_REMOTE, flags });
     let Some((_fs, mut dataplane)) = open(&tables) else { return };
     let mut from = |source, port| {
@@ -348,7 +348,7 @@ fn a_nodes_address_on_an_interface_that_does_not_lead_to_it_is_forged() {
 #[test]
 fn a_pods_packet_without_outer_header_is_forged_on_another_interface() {
     let mut tables = elsewhere(leader_tables());
-    tables.config.flags |= CONFIG_PLAIN;
+    tables.config.flags |= CONFIG_NATIVE;
     for hop in tables.hop.values_mut() {
         if let Hop::Node { tunnel, ifindex, .. } = hop {
             (*tunnel, *ifindex) = (Tunnel::None, 7);

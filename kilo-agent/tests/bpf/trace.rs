@@ -119,7 +119,7 @@ fn kgctl_trace_says_why_a_packet_is_dropped_and_what_to_do() {
     let (_, text) = kgctl(fs.path(), &from_lan);
     let answer: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!((&answer["outcome"], &answer["reason"]), (&"drop".into(), &"not_for_us".into()));
-    assert!(answer["advice"].as_str().is_some_and(|text| !text.is_empty()));
+    assert!(answer["remedy"].as_str().is_some_and(|text| !text.is_empty()));
     assert_eq!(answer["steps"][1]["finding"], "encapsulated by 10.1.0.12: a gateway");
 }
 

@@ -161,7 +161,7 @@ fn pods_without_a_route_are_unreachable_until_a_bridge_has_them() {
         sh("ip link del br0");
         ["10.42.1.7", "fd00:42:1::7"].iter().copied().for_each(unreachable);
 
-        // A node that is given up: its routes go, the `unreachable` one stays; and back.
+        // A node that is declared dead: its routes go, the `unreachable` one stays; and back.
         let mut lost = with.clone();
         let gone = *lost.routes.iter().next().unwrap();
         lost.routes.remove(&gone);

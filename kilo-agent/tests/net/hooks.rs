@@ -23,7 +23,7 @@ fn start(attach: &str) -> Agent {
     fs::write("/run/cluster/n1.yaml", node).unwrap();
     let agent = Command::new(env!("CARGO_BIN_EXE_kg"))
         .args(["--backend", "file", "--backend-dir", "/run/cluster", "--hostname", "n1", "--cni=false"])
-        // Only events and the look at the hooks may bring it about.
+        // Only events and the look at the hooks may cause it.
         .args(["--resync-period", "1h", "--attach", attach])
         .spawn()
         .unwrap();

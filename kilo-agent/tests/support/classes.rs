@@ -30,9 +30,9 @@ pub const CLASSES: [&str; 21] = [
     "several extension headers",
     "fragment",
     "tunnel in a tunnel",
-    "superpacket of TCP",
-    "superpacket of UDP",
-    "superpacket in a tunnel",
+    "GSO packet of TCP",
+    "GSO packet of UDP",
+    "GSO packet in a tunnel",
     "outer header congested",
     "outer header ECT(1), inner ECT(0)",
     "inner header congested",
@@ -137,11 +137,11 @@ pub fn classes(program: &str, tables: &Tables, input: &Input) -> BTreeSet<&'stat
     is("one extension header", outer.extensions == 1);
     is("several extension headers", outer.extensions > 1);
     is("fragment", outer.is_fragment);
-    is("superpacket of TCP", input.gso != 0 && outer.protocol == protocol::TCP);
-    is("superpacket of UDP", input.gso != 0 && outer.protocol == protocol::UDP);
+    is("GSO packet of TCP", input.gso != 0 && outer.protocol == protocol::TCP);
+    is("GSO packet of UDP", input.gso != 0 && outer.protocol == protocol::UDP);
     if let Some(inner) = outer.inner() {
         is("tunnel in a tunnel", inner.inner().is_some());
-        is("superpacket in a tunnel", input.gso != 0);
+        is("GSO packet in a tunnel", input.gso != 0);
         is("outer header congested", outer.tos & 3 == 3);
         is("outer header ECT(1), inner ECT(0)", (outer.tos & 3, inner.tos & 3) == (1, 2));
         is("inner header congested", inner.tos & 3 == 3);

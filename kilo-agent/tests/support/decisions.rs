@@ -7,7 +7,7 @@ use kilo_common::{
     counters::{Action, DropReason},
     lead::hop_of,
     maps::{
-        CONFIG_GATEWAY, CONFIG_PLAIN, HOP_ACTING, HOP_FIRST_NODE, HOP_LOCAL, HOP_REMOTE, NODE_GATEWAY,
+        CONFIG_GATEWAY, CONFIG_NATIVE, HOP_ACTING, HOP_FIRST_NODE, HOP_LOCAL, HOP_REMOTE, NODE_GATEWAY,
         NODE_LED, NodeValue, PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE,
         PREFIX_SOURCE, PrefixValue,
     },
@@ -190,7 +190,7 @@ impl Decisions<'_> {
     /// `lan_ingress` for a packet without outer header; `None`: left to the stack.
     pub fn plain(&self, probe: &Probe) -> Option<Action> {
         let Packet { src, dst } = probe.packet;
-        if self.0.config.flags & CONFIG_PLAIN == 0 || is_never_steered(dst) {
+        if self.0.config.flags & CONFIG_NATIVE == 0 || is_never_steered(dst) {
             return None;
         }
         let source = longest(&self.0.prefix, src)?;

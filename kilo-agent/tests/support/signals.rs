@@ -6,8 +6,8 @@ use kilo_common::{
     counters::{Action, DropReason},
     lead::{self, Term, hop_of, obeys, term_of},
     maps::{
-        CONFIG_GATEWAY, CONFIG_PLAIN, CONTROL_PREFIX, HOP_ACTING, HOP_FIRST_NODE, HOP_REMOTE, SIGNAL_GATEWAY,
-        SignalKey, VXLAN_PORT, sender_id,
+        CONFIG_GATEWAY, CONFIG_NATIVE, CONTROL_PREFIX, HOP_ACTING, HOP_FIRST_NODE, HOP_REMOTE,
+        SIGNAL_GATEWAY, SignalKey, VXLAN_PORT, sender_id,
     },
     packet::protocol,
     signal::{self, Body, Kind, LONGEST, Shared, Signal},
@@ -80,7 +80,7 @@ fn turned(input: &Input, link: usize, ip: &Ip, start: usize, said: &[u8]) -> Wan
 /// `lan_ingress` for a packet to this node's private address; `None`: it is not a signal.
 pub fn on_lan(tables: &Tables, input: &Input, link: usize, ip: &Ip) -> Option<Wanted> {
     let start = start(input, link, ip)?;
-    if tables.config.flags & CONFIG_PLAIN != 0 && !tables.node.contains_key(&ip.src) {
+    if tables.config.flags & CONFIG_NATIVE != 0 && !tables.node.contains_key(&ip.src) {
         return None;
     }
     Some(taken_on_lan(tables, input, link, ip, start).unwrap_or_else(drops))

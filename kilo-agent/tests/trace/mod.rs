@@ -37,10 +37,10 @@ pub struct World<'a> {
 pub fn plan_of(mesh: &Mesh, settings: &Settings, node: &Node, hops: &HopIds) -> Option<HostPlan> {
     let links =
         HostLinks { kilo: 9, private: Some(2), mtus: BTreeMap::from([(2, 1500)]), ..HostLinks::default() };
+    let mesh = mesh.as_seen_from(&node.name);
     plan::host_plan(&Inputs {
-        mesh,
+        mesh: &mesh,
         settings,
-        node: &node.name,
         links: &links,
         hops,
         resolved: &BTreeMap::new(),
@@ -54,7 +54,7 @@ pub fn plan_of(mesh: &Mesh, settings: &Settings, node: &Node, hops: &HopIds) -> 
 impl<'a> World<'a> {
     pub fn new<'n>(mesh: &'a Mesh, settings: &Settings, nodes: impl IntoIterator<Item = &'n Node>) -> Self {
         let plans = nodes.into_iter().filter_map(|node| {
-            let hops = HopIds::default().update(mesh, &node.name);
+            let hops = HopIds::default().update(&mesh.as_seen_from(&node.name));
             Some((node.name.clone(), plan_of(mesh, settings, node, &hops)?))
         });
         Self { mesh, plans: plans.collect() }
@@ -136,8 +136,8 @@ impl<'a> World<'a> {
 
     /// The node of the same location with this private address.
     fn neighbour(&self, at: &str, address: IpAddr) -> Option<String> {
-        let mesh = self.mesh.around(at);
-        let (segment, _) = mesh.find(at)?;
+        let mesh = self.mesh.as_seen_from(at);
+        let (segment, _) = mesh.own()?;
         let members = &mesh.segments[segment].members;
         members
             .iter()

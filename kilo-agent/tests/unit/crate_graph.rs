@@ -1,8 +1,14 @@
-//! The crates depend on each other in one direction, and the pure one on nothing that does I/O.
+//! The crates depend on each other in one direction, the modules of the pure one as well, and that one on
+//! nothing that does I/O.
 
-#![allow(clippy::unwrap_used, reason = "tests")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-use std::{collections::BTreeSet, process::Command};
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 /// Names of all packages that a package of this workspace is built from, with its default features.
 fn built_from(package: &str) -> BTreeSet<String> {
@@ -60,4 +66,96 @@ fn kgctl_is_built_without_what_only_the_agent_needs() {
             assert_eq!(made.contains(name), linux, "{target}: {name}");
         }
     }
+}
+
+/// Modules of `kilo-core`, each before those that may know it.
+const PURE: [&str; 14] = [
+    "errors",
+    "flat_map",
+    "settings",
+    "observed",
+    "wireguard",
+    "signal_id",
+    "objects",
+    "topology",
+    "net",
+    "tables",
+    "plan",
+    "showconf",
+    "multicluster",
+    "vpn_peer",
+];
+
+/// Rust files in a directory of this package, and below it.
+fn sources(directory: &str) -> Vec<PathBuf> {
+    let (mut found, mut left) = (Vec::new(), vec![Path::new(env!("CARGO_MANIFEST_DIR")).join(directory)]);
+    while let Some(directory) = left.pop() {
+        for entry in fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                left.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                found.push(path);
+            }
+        }
+    }
+    found
+}
+
+/// The modules that code names directly behind `root` (`crate::`), one by one or in braces.
+fn named(code: &str, root: &str) -> BTreeSet<String> {
+    let lines = code.lines().map(|line| line.split("//").next().unwrap_or_default());
+    let code: String = lines.flat_map(|line| [line, "\n"]).collect();
+    let identifier = |text: &str| -> String {
+        text.trim_start().chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '_').collect()
+    };
+    let mut names = BTreeSet::new();
+    for (at, _) in code.match_indices(root) {
+        let rest = &code[at + root.len()..];
+        if !rest.starts_with('{') {
+            names.insert(identifier(rest));
+            continue;
+        }
+        let mut depth = 0;
+        for (at, c) in rest.char_indices() {
+            depth += i32::from(c == '{') - i32::from(c == '}');
+            match (c, depth) {
+                (_, 0) => break,
+                ('{' | ',', 1) => drop(names.insert(identifier(&rest[at + 1..]))),
+                _ => {}
+            }
+        }
+    }
+    names
+}
+
+#[test]
+fn modules_of_the_pure_crate_know_only_those_before_them() {
+    assert_eq!(
+        named("use crate::{a::{self, b}, c}; // crate::x\nlet y = crate::d::E;", "crate::"),
+        ["a", "c", "d"].map(String::from).into()
+    );
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("core/src");
+    for path in sources("core/src") {
+        let of = path.strip_prefix(&root).unwrap().components().next().unwrap();
+        let of = of.as_os_str().to_str().unwrap().trim_end_matches(".rs");
+        if of == "lib" {
+            continue;
+        }
+        let own = PURE.iter().position(|module| *module == of);
+        let own = own.unwrap_or_else(|| panic!("{of}: give the module its place in PURE"));
+        let names = named(&fs::read_to_string(&path).unwrap(), "crate::");
+        let later: Vec<_> = PURE[own + 1..].iter().filter(|module| names.contains(**module)).collect();
+        assert!(later.is_empty(), "{} knows {later:?}, which come after {of}", path.display());
+    }
+}
+
+#[test]
+fn no_actuator_knows_the_plan_and_the_agents_state_not_what_shows_it() {
+    for path in sources("host/src") {
+        let names = named(&fs::read_to_string(&path).unwrap(), "kilo_core::");
+        assert!(!names.contains("plan"), "{} knows the plan, which knows it", path.display());
+    }
+    let state = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/src/agent/state.rs")).unwrap();
+    assert!(!named(&state, "crate::").contains("status"), "the agent's state knows its view");
 }

@@ -32,7 +32,7 @@
 //!   a pod of the own location that no CNI route takes is dropped (`no_prefix`),
 //!   where Kilo carries it to the leader by that route: those pods belong to the
 //!   CNI, and the way to them is never that to another location (`unit::plan_clear`);
-//! * what is for the pods of a node that was given up is dropped while its object is there, and pods'
+//! * what is for the pods of a node that was declared dead is dropped while its object is there, and pods'
 //!   packets to its private address in another location, too; Kilo leaves both to the default route,
 //!   in clear. So are packets for own pods that no local route takes. Only our tables and `unreachable`
 //!   routes say so: WireGuard's configuration and the routes recorded here do not differ (`unit::plan_clear`);
@@ -233,7 +233,8 @@ fn compare_probes(
     report: &mut Report,
 ) {
     let links = HostLinks { kilo: 9, private: Some(2), ..HostLinks::default() };
-    let hops = HopIds::default().update(mesh, &node.name);
+    let mesh = &mesh.as_seen_from(&node.name);
+    let hops = HopIds::default().update(mesh);
     let endpoints = mesh.segments.iter().map(|segment| Some(&segment.endpoint));
     let endpoints = endpoints.chain(mesh.peers.iter().map(|peer| peer.endpoint.as_ref())).flatten();
     let resolved: BTreeMap<String, IpAddr> = endpoints
@@ -245,7 +246,6 @@ fn compare_probes(
     let plan = plan::host_plan(&Inputs {
         mesh,
         settings,
-        node: &node.name,
         links: &links,
         hops: &hops,
         resolved: &resolved,

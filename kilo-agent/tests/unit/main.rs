@@ -12,6 +12,8 @@
 mod dot;
 #[path = "../generators/mod.rs"]
 mod generators;
+#[path = "../support/plans.rs"]
+mod plans;
 #[path = "../trace/mod.rs"]
 mod trace;
 

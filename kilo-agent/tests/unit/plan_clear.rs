@@ -5,7 +5,7 @@
 
 #[allow(dead_code, reason = "this program uses a part of it")]
 use crate::generators;
-use crate::trace;
+use crate::{plans, trace};
 
 use std::{
     collections::BTreeMap,
@@ -18,8 +18,8 @@ use ipnet::IpNet;
 use kilo_common::{
     counters::DropReason,
     maps::{
-        HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, PREFIX_HOST_STEERED, PREFIX_INSIDE,
-        PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED,
+        HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR,
+        PREFIX_PODS_STEERED, PREFIX_VIA_WIREGUARD,
     },
 };
 use kilo_core::{
@@ -54,20 +54,11 @@ fn plan_without(nodes: &[Node], lost: &[Node], own: &str, settings: &Settings, f
 }
 
 fn plan_of_mesh(mesh: &Mesh, own: &str, settings: &Settings, facts: Facts) -> HostPlan {
-    let elsewhere = facts.elsewhere;
-    plan::host_plan(&Inputs {
-        mesh,
-        settings,
-        node: own,
-        links: &HostLinks { kilo: 9, private: Some(2), elsewhere, ..HostLinks::default() },
-        hops: &HopIds::default().update(mesh, own),
-        resolved: &facts.resolved,
-        seen: &facts.seen,
-        persistent_keepalive: 0,
-        masquerade: true,
-        mtu: 1420,
-    })
-    .unwrap()
+    let mesh = mesh.as_seen_from(own);
+    let hops = HopIds::default().update(&mesh);
+    let links = HostLinks { elsewhere: facts.elsewhere, ..plans::links() };
+    let usual = plans::inputs(&mesh, settings, &links, &hops);
+    plan::host_plan(&Inputs { resolved: &facts.resolved, seen: &facts.seen, ..usual }).unwrap()
 }
 
 fn plan_of(nodes: &[Node], own: &str, facts: Facts) -> HostPlan {
@@ -111,7 +102,7 @@ const STEERED: u32 = PREFIX_PODS_STEERED | PREFIX_HOST_STEERED;
 
 /// What is said of a prefix about packets in clear.
 fn clear(plan: &HostPlan, prefix: &str) -> u32 {
-    let bits = PREFIX_NEVER_CLEAR | STEERED | PREFIX_INSIDE;
+    let bits = PREFIX_NEVER_CLEAR | STEERED | PREFIX_VIA_WIREGUARD;
     plan.tables.prefix[&net(prefix)].flags & bits
 }
 
@@ -200,14 +191,7 @@ proptest! {
         let mesh = Mesh::new(&ready, &peers, settings.granularity, settings.subnet);
         let with = mesh.clone().with_lost(&gone);
         for own in &ready {
-            let plan = |mesh: &Mesh| {
-                let links = HostLinks { kilo: 9, private: Some(2), ..HostLinks::default() };
-                let (hops, none, seen) = (HopIds::default().update(mesh, &own.name), BTreeMap::new(), BTreeMap::new());
-                plan::host_plan(&Inputs {
-                    mesh, settings: &settings, node: &own.name, links: &links, hops: &hops, resolved: &none,
-                    seen: &seen, persistent_keepalive: 0, masquerade: true, mtu: 1420,
-                }).unwrap()
-            };
+            let plan = |mesh: &Mesh| plan_of_mesh(mesh, &own.name, &settings, Facts::default());
             let (before, plan) = (plan(&mesh), plan(&with));
             prop_assert_eq!((&plan.wireguard, &plan.net.routes), (&before.wireguard, &before.net.routes));
             prop_assert_eq!((&plan.tables.hop, &plan.tables.node), (&before.tables.hop, &before.tables.node));
@@ -249,7 +233,7 @@ fn a_missing_route_is_no_leak() {
 
 #[test]
 fn the_endpoint_is_the_one_wireguard_really_uses() {
-    let inside = PREFIX_NEVER_CLEAR | PREFIX_INSIDE;
+    let inside = PREFIX_NEVER_CLEAR | PREFIX_VIA_WIREGUARD;
     let key = PublicKey([2; 32]);
     let at = |text: &str| text.parse::<SocketAddr>().unwrap();
     let (own, address) = ("node-001", "10.1.2.2/32");
@@ -489,8 +473,7 @@ fn of_two_nodes_with_one_private_address_the_first_is_sent_to() {
     nodes.extend([healthy(3, 1, false, false, 24), healthy(4, 2, true, false, 24)]);
     nodes[2].internal_ip = nodes[1].internal_ip;
     let plan = plan_of(&nodes, "node-001", Facts::default());
-    let hops = HopIds::default()
-        .update(&Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, net("10.4.0.0/16")), "node-001");
+    let hops = HopIds::default().update(&plans::mesh(&nodes).as_seen_from("node-001"));
     assert_eq!(Some(plan.tables.prefix[&net("10.1.1.2/32")].hop), hops.get("node-002"));
     // Neither sends what is the other's to itself.
     for own in ["node-002", "node-003"] {

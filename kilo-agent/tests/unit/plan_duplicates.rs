@@ -2,19 +2,19 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::net::IpAddr;
 
 use kilo_common::counters::{Action, DropReason};
 use kilo_core::{
-    observed::HostLinks,
     plan::{
-        self, Conflict, Hop, HopIds, HostPlan, Inputs,
+        Conflict, Hop, HopIds, HostPlan,
         model::{Packet, Route},
     },
-    settings::{Encapsulate, Granularity, Settings, Tunnel},
-    topology::{Mesh, Node},
+    topology::Node,
     wireguard::key::PublicKey,
 };
+
+use crate::plans;
 
 fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
@@ -36,31 +36,7 @@ fn node(location: &str, number: u8, address: u8) -> Node {
 }
 
 fn plan(nodes: &[Node], own: &str, hops: &HopIds) -> (HostPlan, HopIds) {
-    let settings = Settings {
-        granularity: Granularity::Location,
-        encapsulate: Encapsulate::Always,
-        tunnel: Tunnel::Ipip,
-        local: true,
-        cni: true,
-        subnet: "10.4.0.0/16".parse().unwrap(),
-        service_cidrs: Vec::new(),
-        port: 51_820,
-    };
-    let mesh = Mesh::new(nodes, &BTreeMap::new(), settings.granularity, settings.subnet);
-    let hops = hops.update(&mesh, own);
-    let inputs = Inputs {
-        mesh: &mesh,
-        settings: &settings,
-        node: own,
-        links: &HostLinks { kilo: 9, private: Some(2), ..HostLinks::default() },
-        hops: &hops,
-        resolved: &BTreeMap::new(),
-        seen: &BTreeMap::new(),
-        persistent_keepalive: 0,
-        masquerade: true,
-        mtu: 1420,
-    };
-    (plan::host_plan(&inputs).unwrap(), hops)
+    plans::plan(&plans::mesh(nodes), own, hops)
 }
 
 /// What `own` does with a packet that came from the private address .12.

@@ -13,13 +13,13 @@ use kilo_common::{
     maps::{CONFIG_GATEWAY, CONFIG_LEADER, HOP_ACTING, HOP_REMOTE, NODE_GATEWAY, NODE_LED},
 };
 use kilo_core::{
-    observed::HostLinks,
-    plan::{self, HopIds, HostPlan, Inputs},
-    settings::{Encapsulate, Granularity, Settings, Tunnel},
+    plan::{HopIds, HostPlan},
     signal_id,
     topology::{Acting, ActingLocation, Mesh, Node, NodeId, Peer},
     wireguard::key::PublicKey,
 };
+
+use crate::plans;
 
 const SITE_A: &str = "location:a";
 
@@ -70,34 +70,13 @@ fn peers() -> BTreeMap<String, Peer> {
 }
 
 fn plan_of(own: &str, acting: Option<Acting>) -> HostPlan {
-    let settings = Settings {
-        granularity: Granularity::Location,
-        encapsulate: Encapsulate::Always,
-        tunnel: Tunnel::Ipip,
-        local: true,
-        cni: true,
-        subnet: "10.4.0.0/16".parse().unwrap(),
-        service_cidrs: Vec::new(),
-        port: 51_820,
-    };
+    let settings = plans::settings();
     let mesh = Mesh::new(&nodes(), &peers(), settings.granularity, settings.subnet);
     let mesh = match acting {
         Some(acting) => mesh.with_acting(2, Arc::new(acting)),
         None => mesh,
     };
-    plan::host_plan(&Inputs {
-        mesh: &mesh,
-        settings: &settings,
-        node: own,
-        links: &HostLinks { kilo: 9, private: Some(2), ..HostLinks::default() },
-        hops: &HopIds::default().update(&mesh, own),
-        resolved: &BTreeMap::new(),
-        seen: &BTreeMap::new(),
-        persistent_keepalive: 0,
-        masquerade: true,
-        mtu: 1420,
-    })
-    .unwrap()
+    plans::plan(&mesh, own, &HopIds::default()).0
 }
 
 fn on(own: &str) -> HostPlan {

@@ -40,24 +40,24 @@ fn nodes_that_have_no_hop_are_counted_and_the_leader_is_none_of_them() {
     let exact = MOST_OTHERS + 1;
     let full = mesh(exact, 0);
     assert_eq!(full.node_count(), exact as usize);
-    let hops = HopIds::default().update(&full, "n00001");
-    assert_eq!(hops.left_out(&full, "n00001"), 0);
+    let hops = HopIds::default().update(&full.as_seen_from("n00001"));
+    assert_eq!(hops.left_out(&full.as_seen_from("n00001")), 0);
     let ids: BTreeSet<_> = (0..exact).filter_map(|number| hops.get(&format!("n{number:05}"))).collect();
     assert_eq!(ids, (HOP_FIRST_NODE..HOP.size).collect(), "every id has one node");
 
     // Seven more: the last ones go without, unless one of them comes to lead.
     let more = mesh(exact + 7, 0);
-    let hops = hops.update(&more, "n00001");
-    assert_eq!(hops.left_out(&more, "n00001"), 7);
+    let hops = hops.update(&more.as_seen_from("n00001"));
+    assert_eq!(hops.left_out(&more.as_seen_from("n00001")), 7);
     let last = format!("n{:05}", exact + 6);
     assert_eq!(hops.get(&last), None);
     let led = mesh(exact + 7, exact + 6);
-    let hops = hops.update(&led, "n00001");
+    let hops = hops.update(&led.as_seen_from("n00001"));
     assert!(hops.get(&last).is_some(), "the leader has a hop");
-    assert_eq!(hops.left_out(&led, "n00001"), 7);
+    assert_eq!(hops.left_out(&led.as_seen_from("n00001")), 7);
     let ids: Vec<_> = (0..exact + 7).filter_map(|number| hops.get(&format!("n{number:05}"))).collect();
     assert_eq!(ids.iter().collect::<BTreeSet<_>>().len(), ids.len(), "no id twice");
     // Others leave: everybody has one again.
     let fewer = mesh(exact - 1, 0);
-    assert_eq!(hops.update(&fewer, "n00001").left_out(&fewer, "n00001"), 0);
+    assert_eq!(hops.update(&fewer.as_seen_from("n00001")).left_out(&fewer.as_seen_from("n00001")), 0);
 }

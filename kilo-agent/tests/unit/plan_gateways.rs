@@ -16,13 +16,13 @@ use kilo_common::{
     maps::HOP_REMOTE,
 };
 use kilo_core::{
-    observed::HostLinks,
-    plan::{self, Hop, HopIds, HostPlan, Inputs, model::Packet},
-    settings::{Encapsulate, Granularity, Settings, Tunnel},
+    plan::{Hop, HopIds, HostPlan, model::Packet},
     signal_id,
     topology::{Acting, ActingLocation, Mesh, Node, NodeId},
     wireguard::key::PublicKey,
 };
+
+use crate::plans;
 
 const STAND_BYS: usize = 1;
 
@@ -50,40 +50,12 @@ fn id(node: &Node) -> NodeId {
     signal_id::node(&node.key.unwrap())
 }
 
-fn settings() -> Settings {
-    Settings {
-        granularity: Granularity::Location,
-        encapsulate: Encapsulate::Always,
-        tunnel: Tunnel::Ipip,
-        local: true,
-        cni: true,
-        subnet: "10.4.0.0/16".parse().unwrap(),
-        service_cidrs: Vec::new(),
-        port: 51_820,
-    }
-}
-
 fn mesh(nodes: &[Node], acting: Acting) -> Mesh {
-    let settings = settings();
-    let mesh = Mesh::new(nodes, &BTreeMap::new(), settings.granularity, settings.subnet);
-    mesh.with_acting(STAND_BYS, Arc::new(acting))
+    plans::mesh(nodes).with_acting(STAND_BYS, Arc::new(acting))
 }
 
 fn planned(mesh: &Mesh, own: &str) -> (HostPlan, HopIds) {
-    let hops = HopIds::default().update(mesh, own);
-    let plan = plan::host_plan(&Inputs {
-        mesh,
-        settings: &settings(),
-        node: own,
-        links: &HostLinks { kilo: 9, private: Some(2), ..HostLinks::default() },
-        hops: &hops,
-        resolved: &BTreeMap::new(),
-        seen: &BTreeMap::new(),
-        persistent_keepalive: 0,
-        masquerade: true,
-        mtu: 1420,
-    });
-    (plan.unwrap(), hops)
+    plans::plan(mesh, own, &HopIds::default())
 }
 
 /// All plans, when each node's gateway has announced and claimed it.

@@ -2,17 +2,11 @@
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-use std::collections::BTreeMap;
-
 use ipnet::IpNet;
-use kilo_common::maps::{HOP_LOCAL, HOP_REMOTE, PREFIX_INSIDE};
-use kilo_core::{
-    observed::HostLinks,
-    plan::{self, HopIds, Inputs},
-    settings::{Encapsulate, Granularity, Settings, Tunnel},
-    topology::{Mesh, Node},
-    wireguard::key::PublicKey,
-};
+use kilo_common::maps::{HOP_LOCAL, HOP_REMOTE, PREFIX_VIA_WIREGUARD};
+use kilo_core::{plan::HopIds, topology::Node, wireguard::key::PublicKey};
+
+use crate::plans;
 
 fn node(number: u8, location: &str, endpoint: &str, pods: &str) -> Node {
     Node {
@@ -28,31 +22,9 @@ fn node(number: u8, location: &str, endpoint: &str, pods: &str) -> Node {
 
 /// Hop of a prefix, and whether what comes from there is inside, as node `own` has it.
 fn known(nodes: &[Node], own: &str, prefix: &str) -> (u32, bool) {
-    let settings = Settings {
-        granularity: Granularity::Location,
-        encapsulate: Encapsulate::Always,
-        tunnel: Tunnel::Ipip,
-        local: true,
-        cni: true,
-        subnet: "10.4.0.0/16".parse().unwrap(),
-        service_cidrs: Vec::new(),
-        port: 51_820,
-    };
-    let mesh = Mesh::new(nodes, &BTreeMap::new(), settings.granularity, settings.subnet);
-    let plan = plan::host_plan(&Inputs {
-        mesh: &mesh,
-        settings: &settings,
-        node: own,
-        links: &HostLinks { kilo: 9, private: Some(2), ..HostLinks::default() },
-        hops: &HopIds::default().update(&mesh, own),
-        resolved: &BTreeMap::new(),
-        seen: &BTreeMap::new(),
-        persistent_keepalive: 0,
-        masquerade: true,
-        mtu: 1420,
-    });
-    let value = plan.unwrap().tables.prefix[&prefix.parse::<IpNet>().unwrap()];
-    (value.hop, value.flags & PREFIX_INSIDE != 0)
+    let (plan, _) = plans::plan(&plans::mesh(nodes), own, &HopIds::default());
+    let value = plan.tables.prefix[&prefix.parse::<IpNet>().unwrap()];
+    (value.hop, value.flags & PREFIX_VIA_WIREGUARD != 0)
 }
 
 #[test]

@@ -8,17 +8,19 @@ use std::{
 };
 
 use ipnet::IpNet;
-use kilo_common::maps::{HOP_REMOTE, PREFIX_INSIDE, PREFIX_ROUTE};
+use kilo_common::maps::{HOP_REMOTE, PREFIX_ROUTE, PREFIX_VIA_WIREGUARD};
 use kilo_core::{
-    plan::{self, Hop, HopIds, HostPlan, Inputs, Route},
-    settings::{Compatibility, Encapsulate, Granularity, Settings, Tunnel},
-    topology::{Mesh, Node},
+    plan::{self, Hop, HopIds, HostPlan, Route},
+    settings::{Compatibility, Settings, Tunnel},
+    topology::Node,
     wireguard::key::PublicKey,
 };
 use kilo_host::net::{
     Link,
     links::{self, Address, HostQuery},
 };
+
+use crate::plans;
 
 fn node(number: u8, location: &str) -> Node {
     Node {
@@ -57,17 +59,9 @@ fn link(index: u32, name: &str, mtu: u32, addresses: &[&str]) -> Link {
 /// The plan of node `own` of three, of which n1 and n2 share a location that n1 leads.
 fn plan(own: &str, compatibility: Compatibility, tunnel: Tunnel) -> HostPlan {
     let nodes = [node(1, "a"), node(2, "a"), node(3, "b")];
-    let settings = Settings {
-        granularity: Granularity::Location,
-        encapsulate: Encapsulate::Always,
-        tunnel,
-        local: false,
-        cni: false,
-        subnet: "10.4.0.0/16".parse().unwrap(),
-        service_cidrs: Vec::new(),
-        port: 51_820,
-    };
-    let mesh = Mesh::new(&nodes, &BTreeMap::new(), settings.granularity, settings.subnet);
+    let settings = Settings { tunnel, local: false, cni: false, ..plans::settings() };
+    let mesh = plans::mesh(&nodes);
+    let mesh = mesh.as_seen_from(own);
     let own_node = nodes.iter().find(|node| node.name == own).unwrap();
     let number = &own[1..];
     let devices = [
@@ -75,26 +69,15 @@ fn plan(own: &str, compatibility: Compatibility, tunnel: Tunnel) -> HostPlan {
         link(5, "flannel.1", 1450, &[&format!("10.244.{number}.0/32")]),
         link(6, "cilium_host", 1430, &[&format!("10.244.{number}.77/32")]),
     ];
-    let overlay = plan::overlay_addresses(&mesh, own, compatibility);
+    let overlay = plan::overlay_addresses(&mesh, compatibility);
     let device = if compatibility == Compatibility::Flannel { 5 } else { 6 };
     let paths = overlay.values().map(|ip| (IpAddr::V4(*ip), device)).collect();
     let private = own_node.internal_ip.map(|net| net.addr());
     let query = HostQuery { kilo: 9, private, pod_cidrs: &own_node.pod_cidrs, ..HostQuery::default() };
     let mut found = links::host_links(&devices, &query, &paths);
     links::add_overlay(&mut found, &devices, own, overlay);
-    plan::host_plan(&Inputs {
-        mesh: &mesh,
-        settings: &settings,
-        node: own,
-        links: &found,
-        hops: &HopIds::default().update(&mesh, own),
-        resolved: &BTreeMap::new(),
-        seen: &BTreeMap::new(),
-        persistent_keepalive: 0,
-        masquerade: true,
-        mtu: 1420,
-    })
-    .unwrap()
+    let hops = HopIds::default().update(&mesh);
+    plan::host_plan(&plans::inputs(&mesh, &settings, &found, &hops)).unwrap()
 }
 
 fn towards_leader(plan: &HostPlan) -> (Tunnel, u32, u32, IpAddr, IpAddr) {
@@ -177,7 +160,7 @@ fn the_leader_takes_what_comes_through_the_overlay_whatever_it_sends_itself() {
 fn a_leader_knows_the_private_addresses_where_no_wireguard_can_be() {
     let inside = |own: &str| -> Vec<String> {
         let prefixes = plan(own, Compatibility::None, Tunnel::Ipip).tables.prefix;
-        let flagged = prefixes.into_iter().filter(|(_, value)| value.flags & PREFIX_INSIDE != 0);
+        let flagged = prefixes.into_iter().filter(|(_, value)| value.flags & PREFIX_VIA_WIREGUARD != 0);
         flagged.map(|(prefix, _)| prefix.to_string()).collect()
     };
     // Not those of the own location, which are not reached through WireGuard, and no pod CIDR.

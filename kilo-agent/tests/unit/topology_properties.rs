@@ -208,8 +208,8 @@ proptest! {
         let settings = settings(granularity, Encapsulate::CrossSubnet);
         let mesh = mesh(&nodes, &peers, &settings);
         for node in nodes.values() {
-            let hops = HopIds::default().update(&mesh, &node.name);
-            let again = hops.update(&mesh, &node.name);
+            let hops = HopIds::default().update(&mesh.as_seen_from(&node.name));
+            let again = hops.update(&mesh.as_seen_from(&node.name));
             prop_assert_eq!(&hops, &again);
             prop_assert_eq!(plan_of(&mesh, &settings, node, &hops), plan_of(&mesh, &settings, node, &again));
         }
@@ -285,13 +285,13 @@ proptest! {
             }
         }
         for node in nodes.values() {
-            let ids = HopIds::default().update(&before, &node.name);
-            let later = ids.update(&after, &node.name);
+            let ids = HopIds::default().update(&before.as_seen_from(&node.name));
+            let later = ids.update(&after.as_seen_from(&node.name));
             for other in nodes.keys() {
                 prop_assert_eq!(ids.get(other), later.get(other), "{} as {} knows it", other, node.name);
             }
             prop_assert!(ids_are_sound(&later, &more), "{:?}", later);
-            let gone = later.update(&before, &node.name);
+            let gone = later.update(&before.as_seen_from(&node.name));
             prop_assert_eq!(gone, ids);
         }
     }
@@ -309,14 +309,14 @@ proptest! {
         fewer.remove(*leaves.get(&names));
         let second = mesh(&fewer, &BTreeMap::new(), &settings);
         for node in fewer.values() {
-            let ids = HopIds::default().update(&first, &node.name);
+            let ids = HopIds::default().update(&first.as_seen_from(&node.name));
             let plan = plan_of(&first, &settings, node, &ids).unwrap();
-            let adopted = HopIds::adopt(&plan.tables.node, &second, &node.name).update(&second, &node.name);
-            prop_assert_eq!(adopted, ids.update(&second, &node.name));
+            let adopted = HopIds::adopt(&plan.tables.node).update(&second.as_seen_from(&node.name));
+            prop_assert_eq!(adopted, ids.update(&second.as_seen_from(&node.name)));
             // Whatever else is in the map does no harm.
             let mut senders = plan.tables.node.clone();
             senders.values_mut().for_each(|value| *value = NodeValue { hop: foreign, flags: 7, ..*value });
-            let ids = HopIds::adopt(&senders, &second, &node.name).update(&second, &node.name);
+            let ids = HopIds::adopt(&senders).update(&second.as_seen_from(&node.name));
             prop_assert!(ids_are_sound(&ids, &fewer), "{:?}", ids);
         }
     }
@@ -335,7 +335,7 @@ proptest! {
         }
         let after = mesh(&led, &BTreeMap::new(), &settings);
         for node in nodes.values().filter(|node| !before.leads(&node.name) && !after.leads(&node.name)) {
-            let hops = HopIds::default().update(&before, &node.name);
+            let hops = HopIds::default().update(&before.as_seen_from(&node.name));
             let old = plan_of(&before, &settings, node, &hops).unwrap();
             let new = plan_of(&after, &settings, node, &hops).unwrap();
             prop_assert_eq!(old.net, new.net);
@@ -359,7 +359,7 @@ fn ids_are_sound(ids: &HopIds, nodes: &BTreeMap<String, Node>) -> bool {
 /// Whether a packet was left to the routes of a node of the same location,
 /// which do the rest where nodes see each other plainly.
 fn is_left_beside(mesh: &Mesh, end: &End, node: &Node) -> bool {
-    let mesh = mesh.around(&node.name);
+    let mesh = mesh.as_seen_from(&node.name);
     let segment = |name: &str| mesh.find(name).map(|(segment, _)| segment);
     matches!(end, End::Left(at) if segment(at) == segment(&node.name))
 }
@@ -375,7 +375,8 @@ fn a_cross_mesh_joins_all_nodes_of_other_locations_and_none_of_the_own() {
         .collect();
     let mesh = mesh(&nodes, &BTreeMap::new(), &settings);
     for own in nodes.values() {
-        let plan = plan_of(&mesh, &settings, own, &HopIds::default().update(&mesh, &own.name)).unwrap();
+        let plan =
+            plan_of(&mesh, &settings, own, &HopIds::default().update(&mesh.as_seen_from(&own.name))).unwrap();
         let peers: BTreeSet<_> = plan.wireguard.peers.keys().copied().collect();
         let far = nodes.values().filter(|node| node.location != own.location);
         assert_eq!(peers, far.filter_map(|node| node.key).collect(), "{}", own.name);
@@ -387,7 +388,7 @@ fn a_cross_mesh_joins_all_nodes_of_other_locations_and_none_of_the_own() {
 
 /// A node whose private address another node of its location has as well.
 fn shares_an_address(mesh: &Mesh, node: &str) -> bool {
-    let mesh = mesh.around(node);
+    let mesh = mesh.as_seen_from(node);
     let (segment, own) = mesh.find(node).unwrap();
     let members = &mesh.segments[segment].members;
     let others = members.iter().enumerate().filter(|(index, _)| *index != own);
@@ -443,7 +444,7 @@ fn ten_thousand_nodes_are_planned_in_reasonable_time() {
         let started = std::time::Instant::now();
         let mesh = mesh(&nodes, &BTreeMap::new(), &settings);
         let meshed = started.elapsed();
-        let hops = HopIds::default().update(&mesh, "node-00000");
+        let hops = HopIds::default().update(&mesh.as_seen_from("node-00000"));
         let plan = plan_of(&mesh, &settings, &nodes["node-00000"], &hops).unwrap();
         println!(
             "{granularity:?}: mesh {meshed:?}, mesh and plan {:?}, {} prefixes, {} routes",

@@ -14,7 +14,7 @@ use kilo_common::{
     checksum,
     counters::{Action, DropReason},
     maps::{
-        CONFIG_MASQUERADE, CONFIG_ONE_V4, CONFIG_PLAIN, CONFIG_SEVERAL_V4, Config, DEVICE_BY_DESTINATION,
+        CONFIG_MASQUERADE, CONFIG_NATIVE, CONFIG_ONE_V4, CONFIG_SEVERAL_V4, Config, DEVICE_BY_DESTINATION,
         NAT_EGRESS, NAT_INGRESS, NAT_SEEN, NatKey, NatValue, VXLAN_PORT,
     },
     nat::{
@@ -116,7 +116,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     // The host's own on the way out. On the way in: for no address of this interface, and
     // perhaps from a node that sends without an outer header.
     let usual = old == addr;
-    if (if EGRESS { usual } else { !usual && config.flags & CONFIG_PLAIN != 0 })
+    if (if EGRESS { usual } else { !usual && config.flags & CONFIG_NATIVE != 0 })
         || ip.version_len != 0x45
         || ip.fragment & 0x3fff_u16.to_be() != 0
     {

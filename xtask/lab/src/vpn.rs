@@ -21,6 +21,8 @@ use super::{
 const LIMIT: Duration = Duration::from_secs(40);
 /// A ClusterIP whose endpoint is a pod.
 const TO_POD: &str = "10.43.0.10";
+/// The network behind the laptop.
+const OFFICES: &str = "10.77.0.0/24";
 /// A ClusterIP whose endpoint is behind the laptop.
 const TO_OFFICE: &str = "10.43.0.20";
 
@@ -108,13 +110,19 @@ fn needs_its_key(lab: &Lab) -> Result<()> {
 /// The office is reached from pods and nodes by its own address, and reaches
 /// them by its own; a Service may have it as endpoint.
 pub fn gateway(lab: &mut Lab) -> Result<String> {
+    leads_to_office(lab).or_else(|error| {
+        // After a failure the laptop is what it was before.
+        write_laptop(lab, None).context("the office stays in the mesh")?;
+        Err(error)
+    })
+}
+
+fn leads_to_office(lab: &mut Lab) -> Result<String> {
     let network = &lab.network;
     probe::serve(&network.office, OFFICE.into())?;
     let (a2, b1, b2) = (network.node("a2")?, network.node("b1")?, network.node("b2")?);
     ensure!(probe::from(&b2.pod, OFFICE, Duration::from_secs(1)).is_err(), "the office is reached too early");
-    let key = preshared_key_of(lab)?;
-    let allowed_ips = [format!("{LAPTOP}/32"), format!("{LAPTOP6}/128"), "10.77.0.0/24".to_owned()];
-    lab.agents.write_laptop(&allowed_ips.each_ref().map(String::as_str), key.as_deref())?;
+    write_laptop(lab, Some(OFFICES))?;
     for node in &network.nodes {
         let started = Instant::now();
         while !node.space.sh(&format!("ip route get {OFFICE}"))?.contains("dev kilo0") {
@@ -135,6 +143,15 @@ pub fn gateway(lab: &mut Lab) -> Result<String> {
     Ok(format!("({early} packets in clear before the mesh knew the network)"))
 }
 
+/// The laptop's Peer object with its own addresses and what lies behind it; its key is as an earlier check
+/// left it.
+fn write_laptop(lab: &Lab, behind: Option<&str>) -> Result<()> {
+    let key = preshared_key_of(lab)?;
+    let own = [format!("{LAPTOP}/32"), format!("{LAPTOP6}/128")];
+    let allowed_ips: Vec<_> = own.iter().map(String::as_str).chain(behind).collect();
+    lab.agents.write_laptop(&allowed_ips, key.as_deref())
+}
+
 /// The laptop sends services to a1, and everything else outside to b1.
 pub fn internet(lab: &mut Lab) -> Result<String> {
     let result = by_nodes(lab);
@@ -148,6 +165,8 @@ fn by_nodes(lab: &Lab) -> Result<()> {
     let network = &lab.network;
     let (a1, b1, b2) = (network.node("a1")?, network.node("b1")?, network.node("b2")?);
     let _service = Service::add(&a1.space, TO_POD, &b2.pod_ip().to_string())?;
+    // It does not build on the check before, which may have failed.
+    write_laptop(lab, Some(OFFICES))?;
     // Before everything else goes into the tunnels, which their own packets must not do.
     network.laptop.ip("route replace 192.0.2.0/24 via 172.16.9.1\n")?;
     lab.agents.configure_laptop(network, |peers| {

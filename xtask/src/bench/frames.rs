@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_superpacket_fits_into_one_packet_with_every_outer_header_and_says_where_its_checksum_belongs() {
+    fn a_gso_packet_fits_into_one_packet_with_every_outer_header_and_says_where_its_checksum_belongs() {
         for (wrap, link, overhead) in [(Wrap::None, 14, 0), (Wrap::Ipip, 0, 20), (Wrap::Vxlan, 14, 50)] {
             let frame = Flow { load: Load::Gso, ..flow(wrap) }.frame([1; 6]);
             let field = |at: usize| usize::from(u16::from_le_bytes([frame[at], frame[at + 1]]));

@@ -127,7 +127,7 @@ const ALERTS: &[Alert] = &[
         expr: "time() - kilo_last_check_in_seconds > 120",
         hold: "1m",
         remedy: "The agent does not reach the API server, or may not patch its node: its log says which. Traffic goes on with the \
-                 last good state; nodes that fail are not given up meanwhile.",
+                 last good state; nodes that fail are not declared dead meanwhile.",
         fires: &[(r#"kilo_last_check_in_seconds{instance="a1"}"#, "0x60")],
         labels: &[A1],
         quiet: &[(r#"kilo_last_check_in_seconds{instance="a1"}"#, "0+60x60")],

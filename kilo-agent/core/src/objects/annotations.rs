@@ -11,12 +11,8 @@ use std::{
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-use super::Published;
-use crate::{
-    settings::Granularity,
-    topology::{CheckedIn, Node},
-    wireguard::key::PublicKey,
-};
+use super::{CheckedIn, Node, Published};
+use crate::{settings::Granularity, wireguard::key::PublicKey};
 
 /// What every annotation of ours starts with.
 pub const PREFIX: &str = "kilo.squat.ai/";

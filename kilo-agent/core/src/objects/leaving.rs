@@ -3,7 +3,7 @@
 
 use k8s_openapi::api::core::v1::{NodeSpec, Taint};
 
-use crate::topology::Leaving;
+use super::Leaving;
 
 /// Keys of taints, whatever their effect; one that ends in `/` stands for all that begin so.
 pub const TAINTS: &[(&str, Leaving)] = &[

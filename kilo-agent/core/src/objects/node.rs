@@ -6,10 +6,10 @@ use ipnet::IpNet;
 use k8s_openapi::api::core::v1 as core;
 
 use super::{
+    CheckedIn, Node,
     annotations::{self, excerpt},
     leaving,
 };
-use crate::topology::{CheckedIn, Node};
 
 /// Labels of nodes with the API server or etcd on them: those of kubeadm (since 1.20, and
 /// before), of k3s and RKE2 besides, of Typhoon, and of MicroK8s.
@@ -93,11 +93,10 @@ mod tests {
     use super::*;
     use crate::{
         objects::{
-            Published,
+            Leaving, Published,
             annotations::{PREFIX, changes, wanted},
         },
         settings::Granularity,
-        topology::Leaving,
         wireguard::key::PublicKey,
     };
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::errors::error_chain;
 use crate::{
-    topology,
+    objects,
     wireguard::{Endpoint, EndpointHost, is_dns_name},
 };
 
@@ -140,7 +140,7 @@ pub enum InvalidPeer {
 ///
 /// # Errors
 /// Says what is not a Peer, or which field is wrong.
-pub fn parse(object: DynamicObject) -> Result<topology::Peer, String> {
+pub fn parse(object: DynamicObject) -> Result<objects::Peer, String> {
     let object = object.try_parse::<Peer>().map_err(|error| error_chain(&error))?;
     from_object(&object).map_err(|error| error.to_string())
 }
@@ -149,7 +149,7 @@ pub fn parse(object: DynamicObject) -> Result<topology::Peer, String> {
 ///
 /// # Errors
 /// The first field that is wrong.
-pub fn from_object(object: &Peer) -> Result<topology::Peer, InvalidPeer> {
+pub fn from_object(object: &Peer) -> Result<objects::Peer, InvalidPeer> {
     let spec = &object.spec;
     let allowed_ips = spec
         .allowed_ips
@@ -165,7 +165,7 @@ pub fn from_object(object: &Peer) -> Result<topology::Peer, InvalidPeer> {
         None | Some("") => None,
         Some(text) => Some(text.parse().map_err(|_| InvalidPeer::Key("presharedKey"))?),
     };
-    Ok(topology::Peer {
+    Ok(objects::Peer {
         name: object.metadata.name.clone().unwrap_or_default(),
         allowed_ips,
         endpoint: spec.endpoint.as_ref().map(endpoint).transpose()?,
@@ -192,7 +192,7 @@ fn endpoint(endpoint: &PeerEndpoint) -> Result<Endpoint, InvalidPeer> {
 }
 
 /// The object that describes this peer.
-pub fn to_object(peer: &topology::Peer) -> Peer {
+pub fn to_object(peer: &objects::Peer) -> Peer {
     let endpoint = peer.endpoint.as_ref().map(|endpoint| PeerEndpoint {
         dns_or_ip: match &endpoint.host {
             EndpointHost::Dns(name) => DnsOrIp { dns: Some(name.clone()), ip: None },

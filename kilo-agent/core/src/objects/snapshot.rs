@@ -4,16 +4,16 @@ use std::{collections::BTreeMap, fmt, net::SocketAddr, sync::Arc};
 
 use ipnet::IpNet;
 
+use super::{Nodes, Peer};
 use crate::{
     settings::Granularity,
-    topology::{Nodes, Peer},
     wireguard::{Endpoint, PublicKey},
 };
 
 /// Everything a backend knows at one moment. Invalid objects are left out
 /// and named in `problems`; they never hide valid ones.
 /// ```
-/// use kilo_core::{objects::Snapshot, topology::{CheckedIn, Node}};
+/// use kilo_core::objects::{CheckedIn, Node, Snapshot};
 ///
 /// let node = Node { name: "a1".into(), ..Node::default() };
 /// let mut before = Snapshot::default();

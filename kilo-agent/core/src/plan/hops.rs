@@ -11,7 +11,7 @@ use kilo_common::{
     maps::{HOP_FIRST_NODE, NodeValue},
 };
 
-use crate::topology::{Member, Mesh};
+use crate::topology::{LocalMesh, Member};
 
 /// Nodes of the own location, without this one, that have a hop.
 pub const MOST_OTHERS: u32 = HOP.size - HOP_FIRST_NODE;
@@ -34,37 +34,45 @@ pub const MOST_OTHERS: u32 = HOP.size - HOP_FIRST_NODE;
 ///     let nodes: Vec<Node> = names.iter().map(node).collect();
 ///     Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap())
 /// };
-/// let before = HopIds::default().update(&mesh(&["a1", "a3"]), "a1");
-/// let after = before.update(&mesh(&["a1", "a2", "a3"]), "a1");
+/// let before = HopIds::default().update(&mesh(&["a1", "a3"]).as_seen_from("a1"));
+/// let after = before.update(&mesh(&["a1", "a2", "a3"]).as_seen_from("a1"));
 /// assert_eq!(after.get("a3"), before.get("a3"), "an id stays with its node");
 /// assert_ne!(after.get("a2"), after.get("a3"));
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct HopIds(BTreeMap<String, u32>);
+pub struct HopIds {
+    of: BTreeMap<String, u32>,
+    /// What an earlier agent left, by private address, until the mesh says whose it is.
+    adopted: BTreeMap<IpAddr, u32>,
+}
 
 impl HopIds {
-    /// True before the first node got an id.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+    /// The ids an earlier agent left in the map of senders (`node`): private
+    /// address -> id. A restarted agent that numbered the nodes anew would
+    /// rewrite hops while packets still follow the old prefixes to them.
+    #[must_use]
+    pub fn adopt(senders: &BTreeMap<IpAddr, NodeValue>) -> Self {
+        let ids = senders.iter().map(|(address, sender)| (*address, sender.hop));
+        let usable = ids.filter(|(_, id)| (HOP_FIRST_NODE..HOP.size).contains(id));
+        Self { of: BTreeMap::new(), adopted: usable.collect() }
     }
 
-    /// Keeps the ids of nodes that are still in the location of `node`, frees
+    /// Keeps the ids of nodes that are still in the location of this one, frees
     /// the others, and gives the lowest free ids to new ones.
     #[must_use]
-    pub fn update(&self, mesh: &Mesh, node: &str) -> Self {
-        let mesh = mesh.around(node);
-        let Some((segment, _)) = mesh.find(node) else { return Self::default() };
-        let names: BTreeSet<&str> =
-            mesh.segments[segment].members.iter().map(Member::name).filter(|name| *name != node).collect();
-        let mut ids: BTreeMap<String, u32> = self
-            .0
-            .iter()
-            .filter(|(name, _)| names.contains(name.as_str()))
-            .map(|(n, id)| (n.clone(), *id))
-            .collect();
-        let taken: BTreeSet<u32> = ids.values().copied().collect();
+    pub fn update(&self, mesh: &LocalMesh<'_>) -> Self {
+        let Some((segment, _)) = mesh.own() else { return Self::default() };
+        let mut taken = BTreeSet::new();
+        let mut ids = BTreeMap::new();
+        for member in mesh.others() {
+            let adopted = || self.adopted.get(&member.private_ip()?);
+            let known = self.of.get(member.name()).or_else(adopted);
+            if let Some(id) = known.filter(|id| taken.insert(**id)) {
+                ids.insert(member.name().to_owned(), *id);
+            }
+        }
         let mut free = (HOP_FIRST_NODE..HOP.size).filter(|id| !taken.contains(id));
-        for name in names {
+        for name in mesh.others().map(Member::name) {
             if !ids.contains_key(name)
                 && let Some(id) = free.next()
             {
@@ -73,42 +81,22 @@ impl HopIds {
         }
         // Whoever goes without, it is not the node everything else goes through.
         if let Some(leader) = mesh.segments[segment].leading().map(Member::name)
-            && leader != node
+            && leader != mesh.node()
             && !ids.contains_key(leader)
             && let Some((_, id)) = ids.pop_last()
         {
             ids.insert(leader.to_owned(), id);
         }
-        Self(ids)
+        Self { of: ids, adopted: BTreeMap::new() }
     }
 
-    /// How many nodes of the location of `node` have no id.
-    pub fn left_out(&self, mesh: &Mesh, node: &str) -> usize {
-        let mesh = mesh.around(node);
-        let Some((segment, _)) = mesh.find(node) else { return 0 };
-        let members = mesh.segments[segment].members.iter().filter(|member| member.name() != node);
-        members.filter(|member| self.get(member.name()).is_none()).count()
-    }
-
-    /// The ids an earlier agent left in the map of senders (`node`): private
-    /// address -> id. A restarted agent that numbered the nodes anew would
-    /// rewrite hops while packets still follow the old prefixes to them.
-    #[must_use]
-    pub fn adopt(senders: &BTreeMap<IpAddr, NodeValue>, mesh: &Mesh, node: &str) -> Self {
-        let mesh = mesh.around(node);
-        let Some((segment, _)) = mesh.find(node) else { return Self::default() };
-        let mut taken = BTreeSet::new();
-        let others = mesh.segments[segment].members.iter().filter(|member| member.name() != node);
-        let ids = others.filter_map(|member| {
-            let id = senders.get(&member.private_ip()?)?.hop;
-            let usable = (HOP_FIRST_NODE..HOP.size).contains(&id) && taken.insert(id);
-            usable.then(|| (member.name().to_owned(), id))
-        });
-        Self(ids.collect())
+    /// How many other nodes of the location have no id.
+    pub fn left_out(&self, mesh: &LocalMesh<'_>) -> usize {
+        mesh.others().filter(|member| self.get(member.name()).is_none()).count()
     }
 
     /// The id of a node.
     pub fn get(&self, node: &str) -> Option<u32> {
-        self.0.get(node).copied()
+        self.of.get(node).copied()
     }
 }

@@ -1,4 +1,4 @@
-//! Prefixes of nodes that were given up while their objects are there, or were known a moment ago:
+//! Prefixes of nodes that were declared dead while their objects are there, or were known a moment ago:
 //! nobody else has them, and what is sent there is dropped, not left to the default route. So are
 //! WireGuard addresses that no location has any more.
 

@@ -37,7 +37,7 @@ pub(super) fn fill(
         }
         // Between prefixes of the own location addresses stay as they are
         // (squat/kilo#496), unless the prefix also holds what lies elsewhere.
-        if prefixes::inside(&known, prefix).next().is_none() {
+        if prefixes::covered_by(&known, prefix).next().is_none() {
             sources.push((prefix, MASQ_SRC_EXEMPT));
         }
     }

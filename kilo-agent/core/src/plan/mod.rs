@@ -3,7 +3,9 @@
 
 mod arrival;
 mod conflicts;
+mod endpoints;
 mod hops;
+mod lookup;
 mod lost;
 mod masquerade;
 pub mod model;
@@ -27,14 +29,14 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use kilo_common::maps::{CONFIG_GATEWAY, CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_PLAIN, Config};
+use kilo_common::maps::{CONFIG_GATEWAY, CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_NATIVE, Config};
 
 use self::remote::Remote;
 use crate::{
     observed::HostLinks,
     settings::{Encapsulate, Settings, Tunnel},
     signal_id,
-    topology::{Member, Mesh, Segment, is_reached_from_anywhere},
+    topology::{LocalMesh, Member, Mesh, Segment, is_reached_from_anywhere},
     wireguard::key::PublicKey,
 };
 
@@ -44,12 +46,10 @@ pub const NAT_PORTS: (u16, u16) = (32_768, 60_999);
 /// Everything the plan of one host depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
-    /// The mesh.
-    pub mesh: &'a Mesh,
+    /// The mesh as seen from this node.
+    pub mesh: &'a LocalMesh<'a>,
     /// Flags of this agent.
     pub settings: &'a Settings,
-    /// Name of this node.
-    pub node: &'a str,
     /// This host's interfaces.
     pub links: &'a HostLinks,
     /// Hop ids, allocated for this mesh by [`HopIds::update`].
@@ -69,7 +69,7 @@ pub struct Inputs<'a> {
 impl Inputs<'_> {
     /// Whether what is for pods of the own location goes Kilo's way, and not another CNI's.
     fn carries_pods(&self) -> bool {
-        self.settings.local && !self.links.overlay.contains_key(self.node)
+        self.settings.local && !self.links.overlay.contains_key(self.mesh.node())
     }
 }
 
@@ -94,12 +94,11 @@ struct Own<'a> {
 }
 
 impl<'a> Own<'a> {
-    fn find(mesh: &'a Mesh, node: &str) -> Option<Self> {
-        let (index, position) = mesh.find(node)?;
+    fn at(mesh: &'a Mesh, (index, position): (usize, usize)) -> Self {
         let segment = &mesh.segments[index];
         let gateways = mesh.gateways_of(index);
         let acting = gateways.order.get(gateways.acting).copied();
-        Some(Self {
+        Self {
             segment,
             index,
             member: &segment.members[position],
@@ -109,7 +108,7 @@ impl<'a> Own<'a> {
             stays: gateways.stays(),
             acting: acting.and_then(|acting| segment.members.get(acting)),
             gateways: gateways.into_owned().order,
-        })
+        }
     }
 
     /// Whether this host's own packets to the private address of a node of another location may go as
@@ -120,6 +119,12 @@ impl<'a> Own<'a> {
         self.member.node.control_plane
             || to.node.control_plane
             || to.private_ip().is_none_or(is_reached_from_anywhere)
+    }
+
+    /// Its WireGuard address with the subnet's prefix length, if it acts.
+    fn wireguard_address(&self, mesh: &Mesh) -> Option<ipnet::IpNet> {
+        let address = self.segment.wireguard_ip.filter(|_| self.acts)?;
+        ipnet::IpNet::new(address, mesh.subnet.prefix_len()).ok()
     }
 
     fn others(&self) -> impl Iterator<Item = &'a Member> + use<'a> {
@@ -151,14 +156,12 @@ impl<'a> Own<'a> {
 
 /// The desired state of this host; `None` while the node is not in the mesh.
 pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
-    let around = inputs.mesh.around(inputs.node);
-    let inputs = &Inputs { mesh: &around, ..*inputs };
-    let own = Own::find(inputs.mesh, inputs.node)?;
+    let own = Own::at(inputs.mesh, inputs.mesh.own()?);
     let remote = Remote::new(inputs, &own);
     let lost = lost::prefixes(inputs, &own);
     let mut tables = steering::tables(inputs, &own, &remote, &lost);
     masquerade::fill(inputs, &own, &remote, &lost, &mut tables);
-    let plain = tables.hop.values().any(|hop| matches!(hop, Hop::Node { tunnel: Tunnel::None, .. }));
+    let native = tables.hop.values().any(|hop| matches!(hop, Hop::Node { tunnel: Tunnel::None, .. }));
     let private = own.member.private_ip();
     let flag = |set: bool, bit: u32| if set { bit } else { 0 };
     tables.config = Config {
@@ -166,7 +169,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         flags: flag(own.leads, CONFIG_LEADER)
             | flag(own.is_gateway, CONFIG_GATEWAY)
             | flag(inputs.masquerade, CONFIG_MASQUERADE)
-            | flag(plain, CONFIG_PLAIN)
+            | flag(native, CONFIG_NATIVE)
             | masquerade::flags(inputs.links, private, &remote),
         nat_port_min: NAT_PORTS.0,
         nat_port_max: NAT_PORTS.1,
@@ -179,7 +182,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
             Some(IpAddr::V4(ip)) => ip.octets(),
             _ => [0; 4],
         },
-        overlay_v4: inputs.links.overlay.get(inputs.node).map_or([0; 4], std::net::Ipv4Addr::octets),
+        overlay_v4: inputs.links.overlay.get(inputs.mesh.node()).map_or([0; 4], std::net::Ipv4Addr::octets),
         private_v6: match private {
             Some(IpAddr::V6(ip)) => ip.octets(),
             _ => [0; 16],
@@ -214,6 +217,5 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
 
 /// This node's WireGuard address with the subnet's prefix length, if it leads, or acts as leader.
 pub fn wireguard_address(mesh: &Mesh, node: &str) -> Option<ipnet::IpNet> {
-    let own = Own::find(mesh, node).filter(|own| own.acts)?;
-    ipnet::IpNet::new(own.segment.wireguard_ip?, mesh.subnet.prefix_len()).ok()
+    Own::at(mesh, mesh.find(node)?).wireguard_address(mesh)
 }

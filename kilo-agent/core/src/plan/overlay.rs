@@ -11,17 +11,17 @@ use ipnet::IpNet;
 
 use crate::{
     settings::Compatibility,
-    topology::{Member, Mesh},
+    topology::{LocalMesh, Member},
 };
 
-/// Overlay address of each node of the location `own` is in, itself included;
+/// Overlay address of each node of this one's location, itself included;
 /// empty unless another CNI manages the location. Whatever this node sends, a
 /// node with Kilo sends IPIP there.
 ///
 /// Flannel's VXLAN device has the first address of the node's pod CIDR; with
 /// Cilium nodes publish that of `cilium_host`.
-pub fn overlay_addresses(mesh: &Mesh, own: &str, compatibility: Compatibility) -> BTreeMap<String, Ipv4Addr> {
-    let Some((segment, _)) = mesh.find(own) else { return BTreeMap::new() };
+pub fn overlay_addresses(mesh: &LocalMesh<'_>, compatibility: Compatibility) -> BTreeMap<String, Ipv4Addr> {
+    let Some((segment, _)) = mesh.own() else { return BTreeMap::new() };
     let address = |member: &Member| match compatibility {
         Compatibility::None => None,
         Compatibility::Flannel => member.node.pod_cidrs.iter().find_map(|cidr| v4(cidr.network())),

@@ -1,5 +1,5 @@
-//! [`super::model`] with what else of a packet decides: its length and its
-//! time to live. The programs' look-ups around the decisions of `kilo_common::forwarding`.
+//! One program and one packet with all that decides about it, its length and its time to live
+//! included: the programs' look-ups around the decisions of `kilo_common::forwarding`.
 
 use std::net::IpAddr;
 
@@ -10,7 +10,7 @@ use kilo_common::{
 
 use super::{
     Hop, Tables,
-    model::{Packet, Verdict, is_never_steered},
+    lookup::{Packet, Verdict, is_never_steered},
 };
 use crate::settings::Tunnel;
 
@@ -21,7 +21,7 @@ pub struct Probe {
     pub packet: Packet,
     /// Time to live, or hop limit.
     pub ttl: u8,
-    /// Bytes of the packet, its IP header included; of a superpacket: those of
+    /// Bytes of the packet, its IP header included; of a GSO packet: those of
     /// one segment.
     pub length: u32,
 }
@@ -39,18 +39,6 @@ impl Probe {
 }
 
 impl Tables {
-    /// True for addresses that steered packets for this node are sent to.
-    pub fn is_private(&self, addr: IpAddr) -> bool {
-        let config = &self.config;
-        match addr {
-            IpAddr::V4(addr) => {
-                let addr = addr.octets();
-                addr == config.private_v4 || (addr == config.overlay_v4 && addr != [0; 4])
-            }
-            IpAddr::V6(addr) => addr.octets() == config.private_v6,
-        }
-    }
-
     /// `kilo_egress` for a packet that is not masqueraded.
     pub fn leaving(&self, probe: &Probe) -> Verdict {
         let Packet { src, dst } = probe.packet;

@@ -3,7 +3,7 @@
 
 use ipnet::IpNet;
 
-use super::{Inputs, Own, wireguard::gateway_endpoint};
+use super::{Inputs, Own, endpoints::gateway_endpoint};
 use crate::{
     flat_map::{Key as _, sort_by_prefix},
     signal_id,
@@ -22,7 +22,7 @@ pub(super) struct PrefixClaim {
     /// It is one of the location's allowed-location-ips.
     pub offered: bool,
     /// It is the private address of a node, and WireGuard does not send there.
-    pub inside: bool,
+    pub via_wireguard: bool,
     /// It is the address WireGuard sends to: the tunnel cannot carry what carries it.
     pub endpoint: bool,
     /// Of an endpoint: the host's own packets may go there in clear, too.
@@ -47,7 +47,7 @@ impl Remote {
             owner,
             gateway: 0,
             offered: false,
-            inside: false,
+            via_wireguard: false,
             endpoint: false,
             free: false,
             chosen: false,
@@ -75,8 +75,8 @@ impl Remote {
                 let endpoint = endpoints.contains(&prefix);
                 // Addresses of WireGuard and of pods are the mesh's alone.
                 let free = endpoint && (!private || free());
-                let (inside, gateway) = (private && !endpoint, gateway(member));
-                PrefixClaim { gateway, inside, endpoint, free, ..of_node(prefix, owner) }
+                let (via_wireguard, gateway) = (private && !endpoint, gateway(member));
+                PrefixClaim { gateway, via_wireguard, endpoint, free, ..of_node(prefix, owner) }
             }));
             let offered = segment.allowed_location_ips.iter().map(IpNet::trunc);
             claims.extend(offered.map(|prefix| PrefixClaim {

@@ -10,7 +10,7 @@ use crate::{flat_map::Key, settings::Tunnel};
 
 pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &Tables) -> NetPlan {
     let mut net = NetPlan { mtu: inputs.mtu, ..NetPlan::default() };
-    net.addresses.extend(super::wireguard_address(inputs.mesh, inputs.node));
+    net.addresses.extend(own.wireguard_address(inputs.mesh));
     let mut destinations = Vec::with_capacity(remote.claims().len() + own.segment.members.len());
     if let Some(ip) = own.segment.wireguard_ip.filter(|_| !own.acts) {
         destinations.push(IpNet::from(ip));
@@ -81,7 +81,7 @@ fn hop_mtu(tables: &Tables, value: PrefixValue) -> Option<u32> {
 /// WireGuard address, because answers to that address would not come through
 /// the tunnel.
 fn source(inputs: &Inputs<'_>, own: &Own<'_>) -> Option<IpAddr> {
-    let endpoint = super::wireguard::member_endpoint(inputs, own.member).map(|endpoint| endpoint.ip());
+    let endpoint = super::endpoints::member_endpoint(inputs, own.member).map(|endpoint| endpoint.ip());
     let given = own.member.node.endpoint.as_ref().and_then(crate::wireguard::Endpoint::ip);
     let is_endpoint = |ip| endpoint == Some(ip) || given == Some(ip);
     match own.member.private_ip() {

@@ -11,7 +11,8 @@ use kilo_common::{
     lead::{self, Term},
     maps::{
         HOP_ACTING, HOP_LOCAL, HOP_NONE, HOP_REMOTE, NODE_GATEWAY, NODE_LED, NodeValue, PREFIX_HOST_STEERED,
-        PREFIX_INSIDE, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
+        PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PREFIX_VIA_WIREGUARD,
+        PrefixValue,
     },
 };
 
@@ -62,7 +63,7 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: 
     // Beside another CNI the routes lead into its overlay; but what a leader
     // decrypts goes the way the answers come. In its stack the CNI's masquerading
     // would meet half connections and translate them.
-    let beside_cni = inputs.links.overlay.contains_key(inputs.node);
+    let beside_cni = inputs.links.overlay.contains_key(inputs.mesh.node());
     let ours = inputs.carries_pods();
     // Before the first pod, and without the bridge, the stack would send them on by the default route.
     let never_clear = if ours { PREFIX_NEVER_CLEAR } else { 0 };
@@ -128,7 +129,7 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: 
     tables
 }
 
-/// Drops what is for nodes that were given up. A node that takes part loses nothing by that: what it
+/// Drops what is for nodes that were declared dead. A node that takes part loses nothing by that: what it
 /// has, or what lies within, stays its own. A prefix of somebody's choice only holds it besides.
 fn close_lost(lost: &[(IpNet, u32)], chosen: &BTreeSet<IpNet>, table: &mut FlatMap<IpNet, PrefixValue>) {
     let flags = PREFIX_ROUTE | PREFIX_SOURCE;
@@ -146,10 +147,10 @@ fn close_lost(lost: &[(IpNet, u32)], chosen: &BTreeSet<IpNet>, table: &mut FlatM
 
 /// What is special about packets to a prefix of another location or a VPN peer.
 fn of_claim(own: &Own<'_>, claim: &PrefixClaim) -> u32 {
-    let inside = if own.is_gateway && claim.inside { PREFIX_INSIDE } else { 0 };
+    let via_wireguard = if own.is_gateway && claim.via_wireguard { PREFIX_VIA_WIREGUARD } else { 0 };
     // A default route is one of several: the host has its own reasons to use another.
     let by_host = claim.prefix.prefix_len() == 0 || (own.is_gateway && claim.endpoint);
-    inside
+    via_wireguard
         | match () {
             () if !by_host => PREFIX_NEVER_CLEAR,
             () if claim.prefix.prefix_len() == 0 || claim.free => PREFIX_PODS_STEERED,

@@ -7,13 +7,15 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Inputs, Own, Remote, remote::PrefixClaim};
-use crate::wireguard::{WireguardPeer, WireguardPlan};
+use super::{
+    Inputs, Own, Remote,
+    endpoints::{endpoint, gateway_endpoint},
+    remote::PrefixClaim,
+};
 use crate::{
     signal_id,
-    topology::{Member, is_reached_from_anywhere},
     wireguard::{
-        Endpoint, EndpointHost,
+        WireguardPeer, WireguardPlan,
         key::{PublicKey, SecretKey},
     },
 };
@@ -117,39 +119,3 @@ struct Wanted {
 
 /// Seconds between keepalives of a tunnel that has to work when it is needed.
 const KEEPALIVE: u16 = 10;
-
-/// Where this host's WireGuard sends what is for a gateway of a location. A stand-by's private
-/// address is taken if somebody said so, or a route leads there: else it lies behind its own
-/// location's leader, and the stand-by speaks first.
-pub(super) fn gateway_endpoint(inputs: &Inputs<'_>, member: &Member, leads: bool) -> Option<SocketAddr> {
-    let endpoint = member_endpoint(inputs, member)?;
-    let ip = endpoint.ip();
-    let is_near = || inputs.links.elsewhere.keys().any(|prefix| prefix.contains(&ip));
-    let is_private = !is_reached_from_anywhere(ip) && Some(ip) == member.private_ip();
-    (leads || !is_private || member.node.endpoint_forced || is_near()).then_some(endpoint)
-}
-
-/// Where a node of the mesh says that its WireGuard is.
-pub(super) fn member_endpoint(inputs: &Inputs<'_>, member: &Member) -> Option<SocketAddr> {
-    let node = &member.node;
-    endpoint(inputs, &node.key?, node.endpoint.as_ref(), node.persistent_keepalive > 0)
-}
-
-/// Behind NAT a peer is where somebody last saw it, the own device first.
-fn endpoint(
-    inputs: &Inputs<'_>,
-    key: &PublicKey,
-    given: Option<&Endpoint>,
-    behind_nat: bool,
-) -> Option<SocketAddr> {
-    let seen = || inputs.seen.get(key).or_else(|| inputs.mesh.discovered.get(key));
-    if behind_nat && let Some(seen) = seen() {
-        return Some(*seen);
-    }
-    let given = given?;
-    let ip = match &given.host {
-        EndpointHost::Ip(ip) => *ip,
-        EndpointHost::Dns(name) => *inputs.resolved.get(name)?,
-    };
-    Some(SocketAddr::new(ip, given.port))
-}

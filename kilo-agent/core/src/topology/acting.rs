@@ -75,7 +75,7 @@ impl Node {
 
 impl Acting {
     /// The gateways of a location. Who acts must be one of them: one that is not, because it
-    /// was given up, acts for nobody.
+    /// was declared dead, acts for nobody.
     pub fn gateways(&self, segment: &Segment, stand_bys: usize) -> Gateways {
         self.gateways_with(segment, stand_bys, None)
     }

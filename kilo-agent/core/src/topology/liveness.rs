@@ -11,7 +11,7 @@ use super::{Known, Node, READY_SECONDS, former::Former, is_complete, is_recent};
 /// A value that has not changed for this long is no heartbeat.
 const PATIENCE: Duration = Duration::from_secs(READY_SECONDS as u64);
 
-/// A node is given up only when the own heartbeat came back this long after its last one:
+/// A node is declared dead only when the own heartbeat came back this long after its last one:
 /// longer than the 33 s (and 5 s of collecting) that may lie between the last ones of two
 /// nodes when the API server goes away.
 const EVIDENCE: Duration = Duration::from_secs(45);
@@ -71,7 +71,7 @@ impl Liveness {
     /// be sorted by name, and are best the same in memory from one time to the next: then nothing of
     /// them is read but their heartbeats. `own` is this agent's
     /// node, which checks in like all others: while its own heartbeat does
-    /// not come back, the view is stale, and nobody is given up.
+    /// not come back, the view is stale, and nobody is declared dead.
     ///
     /// `unix_now` helps with nodes seen for the first time: one with an old
     /// heartbeat must change it before it counts, unless most are old, which

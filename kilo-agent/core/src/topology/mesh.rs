@@ -15,8 +15,7 @@ use super::{
     Acting, Gateways, Homes, Known, Member, Node, Peer, Segment, allocate, prefixes::Prefixes,
     segment::LeaderInfo,
 };
-use crate::settings::Granularity;
-use crate::{flat_map::sort_by_prefix, wireguard::key::PublicKey};
+use crate::{settings::Granularity, wireguard::key::PublicKey};
 
 /// `--stand-bys`, if nobody says otherwise.
 const STAND_BYS: usize = 2;
@@ -344,41 +343,10 @@ impl Mesh {
         Some((seat.segment as usize, seat.member as usize))
     }
 
-    /// The mesh around a node. Where each node has its own WireGuard device in
-    /// the mesh ([`Granularity::Cross`]), the nodes of its location are one
-    /// segment with it, which it leads itself; else this is the mesh as it is.
-    pub fn around(&self, node: &str) -> Cow<'_, Self> {
-        let Some((own, _)) = self.find(node) else { return Cow::Borrowed(self) };
-        let Some(group) = &self.segments[own].group else { return Cow::Borrowed(self) };
-        let (mut near, far): (Vec<_>, Vec<_>) =
-            self.segments.iter().cloned().partition(|segment| segment.group.as_ref() == Some(group));
-        let mut around = Self { segments: far, ..self.clone() };
-        let Some(at) =
-            near.iter().position(|segment| segment.leading().is_some_and(|own| own.name() == node))
-        else {
-            return Cow::Borrowed(self);
-        };
-        let mut segment = Arc::unwrap_or_clone(near.swap_remove(at));
-        let own_ip = segment.wireguard_ip;
-        for member in &mut segment.members {
-            member.wireguard_ip = own_ip;
-        }
-        for other in near.into_iter().map(Arc::unwrap_or_clone) {
-            segment.members.extend(
-                other.members.into_iter().map(|member| Member { wireguard_ip: other.wireguard_ip, ..member }),
-            );
-            segment.allowed_ips.extend(other.allowed_ips);
-            segment.reach.extend(other.reach);
-            segment.allowed_location_ips.extend(other.allowed_location_ips);
-        }
-        segment.members.sort_by(|a, b| a.name().cmp(b.name()));
-        segment.leader = segment.members.iter().position(|member| member.name() == node).unwrap_or(0);
-        sort_by_prefix(&mut segment.reach, |reach| reach.prefix);
-        around.segments.push(segment.into());
-        around.seats = seats(&around.segments);
-        // It has another segment than the nodes alone would make.
-        around.granularity = None;
-        Cow::Owned(around)
+    /// The same mesh of other segments than its nodes alone would make.
+    pub(super) fn of_segments(&self, segments: Vec<Arc<Segment>>) -> Self {
+        let seats = seats(&segments);
+        Self { segments, seats, granularity: None, ..self.clone() }
     }
 
     /// The mesh as a node sees it: endpoints it has seen itself count first.
@@ -538,7 +506,7 @@ fn filter_location_ips(segments: &mut [Arc<Segment>], peers: &[Peer]) {
     }
     for (own, segment) in segments.iter_mut().enumerate() {
         let (kept, dropped) = segment.offered.iter().partition(|&&prefix| {
-            let mut meeting = offered.holding(prefix).chain(offered.inside(prefix));
+            let mut meeting = offered.holding(prefix).chain(offered.covered_by(prefix));
             let elsewhere = meeting.any(|(_, offering)| offering.iter().any(|index| *index != own));
             let reached = allowed.holding(prefix.network().into()).next().is_some();
             !elsewhere && !reached && !of_peers.intersect(prefix)

@@ -9,29 +9,33 @@ mod freed;
 mod graph;
 mod homes;
 mod leader;
+mod leaders;
 mod liveness;
+mod local;
 mod mesh;
-mod nodes;
 pub mod prefixes;
 mod private_endpoint;
 mod segment;
 mod standing;
 mod tunnel_ends;
-mod types;
 
+/// What a mesh is made of.
+pub use crate::objects::{
+    CheckedIn, Known, Leaving, Node, Nodes, Peer, Replaced, among, not_among, with_own,
+};
 pub use acting::{Acting, ActingLocation, Gateways, NodeId, STAYS};
 pub use freed::FreedAddresses;
 pub use graph::dot;
 pub use homes::Homes;
 pub use leader::{LeaderReason, is_public, is_reached_from_anywhere};
+pub use leaders::{Lead, Leaders};
 pub use liveness::Liveness;
+pub use local::LocalMesh;
 pub use mesh::{
     Lost, Mesh, NO_POD_CIDR, READY_SECONDS, is_complete, is_recent, location_of, missing, ready_at,
 };
-pub use nodes::{CheckedIn, Known, Nodes, Replaced, among, not_among, with_own};
 pub use private_endpoint::PRIVATE_ENDPOINT_REMEDY;
 pub(crate) use segment::LocationPrefix;
 pub use segment::{Member, Segment};
 pub use standing::{PeerStanding, PeerStandings, peer_standings};
 pub use tunnel_ends::{TunnelEnd, tunnel_ends};
-pub use types::*;

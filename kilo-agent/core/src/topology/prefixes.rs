@@ -76,13 +76,13 @@ impl<V> Prefixes<V> {
     }
 
     /// Entries that lie in `prefix` (itself too), in order.
-    pub fn inside(&self, prefix: IpNet) -> impl Iterator<Item = (IpNet, &V)> {
-        inside(&self.0, prefix)
+    pub fn covered_by(&self, prefix: IpNet) -> impl Iterator<Item = (IpNet, &V)> {
+        covered_by(&self.0, prefix)
     }
 
     /// Whether an address is common to `prefix` and an entry.
     pub fn intersect(&self, prefix: IpNet) -> bool {
-        self.holding(prefix).next().is_some() || self.inside(prefix).next().is_some()
+        self.holding(prefix).next().is_some() || self.covered_by(prefix).next().is_some()
     }
 }
 
@@ -106,7 +106,7 @@ pub fn holding<T: Table>(table: &T, prefix: IpNet) -> impl Iterator<Item = (IpNe
 }
 
 /// Entries of `table` that lie in `prefix` (itself too), in order.
-pub fn inside<T: Table>(table: &T, prefix: IpNet) -> impl Iterator<Item = (IpNet, &T::Value)> {
+pub fn covered_by<T: Table>(table: &T, prefix: IpNet) -> impl Iterator<Item = (IpNet, &T::Value)> {
     let prefix = prefix.trunc();
     // A prefix sorts before everything that lies in it.
     let entries = table.from(prefix).take_while(move |(other, _)| prefix.contains(*other));
@@ -136,7 +136,7 @@ mod tests {
             let mut holding: Vec<_> = set.holding(asked).map(|(prefix, ())| prefix).collect();
             holding.reverse();
             prop_assert_eq!(holding, list.iter().copied().filter(|p| p.contains(&asked)).collect::<Vec<_>>());
-            let inside: Vec<_> = set.inside(asked).map(|(prefix, ())| prefix).collect();
+            let inside: Vec<_> = set.covered_by(asked).map(|(prefix, ())| prefix).collect();
             prop_assert_eq!(inside, list.iter().copied().filter(|p| asked.contains(p)).collect::<Vec<_>>());
             let meets = list.iter().any(|p| p.contains(&asked) || asked.contains(p));
             prop_assert_eq!(set.intersect(asked), meets);

@@ -32,6 +32,45 @@ pub enum Change {
     RemovePeer(PublicKey),
 }
 
+impl DeviceState {
+    /// What the device has after the changes of one [`diff`], without looking.
+    pub fn take(&mut self, changes: &[Change]) {
+        let moved: BTreeSet<IpNet> = changes
+            .iter()
+            .flat_map(|change| match change {
+                Change::SetPeer(_, PeerUpdate { add_allowed_ips: nets, .. }) | Change::Release(nets) => nets,
+                _ => &[][..],
+            })
+            .copied()
+            .collect();
+        for peer in self.peers.values_mut() {
+            if moved.len() < peer.allowed_ips.len() {
+                for net in &moved {
+                    peer.allowed_ips.remove(net);
+                }
+            } else {
+                peer.allowed_ips.retain(|net| !moved.contains(net));
+            }
+        }
+        for change in changes {
+            match change {
+                Change::PrivateKey(key) => self.private_key = Some(*key),
+                Change::ListenPort(port) => self.listen_port = *port,
+                Change::SetPeer(key, update) => {
+                    let peer = self.peers.entry(*key).or_default();
+                    peer.endpoint = update.endpoint.or(peer.endpoint);
+                    peer.persistent_keepalive =
+                        update.persistent_keepalive.unwrap_or(peer.persistent_keepalive);
+                    peer.preshared_key = update.preshared_key.unwrap_or(peer.preshared_key);
+                    peer.allowed_ips.extend(&update.add_allowed_ips);
+                }
+                Change::Release(_) => {}
+                Change::RemovePeer(key) => drop(self.peers.remove(key)),
+            }
+        }
+    }
+}
+
 /// What changes of one peer; `None` stays as it is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PeerUpdate {

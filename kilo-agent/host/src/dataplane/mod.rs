@@ -39,7 +39,7 @@ pub use path_mtu::PathMtus;
 use tokio::sync::Notify;
 
 use crate::net::Net;
-use kilo_core::{observed::Attached, plan::Tables, settings::AttachMode};
+use kilo_core::{observed::Attached, settings::AttachMode, tables::Tables};
 
 /// Where the BPF file system is, by convention.
 pub const BPFFS: &str = "/sys/fs/bpf";

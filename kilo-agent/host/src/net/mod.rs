@@ -36,7 +36,7 @@ pub use rtnl::Rtnl;
 pub use sources::Way;
 
 use ipnet::IpNet;
-use kilo_core::{observed::HostLinks, plan::NetPlan};
+use kilo_core::{net::NetPlan, observed::HostLinks};
 
 /// Protocol number our routes and rules carry (`ip route show proto 107`).
 /// 107 belongs to nobody in iproute2's `rt_protos`; it stands for the agent's

@@ -7,7 +7,7 @@ use ipnet::IpNet;
 use super::{super::PROTOCOL, UNREACHABLE_METRIC};
 use kilo_core::{
     flat_map::{FlatSet, Key as _, merge},
-    plan::{MAIN_TABLE, Route},
+    net::{MAIN_TABLE, Route},
 };
 
 /// A route of the kernel's tables.

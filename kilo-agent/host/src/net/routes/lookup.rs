@@ -12,7 +12,7 @@ use super::{
     super::{NetError, PROTOCOL, Rtnl, Way},
     Found, ip, is_temporary, messages, parse,
 };
-use kilo_core::{observed::Elsewhere, plan::MAIN_TABLE};
+use kilo_core::{net::MAIN_TABLE, observed::Elsewhere};
 
 /// Metric the kernel gives IPv6 routes that bear none.
 const DEFAULT_METRIC_V6: u32 = 1024;
@@ -194,7 +194,7 @@ fn default_of(routes: &[Found], own: &[u32]) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kilo_core::plan::Route;
+    use kilo_core::net::Route;
 
     fn found(destination: &str, interface: u32, priority: u32) -> Found {
         let destination = destination.parse().unwrap();

@@ -3,7 +3,7 @@
 //! Behind a route that is [`closed`](Route::closed) stands an `unreachable` one of
 //! a high metric. The kernel removes routes together with their device, or when it
 //! goes down; these stay, and the default route does not get the packets. To pods of
-//! this node and of nodes that were given up there is only such a one.
+//! this node and of nodes that were declared dead there is only such a one.
 
 mod diff;
 mod lookup;
@@ -30,7 +30,7 @@ pub use self::{
     lookup::{WaysOut, by_interface, lookup, next_hops, ways_out},
 };
 use super::{NetError, PROTOCOL, Refused, Rtnl, addresses::keep, links};
-use kilo_core::plan::Route;
+use kilo_core::net::Route;
 
 /// Metric of the `unreachable` routes: behind everything else.
 const UNREACHABLE_METRIC: u32 = 2_000_000_000;

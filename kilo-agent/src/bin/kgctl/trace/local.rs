@@ -56,7 +56,7 @@ pub async fn run(args: &TraceArgs) -> Result<String> {
     if args.output == Output::Json {
         let mut value = serde_json::to_value(&found)?;
         if let (Some(reason), Some(object)) = (todo, value.as_object_mut()) {
-            object.insert("advice".to_owned(), reason.remedy().into());
+            object.insert("remedy".to_owned(), reason.remedy().into());
         }
         return Ok(serde_json::to_string_pretty(&value)? + "\n");
     }

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, net::IpAddr};
 
 use kilo_common::{
-    maps::{CONFIG_OFFERED, CONFIG_PLAIN, InboundValue, MASQ_EXCLUDE, MASQ_FORCE, NatKey},
+    maps::{CONFIG_NATIVE, CONFIG_OFFERED, InboundValue, MASQ_EXCLUDE, MASQ_FORCE, NatKey},
     nat::timeout::seconds,
     packet::protocol,
 };
@@ -235,7 +235,7 @@ fn flows_from_behind_another_location_are_noted_where_some_offers_prefixes() {
 #[test]
 fn packets_of_nodes_that_send_plainly_are_not_noted() {
     let Some(mut world) = World::new() else { return };
-    world.tables.config.flags |= CONFIG_PLAIN;
+    world.tables.config.flags |= CONFIG_NATIVE;
     world.dataplane.write(&world.tables).unwrap();
     for side in sides() {
         let Side { pod, outside, .. } = side;

@@ -1,27 +1,28 @@
 //! What a program must do with the bytes of one packet: headers read in plain
 //! Rust, [`super::decisions`], outer headers of `kilo_common::encap`.
 
+mod headers;
+
 use std::net::IpAddr;
 
 use kilo_common::{
     checksum,
     counters::{Action, DropReason},
     encap::{
-        Inner, UDP_LEN, VXLAN_INNER, VXLAN_LEN, ipip_frame, ipip_frame_v6, next_ttl, segment_len,
-        segments_room, vxlan_ethernet, vxlan_frame, vxlan_frame_v6, vxlan_header,
+        Inner, VXLAN_INNER, ipip_frame, ipip_frame_v6, next_ttl, segments_room, vxlan_ethernet, vxlan_frame,
+        vxlan_frame_v6,
     },
     maps::{
         CONFIG_GATEWAY, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6,
-        Config, PREFIX_INSIDE, PREFIX_NEVER_CLEAR, PREFIX_ROUTE, VXLAN_PORT,
+        Config, PREFIX_NEVER_CLEAR, PREFIX_ROUTE, PREFIX_VIA_WIREGUARD,
     },
-    packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, protocol},
+    packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, protocol},
     too_big::{self, LEN_V4, LEN_V6, QUOTED},
 };
 use kilo_core::{
     plan::{
         Hop, Tables,
         model::{Packet, Verdict},
-        probe::Probe,
     },
     settings::Tunnel,
     topology::prefixes::longest,
@@ -35,12 +36,15 @@ use super::{
     signals,
 };
 
+pub use headers::Ip;
+use headers::{destination, destination_port, family, to_vxlan, udp_header, vxlan};
+
 /// What a program is run on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Input {
     /// The packet; on the WireGuard device it has no Ethernet header.
     pub frame: Vec<u8>,
-    /// Payload bytes per segment of a superpacket; else 0.
+    /// Payload bytes per segment of a GSO packet; else 0.
     pub gso: u32,
     /// The interface it is on.
     pub ifindex: u32,
@@ -123,76 +127,9 @@ fn redirects(action: Action, bytes: Bytes) -> Wanted {
     }
 }
 
-/// A header of either family.
-#[derive(Clone, Copy, Debug)]
-pub struct Ip {
-    pub src: IpAddr,
-    pub dst: IpAddr,
-    pub v6: bool,
-    pub header_len: usize,
-    pub protocol: u8,
-    ttl: u8,
-    tos: u8,
-    pub fragment: bool,
-}
-
 /// Bytes of the link-layer header of what a program gets.
 pub fn link_header_len(program: &str) -> usize {
     if program.starts_with("kilo_") || program.starts_with("l3_") { 0 } else { ETHERNET_LEN }
-}
-
-impl Ip {
-    const fn shortest(v6: bool) -> usize {
-        if v6 { IPV6_LEN } else { IPV4_LEN }
-    }
-
-    /// # Errors
-    /// Why there is none.
-    pub fn read(frame: &[u8], offset: usize, v6: bool) -> Result<Self, DropReason> {
-        let bytes = frame.get(offset..).unwrap_or_default();
-        if v6 {
-            let ip = Ipv6::parse(bytes.first_chunk().ok_or(DropReason::Truncated)?, bytes.len())?;
-            Ok(Self {
-                src: ip.src.into(),
-                dst: ip.dst.into(),
-                v6,
-                header_len: IPV6_LEN,
-                protocol: ip.next_header,
-                ttl: ip.hop_limit,
-                tos: ip.traffic_class,
-                fragment: ip.next_header == protocol::FRAGMENT,
-            })
-        } else {
-            let ip = Ipv4::parse(bytes.first_chunk().ok_or(DropReason::Truncated)?, bytes.len())?;
-            Ok(Self {
-                src: ip.src.into(),
-                dst: ip.dst.into(),
-                v6,
-                header_len: ip.header_len,
-                protocol: ip.protocol,
-                ttl: ip.ttl,
-                tos: ip.tos,
-                fragment: ip.is_fragment(),
-            })
-        }
-    }
-
-    fn probe(&self, input: &Input, offset: usize) -> Probe {
-        let packet = Packet { src: self.src, dst: self.dst };
-        let mut length = u32::try_from(input.frame.len() - offset).unwrap();
-        if input.gso != 0 {
-            let transport = offset + self.header_len;
-            let headers = match self.protocol {
-                protocol::TCP => {
-                    input.frame.get(transport + 12).map_or(60, |byte| usize::from(byte >> 4) * 4)
-                }
-                _ => 8,
-            };
-            let headers = u32::try_from(self.header_len + headers).unwrap();
-            length = length.min(segment_len(length, input.gso, headers));
-        }
-        Probe { packet, ttl: self.ttl, length }
-    }
 }
 
 /// The link-layer address of an interface; that of loopback is zero.
@@ -200,15 +137,6 @@ pub const fn mac(ifindex: u32) -> [u8; 6] {
     match ifindex {
         IFINDEX => [0; 6],
         other => [2, 0, 0, 0, 0, other as u8],
-    }
-}
-
-/// The family the kernel takes a frame for; `None` for everything else.
-fn family(frame: &[u8]) -> Option<bool> {
-    match u16::from_be_bytes([frame[12], frame[13]]) {
-        ETHERTYPE_IPV4 => Some(false),
-        ETHERTYPE_IPV6 => Some(true),
-        _ => None,
     }
 }
 
@@ -252,7 +180,7 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
             }
             _ => None,
         };
-        // A superpacket, a fragment: the device's, and no other program's.
+        // A GSO packet, a fragment: the device's, and no other program's.
         if inner.is_none() && tables.config.vxlan_ifindex != 0 && to_vxlan(input, link, &outer) {
             return match Decisions(tables).arrives(outer.src, input.ifindex) {
                 Ok(()) => Wanted { verdict: PASS_AT_ONCE, priority: Some(CHECKED), ..passes(None) },
@@ -290,39 +218,11 @@ const fn is_onward(action: Action) -> bool {
     matches!(action, Action::Transit | Action::PassOn)
 }
 
-/// What is made for WireGuard in front of a superpacket.
+/// What is made for WireGuard in front of a GSO packet.
 fn room(tables: &Tables, input: &Input) -> Vec<u8> {
     let long = input.frame.len() > tables.config.kilo_mtu as usize;
     let bytes = if long && input.gso != 0 { segments_room(input.gso, false) } else { 0 };
     vec![0; bytes as usize]
-}
-
-/// A datagram to the VXLAN device, or its first fragment, whatever options it has; not what comes
-/// to its port by chance.
-fn to_vxlan(input: &Input, link: usize, ip: &Ip) -> bool {
-    let Some(udp) = udp_header(&input.frame, link, ip) else { return false };
-    let ours = match udp.get(8..16) {
-        Some(first) => first.starts_with(&[8, 0, 0, 0]) || first[0] == 0 && first.ends_with(b"kgs1"),
-        None => ip.fragment,
-    };
-    udp.get(2..4) == Some(&VXLAN_PORT.to_be_bytes()) && (ours || input.gso != 0)
-}
-
-/// From the header of a datagram, or of its first fragment, on.
-fn udp_header<'a>(frame: &'a [u8], link: usize, ip: &Ip) -> Option<&'a [u8]> {
-    let behind = &frame[link + ip.header_len.min(frame.len() - link)..];
-    let udp = match (ip.protocol, ip.v6) {
-        (protocol::UDP, true) => Some(0),
-        (protocol::UDP, false) => {
-            let fragment = u16::from_be_bytes([frame[link + 6], frame[link + 7]]);
-            (fragment & 0x1fff == 0).then_some(0)
-        }
-        (protocol::FRAGMENT, true) => behind
-            .first_chunk::<4>()
-            .and_then(|[next, _, high, low]| (*next == protocol::UDP && *high == 0 && *low < 8).then_some(8)),
-        _ => None,
-    };
-    behind.get(udp?..)
 }
 
 fn from_inside(tables: &Tables, frame: &[u8], link: usize, outer: &Ip) -> bool {
@@ -330,7 +230,7 @@ fn from_inside(tables: &Tables, frame: &[u8], link: usize, outer: &Ip) -> bool {
     tables.config.flags & CONFIG_GATEWAY != 0
         && !outer.fragment
         && destination_port(frame, link, outer) == Some(tables.config.wireguard_port)
-        && owner.is_some_and(|value| value.flags & PREFIX_INSIDE != 0)
+        && owner.is_some_and(|value| value.flags & PREFIX_VIA_WIREGUARD != 0)
 }
 
 /// The own WireGuard sends to an address that is reached through it.
@@ -343,23 +243,8 @@ fn goes_inside(tables: &Tables, frame: &[u8], ip: &Ip) -> bool {
         && ip.header_len == Ip::shortest(ip.v6)
         && tables.is_private(ip.src)
         && port.is_some_and(|port| u16::from_be_bytes(*port) == tables.config.wireguard_port)
-        && owner.is_some_and(|value| value.flags & PREFIX_INSIDE != 0 && value.flags & PREFIX_ROUTE != 0)
-}
-
-fn destination_port(frame: &[u8], link: usize, outer: &Ip) -> Option<u16> {
-    let bytes = frame.get(link + outer.header_len..)?.get(2..4)?;
-    (outer.header_len == Ip::shortest(outer.v6)).then(|| u16::from_be_bytes([bytes[0], bytes[1]]))
-}
-
-/// The family of the packet in a VXLAN packet of ours.
-fn vxlan(frame: &[u8], link: usize, outer: &Ip) -> Option<bool> {
-    if outer.fragment || outer.header_len != Ip::shortest(outer.v6) {
-        return None;
-    }
-    let bytes = frame.get(link + outer.header_len..)?.get(..VXLAN_INNER)?;
-    let ours =
-        bytes[2..4] == VXLAN_PORT.to_be_bytes() && bytes[UDP_LEN..UDP_LEN + VXLAN_LEN] == vxlan_header();
-    ours.then(|| family(&bytes[UDP_LEN + VXLAN_LEN..]))?
+        && owner
+            .is_some_and(|value| value.flags & PREFIX_VIA_WIREGUARD != 0 && value.flags & PREFIX_ROUTE != 0)
 }
 
 fn steered(
@@ -438,7 +323,7 @@ fn lower_ttl(frame: &mut [u8], offset: usize, v6: bool) {
     frame[offset + 10..offset + 12].copy_from_slice(&checksum.to_be_bytes());
 }
 
-/// A superpacket here is one of a kind the kernel does not know, and takes no
+/// A GSO packet here is one of a kind the kernel does not know, and takes no
 /// outer header from or off.
 const fn refused(input: &Input) -> Result<(), DropReason> {
     if input.gso == 0 { Ok(()) } else { Err(DropReason::Encapsulation) }
@@ -636,16 +521,6 @@ fn bears_wireguards_ports(config: &Config, frame: &[u8], link: usize, v6: bool) 
                 && matches!(field(6..8), [high, low] if (high & 0x3f, *low) == (0, 0))
                 && header.len() >= 24
         }
-}
-
-/// The destination of a packet whose header contradicts itself.
-fn destination(frame: &[u8], link: usize, v6: bool) -> Option<IpAddr> {
-    let header = &frame[link..];
-    Some(if v6 {
-        <[u8; 16]>::try_from(header.get(24..40)?).ok()?.into()
-    } else {
-        <[u8; 4]>::try_from(header.get(16..20)?).ok()?.into()
-    })
 }
 
 /// True for what a host must send by its uplinks: WireGuard's packets as far as they bear its port, and

@@ -1,4 +1,4 @@
-//! Inputs of the topology.
+//! A node and a VPN peer as their objects describe them: what a mesh is made of.
 
 use std::{
     collections::BTreeMap,

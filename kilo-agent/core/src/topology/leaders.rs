@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, time::Instant};
 
-use kilo_core::topology::Mesh;
+use super::Mesh;
 
 /// One leader in office.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,11 +45,12 @@ impl Leaders {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use std::{collections::BTreeMap, time::Duration};
 
     use super::*;
-    use kilo_core::{settings::Granularity, topology::Node, wireguard::key::PublicKey};
+    use crate::{settings::Granularity, topology::Node, wireguard::key::PublicKey};
 
     fn mesh(leader: &str) -> Mesh {
         let nodes = ["a", "b"].map(|name| Node {

@@ -1,4 +1,4 @@
-//! Random tables, and packets that have to do with them.
+//! Random packets that have to do with tables.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -6,54 +6,27 @@ use ipnet::IpNet;
 use kilo_common::{
     checksum,
     encap::vxlan_header,
-    lead::{Term, word},
     maps::{
-        CONFIG_GATEWAY, CONFIG_MASQUERADE, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_PLAIN, CONFIG_SEVERAL_V4,
-        CONFIG_SEVERAL_V6, Config, DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, Device, HOP_ACTING,
-        HOP_FIRST_NODE, HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS,
-        MASQ_SRC_EXEMPT, NODE_GATEWAY, NODE_LED, PREFIX_HOST_STEERED, PREFIX_INSIDE, PREFIX_NEVER_CLEAR,
-        PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue, VXLAN_PORT,
+        HOP_ACTING, HOP_FIRST_NODE, HOP_LOCAL, HOP_REMOTE, NODE_GATEWAY, PREFIX_VIA_WIREGUARD, PrefixValue,
+        VXLAN_PORT,
     },
     packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, protocol},
 };
-use kilo_core::{
-    plan::{Hop, Tables, sender},
-    settings::Tunnel,
-};
+use kilo_core::plan::{Tables, sender};
 use rand::{
     RngExt as _, SeedableRng as _,
-    rngs::StdRng,
     seq::{IndexedRandom as _, IteratorRandom as _},
 };
 
 use super::{
-    IFINDEX, PUBLIC, PUBLIC_V6,
-    oracle::{BY_DEVICE, CHECKED, Input, mac},
-    signals,
+    super::{
+        IFINDEX,
+        oracle::{BY_DEVICE, CHECKED, Input, mac},
+        signals,
+    },
+    OTHER_UPLINKS, Random, V4, V6, WIREGUARD_PORT, private,
 };
 
-/// A generator that always answers the same for one seed.
-pub struct Random(StdRng);
-
-/// Prefixes of the mesh. On the WireGuard device packets have no Ethernet
-/// header, but `BPF_PROG_TEST_RUN` reads one: bytes 12 and 13 of these sources
-/// are the EtherType of their family.
-const V4: [&str; 6] =
-    ["8.0.1.0/24", "8.0.2.0/24", "8.0.0.0/16", "8.0.7.64/26", "10.42.4.0/24", "10.5.0.1/32"];
-const V6: [&str; 5] = [
-    "fd00:0:86dd:1::/64",
-    "fd00:0:86dd:2::/64",
-    "fd00:0:86dd::/48",
-    "fd00:0:86dd:2:8000::/65",
-    "2001:db8::7/128",
-];
-const WIREGUARD_PORT: u16 = 51_820;
-/// Outer sources on a link without link-layer header are read like these, too.
-const PRIVATE_V4: [[u8; 4]; 4] = [[8, 0, 9, 11], [8, 0, 9, 12], [8, 0, 9, 13], [8, 0, 9, 14]];
-/// Other uplinks, which the test makes.
-pub const OTHER_UPLINKS: [u32; 2] = [77, 78];
-/// The WireGuard device's stand-in, which the test makes, too.
-pub const KILO: u32 = 79;
 const SPECIAL: [&str; 13] = [
     "0.0.0.0",
     "127.0.0.1",
@@ -70,237 +43,7 @@ const SPECIAL: [&str; 13] = [
     "2001:db8:ffff::1",
 ];
 
-fn private(index: usize, v6: bool) -> IpAddr {
-    if v6 {
-        Ipv6Addr::new(0xfd00, 0x1, 0x86dd, 0, 0, 0, 0, 11 + u16::try_from(index).unwrap()).into()
-    } else {
-        PRIVATE_V4[index].into()
-    }
-}
-
 impl Random {
-    pub fn new(seed: u64) -> Self {
-        Self(StdRng::seed_from_u64(seed))
-    }
-
-    pub fn chance(&mut self, one_in: u32) -> bool {
-        self.0.random_ratio(1, one_in)
-    }
-
-    pub fn below(&mut self, end: usize) -> usize {
-        self.0.random_range(0..end)
-    }
-
-    /// One of these, if there are any.
-    pub fn one_of<T: Clone>(&mut self, from: &[T]) -> Option<T> {
-        from.choose(&mut self.0).cloned()
-    }
-
-    pub fn byte(&mut self) -> u8 {
-        self.0.random()
-    }
-
-    pub fn fill(&mut self, bytes: &mut [u8]) {
-        self.0.fill(bytes);
-    }
-
-    /// Bytes a segment, of a superpacket at times; else 0.
-    pub fn gso(&mut self) -> u32 {
-        if self.chance(12) { self.0.random_range(8..1400) } else { 0 }
-    }
-
-    pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
-        *from.choose(&mut self.0).unwrap()
-    }
-
-    /// What may be sent to a prefix in clear.
-    fn clear(&mut self) -> u32 {
-        let steered = PREFIX_PODS_STEERED | PREFIX_HOST_STEERED;
-        self.pick(&[
-            0,
-            0,
-            PREFIX_HOST_STEERED,
-            PREFIX_NEVER_CLEAR,
-            PREFIX_PODS_STEERED,
-            steered,
-            PREFIX_NEVER_CLEAR | steered,
-        ])
-    }
-
-    /// A word of `lead`: this node's own WireGuard on the leader and the first other node elsewhere,
-    /// mostly.
-    fn word(&mut self, leader: bool) -> u64 {
-        let hop = match self.below(12) {
-            0 => self.pick(&[HOP_NONE, HOP_LOCAL, HOP_REMOTE, HOP_ACTING, kilo_common::map_table::HOP.size]),
-            1..=3 => HOP_FIRST_NODE + u32::try_from(self.below(3)).unwrap(),
-            _ if leader => HOP_REMOTE,
-            _ => HOP_FIRST_NODE,
-        };
-        // The map keeps a later term.
-        word(Term::NONE, u16::try_from(hop).unwrap())
-    }
-
-    /// Tables of a node with up to three others in its location.
-    pub fn tables(&mut self) -> Tables {
-        let leader = self.chance(2);
-        let v6_underlay = self.chance(3);
-        let mut tables = Tables::default();
-        let [first, second, third] = [0, 1, 2].map(|index| HOP_FIRST_NODE + index);
-        let ids = [HOP_NONE, HOP_LOCAL, HOP_REMOTE, HOP_ACTING, first, second, third];
-        tables.lead = [0; 2].map(|_| self.word(leader));
-        for prefix in V4.iter().chain(&V6) {
-            if self.chance(6) {
-                continue;
-            }
-            let flags = self.pick(&[
-                PREFIX_ROUTE | PREFIX_SOURCE,
-                PREFIX_ROUTE | PREFIX_SOURCE,
-                PREFIX_SOURCE,
-                PREFIX_ROUTE,
-                PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_INSIDE,
-                0,
-            ]);
-            let flags = flags | self.clear();
-            let hop = if self.chance(20) { kilo_common::map_table::HOP.size + 5 } else { self.pick(&ids) };
-            tables.prefix.insert(prefix.parse::<IpNet>().unwrap().trunc(), PrefixValue { hop, flags });
-        }
-        if self.chance(4) {
-            let (hop, flags) = (self.pick(&ids), PREFIX_ROUTE | self.clear());
-            tables.prefix.insert("0.0.0.0/0".parse().unwrap(), PrefixValue { hop, flags });
-        }
-        tables.hop.insert(HOP_LOCAL, Hop::Local);
-        for index in 1..=3 {
-            let id = HOP_FIRST_NODE + u32::try_from(index).unwrap() - 1;
-            let hop = Hop::Node {
-                tunnel: self.pick(&[Tunnel::None, Tunnel::Ipip, Tunnel::Ipip, Tunnel::Vxlan]),
-                ifindex: if self.chance(4) { 7 } else { IFINDEX },
-                mtu: if self.chance(4) { 0 } else { self.0.random_range(60..1600) },
-                local: private(0, v6_underlay),
-                // Two nodes may claim one address.
-                remote: private(if self.chance(12) { self.below(3) + 1 } else { index }, v6_underlay),
-            };
-            if !self.chance(8) {
-                tables.hop.insert(id, hop);
-            }
-            if !self.chance(3) {
-                // The host itself sends there by its uplinks.
-                let value = PrefixValue { hop: id, flags: PREFIX_SOURCE | self.clear() };
-                tables.prefix.insert(IpNet::from(private(index, v6_underlay)), value);
-            }
-        }
-        // When every prefix is there: one in another's takes that from its sources.
-        let cidrs: Vec<IpNet> = tables.prefix.keys().copied().collect();
-        for index in 1..=3 {
-            if !self.chance(8) {
-                let id = HOP_FIRST_NODE + u32::try_from(index).unwrap() - 1;
-                let mut flags = if index == 1 && !leader || self.chance(6) { NODE_GATEWAY } else { 0 };
-                if self.chance(4) {
-                    flags |= NODE_LED;
-                }
-                let mut sender = sender(&tables.prefix, id, flags, &cidrs);
-                // At times another interface is the node's, or the second.
-                sender.interfaces =
-                    self.pick(&[[IFINDEX, 0, 0, 0], [IFINDEX, 0, 0, 0], [7, IFINDEX, 0, 0], [7, 8, 9, 10]]);
-                tables.node.insert(private(index, v6_underlay), sender);
-                if !self.chance(8) {
-                    let key = signals::key(self, id);
-                    tables.signal_key.insert(private(index, v6_underlay), key);
-                }
-                if self.chance(8) {
-                    // Another node claims the address of the next, too.
-                    tables.node.insert(private(1 + index % 3, v6_underlay), sender);
-                }
-            }
-        }
-        // Also on a node that does not lead: it must not encrypt all the same.
-        if leader || self.chance(10) {
-            tables.hop.insert(HOP_REMOTE, Hop::Wireguard);
-        }
-        for prefix in ["8.0.1.0/24", "8.0.7.64/26", "fd00:0:86dd:1::/64", "fd00:0:86dd:2:8000::/65"] {
-            tables.masq_src.insert(prefix.parse().unwrap(), self.pick(&[MASQ_SRC_ALWAYS, MASQ_SRC_EXEMPT]));
-        }
-        for prefix in ["8.0.0.0/16", "10.42.4.0/24", "10.5.0.1/32", "fd00:0:86dd::/48", "2001:db8::7/128"] {
-            tables
-                .masq_dst
-                .insert(prefix.parse().unwrap(), self.pick(&[MASQ_EXCLUDE, MASQ_EXCLUDE, MASQ_FORCE]));
-        }
-        tables
-            .device
-            .insert(IFINDEX, Device { masq_v4: PUBLIC, masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE });
-        for ifindex in OTHER_UPLINKS {
-            let masq_v4 = self.pick(&[PUBLIC, PRIVATE_V4[0], [203, 0, 113, 7], [0; 4]]);
-            let masq_v6 = self.pick(&[PUBLIC_V6, [0x2a; 16], [0; 16]]);
-            if !self.chance(4) {
-                let flags = if self.chance(6) { 0 } else { DEVICE_MASQUERADE };
-                tables.device.insert(ifindex, Device { masq_v4, masq_v6, flags });
-            }
-        }
-        let masq_v4 = self.pick(&[PRIVATE_V4[0], [10, 4, 0, 1]]);
-        tables.device.insert(KILO, Device { masq_v4, masq_v6: [0xfd; 16], flags: DEVICE_MASQUERADE });
-        let one_v4 = self.chance(4);
-        let several = self.chance(2);
-        if several {
-            // Another uplink's address, and other addresses of this one towards some places.
-            for (prefix, addr) in [
-                ("8.0.0.0/16", "192.0.2.12"),
-                ("10.0.0.0/8", "10.1.0.11"),
-                ("10.42.4.0/25", "192.0.2.12"),
-                ("198.51.100.0/24", "192.0.2.13"),
-                ("fd00::/8", "fd00:1::11"),
-                ("fd00:0:86dd:2::/64", "2001:db8::c"),
-                ("2000::/3", "2001:db8::c"),
-                ("::/1", "2001:db8::d"),
-            ] {
-                if !self.chance(3) {
-                    tables.masq_addr.insert((IFINDEX, prefix.parse().unwrap()), addr.parse().unwrap());
-                }
-            }
-            let other = Device { masq_v4: [192, 0, 2, 200], masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE };
-            tables.device.insert(IFINDEX + 100, other);
-            if let Some(device) = tables.device.get_mut(&IFINDEX) {
-                device.flags |= DEVICE_BY_DESTINATION;
-            }
-        }
-        let offered = self.chance(2);
-        if !offered {
-            exclude_the_mesh(&mut tables);
-        }
-        let flag = |set: bool, bit: u32| if set { bit } else { 0 };
-        tables.config = Config {
-            kilo_ifindex: KILO,
-            flags: flag(leader, CONFIG_GATEWAY)
-                | flag(self.chance(3), CONFIG_MASQUERADE)
-                | flag(self.chance(2), CONFIG_PLAIN)
-                | flag(several, CONFIG_SEVERAL_V4 | CONFIG_SEVERAL_V6)
-                | flag(offered, CONFIG_OFFERED),
-            nat_port_min: 32_768,
-            // At times there is one port, or two.
-            nat_port_max: if self.chance(4) { 32_768 + u16::from(self.chance(2)) } else { 60_999 },
-            wireguard_port: WIREGUARD_PORT,
-            wireguard_v4: [10, 5, 0, 1],
-            wireguard_v6: "2001:db8::7".parse::<Ipv6Addr>().unwrap().octets(),
-            control: [7; 16],
-            vxlan_ifindex: flag(self.chance(2), IFINDEX),
-            ipip_ifindex: flag(self.chance(2), IFINDEX),
-            kilo_mtu: if self.chance(4) { 0 } else { self.0.random_range(60..1600) },
-            private_v4: if v6_underlay && self.chance(2) { [0; 4] } else { PRIVATE_V4[0] },
-            overlay_v4: if self.chance(4) { PRIVATE_V4[3] } else { [0; 4] },
-            private_v6: match private(0, true) {
-                IpAddr::V6(addr) if v6_underlay => addr.octets(),
-                _ => [0; 16],
-            },
-            ..Config::default()
-        };
-        if one_v4 && tables.config.private_v4 != [0; 4] {
-            tables.config.flags |= CONFIG_ONE_V4;
-            for ifindex in [IFINDEX].iter().chain(&OTHER_UPLINKS) {
-                let device = tables.device.entry(*ifindex).or_default();
-                (device.masq_v4, device.flags) = (PRIVATE_V4[0], DEVICE_MASQUERADE);
-            }
-        }
-        tables
-    }
-
     /// A packet for this program.
     pub fn input(&mut self, program: &str, tables: &Tables) -> Input {
         let mut frame = match program {
@@ -392,20 +135,6 @@ impl Random {
         let chosen = of_family.filter(|(prefix, value)| wanted(prefix, value)).choose(&mut self.0);
         let chosen = *chosen?.0;
         Some(self.host(chosen))
-    }
-
-    /// An address in this prefix.
-    pub fn host(&mut self, prefix: IpNet) -> IpAddr {
-        match prefix {
-            IpNet::V4(net) => {
-                let host = self.0.random::<u32>() & u32::from(net.hostmask());
-                Ipv4Addr::from(u32::from(net.network()) | host).into()
-            }
-            IpNet::V6(net) => {
-                let host = self.0.random::<u128>() & u128::from(net.hostmask());
-                Ipv6Addr::from(u128::from(net.network()) | host).into()
-            }
-        }
     }
 
     /// Classes of service, and ECN: not capable, ECT(1), ECT(0), congested.
@@ -583,7 +312,7 @@ impl Random {
             // VXLAN's usual port, WireGuard's, or ours.
             let port = if self.chance(6) { self.pick(&[4789, WIREGUARD_PORT]) } else { VXLAN_PORT };
             if port == WIREGUARD_PORT {
-                let found = self.within(tables, outer_v6, |_, value| value.flags & PREFIX_INSIDE != 0);
+                let found = self.within(tables, outer_v6, |_, value| value.flags & PREFIX_VIA_WIREGUARD != 0);
                 from = found.unwrap_or(from);
             }
             (protocol::UDP, self.vxlan(port, &inner, inner_v6))
@@ -634,18 +363,6 @@ impl Random {
         if self.chance(60) {
             self.0.fill(&mut frame[..]);
         }
-    }
-}
-
-/// Where no location offers prefixes, nothing that must not leave in clear is masqueraded.
-fn exclude_the_mesh(tables: &mut Tables) {
-    let guarded = |value: &PrefixValue| value.flags & (PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED) != 0;
-    let guarded = tables.prefix.iter().filter(|(_, value)| guarded(value)).map(|(net, _)| *net);
-    let guarded: Vec<IpNet> = guarded.collect();
-    let within = tables.masq_dst.keys().copied().filter(|net| guarded.iter().any(|of| of.contains(net)));
-    let all: Vec<IpNet> = within.chain(guarded.iter().copied()).collect();
-    for net in all {
-        tables.masq_dst.insert(net, MASQ_EXCLUDE);
     }
 }
 

@@ -1,0 +1,51 @@
+//! Addresses and routes of a host, as they shall be.
+
+use std::{collections::BTreeSet, net::IpAddr};
+
+use ipnet::IpNet;
+
+use crate::flat_map::{FlatSet, Key};
+
+/// Desired addresses and routes of this host; only these are managed,
+/// everything else is somebody else's.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NetPlan {
+    /// MTU of the WireGuard device in bytes.
+    pub mtu: u32,
+    /// Addresses of the WireGuard device.
+    pub addresses: BTreeSet<IpNet>,
+    /// Routes, all through the WireGuard device.
+    pub routes: FlatSet<Route>,
+    /// Prefixes that no route of ours leads to and no default route may take: pods of this node
+    /// while nothing holds them, and those of nodes that were declared dead.
+    pub unreachable: BTreeSet<IpNet>,
+    /// Next hops the kernel keeps resolved, with their interface.
+    pub neighbours: BTreeSet<(u32, IpAddr)>,
+}
+
+/// Route through the WireGuard device (scope link).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Route {
+    /// Destination.
+    pub destination: IpNet,
+    /// Routing table; wanted ones are in [`MAIN_TABLE`].
+    pub table: u32,
+    /// Preferred source address.
+    pub source: Option<IpAddr>,
+    /// Largest packet in bytes, where it is less than the device's MTU: the
+    /// stack tells senders of larger ones.
+    pub mtu: Option<u32>,
+    /// Nothing may go there another way: an `unreachable` route of a high metric
+    /// stands behind this one.
+    pub closed: bool,
+}
+
+impl Key for Route {
+    type Rank = (<IpNet as Key>::Rank, u32, Option<IpAddr>, Option<u32>, bool);
+    fn rank(&self) -> Self::Rank {
+        (self.destination.rank(), self.table, self.source, self.mtu, self.closed)
+    }
+}
+
+/// The main routing table.
+pub const MAIN_TABLE: u32 = 254;

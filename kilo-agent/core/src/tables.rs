@@ -1,0 +1,75 @@
+//! Content of the BPF maps, as it shall be.
+
+use std::{collections::BTreeMap, net::IpAddr};
+
+use ipnet::IpNet;
+use kilo_common::{forwarding::Way, maps};
+
+use crate::{flat_map::FlatMap, settings::Tunnel};
+
+/// Desired content of the BPF maps, both families; `dataplane` writes what the
+/// programs handle.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tables {
+    /// Where prefixes lead, and who may send from them.
+    pub prefix: FlatMap<IpNet, maps::PrefixValue>,
+    /// Hops by id; an absent id drops.
+    pub hop: BTreeMap<u32, Hop>,
+    /// What hops 2 (Kilo's leader) and 3 (the acting leader) lead to ([`kilo_common::lead`]).
+    /// The second is written only where the kernel's own is not of a later term.
+    pub lead: [u64; 2],
+    /// Private address -> what that node's signals are checked with.
+    pub signal_key: BTreeMap<IpAddr, maps::SignalKey>,
+    /// Outer source -> the node that may send from it.
+    pub node: BTreeMap<IpAddr, maps::NodeValue>,
+    /// Sources: `MASQ_SRC_*`.
+    pub masq_src: FlatMap<IpNet, u32>,
+    /// Destinations: `MASQ_EXCLUDE` or `MASQ_FORCE`.
+    pub masq_dst: FlatMap<IpNet, u32>,
+    /// Interfaces the programs sit on, by index.
+    pub device: BTreeMap<u32, maps::Device>,
+    /// What masqueraded packets get on an interface towards a destination, where that is
+    /// not what the interface's entry in `device` says.
+    pub masq_addr: BTreeMap<(u32, IpNet), IpAddr>,
+    /// What every program needs to know.
+    pub config: maps::Config,
+}
+
+/// How a hop is reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hop {
+    /// This node's own stack.
+    Local,
+    /// WireGuard encrypts.
+    Wireguard,
+    /// Another node of the own location.
+    Node {
+        /// The outer header.
+        tunnel: Tunnel,
+        /// Interface towards the node.
+        ifindex: u32,
+        /// Largest inner packet in bytes; 0 = not known.
+        mtu: u32,
+        /// This node's private address.
+        local: IpAddr,
+        /// The other node's private address.
+        remote: IpAddr,
+    },
+}
+
+impl Way for Hop {
+    fn kind(&self) -> u32 {
+        match self {
+            Self::Local => maps::HOP_KIND_LOCAL,
+            Self::Wireguard => maps::HOP_KIND_WIREGUARD,
+            Self::Node { .. } => maps::HOP_KIND_NODE,
+        }
+    }
+
+    fn mtu(&self) -> u32 {
+        match self {
+            Self::Node { mtu, .. } => *mtu,
+            Self::Local | Self::Wireguard => 0,
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! Desired map content against what the maps hold: only differences are
+//! written, in an order in which no packet sees a prefix without its hop.
+
+mod entries;
+mod form;
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+};
+
+use aya::{Ebpf, maps::Array};
+use ipnet::{Ipv4Net, Ipv6Net};
+use kilo_common::{
+    map_table::{MapSpec, name},
+    maps::{
+        Config, Device, Hop, LEAD_ACTING, LEAD_KILO, MASQ_EXCLUDE, MasqAddr, NodeValue, PrefixValue,
+        SignalKey,
+    },
+};
+use kilo_core::tables::Tables;
+
+use self::{
+    entries::{difference, read_hash, read_trie, remove_trie, write_hash, write_trie},
+    form::{Desired, Towards, places},
+};
+use super::{
+    DataplaneError, lead,
+    load::{Maps, map},
+};
+
+/// Map content as the programs read it: each family in maps of its own.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Content {
+    prefix_v4: BTreeMap<Ipv4Net, PrefixValue>,
+    prefix_v6: BTreeMap<Ipv6Net, PrefixValue>,
+    hop: BTreeMap<u32, Hop>,
+    node_v4: BTreeMap<Ipv4Addr, NodeValue>,
+    node_v6: BTreeMap<Ipv6Addr, NodeValue>,
+    masq_src: BTreeMap<Ipv6Net, u32>,
+    masq_dst: BTreeMap<Ipv6Net, u32>,
+    masq_addr: BTreeMap<Towards, MasqAddr>,
+    device: BTreeMap<u32, Device>,
+    signal_key: BTreeMap<Ipv6Addr, SignalKey>,
+    /// As read last: kernels write the second.
+    lead: [u64; 2],
+    config: Config,
+}
+
+impl Content {
+    /// Places taken in each map the agent fills.
+    pub(super) fn entries(&self) -> [(&'static str, usize); 10] {
+        [
+            (name::PREFIX_V4, self.prefix_v4.len()),
+            (name::PREFIX_V6, self.prefix_v6.len()),
+            (name::NODE_V4, self.node_v4.len()),
+            (name::NODE_V6, self.node_v6.len()),
+            (name::MASQ_SRC, self.masq_src.len()),
+            (name::MASQ_DST, self.masq_dst.len()),
+            (name::MASQ_ADDR, self.masq_addr.len()),
+            (name::DEVICE, self.device.len()),
+            (name::SIGNAL_KEY, self.signal_key.len()),
+            (name::HOP, places(self.hop.keys().last().copied())),
+        ]
+    }
+
+    pub(super) fn held_keys(&self) -> BTreeMap<IpAddr, SignalKey> {
+        self.signal_key.iter().map(|(addr, key)| (IpAddr::V6(*addr).to_canonical(), *key)).collect()
+    }
+
+    pub(super) fn held_senders(&self) -> BTreeMap<IpAddr, NodeValue> {
+        let v4 = self.node_v4.iter().map(|(addr, node)| (IpAddr::V4(*addr), *node));
+        v4.chain(self.node_v6.iter().map(|(addr, node)| (IpAddr::V6(*addr), *node))).collect()
+    }
+}
+
+/// Reads everything the maps hold.
+pub fn read(maps: &mut impl Maps) -> Result<Content, DataplaneError> {
+    let mut tables = Content {
+        prefix_v4: read_trie(maps, name::PREFIX_V4)?,
+        prefix_v6: read_trie(maps, name::PREFIX_V6)?,
+        masq_src: read_trie(maps, name::MASQ_SRC)?,
+        masq_dst: read_trie(maps, name::MASQ_DST)?,
+        masq_addr: read_trie(maps, name::MASQ_ADDR)?,
+        ..Content::default()
+    };
+    let hops = Array::<_, Hop>::try_from(maps.get(name::HOP)?)?;
+    for id in 0..hops.len() {
+        let hop = hops.get(&id, 0)?;
+        if hop != Hop::default() {
+            tables.hop.insert(id, hop);
+        }
+    }
+    tables.node_v4 = read_hash(maps, name::NODE_V4, |addr: [u8; 4]| addr.into())?;
+    tables.node_v6 = read_hash(maps, name::NODE_V6, |addr: [u8; 16]| addr.into())?;
+    tables.device = read_hash(maps, name::DEVICE, |ifindex: u32| ifindex)?;
+    tables.signal_key = read_hash(maps, name::SIGNAL_KEY, |addr: [u8; 16]| addr.into())?;
+    tables.lead = read_lead(maps)?;
+    tables.config = Array::<_, Config>::try_from(maps.get(name::CONFIG)?)?.get(&0, 0)?;
+    Ok(tables)
+}
+
+/// Both words.
+pub fn read_lead(maps: &mut impl Maps) -> Result<[u64; 2], DataplaneError> {
+    let lead = Array::<_, u64>::try_from(maps.get(name::LEAD)?)?;
+    Ok([lead.get(&LEAD_KILO, 0)?, lead.get(&LEAD_ACTING, 0)?])
+}
+
+/// What [`apply`] did.
+pub struct Applied {
+    /// Number of writes.
+    pub writes: u64,
+    /// Destinations that are never masqueraded, which may have been before.
+    pub excluded: Vec<Ipv6Net>,
+}
+
+/// Writes what differs and keeps `present` true.
+pub fn apply(bpf: &mut Ebpf, present: &mut Content, tables: &Tables) -> Result<Applied, DataplaneError> {
+    let desired = Desired::new(tables);
+    check_capacity(&desired)?;
+    let mut writes = 0;
+    // First what others point to, then the pointers; on the way back the other way round.
+    let hops = difference(&present.hop, desired.hop());
+    let nodes_v4 = difference(&present.node_v4, desired.node_v4());
+    let nodes_v6 = difference(&present.node_v6, desired.node_v6());
+    let devices =
+        difference(&present.device, tables.device.iter().map(|(ifindex, device)| (*ifindex, *device)));
+    let keys = difference(&present.signal_key, desired.signal_key());
+    let prefixes_v4 = difference(&present.prefix_v4, desired.prefix_v4());
+    let prefixes_v6 = difference(&present.prefix_v6, desired.prefix_v6());
+    let of = |(prefix, value): (&Ipv6Net, &u32)| (*prefix, *value);
+    let addrs = difference(&present.masq_addr, desired.masq_addr.iter().map(|(to, addr)| (*to, *addr)));
+    let sources = difference(&present.masq_src, desired.masq_src.iter().map(of));
+    let destinations = difference(&present.masq_dst, desired.masq_dst.iter().map(of));
+    let excluded = destinations.write.iter().filter(|(_, value)| *value == MASQ_EXCLUDE);
+    let excluded = excluded.map(|(prefix, _)| *prefix).collect();
+
+    let mut map_of_hops = Array::<_, Hop>::try_from(map(bpf, name::HOP)?)?;
+    for (id, hop) in hops.write {
+        map_of_hops.set(id, hop, 0)?;
+        present.hop.insert(id, hop);
+        writes += 1;
+    }
+    present.lead = read_lead(bpf)?;
+    if present.lead[0] != tables.lead[0] {
+        Array::<_, u64>::try_from(map(bpf, name::LEAD)?)?.set(LEAD_KILO, tables.lead[0], 0)?;
+        present.lead[0] = tables.lead[0];
+        writes += 1;
+    }
+    if present.lead[1] != tables.lead[1] && !kilo_common::lead::is_later(present.lead[1], tables.lead[1]) {
+        let swap = lead::Swap { current: present.lead[1], new: tables.lead[1] };
+        present.lead[1] = lead::swap(bpf, swap)?;
+        writes += 1;
+    }
+    writes += write_hash(bpf, name::SIGNAL_KEY, keys, &mut present.signal_key, |addr| addr.octets())?;
+    // What must not be masqueraded is known before anything is.
+    writes += write_trie(bpf, name::MASQ_DST, &destinations.write, &mut present.masq_dst)?;
+    writes += write_trie(bpf, name::MASQ_ADDR, &addrs.write, &mut present.masq_addr)?;
+    writes += write_hash(bpf, name::DEVICE, devices, &mut present.device, |key| key)?;
+    writes += write_hash(bpf, name::NODE_V4, nodes_v4, &mut present.node_v4, |addr| addr.octets())?;
+    writes += write_hash(bpf, name::NODE_V6, nodes_v6, &mut present.node_v6, |addr| addr.octets())?;
+    writes += write_trie(bpf, name::PREFIX_V4, &prefixes_v4.write, &mut present.prefix_v4)?;
+    writes += write_trie(bpf, name::PREFIX_V6, &prefixes_v6.write, &mut present.prefix_v6)?;
+    writes += write_trie(bpf, name::MASQ_SRC, &sources.write, &mut present.masq_src)?;
+    if present.config != tables.config {
+        Array::<_, Config>::try_from(map(bpf, name::CONFIG)?)?.set(0, tables.config, 0)?;
+        present.config = tables.config;
+        writes += 1;
+    }
+    writes += remove_trie(bpf, name::PREFIX_V4, &prefixes_v4.remove, &mut present.prefix_v4)?;
+    writes += remove_trie(bpf, name::PREFIX_V6, &prefixes_v6.remove, &mut present.prefix_v6)?;
+    writes += remove_trie(bpf, name::MASQ_ADDR, &addrs.remove, &mut present.masq_addr)?;
+    writes += remove_trie(bpf, name::MASQ_SRC, &sources.remove, &mut present.masq_src)?;
+    writes += remove_trie(bpf, name::MASQ_DST, &destinations.remove, &mut present.masq_dst)?;
+    let mut map_of_hops = Array::<_, Hop>::try_from(map(bpf, name::HOP)?)?;
+    for id in hops.remove {
+        map_of_hops.set(id, Hop::default(), 0)?;
+        present.hop.remove(&id);
+        writes += 1;
+    }
+    Ok(Applied { writes, excluded })
+}
+
+/// Nothing is written of what does not fit as a whole: half of the exclusions
+/// would let mesh traffic be masqueraded.
+fn check_capacity(desired: &Desired<'_>) -> Result<(), DataplaneError> {
+    for (map, wanted) in desired.entries() {
+        let capacity = MapSpec::named(map).map_or(0, |map| map.size);
+        if wanted > capacity as usize {
+            return Err(DataplaneError::Full { map, capacity, wanted });
+        }
+    }
+    Ok(())
+}

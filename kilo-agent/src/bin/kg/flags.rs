@@ -1,0 +1,209 @@
+//! Commands and flags of `kg`.
+
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+
+use clap::{Args, Parser, Subcommand};
+use ipnet::IpNet;
+use kilo_agent::cli::{
+    BackendKind, LogLevel, PageAccess, PrefixList, parse_bool, parse_cidr, parse_failover_interval,
+    parse_label, parse_listen, parse_node_name, parse_period, parse_port, parse_secret,
+};
+use kilo_core::settings::{
+    AttachMode, Compatibility, Encapsulate, EndpointFrom, Failover, Granularity, Masquerade, TunnelMode,
+    WireguardMode,
+};
+use kilo_failover::Params;
+use kilo_host::{net::mtu::Mtu, wireguard::userspace};
+
+/// Run the Kilo agent: joins this node to the mesh, with WireGuard between locations and TC
+/// programs inside them.
+#[derive(Parser, Debug)]
+#[command(name = "kg", version, disable_version_flag = true, args_override_self = true)]
+pub struct Cli {
+    /// Print the version.
+    #[arg(long, short = 'V')]
+    pub version: bool,
+    #[command(subcommand)]
+    pub command: Option<Command>,
+    #[command(flatten)]
+    pub flags: Flags,
+}
+
+#[derive(Subcommand, Debug)]
+pub enum Command {
+    /// Print the version.
+    Version,
+    /// Print a completion script.
+    Completion {
+        /// bash, zsh, fish, elvish or powershell.
+        shell: clap_complete::Shell,
+    },
+    /// Run the admission webhook, which rejects invalid Peer objects.
+    Webhook(WebhookArgs),
+    /// Remove everything the agent set up on this node, including its annotations, and print what was removed. Fails while the agent runs.
+    Uninstall(UninstallArgs),
+    /// Run the userspace WireGuard device (started by the agent itself).
+    #[command(name = userspace::SUBCOMMAND, hide = true)]
+    UserspaceWireguard {
+        /// Interface to make.
+        interface: String,
+    },
+}
+
+#[derive(Args, Debug)]
+pub struct UninstallArgs {
+    /// Keep the WireGuard interface with its peers and sessions, so that another agent can take it over.
+    #[arg(long)]
+    pub keep_interface: bool,
+    /// Also remove the CNI configuration (--cni-path) and its bridge; pods of this node lose their network.
+    #[arg(long)]
+    pub remove_cni: bool,
+}
+
+#[derive(Args, Debug)]
+pub struct WebhookArgs {
+    /// Certificate chain in PEM; reloaded when it changes.
+    #[arg(long, value_name = "FILE", requires = "key_file", required_unless_present = "secret")]
+    pub cert_file: Option<PathBuf>,
+    /// Private key of the certificate in PEM; reloaded when it changes.
+    #[arg(long, value_name = "FILE", requires = "cert_file")]
+    pub key_file: Option<PathBuf>,
+    /// Secret in which the webhook keeps a certificate that it creates and renews itself, instead of --cert-file and --key-file.
+    #[arg(long, value_name = "NAMESPACE/NAME", value_parser = parse_secret, conflicts_with = "cert_file")]
+    pub secret: Option<(String, String)>,
+    /// With --secret: the Service of this webhook, in the same namespace.
+    #[arg(long, value_name = "NAME", default_value = "peer-validation")]
+    pub service: String,
+    /// With --secret: the ValidatingWebhookConfiguration whose CA bundle is updated.
+    #[arg(long, value_name = "NAME", default_value = "peers.kilo.squat.ai")]
+    pub configuration: String,
+    /// Address on which reviews are served: POST /validate over TLS.
+    #[arg(long, default_value = ":8443", value_parser = parse_listen)]
+    pub listen: SocketAddr,
+    /// Address on which metrics and health are served.
+    #[arg(long, default_value = ":1107", value_parser = parse_listen)]
+    pub listen_metrics: SocketAddr,
+}
+
+#[derive(Args, Debug)]
+pub struct Flags {
+    /// How BPF programs are attached: auto (TCX if the kernel has it, otherwise clsact), tcx or clsact.
+    #[arg(long, default_value = "auto")]
+    pub attach: AttachMode,
+    /// Source of nodes and peers: kubernetes or file.
+    #[arg(long, default_value = "kubernetes", global = true)]
+    pub backend: BackendKind,
+    /// Directory of Node and Peer objects for --backend=file.
+    #[arg(long, value_name = "DIR", global = true)]
+    pub backend_dir: Option<PathBuf>,
+    /// Remove what the agent set up when it stops and its Node object no longer exists. A restart removes nothing.
+    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
+    pub clean_up: bool,
+    /// With --clean-up, also delete the WireGuard interface.
+    #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
+    pub clean_up_interface: bool,
+    /// Create the WireGuard interface if it does not exist.
+    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool, global = true)]
+    pub create_interface: bool,
+    /// Write the node's pod CIDRs into the CNI configuration and masquerade its pods' traffic.
+    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
+    pub cni: bool,
+    /// Path of the CNI configuration list.
+    #[arg(long, value_name = "FILE", default_value = "/etc/cni/net.d/10-kilo.conflist", global = true)]
+    pub cni_path: PathBuf,
+    /// CNI configuration to publish at --cni-path once the data path is up, valid until the next boot.
+    #[arg(long, value_name = "FILE", default_value = "", hide_default_value = true)]
+    pub cni_source: String,
+    /// Directory of the host that is empty after a boot, mounted at the same path; used by --cni-source.
+    #[arg(long, value_name = "DIR", default_value = "/run/kilo")]
+    pub cni_run_dir: PathBuf,
+    /// CNI that manages routes inside a location: flannel or cilium.
+    #[arg(long, default_value = "", hide_default_value = true)]
+    pub compatibility: Compatibility,
+    /// When to encapsulate packets inside a location: never, crosssubnet or always.
+    #[arg(long, default_value = "always")]
+    pub encapsulate: Encapsulate,
+    /// Source of the WireGuard endpoint: auto (a public address of an interface, else the Node's
+    /// ExternalIP, else a private address), interface or external-ip. The annotation force-endpoint overrides it.
+    #[arg(long, default_value = "auto")]
+    pub endpoint_from: EndpointFrom,
+    /// Whether stand-bys take over from a leader that fails: auto (in locations of two nodes or more that can) or
+    /// off. The same on every node.
+    #[arg(long, default_value = "off")]
+    pub failover: Failover,
+    /// Interval between a stand-by's probes of its leader, 20ms to 1s; all times of failover follow it.
+    #[arg(long, value_name = "DURATION", default_value = "40ms", value_parser = parse_failover_interval)]
+    pub failover_interval: Params,
+    /// Name of this node; defaults to the host name.
+    #[arg(long, default_value = "", hide_default_value = true, value_parser = parse_node_name, global = true)]
+    pub hostname: String,
+    /// Name of the WireGuard interface.
+    #[arg(long, default_value = "kilo0", global = true)]
+    pub interface: String,
+    /// CIDRs in which the node's private address is looked for (comma separated, repeatable).
+    #[arg(long, value_name = "CIDR")]
+    pub internal_cidr: Vec<PrefixList>,
+    /// Accept traffic of local pods in the FORWARD chains of iptables, whatever the chains' policy.
+    #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
+    pub iptables_forward_rules: bool,
+    /// Path of the kubeconfig; defaults to the in-cluster configuration.
+    #[arg(long, value_name = "FILE", default_value = "", hide_default_value = true, global = true)]
+    pub kubeconfig: String,
+    /// Address of the Kubernetes API server; overrides the one in the kubeconfig.
+    #[arg(long, value_name = "URL", default_value = "", hide_default_value = true, global = true)]
+    pub master: String,
+    /// Active leaders of each location with --failover=auto, 1 to 8: each of its nodes uses one of them. The same
+    /// on every node of the mesh.
+    #[arg(long, default_value = "1", value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub leaders: u8,
+    /// Address on which health, metrics and graph are served.
+    #[arg(long, default_value = ":1107", value_parser = parse_listen)]
+    pub listen: SocketAddr,
+    /// Manage routes inside the location.
+    #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
+    pub local: bool,
+    /// Log level: all, debug, info, warn, error or none.
+    #[arg(long, default_value = "info", global = true)]
+    pub log_level: LogLevel,
+    /// Who masquerades: ebpf, nftables or off.
+    #[arg(long, default_value = "ebpf")]
+    pub masquerade: Masquerade,
+    /// Which nodes are meshed directly: location, full or cross.
+    #[arg(long, default_value = "location")]
+    pub mesh_granularity: Granularity,
+    /// Encapsulation inside a location: auto (vxlan beside another CNI, else ipip), ipip, vxlan or none. Every
+    /// node understands all of them.
+    #[arg(long, default_value = "auto")]
+    pub tunnel: TunnelMode,
+    /// MTU of the WireGuard interface: auto, or a number of bytes.
+    #[arg(long, default_value = "auto")]
+    pub mtu: Mtu,
+    /// Who sees more than health and metrics at --listen: open (everybody who reaches it) or token (those with a
+    /// bearer token that the API server accepts, and the right to get /status, /events, /graph or /).
+    #[arg(long, default_value = "open")]
+    pub page_access: PageAccess,
+    /// UDP port of WireGuard.
+    #[arg(long, default_value = "51820", value_parser = parse_port)]
+    pub port: u16,
+    /// Use the private address as the WireGuard endpoint.
+    #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
+    pub prioritise_private_addresses: bool,
+    /// Interval between full resyncs.
+    #[arg(long, default_value = "30s", value_parser = parse_period)]
+    pub resync_period: Duration,
+    /// CIDRs of services, to which traffic is never masqueraded (comma separated, repeatable).
+    #[arg(long, value_name = "CIDR")]
+    pub service_cidr: Vec<PrefixList>,
+    /// CIDR from which WireGuard addresses are allocated.
+    #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr)]
+    pub subnet: IpNet,
+    /// Nodes of a location that can take over from its leader, 0 to 4. The same on every node.
+    #[arg(long, default_value = "2", value_parser = clap::value_parser!(u8).range(0..=4))]
+    pub stand_bys: u8,
+    /// Node label that names the location.
+    #[arg(long, default_value = "topology.kubernetes.io/region", value_parser = parse_label, global = true)]
+    pub topology_label: String,
+    /// WireGuard implementation: auto, kernel or userspace.
+    #[arg(long, default_value = "auto", global = true)]
+    pub wireguard: WireguardMode,
+}

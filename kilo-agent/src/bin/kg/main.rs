@@ -1,0 +1,355 @@
+//! `kg`: the agent of a node.
+
+mod flags;
+mod uninstall;
+
+use std::{
+    io::IsTerminal as _,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+use clap::{CommandFactory as _, Parser as _};
+use kilo_agent::{
+    agent::{self, Agent},
+    backend::{Backend, file::FileBackend, kubernetes, last_good},
+    cli::{BackendKind, LogLevel, PageAccess, PrefixList},
+    failover,
+    health::Health,
+    http::{
+        self,
+        access::{self, Gate, LocalToken},
+    },
+    leaving::Leaving,
+    metrics::Metrics,
+    status::ask::LOCAL_TOKEN,
+    webhook,
+};
+use kilo_core::{
+    errors::error_chain,
+    objects::Snapshot,
+    settings::{Failover, Settings},
+};
+use kilo_host::{
+    cni::boot::BootConfiguration,
+    dataplane::BPFFS,
+    interface, lock,
+    wireguard::{private_key, userspace},
+};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+use flags::{Cli, Command, Flags, UninstallArgs, WebhookArgs};
+use uninstall::{uninstall, uninstall_alone};
+
+/// Where the private key is.
+const KEY_PATH: &str = "/var/lib/kilo/key";
+
+fn main() -> ExitCode {
+    if let Some(tables) = kilo_agent::flag_table::if_asked(Cli::command) {
+        print!("{tables}");
+        return ExitCode::SUCCESS;
+    }
+    let cli = Cli::parse();
+    match run(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("kg: {}", error_chain(error.as_ref()));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(cli: Cli) -> Result<()> {
+    match cli.command.or(cli.version.then_some(Command::Version)) {
+        Some(Command::Version) => {
+            println!("{}", env!("CARGO_PKG_VERSION"));
+            Ok(())
+        }
+        Some(Command::Completion { shell }) => {
+            clap_complete::generate(shell, &mut Cli::command(), "kg", &mut std::io::stdout());
+            Ok(())
+        }
+        Some(Command::UserspaceWireguard { interface }) => {
+            // The device goes with the process, and the agent makes another one.
+            kilo_agent::health::end_on_panic(Duration::ZERO, |_| {});
+            to_end(PACKETS, async { userspace::run(&interface).await.context("userspace WireGuard") })
+        }
+        Some(Command::Webhook(args)) => {
+            log_to_stdout(cli.flags.log_level);
+            to_end(EVENTS, serve_webhook(args))
+        }
+        Some(Command::Uninstall(args)) => {
+            log_to_stdout(cli.flags.log_level);
+            to_end(EVENTS, uninstall_alone(&cli.flags, &args))
+        }
+        None => {
+            log_to_stdout(cli.flags.log_level);
+            // The interface is named by the kernel's rules; ours stay below its length.
+            to_end(EVENTS, serve(cli.flags))
+        }
+    }
+}
+
+/// Threads beside the main one. What waits for events needs one: a second would be
+/// woken for each event of a watch, and find nothing to do.
+const EVENTS: usize = 1;
+const PACKETS: usize = 2;
+
+/// Runs to the end with so many threads beside this one, and does not wait for what
+/// goes on there: a name server that is silent would hold up the stop.
+fn to_end(threads: usize, work: impl Future<Output = Result<()>>) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()?;
+    let result = runtime.block_on(work);
+    runtime.shutdown_background();
+    result
+}
+
+fn log_to_stdout(level: LogLevel) {
+    use tracing_subscriber::{EnvFilter, fmt, prelude::*};
+    // Libraries speak only when everything is asked for.
+    let filter = match level {
+        LogLevel::All | LogLevel::None => level.directive().to_owned(),
+        level => {
+            format!("warn,kg={0},kilo_agent={0},kilo_core={0},kilo_host={0},kilo_ebpf={0}", level.directive())
+        }
+    };
+    let registry = tracing_subscriber::registry().with(EnvFilter::new(filter));
+    if std::io::stdout().is_terminal() {
+        registry.with(fmt::layer()).init();
+    } else {
+        registry.with(fmt::layer().json().flatten_event(true)).init();
+    }
+}
+
+fn hostname(flags: &Flags) -> Result<String> {
+    if !flags.hostname.is_empty() {
+        return Ok(flags.hostname.clone());
+    }
+    let name = nix::unistd::gethostname().context("the host's name")?;
+    let name = name.into_string().map_err(|name| {
+        anyhow::anyhow!("the host's name {} is not valid UTF-8; set --hostname", name.display())
+    })?;
+    // Names of Node objects are lower case; the kubelet does the same.
+    Ok(name.to_lowercase())
+}
+
+fn interface_options(flags: &Flags) -> Result<interface::Options> {
+    if flags.interface.is_empty() || flags.interface.len() > 15 || flags.interface.contains('/') {
+        bail!("--interface {:?}: use 1 to 15 characters without a slash", flags.interface);
+    }
+    Ok(interface::Options {
+        name: flags.interface.clone(),
+        mode: flags.wireguard,
+        create: flags.create_interface,
+        executable: std::env::current_exe().context("path of this program")?,
+    })
+}
+
+fn options(flags: &Flags) -> Result<agent::Options> {
+    if flags.leaders > 1 && flags.failover == Failover::Off {
+        bail!("--leaders={} needs --failover=auto: active leaders watch each other", flags.leaders);
+    }
+    Ok(agent::Options {
+        hostname: hostname(flags)?,
+        interface: interface_options(flags)?,
+        settings: Settings {
+            granularity: flags.mesh_granularity,
+            encapsulate: flags.encapsulate,
+            tunnel: flags.tunnel.decide(flags.compatibility),
+            local: flags.local,
+            cni: flags.cni,
+            subnet: flags.subnet.trunc(),
+            service_cidrs: PrefixList::join(&flags.service_cidr),
+            port: flags.port,
+        },
+        mtu: flags.mtu,
+        compatibility: flags.compatibility,
+        resync: flags.resync_period,
+        internal_cidrs: PrefixList::join(&flags.internal_cidr),
+        endpoint_from: flags.endpoint_from,
+        prefer_private: flags.prioritise_private_addresses,
+        cni: flags.cni.then(|| flags.cni_path.clone()),
+        cni_boot: text(&flags.cni_source).filter(|_| flags.cni).map(|source| BootConfiguration {
+            source: PathBuf::from(source),
+            path: flags.cni_path.clone(),
+            directory: flags.cni_run_dir.clone(),
+        }),
+        masquerade: flags.masquerade,
+        bpffs: PathBuf::from(BPFFS),
+        attach: flags.attach,
+        // A directory of files is there at every start.
+        last_good: (flags.backend == BackendKind::Kubernetes).then(last_good_path),
+        forward_rules: flags.iptables_forward_rules,
+        debug: matches!(flags.log_level, LogLevel::All | LogLevel::Debug),
+        failover: (flags.failover == Failover::Auto).then(|| failover::Options {
+            stand_bys: usize::from(flags.stand_bys),
+            leaders: usize::from(flags.leaders),
+            params: flags.failover_interval.clone(),
+        }),
+    })
+}
+
+fn directory(flags: &Flags) -> Result<&Path> {
+    flags.backend_dir.as_deref().context("--backend=file needs --backend-dir")
+}
+
+fn text(flag: &str) -> Option<&str> {
+    Some(flag).filter(|text| !text.is_empty())
+}
+
+async fn serve(flags: Flags) -> Result<()> {
+    let options = options(&flags)?;
+    let _lock = lock::interface(Path::new(lock::STATE), &flags.interface)?;
+    let mut leaving = Leaving::begin(&options.bpffs);
+    let startup = agent::begin(&options);
+    match flags.backend {
+        BackendKind::File => {
+            if flags.page_access == PageAccess::Token {
+                bail!("--page-access=token asks an API server about tokens, and --backend=file has none");
+            }
+            let backend = FileBackend::start(directory(&flags)?, &flags.topology_label).await?;
+            LocalToken::remove(Path::new(LOCAL_TOKEN));
+            work(flags, options, backend, startup, leaving, Gate::Open).await
+        }
+        BackendKind::Kubernetes => {
+            let path = text(&flags.kubeconfig).map(PathBuf::from);
+            let client = kubernetes::client(path.as_deref(), text(&flags.master)).await?;
+            leaving.ask(client.clone());
+            let hostname = options.hostname.clone();
+            let label = &flags.topology_label;
+            let gate = gate(flags.page_access, &client)?;
+            let remembered = || last_good_topology(&hostname);
+            let backend = kubernetes::StartupFallback::start(client, &hostname, label, remembered).await?;
+            work(flags, options, backend, startup, leaving, gate).await
+        }
+    }
+}
+
+/// Who may see the page.
+fn gate(access: PageAccess, client: &kube::Client) -> Result<Gate> {
+    let path = Path::new(LOCAL_TOKEN);
+    match access {
+        PageAccess::Open => {
+            LocalToken::remove(path);
+            Ok(Gate::Open)
+        }
+        PageAccess::Token => {
+            let local = LocalToken::create(path).with_context(|| LOCAL_TOKEN.to_owned())?;
+            Ok(Gate::token(access::through_api(client.clone()), local))
+        }
+    }
+}
+
+async fn serve_webhook(args: WebhookArgs) -> Result<()> {
+    let source = match (args.secret, args.cert_file, args.key_file) {
+        (Some((namespace, secret)), _, _) => webhook::Source::Secret(webhook::Place {
+            namespace,
+            secret,
+            service: args.service,
+            configuration: args.configuration,
+        }),
+        (None, Some(certificate), Some(key)) => webhook::Source::Files { certificate, key },
+        (None, _, _) => bail!("--secret or --cert-file and --key-file must be given"),
+    };
+    let options = webhook::Options {
+        source,
+        listen: args.listen,
+        listen_metrics: args.listen_metrics,
+        reload: Duration::from_secs(5),
+    };
+    let stop = CancellationToken::new();
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let told = stop.clone();
+    tokio::spawn(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        told.cancel();
+    });
+    Ok(webhook::run(options, stop).await?)
+}
+
+/// What an earlier agent left, for a start without API server.
+fn last_good_topology(hostname: &str) -> Option<Snapshot> {
+    last_good::load(&last_good_path(), hostname).unwrap_or_else(|error| {
+        tracing::warn!(path = %last_good_path().display(), %error, "ignoring the saved topology");
+        None
+    })
+}
+
+fn last_good_path() -> PathBuf {
+    Path::new(KEY_PATH).with_file_name(last_good::FILE)
+}
+
+async fn work<B: Backend>(
+    flags: Flags,
+    options: agent::Options,
+    backend: B,
+    startup: agent::Startup,
+    leaving: Leaving,
+    gate: Gate,
+) -> Result<()> {
+    let key = private_key::load_or_create(Path::new(KEY_PATH))?;
+    let metrics = Metrics::default();
+    // Three resync periods, and never less than a check-in takes.
+    let patience = (flags.resync_period * 3).max(Duration::from_secs(90));
+    let health = Health::new(Instant::now(), patience);
+    health.end_on_panic();
+    #[cfg(debug_assertions)]
+    panic_when_asked()?;
+    let (view, view_reader) = tokio::sync::watch::channel(Arc::default());
+    let graph = http::Graph::default();
+    let context = http::Context::new(health.clone(), metrics.clone(), view_reader, graph).behind(gate);
+    let stop = CancellationToken::new();
+    let snapshots = backend.watch();
+    let hostname = options.hostname.clone();
+    // Before anything is set up: nothing half done stays behind an address that is taken.
+    let listen = flags.listen;
+    let listener = http::bind(listen).await.with_context(|| format!("--listen {listen}"))?;
+    let agent = Agent::new(options, backend, startup, key, metrics, health, view).await?;
+    let answer = move |request| context.clone().answer(request);
+    let mut server = tokio::spawn(http::serve(listener, None, answer, stop.clone()));
+    let mut agent = tokio::spawn(agent.run(stop.clone()));
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    tracing::info!(version = env!("CARGO_PKG_VERSION"), node = hostname, %listen, "kg runs");
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+        ended = &mut agent => return ended.context("the reconcile loop panicked")?.map_err(Into::into),
+        ended = &mut server => return ended.context("the HTTP server panicked"),
+    }
+    stop.cancel();
+    agent.await.context("the reconcile loop panicked")??;
+    // A restart or an upgrade must not interrupt traffic: programs, routes and
+    // annotations stay for the next agent, unless the node has left the cluster.
+    let gone = !snapshots.borrow().nodes.contains(&hostname);
+    if flags.clean_up && gone {
+        tracing::info!("node object no longer exists; cleaning up");
+        let keep_interface = !flags.clean_up_interface;
+        return uninstall(&flags, &UninstallArgs { keep_interface, remove_cni: false }).await;
+    }
+    if leaving.leave(Path::new(BPFFS), &flags.interface, flags.masquerade).await {
+        return Ok(());
+    }
+    tracing::info!("kg stopped; traffic keeps flowing, `kg uninstall` removes everything");
+    Ok(())
+}
+
+/// For tests, and in no release build: a task that panics on SIGUSR2.
+#[cfg(debug_assertions)]
+fn panic_when_asked() -> Result<()> {
+    let mut asked = signal(SignalKind::user_defined2())?;
+    tokio::spawn(async move {
+        asked.recv().await;
+        #[allow(clippy::panic, reason = "what is tested")]
+        {
+            panic!("asked to by SIGUSR2");
+        }
+    });
+    Ok(())
+}

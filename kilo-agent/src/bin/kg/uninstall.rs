@@ -1,0 +1,79 @@
+//! `kg uninstall`, and the end of an agent whose node is gone.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+use kilo_agent::{
+    agent,
+    backend::{Backend as _, file::FileBackend, kubernetes},
+    cli::BackendKind,
+};
+use kilo_core::errors::error_chain;
+use kilo_host::{
+    dataplane::{self, BPFFS},
+    lock::{self, LockError},
+};
+
+use super::{
+    directory,
+    flags::{Flags, UninstallArgs},
+    hostname, interface_options, text,
+};
+
+/// `kg uninstall`: only while no agent runs, which would put everything back.
+pub async fn uninstall_alone(flags: &Flags, args: &UninstallArgs) -> Result<()> {
+    let refused = |error: LockError| {
+        match error {
+        LockError::Taken(_) | LockError::PinsTaken(_) => anyhow::Error::new(error).context(
+            "nothing was removed: end the agent first (kubectl --namespace kube-system delete daemonset kilo)",
+        ),
+        other => other.into(),
+    }
+    };
+    let _lock = lock::interface(Path::new(lock::STATE), &flags.interface).map_err(refused)?;
+    let top = dataplane::top_directory(Path::new(BPFFS));
+    let _pins = top.exists().then(|| lock::pins(&top)).transpose().map_err(refused)?;
+    uninstall(flags, args).await
+}
+
+pub async fn uninstall(flags: &Flags, args: &UninstallArgs) -> Result<()> {
+    let options = interface_options(flags)?;
+    let hostname = hostname(flags)?;
+    let retracted = retract(flags, &hostname).await;
+    let removal = agent::Removal {
+        interface: &options,
+        delete_interface: !args.keep_interface,
+        bpffs: Path::new(BPFFS),
+        cni: args.remove_cni.then_some(flags.cni_path.as_path()),
+    };
+    // The host is cleaned although the API may be out of reach.
+    let mut outcome = agent::uninstall(removal).await;
+    match retracted {
+        Ok(()) => outcome.removed.push(format!("annotations of node {hostname}")),
+        Err(error) => {
+            outcome.stays.push(format!("annotations of node {hostname}: {}", error_chain(error.as_ref())));
+        }
+    }
+    for removed in &outcome.removed {
+        println!("removed: {removed}");
+    }
+    if outcome.stays.is_empty() {
+        return Ok(());
+    }
+    bail!("not everything could be removed:\n{}", outcome.stays.join("\n"))
+}
+
+/// Removes what the agent published.
+async fn retract(flags: &Flags, hostname: &str) -> Result<()> {
+    match flags.backend {
+        BackendKind::File => {
+            let backend = FileBackend::start(directory(flags)?, &flags.topology_label).await?;
+            Ok(backend.retract(hostname).await?)
+        }
+        BackendKind::Kubernetes => {
+            let path = text(&flags.kubeconfig).map(PathBuf::from);
+            let client = kubernetes::client(path.as_deref(), text(&flags.master)).await?;
+            Ok(kubernetes::retract(client, hostname).await?)
+        }
+    }
+}

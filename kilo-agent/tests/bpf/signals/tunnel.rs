@@ -1,0 +1,160 @@
+//! Signals through WireGuard, and those the agent sends.
+
+use std::{os::fd::AsRawFd as _, time::Duration};
+
+use kilo_common::{
+    counters::Action,
+    event::Hook,
+    lead::{Term, word},
+    maps::{Heard, VXLAN_PORT},
+    signal::{Body, Kind, parse},
+};
+use kilo_host::dataplane::lead::{Way, heard};
+
+use super::{FAR, OWN, all, control, signal, with_keys, written};
+use crate::{
+    links::host::{self, LAN_MAC, LanSender, NODE_MAC, Tun, World, udp_in_lan},
+    netns::isolated,
+    support::{
+        MEMBER, MEMBER_HOP, SELF,
+        packet::{checksums_hold, steered, udp},
+    },
+};
+
+/// The address of a gateway elsewhere.
+const ELSEWHERE: u64 = 0x3333_3333_3333_3333;
+
+/// An IPv6 datagram between two control addresses, or from another address.
+fn udp_v6(src: [u8; 16], dst: [u8; 16], data: &[u8]) -> Vec<u8> {
+    let length = u16::try_from(8 + data.len()).unwrap();
+    let mut packet = vec![0x60, 0, 0, 0];
+    packet.extend(length.to_be_bytes());
+    packet.extend([17, 64]);
+    packet.extend(src);
+    packet.extend(dst);
+    packet
+        .extend([VXLAN_PORT.to_be_bytes(), VXLAN_PORT.to_be_bytes(), length.to_be_bytes(), [1, 2]].concat());
+    packet.extend(data);
+    packet
+}
+
+/// Waits for a packet to be counted: what a device gets is handled a little later.
+fn until(what: &str, is_so: impl Fn() -> bool) {
+    let started = std::time::Instant::now();
+    while !is_so() {
+        assert!(started.elapsed().as_secs() < 10, "not within 10 s: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// The WireGuard device's other end. A device sends nothing before the kernel has taken note of its carrier.
+fn opened() -> Tun {
+    let tun = Tun::new("kilo0");
+    until("the carrier", || !sh_says("ip link show kilo0", &["qdisc noop", "state DOWN", "NO-CARRIER"]));
+    tun
+}
+
+fn sh_says(command: &str, texts: &[&str]) -> bool {
+    let output = std::process::Command::new("sh").args(["-c", command]).output().unwrap();
+    let output = String::from_utf8_lossy(&output.stdout);
+    texts.iter().any(|text| output.contains(text))
+}
+
+#[test]
+fn a_claim_counts_from_a_gateways_own_address_in_the_tunnel_alone() {
+    isolated("a_claim_counts_from_a_gateways_own_address_in_the_tunnel_alone", || async {
+        let mut world = World::on_veth();
+        world.tables = with_keys(world.tables.clone());
+        world.attach(&["eth0"], &[]).await;
+        let (tunnel, mut ring) = (opened(), world.ring());
+        let claims = all();
+        let claims =
+            claims.iter().filter(|signal| matches!(signal.kind, Kind::Claim | Kind::Moved | Kind::End));
+        let pod = "fd42:3::2".parse::<std::net::Ipv6Addr>().unwrap().octets();
+        for (number, claim) in (1..).zip(claims) {
+            let bytes = written(claim);
+            tunnel.send(&udp_v6(control(ELSEWHERE), control(OWN), &bytes));
+            until("the claim", || world.counted(Action::Hear) == number);
+            let item = ring.next().unwrap();
+            let (head, said) = Heard::read(&item).unwrap();
+            assert_eq!((head.hook, head.source), (Hook::KiloIngress as u32, control(ELSEWHERE)));
+            assert_eq!(said, bytes);
+            drop(item);
+            // Of a pod elsewhere, which WireGuard lets through as that.
+            tunnel.send(&udp_v6(pod, control(OWN), &bytes));
+            until("its refusal", || world.drops().get("unknown_signal") == Some(&number));
+        }
+        // As if it came from the network between the nodes: as it is, and steered by another node.
+        let lan = LanSender::new();
+        let mut frame = [NODE_MAC, LAN_MAC].concat();
+        frame.extend([0x86, 0xdd]);
+        frame.extend(udp_v6(control(ELSEWHERE), control(OWN), &written(&all()[11])));
+        lan.send(&frame);
+        until("the refusal on the LAN", || world.drops().get("forged_signal") == Some(&1));
+        let mut frame = [NODE_MAC, LAN_MAC].concat();
+        let inner = udp_v6(control(ELSEWHERE), control(OWN), &written(&all()[11]));
+        frame.extend(&steered(MEMBER, SELF, &inner)[12..]);
+        lan.send(&frame);
+        until("that of a steered one", || world.drops().get("forged_signal") == Some(&2));
+        assert!(ring.next().is_none());
+    });
+}
+
+#[test]
+fn a_probe_through_the_tunnel_is_answered_into_the_tunnel() {
+    isolated("a_probe_through_the_tunnel_is_answered_into_the_tunnel", || async {
+        let mut world = World::on_veth();
+        world.tables = with_keys(world.tables.clone());
+        world.attach(&["eth0"], &[]).await;
+        let tunnel = opened();
+        let probe = written(&signal(Kind::Probe, 0, Body::Empty));
+        tunnel.send(&udp_v6(control(ELSEWHERE), control(OWN), &probe));
+        until("the answer", || world.counted(Action::Encrypt) > 0 || !world.drops().is_empty());
+        assert_eq!(
+            (world.counted(Action::Reflect), world.counted(Action::Encrypt)),
+            (1, 1),
+            "{:?}",
+            world.drops()
+        );
+        let answer = tunnel.sent(6, 17);
+        assert_eq!((&answer[8..24], &answer[24..40]), (&control(OWN)[..], &control(ELSEWHERE)[..]));
+        assert_eq!(parse(&answer[48..]).unwrap().kind, Kind::Reflected);
+        tunnel.send(&udp(FAR, [10, 5, 0, 1], (40_000, VXLAN_PORT), &probe));
+        let answer = tunnel.sent(4, 17);
+        assert_eq!((&answer[12..16], &answer[16..20]), (&[10, 5, 0, 1][..], &FAR[..]));
+        assert!(checksums_hold(&answer));
+        assert_eq!(world.counted(Action::Encrypt), 2, "{:?}", world.drops());
+    });
+}
+
+#[test]
+fn the_agent_sends_into_the_tunnel_to_the_lan_and_as_the_host_does() {
+    isolated("the_agent_sends_into_the_tunnel_to_the_lan_and_as_the_host_does", || async {
+        let mut world = World::on_veth();
+        world.tables = with_keys(world.tables.clone());
+        world.attach(&["eth0"], &[]).await;
+        let (tunnel, signals) = (opened(), world.signals());
+        let bytes = written(&signal(Kind::Prepare, 1, Body::Change { gateway: OWN }));
+        signals.send(Way::Tunnel, &udp_v6(control(OWN), control(ELSEWHERE), &bytes)).unwrap();
+        let sent = tunnel.sent(6, 17);
+        assert_eq!(sent[48..], bytes);
+        // Nobody else speaks as this gateway, and without the mark it is nobody's word.
+        assert!(signals.send(Way::Stack, &udp_v6(control(OWN), control(ELSEWHERE), &bytes)).is_err());
+        assert_eq!(world.drops().get("forged_signal"), Some(&1));
+        // As a forwarded packet: this node leads, so by its own tunnel.
+        signals.send(Way::Stack, &udp(SELF, FAR, (40_000, VXLAN_PORT), &bytes)).unwrap();
+        assert_eq!(tunnel.sent(4, 17)[16..20], FAR);
+        let socket = udp_in_lan(MEMBER, VXLAN_PORT);
+        signals.send(Way::Lan, &udp(SELF, MEMBER, (VXLAN_PORT, VXLAN_PORT), &bytes)).unwrap();
+        assert_eq!(host::heard(&socket), Some(bytes.clone()));
+        // Led elsewhere, the same goes to that gateway, in the outer header that forwarded ones have.
+        let elsewhere = word(Term::from_bits(1), u16::try_from(MEMBER_HOP).unwrap());
+        assert_eq!(signals.follow(elsewhere).unwrap(), elsewhere);
+        let before = world.counted(Action::Steer);
+        signals.send(Way::Stack, &udp(SELF, FAR, (40_000, VXLAN_PORT), &bytes)).unwrap();
+        assert_eq!(world.counted(Action::Steer), before + 1, "{:?}", world.drops());
+        // A stranger is no node of the location.
+        assert!(signals.send(Way::Lan, &udp(SELF, [10, 1, 0, 99], (1, VXLAN_PORT), &bytes)).is_err());
+        assert_eq!(world.drops().get("unknown_signal"), Some(&1));
+    });
+}

@@ -1,0 +1,171 @@
+//! Options and subcommands of `cargo xtask lab`.
+
+use std::{path::PathBuf, time::Duration};
+
+use clap::{Args, Subcommand};
+
+use super::{checks, failover, faults, network::Underlay, scenario::Scenario, topology::Topology};
+
+/// Options and subcommands of the lab.
+#[derive(Args, Clone, Debug)]
+pub struct LabArgs {
+    /// Name of the lab; several can stand side by side.
+    #[arg(long, default_value = "kilo-lab", global = true)]
+    pub(crate) name: String,
+    /// Leave the lab up when everything has been shown, or a soak has failed.
+    #[arg(long, global = true)]
+    pub(crate) keep: bool,
+    /// WireGuard implementation of the agents: auto, kernel or userspace.
+    #[arg(long, default_value = "auto", global = true)]
+    pub(crate) wireguard: String,
+    /// Family of the nodes' own addresses; pods have both.
+    #[arg(long, value_enum, default_value = "v4", global = true)]
+    pub(crate) underlay: Underlay,
+    /// What differs from the lab's own network.
+    #[arg(long, value_enum, default_value = "plain", global = true)]
+    pub(crate) topology: Topology,
+    /// More flags for every agent, such as --tunnel=vxlan (repeatable).
+    #[arg(long = "kg", value_name = "FLAG", allow_hyphen_values = true, global = true)]
+    pub(crate) kg_flags: Vec<String>,
+    /// Which checks, besides who reaches whom.
+    #[arg(long, value_enum, default_value = "all", global = true)]
+    pub(crate) checks: checks::Choice,
+    /// Only checks with this in their name, besides the matrix.
+    #[arg(long, value_name = "WORDS", global = true)]
+    pub(crate) only: Option<String>,
+    /// Directory of the kg and kgctl binaries (default: where this program is).
+    #[arg(long, global = true)]
+    pub(crate) bin: Option<PathBuf>,
+    #[command(subcommand)]
+    pub(crate) command: Option<LabCommand>,
+}
+
+#[derive(Subcommand, Clone, Debug)]
+pub(crate) enum LabCommand {
+    /// Run a command inside a node, pod (pod-NODE), router, outside or laptop.
+    Exec {
+        /// Name of the namespace.
+        space: String,
+        /// The command.
+        #[arg(last = true, required = true)]
+        command: Vec<String>,
+    },
+    /// Show the agents and their counters.
+    Status,
+    /// Make faults while traffic flows, and write what each cost.
+    Faults {
+        /// Only these faults of docs/reliability.md: ids, or first words of ids (comma separated).
+        #[arg(long = "fault", value_delimiter = ',', value_name = "ID", value_parser = faults::list::named)]
+        only_faults: Vec<String>,
+        /// Only what every test run does.
+        #[arg(long)]
+        always: bool,
+        /// Write the rows to this file.
+        #[arg(long, value_name = "FILE")]
+        json: Option<PathBuf>,
+        /// How long the cluster is away and agents are dead (cluster-away, static-stability): 90s, 10m, 2h.
+        #[arg(long, value_name = "TIME", value_parser = parse_time)]
+        away: Option<Duration>,
+        /// Write docs/reliability.md; with --fault, other rows from the file of --json.
+        #[arg(long, conflicts_with = "always")]
+        docs: bool,
+        /// Write the outcomes as tests to this file.
+        #[arg(long, value_name = "FILE", hide = true)]
+        outcomes: Option<PathBuf>,
+    },
+    /// Break a leader again and again while traffic flows, with --failover=auto.
+    Failover {
+        /// Only these cases (comma separated); all when none is named.
+        #[arg(long = "case", value_delimiter = ',', value_name = "ID", value_parser = failover::named)]
+        cases: Vec<String>,
+        /// Only what every test run does.
+        #[arg(long, conflicts_with = "cases")]
+        always: bool,
+        /// How often each case is run.
+        #[arg(long, default_value_t = 1)]
+        runs: usize,
+        /// Write the runs to this file.
+        #[arg(long, value_name = "FILE")]
+        json: Option<PathBuf>,
+        /// How long cases go on that last: 90s, 10m, 2h.
+        #[arg(long = "for", value_name = "TIME", value_parser = parse_time)]
+        length: Option<Duration>,
+        /// Write the table of docs/failover.md.
+        #[arg(long, conflicts_with = "always")]
+        docs: bool,
+        /// Write the outcomes as tests to this file.
+        #[arg(long, value_name = "FILE", hide = true)]
+        outcomes: Option<PathBuf>,
+    },
+    /// Make faults by chance while everybody asks everybody each second.
+    Soak {
+        /// Chooses the faults; printed, so that a run can be had again (default: by the clock).
+        #[arg(long)]
+        seed: Option<u64>,
+        /// How long: 90s, 10m, 2h.
+        #[arg(long, default_value = "10m", value_parser = parse_time)]
+        time: Duration,
+        /// Write the outcome as a test to this file.
+        #[arg(long, value_name = "FILE", hide = true)]
+        outcomes: Option<PathBuf>,
+    },
+    /// Let packets of a namespace disappear or be late for a while, and count them.
+    Inject {
+        /// Name of the namespace.
+        space: String,
+        #[command(flatten)]
+        rule: faults::injector::Rule,
+        /// How long, in seconds.
+        #[arg(long, default_value_t = 10)]
+        seconds: u64,
+    },
+    /// Take the lab down.
+    Down,
+    /// Build the lab, run every check, take it down.
+    Test {
+        /// Write the outcomes to this file as JSON.
+        #[arg(long)]
+        json: Option<PathBuf>,
+        /// Put this before each test's name.
+        #[arg(long, default_value = "")]
+        prefix: String,
+        /// Then build a lab for each other way to carry packets, or those with this in their name, and try who
+        /// reaches whom.
+        #[arg(long, value_name = "NAME", num_args = 0..=1, require_equals = true, default_missing_value = "")]
+        modes: Option<String>,
+    },
+    /// Build the mesh beside something else, run every check, take it down.
+    Scenario {
+        /// What it stands beside; all when none is named.
+        names: Vec<Scenario>,
+        /// Write the outcomes to this file as JSON.
+        #[arg(long)]
+        json: Option<PathBuf>,
+        /// Put this before each test's name.
+        #[arg(long, default_value = "")]
+        prefix: String,
+    },
+}
+
+impl LabArgs {
+    /// True when binaries must be built first.
+    pub fn needs_build(&self) -> bool {
+        self.bin.is_none()
+            && matches!(
+                self.command,
+                None | Some(
+                    LabCommand::Test { .. }
+                        | LabCommand::Faults { .. }
+                        | LabCommand::Failover { .. }
+                        | LabCommand::Scenario { .. }
+                )
+            )
+    }
+}
+
+/// Seconds, minutes or hours.
+fn parse_time(text: &str) -> Result<Duration, String> {
+    let unit = |unit| text.strip_suffix(unit).and_then(|number| number.parse::<u64>().ok());
+    let seconds = unit('s').or_else(|| unit('m').map(|m| m * 60)).or_else(|| unit('h').map(|h| h * 3600));
+    seconds.map(Duration::from_secs).ok_or_else(|| "write 90s, 10m or 2h".to_owned())
+}
