@@ -1,7 +1,9 @@
 //! The mesh as SVG without Graphviz: locations on a circle, each leader in the
-//! middle of its nodes, leaders joined to each other and to the peers.
+//! middle of its nodes, leaders joined to each other and to the peers. Several active leaders of a location
+//! stand around its middle, each before the nodes that use it, and are joined to those of other locations.
 
 use std::{
+    collections::BTreeMap,
     f64::consts::TAU,
     fmt::{self, Write as _},
 };
@@ -26,6 +28,7 @@ text{font:12px sans-serif;text-anchor:middle}\
 .location{fill:none;stroke:#999;stroke-dasharray:6 4}\
 .node{fill:#eef4fb;stroke:#456}\
 .leader{fill:#cfe3c4;stroke:#274;stroke-width:2}\
+.gateway{fill:#eef4fb;stroke:#274;stroke-width:2}\
 .peer{fill:#fbf1dc;stroke:#964}\
 line{stroke:#8899aa}\
 .dashed{stroke-dasharray:5 4}";
@@ -40,9 +43,26 @@ pub fn svg(mesh: &Mesh) -> String {
     text
 }
 
+/// Where the nodes of a location stand.
+struct Place {
+    centre: Point,
+    radius: f64,
+    /// Of each member, in their order.
+    members: Vec<Point>,
+    /// The index of the member that each member uses.
+    uses: Vec<usize>,
+    /// Those whom other locations' nodes reach it by.
+    gateways: Vec<usize>,
+}
+
 fn write(mesh: &Mesh, out: &mut String) -> fmt::Result {
-    let radii: Vec<f64> = mesh.segments.iter().map(|segment| radius(segment)).collect();
+    let used = mesh.gateways_in_use();
+    let mut places: Vec<Place> = mesh.segments.iter().map(|segment| Place::of(segment, &used)).collect();
+    let radii: Vec<f64> = places.iter().map(|place| place.radius).collect();
     let (centres, extent) = around(&radii);
+    for (place, centre) in places.iter_mut().zip(&centres) {
+        place.move_to(*centre);
+    }
     let peers = outside(mesh.peers.len(), extent);
     let things = centres.iter().copied().zip(radii.iter().copied());
     let (left, top, right, bottom) = bounds(things.chain(peers.iter().map(|at| (*at, NODE.0))));
@@ -56,28 +76,30 @@ fn write(mesh: &Mesh, out: &mut String) -> fmt::Result {
     writeln!(out, "<style>{STYLE}</style>")?;
     let subnet = escape(&mesh.subnet.to_string());
     writeln!(out, "<text x=\"{middle:.0}\" y=\"{:.0}\">{subnet}</text>", top + 18.0)?;
-    let locations = centres.len();
-    let (pairs, spokes) = (locations * locations.saturating_sub(1) / 2, locations * peers.len());
-    if pairs + spokes > MOST_LINES {
+    let lines = tunnels(&places) + places.len() * peers.len();
+    if lines > MOST_LINES {
         let y = top + 34.0;
         writeln!(
             out,
             "<text class=\"small\" x=\"{middle:.0}\" y=\"{y:.0}\">all leaders are joined to each other and to the peers; \
-             {} lines are left out</text>",
-            pairs + spokes
+             {lines} lines are left out</text>"
         )?;
     } else {
-        for (index, from) in centres.iter().enumerate() {
-            for to in &centres[index + 1..] {
-                line(out, *from, *to, "")?;
+        for ((index, from), segment) in places.iter().enumerate().zip(&mesh.segments) {
+            for to in &places[index + 1..] {
+                for (from, to) in from.ends().flat_map(|from| to.ends().map(move |to| (from, to))) {
+                    line(out, from, to, "")?;
+                }
             }
+            // Peers know one key of a location.
+            let leader = from.members.get(segment.leader).copied().unwrap_or(from.centre);
             for to in &peers {
-                line(out, *from, *to, " class=\"dashed\"")?;
+                line(out, leader, *to, " class=\"dashed\"")?;
             }
         }
     }
-    for ((segment, centre), radius) in mesh.segments.iter().zip(&centres).zip(&radii) {
-        location(out, segment, *centre, *radius)?;
+    for (segment, place) in mesh.segments.iter().zip(&places) {
+        location(out, segment, place)?;
     }
     for (peer, at) in mesh.peers.iter().zip(&peers) {
         let prefixes: Vec<_> = peer.allowed_ips.iter().map(ToString::to_string).collect();
@@ -89,15 +111,68 @@ fn write(mesh: &Mesh, out: &mut String) -> fmt::Result {
     writeln!(out, "</svg>")
 }
 
-/// Circle around a location's nodes.
-fn radius(segment: &Segment) -> f64 {
-    match segment.members.len() {
-        0 | 1 => NODE.0 + 20.0,
-        nodes => ring(nodes - 1) + NODE.0 + 14.0,
+/// Lines between gateways of different locations.
+fn tunnels(places: &[Place]) -> usize {
+    let mut before = 0;
+    let mut lines = 0;
+    for place in places {
+        lines += before * place.gateways.len();
+        before += place.gateways.len();
+    }
+    lines
+}
+
+impl Place {
+    /// Around the origin. `used`: of nodes in locations with several active leaders the one each uses.
+    fn of(segment: &Segment, used: &BTreeMap<&str, &str>) -> Self {
+        let members = segment.members.len();
+        let by_name = |name: &str| segment.members.iter().position(|member| member.name() == name);
+        let gateway = |name: &str| used.get(name).and_then(|gateway| by_name(gateway));
+        let uses: Vec<usize> =
+            segment.members.iter().map(|it| gateway(it.name()).unwrap_or(segment.leader)).collect();
+        let gateways: Vec<usize> = (0..members).filter(|at| uses[*at] == *at).collect();
+        let mut others: Vec<usize> = (0..members).filter(|at| uses[*at] != *at).collect();
+        // The nodes of one gateway side by side; shares are equal, so that it stands before its own.
+        others.sort_by_key(|at| uses[*at]);
+        let mut points = vec![(0.0, 0.0); members];
+        let mut radius = NODE.0 + 20.0;
+        let mut distance = 0.0;
+        let is_shared = gateways.len() > 1;
+        if is_shared {
+            distance = ring(gateways.len());
+            radius = distance + NODE.0 + 14.0;
+            stand(&mut points, &gateways, distance, 0.5);
+        }
+        if !others.is_empty() {
+            let outer = if is_shared { distance + 2.0 * NODE.0 + 14.0 } else { 0.0 };
+            distance = ring(others.len()).max(outer);
+            radius = distance + NODE.0 + 14.0;
+            stand(&mut points, &others, distance, if is_shared { 0.5 } else { 0.0 });
+        }
+        Self { centre: (0.0, 0.0), radius, members: points, uses, gateways }
+    }
+
+    fn move_to(&mut self, centre: Point) {
+        self.centre = centre;
+        for point in &mut self.members {
+            *point = (point.0 + centre.0, point.1 + centre.1);
+        }
+    }
+
+    /// Where the lines to other locations end.
+    fn ends(&self) -> impl Iterator<Item = Point> + '_ {
+        self.gateways.iter().map(|at| self.members[*at])
     }
 }
 
-/// Radius of the circle on which so many nodes stand around their leader.
+/// Puts some of the points on a circle, the first so many steps after the top.
+fn stand(points: &mut [Point], which: &[usize], distance: f64, first: f64) {
+    for (place, index) in which.iter().enumerate() {
+        points[*index] = at(distance, (place as f64 + first) / which.len() as f64);
+    }
+}
+
+/// Radius of the circle on which so many nodes stand.
 fn ring(nodes: usize) -> f64 {
     (nodes as f64 * ROOM / TAU).max(NODE.0 + 40.0)
 }
@@ -146,28 +221,18 @@ fn at(distance: f64, turn: f64) -> Point {
     (distance * angle.sin(), -distance * angle.cos())
 }
 
-fn location(out: &mut String, segment: &Segment, centre: Point, radius: f64) -> fmt::Result {
-    let (x, y) = centre;
+fn location(out: &mut String, segment: &Segment, place: &Place) -> fmt::Result {
+    let ((x, y), radius) = (place.centre, place.radius);
     writeln!(out, "<circle class=\"location\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"{radius:.1}\"/>")?;
     let top = y - radius - 6.0;
     writeln!(out, "<text x=\"{x:.1}\" y=\"{top:.1}\">{}</text>", escape(&segment.location))?;
-    let others = segment.members.len().saturating_sub(1);
-    let mut place = 0;
-    let mut nodes = Vec::new();
+    for (index, gateway) in place.uses.iter().enumerate().filter(|(index, gateway)| index != *gateway) {
+        line(out, place.members[*gateway], place.members[index], "")?;
+    }
+    let is_shared = place.gateways.len() > 1;
     for (index, member) in segment.members.iter().enumerate() {
         let leads = index == segment.leader;
-        let point = if leads {
-            centre
-        } else {
-            let (dx, dy) = at(ring(others), f64::from(place) / others as f64);
-            place += 1;
-            let point = (x + dx, y + dy);
-            line(out, centre, point, "")?;
-            point
-        };
-        nodes.push((member, leads, point));
-    }
-    for (member, leads, point) in nodes {
+        let is_gateway = is_shared && place.uses[index] == index;
         let cidrs: Vec<_> = member.node.pod_cidrs.iter().map(ToString::to_string).collect();
         let address = member.private_ip().map(|ip| ip.to_string()).unwrap_or_default();
         let mut about = format!("{}\npods {}\nprivate address {address}", member.name(), cidrs.join(", "));
@@ -176,8 +241,21 @@ fn location(out: &mut String, segment: &Segment, centre: Point, radius: f64) -> 
             about +=
                 &format!("\nleads: {}\nWireGuard {wireguard} at {}", segment.leader_reason, segment.endpoint);
         }
-        let class = if leads { "leader" } else { "node" };
-        ellipse(out, point, class, member.name(), cidrs.first().map_or("", String::as_str), &about)?;
+        if is_gateway {
+            let nodes = place.uses.iter().filter(|gateway| **gateway == index).count();
+            about += &format!("\ngateway of {nodes} nodes, itself among them");
+        } else if is_shared {
+            about += &format!("\nuses gateway {}", segment.members[place.uses[index]].name());
+        }
+        let class = if leads {
+            "leader"
+        } else if is_gateway {
+            "gateway"
+        } else {
+            "node"
+        };
+        let first = cidrs.first().map_or("", String::as_str);
+        ellipse(out, place.members[index], class, member.name(), first, &about)?;
     }
     Ok(())
 }
@@ -269,6 +347,48 @@ mod tests {
             assert_eq!(text.matches("class=\"leader\"").count(), locations);
             assert!(!text.contains("<&>") && !text.contains("NaN") && !text.contains("inf"), "{text}");
             assert_eq!(text.matches("<g>").count(), text.matches("</g>").count());
+        }
+    }
+
+    /// Two locations of so many nodes, which share so many active leaders.
+    fn shared(nodes: usize, leaders: usize) -> Mesh {
+        let node = |index: usize| Node {
+            name: format!("n{index:02}"),
+            location: format!("l{}", index % 2),
+            endpoint: "192.0.2.1:51820".parse().ok(),
+            key: Some(PublicKey([index as u8 + 1; 32])),
+            internal_ip: format!("10.0.0.{}/24", index + 1).parse().ok(),
+            signal: true,
+            leaders: Some(leaders),
+            ..Node::default()
+        };
+        let nodes: Vec<_> = (0..2 * nodes).map(node).collect();
+        Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap())
+    }
+
+    #[test]
+    fn active_leaders_are_drawn_each_with_its_nodes_and_joined_to_all_others() {
+        for (nodes, leaders) in [(2, 2), (5, 2), (9, 3), (12, 5)] {
+            let mesh = shared(nodes, leaders);
+            let text = svg(&mesh);
+            assert_eq!(text.matches("class=\"leader\"").count(), 2, "{text}");
+            assert_eq!(text.matches("class=\"gateway\"").count(), 2 * (leaders - 1), "{text}");
+            assert_eq!(text.matches("uses gateway").count(), 2 * (nodes - leaders), "{text}");
+            // One for each node that uses another one, and one for each pair of gateways.
+            assert_eq!(text.matches("<line").count(), 2 * (nodes - leaders) + leaders * leaders, "{text}");
+            let used = mesh.gateways_in_use();
+            for segment in &mesh.segments {
+                let place = Place::of(segment, &used);
+                for (index, (x, y)) in place.members.iter().enumerate() {
+                    let gateway = segment.members[place.uses[index]].name();
+                    assert_eq!(used[segment.members[index].name()], gateway);
+                    assert!(x.hypot(*y) + NODE.0 < place.radius, "node {index} of {nodes}");
+                    for (other, (ox, oy)) in place.members.iter().enumerate().skip(index + 1) {
+                        let is_apart = (x - ox).abs() > 2.0 * NODE.0 || (y - oy).abs() > 2.0 * NODE.1;
+                        assert!(is_apart, "{nodes} nodes, {leaders} leaders: {index} and {other}");
+                    }
+                }
+            }
         }
     }
 

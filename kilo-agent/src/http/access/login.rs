@@ -11,6 +11,7 @@ use hyper::{
         REFERRER_POLICY, SET_COOKIE,
     },
 };
+use minijinja::{AutoEscape, Environment, Error, context};
 use tokio::time::timeout;
 
 use super::{LONGEST_TOKEN, is_token};
@@ -27,16 +28,27 @@ pub fn is_browser(headers: &HeaderMap) -> bool {
     headers.get(ACCEPT).and_then(|accept| accept.to_str().ok()).is_some_and(|it| it.contains("text/html"))
 }
 
-/// The form, with what was wrong with the last try.
-pub fn form(status: StatusCode, wrong: &'static str) -> Answer {
+/// The form, with what was wrong with the last try, a paragraph for each line.
+pub fn form(status: StatusCode, wrong: &str) -> Answer {
+    let mut answer = match page(wrong) {
+        Ok(page) => respond(status, "text/html; charset=utf-8", page),
+        Err(error) => return text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error:#}\n")),
+    };
     let constant = |name: HeaderName, value| (name, HeaderValue::from_static(value));
-    let mut answer = respond(status, "text/html; charset=utf-8", PAGE.replace("<!-- wrong -->", wrong));
     answer.headers_mut().extend([
         constant(CONTENT_SECURITY_POLICY, POLICY),
         constant(CACHE_CONTROL, "no-store"),
         constant(REFERRER_POLICY, "no-referrer"),
     ]);
     answer
+}
+
+/// Everything that is put in is escaped.
+fn page(wrong: &str) -> Result<String, Error> {
+    let mut environment = Environment::new();
+    environment.set_auto_escape_callback(|_| AutoEscape::Html);
+    let lines: Vec<_> = wrong.lines().collect();
+    environment.template_from_str(PAGE)?.render(context! { wrong => lines })
 }
 
 /// The token that a form holds.
@@ -61,4 +73,17 @@ pub fn welcome(session: &str) -> Answer {
         answer.headers_mut().insert(SET_COOKIE, cookie);
     }
     answer
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_wrong_is_text() {
+        let page = page("<b>\"one\"\ntwo").unwrap();
+        assert!(page.contains("<p><strong>&lt;b&gt;&quot;one&quot;</strong></p>"), "{page}");
+        assert!(page.contains("<p><strong>two</strong></p>") && !page.contains("<b>"), "{page}");
+    }
 }

@@ -17,7 +17,7 @@ use hyper::{
 };
 
 pub use local_token::LocalToken;
-pub use review::{Finding, Reviewer, through_api};
+pub use review::{Finding, Reviewer, Whose, through_api};
 
 use super::{Answer, text};
 use cache::Cache;
@@ -25,6 +25,8 @@ use sessions::Sessions;
 
 /// The role of the manifests that allows it.
 const ROLE: &str = "kilo-page";
+/// What a browser is told whose session outlives its token.
+const ENDED: &str = "The token you have shown has ended, or is not accepted any more. Show a new one.";
 /// No token is longer, in bytes; those of service accounts have about 1,000.
 const LONGEST_TOKEN: usize = 8 << 10;
 
@@ -51,6 +53,8 @@ pub struct TokenGate {
 enum Shown {
     Nothing,
     Token(String),
+    /// The token of a browser's session.
+    Session(String),
     Malformed,
 }
 
@@ -81,25 +85,30 @@ impl Gate {
 impl TokenGate {
     async fn admit(&self, headers: &HeaderMap, path: &str, now: Instant) -> Result<(), Answer> {
         let path = reviewed(path);
-        let token = match self.shown(headers, now) {
-            Shown::Token(token) => token,
-            Shown::Nothing if path == "/" && login::is_browser(headers) => {
-                return Err(login::form(StatusCode::UNAUTHORIZED, ""));
-            }
+        // Where a browser is shown a page, it gets the form.
+        let forms = path == "/" && login::is_browser(headers);
+        let (token, forms) = match self.shown(headers, now) {
+            Shown::Token(token) => (token, false),
+            Shown::Session(token) => (token, forms),
+            Shown::Nothing if forms => return Err(login::form(StatusCode::UNAUTHORIZED, "")),
             Shown::Nothing => return Err(unauthorized("this agent shows that to those with a token alone")),
             Shown::Malformed => return Err(unauthorized("the header Authorization is not: Bearer TOKEN")),
         };
         match self.find(&token, path, now).await {
             Finding::Allowed => Ok(()),
+            Finding::Unknown if forms => Err(login::form(StatusCode::UNAUTHORIZED, ENDED)),
             Finding::Unknown => Err(unauthorized("the API server does not accept this token")),
-            Finding::Forbidden(user) => Err(forbidden(&user, path)),
+            Finding::Forbidden(user) if forms => {
+                Err(login::form(StatusCode::FORBIDDEN, &not_allowed(&user, path)))
+            }
+            Finding::Forbidden(user) => Err(text(StatusCode::FORBIDDEN, not_allowed(&user, path))),
             Finding::Unanswered(why) => Err(unanswered(&why)),
         }
     }
 
     fn shown(&self, headers: &HeaderMap, now: Instant) -> Shown {
         let Some(authorization) = headers.get(AUTHORIZATION) else {
-            return self.sessions.token(headers, now).map_or(Shown::Nothing, Shown::Token);
+            return self.sessions.token(headers, now).map_or(Shown::Nothing, Shown::Session);
         };
         let token = authorization.to_str().ok().and_then(|text| {
             let (scheme, token) = text.split_once(' ')?;
@@ -119,7 +128,8 @@ impl TokenGate {
         if let Some(known) = self.cache.get(token, path, now) {
             return known;
         }
-        let found = self.reviewer.review(token, path, now).await;
+        let whose = if self.cache.was_good(token) { Whose::Known } else { Whose::Stranger };
+        let found = self.reviewer.review(token, path, whose, now).await;
         self.cache.put(token, path, &found, now);
         found
     }
@@ -135,7 +145,7 @@ impl TokenGate {
             Finding::Unknown => {
                 login::form(StatusCode::UNAUTHORIZED, "The API server does not accept this token.")
             }
-            Finding::Forbidden(user) => forbidden(&user, "/"),
+            Finding::Forbidden(user) => login::form(StatusCode::FORBIDDEN, &not_allowed(&user, "/")),
             Finding::Unanswered(why) => unanswered(&why),
         }
     }
@@ -170,17 +180,16 @@ fn unauthorized(why: &str) -> Answer {
     answer
 }
 
-fn forbidden(user: &str, path: &str) -> Answer {
+fn not_allowed(user: &str, path: &str) -> String {
     let parts: Vec<_> = user.splitn(4, ':').collect();
     let whom = match parts[..] {
         ["system", "serviceaccount", namespace, name] => format!("--serviceaccount={namespace}:{name}"),
         _ => format!("--user={user}"),
     };
-    let body = format!(
+    format!(
         "{user} is not allowed to get {path} of this agent. The ClusterRole {ROLE} allows it:\n\
          kubectl create clusterrolebinding {ROLE} --clusterrole={ROLE} {whom}\n"
-    );
-    text(StatusCode::FORBIDDEN, body)
+    )
 }
 
 fn unanswered(why: &str) -> Answer {
@@ -286,6 +295,60 @@ mod tests {
         assert_eq!(status(&gate, &with("Bearer good"), "/", later).await, 200);
     }
 
+    /// For ten minutes, with twice as many random tokens a second as are asked about, before each of its requests.
+    #[tokio::test]
+    async fn a_flood_of_random_tokens_does_not_hold_up_who_is_known() {
+        let (gate, asked) = gate();
+        let begun = Instant::now();
+        assert_eq!(status(&gate, &with("Bearer good"), "/status", begun).await, 200);
+        for second in 0..600 {
+            let now = begun + Duration::from_secs(second);
+            for number in 0..40 {
+                let guess = with(&format!("Bearer guess{second}-{number}"));
+                assert_ne!(status(&gate, &guess, "/status", now).await, 200);
+            }
+            for path in ["/", "/status", "/events", "/graph"] {
+                let found = status(&gate, &with("Bearer good"), path, now).await;
+                assert_eq!(found, 200, "{path} after {second} s");
+            }
+        }
+        let most = 600 * 20 + 4 * 11;
+        assert!(asked.load(Ordering::Relaxed) <= most, "{asked:?}");
+    }
+
+    #[tokio::test]
+    async fn who_is_known_is_asked_about_so_often_and_no_more_when_its_token_ends() {
+        let asked = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&asked);
+        // It is good for the first review, and away or gone after that.
+        let reviewer = Reviewer::new(move |token, _| {
+            let before = count.fetch_add(1, Ordering::Relaxed);
+            async move {
+                match (before, &*token) {
+                    (0, _) => Finding::Allowed,
+                    (_, "ends") => Finding::Unknown,
+                    _ => Finding::Unanswered("connection refused".to_owned()),
+                }
+            }
+        });
+        let gate_of = |reviewer| {
+            let Gate::Token(gate) = Gate::token(reviewer, LocalToken::of("local")) else { panic!() };
+            gate
+        };
+        let gate = gate_of(reviewer);
+        let now = Instant::now();
+        assert_eq!(status(&gate, &with("Bearer good"), "/", now).await, 200);
+        for _ in 0..100 {
+            assert_eq!(status(&gate, &with("Bearer good"), "/status", now).await, 503);
+        }
+        assert_eq!(asked.load(Ordering::Relaxed), 1 + 20);
+        gate.cache.put("ends", "/", &Finding::Allowed, now);
+        assert!(gate.cache.was_good("ends"));
+        let later = now + Duration::from_secs(61);
+        assert_eq!(status(&gate, &with("Bearer ends"), "/", later).await, 401);
+        assert!(!gate.cache.was_good("ends"), "it is a stranger's now");
+    }
+
     #[tokio::test]
     async fn a_session_stands_for_its_token_and_for_no_longer_than_that_is_good() {
         let (gate, _) = gate();
@@ -314,5 +377,30 @@ mod tests {
         let other = gate.admit(&browser, "/status", Instant::now()).await.unwrap_err();
         assert!(other.headers()["content-type"].to_str().unwrap().starts_with("text/plain"));
         assert_eq!(other.headers()["www-authenticate"], "Bearer realm=\"kilo\"");
+    }
+
+    /// A session goes on when its token does not: a browser at `/` can show another one.
+    #[tokio::test]
+    async fn a_browser_whose_token_has_ended_gets_the_form_and_not_a_dead_end() {
+        let (gate, _) = gate();
+        let now = Instant::now();
+        let browser = |token: &str| {
+            let cookie = gate.sessions.begin(token.to_owned(), now);
+            HeaderMap::from_iter([
+                (ACCEPT, HeaderValue::from_static("text/html")),
+                (COOKIE, HeaderValue::from_str(&cookie).unwrap()),
+            ])
+        };
+        for (token, code, words) in
+            [("ended", 401, "has ended"), ("poor", 403, "create clusterrolebinding kilo-page")]
+        {
+            let answer = gate.admit(&browser(token), "/", now).await.unwrap_err();
+            assert_eq!(answer.status().as_u16(), code);
+            let body = http_body_util::BodyExt::collect(answer.into_body()).await.unwrap().to_bytes();
+            let body = String::from_utf8_lossy(&body);
+            assert!(body.contains("<form") && body.contains(words), "{body}");
+            let data = gate.admit(&browser(token), "/status", now).await.unwrap_err();
+            assert!(data.headers()["content-type"].to_str().unwrap().starts_with("text/plain"));
+        }
     }
 }

@@ -18,7 +18,8 @@ use tokio::time::timeout;
 
 /// The API server answers within this time.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// So many tokens are asked about in [`WHILE`], so that strangers cannot make an agent flood its API server.
+/// So many tokens of strangers are asked about in [`WHILE`], so that they cannot make an agent flood its API
+/// server, and as many known ones besides, which strangers' tokens do not hold up.
 const MOST: usize = 20;
 const WHILE: Duration = Duration::from_secs(1);
 
@@ -37,10 +38,37 @@ pub enum Finding {
 
 type Asking = Pin<Box<dyn Future<Output = Finding> + Send>>;
 
+/// Whose token it is, as far as this agent knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whose {
+    /// The API server has allowed it something before.
+    Known,
+    /// Anybody's.
+    Stranger,
+}
+
 /// Asks about tokens, so and so often.
 pub struct Reviewer {
     ask: Arc<dyn Fn(String, &'static str) -> Asking + Send + Sync>,
-    asked: Mutex<VecDeque<Instant>>,
+    known: Budget,
+    strangers: Budget,
+}
+
+/// When it was asked of late.
+#[derive(Default)]
+struct Budget(Mutex<VecDeque<Instant>>);
+
+impl Budget {
+    /// Whether one may ask, and if so, that one does.
+    fn spend(&self, now: Instant) -> bool {
+        let mut asked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        asked.retain(|then| now.saturating_duration_since(*then) < WHILE);
+        let may = asked.len() < MOST;
+        if may {
+            asked.push_back(now);
+        }
+        may
+    }
 }
 
 impl fmt::Debug for Reviewer {
@@ -55,28 +83,24 @@ impl Reviewer {
     where
         F: Future<Output = Finding> + Send + 'static,
     {
-        Self { ask: Arc::new(move |token, path| Box::pin(ask(token, path))), asked: Mutex::default() }
+        let ask: Arc<dyn Fn(String, &'static str) -> Asking + Send + Sync> =
+            Arc::new(move |token, path| Box::pin(ask(token, path)));
+        Self { ask, known: Budget::default(), strangers: Budget::default() }
     }
 
     /// The answer, or that there is none.
-    pub async fn review(&self, token: &str, path: &'static str, now: Instant) -> Finding {
-        if !self.may_ask(now) {
+    pub async fn review(&self, token: &str, path: &'static str, whose: Whose, now: Instant) -> Finding {
+        let budget = match whose {
+            Whose::Known => &self.known,
+            Whose::Stranger => &self.strangers,
+        };
+        if !budget.spend(now) {
             return Finding::Unanswered(
                 "too many tokens are shown to this agent; try again in a second".to_owned(),
             );
         }
         let answer = timeout(PATIENCE, (self.ask)(token.to_owned(), path)).await;
         answer.unwrap_or_else(|_| Finding::Unanswered(format!("no answer within {} s", PATIENCE.as_secs())))
-    }
-
-    fn may_ask(&self, now: Instant) -> bool {
-        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
-        asked.retain(|then| now.saturating_duration_since(*then) < WHILE);
-        let may = asked.len() < MOST;
-        if may {
-            asked.push_back(now);
-        }
-        may
     }
 }
 

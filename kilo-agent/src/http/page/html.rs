@@ -1,5 +1,7 @@
 //! The page as the server writes it: the verdict and all tables, which need no script.
 
+use std::collections::BTreeMap;
+
 use minijinja::{AutoEscape, Environment, Error, context};
 
 use super::{files, report::Report};
@@ -19,7 +21,10 @@ pub fn html(report: &Report) -> Result<String, Error> {
     environment.add_filter("bytes", bytes);
     environment.add_filter("plain", |text: String| plain(&text).to_owned());
     let template = environment.template_from_str(files::TEMPLATE)?;
-    template.render(context! { report => report })
+    let nodes = report.status.nodes.iter();
+    let owners: BTreeMap<_, _> =
+        nodes.filter_map(|node| Some((node.key?.to_string(), node.name.as_str()))).collect();
+    template.render(context! { report => report, owners => owners })
 }
 
 /// Of a time in RFC 3339.
@@ -47,11 +52,13 @@ mod tests {
         let status: Status = serde_json::from_value(json!({
             "time": "2026-01-01T00:01:00Z", "granularity": "location", "subnet": "10.4.0.0/16",
             "locations": [
-                {"name": format!("location:{name}"), "leader": name, "reason": "asks", "endpoint": name, "ready": 1, "nodes": 2, "warning": name},
+                {"name": format!("location:{name}"), "leader": name, "reason": "asks", "endpoint": name, "ready": 1, "nodes": 2, "warning": name, "gateways": [name, "third"]},
             ],
             "nodes": [
-                {"name": name, "location": format!("location:{name}"), "leads": true, "ready": true, "endpoint": name, "podCIDRs": ["10.42.0.0/24"], "lastSeen": "2026-01-01T00:00:58Z"},
+                {"name": name, "location": format!("location:{name}"), "leads": true, "ready": true, "gateway": name, "endpoint": name, "key": "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=", "podCIDRs": ["10.42.0.0/24"], "lastSeen": "2026-01-01T00:00:58Z"},
                 {"name": "other", "location": format!("location:{name}"), "leads": false, "ready": false, "notReady": [name], "podCIDRs": []},
+                {"name": "third", "location": format!("location:{name}"), "leads": false, "ready": true, "gateway": "third", "podCIDRs": []},
+                {"name": "fourth", "location": format!("location:{name}"), "leads": false, "ready": true, "gateway": name, "podCIDRs": []},
             ],
             "peers": [{"name": name, "valid": false, "reason": name, "allowedIPs": [], "endpoint": name}],
             "problems": {name: name},
@@ -77,7 +84,11 @@ mod tests {
     fn without_a_script_the_page_says_what_is_wrong_and_has_all_tables() {
         let page = html(&report("a1")).unwrap().replace("&#x2f;", "/");
         for words in [
-            "Not healthy, 2 problems: 1 of 2 nodes ready",
+            "Not healthy, 2 problems: 3 of 4 nodes ready",
+            "<td>a1, third</td>",
+            "<td>gateway</td>",
+            "<td>by a1</td>",
+            "<th scope=\"row\">a1 (a1)</th>",
             "node/other",
             "not ready: a1",
             "asks to lead",

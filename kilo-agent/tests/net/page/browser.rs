@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, ChildStdin, Command, Stdio},
     sync::mpsc::{Receiver, RecvTimeoutError, channel},
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
 use base64::{Engine as _, prelude::BASE64_STANDARD};
@@ -105,6 +105,11 @@ impl Browser {
 
     /// Calls a method and waits for its result.
     pub fn call(&mut self, method: &str, parameters: impl Into<Value>) -> Value {
+        self.try_call(method, parameters).unwrap_or_else(|error| panic!("{method}: {error}"))
+    }
+
+    /// The same where it may fail.
+    fn try_call(&mut self, method: &str, parameters: impl Into<Value>) -> Result<Value, Value> {
         self.next += 1;
         let id = self.next;
         let mut message = json!({"id": id, "method": method, "params": parameters.into()});
@@ -119,8 +124,8 @@ impl Browser {
             let left = until.saturating_duration_since(Instant::now());
             match self.messages.recv_timeout(left) {
                 Ok(answer) if answer["id"] == json!(id) => {
-                    assert!(answer["error"].is_null(), "{method}: {}", answer["error"]);
-                    return answer["result"].clone();
+                    let error = &answer["error"];
+                    return if error.is_null() { Ok(answer["result"].clone()) } else { Err(error.clone()) };
                 }
                 Ok(event) => self.note(&event),
                 Err(RecvTimeoutError::Timeout) => panic!("{method} is not answered within {LIMIT:?}"),
@@ -163,16 +168,22 @@ impl Browser {
 
     /// The value of an expression, of a promise when it is one.
     pub fn value(&mut self, expression: &str) -> Value {
+        let value = self.try_value(expression);
+        value.unwrap_or_else(|error| panic!("{expression}: {error}"))
+    }
+
+    fn try_value(&mut self, expression: &str) -> Result<Value, Value> {
         let question = json!({"expression": expression, "awaitPromise": true, "returnByValue": true});
-        let answer = self.call("Runtime.evaluate", question);
-        assert!(answer["exceptionDetails"].is_null(), "{expression}: {}", answer["exceptionDetails"]);
-        answer["result"]["value"].clone()
+        let answer = self.try_call("Runtime.evaluate", question)?;
+        let wrong = &answer["exceptionDetails"];
+        if wrong.is_null() { Ok(answer["result"]["value"].clone()) } else { Err(wrong.clone()) }
     }
 
     /// Waits until an expression is true; returns how long that took.
     pub fn until(&mut self, expression: &str, limit: Duration) -> Duration {
         let started = Instant::now();
-        while self.value(expression) != json!(true) {
+        // Between two pages there is none to ask.
+        while self.try_value(expression) != Ok(json!(true)) {
             let waited = started.elapsed();
             if waited >= limit {
                 let shown = text(&self.value("document.body.innerText.slice(0, 1500)"));
@@ -181,6 +192,23 @@ impl Browser {
             std::thread::sleep(Duration::from_millis(50));
         }
         started.elapsed()
+    }
+
+    /// From now on the page itself notes when an expression is true for the first time, by the system's clock:
+    /// the tester may be slow.
+    pub fn note_when(&mut self, name: &str, expression: &str) {
+        self.value(&format!(
+            "(() => {{ window.noted ??= {{}}; const look = () => {{ if (!('{name}' in noted) && ({expression})) noted['{name}'] = Date.now(); }}; \
+             new MutationObserver(look).observe(document, {{subtree: true, childList: true, characterData: true, attributes: true}}); look(); }})()"
+        ));
+    }
+
+    /// How long after `since` the page has noted it.
+    pub fn noted(&mut self, name: &str, since: SystemTime, limit: Duration) -> Duration {
+        self.until(&format!("'{name}' in noted"), limit);
+        let noted = self.value(&format!("noted['{name}']")).as_f64().unwrap();
+        let noted = SystemTime::UNIX_EPOCH + Duration::from_secs_f64(noted / 1000.0);
+        noted.duration_since(since).unwrap_or_default()
     }
 
     /// Presses and lets go a key.

@@ -45,10 +45,13 @@ pub fn report_at(nodes: usize, locations: usize, out: usize, now: Timestamp) -> 
     let place = |at: usize| at % locations;
     let is_out = |at: usize| at >= nodes - out;
     let silent = (locations > 3).then(|| format!("location:{}", city(2)));
+    // The fourth location has several active leaders.
+    let gateway =
+        |place: usize, member: usize| (place == 3).then(|| format!("{}-node-{:03}", city(place), member % 2));
     let node = |at: usize| {
         let why =
             if at.is_multiple_of(2) { "its agent last checked in 4m 12s ago" } else { "no public key yet" };
-        json!({
+        let mut node = json!({
             "name": format!("{}-node-{:03}", city(place(at)), at / locations), "location": format!("location:{}", city(place(at))),
             "leads": at < locations && !is_out(at), "ready": !is_out(at),
             "notReady": if is_out(at) { vec![why] } else { vec![] },
@@ -56,7 +59,11 @@ pub fn report_at(nodes: usize, locations: usize, out: usize, now: Timestamp) -> 
             "internalIP": format!("10.{}.{}.{}", place(at) + 1, at / locations / 200, at / locations % 200 + 11),
             "podCIDRs": [format!("10.{}.{}.0/24", 100 + at / 250, at % 250)],
             "lastSeen": time(if is_out(at) { 252 } else { (at % 28) as i64 }), "key": key(at),
-        })
+        });
+        if let Some(gateway) = gateway(place(at), at / locations).filter(|_| !is_out(at)) {
+            node["gateway"] = json!(gateway);
+        }
+        node
     };
     let location = |at: usize| {
         let members: Vec<usize> = (at..nodes).step_by(locations).collect();
@@ -70,17 +77,21 @@ pub fn report_at(nodes: usize, locations: usize, out: usize, now: Timestamp) -> 
         if at == 1 && ready > 1 {
             location["acting"] = json!(format!("{}-node-001", city(1)));
         }
+        if let (Some(first), Some(second)) = (gateway(at, 0), gateway(at, 1)) {
+            location["gateways"] = json!([first, second]);
+        }
         location
     };
     let tunnel = |at: usize| {
-        let name = format!("location:{}", city(at));
+        let name = format!("location:{}", city(place(at)));
         let age = if silent.as_ref() == Some(&name) { 840 } else { 7 * at as i64 % 120 };
         json!({
-            "name": name, "key": key(at), "endpoint": format!("203.0.{at}.1:51820"), "lastHandshake": time(age),
+            "name": name, "key": key(at), "endpoint": format!("203.0.{}.{}:51820", place(at), at / locations + 1), "lastHandshake": time(age),
             "receivedBytes": 7_340_032 * at, "sentBytes": 1_258_291 * at,
         })
     };
-    let mut tunnels: Vec<Value> = (1..locations).map(tunnel).collect();
+    let second = (locations > 3).then_some(locations + 3);
+    let mut tunnels: Vec<Value> = (1..locations).chain(second).map(tunnel).collect();
     tunnels.push(json!({"name": "peer:laptop-ana", "key": key(90_001), "endpoint": "198.51.100.7:40112", "lastHandshake": time(41), "receivedBytes": 88_412, "sentBytes": 912_000}));
     let degraded = silent.iter().map(|name| {
         format!("{name} ({}-node-000 at 203.0.2.1:51820) does not answer: the last handshake was 14m ago; bytes are sent in vain for 1m 5s", city(2))

@@ -13,7 +13,8 @@ const FIRST = 5;
 const $ = (id) => document.getElementById(id);
 const map = mapIn($("map"), $("tip"));
 let report = null;
-let isLost = false;
+/** Why the report is old: null, or { kind, text }. */
+let lost = null;
 let showAll = false;
 
 for (const id of ["tools", "map-section", "cards-section"]) $(id).hidden = false;
@@ -22,12 +23,27 @@ function set(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+/** What stands in the place of the verdict when the report is old. */
+function lostText(node) {
+  if (lost.kind === "gone") return `The agent of ${node} does not answer.`;
+  if (lost.kind === "error") return `The agent of ${node} answers, but not with its status: ${lost.text}.`;
+  return `Signed out: the agent of ${node} does not accept this page's token any more.`;
+}
+
+/** Word beside the name, and at the beginning of the title. */
+const LOST = { gone: ["no answer", "No answer"], error: ["not current", "Not current"], refused: ["signed out", "Signed out"] };
+
+function showLive() {
+  $("live").className = "live " + (lost ? "lost" : "on");
+  set($("live"), lost ? LOST[lost.kind][0] : "live");
+  $("sign-in").hidden = !lost || lost.kind !== "refused";
+}
+
 function showVerdict() {
   const { healthy, text, problems } = report.verdict;
   const node = report.agent.node;
-  const gone = `The agent of ${node} does not answer. What is shown is as of ${clock(report.time)}: ${text}`;
-  $("verdict").className = "verdict " + (isLost ? "bad" : healthy ? "good" : "bad");
-  set($("verdict-text"), isLost ? gone : text);
+  $("verdict").className = "verdict " + (lost ? "bad" : healthy ? "good" : "bad");
+  set($("verdict-text"), lost ? `${lostText(node)} What is shown is as of ${clock(report.time)}: ${text}` : text);
   const shown = showAll ? problems : problems.slice(0, FIRST);
   const list = $("problems");
   const key = JSON.stringify(shown);
@@ -39,11 +55,10 @@ function showVerdict() {
   more.hidden = problems.length <= FIRST;
   more.textContent = showAll ? "Show the first only" : `Show all ${problems.length} problems`;
   more.setAttribute("aria-expanded", String(showAll));
-  const word = isLost ? "No answer" : healthy ? "Healthy" : problems.length === 1 ? "1 problem" : `${problems.length} problems`;
-  document.title = `${healthy && !isLost ? "✔" : "✖"} ${word} – ${node} – Kilo`;
+  const word = lost ? LOST[lost.kind][1] : healthy ? "Healthy" : problems.length === 1 ? "1 problem" : `${problems.length} problems`;
+  document.title = `${healthy && !lost ? "✔" : "✖"} ${word} – ${node} – Kilo`;
   set($("who"), `as ${node} sees it, kg ${report.agent.version}`);
-  $("live").className = "live " + (isLost ? "lost" : "on");
-  set($("live"), isLost ? "no answer" : "live");
+  showLive();
   $("live").title = `as of ${report.time}`;
 }
 
@@ -96,11 +111,11 @@ follow({
     map.show(report, found);
     fillLive(report, found);
   },
-  lost(now) {
-    if (now === isLost) return;
-    isLost = now;
+  lost(why) {
+    if (JSON.stringify(why) === JSON.stringify(lost)) return;
+    lost = why;
     if (report) showVerdict();
-    else set($("live"), now ? "no answer" : "live");
+    else showLive();
   },
 });
 

@@ -1,6 +1,6 @@
 // Locations as cards, what is wrong first.
 
-import { ago, bytes, count, h, pageOf, plain, tunnelState } from "./text.js";
+import { ago, bytes, count, gatewaysOf, h, nodeAt, pageOf, plain, roleOf, tunnelState } from "./text.js";
 
 /** With more locations than this, cards of those that are well are short until opened. */
 const LONG_CARDS = 12;
@@ -16,10 +16,10 @@ const STATES = {
 /** good, warn or bad. */
 export function stateOf(report, location, problems) {
   if (!location.leader || problems.has("location/" + location.name)) return "bad";
-  const own = report.agent.node === location.leader;
-  const tunnel = own ? null : report.agent.tunnels.find((tunnel) => tunnel.name === location.name);
-  if (tunnel && tunnelState(report, tunnel) === "silent") return "bad";
-  if (location.ready < location.nodes || location.warning || location.acting) return "warn";
+  const tunnels = report.agent.tunnels.filter((tunnel) => tunnel.name === location.name);
+  const silent = tunnels.filter((tunnel) => tunnelState(report, tunnel) === "silent").length;
+  if (silent > 0 && silent === tunnels.length) return "bad";
+  if (location.ready < location.nodes || location.warning || location.acting || silent > 0) return "warn";
   return "good";
 }
 
@@ -76,6 +76,7 @@ function describe(report, location, nodes, isOwn) {
     rule: report.leaderRules[location.reason] || null,
     since: location.since ? (location.changes === 0 ? "at least " : "") + ago(report, location.since).replace(" ago", "") : null,
     changes: location.changes || 0,
+    gateways: gatewaysOf(location, nodes),
     endpoint: location.endpoint,
     address: location.wireguardIP,
     warning: location.warning || null,
@@ -90,9 +91,10 @@ function describe(report, location, nodes, isOwn) {
       bytes(tunnel.receivedBytes),
       bytes(tunnel.sentBytes),
       tunnel.endpoint || null,
+      tunnels.length > 1 && nodeAt(report, tunnel) ? nodeAt(report, tunnel).name : null,
     ]),
     out: nodes.filter((node) => !node.ready).map((node) => [node.name, (node.notReady || []).join(", ")]),
-    nodes: nodes.map((node) => [node.name, node.ready]),
+    nodes: nodes.map((node) => [node.name, node.ready, roleOf(node)]),
   };
 }
 
@@ -100,8 +102,8 @@ function draw({ location, state }, facts, nodes, report, isLong, open, text) {
   const [ready, all] = facts.ready;
   const badge = h("span", { class: "badge " + state }, `${ready}/${all} ready`);
   const card = h("article", { class: "card " + state, "data-key": location.name, "data-text": text, "aria-label": `${facts.kind} ${facts.title}` },
-    h("h3", {}, facts.title, " ", facts.isOwn && h("small", {}, "this node's "), badge),
-    leader(facts, report));
+    h("h3", {}, facts.title, " ", facts.isOwn && h("small", {}, "here "), badge),
+    leader(facts, report), gateways(facts, report));
   if (facts.warning) card.append(h("p", { class: "warning" }, facts.warning));
   if (facts.out.length > 0) card.append(outOf(facts.out));
   const details = h("details", { open },
@@ -119,13 +121,24 @@ function leader(facts, report) {
   const since = facts.since ? ` for ${facts.since}` : "";
   const changes = facts.changes > 0 ? `, ${count(facts.changes, "change")} seen` : "";
   const node = report.nodes.find((node) => node.name === (facts.acting || facts.leader));
-  const url = node && node.name !== report.agent.node ? pageOf(node) : null;
-  const name = (text) => (url ? h("a", { href: url, rel: "noreferrer", title: "its page" }, text) : h("b", {}, text));
+  const name = (text) => linked(text, node, report);
   if (facts.acting && facts.acting !== facts.leader) {
     return h("p", { class: "leader" }, name(facts.acting), " acts as leader", h("br"),
       h("small", {}, "in the place of ", facts.leader, since, changes));
   }
   return h("p", { class: "leader" }, "Leader ", name(facts.leader), h("br"), h("small", {}, facts.rule || "", since && "," + since, changes));
+}
+
+/** A node's name, which leads to its page where that can be. */
+function linked(text, node, report) {
+  const url = node && node.name !== report.agent.node ? pageOf(node) : null;
+  return url ? h("a", { href: url, rel: "noreferrer", title: "its page" }, text) : h("b", {}, text);
+}
+
+function gateways(facts, report) {
+  if (facts.gateways.length === 0) return null;
+  const item = ([name, nodes]) => h("li", {}, linked(name, report.nodes.find((node) => node.name === name), report), ` for ${count(nodes, "node")}`);
+  return h("div", { class: "gateways" }, h("p", {}, `${facts.gateways.length} gateways share its nodes:`), h("ul", {}, facts.gateways.map(item)));
 }
 
 function outOf(out) {
@@ -139,9 +152,9 @@ function endpoints(facts) {
   return h("dl", {}, h("dt", {}, "Endpoint"), h("dd", {}, facts.endpoint || "–"), h("dt", {}, "WireGuard"), h("dd", {}, facts.address || "–"));
 }
 
-function tunnel([state, handshake, received, sent, endpoint]) {
+function tunnel([state, handshake, received, sent, endpoint, node]) {
   return h("p", { class: "tunnel " + state, title: STATES[state] },
-    h("b", {}, "Tunnel from here "), h("span", {}, state === "up" ? "" : STATES[state] + "; "),
+    h("b", {}, node ? `Tunnel to ${node} ` : "Tunnel from here "), h("span", {}, state === "up" ? "" : STATES[state] + "; "),
     `handshake ${handshake}`, h("br"), `↓ ${received}  ↑ ${sent}`, endpoint && h("small", {}, " at ", endpoint));
 }
 
@@ -155,7 +168,8 @@ function failover(facts) {
 }
 
 function chip(node, facts) {
-  const role = node.name === facts.acting ? "acting" : node.leads ? "leader" : node.ready ? "member" : "out";
-  const word = { acting: " acts as leader", leader: " leads", member: "", out: " not in the mesh" }[role];
+  const by = roleOf(node);
+  const role = node.name === facts.acting ? "acting" : node.leads ? "leader" : !node.ready ? "out" : by === "gateway" ? "gateway" : "member";
+  const word = { acting: " acts as leader", leader: " leads", gateway: " gateway", member: by && " " + by, out: " not in the mesh" }[role];
   return h("li", { class: "chip " + role, title: node.internalIP || null }, node.name, h("span", { class: "quiet" }, word));
 }

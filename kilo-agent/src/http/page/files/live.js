@@ -8,50 +8,75 @@ const SILENCE = 10000;
 const POLL = 10000;
 const LISTEN_AGAIN = 60000;
 
-/** Calls whole(report), now(part) and lost(isLost) as it learns. */
+/** The agent does not answer: nothing came. */
+const GONE = { kind: "gone" };
+
+/** The answer that is not the report: the page's token is refused, or something else is wrong. */
+async function wrong(answer) {
+  const kind = answer.status === 401 || answer.status === 403 ? "refused" : "error";
+  const [text] = (await answer.text()).split("\n");
+  return { kind, text: text || `status ${answer.status}` };
+}
+
+/** Calls whole(report), now(part) and lost(why) as it learns; why is null when all is well again. */
 export function follow({ whole, now, lost }) {
   let source = null;
   let watch = null;
+  let again = null;
   let polls = null;
   let isFailing = false;
-  const alive = () => {
-    isFailing = false;
+  let isRefused = false;
+  const expect = (time) => {
     clearTimeout(watch);
-    watch = setTimeout(() => lost(true), SILENCE);
-    lost(false);
+    watch = setTimeout(() => lost(GONE), time);
+  };
+  const alive = (time) => {
+    isFailing = false;
+    isRefused = false;
+    expect(time);
+    lost(null);
   };
   const failing = () => {
     // It fails again and again; the first time counts.
     if (isFailing) return;
     isFailing = true;
-    clearTimeout(watch);
-    watch = setTimeout(() => lost(true), PATIENCE);
+    expect(PATIENCE);
   };
   const ask = async () => {
     try {
       const answer = await fetch("status", { cache: "no-store", signal: AbortSignal.timeout(POLL) });
-      if (!answer.ok) throw new Error(answer.statusText);
-      whole(await answer.json());
+      if (answer.ok) {
+        whole(await answer.json());
+        const listens = isRefused;
+        alive(POLL + SILENCE);
+        // Somebody has signed in again, in another tab.
+        if (listens) listen();
+        return;
+      }
+      const why = await wrong(answer);
       clearTimeout(watch);
-      watch = setTimeout(() => lost(true), POLL + SILENCE);
-      lost(false);
+      isRefused = why.kind === "refused";
+      lost(why);
     } catch {
-      lost(true);
+      clearTimeout(watch);
+      lost(GONE);
     }
   };
   const stopAsking = () => {
     clearInterval(polls);
     polls = null;
   };
-  const listen = () => {
+  function listen() {
+    clearTimeout(again);
+    if (source) source.close();
     source = new EventSource("events");
     source.addEventListener("status", (event) => {
       stopAsking();
-      alive();
+      alive(SILENCE);
       whole(JSON.parse(event.data));
     });
     source.addEventListener("now", (event) => {
-      alive();
+      alive(SILENCE);
       now(JSON.parse(event.data));
     });
     source.addEventListener("error", () => {
@@ -64,9 +89,10 @@ export function follow({ whole, now, lost }) {
         ask();
         polls = setInterval(ask, POLL);
       }
-      setTimeout(listen, LISTEN_AGAIN);
+      clearTimeout(again);
+      again = setTimeout(listen, LISTEN_AGAIN);
     });
-  };
+  }
   failing();
   listen();
 }

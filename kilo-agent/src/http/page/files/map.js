@@ -2,7 +2,7 @@
 
 import { arrange, box, LONGEST, nearest } from "./layout.js";
 import { stateOf } from "./cards.js";
-import { ago, bytes, count, h, plain, s, tunnelState } from "./text.js";
+import { ago, bytes, count, gatewaysOf, h, nodeAt, plain, roleOf, s, stateOfAll, tunnelState } from "./text.js";
 import { viewOf } from "./view.js";
 
 /** With no more nodes than this all boxes are open at first. */
@@ -25,6 +25,8 @@ export function mapIn(place, tip) {
   let begun = false;
   /** Things with a place: key, x, y, width, height, element, about(). */
   let things = [];
+  /** Tunnels from here with their states, by the name of the other end. */
+  let tunnels = new Map();
   const opened = new Map();
   let everything = null;
   const hide = () => { tip.hidden = true; };
@@ -34,6 +36,11 @@ export function mapIn(place, tip) {
     opened.get(location.name) ?? everything ?? (total <= OPEN_AT_FIRST || (location.nodes === 1 && total <= 200));
 
   function draw() {
+    tunnels = new Map();
+    for (const tunnel of report.agent.tunnels.filter((tunnel) => tunnel.name)) {
+      if (!tunnels.has(tunnel.name)) tunnels.set(tunnel.name, []);
+      tunnels.get(tunnel.name).push({ tunnel, state: tunnelState(report, tunnel) });
+    }
     const members = new Map();
     for (const node of report.nodes) {
       if (!members.has(node.location)) members.set(node.location, []);
@@ -41,7 +48,7 @@ export function mapIn(place, tip) {
     }
     const problems = new Set(report.verdict.problems.map((problem) => problem.object));
     const boxes = report.locations.map((location) => {
-      const nodes = [...(members.get(location.name) || [])].sort((a, b) => b.leads - a.leads || a.ready - b.ready);
+      const nodes = [...(members.get(location.name) || [])].sort(inOrder);
       const hit = found && nodes.some((node) => found.nodes.has(node.name)) && found.nodes.size <= 60;
       const open = isOpen(location, report.nodes.length) || !!(hit && opened.get(location.name) !== false);
       const state = stateOf(report, location, problems);
@@ -54,8 +61,9 @@ export function mapIn(place, tip) {
       all.push({ peers, open, state: "peers", ...box(peers.map((peer) => peer.name), open, 9) });
     }
     const shape = JSON.stringify([
-      all.map((it) => [it.location, it.peers, it.open, it.state, it.nodes && it.nodes.map((node) => [node.name, node.ready, node.leads])])
-      , found && [[...found.nodes], [...found.shown], [...found.peers]], tunnelsOf().map((it) => [it.tunnel.key, it.state]), svg.clientWidth,
+      all.map((it) => [it.location, it.peers, it.open, it.state, it.nodes && it.nodes.map((node) => [node.name, node.ready, roleOf(node)])]),
+      found && [[...found.nodes], [...found.shown], [...found.peers]],
+      [...tunnels.values()].flat().map((it) => [it.tunnel.key, it.state]), svg.clientWidth,
     ], (key, value) => (key === "since" ? undefined : value));
     if (shape === drawn) return;
     drawn = shape;
@@ -82,9 +90,11 @@ export function mapIn(place, tip) {
 
   const own = () => report.nodes.find((node) => node.name === report.agent.node);
   const isOwn = (it) => !!it.location && own() && own().location === it.location.name;
-  const tunnelsOf = () => report.agent.tunnels
-    .filter((tunnel) => tunnel.name)
-    .map((tunnel) => ({ tunnel, state: tunnelState(report, tunnel) }));
+  const tunnelsTo = (location) => tunnels.get(location.name) || [];
+  const stateTo = (location) => stateOfAll(tunnelsTo(location).map((it) => it.state));
+  /** Who leads, then gateways, then who is not in the mesh; nodes of one gateway stand together. */
+  const rank = (node) => (node.leads ? 0 : node.ready && node.gateway === node.name ? 1 : node.ready ? 3 : 2);
+  const inOrder = (a, b) => rank(a) - rank(b) || (a.gateway || "").localeCompare(b.gateway || "");
 
   function linesOf(boxes) {
     const lines = [];
@@ -101,13 +111,13 @@ export function mapIn(place, tip) {
       led.forEach((a, at) => led.slice(at + 1).forEach((b) => lines.push(path(a, b, { class: "other" }))));
     }
     const here = boxes.find(isOwn);
-    for (const { tunnel, state } of tunnelsOf()) {
-      const there = boxes.find((it) => it.location.name === tunnel.name);
-      if (!here || !there || here === there) continue;
+    for (const there of boxes) {
+      if (!here || here === there || tunnelsTo(there.location).length === 0) continue;
+      const [{ name }, state] = [there.location, stateTo(there.location)];
       // A fan of good lines hides the bad ones: those are drawn when their location is pointed at.
       const many = led.length > ALL_LINES && state === "up" ? " many" : "";
-      const dim = found && !found.shown.has(tunnel.name) ? " dim" : "";
-      lines.push(path(here, there, { class: `tunnel ${state}${many}${dim}`, "data-to": tunnel.name }));
+      const dim = found && !found.shown.has(name) ? " dim" : "";
+      lines.push(path(here, there, { class: `tunnel ${state}${many}${dim}`, "data-to": name }));
     }
     return lines;
   }
@@ -125,8 +135,7 @@ export function mapIn(place, tip) {
       label(it.x + 10, it.y + 18, short(title, letters), "title"),
       label(it.x + it.width - 18, it.y + 19, it.open ? "−" : "+", "sign"),
       label(it.x + 10, it.y + 33, short(below(it), Math.floor((it.width - 20) / 6)), "sub"));
-    const tunnel = it.location && tunnelsOf().find(({ tunnel }) => tunnel.name === it.location.name);
-    if (tunnel) group.append(s("circle", { class: "ping " + tunnel.state, cx: it.x + it.width - 29, cy: it.y + 14, r: 4.5 }));
+    if (it.location && tunnelsTo(it.location).length > 0) group.append(s("circle", { class: "ping " + stateTo(it.location), cx: it.x + it.width - 29, cy: it.y + 14, r: 4.5 }));
     add({ key, location: it.location && it.location.name, x: it.x, y: it.y, width: it.width, height: 34, element: head, about: () => aboutBox(it), toggle: () => toggle(it) });
     const children = it.peers || it.nodes;
     children.forEach((child, at) => {
@@ -168,7 +177,7 @@ export function mapIn(place, tip) {
 
   function drawNode(node, { x, y }, it) {
     const acting = it.location.acting;
-    const role = node.name === acting ? "acting" : !node.ready ? "out" : node.leads ? "leader" : "member";
+    const role = node.name === acting ? "acting" : !node.ready ? "out" : node.leads ? "leader" : roleOf(node) === "gateway" ? "gateway" : "member";
     const dim = found && !found.nodes.has(node.name) && !found.locations.has(node.location);
     const about = () => aboutNode(node, role);
     const { width, height } = it.unit;
@@ -180,6 +189,7 @@ export function mapIn(place, tip) {
       it.open && label(x + 8, y + 16, tight(node.name)),
       it.open && role === "out" && label(end, y + 16, "✕", "cross"),
       !it.open && role === "out" && s("path", { d: `M${x + 3} ${y + 3}l6 6m0-6l-6 6`, class: "cross" }),
+      it.open && role === "gateway" && label(end, y + 16, "◆", "star"),
       it.open && role === "leader" && label(end, y + 17, "★", "star"),
       it.open && role === "acting" && label(end, y + 17, "☆", "star"));
   }
@@ -207,9 +217,14 @@ export function mapIn(place, tip) {
     if (!location.leader) lines.push("nobody leads it: nothing reaches it");
     else if (location.acting) lines.push(`${location.acting} acts as leader in the place of ${location.leader}`);
     else lines.push(`leader ${location.leader}: ${report.leaderRules[location.reason] || ""}`);
+    const shares = gatewaysOf(location, it.nodes).map(([name, nodes]) => `${name} for ${count(nodes, "node")}`);
+    if (shares.length > 0) lines.push(`${shares.length} gateways: ${shares.join(", ")}`);
     if (location.endpoint) lines.push(`endpoint ${location.endpoint}`);
-    for (const { tunnel, state } of tunnelsOf().filter(({ tunnel }) => tunnel.name === location.name)) {
-      const words = { up: "tunnel up", idle: "tunnel without a recent handshake", silent: "tunnel does not answer" }[state];
+    const all = tunnelsTo(location);
+    for (const { tunnel, state } of all) {
+      const node = all.length > 1 && nodeAt(report, tunnel);
+      const to = node ? `tunnel to ${node.name}` : "tunnel";
+      const words = { up: `${to} up`, idle: `${to} without a recent handshake`, silent: `${to} does not answer` }[state];
       lines.push(`${words}: handshake ${ago(report, tunnel.lastHandshake)}, ↓ ${bytes(tunnel.receivedBytes)} ↑ ${bytes(tunnel.sentBytes)}`);
     }
     if (isOwn(it)) lines.push("this node's location");
@@ -218,8 +233,9 @@ export function mapIn(place, tip) {
   }
 
   function aboutNode(node, role) {
-    const words = { acting: "acts as leader", leader: "leads", member: "ready", out: "not in the mesh: " + ((node.notReady || []).join(", ") || "not ready") }[role];
-    return [node.name, words, node.internalIP && `address ${node.internalIP}`, node.podCIDRs.length > 0 && `pods ${node.podCIDRs.join(", ")}`,
+    const words = { acting: "acts as leader", leader: "leads", gateway: "gateway: one of its location's active leaders", member: "ready", out: "not in the mesh: " + ((node.notReady || []).join(", ") || "not ready") }[role];
+    const by = node.gateway && node.gateway !== node.name && `uses gateway ${node.gateway}`;
+    return [node.name, words, by, node.internalIP && `address ${node.internalIP}`, node.podCIDRs.length > 0 && `pods ${node.podCIDRs.join(", ")}`,
       `checked in ${ago(report, node.lastSeen)}`, node.name === report.agent.node && "this node"].filter(Boolean);
   }
 

@@ -1,6 +1,6 @@
 // The tables behind the picture. Rows that say the same stay the elements they are.
 
-import { ago, bytes, h, plain } from "./text.js";
+import { ago, bytes, h, nodeAt, plain, roleOf } from "./text.js";
 
 /** Fills a table's body. Each row: [key, cells], the first cell its head. */
 function fill(id, rows, columns, nothing) {
@@ -31,11 +31,15 @@ export function fillLive(report, found) {
   const agent = report.agent;
   const drops = Object.entries(report.dropReasons).sort((a, b) => agent.drops[b[0]] - agent.drops[a[0]]);
   fill("drops", drops.map(([reason, help]) => [reason, [reason, n(agent.drops[reason]), help.meaning, help.remedy]]), 4);
+  const end = (tunnel) => {
+    const node = nodeAt(report, tunnel);
+    return (tunnel.name || tunnel.key) + (node ? ` (${node.name})` : "");
+  };
   const tunnels = agent.tunnels.map((tunnel) => [
     tunnel.key,
-    [tunnel.name || tunnel.key, tunnel.endpoint || "–", ago(report, tunnel.lastHandshake), n(bytes(tunnel.receivedBytes)), n(bytes(tunnel.sentBytes))],
+    [end(tunnel), tunnel.endpoint || "–", ago(report, tunnel.lastHandshake), n(bytes(tunnel.receivedBytes)), n(bytes(tunnel.sentBytes))],
   ]);
-  fill("tunnels", tunnels, 5, "none: only the leader of a location has tunnels");
+  fill("tunnels", tunnels, 5, "none: only leaders, gateways and stand-bys have tunnels");
   fillPeers(report, found);
 }
 
@@ -45,7 +49,7 @@ function fillPeers(report, found) {
     const tunnel = peer.key && tunnels.get(peer.key);
     const here = tunnel
       ? [ago(report, tunnel.lastHandshake), n(bytes(tunnel.receivedBytes)), n(bytes(tunnel.sentBytes))]
-      : ["–", "–", "–"];
+      : ["–", n("–"), n("–")];
     return [peer.name, [peer.name, peer.valid ? "yes" : "no", peer.allowedIPs.join(", "), peer.endpoint || "–", ...here, peer.reason || ""]];
   });
   fill("peers", peers, 8);
@@ -63,19 +67,20 @@ export function fillTables(report, found) {
   fill("locations", locations.map((location) => [location.name, [
     plain(location.name),
     location.acting ? `${location.acting} in the place of ${location.leader}` : location.leader || "nobody",
+    (location.gateways || []).join(", ") || "–",
     location.since ? ago(report, location.since) : "unknown",
     (report.leaderRules[location.reason] || "no node is ready") + (location.warning ? "; " + location.warning : ""),
     location.endpoint || "–",
     location.wireguardIP || "–",
     n(`${location.ready}/${location.nodes}`),
-  ]]), 7);
+  ]]), 8);
   const nodes = report.nodes.filter((node) => !found || found.nodes.has(node.name) || found.locations.has(node.location));
   // What is wrong first.
   nodes.sort((a, b) => a.ready - b.ready || b.leads - a.leads);
   fill("nodes", nodes.map((node) => [node.name, [
     node.name,
     plain(node.location),
-    node.leads ? "leader" : "",
+    roleOf(node),
     node.ready ? "yes" : "no",
     node.internalIP || "–",
     node.podCIDRs.join(", "),

@@ -72,12 +72,38 @@ export function count(number, one, many) {
 /** After this many seconds WireGuard no longer uses a handshake's keys. */
 const VALID = 180;
 
+const owners = new WeakMap();
+
+/** The node whose key a tunnel's other end has; undefined for VPN peers. */
+export function nodeAt(report, tunnel) {
+  if (!owners.has(report.nodes)) owners.set(report.nodes, new Map(report.nodes.map((node) => [node.key, node])));
+  return owners.get(report.nodes).get(tunnel.key);
+}
+
 /** What a tunnel's handshake says: up, idle or silent. */
 export function tunnelState(report, tunnel) {
   const degraded = (report.agent && report.agent.degraded) || [];
-  if (tunnel.name && degraded.some((what) => what.startsWith(tunnel.name + " "))) return "silent";
+  const node = nodeAt(report, tunnel);
+  const names = node ? [`${tunnel.name} (${node.name} `, `${tunnel.name} (${node.name})`] : [tunnel.name + " "];
+  if (tunnel.name && degraded.some((what) => names.some((name) => what.startsWith(name)))) return "silent";
   const seconds = age(report, tunnel.lastHandshake);
   return seconds !== null && seconds <= VALID ? "up" : "idle";
+}
+
+/** Of several tunnels to one location: silent when one is, up when one is. */
+export function stateOfAll(states) {
+  return ["silent", "up"].find((state) => states.includes(state)) || "idle";
+}
+
+/** leader, gateway, "by" the gateway that a node uses, or nothing: as kgctl status has it. */
+export function roleOf(node) {
+  if (node.leads || !node.gateway) return node.leads ? "leader" : "";
+  return node.gateway === node.name ? "gateway" : `by ${node.gateway}`;
+}
+
+/** The gateways of a location, each with how many nodes use it, itself among them; none where one node leads alone. */
+export function gatewaysOf(location, nodes) {
+  return (location.gateways || []).map((name) => [name, nodes.filter((node) => node.gateway === name).length]);
 }
 
 /** Where the agent of another node shows its page, when this one was asked at its address. */
