@@ -64,6 +64,7 @@ mod tests {
             several: None,
         };
         let mut number = 0;
+            cookies: std::collections::BTreeMap::new(),
         let mut random = move || {
             number += 1;
             number

@@ -6,7 +6,6 @@ use std::{
     net::{IpAddr, Ipv6Addr},
     os::fd::{AsFd, AsRawFd as _, BorrowedFd},
     sync::{Arc, atomic::Ordering},
-    time::{SystemTime, UNIX_EPOCH},
 };
 
 use aya::maps::{MapData, RingBuf};
@@ -227,10 +226,10 @@ impl Thread {
         let leads_itself = term > Term::NONE && gateway == site.place.me;
         let led: Vec<NodeId> =
             self.led.iter().copied().chain(leads_itself.then_some(site.place.me)).collect();
-        let clock = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let start = Start {
             now,
-            clock: u64::try_from(clock.as_micros()).unwrap_or(0),
+            // Of this boot, as the cookies of its kernel are.
+            clock: now,
             word: (term, gateway),
             led,
             is_boot: term == Term::NONE,
@@ -476,6 +475,11 @@ impl Thread {
             Note::Leaps(from) => {
                 self.metrics.refused("leap");
                 tracing::debug!(from = self.name(from), "a signal's term leaps");
+                return;
+            }
+            Note::Replayed(from) => {
+                self.metrics.refused("replayed");
+                tracing::debug!(from = self.name(from), "a signal was said before, or in another boot");
                 return;
             }
             Note::TakesOver { from, all, since } => {

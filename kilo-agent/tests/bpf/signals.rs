@@ -135,14 +135,14 @@ fn all() -> Vec<Signal<Vec<u64>>> {
         signal(Kind::Verdict, 1, Body::Witness { id: 1, verdict: Verdict::Works }),
         signal(Kind::Announce, 1, Body::Word { cookie: COOKIE, gateway: OTHER }),
         signal(Kind::Follows, 1, Body::Word { cookie: 0, gateway: OTHER }),
-        signal(Kind::Adopt, 1, Body::Members { age: 5, members: members() }),
-        signal(Kind::Handover, 1, Body::Members { age: 0, members: (0..128).collect() }),
+        signal(Kind::Adopt, 1, Body::Members { cookie: 5, age: 5, members: members() }),
+        signal(Kind::Handover, 1, Body::Members { cookie: 5, age: 0, members: (0..128).collect() }),
         signal(Kind::Hello, 1, Body::Hello { is_fit: true, leads: false, gateway: 1, losses: vec![1, 2] }),
         signal(Kind::Claim, 1, claim()),
         signal(Kind::Moved, 1, claim()),
         signal(Kind::End, 1, claim()),
-        signal(Kind::Prepare, 1, Body::Change { gateway: OWN }),
-        signal(Kind::Ready, 1, Body::Change { gateway: OWN }),
+        signal(Kind::Prepare, 1, Body::Change { cookie: COOKIE, gateway: OWN }),
+        signal(Kind::Ready, 1, Body::Change { cookie: COOKIE, gateway: OWN }),
     ]
 }
 
@@ -600,7 +600,7 @@ fn the_agent_sends_into_the_tunnel_to_the_lan_and_as_the_host_does() {
         world.tables = with_keys(world.tables.clone());
         world.attach(&["eth0"], &[]).await;
         let (tunnel, signals) = (opened(), world.signals());
-        let bytes = written(&signal(Kind::Prepare, 1, Body::Change { gateway: OWN }));
+        let bytes = written(&signal(Kind::Prepare, 1, Body::Change { cookie: COOKIE, gateway: OWN }));
         signals.send(Way::Tunnel, &udp_v6(control(OWN), control(ELSEWHERE), &bytes)).unwrap();
         let sent = tunnel.sent(6, 17);
         assert_eq!(sent[48..], bytes);
