@@ -83,6 +83,8 @@ pub(crate) struct Gateway {
     next_roll: Micros,
     next_hello: Micros,
     wished: Micros,
+    /// Since when it is one, as far as this agent knows.
+    pub(crate) since: Micros,
 }
 
 /// An agent.
@@ -117,14 +119,15 @@ impl Gateway {
             sentinel: Sentinel::default(),
             roll: Roll::default(),
             others: Others::default(),
+            numbers: Numbers::default(),
             lead: None,
             returns: Returns::default(),
-            numbers: Numbers::default(),
             planned: Planned::default(),
             homing: Homing::default(),
             next_roll: now + random() % (params.roll / 10),
             next_hello: now + random() % params.hello,
             wished: 0,
+            since: now,
         }
     }
 }
@@ -170,10 +173,10 @@ impl Agent {
             (Some(gateway), true) => {
                 gateway.tunnels.fars_are(&self.params, &place.fars, now);
                 gateway.roll.nodes_are(&place.nodes);
+                gateway.numbers.nodes_are(&place.nodes);
                 gateway.lead.as_mut().is_some_and(|lead| lead.place_is(&place.nodes, &place.fars, now))
             }
             (Some(gateway), false) => {
-                gateway.numbers.nodes_are(&place.nodes);
                 let led = gateway.lead.is_some();
                 self.gateway = None;
                 led
@@ -280,10 +283,10 @@ impl Agent {
             fars: &self.place.fars,
             nodes: self.place.nodes.len(),
             stamp: self.stamp(now),
+            cookies: &self.place.cookies,
         }
     }
 
-            cookies: &self.place.cookies,
     /// The term and gateway this node's packets use, as its agent knows it.
     pub fn word(&self) -> (Term, NodeId) {
         self.word
@@ -498,12 +501,12 @@ impl Agent {
         if !signal.term.is_near(self.term) && self.params.keeps(Rule::NoLeap) {
             return turn.push(Output::Note(Note::Leaps(from)));
         }
-        match (signal.kind, &signal.body) {
-            (Kind::Witness, _) => {
-                let mut member = std::mem::replace(&mut self.member, Member::new(0));
         if !self.is_new(from, &signal, turn) {
             return;
         }
+        match (signal.kind, &signal.body) {
+            (Kind::Witness, _) => {
+                let mut member = std::mem::replace(&mut self.member, Member::new(0));
                 member.asked(&self.params, signal, &self.around(turn.now), turn);
                 self.member = member;
             }
@@ -554,10 +557,10 @@ impl Agent {
             lead.announce(from, present, turn);
         }
         self.heard_word(from, present.word, turn);
+        self.boot_is(from, present.cookie, turn);
     }
 
     fn heard_word(&mut self, from: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
-        self.boot_is(from, present.cookie, turn);
         self.term = self.term.max(word.0);
         let lead = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut());
         if lead.is_some_and(|lead| lead.hears(from, word, turn.now)) {
