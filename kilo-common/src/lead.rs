@@ -43,6 +43,12 @@ impl Term {
         self.count() <= known.count().saturating_add(LEAP)
     }
 
+    /// How far terms may be for who was told of a later one by a single signal: [`LEAP`] changes more.
+    #[must_use]
+    pub const fn next_step(self) -> Self {
+        Self((self.count().saturating_add(LEAP) as u64) << TIE_BITS)
+    }
+
     /// The first term after this one that is `gateway`'s (its [`crate::signal`] id).
     #[must_use]
     pub const fn next(self, gateway: u64) -> Self {

@@ -126,8 +126,8 @@ pub struct Header {
     pub kind: Kind,
     /// Its whole length in bytes, a multiple of 8.
     pub length: usize,
-    /// A random number that the answer repeats; of ADOPT and HANDOVER a number
-    /// that grows with each one a sender makes.
+    /// A random number that the answer repeats; of ADOPT, HANDOVER and PREPARE a number
+    /// that grows with each one a sender makes in one boot.
     pub nonce: u64,
     /// The term it is about.
     pub term: Term,
@@ -266,6 +266,8 @@ pub enum Body<L> {
     },
     /// ADOPT, HANDOVER.
     Members {
+        /// The sender's own secret for who gets this, as its kernel says it in PRESENT: of this boot.
+        cookie: u64,
         /// For how long what is complained about has lasted, in ms; 0: it is a wish.
         age: u32,
         /// Whom it is about.
@@ -295,6 +297,8 @@ pub enum Body<L> {
     },
     /// PREPARE, READY.
     Change {
+        /// As in `Members`; of READY 0.
+        cookie: u64,
         /// The next leader.
         gateway: u64,
     },
@@ -350,14 +354,14 @@ impl<L> Signal<L> {
             Body::Word { cookie, gateway } => Body::Word { cookie, gateway },
             Body::Question { id, patience } => Body::Question { id, patience },
             Body::Witness { id, verdict } => Body::Witness { id, verdict },
-            Body::Members { age, members } => Body::Members { age, members: change(members) },
+            Body::Members { cookie, age, members } => Body::Members { cookie, age, members: change(members) },
             Body::Hello { is_fit, leads, gateway, losses } => {
                 Body::Hello { is_fit, leads, gateway, losses: change(losses) }
             }
             Body::Claim { gateway, shared, part, members } => {
                 Body::Claim { gateway, shared, part, members: change(members) }
             }
-            Body::Change { gateway } => Body::Change { gateway },
+            Body::Change { cookie, gateway } => Body::Change { cookie, gateway },
         };
         Signal { kind, nonce, term, sender, location, body }
     }
@@ -404,13 +408,13 @@ fn body(kind: Kind, words: &[[u8; 8]]) -> Result<Body<Words<'_>>, Malformed> {
             };
             Body::Witness { id, verdict }
         }
-        (Kind::Adopt | Kind::Handover, [first, rest @ ..]) => {
-            let (age, zero) = halves(first);
+        (Kind::Adopt | Kind::Handover, [cookie, second, rest @ ..]) => {
+            let (age, zero) = halves(second);
             if zero != 0 {
                 return Err(Malformed::Value);
             }
             members(rest)?;
-            Body::Members { age, members: Words(rest) }
+            Body::Members { cookie: number(cookie), age, members: Words(rest) }
         }
         (Kind::Hello, [flags, gateway, rest @ ..]) => {
             let flags = number(flags);
@@ -438,7 +442,9 @@ fn body(kind: Kind, words: &[[u8; 8]]) -> Result<Body<Words<'_>>, Malformed> {
             members(rest)?;
             Body::Claim { gateway: number(gateway), shared, part, members: Words(rest) }
         }
-        (Kind::Prepare | Kind::Ready, [gateway]) => Body::Change { gateway: number(gateway) },
+        (Kind::Prepare | Kind::Ready, [cookie, gateway]) => {
+            Body::Change { cookie: number(cookie), gateway: number(gateway) }
+        }
         _ => return Err(Malformed::Length),
     })
 }
@@ -457,13 +463,14 @@ pub fn write<L: List>(out: &mut [u8; LONGEST], signal: &Signal<L>, key: Option<K
     let mut list = None;
     match &signal.body {
         Body::Empty => {}
-        Body::Word { cookie, gateway } => {
+        Body::Word { cookie, gateway } | Body::Change { cookie, gateway } => {
             put(*cookie);
             put(*gateway);
         }
         Body::Question { id, patience } => put(both(*id, *patience)),
         Body::Witness { id, verdict } => put(both(*id, *verdict as u32)),
-        Body::Members { age, members } => {
+        Body::Members { cookie, age, members } => {
+            put(*cookie);
             put(both(*age, 0));
             list = Some(members);
         }
@@ -477,7 +484,6 @@ pub fn write<L: List>(out: &mut [u8; LONGEST], signal: &Signal<L>, key: Option<K
             put(both(*shared as u32, u32::from(part.0) << 16 | u32::from(part.1)));
             list = Some(members);
         }
-        Body::Change { gateway } => put(*gateway),
     }
     if let Some(list) = list {
         if list.count() > MAX_MEMBERS {

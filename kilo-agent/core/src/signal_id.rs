@@ -3,6 +3,7 @@
 use std::net::Ipv6Addr;
 
 use hkdf::Hkdf;
+use ipnet::IpNet;
 use kilo_common::siphash;
 use sha2::{Digest as _, Sha256};
 use x25519_dalek::{PublicKey as DalekPublic, StaticSecret};
@@ -39,6 +40,21 @@ pub fn control_address(key: &PublicKey) -> Ipv6Addr {
     octets[6..].iter_mut().zip(hash).for_each(|(octet, byte)| *octet = byte);
     octets.into()
 }
+
+/// Whether a prefix lies in the network of control addresses: no object may have it, for who has a gateway's
+/// address speaks as that gateway. One that holds the network, such as `::/0`, takes nothing from a gateway's
+/// longer prefix.
+pub fn is_control(prefix: &IpNet) -> bool {
+    match prefix {
+        IpNet::V6(net) => {
+            net.prefix_len() >= CONTROL_LENGTH && net.addr().octets().starts_with(&CONTROL_NETWORK)
+        }
+        IpNet::V4(_) => false,
+    }
+}
+
+/// Why [`is_control`] is refused, for people.
+pub const CONTROL_REFUSED: &str = "fd6b:696c:6f00::/48 holds the addresses that gateways sign failover with";
 
 /// The key of signals between two nodes, the same from either side; `None` when the public key
 /// is one that gives everybody the same secret.
@@ -97,6 +113,17 @@ mod tests {
         let (one, other) = (secret(1).public(), secret(2).public());
         let address = control_address(&one);
         assert_eq!(address.octets()[..6], CONTROL_NETWORK);
+        assert!(is_control(&IpNet::from(std::net::IpAddr::V6(address))));
+        for (prefix, wanted) in [
+            ("fd6b:696c:6f00::/48", true),
+            ("fd6b:696c:6f00:7::/64", true),
+            ("fd6b:696c:6f00::/47", false),
+            ("::/0", false),
+            ("fd6b:696c:6f01::/48", false),
+            ("10.0.0.0/8", false),
+        ] {
+            assert_eq!(is_control(&prefix.parse().unwrap()), wanted, "{prefix}");
+        }
         assert_ne!(address, control_address(&other));
         // The id is the beginning of the same hash.
         assert_eq!(address.octets()[6..14], node(&one).to_be_bytes());

@@ -45,6 +45,8 @@ pub struct Counts {
     pub gave: u32,
     /// Planned changes that were taken back.
     pub taken_back: u32,
+    /// Signals that agents refused because they had heard them before.
+    pub replayed: u32,
     /// Members adopted.
     pub adopted: u32,
     /// How often a stand-by suspected its leader.
@@ -63,6 +65,11 @@ impl Counts {
         self.taken + self.alone + self.given
     }
 
+    /// How often anybody was led because of a signal.
+    pub fn accepted(&self) -> u32 {
+        self.adopted + self.given
+    }
+
     /// A gateway is given members; one change may come in several signals.
     pub fn is_given(&mut self, gateway: usize, now: Micros) {
         let again = self.last.is_some_and(|(last, at)| last == gateway && at + 50 * MS > now);
@@ -72,7 +79,7 @@ impl Counts {
 }
 
 impl Sim {
-    fn broken(&mut self, rule: &'static str) {
+    pub(crate) fn broken(&mut self, rule: &'static str) {
         if self.counts.broken.insert(rule) && self.log {
             println!("{:>9} BROKEN: {rule}", self.now / MS);
         }

@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// Wall clock of the first moment.
-const CLOCK: u64 = 1_700_000_000_000_000;
+pub(crate) const CLOCK: u64 = 1_700_000_000_000_000;
 /// The location's id.
 pub const LOCATION: u64 = 0x6c6f_6361_7469_6f6e;
 
@@ -340,7 +340,7 @@ impl Sim {
         let place = self.place(node);
         let start = kilo_failover::Start {
             now: self.now,
-            clock: CLOCK + self.now,
+            clock: self.now.wrapping_add(host.clock),
             word: host.said(),
             led: host.led.iter().map(|member| host::id(*member)).collect(),
             is_boot,
@@ -348,6 +348,7 @@ impl Sim {
         let rng = &mut self.rng;
         let agent = Agent::new(self.params.clone(), place, start, &mut || rng.bits());
         self.hosts[node].agent = Some(agent);
+        self.hosts[node].since = self.now;
         self.hosts[node].inbox.clear();
         self.hosts[node].wake = Micros::MAX;
         self.schedule(node);
@@ -364,6 +365,9 @@ impl Sim {
             fars: (0..self.fars.len() as u64).collect(),
             leaving: self.cordoned.iter().map(|node| (host::id(*node), Cause::Cordoned)).collect(),
             several: self.several(),
+            cookies: (0..self.gateways)
+                .map(|other| (host::id(other), self.hosts[node].cookie(host::id(other))))
+                .collect(),
         }
     }
 
@@ -432,7 +436,10 @@ impl Sim {
                 let bytes: Rc<[u8]> = host::write(&signal, host::id(node), to).into();
                 let to = host::index(to);
                 if self.noise.replays
-                    && matches!(signal.kind, Kind::Announce | Kind::Adopt | Kind::Handover | Kind::Verdict)
+                    && matches!(
+                        signal.kind,
+                        Kind::Announce | Kind::Adopt | Kind::Handover | Kind::Prepare | Kind::Verdict
+                    )
                 {
                     for _ in 0..3 {
                         let later = self.now + self.rng.between(SEC, 40 * SEC);
@@ -487,6 +494,7 @@ impl Sim {
             Note::TakesBack(_) => self.counts.taken_back += 1,
             Note::Gives { .. } => self.counts.gave += 1,
             Note::TakesHome(_) => self.counts.took_home += 1,
+            Note::Replayed(_) => self.counts.replayed += 1,
             Note::Tries(_) | Note::GivesUp(_) | Note::Leaps(_) | Note::OverBudget => {}
         }
     }
@@ -572,7 +580,13 @@ impl Sim {
             Taken::Refused => {}
             Taken::Agent(signal) => {
                 let from = signal.sender;
+                let is_numbered = matches!(signal.kind, Kind::Adopt | Kind::Handover);
+                let is_old = self.now > said_at + 3 * SEC && self.hosts[node].since < said_at;
+                let counted = self.counts.accepted();
                 self.input(node, Input::Signal { from, signal });
+                if is_numbered && is_old && counted != self.counts.accepted() {
+                    self.broken("no replay counts");
+                }
             }
             Taken::Answer(answer) => {
                 let event = Event::Lan { to: asker, bytes: answer.into(), said_at: self.now };
@@ -643,9 +657,11 @@ impl Sim {
                 let _ = if on { self.cordoned.insert(node) } else { self.cordoned.remove(&node) };
                 self.objects_changed();
             }
+            // Until it boots nobody asks what time it is.
+            Fault::Clock(node) if on => self.hosts[node].clock = CLOCK - 1_000 * SEC,
             Fault::Leap(node) if on => self.leap(node),
             Fault::Ahead(node) if on => self.ahead(node),
-            Fault::Leap(_) | Fault::Ahead(_) => {}
+            Fault::Clock(_) | Fault::Leap(_) | Fault::Ahead(_) => {}
             Fault::First(node) => {
                 self.first = if on { node.min(self.gateways - 1) } else { 0 };
                 self.objects_changed();

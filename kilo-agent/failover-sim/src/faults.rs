@@ -47,6 +47,8 @@ pub enum Fault {
     Halves(Vec<bool>),
     /// It is cordoned.
     Cordon(usize),
+    /// When it boots its clock is earlier than it was.
+    Clock(usize),
     /// It says the last of all terms, in every signal that has one.
     Leap(usize),
     /// It says in HELLO that there were 700 changes of leader more than anybody knows.

@@ -9,6 +9,8 @@ use kilo_common::{
 };
 use kilo_failover::{Agent, Input, Micros, NodeId, Params, Rule, Signal, Term};
 
+use crate::engine::CLOCK;
+
 /// The id of a node: its index is in the high bits, as hashes of keys differ there.
 pub fn id(index: usize) -> NodeId {
     (index as u64 + 1) << 48 | 0x6b67
@@ -62,8 +64,12 @@ pub struct Host {
     pub led: BTreeSet<usize>,
     /// Its secret; of one boot, mixed with the asker's id.
     pub boot: u64,
+    /// What the clock of an agent that starts there is ahead of time.
+    pub clock: u64,
     /// Whether it runs Go Kilo, which knows no signals.
     pub is_go: bool,
+    /// When its agent started.
+    pub since: Micros,
     /// Its agent, while it lives.
     pub agent: Option<Agent>,
     /// Until when the agent does not run.
@@ -94,7 +100,9 @@ impl Host {
             word: lead::word(Term::NONE, 0),
             led: BTreeSet::new(),
             boot,
+            clock: CLOCK,
             is_go: false,
+            since: 0,
             agent: None,
             stalled: 0,
             inbox: Vec::new(),

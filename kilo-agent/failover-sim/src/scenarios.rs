@@ -141,6 +141,32 @@ pub const SCENARIOS: &[Scenario] = &[
         let moves = |i: u64| (t + i * 6 * SEC, t + i * 6 * SEC + 3 * SEC, Fault::First(first));
         Schedule::new((0..10).map(moves).collect(), t + 62 * SEC)
     }),
+    // It has given leadership once, by PREPARE, and got it back after it had booted: then it gives it in a hurry.
+    scenario("a leader's clock is earlier after a boot, then its carrier goes", ANY, 150, 6, |_, _, t| {
+        Schedule::new(
+            vec![
+                (t, t + 5 * SEC, Fault::Cordon(0)),
+                (t + 9 * SEC, NEVER, Fault::Clock(0)),
+                (t + 10 * SEC, t + 13 * SEC, Fault::Power(0)),
+                (t + 160 * SEC, NEVER, Fault::Carrier(0)),
+            ],
+            t + 175 * SEC,
+        )
+        .without(&[0])
+    }),
+    scenario("a far leader restarts after 2,100 changes, then power off", MANY, 1_200, 3, |_, _, t| {
+        Schedule::new(
+            vec![
+                (t, NEVER, Fault::Ahead(1)),
+                (t + SEC, NEVER, Fault::Ahead(1)),
+                (t + 2 * SEC, NEVER, Fault::Ahead(1)),
+                (t + 3 * SEC, NEVER, Fault::Power(0)),
+                (t + 6 * SEC, t + 7 * SEC, Fault::FarAgent(0)),
+                (t + 9 * SEC, NEVER, Fault::Power(1)),
+            ],
+            t + 25 * SEC,
+        )
+    }),
     scenario("a stand-by's terms leap to the end, then it is without power", MANY, 0, 0, |_, _, t| {
         Schedule::new(vec![(t, NEVER, Fault::Leap(1)), (t + SEC, NEVER, Fault::Power(1))], t + 10 * SEC)
             .without(&[1])

@@ -32,6 +32,11 @@ const NEEDED: &[(Rule, &str, &str)] = &[
         "outages within the limit",
     ),
     (Rule::KernelCookie, "signals replayed; leaders and a member boot", "no replay counts"),
+    (
+        Rule::Boots,
+        "a leader's clock is earlier after a boot, then its carrier goes",
+        "outages within the limit",
+    ),
     (Rule::TwoHops, "leader's uplink dead; the next one boots in 0.2 s", "no loop"),
     (Rule::TimeToLive, "power off", "time to live"),
 ];

@@ -8,6 +8,7 @@ use crate::{
     gateway::{self, Lead, Sender},
     giving::Planned,
     member::{Around, Member, adopt},
+    numbers::Numbers,
     others::Others,
     planned::Cause,
     restore::Returns,
@@ -34,6 +35,8 @@ pub struct Place {
     pub leaving: BTreeMap<NodeId, Cause>,
     /// Several active leaders; `None`: one leads all.
     pub several: Option<Several>,
+    /// What this node's kernel answers the roll calls of each of the other gateways with: a secret of this boot.
+    pub cookies: BTreeMap<NodeId, u64>,
 }
 
 impl Place {
@@ -42,6 +45,11 @@ impl Place {
         let stays = |gateway: &&NodeId| !self.leaving.contains_key(gateway);
         self.gateways.iter().find(stays).or(self.gateways.first()).copied()
     }
+
+    /// What this node's numbered signals to another one bear.
+    pub(crate) fn cookie(&self, to: NodeId) -> u64 {
+        self.cookies.get(&to).copied().unwrap_or(0)
+    }
 }
 
 /// What an agent finds when it starts.
@@ -49,7 +57,7 @@ impl Place {
 pub struct Start {
     /// Now.
     pub now: Micros,
-    /// Wall clock in microseconds: later starts have later ones.
+    /// What its numbers count from: of later starts in one boot it is later. Other boots do not matter.
     pub clock: u64,
     /// The kernel's word.
     pub word: (Term, NodeId),
@@ -67,6 +75,7 @@ pub(crate) struct Gateway {
     pub(crate) sentinel: Sentinel,
     pub(crate) roll: Roll,
     pub(crate) others: Others,
+    pub(crate) numbers: Numbers,
     pub(crate) lead: Option<Lead>,
     pub(crate) returns: Returns,
     pub(crate) planned: Planned,
@@ -74,6 +83,8 @@ pub(crate) struct Gateway {
     next_roll: Micros,
     next_hello: Micros,
     wished: Micros,
+    /// Since when it is one, as far as this agent knows.
+    pub(crate) since: Micros,
 }
 
 /// An agent.
@@ -94,10 +105,8 @@ pub struct Agent {
     /// Since when it leads in term 0 without being first.
     pub(crate) not_first_since: Option<Micros>,
     later: Vec<(Micros, Output)>,
-    /// Wall clock minus `now`, both at the start.
+    /// What its numbers count from, minus `now` at the start.
     clock: u64,
-    /// The newest ADOPT or HANDOVER of each sender.
-    stamps: BTreeMap<NodeId, u64>,
     /// When it means to be woken; the first time is never late.
     due: Micros,
 }
@@ -110,6 +119,7 @@ impl Gateway {
             sentinel: Sentinel::default(),
             roll: Roll::default(),
             others: Others::default(),
+            numbers: Numbers::default(),
             lead: None,
             returns: Returns::default(),
             planned: Planned::default(),
@@ -117,6 +127,7 @@ impl Gateway {
             next_roll: now + random() % (params.roll / 10),
             next_hello: now + random() % params.hello,
             wished: 0,
+            since: now,
         }
     }
 }
@@ -137,7 +148,6 @@ impl Agent {
             term: word.0,
             later: Vec::new(),
             clock: clock.wrapping_sub(now),
-            stamps: BTreeMap::new(),
             due: Micros::MAX,
             params,
             place,
@@ -163,6 +173,7 @@ impl Agent {
             (Some(gateway), true) => {
                 gateway.tunnels.fars_are(&self.params, &place.fars, now);
                 gateway.roll.nodes_are(&place.nodes);
+                gateway.numbers.nodes_are(&place.nodes);
                 gateway.lead.as_mut().is_some_and(|lead| lead.place_is(&place.nodes, &place.fars, now))
             }
             (Some(gateway), false) => {
@@ -249,7 +260,7 @@ impl Agent {
         for gateway in others.collect::<Vec<_>>() {
             for (i, pause) in [200 * MS, 500 * MS, SEC].into_iter().enumerate() {
                 let stamp = self.stamp(now) + i as u64;
-                let signal = adopt(&Around { stamp, ..self.around(now) }, 0);
+                let signal = adopt(&Around { stamp, ..self.around(now) }, gateway, 0);
                 self.later.push((now + pause, Output::Lan(gateway, signal)));
             }
         }
@@ -259,7 +270,7 @@ impl Agent {
         Sender { me: self.place.me, location: self.place.location }
     }
 
-    /// A number that grows, over restarts, too.
+    /// A number that grows, over restarts of the agent, too.
     pub(crate) fn stamp(&self, now: Micros) -> u64 {
         self.clock.wrapping_add(now)
     }
@@ -272,6 +283,7 @@ impl Agent {
             fars: &self.place.fars,
             nodes: self.place.nodes.len(),
             stamp: self.stamp(now),
+            cookies: &self.place.cookies,
         }
     }
 
@@ -484,10 +496,13 @@ impl Agent {
         }
     }
 
-    fn signal(&mut self, from: NodeId, signal: Signal, turn: &mut Turn<'_>) {
+    pub(crate) fn signal(&mut self, from: NodeId, signal: Signal, turn: &mut Turn<'_>) {
         // The last of all counts would be the last change of leader.
         if !signal.term.is_near(self.term) && self.params.keeps(Rule::NoLeap) {
             return turn.push(Output::Note(Note::Leaps(from)));
+        }
+        if !self.is_new(from, &signal, turn) {
+            return;
         }
         match (signal.kind, &signal.body) {
             (Kind::Witness, _) => {
@@ -515,26 +530,16 @@ impl Agent {
                 }
                 self.wish_of_returned(from, turn);
             }
-            (Kind::Adopt, Body::Members { age, members })
-                if members[..] == [from] && self.is_new(from, signal.nonce) =>
-            {
+            (Kind::Adopt, Body::Members { age, members, .. }) if members[..] == [from] => {
                 self.adopts(from, signal.term, u64::from(*age) * MS, turn);
             }
-            (Kind::Handover, Body::Members { age, members }) if self.is_new(from, signal.nonce) => {
+            (Kind::Handover, Body::Members { age, members, .. }) => {
                 self.is_given(from, &signal, u64::from(*age) * MS, members, turn);
             }
             (Kind::Prepare | Kind::Ready, _) => self.change(from, &signal, turn),
             (Kind::Moved, _) => self.has_moved(from, &signal, turn),
             _ => {}
         }
-    }
-
-    /// Whether a sender says this for the first time.
-    pub(crate) fn is_new(&mut self, from: NodeId, stamp: u64) -> bool {
-        let last = self.stamps.entry(from).or_default();
-        let new = stamp > *last;
-        *last = stamp.max(*last);
-        new
     }
 
     fn verdict(&mut self, from: NodeId, id: u32, verdict: Verdict) {
@@ -552,6 +557,7 @@ impl Agent {
             lead.announce(from, present, turn);
         }
         self.heard_word(from, present.word, turn);
+        self.boot_is(from, present.cookie, turn);
     }
 
     fn heard_word(&mut self, from: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
@@ -575,7 +581,7 @@ impl Agent {
         let later = gateway.others.leads(from).is_some_and(|term| term > self.word.0);
         if later && may && !is_led && now > gateway.wished + SEC {
             gateway.wished = now;
-            let signal = adopt(&self.around(now), 0);
+            let signal = adopt(&self.around(now), from, 0);
             turn.push(Output::Lan(from, signal));
         }
     }

@@ -27,6 +27,8 @@ pub enum Refused {
 pub struct Acting {
     owners: BTreeMap<NodeId, (Term, NodeId)>,
     shared: (Term, NodeId),
+    /// How far terms are, by CLAIMs that were refused: who has started a moment ago knows nothing.
+    led_up: Term,
     check: Option<Check>,
 }
 
@@ -58,7 +60,7 @@ impl Acting {
     /// the next CLAIM.
     pub fn new(owners: impl IntoIterator<Item = (NodeId, NodeId)>, shared: NodeId) -> Self {
         let owners = owners.into_iter().map(|(member, gateway)| (member, (Term::NONE, gateway))).collect();
-        Self { owners, shared: (Term::NONE, shared), check: None }
+        Self { owners, shared: (Term::NONE, shared), led_up: Term::NONE, check: None }
     }
 
     /// The location has these members now. Of those that are new nobody has claimed anything.
@@ -72,7 +74,7 @@ impl Acting {
     /// A gateway led the location in this term, as was written before: it has what nobody else
     /// has claimed in any. While nobody has, it says how many changes there were.
     pub fn was_written(&mut self, term: Term, gateway: NodeId) {
-        let latest = self.latest();
+        let latest = self.claimed_latest();
         if term > self.shared.0 && (latest.count() == 0 || term.is_near(latest)) {
             self.shared = (term, gateway);
         }
@@ -152,6 +154,8 @@ impl Acting {
             return Err(Refused::Member);
         }
         if !term.is_near(self.latest()) && params.keeps(Rule::NoLeap) {
+            // As a kernel is that has missed many changes: the next one that says so is a step nearer.
+            self.led_up = self.latest().next_step();
             return Err(Refused::Leap);
         }
         let mut moves = Vec::new();
@@ -178,8 +182,12 @@ impl Acting {
         Ok(Step { gateway, moves, moves_shared, asks, answer })
     }
 
-    /// The latest term that anybody has claimed, or written.
+    /// The latest term that anybody has claimed, or written, or was led up to.
     fn latest(&self) -> Term {
+        self.claimed_latest().max(self.led_up)
+    }
+
+    fn claimed_latest(&self) -> Term {
         self.owners.values().map(|(term, _)| *term).fold(self.shared.0, Term::max)
     }
 
@@ -288,7 +296,6 @@ mod tests {
 
     #[test]
     fn who_may_not_claim_changes_nothing() {
-        let mut acting = acting();
         let term = Term::NONE.next(B);
         for (from, signal, why) in [
             (B, claim(Kind::Claim, B, A, term, Shared::Move, &[MEMBER]), Refused::Gateway),
@@ -300,9 +307,11 @@ mod tests {
             (B, claim(Kind::Claim, B, B, Term::from_bits(u64::MAX), Shared::Move, &[MEMBER]), Refused::Leap),
             (A, claim(Kind::End, A, B, Term::from_bits(1_025 << 16), Shared::Move, &[MEMBER]), Refused::Leap),
         ] {
+            let mut acting = acting();
             assert_eq!(hears(&mut acting, from, &signal), Err(why), "{signal:?}");
+            assert_eq!((acting.owner(MEMBER), acting.shared()), (Some((Term::NONE, A)), A));
         }
-        assert_eq!((acting.owner(MEMBER), acting.shared()), (Some((Term::NONE, A)), A));
+        let mut acting = acting();
         // The leader gives away what it has.
         assert!(hears(&mut acting, A, &claim(Kind::End, A, B, term, Shared::Stay, &[MEMBER])).is_ok());
         assert_eq!(acting.owner(MEMBER), Some((term, B)));
@@ -318,6 +327,28 @@ mod tests {
         assert!(hears(&mut acting, B, &by_b).is_ok());
         acting.was_written(Term::from_bits(u64::MAX), A);
         assert_eq!(acting.shared_since(), (next, B), "an annotation does not leap either");
+    }
+
+    /// An agent that has started without the API server, in a location with many changes.
+    #[test]
+    fn who_knows_nothing_is_led_up_by_claims_that_are_repeated() {
+        for (count, wanted) in [(1_024, 1), (1_025, 2), (5_000, 5), (100_000, 98)] {
+            let mut acting = acting();
+            let term = Term::from_bits((count - 1) << 16).next(B);
+            let by_b = claim(Kind::Claim, B, B, term, Shared::Move, &[B, MEMBER]);
+            let tries = (1..200).find(|_| hears(&mut acting, B, &by_b).is_ok());
+            assert_eq!(tries, Some(wanted), "after {count} changes");
+            assert_eq!((acting.owner(MEMBER), acting.shared()), (Some((term, B)), B));
+        }
+        // One signal near the end leads nobody there, and owns nothing.
+        let mut acting = acting();
+        let end = claim(Kind::Claim, B, B, Term::from_bits(u64::MAX), Shared::Move, &[MEMBER]);
+        assert_eq!(hears(&mut acting, B, &end), Err(Refused::Leap));
+        assert_eq!((acting.owner(MEMBER), acting.shared()), (Some((Term::NONE, A)), A));
+        assert!(
+            hears(&mut acting, A, &claim(Kind::Claim, A, A, Term::NONE.next(A), Shared::Stay, &[MEMBER]))
+                .is_ok()
+        );
     }
 
     #[test]

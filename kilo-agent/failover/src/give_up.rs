@@ -11,7 +11,8 @@ impl Agent {
     /// does not any more, and this gateway leads the location, or nobody can find out who could (there
     /// is no far leader that answers probes), it is the next in Kilo's order, and most of the others
     /// hear it. Who leads has to hear half of the others, too, if there are any: one whose own network is broken
-    /// sees the same. A leader that never answered roll calls is given up by who has taken over from it.
+    /// sees the same. A leader that never answered roll calls is given up by who has taken over from it: it knows
+    /// none, or has been dead since before this agent started.
     pub fn gives_up(&self, now: Micros) -> Option<NodeId> {
         let (me, gateway) = (self.place.me, self.gateway.as_ref()?);
         let leader = *self.place.gateways.first().filter(|leader| **leader != me)?;
@@ -24,7 +25,8 @@ impl Agent {
         let heard = others.iter().filter(|node| is_heard(node)).count();
         let leads = leads && heard * 2 >= others.len();
         let Some(last) = gateway.roll.last(leader) else {
-            return (leads && !self.place.nodes.contains(&leader)).then_some(leader);
+            let was_asked = gateway.since + counts_for <= now;
+            return (leads && (was_asked || !self.place.nodes.contains(&leader))).then_some(leader);
         };
         if last.at + counts_for > now {
             return None;
@@ -62,15 +64,17 @@ mod tests {
             fars: vec![],
             leaving: std::collections::BTreeMap::new(),
             several: None,
+            cookies: std::collections::BTreeMap::new(),
         };
         let mut number = 0;
         let mut random = move || {
             number += 1;
             number
         };
+        let begins = start.now;
         let mut agent = Agent::new(Params::default(), place, start, &mut random);
         agent.leads_location();
-        let (mut now, mut inputs) = (0, Vec::new());
+        let (mut now, mut inputs) = (begins, Vec::new());
         while now < time {
             let out = agent.turn(now, std::mem::take(&mut inputs), &mut random);
             for output in out {
@@ -108,5 +112,21 @@ mod tests {
         assert_eq!(given_up(6 * SEC, &[3, 4], leads()), Some(1));
         assert_eq!(given_up(6 * SEC, &[3], leads()), Some(1), "half of the others");
         assert_eq!(given_up(6 * SEC, &[], leads()), None, "its own network may be broken");
+    }
+
+    #[test]
+    fn a_leader_that_died_before_this_agent_started_is_given_up() {
+        let leads = |now| Start {
+            now,
+            clock: 0,
+            word: (Term::NONE.next(ME), ME),
+            led: vec![ME, 3, 4],
+            is_boot: false,
+        };
+        let after = |time| given_up(SEC + time, &[3, 4], leads(SEC));
+        assert_eq!(after(2 * SEC), None, "it has been asked for two seconds");
+        assert_eq!(after(4 * SEC), Some(1));
+        let stands_by = Start { now: SEC, clock: 0, word: (Term::NONE, 1), led: vec![], is_boot: false };
+        assert_eq!(given_up(9 * SEC, &[3, 4], stands_by), None, "it has taken nothing over");
     }
 }

@@ -97,12 +97,12 @@ impl Agent {
 
     /// PREPARE, or READY.
     pub(crate) fn change(&mut self, from: NodeId, signal: &Signal, turn: &mut Turn<'_>) {
-        let Body::Change { gateway: named } = signal.body else { return };
+        let Body::Change { gateway: named, .. } = signal.body else { return };
         if !self.place.gateways.contains(&from) {
             return;
         }
         if signal.kind == Kind::Prepare {
-            if named == self.place.me && self.is_new(from, signal.nonce) {
+            if named == self.place.me {
                 self.prepare(from, Cause::of(signal.nonce), signal.term, turn);
             }
             return;
@@ -126,7 +126,7 @@ impl Agent {
             match act {
                 Act::Prepare => {
                     let number = cause.number(self.stamp(turn.now));
-                    let body = Body::Change { gateway: to };
+                    let body = Body::Change { cookie: self.place.cookie(to), gateway: to };
                     let signal = self.sender().signal(Kind::Prepare, number, self.term, body);
                     turn.push(Output::Lan(to, signal));
                 }
@@ -290,7 +290,7 @@ impl Agent {
     }
 
     fn says_ready(&self, to: NodeId, leader: NodeId, term: Term, turn: &mut Turn<'_>) {
-        let body = Body::Change { gateway: leader };
+        let body = Body::Change { cookie: 0, gateway: leader };
         let signal = self.sender().signal(Kind::Ready, turn.nonce(), term, body);
         turn.push(Output::Lan(to, signal));
     }
@@ -324,95 +324,15 @@ impl Agent {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use super::*;
-    use crate::{Input, MS, Params, Place, Start};
-
-    const LEADER: NodeId = 1;
-    const ME: NodeId = 2;
-    const MEMBER: NodeId = 3;
-    const FAR: Far = 9;
-
-    /// A stand-by whose tunnel has answered for three seconds; the leader's term is 7.
-    struct Bench {
-        agent: Agent,
-        now: Micros,
-        drawn: u64,
-        nonces: Vec<u64>,
-    }
-
-    impl Bench {
-        fn new() -> Self {
-            let place = Place {
-                me: ME,
-                location: 7,
-                gateways: vec![LEADER, ME],
-                nodes: vec![LEADER, ME, MEMBER],
-                fars: vec![FAR],
-                leaving: BTreeMap::new(),
-                several: None,
-            };
-            let word = (Term::from_bits(7 << 16), LEADER);
-            let start = Start { now: 0, clock: 0, word, led: vec![], is_boot: false };
-            let agent = Agent::new(Params::default(), place, start, &mut || 1);
-            let mut bench = Self { agent, now: 0, drawn: 1, nonces: Vec::new() };
-            while bench.now < 3 * SEC {
-                bench.turn(vec![]);
-            }
-            bench
-        }
-
-        /// 10 ms later, with the answers to all probes of the turn before.
-        fn turn(&mut self, mut inputs: Vec<Input>) -> Vec<Output> {
-            self.now += 10 * MS;
-            let at = self.now;
-            inputs.extend(self.nonces.drain(..).map(|nonce| Input::Answer { nonce, at }));
-            let drawn = &mut self.drawn;
-            let mut random = || {
-                *drawn += 1;
-                *drawn
-            };
-            let out = self.agent.turn(self.now, inputs, &mut random);
-            let probes = out.iter().filter_map(|output| match output {
-                Output::Probe { nonce, .. } => Some(*nonce),
-                _ => None,
-            });
-            self.nonces.extend(probes);
-            out
-        }
-
-        /// The nonce of the next roll call of a node.
-        fn roll_call_of(&mut self, node: NodeId) -> u64 {
-            loop {
-                for output in self.turn(vec![]) {
-                    if let Output::Lan(to, Signal { kind: Kind::Roll, nonce, .. }) = output
-                        && to == node
-                    {
-                        return nonce;
-                    }
-                }
-            }
-        }
-
-        fn hears(
-            &mut self,
-            from: u64,
-            kind: Kind,
-            nonce: u64,
-            term: Term,
-            body: Body<Vec<u64>>,
-        ) -> Vec<Output> {
-            let signal = Signal { kind, nonce, term, sender: from, location: 7, body };
-            self.turn(vec![Input::Signal { from, signal }])
-        }
-    }
+    use crate::bench::{BOOT, Bench, FAR, LEADER, ME, MEMBER};
 
     #[test]
     fn another_location_names_nobody_who_is_not_in_this_one() {
         let mut bench = Bench::new();
         let term = Term::from_bits(7 << 16);
-        let out = bench.hears(LEADER, Kind::Prepare, 1 << 20, term, Body::Change { gateway: ME });
+        let out =
+            bench.hears(LEADER, Kind::Prepare, 1 << 20, term, Body::Change { cookie: BOOT, gateway: ME });
         let asked = out.iter().find_map(|output| match output {
             Output::Tunnel(FAR, Signal { kind: Kind::Claim, term, .. }) => Some(*term),
             _ => None,
@@ -430,7 +350,8 @@ mod tests {
     fn who_refuses_to_lead_never_says_that_it_does() {
         let mut bench = Bench::new();
         let term = Term::from_bits(7 << 16);
-        let out = bench.hears(LEADER, Kind::Prepare, 1 << 20, term, Body::Change { gateway: ME });
+        let out =
+            bench.hears(LEADER, Kind::Prepare, 1 << 20, term, Body::Change { cookie: BOOT, gateway: ME });
         let asked = out.iter().find_map(|output| match output {
             Output::Tunnel(FAR, Signal { kind: Kind::Claim, term, .. }) => Some(*term),
             _ => None,
@@ -445,7 +366,10 @@ mod tests {
             let is_done = |output: &Output| {
                 matches!(
                     output,
-                    Output::Lan(LEADER, Signal { kind: Kind::Ready, body: Body::Change { gateway: ME }, .. })
+                    Output::Lan(
+                        LEADER,
+                        Signal { kind: Kind::Ready, body: Body::Change { gateway: ME, .. }, .. }
+                    )
                 )
             };
             assert!(!out.iter().any(is_done), "MOVED {nonce}: {out:?}");
@@ -458,7 +382,8 @@ mod tests {
     fn is_ready_alone(bench: &mut Bench, cause: Cause, tries: u64) -> bool {
         let term = Term::from_bits(7 << 16);
         let number = cause.number((tries + 1) << 20);
-        let mut out = bench.hears(LEADER, Kind::Prepare, number, term, Body::Change { gateway: ME });
+        let mut out =
+            bench.hears(LEADER, Kind::Prepare, number, term, Body::Change { cookie: BOOT, gateway: ME });
         // Without a far leader that is waited for nobody's MOVED could tell it to lead.
         let is_ready =
             |output: &Output| matches!(output, Output::Lan(LEADER, Signal { kind: Kind::Ready, .. }));
@@ -491,8 +416,8 @@ mod tests {
         let end = Term::from_bits(u64::MAX);
         let hello = Body::Hello { is_fit: true, leads: true, gateway: LEADER, losses: vec![] };
         let word = Body::Word { cookie: 9, gateway: LEADER };
-        let members = || Body::Members { age: 0, members: vec![LEADER] };
-        let change = Body::Change { gateway: ME };
+        let members = || Body::Members { cookie: BOOT, age: 0, members: vec![LEADER] };
+        let change = Body::Change { cookie: BOOT, gateway: ME };
         for (kind, body) in [
             (Kind::Hello, hello),
             (Kind::Present, word.clone()),
@@ -516,14 +441,14 @@ mod tests {
 
     #[test]
     fn who_asks_to_be_led_has_been_heard_and_has_no_later_word() {
-        let heard = |term: u64| Body::Word { cookie: term, gateway: LEADER };
+        let heard = Body::Word { cookie: BOOT, gateway: LEADER };
         for (present, wanted) in [(None, false), (Some(7), true), (Some(8), false)] {
             let mut bench = Bench::new();
             if let Some(present) = present {
                 let nonce = bench.roll_call_of(MEMBER);
-                bench.hears(MEMBER, Kind::Present, nonce, Term::from_bits(present << 16), heard(present));
+                bench.hears(MEMBER, Kind::Present, nonce, Term::from_bits(present << 16), heard.clone());
             }
-            let body = Body::Members { age: 500, members: vec![MEMBER] };
+            let body = Body::Members { cookie: BOOT, age: 500, members: vec![MEMBER] };
             bench.hears(MEMBER, Kind::Adopt, 1 << 20, Term::from_bits(7 << 16), body);
             assert_eq!(bench.agent.lead().is_some(), wanted, "{present:?}");
         }
@@ -533,7 +458,7 @@ mod tests {
     fn a_handover_of_an_earlier_term_is_no_news_after_a_restart() {
         for (term, wanted) in [(6, false), (7, true)] {
             let mut bench = Bench::new();
-            let body = Body::Members { age: 0, members: vec![LEADER, MEMBER] };
+            let body = Body::Members { cookie: BOOT, age: 0, members: vec![LEADER, MEMBER] };
             bench.hears(LEADER, Kind::Handover, 1 << 20, Term::from_bits(term << 16), body);
             assert_eq!(bench.agent.lead().is_some(), wanted, "term {term}");
         }

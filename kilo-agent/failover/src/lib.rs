@@ -11,6 +11,8 @@
 //! ```
 
 mod agent;
+#[cfg(test)]
+mod bench;
 pub mod detector;
 pub mod far;
 pub mod gateway;
@@ -18,6 +20,7 @@ mod give_up;
 mod giving;
 mod homes;
 pub mod member;
+mod numbers;
 pub mod others;
 pub mod params;
 pub mod planned;

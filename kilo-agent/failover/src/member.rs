@@ -1,6 +1,8 @@
 //! What every node does: it watches the way through its leader, slowly, asks
 //! gateways to adopt it when that is silent, and is a witness when asked.
 
+use std::collections::BTreeMap;
+
 use crate::{
     Far, MS, Micros, NodeId, Output, Params, Signal, Turn, Way,
     gateway::Sender,
@@ -44,6 +46,8 @@ pub struct Around<'a> {
     pub nodes: usize,
     /// A number that grows.
     pub stamp: u64,
+    /// As in [`crate::Place`].
+    pub cookies: &'a BTreeMap<NodeId, u64>,
 }
 
 impl Member {
@@ -146,7 +150,7 @@ impl Member {
             let gateway = others[(self.tries + i) % others.len()];
             let pause = i as u64 * Self::NEXT_GATEWAY;
             let age = ((turn.now + pause - since) / MS).clamp(1, u64::from(u32::MAX)) as u32;
-            let signal = adopt(around, age);
+            let signal = adopt(around, gateway, age);
             turn.after(pause, Output::Lan(gateway, signal));
         }
         self.tries += 1;
@@ -189,8 +193,9 @@ impl Member {
     }
 }
 
-/// ADOPT for this node; `age` 0: it only asks who leads.
-pub fn adopt(around: &Around<'_>, age: u32) -> Signal {
-    let body = Body::Members { age, members: vec![around.sender.me] };
+/// ADOPT for this node to a gateway; `age` 0: it only asks who leads.
+pub fn adopt(around: &Around<'_>, to: NodeId, age: u32) -> Signal {
+    let cookie = around.cookies.get(&to).copied().unwrap_or(0);
+    let body = Body::Members { cookie, age, members: vec![around.sender.me] };
     around.sender.signal(Kind::Adopt, around.stamp, around.word.0, body)
 }

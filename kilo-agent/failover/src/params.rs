@@ -47,6 +47,8 @@ pub enum Rule {
     NoLeap,
     /// A member's kernel asks for its cookie.
     KernelCookie,
+    /// A number that grows counts within one boot of its sender.
+    Boots,
     /// A gateway passes nothing on that another gateway sent.
     TwoHops,
     /// Each steering hop takes one from the time to live.

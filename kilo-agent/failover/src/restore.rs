@@ -82,7 +82,7 @@ impl Agent {
         let age = (age / MS).min(u64::from(u32::MAX)) as u32;
         let term = self.term;
         for (i, members) in members.chunks(MAX_MEMBERS).enumerate() {
-            let body = Body::Members { age, members: members.to_vec() };
+            let body = Body::Members { cookie: self.place.cookie(to), age, members: members.to_vec() };
             let signal = self.sender().signal(Kind::Handover, self.stamp(turn.now) + i as u64, term, body);
             turn.push(Output::Lan(to, signal.clone()));
             for pause in [10 * MS, 30 * MS] {

@@ -111,6 +111,8 @@ pub enum Note {
     TakesBack(NodeId),
     /// Its signal was refused: its term comes after many more changes than are known.
     Leaps(NodeId),
+    /// Its signal was refused: it has said that before, or in another boot.
+    Replayed(NodeId),
     /// It would take over, and has done so too often.
     OverBudget,
     /// Of several leaders it takes so many nodes that are its own.

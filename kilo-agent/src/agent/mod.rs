@@ -3,6 +3,7 @@
 
 mod apply;
 mod error;
+mod give_up;
 mod hand_over;
 mod host_state;
 mod last_good_writer;

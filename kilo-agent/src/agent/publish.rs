@@ -1,23 +1,19 @@
 //! What this agent says to the others: its node's annotations, and the status
 //! of peers.
 
-use std::{collections::BTreeSet, net::SocketAddr, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, net::SocketAddr};
 
 use super::host_state::HostState;
 use super::{Agent, CILIUM_HOST};
 use crate::{announce, backend::Backend, failover::Failover};
 use kilo_core::{
-    objects::{Published, Snapshot, events::EventReason},
+    objects::{Published, events::EventReason},
     plan,
     settings::Granularity,
     topology::{Known, Mesh, Node, changes::speaker, peer_standings},
     wireguard::DeviceState,
 };
 use kilo_host::net::discovery;
-
-/// Pauses after tries to say that the leader is dead: the API server may have been there, too.
-const GIVE_UP: [Duration; 4] =
-    [Duration::from_secs(1), Duration::from_secs(2), Duration::from_secs(5), Duration::from_secs(20)];
 
 impl<B: Backend> Agent<B> {
     /// One agent, the leader of the first location, says in each Peer object
@@ -29,38 +25,6 @@ impl<B: Backend> Agent<B> {
         } else {
             self.peer_reports.leave();
         }
-    }
-
-    /// Says of a dead leader that it is, for nodes without failover, which follow its heartbeat.
-    pub(super) fn give_up(&self, snapshot: &Snapshot) {
-        let Some(node) = self.failover.as_ref().and_then(Failover::gives_up) else { return };
-        let last_seen = snapshot.nodes.get(&node).map(|known| known.last_seen);
-        let Some(last_seen) = last_seen.filter(|last_seen| *last_seen != 0) else { return };
-        let backend = Arc::clone(&self.backend);
-        tokio::spawn(async move {
-            for pause in GIVE_UP {
-                match backend.give_up(&node, last_seen).await {
-                    Ok(true) => {
-                        tracing::info!(
-                            node,
-                            "the leader is dead; its last-seen is 0 now, for nodes without failover"
-                        );
-                    }
-                    Ok(false) => tracing::info!(node, "the leader seems dead, but its last-seen changes"),
-                    Err(error) => {
-                        if error.is_temporary() {
-                            tracing::debug!(%error, node, "failed to say that the leader is dead");
-                        } else {
-                            tracing::warn!(%error, node, "failed to say that the leader is dead");
-                        }
-                        // Also after another write of the object at this moment: it is read again.
-                        tokio::time::sleep(pause).await;
-                        continue;
-                    }
-                }
-                return;
-            }
-        });
     }
 
     /// Each node that claims an address reports it about itself, beside the reconciles.

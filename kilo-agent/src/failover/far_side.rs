@@ -1,7 +1,7 @@
 //! The far side: gateways of other locations claim prefixes of their members, and this device
 //! moves them at once.
 
-use std::net::IpAddr;
+use std::{collections::BTreeMap, net::IpAddr};
 
 use kilo_common::signal::{Body, Kind};
 use kilo_failover::{
@@ -68,21 +68,28 @@ impl Thread {
     /// CLAIM or END, through the tunnel of a gateway.
     pub(super) fn claimed(&mut self, (far, from): (Far, NodeId), signal: &Signal, now: Micros) {
         let Some(site) = self.site.clone() else { return };
-        let (Some(location), Some(acting)) = (site.fars.get(&far), self.fars.get_mut(&far)) else {
-            return self.metrics.refused("gateway");
-        };
+        let Some(location) = site.fars.get(&far) else { return self.metrics.refused("gateway") };
         if signal.location != far {
             return self.metrics.refused("location");
         }
+        let names_any =
+            |signal: &Signal| !matches!(&signal.body, Body::Claim { members, .. } if members.is_empty());
+        // A node that joined a moment ago is claimed before its object is here.
+        let (known, foreign) = known_only(signal, location, &site.names);
+        if foreign > 0 {
+            self.metrics.refused("member");
+            tracing::debug!(from = self.name(from), foreign, "a gateway claims nodes of another location");
+            if !names_any(&known) {
+                return;
+            }
+        }
+        let Some(acting) = self.fars.get_mut(&far) else { return self.metrics.refused("gateway") };
         let gateways: Vec<NodeId> = location.gateways.iter().map(|gateway| gateway.id).collect();
         // The device has them where the last plan put them, and only who follows is to move.
-        let names_any = !matches!(&signal.body, Body::Claim { members, .. } if members.is_empty());
-        if let Some(leader) = location.gateways.get(location.acting).filter(|_| names_any) {
+        if let Some(leader) = location.gateways.get(location.acting).filter(|_| names_any(signal)) {
             acting.stay((STAYS, leader.id));
         }
-        // A node that joined a moment ago is claimed before its object is here.
-        let signal = known_only(signal, location);
-        match acting.claimed(&self.params, from, &signal, &gateways, site.place.me) {
+        match acting.claimed(&self.params, from, &known, &gateways, site.place.me) {
             Ok(step) => self.moves(far, location, &step, now),
             Err(Refused::Kind | Refused::Gateway) => self.metrics.refused("gateway"),
             Err(Refused::Member) => self.metrics.refused("member"),
@@ -183,11 +190,45 @@ impl Thread {
     }
 }
 
-/// The same without members that are not known here: the rest of them need not wait.
-fn known_only(signal: &Signal, location: &FarLocation) -> Signal {
+/// The same without members that are not known here: the rest of them need not wait. And how many of those are
+/// known as nodes of another location, which nobody here may claim.
+fn known_only(signal: &Signal, location: &FarLocation, names: &BTreeMap<NodeId, String>) -> (Signal, usize) {
     let mut signal = signal.clone();
+    let mut foreign = 0;
     if let Body::Claim { members, .. } = &mut signal.body {
+        let is_foreign =
+            |member: &&NodeId| !location.members.contains_key(*member) && names.contains_key(*member);
+        foreign = members.iter().filter(is_foreign).count();
         members.retain(|member| location.members.contains_key(member));
     }
-    signal
+    (signal, foreign)
+}
+
+#[cfg(test)]
+mod tests {
+    use kilo_common::signal::Shared;
+
+    use super::*;
+
+    #[test]
+    fn nodes_of_another_location_are_counted_and_new_ones_are_not() {
+        const OWN: NodeId = 1;
+        const FOREIGN: NodeId = 2;
+        const NEW: NodeId = 3;
+        let location = FarLocation { members: BTreeMap::from([(OWN, Vec::new())]), ..FarLocation::default() };
+        let names = [OWN, FOREIGN].map(|id| (id, format!("n{id}"))).into();
+        for (claims, keeps, foreign) in [
+            (vec![OWN], vec![OWN], 0),
+            (vec![OWN, NEW], vec![OWN], 0),
+            (vec![FOREIGN, OWN], vec![OWN], 1),
+            (vec![FOREIGN, NEW], vec![], 1),
+        ] {
+            let body = Body::Claim { gateway: 9, shared: Shared::Stay, part: (0, 1), members: claims };
+            let signal =
+                Signal { kind: Kind::Claim, nonce: 1, term: Term::NONE, sender: 9, location: 7, body };
+            let (signal, counted) = known_only(&signal, &location, &names);
+            assert!(matches!(&signal.body, Body::Claim { members, .. } if *members == keeps));
+            assert_eq!(counted, foreign, "{keeps:?}");
+        }
+    }
 }

@@ -79,11 +79,19 @@ struct Said {
     is_told: bool,
     /// The term in which this node leads its location.
     leading: Option<u64>,
-    /// A dead leader that nodes without failover would go on waiting for, until the agent says so.
-    gives_up: Option<String>,
+    /// A dead leader that nodes without failover would go on waiting for, while it is silent.
+    dead: Option<Dead>,
     report: Report,
     /// How this node has come to lead its location, until it is told.
     successions: Vec<String>,
+}
+
+/// A leader that is to be said to be dead.
+#[derive(Clone, Debug)]
+struct Dead {
+    node: String,
+    /// The agent has begun to say so.
+    is_taken: bool,
 }
 
 /// Says what the thread knows, whenever somebody asks.
@@ -94,6 +102,11 @@ impl Reporter {
     /// What it knows now.
     pub fn report(&self) -> Report {
         locked(&self.0.said).report.clone()
+    }
+
+    /// Whether this leader is still to be said to be dead.
+    pub fn gives_up(&self, node: &str) -> bool {
+        locked(&self.0.said).dead.as_ref().is_some_and(|dead| dead.node == node)
     }
 }
 
@@ -186,7 +199,10 @@ impl Failover {
 
     /// A leader that is to be said to be dead, once.
     pub fn gives_up(&self) -> Option<String> {
-        locked(&self.shared.said).gives_up.take()
+        let mut said = locked(&self.shared.said);
+        let dead = said.dead.as_mut().filter(|dead| !dead.is_taken)?;
+        dead.is_taken = true;
+        Some(dead.node.clone())
     }
 
     /// For those who look.

@@ -136,7 +136,7 @@ impl Site {
         let gateways = mesh.gateways_of(index);
         let me = signal_id::node(&key);
         let ids: Vec<NodeId> = gateways.order.iter().filter_map(|at| id(&segment.members[*at])).collect();
-        let mut nodes = BTreeMap::new();
+        let (mut nodes, mut cookies) = (BTreeMap::new(), BTreeMap::new());
         let mut all = Vec::new();
         for (at, member) in segment.members.iter().enumerate() {
             let Some(member_id) = id(member) else { continue };
@@ -153,6 +153,8 @@ impl Site {
             if member.node.is_capable() || is_gateway {
                 nodes.insert(member_id, Neighbour { address, hop, key: *key, is_gateway });
             }
+            let said = facts.plan.tables.signal_key.get(&address).filter(|_| is_gateway);
+            cookies.extend(said.map(|said| (member_id, said.cookie)));
             if member.node.is_capable() {
                 all.push(member_id);
             }
@@ -186,6 +188,7 @@ impl Site {
                 fars: probed,
                 leaving,
                 several: several(segment, &gateways),
+                cookies,
             },
             private,
             control: signal_id::control_address(&key),
@@ -315,7 +318,9 @@ fn far_location(facts: &Facts<'_>, at: usize, segment: &Segment) -> FarLocation 
         .collect();
     // What the plan gives to any of them: a prefix that two locations claim is one's.
     let peers = of_gateways.iter().filter_map(|gateway| facts.plan.wireguard.peers.get(&gateway.key));
-    let planned: BTreeSet<IpNet> = peers.flat_map(|peer| peer.allowed_ips.iter().copied()).collect();
+    let planned = peers.flat_map(|peer| peer.allowed_ips.iter().copied());
+    // A gateway's control address stays its own, whoever has what else.
+    let planned: BTreeSet<IpNet> = planned.filter(|prefix| !signal_id::is_control(prefix)).collect();
     let is_planned = |prefix: &IpNet| planned.contains(prefix);
     let members = segment.members.iter();
     let members =

@@ -6,7 +6,6 @@ use std::{
     net::{IpAddr, Ipv6Addr},
     os::fd::{AsFd, AsRawFd as _, BorrowedFd},
     sync::{Arc, atomic::Ordering},
-    time::{SystemTime, UNIX_EPOCH},
 };
 
 use aya::maps::{MapData, RingBuf};
@@ -35,7 +34,7 @@ use nix::{
 };
 
 use super::{
-    Shared, StandBy, locked,
+    Dead, Shared, StandBy, locked,
     moved::Moved,
     packets,
     report::{FailoverMetrics, Out, unix_now},
@@ -227,10 +226,10 @@ impl Thread {
         let leads_itself = term > Term::NONE && gateway == site.place.me;
         let led: Vec<NodeId> =
             self.led.iter().copied().chain(leads_itself.then_some(site.place.me)).collect();
-        let clock = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let start = Start {
             now,
-            clock: u64::try_from(clock.as_micros()).unwrap_or(0),
+            // Of this boot, as the cookies of its kernel are.
+            clock: now,
             word: (term, gateway),
             led,
             is_boot: term == Term::NONE,
@@ -478,6 +477,11 @@ impl Thread {
                 tracing::debug!(from = self.name(from), "a signal's term leaps");
                 return;
             }
+            Note::Replayed(from) => {
+                self.metrics.refused("replayed");
+                tracing::debug!(from = self.name(from), "a signal was said before, or in another boot");
+                return;
+            }
             Note::TakesOver { from, all, since } => {
                 let (cause, whose) = if all { ("lost", "the location") } else { ("alone", "itself only") };
                 self.metrics.suspicion(if all { "took_over" } else { "took_itself" });
@@ -559,16 +563,17 @@ impl Thread {
     /// A leader is given up once while it is silent: if it lives and says so, it knows better. One that was heard
     /// again and dies again is given up again.
     fn give_up(&mut self, site: &Site, now: Micros) {
-        let Some(agent) = self.agent.as_ref().filter(|_| site.is_mixed) else { return };
-        let given_up = agent.gives_up(now).map(|leader| (leader, agent.word().0));
-        match given_up {
-            Some(given_up) if self.given_up != Some(given_up) => {
-                self.given_up = Some(given_up);
-                locked(&self.shared.said).gives_up = Some(self.name(given_up.0).to_owned());
-                self.shared.changed.notify_one();
-            }
-            Some(_) => {}
-            None => self.given_up = None,
+        let agent = self.agent.as_ref().filter(|_| site.is_mixed);
+        let given_up = agent.and_then(|agent| Some((agent.gives_up(now)?, agent.word().0)));
+        if given_up == self.given_up {
+            return;
+        }
+        self.given_up = given_up;
+        let dead = given_up.map(|(leader, _)| Dead { node: self.name(leader).to_owned(), is_taken: false });
+        let is_dead = dead.is_some();
+        locked(&self.shared.said).dead = dead;
+        if is_dead {
+            self.shared.changed.notify_one();
         }
     }
 

@@ -305,6 +305,12 @@ mod tests {
             })
         };
         assert!(review_peer(&request("CREATE", "Peer", &object("10.5.0.1/32"))).allowed);
+        let control = review_peer(&request("CREATE", "Peer", &object("fd6b:696c:6f00::1/128")));
+        assert!(!control.allowed && control.result.message.contains("fd6b:696c:6f00::1/128"), "{control:?}");
+        assert!(
+            review_peer(&request("CREATE", "Peer", &object("::/0"))).allowed,
+            "longer prefixes come first"
+        );
         let denied = review_peer(&request("UPDATE", "Peer", &object("10.5.0.1")));
         assert!(!denied.allowed && denied.result.message.contains("allowedIPs"), "{denied:?}");
         let shapeless = json!({"apiVersion": "v1", "kind": "Peer", "metadata": {}, "spec": 7});

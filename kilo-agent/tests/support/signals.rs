@@ -221,7 +221,7 @@ pub fn datagram(random: &mut Random, key: &SignalKey) -> Vec<u8> {
         4 | 5 => (Kind::Announce, word(random, key.sender)),
         6 => (Kind::Present, word(random, key.sender)),
         7 => (Kind::Hello, Body::Hello { is_fit: true, leads: false, gateway: 3, losses: list() }),
-        8 => (Kind::Adopt, Body::Members { age: 1, members: list() }),
+        8 => (Kind::Adopt, Body::Members { cookie: 5, age: 1, members: list() }),
         _ => (Kind::Claim, Body::Claim { gateway: 1, shared: Shared::Stay, part: (0, 1), members: list() }),
     };
     let sender = if random.chance(12) { 9 } else { key.sender };

@@ -70,8 +70,12 @@ fn peers() -> BTreeMap<String, Peer> {
 }
 
 fn plan_of(own: &str, acting: Option<Acting>) -> HostPlan {
+    plan_with(own, acting, &nodes(), &peers())
+}
+
+fn plan_with(own: &str, acting: Option<Acting>, nodes: &[Node], peers: &BTreeMap<String, Peer>) -> HostPlan {
     let settings = plans::settings();
-    let mesh = Mesh::new(&nodes(), &peers(), settings.granularity, settings.subnet);
+    let mesh = Mesh::new(nodes, peers, settings.granularity, settings.subnet);
     let mesh = match acting {
         Some(acting) => mesh.with_acting(2, Arc::new(acting)),
         None => mesh,
@@ -177,4 +181,50 @@ fn a_reconcile_moves_nothing_back() {
     assert_eq!(taker.tables.node.values().filter(|node| node.flags & NODE_LED != 0).count(), 1);
     // The kernel's own word is of a later term than what a plan says.
     assert!(taker.tables.lead[1] < word(first, 2));
+}
+
+/// Everything that objects may say of control addresses: those of two gateways, and all of them.
+#[test]
+fn a_control_address_is_its_gateways_whatever_objects_claim() {
+    let control = |name: &str| IpNet::from(std::net::IpAddr::V6(signal_id::control_address(&key(name))));
+    let network: IpNet = "fd6b:696c:6f00::/48".parse().unwrap();
+    let claims: Vec<fn(&mut Node, &mut Peer, IpNet)> = vec![
+        |node, _, prefix| node.pod_cidrs.push(prefix),
+        |node, _, prefix| node.pod_cidrs.insert(0, prefix),
+        |node, _, prefix| node.allowed_location_ips.push(prefix),
+        |node, _, prefix| node.internal_ip = Some(prefix),
+        |_, peer, prefix| peer.allowed_ips.push(prefix),
+        |_, peer, prefix| peer.allowed_ips.insert(0, prefix),
+    ];
+    let all = ["a1", "a2", "a3"];
+    for (claimant, claim) in
+        ["a3", "c1", "a1"].into_iter().flat_map(|at| claims.iter().map(move |it| (at, it)))
+    {
+        for prefix in [control("a1"), control("a2"), network, "fd6b:696c:6f00::/49".parse().unwrap()] {
+            let (mut nodes, mut peers) = (nodes(), peers());
+            let node = nodes.iter_mut().find(|node| node.name == claimant).unwrap();
+            claim(node, peers.get_mut("laptop").unwrap(), prefix);
+            let plan = plan_with("b1", Some(Acting::default()), &nodes, &peers);
+            for (owner, peer) in &plan.wireguard.peers {
+                for net in peer.allowed_ips.iter().filter(|net| network.contains(*net)) {
+                    let own = all.iter().any(|name| key(name) == *owner && control(name) == *net);
+                    assert!(own, "{claimant} claims {prefix}, and {owner} has {net}");
+                }
+            }
+            for name in all {
+                assert!(plan.wireguard.peers[&key(name)].allowed_ips.iter().any(|net| *net == control(name)));
+            }
+            // What else the objects say stays.
+            let laptop = &plan.wireguard.peers[&PublicKey([99; 32])].allowed_ips;
+            assert!(laptop.iter().any(|net| net.to_string() == "10.5.0.1/32"));
+            assert!(allowed(&plan, "a1").contains("10.42.11.0/24"));
+        }
+    }
+    // A prefix that holds the network takes nothing from the longer ones in it.
+    let (mut nodes, mut peers) = (nodes(), peers());
+    nodes[4].allowed_location_ips.push("fd6b::/16".parse().unwrap());
+    peers.get_mut("laptop").unwrap().allowed_ips.push("::/0".parse().unwrap());
+    let plan = plan_with("b1", Some(Acting::default()), &nodes, &peers);
+    assert!(plan.wireguard.peers[&PublicKey([99; 32])].allowed_ips.iter().any(|net| net.prefix_len() == 0));
+    assert_eq!(allowed(&plan, "a2"), texts(&[]));
 }

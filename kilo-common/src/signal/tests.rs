@@ -24,8 +24,8 @@ fn any_signal() -> impl Strategy<Value = Signal<Vec<u64>>> {
         any::<[u32; 2]>().prop_map(|[id, patience]| (Kind::Witness, Body::Question { id, patience })),
         (any::<u32>(), prop::sample::select(&[Verdict::Failed, Verdict::Works, Verdict::Elsewhere][..]))
             .prop_map(|(id, verdict)| (Kind::Verdict, Body::Witness { id, verdict })),
-        (of(&[Kind::Adopt, Kind::Handover]), any::<u32>(), list())
-            .prop_map(|(kind, age, members)| (kind, Body::Members { age, members })),
+        (of(&[Kind::Adopt, Kind::Handover]), any::<u64>(), any::<u32>(), list())
+            .prop_map(|(kind, cookie, age, members)| (kind, Body::Members { cookie, age, members })),
         (any::<[bool; 2]>(), any::<u64>(), list()).prop_map(|([is_fit, leads], gateway, losses)| {
             let losses = losses.iter().flat_map(|word| [*word, !word]).collect();
             (Kind::Hello, Body::Hello { is_fit, leads, gateway, losses })
@@ -40,8 +40,8 @@ fn any_signal() -> impl Strategy<Value = Signal<Vec<u64>>> {
             .prop_map(|(kind, gateway, shared, part, members)| {
                 (kind, Body::Claim { gateway, shared, part, members })
             }),
-        (of(&[Kind::Prepare, Kind::Ready]), any::<u64>())
-            .prop_map(|(kind, gateway)| (kind, Body::Change { gateway })),
+        (of(&[Kind::Prepare, Kind::Ready]), any::<(u64, u64)>())
+            .prop_map(|(kind, (cookie, gateway))| (kind, Body::Change { cookie, gateway })),
     ];
     (body, any::<u64>(), 0u64..1 << 48, any::<[u64; 2]>()).prop_map(
         |((kind, body), nonce, term, [sender, location])| Signal {
@@ -121,7 +121,7 @@ fn a_signal_has_these_bytes() {
 
 #[test]
 fn what_is_no_signal_is_refused() {
-    let body = Body::Members { age: 7, members: vec![1, 2, 3] };
+    let body = Body::Members { cookie: 9, age: 7, members: vec![1, 2, 3] };
     let good = Signal { kind: Kind::Adopt, nonce: 1, term: Term::NONE, sender: 2, location: 3, body };
     let bytes = written(&good);
     assert!(parse(&bytes).is_ok());
@@ -140,6 +140,7 @@ fn what_is_no_signal_is_refused() {
     assert_eq!(parse(&bytes[..20]).map(|_| ()), Err(Malformed::Other));
     let mut out = [0; LONGEST];
     assert_eq!(write(&mut out, &good, None), None, "its kind has a tag");
-    let many = Signal { body: Body::Members { age: 0, members: vec![0; MAX_MEMBERS + 1] }, ..good };
+    let many =
+        Signal { body: Body::Members { cookie: 9, age: 0, members: vec![0; MAX_MEMBERS + 1] }, ..good };
     assert_eq!(write(&mut out, &many, Some(KEY)), None);
 }

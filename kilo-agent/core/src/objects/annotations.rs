@@ -12,7 +12,7 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use super::{CheckedIn, Node, Published};
-use crate::{settings::Granularity, wireguard::key::PublicKey};
+use crate::{settings::Granularity, signal_id, wireguard::key::PublicKey};
 
 /// What every annotation of ours starts with.
 pub const PREFIX: &str = "kilo.squat.ai/";
@@ -102,7 +102,7 @@ pub const ANNOTATIONS: [Annotation; 18] = [
         read: |value, node| match value.text {
             "" | "-" => node.node.no_internal_ip = true,
             _ => {
-                node.node.internal_ip = value.parse();
+                node.node.internal_ip = value.prefix();
                 node.node.internal_ip_forced = node.internal_ip.is_some();
             }
         },
@@ -148,7 +148,7 @@ pub const ANNOTATIONS: [Annotation; 18] = [
         remedy: AGENT,
         read: |value, node| {
             if !node.no_internal_ip && !node.internal_ip_forced {
-                node.node.internal_ip = value.parse_unless_empty();
+                node.node.internal_ip = if value.text.is_empty() { None } else { value.prefix() };
             }
         },
     },
@@ -333,10 +333,23 @@ impl Value<'_> {
         if self.text.is_empty() { None } else { self.parse() }
     }
 
+    /// A prefix that a node may have.
+    fn prefix(&mut self) -> Option<IpNet> {
+        let prefix = self.parse()?;
+        if signal_id::is_control(&prefix) {
+            self.ignored(&format!(" {:?} is ignored", excerpt(self.text)), &signal_id::CONTROL_REFUSED);
+            return None;
+        }
+        Some(prefix)
+    }
+
     fn prefix_list(&mut self) -> Vec<IpNet> {
         let mut list = Vec::new();
         for item in self.text.split(',').map(str::trim).filter(|item| !item.is_empty()) {
             match item.parse::<IpNet>() {
+                Ok(prefix) if signal_id::is_control(&prefix) => {
+                    self.skipped(item, &signal_id::CONTROL_REFUSED);
+                }
                 Ok(prefix) => list.push(prefix.trunc()),
                 Err(error) => self.skipped(item, &error),
             }

@@ -10,6 +10,7 @@ use super::{
     annotations::{self, excerpt},
     leaving,
 };
+use crate::signal_id;
 
 /// Labels of nodes with the API server or etcd on them: those of kubeadm (since 1.20, and
 /// before), of k3s and RKE2 besides, of Typhoon, and of MicroK8s.
@@ -56,6 +57,11 @@ fn pod_cidrs(spec: Option<&core::NodeSpec>, problems: &mut Vec<String>) -> Vec<I
     let Some(spec) = spec else { return cidrs };
     for text in spec.pod_cidr.iter().chain(spec.pod_cidrs.iter().flatten()).filter(|text| !text.is_empty()) {
         match text.parse::<IpNet>() {
+            Ok(cidr) if signal_id::is_control(&cidr) => problems.push(format!(
+                "pod CIDR {:?} is skipped: {}",
+                excerpt(text),
+                signal_id::CONTROL_REFUSED
+            )),
             Ok(cidr) if !cidrs.contains(&cidr.trunc()) => cidrs.push(cidr.trunc()),
             Ok(_) => {}
             Err(_) => problems.push(format!(
@@ -204,6 +210,42 @@ mod tests {
                 .insert(format!("{PREFIX}{name}"), "\u{1F980}".to_owned());
             assert_eq!(from_object(&object, "region").1, Vec::<String>::new());
         }
+    }
+
+    #[test]
+    fn nobody_has_a_control_address_and_nothing_else_is_lost() {
+        const CONTROL: &str = "fd6b:696c:6f00::7/128";
+        let good = Node {
+            name: "a".to_owned(),
+            endpoint: "1.2.3.4:5".parse().ok(),
+            key: Some(PublicKey([3; 32])),
+            internal_ip: "10.0.0.1/24".parse().ok(),
+            pod_cidrs: vec!["10.42.1.0/24".parse().unwrap()],
+            allowed_location_ips: vec!["192.0.2.0/24".parse().unwrap(), "::/0".parse().unwrap()],
+            ..Node::default()
+        };
+        let mut object = to_object(&good, 17);
+        let annotations = object.metadata.annotations.get_or_insert_default();
+        annotations.insert(
+            format!("{PREFIX}allowed-location-ips"),
+            format!("192.0.2.0/24,{CONTROL},fd6b:696c:6f00::/48,::/0"),
+        );
+        annotations.insert(format!("{PREFIX}force-internal-ip"), CONTROL.to_owned());
+        let spec = object.spec.get_or_insert_default();
+        spec.pod_cidrs.get_or_insert_default().push(CONTROL.to_owned());
+        let (node, problems) = from_object(&object, "region");
+        assert_eq!(node.node, good);
+        for (name, count) in [("allowed-location-ips", 2), ("force-internal-ip", 1), ("pod CIDR", 1)] {
+            let named = problems.iter().filter(|problem| {
+                problem.contains(name) && problem.contains("fd6b:696c:6f00::") && problem.contains("failover")
+            });
+            assert_eq!(named.count(), count, "{name}: {problems:#?}");
+        }
+        // The agent's own annotation neither.
+        object.metadata.annotations.get_or_insert_default().remove(&format!("{PREFIX}force-internal-ip"));
+        let annotations = object.metadata.annotations.get_or_insert_default();
+        annotations.insert(format!("{PREFIX}internal-ip"), CONTROL.to_owned());
+        assert_eq!(from_object(&object, "region").0.internal_ip, None);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::errors::error_chain;
 use crate::{
-    objects,
+    objects, signal_id,
     wireguard::{Endpoint, EndpointHost, is_dns_name},
 };
 
@@ -122,6 +122,9 @@ pub enum InvalidPeer {
     /// An allowed IP is no CIDR.
     #[error("spec.allowedIPs: {0:?} is not a valid CIDR; write for example 10.5.0.1/32")]
     AllowedIp(String),
+    /// An allowed IP is a gateway's own.
+    #[error("spec.allowedIPs: {0} is refused: {reason}", reason = signal_id::CONTROL_REFUSED)]
+    Control(IpNet),
     /// The key does not parse.
     #[error("spec.{0} is not a valid WireGuard key (base64 of 32 bytes)")]
     Key(&'static str),
@@ -155,7 +158,12 @@ pub fn from_object(object: &Peer) -> Result<objects::Peer, InvalidPeer> {
         .allowed_ips
         .iter()
         .map(|text| {
-            text.parse().map(|prefix: IpNet| prefix.trunc()).map_err(|_| InvalidPeer::AllowedIp(text.clone()))
+            let prefix: IpNet = text.parse().map_err(|_| InvalidPeer::AllowedIp(text.clone()))?;
+            if signal_id::is_control(&prefix) {
+                Err(InvalidPeer::Control(prefix))
+            } else {
+                Ok(prefix.trunc())
+            }
         })
         .collect::<Result<_, _>>()?;
     let keepalive = spec.persistent_keepalive.unwrap_or(0);
@@ -238,6 +246,15 @@ mod tests {
             from_object(&peer).unwrap_err().to_string()
         };
         assert!(with(|spec| spec.allowed_ips = vec!["10.5.0.1".to_owned()]).contains("allowedIPs"));
+        for problem in [
+            with(|spec| spec.allowed_ips.push("fd6b:696c:6f00::/48".to_owned())),
+            with(|spec| spec.allowed_ips.push("fd6b:696c:6f00:1:2:3:4:5/128".to_owned())),
+        ] {
+            assert!(
+                problem.contains("allowedIPs: fd6b:696c:6f00:") && problem.contains("gateways"),
+                "{problem}"
+            );
+        }
         assert!(with(|spec| spec.public_key = "short".to_owned()).contains("publicKey"));
         assert!(with(|spec| spec.preshared_key = Some("short".to_owned())).contains("presharedKey"));
         assert!(with(|spec| spec.persistent_keepalive = Some(-1)).contains("persistentKeepalive"));

@@ -93,6 +93,8 @@ impl Remote {
             let prefixes = peer.allowed_ips.iter().map(IpNet::trunc);
             claims.extend(prefixes.map(|prefix| PrefixClaim { chosen: true, ..of_node(prefix, owner) }));
         }
+        // A gateway's own address is in nobody's prefixes, whatever an object says.
+        claims.retain(|claim| !signal_id::is_control(&claim.prefix));
         sort_by_prefix(&mut claims, |claim| claim.prefix);
         Self(claims)
     }

@@ -131,14 +131,14 @@ fn all() -> Vec<Signal<Vec<u64>>> {
         signal(Kind::Verdict, 1, Body::Witness { id: 1, verdict: Verdict::Works }),
         signal(Kind::Announce, 1, Body::Word { cookie: COOKIE, gateway: OTHER }),
         signal(Kind::Follows, 1, Body::Word { cookie: 0, gateway: OTHER }),
-        signal(Kind::Adopt, 1, Body::Members { age: 5, members: members() }),
-        signal(Kind::Handover, 1, Body::Members { age: 0, members: (0..128).collect() }),
+        signal(Kind::Adopt, 1, Body::Members { cookie: 5, age: 5, members: members() }),
+        signal(Kind::Handover, 1, Body::Members { cookie: 5, age: 0, members: (0..128).collect() }),
         signal(Kind::Hello, 1, Body::Hello { is_fit: true, leads: false, gateway: 1, losses: vec![1, 2] }),
         signal(Kind::Claim, 1, claim()),
         signal(Kind::Moved, 1, claim()),
         signal(Kind::End, 1, claim()),
-        signal(Kind::Prepare, 1, Body::Change { gateway: OWN }),
-        signal(Kind::Ready, 1, Body::Change { gateway: OWN }),
+        signal(Kind::Prepare, 1, Body::Change { cookie: COOKIE, gateway: OWN }),
+        signal(Kind::Ready, 1, Body::Change { cookie: COOKIE, gateway: OWN }),
     ]
 }
 

@@ -11,7 +11,7 @@ use kilo_common::{
 };
 use kilo_host::dataplane::lead::{Way, heard};
 
-use super::{FAR, OWN, all, control, signal, with_keys, written};
+use super::{COOKIE, FAR, OWN, all, control, signal, with_keys, written};
 use crate::{
     links::host::{self, LAN_MAC, LanSender, NODE_MAC, Tun, World, udp_in_lan},
     netns::isolated,
@@ -134,7 +134,7 @@ fn the_agent_sends_into_the_tunnel_to_the_lan_and_as_the_host_does() {
         world.tables = with_keys(world.tables.clone());
         world.attach(&["eth0"], &[]).await;
         let (tunnel, signals) = (opened(), world.signals());
-        let bytes = written(&signal(Kind::Prepare, 1, Body::Change { gateway: OWN }));
+        let bytes = written(&signal(Kind::Prepare, 1, Body::Change { cookie: COOKIE, gateway: OWN }));
         signals.send(Way::Tunnel, &udp_v6(control(OWN), control(ELSEWHERE), &bytes)).unwrap();
         let sent = tunnel.sent(6, 17);
         assert_eq!(sent[48..], bytes);

@@ -1,0 +1,98 @@
+//! A stand-by in tests of its parts.
+
+use std::collections::BTreeMap;
+
+use crate::{
+    Agent, Far, Input, MS, Micros, NodeId, Output, Params, Place, SEC, Signal, Start, Term,
+    signal::{Body, Kind},
+};
+
+pub const LEADER: NodeId = 1;
+pub const ME: NodeId = 2;
+pub const MEMBER: NodeId = 3;
+pub const FAR: Far = 9;
+/// What kernels answer roll calls with.
+pub const BOOT: u64 = 9;
+
+/// A stand-by whose tunnel has answered for three seconds, as has its leader's kernel; the leader's term is 7.
+pub struct Bench {
+    pub agent: Agent,
+    pub now: Micros,
+    drawn: u64,
+    nonces: Vec<u64>,
+}
+
+impl Bench {
+    pub fn new() -> Self {
+        let place = Place {
+            me: ME,
+            location: 7,
+            gateways: vec![LEADER, ME],
+            nodes: vec![LEADER, ME, MEMBER],
+            fars: vec![FAR],
+            leaving: BTreeMap::new(),
+            several: None,
+            cookies: BTreeMap::new(),
+        };
+        let word = (Term::from_bits(7 << 16), LEADER);
+        let start = Start { now: 0, clock: 0, word, led: vec![], is_boot: false };
+        let agent = Agent::new(Params::default(), place, start, &mut || 1);
+        let mut bench = Self { agent, now: 0, drawn: 1, nonces: Vec::new() };
+        while bench.now < 3 * SEC {
+            bench.turn(vec![]);
+        }
+        bench.is_present(LEADER, BOOT);
+        bench
+    }
+
+    /// A kernel answers the next roll call, out of this boot.
+    pub fn is_present(&mut self, node: NodeId, boot: u64) -> Vec<Output> {
+        let nonce = self.roll_call_of(node);
+        let body = Body::Word { cookie: boot, gateway: LEADER };
+        self.hears(node, Kind::Present, nonce, Term::from_bits(7 << 16), body)
+    }
+
+    /// 10 ms later, with the answers to all probes of the turn before.
+    pub fn turn(&mut self, mut inputs: Vec<Input>) -> Vec<Output> {
+        self.now += 10 * MS;
+        let at = self.now;
+        inputs.extend(self.nonces.drain(..).map(|nonce| Input::Answer { nonce, at }));
+        let drawn = &mut self.drawn;
+        let mut random = || {
+            *drawn += 1;
+            *drawn
+        };
+        let out = self.agent.turn(self.now, inputs, &mut random);
+        let probes = out.iter().filter_map(|output| match output {
+            Output::Probe { nonce, .. } => Some(*nonce),
+            _ => None,
+        });
+        self.nonces.extend(probes);
+        out
+    }
+
+    /// The nonce of the next roll call of a node.
+    pub fn roll_call_of(&mut self, node: NodeId) -> u64 {
+        loop {
+            for output in self.turn(vec![]) {
+                if let Output::Lan(to, Signal { kind: Kind::Roll, nonce, .. }) = output
+                    && to == node
+                {
+                    return nonce;
+                }
+            }
+        }
+    }
+
+    pub fn hears(
+        &mut self,
+        from: u64,
+        kind: Kind,
+        nonce: u64,
+        term: Term,
+        body: Body<Vec<u64>>,
+    ) -> Vec<Output> {
+        let signal = Signal { kind, nonce, term, sender: from, location: 7, body };
+        self.turn(vec![Input::Signal { from, signal }])
+    }
+}

@@ -1,0 +1,242 @@
+//! Whether what changes who leads is said for the first time. No clock tells: of each sender a number grows
+//! within one boot, and the boot is the one whose secret the sender's kernel says when it is asked.
+
+use std::collections::BTreeMap;
+
+use crate::{
+    Agent, MS, Micros, NodeId, Note, Output, Rule, SEC, Signal, Turn, gateway,
+    signal::{Body, Kind},
+};
+
+/// What was heard of one sender.
+#[derive(Clone, Debug, Default)]
+struct Heard {
+    cookie: u64,
+    highest: u64,
+    /// Numbers that were heard, of the newest burst.
+    burst: Vec<u64>,
+    at: Micros,
+}
+
+/// Signals of a boot that is not known, until the sender's kernel has been asked.
+#[derive(Clone, Debug, Default)]
+struct Waiting {
+    signals: Vec<Signal>,
+    asked: Micros,
+}
+
+/// Numbers by sender.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Numbers {
+    heard: BTreeMap<NodeId, Heard>,
+    waiting: BTreeMap<NodeId, Waiting>,
+}
+
+/// What a number says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Said {
+    /// It was not heard before.
+    New,
+    /// It was said twice, so that one is not lost.
+    Twice,
+    /// Somebody has recorded it.
+    Replayed,
+}
+
+impl Numbers {
+    /// Parts of one HANDOVER have numbers this close, and may come in any order.
+    const BURST: u64 = 64;
+    /// A sender repeats itself within this time.
+    const REPEATS: Micros = SEC;
+    /// Most signals of one sender that wait.
+    const MOST: usize = 16;
+    /// Between two questions to a kernel whose boot is not known.
+    const PAUSE: Micros = 50 * MS;
+
+    fn take(&mut self, from: NodeId, (cookie, number): (u64, u64), now: Micros) -> Said {
+        let heard = self.heard.entry(from).or_default();
+        if heard.cookie != cookie {
+            *heard = Heard { cookie, ..Heard::default() };
+        }
+        if heard.burst.contains(&number) {
+            return if heard.at + Self::REPEATS > now { Said::Twice } else { Said::Replayed };
+        }
+        if number.saturating_add(Self::BURST) <= heard.highest {
+            return Said::Replayed;
+        }
+        heard.highest = heard.highest.max(number);
+        heard.at = now;
+        let highest = heard.highest;
+        heard.burst.retain(|number| number.saturating_add(Self::BURST) > highest);
+        heard.burst.push(number);
+        Said::New
+    }
+
+    /// A signal waits; whether its sender's kernel is to be asked.
+    fn wait(&mut self, from: NodeId, signal: &Signal, now: Micros) -> bool {
+        let waiting = self.waiting.entry(from).or_default();
+        if !waiting.signals.contains(signal) {
+            if waiting.signals.len() >= Self::MOST {
+                waiting.signals.remove(0);
+            }
+            waiting.signals.push(signal.clone());
+        }
+        let asks = waiting.signals.len() == 1 || waiting.asked + Self::PAUSE <= now;
+        if asks {
+            waiting.asked = now;
+        }
+        asks
+    }
+
+    /// There are other nodes now.
+    pub(crate) fn nodes_are(&mut self, nodes: &[NodeId]) {
+        self.heard.retain(|node, _| nodes.contains(node));
+        self.waiting.retain(|node, _| nodes.contains(node));
+    }
+}
+
+/// The boot that a numbered signal is of.
+fn cookie(signal: &Signal) -> Option<u64> {
+    match (signal.kind, &signal.body) {
+        (Kind::Adopt | Kind::Handover, Body::Members { cookie, .. })
+        | (Kind::Prepare, Body::Change { cookie, .. }) => Some(*cookie),
+        _ => None,
+    }
+}
+
+impl Agent {
+    /// Whether a signal may count: it has no number, or one that is new in the sender's boot. Of another boot
+    /// than its kernel has said it waits until that is asked again: the sender may have booted since.
+    pub(crate) fn is_new(&mut self, from: NodeId, signal: &Signal, turn: &mut Turn<'_>) -> bool {
+        let Some(cookie) = cookie(signal) else { return true };
+        let (sender, now) = (self.sender(), turn.now);
+        let by_boot = self.params.keeps(Rule::Boots);
+        let Some(own) = &mut self.gateway else { return false };
+        let known = own.roll.last(from).map(|present| present.cookie);
+        if by_boot && known != Some(cookie) {
+            if own.numbers.wait(from, signal, now) {
+                gateway::ask(sender, from, &mut own.roll, turn);
+            }
+            return false;
+        }
+        let boot = if by_boot { cookie } else { 0 };
+        let said = own.numbers.take(from, (boot, signal.nonce), now);
+        if said == Said::Replayed {
+            turn.push(Output::Note(Note::Replayed(from)));
+        }
+        said == Said::New
+    }
+
+    /// A kernel has said of which boot it is: what waited for that counts, or is of an earlier one.
+    pub(crate) fn boot_is(&mut self, from: NodeId, boot: u64, turn: &mut Turn<'_>) {
+        let waiting = self.gateway.as_mut().and_then(|own| own.numbers.waiting.remove(&from));
+        let Some(Waiting { signals, asked }) = waiting.filter(|waiting| waiting.asked + SEC > turn.now)
+        else {
+            return;
+        };
+        debug_assert!(asked <= turn.now);
+        for signal in signals {
+            if cookie(&signal) == Some(boot) {
+                self.signal(from, signal, turn);
+            } else {
+                turn.push(Output::Note(Note::Replayed(from)));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Term,
+        bench::{BOOT, Bench, LEADER, ME, MEMBER},
+    };
+
+    const FROM: NodeId = 9;
+
+    fn takes(numbers: &mut Numbers, boot: u64, said: u64, now: Micros) -> Said {
+        numbers.take(FROM, (boot, said), now)
+    }
+
+    #[test]
+    fn a_number_counts_once_in_its_boot() {
+        let mut numbers = Numbers::default();
+        assert_eq!(takes(&mut numbers, 1, 5_000_000, 0), Said::New);
+        assert_eq!(takes(&mut numbers, 1, 5_000_000, 30 * MS), Said::Twice);
+        assert_eq!(takes(&mut numbers, 1, 5_000_000, 2 * SEC), Said::Replayed);
+        assert_eq!(takes(&mut numbers, 1, 6_000_000, 2 * SEC), Said::New);
+        assert_eq!(takes(&mut numbers, 1, 5_000_000, 2 * SEC), Said::Replayed);
+        // The sender has booted, and counts from less.
+        assert_eq!(takes(&mut numbers, 2, 1_000, 3 * SEC), Said::New);
+        assert_eq!(takes(&mut numbers, 2, 1_000, 5 * SEC), Said::Replayed);
+    }
+
+    #[test]
+    fn parts_of_one_handover_come_in_any_order() {
+        let mut numbers = Numbers::default();
+        for part in [3, 7, 0, 5] {
+            assert_eq!(takes(&mut numbers, 1, 1_000 + part, 0), Said::New, "part {part}");
+        }
+        assert_eq!(takes(&mut numbers, 1, 1_003, 10 * MS), Said::Twice);
+        assert_eq!(takes(&mut numbers, 1, 1_003, 10 * SEC), Said::Replayed);
+        assert_eq!(takes(&mut numbers, 1, 2_000, 10 * SEC), Said::New);
+        assert_eq!(takes(&mut numbers, 1, 1_001, 10 * SEC), Said::Replayed, "it was never heard, and is old");
+    }
+
+    #[test]
+    fn few_signals_of_one_sender_wait() {
+        let mut numbers = Numbers::default();
+        let signal = |nonce| {
+            let body = Body::Members { cookie: 1, age: 0, members: vec![FROM] };
+            Signal { kind: Kind::Adopt, nonce, term: Term::NONE, sender: FROM, location: 7, body }
+        };
+        let asks = (0..100).filter(|nonce| numbers.wait(FROM, &signal(*nonce), 0)).count();
+        assert_eq!((asks, numbers.waiting[&FROM].signals.len()), (1, Numbers::MOST));
+        assert!(numbers.wait(FROM, &signal(100), Numbers::PAUSE));
+    }
+    fn handover(bench: &mut Bench, cookie: u64, number: u64) -> Vec<Output> {
+        let body = Body::Members { cookie, age: 0, members: vec![LEADER, MEMBER] };
+        bench.hears(LEADER, Kind::Handover, number, Term::from_bits(7 << 16), body)
+    }
+
+    fn replayed(out: &[Output]) -> usize {
+        out.iter().filter(|output| **output == Output::Note(Note::Replayed(LEADER))).count()
+    }
+
+    #[test]
+    fn a_sender_that_has_booted_counts_from_less_and_is_heard() {
+        const NEXT: u64 = BOOT + 1;
+        let mut bench = Bench::new();
+        let prepare = |cookie| Body::Change { cookie, gateway: ME };
+        let term = Term::from_bits(7 << 16);
+        bench.hears(LEADER, Kind::Prepare, 1 << 40, term, prepare(BOOT));
+        // It counts from less after a boot: its kernel is asked, and then it counts.
+        let out = handover(&mut bench, NEXT, 1_000);
+        let asked = out.iter().find_map(|output| match output {
+            Output::Lan(LEADER, Signal { kind: Kind::Roll, nonce, .. }) => Some(*nonce),
+            _ => None,
+        });
+        let Some(nonce) = asked else { panic!("its kernel is not asked: {out:?}") };
+        assert!(bench.agent.lead().is_none());
+        let body = Body::Word { cookie: NEXT, gateway: LEADER };
+        bench.hears(LEADER, Kind::Present, nonce, term, body);
+        assert!(bench.agent.lead().is_some_and(|lead| lead.has(MEMBER)));
+    }
+
+    #[test]
+    fn what_was_recorded_counts_in_no_other_boot_and_not_twice() {
+        let mut bench = Bench::new();
+        let out = handover(&mut bench, BOOT - 1, 1 << 40);
+        assert_eq!((replayed(&out), bench.agent.lead().is_some()), (0, false), "its kernel is asked");
+        let out = bench.is_present(LEADER, BOOT);
+        assert_eq!((replayed(&out), bench.agent.lead().is_some()), (1, false), "of an earlier boot");
+        assert_eq!(replayed(&handover(&mut bench, BOOT, 1_000)), 0);
+        assert!(bench.agent.lead().is_some());
+        for _ in 0..200 {
+            bench.turn(vec![]);
+        }
+        assert_eq!(replayed(&handover(&mut bench, BOOT, 1_000)), 1);
+        assert_eq!(replayed(&handover(&mut bench, BOOT, 900)), 1);
+    }
+}

@@ -1,0 +1,143 @@
+//! A dead leader whose heartbeat nodes without failover go on waiting for: its `last-seen` becomes 0.
+
+use std::{sync::Arc, time::Duration};
+
+use super::Agent;
+use crate::backend::Backend;
+
+/// Pauses after tries to say that a leader is dead, in seconds: the API server may have been there, too, and a
+/// snapshot may lack the last heartbeat. A minute later the heartbeat is too old for everybody.
+const PAUSES: [u32; 16] = [1, 1, 2, 2, 3, 3, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5];
+
+impl<B: Backend> Agent<B> {
+    /// Says of a dead leader that it is, beside the reconciles, for nodes without failover.
+    pub(super) fn give_up(&self) {
+        let Some(failover) = &self.failover else { return };
+        let Some(node) = failover.gives_up() else { return };
+        let (backend, reporter) = (Arc::clone(&self.backend), failover.reporter());
+        tokio::spawn(async move {
+            say(&*backend, &node, || reporter.gives_up(&node), Duration::from_secs(1)).await
+        });
+    }
+}
+
+/// Tries until it is said, while it is still true; whether this one has said it. Each try compares with the newest
+/// heartbeat that is known: one that is written meanwhile is not lost. `unit`: of the pauses.
+async fn say(backend: &impl Backend, node: &str, is_dead: impl Fn() -> bool, unit: Duration) -> bool {
+    let snapshots = backend.watch();
+    for pause in PAUSES {
+        let last_seen = snapshots.borrow().nodes.get(node).map(|known| known.last_seen);
+        let Some(last_seen) = last_seen.filter(|last_seen| *last_seen != 0 && is_dead()) else {
+            return false;
+        };
+        match backend.give_up(node, last_seen).await {
+            Ok(true) => {
+                tracing::info!(node, "the leader is dead; set its last-seen to 0 for nodes without failover");
+                return true;
+            }
+            Ok(false) => {
+                tracing::debug!(node, "the dead leader has another last-seen than is known; trying again")
+            }
+            Err(error) if error.is_temporary() => {
+                tracing::debug!(%error, node, "failed to say that the leader is dead; trying again");
+            }
+            Err(error) => tracing::warn!(%error, node, "failed to say that the leader is dead; trying again"),
+        }
+        tokio::time::sleep(unit * pause).await;
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+
+    use std::sync::Mutex;
+
+    use kilo_core::{
+        objects::{Published, Snapshot},
+        topology::{CheckedIn, Node},
+    };
+    use tokio::sync::watch;
+
+    use super::*;
+    use crate::backend::BackendError;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    /// An API server that has a heartbeat which the snapshots do not show before `shown` tries.
+    struct Lags {
+        snapshots: watch::Sender<Arc<Snapshot>>,
+        has: i64,
+        shown: usize,
+        tries: Mutex<Vec<i64>>,
+    }
+
+    fn snapshot(last_seen: i64) -> Arc<Snapshot> {
+        let mut snapshot = Snapshot::default();
+        let node = Node { name: "a1".to_owned(), ..Node::default() };
+        snapshot.nodes.insert(CheckedIn { node, last_seen });
+        snapshot.into()
+    }
+
+    impl Backend for Lags {
+        fn watch(&self) -> watch::Receiver<Arc<Snapshot>> {
+            self.snapshots.subscribe()
+        }
+
+        async fn publish(&self, _: &str, _: &Published) -> Result<bool, BackendError> {
+            Ok(false)
+        }
+
+        async fn give_up(&self, _: &str, last_seen: i64) -> Result<bool, BackendError> {
+            let mut tries = self.tries.lock().unwrap();
+            tries.push(last_seen);
+            if tries.len() == self.shown {
+                self.snapshots.send_replace(snapshot(self.has));
+            }
+            Ok(last_seen == self.has)
+        }
+
+        async fn retract(&self, _: &str) -> Result<(), BackendError> {
+            Ok(())
+        }
+    }
+
+    fn lags(known: i64, has: i64, shown: usize) -> Lags {
+        Lags { snapshots: watch::channel(snapshot(known)).0, has, shown, tries: Mutex::default() }
+    }
+
+    #[tokio::test]
+    async fn a_heartbeat_that_is_not_known_yet_costs_a_second_and_not_the_minute() {
+        let backend = lags(970, 1_000, 3);
+        assert!(say(&backend, "a1", || true, MS).await);
+        assert_eq!(*backend.tries.lock().unwrap(), [970, 970, 970, 1_000]);
+        assert!(PAUSES[..3].iter().sum::<u32>() < 5);
+    }
+
+    #[tokio::test]
+    async fn who_is_heard_again_or_was_given_up_is_left_alone() {
+        let backend = lags(970, 1_000, 99);
+        let heard = Mutex::new(3);
+        let is_dead = || {
+            let mut left = heard.lock().unwrap();
+            *left -= 1;
+            *left > 0
+        };
+        assert!(!say(&backend, "a1", is_dead, MS).await);
+        assert_eq!(backend.tries.lock().unwrap().len(), 2, "it is heard again");
+        for known in [lags(0, 0, 99), lags(970, 0, 1)] {
+            assert!(!say(&known, "a1", || true, MS).await);
+            assert!(known.tries.lock().unwrap().len() <= 1, "somebody else has said it");
+        }
+        assert!(!say(&backend, "gone", || true, MS).await);
+    }
+
+    #[tokio::test]
+    async fn it_is_tried_for_a_minute() {
+        let backend = lags(970, 1_000, 99);
+        assert!(!say(&backend, "a1", || true, MS).await);
+        assert!((60..90).contains(&PAUSES.iter().sum::<u32>()));
+        assert_eq!(backend.tries.lock().unwrap().len(), PAUSES.len());
+    }
+}
