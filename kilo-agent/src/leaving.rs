@@ -68,10 +68,13 @@ impl Leaving {
         let outcome = agent::hand_over(bpffs, interface, masquerade).await;
         tracing::info!(
             removed = outcome.removed.join("; "),
-            "handover done; traffic between locations keeps flowing"
+            "the handover is done; traffic between locations keeps flowing"
         );
         if !outcome.stays.is_empty() {
-            tracing::error!(stays = outcome.stays.join("; "), "handover incomplete; run `kg uninstall`");
+            tracing::error!(
+                stays = outcome.stays.join("; "),
+                "the handover is incomplete; run `kg uninstall`"
+            );
         }
         true
     }

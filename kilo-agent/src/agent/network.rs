@@ -32,7 +32,7 @@ pub(super) async fn write<B: Backend>(
             let pause = match backend.report_network(&node, available).await {
                 Ok(()) => break,
                 Err(error) if error.is_temporary() => {
-                    tracing::debug!(%error, "node condition NetworkUnavailable not written yet");
+                    tracing::debug!(%error, "node condition NetworkUnavailable is not written yet");
                     AGAIN
                 }
                 Err(error) => {

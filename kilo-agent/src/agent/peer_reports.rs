@@ -40,7 +40,7 @@ impl PeerReports {
                 self.written = Some(said);
                 return true;
             }
-            Ok(Err(error)) => tracing::debug!(%error, "status of peers not written yet"),
+            Ok(Err(error)) => tracing::debug!(%error, "the status of peers is not written yet"),
             Err(error) => tracing::error!(%error, "failed to write the status of peers"),
         }
         false

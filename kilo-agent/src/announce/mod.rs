@@ -174,11 +174,14 @@ impl<B: Backend> Announcer<B> {
         if let Some(left_out) = self.lines.left_out(now) {
             tracing::info!(
                 left_out,
-                "more changes of the mesh than are logged; kgctl status shows how it is now"
+                "the mesh changes too often to log everything; `kgctl status` shows how it is now"
             );
         }
         if let Some(left_out) = self.events.left_out(now) {
-            tracing::info!(left_out, "more Events than are written; the log and kgctl status have the rest");
+            tracing::info!(
+                left_out,
+                "there are too many Events to write; the log and `kgctl status` have the rest"
+            );
         }
         self.tell_why_out(now);
         if now < self.look_again {

@@ -111,7 +111,9 @@ async fn apply_rules(wanted: &BTreeSet<IpNet>) -> Result<u64, ForwardError> {
             match table.apply(&of_family).await {
                 Ok(written) => writes += u64::from(written),
                 Err(error) if needed || wanted.is_empty() => first = first.or(Some(error)),
-                Err(error) => tracing::debug!(%error, "iptables flavour not available and not needed"),
+                Err(error) => {
+                    tracing::debug!(%error, "this iptables flavour is neither available nor needed")
+                }
             }
         }
     }

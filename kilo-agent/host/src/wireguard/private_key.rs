@@ -52,7 +52,7 @@ fn load(path: &Path, file: File) -> Result<SecretKey, WireguardError> {
     }
     let mode = metadata.permissions().mode() & 0o777;
     if mode & 0o177 != 0 {
-        tracing::warn!(path = %path.display(), mode = format!("{mode:o}"), "private key was readable by others; permissions set to 600, consider a new key");
+        tracing::warn!(path = %path.display(), mode = format!("{mode:o}"), "private key was readable by others; its permissions are 600 now, consider a new key");
         file.set_permissions(fs::Permissions::from_mode(0o600)).map_err(failed)?;
     }
     let mut text = String::new();
