@@ -266,7 +266,7 @@ fn several_active_leaders_are_on_the_card_the_map_and_the_tables() {
     browser.until(IS_DRAWN, DRAWN);
     let card = text(&browser.value("document.querySelector('[data-key=\"location:dublin\"]').innerText"));
     for words in [
-        "2 gateways share its nodes:\ndublin-node-000 for 5 nodes\ndublin-node-001 for 4 nodes",
+        "2 gateways share its nodes:\n\ndublin-node-000 for 5 nodes\ndublin-node-001 for 4 nodes",
         "Tunnel to dublin-node-000",
         "Tunnel to dublin-node-001",
     ] {
