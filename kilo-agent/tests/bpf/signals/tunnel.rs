@@ -1,6 +1,6 @@
 //! Signals through WireGuard, and those the agent sends.
 
-use std::{os::fd::AsRawFd as _, time::Duration};
+use std::time::Duration;
 
 use kilo_common::{
     counters::Action,

@@ -6,11 +6,7 @@ mod tables;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipnet::IpNet;
-use rand::{
-    RngExt as _, SeedableRng as _,
-    rngs::StdRng,
-    seq::{IndexedRandom as _, IteratorRandom as _},
-};
+use rand::{RngExt as _, SeedableRng as _, rngs::StdRng, seq::IndexedRandom as _};
 
 pub use packets::ethernet;
 

@@ -12,11 +12,8 @@ use kilo_common::{
     },
     packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, protocol},
 };
-use kilo_core::plan::{Tables, sender};
-use rand::{
-    RngExt as _, SeedableRng as _,
-    seq::{IndexedRandom as _, IteratorRandom as _},
-};
+use kilo_core::plan::Tables;
+use rand::{RngExt as _, seq::IteratorRandom as _};
 
 use super::{
     super::{

@@ -17,10 +17,7 @@ use kilo_core::{
     plan::{Hop, Tables, sender},
     settings::Tunnel,
 };
-use rand::{
-    RngExt as _, SeedableRng as _,
-    seq::{IndexedRandom as _, IteratorRandom as _},
-};
+use rand::RngExt as _;
 
 use super::{
     super::{IFINDEX, PUBLIC, PUBLIC_V6, signals},
