@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use http_body_util::{BodyExt as _, Empty, Limited};
+use http_body_util::{BodyExt as _, Empty, LengthLimitError, Limited};
 use hyper::{
     Request, StatusCode, Uri,
     body::Bytes,
@@ -12,7 +12,7 @@ use hyper::{
 };
 use hyper_util::rt::TokioIo;
 use k8s_openapi::api::core::v1::Pod;
-use kube::Client;
+use kube::{Client, client::Body, core::Status as Refusal};
 use tokio::{net::TcpStream, time::timeout};
 
 use super::{Status, pods};
@@ -158,6 +158,9 @@ async fn status_of(client: &Client, pod: &Pod) -> Result<Status, AskError> {
             let said = "the API server's proxy cannot show it one".to_owned();
             AskError::Token { url: proxy_url(pod, "status"), said }
         }
+        kube::Error::Service(source) if source.is::<TooLong>() => {
+            AskError::Answer { url: proxy_url(pod, "status"), source }
+        }
         error => AskError::Api(error.into()),
     })?;
     serde_json::from_str(&text)
@@ -167,14 +170,97 @@ async fn status_of(client: &Client, pod: &Pod) -> Result<Status, AskError> {
 /// The text at this path of the agent in a pod, through the API server's proxy.
 ///
 /// # Errors
-/// The API server's.
+/// The API server's; [`TooLong`] within [`kube::Error::Service`].
 pub async fn page(client: &Client, pod: &Pod, path: &str) -> Result<String, kube::Error> {
     let request = Request::get(proxy_url(pod, path)).body(Vec::new()).map_err(kube::Error::HttpError)?;
-    client.request_text(request).await
+    bounded(client, request, LARGEST).await
+}
+
+/// An answer that is longer than any true one: it was not read to its end.
+#[derive(Debug, thiserror::Error)]
+#[error("the answer is longer than {0} bytes")]
+pub struct TooLong(pub usize);
+
+/// The text that a node or pod returns through the API server, of at most so many bytes: whoever has taken
+/// the node over can send without end, also below an error code.
+///
+/// # Errors
+/// The API server's; [`TooLong`] within [`kube::Error::Service`].
+pub async fn bounded(client: &Client, request: Request<Vec<u8>>, most: usize) -> Result<String, kube::Error> {
+    let answer = client.send(request.map(Body::from)).await?;
+    let code = answer.status();
+    let body = Limited::new(answer.into_body(), most).collect().await.map_err(|error| {
+        match error.downcast::<kube::Error>() {
+            Ok(error) => *error,
+            Err(error) if error.is::<LengthLimitError>() => kube::Error::Service(TooLong(most).into()),
+            Err(error) => kube::Error::Service(error),
+        }
+    })?;
+    let text = String::from_utf8_lossy(&body.to_bytes()).into_owned();
+    if !code.is_client_error() && !code.is_server_error() {
+        return Ok(text);
+    }
+    // The API server's own refusals are objects, those of agents are text.
+    let refused = serde_json::from_str(&text)
+        .unwrap_or_else(|_| Refusal::failure(text.trim(), "").with_code(code.as_u16()));
+    Err(kube::Error::Api(Box::new(refused)))
 }
 
 fn proxy_url(pod: &Pod, path: &str) -> String {
     let namespace = pod.metadata.namespace.as_deref().unwrap_or("default");
     let name = pod.metadata.name.as_deref().unwrap_or_default();
     format!("/api/v1/namespaces/{namespace}/pods/{name}:{PORT}/proxy/{path}")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+mod tests {
+    use super::*;
+    use std::{
+        io::{Read as _, Write as _},
+        net::TcpListener,
+        sync::{
+            Arc,
+            atomic::{AtomicUsize, Ordering},
+        },
+        thread,
+    };
+
+    /// A server that begins so and then sends until nobody reads; how many bytes that were.
+    fn endless(head: &'static str) -> (Client, Arc<AtomicUsize>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let uri = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
+        let sent = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&sent);
+        thread::spawn(move || {
+            for stream in listener.incoming() {
+                let mut stream = stream.unwrap();
+                let _ = stream.read(&mut [0; 4096]);
+                let _ = write!(stream, "HTTP/1.1 {head}\r\n\r\n");
+                while stream.write_all(&[b'x'; 1 << 16]).is_ok() {
+                    counted.fetch_add(1 << 16, Ordering::Relaxed);
+                }
+            }
+        });
+        (Client::try_from(kube::Config::new(uri)).unwrap(), sent)
+    }
+
+    #[tokio::test]
+    async fn an_answer_without_end_is_not_read_to_its_end() {
+        const MOST: usize = 1 << 20;
+        // One without a length is over when the connection is.
+        for head in ["200 OK", "500 Internal Server Error", "403 Forbidden"] {
+            let (client, sent) = endless(head);
+            let asked = bounded(&client, Request::get("/").body(Vec::new()).unwrap(), MOST);
+            let error = timeout(Duration::from_secs(20), asked).await.unwrap().unwrap_err();
+            let kube::Error::Service(cause) = &error else { panic!("{head}: {error:?}") };
+            assert!(cause.is::<TooLong>(), "{head}: {cause}");
+            // What is on the way when the reader stops is in buffers of the kernel.
+            assert!(sent.load(Ordering::Relaxed) < 16 * MOST, "{head}");
+        }
+        let (client, _) = endless("200 OK");
+        let error = pod(&client, &Pod::default()).await.unwrap_err().to_string();
+        // On a slow machine time is over first.
+        assert!(error.contains("longer than 67108864 bytes") || error.contains("does not answer"), "{error}");
+    }
 }

@@ -185,6 +185,36 @@ fn what_is_no_api_server_or_does_not_answer_is_named_with_url_context_and_file()
 }
 
 #[test]
+fn a_terminal_shows_what_is_waited_for_and_a_pipe_does_not() {
+    let directory = tempfile::tempdir().unwrap();
+    let silent = listen(|mut stream| {
+        let _ = stream.read_to_end(&mut Vec::new());
+    });
+    let config = plain(directory.path(), silent);
+    for (command, shown) in [
+        ("graph", "reading nodes and peers (1 s)"),
+        ("version", "waiting for the API server: list pods (1 s)"),
+        ("trace n1 --src=10.42.1.2 --dst=10.42.4.2", "starting kgctl trace on n1 (1 s)"),
+        ("peer-cluster --remote-name=b --name=a --remote-context=lab --remove", "list peers (1 s)"),
+    ] {
+        let line =
+            format!("{} {command} --kubeconfig={config} --request-timeout=3s", env!("CARGO_BIN_EXE_kgctl"));
+        let on_terminal = Command::new("script").args(["-qec", &line, "/dev/null"]).output().unwrap();
+        let text = String::from_utf8_lossy(&on_terminal.stdout).into_owned();
+        // The line is emptied before the error takes its place.
+        let at = text.find(shown).unwrap_or_else(|| panic!("{command}: {shown:?} is not in {text:?}"));
+        let after = &text[at..];
+        assert!(
+            after.contains("\r\u{1b}[2Kkgctl: ") && after.contains("no answer within 3s"),
+            "{command}: {text:?}"
+        );
+        let arguments: Vec<_> = line.split(' ').skip(1).collect();
+        let (done, _, said) = kgctl(&[], &arguments);
+        assert!(!done && !said.contains("(1 s)") && !said.contains('\u{1b}'), "{command}: {said:?}");
+    }
+}
+
+#[test]
 fn without_any_file_the_places_are_named() {
     let home = tempfile::tempdir().unwrap();
     let home = home.path().to_str().unwrap();

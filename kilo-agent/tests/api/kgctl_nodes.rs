@@ -10,7 +10,7 @@ use std::{
     net::TcpListener,
     os::unix::fs::PermissionsExt as _,
     path::Path,
-    process::{Command, Stdio},
+    process::Command,
     time::{Duration, Instant},
 };
 
@@ -245,54 +245,4 @@ async fn a_report_goes_on_without_nodes_that_fail_and_holds_no_secret() {
     assert!(!done && said.contains("exists"), "{said}");
     let (done, _, said) = kgctl(&kubeconfig, &["sysdump", "nowhere", "--output=/nowhere/x"]);
     assert!(!done && said.contains("\"nowhere\" does not exist; there are: bare, runs"), "{said}");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_test_that_is_interrupted_takes_its_namespace_with_it() {
-    let Some(server) = ApiServer::start().await else { return };
-    let client = server.client(ADMIN).await;
-    apply_crds(&client).await;
-    let now = (kilo_agent::status::Timestamp::now().0 + 3600).to_string();
-    let annotations = [
-        ("kilo.squat.ai/endpoint", "192.0.2.1:51820"),
-        ("kilo.squat.ai/internal-ip", "10.1.0.1/24"),
-        ("kilo.squat.ai/key", "GY5aT1N9dTR/nJnT1N2f4ClZWVj0jOAld0r8ysWLyjg="),
-        ("kilo.squat.ai/last-seen", &now),
-    ];
-    create_node(&client, "n1", &annotations).await;
-    let kubeconfig = server.kubeconfig(ADMIN, server.port());
-    let (done, _, said) = kgctl(&kubeconfig, &["connectivity-test"]);
-    assert!(!done && said.contains("name one by --image"), "{said}");
-
-    let running = Command::new(env!("CARGO_BIN_EXE_kgctl"))
-        .arg("--kubeconfig")
-        .arg(&kubeconfig)
-        .args(["connectivity-test", "--image=kilo"])
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let namespaces: Api<core::Namespace> = Api::all(client.clone());
-    let name = "kilo-connectivity-test";
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while namespaces.get_opt(name).await.unwrap().is_none() {
-        assert!(Instant::now() < deadline, "no namespace");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
-    let process = nix::unistd::Pid::from_raw(running.id().try_into().unwrap());
-    nix::sys::signal::kill(process, nix::sys::signal::Signal::SIGTERM).unwrap();
-    // What the controller of namespaces does, which does not run here.
-    let mut left = loop {
-        let found = namespaces.get(name).await.unwrap();
-        if found.metadata.deletion_timestamp.is_some() {
-            break found;
-        }
-        assert!(Instant::now() < deadline, "it is not deleted");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    };
-    left.spec = Some(core::NamespaceSpec { finalizers: Some(Vec::new()) });
-    namespaces.replace_subresource("finalize", name, &PostParams::default(), &left).await.unwrap();
-    let output = running.wait_with_output().unwrap();
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success() && said.contains("interrupted"), "{said}");
-    assert!(namespaces.get_opt(name).await.unwrap().is_none());
 }

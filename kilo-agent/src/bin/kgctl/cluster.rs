@@ -91,10 +91,12 @@ impl Cluster {
 
     /// The answer to one request, or what its refusal means and what to do about it.
     pub async fn ask<T>(&self, asked: Asked<'_>, answer: impl Future<Output = kube::Result<T>>) -> Result<T> {
+        let progress = Progress::new(&format!("waiting for the API server: {}", asked.words()), 0);
         let answer = match self.timeout {
             Some(limit) => tokio::time::timeout(limit, answer).await.map_err(|_| limit),
             None => Ok(answer.await),
         };
+        drop(progress);
         let error = match answer {
             Ok(Ok(answer)) => return Ok(answer),
             Ok(Err(error)) => error,

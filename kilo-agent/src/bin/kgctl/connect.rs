@@ -42,6 +42,7 @@ use tokio::{
 use crate::{
     cluster::Cluster,
     complete,
+    progress::{self, Progress},
     refusal::Asked,
     source::{self, Flags},
 };
@@ -113,14 +114,14 @@ impl Source {
         match flags.backend {
             BackendKind::File => {
                 let directory = source::directory(flags)?;
-                Ok(Self::File(FileBackend::start(directory, &flags.shape.topology_label).await?))
+                Ok(Self::File(FileBackend::start(directory, &flags.mesh.shape.topology_label).await?))
             }
             BackendKind::Kubernetes => {
-                let cluster = Cluster::open(&flags.api).await?;
+                let cluster = Cluster::open(&flags.mesh.api).await?;
                 // First as it is now, since a refusal says more here than in a watch.
-                cluster.snapshot(&flags.shape.topology_label).await?;
+                cluster.snapshot(&flags.mesh.shape.topology_label).await?;
                 let client = cluster.client.clone();
-                let label = &flags.shape.topology_label;
+                let label = &flags.mesh.shape.topology_label;
                 let backend = kubernetes::KubernetesBackend::start(client.clone(), None, label).await?;
                 Ok(Self::Kubernetes {
                     cluster: Box::new(cluster),
@@ -227,6 +228,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         executable: std::env::current_exe().context("path of this program")?,
     };
     let _lock = lock::interface(Path::new(lock::STATE), &args.interface)?;
+    let progress = Progress::new("connecting", 0);
     let source = Source::start(flags).await?;
     // A new key only for a new peer: it would be of no use with another's.
     let key = match existing {
@@ -261,6 +263,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         wanted,
         key,
         unrouted: Vec::new(),
+        progress: Some(progress),
     };
     connection.check_alone().await?;
     let ended = tokio::select! {
@@ -268,7 +271,9 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         _ = terminate.recv() => Ok(()),
         _ = interrupt.recv() => Ok(()),
     };
+    drop(connection.progress.take());
     if args.clean_up {
+        let _progress = Progress::new("disconnecting", 0);
         for problem in connection.clean_up().await {
             tracing::error!("{problem}");
         }
@@ -286,6 +291,8 @@ struct Connection {
     key: SecretKey,
     /// Prefixes without route, as last told.
     unrouted: Vec<IpNet>,
+    /// Until it stands.
+    progress: Option<Progress>,
 }
 
 impl Connection {
@@ -342,6 +349,7 @@ impl Connection {
             match self.sync(&snapshot, &peer, flags).await {
                 Ok(writes) if !connected => {
                     connected = true;
+                    drop(self.progress.take());
                     tracing::info!(interface = self.interface.name, writes, "connected");
                 }
                 Ok(0) => {}
@@ -357,7 +365,7 @@ impl Connection {
         let mut snapshot = snapshot.clone();
         // Just made, it may not have come back yet.
         Arc::make_mut(&mut snapshot.peers).entry(peer.name.clone()).or_insert_with(|| peer.clone());
-        let mesh = source::mesh(&snapshot, flags)?;
+        let mesh = source::mesh(&snapshot, &flags.mesh)?;
         let resolved: std::collections::BTreeMap<String, IpAddr> = self.resolver.resolve(&mesh).await;
         let plan = vpn_peer::plan(&mesh, &self.options, &resolved).context("the Peer is not in the mesh")?;
         let ConnectPlan { wireguard, net, unrouted } = plan;
@@ -412,7 +420,7 @@ fn log_to_stderr(level: LogLevel) {
         level => format!("warn,kilo_agent={0},kilo_core={0},kilo_host={0},kgctl={0}", level.directive()),
     };
     let layer = fmt::layer()
-        .with_writer(std::io::stderr)
+        .with_writer(|| progress::Stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .without_time()
         .with_target(false);

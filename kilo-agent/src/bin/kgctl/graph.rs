@@ -18,5 +18,5 @@ pub struct GraphArgs {
 /// The mesh in the DOT language.
 pub async fn run(args: &GraphArgs) -> Result<String> {
     let snapshot = source::snapshot(&args.flags).await?;
-    Ok(topology::dot(&source::mesh(&snapshot, &args.flags)?))
+    Ok(topology::dot(&source::mesh(&snapshot, &args.flags.mesh)?))
 }

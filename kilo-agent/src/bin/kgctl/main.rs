@@ -178,7 +178,10 @@ async fn run(command: &Command, matches: &ArgMatches) -> Result<(String, bool)> 
         Command::Showconf { of } => showconf::run(of).await?,
         Command::Connect(args) => connect::run(args).await?,
         Command::Uninstall(args) => uninstall::run(args).await?,
-        Command::ProbeServer => probe::serve().await.map(|()| String::new())?,
+        Command::ProbeServer => {
+            probe::Server::bind(probe::PORT).await?.run().await;
+            String::new()
+        }
         Command::Probe { probes } => probe::ask(probes).await?,
         Command::ManPages { directory } => {
             manual::write(Cli::command(), directory)?;

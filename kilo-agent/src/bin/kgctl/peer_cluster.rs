@@ -18,6 +18,7 @@ use kube::{
 use crate::{
     cluster::ApiFlags,
     complete,
+    progress::Progress,
     refusal::Asked,
     source::{self, ShapeFlags},
 };
@@ -129,6 +130,7 @@ impl Side {
     /// Writes; one line a write. New peers come before old ones go: traffic has a way at any time.
     async fn write(&self, changes: &Changes, other: &str) -> Result<String> {
         let mut said = String::new();
+        let progress = Progress::new(&format!("writing peers of cluster {}", self.name), changes.writes());
         let all = changes.create.iter().map(|peer| (peer, "created"));
         for (wanted, done) in all.chain(changes.update.iter().map(|peer| (peer, "configured"))) {
             let patch = Patch::Apply(multicluster::object(wanted, other));
@@ -137,9 +139,11 @@ impl Side {
             let written = self.cluster.ask(Asked::new("patch", "peers"), writing).await;
             written.with_context(|| format!("write Peer {} in cluster {}", wanted.name, self.name))?;
             let _ = writeln!(said, "{}: peer.kilo.squat.ai/{} {done}", self.name, wanted.name);
+            progress.step();
         }
         for name in &changes.delete {
             self.delete(name).await?;
+            progress.step();
             let _ = writeln!(said, "{}: peer.kilo.squat.ai/{name} deleted", self.name);
         }
         Ok(said)

@@ -1,10 +1,10 @@
 //! What is going on, on a terminal, for what takes longer than a second.
 
 use std::{
-    io::{IsTerminal as _, Write as _, stderr},
+    io::{self, IsTerminal as _, Write, stderr},
     sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -17,21 +17,57 @@ const RENEW: Duration = Duration::from_millis(200);
 /// Back to the start of the line, and empty it.
 const CLEAR: &str = "\r\x1b[2K";
 
-/// A line is taken by one at a time: what goes on within shows nothing of its own.
-static TAKEN: AtomicBool = AtomicBool::new(false);
+/// The oldest that is under way has the line: what goes on within it shows nothing of its own.
+static LINE: Mutex<Line> = Mutex::new(Line { next: 0, under_way: Vec::new(), is_shown: false });
+
+struct Line {
+    next: u64,
+    under_way: Vec<u64>,
+    is_shown: bool,
+}
+
+impl Line {
+    fn lock() -> MutexGuard<'static, Self> {
+        LINE.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin(&mut self) -> u64 {
+        self.next += 1;
+        self.under_way.push(self.next);
+        self.next
+    }
+
+    fn show(&mut self, id: u64, text: &str) {
+        if self.under_way.first() == Some(&id) {
+            self.is_shown = write!(stderr(), "{CLEAR}{text}").is_ok();
+        }
+    }
+
+    fn clear(&mut self) {
+        if std::mem::take(&mut self.is_shown) {
+            let _ = write!(stderr(), "{CLEAR}");
+        }
+    }
+
+    fn end(&mut self, id: u64) {
+        if self.under_way.first() == Some(&id) {
+            self.clear();
+        }
+        self.under_way.retain(|other| *other != id);
+    }
+}
 
 /// One line on stderr, which goes when this does. Nothing where stderr is no terminal.
 pub struct Progress {
     done: Arc<AtomicUsize>,
     total: Arc<AtomicUsize>,
-    shows: Option<AbortOnDropHandle<()>>,
+    shows: Option<(u64, AbortOnDropHandle<()>)>,
 }
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        if self.shows.take().is_some() {
-            let _ = write!(stderr(), "{CLEAR}");
-            TAKEN.store(false, Ordering::Relaxed);
+        if let Some((id, _)) = self.shows.take() {
+            Line::lock().end(id);
         }
     }
 }
@@ -40,23 +76,19 @@ impl Progress {
     /// `total`: steps; 0 = nobody knows.
     pub fn new(what: &str, total: usize) -> Self {
         let (done, total) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(total)));
-        let may_show = stderr().is_terminal() && !TAKEN.swap(true, Ordering::Relaxed);
-        let shows = may_show.then(|| {
+        let shows = stderr().is_terminal().then(|| {
             let (what, done, total) = (what.to_owned(), Arc::clone(&done), Arc::clone(&total));
-            AbortOnDropHandle::new(tokio::spawn(async move {
+            let id = Line::lock().begin();
+            let shows = tokio::spawn(async move {
                 let started = Instant::now();
                 tokio::time::sleep(QUIET).await;
                 loop {
-                    let line = line(
-                        &what,
-                        done.load(Ordering::Relaxed),
-                        total.load(Ordering::Relaxed),
-                        started.elapsed(),
-                    );
-                    let _ = write!(stderr(), "{CLEAR}{line}");
+                    let (done, total) = (done.load(Ordering::Relaxed), total.load(Ordering::Relaxed));
+                    Line::lock().show(id, &line(&what, done, total, started.elapsed()));
                     tokio::time::sleep(RENEW).await;
                 }
-            }))
+            });
+            (id, AbortOnDropHandle::new(shows))
         });
         Self { done, total, shows }
     }
@@ -70,6 +102,20 @@ impl Progress {
     /// One step is done.
     pub fn step(&self) {
         self.done.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Standard error for logs, which take the place of what is shown.
+pub struct Stderr;
+
+impl Write for Stderr {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        Line::lock().clear();
+        stderr().write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        stderr().flush()
     }
 }
 

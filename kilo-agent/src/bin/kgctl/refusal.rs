@@ -1,6 +1,6 @@
 //! What it means when an API server refuses, and what to do about it: plain text, without I/O.
 
-use kilo_agent::backend::kubernetes::Server;
+use kilo_agent::{backend::kubernetes::Server, status::ask::TooLong};
 use kilo_core::errors::error_chain;
 
 /// What was asked of an API server, in its own words.
@@ -15,6 +15,11 @@ impl<'a> Asked<'a> {
     /// In no namespace, or in all.
     pub const fn new(verb: &'a str, resource: &'a str) -> Self {
         Self { verb, resource, namespace: None }
+    }
+
+    /// Verb and resource.
+    pub fn words(self) -> String {
+        format!("{} {}", self.verb, self.resource)
     }
 
     /// In this namespace.
@@ -55,6 +60,9 @@ pub fn explain(error: &kube::Error, asked: Asked<'_>, server: &Server, page: Opt
         return match error {
             kube::Error::SerdeError(_) => {
                 format!("the answer of the API server {server} is not understood: {}", error_chain(error))
+            }
+            kube::Error::Service(cause) if cause.is::<TooLong>() => {
+                format!("{cause}, and was not read to its end (through the API server {server})")
             }
             kube::Error::Auth(_) => {
                 format!("no credentials for the API server {server}: {}", error_chain(error))

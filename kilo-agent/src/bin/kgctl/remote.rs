@@ -1,6 +1,10 @@
-//! A command of this program on a node, in its agent's pod, through the API server.
+//! A command of this program on a node, in its agent's pod, through the API server; and logs of pods.
 
-use std::{io::Write, time::Duration};
+use std::{
+    io::{ErrorKind, Write},
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use clap::{Arg, ArgMatches, Command, parser::ValueSource};
@@ -11,13 +15,15 @@ use kilo_agent::status::{
     pods,
 };
 use kube::{
-    Api, ResourceExt as _,
-    api::{AttachParams, AttachedProcess},
+    Api, Resource as _, ResourceExt as _,
+    api::{AttachParams, AttachedProcess, LogParams},
+    core::Request,
 };
 use tokio::io::{self, AsyncRead, AsyncWriteExt as _};
 
 use crate::{
     cluster::{API_HEADING, ApiFlags, Cluster},
+    progress::Progress,
     refusal::Asked,
     terminal::Plain,
 };
@@ -36,6 +42,8 @@ const CONTAINER: &str = "kilo";
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Largest output of such a program, in bytes.
 const LARGEST: usize = 64 << 20;
+/// Largest log of a container, in bytes; the kubelet is asked to send no more.
+const LARGEST_LOG: usize = 64 << 20;
 /// Argument with the name of the node.
 const NODE: &str = "node";
 /// What a command that was interrupted has to say still comes within this time.
@@ -71,11 +79,34 @@ pub fn flags(command: &Command, matches: &ArgMatches) -> Result<Vec<String>> {
 /// Runs `kgctl COMMAND FLAGS` on a node with its output here; whether it succeeded. When this one is
 /// interrupted, the other is told by the end of its standard input.
 pub async fn run(api: &ApiFlags, node: &str, command: &str, flags: &[String]) -> Result<bool> {
+    let progress = Progress::new(&format!("starting kgctl {command} on {node}"), 0);
     let cluster = Cluster::open(api).await?;
     let pod = pod_of(&cluster, node).await?;
     let words: Vec<_> = ["kgctl", command].into_iter().chain(flags.iter().map(String::as_str)).collect();
     let process = exec(&cluster, &pod, &words).await?;
-    follow(process, &mut Plain::new(std::io::stdout()), &mut Plain::new(std::io::stderr())).await
+    let progress = Mutex::new(Some(progress));
+    let (mut out, mut err) = (
+        Ending { progress: &progress, to: Plain::new(std::io::stdout()) },
+        Ending { progress: &progress, to: Plain::new(std::io::stderr()) },
+    );
+    follow(process, &mut out, &mut err).await
+}
+
+/// Ends the line of progress before the first word that is written.
+struct Ending<'a, W> {
+    progress: &'a Mutex<Option<Progress>>,
+    to: W,
+}
+
+impl<W: Write> Write for Ending<'_, W> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        drop(self.progress.lock().unwrap_or_else(PoisonError::into_inner).take());
+        self.to.write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.to.flush()
+    }
 }
 
 /// What a node's agent says, through the API server.
@@ -108,12 +139,33 @@ pub async fn output(cluster: &Cluster, pod: &Pod, words: &[&str]) -> Result<Vec<
         let (mut out, mut err) = (Bounded::default(), Bounded::default());
         if !follow(process, &mut out, &mut err).await? {
             let said = String::from_utf8_lossy(&err.0);
-            bail!("{} in pod {} failed: {}", words.join(" "), pod.name_any(), said.trim());
+            bail!("{} in pod {} failed: {}", shortened(words), pod.name_any(), said.trim());
         }
         Ok(out.0)
     };
     let answer = tokio::time::timeout(PATIENCE, run).await;
     answer.map_err(|_| anyhow!("no answer within {} s", PATIENCE.as_secs()))?
+}
+
+/// The log of a container, as long as a log may be: a node that never ends fills no memory and takes no time.
+pub async fn log(cluster: &Cluster, pod: &Pod, wanted: LogParams) -> Result<String> {
+    let namespace = pod.namespace().unwrap_or_default();
+    let wanted = LogParams { limit_bytes: i64::try_from(LARGEST_LOG).ok(), ..wanted };
+    let request = Request::new(Pod::url_path(&(), Some(&namespace))).logs(&pod.name_any(), &wanted)?;
+    let asked = Asked::new("get", "pods/log").within(&namespace);
+    let answer = cluster.ask(asked, ask::bounded(&cluster.client, request, LARGEST_LOG));
+    let answer = tokio::time::timeout(PATIENCE, answer).await;
+    answer.map_err(|_| anyhow!("no end within {} s", PATIENCE.as_secs()))?
+}
+
+/// A command line as errors name it.
+fn shortened(words: &[&str]) -> String {
+    const MOST: usize = 120;
+    let line = words.join(" ");
+    match line.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{}…", &line[..end]),
+        None => line,
+    }
 }
 
 /// Takes so many bytes: a node that never ends fills no memory.
@@ -123,7 +175,8 @@ struct Bounded(Vec<u8>);
 impl Write for Bounded {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         if self.0.len() + bytes.len() > LARGEST {
-            return Err(std::io::ErrorKind::FileTooLarge.into());
+            let text = format!("it sends more than {LARGEST} bytes");
+            return Err(std::io::Error::new(ErrorKind::FileTooLarge, text));
         }
         self.0.extend_from_slice(bytes);
         Ok(bytes.len())
@@ -179,7 +232,7 @@ pub async fn exec(cluster: &Cluster, pod: &Pod, words: &[&str]) -> Result<Attach
             other => other,
         }
     });
-    started.await.with_context(|| format!("{} was not started in pod {name}", words.join(" ")))
+    started.await.with_context(|| format!("{} was not started in pod {name}", shortened(words)))
 }
 
 /// Copies what a program writes until it ends, or until this one is interrupted; whether it succeeded.
@@ -191,10 +244,12 @@ pub async fn follow(
     let mut stdin = process.stdin().context("the command has no standard input")?;
     let status = process.take_status().context("the command has no status")?;
     let (stdout, stderr) = (process.stdout(), process.stderr());
-    let copies = async { tokio::join!(copy(stdout, out), copy(stderr, err)) };
+    let copies = async { tokio::try_join!(copy(stdout, out), copy(stderr, err)) };
     let mut copies = std::pin::pin!(copies);
     tokio::select! {
-        _ = &mut copies => {}
+        copied = &mut copies => {
+            copied?;
+        }
         () = interrupted() => {
             // What it has to say in the end still comes.
             let _ = stdin.shutdown().await;
@@ -228,17 +283,20 @@ pub async fn interrupted() {
     let _ = tokio::signal::ctrl_c().await;
 }
 
-async fn copy(from: Option<impl AsyncRead + Unpin>, to: &mut impl Write) {
-    let Some(mut from) = from else { return };
+/// Until the end, or until nobody reads any more (`| head`).
+async fn copy(from: Option<impl AsyncRead + Unpin>, to: &mut impl Write) -> std::io::Result<()> {
+    let Some(mut from) = from else { return Ok(()) };
     let mut buffer = vec![0; 1 << 14];
     loop {
         let length = match io::AsyncReadExt::read(&mut from, &mut buffer).await {
             Ok(length) if length > 0 => length,
-            _ => break,
+            _ => return Ok(()),
         };
-        // At once, and nobody reads any more (`| head`) is as good as the end.
-        if to.write_all(&buffer[..length]).is_err() || to.flush().is_err() {
-            break;
+        // At once: a line may be all for a while.
+        match to.write_all(&buffer[..length]).and_then(|()| to.flush()) {
+            Ok(()) => {}
+            Err(error) if error.kind() == ErrorKind::FileTooLarge => return Err(error),
+            Err(_) => return Ok(()),
         }
     }
 }
@@ -272,6 +330,16 @@ mod tests {
         let mut out = Bounded(vec![0; LARGEST - 2]);
         assert_eq!(out.write(&[1, 2]).unwrap(), 2);
         assert!(out.write(&[3]).is_err());
+    }
+
+    #[tokio::test]
+    async fn a_command_that_writes_without_end_is_given_up_and_says_so() {
+        let mut out = Bounded::default();
+        let error = copy(Some(io::repeat(b'x')), &mut out).await.unwrap_err();
+        assert_eq!(error.to_string(), "it sends more than 67108864 bytes");
+        assert!(out.0.len() <= LARGEST);
+        let line = shortened(&["kgctl", "probe", &"é".repeat(500)]);
+        assert!(line.starts_with("kgctl probe é") && line.chars().count() == 121, "{line}");
     }
 
     fn given(line: &str) -> Result<Vec<String>> {

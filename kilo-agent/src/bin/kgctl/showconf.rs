@@ -66,7 +66,7 @@ pub enum Output {
 pub async fn run(of: &Showconf) -> Result<String> {
     let (Showconf::Node { args, .. } | Showconf::Peer(args)) = of;
     let snapshot = source::snapshot(&args.flags).await?;
-    let mesh = source::mesh(&snapshot, &args.flags)?;
+    let mesh = source::mesh(&snapshot, &args.flags.mesh)?;
     match of {
         Showconf::Node { port, .. } => showconf_node(&mesh, &snapshot, *port, args),
         Showconf::Peer(args) => showconf_peer(&mesh, args),

@@ -25,7 +25,7 @@ use crate::{
     terminal,
 };
 
-/// Flags of the commands that look at the whole mesh.
+/// Flags of the commands that look at the mesh of a cluster or of a directory.
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Mesh")]
 pub struct Flags {
@@ -35,6 +35,14 @@ pub struct Flags {
     /// Directory of Node and Peer objects for --backend=file.
     #[arg(long, value_name = "DIR")]
     pub backend_dir: Option<PathBuf>,
+    #[command(flatten)]
+    pub mesh: MeshFlags,
+}
+
+/// Flags of the commands that look at the mesh of a cluster.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Mesh")]
+pub struct MeshFlags {
     /// CIDR from which WireGuard addresses are allocated.
     #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr)]
     pub subnet: IpNet,
@@ -65,13 +73,14 @@ pub fn directory(flags: &Flags) -> Result<&Path> {
 pub async fn objects(flags: &Flags) -> Result<(Arc<Snapshot>, Option<Cluster>)> {
     match flags.backend {
         BackendKind::File => {
-            let watch = FileBackend::start(directory(flags)?, &flags.shape.topology_label).await?.watch();
+            let watch =
+                FileBackend::start(directory(flags)?, &flags.mesh.shape.topology_label).await?.watch();
             let snapshot = Arc::clone(&watch.borrow());
             Ok((snapshot, None))
         }
         BackendKind::Kubernetes => {
-            let cluster = Cluster::open(&flags.api).await?;
-            let snapshot = cluster.snapshot(&flags.shape.topology_label).await?;
+            let cluster = Cluster::open(&flags.mesh.api).await?;
+            let snapshot = cluster.snapshot(&flags.mesh.shape.topology_label).await?;
             Ok((Arc::new(snapshot), Some(cluster)))
         }
     }
@@ -102,7 +111,7 @@ pub fn ready(snapshot: &Snapshot, now: i64) -> BTreeSet<&str> {
 }
 
 /// The mesh as it is now.
-pub fn mesh(snapshot: &Snapshot, flags: &Flags) -> Result<Mesh> {
+pub fn mesh(snapshot: &Snapshot, flags: &MeshFlags) -> Result<Mesh> {
     let ready = ready(snapshot, Timestamp::now().0);
     let nodes =
         snapshot.nodes.iter().map(|known| &**known.node).filter(|node| ready.contains(node.name.as_str()));

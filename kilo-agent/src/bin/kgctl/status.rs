@@ -198,14 +198,17 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
     let flags = &args.flags;
     let (snapshot, cluster) = source::objects(flags).await?;
     let time = Timestamp::now();
-    let granularity = source::granularity(&snapshot, &flags.shape)?;
+    let granularity = source::granularity(&snapshot, &flags.mesh.shape)?;
     let ready = source::ready(&snapshot, time.0);
-    let mesh = source::mesh(&snapshot, flags)?;
+    let mesh = source::mesh(&snapshot, &flags.mesh)?;
     let mut status = status::of_objects(&mesh, &snapshot, &ready, granularity, time);
     let Some(cluster) = cluster else { return Ok(status) };
     match &args.node {
         Some(name) if snapshot.nodes.contains(name) => {
-            match remote::status_on(&cluster, name).await {
+            let progress = Progress::new(&format!("asking the agent of {name}"), 0);
+            let asked = remote::status_on(&cluster, name).await;
+            drop(progress);
+            match asked {
                 // The agent's view is the one by which its packets go.
                 Ok(seen) => return Ok(seen),
                 Err(error) => {
@@ -236,6 +239,7 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
             }
         }
     }
+    let _progress = Progress::new("looking at the agents' pods", 0);
     pods::explain(&cluster.client, &mut status).await;
     Ok(status)
 }

@@ -27,6 +27,7 @@ use crate::{
     cluster::{ApiFlags, Cluster},
     progress::Progress,
     refusal::Asked,
+    remote, terminal,
 };
 
 const MANIFEST: &str = include_str!("../../../../manifests/uninstall.yaml");
@@ -150,17 +151,19 @@ async fn wait(cluster: &Cluster, daemon_sets: &Api<DaemonSet>, limit: Duration) 
 async fn logs(cluster: &Cluster, pods: &Api<Pod>, namespace: &str) -> Result<String> {
     let labelled = ListParams::default().labels(&format!("app.kubernetes.io/name={NAME}"));
     let listed = cluster.ask(Asked::new("list", "pods").within(namespace), pods.list(&labelled)).await?;
+    let progress = Progress::new("reading what the nodes removed", listed.items.len());
     let mut nodes = BTreeMap::new();
     for pod in listed {
         let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone()).unwrap_or_default();
         let container = LogParams { container: Some("uninstall".to_owned()), ..LogParams::default() };
-        let said = pods.logs(&pod.name_any(), &container).await;
-        nodes.insert(node, said.unwrap_or_else(|error| format!("its log cannot be read: {error}")));
+        let said = remote::log(cluster, &pod, container).await;
+        nodes.insert(node, said.unwrap_or_else(|error| format!("its log cannot be read: {error:#}")));
+        progress.step();
     }
     let mut text = String::new();
     for (node, said) in nodes {
         for line in said.lines() {
-            writeln!(text, "{node}: {line}")?;
+            writeln!(text, "{node}: {}", terminal::plain(line))?;
         }
     }
     Ok(text)
@@ -171,6 +174,7 @@ async fn remove(cluster: &Cluster, daemon_sets: &Api<DaemonSet>, namespace: &str
     let foreground = DeleteParams::foreground();
     cluster.ask(Asked::new("delete", "daemonsets"), daemon_sets.delete(NAME, &foreground)).await?;
     // It goes after its pods.
+    let _progress = Progress::new("removing the uninstaller", 0);
     let started = Instant::now();
     while cluster.ask(Asked::new("get", "daemonsets"), daemon_sets.get_opt(NAME)).await?.is_some()
         && started.elapsed() < LEAVING

@@ -40,10 +40,14 @@ pub struct VersionArgs {
 enum Output {
     /// For people.
     Table,
+    /// As table, with the pods.
+    Wide,
     /// For programs.
     Json,
     /// For programs.
     Yaml,
+    /// node/NAME
+    Name,
 }
 
 #[derive(Debug, Serialize)]
@@ -73,7 +77,12 @@ pub async fn run(args: &VersionArgs) -> Result<String> {
     Ok(match args.output {
         Output::Json => serde_json::to_string_pretty(&versions)? + "\n",
         Output::Yaml => serde_yaml_ng::to_string(&versions)?,
-        Output::Table => table(&versions),
+        Output::Table => table(&versions, false),
+        Output::Wide => table(&versions, true),
+        Output::Name => {
+            let agents = versions.agents.iter().flatten();
+            agents.map(|agent| format!("node/{}\n", agent.node)).collect()
+        }
     })
 }
 
@@ -115,7 +124,7 @@ fn agents_image(spec: &k8s_openapi::api::core::v1::PodSpec) -> Option<String> {
     named.or(spec.containers.first())?.image.clone()
 }
 
-fn table(versions: &Versions) -> String {
+fn table(versions: &Versions, wide: bool) -> String {
     let mut text = format!("kgctl {}\n", versions.client);
     let Some(agents) = &versions.agents else { return text };
     if agents.is_empty() {
@@ -123,10 +132,17 @@ fn table(versions: &Versions) -> String {
     }
     let rows = agents.iter().map(|agent| {
         let version = agent.version.clone().unwrap_or_else(|| "<unknown>".to_owned());
-        vec![agent.node.clone(), version, agent.image.clone(), agent.error.clone().unwrap_or_default()]
+        let reason = agent.error.clone().unwrap_or_default();
+        let pod = wide.then(|| agent.pod.clone());
+        [agent.node.clone(), version, agent.image.clone()].into_iter().chain(pod).chain([reason]).collect()
     });
     text += "\n";
-    text += &kilo_agent::status::columns(&["NODE", "VERSION", "IMAGE", "REASON"], rows);
+    let head: &[_] = if wide {
+        &["NODE", "VERSION", "IMAGE", "POD", "REASON"]
+    } else {
+        &["NODE", "VERSION", "IMAGE", "REASON"]
+    };
+    text += &kilo_agent::status::columns(head, rows);
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     for version in agents.iter().filter_map(|agent| agent.version.as_deref()) {
         *counts.entry(version).or_default() += 1;
@@ -155,11 +171,14 @@ mod tests {
     #[test]
     fn agents_that_differ_and_those_that_do_not_answer_are_shown() {
         let agents = vec![agent("a", Some("0.1.0")), agent("b", Some("0.2.0")), agent("c", None)];
-        let text = table(&Versions { client: "0.2.0".to_owned(), agents: Some(agents) });
+        let versions = Versions { client: "0.2.0".to_owned(), agents: Some(agents) };
+        let wide = table(&versions, true);
+        assert!(wide.contains("kilo-ebpf/kilo:0.1.0   kilo-c   it does not answer\n"), "{wide}");
+        let text = table(&versions, false);
         assert!(text.starts_with("kgctl 0.2.0\n\nNODE "), "{text}");
         assert!(text.contains("c      <unknown>   kilo-ebpf/kilo:0.1.0   it does not answer\n"), "{text}");
         assert!(text.ends_with("\nAgents differ: 1 of 0.1.0, 1 of 0.2.0.\n"), "{text}");
         let alone = Versions { client: "0.2.0".to_owned(), agents: None };
-        assert_eq!(table(&alone), "kgctl 0.2.0\n");
+        assert_eq!(table(&alone, false), "kgctl 0.2.0\n");
     }
 }

@@ -1,12 +1,20 @@
 //! `kgctl` from an administrator's machine: into each node through the API server, a report, a test.
 
-use std::{collections::BTreeSet, process::Stdio, time::Duration};
+use std::{
+    collections::BTreeSet,
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
 use super::removal::{KGCTL, install_kgctl};
 use crate::{
-    cluster::{Cluster, deploy, until},
+    cluster::{
+        Cluster, deploy,
+        network::{self, OUTSIDE, OUTSIDE_V6},
+        until,
+    },
     command::output,
 };
 
@@ -14,6 +22,8 @@ use crate::{
 const CANARY: &str = "Q0FOQVJZQ0FOQVJZQ0FOQVJZQ0FOQVJZQ0FOQVJZQ0E=";
 const CANARY_TOKEN: &str = "abcdef.canarycanarycana";
 const PEER: &str = "kgctl-canary";
+/// The outside host as a VPN peer.
+const VPN_PEER: &str = "kgctl-vpn";
 
 fn kgctl(cluster: &Cluster, arguments: &[&str]) -> Result<String> {
     install_kgctl(cluster)?;
@@ -62,8 +72,16 @@ pub fn into_nodes(cluster: &Cluster) -> Result<String> {
     ensure!(shown.0 && shown.1.contains("not_unicast") && shown.2.contains("drops shown"), "{shown:?}");
 
     // One that is interrupted ends its other end, whose last words come from there.
-    let script = format!("timeout --signal=INT 3 {KGCTL} monitor {remote} 2>&1 || true");
+    let script = format!(
+        "{KGCTL} monitor {remote} > /tmp/monitor.log 2>&1 & monitor=$!
+         for _ in $(seq 600); do
+             grep -q 'listening to drops' /tmp/monitor.log && break
+             kill -0 $monitor; sleep 0.1
+         done
+         kill -INT $monitor; wait $monitor || true; cat /tmp/monitor.log"
+    );
     let said = cluster.first().sh(&script)?;
+    ensure!(said.contains("listening to drops"), "it has begun: {said:?}");
     ensure!(said.contains("drops shown"), "the other end has last words: {said:?}");
     Ok(format!("{} agents of {}", cluster.nodes.len(), env!("CARGO_PKG_VERSION")))
 }
@@ -118,9 +136,22 @@ pub fn sysdump(cluster: &Cluster) -> Result<String> {
 
 /// The test passes, is red where something is cut, and leaves nothing behind.
 pub fn connectivity(cluster: &Cluster) -> Result<String> {
-    let shown = kgctl(cluster, &["connectivity-test"])?;
-    println!("$ kgctl connectivity-test\n{shown}");
+    let peer = VpnPeer::connect(cluster)?;
+    // Whether somebody listens there does not matter.
+    let outside = [format!("--outside={OUTSIDE}:8080"), format!("--outside=[{OUTSIDE_V6}]:8080")];
+    let families = if cluster.release.has_two_families() { 2 } else { 1 };
+    let arguments = outside.iter().take(families).map(String::as_str);
+    let shown = kgctl(cluster, &std::iter::once("connectivity-test").chain(arguments).collect::<Vec<_>>());
+    drop(peer);
+    let shown = shown?;
+    println!("$ kgctl connectivity-test {}\n{shown}", outside.join(" "));
     ensure!(shown.contains("All ") && shown.contains("ok       clear text between locations"), "{shown}");
+    for column in ["outside", &format!("peer/{VPN_PEER}")] {
+        ensure!(
+            shown.lines().next().is_some_and(|head| head.contains(column)),
+            "{column} was tried: {shown}"
+        );
+    }
     nothing_is_left(cluster)?;
 
     // Pods of the first node no longer reach the far one.
@@ -146,6 +177,50 @@ pub fn connectivity(cluster: &Cluster) -> Result<String> {
     ensure!(again.contains("All "), "{again}");
     nothing_is_left(cluster)?;
     Ok(shown.lines().last().unwrap_or_default().to_owned())
+}
+
+/// The outside host as a VPN peer, until this is dropped.
+struct VpnPeer(Child);
+
+impl VpnPeer {
+    /// Waits until the leaders of both locations have shaken hands with it.
+    fn connect(cluster: &Cluster) -> Result<Self> {
+        let (outside, first) = (network::outside(), cluster.first());
+        outside.ip(&format!("route replace 192.0.2.0/24 via {}\n", network::ROUTER))?;
+        let program = std::env::current_exe()?.with_file_name("kgctl");
+        let mut command = outside.command(program);
+        command
+            .args([
+                "connect",
+                VPN_PEER,
+                "--allowed-ip=10.5.78.1/32",
+                "--interface=kgctl-vpn",
+                "--wireguard=userspace",
+            ])
+            .arg(format!("--private-key={}", first.path("/tmp/kgctl-vpn.key")?.display()))
+            .arg(format!("--kubeconfig={}", first.path("/etc/kubernetes/admin.conf")?.display()));
+        let peer = Self(command.spawn()?);
+        for leader in cluster.nodes.iter().filter(|node| node.site.public.is_some()) {
+            until(
+                &format!("{} has a handshake with the VPN peer", leader.name()),
+                Duration::from_secs(60),
+                || {
+                    let shown = kgctl(cluster, &["status", leader.name()]).ok()?;
+                    let tunnel = shown.lines().find(|line| line.starts_with(&format!("peer:{VPN_PEER} ")))?;
+                    (!tunnel.contains(" never ")).then_some(())
+                },
+            )?;
+        }
+        Ok(peer)
+    }
+}
+
+impl Drop for VpnPeer {
+    fn drop(&mut self) {
+        // So it removes its Peer and its interface.
+        let _ = Command::new("kill").arg(self.0.id().to_string()).status();
+        let _ = self.0.wait();
+    }
 }
 
 /// Ends a connectivity test by this signal as soon as its namespace is there; what it printed.

@@ -6,21 +6,24 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use k8s_openapi::api::core::v1::{Namespace, Pod, Service};
 use kilo_agent::status::pods;
 use kube::{
     Api, ResourceExt as _,
-    api::{DeleteParams, ListParams, PostParams},
+    api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions},
 };
 use serde_json::json;
 
-use super::probe;
+use super::{
+    heartbeat::{self, Holder, Observed},
+    probe,
+};
 use crate::{cluster::Cluster, progress::Progress, refusal::Asked};
 
 /// Where everything of a test is.
 pub const NAMESPACE: &str = "kilo-connectivity-test";
-/// By this the next run knows what an earlier one has left.
+/// By this the namespace is known for one of a test.
 const LABEL: (&str, &str) = ("app.kubernetes.io/managed-by", "kgctl-connectivity-test");
 const NAME: &str = "probe";
 const POLL: Duration = Duration::from_millis(500);
@@ -40,16 +43,17 @@ pub struct ProbePod {
     pub object: Pod,
 }
 
-/// Makes what a test needs, and removes it.
+/// Makes what a test needs, and removes it: what it made itself, known by the namespace's uid.
 pub struct Bench {
     cluster: Cluster,
     image: String,
+    uid: Option<String>,
 }
 
 impl Bench {
     /// Nothing is made yet.
     pub fn new(cluster: Cluster, image: String) -> Self {
-        Self { cluster, image }
+        Self { cluster, image, uid: None }
     }
 
     /// The cluster it is in.
@@ -65,33 +69,107 @@ impl Bench {
         Api::namespaced(self.cluster.client.clone(), NAMESPACE)
     }
 
-    /// Deletes namespaces of tests, and waits until they are gone.
-    pub async fn remove(&self, patience: Duration) -> Result<()> {
-        let (cluster, namespaces) = (&self.cluster, self.namespaces());
-        let ours = ListParams::default().labels(&format!("{}={}", LABEL.0, LABEL.1));
+    async fn found(&self) -> Result<Option<Namespace>> {
+        let (asked, namespaces) = (Asked::new("get", "namespaces"), self.namespaces());
+        self.cluster.ask(asked, namespaces.get_opt(NAMESPACE)).await
+    }
+
+    /// Waits until there is no namespace of another run, and deletes that of one whose heartbeat has stopped.
+    ///
+    /// # Errors
+    /// When another run is under way.
+    pub async fn wait_until_free(&self, patience: Duration) -> Result<()> {
         let started = Instant::now();
-        let progress = Progress::new("removing the test's namespace", 0);
-        loop {
-            let found = cluster.ask(Asked::new("list", "namespaces"), namespaces.list(&ours)).await?;
-            if found.items.is_empty() {
-                drop(progress);
-                return Ok(());
+        let _progress = Progress::new("waiting for the end of an earlier run", 0);
+        let mut observed: Option<Observed> = None;
+        while let Some(found) = self.found().await? {
+            if found.labels().get(LABEL.0).is_none_or(|value| value != LABEL.1) {
+                bail!("namespace {NAMESPACE} is not one of kgctl: it has no label {}={}", LABEL.0, LABEL.1);
             }
-            for namespace in found.items.iter().filter(|found| found.metadata.deletion_timestamp.is_none()) {
-                // Nothing to be saved in them: pods end at once.
-                let name = namespace.name_any();
-                let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &name);
-                let _ = pods
-                    .delete_collection(&DeleteParams::default().grace_period(0), &ListParams::default())
-                    .await;
-                let asked = Asked::new("delete", "namespaces");
-                let gone = async {
-                    match namespaces.delete(&name, &DeleteParams::default()).await {
-                        Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409) => Ok(()),
-                        other => other.map(drop),
-                    }
-                };
-                cluster.ask(asked, gone).await?;
+            let observed = observed.get_or_insert_with(|| Observed::new(&found));
+            if found.metadata.deletion_timestamp.is_some() {
+                if started.elapsed() > patience {
+                    bail!(
+                        "namespace {NAMESPACE} of an earlier run is not gone after {} s",
+                        patience.as_secs()
+                    );
+                }
+            } else {
+                match observed.holder(&found) {
+                    Holder::Runs => bail!(
+                        "another connectivity-test is under way in this cluster, since {}: it keeps namespace \
+                         {NAMESPACE}; try again when it is done",
+                        heartbeat::made(&found)
+                    ),
+                    Holder::Unknown => {}
+                    // Not if its heartbeat goes on meanwhile.
+                    Holder::Gone => self.delete(&found, found.resource_version()).await?,
+                }
+            }
+            tokio::time::sleep(POLL).await;
+        }
+        Ok(())
+    }
+
+    /// Makes the namespace; false when another run was quicker.
+    pub async fn claim(&mut self) -> Result<bool> {
+        let namespace = serde_json::from_value(json!({"metadata": {
+            "name": NAMESPACE,
+            "labels": {LABEL.0: LABEL.1, "pod-security.kubernetes.io/enforce": "restricted"},
+            "annotations": {heartbeat::ANNOTATION: heartbeat::now()},
+        }}))?;
+        let (namespaces, parameters) = (self.namespaces(), PostParams::default());
+        let create = async {
+            match namespaces.create(&parameters, &namespace).await {
+                Err(kube::Error::Api(status)) if status.code == 409 => Ok(None),
+                other => other.map(Some),
+            }
+        };
+        let made = self.cluster.ask(Asked::new("create", "namespaces"), create).await?;
+        self.uid = made.and_then(|made| made.metadata.uid);
+        Ok(self.uid.is_some())
+    }
+
+    /// Renews the heartbeat for as long as the namespace is this run's; returns why it no longer is.
+    pub async fn keep(&self) -> anyhow::Error {
+        let (namespaces, parameters) = (self.namespaces(), PatchParams::default());
+        let mut beaten = Instant::now();
+        loop {
+            tokio::time::sleep(heartbeat::PERIOD).await;
+            let at = Instant::now();
+            let metadata = json!({"uid": self.uid, "annotations": {heartbeat::ANNOTATION: heartbeat::now()}});
+            let patch = Patch::Merge(json!({"metadata": metadata}));
+            let beat = async {
+                match namespaces.patch(NAMESPACE, &parameters, &patch).await {
+                    Ok(found) => Ok(found.metadata.deletion_timestamp.is_none()),
+                    // It is gone, or another one with another uid.
+                    Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409 | 422) => Ok(false),
+                    Err(error) => Err(error),
+                }
+            };
+            let asked = self.cluster.ask(Asked::new("patch", "namespaces"), beat);
+            let asked = tokio::time::timeout(heartbeat::PERIOD, asked).await;
+            match asked.unwrap_or_else(|_| Err(anyhow!("the API server does not answer"))) {
+                Ok(true) => beaten = at,
+                Ok(false) => return anyhow!("somebody else has deleted namespace {NAMESPACE} of this run"),
+                // Before another run can take this one for dead.
+                Err(error) if beaten.elapsed() + 2 * heartbeat::PERIOD >= heartbeat::STALE => {
+                    return error.context("no heartbeat could be written, so that another run may begin");
+                }
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// Deletes the namespace of this run, and waits until it is gone.
+    pub async fn remove(&self, patience: Duration) -> Result<()> {
+        let started = Instant::now();
+        let _progress = Progress::new("removing the test's namespace", 0);
+        loop {
+            let found = self.found().await?.filter(|found| self.uid.is_some() && found.uid() == self.uid);
+            let Some(found) = found else { return Ok(()) };
+            if found.metadata.deletion_timestamp.is_none() {
+                self.delete(&found, None).await?;
             }
             if started.elapsed() > patience {
                 bail!("namespace {NAMESPACE} is not gone after {} s", patience.as_secs());
@@ -100,16 +178,24 @@ impl Bench {
         }
     }
 
+    /// Deletes this namespace and no other of the same name. With a version: only as it was seen.
+    async fn delete(&self, seen: &Namespace, resource_version: Option<String>) -> Result<()> {
+        let preconditions = Preconditions { uid: seen.uid(), resource_version };
+        let parameters = DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
+        let namespaces = self.namespaces();
+        let gone = async {
+            match namespaces.delete(NAMESPACE, &parameters).await {
+                Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409) => Ok(()),
+                other => other.map(drop),
+            }
+        };
+        self.cluster.ask(Asked::new("delete", "namespaces"), gone).await
+    }
+
     /// A pod on each node, running.
     pub async fn start(&self, nodes: &BTreeMap<String, String>, patience: Duration) -> Result<Vec<ProbePod>> {
-        let cluster = &self.cluster;
-        let namespace = serde_json::from_value(json!({"metadata": {"name": NAMESPACE, "labels": {
-            LABEL.0: LABEL.1, "pod-security.kubernetes.io/enforce": "restricted",
-        }}}))?;
-        let create = PostParams::default();
-        cluster
-            .ask(Asked::new("create", "namespaces"), self.namespaces().create(&create, &namespace))
-            .await?;
+        let (cluster, create) = (&self.cluster, PostParams::default());
+        let progress = Progress::new("starting pods", nodes.len());
         let started = Instant::now();
         for node in nodes.keys() {
             let pod = serde_json::from_value(self.pod(node))?;
@@ -126,7 +212,9 @@ impl Bench {
                     Err(error) => return Err(error),
                 }
             }
+            progress.step();
         }
+        drop(progress);
         self.wait(nodes, started, patience).await
     }
 
@@ -166,6 +254,7 @@ impl Bench {
 
     /// The addresses of a Service of all pods, one of each family the cluster gives it.
     pub async fn service(&self) -> Result<Vec<IpAddr>> {
+        let _progress = Progress::new("making the Service known to kube-proxy", 0);
         let services: Api<Service> = Api::namespaced(self.cluster.client.clone(), NAMESPACE);
         let object = serde_json::from_value(json!({
             "metadata": {"name": NAME},

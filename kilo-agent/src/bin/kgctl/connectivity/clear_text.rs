@@ -8,7 +8,7 @@ use super::{
     matrix::{Cell, Finding},
     probe::{BULK, Kind},
 };
-use crate::{cluster::Cluster, remote};
+use crate::{cluster::Cluster, progress::Progress, remote};
 
 /// The reason of drops that would have left in clear.
 const NOT_ENCRYPTED: &str = "not_encrypted";
@@ -46,9 +46,11 @@ impl Figures {
 /// What each leader's agent says.
 async fn leaders(cluster: &Cluster, seen: &Status) -> Vec<(String, Status)> {
     let leaders = seen.nodes.iter().filter(|node| node.leads).map(|node| node.name.clone());
+    let progress = Progress::new("asking the leaders' agents", leaders.clone().count());
     let asked = leaders.map(async |node| {
-        let status = remote::status_on(cluster, &node).await.ok()?;
-        Some((node, status))
+        let status = remote::status_on(cluster, &node).await.ok();
+        progress.step();
+        Some((node, status?))
     });
     futures::future::join_all(asked).await.into_iter().flatten().collect()
 }

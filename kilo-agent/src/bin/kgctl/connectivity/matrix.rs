@@ -66,7 +66,7 @@ impl Cell {
     fn remedy(&self) -> String {
         let family = if self.address.is_ipv4() { "IPv4" } else { "IPv6" };
         match (self.target, self.kind) {
-            (Target::Pod, Kind::Bulk) => format!(
+            (Target::Pod, Kind::Bulk | Kind::Full) => format!(
                 "small packets may pass and large ones not: compare the MTU of the network with `kgctl trace {} \
                  --src=POD --dst={}`, and look for `too_big` in `kgctl monitor {}`",
                 self.from,
@@ -241,6 +241,7 @@ mod tests {
             (cell("a1", "b1", Target::Pod, Kind::Tcp, Some("no answer")), "UDP 51820"),
             (cell("a1", "a2", Target::Pod, Kind::Udp, Some("no answer")), "kgctl monitor a2"),
             (cell("a1", "b1", Target::Pod, Kind::Bulk, Some("no answer")), "MTU"),
+            (cell("a1", "b1", Target::Pod, Kind::Full, Some("no answer")), "MTU"),
             (cell("a1", "b1", Target::Node, Kind::Reach, Some("no answer")), "kgctl trace a1"),
             (cell("a1", "", Target::Service, Kind::Tcp, Some("no answer")), "kube-proxy on a1"),
             (cell("a1", "", Target::Outside, Kind::Reach, Some("no answer")), "masqueraded"),

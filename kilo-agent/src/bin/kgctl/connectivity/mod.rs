@@ -2,7 +2,10 @@
 
 mod bench;
 mod clear_text;
+mod heartbeat;
 mod matrix;
+#[cfg(target_os = "linux")]
+mod path_mtu;
 pub mod probe;
 
 use std::{
@@ -14,11 +17,13 @@ use std::{
 use anyhow::{Context as _, Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 use futures::{StreamExt as _, stream};
+use k8s_openapi::api::core::v1::Node;
 use kilo_agent::{
     cli::parse_period,
     status::{self, Status, Timestamp, pods},
 };
 use kilo_core::{errors::error_chain, objects::Snapshot};
+use kube::{Api, api::ListParams};
 
 use crate::{
     cluster::Cluster,
@@ -26,7 +31,7 @@ use crate::{
     progress::Progress,
     refusal::Asked,
     remote,
-    source::{self, Flags},
+    source::{self, MeshFlags},
     terminal,
 };
 use bench::{Bench, ProbePod};
@@ -38,6 +43,8 @@ const AT_A_TIME: usize = 16;
 /// Nodes of a location that are chosen when none are named, and of all.
 const OF_A_LOCATION: usize = 2;
 const OF_ALL: usize = 10;
+/// Characters of an error that are shown.
+const LONGEST: usize = 300;
 /// Of kubelets: whether somebody listens does not matter.
 const NODE_PORT: u16 = 10250;
 /// What does not go away in this time is named.
@@ -48,7 +55,8 @@ const LEAVING: Duration = Duration::from_secs(60);
   kgctl connectivity-test                                two nodes of each location, ten at most
   kgctl connectivity-test a1 b1 c1                       pods on these nodes
   kgctl connectivity-test --outside=192.0.2.80:443       pods must reach this, too
-  kgctl connectivity-test --image=registry.example/kilo:0.1.0 -o json")]
+  kgctl connectivity-test -o yaml                        each probe with its result
+  kgctl connectivity-test --image=registry.example/kilo:0.1.0")]
 pub struct ConnectivityArgs {
     /// Nodes to start pods on; default: two of each location, leaders first, ten at most.
     #[arg(add = complete::nodes())]
@@ -69,7 +77,7 @@ pub struct ConnectivityArgs {
     #[arg(long, short, default_value = "table")]
     output: Output,
     #[command(flatten)]
-    flags: Flags,
+    flags: MeshFlags,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -78,14 +86,14 @@ enum Output {
     Table,
     /// For programs.
     Json,
+    /// For programs.
+    Yaml,
 }
 
 /// The report as text, and whether nothing failed.
 pub async fn run(args: &ConnectivityArgs) -> Result<(String, bool)> {
-    let (snapshot, cluster) = source::objects(&args.flags).await?;
-    let Some(cluster) = cluster else {
-        bail!("a directory of objects has no pods: --backend=file does not go here")
-    };
+    let cluster = Cluster::open(&args.flags.api).await?;
+    let snapshot = cluster.snapshot(&args.flags.shape.topology_label).await?;
     let ready = source::ready(&snapshot, Timestamp::now().0);
     let mesh = source::mesh(&snapshot, &args.flags)?;
     let granularity = source::granularity(&snapshot, &args.flags.shape)?;
@@ -95,23 +103,37 @@ pub async fn run(args: &ConnectivityArgs) -> Result<(String, bool)> {
         Some(image) => image.clone(),
         None => agents_image(&cluster).await?,
     };
-    let bench = Bench::new(cluster.clone(), image);
-    // What an earlier run that was killed has left.
-    bench.remove(LEAVING).await.context("a namespace of an earlier test is still there")?;
+    let mut bench = Bench::new(cluster.clone(), image);
+    let mut interrupted = std::pin::pin!(remote::interrupted());
+    loop {
+        tokio::select! {
+            biased;
+            () = &mut interrupted => bail!("interrupted"),
+            free = bench.wait_until_free(LEAVING) => free?,
+        }
+        // Not interrupted half way: else nobody would know whose it is.
+        if bench.claim().await? {
+            break;
+        }
+    }
     let tested = tokio::select! {
+        biased;
+        () = &mut interrupted => Err(anyhow!("interrupted")),
+        lost = bench.keep() => Err(lost),
         tested = test(&bench, &snapshot, &seen, &nodes, args) => tested,
-        () = remote::interrupted() => Err(anyhow!("interrupted")),
     };
     if let Err(error) = bench.remove(LEAVING).await {
         eprintln!(
-            "kgctl: {}; the next run, or `kubectl delete namespace {}`, removes it",
+            "kgctl: {}; a run later than in {} s, or `kubectl delete namespace {}`, removes it",
             error_chain(error.as_ref()),
+            heartbeat::STALE.as_secs(),
             bench::NAMESPACE
         );
     }
     let report = tested?;
     let text = match args.output {
         Output::Json => serde_json::to_string_pretty(&report)? + "\n",
+        Output::Yaml => serde_yaml_ng::to_string(&report)?,
         Output::Table => report.table(),
     };
     Ok((text, report.is_good()))
@@ -161,13 +183,14 @@ async fn test(
     args: &ConnectivityArgs,
 ) -> Result<Report> {
     let pods = bench.start(nodes, args.timeout).await?;
+    let internal = internal_ips(bench.cluster(), nodes).await?;
     let services = bench.service().await?;
     let handshaken = clear_text::peers_with_handshake(bench.cluster(), seen).await;
     let peers = peers(snapshot, args.peer_port, &handshaken);
     let before = clear_text::Figures::read(bench.cluster(), seen).await;
     let progress = Progress::new("probing from pods", pods.len());
     let asked = pods.iter().map(async |pod| {
-        let cells = cells(pod, &pods, &services, seen, &args.outside, &peers);
+        let cells = cells(pod, &pods, &services, (seen, &internal), &args.outside, &peers);
         let cells = ask(bench.cluster(), pod, cells).await;
         progress.step();
         cells
@@ -205,12 +228,29 @@ fn peers(snapshot: &Snapshot, port: u16, connected: &[String]) -> Vec<(String, S
         .collect()
 }
 
+/// What these nodes' objects have for their own addresses.
+async fn internal_ips(
+    cluster: &Cluster,
+    nodes: &BTreeMap<String, String>,
+) -> Result<BTreeMap<String, Vec<IpAddr>>> {
+    let objects: Api<Node> = Api::all(cluster.client.clone());
+    let mut internal = BTreeMap::new();
+    for name in nodes.keys() {
+        let named = ListParams::default().fields(&format!("metadata.name={name}"));
+        let listed = cluster.ask(Asked::new("list", "nodes"), objects.list(&named)).await?;
+        let statuses = listed.items.into_iter().filter_map(|node| node.status?.addresses);
+        let own = statuses.flatten().filter(|address| address.type_ == "InternalIP");
+        internal.insert(name.clone(), own.filter_map(|address| address.address.parse().ok()).collect());
+    }
+    Ok(internal)
+}
+
 /// All that one pod is to try.
 fn cells(
     from: &ProbePod,
     pods: &[ProbePod],
     services: &[IpAddr],
-    seen: &Status,
+    (seen, internal): (&Status, &BTreeMap<String, Vec<IpAddr>>),
     outside: &[SocketAddr],
     peers: &[(String, SocketAddr)],
 ) -> Vec<Cell> {
@@ -232,12 +272,17 @@ fn cells(
     };
     for to in pods {
         for address in &to.addresses {
-            for kind in [Kind::Tcp, Kind::Udp, Kind::Bulk] {
+            for kind in [Kind::Tcp, Kind::Udp, Kind::Bulk, Kind::Full] {
                 add(Target::Pod, &to.node, &to.location, kind, (*address, probe::PORT).into());
             }
         }
-        let address = seen.nodes.iter().find(|node| node.name == to.node).and_then(|node| node.internal_ip);
-        if let Some(address) = address {
+        let carried = seen.nodes.iter().find(|node| node.name == to.node).and_then(|node| node.internal_ip);
+        // The mesh carries one address of a node; that of the other family is its location's.
+        let other = internal.get(&to.node).into_iter().flatten().filter(|address| {
+            from.location == to.location
+                && carried.is_none_or(|carried| carried.is_ipv4() != address.is_ipv4())
+        });
+        for address in carried.into_iter().chain(other.copied()) {
             add(Target::Node, &to.node, &to.location, Kind::Reach, (address, NODE_PORT).into());
         }
     }
@@ -257,20 +302,24 @@ fn cells(
 async fn ask(cluster: &Cluster, pod: &ProbePod, mut cells: Vec<Cell>) -> Result<Vec<Cell>> {
     let probes: Vec<_> =
         cells.iter().enumerate().map(|(id, cell)| Probe { id, kind: cell.kind, to: cell.address }).collect();
-    let process =
-        remote::exec(cluster, &pod.object, &["kgctl", probe::CLIENT, &serde_json::to_string(&probes)?])
-            .await?;
-    let (mut out, mut err) = (Vec::new(), Vec::new());
-    if !remote::follow(process, &mut out, &mut err).await? {
-        bail!("the probes of the pod on {} failed: {}", pod.node, String::from_utf8_lossy(&err).trim());
-    }
+    let words = ["kgctl", probe::CLIENT, &serde_json::to_string(&probes)?];
+    let out = remote::output(cluster, &pod.object, &words).await;
+    let out = out.with_context(|| format!("the probes of the pod on {} failed", pod.node))?;
     let answers: Vec<Answer> = serde_json::from_slice(&out).context("the answers of a pod are cut off")?;
-    for answer in answers {
-        if let Some(cell) = cells.get_mut(answer.id) {
-            cell.error = answer.error.map(|error| terminal::plain(&error));
+    note(&mut cells, answers);
+    Ok(cells)
+}
+
+/// Enters what a pod says; what it says nothing of has failed.
+fn note(cells: &mut [Cell], answers: Vec<Answer>) {
+    for cell in &mut *cells {
+        cell.error = Some("the pod says nothing of it".to_owned());
+    }
+    for Answer { id, error } in answers {
+        if let Some(cell) = cells.get_mut(id) {
+            cell.error = error.map(|error| terminal::plain(&error).chars().take(LONGEST).collect());
         }
     }
-    Ok(cells)
 }
 
 #[cfg(test)]
@@ -301,16 +350,52 @@ mod tests {
             object: k8s_openapi::api::core::v1::Pod::default(),
         };
         let pods = [pod("n000", &["10.42.0.2", "fd42::2"]), pod("n002", &["10.42.2.2"])];
-        let seen = crate::health::tests::status(3, &[]);
+        let mut seen = crate::health::tests::status(3, &[]);
+        for (node, address) in seen.nodes.iter_mut().zip(["10.1.0.1", "10.1.0.2", "10.1.0.3"]) {
+            node.internal_ip = address.parse().ok();
+        }
         let services = ["10.43.0.9".parse().unwrap(), "fd43::9".parse().unwrap()];
         let outside = ["192.0.2.80:443".parse().unwrap()];
         let peers = [("laptop".to_owned(), "10.5.0.1:22".parse().unwrap())];
-        let count = |from: &ProbePod| {
-            let cells = cells(from, &pods, &services, &seen, &outside, &peers);
+        let internal = |text: &str| text.split(' ').map(|address| address.parse().unwrap()).collect();
+        let internal = BTreeMap::from([
+            ("n000".to_owned(), internal("10.1.0.1 fd01::1")),
+            ("n002".to_owned(), internal("10.1.0.3 fd01::3")),
+        ]);
+        let count = |from: &ProbePod, pods: &[ProbePod], internal| {
+            let cells = cells(from, pods, &services, (&seen, internal), &outside, &peers);
             let of = |target| cells.iter().filter(|cell| cell.target == target).count();
-            [of(Target::Pod), of(Target::Service), of(Target::Outside), of(Target::Peer)]
+            [of(Target::Pod), of(Target::Service), of(Target::Outside), of(Target::Peer), of(Target::Node)]
         };
-        assert_eq!(count(&pods[0]), [9, 2, 1, 1]);
-        assert_eq!(count(&pods[1]), [6, 1, 1, 1], "it has no IPv6");
+        assert_eq!(count(&pods[0], &pods, &internal), [12, 2, 1, 1, 4]);
+        assert_eq!(count(&pods[1], &pods, &internal), [8, 1, 1, 1, 2], "it has no IPv6");
+        let mut apart = pods.clone();
+        apart[1].location = "location:odd".to_owned();
+        assert_eq!(count(&pods[0], &apart, &internal)[4], 3, "of the other family only within a location");
+        assert_eq!(count(&pods[0], &pods, &BTreeMap::new())[4], 2);
+    }
+
+    #[test]
+    fn what_a_pod_says_nothing_of_has_failed() {
+        let cell = Cell {
+            from: String::new(),
+            from_location: String::new(),
+            target: Target::Pod,
+            to: String::new(),
+            to_location: String::new(),
+            kind: Kind::Tcp,
+            address: ([10, 42, 1, 2], 8080).into(),
+            error: None,
+        };
+        let mut cells = vec![cell; 3];
+        let long = Some("é\u{1b}".repeat(1000));
+        note(
+            &mut cells,
+            vec![Answer { id: 0, error: None }, Answer { id: 2, error: long }, Answer { id: 9, error: None }],
+        );
+        assert_eq!(cells[0].error, None);
+        assert_eq!(cells[1].error.as_deref(), Some("the pod says nothing of it"));
+        let shown = cells[2].error.as_deref().unwrap();
+        assert!(shown.chars().count() == LONGEST && !shown.contains('\u{1b}'), "{shown}");
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    net::{Ipv6Addr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     time::Duration,
 };
 
@@ -24,6 +24,7 @@ pub const PORT: u16 = 8080;
 const PATIENCE: Duration = Duration::from_secs(4);
 /// The first packet to a new pod may meet a neighbour that nobody knows yet.
 const TRIES: u32 = 2;
+const LARGEST_DATAGRAM: usize = 1 << 16;
 /// Bytes there and back that show whether full packets pass: many of them.
 pub const BULK: usize = 256 << 10;
 
@@ -37,6 +38,8 @@ pub enum Kind {
     Udp,
     /// [`BULK`] bytes there and back by TCP, in packets as large as they can be.
     Bulk,
+    /// A datagram there and back that nobody may fragment, as large as the path takes.
+    Full,
     /// A TCP connection that is accepted or refused: somebody is there.
     Reach,
 }
@@ -61,32 +64,56 @@ pub struct Answer {
     pub error: Option<String>,
 }
 
-/// Serves for ever: both protocols, both families.
-///
-/// # Errors
-/// When the port is taken.
-pub async fn serve() -> Result<()> {
-    let (tcp, udp) = match TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT)).await {
-        Ok(tcp) => (tcp, UdpSocket::bind((Ipv6Addr::UNSPECIFIED, PORT)).await?),
-        // A kernel without IPv6.
-        Err(_) => {
-            let any = ("0.0.0.0", PORT);
-            (TcpListener::bind(any).await.context("cannot listen")?, UdpSocket::bind(any).await?)
-        }
-    };
-    tokio::spawn(async move {
-        let mut datagram = [0; 2048];
-        while let Ok((length, from)) = udp.recv_from(&mut datagram).await {
-            let _ = udp.send_to(&datagram[..length], from).await;
-        }
-    });
-    loop {
-        // Too many at once are taken later.
-        let Ok((stream, _)) = tcp.accept().await else { continue };
-        tokio::spawn(answer(stream));
+/// Who answers: both protocols, both families.
+pub struct Server {
+    tcp: TcpListener,
+    udp: UdpSocket,
+}
+
+impl Server {
+    /// Listens on this port: what is sent from now on will be answered.
+    ///
+    /// # Errors
+    /// When the port is taken.
+    pub async fn bind(port: u16) -> Result<Self> {
+        let (tcp, any) = match TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).await {
+            Ok(tcp) => (tcp, IpAddr::from(Ipv6Addr::UNSPECIFIED)),
+            // A kernel without IPv6.
+            Err(_) => {
+                let any = Ipv4Addr::UNSPECIFIED;
+                (TcpListener::bind((any, port)).await.context("cannot listen")?, any.into())
+            }
+        };
+        let udp = UdpSocket::bind((any, tcp.local_addr()?.port())).await.context("cannot listen")?;
+        Ok(Self { tcp, udp })
+    }
+
+    /// Answers for ever.
+    pub async fn run(self) {
+        let Self { tcp, udp } = self;
+        tokio::join!(echo(udp), accept(tcp));
     }
 }
 
+async fn echo(udp: UdpSocket) {
+    let mut datagram = vec![0; LARGEST_DATAGRAM];
+    loop {
+        // An error is of a packet that was sent, to somebody who has gone.
+        if let Ok((length, from)) = udp.recv_from(&mut datagram).await {
+            let _ = udp.send_to(&datagram[..length], from).await;
+        }
+    }
+}
+
+async fn accept(tcp: TcpListener) {
+    loop {
+        // Too many at once are taken later.
+        match tcp.accept().await {
+            Ok((stream, _)) => drop(tokio::spawn(answer(stream))),
+            Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+        }
+    }
+}
 /// Longest such line, in bytes.
 const LINE: u64 = 32;
 
@@ -136,14 +163,13 @@ async fn attempt(probe: &Probe) -> io::Result<()> {
             };
         }
         Kind::Udp => {
-            let own = if probe.to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
-            let socket = UdpSocket::bind(own).await?;
-            socket.connect(probe.to).await?;
+            let socket = connected(probe.to).await?;
             socket.send(b"kilo").await?;
             let mut back = [0; 16];
             let length = socket.recv(&mut back).await?;
             return if &back[..length] == b"kilo" { Ok(()) } else { Err(io::Error::other("another answer")) };
         }
+        Kind::Full => return full(probe.to).await,
         Kind::Tcp => 0,
         Kind::Bulk => BULK,
     };
@@ -159,6 +185,53 @@ async fn attempt(probe: &Probe) -> io::Result<()> {
     Err(io::Error::other(format!("{} of {wanted} bytes came back", back.len())))
 }
 
+async fn connected(to: SocketAddr) -> io::Result<UdpSocket> {
+    let own = if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
+    let socket = UdpSocket::bind(own).await?;
+    socket.connect(to).await?;
+    Ok(socket)
+}
+
+/// A path that takes less than its first interface says so, and is believed; one that is silent has failed.
+#[cfg(target_os = "linux")]
+async fn full(to: SocketAddr) -> io::Result<()> {
+    use super::path_mtu;
+    const SENT: u32 = 4;
+
+    let socket = connected(to).await?;
+    path_mtu::forbid_fragments(&socket, to.is_ipv4())?;
+    let mut back = vec![0; LARGEST_DATAGRAM];
+    let mut mtu = 0;
+    for _ in 0..SENT {
+        mtu = path_mtu::of(&socket, to.is_ipv4())?;
+        let sent = vec![b'k'; path_mtu::payload(mtu, to.is_ipv4())];
+        let exchange = async {
+            socket.send(&sent).await?;
+            socket.recv(&mut back).await
+        };
+        match timeout(PATIENCE / (SENT + 1), exchange).await {
+            Ok(Ok(length)) if length == sent.len() => return Ok(()),
+            Ok(Ok(length)) => {
+                return Err(io::Error::other(format!("{length} of {} bytes came back", sent.len())));
+            }
+            // Larger than what the path is now known to take.
+            Ok(Err(error)) if path_mtu::is_too_large(&error) => {}
+            Ok(Err(error)) => return Err(error),
+            Err(_) => {}
+        }
+    }
+    Err(io::Error::other(format!(
+        "no answer to packets of {mtu} bytes, and nobody said that they are too large"
+    )))
+}
+
+/// Pods have Linux.
+#[cfg(not(target_os = "linux"))]
+async fn full(to: SocketAddr) -> io::Result<()> {
+    connected(to).await?;
+    Err(io::ErrorKind::Unsupported.into())
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
@@ -166,23 +239,30 @@ mod tests {
 
     #[tokio::test]
     async fn both_ends_agree_and_a_port_where_nobody_is_counts_as_reached_only_by_reach() {
-        tokio::spawn(serve());
-        tokio::time::sleep(Duration::from_millis(200)).await;
-        let here = SocketAddr::from(([127, 0, 0, 1], PORT));
+        // The port that one protocol is given may be taken in the other.
+        let server = loop {
+            if let Ok(server) = Server::bind(0).await {
+                break server;
+            }
+        };
+        let here = SocketAddr::from(([127, 0, 0, 1], server.tcp.local_addr().unwrap().port()));
+        tokio::spawn(server.run());
         let nobody = SocketAddr::from(([127, 0, 0, 1], 1));
         let probes = [
             (Kind::Tcp, here),
             (Kind::Udp, here),
             (Kind::Bulk, here),
+            (Kind::Full, here),
             (Kind::Reach, nobody),
             (Kind::Tcp, nobody),
             (Kind::Udp, nobody),
+            (Kind::Full, nobody),
         ];
         let probes = probes.into_iter().enumerate().map(|(id, (kind, to))| Probe { id, kind, to });
         let asked = serde_json::to_string(&probes.collect::<Vec<_>>()).unwrap();
         let answers: Vec<Answer> = serde_json::from_str(&ask(&asked).await.unwrap()).unwrap();
         let failed: Vec<_> = answers.iter().filter(|answer| answer.error.is_some()).map(|it| it.id).collect();
-        assert_eq!(failed, [4, 5], "{answers:?}");
+        assert_eq!(failed, [5, 6, 7], "{answers:?}");
         assert!(ask("nonsense").await.is_err());
     }
 }

@@ -97,7 +97,8 @@ async fn listen(args: &MonitorArgs) -> Result<()> {
     let mut asker_left = remote::end_of_stdin(args.until_stdin_ends);
     let mut before = at_start.clone();
     let mut shown = 0;
-    if io::stderr().is_terminal() {
+    // Who started it from afar learns that packets from now on are seen.
+    if io::stderr().is_terminal() || args.until_stdin_ends {
         eprintln!("kgctl: listening to drops of this node; end with Ctrl-C");
     }
     loop {

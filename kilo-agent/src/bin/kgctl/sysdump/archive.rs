@@ -19,13 +19,25 @@ use super::redact::Redactor;
 pub struct Archive {
     files: BTreeMap<String, String>,
     problems: Vec<String>,
+    /// Bytes that still fit; `None` = any number.
+    room: Option<usize>,
 }
 
 impl Archive {
+    /// For a node, which may send what it likes.
+    pub fn of_at_most(bytes: usize) -> Self {
+        Self { room: Some(bytes), ..Self::default() }
+    }
+
     /// Adds a text, or notes why it is missing.
     pub fn add(&mut self, name: &str, text: Result<String>) {
         match text {
+            Ok(text) if self.room.is_some_and(|room| room < text.len()) => {
+                self.problems
+                    .push(format!("{name} is missing: with it there is more of this node than fits"));
+            }
             Ok(text) => {
+                self.room = self.room.map(|room| room - text.len());
                 self.files.insert(name.to_owned(), text);
             }
             Err(error) => self.problems.push(format!("{name} is missing: {}", error_chain(error.as_ref()))),
@@ -89,6 +101,19 @@ mod tests {
     use super::*;
     use anyhow::anyhow;
     use std::io::Read as _;
+
+    #[test]
+    fn a_node_fills_its_part_and_no_more() {
+        let mut part = Archive::of_at_most(5);
+        for name in ["a", "b", "c"] {
+            part.add(name, Ok("xxx".to_owned()));
+        }
+        let mut all = Archive::default();
+        all.extend(part);
+        assert_eq!((all.len(), all.problems().len()), (1, 2), "{:?}", all.problems());
+        all.add("d", Ok("xxx".repeat(9)));
+        assert_eq!(all.len(), 2, "what is not of a node has its place");
+    }
 
     #[test]
     fn what_is_missing_is_in_the_archive_and_no_key_is() {

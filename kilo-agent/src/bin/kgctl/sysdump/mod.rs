@@ -3,7 +3,7 @@
 mod archive;
 mod redact;
 
-use std::{collections::BTreeMap, path::PathBuf};
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use clap::Args;
@@ -26,7 +26,7 @@ use crate::{
     progress::Progress,
     refusal::Asked,
     remote,
-    source::{self, Flags},
+    source::{self, MeshFlags},
     terminal, version,
 };
 use archive::Archive;
@@ -36,8 +36,9 @@ use redact::Redactor;
 pub const NODE_REPORT: &str = "node-report";
 /// Nodes looked at at the same time.
 const AT_A_TIME: usize = 8;
-/// Bytes of a container's log, at most.
-const LARGEST: usize = 64 << 20;
+/// Bytes of all that a node sends, at most, and how long it may take.
+const LARGEST: usize = 256 << 20;
+const PATIENCE: Duration = Duration::from_mins(5);
 /// What an agent serves, and the name of the file.
 const PAGES: [(&str, &str); 3] =
     [("status", "status.json"), ("metrics", "metrics.txt"), ("health", "health.txt")];
@@ -60,7 +61,7 @@ pub struct SysdumpArgs {
     #[arg(long, value_name = "N", default_value = "5000", value_parser = clap::value_parser!(i64).range(1..))]
     log_lines: i64,
     #[command(flatten)]
-    flags: Flags,
+    flags: MeshFlags,
 }
 
 /// Writes the archive; returns what it is called and what is missing.
@@ -71,10 +72,8 @@ pub async fn run(args: &SysdumpArgs) -> Result<String> {
     if path.exists() {
         bail!("{} exists; name another file by --output", path.display());
     }
-    let (snapshot, cluster) = source::objects(&args.flags).await?;
-    let Some(cluster) = cluster else {
-        bail!("a directory of objects has no agents: --backend=file does not go here")
-    };
+    let cluster = Cluster::open(&args.flags.api).await?;
+    let snapshot = cluster.snapshot(&args.flags.shape.topology_label).await?;
     let mut names: Vec<String> = snapshot.nodes.names().map(ToOwned::to_owned).collect();
     if let Some(unknown) = args.nodes.iter().find(|wanted| !names.contains(wanted)) {
         bail!("node {unknown:?} does not exist; there are: {}", names.join(", "));
@@ -94,7 +93,9 @@ pub async fn run(args: &SysdumpArgs) -> Result<String> {
     let mesh = source::mesh(&snapshot, &args.flags)?;
     let granularity = source::granularity(&snapshot, &args.flags.shape)?;
     let mut seen = status::of_objects(&mesh, &snapshot, &ready, granularity, now);
+    let progress = Progress::new("looking at the agents' pods", 0);
     pods::explain(&cluster.client, &mut seen).await;
+    drop(progress);
     archive.add("status.txt", Ok(status::table(&seen, true)));
     archive.add("status.json", serde_json::to_string_pretty(&seen).map_err(Into::into));
     archive.add("versions.json", version::as_json(&cluster).await);
@@ -112,8 +113,10 @@ pub async fn run(args: &SysdumpArgs) -> Result<String> {
 
     let keys = snapshot.nodes.iter().filter_map(|known| known.node.key);
     let keys = keys.chain(snapshot.peers.values().map(|peer| peer.public_key)).map(|key| key.to_string());
+    let progress = Progress::new("writing the archive", 0);
     let time = u64::try_from(now.0).unwrap_or_default();
     archive.write(&path, &name, time, &Redactor::new(keys))?;
+    drop(progress);
     Ok(summary(&archive, &path, names.len()))
 }
 
@@ -191,8 +194,17 @@ fn without_images(mut node: Node) -> Node {
     node
 }
 
+/// Whatever a node sends, the others have their turn.
 async fn of_node(cluster: &Cluster, all: &[Pod], node: &str, log_lines: i64) -> Archive {
-    let mut archive = Archive::default();
+    let mut archive = Archive::of_at_most(LARGEST);
+    if tokio::time::timeout(PATIENCE, fill(cluster, all, node, log_lines, &mut archive)).await.is_err() {
+        let late = anyhow!("not all of it came within {} s", PATIENCE.as_secs());
+        archive.add(&format!("nodes/{node}/*"), Err(late));
+    }
+    archive
+}
+
+async fn fill(cluster: &Cluster, all: &[Pod], node: &str, log_lines: i64, archive: &mut Archive) {
     let place = |file: &str| format!("nodes/{node}/{file}");
     let own: Vec<_> = all.iter().filter(|pod| pods::node_of(pod) == Some(node)).collect();
     if own.is_empty() {
@@ -200,7 +212,7 @@ async fn of_node(cluster: &Cluster, all: &[Pod], node: &str, log_lines: i64) -> 
             .add(&place("*"), Err(anyhow!("no pod of the agent (label {}) is on node {node}", pods::LABEL)));
     }
     for pod in own {
-        logs(cluster, pod, log_lines, &place, &mut archive).await;
+        logs(cluster, pod, log_lines, &place, archive).await;
         if let Some(reason) = pods::not_running(pod) {
             archive.add(&place("*"), Err(anyhow!(reason)));
             continue;
@@ -216,7 +228,6 @@ async fn of_node(cluster: &Cluster, all: &[Pod], node: &str, log_lines: i64) -> 
             Err(error) => archive.add(&place("tables.txt and the host's other files"), Err(error)),
         }
     }
-    archive
 }
 
 /// What an agent serves at a path.
@@ -255,8 +266,6 @@ async fn logs(
     place: &impl Fn(&str) -> String,
     archive: &mut Archive,
 ) {
-    let namespace = pod.namespace().unwrap_or_default();
-    let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &namespace);
     let statuses =
         pod.status.iter().flat_map(|status| [&status.init_container_statuses, &status.container_statuses]);
     for container in statuses.flatten().flatten() {
@@ -268,12 +277,10 @@ async fn logs(
                 container: Some(container.name.clone()),
                 previous,
                 tail_lines: Some(lines),
-                limit_bytes: Some(LARGEST as i64),
                 timestamps: true,
                 ..LogParams::default()
             };
-            let asked = Asked::new("get", "pods/log").within(&namespace);
-            let said = cluster.ask(asked, pods.logs(&pod.name_any(), &wanted)).await;
+            let said = remote::log(cluster, pod, wanted).await;
             let suffix = if previous { "-previous" } else { "" };
             archive.add(&place(&format!("log-{}{suffix}.txt", container.name)), said);
         }

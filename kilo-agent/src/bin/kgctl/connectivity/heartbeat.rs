@@ -1,0 +1,106 @@
+//! Whether the run that made the namespace of a test goes on: its heartbeat, an annotation.
+
+use std::time::{Duration, Instant};
+
+use k8s_openapi::api::core::v1::Namespace;
+use kilo_agent::status::Timestamp;
+use kube::ResourceExt as _;
+
+/// When the run that holds the namespace last was there, in seconds since 1970 by its own clock.
+pub const ANNOTATION: &str = "kilo.squat.ai/connectivity-test-heartbeat";
+/// Between two heartbeats.
+pub const PERIOD: Duration = Duration::from_secs(5);
+/// A run without one for this long has ended.
+pub const STALE: Duration = Duration::from_secs(30);
+
+/// The value of the annotation now.
+pub fn now() -> String {
+    Timestamp::now().0.to_string()
+}
+
+/// When a namespace was made, as errors show it.
+pub fn made(namespace: &Namespace) -> String {
+    namespace.creation_timestamp().map(|at| at.0.to_string()).unwrap_or_default()
+}
+
+/// The run that holds a namespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Holder {
+    /// It has shown itself.
+    Runs,
+    /// It has not, yet.
+    Unknown,
+    /// It has not for so long that it has ended.
+    Gone,
+}
+
+/// What was seen of a namespace first. Only change says that its holder is there: another machine's clock may be wrong.
+#[derive(Debug)]
+pub struct Observed {
+    uid: Option<String>,
+    beat: Option<String>,
+    since: Instant,
+    /// Without change for this long its holder has ended.
+    patience: Duration,
+}
+
+impl Observed {
+    /// Begins to look at this namespace.
+    pub fn new(namespace: &Namespace) -> Self {
+        let beat = namespace.annotations().get(ANNOTATION).cloned();
+        let age = beat.as_ref().and_then(|beat| beat.parse().ok()).map(|at: i64| Timestamp::now().0 - at);
+        let is_old = age.and_then(|age| u64::try_from(age).ok()).is_some_and(|age| age > STALE.as_secs());
+        // By both clocks it is long ago: a look is enough.
+        let patience = if is_old { 2 * PERIOD } else { STALE };
+        Self { uid: namespace.uid(), beat, since: Instant::now(), patience }
+    }
+
+    /// What the namespace as it is now says.
+    pub fn holder(&self, namespace: &Namespace) -> Holder {
+        let is_same =
+            namespace.uid() == self.uid && namespace.annotations().get(ANNOTATION) == self.beat.as_ref();
+        match is_same {
+            false => Holder::Runs,
+            true if self.since.elapsed() > self.patience => Holder::Gone,
+            true => Holder::Unknown,
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    fn namespace(uid: &str, beat: i64) -> Namespace {
+        let mut namespace = Namespace::default();
+        namespace.metadata.uid = Some(uid.to_owned());
+        namespace.annotations_mut().insert(ANNOTATION.to_owned(), beat.to_string());
+        namespace
+    }
+
+    fn after(observed: &Observed, time: Duration) -> Observed {
+        let since = observed.since.checked_sub(time).unwrap();
+        Observed {
+            uid: observed.uid.clone(),
+            beat: observed.beat.clone(),
+            since,
+            patience: observed.patience,
+        }
+    }
+
+    #[test]
+    fn a_run_is_there_when_its_heartbeat_moves_and_gone_when_it_rests() {
+        let now = Timestamp::now().0;
+        // A clock that is ahead or behind makes nobody dead.
+        for (beat, patience) in [(now, STALE), (now + 3600, STALE), (now - 3600, 2 * PERIOD)] {
+            let observed = Observed::new(&namespace("one", beat));
+            let late = after(&observed, patience + PERIOD);
+            assert_eq!(observed.holder(&namespace("one", beat)), Holder::Unknown);
+            assert_eq!(after(&observed, PERIOD).holder(&namespace("one", beat)), Holder::Unknown);
+            assert_eq!(late.holder(&namespace("one", beat)), Holder::Gone);
+            assert_eq!(late.holder(&namespace("one", beat + 5)), Holder::Runs);
+            assert_eq!(late.holder(&namespace("two", beat)), Holder::Runs);
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! What a path takes in one packet, as the kernel knows it.
+
+use std::io;
+
+use nix::{
+    getsockopt_impl,
+    libc::{self, c_int},
+    setsockopt_impl,
+    sys::socket::{getsockopt, setsockopt, sockopt::IpMtu},
+};
+use tokio::net::UdpSocket;
+
+/// IP and UDP.
+const HEADERS: usize = 20 + 8;
+const HEADERS_V6: usize = 40 + 8;
+/// The largest packet of IPv4, whatever an interface takes.
+const LARGEST: usize = 65_535;
+
+#[derive(Clone, Copy)]
+struct Discover;
+setsockopt_impl!(
+    Discover,
+    libc::IPPROTO_IP,
+    libc::IP_MTU_DISCOVER,
+    c_int,
+    nix::sys::socket::sockopt::SetStruct<c_int>
+);
+
+#[derive(Clone, Copy)]
+struct DiscoverV6;
+setsockopt_impl!(
+    DiscoverV6,
+    libc::IPPROTO_IPV6,
+    libc::IPV6_MTU_DISCOVER,
+    c_int,
+    nix::sys::socket::sockopt::SetStruct<c_int>
+);
+
+#[derive(Clone, Copy)]
+struct MtuV6;
+getsockopt_impl!(
+    MtuV6,
+    libc::IPPROTO_IPV6,
+    libc::IPV6_MTU,
+    c_int,
+    nix::sys::socket::sockopt::GetStruct<c_int>
+);
+
+/// Packets of this socket arrive whole or not at all.
+pub fn forbid_fragments(socket: &UdpSocket, is_ipv4: bool) -> io::Result<()> {
+    match is_ipv4 {
+        true => setsockopt(socket, Discover, &libc::IP_PMTUDISC_DO)?,
+        false => setsockopt(socket, DiscoverV6, &libc::IPV6_PMTUDISC_DO)?,
+    }
+    Ok(())
+}
+
+/// The largest packet that the path of a connected socket takes, as far as it has said.
+pub fn of(socket: &UdpSocket, is_ipv4: bool) -> io::Result<usize> {
+    let mtu = if is_ipv4 { getsockopt(socket, IpMtu)? } else { getsockopt(socket, MtuV6)? };
+    usize::try_from(mtu).map_err(io::Error::other)
+}
+
+/// What a datagram carries in such a packet.
+pub fn payload(mtu: usize, is_ipv4: bool) -> usize {
+    mtu.min(LARGEST).saturating_sub(if is_ipv4 { HEADERS } else { HEADERS_V6 })
+}
+
+/// The packet was larger than the path takes: from now on the kernel knows better.
+pub fn is_too_large(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EMSGSIZE)
+}
