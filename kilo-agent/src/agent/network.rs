@@ -60,8 +60,11 @@ impl<B: Backend> Agent<B> {
 
     /// Hands the CNI configuration out; to be called when the data path is up.
     pub(super) async fn publish_cni(&self, own: &Node) {
-        // Before the configuration forgets which they were.
-        self.leave_former_subnets(own).await;
+        // The configuration alone knows which they were: it stays until they are left, and the next reconcile
+        // tries again.
+        if !self.leave_former_subnets(own).await {
+            return;
+        }
         let written = match (&self.options.cni_boot, &self.options.cni) {
             (Some(configuration), _) => configuration.publish(&own.pod_cidrs),
             (None, Some(path)) => kilo_host::cni::update(path, &own.pod_cidrs),
@@ -86,26 +89,31 @@ impl<B: Backend> Agent<B> {
     }
 
     /// Takes the gateways of pod CIDRs that the node has no more off its bridges; another
-    /// node may have them.
-    async fn leave_former_subnets(&self, own: &Node) {
+    /// node may have them. True when none is left there, as far as anybody knows.
+    async fn leave_former_subnets(&self, own: &Node) -> bool {
         let path = match (&self.options.cni_boot, &self.options.cni) {
             (Some(configuration), _) => configuration.file(),
             (None, Some(path)) => path.clone(),
-            (None, None) => return,
+            (None, None) => return true,
         };
         // A file that cannot be read is told by who writes it.
-        let Ok(former) = kilo_host::cni::former(&path, &own.pod_cidrs) else { return };
+        let Ok(former) = kilo_host::cni::former(&path, &own.pod_cidrs) else { return true };
         if former.subnets.is_empty() {
-            return;
+            return true;
         }
         match self.net.leave_subnets(&former.bridges, &former.subnets).await {
             Ok(writes) => {
                 self.metrics.writes.inc_by(writes as u64);
                 tracing::info!(subnets = ?former.subnets, addresses = writes, "the pod CIDRs of this node changed; the bridge left the former ones");
+                true
             }
             Err(error) => {
                 self.metrics.error("cni");
-                tracing::error!(%error, "failed to take the former pod CIDRs off the bridge");
+                tracing::error!(
+                    %error,
+                    "failed to take the former pod CIDRs off the bridge; the CNI configuration is not updated before"
+                );
+                false
             }
         }
     }

@@ -10,7 +10,11 @@ use kilo_core::{
     objects::{Published, events::EventReason},
     plan,
     settings::Granularity,
-    topology::{Known, Mesh, Node, changes::speaker, peer_standings},
+    topology::{
+        Known, Mesh, Node,
+        changes::{self, Moment, speaker},
+        peer_standings,
+    },
     wireguard::DeviceState,
 };
 use kilo_host::net::discovery;
@@ -92,7 +96,7 @@ impl<B: Backend> Agent<B> {
         &self,
         own: &Node,
         seen: Known<'_>,
-        mesh: &Mesh,
+        (mesh, snapshot): (&Mesh, &Snapshot),
         state: &DeviceState,
     ) -> Published {
         // Only endpoints of peers that roam are of use to others.
@@ -121,6 +125,7 @@ impl<B: Backend> Agent<B> {
             signal: own.signal,
             leading: own.leading,
             leaders: own.leaders,
+            state: Some(changes::state(&self.options.hostname, Moment { mesh, snapshot, own: Some(own) })),
         }
     }
 }

@@ -60,7 +60,7 @@ impl<B: Backend> Agent<B> {
         let same = self.state.own.clone().filter(|same| **same == own);
         let own = same.unwrap_or_else(|| own.into());
         let (mesh, ready) = self.topology(snapshot, &own, host, now, unix_now);
-        let published = self.published(&own, seen, &mesh, &host.state);
+        let published = self.published(&own, seen, (&mesh, snapshot), &host.state);
         // What is routed into the mesh before others know this node's key is lost, and the API server may be
         // there: it is asked first, and once.
         let asks_first = seen.key != own.key && self.publisher.is_answered();

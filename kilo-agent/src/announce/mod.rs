@@ -2,6 +2,7 @@
 //! degraded. Beside the reconciles, from what they have shown.
 
 mod events;
+mod handshakes;
 mod limiter;
 mod log;
 mod tunnels;
@@ -24,7 +25,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use self::{events::Told, limiter::Limiter, tunnels::Watched};
+use self::{events::Told, handshakes::Handshakes, limiter::Limiter, tunnels::Watched};
 use crate::{
     backend::Backend,
     health::Health,
@@ -65,6 +66,7 @@ pub async fn run<B: Backend>(context: Context<B>) {
         lines: Limiter::new(now),
         events: Limiter::new(now),
         tunnels: Watched::default(),
+        handshakes: Handshakes::new(now),
         look_again: now,
         out_since: None,
     };
@@ -102,6 +104,7 @@ struct Announcer<B> {
     lines: Limiter,
     events: Limiter,
     tunnels: Watched,
+    handshakes: Handshakes,
     look_again: Instant,
     /// Since when this node is not in the mesh, until that was told.
     out_since: Option<Instant>,
@@ -196,7 +199,9 @@ impl<B: Backend> Announcer<B> {
                 return;
             }
         };
-        let now = Instant::now();
+        let (now, seen) = (Instant::now(), handshakes::seen(&view.mesh, &peers, Timestamp::now()));
+        let leaders = view.mesh.segments.len();
+        self.handshakes.observe(&self.context.backend, seen, leaders, now).await;
         for news in self.tunnels.observe(&view, &peers, now) {
             self.say(now, || news.log());
             if let Some((reason, text)) = news.event() {

@@ -6,8 +6,9 @@ pub mod kubernetes;
 pub mod last_good;
 pub mod mass_delete_guard;
 
-use std::sync::Arc;
+use std::{net::SocketAddr, sync::Arc};
 
+use crate::status::Timestamp;
 use kilo_core::{
     errors::Explained,
     objects::{Published, Snapshot, events::EventReason},
@@ -58,6 +59,15 @@ impl BackendError {
     }
 }
 
+/// When a VPN peer and a leader last shook hands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Handshake {
+    /// When.
+    pub time: Timestamp,
+    /// From where that leader hears the peer.
+    pub endpoint: Option<SocketAddr>,
+}
+
 /// A source of nodes and peers.
 pub trait Backend: Send + Sync + 'static {
     /// The latest snapshot; changes are signalled by the receiver. The first
@@ -77,6 +87,21 @@ pub trait Backend: Send + Sync + 'static {
     /// number of writes.
     fn report_peers(&self, _peers: &PeerStandings) -> impl Future<Output = Result<u64, BackendError>> + Send {
         async { Ok(0) }
+    }
+
+    /// The handshake that the object of a peer names; the outer `None`: there is no such object to write into.
+    fn handshake(&self, _peer: &str) -> Option<Option<Handshake>> {
+        None
+    }
+
+    /// Writes a handshake into the object of a peer, unless that is another one by now. Returns whether it
+    /// was written.
+    fn report_handshake(
+        &self,
+        _peer: &str,
+        _handshake: &Handshake,
+    ) -> impl Future<Output = Result<bool, BackendError>> + Send {
+        async { Ok(false) }
     }
 
     /// Says in the node object whether pods have a network there. A backend without such a

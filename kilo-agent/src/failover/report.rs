@@ -92,6 +92,8 @@ pub struct FailoverMetrics {
     suspicions: Family<OutcomeLabel, Counter>,
     seconds: Family<PathLabel, Histogram, fn() -> Histogram>,
     lost: Family<KindLabel, Counter>,
+    /// `kilo_failover_seconds`.
+    outages: Histogram,
     /// `kilo_stand_by_fit`.
     pub fit: Gauge,
     /// `kilo_gateway_nodes`.
@@ -101,6 +103,14 @@ pub struct FailoverMetrics {
 
 /// Roles, as labels.
 pub const ROLES: [&str; 3] = ["leader", "stand-by", "member"];
+
+/// What leadership is taken for, as labels.
+const CAUSES: [&str; 6] = ["lost", "alone", "handed_over", "planned", "adopted", "rebalanced"];
+/// What comes of suspicions, as labels.
+const OUTCOMES: [&str; 4] = ["asked", "took_over", "took_itself", "over_budget"];
+/// Why signals are not taken, as labels.
+const REFUSALS: [&str; 8] =
+    ["malformed", "unknown", "foreign", "forged", "gateway", "location", "member", "leap"];
 
 fn histogram() -> Histogram {
     Histogram::new(exponential_buckets(0.000_25, 2.0, 12))
@@ -116,16 +126,32 @@ impl FailoverMetrics {
             suspicions: Family::default(),
             seconds: Family::new_with_constructor(histogram),
             lost: Family::default(),
+            outages: Histogram::new(exponential_buckets(0.05, 2.0, 10)),
             fit: Gauge::default(),
             nodes: Gauge::default(),
             refused: Family::default(),
         };
+        // A counter that begins at 1 has not grown, as far as Prometheus can see.
+        for cause in CAUSES {
+            drop(metrics.failovers.get_or_create(&CauseLabel { cause }));
+        }
+        for outcome in OUTCOMES {
+            drop(metrics.suspicions.get_or_create(&OutcomeLabel { outcome }));
+        }
+        for why in REFUSALS {
+            drop(metrics.refused.get_or_create(&WhyLabel { why }));
+        }
         registry.register("kilo_failover_role", "Role of this node in its location", metrics.role.clone());
         registry.register("kilo_failover_term", "Changes of leader of this location", metrics.term.clone());
         registry.register(
             "kilo_failovers",
             "Leaderships this node has taken, by cause",
             metrics.failovers.clone(),
+        );
+        registry.register(
+            "kilo_failover_seconds",
+            "Time without an answer through a lost leader until this node took over",
+            metrics.outages.clone(),
         );
         registry.register(
             "kilo_suspicions",
@@ -166,6 +192,11 @@ impl FailoverMetrics {
     /// Leadership was taken.
     pub fn failover(&self, cause: &'static str) {
         self.failovers.get_or_create(&CauseLabel { cause }).inc();
+    }
+
+    /// A lost leader was replaced after this time without an answer through it.
+    pub fn outage(&self, outage: Micros) {
+        self.outages.observe(outage as f64 / SEC as f64);
     }
 
     /// The leader was suspected, and what came of it.
@@ -218,6 +249,53 @@ impl Out {
                 metrics.lost.get_or_create(&KindLabel { kind: label(*way) }).inc();
             }
             self.0.pop_front();
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_counted_first_has_grown_from_zero() {
+        let mut registry = Registry::default();
+        let metrics = FailoverMetrics::register(&mut registry);
+        let text = || {
+            let mut text = String::new();
+            prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+            text
+        };
+        let before = text();
+        metrics.failover("lost");
+        metrics.suspicion("over_budget");
+        metrics.refused("forged");
+        metrics.outage(268 * MS);
+        let after = text();
+        for series in [
+            "kilo_failovers_total{cause=\"lost\"}",
+            "kilo_suspicions_total{outcome=\"over_budget\"}",
+            "kilo_signals_refused_total{why=\"forged\"}",
+            "kilo_failover_seconds_bucket{le=\"0.4\"}",
+        ] {
+            assert!(before.contains(&format!("{series} 0\n")), "{series}: {before}");
+            assert!(after.contains(&format!("{series} 1\n")), "{series}: {after}");
+        }
+        assert!(after.contains("kilo_failover_seconds_bucket{le=\"0.2\"} 0\n"), "{after}");
+        assert!(after.contains("kilo_failover_seconds_sum 0.268\n"), "{after}");
+    }
+
+    #[test]
+    fn every_label_that_is_counted_begins_at_zero() {
+        let sources = [include_str!("thread.rs"), include_str!("far_side.rs")].concat();
+        for (call, known) in
+            [("failover(\"", &CAUSES[..]), ("suspicion(\"", &OUTCOMES), ("refused(\"", &REFUSALS)]
+        {
+            let used = sources.split(call).skip(1).filter_map(|rest| rest.split('"').next());
+            for label in used {
+                assert!(known.contains(&label), "{call}{label}\")");
+            }
         }
     }
 }

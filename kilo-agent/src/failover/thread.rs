@@ -486,8 +486,9 @@ impl Thread {
                 let (cause, whose) = if all { ("lost", "the location") } else { ("alone", "itself only") };
                 self.metrics.suspicion(if all { "took_over" } else { "took_itself" });
                 self.metrics.failover(cause);
-                let silent = micros().saturating_sub(since) / 1_000;
-                let why = format!("no packet passed it for {silent} ms");
+                let silent = micros().saturating_sub(since);
+                self.metrics.outage(silent);
+                let why = format!("no packet passed it for {} ms", silent / 1_000);
                 if all {
                     self.succeeds(from, &format!("lost: {why}"));
                 }

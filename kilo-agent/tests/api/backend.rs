@@ -7,11 +7,14 @@ use crate::api;
 use std::{
     collections::BTreeMap,
     sync::{Arc, Mutex},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::backend::{Backend as _, BackendError, kubernetes::KubernetesBackend};
+use kilo_agent::{
+    backend::{Backend as _, BackendError, Handshake, kubernetes::KubernetesBackend},
+    status::Timestamp,
+};
 use kilo_core::{
     objects::{
         ObjectRef, Published,
@@ -19,6 +22,7 @@ use kilo_core::{
         peer::{self, Peer},
     },
     settings::Granularity,
+    topology::PeerStanding,
     wireguard::key::PublicKey,
 };
 use kube::{
@@ -253,6 +257,53 @@ async fn an_invalid_peer_is_named_and_hides_no_other() {
     assert_eq!(snapshots.borrow().peers.keys().collect::<Vec<_>>(), ["bad-cidr"]);
 }
 
+#[tokio::test]
+async fn a_handshake_is_written_beside_the_condition_and_not_over_a_later_one() {
+    let Some(server) = ApiServer::start().await else { return };
+    let admin = server.client(ADMIN).await;
+    apply_crds(&admin).await;
+    api::grant_agent(&admin).await;
+    let key = PublicKey([9; 32]).to_string();
+    let spec = json!({ "allowedIPs": ["10.5.0.1/32"], "publicKey": key });
+    apply(&admin, &old_peer("laptop", &spec), false).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let backends = [
+        KubernetesBackend::start(server.client(AGENT).await, None, LABEL).await.unwrap(),
+        KubernetesBackend::start(server.client(AGENT).await, None, LABEL).await.unwrap(),
+    ];
+    let [first, second] = &backends;
+    let handshake = |second: i64, endpoint: &str| Handshake {
+        time: Timestamp(1_700_000_000 + second),
+        endpoint: endpoint.parse().ok(),
+    };
+    let (early, late) = (handshake(0, "192.0.2.7:4000"), handshake(100, "[2001:db8::7]:4000"));
+    assert_eq!(first.handshake("laptop"), Some(None));
+    assert_eq!(first.handshake("nobody"), None);
+    assert!(!first.report_handshake("nobody", &early).await.unwrap());
+
+    // Both know the same version of the object: one of them is too late.
+    let (one, other) =
+        tokio::join!(first.report_handshake("laptop", &late), second.report_handshake("laptop", &early));
+    let wrote = [one.unwrap(), other.unwrap()];
+    assert_eq!(wrote.iter().filter(|wrote| **wrote).count(), 1, "{wrote:?}");
+    let written = if wrote[0] { late } else { early };
+    let deadline = Instant::now() + SOON;
+    while backends.iter().any(|backend| backend.handshake("laptop") != Some(Some(written))) {
+        assert!(Instant::now() < deadline, "{:?}", first.handshake("laptop"));
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+
+    // The condition comes to it, and is not written again for its sake.
+    let standings = BTreeMap::from([("laptop".to_owned(), PeerStanding::Accepted)]);
+    assert_eq!(first.report_peers(&standings).await.unwrap(), 1);
+    assert_eq!(first.report_peers(&standings).await.unwrap(), 0);
+    let peers: Api<Peer> = Api::all(admin);
+    let status = peers.get("laptop").await.unwrap().status.unwrap();
+    assert_eq!(status.last_handshake, Some(written.time.to_string()));
+    assert_eq!(status.endpoint, written.endpoint.map(|endpoint| endpoint.to_string()));
+    assert!(status.accepted && status.conditions.len() == 1, "{status:?}");
+}
+
 /// Waits until Peer objects can be listed, untyped.
 async fn apply_crds_served(client: &Client) {
     let peers: Api<DynamicObject> =
@@ -361,8 +412,8 @@ async fn each_right_that_is_missing_is_named_by_verb_and_resource() {
         let said = match KubernetesBackend::start(client, Some("rights"), LABEL).await {
             Err(refused) => format!("{:?}", refused.to_string()),
             Ok(backend) => {
-                let deadline = std::time::Instant::now() + SOON;
-                while !log.text().contains(wanted) && std::time::Instant::now() < deadline {
+                let deadline = Instant::now() + SOON;
+                while !log.text().contains(wanted) && Instant::now() < deadline {
                     if wanted.contains("patch") {
                         let refused = backend.publish("rights", &published()).await.unwrap_err();
                         tracing::warn!(reason = refused.to_string(), "publish");

@@ -108,6 +108,8 @@ async fn kubectl_shows_allowed_ips_endpoint_and_age() {
         "Keepalive",
         "Ready",
         "Reason",
+        "Last Handshake",
+        "Endpoint",
         "Message",
         "Public Key",
         "Age",

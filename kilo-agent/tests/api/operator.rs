@@ -6,11 +6,13 @@
 use std::{
     fs::File,
     path::{Path, PathBuf},
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_core::objects::peer::Peer;
+use kilo_agent::status::Timestamp;
+use kilo_core::{objects::peer::Peer, wireguard::key::SecretKey};
 use kube::{
     Api, Client, ResourceExt as _,
     api::{DeleteParams, ListParams, Patch, PatchParams},
@@ -18,7 +20,7 @@ use kube::{
 use serde_json::{Value, json};
 
 use crate::{
-    agent::{Agent, annotate, create_member, kg, make_host, name, peer},
+    agent::{Agent, annotate, create_member, kg, make_host, name, peer, until_said},
     api::{self, ADMIN, ApiServer, apply, apply_crds, create_node},
     netns,
 };
@@ -73,6 +75,20 @@ impl Site {
             }
             let log = std::fs::read_to_string(&self.log).unwrap();
             assert!(Instant::now() < deadline, "no {reason} {part:?} about {node}: {events:#?}\n{log}");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    /// Waits until the annotation `state` of a node is this.
+    async fn state(&self, node: &str, wanted: impl Fn(&str) -> bool) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let node = self.nodes.get(node).await.unwrap();
+            let state = node.annotations().get(&name("state")).cloned().unwrap_or_default();
+            if wanted(&state) {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{state:?}");
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     }
@@ -136,6 +152,8 @@ fn leaders_and_members_that_come_and_go_are_told() {
         site.event("n1", "LeadsLocation", "leads location:").await;
         assert_eq!(field(&site.line("mesh as this node sees it").await, "role"), "leader of location:");
 
+        site.state("n1", |state| state == "leader of location:").await;
+
         // Another one that asks to lead.
         create_member(&site.client, 2, "").await;
         annotate(&site.nodes, "n2", json!({name("leader"): ""})).await;
@@ -146,6 +164,7 @@ fn leaders_and_members_that_come_and_go_are_told() {
         assert_eq!(field(&line, "level"), "INFO", "{line}");
         let line = site.line("role of this node changed").await;
         assert!(field(&line, "new").contains("which n2 leads"), "{line}");
+        site.state("n1", |state| state == "member of location:").await;
 
         // It is deleted: n1 says so about itself, and about the one that has gone.
         site.nodes.delete("n2", &DeleteParams::default()).await.unwrap();
@@ -249,6 +268,65 @@ fn a_peer_has_a_condition_to_wait_for() {
     });
 }
 
+#[test]
+fn the_last_handshake_and_endpoint_of_a_peer_are_in_its_object() {
+    netns::isolated("the_last_handshake_and_endpoint_of_a_peer_are_in_its_object", || async {
+        let Some(site) = Site::start(true).await else { return };
+        site.line("mesh as this node sees it").await;
+        let secret = SecretKey::from_bytes([0x48; 32]);
+        let mut laptop = peer(9, "10.5.0.1/32");
+        laptop.data["spec"]["publicKey"] = json!(secret.public().to_string());
+        apply(&site.client, &laptop, false).await.unwrap();
+        let known = format!("wg show kilo0 peers | grep -q {}", secret.public());
+        until_said(&format!("{known} && echo yes"), |said| said.contains("yes")).await;
+        let peers: Api<Peer> = Api::all(site.client.clone());
+        // It is known, and away.
+        tokio::time::sleep(Duration::from_secs(7)).await;
+        let away = peers.get("laptop").await.unwrap().status.unwrap();
+        assert_eq!((away.last_handshake, away.endpoint), (None, None));
+
+        // It connects, from another network.
+        netns::sh(
+            "mkdir -p /run/netns; ip netns add b; ip -n b link set lo up; ip link add va type veth peer name vb netns b; \
+             ip link set va up; ip -n b link set vb up; ip address add 198.51.100.1/24 dev va; \
+             ip -n b address add 198.51.100.7/24 dev vb",
+        );
+        let mut device = Command::new("ip");
+        device.args(["netns", "exec", "b", env!("CARGO_BIN_EXE_kg"), "userspace-wireguard", "wgb"]);
+        let _device = Agent(device.stdout(Stdio::null()).spawn().unwrap());
+        until_said("ls /run/wireguard", |sockets| sockets.contains("wgb.sock")).await;
+        std::fs::write("/run/laptop.key", secret.reveal()).unwrap();
+        let key = site.nodes.get("n1").await.unwrap().annotations()[&name("key")].clone();
+        netns::sh(&format!(
+            "wg set wgb listen-port 40123 private-key /run/laptop.key peer {key} endpoint 198.51.100.1:51820 \
+             persistent-keepalive 1 allowed-ips 10.4.0.0/16; ip -n b link set wgb up"
+        ));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let written = loop {
+            let laptop = peers.get("laptop").await.unwrap();
+            if laptop.status.as_ref().is_some_and(|status| status.last_handshake.is_some()) {
+                break laptop;
+            }
+            let shown = netns::sh("wg show kilo0; wg show wgb");
+            assert!(Instant::now() < deadline, "{laptop:?}: {shown}");
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        };
+        let status = written.status.clone().unwrap();
+        let time: Timestamp = status.last_handshake.unwrap().parse().unwrap();
+        assert!(Timestamp::now().0 - time.0 < 60, "{time}");
+        assert_eq!(status.endpoint.as_deref(), Some("198.51.100.7:40123"));
+        assert!(status.accepted && status.conditions.len() == 1, "the condition stays");
+        let table = site.table().await;
+        assert!(
+            table.contains("\"True\",\"Accepted\",\"") && table.contains("\"198.51.100.7:40123\""),
+            "{table}"
+        );
+        // Packets pass each second, and nothing is written.
+        tokio::time::sleep(Duration::from_secs(15)).await;
+        assert_eq!(peers.get("laptop").await.unwrap().resource_version(), written.resource_version());
+    });
+}
+
 impl Site {
     /// Rows of what `kubectl get peers` prints.
     async fn table(&self) -> String {
@@ -283,9 +361,11 @@ fn a_node_that_does_not_come_into_the_mesh_says_why() {
         let started = Instant::now();
         site.event("n1", "NotInMesh", "is not in the mesh: it has no pod CIDR").await;
         assert!(started.elapsed() > Duration::from_secs(25), "a node that starts is given time");
+        site.state("n1", |state| state.starts_with("not in the mesh: it has no pod CIDR")).await;
         let spec = json!({"spec": {"podCIDR": "10.42.1.0/24", "podCIDRs": ["10.42.1.0/24"]}});
         site.nodes.patch("n1", &PatchParams::default(), &Patch::Merge(&spec)).await.unwrap();
         site.event("n1", "JoinedMesh", "leader of location:").await;
+        site.state("n1", |state| state == "leader of location:").await;
         assert_eq!(
             site.events("n1", "n1").await.iter().filter(|(reason, _)| reason == "NotInMesh").count(),
             1

@@ -106,6 +106,37 @@ fn another_cnis_file_in_front_of_ours_is_named_until_it_is_gone() {
 }
 
 #[test]
+fn former_pod_cidrs_are_not_forgotten_before_the_bridge_has_left_them() {
+    isolated("former_pod_cidrs_are_not_forgotten_before_the_bridge_has_left_them", || async {
+        sh("mkdir -p /run/net.d; ip link add br1 type bridge; ip address add 10.42.9.1/24 dev br1");
+        let path = "/run/net.d/10-kilo.conflist";
+        let with = |bridge: &str| {
+            let ipam = r#"{"type":"host-local","ranges":[[{"subnet":"10.42.9.0/24"}]]}"#;
+            let plugin = |bridge| format!(r#"{{"type":"bridge","bridge":"{bridge}","ipam":{ipam}}}"#);
+            let text = format!(r#"{{"name":"kilo","plugins":[{},{}]}}"#, plugin("br1"), plugin(bridge));
+            let new = format!("{path}.new");
+            fs::write(&new, text).unwrap();
+            fs::rename(&new, path).unwrap();
+        };
+        let cni = || fs::read_to_string(path).unwrap();
+        // The kernel refuses to look for an interface of this name.
+        with("more-than-fifteen-characters");
+        let _agent = start(PODS, &["--cni-path", path]);
+        let failures = || log().matches("failed to take the former pod CIDRs off the bridge").count();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while failures() < 2 {
+            assert!(Instant::now() < deadline, "it is tried again: {}", log());
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        assert!(cni().contains("10.42.9.0"), "{}", cni());
+        with("br2");
+        until("the CNI configuration", cni, &["10.42.1.0"]);
+        let left = sh("ip address show dev br1");
+        assert!(!left.contains("10.42.9.1") && !cni().contains("10.42.9.0"), "{left}: {}", cni());
+    });
+}
+
+#[test]
 fn a_node_whose_agent_has_never_run_leads_to_its_log() {
     isolated("a_node_whose_agent_has_never_run_leads_to_its_log", || async {
         let _agent = start(PODS, &["--cni=false"]);

@@ -241,6 +241,82 @@ const ALERTS: &[Alert] = &[
         labels: &[A1],
         quiet: &[(r#"kilo_address_conflicts{instance="a1"}"#, "0x10 1x4 0x46")],
     },
+    Alert {
+        name: "KiloLeaderFailed",
+        severity: "warning",
+        summary: "A leader failed, and another node took over.",
+        expr: r#"sum by (job, instance, cause) (increase(kilo_failovers_total{cause=~"lost|alone|handed_over"}[10m])) > 0"#,
+        hold: "1m",
+        remedy: "Traffic goes on by the node in the label `instance`, except for what the old leader masqueraded. `kgctl status INSTANCE` \
+                 says under LAST-CHANGE who was lost and why, and so does an Event `LeadsLocation` about its Node: look at the \
+                 node that was lost. `lost`: nothing passed it; `alone`: nothing from the node in `instance` did; \
+                 `handed_over`: it lost its link or its tunnels. [Failover](failover.md) says what comes next.",
+        fires: &[(r#"kilo_failovers_total{instance="a1", cause="lost"}"#, "0x10 1x50")],
+        labels: &[A1, ("cause", "lost")],
+        quiet: &[
+            (r#"kilo_failovers_total{instance="a1", cause="lost"}"#, "3x60"),
+            (r#"kilo_failovers_total{instance="a1", cause="planned"}"#, "0+1x60"),
+        ],
+    },
+    Alert {
+        name: "KiloStandByUnfit",
+        severity: "warning",
+        summary: "A stand-by could not take over from its leader.",
+        expr: r#"kilo_stand_by_fit == 0 and on (job, instance) kilo_failover_role{role="stand-by"} == 1"#,
+        hold: "5m",
+        remedy: "Its own tunnels to other locations do not answer: `kgctl status INSTANCE` shows them under TUNNEL. A \
+                 stand-by needs a way there, see [what it needs](failover.md#turn-it-on); if it has none, annotate another node with \
+                 `kilo.squat.ai/leader`, or run with fewer `--stand-bys`.",
+        fires: &[
+            (r#"kilo_stand_by_fit{instance="a1"}"#, "0x60"),
+            (r#"kilo_failover_role{instance="a1", role="stand-by"}"#, "1x60"),
+        ],
+        labels: &[A1],
+        quiet: &[
+            (r#"kilo_stand_by_fit{instance="a1"}"#, "0x3 1x57"),
+            (r#"kilo_failover_role{instance="a1", role="stand-by"}"#, "1x60"),
+            (r#"kilo_stand_by_fit{instance="a2"}"#, "0x60"),
+            (r#"kilo_failover_role{instance="a2", role="stand-by"}"#, "0x60"),
+            (r#"kilo_stand_by_fit{instance="a3"}"#, "0x60"),
+        ],
+    },
+    Alert {
+        name: "KiloLeadersFlap",
+        severity: "critical",
+        summary: "Leadership of a location changes so often that changes are held back.",
+        expr: r#"sum by (job, instance) (increase(kilo_suspicions_total{outcome="over_budget"}[10m])) > 0"#,
+        hold: "1m",
+        remedy: "After eight changes at once a location waits 15 s before each further one. Find what comes and goes: the Events \
+                 `LeadsLocation` of the last hour (`kubectl get events`) name the nodes and why each was left. Cordon a node \
+                 that keeps failing; where whole networks flap, a longer `--failover-interval` waits for them.",
+        fires: &[(r#"kilo_suspicions_total{instance="a1", outcome="over_budget"}"#, "0x10 1x50")],
+        labels: &[A1],
+        quiet: &[
+            (r#"kilo_suspicions_total{instance="a1", outcome="over_budget"}"#, "2x60"),
+            (r#"kilo_suspicions_total{instance="a1", outcome="asked"}"#, "0+1x60"),
+        ],
+    },
+    Alert {
+        name: "KiloSignalsForged",
+        severity: "warning",
+        summary: "Somebody sends failover signals that are not a node's.",
+        expr: r#"sum by (job, instance) (increase(kilo_signals_refused_total{why=~"forged|foreign"}[10m])) + sum by (job, instance) (increase(kilo_dropped_packets_total{reason=~"forged_signal"}[10m])) > 0"#,
+        hold: "1m",
+        remedy: "They were refused, and nothing has changed. A node that has changed its key is refused for some seconds, too. Otherwise \
+                 `kgctl monitor --reason forged_signal` on the node shows from where and by which interface they come: somebody on the \
+                 network of the nodes sends them ([drop reasons](drop-reasons.md)).",
+        fires: &[
+            (r#"kilo_signals_refused_total{instance="a1", why="forged"}"#, "0x10 1x50"),
+            (r#"kilo_dropped_packets_total{instance="a1", reason="forged_signal"}"#, "0x60"),
+        ],
+        labels: &[A1],
+        quiet: &[
+            (r#"kilo_signals_refused_total{instance="a1", why="forged"}"#, "4x60"),
+            (r#"kilo_signals_refused_total{instance="a1", why="leap"}"#, "0+1x60"),
+            (r#"kilo_dropped_packets_total{instance="a1", reason="forged_signal"}"#, "4x60"),
+            (r#"kilo_dropped_packets_total{instance="a1", reason="stale_signal"}"#, "0+5x60"),
+        ],
+    },
 ];
 
 impl Alert {

@@ -51,7 +51,7 @@ const SIGNAL: &str = "1";
 const AGENT: &str = "the node's agent writes it, look whether it runs";
 
 /// Every annotation. What overrides another one stands before it: the table is read in this order.
-pub const ANNOTATIONS: [Annotation; 18] = [
+pub const ANNOTATIONS: [Annotation; 19] = [
     Annotation {
         name: "kilo.squat.ai/location",
         writer: Writer::Operator(|node| Some(node.location.clone())),
@@ -228,6 +228,15 @@ pub const ANNOTATIONS: [Annotation; 18] = [
         remedy: AGENT,
         read: |value, node| node.node.leaders = value.parse().filter(|leaders| *leaders > 0),
     },
+    Annotation {
+        name: "kilo.squat.ai/state",
+        writer: Writer::Agent(|own| own.state.clone()),
+        example: "`member of location:aws`",
+        meaning: "for people: `leader of` or `member of` a location, or `not in the mesh:` and why; as the node's \
+                  agent knew it last, so look at `last-seen`, too",
+        remedy: AGENT,
+        read: |_, _| {},
+    },
 ];
 
 /// Reads all annotations that are present into `node`; names what cannot be read in `problems`.
@@ -258,6 +267,8 @@ pub(super) fn of_node(node: &Node, last_seen: i64) -> BTreeMap<String, String> {
         signal: node.signal,
         leading: node.leading,
         leaders: node.leaders,
+        // Of this moment: nobody reads it back.
+        state: None,
     };
     let print = |annotation: &Annotation| {
         let value = match annotation.writer {

@@ -120,6 +120,7 @@ mod tests {
             signal: true,
             leading: Some(1 << 16),
             leaders: Some(2),
+            state: Some("member of location:here".to_owned()),
         };
         let mut object = core::Node::default();
         let written = wanted(&published);

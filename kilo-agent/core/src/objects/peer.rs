@@ -29,6 +29,8 @@ use crate::{
     printcolumn = r#"{"name":"Keepalive","type":"integer","jsonPath":".spec.persistentKeepalive"}"#,
     printcolumn = r#"{"name":"Ready","type":"string","jsonPath":".status.conditions[?(@.type==\"Ready\")].status"}"#,
     printcolumn = r#"{"name":"Reason","type":"string","jsonPath":".status.conditions[?(@.type==\"Ready\")].reason"}"#,
+    printcolumn = r#"{"name":"Last Handshake","type":"date","jsonPath":".status.lastHandshake"}"#,
+    printcolumn = r#"{"name":"Endpoint","type":"string","jsonPath":".status.endpoint"}"#,
     printcolumn = r#"{"name":"Message","type":"string","jsonPath":".status.conditions[?(@.type==\"Ready\")].message","priority":1}"#,
     printcolumn = r#"{"name":"Public Key","type":"string","jsonPath":".spec.publicKey","priority":1}"#,
     printcolumn = r#"{"name":"Age","type":"date","jsonPath":".metadata.creationTimestamp"}"#
@@ -55,7 +57,8 @@ pub struct PeerSpec {
     pub public_key: String,
 }
 
-/// What the agents make of a peer; written by the leader of the first location.
+/// What the agents make of a peer; written by the leader of the first location, but for the last
+/// handshake and its endpoint, which the leader writes that has the newest.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct PeerStatus {
     /// Whether the peer is part of the mesh.
@@ -67,6 +70,13 @@ pub struct PeerStatus {
     /// The same as conditions, for `kubectl wait`: `Ready`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<PeerCondition>,
+    /// When the peer last shook hands with a leader (RFC 3339); about a minute behind at most, with few peers.
+    #[serde(default, rename = "lastHandshake", skip_serializing_if = "Option::is_none")]
+    #[schemars(extend("format" = "date-time"))]
+    pub last_handshake: Option<String>,
+    /// Address and port from which that leader heard it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub endpoint: Option<String>,
 }
 
 /// Type of the condition that says whether leaders let the peer in.

@@ -109,4 +109,6 @@ pub struct Published {
     pub leading: Option<u64>,
     /// `leaders`; `None` removes the annotation.
     pub leaders: Option<usize>,
+    /// `state`; `None` removes the annotation.
+    pub state: Option<String>,
 }

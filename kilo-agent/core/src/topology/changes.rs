@@ -307,6 +307,16 @@ pub fn why_out(node: &str, now: Moment<'_>) -> Option<Absence> {
     (known && now.mesh.find(node).is_none()).then(|| absence(node, "", now))
 }
 
+/// What a node is in the mesh, or why it is not. It names nobody else: a new leader is no news of each member.
+pub fn state(node: &str, now: Moment<'_>) -> String {
+    match (Role::of(now.mesh, node), why_out(node, now)) {
+        (Role::Leader { location }, _) => format!("leader of {location}"),
+        (Role::Member { location, .. }, _) => format!("member of {location}"),
+        (Role::Out, Some(why)) => format!("not in the mesh: {why}"),
+        (Role::Out, None) => "not in the mesh".to_owned(),
+    }
+}
+
 fn of_peers(before: Moment<'_>, now: Moment<'_>) -> Vec<Change> {
     let same = Arc::ptr_eq(&before.snapshot.peers, &now.snapshot.peers)
         && before.snapshot.problems == now.snapshot.problems

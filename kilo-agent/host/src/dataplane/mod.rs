@@ -279,9 +279,8 @@ impl CounterReader {
 }
 
 /// Removes every program, map and pin of ours; returns what went wrong on the way.
-pub fn remove(bpffs: &Path) -> Vec<String> {
-    let failed = [detach_filters(), remove_pins(bpffs)].into_iter().filter_map(Result::err);
-    failed.map(|error| error.to_string()).collect()
+pub fn remove(bpffs: &Path) -> Vec<DataplaneError> {
+    [detach_filters(), remove_pins(bpffs)].into_iter().filter_map(Result::err).collect()
 }
 
 /// Removes everything pinned, and with the links the programs on TCX hooks;

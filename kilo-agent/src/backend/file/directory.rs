@@ -198,38 +198,38 @@ fn stamp(metadata: &fs::Metadata) -> io::Result<Stamp> {
     Ok(Stamp { modified: metadata.modified()?, length: metadata.len(), identity: identity(metadata) })
 }
 
-/// What a file says. One that has lost an object is read until it stays as it
-/// is, and an empty one never counts: many empty a file before they write it,
-/// and on a busy disk that takes a while.
+/// What a file says; one that cannot be read says why.
 fn parse(path: &Path, before: Option<&Objects>, pause: &mut dyn FnMut()) -> Objects {
-    let mut text = read(path);
+    settled(path, before, pause).unwrap_or_else(|error| Objects::unreadable(error.to_string()))
+}
+
+/// One that has lost an object is read until it stays as it is, and an empty one never
+/// counts: many empty a file before they write it, and on a busy disk that takes a while.
+fn settled(path: &Path, before: Option<&Objects>, pause: &mut dyn FnMut()) -> io::Result<Objects> {
+    let mut text = read(path)?;
     for _ in 0..LOOKS {
-        let objects = match &text {
-            Ok(text) => Objects::parse(text),
-            Err(problem) => return Objects::unreadable(problem.clone()),
-        };
+        let objects = Objects::parse(&text);
         if before.is_none_or(|before| !objects.lacks_any_of(before)) {
-            return objects;
+            return Ok(objects);
         }
-        if text.as_ref().is_ok_and(String::is_empty) {
-            return Objects::unreadable("it is empty; to remove what it said, remove the file".to_owned());
+        if text.is_empty() {
+            return Err(io::Error::other("it is empty; to remove what it said, remove the file"));
         }
         pause();
-        let again = read(path);
+        let again = read(path)?;
         if again == text {
-            return objects;
+            return Ok(objects);
         }
         text = again;
     }
-    Objects::unreadable("it changes all the time; write it aside and rename it".to_owned())
+    Err(io::Error::other("it changes all the time; write it aside and rename it"))
 }
 
-fn read(path: &Path) -> Result<String, String> {
+fn read(path: &Path) -> io::Result<String> {
     let mut text = String::new();
-    let file = File::open(path).map_err(|error| error.to_string())?;
-    file.take(MAX_FILE + 1).read_to_string(&mut text).map_err(|error| error.to_string())?;
+    File::open(path)?.take(MAX_FILE + 1).read_to_string(&mut text)?;
     if text.len() as u64 > MAX_FILE {
-        return Err("it is larger than 1 MiB; split it".to_owned());
+        return Err(io::Error::other("it is larger than 1 MiB; split it"));
     }
     Ok(text)
 }

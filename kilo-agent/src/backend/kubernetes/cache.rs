@@ -8,6 +8,8 @@ use std::{
 
 use kube::core::ObjectMeta;
 
+use crate::backend::Handshake;
+
 use kilo_core::{
     objects::{ObjectRef, Snapshot, annotations::PREFIX},
     topology::{CheckedIn, Nodes, Peer},
@@ -126,17 +128,28 @@ pub struct Seen<T> {
     pub problem: Option<String>,
 }
 
+/// What agents have written into a Peer object: nothing that a snapshot has.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Said {
+    /// `resourceVersion`.
+    pub version: String,
+    /// The last handshake.
+    pub handshake: Option<Handshake>,
+}
+
 /// All objects of one kind.
 #[derive(Debug)]
 pub struct Store<T: Kept> {
     values: T::All,
     problems: BTreeMap<ObjectRef, String>,
+    /// By name, where there is anything.
+    said: BTreeMap<String, Said>,
     listed: bool,
 }
 
 impl<T: Kept> Default for Store<T> {
     fn default() -> Self {
-        Self { values: T::All::default(), problems: BTreeMap::new(), listed: false }
+        Self { values: T::All::default(), problems: BTreeMap::new(), said: BTreeMap::new(), listed: false }
     }
 }
 
@@ -155,8 +168,19 @@ impl<T: Kept> Store<T> {
         changed(before).max(value)
     }
 
+    /// Takes note of what an object says besides its value.
+    pub fn note(&mut self, name: &str, said: Said) {
+        self.said.insert(name.to_owned(), said);
+    }
+
+    /// What an object that is there and valid says besides its value.
+    pub fn said(&self, name: &str) -> Option<&Said> {
+        self.said.get(name).filter(|_| self.contains(name))
+    }
+
     /// Removes one object.
     pub fn remove(&mut self, name: &str) -> Urgency {
+        self.said.remove(name);
         let problem = self.problems.remove(&T::object(name)).is_some();
         changed(T::remove(name, &mut self.values) || problem)
     }
@@ -288,6 +312,22 @@ mod tests {
         assert_eq!(store.values.names().collect::<Vec<_>>(), ["a", "kept"]);
         assert!(store.problems.is_empty());
         assert_eq!(store.replace(vec![seen("a", 1), seen("kept", 1)], &BTreeSet::new()), Urgency::Never);
+    }
+
+    #[test]
+    fn what_an_object_says_goes_with_it() {
+        let mut store = Store::default();
+        for name in ["a", "b", "bad"] {
+            store.note(name, Said::default());
+        }
+        store.put(seen("a", 1));
+        store.put(seen("b", 1));
+        store.put(Seen::<CheckedIn> { name: "bad".into(), value: None, problem: Some("x".into()) });
+        assert!(store.said("a").is_some() && store.said("bad").is_none());
+        store.remove("a");
+        assert_eq!(store.said.keys().collect::<Vec<_>>(), ["b", "bad"]);
+        store.replace(Vec::new(), &BTreeSet::new());
+        assert!(store.said.is_empty());
     }
 
     #[test]

@@ -52,7 +52,7 @@ use self::{
     client::{Asked, explain, in_time},
     partial_node::PartialNode,
 };
-use super::{Backend, BackendError, mass_delete_guard::MassDeleteGuard};
+use super::{Backend, BackendError, Handshake, mass_delete_guard::MassDeleteGuard};
 use kilo_core::{
     errors::{Explained, error_chain},
     objects::{Published, Snapshot, annotations, events::EventReason, node, peer},
@@ -119,9 +119,9 @@ impl KubernetesBackend {
         let (label, own) = (topology_label.to_owned(), Arc::clone(&shared));
         let node = move |object| own.see_node(object, &label);
         tasks.spawn(follow(nodes, Asked::Nodes, Arc::clone(&shared), node, |cache| &mut cache.nodes));
-        tasks.spawn(follow(peers.clone(), Asked::Peers, Arc::clone(&shared), see_peer, |cache| {
-            &mut cache.peers
-        }));
+        let own = Arc::clone(&shared);
+        let peer = move |object| own.see_peer(object);
+        tasks.spawn(follow(peers.clone(), Asked::Peers, Arc::clone(&shared), peer, |cache| &mut cache.peers));
         tasks.spawn(hand_on(Arc::clone(&shared), sender));
         // None of them ends but by a panic; then all end, and with them the sender.
         let watches = tokio::spawn(async move { drop(tasks.join_next().await) });
@@ -315,6 +315,13 @@ impl Shared {
         see_node(object, label)
     }
 
+    fn see_peer(&self, object: DynamicObject) -> Seen<kilo_core::topology::Peer> {
+        if let Some(name) = &object.metadata.name {
+            self.cache().peers.note(name, peer_status::said(&object));
+        }
+        see_peer(object)
+    }
+
     fn see_own(&self, metadata: &ObjectMeta) {
         if self.hostname.is_some() && self.hostname == metadata.name {
             self.cache().put_own(Own::new(metadata));
@@ -344,6 +351,18 @@ impl Backend for KubernetesBackend {
 
     async fn report_peers(&self, peers: &PeerStandings) -> Result<u64, BackendError> {
         peer_status::report(&self.client, &self.peers, peers).await
+    }
+
+    fn handshake(&self, peer: &str) -> Option<Option<Handshake>> {
+        self.shared.cache().peers.said(peer).map(|said| said.handshake)
+    }
+
+    async fn report_handshake(&self, peer: &str, handshake: &Handshake) -> Result<bool, BackendError> {
+        let version = self.shared.cache().peers.said(peer).map(|said| said.version.clone());
+        match version {
+            Some(version) => peer_status::write_handshake(&self.peers, peer, &version, handshake).await,
+            None => Ok(false),
+        }
     }
 
     async fn give_up(&self, node: &str, last_seen: i64) -> Result<bool, BackendError> {

@@ -7,10 +7,14 @@ use kube::{
 use serde_json::{Value, json};
 
 use super::{
+    cache::Said,
     client::{Asked, in_time},
     event,
 };
-use crate::{backend::BackendError, status::Timestamp};
+use crate::{
+    backend::{BackendError, Handshake},
+    status::Timestamp,
+};
 use kilo_core::{
     errors::{Explained, error_chain},
     objects::{
@@ -74,6 +78,39 @@ pub async fn report(
     Ok(writes)
 }
 
+/// What is kept of a Peer object besides its spec.
+pub fn said(object: &DynamicObject) -> Said {
+    let field = |name: &str| object.data.get("status")?.get(name)?.as_str();
+    let time = field("lastHandshake").and_then(|text| text.parse().ok());
+    let endpoint = field("endpoint").and_then(|text| text.parse().ok());
+    let version = object.metadata.resource_version.clone().unwrap_or_default();
+    Said { version, handshake: time.map(|time| Handshake { time, endpoint }) }
+}
+
+/// Writes a handshake into the object of this version; false when that is another one by now.
+///
+/// # Errors
+/// When the API server is away or refuses.
+pub async fn write_handshake(
+    api: &Api<DynamicObject>,
+    peer: &str,
+    version: &str,
+    handshake: &Handshake,
+) -> Result<bool, BackendError> {
+    let patch = Patch::Merge(json!({
+        "metadata": { "resourceVersion": version },
+        "status": { "lastHandshake": handshake.time, "endpoint": handshake.endpoint },
+    }));
+    let parameters = PatchParams::default();
+    let write = async {
+        match api.patch_status(peer, &parameters, &patch).await {
+            Err(kube::Error::Api(status)) if status.code == 409 => Ok(false),
+            other => other.map(|_| true),
+        }
+    };
+    in_time(write, Asked::Peers).await
+}
+
 /// What stands in an object. Any shape may stand there; one that does not fit is written anew.
 fn present(object: &DynamicObject) -> Option<PeerStatus> {
     let status: &Value = object.data.get("status")?;
@@ -95,7 +132,7 @@ fn status(standing: &PeerStanding, present: Option<&PeerStatus>, now: Timestamp)
             .map_or_else(|| now.to_string(), |before| before.last_transition_time.clone()),
     };
     let reason = (*standing != PeerStanding::Accepted).then(|| standing.message());
-    PeerStatus { accepted, reason, conditions: vec![condition] }
+    PeerStatus { accepted, reason, conditions: vec![condition], ..present.cloned().unwrap_or_default() }
 }
 
 /// What of a change is told.
@@ -125,6 +162,9 @@ mod tests {
         assert_eq!((third.accepted, third.reason.as_deref()), (true, None));
         assert_eq!(event_of(Some(&second), &third), Some(EventReason::PeerAccepted));
         assert_eq!(status(&PeerStanding::Accepted, Some(&third), Timestamp(4000)), third);
+        // What leaders say of its tunnel is no difference.
+        let shaken = PeerStatus { last_handshake: Some(Timestamp(9).to_string()), ..third.clone() };
+        assert_eq!(status(&PeerStanding::Accepted, Some(&shaken), Timestamp(4000)), shaken);
         // As an agent before conditions left it: the status is completed, and nothing has happened.
         let old = PeerStatus { conditions: Vec::new(), ..third.clone() };
         assert_eq!(event_of(Some(&old), &third), None);

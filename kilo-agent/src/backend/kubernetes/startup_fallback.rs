@@ -11,7 +11,7 @@ use tokio::sync::{oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::KubernetesBackend;
-use crate::backend::{Backend, BackendError};
+use crate::backend::{Backend, BackendError, Handshake};
 use kilo_core::{
     errors::Explained,
     objects::{Published, Snapshot, events::EventReason},
@@ -140,6 +140,14 @@ impl Backend for StartupFallback {
 
     async fn report_peers(&self, peers: &PeerStandings) -> Result<u64, BackendError> {
         self.connected.get().ok_or_else(away)?.report_peers(peers).await
+    }
+
+    fn handshake(&self, peer: &str) -> Option<Option<Handshake>> {
+        self.connected.get()?.handshake(peer)
+    }
+
+    async fn report_handshake(&self, peer: &str, handshake: &Handshake) -> Result<bool, BackendError> {
+        self.connected.get().ok_or_else(away)?.report_handshake(peer, handshake).await
     }
 
     async fn give_up(&self, node: &str, last_seen: i64) -> Result<bool, BackendError> {

@@ -196,3 +196,14 @@ fn a_node_that_is_out_says_why() {
     assert_eq!(why_out("a1", world.at()), None);
     assert_eq!(why_out("a3", world.at()), None);
 }
+
+#[test]
+fn the_state_of_a_node_names_no_other() {
+    let mut nodes: Vec<_> = ["a1", "a2", "a3"].map(|name| node(name, "a")).into();
+    nodes[2].pod_cidrs.clear();
+    let world = World::new(&World::default(), &nodes, &[], &[]);
+    assert_eq!(state("a1", world.at()), "leader of location:a");
+    assert_eq!(state("a2", world.at()), "member of location:a");
+    assert_eq!(state("a3", world.at()), "not in the mesh: it has no pod CIDR");
+    assert_eq!(state("a4", world.at()), "not in the mesh");
+}
