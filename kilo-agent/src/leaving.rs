@@ -1,16 +1,19 @@
 //! Whether a stop leaves everything in place for an agent like this one, or leaves the host to
 //! another program's.
 
-use std::path::Path;
+use std::{path::Path, time::Duration};
 
 use kube::Client;
 
 use crate::{
     agent,
-    backend::kubernetes::{Successor, SuccessorError},
+    backend::kubernetes::{self, Successor, SuccessorError},
 };
 use kilo_core::settings::Masquerade;
 use kilo_host::dataplane;
+
+/// A stop waits no longer than this for the API server to take what it is told.
+const PATIENCE: Duration = Duration::from_secs(3);
 
 /// What decides that.
 #[derive(Debug)]
@@ -19,6 +22,8 @@ pub struct Leaving {
     ends: bool,
     /// Who tells which image comes next.
     successor: Option<Successor>,
+    /// The way to the API server, if there is one.
+    client: Option<Client>,
 }
 
 impl Leaving {
@@ -31,11 +36,12 @@ impl Leaving {
                  stops with this container, and Kilo's image can be restored without further steps"
             );
         }
-        Self { ends, successor: None }
+        Self { ends, successor: None, client: None }
     }
 
     /// To be called with the way to the API server; whether it may be asked is logged at once.
     pub fn ask(&mut self, client: Client) {
+        self.client = Some(client.clone());
         if self.ends {
             return;
         }
@@ -62,9 +68,14 @@ impl Leaving {
 
     /// Called when the agent has stopped: leaves the host to who comes next if that is another
     /// program; false when everything stays for an agent like this one.
-    pub async fn leave(self, bpffs: &Path, interface: &str, masquerade: Masquerade) -> bool {
+    pub async fn leave(self, node: &str, bpffs: &Path, interface: &str, masquerade: Masquerade) -> bool {
+        let client = self.client.clone();
         let Some(reason) = self.reason().await else { return false };
         tracing::info!(reason, "kg is stopping and handing this host over to another agent");
+        // First: who knows nothing of it would go on sending to gateways that this node does not follow.
+        if let Some(client) = client {
+            leave_failover(client, node).await;
+        }
         let outcome = agent::hand_over(bpffs, interface, masquerade).await;
         tracing::info!(
             removed = outcome.removed.join("; "),
@@ -77,6 +88,24 @@ impl Leaving {
             );
         }
         true
+    }
+}
+
+/// Says that this node takes no part in failover any more.
+async fn leave_failover(client: Client, node: &str) {
+    let retracted = tokio::time::timeout(PATIENCE, kubernetes::retract_failover(client, node)).await;
+    let error = match retracted {
+        Ok(Ok(())) => None,
+        Ok(Err(error)) => Some(error.to_string()),
+        Err(_) => Some("the API server does not answer".to_owned()),
+    };
+    if let Some(error) = error {
+        tracing::warn!(
+            error,
+            node,
+            "failed to remove the annotations kilo.squat.ai/signal, leading and leaders; other nodes believe that \
+             this one takes part in failover until somebody removes them"
+        );
     }
 }
 

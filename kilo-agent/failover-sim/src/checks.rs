@@ -41,6 +41,8 @@ pub struct Counts {
     pub alone: u32,
     /// Leadership given by its leader.
     pub given: u32,
+    /// Who was given any, in order.
+    pub took: Vec<usize>,
     /// How often a leader said that it gave leadership.
     pub gave: u32,
     /// Planned changes that were taken back.
@@ -75,6 +77,7 @@ impl Counts {
         let again = self.last.is_some_and(|(last, at)| last == gateway && at + 50 * MS > now);
         self.last = Some((gateway, now));
         self.given += u32::from(!again);
+        self.took.push(gateway);
     }
 }
 
@@ -222,6 +225,17 @@ impl Sim {
         if falls {
             self.broken("one owner, of the latest term");
         }
+    }
+
+    /// Whether each gateway claims all nodes that use it in a term.
+    pub fn is_claimed(&self) -> bool {
+        let is_claimed = |(node, host): (usize, &host::Host)| {
+            let agent = self.hosts[host.uses()].agent.as_ref();
+            let lead = agent.and_then(kilo_failover::Agent::lead);
+            lead.is_some_and(|lead| lead.has(host::id(node)))
+        };
+        let running = self.hosts.iter().enumerate().filter(|(_, host)| host.wires.runs(self.now));
+        running.filter(|(_, host)| host.said().0 > Term::NONE).all(is_claimed)
     }
 
     /// Whether every member that can be served is, and every far leader that was

@@ -113,6 +113,8 @@ pub(crate) enum Event {
     /// The next packet of the traffic.
     Packet,
     FarResume(usize),
+    /// A far leader learns who the gateways are.
+    FarPlace(usize),
     FarWake(usize),
     FarProbe {
         far: usize,
@@ -163,6 +165,8 @@ pub struct Sim {
     /// Cordoned nodes, and whom Kilo's order names first.
     cordoned: BTreeSet<usize>,
     first: usize,
+    /// Nodes that would be gateways, and are none.
+    no_gateways: BTreeSet<usize>,
     /// How many gateways lead at once; 0: one leads all.
     active: usize,
     /// How many did from the start.
@@ -210,6 +214,7 @@ impl Sim {
             faults: Vec::new(),
             cordoned: BTreeSet::new(),
             first: 0,
+            no_gateways: BTreeSet::new(),
             active: 0,
             led_by_first: 1,
             changes: 0,
@@ -251,7 +256,8 @@ impl Sim {
     /// What topology says of several leaders: shares by turns, and of one that is cordoned to the next.
     fn several(&self) -> Option<Several> {
         let all: Vec<usize> = (0..self.active).collect();
-        let active: Vec<usize> = all.iter().copied().filter(|node| !self.cordoned.contains(node)).collect();
+        let leads = |node: &usize| !self.cordoned.contains(node) && !self.no_gateways.contains(node);
+        let active: Vec<usize> = all.iter().copied().filter(leads).collect();
         if active.len() < 2 {
             return None;
         }
@@ -354,13 +360,19 @@ impl Sim {
         self.schedule(node);
     }
 
-    fn place(&self, node: usize) -> Place {
+    /// All gateways in Kilo's order.
+    pub(crate) fn gateways(&self) -> Vec<NodeId> {
         let others = (0..self.gateways).filter(|gateway| *gateway != self.first);
-        let order = std::iter::once(self.first).chain(others).filter(|node| !self.hosts[*node].is_go);
+        let order = std::iter::once(self.first).chain(others);
+        order.filter(|node| !self.no_gateways.contains(node)).map(host::id).collect()
+    }
+
+    fn place(&self, node: usize) -> Place {
+        let is_ours = |gateway: &NodeId| !self.hosts[host::index(*gateway)].is_go;
         Place {
             me: host::id(node),
             location: LOCATION,
-            gateways: order.map(host::id).collect(),
+            gateways: self.gateways().into_iter().filter(is_ours).collect(),
             nodes: (0..self.hosts.len()).map(host::id).collect(),
             fars: (0..self.fars.len() as u64).collect(),
             leaving: self.cordoned.iter().map(|node| (host::id(*node), Cause::Cordoned)).collect(),
@@ -381,12 +393,26 @@ impl Sim {
 
     fn place_is(&mut self, node: usize) {
         let place = self.place(node);
+        self.falls_to_kilos_leader(node, &place);
         let Some(mut agent) = self.hosts[node].agent.take() else { return };
         let rng = &mut self.rng;
         let outputs = agent.place_is(place, self.now, &mut || rng.bits());
         outputs.into_iter().for_each(|output| self.output(node, output));
         self.hosts[node].agent = Some(agent);
         self.run_agent(node);
+    }
+
+    /// The gateway that a node's word names is none any more: as the agent's thread does.
+    fn falls_to_kilos_leader(&mut self, node: usize, place: &Place) {
+        let host = &mut self.hosts[node];
+        let (term, gateway) = host.said();
+        let Some(first) = place.gateways.first().copied() else { return };
+        if host.agent.is_some() && term > Term::NONE && !place.gateways.contains(&gateway) {
+            host.word = lead::word(term, host::index(first) as u16);
+            host.inbox.push(Input::Word(term, first));
+            self.followed[node].insert((term, first));
+            self.look_at_all();
+        }
     }
 
     fn schedule(&mut self, node: usize) {
@@ -559,6 +585,7 @@ impl Sim {
             }
             Event::ToFar { gateway, far, bytes } => self.far_hears(gateway, far, &bytes),
             Event::FarApplies { far } => self.far_applies(far),
+            Event::FarPlace(far) => self.far_plans(far),
             Event::FarResume(far) => self.far_resumes(far),
             Event::FarWake(far) => self.far_wakes(far),
             Event::Place(node) => self.place_is(node),
@@ -659,6 +686,14 @@ impl Sim {
             }
             // Until it boots nobody asks what time it is.
             Fault::Clock(node) if on => self.hosts[node].clock = CLOCK - 1_000 * SEC,
+            Fault::NoGateway(node) => {
+                let _ = if on { self.no_gateways.insert(node) } else { self.no_gateways.remove(&node) };
+                self.objects_changed();
+                for far in 0..self.fars.len() {
+                    let at = self.now + self.rng.between(MS, 500 * MS);
+                    self.at(at, Event::FarPlace(far));
+                }
+            }
             Fault::Leap(node) if on => self.leap(node),
             Fault::Ahead(node) if on => self.ahead(node),
             Fault::Clock(_) | Fault::Leap(_) | Fault::Ahead(_) => {}

@@ -4,7 +4,7 @@ use std::{collections::VecDeque, rc::Rc};
 
 use kilo_common::{lead::Term, signal};
 use kilo_failover::{
-    MS, Micros, NodeId,
+    MS, Micros,
     far::{Acting, Step},
 };
 
@@ -62,9 +62,9 @@ impl Sim {
             host.inbox.push((gateway, bytes.clone()));
             return;
         }
-        let Some(acting) = &mut host.acting else { return };
         let Ok(signal) = signal::parse(bytes) else { return };
-        let gateways: Vec<NodeId> = (0..self.gateways).map(host::id).collect();
+        let gateways = self.gateways();
+        let Some(acting) = &mut self.fars[far].acting else { return };
         let signal = host::read(&signal);
         let Ok(step) = acting.claimed(&self.params, host::id(gateway), &signal, &gateways, far as u64) else {
             return;
@@ -109,6 +109,19 @@ impl Sim {
         self.look(members);
         let bytes = host::write(&step.answer, far as u64, 0).into();
         self.uplink_send(gateway, far, false, Event::FromFar { gateway, far, bytes });
+    }
+
+    /// A far leader plans anew: who is whose as far as it knows, and the first gateway's what is no gateway's.
+    pub(crate) fn far_plans(&mut self, far: usize) {
+        let gateways = self.gateways();
+        let FarHost { acting: Some(acting), owner, .. } = &mut self.fars[far] else { return };
+        acting.gateways_are(&gateways);
+        for (member, owner) in owner.iter_mut().enumerate() {
+            let known = acting.owner(host::id(member)).filter(|(_, gateway)| gateways.contains(gateway));
+            let known = known.or(gateways.first().map(|first| (Term::NONE, *first)));
+            *owner = known.map_or(*owner, |(term, gateway)| (term, host::index(gateway)));
+        }
+        self.look_at_all();
     }
 
     pub(crate) fn far_agent(&mut self, far: usize, starts: bool) {

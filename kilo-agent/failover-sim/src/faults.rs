@@ -55,6 +55,8 @@ pub enum Fault {
     Ahead(usize),
     /// Kilo's order begins with this gateway.
     First(usize),
+    /// It is no gateway.
+    NoGateway(usize),
 }
 
 /// A fault with its start and end ([`NEVER`]: it stays).

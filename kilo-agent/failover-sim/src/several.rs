@@ -27,6 +27,12 @@ pub struct Shares {
     pub behind: u32,
     /// Whether every node that can be served is.
     pub has_converged: bool,
+    /// Whether each gateway claims all that use it.
+    pub is_claimed: bool,
+    /// How often a stand-by or a gateway took itself alone.
+    pub alone: u32,
+    /// Nodes that took the location, or were given it, in order.
+    pub took: Vec<usize>,
 }
 
 /// What happens to them.
@@ -40,8 +46,14 @@ pub enum What {
     PowerCycle(usize),
     /// Another one joins.
     Joins,
+    /// One leads all from now on: somewhere a node knows no several.
+    OneLeads,
     /// This one is cordoned.
     Cordoned(usize),
+    /// Its uplink goes, and its carrier says so.
+    Carrier(usize),
+    /// It is no gateway for so many seconds.
+    NoGateway(usize, u64),
 }
 
 /// When each gateway has taken its own.
@@ -52,12 +64,12 @@ pub fn shares(seed: u64, active: usize, what: What, log: bool) -> Shares {
     let last = if what == What::Joins { active + 1 } else { active };
     let (gateways, until) = (2 * last, START + 150 * SEC);
     let shape = Shape { nodes: gateways + 12, gateways, fars: 2, delay: None, go: None };
-    let run = |schedule: Schedule, joins: bool| {
+    let run = |schedule: Schedule, changes_to: Option<usize>| {
         let mut sim = Sim::new(seed, shape, Noise::default(), Params::default());
         sim.log = log;
         sim.leads_with(active, until);
-        if joins {
-            sim.leads_with_at(active + 1, START);
+        if let Some(active) = changes_to {
+            sim.leads_with_at(active, START);
         }
         sim.run(schedule, START);
         sim
@@ -67,23 +79,35 @@ pub fn shares(seed: u64, active: usize, what: What, log: bool) -> Shares {
         let other = (node + 1) % active;
         long_ago.extend([100, 50].map(|ago| (START - ago * SEC, NEVER, Fault::Ahead(other))));
     }
-    let before = run(Schedule::new(long_ago.clone(), START - SEC), false);
+    let before = run(Schedule::new(long_ago.clone(), START - SEC), None);
     let (faults, excused) = match what {
         What::PowerOff(node) | What::PowerOffLater(node) => {
             (vec![(START, NEVER, Fault::Power(node))], vec![node])
         }
         What::PowerCycle(node) => (vec![(START, START + 8 * SEC, Fault::Power(node))], vec![node]),
         What::Cordoned(node) => (vec![(START, NEVER, Fault::Cordon(node))], Vec::new()),
-        What::Joins => (Vec::new(), Vec::new()),
+        What::Carrier(node) => (vec![(START, NEVER, Fault::Carrier(node))], Vec::new()),
+        What::NoGateway(node, seconds) => {
+            (vec![(START, START + seconds * SEC, Fault::NoGateway(node))], Vec::new())
+        }
+        What::Joins | What::OneLeads => (Vec::new(), Vec::new()),
     };
     let faults = long_ago.into_iter().chain(faults).collect();
-    let after = run(Schedule::new(faults, until).without(&excused), what == What::Joins);
+    let changes_to = match what {
+        What::Joins => Some(active + 1),
+        What::OneLeads => Some(1),
+        _ => None,
+    };
+    let after = run(Schedule::new(faults, until).without(&excused), changes_to);
     Shares {
         before: before.loads(),
         behind: before.behind(),
         used: before.hosts.iter().map(crate::host::Host::uses).collect(),
         after: after.loads(),
         has_converged: after.has_converged(),
+        is_claimed: after.is_claimed(),
+        alone: after.counts.alone.saturating_sub(before.counts.alone),
+        took: after.counts.took.clone(),
         outages: after.counts.of_member.clone(),
         broken: after.counts.broken.iter().copied().collect(),
     }

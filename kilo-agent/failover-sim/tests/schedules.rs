@@ -144,6 +144,50 @@ fn of_several_leaders_one_that_had_no_part_in_many_changes_is_replaced_as_fast()
 }
 
 #[test]
+fn where_several_leaders_are_one_again_they_give_their_nodes_to_it() {
+    for seed in 0..number("KILO_RUNS", 4) {
+        let shares = several::shares(seed, 2 + (seed % 2) as usize, What::OneLeads, false);
+        let text = format!("seed {seed}: {shares:?}");
+        assert!(shares.broken.is_empty() && shares.has_converged, "{text}");
+        assert!(shares.outages.values().all(|outage| *outage <= 150 * MS), "{text}");
+        assert_eq!(shares.after[0], shares.used.len(), "{text}");
+    }
+}
+
+/// The word of each node is what every far leader has, at once.
+#[test]
+fn one_of_several_leaders_that_is_no_gateway_for_a_while_cuts_nobody_off() {
+    for (seed, (active, seconds)) in (0..).zip([(2, 8), (3, 8), (3, 40), (2, 300), (3, 300)]) {
+        let shares = several::shares(seed, active, What::NoGateway(active - 1, seconds), false);
+        let text = format!("{active} leaders, seed {seed}, for {seconds} s: {shares:?}");
+        assert!(shares.broken.is_empty() && shares.has_converged, "{text}");
+        // Each node and each far leader learns within 500 ms who is a gateway.
+        assert!(shares.outages.values().all(|outage| *outage <= 700 * MS), "{text}");
+        assert!(active == 2 || shares.is_claimed, "who falls to Kilo's leader is claimed: {text}");
+    }
+}
+
+#[test]
+fn of_several_leaders_one_whose_carrier_goes_gives_to_its_own_stand_by() {
+    for seed in 0..number("KILO_RUNS", 6) {
+        let (active, gone) = (3, (seed % 3) as usize);
+        let shares = several::shares(seed, active, What::Carrier(gone), false);
+        let text = format!("seed {seed}, {gone} gives: {shares:?}");
+        let to = shares.took.first().copied();
+        assert!(to.is_some_and(|to| to >= active && shares.used[to] == gone), "{text}");
+        assert!(shares.broken.is_empty() && shares.has_converged, "{text}");
+    }
+}
+
+#[test]
+fn one_of_several_leaders_that_boots_takes_itself_back_without_an_alarm() {
+    for seed in 0..number("KILO_RUNS", 6) {
+        let shares = several::shares(seed, 3, What::PowerCycle(1 + (seed % 2) as usize), false);
+        assert_eq!(shares.alone, 0, "seed {seed}: {shares:?}");
+    }
+}
+
+#[test]
 fn a_leader_that_joins_takes_its_share_and_one_that_is_cordoned_leaves_it() {
     for seed in 0..number("KILO_RUNS", 6) {
         let joined = several::shares(seed, 2, What::Joins, false);

@@ -169,6 +169,9 @@ impl Agent {
         if place == self.place {
             return out;
         }
+        if place.location != self.place.location {
+            return self.starts_anew(place, now, random);
+        }
         let leads_no_more = match (&mut self.gateway, place.gateways.contains(&place.me)) {
             (Some(gateway), true) => {
                 gateway.tunnels.fars_are(&self.params, &place.fars, now);
@@ -200,6 +203,15 @@ impl Agent {
         }
         self.due = Micros::MAX;
         out
+    }
+
+    /// The node is in another location now: what it led and what was said is that of the other one.
+    fn starts_anew(&mut self, place: Place, now: Micros, random: &mut dyn FnMut() -> u64) -> Vec<Output> {
+        let led = self.lead().is_some();
+        let clock = self.clock.wrapping_add(now);
+        let start = Start { now, clock, word: self.word, led: Vec::new(), is_boot: false };
+        *self = Self::new(self.params.clone(), place, start, random);
+        led.then_some(Output::Led(Vec::new())).into_iter().collect()
     }
 
     /// What another order means: a gateway that was there before and comes first now is to lead as

@@ -71,6 +71,16 @@ impl Acting {
         }
     }
 
+    /// The location has these gateways now, Kilo's leader first. Who used another one uses that leader by now, as
+    /// its kernel's word says; whoever claims it in the same term or later counts again.
+    pub fn gateways_are(&mut self, gateways: &[NodeId]) {
+        let Some(first) = gateways.first() else { return };
+        let is_gone = |gateway: NodeId| gateway != 0 && !gateways.contains(&gateway);
+        for (term, gateway) in self.owners.values_mut().filter(|(_, gateway)| is_gone(*gateway)) {
+            (*term, *gateway) = (Term::from_bits(term.bits().saturating_sub(1)), *first);
+        }
+    }
+
     /// A gateway led the location in this term, as was written before: it has what nobody else
     /// has claimed in any. While nobody has, it says how many changes there were.
     pub fn was_written(&mut self, term: Term, gateway: NodeId) {
@@ -315,6 +325,28 @@ mod tests {
         // The leader gives away what it has.
         assert!(hears(&mut acting, A, &claim(Kind::End, A, B, term, Shared::Stay, &[MEMBER])).is_ok());
         assert_eq!(acting.owner(MEMBER), Some((term, B)));
+    }
+
+    #[test]
+    fn who_used_a_gateway_that_is_none_any_more_uses_kilos_leader_until_somebody_claims_it() {
+        let (term, later) = (Term::NONE.next(B), Term::NONE.next(B).next(A));
+        let by_b = claim(Kind::Claim, B, B, term, Shared::Stay, &[B, MEMBER]);
+        let owners = |acting: &Acting| [A, B, MEMBER].map(|node| acting.owner(node).unwrap().1);
+        let mut known = acting();
+        hears(&mut known, B, &by_b).unwrap();
+        known.gateways_are(&[A, B]);
+        assert_eq!(owners(&known), [A, B, B]);
+        known.gateways_are(&[A]);
+        assert_eq!(owners(&known), [A, A, A]);
+        assert_eq!(known.latest().count(), term.count(), "how far terms are is not forgotten");
+        // It is a gateway again. Those that have not learnt of it meanwhile follow it still, and it says so.
+        known.gateways_are(&[A, B]);
+        assert_eq!(owners(&known), [A, A, A]);
+        let mut again = known.clone();
+        hears(&mut again, B, &by_b).unwrap();
+        assert_eq!(owners(&again), [A, B, B]);
+        hears(&mut known, A, &claim(Kind::Claim, A, A, later, Shared::Stay, &[MEMBER])).unwrap();
+        assert_eq!(known.owner(MEMBER), Some((later, A)));
     }
 
     #[test]

@@ -189,7 +189,7 @@ impl Lead {
     /// A far leader has moved these.
     pub fn moved(&mut self, far: Far, term: Term, members: &[NodeId]) {
         if let Some(moved) = self.moved.get_mut(&far).filter(|_| term == self.term) {
-            moved.extend(members);
+            moved.extend(members.iter().filter(|member| self.members.contains_key(*member)));
         }
     }
 
@@ -326,6 +326,19 @@ mod tests {
         }
         assert_eq!(lead.is_followed_by(MEMBER), known == lead.term(), "at {now}");
         (steps, known)
+    }
+
+    #[test]
+    fn a_far_leader_that_says_to_have_moved_anybody_fills_no_memory() {
+        let term = Term::NONE.next(ME);
+        let mut lead = Lead::new(Sender { me: ME, location: 7 }, term, &[9], 0);
+        lead.add([MEMBER], 0);
+        for flood in 0..100 {
+            let members: Vec<NodeId> = (0..100).map(|member| flood * 100 + member).collect();
+            lead.moved(9, term, &members);
+        }
+        lead.moved(9, term, &[MEMBER]);
+        assert_eq!(lead.moved[&9].len(), 1);
     }
 
     #[test]

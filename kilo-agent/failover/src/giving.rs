@@ -210,7 +210,10 @@ impl Agent {
     fn prepare(&mut self, from: NodeId, cause: Cause, term: Term, turn: &mut Turn<'_>) {
         let next = self.term.max(term).next(self.place.me);
         let Some(gateway) = &mut self.gateway else { return };
-        if !gateway.tunnels.is_fit(turn.now) || gateway.planned.giver.is_some() {
+        // Of two that give at once, as when several leaders become one, who has been told READY goes first.
+        let is_others = |taker: &Taker| taker.from != from && taker.is_ready() && !taker.is_done();
+        let is_busy = gateway.planned.taker.as_ref().is_some_and(is_others);
+        if !gateway.tunnels.is_fit(turn.now) || gateway.planned.giver.is_some() || is_busy {
             return;
         }
         let trip = gateway.tunnels.longest();
@@ -227,6 +230,13 @@ impl Agent {
             self.ask(*far, term, turn);
         }
         self.takes(acts, turn);
+    }
+
+    /// Whether far leaders were asked anything in this term: answers of others are nobody's.
+    pub fn has_asked(&self, term: Term) -> bool {
+        let Some(gateway) = &self.gateway else { return false };
+        let takes = gateway.planned.taker.as_ref().map(Taker::term);
+        gateway.lead.as_ref().map(Lead::term) == Some(term) || takes == Some(term)
     }
 
     /// A far leader answers a CLAIM or an END.

@@ -54,7 +54,7 @@ impl Agent {
 
     /// Takes those whose home this gateway is.
     pub(crate) fn takes_home(&mut self, turn: &mut Turn<'_>) {
-        let (me, now) = (self.place.me, turn.now);
+        let (me, now, is_back) = (self.place.me, turn.now, self.is_back());
         let (Some(several), Some(gateway)) = (&self.place.several, &mut self.gateway) else { return };
         if let Some(lead) = &mut gateway.lead {
             lead.claims_again_within(Self::REFRESH, now);
@@ -84,14 +84,11 @@ impl Agent {
         let wait = if losses > 0 { self.params.hold_after(losses) } else { Self::NEW + place as u64 * SEC };
         let is_turn = healthy >= wait && !rests(homing.others_took, Self::APART);
         let leads = |node: NodeId| gateway.lead.as_ref().is_some_and(|lead| lead.has(node));
-        // After a boot others have what was this node's, until it says that it is back.
-        let is_back = self.word == (Term::NONE, me) && self.term > Term::NONE;
         let takes_itself = !leads(me) && (is_back || is_turn);
         let members = gateway.roll.heard_lately(now).filter(|(node, present)| {
-            let (term, uses) = present.word;
-            let leaves = self.place.leaving.contains_key(&uses) && healthy >= SEC;
-            let strays = uses != me || term == Term::NONE;
-            several.home(*node) == Some(me) && *node != me && strays && (leaves || is_turn)
+            let leaves = self.place.leaving.contains_key(&present.word.1) && healthy >= SEC;
+            // Also who uses it and was never claimed: a kernel's word may fall to it when another gateway goes.
+            several.home(*node) == Some(me) && *node != me && (leaves || is_turn)
         });
         let mut members: Vec<NodeId> = members.map(|(node, _)| node).filter(|node| !leads(*node)).collect();
         members.extend(takes_itself.then_some(me));
@@ -111,6 +108,21 @@ impl Agent {
         }
         let shared = if takes_shared { Shared::Move } else { Shared::Stay };
         self.lead_more(members, shared, turn);
+    }
+
+    /// An active leader that has booted: others have what was its own, and nobody has its packets by the word
+    /// its kernel started with, until it says that it is back.
+    pub(crate) fn is_back(&self) -> bool {
+        let is_active = |several: &Several| several.active.contains(&self.place.me);
+        self.word.0 == Term::NONE
+            && self.term > Term::NONE
+            && self.place.several.as_ref().is_some_and(is_active)
+    }
+
+    /// How many nodes use this gateway, itself included, as their kernels have said lately.
+    pub fn users(&self, now: Micros) -> usize {
+        let itself = usize::from(self.gateway.is_some() && self.word.1 == self.place.me);
+        self.users_of(self.place.me, now).len() + itself
     }
 
     /// What belongs to no member has one owner: who has it in a later term.
@@ -141,6 +153,76 @@ impl Homing {
             if before.is_some_and(|before| before != uses) && uses != me {
                 self.others_took = Some(now);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Input, MS, Output, Params, Place, Signal, Start,
+        signal::{Body, Kind},
+    };
+
+    const ME: NodeId = 2;
+
+    fn place(location: u64) -> Place {
+        Place {
+            me: ME,
+            location,
+            gateways: vec![1, ME],
+            nodes: vec![1, ME, 3, 4],
+            fars: vec![9],
+            leaving: BTreeMap::new(),
+            several: None,
+        }
+    }
+
+    fn agent(word: (Term, NodeId), led: Vec<NodeId>) -> Agent {
+        let start = Start { now: 0, clock: 0, word, led, is_boot: false };
+        Agent::new(Params::default(), place(7), start, &mut || 1)
+    }
+
+    #[test]
+    fn in_another_location_nobody_is_led_as_in_the_one_before() {
+        let term = Term::NONE.next(ME);
+        let mut agent = agent((term, ME), vec![ME, 3]);
+        assert!(agent.lead().is_some());
+        let out = agent.place_is(place(8), SEC, &mut || 1);
+        assert!(agent.lead().is_none() && out.contains(&Output::Led(Vec::new())), "{out:?}");
+        assert_eq!((agent.word(), agent.sender().location), ((term, ME), 8));
+        let again = agent.place_is(place(8), SEC, &mut || 1);
+        assert!(again.is_empty(), "{again:?}");
+    }
+
+    #[test]
+    fn who_uses_a_gateway_is_counted_also_by_kilos_rule_alone() {
+        for (uses, users) in [(ME, 3), (1, 0)] {
+            let mut agent = agent((Term::NONE, uses), Vec::new());
+            let (mut now, mut inputs, mut drawn) = (0, Vec::new(), 0);
+            let mut random = || {
+                drawn += 1;
+                drawn
+            };
+            while now < 3 * SEC {
+                let out = agent.turn(now, std::mem::take(&mut inputs), &mut random);
+                now += 20 * MS;
+                for output in out {
+                    let Output::Lan(from, Signal { kind: Kind::Roll, nonce, .. }) = output else { continue };
+                    let word = Body::Word { cookie: 5, gateway: if from == 1 { 1 } else { uses } };
+                    let signal = Signal {
+                        kind: Kind::Present,
+                        nonce,
+                        term: Term::NONE,
+                        sender: from,
+                        location: 7,
+                        body: word,
+                    };
+                    inputs.push(Input::Signal { from, signal });
+                }
+            }
+            assert_eq!(agent.users(now), users, "they use {uses}");
         }
     }
 }

@@ -62,10 +62,12 @@ impl Others {
         pairs.take(16).collect()
     }
 
-    /// A gateway lost leadership.
+    /// A gateway lost leadership. Its members find that out one after the other: what comes within a second of
+    /// the last is the same loss.
     pub fn lost(&mut self, params: &Params, now: Micros, gateway: NodeId) {
-        let count = self.losses(params, now, gateway) + 1;
-        self.losses.insert(gateway, Losses { count, last: now });
+        let count = self.losses(params, now, gateway);
+        let is_same = self.losses.get(&gateway).is_some_and(|losses| count > 0 && losses.last + SEC > now);
+        self.losses.insert(gateway, Losses { count: count + u32::from(!is_same), last: now });
     }
 
     /// How often it has, within ten minutes.
@@ -121,6 +123,26 @@ mod tests {
         // Said again it counts once.
         b.hello(&params, now + 6 * SEC, 1, true, (true, Term::NONE, 1), &a.told(&params, now + 6 * SEC));
         assert_eq!(b.losses(&params, now + 6 * SEC, 7), 2);
+    }
+
+    #[test]
+    fn twenty_members_that_are_adopted_one_after_the_other_are_one_loss() {
+        let params = Params::default();
+        let (mut one, mut other) = (Others::default(), Others::default());
+        let now = 1_000 * SEC;
+        for i in 0..20 {
+            let at = now + i * 100 * MS;
+            one.lost(&params, at, 7);
+            // Another gateway adopts some of them, and hears of the loss.
+            other.hello(&params, at, 1, true, (true, Term::NONE, 1), &one.told(&params, at));
+            if i % 3 == 0 {
+                other.lost(&params, at, 7);
+            }
+        }
+        let later = now + 3 * SEC;
+        assert_eq!((one.losses(&params, later, 7), other.losses(&params, later, 7)), (1, 1));
+        one.lost(&params, later, 7);
+        assert_eq!(one.losses(&params, later, 7), 2);
     }
 
     #[test]

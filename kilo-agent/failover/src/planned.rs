@@ -280,8 +280,10 @@ impl Taker {
             return vec![Act::Done(self.term)];
         }
         let Some(parts) = self.moves.get_mut(&far) else { return Vec::new() };
-        parts.get_or_insert_with(|| (0..part.1).collect()).remove(&part.0);
-        self.members.extend(moved);
+        // What is said of a part again could grow without end.
+        if parts.get_or_insert_with(|| (0..part.1).collect()).remove(&part.0) {
+            self.members.extend(moved);
+        }
         if !self.moves.values().all(|parts| parts.as_ref().is_some_and(BTreeSet::is_empty)) {
             return Vec::new();
         }

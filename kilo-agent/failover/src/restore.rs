@@ -45,8 +45,12 @@ impl Agent {
             return;
         }
         let mut best = gateway.others.best(&self.params, &self.place.gateways, now, 700 * MS);
-        // Who leaves is better than nobody.
-        best.sort_by_key(|to| self.place.leaving.contains_key(to));
+        // Who leaves is better than nobody; of several leaders each has stand-bys of its own.
+        let is_anothers = |to: &NodeId| {
+            let several = self.place.several.as_ref();
+            several.is_some_and(|several| several.home(*to) != Some(self.place.me))
+        };
+        best.sort_by_key(|to| (self.place.leaving.contains_key(to), is_anothers(to)));
         let Some(to) = best.into_iter().find(|to| *to != self.place.me) else { return };
         self.give_away_to(to, age, turn);
     }

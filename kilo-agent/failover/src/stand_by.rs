@@ -10,7 +10,7 @@ use crate::{
 
 impl Agent {
     pub(crate) fn decide(&mut self, turn: &mut Turn<'_>) {
-        if self.word.1 == self.place.me {
+        if self.word.1 == self.place.me || self.is_back() {
             return;
         }
         // A question may be decided at once: nobody can be asked.

@@ -6,6 +6,7 @@ use std::{collections::BTreeSet, net::SocketAddr};
 use super::host_state::HostState;
 use super::{Agent, CILIUM_HOST};
 use crate::{announce, backend::Backend, failover::Failover};
+use ipnet::IpNet;
 use kilo_core::{
     objects::{Published, events::EventReason},
     plan,
@@ -70,19 +71,10 @@ impl<B: Backend> Agent<B> {
         own.key = Some(self.key.public());
         own.granularity = Some(self.options.settings.granularity);
         own.discovered_endpoints = state.seen_endpoints();
-        let fails_over = self
-            .failover
-            .as_ref()
-            .filter(|_| self.options.settings.granularity == Granularity::Location && !own.no_internal_ip);
-        own.signal = fails_over.is_some();
-        own.leading = fails_over.and_then(|failover| failover.leading(seen.leading));
-        own.leaders = fails_over.and_then(Failover::leaders);
         let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
         let addresses: Vec<_> = cilium.iter().flat_map(|link| &link.addresses).map(|a| a.net).collect();
         own.cni_compatibility_ip = plan::published_overlay(self.options.compatibility, &addresses);
-        if !own.internal_ip_forced {
-            own.internal_ip = found.and_then(|found| found.private).filter(|_| !own.no_internal_ip);
-        }
+        takes_part_with(&mut own, found.and_then(|found| found.private), self.failover.as_ref());
         if !own.endpoint_forced {
             let (from, prefer_private) = (self.options.endpoint_from, self.options.prefer_private);
             let address = discovery::endpoint(found, &seen.external_ips, from, prefer_private);
@@ -127,5 +119,57 @@ impl<B: Backend> Agent<B> {
             leaders: own.leaders,
             state: Some(changes::state(&self.options.hostname, Moment { mesh, snapshot, own: Some(own) })),
         }
+    }
+}
+
+/// Its private address, which may be the one that was found, and what it says of failover: a node without any
+/// hears no signals of its location and answers no CLAIM, so it must not say that it knows them.
+fn takes_part_with(own: &mut Node, found: Option<IpNet>, failover: Option<&Failover>) {
+    if !own.internal_ip_forced {
+        own.internal_ip = found.filter(|_| !own.no_internal_ip);
+    }
+    let is_in_a_location = own.granularity == Some(Granularity::Location) && own.internal_ip.is_some();
+    let failover = failover.filter(|_| is_in_a_location);
+    own.signal = failover.is_some();
+    own.leading = failover.and_then(|failover| failover.leading(own.leading));
+    own.leaders = failover.and_then(Failover::leaders);
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use tokio::sync::Notify;
+
+    use super::*;
+    use crate::failover::Options;
+
+    #[test]
+    fn a_node_without_private_address_or_failover_says_nothing_of_signals() {
+        let options = Options { stand_bys: 2, leaders: 2, params: kilo_failover::Params::default() };
+        let failover = Failover::new(options, Arc::new(Notify::new())).unwrap();
+        // As it is known: it took part before.
+        let seen = Node {
+            granularity: Some(Granularity::Location),
+            internal_ip: "10.1.0.1/24".parse().ok(),
+            signal: true,
+            leading: Some(1 << 16),
+            leaders: Some(2),
+            ..Node::default()
+        };
+        let says = |node: &Node, found: Option<&str>, failover: Option<&Failover>| {
+            let mut own = node.clone();
+            takes_part_with(&mut own, found.map(|found| found.parse().unwrap()), failover);
+            (own.signal, own.leading, own.leaders)
+        };
+        let (all, nothing) = ((true, Some(1 << 16), Some(2)), (false, None, None));
+        assert_eq!(says(&seen, Some("10.1.0.1/24"), Some(&failover)), all);
+        assert_eq!(says(&seen, None, Some(&failover)), nothing, "public addresses alone");
+        assert_eq!(says(&seen, Some("10.1.0.1/24"), None), nothing, "--failover=off");
+        let forced = Node { internal_ip_forced: true, ..seen.clone() };
+        assert_eq!(says(&forced, None, Some(&failover)), all, "force-internal-ip");
+        let without = Node { no_internal_ip: true, internal_ip: None, ..seen.clone() };
+        assert_eq!(says(&without, Some("10.1.0.1/24"), Some(&failover)), nothing, "it is to have none");
+        let full = Node { granularity: Some(Granularity::Full), ..seen };
+        assert_eq!(says(&full, Some("10.1.0.1/24"), Some(&failover)), nothing, "each node leads itself");
     }
 }

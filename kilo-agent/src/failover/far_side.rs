@@ -47,6 +47,8 @@ impl Thread {
             });
             let members: Vec<NodeId> = location.members.keys().copied().collect();
             acting.members_are(&members);
+            let gateways: Vec<NodeId> = location.gateways.iter().map(|gateway| gateway.id).collect();
+            acting.gateways_are(&gateways);
             acting.is_led_by(leader);
             if let Some((term, gateway)) = location.written {
                 acting.was_written(term, gateway);

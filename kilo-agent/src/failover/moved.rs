@@ -3,23 +3,41 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kilo_failover::{Far, Micros, NodeId, SEC, Signal, Term, signal::Body};
+use kilo_failover::{
+    Far, Micros, NodeId, SEC, Signal, Term,
+    signal::{Body, MAX_MEMBERS},
+};
 
 use super::site::FarLocation;
 
 /// Between two answers of a gateway that there is a way to: CLAIMs are repeated within 10 s.
 const ANSWERS: Micros = 30 * SEC;
 
-/// Whose prefixes each of several far leaders has moved, by part of the CLAIM, in the latest term.
+/// Whose prefixes each of several far leaders has moved, by part of the CLAIM, in each term asked in.
 #[derive(Debug, Default)]
 pub struct Moved {
-    locations: BTreeMap<Far, (Term, Parts)>,
+    locations: BTreeMap<Far, BTreeMap<Term, Parts>>,
     /// When each gateway answered last: two that are both behind NAT never do.
     heard: BTreeMap<NodeId, Micros>,
 }
 
 /// By part of the CLAIM what each gateway has moved.
 type Parts = BTreeMap<(u16, u16), BTreeMap<NodeId, BTreeSet<NodeId>>>;
+
+/// What this node has asked: nothing else is kept, whatever another location says.
+pub struct Asked<'a> {
+    /// Whether it has asked in a term.
+    pub in_term: &'a dyn Fn(Term) -> bool,
+    /// Whom it could name.
+    pub nodes: &'a [NodeId],
+}
+
+impl Asked<'_> {
+    /// Whether a CLAIM or END could have this part: who asked may know some nodes more.
+    fn has_part(&self, (part, parts): (u16, u16)) -> bool {
+        part < parts && usize::from(parts) <= self.nodes.len() / MAX_MEMBERS + 2
+    }
+}
 
 impl Moved {
     /// MOVED came from a gateway of a location: what all those have moved that packets depend on, as far as
@@ -30,6 +48,7 @@ impl Moved {
         location: &FarLocation,
         from: NodeId,
         signal: &Signal,
+        asked: &Asked<'_>,
         now: Micros,
     ) -> Option<Signal> {
         let acting = location.gateways.get(location.acting)?.id;
@@ -37,17 +56,19 @@ impl Moved {
             return (acting == from).then(|| signal.clone());
         }
         let Body::Claim { part, members, .. } = &signal.body else { return None };
-        let (term, parts) = self.locations.entry(far).or_insert_with(|| (signal.term, BTreeMap::new()));
-        if signal.term < *term || from != acting && !location.active.contains(&from) {
+        if from != acting && !location.active.contains(&from) || !asked.has_part(*part) {
             return None;
         }
-        if signal.term > *term {
-            (*term, *parts) = (signal.term, BTreeMap::new());
+        let terms = self.locations.entry(far).or_default();
+        terms.retain(|term, _| (asked.in_term)(*term));
+        if !(asked.in_term)(signal.term) {
+            return None;
         }
         self.heard.insert(from, now);
         self.heard.retain(|_, at| *at + ANSWERS > now);
-        let answers = parts.entry(*part).or_default();
-        answers.entry(from).or_default().extend(members);
+        let answers = terms.entry(signal.term).or_default().entry(*part).or_default();
+        let named = members.iter().filter(|member| asked.nodes.contains(member));
+        answers.entry(from).or_default().extend(named);
         let others = location.active.iter().filter(|id| **id != acting && self.heard.contains_key(id));
         let first = answers.get(&acting)?;
         let rest: Option<Vec<_>> = others.map(|id| answers.get(id)).collect();
@@ -94,23 +115,58 @@ mod tests {
         let several = FarLocation { active: vec![10, 11], ..one.clone() };
         let mut moved = Moved::default();
         let mut now = 0;
+        let latest = std::cell::Cell::new(5);
+        let in_term = |term: Term| term.bits() == latest.get();
+        let asked = Asked { in_term: &in_term, nodes: &[3, 4] };
         let mut hears = |from, term, list: &[NodeId]| {
             now += SEC;
-            members(moved.by_all(FAR, &several, from, &said(term, list), now))
+            members(moved.by_all(FAR, &several, from, &said(term, list), &asked, now))
         };
         assert_eq!(hears(11, 5, &[3]), None);
         assert_eq!(hears(12, 5, &[3, 4]), None, "a stand-by's answer says nothing");
         assert_eq!(hears(10, 5, &[3, 4]), Some(vec![3]));
         assert_eq!(hears(11, 5, &[4]), Some(vec![3, 4]));
         // In a later term all of them are asked again, and an earlier one is over.
+        latest.set(6);
         assert_eq!(hears(10, 6, &[3]), None);
         assert_eq!(hears(11, 5, &[3, 4]), None);
         assert_eq!(hears(11, 6, &[3]), Some(vec![3]));
         // One there is no way to is not waited for.
         let later = now + ANSWERS;
-        assert_eq!(members(moved.by_all(FAR, &several, 10, &said(7, &[3]), later)), Some(vec![3]));
+        latest.set(7);
+        assert_eq!(members(moved.by_all(FAR, &several, 10, &said(7, &[3]), &asked, later)), Some(vec![3]));
         // One leader: its answer is passed on as it is.
-        assert_eq!(moved.by_all(FAR, &one, 11, &said(8, &[3]), later), None);
-        assert_eq!(members(moved.by_all(FAR, &one, 10, &said(8, &[3]), later)), Some(vec![3]));
+        assert_eq!(moved.by_all(FAR, &one, 11, &said(8, &[3]), &asked, later), None);
+        assert_eq!(members(moved.by_all(FAR, &one, 10, &said(8, &[3]), &asked, later)), Some(vec![3]));
+    }
+
+    #[test]
+    fn a_hostile_far_leader_fills_no_memory_and_mutes_nobody() {
+        let gateways = vec![gateway(10), gateway(11)];
+        let several = FarLocation { gateways, active: vec![10, 11], ..FarLocation::default() };
+        let asked = Asked { in_term: &|term| term.bits() == 5, nodes: &[3, 4] };
+        let mut moved = Moved::default();
+        for number in 0..1_000_u16 {
+            let term = 5 + u64::from(number / 3 % 3);
+            let flood: Vec<NodeId> = (0..100).map(|member| u64::from(number) * 100 + member).collect();
+            let mut signal = said(term, &flood);
+            if let Body::Claim { part, .. } = &mut signal.body {
+                *part = [(0, 1), (number, number.saturating_add(1)), (number, 0)][usize::from(number % 3)];
+            }
+            moved.by_all(FAR, &several, 11, &signal, &asked, SEC);
+        }
+        // The last of all terms.
+        moved.by_all(FAR, &several, 11, &said(u64::MAX, &[3]), &asked, SEC);
+        let kept: usize = moved
+            .locations
+            .values()
+            .flat_map(BTreeMap::values)
+            .flat_map(BTreeMap::values)
+            .map(|answers| answers.values().map(|named| 1 + named.len()).sum::<usize>())
+            .sum();
+        assert!(kept <= 10, "{kept} are kept");
+        assert_eq!(members(moved.by_all(FAR, &several, 11, &said(5, &[3, 4]), &asked, SEC)), None);
+        let by_all = moved.by_all(FAR, &several, 10, &said(5, &[3, 4, 99]), &asked, SEC);
+        assert_eq!(members(by_all), Some(vec![3, 4]));
     }
 }

@@ -171,7 +171,7 @@ impl FailoverMetrics {
         registry.register("kilo_stand_by_fit", "Whether this gateway could lead now", metrics.fit.clone());
         registry.register(
             "kilo_gateway_nodes",
-            "Nodes that this gateway leads in a term, itself included; 0 while Kilo's rule alone says who leads",
+            "Nodes that use this gateway, itself included, as their kernels have said lately",
             metrics.nodes.clone(),
         );
         registry.register(

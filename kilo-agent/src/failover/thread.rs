@@ -35,7 +35,7 @@ use nix::{
 
 use super::{
     Dead, Shared, StandBy, locked,
-    moved::Moved,
+    moved::{Asked, Moved},
     packets,
     report::{FailoverMetrics, Out, unix_now},
     site::{Site, is_news},
@@ -330,12 +330,12 @@ impl Thread {
                     return self.metrics.refused("gateway");
                 };
                 if signal.kind == Kind::Moved {
-                    let location = site.fars.get(&far);
-                    if let Some(signal) =
-                        location.and_then(|location| self.moved.by_all(far, location, from, signal, micros()))
-                    {
-                        inputs.push(Input::Signal { from: far, signal });
-                    }
+                    let Some(location) = site.fars.get(&far) else { return };
+                    let in_term =
+                        |term| self.agent.as_ref().is_some_and(|agent: &Agent| agent.has_asked(term));
+                    let asked = Asked { in_term: &in_term, nodes: &site.place.nodes };
+                    let by_all = self.moved.by_all(far, location, from, signal, &asked, micros());
+                    inputs.extend(by_all.map(|signal| Input::Signal { from: far, signal }));
                 } else {
                     self.claimed((far, from), signal, micros());
                 }
@@ -633,8 +633,8 @@ impl Thread {
         self.metrics.term.set(i64::from(term.count()));
         let is_fit = self.agent.as_ref().is_some_and(|agent| agent.is_fit(now));
         self.metrics.fit.set(i64::from(is_fit && site.is_gateway()));
-        let led = self.agent.as_ref().and_then(Agent::lead).map_or(0, |lead| lead.members().count());
-        self.metrics.nodes.set(i64::try_from(led).unwrap_or(i64::MAX));
+        let users = self.agent.as_ref().map_or(0, |agent| agent.users(now));
+        self.metrics.nodes.set(i64::try_from(users).unwrap_or(i64::MAX));
         let stand_by = |id: &NodeId| StandBy {
             node: site.name(*id).to_owned(),
             fit: match &self.agent {

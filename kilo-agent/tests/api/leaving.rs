@@ -86,6 +86,7 @@ async fn set_image(daemon_sets: &Api<DaemonSet>, image: &str) {
 async fn start(kubeconfig: &Path) -> Child {
     let mut command = Command::new(KG);
     command.arg("--kubeconfig").arg(kubeconfig).args(["--hostname=n1", "--cni-path=/run/absent.conflist"]);
+    command.args(["--failover=auto", "--leaders=2"]);
     let agent = command.spawn().unwrap();
     let started = Instant::now();
     let answers = "curl -fs http://127.0.0.1:1107/health > /dev/null && echo so || true";
@@ -117,6 +118,12 @@ fn only_kilos_own_image_gets_a_host_without_programs() {
         assert_eq!(sh(PINS), pins, "another tag, or a mirror of ours, is an upgrade");
         assert_eq!(sh(RULES), "");
 
+        let nodes: Api<Node> = Api::all(client.clone());
+        let annotations = async || nodes.get("n1").await.unwrap().metadata.annotations.unwrap_or_default();
+        let of_failover = ["kilo.squat.ai/signal", "kilo.squat.ai/leaders"];
+        let kept = annotations().await;
+        assert!(of_failover.iter().all(|name| kept.contains_key(*name)), "an upgrade: {kept:?}");
+
         let agent = start(&kubeconfig).await;
         let (routes, addresses) = (sh("ip route show proto 107"), sh("ip -o address show kilo0"));
         set_image(&daemon_sets, KILO).await;
@@ -126,8 +133,8 @@ fn only_kilos_own_image_gets_a_host_without_programs() {
         assert_eq!(sh("ip -o address show kilo0"), addresses);
         let rules = sh(RULES);
         assert!(rules.contains("10.42.1.0/24") && rules.contains("masquerade"), "{rules}");
-        let nodes: Api<Node> = Api::all(client.clone());
-        let kept = nodes.get("n1").await.unwrap().metadata.annotations.unwrap_or_default();
+        let kept = annotations().await;
+        assert!(!of_failover.iter().any(|name| kept.contains_key(*name)), "Kilo knows no signals: {kept:?}");
         assert!(kept.contains_key("kilo.squat.ai/key"), "others go on with this node: {kept:?}");
 
         set_image(&daemon_sets, OURS).await;

@@ -288,6 +288,14 @@ pub fn changes(
     wanted.into_iter().filter(|(name, value)| present.get(name) != value.as_ref()).collect()
 }
 
+/// What a node says that takes part in failover.
+const FAILOVER: [&str; 3] = ["kilo.squat.ai/signal", "kilo.squat.ai/leading", "kilo.squat.ai/leaders"];
+
+/// What a node says of failover, to be removed: whose agent comes next knows no signals.
+pub fn without_failover() -> BTreeMap<String, Option<String>> {
+    FAILOVER.map(|name| (name.to_owned(), None)).into()
+}
+
 /// Every annotation that agents write, to be removed.
 pub fn retracted() -> BTreeMap<String, Option<String>> {
     by_agents().map(|(name, _)| (name.to_owned(), None)).collect()

@@ -100,7 +100,7 @@ mod tests {
     use crate::{
         objects::{
             Leaving, Published,
-            annotations::{PREFIX, changes, wanted},
+            annotations::{PREFIX, changes, wanted, without_failover},
         },
         settings::Granularity,
         wireguard::key::PublicKey,
@@ -136,6 +136,7 @@ mod tests {
         assert_eq!(node.discovered_endpoints, published.discovered_endpoints);
         assert_eq!(node.granularity, Some(Granularity::Full));
         assert_eq!((node.signal, node.leading), (true, published.leading));
+        assert!(without_failover().keys().all(|name| written.contains_key(name)), "each of them is there");
         assert!(changes(object.metadata.annotations.as_ref().unwrap(), written).is_empty());
     }
 

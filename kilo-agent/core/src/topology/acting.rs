@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kilo_common::lead::Term;
 
-use super::{Homes, Node, Segment, leader};
+use super::{Homes, Node, Segment, homes::MOST_LEADERS, leader};
 use crate::{signal_id, wireguard::key::PublicKey};
 
 /// First 8 bytes of SHA-256 of a node's public key.
@@ -45,8 +45,11 @@ pub struct Gateways {
 }
 
 impl Segment {
-    /// The leader, and the next `stand_bys` capable nodes in Kilo's order.
+    /// The leader, and the next `stand_bys` capable nodes in Kilo's order. Where several active leaders are asked for,
+    /// as many as those, and annotated nodes: they may have members still, or be active again in a moment.
     pub fn gateways(&self, stand_bys: usize) -> Vec<usize> {
+        let leaders = self.members.iter().filter_map(|member| member.node.leaders).max().unwrap_or(1);
+        let stand_bys = stand_bys.max(leaders.min(MOST_LEADERS).saturating_sub(1));
         let mut ranked: Vec<_> = self
             .members
             .iter()
@@ -55,9 +58,12 @@ impl Segment {
             .map(|(index, member)| (leader::rank(&member.node), index))
             .collect();
         ranked.sort_unstable();
-        std::iter::once(self.leader)
-            .chain(ranked.into_iter().take(stand_bys).map(|(_, index)| index))
-            .collect()
+        let ranked: Vec<usize> = ranked.into_iter().map(|(_, index)| index).collect();
+        let annotated = ranked.iter().filter(|index| self.members[**index].node.gateway);
+        let annotated: Vec<usize> = annotated.take(MOST_LEADERS - 1).copied().collect();
+        let next = ranked.iter().enumerate();
+        let next = next.filter(|(at, index)| *at < stand_bys || annotated.contains(index));
+        std::iter::once(self.leader).chain(next.map(|(_, index)| *index)).collect()
     }
 
     /// Whether its leader follows what gateways of other locations claim.

@@ -31,69 +31,86 @@ impl Candidate<'_> {
     }
 }
 
+/// Most active leaders of a location, however many nodes are annotated: each says HELLO to each.
+pub(super) const MOST_LEADERS: usize = 8;
+
 impl Segment {
     /// How many active leaders its nodes were told to have: the least that any of them says.
     fn leaders_asked(&self) -> usize {
         self.members.iter().map(|member| member.node.leaders.unwrap_or(1)).min().unwrap_or(1)
     }
 
-    /// Its active leaders; `None`: it has one. `lost`: nodes of it that are known and take no part, whose
-    /// places stay theirs. All nodes of the mesh have to know several ([`Node::leaders`]).
-    pub fn homes(&self, lost: &[&Node], stand_bys: usize) -> Option<Homes> {
+    /// Who is to lead, whether it is there or not, and who else could, in Kilo's order.
+    fn chosen<'a>(&'a self, lost: &[&'a Node], wanted: usize) -> (Vec<Candidate<'a>>, Vec<Candidate<'a>>) {
         let present = self.members.iter().enumerate();
         let present = present.map(|(at, member)| Candidate { node: &member.node, member: Some(at) });
         let lost = lost.iter().map(|node| Candidate { node, member: None });
         let mut all: Vec<_> = present.chain(lost).filter(|candidate| candidate.node.is_capable()).collect();
         let first = |candidate: &Candidate<'_>| candidate.member == Some(self.leader);
-        all.sort_by_key(|it| (!first(it), leader::rank(it.node), it.node.name.clone()));
-        let is_annotated = all.iter().any(|candidate| candidate.node.gateway);
+        let order = |it: &Candidate<'a>| (!first(it), leader::rank(it.node), it.node.name.clone());
+        all.sort_by_key(order);
+        if !all.iter().any(|candidate| candidate.node.gateway) {
+            let rest = all.split_off(wanted.min(all.len()));
+            return (all, rest);
+        }
+        let (mut chosen, mut rest): (Vec<_>, Vec<_>) =
+            all.into_iter().partition(|candidate| candidate.node.gateway || first(candidate));
+        rest.extend(chosen.split_off(MOST_LEADERS.min(chosen.len())));
+        rest.sort_by_key(order);
+        (chosen, rest)
+    }
+
+    /// Its active leaders; `None`: it has one. `lost`: nodes of it that are known and take no part, whose
+    /// places stay theirs. All nodes of the mesh have to know several ([`Node::leaders`]).
+    pub fn homes(&self, lost: &[&Node], stand_bys: usize) -> Option<Homes> {
         let wanted = self.leaders_asked();
         // The first have their places, whether they are there or not.
-        let (chosen, mut rest): (Vec<_>, Vec<_>) = if is_annotated {
-            all.into_iter().partition(|candidate| candidate.node.gateway || first(candidate))
-        } else {
-            let rest = all.split_off(wanted.min(all.len()));
-            (all, rest)
-        };
+        let (chosen, mut rest) = self.chosen(lost, wanted);
         rest.retain(|candidate| candidate.member.is_some());
         let mut active: Vec<_> = chosen.iter().filter(|it| it.can_lead()).collect();
-        let missing = if is_annotated { 0 } else { wanted.saturating_sub(active.len()) };
-        let promoted = rest.iter().filter(|it| it.can_lead()).take(missing);
-        active.extend(promoted);
-        if active.len() < 2 {
+        let leaving: Vec<usize> =
+            chosen.iter().filter(|it| !it.can_lead()).filter_map(|it| it.member).collect();
+        // Of annotated nodes one is enough; when all are about to go, the next one leads.
+        let is_annotated = chosen.iter().any(|it| it.node.gateway);
+        let wanted = if is_annotated { 1 } else { wanted };
+        let missing = wanted.saturating_sub(active.len());
+        let promoted: Vec<_> = rest.iter().filter(|it| it.can_lead()).take(missing).collect();
+        active.extend(&promoted);
+        // Who is about to go has members until another one has taken them: until then there are two.
+        if chosen.len() < 2 || active.is_empty() || active.len() + leaving.len() < 2 {
             return None;
         }
-        let names: Vec<&str> = active.iter().map(|it| it.node.name.as_str()).collect();
-        let leads = |it: &Candidate<'_>| names.contains(&it.node.name.as_str());
-        let is_chosen = |it: &Candidate<'_>| chosen.iter().any(|one| one.node.name == it.node.name);
+        let is_promoted = |it: &Candidate<'_>| promoted.iter().any(|one| one.node.name == it.node.name);
         // Of who is not there, too: others do not change their places for that.
         let count = if stand_bys == 0 { 0 } else { stand_bys.max(chosen.len()) };
-        let next = rest.iter().filter(|it| it.can_lead() && !leads(it)).take(count);
+        let next = rest.iter().filter(|it| it.can_lead() && !is_promoted(it)).take(count);
         let next: Vec<usize> = next.filter_map(|it| it.member).collect();
         let places = Places {
-            chosen: chosen.iter().map(|it| (it.node.name.as_str(), leads(it))).collect(),
-            promoted: active.iter().filter(|it| !is_chosen(it)).map(|it| it.node.name.as_str()).collect(),
+            chosen: chosen.iter().map(|it| (it.node.name.as_str(), it.can_lead())).collect(),
+            promoted: promoted.iter().map(|it| it.node.name.as_str()).collect(),
         };
+        // Each place has one of the next in Kilo's order, which watches it as a stand-by, and a share of the others.
+        // Neither depends on who of them can lead now, nor on `stand_bys`, which agents may know differently.
+        let watch: Vec<usize> = rest.iter().take(chosen.len()).filter_map(|it| it.member).collect();
+        let is_chosen = |at: &usize| chosen.iter().any(|it| it.member == Some(*at));
+        let others = (0..self.members.len()).filter(|at| !is_chosen(at) && !watch.contains(at)).collect();
         let active: Vec<usize> = active.iter().filter_map(|it| it.member).collect();
-        let mut homes = Homes {
-            leaving: chosen.iter().filter(|it| !it.can_lead()).filter_map(|it| it.member).collect(),
-            of: (0..self.members.len()).collect(),
-            stand_bys: next,
-            active,
-        };
-        let others: Vec<usize> = (0..self.members.len())
-            .filter(|at| !homes.active.contains(at) && !homes.stand_bys.contains(at))
-            .collect();
-        // Stand-bys apart: each active leader is watched by one that uses it.
+        let mut of: Vec<usize> = (0..self.members.len()).collect();
         let mut load = vec![0; places.len()];
-        for group in [homes.stand_bys.clone(), others] {
+        let mut uses = |at: usize, place: usize| {
+            let home = active.iter().find(|at| self.members[**at].name() == places.name(place));
+            of[at] = home.copied().unwrap_or(self.leader);
+        };
+        for group in [watch, others] {
             let members: Vec<&str> = group.iter().map(|at| self.members[*at].name()).collect();
-            for (at, place) in group.iter().zip(places.assign(&members, &mut load)) {
-                let home = homes.active.iter().find(|at| self.members[**at].name() == places.name(place));
-                homes.of[*at] = home.copied().unwrap_or(self.leader);
+            for (at, place) in group.into_iter().zip(places.assign(&members, &mut load)) {
+                uses(at, place);
             }
         }
-        Some(homes)
+        for at in &leaving {
+            uses(*at, places.least(self.members[*at].name(), &mut load));
+        }
+        Some(Homes { active, leaving, stand_bys: next, of })
     }
 }
 
@@ -121,9 +138,18 @@ impl<'a> Places<'a> {
         self.chosen.get(place).is_none_or(|(_, can)| *can)
     }
 
+    /// Who has least takes this member. `load`: how many each has, counted on.
+    fn least(&self, member: &str, load: &mut [usize]) -> usize {
+        let able = (0..self.len()).filter(|place| self.can_lead(*place));
+        let least = able.min_by_key(|place| (load[*place], Reverse(weight(member, self.name(*place)))));
+        let place = least.unwrap_or(0);
+        load[place] += 1;
+        place
+    }
+
     /// A place for each of `members`: by rendezvous hashing, the highest weights first, and none has more
     /// than its share. What a chosen one that cannot lead would have, and nothing else, goes to those with
-    /// least. `load`: how many each has, counted on.
+    /// least; who leads in its place uses itself.
     fn assign(&self, members: &[&str], load: &mut [usize]) -> Vec<usize> {
         let count = self.chosen.len();
         let (least, mut more) = (members.len() / count, members.len() % count);
@@ -149,25 +175,14 @@ impl<'a> Places<'a> {
             has[place] += 1;
             placed[at] = Some(place);
         }
-        for place in placed.iter().flatten().filter(|place| self.can_lead(**place)) {
-            load[*place] += 1;
+        let itself = |member: &&str| Some(count + self.promoted.iter().position(|name| name == member)?);
+        for (place, member) in placed.iter_mut().zip(members) {
+            let keeps = place.filter(|place| self.can_lead(*place) && itself(member).is_none());
+            *place = itself(member).or(keeps);
+            keeps.into_iter().for_each(|place| load[place] += 1);
         }
-        let able: Vec<usize> = (0..self.len()).filter(|place| self.can_lead(*place)).collect();
-        placed
-            .iter()
-            .zip(members)
-            .map(|(place, member)| {
-                if let Some(place) = place.filter(|place| self.can_lead(*place)) {
-                    return place;
-                }
-                let least = able
-                    .iter()
-                    .min_by_key(|place| (load[**place], Reverse(weight(member, self.name(**place)))));
-                let place = least.copied().unwrap_or(0);
-                load[place] += 1;
-                place
-            })
-            .collect()
+        let pairs = placed.into_iter().zip(members);
+        pairs.map(|(place, member)| place.unwrap_or_else(|| self.least(member, load))).collect()
     }
 }
 
@@ -288,6 +303,87 @@ mod tests {
         assert_eq!(self::used(&all, &[], 2), None, "it knows no signals");
     }
 
+    /// The location's active leaders, those that are about to go, and who uses whom.
+    fn leads(nodes: &[Node]) -> Option<(Vec<&str>, Vec<&str>, BTreeMap<String, String>)> {
+        let mesh = Mesh::new(nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());
+        let homes = mesh.segments[0].homes(&[], 2)?;
+        let names = |list: &[usize]| list.iter().map(|at| nodes[*at].name.as_str()).collect();
+        Some((names(&homes.active), names(&homes.leaving), used(nodes, &[], 2)?))
+    }
+
+    #[test]
+    fn who_is_about_to_go_keeps_its_nodes_until_the_last_one_has_taken_them() {
+        let cordoned = |annotated: &[usize], cordoned: &[usize]| {
+            let mut all = nodes(8, 1);
+            annotated.iter().for_each(|at| all[*at].gateway = true);
+            cordoned.iter().for_each(|at| all[*at].leaving = Some(Leaving::Cordoned));
+            all
+        };
+        for (annotated, gone, active, leaving) in [
+            (vec![5], vec![5], "n00", vec!["n05"]),
+            (vec![5], vec![0], "n05", vec!["n00"]),
+            (vec![5, 6], vec![0, 5], "n06", vec!["n00", "n05"]),
+            (vec![5, 6], vec![0, 5, 6], "n01", vec!["n00", "n05", "n06"]),
+        ] {
+            let all = cordoned(&annotated, &gone);
+            let (leads, leaves, used) = leads(&all).unwrap();
+            assert_eq!((leads, leaves), (vec![active], leaving), "{annotated:?} without {gone:?}");
+            assert!(used.values().all(|home| home == active), "{used:?}");
+        }
+        let mut two = nodes(3, 2);
+        (1..3).for_each(|at| two[at].leaving = Some(Leaving::Cordoned));
+        assert_eq!(leads(&two).unwrap().1, ["n01"], "nobody can be promoted");
+        let mut one = nodes(3, 1);
+        one[0].leaving = Some(Leaving::Cordoned);
+        assert_eq!(leads(&one), None, "--leaders=1");
+        let everybody: Vec<usize> = (0..8).collect();
+        assert_eq!(leads(&cordoned(&[5], &everybody)), None, "nobody stays");
+    }
+
+    #[test]
+    fn of_more_annotated_nodes_than_eight_the_first_lead() {
+        let mut all = nodes(20, 1);
+        all[3..].iter_mut().for_each(|node| node.gateway = true);
+        let used = used(&all, &[], 2).unwrap();
+        let names: Vec<_> = loads(&used).into_keys().collect();
+        assert_eq!(names, ["n00", "n03", "n04", "n05", "n06", "n07", "n08", "n09"]);
+        let mesh = Mesh::new(&all, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());
+        assert_eq!(mesh.segments[0].gateways(2), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], "with one leader");
+    }
+
+    #[test]
+    fn who_uses_whom_does_not_depend_on_the_number_of_stand_bys() {
+        let mut all = nodes(14, 2);
+        for leaving in [None, Some(1), Some(2)] {
+            leaving.into_iter().for_each(|at: usize| all[at].leaving = Some(Leaving::Cordoned));
+            let homes = [0, 1, 2, 3, 4].map(|stand_bys| used(&all, &[], stand_bys).unwrap());
+            assert!(homes.iter().all(|used| *used == homes[0]), "{homes:?}");
+        }
+    }
+
+    #[test]
+    fn gateways_stay_gateways_when_a_node_elsewhere_stops_to_know_several() {
+        let mut annotated = nodes(8, 1);
+        annotated[6].gateway = true;
+        annotated[7].gateway = true;
+        for of_x in [nodes(8, 4), annotated] {
+            let elsewhere = |leaders| {
+                let internal_ip = "10.9.0.1/24".parse().ok();
+                Node { location: "y".to_owned(), leaders, internal_ip, ..node("y00", 4) }
+            };
+            let gateways = |leaders| {
+                let all: Vec<Node> = of_x.iter().cloned().chain([elsewhere(leaders)]).collect();
+                let subnet = "10.4.0.0/16".parse().unwrap();
+                let mesh = Mesh::new(&all, &BTreeMap::new(), Granularity::Location, subnet);
+                mesh.with_acting(1, std::sync::Arc::default()).gateways_of(0).into_owned()
+            };
+            let (before, after) = (gateways(Some(4)), gateways(None));
+            let active = before.homes.unwrap().active;
+            assert!(active.len() > 2 && after.homes.is_none());
+            assert!(active.iter().all(|at| after.order.contains(at)), "{active:?}, then {:?}", after.order);
+        }
+    }
+
     #[test]
     fn a_third_leader_takes_about_a_third_and_losing_one_moves_only_its_own() {
         let (two, three) = (nodes(14, 2), nodes(14, 3));
@@ -341,6 +437,32 @@ mod tests {
             for node in after.iter().flat_map(|after| moved(&before, after)) {
                 prop_assert_eq!(&before[&node], &gone.name);
             }
+        }
+
+        #[test]
+        fn where_a_stand_by_leads_in_anothers_place_nobody_elses_nodes_move(
+            names in proptest::collection::btree_set("[a-z0-9-]{1,12}", 6..40),
+            leaders in 2usize..5,
+            lost in 0usize..5,
+            stays in proptest::bool::ANY,
+        ) {
+            let all: Vec<Node> = names.iter().map(|name| node(name, leaders)).collect();
+            let before = used(&all, &[], 2).unwrap();
+            let mut rest = all.clone();
+            let gone = rest.remove(lost % leaders);
+            if stays {
+                rest.insert(lost % leaders, Node { leaving: Some(Leaving::Cordoned), ..gone.clone() });
+            }
+            let away: Vec<&Node> = (!stays).then_some(&gone).into_iter().collect();
+            let after = used(&rest, &away, 2).unwrap();
+            for node in moved(&before, &after) {
+                let promoted = after[&node] == node && before[&node] != node;
+                prop_assert!(before[&node] == gone.name || promoted, "{node}: {before:?}, {after:?}");
+            }
+            let loads = loads(&after);
+            let (least, most) = (loads.values().min().unwrap(), loads.values().max().unwrap());
+            prop_assert!(loads.len() == leaders && !loads.contains_key(&*gone.name), "{loads:?}");
+            prop_assert!(most - least <= 2, "{loads:?}");
         }
     }
 }

@@ -171,7 +171,22 @@ impl KubernetesBackend {
 /// # Errors
 /// When the API server refuses or is out of reach. A node that does not exist has nothing.
 pub async fn retract(client: Client, node: &str) -> Result<(), BackendError> {
-    let annotations = annotations::retracted();
+    remove(client, node, &annotations::retracted()).await
+}
+
+/// Removes what a node's agent said of failover, and nothing else.
+///
+/// # Errors
+/// As [`retract`].
+pub async fn retract_failover(client: Client, node: &str) -> Result<(), BackendError> {
+    remove(client, node, &annotations::without_failover()).await
+}
+
+async fn remove(
+    client: Client,
+    node: &str,
+    annotations: &BTreeMap<String, Option<String>>,
+) -> Result<(), BackendError> {
     let patch = Patch::Merge(serde_json::json!({ "metadata": { "annotations": annotations } }));
     let nodes: Api<core::Node> = Api::all(client);
     match in_time(nodes.patch_metadata(node, &PatchParams::default(), &patch), Asked::Patch(node)).await {

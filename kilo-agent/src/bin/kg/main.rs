@@ -333,7 +333,7 @@ async fn work<B: Backend>(
         let keep_interface = !flags.clean_up_interface;
         return uninstall(&flags, &UninstallArgs { keep_interface, remove_cni: false }).await;
     }
-    if leaving.leave(Path::new(BPFFS), &flags.interface, flags.masquerade).await {
+    if leaving.leave(&hostname, Path::new(BPFFS), &flags.interface, flags.masquerade).await {
         return Ok(());
     }
     tracing::info!("kg stopped; traffic keeps flowing, `kg uninstall` removes everything");
