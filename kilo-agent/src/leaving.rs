@@ -1,7 +1,11 @@
 //! Whether a stop leaves everything in place for an agent like this one, or leaves the host to
 //! another program's.
 
-use std::{path::Path, time::Duration};
+use std::{
+    fmt::{self, Debug},
+    path::Path,
+    time::Duration,
+};
 
 use kube::Client;
 
@@ -16,7 +20,6 @@ use kilo_host::dataplane;
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// What decides that.
-#[derive(Debug)]
 pub struct Leaving {
     /// Programs end with this container anyway.
     ends: bool,
@@ -24,6 +27,15 @@ pub struct Leaving {
     successor: Option<Successor>,
     /// The way to the API server, if there is one.
     client: Option<Client>,
+}
+
+impl Debug for Leaving {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Leaving")
+            .field("ends", &self.ends)
+            .field("successor", &self.successor)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Leaving {

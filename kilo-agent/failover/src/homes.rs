@@ -174,6 +174,7 @@ mod tests {
             gateways: vec![1, ME],
             nodes: vec![1, ME, 3, 4],
             fars: vec![9],
+            cookies: BTreeMap::new(),
             leaving: BTreeMap::new(),
             several: None,
         }

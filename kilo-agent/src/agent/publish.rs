@@ -8,7 +8,7 @@ use super::{Agent, CILIUM_HOST};
 use crate::{announce, backend::Backend, failover::Failover};
 use ipnet::IpNet;
 use kilo_core::{
-    objects::{Published, events::EventReason},
+    objects::{Published, Snapshot, events::EventReason},
     plan,
     settings::Granularity,
     topology::{
@@ -138,6 +138,8 @@ fn takes_part_with(own: &mut Node, found: Option<IpNet>, failover: Option<&Failo
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
+    use std::sync::Arc;
+
     use tokio::sync::Notify;
 
     use super::*;

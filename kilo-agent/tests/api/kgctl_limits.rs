@@ -34,7 +34,7 @@ fn answer(mut stream: TcpStream) {
         _ if path.contains("/proxy/") || path.ends_with("/log") => {
             let code = if path.ends_with("/metrics") { "500 Internal Server Error" } else { "200 OK" };
             let _ = write!(stream, "HTTP/1.1 {code}\r\nConnection: close\r\n\r\n");
-            while stream.write_all(&[b'x'; 1 << 16]).is_ok() {}
+            while stream.write_all(&[b'x'; 1 << 12]).is_ok() {}
             return;
         }
         _ => list(json!([])),

@@ -304,7 +304,9 @@ mod tests {
     }
 
     /// The location's active leaders, those that are about to go, and who uses whom.
-    fn leads(nodes: &[Node]) -> Option<(Vec<&str>, Vec<&str>, BTreeMap<String, String>)> {
+    type Leads<'a> = (Vec<&'a str>, Vec<&'a str>, BTreeMap<String, String>);
+
+    fn leads(nodes: &[Node]) -> Option<Leads<'_>> {
         let mesh = Mesh::new(nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());
         let homes = mesh.segments[0].homes(&[], 2)?;
         let names = |list: &[usize]| list.iter().map(|at| nodes[*at].name.as_str()).collect();

@@ -112,7 +112,7 @@ async fn apply_rules(wanted: &BTreeSet<IpNet>) -> Result<u64, ForwardError> {
                 Ok(written) => writes += u64::from(written),
                 Err(error) if needed || wanted.is_empty() => first = first.or(Some(error)),
                 Err(error) => {
-                    tracing::debug!(%error, "this iptables flavour is neither available nor needed")
+                    tracing::debug!(%error, "this iptables flavour is neither available nor needed");
                 }
             }
         }
