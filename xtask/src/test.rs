@@ -223,7 +223,10 @@ fn run_part(
 ) -> Result<Vec<TestOutcome>> {
     if binaries.is_none() {
         build_all()?;
-        *binaries = Some(build_tests()?);
+        // These run the programs, not what cargo tests.
+        if !matches!(part, Part::Cluster | Part::Soak) {
+            *binaries = Some(build_tests()?);
+        }
     }
     let binaries = binaries.as_deref().unwrap_or_default();
     match part {

@@ -57,9 +57,10 @@ fn pod(cluster: &Cluster, node: &Node) -> Result<serde_json::Value> {
 }
 
 fn restart(cluster: &Cluster, node: &Node) -> Result<()> {
-    let pod = pod(cluster, node)?;
+    // While another manifest is rolled out the node is without a pod for a moment.
+    let pod = until("the node has a pod of Kilo", LIMIT, || pod(cluster, node).ok())?;
     let name = pod.pointer("/metadata/name").and_then(|name| name.as_str()).context("no name")?;
-    cluster.kubectl(&["-n", "kube-system", "delete", "pod", name]).map(drop)
+    cluster.kubectl(&["-n", "kube-system", "delete", "pod", name, "--ignore-not-found"]).map(drop)
 }
 
 /// Waits for the message of the terminated container.
