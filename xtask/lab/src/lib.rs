@@ -151,29 +151,7 @@ enum LabCommand {
         outcomes: Option<PathBuf>,
     },
     /// Break a leader again and again while traffic flows, with --failover=auto.
-    Failover {
-        /// Only these cases (comma separated); all when none is named.
-        #[arg(long = "case", value_delimiter = ',', value_name = "ID", value_parser = failover::named)]
-        cases: Vec<String>,
-        /// Only what every test run does.
-        #[arg(long, conflicts_with = "cases")]
-        always: bool,
-        /// How often each case is run.
-        #[arg(long, default_value_t = 1)]
-        runs: usize,
-        /// Write the runs to this file.
-        #[arg(long, value_name = "FILE")]
-        json: Option<PathBuf>,
-        /// How long cases go on that last: 90s, 10m, 2h.
-        #[arg(long = "for", value_name = "TIME", value_parser = parse_time)]
-        length: Option<Duration>,
-        /// Write the table of docs/failover.md.
-        #[arg(long, conflicts_with = "always")]
-        docs: bool,
-        /// Write the outcomes as tests to this file.
-        #[arg(long, value_name = "FILE", hide = true)]
-        outcomes: Option<PathBuf>,
-    },
+    Failover(failover::Options),
     /// Make faults by chance while everybody asks everybody each second.
     Soak {
         /// Chooses the faults; printed, so that a run can be had again (default: by the clock).
@@ -227,16 +205,13 @@ enum LabCommand {
 impl LabArgs {
     /// True when binaries must be built first.
     pub fn needs_build(&self) -> bool {
-        self.bin.is_none()
-            && matches!(
-                self.command,
-                None | Some(
-                    LabCommand::Test { .. }
-                        | LabCommand::Faults { .. }
-                        | LabCommand::Failover { .. }
-                        | LabCommand::Scenario { .. }
-                )
-            )
+        let builds = match &self.command {
+            None
+            | Some(LabCommand::Test { .. } | LabCommand::Faults { .. } | LabCommand::Scenario { .. }) => true,
+            Some(LabCommand::Failover(options)) => options.needs_lab(),
+            Some(_) => false,
+        };
+        builds && self.bin.is_none()
     }
 }
 
@@ -343,36 +318,7 @@ pub fn main(args: LabArgs) -> Result<()> {
             }
             Ok(())
         }
-        Some(LabCommand::Failover { ref cases, always, runs, ref json, length, docs, ref outcomes }) => {
-            let mut guard = take_over(&args.name)?;
-            let mut args = args.clone();
-            args.kg_flags.extend(["--failover=auto", "--stand-bys=1"].map(str::to_owned));
-            let choice = match (always, cases.as_slice()) {
-                (true, _) => failover::Choice::Always,
-                (false, []) => failover::Choice::All,
-                (false, ids) => failover::Choice::Named(ids),
-            };
-            if let Some(length) = length {
-                failover::set_length(length);
-            }
-            let rows = failover::run(&mut Lab::up(&args, None)?, choice, runs, args.keep);
-            if let Some(path) = json {
-                write_json(path, &rows)?;
-            }
-            if let Some(path) = outcomes {
-                write_json(path, &failover::outcomes(&rows, ""))?;
-            }
-            if docs {
-                failover::write_table(&rows)?;
-            }
-            let failed = rows.iter().filter(|run| run.problem.is_some()).count();
-            // To look around.
-            guard.keep = args.keep && failed > 0;
-            if failed > 0 {
-                bail!("{failed} of {} runs are not what is accepted", rows.len());
-            }
-            Ok(())
-        }
+        Some(LabCommand::Failover(ref options)) => failover::main(&args, options),
         Some(LabCommand::Soak { seed, time, ref outcomes }) => {
             let mut guard = take_over(&args.name)?;
             let only = args.only.as_deref();
