@@ -74,29 +74,7 @@ pub(crate) enum LabCommand {
         outcomes: Option<PathBuf>,
     },
     /// Break a leader again and again while traffic flows, with --failover=auto.
-    Failover {
-        /// Only these cases (comma separated); all when none is named.
-        #[arg(long = "case", value_delimiter = ',', value_name = "ID", value_parser = failover::named)]
-        cases: Vec<String>,
-        /// Only what every test run does.
-        #[arg(long, conflicts_with = "cases")]
-        always: bool,
-        /// How often each case is run.
-        #[arg(long, default_value_t = 1)]
-        runs: usize,
-        /// Write the runs to this file.
-        #[arg(long, value_name = "FILE")]
-        json: Option<PathBuf>,
-        /// How long cases go on that last: 90s, 10m, 2h.
-        #[arg(long = "for", value_name = "TIME", value_parser = parse_time)]
-        length: Option<Duration>,
-        /// Write the table of docs/failover.md.
-        #[arg(long, conflicts_with = "always")]
-        docs: bool,
-        /// Write the outcomes as tests to this file.
-        #[arg(long, value_name = "FILE", hide = true)]
-        outcomes: Option<PathBuf>,
-    },
+    Failover(failover::Options),
     /// Make faults by chance while everybody asks everybody each second.
     Soak {
         /// Chooses the faults; printed, so that a run can be had again (default: by the clock).
@@ -150,21 +128,18 @@ pub(crate) enum LabCommand {
 impl LabArgs {
     /// True when binaries must be built first.
     pub fn needs_build(&self) -> bool {
-        self.bin.is_none()
-            && matches!(
-                self.command,
-                None | Some(
-                    LabCommand::Test { .. }
-                        | LabCommand::Faults { .. }
-                        | LabCommand::Failover { .. }
-                        | LabCommand::Scenario { .. }
-                )
-            )
+        let builds = match &self.command {
+            None
+            | Some(LabCommand::Test { .. } | LabCommand::Faults { .. } | LabCommand::Scenario { .. }) => true,
+            Some(LabCommand::Failover(options)) => options.needs_lab(),
+            Some(_) => false,
+        };
+        builds && self.bin.is_none()
     }
 }
 
 /// Seconds, minutes or hours.
-fn parse_time(text: &str) -> Result<Duration, String> {
+pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
     let unit = |unit| text.strip_suffix(unit).and_then(|number| number.parse::<u64>().ok());
     let seconds = unit('s').or_else(|| unit('m').map(|m| m * 60)).or_else(|| unit('h').map(|h| h * 3600));
     seconds.map(Duration::from_secs).ok_or_else(|| "write 90s, 10m or 2h".to_owned())

@@ -190,36 +190,7 @@ pub fn main(args: LabArgs) -> Result<()> {
             }
             Ok(())
         }
-        Some(LabCommand::Failover { ref cases, always, runs, ref json, length, docs, ref outcomes }) => {
-            let mut guard = take_over(&args.name)?;
-            let mut args = args.clone();
-            args.kg_flags.extend(["--failover=auto", "--stand-bys=1"].map(str::to_owned));
-            let choice = match (always, cases.as_slice()) {
-                (true, _) => failover::Choice::Always,
-                (false, []) => failover::Choice::All,
-                (false, ids) => failover::Choice::Named(ids),
-            };
-            if let Some(length) = length {
-                failover::set_length(length);
-            }
-            let rows = failover::run(&mut Lab::up(&args, None)?, choice, runs, args.keep);
-            if let Some(path) = json {
-                write_json(path, &rows)?;
-            }
-            if let Some(path) = outcomes {
-                write_json(path, &failover::outcomes(&rows, ""))?;
-            }
-            if docs {
-                failover::write_table(&rows)?;
-            }
-            let failed = rows.iter().filter(|run| run.problem.is_some()).count();
-            // To look around.
-            guard.keep = args.keep && failed > 0;
-            if failed > 0 {
-                bail!("{failed} of {} runs are not what is accepted", rows.len());
-            }
-            Ok(())
-        }
+        Some(LabCommand::Failover(ref options)) => failover::main(&args, options),
         Some(LabCommand::Soak { seed, time, ref outcomes }) => {
             let mut guard = take_over(&args.name)?;
             let only = args.only.as_deref();

@@ -14,7 +14,7 @@ use nix::{
     unistd::Pid,
 };
 
-use super::state;
+use super::{fresh::Fresh, state};
 use crate::{
     Lab,
     faults::{control_plane::REBOOT, nodes},
@@ -27,6 +27,8 @@ use crate::{
 pub(super) const LEADER: &str = "a1";
 /// Its first stand-by.
 pub(super) const STAND_BY: &str = "a2";
+/// Leader of the other location.
+pub(super) const FAR: &str = "b1";
 /// A node of the location that is neither, and from whose pod traffic is watched.
 pub(super) const MEMBER: &str = "a3";
 /// How long a returned leader may take until it leads again: a minute of health, doubled by a loss.
@@ -38,11 +40,18 @@ const FOLLOW: Duration = Duration::from_secs(3);
 /// How long the mesh has to notice a planned change.
 const NOTICED: Duration = Duration::from_secs(20);
 
+/// How long an agent that has stood still has until the next one does.
+const AWAKE: Duration = Duration::from_secs(3);
+
 /// How names of files end that agents write beside the cluster's objects.
 const PUBLISHED: &str = ".kilo.yaml";
 
 /// How long what lasts goes on, s.
 static LENGTH: AtomicU64 = AtomicU64::new(30);
+
+fn length() -> Duration {
+    Duration::from_secs(LENGTH.load(Ordering::Relaxed))
+}
 
 /// What lasts is to go on so long.
 pub fn set_length(time: Duration) {
@@ -55,19 +64,26 @@ type Mend = Box<dyn FnOnce(&mut Lab) -> Result<()>>;
 pub struct Broken {
     /// What was seen of it.
     pub said: String,
+    /// New flows, begun all the time since it was done.
+    pub fresh: Option<Fresh>,
     mend: Option<Mend>,
 }
 
 impl Broken {
     pub(super) fn done(said: impl Into<String>) -> Self {
-        Self { said: said.into(), mend: None }
+        Self { said: said.into(), fresh: None, mend: None }
     }
 
     pub(super) fn until(
         said: impl Into<String>,
         mend: impl FnOnce(&mut Lab) -> Result<()> + 'static,
     ) -> Self {
-        Self { said: said.into(), mend: Some(Box::new(mend)) }
+        Self { said: said.into(), fresh: None, mend: Some(Box::new(mend)) }
+    }
+
+    /// Begins new flows all the time, and has their outage counted, too.
+    pub(super) fn with(self, fresh: Fresh) -> Self {
+        Self { fresh: Some(fresh), ..self }
     }
 
     /// Takes it back.
@@ -148,9 +164,10 @@ pub(super) fn power_off_cluster_away(lab: &mut Lab) -> Result<Broken> {
     let away = there.with_file_name("cluster-away");
     lab.caused(&["cluster", "reading", "backend", "publish"]);
     fs::rename(&there, &away)?;
-    sleep(Duration::from_secs(20));
+    sleep(length());
     cut_power(lab, LEADER)?;
-    Ok(Broken::until("20 s without a cluster, then a1 without links and processes", move |lab| {
+    let said = format!("{} s without a cluster, then a1 without links and processes", length().as_secs());
+    Ok(Broken::until(said, move |lab| {
         fs::rename(&away, &there).context("the cluster's directory")?;
         boot(lab, LEADER)
     }))
@@ -273,9 +290,12 @@ fn stand_still(agents: &[Pid], time: Duration) -> Result<()> {
     agents.iter().try_for_each(|agent| kill(*agent, Signal::SIGCONT)).context("agents that stand still")
 }
 
-pub(super) fn agent_stopped(lab: &mut Lab) -> Result<Broken> {
-    stand_still(&[agent(lab, LEADER)?], Duration::from_secs(3))?;
-    Ok(Broken::done("SIGSTOP and, 3 s later, SIGCONT"))
+pub(super) fn agents_stopped(lab: &mut Lab) -> Result<Broken> {
+    for name in [LEADER, STAND_BY, MEMBER, FAR] {
+        stand_still(&[agent(lab, name)?], length())?;
+        sleep(AWAKE);
+    }
+    Ok(Broken::done(format!("SIGSTOP and, {} s later, SIGCONT", length().as_secs())))
 }
 
 pub(super) fn agents_stalled(lab: &mut Lab) -> Result<Broken> {
@@ -300,13 +320,12 @@ pub(super) fn loss(lab: &mut Lab) -> Result<Broken> {
              numgen random mod 100 < 5 counter name lost drop
          }}; }}'"
     ))?;
-    let length = Duration::from_secs(LENGTH.load(Ordering::Relaxed));
     let busy = Busy::all();
-    sleep(length);
+    sleep(length());
     drop(busy);
     let lost = crate::counters::nft(&router, "netdev silent lost");
     router.sh("nft delete table netdev silent")?;
-    Ok(Broken::done(format!("{} packets were dropped in {} s", lost?, length.as_secs())))
+    Ok(Broken::done(format!("{} packets were dropped in {} s", lost?, length().as_secs())))
 }
 
 /// Processes that do nothing, all the time, until they are dropped.

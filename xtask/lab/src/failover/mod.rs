@@ -3,9 +3,13 @@
 
 mod breaking;
 mod cases;
+mod command;
 mod flaps;
 mod forged;
+mod fresh;
+mod kept;
 mod parts;
+mod rest;
 mod shares;
 mod state;
 mod table;
@@ -20,10 +24,10 @@ use super::{
     faults::traffic::{Figures, Traffic},
 };
 use crate::report::TestOutcome;
-pub use breaking::set_length;
-pub use cases::named;
 use cases::{CASES, Case, Limit};
-pub use table::write as write_table;
+pub use command::{Options, main};
+pub use kept::read as kept_runs;
+pub use table::of_line;
 
 /// Longest wait until traffic flows, before the fault and after it.
 const PATIENCE: Duration = Duration::from_secs(90);
@@ -37,12 +41,10 @@ const AFTER: Duration = Duration::from_secs(2);
 const CHANGE: &str = "change of leader";
 
 /// One run of a case.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Run {
     /// Id of the case.
     pub id: String,
-    /// Line of docs/reliability.md.
-    pub line: u8,
     /// What was done, and what was seen of it.
     pub injected: String,
     /// Datagrams sent, one a millisecond.
@@ -63,7 +65,7 @@ pub struct Run {
 
 /// Which cases are run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Choice<'a> {
+enum Choice<'a> {
     /// Those of every test run.
     Always,
     /// All.
@@ -82,39 +84,36 @@ impl Choice<'_> {
     }
 }
 
-/// Runs each chosen case so many times. `keep`: ends with the first that fails, and mends nothing.
-pub fn run(lab: &mut Lab, choice: Choice<'_>, runs: usize, keep: bool) -> Vec<Run> {
+/// Runs each chosen case so many times; `save` gets all runs after each. `keep`: ends with the first that fails,
+/// and mends nothing.
+fn run(
+    lab: &mut Lab,
+    choice: Choice<'_>,
+    runs: usize,
+    keep: bool,
+    save: impl Fn(&[Run]) -> Result<()>,
+) -> Result<Vec<Run>> {
     let mut all = Vec::new();
     for case in CASES.iter().filter(|case| choice.has(case)) {
-        let mut of_case = Vec::new();
-        while of_case.len() < runs {
-            of_case.push(one(lab, case, keep));
-            if keep && of_case.iter().any(|run| run.problem.is_some()) {
-                all.extend(of_case);
-                return all;
+        let before = all.len();
+        for _ in 0..runs {
+            all.push(one(lab, case, keep));
+            save(&all)?;
+            if keep && all.iter().any(|run| run.problem.is_some()) {
+                return Ok(all);
             }
         }
-        summary(case, &of_case);
-        all.extend(of_case);
+        for sum in table::sums(&all[before..]) {
+            println!("== {}", sum.line());
+        }
     }
-    all
+    Ok(all)
 }
 
 fn one(lab: &mut Lab, case: &Case, keep: bool) -> Run {
     let began = Instant::now();
     let result = watch(lab, case, keep);
-    let mut run = Run {
-        id: case.id.to_owned(),
-        line: case.line,
-        injected: String::new(),
-        sent: 0,
-        lost: 0,
-        gap_ms: 0,
-        stall_ms: 0,
-        switches: 0,
-        problem: None,
-        seconds: 0.0,
-    };
+    let mut run = Run { id: case.id.to_owned(), ..Run::default() };
     match result {
         Ok((injected, figures, switches)) => {
             run.problem = missed(case, &figures, switches);
@@ -122,6 +121,11 @@ fn one(lab: &mut Lab, case: &Case, keep: bool) -> Run {
                 (injected, figures.sent, figures.lost, switches);
             run.gap_ms = figures.gap.as_millis() as u64;
             run.stall_ms = figures.stall.as_millis() as u64;
+            if run.problem.is_some() {
+                let holes: Vec<_> =
+                    figures.holes.iter().map(|(first, lost)| format!("{first}+{lost}")).collect();
+                println!("failover {}: lost {}", run.id, holes.join(" "));
+            }
         }
         Err(error) => run.problem = Some(format!("{error:#}")),
     }
@@ -146,8 +150,11 @@ fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<(String, Figures, u64
     });
     let settled = broken.is_ok().then(|| flows.settle().context("after the fault"));
     std::thread::sleep(AFTER);
-    let figures = flows.finish(case.limit);
+    let mut figures = flows.finish(case.limit);
     let (before, mut broken) = broken?;
+    if let (Ok(figures), Some(fresh)) = (&mut figures, broken.fresh.take()) {
+        figures.gap = figures.gap.max(fresh.finish()?);
+    }
     let switches = state::changes(lab).saturating_sub(before);
     let clear = lab.nothing_in_clear();
     let fails = |figures: &Figures| missed(case, figures, switches).is_some();
@@ -203,6 +210,7 @@ impl Flows {
                 sent: sum.sent + one.sent,
                 lost: sum.lost + one.lost,
                 gap: sum.gap.max(one.gap),
+                holes: [sum.holes, one.holes].concat(),
                 stall: sum.stall.max(one.stall),
                 broken: sum.broken.or(one.broken),
             })
@@ -235,25 +243,8 @@ fn missed(case: &Case, figures: &Figures, switches: u64) -> Option<String> {
     }
 }
 
-/// One line: the median, the longest outage and the worst loss of all runs of a case.
-fn summary(case: &Case, runs: &[Run]) {
-    let mut gaps: Vec<_> = runs.iter().filter(|run| run.sent > 0).map(|run| run.gap_ms).collect();
-    gaps.sort_unstable();
-    let Some(longest) = gaps.last() else { return };
-    let (median, p95) = (table::part(&gaps, 50), table::part(&gaps, 95));
-    let failed = runs.iter().filter(|run| run.problem.is_some()).count();
-    println!(
-        "== line {}, {}: {} runs, {failed} failed; without answer {median} ms in the median, p95 {p95}, \
-         longest {longest}; accepted: {}",
-        case.line,
-        case.name,
-        runs.len(),
-        case.limit
-    );
-}
-
 /// As a test run reports them.
-pub fn outcomes(runs: &[Run], prefix: &str) -> Vec<TestOutcome> {
+fn outcomes(runs: &[Run], prefix: &str) -> Vec<TestOutcome> {
     let outcome = |run: &Run| {
         let result = if run.problem.is_none() { "passed" } else { "failed" };
         TestOutcome::new("lab", format!("{prefix}failover {}", run.id), result, run.seconds)

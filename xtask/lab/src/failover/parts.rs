@@ -1,10 +1,15 @@
 //! Parts that fail while others work: forwarding, and the LAN between some of its hosts.
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 
-use super::breaking::{self, Broken, LEADER, MEMBER, STAND_BY};
-use crate::{Lab, probe, well::LEADS};
+use super::{
+    breaking::{self, Broken, LEADER, MEMBER, STAND_BY},
+    fresh::Fresh,
+};
+use crate::{Lab, probe, space::Space, well::LEADS};
 
+/// Where traffic that is watched goes.
+const TO: &str = "b2";
 /// UDP port of signals.
 const SIGNAL_PORT: u16 = 51_821;
 
@@ -15,9 +20,22 @@ pub(super) fn forwards_nothing(lab: &mut Lab) -> Result<Broken> {
 }
 
 /// The same, but for flows that it has forwarded before: those of the traffic that is watched, and probes between
-/// the usual ports.
+/// the usual ports. New flows are watched, too.
 pub(super) fn drops_new_flows(lab: &mut Lab) -> Result<Broken> {
-    drops_of_others(lab, &[("dport", probe::PORT), ("sport", SIGNAL_PORT)])
+    let (from, to) = (lab.network.space(&format!("pod-{MEMBER}"))?, breaking::node(lab, TO)?.pod_ip());
+    let old = old_flows(&from)?;
+    let but: Vec<_> = old.into_iter().chain([SIGNAL_PORT]).map(|port| ("sport", port)).collect();
+    let fresh = Fresh::start(&from, to.into());
+    Ok(drops_of_others(lab, &but)?.with(fresh))
+}
+
+/// Ports from which the traffic that is watched comes.
+fn old_flows(from: &Space) -> Result<Vec<u16>> {
+    let said = from.sh(&format!("ss -Htun state established '( dport = :{} )'", probe::PORT))?;
+    let port = |line: &str| line.split_whitespace().nth(3)?.rsplit_once(':')?.1.parse().ok();
+    let ports: Vec<_> = said.lines().filter_map(port).collect();
+    ensure!(ports.len() == 2, "one stream of datagrams and one connection are watched:\n{said}");
+    Ok(ports)
 }
 
 /// Drops in the leader what others send through it, but for these ports.
@@ -48,7 +66,7 @@ fn drops_of_others(lab: &mut Lab, but: &[(&str, u16)]) -> Result<Broken> {
         let said = leader.space.sh("tc -s qdisc show dev kilo0; tc qdisc del dev kilo0 root")?;
         let dropped = said.split("dropped ").filter_map(|rest| rest.split([',', ' ']).next()?.parse().ok());
         let dropped: u64 = dropped.max().unwrap_or(0);
-        anyhow::ensure!(dropped > 0, "nothing was dropped:\n{said}");
+        ensure!(dropped > 0, "nothing was dropped:\n{said}");
         Ok(())
     }))
 }

@@ -5,14 +5,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail, ensure};
 
 use super::{breaking, cases::Case};
-use crate::{Lab, counters};
+use crate::{Lab, counters, faults::nodes};
 
 /// Nodes of the location whose leader fails.
 const LOCATION: &str = "site-a";
 /// Who leads by Kilo's rule.
 const LEADER: &str = "a1";
-/// Leader of the other location.
-const FAR: &str = "b1";
 /// How long everybody has to be in their place before a case begins.
 const STEADY: Duration = Duration::from_secs(4);
 const ROLE_LEADER: &str = "kilo_failover_role{role=\"leader\"}";
@@ -26,14 +24,21 @@ fn metric(lab: &Lab, node: &str, name: &str) -> Option<u64> {
 }
 
 /// Nodes of the location, whether their agents run or not.
-fn nodes(lab: &Lab) -> Vec<String> {
+fn location(lab: &Lab) -> Vec<String> {
     let nodes = lab.network.nodes.iter().filter(|node| node.location == LOCATION);
     nodes.map(|node| node.name().to_owned()).collect()
 }
 
+/// What the node says that it is.
+pub fn role(lab: &Lab, node: &str) -> &'static str {
+    let roles = [(ROLE_LEADER, "leader"), (ROLE_STAND_BY, "stand-by")];
+    let found = roles.into_iter().find(|(name, _)| metric(lab, node, name) == Some(1));
+    found.map_or("member", |(_, role)| role)
+}
+
 /// How many changes of leader the location's agents know of.
 pub fn changes(lab: &Lab) -> u64 {
-    nodes(lab).iter().filter_map(|node| metric(lab, node, TERM)).max().unwrap_or(0)
+    location(lab).iter().filter_map(|node| metric(lab, node, TERM)).max().unwrap_or(0)
 }
 
 /// Role and term of each node of the location, as far as its agent runs.
@@ -43,12 +48,12 @@ pub fn words(lab: &Lab) -> Result<Vec<(String, [Option<u64>; 3])>> {
         let known = names.map(|name| metric(lab, &node, name));
         (node, known)
     };
-    let words: Vec<_> = nodes(lab).into_iter().map(word).collect();
+    let words: Vec<_> = location(lab).into_iter().map(word).collect();
     ensure!(words.iter().any(|(_, known)| known[2].is_some()), "nobody says who leads");
     Ok(words)
 }
 
-/// Waits until Kilo's leader leads, and each stand-by could. Where another one leads, all nodes
+/// Waits until Kilo's leader leads, and each stand-by could. Where a leader has changed, all nodes
 /// begin anew, as after a power cut of the whole site, as the case wants them.
 pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
     let stand_bys = case.stand_bys;
@@ -57,21 +62,23 @@ pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
     if lab.agents.set_own_flag(case.off, "--failover=off")
         || !lab.agents.has_flag(&flag)
         || !lab.agents.has_flag(&leaders)
-        || term_of_location(lab) > 0
+        || has_changed(lab)
     {
         lab.agents.set_flag("--stand-bys", &stand_bys.to_string());
         lab.agents.set_flag("--leaders", &case.leaders.to_string());
         breaking::reboot_all(lab)?;
     }
     // Nobody can be fit whose tunnels end where nobody answers signals, or knows of stand-bys.
-    let is_answered = ![FAR, LEADER].iter().any(|node| case.off.contains(node));
+    let is_answered = ![breaking::FAR, LEADER].iter().any(|node| case.off.contains(node));
     let is_ready = |node: &String| {
         metric(lab, node, ROLE_STAND_BY) == Some(1) && (!is_answered || metric(lab, node, FIT) == Some(1))
     };
     let (began, mut steady) = (Instant::now(), None);
     loop {
-        let leads = metric(lab, LEADER, ROLE_LEADER) == Some(1) || case.off.contains(&LEADER);
-        let ready = nodes(lab).iter().filter(|node| is_ready(node)).count();
+        // Two stand-bys behind NAT have no tunnel: in the other location nobody else may lead, either.
+        let is_leader = |node| case.off.contains(node) || metric(lab, node, ROLE_LEADER) == Some(1);
+        let leads = [LEADER, breaking::FAR].iter().all(is_leader);
+        let ready = location(lab).iter().filter(|node| is_ready(node)).count();
         if leads && ready == usize::from(stand_bys) {
             // Of nodes that boot at once another one may be ready first, and lead a moment later.
             let since: &mut Instant = steady.get_or_insert_with(Instant::now);
@@ -83,7 +90,8 @@ pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
         }
         if began.elapsed() > limit {
             bail!(
-                "{LEADER} leads: {leads}; {ready} of {stand_bys} stand-bys could lead after {} s",
+                "{LEADER} and {} lead: {leads}; {ready} of {stand_bys} stand-bys could lead after {} s",
+                breaking::FAR,
                 limit.as_secs()
             );
         }
@@ -91,11 +99,9 @@ pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
     }
 }
 
-/// How many changes the leader knows of, or if it knows of none, its first stand-by; none when
-/// their agents have just begun.
-fn term_of_location(lab: &Lab) -> u64 {
-    let known = [LEADER, breaking::STAND_BY].map(|node| metric(lab, node, TERM));
-    known.into_iter().flatten().max().unwrap_or(0)
+/// Whether anybody knows of a change of leader, in any location.
+fn has_changed(lab: &Lab) -> bool {
+    nodes::names(lab).iter().any(|node| metric(lab, node, TERM).is_some_and(|term| term > 0))
 }
 
 /// Waits until Kilo's leader leads again; returns how long that took.

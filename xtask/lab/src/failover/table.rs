@@ -1,13 +1,84 @@
-//! The table of docs/failover.md, from the runs.
+//! The tables of docs/failover.md and docs/reliability.md, from the runs.
 
-use std::fmt::Write as _;
+use std::{collections::BTreeMap, fmt::Write as _};
 
 use anyhow::{Context as _, Result};
 
-use super::{Run, cases::CASES};
+use super::{
+    Run,
+    cases::{CASES, Case, UNLISTED},
+};
 
 /// The table stands between these lines.
 const MARKS: [&str; 2] = ["<!-- figures -->", "<!-- end of figures -->"];
+
+/// All runs of a case.
+pub struct Sum<'a> {
+    pub case: &'a Case,
+    pub runs: usize,
+    /// Longest times without an answer, ms.
+    pub median: u64,
+    pub p95: u64,
+    pub longest: u64,
+    lost: u64,
+    switches: u64,
+    failed: Vec<&'a str>,
+}
+
+/// Pure: of each case that was run, in the order of the cases.
+pub fn sums(runs: &[Run]) -> impl Iterator<Item = Sum<'_>> {
+    CASES.iter().filter_map(|case| {
+        let of_case: Vec<_> = runs.iter().filter(|run| run.id == case.id).collect();
+        let mut gaps: Vec<_> = of_case.iter().filter(|run| run.sent > 0).map(|run| run.gap_ms).collect();
+        gaps.sort_unstable();
+        let most = |value: fn(&Run) -> u64| of_case.iter().map(|run| value(run)).max().unwrap_or(0);
+        (!of_case.is_empty()).then(|| Sum {
+            case,
+            runs: of_case.len(),
+            median: part(&gaps, 50),
+            p95: part(&gaps, 95),
+            longest: part(&gaps, 100),
+            lost: most(|run| run.lost),
+            switches: most(|run| run.switches),
+            failed: of_case.iter().filter_map(|run| run.problem.as_deref()).collect(),
+        })
+    })
+}
+
+impl Sum<'_> {
+    /// Whether 95 of 100 runs took longer than they may; one alone says nothing of that.
+    fn is_late(&self) -> bool {
+        self.runs > 1 && self.case.p95.is_some_and(|most| self.p95 > most)
+    }
+
+    /// Why they are not what is accepted.
+    pub fn problem(&self) -> Option<String> {
+        let failed =
+            (!self.failed.is_empty()).then(|| format!("{} of {} fall short", self.failed.len(), self.runs));
+        let late = self.is_late().then(|| format!("p95 is {} ms", self.p95));
+        let all: Vec<_> = failed.into_iter().chain(late).collect();
+        (!all.is_empty()).then(|| format!("{}: {}", self.case.id, all.join(", ")))
+    }
+
+    fn state(&self) -> String {
+        let Some(problem) = self.problem() else { return "ok".to_owned() };
+        format!("**{}**", problem.trim_start_matches(self.case.id).trim_start_matches(": "))
+    }
+
+    /// One line, at the end of the case.
+    pub fn line(&self) -> String {
+        format!(
+            "{}: {} runs; without answer {} ms in the median, p95 {}, longest {}; accepted: {}; {}",
+            self.case.name,
+            self.runs,
+            self.median,
+            self.p95,
+            self.longest,
+            self.case.accepted(),
+            self.state()
+        )
+    }
+}
 
 /// Writes the table into the page.
 pub fn write(runs: &[Run]) -> Result<()> {
@@ -20,35 +91,55 @@ pub fn write(runs: &[Run]) -> Result<()> {
     Ok(())
 }
 
-/// Pure: a row for each case that was run, in the order of the cases.
+/// Pure: a row for each case, and below it why runs fell short.
 fn table(runs: &[Run]) -> String {
     let mut text =
         "| line | fault (`--case`) | runs | without answer, ms: median | p95 | longest | lost, most | \
                     changes of leader, most | accepted | |\n|---|---|---|---|---|---|---|---|---|---|\n"
             .to_owned();
-    for case in CASES {
-        let of_case: Vec<_> = runs.iter().filter(|run| run.id == case.id).collect();
-        let mut gaps: Vec<_> = of_case.iter().filter(|run| run.sent > 0).map(|run| run.gap_ms).collect();
-        gaps.sort_unstable();
-        let most = |value: fn(&Run) -> u64| of_case.iter().map(|run| value(run)).max().unwrap_or(0);
-        let failed = of_case.iter().filter(|run| run.problem.is_some()).count();
-        let (Some(longest), false) = (gaps.last(), of_case.is_empty()) else { continue };
-        let state = if failed == 0 { "ok".to_owned() } else { format!("**{failed} fall short**") };
+    let mut short = String::new();
+    for sum in sums(runs) {
+        let Sum { case, runs, median, p95, longest, lost, switches, .. } = &sum;
+        let line = if case.line == UNLISTED { "–".to_owned() } else { case.line.to_string() };
+        let (accepted, state) = (case.accepted(), sum.state());
         let _ = writeln!(
             text,
-            "| {} | {} (`{}`) | {} | {} | {} | {longest} | {} | {} | {} | {state} |",
-            case.line,
-            case.name,
-            case.id,
-            of_case.len(),
-            part(&gaps, 50),
-            part(&gaps, 95),
-            most(|run| run.lost),
-            most(|run| run.switches),
-            case.limit,
+            "| {line} | {} (`{}`) | {runs} | {median} | {p95} | {longest} | {lost} | {switches} | {accepted} | {state} |",
+            case.name, case.id,
         );
+        if !sum.failed.is_empty() {
+            let mut why = BTreeMap::<_, usize>::new();
+            for problem in &sum.failed {
+                *why.entry(brief(problem)).or_default() += 1;
+            }
+            let why: Vec<_> = why.iter().map(|(why, times)| format!("{times} × {why}")).collect();
+            let _ = writeln!(short, "- `{}`: {}", case.id, why.join("; "));
+        }
+    }
+    if !short.is_empty() {
+        let _ = write!(text, "\nWhat fell short:\n\n{short}");
     }
     text
+}
+
+/// The first line of what may be long.
+fn brief(problem: &str) -> String {
+    let line = problem.lines().next().unwrap_or_default().trim_end_matches(':');
+    let end = line.char_indices().nth(120).map_or(line.len(), |(at, _)| at);
+    line[..end].replace('|', "\\|")
+}
+
+/// Pure: what the cases of a line of docs/reliability.md showed.
+pub fn of_line(runs: &[Run], line: u8) -> Vec<String> {
+    let cases = CASES.iter().filter(|case| case.line == line);
+    let said = cases.map(|case| {
+        let sum = sums(runs).find(|sum| sum.case.id == case.id);
+        let figures = sum.map_or("not run".to_owned(), |sum| {
+            format!("{} runs, p95 {} ms, {}", sum.runs, sum.p95, sum.state())
+        });
+        format!("[failover](failover.md#what-was-seen) `{}`: {figures}", case.id)
+    });
+    said.collect()
 }
 
 /// The value that so many percent of the sorted values do not exceed; 0 of none.
@@ -61,10 +152,45 @@ pub fn part(sorted: &[u64], percent: usize) -> u64 {
 mod tests {
     use super::*;
 
+    fn power_off(gaps: &[u64]) -> Vec<Run> {
+        let run = |&gap_ms: &u64| Run { id: "power-off".to_owned(), sent: 1, gap_ms, ..Run::default() };
+        gaps.iter().map(run).collect()
+    }
+
+    fn problem(gaps: &[u64]) -> Option<String> {
+        sums(&power_off(gaps)).next().and_then(|sum| sum.problem())
+    }
+
     #[test]
     fn a_part_is_the_smallest_value_that_so_many_do_not_exceed() {
         let values: Vec<u64> = (1..=20).collect();
         assert_eq!([50, 95, 100].map(|percent| part(&values, percent)), [10, 19, 20]);
         assert_eq!((part(&[7], 50), part(&[], 95)), (7, 0));
+    }
+
+    #[test]
+    fn one_run_of_twenty_may_exceed_what_95_of_100_may_not() {
+        let mut gaps = [200; 20];
+        gaps[7] = 900;
+        assert_eq!(problem(&gaps), None);
+        gaps[3] = 501;
+        assert_eq!(problem(&gaps).as_deref(), Some("power-off: p95 is 501 ms"));
+        assert_eq!(problem(&[501]), None, "one run alone has no p95");
+    }
+
+    #[test]
+    fn what_fell_short_is_told_with_its_reasons() {
+        let mut runs = power_off(&[200, 1200]);
+        runs[1].problem = Some("1200 ms without an answer instead of 1000\nand more".to_owned());
+        let text = table(&runs);
+        assert!(
+            text.contains("| 17 | the leader loses power (`power-off`) | 2 | 200 | 1200 | 1200 | 0 | 0 |"),
+            "{text}"
+        );
+        assert!(text.contains("**1 of 2 fall short, p95 is 1200 ms** |"), "{text}");
+        assert!(text.ends_with("- `power-off`: 1 × 1200 ms without an answer instead of 1000\n"), "{text}");
+        let shown = of_line(&runs, 17);
+        assert_eq!(shown.len(), 1);
+        assert!(shown[0].contains("2 runs, p95 1200 ms, **1 of 2"), "{shown:?}");
     }
 }

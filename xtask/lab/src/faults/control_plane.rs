@@ -53,7 +53,7 @@ const AS_LAYOUT_2: &str = "
         bpftool map create /sys/fs/bpf/kilo/v2/$name $rest name $name
     done";
 
-pub(super) fn upgrade(lab: &mut Lab) -> Result<String> {
+pub(crate) fn upgrade(lab: &mut Lab) -> Result<String> {
     let all = names(lab);
     for name in &all {
         lab.agents.stop(name, Signal::SIGTERM)?;

@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use super::{Lab, network::Network, network::OUTSIDE, space::Space};
 use crate::report::TestOutcome;
 use list::{FAULTS, Fault, Goal, UnderTraffic, is_named};
-pub use table::write as write_table;
+pub use table::{write as write_table, write_lines};
 use traffic::{Figures, Traffic};
 
 /// Longest wait until traffic flows again.

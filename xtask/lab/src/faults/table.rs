@@ -1,10 +1,11 @@
 //! docs/reliability.md, from the list and the rows of a run.
 
-use std::fmt::Write as _;
+use std::{fmt::Write as _, fs, path::PathBuf};
 
 use anyhow::{Context as _, Result};
 
 use super::{Row, lines::LINES};
+use crate::failover::Run;
 
 const HEAD: &str = "# Reliability
 
@@ -37,18 +38,41 @@ the connection stood still, which after a loss includes TCP's own wait. Agents r
   the process ends, the next one goes on, and packets notice nothing (`task-panics`).
 ";
 
-/// Writes the page.
-pub fn write(rows: &[Row]) -> Result<()> {
-    let path = crate::workspace_root().join("docs/reliability.md");
-    std::fs::write(&path, page(rows)).with_context(|| path.display().to_string())
+/// Its rows stand below this.
+const UNDER_TRAFFIC: &str = "\n## Faults under traffic\n\n";
+/// Then follows the list.
+const EVERY_LINE: &str = "\n## Every line\n\n";
+
+fn path() -> PathBuf {
+    crate::workspace_root().join("docs/reliability.md")
 }
 
-/// Pure: the page.
-fn page(rows: &[Row]) -> String {
-    let mut text = HEAD.to_owned();
-    text += "\n## Faults under traffic\n\n\
-             | id | line | fault | that it happened | sent | lost | gap ms | TCP ms | goal | |\n\
-             |---|---|---|---|---|---|---|---|---|---|\n";
+/// Writes the page.
+pub fn write(rows: &[Row]) -> Result<()> {
+    write_page(&under_traffic(rows))
+}
+
+/// Writes the page with the faults under traffic that it has, because what is known of failover has changed.
+pub fn write_lines() -> Result<()> {
+    let page = fs::read_to_string(path()).with_context(|| path().display().to_string())?;
+    write_page(rows_of(&page).context("the page has no faults under traffic")?)
+}
+
+fn write_page(rows: &str) -> Result<()> {
+    let page = page(rows, &crate::failover::kept_runs()?);
+    fs::write(path(), page).with_context(|| path().display().to_string())
+}
+
+/// Pure: rows of a page as [`under_traffic`] has written them.
+fn rows_of(page: &str) -> Option<&str> {
+    let (_, rest) = page.split_once(UNDER_TRAFFIC)?;
+    let (table, _) = rest.split_once(EVERY_LINE)?;
+    Some(&table[table.find("\n| `")? + 1..])
+}
+
+/// Pure: the rows of a run.
+fn under_traffic(rows: &[Row]) -> String {
+    let mut text = String::new();
     for row in rows {
         let Row { id, fault, injected, sent, lost, gap_ms, stall_ms, goal, problem, .. } = row;
         let line = row.line.map_or(String::new(), |line| line.to_string());
@@ -60,12 +84,25 @@ fn page(rows: &[Row]) -> String {
             "| `{id}` | {line} | {fault} | {injected} | {sent} | {lost} | {gap_ms} | {stall_ms} | {goal} | {state} |"
         );
     }
-    text += "\n## Every line\n\n\
-             \"traffic\" is the table above; other names are tests of `cargo xtask test`.\n\n\
-             | line | fault | shown by | not shown |\n|---|---|---|---|\n";
+    text
+}
+
+/// Pure: the page.
+fn page(rows: &str, failover: &[Run]) -> String {
+    let mut text = format!(
+        "{HEAD}{UNDER_TRAFFIC}| id | line | fault | that it happened | sent | lost | gap ms | TCP ms | goal | |\n\
+         |---|---|---|---|---|---|---|---|---|---|\n{rows}{EVERY_LINE}\
+         \"traffic\" is the table above, \"failover\" what `cargo xtask lab failover` has seen; other names are \
+         tests of `cargo xtask test`.\n\n\
+         | line | fault | shown by | not shown |\n|---|---|---|---|\n"
+    );
     for line in LINES {
-        let watched = rows.iter().any(|row| row.line == Some(line.number)).then_some("traffic");
-        let shown: Vec<_> = watched.into_iter().chain(line.tests.iter().copied()).map(cell).collect();
+        let number = format!(" {} ", line.number);
+        let watched =
+            rows.lines().any(|row| row.split('|').nth(2) == Some(&number)).then(|| "traffic".to_owned());
+        let failover = crate::failover::of_line(failover, line.number);
+        let tests = line.tests.iter().map(|test| cell(test));
+        let shown: Vec<_> = watched.into_iter().chain(failover).chain(tests).collect();
         let _ = writeln!(
             text,
             "| {} | {} | {} | {} |",
@@ -90,7 +127,7 @@ mod tests {
 
     #[test]
     fn the_pages_list_of_tests_is_the_one_in_the_code() {
-        let page = std::fs::read_to_string(crate::workspace_root().join("docs/reliability.md")).unwrap();
+        let page = fs::read_to_string(crate::workspace_root().join("docs/reliability.md")).unwrap();
         let (_, page) = page.split_once("## Every line").unwrap();
         for line in LINES {
             let start = format!("| {} | {} |", line.number, line.fault);
@@ -100,5 +137,15 @@ mod tests {
             let told = line.tests.iter().all(|test| row.contains(&cell(test))) && row.contains(line.missing);
             assert!(told, "line {}: run `cargo xtask lab faults --docs`", line.number);
         }
+    }
+
+    #[test]
+    fn the_page_is_made_of_its_own_rows_and_the_runs_that_are_kept() {
+        let page_there = fs::read_to_string(path()).unwrap();
+        let again = page(rows_of(&page_there).unwrap(), &crate::failover::kept_runs().unwrap());
+        let differs = again.lines().zip(page_there.lines()).find(|(new, old)| new != old);
+        assert_eq!(differs, None, "run `cargo xtask lab failover --from FILE --docs`");
+        assert_eq!(again.len(), page_there.len());
+        assert!(again.contains("| 25 | kilo0 deleted, renamed, renumbered | traffic<br>net::"), "{again}");
     }
 }

@@ -34,6 +34,8 @@ pub struct Figures {
     pub lost: u64,
     /// Longest time without an answer.
     pub gap: Duration,
+    /// Numbers of those that were lost, one after the other: the first, and how many.
+    pub holes: Vec<(u64, u64)>,
     /// Longest time the TCP connection stood still.
     pub stall: Duration,
     /// Why the TCP connection ended, if it did.
@@ -45,7 +47,7 @@ pub struct Traffic {
     stop: Arc<AtomicBool>,
     answered: Arc<AtomicU64>,
     tick: Duration,
-    datagrams: JoinHandle<Result<Result<(u64, u64, Duration)>>>,
+    datagrams: JoinHandle<Result<Result<Stream>>>,
     connection: JoinHandle<Result<Result<Duration>>>,
 }
 
@@ -86,22 +88,37 @@ impl Traffic {
     pub fn finish(self) -> Result<Figures> {
         self.stop.store(true, Ordering::Relaxed);
         let died = || anyhow::anyhow!("traffic thread");
-        let (sent, answered, gap) = self.datagrams.join().map_err(|_| died())???;
+        let Stream { sent, answered, gap, holes } = self.datagrams.join().map_err(|_| died())???;
         let (stall, broken) = match self.connection.join().map_err(|_| died())?? {
             Ok(stall) => (stall, None),
             Err(error) => (Duration::ZERO, Some(format!("{error:#}"))),
         };
-        Ok(Figures { sent, lost: sent - answered, gap, stall, broken })
+        Ok(Figures { sent, lost: sent - answered, gap, holes, stall, broken })
     }
 }
 
-/// Returns (sent, answered, longest time without an answer).
-fn stream(
-    target: IpAddr,
-    tick: Duration,
-    stop: &AtomicBool,
-    count: &AtomicU64,
-) -> Result<(u64, u64, Duration)> {
+/// What became of the datagrams, as in [`Figures`].
+struct Stream {
+    sent: u64,
+    answered: u64,
+    gap: Duration,
+    holes: Vec<(u64, u64)>,
+}
+
+/// Pure: which of those that were sent were not seen.
+fn holes(seen: &[bool], sent: u64) -> Vec<(u64, u64)> {
+    let mut holes: Vec<(u64, u64)> = Vec::new();
+    let all = seen.iter().copied().chain(std::iter::repeat(false)).zip(0..sent);
+    for (_, number) in all.filter(|(seen, _)| !seen) {
+        match holes.last_mut() {
+            Some((first, length)) if *first + *length == number => *length += 1,
+            _ => holes.push((number, 1)),
+        }
+    }
+    holes
+}
+
+fn stream(target: IpAddr, tick: Duration, stop: &AtomicBool, count: &AtomicU64) -> Result<Stream> {
     let socket = probe::any_port(target)?;
     socket.connect((target, probe::PORT))?;
     socket.set_read_timeout(Some(Duration::from_millis(50)))?;
@@ -150,7 +167,7 @@ fn stream(
         let end = ended.map_or(last, |ended| ended.max(last));
         gap = gap.max(end - last);
         let sent = sending.join().map_err(|_| anyhow::anyhow!("sending thread"))?;
-        Ok((sent, count.load(Ordering::Relaxed), gap))
+        Ok(Stream { sent, answered: count.load(Ordering::Relaxed), gap, holes: holes(&seen, sent) })
     })
 }
 
@@ -200,4 +217,16 @@ fn connection(target: IpAddr, stop: Arc<AtomicBool>) -> Result<Duration> {
         bail!("{read} of {written} bytes came back");
     }
     Ok(stall)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_lost_in_a_row_is_one_hole_and_what_never_came_one_at_the_end() {
+        let seen = [true, false, false, true, true, false];
+        assert_eq!(holes(&seen, 8), [(1, 2), (5, 3)]);
+        assert_eq!(holes(&[true], 1), []);
+    }
 }

@@ -1,0 +1,99 @@
+//! The command line of `cargo xtask lab failover`.
+
+use std::{fs, path::PathBuf, time::Duration};
+
+use anyhow::{Context as _, Result, bail};
+use clap::Args;
+
+use super::{Choice, Run, breaking, cases, kept, rest, table};
+use crate::{Lab, LabArgs};
+
+/// Its options.
+#[derive(Args, Clone, Debug)]
+pub struct Options {
+    /// Only these cases (comma separated); all when none is named.
+    #[arg(long = "case", value_delimiter = ',', value_name = "ID", value_parser = cases::named)]
+    cases: Vec<String>,
+    /// Only what every test run does.
+    #[arg(long, conflicts_with = "cases")]
+    always: bool,
+    /// How often each case is run.
+    #[arg(long, default_value_t = 1)]
+    runs: usize,
+    /// Write the runs to this file, after each run.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Take the runs from a file that --json wrote instead of making any (repeatable).
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["cases", "always", "json", "outcomes"])]
+    from: Vec<PathBuf>,
+    /// How long the cases go on that last, and the cluster is away: 90s, 10m, 2h (default: 30s).
+    #[arg(long = "for", value_name = "TIME", value_parser = crate::args::parse_time)]
+    length: Option<Duration>,
+    /// Keep the runs in docs/failover.json instead of those of the same cases, and write the tables of
+    /// docs/failover.md and docs/reliability.md.
+    #[arg(long, conflicts_with = "always")]
+    docs: bool,
+    /// Break nothing: measure for so long what agents cost at rest, without failover and with it.
+    #[arg(long, value_name = "TIME", value_parser = crate::args::parse_time, conflicts_with_all = ["docs", "from", "cases"])]
+    rest: Option<Duration>,
+    /// Write the outcomes as tests to this file.
+    #[arg(long, value_name = "FILE", hide = true)]
+    outcomes: Option<PathBuf>,
+}
+
+impl Options {
+    /// Whether a lab is built.
+    pub const fn needs_lab(&self) -> bool {
+        self.from.is_empty()
+    }
+}
+
+/// Runs it.
+pub fn main(args: &LabArgs, options: &Options) -> Result<()> {
+    if !options.needs_lab() {
+        let mut runs = Vec::new();
+        for path in &options.from {
+            let text = fs::read(path).with_context(|| path.display().to_string())?;
+            let more: Vec<Run> = serde_json::from_slice(&text).with_context(|| path.display().to_string())?;
+            runs.extend(more);
+        }
+        return end(&runs, options);
+    }
+    let mut guard = crate::take_over(&args.name)?;
+    let mut args = args.clone();
+    args.kg_flags.extend(["--failover=auto", "--stand-bys=1"].map(str::to_owned));
+    if let Some(length) = options.length {
+        breaking::set_length(length);
+    }
+    if let Some(time) = options.rest {
+        return rest::measure(&mut Lab::up(&args, None)?, time);
+    }
+    let choice = match (options.always, options.cases.as_slice()) {
+        (true, _) => Choice::Always,
+        (false, []) => Choice::All,
+        (false, ids) => Choice::Named(ids),
+    };
+    let save = |runs: &[Run]| options.json.as_ref().map_or(Ok(()), |path| crate::write_json(path, runs));
+    let runs = super::run(&mut Lab::up(&args, None)?, choice, options.runs, args.keep, save)?;
+    if let Some(path) = &options.outcomes {
+        crate::write_json(path, &super::outcomes(&runs, ""))?;
+    }
+    // To look around.
+    guard.keep = args.keep && runs.iter().any(|run| run.problem.is_some());
+    end(&runs, options)
+}
+
+/// Writes the tables, and fails when something is not what is accepted.
+fn end(runs: &[Run], options: &Options) -> Result<()> {
+    if options.docs {
+        let all = kept::replace(kept::read()?, runs);
+        kept::write(&all)?;
+        table::write(&all)?;
+        crate::faults::write_lines()?;
+    }
+    let beyond: Vec<_> = table::sums(runs).filter_map(|sum| sum.problem()).collect();
+    if !beyond.is_empty() {
+        bail!("not what is accepted: {}", beyond.join("; "));
+    }
+    Ok(())
+}

@@ -1,0 +1,79 @@
+//! Flows that begin: one every few milliseconds, each with one datagram from a port of its own.
+
+use std::{
+    collections::VecDeque,
+    net::{IpAddr, UdpSocket},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{JoinHandle, sleep},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, anyhow};
+
+use crate::{probe, space::Space};
+
+/// Between two flows.
+const EACH: Duration = Duration::from_millis(5);
+/// How long an answer is waited for.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// New flows all the time.
+pub struct Fresh {
+    stop: Arc<AtomicBool>,
+    flows: JoinHandle<Result<Result<Duration>>>,
+}
+
+impl Fresh {
+    /// Begins them in this namespace.
+    pub fn start(from: &Space, target: IpAddr) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let ended = Arc::clone(&stop);
+        Self { stop, flows: from.spawn(move || begin(target, &ended)) }
+    }
+
+    /// Ends them; returns for how long flows began that got no answer, longest.
+    pub fn finish(self) -> Result<Duration> {
+        self.stop.store(true, Ordering::Relaxed);
+        self.flows.join().map_err(|_| anyhow!("thread of new flows"))??
+    }
+}
+
+fn is_answered(flow: &UdpSocket) -> bool {
+    flow.recv(&mut [0; 256]).is_ok()
+}
+
+fn begin(target: IpAddr, stop: &AtomicBool) -> Result<Duration> {
+    let mut waiting: VecDeque<(Instant, UdpSocket)> = VecDeque::new();
+    // When the first of those began that have got no answer, one after the other.
+    let (mut silent, mut longest) = (None::<Instant>, Duration::ZERO);
+    let mut newest = Instant::now();
+    while !stop.load(Ordering::Relaxed) || !waiting.is_empty() {
+        if !stop.load(Ordering::Relaxed) {
+            let flow = probe::any_port(target)?;
+            flow.connect((target, probe::PORT))?;
+            flow.set_nonblocking(true)?;
+            // Refused or unreachable is lost, too.
+            let _ = flow.send(probe::MARKER);
+            newest = Instant::now();
+            waiting.push_back((newest, flow));
+        }
+        while let Some((began, flow)) = waiting.front() {
+            if is_answered(flow) {
+                if let Some(silent) = silent.take() {
+                    longest = longest.max(began.duration_since(silent));
+                }
+            } else if began.elapsed() > PATIENCE {
+                silent.get_or_insert(*began);
+            } else {
+                break;
+            }
+            waiting.pop_front();
+        }
+        sleep(EACH);
+    }
+    let last = silent.map_or(Duration::ZERO, |silent| newest.duration_since(silent));
+    Ok(longest.max(last))
+}

@@ -1,0 +1,60 @@
+//! The runs of all labs that the pages' tables are made of: docs/failover.json.
+
+use std::{fmt::Write as _, fs, path::PathBuf};
+
+use anyhow::{Context as _, Result};
+
+use super::{Run, cases::CASES};
+
+fn path() -> PathBuf {
+    crate::workspace_root().join("docs/failover.json")
+}
+
+/// All that are kept; none where there is no file.
+pub fn read() -> Result<Vec<Run>> {
+    let path = path();
+    if !path.exists() {
+        return Ok(Vec::new());
+    }
+    let text = fs::read(&path).with_context(|| path.display().to_string())?;
+    serde_json::from_slice(&text).with_context(|| path.display().to_string())
+}
+
+/// Pure: `new` in the place of all kept runs of the same cases, in the order of the cases; runs of a case that
+/// is no more go.
+pub fn replace(kept: Vec<Run>, new: &[Run]) -> Vec<Run> {
+    let others = kept.into_iter().filter(|kept| !new.iter().any(|new| new.id == kept.id));
+    let mut all: Vec<_> = others.chain(new.iter().cloned()).collect();
+    let place = |run: &Run| CASES.iter().position(|case| case.id == run.id);
+    all.retain(|run| place(run).is_some());
+    all.sort_by_key(place);
+    all
+}
+
+/// One run on each line, so that a change is seen.
+pub fn write(runs: &[Run]) -> Result<()> {
+    let mut text = String::new();
+    for (number, run) in runs.iter().enumerate() {
+        let before = if number == 0 { "[\n" } else { ",\n" };
+        let _ = write!(text, "{before}{}", serde_json::to_string(run)?);
+    }
+    let path = path();
+    fs::write(&path, text + "\n]\n").with_context(|| path.display().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(id: &str, gap_ms: u64) -> Run {
+        Run { id: id.to_owned(), gap_ms, ..Run::default() }
+    }
+
+    #[test]
+    fn new_runs_replace_all_of_their_case_and_no_other() {
+        let kept = vec![run("power-off", 1), run("gone", 2), run("power-off", 3), run("halves", 4)];
+        let all = replace(kept, &[run("two-lose-power", 5), run("power-off", 6)]);
+        let all: Vec<_> = all.iter().map(|run| (run.id.as_str(), run.gap_ms)).collect();
+        assert_eq!(all, [("power-off", 6), ("halves", 4), ("two-lose-power", 5)]);
+    }
+}

@@ -1,0 +1,77 @@
+//! What agents cost while nothing happens, without failover and with it.
+
+use std::{
+    fs,
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+
+use super::{breaking, state};
+use crate::{Lab, counters, faults::nodes};
+
+/// How long an agent may take to begin, and to be at rest.
+const BEGINS: Duration = Duration::from_secs(30);
+/// Threads of failover have this name.
+const THREAD: &str = "failover";
+/// What an agent writes to the host.
+const WRITES: &str = "kilo_writes_total";
+
+/// CPU time of an agent, and of the threads of it that failover has.
+#[derive(Clone, Copy, Default)]
+struct Spent {
+    whole: Duration,
+    failover: Duration,
+}
+
+/// Reads what the scheduler says of each thread; one that ends meanwhile is left out.
+fn spent(pid: u32) -> Result<Spent> {
+    let mut spent = Spent::default();
+    for task in fs::read_dir(format!("/proc/{pid}/task"))? {
+        let task = task?.path();
+        let Ok(figures) = fs::read_to_string(task.join("schedstat")) else { continue };
+        let time = figures.split_whitespace().next().context("schedstat")?.parse()?;
+        let time = Duration::from_nanos(time);
+        spent.whole += time;
+        if fs::read_to_string(task.join("comm")).is_ok_and(|name| name.trim() == THREAD) {
+            spent.failover += time;
+        }
+    }
+    Ok(spent)
+}
+
+/// CPU time and writes of every agent so far.
+fn all(lab: &Lab) -> Result<Vec<(Spent, u64)>> {
+    let one = |name: &String| {
+        let pid = lab.agents.pid(name).with_context(|| format!("no agent runs on {name}"))?;
+        let writes = counters::scrape(&lab.network.node(name)?.space)?.get(WRITES).copied().unwrap_or(0);
+        Ok((spent(pid)?, writes))
+    };
+    nodes::names(lab).iter().map(one).collect()
+}
+
+/// Prints both for each node.
+pub fn measure(lab: &mut Lab, time: Duration) -> Result<()> {
+    println!("{:8}{:6}{:>12}{:>12}{:>10}  of one core; writes", "failover", "node", "role", "agent", THREAD);
+    for mode in ["off", "auto"] {
+        lab.agents.set_flag("--failover", mode);
+        breaking::reboot_all(lab)?;
+        sleep(BEGINS);
+        let (before, began) = (all(lab)?, Instant::now());
+        sleep(time);
+        let after = all(lab)?;
+        let part = |time: Duration| 100.0 * time.as_secs_f64() / began.elapsed().as_secs_f64();
+        for (name, (before, after)) in nodes::names(lab).iter().zip(before.iter().zip(&after)) {
+            println!(
+                "{mode:8}{name:6}{:>12}{:>10.3} %{:>8.3} %  {}",
+                state::role(lab, name),
+                part(after.0.whole.saturating_sub(before.0.whole)),
+                part(after.0.failover.saturating_sub(before.0.failover)),
+                after.1 - before.1
+            );
+            ensure!(after.1 == before.1, "{name} wrote to its host although nothing was new");
+        }
+    }
+    Ok(())
+}
