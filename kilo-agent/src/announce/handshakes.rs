@@ -13,7 +13,7 @@ use kilo_host::wireguard::PeerStatus;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::{
-    backend::{Backend, Handshake},
+    backend::{Backend, Handshake, Said},
     status::Timestamp,
 };
 
@@ -87,11 +87,11 @@ impl Handshakes {
     }
 
     /// Which of what is seen is to be written now, by an agent of so many leaders: what has been old for
-    /// longest first. `said`: what the objects say; the outer `None`: there is no object to write into.
+    /// longest first. `said`: what the objects say; `None`: there is no object to write into.
     fn due(
         &mut self,
         seen: &Seen,
-        said: impl Fn(&str) -> Option<Option<Handshake>>,
+        said: impl Fn(&str) -> Option<Said>,
         leaders: usize,
         now: Instant,
     ) -> Vec<String> {
@@ -106,7 +106,7 @@ impl Handshakes {
                 if own.is_some_and(|own| now.saturating_duration_since(own.tried) < NEWS) {
                     return None;
                 }
-                let said = said(peer)?;
+                let said = said(peer)?.handshake;
                 let wrote = own.and_then(|own| own.wrote.as_ref());
                 is_news(handshake, said.as_ref(), wrote).then(|| (said.map(|said| said.time), peer))
             })
@@ -128,7 +128,7 @@ impl Handshakes {
     }
 
     /// Writes what is due, beside everything else. While it does, nothing more is due.
-    pub async fn observe<B: Backend>(&mut self, backend: &Arc<B>, seen: Seen, leaders: usize, now: Instant) {
+    pub async fn observe<B: Backend>(&mut self, backend: &Arc<B>, seen: &Seen, leaders: usize, now: Instant) {
         if let Some(task) = &self.task {
             if !task.is_finished() {
                 return;
@@ -139,7 +139,7 @@ impl Handshakes {
             };
             self.take(outcome, now);
         }
-        let due = self.due(&seen, |peer| backend.handshake(peer), leaders, now);
+        let due = self.due(seen, |peer| backend.said(peer), leaders, now);
         if due.is_empty() {
             return;
         }
@@ -168,7 +168,7 @@ async fn write<B: Backend>(backend: Arc<B>, news: Vec<(Handshake, Option<Handsha
     tokio::time::sleep(JITTER.mul_f64(rand::random())).await;
     let mut outcome = Outcome::default();
     for (seen, wrote, peer) in news {
-        let Some(said) = backend.handshake(&peer) else { continue };
+        let Some(Said { handshake: said }) = backend.said(&peer) else { continue };
         if !is_news(&seen, said.as_ref(), wrote.as_ref()) {
             continue;
         }
@@ -212,7 +212,12 @@ mod tests {
             let count = self.leaders.len();
             for (number, leader) in self.leaders.iter_mut().enumerate() {
                 let seen = seen(number, self.second);
-                let due = leader.due(&seen, |peer| Some(self.said.get(peer).copied()), count, now);
+                let due = leader.due(
+                    &seen,
+                    |peer| Some(Said { handshake: self.said.get(peer).copied() }),
+                    count,
+                    now,
+                );
                 self.writes += due.len();
                 let written: Seen = due.into_iter().map(|peer| (peer.clone(), seen[&peer])).collect();
                 self.said.extend(written.clone());
@@ -288,7 +293,7 @@ mod tests {
         let mut writes = 0;
         for second in (0..600).step_by(5) {
             let now = world.start + Duration::from_secs(second);
-            writes += one.due(&many, |_| Some(None), 1, now).len();
+            writes += one.due(&many, |_| Some(Said::default()), 1, now).len();
         }
         assert!((595..=600).contains(&writes), "{writes} in 600 s");
     }
@@ -299,7 +304,8 @@ mod tests {
         let mut handshakes = Handshakes::new(now);
         handshakes.take(Outcome { written: Seen::new(), pause: Some(REFUSED) }, now);
         let seen = laptop(at(10_000, 1));
-        let mut due = |seconds| handshakes.due(&seen, |_| Some(None), 1, now + Duration::from_secs(seconds));
+        let mut due =
+            |seconds| handshakes.due(&seen, |_| Some(Said::default()), 1, now + Duration::from_secs(seconds));
         assert!(due(400).is_empty());
         assert_eq!(due(800), ["laptop"]);
     }

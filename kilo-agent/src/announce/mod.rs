@@ -201,7 +201,7 @@ impl<B: Backend> Announcer<B> {
         };
         let (now, seen) = (Instant::now(), handshakes::seen(&view.mesh, &peers, Timestamp::now()));
         let leaders = view.mesh.segments.len();
-        self.handshakes.observe(&self.context.backend, seen, leaders, now).await;
+        self.handshakes.observe(&self.context.backend, &seen, leaders, now).await;
         for news in self.tunnels.observe(&view, &peers, now) {
             self.say(now, || news.log());
             if let Some((reason, text)) = news.event() {

@@ -68,6 +68,13 @@ pub struct Handshake {
     pub endpoint: Option<SocketAddr>,
 }
 
+/// What the object of a peer says of its tunnels.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Said {
+    /// The last handshake, once there was one.
+    pub handshake: Option<Handshake>,
+}
+
 /// A source of nodes and peers.
 pub trait Backend: Send + Sync + 'static {
     /// The latest snapshot; changes are signalled by the receiver. The first
@@ -89,13 +96,13 @@ pub trait Backend: Send + Sync + 'static {
         async { Ok(0) }
     }
 
-    /// The handshake that the object of a peer names; the outer `None`: there is no such object to write into.
-    fn handshake(&self, _peer: &str) -> Option<Option<Handshake>> {
+    /// What the object of a peer says of its tunnels; `None`: there is no such object to write into.
+    fn said(&self, _peer: &str) -> Option<Said> {
         None
     }
 
-    /// Writes a handshake into the object of a peer, unless that is another one by now. Returns whether it
-    /// was written.
+    /// Writes a handshake into the object of a peer, unless that is another version by now
+    /// than [`Self::said`] knows. Returns whether it was written.
     fn report_handshake(
         &self,
         _peer: &str,

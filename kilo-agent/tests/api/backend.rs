@@ -12,7 +12,7 @@ use std::{
 
 use k8s_openapi::api::core::v1 as core;
 use kilo_agent::{
-    backend::{Backend as _, BackendError, Handshake, kubernetes::KubernetesBackend},
+    backend::{Backend as _, BackendError, Handshake, Said, kubernetes::KubernetesBackend},
     status::Timestamp,
 };
 use kilo_core::{
@@ -277,8 +277,8 @@ async fn a_handshake_is_written_beside_the_condition_and_not_over_a_later_one() 
         endpoint: endpoint.parse().ok(),
     };
     let (early, late) = (handshake(0, "192.0.2.7:4000"), handshake(100, "[2001:db8::7]:4000"));
-    assert_eq!(first.handshake("laptop"), Some(None));
-    assert_eq!(first.handshake("nobody"), None);
+    assert_eq!(first.said("laptop"), Some(Said::default()));
+    assert_eq!(first.said("nobody"), None);
     assert!(!first.report_handshake("nobody", &early).await.unwrap());
 
     // Both know the same version of the object: one of them is too late.
@@ -288,8 +288,8 @@ async fn a_handshake_is_written_beside_the_condition_and_not_over_a_later_one() 
     assert_eq!(wrote.iter().filter(|wrote| **wrote).count(), 1, "{wrote:?}");
     let written = if wrote[0] { late } else { early };
     let deadline = Instant::now() + SOON;
-    while backends.iter().any(|backend| backend.handshake("laptop") != Some(Some(written))) {
-        assert!(Instant::now() < deadline, "{:?}", first.handshake("laptop"));
+    while backends.iter().any(|backend| backend.said("laptop") != Some(Said { handshake: Some(written) })) {
+        assert!(Instant::now() < deadline, "{:?}", first.said("laptop"));
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 

@@ -8,7 +8,7 @@ use std::{
 
 use kube::core::ObjectMeta;
 
-use crate::backend::Handshake;
+use crate::backend::Said;
 
 use kilo_core::{
     objects::{ObjectRef, Snapshot, annotations::PREFIX},
@@ -130,11 +130,11 @@ pub struct Seen<T> {
 
 /// What agents have written into a Peer object: nothing that a snapshot has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Said {
+pub struct Note {
     /// `resourceVersion`.
     pub version: String,
-    /// The last handshake.
-    pub handshake: Option<Handshake>,
+    /// What it says of the peer's tunnels.
+    pub said: Said,
 }
 
 /// All objects of one kind.
@@ -143,13 +143,13 @@ pub struct Store<T: Kept> {
     values: T::All,
     problems: BTreeMap<ObjectRef, String>,
     /// By name, where there is anything.
-    said: BTreeMap<String, Said>,
+    notes: BTreeMap<String, Note>,
     listed: bool,
 }
 
 impl<T: Kept> Default for Store<T> {
     fn default() -> Self {
-        Self { values: T::All::default(), problems: BTreeMap::new(), said: BTreeMap::new(), listed: false }
+        Self { values: T::All::default(), problems: BTreeMap::new(), notes: BTreeMap::new(), listed: false }
     }
 }
 
@@ -169,18 +169,18 @@ impl<T: Kept> Store<T> {
     }
 
     /// Takes note of what an object says besides its value.
-    pub fn note(&mut self, name: &str, said: Said) {
-        self.said.insert(name.to_owned(), said);
+    pub fn note(&mut self, name: &str, note: Note) {
+        self.notes.insert(name.to_owned(), note);
     }
 
     /// What an object that is there and valid says besides its value.
-    pub fn said(&self, name: &str) -> Option<&Said> {
-        self.said.get(name).filter(|_| self.contains(name))
+    pub fn note_of(&self, name: &str) -> Option<&Note> {
+        self.notes.get(name).filter(|_| self.contains(name))
     }
 
     /// Removes one object.
     pub fn remove(&mut self, name: &str) -> Urgency {
-        self.said.remove(name);
+        self.notes.remove(name);
         let problem = self.problems.remove(&T::object(name)).is_some();
         changed(T::remove(name, &mut self.values) || problem)
     }
@@ -318,16 +318,16 @@ mod tests {
     fn what_an_object_says_goes_with_it() {
         let mut store = Store::default();
         for name in ["a", "b", "bad"] {
-            store.note(name, Said::default());
+            store.note(name, Note::default());
         }
         store.put(seen("a", 1));
         store.put(seen("b", 1));
         store.put(Seen::<CheckedIn> { name: "bad".into(), value: None, problem: Some("x".into()) });
-        assert!(store.said("a").is_some() && store.said("bad").is_none());
+        assert!(store.note_of("a").is_some() && store.note_of("bad").is_none());
         store.remove("a");
-        assert_eq!(store.said.keys().collect::<Vec<_>>(), ["b", "bad"]);
+        assert_eq!(store.notes.keys().collect::<Vec<_>>(), ["b", "bad"]);
         store.replace(Vec::new(), &BTreeSet::new());
-        assert!(store.said.is_empty());
+        assert!(store.notes.is_empty());
     }
 
     #[test]

@@ -52,7 +52,7 @@ use self::{
     client::{Asked, explain, in_time},
     partial_node::PartialNode,
 };
-use super::{Backend, BackendError, Handshake, mass_delete_guard::MassDeleteGuard};
+use super::{Backend, BackendError, Handshake, Said, mass_delete_guard::MassDeleteGuard};
 use kilo_core::{
     errors::{Explained, error_chain},
     objects::{Published, Snapshot, annotations, events::EventReason, node, peer},
@@ -332,7 +332,7 @@ impl Shared {
 
     fn see_peer(&self, object: DynamicObject) -> Seen<kilo_core::topology::Peer> {
         if let Some(name) = &object.metadata.name {
-            self.cache().peers.note(name, peer_status::said(&object));
+            self.cache().peers.note(name, peer_status::note(&object));
         }
         see_peer(object)
     }
@@ -368,12 +368,12 @@ impl Backend for KubernetesBackend {
         peer_status::report(&self.client, &self.peers, peers).await
     }
 
-    fn handshake(&self, peer: &str) -> Option<Option<Handshake>> {
-        self.shared.cache().peers.said(peer).map(|said| said.handshake)
+    fn said(&self, peer: &str) -> Option<Said> {
+        self.shared.cache().peers.note_of(peer).map(|note| note.said)
     }
 
     async fn report_handshake(&self, peer: &str, handshake: &Handshake) -> Result<bool, BackendError> {
-        let version = self.shared.cache().peers.said(peer).map(|said| said.version.clone());
+        let version = self.shared.cache().peers.note_of(peer).map(|note| note.version.clone());
         match version {
             Some(version) => peer_status::write_handshake(&self.peers, peer, &version, handshake).await,
             None => Ok(false),

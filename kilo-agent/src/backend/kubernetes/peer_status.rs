@@ -7,12 +7,12 @@ use kube::{
 use serde_json::{Value, json};
 
 use super::{
-    cache::Said,
+    cache::Note,
     client::{Asked, in_time},
     event,
 };
 use crate::{
-    backend::{BackendError, Handshake},
+    backend::{BackendError, Handshake, Said},
     status::Timestamp,
 };
 use kilo_core::{
@@ -79,12 +79,12 @@ pub async fn report(
 }
 
 /// What is kept of a Peer object besides its spec.
-pub fn said(object: &DynamicObject) -> Said {
+pub fn note(object: &DynamicObject) -> Note {
     let field = |name: &str| object.data.get("status")?.get(name)?.as_str();
     let time = field("lastHandshake").and_then(|text| text.parse().ok());
     let endpoint = field("endpoint").and_then(|text| text.parse().ok());
     let version = object.metadata.resource_version.clone().unwrap_or_default();
-    Said { version, handshake: time.map(|time| Handshake { time, endpoint }) }
+    Note { version, said: Said { handshake: time.map(|time| Handshake { time, endpoint }) } }
 }
 
 /// Writes a handshake into the object of this version; false when that is another one by now.

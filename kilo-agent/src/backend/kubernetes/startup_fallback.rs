@@ -11,7 +11,7 @@ use tokio::sync::{oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::KubernetesBackend;
-use crate::backend::{Backend, BackendError, Handshake};
+use crate::backend::{Backend, BackendError, Handshake, Said};
 use kilo_core::{
     errors::Explained,
     objects::{Published, Snapshot, events::EventReason},
@@ -142,8 +142,8 @@ impl Backend for StartupFallback {
         self.connected.get().ok_or_else(away)?.report_peers(peers).await
     }
 
-    fn handshake(&self, peer: &str) -> Option<Option<Handshake>> {
-        self.connected.get()?.handshake(peer)
+    fn said(&self, peer: &str) -> Option<Said> {
+        self.connected.get()?.said(peer)
     }
 
     async fn report_handshake(&self, peer: &str, handshake: &Handshake) -> Result<bool, BackendError> {
