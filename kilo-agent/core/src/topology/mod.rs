@@ -27,6 +27,7 @@ pub use leader::{LeaderReason, is_public, is_reached_from_anywhere};
 pub use liveness::Liveness;
 pub use mesh::{
     Lost, Mesh, NO_POD_CIDR, READY_SECONDS, is_complete, is_recent, location_of, missing, ready_at,
+    with_remedy,
 };
 pub use nodes::{CheckedIn, Known, Nodes, Replaced, among, not_among, with_own};
 pub use private_endpoint::PRIVATE_ENDPOINT_REMEDY;
