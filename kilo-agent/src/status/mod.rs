@@ -373,14 +373,7 @@ fn why_not_ready(node: Known<'_>, time: Timestamp) -> Vec<String> {
     let has_run = last_seen(node).is_some();
     // An agent that never ran has written nothing: that is one reason, not several.
     let missing = topology::missing(&node).filter(|missing| has_run || *missing == topology::NO_POD_CIDR);
-    let mut reasons: Vec<String> = missing
-        .map(|missing| match missing {
-            topology::NO_POD_CIDR => {
-                format!("{missing}: kube-controller-manager needs --allocate-node-cidrs and --cluster-cidr")
-            }
-            _ => missing.to_owned(),
-        })
-        .collect();
+    let mut reasons: Vec<String> = missing.map(topology::with_remedy).collect();
     match last_seen(node) {
         None => reasons.push(format!("{NEVER_CHECKED_IN}{LOOK_AT_LOG}")),
         Some(seen) if !topology::is_recent(node.last_seen, time.0) => {

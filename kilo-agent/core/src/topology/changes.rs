@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use super::{LeaderReason, Mesh, Node, PeerStanding, Segment, location_of, missing};
+use super::{LeaderReason, Mesh, Node, PeerStanding, Segment, location_of, missing, with_remedy};
 use crate::objects::Snapshot;
 
 /// The mesh at one moment, and the objects it was made of.
@@ -123,7 +123,10 @@ impl fmt::Display for Absence {
         match self {
             Self::Deleted => f.write_str("its Node object was deleted"),
             Self::Silent => f.write_str("its agent no longer checks in"),
-            Self::Incomplete(missing) => write!(f, "it has {}", missing.join(", ")),
+            Self::Incomplete(missing) => {
+                let missing: Vec<_> = missing.iter().map(|missing| with_remedy(missing)).collect();
+                write!(f, "it has {}", missing.join(", "))
+            }
             Self::Moved => f.write_str("it is in another location now"),
         }
     }
@@ -228,8 +231,10 @@ pub fn changes(before: Moment<'_>, now: Moment<'_>, own: &str) -> Vec<Change> {
         changes.push(Change::NodeLeft { node, location, why });
     }
     let (from, to) = (Role::of(before.mesh, own), Role::of(now.mesh, own));
+    // Why this node is out is the last that is said of it, since people look at the last line of its log.
+    let at = if to == Role::Out { 0 } else { changes.len() };
     if from != to {
-        changes.push(Change::Role { from, to });
+        changes.insert(at, Change::Role { from, to });
     }
     changes.extend(of_peers(before, now));
     changes

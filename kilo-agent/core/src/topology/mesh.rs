@@ -32,6 +32,16 @@ pub fn is_complete(node: &Node) -> bool {
 /// What [`missing`] says of a node that nobody has given pod addresses.
 pub const NO_POD_CIDR: &str = "no pod CIDR";
 
+/// What [`missing`] says, and what to do where no agent can.
+pub fn with_remedy(missing: &str) -> String {
+    match missing {
+        NO_POD_CIDR => {
+            format!("{missing}: kube-controller-manager needs --allocate-node-cidrs and --cluster-cidr")
+        }
+        _ => missing.to_owned(),
+    }
+}
+
 /// What a node lacks to take part, in words.
 pub fn missing(node: &Node) -> impl Iterator<Item = &'static str> {
     [

@@ -33,6 +33,7 @@ pub use liveness::Liveness;
 pub use local::LocalMesh;
 pub use mesh::{
     Lost, Mesh, NO_POD_CIDR, READY_SECONDS, is_complete, is_recent, location_of, missing, ready_at,
+    with_remedy,
 };
 pub use private_endpoint::PRIVATE_ENDPOINT_REMEDY;
 pub(crate) use segment::LocationPrefix;

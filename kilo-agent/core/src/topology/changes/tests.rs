@@ -5,7 +5,7 @@ use super::*;
 use crate::{
     objects::ObjectRef,
     settings::Granularity,
-    topology::{CheckedIn, Peer},
+    topology::{CheckedIn, NO_POD_CIDR, Peer},
     wireguard::key::PublicKey,
 };
 
@@ -105,6 +105,21 @@ fn a_leader_that_dies_has_a_successor_who_knows_why() {
 }
 
 #[test]
+fn the_last_that_a_node_says_of_its_leaving_is_why_and_what_to_do() {
+    for own in ["a2", "b1"] {
+        let change = |nodes: &mut Vec<Node>| {
+            nodes.iter_mut().filter(|node| node.name == own).for_each(|node| node.pod_cidrs.clear());
+        };
+        let found = after(&[], change, own);
+        assert!(matches!(found[0], Change::Role { to: Role::Out, .. }), "{found:?}");
+        let Some(Change::NodeLeft { why, .. }) = found.last() else { panic!("{found:?}") };
+        let said =
+            "it has no pod CIDR: kube-controller-manager needs --allocate-node-cidrs and --cluster-cidr";
+        assert_eq!(why.to_string(), said);
+    }
+}
+
+#[test]
 fn a_leader_gives_way_to_one_that_asks() {
     let found = after(&[], |nodes| nodes[2].leader = true, "a1");
     let why = Succession::Rule(LeaderReason::AsksWithPublicEndpoint);
@@ -192,7 +207,8 @@ fn a_node_that_is_out_says_why() {
     let mut nodes = [node("a1", "a"), node("a2", "a")];
     nodes[1].pod_cidrs.clear();
     let world = World::new(&World::default(), &nodes, &[], &[]);
-    assert_eq!(why_out("a2", world.at()).unwrap().to_string(), "it has no pod CIDR");
+    let why = why_out("a2", world.at()).unwrap().to_string();
+    assert_eq!(why, format!("it has {}", with_remedy(NO_POD_CIDR)));
     assert_eq!(why_out("a1", world.at()), None);
     assert_eq!(why_out("a3", world.at()), None);
 }
