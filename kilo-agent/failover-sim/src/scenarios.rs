@@ -118,6 +118,13 @@ pub const SCENARIOS: &[Scenario] = &[
         share: 2,
         ..scenario("power off, 1,000 nodes", &[1_000], 600, 2, |_, _, t| Schedule::one(Fault::Power(0), t))
     },
+    // Members find out by themselves in some 2 s.
+    Scenario {
+        gateways: 2,
+        ..scenario("power off; the only stand-by's uplink fails for 0.4 s", MANY, 1_000, 1, |_, _, t| {
+            and_power(vec![(t + 50 * MS, t + 450 * MS, Fault::Uplink(1))], t)
+        })
+    },
     scenario("uplink dead, carrier stays", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::Uplink(0), t)),
     scenario("uplink dead, 2 nodes", &[2], 1_000, 3, |_, _, t| Schedule::one(Fault::Uplink(0), t)),
     scenario("uplink dead, announced by the carrier", ANY, 150, 3, |_, _, t| {

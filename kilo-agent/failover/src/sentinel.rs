@@ -163,10 +163,14 @@ impl Sentinel {
         if !params.keeps(Rule::Proof) {
             return tunnels.is_fit(now);
         }
-        tunnels.is_fit(now)
-            && detector.silent_since().is_some_and(|since| {
-                tunnels.were_good(since) && tunnels.proves(since + params.interval * 3 / 2)
-            })
+        let (Some(silent), Some(good)) = (detector.silent_since(), tunnels.good_since()) else {
+            return false;
+        };
+        // Where both had failed, the leader's way may be back a moment after the own tunnel: several probes of
+        // it have to be missed since then.
+        let several = detector.timeout(params) + params.interval * (params.hard as u64 + 1);
+        let proved = good <= silent || good + several <= now;
+        proved && tunnels.is_fit(now) && tunnels.proves(silent.max(good) + params.interval * 3 / 2)
     }
 
     fn may_ask_twice(&self, now: Micros) -> bool {

@@ -121,6 +121,11 @@ impl Tunnels {
         self.most(|tunnel| tunnel.answered.is_some_and(|sent| sent >= since))
     }
 
+    /// Since when they have been good.
+    pub const fn good_since(&self) -> Option<Micros> {
+        self.good_since
+    }
+
     /// Whether they were good at `since` and ever since.
     pub fn were_good(&self, since: Micros) -> bool {
         self.good_since.is_some_and(|good| good <= since)
