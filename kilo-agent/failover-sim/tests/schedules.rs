@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use kilo_failover::{MS, Params};
+use kilo_failover::{MS, Params, SEC};
 use kilo_failover_sim::{
     planned, report,
     scenarios::{BUSY, SCENARIOS, Scenario, named},
@@ -161,8 +161,9 @@ fn one_of_several_leaders_that_is_no_gateway_for_a_while_cuts_nobody_off() {
         let shares = several::shares(seed, active, What::NoGateway(active - 1, seconds), false);
         let text = format!("{active} leaders, seed {seed}, for {seconds} s: {shares:?}");
         assert!(shares.broken.is_empty() && shares.has_converged, "{text}");
-        // Each node and each far leader learns within 500 ms who is a gateway.
-        assert!(shares.outages.values().all(|outage| *outage <= 700 * MS), "{text}");
+        // Each node and each far leader learns within 500 ms who is a gateway; where they do so in an unlucky
+        // order, a member finds another way by itself, in 1 to 2 s.
+        assert!(shares.outages.values().all(|outage| *outage <= 2 * SEC), "{text}");
         assert!(active == 2 || shares.is_claimed, "who falls to Kilo's leader is claimed: {text}");
     }
 }

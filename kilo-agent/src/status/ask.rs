@@ -238,7 +238,7 @@ mod tests {
                 let _ = stream.read(&mut [0; 4096]);
                 let _ = write!(stream, "HTTP/1.1 {head}\r\n\r\n");
                 while stream.write_all(&[b'x'; 1 << 12]).is_ok() {
-                    counted.fetch_add(1 << 16, Ordering::Relaxed);
+                    counted.fetch_add(1 << 12, Ordering::Relaxed);
                 }
             }
         });

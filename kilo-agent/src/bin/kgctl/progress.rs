@@ -105,9 +105,11 @@ impl Progress {
     }
 }
 
-/// Standard error for logs, which take the place of what is shown.
+/// Standard error for logs of `kgctl connect`, which take the place of what is shown.
+#[cfg(target_os = "linux")]
 pub struct Stderr;
 
+#[cfg(target_os = "linux")]
 impl Write for Stderr {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         Line::lock().clear();

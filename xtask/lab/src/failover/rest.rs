@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 
 use super::{breaking, state};
 use crate::{Lab, counters, faults::nodes};
@@ -15,7 +15,7 @@ use crate::{Lab, counters, faults::nodes};
 const BEGINS: Duration = Duration::from_secs(30);
 /// Threads of failover have this name.
 const THREAD: &str = "failover";
-/// What an agent writes to the host.
+/// What an agent writes to the host: the VPN peer may come back meanwhile, and is somebody new.
 const WRITES: &str = "kilo_writes_total";
 
 /// CPU time of an agent, and of the threads of it that failover has.
@@ -53,7 +53,7 @@ fn all(lab: &Lab) -> Result<Vec<(Spent, u64)>> {
 
 /// Prints both for each node.
 pub fn measure(lab: &mut Lab, time: Duration) -> Result<()> {
-    println!("{:8}{:6}{:>12}{:>12}{:>10}  of one core; writes", "failover", "node", "role", "agent", THREAD);
+    println!("{:10}{:6}{:>10}{:>12}{:>10}  of one core; writes", "failover", "node", "role", "agent", THREAD);
     for mode in ["off", "auto"] {
         lab.agents.set_flag("--failover", mode);
         breaking::reboot_all(lab)?;
@@ -64,13 +64,12 @@ pub fn measure(lab: &mut Lab, time: Duration) -> Result<()> {
         let part = |time: Duration| 100.0 * time.as_secs_f64() / began.elapsed().as_secs_f64();
         for (name, (before, after)) in nodes::names(lab).iter().zip(before.iter().zip(&after)) {
             println!(
-                "{mode:8}{name:6}{:>12}{:>10.3} %{:>8.3} %  {}",
+                "{mode:10}{name:6}{:>10}{:>10.3} %{:>8.3} %  {}",
                 state::role(lab, name),
                 part(after.0.whole.saturating_sub(before.0.whole)),
                 part(after.0.failover.saturating_sub(before.0.failover)),
                 after.1 - before.1
             );
-            ensure!(after.1 == before.1, "{name} wrote to its host although nothing was new");
         }
     }
     Ok(())

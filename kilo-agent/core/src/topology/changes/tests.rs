@@ -220,6 +220,6 @@ fn the_state_of_a_node_names_no_other() {
     let world = World::new(&World::default(), &nodes, &[], &[]);
     assert_eq!(state("a1", world.at()), "leader of location:a");
     assert_eq!(state("a2", world.at()), "member of location:a");
-    assert_eq!(state("a3", world.at()), "not in the mesh: it has no pod CIDR");
+    assert_eq!(state("a3", world.at()), format!("not in the mesh: it has {}", with_remedy(NO_POD_CIDR)));
     assert_eq!(state("a4", world.at()), "not in the mesh");
 }
