@@ -1,7 +1,7 @@
 //! What is going on, on a terminal, for what takes longer than a second.
 
 use std::{
-    io::{self, IsTerminal as _, Write, stderr},
+    io::{IsTerminal as _, Write, stderr},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
@@ -111,12 +111,12 @@ pub struct Stderr;
 
 #[cfg(target_os = "linux")]
 impl Write for Stderr {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         Line::lock().clear();
         stderr().write(bytes)
     }
 
-    fn flush(&mut self) -> io::Result<()> {
+    fn flush(&mut self) -> std::io::Result<()> {
         stderr().flush()
     }
 }
