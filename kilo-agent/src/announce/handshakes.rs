@@ -72,9 +72,16 @@ struct Outcome {
     pause: Option<Duration>,
 }
 
+/// Clocks of nodes may differ by so many seconds.
+const AHEAD: i64 = 300;
+
 /// Whether an object that says `said` is to say this.
 fn is_news(seen: &Handshake, said: Option<&Handshake>, wrote: Option<&Handshake>) -> bool {
     let Some(said) = said else { return true };
+    // The clock of whoever wrote it is ahead: no handshake would be newer for as long.
+    if said.time.0 > Timestamp::now().0.saturating_add(AHEAD) {
+        return true;
+    }
     let newer = seen.time.0.saturating_sub(said.time.0);
     // Behind NAT each leader sees another endpoint: the one with the handshake that stands there counts.
     newer >= NEWS.as_secs() as i64 || wrote == Some(said) && seen.endpoint != said.endpoint
@@ -166,7 +173,7 @@ impl Handshakes {
 /// Writes one after the other, unless another leader has written meanwhile.
 async fn write<B: Backend>(backend: Arc<B>, news: Vec<(Handshake, Option<Handshake>, String)>) -> Outcome {
     tokio::time::sleep(JITTER.mul_f64(rand::random())).await;
-    let mut outcome = Outcome::default();
+    let (mut outcome, mut refused) = (Outcome::default(), false);
     for (seen, wrote, peer) in news {
         let Some(Said { handshake: said }) = backend.said(&peer) else { continue };
         if !is_news(&seen, said.as_ref(), wrote.as_ref()) {
@@ -177,10 +184,17 @@ async fn write<B: Backend>(backend: Arc<B>, news: Vec<(Handshake, Option<Handsha
             Ok(false) => {}
             Err(error) => {
                 tracing::debug!(%error, peer, "failed to write the last handshake of this peer");
-                outcome.pause = Some(if error.is_temporary() { UNANSWERED } else { REFUSED });
-                return outcome;
+                if error.is_temporary() {
+                    outcome.pause = Some(UNANSWERED);
+                    return outcome;
+                }
+                // One object may be refused for what it holds: the others are written all the same.
+                refused = true;
             }
         }
+    }
+    if refused && outcome.written.is_empty() {
+        outcome.pause = Some(REFUSED);
     }
     outcome
 }

@@ -402,6 +402,15 @@ fn peers(mesh: &Mesh, snapshot: &Snapshot) -> Vec<PeerStatus> {
 }
 
 impl Status {
+    /// Nodes that carry their location's packets, or may: leaders by Kilo's rule, acting ones and gateways.
+    pub fn leading(&self) -> BTreeSet<String> {
+        let of = |location: &LocationStatus| {
+            let leaders = location.leader.iter().chain(&location.acting).chain(&location.gateways);
+            leaders.cloned().collect::<Vec<_>>()
+        };
+        self.locations.iter().flat_map(of).collect()
+    }
+
     /// Takes over since when leaders are in office from an agent's view, where
     /// both agree on the leader.
     pub fn remember_leaders(&mut self, seen: &Self) {

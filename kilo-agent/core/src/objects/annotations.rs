@@ -288,12 +288,13 @@ pub fn changes(
     wanted.into_iter().filter(|(name, value)| present.get(name) != value.as_ref()).collect()
 }
 
-/// What a node says that takes part in failover.
-const FAILOVER: [&str; 3] = ["kilo.squat.ai/signal", "kilo.squat.ai/leading", "kilo.squat.ai/leaders"];
+/// What Kilo's own agent does not write: failover's, and the role in the mesh.
+const OURS_ALONE: [&str; 4] =
+    ["kilo.squat.ai/signal", "kilo.squat.ai/leading", "kilo.squat.ai/leaders", "kilo.squat.ai/state"];
 
-/// What a node says of failover, to be removed: whose agent comes next knows no signals.
+/// What a node says that an agent of Kilo's would not renew, to be removed when one comes next.
 pub fn without_failover() -> BTreeMap<String, Option<String>> {
-    FAILOVER.map(|name| (name.to_owned(), None)).into()
+    OURS_ALONE.map(|name| (name.to_owned(), None)).into()
 }
 
 /// Every annotation that agents write, to be removed.

@@ -105,6 +105,11 @@ pub async fn write_handshake(
     let write = async {
         match api.patch_status(peer, &parameters, &patch).await {
             Err(kube::Error::Api(status)) if status.code == 409 => Ok(false),
+            // A definition of before this field takes the write and drops it: as if there were no status.
+            Ok(object) if note(&object).said.handshake.is_none() => {
+                let text = "the API server does not keep status.lastHandshake";
+                Err(kube::Error::Api(kube::core::Status::failure(text, "NotFound").with_code(404).into()))
+            }
             other => other.map(|_| true),
         }
     };

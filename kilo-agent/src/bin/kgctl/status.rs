@@ -219,8 +219,7 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
         Some(_) => {}
         // Since when somebody leads, and which tunnels do not answer, is not written in the objects.
         None => {
-            let leaders: Vec<_> =
-                status.locations.iter().filter_map(|location| location.leader.clone()).collect();
+            let leaders = status.leading();
             let progress = (!args.wait).then(|| Progress::new("asking the leaders' agents", leaders.len()));
             let asked = leaders.iter().map(async |leader| {
                 let seen = remote::status_on(&cluster, leader).await;

@@ -79,16 +79,15 @@ impl Bench {
     /// # Errors
     /// When another run is under way.
     pub async fn wait_until_free(&self, patience: Duration) -> Result<()> {
-        let started = Instant::now();
         let _progress = Progress::new("waiting for the end of an earlier run", 0);
-        let mut observed: Option<Observed> = None;
+        let (mut observed, mut deleted): (Option<Observed>, Option<Instant>) = (None, None);
         while let Some(found) = self.found().await? {
             if found.labels().get(LABEL.0).is_none_or(|value| value != LABEL.1) {
                 bail!("namespace {NAMESPACE} is not one of kgctl: it has no label {}={}", LABEL.0, LABEL.1);
             }
             let observed = observed.get_or_insert_with(|| Observed::new(&found));
             if found.metadata.deletion_timestamp.is_some() {
-                if started.elapsed() > patience {
+                if deleted.get_or_insert_with(Instant::now).elapsed() > patience {
                     bail!(
                         "namespace {NAMESPACE} of an earlier run is not gone after {} s",
                         patience.as_secs()

@@ -28,11 +28,11 @@ struct Figure {
 }
 
 impl Figures {
-    /// Asks the agents of all leaders; who does not answer is left out.
+    /// Asks the agents of all leaders; no figures when one of them does not answer.
     pub async fn read(cluster: &Cluster, seen: &Status) -> Self {
         let mut figures = BTreeMap::new();
         for (node, status) in leaders(cluster, seen).await {
-            let Some(agent) = status.agent else { continue };
+            let Some(agent) = status.and_then(|status| status.agent) else { return Self::default() };
             let figure = Figure {
                 sent: agent.tunnels.iter().map(|tunnel| tunnel.sent_bytes).sum(),
                 dropped: agent.drops.get(NOT_ENCRYPTED).copied().unwrap_or_default(),
@@ -43,23 +43,24 @@ impl Figures {
     }
 }
 
-/// What each leader's agent says.
-async fn leaders(cluster: &Cluster, seen: &Status) -> Vec<(String, Status)> {
-    let leaders = seen.nodes.iter().filter(|node| node.leads).map(|node| node.name.clone());
-    let progress = Progress::new("asking the leaders' agents", leaders.clone().count());
-    let asked = leaders.map(async |node| {
+/// What each leader's agent says, `None` where it does not answer.
+async fn leaders(cluster: &Cluster, seen: &Status) -> Vec<(String, Option<Status>)> {
+    let leaders = seen.leading();
+    let progress = Progress::new("asking the leaders' agents", leaders.len());
+    let asked = leaders.into_iter().map(async |node| {
         let status = remote::status_on(cluster, &node).await.ok();
         progress.step();
-        Some((node, status?))
+        (node, status)
     });
-    futures::future::join_all(asked).await.into_iter().flatten().collect()
+    futures::future::join_all(asked).await
 }
 
 /// Peers that some leader has shaken hands with in the last minutes.
 pub async fn peers_with_handshake(cluster: &Cluster, seen: &Status) -> Vec<String> {
     let now = Timestamp::now().0;
     let statuses = leaders(cluster, seen).await;
-    let tunnels = statuses.into_iter().filter_map(|(_, status)| status.agent).flat_map(|agent| agent.tunnels);
+    let tunnels =
+        statuses.into_iter().filter_map(|(_, status)| status?.agent).flat_map(|agent| agent.tunnels);
     let recent = tunnels.filter(|tunnel| tunnel.last_handshake.is_some_and(|at| now - at.0 < RECENT));
     recent.filter_map(|tunnel| Some(tunnel.name?.strip_prefix("peer:")?.to_owned())).collect()
 }
@@ -75,7 +76,7 @@ pub fn findings(before: &Figures, after: &Figures, probes: &[Cell]) -> Vec<Findi
         let text = "no bytes were sent from one location to another".to_owned();
         return vec![Finding { what, good: None, text }];
     }
-    if after.0.is_empty() || before.0.keys().any(|node| !after.0.contains_key(node)) {
+    if after.0.is_empty() || before.0.keys().ne(after.0.keys()) {
         let text = "not every leader's agent answers through the API server (get on pods/proxy)".to_owned();
         return vec![Finding { what, good: None, text }];
     }

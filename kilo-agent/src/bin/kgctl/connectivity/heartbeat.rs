@@ -40,19 +40,13 @@ pub struct Observed {
     uid: Option<String>,
     beat: Option<String>,
     since: Instant,
-    /// Without change for this long its holder has ended.
-    patience: Duration,
 }
 
 impl Observed {
     /// Begins to look at this namespace.
     pub fn new(namespace: &Namespace) -> Self {
         let beat = namespace.annotations().get(ANNOTATION).cloned();
-        let age = beat.as_ref().and_then(|beat| beat.parse().ok()).map(|at: i64| Timestamp::now().0 - at);
-        let is_old = age.and_then(|age| u64::try_from(age).ok()).is_some_and(|age| age > STALE.as_secs());
-        // By both clocks it is long ago: a look is enough.
-        let patience = if is_old { 2 * PERIOD } else { STALE };
-        Self { uid: namespace.uid(), beat, since: Instant::now(), patience }
+        Self { uid: namespace.uid(), beat, since: Instant::now() }
     }
 
     /// What the namespace as it is now says.
@@ -61,7 +55,7 @@ impl Observed {
             namespace.uid() == self.uid && namespace.annotations().get(ANNOTATION) == self.beat.as_ref();
         match is_same {
             false => Holder::Runs,
-            true if self.since.elapsed() > self.patience => Holder::Gone,
+            true if self.since.elapsed() > STALE => Holder::Gone,
             true => Holder::Unknown,
         }
     }
@@ -81,21 +75,16 @@ mod tests {
 
     fn after(observed: &Observed, time: Duration) -> Observed {
         let since = observed.since.checked_sub(time).unwrap();
-        Observed {
-            uid: observed.uid.clone(),
-            beat: observed.beat.clone(),
-            since,
-            patience: observed.patience,
-        }
+        Observed { uid: observed.uid.clone(), beat: observed.beat.clone(), since }
     }
 
     #[test]
     fn a_run_is_there_when_its_heartbeat_moves_and_gone_when_it_rests() {
         let now = Timestamp::now().0;
         // A clock that is ahead or behind makes nobody dead.
-        for (beat, patience) in [(now, STALE), (now + 3600, STALE), (now - 3600, 2 * PERIOD)] {
+        for beat in [now, now + 3600, now - 3600] {
             let observed = Observed::new(&namespace("one", beat));
-            let late = after(&observed, patience + PERIOD);
+            let late = after(&observed, STALE + PERIOD);
             assert_eq!(observed.holder(&namespace("one", beat)), Holder::Unknown);
             assert_eq!(after(&observed, PERIOD).holder(&namespace("one", beat)), Holder::Unknown);
             assert_eq!(late.holder(&namespace("one", beat)), Holder::Gone);
