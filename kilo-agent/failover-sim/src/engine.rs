@@ -161,6 +161,8 @@ pub struct Sim {
     number: u64,
     pub(crate) delays: Vec<Vec<Micros>>,
     pub(crate) cuts: BTreeSet<(usize, usize)>,
+    /// What share of packets a flood loses in its leader's tunnel, each way.
+    pub(crate) flood: f64,
     faults: Vec<(Micros, Micros, Fault)>,
     /// Cordoned nodes, and whom Kilo's order names first.
     cordoned: BTreeSet<usize>,
@@ -211,6 +213,7 @@ impl Sim {
             number: 0,
             delays,
             cuts: BTreeSet::new(),
+            flood: 0.0,
             faults: Vec::new(),
             cordoned: BTreeSet::new(),
             first: 0,
@@ -438,6 +441,10 @@ impl Sim {
             return;
         }
         let Some(mut agent) = host.agent.take() else { return };
+        let decrypts = self.decrypts(node);
+        let host = &mut self.hosts[node];
+        host.decrypted += u64::from(decrypts);
+        host.inbox.push(Input::Decrypted(host.decrypted));
         loop {
             let inputs = std::mem::take(&mut self.hosts[node].inbox);
             let rng = &mut self.rng;
@@ -521,7 +528,7 @@ impl Sim {
             Note::Gives { .. } => self.counts.gave += 1,
             Note::TakesHome(_) => self.counts.took_home += 1,
             Note::Replayed(_) => self.counts.replayed += 1,
-            Note::Tries(_) | Note::GivesUp(_) | Note::Leaps(_) | Note::OverBudget => {}
+            Note::Tries(_) | Note::GivesUp(_) | Note::Leaps(_) | Note::OverBudget | Note::Busy => {}
         }
     }
 
@@ -697,6 +704,7 @@ impl Sim {
             Fault::Leap(node) if on => self.leap(node),
             Fault::Ahead(node) if on => self.ahead(node),
             Fault::Clock(_) | Fault::Leap(_) | Fault::Ahead(_) => {}
+            Fault::Flood(percent) => self.flood = if on { f64::from(percent) / 100.0 } else { 0.0 },
             Fault::First(node) => {
                 self.first = if on { node.min(self.gateways - 1) } else { 0 };
                 self.objects_changed();
@@ -710,7 +718,7 @@ impl Sim {
         let me = host::id(node);
         self.changes += 700;
         let count = self.changes;
-        let body = Body::Hello { is_fit: true, leads: true, gateway: me, losses: Vec::new() };
+        let body = Body::Hello { is_fit: true, is_busy: false, leads: true, gateway: me, losses: Vec::new() };
         let term = Term::from_bits(u64::from(count) << 16);
         let signal = Signal { kind: Kind::Hello, nonce: 7, term, sender: me, location: LOCATION, body };
         for to in (0..self.gateways).filter(|to| *to != node) {
@@ -730,7 +738,8 @@ impl Sim {
         let (me, term) = (host::id(node), Term::from_bits(u64::MAX));
         let say = |kind, body| Signal { kind, nonce: 7, term, sender: me, location: LOCATION, body };
         for to in (0..self.hosts.len()).filter(|to| *to != node) {
-            let hello = Body::Hello { is_fit: true, leads: true, gateway: me, losses: Vec::new() };
+            let hello =
+                Body::Hello { is_fit: true, is_busy: false, leads: true, gateway: me, losses: Vec::new() };
             let announce = Body::Word { cookie: self.hosts[to].cookie(me), gateway: me };
             for signal in [say(Kind::Hello, hello), say(Kind::Announce, announce)] {
                 let bytes = host::write(&signal, me, host::id(to)).into();

@@ -57,6 +57,9 @@ pub enum Fault {
     First(usize),
     /// It is no gateway.
     NoGateway(usize),
+    /// A node sends and gets more than its leader's tunnel carries, whoever leads it: so many of 100 packets are
+    /// lost each way.
+    Flood(u8),
 }
 
 /// A fault with its start and end ([`NEVER`]: it stays).

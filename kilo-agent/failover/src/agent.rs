@@ -9,7 +9,7 @@ use crate::{
     giving::Planned,
     member::{Around, Member, adopt},
     numbers::Numbers,
-    others::Others,
+    others::{Others, State},
     planned::Cause,
     restore::Returns,
     roll::{Present, Roll},
@@ -83,6 +83,10 @@ pub(crate) struct Gateway {
     next_roll: Micros,
     next_hello: Micros,
     wished: Micros,
+    /// Until when the location is taken to be overloaded.
+    overloaded_until: Micros,
+    /// When it was said last that it is overloaded.
+    busy_said: Option<Micros>,
     /// Since when it is one, as far as this agent knows.
     pub(crate) since: Micros,
 }
@@ -127,8 +131,34 @@ impl Gateway {
             next_roll: now + random() % (params.roll / 10),
             next_hello: now + random() % params.hello,
             wished: 0,
+            overloaded_until: 0,
+            busy_said: None,
             since: now,
         }
+    }
+}
+
+impl Gateway {
+    /// Whether it leads anybody, whose packets come out of its tunnel.
+    fn leads(&self, me: NodeId, word: (Term, NodeId)) -> bool {
+        self.lead.is_some() || word.1 == me
+    }
+
+    /// Looks whether the location sends more than its leader carries: the load goes with leadership, so what was
+    /// seen of one leader is true of the next one, too.
+    fn looks_for_overload(&mut self, params: &Params, me: NodeId, word: (Term, NodeId), now: Micros) {
+        let leads = self.leads(me, word);
+        let is_lossy = if leads { self.tunnels.is_busy(now) } else { self.detector.is_lossy(now) };
+        if is_lossy || self.others.is_any_busy(now) {
+            self.overloaded_until = now + params.busy;
+        }
+    }
+
+    /// For how long nothing may have come back through a leader before it is lost: 0, unless the location is
+    /// overloaded.
+    pub(crate) fn patience(&self, params: &Params, now: Micros) -> Micros {
+        let losses = self.others.all_losses(params, now);
+        if self.overloaded_until > now { params.patience(losses) } else { 0 }
     }
 }
 
@@ -304,6 +334,11 @@ impl Agent {
         self.word
     }
 
+    /// Whether it has a use for the kernel's count of what comes out of the tunnel: it leads.
+    pub fn counts_decrypted(&self) -> bool {
+        self.gateway.as_ref().is_some_and(|gateway| gateway.leads(self.place.me, self.word))
+    }
+
     /// Whether it is a gateway that could lead now.
     pub fn is_fit(&self, now: Micros) -> bool {
         self.gateway.as_ref().is_some_and(|gateway| gateway.tunnels.is_fit(now))
@@ -380,7 +415,18 @@ impl Agent {
         let Some(gateway) = &mut self.gateway else { return };
         let (params, sender, now) =
             (&self.params, Sender { me: self.place.me, location: self.place.location }, turn.now);
+        let was_busy = gateway.tunnels.is_busy(now);
         gateway.tunnels.wake_up(params, turn);
+        gateway.looks_for_overload(params, sender.me, self.word, now);
+        let is_overloaded = gateway.tunnels.is_busy(now) && gateway.leads(sender.me, self.word);
+        if is_overloaded && gateway.busy_said.is_none_or(|said| said + 60 * SEC <= now) {
+            gateway.busy_said = Some(now);
+            turn.push(Output::Note(Note::Busy));
+        }
+        if is_overloaded && !was_busy {
+            // Who suspects this node is to know at once.
+            gateway.next_hello = now;
+        }
         gateway.detector.expire(now);
         if gateway.detector.is_due(now) {
             if self.word.1 == sender.me {
@@ -433,6 +479,7 @@ impl Agent {
         let leads = gateway.lead.as_ref().filter(|_| self.word.1 == self.place.me);
         let body = Body::Hello {
             is_fit: gateway.tunnels.is_fit(turn.now),
+            is_busy: gateway.tunnels.is_busy(turn.now) && gateway.leads(self.place.me, self.word),
             leads: leads.is_some(),
             gateway: self.word.1,
             losses: gateway.others.told(&self.params, turn.now),
@@ -468,15 +515,26 @@ impl Agent {
             }
             Input::Word(term, gateway) => self.word_is(term, gateway, turn),
             Input::LinkDown => self.give_away(0, turn),
+            Input::Decrypted(count) => {
+                if let Some(gateway) = &mut self.gateway {
+                    gateway.tunnels.decrypted(count, turn.now);
+                }
+            }
+            Input::FarMoved(far) => {
+                if let Some(gateway) = &mut self.gateway {
+                    gateway.tunnels.far_moved(far);
+                }
+            }
         }
     }
 
     fn answered(&mut self, nonce: u64, at: Micros) {
-        if self.member.answered(nonce, at) {
+        if self.member.answered(&self.params, nonce, at) {
             return;
         }
         let Some(gateway) = &mut self.gateway else { return };
-        let _ = gateway.tunnels.answered(nonce, at) || gateway.detector.answered(nonce, at);
+        let _ = gateway.tunnels.answered(&self.params, nonce, at)
+            || gateway.detector.answered(&self.params, nonce, at);
     }
 
     fn word_is(&mut self, term: Term, to: NodeId, turn: &mut Turn<'_>) {
@@ -534,11 +592,17 @@ impl Agent {
                 }
                 self.heard_word(from, word, turn);
             }
-            (Kind::Hello, Body::Hello { is_fit, leads, gateway, losses }) => {
-                let lead = (*leads, signal.term, *gateway);
+            (Kind::Hello, Body::Hello { is_fit, is_busy, leads, gateway, losses }) => {
+                let state = State {
+                    is_fit: *is_fit,
+                    is_busy: *is_busy,
+                    leads: *leads,
+                    term: signal.term,
+                    gateway: *gateway,
+                };
                 self.term = self.term.max(signal.term);
                 if let Some(own) = &mut self.gateway {
-                    own.others.hello(&self.params, turn.now, from, *is_fit, lead, losses);
+                    own.others.hello(&self.params, turn.now, from, state, losses);
                 }
                 self.wish_of_returned(from, turn);
             }
@@ -605,6 +669,7 @@ impl Agent {
         let Some(gateway) = &self.gateway else { return };
         let tunnels = &gateway.tunnels;
         let lead = gateway.lead.as_ref();
+        let is_overload = gateway.patience(&self.params, now) > 0;
         let may = if age == 0 {
             let is_home = self.place.several.as_ref().is_none_or(|several| several.home(member) == Some(me));
             is_home && self.word.1 == me && lead.is_some_and(|lead| lead.term() > term)
@@ -612,6 +677,7 @@ impl Agent {
             // Repeated to an agent that has restarted since, and remembers no numbers: its kernel has had a
             // later word since, or nobody has heard it yet.
             gateway.roll.last(member).is_some_and(|present| present.word.0 <= term)
+                && (!is_overload || age >= self.params.overload_member)
                 && tunnels.were_good(now.saturating_sub(age))
                 && tunnels.proves(now.saturating_sub(300 * MS + tunnels.longest()))
         };

@@ -41,7 +41,7 @@ use kilo_core::{
     },
 };
 use kilo_failover::Params;
-use kilo_host::dataplane::{self, Dataplane, DataplaneError};
+use kilo_host::dataplane::{self, CounterReader, Dataplane, DataplaneError};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use tokio::sync::Notify;
 
@@ -267,6 +267,7 @@ impl Failover {
                 signals: dataplane.signals()?,
                 ring: dataplane::lead::heard(bpffs)?,
                 led: dataplane::led::Led::open(bpffs)?,
+                counters: CounterReader::open(bpffs)?,
             };
             let (shared, params) = (Arc::clone(&self.shared), self.options.params.clone());
             let metrics = metrics.clone();

@@ -22,6 +22,7 @@ use kilo_failover::{
 };
 use kilo_host::{
     dataplane::{
+        CounterReader,
         lead::{Signals, Swap, Way as Into},
         led::Led,
         monitor::ktime,
@@ -38,7 +39,7 @@ use super::{
     moved::{Asked, Moved},
     packets,
     report::{FailoverMetrics, Out, unix_now},
-    site::{Site, is_news},
+    site::{FarGateway, FarLocation, Site, is_news},
 };
 
 /// What it works with.
@@ -46,6 +47,7 @@ pub struct Tools {
     pub signals: Signals,
     pub ring: RingBuf<MapData>,
     pub led: Led,
+    pub counters: CounterReader,
 }
 
 /// It looks around so often at least: a record of the ring may come without a wake-up.
@@ -67,6 +69,8 @@ pub struct Thread {
     /// Probes of old leaders that are due: when, whose, which gateway.
     pub(super) later: Vec<(Micros, Far, NodeId)>,
     pub(super) seeded_until: Option<Micros>,
+    /// Which gateway of each far location was probed last.
+    probed: BTreeMap<Far, NodeId>,
     /// The agent has to be told.
     pub(super) is_dirty: bool,
     led: BTreeSet<NodeId>,
@@ -119,6 +123,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         fars: BTreeMap::new(),
         later: Vec::new(),
         seeded_until: None,
+        probed: BTreeMap::new(),
         is_dirty: false,
         led: BTreeSet::new(),
         word: 0,
@@ -178,7 +183,15 @@ impl Thread {
             inputs.push(Input::LinkDown);
         }
         self.hear(&site, &mut inputs);
+        self.look_at_fars(&site, &mut inputs);
         self.read_word(&site, &mut inputs);
+        // One that cannot be read says nothing: what is silent is lost sooner.
+        let is_due = |agent: &Agent| !inputs.is_empty() || agent.wake() <= micros();
+        if self.agent.as_ref().is_some_and(|agent| agent.counts_decrypted() && is_due(agent))
+            && let Ok(count) = self.tools.counters.decrypted()
+        {
+            inputs.push(Input::Decrypted(count));
+        }
         self.turn(&site, inputs);
         let now = micros();
         self.forget_seeds(now);
@@ -187,6 +200,24 @@ impl Thread {
         self.give_up(&site, now);
         self.tell();
         self.report(&site, now);
+    }
+
+    /// Which gateway of a far location answers probes through the own tunnel: who has what belongs to no member,
+    /// as it was claimed a moment ago or as the mesh has it.
+    fn acting_of(&self, far: Far, location: &FarLocation) -> Option<FarGateway> {
+        let claimed = self.fars.get(&far).map(far::Acting::shared);
+        let known = location.gateways.iter().find(|gateway| Some(gateway.id) == claimed);
+        known.or_else(|| location.gateways.get(location.acting)).copied()
+    }
+
+    /// What one gateway of a far location has missed says nothing of the next one.
+    fn look_at_fars(&mut self, site: &Site, inputs: &mut Vec<Input>) {
+        let acting = |(far, location): (&Far, &FarLocation)| Some((*far, self.acting_of(*far, location)?.id));
+        let now: BTreeMap<Far, NodeId> = site.fars.iter().filter_map(acting).collect();
+        let has_moved =
+            |(far, id): &(&Far, &NodeId)| self.probed.get(far).is_some_and(|before| before != *id);
+        inputs.extend(now.iter().filter(has_moved).map(|(far, _)| Input::FarMoved(*far)));
+        self.probed = now;
     }
 
     fn is_link_down(&self, site: &Site) -> bool {
@@ -409,8 +440,8 @@ impl Thread {
                 self.send(Into::Stack, (site.private, source_port(nonce)), to, &probe, None);
             }
             Way::Own(far) => {
-                let Some(far) = site.fars.get(&far) else { return };
-                let Some(to) = far.gateways.get(far.acting) else { return };
+                let Some(location) = site.fars.get(&far) else { return };
+                let Some(to) = self.acting_of(far, location) else { return };
                 self.send_tunnel(IpAddr::V6(site.control), IpAddr::V6(to.control), &probe);
             }
         }
@@ -470,6 +501,13 @@ impl Thread {
             Note::OverBudget => {
                 self.metrics.suspicion("over_budget");
                 tracing::warn!("leadership changed too often lately; this node waits before it takes over");
+                return;
+            }
+            Note::Busy => {
+                tracing::warn!(
+                    "the tunnels of this leader lose probes while packets come out of them: it carries more than it \
+                     can, and leads on; give it more CPU, or the location several leaders (--leaders)"
+                );
                 return;
             }
             Note::Leaps(from) => {

@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use super::{
     breaking::{self, Broken},
-    flaps, forged, parts, shares,
+    flaps, flood, forged, parts, shares,
 };
 use crate::{Lab, faults::control_plane};
 
@@ -190,6 +190,7 @@ pub const CASES: &[Case] = &[
     case("halves", 70, "the leader and the others do not hear each other on the LAN", Limit::Outage(1000), parts::leader_apart).also("pod-a1", "pod-b2"),
     case("stand-by-apart", 70, "the stand-by and the others do not hear each other on the LAN", Limit::Outage(1000), parts::stand_by_apart).also("pod-a2", "pod-b2"),
     case("loss", 71, "5 % of all packets between hosts are lost, and all CPUs are busy (30 s; `--for`)", Limit::NoSwitch, breaking::loss),
+    case("flood", UNLISTED, "nothing fails, and more small datagrams than leaders carry are sent between two locations (30 s; `--for`)", Limit::Switches(1), flood::overload),
     case("member-is-kilo", 72, "the leader loses power, a member knows no failover", Limit::Silence(5000), breaking::power_off).off(&["a3"]),
     case("far-side-is-kilo", 72, "the leader loses power, the other location knows no failover", Limit::Silence(5000), breaking::power_off).off(&["b1", "b2"]),
     case("leader-is-kilo", 72, "the leader loses power, and knew no failover: as with Kilo", Limit::Silence(90_000), breaking::power_off).off(&["a1"]),
