@@ -268,8 +268,8 @@ pub const SCENARIOS: &[Scenario] = &[
         delay: Some(120 * MS),
         suspects_nobody: true,
         noise: Noise { loss: 0.0, spike: 0.0, ..QUIET },
-        ..scenario("a stand-by's agent stalls 20 times, far leaders 240 ms away", MANY, 0, 0, |_, _, t| {
-            let stall = |i| (t + i * SEC, t + i * SEC + 200 * MS, Fault::Stall(1));
+        ..scenario("a stand-by's agent stalls 20 times, far leaders 240 ms away", MANY, 0, 0, |rng, _, t| {
+            let stall = |i| (t + i * SEC, t + i * SEC + rng.between(200 * MS, 300 * MS), Fault::Stall(1));
             Schedule::new((0..20).map(stall).collect(), t + 25 * SEC)
         })
     },

@@ -79,7 +79,7 @@ impl Tunnels {
         if !self.most(|tunnel| tunnel.row.misses() < 3) {
             self.good_since = None;
         }
-        let has_missed = self.has_missed(Self::LOSSY);
+        let has_missed = self.has_missed(Self::LOSSY) && turn.now >= self.up_since + Self::LEARNT;
         let moves = self.load.moved.is_some_and(|moved| moved + params.own * 13 / 10 > turn.now);
         if has_missed && moves {
             self.load.busy_until = turn.now + params.busy;
@@ -124,7 +124,7 @@ impl Tunnels {
 
     /// A probe was answered; whether it was one of these.
     pub fn answered(&mut self, params: &Params, nonce: u64, at: Micros) -> bool {
-        let has_missed = self.has_missed(Self::LOSSY);
+        let has_missed = self.has_missed(Self::LOSSY) && at >= self.up_since + Self::LEARNT;
         for tunnel in &mut self.probed {
             let Some(sent) = tunnel.row.answered(nonce) else { continue };
             tunnel.trip.measured(at.saturating_sub(sent));
@@ -149,6 +149,8 @@ impl Tunnels {
 
     /// Misses in a row of most tunnels that are no accident.
     const LOSSY: usize = 2;
+    /// Until round trips are known, deadlines are guesses.
+    const LEARNT: Micros = 2 * SEC;
 
     fn has_missed(&self, misses: usize) -> bool {
         !self.probed.is_empty() && self.most(|tunnel| tunnel.row.misses() >= misses)
