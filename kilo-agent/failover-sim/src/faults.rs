@@ -55,9 +55,9 @@ pub enum Fault {
     Ahead(usize),
     /// Kilo's order begins with this gateway.
     First(usize),
-    /// It is no gateway.
+    /// It stops being a gateway.
     NoGateway(usize),
-    /// A node sends and gets more than its leader's tunnel carries, whoever leads it: so many of 100 packets are
+    /// A node sends and gets more than its leader's tunnel carries, and so it is with the next leader: so many of 100 packets are
     /// lost each way.
     Flood(u8),
 }

@@ -144,7 +144,7 @@ impl Agent {
                     self.lead_more(members, Shared::Move, turn);
                 }
                 Act::GiveUp => {
-                    turn.push(Output::Note(Note::GivesUp(to)));
+                    turn.push(Output::Note(Note::NotReady(to)));
                     self.gave(turn.now, false);
                 }
                 Act::Ask(..) | Act::Ready(_) | Act::Lead(..) | Act::Done(_) => {}

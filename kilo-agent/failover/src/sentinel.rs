@@ -183,7 +183,7 @@ impl Sentinel {
         self.asked_twice.is_none_or(|asked| asked + Self::TWICE < now)
     }
 
-    /// The latest term known counts so many changes, of whoever: each new one costs.
+    /// The latest term known counts so many changes, whichever gateway made them: each new one costs.
     pub fn counts(&mut self, params: &Params, now: Micros, changes: u32) {
         let (burst, refill) = params.budget;
         if self.changes.is_some_and(|known| known < changes) {

@@ -110,7 +110,7 @@ pub enum Note {
     /// It sends its own packets by this gateway, to see whether others could.
     Tries(NodeId),
     /// It would give leadership to this gateway, which is not ready.
-    GivesUp(NodeId),
+    NotReady(NodeId),
     /// It leads again: what it gave to this gateway did not arrive everywhere.
     TakesBack(NodeId),
     /// Its signal was refused: its term comes after many more changes than are known.

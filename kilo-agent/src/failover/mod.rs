@@ -105,7 +105,7 @@ impl Reporter {
     }
 
     /// Whether this leader is still to be said to be dead.
-    pub fn gives_up(&self, node: &str) -> bool {
+    pub fn declares_dead(&self, node: &str) -> bool {
         locked(&self.0.said).dead.as_ref().is_some_and(|dead| dead.node == node)
     }
 }
@@ -198,7 +198,7 @@ impl Failover {
     }
 
     /// A leader that is to be said to be dead, once.
-    pub fn gives_up(&self) -> Option<String> {
+    pub fn declares_dead(&self) -> Option<String> {
         let mut said = locked(&self.shared.said);
         let dead = said.dead.as_mut().filter(|dead| !dead.is_taken)?;
         dead.is_taken = true;
