@@ -212,3 +212,69 @@ impl Tunnels {
         now.saturating_sub(self.heard.map_or(since, |heard| heard.max(since)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One far leader that answers every probe for 3 s, and from then on those whose number `answers` names; the count of
+    /// packets goes on as long as `moves` says. Whether it is busy, and for how long it is quiet, a second later.
+    fn after_a_second(answers: fn(u64) -> bool, moves: bool) -> (bool, Micros) {
+        const SINCE: Micros = 3 * SEC;
+        let params = Params::default();
+        let mut tunnels = Tunnels::new(&params, &[7], 0);
+        let (mut number, mut count, mut probes, mut now) = (0, 0, 0, 0);
+        while now < SINCE + SEC {
+            let (mut out, mut later) = (Vec::new(), Vec::new());
+            let mut random = || {
+                number += 1;
+                number
+            };
+            count += u64::from(moves || now < SINCE);
+            tunnels.decrypted(count, now);
+            tunnels
+                .wake_up(&params, &mut Turn { now, random: &mut random, out: &mut out, later: &mut later });
+            for output in out {
+                let Output::Probe { nonce, .. } = output else { continue };
+                probes += 1;
+                if now < SINCE || answers(probes) {
+                    assert!(tunnels.answered(&params, nonce, now + 2 * MS));
+                }
+            }
+            now += 10 * MS;
+        }
+        (tunnels.is_busy(now), tunnels.quiet_for(SINCE, now))
+    }
+
+    #[test]
+    fn what_loses_some_probes_is_overloaded_and_what_loses_all_and_all_packets_is_not() {
+        let one_of_four = |probe: u64| probe.is_multiple_of(4);
+        let none = |_: u64| false;
+        assert!(after_a_second(one_of_four, true).0);
+        assert!(after_a_second(one_of_four, false).0, "a flood one way");
+        assert!(after_a_second(none, true).0, "the way in works");
+        assert!(!after_a_second(none, false).0, "its uplink is dead");
+        assert!(!after_a_second(|_| true, true).0, "nothing is lost");
+    }
+
+    #[test]
+    fn any_answer_ends_the_silence() {
+        assert!(after_a_second(|probe| probe.is_multiple_of(4), true).1 < 400 * MS);
+        assert!(after_a_second(|_| false, true).1 >= 900 * MS);
+    }
+
+    #[test]
+    fn what_one_gateway_missed_says_nothing_of_the_next() {
+        let params = Params::default();
+        let mut tunnels = Tunnels::new(&params, &[7], 0);
+        for now in (0..20).map(|i| i * 50 * MS) {
+            let mut random = || now;
+            let (mut out, mut later) = (Vec::new(), Vec::new());
+            tunnels
+                .wake_up(&params, &mut Turn { now, random: &mut random, out: &mut out, later: &mut later });
+        }
+        assert!(tunnels.silent_since(params.leader_misses).is_some());
+        tunnels.far_moved(7);
+        assert_eq!(tunnels.silent_since(1), None);
+    }
+}
