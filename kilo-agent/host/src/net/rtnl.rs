@@ -37,7 +37,7 @@ impl Drop for Task {
 /// What came in answer to one request.
 #[derive(Default)]
 struct Answers {
-    answers: Vec<RouteNetlinkMessage>,
+    messages: Vec<RouteNetlinkMessage>,
     /// The kernel's tables changed meanwhile.
     is_interrupted: bool,
     /// The last one has come.
@@ -52,7 +52,7 @@ async fn read(mut stream: impl Stream<Item = NetlinkMessage<RouteNetlinkMessage>
     while let Some(answer) = stream.next().await {
         all.is_interrupted |= answer.header.flags & NLM_F_DUMP_INTR != 0;
         match answer.payload {
-            NetlinkPayload::InnerMessage(inner) => all.answers.push(inner),
+            NetlinkPayload::InnerMessage(inner) => all.messages.push(inner),
             NetlinkPayload::Done(_) => all.is_complete = true,
             NetlinkPayload::Error(error) => {
                 all.is_complete = true;
@@ -124,10 +124,10 @@ impl Rtnl {
         // On a task of its own: who asks may stop waiting, and the connection would warn of each answer that
         // nobody reads any more.
         let read = tokio::spawn(read(stream)).await.map_err(|_| NetError::Closed)?;
-        let Answers { answers, is_interrupted, is_complete, refused } = read;
+        let Answers { messages, is_interrupted, is_complete, refused } = read;
         if let Some(source) = refused {
             return Err(NetError::Kernel { what: what.to_owned(), source });
         }
-        if is_complete { Ok((answers, is_interrupted)) } else { Err(NetError::Closed) }
+        if is_complete { Ok((messages, is_interrupted)) } else { Err(NetError::Closed) }
     }
 }
