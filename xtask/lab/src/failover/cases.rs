@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{Lab, faults::control_plane};
 
-/// Instead of a line: several active leaders are not on that list.
+/// Instead of a line: several active leaders, and more packets than a leader carries, are not on that list.
 pub const UNLISTED: u8 = 0;
 
 /// What is accepted.
@@ -190,13 +190,13 @@ pub const CASES: &[Case] = &[
     case("halves", 70, "the leader and the others do not hear each other on the LAN", Limit::Outage(1000), parts::leader_apart).also("pod-a1", "pod-b2"),
     case("stand-by-apart", 70, "the stand-by and the others do not hear each other on the LAN", Limit::Outage(1000), parts::stand_by_apart).also("pod-a2", "pod-b2"),
     case("loss", 71, "5 % of all packets between hosts are lost, and all CPUs are busy (30 s; `--for`)", Limit::NoSwitch, breaking::loss),
-    case("flood", UNLISTED, "nothing fails, and more small datagrams than leaders carry are sent between two locations (30 s; `--for`)", Limit::Switches(1), flood::overload),
     case("member-is-kilo", 72, "the leader loses power, a member knows no failover", Limit::Silence(5000), breaking::power_off).off(&["a3"]),
     case("far-side-is-kilo", 72, "the leader loses power, the other location knows no failover", Limit::Silence(5000), breaking::power_off).off(&["b1", "b2"]),
     case("leader-is-kilo", 72, "the leader loses power, and knew no failover: as with Kilo", Limit::Silence(90_000), breaking::power_off).off(&["a1"]),
     case("forged", 73, "somebody on the LAN forges and repeats signals, a member sends some through the tunnel", Limit::Undisturbed, forged::send),
     case("repeated", 73, "leadership moves and comes back, and what made members follow the other node is sent to them again", Limit::Outage(1000), forged::repeat),
     case("two-lose-power", 75, "the leader and a stand-by lose power at once", Limit::Outage(1500), breaking::two_lose_power).stand_bys(2),
+    case("flood", UNLISTED, "nothing fails, and more small datagrams than leaders carry are sent between two locations (30 s; `--for`)", Limit::Switches(1), flood::overload),
     case("gateway-off", UNLISTED, "of two active leaders one loses power", Limit::OnlyIts(1000), breaking::power_off).p95(500).leaders(2).prepared(shares::all_reach_all),
     case("gateway-joins", UNLISTED, "a node is made an active leader beside the first", Limit::Lost(10), shares::joins).with_far_leader(),
 ];
