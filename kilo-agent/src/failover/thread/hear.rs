@@ -1,6 +1,6 @@
 //! What comes in: signals of the ring, the word of the kernel, links that go, far leaders that change.
 
-use std::{collections::BTreeMap, net::Ipv6Addr};
+use std::net::Ipv6Addr;
 
 use kilo_common::{
     event::Hook,
@@ -8,7 +8,6 @@ use kilo_common::{
     maps::Heard,
     signal::{self, Kind},
 };
-use kilo_core::topology::NodeId;
 use kilo_failover::{Agent, Far, Input, Signal, far};
 use kilo_host::dataplane::lead::Swap;
 
@@ -30,12 +29,12 @@ impl Thread {
 
     /// What one gateway of a far location has missed says nothing of the next one.
     pub(super) fn look_at_fars(&mut self, site: &Site, inputs: &mut Vec<Input>) {
-        let acting = |(far, location): (&Far, &FarLocation)| Some((*far, self.acting_of(*far, location)?.id));
-        let now: BTreeMap<Far, NodeId> = site.fars.iter().filter_map(acting).collect();
-        let has_moved =
-            |(far, id): &(&Far, &NodeId)| self.probed.get(far).is_some_and(|before| before != *id);
-        inputs.extend(now.iter().filter(has_moved).map(|(far, _)| Input::FarMoved(*far)));
-        self.probed = now;
+        for (far, location) in &site.fars {
+            let Some(FarGateway { id, .. }) = self.acting_of(*far, location) else { continue };
+            if self.probed.insert(*far, id).is_some_and(|before| before != id) {
+                inputs.push(Input::FarMoved(*far));
+            }
+        }
     }
 
     pub(super) fn is_link_down(&self, site: &Site) -> bool {
