@@ -277,6 +277,8 @@ pub enum Body<L> {
     Hello {
         /// Whether its own tunnels work.
         is_fit: bool,
+        /// Whether its own tunnels lose probes while packets come out of them: they carry more than they can.
+        is_busy: bool,
         /// Whether it leads members in the signal's term.
         leads: bool,
         /// The gateway it uses.
@@ -355,8 +357,8 @@ impl<L> Signal<L> {
             Body::Question { id, patience } => Body::Question { id, patience },
             Body::Witness { id, verdict } => Body::Witness { id, verdict },
             Body::Members { cookie, age, members } => Body::Members { cookie, age, members: change(members) },
-            Body::Hello { is_fit, leads, gateway, losses } => {
-                Body::Hello { is_fit, leads, gateway, losses: change(losses) }
+            Body::Hello { is_fit, is_busy, leads, gateway, losses } => {
+                Body::Hello { is_fit, is_busy, leads, gateway, losses: change(losses) }
             }
             Body::Claim { gateway, shared, part, members } => {
                 Body::Claim { gateway, shared, part, members: change(members) }
@@ -369,6 +371,7 @@ impl<L> Signal<L> {
 
 const HELLO_FIT: u64 = 1;
 const HELLO_LEADS: u64 = 2;
+const HELLO_BUSY: u64 = 4;
 
 /// Reads a signal from everything behind the UDP header. The tag is not checked:
 /// [`is_authentic`] does that.
@@ -418,7 +421,7 @@ fn body(kind: Kind, words: &[[u8; 8]]) -> Result<Body<Words<'_>>, Malformed> {
         }
         (Kind::Hello, [flags, gateway, rest @ ..]) => {
             let flags = number(flags);
-            if flags & !(HELLO_FIT | HELLO_LEADS) != 0 {
+            if flags & !(HELLO_FIT | HELLO_LEADS | HELLO_BUSY) != 0 {
                 return Err(Malformed::Value);
             }
             if !rest.len().is_multiple_of(2) {
@@ -427,6 +430,7 @@ fn body(kind: Kind, words: &[[u8; 8]]) -> Result<Body<Words<'_>>, Malformed> {
             members(rest)?;
             Body::Hello {
                 is_fit: flags & HELLO_FIT != 0,
+                is_busy: flags & HELLO_BUSY != 0,
                 leads: flags & HELLO_LEADS != 0,
                 gateway: number(gateway),
                 losses: Words(rest),
@@ -474,8 +478,9 @@ pub fn write<L: List>(out: &mut [u8; LONGEST], signal: &Signal<L>, key: Option<K
             put(both(*age, 0));
             list = Some(members);
         }
-        Body::Hello { is_fit, leads, gateway, losses } => {
-            put((u64::from(*is_fit) * HELLO_FIT) | (u64::from(*leads) * HELLO_LEADS));
+        Body::Hello { is_fit, is_busy, leads, gateway, losses } => {
+            let flags = [(*is_fit, HELLO_FIT), (*leads, HELLO_LEADS), (*is_busy, HELLO_BUSY)];
+            put(flags.iter().map(|(is_set, flag)| u64::from(*is_set) * flag).sum());
             put(*gateway);
             list = Some(losses);
         }

@@ -1,16 +1,21 @@
 //! Simulated time: packets with delay and loss, agents that wake, faults that start
 //! and end. Everything an agent or a kernel decides is the code that ships.
 
+mod agents;
+mod breaking;
+mod event;
+
 use std::{
     cmp::Reverse,
     collections::{BTreeSet, BinaryHeap},
-    rc::Rc,
 };
 
-use kilo_common::lead::{self, Term};
+pub(crate) use event::Event;
+use event::Queued;
+use kilo_common::lead::Term;
 use kilo_failover::{
-    Agent, Cause, Input, MS, Micros, NodeId, Note, Output, Params, Place, SEC, Several, Signal,
-    signal::{Body, Kind, MAX_MEMBERS, Shared},
+    Input, MS, Micros, NodeId, Params, SEC, Several,
+    signal::{Kind, Shared},
 };
 
 use crate::{
@@ -43,111 +48,6 @@ pub struct Shape {
     pub go: Option<usize>,
 }
 
-/// Something that happens.
-#[derive(Clone, Debug)]
-pub(crate) enum Event {
-    Wake(usize),
-    Resume(usize),
-    Starts(usize),
-    Ends(usize),
-    /// A signal on the LAN, and when it was sent first.
-    Lan {
-        to: usize,
-        bytes: Rc<[u8]>,
-        said_at: Micros,
-    },
-    LanProbe {
-        prober: usize,
-        probed: usize,
-        nonce: u64,
-        back: bool,
-    },
-    /// A forwarded probe at a gateway, from the node before.
-    AtGateway {
-        member: usize,
-        from: usize,
-        gateway: usize,
-        far: usize,
-        nonce: u64,
-    },
-    /// At the far leader, and back at the gateway.
-    AtFar {
-        member: usize,
-        gateway: usize,
-        far: usize,
-        nonce: u64,
-    },
-    BackAtGateway {
-        member: usize,
-        gateway: usize,
-        nonce: u64,
-    },
-    /// An answer at the prober.
-    Answer {
-        node: usize,
-        nonce: u64,
-    },
-    OwnAtFar {
-        gateway: usize,
-        far: usize,
-        nonce: u64,
-    },
-    /// A signal inside a tunnel.
-    ToFar {
-        gateway: usize,
-        far: usize,
-        bytes: Rc<[u8]>,
-    },
-    FromFar {
-        gateway: usize,
-        far: usize,
-        bytes: Rc<[u8]>,
-    },
-    FarApplies {
-        far: usize,
-    },
-    /// A node's agent learns what the objects say.
-    Place(usize),
-    /// So many of the first gateways lead from now on.
-    Active(usize),
-    /// The next packet of the traffic.
-    Packet,
-    FarResume(usize),
-    /// A far leader learns who the gateways are.
-    FarPlace(usize),
-    FarWake(usize),
-    FarProbe {
-        far: usize,
-        gateway: usize,
-        nonce: u64,
-        back: bool,
-    },
-}
-
-#[derive(Clone, Debug)]
-struct Queued {
-    at: Micros,
-    number: u64,
-    event: Event,
-}
-
-impl PartialEq for Queued {
-    fn eq(&self, other: &Self) -> bool {
-        (self.at, self.number) == (other.at, other.number)
-    }
-}
-impl Eq for Queued {}
-impl PartialOrd for Queued {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-impl Ord for Queued {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        (self.at, self.number).cmp(&(other.at, other.number))
-    }
-}
-
 /// One run.
 pub struct Sim {
     pub(crate) now: Micros,
@@ -161,6 +61,8 @@ pub struct Sim {
     number: u64,
     pub(crate) delays: Vec<Vec<Micros>>,
     pub(crate) cuts: BTreeSet<(usize, usize)>,
+    /// What share of packets a flood loses in its leader's tunnel, each way.
+    pub(crate) flood: f64,
     faults: Vec<(Micros, Micros, Fault)>,
     /// Cordoned nodes, and whom Kilo's order names first.
     cordoned: BTreeSet<usize>,
@@ -211,6 +113,7 @@ impl Sim {
             number: 0,
             delays,
             cuts: BTreeSet::new(),
+            flood: 0.0,
             faults: Vec::new(),
             cordoned: BTreeSet::new(),
             first: 0,
@@ -336,197 +239,6 @@ impl Sim {
         self.queue.push(Reverse(Queued { at, number: self.number, event }));
     }
 
-    // ---- agents ---------------------------------------------------------------
-
-    fn start_agent(&mut self, node: usize, is_boot: bool) {
-        let host = &self.hosts[node];
-        if !host.wires.on || host.is_go {
-            return;
-        }
-        let place = self.place(node);
-        let start = kilo_failover::Start {
-            now: self.now,
-            clock: self.now.wrapping_add(host.clock),
-            word: host.said(),
-            led: host.led.iter().map(|member| host::id(*member)).collect(),
-            is_boot,
-        };
-        let rng = &mut self.rng;
-        let agent = Agent::new(self.params.clone(), place, start, &mut || rng.bits());
-        self.hosts[node].agent = Some(agent);
-        self.hosts[node].since = self.now;
-        self.hosts[node].inbox.clear();
-        self.hosts[node].wake = Micros::MAX;
-        self.schedule(node);
-    }
-
-    /// All gateways in Kilo's order.
-    pub(crate) fn gateways(&self) -> Vec<NodeId> {
-        let others = (0..self.gateways).filter(|gateway| *gateway != self.first);
-        let order = std::iter::once(self.first).chain(others);
-        order.filter(|node| !self.no_gateways.contains(node)).map(host::id).collect()
-    }
-
-    fn place(&self, node: usize) -> Place {
-        let is_ours = |gateway: &NodeId| !self.hosts[host::index(*gateway)].is_go;
-        Place {
-            me: host::id(node),
-            location: LOCATION,
-            gateways: self.gateways().into_iter().filter(is_ours).collect(),
-            nodes: (0..self.hosts.len()).map(host::id).collect(),
-            fars: (0..self.fars.len() as u64).collect(),
-            leaving: self.cordoned.iter().map(|node| (host::id(*node), Cause::Cordoned)).collect(),
-            several: self.several(),
-            cookies: (0..self.gateways)
-                .map(|other| (host::id(other), self.hosts[node].cookie(host::id(other))))
-                .collect(),
-        }
-    }
-
-    /// The objects have changed: each agent learns it at a moment of its own.
-    fn objects_changed(&mut self) {
-        for node in 0..self.hosts.len() {
-            let at = self.now + self.rng.between(MS, 500 * MS);
-            self.at(at, Event::Place(node));
-        }
-    }
-
-    fn place_is(&mut self, node: usize) {
-        let place = self.place(node);
-        self.falls_to_kilos_leader(node, &place);
-        let Some(mut agent) = self.hosts[node].agent.take() else { return };
-        let rng = &mut self.rng;
-        let outputs = agent.place_is(place, self.now, &mut || rng.bits());
-        outputs.into_iter().for_each(|output| self.output(node, output));
-        self.hosts[node].agent = Some(agent);
-        self.run_agent(node);
-    }
-
-    /// The gateway that a node's word names is none any more: as the agent's thread does.
-    fn falls_to_kilos_leader(&mut self, node: usize, place: &Place) {
-        let host = &mut self.hosts[node];
-        let (term, gateway) = host.said();
-        let Some(first) = place.gateways.first().copied() else { return };
-        if host.agent.is_some() && term > Term::NONE && !place.gateways.contains(&gateway) {
-            host.word = lead::word(term, host::index(first) as u16);
-            host.inbox.push(Input::Word(term, first));
-            self.followed[node].insert((term, first));
-            self.look_at_all();
-        }
-    }
-
-    fn schedule(&mut self, node: usize) {
-        let Some(agent) = &self.hosts[node].agent else { return };
-        let wake = agent.wake().max(self.now + 1);
-        if wake != self.hosts[node].wake {
-            self.hosts[node].wake = wake;
-            self.at(wake, Event::Wake(node));
-        }
-    }
-
-    pub(crate) fn input(&mut self, node: usize, input: Input) {
-        if self.hosts[node].agent.is_some() {
-            self.hosts[node].inbox.push(input);
-            self.run_agent(node);
-        }
-    }
-
-    /// Lets an agent run, unless it stalls: then what came waits.
-    fn run_agent(&mut self, node: usize) {
-        let host = &mut self.hosts[node];
-        if !host.wires.runs(self.now) || host.stalled > self.now {
-            return;
-        }
-        let Some(mut agent) = host.agent.take() else { return };
-        loop {
-            let inputs = std::mem::take(&mut self.hosts[node].inbox);
-            let rng = &mut self.rng;
-            let outputs = agent.turn(self.now, inputs, &mut || rng.bits());
-            outputs.into_iter().for_each(|output| self.output(node, output));
-            if self.hosts[node].inbox.is_empty() {
-                break;
-            }
-        }
-        self.hosts[node].agent = Some(agent);
-        self.schedule(node);
-    }
-
-    fn output(&mut self, node: usize, output: Output) {
-        match output {
-            Output::Probe { nonce, way } => {
-                self.counts.sent += 1;
-                self.probe(node, nonce, way);
-            }
-            Output::Lan(to, signal) => {
-                self.counts.sent += 1;
-                let bytes: Rc<[u8]> = host::write(&signal, host::id(node), to).into();
-                let to = host::index(to);
-                if self.noise.replays
-                    && matches!(
-                        signal.kind,
-                        Kind::Announce | Kind::Adopt | Kind::Handover | Kind::Prepare | Kind::Verdict
-                    )
-                {
-                    for _ in 0..3 {
-                        let later = self.now + self.rng.between(SEC, 40 * SEC);
-                        self.at(later, Event::Lan { to, bytes: bytes.clone(), said_at: self.now });
-                    }
-                }
-                self.lan_send(node, to, Event::Lan { to, bytes, said_at: self.now });
-            }
-            Output::Tunnel(far, signal) => {
-                self.counts.sent += 1;
-                let bytes = host::write(&signal, host::id(node), 0).into();
-                let far = far as usize;
-                self.uplink_send(node, far, true, Event::ToFar { gateway: node, far, bytes });
-            }
-            Output::Word(term, gateway) => {
-                let before = self.hosts[node].word;
-                self.hosts[node].obey(&self.params, term, gateway);
-                self.word_is(node, before, self.now);
-            }
-            Output::Led(members) => {
-                self.hosts[node].led = members.into_iter().map(host::index).collect();
-                self.look_at_all();
-            }
-            Output::Note(note) => self.note(node, note),
-        }
-    }
-
-    /// After a kernel has looked at an ANNOUNCE.
-    fn word_is(&mut self, node: usize, before: u64, said_at: Micros) {
-        let after = self.hosts[node].word;
-        if after != before {
-            self.word_changed(node, before, after, said_at);
-            if node < self.gateways { self.look_at_all() } else { self.look([node]) }
-        }
-        if self.hosts[node].agent.is_some() || self.hosts[node].wires.on {
-            let (term, gateway) = self.hosts[node].said();
-            // Read when the agent runs: it may be in the middle of a turn.
-            self.hosts[node].inbox.push(Input::Word(term, gateway));
-        }
-    }
-
-    fn note(&mut self, node: usize, note: Note) {
-        if self.log {
-            println!("{:>9} {node}: {note:x?}", self.now / MS);
-        }
-        match note {
-            Note::TakesOver { all: true, .. } => self.counts.taken += 1,
-            Note::TakesOver { all: false, .. } => self.counts.alone += 1,
-            Note::IsGiven { .. } => self.counts.is_given(node, self.now),
-            Note::Adopts(_) => self.counts.adopted += 1,
-            Note::Suspects(_) => self.counts.suspicions += 1,
-            Note::TakesBack(_) => self.counts.taken_back += 1,
-            Note::Gives { .. } => self.counts.gave += 1,
-            Note::TakesHome(_) => self.counts.took_home += 1,
-            Note::Replayed(_) => self.counts.replayed += 1,
-            Note::Tries(_) | Note::GivesUp(_) | Note::Leaps(_) | Note::OverBudget => {}
-        }
-    }
-
-    // ---- events ---------------------------------------------------------------
-
     fn happens(&mut self, event: Event) {
         match event {
             Event::Wake(node) => {
@@ -625,153 +337,6 @@ impl Sim {
                 self.lan_send(node, asker, event);
                 self.run_agent(node);
             }
-        }
-    }
-
-    fn fault(&mut self, index: usize, on: bool) {
-        let (_, end, fault) = self.faults[index].clone();
-        if self.log {
-            println!("{:>9} {} {fault:?}", self.now / MS, if on { "fault:" } else { "end of" });
-        }
-        match fault {
-            Fault::Power(node) => self.power(node, !on),
-            Fault::Pause(node) => {
-                if on {
-                    self.hosts[node].wires.paused = end;
-                    self.at(end, Event::Resume(node));
-                }
-            }
-            Fault::Uplink(node) => self.hosts[node].wires.uplink[0] = !on,
-            Fault::Carrier(node) => {
-                self.hosts[node].wires.uplink[0] = !on;
-                self.look_at_all();
-                if on {
-                    self.input(node, Input::LinkDown);
-                }
-            }
-            Fault::UplinkOut(node) => self.hosts[node].wires.uplink[1] = !on,
-            Fault::UplinkIn(node) => self.hosts[node].wires.uplink[2] = !on,
-            Fault::Lan(node) => self.hosts[node].wires.lan[0] = !on,
-            Fault::LanOut(node) => self.hosts[node].wires.lan[1] = !on,
-            Fault::LanIn(node) => self.hosts[node].wires.lan[2] = !on,
-            Fault::Forward(node) => self.hosts[node].wires.forwards = !on,
-            Fault::Link(a, b) => {
-                let link = (a.min(b), a.max(b));
-                let _ = if on { self.cuts.insert(link) } else { self.cuts.remove(&link) };
-            }
-            Fault::Agent(node) => self.agent(node, !on),
-            Fault::Agents => (0..self.hosts.len()).for_each(|node| self.agent(node, !on)),
-            Fault::Stall(node) => {
-                if on {
-                    self.hosts[node].stalled = self.hosts[node].stalled.max(end);
-                    self.at(end, Event::Resume(node));
-                }
-            }
-            Fault::FarAgent(far) => self.far_agent(far, !on),
-            Fault::FarStall(far) => {
-                if on {
-                    self.far_stalls(far, end);
-                }
-            }
-            Fault::Far(far) => self.fars[far].on = !on,
-            Fault::Site => (0..self.gateways).for_each(|node| self.hosts[node].wires.uplink[0] = !on),
-            Fault::Halves(halves) => {
-                for (host, half) in self.hosts.iter_mut().zip(halves) {
-                    host.wires.half = on && half;
-                }
-            }
-            Fault::Cordon(node) => {
-                let _ = if on { self.cordoned.insert(node) } else { self.cordoned.remove(&node) };
-                self.objects_changed();
-            }
-            // Until it boots nobody asks what time it is.
-            Fault::Clock(node) if on => self.hosts[node].clock = CLOCK - 1_000 * SEC,
-            Fault::NoGateway(node) => {
-                let _ = if on { self.no_gateways.insert(node) } else { self.no_gateways.remove(&node) };
-                self.objects_changed();
-                for far in 0..self.fars.len() {
-                    let at = self.now + self.rng.between(MS, 500 * MS);
-                    self.at(at, Event::FarPlace(far));
-                }
-            }
-            Fault::Leap(node) if on => self.leap(node),
-            Fault::Ahead(node) if on => self.ahead(node),
-            Fault::Clock(_) | Fault::Leap(_) | Fault::Ahead(_) => {}
-            Fault::First(node) => {
-                self.first = if on { node.min(self.gateways - 1) } else { 0 };
-                self.objects_changed();
-            }
-        }
-        self.look_at_all();
-    }
-
-    /// A gateway's HELLO as after 700 changes that concerned others.
-    fn ahead(&mut self, node: usize) {
-        let me = host::id(node);
-        self.changes += 700;
-        let count = self.changes;
-        let body = Body::Hello { is_fit: true, leads: true, gateway: me, losses: Vec::new() };
-        let term = Term::from_bits(u64::from(count) << 16);
-        let signal = Signal { kind: Kind::Hello, nonce: 7, term, sender: me, location: LOCATION, body };
-        for to in (0..self.gateways).filter(|to| *to != node) {
-            let bytes = host::write(&signal, me, host::id(to)).into();
-            self.lan_send(node, to, Event::Lan { to, bytes, said_at: self.now });
-        }
-    }
-
-    /// How many of those changes the last node's kernel has not heard of.
-    pub fn behind(&self) -> u32 {
-        let counts = self.hosts.iter().map(|host| lead::term_of(host.word).count());
-        self.changes.saturating_sub(counts.min().unwrap_or(0))
-    }
-
-    /// A gateway's signals of the last of all terms: HELLO, ANNOUNCE to every kernel, CLAIM of everybody.
-    fn leap(&mut self, node: usize) {
-        let (me, term) = (host::id(node), Term::from_bits(u64::MAX));
-        let say = |kind, body| Signal { kind, nonce: 7, term, sender: me, location: LOCATION, body };
-        for to in (0..self.hosts.len()).filter(|to| *to != node) {
-            let hello = Body::Hello { is_fit: true, leads: true, gateway: me, losses: Vec::new() };
-            let announce = Body::Word { cookie: self.hosts[to].cookie(me), gateway: me };
-            for signal in [say(Kind::Hello, hello), say(Kind::Announce, announce)] {
-                let bytes = host::write(&signal, me, host::id(to)).into();
-                self.lan_send(node, to, Event::Lan { to, bytes, said_at: self.now });
-            }
-        }
-        let members: Vec<_> = (0..self.hosts.len()).map(host::id).collect();
-        for far in 0..self.fars.len() {
-            for members in members.chunks(MAX_MEMBERS) {
-                let body = Body::Claim {
-                    gateway: me,
-                    shared: Shared::Move,
-                    part: (0, 1),
-                    members: members.to_vec(),
-                };
-                let bytes = host::write(&say(Kind::Claim, body), me, 0).into();
-                self.uplink_send(node, far, true, Event::ToFar { gateway: node, far, bytes });
-            }
-        }
-    }
-
-    fn agent(&mut self, node: usize, starts: bool) {
-        self.hosts[node].agent = None;
-        self.hosts[node].inbox.clear();
-        if starts {
-            self.start_agent(node, false);
-        }
-    }
-
-    fn power(&mut self, node: usize, on: bool) {
-        let boot = self.rng.bits();
-        let host = &mut self.hosts[node];
-        host.wires.on = on;
-        host.agent = None;
-        host.inbox.clear();
-        if on {
-            host.boot = boot;
-            host.word = lead::word(Term::NONE, 0);
-            host.led.clear();
-            self.followed[node].insert((Term::NONE, host::id(0)));
-            self.start_agent(node, true);
         }
     }
 }

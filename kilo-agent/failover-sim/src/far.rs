@@ -111,7 +111,7 @@ impl Sim {
         self.uplink_send(gateway, far, false, Event::FromFar { gateway, far, bytes });
     }
 
-    /// A far leader plans anew: who is whose as far as it knows, and the first gateway's what is no gateway's.
+    /// A far leader plans anew: who is whose as far as it knows, and what no gateway has is the first one's.
     pub(crate) fn far_plans(&mut self, far: usize) {
         let gateways = self.gateways();
         let FarHost { acting: Some(acting), owner, .. } = &mut self.fars[far] else { return };

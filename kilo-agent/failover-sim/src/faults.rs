@@ -55,8 +55,11 @@ pub enum Fault {
     Ahead(usize),
     /// Kilo's order begins with this gateway.
     First(usize),
-    /// It is no gateway.
+    /// It stops being a gateway.
     NoGateway(usize),
+    /// A node sends and gets more than its leader's tunnel carries, and so it is with the next leader: so many of 100 packets are
+    /// lost each way.
+    Flood(u8),
 }
 
 /// A fault with its start and end ([`NEVER`]: it stays).

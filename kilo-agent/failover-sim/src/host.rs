@@ -78,6 +78,8 @@ pub struct Host {
     pub inbox: Vec<Input>,
     /// When the agent is woken.
     pub wake: Micros,
+    /// Packets that have come out of its tunnel, as its kernel counts them.
+    pub decrypted: u64,
 }
 
 /// What a kernel does with a signal.
@@ -107,6 +109,7 @@ impl Host {
             stalled: 0,
             inbox: Vec::new(),
             wake: Micros::MAX,
+            decrypted: 0,
         }
     }
 

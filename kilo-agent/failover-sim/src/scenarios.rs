@@ -88,6 +88,11 @@ fn flaps(rng: &mut Rng, start: Micros, least: Micros, fault: impl Fn(u64) -> Fau
     Schedule::new((0..20).map(flap).collect(), start + 65 * SEC)
 }
 
+fn flood(percent: u8, seconds: u64, start: Micros) -> Schedule {
+    let end = start + seconds * SEC;
+    Schedule::new(vec![(start, end, Fault::Flood(percent))], end + 8 * SEC)
+}
+
 fn halves(rng: &mut Rng, nodes: usize, start: Micros) -> Schedule {
     let half = |node| match node {
         0 => false,
@@ -136,6 +141,26 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario("nothing comes by the uplink", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::UplinkIn(0), t)),
     scenario("nothing leaves to the LAN", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::LanOut(0), t)),
     scenario("nothing comes from the LAN", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::LanIn(0), t)),
+    // What leadership costs, not what the flood does: a way counts as one whatever share of packets passes it.
+    scenario("a flood: 15 % lost each way by its leader", MANY, 100, 1, |_, _, t| flood(15, 50, t)),
+    scenario("a flood: 35 % lost each way", MANY, 1_000, 2, |_, _, t| flood(35, 50, t)),
+    scenario("a flood: 60 % lost each way", MANY, 4_000, 3, |_, _, t| flood(60, 50, t)),
+    scenario("a flood: 80 % lost each way", MANY, 20_000, 5, |_, _, t| flood(80, 50, t)),
+    scenario("a flood: 35 % lost each way, 2 nodes", &[2], 1_000, 2, |_, _, t| flood(35, 50, t)),
+    Scenario {
+        share: 10,
+        ..scenario("a flood: 60 % lost each way, 10 min", MANY, 4_000, 20, |_, _, t| flood(60, 600, t))
+    },
+    scenario("a flood, then the leader does not forward", MANY, 6_000, 2, |_, _, t| {
+        let mut schedule = flood(35, 50, t);
+        schedule.faults.push((t + 10 * SEC, NEVER, Fault::Forward(0)));
+        schedule
+    }),
+    scenario("a flood, then the leader's uplink is dead", MANY, 6_000, 3, |_, _, t| {
+        let mut schedule = flood(35, 50, t);
+        schedule.faults.push((t + 10 * SEC, NEVER, Fault::Uplink(0)));
+        schedule
+    }),
     scenario("leader cordoned", ANY, 150, 1, |_, _, t| Schedule::one(Fault::Cordon(0), t)),
     scenario("leader cordoned for 5 s, return", ANY, 150, 3, |_, _, t| {
         Schedule::new(vec![(t, t + 5 * SEC, Fault::Cordon(0))], t + 90 * SEC)
@@ -243,8 +268,8 @@ pub const SCENARIOS: &[Scenario] = &[
         delay: Some(120 * MS),
         suspects_nobody: true,
         noise: Noise { loss: 0.0, spike: 0.0, ..QUIET },
-        ..scenario("a stand-by's agent stalls 20 times, far leaders 240 ms away", MANY, 0, 0, |_, _, t| {
-            let stall = |i| (t + i * SEC, t + i * SEC + 200 * MS, Fault::Stall(1));
+        ..scenario("a stand-by's agent stalls 20 times, far leaders 240 ms away", MANY, 0, 0, |rng, _, t| {
+            let stall = |i| (t + i * SEC, t + i * SEC + rng.between(200 * MS, 300 * MS), Fault::Stall(1));
             Schedule::new((0..20).map(stall).collect(), t + 25 * SEC)
         })
     },

@@ -52,7 +52,7 @@ pub enum What {
     Cordoned(usize),
     /// Its uplink goes, and its carrier says so.
     Carrier(usize),
-    /// It is no gateway for so many seconds.
+    /// It stops being a gateway for so many seconds.
     NoGateway(usize, u64),
 }
 

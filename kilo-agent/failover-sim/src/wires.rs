@@ -39,6 +39,17 @@ impl Sim {
         wires.runs(self.now) && wires.uplink[0] && wires.uplink[if out { 1 } else { 2 }] && self.fars[far].on
     }
 
+    /// Whether the queues of a gateway that carries the flood have no room.
+    fn is_lost_in_flood(&mut self, gateway: usize) -> bool {
+        let carries = self.hosts.last().is_some_and(|flooder| flooder.uses() == gateway);
+        self.flood > 0.0 && carries && self.rng.chance(self.flood)
+    }
+
+    /// Whether anything comes out of a gateway's tunnel now: there is traffic all the time.
+    pub(crate) fn decrypts(&self, gateway: usize) -> bool {
+        gateway < self.gateways && (0..self.fars.len()).any(|far| self.uplink_works(gateway, far, false))
+    }
+
     pub(crate) fn lan_send(&mut self, from: usize, to: usize, event: Event) {
         let lost = from != to && self.rng.chance(self.noise.loss);
         if self.lan_works(from, to) && !lost {
@@ -48,7 +59,8 @@ impl Sim {
     }
 
     pub(crate) fn uplink_send(&mut self, gateway: usize, far: usize, out: bool, event: Event) {
-        if self.uplink_works(gateway, far, out) && !self.rng.chance(self.noise.loss) {
+        let lost = self.rng.chance(self.noise.loss) || self.is_lost_in_flood(gateway);
+        if self.uplink_works(gateway, far, out) && !lost {
             let spike =
                 if self.rng.chance(self.noise.spike) { self.rng.between(50 * MS, 270 * MS) } else { 0 };
             let delay = self.delays[far][gateway] + self.rng.exponential(400.0) + spike;

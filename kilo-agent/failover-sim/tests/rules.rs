@@ -37,6 +37,7 @@ const NEEDED: &[(Rule, &str, &str)] = &[
         "a leader's clock is earlier after a boot, then its carrier goes",
         "outages within the limit",
     ),
+    (Rule::Patience, "a flood: 60 % lost each way", "changes of leader within the limit"),
     (Rule::TwoHops, "leader's uplink dead; the next one boots in 0.2 s", "no loop"),
     (Rule::TimeToLive, "power off", "time to live"),
 ];

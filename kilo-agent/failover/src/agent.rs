@@ -1,56 +1,28 @@
-//! One node's agent: the parts, and which of them each input is for.
+//! One node's agent: its parts, and what is due when.
+
+mod inputs;
+mod leading;
+mod overload;
+mod place;
 
 use std::collections::BTreeMap;
 
+pub use place::Place;
+
 use crate::{
-    Far, Homing, Input, MS, Micros, NodeId, Note, Output, Params, Rule, SEC, Several, Signal, Term, Turn,
+    Far, Homing, Input, MS, Micros, NodeId, Note, Output, Params, Rule, SEC, Term, Turn,
     detector::Detector,
     gateway::{self, Lead, Sender},
     giving::Planned,
     member::{Around, Member, adopt},
     numbers::Numbers,
     others::Others,
-    planned::Cause,
     restore::Returns,
-    roll::{Present, Roll},
+    roll::Roll,
     sentinel::Sentinel,
-    signal::{Body, Kind, Shared, Verdict},
+    signal::{Body, Kind},
     tunnel::Tunnels,
 };
-
-/// The location, as topology has it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// This node.
-    pub me: NodeId,
-    /// First 8 bytes of SHA-256 of the location's name.
-    pub location: u64,
-    /// Gateways in Kilo's order.
-    pub gateways: Vec<NodeId>,
-    /// All nodes, this one included.
-    pub nodes: Vec<NodeId>,
-    /// Far leaders that can answer probes.
-    pub fars: Vec<Far>,
-    /// Nodes that are about to go, and why: they lead only where nobody else can.
-    pub leaving: BTreeMap<NodeId, Cause>,
-    /// Several active leaders; `None`: one leads all.
-    pub several: Option<Several>,
-    /// What this node's kernel answers the roll calls of each of the other gateways with: a secret of this boot.
-    pub cookies: BTreeMap<NodeId, u64>,
-}
-
-impl Place {
-    /// Who is to lead: the first gateway in Kilo's order that stays, else the first.
-    pub fn first(&self) -> Option<NodeId> {
-        let stays = |gateway: &&NodeId| !self.leaving.contains_key(gateway);
-        self.gateways.iter().find(stays).or(self.gateways.first()).copied()
-    }
-
-    /// What this node's numbered signals to another one bear.
-    pub(crate) fn cookie(&self, to: NodeId) -> u64 {
-        self.cookies.get(&to).copied().unwrap_or(0)
-    }
-}
 
 /// What an agent finds when it starts.
 #[derive(Clone, Debug)]
@@ -83,6 +55,10 @@ pub(crate) struct Gateway {
     next_roll: Micros,
     next_hello: Micros,
     wished: Micros,
+    /// Until when the location is taken to be overloaded.
+    overloaded_until: Micros,
+    /// When it was said last that it is overloaded.
+    busy_said: Option<Micros>,
     /// Since when it is one, as far as this agent knows.
     pub(crate) since: Micros,
 }
@@ -127,6 +103,8 @@ impl Gateway {
             next_roll: now + random() % (params.roll / 10),
             next_hello: now + random() % params.hello,
             wished: 0,
+            overloaded_until: 0,
+            busy_said: None,
             since: now,
         }
     }
@@ -162,80 +140,6 @@ impl Agent {
         agent
     }
 
-    /// The location is another now: nodes, gateways or far leaders came or went. What is known
-    /// of those that stay goes on.
-    pub fn place_is(&mut self, place: Place, now: Micros, random: &mut dyn FnMut() -> u64) -> Vec<Output> {
-        let mut out = Vec::new();
-        if place == self.place {
-            return out;
-        }
-        if place.location != self.place.location {
-            return self.starts_anew(place, now, random);
-        }
-        let leads_no_more = match (&mut self.gateway, place.gateways.contains(&place.me)) {
-            (Some(gateway), true) => {
-                gateway.tunnels.fars_are(&self.params, &place.fars, now);
-                gateway.roll.nodes_are(&place.nodes);
-                gateway.numbers.nodes_are(&place.nodes);
-                gateway.lead.as_mut().is_some_and(|lead| lead.place_is(&place.nodes, &place.fars, now))
-            }
-            (Some(gateway), false) => {
-                let led = gateway.lead.is_some();
-                self.gateway = None;
-                led
-            }
-            (None, true) => {
-                self.gateway = Some(Gateway::new(&self.params, &place.fars, now, random));
-                false
-            }
-            (None, false) => false,
-        };
-        self.order_is(&place, now);
-        self.place = place;
-        self.shares_stay_with_who_acts();
-        if leads_no_more {
-            let (later, random) = (&mut Vec::new(), random);
-            if self.gateway.is_some() {
-                self.led_changed(&mut Turn { now, random, out: &mut out, later });
-            } else {
-                out.push(Output::Led(Vec::new()));
-            }
-        }
-        self.due = Micros::MAX;
-        out
-    }
-
-    /// The node is in another location now: what it led and what was said is that of the other one.
-    fn starts_anew(&mut self, place: Place, now: Micros, random: &mut dyn FnMut() -> u64) -> Vec<Output> {
-        let led = self.lead().is_some();
-        let clock = self.clock.wrapping_add(now);
-        let start = Start { now, clock, word: self.word, led: Vec::new(), is_boot: false };
-        *self = Self::new(self.params.clone(), place, start, random);
-        led.then_some(Output::Led(Vec::new())).into_iter().collect()
-    }
-
-    /// What another order means: a gateway that was there before and comes first now is to lead as
-    /// soon as it can; one that has come, or does not leave any more, after a time of health.
-    fn order_is(&mut self, place: &Place, now: Micros) {
-        self.left.retain(|node, _| place.nodes.contains(node));
-        for node in self.place.leaving.keys().filter(|node| !place.leaving.contains_key(node)) {
-            self.left.insert(*node, now);
-        }
-        let first = place.first();
-        if first != self.place.first() {
-            let was_there =
-                |node: &NodeId| self.place.nodes.contains(node) && !self.place.leaving.contains_key(node);
-            self.ordered = first.filter(was_there).map(|first| (first, now));
-        }
-    }
-
-    /// It leads the location, as was written before a restart: what belongs to no member, too.
-    pub fn leads_location(&mut self) {
-        if let Some(lead) = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()) {
-            lead.claims(Shared::Move);
-        }
-    }
-
     /// What this gateway knows of the others: when each would be fit to lead, `None`: not known.
     pub fn is_heard_fit(&self, gateway: NodeId, now: Micros) -> Option<bool> {
         let others = &self.gateway.as_ref()?.others;
@@ -245,25 +149,6 @@ impl Agent {
     /// The usual round trip of the own tunnels, at most.
     pub fn round_trip(&self) -> Option<Micros> {
         Some(self.gateway.as_ref()?.tunnels.longest())
-    }
-
-    /// After a restart it goes on with what its kernel has.
-    fn goes_on_leading(&mut self, led: Vec<NodeId>, now: Micros) {
-        let sender = self.sender();
-        if led.is_empty() {
-            return;
-        }
-        let is_mine = self.word.1 == self.place.me && self.word.0 > Term::NONE;
-        let term = if is_mine { self.word.0 } else { self.term.next(self.place.me) };
-        self.term = self.term.max(term);
-        if let Some(gateway) = &mut self.gateway {
-            let mut lead = Lead::new(sender, term, &self.place.fars, now);
-            lead.add(led, now);
-            if is_mine {
-                lead.hears(self.place.me, self.word, now);
-            }
-            gateway.lead = Some(lead);
-        }
     }
 
     /// A node that has started anew asks every gateway whether it leads.
@@ -363,7 +248,7 @@ impl Agent {
         out
     }
 
-    /// 200 ms of somebody else's CPU are no fault of the leader.
+    /// The leader did nothing wrong when this agent had no CPU for 200 ms.
     fn discard(&mut self) {
         self.member.discard();
         if let Some(gateway) = &mut self.gateway {
@@ -380,7 +265,18 @@ impl Agent {
         let Some(gateway) = &mut self.gateway else { return };
         let (params, sender, now) =
             (&self.params, Sender { me: self.place.me, location: self.place.location }, turn.now);
+        let was_busy = gateway.tunnels.is_busy(now);
         gateway.tunnels.wake_up(params, turn);
+        gateway.looks_for_overload(params, sender.me, self.word, now);
+        let is_overloaded = gateway.tunnels.is_busy(now) && gateway.leads(sender.me, self.word);
+        if is_overloaded && gateway.busy_said.is_none_or(|said| said + 60 * SEC <= now) {
+            gateway.busy_said = Some(now);
+            turn.push(Output::Note(Note::Busy));
+        }
+        if is_overloaded && !was_busy {
+            // Who suspects this node is to know at once.
+            gateway.next_hello = now;
+        }
         gateway.detector.expire(now);
         if gateway.detector.is_due(now) {
             if self.word.1 == sender.me {
@@ -433,6 +329,7 @@ impl Agent {
         let leads = gateway.lead.as_ref().filter(|_| self.word.1 == self.place.me);
         let body = Body::Hello {
             is_fit: gateway.tunnels.is_fit(turn.now),
+            is_busy: gateway.tunnels.is_busy(turn.now) && gateway.leads(self.place.me, self.word),
             leads: leads.is_some(),
             gateway: self.word.1,
             losses: gateway.others.told(&self.params, turn.now),
@@ -441,248 +338,6 @@ impl Agent {
         let signal = self.sender().signal(Kind::Hello, turn.nonce(), term, body);
         for other in self.place.gateways.iter().filter(|other| **other != self.place.me) {
             turn.push(Output::Lan(*other, signal.clone()));
-        }
-    }
-
-    /// Tells the kernel whom it leads; leadership of nobody ends.
-    pub(crate) fn led_changed(&mut self, turn: &mut Turn<'_>) {
-        let Some(gateway) = &mut self.gateway else { return };
-        let mut led: Vec<_> = gateway.lead.iter().flat_map(Lead::members).collect();
-        led.extend(gateway.planned.takes_from().filter(|from| !led.contains(from)));
-        gateway.lead = gateway.lead.take().filter(|lead| !lead.is_empty());
-        turn.push(Output::Led(led));
-    }
-
-    // ---- what comes in --------------------------------------------------------
-
-    fn take_in(&mut self, input: Input, turn: &mut Turn<'_>) {
-        match input {
-            Input::Wake => {}
-            Input::Answer { nonce, at } => self.answered(nonce, at),
-            Input::Signal { from, signal } => {
-                if signal.sender == from && signal.location == self.place.location
-                    || signal.kind == Kind::Moved
-                {
-                    self.signal(from, signal, turn);
-                }
-            }
-            Input::Word(term, gateway) => self.word_is(term, gateway, turn),
-            Input::LinkDown => self.give_away(0, turn),
-        }
-    }
-
-    fn answered(&mut self, nonce: u64, at: Micros) {
-        if self.member.answered(nonce, at) {
-            return;
-        }
-        let Some(gateway) = &mut self.gateway else { return };
-        let _ = gateway.tunnels.answered(nonce, at) || gateway.detector.answered(nonce, at);
-    }
-
-    fn word_is(&mut self, term: Term, to: NodeId, turn: &mut Turn<'_>) {
-        self.term = self.term.max(term);
-        let changed = self.word.1 != to;
-        self.word = (term, to);
-        let me = self.place.me;
-        if changed {
-            self.word_since = turn.now;
-            self.discard_leader(turn);
-            if let Some(gateway) = self.gateway.as_mut().filter(|_| to != me) {
-                gateway.detector.begin(turn.now);
-            }
-            self.is_led_by(to, turn);
-        }
-        let lead = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut());
-        if lead.is_some_and(|lead| lead.hears(me, (term, to), turn.now)) {
-            self.led_changed(turn);
-        }
-    }
-
-    /// What is known of the leader so far says nothing about the next one.
-    fn discard_leader(&mut self, turn: &mut Turn<'_>) {
-        self.member.discard();
-        turn.later.retain(|(_, output)| !matches!(output, Output::Lan(_, Signal { kind: Kind::Adopt, .. })));
-        if let Some(gateway) = &mut self.gateway {
-            gateway.detector.discard();
-            gateway.sentinel.reset();
-        }
-    }
-
-    pub(crate) fn signal(&mut self, from: NodeId, signal: Signal, turn: &mut Turn<'_>) {
-        // The last of all counts would be the last change of leader.
-        if !signal.term.is_near(self.term) && self.params.keeps(Rule::NoLeap) {
-            return turn.push(Output::Note(Note::Leaps(from)));
-        }
-        if !self.is_new(from, &signal, turn) {
-            return;
-        }
-        match (signal.kind, &signal.body) {
-            (Kind::Witness, _) => {
-                let mut member = std::mem::replace(&mut self.member, Member::new(0));
-                member.asked(&self.params, signal, &self.around(turn.now), turn);
-                self.member = member;
-            }
-            (Kind::Verdict, Body::Witness { id, verdict }) => self.verdict(from, *id, *verdict),
-            (Kind::Present, Body::Word { cookie, gateway }) => {
-                let present = Present { at: turn.now, cookie: *cookie, word: (signal.term, *gateway) };
-                self.present(from, signal.nonce, present, turn);
-            }
-            (Kind::Follows, Body::Word { gateway, .. }) => {
-                let word = (signal.term, *gateway);
-                if let Some(gateway) = &mut self.gateway {
-                    gateway.roll.follows(from, turn.now, word);
-                }
-                self.heard_word(from, word, turn);
-            }
-            (Kind::Hello, Body::Hello { is_fit, leads, gateway, losses }) => {
-                let lead = (*leads, signal.term, *gateway);
-                self.term = self.term.max(signal.term);
-                if let Some(own) = &mut self.gateway {
-                    own.others.hello(&self.params, turn.now, from, *is_fit, lead, losses);
-                }
-                self.wish_of_returned(from, turn);
-            }
-            (Kind::Adopt, Body::Members { age, members, .. }) if members[..] == [from] => {
-                self.adopts(from, signal.term, u64::from(*age) * MS, turn);
-            }
-            (Kind::Handover, Body::Members { age, members, .. }) => {
-                self.is_given(from, &signal, u64::from(*age) * MS, members, turn);
-            }
-            (Kind::Prepare | Kind::Ready, _) => self.change(from, &signal, turn),
-            (Kind::Moved, _) => self.has_moved(from, &signal, turn),
-            _ => {}
-        }
-    }
-
-    fn verdict(&mut self, from: NodeId, id: u32, verdict: Verdict) {
-        if let Some(gateway) = &mut self.gateway {
-            gateway.sentinel.verdict(from, id, verdict);
-        }
-    }
-
-    fn present(&mut self, from: NodeId, nonce: u64, present: Present, turn: &mut Turn<'_>) {
-        let Some(gateway) = &mut self.gateway else { return };
-        if !gateway.roll.heard(from, nonce, present) {
-            return;
-        }
-        if let Some(lead) = &gateway.lead {
-            lead.announce(from, present, turn);
-        }
-        self.heard_word(from, present.word, turn);
-        self.boot_is(from, present.cookie, turn);
-    }
-
-    fn heard_word(&mut self, from: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
-        self.term = self.term.max(word.0);
-        let lead = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut());
-        if lead.is_some_and(|lead| lead.hears(from, word, turn.now)) {
-            self.led_changed(turn);
-        }
-    }
-
-    /// A gateway that was away asks to be a member of who leads in a later term.
-    fn wish_of_returned(&mut self, from: NodeId, turn: &mut Turn<'_>) {
-        let (me, now) = (self.place.me, turn.now);
-        // Of several each leads itself, and takes what is its own.
-        if self.place.several.is_some() {
-            return;
-        }
-        let Some(gateway) = &mut self.gateway else { return };
-        let is_led = gateway.roll.users(now).any(|(member, uses)| member != me && uses == me);
-        let may = [me, from].contains(&self.word.1);
-        let later = gateway.others.leads(from).is_some_and(|term| term > self.word.0);
-        if later && may && !is_led && now > gateway.wished + SEC {
-            gateway.wished = now;
-            let signal = adopt(&self.around(now), from, 0);
-            turn.push(Output::Lan(from, signal));
-        }
-    }
-
-    /// A member asks to be led: its leader has been silent for `age`, or it only
-    /// asks (0) who leads.
-    fn adopts(&mut self, member: NodeId, term: Term, age: Micros, turn: &mut Turn<'_>) {
-        let (me, now) = (self.place.me, turn.now);
-        let Some(gateway) = &self.gateway else { return };
-        let tunnels = &gateway.tunnels;
-        let lead = gateway.lead.as_ref();
-        let may = if age == 0 {
-            let is_home = self.place.several.as_ref().is_none_or(|several| several.home(member) == Some(me));
-            is_home && self.word.1 == me && lead.is_some_and(|lead| lead.term() > term)
-        } else {
-            // Repeated to an agent that has restarted since, and remembers no numbers: its kernel has had a
-            // later word since, or nobody has heard it yet.
-            gateway.roll.last(member).is_some_and(|present| present.word.0 <= term)
-                && tunnels.were_good(now.saturating_sub(age))
-                && tunnels.proves(now.saturating_sub(300 * MS + tunnels.longest()))
-        };
-        let has = lead.is_some_and(|lead| {
-            lead.has(member)
-                && gateway.roll.last(member).is_some_and(|present| present.word == (lead.term(), me))
-        });
-        if !may || has || !tunnels.is_fit(now) {
-            return;
-        }
-        // A leader that nobody uses any more brings what belongs to no member.
-        let led_itself = self.place.several.is_none()
-            && gateway.roll.last(member).is_some_and(|present| present.word.1 == member);
-        let shared = if age == 0 && led_itself { Shared::Move } else { Shared::Stay };
-        self.term = self.term.max(term);
-        self.lost_by_adoption(member, age, turn.now);
-        turn.push(Output::Note(Note::Adopts(member)));
-        self.lead_more([member], shared, turn);
-    }
-
-    /// Leads these, too: in the term it leads in when that is the latest known, else
-    /// in a new one, in which everything it has goes on.
-    pub(crate) fn lead_more(
-        &mut self,
-        members: impl IntoIterator<Item = NodeId>,
-        shared: Shared,
-        turn: &mut Turn<'_>,
-    ) {
-        let leads_already = self.lead().is_some_and(|lead| lead.term() == self.term);
-        if !leads_already {
-            self.term = self.term.next(self.place.me);
-        }
-        self.lead_in(self.term, members, shared, turn);
-    }
-
-    /// Leads these in this term, in which everything it has goes on.
-    pub(crate) fn lead_in(
-        &mut self,
-        term: Term,
-        members: impl IntoIterator<Item = NodeId>,
-        shared: Shared,
-        turn: &mut Turn<'_>,
-    ) {
-        let (sender, now) = (self.sender(), turn.now);
-        let Some(gateway) = &mut self.gateway else { return };
-        let mut lead = match gateway.lead.take() {
-            Some(lead) if lead.term() == term => lead,
-            older => {
-                let mut lead = Lead::new(sender, term, &self.place.fars, now);
-                if let Some(older) = older {
-                    lead.continues(&older);
-                    lead.add(
-                        older.members().filter(|member| *member != sender.me || self.word.1 == sender.me),
-                        now,
-                    );
-                }
-                lead
-            }
-        };
-        lead.add(members, now);
-        lead.claims(shared);
-        let leads_itself = lead.has(sender.me);
-        gateway.lead = Some(lead);
-        // The mark first: who follows must not be passed on.
-        self.led_changed(turn);
-        if leads_itself && self.word != (term, sender.me) {
-            turn.push(Output::Word(term, sender.me));
-        }
-        let Some(gateway) = &mut self.gateway else { return };
-        if let Some(lead) = &mut gateway.lead {
-            lead.wake_up(&self.params, &mut gateway.roll, turn);
         }
     }
 }

@@ -16,6 +16,8 @@ pub struct Detector {
     due: Micros,
     /// When the last path probe came back.
     heard: Option<Micros>,
+    /// Until when the leader's way is taken for overloaded: it has lost some probes, and not all.
+    lossy_until: Micros,
     /// Whether the leader's kernel answers probes on the LAN: Go Kilo's does not.
     pub lan_counts: bool,
 }
@@ -30,6 +32,7 @@ impl Detector {
             turns: 0,
             due: now,
             heard: None,
+            lossy_until: 0,
             lan_counts: false,
         }
     }
@@ -97,10 +100,14 @@ impl Detector {
     }
 
     /// A probe was answered; whether it was one of these.
-    pub fn answered(&mut self, nonce: u64, at: Micros) -> bool {
+    pub fn answered(&mut self, params: &Params, nonce: u64, at: Micros) -> bool {
+        let has_missed = self.path.misses() >= Self::LOSSY;
         if let Some(sent) = self.path.answered(nonce) {
             self.trip.measured(at.saturating_sub(sent));
             self.heard = Some(at);
+            if has_missed {
+                self.lossy_until = at + params.busy;
+            }
             return true;
         }
         self.lan.answered(nonce).is_some()
@@ -114,6 +121,20 @@ impl Detector {
     /// When the first missed path probe was sent.
     pub fn silent_since(&self) -> Option<Micros> {
         self.path.since()
+    }
+
+    /// For how long nothing has come back through the leader, not even late.
+    pub fn quiet_for(&self, now: Micros) -> Micros {
+        let since = self.path.since().unwrap_or(now);
+        now.saturating_sub(self.heard.map_or(since, |heard| heard.max(since)))
+    }
+
+    /// Misses in a row that are no accident.
+    const LOSSY: usize = 2;
+
+    /// Whether the leader's way loses some probes, and not all.
+    pub const fn is_lossy(&self, now: Micros) -> bool {
+        self.lossy_until > now
     }
 
     /// Whether the way through the leader works: it was heard after `since`, and nothing is missed.

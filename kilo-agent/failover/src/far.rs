@@ -72,7 +72,7 @@ impl Acting {
     }
 
     /// The location has these gateways now, Kilo's leader first. Who used another one uses that leader by now, as
-    /// its kernel's word says; whoever claims it in the same term or later counts again.
+    /// its kernel's word says; a gateway that claims it in the same term or later counts again.
     pub fn gateways_are(&mut self, gateways: &[NodeId]) {
         let Some(first) = gateways.first() else { return };
         let is_gone = |gateway: NodeId| gateway != 0 && !gateways.contains(&gateway);
@@ -417,7 +417,7 @@ mod tests {
             if answers {
                 acting.answered(2);
             }
-            assert!(!acting.wake_up(110 * MS), "one is no silence");
+            assert!(!acting.wake_up(110 * MS), "one missed probe is not silence");
             assert_eq!(acting.wake_up(130 * MS), !answers);
             assert_eq!(acting.shared(), if answers { A } else { B });
         }

@@ -50,7 +50,7 @@ impl Lead {
     /// Everything is claimed again so often: a far leader whose agent forgot terms, or
     /// whose WireGuard was set up anew, learns them.
     const REFRESH: Micros = 10 * SEC;
-    /// After so many ANNOUNCEs a silent member is given up: it asks, or has another leader.
+    /// After so many ANNOUNCEs to a silent member no more are sent: it asks, or has another leader.
     const TRIES: u32 = 9;
 
     /// Leads nobody yet.
@@ -165,7 +165,7 @@ impl Lead {
         self.members.contains_key(&member)
     }
 
-    /// A member's kernel said whom it uses. It is given up when that is somebody
+    /// A member's kernel said whom it uses. It is no longer led when that is somebody
     /// else in a later term; `true`: those led have changed.
     pub fn hears(&mut self, member: NodeId, word: (Term, NodeId), now: Micros) -> bool {
         let Some(follows) = self.members.get_mut(&member) else { return false };

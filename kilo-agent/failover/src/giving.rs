@@ -144,7 +144,7 @@ impl Agent {
                     self.lead_more(members, Shared::Move, turn);
                 }
                 Act::GiveUp => {
-                    turn.push(Output::Note(Note::GivesUp(to)));
+                    turn.push(Output::Note(Note::NotReady(to)));
                     self.gave(turn.now, false);
                 }
                 Act::Ask(..) | Act::Ready(_) | Act::Lead(..) | Act::Done(_) => {}
@@ -424,7 +424,8 @@ mod tests {
     #[test]
     fn what_leaps_is_refused_and_changes_no_term() {
         let end = Term::from_bits(u64::MAX);
-        let hello = Body::Hello { is_fit: true, leads: true, gateway: LEADER, losses: vec![] };
+        let hello =
+            Body::Hello { is_fit: true, is_busy: false, leads: true, gateway: LEADER, losses: vec![] };
         let word = Body::Word { cookie: 9, gateway: LEADER };
         let members = || Body::Members { cookie: BOOT, age: 0, members: vec![LEADER] };
         let change = Body::Change { cookie: BOOT, gateway: ME };

@@ -1,5 +1,5 @@
 //! Several active leaders: each takes those whose home it is, a minute after the last that did. Nothing
-//! is given: who is taken follows the later term, and whoever led it learns that by the roll call.
+//! is given: who is taken follows the later term, and the gateway that led it learns that by the roll call.
 
 use std::collections::BTreeMap;
 

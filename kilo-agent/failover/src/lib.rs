@@ -13,10 +13,10 @@
 mod agent;
 #[cfg(test)]
 mod bench;
+mod declared_dead;
 pub mod detector;
 pub mod far;
 pub mod gateway;
-mod give_up;
 mod giving;
 mod homes;
 pub mod member;

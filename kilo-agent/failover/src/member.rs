@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use crate::{
-    Far, MS, Micros, NodeId, Output, Params, Signal, Turn, Way,
+    Far, MS, Micros, NodeId, Output, Params, Rule, Signal, Turn, Way,
     gateway::Sender,
     probes::{RoundTrip, Row},
     signal::{Body, Kind, Verdict},
@@ -28,6 +28,10 @@ pub struct Member {
     next: Micros,
     turns: usize,
     tries: usize,
+    /// When the first probe was sent that was missed since the last answer, over all tries.
+    silent_since: Option<Micros>,
+    /// Until when the leader's way is taken for overloaded: it has lost some probes, and not all.
+    lossy_until: Micros,
     bursts: Vec<Burst>,
 }
 
@@ -55,6 +59,11 @@ impl Member {
     const APART: Micros = 20 * MS;
     /// Between two gateways that are asked.
     const NEXT_GATEWAY: Micros = 150 * MS;
+    /// Misses in a row that are no accident.
+    const LOSSY: usize = 2;
+    /// After so many tries every second one says how long the whole silence has lasted: a gateway that has
+    /// become fit since would not take it, and one of an overloaded location would take nothing else.
+    const PATIENT_TRIES: usize = 3;
 
     /// Of an agent that starts now: its first probe comes within its interval.
     pub fn new(first: Micros) -> Self {
@@ -64,6 +73,8 @@ impl Member {
             next: first,
             turns: 0,
             tries: 0,
+            silent_since: None,
+            lossy_until: 0,
             bursts: Vec::new(),
         }
     }
@@ -88,16 +99,21 @@ impl Member {
     /// What is outstanding proves nothing: the agent slept, or the leader changed.
     pub fn discard(&mut self) {
         self.row.clear();
+        self.silent_since = None;
         self.bursts.clear();
     }
 
     /// A probe was answered; whether it was one of these.
-    pub fn answered(&mut self, nonce: u64, at: Micros) -> bool {
+    pub fn answered(&mut self, params: &Params, nonce: u64, at: Micros) -> bool {
+        let has_missed = self.row.misses() >= Self::LOSSY;
         for burst in &mut self.bursts {
             burst.works |= burst.nonces.contains(&nonce);
         }
         let Some(sent) = self.row.answered(nonce) else { return false };
-        self.tries = 0;
+        if has_missed {
+            self.lossy_until = at + params.busy;
+        }
+        (self.tries, self.silent_since) = (0, None);
         self.trip.measured(at.saturating_sub(sent));
         true
     }
@@ -120,8 +136,14 @@ impl Member {
         }
         if self.row.misses() >= params.member_misses {
             let since = self.row.since().unwrap_or(turn.now);
-            self.row.clear();
-            self.ask_gateways(since, around, turn);
+            let first = *self.silent_since.get_or_insert(since);
+            // An overloaded way loses many probes in a row, but not all for so long.
+            let is_lossy = self.lossy_until > turn.now && params.keeps(Rule::Patience);
+            if !is_lossy || first + params.overload_member <= turn.now {
+                self.row.clear();
+                let is_patient = self.tries >= Self::PATIENT_TRIES && self.tries % 2 == 1;
+                self.ask_gateways(if is_patient { first } else { since }, around, turn);
+            }
         }
         if turn.now < self.next {
             return;

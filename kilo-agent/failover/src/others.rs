@@ -5,15 +5,27 @@ use std::collections::BTreeMap;
 
 use crate::{MS, Micros, NodeId, Params, SEC, Term};
 
+/// What a HELLO says of its sender.
+#[derive(Clone, Copy, Debug)]
+pub struct State {
+    /// Whether it could lead.
+    pub is_fit: bool,
+    /// Whether it leads and its tunnels carry more than they can.
+    pub is_busy: bool,
+    /// Whether it leads members in this term.
+    pub leads: bool,
+    /// The term.
+    pub term: Term,
+    /// The gateway it uses.
+    pub gateway: NodeId,
+}
+
 /// What a gateway said.
 #[derive(Clone, Copy, Debug)]
 struct Said {
     at: Micros,
-    is_fit: bool,
     fit_since: Micros,
-    leads: bool,
-    term: Term,
-    gateway: NodeId,
+    state: State,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -31,19 +43,10 @@ pub struct Others {
 
 impl Others {
     /// A HELLO came: pairs of its losses as in the signal.
-    pub fn hello(
-        &mut self,
-        params: &Params,
-        now: Micros,
-        from: NodeId,
-        fit: bool,
-        lead: (bool, Term, NodeId),
-        losses: &[u64],
-    ) {
-        let before = self.said.get(&from).filter(|said| said.is_fit && said.at + SEC >= now);
+    pub fn hello(&mut self, params: &Params, now: Micros, from: NodeId, state: State, losses: &[u64]) {
+        let before = self.said.get(&from).filter(|said| said.state.is_fit && said.at + SEC >= now);
         let fit_since = before.map_or(now, |said| said.fit_since);
-        let (leads, term, gateway) = lead;
-        self.said.insert(from, Said { at: now, is_fit: fit, fit_since, leads, term, gateway });
+        self.said.insert(from, Said { at: now, fit_since, state });
         for [gateway, value] in losses.as_chunks::<2>().0 {
             let last = now.saturating_sub((value & 0xffff_ffff) * SEC);
             let count = (value >> 32).min(64) as u32;
@@ -78,19 +81,36 @@ impl Others {
             .map_or(0, |losses| losses.count)
     }
 
+    /// How often all gateways have, within ten minutes.
+    pub fn all_losses(&self, params: &Params, now: Micros) -> u32 {
+        self.losses.keys().map(|gateway| self.losses(params, now, *gateway)).sum()
+    }
+
     /// Whether a gateway was heard within `within` and could lead.
     pub fn is_fit(&self, gateway: NodeId, now: Micros, within: Micros) -> bool {
-        self.said.get(&gateway).is_some_and(|said| said.is_fit && said.at + within > now)
+        self.said.get(&gateway).is_some_and(|said| said.state.is_fit && said.at + within > now)
+    }
+
+    /// Whether one of them has said lately that its tunnels carry more than they can.
+    pub fn is_any_busy(&self, now: Micros) -> bool {
+        self.said.values().any(|said| said.state.is_busy && said.at + 500 * MS > now)
+    }
+
+    /// Whether one of them has said lately that it leads in a later term.
+    pub fn is_led_since(&self, term: Term, now: Micros) -> bool {
+        let leads = |said: &Said| said.state.leads && said.state.term > term && said.at + 500 * MS > now;
+        self.said.values().any(leads)
     }
 
     /// The term in which a gateway leads itself and maybe others.
     pub fn leads(&self, gateway: NodeId) -> Option<Term> {
-        self.said.get(&gateway).filter(|said| said.leads && said.gateway == gateway).map(|said| said.term)
+        let state = self.said.get(&gateway).map(|said| said.state);
+        state.filter(|state| state.leads && state.gateway == gateway).map(|state| state.term)
     }
 
     /// How long it has been fit and without a loss.
     pub fn healthy_for(&self, gateway: NodeId, now: Micros) -> Micros {
-        let said = self.said.get(&gateway).filter(|said| said.is_fit && said.at + 500 * MS > now);
+        let said = self.said.get(&gateway).filter(|said| said.state.is_fit && said.at + 500 * MS > now);
         let lost = self.losses.get(&gateway).map_or(0, |losses| losses.last);
         said.map_or(0, |said| now.saturating_sub(said.fit_since.max(lost)))
     }
@@ -108,6 +128,8 @@ impl Others {
 mod tests {
     use super::*;
 
+    const LEADS: State = State { is_fit: true, is_busy: false, leads: true, term: Term::NONE, gateway: 1 };
+
     #[test]
     fn losses_are_passed_on_and_forgotten_after_ten_minutes() {
         let params = Params::default();
@@ -116,12 +138,12 @@ mod tests {
         a.lost(&params, now, 7);
         a.lost(&params, now + SEC, 7);
         let told = a.told(&params, now + 5 * SEC);
-        b.hello(&params, now + 5 * SEC, 1, true, (true, Term::NONE, 1), &told);
+        b.hello(&params, now + 5 * SEC, 1, LEADS, &told);
         assert_eq!(b.losses(&params, now + 600 * SEC, 7), 2);
         assert_eq!(b.losses(&params, now + 602 * SEC, 7), 0);
         assert_eq!(b.told(&params, now + 602 * SEC), []);
         // Said again it counts once.
-        b.hello(&params, now + 6 * SEC, 1, true, (true, Term::NONE, 1), &a.told(&params, now + 6 * SEC));
+        b.hello(&params, now + 6 * SEC, 1, LEADS, &a.told(&params, now + 6 * SEC));
         assert_eq!(b.losses(&params, now + 6 * SEC, 7), 2);
     }
 
@@ -134,7 +156,7 @@ mod tests {
             let at = now + i * 100 * MS;
             one.lost(&params, at, 7);
             // Another gateway adopts some of them, and hears of the loss.
-            other.hello(&params, at, 1, true, (true, Term::NONE, 1), &one.told(&params, at));
+            other.hello(&params, at, 1, LEADS, &one.told(&params, at));
             if i % 3 == 0 {
                 other.lost(&params, at, 7);
             }
@@ -146,11 +168,27 @@ mod tests {
     }
 
     #[test]
+    fn who_has_said_lately_that_it_is_overloaded_is() {
+        let params = Params::default();
+        let mut others = Others::default();
+        let now = 1_000 * SEC;
+        for is_busy in [false, true] {
+            others.hello(&params, now, 1, State { is_busy, ..LEADS }, &[]);
+            assert_eq!(others.is_any_busy(now), is_busy);
+        }
+        assert!(!others.is_any_busy(now + 500 * MS), "it says no more");
+        assert_eq!(others.all_losses(&params, now), 0);
+        [2, 3].into_iter().for_each(|gateway| others.lost(&params, now, gateway));
+        assert_eq!(others.all_losses(&params, now), 2);
+        assert_eq!(others.all_losses(&params, now + params.memory), 0);
+    }
+
+    #[test]
     fn health_starts_again_after_silence_a_loss_or_unfitness() {
         let params = Params::default();
         let mut others = Others::default();
         let hello =
-            |others: &mut Others, at, fit| others.hello(&params, at, 1, fit, (false, Term::NONE, 2), &[]);
+            |others: &mut Others, at, is_fit| others.hello(&params, at, 1, State { is_fit, ..LEADS }, &[]);
         (0..50).for_each(|i| hello(&mut others, i * 200 * MS, true));
         assert_eq!(others.healthy_for(1, 9_800 * MS), 9_800 * MS);
         assert_eq!(others.healthy_for(1, 10_400 * MS), 0, "silent");

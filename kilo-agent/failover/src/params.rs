@@ -49,6 +49,8 @@ pub enum Rule {
     KernelCookie,
     /// A number that grows counts within one boot of its sender.
     Boots,
+    /// Who is overloaded loses leadership only after a longer silence, and the longer the more often it was lost.
+    Patience,
     /// A gateway passes nothing on that another gateway sent.
     TwoHops,
     /// Each steering hop takes one from the time to live.
@@ -92,6 +94,13 @@ pub struct Params {
     pub member_misses: usize,
     /// A leader whose tunnels all missed this many in a row hands over.
     pub leader_misses: usize,
+    /// How long all probes through a leader must be lost while packets still come out of its tunnel; four
+    /// times as long after one loss of leadership within `memory`, 16 times after two.
+    pub overload: Micros,
+    /// A location is taken to be overloaded for so long after that was seen.
+    pub busy: Micros,
+    /// How long nothing may have come back through an overloaded leader before a member is taken from it.
+    pub overload_member: Micros,
     /// Health before a leader returns; doubled for each loss within `memory`.
     pub hold: Micros,
     /// The longest such time.
@@ -143,6 +152,9 @@ impl Params {
             members_rate: 500,
             member_misses: 7,
             leader_misses: 4,
+            overload: interval * 14,
+            busy: interval * 125,
+            overload_member: interval * 100,
             hold: 60 * SEC,
             longest_hold: 3_600 * SEC,
             memory: 600 * SEC,
@@ -166,6 +178,19 @@ impl Params {
     pub fn hold_after(&self, losses: u32) -> Micros {
         let doubled = self.hold.saturating_mul(1 << losses.saturating_sub(1).min(12));
         if self.keeps(Rule::Hold) { doubled.min(self.longest_hold) } else { 0 }
+    }
+
+    /// How long nothing may have come back through an overloaded leader, in a location that has lost leaders so
+    /// often lately. What is overloaded drops many packets, but not all: each loss of leadership makes it harder
+    /// to take a long row of them for a fault, so that no load makes leadership go to and fro.
+    pub fn patience(&self, losses: u32) -> Micros {
+        if self.keeps(Rule::Patience) { self.overload << (2 * losses.min(2)) } else { 0 }
+    }
+
+    /// The same of a leader that nothing shows to be overloaded, and that has to give leadership itself: the
+    /// first two faults cost no more than its probes.
+    pub fn patience_with_faults(&self, losses: u32) -> Micros {
+        losses.checked_sub(2).map_or(0, |more| self.patience(more))
     }
 
     /// How a location of so many nodes is called: a part of it at a time, and how many that is. The ring of
@@ -201,6 +226,13 @@ mod tests {
         let params = Params::default();
         let holds: Vec<_> = (0..9).map(|losses| params.hold_after(losses) / SEC).collect();
         assert_eq!(holds, [60, 60, 120, 240, 480, 960, 1920, 3600, 3600]);
+    }
+
+    #[test]
+    fn patience_grows_with_losses_to_nine_seconds() {
+        let params = Params::default();
+        assert_eq!([0, 1, 2, 9].map(|losses| params.patience(losses) / MS), [560, 2_240, 8_960, 8_960]);
+        assert_eq!([0, 1, 2, 3].map(|losses| params.patience_with_faults(losses) / MS), [0, 0, 560, 2_240]);
     }
 
     #[test]

@@ -25,13 +25,20 @@ pub(crate) struct Returns {
 }
 
 impl Agent {
-    /// A leader whose own tunnels are all silent is its own witness.
+    /// A leader whose own tunnels are all silent is its own witness. One that is overloaded loses probes, too,
+    /// and so would the next one: it waits longer, and the longer the more often leadership was lost.
     pub(crate) fn give_away_when_silent(&mut self, turn: &mut Turn<'_>) {
         let Some(gateway) = &self.gateway else { return };
         if self.word.1 != self.place.me || self.place.nodes.len() < 2 || self.place.fars.is_empty() {
             return;
         }
-        if let Some(since) = gateway.tunnels.silent_since(self.params.leader_misses) {
+        let Some(since) = gateway.tunnels.silent_since(self.params.leader_misses) else { return };
+        let losses = gateway.others.all_losses(&self.params, turn.now);
+        let patience = gateway.patience(&self.params, turn.now).max(self.params.patience_with_faults(losses));
+        // Where somebody has taken over already, little more than this node itself goes.
+        let is_replaced = gateway.others.is_led_since(self.word.0, turn.now);
+        let patience = if is_replaced { patience.min(self.params.patience(0)) } else { patience };
+        if gateway.tunnels.quiet_for(since, turn.now) >= patience {
             self.give_away(turn.now - since, turn);
         }
     }

@@ -49,9 +49,11 @@ pub struct Scene<'a> {
     pub alone: bool,
     /// How many better stand-bys were heard lately.
     pub better: usize,
+    /// The leader says that it is overloaded: for how long nothing may have come back through it.
+    pub patience: Micros,
 }
 
-/// The decide of one stand-by.
+/// The decisions of one stand-by.
 #[derive(Clone, Debug, Default)]
 pub struct Sentinel {
     round: Option<Round>,
@@ -111,6 +113,10 @@ impl Sentinel {
             return Decision::Wait;
         }
         let (lan, path) = detector.misses();
+        // Its kernel answers, so it lives, and an overloaded one drops many probes, but not all. Witnesses are
+        // asked a moment before.
+        let quiet = detector.quiet_for(now) + if self.round.is_none() { 5 * params.interval } else { 0 };
+        let path = if lan < params.hard && quiet < scene.patience { 0 } else { path };
         if let Some(Round { waits: Some((at, all)), works, .. }) = &self.round {
             if now < *at {
                 return Decision::Wait;
@@ -177,7 +183,7 @@ impl Sentinel {
         self.asked_twice.is_none_or(|asked| asked + Self::TWICE < now)
     }
 
-    /// The latest term known counts so many changes, of whoever: each new one costs.
+    /// The latest term known counts so many changes, whichever gateway made them: each new one costs.
     pub fn counts(&mut self, params: &Params, now: Micros, changes: u32) {
         let (burst, refill) = params.budget;
         if self.changes.is_some_and(|known| known < changes) {

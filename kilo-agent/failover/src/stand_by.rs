@@ -24,6 +24,7 @@ impl Agent {
                 tunnels: &gateway.tunnels,
                 alone: self.place.nodes.len() <= 2,
                 better,
+                patience: gateway.patience(&self.params, turn.now),
             };
             match gateway.sentinel.decide(&scene) {
                 Decision::Wait => return,

@@ -15,6 +15,18 @@ struct Tunnel {
     answered: Option<Micros>,
 }
 
+/// What says that the own tunnel carries more than it can: it loses probes, and packets come out of it. A
+/// fault of the uplink loses all probes, and mostly all packets.
+#[derive(Clone, Debug, Default)]
+struct Load {
+    /// The kernel's count of packets that came out, and when it was read.
+    counted: Option<(u64, Micros)>,
+    /// Some have come out since then.
+    moved: Option<Micros>,
+    /// Until when it is taken for overloaded.
+    busy_until: Micros,
+}
+
 /// Probes through the own tunnel to some far leaders.
 #[derive(Clone, Debug)]
 pub struct Tunnels {
@@ -22,6 +34,9 @@ pub struct Tunnels {
     up_since: Micros,
     /// Since when most of them have answered without three misses in a row.
     good_since: Option<Micros>,
+    /// When an answer came last.
+    heard: Option<Micros>,
+    load: Load,
     next: Micros,
 }
 
@@ -31,7 +46,7 @@ impl Tunnels {
         let tunnel =
             |far: &Far| Tunnel { far: *far, row: Row::default(), trip: RoundTrip::default(), answered: None };
         let probed = fars.iter().take(params.targets).map(tunnel).collect();
-        Self { probed, up_since: now, good_since: None, next: now }
+        Self { probed, up_since: now, good_since: None, heard: None, load: Load::default(), next: now }
     }
 
     /// There are other far leaders now; what is known of those that stay goes on.
@@ -64,8 +79,15 @@ impl Tunnels {
         if !self.most(|tunnel| tunnel.row.misses() < 3) {
             self.good_since = None;
         }
+        let has_missed = self.has_missed(Self::LOSSY) && turn.now >= self.up_since + Self::LEARNT;
+        let moves = self.load.moved.is_some_and(|moved| moved + params.own * 13 / 10 > turn.now);
+        if has_missed && moves {
+            self.load.busy_until = turn.now + params.busy;
+        }
         if turn.now >= self.next {
-            self.next = turn.now + turn.jittered(params.own);
+            // An overloaded tunnel lets some probes through: more of them show it sooner.
+            let pause = if has_missed && self.is_busy(turn.now) { params.interval } else { params.own };
+            self.next = turn.now + turn.jittered(pause);
             let fars: Vec<_> = self.probed.iter().map(|tunnel| tunnel.far).collect();
             fars.into_iter().for_each(|far| self.probe(far, turn));
         }
@@ -79,12 +101,39 @@ impl Tunnels {
         turn.push(Output::Probe { nonce, way: Way::Own(far) });
     }
 
+    /// The kernel's count of packets that have come out of the tunnel, read now.
+    pub const fn decrypted(&mut self, count: u64, now: Micros) {
+        // What is new came after the reading before.
+        if let Some((before, read)) = self.load.counted
+            && before != count
+        {
+            self.load.moved = Some(read);
+        }
+        self.load.counted = Some((count, now));
+    }
+
+    /// Whether it carries more than it can.
+    pub const fn is_busy(&self, now: Micros) -> bool {
+        self.load.busy_until > now
+    }
+
+    /// Another gateway of a far location answers now: what the one before has missed says nothing of it.
+    pub fn far_moved(&mut self, far: Far) {
+        self.probed.iter_mut().filter(|tunnel| tunnel.far == far).for_each(|tunnel| tunnel.row.clear());
+    }
+
     /// A probe was answered; whether it was one of these.
-    pub fn answered(&mut self, nonce: u64, at: Micros) -> bool {
+    pub fn answered(&mut self, params: &Params, nonce: u64, at: Micros) -> bool {
+        let has_missed = self.has_missed(Self::LOSSY) && at >= self.up_since + Self::LEARNT;
         for tunnel in &mut self.probed {
             let Some(sent) = tunnel.row.answered(nonce) else { continue };
             tunnel.trip.measured(at.saturating_sub(sent));
             tunnel.answered = tunnel.answered.max(Some(sent));
+            self.heard = self.heard.max(Some(at));
+            if has_missed {
+                // Some are lost, and not all.
+                self.load.busy_until = self.load.busy_until.max(at + params.busy);
+            }
             if self.good_since.is_none() && self.most(|tunnel| tunnel.row.misses() < 3) {
                 self.good_since = Some(at);
             }
@@ -96,6 +145,15 @@ impl Tunnels {
     /// The agent slept: what is outstanding proves nothing.
     pub fn discard(&mut self) {
         self.probed.iter_mut().for_each(|tunnel| tunnel.row.clear());
+    }
+
+    /// Misses in a row of most tunnels that are no accident.
+    const LOSSY: usize = 2;
+    /// Until round trips are known, deadlines are guesses.
+    const LEARNT: Micros = 2 * SEC;
+
+    fn has_missed(&self, misses: usize) -> bool {
+        !self.probed.is_empty() && self.most(|tunnel| tunnel.row.misses() >= misses)
     }
 
     fn most(&self, is_good: impl Fn(&Tunnel) -> bool) -> bool {
@@ -147,5 +205,76 @@ impl Tunnels {
             return None;
         }
         self.probed.iter().filter_map(|tunnel| tunnel.row.since()).min()
+    }
+
+    /// For how long no answer has come, even a late one, to probes that were sent at `since` or later.
+    pub fn quiet_for(&self, since: Micros, now: Micros) -> Micros {
+        now.saturating_sub(self.heard.map_or(since, |heard| heard.max(since)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One far leader that answers every probe for 3 s, and from then on those whose number `answers` names; the count of
+    /// packets goes on as long as `moves` says. Whether it is busy, and for how long it is quiet, a second later.
+    fn after_a_second(answers: fn(u64) -> bool, moves: bool) -> (bool, Micros) {
+        const SINCE: Micros = 3 * SEC;
+        let params = Params::default();
+        let mut tunnels = Tunnels::new(&params, &[7], 0);
+        let (mut number, mut count, mut probes, mut now) = (0, 0, 0, 0);
+        while now < SINCE + SEC {
+            let (mut out, mut later) = (Vec::new(), Vec::new());
+            let mut random = || {
+                number += 1;
+                number
+            };
+            count += u64::from(moves || now < SINCE);
+            tunnels.decrypted(count, now);
+            tunnels
+                .wake_up(&params, &mut Turn { now, random: &mut random, out: &mut out, later: &mut later });
+            for output in out {
+                let Output::Probe { nonce, .. } = output else { continue };
+                probes += 1;
+                if now < SINCE || answers(probes) {
+                    assert!(tunnels.answered(&params, nonce, now + 2 * MS));
+                }
+            }
+            now += 10 * MS;
+        }
+        (tunnels.is_busy(now), tunnels.quiet_for(SINCE, now))
+    }
+
+    #[test]
+    fn what_loses_some_probes_is_overloaded_and_what_loses_all_and_all_packets_is_not() {
+        let one_of_four = |probe: u64| probe.is_multiple_of(4);
+        let none = |_: u64| false;
+        assert!(after_a_second(one_of_four, true).0);
+        assert!(after_a_second(one_of_four, false).0, "a flood one way");
+        assert!(after_a_second(none, true).0, "the way in works");
+        assert!(!after_a_second(none, false).0, "its uplink is dead");
+        assert!(!after_a_second(|_| true, true).0, "nothing is lost");
+    }
+
+    #[test]
+    fn any_answer_ends_the_silence() {
+        assert!(after_a_second(|probe| probe.is_multiple_of(4), true).1 < 400 * MS);
+        assert!(after_a_second(|_| false, true).1 >= 900 * MS);
+    }
+
+    #[test]
+    fn what_one_gateway_missed_says_nothing_of_the_next() {
+        let params = Params::default();
+        let mut tunnels = Tunnels::new(&params, &[7], 0);
+        for now in (0..20).map(|i| i * 50 * MS) {
+            let mut random = || now;
+            let (mut out, mut later) = (Vec::new(), Vec::new());
+            tunnels
+                .wake_up(&params, &mut Turn { now, random: &mut random, out: &mut out, later: &mut later });
+        }
+        assert!(tunnels.silent_since(params.leader_misses).is_some());
+        tunnels.far_moved(7);
+        assert_eq!(tunnels.silent_since(1), None);
     }
 }

@@ -25,6 +25,10 @@ pub enum Input {
     Word(Term, NodeId),
     /// The uplink, its address or its route went.
     LinkDown,
+    /// So many packets have come out of the own tunnel, as the kernel counts them from any start.
+    Decrypted(u64),
+    /// Another gateway of this far location answers probes from now on.
+    FarMoved(Far),
 }
 
 /// Something to do.
@@ -106,7 +110,7 @@ pub enum Note {
     /// It sends its own packets by this gateway, to see whether others could.
     Tries(NodeId),
     /// It would give leadership to this gateway, which is not ready.
-    GivesUp(NodeId),
+    NotReady(NodeId),
     /// It leads again: what it gave to this gateway did not arrive everywhere.
     TakesBack(NodeId),
     /// Its signal was refused: its term comes after many more changes than are known.
@@ -115,6 +119,8 @@ pub enum Note {
     Replayed(NodeId),
     /// It would take over, and has done so too often.
     OverBudget,
+    /// Its tunnels lose probes while packets come out of them: it carries more than it can, and leads on.
+    Busy,
     /// Of several leaders it takes so many nodes that are its own.
     TakesHome(usize),
 }

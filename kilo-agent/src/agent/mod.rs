@@ -2,8 +2,8 @@
 //! what differs. The same code serves first start, restart and repair.
 
 mod apply;
+mod declare_dead;
 mod error;
-mod give_up;
 mod hand_over;
 mod host_state;
 mod last_good_writer;

@@ -227,7 +227,7 @@ mod tests {
             Ok(true)
         }
 
-        async fn give_up(&self, _: &str, _: i64) -> Result<bool, BackendError> {
+        async fn declare_dead(&self, _: &str, _: i64) -> Result<bool, BackendError> {
             Ok(false)
         }
 

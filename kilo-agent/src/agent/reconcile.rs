@@ -79,7 +79,7 @@ impl<B: Backend> Agent<B> {
         if !asks_first {
             self.publisher.publish_beside(published, now, unix_now);
         }
-        self.give_up();
+        self.declare_dead();
         let writes = applied?;
         // What has just been applied: ready nodes, this one, peers.
         if let Some(last_good_writer) = &mut self.last_good_writer {

@@ -123,7 +123,11 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Says that a node is dead, unless it has said otherwise since: its `last-seen` becomes 0 if it is
     /// still this, which nodes with Kilo take for the end of it, too. Returns whether something was written.
-    fn give_up(&self, node: &str, last_seen: i64) -> impl Future<Output = Result<bool, BackendError>> + Send;
+    fn declare_dead(
+        &self,
+        node: &str,
+        last_seen: i64,
+    ) -> impl Future<Output = Result<bool, BackendError>> + Send;
 
     /// Writes an Event about a Node for its operator. A backend without such a place writes
     /// nothing: it is in the log, too.

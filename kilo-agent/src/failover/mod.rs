@@ -41,7 +41,7 @@ use kilo_core::{
     },
 };
 use kilo_failover::Params;
-use kilo_host::dataplane::{self, Dataplane, DataplaneError};
+use kilo_host::dataplane::{self, CounterReader, Dataplane, DataplaneError};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use tokio::sync::Notify;
 
@@ -105,7 +105,7 @@ impl Reporter {
     }
 
     /// Whether this leader is still to be said to be dead.
-    pub fn gives_up(&self, node: &str) -> bool {
+    pub fn declares_dead(&self, node: &str) -> bool {
         locked(&self.0.said).dead.as_ref().is_some_and(|dead| dead.node == node)
     }
 }
@@ -198,7 +198,7 @@ impl Failover {
     }
 
     /// A leader that is to be said to be dead, once.
-    pub fn gives_up(&self) -> Option<String> {
+    pub fn declares_dead(&self) -> Option<String> {
         let mut said = locked(&self.shared.said);
         let dead = said.dead.as_mut().filter(|dead| !dead.is_taken)?;
         dead.is_taken = true;
@@ -267,6 +267,7 @@ impl Failover {
                 signals: dataplane.signals()?,
                 ring: dataplane::lead::heard(bpffs)?,
                 led: dataplane::led::Led::open(bpffs)?,
+                counters: CounterReader::open(bpffs)?,
             };
             let (shared, params) = (Arc::clone(&self.shared), self.options.params.clone());
             let metrics = metrics.clone();

@@ -129,7 +129,7 @@ mod tests {
         order.is(A, &[A], start);
         order.is(B, &[A, B], at(start, 60));
         assert_eq!(order.stays, None);
-        // The leader is given up, also while it goes on.
+        // The leader is declared dead, also while it goes on.
         let mut order = new();
         order.is(A, &[A, B], start);
         order.is(B, &[B], at(start, 20));

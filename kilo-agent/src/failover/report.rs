@@ -288,7 +288,13 @@ mod tests {
 
     #[test]
     fn every_label_that_is_counted_begins_at_zero() {
-        let sources = [include_str!("thread.rs"), include_str!("far_side.rs")].concat();
+        let sources = [
+            include_str!("thread/act.rs"),
+            include_str!("thread/hear.rs"),
+            include_str!("thread/say.rs"),
+            include_str!("far_side.rs"),
+        ]
+        .concat();
         for (call, known) in
             [("failover(\"", &CAUSES[..]), ("suspicion(\"", &OUTCOMES), ("refused(\"", &REFUSALS)]
         {

@@ -319,7 +319,7 @@ fn far_location(facts: &Facts<'_>, at: usize, segment: &Segment) -> FarLocation 
     // What the plan gives to any of them: a prefix that two locations claim is one's.
     let peers = of_gateways.iter().filter_map(|gateway| facts.plan.wireguard.peers.get(&gateway.key));
     let planned = peers.flat_map(|peer| peer.allowed_ips.iter().copied());
-    // A gateway's control address stays its own, whoever has what else.
+    // A gateway's control address stays its own, whatever else moves.
     let planned: BTreeSet<IpNet> = planned.filter(|prefix| !signal_id::is_control(prefix)).collect();
     let is_planned = |prefix: &IpNet| planned.contains(prefix);
     let members = segment.members.iter();

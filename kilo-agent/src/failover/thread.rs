@@ -1,31 +1,22 @@
 //! The thread: it waits for signals, announcements of the kernel, the agent and the next
 //! deadline in one `ppoll`, reads everything that has arrived, and then decides.
 
+mod act;
+mod hear;
+mod say;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::{IpAddr, Ipv6Addr},
     os::fd::{AsFd, AsRawFd as _, BorrowedFd},
     sync::{Arc, atomic::Ordering},
 };
 
 use aya::maps::{MapData, RingBuf};
-use kilo_common::{
-    event::Hook,
-    lead::{self, Term},
-    maps::Heard,
-    signal::{self, Body, Kind, LONGEST, PORT},
-};
-use kilo_core::topology::{Acting, ActingLocation, NodeId};
-use kilo_failover::{
-    Agent, Far, Given, Input, Micros, Note, Output, Params, Signal, Start, Way, far,
-    signal::Shared as SharedPrefixes,
-};
+use kilo_common::lead::Term;
+use kilo_core::topology::NodeId;
+use kilo_failover::{Agent, Far, Input, Micros, Params, Start, far};
 use kilo_host::{
-    dataplane::{
-        lead::{Signals, Swap, Way as Into},
-        led::Led,
-        monitor::ktime,
-    },
+    dataplane::{CounterReader, lead::Signals, led::Led, monitor::ktime},
     net::link_down::LinkEvents,
 };
 use nix::{
@@ -34,11 +25,10 @@ use nix::{
 };
 
 use super::{
-    Dead, Shared, StandBy, locked,
-    moved::{Asked, Moved},
-    packets,
-    report::{FailoverMetrics, Out, unix_now},
-    site::{Site, is_news},
+    Shared, locked,
+    moved::Moved,
+    report::{FailoverMetrics, Out},
+    site::Site,
 };
 
 /// What it works with.
@@ -46,6 +36,7 @@ pub struct Tools {
     pub signals: Signals,
     pub ring: RingBuf<MapData>,
     pub led: Led,
+    pub counters: CounterReader,
 }
 
 /// It looks around so often at least: a record of the ring may come without a wake-up.
@@ -67,6 +58,8 @@ pub struct Thread {
     /// Probes of old leaders that are due: when, whose, which gateway.
     pub(super) later: Vec<(Micros, Far, NodeId)>,
     pub(super) seeded_until: Option<Micros>,
+    /// Which gateway of each far location was probed last.
+    probed: BTreeMap<Far, NodeId>,
     /// The agent has to be told.
     pub(super) is_dirty: bool,
     led: BTreeSet<NodeId>,
@@ -77,8 +70,8 @@ pub struct Thread {
     last_change: Option<String>,
     /// After whom it leads, and since when.
     succeeded: Option<(NodeId, Micros)>,
-    /// Whom it has given up last, and in which term.
-    given_up: Option<(NodeId, Term)>,
+    /// Whom it has declared dead last, and in which term.
+    declared_dead: Option<(NodeId, Term)>,
     out: Out,
     moved: Moved,
     next_report: Micros,
@@ -119,6 +112,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         fars: BTreeMap::new(),
         later: Vec::new(),
         seeded_until: None,
+        probed: BTreeMap::new(),
         is_dirty: false,
         led: BTreeSet::new(),
         word: 0,
@@ -126,7 +120,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         since: 0,
         last_change: None,
         succeeded: None,
-        given_up: None,
+        declared_dead: None,
         out: Out::default(),
         moved: Moved::default(),
         next_report: 0,
@@ -178,21 +172,23 @@ impl Thread {
             inputs.push(Input::LinkDown);
         }
         self.hear(&site, &mut inputs);
+        self.look_at_fars(&site, &mut inputs);
         self.read_word(&site, &mut inputs);
+        // One that cannot be read says nothing: what is silent is lost sooner.
+        let is_due = |agent: &Agent| !inputs.is_empty() || agent.wake() <= micros();
+        if self.agent.as_ref().is_some_and(|agent| agent.counts_decrypted() && is_due(agent))
+            && let Ok(count) = self.tools.counters.decrypted()
+        {
+            inputs.push(Input::Decrypted(count));
+        }
         self.turn(&site, inputs);
         let now = micros();
         self.forget_seeds(now);
         self.far_wakes(now);
         self.out.expire(now, &self.metrics);
-        self.give_up(&site, now);
+        self.declare_dead(&site, now);
         self.tell();
         self.report(&site, now);
-    }
-
-    fn is_link_down(&self, site: &Site) -> bool {
-        let Some(links) = &self.links else { return false };
-        let events = links.read(&site.needed);
-        events.is_down || events.is_lost && site.needed.iter().any(|needed| !needed.is_up())
     }
 
     /// The mesh is another, or was looked at again.
@@ -249,114 +245,6 @@ impl Thread {
         );
     }
 
-    /// The kernel's word may be another: it obeys ANNOUNCE by itself.
-    fn read_word(&mut self, site: &Site, inputs: &mut Vec<Input>) {
-        let Ok(word) = self.tools.signals.word() else { return };
-        let (hop, term) = (lead::hop_of(word), lead::term_of(word));
-        // The node it names has stopped being a gateway: Kilo's leader is who is left, and of several
-        // leaders takes what is its own later.
-        let is_gone = self.agent.is_some()
-            && term > Term::NONE
-            && site.gateway_of(hop).is_none_or(|gateway| !site.place.gateways.contains(&gateway));
-        let word = match site.hop_of(site.leader) {
-            Some(leader) if is_gone && leader != hop => {
-                let new = lead::word(term, leader);
-                self.tools.signals.swap(Swap { current: word, new }).unwrap_or(word)
-            }
-            _ => word,
-        };
-        if is_news(self.word, self.agent.as_ref().map(Agent::word), word, site.said(word)) {
-            self.word_is(site, word, inputs);
-        }
-    }
-
-    fn word_is(&mut self, site: &Site, word: u64, inputs: &mut Vec<Input>) {
-        let (_, before) = self.agent.as_ref().map_or_else(|| site.said(self.word), Agent::word);
-        self.word = word;
-        let (term, gateway) = site.said(word);
-        if gateway != before {
-            self.since = unix_now();
-            self.is_dirty = true;
-            tracing::info!(
-                from = self.name(before),
-                to = self.name(gateway),
-                term = term.count(),
-                "this node uses another leader"
-            );
-            // Why, gateways say that have made the change.
-            if !site.is_gateway() {
-                self.last_change = Some(format!("{} leads after {}", self.name(gateway), self.name(before)));
-            }
-        }
-        self.next_report = 0;
-        inputs.push(Input::Word(term, gateway));
-    }
-
-    // ---- what comes in --------------------------------------------------------
-
-    fn hear(&mut self, site: &Site, inputs: &mut Vec<Input>) {
-        loop {
-            let Some(record) = self.tools.ring.next() else { return };
-            let Some((heard, bytes)) = Heard::read(&record).map(|(heard, bytes)| (heard, bytes.to_vec()))
-            else {
-                continue;
-            };
-            drop(record);
-            match signal::parse(&bytes) {
-                Ok(signal) => {
-                    let signal = signal.map_list(|words| words.iter().collect());
-                    self.take(site, &heard, &bytes, &signal, inputs);
-                }
-                Err(_) => self.metrics.refused("malformed"),
-            }
-        }
-    }
-
-    fn take(&mut self, site: &Site, heard: &Heard, bytes: &[u8], signal: &Signal, inputs: &mut Vec<Input>) {
-        let at = heard.time / 1_000;
-        let source = Ipv6Addr::from(heard.source);
-        let by_tunnel = heard.hook == Hook::KiloIngress as u32;
-        match signal.kind {
-            Kind::Reflected => {
-                self.out.answered(signal.nonce, at, &self.metrics);
-                self.fars.values_mut().for_each(|acting| acting.answered(signal.nonce));
-                inputs.push(Input::Answer { nonce: signal.nonce, at });
-            }
-            Kind::Claim | Kind::End | Kind::Moved => {
-                let gateway = site.far_gateway(source).filter(|_| by_tunnel);
-                let Some((far, from)) =
-                    gateway.filter(|(_, from)| signal.kind == Kind::Moved || *from == signal.sender)
-                else {
-                    return self.metrics.refused("gateway");
-                };
-                if signal.kind == Kind::Moved {
-                    let Some(location) = site.fars.get(&far) else { return };
-                    let in_term =
-                        |term| self.agent.as_ref().is_some_and(|agent: &Agent| agent.has_asked(term));
-                    let asked = Asked { in_term: &in_term, nodes: &site.place.nodes };
-                    let by_all = self.moved.by_all(far, location, from, signal, &asked, micros());
-                    inputs.extend(by_all.map(|signal| Input::Signal { from: far, signal }));
-                } else {
-                    self.claimed((far, from), signal, micros());
-                }
-            }
-            Kind::Probe | Kind::Roll | Kind::Announce => {}
-            _ => {
-                let from = signal.sender;
-                let Some(node) = site.nodes.get(&from) else { return self.metrics.refused("unknown") };
-                if node.address != source.to_canonical() || by_tunnel {
-                    return self.metrics.refused("foreign");
-                }
-                if !signal::is_authentic(bytes, node.key) {
-                    return self.metrics.refused("forged");
-                }
-                inputs.push(Input::Signal { from, signal: signal.clone() });
-            }
-        }
-    }
-
-    // ---- what is done ---------------------------------------------------------
-
     fn turn(&mut self, site: &Site, mut inputs: Vec<Input>) {
         // A word that was moved is news, once or twice.
         for _ in 0..4 {
@@ -370,294 +258,7 @@ impl Thread {
         }
     }
 
-    fn act(&mut self, site: &Site, out: Vec<Output>, inputs: &mut Vec<Input>) {
-        for output in out {
-            match output {
-                Output::Probe { nonce, way } => self.probe(site, nonce, way),
-                Output::Lan(node, signal) => self.send_lan(site, node, &signal),
-                Output::Tunnel(far, signal) => {
-                    // Stand-bys hold what their leader holds.
-                    if let Some(location) = site.fars.get(&far) {
-                        for gateway in &location.gateways {
-                            self.tunnel_to(location, gateway.id, &signal);
-                        }
-                    }
-                }
-                Output::Word(term, gateway) => {
-                    let Some(hop) = site.hop_of(gateway) else { continue };
-                    match self.tools.signals.follow(lead::word(term, hop)) {
-                        Ok(word) if word != self.word => self.word_is(site, word, inputs),
-                        Ok(_) => {}
-                        Err(error) => tracing::error!(%error, "failed to move this node to another leader"),
-                    }
-                }
-                Output::Led(members) => self.mark(site, &members),
-                Output::Note(note) => self.note(&note),
-            }
-        }
-    }
-
-    fn probe(&mut self, site: &Site, nonce: u64, way: Way) {
-        let (sender, location) = (site.place.me, site.place.location);
-        let probe =
-            Signal { kind: Kind::Probe, nonce, term: Term::NONE, sender, location, body: Body::Empty };
-        self.out.sent(nonce, micros(), way);
-        match way {
-            Way::Lan(node) => self.send_lan(site, node, &probe),
-            Way::Path(far) => {
-                let Some(to) = site.fars.get(&far).and_then(|far| far.wireguard_ip) else { return };
-                self.send(Into::Stack, (site.private, source_port(nonce)), to, &probe, None);
-            }
-            Way::Own(far) => {
-                let Some(far) = site.fars.get(&far) else { return };
-                let Some(to) = far.gateways.get(far.acting) else { return };
-                self.send_tunnel(IpAddr::V6(site.control), IpAddr::V6(to.control), &probe);
-            }
-        }
-    }
-
-    fn send_lan(&self, site: &Site, node: NodeId, signal: &Signal) {
-        let Some(to) = site.nodes.get(&node) else { return };
-        self.send(Into::Lan, (site.private, PORT), to.address, signal, Some(to.key));
-    }
-
-    pub(super) fn send_tunnel(&self, from: IpAddr, to: IpAddr, signal: &Signal) {
-        self.send(Into::Tunnel, (from, PORT), to, signal, None);
-    }
-
-    fn send(
-        &self,
-        way: Into,
-        from: (IpAddr, u16),
-        to: IpAddr,
-        signal: &Signal,
-        key: Option<kilo_common::siphash::Key>,
-    ) {
-        let mut bytes = [0; LONGEST];
-        let Some(length) = signal::write(&mut bytes, signal, key) else { return };
-        let Some(packet) = packets::udp(from, (to, PORT), &bytes[..length]) else { return };
-        if let Err(error) = self.tools.signals.send(way, &packet) {
-            tracing::debug!(%error, kind = ?signal.kind, %to, "signal not sent");
-        }
-    }
-
-    /// Marks exactly these members as led.
-    fn mark(&mut self, site: &Site, members: &[NodeId]) {
-        let led: BTreeSet<NodeId> =
-            members.iter().copied().filter(|member| *member != site.place.me).collect();
-        for member in led.symmetric_difference(&self.led) {
-            let Some(node) = site.nodes.get(member) else { continue };
-            if let Err(error) = self.tools.led.mark(node.address, led.contains(member)) {
-                tracing::error!(%error, "failed to mark a node that this one leads");
-            }
-        }
-        if led != self.led {
-            self.led = led;
-        }
-        self.is_dirty = true;
-    }
-
-    fn note(&mut self, note: &Note) {
-        let text = match *note {
-            Note::Suspects(leader) => {
-                self.metrics.suspicion("asked");
-                tracing::info!(
-                    leader = self.name(leader),
-                    "the leader does not answer; other nodes are asked"
-                );
-                return;
-            }
-            Note::OverBudget => {
-                self.metrics.suspicion("over_budget");
-                tracing::warn!("leadership changed too often lately; this node waits before it takes over");
-                return;
-            }
-            Note::Leaps(from) => {
-                self.metrics.refused("leap");
-                tracing::debug!(from = self.name(from), "a signal's term leaps");
-                return;
-            }
-            Note::Replayed(from) => {
-                self.metrics.refused("replayed");
-                tracing::debug!(from = self.name(from), "a signal was said before, or in another boot");
-                return;
-            }
-            Note::TakesOver { from, all, since } => {
-                let (cause, whose) = if all { ("lost", "the location") } else { ("alone", "itself only") };
-                self.metrics.suspicion(if all { "took_over" } else { "took_itself" });
-                self.metrics.failover(cause);
-                let silent = micros().saturating_sub(since);
-                self.metrics.outage(silent);
-                let why = format!("no packet passed it for {} ms", silent / 1_000);
-                if all {
-                    self.succeeds(from, &format!("lost: {why}"));
-                }
-                format!("{} lost: {why}, took over {whose}", self.name(from))
-            }
-            Note::IsGiven { from, why: Given::Trial } => {
-                tracing::info!(from = self.name(from), "another gateway sends its own packets by this one");
-                return;
-            }
-            Note::IsGiven { from, why } => {
-                let (cause, why) = match why {
-                    Given::Planned(cause) => ("planned", cause.text()),
-                    Given::LinkDown => ("handed_over", "its link, address or route went"),
-                    Given::Silent | Given::Trial => ("handed_over", "its tunnels failed"),
-                };
-                self.metrics.failover(cause);
-                let how = if cause == "planned" { "planned" } else { "handed over" };
-                self.succeeds(from, &format!("{how}: {why}"));
-                format!("{} handed leadership over ({how}): {why}", self.name(from))
-            }
-            Note::Adopts(member) => {
-                self.metrics.failover("adopted");
-                format!("{} asked to be led", self.name(member))
-            }
-            Note::Gives { to, cause } => {
-                let why = cause.map_or("this node cannot lead now", kilo_failover::Cause::text);
-                format!("gave leadership to {}: {why}", self.name(to))
-            }
-            Note::TakesBack(to) => format!("leads again: what it gave to {} did not arrive", self.name(to)),
-            Note::Tries(to) => {
-                tracing::info!(
-                    by = self.name(to),
-                    "this node sends its own packets by the leader that returns"
-                );
-                return;
-            }
-            Note::TakesHome(nodes) => {
-                self.metrics.failover("rebalanced");
-                format!("took {nodes} nodes that are to use this one of several leaders")
-            }
-            Note::GivesUp(to) => {
-                tracing::info!(
-                    to = self.name(to),
-                    "leadership is not given: the other gateway, or a far leader, is not ready; it is tried again"
-                );
-                return;
-            }
-        };
-        tracing::warn!(change = text, "change of leader");
-        self.last_change = Some(text);
-        self.next_report = 0;
-        self.is_dirty = true;
-    }
-
-    /// This node leads the location from now on: an Event says so once, though a change may come
-    /// in several signals.
-    fn succeeds(&mut self, from: NodeId, why: &str) {
-        let now = micros();
-        let is_again = self.succeeded.is_some_and(|(before, at)| before == from && at + SUCCESSION > now);
-        self.succeeded = Some((from, now));
-        if !is_again {
-            locked(&self.shared.said).successions.push(format!("{} ({why})", self.name(from)));
-            self.shared.changed.notify_one();
-        }
-    }
-
     pub(super) fn name(&self, id: NodeId) -> &str {
         self.site.as_ref().map_or("", |site| site.name(id))
-    }
-
-    // ---- what others are told --------------------------------------------------
-
-    /// A leader is given up once while it is silent: if it lives and says so, it knows better. One that was heard
-    /// again and dies again is given up again.
-    fn give_up(&mut self, site: &Site, now: Micros) {
-        let agent = self.agent.as_ref().filter(|_| site.is_mixed);
-        let given_up = agent.and_then(|agent| Some((agent.gives_up(now)?, agent.word().0)));
-        if given_up == self.given_up {
-            return;
-        }
-        self.given_up = given_up;
-        let dead = given_up.map(|(leader, _)| Dead { node: self.name(leader).to_owned(), is_taken: false });
-        let is_dead = dead.is_some();
-        locked(&self.shared.said).dead = dead;
-        if is_dead {
-            self.shared.changed.notify_one();
-        }
-    }
-
-    /// Tells the agent what it needs to plan, when that has changed.
-    pub(super) fn tell(&mut self) {
-        if !std::mem::take(&mut self.is_dirty) {
-            return;
-        }
-        let Some(site) = self.site.clone() else { return };
-        let (term, gateway) = site.said(self.word);
-        let me = site.place.me;
-        let lead = self.agent.as_ref().and_then(Agent::lead);
-        let shared = lead.map_or(SharedPrefixes::Stay, kilo_failover::gateway::Lead::shared);
-        let is_one_of_several = site.place.several.is_some();
-        self.leader = match () {
-            () if self.agent.is_none() || term == Term::NONE => None,
-            // Whom this node uses says nothing of who has what belongs to none.
-            () if is_one_of_several && (gateway != me || shared == SharedPrefixes::Stay) => None,
-            () if gateway != me || shared != SharedPrefixes::Stay => Some((term, gateway)),
-            // It leads itself alone: the location's leader is who it was.
-            () => self.leader.filter(|(_, leader)| *leader != me),
-        };
-        let leads = shared == SharedPrefixes::Move && gateway == me && term > Term::NONE;
-        let mut acting = Acting { led: self.led.clone(), ..Acting::default() };
-        let own = ActingLocation { leader: self.leader, members: BTreeMap::new() };
-        acting.locations.insert(site.place.location, own);
-        for (far, known) in &self.fars {
-            let members =
-                known.owners().filter(|(_, (term, gateway))| *term > Term::NONE && *gateway != 0).collect();
-            let leader = Some(known.shared_since()).filter(|(term, _)| *term > Term::NONE);
-            acting.locations.insert(*far, ActingLocation { leader, members });
-        }
-        let leading = self.agent.as_ref().and(leads.then_some(term.bits()));
-        let mut said = locked(&self.shared.said);
-        if *said.acting != acting || said.leading != leading || !said.is_told {
-            said.acting = Arc::new(acting);
-            said.leading = leading;
-            said.is_told = true;
-            self.shared.changed.notify_one();
-        }
-    }
-
-    fn report(&mut self, site: &Site, now: Micros) {
-        if now < self.next_report {
-            return;
-        }
-        self.next_report = now + REPORT;
-        let (term, gateway) = site.said(self.word);
-        let me = site.place.me;
-        let role = match () {
-            () if gateway == me => "leader",
-            () if site.is_gateway() => "stand-by",
-            () => "member",
-        };
-        self.metrics.role(role);
-        self.metrics.term.set(i64::from(term.count()));
-        let is_fit = self.agent.as_ref().is_some_and(|agent| agent.is_fit(now));
-        self.metrics.fit.set(i64::from(is_fit && site.is_gateway()));
-        let users = self.agent.as_ref().map_or(0, |agent| agent.users(now));
-        self.metrics.nodes.set(i64::try_from(users).unwrap_or(i64::MAX));
-        let stand_by = |id: &NodeId| StandBy {
-            node: site.name(*id).to_owned(),
-            fit: match &self.agent {
-                Some(_) if *id == me => Some(is_fit),
-                Some(agent) => agent.is_heard_fit(*id, now),
-                None => None,
-            },
-            round_trip: self
-                .agent
-                .as_ref()
-                .filter(|_| *id == me)
-                .and_then(Agent::round_trip)
-                .map(|micros| micros / 1_000),
-        };
-        let report = super::Report {
-            role,
-            leader: site.name(gateway).to_owned(),
-            kilos_leader: site.name(site.leader).to_owned(),
-            term: term.count(),
-            since: self.since,
-            stand_bys: site.place.gateways.iter().filter(|id| **id != gateway).map(stand_by).collect(),
-            last_change: self.last_change.clone(),
-        };
-        locked(&self.shared.said).report = report;
     }
 }

@@ -69,7 +69,7 @@ impl Backend for Hangs {
         self.hang().await
     }
 
-    async fn give_up(&self, _: &str, _: i64) -> Result<bool, BackendError> {
+    async fn declare_dead(&self, _: &str, _: i64) -> Result<bool, BackendError> {
         self.hang().await
     }
 

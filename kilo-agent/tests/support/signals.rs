@@ -220,7 +220,10 @@ pub fn datagram(random: &mut Random, key: &SignalKey) -> Vec<u8> {
         3 => (Kind::Roll, word(random, 0)),
         4 | 5 => (Kind::Announce, word(random, key.sender)),
         6 => (Kind::Present, word(random, key.sender)),
-        7 => (Kind::Hello, Body::Hello { is_fit: true, leads: false, gateway: 3, losses: list() }),
+        7 => (
+            Kind::Hello,
+            Body::Hello { is_fit: true, is_busy: false, leads: false, gateway: 3, losses: list() },
+        ),
         8 => (Kind::Adopt, Body::Members { cookie: 5, age: 1, members: list() }),
         _ => (Kind::Claim, Body::Claim { gateway: 1, shared: Shared::Stay, part: (0, 1), members: list() }),
     };

@@ -287,6 +287,16 @@ impl CounterReader {
         Ok(self.0.get(&reason.index(), 0)?.iter().sum())
     }
 
+    /// Packets that have come out of WireGuard and were data, not signals.
+    ///
+    /// # Errors
+    /// When the map cannot be read.
+    pub fn decrypted(&self) -> Result<u64, DataplaneError> {
+        let sum =
+            |action: Action| -> Result<u64, MapError> { Ok(self.0.get(&action.index(), 0)?.iter().sum()) };
+        Ok(sum(Action::Forward)? + sum(Action::Decrypt)?)
+    }
+
     /// The counters now.
     ///
     /// # Errors

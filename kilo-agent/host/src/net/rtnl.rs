@@ -2,7 +2,7 @@
 
 use std::{io, sync::Arc};
 
-use futures::StreamExt;
+use futures::{Stream, StreamExt};
 use rtnetlink::{
     Handle,
     packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload},
@@ -32,6 +32,36 @@ impl Drop for Task {
     fn drop(&mut self) {
         self.0.abort();
     }
+}
+
+/// What came in answer to one request.
+#[derive(Default)]
+struct Answers {
+    messages: Vec<RouteNetlinkMessage>,
+    /// The kernel's tables changed meanwhile.
+    is_interrupted: bool,
+    /// The last one has come.
+    is_complete: bool,
+    /// The kernel's error.
+    refused: Option<io::Error>,
+}
+
+/// Reads all answers to one request.
+async fn read(mut stream: impl Stream<Item = NetlinkMessage<RouteNetlinkMessage>> + Unpin) -> Answers {
+    let mut all = Answers::default();
+    while let Some(answer) = stream.next().await {
+        all.is_interrupted |= answer.header.flags & NLM_F_DUMP_INTR != 0;
+        match answer.payload {
+            NetlinkPayload::InnerMessage(inner) => all.messages.push(inner),
+            NetlinkPayload::Done(_) => all.is_complete = true,
+            NetlinkPayload::Error(error) => {
+                all.is_complete = true;
+                all.refused = error.code.map(|code| io::Error::from_raw_os_error(code.get().abs()));
+            }
+            _ => {}
+        }
+    }
+    all
 }
 
 impl Rtnl {
@@ -90,24 +120,14 @@ impl Rtnl {
     ) -> Result<(Vec<RouteNetlinkMessage>, bool), NetError> {
         let mut request = NetlinkMessage::from(message);
         request.header.flags = flags;
-        let mut stream = self.handle.clone().request(request).map_err(|_| NetError::Closed)?;
-        let mut answers = Vec::new();
-        let (mut interrupted, mut complete) = (false, false);
-        while let Some(answer) = stream.next().await {
-            interrupted |= answer.header.flags & NLM_F_DUMP_INTR != 0;
-            match answer.payload {
-                NetlinkPayload::InnerMessage(inner) => answers.push(inner),
-                NetlinkPayload::Done(_) => complete = true,
-                NetlinkPayload::Error(error) => {
-                    complete = true;
-                    if let Some(code) = error.code {
-                        let source = io::Error::from_raw_os_error(code.get().abs());
-                        return Err(NetError::Kernel { what: what.to_owned(), source });
-                    }
-                }
-                _ => {}
-            }
+        let stream = self.handle.clone().request(request).map_err(|_| NetError::Closed)?;
+        // On a task of its own: who asks may stop waiting, and the connection would warn of each answer that
+        // nobody reads any more.
+        let read = tokio::spawn(read(stream)).await.map_err(|_| NetError::Closed)?;
+        let Answers { messages, is_interrupted, is_complete, refused } = read;
+        if let Some(source) = refused {
+            return Err(NetError::Kernel { what: what.to_owned(), source });
         }
-        if complete { Ok((answers, interrupted)) } else { Err(NetError::Closed) }
+        if is_complete { Ok((messages, is_interrupted)) } else { Err(NetError::Closed) }
     }
 }

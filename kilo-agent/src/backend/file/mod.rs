@@ -219,7 +219,7 @@ impl Backend for FileBackend {
         Ok(true)
     }
 
-    async fn give_up(&self, node: &str, last_seen: i64) -> Result<bool, BackendError> {
+    async fn declare_dead(&self, node: &str, last_seen: i64) -> Result<bool, BackendError> {
         let path = self.own_file(node)?;
         let failed = |source| BackendError::Io { path: path.display().to_string(), source };
         let before = fs::read_to_string(&path).map_err(failed)?;

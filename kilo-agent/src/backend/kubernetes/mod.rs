@@ -3,8 +3,8 @@
 
 mod cache;
 mod client;
+mod declare_dead;
 mod event;
-mod give_up;
 #[cfg(test)]
 mod idle_watch;
 mod kubeconfig;
@@ -380,8 +380,8 @@ impl Backend for KubernetesBackend {
         }
     }
 
-    async fn give_up(&self, node: &str, last_seen: i64) -> Result<bool, BackendError> {
-        give_up::write(&self.nodes, node, last_seen).await
+    async fn declare_dead(&self, node: &str, last_seen: i64) -> Result<bool, BackendError> {
+        declare_dead::write(&self.nodes, node, last_seen).await
     }
 
     async fn report_network(&self, node: &str, available: bool) -> Result<(), BackendError> {

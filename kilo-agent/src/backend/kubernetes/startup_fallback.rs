@@ -150,8 +150,8 @@ impl Backend for StartupFallback {
         self.connected.get().ok_or_else(away)?.report_handshake(peer, handshake).await
     }
 
-    async fn give_up(&self, node: &str, last_seen: i64) -> Result<bool, BackendError> {
-        self.connected.get().ok_or_else(away)?.give_up(node, last_seen).await
+    async fn declare_dead(&self, node: &str, last_seen: i64) -> Result<bool, BackendError> {
+        self.connected.get().ok_or_else(away)?.declare_dead(node, last_seen).await
     }
 
     async fn report_network(&self, node: &str, available: bool) -> Result<(), BackendError> {

@@ -133,7 +133,11 @@ fn all() -> Vec<Signal<Vec<u64>>> {
         signal(Kind::Follows, 1, Body::Word { cookie: 0, gateway: OTHER }),
         signal(Kind::Adopt, 1, Body::Members { cookie: 5, age: 5, members: members() }),
         signal(Kind::Handover, 1, Body::Members { cookie: 5, age: 0, members: (0..128).collect() }),
-        signal(Kind::Hello, 1, Body::Hello { is_fit: true, leads: false, gateway: 1, losses: vec![1, 2] }),
+        signal(
+            Kind::Hello,
+            1,
+            Body::Hello { is_fit: true, is_busy: false, leads: false, gateway: 1, losses: vec![1, 2] },
+        ),
         signal(Kind::Claim, 1, claim()),
         signal(Kind::Moved, 1, claim()),
         signal(Kind::End, 1, claim()),

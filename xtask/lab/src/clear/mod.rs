@@ -238,6 +238,17 @@ impl Lab {
         self.in_clear_but(|address| address == PRINTER || removed.iter().any(|node| node.has(address)))
     }
 
+    /// The same after a flood, of which not every frame could be looked at.
+    ///
+    /// # Errors
+    /// When one that was is in clear.
+    pub fn nothing_in_clear_as_far_as_seen(&self) -> Result<()> {
+        let Some(watch) = &self.clear else { return Ok(()) };
+        let seen = watch.take()?;
+        ensure!(seen.total() == 0, "{} packets of the mesh in clear:{}", seen.total(), seen.shown());
+        Ok(())
+    }
+
     /// The same; returns how many were for addresses nobody in the mesh knows: what is for them
     /// is masqueraded as for any address outside.
     pub fn in_clear_but(&self, is_unknown: impl Fn(IpAddr) -> bool) -> Result<u64> {

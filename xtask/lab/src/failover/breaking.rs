@@ -49,7 +49,8 @@ const PUBLISHED: &str = ".kilo.yaml";
 /// How long what lasts goes on, s.
 static LENGTH: AtomicU64 = AtomicU64::new(30);
 
-fn length() -> Duration {
+/// How long what lasts goes on.
+pub(super) fn length() -> Duration {
     Duration::from_secs(LENGTH.load(Ordering::Relaxed))
 }
 

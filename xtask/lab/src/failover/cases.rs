@@ -6,11 +6,11 @@ use anyhow::Result;
 
 use super::{
     breaking::{self, Broken},
-    flaps, forged, parts, shares,
+    flaps, flood, forged, parts, shares,
 };
 use crate::{Lab, faults::control_plane};
 
-/// Instead of a line: several active leaders are not on that list.
+/// Instead of a line: several active leaders, and more packets than a leader carries, are not on that list.
 pub const UNLISTED: u8 = 0;
 
 /// What is accepted.
@@ -196,6 +196,7 @@ pub const CASES: &[Case] = &[
     case("forged", 73, "somebody on the LAN forges and repeats signals, a member sends some through the tunnel", Limit::Undisturbed, forged::send),
     case("repeated", 73, "leadership moves and comes back, and what made members follow the other node is sent to them again", Limit::Outage(1000), forged::repeat),
     case("two-lose-power", 75, "the leader and a stand-by lose power at once", Limit::Outage(1500), breaking::two_lose_power).stand_bys(2),
+    case("flood", UNLISTED, "nothing fails, and more small datagrams than leaders carry are sent between two locations (30 s; `--for`)", Limit::Switches(1), flood::overload),
     case("gateway-off", UNLISTED, "of two active leaders one loses power", Limit::OnlyIts(1000), breaking::power_off).p95(500).leaders(2).prepared(shares::all_reach_all),
     case("gateway-joins", UNLISTED, "a node is made an active leader beside the first", Limit::Lost(10), shares::joins).with_far_leader(),
 ];

@@ -21,7 +21,7 @@ pub fn read() -> Result<Vec<Run>> {
 }
 
 /// Pure: `new` in the place of all kept runs of the same cases, in the order of the cases; runs of a case that
-/// is no more go.
+/// has been removed go.
 pub fn replace(kept: Vec<Run>, new: &[Run]) -> Vec<Run> {
     let others = kept.into_iter().filter(|kept| !new.iter().any(|new| new.id == kept.id));
     let mut all: Vec<_> = others.chain(new.iter().cloned()).collect();

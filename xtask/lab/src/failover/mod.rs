@@ -5,6 +5,7 @@ mod breaking;
 mod cases;
 mod command;
 mod flaps;
+mod flood;
 mod forged;
 mod fresh;
 mod kept;

@@ -1,6 +1,9 @@
 //! Who leads, and whether a stand-by could: read from the agents' metrics.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Result, bail, ensure};
 
@@ -36,9 +39,15 @@ pub fn role(lab: &Lab, node: &str) -> &'static str {
     found.map_or("member", |(_, role)| role)
 }
 
-/// How many changes of leader the location's agents know of.
+/// How many changes of leader agents know of, in all locations together.
 pub fn changes(lab: &Lab) -> u64 {
-    location(lab).iter().filter_map(|node| metric(lab, node, TERM)).max().unwrap_or(0)
+    let mut known: BTreeMap<&str, u64> = BTreeMap::new();
+    for node in &lab.network.nodes {
+        let changes = metric(lab, node.name(), TERM).unwrap_or(0);
+        let most = known.entry(node.location.as_str()).or_default();
+        *most = changes.max(*most);
+    }
+    known.values().sum()
 }
 
 /// Role and term of each node of the location, as far as its agent runs.

@@ -157,7 +157,7 @@ pub(super) fn location_dies(lab: &mut Lab) -> Result<String> {
             .space
             .sh("for d in eth0 eth1; do ip link set $d down 2>/dev/null || true; done")?;
     }
-    let gone = until("the location is given up", Duration::from_secs(150), || {
+    let gone = until("the location is declared dead", Duration::from_secs(150), || {
         Ok(metric(lab, "a2", "kilo_nodes")? == 3)
     });
     std::thread::sleep(Duration::from_secs(1));
@@ -177,7 +177,7 @@ pub(super) fn location_dies(lab: &mut Lab) -> Result<String> {
         .filter(|line| line.contains("b1") || line.contains("b2"))
         .collect::<Vec<_>>()
         .join("; ");
-    Ok(format!("given up after {} s; kgctl status: {said}", took.as_secs()))
+    Ok(format!("declared dead after {} s; kgctl status: {said}", took.as_secs()))
 }
 
 /// A node that boots has no pods yet; nobody would steer what they and the node itself send.

@@ -28,7 +28,7 @@ const TICK: Duration = Duration::from_millis(1);
 /// Which packets of the host.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum Direction {
-    /// Those it receives, whoever they are for.
+    /// Those it receives, for any destination.
     In,
     /// Those it sends itself.
     Out,

@@ -184,7 +184,7 @@ pub(super) fn uplink_down(lab: &mut Lab) -> Result<String> {
     let node = lab.network.node("a1")?.space.clone();
     node.ip("link set eth1 down\n")?;
     std::thread::sleep(Duration::from_secs(2));
-    // The default route went with the link; whoever configures the host adds it again.
+    // The default route went with the link; what configures the host adds it again.
     node.ip("link set eth1 up\nroute replace default via 192.0.2.1\n")?;
     Ok("down for 2 s".to_owned())
 }

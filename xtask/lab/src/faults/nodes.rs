@@ -65,7 +65,7 @@ pub(super) fn task_panics(lab: &mut Lab) -> Result<String> {
     Ok(format!("/health said 503 and why, the process ended {} ms later", took.as_millis()))
 }
 
-/// What the host has, whoever made it: rules, routes, nftables, links, filters.
+/// What the host has, by us or by others: rules, routes, nftables, links, filters.
 const HOST: &str = "ip rule; ip -6 rule; ip route show table all | grep -v 'dev lo' | sort; nft list ruleset; \
                     ip -o link | sed 's/^[0-9]*: //; s/@.*//; s/:.*//' | sort; \
                     tc filter show dev eth0 ingress; tc filter show dev eth0 egress; ls /sys/fs/bpf";

@@ -119,7 +119,7 @@ pub fn detached(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
 pub fn link_down(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let node = any_node(lab, rng);
     let device = if node.public.is_some() && rng.below(2) == 0 { "eth1" } else { "eth0" };
-    // Routes go with the link; whoever configures the host adds them again.
+    // Routes go with the link; what configures the host adds them again.
     let routes = format!("ip route save dev {device} scope global > /run/routes-{device}");
     node.space.sh(&format!("{routes}; ip link set {device} down"))?;
     let said = format!("{device} of {}", node.name());

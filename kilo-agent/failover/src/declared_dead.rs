@@ -8,12 +8,12 @@ const LEADS: Micros = 3 * SEC;
 
 impl Agent {
     /// Kilo's leader, if this gateway is to say that it is dead: its kernel has answered roll calls and
-    /// does not any more, and this gateway leads the location, or nobody can find out who could (there
-    /// is no far leader that answers probes), it is the next in Kilo's order, and most of the others
+    /// does not any more, and this gateway leads the location, or nobody can find out who could (no
+    /// far leader answers probes), it is the next in Kilo's order, and most of the others
     /// hear it. Who leads has to hear half of the others, too, if there are any: one whose own network is broken
-    /// sees the same. A leader that never answered roll calls is given up by who has taken over from it: it knows
+    /// sees the same. A leader that never answered roll calls is declared dead by the gateway that has taken over from it: it knows
     /// none, or has been dead since before this agent started.
-    pub fn gives_up(&self, now: Micros) -> Option<NodeId> {
+    pub fn declares_dead(&self, now: Micros) -> Option<NodeId> {
         let (me, gateway) = (self.place.me, self.gateway.as_ref()?);
         let leader = *self.place.gateways.first().filter(|leader| **leader != me)?;
         let leads = |lead: &Lead| lead.shared() != Shared::Stay && lead.since() + LEADS <= now;
@@ -52,10 +52,14 @@ mod tests {
     /// The location of 1, 2 and 3, led by 1, without far leaders that know signals; 1 answers roll
     /// calls for a second, and the members that are named go on.
     fn after(time: Micros, answer: &[NodeId]) -> Option<NodeId> {
-        given_up(time, answer, Start { now: 0, clock: 0, word: (Term::NONE, 1), led: vec![], is_boot: false })
+        declared_dead(
+            time,
+            answer,
+            Start { now: 0, clock: 0, word: (Term::NONE, 1), led: vec![], is_boot: false },
+        )
     }
 
-    fn given_up(time: Micros, answer: &[NodeId], start: Start) -> Option<NodeId> {
+    fn declared_dead(time: Micros, answer: &[NodeId], start: Start) -> Option<NodeId> {
         let place = Place {
             me: ME,
             location: 7,
@@ -88,11 +92,11 @@ mod tests {
             }
             now += 20 * MS;
         }
-        agent.gives_up(now)
+        agent.declares_dead(now)
     }
 
     #[test]
-    fn a_leader_is_given_up_when_it_alone_is_silent() {
+    fn a_leader_is_declared_dead_when_it_alone_is_silent() {
         assert_eq!(after(2 * SEC, &[3, 4]), None, "too early");
         assert_eq!(after(6 * SEC, &[3, 4]), Some(1));
         assert_eq!(after(6 * SEC, &[1, 3, 4]), None, "it answers");
@@ -101,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn who_leads_and_hears_nobody_gives_nobody_up() {
+    fn who_leads_and_hears_nobody_declares_nobody_dead() {
         let leads = || Start {
             now: 0,
             clock: 0,
@@ -109,13 +113,13 @@ mod tests {
             led: vec![ME, 3, 4],
             is_boot: false,
         };
-        assert_eq!(given_up(6 * SEC, &[3, 4], leads()), Some(1));
-        assert_eq!(given_up(6 * SEC, &[3], leads()), Some(1), "half of the others");
-        assert_eq!(given_up(6 * SEC, &[], leads()), None, "its own network may be broken");
+        assert_eq!(declared_dead(6 * SEC, &[3, 4], leads()), Some(1));
+        assert_eq!(declared_dead(6 * SEC, &[3], leads()), Some(1), "half of the others");
+        assert_eq!(declared_dead(6 * SEC, &[], leads()), None, "its own network may be broken");
     }
 
     #[test]
-    fn a_leader_that_died_before_this_agent_started_is_given_up() {
+    fn a_leader_that_died_before_this_agent_started_is_declared_dead() {
         let leads = |now| Start {
             now,
             clock: 0,
@@ -123,10 +127,10 @@ mod tests {
             led: vec![ME, 3, 4],
             is_boot: false,
         };
-        let after = |time| given_up(SEC + time, &[3, 4], leads(SEC));
+        let after = |time| declared_dead(SEC + time, &[3, 4], leads(SEC));
         assert_eq!(after(2 * SEC), None, "it has been asked for two seconds");
         assert_eq!(after(4 * SEC), Some(1));
         let stands_by = Start { now: SEC, clock: 0, word: (Term::NONE, 1), led: vec![], is_boot: false };
-        assert_eq!(given_up(9 * SEC, &[3, 4], stands_by), None, "it has taken nothing over");
+        assert_eq!(declared_dead(9 * SEC, &[3, 4], stands_by), None, "it has taken nothing over");
     }
 }

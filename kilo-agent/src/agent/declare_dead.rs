@@ -11,12 +11,12 @@ const PAUSES: [u32; 16] = [1, 1, 2, 2, 3, 3, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5];
 
 impl<B: Backend> Agent<B> {
     /// Says of a dead leader that it is, beside the reconciles, for nodes without failover.
-    pub(super) fn give_up(&self) {
+    pub(super) fn declare_dead(&self) {
         let Some(failover) = &self.failover else { return };
-        let Some(node) = failover.gives_up() else { return };
+        let Some(node) = failover.declares_dead() else { return };
         let (backend, reporter) = (Arc::clone(&self.backend), failover.reporter());
         tokio::spawn(async move {
-            say(&*backend, &node, || reporter.gives_up(&node), Duration::from_secs(1)).await
+            say(&*backend, &node, || reporter.declares_dead(&node), Duration::from_secs(1)).await
         });
     }
 }
@@ -30,7 +30,7 @@ async fn say(backend: &impl Backend, node: &str, is_dead: impl Fn() -> bool, uni
         let Some(last_seen) = last_seen.filter(|last_seen| *last_seen != 0 && is_dead()) else {
             return false;
         };
-        match backend.give_up(node, last_seen).await {
+        match backend.declare_dead(node, last_seen).await {
             Ok(true) => {
                 tracing::info!(node, "the leader is dead; set its last-seen to 0 for nodes without failover");
                 return true;
@@ -89,7 +89,7 @@ mod tests {
             Ok(false)
         }
 
-        async fn give_up(&self, _: &str, last_seen: i64) -> Result<bool, BackendError> {
+        async fn declare_dead(&self, _: &str, last_seen: i64) -> Result<bool, BackendError> {
             let mut tries = self.tries.lock().unwrap();
             tries.push(last_seen);
             if tries.len() == self.shown {
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_is_heard_again_or_was_given_up_is_left_alone() {
+    async fn who_is_heard_again_or_was_declared_dead_is_left_alone() {
         let backend = lags(970, 1_000, 99);
         let heard = Mutex::new(3);
         let is_dead = || {

@@ -1,0 +1,202 @@
+//! Agents: when they start and run, what they are told, and what becomes of what they ask for.
+
+use std::rc::Rc;
+
+use kilo_common::lead::{self, Term};
+use kilo_failover::{Agent, Cause, Input, MS, Micros, NodeId, Note, Output, Place, SEC, signal::Kind};
+
+use super::{Event, LOCATION, Sim};
+use crate::host;
+
+impl Sim {
+    pub(super) fn start_agent(&mut self, node: usize, is_boot: bool) {
+        let host = &self.hosts[node];
+        if !host.wires.on || host.is_go {
+            return;
+        }
+        let place = self.place(node);
+        let start = kilo_failover::Start {
+            now: self.now,
+            clock: self.now.wrapping_add(host.clock),
+            word: host.said(),
+            led: host.led.iter().map(|member| host::id(*member)).collect(),
+            is_boot,
+        };
+        let rng = &mut self.rng;
+        let agent = Agent::new(self.params.clone(), place, start, &mut || rng.bits());
+        self.hosts[node].agent = Some(agent);
+        self.hosts[node].since = self.now;
+        self.hosts[node].inbox.clear();
+        self.hosts[node].wake = Micros::MAX;
+        self.schedule(node);
+    }
+
+    /// All gateways in Kilo's order.
+    pub(crate) fn gateways(&self) -> Vec<NodeId> {
+        let others = (0..self.gateways).filter(|gateway| *gateway != self.first);
+        let order = std::iter::once(self.first).chain(others);
+        order.filter(|node| !self.no_gateways.contains(node)).map(host::id).collect()
+    }
+
+    pub(super) fn place(&self, node: usize) -> Place {
+        let is_ours = |gateway: &NodeId| !self.hosts[host::index(*gateway)].is_go;
+        Place {
+            me: host::id(node),
+            location: LOCATION,
+            gateways: self.gateways().into_iter().filter(is_ours).collect(),
+            nodes: (0..self.hosts.len()).map(host::id).collect(),
+            fars: (0..self.fars.len() as u64).collect(),
+            leaving: self.cordoned.iter().map(|node| (host::id(*node), Cause::Cordoned)).collect(),
+            several: self.several(),
+            cookies: (0..self.gateways)
+                .map(|other| (host::id(other), self.hosts[node].cookie(host::id(other))))
+                .collect(),
+        }
+    }
+
+    /// The objects have changed: each agent learns it at a moment of its own.
+    pub(super) fn objects_changed(&mut self) {
+        for node in 0..self.hosts.len() {
+            let at = self.now + self.rng.between(MS, 500 * MS);
+            self.at(at, Event::Place(node));
+        }
+    }
+
+    pub(super) fn place_is(&mut self, node: usize) {
+        let place = self.place(node);
+        self.falls_to_kilos_leader(node, &place);
+        let Some(mut agent) = self.hosts[node].agent.take() else { return };
+        let rng = &mut self.rng;
+        let outputs = agent.place_is(place, self.now, &mut || rng.bits());
+        outputs.into_iter().for_each(|output| self.output(node, output));
+        self.hosts[node].agent = Some(agent);
+        self.run_agent(node);
+    }
+
+    /// The gateway that a node's word names is none any more: as the agent's thread does.
+    pub(super) fn falls_to_kilos_leader(&mut self, node: usize, place: &Place) {
+        let host = &mut self.hosts[node];
+        let (term, gateway) = host.said();
+        let Some(first) = place.gateways.first().copied() else { return };
+        if host.agent.is_some() && term > Term::NONE && !place.gateways.contains(&gateway) {
+            host.word = lead::word(term, host::index(first) as u16);
+            host.inbox.push(Input::Word(term, first));
+            self.followed[node].insert((term, first));
+            self.look_at_all();
+        }
+    }
+
+    pub(super) fn schedule(&mut self, node: usize) {
+        let Some(agent) = &self.hosts[node].agent else { return };
+        let wake = agent.wake().max(self.now + 1);
+        if wake != self.hosts[node].wake {
+            self.hosts[node].wake = wake;
+            self.at(wake, Event::Wake(node));
+        }
+    }
+
+    pub(crate) fn input(&mut self, node: usize, input: Input) {
+        if self.hosts[node].agent.is_some() {
+            self.hosts[node].inbox.push(input);
+            self.run_agent(node);
+        }
+    }
+
+    /// Lets an agent run, unless it stalls: then what came waits.
+    pub(super) fn run_agent(&mut self, node: usize) {
+        let host = &mut self.hosts[node];
+        if !host.wires.runs(self.now) || host.stalled > self.now {
+            return;
+        }
+        let Some(mut agent) = host.agent.take() else { return };
+        let decrypts = self.decrypts(node);
+        let host = &mut self.hosts[node];
+        host.decrypted += u64::from(decrypts);
+        host.inbox.push(Input::Decrypted(host.decrypted));
+        loop {
+            let inputs = std::mem::take(&mut self.hosts[node].inbox);
+            let rng = &mut self.rng;
+            let outputs = agent.turn(self.now, inputs, &mut || rng.bits());
+            outputs.into_iter().for_each(|output| self.output(node, output));
+            if self.hosts[node].inbox.is_empty() {
+                break;
+            }
+        }
+        self.hosts[node].agent = Some(agent);
+        self.schedule(node);
+    }
+
+    pub(super) fn output(&mut self, node: usize, output: Output) {
+        match output {
+            Output::Probe { nonce, way } => {
+                self.counts.sent += 1;
+                self.probe(node, nonce, way);
+            }
+            Output::Lan(to, signal) => {
+                self.counts.sent += 1;
+                let bytes: Rc<[u8]> = host::write(&signal, host::id(node), to).into();
+                let to = host::index(to);
+                if self.noise.replays
+                    && matches!(
+                        signal.kind,
+                        Kind::Announce | Kind::Adopt | Kind::Handover | Kind::Prepare | Kind::Verdict
+                    )
+                {
+                    for _ in 0..3 {
+                        let later = self.now + self.rng.between(SEC, 40 * SEC);
+                        self.at(later, Event::Lan { to, bytes: bytes.clone(), said_at: self.now });
+                    }
+                }
+                self.lan_send(node, to, Event::Lan { to, bytes, said_at: self.now });
+            }
+            Output::Tunnel(far, signal) => {
+                self.counts.sent += 1;
+                let bytes = host::write(&signal, host::id(node), 0).into();
+                let far = far as usize;
+                self.uplink_send(node, far, true, Event::ToFar { gateway: node, far, bytes });
+            }
+            Output::Word(term, gateway) => {
+                let before = self.hosts[node].word;
+                self.hosts[node].obey(&self.params, term, gateway);
+                self.word_is(node, before, self.now);
+            }
+            Output::Led(members) => {
+                self.hosts[node].led = members.into_iter().map(host::index).collect();
+                self.look_at_all();
+            }
+            Output::Note(note) => self.note(node, note),
+        }
+    }
+
+    /// After a kernel has looked at an ANNOUNCE.
+    pub(super) fn word_is(&mut self, node: usize, before: u64, said_at: Micros) {
+        let after = self.hosts[node].word;
+        if after != before {
+            self.word_changed(node, before, after, said_at);
+            if node < self.gateways { self.look_at_all() } else { self.look([node]) }
+        }
+        if self.hosts[node].agent.is_some() || self.hosts[node].wires.on {
+            let (term, gateway) = self.hosts[node].said();
+            // Read when the agent runs: it may be in the middle of a turn.
+            self.hosts[node].inbox.push(Input::Word(term, gateway));
+        }
+    }
+
+    pub(super) fn note(&mut self, node: usize, note: Note) {
+        if self.log {
+            println!("{:>9} {node}: {note:x?}", self.now / MS);
+        }
+        match note {
+            Note::TakesOver { all: true, .. } => self.counts.taken += 1,
+            Note::TakesOver { all: false, .. } => self.counts.alone += 1,
+            Note::IsGiven { .. } => self.counts.is_given(node, self.now),
+            Note::Adopts(_) => self.counts.adopted += 1,
+            Note::Suspects(_) => self.counts.suspicions += 1,
+            Note::TakesBack(_) => self.counts.taken_back += 1,
+            Note::Gives { .. } => self.counts.gave += 1,
+            Note::TakesHome(_) => self.counts.took_home += 1,
+            Note::Replayed(_) => self.counts.replayed += 1,
+            Note::Tries(_) | Note::NotReady(_) | Note::Leaps(_) | Note::OverBudget | Note::Busy => {}
+        }
+    }
+}

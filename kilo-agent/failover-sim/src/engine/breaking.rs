@@ -1,0 +1,161 @@
+//! How each fault is made, and mended.
+
+use kilo_common::lead::{self, Term};
+use kilo_failover::{
+    Input, MS, SEC, Signal,
+    signal::{Body, Kind, MAX_MEMBERS, Shared},
+};
+
+use super::{CLOCK, Event, LOCATION, Sim};
+use crate::{faults::Fault, host};
+
+impl Sim {
+    pub(super) fn fault(&mut self, index: usize, on: bool) {
+        let (_, end, fault) = self.faults[index].clone();
+        if self.log {
+            println!("{:>9} {} {fault:?}", self.now / MS, if on { "fault:" } else { "end of" });
+        }
+        match fault {
+            Fault::Power(node) => self.power(node, !on),
+            Fault::Pause(node) => {
+                if on {
+                    self.hosts[node].wires.paused = end;
+                    self.at(end, Event::Resume(node));
+                }
+            }
+            Fault::Uplink(node) => self.hosts[node].wires.uplink[0] = !on,
+            Fault::Carrier(node) => {
+                self.hosts[node].wires.uplink[0] = !on;
+                self.look_at_all();
+                if on {
+                    self.input(node, Input::LinkDown);
+                }
+            }
+            Fault::UplinkOut(node) => self.hosts[node].wires.uplink[1] = !on,
+            Fault::UplinkIn(node) => self.hosts[node].wires.uplink[2] = !on,
+            Fault::Lan(node) => self.hosts[node].wires.lan[0] = !on,
+            Fault::LanOut(node) => self.hosts[node].wires.lan[1] = !on,
+            Fault::LanIn(node) => self.hosts[node].wires.lan[2] = !on,
+            Fault::Forward(node) => self.hosts[node].wires.forwards = !on,
+            Fault::Link(a, b) => {
+                let link = (a.min(b), a.max(b));
+                let _ = if on { self.cuts.insert(link) } else { self.cuts.remove(&link) };
+            }
+            Fault::Agent(node) => self.agent(node, !on),
+            Fault::Agents => (0..self.hosts.len()).for_each(|node| self.agent(node, !on)),
+            Fault::Stall(node) => {
+                if on {
+                    self.hosts[node].stalled = self.hosts[node].stalled.max(end);
+                    self.at(end, Event::Resume(node));
+                }
+            }
+            Fault::FarAgent(far) => self.far_agent(far, !on),
+            Fault::FarStall(far) => {
+                if on {
+                    self.far_stalls(far, end);
+                }
+            }
+            Fault::Far(far) => self.fars[far].on = !on,
+            Fault::Site => (0..self.gateways).for_each(|node| self.hosts[node].wires.uplink[0] = !on),
+            Fault::Halves(halves) => {
+                for (host, half) in self.hosts.iter_mut().zip(halves) {
+                    host.wires.half = on && half;
+                }
+            }
+            Fault::Cordon(node) => {
+                let _ = if on { self.cordoned.insert(node) } else { self.cordoned.remove(&node) };
+                self.objects_changed();
+            }
+            // Until it boots nobody asks what time it is.
+            Fault::Clock(node) if on => self.hosts[node].clock = CLOCK - 1_000 * SEC,
+            Fault::NoGateway(node) => {
+                let _ = if on { self.no_gateways.insert(node) } else { self.no_gateways.remove(&node) };
+                self.objects_changed();
+                for far in 0..self.fars.len() {
+                    let at = self.now + self.rng.between(MS, 500 * MS);
+                    self.at(at, Event::FarPlace(far));
+                }
+            }
+            Fault::Leap(node) if on => self.leap(node),
+            Fault::Ahead(node) if on => self.ahead(node),
+            Fault::Clock(_) | Fault::Leap(_) | Fault::Ahead(_) => {}
+            Fault::Flood(percent) => self.flood = if on { f64::from(percent) / 100.0 } else { 0.0 },
+            Fault::First(node) => {
+                self.first = if on { node.min(self.gateways - 1) } else { 0 };
+                self.objects_changed();
+            }
+        }
+        self.look_at_all();
+    }
+
+    /// A gateway's HELLO as after 700 changes that concerned others.
+    pub(super) fn ahead(&mut self, node: usize) {
+        let me = host::id(node);
+        self.changes += 700;
+        let count = self.changes;
+        let body = Body::Hello { is_fit: true, is_busy: false, leads: true, gateway: me, losses: Vec::new() };
+        let term = Term::from_bits(u64::from(count) << 16);
+        let signal = Signal { kind: Kind::Hello, nonce: 7, term, sender: me, location: LOCATION, body };
+        for to in (0..self.gateways).filter(|to| *to != node) {
+            let bytes = host::write(&signal, me, host::id(to)).into();
+            self.lan_send(node, to, Event::Lan { to, bytes, said_at: self.now });
+        }
+    }
+
+    /// How many of those changes the last node's kernel has not heard of.
+    pub fn behind(&self) -> u32 {
+        let counts = self.hosts.iter().map(|host| lead::term_of(host.word).count());
+        self.changes.saturating_sub(counts.min().unwrap_or(0))
+    }
+
+    /// A gateway's signals of the last of all terms: HELLO, ANNOUNCE to every kernel, CLAIM of everybody.
+    pub(super) fn leap(&mut self, node: usize) {
+        let (me, term) = (host::id(node), Term::from_bits(u64::MAX));
+        let say = |kind, body| Signal { kind, nonce: 7, term, sender: me, location: LOCATION, body };
+        for to in (0..self.hosts.len()).filter(|to| *to != node) {
+            let hello =
+                Body::Hello { is_fit: true, is_busy: false, leads: true, gateway: me, losses: Vec::new() };
+            let announce = Body::Word { cookie: self.hosts[to].cookie(me), gateway: me };
+            for signal in [say(Kind::Hello, hello), say(Kind::Announce, announce)] {
+                let bytes = host::write(&signal, me, host::id(to)).into();
+                self.lan_send(node, to, Event::Lan { to, bytes, said_at: self.now });
+            }
+        }
+        let members: Vec<_> = (0..self.hosts.len()).map(host::id).collect();
+        for far in 0..self.fars.len() {
+            for members in members.chunks(MAX_MEMBERS) {
+                let body = Body::Claim {
+                    gateway: me,
+                    shared: Shared::Move,
+                    part: (0, 1),
+                    members: members.to_vec(),
+                };
+                let bytes = host::write(&say(Kind::Claim, body), me, 0).into();
+                self.uplink_send(node, far, true, Event::ToFar { gateway: node, far, bytes });
+            }
+        }
+    }
+
+    pub(super) fn agent(&mut self, node: usize, starts: bool) {
+        self.hosts[node].agent = None;
+        self.hosts[node].inbox.clear();
+        if starts {
+            self.start_agent(node, false);
+        }
+    }
+
+    pub(super) fn power(&mut self, node: usize, on: bool) {
+        let boot = self.rng.bits();
+        let host = &mut self.hosts[node];
+        host.wires.on = on;
+        host.agent = None;
+        host.inbox.clear();
+        if on {
+            host.boot = boot;
+            host.word = lead::word(Term::NONE, 0);
+            host.led.clear();
+            self.followed[node].insert((Term::NONE, host::id(0)));
+            self.start_agent(node, true);
+        }
+    }
+}

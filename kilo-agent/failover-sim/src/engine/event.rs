@@ -1,0 +1,112 @@
+//! What happens, and when: the queue has the earliest first.
+
+use std::rc::Rc;
+
+use kilo_failover::Micros;
+
+/// Something that happens.
+#[derive(Clone, Debug)]
+pub(crate) enum Event {
+    Wake(usize),
+    Resume(usize),
+    Starts(usize),
+    Ends(usize),
+    /// A signal on the LAN, and when it was sent first.
+    Lan {
+        to: usize,
+        bytes: Rc<[u8]>,
+        said_at: Micros,
+    },
+    LanProbe {
+        prober: usize,
+        probed: usize,
+        nonce: u64,
+        back: bool,
+    },
+    /// A forwarded probe at a gateway, from the node before.
+    AtGateway {
+        member: usize,
+        from: usize,
+        gateway: usize,
+        far: usize,
+        nonce: u64,
+    },
+    /// At the far leader, and back at the gateway.
+    AtFar {
+        member: usize,
+        gateway: usize,
+        far: usize,
+        nonce: u64,
+    },
+    BackAtGateway {
+        member: usize,
+        gateway: usize,
+        nonce: u64,
+    },
+    /// An answer at the prober.
+    Answer {
+        node: usize,
+        nonce: u64,
+    },
+    OwnAtFar {
+        gateway: usize,
+        far: usize,
+        nonce: u64,
+    },
+    /// A signal inside a tunnel.
+    ToFar {
+        gateway: usize,
+        far: usize,
+        bytes: Rc<[u8]>,
+    },
+    FromFar {
+        gateway: usize,
+        far: usize,
+        bytes: Rc<[u8]>,
+    },
+    FarApplies {
+        far: usize,
+    },
+    /// A node's agent learns what the objects say.
+    Place(usize),
+    /// So many of the first gateways lead from now on.
+    Active(usize),
+    /// The next packet of the traffic.
+    Packet,
+    FarResume(usize),
+    /// A far leader learns who the gateways are.
+    FarPlace(usize),
+    FarWake(usize),
+    FarProbe {
+        far: usize,
+        gateway: usize,
+        nonce: u64,
+        back: bool,
+    },
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Queued {
+    pub(super) at: Micros,
+    pub(super) number: u64,
+    pub(super) event: Event,
+}
+
+impl PartialEq for Queued {
+    fn eq(&self, other: &Self) -> bool {
+        (self.at, self.number) == (other.at, other.number)
+    }
+}
+
+impl Eq for Queued {}
+impl PartialOrd for Queued {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Queued {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (self.at, self.number).cmp(&(other.at, other.number))
+    }
+}

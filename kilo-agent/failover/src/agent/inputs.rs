@@ -1,0 +1,208 @@
+//! What comes in, and which part of the agent it is for.
+
+use super::Agent;
+use crate::{
+    Input, MS, Micros, NodeId, Note, Output, Rule, SEC, Signal, Term, Turn,
+    member::{Member, adopt},
+    others::State,
+    roll::Present,
+    signal::{Body, Kind, Shared, Verdict},
+};
+
+impl Agent {
+    pub(super) fn take_in(&mut self, input: Input, turn: &mut Turn<'_>) {
+        match input {
+            Input::Wake => {}
+            Input::Answer { nonce, at } => self.answered(nonce, at),
+            Input::Signal { from, signal } => {
+                if signal.sender == from && signal.location == self.place.location
+                    || signal.kind == Kind::Moved
+                {
+                    self.signal(from, signal, turn);
+                }
+            }
+            Input::Word(term, gateway) => self.word_is(term, gateway, turn),
+            Input::LinkDown => self.give_away(0, turn),
+            Input::Decrypted(count) => {
+                if let Some(gateway) = &mut self.gateway {
+                    gateway.tunnels.decrypted(count, turn.now);
+                }
+            }
+            Input::FarMoved(far) => {
+                if let Some(gateway) = &mut self.gateway {
+                    gateway.tunnels.far_moved(far);
+                }
+            }
+        }
+    }
+
+    pub(super) fn answered(&mut self, nonce: u64, at: Micros) {
+        if self.member.answered(&self.params, nonce, at) {
+            return;
+        }
+        let Some(gateway) = &mut self.gateway else { return };
+        let _ = gateway.tunnels.answered(&self.params, nonce, at)
+            || gateway.detector.answered(&self.params, nonce, at);
+    }
+
+    pub(super) fn word_is(&mut self, term: Term, to: NodeId, turn: &mut Turn<'_>) {
+        self.term = self.term.max(term);
+        let changed = self.word.1 != to;
+        self.word = (term, to);
+        let me = self.place.me;
+        if changed {
+            self.word_since = turn.now;
+            self.discard_leader(turn);
+            if let Some(gateway) = self.gateway.as_mut().filter(|_| to != me) {
+                gateway.detector.begin(turn.now);
+            }
+            self.is_led_by(to, turn);
+        }
+        let lead = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut());
+        if lead.is_some_and(|lead| lead.hears(me, (term, to), turn.now)) {
+            self.led_changed(turn);
+        }
+    }
+
+    /// What is known of the leader so far says nothing about the next one.
+    pub(super) fn discard_leader(&mut self, turn: &mut Turn<'_>) {
+        self.member.discard();
+        turn.later.retain(|(_, output)| !matches!(output, Output::Lan(_, Signal { kind: Kind::Adopt, .. })));
+        if let Some(gateway) = &mut self.gateway {
+            gateway.detector.discard();
+            gateway.sentinel.reset();
+        }
+    }
+
+    pub(crate) fn signal(&mut self, from: NodeId, signal: Signal, turn: &mut Turn<'_>) {
+        // The last of all counts would be the last change of leader.
+        if !signal.term.is_near(self.term) && self.params.keeps(Rule::NoLeap) {
+            return turn.push(Output::Note(Note::Leaps(from)));
+        }
+        if !self.is_new(from, &signal, turn) {
+            return;
+        }
+        match (signal.kind, &signal.body) {
+            (Kind::Witness, _) => {
+                let mut member = std::mem::replace(&mut self.member, Member::new(0));
+                member.asked(&self.params, signal, &self.around(turn.now), turn);
+                self.member = member;
+            }
+            (Kind::Verdict, Body::Witness { id, verdict }) => self.verdict(from, *id, *verdict),
+            (Kind::Present, Body::Word { cookie, gateway }) => {
+                let present = Present { at: turn.now, cookie: *cookie, word: (signal.term, *gateway) };
+                self.present(from, signal.nonce, present, turn);
+            }
+            (Kind::Follows, Body::Word { gateway, .. }) => {
+                let word = (signal.term, *gateway);
+                if let Some(gateway) = &mut self.gateway {
+                    gateway.roll.follows(from, turn.now, word);
+                }
+                self.heard_word(from, word, turn);
+            }
+            (Kind::Hello, Body::Hello { is_fit, is_busy, leads, gateway, losses }) => {
+                let state = State {
+                    is_fit: *is_fit,
+                    is_busy: *is_busy,
+                    leads: *leads,
+                    term: signal.term,
+                    gateway: *gateway,
+                };
+                self.term = self.term.max(signal.term);
+                if let Some(own) = &mut self.gateway {
+                    own.others.hello(&self.params, turn.now, from, state, losses);
+                }
+                self.wish_of_returned(from, turn);
+            }
+            (Kind::Adopt, Body::Members { age, members, .. }) if members[..] == [from] => {
+                self.adopts(from, signal.term, u64::from(*age) * MS, turn);
+            }
+            (Kind::Handover, Body::Members { age, members, .. }) => {
+                self.is_given(from, &signal, u64::from(*age) * MS, members, turn);
+            }
+            (Kind::Prepare | Kind::Ready, _) => self.change(from, &signal, turn),
+            (Kind::Moved, _) => self.has_moved(from, &signal, turn),
+            _ => {}
+        }
+    }
+
+    pub(super) fn verdict(&mut self, from: NodeId, id: u32, verdict: Verdict) {
+        if let Some(gateway) = &mut self.gateway {
+            gateway.sentinel.verdict(from, id, verdict);
+        }
+    }
+
+    pub(super) fn present(&mut self, from: NodeId, nonce: u64, present: Present, turn: &mut Turn<'_>) {
+        let Some(gateway) = &mut self.gateway else { return };
+        if !gateway.roll.heard(from, nonce, present) {
+            return;
+        }
+        if let Some(lead) = &gateway.lead {
+            lead.announce(from, present, turn);
+        }
+        self.heard_word(from, present.word, turn);
+        self.boot_is(from, present.cookie, turn);
+    }
+
+    pub(super) fn heard_word(&mut self, from: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
+        self.term = self.term.max(word.0);
+        let lead = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut());
+        if lead.is_some_and(|lead| lead.hears(from, word, turn.now)) {
+            self.led_changed(turn);
+        }
+    }
+
+    /// A gateway that was away asks to be a member of who leads in a later term.
+    pub(super) fn wish_of_returned(&mut self, from: NodeId, turn: &mut Turn<'_>) {
+        let (me, now) = (self.place.me, turn.now);
+        // Of several each leads itself, and takes what is its own.
+        if self.place.several.is_some() {
+            return;
+        }
+        let Some(gateway) = &mut self.gateway else { return };
+        let is_led = gateway.roll.users(now).any(|(member, uses)| member != me && uses == me);
+        let may = [me, from].contains(&self.word.1);
+        let later = gateway.others.leads(from).is_some_and(|term| term > self.word.0);
+        if later && may && !is_led && now > gateway.wished + SEC {
+            gateway.wished = now;
+            let signal = adopt(&self.around(now), from, 0);
+            turn.push(Output::Lan(from, signal));
+        }
+    }
+
+    /// A member asks to be led: its leader has been silent for `age`, or it only
+    /// asks (0) who leads.
+    pub(super) fn adopts(&mut self, member: NodeId, term: Term, age: Micros, turn: &mut Turn<'_>) {
+        let (me, now) = (self.place.me, turn.now);
+        let Some(gateway) = &self.gateway else { return };
+        let tunnels = &gateway.tunnels;
+        let lead = gateway.lead.as_ref();
+        let is_overload = gateway.patience(&self.params, now) > 0;
+        let may = if age == 0 {
+            let is_home = self.place.several.as_ref().is_none_or(|several| several.home(member) == Some(me));
+            is_home && self.word.1 == me && lead.is_some_and(|lead| lead.term() > term)
+        } else {
+            // Repeated to an agent that has restarted since, and remembers no numbers: its kernel has had a
+            // later word since, or nobody has heard it yet.
+            gateway.roll.last(member).is_some_and(|present| present.word.0 <= term)
+                && (!is_overload || age >= self.params.overload_member)
+                && tunnels.were_good(now.saturating_sub(age))
+                && tunnels.proves(now.saturating_sub(300 * MS + tunnels.longest()))
+        };
+        let has = lead.is_some_and(|lead| {
+            lead.has(member)
+                && gateway.roll.last(member).is_some_and(|present| present.word == (lead.term(), me))
+        });
+        if !may || has || !tunnels.is_fit(now) {
+            return;
+        }
+        // A leader that nobody uses any more brings what belongs to no member.
+        let led_itself = self.place.several.is_none()
+            && gateway.roll.last(member).is_some_and(|present| present.word.1 == member);
+        let shared = if age == 0 && led_itself { Shared::Move } else { Shared::Stay };
+        self.term = self.term.max(term);
+        self.lost_by_adoption(member, age, turn.now);
+        turn.push(Output::Note(Note::Adopts(member)));
+        self.lead_more([member], shared, turn);
+    }
+}

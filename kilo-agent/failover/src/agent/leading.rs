@@ -1,0 +1,95 @@
+//! Whom a gateway leads, and in which term.
+
+use super::Agent;
+use crate::{Micros, NodeId, Output, Term, Turn, gateway::Lead, signal::Shared};
+
+impl Agent {
+    /// It leads the location, as was written before a restart: what belongs to no member, too.
+    pub fn leads_location(&mut self) {
+        if let Some(lead) = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()) {
+            lead.claims(Shared::Move);
+        }
+    }
+
+    /// After a restart it goes on with what its kernel has.
+    pub(super) fn goes_on_leading(&mut self, led: Vec<NodeId>, now: Micros) {
+        let sender = self.sender();
+        if led.is_empty() {
+            return;
+        }
+        let is_mine = self.word.1 == self.place.me && self.word.0 > Term::NONE;
+        let term = if is_mine { self.word.0 } else { self.term.next(self.place.me) };
+        self.term = self.term.max(term);
+        if let Some(gateway) = &mut self.gateway {
+            let mut lead = Lead::new(sender, term, &self.place.fars, now);
+            lead.add(led, now);
+            if is_mine {
+                lead.hears(self.place.me, self.word, now);
+            }
+            gateway.lead = Some(lead);
+        }
+    }
+
+    /// Tells the kernel whom it leads; leadership of nobody ends.
+    pub(crate) fn led_changed(&mut self, turn: &mut Turn<'_>) {
+        let Some(gateway) = &mut self.gateway else { return };
+        let mut led: Vec<_> = gateway.lead.iter().flat_map(Lead::members).collect();
+        led.extend(gateway.planned.takes_from().filter(|from| !led.contains(from)));
+        gateway.lead = gateway.lead.take().filter(|lead| !lead.is_empty());
+        turn.push(Output::Led(led));
+    }
+
+    /// Leads these, too: in the term it leads in when that is the latest known, else
+    /// in a new one, in which everything it has goes on.
+    pub(crate) fn lead_more(
+        &mut self,
+        members: impl IntoIterator<Item = NodeId>,
+        shared: Shared,
+        turn: &mut Turn<'_>,
+    ) {
+        let leads_already = self.lead().is_some_and(|lead| lead.term() == self.term);
+        if !leads_already {
+            self.term = self.term.next(self.place.me);
+        }
+        self.lead_in(self.term, members, shared, turn);
+    }
+
+    /// Leads these in this term, in which everything it has goes on.
+    pub(crate) fn lead_in(
+        &mut self,
+        term: Term,
+        members: impl IntoIterator<Item = NodeId>,
+        shared: Shared,
+        turn: &mut Turn<'_>,
+    ) {
+        let (sender, now) = (self.sender(), turn.now);
+        let Some(gateway) = &mut self.gateway else { return };
+        let mut lead = match gateway.lead.take() {
+            Some(lead) if lead.term() == term => lead,
+            older => {
+                let mut lead = Lead::new(sender, term, &self.place.fars, now);
+                if let Some(older) = older {
+                    lead.continues(&older);
+                    lead.add(
+                        older.members().filter(|member| *member != sender.me || self.word.1 == sender.me),
+                        now,
+                    );
+                }
+                lead
+            }
+        };
+        lead.add(members, now);
+        lead.claims(shared);
+        let leads_itself = lead.has(sender.me);
+        gateway.lead = Some(lead);
+        // The mark first: who follows must not be passed on.
+        self.led_changed(turn);
+        if leads_itself && self.word != (term, sender.me) {
+            turn.push(Output::Word(term, sender.me));
+        }
+        let Some(gateway) = &mut self.gateway else { return };
+        if let Some(lead) = &mut gateway.lead {
+            lead.wake_up(&self.params, &mut gateway.roll, turn);
+        }
+    }
+}

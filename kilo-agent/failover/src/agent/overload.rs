@@ -1,0 +1,41 @@
+//! Whether the location sends more than its leader carries, and how long one waits then.
+
+use super::{Agent, Gateway};
+use crate::{Micros, NodeId, Params, Term};
+
+impl Gateway {
+    /// Whether it leads anybody, whose packets come out of its tunnel.
+    pub(super) fn leads(&self, me: NodeId, word: (Term, NodeId)) -> bool {
+        self.lead.is_some() || word.1 == me
+    }
+
+    /// Looks whether the location sends more than its leader carries: the load goes with leadership, so what was
+    /// seen of one leader is true of the next one, too.
+    pub(super) fn looks_for_overload(
+        &mut self,
+        params: &Params,
+        me: NodeId,
+        word: (Term, NodeId),
+        now: Micros,
+    ) {
+        let leads = self.leads(me, word);
+        let is_lossy = if leads { self.tunnels.is_busy(now) } else { self.detector.is_lossy(now) };
+        if is_lossy || self.others.is_any_busy(now) {
+            self.overloaded_until = now + params.busy;
+        }
+    }
+
+    /// For how long nothing may have come back through a leader before it is lost: 0, unless the location is
+    /// overloaded.
+    pub(crate) fn patience(&self, params: &Params, now: Micros) -> Micros {
+        let losses = self.others.all_losses(params, now);
+        if self.overloaded_until > now { params.patience(losses) } else { 0 }
+    }
+}
+
+impl Agent {
+    /// Whether it has a use for the kernel's count of what comes out of the tunnel: it leads.
+    pub fn counts_decrypted(&self) -> bool {
+        self.gateway.as_ref().is_some_and(|gateway| gateway.leads(self.place.me, self.word))
+    }
+}

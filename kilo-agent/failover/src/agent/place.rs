@@ -1,0 +1,114 @@
+//! The location as topology has it, and what another one means to an agent.
+
+use std::collections::BTreeMap;
+
+use super::{Agent, Gateway, Start};
+use crate::{Far, Micros, NodeId, Output, Several, Turn, planned::Cause};
+
+/// The location, as topology has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// This node.
+    pub me: NodeId,
+    /// First 8 bytes of SHA-256 of the location's name.
+    pub location: u64,
+    /// Gateways in Kilo's order.
+    pub gateways: Vec<NodeId>,
+    /// All nodes, this one included.
+    pub nodes: Vec<NodeId>,
+    /// Far leaders that can answer probes.
+    pub fars: Vec<Far>,
+    /// Nodes that are about to go, and why: they lead only where nobody else can.
+    pub leaving: BTreeMap<NodeId, Cause>,
+    /// Several active leaders; `None`: one leads all.
+    pub several: Option<Several>,
+    /// What this node's kernel answers the roll calls of each of the other gateways with: a secret of this boot.
+    pub cookies: BTreeMap<NodeId, u64>,
+}
+
+impl Place {
+    /// Who is to lead: the first gateway in Kilo's order that stays, else the first.
+    pub fn first(&self) -> Option<NodeId> {
+        let stays = |gateway: &&NodeId| !self.leaving.contains_key(gateway);
+        self.gateways.iter().find(stays).or(self.gateways.first()).copied()
+    }
+
+    /// What this node's numbered signals to another one bear.
+    pub(crate) fn cookie(&self, to: NodeId) -> u64 {
+        self.cookies.get(&to).copied().unwrap_or(0)
+    }
+}
+
+impl Agent {
+    /// The location is another now: nodes, gateways or far leaders came or went. What is known
+    /// of those that stay goes on.
+    pub fn place_is(&mut self, place: Place, now: Micros, random: &mut dyn FnMut() -> u64) -> Vec<Output> {
+        let mut out = Vec::new();
+        if place == self.place {
+            return out;
+        }
+        if place.location != self.place.location {
+            return self.starts_anew(place, now, random);
+        }
+        let leads_no_more = match (&mut self.gateway, place.gateways.contains(&place.me)) {
+            (Some(gateway), true) => {
+                gateway.tunnels.fars_are(&self.params, &place.fars, now);
+                gateway.roll.nodes_are(&place.nodes);
+                gateway.numbers.nodes_are(&place.nodes);
+                gateway.lead.as_mut().is_some_and(|lead| lead.place_is(&place.nodes, &place.fars, now))
+            }
+            (Some(gateway), false) => {
+                let led = gateway.lead.is_some();
+                self.gateway = None;
+                led
+            }
+            (None, true) => {
+                self.gateway = Some(Gateway::new(&self.params, &place.fars, now, random));
+                false
+            }
+            (None, false) => false,
+        };
+        self.order_is(&place, now);
+        self.place = place;
+        self.shares_stay_with_who_acts();
+        if leads_no_more {
+            let (later, random) = (&mut Vec::new(), random);
+            if self.gateway.is_some() {
+                self.led_changed(&mut Turn { now, random, out: &mut out, later });
+            } else {
+                out.push(Output::Led(Vec::new()));
+            }
+        }
+        self.due = Micros::MAX;
+        out
+    }
+
+    /// The node is in another location now: what it led and what was said is that of the other one.
+    pub(super) fn starts_anew(
+        &mut self,
+        place: Place,
+        now: Micros,
+        random: &mut dyn FnMut() -> u64,
+    ) -> Vec<Output> {
+        let led = self.lead().is_some();
+        let clock = self.clock.wrapping_add(now);
+        let start = Start { now, clock, word: self.word, led: Vec::new(), is_boot: false };
+        *self = Self::new(self.params.clone(), place, start, random);
+        led.then_some(Output::Led(Vec::new())).into_iter().collect()
+    }
+
+    /// What another order means: a gateway that was there before and comes first now is to lead as
+    /// soon as it can; one that has come, or does not leave any more, after a time of health.
+    pub(super) fn order_is(&mut self, place: &Place, now: Micros) {
+        self.left.retain(|node, _| place.nodes.contains(node));
+        for node in self.place.leaving.keys().filter(|node| !place.leaving.contains_key(node)) {
+            self.left.insert(*node, now);
+        }
+        let first = place.first();
+        if first != self.place.first() {
+            let was_there =
+                |node: &NodeId| self.place.nodes.contains(node) && !self.place.leaving.contains_key(node);
+            self.ordered = first.filter(was_there).map(|first| (first, now));
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! What is done of what the agent asks for: probes and signals are sent, the word moves, members are marked.
+
+use std::{collections::BTreeSet, net::IpAddr};
+
+use kilo_common::{
+    lead::{self, Term},
+    signal::{self, Body, Kind, LONGEST, PORT},
+};
+use kilo_core::topology::NodeId;
+use kilo_failover::{Input, Output, Signal, Way};
+use kilo_host::dataplane::lead::Way as Into;
+
+use super::{Thread, micros, source_port};
+use crate::failover::{packets, site::Site};
+
+impl Thread {
+    pub(super) fn act(&mut self, site: &Site, out: Vec<Output>, inputs: &mut Vec<Input>) {
+        for output in out {
+            match output {
+                Output::Probe { nonce, way } => self.probe(site, nonce, way),
+                Output::Lan(node, signal) => self.send_lan(site, node, &signal),
+                Output::Tunnel(far, signal) => {
+                    // Stand-bys hold what their leader holds.
+                    if let Some(location) = site.fars.get(&far) {
+                        for gateway in &location.gateways {
+                            self.tunnel_to(location, gateway.id, &signal);
+                        }
+                    }
+                }
+                Output::Word(term, gateway) => {
+                    let Some(hop) = site.hop_of(gateway) else { continue };
+                    match self.tools.signals.follow(lead::word(term, hop)) {
+                        Ok(word) if word != self.word => self.word_is(site, word, inputs),
+                        Ok(_) => {}
+                        Err(error) => tracing::error!(%error, "failed to move this node to another leader"),
+                    }
+                }
+                Output::Led(members) => self.mark(site, &members),
+                Output::Note(note) => self.note(&note),
+            }
+        }
+    }
+
+    pub(super) fn probe(&mut self, site: &Site, nonce: u64, way: Way) {
+        let (sender, location) = (site.place.me, site.place.location);
+        let probe =
+            Signal { kind: Kind::Probe, nonce, term: Term::NONE, sender, location, body: Body::Empty };
+        self.out.sent(nonce, micros(), way);
+        match way {
+            Way::Lan(node) => self.send_lan(site, node, &probe),
+            Way::Path(far) => {
+                let Some(to) = site.fars.get(&far).and_then(|far| far.wireguard_ip) else { return };
+                self.send(Into::Stack, (site.private, source_port(nonce)), to, &probe, None);
+            }
+            Way::Own(far) => {
+                let Some(location) = site.fars.get(&far) else { return };
+                let Some(to) = self.acting_of(far, location) else { return };
+                self.send_tunnel(IpAddr::V6(site.control), IpAddr::V6(to.control), &probe);
+            }
+        }
+    }
+
+    pub(super) fn send_lan(&self, site: &Site, node: NodeId, signal: &Signal) {
+        let Some(to) = site.nodes.get(&node) else { return };
+        self.send(Into::Lan, (site.private, PORT), to.address, signal, Some(to.key));
+    }
+
+    pub(in crate::failover) fn send_tunnel(&self, from: IpAddr, to: IpAddr, signal: &Signal) {
+        self.send(Into::Tunnel, (from, PORT), to, signal, None);
+    }
+
+    pub(super) fn send(
+        &self,
+        way: Into,
+        from: (IpAddr, u16),
+        to: IpAddr,
+        signal: &Signal,
+        key: Option<kilo_common::siphash::Key>,
+    ) {
+        let mut bytes = [0; LONGEST];
+        let Some(length) = signal::write(&mut bytes, signal, key) else { return };
+        let Some(packet) = packets::udp(from, (to, PORT), &bytes[..length]) else { return };
+        if let Err(error) = self.tools.signals.send(way, &packet) {
+            tracing::debug!(%error, kind = ?signal.kind, %to, "signal not sent");
+        }
+    }
+
+    /// Marks exactly these members as led.
+    pub(super) fn mark(&mut self, site: &Site, members: &[NodeId]) {
+        let led: BTreeSet<NodeId> =
+            members.iter().copied().filter(|member| *member != site.place.me).collect();
+        for member in led.symmetric_difference(&self.led) {
+            let Some(node) = site.nodes.get(member) else { continue };
+            if let Err(error) = self.tools.led.mark(node.address, led.contains(member)) {
+                tracing::error!(%error, "failed to mark a node that this one leads");
+            }
+        }
+        if led != self.led {
+            self.led = led;
+        }
+        self.is_dirty = true;
+    }
+}

@@ -1,0 +1,218 @@
+//! What others are told: the log, the reconciles, and those who look.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use kilo_common::lead::Term;
+use kilo_core::topology::{Acting, ActingLocation, NodeId};
+use kilo_failover::{Agent, Given, Micros, Note, signal::Shared as SharedPrefixes};
+
+use super::{REPORT, SUCCESSION, Thread, micros};
+use crate::failover::{Dead, Report, StandBy, locked, site::Site};
+
+impl Thread {
+    pub(super) fn note(&mut self, note: &Note) {
+        let text = match *note {
+            Note::Suspects(leader) => {
+                self.metrics.suspicion("asked");
+                tracing::info!(
+                    leader = self.name(leader),
+                    "the leader does not answer; other nodes are asked"
+                );
+                return;
+            }
+            Note::OverBudget => {
+                self.metrics.suspicion("over_budget");
+                tracing::warn!("leadership changed too often lately; this node waits before it takes over");
+                return;
+            }
+            Note::Busy => {
+                tracing::warn!(
+                    "the tunnels of this leader lose probes while packets come out of them: it carries more than it \
+                     can, and leads on; give it more CPU, or the location several leaders (--leaders)"
+                );
+                return;
+            }
+            Note::Leaps(from) => {
+                self.metrics.refused("leap");
+                tracing::debug!(from = self.name(from), "a signal's term leaps");
+                return;
+            }
+            Note::Replayed(from) => {
+                self.metrics.refused("replayed");
+                tracing::debug!(from = self.name(from), "a signal was said before, or in another boot");
+                return;
+            }
+            Note::TakesOver { from, all, since } => {
+                let (cause, whose) = if all { ("lost", "the location") } else { ("alone", "itself only") };
+                self.metrics.suspicion(if all { "took_over" } else { "took_itself" });
+                self.metrics.failover(cause);
+                let silent = micros().saturating_sub(since);
+                self.metrics.outage(silent);
+                let why = format!("no packet passed it for {} ms", silent / 1_000);
+                if all {
+                    self.succeeds(from, &format!("lost: {why}"));
+                }
+                format!("{} lost: {why}, took over {whose}", self.name(from))
+            }
+            Note::IsGiven { from, why: Given::Trial } => {
+                tracing::info!(from = self.name(from), "another gateway sends its own packets by this one");
+                return;
+            }
+            Note::IsGiven { from, why } => {
+                let (cause, why) = match why {
+                    Given::Planned(cause) => ("planned", cause.text()),
+                    Given::LinkDown => ("handed_over", "its link, address or route went"),
+                    Given::Silent | Given::Trial => ("handed_over", "its tunnels failed"),
+                };
+                self.metrics.failover(cause);
+                let how = if cause == "planned" { "planned" } else { "handed over" };
+                self.succeeds(from, &format!("{how}: {why}"));
+                format!("{} handed leadership over ({how}): {why}", self.name(from))
+            }
+            Note::Adopts(member) => {
+                self.metrics.failover("adopted");
+                format!("{} asked to be led", self.name(member))
+            }
+            Note::Gives { to, cause } => {
+                let why = cause.map_or("this node cannot lead now", kilo_failover::Cause::text);
+                format!("gave leadership to {}: {why}", self.name(to))
+            }
+            Note::TakesBack(to) => format!("leads again: what it gave to {} did not arrive", self.name(to)),
+            Note::Tries(to) => {
+                tracing::info!(
+                    by = self.name(to),
+                    "this node sends its own packets by the leader that returns"
+                );
+                return;
+            }
+            Note::TakesHome(nodes) => {
+                self.metrics.failover("rebalanced");
+                format!("took {nodes} nodes that are to use this one of several leaders")
+            }
+            Note::NotReady(to) => {
+                tracing::info!(
+                    to = self.name(to),
+                    "leadership is not given: the other gateway, or a far leader, is not ready; it is tried again"
+                );
+                return;
+            }
+        };
+        tracing::warn!(change = text, "change of leader");
+        self.last_change = Some(text);
+        self.next_report = 0;
+        self.is_dirty = true;
+    }
+
+    /// This node leads the location from now on: an Event says so once, though a change may come
+    /// in several signals.
+    pub(super) fn succeeds(&mut self, from: NodeId, why: &str) {
+        let now = micros();
+        let is_again = self.succeeded.is_some_and(|(before, at)| before == from && at + SUCCESSION > now);
+        self.succeeded = Some((from, now));
+        if !is_again {
+            locked(&self.shared.said).successions.push(format!("{} ({why})", self.name(from)));
+            self.shared.changed.notify_one();
+        }
+    }
+
+    /// A leader is declared dead once while it is silent: if it lives and says so, it knows better. One that was heard
+    /// again and dies again is declared dead again.
+    pub(super) fn declare_dead(&mut self, site: &Site, now: Micros) {
+        let agent = self.agent.as_ref().filter(|_| site.is_mixed);
+        let declared_dead = agent.and_then(|agent| Some((agent.declares_dead(now)?, agent.word().0)));
+        if declared_dead == self.declared_dead {
+            return;
+        }
+        self.declared_dead = declared_dead;
+        let dead =
+            declared_dead.map(|(leader, _)| Dead { node: self.name(leader).to_owned(), is_taken: false });
+        let is_dead = dead.is_some();
+        locked(&self.shared.said).dead = dead;
+        if is_dead {
+            self.shared.changed.notify_one();
+        }
+    }
+
+    /// Tells the agent what it needs to plan, when that has changed.
+    pub(in crate::failover) fn tell(&mut self) {
+        if !std::mem::take(&mut self.is_dirty) {
+            return;
+        }
+        let Some(site) = self.site.clone() else { return };
+        let (term, gateway) = site.said(self.word);
+        let me = site.place.me;
+        let lead = self.agent.as_ref().and_then(Agent::lead);
+        let shared = lead.map_or(SharedPrefixes::Stay, kilo_failover::gateway::Lead::shared);
+        let is_one_of_several = site.place.several.is_some();
+        self.leader = match () {
+            () if self.agent.is_none() || term == Term::NONE => None,
+            // Whom this node uses says nothing of who has what belongs to none.
+            () if is_one_of_several && (gateway != me || shared == SharedPrefixes::Stay) => None,
+            () if gateway != me || shared != SharedPrefixes::Stay => Some((term, gateway)),
+            // It leads itself alone: the location's leader is who it was.
+            () => self.leader.filter(|(_, leader)| *leader != me),
+        };
+        let leads = shared == SharedPrefixes::Move && gateway == me && term > Term::NONE;
+        let mut acting = Acting { led: self.led.clone(), ..Acting::default() };
+        let own = ActingLocation { leader: self.leader, members: BTreeMap::new() };
+        acting.locations.insert(site.place.location, own);
+        for (far, known) in &self.fars {
+            let members =
+                known.owners().filter(|(_, (term, gateway))| *term > Term::NONE && *gateway != 0).collect();
+            let leader = Some(known.shared_since()).filter(|(term, _)| *term > Term::NONE);
+            acting.locations.insert(*far, ActingLocation { leader, members });
+        }
+        let leading = self.agent.as_ref().and(leads.then_some(term.bits()));
+        let mut said = locked(&self.shared.said);
+        if *said.acting != acting || said.leading != leading || !said.is_told {
+            said.acting = Arc::new(acting);
+            said.leading = leading;
+            said.is_told = true;
+            self.shared.changed.notify_one();
+        }
+    }
+
+    pub(super) fn report(&mut self, site: &Site, now: Micros) {
+        if now < self.next_report {
+            return;
+        }
+        self.next_report = now + REPORT;
+        let (term, gateway) = site.said(self.word);
+        let me = site.place.me;
+        let role = match () {
+            () if gateway == me => "leader",
+            () if site.is_gateway() => "stand-by",
+            () => "member",
+        };
+        self.metrics.role(role);
+        self.metrics.term.set(i64::from(term.count()));
+        let is_fit = self.agent.as_ref().is_some_and(|agent| agent.is_fit(now));
+        self.metrics.fit.set(i64::from(is_fit && site.is_gateway()));
+        let users = self.agent.as_ref().map_or(0, |agent| agent.users(now));
+        self.metrics.nodes.set(i64::try_from(users).unwrap_or(i64::MAX));
+        let stand_by = |id: &NodeId| StandBy {
+            node: site.name(*id).to_owned(),
+            fit: match &self.agent {
+                Some(_) if *id == me => Some(is_fit),
+                Some(agent) => agent.is_heard_fit(*id, now),
+                None => None,
+            },
+            round_trip: self
+                .agent
+                .as_ref()
+                .filter(|_| *id == me)
+                .and_then(Agent::round_trip)
+                .map(|micros| micros / 1_000),
+        };
+        let report = Report {
+            role,
+            leader: site.name(gateway).to_owned(),
+            kilos_leader: site.name(site.leader).to_owned(),
+            term: term.count(),
+            since: self.since,
+            stand_bys: site.place.gateways.iter().filter(|id| **id != gateway).map(stand_by).collect(),
+            last_change: self.last_change.clone(),
+        };
+        locked(&self.shared.said).report = report;
+    }
+}
