@@ -3,7 +3,10 @@
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 use super::{AgentStatus, FailoverStatus, History, StandByStatus, Status, Timestamp, Tunnel, of_objects};
-use crate::failover::{Reporter, StandBy};
+use crate::{
+    failover::{Reporter, StandBy},
+    relay::{Connected, Relays},
+};
 use kilo_core::{
     objects::Snapshot,
     observed::Attached,
@@ -45,6 +48,8 @@ pub struct View {
     pub device: Option<Device>,
     /// What failover does, where it is on.
     pub failover: Option<Reporter>,
+    /// How tunnels are connected.
+    pub relays: Relays,
 }
 
 impl View {
@@ -110,7 +115,8 @@ impl View {
             interface: self.interface.clone(),
             unhealthy,
             degraded,
-            tunnels: tunnels(&self.mesh, peers, time),
+            tunnels: tunnels(&self.mesh, peers, &self.relays.ways(), time),
+            relays: self.relays.serves(),
             packets: counted(counters.actions),
             drops: counted(counters.drops),
             programs: self.programs.clone(),
@@ -140,7 +146,12 @@ fn failover(reporter: &Reporter) -> FailoverStatus {
     }
 }
 
-fn tunnels(mesh: &Mesh, peers: BTreeMap<PublicKey, DevicePeer>, time: Timestamp) -> Vec<Tunnel> {
+fn tunnels(
+    mesh: &Mesh,
+    peers: BTreeMap<PublicKey, DevicePeer>,
+    ways: &BTreeMap<PublicKey, Connected>,
+    time: Timestamp,
+) -> Vec<Tunnel> {
     let ends = tunnel_ends(mesh);
     let tunnel = |(key, peer): (PublicKey, DevicePeer)| Tunnel {
         name: ends.get(&key).map(TunnelEnd::name),
@@ -149,6 +160,8 @@ fn tunnels(mesh: &Mesh, peers: BTreeMap<PublicKey, DevicePeer>, time: Timestamp)
         last_handshake: peer.handshake_age.map(|age| time.before(age)),
         received_bytes: peer.rx_bytes,
         sent_bytes: peer.tx_bytes,
+        way: ways.get(&key).map(|connected| connected.way.to_owned()),
+        relay: ways.get(&key).and_then(|connected| connected.by.clone()),
     };
     let mut tunnels: Vec<_> = peers.into_iter().map(tunnel).collect();
     tunnels.sort_by(|a, b| (&a.name, &a.key).cmp(&(&b.name, &b.key)));
