@@ -33,8 +33,9 @@ use crate::{failover::packets, metrics::Metrics, status::View};
 /// Between two turns while something is under way, and else.
 const BUSY: Duration = Duration::from_millis(100);
 const IDLE: Duration = Duration::from_secs(1);
-/// Between two looks at the device.
+/// Between two looks at the device, and where nobody relays.
 const LOOK: Duration = Duration::from_secs(1);
+const LOOK_OFF: Duration = Duration::from_secs(5);
 /// Looking at a device with many prefixes takes at most this part of the time.
 const SHARE: u32 = 100;
 
@@ -94,7 +95,9 @@ impl Task {
         let now = Instant::now();
         let server = Server::adopted(&tools.maps.ports(), now, &mut rand::random);
         let mut ports = Ports::default();
-        server.taken().into_iter().for_each(|port| drop(ports.take(port)));
+        for port in server.taken() {
+            ports.take(port);
+        }
         Self {
             context,
             signals: tools.signals,
@@ -171,9 +174,10 @@ impl Task {
             }
         };
         let now = Instant::now();
-        self.look_again = now + LOOK.max(now.saturating_duration_since(started) * SHARE);
         self.leaders = Leaders::of(&view, &peers);
         let uses = self.is_on();
+        let look = if uses { LOOK } else { LOOK_OFF };
+        self.look_again = now + look.max(now.saturating_duration_since(started) * SHARE);
         self.client.see(self.leaders.seen.clone(), uses, self.leaders.is_behind_nat, now);
         let fresh = self.leaders.seen.iter().filter(|seen| seen.is_fresh() && uses);
         let relayed = self.client.endpoints();
