@@ -172,9 +172,21 @@ impl Kind {
     }
 }
 
-/// Makes the router in front of an end another NAT; what it knows of flows is forgotten. What nobody asked for is
+/// Whether the network between both NATs loses all that one sends to the other.
+pub fn block(lab: &str, is_blocked: bool) -> Result<()> {
+    let rules = "table ip between { }\ndelete table ip between\n";
+    let drop = "table ip between { chain out { type filter hook postrouting priority 200; \
+                oifname wan ip daddr 203.0.113.2 drop; } }\n";
+    let drop = if is_blocked { drop } else { "" };
+    planned(lab, "nat-x").sh(&format!("nft -f - <<'RULES'\n{rules}{drop}RULES"))?;
+    let drop = drop.replace("203.0.113.2", "203.0.113.1");
+    planned(lab, "nat-y").sh(&format!("nft -f - <<'RULES'\n{rules}{drop}RULES"))?;
+    Ok(())
+}
+
+/// Makes the router in front of an end a NAT. What nobody asked for is
 /// dropped before it is tracked, else it would block the mapping it wants to meet.
-pub fn become_nat(lab: &str, end: &str, kind: Kind) -> Result<()> {
+fn become_nat(lab: &str, end: &str, kind: Kind) -> Result<()> {
     let number = if end == "x" { 1u8 } else { 2 };
     let (nat, port) = (planned(lab, &format!("nat-{end}")), 45_000 + u16::from(number));
     let (public, private) = (Ipv4Addr::new(203, 0, 113, number), Ipv4Addr::new(192, 168, number, 2));

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kilo_common::relay::{Kind, Message, START};
+use kilo_common::relay::{Kind, Message, START, is_port};
 
 use super::{
     DIRECT_EVERY, DIRECT_SELDOM, LASTS, NodeId, Output, PREPARE, SILENT, SILENT_SESSION, Seen, TRY, Way,
@@ -230,6 +230,7 @@ impl Client {
                 outputs: &mut outputs,
                 now,
             };
+            pair.adopt(&turn, random);
             pair.lease(&mut turn, random);
             pair.choose(&mut turn);
             pair.try_directly(&mut turn, random);
@@ -351,6 +352,17 @@ impl Pair {
         (self.by, self.punched, self.moved) = (None, Some(place), Some(now));
         (self.round, self.next_round, self.unanswered) = (None, None, None);
         self.keeps = Some(now + LINGERS);
+    }
+
+    /// Goes on with a relay that an earlier agent has left in use.
+    fn adopt(&mut self, turn: &Turn<'_>, random: &mut impl FnMut() -> u64) {
+        let is_free = self.by.is_none() && self.leases.is_empty() && turn.seen.is_fresh();
+        let Some(endpoint) = turn.seen.endpoint.filter(|at| is_free && is_port(at.port())) else { return };
+        let relay = turn.relays.iter().find(|(_, place)| place.ip() == endpoint.ip());
+        if let Some((relay, place)) = relay {
+            self.leases.insert(*relay, Lease::at(*place, endpoint.port(), random(), turn.now));
+            self.goes_by(*relay, turn.now);
+        }
     }
 
     /// Holds relays while they are needed, or may be soon.

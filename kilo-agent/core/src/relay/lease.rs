@@ -43,6 +43,11 @@ impl Lease {
         Self { place, nonce, token: 0, port: 0, both: false, next: now, unheard: now, asked: 0 }
     }
 
+    /// Of an endpoint that an earlier agent has left.
+    pub(super) const fn at(place: SocketAddr, port: u16, nonce: u64, now: Instant) -> Self {
+        Self { port, ..Self::new(place, nonce, now) }
+    }
+
     /// The relay's WireGuard is reached elsewhere now.
     pub(super) const fn moves(&mut self, place: SocketAddr) {
         self.place = place;

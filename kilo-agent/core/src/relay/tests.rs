@@ -383,6 +383,18 @@ fn relays_that_are_off_are_not_used() {
     assert!(world.servers.values().all(|server| server.pairs() == 0));
 }
 
+#[test]
+fn the_next_agent_of_an_end_goes_on_with_its_relay() {
+    let mut world = World::new(5);
+    world.connects(seconds(20));
+    world.run(seconds(3));
+    let relay = world.relay(X);
+    world.clients.insert(X, Client::new(X, 0));
+    world.begin_to_measure();
+    world.run(seconds(30));
+    assert_eq!((world.relay(X), world.relay(Y), world.lost), (relay, relay, 0));
+}
+
 fn ask(sender: NodeId, other: NodeId) -> Message {
     Message { kind: Kind::Ask, flags: 0, nonce: 5, sequence: 1, sender, other, token: 0, port: 0 }
 }
