@@ -38,6 +38,8 @@ impl std::fmt::Debug for Relays {
 /// How a tunnel with another location is connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Connected {
+    /// The leader of the other location.
+    pub node: String,
     /// `direct`, `punched` or `relayed`.
     pub way: &'static str,
     /// The node that relays.

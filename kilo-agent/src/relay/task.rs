@@ -315,7 +315,8 @@ impl Task {
                 Way::Relayed(relay) => name(relay).map(|(_, name)| name.clone()),
                 _ => None,
             };
-            Some((name(id)?.0, Connected { way: way.as_str(), by }))
+            let (key, node) = name(id)?;
+            Some((*key, Connected { node: node.clone(), way: way.as_str(), by }))
         };
         let connected: BTreeMap<_, _> = ways.iter().filter_map(connected).collect();
         self.context.metrics.set_ways(connected.values().map(|one| one.way), self.server.pairs());

@@ -5,6 +5,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Instant};
 use super::{AgentStatus, FailoverStatus, History, StandByStatus, Status, Timestamp, Tunnel, of_objects};
 use crate::{
     failover::{Reporter, StandBy},
+    http::Edge,
     relay::{Connected, Relays},
 };
 use kilo_core::{
@@ -77,6 +78,16 @@ impl View {
             Some(device) => device.read_status().await,
             None => Ok(BTreeMap::new()),
         }
+    }
+
+    /// How this node's tunnels are connected that are not direct, for the graph.
+    pub fn ways(&self) -> Vec<Edge> {
+        let ways = self.relays.ways().into_values().filter(|connected| connected.way != "direct");
+        let edge = |Connected { node, way, by }: Connected| Edge {
+            ends: [self.node.clone(), node],
+            way: by.map_or_else(|| way.to_owned(), |by| format!("{way} by {by}")),
+        };
+        ways.map(edge).collect()
     }
 
     /// The status now: `counters`, `unhealthy` and `degraded` come from others. Reads the
