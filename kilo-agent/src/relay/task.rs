@@ -243,8 +243,7 @@ impl Task {
         let outputs = self.server.hear(
             &message,
             from,
-            self.own,
-            &self.reachable,
+            (self.own, &self.reachable),
             &mut |port| ports.take(port),
             &mut rand::random,
             now,

@@ -175,8 +175,8 @@ impl Kind {
 /// Whether the network between both NATs loses all that one sends to the other.
 pub fn block(lab: &str, is_blocked: bool) -> Result<()> {
     let rules = "table ip between { }\ndelete table ip between\n";
-    let drop = "table ip between { chain out { type filter hook postrouting priority 200; \
-                oifname wan ip daddr 203.0.113.2 drop; } }\n";
+    let drop = "table ip between {\n chain out { type filter hook postrouting priority 200; \
+                oifname wan ip daddr 203.0.113.2 drop; }\n}\n";
     let drop = if is_blocked { drop } else { "" };
     planned(lab, "nat-x").sh(&format!("nft -f - <<'RULES'\n{rules}{drop}RULES"))?;
     let drop = drop.replace("203.0.113.2", "203.0.113.1");

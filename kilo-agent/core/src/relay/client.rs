@@ -60,6 +60,8 @@ struct Pair {
     leases: BTreeMap<NodeId, Lease>,
     /// The relay in use.
     by: Option<NodeId>,
+    /// Its port that the endpoint was moved to.
+    at: Option<SocketAddr>,
     /// Where it was found by trying.
     punched: Option<SocketAddr>,
     /// When its endpoint was moved last.
@@ -193,9 +195,10 @@ impl Client {
     fn answered(&mut self, message: &Message, source: SocketAddr, now: Instant) -> Option<Output> {
         let node = message.sender;
         let pair = self.pairs.get_mut(&node).filter(|pair| pair.nonce == message.nonce)?;
-        let by = pair.leases.values_mut().find(|lease| lease.address() == Some(source));
-        if let Some(lease) = by {
-            lease.alive(now);
+        if let Some(lease) = pair.leases.values_mut().find(|lease| lease.is_at(source)) {
+            if lease.address() == Some(source) {
+                lease.alive(now);
+            }
             return None;
         }
         let is_relayed = pair.by.is_some();
@@ -273,6 +276,7 @@ impl Pair {
             age: seen.handshake_age,
             leases: BTreeMap::new(),
             by: None,
+            at: None,
             punched: None,
             moved: None,
             keeps: None,
@@ -303,9 +307,9 @@ impl Pair {
             self.moved.is_none_or(|moved| now.saturating_duration_since(moved) >= SETTLES) && seen.is_fresh();
         let Some(endpoint) = seen.endpoint.filter(|_| settled) else { return };
         // The other end has moved, and WireGuard has followed it.
-        let leased = self.leases.iter().find(|(_, lease)| lease.address() == Some(endpoint));
+        let leased = self.leases.iter().find(|(_, lease)| lease.is_at(endpoint));
         match (leased.map(|(relay, _)| *relay), self.by) {
-            (Some(relay), by) if by != Some(relay) => self.goes_by(relay, now),
+            (Some(relay), by) if by != Some(relay) => self.goes_by(relay, endpoint, now),
             (None, Some(_)) => self.goes_directly(endpoint, now),
             _ => {}
         }
@@ -325,7 +329,7 @@ impl Pair {
     }
 
     fn is_leased(&self, place: SocketAddr) -> bool {
-        self.leases.values().any(|lease| lease.address() == Some(place))
+        self.leases.values().any(|lease| lease.is_at(place))
     }
 
     fn may_answer(&mut self, now: Instant) -> bool {
@@ -336,7 +340,7 @@ impl Pair {
         self.answers.1 <= ANSWERS
     }
 
-    fn goes_by(&mut self, relay: NodeId, now: Instant) {
+    fn goes_by(&mut self, relay: NodeId, at: SocketAddr, now: Instant) {
         if self.by.is_none() {
             let is_short = self.moved.is_some_and(|moved| now.saturating_duration_since(moved) < LASTS);
             self.interval = match self.punched.take() {
@@ -345,7 +349,7 @@ impl Pair {
             };
             self.next_round = Some(now + self.interval);
         }
-        (self.by, self.moved, self.unanswered) = (Some(relay), Some(now), None);
+        (self.by, self.at, self.moved, self.unanswered) = (Some(relay), Some(at), Some(now), None);
     }
 
     fn goes_directly(&mut self, place: SocketAddr, now: Instant) {
@@ -361,7 +365,7 @@ impl Pair {
         let relay = turn.relays.iter().find(|(_, place)| place.ip() == endpoint.ip());
         if let Some((relay, place)) = relay {
             self.leases.insert(*relay, Lease::at(*place, endpoint.port(), random(), turn.now));
-            self.goes_by(*relay, turn.now);
+            self.goes_by(*relay, endpoint, turn.now);
         }
     }
 
@@ -408,9 +412,14 @@ impl Pair {
         }
     }
 
-    /// Begins with a relay after silence, and leaves one that is dead.
+    /// Begins with a relay after silence, leaves one that is dead, and follows one that gives another port.
     fn choose(&mut self, turn: &mut Turn<'_>) {
         let now = turn.now;
+        let lease = self.by.and_then(|relay| self.leases.get(&relay)).filter(|lease| lease.works(true, now));
+        if let Some(to) = lease.and_then(Lease::address).filter(|to| Some(*to) != self.at) {
+            (self.at, self.moved) = (Some(to), Some(now));
+            turn.outputs.push(Output::Move { node: turn.ends.1, to });
+        }
         let needs = match self.by {
             Some(relay) => self.leases.get(&relay).is_none_or(|lease| lease.is_dead(true, now)),
             None => self.silence(turn.seen, now) >= SILENT,
@@ -425,7 +434,7 @@ impl Pair {
         let Some((relay, to)) = best.and_then(|(relay, lease)| Some((*relay, lease.address()?))) else {
             return;
         };
-        self.goes_by(relay, now);
+        self.goes_by(relay, to, now);
         turn.outputs.push(Output::Move { node: other, to });
     }
 

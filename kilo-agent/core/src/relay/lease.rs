@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kilo_common::relay::{BOTH, Kind, Message};
+use kilo_common::relay::{BOTH, Kind, Message, is_port};
 
 use super::NodeId;
 
@@ -56,6 +56,11 @@ impl Lease {
     /// Where datagrams for the other end are sent to.
     pub(super) fn address(&self) -> Option<SocketAddr> {
         (self.port != 0).then(|| SocketAddr::new(self.place.ip(), self.port))
+    }
+
+    /// Whether this is a port of the relay, perhaps one that it has given before.
+    pub(super) fn is_at(&self, place: SocketAddr) -> bool {
+        place.ip() == self.place.ip() && is_port(place.port())
     }
 
     /// Whether packets pass, as far as this end knows.

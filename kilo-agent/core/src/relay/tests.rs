@@ -167,8 +167,14 @@ impl World {
             let Some(server) = self.servers.get_mut(&relay) else { return };
             let reachable = [X, Y].map(|end| (end, place(end))).into();
             let mut seed = random;
-            let outputs =
-                server.hear(&message, heard, relay, &reachable, &mut |_| true, &mut || next(&mut seed), now);
+            let outputs = server.hear(
+                &message,
+                heard,
+                (relay, &reachable),
+                &mut |_| true,
+                &mut || next(&mut seed),
+                now,
+            );
             self.take(relay, outputs);
             return;
         }
@@ -384,6 +390,19 @@ fn relays_that_are_off_are_not_used() {
 }
 
 #[test]
+fn a_relay_that_has_forgotten_a_pair_gets_it_again() {
+    let mut world = World::new(5);
+    world.connects(seconds(20));
+    world.run(seconds(10));
+    let relay = world.relay(X);
+    world.servers.insert(relay, Server::default());
+    world.begin_to_measure();
+    world.run(seconds(20));
+    assert_eq!((world.relay(X), world.relay(Y)), (relay, relay));
+    assert!(world.gap <= seconds(2), "{:?}", world.gap);
+}
+
+#[test]
 fn the_next_agent_of_an_end_goes_on_with_its_relay() {
     let mut world = World::new(5);
     world.connects(seconds(20));
@@ -407,7 +426,8 @@ fn heard(from: NodeId, port: u16) -> Heard {
 fn said(server: &mut Server, message: &Message, heard: Heard, now: Instant) -> Vec<Message> {
     let reachable = [X, Y].map(|end| (end, place(end))).into();
     let mut seed = 3;
-    let outputs = server.hear(message, heard, Z[0], &reachable, &mut |_| true, &mut || next(&mut seed), now);
+    let outputs =
+        server.hear(message, heard, (Z[0], &reachable), &mut |_| true, &mut || next(&mut seed), now);
     let sent = outputs.into_iter().map(|output| match output {
         Output::Send { to, node, message } => {
             assert_eq!(to, place(node), "nobody is answered but where WireGuard knows him");
