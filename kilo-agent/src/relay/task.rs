@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     net::{IpAddr, SocketAddr},
-    sync::Arc,
+    sync::{Arc, Weak},
     time::{Duration, Instant},
 };
 
@@ -14,6 +14,7 @@ use kilo_common::{
 use kilo_core::{
     relay::{self, Client, NodeId, Output, Server, Way},
     settings, signal_id,
+    topology::Mesh,
     wireguard::key::{PublicKey, SecretKey},
 };
 use kilo_host::dataplane::{
@@ -85,6 +86,8 @@ pub struct Task {
     paths: Paths,
     ports: Ports,
     look_again: Instant,
+    /// The mesh of the last look.
+    mesh: Weak<Mesh>,
     /// Ways as they were said last.
     said: BTreeMap<NodeId, Way>,
 }
@@ -113,6 +116,7 @@ impl Task {
             paths: Paths::default(),
             ports,
             look_again: now,
+            mesh: Weak::new(),
             said: BTreeMap::new(),
         }
     }
@@ -150,7 +154,10 @@ impl Task {
 
     async fn turn(&mut self) {
         let now = Instant::now();
-        if now >= self.look_again {
+        let mesh = Arc::downgrade(&self.context.view.borrow().mesh);
+        let is_another = !Weak::ptr_eq(&mesh, &self.mesh);
+        if now >= self.look_again || is_another {
+            self.mesh = mesh;
             self.look().await;
             let now = Instant::now();
             self.serve(now);

@@ -22,7 +22,7 @@ fn port() -> Port {
     }
 }
 
-fn from<'a>(source: u8, source_port: u16, first: &'a [u8; 8]) -> Arrival<'a> {
+fn from(source: u8, source_port: u16, first: &[u8; 8]) -> Arrival<'_> {
     let (source, local) = (halves(&mapped(source)), halves(&mapped(3)));
     Arrival { source, local, source_port, first, is_fragment: false }
 }

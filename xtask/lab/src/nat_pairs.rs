@@ -20,7 +20,7 @@ use super::{
     probe, space,
 };
 
-const LIMIT: Duration = Duration::from_secs(90);
+const LIMIT: Duration = Duration::from_secs(240);
 /// A direct way is tried each minute, and then it has to be found.
 const RETURNS: Duration = Duration::from_secs(100);
 
@@ -33,10 +33,17 @@ pub struct Options {
     /// Only the table of kinds.
     #[arg(long, conflicts_with = "relay_only")]
     table_only: bool,
+    /// Only two symmetric NATs.
+    #[arg(long, conflicts_with_all = ["relay_only", "table_only"])]
+    symmetric_only: bool,
 }
 
 /// Runs all, and prints tables in Markdown.
 pub fn main(options: &Options, lab: &str, bin: &Path, wireguard: &str) -> Result<()> {
+    if options.symmetric_only {
+        println!("symmetric and symmetric: {}", pair(lab, bin, wireguard, [Kind::Symmetric; 2])?);
+        return Ok(());
+    }
     if !options.relay_only {
         println!("| | {} |\n|---|---|---|---|---|", Kind::ALL.map(Kind::name).join(" | "));
         for (row, x) in Kind::ALL.into_iter().enumerate() {

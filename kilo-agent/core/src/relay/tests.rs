@@ -38,7 +38,6 @@ struct Tunnel {
 }
 
 struct World {
-    start: Instant,
     now: Instant,
     clients: BTreeMap<NodeId, Client>,
     servers: BTreeMap<NodeId, Server>,
@@ -70,7 +69,6 @@ impl World {
         let tunnel =
             |to| Tunnel { endpoint: place(to), handshake: None, sent: 0, received: 0, attempt: None };
         Self {
-            start,
             now: start,
             clients: [X, Y].map(|id| (id, Client::new(id, 0))).into(),
             servers: Z.map(|id| (id, Server::default())).into(),
