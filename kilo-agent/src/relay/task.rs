@@ -37,8 +37,10 @@ const IDLE: Duration = Duration::from_secs(1);
 /// Between two looks at the device, and where nobody relays.
 const LOOK: Duration = Duration::from_secs(1);
 const LOOK_OFF: Duration = Duration::from_secs(5);
-/// Looking at a device with many prefixes takes at most this part of the time.
-const SHARE: u32 = 100;
+/// Looking at a device with many prefixes takes at most this part of the time, but where a machine is busy silence
+/// is noticed all the same.
+const SHARE: u32 = 20;
+const LOOK_SELDOM: Duration = Duration::from_secs(3);
 
 /// What the task has to know.
 pub struct Context {
@@ -184,7 +186,8 @@ impl Task {
         self.leaders = Leaders::of(&view, &peers);
         let uses = self.is_on();
         let look = if uses { LOOK } else { LOOK_OFF };
-        self.look_again = now + look.max(now.saturating_duration_since(started) * SHARE);
+        let took = now.saturating_duration_since(started);
+        self.look_again = now + look.max((took * SHARE).min(LOOK_SELDOM));
         self.client.see(self.leaders.seen.clone(), uses, self.leaders.is_behind_nat, now);
         let fresh = self.leaders.seen.iter().filter(|seen| seen.is_fresh() && uses);
         let relayed = self.client.endpoints();

@@ -104,7 +104,6 @@ impl Bench {
         let network = nat::build(lab, &directory, kinds, public)?;
         nat::block(lab, is_blocked)?;
         let mut agents = Agents::prepare(bin, &directory, wireguard, &[], &network)?;
-        fs::remove_file(directory.join("cluster/peer-laptop.yaml"))?;
         for node in &network.nodes {
             let annotation =
                 if node.public.is_some() { ("relay", "true") } else { ("persistent-keepalive", "5") };
