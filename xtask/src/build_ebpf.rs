@@ -23,15 +23,24 @@ const FOR_BPF: [&str; 4] = ["-Z", "build-std=core", "--target", TARGET];
 /// Cargo's own target directory for BPF, relative to the workspace.
 const BUILD_DIRECTORY: &str = "target/bpf-build";
 
-/// Where the object is written, relative to the workspace.
-pub const OBJECT: &str = "target/bpf/kilo.o";
+/// A program of the BPF crate, and where its object is written, relative to the workspace.
+type Object = (&'static str, &'static str);
+/// Kilo's programs.
+const KILO: Object = ("kilo-ebpf", "target/bpf/kilo.o");
+/// Stand-ins for Cilium's programs.
+const CILIUM: Object = ("cilium", kilo_lab::CILIUM_OBJECT);
 
 /// Builds the object; returns its path.
 pub fn build(quiet: bool) -> Result<PathBuf> {
-    build_in(&workspace_root(), quiet)
+    build_in(&workspace_root(), KILO, quiet)
 }
 
-fn build_in(root: &Path, quiet: bool) -> Result<PathBuf> {
+/// Builds the programs of somebody else that labs put beside Kilo's.
+pub fn build_foreign() -> Result<()> {
+    build_in(&workspace_root(), CILIUM, true).map(drop)
+}
+
+fn build_in(root: &Path, (program, object): Object, quiet: bool) -> Result<PathBuf> {
     let say = |line: String| {
         if !quiet {
             println!("build-ebpf: {line}");
@@ -39,17 +48,19 @@ fn build_in(root: &Path, quiet: bool) -> Result<PathBuf> {
     };
     let toolchain = Toolchain::find(&say)?;
     let mut command = toolchain.cargo(root)?;
-    command.args(["build", "--release", "--locked", "--package", "kilo-ebpf"]).args(FOR_BPF);
+    command
+        .args(["build", "--release", "--locked", "--package", "kilo-ebpf", "--bin", program])
+        .args(FOR_BPF);
     if quiet {
         command.arg("--quiet");
     }
     show(&mut command).context("the BPF programs do not build")?;
-    let built = root.join(BUILD_DIRECTORY).join(TARGET).join("release/kilo-ebpf");
-    let object = root.join(OBJECT);
-    fs::create_dir_all(object.parent().context("no parent")?)?;
-    strip(&toolchain.sysroot, &built, &object)?;
-    say(format!("{OBJECT}, {} bytes", fs::metadata(&object)?.len()));
-    Ok(object)
+    let built = root.join(BUILD_DIRECTORY).join(TARGET).join("release").join(program);
+    let path = root.join(object);
+    fs::create_dir_all(path.parent().context("no parent")?)?;
+    strip(&toolchain.sysroot, &built, &path)?;
+    say(format!("{object}, {} bytes", fs::metadata(&path)?.len()));
+    Ok(path)
 }
 
 /// Clippy on the programs as they are built for BPF.
@@ -140,7 +151,7 @@ pub fn check_reproducible() -> Result<()> {
     for name in ["Cargo.toml", "Cargo.lock", "kilo-common", "kilo-ebpf", "kilo-agent", "xtask"] {
         run(Command::new("cp").arg("-a").arg(root.join(name)).arg(copy.path()))?;
     }
-    let second = build_in(copy.path(), true)?;
+    let second = build_in(copy.path(), KILO, true)?;
     if fs::read(&first)? != fs::read(&second)? {
         bail!("two builds of the same sources differ: {} and a copy elsewhere", first.display());
     }

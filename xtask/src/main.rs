@@ -129,9 +129,10 @@ fn run() -> Result<()> {
     }
 }
 
-/// Builds the BPF object and the binaries.
+/// Builds the BPF objects and the binaries.
 fn build_all() -> Result<()> {
     build_ebpf::build(false)?;
+    build_ebpf::build_foreign()?;
     build(&["--bins"])
 }
 

@@ -23,7 +23,7 @@ use crate::{
     command::{output, own_program},
     kube_tools, kubernetes, lab,
     report::TestOutcome,
-    rotation::{Kernel, Long},
+    rotation::{Kernel, Long, OnKernel},
     second_try::{FLAKY, SecondTries},
     static_checks, web_tools, workspace_root,
 };
@@ -91,6 +91,9 @@ pub struct TestArgs {
     /// Kernels of the part vm (repeatable); all when none is named.
     #[arg(long = "kernel", value_enum)]
     kernels: Vec<Kernel>,
+    /// What of the part vm runs on them.
+    #[arg(long, value_enum, default_value_t)]
+    only: OnKernel,
     /// Where the outcomes are written (JSON).
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
@@ -100,14 +103,14 @@ pub struct TestArgs {
 }
 
 impl TestArgs {
-    /// The parts to run, and the kernels of `vm`; says which long parts are left out.
-    fn chosen(&self) -> (Vec<Part>, Vec<Kernel>) {
+    /// The parts to run, the kernels of `vm` and what runs on them; says which long parts are left out.
+    fn chosen(&self) -> (Vec<Part>, (Vec<Kernel>, OnKernel)) {
         let kernels = if self.kernels.is_empty() { Kernel::ALL.to_vec() } else { self.kernels.clone() };
         if self.all {
-            return ([&QUICK[..], &LONG].concat(), kernels);
+            return ([&QUICK[..], &LONG].concat(), (kernels, OnKernel::All));
         }
         if !self.parts.is_empty() {
-            return (self.parts.clone(), kernels);
+            return (self.parts.clone(), (kernels, self.only));
         }
         let turn = self.rotate.then(Long::of_this_commit);
         let left = Long::all().filter(|long| Some(*long) != turn).map(Long::label);
@@ -117,14 +120,17 @@ impl TestArgs {
         println!("xtask: left to `cargo xtask test --all`: {}", left.collect::<Vec<_>>().join(", "));
         let mut parts = QUICK.to_vec();
         parts.extend(turn.map(|turn| if turn == Long::Soak { Part::Soak } else { Part::Vm }));
-        let kernels = if let Some(Long::Vm(kernel)) = turn { vec![kernel] } else { kernels };
-        (parts, kernels)
+        let on = match turn {
+            Some(Long::Vm(kernel, what)) => (vec![kernel], what),
+            _ => (kernels, OnKernel::All),
+        };
+        (parts, on)
     }
 }
 
 /// Runs the parts, writes the report, prints the count as the last line.
 pub fn main(args: &TestArgs) -> Result<()> {
-    let (parts, kernels) = args.chosen();
+    let (parts, (kernels, what)) = args.chosen();
     let mut outcomes = Vec::new();
     let mut binaries = None;
     let (mut beside_lab, mut soak) = (None, None);
@@ -144,7 +150,7 @@ pub fn main(args: &TestArgs) -> Result<()> {
         }
         let ran = match left_out(part, wanted) {
             Some(reason) => Ok(vec![skipped(part, &reason, started)]),
-            None => run_part(part, args, &kernels, &mut binaries, &mut soak, &mut tries),
+            None => run_part(part, args, (&kernels, what), &mut binaries, &mut soak, &mut tries),
         };
         let ran = ran.unwrap_or_else(|error| vec![does_not_run(part, &error, started)]);
         let failed = ran.iter().any(|outcome| outcome.outcome == "failed");
@@ -216,7 +222,7 @@ fn skipped(part: Part, reason: &str, started: Instant) -> TestOutcome {
 fn run_part(
     part: Part,
     args: &TestArgs,
-    kernels: &[Kernel],
+    on: (&[Kernel], OnKernel),
     binaries: &mut Option<Vec<TestBinary>>,
     soak: &mut Option<Beside>,
     tries: &mut SecondTries,
@@ -267,7 +273,7 @@ fn run_part(
         Part::Cluster => cluster::run(args.all, tries),
         Part::Vm => {
             apt::install(lab::PACKAGES)?;
-            guest::run(kernels, binaries, tries)
+            guest::run(on, binaries, tries)
         }
     }
 }

@@ -2,6 +2,7 @@
 //! writing it takes longer than they do.
 
 use std::{
+    path::Path,
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -12,7 +13,20 @@ use std::{
 use tokio::task::JoinSet;
 
 use super::state::State;
-use crate::{backend::last_good::LastGood, metrics::Metrics};
+use crate::{
+    backend::last_good::{self, LastGood},
+    metrics::Metrics,
+};
+use kilo_core::topology::Node;
+
+/// The other nodes as an earlier agent of this host, `node`, knew them; none when it left no file.
+pub(super) fn nodes(path: &Path, node: &str) -> Vec<Node> {
+    last_good::load_nodes(path, node).unwrap_or_else(|error| {
+        let path = path.display();
+        tracing::warn!(%path, %error, "ignoring the saved topology: addresses that nodes lost before this start are not known");
+        Vec::new()
+    })
+}
 
 /// The file, and who writes it.
 pub(super) struct LastGoodWriter {
@@ -48,7 +62,8 @@ impl LastGoodWriter {
         let (known, metrics) = (state.known(), metrics.clone());
         self.writers.spawn_blocking(move || {
             let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Err(error) = file.keep(known.ready_nodes(), known.snapshot.peers.values(), now) {
+            let peers = known.snapshot.peers.values();
+            if let Err(error) = file.keep(known.ready_nodes(), known.without_address(), peers, now) {
                 stale.store(true, Ordering::Release);
                 metrics.error("last_good");
                 tracing::warn!(%error, "failed to save the last good topology; a start without API server would have none");

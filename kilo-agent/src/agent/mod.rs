@@ -46,6 +46,7 @@ use crate::{
 use kilo_core::{
     plan::HopIds,
     settings::{AttachMode, Compatibility, EndpointFrom, Masquerade, Relay, Settings},
+    topology::Liveness,
     wireguard::key::SecretKey,
 };
 use kilo_host::{
@@ -211,6 +212,8 @@ impl<B: Backend> Agent<B> {
             }
             return Err(error.into());
         }
+        let remembered =
+            options.last_good.as_deref().map(|path| last_good_writer::nodes(path, &options.hostname));
         let last_good = options.last_good.as_deref().map(|path| LastGood::new(path, &options.hostname));
         let last_good_writer = last_good.map(LastGoodWriter::new);
         let failover = options.failover.clone();
@@ -226,7 +229,11 @@ impl<B: Backend> Agent<B> {
             peer_reports: PeerReports::default(),
             key,
             // Programs of an earlier agent still send by these.
-            state: State { hops: HopIds::adopt(&dataplane.held_senders()), ..State::default() },
+            state: State {
+                hops: HopIds::adopt(&dataplane.held_senders()),
+                liveness: Liveness::remembering(remembered.into_iter().flatten().map(Arc::new)),
+                ..State::default()
+            },
             dataplane,
             log_limiter: LogLimiter::default(),
             resolver,

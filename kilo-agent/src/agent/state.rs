@@ -37,17 +37,23 @@ pub(super) struct State {
     pub device: Option<u32>,
 }
 
-/// What is kept for a start without API server.
+/// What is kept for the next agent of this host.
 pub(super) struct Known {
     pub snapshot: Arc<Snapshot>,
     own: Option<Arc<Node>>,
     ready: Vec<bool>,
+    without_address: Vec<Arc<Node>>,
 }
 
 impl State {
     /// Nodes and peers, for somebody who takes longer than until the next reconcile.
     pub fn known(&self) -> Known {
-        Known { snapshot: Arc::clone(&self.snapshot), own: self.own.clone(), ready: self.ready.clone() }
+        Known {
+            snapshot: Arc::clone(&self.snapshot),
+            own: self.own.clone(),
+            ready: self.ready.clone(),
+            without_address: self.liveness.without_address().cloned().collect(),
+        }
     }
 }
 
@@ -55,5 +61,10 @@ impl Known {
     /// Nodes that take part, the own one as last found.
     pub fn ready_nodes(&self) -> impl Iterator<Item = &Node> {
         among(with_own(&self.snapshot.nodes, self.own.as_ref()), &self.ready).map(|node| &**node)
+    }
+
+    /// Nodes that have lost their private address, as they were with it.
+    pub fn without_address(&self) -> impl Iterator<Item = &Node> {
+        self.without_address.iter().map(|node| &**node)
     }
 }

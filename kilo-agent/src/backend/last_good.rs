@@ -4,6 +4,9 @@
 //! The file holds Node and Peer objects, pre-shared keys with them, and only its
 //! owner may read it. Heartbeats are left out: they tell nothing about a time
 //! long past, and the file changes only when the topology does.
+//!
+//! It also tells the next agent which private addresses nodes have lost (their interface is
+//! down): what is sent there must not leave in clear when the address comes back.
 
 use std::{
     collections::BTreeMap,
@@ -46,6 +49,9 @@ struct Content {
     /// The node whose agent wrote it.
     node: String,
     nodes: Vec<core::Node>,
+    /// Those of them that have lost their private address, as they were with it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    without_address: Vec<core::Node>,
     peers: Vec<peer::Peer>,
 }
 
@@ -69,15 +75,16 @@ impl LastGood {
         self.looked.is_none_or(|looked| now.saturating_duration_since(looked) >= PACE)
     }
 
-    /// Keeps these nodes and peers when they differ from what was written last
-    /// and that was some seconds ago; else a later call does. Returns whether it
-    /// wrote.
+    /// Keeps these nodes, those that have lost their private address as they were with it, and
+    /// peers, when they differ from what was written last and that was some seconds ago; else
+    /// a later call does. Returns whether it wrote.
     ///
     /// # Errors
     /// When the file cannot be written; the old one then stays.
     pub fn keep<'a>(
         &mut self,
         nodes: impl Iterator<Item = &'a Node>,
+        without_address: impl Iterator<Item = &'a Node>,
         peers: impl Iterator<Item = &'a Peer>,
         now: Instant,
     ) -> io::Result<bool> {
@@ -89,6 +96,7 @@ impl LastGood {
             format: FORMAT.to_owned(),
             node: self.node.clone(),
             nodes: nodes.map(|node| node::to_object(node, 0)).collect(),
+            without_address: without_address.map(|node| node::to_object(node, 0)).collect(),
             peers: peers.map(peer::to_object).collect(),
         };
         let bytes = serde_json::to_vec(&content)?;
@@ -107,24 +115,28 @@ impl LastGood {
     }
 }
 
+/// The nodes of the file, without `node` itself, each with the private address that it had last;
+/// none when there is no file.
+///
+/// # Errors
+/// When it is broken, or of another node.
+pub fn load_nodes(path: &Path, node: &str) -> Result<Vec<Node>, LastGoodError> {
+    let Some(content) = read(path, node)? else { return Ok(Vec::new()) };
+    let objects = content.nodes.iter().chain(&content.without_address);
+    // The location is always an annotation here; of two with one name the later one counts.
+    let nodes = objects.map(|object| node::from_object(object, "").0.node);
+    let mut nodes: BTreeMap<_, _> = nodes.map(|node| (node.name.clone(), node)).collect();
+    nodes.remove(node);
+    Ok(nodes.into_values().collect())
+}
+
 /// The snapshot of the file; `None` when there is no file.
 ///
 /// # Errors
 /// When it is broken, or of another node. Single objects that do not parse are
 /// left out and named in the snapshot.
 pub fn load(path: &Path, node: &str) -> Result<Option<Snapshot>, LastGoodError> {
-    let file = match fs::File::open(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        other => other?,
-    };
-    let mut bytes = Vec::new();
-    file.take(LONGEST).read_to_end(&mut bytes)?;
-    let content: Content =
-        serde_json::from_slice(&bytes).map_err(|error| LastGoodError::Foreign(place(&error)))?;
-    if content.format != FORMAT || content.node != node {
-        let what = format!("format {:?} of node {:?}", content.format, content.node);
-        return Err(LastGoodError::Foreign(what));
-    }
+    let Some(content) = read(path, node)? else { return Ok(None) };
     let mut snapshot = Snapshot::default();
     for object in &content.nodes {
         // The location is always an annotation here.
@@ -150,6 +162,23 @@ pub fn load(path: &Path, node: &str) -> Result<Option<Snapshot>, LastGoodError> 
     Ok(Some(snapshot))
 }
 
+/// What the file holds; `None` when there is no file.
+fn read(path: &Path, node: &str) -> Result<Option<Content>, LastGoodError> {
+    let file = match fs::File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other?,
+    };
+    let mut bytes = Vec::new();
+    file.take(LONGEST).read_to_end(&mut bytes)?;
+    let content: Content =
+        serde_json::from_slice(&bytes).map_err(|error| LastGoodError::Foreign(place(&error)))?;
+    if content.format != FORMAT || content.node != node {
+        let what = format!("format {:?} of node {:?}", content.format, content.node);
+        return Err(LastGoodError::Foreign(what));
+    }
+    Ok(Some(content))
+}
+
 /// Where the mistake is; the error's own words may quote a key.
 fn place(error: &serde_json::Error) -> String {
     format!("not what it should be at line {}, column {}", error.line(), error.column())
@@ -157,7 +186,7 @@ fn place(error: &serde_json::Error) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt as _;
+    use std::{iter, os::unix::fs::PermissionsExt as _};
 
     use super::*;
     use kilo_core::wireguard::key::{PublicKey, SecretKey};
@@ -192,7 +221,7 @@ mod tests {
         assert_eq!(load(&path, "a").unwrap(), None);
         let (mut file, now) = (LastGood::new(&path, "a"), Instant::now());
         let (nodes, peers) = ([node("a"), node("b")], [peer()]);
-        assert!(file.keep(nodes.iter(), peers.iter(), now).unwrap());
+        assert!(file.keep(nodes.iter(), iter::empty(), peers.iter(), now).unwrap());
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         let read = load(&path, "a").unwrap().unwrap();
         assert_eq!(read.problems, BTreeMap::new());
@@ -206,19 +235,38 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(FILE);
         let (mut file, start) = (LastGood::new(&path, "a"), Instant::now());
-        assert!(file.keep([node("a")].iter(), [].iter(), start).unwrap());
-        assert!(!file.keep([node("a")].iter(), [].iter(), start + PACE).unwrap(), "nothing changed");
+        assert!(file.keep([node("a")].iter(), iter::empty(), [].iter(), start).unwrap());
+        assert!(
+            !file.keep([node("a")].iter(), iter::empty(), [].iter(), start + PACE).unwrap(),
+            "nothing changed"
+        );
         let moved = || Node { location: "there".to_owned(), ..node("a") };
-        assert!(!file.keep([moved()].iter(), [].iter(), start + PACE * 3 / 2).unwrap(), "too soon");
-        assert!(file.keep([moved()].iter(), [].iter(), start + PACE * 2).unwrap());
+        assert!(
+            !file.keep([moved()].iter(), iter::empty(), [].iter(), start + PACE * 3 / 2).unwrap(),
+            "too soon"
+        );
+        assert!(file.keep([moved()].iter(), iter::empty(), [].iter(), start + PACE * 2).unwrap());
         assert_eq!(load(&path, "a").unwrap().unwrap().nodes["a"].location, "there");
+    }
+
+    #[test]
+    fn an_address_that_a_node_has_lost_is_kept_beside_what_it_is_now() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(FILE);
+        assert_eq!(load_nodes(&path, "a").unwrap(), []);
+        let lost = Node { internal_ip: None, ..node("b") };
+        let nodes = [node("a"), lost.clone(), node("c")];
+        let mut file = LastGood::new(&path, "a");
+        file.keep(nodes.iter(), [node("b")].iter(), iter::empty(), Instant::now()).unwrap();
+        assert_eq!(load(&path, "a").unwrap().unwrap().nodes["b"], lost, "a start without API server");
+        assert_eq!(load_nodes(&path, "a").unwrap(), [node("b"), node("c")], "what the next agent remembers");
     }
 
     #[test]
     fn what_is_broken_or_of_another_node_is_not_used() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(FILE);
-        LastGood::new(&path, "a").keep([node("a")].iter(), [].iter(), Instant::now()).unwrap();
+        LastGood::new(&path, "a").keep([node("a")].iter(), iter::empty(), [].iter(), Instant::now()).unwrap();
         let whole = fs::read_to_string(&path).unwrap();
         assert!(load(&path, "b").unwrap_err().to_string().contains("not written by this agent"));
         for broken in ["", "{}", "[]", &whole[..whole.len() / 2], &whole.replace("good/1", "good/2")] {

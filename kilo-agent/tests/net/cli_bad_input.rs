@@ -158,6 +158,15 @@ fn help_version_and_completion_answer_on_stdout() {
 }
 
 #[test]
+fn who_reads_kgctl_may_stop_early() {
+    let (reader, writer) = std::io::pipe().unwrap();
+    // As `| head` does once it has its lines.
+    drop(reader);
+    let output = Command::new(KGCTL).args(["completion", "bash"]).stdout(writer).output().unwrap();
+    assert_eq!((output.status.code(), said(&output)), (Some(0), String::new()));
+}
+
+#[test]
 fn logs_are_json_lines_on_stdout_and_none_means_none() {
     let directory = tempfile::tempdir().unwrap();
     fs::write(directory.path().join("n2.yaml"), NODE.replace("n1", "n2")).unwrap();

@@ -35,7 +35,7 @@ fn why_a_file_is_ignored_quotes_no_key() {
         preshared_key: Some(secret),
         public_key: PublicKey([9; 32]),
     };
-    LastGood::new(&path, "a").keep([node("a")].iter(), [peer].iter(), Instant::now()).unwrap();
+    LastGood::new(&path, "a").keep([node("a")].iter(), [].iter(), [peer].iter(), Instant::now()).unwrap();
     let text = fs::read_to_string(&path).unwrap();
     assert!(text.contains(&secret.reveal()));
     // As after an accident: the key where a number belongs.

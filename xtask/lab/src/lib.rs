@@ -16,7 +16,6 @@ mod fail_closed;
 mod failover;
 pub mod faults;
 mod flannel;
-mod foreign;
 mod forward_policy;
 mod granularity;
 mod kernel_ipip;
@@ -57,6 +56,7 @@ use clap::ValueEnum as _;
 use serde::{Deserialize, Serialize};
 
 pub use args::LabArgs;
+pub use cilium::OBJECT as CILIUM_OBJECT;
 
 use agents::Agents;
 use args::LabCommand;

@@ -6,7 +6,11 @@ use anyhow::{Context as _, Result};
 
 use super::{KERNEL_WIREGUARD, Part, TestBinary, outcome, read_outcomes_of, reader::Reader};
 use crate::{
-    command::own_program, report::TestOutcome, rotation::Kernel, second_try::SecondTries, vm, workspace_root,
+    command::own_program,
+    report::TestOutcome,
+    rotation::{Kernel, OnKernel},
+    second_try::SecondTries,
+    vm, workspace_root,
 };
 
 /// Outcome of a test that this machine's kernel cannot run, and that passed in a guest of this run.
@@ -51,14 +55,18 @@ fn is_wanted(kernel: Kernel, module: &str) -> bool {
         }
 }
 
-/// Runs everything on these kernels.
-pub fn run(kernels: &[Kernel], binaries: &[TestBinary], tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
+/// Runs these things on these kernels.
+pub fn run(
+    (kernels, what): (&[Kernel], OnKernel),
+    binaries: &[TestBinary],
+    tries: &mut SecondTries,
+) -> Result<Vec<TestOutcome>> {
     let mut outcomes = Vec::new();
-    for &kernel in kernels {
+    for &kernel in kernels.iter().filter(|_| what != OnKernel::Labs) {
         outcomes.extend(tries.run(|names| run_modules(kernel, binaries, names))?);
     }
     // Labs last: the soak has ended then.
-    for &kernel in kernels {
+    for &kernel in kernels.iter().filter(|_| what != OnKernel::Tests) {
         for lab in labs_on(kernel) {
             outcomes.extend(tries.run(|_| run_lab(kernel, lab))?);
         }

@@ -19,9 +19,30 @@ pub(super) struct Former {
     gone: BTreeMap<String, (Arc<Node>, Instant)>,
     /// Those that have lost their private address, and have no other: its interface is down.
     without: BTreeMap<String, Arc<Node>>,
+    /// What an earlier agent of this host knew, until the first nodes are seen.
+    remembered: BTreeMap<String, Arc<Node>>,
 }
 
 impl Former {
+    /// Nodes as an earlier agent of this host knew them: what they have lost since counts as lost.
+    pub fn remember(&mut self, nodes: impl IntoIterator<Item = Arc<Node>>) {
+        self.remembered.extend(nodes.into_iter().map(|node| (node.name.clone(), node)));
+    }
+
+    /// A node is seen for the first time.
+    pub fn first_seen(&mut self, node: &Node) {
+        if let Some(before) = self.remembered.remove(&node.name) {
+            self.changed(&before, node);
+        }
+    }
+
+    /// All nodes there are have been seen: others that were remembered have gone.
+    pub fn all_seen(&mut self, now: Instant) {
+        for (_, node) in std::mem::take(&mut self.remembered) {
+            self.gone(node, now);
+        }
+    }
+
     /// A node's object is not there any more.
     pub fn gone(&mut self, node: Arc<Node>, now: Instant) {
         let name = node.name.clone();
@@ -36,6 +57,11 @@ impl Former {
         } else if before.internal_ip.is_some() {
             self.without.insert(node.name.clone(), Arc::clone(before));
         }
+    }
+
+    /// Nodes that have lost their private address, as they were with it, by name.
+    pub fn without_address(&self) -> impl Iterator<Item = &Arc<Node>> {
+        self.without.values()
     }
 
     /// All of them; forgets those that are gone for long.
@@ -60,6 +86,24 @@ mod tests {
         former.gone(node("a", "10.1.0.1/24"), start);
         assert_eq!(former.nodes(start + Duration::from_secs(59)).count(), 1);
         assert_eq!(former.nodes(start + KEPT).count(), 0);
+    }
+
+    #[test]
+    fn what_an_earlier_agent_knew_and_nodes_have_lost_since_is_remembered() {
+        let (mut former, start) = (Former::default(), Instant::now());
+        let earlier = [node("a", "10.1.0.1/24"), node("b", "10.1.0.2/24"), node("c", "10.1.0.3/24")];
+        former.remember(earlier);
+        former.first_seen(&node("a", ""));
+        former.first_seen(&node("b", "10.1.0.2/24"));
+        former.first_seen(&node("new", ""));
+        former.all_seen(start);
+        let names = |former: &mut Former, at| {
+            former.nodes(at).map(|node| node.name.clone()).collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!(names(&mut former, start), "c a");
+        // The next agent is told of a's address again, and not of c, which has gone.
+        assert_eq!(former.without_address().map(|node| &*node.name).collect::<Vec<_>>(), ["a"]);
+        assert_eq!(names(&mut former, start + KEPT), "a");
     }
 
     #[test]

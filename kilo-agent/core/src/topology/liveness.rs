@@ -67,6 +67,14 @@ impl Observation {
 }
 
 impl Liveness {
+    /// Knows these nodes from an earlier agent of this host. They do not take part until they are
+    /// seen, but what they had and have lost by then is remembered as if this agent had seen it.
+    pub fn remembering(nodes: impl IntoIterator<Item = Arc<Node>>) -> Self {
+        let mut former = Former::default();
+        former.remember(nodes);
+        Self { former, ..Self::default() }
+    }
+
     /// Decides about every node, and returns which take part, in the order given. They must
     /// be sorted by name, and are best the same in memory from one time to the next: then nothing of
     /// them is read but their heartbeats. `own` is this agent's
@@ -106,6 +114,7 @@ impl Liveness {
                 }
                 Some(known) => Observation { value: last_seen, changed: Some(now), ..known },
                 None => {
+                    self.former.first_seen(node);
                     let complete = is_complete(node);
                     new.push((self.seen.len(), complete && is_recent(last_seen, unix_now)));
                     Observation {
@@ -122,6 +131,7 @@ impl Liveness {
             self.seen.push(seen);
         }
         before.for_each(|seen| self.former.gone(seen.node, now));
+        self.former.all_seen(now);
         let clocks_agree = fresh * 2 >= all;
         for (at, is_fresh) in new {
             self.seen[at].changed = (!clocks_agree || is_fresh).then_some(now);
@@ -139,6 +149,12 @@ impl Liveness {
                 && (Some(at) == own || seen.is_alive(now) || seen.ready && (stale || unproved(seen)));
         }
         self.seen.iter().map(|seen| seen.ready).collect()
+    }
+
+    /// Nodes that have lost their private address and got no other, as they were with it: for the
+    /// next agent of this host.
+    pub fn without_address(&self) -> impl Iterator<Item = &Arc<Node>> {
+        self.former.without_address()
     }
 
     /// Nodes as they were before they left, a minute ago at most, or lost their private address
@@ -242,6 +258,28 @@ mod tests {
         let now = start + second * 300;
         let taking_part = ready(&mut liveness, &[("a", 1300), ("b", 1000), ("c", 1300)], "a", now, 1300);
         assert_eq!(taking_part, ["a", "c"]);
+    }
+
+    #[test]
+    fn an_address_lost_before_a_restart_is_known_after_it() {
+        let with = |address: &str| {
+            let node = checked_in(&("b", 1000)).node;
+            Arc::new(Node { internal_ip: address.parse().ok(), ..node })
+        };
+        let mut liveness = Liveness::remembering([with("10.1.0.2/24")]);
+        let start = Instant::now();
+        let all = ready(&mut liveness, &[("a", 1000), ("b", 1000)], "a", start, 1000);
+        assert_eq!(all, ["a", "b"], "what is remembered decides about nobody");
+        let held = |liveness: &mut Liveness| {
+            liveness.former(start).filter_map(|node| node.internal_ip).collect::<Vec<_>>()
+        };
+        assert_eq!(held(&mut liveness), ["10.1.0.2/24".parse().unwrap()]);
+        assert_eq!(liveness.without_address().count(), 1);
+        // The address is back.
+        let nodes: Nodes =
+            [CheckedIn { node: (*with("10.1.0.2/24")).clone(), last_seen: 1001 }].into_iter().collect();
+        liveness.ready(nodes.iter(), "a", start, 1001);
+        assert_eq!(liveness.without_address().count(), 0);
     }
 
     #[test]

@@ -181,8 +181,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         masquerade: flags.masquerade,
         bpffs: PathBuf::from(BPFFS),
         attach: flags.attach,
-        // A directory of files is there at every start.
-        last_good: (flags.backend == BackendKind::Kubernetes).then(last_good_path),
+        last_good: Some(last_good_path()),
         forward_rules: flags.iptables_forward_rules,
         debug: matches!(flags.log_level, LogLevel::All | LogLevel::Debug),
         failover: (flags.failover == Failover::Auto).then(|| failover::Options {

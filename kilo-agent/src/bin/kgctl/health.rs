@@ -1,7 +1,7 @@
 //! What of a status is asked for: plain values, without I/O.
 
 use kilo_agent::status::Status;
-pub use kilo_agent::status::{problems, verdict};
+pub use kilo_agent::status::{Problem, problems, verdict};
 
 /// Keeps the nodes of one location: `east`, or as it is shown, `location:east`. False when there is none.
 pub fn retain_location(status: &mut Status, wanted: &str) -> bool {

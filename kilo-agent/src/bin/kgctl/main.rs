@@ -141,15 +141,20 @@ fn main() -> ExitCode {
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     match runtime.map_err(Into::into).and_then(|runtime| runtime.block_on(run(&cli.command, &matches))) {
-        Ok((text, success)) => {
-            print!("{text}");
-            if success { ExitCode::SUCCESS } else { ExitCode::FAILURE }
-        }
-        Err(error) => {
-            eprintln!("kgctl: {}", terminal::plain(&error_chain(error.as_ref())));
-            ExitCode::FAILURE
-        }
+        Ok((text, success)) => match terminal::print(&text) {
+            Err(error) if !error.is::<terminal::OutputClosed>() => failed(&error),
+            _ if success => ExitCode::SUCCESS,
+            _ => ExitCode::FAILURE,
+        },
+        // Who reads has seen enough, as `| head` does.
+        Err(error) if error.is::<terminal::OutputClosed>() => ExitCode::SUCCESS,
+        Err(error) => failed(&error),
     }
+}
+
+fn failed(error: &anyhow::Error) -> ExitCode {
+    eprintln!("kgctl: {}", terminal::plain(&error_chain(error.as_ref())));
+    ExitCode::FAILURE
 }
 
 /// What to print, and whether to exit with success.

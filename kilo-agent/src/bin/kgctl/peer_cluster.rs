@@ -224,7 +224,8 @@ pub async fn run(args: &PeerClusterArgs) -> Result<String> {
     match there.write(&for_there, &here.name).await {
         Ok(more) => Ok(done + &more),
         Err(error) => {
-            print!("{done}");
+            // The other error is the one to tell.
+            drop(crate::terminal::print(&done));
             Err(error.context("half done; run the same again once this is mended"))
         }
     }

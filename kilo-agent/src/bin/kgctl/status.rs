@@ -17,7 +17,8 @@ use kilo_agent::{
 };
 
 use crate::{
-    complete, health,
+    complete,
+    health::{self, Problem},
     progress::Progress,
     remote,
     source::{self, Flags},
@@ -96,7 +97,7 @@ pub async fn run(args: &StatusArgs) -> Result<(String, bool)> {
     loop {
         let looked = look(args).await;
         let late = started.elapsed() + POLL > args.timeout;
-        let (status, healthy) = match looked {
+        let Look { status, problems, verdict } = match looked {
             // An API server that is away may come back.
             Err(_) if args.wait && !late => {
                 tokio::time::sleep(POLL).await;
@@ -104,16 +105,39 @@ pub async fn run(args: &StatusArgs) -> Result<(String, bool)> {
             }
             looked => looked?,
         };
+        let healthy = problems.is_empty();
         if healthy || !args.wait || late {
             drop(waiting);
-            return Ok((show(status, args.output)?, healthy || !(args.check || args.wait)));
+            let text = show(Look { status, problems, verdict }, args.output)?;
+            return Ok((text, healthy || !(args.check || args.wait)));
         }
         tokio::time::sleep(POLL).await;
     }
 }
 
-/// The status now, as far as it was asked for, and whether that is healthy.
-async fn look(args: &StatusArgs) -> Result<(Status, bool)> {
+/// A status as far as it was asked for.
+struct Look {
+    /// What is shown.
+    status: Status,
+    /// What is wrong, also where the tables leave ready nodes out.
+    problems: Vec<Problem>,
+    /// How it is, of the same nodes.
+    verdict: String,
+}
+
+impl Look {
+    fn at(mut status: Status, not_ready: bool) -> Self {
+        let problems = health::problems(&status);
+        let verdict = health::verdict(&status, &problems);
+        if not_ready {
+            health::retain_not_ready(&mut status);
+        }
+        Self { status, problems, verdict }
+    }
+}
+
+/// The status now, as far as it was asked for.
+async fn look(args: &StatusArgs) -> Result<Look> {
     let mut status = match &args.agent {
         Some(url) if url.is_empty() => {
             let token = args.agent_token_file.as_deref().map(token).transpose()?.or_else(local_token);
@@ -136,29 +160,27 @@ async fn look(args: &StatusArgs) -> Result<(Status, bool)> {
             bail!("location {location:?} does not exist; there are: {}", names.join(", "));
         }
     }
-    let healthy = health::problems(&status).is_empty();
-    if args.not_ready {
-        health::retain_not_ready(&mut status);
-    }
-    Ok((status, healthy))
+    Ok(Look::at(status, args.not_ready))
 }
 
-fn show(status: Status, output: Output) -> Result<String> {
+fn show(look: Look, output: Output) -> Result<String> {
     Ok(match output {
-        Output::Json => serde_json::to_string_pretty(&status)? + "\n",
-        Output::Yaml => serde_yaml_ng::to_string(&status)?,
-        Output::Name => status.nodes.iter().map(|node| format!("node/{}\n", node.name)).collect(),
-        Output::Table => Terminal::of_stdout().show(&tables(status, ALL_SHOWN), false),
-        Output::Wide => Terminal::of_stdout().show(&tables(status, usize::MAX), true),
+        Output::Json => serde_json::to_string_pretty(&look.status)? + "\n",
+        Output::Yaml => serde_yaml_ng::to_string(&look.status)?,
+        Output::Name => look.status.nodes.iter().map(|node| format!("node/{}\n", node.name)).collect(),
+        Output::Table => Terminal::of_stdout().show(&tables(look, ALL_SHOWN), false),
+        Output::Wide => Terminal::of_stdout().show(&tables(look, usize::MAX), true),
     })
 }
 
 /// What is wrong first, then the tables: nodes that are not ready, leaders, others.
-fn tables(mut status: Status, most: usize) -> String {
-    let problems = health::problems(&status);
-    // Of one node, its own table says it.
-    let verdict = health::verdict(&status, &problems);
-    let mut text = verdict + "\n\n";
+fn tables(Look { mut status, problems, verdict }: Look, most: usize) -> String {
+    let mut text = verdict + "\n";
+    if problems.is_empty() && status.nodes.is_empty() {
+        // Only those that are not ready were asked for.
+        return text;
+    }
+    text += "\n";
     if !problems.is_empty() {
         let rows = problems.into_iter().map(|problem| vec![problem.object, problem.what]);
         text += &status::columns(&["PROBLEM", "WHAT"], rows);
@@ -251,14 +273,23 @@ mod tests {
     #[test]
     fn of_two_hundred_nodes_the_ill_and_the_leaders_are_shown_first() {
         let status = health::tests::status(200, &[7, 150]);
-        let text = tables(status.clone(), ALL_SHOWN);
+        let text = tables(Look::at(status.clone(), false), ALL_SHOWN);
         assert!(text.starts_with("Not healthy, 2 problems: 198 of 200 nodes ready"), "{text}");
         assert!(text.lines().count() < 30, "{text}");
         let at = |words: &str| text.find(words).unwrap_or_else(|| panic!("{words} is missing from {text}"));
         assert!(at("node/n007") < at("LOCATION") && at("\nn007") < at("\nn000"), "{text}");
         assert!(text.ends_with("\n196 more nodes are ready; -o wide shows all.\n"), "{text}");
-        let wide = tables(status, usize::MAX);
+        let wide = tables(Look::at(status, false), usize::MAX);
         assert!(wide.contains("\nn199") && wide.contains("KEY") && !wide.contains("more nodes"), "{wide}");
+    }
+
+    #[test]
+    fn the_verdict_counts_ready_nodes_that_are_left_out() {
+        let text = tables(Look::at(health::tests::status(6, &[3]), true), ALL_SHOWN);
+        assert!(text.starts_with("Not healthy, 1 problem: 5 of 6 nodes ready, 2 of 2"), "{text}");
+        assert!(text.contains("\nn003") && !text.contains("\nn002"), "{text}");
+        let text = tables(Look::at(health::tests::status(6, &[]), true), ALL_SHOWN);
+        assert_eq!(text, "Healthy: 6 of 6 nodes ready, 2 of 2 locations have a leader.\n");
     }
 
     #[test]

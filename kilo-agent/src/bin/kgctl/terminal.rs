@@ -3,10 +3,29 @@
 
 use std::io::{self, IsTerminal as _, Write, stdout};
 
+use anyhow::{Context as _, Result};
+
 const RED: &str = "\x1b[31m";
 const GREEN: &str = "\x1b[32m";
 const BOLD: &str = "\x1b[1m";
 const PLAIN: &str = "\x1b[0m";
+
+/// Who reads standard output has closed it, as `| head` does.
+#[derive(Debug, thiserror::Error)]
+#[error("standard output was closed")]
+pub struct OutputClosed;
+
+/// Writes to standard output.
+///
+/// # Errors
+/// [`OutputClosed`] when nobody reads any more, and whatever else keeps it from being written.
+pub fn print(text: &str) -> Result<()> {
+    let mut output = stdout().lock();
+    match output.write_all(text.as_bytes()).and_then(|()| output.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(OutputClosed.into()),
+        written => written.context("standard output"),
+    }
+}
 
 /// What standard output can do.
 #[derive(Clone, Copy, Debug, Default)]

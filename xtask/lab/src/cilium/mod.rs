@@ -9,15 +9,14 @@ use std::{
     collections::BTreeMap,
     fs,
     net::{IpAddr, Ipv4Addr, UdpSocket},
-    os::fd::{AsFd as _, AsRawFd as _},
     path::PathBuf,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
 use aya::{
-    maps::{Array, Map, MapData},
-    programs::{LinkOrder, SchedClassifier, TcAttachType},
+    maps::{Map, MapData, PerCpuArray},
+    programs::{LinkOrder, SchedClassifier, TcAttachType, links::FdLink, tc::TcAttachOptions},
 };
 use nix::sys::signal::Signal;
 
@@ -26,11 +25,13 @@ use super::{
     checks::{self, Check, no_drops, nothing_in_clear},
     cloud, cni,
     counters::{self, action},
-    foreign, matrix,
+    matrix,
     network::{Network, Node},
     tunl0,
 };
-use programs::Maps;
+use programs::Program;
+
+pub use programs::OBJECT;
 
 /// Flags of the agents, as in the manifests beside Cilium.
 pub const FLAGS: &[&str] = &["--compatibility=cilium", "--cni=false", "--local=false"];
@@ -130,20 +131,19 @@ fn start(network: &Network, node: &Node) -> Result<()> {
          iptables -t nat -A POSTROUTING -j CILIUM_POST_nat
          iptables -t nat -A CILIUM_POST_nat -s {}/24 ! -d 10.42.0.0/16 ! -o cilium_+ -j MASQUERADE
          mkdir /sys/fs/bpf/cilium
-         bpftool map create /sys/fs/bpf/cilium/metrics type array key 4 value {} entries 1 name cilium_metrics
+         bpftool map create /sys/fs/bpf/cilium/metrics type percpu_array key 4 value {} entries 1 name cilium_metrics
          bpftool map create /sys/fs/bpf/cilium/ipcache type hash key 4 value 4 entries 64 name cilium_ipcache",
         node.pod_address(0),
         programs::COUNTERS * 8,
     ))?;
-    let pinned = Pinned::open(node)?;
-    pinned.fill_ipcache(network, node)?;
-    let (maps, [ingress, egress]) = (pinned.maps(), HOOKS);
-    let from_host = programs::encapsulate(maps, programs::FROM_HOST, ifindex(node, "cilium_vxlan")?)?;
-    attach(node, "cilium_host", egress, "cil_from_host", from_host, Side::After)?;
-    let to_host = programs::hand_on(maps, programs::TO_HOST)?;
-    attach(node, "cilium_host", ingress, "cil_to_host", to_host, Side::After)?;
-    let from_overlay = programs::from_overlay(maps, own, ifindex(node, "cilium_host")?)?;
-    attach(node, "cilium_vxlan", ingress, "cil_from_overla", from_overlay, Side::After)?;
+    fill_ipcache(network, node)?;
+    let [ingress, egress] = HOOKS;
+    let from_host = Program::named("cil_from_host", programs::FROM_HOST).to(ifindex(node, "cilium_vxlan")?);
+    attach(node, "cilium_host", egress, from_host, Side::After)?;
+    attach(node, "cilium_host", ingress, Program::named("cil_to_host", programs::TO_HOST), Side::After)?;
+    let from_overlay = Program::named("cil_from_overlay", programs::FROM_OVERLAY);
+    let from_overlay = from_overlay.to(ifindex(node, "cilium_host")?).of(own);
+    attach(node, "cilium_vxlan", ingress, from_overlay, Side::After)?;
     attach_beside(node, "eth0")?;
     if node.public.is_some() {
         attach_beside(node, "eth1")?;
@@ -152,48 +152,39 @@ fn start(network: &Network, node: &Node) -> Result<()> {
     tunl0::make(node, "cilium_tunl", &[])
 }
 
-/// The node's maps, open.
-struct Pinned {
-    counters: MapData,
-    ipcache: MapData,
+/// Which node has which pods; Cilium knows nothing of locations.
+fn fill_ipcache(network: &Network, node: &Node) -> Result<()> {
+    let script = network.nodes.iter().filter(|other| other.name() != node.name()).map(|other| {
+        let IpAddr::V4(address) = other.private else { bail!("{} has no IPv4 address", other.name()) };
+        let bytes = |octets: [u8; 4]| octets.map(|octet| octet.to_string()).join(" ");
+        Ok(format!(
+            "bpftool map update pinned /sys/fs/bpf/cilium/ipcache key {} value {}\n",
+            bytes(other.pod_address(0).octets()),
+            // The helper takes it as a number.
+            bytes(u32::from(address).to_ne_bytes()),
+        ))
+    });
+    node.space.sh(&script.collect::<Result<String>>()?).map(drop)
 }
 
-impl Pinned {
-    fn open(node: &Node) -> Result<Self> {
-        let map = |name| -> Result<MapData> { Ok(MapData::from_pin(directory(node)?.join(name))?) };
-        Ok(Self { counters: map("metrics")?, ipcache: map("ipcache")? })
-    }
+/// What a node's programs counted, by number of the counter.
+#[derive(Debug)]
+struct Counted([u64; programs::COUNTERS]);
 
-    /// Descriptors, for programs that are loaded while this lives.
-    fn maps(&self) -> Maps {
-        let fd = |map: &MapData| map.fd().as_fd().as_raw_fd();
-        Maps { counters: fd(&self.counters), ipcache: fd(&self.ipcache) }
-    }
+impl std::ops::Index<u32> for Counted {
+    type Output = u64;
 
-    /// Which node has which pods; Cilium knows nothing of locations.
-    fn fill_ipcache(&self, network: &Network, node: &Node) -> Result<()> {
-        let script = network.nodes.iter().filter(|other| other.name() != node.name()).map(|other| {
-            let IpAddr::V4(address) = other.private else { bail!("{} has no IPv4 address", other.name()) };
-            let bytes = |octets: [u8; 4]| octets.map(|octet| octet.to_string()).join(" ");
-            Ok(format!(
-                "bpftool map update pinned /sys/fs/bpf/cilium/ipcache key {} value {}\n",
-                bytes(other.pod_address(0).octets()),
-                // The helper takes it as a number.
-                bytes(u32::from(address).to_ne_bytes()),
-            ))
-        });
-        node.space.sh(&script.collect::<Result<String>>()?).map(drop)
-    }
-
-    fn read(self) -> Result<[u64; programs::COUNTERS]> {
-        let array: Array<_, [u64; programs::COUNTERS]> = Map::Array(self.counters).try_into()?;
-        Ok(array.get(&0, 0)?)
+    fn index(&self, counter: u32) -> &u64 {
+        &self.0[counter as usize]
     }
 }
 
 /// What the node's programs counted.
-fn counted(node: &Node) -> Result<[u64; programs::COUNTERS]> {
-    Pinned::open(node)?.read()
+fn counted(node: &Node) -> Result<Counted> {
+    let counters = MapData::from_pin(directory(node)?.join("metrics"))?;
+    let array: PerCpuArray<_, [u64; programs::COUNTERS]> = Map::PerCpuArray(counters).try_into()?;
+    let of_cpus = array.get(&0, 0)?;
+    Ok(Counted(std::array::from_fn(|counter| of_cpus.iter().map(|of_cpu| of_cpu[counter]).sum())))
 }
 
 /// Where in the chain of a hook a program is put.
@@ -204,19 +195,13 @@ enum Side {
 }
 
 /// Puts a program on a hook of a device of the node; pins keep it there.
-fn attach(
-    node: &Node,
-    device: &str,
-    hook: TcAttachType,
-    name: &'static str,
-    instructions: Vec<u64>,
-    side: Side,
-) -> Result<()> {
-    let (directory, device) = (directory(node)?, device.to_owned());
+fn attach(node: &Node, device: &str, hook: TcAttachType, program: Program, side: Side) -> Result<()> {
+    let (directory, device, name) = (directory(node)?, device.to_owned(), program.name());
     let attach = move || -> Result<()> {
-        let mut program = foreign::program(name, &instructions, &directory.join(format!("{name}_{device}")))?;
+        let mut program = program.load(&directory, &format!("{name}_{device}"))?;
         let order = if side == Side::Before { LinkOrder::first() } else { LinkOrder::last() };
-        let link = foreign::attach_tcx(&mut program, &device, hook, order)?;
+        let link = program.attach_with_options(&device, hook, TcAttachOptions::TcxOrder(order))?;
+        let link: FdLink = program.take_link(link)?.try_into()?;
         link.pin(directory.join(format!("{name}_{device}_link")))?;
         Ok(())
     };
@@ -229,25 +214,21 @@ fn attach(
 /// On each hook of the device: somebody's program that counts before all others,
 /// and Cilium's behind them.
 fn attach_beside(node: &Node, device: &str) -> Result<()> {
-    let pinned = Pinned::open(node)?;
     let number = SHARED.iter().position(|(name, _)| *name == device).context("no shared device")?;
     for (side, hook) in HOOKS.into_iter().enumerate() {
         let counter = counter(number, side);
-        let watch = programs::watch(pinned.maps(), counter)?;
-        attach(node, device, hook, WATCH[side], watch, Side::Before)?;
+        attach(node, device, hook, Program::named(WATCH[side], counter), Side::Before)?;
+        let netdev = Program::named(NETDEV[side], counter + 1);
         // The firewall guards what has Ethernet headers: the ways into the host.
-        let netdev = match hook {
-            TcAttachType::Ingress if device != "kilo0" => programs::from_netdev(pinned.maps(), counter + 1)?,
-            _ => programs::hand_on(pinned.maps(), counter + 1)?,
-        };
-        attach(node, device, hook, NETDEV[side], netdev, Side::After)?;
+        let netdev = if device == "kilo0" { netdev } else { netdev.guarding() };
+        attach(node, device, hook, netdev, Side::After)?;
     }
     Ok(())
 }
 
 /// Counter of the program before ours on a hook of a shared device; that of the one behind it follows.
-const fn counter(device: usize, hook: usize) -> usize {
-    device * 4 + hook * 2
+fn counter(device: usize, hook: usize) -> u32 {
+    (device * 4 + hook * 2) as u32
 }
 
 fn ifindex(node: &Node, device: &str) -> Result<u32> {
@@ -365,9 +346,8 @@ fn tunnelled(lab: &mut Lab) -> Result<String> {
         let device = route.split(" dev ").nth(1).and_then(|rest| rest.split(' ').next());
         let device = device.with_context(|| format!("no device in {route}"))?;
         let vxlan = ifindex(node, "cilium_vxlan")?;
-        let pinned = Pinned::open(node)?;
-        let program = programs::encapsulate(pinned.maps(), programs::FROM_CONTAINER, vxlan)?;
-        attach(node, device, TcAttachType::Ingress, "cil_from_contai", program, Side::After)?;
+        let program = Program::named("cil_from_container", programs::FROM_CONTAINER).to(vxlan);
+        attach(node, device, TcAttachType::Ingress, program, Side::After)?;
     }
     let before: Vec<_> = network.nodes.iter().map(counted).collect::<Result<_>>()?;
     let matrix = matrix::run(network)?;
@@ -415,7 +395,7 @@ fn restarted(lab: &mut Lab) -> Result<String> {
     checks::all_passed(&matrix)?;
     for ((node, theirs), ours) in nodes.iter().zip(counted_before).zip(own_before) {
         let now = counted(node)?;
-        let more = |counter: usize| now[counter] > theirs[counter];
+        let more = |counter: u32| now[counter] > theirs[counter];
         let eth0 = counter(0, 0);
         ensure!(more(eth0) && more(eth0 + 1), "{}: {theirs:?}, then {now:?}", node.name());
         ensure!(own(node)? > ours, "{}: the agent's programs count nothing", node.name());

@@ -1,7 +1,7 @@
 //! On the node itself: its programs tell what they drop.
 
 use std::{
-    io::{self, IsTerminal as _, Write as _},
+    io::{self, IsTerminal as _},
     time::{Duration, SystemTime},
 };
 
@@ -131,7 +131,7 @@ async fn listen(args: &MonitorArgs) -> Result<()> {
 }
 
 fn print_line(line: &str) -> Result<()> {
-    writeln!(io::stdout().lock(), "{line}").context("standard output")
+    crate::terminal::print(&format!("{line}\n"))
 }
 
 /// Counters that grew since the last look.
