@@ -10,19 +10,25 @@ use std::{
 use kube::Client;
 
 use crate::{
-    agent,
+    agent::{self, Programs},
     backend::kubernetes::{self, Successor, SuccessorError},
 };
-use kilo_core::settings::Masquerade;
+use kilo_core::settings::{AttachMode, Masquerade};
 use kilo_host::dataplane;
 
 /// A stop waits no longer than this for the API server to take what it is told.
 const PATIENCE: Duration = Duration::from_secs(3);
 
+/// So long programs go on by themselves where nobody can tell who comes next: a pod is replaced
+/// in less, and Kilo's own agent has found its nodes.
+const ALONE: Duration = Duration::from_secs(60);
+
 /// What decides that.
 pub struct Leaving {
-    /// Programs end with this container anyway.
+    /// Pins end with this container.
     ends: bool,
+    /// How programs are attached.
+    attach: AttachMode,
     /// Who tells which image comes next.
     successor: Option<Successor>,
     /// The way to the API server, if there is one.
@@ -40,15 +46,29 @@ impl Debug for Leaving {
 
 impl Leaving {
     /// To be called before anything is pinned.
-    pub fn begin(bpffs: &Path) -> Self {
+    pub fn begin(bpffs: &Path, wanted: AttachMode) -> Self {
         let ends = dataplane::ends_with_the_container(bpffs);
-        if ends {
+        // The link of a TCX program is nobody's without its pin; a filter is the interface's.
+        let attach = if ends && wanted == AttachMode::Auto { AttachMode::Clsact } else { wanted };
+        if ends && attach == AttachMode::Clsact {
             tracing::info!(
-                "the host's /sys/fs/bpf is not mounted here, as in Kilo's own DaemonSet: traffic within a location \
-                 stops with this container, and Kilo's image can be restored without further steps"
+                seconds = ALONE.as_secs(),
+                "the host's /sys/fs/bpf is not mounted here, as in Kilo's own DaemonSet: programs are clsact \
+                 filters, which go on for this long after a stop, and Kilo's image can be restored without further \
+                 steps"
+            );
+        } else if ends {
+            tracing::warn!(
+                "the host's /sys/fs/bpf is not mounted here, and --attach=tcx: traffic within a location stops with \
+                 this container, and pods' packets leave in clear if it is killed; use --attach=auto"
             );
         }
-        Self { ends, successor: None, client: None }
+        Self { ends, attach, successor: None, client: None }
+    }
+
+    /// How programs are to be attached.
+    pub const fn attach(&self) -> AttachMode {
+        self.attach
     }
 
     /// To be called with the way to the API server; whether it may be asked is logged at once.
@@ -66,7 +86,7 @@ impl Leaving {
     /// Why another program's agent must be expected after this one.
     async fn reason(self) -> Option<String> {
         if self.ends {
-            return Some("BPF programs are pinned inside this container and end with it".to_owned());
+            return Some("/sys/fs/bpf is not the host's, so Kilo's own agent may come next".to_owned());
         }
         match self.successor?.kilos().await {
             Ok(kilos) => kilos.map(|image| format!("the DaemonSet now runs {image}")),
@@ -82,13 +102,17 @@ impl Leaving {
     /// program; false when everything stays for an agent like this one.
     pub async fn leave(self, node: &str, bpffs: &Path, interface: &str, masquerade: Masquerade) -> bool {
         let client = self.client.clone();
+        let programs = match self.ends && self.attach == AttachMode::Clsact {
+            true => Programs::LeftFor(ALONE),
+            false => Programs::Removed,
+        };
         let Some(reason) = self.reason().await else { return false };
         tracing::info!(reason, "kg is stopping and handing this host over to another agent");
         // First: who knows nothing of it would go on sending to gateways that this node does not follow.
         if let Some(client) = client {
             leave_failover(client, node).await;
         }
-        let outcome = agent::hand_over(bpffs, interface, masquerade).await;
+        let outcome = agent::hand_over(bpffs, interface, masquerade, programs).await;
         tracing::info!(
             removed = outcome.removed.join("; "),
             "the handover is done; traffic between locations keeps flowing"

@@ -5,7 +5,7 @@
 
 /// Version of everything in this module; part of the pin path, so that two
 /// layouts never share a map.
-pub const LAYOUT_VERSION: u32 = 5;
+pub const LAYOUT_VERSION: u32 = 6;
 
 /// Hop id no prefix may point to: the array's zeroed entry drops.
 pub const HOP_NONE: u32 = 0;
@@ -440,6 +440,24 @@ pub struct Config {
     pub wireguard_v6: [u8; 16],
     /// The location's WireGuard address, if it is IPv4; zero = none.
     pub wireguard_v4: [u8; 4],
+    /// From this second of `CLOCK_MONOTONIC` on the programs let every packet by, since no
+    /// agent has come for them; zero = never.
+    pub ends: u32,
+}
+
+impl Config {
+    /// For programs that are left alone until that second: rules translate from now on, and the
+    /// tunnel devices are gone. What only a tunnel device could send is dropped.
+    #[must_use]
+    pub const fn left_until(self, second: u32) -> Self {
+        Self {
+            flags: self.flags & !CONFIG_MASQUERADE,
+            vxlan_ifindex: 0,
+            ipip_ifindex: 0,
+            ends: second,
+            ..self
+        }
+    }
 }
 
 /// A router said that a link on the way to a node does not carry a packet of ours.
@@ -465,4 +483,4 @@ macro_rules! plain_old_data {
         )*
     };
 }
-plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 32, NatKey: 40, NatValue: 24, InboundValue: 8, MasqAddr: 20, Device: 24, Config: 88, PathMtu: 24, SignalKey: 40, Heard: 32, crate::relay::Port: 104, crate::relay::Heard: 104);
+plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 32, NatKey: 40, NatValue: 24, InboundValue: 8, MasqAddr: 20, Device: 24, Config: 92, PathMtu: 24, SignalKey: 40, Heard: 32, crate::relay::Port: 104, crate::relay::Heard: 104);

@@ -51,6 +51,8 @@ mod lan_ingress;
 #[cfg(target_arch = "bpf")]
 mod lead;
 #[cfg(target_arch = "bpf")]
+mod left;
+#[cfg(target_arch = "bpf")]
 mod maps;
 #[cfg(target_arch = "bpf")]
 mod masquerade;

@@ -8,7 +8,7 @@ use aya_ebpf::{
 };
 use kilo_common::{counters::DropReason, event::Hook, maps::Config};
 
-use crate::{maps, monitor, packet};
+use crate::{left, maps, monitor, packet};
 
 /// What becomes of a packet: an action of the kernel, or a drop that is counted and reported.
 pub type Verdict = Result<Act, DropReason>;
@@ -74,6 +74,9 @@ impl Act {
 pub fn run(ctx: TcContext, hook: Hook, program: impl FnOnce(&TcContext, &'static Config) -> Verdict) -> i32 {
     // The array has its one entry from the start; zeroed it means: nothing is ours.
     let Some(config) = maps::CONFIG.get(0) else { return Act::NEXT.code() };
+    if left::is_over(&ctx, config, hook) {
+        return Act::NEXT.code();
+    }
     match program(&ctx, config) {
         Ok(act) => act.code(),
         Err(reason) => dropped(ctx.as_ptr().cast(), reason.index(), hook as u32),

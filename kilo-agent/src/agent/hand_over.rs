@@ -2,8 +2,8 @@
 //!
 //! Whatever works without programs stays: the WireGuard device with its peers, addresses, routes
 //! and annotations, which Kilo's own agent takes over as it finds them. Programs go, because they
-//! would take packets that are the other's. What they masqueraded is masqueraded by rules until
-//! the other does it.
+//! would take packets that are the other's: at once, or after a while where an agent of ours may
+//! come as well. What they masqueraded is masqueraded by rules until the other does it.
 
 use std::{
     collections::BTreeSet,
@@ -35,16 +35,41 @@ const BRIDGED: Duration = Duration::from_secs(600);
 /// Flows that are not forgotten by then stay untranslated, and are kept in.
 const FORGETTING: Duration = Duration::from_secs(5);
 
-/// Takes programs, pins and tunnel devices away; `interface` is the WireGuard device's name.
-pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade) -> Outcome {
+/// The programs end so much later than the rules begin to keep in what they steered.
+const OVERLAP: Duration = Duration::from_secs(2);
+
+/// What becomes of the programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Programs {
+    /// They go at once.
+    Removed,
+    /// They go on steering for so long, or until an agent replaces them; then they let every
+    /// packet by. Only those on clsact hooks outlive their pins.
+    LeftFor(Duration),
+}
+
+/// Takes programs, pins and tunnel devices away, or leaves programs for a while; `interface` is
+/// the WireGuard device's name.
+pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade, programs: Programs) -> Outcome {
     let mut outcome = Outcome::default();
+    let steered = match programs {
+        Programs::Removed => Duration::ZERO,
+        Programs::LeftFor(lasts) => lasts,
+    };
     let ruled: Result<_, Cause> = match dataplane::read_tables(bpffs) {
         Ok(tables) => {
-            let ruled = replace_by_rules(&tables, interface, masquerade).await;
+            let ruled = replace_by_rules(&tables, interface, masquerade, steered).await;
             ruled.map(|ruled| ruled.then_some(tables)).map_err(Into::into)
         }
         Err(error) => Err(error.into()),
     };
+    if programs != Programs::Removed
+        && ruled.is_ok()
+        && let Err(error) = dataplane::leave_for(bpffs, steered + OVERLAP)
+    {
+        outcome.stays.push(format!("programs, since they could not be told to end: {error}"));
+        return outcome;
+    }
     // Before their programs: without them these devices hand on what anybody sends.
     let removed = match Net::new() {
         Ok(net) => tunnels::remove(net.rtnl()).await,
@@ -58,10 +83,12 @@ pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade) ->
             return outcome;
         }
     };
-    outcome.take(dataplane::detach_filters(), |count| format!("programs on {count} clsact hooks"));
-    outcome.take(dataplane::remove_pins(bpffs), |count| {
-        format!("{count} pinned programs and maps below {}", dataplane::top_directory(bpffs).display())
-    });
+    if programs == Programs::Removed {
+        outcome.take(dataplane::detach_filters(), |count| format!("programs on {count} clsact hooks"));
+        outcome.take(dataplane::remove_pins(bpffs), |count| {
+            format!("{count} pinned programs and maps below {}", dataplane::top_directory(bpffs).display())
+        });
+    }
     if let Some(tables) = tables.filter(|_| masquerade != Masquerade::Off) {
         let is_masqueraded = move |src: IpAddr, dst: IpAddr| tables.masquerades(Packet { src, dst });
         let until = Instant::now() + FORGETTING;
@@ -81,6 +108,7 @@ async fn replace_by_rules(
     tables: &Tables,
     interface: &str,
     masquerade: Masquerade,
+    steered: Duration,
 ) -> Result<bool, NatRulesError> {
     let decision = Decision {
         sources: tables.masq_src.iter().map(|(prefix, value)| (*prefix, *value)).collect(),
@@ -106,6 +134,7 @@ async fn replace_by_rules(
         uplinks: &uplinks,
         never_clear: &never_clear.map(|(prefix, _)| *prefix).collect(),
         masquerades: masquerade != Masquerade::Off,
+        steered,
         lasts: BRIDGED,
     };
     decision.apply_interim(&interim).await.map(|()| true)

@@ -60,7 +60,7 @@ use kilo_host::{
 };
 
 pub use error::AgentError;
-pub use hand_over::hand_over;
+pub use hand_over::{Programs, hand_over};
 pub use uninstall::{Outcome, Removal, uninstall};
 
 /// What failed is not tried again for its own sake before this time.
@@ -189,7 +189,9 @@ impl<B: Backend> Agent<B> {
         health: Health,
         view: tokio::sync::watch::Sender<Arc<View>>,
     ) -> Result<Self, AgentError> {
-        let adopted = dataplane::top_directory(&options.bpffs).exists();
+        let net = Net::new()?;
+        let adopted = dataplane::top_directory(&options.bpffs).exists()
+            || dataplane::has_filters(&net).await.unwrap_or(true);
         if options.masquerade == Masquerade::Ebpf {
             dataplane::realtime::check()?;
         }
@@ -204,7 +206,6 @@ impl<B: Backend> Agent<B> {
         metrics.set_counters(dataplane.counters()?);
         let host_changed = Arc::new(Notify::new());
         let path_mtus = dataplane.follow_path_mtus(Arc::clone(&host_changed))?;
-        let net = Net::new()?;
         if let Err(error) = Interface::ensure(&net, &options.interface, None).await {
             if !adopted {
                 drop(dataplane);

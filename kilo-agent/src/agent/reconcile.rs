@@ -13,7 +13,7 @@ use crate::{
 };
 use kilo_core::{
     objects::{Snapshot, events::EventReason},
-    settings::Relay,
+    settings::{Masquerade, Relay},
     topology::{Mesh, Node, among, not_among, with_own},
 };
 use kilo_host::interface::Interface;
@@ -148,7 +148,11 @@ impl<B: Backend> Agent<B> {
             differs
         });
         // Pods' packets need these rules, whatever else failed.
-        let ruled = self.write_forward_rules(own).await + self.write_nat_rules(decision).await;
+        let mut ruled = self.write_forward_rules(own).await;
+        // Those of an agent that left go when the programs translate.
+        if applied.is_ok() || self.options.masquerade == Masquerade::Nftables {
+            ruled += self.write_nat_rules(decision).await;
+        }
         self.metrics.writes.inc_by(ruled);
         let writes = applied?;
         // The data path is up: pods may start.

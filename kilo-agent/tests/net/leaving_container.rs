@@ -64,32 +64,75 @@ fn until(what: &str, is_so: impl Fn() -> bool) {
     }
 }
 
-#[test]
-fn flows_go_on_with_the_hosts_address_when_programs_end_with_the_container() {
-    isolated("flows_go_on_with_the_hosts_address_when_programs_end_with_the_container", || async {
-        build();
-        let flags = ["unshare", "--pid", "--mount", "--propagation=private", "--fork", "--kill-child"];
-        let mut command = cluster::kg(&flags);
-        command.args(["--cni=true", "--cni-path=/run/absent.conflist", "--iptables-forward-rules=false"]);
-        let mut agent = Agent(command.spawn().unwrap());
-        until("the programs", || cluster::metrics().contains_key("kilo_nodes"));
-        std::thread::sleep(Duration::from_secs(1));
-        talk();
-        let host = "10.1.0.11".to_owned();
-        until("answers", || seen().len() > 50 && fs::read_to_string(ECHOED).unwrap().len() > 20);
-        let (before, echoed) = (seen(), fs::read_to_string(ECHOED).unwrap().len());
-        assert_eq!(before.iter().cloned().collect::<BTreeSet<_>>(), BTreeSet::from([host.clone()]));
+/// An agent in a container of its own, and flows that it masquerades.
+fn agent_and_flows() -> Agent {
+    build();
+    let agent = start();
+    talk();
+    let host = "10.1.0.11".to_owned();
+    until("answers", || seen().len() > 50 && fs::read_to_string(ECHOED).unwrap().len() > 20);
+    assert_eq!(seen().into_iter().collect::<BTreeSet<_>>(), BTreeSet::from([host]));
+    agent
+}
 
-        let kg = sh("pgrep --ns $$ --nslist net -f '^[^ ]*/kg --backend'");
-        sh(&format!("kill -TERM {}", kg.split_whitespace().next_back().unwrap()));
-        assert!(agent.0.wait().unwrap().success());
+fn start() -> Agent {
+    let flags = ["unshare", "--pid", "--mount", "--propagation=private", "--fork", "--kill-child"];
+    let mut command = cluster::kg(&flags);
+    command.args(["--cni=true", "--cni-path=/run/absent.conflist", "--iptables-forward-rules=false"]);
+    let agent = Agent(command.spawn().unwrap());
+    until("the programs", || cluster::metrics().contains_key("kilo_nodes"));
+    std::thread::sleep(Duration::from_secs(1));
+    agent
+}
+
+fn end(agent: &mut Agent, signal: &str) -> bool {
+    let kg = sh("pgrep --ns $$ --nslist net -f '^[^ ]*/kg --backend'");
+    sh(&format!("kill -{signal} {}", kg.split_whitespace().next_back().unwrap()));
+    agent.0.wait().unwrap().success()
+}
+
+fn only_the_host_was_seen() {
+    let all: BTreeSet<_> = seen().into_iter().collect();
+    assert_eq!(all, BTreeSet::from(["10.1.0.11".to_owned()]), "no packet left with the pod's address");
+}
+
+#[test]
+fn flows_go_on_with_the_hosts_address_when_pins_end_with_the_container() {
+    isolated("flows_go_on_with_the_hosts_address_when_pins_end_with_the_container", || async {
+        let mut agent = agent_and_flows();
+        let (before, echoed) = (seen().len(), fs::read_to_string(ECHOED).unwrap().len());
+        assert!(end(&mut agent, "TERM"));
         assert!(succeeds("nft list table inet kilo | grep -q masquerade"));
         until("the streams go on", || {
-            seen().len() > before.len() + 100 && fs::read_to_string(ECHOED).unwrap().len() > echoed + 50
+            seen().len() > before + 100 && fs::read_to_string(ECHOED).unwrap().len() > echoed + 50
         });
-        let all: BTreeSet<_> = seen().into_iter().collect();
-        assert_eq!(all, BTreeSet::from([host]), "no packet left with the pod's address");
+        only_the_host_was_seen();
+        let _next = start();
+        assert!(!succeeds("nft list table inet kilo"), "the rules are still there beside the programs");
+        let (before, echoed) = (seen().len(), fs::read_to_string(ECHOED).unwrap().len());
+        until("the streams go on with the next agent", || {
+            seen().len() > before + 100 && fs::read_to_string(ECHOED).unwrap().len() > echoed + 50
+        });
+        only_the_host_was_seen();
         let echoed = fs::read_to_string(ECHOED).unwrap();
         assert!(!echoed.contains("ended"), "{echoed}");
+    });
+}
+
+#[test]
+fn programs_of_a_killed_agent_outlive_its_container() {
+    isolated("programs_of_a_killed_agent_outlive_its_container", || async {
+        let mut agent = agent_and_flows();
+        let (before, echoed) = (seen().len(), fs::read_to_string(ECHOED).unwrap().len());
+        assert!(!end(&mut agent, "KILL"));
+        until("the streams go on", || {
+            seen().len() > before + 100 && fs::read_to_string(ECHOED).unwrap().len() > echoed + 50
+        });
+        only_the_host_was_seen();
+        // Its maps are new: of the flow, too, which gets another port.
+        let _next = start();
+        let before = seen().len();
+        until("datagrams go on with the next agent", || seen().len() > before + 100);
+        only_the_host_was_seen();
     });
 }

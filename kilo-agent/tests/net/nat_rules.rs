@@ -138,6 +138,7 @@ fn a_flow_without_translation_is_kept_in_until_it_is_forgotten_and_then_translat
                 uplinks: &uplinks,
                 never_clear: &BTreeSet::new(),
                 masquerades: true,
+                steered: Duration::ZERO,
                 lasts,
             })
             .await
@@ -172,7 +173,9 @@ fn rules_for_somebody_else_are_not_taken_for_ones_own_and_take_nested_prefixes()
         }
         let uplinks = BTreeSet::from(["outside".to_owned()]);
         let lasts = Duration::from_secs(600);
-        let interim = Interim { uplinks: &uplinks, never_clear: &BTreeSet::new(), masquerades: true, lasts };
+        let steered = Duration::ZERO;
+        let nowhere = BTreeSet::new();
+        let interim = Interim { uplinks: &uplinks, never_clear: &nowhere, masquerades: true, steered, lasts };
         wanted.apply_interim(&interim).await.unwrap();
         assert_eq!(NatRules::default().apply(wanted.clone(), Instant::now()).await.unwrap(), 1);
         assert_eq!(NatRules::default().apply(wanted.clone(), Instant::now()).await.unwrap(), 0);
@@ -181,7 +184,7 @@ fn rules_for_somebody_else_are_not_taken_for_ones_own_and_take_nested_prefixes()
         let never_clear = BTreeSet::from(["10.42.2.0/24".parse().unwrap()]);
         stream_begins();
         it_flows();
-        let interim = Interim { uplinks: &uplinks, never_clear: &never_clear, masquerades: false, lasts };
+        let interim = Interim { never_clear: &never_clear, masquerades: false, ..interim };
         wanted.apply_interim(&interim).await.unwrap();
         seen_meanwhile();
         assert_eq!(seen_meanwhile(), BTreeSet::new());

@@ -288,13 +288,13 @@ fn bpftool(lab: &mut Lab) -> Result<String> {
                 node.name()
             );
         }
-        let dump = node.space.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v5/prefix_v4")?;
+        let dump = node.space.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v6/prefix_v4")?;
         ensure!(
             dump.contains("\"hop\"") && dump.contains("\"flags\""),
             "{}: no field names:\n{dump}",
             node.name()
         );
-        let dump = node.space.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v5/hop | head -40")?;
+        let dump = node.space.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v6/hop | head -40")?;
         ensure!(
             dump.contains("\"kind\"") && dump.contains("\"tunnel\""),
             "{}: no field names:\n{dump}",

@@ -304,7 +304,7 @@ fn show(args: &LabArgs) -> Result<()> {
         "lab exec a2 -- ip route",
         "lab exec a1 -- wg",
         "lab exec a2 -- bpftool prog",
-        "lab exec a2 -- bpftool map dump pinned /sys/fs/bpf/kilo/v5/prefix_v4",
+        "lab exec a2 -- bpftool map dump pinned /sys/fs/bpf/kilo/v6/prefix_v4",
         "lab exec pod-a2 -- ping -c 3 10.42.5.2",
         "lab down",
     ] {

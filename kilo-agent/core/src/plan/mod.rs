@@ -200,6 +200,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
             Some(IpAddr::V4(ip)) => ip.octets(),
             _ => [0; 4],
         },
+        ends: 0,
     };
     Some(HostPlan {
         wireguard: wireguard::peers(inputs, &own, &remote),

@@ -21,15 +21,17 @@ use std::{
     os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
     sync::Arc,
+    time::Duration,
 };
 
 use aya::{
     Ebpf,
-    maps::{Map, MapData, MapError, PerCpuArray},
+    maps::{Array, Map, MapData, MapError, PerCpuArray},
 };
 use kilo_common::{
     counters::{Action, DropReason},
-    maps::{NodeValue, SignalKey},
+    map_table::name,
+    maps::{Config, NodeValue, SignalKey},
 };
 
 pub use attach::{Applied, Interfaces, detach_filters, interface_name, is_ours};
@@ -39,7 +41,7 @@ pub use path_mtu::PathMtus;
 
 use tokio::sync::Notify;
 
-use crate::net::Net;
+use crate::net::{Net, NetError};
 use kilo_core::{observed::Attached, settings::AttachMode, tables::Tables};
 
 /// Where the BPF file system is, by convention.
@@ -67,6 +69,30 @@ pub fn link_directory(bpffs: &Path) -> PathBuf {
 pub fn read_tables(bpffs: &Path) -> Result<Tables, DataplaneError> {
     let mut pinned = load::PinnedMaps::of(pin_directory(bpffs));
     Ok(Tables::from(&maps::read(&mut pinned)?))
+}
+
+/// Leaves the programs of this host to themselves: they steer for so long and then let every
+/// packet by, unless another agent replaces them. They translate nothing from now on, and use no
+/// tunnel device.
+///
+/// # Errors
+/// When there is no data path here, or the map refuses the write.
+pub fn leave_for(bpffs: &Path, lasts: Duration) -> Result<(), DataplaneError> {
+    let mut pinned = load::PinnedMaps::of(pin_directory(bpffs));
+    let mut map = Array::<_, Config>::try_from(load::Maps::get(&mut pinned, name::CONFIG)?)?;
+    let seconds = u32::try_from(lasts.as_secs()).unwrap_or(u32::MAX);
+    let config = map.get(&0, 0)?.left_until(nat::now().saturating_add(seconds));
+    Ok(map.set(0, config, 0)?)
+}
+
+/// True where an agent has left clsact filters of ours on some interface.
+///
+/// # Errors
+/// When interfaces or filters cannot be listed.
+pub async fn has_filters(net: &Net) -> Result<bool, NetError> {
+    let links = net.links().await?;
+    let filters = net.bpf_filters(links.iter().map(|link| link.index)).await?;
+    Ok(filters.iter().any(is_ours))
 }
 
 /// Opens a pinned map of a data path that is there.
@@ -118,7 +144,7 @@ impl Dataplane {
             .mode(0o700)
             .create(&directory)
             .map_err(|source| DataplaneError::Pin { path: directory.clone(), source })?;
-        let adopted = directory.join(kilo_common::map_table::name::CONFIG).exists();
+        let adopted = directory.join(name::CONFIG).exists();
         let mut bpf = load::load(&directory, debug).inspect_err(|_| {
             if !adopted {
                 // Nothing half set up stays behind; what another version runs stays.
@@ -250,7 +276,7 @@ impl CounterReader {
     }
 
     fn of(directory: &Path) -> Result<Self, DataplaneError> {
-        let data = open_pin(directory, kilo_common::map_table::name::COUNT)?;
+        let data = open_pin(directory, name::COUNT)?;
         Ok(Self(PerCpuArray::try_from(Map::PerCpuArray(data))?))
     }
 

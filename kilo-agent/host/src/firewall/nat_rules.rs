@@ -47,6 +47,8 @@ pub struct Interim<'a> {
     pub never_clear: &'a BTreeSet<IpNet>,
     /// False: somebody else masquerades, and these rules only keep in what must not leave.
     pub masquerades: bool,
+    /// For so long programs go on steering: what they steer is not kept in before that is over.
+    pub steered: Duration,
     /// How long they do anything.
     pub lasts: Duration,
 }
@@ -133,6 +135,9 @@ impl Decision {
                 set("never", interim.never_clear.iter().filter(of_family).copied().collect(), None);
                 let everybody = if v6 { Ipv6Net::default().into() } else { Ipv4Net::default().into() };
                 set("quiet", BTreeSet::from([everybody]), Some(QUIET));
+                if !interim.steered.is_zero() {
+                    set("steered", BTreeSet::from([everybody]), Some(interim.steered));
+                }
                 // Empty when the time is over, and then nothing below is reached.
                 set("live", BTreeSet::from([everybody]), Some(interim.lasts));
                 let gate = format!("\t\t{word} daddr != @live_{word} return\n");
@@ -145,9 +150,14 @@ impl Decision {
                  \t\t{word} daddr @forced_{word} {word} saddr != @exempt_{word} masquerade\n\
                  \t\t{word} saddr @sources_{word} masquerade\n"
             );
+            // Empty when the programs have ended.
+            let gate = match interim.is_some_and(|interim| !interim.steered.is_zero()) {
+                true => format!("{word} daddr != @steered_{word} "),
+                false => String::new(),
+            };
             // A leader hands on what others' pods send, too.
             for from in ["sources", "never"] {
-                guards += &format!("\t\t{word} saddr @{from}_{word} {word} daddr @never_{word} drop\n");
+                guards += &format!("\t\t{gate}{word} saddr @{from}_{word} {word} daddr @never_{word} drop\n");
             }
             if interim.is_some_and(|interim| interim.masquerades) {
                 guards += &format!(

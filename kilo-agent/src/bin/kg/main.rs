@@ -202,9 +202,10 @@ fn text(flag: &str) -> Option<&str> {
 }
 
 async fn serve(flags: Flags) -> Result<()> {
-    let options = options(&flags)?;
+    let mut options = options(&flags)?;
     let _lock = lock::interface(Path::new(lock::STATE), &flags.interface)?;
-    let mut leaving = Leaving::begin(&options.bpffs);
+    let mut leaving = Leaving::begin(&options.bpffs, options.attach);
+    options.attach = leaving.attach();
     let startup = agent::begin(&options);
     match flags.backend {
         BackendKind::File => {

@@ -19,6 +19,9 @@ const LEFT_BY_KILO: &str = "
     iptables-save | grep -v KILO | iptables-restore; ip6tables-save | grep -v KILO | ip6tables-restore
     ip route flush table 1107 2> /dev/null || true; ip link delete tunl0 2> /dev/null || true";
 
+/// What a flow within the location may lose while programs are left to themselves: a second.
+const MOST_LOST: u64 = 200;
+
 /// The whole way, each step while pods talk.
 pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     let Some(original) = Original::find()? else {
@@ -34,11 +37,11 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     cluster.kubectl(&["wait", "--for=condition=Ready", "nodes", "--all", "--timeout=60s"])?;
     removal::renew_pods(cluster).context("Kilo itself")?;
     let mut said = Vec::new();
-    let mut step = |name: &str, code: &dyn Fn() -> Result<()>| -> Result<u64> {
-        let (text, clear) = measured(cluster, code).with_context(|| name.to_owned())?;
-        println!("    {name}: {text}");
-        said.push(format!("{name}: {text}"));
-        Ok(clear)
+    let mut step = |name: &str, code: &dyn Fn() -> Result<()>| -> Result<Step> {
+        let step = measured(cluster, code).with_context(|| name.to_owned())?;
+        println!("    {name}: {}", step.text);
+        said.push(format!("{name}: {}", step.text));
+        Ok(step)
     };
     step("Go to Go", &|| {
         cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
@@ -46,11 +49,11 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     })?;
     step("Go to ours", &|| set_image(cluster, image::IMAGE))?;
     // Kilo takes its routes away when it stops: what its pods send then, nobody keeps in.
-    let mut clear = step("ours to ours", &|| {
+    let ours = step("ours to ours", &|| {
         cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
         deploy::roll(cluster, "kilo", 180)
     })?;
-    clear += step("ours to Go", &|| set_image(cluster, original::IMAGE))?;
+    let clear = ours.clear + step("ours to Go", &|| set_image(cluster, original::IMAGE))?.clear;
     cluster.kubectl(&["-n", "kube-system", "delete", "ds", "kilo", "--cascade=foreground"])?;
     for node in &cluster.nodes {
         node.sh(LEFT_BY_KILO)?;
@@ -58,6 +61,9 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     removal::put_back(cluster)?;
     if clear > 0 {
         bail!("{clear} packets with a pod's address were on the router after our agents had stopped");
+    }
+    if ours.lost_within > MOST_LOST {
+        bail!("{} packets within the location were lost from our agents to our agents", ours.lost_within);
     }
     Ok(said.join("\n    "))
 }
@@ -82,9 +88,16 @@ fn set_image(cluster: &Cluster, image: &str) -> Result<()> {
     deploy::roll(cluster, "kilo", 180)
 }
 
-/// What flows lose while something is done, until all is reached again, and how many packets
-/// left in clear.
-fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<(String, u64)> {
+/// What was measured while something was done, until all was reached again.
+struct Step {
+    text: String,
+    /// Packets in clear.
+    clear: u64,
+    /// Lost from the leader to a member of its location, all families.
+    lost_within: u64,
+}
+
+fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<Step> {
     let flows = Flows::start(cluster, None)?;
     let result = code();
     let settled = until("everybody reaches everybody", Duration::from_secs(60), || everybody(cluster).ok());
@@ -102,11 +115,14 @@ fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<(Str
             )
         })
         .collect();
+    let beside = format!("{} to {}", cluster.nodes[0].site.node, cluster.nodes[1].site.node);
+    let within = measured.iter().filter(|(name, _)| name.starts_with(&beside));
+    let lost_within = within.map(|(_, figures)| figures.lost).sum();
     let text = format!("{}; {clear} packets in clear", texts.join("; "));
     result.with_context(|| text.clone())?;
     if settled.is_err() {
         let error = everybody(cluster).err().map(|error| format!("{error:#}")).unwrap_or_default();
         bail!("{text}\n    {error}");
     }
-    Ok((text, clear))
+    Ok(Step { text, clear, lost_within })
 }

@@ -1,0 +1,88 @@
+//! Programs that an agent has left to themselves: they end when their time is over, or when another
+//! agent steers.
+
+use aya_ebpf::{
+    EbpfContext as _,
+    bindings::{__sk_buff, bpf_fib_lookup},
+    helpers::bpf_fib_lookup as look_up,
+    programs::TcContext,
+};
+use kilo_common::{
+    event::Hook,
+    forwarding::is_of_mesh,
+    maps::Config,
+    packet::{ETHERNET_LEN, IPV4_LEN, Ipv4, protocol},
+};
+
+use crate::{
+    cb,
+    ip::Ip as _,
+    maps::CONFIG,
+    masquerade::clock,
+    packet::{self, Family},
+};
+
+/// A second that has been.
+const OVER: u32 = 1;
+/// `AF_INET`.
+const INET: u8 = 2;
+
+/// True when these programs are nobody's any more, and let every packet by.
+#[inline(always)]
+pub fn is_over(ctx: &TcContext, config: &Config, hook: Hook) -> bool {
+    if config.ends == 0 {
+        return false;
+    }
+    if clock::now() >= config.ends {
+        return true;
+    }
+    let skb = ctx.as_ptr().cast();
+    match hook {
+        Hook::UplinkEgress => other_agent::<true>(skb, config) != 0,
+        Hook::LanIngress => other_agent::<false>(skb, config) != 0,
+        _ => false,
+    }
+}
+
+/// Whether an IPIP packet shows that another agent steers, as Kilo's does through `tunl0`: from
+/// then on all programs of this host are over. A function of its own for the verifier.
+#[inline(never)]
+fn other_agent<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config) -> u32 {
+    let ctx = TcContext::new(skb);
+    if !matches!(packet::family(&ctx), Family::V4) || packet::protocol_v4(&ctx) != protocol::IPIP {
+        return 0;
+    }
+    let Ok(outer) = Ipv4::read(&ctx, ETHERNET_LEN) else { return 0 };
+    let shows = if EGRESS {
+        Ipv4::is_private(config, outer.src()) && !cb::is_sent(&ctx)
+    } else {
+        Ipv4::is_private(config, outer.dst())
+            && Ipv4::sender(outer.src()).is_some()
+            && outer.header_len() == IPV4_LEN
+            && Ipv4::read(&ctx, ETHERNET_LEN + IPV4_LEN).is_ok_and(|inner| is_elsewhere(&ctx, config, &inner))
+    };
+    if shows && let Some(config) = CONFIG.get_ptr_mut(0) {
+        // SAFETY: the entry is always there, and a word is written at once.
+        unsafe { (&raw mut (*config).ends).write_volatile(OVER) };
+    }
+    u32::from(shows)
+}
+
+/// True when routes lead to a pod by another device than ours: what came from there would be
+/// received on a device that the other agent may have taken down.
+#[inline(always)]
+fn is_elsewhere(ctx: &TcContext, config: &Config, inner: &Ipv4) -> bool {
+    if !is_of_mesh(Ipv4::prefix(inner.src())) {
+        return false;
+    }
+    // SAFETY: plain integers, for which zero is a value.
+    let mut route: bpf_fib_lookup = unsafe { core::mem::zeroed() };
+    route.family = INET;
+    route.ifindex = packet::ifindex(ctx);
+    route.__bindgen_anon_3.ipv4_src = u32::from_ne_bytes(inner.dst());
+    route.__bindgen_anon_4.ipv4_dst = u32::from_ne_bytes(inner.src());
+    let size = size_of::<bpf_fib_lookup>() as i32;
+    // SAFETY: the context is valid, and the structure has the size that is named.
+    let answer = unsafe { look_up(ctx.as_ptr().cast(), &raw mut route, size, 0) };
+    answer >= 0 && route.ifindex != config.kilo_ifindex
+}
