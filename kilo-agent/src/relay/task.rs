@@ -220,6 +220,10 @@ impl Task {
 
     /// The relay's own work.
     fn serve(&mut self, now: Instant) {
+        // Before the first reconcile nothing is known, and what an earlier agent has left goes on.
+        if self.context.view.borrow().mesh.granularity().is_none() {
+            return;
+        }
         if !self.is_on() || !self.leaders.offers {
             self.server = Server::default();
         }

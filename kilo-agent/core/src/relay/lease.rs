@@ -97,7 +97,9 @@ impl Lease {
             token: self.token,
             port: self.port,
         };
-        Some((self.address().unwrap_or(self.place), message))
+        // A relay that has forgotten the port hears nothing there.
+        let is_forgotten = self.asked.is_multiple_of(4);
+        Some((self.address().filter(|_| !is_forgotten).unwrap_or(self.place), message))
     }
 
     /// Takes the relay's answer.
