@@ -20,6 +20,8 @@ pub mod http;
 pub mod leaving;
 #[cfg(feature = "agent")]
 pub mod metrics;
+#[cfg(feature = "agent")]
+pub mod relay;
 pub mod resolve;
 pub mod status;
 #[cfg(feature = "agent")]

@@ -35,6 +35,12 @@ pub struct EventLabel {
     pub event: String,
 }
 
+/// How a tunnel is connected.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct WayLabel {
+    way: &'static str,
+}
+
 /// A BPF map.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct MapLabel {
@@ -161,6 +167,10 @@ pub struct Metrics {
     pub silent_tunnels: Gauge,
     /// `kilo_locations_without_leader`: none of their nodes takes part.
     leaderless: Gauge,
+    /// `kilo_tunnels`: tunnels with other locations that work, by how they are connected.
+    ways: Family<WayLabel, Gauge>,
+    /// `kilo_relayed_pairs`: pairs of other locations that this node relays for.
+    relayed_pairs: Gauge,
     /// `kilo_nodes_left_out`: nodes that are known and take no part.
     left_out: Gauge,
     /// `kilo_last_check_in_seconds`: Unix time of the own heartbeat as the backend gave it back.
@@ -195,6 +205,8 @@ impl Default for Metrics {
             peers: Gauge::default(),
             silent_tunnels: Gauge::default(),
             leaderless: Gauge::default(),
+            ways: Family::default(),
+            relayed_pairs: Gauge::default(),
             left_out: Gauge::default(),
             last_check_in: Gauge::default(),
             reconciles: Counter::default(),
@@ -221,6 +233,16 @@ impl Default for Metrics {
             "kilo_silent_tunnels",
             "Tunnels that bytes are sent into and nobody answers from",
             metrics.silent_tunnels.clone(),
+        );
+        registry.register(
+            "kilo_tunnels",
+            "Tunnels with other locations that work, by way: direct, punched or relayed",
+            metrics.ways.clone(),
+        );
+        registry.register(
+            "kilo_relayed_pairs",
+            "Pairs of other locations that this node relays for",
+            metrics.relayed_pairs.clone(),
         );
         registry.register(
             "kilo_locations_without_leader",
@@ -294,6 +316,17 @@ impl Metrics {
         let gauge = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         self.leaderless.set(gauge(leaderless));
         self.left_out.set(gauge(left_out));
+    }
+
+    /// Sets how tunnels that work are connected, and how many pairs this node relays for.
+    pub fn set_ways(&self, ways: impl Iterator<Item = &'static str>, relayed_pairs: usize) {
+        let gauge = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        let mut counts = BTreeMap::from([("direct", 0), ("punched", 0), ("relayed", 0)]);
+        ways.for_each(|way| *counts.entry(way).or_insert(0) += 1);
+        for (way, count) in counts {
+            self.ways.get_or_create(&WayLabel { way }).set(count);
+        }
+        self.relayed_pairs.set(gauge(relayed_pairs));
     }
 
     /// Shows the data path's counters from now on.

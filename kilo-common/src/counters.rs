@@ -75,6 +75,8 @@ counted! {
         Reflect = 11 => "reflect",
         /// A signal handed to the agent.
         Hear = 12 => "hear",
+        /// On a relay: WireGuard's ciphertext, sent on to the pair's other end.
+        Relay = 13 => "relay",
     }
 }
 
@@ -174,6 +176,15 @@ counted! {
         UnknownSignal = 61 => "unknown_signal",
             "A node that has just joined is known within a second. Otherwise: `kgctl monitor --reason \
              unknown_signal` shows who sends, and `kgctl status` whether it is a node of this location.",
+        /// On a relay: to a port of a pair, from somebody else than the end that it is bound to, or not WireGuard's.
+        RelayStranger = 62 => "relay_stranger",
+            "In small numbers: the NAT in front of a pair's end has changed its port, which that end tells within \
+             seconds. Otherwise somebody scans or forges: `kgctl monitor --reason relay_stranger` shows the \
+             source. Nothing is answered.",
+        /// On a relay: to a port of a pair whose ends have not both been bound yet.
+        RelayUnbound = 63 => "relay_unbound",
+            "Harmless while a pair is being connected. If it goes on, the other end does not reach this relay on \
+             UDP ports 51830 to 52829, or by the other IP family: open them, and see `kgctl status`.",
         /// The network marked the outer header as congested, and the inner packet cannot bear the mark.
         Congestion = 58 => "congestion",
             "Harmless: a router between the nodes is congested and marks packets instead of dropping them, \

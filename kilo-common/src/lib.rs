@@ -15,6 +15,7 @@ pub mod maps;
 pub mod nat;
 pub mod packet;
 pub mod refused;
+pub mod relay;
 pub mod signal;
 pub mod siphash;
 pub mod too_big;

@@ -8,6 +8,7 @@ use crate::{
         Config, Device, Heard, Hop, InboundValue, MasqAddr, NatKey, NatValue, NodeValue, PathMtu,
         PrefixValue, SignalKey,
     },
+    relay,
 };
 
 /// Kind of a map, as the kernel calls it.
@@ -152,6 +153,15 @@ maps! {
     SIGNAL = "signal", RingBuf<(), Heard>, size 65_536, pinned true, gauge false,
         holds "ring: signals for the agent",
         reason "bytes: 630 short signals or 56 of the longest; what does not fit is lost, signals are repeated";
+    RELAY = "relay", Hash<u32, relay::Port>, size 1_024, pinned true, gauge false,
+        holds "on a relay: port of a pair → who may send to it, and to whom it is sent on",
+        reason "two ports a pair, of 1,000. One more pair is refused";
+    RELAY_KEY = "relay_key", Hash<u64, [u64; 2]>, size 8_192, pinned true, gauge false,
+        holds "leader's id → what its messages about relays are checked with",
+        reason "one a location. One more is not heard";
+    RELAY_HEARD = "relay_heard", RingBuf<(), relay::Heard>, size 16_384, pinned true, gauge false,
+        holds "ring: messages about relays, for the agent",
+        reason "bytes: 140 messages; what does not fit is lost, messages are repeated";
     COUNT = "count", PerCpuArray<u32, u64>, size COUNTERS, pinned true, gauge false,
         holds "action or drop reason → packets, per CPU",
         reason "indexes are fixed; the rest is room";

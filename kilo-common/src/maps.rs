@@ -306,6 +306,9 @@ pub const CONFIG_SEVERAL_V6: u32 = 128;
 /// stands by to. Without it nothing may reach WireGuard.
 pub const CONFIG_GATEWAY: u32 = 256;
 
+/// `Config::flags`: some node relays, so messages of relays are looked for.
+pub const CONFIG_RELAY: u32 = 512;
+
 /// First bytes of the address of every gateway inside tunnels.
 pub const CONTROL_PREFIX: [u8; 6] = [0xfd, 0x6b, 0x69, 0x6c, 0x6f, 0x00];
 
@@ -398,6 +401,8 @@ pub enum Inject {
     Tunnel = 2,
     /// To a node of the location, without outer header.
     Lan = 3,
+    /// Out of the interface in the second word, to whom the kernel's routes say, without outer header.
+    Out = 4,
 }
 
 /// What every program needs to know of this host.
@@ -478,4 +483,4 @@ macro_rules! plain_old_data {
         )*
     };
 }
-plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 32, NatKey: 40, NatValue: 24, InboundValue: 8, MasqAddr: 20, Device: 24, Config: 92, PathMtu: 24, SignalKey: 40, Heard: 32);
+plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 32, NatKey: 40, NatValue: 24, InboundValue: 8, MasqAddr: 20, Device: 24, Config: 92, PathMtu: 24, SignalKey: 40, Heard: 32, crate::relay::Port: 104, crate::relay::Heard: 104);

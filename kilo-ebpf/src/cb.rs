@@ -138,7 +138,24 @@ pub fn is_passed_on(ctx: &TcContext) -> bool {
 /// Says that a node of the location is to have the packet as it is.
 #[inline(always)]
 pub fn to_lan(ctx: &TcContext) {
+    out(ctx, 0);
+}
+
+/// Says that the packet leaves by that interface as it is.
+#[inline(always)]
+pub fn out(ctx: &TcContext, ifindex: u32) {
     set(ctx, TO_LAN);
+    let skb: *mut __sk_buff = ctx.as_ptr().cast();
+    // SAFETY: as in `set`.
+    unsafe { (*skb).cb[2] = ifindex };
+}
+
+/// The interface that [`out`] has named; 0 after [`to_lan`].
+#[inline(always)]
+pub fn named(ctx: &TcContext) -> u32 {
+    let skb: *mut __sk_buff = ctx.as_ptr().cast();
+    // SAFETY: the context is valid for the whole program.
+    unsafe { (*skb).cb[2] }
 }
 
 /// True when [`to_lan`] was said of this packet.

@@ -16,6 +16,7 @@ pub fn inject(ctx: &TcContext) -> i32 {
     const STACK: u32 = Inject::Stack as u32;
     const TUNNEL: u32 = Inject::Tunnel as u32;
     const LAN: u32 = Inject::Lan as u32;
+    const OUT: u32 = Inject::Out as u32;
     let skb: *mut __sk_buff = ctx.as_ptr().cast();
     let Some(config) = CONFIG.get(0) else { return INVALID };
     // SAFETY: the context is valid for the whole program.
@@ -23,6 +24,8 @@ pub fn inject(ctx: &TcContext) -> i32 {
         STACK => cb::forget(ctx),
         TUNNEL => cb::transit(ctx),
         LAN => cb::to_lan(ctx),
+        // SAFETY: as above.
+        OUT => cb::out(ctx, unsafe { (*skb).cb[1] }),
         _ => return INVALID,
     }
     // SAFETY: the context is valid.

@@ -28,6 +28,7 @@ use crate::{
     masquerade,
     mtu::{self, fits},
     packet::{self, Family},
+    relay,
     ret::{Act, Verdict, from_code, to_code},
     signal,
 };
@@ -48,6 +49,9 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
             protocol::TCP | protocol::UDP => match established::arriving(ctx, config)? {
                 Established::Done => Ok(Act::NEXT),
                 // Nor is it the tunnels'.
+                Established::NoEntry if relay::concerns_whole(ctx, config) => {
+                    from_code(relay::arrived::<Ipv4, ETHERNET_LEN>(ctx.as_ptr().cast(), config))
+                }
                 Established::NoEntry if config.flags & CONFIG_NATIVE == 0 => Ok(Act::NEXT),
                 Established::NoEntry => from_code(plain_v4(ctx.as_ptr().cast(), config)),
                 Established::Unknown => taken_v4::<ETHERNET_LEN>(ctx, config),
@@ -73,13 +77,17 @@ pub fn l3_ingress(ctx: &TcContext, config: &Config) -> Verdict {
 /// Answer of [`received_v4`] and [`received_v6`]: it is a signal. Its own function is called from here,
 /// because the stacks of functions that call each other add up.
 const SIGNAL: i32 = 1000;
+/// The same: it is a relay's, or a message about one.
+const RELAY: i32 = 1001;
 const _: () = assert!(DropReason::from_index(SIGNAL as u32).is_none());
+const _: () = assert!(DropReason::from_index(RELAY as u32).is_none());
 
 #[inline(always)]
 fn taken_v4<const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdict {
     let skb = ctx.as_ptr().cast();
     from_code(match received_v4::<LINK>(skb, config) {
         SIGNAL => signal::from_lan::<Ipv4, LINK>(skb, config),
+        RELAY => relay::arrived::<Ipv4, LINK>(skb, config),
         code => code,
     })
 }
@@ -89,6 +97,7 @@ fn taken_v6<const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdict {
     let skb = ctx.as_ptr().cast();
     from_code(match received_v6::<LINK>(skb, config) {
         SIGNAL => signal::from_lan::<V6, LINK>(skb, config),
+        RELAY => relay::arrived::<V6, LINK>(skb, config),
         code => code,
     })
 }
@@ -175,6 +184,9 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdi
     }
     if masquerade::ingress(ctx, config, LINK, &outer, true)?.is_some() {
         return Ok(Act::NEXT);
+    }
+    if relay::concerns::<O, LINK>(ctx, config, &outer) {
+        return Ok(Act::of(RELAY));
     }
     let taken = plain::<O, LINK>(ctx, config, &outer)?;
     if taken == Act::NEXT {

@@ -65,6 +65,8 @@ mod packet;
 #[cfg(target_arch = "bpf")]
 mod reflect;
 #[cfg(target_arch = "bpf")]
+mod relay;
+#[cfg(target_arch = "bpf")]
 mod ret;
 #[cfg(target_arch = "bpf")]
 mod signal;

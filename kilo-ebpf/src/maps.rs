@@ -11,6 +11,7 @@ use kilo_common::{
         Config, Device, Heard, Hop, InboundValue, MasqAddr, NatKey, NatValue, NodeValue, PathMtu,
         PrefixValue, SignalKey,
     },
+    relay,
 };
 
 #[btf_map(name = "prefix_v4")]
@@ -25,6 +26,12 @@ pub static LEAD: Array<u64, { map_table::LEAD.size as usize }> = Array::new();
 pub static SIGNAL_KEY: HashMap<[u8; 16], SignalKey, { map_table::SIGNAL_KEY.size as usize }> = HashMap::new();
 #[btf_map(name = "signal")]
 pub static SIGNAL: RingBuf<Heard, { map_table::SIGNAL.size as usize }> = RingBuf::new();
+#[btf_map(name = "relay")]
+pub static RELAY: HashMap<u32, relay::Port, { map_table::RELAY.size as usize }> = HashMap::new();
+#[btf_map(name = "relay_key")]
+pub static RELAY_KEY: HashMap<u64, [u64; 2], { map_table::RELAY_KEY.size as usize }> = HashMap::new();
+#[btf_map(name = "relay_heard")]
+pub static RELAY_HEARD: RingBuf<relay::Heard, { map_table::RELAY_HEARD.size as usize }> = RingBuf::new();
 #[btf_map(name = "node_v4")]
 pub static NODE_V4: HashMap<[u8; 4], NodeValue, { map_table::NODE_V4.size as usize }> = HashMap::new();
 #[btf_map(name = "node_v6")]

@@ -6,7 +6,7 @@ use core::mem::offset_of;
 use aya_ebpf::{
     EbpfContext as _,
     bindings::{__sk_buff, BPF_F_MARK_MANGLED_0, BPF_RB_AVAIL_DATA, BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEUP},
-    helpers::{bpf_ktime_get_ns, bpf_ringbuf_query, bpf_skb_change_head, bpf_skb_load_bytes},
+    helpers::{bpf_ktime_get_ns, bpf_ringbuf_query, bpf_skb_load_bytes},
     programs::TcContext,
 };
 use kilo_common::{
@@ -20,7 +20,7 @@ use kilo_common::{
         CONFIG_GATEWAY, CONTROL_PREFIX, Config, FAMILY_V6, HOP_ACTING, HOP_REMOTE, Heard, SignalKey,
         sender_id,
     },
-    packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4, protocol},
+    packet::{Ipv4, protocol},
     signal::{
         self, HEADER, Header, KERNEL, Kind, LONGEST,
         kernel::{self, Answer, KIND_AT, Raw, Taken},
@@ -34,7 +34,7 @@ use crate::{
     ip::{Ip, halves, octets},
     lead,
     maps::{SIGNAL, SIGNAL_KEY, count_action, hop},
-    packet,
+    packet, relay,
     ret::{Act, Verdict, to_code},
 };
 
@@ -373,16 +373,16 @@ pub fn to_lan<I: Ip>(skb: *mut __sk_buff) -> i32 {
 
 #[inline(always)]
 fn sent_to_lan<I: Ip>(ctx: &TcContext, ip: &I) -> Verdict {
-    let node = I::sender(ip.dst()).ok_or(DropReason::UnknownSignal)?;
-    // The likeliest comes first.
-    let [ifindex, ..] = node.interfaces;
-    // SAFETY: the context is valid for the whole program.
-    if unsafe { bpf_skb_change_head(ctx.as_ptr().cast(), ETHERNET_LEN as u32, 0) } != 0 {
-        return Err(DropReason::Encapsulation);
-    }
-    let mut header = [0u8; ETHERNET_LEN];
-    [header[12], header[13]] = (if I::V6 { ETHERTYPE_IPV6 } else { ETHERTYPE_IPV4 }).to_be_bytes();
-    ctx.store(0, &header, 0).map_err(|_| DropReason::Encapsulation)?;
+    let named = cb::named(ctx);
+    let ifindex = if named == 0 {
+        let node = I::sender(ip.dst()).ok_or(DropReason::UnknownSignal)?;
+        // The likeliest comes first.
+        let [ifindex, ..] = node.interfaces;
+        ifindex
+    } else {
+        named
+    };
+    relay::framed::<I>(ctx)?;
     cb::sent(ctx);
     count_action(Action::Steer);
     Ok(Act::neighbour(ifindex))

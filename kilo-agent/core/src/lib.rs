@@ -12,6 +12,7 @@ pub mod net;
 pub mod objects;
 pub mod observed;
 pub mod plan;
+pub mod relay;
 pub mod settings;
 pub mod showconf;
 pub mod signal_id;

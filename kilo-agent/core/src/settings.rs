@@ -187,6 +187,15 @@ pub struct Settings {
     pub port: u16,
 }
 
+/// Relays (`--relay`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Relay {
+    /// Where nodes offer to relay, and no direct way is found.
+    Auto,
+    /// Not at all, whoever offers; nor does this node relay for others.
+    Off,
+}
+
 /// Failover (`--failover`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Failover {

@@ -39,12 +39,13 @@ use crate::{
     failover::{self, Failover},
     health::Health,
     metrics::Metrics,
+    relay::{self, Relays},
     resolve::Resolver,
     status::View,
 };
 use kilo_core::{
     plan::HopIds,
-    settings::{AttachMode, Compatibility, EndpointFrom, Masquerade, Settings},
+    settings::{AttachMode, Compatibility, EndpointFrom, Masquerade, Relay, Settings},
     topology::Liveness,
     wireguard::key::SecretKey,
 };
@@ -110,6 +111,8 @@ pub struct Options {
     pub debug: bool,
     /// Failover; `None` = off.
     pub failover: Option<failover::Options>,
+    /// `--relay`.
+    pub relay: Relay,
 }
 
 /// What is started before the nodes are known: see [`begin`].
@@ -165,6 +168,7 @@ pub struct Agent<B> {
     availability: network::Availability,
     handshake_nudge: HandshakeNudge,
     failover: Option<Failover>,
+    relays: Relays,
     /// No other agent may change the pinned programs and maps meanwhile.
     _pins: Lock,
 }
@@ -245,6 +249,7 @@ impl<B: Backend> Agent<B> {
             availability: network::Availability::new(None),
             handshake_nudge: HandshakeNudge::default(),
             failover,
+            relays: Relays::default(),
             _pins: pins,
         })
     }
@@ -273,6 +278,7 @@ impl<B: Backend> Agent<B> {
             view: self.view.subscribe(),
             stop: stop.clone(),
         }));
+        self.spawn_relays(&stop)?;
         let mut resync = tokio::time::interval(self.options.resync.max(Duration::from_millis(100)));
         resync.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut hooks = tokio::time::interval(LOOK_AT_HOOKS);
@@ -349,6 +355,26 @@ impl<B: Backend> Agent<B> {
         if let Some(last_good_writer) = self.last_good_writer {
             last_good_writer.finish().await;
         }
+        Ok(())
+    }
+
+    /// Begins to look after pairs of locations that do not reach each other.
+    fn spawn_relays(&self, stop: &CancellationToken) -> Result<(), AgentError> {
+        if self.options.relay == Relay::Off {
+            return Ok(());
+        }
+        let tools = relay::tools(&self.dataplane, &self.options.bpffs)?;
+        let context = relay::Context {
+            key: self.key,
+            port: self.options.settings.port,
+            relay: self.options.relay,
+            view: self.view.subscribe(),
+            relays: self.relays.clone(),
+            changed: Arc::clone(&self.host_changed),
+            metrics: self.metrics.clone(),
+            stop: stop.clone(),
+        };
+        tokio::spawn(relay::run(context, tools));
         Ok(())
     }
 

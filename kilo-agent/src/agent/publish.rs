@@ -71,6 +71,8 @@ impl<B: Backend> Agent<B> {
         own.key = Some(self.key.public());
         own.granularity = Some(self.options.settings.granularity);
         own.discovered_endpoints = state.seen_endpoints();
+        // That is where the relay is.
+        own.discovered_endpoints.retain(|key, _| !self.relays.is_relayed(key));
         let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
         let addresses: Vec<_> = cilium.iter().flat_map(|link| &link.addresses).map(|a| a.net).collect();
         own.cni_compatibility_ip = plan::published_overlay(self.options.compatibility, &addresses);
@@ -110,7 +112,7 @@ impl<B: Backend> Agent<B> {
             discovered_endpoints: state
                 .seen_endpoints()
                 .into_iter()
-                .filter(|(key, _)| roaming.contains(key))
+                .filter(|(key, _)| roaming.contains(key) && !self.relays.is_relayed(key))
                 .collect(),
             granularity: Some(self.options.settings.granularity),
             cni_compatibility_ip: own.cni_compatibility_ip,

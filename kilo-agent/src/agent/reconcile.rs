@@ -9,10 +9,11 @@ use super::{Agent, AgentError, host_state::HostState, publisher::PATIENCE_UNKNOW
 use crate::{
     backend::{Backend, BackendError},
     failover::Failover,
+    relay,
 };
 use kilo_core::{
     objects::{Snapshot, events::EventReason},
-    settings::Masquerade,
+    settings::{Masquerade, Relay},
     topology::{Mesh, Node, among, not_among, with_own},
 };
 use kilo_host::interface::Interface;
@@ -130,6 +131,7 @@ impl<B: Backend> Agent<B> {
         }
         let plan = self.plan(&mesh.as_seen_from(&own.name), own, host).await;
         let mut plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
+        self.relays.plan(&mut plan, self.options.relay == Relay::Auto && relay::is_offered(mesh));
         let site = self.site(mesh, &mut plan, host);
         if self.log_limiter.conflicts(&plan.conflicts, &self.metrics) {
             self.report_conflicts(&plan.conflicts);
@@ -207,6 +209,7 @@ impl<B: Backend> Agent<B> {
             view.leaders.clone_from(&state.leaders);
             view.device = Some(interface.device.clone());
             view.failover = self.failover.as_ref().map(Failover::reporter);
+            view.relays = self.relays.clone();
         });
     }
 }

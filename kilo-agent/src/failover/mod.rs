@@ -9,7 +9,7 @@
 mod far_side;
 mod moved;
 mod order;
-mod packets;
+pub mod packets;
 mod report;
 mod site;
 mod thread;

@@ -125,8 +125,9 @@ impl Graph {
         Self { limit, made: Arc::default() }
     }
 
-    /// Answers `/graph?format=..&layout=..`; unknown parameters are ignored.
-    pub async fn answer(&self, query: &str, mesh: &Arc<Mesh>) -> Answer {
+    /// Answers `/graph?format=..&layout=..`; unknown parameters are ignored. `ways`: how this node's tunnels
+    /// are connected that are not direct, written beside their lines in DOT.
+    pub async fn answer(&self, query: &str, mesh: &Arc<Mesh>, ways: &[Edge]) -> Answer {
         let format = match parameters(query) {
             Ok((format, _)) => format,
             Err(error) => return text(StatusCode::BAD_REQUEST, format!("{error}\n")),
@@ -134,7 +135,8 @@ impl Graph {
         let (media_type, made) = match format {
             Format::Svg => ("image/svg+xml", self.make(Text::Svg, mesh).await),
             Format::Dot | Format::Gv => {
-                ("text/vnd.graphviz; charset=utf-8", self.make(Text::Dot, mesh).await)
+                let made = self.make(Text::Dot, mesh).await;
+                ("text/vnd.graphviz; charset=utf-8", made.map(|dot| labelled(dot, ways)))
             }
             other => {
                 let name = other.to_possible_value().map(|value| value.get_name().to_owned());
@@ -177,6 +179,33 @@ impl Graph {
     }
 }
 
+/// A line between two leaders, and how their tunnel is connected.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Edge {
+    /// Names of both.
+    pub ends: [String; 2],
+    /// `punched`, or `relayed by` a node.
+    pub way: String,
+}
+
+/// The text with the ways beside the lines. Names of nodes are DNS names, so nothing is to be quoted.
+fn labelled(dot: Bytes, ways: &[Edge]) -> Bytes {
+    let Ok(text) = std::str::from_utf8(&dot) else { return dot };
+    if ways.is_empty() {
+        return dot;
+    }
+    let mut text = text.to_owned();
+    for Edge { ends: [one, other], way } in ways {
+        for (from, to) in [(one, other), (other, one)] {
+            let line = format!("\t\"{from}\" -> \"{to}\" [ dir=both ];");
+            let style = if way.starts_with("relayed") { ", style=dotted" } else { "" };
+            let new = format!("\t\"{from}\" -> \"{to}\" [ dir=both, label=\"{way}\"{style} ];");
+            text = text.replacen(&line, &new, 1);
+        }
+    }
+    text.into()
+}
+
 /// Lines between leaders, and from them to their nodes and the peers.
 fn lines(mesh: &Mesh) -> usize {
     let locations = mesh.segments.len();
@@ -195,6 +224,19 @@ fn parameters(query: &str) -> Result<(Format, Option<Layout>), UnknownValue> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ways_that_are_not_direct_stand_beside_their_lines() {
+        let dot = "\t\"a\" -> \"b\" [ dir=both ];\n\t\"a\" -> \"c\" [ dir=both ];\n";
+        let edge = |ends: [&str; 2], way: &str| Edge { ends: ends.map(String::from), way: way.to_owned() };
+        let ways = [edge(["b", "a"], "relayed by z"), edge(["a", "c"], "punched")];
+        assert_eq!(
+            labelled(dot.into(), &ways),
+            "\t\"a\" -> \"b\" [ dir=both, label=\"relayed by z\", style=dotted ];\n\t\"a\" -> \"c\" [ dir=both, \
+             label=\"punched\" ];\n"
+        );
+        assert_eq!(labelled(dot.into(), &[]), dot);
+    }
 
     #[test]
     fn parameters_have_defaults_and_unknown_ones_list_the_possible() {
@@ -220,9 +262,9 @@ mod tests {
     async fn svg_and_text_are_made_and_other_formats_say_how_to_get_them() {
         let graph = Graph::default();
         let mesh = Arc::default();
-        assert_eq!(graph.answer("", &mesh).await.status(), StatusCode::OK);
-        assert_eq!(graph.answer("format=png", &mesh).await.status(), StatusCode::NOT_IMPLEMENTED);
-        assert_eq!(graph.answer("format=dot&layout=circo", &mesh).await.status(), StatusCode::OK);
-        assert_eq!(graph.answer("format=pdf", &mesh).await.status(), StatusCode::BAD_REQUEST);
+        assert_eq!(graph.answer("", &mesh, &[]).await.status(), StatusCode::OK);
+        assert_eq!(graph.answer("format=png", &mesh, &[]).await.status(), StatusCode::NOT_IMPLEMENTED);
+        assert_eq!(graph.answer("format=dot&layout=circo", &mesh, &[]).await.status(), StatusCode::OK);
+        assert_eq!(graph.answer("format=pdf", &mesh, &[]).await.status(), StatusCode::BAD_REQUEST);
     }
 }

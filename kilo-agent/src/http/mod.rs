@@ -14,7 +14,7 @@ use std::{sync::Arc, time::Instant};
 
 use hyper::{Method, Request, StatusCode, body::Incoming};
 
-pub use graph::{Format, Graph, Layout};
+pub use graph::{Edge, Format, Graph, Layout};
 pub use page::Page;
 pub use respond::{method_not_allowed, respond, text};
 pub use serve::{Answer, Closing, bind, serve};
@@ -127,7 +127,10 @@ impl Context {
                 }
             }
             "/status" => self.page.status().await,
-            _ => self.graph.answer(query, &view().mesh).await,
+            _ => {
+                let view = view();
+                self.graph.answer(query, &view.mesh, &view.ways()).await
+            }
         }
     }
 }

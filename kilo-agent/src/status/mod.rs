@@ -195,12 +195,20 @@ pub struct AgentStatus {
     /// How it stands by, or is stood by; absent where failover is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failover: Option<FailoverStatus>,
+    /// Pairs of other locations that it relays for.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub relays: usize,
     /// What is wrong on the host, and what to do about it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
     /// What could not be read.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub errors: Vec<String>,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+const fn is_zero(count: &usize) -> bool {
+    *count == 0
 }
 
 /// The leader of a node's location as its kernel has it.
@@ -255,6 +263,12 @@ pub struct Tunnel {
     pub received_bytes: u64,
     /// Bytes sent to it.
     pub sent_bytes: u64,
+    /// How it is connected, if it works: `direct`, `punched` or `relayed`; known where relays are on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub way: Option<String>,
+    /// The node that relays.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub relay: Option<String>,
 }
 
 /// What the objects alone tell. `ready`: names of the nodes that take part;

@@ -1,6 +1,6 @@
 //! Status as tables for people, in the manner of kubectl.
 
-use super::{AgentStatus, FailoverStatus, LocationStatus, NodeStatus, PeerStatus, Status, Timestamp};
+use super::{AgentStatus, FailoverStatus, LocationStatus, NodeStatus, PeerStatus, Status, Timestamp, Tunnel};
 
 /// Tables: locations, nodes, peers, then what the agent knows. `wide`: with endpoints and keys of nodes.
 pub fn table(status: &Status, wide: bool) -> String {
@@ -72,20 +72,34 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
     for warning in agent.degraded.iter().chain(&agent.warnings) {
         text += &format!("warning: {warning}\n");
     }
+    if agent.relays > 0 {
+        let pairs = if agent.relays == 1 { "pair" } else { "pairs" };
+        text += &format!("relays for {} {pairs} of other locations\n", agent.relays);
+    }
     for error in &agent.errors {
         text += &format!("error: {error}\n");
     }
     let age = |time: Option<Timestamp>| time.map_or_else(|| "never".to_owned(), |time| ago(now, time));
+    // Where all are direct, nobody asks.
+    let ways = agent.tunnels.iter().any(|tunnel| tunnel.way.as_ref().is_some_and(|way| way != "direct"));
     let tunnels = agent.tunnels.iter().map(|tunnel| {
-        vec![
+        let mut row = vec![
             tunnel.name.clone().unwrap_or_else(|| tunnel.key.to_string()),
             tunnel.endpoint.map_or_else(none, |endpoint| endpoint.to_string()),
             age(tunnel.last_handshake),
             bytes(tunnel.received_bytes),
             bytes(tunnel.sent_bytes),
-        ]
+        ];
+        if ways {
+            row.insert(2, way(tunnel));
+        }
+        row
     });
-    let tunnels = columns(&["TUNNEL", "ENDPOINT", "HANDSHAKE", "RECEIVED", "SENT"], tunnels);
+    let mut names = vec!["TUNNEL", "ENDPOINT", "HANDSHAKE", "RECEIVED", "SENT"];
+    if ways {
+        names.insert(2, "WAY");
+    }
+    let tunnels = columns(&names, tunnels);
     let programs = agent.programs.iter().map(|at| {
         vec![at.program.clone(), at.interface.clone(), at.direction.clone(), at.hook.to_uppercase()]
     });
@@ -105,6 +119,14 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
         }
     }
     text
+}
+
+fn way(tunnel: &Tunnel) -> String {
+    match (&tunnel.way, &tunnel.relay) {
+        (Some(way), Some(relay)) => format!("{way} by {relay}"),
+        (Some(way), None) => way.clone(),
+        (None, _) => none(),
+    }
 }
 
 fn failover_row(failover: &FailoverStatus, now: Timestamp) -> Vec<String> {

@@ -3,7 +3,11 @@
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 use super::{AgentStatus, FailoverStatus, History, StandByStatus, Status, Timestamp, Tunnel, of_objects};
-use crate::failover::{Reporter, StandBy};
+use crate::{
+    failover::{Reporter, StandBy},
+    http::Edge,
+    relay::{Connected, Relays},
+};
 use kilo_core::{
     objects::Snapshot,
     observed::Attached,
@@ -45,6 +49,8 @@ pub struct View {
     pub device: Option<Device>,
     /// What failover does, where it is on.
     pub failover: Option<Reporter>,
+    /// How tunnels are connected.
+    pub relays: Relays,
 }
 
 impl View {
@@ -72,6 +78,16 @@ impl View {
             Some(device) => device.read_status().await,
             None => Ok(BTreeMap::new()),
         }
+    }
+
+    /// How this node's tunnels are connected that are not direct, for the graph.
+    pub fn ways(&self) -> Vec<Edge> {
+        let ways = self.relays.ways().into_values().filter(|connected| connected.way != "direct");
+        let edge = |Connected { node, way, by }: Connected| Edge {
+            ends: [self.node.clone(), node],
+            way: by.map_or_else(|| way.to_owned(), |by| format!("{way} by {by}")),
+        };
+        ways.map(edge).collect()
     }
 
     /// The status now: `counters`, `unhealthy` and `degraded` come from others. Reads the
@@ -110,7 +126,8 @@ impl View {
             interface: self.interface.clone(),
             unhealthy,
             degraded,
-            tunnels: tunnels(&self.mesh, peers, time),
+            tunnels: tunnels(&self.mesh, peers, &self.relays.ways(), time),
+            relays: self.relays.serves(),
             packets: counted(counters.actions),
             drops: counted(counters.drops),
             programs: self.programs.clone(),
@@ -140,7 +157,12 @@ fn failover(reporter: &Reporter) -> FailoverStatus {
     }
 }
 
-fn tunnels(mesh: &Mesh, peers: BTreeMap<PublicKey, DevicePeer>, time: Timestamp) -> Vec<Tunnel> {
+fn tunnels(
+    mesh: &Mesh,
+    peers: BTreeMap<PublicKey, DevicePeer>,
+    ways: &BTreeMap<PublicKey, Connected>,
+    time: Timestamp,
+) -> Vec<Tunnel> {
     let ends = tunnel_ends(mesh);
     let tunnel = |(key, peer): (PublicKey, DevicePeer)| Tunnel {
         name: ends.get(&key).map(TunnelEnd::name),
@@ -149,6 +171,8 @@ fn tunnels(mesh: &Mesh, peers: BTreeMap<PublicKey, DevicePeer>, time: Timestamp)
         last_handshake: peer.handshake_age.map(|age| time.before(age)),
         received_bytes: peer.rx_bytes,
         sent_bytes: peer.tx_bytes,
+        way: ways.get(&key).map(|connected| connected.way.to_owned()),
+        relay: ways.get(&key).and_then(|connected| connected.by.clone()),
     };
     let mut tunnels: Vec<_> = peers.into_iter().map(tunnel).collect();
     tunnels.sort_by(|a, b| (&a.name, &a.key).cmp(&(&b.name, &b.key)));

@@ -447,8 +447,9 @@ const SEQUELS: [(&str, &str); 9] = [
     ("kilo_ingress", "unmasquerade"),
 ];
 
-/// The least recently used entry goes before a table is full.
-const RARE: [&str; 1] = ["nat_map_full"];
+/// The least recently used entry goes before a table is full; and tables say nothing of pairs, whose packets
+/// are those of `bpf::relay`.
+const RARE: [&str; 4] = ["nat_map_full", "relay", "relay_stranger", "relay_unbound"];
 
 /// In place of a name: the packet follows that of the line before.
 const SEQUEL: &str = "+";

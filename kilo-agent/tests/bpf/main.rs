@@ -25,6 +25,7 @@ mod masquerade_both;
 mod monitor;
 mod pods;
 mod receive;
+mod relay;
 mod send;
 mod signals;
 mod trace;

@@ -36,7 +36,7 @@ const ANY_TEXT: [&str; 8] =
     ["backend-dir", "cni-path", "cni-run-dir", "cni-source", "interface", "kubeconfig", "master", "version"];
 
 /// Rubbish for each other flag of `kg`, and what the answer must name.
-const RUBBISH: [(&str, &str, &str); 31] = [
+const RUBBISH: [(&str, &str, &str); 32] = [
     ("attach", "maybe", "auto, tcx, clsact"),
     ("backend", "etcd", "kubernetes, file"),
     ("clean-up", "maybe", "neither true nor false"),
@@ -60,6 +60,7 @@ const RUBBISH: [(&str, &str, &str); 31] = [
     ("page-access", "closed", "open, token"),
     ("port", "0", "1 to 65535"),
     ("prioritise-private-addresses", "x", "neither true nor false"),
+    ("relay", "always", "auto, off"),
     ("resync-period", "30", "30s"),
     ("service-cidr", "10.96.0.0/12,x", "\"x\""),
     ("stand-bys", "5", "0..=4"),

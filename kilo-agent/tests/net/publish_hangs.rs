@@ -112,6 +112,7 @@ fn options() -> agent::Options {
         attach: AttachMode::Auto,
         debug: false,
         failover: None,
+        relay: kilo_core::settings::Relay::Auto,
     }
 }
 

@@ -69,13 +69,14 @@ fn kgctl_is_built_without_what_only_the_agent_needs() {
 }
 
 /// Modules of `kilo-core`, each before those that may know it.
-const PURE: [&str; 14] = [
+const PURE: [&str; 15] = [
     "errors",
     "flat_map",
     "settings",
     "observed",
     "wireguard",
     "signal_id",
+    "relay",
     "objects",
     "topology",
     "net",

@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
 
-use super::{checks, failover, faults, network::Underlay, scenario::Scenario, topology::Topology};
+use super::{checks, failover, faults, nat_pairs, network::Underlay, scenario::Scenario, topology::Topology};
 
 /// Options and subcommands of the lab.
 #[derive(Args, Clone, Debug)]
@@ -73,6 +73,8 @@ pub(crate) enum LabCommand {
         #[arg(long, value_name = "FILE", hide = true)]
         outcomes: Option<PathBuf>,
     },
+    /// Put two leaders behind NATs of every pair of kinds, and show which way they find; then try a relay under traffic.
+    Nat(nat_pairs::Options),
     /// Break a leader again and again while traffic flows, with --failover=auto.
     Failover(failover::Options),
     /// Make faults by chance while everybody asks everybody each second.
@@ -130,7 +132,12 @@ impl LabArgs {
     pub fn needs_build(&self) -> bool {
         let builds = match &self.command {
             None
-            | Some(LabCommand::Test { .. } | LabCommand::Faults { .. } | LabCommand::Scenario { .. }) => true,
+            | Some(
+                LabCommand::Test { .. }
+                | LabCommand::Nat(_)
+                | LabCommand::Faults { .. }
+                | LabCommand::Scenario { .. },
+            ) => true,
             Some(LabCommand::Failover(options)) => options.needs_lab(),
             Some(_) => false,
         };

@@ -22,6 +22,7 @@ mod kernel_ipip;
 mod matrix;
 mod modes;
 mod nat;
+mod nat_pairs;
 mod network;
 mod node_ports;
 mod offloads;
@@ -190,6 +191,10 @@ pub fn main(args: LabArgs) -> Result<()> {
             }
             Ok(())
         }
+        Some(LabCommand::Nat(ref options)) => {
+            let bin = args.bin.clone().map_or_else(own_directory, Ok)?;
+            nat_pairs::main(options, &args.name, &bin, &args.wireguard)
+        }
         Some(LabCommand::Failover(ref options)) => failover::main(&args, options),
         Some(LabCommand::Soak { seed, time, ref outcomes }) => {
             let mut guard = take_over(&args.name)?;
@@ -354,10 +359,7 @@ impl Lab {
         }
         let bin = match &args.bin {
             Some(bin) => bin.clone(),
-            None => std::env::current_exe()?
-                .parent()
-                .map(Path::to_owned)
-                .context("no directory of this program")?,
+            None => own_directory()?,
         };
         let mut agents = Agents::prepare(&bin, &directory, &args.wireguard, &flags, &network)?;
         step("an agent on each of 5 nodes");
@@ -419,6 +421,11 @@ impl Lab {
             .with_context(|| format!("no lab named {name} is up; start one with `cargo xtask lab --keep`"))?;
         Ok(serde_json::from_slice(&text)?)
     }
+}
+
+/// Where this program is, and `kg` beside it.
+fn own_directory() -> Result<PathBuf> {
+    std::env::current_exe()?.parent().map(Path::to_owned).context("no directory of this program")
 }
 
 /// Fails once the lab is to go away.

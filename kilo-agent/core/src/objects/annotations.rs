@@ -51,7 +51,7 @@ const SIGNAL: &str = "1";
 const AGENT: &str = "the node's agent writes it, look whether it runs";
 
 /// Every annotation. What overrides another one stands before it: the table is read in this order.
-pub const ANNOTATIONS: [Annotation; 19] = [
+pub const ANNOTATIONS: [Annotation; 20] = [
     Annotation {
         name: "kilo.squat.ai/location",
         writer: Writer::Operator(|node| Some(node.location.clone())),
@@ -76,6 +76,15 @@ pub const ANNOTATIONS: [Annotation; 19] = [
                   on every node of the mesh",
         remedy: "write true, or take the annotation back",
         read: |value, node| node.node.gateway = value.parse().unwrap_or(false),
+    },
+    Annotation {
+        name: "kilo.squat.ai/relay",
+        writer: Writer::Operator(|node| node.relay.then(|| "true".to_owned())),
+        example: "`true`",
+        meaning: "while the node leads, it relays WireGuard's ciphertext between locations that do not reach each \
+                  other; open its UDP ports 51830 to 52829 ([more](nat.md#relays))",
+        remedy: "write true or false",
+        read: |value, node| node.node.relay = value.parse().unwrap_or(false),
     },
     Annotation {
         name: "kilo.squat.ai/force-endpoint",

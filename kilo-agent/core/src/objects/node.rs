@@ -266,6 +266,7 @@ mod tests {
             internal_ip_forced: true,
             leader: true,
             gateway: true,
+            relay: true,
             control_plane: true,
             location: "here".to_owned(),
             persistent_keepalive: 10,

@@ -60,6 +60,8 @@ pub struct Node {
     pub leaders: Option<usize>,
     /// It is to be one of its location's active leaders (`gateway`).
     pub gateway: bool,
+    /// It offers to relay between locations that do not reach each other (`relay`).
+    pub relay: bool,
     /// It is about to go, or to rest: another gateway leads in its place, where one can.
     pub leaving: Option<Leaving>,
 }

@@ -64,6 +64,8 @@ pub enum Way {
     Tunnel,
     /// To a node of the location, by the interface that leads there.
     Lan,
+    /// Out of the interface with this index, to whom the kernel's routes say.
+    Out(u32),
 }
 
 /// Reads and moves the words of `lead`, and sends signals.
@@ -136,12 +138,13 @@ impl Signals {
         let mut frame = vec![0; LINK];
         frame[12..].copy_from_slice(&(if v6 { 0x86dd_u16 } else { 0x0800 }).to_be_bytes());
         frame.extend_from_slice(packet);
-        let way = match way {
-            Way::Stack => Inject::Stack,
-            Way::Tunnel => Inject::Tunnel,
-            Way::Lan => Inject::Lan,
+        let (way, ifindex) = match way {
+            Way::Stack => (Inject::Stack, 0),
+            Way::Tunnel => (Inject::Tunnel, 0),
+            Way::Lan => (Inject::Lan, 0),
+            Way::Out(ifindex) => (Inject::Out, ifindex),
         };
-        let mut context = Context { cb: [way as u32, 0, 0, 0, 0], ..Context::default() };
+        let mut context = Context { cb: [way as u32, ifindex, 0, 0, 0], ..Context::default() };
         match run(&self.inject, &frame, &mut context)? {
             0 => Ok(()),
             code => Err(DataplaneError::Injected { code: code.cast_signed() }),

@@ -12,6 +12,7 @@ pub mod monitor;
 pub mod nat;
 mod path_mtu;
 pub mod realtime;
+pub mod relay;
 mod tcx;
 
 use std::{

@@ -190,6 +190,28 @@ impl Device {
         })
     }
 
+    /// Lets a peer that is there be sent to another place, at once; its session goes on.
+    ///
+    /// # Errors
+    /// What the device says, and that it does not answer.
+    pub async fn move_endpoint(&self, peer: PublicKey, to: SocketAddr) -> Result<(), WireguardError> {
+        self.check().await?;
+        let update = diff::PeerUpdate { endpoint: Some(to), ..diff::PeerUpdate::default() };
+        let mut request = diff::request(&[Change::SetPeer(peer, update)]);
+        request.peers.iter_mut().for_each(|peer| peer.update_only = true);
+        let result = match self.backend {
+            Backend::Kernel => {
+                let name = interface_name(&self.name)?;
+                let update = kernel_update(&request);
+                blocking(move || update.apply(&name, control::Backend::Kernel)).await
+            }
+            Backend::Userspace => set(&self.name, request).await,
+        };
+        result.map_err(|source| {
+            WireguardError::device(format!("move the endpoint of a peer of {}", self.name), source)
+        })
+    }
+
     /// Reads, compares, writes the difference; returns the number of changes.
     pub async fn reconcile(
         &self,

@@ -9,8 +9,8 @@ use kilo_agent::cli::{
     parse_label, parse_listen, parse_node_name, parse_period, parse_port, parse_secret,
 };
 use kilo_core::settings::{
-    AttachMode, Compatibility, Encapsulate, EndpointFrom, Failover, Granularity, Masquerade, TunnelMode,
-    WireguardMode,
+    AttachMode, Compatibility, Encapsulate, EndpointFrom, Failover, Granularity, Masquerade, Relay,
+    TunnelMode, WireguardMode,
 };
 use kilo_failover::Params;
 use kilo_host::{net::mtu::Mtu, wireguard::userspace};
@@ -188,6 +188,10 @@ pub struct Flags {
     /// Use the private address as the WireGuard endpoint.
     #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     pub prioritise_private_addresses: bool,
+    /// Whether locations that do not reach each other are connected through nodes annotated kilo.squat.ai/relay=true:
+    /// auto or off. A relay sees ciphertext only.
+    #[arg(long, default_value = "auto")]
+    pub relay: Relay,
     /// Interval between full resyncs.
     #[arg(long, default_value = "30s", value_parser = parse_period)]
     pub resync_period: Duration,

@@ -189,6 +189,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
             leaders: usize::from(flags.leaders),
             params: flags.failover_interval.clone(),
         }),
+        relay: flags.relay,
     })
 }
 

@@ -1,0 +1,487 @@
+//! A leader's own ends: how each pair with another location is connected.
+
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
+
+use kilo_common::relay::{Kind, Message, START, is_port};
+
+use super::{
+    DIRECT_EVERY, DIRECT_SELDOM, LASTS, NodeId, Output, PREPARE, SILENT, SILENT_SESSION, Seen, TRY, Way,
+    lease::Lease, rank,
+};
+
+/// Relays that a pair holds: one in use, one that stands by.
+const RELAYS: usize = 2;
+/// Most it holds when others invite to more.
+const MOST_RELAYS: usize = 4;
+/// Places where an end is tried.
+const MOST_PLACES: usize = 8;
+/// How long a round of direct tries lasts, and between two tries of it.
+const ROUND: Duration = Duration::from_millis(1500);
+const STEP: Duration = Duration::from_millis(200);
+/// Answers that make a direct way good enough to leave a relay; and to begin with one.
+const ENOUGH: u32 = 3;
+const ENOUGH_TO_BEGIN: u32 = 2;
+/// Between two rounds that the other end asks for.
+const ASKED_EVERY: Duration = Duration::from_secs(10);
+/// Relays are kept this long after they were left, or somebody has invited to one.
+const LINGERS: Duration = Duration::from_secs(20);
+/// The device settles this long after an endpoint was moved.
+const SETTLES: Duration = Duration::from_secs(5);
+/// Answers to tries, a second and pair.
+const ANSWERS: u32 = 40;
+/// Bytes of a keepalive, of which WireGuard sends at most one a second; three attempts to shake hands.
+const KEEPALIVE: u64 = 32;
+const ATTEMPTS: u64 = 3 * 148;
+
+/// All pairs of this leader.
+#[derive(Clone, Debug)]
+pub struct Client {
+    own: NodeId,
+    /// Relays are used.
+    uses_relays: bool,
+    /// Others see this node where it does not say that it is.
+    is_behind_nat: bool,
+    seen: BTreeMap<NodeId, Seen>,
+    pairs: BTreeMap<NodeId, Pair>,
+    sequence: u64,
+}
+
+#[derive(Clone, Debug)]
+struct Pair {
+    /// Since when bytes are sent in vain, and how many there were before.
+    unanswered: Option<(Instant, u64)>,
+    sent: u64,
+    received: u64,
+    age: Option<Duration>,
+    leases: BTreeMap<NodeId, Lease>,
+    /// The relay in use.
+    by: Option<NodeId>,
+    /// Its port that the endpoint was moved to.
+    at: Option<SocketAddr>,
+    /// Where it was found by trying.
+    punched: Option<SocketAddr>,
+    /// When its endpoint was moved last.
+    moved: Option<Instant>,
+    /// Leases are kept until then without being needed.
+    keeps: Option<Instant>,
+    /// Places its tries came from.
+    places: Vec<SocketAddr>,
+    nonce: u64,
+    round: Option<Round>,
+    next_round: Option<Instant>,
+    last_round: Option<Instant>,
+    interval: Duration,
+    /// Answers given in the second that began then.
+    answers: (Instant, u32),
+}
+
+#[derive(Clone, Debug)]
+struct Round {
+    ends: Instant,
+    next: Instant,
+    answers: BTreeMap<SocketAddr, u32>,
+}
+
+impl Client {
+    /// Of the node with this id; numbers of messages go on from `sequence`.
+    pub const fn new(own: NodeId, sequence: u64) -> Self {
+        Self {
+            own,
+            uses_relays: false,
+            is_behind_nat: false,
+            seen: BTreeMap::new(),
+            pairs: BTreeMap::new(),
+            sequence,
+        }
+    }
+
+    /// Takes what the device shows now: all leaders of other locations.
+    pub fn see(&mut self, seen: Vec<Seen>, uses_relays: bool, is_behind_nat: bool, now: Instant) {
+        (self.uses_relays, self.is_behind_nat) = (uses_relays, is_behind_nat);
+        self.seen = seen.into_iter().filter(|seen| seen.id != self.own).map(|seen| (seen.id, seen)).collect();
+        self.pairs.retain(|id, _| self.seen.contains_key(id));
+        for seen in self.seen.values() {
+            self.pairs.entry(seen.id).or_insert_with(|| Pair::new(seen, now)).see(seen, now);
+        }
+    }
+
+    /// How each pair whose tunnel works is connected.
+    pub fn ways(&self) -> BTreeMap<NodeId, Way> {
+        let working = self.seen.values().filter(|seen| seen.is_fresh());
+        let way = |seen: &Seen| {
+            let pair = self.pairs.get(&seen.id)?;
+            let is_elsewhere = seen.endpoint.is_some() && seen.endpoint != seen.published;
+            Some(match pair.by {
+                Some(relay) => Way::Relayed(relay),
+                None if self.is_behind_nat && is_elsewhere => Way::Punched,
+                None => Way::Direct,
+            })
+        };
+        working.filter_map(|seen| Some((seen.id, way(seen)?))).collect()
+    }
+
+    /// Where peers are to be sent to that are not where the mesh says; true: through a relay.
+    pub fn endpoints(&self) -> BTreeMap<NodeId, (SocketAddr, bool)> {
+        let endpoint = |pair: &Pair| match pair.by {
+            Some(relay) => Some((pair.leases.get(&relay)?.address()?, true)),
+            None => Some((pair.punched?, false)),
+        };
+        self.pairs.iter().filter_map(|(id, pair)| Some((*id, endpoint(pair)?))).collect()
+    }
+
+    /// Whether anything is under way that does not wait for a second.
+    pub fn is_busy(&self) -> bool {
+        self.pairs.values().any(|pair| !pair.leases.is_empty() || pair.round.is_some())
+    }
+
+    /// Takes a message, whose tag was right.
+    pub fn hear(&mut self, message: &Message, source: SocketAddr, random: u64, now: Instant) -> Vec<Output> {
+        let from = message.sender;
+        let Some(sender) = self.seen.get(&from) else { return Vec::new() };
+        match message.kind {
+            Kind::Ask => Vec::new(),
+            Kind::Offer => {
+                let lease = self.pairs.get_mut(&message.other).and_then(|pair| pair.leases.get_mut(&from));
+                if let Some(lease) = lease {
+                    lease.offered(message, now);
+                }
+                Vec::new()
+            }
+            Kind::Invite => {
+                let place = sender.endpoint.filter(|_| sender.relays && self.uses_relays);
+                let is_relayed = self.pairs.get(&from).is_some_and(|pair| pair.by.is_some());
+                let pair = self.pairs.get_mut(&message.other);
+                if let (Some(place), Some(pair), false) = (place, pair, is_relayed) {
+                    pair.keeps = pair.keeps.max(Some(now + LINGERS));
+                    if pair.leases.len() < MOST_RELAYS {
+                        pair.leases.entry(from).or_insert_with(|| Lease::new(place, random, now));
+                    }
+                }
+                Vec::new()
+            }
+            Kind::Try | Kind::Tried if message.other != self.own => Vec::new(),
+            Kind::Try => self.tried_by(message, source, now).into_iter().collect(),
+            Kind::Tried => self.answered(message, source, now).into_iter().collect(),
+        }
+    }
+
+    /// Answers the other end of a pair by the way that it has tried.
+    fn tried_by(&mut self, message: &Message, source: SocketAddr, now: Instant) -> Option<Output> {
+        let own = self.own;
+        let pair = self.pairs.get_mut(&message.sender)?;
+        if !pair.may_answer(now) {
+            return None;
+        }
+        if !pair.is_leased(source) && !pair.places.contains(&source) {
+            pair.places.push(source);
+            if pair.places.len() > MOST_PLACES / 2 {
+                pair.places.remove(0);
+            }
+        }
+        let may = pair.last_round.is_none_or(|last| now.saturating_duration_since(last) >= ASKED_EVERY);
+        if message.flags & START != 0 && pair.by.is_some() && may {
+            pair.next_round = Some(now);
+        }
+        let (nonce, sequence) = (message.nonce, message.sequence);
+        let answer = message_to(Kind::Tried, (own, message.sender), nonce, sequence);
+        Some(Output::Send { node: message.sender, to: source, message: answer })
+    }
+
+    /// The other end has answered a try: by a relay, which lives then, or directly.
+    fn answered(&mut self, message: &Message, source: SocketAddr, now: Instant) -> Option<Output> {
+        let node = message.sender;
+        let pair = self.pairs.get_mut(&node).filter(|pair| pair.nonce == message.nonce)?;
+        if let Some(lease) = pair.leases.values_mut().find(|lease| lease.is_at(source)) {
+            if lease.address() == Some(source) {
+                lease.alive(now);
+            }
+            return None;
+        }
+        let is_relayed = pair.by.is_some();
+        let answers = pair.round.as_mut()?.answers.entry(source).or_insert(0);
+        *answers += 1;
+        if *answers < if is_relayed { ENOUGH } else { ENOUGH_TO_BEGIN } {
+            return None;
+        }
+        pair.goes_directly(source, now);
+        Some(Output::Move { node, to: source })
+    }
+
+    /// Does what is due.
+    pub fn turn(&mut self, now: Instant, random: &mut impl FnMut() -> u64) -> Vec<Output> {
+        let mut outputs = Vec::new();
+        let relayed: Vec<NodeId> =
+            self.pairs.iter().filter(|(_, pair)| pair.by.is_some()).map(|(id, _)| *id).collect();
+        // A relay that is reached through a relay is none: ways end.
+        let relays = || {
+            let offers = self.seen.values().filter(|seen| self.uses_relays && seen.relays && seen.is_fresh());
+            let near = offers.filter(|seen| !relayed.contains(&seen.id));
+            near.filter_map(|seen| Some((seen.id, seen.endpoint?)))
+        };
+        let relays: BTreeMap<NodeId, SocketAddr> = relays().collect();
+        for (id, pair) in &mut self.pairs {
+            let Some(seen) = self.seen.get(id) else { continue };
+            let mut turn = Turn {
+                ends: (self.own, *id),
+                seen,
+                relays: &relays,
+                sequence: &mut self.sequence,
+                outputs: &mut outputs,
+                now,
+            };
+            pair.adopt(&turn, random);
+            pair.lease(&mut turn, random);
+            pair.choose(&mut turn);
+            pair.try_directly(&mut turn, random);
+        }
+        outputs
+    }
+}
+
+/// What a pair needs in its turn.
+struct Turn<'a> {
+    ends: (NodeId, NodeId),
+    seen: &'a Seen,
+    relays: &'a BTreeMap<NodeId, SocketAddr>,
+    sequence: &'a mut u64,
+    outputs: &'a mut Vec<Output>,
+    now: Instant,
+}
+
+impl Turn<'_> {
+    fn sequence(&mut self) -> u64 {
+        *self.sequence += 1;
+        *self.sequence
+    }
+
+    fn send(&mut self, node: NodeId, to: SocketAddr, message: Message) {
+        self.outputs.push(Output::Send { node, to, message });
+    }
+}
+
+const fn message_to(kind: Kind, (own, other): (NodeId, NodeId), nonce: u64, sequence: u64) -> Message {
+    Message { kind, flags: 0, nonce, sequence, sender: own, other, token: 0, port: 0 }
+}
+
+impl Pair {
+    fn new(seen: &Seen, now: Instant) -> Self {
+        Self {
+            unanswered: (seen.sent > 0 && seen.handshake_age.is_none()).then_some((now, 0)),
+            sent: seen.sent,
+            received: seen.received,
+            age: seen.handshake_age,
+            leases: BTreeMap::new(),
+            by: None,
+            at: None,
+            punched: None,
+            moved: None,
+            keeps: None,
+            places: Vec::new(),
+            nonce: 0,
+            round: None,
+            next_round: None,
+            last_round: None,
+            interval: DIRECT_EVERY,
+            answers: (now, 0),
+        }
+    }
+
+    fn see(&mut self, seen: &Seen, now: Instant) {
+        let is_new = match (seen.handshake_age, self.age) {
+            (Some(now), Some(before)) => now < before,
+            (age, _) => age.is_some(),
+        };
+        let is_answered =
+            seen.is_fresh() && (is_new || seen.received != self.received) || seen.sent < self.sent;
+        if is_answered {
+            self.unanswered = None;
+        } else if seen.sent > self.sent && self.unanswered.is_none() {
+            self.unanswered = Some((now, self.sent));
+        }
+        (self.sent, self.received, self.age) = (seen.sent, seen.received, seen.handshake_age);
+        let settled =
+            self.moved.is_none_or(|moved| now.saturating_duration_since(moved) >= SETTLES) && seen.is_fresh();
+        let Some(endpoint) = seen.endpoint.filter(|_| settled) else { return };
+        // The other end has moved, and WireGuard has followed it.
+        let leased = self.leases.iter().find(|(_, lease)| lease.is_at(endpoint));
+        match (leased.map(|(relay, _)| *relay), self.by) {
+            (Some(relay), by) if by != Some(relay) => self.goes_by(relay, endpoint, now),
+            (None, Some(_)) => self.goes_directly(endpoint, now),
+            _ => {}
+        }
+    }
+
+    /// For how long bytes have been sent in vain, if that says something.
+    fn silence(&self, seen: &Seen, now: Instant) -> Duration {
+        let Some((since, before)) = self.unanswered else { return Duration::ZERO };
+        let silence = now.saturating_duration_since(since);
+        if !seen.is_fresh() {
+            return silence;
+        }
+        // Nobody answers a keepalive.
+        let keepalives = ATTEMPTS + KEEPALIVE * (silence.as_secs() + 2);
+        let is_data = self.sent.saturating_sub(before) > keepalives;
+        if is_data { silence.saturating_sub(SILENT_SESSION.saturating_sub(SILENT)) } else { Duration::ZERO }
+    }
+
+    fn is_leased(&self, place: SocketAddr) -> bool {
+        self.leases.values().any(|lease| lease.is_at(place))
+    }
+
+    fn may_answer(&mut self, now: Instant) -> bool {
+        if now.saturating_duration_since(self.answers.0) >= Duration::from_secs(1) {
+            self.answers = (now, 0);
+        }
+        self.answers.1 += 1;
+        self.answers.1 <= ANSWERS
+    }
+
+    fn goes_by(&mut self, relay: NodeId, at: SocketAddr, now: Instant) {
+        if self.by.is_none() {
+            let is_short = self.moved.is_some_and(|moved| now.saturating_duration_since(moved) < LASTS);
+            self.interval = match self.punched.take() {
+                Some(_) if is_short => (self.interval * 2).min(DIRECT_SELDOM),
+                _ => DIRECT_EVERY,
+            };
+            self.next_round = Some(now + self.interval);
+        }
+        (self.by, self.at, self.moved, self.unanswered) = (Some(relay), Some(at), Some(now), None);
+    }
+
+    fn goes_directly(&mut self, place: SocketAddr, now: Instant) {
+        (self.by, self.punched, self.moved) = (None, Some(place), Some(now));
+        (self.round, self.next_round, self.unanswered) = (None, None, None);
+        self.keeps = Some(now + LINGERS);
+    }
+
+    /// Goes on with a relay that an earlier agent has left in use.
+    fn adopt(&mut self, turn: &Turn<'_>, random: &mut impl FnMut() -> u64) {
+        let is_free = self.by.is_none() && self.leases.is_empty() && turn.seen.is_fresh();
+        let Some(endpoint) = turn.seen.endpoint.filter(|at| is_free && is_port(at.port())) else { return };
+        let relay = turn.relays.iter().find(|(_, place)| place.ip() == endpoint.ip());
+        if let Some((relay, place)) = relay {
+            self.leases.insert(*relay, Lease::at(*place, endpoint.port(), random(), turn.now));
+            self.goes_by(*relay, endpoint, turn.now);
+        }
+    }
+
+    /// Holds relays while they are needed, or may be soon.
+    fn lease(&mut self, turn: &mut Turn<'_>, random: &mut impl FnMut() -> u64) {
+        let now = turn.now;
+        let needs = self.by.is_some() || self.silence(turn.seen, now) >= PREPARE;
+        if !needs && self.keeps.is_none_or(|until| now >= until) {
+            self.leases.clear();
+            return;
+        }
+        let (own, other) = turn.ends;
+        let mut best: Vec<NodeId> = turn.relays.keys().copied().filter(|relay| *relay != other).collect();
+        best.sort_unstable_by_key(|relay| rank(own, other, *relay));
+        if needs {
+            for relay in best.iter().take(RELAYS) {
+                let Some(place) = turn.relays.get(relay) else { continue };
+                self.leases.entry(*relay).or_insert_with(|| Lease::new(*place, random(), now));
+            }
+            let by = self.by;
+            // Of a relay that is gone, another takes the place.
+            self.leases.retain(|relay, lease| {
+                by == Some(*relay)
+                    || best.iter().take(RELAYS).any(|best| best == relay)
+                    || !lease.is_dead(false, now)
+            });
+        }
+        let by = self.by;
+        for (relay, lease) in &mut self.leases {
+            if let Some(place) = turn.relays.get(relay) {
+                lease.moves(*place);
+            }
+            let sequence = *turn.sequence + 1;
+            let is_near = by == Some(*relay) || by.is_none();
+            if let Some((to, message)) = lease.ask(turn.ends, sequence, is_near, now) {
+                *turn.sequence = sequence;
+                turn.outputs.push(Output::Send { node: *relay, to, message });
+                // The whole way, too: the relay's agent may be dead while its kernel relays.
+                if let Some(to) = lease.address().filter(|_| by == Some(*relay)) {
+                    let message = message_to(Kind::Try, turn.ends, self.nonce, sequence);
+                    turn.outputs.push(Output::Send { node: other, to, message });
+                }
+            }
+        }
+    }
+
+    /// Begins with a relay after silence, leaves one that is dead, and follows one that gives another port.
+    fn choose(&mut self, turn: &mut Turn<'_>) {
+        let now = turn.now;
+        let lease = self.by.and_then(|relay| self.leases.get(&relay)).filter(|lease| lease.works(true, now));
+        if let Some(to) = lease.and_then(Lease::address).filter(|to| Some(*to) != self.at) {
+            (self.at, self.moved) = (Some(to), Some(now));
+            turn.outputs.push(Output::Move { node: turn.ends.1, to });
+        }
+        let needs = match self.by {
+            Some(relay) => self.leases.get(&relay).is_none_or(|lease| lease.is_dead(true, now)),
+            None => self.silence(turn.seen, now) >= SILENT,
+        };
+        if !needs {
+            return;
+        }
+        let (own, other) = turn.ends;
+        let working =
+            self.leases.iter().filter(|(relay, lease)| self.by != Some(**relay) && lease.works(false, now));
+        let best = working.min_by_key(|(relay, _)| rank(own, other, **relay));
+        let Some((relay, to)) = best.and_then(|(relay, lease)| Some((*relay, lease.address()?))) else {
+            return;
+        };
+        self.goes_by(relay, to, now);
+        turn.outputs.push(Output::Move { node: other, to });
+    }
+
+    /// Tries every place where the other end may be, now and then.
+    fn try_directly(&mut self, turn: &mut Turn<'_>, random: &mut impl FnMut() -> u64) {
+        let now = turn.now;
+        if self.nonce == 0 {
+            self.nonce = random().max(1);
+        }
+        let (_, other) = turn.ends;
+        let is_due = match self.by {
+            Some(_) => self.next_round.is_some_and(|next| now >= next),
+            None => {
+                self.silence(turn.seen, now) >= TRY
+                    && self.last_round.is_none_or(|last| now.saturating_duration_since(last) >= 2 * ROUND)
+            }
+        };
+        if self.round.is_none() && is_due {
+            self.nonce = random().max(1);
+            self.round = Some(Round { ends: now + ROUND, next: now, answers: BTreeMap::new() });
+            self.last_round = Some(now);
+            self.next_round = self.by.map(|_| now + self.interval);
+            let relay = self.by.and_then(|relay| self.leases.get(&relay)).and_then(Lease::address);
+            if let Some(to) = relay {
+                let sequence = turn.sequence();
+                let message = message_to(Kind::Try, turn.ends, self.nonce, sequence);
+                turn.send(other, to, Message { flags: START, ..message });
+            }
+        }
+        let Some(round) = self.round.as_mut() else { return };
+        if now >= round.ends {
+            self.round = None;
+            return;
+        }
+        if now < round.next {
+            return;
+        }
+        round.next = now + STEP;
+        let mut places: Vec<SocketAddr> = self.places.clone();
+        places.extend(turn.seen.published);
+        places.extend(&turn.seen.places);
+        places.sort_unstable();
+        places.dedup();
+        places.retain(|place| !self.is_leased(*place));
+        for to in places.into_iter().take(MOST_PLACES) {
+            let sequence = turn.sequence();
+            turn.send(other, to, message_to(Kind::Try, turn.ends, self.nonce, sequence));
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! What one end of a pair has of one relay.
+
+use std::{
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
+
+use kilo_common::relay::{BOTH, Kind, Message, is_port};
+
+use super::NodeId;
+
+/// Between two messages to the relay in use, and to one that is to become it.
+const OFTEN: Duration = Duration::from_millis(400);
+/// Between two to a relay that stands by: it keeps the NAT's entry.
+const SELDOM: Duration = Duration::from_secs(5);
+/// The relay in use is dead after this long without a sign of it.
+const DEAD: Duration = Duration::from_millis(1300);
+/// One that stands by is.
+const GONE: Duration = Duration::from_secs(12);
+/// Who refuses is asked again after this.
+const REFUSED: Duration = Duration::from_secs(10);
+
+/// A port of a relay that leads to the other end, or the wish for one.
+#[derive(Clone, Debug)]
+pub(super) struct Lease {
+    /// Where the relay's WireGuard is.
+    place: SocketAddr,
+    nonce: u64,
+    token: u64,
+    /// 0 = none yet.
+    port: u16,
+    /// Both ends are bound.
+    both: bool,
+    next: Instant,
+    /// Since when there is no sign of it.
+    unheard: Instant,
+    /// Messages since then.
+    asked: u32,
+}
+
+impl Lease {
+    pub(super) const fn new(place: SocketAddr, nonce: u64, now: Instant) -> Self {
+        Self { place, nonce, token: 0, port: 0, both: false, next: now, unheard: now, asked: 0 }
+    }
+
+    /// Of an endpoint that an earlier agent has left.
+    pub(super) const fn at(place: SocketAddr, port: u16, nonce: u64, now: Instant) -> Self {
+        Self { port, ..Self::new(place, nonce, now) }
+    }
+
+    /// The relay's WireGuard is reached elsewhere now.
+    pub(super) const fn moves(&mut self, place: SocketAddr) {
+        self.place = place;
+    }
+
+    /// Where datagrams for the other end are sent to.
+    pub(super) fn address(&self) -> Option<SocketAddr> {
+        (self.port != 0).then(|| SocketAddr::new(self.place.ip(), self.port))
+    }
+
+    /// Whether this is a port of the relay, perhaps one that it has given before.
+    pub(super) fn is_at(&self, place: SocketAddr) -> bool {
+        place.ip() == self.place.ip() && is_port(place.port())
+    }
+
+    /// Whether packets pass, as far as this end knows.
+    pub(super) fn works(&self, in_use: bool, now: Instant) -> bool {
+        self.both && !self.is_dead(in_use, now)
+    }
+
+    /// Whether nothing was heard of it for too long, although it was asked.
+    pub(super) fn is_dead(&self, in_use: bool, now: Instant) -> bool {
+        let patience = if in_use { DEAD } else { GONE };
+        self.asked >= 3 && now.saturating_duration_since(self.unheard) >= patience
+    }
+
+    /// The message that is due, and where to; `is_near`: it is in use, or about to be.
+    pub(super) fn ask(
+        &mut self,
+        (own, other): (NodeId, NodeId),
+        sequence: u64,
+        is_near: bool,
+        now: Instant,
+    ) -> Option<(SocketAddr, Message)> {
+        if now < self.next {
+            return None;
+        }
+        self.next = now + if is_near || !self.both { OFTEN } else { SELDOM };
+        self.asked = self.asked.saturating_add(1);
+        let message = Message {
+            kind: Kind::Ask,
+            flags: 0,
+            nonce: self.nonce,
+            sequence,
+            sender: own,
+            other,
+            token: self.token,
+            port: self.port,
+        };
+        // A relay that has forgotten the port hears nothing there.
+        let is_forgotten = self.asked.is_multiple_of(4);
+        Some((self.address().filter(|_| !is_forgotten).unwrap_or(self.place), message))
+    }
+
+    /// Takes the relay's answer.
+    pub(super) fn offered(&mut self, offer: &Message, now: Instant) {
+        if offer.nonce != self.nonce {
+            return;
+        }
+        self.alive(now);
+        if offer.port == 0 {
+            (self.port, self.token, self.both) = (0, 0, false);
+            self.next = now + REFUSED;
+            return;
+        }
+        let is_news = offer.token != self.token || offer.port != self.port;
+        (self.token, self.port, self.both) = (offer.token, offer.port, offer.flags & BOTH != 0);
+        if is_news {
+            self.next = now;
+        }
+    }
+
+    /// Something came through it.
+    pub(super) const fn alive(&mut self, now: Instant) {
+        (self.unheard, self.asked) = (now, 0);
+    }
+}

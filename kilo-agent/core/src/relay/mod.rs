@@ -1,0 +1,127 @@
+//! Who needs a relay, which one, and when a pair of locations is connected directly again; and
+//! what a relay gives to whom. Pure: time, randomness and addresses are arguments.
+//! docs/design/relay.md tells why.
+
+mod client;
+mod lease;
+mod server;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
+
+use kilo_common::relay::Message;
+
+pub use client::Client;
+pub use server::{Heard, Server};
+
+/// A node: [`crate::signal_id::node`] of its key.
+pub type NodeId = u64;
+
+/// After this long without an answer a pair prepares to use a relay; it asks for one.
+pub const PREPARE: Duration = Duration::from_secs(8);
+/// After this long it uses one: three attempts of WireGuard, the last one of which has had 3 s.
+pub const SILENT: Duration = Duration::from_secs(13);
+/// The same where a session is there, which WireGuard gives up 15 s after it has heard nothing.
+pub const SILENT_SESSION: Duration = Duration::from_secs(28);
+/// After this long an end is tried at every place where it might be.
+pub const TRY: Duration = Duration::from_secs(3);
+/// How often a relayed pair is tried directly.
+pub const DIRECT_EVERY: Duration = Duration::from_secs(60);
+/// The longest time between two such tries, where direct ways do not last.
+pub const DIRECT_SELDOM: Duration = Duration::from_secs(3600);
+/// A direct way that lasts less counts as one that does not last.
+pub const LASTS: Duration = Duration::from_secs(600);
+/// What WireGuard does not send with any more; a handshake is due before.
+pub const FRESH: Duration = Duration::from_secs(180);
+
+/// How two locations are connected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Way {
+    /// At the endpoint that one of both says it has.
+    Direct,
+    /// Through the NATs of both, at a place that nobody has published.
+    Punched,
+    /// Through a relay.
+    Relayed(NodeId),
+}
+
+impl Way {
+    /// Metric label and word of `kgctl status`.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Direct => "direct",
+            Self::Punched => "punched",
+            Self::Relayed(_) => "relayed",
+        }
+    }
+}
+
+/// The leader of another location, as the own device and the mesh show it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Seen {
+    /// Who it is.
+    pub id: NodeId,
+    /// Time since the last handshake; `None` = there was none.
+    pub handshake_age: Option<Duration>,
+    /// Bytes sent to it so far, attempts to shake hands among them.
+    pub sent: u64,
+    /// Bytes received from it so far.
+    pub received: u64,
+    /// Where the device sends to.
+    pub endpoint: Option<SocketAddr>,
+    /// Where it says that it is.
+    pub published: Option<SocketAddr>,
+    /// Everywhere else that it might be reached directly, as others see it.
+    pub places: Vec<SocketAddr>,
+    /// It offers to relay.
+    pub relays: bool,
+}
+
+impl Seen {
+    /// Whether a tunnel with it works, as far as WireGuard knows.
+    pub fn is_fresh(&self) -> bool {
+        self.handshake_age.is_some_and(|age| age < FRESH)
+    }
+}
+
+/// What the agent is to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// Send a message from WireGuard's port, with the key shared with this node.
+    Send {
+        /// Whose key.
+        node: NodeId,
+        /// Where to.
+        to: SocketAddr,
+        /// What.
+        message: Message,
+    },
+    /// Let WireGuard send what is for this node there.
+    Move {
+        /// The peer.
+        node: NodeId,
+        /// Its endpoint from now on.
+        to: SocketAddr,
+    },
+}
+
+/// Order of relays for a pair: the smallest is used. Both ends find the same.
+fn rank(one: NodeId, other: NodeId, relay: NodeId) -> u64 {
+    // The finalizer of splitmix64: ids are hashes already, and only need to be mixed.
+    let mut mixed = (one ^ other).wrapping_add(relay.rotate_left(17)).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
+}
+
+/// An address as map values have it: IPv4 as `::ffff:a.b.c.d`.
+pub fn mapped(address: IpAddr) -> [u8; 16] {
+    match address {
+        IpAddr::V4(address) => address.to_ipv6_mapped().octets(),
+        IpAddr::V6(address) => address.octets(),
+    }
+}

@@ -1,0 +1,254 @@
+//! What a relay gives to pairs: ports, tokens and bindings.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    time::{Duration, Instant},
+};
+
+use kilo_common::relay::{BOTH, BOUND, FIRST_PORT, Kind, LAST_PORT, Message, Port};
+
+use super::{NodeId, Output, mapped};
+
+/// Most pairs at a time: two ports each.
+pub const MOST_PAIRS: usize = 500;
+/// Most pairs of one node.
+const MOST_OF_A_NODE: usize = 64;
+/// A pair of which nothing was heard, and for which nothing was sent on, is forgotten after this.
+const IDLE: Duration = Duration::from_secs(180);
+/// Between two invitations of one end.
+const INVITES: Duration = Duration::from_millis(300);
+/// Answers to one node, a second.
+const ANSWERS: u32 = 200;
+
+/// Where a message came from, and where to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heard {
+    /// Who sent it.
+    pub source: SocketAddr,
+    /// Own address that it was sent to.
+    pub local: IpAddr,
+    /// Own port that it was sent to.
+    pub port: u16,
+    /// Interface that it came by.
+    pub ifindex: u32,
+}
+
+/// All pairs that this node relays for.
+#[derive(Clone, Debug, Default)]
+pub struct Server {
+    pairs: BTreeMap<(NodeId, NodeId), Allotment>,
+    answers: BTreeMap<NodeId, (Instant, u32)>,
+}
+
+#[derive(Clone, Debug)]
+struct Allotment {
+    ends: [End; 2],
+    /// When an end has asked, or packets have passed.
+    used: Instant,
+    packets: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct End {
+    id: NodeId,
+    port: u16,
+    token: u64,
+    /// Of whom the token is.
+    nonce: u64,
+    /// The last number heard with the token.
+    sequence: u64,
+    bound: Option<Heard>,
+    invited: Option<Instant>,
+}
+
+const fn key(one: NodeId, other: NodeId) -> (NodeId, NodeId) {
+    if one < other { (one, other) } else { (other, one) }
+}
+
+impl Server {
+    /// Goes on with what an earlier agent has left in the table of ports.
+    pub fn adopted(ports: &BTreeMap<u16, Port>, now: Instant, random: &mut impl FnMut() -> u64) -> Self {
+        let mut server = Self::default();
+        let address = |bytes: [u8; 16]| IpAddr::from(bytes).to_canonical();
+        for (number, port) in ports {
+            let [id, other_id] = port.ids;
+            let Some(back) = ports.get(&port.by_port) else { continue };
+            if id >= other_id || back.by_port != *number || back.ids != [other_id, id] {
+                continue;
+            }
+            let mut end = |number: u16, port: &Port, towards: &Port| End {
+                id: port.ids[0],
+                port: number,
+                token: random().max(1),
+                nonce: 0,
+                sequence: 0,
+                bound: (port.from_port != 0).then(|| Heard {
+                    source: SocketAddr::new(address(port.from), port.from_port),
+                    local: address(port.at),
+                    port: number,
+                    ifindex: towards.ifindex,
+                }),
+                invited: None,
+            };
+            let ends = [end(*number, port, back), end(port.by_port, back, port)];
+            let packets = port.packets.wrapping_add(back.packets);
+            server.pairs.insert((id, other_id), Allotment { ends, used: now, packets });
+        }
+        server
+    }
+
+    /// Pairs now.
+    pub fn pairs(&self) -> usize {
+        self.pairs.len()
+    }
+
+    /// Every port that somebody has.
+    pub fn taken(&self) -> BTreeSet<u16> {
+        self.pairs.values().flat_map(|pair| pair.ends.map(|end| end.port)).collect()
+    }
+
+    /// Takes ASK, whose tag was right. `reachable` says where the own WireGuard reaches nodes now: only they
+    /// are answered, and only there; `free` whether a port can be had.
+    pub fn hear(
+        &mut self,
+        message: &Message,
+        heard: Heard,
+        (own, reachable): (NodeId, &BTreeMap<NodeId, SocketAddr>),
+        free: &mut impl FnMut(u16) -> bool,
+        random: &mut impl FnMut() -> u64,
+        now: Instant,
+    ) -> Vec<Output> {
+        let (from, other) = (message.sender, message.other);
+        let Some(place) = reachable.get(&from).copied() else { return Vec::new() };
+        if message.kind != Kind::Ask || from == other || [from, other].contains(&own) || !self.may(from, now)
+        {
+            return Vec::new();
+        }
+        let offer = Message { kind: Kind::Offer, flags: 0, sender: own, token: 0, port: 0, ..*message };
+        let refuse = vec![Output::Send { node: from, to: place, message: offer }];
+        let Some(there) = reachable.get(&other).copied() else { return refuse };
+        if !self.pairs.contains_key(&key(from, other)) {
+            let of_node = self.pairs.keys().filter(|(one, other)| [*one, *other].contains(&from)).count();
+            if self.pairs.len() >= MOST_PAIRS || of_node >= MOST_OF_A_NODE {
+                return refuse;
+            }
+            let Some(ports) = self.ports(free, random) else { return refuse };
+            let (one, two) = key(from, other);
+            let mut end = |id, port| End {
+                id,
+                port,
+                token: random().max(1),
+                nonce: 0,
+                sequence: 0,
+                bound: None,
+                invited: None,
+            };
+            let ends = [end(one, ports[0]), end(two, ports[1])];
+            self.pairs.insert((one, two), Allotment { ends, used: now, packets: 0 });
+        }
+        let Some(pair) = self.pairs.get_mut(&key(from, other)) else { return refuse };
+        pair.used = now;
+        let (mine, theirs) = pair.ends_mut(from);
+        if mine.nonce != message.nonce {
+            // It has begun anew; what was bound stays until it binds again.
+            (mine.nonce, mine.token, mine.sequence) = (message.nonce, random().max(1), 0);
+        }
+        let binds =
+            heard.port == mine.port && message.token == mine.token && message.sequence > mine.sequence;
+        if binds {
+            mine.sequence = message.sequence;
+            mine.bound = Some(heard);
+        }
+        let invites = theirs.bound.is_none()
+            && theirs.invited.is_none_or(|last| now.saturating_duration_since(last) >= INVITES);
+        if invites {
+            theirs.invited = Some(now);
+        }
+        let (token, port, is_bound) = (mine.token, mine.port, mine.bound.is_some());
+        let flags = if is_bound { BOUND } else { 0 } | if pair.passes() { BOTH } else { 0 };
+        let mut outputs =
+            vec![Output::Send { node: from, to: place, message: Message { flags, token, port, ..offer } }];
+        if invites {
+            let message = Message { kind: Kind::Invite, other: from, ..offer };
+            outputs.push(Output::Send { node: other, to: there, message });
+        }
+        outputs
+    }
+
+    /// Forgets idle pairs; `ports` is what the table says that each has sent on.
+    pub fn turn(&mut self, ports: &BTreeMap<u16, Port>, now: Instant) {
+        for pair in self.pairs.values_mut() {
+            let sent = |end: &End| ports.get(&end.port).map_or(0, |port| port.packets);
+            let packets = pair.ends.iter().map(sent).fold(0, u64::wrapping_add);
+            if packets != pair.packets {
+                (pair.packets, pair.used) = (packets, now);
+            }
+        }
+        self.pairs.retain(|_, pair| now.saturating_duration_since(pair.used) < IDLE);
+        self.answers.retain(|_, (since, _)| now.saturating_duration_since(*since) < Duration::from_secs(2));
+    }
+
+    /// The table of ports as it shall be.
+    pub fn table(&self) -> BTreeMap<u16, Port> {
+        let both = |pair: &Allotment| {
+            let [one, other] = pair.ends;
+            let passes = pair.passes();
+            [one.row(&other, passes), other.row(&one, passes)]
+        };
+        self.pairs.values().flat_map(both).collect()
+    }
+
+    fn may(&mut self, from: NodeId, now: Instant) -> bool {
+        let (since, count) = self.answers.entry(from).or_insert((now, 0));
+        if now.saturating_duration_since(*since) >= Duration::from_secs(1) {
+            (*since, *count) = (now, 0);
+        }
+        *count += 1;
+        *count <= ANSWERS
+    }
+
+    /// Two ports that nobody has.
+    fn ports(
+        &self,
+        free: &mut impl FnMut(u16) -> bool,
+        random: &mut impl FnMut() -> u64,
+    ) -> Option<[u16; 2]> {
+        let taken = self.taken();
+        let count = u64::from(LAST_PORT - FIRST_PORT) + 1;
+        let start = random() % count;
+        let all = (0..count).filter_map(|at| u16::try_from((start + at) % count).ok());
+        let mut found =
+            all.map(|at| FIRST_PORT + at).filter(|port| !taken.contains(port)).filter(|port| free(*port));
+        Some([found.next()?, found.next()?])
+    }
+}
+
+impl Allotment {
+    fn ends_mut(&mut self, of: NodeId) -> (&mut End, &mut End) {
+        let [one, other] = &mut self.ends;
+        if one.id == of { (one, other) } else { (other, one) }
+    }
+
+    /// Whether packets pass: both ends are bound, by the same family.
+    fn passes(&self) -> bool {
+        let [one, other] = &self.ends;
+        let v6 = |end: &End| end.bound.map(|bound| bound.source.is_ipv6());
+        v6(one).is_some() && v6(one) == v6(other)
+    }
+}
+
+impl End {
+    fn row(&self, to: &Self, passes: bool) -> (u16, Port) {
+        let mut port = Port { ids: [self.id, to.id], by_port: to.port, ..Port::default() };
+        if let Some(bound) = self.bound {
+            (port.from, port.at) = (mapped(bound.source.ip()), mapped(bound.local));
+            port.from_port = bound.source.port();
+        }
+        if let Some(bound) = to.bound.filter(|_| passes) {
+            (port.to, port.by) = (mapped(bound.source.ip()), mapped(bound.local));
+            (port.to_port, port.ifindex) = (bound.source.port(), bound.ifindex);
+        }
+        (self.port, port)
+    }
+}

@@ -1,0 +1,134 @@
+//! The maps of relays: ports of pairs, keys of messages, and the ring of messages heard.
+
+use std::{collections::BTreeMap, path::Path};
+
+use aya::maps::{HashMap, Map, MapData, RingBuf};
+use kilo_common::{
+    map_table::name,
+    relay::{Heard, Port},
+};
+use tokio::io::{Interest, unix::AsyncFd};
+
+use super::{DataplaneError, open_pin, pin_directory};
+
+/// What the programs know of relays, as this process has read or written it.
+pub struct RelayMaps {
+    ports: HashMap<MapData, u32, Port>,
+    keys: HashMap<MapData, u64, [u64; 2]>,
+    held_ports: BTreeMap<u16, Port>,
+    held_keys: BTreeMap<u64, [u64; 2]>,
+}
+
+impl std::fmt::Debug for RelayMaps {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RelayMaps").field("ports", &self.held_ports.len()).finish_non_exhaustive()
+    }
+}
+
+/// The ring of messages heard; it has one reader.
+pub struct RelayRing(AsyncFd<RingBuf<MapData>>);
+
+impl std::fmt::Debug for RelayRing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("RelayRing")
+    }
+}
+
+impl RelayMaps {
+    /// Of this host's data path, with what an earlier agent has left.
+    ///
+    /// # Errors
+    /// When there is none, or no right to look.
+    pub fn open(bpffs: &Path) -> Result<Self, DataplaneError> {
+        let directory = pin_directory(bpffs);
+        let map = |name| Ok::<_, DataplaneError>(Map::HashMap(open_pin(&directory, name)?));
+        let ports = HashMap::try_from(map(name::RELAY)?)?;
+        let keys = HashMap::try_from(map(name::RELAY_KEY)?)?;
+        let mut maps = Self { ports, keys, held_ports: BTreeMap::new(), held_keys: BTreeMap::new() };
+        maps.held_ports = maps.ports();
+        maps.held_keys = maps.keys.iter().flatten().collect();
+        Ok(maps)
+    }
+
+    /// The ports as they stand now, with what each has sent on.
+    pub fn ports(&self) -> BTreeMap<u16, Port> {
+        let port = |(number, port)| Some((u16::try_from(number).ok()?, port));
+        self.ports.iter().flatten().filter_map(port).collect()
+    }
+
+    /// Brings the ports to the desired content; returns the number of writes. What a port has sent on
+    /// counts as no difference.
+    ///
+    /// # Errors
+    /// When the map refuses a write.
+    pub fn write_ports(&mut self, desired: &BTreeMap<u16, Port>) -> Result<usize, DataplaneError> {
+        let mut writes = 0;
+        let gone: Vec<u16> =
+            self.held_ports.keys().filter(|port| !desired.contains_key(port)).copied().collect();
+        for port in gone {
+            self.ports.remove(&u32::from(port))?;
+            self.held_ports.remove(&port);
+            writes += 1;
+        }
+        for (number, port) in desired {
+            let same = |held: &Port| Port { packets: 0, ..*held } == Port { packets: 0, ..*port };
+            if !self.held_ports.get(number).is_some_and(same) {
+                self.ports.insert(u32::from(*number), port, 0)?;
+                self.held_ports.insert(*number, *port);
+                writes += 1;
+            }
+        }
+        Ok(writes)
+    }
+
+    /// Brings the keys to the desired content; returns the number of writes.
+    ///
+    /// # Errors
+    /// When the map refuses a write.
+    pub fn write_keys(&mut self, desired: &BTreeMap<u64, [u64; 2]>) -> Result<usize, DataplaneError> {
+        let mut writes = 0;
+        let gone: Vec<u64> = self.held_keys.keys().filter(|id| !desired.contains_key(id)).copied().collect();
+        for id in gone {
+            self.keys.remove(&id)?;
+            self.held_keys.remove(&id);
+            writes += 1;
+        }
+        for (id, key) in desired {
+            if self.held_keys.get(id) != Some(key) {
+                self.keys.insert(id, key, 0)?;
+                self.held_keys.insert(*id, *key);
+                writes += 1;
+            }
+        }
+        Ok(writes)
+    }
+}
+
+impl RelayRing {
+    /// Of this host's data path. Must be called inside a tokio runtime.
+    ///
+    /// # Errors
+    /// When the pinned map cannot be opened.
+    pub fn open(bpffs: &Path) -> Result<Self, DataplaneError> {
+        let directory = pin_directory(bpffs);
+        let ring = RingBuf::try_from(Map::RingBuf(open_pin(&directory, name::RELAY_HEARD)?))?;
+        // SAFETY: the ring owns its descriptor and always returns the same one.
+        let ring = unsafe { AsyncFd::register_with_interest(ring, Interest::READABLE) };
+        let path = directory.join(name::RELAY_HEARD);
+        Ok(Self(ring.map_err(|error| DataplaneError::Pin { path, source: error.into() })?))
+    }
+
+    /// Waits until there is something, and returns all of it.
+    ///
+    /// # Errors
+    /// When the runtime does not watch it any more.
+    pub async fn heard(&mut self) -> std::io::Result<Vec<Heard>> {
+        let mut guard = self.0.readable_mut().await?;
+        let mut all = Vec::new();
+        while let Some(item) = guard.get_inner_mut().next() {
+            all.extend(Heard::read(&item));
+        }
+        guard.clear_ready();
+        Ok(all)
+    }
+}

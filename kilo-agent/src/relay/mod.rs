@@ -1,0 +1,115 @@
+//! Relays: the decisions of `kilo_core::relay` beside the reconciles. Messages go from WireGuard's own
+//! port by the program `inject`, and are heard by `lan_ingress`; docs/design/relay.md tells why.
+//!
+//! ```text
+//! view ── mesh, device ──> task ── endpoints ──> next reconcile; ways ──> status, metrics, graph
+//! ```
+
+mod mesh;
+mod paths;
+mod task;
+
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use kilo_common::maps::CONFIG_RELAY;
+use kilo_core::{plan::HostPlan, topology::Mesh, wireguard::key::PublicKey};
+use kilo_host::dataplane::{
+    Dataplane, DataplaneError,
+    relay::{RelayMaps, RelayRing},
+};
+
+pub use task::Context;
+
+/// What the task says, and reconciles and those who look read.
+#[derive(Clone, Default)]
+pub struct Relays(Arc<Mutex<Said>>);
+
+impl std::fmt::Debug for Relays {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Relays")
+    }
+}
+
+/// How a tunnel with another location is connected.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Connected {
+    /// The leader of the other location.
+    pub node: String,
+    /// `direct`, `punched` or `relayed`.
+    pub way: &'static str,
+    /// The node that relays.
+    pub by: Option<String>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Said {
+    /// Where peers are sent to that are not where the mesh says; true: through a relay.
+    endpoints: BTreeMap<PublicKey, (SocketAddr, bool)>,
+    ways: BTreeMap<PublicKey, Connected>,
+    /// Pairs that this node relays for.
+    serves: usize,
+}
+
+impl Relays {
+    fn said(&self) -> MutexGuard<'_, Said> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How tunnels of this node that work are connected.
+    pub fn ways(&self) -> BTreeMap<PublicKey, Connected> {
+        self.said().ways.clone()
+    }
+
+    /// Pairs of other locations that this node relays for.
+    pub fn serves(&self) -> usize {
+        self.said().serves
+    }
+
+    /// Whether a peer is reached through a relay: where it is seen then is of no use to others.
+    pub fn is_relayed(&self, key: &PublicKey) -> bool {
+        self.said().endpoints.get(key).is_some_and(|(_, relayed)| *relayed)
+    }
+
+    /// Puts into a plan what was found: peers that are elsewhere, which WireGuard may follow from there, and
+    /// whether programs look for messages about relays.
+    pub fn plan(&self, plan: &mut HostPlan, looks: bool) {
+        for (key, (place, _)) in &self.said().endpoints {
+            if let Some(peer) = plan.wireguard.peers.get_mut(key) {
+                (peer.endpoint, peer.roams) = (Some(*place), true);
+            }
+        }
+        if looks && !plan.wireguard.peers.is_empty() {
+            plan.tables.config.flags |= CONFIG_RELAY;
+        }
+    }
+}
+
+/// Whether any node of the mesh relays while it leads.
+pub fn is_offered(mesh: &Mesh) -> bool {
+    mesh.segments
+        .iter()
+        .enumerate()
+        .any(|(index, _)| mesh::leader(mesh, index).is_some_and(|node| node.relay))
+}
+
+/// What the task works with.
+///
+/// # Errors
+/// When a program is not loaded, or a pinned map cannot be opened.
+pub fn tools(dataplane: &Dataplane, bpffs: &Path) -> Result<task::Tools, DataplaneError> {
+    Ok(task::Tools {
+        signals: dataplane.signals()?,
+        maps: RelayMaps::open(bpffs)?,
+        ring: RelayRing::open(bpffs)?,
+    })
+}
+
+/// Runs until it is told to stop.
+pub async fn run(context: Context, tools: task::Tools) {
+    task::Task::new(context, tools).run().await;
+}

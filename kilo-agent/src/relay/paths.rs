@@ -1,0 +1,69 @@
+//! Where this host's packets leave for an address, and the ports it has for pairs.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
+    time::{Duration, Instant},
+};
+
+use nix::sys::socket::{setsockopt, sockopt::RcvBuf};
+
+/// How long a way is taken for granted.
+const HOLDS: Duration = Duration::from_secs(1);
+
+/// Source address and interface towards each address, as the kernel's routes say.
+#[derive(Debug, Default)]
+pub struct Paths(BTreeMap<IpAddr, (Instant, Option<(IpAddr, u32)>)>);
+
+impl Paths {
+    /// Towards this address; `None`: there is no route.
+    pub fn towards(&mut self, to: IpAddr, now: Instant) -> Option<(IpAddr, u32)> {
+        self.0.retain(|_, (since, _)| now.saturating_duration_since(*since) < HOLDS);
+        self.0.entry(to).or_insert_with(|| (now, ask(to))).1
+    }
+}
+
+/// A datagram socket that is connected has sent nothing, and knows its source.
+fn ask(to: IpAddr) -> Option<(IpAddr, u32)> {
+    let any: IpAddr = if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    let socket = UdpSocket::bind((any, 0)).ok()?;
+    socket.connect((to, 9)).ok()?;
+    let source = socket.local_addr().ok()?.ip();
+    let is_source = |address: &nix::sys::socket::SockaddrStorage| {
+        let v4 = address.as_sockaddr_in().map(|address| IpAddr::from(address.ip()));
+        let v6 = address.as_sockaddr_in6().map(|address| IpAddr::from(address.ip()));
+        v4.or(v6) == Some(source)
+    };
+    let interface = nix::ifaddrs::getifaddrs()
+        .ok()?
+        .find(|interface| interface.address.as_ref().is_some_and(is_source))?;
+    let index = nix::net::if_::if_nametoindex(&*interface.interface_name).ok()?;
+    Some((source, index))
+}
+
+/// Ports that no other process gets while pairs have them. Nobody reads them: what programs leave to the stack
+/// ends there, unanswered.
+#[derive(Debug, Default)]
+pub struct Ports(BTreeMap<u16, UdpSocket>);
+
+impl Ports {
+    /// Takes a port; false: somebody has it.
+    pub fn take(&mut self, port: u16) -> bool {
+        if self.0.contains_key(&port) {
+            return true;
+        }
+        // Of a host without IPv6 it is IPv4's alone.
+        let socket = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port))
+            .or_else(|_| UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port)));
+        let Ok(socket) = socket else { return false };
+        // The least that the kernel gives.
+        let _ = setsockopt(&socket, RcvBuf, &1);
+        self.0.insert(port, socket);
+        true
+    }
+
+    /// Gives back all others.
+    pub fn keep(&mut self, taken: &BTreeSet<u16>) {
+        self.0.retain(|port, _| taken.contains(port));
+    }
+}

@@ -1,0 +1,343 @@
+//! The task: hears, decides, sends.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+    sync::{Arc, Weak},
+    time::{Duration, Instant},
+};
+
+use kilo_common::{
+    relay::{Heard, Kind, Message},
+    siphash,
+};
+use kilo_core::{
+    relay::{self, Client, NodeId, Output, Server, Way},
+    settings, signal_id,
+    topology::Mesh,
+    wireguard::key::{PublicKey, SecretKey},
+};
+use kilo_host::dataplane::{
+    lead::{self, Signals},
+    relay::{RelayMaps, RelayRing},
+};
+use tokio::sync::{Notify, watch};
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    Connected, Relays,
+    mesh::Leaders,
+    paths::{Paths, Ports},
+};
+use crate::{failover::packets, metrics::Metrics, status::View};
+
+/// Between two turns while something is under way, and else.
+const BUSY: Duration = Duration::from_millis(100);
+const IDLE: Duration = Duration::from_secs(1);
+/// Between two looks at the device, and where nobody relays.
+const LOOK: Duration = Duration::from_secs(1);
+const LOOK_OFF: Duration = Duration::from_secs(5);
+/// Looking at a device with many prefixes takes at most this part of the time, but where a machine is busy silence
+/// is noticed all the same.
+const SHARE: u32 = 20;
+const LOOK_SELDOM: Duration = Duration::from_secs(3);
+
+/// What the task has to know.
+pub struct Context {
+    /// Of this node.
+    pub key: SecretKey,
+    /// WireGuard's port.
+    pub port: u16,
+    /// `--relay`.
+    pub relay: settings::Relay,
+    /// What the reconciles show.
+    pub view: watch::Receiver<Arc<View>>,
+    /// What it tells them.
+    pub relays: Relays,
+    /// Wakes them.
+    pub changed: Arc<Notify>,
+    /// For gauges.
+    pub metrics: Metrics,
+    /// Ends it.
+    pub stop: CancellationToken,
+}
+
+/// Programs and maps.
+#[derive(Debug)]
+pub struct Tools {
+    /// Sends.
+    pub signals: Signals,
+    /// Ports and keys.
+    pub maps: RelayMaps,
+    /// What was heard.
+    pub ring: RelayRing,
+}
+
+pub struct Task {
+    context: Context,
+    signals: Signals,
+    maps: RelayMaps,
+    ring: Option<RelayRing>,
+    own: NodeId,
+    client: Client,
+    server: Server,
+    leaders: Leaders,
+    /// Keys shared with leaders: each costs a Diffie-Hellman.
+    keys: BTreeMap<PublicKey, siphash::Key>,
+    reachable: BTreeMap<NodeId, SocketAddr>,
+    paths: Paths,
+    ports: Ports,
+    look_again: Instant,
+    /// The mesh of the last look.
+    mesh: Weak<Mesh>,
+    /// Ways as they were said last.
+    said: BTreeMap<NodeId, Way>,
+}
+
+impl Task {
+    pub fn new(context: Context, tools: Tools) -> Self {
+        let own = signal_id::node(&context.key.public());
+        let now = Instant::now();
+        let server = Server::adopted(&tools.maps.ports(), now, &mut rand::random);
+        let mut ports = Ports::default();
+        for port in server.taken() {
+            ports.take(port);
+        }
+        Self {
+            context,
+            signals: tools.signals,
+            maps: tools.maps,
+            ring: Some(tools.ring),
+            own,
+            // What other agents heard of an earlier one counts no more: each lease has a number of its own.
+            client: Client::new(own, 0),
+            server,
+            leaders: Leaders::default(),
+            keys: BTreeMap::new(),
+            reachable: BTreeMap::new(),
+            paths: Paths::default(),
+            ports,
+            look_again: now,
+            mesh: Weak::new(),
+            said: BTreeMap::new(),
+        }
+    }
+
+    pub async fn run(mut self) {
+        let stop = self.context.stop.clone();
+        let Some(mut ring) = self.ring.take() else { return };
+        let mut next = Instant::now();
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                heard = ring.heard() => match heard {
+                    Ok(heard) => {
+                        for one in heard {
+                            self.hear(&one).await;
+                        }
+                    }
+                    Err(error) => {
+                        tracing::warn!(%error, "messages about relays are not heard any more; restart the agent");
+                        return;
+                    }
+                },
+                () = tokio::time::sleep_until(next.into()) => {
+                    self.turn().await;
+                    next = Instant::now() + if self.client.is_busy() { BUSY } else { IDLE };
+                }
+            }
+        }
+    }
+
+    /// Whether there is anything to do.
+    fn is_on(&self) -> bool {
+        self.context.relay == settings::Relay::Auto && self.leaders.leads && self.leaders.is_offered
+    }
+
+    async fn turn(&mut self) {
+        let now = Instant::now();
+        let mesh = Arc::downgrade(&self.context.view.borrow().mesh);
+        let is_another = !Weak::ptr_eq(&mesh, &self.mesh);
+        if now >= self.look_again || is_another {
+            self.mesh = mesh;
+            self.look().await;
+            let now = Instant::now();
+            self.serve(now);
+        }
+        let now = Instant::now();
+        let outputs = self.client.turn(now, &mut rand::random);
+        self.act(outputs).await;
+        self.say();
+    }
+
+    /// Reads the device, and what the mesh says of those it shows.
+    async fn look(&mut self) {
+        let started = Instant::now();
+        let view = Arc::clone(&self.context.view.borrow());
+        let peers = match view.peers().await {
+            Ok(peers) => peers,
+            Err(error) => {
+                tracing::debug!(%error, "failed to read WireGuard peers");
+                self.look_again = started + LOOK;
+                return;
+            }
+        };
+        let now = Instant::now();
+        self.leaders = Leaders::of(&view, &peers);
+        let uses = self.is_on();
+        let look = if uses { LOOK } else { LOOK_OFF };
+        let took = now.saturating_duration_since(started);
+        self.look_again = now + look.max((took * SHARE).min(LOOK_SELDOM));
+        self.client.see(self.leaders.seen.clone(), uses, self.leaders.is_behind_nat, now);
+        let fresh = self.leaders.seen.iter().filter(|seen| seen.is_fresh() && uses);
+        let relayed = self.client.endpoints();
+        let is_direct = |id: &NodeId| !relayed.get(id).is_some_and(|(_, relayed)| *relayed);
+        self.reachable = fresh
+            .filter(|seen| is_direct(&seen.id))
+            .filter_map(|seen| Some((seen.id, seen.endpoint?)))
+            .collect();
+        self.write_keys(uses);
+    }
+
+    fn write_keys(&mut self, uses: bool) {
+        let nodes = &self.leaders.nodes;
+        self.keys.retain(|key, _| uses && nodes.values().any(|(of, _)| of == key));
+        let mut desired = BTreeMap::new();
+        for (id, (key, _)) in nodes.iter().filter(|_| uses) {
+            let own = &self.context.key;
+            let derived = match self.keys.get(key) {
+                Some(known) => Some(*known),
+                None => signal_id::pair_key(own, key),
+            };
+            let Some(derived) = derived else { continue };
+            self.keys.insert(*key, derived);
+            desired.insert(*id, derived.0);
+        }
+        if let Err(error) = self.maps.write_keys(&desired) {
+            tracing::warn!(%error, "failed to write the keys of messages about relays");
+        }
+    }
+
+    /// The relay's own work.
+    fn serve(&mut self, now: Instant) {
+        // Before the first reconcile nothing is known, and what an earlier agent has left goes on.
+        if self.context.view.borrow().mesh.granularity().is_none() {
+            return;
+        }
+        if !self.is_on() || !self.leaders.offers {
+            self.server = Server::default();
+        }
+        self.server.turn(&self.maps.ports(), now);
+        self.write_ports();
+        self.ports.keep(&self.server.taken());
+    }
+
+    fn write_ports(&mut self) {
+        if let Err(error) = self.maps.write_ports(&self.server.table()) {
+            tracing::warn!(%error, "failed to write the ports of a relay");
+        }
+    }
+
+    async fn hear(&mut self, heard: &Heard) {
+        let Some(message) = Message::read(&heard.bytes).filter(|_| self.is_on()) else { return };
+        let address = |bytes: [u8; 16]| IpAddr::from(bytes).to_canonical();
+        let source = SocketAddr::new(address(heard.source), heard.source_port);
+        let now = Instant::now();
+        if message.kind != Kind::Ask {
+            let outputs = self.client.hear(&message, source, rand::random(), now);
+            self.act(outputs).await;
+            return;
+        }
+        if !self.leaders.offers {
+            return;
+        }
+        let from =
+            relay::Heard { source, local: address(heard.local), port: heard.port, ifindex: heard.ifindex };
+        let ports = &mut self.ports;
+        let outputs = self.server.hear(
+            &message,
+            from,
+            (self.own, &self.reachable),
+            &mut |port| ports.take(port),
+            &mut rand::random,
+            now,
+        );
+        // Who is told that packets pass, sends them.
+        self.write_ports();
+        self.act(outputs).await;
+    }
+
+    async fn act(&mut self, outputs: Vec<Output>) {
+        for output in outputs {
+            match output {
+                Output::Send { node, to, message } => self.send(node, to, &message),
+                Output::Move { node, to } => self.move_endpoint(node, to).await,
+            }
+        }
+    }
+
+    fn send(&mut self, node: NodeId, to: SocketAddr, message: &Message) {
+        let key = self.leaders.nodes.get(&node).and_then(|(key, _)| self.keys.get(key));
+        let Some(key) = key.copied() else { return };
+        let Some((source, ifindex)) = self.paths.towards(to.ip(), Instant::now()) else { return };
+        let kilo = self.context.view.borrow().device.as_ref().map(kilo_host::wireguard::Device::index);
+        // Inside the tunnel it would say nothing of the way outside.
+        if kilo == Some(ifindex) {
+            return;
+        }
+        let bytes = message.write(key);
+        let packet = packets::udp((source, self.context.port), (to.ip(), to.port()), &bytes);
+        let Some(packet) = packet else { return };
+        if let Err(error) = self.signals.send(lead::Way::Out(ifindex), &packet) {
+            tracing::debug!(%error, %to, kind = ?message.kind, "failed to send a message about relays");
+        }
+    }
+
+    async fn move_endpoint(&mut self, node: NodeId, to: SocketAddr) {
+        // The next reconcile must not move it back.
+        self.say();
+        let device = self.context.view.borrow().device.clone();
+        let (Some(device), Some((key, name))) = (device, self.leaders.nodes.get(&node)) else { return };
+        if let Err(error) = device.move_endpoint(*key, to).await {
+            tracing::warn!(%error, node = name, %to, "failed to move a tunnel to another endpoint");
+        }
+        self.look_again = Instant::now();
+        self.context.changed.notify_one();
+    }
+
+    /// Tells reconciles and those who look.
+    fn say(&mut self) {
+        let name = |id: &NodeId| self.leaders.nodes.get(id);
+        let uses = self.is_on();
+        let ways = self.client.ways();
+        let endpoints = if uses { self.client.endpoints() } else { BTreeMap::new() };
+        for (id, way) in &ways {
+            if self.said.get(id) != Some(way)
+                && let Some((_, node)) = name(id)
+                && (self.said.contains_key(id) || *way != Way::Direct)
+            {
+                let by = match way {
+                    Way::Relayed(relay) => name(relay).map(|(_, name)| name.as_str()),
+                    _ => None,
+                };
+                tracing::info!(node, way = way.as_str(), by, "tunnel goes another way");
+            }
+        }
+        let connected = |(id, way): (&NodeId, &Way)| {
+            let by = match way {
+                Way::Relayed(relay) => name(relay).map(|(_, name)| name.clone()),
+                _ => None,
+            };
+            let (key, node) = name(id)?;
+            Some((*key, Connected { node: node.clone(), way: way.as_str(), by }))
+        };
+        let connected: BTreeMap<_, _> = ways.iter().filter_map(connected).collect();
+        self.context.metrics.set_ways(connected.values().map(|one| one.way), self.server.pairs());
+        let mut said = self.context.relays.said();
+        said.endpoints = endpoints.iter().filter_map(|(id, at)| Some((name(id)?.0, *at))).collect();
+        said.ways = connected;
+        said.serves = self.server.pairs();
+        drop(said);
+        self.said = ways;
+    }
+}

@@ -1,0 +1,229 @@
+//! Relays: what passes between the two ends of a pair, what an agent hears, and what strangers get.
+
+use std::collections::BTreeMap;
+
+use kilo_common::{
+    maps::CONFIG_RELAY,
+    relay::{BOTH, FIRST_PORT, Kind, Message, Port},
+    siphash::Key,
+};
+use kilo_host::dataplane::{
+    Dataplane,
+    relay::{RelayMaps, RelayRing},
+};
+
+use crate::support::{
+    self, IFINDEX, SELF, leader_tables,
+    packet::{PASS, REDIRECT, Ran, SHOT, checksums_hold, ethernet, ipv4, run, udp},
+};
+
+const X: [u8; 4] = [203, 0, 113, 1];
+const Y: [u8; 4] = [203, 0, 113, 2];
+const STRANGER: [u8; 4] = [198, 51, 100, 9];
+const X_PORT: u16 = 45_001;
+const Y_PORT: u16 = 45_002;
+/// Ports of the relay: X sends to the first, Y to the second.
+const FOR_X: u16 = FIRST_PORT + 4;
+const FOR_Y: u16 = FIRST_PORT + 5;
+const ID: u64 = 0x2222_2222_2222_2222;
+const KEY: [u64; 2] = [7, 9];
+const WIREGUARD: u16 = 51_820;
+
+fn mapped([a, b, c, d]: [u8; 4]) -> [u8; 16] {
+    [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, a, b, c, d]
+}
+
+fn pair() -> BTreeMap<u16, Port> {
+    let half = |from, from_port, to, to_port, by_port| Port {
+        from: mapped(from),
+        at: mapped(SELF),
+        to: mapped(to),
+        by: mapped(SELF),
+        ifindex: IFINDEX,
+        from_port,
+        to_port,
+        by_port,
+        ..Port::default()
+    };
+    [(FOR_X, half(X, X_PORT, Y, Y_PORT, FOR_Y)), (FOR_Y, half(Y, Y_PORT, X, X_PORT, FOR_X))].into()
+}
+
+struct Bench {
+    fs: support::BpfFs,
+    dataplane: Dataplane,
+}
+
+impl Bench {
+    fn of(ports: &BTreeMap<u16, Port>) -> Option<Self> {
+        let fs = support::bpffs()?;
+        let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+        let mut tables = leader_tables();
+        tables.config.flags |= CONFIG_RELAY;
+        tables.config.wireguard_port = WIREGUARD;
+        dataplane.write(&tables).unwrap();
+        let mut maps = RelayMaps::open(fs.path()).unwrap();
+        maps.write_ports(ports).unwrap();
+        maps.write_keys(&[(ID, KEY)].into()).unwrap();
+        Some(Self { fs, dataplane })
+    }
+
+    fn arrives(&mut self, from: ([u8; 4], u16), to: u16, data: &[u8]) -> Ran {
+        run(&mut self.dataplane, "lan_ingress", &ethernet(&udp(from.0, SELF, (from.1, to), data)))
+    }
+
+    fn ports(&self) -> BTreeMap<u16, Port> {
+        RelayMaps::open(self.fs.path()).unwrap().ports()
+    }
+
+    async fn heard(&self) -> Vec<(Message, u16, u16)> {
+        let mut ring = RelayRing::open(self.fs.path()).unwrap();
+        let wait = std::time::Duration::from_millis(200);
+        let heard = tokio::time::timeout(wait, ring.heard()).await;
+        let heard = heard.map_or_else(|_| Vec::new(), Result::unwrap);
+        heard.iter().map(|one| (Message::read(&one.bytes).unwrap(), one.source_port, one.port)).collect()
+    }
+}
+
+/// A datagram of WireGuard's transport.
+fn data(length: usize) -> Vec<u8> {
+    [4, 0, 0, 0].into_iter().chain((0..length).map(|at| at as u8)).collect()
+}
+
+fn message(kind: Kind) -> Message {
+    Message { kind, flags: BOTH, nonce: 1, sequence: 2, sender: ID, other: 3, token: 4, port: 0 }
+}
+
+fn drops(ran: &Ran, reason: &str) {
+    assert_eq!((ran.verdict, &ran.counted[..]), (SHOT, &[reason][..]));
+}
+
+#[test]
+fn each_end_reaches_the_other_and_both_see_the_relay_alone() {
+    let Some(mut bench) = Bench::of(&pair()) else { return };
+    for (from, to, target, back) in
+        [((X, X_PORT), FOR_X, (Y, Y_PORT), FOR_Y), ((Y, Y_PORT), FOR_Y, (X, X_PORT), FOR_X)]
+    {
+        for length in [32, 92, 1300] {
+            let bytes = data(length);
+            let ran = bench.arrives(from, to, &bytes);
+            assert_eq!((ran.verdict, &ran.counted[..]), (REDIRECT, &["relay"][..]));
+            let ip = &ran.bytes[14..];
+            assert!(checksums_hold(ip));
+            assert_eq!((&ip[12..16], &ip[16..20]), (&SELF[..], &target.0[..]));
+            assert_eq!((&ip[20..22], &ip[22..24]), (&back.to_be_bytes()[..], &target.1.to_be_bytes()[..]));
+            assert_eq!(ip[8], 63, "a hop");
+            assert_eq!(&ip[28..], &bytes[..]);
+        }
+    }
+    assert!(bench.ports().values().all(|port| port.packets == 3));
+}
+
+#[test]
+fn a_datagram_without_checksum_stays_one() {
+    let Some(mut bench) = Bench::of(&pair()) else { return };
+    let mut packet = udp(X, SELF, (X_PORT, FOR_X), &data(64));
+    packet[26..28].copy_from_slice(&[0, 0]);
+    let ran = run(&mut bench.dataplane, "lan_ingress", &ethernet(&packet));
+    assert_eq!((ran.verdict, &ran.bytes[14 + 26..14 + 28]), (REDIRECT, &[0, 0][..]));
+}
+
+#[test]
+fn strangers_get_nothing_and_are_counted() {
+    let Some(mut bench) = Bench::of(&pair()) else { return };
+    for (from, to) in [
+        ((STRANGER, X_PORT), FOR_X),
+        ((X, X_PORT + 1), FOR_X),
+        // The pair's other end has a port of its own.
+        ((Y, Y_PORT), FOR_X),
+        ((X, X_PORT), FOR_Y),
+    ] {
+        drops(&bench.arrives(from, to, &data(100)), "relay_stranger");
+    }
+    // The right end with something that is not WireGuard's.
+    drops(&bench.arrives((X, X_PORT), FOR_X, b"GET / HTTP/1.1\r\n\r\n"), "relay_stranger");
+    let elsewhere = run(
+        &mut bench.dataplane,
+        "lan_ingress",
+        &ethernet(&udp(X, [192, 0, 2, 77], (X_PORT, FOR_X), &data(100))),
+    );
+    drops(&elsewhere, "relay_stranger");
+    assert!(bench.ports().values().all(|port| port.packets == 0));
+    // Nor is TCP a relay's.
+    let mut tcp = udp(X, SELF, (X_PORT, FOR_X), &data(100));
+    tcp[9] = 6;
+    tcp[10..12].fill(0);
+    let sum = kilo_common::checksum::header(tcp[..20].try_into().unwrap());
+    tcp[10..12].copy_from_slice(&sum.to_be_bytes());
+    assert_eq!(run(&mut bench.dataplane, "lan_ingress", &ethernet(&tcp)).verdict, PASS);
+    // A port that no pair has is the stack's.
+    assert_eq!(bench.arrives((STRANGER, 1), FIRST_PORT + 9, &data(100)).verdict, PASS);
+}
+
+#[test]
+fn a_pair_that_is_not_bound_at_both_ends_and_fragments_do_not_pass() {
+    let mut half = pair();
+    half.get_mut(&FOR_X).unwrap().to_port = 0;
+    half.get_mut(&FOR_Y).unwrap().from_port = 0;
+    let Some(mut bench) = Bench::of(&half) else { return };
+    drops(&bench.arrives((X, X_PORT), FOR_X, &data(100)), "relay_unbound");
+    drops(&bench.arrives((Y, Y_PORT), FOR_Y, &data(100)), "relay_unbound");
+    let mut first = udp(X, SELF, (X_PORT, FOR_X), &data(104));
+    first[6] = 0x20;
+    let sum = kilo_common::checksum::header(&{
+        let mut header: [u8; 20] = first[..20].try_into().unwrap();
+        header[10..12].fill(0);
+        header
+    });
+    first[10..12].copy_from_slice(&sum.to_be_bytes());
+    drops(&run(&mut bench.dataplane, "lan_ingress", &ethernet(&first)), "outer_fragment");
+}
+
+#[test]
+fn the_last_hop_of_a_packet_is_no_relays() {
+    let Some(mut bench) = Bench::of(&pair()) else { return };
+    let datagram = udp(X, SELF, (X_PORT, FOR_X), &data(40));
+    let ran = run(&mut bench.dataplane, "lan_ingress", &ethernet(&ipv4(X, SELF, 17, 1, &datagram[20..])));
+    assert_eq!(ran.verdict, PASS, "who goes round in circles ends");
+}
+
+#[tokio::test]
+async fn messages_with_the_right_tag_are_heard_and_others_are_counted() {
+    let Some(mut bench) = Bench::of(&pair()) else { return };
+    let ask = message(Kind::Ask).write(Key(KEY));
+    // From wherever: a NAT may have changed the port.
+    for (port, kind) in [(FOR_X, Kind::Ask), (WIREGUARD, Kind::Try), (WIREGUARD, Kind::Offer)] {
+        let ran = bench.arrives((STRANGER, 7), port, &message(kind).write(Key(KEY)));
+        assert_eq!((ran.verdict, &ran.counted[..]), (SHOT, &["hear"][..]), "{kind:?}");
+    }
+    let heard = bench.heard().await;
+    let expected = [(Kind::Ask, FOR_X), (Kind::Try, WIREGUARD), (Kind::Offer, WIREGUARD)];
+    assert_eq!(heard, expected.map(|(kind, port)| (message(kind), 7, port)));
+    for bit in 0..64 * 8 {
+        let mut forged = ask;
+        forged[bit / 8] ^= 1 << (bit % 8);
+        let ran = bench.arrives((STRANGER, 7), WIREGUARD, &forged);
+        let is_message = !matches!(bit / 8, 0 | 4..8);
+        let why = if (24 * 8..32 * 8).contains(&bit) { "unknown_signal" } else { "forged_signal" };
+        if is_message {
+            drops(&ran, why);
+        } else {
+            assert_eq!(ran.verdict, PASS, "no message at all");
+        }
+    }
+    drops(&bench.arrives((STRANGER, 7), WIREGUARD, &ask[..56]), "malformed");
+    assert_eq!(bench.heard().await, []);
+    // What is sent on is not heard here: the other end answers it.
+    let ran = bench.arrives((X, X_PORT), FOR_X, &message(Kind::Try).write(Key(KEY)));
+    assert_eq!(ran.counted, ["relay"]);
+    assert_eq!(bench.arrives((X, 51_820), WIREGUARD, &data(100)).verdict, PASS, "WireGuard's own");
+}
+
+#[test]
+fn without_a_relay_in_the_mesh_nothing_is_looked_at() {
+    let Some(mut bench) = Bench::of(&pair()) else { return };
+    let mut tables = leader_tables();
+    tables.config.wireguard_port = WIREGUARD;
+    bench.dataplane.write(&tables).unwrap();
+    assert_eq!(bench.arrives((X, X_PORT), FOR_X, &data(100)).verdict, PASS);
+    assert_eq!(bench.arrives((X, 7), WIREGUARD, &message(Kind::Ask).write(Key(KEY))).verdict, PASS);
+}

@@ -1,0 +1,317 @@
+//! Relaying WireGuard's datagrams between two locations that cannot reach each other, and the
+//! messages by which leaders arrange that; docs/design/relay.md tells the whole.
+//!
+//! Messages are UDP datagrams of [`LENGTH`] bytes beside WireGuard's own, from its port:
+//!
+//! ```text
+//!  0 u8 0   1 u8 version   2 u8 kind   3 u8 flags   4 "kgr1"
+//!  8 u64 nonce   16 u64 sequence   24 u64 sender   32 u64 other   40 u64 token
+//! 48 u16 port   50 zero   56 u64 tag
+//! ```
+//! Everything is big-endian but the tag, which is SipHash's own little-endian word. WireGuard's
+//! first byte is 1 to 4, so none of both is taken for the other.
+
+use crate::{
+    counters::DropReason,
+    siphash::{self, Key},
+};
+
+/// First UDP port that a relay gives to a pair, host byte order.
+pub const FIRST_PORT: u16 = 51_830;
+/// Last one.
+pub const LAST_PORT: u16 = 52_829;
+/// Bytes of every message.
+pub const LENGTH: usize = 64;
+
+const VERSION: u8 = 1;
+const MAGIC: [u8; 4] = *b"kgr1";
+/// Words of a message.
+const WORDS: usize = LENGTH / 8;
+const SENDER: usize = 3;
+const TAG: usize = 7;
+
+/// What a message says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum Kind {
+    /// Asks a relay for a port that leads to `other`; sent to that port, it binds where it came from.
+    Ask = 1,
+    /// The relay's answer, to where its WireGuard knows the asker.
+    Offer = 2,
+    /// The relay tells the other end that somebody asks for it.
+    Invite = 3,
+    /// Asks the other end, by any way, whether that way works.
+    Try = 4,
+    /// The answer, by the same way.
+    Tried = 5,
+}
+
+impl Kind {
+    /// The kind with this number.
+    #[inline(always)]
+    pub const fn from_u8(kind: u8) -> Option<Self> {
+        Some(match kind {
+            1 => Self::Ask,
+            2 => Self::Offer,
+            3 => Self::Invite,
+            4 => Self::Try,
+            5 => Self::Tried,
+            _ => return None,
+        })
+    }
+}
+
+/// [`Message::flags`] of OFFER: the asker is bound.
+pub const BOUND: u8 = 1;
+/// Of OFFER: both ends are bound, packets pass.
+pub const BOTH: u8 = 2;
+/// Of TRY: the other end is to try directly as well, now.
+pub const START: u8 = 1;
+
+/// One message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Message {
+    /// What it says.
+    pub kind: Kind,
+    /// [`BOUND`], [`BOTH`], [`START`].
+    pub flags: u8,
+    /// A random number that the answer repeats.
+    pub nonce: u64,
+    /// Grows with every message of a sender; the answer repeats it.
+    pub sequence: u64,
+    /// First 8 bytes of SHA-256 of the sender's public key.
+    pub sender: u64,
+    /// The same of the other end of the pair; in TRY and TRIED, of who gets it.
+    pub other: u64,
+    /// What the relay has given the asker to bind with; 0 = nothing yet.
+    pub token: u64,
+    /// Port of the relay that the asker sends to; 0 = refused.
+    pub port: u16,
+}
+
+/// A message as it lies in memory.
+pub type Raw = [u64; WORDS];
+
+/// True for the first 8 bytes of a message of any version.
+#[inline(always)]
+#[must_use]
+pub const fn begins(first: &[u8; 8]) -> bool {
+    let [zero, _, _, _, a, b, c, d] = *first;
+    zero == 0 && u32::from_be_bytes([a, b, c, d]) == u32::from_be_bytes(MAGIC)
+}
+
+/// True for the first 8 bytes of what WireGuard sends.
+#[inline(always)]
+const fn is_wireguard(first: &[u8; 8]) -> bool {
+    matches!(first[0], 1..=4) && first[1] == 0 && first[2] == 0 && first[3] == 0
+}
+
+/// The id a message says its sender has.
+#[inline(always)]
+pub const fn sender(raw: &Raw) -> u64 {
+    u64::from_be(raw[SENDER])
+}
+
+/// Whether the tag is the key's.
+///
+/// # Errors
+/// [`DropReason::ForgedSignal`].
+#[inline(always)]
+pub const fn authentic(raw: &Raw, key: [u64; 2]) -> Result<(), DropReason> {
+    if tag(raw, key) == u64::from_le(raw[TAG]) { Ok(()) } else { Err(DropReason::ForgedSignal) }
+}
+
+#[inline(always)]
+const fn tag(raw: &Raw, key: [u64; 2]) -> u64 {
+    const { assert!(cfg!(target_endian = "little")) };
+    let [a, b, c, d, e, f, g, _] = *raw;
+    siphash::of_words(Key(key), &[a, b, c, d, e, f, g])
+}
+
+impl Message {
+    /// Writes it with its tag.
+    #[must_use]
+    pub fn write(&self, key: Key) -> [u8; LENGTH] {
+        let mut out = [0; LENGTH];
+        out[..8].copy_from_slice(&[0, VERSION, self.kind as u8, self.flags, 0, 0, 0, 0]);
+        out[4..8].copy_from_slice(&MAGIC);
+        let words = [self.nonce, self.sequence, self.sender, self.other, self.token];
+        for (word, room) in words.iter().zip(out[8..48].chunks_exact_mut(8)) {
+            room.copy_from_slice(&word.to_be_bytes());
+        }
+        out[48..50].copy_from_slice(&self.port.to_be_bytes());
+        let tag = siphash::of_bytes(key, &out[..56]);
+        out[56..].copy_from_slice(&tag.to_le_bytes());
+        out
+    }
+
+    /// Reads it; the tag was checked by the program that heard it. `None`: another version, an unknown
+    /// kind, or bytes set that are none of this version's.
+    #[must_use]
+    pub fn read(bytes: &[u8; LENGTH]) -> Option<Self> {
+        let word = |at: usize| Some(u64::from_be_bytes(*bytes.get(at..)?.first_chunk()?));
+        if bytes[0] != 0 || bytes[1] != VERSION || bytes[4..8] != MAGIC || bytes[50..56] != [0; 6] {
+            return None;
+        }
+        Some(Self {
+            kind: Kind::from_u8(bytes[2])?,
+            flags: bytes[3],
+            nonce: word(8)?,
+            sequence: word(16)?,
+            sender: word(24)?,
+            other: word(32)?,
+            token: word(40)?,
+            port: u16::from_be_bytes([bytes[48], bytes[49]]),
+        })
+    }
+}
+
+/// What a relay knows of one of its ports; written by its agent, read by programs. Addresses are
+/// of either family, IPv4 as `::ffff:a.b.c.d`; ports are in host byte order.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Port {
+    /// Whose port it is: who alone may send to it.
+    pub from: [u8; 16],
+    /// Own address that it sends to.
+    pub at: [u8; 16],
+    /// To whom it is sent on.
+    pub to: [u8; 16],
+    /// Own address that it bears then.
+    pub by: [u8; 16],
+    /// Id of the node at `from`, and of that at `to`.
+    pub ids: [u64; 2],
+    /// Packets sent on so far.
+    pub packets: u64,
+    /// Interface towards `to`.
+    pub ifindex: u32,
+    /// Port at `from`; 0 = it is not bound.
+    pub from_port: u16,
+    /// Port at `to`; 0 = it is not bound.
+    pub to_port: u16,
+    /// Own port that it bears then: that of the pair's other end.
+    pub by_port: u16,
+    /// Always zero.
+    pub pad: [u16; 3],
+}
+
+/// A message that a program has heard, as it stands in the ring.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heard {
+    /// Source address; IPv4 as `::ffff:a.b.c.d`.
+    pub source: [u8; 16],
+    /// Own address that it was sent to.
+    pub local: [u8; 16],
+    /// The message.
+    pub bytes: [u8; LENGTH],
+    /// Interface it came by.
+    pub ifindex: u32,
+    /// Source port, host byte order.
+    pub source_port: u16,
+    /// Port that it was sent to, host byte order.
+    pub port: u16,
+}
+
+/// Bytes of a [`Heard`].
+pub const HEARD: usize = 104;
+
+impl Heard {
+    /// A record of the ring.
+    #[must_use]
+    pub fn read(record: &[u8]) -> Option<Self> {
+        let at = |at: usize| record.get(at..);
+        Some(Self {
+            source: *record.first_chunk()?,
+            local: *at(16)?.first_chunk()?,
+            bytes: *at(32)?.first_chunk()?,
+            ifindex: u32::from_ne_bytes(*at(96)?.first_chunk()?),
+            source_port: u16::from_ne_bytes(*at(100)?.first_chunk()?),
+            port: u16::from_ne_bytes(*at(102)?.first_chunk()?),
+        })
+    }
+}
+
+/// What becomes of a datagram to WireGuard's port or one of a relay's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// It is not for a relay.
+    Stack,
+    /// It is a message, if its tag is right.
+    Hear,
+    /// It is sent on to the pair's other end.
+    Forward,
+    /// It is dropped.
+    Drop(DropReason),
+}
+
+/// A datagram as it arrives; ports in host byte order.
+#[derive(Clone, Copy, Debug)]
+pub struct Arrival<'a> {
+    /// Source address.
+    pub source: [u64; 2],
+    /// Address it was sent to.
+    pub local: [u64; 2],
+    /// Source port.
+    pub source_port: u16,
+    /// First bytes of what it bears.
+    pub first: &'a [u8; 8],
+    /// A part of a datagram, whose other parts do not have the ports.
+    pub is_fragment: bool,
+}
+
+/// True for ports that a relay gives to pairs.
+#[inline(always)]
+#[must_use]
+pub const fn is_port(port: u16) -> bool {
+    port >= FIRST_PORT && port <= LAST_PORT
+}
+
+/// The halves of an address as they lie in memory.
+#[inline(always)]
+const fn halves(addr: &[u8; 16]) -> [u64; 2] {
+    let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p] = *addr;
+    [u64::from_ne_bytes([a, b, c, d, e, f, g, h]), u64::from_ne_bytes([i, j, k, l, m, n, o, p])]
+}
+
+/// What becomes of a datagram to WireGuard's own port.
+#[inline(always)]
+#[must_use]
+pub const fn at_wireguard(arrival: &Arrival<'_>) -> Fate {
+    if !arrival.is_fragment && begins(arrival.first) { Fate::Hear } else { Fate::Stack }
+}
+
+/// What becomes of a datagram to a port that [`is_port`]; `entry` is what the relay knows of it.
+/// Ports that no pair has are the stack's.
+#[inline(always)]
+#[must_use]
+pub const fn at_port(arrival: &Arrival<'_>, entry: Option<&Port>) -> Fate {
+    let Some(entry) = entry else { return Fate::Stack };
+    if arrival.is_fragment {
+        return Fate::Drop(DropReason::OuterFragment);
+    }
+    let is_message = begins(arrival.first);
+    // An end may be behind a NAT that has given it another port: its ASK says so.
+    if is_message && arrival.first[2] == Kind::Ask as u8 {
+        return Fate::Hear;
+    }
+    if entry.from_port == 0 {
+        return Fate::Drop(DropReason::RelayUnbound);
+    }
+    let (from, at) = (halves(&entry.from), halves(&entry.at));
+    let is_known = arrival.source[0] == from[0]
+        && arrival.source[1] == from[1]
+        && arrival.source_port == entry.from_port
+        && arrival.local[0] == at[0]
+        && arrival.local[1] == at[1];
+    if !is_known || !(is_message || is_wireguard(arrival.first)) {
+        return Fate::Drop(DropReason::RelayStranger);
+    }
+    if entry.to_port == 0 {
+        return Fate::Drop(DropReason::RelayUnbound);
+    }
+    Fate::Forward
+}
+
+#[cfg(test)]
+mod tests;

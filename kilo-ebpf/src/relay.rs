@@ -1,0 +1,205 @@
+//! A relay's work (docs/design/relay.md): WireGuard's datagrams between the two ends of a pair are
+//! sent on by the table `relay`, and messages about relays go to the agent by a ring once their
+//! tag is found right. Nobody is answered here.
+
+use aya_ebpf::{
+    EbpfContext as _,
+    bindings::{__sk_buff, BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR},
+    helpers::{bpf_csum_update, bpf_skb_change_head, bpf_skb_load_bytes},
+    programs::TcContext,
+};
+use kilo_common::{
+    checksum::{add, difference_of_halves},
+    counters::{Action, DropReason},
+    encap::UDP_LEN,
+    maps::{CONFIG_RELAY, Config},
+    packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4, protocol},
+    relay::{self, Arrival, Fate, Heard, LENGTH, Port, Raw},
+};
+
+use crate::{
+    cb,
+    ip::{Ip, halves, octets},
+    maps::{RELAY, RELAY_HEARD, RELAY_KEY, count_action},
+    packet,
+    ret::{Act, Verdict, to_code},
+};
+
+/// Where UDP has its length and its checksum.
+const UDP_LENGTH: usize = 4;
+const UDP_CHECKSUM: usize = 6;
+
+/// True for datagrams that [`arrived`] has to look at: to WireGuard's port, or to one that a relay
+/// may have given to a pair.
+#[inline(always)]
+pub fn concerns<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, outer: &O) -> bool {
+    if config.flags & CONFIG_RELAY == 0
+        || outer.protocol() != protocol::UDP
+        || outer.header_len() != O::HEADER_LEN
+    {
+        return false;
+    }
+    // Later fragments have no ports: the stack puts them together, and has nobody for them.
+    outer.udp(ctx, LINK).is_some_and(|udp| {
+        udp == LINK + O::HEADER_LEN
+            && destination_port::<O, LINK>(ctx).is_some_and(|port| is_ours(config, port))
+    })
+}
+
+/// The same of a whole IPv4 packet with ports and without options, in an Ethernet frame.
+#[inline(always)]
+pub fn concerns_whole(ctx: &TcContext, config: &Config) -> bool {
+    config.flags & CONFIG_RELAY != 0
+        && packet::protocol_v4(ctx) == protocol::UDP
+        && destination_port::<Ipv4, ETHERNET_LEN>(ctx).is_some_and(relay::is_port)
+}
+
+#[inline(always)]
+fn is_ours(config: &Config, port: u16) -> bool {
+    port == config.wireguard_port || relay::is_port(port)
+}
+
+#[inline(always)]
+fn destination_port<O: Ip, const LINK: usize>(ctx: &TcContext) -> Option<u16> {
+    ctx.load::<[u8; 2]>(LINK + O::HEADER_LEN + 2).ok().map(u16::from_be_bytes)
+}
+
+/// A datagram of which [`concerns`] is true. A function of its own for the verifier, with its own
+/// share of the stack.
+#[inline(never)]
+pub fn arrived<O: Ip, const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> i32 {
+    let ctx = TcContext::new(skb);
+    to_code(O::read(&ctx, LINK).and_then(|ip| taken::<O, LINK>(&ctx, config, &ip)))
+}
+
+#[inline(always)]
+fn taken<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &O) -> Verdict {
+    let udp = LINK + O::HEADER_LEN;
+    let ports: [u8; 4] = ctx.load(udp).map_err(|_| DropReason::Truncated)?;
+    let [source_port, port] =
+        [u16::from_be_bytes([ports[0], ports[1]]), u16::from_be_bytes([ports[2], ports[3]])];
+    // What is shorter is neither WireGuard's nor a message.
+    let Ok(first) = ctx.load::<[u8; 8]>(udp + UDP_LEN) else { return Ok(Act::NEXT) };
+    let arrival = Arrival {
+        source: O::mapped(ip.src()),
+        local: O::mapped(ip.dst()),
+        source_port,
+        first: &first,
+        is_fragment: ip.is_fragment(),
+    };
+    if port == config.wireguard_port {
+        return match relay::at_wireguard(&arrival) {
+            Fate::Hear => hear::<O, LINK>(ctx, &arrival, port),
+            _ => Ok(Act::NEXT),
+        };
+    }
+    let entry = RELAY.get_ptr_mut(&u32::from(port));
+    // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
+    match relay::at_port(&arrival, entry.map(|entry| unsafe { &*entry })) {
+        Fate::Stack => Ok(Act::NEXT),
+        Fate::Hear => hear::<O, LINK>(ctx, &arrival, port),
+        Fate::Drop(reason) => Err(reason),
+        Fate::Forward => {
+            let Some(entry) = entry else { return Ok(Act::NEXT) };
+            forward::<O, LINK>(ctx, ip, ports, entry)
+        }
+    }
+}
+
+/// Gives the datagram the addresses and ports between the relay and the pair's other end, and sends it there.
+#[inline(always)]
+fn forward<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O, old: [u8; 4], port: *mut Port) -> Verdict {
+    const SOURCE_V4: usize = 12;
+    const SOURCE_V6: usize = 8;
+    if ip.ttl() <= 1 {
+        return Ok(Act::NEXT);
+    }
+    // SAFETY: as above; that a packet is counted twice or not at all by two CPUs harms nobody.
+    let entry = unsafe {
+        (*port).packets += 1;
+        &*port
+    };
+    let udp = LINK + O::HEADER_LEN;
+    let (by, to) = (halves(&entry.by), halves(&entry.to));
+    let address =
+        add(difference_of_halves(O::mapped(ip.src()), by), difference_of_halves(O::mapped(ip.dst()), to));
+    let [[a, b], [c, d]] = [entry.by_port.to_be_bytes(), entry.to_port.to_be_bytes()];
+    let new = [a, b, c, d];
+    let ports = add(!u32::from_ne_bytes(old), u32::from_ne_bytes(new));
+    let failed = |_| DropReason::Rewrite;
+    ip.lower_ttl(ctx, LINK)?;
+    // A UDP checksum of zero means that there is none.
+    let mangled = u64::from(BPF_F_MARK_MANGLED_0);
+    ctx.l4_csum_replace(udp + UDP_CHECKSUM, 0, u64::from(ports), mangled).map_err(failed)?;
+    let pseudo = mangled | u64::from(BPF_F_PSEUDO_HDR);
+    ctx.l4_csum_replace(udp + UDP_CHECKSUM, 0, u64::from(address), pseudo).map_err(failed)?;
+    ctx.store(udp, &new, 0).map_err(failed)?;
+    if O::V6 {
+        // As in masquerading: a sum over the whole packet that the device computed.
+        // SAFETY: the context is valid; without such a sum the helper refuses.
+        let _ = unsafe { bpf_csum_update(ctx.skb.skb.cast(), address) };
+        ctx.store(LINK + SOURCE_V6, &[by, to], 0).map_err(failed)?;
+    } else {
+        ctx.l3_csum_replace(LINK + 10, 0, u64::from(address), 0).map_err(failed)?;
+        let ends = [O::unmapped(&entry.by), O::unmapped(&entry.to)];
+        ctx.store(LINK + SOURCE_V4, &ends, 0).map_err(failed)?;
+    }
+    let ifindex = entry.ifindex;
+    if LINK == 0 {
+        framed::<O>(ctx)?;
+    }
+    cb::sent(ctx);
+    count_action(Action::Relay);
+    Ok(Act::neighbour(ifindex))
+}
+
+/// Gives a packet of a link without link-layer header the header that `bpf_redirect_neigh` expects.
+#[inline(always)]
+pub fn framed<I: Ip>(ctx: &TcContext) -> Result<(), DropReason> {
+    // SAFETY: the context is valid for the whole program.
+    if unsafe { bpf_skb_change_head(ctx.as_ptr().cast(), ETHERNET_LEN as u32, 0) } != 0 {
+        return Err(DropReason::Encapsulation);
+    }
+    let mut header = [0u8; ETHERNET_LEN];
+    [header[12], header[13]] = (if I::V6 { ETHERTYPE_IPV6 } else { ETHERTYPE_IPV4 }).to_be_bytes();
+    ctx.store(0, &header, 0).map_err(|_| DropReason::Encapsulation)
+}
+
+/// Tells the agent of a message whose tag is right; the packet ends here.
+#[inline(always)]
+fn hear<O: Ip, const LINK: usize>(ctx: &TcContext, arrival: &Arrival<'_>, port: u16) -> Verdict {
+    let start = LINK + O::HEADER_LEN + UDP_LEN;
+    let length: [u8; 2] = ctx.load(start - UDP_LEN + UDP_LENGTH).map_err(|_| DropReason::Malformed)?;
+    if usize::from(u16::from_be_bytes(length)) != UDP_LEN + LENGTH || packet::gso_size(ctx) != 0 {
+        return Err(DropReason::Malformed);
+    }
+    let raw: Raw = ctx.load(start).map_err(|_| DropReason::Malformed)?;
+    // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
+    let key = unsafe { RELAY_KEY.get(&relay::sender(&raw)) }.ok_or(DropReason::UnknownSignal)?;
+    relay::authentic(&raw, *key)?;
+    // A full ring: messages are repeated.
+    let Some(mut entry) = RELAY_HEARD.reserve_untyped::<Heard>(0) else { return Ok(Act::END) };
+    let record: *mut Heard = entry.as_mut_ptr();
+    // SAFETY: the entry is ours until it is submitted, and the helper writes no more than there is room for.
+    let copied = unsafe {
+        (&raw mut (*record).source).write(octets(arrival.source));
+        (&raw mut (*record).local).write(octets(arrival.local));
+        (&raw mut (*record).ifindex).write(packet::ifindex(ctx));
+        (&raw mut (*record).source_port).write(arrival.source_port);
+        (&raw mut (*record).port).write(port);
+        bpf_skb_load_bytes(
+            ctx.as_ptr().cast(),
+            start as u32,
+            (&raw mut (*record).bytes).cast(),
+            LENGTH as u32,
+        )
+    };
+    if copied == 0 {
+        entry.submit(0);
+        count_action(Action::Hear);
+        Ok(Act::END)
+    } else {
+        entry.discard(0);
+        Err(DropReason::Malformed)
+    }
+}
