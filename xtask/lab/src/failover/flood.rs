@@ -61,6 +61,8 @@ fn flood(own: SocketAddr, other: SocketAddr, stop: &AtomicBool) -> std::io::Resu
 
 /// Floods the tunnel both ways for as long as cases last.
 pub(super) fn overload(lab: &mut Lab) -> Result<Broken> {
+    // It is what agents are to say.
+    lab.caused(&["lose probes while packets come out of them"]);
     let stop = Arc::new(AtomicBool::new(false));
     let address =
         |name| Ok::<_, anyhow::Error>(SocketAddr::from((breaking::node(lab, name)?.pod_ip(), PORT)));
