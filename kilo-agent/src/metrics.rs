@@ -163,6 +163,8 @@ pub struct Metrics {
     leaderless: Gauge,
     /// `kilo_nodes_left_out`: nodes that are known and take no part.
     left_out: Gauge,
+    /// `kilo_heartbeat_interval_seconds`: after how many seconds this agent renews its heartbeat.
+    pub heartbeat_seconds: Gauge,
     /// `kilo_last_check_in_seconds`: Unix time of the own heartbeat as the backend gave it back.
     pub last_check_in: Gauge,
     /// `kilo_reconciles_total`.
@@ -197,6 +199,7 @@ impl Default for Metrics {
             leaderless: Gauge::default(),
             left_out: Gauge::default(),
             last_check_in: Gauge::default(),
+            heartbeat_seconds: Gauge::default(),
             reconciles: Counter::default(),
             reconcile_seconds: Histogram::new(exponential_buckets(0.001, 2.0, 14)),
             writes: Counter::default(),
@@ -236,6 +239,11 @@ impl Default for Metrics {
             "kilo_last_check_in_seconds",
             "Unix time of this node's last heartbeat that came back from the API server",
             metrics.last_check_in.clone(),
+        );
+        registry.register(
+            "kilo_heartbeat_interval_seconds",
+            "Seconds after which this node's heartbeat is renewed",
+            metrics.heartbeat_seconds.clone(),
         );
         let build = [("version", env!("CARGO_PKG_VERSION")), ("architecture", std::env::consts::ARCH)];
         registry.register("kilo_build", "Version of the agent", Info::new(build.to_vec()));

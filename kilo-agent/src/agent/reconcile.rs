@@ -12,7 +12,7 @@ use crate::{
 };
 use kilo_core::{
     objects::{Snapshot, events::EventReason},
-    topology::{Mesh, Node, among, not_among, with_own},
+    topology::{Mesh, Node, among, heartbeats, not_among, with_own},
 };
 use kilo_host::interface::Interface;
 
@@ -31,6 +31,8 @@ impl<B: Backend> Agent<B> {
         }
         state.snapshot = Arc::clone(snapshot);
         self.view.send_modify(|view| Arc::make_mut(view).snapshot = Arc::clone(snapshot));
+        // Who must speak is told by objects, and they are the same.
+        self.publisher.pace(self.publisher.every(), state.liveness.suspects(), Instant::now());
         true
     }
 
@@ -61,6 +63,10 @@ impl<B: Backend> Agent<B> {
         let own = same.unwrap_or_else(|| own.into());
         let (mesh, ready) = self.topology(snapshot, &own, host, now, unix_now);
         let published = self.published(&own, seen, (&mesh, snapshot), &host.state);
+        let nodes = with_own(&snapshot.nodes, Some(&own));
+        let every = heartbeats::seconds(nodes, &self.options.hostname, &mesh);
+        self.metrics.heartbeat_seconds.set(every.into());
+        self.publisher.pace(every, self.state.liveness.suspects(), now);
         // What is routed into the mesh before others know this node's key is lost, and the API server may be
         // there: it is asked first, and once.
         let asks_first = seen.key != own.key && self.publisher.is_answered();

@@ -376,7 +376,7 @@ fn why_not_ready(node: Known<'_>, time: Timestamp) -> Vec<String> {
     let mut reasons: Vec<String> = missing.map(topology::with_remedy).collect();
     match last_seen(node) {
         None => reasons.push(format!("{NEVER_CHECKED_IN}{LOOK_AT_LOG}")),
-        Some(seen) if !topology::is_recent(node.last_seen, time.0) => {
+        Some(seen) if !topology::is_recent(node, time.0) => {
             reasons.push(format!("its agent last checked in {} ago", time.since(seen)));
         }
         // Recent by the clock, and still not alive to an agent that looks for changes.

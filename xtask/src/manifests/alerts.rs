@@ -124,13 +124,19 @@ const ALERTS: &[Alert] = &[
         name: "KiloViewStale",
         severity: "warning",
         summary: "An agent's view of the cluster is stale: its own heartbeat does not come back.",
-        expr: "time() - kilo_last_check_in_seconds > 120",
+        expr: "time() - kilo_last_check_in_seconds > 60 + 2 * kilo_heartbeat_interval_seconds",
         hold: "1m",
         remedy: "The agent does not reach the API server, or may not patch its node: its log says which. Traffic goes on with the \
                  last good state; nodes that fail are not declared dead meanwhile.",
-        fires: &[(r#"kilo_last_check_in_seconds{instance="a1"}"#, "0x60")],
+        fires: &[
+            (r#"kilo_last_check_in_seconds{instance="a1"}"#, "0x60"),
+            (r#"kilo_heartbeat_interval_seconds{instance="a1"}"#, "300x60"),
+        ],
         labels: &[A1],
-        quiet: &[(r#"kilo_last_check_in_seconds{instance="a1"}"#, "0+60x60")],
+        quiet: &[
+            (r#"kilo_last_check_in_seconds{instance="a1"}"#, "0+60x60"),
+            (r#"kilo_heartbeat_interval_seconds{instance="a1"}"#, "30x60"),
+        ],
     },
     Alert {
         name: "KiloViewsDiffer",

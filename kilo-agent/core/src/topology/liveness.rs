@@ -6,15 +6,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Known, Node, READY_SECONDS, former::Former, is_complete, is_recent};
+use super::{Known, Node, former::Former, is_complete, is_recent, ready_seconds};
 
 /// A value that has not changed for this long is no heartbeat.
-const PATIENCE: Duration = Duration::from_secs(READY_SECONDS as u64);
+fn patience(node: &Node) -> Duration {
+    Duration::from_secs(ready_seconds(node).unsigned_abs())
+}
 
 /// A node is declared dead only when the own heartbeat came back this long after its last one:
 /// longer than the 33 s (and 5 s of collecting) that may lie between the last ones of two
-/// nodes when the API server goes away.
-const EVIDENCE: Duration = Duration::from_secs(45);
+/// nodes when the API server goes away, or the 330 s (and 5) of nodes that renew it every 300 s.
+fn evidence(node: &Node) -> Duration {
+    patience(node) * 3 / 4
+}
 
 /// What one agent has seen of the others.
 /// ```
@@ -45,6 +49,8 @@ pub struct Liveness {
     /// Sorted by name.
     seen: Vec<Observation>,
     former: Former,
+    /// Somebody is silent for too long, and only the own heartbeat can prove it.
+    suspects: bool,
 }
 
 #[derive(Debug)]
@@ -62,7 +68,9 @@ struct Observation {
 
 impl Observation {
     fn is_alive(&self, now: Instant) -> bool {
-        self.changed.is_some_and(|changed| now.saturating_duration_since(changed) < PATIENCE)
+        self.node.judged.unwrap_or_else(|| {
+            self.changed.is_some_and(|changed| now.saturating_duration_since(changed) < patience(&self.node))
+        })
     }
 }
 
@@ -90,6 +98,7 @@ impl Liveness {
         let (mut all, mut fresh) = (0, 0);
         let mut new = Vec::new();
         for Known { node, last_seen } in nodes {
+            let known_now = Known { node, last_seen };
             let known = before.next_if(|seen| Arc::ptr_eq(&seen.node, node)).or_else(|| {
                 while let Some(seen) = before.next_if(|seen| seen.node.name < node.name) {
                     self.former.gone(seen.node, now);
@@ -107,7 +116,7 @@ impl Liveness {
                 Some(known) => Observation { value: last_seen, changed: Some(now), ..known },
                 None => {
                     let complete = is_complete(node);
-                    new.push((self.seen.len(), complete && is_recent(last_seen, unix_now)));
+                    new.push((self.seen.len(), complete && is_recent(known_now, unix_now)));
                     Observation {
                         node: Arc::clone(node),
                         value: last_seen,
@@ -117,14 +126,21 @@ impl Liveness {
                     }
                 }
             };
-            let is_fresh = seen.complete && is_recent(last_seen, unix_now);
+            // Should its heartbeat count again, it counts from now.
+            let seen = match node.judged {
+                Some(alive) => Observation { changed: alive.then_some(now), ..seen },
+                None => seen,
+            };
+            let is_fresh = seen.complete && is_recent(known_now, unix_now);
             (all, fresh) = (all + usize::from(seen.complete), fresh + usize::from(is_fresh));
             self.seen.push(seen);
         }
         before.for_each(|seen| self.former.gone(seen.node, now));
         let clocks_agree = fresh * 2 >= all;
         for (at, is_fresh) in new {
-            self.seen[at].changed = (!clocks_agree || is_fresh).then_some(now);
+            if self.seen[at].node.judged.is_none() {
+                self.seen[at].changed = (!clocks_agree || is_fresh).then_some(now);
+            }
         }
         let own = self.seen.binary_search_by(|seen| seen.node.name.as_str().cmp(own)).ok();
         let own_seen = own.map(|own| &self.seen[own]);
@@ -132,13 +148,23 @@ impl Liveness {
         let own_changed = own_seen.and_then(|seen| seen.changed);
         let unproved = |seen: &Observation| {
             let known = own_changed.zip(seen.changed);
-            known.is_some_and(|(own, other)| own.saturating_duration_since(other) < EVIDENCE)
+            known.is_some_and(|(own, other)| own.saturating_duration_since(other) < evidence(&seen.node))
         };
+        let mut suspects = false;
         for (at, seen) in self.seen.iter_mut().enumerate() {
-            seen.ready = seen.complete
-                && (Some(at) == own || seen.is_alive(now) || seen.ready && (stale || unproved(seen)));
+            let spared = seen.ready && seen.node.judged.is_none() && (stale || unproved(seen));
+            let alive = Some(at) == own || seen.is_alive(now);
+            suspects |= spared && !alive && seen.complete;
+            seen.ready = seen.complete && (alive || spared);
         }
+        self.suspects = suspects;
         self.seen.iter().map(|seen| seen.ready).collect()
+    }
+
+    /// Whether somebody is silent for too long as far as [`Self::ready`] saw last, and is spared until the own
+    /// heartbeat has come back: it is worth one now, however long it would be until the next.
+    pub const fn suspects(&self) -> bool {
+        self.suspects
     }
 
     /// Nodes as they were before they left, a minute ago at most, or lost their private address
@@ -242,6 +268,52 @@ mod tests {
         let now = start + second * 300;
         let taking_part = ready(&mut liveness, &[("a", 1300), ("b", 1000), ("c", 1300)], "a", now, 1300);
         assert_eq!(taking_part, ["a", "c"]);
+    }
+
+    fn resting(name: &str, heartbeat: Option<u16>, last_seen: i64) -> CheckedIn {
+        let mut checked_in = checked_in(&(name, last_seen));
+        checked_in.node.heartbeat = heartbeat;
+        checked_in
+    }
+
+    #[test]
+    fn each_node_is_judged_by_its_own_interval_and_the_own_heartbeat_is_asked_for() {
+        let start = Instant::now();
+        let mut liveness = Liveness::default();
+        let mut at = |after: u64, own: i64, leader: i64, member: i64| {
+            let nodes: Nodes = [
+                resting("a", Some(300), own),
+                resting("b", Some(30), leader),
+                resting("c", Some(300), member),
+            ]
+            .into_iter()
+            .collect();
+            let now = start + Duration::from_secs(after);
+            let ready = liveness.ready(nodes.iter(), "a", now, 1000 + after as i64);
+            (ready, liveness.suspects())
+        };
+        assert_eq!(at(0, 1000, 1000, 1000), (vec![true, true, true], false));
+        assert_eq!(at(59, 1000, 1000, 1000), (vec![true, true, true], false));
+        assert_eq!(at(61, 1000, 1000, 1000), (vec![true, true, true], true), "it may be the API server");
+        assert_eq!(at(70, 1070, 1000, 1000), (vec![true, false, true], false), "b promised one in 30 s");
+        assert_eq!(at(590, 1300, 1000, 1000), (vec![true, false, true], false));
+        assert_eq!(at(610, 1600, 1000, 1000), (vec![true, false, false], false), "c promised one in 300 s");
+    }
+
+    #[test]
+    fn a_node_judged_by_another_lives_as_that_says() {
+        let (start, second) = (Instant::now(), Duration::from_secs(1));
+        let mut liveness = Liveness::default();
+        let mut at = |after: u32, judged: Option<bool>| {
+            let mut other = resting("b", Some(30), 1000);
+            other.node.judged = judged;
+            let own = resting("a", Some(30), 1000 + i64::from(after));
+            let nodes: Nodes = [own, other].into_iter().collect();
+            liveness.ready(nodes.iter(), "a", start + second * after, 1000 + i64::from(after))[1]
+        };
+        assert!(at(0, Some(true)) && at(3000, Some(true)), "its heartbeat is not passed on");
+        assert!(!at(3001, Some(false)));
+        assert!(at(3002, Some(true)));
     }
 
     #[test]
