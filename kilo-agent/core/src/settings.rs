@@ -187,6 +187,15 @@ pub struct Settings {
     pub port: u16,
 }
 
+/// Slices of the list of nodes (`--slices`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Slices {
+    /// Read instead of Nodes where all agents are ours and may, and written by one of them.
+    Auto,
+    /// Neither read nor written.
+    Off,
+}
+
 /// Failover (`--failover`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Failover {

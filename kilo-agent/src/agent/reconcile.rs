@@ -64,7 +64,10 @@ impl<B: Backend> Agent<B> {
         let (mesh, ready) = self.topology(snapshot, &own, host, now, unix_now);
         let published = self.published(&own, seen, (&mesh, snapshot), &host.state);
         let nodes = with_own(&snapshot.nodes, Some(&own));
+        // Who writes slices judges by the own heartbeat whether the API server is there.
+        let writes = self.backend.slices().is_some_and(|slices| slices.writes);
         let every = heartbeats::seconds(nodes, &self.options.hostname, &mesh);
+        let every = if writes { heartbeats::OFTEN } else { every };
         self.metrics.heartbeat_seconds.set(every.into());
         self.publisher.pace(every, self.state.liveness.suspects(), now);
         // What is routed into the mesh before others know this node's key is lost, and the API server may be

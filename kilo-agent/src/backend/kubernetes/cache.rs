@@ -208,6 +208,11 @@ impl<T: Kept> Store<T> {
         urgency
     }
 
+    /// All valid ones.
+    pub const fn values(&self) -> &T::All {
+        &self.values
+    }
+
     /// True when this object is there and valid.
     pub fn contains(&self, name: &str) -> bool {
         T::contains(name, &self.values)

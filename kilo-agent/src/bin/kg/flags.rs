@@ -9,8 +9,8 @@ use kilo_agent::cli::{
     parse_label, parse_listen, parse_node_name, parse_period, parse_port, parse_secret,
 };
 use kilo_core::settings::{
-    AttachMode, Compatibility, Encapsulate, EndpointFrom, Failover, Granularity, Masquerade, TunnelMode,
-    WireguardMode,
+    AttachMode, Compatibility, Encapsulate, EndpointFrom, Failover, Granularity, Masquerade, Slices,
+    TunnelMode, WireguardMode,
 };
 use kilo_failover::Params;
 use kilo_host::{net::mtu::Mtu, wireguard::userspace};
@@ -194,6 +194,10 @@ pub struct Flags {
     /// CIDRs of services, to which traffic is never masqueraded (comma separated, repeatable).
     #[arg(long, value_name = "CIDR")]
     pub service_cidr: Vec<PrefixList>,
+    /// Whether agents learn of other nodes from NodeSlices, which one of them writes, instead of from all Nodes: auto
+    /// (where every agent of the mesh is ours and the ClusterRole allows it) or off.
+    #[arg(long, default_value = "auto")]
+    pub slices: Slices,
     /// CIDR from which WireGuard addresses are allocated.
     #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr)]
     pub subnet: IpNet,
