@@ -199,6 +199,8 @@ impl<B: Backend> Agent<B> {
         state.snapshot = Arc::clone(snapshot);
         state.own = Some(Arc::clone(own));
         state.ready = ready;
+        let slices = self.backend.slices();
+        self.metrics.slices.observe(slices.as_ref());
         self.view.send_modify(|view| {
             let view = Arc::make_mut(view);
             view.node.clone_from(&self.options.hostname);
@@ -210,6 +212,7 @@ impl<B: Backend> Agent<B> {
             view.granularity = self.options.settings.granularity;
             view.leaders.clone_from(&state.leaders);
             view.device = Some(interface.device.clone());
+            view.nodes_from = slices.as_ref().map(ToString::to_string);
             view.failover = self.failover.as_ref().map(Failover::reporter);
         });
     }

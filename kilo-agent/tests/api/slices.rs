@@ -4,18 +4,18 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use std::{
+    collections::BTreeMap,
     path::PathBuf,
-    sync::Arc,
     time::{Duration, Instant},
 };
 
 use k8s_openapi::api::{coordination::v1::Lease, core::v1 as core};
 use kilo_agent::backend::{
     Backend as _,
-    kubernetes::{self, KubernetesBackend, LEASE, NodesFrom, SlicesReport},
+    kubernetes::{self, KubernetesBackend, NodesFrom, SlicesReport},
 };
 use kilo_core::{
-    objects::slices::{INDEX, NodeSlice},
+    objects::slices::{INDEX, LEASE, NodeSlice, rank},
     wireguard::key::PublicKey,
 };
 use kube::{
@@ -83,8 +83,26 @@ impl Cluster {
         KubernetesBackend::start_from(client, Some(node), LABEL, &from).await.unwrap()
     }
 
+    /// Those that are first to write, and the others.
+    async fn by_rank(&self, agents: usize) -> (Vec<String>, Vec<String>) {
+        let plain = KubernetesBackend::start(self.admin.clone(), None, LABEL).await.unwrap();
+        let snapshot = plain.watch().borrow().clone();
+        let mut names: Vec<String> = snapshot.nodes.names().map(ToOwned::to_owned).collect();
+        names.sort_by_key(|name| rank(&snapshot.nodes, name));
+        let mut others = names.split_off(agents);
+        others.sort();
+        (names, others)
+    }
+
     async fn annotate(&self, node: &str, name: &str, value: &str) {
         let patch = json!({ "metadata": { "annotations": { (format!("kilo.squat.ai/{name}")): value } } });
+        self.nodes.patch(node, &PatchParams::default(), &Patch::Merge(&patch)).await.unwrap();
+    }
+
+    /// As its agent writes it: both at once.
+    async fn beat(&self, node: &str, seen: i64, every: u16) {
+        let patch = json!({ "metadata": { "annotations": {
+            "kilo.squat.ai/heartbeat": format!("{seen}/{every}"), "kilo.squat.ai/last-seen": seen.to_string() } } });
         self.nodes.patch(node, &PatchParams::default(), &Patch::Merge(&patch)).await.unwrap();
     }
 
@@ -124,71 +142,62 @@ async fn read_slices(backends: &[&KubernetesBackend]) {
 #[tokio::test]
 async fn one_agent_writes_what_the_others_read_and_a_dead_one_is_replaced() {
     let Some(cluster) = Cluster::start(45).await else { return };
-    let (first, second, third) =
-        tokio::join!(cluster.backend("n00"), cluster.backend("n01"), cluster.backend("n02"));
-    assert_eq!(first.watch().borrow().nodes.len(), 45, "before there are slices, Nodes");
-    read_slices(&[&first, &second, &third]).await;
+    let (agents, others) = cluster.by_rank(3).await;
+    let started = futures::future::join_all(agents.iter().map(|name| cluster.backend(name))).await;
+    let mut backends: BTreeMap<String, KubernetesBackend> = agents.iter().cloned().zip(started).collect();
+    assert_eq!(backends[&agents[0]].watch().borrow().nodes.len(), 45, "before there are slices, Nodes");
+    read_slices(&backends.values().collect::<Vec<_>>()).await;
     assert_eq!(cluster.sliced().await, 45);
     let index = cluster.slices.get(INDEX).await.unwrap().spec.index.unwrap();
     assert_eq!(index.slices.len(), 3, "{index:?}");
     let writer = cluster.holder().await.unwrap();
     assert_eq!(writer, index.writer);
+    let reader = agents.iter().find(|name| **name != writer).unwrap();
 
     // What slices say is what Nodes say.
     let plain = KubernetesBackend::start(cluster.admin.clone(), None, LABEL).await.unwrap();
     let by_nodes = plain.watch().borrow().clone();
-    let by_slices = third.watch().borrow().clone();
+    let mut snapshots = backends[reader].watch();
+    let by_slices = snapshots.borrow_and_update().clone();
     for (one, other) in by_nodes.nodes.iter().zip(by_slices.nodes.iter()) {
         let mut other_node = (**other.node).clone();
-        assert_eq!(other_node.judged.take(), (other.name != "n02").then_some(true), "{}", other.name);
+        assert_eq!(other_node.judged.take(), (other.name != *reader).then_some(true), "{}", other.name);
         assert_eq!((&**one.node, one.last_seen), (&other_node, other.last_seen));
     }
 
     // A change touches one slice, and is known soon; a heartbeat touches none.
-    let mut snapshots = third.watch();
-    let before = report_of(&writer, [("n00", &first), ("n01", &second), ("n02", &third)]).written;
-    let seen = now() + 1;
-    cluster.annotate("n07", "heartbeat", &format!("{seen}/300")).await;
-    cluster.annotate("n07", "last-seen", &seen.to_string()).await;
+    let before = report(&backends[&writer]).written;
+    cluster.beat(&others[0], now() + 1, 300).await;
     tokio::time::sleep(Duration::from_secs(2)).await;
-    cluster.annotate("n20", "leader", "true").await;
-    let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes["n20"].leader).await;
+    assert_eq!(report(&backends[&writer]).written, before, "a heartbeat");
+    cluster.annotate(&others[1], "leader", "true").await;
+    let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes[&*others[1]].leader).await;
     println!("a change was known after {took:?}");
     assert!(took < Duration::from_secs(2), "{took:?}");
-    let after = report_of(&writer, [("n00", &first), ("n01", &second), ("n02", &third)]).written;
-    assert!((1..=3).contains(&(after - before)), "{} writes", after - before);
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(report(&backends[&writer]).written, before + 1, "one slice");
 
     // Nodes that come and go, and the own one at once.
     cluster.create("n99", 99).await;
     until(&mut snapshots, SOON, |snapshot| snapshot.nodes.contains("n99")).await;
-    cluster.nodes.delete("n03", &DeleteParams::default()).await.unwrap();
-    until(&mut snapshots, SOON, |snapshot| !snapshot.nodes.contains("n03")).await;
-    cluster.annotate("n02", "location", "moved").await;
-    let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes["n02"].location == "moved").await;
+    cluster.nodes.delete(&others[2], &DeleteParams::default()).await.unwrap();
+    until(&mut snapshots, SOON, |snapshot| !snapshot.nodes.contains(&others[2])).await;
+    cluster.annotate(reader, "location", "moved").await;
+    let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes[&**reader].location == "moved").await;
     assert!(took < Duration::from_millis(500), "the own node: {took:?}");
 
     // The writer dies: nothing changes, and another goes on.
-    let mut left = vec![("n00", first), ("n01", second), ("n02", third)];
-    let at = left.iter().position(|(name, _)| *name == writer).unwrap();
-    drop(left.remove(at));
-    let mut snapshots = left[0].1.watch();
+    backends.remove(&writer);
     let known = snapshots.borrow_and_update().nodes.len();
-    cluster.annotate("n21", "leader", "true").await;
+    cluster.annotate(&others[3], "leader", "true").await;
     let took = until(&mut snapshots, REPLACED, |snapshot| {
         assert_eq!(snapshot.nodes.len(), known, "static stability");
-        snapshot.nodes["n21"].leader
+        snapshot.nodes[&*others[3]].leader
     })
     .await;
     println!("another agent wrote it after {took:?}");
-    assert!(left.iter().all(|(_, backend)| report(backend).reads), "nobody lists Nodes");
+    assert!(backends.values().all(|backend| report(backend).reads), "nobody lists Nodes");
     assert_ne!(cluster.holder().await.unwrap(), writer);
-}
-
-fn report_of<'a>(
-    writer: &str,
-    backends: impl IntoIterator<Item = (&'a str, &'a KubernetesBackend)>,
-) -> SlicesReport {
-    report(backends.into_iter().find(|(name, _)| *name == writer).unwrap().1)
 }
 
 #[tokio::test]
@@ -250,7 +259,7 @@ async fn a_node_of_kilos_own_sends_all_back_to_nodes_within_a_minute() {
     wait("all read Nodes", Duration::from_mins(1), async || !report(&first).reads && !report(&second).reads)
         .await;
     assert!(report(&second).against.unwrap().contains("Kilo's own agent"));
-    assert_eq!(snapshots.borrow().nodes["n03"].judged, None, "by its heartbeat");
+    until(&mut snapshots, SOON, |snapshot| snapshot.nodes["n03"].judged.is_none()).await;
     // Heartbeats are seen as they come.
     let seen = now() + 100;
     cluster.annotate("n03", "last-seen", &seen.to_string()).await;
@@ -305,20 +314,15 @@ async fn without_rights_or_crd_agents_read_nodes_as_before() {
 async fn a_dead_node_is_judged_by_the_writer_for_all() {
     let Some(cluster) = Cluster::start(4).await else { return };
     // Its agent has promised a heartbeat each 2 s, and is dead; the others are silent for minutes.
-    let seen = now();
-    cluster.annotate("n03", "heartbeat", &format!("{seen}/2")).await;
-    cluster.annotate("n03", "last-seen", &seen.to_string()).await;
-    let (first, second) = tokio::join!(cluster.backend("n00"), cluster.backend("n01"));
-    read_slices(&[&first, &second]).await;
+    cluster.beat("n03", now(), 2).await;
+    let (_first, second) = tokio::join!(cluster.backend("n00"), cluster.backend("n01"));
+    read_slices(&[&_first, &second]).await;
     let mut snapshots = second.watch();
     // What proves that it is dead, and not the API server: the writer's own heartbeat.
     let writer = cluster.holder().await.unwrap();
     let beat = async {
         loop {
-            let seen = now();
-            let patch = json!({ "metadata": { "annotations": {
-                "kilo.squat.ai/heartbeat": format!("{seen}/30"), "kilo.squat.ai/last-seen": seen.to_string() } } });
-            cluster.nodes.patch(&writer, &PatchParams::default(), &Patch::Merge(&patch)).await.unwrap();
+            cluster.beat(&writer, now(), 30).await;
             tokio::time::sleep(Duration::from_secs(2)).await;
         }
     };
@@ -329,9 +333,6 @@ async fn a_dead_node_is_judged_by_the_writer_for_all() {
     println!("n03 was given up after {took:?}");
     assert!(took > Duration::from_secs(40));
     assert_eq!(snapshots.borrow().nodes["n02"].judged, Some(true), "it promised one in 300 s");
-    let seen = now() + 1;
-    cluster.annotate("n03", "heartbeat", &format!("{seen}/2")).await;
-    cluster.annotate("n03", "last-seen", &seen.to_string()).await;
+    cluster.beat("n03", now() + 1, 2).await;
     until(&mut snapshots, SOON, |snapshot| snapshot.nodes["n03"].judged == Some(true)).await;
-    drop(Arc::new(first));
 }

@@ -45,7 +45,7 @@ use tokio_util::task::AbortOnDropHandle;
 pub use client::{ANSWER, Server, client, connect};
 pub use kubeconfig::{Access, Names, cluster_name, names};
 #[cfg(feature = "agent")]
-pub use slices::{LEASE, SlicesReport};
+pub use slices::SlicesReport;
 #[cfg(feature = "agent")]
 pub use startup_fallback::StartupFallback;
 #[cfg(feature = "agent")]

@@ -25,6 +25,8 @@ pub use pack::{MOST_BYTES, MOST_NODES, Plan, plan};
 pub use set::{Incomplete, SliceSet};
 pub use source::{Chosen, Inputs, Reason, Source};
 
+/// The Lease of the agent that writes slices.
+pub const LEASE: &str = "kilo-node-slices";
 /// The slice that names the others.
 pub const INDEX: &str = "index";
 

@@ -95,10 +95,9 @@ impl Source {
         if chosen == wanted {
             self.due = None;
         } else {
-            let due = match self.due {
-                Some((_, due)) => due,
-                None => inputs.now + self.pause(inputs),
-            };
+            // A more pressing reason than the one before brings it forward.
+            let pause = inputs.now + self.pause(inputs);
+            let due = self.due.map_or(pause, |(_, due)| due.min(pause));
             self.due = Some((wanted, due));
             if due <= inputs.now {
                 (self.chosen, self.due) = (Some(wanted), None);
@@ -166,6 +165,15 @@ mod tests {
         assert_eq!(case.at(90, MISSING), (Chosen::Nodes, None));
         assert_eq!(case.at(100, None), (Chosen::Nodes, Some(165)));
         assert_eq!(case.at(165, None), (Chosen::Slices, None));
+    }
+
+    #[test]
+    fn a_pressing_reason_does_not_wait_for_another() {
+        let mut case = Case::new();
+        case.at(0, None);
+        assert_eq!(case.at(1, MISSING), (Chosen::Slices, Some(51)));
+        assert_eq!(case.at(2, Some(Reason::Foreign)), (Chosen::Slices, Some(7)));
+        assert_eq!(case.at(3, MISSING), (Chosen::Slices, Some(7)));
     }
 
     #[test]

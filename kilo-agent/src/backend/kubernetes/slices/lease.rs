@@ -7,11 +7,9 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::MicroTime,
     jiff::Timestamp,
 };
-use kilo_core::objects::slices::Observed;
+use kilo_core::objects::slices::{LEASE, Observed};
 use kube::{Api, api::PostParams, core::ObjectMeta};
 
-/// Its name.
-pub const LEASE: &str = "kilo-node-slices";
 /// Others wait so long for the next renewal: a writer that dies is replaced within this time and a few seconds.
 pub(super) const VALID: Duration = Duration::from_secs(20);
 /// A write each few seconds is all that the election costs.

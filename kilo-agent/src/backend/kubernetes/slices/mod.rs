@@ -9,7 +9,6 @@ mod store;
 mod writer;
 
 use std::{
-    collections::BTreeMap,
     pin::pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
@@ -32,9 +31,9 @@ use kube::{
 use tokio::sync::Notify;
 use tokio_util::task::AbortOnDropHandle;
 
-use self::reader::Seen;
 pub(super) use self::report::Report;
-pub use self::{lease::LEASE, report::SlicesReport};
+pub use self::report::SlicesReport;
+use self::{reader::Seen, store::Shown};
 use super::{
     Asked, PartialNode, Shared,
     cache::{Cache, Seen as SeenNode},
@@ -177,7 +176,7 @@ pub(super) async fn run(context: Arc<Context>) {
 enum Reading {
     Nothing,
     Nodes { _task: AbortOnDropHandle<()> },
-    Slices { _own: AbortOnDropHandle<()>, shown: BTreeMap<String, Arc<Entry>> },
+    Slices { _own: AbortOnDropHandle<()>, shown: Shown },
 }
 
 /// Reads where that is best now, and returns when that may have changed, or at that time.
@@ -194,12 +193,14 @@ async fn step(
     let (chosen, due) = source.next(inputs);
     turn(context, reading, chosen, against).await;
     context.report.choose(matches!(reading, Reading::Slices { .. }), against);
-    if let Reading::Slices { shown, .. } = reading {
-        store::show(context, shown);
-    }
+    let look = match reading {
+        Reading::Slices { shown, .. } => shown.follow(context),
+        Reading::Nothing | Reading::Nodes { .. } => None,
+    };
+    let wake = [due, look].into_iter().flatten().fold(until, Instant::min);
     tokio::select! {
         () = context.chooses.notified() => {}
-        () = tokio::time::sleep_until(due.unwrap_or(until).min(until).into()) => {}
+        () = tokio::time::sleep_until(wake.into()) => {}
     }
 }
 
@@ -219,7 +220,7 @@ async fn turn(context: &Arc<Context>, reading: &mut Reading, chosen: Chosen, aga
             let Ok(own) = in_time(context.nodes().list(&one), Asked::Nodes).await else { return };
             let own = own.items.into_iter().next().map(|own| context.shared.see_node(own, &context.label));
             *reading = Reading::Nothing;
-            let shown = store::replace(context, own);
+            let shown = Shown::replace(context, own);
             tracing::info!(nodes = shown.len(), "reading slices instead of Nodes");
             let own = tokio::spawn(follow_own(Arc::clone(context)));
             *reading = Reading::Slices { _own: AbortOnDropHandle::new(own), shown };

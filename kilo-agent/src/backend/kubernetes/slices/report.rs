@@ -1,8 +1,11 @@
 //! What is shown of slices: metrics and status.
 
-use std::sync::{
-    Mutex, PoisonError,
-    atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+use std::{
+    fmt,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
 };
 
 use kilo_core::objects::slices::Reason;
@@ -22,6 +25,16 @@ pub struct SlicesReport {
     pub bad: usize,
     /// Places that say something of a node that another says something of, too.
     pub twice: usize,
+}
+
+impl fmt::Display for SlicesReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.reads { "slices" } else { "Nodes" })?;
+        if let Some(against) = &self.against {
+            write!(f, " ({against})")?;
+        }
+        f.write_str(if self.writes { "; this agent writes slices" } else { "" })
+    }
 }
 
 #[derive(Debug, Default)]

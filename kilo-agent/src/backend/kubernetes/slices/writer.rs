@@ -37,6 +37,8 @@ const RETRY: Duration = Duration::from_millis(500);
 const ANSWER: Duration = Duration::from_secs(4);
 /// Where the Lease is refused, it is asked for again so seldom.
 const REFUSED: Duration = Duration::from_mins(30);
+/// Before the own Node is known, nobody can say who writes.
+const UNKNOWN: Duration = Duration::from_millis(500);
 /// A list of Nodes that misses many is confirmed after this time.
 const CONFIRM: Duration = Duration::from_secs(5);
 
@@ -44,17 +46,22 @@ const CONFIRM: Duration = Duration::from_secs(5);
 pub(super) async fn run(context: Arc<Context>) {
     let leases = Api::namespaced(context.client.clone(), &context.namespace);
     let mut held = Held::new(leases, &context.hostname);
-    let mut refused = false;
-    // Not all that start at the same time ask at the same time.
-    let mut pause = Duration::from_secs(2).mul_f64(rand::random_range(0.0..1.0));
+    let (mut refused, mut starts) = (false, true);
+    let own_place = || rank(context.shared.cache().nodes.values(), &context.hostname);
+    let mut pause = Duration::ZERO;
     loop {
         tokio::time::sleep(pause).await;
-        let place = rank(context.shared.cache().nodes.values(), &context.hostname);
-        pause = Duration::from_secs(poll_seconds(place)).mul_f64(rand::random_range(0.8..1.2));
+        let place = own_place();
         if place == usize::MAX {
-            pause = Duration::from_secs(2);
+            pause = UNKNOWN;
             continue;
         }
+        if std::mem::take(&mut starts) {
+            // Not all that start at the same time ask at the same time.
+            let most = Duration::from_secs(poll_seconds(place).min(poll_seconds(3)));
+            tokio::time::sleep(most.mul_f64(rand::random_range(0.0..0.4))).await;
+        }
+        pause = Duration::from_secs(poll_seconds(place)).mul_f64(rand::random_range(0.8..1.2));
         match held.take().await {
             Tried::Has => {
                 tracing::info!("this agent writes the slices of nodes");
