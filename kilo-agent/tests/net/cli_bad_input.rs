@@ -47,6 +47,7 @@ const RUBBISH: [(&str, &str, &str); 31] = [
     ("encapsulate", "sometimes", "never, crosssubnet, always"),
     ("endpoint-from", "nic", "auto, interface, external-ip"),
     ("failover", "fast", "auto, off"),
+    ("slices", "maybe", "auto, off"),
     ("failover-interval", "19ms", "20ms to 1s"),
     ("hostname", "no_name", "DNS names in lower case"),
     ("internal-cidr", "10.0.0.0/33", "10.0.0.0/33"),

@@ -195,8 +195,8 @@ pub struct Flags {
     #[arg(long, value_name = "CIDR")]
     pub service_cidr: Vec<PrefixList>,
     /// Whether agents learn of other nodes from NodeSlices, which one of them writes, instead of from all Nodes: auto
-    /// (where every agent of the mesh is ours and the ClusterRole allows it) or off.
-    #[arg(long, default_value = "auto")]
+    /// (where every agent of the mesh is ours and the ClusterRole allows it) or off. For meshes of hundreds of nodes.
+    #[arg(long, default_value = "off")]
     pub slices: Slices,
     /// CIDR from which WireGuard addresses are allocated.
     #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr)]
