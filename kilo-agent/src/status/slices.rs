@@ -67,14 +67,10 @@ impl SlicesStatus {
         }
         text + &match &self.behind[..] {
             [] => "; all as their Nodes say.".to_owned(),
-            [few @ ..] if few.len() <= SHOWN => format!("; behind their Nodes: {}.", few.join(", ")),
-            [few @ .., _] => {
-                let first: Vec<_> = few.iter().take(SHOWN).map(String::as_str).collect();
-                format!(
-                    "; behind their Nodes: {} and {} more.",
-                    first.join(", "),
-                    self.behind.len() - first.len()
-                )
+            few if few.len() <= SHOWN => format!("; behind their Nodes: {}.", few.join(", ")),
+            many => {
+                let (first, more) = many.split_at(SHOWN);
+                format!("; behind their Nodes: {} and {} more.", first.join(", "), more.len())
             }
         }
     }

@@ -315,8 +315,8 @@ async fn a_dead_node_is_judged_by_the_writer_for_all() {
     let Some(cluster) = Cluster::start(4).await else { return };
     // Its agent has promised a heartbeat each 2 s, and is dead; the others are silent for minutes.
     cluster.beat("n03", now(), 2).await;
-    let (_first, second) = tokio::join!(cluster.backend("n00"), cluster.backend("n01"));
-    read_slices(&[&_first, &second]).await;
+    let (first, second) = tokio::join!(cluster.backend("n00"), cluster.backend("n01"));
+    read_slices(&[&first, &second]).await;
     let mut snapshots = second.watch();
     // What proves that it is dead, and not the API server: the writer's own heartbeat.
     let writer = cluster.holder().await.unwrap();

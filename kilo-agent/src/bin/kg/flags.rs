@@ -194,7 +194,7 @@ pub struct Flags {
     /// CIDRs of services, to which traffic is never masqueraded (comma separated, repeatable).
     #[arg(long, value_name = "CIDR")]
     pub service_cidr: Vec<PrefixList>,
-    /// Whether agents learn of other nodes from NodeSlices, which one of them writes, instead of from all Nodes: auto
+    /// Whether agents learn of other nodes from slices, which one of them writes, instead of from all Nodes: auto
     /// (where every agent of the mesh is ours and the ClusterRole allows it) or off. For meshes of hundreds of nodes.
     #[arg(long, default_value = "off")]
     pub slices: Slices,

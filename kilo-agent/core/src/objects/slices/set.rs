@@ -168,7 +168,7 @@ impl SliceSet {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "tests")]
+#[allow(clippy::unwrap_used, clippy::unnecessary_wraps, reason = "tests")]
 mod tests {
     use super::*;
 

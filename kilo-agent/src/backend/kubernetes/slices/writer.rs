@@ -91,6 +91,16 @@ impl Drop for Writing<'_> {
     }
 }
 
+/// What there is of slices.
+struct Present {
+    slices: BTreeMap<String, Vec<Entry>>,
+    index: Option<Index>,
+    /// `resourceVersion` of each object.
+    versions: BTreeMap<String, String>,
+    /// Objects that cannot be read.
+    spoiled: Vec<String>,
+}
+
 struct Writer<'a> {
     context: &'a Context,
     held: &'a mut Held,
@@ -175,9 +185,7 @@ impl<'a> Writer<'a> {
     }
 
     /// What there is, with what was written and not shown yet.
-    fn present(
-        &mut self,
-    ) -> (BTreeMap<String, Vec<Entry>>, Option<Index>, BTreeMap<String, String>, Vec<String>) {
+    fn present(&mut self) -> Present {
         let context = self.context;
         let seen = context.seen();
         if seen.lists != self.lists {
@@ -213,12 +221,12 @@ impl<'a> Writer<'a> {
             }
             versions.insert(name.clone(), version.to_string());
         }
-        (slices, index, versions, spoiled)
+        Present { slices, index, versions, spoiled }
     }
 
     /// Writes some of what differs; returns the pause until the next round.
     async fn round(&mut self) -> Duration {
-        let (slices, index, versions, spoiled) = self.present();
+        let Present { slices, index, versions, spoiled } = self.present();
         let ours = index.filter(|index| {
             index.topology_label == self.context.label && index.writer == self.context.hostname
         });
