@@ -65,9 +65,10 @@ impl<B: Backend> Agent<B> {
         let published = self.published(&own, seen, (&mesh, snapshot), &host.state);
         let nodes = with_own(&snapshot.nodes, Some(&own));
         // Who writes slices judges by the own heartbeat whether the API server is there.
-        let writes = self.backend.slices().is_some_and(|slices| slices.writes);
-        let every = heartbeats::seconds(nodes, &self.options.hostname, &mesh);
-        let every = if writes { heartbeats::OFTEN } else { every };
+        let slices = self.backend.slices();
+        let writes = slices.as_ref().is_some_and(|slices| slices.writes);
+        let may_rest = !writes && (self.failover.is_some() || slices.is_some());
+        let every = heartbeats::seconds(nodes, &self.options.hostname, &mesh, may_rest);
         self.metrics.heartbeat_seconds.set(every.into());
         self.publisher.pace(every, self.state.liveness.suspects(), now);
         // What is routed into the mesh before others know this node's key is lost, and the API server may be

@@ -8,13 +8,19 @@ pub const OFTEN: u16 = 30;
 /// Seconds between two where probes and WireGuard say who lives.
 pub const SELDOM: u16 = 300;
 
-/// Seconds until the own heartbeat is to be renewed.
+/// Seconds until the own heartbeat is to be renewed. `may_rest`: this agent was told to rely on something else than
+/// heartbeats (`--failover=auto`, `--slices=auto`) and writes no slices; without, it is [`OFTEN`] whatever others do.
 ///
 /// Kilo's own agents take a node for dead after 60 s: one of them anywhere, and all are renewed every 30 s, as they
 /// are while any node lacks failover. Leaders that others could succeed renew theirs as often in any case, so that
 /// they are given up in a minute even when failover has failed. A node takes part in this by its object, whether it
 /// lives or not; one without heartbeat, or with `last-seen` 0, does not count.
-pub fn seconds<'a>(mut nodes: impl Iterator<Item = Known<'a>>, own: &str, mesh: &Mesh) -> u16 {
+pub fn seconds<'a>(
+    mut nodes: impl Iterator<Item = Known<'a>>,
+    own: &str,
+    mesh: &Mesh,
+    may_rest: bool,
+) -> u16 {
     let leads_others =
         || mesh.find(own).is_some_and(|(at, _)| mesh.segments[at].members.len() > 1 && mesh.leads(own));
     let counts = |known: &Known<'_>| known.last_seen != 0 && known.key.is_some();
@@ -23,7 +29,7 @@ pub fn seconds<'a>(mut nodes: impl Iterator<Item = Known<'a>>, own: &str, mesh: 
         let promises = known.heartbeat.is_some() || known.name == own;
         counts(&known) && !(promises && fails_over(known.node))
     };
-    if nodes.any(is_needed) || leads_others() { OFTEN } else { SELDOM }
+    if !may_rest || nodes.any(is_needed) || leads_others() { OFTEN } else { SELDOM }
 }
 
 /// The node's agent knows failover, or there is nobody to fail over to.
@@ -63,11 +69,15 @@ mod tests {
     }
 
     fn wanted(own: &str, list: &[CheckedIn]) -> u16 {
+        wanted_where(own, list, true)
+    }
+
+    fn wanted_where(own: &str, list: &[CheckedIn], may_rest: bool) -> u16 {
         let nodes: Nodes = list.iter().cloned().collect();
         let members = nodes.iter().map(|known| known.node);
         let subnet = "10.4.0.0/16".parse().unwrap();
         let mesh = Mesh::default().next(members, &BTreeMap::new(), Granularity::Location, subnet);
-        seconds(nodes.iter(), own, &mesh)
+        seconds(nodes.iter(), own, &mesh, may_rest)
     }
 
     #[test]
@@ -78,6 +88,14 @@ mod tests {
         let mut new = all.clone();
         new[1].node.heartbeat = None;
         assert_eq!(wanted("b", &new), SELDOM, "this agent is about to promise");
+    }
+
+    #[test]
+    fn an_agent_with_default_flags_never_rests() {
+        let mut alone = node("a", 1);
+        (alone.node.internal_ip, alone.node.signal) = (None, false);
+        assert_eq!(wanted("a", std::slice::from_ref(&alone)), SELDOM, "nobody to fail over to");
+        assert_eq!(wanted_where("a", &[alone], false), OFTEN, "and it was not told to");
     }
 
     #[test]
