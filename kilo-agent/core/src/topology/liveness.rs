@@ -6,11 +6,34 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Known, Node, former::Former, is_complete, is_recent, ready_seconds};
+use super::{Known, Node, READY_SECONDS, former::Former, is_complete, is_recent, ready_seconds};
 
 /// A value that has not changed for this long is no heartbeat.
 fn patience(node: &Node) -> Duration {
     Duration::from_secs(ready_seconds(node).unsigned_abs())
+}
+
+/// It has more patience than one that renews its heartbeat as often as Kilo's own.
+fn promises_seldom(node: &Node) -> bool {
+    ready_seconds(node) > READY_SECONDS
+}
+
+/// Of how many nodes the heartbeat is recent.
+#[derive(Clone, Copy, Default)]
+struct Clocks {
+    all: usize,
+    fresh: usize,
+}
+
+impl Clocks {
+    fn add(&mut self, is_fresh: bool) {
+        (self.all, self.fresh) = (self.all + 1, self.fresh + usize::from(is_fresh));
+    }
+
+    /// Most are recent: our clock is right, and the API server was there.
+    const fn agree(self) -> bool {
+        self.fresh * 2 >= self.all
+    }
 }
 
 /// A node is declared dead only when the own heartbeat came back this long after its last one:
@@ -95,7 +118,8 @@ impl Liveness {
         // One walk over both; what is passed over has gone.
         let mut before = std::mem::take(&mut self.seen).into_iter().peekable();
         self.seen.reserve_exact(nodes.len());
-        let (mut all, mut fresh) = (0, 0);
+        let (mut everybody, mut often, mut seldom) =
+            (Clocks::default(), Clocks::default(), Clocks::default());
         let mut new = Vec::new();
         for Known { node, last_seen } in nodes {
             let known_now = Known { node, last_seen };
@@ -132,14 +156,23 @@ impl Liveness {
                 None => seen,
             };
             let is_fresh = seen.complete && is_recent(known_now, unix_now);
-            (all, fresh) = (all + usize::from(seen.complete), fresh + usize::from(is_fresh));
+            if seen.complete {
+                everybody.add(is_fresh);
+                // Who was given up says nothing of the API server.
+                if last_seen != 0 {
+                    if promises_seldom(node) { &mut seldom } else { &mut often }.add(is_fresh);
+                }
+            }
             self.seen.push(seen);
         }
         before.for_each(|seen| self.former.gone(seen.node, now));
-        let clocks_agree = fresh * 2 >= all;
         for (at, is_fresh) in new {
-            if self.seen[at].node.judged.is_none() {
-                self.seen[at].changed = (!clocks_agree || is_fresh).then_some(now);
+            let seen = &mut self.seen[at];
+            // Patient ones do not prove that the API server was there when impatient ones were to be heard.
+            let like_it = if promises_seldom(&seen.node) { seldom } else { often };
+            let clocks_agree = everybody.agree() && (seen.value == 0 || like_it.agree());
+            if seen.node.judged.is_none() {
+                seen.changed = (!clocks_agree || is_fresh).then_some(now);
             }
         }
         let own = self.seen.binary_search_by(|seen| seen.node.name.as_str().cmp(own)).ok();
@@ -298,6 +331,24 @@ mod tests {
         assert_eq!(at(70, 1070, 1000, 1000), (vec![true, false, true], false), "b promised one in 30 s");
         assert_eq!(at(590, 1300, 1000, 1000), (vec![true, false, true], false));
         assert_eq!(at(610, 1600, 1000, 1000), (vec![true, false, false], false), "c promised one in 300 s");
+    }
+
+    #[test]
+    fn patient_nodes_do_not_prove_that_leaders_are_dead_when_the_server_was_away() {
+        let at_start = |list: [CheckedIn; 4]| {
+            let nodes: Nodes = list.into_iter().collect();
+            Liveness::default().ready(nodes.iter(), "a", Instant::now(), 10_000)
+        };
+        let member = |name, seen| resting(name, Some(300), seen);
+        // The API server was away for two minutes.
+        let all = [member("a", 9_880), member("b", 9_880), member("c", 9_880), resting("d", Some(30), 9_880)];
+        assert_eq!(at_start(all), [true, true, true, true]);
+        // Others like it are heard, or somebody has said that it is dead.
+        let leader = |name, seen| resting(name, Some(30), seen);
+        let all = [leader("a", 9_990), member("b", 9_880), member("c", 1_000), leader("d", 9_880)];
+        assert_eq!(at_start(all), [true, true, false, false], "most like them are heard");
+        let all = [member("a", 9_880), member("b", 9_880), member("c", 1_000), leader("d", 0)];
+        assert_eq!(at_start(all), [true, true, false, false]);
     }
 
     #[test]
