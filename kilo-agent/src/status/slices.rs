@@ -93,8 +93,12 @@ mod tests {
             ..Entry::default()
         };
         let mut set = SliceSet::default();
-        let index =
-            Index { slices: vec!["one".to_owned()], topology_label: "l".to_owned(), writer: "w".to_owned() };
+        let index = Index {
+            slices: vec!["one".to_owned()],
+            topology_label: "l".to_owned(),
+            writer: "w".to_owned(),
+            ..Index::default()
+        };
         let nodes = vec![entry("a", "x"), entry("b", "x"), entry("ghost", "x")];
         set.replace(vec![
             (INDEX.to_owned(), Some(NodeSliceSpec { nodes: Vec::new(), index: Some(index) })),

@@ -15,7 +15,10 @@ use kilo_agent::backend::{
     kubernetes::{self, KubernetesBackend, NodesFrom, SlicesReport},
 };
 use kilo_core::{
-    objects::slices::{INDEX, LEASE, NodeSlice, rank},
+    objects::{
+        node,
+        slices::{Entry, INDEX, Index, LEASE, NodeSlice, NodeSliceSpec, rank},
+    },
     wireguard::key::PublicKey,
 };
 use kube::{
@@ -228,7 +231,7 @@ async fn slices_that_are_deleted_spoiled_or_forged_are_mended_and_take_no_node_a
     slice.spec.nodes[0].annotations.insert("key".to_owned(), PublicKey([99; 32]).to_string());
     let mut twice = cluster.slices.get("nodes-00000").await.unwrap().spec.nodes[0].clone();
     twice.resource_version = "1".to_owned();
-    let ghost = kilo_core::objects::slices::Entry { name: "ghost".to_owned(), ..twice.clone() };
+    let ghost = Entry { name: "ghost".to_owned(), ..twice.clone() };
     slice.spec.nodes.extend([twice, ghost]);
     cluster.slices.replace(some, &PostParams::default(), &slice).await.unwrap();
     wait("the lie is gone", SOON, async || {
@@ -335,4 +338,52 @@ async fn a_dead_node_is_judged_by_the_writer_for_all() {
     assert_eq!(snapshots.borrow().nodes["n02"].judged, Some(true), "it promised one in 300 s");
     cluster.beat("n03", now() + 1, 2).await;
     until(&mut snapshots, SOON, |snapshot| snapshot.nodes["n03"].judged == Some(true)).await;
+}
+
+#[tokio::test]
+async fn slices_that_nobody_writes_or_that_deny_the_own_node_are_not_believed() {
+    let Some(cluster) = Cluster::start(5).await else { return };
+    // Without the Lease of the manifests nobody may write, and no agent has the right to create it.
+    let leases: Api<Lease> = Api::namespaced(cluster.admin.clone(), "kube-system");
+    leases.delete(LEASE, &DeleteParams::default()).await.unwrap();
+    let list = cluster.nodes.list(&ListParams::default()).await.unwrap();
+    let entry = |object: &core::Node| Entry::new(object, &node::from_object(object, LABEL).0, LABEL, true);
+    let nodes: Vec<Entry> = list.items.iter().map(entry).collect();
+    let mut slice = NodeSlice::new("nodes-00000", NodeSliceSpec { nodes, index: None });
+    let index = Index {
+        slices: vec!["nodes-00000".to_owned()],
+        topology_label: LABEL.to_owned(),
+        writer: "n04".to_owned(),
+        renewed: now() - 1_000_000,
+    };
+    let mut index = NodeSlice::new(INDEX, NodeSliceSpec { nodes: Vec::new(), index: Some(index) });
+    for made in [&mut slice, &mut index] {
+        *made = cluster.slices.create(&PostParams::default(), made).await.unwrap();
+    }
+    let write = async |slice: &mut NodeSlice| {
+        let name = slice.metadata.name.clone().unwrap();
+        *slice = cluster.slices.replace(&name, &PostParams::default(), slice).await.unwrap();
+    };
+    let backend = cluster.backend("n00").await;
+    let says = |text: &str| report(&backend).against.is_some_and(|against| against.contains(text));
+    assert!(!report(&backend).reads && says("no agent has renewed"), "{:?}", report(&backend));
+    // Somebody writes.
+    index.spec.index.as_mut().unwrap().renewed = now();
+    write(&mut index).await;
+    read_slices(&[&backend]).await;
+    assert!(report(&backend).against.is_none());
+    slice.spec.nodes[0].alive = false;
+    write(&mut slice).await;
+    wait("the own node is said to be dead", SOON, async || says("do not follow the own node")).await;
+    slice.spec.nodes[0].alive = true;
+    write(&mut slice).await;
+    wait("it lives again", SOON, async || report(&backend).against.is_none()).await;
+    // An index that names nothing takes nobody along.
+    index.spec.index.as_mut().unwrap().slices.clear();
+    write(&mut index).await;
+    wait("no slice has the own node", SOON, async || says("do not follow the own node")).await;
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert_eq!(backend.watch().borrow().nodes.len(), 5);
+    assert!(report(&backend).reads && !report(&backend).writes);
+    assert!(leases.get_opt(LEASE).await.unwrap().is_none());
 }

@@ -20,7 +20,7 @@ use super::{
     node::{CONTROL_PLANE, EXTERNAL_IP},
 };
 
-pub use election::{Observed, poll_seconds, rank};
+pub use election::{NO_WRITER, Observed, Renewals, poll_seconds, rank};
 pub use pack::{MOST_BYTES, MOST_NODES, Plan, plan};
 pub use set::{Incomplete, SliceSet};
 pub use source::{Chosen, Inputs, Reason, Source};
@@ -47,6 +47,7 @@ pub const INDEX: &str = "index";
 pub struct NodeSliceSpec {
     /// Nodes, about 20.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 100))]
     pub nodes: Vec<Entry>,
     /// In the slice `index` alone: which slices there are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -58,11 +59,17 @@ pub struct NodeSliceSpec {
 #[serde(rename_all = "camelCase")]
 pub struct Index {
     /// Their names; others do not count.
+    #[schemars(length(max = 10000))]
     pub slices: Vec<String>,
     /// The `--topology-label` of the agent that wrote them: agents with another do not use them.
+    #[schemars(length(max = 317))]
     pub topology_label: String,
     /// The node whose agent wrote this.
+    #[schemars(length(max = 253))]
     pub writer: String,
+    /// When its agent wrote this, in Unix seconds: each minute, and when slices come or go.
+    #[serde(default)]
+    pub renewed: i64,
 }
 
 /// What the mesh needs of a Node.
@@ -70,9 +77,11 @@ pub struct Index {
 #[serde(rename_all = "camelCase")]
 pub struct Entry {
     /// Name of the Node.
+    #[schemars(length(max = 253))]
     pub name: String,
     /// Its `uid`.
     #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schemars(length(max = 128))]
     pub uid: String,
     /// Its `resourceVersion` when this was written.
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -88,9 +97,11 @@ pub struct Entry {
     pub control_plane: bool,
     /// Its pod CIDRs, `spec.podCIDR` first.
     #[serde(default, rename = "podCIDRs", skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 100))]
     pub pod_cidrs: Vec<String>,
     /// Its addresses of type `ExternalIP`.
     #[serde(default, rename = "externalIPs", skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 100))]
     pub external_ips: Vec<String>,
     /// Why it is about to go, or to rest: `cordoned`, `removed` or `shutsDown`.
     #[serde(default, skip_serializing_if = "Option::is_none")]

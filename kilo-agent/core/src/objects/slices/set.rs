@@ -7,6 +7,10 @@ use std::{
 
 use super::{Entry, INDEX, Index, NodeSliceSpec};
 
+/// Slices that the index does not name are held up to this number: new ones are written before the index that names
+/// them, 20,000 nodes at once. Of more nothing is held, and should the index name one of these, it cannot be read.
+const MOST_UNNAMED: usize = 1000;
+
 /// Why slices do not say everything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Incomplete {
@@ -55,6 +59,7 @@ impl SliceSet {
             self.forget();
             return;
         }
+        let spec = spec.filter(|_| self.has_room(name));
         let slice = self.slices.entry(name.to_owned()).or_default();
         slice.missing = false;
         slice.malformed = spec.is_none();
@@ -70,6 +75,13 @@ impl SliceSet {
         }
     }
 
+    /// It is named, or is one of not too many that are not.
+    fn has_room(&self, name: &str) -> bool {
+        let named = self.index.as_ref().map_or(&[][..], |index| &index.slices);
+        let is_held = self.slices.get(name).is_some_and(|slice| !slice.malformed);
+        is_held || self.slices.len() < named.len() + MOST_UNNAMED || named.iter().any(|named| named == name)
+    }
+
     /// A slice was deleted.
     pub fn delete(&mut self, name: &str) {
         if name == INDEX {
@@ -81,8 +93,9 @@ impl SliceSet {
     }
 
     /// Takes a complete list.
-    pub fn replace(&mut self, list: Vec<(String, Option<NodeSliceSpec>)>) {
+    pub fn replace(&mut self, mut list: Vec<(String, Option<NodeSliceSpec>)>) {
         self.listed = true;
+        list.sort_by_key(|(name, _)| name != INDEX);
         let names: BTreeSet<String> = list.iter().map(|(name, _)| name.clone()).collect();
         let known = self.slices.keys().cloned().chain([INDEX.to_owned()]);
         let gone: Vec<String> = known.filter(|name| !names.contains(name)).collect();
@@ -183,7 +196,7 @@ mod tests {
 
     fn index(slices: &[&str]) -> Option<NodeSliceSpec> {
         let slices = slices.iter().map(|name| (*name).to_owned()).collect();
-        let index = Index { slices, topology_label: "l".to_owned(), writer: "w".to_owned() };
+        let index = Index { slices, topology_label: "l".to_owned(), writer: "w".to_owned(), renewed: 0 };
         Some(NodeSliceSpec { nodes: Vec::new(), index: Some(index) })
     }
 
@@ -236,6 +249,19 @@ mod tests {
         assert_eq!(names(&set).len(), 2);
         set.delete("two");
         assert_eq!((set.complete("l"), set.bad()), (Ok(()), 0));
+    }
+
+    #[test]
+    fn slices_that_are_not_named_are_not_held_without_bound() {
+        let mut set = known();
+        for number in 0..MOST_UNNAMED + 100 {
+            set.put(&format!("forged-{number:05}"), slice(&[("z", 1)]));
+        }
+        assert_eq!(set.readable().count(), MOST_UNNAMED + 2);
+        set.put("one", slice(&[("a", 7)]));
+        assert_eq!((set.complete("l"), set.nodes().0["a"].version()), (Ok(()), 7));
+        set.put(INDEX, index(&["one", "two", "forged-01099"]));
+        assert_eq!(set.complete("l"), Err(Incomplete::Malformed));
     }
 
     #[test]

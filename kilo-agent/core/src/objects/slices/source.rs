@@ -12,9 +12,11 @@ use super::Incomplete;
 const PATIENCE: Duration = Duration::from_secs(45);
 /// After Nodes had to be read, slices must be right for so long.
 const AGAIN: Duration = Duration::from_secs(60);
-/// For each node of the mesh: all agents may change at once, and each lists all nodes.
-const SPREAD: Duration = Duration::from_millis(10);
-const MOST_SPREAD: Duration = Duration::from_secs(30);
+/// All agents may change at once, and each lists all nodes: of so many bytes each, and the API server is to send so
+/// many a second.
+const NODE_BYTES: f64 = 7e3;
+const EGRESS: f64 = 50e6;
+const MOST_SPREAD: Duration = Duration::from_mins(4);
 
 /// Where nodes are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +36,8 @@ pub enum Reason {
     Denied,
     /// They do not say everything.
     Incomplete(Incomplete),
+    /// Nobody has renewed their index for too long.
+    NoWriter,
     /// A node's agent is not ours, or older.
     Foreign,
     /// What they say of the own node is not what it says.
@@ -44,7 +48,7 @@ impl Reason {
     fn patience(self) -> Duration {
         match self {
             Self::Incomplete(_) | Self::Late => PATIENCE,
-            Self::Off | Self::Denied | Self::Foreign => Duration::ZERO,
+            Self::Off | Self::Denied | Self::NoWriter | Self::Foreign => Duration::ZERO,
         }
     }
 }
@@ -59,6 +63,7 @@ impl fmt::Display for Reason {
             Self::Incomplete(Incomplete::Missing) => "a slice is missing",
             Self::Incomplete(Incomplete::Malformed) => "a slice cannot be read",
             Self::Incomplete(Incomplete::OtherLabel) => "slices were written with another --topology-label",
+            Self::NoWriter => "no agent has renewed slices for minutes",
             Self::Foreign => "a node runs Kilo's own agent, or an older one of ours",
             Self::Late => "slices do not follow the own node",
         })
@@ -109,8 +114,9 @@ impl Source {
     }
 
     fn pause(&self, inputs: Inputs) -> Duration {
-        let nodes = u32::try_from(inputs.nodes).unwrap_or(u32::MAX);
-        let spread = SPREAD.saturating_mul(nodes).min(MOST_SPREAD).mul_f64(inputs.chance.clamp(0.0, 1.0));
+        let nodes = f64::from(u32::try_from(inputs.nodes).unwrap_or(u32::MAX));
+        let most = (nodes * nodes * NODE_BYTES / EGRESS).min(MOST_SPREAD.as_secs_f64());
+        let spread = Duration::from_secs_f64(most * inputs.chance.clamp(0.0, 1.0));
         match inputs.against {
             Some(reason) => reason.patience() + spread,
             None if self.was_in_use => AGAIN + spread,
@@ -138,7 +144,7 @@ mod tests {
 
         fn at(&mut self, seconds: u64, against: Option<Reason>) -> (Chosen, Option<u64>) {
             let now = self.start + Duration::from_secs(seconds);
-            let (chosen, due) = self.source.next(Inputs { against, nodes: 1000, now, chance: 0.5 });
+            let (chosen, due) = self.source.next(Inputs { against, nodes: 1000, now, chance: 5.0 / 140.0 });
             (chosen, due.map(|due| due.duration_since(self.start).as_secs()))
         }
     }
@@ -177,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_of_kilos_own_sends_all_back_to_nodes_within_half_a_minute() {
+    fn a_node_of_kilos_own_sends_all_back_to_nodes_as_fast_as_the_server_can_send_them() {
         let mut case = Case::new();
         case.at(0, None);
         let (chosen, due) = case.at(1, Some(Reason::Foreign));

@@ -8,7 +8,7 @@ use k8s_openapi::{
     jiff::Timestamp,
 };
 use kilo_core::objects::slices::{LEASE, Observed};
-use kube::{Api, api::PostParams, core::ObjectMeta};
+use kube::{Api, api::PostParams};
 
 /// Others wait so long for the next renewal: a writer that dies is replaced within this time and a few seconds.
 pub(super) const VALID: Duration = Duration::from_secs(20);
@@ -56,10 +56,13 @@ impl Held {
     pub(super) async fn take(&mut self) -> Tried {
         let asked = Instant::now();
         let found = match in_time(self.leases.get_opt(LEASE)).await {
-            Ok(found) => found,
+            Ok(Some(found)) => found,
+            Ok(None) => {
+                return Tried::Refused(format!("there is no Lease {LEASE}; apply the one of manifests/"));
+            }
             Err(tried) => return tried,
         };
-        let spec = found.as_ref().and_then(|lease| lease.spec.clone()).unwrap_or_default();
+        let spec = found.spec.clone().unwrap_or_default();
         let holder = spec.holder_identity.clone().unwrap_or_default();
         if !holder.is_empty() && holder != self.own {
             let says = format!("{holder} {:?}", spec.renew_time);
@@ -83,27 +86,18 @@ impl Held {
     /// Renews it; whoever has taken it meanwhile keeps it.
     pub(super) async fn renew(&mut self) -> Tried {
         let asked = Instant::now();
-        let lease = self.lease.clone();
-        let mut spec = lease.as_ref().and_then(|lease| lease.spec.clone()).unwrap_or_default();
+        // It has been taken before.
+        let Some(lease) = self.lease.clone() else { return Tried::Another };
+        let mut spec = lease.spec.clone().unwrap_or_default();
         spec.renew_time = Some(MicroTime(Timestamp::now()));
         self.write(lease, spec, asked).await
     }
 
-    async fn write(&mut self, found: Option<Lease>, spec: LeaseSpec, asked: Instant) -> Tried {
-        let is_new = found.is_none();
-        let mut lease = found.unwrap_or_else(|| Lease {
-            metadata: ObjectMeta { name: Some(LEASE.to_owned()), ..ObjectMeta::default() },
-            ..Lease::default()
-        });
+    async fn write(&mut self, mut lease: Lease, spec: LeaseSpec, asked: Instant) -> Tried {
         lease.spec = Some(spec);
         // Of the version that was read: of two that try, one succeeds.
         let parameters = PostParams { field_manager: Some("kilo".to_owned()), ..PostParams::default() };
-        let written = if is_new {
-            in_time(self.leases.create(&parameters, &lease)).await
-        } else {
-            in_time(self.leases.replace(LEASE, &parameters, &lease)).await
-        };
-        match written {
+        match in_time(self.leases.replace(LEASE, &parameters, &lease)).await {
             Ok(lease) => {
                 (self.lease, self.renewed) = (Some(lease), asked);
                 Tried::Has
