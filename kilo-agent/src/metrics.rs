@@ -194,6 +194,7 @@ pub struct SlicesMetrics {
     in_use: Gauge,
     writer: Gauge,
     written: Gauge,
+    failed: Gauge,
     problems: Gauge,
 }
 
@@ -204,6 +205,11 @@ impl SlicesMetrics {
             ("kilo_slices_in_use", "Whether this agent reads slices instead of Nodes", &metrics.in_use),
             ("kilo_slices_writer", "Whether this agent writes slices", &metrics.writer),
             ("kilo_slices_written", "Slices written by this agent since it started", &metrics.written),
+            (
+                "kilo_slices_failed",
+                "Writes of slices by this agent that failed since it started",
+                &metrics.failed,
+            ),
             (
                 "kilo_slice_problems",
                 "Slices that are missing or cannot be read, and nodes that several claim",
@@ -222,6 +228,7 @@ impl SlicesMetrics {
         self.in_use.set(report.reads.into());
         self.writer.set(report.writes.into());
         self.written.set(i64::try_from(report.written).unwrap_or(i64::MAX));
+        self.failed.set(i64::try_from(report.failed).unwrap_or(i64::MAX));
         self.problems.set(number(report.bad + report.twice));
     }
 }

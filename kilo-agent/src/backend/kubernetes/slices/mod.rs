@@ -122,20 +122,29 @@ impl Context {
         if let Err(incomplete) = seen.set.complete(&self.label) {
             return Some(Reason::Incomplete(incomplete));
         }
+        if !seen.renewals.go_on(Instant::now()) {
+            return Some(Reason::NoWriter);
+        }
         let (nodes, _) = seen.set.nodes();
+        // One that is dead waits for nobody's heartbeat.
+        let is_dead = |name: &str| nodes.get(name).is_some_and(|entry| !entry.alive);
         let foreign = nodes.values().any(|entry| {
-            entry.last_seen != 0
+            entry.alive
+                && entry.last_seen != 0
                 && entry.heartbeat.is_none()
                 && entry.annotations.contains_key("key")
                 && entry.name != self.hostname
         });
         let known = cache.nodes.values();
-        if foreign || known.iter().any(|known| known.name != self.hostname && heartbeats::is_foreign(known)) {
+        let counts = |name: &str| name != self.hostname && !is_dead(name);
+        if foreign || known.iter().any(|known| counts(&known.name) && heartbeats::is_foreign(known)) {
             return Some(Reason::Foreign);
         }
         // Before the own Node is known, nobody can compare.
         let own = known.get(&self.hostname)?;
         let entry = nodes.get(self.hostname.as_str());
+        // Whoever reads that it is dead lives: others leave it out because of a lie, or of a writer that is wrong.
+        let entry = entry.filter(|entry| entry.alive);
         let says = entry.map(|entry| node::from_object(&entry.to_object(&self.label), &self.label).0.node);
         (says.as_ref() != Some(&**own.node)).then_some(Reason::Late)
     }
@@ -175,8 +184,22 @@ pub(super) async fn run(context: Arc<Context>) {
 /// What is being read; dropping it ends that.
 enum Reading {
     Nothing,
-    Nodes { _task: AbortOnDropHandle<()> },
-    Slices { _own: AbortOnDropHandle<()>, shown: Shown },
+    Nodes { task: AbortOnDropHandle<()> },
+    Slices { own: AbortOnDropHandle<()>, shown: Shown },
+}
+
+impl Reading {
+    /// Returns when it has ended: a task that is told to ends where it waits next, and may write until then.
+    async fn end(&mut self) {
+        let task = match std::mem::replace(self, Self::Nothing) {
+            Self::Nothing => return,
+            Self::Nodes { task } => task,
+            Self::Slices { own, .. } => own,
+        };
+        task.abort();
+        // It was aborted, or had ended before.
+        let _ = task.await;
+    }
 }
 
 /// Reads where that is best now, and returns when that may have changed, or at that time.
@@ -213,17 +236,18 @@ async fn turn(context: &Arc<Context>, reading: &mut Reading, chosen: Chosen, aga
                 tracing::info!(%reason, "reading Nodes instead of slices");
             }
             // What slices said stays until Nodes have been listed.
-            *reading = Reading::Nodes { _task: spawn_nodes(context) };
+            reading.end().await;
+            *reading = Reading::Nodes { task: spawn_nodes(context) };
         }
         (Chosen::Slices, _) => {
             let one = ListParams::default().fields(&format!("metadata.name={}", context.hostname));
             let Ok(own) = in_time(context.nodes().list(&one), Asked::Nodes).await else { return };
             let own = own.items.into_iter().next().map(|own| context.shared.see_node(own, &context.label));
-            *reading = Reading::Nothing;
+            reading.end().await;
             let shown = Shown::replace(context, own);
             tracing::info!(nodes = shown.len(), "reading slices instead of Nodes");
             let own = tokio::spawn(follow_own(Arc::clone(context)));
-            *reading = Reading::Slices { _own: AbortOnDropHandle::new(own), shown };
+            *reading = Reading::Slices { own: AbortOnDropHandle::new(own), shown };
         }
     }
 }

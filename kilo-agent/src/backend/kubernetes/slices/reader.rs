@@ -1,15 +1,16 @@
 //! Follows slices: all of them once, and then what changes.
 
-use std::{collections::BTreeMap, pin::pin, sync::Arc};
+use std::{collections::BTreeMap, pin::pin, sync::Arc, time::Instant};
 
 use futures::StreamExt as _;
-use kilo_core::objects::slices::{NodeSliceSpec, SliceSet};
+use kilo_core::objects::slices::{INDEX, NodeSliceSpec, Renewals, SliceSet};
 use kube::{
     api::DynamicObject,
     runtime::{WatchStreamExt as _, watcher},
 };
 
 use super::Context;
+use crate::status::Timestamp;
 
 /// Slices of an answer: a page is about a megabyte.
 const PAGE: u32 = 100;
@@ -22,6 +23,8 @@ pub(super) struct Seen {
     pub versions: BTreeMap<String, String>,
     /// At which version an object was deleted last.
     pub deleted: BTreeMap<String, u64>,
+    /// When the index changed.
+    pub renewals: Renewals,
     /// Complete lists so far.
     pub lists: u64,
 }
@@ -40,16 +43,28 @@ impl Seen {
         for object in objects {
             let name = name(&object);
             self.note(&object, &name);
-            list.push((name, spec(object)));
+            list.push((name, self.read(object)));
         }
         self.set.replace(list);
         self.lists += 1;
     }
 
+    /// What an object says, and whether it shows that slices are written.
+    fn read(&mut self, object: DynamicObject) -> Option<NodeSliceSpec> {
+        let version = object.metadata.resource_version.clone().unwrap_or_default();
+        let is_index = object.metadata.name.as_deref() == Some(INDEX);
+        let spec = spec(object);
+        if let Some(index) = spec.as_ref().and_then(|spec| spec.index.as_ref()).filter(|_| is_index) {
+            self.renewals.see(&version, index.renewed, Instant::now(), Timestamp::now().0);
+        }
+        spec
+    }
+
     fn put(&mut self, object: DynamicObject) {
         let name = name(&object);
         self.note(&object, &name);
-        self.set.put(&name, spec(object));
+        let spec = self.read(object);
+        self.set.put(&name, spec);
     }
 
     fn delete(&mut self, object: &DynamicObject) {

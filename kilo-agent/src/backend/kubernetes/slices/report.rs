@@ -21,6 +21,8 @@ pub struct SlicesReport {
     pub writes: bool,
     /// Writes of slices so far.
     pub written: u64,
+    /// Writes of slices that failed so far.
+    pub failed: u64,
     /// Slices that are missing, or cannot be read.
     pub bad: usize,
     /// Places that say something of a node that another says something of, too.
@@ -42,6 +44,7 @@ pub(in crate::backend::kubernetes) struct Report {
     chosen: Mutex<(bool, Option<Reason>)>,
     writes: AtomicBool,
     written: AtomicU64,
+    failed: AtomicU64,
     bad: AtomicUsize,
     twice: AtomicUsize,
 }
@@ -65,6 +68,10 @@ impl Report {
         self.written.fetch_add(1, Ordering::Relaxed);
     }
 
+    pub(super) fn failed(&self) {
+        self.failed.fetch_add(1, Ordering::Relaxed);
+    }
+
     pub(in crate::backend::kubernetes) fn read(&self) -> SlicesReport {
         let (reads, against) = *self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
         SlicesReport {
@@ -72,6 +79,7 @@ impl Report {
             against: against.map(|reason| reason.to_string()),
             writes: self.writes.load(Ordering::Relaxed),
             written: self.written.load(Ordering::Relaxed),
+            failed: self.failed.load(Ordering::Relaxed),
             bad: self.bad.load(Ordering::Relaxed),
             twice: self.twice.load(Ordering::Relaxed),
         }

@@ -15,6 +15,10 @@ use crate::backend::kubernetes::cache::Urgency;
 /// from one to another.
 const GONE: Duration = Duration::from_secs(1);
 
+/// A loss of so many nodes at once, and of more than a third, is doubted for as long as a writer may take to mend it.
+const MANY: usize = 3;
+const DOUBTED: Duration = Duration::from_secs(45);
+
 /// What is in the cache because slices say so.
 #[derive(Default)]
 pub(super) struct Shown {
@@ -58,7 +62,14 @@ impl Shown {
             self.nodes.retain(|name, _| !gone.contains(name));
             self.nodes.extend(news);
         }
-        self.gone.values().min().map(|since| *since + GONE)
+        let pause = self.pause();
+        self.gone.values().min().map(|since| *since + pause)
+    }
+
+    /// How long slices must have said nothing of the nodes that go.
+    fn pause(&self) -> Duration {
+        let many = self.gone.len() >= MANY && self.gone.len() * 3 > self.nodes.len();
+        if many { DOUBTED } else { GONE }
     }
 
     /// Nodes that are to go now.
@@ -75,7 +86,8 @@ impl Shown {
                 *since = time;
             }
         }
-        let is_due = |since: &Instant| complete && time.saturating_duration_since(*since) >= GONE;
+        let pause = self.pause();
+        let is_due = |since: &Instant| complete && time.saturating_duration_since(*since) >= pause;
         let due: BTreeSet<String> =
             self.gone.iter().filter(|(_, since)| is_due(since)).map(|(name, _)| name.clone()).collect();
         self.gone.retain(|name, _| !due.contains(name));
@@ -83,14 +95,15 @@ impl Shown {
     }
 }
 
-/// All nodes of slices but the own one, and whether slices say everything.
+/// All nodes of slices but the own one, and whether slices say everything: the own one is a node, too.
 fn entries(context: &Context) -> (BTreeMap<String, Arc<Entry>>, bool) {
     let seen = context.seen();
     let (nodes, twice) = seen.set.nodes();
     context.report.wrong(seen.set.bad(), twice);
+    let complete = nodes.contains_key(&*context.hostname) && seen.set.complete(&context.label).is_ok();
     let others = nodes.into_iter().filter(|(name, _)| **name != context.hostname);
     let others = others.map(|(name, entry)| (name.to_owned(), Arc::clone(entry))).collect();
-    (others, seen.set.complete(&context.label).is_ok())
+    (others, complete)
 }
 
 #[cfg(test)]
@@ -114,5 +127,21 @@ mod tests {
         assert_eq!(at(1900, &["a"], false), 0, "a slice is missing");
         assert_eq!(at(2800, &["a"], true), 0);
         assert_eq!(at(2900, &["a"], true), 1);
+    }
+
+    #[test]
+    fn many_nodes_that_go_at_once_are_doubted_for_as_long_as_a_writer_may_take() {
+        let all = |number: usize| -> BTreeMap<String, Arc<Entry>> {
+            (0..number).map(|number| (format!("{number:02}"), Arc::default())).collect()
+        };
+        let mut shown = Shown { nodes: all(9), gone: BTreeMap::new() };
+        let start = Instant::now();
+        let mut at = |seconds: u64, number: usize| {
+            shown.gone(&all(number), true, start + Duration::from_secs(seconds)).len()
+        };
+        assert_eq!((at(0, 0), at(44, 0)), (0, 0), "an index that names no slice");
+        assert_eq!((at(44, 9), at(46, 9)), (0, 0), "it was mended");
+        assert_eq!((at(50, 6), at(52, 6)), (0, 3), "a third");
+        assert_eq!((at(60, 5), at(100, 5), at(105, 5)), (0, 0, 4));
     }
 }
