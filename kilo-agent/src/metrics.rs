@@ -191,6 +191,7 @@ pub struct Metrics {
 /// What the backend does with slices.
 #[derive(Clone, Debug, Default)]
 pub struct SlicesMetrics {
+    wanted: Gauge,
     in_use: Gauge,
     writer: Gauge,
     written: Gauge,
@@ -202,6 +203,7 @@ impl SlicesMetrics {
     fn register(registry: &mut Registry) -> Self {
         let metrics = Self::default();
         for (name, help, gauge) in [
+            ("kilo_slices_wanted", "Whether this agent runs with --slices=auto", &metrics.wanted),
             ("kilo_slices_in_use", "Whether this agent reads slices instead of Nodes", &metrics.in_use),
             ("kilo_slices_writer", "Whether this agent writes slices", &metrics.writer),
             ("kilo_slices_written", "Slices written by this agent since it started", &metrics.written),
@@ -225,6 +227,7 @@ impl SlicesMetrics {
     pub fn observe(&self, report: Option<&SlicesReport>) {
         let Some(report) = report else { return };
         let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        self.wanted.set(1);
         self.in_use.set(report.reads.into());
         self.writer.set(report.writes.into());
         self.written.set(i64::try_from(report.written).unwrap_or(i64::MAX));

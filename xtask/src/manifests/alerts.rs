@@ -143,19 +143,20 @@ const ALERTS: &[Alert] = &[
     Alert {
         name: "KiloSlicesWithoutWriter",
         severity: "warning",
-        summary: "Agents read slices, and not exactly one agent writes them.",
-        expr: "sum by (job) (kilo_slices_in_use) > 0 and sum by (job) (kilo_slices_writer) != 1",
-        hold: "5m",
+        summary: "Agents want slices, and not exactly one agent writes them.",
+        // Not those in use: without a writer none is, after some minutes.
+        expr: "sum by (job) (kilo_slices_wanted) > 0 and sum by (job) (kilo_slices_writer) != 1",
+        hold: "10m",
         remedy: "Without a writer agents go back to reading all Nodes within minutes, and nothing else is lost. The Lease \
                  `kilo-node-slices` beside the agents says who wrote last; the log of that node and of those of the control plane \
                  says why they do not: mostly the rules for `nodeslices` and `leases` of the manifests are missing.",
         fires: &[
-            (r#"kilo_slices_in_use{instance="a1"}"#, "1x60"),
+            (r#"kilo_slices_wanted{instance="a1"}"#, "1x60"),
             (r#"kilo_slices_writer{instance="a1"}"#, "0x60"),
         ],
         labels: &[],
         quiet: &[
-            (r#"kilo_slices_in_use{instance="a1"}"#, "1x60"),
+            (r#"kilo_slices_wanted{instance="a1"}"#, "1x60"),
             (r#"kilo_slices_writer{instance="a1"}"#, "1x10 0x49"),
             (r#"kilo_slices_writer{instance="a2"}"#, "0x12 1x47"),
         ],
