@@ -12,12 +12,15 @@ use std::{
 };
 
 use futures::{StreamExt as _, stream};
-use k8s_openapi::api::core::v1 as core;
+use k8s_openapi::api::{coordination::v1::Lease, core::v1 as core};
 use kilo_agent::backend::{
     Backend as _,
     kubernetes::{self, KubernetesBackend, NodesFrom},
 };
-use kilo_core::objects::{Snapshot, slices::rank};
+use kilo_core::objects::{
+    Snapshot,
+    slices::{LEASE, rank},
+};
 use kube::{
     Api, Client,
     api::{Patch, PatchParams, PostParams},
@@ -56,6 +59,11 @@ pub async fn measure(figures: &mut Figures) {
     let Some(server) = ApiServer::start().await else { return };
     let client = server.client(ADMIN).await;
     apply_crds(&client).await;
+    // The manifests bring it.
+    let mut lease = Lease::default();
+    lease.metadata.name = Some(LEASE.to_owned());
+    let leases: Api<Lease> = Api::namespaced(client.clone(), "kube-system");
+    leases.create(&PostParams::default(), &lease).await.unwrap();
     create(&client, nodes).await;
     let proxy = Counted::start(server.port()).await;
     let mut bench = Bench { server, client, proxy, nodes, agents: Vec::new() };

@@ -15,6 +15,8 @@ const AGAIN: Duration = Duration::from_secs(60);
 /// All agents may change at once, and each lists all nodes: of so many bytes each, and the API server is to send so
 /// many a second.
 const NODE_BYTES: f64 = 7e3;
+/// The same of who begins to read slices.
+const ENTRY_BYTES: f64 = 500.0;
 const EGRESS: f64 = 50e6;
 const MOST_SPREAD: Duration = Duration::from_mins(4);
 
@@ -115,7 +117,8 @@ impl Source {
 
     fn pause(&self, inputs: Inputs) -> Duration {
         let nodes = f64::from(u32::try_from(inputs.nodes).unwrap_or(u32::MAX));
-        let most = (nodes * nodes * NODE_BYTES / EGRESS).min(MOST_SPREAD.as_secs_f64());
+        let bytes = if inputs.against.is_some() { NODE_BYTES } else { ENTRY_BYTES };
+        let most = (nodes * nodes * bytes / EGRESS).min(MOST_SPREAD.as_secs_f64());
         let spread = Duration::from_secs_f64(most * inputs.chance.clamp(0.0, 1.0));
         match inputs.against {
             Some(reason) => reason.patience() + spread,
@@ -154,7 +157,7 @@ mod tests {
         assert_eq!(Case::new().at(0, None), (Chosen::Slices, None));
         let mut case = Case::new();
         assert_eq!(case.at(0, Some(Reason::Incomplete(Incomplete::NoIndex))), (Chosen::Nodes, None));
-        assert_eq!(case.at(10, None), (Chosen::Nodes, Some(15)), "not all at once");
+        assert_eq!(case.at(10, None), (Chosen::Nodes, Some(10)), "not all at once");
         assert_eq!(case.at(15, None), (Chosen::Slices, None));
     }
 
@@ -167,9 +170,9 @@ mod tests {
         assert_eq!(case.at(20, MISSING), (Chosen::Slices, Some(70)));
         assert_eq!(case.at(70, MISSING), (Chosen::Nodes, None));
         // And back, once that lasts.
-        assert_eq!(case.at(80, None), (Chosen::Nodes, Some(145)));
+        assert_eq!(case.at(80, None), (Chosen::Nodes, Some(140)));
         assert_eq!(case.at(90, MISSING), (Chosen::Nodes, None));
-        assert_eq!(case.at(100, None), (Chosen::Nodes, Some(165)));
+        assert_eq!(case.at(100, None), (Chosen::Nodes, Some(160)));
         assert_eq!(case.at(165, None), (Chosen::Slices, None));
     }
 
