@@ -20,6 +20,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
+use crate::backend::kubernetes::SlicesReport;
 use crate::failover::FailoverMetrics;
 use crate::status::Timestamp;
 use kilo_core::{topology::TunnelEnd, wireguard::key::PublicKey};
@@ -173,6 +174,10 @@ pub struct Metrics {
     relayed_pairs: Gauge,
     /// `kilo_nodes_left_out`: nodes that are known and take no part.
     left_out: Gauge,
+    /// `kilo_heartbeat_interval_seconds`: after how many seconds this agent renews its heartbeat.
+    pub heartbeat_seconds: Gauge,
+    /// Of slices of the list of nodes.
+    pub slices: SlicesMetrics,
     /// `kilo_last_check_in_seconds`: Unix time of the own heartbeat as the backend gave it back.
     pub last_check_in: Gauge,
     /// `kilo_reconciles_total`.
@@ -193,6 +198,54 @@ pub struct Metrics {
     samples: Arc<Mutex<Samples>>,
 }
 
+/// What the backend does with slices.
+#[derive(Clone, Debug, Default)]
+pub struct SlicesMetrics {
+    wanted: Gauge,
+    in_use: Gauge,
+    writer: Gauge,
+    written: Gauge,
+    failed: Gauge,
+    problems: Gauge,
+}
+
+impl SlicesMetrics {
+    fn register(registry: &mut Registry) -> Self {
+        let metrics = Self::default();
+        for (name, help, gauge) in [
+            ("kilo_slices_wanted", "Whether this agent runs with --slices=auto", &metrics.wanted),
+            ("kilo_slices_in_use", "Whether this agent reads slices instead of Nodes", &metrics.in_use),
+            ("kilo_slices_writer", "Whether this agent writes slices", &metrics.writer),
+            ("kilo_slices_written", "Slices written by this agent since it started", &metrics.written),
+            (
+                "kilo_slices_failed",
+                "Writes of slices by this agent that failed since it started",
+                &metrics.failed,
+            ),
+            (
+                "kilo_slice_problems",
+                "Slices that are missing or cannot be read, and nodes that several claim",
+                &metrics.problems,
+            ),
+        ] {
+            registry.register(name, help, gauge.clone());
+        }
+        metrics
+    }
+
+    /// As the backend reports it; `None`: it has none.
+    pub fn observe(&self, report: Option<&SlicesReport>) {
+        let Some(report) = report else { return };
+        let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        self.wanted.set(1);
+        self.in_use.set(report.reads.into());
+        self.writer.set(report.writes.into());
+        self.written.set(i64::try_from(report.written).unwrap_or(i64::MAX));
+        self.failed.set(i64::try_from(report.failed).unwrap_or(i64::MAX));
+        self.problems.set(number(report.bad + report.twice));
+    }
+}
+
 impl Default for Metrics {
     fn default() -> Self {
         let mut registry = Registry::default();
@@ -209,6 +262,8 @@ impl Default for Metrics {
             relayed_pairs: Gauge::default(),
             left_out: Gauge::default(),
             last_check_in: Gauge::default(),
+            slices: SlicesMetrics::register(&mut registry),
+            heartbeat_seconds: Gauge::default(),
             reconciles: Counter::default(),
             reconcile_seconds: Histogram::new(exponential_buckets(0.001, 2.0, 14)),
             writes: Counter::default(),
@@ -258,6 +313,11 @@ impl Default for Metrics {
             "kilo_last_check_in_seconds",
             "Unix time of this node's last heartbeat that came back from the API server",
             metrics.last_check_in.clone(),
+        );
+        registry.register(
+            "kilo_heartbeat_interval_seconds",
+            "Seconds after which this node's heartbeat is renewed",
+            metrics.heartbeat_seconds.clone(),
         );
         let build = [("version", env!("CARGO_PKG_VERSION")), ("architecture", std::env::consts::ARCH)];
         registry.register("kilo_build", "Version of the agent", Info::new(build.to_vec()));

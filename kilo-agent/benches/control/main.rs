@@ -2,7 +2,8 @@
 //! keeps the figures. Run it in network and mount namespaces of its own
 //! (`unshare --net --mount`). Argument: the file for the figures. Environment:
 //! `KILO_BENCH_NODES` (sizes, comma separated), `KILO_BENCH_REST` (seconds),
-//! `KILO_BENCH_LAUNCHER` (the program of `cargo xtask`, which confines the agent).
+//! `KILO_BENCH_LAUNCHER` (the program of `cargo xtask`, which confines the agent), `KILO_BENCH_PART=slices`
+//! (`cargo xtask bench slices`: that part alone).
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "fails as a test does")]
 
 #[path = "../../tests/support/api.rs"]
@@ -17,6 +18,7 @@ mod objects;
 mod process;
 mod programs;
 mod scenario;
+mod slices;
 #[path = "../../tests/support/mod.rs"]
 mod support;
 mod trace;
@@ -42,7 +44,14 @@ impl Figures {
         self.add_to("control", nodes, what, unit, value);
     }
 
-    fn add_to(&mut self, group: &str, size: usize, what: &str, unit: &'static str, value: f64) {
+    fn add_to(
+        &mut self,
+        group: &str,
+        size: impl std::fmt::Display,
+        what: &str,
+        unit: &'static str,
+        value: f64,
+    ) {
         println!("bench: {group} {size:>6}  {what:46} {value:>12.3} {unit}");
         self.all.push(Figure { name: format!("{group}/{size}/{what}"), unit, value });
         std::fs::write(&self.path, serde_json::to_vec_pretty(&self.all).unwrap()).unwrap();
@@ -53,10 +62,14 @@ fn main() {
     let path =
         std::env::args().nth(1).map(PathBuf::from).filter(|path| path.extension() == Some("json".as_ref()));
     let mut figures = Figures { path: path.unwrap_or_else(|| "/dev/null".into()), all: Vec::new() };
-    let sizes = std::env::var("KILO_BENCH_NODES").unwrap_or_else(|_| "100,1000,10000".to_owned());
-    let sizes: Vec<usize> = sizes.split(',').map(|size| size.parse().unwrap()).collect();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let _on_runtime = runtime.enter();
+    if std::env::var("KILO_BENCH_PART").is_ok_and(|part| part == "slices") {
+        runtime.block_on(slices::measure(&mut figures));
+        return;
+    }
+    let sizes = std::env::var("KILO_BENCH_NODES").unwrap_or_else(|_| "100,1000,10000".to_owned());
+    let sizes: Vec<usize> = sizes.split(',').map(|size| size.parse().unwrap()).collect();
     programs::measure(&mut figures);
     runtime.block_on(async {
         for nodes in &sizes {

@@ -196,6 +196,15 @@ pub enum Relay {
     Off,
 }
 
+/// Slices of the list of nodes (`--slices`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Slices {
+    /// Read instead of Nodes where all agents are ours and may, and written by one of them.
+    Auto,
+    /// Neither read nor written.
+    Off,
+}
+
 /// Failover (`--failover`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Failover {

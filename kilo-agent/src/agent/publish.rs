@@ -119,6 +119,8 @@ impl<B: Backend> Agent<B> {
             signal: own.signal,
             leading: own.leading,
             leaders: own.leaders,
+            // The publisher knows what was promised.
+            heartbeat: None,
             state: Some(changes::state(&self.options.hostname, Moment { mesh, snapshot, own: Some(own) })),
         }
     }

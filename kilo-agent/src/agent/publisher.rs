@@ -9,10 +9,10 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::RETRY;
 use crate::backend::{Backend, BackendError};
-use kilo_core::{errors::Explained, objects::Published};
+use kilo_core::{errors::Explained, objects::Published, topology::heartbeats::OFTEN};
 
-/// Seconds between two heartbeats; every agent adds its own jitter.
-const CHECK_IN: Duration = Duration::from_secs(30);
+/// Once somebody needs a heartbeat sooner than was promised, it is written within this time.
+const SOON: Duration = Duration::from_secs(20);
 /// An API server that is overloaded or away is asked again after 2, 4, 8, 16, 16, ... seconds.
 const MOST_DOUBLINGS: u32 = 3;
 /// A write without answer is reported after this time; the answer may come later.
@@ -28,6 +28,12 @@ pub(super) struct Publisher<B> {
     /// What to write once that is answered.
     wanted: Option<Published>,
     next_check_in: Instant,
+    /// Seconds between two heartbeats; every agent adds its own jitter.
+    every: u16,
+    /// What the heartbeat promises that was written last, or is being written.
+    promised: u16,
+    /// A heartbeat is due soon, for somebody who needs it.
+    hurries: bool,
     /// Attempts in a row that the API server did not answer.
     unanswered: u32,
     /// The last write failed.
@@ -55,6 +61,9 @@ impl<B: Backend> Publisher<B> {
             asked: None,
             wanted: None,
             next_check_in: now,
+            every: OFTEN,
+            promised: OFTEN,
+            hurries: false,
             unanswered: 0,
             failed: false,
             checked_in: 0,
@@ -64,6 +73,11 @@ impl<B: Backend> Publisher<B> {
     /// When a heartbeat or another try is due.
     pub const fn next_check_in(&self) -> Instant {
         self.next_check_in
+    }
+
+    /// Seconds between two heartbeats.
+    pub const fn every(&self) -> u16 {
+        self.every
     }
 
     /// The API server answered when it was last asked, as far as is known.
@@ -81,6 +95,17 @@ impl<B: Backend> Publisher<B> {
         self.next_check_in = self.next_check_in.max(now + jittered(RETRY));
     }
 
+    /// Sets how often the heartbeat is renewed from now on. A shorter pause than was promised, or a doubt that only
+    /// a new heartbeat of this node can settle, brings the next one forward, at a time by chance: all agents may do so.
+    pub fn pace(&mut self, every: u16, doubts: bool, now: Instant) {
+        self.every = every;
+        let hurries = every < self.promised || doubts;
+        if hurries && !self.hurries && self.is_answered() {
+            self.next_check_in = self.next_check_in.min(now + SOON.mul_f64(rand::random_range(0.0..1.0)));
+        }
+        self.hurries = hurries;
+    }
+
     /// Has the backend write this, with the heartbeat that is due, or `last_seen` as others know it.
     /// Returns at once; [`Self::answered`] says what became of it. A write under way goes first.
     pub fn publish(&mut self, mut published: Published, patience: Duration, now: Instant, unix_now: i64) {
@@ -96,8 +121,10 @@ impl<B: Backend> Publisher<B> {
         published.last_seen = published.last_seen.max(self.checked_in);
         if due {
             published.last_seen = unix_now;
-            self.next_check_in = next_after(now);
+            self.promised = self.every;
+            self.next_check_in = next_after(now, self.every);
         }
+        published.heartbeat = Some(self.promised);
         match &mut self.asked {
             None => self.ask(published, patience, now),
             Some(asked) => {
@@ -155,7 +182,7 @@ impl<B: Backend> Publisher<B> {
         if asked.published.last_seen > self.checked_in {
             self.checked_in = asked.published.last_seen;
             // It may have been reported as overdue, and another try planned.
-            self.next_check_in = self.next_check_in.max(next_after(asked.since));
+            self.next_check_in = self.next_check_in.max(next_after(asked.since, self.promised));
         }
         if let Some(wanted) = wanted.filter(|wanted| *wanted != asked.published) {
             self.ask(wanted, PATIENCE, Instant::now());
@@ -182,8 +209,8 @@ impl<B: Backend> Publisher<B> {
 }
 
 /// When the heartbeat after the one of this time is due.
-fn next_after(heartbeat: Instant) -> Instant {
-    heartbeat + CHECK_IN.mul_f64(rand::random_range(0.9..1.1))
+fn next_after(heartbeat: Instant, seconds: u16) -> Instant {
+    heartbeat + Duration::from_secs(seconds.into()).mul_f64(rand::random_range(0.9..1.1))
 }
 
 fn jittered(pause: Duration) -> Duration {
@@ -209,6 +236,8 @@ mod tests {
     use tokio::sync::{Semaphore, watch};
 
     use super::*;
+
+    const CHECK_IN: Duration = Duration::from_secs(OFTEN as u64);
 
     /// Notes what is written, and answers when it may.
     struct Held {
@@ -302,6 +331,39 @@ mod tests {
             std::thread::sleep(Duration::from_millis(2));
             publisher.answered().await.unwrap();
         }
+    }
+
+    #[tokio::test]
+    async fn a_heartbeat_comes_as_seldom_as_promised_and_sooner_when_it_is_needed() {
+        let (held, mut publisher, now) = begin();
+        held.answers.add_permits(9);
+        publisher.pace(300, false, now);
+        publisher.publish_beside(seen(0), now, 1000);
+        publisher.answered().await.unwrap();
+        assert!(publisher.next_check_in() > now + CHECK_IN * 8);
+        // A node of Kilo's own: everybody is to write within a minute, and not at once.
+        publisher.pace(30, false, now + CHECK_IN);
+        let due = publisher.next_check_in();
+        assert!(due < now + CHECK_IN + SOON);
+        publisher.pace(30, false, now + CHECK_IN * 2);
+        assert_eq!(publisher.next_check_in(), due, "asked for once");
+        publisher.publish_beside(seen(1000), due - SOON / 1000, 1040);
+        publisher.publish_beside(seen(1000), due, 1050);
+        while publisher.asked.is_some() {
+            publisher.answered().await.unwrap();
+        }
+        let written = held.written.lock().unwrap().clone();
+        let promises: Vec<_> = written.iter().map(|written| (written.last_seen, written.heartbeat)).collect();
+        assert_eq!(promises.last(), Some(&(1050, Some(30))));
+        assert!(
+            promises[..promises.len() - 1].iter().all(|promise| *promise == (1000, Some(300))),
+            "{promises:?}"
+        );
+        assert!(publisher.next_check_in() < due + CHECK_IN * 2);
+        // Somebody is silent.
+        publisher.pace(30, false, due);
+        publisher.pace(30, true, due);
+        assert!(publisher.next_check_in() < due + SOON);
     }
 
     #[tokio::test]

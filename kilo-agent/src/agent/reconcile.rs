@@ -14,7 +14,7 @@ use crate::{
 use kilo_core::{
     objects::{Snapshot, events::EventReason},
     settings::{Masquerade, Relay},
-    topology::{Mesh, Node, among, not_among, with_own},
+    topology::{Mesh, Node, among, heartbeats, not_among, with_own},
 };
 use kilo_host::interface::Interface;
 
@@ -33,6 +33,8 @@ impl<B: Backend> Agent<B> {
         }
         state.snapshot = Arc::clone(snapshot);
         self.view.send_modify(|view| Arc::make_mut(view).snapshot = Arc::clone(snapshot));
+        // Who must speak is told by objects, and they are the same.
+        self.publisher.pace(self.publisher.every(), state.liveness.suspects(), Instant::now());
         true
     }
 
@@ -63,6 +65,14 @@ impl<B: Backend> Agent<B> {
         let own = same.unwrap_or_else(|| own.into());
         let (mesh, ready) = self.topology(snapshot, &own, host, now, unix_now);
         let published = self.published(&own, seen, (&mesh, snapshot), &host.state);
+        let nodes = with_own(&snapshot.nodes, Some(&own));
+        // Who writes slices judges by the own heartbeat whether the API server is there.
+        let slices = self.backend.slices();
+        let writes = slices.as_ref().is_some_and(|slices| slices.writes);
+        let may_rest = !writes && (self.failover.is_some() || slices.is_some());
+        let every = heartbeats::seconds(nodes, &self.options.hostname, &mesh, may_rest);
+        self.metrics.heartbeat_seconds.set(every.into());
+        self.publisher.pace(every, self.state.liveness.suspects(), now);
         // What is routed into the mesh before others know this node's key is lost, and the API server may be
         // there: it is asked first, and once.
         let asks_first = seen.key != own.key && self.publisher.is_answered();
@@ -197,6 +207,8 @@ impl<B: Backend> Agent<B> {
         state.snapshot = Arc::clone(snapshot);
         state.own = Some(Arc::clone(own));
         state.ready = ready;
+        let slices = self.backend.slices();
+        self.metrics.slices.observe(slices.as_ref());
         self.view.send_modify(|view| {
             let view = Arc::make_mut(view);
             view.node.clone_from(&self.options.hostname);
@@ -208,6 +220,7 @@ impl<B: Backend> Agent<B> {
             view.granularity = self.options.settings.granularity;
             view.leaders.clone_from(&state.leaders);
             view.device = Some(interface.device.clone());
+            view.nodes_from = slices.as_ref().map(ToString::to_string);
             view.failover = self.failover.as_ref().map(Failover::reporter);
             view.relays = self.relays.clone();
         });

@@ -165,8 +165,7 @@ impl<B: Backend> Announcer<B> {
             );
         }
         let known = view.snapshot.nodes.get(&self.context.node);
-        let was_in =
-            known.is_some_and(|own| own.key.is_some() && is_recent(own.last_seen, Timestamp::now().0));
+        let was_in = known.is_some_and(|own| own.key.is_some() && is_recent(own, Timestamp::now().0));
         let is_news = !was_in && role != Role::Out;
         is_news.then_some(Change::Role { from: Role::Out, to: role }).into_iter().collect()
     }

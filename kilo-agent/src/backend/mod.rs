@@ -121,6 +121,12 @@ pub trait Backend: Send + Sync + 'static {
         async { Ok(()) }
     }
 
+    /// Where nodes are read and who writes that, where there are slices of the list of nodes.
+    #[cfg(feature = "agent")]
+    fn slices(&self) -> Option<kubernetes::SlicesReport> {
+        None
+    }
+
     /// Says that a node is dead, unless it has said otherwise since: its `last-seen` becomes 0 if it is
     /// still this, which nodes with Kilo take for the end of it, too. Returns whether something was written.
     fn declare_dead(

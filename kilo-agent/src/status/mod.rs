@@ -6,6 +6,7 @@ pub mod ask;
 mod history;
 pub mod pods;
 mod problems;
+mod slices;
 mod table;
 mod time;
 #[cfg(feature = "agent")]
@@ -21,6 +22,7 @@ use serde::{Deserialize, Serialize};
 
 pub use history::{History, LeaderChange};
 pub use problems::{Problem, problems, verdict};
+pub use slices::SlicesStatus;
 pub use table::{ago, bytes, columns, table};
 pub use time::Timestamp;
 #[cfg(feature = "agent")]
@@ -65,6 +67,9 @@ pub struct Status {
     /// Agents that were asked and are not healthy, by node -> why.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub unhealthy: BTreeMap<String, String>,
+    /// How slices compare with Nodes; absent where nobody writes them, or nobody looked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slices: Option<SlicesStatus>,
     /// What only the agent of a node knows; absent when none was asked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<AgentStatus>,
@@ -192,6 +197,9 @@ pub struct AgentStatus {
     pub drops: BTreeMap<String, u64>,
     /// Programs on interfaces.
     pub programs: Vec<Attached>,
+    /// Where it learns of other nodes: `slices`, or `Nodes` and why; absent where there is no choice.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nodes_from: Option<String>,
     /// How it stands by, or is stood by; absent where failover is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failover: Option<FailoverStatus>,
@@ -315,6 +323,7 @@ pub fn of_objects(
         unheard: Vec::new(),
         degraded: BTreeMap::new(),
         unhealthy: BTreeMap::new(),
+        slices: None,
         agent: None,
     }
 }
@@ -390,7 +399,7 @@ fn why_not_ready(node: Known<'_>, time: Timestamp) -> Vec<String> {
     let mut reasons: Vec<String> = missing.map(topology::with_remedy).collect();
     match last_seen(node) {
         None => reasons.push(format!("{NEVER_CHECKED_IN}{LOOK_AT_LOG}")),
-        Some(seen) if !topology::is_recent(node.last_seen, time.0) => {
+        Some(seen) if !topology::is_recent(node, time.0) => {
             reasons.push(format!("its agent last checked in {} ago", time.since(seen)));
         }
         // Recent by the clock, and still not alive to an agent that looks for changes.

@@ -69,6 +69,9 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
     let health = if agent.degraded.is_empty() { "healthy" } else { "degraded" };
     let health = agent.unhealthy.as_deref().unwrap_or(health);
     let mut text = format!("Agent of {} (kg {}): {health}\n", agent.node, agent.version);
+    if let Some(source) = &agent.nodes_from {
+        text += &format!("other nodes from: {source}\n");
+    }
     for warning in agent.degraded.iter().chain(&agent.warnings) {
         text += &format!("warning: {warning}\n");
     }

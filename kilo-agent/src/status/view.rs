@@ -47,6 +47,8 @@ pub struct View {
     pub warnings: Vec<String>,
     /// The WireGuard device, once there is one.
     pub device: Option<Device>,
+    /// Where other nodes are read, where there is a choice.
+    pub nodes_from: Option<String>,
     /// What failover does, where it is on.
     pub failover: Option<Reporter>,
     /// How tunnels are connected.
@@ -131,6 +133,7 @@ impl View {
             packets: counted(counters.actions),
             drops: counted(counters.drops),
             programs: self.programs.clone(),
+            nodes_from: self.nodes_from.clone(),
             failover: self.failover.as_ref().map(failover),
             warnings: self.warnings.clone(),
             errors,

@@ -39,6 +39,7 @@ mod manifests;
 mod multicluster;
 mod operator;
 mod page_access;
+mod slices;
 mod status;
 mod through_mesh;
 mod webhook;

@@ -36,7 +36,7 @@ const ANY_TEXT: [&str; 8] =
     ["backend-dir", "cni-path", "cni-run-dir", "cni-source", "interface", "kubeconfig", "master", "version"];
 
 /// Rubbish for each other flag of `kg`, and what the answer must name.
-const RUBBISH: [(&str, &str, &str); 32] = [
+const RUBBISH: [(&str, &str, &str); 33] = [
     ("attach", "maybe", "auto, tcx, clsact"),
     ("backend", "etcd", "kubernetes, file"),
     ("clean-up", "maybe", "neither true nor false"),
@@ -47,6 +47,7 @@ const RUBBISH: [(&str, &str, &str); 32] = [
     ("encapsulate", "sometimes", "never, crosssubnet, always"),
     ("endpoint-from", "nic", "auto, interface, external-ip"),
     ("failover", "fast", "auto, off"),
+    ("slices", "maybe", "auto, off"),
     ("failover-interval", "19ms", "20ms to 1s"),
     ("hostname", "no_name", "DNS names in lower case"),
     ("internal-cidr", "10.0.0.0/33", "10.0.0.0/33"),

@@ -21,8 +21,15 @@ use crate::api::{ADMIN, ApiServer, apply, manifest};
 pub async fn account(server: &ApiServer, file: &str, namespace: &str, account: &str) -> PathBuf {
     let admin = server.client(ADMIN).await;
     for object in manifest(file) {
-        let roles =
-            ["Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"];
+        let roles = [
+            "Namespace",
+            "ServiceAccount",
+            "ClusterRole",
+            "ClusterRoleBinding",
+            "Role",
+            "RoleBinding",
+            "Lease",
+        ];
         if roles.contains(&object.types.as_ref().unwrap().kind.as_str()) {
             apply(&admin, &object, false).await.unwrap();
         }

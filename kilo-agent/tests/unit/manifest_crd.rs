@@ -4,18 +4,19 @@
 
 use std::path::Path;
 
-use kilo_core::objects::peer::Peer;
+use kilo_core::objects::{peer::Peer, slices::NodeSlice};
 use kube::CustomResourceExt as _;
 
 const HEADER: &str = "\
-# Made from kilo-agent/core/src/objects/peer.rs; do not edit. After a change there:
+# Made from peer.rs and slices/mod.rs in kilo-agent/core/src/objects; do not edit. After a change there:
 #   KILO_BLESS=1 cargo test -p kilo-agent --test unit manifest_crd::
 ";
 
 #[test]
-fn the_crd_in_the_manifests_is_the_types() {
+fn the_crds_in_the_manifests_are_the_types() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests/crds.yaml");
-    let text = format!("{HEADER}---\n{}", serde_yaml_ng::to_string(&Peer::crd()).unwrap());
+    let crds = [Peer::crd(), NodeSlice::crd()].map(|crd| serde_yaml_ng::to_string(&crd).unwrap());
+    let text = format!("{HEADER}---\n{}", crds.join("---\n"));
     if std::env::var_os("KILO_BLESS").is_some() {
         std::fs::write(&path, &text).unwrap();
     }

@@ -24,7 +24,7 @@ use crate::{
 const SIZES: [&str; 3] = ["100", "1000", "10000"];
 
 /// Groups of figures, each a table: what the columns are, and their sizes.
-const GROUPS: [(&str, &str, &[&str]); 3] = [
+const GROUPS: [Group<'static>; 3] = [
     ("control", "nodes", &SIZES),
     ("programs", "prefixes", &["10", "100", "1000", "10000"]),
     ("traffic", "", &["echo", "TCP"]),
@@ -59,14 +59,7 @@ pub fn main(args: &BenchArgs) -> Result<()> {
     if !(args.only.is_empty() || args.update || args.check) {
         return Ok(());
     }
-    let text = fs::read(&results).with_context(|| results.display().to_string())?;
-    let mut figures: Vec<Figure> = serde_json::from_slice::<Vec<Measured>>(&text)?
-        .into_iter()
-        .map(|Measured { name, unit, value }| {
-            let value = (value * 1000.0).round() / 1000.0;
-            Figure { name, unit, value, baseline: None, ratio: None }
-        })
-        .collect();
+    let mut figures = read(&results)?;
     let is_left_out = |figure: &Figure| {
         SIZES.iter().any(|size| !sizes.contains(size) && figure.name.starts_with(&format!("control/{size}/")))
     };
@@ -82,6 +75,14 @@ pub fn main(args: &BenchArgs) -> Result<()> {
 }
 
 fn measure(results: &Path, sizes: &[&str]) -> Result<()> {
+    run(results, &[("KILO_BENCH_NODES", &sizes.join(","))])?;
+    let mut figures: Vec<Measured> = serde_json::from_slice(&fs::read(results)?)?;
+    figures.extend(under_traffic()?);
+    fs::write(results, serde_json::to_vec_pretty(&figures)?).with_context(|| results.display().to_string())
+}
+
+/// Builds and runs kilo-agent/benches/control, which writes its figures to `results`.
+pub(super) fn run(results: &Path, variables: &[(&str, &str)]) -> Result<()> {
     apt::install(PACKAGES)?;
     apt::install(&["openssl", "strace", "wireguard-tools"])?;
     let assets = kubernetes::assets()?;
@@ -111,11 +112,18 @@ fn measure(results: &Path, sizes: &[&str]) -> Result<()> {
             .current_dir(workspace_root().join("kilo-agent"))
             .env("KUBEBUILDER_ASSETS", assets)
             .env("KILO_BENCH_LAUNCHER", own_program()?)
-            .env("KILO_BENCH_NODES", sizes.join(",")),
-    )?;
-    let mut figures: Vec<Measured> = serde_json::from_slice(&fs::read(results)?)?;
-    figures.extend(under_traffic()?);
-    fs::write(results, serde_json::to_vec_pretty(&figures)?).with_context(|| results.display().to_string())
+            .envs(variables.iter().copied()),
+    )
+}
+
+/// Figures as the benchmark has written them, with three digits after the point.
+pub(super) fn read(results: &Path) -> Result<Vec<Figure>> {
+    let text = fs::read(results).with_context(|| results.display().to_string())?;
+    let figure = |Measured { name, unit, value }| {
+        let value = (value * 1000.0_f64).round() / 1000.0;
+        Figure { name, unit, value, baseline: None, ratio: None }
+    };
+    Ok(serde_json::from_slice::<Vec<Measured>>(&text)?.into_iter().map(figure).collect())
 }
 
 /// Each program's runs and their time while packets of a lab go through it.
@@ -136,33 +144,37 @@ fn under_traffic() -> Result<Vec<Measured>> {
     Ok(figures)
 }
 
+/// A group of figures, which is a table: what the columns are, and their sizes.
+pub(super) type Group<'a> = (&'a str, &'a str, &'a [&'a str]);
+
 /// A table a group: one row a measure, one column a size.
 fn tables(figures: &[Figure]) -> String {
-    let mut text = String::new();
-    for (group, what, sizes) in GROUPS {
-        let heads: Vec<String> = sizes
-            .iter()
-            .map(|size| match size.parse() {
-                Ok(number) => format!("{} {what}", document::grouped(number)),
-                Err(_) => (*size).to_owned(),
-            })
-            .collect();
-        let _ =
-            writeln!(text, "\n| | unit | {} |\n|---|---|{}", heads.join(" | "), "--:|".repeat(sizes.len()));
-        for measure in measures(figures, group) {
-            let values: Vec<_> = sizes.iter().map(|size| find(figures, group, size, measure)).collect();
-            let unit = values.iter().flatten().next().map_or("", |figure| &figure.unit);
-            let _ = write!(text, "| {measure} | {unit} |");
-            for figure in values {
-                let _ = match figure.map(|figure| figure.value) {
-                    Some(value) => write!(text, " {} |", rounded(value)),
-                    None => write!(text, " |"),
-                };
-            }
-            text += "\n";
+    GROUPS.iter().map(|group| table(figures, *group)).collect::<String>() + "\n"
+}
+
+/// One row a measure, one column a size.
+pub(super) fn table(figures: &[Figure], (group, what, sizes): Group<'_>) -> String {
+    let heads: Vec<String> = sizes
+        .iter()
+        .map(|size| match size.parse() {
+            Ok(number) => format!("{} {what}", document::grouped(number)),
+            Err(_) => (*size).to_owned(),
+        })
+        .collect();
+    let mut text = format!("\n| | unit | {} |\n|---|---|{}\n", heads.join(" | "), "--:|".repeat(sizes.len()));
+    for measure in measures(figures, group) {
+        let values: Vec<_> = sizes.iter().map(|size| find(figures, group, size, measure)).collect();
+        let unit = values.iter().flatten().next().map_or("", |figure| &figure.unit);
+        let _ = write!(text, "| {measure} | {unit} |");
+        for figure in values {
+            let _ = match figure.map(|figure| figure.value) {
+                Some(value) => write!(text, " {} |", rounded(value)),
+                None => write!(text, " |"),
+            };
         }
+        text += "\n";
     }
-    text + "\n"
+    text
 }
 
 /// Three digits that count.

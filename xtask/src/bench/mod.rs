@@ -11,6 +11,7 @@ mod generator;
 mod guest;
 mod kernel_ways;
 mod site;
+mod slices;
 mod stages;
 
 use std::{
@@ -42,12 +43,14 @@ pub enum Part {
     Data,
     /// Topology, changes, memory and traffic of the agent, against a real kube-apiserver.
     Control,
+    /// What many agents and the API server spend on knowing all nodes, by Nodes and by slices.
+    Slices,
 }
 
 /// Options of the benchmark.
 #[derive(Args, Clone, Debug)]
 pub struct BenchArgs {
-    /// What is measured (default: both; with --only, the data path).
+    /// What is measured (default: data and control; with --only, the data path).
     part: Option<Part>,
     /// 6.1, 6.12 or newest.
     #[arg(long, default_value = "6.12")]
@@ -79,7 +82,10 @@ pub struct BenchArgs {
 impl BenchArgs {
     /// True when binaries must be built first.
     pub fn needs_build(&self) -> bool {
-        self.part != Some(Part::Control) && !self.guest && !self.last && self.bin.is_none()
+        !matches!(self.part, Some(Part::Control | Part::Slices))
+            && !self.guest
+            && !self.last
+            && self.bin.is_none()
     }
 }
 
@@ -87,6 +93,7 @@ impl BenchArgs {
 pub fn main(args: &BenchArgs) -> Result<()> {
     match args.part {
         Some(Part::Control) => control::main(args),
+        Some(Part::Slices) => slices::main(args),
         // The one part does not keep the other from being told.
         None if args.only.is_empty() && !args.guest => match (data(args), control::main(args)) {
             (Err(data), Err(control)) => bail!("{data:#}\n{control:#}"),
@@ -94,6 +101,11 @@ pub fn main(args: &BenchArgs) -> Result<()> {
         },
         _ => data(args),
     }
+}
+
+/// True for figures that are not of the data path.
+fn is_of_control_plane(figure: &Figure) -> bool {
+    control::is_control(figure) || slices::is_slices(figure)
 }
 
 fn data(args: &BenchArgs) -> Result<()> {
@@ -119,7 +131,7 @@ fn data(args: &BenchArgs) -> Result<()> {
     }
     let mut costs: Vec<Cost> = serde_json::from_slice(&fs::read(&results)?)?;
     if args.update {
-        costs.extend(figures::kept(&stored(|figure| !control::is_control(figure))?, &costs));
+        costs.extend(figures::kept(&stored(|figure| !is_of_control_plane(figure))?, &costs));
         guest::sort(&mut costs);
     }
     let now = figures::figures(&costs);
@@ -127,9 +139,9 @@ fn data(args: &BenchArgs) -> Result<()> {
         let is_measured = |figure: &Figure| {
             args.only.is_empty() || costs.iter().any(|cost| figure.name.ends_with(&format!("/{}", cost.way)))
         };
-        return check(&stored(|figure| !control::is_control(figure) && is_measured(figure))?, &now);
+        return check(&stored(|figure| !is_of_control_plane(figure) && is_measured(figure))?, &now);
     }
-    store(now, control::is_control)?;
+    store(now, is_of_control_plane)?;
     let machine = format!(
         "QEMU TCG, one virtual CPU, `-icount shift=0`; guest kernel {}. Counted in {}.",
         fs::read_to_string(results.with_extension("kernel"))?.trim(),
@@ -178,7 +190,7 @@ fn stored(wanted: impl Fn(&Figure) -> bool) -> Result<Vec<Figure>> {
 fn store(now: Vec<Figure>, is_others: impl Fn(&Figure) -> bool) -> Result<()> {
     let others = stored(is_others)?;
     let (mut data, control): (Vec<_>, Vec<_>) =
-        now.into_iter().chain(others).partition(|figure| !control::is_control(figure));
+        now.into_iter().chain(others).partition(|figure| !is_of_control_plane(figure));
     data.extend(control);
     fs::write(workspace_root().join(STORED), serde_json::to_string_pretty(&data)? + "\n").context(STORED)
 }

@@ -124,13 +124,55 @@ const ALERTS: &[Alert] = &[
         name: "KiloViewStale",
         severity: "warning",
         summary: "An agent's view of the cluster is stale: its own heartbeat does not come back.",
-        expr: "time() - kilo_last_check_in_seconds > 120",
+        // Agents from before heartbeats had intervals have no metric of theirs.
+        expr: "time() - kilo_last_check_in_seconds > 60 + 2 * kilo_heartbeat_interval_seconds \
+               or (time() - kilo_last_check_in_seconds > 120 unless on(instance) kilo_heartbeat_interval_seconds)",
         hold: "1m",
         remedy: "The agent does not reach the API server, or may not patch its node: its log says which. Traffic goes on with the \
                  last good state; nodes that fail are not declared dead meanwhile.",
-        fires: &[(r#"kilo_last_check_in_seconds{instance="a1"}"#, "0x60")],
+        fires: &[
+            (r#"kilo_last_check_in_seconds{instance="a1"}"#, "0x60"),
+            (r#"kilo_heartbeat_interval_seconds{instance="a1"}"#, "300x60"),
+        ],
         labels: &[A1],
-        quiet: &[(r#"kilo_last_check_in_seconds{instance="a1"}"#, "0+60x60")],
+        quiet: &[
+            (r#"kilo_last_check_in_seconds{instance="a1"}"#, "0+60x60"),
+            (r#"kilo_heartbeat_interval_seconds{instance="a1"}"#, "30x60"),
+        ],
+    },
+    Alert {
+        name: "KiloSlicesWithoutWriter",
+        severity: "warning",
+        summary: "Agents want slices, and not exactly one agent writes them.",
+        // Not those in use: without a writer none is, after some minutes.
+        expr: "sum by (job) (kilo_slices_wanted) > 0 and sum by (job) (kilo_slices_writer) != 1",
+        hold: "10m",
+        remedy: "Without a writer agents go back to reading all Nodes within minutes, and nothing else is lost. The Lease \
+                 `kilo-node-slices` beside the agents says who wrote last; the log of that node and of those of the control plane \
+                 says why they do not: mostly the rules for `nodeslices` and `leases` of the manifests are missing.",
+        fires: &[
+            (r#"kilo_slices_wanted{instance="a1"}"#, "1x60"),
+            (r#"kilo_slices_writer{instance="a1"}"#, "0x60"),
+        ],
+        labels: &[],
+        quiet: &[
+            (r#"kilo_slices_wanted{instance="a1"}"#, "1x60"),
+            (r#"kilo_slices_writer{instance="a1"}"#, "1x10 0x49"),
+            (r#"kilo_slices_writer{instance="a2"}"#, "0x12 1x47"),
+        ],
+    },
+    Alert {
+        name: "KiloSlicesWrong",
+        severity: "warning",
+        summary: "Slices are missing, cannot be read or contradict each other.",
+        expr: "max by (job) (kilo_slice_problems) > 0",
+        hold: "5m",
+        remedy: "The agent that writes slices mends them in about a second: something keeps it from that, which its log says, or \
+                 somebody else writes them ([security](security.md#what-an-agent-can-do-to-the-cluster)). `kgctl status` compares \
+                 slices with Nodes.",
+        fires: &[(r#"kilo_slice_problems{instance="a1"}"#, "1x60")],
+        labels: &[],
+        quiet: &[(r#"kilo_slice_problems{instance="a1"}"#, "0x10 1x3 0x47")],
     },
     Alert {
         name: "KiloViewsDiffer",
@@ -471,6 +513,25 @@ mod tests {
                 assert!(said.contains(alert.name), "{} as {expr}: {said}", alert.name);
             }
         }
+    }
+
+    #[test]
+    fn an_agent_from_before_intervals_is_stale_after_two_minutes_beside_newer_ones() {
+        let Some(promtool) = prometheus::find_promtool() else {
+            println!("kilo-skip: there is no promtool; `cargo xtask kube-tools` gets it");
+            return;
+        };
+        let stale = ALERTS.iter().find(|alert| alert.name == "KiloViewStale").unwrap();
+        let mixed = Alert {
+            fires: &[
+                (r#"kilo_last_check_in_seconds{instance="a1"}"#, "0x60"),
+                (r#"kilo_last_check_in_seconds{instance="a2"}"#, "0+60x60"),
+                (r#"kilo_heartbeat_interval_seconds{instance="a2"}"#, "300x60"),
+            ],
+            quiet: &[(r#"kilo_last_check_in_seconds{instance="a1"}"#, "0+60x60")],
+            ..*stale
+        };
+        passes(&promtool, &rule_file(), &[mixed]).unwrap();
     }
 
     #[test]

@@ -45,13 +45,16 @@ pub enum Writer {
 /// When the node's agent was heard last; 0: somebody says that it is dead.
 pub const LAST_SEEN: &str = "kilo.squat.ai/last-seen";
 
+/// The longest pause between two heartbeats that is believed.
+const MOST_SECONDS: u16 = 600;
+
 /// Version of the signals.
 const SIGNAL: &str = "1";
 
 const AGENT: &str = "the node's agent writes it, look whether it runs";
 
 /// Every annotation. What overrides another one stands before it: the table is read in this order.
-pub const ANNOTATIONS: [Annotation; 20] = [
+pub const ANNOTATIONS: [Annotation; 21] = [
     Annotation {
         name: "kilo.squat.ai/location",
         writer: Writer::Operator(|node| Some(node.location.clone())),
@@ -173,9 +176,19 @@ pub const ANNOTATIONS: [Annotation; 20] = [
         name: LAST_SEEN,
         writer: Writer::Agent(|own| Some(own.last_seen.to_string())),
         example: "`1763866800`",
-        meaning: "the heartbeat: Unix seconds, renewed every 30 s",
+        meaning: "the heartbeat: Unix seconds, renewed every 30 s, or as `heartbeat` says",
         remedy: AGENT,
         read: |value, node| node.last_seen = value.parse().unwrap_or(0),
+    },
+    Annotation {
+        name: "kilo.squat.ai/heartbeat",
+        writer: Writer::Agent(|own| own.heartbeat.map(|seconds| format!("{}/{seconds}", own.last_seen))),
+        example: "`1763866800/300`",
+        meaning: "this `last-seen`, and after how many seconds it is renewed: 30, or 300 where \
+                  [nobody needs it sooner](design/slices.md#heartbeats); with another `last-seen` it is of an agent \
+                  that has gone, and nothing is promised",
+        remedy: AGENT,
+        read: |value, node| node.node.heartbeat = value.heartbeat(node.last_seen),
     },
     Annotation {
         name: "kilo.squat.ai/wireguard-ip",
@@ -278,6 +291,7 @@ pub(super) fn of_node(node: &Node, last_seen: i64) -> BTreeMap<String, String> {
         leaders: node.leaders,
         // Of this moment: nobody reads it back.
         state: None,
+        heartbeat: node.heartbeat,
     };
     let print = |annotation: &Annotation| {
         let value = match annotation.writer {
@@ -297,9 +311,14 @@ pub fn changes(
     wanted.into_iter().filter(|(name, value)| present.get(name) != value.as_ref()).collect()
 }
 
-/// What Kilo's own agent does not write: failover's, and the role in the mesh.
-const OURS_ALONE: [&str; 4] =
-    ["kilo.squat.ai/signal", "kilo.squat.ai/leading", "kilo.squat.ai/leaders", "kilo.squat.ai/state"];
+/// What Kilo's own agent does not write: failover's, the role in the mesh, and the promise of heartbeats.
+const OURS_ALONE: [&str; 5] = [
+    "kilo.squat.ai/signal",
+    "kilo.squat.ai/leading",
+    "kilo.squat.ai/leaders",
+    "kilo.squat.ai/state",
+    "kilo.squat.ai/heartbeat",
+];
 
 /// What a node says that an agent of Kilo's would not renew, to be removed when one comes next.
 pub fn without_failover() -> BTreeMap<String, Option<String>> {
@@ -360,6 +379,22 @@ impl Value<'_> {
 
     fn parse_unless_empty<T: FromStr<Err: std::fmt::Display>>(&mut self) -> Option<T> {
         if self.text.is_empty() { None } else { self.parse() }
+    }
+
+    /// The promise that came with this heartbeat; one that came with another is void: an agent that knows
+    /// nothing of it has renewed the heartbeat since. Somebody may have set it to 0, which is nobody's promise.
+    fn heartbeat(&mut self, last_seen: i64) -> Option<u16> {
+        let read = self.text.split_once('/').and_then(|(seen, seconds)| {
+            Some((seen.parse::<i64>().ok()?, seconds.parse::<u16>().ok().filter(|seconds| *seconds > 0)?))
+        });
+        let Some((seen, seconds)) = read else {
+            self.ignored(
+                &format!(" {:?} is ignored", excerpt(self.text)),
+                &"not a last-seen and seconds such as 1763866800/30",
+            );
+            return None;
+        };
+        (seen == last_seen || last_seen == 0).then_some(seconds.min(MOST_SECONDS))
     }
 
     /// A prefix that a node may have.

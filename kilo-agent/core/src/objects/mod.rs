@@ -7,6 +7,7 @@ pub mod leaving;
 pub mod node;
 mod nodes;
 pub mod peer;
+pub mod slices;
 mod snapshot;
 mod types;
 

@@ -121,6 +121,7 @@ mod tests {
             leading: Some(1 << 16),
             leaders: Some(2),
             state: Some("member of location:here".to_owned()),
+            heartbeat: Some(300),
         };
         let mut object = core::Node::default();
         let written = wanted(&published);
@@ -136,8 +137,25 @@ mod tests {
         assert_eq!(node.discovered_endpoints, published.discovered_endpoints);
         assert_eq!(node.granularity, Some(Granularity::Full));
         assert_eq!((node.signal, node.leading), (true, published.leading));
+        assert_eq!(node.heartbeat, Some(300));
         assert!(without_failover().keys().all(|name| written.contains_key(name)), "each of them is there");
         assert!(changes(object.metadata.annotations.as_ref().unwrap(), written).is_empty());
+    }
+
+    #[test]
+    fn a_promise_of_heartbeats_is_void_once_another_agent_renews_them() {
+        let promised = |last_seen: &str, heartbeat: &str| {
+            let mut object = core::Node::default();
+            object.metadata.annotations = Some(BTreeMap::from([
+                (format!("{PREFIX}last-seen"), last_seen.to_owned()),
+                (format!("{PREFIX}heartbeat"), heartbeat.to_owned()),
+            ]));
+            from_object(&object, "region").0.heartbeat
+        };
+        assert_eq!(promised("1000", "1000/300"), Some(300));
+        assert_eq!(promised("1030", "1000/300"), None, "Kilo's own agent has taken over");
+        assert_eq!(promised("0", "1000/300"), Some(300), "a stand-by has said that it is dead");
+        assert_eq!(promised("1000", "1000/65535"), Some(600), "nobody waits for hours");
     }
 
     #[test]
@@ -189,6 +207,8 @@ mod tests {
             ("cni-compatibility-ip", "x"),
             ("leading", "-1"),
             ("leaders", "many"),
+            ("heartbeat", "300"),
+            ("heartbeat", "17/0"),
             ("gateway", "yes please"),
         ] {
             let mut object = to_object(&good, 17);
@@ -280,6 +300,7 @@ mod tests {
             leading: Some(1 << 16),
             leaders: Some(2),
             leaving: Some(Leaving::Removed),
+            heartbeat: Some(300),
             ..plain.clone()
         };
         let without = Node { internal_ip: None, no_internal_ip: true, ..plain.clone() };

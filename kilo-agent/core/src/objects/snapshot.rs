@@ -95,6 +95,8 @@ pub struct Published {
     pub key: Option<PublicKey>,
     /// `last-seen`, Unix seconds.
     pub last_seen: i64,
+    /// Seconds until the next one at most, in `heartbeat`; `None` removes the annotation.
+    pub heartbeat: Option<u16>,
     /// `wireguard-ip`; `None` writes an empty value.
     pub wireguard_ip: Option<IpNet>,
     /// `discovered-endpoints`; empty removes the annotation.

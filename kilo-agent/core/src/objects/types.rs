@@ -64,6 +64,11 @@ pub struct Node {
     pub relay: bool,
     /// It is about to go, or to rest: another gateway leads in its place, where one can.
     pub leaving: Option<Leaving>,
+    /// Seconds between its heartbeats, as its agent promises (`heartbeat`); `None`: it promises nothing, as
+    /// Kilo's own agent does, which renews it every 30 s.
+    pub heartbeat: Option<u16>,
+    /// Whether it lives, where another agent has judged that by all its heartbeats (slices); `None`: by its heartbeat.
+    pub judged: Option<bool>,
 }
 
 /// Why a node does not lead if another can; a later reason is more pressing.

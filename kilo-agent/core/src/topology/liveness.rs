@@ -6,15 +6,42 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Known, Node, READY_SECONDS, former::Former, is_complete, is_recent};
+use super::{Known, Node, READY_SECONDS, former::Former, is_complete, is_recent, ready_seconds};
 
 /// A value that has not changed for this long is no heartbeat.
-const PATIENCE: Duration = Duration::from_secs(READY_SECONDS as u64);
+fn patience(node: &Node) -> Duration {
+    Duration::from_secs(ready_seconds(node).unsigned_abs())
+}
+
+/// It has more patience than one that renews its heartbeat as often as Kilo's own.
+fn promises_seldom(node: &Node) -> bool {
+    ready_seconds(node) > READY_SECONDS
+}
+
+/// Of how many nodes the heartbeat is recent.
+#[derive(Clone, Copy, Default)]
+struct Clocks {
+    all: usize,
+    fresh: usize,
+}
+
+impl Clocks {
+    fn add(&mut self, is_fresh: bool) {
+        (self.all, self.fresh) = (self.all + 1, self.fresh + usize::from(is_fresh));
+    }
+
+    /// Most are recent: our clock is right, and the API server was there.
+    const fn agree(self) -> bool {
+        self.fresh * 2 >= self.all
+    }
+}
 
 /// A node is declared dead only when the own heartbeat came back this long after its last one:
 /// longer than the 33 s (and 5 s of collecting) that may lie between the last ones of two
-/// nodes when the API server goes away.
-const EVIDENCE: Duration = Duration::from_secs(45);
+/// nodes when the API server goes away, or the 330 s (and 5) of nodes that renew it every 300 s.
+fn evidence(node: &Node) -> Duration {
+    patience(node) * 3 / 4
+}
 
 /// What one agent has seen of the others.
 /// ```
@@ -45,6 +72,8 @@ pub struct Liveness {
     /// Sorted by name.
     seen: Vec<Observation>,
     former: Former,
+    /// Somebody is silent for too long, and only the own heartbeat can prove it.
+    suspects: bool,
 }
 
 #[derive(Debug)]
@@ -62,7 +91,9 @@ struct Observation {
 
 impl Observation {
     fn is_alive(&self, now: Instant) -> bool {
-        self.changed.is_some_and(|changed| now.saturating_duration_since(changed) < PATIENCE)
+        self.node.judged.unwrap_or_else(|| {
+            self.changed.is_some_and(|changed| now.saturating_duration_since(changed) < patience(&self.node))
+        })
     }
 }
 
@@ -95,9 +126,11 @@ impl Liveness {
         // One walk over both; what is passed over has gone.
         let mut before = std::mem::take(&mut self.seen).into_iter().peekable();
         self.seen.reserve_exact(nodes.len());
-        let (mut all, mut fresh) = (0, 0);
+        let (mut everybody, mut often, mut seldom) =
+            (Clocks::default(), Clocks::default(), Clocks::default());
         let mut new = Vec::new();
         for Known { node, last_seen } in nodes {
+            let known_now = Known { node, last_seen };
             let known = before.next_if(|seen| Arc::ptr_eq(&seen.node, node)).or_else(|| {
                 while let Some(seen) = before.next_if(|seen| seen.node.name < node.name) {
                     self.former.gone(seen.node, now);
@@ -116,7 +149,7 @@ impl Liveness {
                 None => {
                     self.former.first_seen(node);
                     let complete = is_complete(node);
-                    new.push((self.seen.len(), complete && is_recent(last_seen, unix_now)));
+                    new.push((self.seen.len(), complete && is_recent(known_now, unix_now)));
                     Observation {
                         node: Arc::clone(node),
                         value: last_seen,
@@ -126,15 +159,31 @@ impl Liveness {
                     }
                 }
             };
-            let is_fresh = seen.complete && is_recent(last_seen, unix_now);
-            (all, fresh) = (all + usize::from(seen.complete), fresh + usize::from(is_fresh));
+            // Should its heartbeat count again, it counts from now.
+            let seen = match node.judged {
+                Some(alive) => Observation { changed: alive.then_some(now), ..seen },
+                None => seen,
+            };
+            let is_fresh = seen.complete && is_recent(known_now, unix_now);
+            if seen.complete {
+                everybody.add(is_fresh);
+                // Who was given up says nothing of the API server.
+                if last_seen != 0 {
+                    if promises_seldom(node) { &mut seldom } else { &mut often }.add(is_fresh);
+                }
+            }
             self.seen.push(seen);
         }
         before.for_each(|seen| self.former.gone(seen.node, now));
         self.former.all_seen(now);
-        let clocks_agree = fresh * 2 >= all;
         for (at, is_fresh) in new {
-            self.seen[at].changed = (!clocks_agree || is_fresh).then_some(now);
+            let seen = &mut self.seen[at];
+            // Patient ones do not prove that the API server was there when impatient ones were to be heard.
+            let like_it = if promises_seldom(&seen.node) { seldom } else { often };
+            let clocks_agree = everybody.agree() && (seen.value == 0 || like_it.agree());
+            if seen.node.judged.is_none() {
+                seen.changed = (!clocks_agree || is_fresh).then_some(now);
+            }
         }
         let own = self.seen.binary_search_by(|seen| seen.node.name.as_str().cmp(own)).ok();
         let own_seen = own.map(|own| &self.seen[own]);
@@ -142,12 +191,16 @@ impl Liveness {
         let own_changed = own_seen.and_then(|seen| seen.changed);
         let unproved = |seen: &Observation| {
             let known = own_changed.zip(seen.changed);
-            known.is_some_and(|(own, other)| own.saturating_duration_since(other) < EVIDENCE)
+            known.is_some_and(|(own, other)| own.saturating_duration_since(other) < evidence(&seen.node))
         };
+        let mut suspects = false;
         for (at, seen) in self.seen.iter_mut().enumerate() {
-            seen.ready = seen.complete
-                && (Some(at) == own || seen.is_alive(now) || seen.ready && (stale || unproved(seen)));
+            let spared = seen.ready && seen.node.judged.is_none() && (stale || unproved(seen));
+            let alive = Some(at) == own || seen.is_alive(now);
+            suspects |= spared && !alive && seen.complete;
+            seen.ready = seen.complete && (alive || spared);
         }
+        self.suspects = suspects;
         self.seen.iter().map(|seen| seen.ready).collect()
     }
 
@@ -155,6 +208,12 @@ impl Liveness {
     /// next agent of this host.
     pub fn without_address(&self) -> impl Iterator<Item = &Arc<Node>> {
         self.former.without_address()
+    }
+
+    /// Whether somebody is silent for too long as far as [`Self::ready`] saw last, and is spared until the own
+    /// heartbeat has come back: it is worth one now, however long it would be until the next.
+    pub const fn suspects(&self) -> bool {
+        self.suspects
     }
 
     /// Nodes as they were before they left, a minute ago at most, or lost their private address
@@ -258,6 +317,70 @@ mod tests {
         let now = start + second * 300;
         let taking_part = ready(&mut liveness, &[("a", 1300), ("b", 1000), ("c", 1300)], "a", now, 1300);
         assert_eq!(taking_part, ["a", "c"]);
+    }
+
+    fn resting(name: &str, heartbeat: Option<u16>, last_seen: i64) -> CheckedIn {
+        let mut checked_in = checked_in(&(name, last_seen));
+        checked_in.node.heartbeat = heartbeat;
+        checked_in
+    }
+
+    #[test]
+    fn each_node_is_judged_by_its_own_interval_and_the_own_heartbeat_is_asked_for() {
+        let start = Instant::now();
+        let mut liveness = Liveness::default();
+        let mut at = |after: u64, own: i64, leader: i64, member: i64| {
+            let nodes: Nodes = [
+                resting("a", Some(300), own),
+                resting("b", Some(30), leader),
+                resting("c", Some(300), member),
+            ]
+            .into_iter()
+            .collect();
+            let now = start + Duration::from_secs(after);
+            let ready = liveness.ready(nodes.iter(), "a", now, 1000 + after as i64);
+            (ready, liveness.suspects())
+        };
+        assert_eq!(at(0, 1000, 1000, 1000), (vec![true, true, true], false));
+        assert_eq!(at(59, 1000, 1000, 1000), (vec![true, true, true], false));
+        assert_eq!(at(61, 1000, 1000, 1000), (vec![true, true, true], true), "it may be the API server");
+        assert_eq!(at(70, 1070, 1000, 1000), (vec![true, false, true], false), "b promised one in 30 s");
+        assert_eq!(at(590, 1300, 1000, 1000), (vec![true, false, true], false));
+        assert_eq!(at(610, 1600, 1000, 1000), (vec![true, false, false], false), "c promised one in 300 s");
+    }
+
+    #[test]
+    fn patient_nodes_do_not_prove_that_leaders_are_dead_when_the_server_was_away() {
+        let at_start = |list: [CheckedIn; 4]| {
+            let nodes: Nodes = list.into_iter().collect();
+            Liveness::default().ready(nodes.iter(), "a", Instant::now(), 10_000)
+        };
+        let member = |name, seen| resting(name, Some(300), seen);
+        // The API server was away for two minutes.
+        let all = [member("a", 9_880), member("b", 9_880), member("c", 9_880), resting("d", Some(30), 9_880)];
+        assert_eq!(at_start(all), [true, true, true, true]);
+        // Others like it are heard, or somebody has said that it is dead.
+        let leader = |name, seen| resting(name, Some(30), seen);
+        let all = [leader("a", 9_990), member("b", 9_880), member("c", 1_000), leader("d", 9_880)];
+        assert_eq!(at_start(all), [true, true, false, false], "most like them are heard");
+        let all = [member("a", 9_880), member("b", 9_880), member("c", 1_000), leader("d", 0)];
+        assert_eq!(at_start(all), [true, true, false, false]);
+    }
+
+    #[test]
+    fn a_node_judged_by_another_lives_as_that_says() {
+        let (start, second) = (Instant::now(), Duration::from_secs(1));
+        let mut liveness = Liveness::default();
+        let mut at = |after: u32, judged: Option<bool>| {
+            let mut other = resting("b", Some(30), 1000);
+            other.node.judged = judged;
+            let own = resting("a", Some(30), 1000 + i64::from(after));
+            let nodes: Nodes = [own, other].into_iter().collect();
+            liveness.ready(nodes.iter(), "a", start + second * after, 1000 + i64::from(after))[1]
+        };
+        assert!(at(0, Some(true)) && at(3000, Some(true)), "its heartbeat is not passed on");
+        assert!(!at(3001, Some(false)));
+        assert!(at(3002, Some(true)));
     }
 
     #[test]

@@ -53,15 +53,20 @@ pub fn missing(node: &Node) -> impl Iterator<Item = &'static str> {
     .filter_map(|(lacks, what)| lacks.then_some(what))
 }
 
-/// Kilo's judgement of one snapshot: complete, and checked in within the last
-/// [`READY_SECONDS`] of `now` (Unix seconds).
+/// Judgement of one snapshot, as Kilo has it: complete, and checked in within the last
+/// [`ready_seconds`] of `now` (Unix seconds).
 pub fn ready_at(node: Known<'_>, now: i64) -> bool {
-    is_complete(&node) && is_recent(node.last_seen, now)
+    is_complete(&node) && is_recent(node, now)
 }
 
-/// Checked in within the last [`READY_SECONDS`] of `now` (both Unix seconds).
-pub fn is_recent(last_seen: i64, now: i64) -> bool {
-    now.saturating_sub(last_seen) < READY_SECONDS
+/// A node that has not checked in for so many seconds is not ready: two of its heartbeats are missing.
+pub fn ready_seconds(node: &Node) -> i64 {
+    node.heartbeat.map_or(READY_SECONDS, |seconds| (2 * i64::from(seconds)).max(READY_SECONDS))
+}
+
+/// Checked in within the last [`ready_seconds`] of `now` (Unix seconds), or judged to be alive.
+pub fn is_recent(node: Known<'_>, now: i64) -> bool {
+    node.judged.unwrap_or_else(|| now.saturating_sub(node.last_seen) < ready_seconds(node.node))
 }
 
 /// Locations, leaders, addresses and allowed IPs of all nodes that take part.

@@ -7,6 +7,7 @@ pub mod changes;
 mod former;
 mod freed;
 mod graph;
+pub mod heartbeats;
 mod homes;
 mod leader;
 mod leaders;
@@ -33,7 +34,7 @@ pub use liveness::Liveness;
 pub use local::LocalMesh;
 pub use mesh::{
     Lost, Mesh, NO_POD_CIDR, READY_SECONDS, is_complete, is_recent, location_of, missing, ready_at,
-    with_remedy,
+    ready_seconds, with_remedy,
 };
 pub use private_endpoint::PRIVATE_ENDPOINT_REMEDY;
 pub(crate) use segment::LocationPrefix;

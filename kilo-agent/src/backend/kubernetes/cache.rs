@@ -12,11 +12,13 @@ use crate::backend::Said;
 
 use kilo_core::{
     objects::{ObjectRef, Snapshot, annotations::PREFIX},
-    topology::{CheckedIn, Nodes, Peer},
+    topology::{CheckedIn, Node, Nodes, Peer, heartbeats::OFTEN},
 };
 
-/// A heartbeat after this many seconds is news; a regular one is not.
-const LATE_CHECK_IN: i64 = 45;
+/// A heartbeat after this many seconds is news; a regular one is not: one and a half of what the node promises.
+fn late_check_in(node: &Node) -> i64 {
+    i64::from(node.heartbeat.unwrap_or(OFTEN).max(OFTEN)) * 3 / 2
+}
 
 /// How soon a change is to be handed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -93,11 +95,11 @@ impl Kept for CheckedIn {
     }
 
     fn put(self, _: &str, all: &mut Nodes) -> Urgency {
-        let last_seen = self.last_seen;
+        let (last_seen, late) = (self.last_seen, late_check_in(&self.node));
         match all.insert(self) {
             Some(before) if before.is_same => match last_seen.saturating_sub(before.last_seen) {
                 0 => Urgency::Never,
-                1..LATE_CHECK_IN => Urgency::Later,
+                since if (1..late).contains(&since) => Urgency::Later,
                 _ => Urgency::Now,
             },
             _ => Urgency::Now,
@@ -208,6 +210,11 @@ impl<T: Kept> Store<T> {
         urgency
     }
 
+    /// All valid ones.
+    pub const fn values(&self) -> &T::All {
+        &self.values
+    }
+
     /// True when this object is there and valid.
     pub fn contains(&self, name: &str) -> bool {
         T::contains(name, &self.values)
@@ -281,7 +288,6 @@ impl Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kilo_core::topology::Node;
 
     fn seen(name: &str, last_seen: i64) -> Seen<CheckedIn> {
         let node = Node { name: name.to_owned(), ..Node::default() };
@@ -299,6 +305,14 @@ mod tests {
         let mut led = seen("a", 191);
         led.value.as_mut().unwrap().node.leader = true;
         assert_eq!(store.put(led), Urgency::Now);
+        let resting = |last_seen| {
+            let mut resting = seen("b", last_seen);
+            resting.value.as_mut().unwrap().node.heartbeat = Some(300);
+            resting
+        };
+        store.put(resting(100));
+        assert_eq!(store.put(resting(430)), Urgency::Later, "as it promised");
+        assert_eq!(store.put(resting(880)), Urgency::Now, "it was away");
     }
 
     #[test]

@@ -14,12 +14,14 @@ mod peer_status;
 mod proxy;
 pub mod read_once;
 #[cfg(feature = "agent")]
+mod slices;
+#[cfg(feature = "agent")]
 mod startup_fallback;
 #[cfg(feature = "agent")]
 mod successor;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fmt::Debug,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
@@ -43,9 +45,11 @@ use tokio_util::task::AbortOnDropHandle;
 pub use client::{ANSWER, Server, client, connect};
 pub use kubeconfig::{Access, Names, cluster_name, names};
 #[cfg(feature = "agent")]
+pub use slices::SlicesReport;
+#[cfg(feature = "agent")]
 pub use startup_fallback::StartupFallback;
 #[cfg(feature = "agent")]
-pub use successor::{Successor, SuccessorError};
+pub use successor::{Successor, SuccessorError, own_namespace};
 
 use self::{
     cache::{Cache, Kept, Own, Seen, Store, Urgency},
@@ -86,7 +90,22 @@ pub struct KubernetesBackend {
     client: Client,
     shared: Arc<Shared>,
     snapshots: watch::Receiver<Arc<Snapshot>>,
+    #[cfg(feature = "agent")]
+    slices: Option<Arc<slices::Report>>,
     _watches: AbortOnDropHandle<()>,
+}
+
+/// Where nodes are read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NodesFrom {
+    /// Node objects.
+    Nodes,
+    /// Slices, where that is possible; this agent may write them.
+    #[cfg(feature = "agent")]
+    Slices {
+        /// The namespace of the Lease of who writes.
+        namespace: String,
+    },
 }
 
 impl KubernetesBackend {
@@ -100,6 +119,19 @@ impl KubernetesBackend {
         client: Client,
         hostname: Option<&str>,
         topology_label: &str,
+    ) -> Result<Self, BackendError> {
+        Self::start_from(client, hostname, topology_label, &NodesFrom::Nodes).await
+    }
+
+    /// As [`Self::start`], with slices maybe, which need a `hostname`.
+    ///
+    /// # Errors
+    /// As of [`Self::start`].
+    pub async fn start_from(
+        client: Client,
+        hostname: Option<&str>,
+        topology_label: &str,
+        from: &NodesFrom,
     ) -> Result<Self, BackendError> {
         let nodes: Api<PartialNode> = Api::all_with(client.clone(), &ApiResource::erase::<core::Node>(&()));
         // Untyped, so that one object that is no Peer at all hides no other.
@@ -116,9 +148,23 @@ impl KubernetesBackend {
         });
         let (sender, snapshots) = watch::channel(Arc::default());
         let mut tasks = JoinSet::new();
-        let (label, own) = (topology_label.to_owned(), Arc::clone(&shared));
-        let node = move |object| own.see_node(object, &label);
-        tasks.spawn(follow(nodes, Asked::Nodes, Arc::clone(&shared), node, |cache| &mut cache.nodes));
+        #[cfg(feature = "agent")]
+        let mut report = None;
+        match (from, hostname) {
+            #[cfg(feature = "agent")]
+            (NodesFrom::Slices { namespace }, Some(hostname)) => {
+                let place = (client.clone(), namespace.clone());
+                let report = Arc::clone(report.get_or_insert_default());
+                let context =
+                    slices::Context::new(place, hostname, topology_label, Arc::clone(&shared), report);
+                tasks.spawn(slices::run(context));
+            }
+            _ => {
+                let (label, own) = (topology_label.to_owned(), Arc::clone(&shared));
+                let node = move |object| own.see_node(object, &label);
+                tasks.spawn(follow(nodes, Asked::Nodes, Arc::clone(&shared), node, |cache| &mut cache.nodes));
+            }
+        }
         let own = Arc::clone(&shared);
         let peer = move |object| own.see_peer(object);
         tasks.spawn(follow(peers.clone(), Asked::Peers, Arc::clone(&shared), peer, |cache| &mut cache.peers));
@@ -140,6 +186,8 @@ impl KubernetesBackend {
                 client,
                 shared,
                 snapshots,
+                #[cfg(feature = "agent")]
+                slices: report,
                 _watches: watches,
             }),
             Ok(false) => Err(BackendError::Api("a watch has failed for good; see the log".into())),
@@ -208,6 +256,12 @@ async fn follow<K, T: Kept>(
 {
     let name = |object: &K| object.meta().name.clone().unwrap_or_default();
     let mut guard = MassDeleteGuard::default();
+    // What is known already, from slices for example, is not to go with one list either.
+    let known: BTreeSet<String> =
+        T::names(store(&mut shared.cache()).values()).map(ToOwned::to_owned).collect();
+    if !known.is_empty() {
+        guard.list(&known);
+    }
     loop {
         let stream = watcher(api.clone(), watcher::Config::default()).default_backoff();
         pin_mut!(stream);
@@ -386,6 +440,11 @@ impl Backend for KubernetesBackend {
 
     async fn report_network(&self, node: &str, available: bool) -> Result<(), BackendError> {
         network::report(&self.nodes, node, available).await
+    }
+
+    #[cfg(feature = "agent")]
+    fn slices(&self) -> Option<SlicesReport> {
+        self.slices.as_ref().map(|report| report.read())
     }
 
     async fn event(&self, node: &str, reason: EventReason, text: &str) -> Result<(), BackendError> {

@@ -43,11 +43,12 @@ fn metadata<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ObjectMeta, D:
     struct Metadata {
         name: Option<String>,
         resource_version: Option<String>,
+        uid: Option<String>,
         annotations: Option<BTreeMap<String, String>>,
         labels: Option<BTreeMap<String, String>>,
     }
-    let Metadata { name, resource_version, annotations, labels } = Metadata::deserialize(deserializer)?;
-    Ok(ObjectMeta { name, resource_version, annotations, labels, ..ObjectMeta::default() })
+    let Metadata { name, resource_version, uid, annotations, labels } = Metadata::deserialize(deserializer)?;
+    Ok(ObjectMeta { name, resource_version, uid, annotations, labels, ..ObjectMeta::default() })
 }
 
 impl From<PartialNode> for core::Node {

@@ -1,6 +1,6 @@
 //! All objects as they are now, for who does not stay to watch: the right to list is enough.
 
-use k8s_openapi::api::core::v1 as core;
+use k8s_openapi::api::{coordination::v1::Lease, core::v1 as core};
 use kube::{
     Api, Client, Resource,
     api::{ApiResource, DynamicObject, ListParams},
@@ -8,7 +8,10 @@ use kube::{
 use serde::de::DeserializeOwned;
 
 use super::{cache::Cache, partial_node::PartialNode, see_node, see_peer};
-use kilo_core::objects::{Snapshot, peer};
+use kilo_core::objects::{
+    Snapshot, peer,
+    slices::{self, SliceSet},
+};
 
 /// Objects of an answer: 10,000 nodes come in 20.
 const PAGE: u32 = 500;
@@ -36,6 +39,33 @@ pub async fn peers(client: &Client) -> kube::Result<ListedPeers> {
     // Untyped, so that one object that is no Peer at all hides no other.
     let peers = Api::all_with(client.clone(), &ApiResource::erase::<peer::Peer>(&()));
     pages(peers).await.map(ListedPeers)
+}
+
+/// All slices of the list of nodes, if they may be read.
+///
+/// # Errors
+/// The API server's.
+pub async fn slices(client: &Client) -> kube::Result<SliceSet> {
+    let slices: Api<DynamicObject> =
+        Api::all_with(client.clone(), &ApiResource::erase::<slices::NodeSlice>(&()));
+    let list = pages(slices).await?.into_iter().map(|object| {
+        let name = object.metadata.name.unwrap_or_default();
+        let spec = object.data.get("spec").cloned();
+        (name, spec.and_then(|spec| serde_json::from_value(spec).ok()))
+    });
+    let mut set = SliceSet::default();
+    set.replace(list.collect());
+    Ok(set)
+}
+
+/// When the agent that writes slices was last alive, by its own clock, in Unix seconds.
+///
+/// # Errors
+/// The API server's.
+pub async fn slices_renewed(client: &Client, namespace: &str) -> kube::Result<Option<i64>> {
+    let leases: Api<Lease> = Api::namespaced(client.clone(), namespace);
+    let lease = leases.get_opt(slices::LEASE).await?;
+    Ok(lease.and_then(|lease| Some(lease.spec?.renew_time?.0.as_second())))
 }
 
 async fn pages<K>(objects: Api<K>) -> kube::Result<Vec<K>>

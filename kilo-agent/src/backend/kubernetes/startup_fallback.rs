@@ -10,7 +10,7 @@ use kube::Client;
 use tokio::sync::{oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
-use super::KubernetesBackend;
+use super::{KubernetesBackend, NodesFrom, SlicesReport};
 use crate::backend::{Backend, BackendError, Handshake, Said};
 use kilo_core::{
     errors::Explained,
@@ -40,6 +40,7 @@ impl StartupFallback {
         client: Client,
         hostname: &str,
         topology_label: &str,
+        from: NodesFrom,
         remembered: impl FnOnce() -> Option<Snapshot>,
     ) -> Result<Self, BackendError> {
         let (sender, snapshots) = watch::channel(Arc::default());
@@ -48,7 +49,7 @@ impl StartupFallback {
         let (holder, own) = (Arc::clone(&connected), sender.clone());
         let (hostname, label) = (hostname.to_owned(), topology_label.to_owned());
         let connecting = async move {
-            let Some(backend) = connect(client, &hostname, &label, answer).await else { return };
+            let Some(backend) = connect(client, (&hostname, &label, &from), answer).await else { return };
             let mut real = backend.watch();
             let _ = holder.set(backend);
             loop {
@@ -105,12 +106,11 @@ async fn finish(
 /// somebody waits for the answer; later it is tried again, for the agent is at work.
 async fn connect(
     client: Client,
-    hostname: &str,
-    label: &str,
+    (hostname, label, from): (&str, &str, &NodesFrom),
     answer: oneshot::Sender<Result<(), BackendError>>,
 ) -> Option<KubernetesBackend> {
     loop {
-        match KubernetesBackend::start(client.clone(), Some(hostname), label).await {
+        match KubernetesBackend::start_from(client.clone(), Some(hostname), label, from).await {
             Ok(backend) => {
                 if answer.send(Ok(())).is_err() {
                     tracing::info!("API server reachable again");
@@ -148,6 +148,10 @@ impl Backend for StartupFallback {
 
     async fn report_handshake(&self, peer: &str, handshake: &Handshake) -> Result<bool, BackendError> {
         self.connected.get().ok_or_else(away)?.report_handshake(peer, handshake).await
+    }
+
+    fn slices(&self) -> Option<SlicesReport> {
+        self.connected.get()?.slices()
     }
 
     async fn declare_dead(&self, node: &str, last_seen: i64) -> Result<bool, BackendError> {

@@ -16,6 +16,12 @@ const KILO: &str = "squat/kilo";
 /// A stop waits no longer than this for an answer.
 const PATIENCE: Duration = Duration::from_secs(3);
 
+/// The namespace of this pod, or else of our manifests.
+pub fn own_namespace() -> String {
+    let namespace = std::fs::read_to_string(NAMESPACE).ok();
+    namespace.map_or_else(|| "kube-system".to_owned(), |namespace| namespace.trim().to_owned())
+}
+
 /// What is asked when the agent is told to stop.
 #[derive(Clone)]
 pub struct Successor {

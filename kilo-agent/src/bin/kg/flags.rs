@@ -9,7 +9,7 @@ use kilo_agent::cli::{
     parse_label, parse_listen, parse_node_name, parse_period, parse_port, parse_secret,
 };
 use kilo_core::settings::{
-    AttachMode, Compatibility, Encapsulate, EndpointFrom, Failover, Granularity, Masquerade, Relay,
+    AttachMode, Compatibility, Encapsulate, EndpointFrom, Failover, Granularity, Masquerade, Relay, Slices,
     TunnelMode, WireguardMode,
 };
 use kilo_failover::Params;
@@ -198,6 +198,10 @@ pub struct Flags {
     /// CIDRs of services, to which traffic is never masqueraded (comma separated, repeatable).
     #[arg(long, value_name = "CIDR")]
     pub service_cidr: Vec<PrefixList>,
+    /// Whether agents learn of other nodes from slices, which one of them writes, instead of from all Nodes: auto
+    /// (where every agent of the mesh is ours and the ClusterRole allows it) or off. For meshes of hundreds of nodes.
+    #[arg(long, default_value = "off")]
+    pub slices: Slices,
     /// CIDR from which WireGuard addresses are allocated.
     #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr)]
     pub subnet: IpNet,

@@ -15,7 +15,12 @@ use anyhow::{Context as _, Result, bail};
 use clap::{CommandFactory as _, Parser as _};
 use kilo_agent::{
     agent::{self, Agent},
-    backend::{Backend, file::FileBackend, kubernetes, last_good},
+    backend::{
+        Backend,
+        file::FileBackend,
+        kubernetes::{self, NodesFrom},
+        last_good,
+    },
     cli::{BackendKind, LogLevel, PageAccess, PrefixList},
     failover,
     health::Health,
@@ -31,7 +36,7 @@ use kilo_agent::{
 use kilo_core::{
     errors::error_chain,
     objects::Snapshot,
-    settings::{Failover, Settings},
+    settings::{Failover, Settings, Slices},
 };
 use kilo_host::{
     cni::boot::BootConfiguration,
@@ -224,7 +229,12 @@ async fn serve(flags: Flags) -> Result<()> {
             let label = &flags.topology_label;
             let gate = gate(flags.page_access, &client)?;
             let remembered = || last_good_topology(&hostname);
-            let backend = kubernetes::StartupFallback::start(client, &hostname, label, remembered).await?;
+            let from = match flags.slices {
+                Slices::Auto => NodesFrom::Slices { namespace: kubernetes::own_namespace() },
+                Slices::Off => NodesFrom::Nodes,
+            };
+            let backend =
+                kubernetes::StartupFallback::start(client, &hostname, label, from, remembered).await?;
             work(flags, options, backend, startup, leaving, gate).await
         }
     }

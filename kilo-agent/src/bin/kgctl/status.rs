@@ -12,8 +12,9 @@ use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
 use futures::{StreamExt as _, stream};
 use kilo_agent::{
+    backend::kubernetes::read_once,
     cli::parse_period,
-    status::{self, Status, Timestamp, ask, pods},
+    status::{self, SlicesStatus, Status, Timestamp, ask, pods},
 };
 
 use crate::{
@@ -30,6 +31,8 @@ const AT_A_TIME: usize = 16;
 
 /// With more nodes than this a table shows those that lead or are not ready.
 const ALL_SHOWN: usize = 40;
+/// Where agents of the manifests run.
+const NAMESPACE: &str = "kube-system";
 /// Between two looks of --wait.
 const POLL: Duration = Duration::from_secs(2);
 
@@ -181,6 +184,9 @@ fn tables(Look { mut status, problems, verdict }: Look, most: usize) -> String {
         return text;
     }
     text += "\n";
+    if let Some(slices) = &status.slices {
+        text += &(slices.line(status.time) + "\n\n");
+    }
     if !problems.is_empty() {
         let rows = problems.into_iter().map(|problem| vec![problem.object, problem.what]);
         text += &status::columns(&["PROBLEM", "WHAT"], rows);
@@ -225,6 +231,12 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
     let mesh = source::mesh(&snapshot, &flags.mesh)?;
     let mut status = status::of_objects(&mesh, &snapshot, &ready, granularity, time);
     let Some(cluster) = cluster else { return Ok(status) };
+    // Nobody has to be allowed to read them.
+    if let Ok(set) = read_once::slices(&cluster.client).await {
+        let renewed = read_once::slices_renewed(&cluster.client, NAMESPACE).await.ok().flatten();
+        let label = &flags.mesh.shape.topology_label;
+        status.slices = SlicesStatus::new(&set, &snapshot.nodes, label, renewed.map(Timestamp));
+    }
     match &args.node {
         Some(name) if snapshot.nodes.contains(name) => {
             let progress = Progress::new(&format!("asking the agent of {name}"), 0);

@@ -20,6 +20,7 @@ use k8s_openapi::{
     api::{
         admissionregistration::v1::ValidatingWebhookConfiguration,
         apps::v1::{DaemonSet, Deployment},
+        coordination::v1::Lease,
         core::v1::{ConfigMap, Namespace, Node, Secret, Service, ServiceAccount},
         policy::v1::PodDisruptionBudget,
         rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
@@ -194,6 +195,7 @@ fn of_newest_kubernetes(object: &Value) -> Value {
         "CustomResourceDefinition" => through::<CustomResourceDefinition>(object),
         "DaemonSet" => through::<DaemonSet>(object),
         "Deployment" => through::<Deployment>(object),
+        "Lease" => through::<Lease>(object),
         "Namespace" => through::<Namespace>(object),
         "PodDisruptionBudget" => through::<PodDisruptionBudget>(object),
         "Role" => through::<Role>(object),

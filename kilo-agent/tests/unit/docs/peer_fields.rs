@@ -1,6 +1,6 @@
-//! The tables of docs/peer-resource.md are made from the CRD.
+//! The tables of docs/peer-resource.md and docs/node-slice-resource.md are made from the CRDs.
 
-use kilo_core::objects::peer::Peer;
+use kilo_core::objects::{peer::Peer, slices::NodeSlice};
 use kube::CustomResourceExt as _;
 use serde_json::Value;
 
@@ -36,4 +36,14 @@ fn the_tables_of_the_peers_fields_are_the_crd() {
     }
     assert!(text.contains("| `spec.endpoint.dnsOrIP.dns` | string | no |"), "{text}");
     check("peer-resource.md", "peer fields", &text);
+}
+
+#[test]
+fn the_table_of_the_slices_fields_is_the_crd() {
+    let crd = serde_json::to_value(NodeSlice::crd()).unwrap();
+    let schema = &crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
+    let mut text = "| field | type | required | meaning |\n|---|---|---|---|\n".to_owned();
+    rows(&schema["properties"]["spec"], "spec", &mut text);
+    assert!(text.contains("| `spec.nodes[].podCIDRs` | list of strings | no |"), "{text}");
+    check("node-slice-resource.md", "node slice fields", &text);
 }

@@ -1,0 +1,152 @@
+//! Who writes the slices: pure, time and chance are parameters.
+
+use std::{
+    cmp::Reverse,
+    time::{Duration, Instant},
+};
+
+use crate::objects::Nodes;
+
+/// The place of a node among those that could write, 0 first: nodes of the control plane before others, then by
+/// a number that depends on the name alone. Nodes that do not live do not count.
+pub fn rank(nodes: &Nodes, own: &str) -> usize {
+    let Some(own) = nodes.get(own) else { return usize::MAX };
+    let place = |name: &str, control_plane: bool| (Reverse(control_plane), hash(name));
+    let own_place = place(&own.name, own.control_plane);
+    let others = nodes.iter().filter(|other| {
+        other.name != own.name && other.last_seen != 0 && other.judged != Some(false) && other.key.is_some()
+    });
+    others.filter(|other| place(&other.name, other.control_plane) < own_place).count()
+}
+
+/// FNV-1a: the same in every version of an agent, which the standard library's does not promise.
+fn hash(name: &str) -> u64 {
+    name.bytes()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+/// Seconds between two looks at the Lease: the first three look often, everybody else for the case that they are gone.
+pub const fn poll_seconds(rank: usize) -> u64 {
+    match rank {
+        0..3 => 5,
+        3..10 => 30,
+        _ => 300,
+    }
+}
+
+/// An index that has not changed for so long has no writer: it renews it each minute.
+pub const NO_WRITER: Duration = Duration::from_secs(150);
+
+/// Whether somebody writes slices, by when the index changed, by the own clock.
+#[derive(Clone, Debug, Default)]
+pub struct Renewals {
+    /// The index as it was last (in any form), and when it was seen to change: `None` = it was old when first seen.
+    seen: Option<(String, Option<Instant>)>,
+}
+
+impl Renewals {
+    /// Takes what the index says now: its version, and when it says that it was renewed. What is seen first counts
+    /// when that is not long ago by the wall clock (`unix_now`); should a clock be wrong, the next renewal tells.
+    pub fn see(&mut self, version: &str, renewed: i64, now: Instant, unix_now: i64) {
+        let since = match &self.seen {
+            Some((known, since)) if known == version => *since,
+            Some(_) => Some(now),
+            None => (unix_now.abs_diff(renewed) < NO_WRITER.as_secs()).then_some(now),
+        };
+        self.seen = Some((version.to_owned(), since));
+    }
+
+    /// Somebody writes slices.
+    pub fn go_on(&self, now: Instant) -> bool {
+        let since = self.seen.as_ref().and_then(|(_, since)| *since);
+        since.is_some_and(|since| now.saturating_duration_since(since) < NO_WRITER)
+    }
+}
+
+/// A Lease as it was seen, by the own clock.
+#[derive(Clone, Debug, Default)]
+pub struct Observed {
+    seen: Option<(String, Instant)>,
+}
+
+impl Observed {
+    /// Takes what the Lease says now (holder and time of renewal, in any form); whether nobody has renewed it for
+    /// as long as it is valid.
+    pub fn has_expired(&mut self, says: &str, valid: Duration, now: Instant) -> bool {
+        match &self.seen {
+            Some((known, since)) if known == says => now.saturating_duration_since(*since) >= valid,
+            _ => {
+                self.seen = Some((says.to_owned(), now));
+                false
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use crate::{
+        objects::{CheckedIn, Node},
+        wireguard::PublicKey,
+    };
+
+    fn node(name: &str, control_plane: bool) -> CheckedIn {
+        let key = Some(PublicKey([1; 32]));
+        CheckedIn {
+            node: Node { name: name.to_owned(), control_plane, key, ..Node::default() },
+            last_seen: 1,
+        }
+    }
+
+    #[test]
+    fn each_node_has_a_place_and_the_control_plane_the_first() {
+        let names = ["a", "b", "c", "d", "e"];
+        let mut nodes: Nodes = names.map(|name| node(name, name == "d")).into_iter().collect();
+        let mut ranks: Vec<_> = names.iter().map(|name| rank(&nodes, name)).collect();
+        assert_eq!(ranks[3], 0);
+        ranks.sort_unstable();
+        assert_eq!(ranks, [0, 1, 2, 3, 4]);
+        nodes.insert(CheckedIn { last_seen: 0, ..node("d", true) });
+        assert!(names.iter().filter(|name| **name != "d").any(|name| rank(&nodes, name) == 0), "it is dead");
+        assert_eq!(rank(&nodes, "nobody"), usize::MAX);
+        assert!(poll_seconds(0) < poll_seconds(3) && poll_seconds(3) < poll_seconds(usize::MAX));
+    }
+
+    #[test]
+    fn an_index_of_weeks_ago_has_no_writer_until_it_changes() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut renewals = Renewals::default();
+        assert!(!renewals.go_on(start));
+        renewals.see("7", 1_000_000, start, 3_000_000);
+        assert!(!renewals.go_on(start), "--slices=off for weeks");
+        renewals.see("7", 1_000_000, at(10), 3_000_010);
+        assert!(!renewals.go_on(at(10)), "seen again");
+        renewals.see("8", 1_000_000, at(20), 3_000_020);
+        assert!(renewals.go_on(at(20)) && renewals.go_on(at(169)), "by the own clock");
+        assert!(!renewals.go_on(at(170)), "nobody renews it");
+        let mut renewals = Renewals::default();
+        renewals.see("8", 2_999_900, start, 3_000_000);
+        assert!(renewals.go_on(start) && !renewals.go_on(at(150)));
+    }
+
+    #[test]
+    fn a_name_has_the_place_that_it_has_in_other_versions() {
+        assert_eq!((hash(""), hash("a")), (0xcbf2_9ce4_8422_2325, 0xaf63_dc4c_8601_ec8c));
+    }
+
+    #[test]
+    fn a_lease_expires_by_the_own_clock() {
+        let (start, mut observed) = (Instant::now(), Observed::default());
+        let valid = Duration::from_secs(20);
+        let mut at = |says: &str, seconds: u64| {
+            observed.has_expired(says, valid, start + Duration::from_secs(seconds))
+        };
+        assert!(!at("a 1", 0) && !at("a 1", 19));
+        assert!(!at("a 2", 21), "renewed");
+        assert!(!at("a 2", 40) && at("a 2", 41));
+        assert!(!at("b 1", 42));
+    }
+}

@@ -1,0 +1,203 @@
+//! Whether an agent reads slices or Nodes: pure, time and chance are parameters.
+
+use std::{
+    fmt,
+    time::{Duration, Instant},
+};
+
+use super::Incomplete;
+
+/// Slices that are wrong, or late, are waited for so long: their writer mends them in a second, and another takes its
+/// place within half a minute.
+const PATIENCE: Duration = Duration::from_secs(45);
+/// After Nodes had to be read, slices must be right for so long.
+const AGAIN: Duration = Duration::from_secs(60);
+/// All agents may change at once, and each lists all nodes: of so many bytes each, and the API server is to send so
+/// many a second.
+const NODE_BYTES: f64 = 7e3;
+/// The same of who begins to read slices.
+const ENTRY_BYTES: f64 = 500.0;
+const EGRESS: f64 = 50e6;
+const MOST_SPREAD: Duration = Duration::from_mins(4);
+
+/// Where nodes are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Chosen {
+    /// Node objects.
+    Nodes,
+    /// Slices.
+    Slices,
+}
+
+/// Why Nodes are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reason {
+    /// `--slices=off`
+    Off,
+    /// This account may not read them, or the API server does not know them.
+    Denied,
+    /// They do not say everything.
+    Incomplete(Incomplete),
+    /// Nobody has renewed their index for too long.
+    NoWriter,
+    /// A node's agent is not ours, or older.
+    Foreign,
+    /// What they say of the own node is not what it says.
+    Late,
+}
+
+impl Reason {
+    fn patience(self) -> Duration {
+        match self {
+            Self::Incomplete(_) | Self::Late => PATIENCE,
+            Self::Off | Self::Denied | Self::NoWriter | Self::Foreign => Duration::ZERO,
+        }
+    }
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Off => "--slices=off",
+            Self::Denied => "this account may not read NodeSlices, or the API server does not know them",
+            Self::Incomplete(Incomplete::NotListed) => "slices have not been listed yet",
+            Self::Incomplete(Incomplete::NoIndex) => "no agent has written slices",
+            Self::Incomplete(Incomplete::Missing) => "a slice is missing",
+            Self::Incomplete(Incomplete::Malformed) => "a slice cannot be read",
+            Self::Incomplete(Incomplete::OtherLabel) => "slices were written with another --topology-label",
+            Self::NoWriter => "no agent has renewed slices for minutes",
+            Self::Foreign => "a node runs Kilo's own agent, or an older one of ours",
+            Self::Late => "slices do not follow the own node",
+        })
+    }
+}
+
+/// What is known at a moment.
+#[derive(Clone, Copy, Debug)]
+pub struct Inputs {
+    /// Why slices are not to be read, if they are not.
+    pub against: Option<Reason>,
+    /// Nodes of the mesh.
+    pub nodes: usize,
+    /// The time.
+    pub now: Instant,
+    /// From 0 to 1, by chance.
+    pub chance: f64,
+}
+
+/// What is read, and what will be.
+#[derive(Debug, Default)]
+pub struct Source {
+    chosen: Option<Chosen>,
+    /// When the other is read, unless it is not wanted any more by then.
+    due: Option<(Chosen, Instant)>,
+    was_in_use: bool,
+}
+
+impl Source {
+    /// What to read, and when to ask again although nothing has happened.
+    pub fn next(&mut self, inputs: Inputs) -> (Chosen, Option<Instant>) {
+        let wanted = if inputs.against.is_some() { Chosen::Nodes } else { Chosen::Slices };
+        let chosen = *self.chosen.get_or_insert(wanted);
+        if chosen == wanted {
+            self.due = None;
+        } else {
+            // A more pressing reason than the one before brings it forward.
+            let pause = inputs.now + self.pause(inputs);
+            let due = self.due.map_or(pause, |(_, due)| due.min(pause));
+            self.due = Some((wanted, due));
+            if due <= inputs.now {
+                (self.chosen, self.due) = (Some(wanted), None);
+            }
+        }
+        let chosen = self.chosen.unwrap_or(wanted);
+        self.was_in_use |= chosen == Chosen::Slices;
+        (chosen, self.due.map(|(_, due)| due))
+    }
+
+    fn pause(&self, inputs: Inputs) -> Duration {
+        let nodes = f64::from(u32::try_from(inputs.nodes).unwrap_or(u32::MAX));
+        let bytes = if inputs.against.is_some() { NODE_BYTES } else { ENTRY_BYTES };
+        let most = (nodes * nodes * bytes / EGRESS).min(MOST_SPREAD.as_secs_f64());
+        let spread = Duration::from_secs_f64(most * inputs.chance.clamp(0.0, 1.0));
+        match inputs.against {
+            Some(reason) => reason.patience() + spread,
+            None if self.was_in_use => AGAIN + spread,
+            None => spread,
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    const MISSING: Option<Reason> = Some(Reason::Incomplete(Incomplete::Missing));
+
+    struct Case {
+        source: Source,
+        start: Instant,
+    }
+
+    impl Case {
+        fn new() -> Self {
+            Self { source: Source::default(), start: Instant::now() }
+        }
+
+        fn at(&mut self, seconds: u64, against: Option<Reason>) -> (Chosen, Option<u64>) {
+            let now = self.start + Duration::from_secs(seconds);
+            let (chosen, due) = self.source.next(Inputs { against, nodes: 1000, now, chance: 5.0 / 140.0 });
+            (chosen, due.map(|due| due.duration_since(self.start).as_secs()))
+        }
+    }
+
+    #[test]
+    fn a_start_reads_slices_where_they_are_and_else_nodes() {
+        assert_eq!(Case::new().at(0, None), (Chosen::Slices, None));
+        let mut case = Case::new();
+        assert_eq!(case.at(0, Some(Reason::Incomplete(Incomplete::NoIndex))), (Chosen::Nodes, None));
+        assert_eq!(case.at(10, None), (Chosen::Nodes, Some(10)), "not all at once");
+        assert_eq!(case.at(15, None), (Chosen::Slices, None));
+    }
+
+    #[test]
+    fn a_slice_that_is_mended_in_time_changes_nothing() {
+        let mut case = Case::new();
+        case.at(0, None);
+        assert_eq!(case.at(1, MISSING), (Chosen::Slices, Some(51)));
+        assert_eq!(case.at(5, None), (Chosen::Slices, None));
+        assert_eq!(case.at(20, MISSING), (Chosen::Slices, Some(70)));
+        assert_eq!(case.at(70, MISSING), (Chosen::Nodes, None));
+        // And back, once that lasts.
+        assert_eq!(case.at(80, None), (Chosen::Nodes, Some(140)));
+        assert_eq!(case.at(90, MISSING), (Chosen::Nodes, None));
+        assert_eq!(case.at(100, None), (Chosen::Nodes, Some(160)));
+        assert_eq!(case.at(165, None), (Chosen::Slices, None));
+    }
+
+    #[test]
+    fn a_pressing_reason_does_not_wait_for_another() {
+        let mut case = Case::new();
+        case.at(0, None);
+        assert_eq!(case.at(1, MISSING), (Chosen::Slices, Some(51)));
+        assert_eq!(case.at(2, Some(Reason::Foreign)), (Chosen::Slices, Some(7)));
+        assert_eq!(case.at(3, MISSING), (Chosen::Slices, Some(7)));
+    }
+
+    #[test]
+    fn a_node_of_kilos_own_sends_all_back_to_nodes_as_fast_as_the_server_can_send_them() {
+        let mut case = Case::new();
+        case.at(0, None);
+        let (chosen, due) = case.at(1, Some(Reason::Foreign));
+        assert_eq!((chosen, due), (Chosen::Slices, Some(6)));
+        assert_eq!(case.at(6, Some(Reason::Foreign)), (Chosen::Nodes, None));
+        let most = Source { was_in_use: true, ..Source::default() }.pause(Inputs {
+            against: Some(Reason::Foreign),
+            nodes: 1_000_000,
+            now: case.start,
+            chance: 1.0,
+        });
+        assert_eq!(most, MOST_SPREAD);
+    }
+}

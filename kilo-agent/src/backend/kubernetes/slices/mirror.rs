@@ -1,0 +1,159 @@
+//! All Nodes as the writer sees them, and which of them live.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
+
+use kilo_core::{
+    objects::{CheckedIn, Nodes, slices::Entry},
+    topology::{Liveness, heartbeats::OFTEN, is_complete},
+};
+use kube::{Resource as _, runtime::watcher};
+
+use super::{PartialNode, entry_of};
+use crate::{backend::mass_delete_guard::MassDeleteGuard, status::Timestamp};
+
+/// A writer whose own heartbeat has not come back for so many of its intervals does not see what happens.
+const MISSED: u16 = 3;
+
+#[derive(Default)]
+pub(super) struct Mirror {
+    own: String,
+    /// The own heartbeat, and when it came, or this began.
+    beat: (i64, Option<Instant>),
+    pub entries: BTreeMap<String, Entry>,
+    nodes: Nodes,
+    liveness: Liveness,
+    listing: Option<Vec<PartialNode>>,
+    guard: MassDeleteGuard,
+    /// All have been listed once.
+    pub listed: bool,
+    /// Something else than heartbeats has changed.
+    pub dirty: bool,
+    /// Heartbeats have come, or may have ended.
+    unjudged: bool,
+}
+
+impl Mirror {
+    /// Begins with what slices said of who lives: this agent may have seen no heartbeat yet.
+    pub(super) fn begin<'a>(known: impl Iterator<Item = &'a Entry>, own: &str, label: &str) -> Self {
+        let beat = (0, Some(Instant::now()));
+        let mut mirror = Self { own: own.to_owned(), beat, ..Self::default() };
+        let nodes: Nodes = known.filter_map(|entry| super::see_entry(entry, label).value).collect();
+        mirror.guard.list(&nodes.names().map(ToOwned::to_owned).collect());
+        mirror.liveness.ready(nodes.iter(), own, Instant::now(), Timestamp::now().0);
+        mirror
+    }
+
+    /// Takes an event; `true`: a list misses many nodes, and is to be confirmed.
+    pub(super) fn take(&mut self, event: watcher::Event<PartialNode>, label: &str) -> bool {
+        match event {
+            watcher::Event::Init => self.listing = Some(Vec::new()),
+            watcher::Event::InitApply(object) => self.listing.get_or_insert_default().push(object),
+            watcher::Event::InitDone => {
+                let list = self.listing.take().unwrap_or_default();
+                let names: BTreeSet<String> =
+                    list.iter().filter_map(|node| node.meta().name.clone()).collect();
+                let keep = self.guard.list(&names).clone();
+                let known: Vec<String> = self.entries.keys().cloned().collect();
+                for name in known.iter().filter(|name| !names.contains(*name) && !keep.contains(*name)) {
+                    self.remove(name);
+                }
+                for object in list {
+                    self.put(object, label);
+                }
+                // Nodes that this agent has never seen cannot be kept in slices: they wait for the second list.
+                self.listed = keep.is_empty();
+                return !keep.is_empty();
+            }
+            watcher::Event::Apply(object) => {
+                self.guard.add(&object.meta().name.clone().unwrap_or_default());
+                self.put(object, label);
+            }
+            watcher::Event::Delete(object) => {
+                let name = object.meta().name.clone().unwrap_or_default();
+                self.guard.remove(&name);
+                self.remove(&name);
+            }
+        }
+        false
+    }
+
+    fn put(&mut self, object: PartialNode, label: &str) {
+        let (mut entry, CheckedIn { node, last_seen }) = entry_of(object, label);
+        let before = self.entries.get(&entry.name);
+        entry.alive = before.is_none_or(|before| before.alive);
+        self.unjudged = true;
+        if entry.name == self.own && last_seen != self.beat.0 {
+            self.beat = (last_seen, Some(Instant::now()));
+        }
+        self.dirty |= before.is_none_or(|before| !before.says_the_same(&entry));
+        self.nodes.insert(CheckedIn { node, last_seen });
+        self.entries.insert(entry.name.clone(), entry);
+    }
+
+    fn remove(&mut self, name: &str) {
+        self.dirty |= self.entries.remove(name).is_some();
+        self.nodes.remove(name);
+    }
+
+    /// Why this agent is not to judge others, if it is not: silence proves nothing to one that does not hear itself.
+    pub(super) fn unfit(&self, now: Instant) -> Option<&'static str> {
+        let Some(own) = self.nodes.get(&self.own) else {
+            return self.listed.then_some("the own Node is not there");
+        };
+        let often = Duration::from_secs(own.heartbeat.unwrap_or(OFTEN).max(OFTEN).into());
+        let is_heard =
+            self.beat.1.is_some_and(|beat| now.saturating_duration_since(beat) < often * MISSED.into());
+        (!is_heard).then_some("the own heartbeat does not come back")
+    }
+
+    /// Who lives now, by heartbeats; `often`: also when none has come since.
+    pub(super) fn judge(&mut self, often: bool) {
+        let now = Instant::now();
+        let hears_itself = self.nodes.contains(&self.own) && self.unfit(now).is_none();
+        if !hears_itself || !self.unjudged && !often {
+            return;
+        }
+        self.unjudged = false;
+        let ready = self.liveness.ready(self.nodes.iter(), &self.own, now, Timestamp::now().0);
+        for (known, ready) in self.nodes.iter().zip(ready) {
+            let alive = ready || !is_complete(known.node);
+            if let Some(entry) = self.entries.get_mut(&known.name).filter(|entry| entry.alive != alive) {
+                entry.alive = alive;
+                self.dirty = true;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use crate::backend::kubernetes::partial_node::PartialNode;
+
+    fn node(name: &str, last_seen: i64) -> watcher::Event<PartialNode> {
+        let object = serde_json::json!({"metadata": {"name": name, "annotations": {
+            "kilo.squat.ai/last-seen": last_seen.to_string(), "kilo.squat.ai/heartbeat": format!("{last_seen}/30")}}});
+        watcher::Event::Apply(serde_json::from_value(object).unwrap())
+    }
+
+    #[test]
+    fn a_writer_that_does_not_hear_itself_judges_nobody() {
+        let mut mirror = Mirror::begin(std::iter::empty(), "a", "l");
+        let later = |seconds| Instant::now() + Duration::from_secs(seconds);
+        mirror.take(node("b", 1000), "l");
+        assert_eq!(mirror.unfit(later(0)), None, "not listed yet");
+        mirror.judge(true);
+        assert!(mirror.unjudged, "without the own Node it judges nobody");
+        mirror.listed = true;
+        assert_eq!(mirror.unfit(later(0)), Some("the own Node is not there"));
+        mirror.take(node("a", 1000), "l");
+        assert_eq!(mirror.unfit(later(80)), None);
+        assert_eq!(mirror.unfit(later(95)), Some("the own heartbeat does not come back"));
+        mirror.judge(true);
+        assert!(!mirror.unjudged);
+    }
+}

@@ -1,0 +1,301 @@
+//! Nodes by slices, where that is possible, and else by Node objects: carries out what
+//! [`kilo_core::objects::slices`] decides.
+
+mod lease;
+mod mirror;
+mod reader;
+mod report;
+mod store;
+mod writer;
+
+use std::{
+    pin::pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use futures::StreamExt as _;
+use k8s_openapi::api::core::v1 as core;
+use kilo_core::{
+    objects::{
+        CheckedIn, node,
+        slices::{Chosen, Entry, Inputs, NodeSlice, Reason, Source},
+    },
+    topology::heartbeats,
+};
+use kube::{
+    Api, Client,
+    api::{ApiResource, DynamicObject, ListParams},
+    runtime::{WatchStreamExt as _, watcher},
+};
+use tokio::sync::Notify;
+use tokio_util::task::AbortOnDropHandle;
+
+pub(super) use self::report::Report;
+pub use self::report::SlicesReport;
+use self::{reader::Seen, store::Shown};
+use super::{
+    Asked, PartialNode, Shared,
+    cache::{Cache, Seen as SeenNode},
+    client::in_time,
+    follow,
+};
+
+/// A right that is missing now may be there later: asked about so often, give or take a fifth.
+const AGAIN: Duration = Duration::from_mins(10);
+/// Slices are listed within this time, or Nodes are read meanwhile.
+const LISTED: Duration = Duration::from_secs(10);
+/// What is not told by an event is looked at so often.
+const LOOK: Duration = Duration::from_secs(5);
+
+/// What all parts of this share.
+pub(super) struct Context {
+    pub client: Client,
+    pub hostname: String,
+    pub label: String,
+    /// The namespace of the Lease.
+    pub namespace: String,
+    pub shared: Arc<Shared>,
+    pub report: Arc<Report>,
+    seen: Mutex<Seen>,
+    /// Slices have changed: for who chooses, and for who writes.
+    chooses: Notify,
+    writes: Notify,
+}
+
+impl Context {
+    pub(super) fn new(
+        (client, namespace): (Client, String),
+        hostname: &str,
+        label: &str,
+        shared: Arc<Shared>,
+        report: Arc<Report>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            client,
+            hostname: hostname.to_owned(),
+            label: label.to_owned(),
+            namespace,
+            shared,
+            report,
+            seen: Mutex::default(),
+            chooses: Notify::new(),
+            writes: Notify::new(),
+        })
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn slices(&self) -> Api<DynamicObject> {
+        Api::all_with(self.client.clone(), &ApiResource::erase::<NodeSlice>(&()))
+    }
+
+    fn nodes(&self) -> Api<PartialNode> {
+        Api::all_with(self.client.clone(), &ApiResource::erase::<core::Node>(&()))
+    }
+
+    /// Takes note that slices are not what they were.
+    fn slices_changed(&self) {
+        self.chooses.notify_one();
+        self.writes.notify_one();
+    }
+
+    /// Slices may not be read; `Err`: nobody knows.
+    async fn is_denied(&self) -> Result<bool, ()> {
+        let one = ListParams::default().limit(1);
+        match tokio::time::timeout(LISTED, self.slices().list(&one)).await {
+            Ok(Ok(_)) => Ok(false),
+            Ok(Err(kube::Error::Api(status))) if matches!(status.code, 401 | 403 | 404) => {
+                tracing::debug!(reason = status.message, "slices cannot be read");
+                Ok(true)
+            }
+            Ok(Err(_)) | Err(_) => Err(()),
+        }
+    }
+
+    /// Why slices are not to be read now.
+    fn against(&self) -> Option<Reason> {
+        let cache = self.shared.cache();
+        let seen = self.seen();
+        if let Err(incomplete) = seen.set.complete(&self.label) {
+            return Some(Reason::Incomplete(incomplete));
+        }
+        if !seen.renewals.go_on(Instant::now()) {
+            return Some(Reason::NoWriter);
+        }
+        let (nodes, _) = seen.set.nodes();
+        // One that is dead waits for nobody's heartbeat.
+        let is_dead = |name: &str| nodes.get(name).is_some_and(|entry| !entry.alive);
+        let foreign = nodes.values().any(|entry| {
+            entry.alive
+                && entry.last_seen != 0
+                && entry.heartbeat.is_none()
+                && entry.annotations.contains_key("key")
+                && entry.name != self.hostname
+        });
+        let known = cache.nodes.values();
+        let counts = |name: &str| name != self.hostname && !is_dead(name);
+        if foreign || known.iter().any(|known| counts(&known.name) && heartbeats::is_foreign(known)) {
+            return Some(Reason::Foreign);
+        }
+        // Before the own Node is known, nobody can compare.
+        let own = known.get(&self.hostname)?;
+        let entry = nodes.get(self.hostname.as_str());
+        // Whoever reads that it is dead lives: others leave it out because of a lie, or of a writer that is wrong.
+        let entry = entry.filter(|entry| entry.alive);
+        let says = entry.map(|entry| node::from_object(&entry.to_object(&self.label), &self.label).0.node);
+        (says.as_ref() != Some(&**own.node)).then_some(Reason::Late)
+    }
+}
+
+/// Chooses for ever where nodes are read, and reads them there.
+pub(super) async fn run(context: Arc<Context>) {
+    let mut told = false;
+    let mut source = Source::default();
+    let mut reading = Reading::Nothing;
+    loop {
+        let denied = context.is_denied().await;
+        if denied == Ok(false) {
+            told = false;
+            let reader = AbortOnDropHandle::new(tokio::spawn(reader::run(Arc::clone(&context))));
+            let _writer = AbortOnDropHandle::new(tokio::spawn(writer::run(Arc::clone(&context))));
+            let _ = tokio::time::timeout(LISTED, context.listed()).await;
+            while !reader.is_finished() {
+                step(&context, &mut source, &mut reading, None, Instant::now() + LOOK).await;
+            }
+        }
+        if denied.is_ok() && !std::mem::replace(&mut told, true) {
+            tracing::info!(
+                "slices are not in use: this account may not read NodeSlices, or the API server does not know \
+                 them; apply manifests/crds.yaml and the ClusterRole of manifests/"
+            );
+        }
+        // Asked about seldom: nothing depends on it.
+        let pause = if denied.is_ok() { AGAIN.mul_f64(rand::random_range(0.8..1.2)) } else { LOOK };
+        let until = Instant::now() + pause;
+        while Instant::now() < until {
+            step(&context, &mut source, &mut reading, Some(Reason::Denied), until).await;
+        }
+    }
+}
+
+/// What is being read; dropping it ends that.
+enum Reading {
+    Nothing,
+    Nodes { task: AbortOnDropHandle<()> },
+    Slices { own: AbortOnDropHandle<()>, shown: Shown },
+}
+
+impl Reading {
+    /// Returns when it has ended: a task that is told to ends where it waits next, and may write until then.
+    async fn end(&mut self) {
+        let task = match std::mem::replace(self, Self::Nothing) {
+            Self::Nothing => return,
+            Self::Nodes { task } => task,
+            Self::Slices { own, .. } => own,
+        };
+        task.abort();
+        // It was aborted, or had ended before.
+        let _ = task.await;
+    }
+}
+
+/// Reads where that is best now, and returns when that may have changed, or at that time.
+async fn step(
+    context: &Arc<Context>,
+    source: &mut Source,
+    reading: &mut Reading,
+    denied: Option<Reason>,
+    until: Instant,
+) {
+    let against = denied.or_else(|| context.against());
+    let nodes = context.shared.cache().nodes.values().len();
+    let inputs = Inputs { against, nodes, now: Instant::now(), chance: rand::random_range(0.0..1.0) };
+    let (chosen, due) = source.next(inputs);
+    turn(context, reading, chosen, against).await;
+    context.report.choose(matches!(reading, Reading::Slices { .. }), against);
+    let look = match reading {
+        Reading::Slices { shown, .. } => shown.follow(context),
+        Reading::Nothing | Reading::Nodes { .. } => None,
+    };
+    let wake = [due, look].into_iter().flatten().fold(until, Instant::min);
+    tokio::select! {
+        () = context.chooses.notified() => {}
+        () = tokio::time::sleep_until(wake.into()) => {}
+    }
+}
+
+/// Reads there from now on.
+async fn turn(context: &Arc<Context>, reading: &mut Reading, chosen: Chosen, against: Option<Reason>) {
+    match (chosen, &reading) {
+        (Chosen::Nodes, Reading::Nodes { .. }) | (Chosen::Slices, Reading::Slices { .. }) => {}
+        (Chosen::Nodes, _) => {
+            if let (Reading::Slices { .. }, Some(reason)) = (&reading, against) {
+                tracing::info!(%reason, "reading Nodes instead of slices");
+            }
+            // What slices said stays until Nodes have been listed.
+            reading.end().await;
+            *reading = Reading::Nodes { task: spawn_nodes(context) };
+        }
+        (Chosen::Slices, _) => {
+            let one = ListParams::default().fields(&format!("metadata.name={}", context.hostname));
+            let Ok(own) = in_time(context.nodes().list(&one), Asked::Nodes).await else { return };
+            let own = own.items.into_iter().next().map(|own| context.shared.see_node(own, &context.label));
+            reading.end().await;
+            let shown = Shown::replace(context, own);
+            tracing::info!(nodes = shown.len(), "reading slices instead of Nodes");
+            let own = tokio::spawn(follow_own(Arc::clone(context)));
+            *reading = Reading::Slices { own: AbortOnDropHandle::new(own), shown };
+        }
+    }
+}
+
+fn spawn_nodes(context: &Arc<Context>) -> AbortOnDropHandle<()> {
+    let own = Arc::clone(context);
+    let see = move |object| own.shared.see_node(object, &own.label);
+    let shared = Arc::clone(&context.shared);
+    let follow = follow(context.nodes(), Asked::Nodes, shared, see, |cache: &mut Cache| &mut cache.nodes);
+    AbortOnDropHandle::new(tokio::spawn(follow))
+}
+
+/// The own Node, at once and whole: its annotations say what this agent is to do.
+async fn follow_own(context: Arc<Context>) {
+    let one = watcher::Config::default().fields(&format!("metadata.name={}", context.hostname));
+    let mut stream = pin!(watcher(context.nodes(), one).default_backoff());
+    let mut listed = None;
+    let put = |own: SeenNode<CheckedIn>| {
+        context.shared.change(|cache| cache.nodes.put(own));
+        context.chooses.notify_one();
+    };
+    let remove = || context.shared.change(|cache| cache.nodes.remove(&context.hostname));
+    while let Some(event) = stream.next().await {
+        match event {
+            Ok(watcher::Event::Init) => listed = None,
+            Ok(watcher::Event::InitApply(own)) => {
+                listed = Some(context.shared.see_node(own, &context.label));
+            }
+            Ok(watcher::Event::InitDone) => listed.take().map_or_else(remove, put),
+            Ok(watcher::Event::Apply(own)) => put(context.shared.see_node(own, &context.label)),
+            Ok(watcher::Event::Delete(_)) => remove(),
+            Err(error) => super::report(error, Asked::Nodes),
+        }
+    }
+}
+
+/// A node as a slice has it, alive or not as the writer sees it.
+fn see_entry(entry: &Entry, label: &str) -> SeenNode<CheckedIn> {
+    let (mut seen, problems) = node::from_object(&entry.to_object(label), label);
+    seen.node.judged = Some(entry.alive);
+    let problem = (!problems.is_empty()).then(|| problems.join("; "));
+    SeenNode { name: entry.name.clone(), value: Some(seen), problem }
+}
+
+/// A whole Node as a slice is to have it, and what is read of it.
+fn entry_of(object: PartialNode, label: &str) -> (Entry, CheckedIn) {
+    let object = core::Node::from(object);
+    let (read, _) = node::from_object(&object, label);
+    let entry = Entry::new(&object, &read, label, true);
+    (entry, read)
+}

@@ -1,0 +1,133 @@
+//! Follows slices: all of them once, and then what changes.
+
+use std::{collections::BTreeMap, pin::pin, sync::Arc, time::Instant};
+
+use futures::StreamExt as _;
+use kilo_core::objects::slices::{INDEX, NodeSliceSpec, Renewals, SliceSet};
+use kube::{
+    api::DynamicObject,
+    runtime::{WatchStreamExt as _, watcher},
+};
+
+use super::Context;
+use crate::status::Timestamp;
+
+/// Slices of an answer: a page is about a megabyte.
+const PAGE: u32 = 100;
+
+/// What is known of slices, and of their objects.
+#[derive(Default)]
+pub(super) struct Seen {
+    pub set: SliceSet,
+    /// `resourceVersion` of each object that is there.
+    pub versions: BTreeMap<String, String>,
+    /// At which version an object was deleted last.
+    pub deleted: BTreeMap<String, u64>,
+    /// When the index changed.
+    pub renewals: Renewals,
+    /// Complete lists so far.
+    pub lists: u64,
+}
+
+impl Seen {
+    fn note(&mut self, object: &DynamicObject, name: &str) {
+        self.deleted.remove(name);
+        let version = object.metadata.resource_version.clone().unwrap_or_default();
+        self.versions.insert(name.to_owned(), version);
+    }
+
+    fn list(&mut self, objects: Vec<DynamicObject>) {
+        self.versions.clear();
+        self.deleted.clear();
+        let mut list = Vec::with_capacity(objects.len());
+        for object in objects {
+            let name = name(&object);
+            self.note(&object, &name);
+            list.push((name, self.read(object)));
+        }
+        self.set.replace(list);
+        self.lists += 1;
+    }
+
+    /// What an object says, and whether it shows that slices are written.
+    fn read(&mut self, object: DynamicObject) -> Option<NodeSliceSpec> {
+        let version = object.metadata.resource_version.clone().unwrap_or_default();
+        let is_index = object.metadata.name.as_deref() == Some(INDEX);
+        let spec = spec(object);
+        if let Some(index) = spec.as_ref().and_then(|spec| spec.index.as_ref()).filter(|_| is_index) {
+            self.renewals.see(&version, index.renewed, Instant::now(), Timestamp::now().0);
+        }
+        spec
+    }
+
+    fn put(&mut self, object: DynamicObject) {
+        let name = name(&object);
+        self.note(&object, &name);
+        let spec = self.read(object);
+        self.set.put(&name, spec);
+    }
+
+    fn delete(&mut self, object: &DynamicObject) {
+        let name = name(object);
+        self.versions.remove(&name);
+        let version = object.metadata.resource_version.as_deref().and_then(|version| version.parse().ok());
+        self.deleted.insert(name.clone(), version.unwrap_or(u64::MAX));
+        self.set.delete(&name);
+    }
+}
+
+fn name(object: &DynamicObject) -> String {
+    object.metadata.name.clone().unwrap_or_default()
+}
+
+/// `None`: it cannot be read.
+fn spec(object: DynamicObject) -> Option<NodeSliceSpec> {
+    let mut data = object.data;
+    serde_json::from_value(data.get_mut("spec")?.take()).ok()
+}
+
+impl Context {
+    /// Returns once slices have been listed.
+    pub(super) async fn listed(&self) {
+        while self.seen().lists == 0 {
+            self.chooses.notified().await;
+        }
+    }
+}
+
+/// Until the right to read them is gone.
+pub(super) async fn run(context: Arc<Context>) {
+    let config = watcher::Config::default().page_size(PAGE);
+    let mut stream = pin!(watcher(context.slices(), config).default_backoff());
+    let mut listed = Vec::new();
+    while let Some(event) = stream.next().await {
+        match event {
+            Ok(watcher::Event::Init) => listed.clear(),
+            Ok(watcher::Event::InitApply(object)) => listed.push(object),
+            Ok(watcher::Event::InitDone) => context.seen().list(std::mem::take(&mut listed)),
+            Ok(watcher::Event::Apply(object)) => context.seen().put(object),
+            Ok(watcher::Event::Delete(object)) => context.seen().delete(&object),
+            Err(error) => {
+                if is_refused(&error) {
+                    *context.seen() = Seen::default();
+                    context.slices_changed();
+                    return;
+                }
+                tracing::debug!(%error, "watch of slices interrupted; trying again");
+                continue;
+            }
+        }
+        context.slices_changed();
+    }
+}
+
+fn is_refused(error: &watcher::Error) -> bool {
+    let code = match error {
+        watcher::Error::InitialListFailed(kube::Error::Api(status))
+        | watcher::Error::WatchStartFailed(kube::Error::Api(status))
+        | watcher::Error::WatchFailed(kube::Error::Api(status)) => status.code,
+        watcher::Error::WatchError(status) => status.code,
+        _ => return false,
+    };
+    matches!(code, 403 | 404)
+}

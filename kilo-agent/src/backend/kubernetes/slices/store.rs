@@ -1,0 +1,147 @@
+//! What slices say, in the cache that snapshots are made of.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use kilo_core::{objects::CheckedIn, objects::slices::Entry};
+
+use super::{Context, SeenNode, see_entry};
+use crate::backend::kubernetes::cache::Urgency;
+
+/// A node that slices say nothing of any more goes after this time without one that is wrong: it may be on its way
+/// from one to another.
+const GONE: Duration = Duration::from_secs(1);
+
+/// A loss of so many nodes at once, and of more than a third, is doubted for as long as a writer may take to mend it.
+const MANY: usize = 3;
+const DOUBTED: Duration = Duration::from_secs(45);
+
+/// What is in the cache because slices say so.
+#[derive(Default)]
+pub(super) struct Shown {
+    nodes: BTreeMap<String, Arc<Entry>>,
+    /// Of which they say nothing any more, and since when.
+    gone: BTreeMap<String, Instant>,
+}
+
+impl Shown {
+    /// Everything that slices say instead of what was known; the own node as its object says.
+    pub(super) fn replace(context: &Context, own: Option<SeenNode<CheckedIn>>) -> Self {
+        let nodes = entries(context).0;
+        let list = nodes.values().map(|entry| see_entry(entry, &context.label)).chain(own).collect();
+        context.shared.change(|cache| cache.nodes.replace(list, &BTreeSet::new()));
+        Self { nodes, gone: BTreeMap::new() }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Shows what has changed since; returns when to look again although nothing has.
+    pub(super) fn follow(&mut self, context: &Context) -> Option<Instant> {
+        let (now, complete) = entries(context);
+        let gone = self.gone(&now, complete, Instant::now());
+        let is_known = |name: &String, entry: &Arc<Entry>| {
+            self.nodes.get(name).is_some_and(|known| Arc::ptr_eq(known, entry) || known == entry)
+        };
+        let news: Vec<_> = now.into_iter().filter(|(name, entry)| !is_known(name, entry)).collect();
+        if !(news.is_empty() && gone.is_empty()) {
+            context.shared.change(|cache| {
+                let mut urgency = Urgency::Never;
+                for name in &gone {
+                    urgency = urgency.max(cache.nodes.remove(name));
+                }
+                for (_, entry) in &news {
+                    urgency = urgency.max(cache.nodes.put(see_entry(entry, &context.label)));
+                }
+                urgency
+            });
+            self.nodes.retain(|name, _| !gone.contains(name));
+            self.nodes.extend(news);
+        }
+        let pause = self.pause();
+        self.gone.values().min().map(|since| *since + pause)
+    }
+
+    /// How long slices must have said nothing of the nodes that go.
+    fn pause(&self) -> Duration {
+        let many = self.gone.len() >= MANY && self.gone.len() * 3 > self.nodes.len();
+        if many { DOUBTED } else { GONE }
+    }
+
+    /// Nodes that are to go now.
+    fn gone(
+        &mut self,
+        now: &BTreeMap<String, Arc<Entry>>,
+        complete: bool,
+        time: Instant,
+    ) -> BTreeSet<String> {
+        self.gone.retain(|name, _| !now.contains_key(name));
+        for name in self.nodes.keys().filter(|name| !now.contains_key(*name)) {
+            let since = self.gone.entry(name.clone()).or_insert(time);
+            if !complete {
+                *since = time;
+            }
+        }
+        let pause = self.pause();
+        let is_due = |since: &Instant| complete && time.saturating_duration_since(*since) >= pause;
+        let due: BTreeSet<String> =
+            self.gone.iter().filter(|(_, since)| is_due(since)).map(|(name, _)| name.clone()).collect();
+        self.gone.retain(|name, _| !due.contains(name));
+        due
+    }
+}
+
+/// All nodes of slices but the own one, and whether slices say everything: the own one is a node, too.
+fn entries(context: &Context) -> (BTreeMap<String, Arc<Entry>>, bool) {
+    let seen = context.seen();
+    let (nodes, twice) = seen.set.nodes();
+    context.report.wrong(seen.set.bad(), twice);
+    let complete = nodes.contains_key(&*context.hostname) && seen.set.complete(&context.label).is_ok();
+    let others = nodes.into_iter().filter(|(name, _)| **name != context.hostname);
+    let others = others.map(|(name, entry)| (name.to_owned(), Arc::clone(entry))).collect();
+    (others, complete)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_goes_when_slices_that_say_everything_have_not_had_it_for_a_second() {
+        let all = |names: &[&str]| -> BTreeMap<String, Arc<Entry>> {
+            names.iter().map(|name| ((*name).to_owned(), Arc::default())).collect()
+        };
+        let mut shown = Shown { nodes: all(&["a", "b"]), gone: BTreeMap::new() };
+        let start = Instant::now();
+        let mut at = |ms: u64, names: &[&str], complete| {
+            shown.gone(&all(names), complete, start + Duration::from_millis(ms)).len()
+        };
+        assert_eq!(at(0, &["a"], true), 0);
+        assert_eq!(at(900, &["a", "b"], true), 0, "it has moved");
+        assert_eq!(at(1100, &["a"], true), 0);
+        assert_eq!(at(1900, &["a"], false), 0, "a slice is missing");
+        assert_eq!(at(2800, &["a"], true), 0);
+        assert_eq!(at(2900, &["a"], true), 1);
+    }
+
+    #[test]
+    fn many_nodes_that_go_at_once_are_doubted_for_as_long_as_a_writer_may_take() {
+        let all = |number: usize| -> BTreeMap<String, Arc<Entry>> {
+            (0..number).map(|number| (format!("{number:02}"), Arc::default())).collect()
+        };
+        let mut shown = Shown { nodes: all(9), gone: BTreeMap::new() };
+        let start = Instant::now();
+        let mut at = |seconds: u64, number: usize| {
+            shown.gone(&all(number), true, start + Duration::from_secs(seconds)).len()
+        };
+        assert_eq!((at(0, 0), at(44, 0)), (0, 0), "an index that names no slice");
+        assert_eq!((at(44, 9), at(46, 9)), (0, 0), "it was mended");
+        assert_eq!((at(50, 6), at(52, 6)), (0, 3), "a third");
+        assert_eq!((at(60, 5), at(100, 5), at(105, 5)), (0, 0, 4));
+    }
+}

@@ -1,0 +1,503 @@
+//! Writes slices for all: the agent that has the Lease.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    pin::pin,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use futures::{Stream, StreamExt as _};
+use kilo_core::objects::slices::{
+    Entry, INDEX, Index, NodeSlice, NodeSliceSpec, Plan, plan, poll_seconds, rank,
+};
+use kube::{
+    Api, Resource as _, ResourceExt as _,
+    api::{DeleteParams, PostParams, Preconditions},
+    runtime::{WatchStreamExt as _, watcher},
+};
+
+use super::{
+    Context, PartialNode,
+    lease::{Held, Tried},
+    mirror::Mirror,
+};
+use crate::status::Timestamp;
+
+/// Changes are collected for so long.
+const DEBOUNCE: Duration = Duration::from_millis(200);
+/// Slices written at once.
+const BURST: usize = 8;
+/// Bytes a second that the API server may send to all agents together because of slices, but for the first of a burst.
+const EGRESS: f64 = 50e6;
+/// Who lives is looked at so often without heartbeats.
+const JUDGED: Duration = Duration::from_secs(5);
+/// A write that failed is tried again after this time, and after twice as long each time, up to a minute.
+const RETRY: Duration = Duration::from_millis(500);
+const MOST_RETRY: Duration = Duration::from_mins(1);
+/// So many failures of a slice in a row are no race with another writer.
+const LASTING: u32 = 4;
+/// The index is written again after this time, so that others know that somebody writes.
+const RENEWED: Duration = Duration::from_mins(1);
+/// Who may not write, or does not hear itself, leaves it to another for so long.
+const RESIGNED: Duration = Duration::from_mins(1);
+/// No write takes longer: the Lease is to be renewed.
+const ANSWER: Duration = Duration::from_secs(4);
+/// Where the Lease is refused, it is asked for again so seldom: the right may come back, and somebody must write.
+const REFUSED: Duration = Duration::from_mins(1);
+/// Before the own Node is known, nobody can say who writes.
+const UNKNOWN: Duration = Duration::from_millis(500);
+/// A list of Nodes that misses many is confirmed after this time.
+const CONFIRM: Duration = Duration::from_secs(5);
+
+/// Waits for the Lease, and writes while this agent has it; for ever.
+pub(super) async fn run(context: Arc<Context>) {
+    let leases = Api::namespaced(context.client.clone(), &context.namespace);
+    let mut held = Held::new(leases, &context.hostname);
+    let (mut refused, mut starts) = (false, true);
+    let own_place = || rank(context.shared.cache().nodes.values(), &context.hostname);
+    let mut pause = Duration::ZERO;
+    loop {
+        tokio::time::sleep(pause).await;
+        let place = own_place();
+        if place == usize::MAX {
+            pause = UNKNOWN;
+            continue;
+        }
+        if std::mem::take(&mut starts) {
+            // Not all that start at the same time ask at the same time.
+            let most = Duration::from_secs(poll_seconds(place).min(poll_seconds(3)));
+            tokio::time::sleep(most.mul_f64(rand::random_range(0.0..0.4))).await;
+        }
+        pause = Duration::from_secs(poll_seconds(place)).mul_f64(rand::random_range(0.8..1.2));
+        match held.take().await {
+            Tried::Has => {
+                tracing::info!("this agent writes the slices of nodes");
+                context.report.set_writes(true);
+                let _writing = Writing(&context);
+                let (why, rest) = Writer::new(&context, &mut held).run().await;
+                pause = pause.max(rest);
+                tracing::info!(why, "this agent no longer writes the slices of nodes");
+            }
+            Tried::Another => {}
+            Tried::Refused(reason) => {
+                if !refused {
+                    tracing::info!(reason, "this agent cannot write the slices of nodes; another may");
+                }
+                (refused, pause) = (true, REFUSED.mul_f64(rand::random_range(0.8..1.2)));
+            }
+            Tried::Failed(reason) => tracing::debug!(reason, "failed to look at the Lease of slices"),
+        }
+    }
+}
+
+/// Says until dropped that this agent writes.
+struct Writing<'a>(&'a Context);
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        self.0.report.set_writes(false);
+    }
+}
+
+/// What there is of slices.
+struct Present {
+    slices: BTreeMap<String, Vec<Entry>>,
+    index: Option<Index>,
+    /// `resourceVersion` of each object.
+    versions: BTreeMap<String, String>,
+    /// Objects that cannot be read.
+    spoiled: Vec<String>,
+}
+
+struct Writer<'a> {
+    context: &'a Context,
+    held: &'a mut Held,
+    mirror: Mirror,
+    /// What this agent has written and the watch has not shown yet, with the version; `None`: deleted.
+    written: BTreeMap<String, (u64, Option<NodeSliceSpec>)>,
+    lists: u64,
+    /// Slices of which the last writes failed.
+    failing: BTreeMap<String, Failing>,
+    /// When this agent wrote the index last.
+    renewed: Option<Instant>,
+}
+
+/// Why a writer stops, and how long it leaves it to others before it tries again.
+type Stopped = (&'static str, Duration);
+
+/// Writes of a slice that failed in a row.
+struct Failing {
+    times: u32,
+    until: Instant,
+}
+
+/// What became of a write.
+enum Failed {
+    /// This account may not write slices.
+    Refused(String),
+    /// Another try may do it.
+    Again(String),
+}
+
+impl<'a> Writer<'a> {
+    fn new(context: &'a Context, held: &'a mut Held) -> Self {
+        let mirror = {
+            let seen = context.seen();
+            Mirror::begin(
+                seen.set.nodes().0.into_values().map(|entry| &**entry),
+                &context.hostname,
+                &context.label,
+            )
+        };
+        Self {
+            context,
+            held,
+            mirror,
+            written: BTreeMap::new(),
+            lists: 0,
+            failing: BTreeMap::new(),
+            renewed: None,
+        }
+    }
+
+    /// Until the Lease is lost; returns why.
+    async fn run(mut self) -> Stopped {
+        loop {
+            let stream = watcher(self.context.nodes(), watcher::Config::default()).default_backoff();
+            let mut stream = pin!(stream);
+            match self.follow(&mut stream).await {
+                Some(why) => return why,
+                None => tokio::time::sleep(CONFIRM).await,
+            }
+        }
+    }
+
+    /// `None`: Nodes are to be listed again.
+    async fn follow<S>(&mut self, stream: &mut S) -> Option<Stopped>
+    where
+        S: Stream<Item = watcher::Result<watcher::Event<PartialNode>>> + Unpin,
+    {
+        let mut round = Instant::now();
+        let mut judged = tokio::time::interval(JUDGED);
+        judged.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            let works = self.mirror.listed && self.mirror.dirty && self.context.seen().lists > 0;
+            let context = self.context;
+            tokio::select! {
+                biased;
+                () = tokio::time::sleep_until(self.held.renewal().into()) => {
+                    match self.held.renew().await {
+                        Tried::Has => {}
+                        Tried::Failed(_) if self.held.is_valid() => tokio::time::sleep(RETRY).await,
+                        Tried::Failed(_) => return Some(("the Lease was not renewed in time", Duration::ZERO)),
+                        Tried::Another => return Some(("another agent has the Lease", Duration::ZERO)),
+                        Tried::Refused(_) => return Some(("the right to renew the Lease is missing", REFUSED)),
+                    }
+                }
+                () = tokio::time::sleep_until(round.into()), if works => {
+                    if !self.held.is_valid() {
+                        return Some(("the Lease was not renewed in time", Duration::ZERO));
+                    }
+                    self.mirror.judge(false);
+                    match self.round().await {
+                        Ok(pause) => round = Instant::now() + pause,
+                        Err(stopped) => return Some(stopped),
+                    }
+                }
+                event = stream.next() => match event {
+                    Some(Ok(event)) => {
+                        let was_dirty = self.mirror.dirty;
+                        if self.mirror.take(event, &self.context.label) {
+                            return None;
+                        }
+                        self.mirror.judge(false);
+                        if self.mirror.dirty && !was_dirty {
+                            round = round.max(Instant::now() + DEBOUNCE);
+                        }
+                    }
+                    Some(Err(error)) => super::super::report(error, super::Asked::Nodes),
+                    None => return None,
+                },
+                () = context.writes.notified() => self.mirror.dirty = true,
+                _ = judged.tick() => {
+                    if let Some(why) = self.mirror.unfit(Instant::now()) {
+                        return Some((why, RESIGNED));
+                    }
+                    self.mirror.judge(true);
+                    self.mirror.dirty |= !self.failing.is_empty() || self.is_renewal_due();
+                }
+            }
+        }
+    }
+
+    /// What there is, with what was written and not shown yet.
+    fn present(&mut self) -> Present {
+        let context = self.context;
+        let seen = context.seen();
+        if seen.lists != self.lists {
+            // Whatever was written before is in the list, or has been undone.
+            self.written.clear();
+            self.lists = seen.lists;
+        }
+        let version = |text: &String| text.parse::<u64>().unwrap_or(0);
+        self.written.retain(|name, (written, content)| {
+            let shown = seen.versions.get(name).map_or(0, version);
+            let gone = seen.deleted.get(name).is_some_and(|deleted| deleted > written);
+            let is_shown =
+                if content.is_some() { shown >= *written || gone } else { shown > *written || shown == 0 };
+            !is_shown
+        });
+        let readable = seen.set.readable();
+        let mut slices: BTreeMap<String, Vec<Entry>> = readable
+            .map(|(name, entries)| (name.to_owned(), entries.iter().map(|entry| (**entry).clone()).collect()))
+            .collect();
+        let mut index = seen.set.index().cloned();
+        let mut versions = seen.versions.clone();
+        let spoiled = seen.set.present().filter(|name| !slices.contains_key(*name)).map(ToOwned::to_owned);
+        let spoiled: Vec<String> = spoiled.collect();
+        for (name, (version, content)) in &self.written {
+            match content {
+                Some(content) if name == INDEX => index.clone_from(&content.index),
+                Some(content) => drop(slices.insert(name.clone(), content.nodes.clone())),
+                None => {
+                    slices.remove(name);
+                    versions.remove(name);
+                    continue;
+                }
+            }
+            versions.insert(name.clone(), version.to_string());
+        }
+        Present { slices, index, versions, spoiled }
+    }
+
+    /// Others are to be told again that somebody writes.
+    fn is_renewal_due(&self) -> bool {
+        self.renewed.is_none_or(|renewed| renewed.elapsed() >= RENEWED)
+    }
+
+    /// Writes some of what differs; returns the pause until the next round.
+    async fn round(&mut self) -> Result<Duration, Stopped> {
+        let Present { slices, index, versions, spoiled } = self.present();
+        let ours = index.filter(|index| {
+            index.topology_label == self.context.label && index.writer == self.context.hostname
+        });
+        let names = ours.as_ref().map(|index| &index.slices[..]).filter(|_| !self.is_renewal_due());
+        let plan = plan(&slices, names, &self.mirror.entries);
+        let useless = useless(spoiled, &plan, names);
+        let mut writes = self.ordered(plan, &slices);
+        writes.extend(useless.into_iter().map(|name| (name, None)));
+        self.failing.retain(|name, _| writes.iter().any(|(wanted, _)| wanted == name));
+        self.mirror.dirty = false;
+        let (mut bytes, mut tried, mut order) = (0, 0, Order::default());
+        for (name, content) in writes {
+            let waits = self.failing.get(&name).is_some_and(|failing| failing.until > Instant::now());
+            if waits || order.is_held(&name, content.as_ref(), &slices) {
+                order.hold(&name, content.as_ref());
+                continue;
+            }
+            if tried == BURST || !self.held.is_valid() || self.held.renewal() <= Instant::now() {
+                self.mirror.dirty = true;
+                break;
+            }
+            tried += 1;
+            let size = content.as_ref().map_or(0, |content| content.nodes.iter().map(Entry::bytes).sum());
+            match self.write(&name, versions.get(&name), content.clone()).await {
+                Ok(()) => {
+                    bytes += size;
+                    self.failing.remove(&name);
+                    if name == INDEX {
+                        self.renewed = Some(Instant::now());
+                    }
+                }
+                Err(Failed::Again(error)) => {
+                    order.hold(&name, content.as_ref());
+                    self.failed(&name, &error);
+                }
+                Err(Failed::Refused(reason)) => {
+                    self.context.report.failed();
+                    tracing::warn!(
+                        reason,
+                        "this account may not write NodeSlices; apply the ClusterRole of manifests/"
+                    );
+                    return Err(("the right to write slices is missing", RESIGNED));
+                }
+            }
+        }
+        let retry = self.failing.values().map(|failing| failing.until).min();
+        let retry = retry.map(|until| until.saturating_duration_since(Instant::now()));
+        self.mirror.dirty |= retry.is_some_and(|retry| retry < JUDGED);
+        #[allow(clippy::cast_precision_loss, reason = "far below 2^52")]
+        let pause = bytes as f64 * self.mirror.entries.len() as f64 / EGRESS;
+        Ok(DEBOUNCE.max(Duration::from_secs_f64(pause)))
+    }
+
+    /// Takes note of a write that failed, and says so once when it lasts.
+    fn failed(&mut self, name: &str, error: &str) {
+        self.written.remove(name);
+        self.context.report.failed();
+        let failing =
+            self.failing.entry(name.to_owned()).or_insert(Failing { times: 0, until: Instant::now() });
+        failing.until = Instant::now() + RETRY.saturating_mul(1 << failing.times.min(7)).min(MOST_RETRY);
+        failing.times = failing.times.saturating_add(1);
+        if failing.times == LASTING {
+            tracing::warn!(
+                slice = name,
+                error,
+                "failed to write a slice for some time; other slices are written; if this lasts, apply manifests/crds.yaml, \
+                 or delete the slice: it is made again"
+            );
+        } else {
+            tracing::debug!(slice = name, error, "failed to write a slice; trying again");
+        }
+    }
+
+    /// All writes in the order in which readers lose nothing.
+    fn ordered(
+        &self,
+        plan: Plan,
+        old: &BTreeMap<String, Vec<Entry>>,
+    ) -> Vec<(String, Option<NodeSliceSpec>)> {
+        let slice = |(name, nodes)| (name, Some(NodeSliceSpec { nodes, index: None }));
+        let mut writes: Vec<_> = plan.gain.into_iter().map(slice).collect();
+        if let Some(slices) = plan.names {
+            let index = Index {
+                slices,
+                topology_label: self.context.label.clone(),
+                writer: self.context.hostname.clone(),
+                renewed: Timestamp::now().0,
+            };
+            writes.push((INDEX.to_owned(), Some(NodeSliceSpec { nodes: Vec::new(), index: Some(index) })));
+        }
+        // Who has died or come back is what others wait for.
+        let lives = |entries: &[Entry]| -> BTreeSet<String> {
+            entries.iter().filter(|entry| entry.alive).map(|entry| entry.name.clone()).collect()
+        };
+        let (urgent, others): (Vec<_>, Vec<_>) = plan
+            .others
+            .into_iter()
+            .partition(|(name, nodes)| old.get(name).is_some_and(|old| lives(old) != lives(nodes)));
+        writes.extend(urgent.into_iter().chain(others).map(slice));
+        writes.extend(plan.gone.into_iter().map(|name| (name, None)));
+        writes
+    }
+
+    async fn write(
+        &mut self,
+        name: &str,
+        version: Option<&String>,
+        content: Option<NodeSliceSpec>,
+    ) -> Result<(), Failed> {
+        let slices: Api<NodeSlice> = Api::all(self.context.client.clone());
+        let parameters = PostParams { field_manager: Some("kilo".to_owned()), ..PostParams::default() };
+        let request = async {
+            let Some(spec) = content.clone() else {
+                // Not what another has written meanwhile.
+                let preconditions = Preconditions { resource_version: version.cloned(), uid: None };
+                let parameters =
+                    DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
+                return slices.delete(name, &parameters).await.map(|_| None);
+            };
+            let mut slice = NodeSlice::new(name, spec);
+            slice.meta_mut().resource_version = version.cloned();
+            match version {
+                Some(_) => slices.replace(name, &parameters, &slice).await.map(Some),
+                None => slices.create(&parameters, &slice).await.map(Some),
+            }
+        };
+        let answer = tokio::time::timeout(ANSWER, request).await;
+        let object = match answer.map_err(|_| Failed::Again("no answer".to_owned()))? {
+            Ok(object) => object,
+            Err(kube::Error::Api(status)) if status.code == 403 => {
+                return Err(Failed::Refused(status.message));
+            }
+            Err(error) => return Err(Failed::Again(kilo_core::errors::error_chain(&error))),
+        };
+        let written = object.and_then(|object| object.resource_version()?.parse().ok());
+        let known = version.and_then(|version| version.parse().ok()).unwrap_or(0);
+        self.written.insert(name.to_owned(), (written.unwrap_or(known), content));
+        self.context.report.wrote();
+        Ok(())
+    }
+}
+
+/// Objects that cannot be read and that no slice will have the name of.
+fn useless(spoiled: Vec<String>, plan: &Plan, indexed: Option<&[String]>) -> Vec<String> {
+    // Without news the index names what there is to be.
+    let names = plan.names.as_deref().or(indexed).unwrap_or_default();
+    spoiled.into_iter().filter(|name| !names.contains(name)).collect()
+}
+
+/// What has not been written, for which what comes after it waits, so that readers lose no node.
+#[derive(Default)]
+struct Order {
+    /// Nodes of slices that were not written.
+    nodes: BTreeSet<String>,
+    /// The index was not written.
+    index: bool,
+}
+
+impl Order {
+    /// Takes note that this was not written.
+    fn hold(&mut self, name: &str, content: Option<&NodeSliceSpec>) {
+        self.index |= name == INDEX;
+        self.nodes
+            .extend(content.into_iter().flat_map(|content| &content.nodes).map(|entry| entry.name.clone()));
+    }
+
+    /// This takes a node from where it was before it is elsewhere, or names or removes a slice too early.
+    fn is_held(
+        &self,
+        name: &str,
+        content: Option<&NodeSliceSpec>,
+        old: &BTreeMap<String, Vec<Entry>>,
+    ) -> bool {
+        if name == INDEX {
+            return !self.nodes.is_empty();
+        }
+        let new = content.map_or(&[][..], |content| &content.nodes[..]);
+        let loses = |entry: &Entry| {
+            self.nodes.contains(&entry.name) && !new.iter().any(|kept| kept.name == entry.name)
+        };
+        content.is_none() && self.index || old.get(name).is_some_and(|old| old.iter().any(loses))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn slice(names: &[&str]) -> NodeSliceSpec {
+        let entry = |name: &&str| Entry { name: (*name).to_owned(), ..Entry::default() };
+        NodeSliceSpec { nodes: names.iter().map(entry).collect(), index: None }
+    }
+
+    #[test]
+    fn a_slice_that_cannot_be_written_holds_up_what_would_lose_its_nodes_and_nothing_else() {
+        let old: BTreeMap<_, _> =
+            [("one", slice(&["a", "b"])), ("two", slice(&["c"])), ("three", slice(&["d"]))]
+                .map(|(name, slice)| (name.to_owned(), slice.nodes))
+                .into();
+        let mut order = Order::default();
+        assert!(!order.is_held("two", None, &old));
+        // b moves to a slice that is refused.
+        order.hold("new", Some(&slice(&["b"])));
+        assert!(order.is_held(INDEX, Some(&slice(&[])), &old), "it would name a slice that is missing");
+        assert!(order.is_held("one", Some(&slice(&["a"])), &old), "b would be nowhere");
+        assert!(!order.is_held("one", Some(&slice(&["a", "b"])), &old));
+        assert!(!order.is_held("two", Some(&slice(&[])), &old), "c has gone");
+        assert!(!order.is_held("two", None, &old));
+        order.hold(INDEX, Some(&slice(&[])));
+        assert!(order.is_held("two", None, &old), "the index still names it");
+    }
+
+    #[test]
+    fn a_slice_that_is_written_again_under_its_name_is_not_deleted_in_the_same_round() {
+        let spoiled = || vec!["nodes-00001".to_owned(), "forged".to_owned()];
+        let named = ["nodes-00000".to_owned(), "nodes-00001".to_owned()];
+        let mut plan = Plan::default();
+        assert_eq!(useless(spoiled(), &plan, Some(&named)), ["forged"], "the index stays as it is");
+        plan.names = Some(named.to_vec());
+        assert_eq!(useless(spoiled(), &plan, None), ["forged"]);
+    }
+}

@@ -1,0 +1,389 @@
+//! Slices of the list of nodes on a real API server: who writes them, who reads them, and what happens when
+//! something is wrong with them.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use std::{
+    collections::BTreeMap,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use k8s_openapi::api::{coordination::v1::Lease, core::v1 as core};
+use kilo_agent::backend::{
+    Backend as _,
+    kubernetes::{self, KubernetesBackend, NodesFrom, SlicesReport},
+};
+use kilo_core::{
+    objects::{
+        node,
+        slices::{Entry, INDEX, Index, LEASE, NodeSlice, NodeSliceSpec, rank},
+    },
+    wireguard::key::PublicKey,
+};
+use kube::{
+    Api, Client,
+    api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
+};
+use serde_json::json;
+
+use crate::{
+    accounts::account,
+    api::{ADMIN, ApiServer, apply, apply_crds, create_node, manifest, until},
+};
+
+const LABEL: &str = "topology.kubernetes.io/region";
+/// A change is known everywhere within this time.
+const SOON: Duration = Duration::from_secs(5);
+/// A writer is replaced within this time.
+const REPLACED: Duration = Duration::from_secs(40);
+
+fn now() -> i64 {
+    kilo_agent::status::Timestamp::now().0
+}
+
+/// An API server with nodes of agents of ours.
+struct Cluster {
+    server: ApiServer,
+    admin: Client,
+    nodes: Api<core::Node>,
+    slices: Api<NodeSlice>,
+    kubeconfig: PathBuf,
+}
+
+impl Cluster {
+    async fn start(nodes: usize) -> Option<Self> {
+        let server = ApiServer::start().await?;
+        let admin = server.client(ADMIN).await;
+        apply_crds(&admin).await;
+        let kubeconfig = account(&server, "kilo-kubeadm.yaml", "kube-system", "kilo").await;
+        let (nodes_api, slices) = (Api::all(admin.clone()), Api::all(admin.clone()));
+        let cluster = Self { server, admin, nodes: nodes_api, slices, kubeconfig };
+        for number in 0..nodes {
+            cluster.create(&format!("n{number:02}"), number).await;
+        }
+        Some(cluster)
+    }
+
+    async fn create(&self, name: &str, number: usize) {
+        let seen = now();
+        let key = PublicKey([u8::try_from(number + 1).unwrap(); 32]).to_string();
+        let pairs = [
+            ("kilo.squat.ai/key", key),
+            ("kilo.squat.ai/endpoint", format!("192.0.2.{number}:51820")),
+            ("kilo.squat.ai/internal-ip", format!("10.1.0.{number}/24")),
+            ("kilo.squat.ai/granularity", "location".to_owned()),
+            ("kilo.squat.ai/last-seen", seen.to_string()),
+            ("kilo.squat.ai/heartbeat", format!("{seen}/300")),
+        ];
+        let pairs: Vec<(&str, &str)> = pairs.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        create_node(&self.admin, name, &pairs).await;
+    }
+
+    async fn backend(&self, node: &str) -> KubernetesBackend {
+        let client = kubernetes::client(Some(&self.kubeconfig), None).await.unwrap();
+        let from = NodesFrom::Slices { namespace: "kube-system".to_owned() };
+        KubernetesBackend::start_from(client, Some(node), LABEL, &from).await.unwrap()
+    }
+
+    /// Those that are first to write, and the others.
+    async fn by_rank(&self, agents: usize) -> (Vec<String>, Vec<String>) {
+        let plain = KubernetesBackend::start(self.admin.clone(), None, LABEL).await.unwrap();
+        let snapshot = plain.watch().borrow().clone();
+        let mut names: Vec<String> = snapshot.nodes.names().map(ToOwned::to_owned).collect();
+        names.sort_by_key(|name| rank(&snapshot.nodes, name));
+        let mut others = names.split_off(agents);
+        others.sort();
+        (names, others)
+    }
+
+    async fn annotate(&self, node: &str, name: &str, value: &str) {
+        let patch = json!({ "metadata": { "annotations": { (format!("kilo.squat.ai/{name}")): value } } });
+        self.nodes.patch(node, &PatchParams::default(), &Patch::Merge(&patch)).await.unwrap();
+    }
+
+    /// As its agent writes it: both at once.
+    async fn beat(&self, node: &str, seen: i64, every: u16) {
+        let patch = json!({ "metadata": { "annotations": {
+            "kilo.squat.ai/heartbeat": format!("{seen}/{every}"), "kilo.squat.ai/last-seen": seen.to_string() } } });
+        self.nodes.patch(node, &PatchParams::default(), &Patch::Merge(&patch)).await.unwrap();
+    }
+
+    async fn holder(&self) -> Option<String> {
+        let leases: Api<Lease> = Api::namespaced(self.admin.clone(), "kube-system");
+        leases.get_opt(LEASE).await.unwrap()?.spec?.holder_identity
+    }
+
+    /// How many nodes all slices have together.
+    async fn sliced(&self) -> usize {
+        let slices = self.slices.list(&ListParams::default()).await.unwrap();
+        slices.items.iter().map(|slice| slice.spec.nodes.len()).sum()
+    }
+}
+
+fn report(backend: &KubernetesBackend) -> SlicesReport {
+    backend.slices().unwrap()
+}
+
+async fn wait(what: &str, limit: Duration, is_so: impl AsyncFn() -> bool) -> Duration {
+    let started = Instant::now();
+    while !is_so().await {
+        assert!(started.elapsed() < limit, "{what}: not within {limit:?}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    println!("{what}: after {:?}", started.elapsed());
+    started.elapsed()
+}
+
+async fn read_slices(backends: &[&KubernetesBackend]) {
+    wait("all read slices", Duration::from_secs(30), async || {
+        backends.iter().all(|backend| report(backend).reads)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn one_agent_writes_what_the_others_read_and_a_dead_one_is_replaced() {
+    let Some(cluster) = Cluster::start(45).await else { return };
+    let (agents, others) = cluster.by_rank(3).await;
+    let started = futures::future::join_all(agents.iter().map(|name| cluster.backend(name))).await;
+    let mut backends: BTreeMap<String, KubernetesBackend> = agents.iter().cloned().zip(started).collect();
+    assert_eq!(backends[&agents[0]].watch().borrow().nodes.len(), 45, "before there are slices, Nodes");
+    read_slices(&backends.values().collect::<Vec<_>>()).await;
+    assert_eq!(cluster.sliced().await, 45);
+    let index = cluster.slices.get(INDEX).await.unwrap().spec.index.unwrap();
+    assert_eq!(index.slices.len(), 3, "{index:?}");
+    let writer = cluster.holder().await.unwrap();
+    assert_eq!(writer, index.writer);
+    let reader = agents.iter().find(|name| **name != writer).unwrap();
+
+    // What slices say is what Nodes say.
+    let plain = KubernetesBackend::start(cluster.admin.clone(), None, LABEL).await.unwrap();
+    let by_nodes = plain.watch().borrow().clone();
+    let mut snapshots = backends[reader].watch();
+    let by_slices = snapshots.borrow_and_update().clone();
+    for (one, other) in by_nodes.nodes.iter().zip(by_slices.nodes.iter()) {
+        let mut other_node = (**other.node).clone();
+        assert_eq!(other_node.judged.take(), (other.name != *reader).then_some(true), "{}", other.name);
+        assert_eq!((&**one.node, one.last_seen), (&other_node, other.last_seen));
+    }
+
+    // A change touches one slice, and is known soon; a heartbeat touches none.
+    let before = report(&backends[&writer]).written;
+    cluster.beat(&others[0], now() + 1, 300).await;
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(report(&backends[&writer]).written, before, "a heartbeat");
+    cluster.annotate(&others[1], "leader", "true").await;
+    let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes[&*others[1]].leader).await;
+    println!("a change was known after {took:?}");
+    assert!(took < Duration::from_secs(2), "{took:?}");
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(report(&backends[&writer]).written, before + 1, "one slice");
+
+    // Nodes that come and go, and the own one at once.
+    cluster.create("n99", 99).await;
+    until(&mut snapshots, SOON, |snapshot| snapshot.nodes.contains("n99")).await;
+    cluster.nodes.delete(&others[2], &DeleteParams::default()).await.unwrap();
+    until(&mut snapshots, SOON, |snapshot| !snapshot.nodes.contains(&others[2])).await;
+    cluster.annotate(reader, "location", "moved").await;
+    let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes[&**reader].location == "moved").await;
+    assert!(took < Duration::from_millis(500), "the own node: {took:?}");
+
+    // The writer dies: nothing changes, and another goes on.
+    backends.remove(&writer);
+    let known = snapshots.borrow_and_update().nodes.len();
+    cluster.annotate(&others[3], "leader", "true").await;
+    let took = until(&mut snapshots, REPLACED, |snapshot| {
+        assert_eq!(snapshot.nodes.len(), known, "static stability");
+        snapshot.nodes[&*others[3]].leader
+    })
+    .await;
+    println!("another agent wrote it after {took:?}");
+    assert!(backends.values().all(|backend| report(backend).reads), "nobody lists Nodes");
+    assert_ne!(cluster.holder().await.unwrap(), writer);
+}
+
+#[tokio::test]
+async fn slices_that_are_deleted_spoiled_or_forged_are_mended_and_take_no_node_along() {
+    let Some(cluster) = Cluster::start(45).await else { return };
+    let (first, second) = tokio::join!(cluster.backend("n00"), cluster.backend("n01"));
+    read_slices(&[&first, &second]).await;
+    let complete = || [&first, &second].iter().all(|backend| backend.watch().borrow().nodes.len() == 45);
+    let whole = async || {
+        wait("all slices are there and right", SOON, async || {
+            assert!(complete(), "a node was lost");
+            let bad = [&first, &second].iter().any(|backend| report(backend).bad + report(backend).twice > 0);
+            cluster.sliced().await == 45 && !bad
+        })
+        .await
+    };
+    let some = "nodes-00001";
+    cluster.slices.delete(some, &DeleteParams::default()).await.unwrap();
+    whole().await;
+    cluster.slices.delete(INDEX, &DeleteParams::default()).await.unwrap();
+    wait("the index is back", SOON, async || cluster.slices.get_opt(INDEX).await.unwrap().is_some()).await;
+    whole().await;
+    cluster.slices.delete_collection(&DeleteParams::default(), &ListParams::default()).await.unwrap();
+    whole().await;
+
+    // Somebody writes a lie: another key, a node twice, one that does not exist.
+    let mut slice = cluster.slices.get(some).await.unwrap();
+    slice.spec.nodes[0].annotations.insert("key".to_owned(), PublicKey([99; 32]).to_string());
+    let mut twice = cluster.slices.get("nodes-00000").await.unwrap().spec.nodes[0].clone();
+    twice.resource_version = "1".to_owned();
+    let ghost = Entry { name: "ghost".to_owned(), ..twice.clone() };
+    slice.spec.nodes.extend([twice, ghost]);
+    cluster.slices.replace(some, &PostParams::default(), &slice).await.unwrap();
+    wait("the lie is gone", SOON, async || {
+        let slice = cluster.slices.get(some).await.unwrap();
+        cluster.sliced().await == 45
+            && slice.spec.nodes[0].annotations["key"] != PublicKey([99; 32]).to_string()
+    })
+    .await;
+    wait("and nobody believes it", SOON, async || {
+        let snapshot = second.watch().borrow().clone();
+        let honest = |node: &&str| snapshot.nodes[node].key != Some(PublicKey([99; 32]));
+        complete() && snapshot.nodes.names().all(|name| honest(&name)) && !snapshot.nodes.contains("ghost")
+    })
+    .await;
+    assert!(report(&first).reads && report(&second).reads);
+    whole().await;
+}
+
+#[tokio::test]
+async fn a_node_of_kilos_own_sends_all_back_to_nodes_within_a_minute() {
+    let Some(cluster) = Cluster::start(5).await else { return };
+    let (first, second) = tokio::join!(cluster.backend("n00"), cluster.backend("n01"));
+    read_slices(&[&first, &second]).await;
+    // It renews last-seen alone, as Kilo's own agent does.
+    cluster.annotate("n04", "last-seen", &(now() + 7).to_string()).await;
+    let mut snapshots = second.watch();
+    until(&mut snapshots, SOON, |snapshot| snapshot.nodes["n04"].heartbeat.is_none()).await;
+    wait("all read Nodes", Duration::from_mins(1), async || !report(&first).reads && !report(&second).reads)
+        .await;
+    assert!(report(&second).against.unwrap().contains("Kilo's own agent"));
+    until(&mut snapshots, SOON, |snapshot| snapshot.nodes["n03"].judged.is_none()).await;
+    // Heartbeats are seen as they come.
+    let seen = now() + 100;
+    cluster.annotate("n03", "last-seen", &seen.to_string()).await;
+    until(&mut snapshots, Duration::from_secs(10), |snapshot| {
+        snapshot.nodes.get("n03").unwrap().last_seen == seen
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn without_rights_or_crd_agents_read_nodes_as_before() {
+    let Some(server) = ApiServer::start().await else { return };
+    let admin = server.client(ADMIN).await;
+    apply_crds(&admin).await;
+    // The ClusterRole of before, the CRD of now.
+    let kubeconfig = account(&server, "kilo-kubeadm.yaml", "kube-system", "kilo").await;
+    let mut role = manifest("kilo-kubeadm.yaml")
+        .into_iter()
+        .find(|object| object.types.as_ref().unwrap().kind == "ClusterRole")
+        .unwrap();
+    let rules = role.data["rules"].as_array_mut().unwrap();
+    rules.retain(|rule| rule["resources"] != json!(["nodeslices"]));
+    apply(&admin, &role, false).await.unwrap();
+    create_node(&admin, "old-a", &[]).await;
+    create_node(&admin, "old-b", &[]).await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let start = async || {
+        let client = kubernetes::client(Some(&kubeconfig), None).await.unwrap();
+        let from = NodesFrom::Slices { namespace: "kube-system".to_owned() };
+        KubernetesBackend::start_from(client, Some("old-a"), LABEL, &from).await.unwrap()
+    };
+    let backend = start().await;
+    assert_eq!(backend.watch().borrow().nodes.len(), 2);
+    let report = report(&backend);
+    assert!(!report.reads && !report.writes && report.against.unwrap().contains("may not read"));
+    // And the API server of before.
+    let crds: Api<kube::api::DynamicObject> = Api::all_with(
+        admin.clone(),
+        &kube::api::ApiResource::erase::<
+            k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
+        >(&()),
+    );
+    crds.delete("nodeslices.kilo.squat.ai", &DeleteParams::default()).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let backend = start().await;
+    assert_eq!(backend.watch().borrow().nodes.len(), 2);
+    create_node(&admin, "old-c", &[]).await;
+    until(&mut backend.watch(), SOON, |snapshot| snapshot.nodes.contains("old-c")).await;
+}
+
+#[tokio::test]
+async fn a_dead_node_is_judged_by_the_writer_for_all() {
+    let Some(cluster) = Cluster::start(4).await else { return };
+    // Its agent has promised a heartbeat each 2 s, and is dead; the others are silent for minutes.
+    cluster.beat("n03", now(), 2).await;
+    let (first, second) = tokio::join!(cluster.backend("n00"), cluster.backend("n01"));
+    read_slices(&[&first, &second]).await;
+    let mut snapshots = second.watch();
+    // What proves that it is dead, and not the API server: the writer's own heartbeat.
+    let writer = cluster.holder().await.unwrap();
+    let beat = async {
+        loop {
+            cluster.beat(&writer, now(), 30).await;
+            tokio::time::sleep(Duration::from_secs(2)).await;
+        }
+    };
+    let judged = until(&mut snapshots, Duration::from_secs(90), |snapshot| {
+        snapshot.nodes["n03"].judged == Some(false)
+    });
+    let took = tokio::select! { () = beat => unreachable!(), took = judged => took };
+    println!("n03 was given up after {took:?}");
+    assert!(took > Duration::from_secs(40));
+    assert_eq!(snapshots.borrow().nodes["n02"].judged, Some(true), "it promised one in 300 s");
+    cluster.beat("n03", now() + 1, 2).await;
+    until(&mut snapshots, SOON, |snapshot| snapshot.nodes["n03"].judged == Some(true)).await;
+}
+
+#[tokio::test]
+async fn slices_that_nobody_writes_or_that_deny_the_own_node_are_not_believed() {
+    let Some(cluster) = Cluster::start(5).await else { return };
+    // Without the Lease of the manifests nobody may write, and no agent has the right to create it.
+    let leases: Api<Lease> = Api::namespaced(cluster.admin.clone(), "kube-system");
+    leases.delete(LEASE, &DeleteParams::default()).await.unwrap();
+    let list = cluster.nodes.list(&ListParams::default()).await.unwrap();
+    let entry = |object: &core::Node| Entry::new(object, &node::from_object(object, LABEL).0, LABEL, true);
+    let nodes: Vec<Entry> = list.items.iter().map(entry).collect();
+    let mut slice = NodeSlice::new("nodes-00000", NodeSliceSpec { nodes, index: None });
+    let index = Index {
+        slices: vec!["nodes-00000".to_owned()],
+        topology_label: LABEL.to_owned(),
+        writer: "n04".to_owned(),
+        renewed: now() - 1_000_000,
+    };
+    let mut index = NodeSlice::new(INDEX, NodeSliceSpec { nodes: Vec::new(), index: Some(index) });
+    for made in [&mut slice, &mut index] {
+        *made = cluster.slices.create(&PostParams::default(), made).await.unwrap();
+    }
+    let write = async |slice: &mut NodeSlice| {
+        let name = slice.metadata.name.clone().unwrap();
+        *slice = cluster.slices.replace(&name, &PostParams::default(), slice).await.unwrap();
+    };
+    let backend = cluster.backend("n00").await;
+    let says = |text: &str| report(&backend).against.is_some_and(|against| against.contains(text));
+    assert!(!report(&backend).reads && says("no agent has renewed"), "{:?}", report(&backend));
+    // Somebody writes.
+    index.spec.index.as_mut().unwrap().renewed = now();
+    write(&mut index).await;
+    read_slices(&[&backend]).await;
+    assert!(report(&backend).against.is_none());
+    slice.spec.nodes[0].alive = false;
+    write(&mut slice).await;
+    wait("the own node is said to be dead", SOON, async || says("do not follow the own node")).await;
+    slice.spec.nodes[0].alive = true;
+    write(&mut slice).await;
+    wait("it lives again", SOON, async || report(&backend).against.is_none()).await;
+    // An index that names nothing takes nobody along.
+    index.spec.index.as_mut().unwrap().slices.clear();
+    write(&mut index).await;
+    wait("no slice has the own node", SOON, async || says("do not follow the own node")).await;
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert_eq!(backend.watch().borrow().nodes.len(), 5);
+    assert!(report(&backend).reads && !report(&backend).writes);
+    assert!(leases.get_opt(LEASE).await.unwrap().is_none());
+}
