@@ -51,6 +51,8 @@ struct Said {
     /// Where peers are sent to that are not where the mesh says; true: through a relay.
     endpoints: BTreeMap<PublicKey, (SocketAddr, bool)>,
     ways: BTreeMap<PublicKey, Connected>,
+    /// The task has read the device, and says more than an earlier agent has left there.
+    knows: bool,
     /// Pairs that this node relays for.
     serves: usize,
 }
@@ -76,9 +78,19 @@ impl Relays {
     }
 
     /// Puts into a plan what was found: peers that are elsewhere, which WireGuard may follow from there, and
-    /// whether programs look for messages about relays.
-    pub fn plan(&self, plan: &mut HostPlan, looks: bool) {
-        for (key, (place, _)) in &self.said().endpoints {
+    /// whether programs look for messages about relays. `held` are peers that the device sends to a relay.
+    pub fn plan(&self, plan: &mut HostPlan, looks: bool, held: &BTreeMap<PublicKey, SocketAddr>) {
+        let said = self.said();
+        for (key, place) in held {
+            match plan.wireguard.peers.get_mut(key) {
+                // What an earlier agent has found goes on until the task knows more.
+                Some(peer) if looks && !said.knows => (peer.endpoint, peer.roams) = (Some(*place), true),
+                // `--relay=off` leaves relays.
+                Some(peer) if !looks => peer.roams = false,
+                _ => {}
+            }
+        }
+        for (key, (place, _)) in &said.endpoints {
             if let Some(peer) = plan.wireguard.peers.get_mut(key) {
                 (peer.endpoint, peer.roams) = (Some(*place), true);
             }
