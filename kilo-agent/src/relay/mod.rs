@@ -125,3 +125,31 @@ pub fn tools(dataplane: &Dataplane, bpffs: &Path) -> Result<task::Tools, Datapla
 pub async fn run(context: Context, tools: task::Tools) {
     task::Task::new(context, tools).run().await;
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "tests")]
+mod tests {
+    use kilo_core::wireguard::WireguardPeer;
+
+    use super::*;
+
+    #[test]
+    fn a_first_plan_keeps_a_relay_that_is_in_use_and_relay_off_leaves_it() {
+        let key = PublicKey([1; 32]);
+        let at = |text: &str| text.parse::<SocketAddr>().unwrap();
+        let (published, relay) = (at("203.0.113.1:51820"), at("198.51.100.1:51900"));
+        let planned = |knows, looks, roams| {
+            let relays = Relays::default();
+            relays.said().knows = knows;
+            let mut plan = HostPlan::default();
+            let peer = WireguardPeer { endpoint: Some(published), roams, ..WireguardPeer::default() };
+            plan.wireguard.peers.insert(key, peer);
+            relays.plan(&mut plan, looks, &[(key, relay)].into());
+            let peer = plan.wireguard.peers.get(&key).unwrap();
+            (peer.endpoint.unwrap(), peer.roams)
+        };
+        assert_eq!(planned(false, true, false), (relay, true), "before the task has looked");
+        assert_eq!(planned(true, true, false), (published, false));
+        assert_eq!(planned(false, false, true), (published, false), "--relay=off");
+    }
+}

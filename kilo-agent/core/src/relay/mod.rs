@@ -5,24 +5,20 @@
 mod client;
 mod fresh;
 mod lease;
+mod places;
 mod server;
 #[cfg(test)]
 mod tests;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
     time::Duration,
 };
 
-use kilo_common::relay::{Message, is_port};
-
-use crate::{
-    objects::Nodes,
-    wireguard::{Endpoint, key::PublicKey},
-};
+use kilo_common::relay::Message;
 
 pub use client::Client;
+pub use places::RelayPlaces;
 pub use server::{Heard, Server};
 
 /// A node: [`crate::signal_id::node`] of its key.
@@ -129,37 +125,6 @@ fn rank(one: NodeId, other: NodeId, relay: NodeId) -> u64 {
     mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     mixed ^ (mixed >> 31)
-}
-
-/// Addresses of nodes that offer to relay: a peer that is seen at one of their ports for pairs is elsewhere.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RelayPlaces(BTreeSet<IpAddr>);
-
-impl RelayPlaces {
-    /// As nodes say, and see each other; `seen` is what the own device sees.
-    pub fn of(nodes: &Nodes, seen: &BTreeMap<PublicKey, SocketAddr>) -> Self {
-        let (mut found, mut keys) = (BTreeSet::new(), BTreeSet::new());
-        for node in nodes.iter().filter(|node| node.relay) {
-            found.extend(node.endpoint.as_ref().and_then(Endpoint::ip));
-            found.extend(&node.external_ips);
-            keys.extend(node.key);
-        }
-        let mut see = |seen: &BTreeMap<PublicKey, SocketAddr>| {
-            let places = seen.iter().filter(|(key, at)| keys.contains(key) && !is_port(at.port()));
-            found.extend(places.map(|(_, at)| at.ip()));
-        };
-        // Most meshes have no relay.
-        if !keys.is_empty() {
-            see(seen);
-            nodes.iter().for_each(|node| see(&node.discovered_endpoints));
-        }
-        Self(found)
-    }
-
-    /// Whether this is a port of a relay.
-    pub fn contains(&self, at: SocketAddr) -> bool {
-        is_port(at.port()) && self.0.contains(&at.ip())
-    }
 }
 
 /// An address as map values have it: IPv4 as `::ffff:a.b.c.d`.

@@ -441,6 +441,27 @@ fn a_direct_way_that_only_messages_go_is_left_again() {
 }
 
 #[test]
+fn an_end_behind_a_relays_nat_is_not_taken_for_relayed() {
+    let now = Instant::now();
+    let at = SocketAddr::new(ip(Z[0]), FIRST_PORT + 3);
+    let age = Some(Duration::ZERO);
+    for (published, way) in [(Some(at), Way::Direct), (None, Way::Relayed(Z[0]))] {
+        let mut client = Client::new(X);
+        let relay = Seen {
+            id: Z[0],
+            handshake_age: age,
+            endpoint: Some(place(Z[0])),
+            relays: true,
+            ..Seen::default()
+        };
+        let other = Seen { id: Y, handshake_age: age, endpoint: Some(at), published, ..Seen::default() };
+        client.see(vec![relay, other], true, false, now);
+        client.turn(now, 1, &mut || 4);
+        assert_eq!(client.ways()[&Y], way);
+    }
+}
+
+#[test]
 fn recorded_messages_change_nothing() {
     let now = Instant::now();
     let mut client = Client::new(X);
