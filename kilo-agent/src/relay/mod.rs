@@ -17,7 +17,11 @@ use std::{
 };
 
 use kilo_common::maps::CONFIG_RELAY;
-use kilo_core::{plan::HostPlan, topology::Mesh, wireguard::key::PublicKey};
+use kilo_core::{
+    plan::HostPlan,
+    topology::Mesh,
+    wireguard::{WireguardPlan, key::PublicKey},
+};
 use kilo_host::dataplane::{
     Dataplane, DataplaneError,
     relay::{RelayMaps, RelayRing},
@@ -80,9 +84,16 @@ impl Relays {
     /// Puts into a plan what was found: peers that are elsewhere, which WireGuard may follow from there, and
     /// whether programs look for messages about relays. `held` are peers that the device sends to a relay.
     pub fn plan(&self, plan: &mut HostPlan, looks: bool, held: &BTreeMap<PublicKey, SocketAddr>) {
+        self.place(&mut plan.wireguard, looks, held);
+        if looks && !plan.wireguard.peers.is_empty() {
+            plan.tables.config.flags |= CONFIG_RELAY;
+        }
+    }
+
+    fn place(&self, plan: &mut WireguardPlan, looks: bool, held: &BTreeMap<PublicKey, SocketAddr>) {
         let said = self.said();
         for (key, place) in held {
-            match plan.wireguard.peers.get_mut(key) {
+            match plan.peers.get_mut(key) {
                 // What an earlier agent has found goes on until the task knows more.
                 Some(peer) if looks && !said.knows => (peer.endpoint, peer.roams) = (Some(*place), true),
                 // `--relay=off` leaves relays.
@@ -91,12 +102,9 @@ impl Relays {
             }
         }
         for (key, (place, _)) in &said.endpoints {
-            if let Some(peer) = plan.wireguard.peers.get_mut(key) {
+            if let Some(peer) = plan.peers.get_mut(key) {
                 (peer.endpoint, peer.roams) = (Some(*place), true);
             }
-        }
-        if looks && !plan.wireguard.peers.is_empty() {
-            plan.tables.config.flags |= CONFIG_RELAY;
         }
     }
 }
@@ -141,11 +149,11 @@ mod tests {
         let planned = |knows, looks, roams| {
             let relays = Relays::default();
             relays.said().knows = knows;
-            let mut plan = HostPlan::default();
+            let mut plan = WireguardPlan::default();
             let peer = WireguardPeer { endpoint: Some(published), roams, ..WireguardPeer::default() };
-            plan.wireguard.peers.insert(key, peer);
-            relays.plan(&mut plan, looks, &[(key, relay)].into());
-            let peer = plan.wireguard.peers.get(&key).unwrap();
+            plan.peers.insert(key, peer);
+            relays.place(&mut plan, looks, &[(key, relay)].into());
+            let peer = plan.peers.get(&key).unwrap();
             (peer.endpoint.unwrap(), peer.roams)
         };
         assert_eq!(planned(false, true, false), (relay, true), "before the task has looked");
