@@ -195,6 +195,16 @@ pub struct Port {
     pub pad: [u16; 3],
 }
 
+impl Port {
+    /// Whether it is bound, and this is the own address that its end sends to.
+    #[inline(always)]
+    #[must_use]
+    pub const fn is_at(&self, local: [u64; 2]) -> bool {
+        let at = halves(&self.at);
+        self.from_port != 0 && local[0] == at[0] && local[1] == at[1]
+    }
+}
+
 /// A message that a program has heard, as it stands in the ring.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -282,29 +292,37 @@ pub const fn at_wireguard(arrival: &Arrival<'_>) -> Fate {
 }
 
 /// What becomes of a datagram to a port that [`is_port`]; `entry` is what the relay knows of it.
-/// Ports that no pair has are the stack's.
+/// Ports that no pair has are the stack's, and so is what is for another address than the bound one.
+/// Whether an address that is not bound is an own one, the caller has to know.
 #[inline(always)]
 #[must_use]
 pub const fn at_port(arrival: &Arrival<'_>, entry: Option<&Port>) -> Fate {
     let Some(entry) = entry else { return Fate::Stack };
+    let is_message = begins(arrival.first);
+    // An end may be behind a NAT that has given it another port: its ASK says so.
+    if is_message && arrival.first[2] == Kind::Ask as u8 && !arrival.is_fragment {
+        return Fate::Hear;
+    }
+    if entry.from_port != 0 && !entry.is_at(arrival.local) {
+        return Fate::Stack;
+    }
     if arrival.is_fragment {
         return Fate::Drop(DropReason::OuterFragment);
     }
-    let is_message = begins(arrival.first);
-    // An end may be behind a NAT that has given it another port: its ASK says so.
-    if is_message && arrival.first[2] == Kind::Ask as u8 {
-        return Fate::Hear;
+    let is_relayed = is_message || is_wireguard(arrival.first);
+    let from = halves(&entry.from);
+    let is_known = entry.from_port != 0
+        && arrival.source[0] == from[0]
+        && arrival.source[1] == from[1]
+        && arrival.source_port == entry.from_port;
+    // Answers to pods' flows that the host's own NAT has given this port.
+    if !is_known && !is_relayed {
+        return Fate::Stack;
     }
     if entry.from_port == 0 {
         return Fate::Drop(DropReason::RelayUnbound);
     }
-    let (from, at) = (halves(&entry.from), halves(&entry.at));
-    let is_known = arrival.source[0] == from[0]
-        && arrival.source[1] == from[1]
-        && arrival.source_port == entry.from_port
-        && arrival.local[0] == at[0]
-        && arrival.local[1] == at[1];
-    if !is_known || !(is_message || is_wireguard(arrival.first)) {
+    if !is_known || !is_relayed {
         return Fate::Drop(DropReason::RelayStranger);
     }
     if entry.to_port == 0 {

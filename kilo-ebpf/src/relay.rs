@@ -4,8 +4,11 @@
 
 use aya_ebpf::{
     EbpfContext as _,
-    bindings::{__sk_buff, BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR},
-    helpers::{bpf_csum_update, bpf_skb_change_head, bpf_skb_load_bytes},
+    bindings::{
+        __sk_buff, BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, BPF_FIB_LKUP_RET_FWD_DISABLED,
+        BPF_FIB_LKUP_RET_NOT_FWDED, bpf_fib_lookup,
+    },
+    helpers::{bpf_csum_update, bpf_fib_lookup as look_up, bpf_skb_change_head, bpf_skb_load_bytes},
     programs::TcContext,
 };
 use kilo_common::{
@@ -29,8 +32,7 @@ use crate::{
 const UDP_LENGTH: usize = 4;
 const UDP_CHECKSUM: usize = 6;
 
-/// True for datagrams that [`arrived`] has to look at: to WireGuard's port, or to one that a relay
-/// may have given to a pair.
+/// True for datagrams that [`arrived`] takes; all others go the way they go without a relay.
 #[inline(always)]
 pub fn concerns<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, outer: &O) -> bool {
     if config.flags & CONFIG_RELAY == 0
@@ -43,6 +45,7 @@ pub fn concerns<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, oute
     outer.udp(ctx, LINK).is_some_and(|udp| {
         udp == LINK + O::HEADER_LEN
             && destination_port::<O, LINK>(ctx).is_some_and(|port| is_ours(config, port))
+            && is_for_relay::<O, LINK>(ctx.as_ptr().cast(), config) != 0
     })
 }
 
@@ -52,11 +55,77 @@ pub fn concerns_whole(ctx: &TcContext, config: &Config) -> bool {
     config.flags & CONFIG_RELAY != 0
         && packet::protocol_v4(ctx) == protocol::UDP
         && destination_port::<Ipv4, ETHERNET_LEN>(ctx).is_some_and(relay::is_port)
+        && is_for_relay::<Ipv4, ETHERNET_LEN>(ctx.as_ptr().cast(), config) != 0
 }
 
 #[inline(always)]
 fn is_ours(config: &Config, port: u16) -> bool {
     port == config.wireguard_port || relay::is_port(port)
+}
+
+/// Not zero for a message or a datagram of a pair that is for this host itself: ports of pods, and of hosts
+/// behind this one, are their own.
+#[inline(never)]
+fn is_for_relay<O: Ip, const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> u32 {
+    let ctx = TcContext::new(skb);
+    let Ok(ip) = O::read(&ctx, LINK) else { return 0 };
+    let udp = LINK + O::HEADER_LEN;
+    let Ok(ports) = ctx.load::<[u8; 4]>(udp) else { return 0 };
+    // What is shorter is neither WireGuard's nor a message.
+    let Ok(first) = ctx.load::<[u8; 8]>(udp + UDP_LEN) else { return 0 };
+    let [source_port, port] =
+        [u16::from_be_bytes([ports[0], ports[1]]), u16::from_be_bytes([ports[2], ports[3]])];
+    let arrival = Arrival {
+        source: O::mapped(ip.src()),
+        local: O::mapped(ip.dst()),
+        source_port,
+        first: &first,
+        is_fragment: ip.is_fragment(),
+    };
+    let (fate, is_bound_here) = if port == config.wireguard_port {
+        (relay::at_wireguard(&arrival), false)
+    } else {
+        // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
+        let entry = unsafe { RELAY.get(&u32::from(port)) };
+        (relay::at_port(&arrival, entry), entry.is_some_and(|entry| entry.is_at(arrival.local)))
+    };
+    u32::from(fate != Fate::Stack && (is_bound_here || is_own(&ctx, &ip)))
+}
+
+/// True for a destination that is an address of this host, as its routes say. Where it forwards nothing, all is.
+#[inline(always)]
+fn is_own<O: Ip>(ctx: &TcContext, ip: &O) -> bool {
+    const INET: u8 = 2;
+    const INET6: u8 = 10;
+    // SAFETY: plain integers, for which zero is a value.
+    let mut route: bpf_fib_lookup = unsafe { core::mem::zeroed() };
+    route.ifindex = packet::ifindex(ctx);
+    let (source, destination) = (octets(O::mapped(ip.src())), octets(O::mapped(ip.dst())));
+    if O::V6 {
+        route.family = INET6;
+        route.__bindgen_anon_3.ipv6_src = words(source);
+        route.__bindgen_anon_4.ipv6_dst = words(destination);
+    } else {
+        route.family = INET;
+        route.__bindgen_anon_3.ipv4_src = words(source)[3];
+        route.__bindgen_anon_4.ipv4_dst = words(destination)[3];
+    }
+    let size = size_of::<bpf_fib_lookup>() as i32;
+    // SAFETY: the context is valid, and the structure has the size that is named.
+    let answer = unsafe { look_up(ctx.as_ptr().cast(), &raw mut route, size, 0) };
+    answer == i64::from(BPF_FIB_LKUP_RET_NOT_FWDED) || answer == i64::from(BPF_FIB_LKUP_RET_FWD_DISABLED)
+}
+
+/// An address as words in network byte order.
+#[inline(always)]
+const fn words(addr: [u8; 16]) -> [u32; 4] {
+    let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p] = addr;
+    [
+        u32::from_ne_bytes([a, b, c, d]),
+        u32::from_ne_bytes([e, f, g, h]),
+        u32::from_ne_bytes([i, j, k, l]),
+        u32::from_ne_bytes([m, n, o, p]),
+    ]
 }
 
 #[inline(always)]

@@ -6,6 +6,7 @@ use super::{Agent, host_state::HostState};
 use crate::backend::Backend;
 use kilo_core::{
     plan::{self, HostPlan, Inputs},
+    relay::RelayPlaces,
     settings::Masquerade,
     topology::{self, LocalMesh, Node},
 };
@@ -48,13 +49,17 @@ impl<B: Backend> Agent<B> {
         self.log_limiter.unknown_headers(&found.unknown_headers, &self.metrics);
         self.log_limiter.left_out(self.state.hops.left_out(mesh), &self.metrics);
         let resolved = self.resolver.resolve(mesh).await;
+        let mut seen = host.state.seen_endpoints();
+        let relays = RelayPlaces::of(&self.state.snapshot.nodes, &seen);
+        // That is where a relay is.
+        seen.retain(|_, at| !relays.contains(*at));
         plan::host_plan(&Inputs {
             mesh,
             settings: &self.options.settings,
             links: &found,
             hops: &self.state.hops,
             resolved: &resolved,
-            seen: &host.state.seen_endpoints(),
+            seen: &seen,
             persistent_keepalive: own.persistent_keepalive,
             masquerade: self.options.masquerade == Masquerade::Ebpf,
             mtu: self.options.mtu.resolve(

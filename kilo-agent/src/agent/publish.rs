@@ -10,13 +10,13 @@ use ipnet::IpNet;
 use kilo_core::{
     objects::{Published, Snapshot, events::EventReason},
     plan,
+    relay::RelayPlaces,
     settings::Granularity,
     topology::{
         Known, Mesh, Node,
         changes::{self, Moment, speaker},
         peer_standings,
     },
-    wireguard::DeviceState,
 };
 use kilo_host::net::discovery;
 
@@ -56,7 +56,7 @@ impl<B: Backend> Agent<B> {
     }
 
     /// This node as it should be known to all.
-    pub(super) async fn own_node(&mut self, seen: &Node, host: &HostState) -> Node {
+    pub(super) async fn own_node(&mut self, seen: &Node, host: &HostState, relays: &RelayPlaces) -> Node {
         let (links, state) = (&host.links, &host.state);
         let hostname = self.resolver.own_addresses(&self.options.hostname).await;
         let found = discovery::discover(&discovery::Facts {
@@ -72,7 +72,7 @@ impl<B: Backend> Agent<B> {
         own.granularity = Some(self.options.settings.granularity);
         own.discovered_endpoints = state.seen_endpoints();
         // That is where the relay is.
-        own.discovered_endpoints.retain(|key, _| !self.relays.is_relayed(key));
+        own.discovered_endpoints.retain(|key, at| !self.relays.is_relayed(key) && !relays.contains(*at));
         let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
         let addresses: Vec<_> = cilium.iter().flat_map(|link| &link.addresses).map(|a| a.net).collect();
         own.cni_compatibility_ip = plan::published_overlay(self.options.compatibility, &addresses);
@@ -91,7 +91,6 @@ impl<B: Backend> Agent<B> {
         own: &Node,
         seen: Known<'_>,
         (mesh, snapshot): (&Mesh, &Snapshot),
-        state: &DeviceState,
     ) -> Published {
         // Only endpoints of peers that roam are of use to others.
         let gateways = mesh.segments.iter().enumerate().flat_map(|(at, segment)| {
@@ -109,10 +108,11 @@ impl<B: Backend> Agent<B> {
             key: own.key,
             last_seen: seen.last_seen,
             wireguard_ip: plan::wireguard_address(mesh, &self.options.hostname),
-            discovered_endpoints: state
-                .seen_endpoints()
-                .into_iter()
-                .filter(|(key, _)| roaming.contains(key) && !self.relays.is_relayed(key))
+            discovered_endpoints: own
+                .discovered_endpoints
+                .iter()
+                .filter(|(key, _)| roaming.contains(key))
+                .map(|(key, at)| (*key, *at))
                 .collect(),
             granularity: Some(self.options.settings.granularity),
             cni_compatibility_ip: own.cni_compatibility_ip,

@@ -13,6 +13,7 @@ use crate::{
 };
 use kilo_core::{
     objects::{Snapshot, events::EventReason},
+    relay::RelayPlaces,
     settings::{Masquerade, Relay},
     topology::{Mesh, Node, among, heartbeats, not_among, with_own},
 };
@@ -59,12 +60,13 @@ impl<B: Backend> Agent<B> {
         if let Some(failover) = &mut self.failover {
             failover.hears_of(snapshot);
         }
-        let own = self.own_node(&seen, host).await;
+        let relays = RelayPlaces::of(&snapshot.nodes, &host.state.seen_endpoints());
+        let own = self.own_node(&seen, host, &relays).await;
         // What is the same stays where it is in memory.
         let same = self.state.own.clone().filter(|same| **same == own);
         let own = same.unwrap_or_else(|| own.into());
         let (mesh, ready) = self.topology(snapshot, &own, host, now, unix_now);
-        let published = self.published(&own, seen, (&mesh, snapshot), &host.state);
+        let published = self.published(&own, seen, (&mesh, snapshot));
         let nodes = with_own(&snapshot.nodes, Some(&own));
         // Who writes slices judges by the own heartbeat whether the API server is there.
         let slices = self.backend.slices();
@@ -141,7 +143,10 @@ impl<B: Backend> Agent<B> {
         }
         let plan = self.plan(&mesh.as_seen_from(&own.name), own, host).await;
         let mut plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
-        self.relays.plan(&mut plan, self.options.relay == Relay::Auto && relay::is_offered(mesh));
+        let seen = host.state.seen_endpoints();
+        let places = RelayPlaces::of(&self.state.snapshot.nodes, &seen);
+        let held = seen.into_iter().filter(|(_, at)| places.contains(*at)).collect();
+        self.relays.plan(&mut plan, self.options.relay == Relay::Auto && relay::is_offered(mesh), &held);
         let site = self.site(mesh, &mut plan, host);
         if self.log_limiter.conflicts(&plan.conflicts, &self.metrics) {
             self.report_conflicts(&plan.conflicts);

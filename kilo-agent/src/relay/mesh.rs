@@ -6,7 +6,7 @@ use std::{
 };
 
 use kilo_core::{
-    relay::{NodeId, Seen},
+    relay::{NodeId, RelayPlaces, Seen},
     signal_id,
     topology::{Mesh, Node},
     wireguard::key::PublicKey,
@@ -46,6 +46,7 @@ impl Leaders {
         let mesh = &view.mesh;
         let mut found = Self::default();
         let Some(own) = view.own.as_deref() else { return found };
+        let relays = RelayPlaces::of(&view.snapshot.nodes, &own.discovered_endpoints);
         for index in 0..mesh.segments.len() {
             let Some(node) = leader(mesh, index) else { continue };
             found.is_offered |= node.relay;
@@ -63,13 +64,14 @@ impl Leaders {
                 received: peer.rx_bytes,
                 endpoint: peer.endpoint,
                 published: published(node),
-                places: places(view, node, &key),
+                places: places(view, node, &key, &relays),
                 relays: node.relay,
             });
         }
         let says = published(own);
-        found.is_behind_nat =
-            own.key.is_some_and(|key| places(view, own, &key).iter().any(|place| Some(*place) != says));
+        found.is_behind_nat = own
+            .key
+            .is_some_and(|key| places(view, own, &key, &relays).iter().any(|place| Some(*place) != says));
         found
     }
 }
@@ -80,9 +82,10 @@ fn published(node: &Node) -> Option<SocketAddr> {
 }
 
 /// Where other nodes see it, and at which addresses of its cloud it may be, of either family.
-fn places(view: &View, node: &Node, key: &PublicKey) -> Vec<SocketAddr> {
+fn places(view: &View, node: &Node, key: &PublicKey, relays: &RelayPlaces) -> Vec<SocketAddr> {
     let seen = view.snapshot.nodes.iter().filter_map(|other| other.discovered_endpoints.get(key).copied());
     let port = node.endpoint.as_ref().map(|endpoint| endpoint.port);
     let external = node.external_ips.iter().filter_map(|address| Some(SocketAddr::new(*address, port?)));
+    let seen = seen.filter(|at| !relays.contains(*at));
     seen.chain(external).collect::<BTreeSet<_>>().into_iter().collect()
 }

@@ -17,7 +17,11 @@ use std::{
 };
 
 use kilo_common::maps::CONFIG_RELAY;
-use kilo_core::{plan::HostPlan, topology::Mesh, wireguard::key::PublicKey};
+use kilo_core::{
+    plan::HostPlan,
+    topology::Mesh,
+    wireguard::{WireguardPlan, key::PublicKey},
+};
 use kilo_host::dataplane::{
     Dataplane, DataplaneError,
     relay::{RelayMaps, RelayRing},
@@ -51,6 +55,8 @@ struct Said {
     /// Where peers are sent to that are not where the mesh says; true: through a relay.
     endpoints: BTreeMap<PublicKey, (SocketAddr, bool)>,
     ways: BTreeMap<PublicKey, Connected>,
+    /// The task has read the device, and says more than an earlier agent has left there.
+    knows: bool,
     /// Pairs that this node relays for.
     serves: usize,
 }
@@ -76,15 +82,29 @@ impl Relays {
     }
 
     /// Puts into a plan what was found: peers that are elsewhere, which WireGuard may follow from there, and
-    /// whether programs look for messages about relays.
-    pub fn plan(&self, plan: &mut HostPlan, looks: bool) {
-        for (key, (place, _)) in &self.said().endpoints {
-            if let Some(peer) = plan.wireguard.peers.get_mut(key) {
-                (peer.endpoint, peer.roams) = (Some(*place), true);
-            }
-        }
+    /// whether programs look for messages about relays. `held` are peers that the device sends to a relay.
+    pub fn plan(&self, plan: &mut HostPlan, looks: bool, held: &BTreeMap<PublicKey, SocketAddr>) {
+        self.place(&mut plan.wireguard, looks, held);
         if looks && !plan.wireguard.peers.is_empty() {
             plan.tables.config.flags |= CONFIG_RELAY;
+        }
+    }
+
+    fn place(&self, plan: &mut WireguardPlan, looks: bool, held: &BTreeMap<PublicKey, SocketAddr>) {
+        let said = self.said();
+        for (key, place) in held {
+            match plan.peers.get_mut(key) {
+                // What an earlier agent has found goes on until the task knows more.
+                Some(peer) if looks && !said.knows => (peer.endpoint, peer.roams) = (Some(*place), true),
+                // `--relay=off` leaves relays.
+                Some(peer) if !looks => peer.roams = false,
+                _ => {}
+            }
+        }
+        for (key, (place, _)) in &said.endpoints {
+            if let Some(peer) = plan.peers.get_mut(key) {
+                (peer.endpoint, peer.roams) = (Some(*place), true);
+            }
         }
     }
 }
@@ -112,4 +132,32 @@ pub fn tools(dataplane: &Dataplane, bpffs: &Path) -> Result<task::Tools, Datapla
 /// Runs until it is told to stop.
 pub async fn run(context: Context, tools: task::Tools) {
     task::Task::new(context, tools).run().await;
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "tests")]
+mod tests {
+    use kilo_core::wireguard::WireguardPeer;
+
+    use super::*;
+
+    #[test]
+    fn a_first_plan_keeps_a_relay_that_is_in_use_and_relay_off_leaves_it() {
+        let key = PublicKey([1; 32]);
+        let at = |text: &str| text.parse::<SocketAddr>().unwrap();
+        let (published, relay) = (at("203.0.113.1:51820"), at("198.51.100.1:51900"));
+        let planned = |knows, looks, roams| {
+            let relays = Relays::default();
+            relays.said().knows = knows;
+            let mut plan = WireguardPlan::default();
+            let peer = WireguardPeer { endpoint: Some(published), roams, ..WireguardPeer::default() };
+            plan.peers.insert(key, peer);
+            relays.place(&mut plan, looks, &[(key, relay)].into());
+            let peer = plan.peers.get(&key).unwrap();
+            (peer.endpoint.unwrap(), peer.roams)
+        };
+        assert_eq!(planned(false, true, false), (relay, true), "before the task has looked");
+        assert_eq!(planned(true, true, false), (published, false));
+        assert_eq!(planned(false, false, true), (published, false), "--relay=off");
+    }
 }

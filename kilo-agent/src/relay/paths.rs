@@ -41,6 +41,11 @@ fn ask(to: IpAddr) -> Option<(IpAddr, u32)> {
     Some((source, index))
 }
 
+/// Whether a host has no IPv6 at all; a port that somebody has is another matter.
+fn has_no_ipv6(error: &std::io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(nix::libc::EAFNOSUPPORT | nix::libc::EADDRNOTAVAIL))
+}
+
 /// Ports that no other process gets while pairs have them. Nobody reads them: what programs leave to the stack
 /// ends there, unanswered.
 #[derive(Debug, Default)]
@@ -53,8 +58,10 @@ impl Ports {
             return true;
         }
         // Of a host without IPv6 it is IPv4's alone.
-        let socket = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port))
-            .or_else(|_| UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port)));
+        let socket = match UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port)) {
+            Err(error) if has_no_ipv6(&error) => UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port)),
+            socket => socket,
+        };
         let Ok(socket) = socket else { return false };
         // The least that the kernel gives.
         let _ = setsockopt(&socket, RcvBuf, &1);

@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     net::{IpAddr, SocketAddr},
     sync::{Arc, Weak},
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use kilo_common::{
@@ -92,16 +92,24 @@ pub struct Task {
     mesh: Weak<Mesh>,
     /// Ways as they were said last.
     said: BTreeMap<NodeId, Way>,
+    /// The device was read once.
+    has_looked: bool,
 }
 
 impl Task {
     pub fn new(context: Context, tools: Tools) -> Self {
         let own = signal_id::node(&context.key.public());
         let now = Instant::now();
-        let server = Server::adopted(&tools.maps.ports(), now, &mut rand::random);
+        let mut server = Server::adopted(&tools.maps.ports(), now, &mut rand::random);
         let mut ports = Ports::default();
         for port in server.taken() {
-            ports.take(port);
+            if !ports.take(port) {
+                tracing::warn!(
+                    port,
+                    "a port that a pair was relayed by is another process's now; the pair gets others"
+                );
+                server.loses(port);
+            }
         }
         Self {
             context,
@@ -109,8 +117,7 @@ impl Task {
             maps: tools.maps,
             ring: Some(tools.ring),
             own,
-            // What other agents heard of an earlier one counts no more: each lease has a number of its own.
-            client: Client::new(own, 0),
+            client: Client::new(own),
             server,
             leaders: Leaders::default(),
             keys: BTreeMap::new(),
@@ -120,6 +127,7 @@ impl Task {
             look_again: now,
             mesh: Weak::new(),
             said: BTreeMap::new(),
+            has_looked: false,
         }
     }
 
@@ -156,7 +164,14 @@ impl Task {
 
     async fn turn(&mut self) {
         let now = Instant::now();
-        let mesh = Arc::downgrade(&self.context.view.borrow().mesh);
+        let mesh = {
+            let view = self.context.view.borrow();
+            // Before the first reconcile nothing is known, and what an earlier agent has left goes on.
+            if view.own.is_none() || view.device.is_none() {
+                return;
+            }
+            Arc::downgrade(&view.mesh)
+        };
         let is_another = !Weak::ptr_eq(&mesh, &self.mesh);
         if now >= self.look_again || is_another {
             self.mesh = mesh;
@@ -165,7 +180,7 @@ impl Task {
             self.serve(now);
         }
         let now = Instant::now();
-        let outputs = self.client.turn(now, &mut rand::random);
+        let outputs = self.client.turn(now, micros(), &mut rand::random);
         self.act(outputs).await;
         self.say();
     }
@@ -184,6 +199,7 @@ impl Task {
         };
         let now = Instant::now();
         self.leaders = Leaders::of(&view, &peers);
+        self.has_looked = true;
         let uses = self.is_on();
         let look = if uses { LOOK } else { LOOK_OFF };
         let took = now.saturating_duration_since(started);
@@ -220,13 +236,9 @@ impl Task {
 
     /// The relay's own work.
     fn serve(&mut self, now: Instant) {
-        // Before the first reconcile nothing is known, and what an earlier agent has left goes on.
-        if self.context.view.borrow().mesh.granularity().is_none() {
-            return;
-        }
-        if !self.is_on() || !self.leaders.offers {
-            self.server = Server::default();
-        }
+        let is_meant_to = self.context.relay == settings::Relay::Auto
+            && self.context.view.borrow().own.as_ref().is_some_and(|own| own.relay);
+        self.server.relays(self.is_on() && self.leaders.offers, is_meant_to, now);
         self.server.turn(&self.maps.ports(), now);
         self.write_ports();
         self.ports.keep(&self.server.taken());
@@ -253,7 +265,7 @@ impl Task {
         }
         let from =
             relay::Heard { source, local: address(heard.local), port: heard.port, ifindex: heard.ifindex };
-        let ports = &mut self.ports;
+        let (ports, changes) = (&mut self.ports, self.server.changes());
         let outputs = self.server.hear(
             &message,
             from,
@@ -263,7 +275,9 @@ impl Task {
             now,
         );
         // Who is told that packets pass, sends them.
-        self.write_ports();
+        if self.server.changes() != changes {
+            self.write_ports();
+        }
         self.act(outputs).await;
     }
 
@@ -336,8 +350,15 @@ impl Task {
         let mut said = self.context.relays.said();
         said.endpoints = endpoints.iter().filter_map(|(id, at)| Some((name(id)?.0, *at))).collect();
         said.ways = connected;
+        said.knows = self.has_looked;
         said.serves = self.server.pairs();
         drop(said);
         self.said = ways;
     }
+}
+
+/// The time of day: numbers of messages go on from those of earlier agents.
+fn micros() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
 }

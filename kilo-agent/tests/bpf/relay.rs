@@ -3,17 +3,19 @@
 use std::collections::BTreeMap;
 
 use kilo_common::{
-    maps::CONFIG_RELAY,
+    maps::{CONFIG_NATIVE, CONFIG_RELAY},
     relay::{BOTH, FIRST_PORT, Kind, Message, Port},
     siphash::Key,
 };
+use kilo_core::{plan::Hop, settings::Tunnel};
 use kilo_host::dataplane::{
     Dataplane,
     relay::{RelayMaps, RelayRing},
 };
 
+use crate::netns::{isolated, sh};
 use crate::support::{
-    self, IFINDEX, SELF, leader_tables,
+    self, IFINDEX, MEMBER, MEMBER_POD, OWN_POD, SELF, leader_tables,
     packet::{PASS, REDIRECT, Ran, SHOT, checksums_hold, ethernet, ipv4, run, udp},
 };
 
@@ -46,6 +48,13 @@ fn pair() -> BTreeMap<u16, Port> {
         ..Port::default()
     };
     [(FOR_X, half(X, X_PORT, Y, Y_PORT, FOR_Y)), (FOR_Y, half(Y, Y_PORT, X, X_PORT, FOR_X))].into()
+}
+
+/// A host with the relay's address, which forwards what is for others. The programs run on its `lo`.
+fn forwards() {
+    sh("ip link set lo up; ip address add 10.1.0.11/32 dev lo
+        ip link add pods type veth peer name peer; ip link set pods up; ip link set peer up; ip address add 10.42.1.1/16 dev pods
+        sysctl -qw net.ipv4.conf.all.forwarding=1");
 }
 
 struct Bench {
@@ -139,6 +148,8 @@ fn strangers_get_nothing_and_are_counted() {
     ] {
         drops(&bench.arrives(from, to, &data(100)), "relay_stranger");
     }
+    // An answer to a flow that the host's own NAT has given the port.
+    assert_eq!(bench.arrives((STRANGER, 443), FOR_X, &[0x40; 100]).verdict, PASS);
     // The right end with something that is not WireGuard's.
     drops(&bench.arrives((X, X_PORT), FOR_X, b"GET / HTTP/1.1\r\n\r\n"), "relay_stranger");
     let elsewhere = run(
@@ -146,7 +157,7 @@ fn strangers_get_nothing_and_are_counted() {
         "lan_ingress",
         &ethernet(&udp(X, [192, 0, 2, 77], (X_PORT, FOR_X), &data(100))),
     );
-    drops(&elsewhere, "relay_stranger");
+    assert_eq!((elsewhere.verdict, elsewhere.counted), (PASS, vec![]), "another address");
     assert!(bench.ports().values().all(|port| port.packets == 0));
     // Nor is TCP a relay's.
     let mut tcp = udp(X, SELF, (X_PORT, FOR_X), &data(100));
@@ -161,21 +172,24 @@ fn strangers_get_nothing_and_are_counted() {
 
 #[test]
 fn a_pair_that_is_not_bound_at_both_ends_and_fragments_do_not_pass() {
-    let mut half = pair();
-    half.get_mut(&FOR_X).unwrap().to_port = 0;
-    half.get_mut(&FOR_Y).unwrap().from_port = 0;
-    let Some(mut bench) = Bench::of(&half) else { return };
-    drops(&bench.arrives((X, X_PORT), FOR_X, &data(100)), "relay_unbound");
-    drops(&bench.arrives((Y, Y_PORT), FOR_Y, &data(100)), "relay_unbound");
-    let mut first = udp(X, SELF, (X_PORT, FOR_X), &data(104));
-    first[6] = 0x20;
-    let sum = kilo_common::checksum::header(&{
-        let mut header: [u8; 20] = first[..20].try_into().unwrap();
-        header[10..12].fill(0);
-        header
+    isolated("a_pair_that_is_not_bound_at_both_ends_and_fragments_do_not_pass", || async {
+        forwards();
+        let mut half = pair();
+        half.get_mut(&FOR_X).unwrap().to_port = 0;
+        half.get_mut(&FOR_Y).unwrap().from_port = 0;
+        let Some(mut bench) = Bench::of(&half) else { return };
+        drops(&bench.arrives((X, X_PORT), FOR_X, &data(100)), "relay_unbound");
+        drops(&bench.arrives((Y, Y_PORT), FOR_Y, &data(100)), "relay_unbound");
+        let mut first = udp(X, SELF, (X_PORT, FOR_X), &data(104));
+        first[6] = 0x20;
+        let sum = kilo_common::checksum::header(&{
+            let mut header: [u8; 20] = first[..20].try_into().unwrap();
+            header[10..12].fill(0);
+            header
+        });
+        first[10..12].copy_from_slice(&sum.to_be_bytes());
+        drops(&run(&mut bench.dataplane, "lan_ingress", &ethernet(&first)), "outer_fragment");
     });
-    first[10..12].copy_from_slice(&sum.to_be_bytes());
-    drops(&run(&mut bench.dataplane, "lan_ingress", &ethernet(&first)), "outer_fragment");
 }
 
 #[test]
@@ -186,36 +200,39 @@ fn the_last_hop_of_a_packet_is_no_relays() {
     assert_eq!(ran.verdict, PASS, "who goes round in circles ends");
 }
 
-#[tokio::test]
-async fn messages_with_the_right_tag_are_heard_and_others_are_counted() {
-    let Some(mut bench) = Bench::of(&pair()) else { return };
-    let ask = message(Kind::Ask).write(Key(KEY));
-    // From wherever: a NAT may have changed the port.
-    for (port, kind) in [(FOR_X, Kind::Ask), (WIREGUARD, Kind::Try), (WIREGUARD, Kind::Offer)] {
-        let ran = bench.arrives((STRANGER, 7), port, &message(kind).write(Key(KEY)));
-        assert_eq!((ran.verdict, &ran.counted[..]), (SHOT, &["hear"][..]), "{kind:?}");
-    }
-    let heard = bench.heard().await;
-    let expected = [(Kind::Ask, FOR_X), (Kind::Try, WIREGUARD), (Kind::Offer, WIREGUARD)];
-    assert_eq!(heard, expected.map(|(kind, port)| (message(kind), 7, port)));
-    for bit in 0..64 * 8 {
-        let mut forged = ask;
-        forged[bit / 8] ^= 1 << (bit % 8);
-        let ran = bench.arrives((STRANGER, 7), WIREGUARD, &forged);
-        let is_message = !matches!(bit / 8, 0 | 4..8);
-        let why = if (24 * 8..32 * 8).contains(&bit) { "unknown_signal" } else { "forged_signal" };
-        if is_message {
-            drops(&ran, why);
-        } else {
-            assert_eq!(ran.verdict, PASS, "no message at all");
+#[test]
+fn messages_with_the_right_tag_are_heard_and_others_are_counted() {
+    isolated("messages_with_the_right_tag_are_heard_and_others_are_counted", || async {
+        forwards();
+        let Some(mut bench) = Bench::of(&pair()) else { return };
+        let ask = message(Kind::Ask).write(Key(KEY));
+        // From wherever: a NAT may have changed the port.
+        for (port, kind) in [(FOR_X, Kind::Ask), (WIREGUARD, Kind::Try), (WIREGUARD, Kind::Offer)] {
+            let ran = bench.arrives((STRANGER, 7), port, &message(kind).write(Key(KEY)));
+            assert_eq!((ran.verdict, &ran.counted[..]), (SHOT, &["hear"][..]), "{kind:?}");
         }
-    }
-    drops(&bench.arrives((STRANGER, 7), WIREGUARD, &ask[..56]), "malformed");
-    assert_eq!(bench.heard().await, []);
-    // What is sent on is not heard here: the other end answers it.
-    let ran = bench.arrives((X, X_PORT), FOR_X, &message(Kind::Try).write(Key(KEY)));
-    assert_eq!(ran.counted, ["relay"]);
-    assert_eq!(bench.arrives((X, 51_820), WIREGUARD, &data(100)).verdict, PASS, "WireGuard's own");
+        let heard = bench.heard().await;
+        let expected = [(Kind::Ask, FOR_X), (Kind::Try, WIREGUARD), (Kind::Offer, WIREGUARD)];
+        assert_eq!(heard, expected.map(|(kind, port)| (message(kind), 7, port)));
+        for bit in 0..64 * 8 {
+            let mut forged = ask;
+            forged[bit / 8] ^= 1 << (bit % 8);
+            let ran = bench.arrives((STRANGER, 7), WIREGUARD, &forged);
+            let is_message = !matches!(bit / 8, 0 | 4..8);
+            let why = if (24 * 8..32 * 8).contains(&bit) { "unknown_signal" } else { "forged_signal" };
+            if is_message {
+                drops(&ran, why);
+            } else {
+                assert_eq!(ran.verdict, PASS, "no message at all");
+            }
+        }
+        drops(&bench.arrives((STRANGER, 7), WIREGUARD, &ask[..56]), "malformed");
+        assert_eq!(bench.heard().await, []);
+        // What is sent on is not heard here: the other end answers it.
+        let ran = bench.arrives((X, X_PORT), FOR_X, &message(Kind::Try).write(Key(KEY)));
+        assert_eq!(ran.counted, ["relay"]);
+        assert_eq!(bench.arrives((X, 51_820), WIREGUARD, &data(100)).verdict, PASS, "WireGuard's own");
+    });
 }
 
 #[test]
@@ -226,4 +243,46 @@ fn without_a_relay_in_the_mesh_nothing_is_looked_at() {
     bench.dataplane.write(&tables).unwrap();
     assert_eq!(bench.arrives((X, X_PORT), FOR_X, &data(100)).verdict, PASS);
     assert_eq!(bench.arrives((X, 7), WIREGUARD, &message(Kind::Ask).write(Key(KEY))).verdict, PASS);
+}
+
+/// Whatever the relay has, its flag changes nothing for packets of pods and of hosts behind it.
+#[test]
+fn packets_for_others_go_as_without_a_relay() {
+    isolated("packets_for_others_go_as_without_a_relay", || async {
+        forwards();
+        let mut half = pair();
+        half.values_mut().for_each(|port| *port = Port { from_port: 0, to_port: 0, ..*port });
+        let mut native = leader_tables();
+        native.config.flags |= CONFIG_NATIVE;
+        for hop in native.hop.values_mut() {
+            if let Hop::Node { tunnel, .. } = hop {
+                *tunnel = Tunnel::None;
+            }
+        }
+        native.node.get_mut(&MEMBER.into()).unwrap().interfaces = [IFINDEX, 0, 0, 0];
+        let mut delivered = 0;
+        for ports in [pair(), half, BTreeMap::new()] {
+            let Some(mut bench) = Bench::of(&ports) else { return };
+            for mut tables in [leader_tables(), native.clone()] {
+                tables.config.wireguard_port = WIREGUARD;
+                for port in [FOR_X, FIRST_PORT + 9, WIREGUARD] {
+                    for bytes in [&data(100)[..], &[0x40; 40], &message(Kind::Ask).write(Key(KEY))] {
+                        for (from, to) in [(MEMBER_POD, OWN_POD), (X, OWN_POD), (STRANGER, [10, 42, 1, 77])] {
+                            let frame = ethernet(&udp(from, to, (X_PORT, port), bytes));
+                            let [off, on] = [0, CONFIG_RELAY].map(|flag| {
+                                tables.config.flags = tables.config.flags & !CONFIG_RELAY | flag;
+                                bench.dataplane.write(&tables).unwrap();
+                                let ran = run(&mut bench.dataplane, "lan_ingress", &frame);
+                                (ran.verdict, ran.counted, ran.bytes)
+                            });
+                            assert_eq!(on, off, "{from:?} to {to:?}:{port}");
+                            delivered += usize::from(on.1 == ["deliver"]);
+                        }
+                    }
+                }
+            }
+            assert_eq!(bench.heard().await, []);
+        }
+        assert_eq!(delivered, 3 * 3 * 3, "native packets of another node's pod");
+    });
 }

@@ -36,7 +36,9 @@ fn a_bound_end_alone_sends_through_its_port() {
         assert_eq!(at_port(&from(source, source_port, &DATA), Some(&port)), stranger, "{source}");
     }
     let elsewhere = Arrival { local: halves(&mapped(4)), ..from(1, 40_001, &DATA) };
-    assert_eq!(at_port(&elsewhere, Some(&port)), Fate::Drop(DropReason::RelayStranger));
+    assert_eq!(at_port(&elsewhere, Some(&port)), Fate::Stack, "it is not this pair's");
+    assert_eq!(at_port(&Arrival { is_fragment: true, ..elsewhere }, Some(&port)), Fate::Stack);
+    assert_eq!(at_port(&from(9, 443, b"\x40quic..."), Some(&port)), Fate::Stack, "an answer to a pod");
 }
 
 #[test]

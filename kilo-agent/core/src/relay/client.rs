@@ -10,7 +10,9 @@ use kilo_common::relay::{Kind, Message, START, is_port};
 
 use super::{
     DIRECT_EVERY, DIRECT_SELDOM, LASTS, NodeId, Output, PREPARE, SILENT, SILENT_SESSION, Seen, TRY, Way,
-    lease::Lease, rank,
+    fresh::{self, Latest},
+    lease::Lease,
+    rank,
 };
 
 /// Relays that a pair holds: one in use, one that stands by.
@@ -31,6 +33,11 @@ const ASKED_EVERY: Duration = Duration::from_secs(10);
 const LINGERS: Duration = Duration::from_secs(20);
 /// The device settles this long after an endpoint was moved.
 const SETTLES: Duration = Duration::from_secs(5);
+/// A direct way has to be answered this long after something was sent by it, or where nothing is sent at all after
+/// the second of these; what had been sent by the relay before is with the other end after the last.
+const ANSWERED: Duration = Duration::from_secs(5);
+const ANSWERED_IDLE: Duration = Duration::from_secs(45);
+const IN_FLIGHT: Duration = Duration::from_secs(1);
 /// Answers to tries, a second and pair.
 const ANSWERS: u32 = 40;
 /// Bytes of a keepalive, of which WireGuard sends at most one a second; three attempts to shake hands.
@@ -48,6 +55,7 @@ pub struct Client {
     seen: BTreeMap<NodeId, Seen>,
     pairs: BTreeMap<NodeId, Pair>,
     sequence: u64,
+    latest: Latest,
 }
 
 #[derive(Clone, Debug)]
@@ -66,6 +74,8 @@ struct Pair {
     punched: Option<SocketAddr>,
     /// When its endpoint was moved last.
     moved: Option<Instant>,
+    /// It has left a relay for a direct way that is not known to work.
+    trial: Option<Trial>,
     /// Leases are kept until then without being needed.
     keeps: Option<Instant>,
     /// Places its tries came from.
@@ -79,6 +89,15 @@ struct Pair {
     answers: (Instant, u32),
 }
 
+#[derive(Clone, Copy, Debug)]
+struct Trial {
+    since: Instant,
+    /// Bytes sent and received when it began to count.
+    base: Option<(u64, u64)>,
+    /// When more than a keepalive was sent.
+    asked: Option<Instant>,
+}
+
 #[derive(Clone, Debug)]
 struct Round {
     ends: Instant,
@@ -87,15 +106,16 @@ struct Round {
 }
 
 impl Client {
-    /// Of the node with this id; numbers of messages go on from `sequence`.
-    pub const fn new(own: NodeId, sequence: u64) -> Self {
+    /// Of the node with this id.
+    pub fn new(own: NodeId) -> Self {
         Self {
             own,
             uses_relays: false,
             is_behind_nat: false,
             seen: BTreeMap::new(),
             pairs: BTreeMap::new(),
-            sequence,
+            sequence: 0,
+            latest: Latest::default(),
         }
     }
 
@@ -104,6 +124,7 @@ impl Client {
         (self.uses_relays, self.is_behind_nat) = (uses_relays, is_behind_nat);
         self.seen = seen.into_iter().filter(|seen| seen.id != self.own).map(|seen| (seen.id, seen)).collect();
         self.pairs.retain(|id, _| self.seen.contains_key(id));
+        self.latest.keep(|id| self.seen.contains_key(&id));
         for seen in self.seen.values() {
             self.pairs.entry(seen.id).or_insert_with(|| Pair::new(seen, now)).see(seen, now);
         }
@@ -142,6 +163,17 @@ impl Client {
     pub fn hear(&mut self, message: &Message, source: SocketAddr, random: u64, now: Instant) -> Vec<Output> {
         let from = message.sender;
         let Some(sender) = self.seen.get(&from) else { return Vec::new() };
+        let is_recent = match message.kind {
+            // Answers bear the numbers of what they answer.
+            Kind::Offer | Kind::Tried => fresh::is_recent(message.sequence, self.sequence),
+            Kind::Ask => false,
+            Kind::Invite if !self.pairs.contains_key(&message.other) => false,
+            Kind::Try if message.other != self.own => false,
+            Kind::Invite | Kind::Try => self.latest.hear((from, message.other), message.sequence).is_some(),
+        };
+        if !is_recent {
+            return Vec::new();
+        }
         match message.kind {
             Kind::Ask => Vec::new(),
             Kind::Offer => {
@@ -163,7 +195,7 @@ impl Client {
                 }
                 Vec::new()
             }
-            Kind::Try | Kind::Tried if message.other != self.own => Vec::new(),
+            Kind::Tried if message.other != self.own => Vec::new(),
             Kind::Try => self.tried_by(message, source, now).into_iter().collect(),
             Kind::Tried => self.answered(message, source, now).into_iter().collect(),
         }
@@ -211,9 +243,10 @@ impl Client {
         Some(Output::Move { node, to: source })
     }
 
-    /// Does what is due.
-    pub fn turn(&mut self, now: Instant, random: &mut impl FnMut() -> u64) -> Vec<Output> {
+    /// Does what is due; `wall` is the time of day in microseconds, which need not be right.
+    pub fn turn(&mut self, now: Instant, wall: u64, random: &mut impl FnMut() -> u64) -> Vec<Output> {
         let mut outputs = Vec::new();
+        self.sequence = self.sequence.max(wall);
         let relayed: Vec<NodeId> =
             self.pairs.iter().filter(|(_, pair)| pair.by.is_some()).map(|(id, _)| *id).collect();
         // A relay that is reached through a relay is none: ways end.
@@ -279,6 +312,7 @@ impl Pair {
             at: None,
             punched: None,
             moved: None,
+            trial: None,
             keeps: None,
             places: Vec::new(),
             nonce: 0,
@@ -303,6 +337,7 @@ impl Pair {
             self.unanswered = Some((now, self.sent));
         }
         (self.sent, self.received, self.age) = (seen.sent, seen.received, seen.handshake_age);
+        self.trial = self.trial.and_then(|trial| trial.goes_on(seen, now));
         let settled =
             self.moved.is_none_or(|moved| now.saturating_duration_since(moved) >= SETTLES) && seen.is_fresh();
         let Some(endpoint) = seen.endpoint.filter(|_| settled) else { return };
@@ -350,9 +385,11 @@ impl Pair {
             self.next_round = Some(now + self.interval);
         }
         (self.by, self.at, self.moved, self.unanswered) = (Some(relay), Some(at), Some(now), None);
+        self.trial = None;
     }
 
     fn goes_directly(&mut self, place: SocketAddr, now: Instant) {
+        self.trial = self.by.map(|_| Trial { since: now, base: None, asked: None });
         (self.by, self.punched, self.moved) = (None, Some(place), Some(now));
         (self.round, self.next_round, self.unanswered) = (None, None, None);
         self.keeps = Some(now + LINGERS);
@@ -362,6 +399,10 @@ impl Pair {
     fn adopt(&mut self, turn: &Turn<'_>, random: &mut impl FnMut() -> u64) {
         let is_free = self.by.is_none() && self.leases.is_empty() && turn.seen.is_fresh();
         let Some(endpoint) = turn.seen.endpoint.filter(|at| is_free && is_port(at.port())) else { return };
+        // It may be behind the relay's NAT, and have one of these ports there.
+        if turn.seen.published == Some(endpoint) || turn.seen.places.contains(&endpoint) {
+            return;
+        }
         let relay = turn.relays.iter().find(|(_, place)| place.ip() == endpoint.ip());
         if let Some((relay, place)) = relay {
             self.leases.insert(*relay, Lease::at(*place, endpoint.port(), random(), turn.now));
@@ -372,7 +413,7 @@ impl Pair {
     /// Holds relays while they are needed, or may be soon.
     fn lease(&mut self, turn: &mut Turn<'_>, random: &mut impl FnMut() -> u64) {
         let now = turn.now;
-        let needs = self.by.is_some() || self.silence(turn.seen, now) >= PREPARE;
+        let needs = self.by.is_some() || self.trial.is_some() || self.silence(turn.seen, now) >= PREPARE;
         if !needs && self.keeps.is_none_or(|until| now >= until) {
             self.leases.clear();
             return;
@@ -422,7 +463,9 @@ impl Pair {
         }
         let needs = match self.by {
             Some(relay) => self.leases.get(&relay).is_none_or(|lease| lease.is_dead(true, now)),
-            None => self.silence(turn.seen, now) >= SILENT,
+            None => {
+                self.silence(turn.seen, now) >= SILENT || self.trial.is_some_and(|trial| trial.fails(now))
+            }
         };
         if !needs {
             return;
@@ -483,5 +526,27 @@ impl Pair {
             let sequence = turn.sequence();
             turn.send(other, to, message_to(Kind::Try, turn.ends, self.nonce, sequence));
         }
+    }
+}
+
+impl Trial {
+    /// With what the device shows now; `None`: the way was answered.
+    fn goes_on(mut self, seen: &Seen, now: Instant) -> Option<Self> {
+        let Some((sent, received)) = self.base else {
+            if now.saturating_duration_since(self.since) >= IN_FLIGHT {
+                self.base = Some((seen.sent, seen.received));
+            }
+            return Some(self);
+        };
+        if self.asked.is_none() && seen.sent.saturating_sub(sent) > KEEPALIVE {
+            self.asked = Some(now);
+        }
+        (seen.received <= received).then_some(self)
+    }
+
+    fn fails(&self, now: Instant) -> bool {
+        let lasts = |since: Instant, most| now.saturating_duration_since(since) >= most;
+        // As many seconds have gone since then as since the move, but for what was in flight.
+        self.asked.is_some_and(|asked| lasts(asked, ANSWERED - IN_FLIGHT)) || lasts(self.since, ANSWERED_IDLE)
     }
 }

@@ -29,6 +29,8 @@ pub(super) struct Lease {
     token: u64,
     /// 0 = none yet.
     port: u16,
+    /// The one that it had given before.
+    before: u16,
     /// Both ends are bound.
     both: bool,
     next: Instant,
@@ -40,7 +42,7 @@ pub(super) struct Lease {
 
 impl Lease {
     pub(super) const fn new(place: SocketAddr, nonce: u64, now: Instant) -> Self {
-        Self { place, nonce, token: 0, port: 0, both: false, next: now, unheard: now, asked: 0 }
+        Self { place, nonce, token: 0, port: 0, before: 0, both: false, next: now, unheard: now, asked: 0 }
     }
 
     /// Of an endpoint that an earlier agent has left.
@@ -58,9 +60,12 @@ impl Lease {
         (self.port != 0).then(|| SocketAddr::new(self.place.ip(), self.port))
     }
 
-    /// Whether this is a port of the relay, perhaps one that it has given before.
+    /// Whether this is the port that the relay has given, or the one before: others may be those of ends that are
+    /// behind its NAT, too.
     pub(super) fn is_at(&self, place: SocketAddr) -> bool {
-        place.ip() == self.place.ip() && is_port(place.port())
+        place.ip() == self.place.ip()
+            && is_port(place.port())
+            && [self.port, self.before].contains(&place.port())
     }
 
     /// Whether packets pass, as far as this end knows.
@@ -98,7 +103,7 @@ impl Lease {
             port: self.port,
         };
         // A relay that has forgotten the port hears nothing there.
-        let is_forgotten = self.asked.is_multiple_of(4);
+        let is_forgotten = self.asked.is_multiple_of(2);
         Some((self.address().filter(|_| !is_forgotten).unwrap_or(self.place), message))
     }
 
@@ -108,6 +113,9 @@ impl Lease {
             return;
         }
         self.alive(now);
+        if self.port != offer.port && self.port != 0 {
+            self.before = self.port;
+        }
         if offer.port == 0 {
             (self.port, self.token, self.both) = (0, 0, false);
             self.next = now + REFUSED;

@@ -3,7 +3,9 @@
 //! docs/design/relay.md tells why.
 
 mod client;
+mod fresh;
 mod lease;
+mod places;
 mod server;
 #[cfg(test)]
 mod tests;
@@ -16,6 +18,7 @@ use std::{
 use kilo_common::relay::Message;
 
 pub use client::Client;
+pub use places::RelayPlaces;
 pub use server::{Heard, Server};
 
 /// A node: [`crate::signal_id::node`] of its key.
@@ -37,6 +40,12 @@ pub const DIRECT_SELDOM: Duration = Duration::from_secs(3600);
 pub const LASTS: Duration = Duration::from_secs(600);
 /// What WireGuard does not send with any more; a handshake is due before.
 pub const FRESH: Duration = Duration::from_secs(180);
+
+/// A recorded message counts for nothing once another of its sender was heard that is this much later; several
+/// ways reorder less. Numbers of messages are microseconds of the sender's clock.
+pub const REORDERED: Duration = Duration::from_secs(2);
+/// A relay keeps its pairs for this long when it stops leading, or its mesh is not known.
+pub const RESTS: Duration = Duration::from_secs(30);
 
 /// How two locations are connected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

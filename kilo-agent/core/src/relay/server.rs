@@ -8,7 +8,7 @@ use std::{
 
 use kilo_common::relay::{BOTH, BOUND, FIRST_PORT, Kind, LAST_PORT, Message, Port};
 
-use super::{NodeId, Output, mapped};
+use super::{NodeId, Output, RESTS, fresh::Latest, mapped};
 
 /// Most pairs at a time: two ports each.
 pub const MOST_PAIRS: usize = 500;
@@ -39,6 +39,11 @@ pub struct Heard {
 pub struct Server {
     pairs: BTreeMap<(NodeId, NodeId), Allotment>,
     answers: BTreeMap<NodeId, (Instant, u32)>,
+    latest: Latest,
+    /// Changes of the table so far.
+    changes: u64,
+    /// Since when it does not relay any more.
+    off: Option<Instant>,
 }
 
 #[derive(Clone, Debug)]
@@ -98,6 +103,29 @@ impl Server {
         server
     }
 
+    /// Takes whether it relays now, and whether it is still meant to: one that is gives up its pairs only after a
+    /// while, because it may lead again.
+    pub fn relays(&mut self, relays: bool, is_meant_to: bool, now: Instant) {
+        if relays {
+            self.off = None;
+            return;
+        }
+        let off = *self.off.get_or_insert(now);
+        if !is_meant_to || now.saturating_duration_since(off) >= RESTS {
+            self.pairs.clear();
+        }
+    }
+
+    /// Forgets the pair that has this port, which another process has taken.
+    pub fn loses(&mut self, port: u16) {
+        self.pairs.retain(|_, pair| pair.ends.iter().all(|end| end.port != port));
+    }
+
+    /// Grows whenever a port is given or bound anew.
+    pub const fn changes(&self) -> u64 {
+        self.changes
+    }
+
     /// Pairs now.
     pub fn pairs(&self) -> usize {
         self.pairs.len()
@@ -121,8 +149,12 @@ impl Server {
     ) -> Vec<Output> {
         let (from, other) = (message.sender, message.other);
         let Some(place) = reachable.get(&from).copied() else { return Vec::new() };
-        if message.kind != Kind::Ask || from == other || [from, other].contains(&own) || !self.may(from, now)
-        {
+        if message.kind != Kind::Ask || from == other || [from, other].contains(&own) {
+            return Vec::new();
+        }
+        // Recorded ones must not use up what the node itself may ask.
+        let Some(is_latest) = self.latest.hear((from, own), message.sequence) else { return Vec::new() };
+        if !self.may(from, now) {
             return Vec::new();
         }
         let offer = Message { kind: Kind::Offer, flags: 0, sender: own, token: 0, port: 0, ..*message };
@@ -146,17 +178,19 @@ impl Server {
             };
             let ends = [end(one, ports[0]), end(two, ports[1])];
             self.pairs.insert((one, two), Allotment { ends, used: now, packets: 0 });
+            self.changes += 1;
         }
         let Some(pair) = self.pairs.get_mut(&key(from, other)) else { return refuse };
         pair.used = now;
         let (mine, theirs) = pair.ends_mut(from);
-        if mine.nonce != message.nonce {
+        if mine.nonce != message.nonce && is_latest {
             // It has begun anew; what was bound stays until it binds again.
-            (mine.nonce, mine.token, mine.sequence) = (message.nonce, random().max(1), 0);
+            (mine.nonce, mine.token) = (message.nonce, random().max(1));
         }
         let binds =
             heard.port == mine.port && message.token == mine.token && message.sequence > mine.sequence;
         if binds {
+            self.changes += u64::from(mine.bound != Some(heard));
             mine.sequence = message.sequence;
             mine.bound = Some(heard);
         }

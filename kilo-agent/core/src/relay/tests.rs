@@ -39,12 +39,16 @@ struct Tunnel {
 
 struct World {
     now: Instant,
+    /// Microseconds.
+    wall: u64,
     clients: BTreeMap<NodeId, Client>,
     servers: BTreeMap<NodeId, Server>,
     tunnels: BTreeMap<NodeId, Tunnel>,
     queue: VecDeque<(NodeId, SocketAddr, Message)>,
     /// X and Y reach each other without a relay.
     direct: bool,
+    /// Messages alone do: what else goes directly is lost.
+    deceives: bool,
     /// Both have the relays on.
     uses: bool,
     /// Ports of both NATs depend on the destination by this.
@@ -70,11 +74,13 @@ impl World {
             |to| Tunnel { endpoint: place(to), handshake: None, sent: 0, received: 0, attempt: None };
         Self {
             now: start,
-            clients: [X, Y].map(|id| (id, Client::new(id, 0))).into(),
+            wall: 0,
+            clients: [X, Y].map(|id| (id, Client::new(id))).into(),
             servers: Z.map(|id| (id, Server::default())).into(),
             tunnels: [(X, tunnel(Y)), (Y, tunnel(X))].into(),
             queue: VecDeque::new(),
             direct: false,
+            deceives: false,
             uses: true,
             nat: 1,
             seed,
@@ -163,6 +169,10 @@ impl World {
             let now = self.now;
             let heard = Heard { source, local: ip(relay), port: to.port(), ifindex: 2 };
             let Some(server) = self.servers.get_mut(&relay) else { return };
+            if to.port() != WIREGUARD && !server.table().contains_key(&to.port()) {
+                // The program leaves it to the stack.
+                return;
+            }
             let reachable = [X, Y].map(|end| (end, place(end))).into();
             let mut seed = random;
             let outputs = server.hear(
@@ -203,7 +213,8 @@ impl World {
         if !fresh && waits {
             return;
         }
-        let arrived = self.arrives(from, tunnel.endpoint).filter(|(end, _)| *end == to);
+        let is_lost = self.deceives && !is_port(tunnel.endpoint.port());
+        let arrived = self.arrives(from, tunnel.endpoint).filter(|(end, _)| *end == to && !is_lost);
         let now = self.now;
         let own = self.tunnels.get_mut(&from).unwrap();
         own.sent += 148;
@@ -235,6 +246,7 @@ impl World {
         let end = self.now + time;
         while self.now < end {
             self.now += STEP;
+            self.wall += 100_000;
             for (id, tunnel) in &mut self.tunnels {
                 // WireGuard renews its keys.
                 if tunnel.handshake.is_some_and(|at| self.now - at > Duration::from_secs(120)) {
@@ -245,10 +257,12 @@ impl World {
             self.traffic(Y);
             for end in [X, Y] {
                 let (seen, uses, now) = (self.seen(end), self.uses, self.now);
+                // Clocks are not equal.
+                let wall = self.wall + end * 86_400_000_000;
                 let client = self.clients.get_mut(&end).unwrap();
                 client.see(seen, uses, true, now);
                 let mut seed = self.seed;
-                let outputs = client.turn(now, &mut || next(&mut seed));
+                let outputs = client.turn(now, wall, &mut || next(&mut seed));
                 self.seed = seed;
                 self.take(end, outputs);
             }
@@ -401,12 +415,80 @@ fn a_relay_that_has_forgotten_a_pair_gets_it_again() {
 }
 
 #[test]
+fn the_only_relay_may_forget_everything() {
+    let mut world = World::new(5);
+    world.servers.remove(&Z[1]);
+    world.connects(seconds(20));
+    world.run(seconds(10));
+    world.servers.insert(Z[0], Server::default());
+    world.begin_to_measure();
+    world.run(seconds(20));
+    assert_eq!((world.relay(X), world.relay(Y)), (Z[0], Z[0]));
+    assert!(world.gap.max(world.now - world.last) <= seconds(3), "{:?}", world.gap);
+}
+
+#[test]
+fn a_direct_way_that_only_messages_go_is_left_again() {
+    let mut world = World::new(5);
+    world.connects(seconds(20));
+    world.run(seconds(7));
+    (world.direct, world.deceives) = (true, true);
+    world.begin_to_measure();
+    world.run(DIRECT_EVERY * 2);
+    assert!(world.lost > 0, "it was tried");
+    assert!(world.gap <= seconds(7), "{:?}", world.gap);
+    assert!(matches!((world.way(X), world.way(Y)), (Some(Way::Relayed(_)), Some(Way::Relayed(_)))));
+}
+
+#[test]
+fn an_end_behind_a_relays_nat_is_not_taken_for_relayed() {
+    let now = Instant::now();
+    let at = SocketAddr::new(ip(Z[0]), FIRST_PORT + 3);
+    let age = Some(Duration::ZERO);
+    for (published, way) in [(Some(at), Way::Direct), (None, Way::Relayed(Z[0]))] {
+        let mut client = Client::new(X);
+        let relay = Seen {
+            id: Z[0],
+            handshake_age: age,
+            endpoint: Some(place(Z[0])),
+            relays: true,
+            ..Seen::default()
+        };
+        let other = Seen { id: Y, handshake_age: age, endpoint: Some(at), published, ..Seen::default() };
+        client.see(vec![relay, other], true, false, now);
+        client.turn(now, 1, &mut || 4);
+        assert_eq!(client.ways()[&Y], way);
+    }
+}
+
+#[test]
+fn recorded_messages_change_nothing() {
+    let now = Instant::now();
+    let mut client = Client::new(X);
+    let seen = |id, relays| Seen { id, endpoint: Some(place(id)), relays, ..Seen::default() };
+    client.see(vec![seen(Y, false), seen(Z[0], true)], true, true, now);
+    let message = |kind, sender, other, sequence| Message { kind, sequence, ..ask(sender, other) };
+    let hears = |client: &mut Client, message| client.hear(&message, place(77), 1, now).len();
+    assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 9_000_000)), 1);
+    assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 7_000_001)), 1, "by another way");
+    assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 6_999_999)), 0, "recorded");
+    // Invitations bear the numbers of who has asked.
+    client.see(vec![seen(Y, false), seen(Z[0], true)], false, true, now);
+    hears(&mut client, message(Kind::Invite, Z[0], Y, 5_000_000));
+    client.see(vec![seen(Y, false), seen(Z[0], true)], true, true, now);
+    hears(&mut client, message(Kind::Invite, Z[0], Y, 2_999_999));
+    assert!(!client.is_busy());
+    hears(&mut client, message(Kind::Invite, Z[0], Y, 5_000_001));
+    assert!(client.is_busy(), "it asks the relay");
+}
+
+#[test]
 fn the_next_agent_of_an_end_goes_on_with_its_relay() {
     let mut world = World::new(5);
     world.connects(seconds(20));
     world.run(seconds(3));
     let relay = world.relay(X);
-    world.clients.insert(X, Client::new(X, 0));
+    world.clients.insert(X, Client::new(X));
     world.begin_to_measure();
     world.run(seconds(30));
     assert_eq!((world.relay(X), world.relay(Y), world.lost), (relay, relay, 0));
@@ -458,6 +540,40 @@ fn a_binding_needs_the_token_and_a_later_number() {
     assert_eq!(bound(&server), 40_003, "recorded ones do not bind again");
     binds(&mut server, offer.token, 6, 40_005);
     assert_eq!(bound(&server), 40_005, "the NAT has chosen another port");
+}
+
+#[test]
+fn recorded_asks_neither_use_up_answers_nor_begin_anew() {
+    let (mut server, now) = (Server::default(), Instant::now());
+    let asks = |nonce, sequence| Message { nonce, sequence, ..ask(X, Y) };
+    said(&mut server, &asks(5, 1_000_000), heard(X, WIREGUARD), now);
+    let [offer, ..] = said(&mut server, &asks(6, 9_000_000), heard(X, WIREGUARD), now)[..] else { panic!() };
+    for _ in 0..300 {
+        assert_eq!(said(&mut server, &asks(5, 1_000_000), heard(X, WIREGUARD), now), []);
+    }
+    let [late] = said(&mut server, &asks(5, 8_500_000), heard(X, WIREGUARD), now)[..] else { panic!() };
+    assert_eq!((late.token, late.port), (offer.token, offer.port), "the later agent's");
+    let changes = server.changes();
+    let bind = Message { token: offer.token, ..asks(6, 9_000_001) };
+    said(&mut server, &bind, heard(X, offer.port), now);
+    said(&mut server, &Message { sequence: 9_000_002, ..bind }, heard(X, offer.port), now);
+    assert_eq!(server.changes(), changes + 1, "the same binding is none");
+}
+
+#[test]
+fn a_relay_keeps_its_pairs_while_it_may_lead_again() {
+    let (mut server, now) = (Server::default(), Instant::now());
+    said(&mut server, &ask(X, Y), heard(X, WIREGUARD), now);
+    let pairs = |server: &mut Server, relays, is_meant_to, after| {
+        server.relays(relays, is_meant_to, now + seconds(after));
+        server.pairs()
+    };
+    assert_eq!(pairs(&mut server, false, true, 0), 1);
+    assert_eq!(pairs(&mut server, false, true, 29), 1);
+    assert_eq!(pairs(&mut server, true, true, 30), 1);
+    assert_eq!(pairs(&mut server, false, true, 40), 1);
+    assert_eq!(pairs(&mut server.clone(), false, true, 70), 0);
+    assert_eq!(pairs(&mut server, false, false, 41), 0, "--relay=off, or the annotation is gone");
 }
 
 #[test]

@@ -25,6 +25,9 @@ impl std::fmt::Debug for RelayMaps {
     }
 }
 
+/// Most messages that are taken from the ring at once.
+pub const BATCH: usize = 256;
+
 /// The ring of messages heard; it has one reader.
 pub struct RelayRing(AsyncFd<RingBuf<MapData>>);
 
@@ -118,17 +121,20 @@ impl RelayRing {
         Ok(Self(ring.map_err(|error| DataplaneError::Pin { path, source: error.into() })?))
     }
 
-    /// Waits until there is something, and returns all of it.
+    /// Waits until there is something, and returns it, at most [`BATCH`] messages.
     ///
     /// # Errors
     /// When the runtime does not watch it any more.
     pub async fn heard(&mut self) -> std::io::Result<Vec<Heard>> {
         let mut guard = self.0.readable_mut().await?;
         let mut all = Vec::new();
-        while let Some(item) = guard.get_inner_mut().next() {
+        while all.len() < BATCH {
+            let Some(item) = guard.get_inner_mut().next() else {
+                guard.clear_ready();
+                break;
+            };
             all.extend(Heard::read(&item));
         }
-        guard.clear_ready();
         Ok(all)
     }
 }
