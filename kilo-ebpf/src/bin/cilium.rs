@@ -6,6 +6,7 @@
 #![cfg_attr(not(target_arch = "bpf"), allow(unused_crate_dependencies))]
 
 #[cfg(target_arch = "bpf")]
+#[allow(clippy::needless_pass_by_value, reason = "the kernel's entry points take it so")]
 mod programs {
     use core::ptr::read_volatile;
 
@@ -60,8 +61,8 @@ mod programs {
     #[map(name = "ipcache")]
     static IPCACHE: HashMap<[u8; 4], u32> = HashMap::with_max_entries(64, 0);
 
-    fn global(value: &u32) -> u32 {
-        // SAFETY: a reference is valid; the loader has set the value, which the compiler must not assume.
+    fn global(value: *const u32) -> u32 {
+        // SAFETY: it is one of the globals; the loader has set it, which the compiler must not foresee.
         unsafe { read_volatile(value) }
     }
 
@@ -86,27 +87,27 @@ mod programs {
     /// Somebody else's: counts, and lets the next program have the packet.
     #[classifier]
     pub fn watch_ingress(_ctx: TcContext) -> i32 {
-        count(global(&COUNTER));
+        count(global(&raw const COUNTER));
         NEXT
     }
 
     /// As `watch_ingress`.
     #[classifier]
     pub fn watch_egress(_ctx: TcContext) -> i32 {
-        count(global(&COUNTER));
+        count(global(&raw const COUNTER));
         NEXT
     }
 
     /// A host firewall, where [`FIREWALL`] says so, refuses IPIP and [`KILO_VXLAN_PORT`].
     #[classifier]
     pub fn cil_from_netdev(ctx: TcContext) -> i32 {
-        count(global(&COUNTER));
+        count(global(&raw const COUNTER));
         let is_refused = match load::<u8>(&ctx, IP_PROTOCOL) {
             Some(IPIP) => true,
             Some(UDP) => load::<[u8; 2]>(&ctx, DESTINATION_PORT) == Some(KILO_VXLAN_PORT.to_be_bytes()),
             _ => false,
         };
-        if global(&FIREWALL) == 1 && is_refused {
+        if global(&raw const FIREWALL) == 1 && is_refused {
             count(REFUSED);
             return SHOT;
         }
@@ -116,14 +117,14 @@ mod programs {
     /// Hands packets on to the network.
     #[classifier]
     pub fn cil_to_netdev(_ctx: TcContext) -> i32 {
-        count(global(&COUNTER));
+        count(global(&raw const COUNTER));
         OK
     }
 
     /// Hands packets on to the host.
     #[classifier]
     pub fn cil_to_host(_ctx: TcContext) -> i32 {
-        count(global(&COUNTER));
+        count(global(&raw const COUNTER));
         OK
     }
 
@@ -140,10 +141,10 @@ mod programs {
     }
 
     fn encapsulate(ctx: &TcContext) -> i32 {
-        count(global(&COUNTER));
+        count(global(&raw const COUNTER));
         let Some([a, b, c, _]) = load::<[u8; 4]>(ctx, DESTINATION) else { return OK };
         // SAFETY: nobody writes the map while packets flow.
-        let Some(node) = (unsafe { IPCACHE.get(&[a, b, c, 0]) }) else { return OK };
+        let Some(node) = (unsafe { IPCACHE.get([a, b, c, 0]) }) else { return OK };
         // The first two fields of `bpf_tunnel_key`: VNI and remote address.
         let mut key = [IDENTITY, *node];
         // SAFETY: the kernel takes a key of these eight bytes (net/core/filter.c), which it reads alone.
@@ -156,7 +157,7 @@ mod programs {
 
     fn redirect(flags: u64) -> i32 {
         // SAFETY: the helper takes any index and answers with a verdict.
-        let verdict = unsafe { bpf_redirect(global(&DEVICE), flags) };
+        let verdict = unsafe { bpf_redirect(global(&raw const DEVICE), flags) };
         i32::try_from(verdict).unwrap_or(SHOT)
     }
 
@@ -164,15 +165,15 @@ mod programs {
     /// sent to; the rest is for the host to route to a pod.
     #[classifier]
     pub fn cil_from_overlay(ctx: TcContext) -> i32 {
-        /// The packet is for this host (linux/if_packet.h).
+        /// The packet is for this host (`linux/if_packet.h`).
         const PACKET_HOST: u32 = 0;
         /// To the device's ingress, not its egress.
         const INGRESS: u64 = 1;
-        count(global(&COUNTER));
+        count(global(&raw const COUNTER));
         if ctx.change_type(PACKET_HOST).is_err() {
             return SHOT;
         }
-        if load::<[u8; 4]>(&ctx, DESTINATION).map(u32::from_ne_bytes) != Some(global(&OWN)) {
+        if load::<[u8; 4]>(&ctx, DESTINATION).map(u32::from_ne_bytes) != Some(global(&raw const OWN)) {
             return OK;
         }
         if ctx.store(0, &HOST_ADDRESS, 0).is_err() {

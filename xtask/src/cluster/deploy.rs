@@ -80,7 +80,7 @@ pub fn manifest(name: &str) -> Result<String> {
     fs::read_to_string(&path).with_context(|| path.display().to_string())
 }
 
-/// `kubectl apply -f` of a file of manifests/. Before 1.21 there is no PodDisruptionBudget of
+/// `kubectl apply -f` of a file of manifests/. Before 1.21 there is no `PodDisruptionBudget` of
 /// policy/v1: it is left out, as docs/peer-validation.md says.
 pub fn apply_file(cluster: &Cluster, name: &str) -> Result<()> {
     let whole = manifest(name)?;
