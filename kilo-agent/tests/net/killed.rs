@@ -23,6 +23,8 @@ const LIMIT: Duration = Duration::from_secs(30);
 
 /// Two clusters as this node may find them, far apart.
 fn change_to(second: bool) {
+    // Nodes that the last agent knew and that are gone now would be held for a minute.
+    fs::remove_file("/var/lib/kilo/last-good.json").unwrap_or_default();
     if second {
         write_node(2, "a", "10.42.2.0/24", true);
         write_node(3, "b", "10.42.7.0/24", false);
