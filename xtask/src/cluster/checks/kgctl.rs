@@ -86,7 +86,7 @@ pub fn into_nodes(cluster: &Cluster) -> Result<String> {
     let has_last_words = !cluster.release.is_current || said.contains("drops shown");
     ensure!(has_last_words, "the other end has last words: {said:?}");
     until("the other end has ended", Duration::from_secs(30), || {
-        let left = cluster.remote().sh("pgrep -f 'kgctl monitor' || true").ok()?;
+        let left = cluster.remote().sh("pgrep -f '[k]gctl monitor' || true").ok()?;
         left.trim().is_empty().then_some(())
     })?;
     Ok(format!("{} agents of {}", cluster.nodes.len(), env!("CARGO_PKG_VERSION")))
