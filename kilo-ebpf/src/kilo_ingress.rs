@@ -43,7 +43,7 @@ fn ingress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     if let Some(addr) = translated {
         ip.set_dst(addr);
     }
-    let to = || routed(I::prefix(ip.dst())).and_then(|to| hop(to.hop));
+    let to = || routed(I::prefix(config, ip.dst())).and_then(|to| hop(to.hop));
     match forwarding::ingress(config.flags, to, ip.ttl(), |mtu| fits::<I>(ctx, 0, &ip, mtu)) {
         Ingress::Forward(hop) => {
             ip.lower_ttl(ctx, 0)?;
