@@ -23,7 +23,7 @@ use kilo_common::{
 use crate::{
     cb,
     ip::Ip,
-    packet,
+    link, packet,
     ret::{Act, Verdict, from_code, to_code},
 };
 
@@ -67,7 +67,7 @@ fn ipip<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verdict 
     let mut frame = [0; ETHERNET_LEN + IPIP_OVERHEAD];
     ipip_frame(&mut frame, v4(&hop.local), v4(&hop.remote), &inner::<I>(ctx, tos, 0));
     match push_header_room(ctx, IPIP_OVERHEAD, ENCAP_L3_IPV4) {
-        Ok(()) => transmit(ctx, hop, &frame),
+        Ok(()) => transmit_v4(ctx, hop, &mut frame, tos),
         Err(()) => from_code(subprogram::<I, ByDevice>(ctx.as_ptr().cast(), config, hop, tos)),
     }
 }
@@ -166,6 +166,25 @@ fn transmit<const N: usize>(ctx: &TcContext, hop: &Hop, frame: &[u8; N]) -> Verd
     // No explicit next hop: with a cold neighbour the queued packet would leave
     // malformed, through the device it came from.
     Ok(Act::neighbour(hop.ifindex))
+}
+
+/// As [`transmit`], with addresses of the link where they are known.
+#[inline(always)]
+fn transmit_v4<const N: usize>(ctx: &TcContext, hop: &Hop, frame: &mut [u8; N], tos: u8) -> Verdict {
+    let [src, dst] = [&hop.local, &hop.remote].map(|addr| packet::word(v4(addr)));
+    let Some(ends) = link::addresses(ctx, hop.ifindex, src, dst, tos) else {
+        return transmit(ctx, hop, frame);
+    };
+    let mut i = 0;
+    while i < ends.len() {
+        // SAFETY: frames are longer than the addresses at their start.
+        unsafe { frame.as_mut_ptr().cast::<u16>().add(i).write_unaligned(ends[i]) };
+        i += 1;
+    }
+    change_head(ctx)?;
+    ctx.store(0, frame, 0).map_err(|_| DropReason::Encapsulation)?;
+    cb::sent(ctx);
+    Ok(Act::transmit(hop.ifindex))
 }
 
 struct Plain;

@@ -45,6 +45,7 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
     }
     match packet::family(ctx) {
         Family::V4 if let Some(done) = transit::forward(ctx, config) => done,
+        Family::V4 if let Some(done) = relay::forward_whole(ctx, config) => done,
         Family::V4 => match packet::protocol_v4(ctx) {
             protocol::TCP | protocol::UDP => match established::arriving(ctx, config)? {
                 Established::Done => Ok(Act::NEXT),

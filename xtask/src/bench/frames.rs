@@ -100,7 +100,8 @@ impl Flow {
         let payload = vec![0x55; self.load.payload()];
         let inner = match self.load {
             Load::Udp(_) => udp_packet(self.from, self.to, &payload),
-            Load::Encrypted(_) => udp_packet(
+            // WireGuard's datagrams have a checksum.
+            Load::Encrypted(_) => sealed_udp_packet(
                 self.from,
                 self.to,
                 &[&TRANSPORT_DATA[..], &payload[TRANSPORT_DATA.len()..]].concat(),
@@ -159,6 +160,16 @@ fn udp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8]) -> Vec
     datagram.extend([0, 0]);
     datagram.extend(payload);
     ipv4(from.0, to.0, PROTOCOL_UDP, &datagram)
+}
+
+/// As [`udp_packet`], with its checksum.
+fn sealed_udp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8]) -> Vec<u8> {
+    let mut packet = udp_packet(from, to, payload);
+    let (header, datagram) = packet.split_at_mut(IPV4);
+    let length = (datagram.len() as u16).to_be_bytes();
+    let sum = checksum(&[&header[12..], &[0, PROTOCOL_UDP], &length, datagram].concat());
+    datagram[6..8].copy_from_slice(&sum.to_be_bytes());
+    packet
 }
 
 /// A segment with data and nothing but ACK and PSH set (RFC 9293). With
