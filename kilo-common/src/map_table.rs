@@ -144,6 +144,10 @@ maps! {
     NAT_WORK = "nat_work", PerCpuArray<u32, ()>, size 1, pinned false, gauge false,
         holds "memory of the masquerading program, per CPU",
         reason "no state";
+    // As above.
+    LINK = "link", PerCpuArray<u32, ()>, size 256, pinned false, gauge false,
+        holds "link-layer addresses found in this tick of the kernel's clock, per CPU",
+        reason "no state; of several addresses with one place each is asked for anew";
     DEVICE = "device", Hash<u32, Device>, size 256, pinned true, gauge true,
         holds "interface → masquerade addresses",
         reason "interfaces with programs: uplinks, not pods'. One more: the change is refused as a whole";

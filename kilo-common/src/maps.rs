@@ -50,6 +50,8 @@ pub const PREFIX_HOST_STEERED: u32 = 32;
 /// `PrefixValue::flags`, in `direct_v4` alone: the hop's node is known as a sender by the address and the
 /// interface of its entry in `hop`, and may send from here.
 pub const PREFIX_KNOWN_SENDER: u32 = 1 << 14;
+/// `PrefixValue::flags`, in `direct_v4` alone: no address here is one that masqueraded packets get.
+pub const PREFIX_NOT_TRANSLATED: u32 = 1 << 13;
 /// `PrefixValue::flags`, in `direct_v4` alone: nothing to this prefix is masqueraded.
 pub const PREFIX_NOT_MASQUERADED: u32 = 1 << 15;
 

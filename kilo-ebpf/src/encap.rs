@@ -61,13 +61,18 @@ pub fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verd
     }
 }
 
+/// So that it is written in words.
+#[repr(align(8))]
+struct Aligned<const N: usize>([u8; N]);
+
 /// The way of nearly all packets; inline.
 #[inline(always)]
 fn ipip<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verdict {
-    let mut frame = [0; ETHERNET_LEN + IPIP_OVERHEAD];
-    ipip_frame(&mut frame, v4(&hop.local), v4(&hop.remote), &inner::<I>(ctx, tos, 0));
+    let mut frame = Aligned([0; ETHERNET_LEN + IPIP_OVERHEAD]);
+    let frame = &mut frame.0;
+    ipip_frame(frame, v4(&hop.local), v4(&hop.remote), &inner::<I>(ctx, tos, 0));
     match push_header_room(ctx, IPIP_OVERHEAD, ENCAP_L3_IPV4) {
-        Ok(()) => transmit_v4(ctx, hop, &mut frame, tos),
+        Ok(()) => transmit_v4(ctx, config, hop, frame, tos),
         Err(()) => from_code(subprogram::<I, ByDevice>(ctx.as_ptr().cast(), config, hop, tos)),
     }
 }
@@ -170,17 +175,19 @@ fn transmit<const N: usize>(ctx: &TcContext, hop: &Hop, frame: &[u8; N]) -> Verd
 
 /// As [`transmit`], with addresses of the link where they are known.
 #[inline(always)]
-fn transmit_v4<const N: usize>(ctx: &TcContext, hop: &Hop, frame: &mut [u8; N], tos: u8) -> Verdict {
-    let [src, dst] = [&hop.local, &hop.remote].map(|addr| packet::word(v4(addr)));
-    let Some(ends) = link::addresses(ctx, hop.ifindex, src, dst, tos) else {
+fn transmit_v4<const N: usize>(
+    ctx: &TcContext,
+    config: &Config,
+    hop: &Hop,
+    frame: &mut [u8; N],
+    tos: u8,
+) -> Verdict {
+    let ends = [&hop.local, &hop.remote].map(|addr| packet::word(v4(addr)));
+    let Some(ends) = link::addresses(ctx, config, hop.ifindex, ends, tos) else {
         return transmit(ctx, hop, frame);
     };
-    let mut i = 0;
-    while i < ends.len() {
-        // SAFETY: frames are longer than the addresses at their start.
-        unsafe { frame.as_mut_ptr().cast::<u16>().add(i).write_unaligned(ends[i]) };
-        i += 1;
-    }
+    // SAFETY: frames are longer than what they start with, and the stack's words are aligned.
+    unsafe { link::write(ends, frame.as_mut_ptr().cast()) };
     change_head(ctx)?;
     ctx.store(0, frame, 0).map_err(|_| DropReason::Encapsulation)?;
     cb::sent(ctx);

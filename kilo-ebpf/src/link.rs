@@ -1,69 +1,124 @@
-//! Link-layer addresses of the next hop, asked of the kernel's routes and neighbours for each packet: so the
-//! header is written once, and the packet needs no second way through the kernel's routing.
+//! Link-layer addresses of the next hop, by the kernel's routes and neighbours: so the header is written once, and
+//! the packet needs no second way through the kernel's routing. What was found counts for the same tick of the
+//! kernel's clock, a few milliseconds, and on one CPU.
 //!
 //! A neighbour's entry grows old while nobody sends by it, and the kernel proves it anew only by what it sends
 //! itself. So once a second a packet towards each address goes the kernel's own way, which also finds out
 //! that a router has another link-layer address; and so does every packet while there is no valid entry.
 
+use core::sync::atomic::AtomicU64;
+
 use aya_ebpf::{
     EbpfContext as _,
     bindings::{BPF_FIB_LOOKUP_OUTPUT, bpf_fib_lookup},
-    helpers::bpf_fib_lookup as look_up,
+    btf_maps::PerCpuArray,
+    helpers::{bpf_fib_lookup as look_up, bpf_jiffies64},
+    macros::btf_map,
     programs::TcContext,
 };
-use core::sync::atomic::AtomicU64;
+use kilo_common::{
+    map_table,
+    maps::{CONFIG_MASQUERADE, Config},
+};
 
-use crate::masquerade::{clock, work::this_cpu};
+use crate::masquerade::clock;
 
 /// `AF_INET`.
 const INET: u8 = 2;
-/// Bytes of destination and source in an Ethernet header.
-pub const ADDRESSES: usize = 12;
+/// Destination and source in an Ethernet header, in pairs of bytes.
+pub type Ends = [u16; 6];
+
+/// A question for the kernel, its answer, and when it was given: tick, and the address above. On kernels where
+/// programs of one CPU interrupt each other there is no masquerading by programs, nor is this used.
+#[repr(C, align(8))]
+struct Link {
+    key: u64,
+    ifindex: u32,
+    ends: Ends,
+    route: [u64; 8],
+}
+
+const _: () = assert!(size_of::<bpf_fib_lookup>() == size_of::<[u64; 8]>());
+
+#[btf_map(name = "link")]
+static LINK: PerCpuArray<Link, { map_table::LINK.size as usize }> = PerCpuArray::new();
 
 /// The last packets that went the kernel's way, by the last bits of the address they went to: the second, and the
 /// address above. Two addresses with one place ask more often, and never less.
-static ASKED: [AtomicU64; 256] = [const { AtomicU64::new(0) }; 256];
+static ASKED: [AtomicU64; map_table::LINK.size as usize] =
+    [const { AtomicU64::new(0) }; map_table::LINK.size as usize];
 
 /// Destination and source of a frame that leaves by this interface towards an IPv4 address; `None`: the kernel is to
 /// send it. Addresses are words as they lie in memory.
 #[inline(always)]
 pub fn addresses(
     ctx: &TcContext,
+    config: &Config,
     ifindex: u32,
-    src: u32,
-    dst: u32,
+    [src, dst]: [u32; 2],
     tos: u8,
-) -> Option<&'static [u16; ADDRESSES / 2]> {
-    let place = u32::from_be(dst) as usize & (ASKED.len() - 1);
+) -> Option<&'static Ends> {
+    if config.flags & CONFIG_MASQUERADE == 0 {
+        return None;
+    }
+    let place = u32::from_be(dst) & (map_table::LINK.size - 1);
+    // SAFETY: the entry is this CPU's own.
+    let link = unsafe { &mut *LINK.get_ptr_mut(place)? };
+    // SAFETY: a helper without arguments.
+    let tick = u64::from(dst) << 32 | unsafe { bpf_jiffies64() } & 0xffff_ffff;
+    if link.key == tick && link.ifindex == ifindex {
+        return Some(&link.ends);
+    }
+    ask(ctx, link, ifindex, [src, dst], tos).then(|| {
+        (link.key, link.ifindex) = (tick, ifindex);
+        &link.ends
+    })
+}
+
+/// Asks the kernel, unless a packet is to go its way.
+#[inline(always)]
+fn ask(ctx: &TcContext, link: &mut Link, ifindex: u32, [src, dst]: [u32; 2], tos: u8) -> bool {
+    link.key = 0;
     let now = u64::from(dst) << 32 | u64::from(clock::glance());
-    // SAFETY: words of this program's, of which each is read and written at once; the linker knows no atomic
-    // loads and stores.
+    // SAFETY: a word of this program's, read and written at once; the linker knows no atomic loads and stores.
     unsafe {
-        let asked = ASKED[place].as_ptr();
+        let asked = ASKED[(u32::from_be(dst) & (map_table::LINK.size - 1)) as usize].as_ptr();
         if asked.read_volatile() != now {
             asked.write_volatile(now);
-            return None;
+            return false;
         }
     }
-    let work = this_cpu()?;
-    let route: *mut bpf_fib_lookup = (&raw mut work.route).cast();
+    let route: *mut bpf_fib_lookup = (&raw mut link.route).cast();
     // SAFETY: the memory is this CPU's, has this size and is aligned, and the context is valid.
-    let answer = unsafe {
+    unsafe {
         route.cast::<u64>().write(u64::from(INET));
         (*route).ifindex = ifindex;
         (*route).__bindgen_anon_2.tos = tos;
         (*route).__bindgen_anon_3.ipv4_src = src;
         (*route).__bindgen_anon_4.ipv4_dst = dst;
-        look_up(ctx.as_ptr().cast(), route, size_of::<bpf_fib_lookup>() as i32, BPF_FIB_LOOKUP_OUTPUT)
-    };
-    // SAFETY: as above.
-    let (found, ends) =
-        unsafe { ((*route).ifindex, &mut *(&raw mut (*route).smac).cast::<[u16; ADDRESSES / 2]>()) };
-    let [a, b, c, d, e, f] = *ends;
-    // Without a link layer there are no addresses.
-    if answer != 0 || found != ifindex || d | e | f == 0 {
-        return None;
+        let size = size_of::<bpf_fib_lookup>() as i32;
+        if look_up(ctx.as_ptr().cast(), route, size, BPF_FIB_LOOKUP_OUTPUT) != 0
+            || (*route).ifindex != ifindex
+        {
+            return false;
+        }
+        let [a, b, c, d, e, f] = *(&raw const (*route).smac).cast::<Ends>();
+        link.ends = [d, e, f, a, b, c];
+        // Without a link layer there are no addresses.
+        d | e | f != 0
     }
-    *ends = [d, e, f, a, b, c];
-    Some(ends)
+}
+
+/// Writes them at the start of a frame.
+///
+/// # Safety
+/// There must be room for them.
+#[inline(always)]
+pub unsafe fn write(ends: &Ends, frame: *mut u16) {
+    let mut i = 0;
+    while i < ends.len() {
+        // SAFETY: as the caller promises. Word by word: all at once would be a call that copies bytes.
+        unsafe { frame.add(i).write_volatile(ends[i]) };
+        i += 1;
+    }
 }

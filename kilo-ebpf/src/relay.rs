@@ -70,7 +70,7 @@ pub fn forward_whole(ctx: &TcContext, config: &Config) -> Option<Verdict> {
     if config.flags & CONFIG_RELAY == 0 || packet::protocol_v4(ctx) != protocol::UDP {
         return None;
     }
-    match whole(ctx.as_ptr().cast()) {
+    match whole(ctx.as_ptr().cast(), config) {
         NOTHING => None,
         code => Some(from_code(code)),
     }
@@ -78,6 +78,13 @@ pub fn forward_whole(ctx: &TcContext, config: &Config) -> Option<Verdict> {
 
 /// Bytes from the start of the frame to the end of what tells WireGuard's datagrams.
 const WHOLE: usize = ETHERNET_LEN + IPV4_LEN + UDP_LEN + 8;
+
+/// An IPv4 address in the form `::ffff:a.b.c.d`, as it lies in memory.
+#[inline(always)]
+fn last_word(addr: &[u8; 16]) -> u32 {
+    // SAFETY: callers pass fields of a map's value, which are aligned to eight bytes.
+    unsafe { *addr.as_ptr().add(12).cast() }
+}
 
 /// What starts such a frame.
 struct Frame<'a> {
@@ -108,7 +115,7 @@ fn frame(ctx: &TcContext) -> Option<Frame<'_>> {
 
 /// A function of its own for the verifier, with its own share of the stack.
 #[inline(never)]
-fn whole(skb: *mut __sk_buff) -> i32 {
+fn whole(skb: *mut __sk_buff, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
     let Some(old) = frame(&ctx) else { return NOTHING };
     let ip = &*old.ip;
@@ -138,9 +145,9 @@ fn whole(skb: *mut __sk_buff) -> i32 {
     if relay::at_port(&arrival, Some(pair)) != Fate::Forward {
         return NOTHING;
     }
-    let [by, to] = [&pair.by, &pair.to].map(|addr| u32::from_ne_bytes(Ipv4::unmapped(addr)));
+    let [by, to] = [&pair.by, &pair.to].map(last_word);
     let new_ports = [pair.by_port.to_be(), pair.to_port.to_be()];
-    let Some(ends) = link::addresses(&ctx, pair.ifindex, by, to, tos) else { return NOTHING };
+    let Some(ends) = link::addresses(&ctx, config, pair.ifindex, [by, to], tos) else { return NOTHING };
     // SAFETY: as above; that a packet is counted twice or not at all by two CPUs harms nobody.
     unsafe { (*entry).packets += 1 };
     // A UDP checksum of zero means that there is none.
@@ -168,7 +175,8 @@ fn whole(skb: *mut __sk_buff) -> i32 {
         return DropReason::Malformed.index() as i32;
     }
     (new.udp[0], new.udp[1]) = (new_ports[0], new_ports[1]);
-    *new.link = *ends;
+    // SAFETY: there is room for them.
+    unsafe { link::write(ends, new.link.as_mut_ptr()) };
     cb::sent(&ctx);
     count_action(Action::Relay);
     Act::transmit(pair.ifindex).code()

@@ -1,7 +1,6 @@
 //! Memory of this CPU that the parts of masquerading share, beside the stack.
 
 use aya_ebpf::{
-    bindings::bpf_fib_lookup,
     btf_maps::{PerCpuArray, lpm_trie::Key},
     macros::btf_map,
 };
@@ -70,11 +69,7 @@ pub struct Work {
     pub tcp_flags: u32,
     /// What rewriting the packet inside an ICMP error adds to the error's checksum.
     pub difference: u32,
-    /// A question for the kernel's routes (`link`), and its answer.
-    pub route: [u64; 8],
 }
-
-const _: () = assert!(size_of::<bpf_fib_lookup>() == size_of::<[u64; 8]>());
 
 /// Second half of `::ffff:0.0.0.0`.
 const MAPPED: u64 = 0xffff_0000_u64.to_le();

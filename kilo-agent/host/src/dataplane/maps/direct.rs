@@ -1,6 +1,10 @@
 //! What `direct_v4` holds: the part of `prefix_v4` that an array answers (`kilo_common::direct`).
 
-use std::{collections::BTreeMap, net::IpAddr, os::fd::AsFd as _};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, Ipv4Addr},
+    os::fd::AsFd as _,
+};
 
 use aya::{
     Ebpf,
@@ -11,7 +15,8 @@ use kilo_common::{
     direct::{Place, shift},
     map_table::name,
     maps::{
-        HOP_FIRST_NODE, MASQ_EXCLUDE, PREFIX_KNOWN_SENDER, PREFIX_NOT_MASQUERADED, PREFIX_SOURCE, PrefixValue,
+        HOP_FIRST_NODE, MASQ_EXCLUDE, PREFIX_KNOWN_SENDER, PREFIX_NOT_MASQUERADED, PREFIX_NOT_TRANSLATED,
+        PREFIX_SOURCE, PrefixValue,
     },
 };
 use kilo_core::tables::{Hop, Tables};
@@ -26,6 +31,7 @@ pub(super) fn words(tables: &Tables) -> Vec<(u32, u64)> {
     };
     let mut prefixes = v4(tables.prefix.iter()).peekable();
     let mut excluded = Excluded { entries: v4(tables.masq_dst.iter()).peekable() };
+    let given = given(tables);
     let mut words = Vec::new();
     while let Some((prefix, value)) = prefixes.next() {
         // Within come next, in this order.
@@ -35,6 +41,9 @@ pub(super) fn words(tables: &Tables) -> Vec<(u32, u64)> {
         let mut flags = value.flags;
         if is_known_sender(tables, *value) {
             flags |= PREFIX_KNOWN_SENDER;
+        }
+        if !is_translated_to(&given, &prefix) {
+            flags |= PREFIX_NOT_TRANSLATED;
         }
         if excluded.holds(&prefix) {
             flags |= PREFIX_NOT_MASQUERADED;
@@ -73,6 +82,21 @@ impl<'a, I: Iterator<Item = (Ipv4Net, &'a u32)>> Excluded<I> {
         }
         holds
     }
+}
+
+/// The IPv4 addresses that masqueraded packets get.
+fn given(tables: &Tables) -> BTreeSet<Ipv4Addr> {
+    let usual = tables.device.values().map(|device| Ipv4Addr::from(device.masq_v4));
+    let others = tables.masq_addr.values().filter_map(|addr| match addr {
+        IpAddr::V4(addr) => Some(*addr),
+        IpAddr::V6(_) => None,
+    });
+    usual.chain(others).collect()
+}
+
+/// Whether one of them is in the prefix.
+fn is_translated_to(given: &BTreeSet<Ipv4Addr>, prefix: &Ipv4Net) -> bool {
+    given.range(prefix.network()..=prefix.broadcast()).next().is_some()
 }
 
 /// Whether the entry in `hop` says by itself that a packet is from this prefix's node: its address is a
@@ -129,7 +153,9 @@ mod tests {
 
     use super::*;
 
-    const MARKS: u32 = PREFIX_KNOWN_SENDER | PREFIX_NOT_MASQUERADED;
+    const MARKS: u32 = PREFIX_KNOWN_SENDER | PREFIX_NOT_MASQUERADED | PREFIX_NOT_TRANSLATED;
+    const WITHOUT_SENDER: u32 = MARKS & !PREFIX_KNOWN_SENDER;
+    const WITHOUT_EXCLUDED: u32 = MARKS & !PREFIX_NOT_MASQUERADED;
 
     fn found(tables: &Tables, addr: [u8; 4]) -> Option<PrefixValue> {
         let place = Place::of(addr, tables.config.direct_shift);
@@ -172,12 +198,12 @@ mod tests {
         {
             tables.prefix.insert(net(prefix), value(hop));
         }
-        assert_eq!(found(&tables, [10, 0, 1, 7]), Some(value(4)));
+        assert_eq!(found(&tables, [10, 0, 1, 7]).map(|value| value.hop), Some(4));
         assert_eq!(found(&tables, [10, 0, 2, 7]), None, "a longer one lies within");
         assert_eq!(found(&tables, [11, 0, 1, 7]), None, "another has the place");
         assert_eq!(found(&tables, [12, 0, 1, 7]), None, "not of that length");
         tables.prefix.remove(&net("10.0.1.0/24"));
-        assert_eq!(found(&tables, [11, 0, 1, 7]), Some(value(7)));
+        assert_eq!(found(&tables, [11, 0, 1, 7]).map(|value| value.hop), Some(7));
     }
 
     #[test]
@@ -193,19 +219,23 @@ mod tests {
         tables.masq_dst.insert(cidr, MASQ_EXCLUDE);
         let marks = |tables: &Tables| found(tables, [10, 0, 1, 1]).map_or(0, |value| value.flags & MARKS);
         assert_eq!(marks(&tables), MARKS);
-        let spoilt: [(u32, fn(&mut Tables)); 6] = [
-            (PREFIX_NOT_MASQUERADED, |tables| drop(tables.node.remove(&IpAddr::from([10, 1, 0, 12])))),
-            (PREFIX_NOT_MASQUERADED, |tables| {
+        let spoilt: [(u32, fn(&mut Tables)); 7] = [
+            (WITHOUT_SENDER, |tables| drop(tables.node.remove(&IpAddr::from([10, 1, 0, 12])))),
+            (WITHOUT_SENDER, |tables| {
                 tables.node.values_mut().for_each(|node| node.hop = 5);
             }),
-            (PREFIX_NOT_MASQUERADED, |tables| {
+            (WITHOUT_SENDER, |tables| {
                 tables.node.values_mut().for_each(|node| node.interfaces = [9, 0, 0, 0]);
             }),
-            (PREFIX_NOT_MASQUERADED, |tables| {
+            (WITHOUT_SENDER, |tables| {
                 tables.prefix.insert(net("10.0.1.0/24"), PrefixValue { hop: 4, flags: PREFIX_ROUTE });
             }),
-            (PREFIX_KNOWN_SENDER, |tables| drop(tables.masq_dst.remove(&net("10.0.1.0/24")))),
-            (PREFIX_KNOWN_SENDER, |tables| {
+            (MARKS & !PREFIX_NOT_TRANSLATED, |tables| {
+                let masq_v4 = [10, 0, 1, 255];
+                tables.device.insert(9, kilo_common::maps::Device { masq_v4, ..Default::default() });
+            }),
+            (WITHOUT_EXCLUDED, |tables| drop(tables.masq_dst.remove(&net("10.0.1.0/24")))),
+            (WITHOUT_EXCLUDED, |tables| {
                 tables.masq_dst.insert(net("10.0.1.128/25"), kilo_common::maps::MASQ_FORCE);
             }),
         ];
