@@ -44,11 +44,11 @@ const AF_INET6: u32 = 10;
 pub fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verdict {
     let skb = ctx.as_ptr().cast();
     match (hop.tunnel, hop.family) {
-        (TUNNEL_IPIP, FAMILY_V4) => ipip::<I>(ctx, config, hop, tos),
+        (TUNNEL_IPIP, FAMILY_V4) => from_code(ipip::<I>(skb, config, hop, tos)),
         (TUNNEL_NONE, FAMILY_V4) if !I::V6 => from_code(subprogram::<I, Plain>(skb, config, hop, tos)),
         (TUNNEL_NONE, FAMILY_V6) if I::V6 => from_code(subprogram::<I, Plain>(skb, config, hop, tos)),
         // A packet of the other family needs a next hop of its own; encapsulated it does without.
-        (TUNNEL_NONE, FAMILY_V4) => ipip::<I>(ctx, config, hop, tos),
+        (TUNNEL_NONE, FAMILY_V4) => from_code(ipip::<I>(skb, config, hop, tos)),
         (TUNNEL_NONE | TUNNEL_IPIP, FAMILY_V6) => from_code(subprogram::<I, IpipV6>(skb, config, hop, tos)),
         // A GSO packet that crosses a link whole would lose its segments'
         // outer UDP headers: the device cuts it first.
@@ -65,15 +65,17 @@ pub fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verd
 #[repr(align(8))]
 struct Aligned<const N: usize>([u8; N]);
 
-/// The way of nearly all packets; inline.
-#[inline(always)]
-fn ipip<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verdict {
+/// The way of nearly all packets. A function of its own, because with those that its callers call else there is no
+/// room for its stack in theirs before Linux 6.3.
+#[inline(never)]
+fn ipip<I: Ip>(skb: *mut __sk_buff, config: &Config, hop: &Hop, tos: u8) -> i32 {
+    let ctx = &TcContext::new(skb);
     let mut frame = Aligned([0; ETHERNET_LEN + IPIP_OVERHEAD]);
     let frame = &mut frame.0;
     ipip_frame(frame, v4(&hop.local), v4(&hop.remote), &inner::<I>(ctx, tos, 0));
     match push_header_room(ctx, IPIP_OVERHEAD, ENCAP_L3_IPV4) {
-        Ok(()) => transmit_v4(ctx, config, hop, frame, tos),
-        Err(()) => from_code(subprogram::<I, ByDevice>(ctx.as_ptr().cast(), config, hop, tos)),
+        Ok(()) => to_code(transmit_v4(ctx, config, hop, frame, tos)),
+        Err(()) => subprogram::<I, ByDevice>(skb, config, hop, tos),
     }
 }
 

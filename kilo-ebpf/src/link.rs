@@ -10,7 +10,7 @@ use core::sync::atomic::AtomicU64;
 
 use aya_ebpf::{
     EbpfContext as _,
-    bindings::{BPF_FIB_LOOKUP_OUTPUT, bpf_fib_lookup},
+    bindings::{__sk_buff, BPF_FIB_LOOKUP_OUTPUT, bpf_fib_lookup},
     btf_maps::PerCpuArray,
     helpers::{bpf_fib_lookup as look_up, bpf_jiffies64},
     macros::btf_map,
@@ -69,15 +69,18 @@ pub fn addresses(
     if link.key == tick && link.ifindex == ifindex {
         return Some(&link.ends);
     }
-    ask(ctx, link, ifindex, [src, dst], tos).then(|| {
-        (link.key, link.ifindex) = (tick, ifindex);
-        &link.ends
-    })
+    if ask(ctx.as_ptr().cast(), link, ifindex, u64::from(dst) << 32 | u64::from(src), u32::from(tos)) == 0 {
+        return None;
+    }
+    (link.key, link.ifindex) = (tick, ifindex);
+    Some(&link.ends)
 }
 
-/// Asks the kernel, unless a packet is to go its way.
-#[inline(always)]
-fn ask(ctx: &TcContext, link: &mut Link, ifindex: u32, [src, dst]: [u32; 2], tos: u8) -> bool {
+/// Asks the kernel, unless a packet is to go its way. A function of its own, with a stack of its own: there is no
+/// room for more in its callers before Linux 6.3.
+#[inline(never)]
+fn ask(skb: *mut __sk_buff, link: &mut Link, ifindex: u32, ends: u64, tos: u32) -> u32 {
+    let (src, dst) = (ends as u32, (ends >> 32) as u32);
     link.key = 0;
     let now = u64::from(dst) << 32 | u64::from(clock::glance());
     // SAFETY: a word of this program's, read and written at once; the linker knows no atomic loads and stores.
@@ -85,7 +88,7 @@ fn ask(ctx: &TcContext, link: &mut Link, ifindex: u32, [src, dst]: [u32; 2], tos
         let asked = ASKED[(u32::from_be(dst) & (map_table::LINK.size - 1)) as usize].as_ptr();
         if asked.read_volatile() != now {
             asked.write_volatile(now);
-            return false;
+            return 0;
         }
     }
     let route: *mut bpf_fib_lookup = (&raw mut link.route).cast();
@@ -93,19 +96,17 @@ fn ask(ctx: &TcContext, link: &mut Link, ifindex: u32, [src, dst]: [u32; 2], tos
     unsafe {
         route.cast::<u64>().write(u64::from(INET));
         (*route).ifindex = ifindex;
-        (*route).__bindgen_anon_2.tos = tos;
+        (*route).__bindgen_anon_2.tos = tos as u8;
         (*route).__bindgen_anon_3.ipv4_src = src;
         (*route).__bindgen_anon_4.ipv4_dst = dst;
         let size = size_of::<bpf_fib_lookup>() as i32;
-        if look_up(ctx.as_ptr().cast(), route, size, BPF_FIB_LOOKUP_OUTPUT) != 0
-            || (*route).ifindex != ifindex
-        {
-            return false;
+        if look_up(skb.cast(), route, size, BPF_FIB_LOOKUP_OUTPUT) != 0 || (*route).ifindex != ifindex {
+            return 0;
         }
         let [a, b, c, d, e, f] = *(&raw const (*route).smac).cast::<Ends>();
         link.ends = [d, e, f, a, b, c];
         // Without a link layer there are no addresses.
-        d | e | f != 0
+        u32::from(d | e | f != 0)
     }
 }
 

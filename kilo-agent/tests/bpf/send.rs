@@ -148,8 +148,9 @@ fn link_addresses_follow_the_kernels_neighbours_and_each_second_a_packet_asks_th
                     "without an entry the kernel asks for the neighbour"
                 );
             }
-            let entry =
-                |mac: &str| sh(&format!("ip neighbour replace {remote} lladdr {mac} dev uplink nud reachable"));
+            let entry = |mac: &str| {
+                sh(&format!("ip neighbour replace {remote} lladdr {mac} dev uplink nud reachable"))
+            };
             entry("02:00:00:00:00:01");
             sends_to(&mut dataplane, Some([2, 0, 0, 0, 0, 1]));
             entry("02:00:00:00:00:02");
