@@ -42,10 +42,10 @@ pub(super) fn words(tables: &Tables) -> Vec<(u32, u64)> {
         if is_known_sender(tables, *value) {
             flags |= PREFIX_KNOWN_SENDER;
         }
-        if !is_translated_to(&given, &prefix) {
+        if !is_translated_to(&given, prefix) {
             flags |= PREFIX_NOT_TRANSLATED;
         }
-        if excluded.holds(&prefix) {
+        if excluded.holds(prefix) {
             flags |= PREFIX_NOT_MASQUERADED;
         }
         let place = Place::of(prefix.network().octets(), tables.config.direct_shift);
@@ -74,9 +74,9 @@ struct Excluded<I: Iterator> {
 
 impl<'a, I: Iterator<Item = (Ipv4Net, &'a u32)>> Excluded<I> {
     /// True when this very prefix is, with all that lies within.
-    fn holds(&mut self, prefix: &Ipv4Net) -> bool {
-        while self.entries.next_if(|(entry, _)| entry < prefix).is_some() {}
-        let mut holds = self.entries.peek().is_some_and(|(entry, _)| entry == prefix);
+    fn holds(&mut self, prefix: Ipv4Net) -> bool {
+        while self.entries.next_if(|(entry, _)| *entry < prefix).is_some() {}
+        let mut holds = self.entries.peek().is_some_and(|(entry, _)| *entry == prefix);
         while let Some((_, value)) = self.entries.next_if(|(entry, _)| prefix.contains(entry)) {
             holds &= *value == MASQ_EXCLUDE;
         }
@@ -95,7 +95,7 @@ fn given(tables: &Tables) -> BTreeSet<Ipv4Addr> {
 }
 
 /// Whether one of them is in the prefix.
-fn is_translated_to(given: &BTreeSet<Ipv4Addr>, prefix: &Ipv4Net) -> bool {
+fn is_translated_to(given: &BTreeSet<Ipv4Addr>, prefix: Ipv4Net) -> bool {
     given.range(prefix.network()..=prefix.broadcast()).next().is_some()
 }
 
@@ -148,10 +148,12 @@ pub(super) fn write(
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use kilo_common::maps::{NodeValue, PREFIX_ROUTE};
-    use kilo_core::{settings::Tunnel, topology::prefixes::longest};
+    use kilo_core::{flat_map::FlatMap, settings::Tunnel, topology::prefixes::longest};
     use proptest::prelude::*;
 
     use super::*;
+
+    type Spoil = fn(&mut Tables);
 
     const MARKS: u32 = PREFIX_KNOWN_SENDER | PREFIX_NOT_MASQUERADED | PREFIX_NOT_TRANSLATED;
     const WITHOUT_SENDER: u32 = MARKS & !PREFIX_KNOWN_SENDER;
@@ -219,8 +221,8 @@ mod tests {
         tables.masq_dst.insert(cidr, MASQ_EXCLUDE);
         let marks = |tables: &Tables| found(tables, [10, 0, 1, 1]).map_or(0, |value| value.flags & MARKS);
         assert_eq!(marks(&tables), MARKS);
-        let spoilt: [(u32, fn(&mut Tables)); 7] = [
-            (WITHOUT_SENDER, |tables| drop(tables.node.remove(&IpAddr::from([10, 1, 0, 12])))),
+        let spoilt: [(u32, Spoil); 7] = [
+            (WITHOUT_SENDER, |tables| tables.node.clear()),
             (WITHOUT_SENDER, |tables| {
                 tables.node.values_mut().for_each(|node| node.hop = 5);
             }),
@@ -234,7 +236,7 @@ mod tests {
                 let masq_v4 = [10, 0, 1, 255];
                 tables.device.insert(9, kilo_common::maps::Device { masq_v4, ..Default::default() });
             }),
-            (WITHOUT_EXCLUDED, |tables| drop(tables.masq_dst.remove(&net("10.0.1.0/24")))),
+            (WITHOUT_EXCLUDED, |tables| tables.masq_dst = FlatMap::default()),
             (WITHOUT_EXCLUDED, |tables| {
                 tables.masq_dst.insert(net("10.0.1.128/25"), kilo_common::maps::MASQ_FORCE);
             }),
