@@ -2,6 +2,7 @@
 //! that packets flow without the agent and the next agent takes over.
 
 mod attach;
+mod batch;
 pub mod decode;
 mod error;
 pub mod lead;
@@ -152,7 +153,7 @@ impl Dataplane {
                 let _ = std::fs::remove_dir(top_directory(bpffs));
             }
         })?;
-        let present = maps::read(&mut bpf)?;
+        let present = maps::read_all(&mut bpf)?;
         let attachments = attach::Attachments::new(mode, link_directory(bpffs));
         Ok(Self { bpf, directory, present, attachments })
     }
