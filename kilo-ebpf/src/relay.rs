@@ -137,7 +137,8 @@ fn whole(skb: *mut __sk_buff, config: &Config) -> i32 {
         source: Ipv4::mapped(src.to_ne_bytes()),
         local: Ipv4::mapped(dst.to_ne_bytes()),
         source_port,
-        first: old.first,
+        port,
+        first: *old.first,
         is_fragment: false,
     };
     // SAFETY: entries are only replaced by the agent, and not freed while the program runs.

@@ -94,6 +94,28 @@ fn wireguard_gets_nothing_from_an_address_that_is_reached_through_it() {
     );
 }
 
+/// What the array says of a sender goes with the sender: with its entry, and with the interface it may come by.
+#[test]
+fn a_sender_that_is_revoked_sends_no_transit() {
+    let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
+    let frame = steered(MEMBER, SELF, &udp(MEMBER_POD, REMOTE_POD, (1, 2), b"payload"));
+    let revokes: [(&str, fn(&mut Tables)); 2] = [
+        ("unknown_sender", |tables| drop(tables.node.remove(&MEMBER.into()))),
+        ("wrong_interface", |tables| {
+            tables.node.values_mut().for_each(|node| node.interfaces = [IFINDEX + 1, 0, 0, 0]);
+        }),
+    ];
+    for (reason, revoke) in revokes {
+        let mut tables = leader_tables();
+        dataplane.write(&tables).unwrap();
+        assert_eq!(run(&mut dataplane, "lan_ingress", &frame).counted, ["transit"]);
+        revoke(&mut tables);
+        dataplane.write(&tables).unwrap();
+        let ran = run(&mut dataplane, "lan_ingress", &frame);
+        assert_eq!((ran.verdict, &ran.counted[..]), (SHOT, &[reason][..]));
+    }
+}
+
 #[test]
 fn a_leader_sends_transit_on_with_a_lower_ttl_and_a_right_checksum() {
     let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
