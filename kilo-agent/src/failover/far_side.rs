@@ -3,9 +3,11 @@
 
 use std::{collections::BTreeMap, net::IpAddr};
 
+use ipnet::IpNet;
 use kilo_common::signal::{Body, Kind};
+use kilo_core::topology::ActingLocation;
 use kilo_failover::{
-    Far, MS, Micros, NodeId, SEC, Signal, Term,
+    Far, MS, Micros, NodeId, Params, SEC, Signal, Term,
     far::{Acting, Refused, Step},
 };
 
@@ -15,9 +17,9 @@ use super::{
 };
 
 /// Between the two probes of an old leader.
-const APART: Micros = 20 * MS;
+pub(super) const APART: Micros = 20 * MS;
 /// How long one waits for an answer.
-const PATIENCE: Micros = 200 * MS;
+pub(super) const PATIENCE: Micros = 200 * MS;
 /// What the device had before the agent started is believed for so long without a CLAIM: three
 /// of them, as gateways repeat theirs.
 const SEEDED: Micros = 30 * SEC;
@@ -33,27 +35,7 @@ impl Thread {
             self.fars.clear();
             return;
         }
-        self.fars.retain(|far, _| site.fars.contains_key(far));
-        for (far, location) in &site.fars {
-            let Some(leader) = location.gateways.get(location.acting).map(|gateway| gateway.id) else {
-                continue;
-            };
-            let acting = self.fars.entry(*far).or_insert_with(|| {
-                let mut acting = Acting::new([], leader);
-                for (member, gateway) in &location.held {
-                    acting.seed(*member, (SEED, *gateway));
-                }
-                acting
-            });
-            let members: Vec<NodeId> = location.members.keys().copied().collect();
-            acting.members_are(&members);
-            let gateways: Vec<NodeId> = location.gateways.iter().map(|gateway| gateway.id).collect();
-            acting.gateways_are(&gateways);
-            acting.is_led_by(leader);
-            if let Some((term, gateway)) = location.written {
-                acting.was_written(term, gateway);
-            }
-        }
+        locations_are(&mut self.fars, &site.fars);
         self.seeded_until.get_or_insert(now + SEEDED);
         self.is_dirty = true;
     }
@@ -70,32 +52,20 @@ impl Thread {
     /// CLAIM or END, through the tunnel of a gateway.
     pub(super) fn claimed(&mut self, (far, from): (Far, NodeId), signal: &Signal, now: Micros) {
         let Some(site) = self.site.clone() else { return };
-        let Some(location) = site.fars.get(&far) else { return self.metrics.refused("gateway") };
-        if signal.location != far {
-            return self.metrics.refused("location");
-        }
-        let names_any =
-            |signal: &Signal| !matches!(&signal.body, Body::Claim { members, .. } if members.is_empty());
-        // A node that joined a moment ago is claimed before its object is here.
-        let (known, foreign) = known_only(signal, location, &site.names);
-        if foreign > 0 {
+        let Some((location, acting)) = site.fars.get(&far).zip(self.fars.get_mut(&far)) else {
+            return self.metrics.refused("gateway");
+        };
+        let me = site.place.me;
+        let claimed = claimed(&self.params, (location, acting), (far, from), signal, &site.names, me);
+        if claimed.foreign > 0 {
             self.metrics.refused("member");
+            let foreign = claimed.foreign;
             tracing::debug!(from = self.name(from), foreign, "a gateway claims nodes of another location");
-            if !names_any(&known) {
-                return;
-            }
         }
-        let Some(acting) = self.fars.get_mut(&far) else { return self.metrics.refused("gateway") };
-        let gateways: Vec<NodeId> = location.gateways.iter().map(|gateway| gateway.id).collect();
-        // The device has them where the last plan put them, and only who follows is to move.
-        if let Some(leader) = location.gateways.get(location.acting).filter(|_| names_any(signal)) {
-            acting.stay((STAYS, leader.id));
-        }
-        match acting.claimed(&self.params, from, &known, &gateways, site.place.me) {
-            Ok(step) => self.moves(far, location, &step, now),
-            Err(Refused::Kind | Refused::Gateway) => self.metrics.refused("gateway"),
-            Err(Refused::Member) => self.metrics.refused("member"),
-            Err(Refused::Leap) => self.metrics.refused("leap"),
+        match claimed.step {
+            Ok(Some(step)) => self.moves(far, location, &step, now),
+            Ok(None) => {}
+            Err(why) => self.metrics.refused(why),
         }
     }
 
@@ -133,9 +103,7 @@ impl Thread {
         members: &[NodeId],
         shared: bool,
     ) -> bool {
-        let of_members = members.iter().filter_map(|member| location.members.get(member)).flatten();
-        let of_location = location.shared.iter().filter(|_| shared);
-        let prefixes: Vec<_> = of_members.chain(of_location).copied().collect();
+        let prefixes = prefixes(location, members, shared);
         let peer = location.gateways.iter().find(|known| known.id == gateway);
         let (Some(site), Some(peer)) = (&self.site, peer) else { return false };
         if prefixes.is_empty() {
@@ -190,6 +158,88 @@ impl Thread {
         let first = location.gateways.first().map_or(0, |gateway| gateway.id);
         format!("of {}", self.name(first))
     }
+}
+
+/// Takes over which locations there are, and who is in them.
+pub(super) fn locations_are(fars: &mut BTreeMap<Far, Acting>, locations: &BTreeMap<Far, FarLocation>) {
+    fars.retain(|far, _| locations.contains_key(far));
+    for (far, location) in locations {
+        let Some(leader) = location.gateways.get(location.acting).map(|gateway| gateway.id) else {
+            continue;
+        };
+        let acting = fars.entry(*far).or_insert_with(|| {
+            let mut acting = Acting::new([], leader);
+            for (member, gateway) in &location.held {
+                acting.seed(*member, (SEED, *gateway));
+            }
+            acting
+        });
+        let members: Vec<NodeId> = location.members.keys().copied().collect();
+        acting.members_are(&members);
+        let gateways: Vec<NodeId> = location.gateways.iter().map(|gateway| gateway.id).collect();
+        acting.gateways_are(&gateways);
+        acting.is_led_by(leader);
+        if let Some((term, gateway)) = location.written {
+            acting.was_written(term, gateway);
+        }
+    }
+}
+
+/// What a CLAIM or END comes to.
+pub(super) struct Claimed {
+    /// How many nodes of another location it names.
+    pub foreign: usize,
+    /// What follows; `None`: nothing, since it names nobody else. An error is the reason why it counts nothing.
+    pub step: Result<Option<Step>, &'static str>,
+}
+
+/// CLAIM or END of a gateway, which WireGuard has proved it to be of. `names`: all nodes that are known.
+pub(super) fn claimed(
+    params: &Params,
+    (location, acting): (&FarLocation, &mut Acting),
+    (far, from): (Far, NodeId),
+    signal: &Signal,
+    names: &BTreeMap<NodeId, String>,
+    me: NodeId,
+) -> Claimed {
+    if signal.location != far {
+        return Claimed { foreign: 0, step: Err("location") };
+    }
+    let names_any =
+        |signal: &Signal| !matches!(&signal.body, Body::Claim { members, .. } if members.is_empty());
+    // A node that joined a moment ago is claimed before its object is here.
+    let (known, foreign) = known_only(signal, location, names);
+    if foreign > 0 && !names_any(&known) {
+        return Claimed { foreign, step: Ok(None) };
+    }
+    let gateways: Vec<NodeId> = location.gateways.iter().map(|gateway| gateway.id).collect();
+    // The device has them where the last plan put them, and only who follows is to move.
+    if let Some(leader) = location.gateways.get(location.acting).filter(|_| names_any(signal)) {
+        acting.stay((STAYS, leader.id));
+    }
+    let step = acting.claimed(params, from, &known, &gateways, me).map(Some).map_err(|why| match why {
+        Refused::Kind | Refused::Gateway => "gateway",
+        Refused::Member => "member",
+        Refused::Leap => "leap",
+    });
+    Claimed { foreign, step }
+}
+
+/// What moves with these members, and with what belongs to none.
+pub(super) fn prefixes(location: &FarLocation, members: &[NodeId], shared: bool) -> Vec<IpNet> {
+    let of_members = members.iter().filter_map(|member| location.members.get(member)).flatten();
+    of_members.chain(location.shared.iter().filter(|_| shared)).copied().collect()
+}
+
+/// What plans have to know of other locations.
+pub(super) fn known(fars: &BTreeMap<Far, Acting>) -> BTreeMap<u64, ActingLocation> {
+    let of = |(far, known): (&Far, &Acting)| {
+        let members =
+            known.owners().filter(|(_, (term, gateway))| *term > Term::NONE && *gateway != 0).collect();
+        let leader = Some(known.shared_since()).filter(|(term, _)| *term > Term::NONE);
+        (*far, ActingLocation { leader, members })
+    };
+    fars.iter().map(of).collect()
 }
 
 /// The same without members that are not known here: the rest of them need not wait. And how many of those are

@@ -7,6 +7,8 @@
 //! ```
 
 mod far_side;
+pub mod follow;
+mod followers;
 mod moved;
 mod order;
 pub mod packets;

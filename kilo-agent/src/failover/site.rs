@@ -16,7 +16,7 @@ use kilo_core::{
     plan::{HopIds, HostPlan},
     signal_id,
     topology::{Acting, ActingLocation, Gateways, Leaving, Member, Mesh, Segment},
-    wireguard::{DeviceState, key::PublicKey},
+    wireguard::{DeviceState, WireguardPlan, key::PublicKey},
 };
 use kilo_failover::{Cause, Far, NodeId, Place, Several};
 use kilo_host::{net::link_down::Needed, wireguard::Device};
@@ -34,6 +34,8 @@ pub struct Site {
     pub nodes: BTreeMap<NodeId, Neighbour>,
     /// Other locations whose leaders know signals.
     pub fars: BTreeMap<Far, FarLocation>,
+    /// VPN peers that follow claims: control addresses, and ids.
+    pub followers: BTreeMap<Ipv6Addr, NodeId>,
     /// Names of all nodes, for people.
     pub names: BTreeMap<NodeId, String>,
     /// Kilo's leader.
@@ -164,7 +166,9 @@ impl Site {
             .iter()
             .enumerate()
             .filter(|(at, _)| *at != index && mesh.fails_over(*at))
-            .map(|(at, far)| (signal_id::location(&far.location), far_location(facts, at, far)))
+            .map(|(at, far)| {
+                (signal_id::location(&far.location), far_location(mesh, &facts.plan.wireguard, facts.state, at, far))
+            })
             .collect();
         let answers = |far: &(&Far, &FarLocation)| {
             far.1.wireguard_ip.is_some_and(|address| address.is_ipv4() == private.is_ipv4())
@@ -194,6 +198,7 @@ impl Site {
             control: signal_id::control_address(&key),
             nodes,
             fars,
+            followers: followers(mesh, facts.plan),
             names,
             leader,
             written: own.node.leading.map(Term::from_bits),
@@ -237,6 +242,13 @@ impl Site {
     pub fn is_gateway(&self) -> bool {
         self.place.gateways.contains(&self.place.me)
     }
+}
+
+/// VPN peers of this host's device that follow claims.
+fn followers(mesh: &Mesh, plan: &HostPlan) -> BTreeMap<Ipv6Addr, NodeId> {
+    let keys = mesh.peers.iter().filter(|peer| peer.follows).map(|peer| peer.public_key);
+    let keys = keys.filter(|key| plan.wireguard.peers.contains_key(key));
+    keys.map(|key| (signal_id::control_address(&key), signal_id::node(&key))).collect()
 }
 
 /// Several active leaders as failover knows them: by id.
@@ -308,8 +320,15 @@ pub fn acting_before(mesh: &Mesh, state: &DeviceState, term: Term) -> Acting {
     acting
 }
 
-fn far_location(facts: &Facts<'_>, at: usize, segment: &Segment) -> FarLocation {
-    let gateways = facts.mesh.gateways_of(at);
+/// One location as this host's device is to have it, and has it.
+pub fn far_location(
+    mesh: &Mesh,
+    plan: &WireguardPlan,
+    state: &DeviceState,
+    at: usize,
+    segment: &Segment,
+) -> FarLocation {
+    let gateways = mesh.gateways_of(at);
     let of_gateways: Vec<FarGateway> = gateways
         .order
         .iter()
@@ -317,7 +336,7 @@ fn far_location(facts: &Facts<'_>, at: usize, segment: &Segment) -> FarLocation 
         .map(|key| FarGateway { id: signal_id::node(&key), key, control: signal_id::control_address(&key) })
         .collect();
     // What the plan gives to any of them: a prefix that two locations claim is one's.
-    let peers = of_gateways.iter().filter_map(|gateway| facts.plan.wireguard.peers.get(&gateway.key));
+    let peers = of_gateways.iter().filter_map(|gateway| plan.peers.get(&gateway.key));
     let planned = peers.flat_map(|peer| peer.allowed_ips.iter().copied());
     // A gateway's control address stays its own, whatever else moves.
     let planned: BTreeSet<IpNet> = planned.filter(|prefix| !signal_id::is_control(prefix)).collect();
@@ -335,7 +354,7 @@ fn far_location(facts: &Facts<'_>, at: usize, segment: &Segment) -> FarLocation 
         active: several(segment, &gateways).map_or_else(Vec::new, |several| several.active),
         members,
         shared: shared.filter(|prefix| planned.contains(prefix)).collect(),
-        held: held(segment, &gateways.order, facts.state),
+        held: held(segment, &gateways.order, state),
         written: acting.filter(|(term, _)| term.count() > 0),
         gateways: of_gateways,
     }

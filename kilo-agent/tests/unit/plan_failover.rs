@@ -65,6 +65,7 @@ fn peers() -> BTreeMap<String, Peer> {
         persistent_keepalive: 0,
         preshared_key: None,
         public_key: PublicKey([99; 32]),
+        follows: false,
     };
     BTreeMap::from([(laptop.name.clone(), laptop)])
 }

@@ -247,6 +247,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         persistent_keepalive: args.persistent_keepalive.into(),
         preshared_key: None,
         public_key: key.public(),
+        follows: false,
     };
     let mut connection = Connection {
         net: Net::new()?,

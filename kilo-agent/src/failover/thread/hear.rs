@@ -121,6 +121,10 @@ impl Thread {
                 self.fars.values_mut().for_each(|acting| acting.answered(signal.nonce));
                 inputs.push(Input::Answer { nonce: signal.nonce, at });
             }
+            Kind::Moved if by_tunnel && site.followers.contains_key(&source) => {
+                let lead = self.agent.as_ref().and_then(Agent::lead);
+                self.followers.heard(source, signal, lead, micros());
+            }
             Kind::Claim | Kind::End | Kind::Moved => {
                 let gateway = site.far_gateway(source).filter(|_| by_tunnel);
                 let Some((far, from)) =
