@@ -2,7 +2,7 @@
 //! location, and moves prefixes when a gateway claims them through its tunnel. No I/O: [`Act`] says what is to be done.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv6Addr},
 };
 
@@ -72,14 +72,21 @@ impl Follow {
     pub fn locations_are(&mut self, mesh: &Mesh, plan: &WireguardPlan) -> bool {
         let locations = mesh.segments.iter().enumerate().filter(|(at, _)| mesh.fails_over(*at));
         let of = |(at, segment): (usize, &std::sync::Arc<kilo_core::topology::Segment>)| {
-            let location = far_location(mesh, plan, &DeviceState::default(), at, segment);
+            let mut location = far_location(mesh, plan, &DeviceState::default(), at, segment);
+            // What goes there because of a flag, services for example, belongs to no node either.
+            let of_members: BTreeSet<IpNet> = location.members.values().flatten().copied().collect();
+            let peers = location.gateways.iter().filter_map(|gateway| plan.peers.get(&gateway.key));
+            let all = peers.flat_map(|peer| peer.allowed_ips.iter().copied());
+            location.shared =
+                all.filter(|prefix| !signal_id::is_control(prefix) && !of_members.contains(prefix)).collect();
             (signal_id::location(&segment.location), location)
         };
         let before: Vec<Ipv6Addr> = self.gateways().map(|gateway| gateway.control).collect();
         self.locations = locations.map(of).collect();
         far_side::locations_are(&mut self.fars, &self.locations);
         let named = mesh.segments.iter().flat_map(|segment| &segment.members);
-        let named = named.filter_map(|member| Some((signal_id::node(&member.node.key?), member.name().to_owned())));
+        let named =
+            named.filter_map(|member| Some((signal_id::node(&member.node.key?), member.name().to_owned())));
         self.names = named.collect();
         !self.gateways().map(|gateway| gateway.control).eq(before)
     }
@@ -96,7 +103,8 @@ impl Follow {
     /// Says to every gateway that this machine is there: it answers with what it leads.
     pub fn hello(&self, nonce: u64) -> Vec<Act> {
         let of = |(far, location): (&Far, &FarLocation)| {
-            let body = |gateway| Body::Claim { gateway, shared: Shared::Stay, part: (0, 1), members: Vec::new() };
+            let body =
+                |gateway| Body::Claim { gateway, shared: Shared::Stay, part: (0, 1), members: Vec::new() };
             let signal = |id| self.signal(Kind::Moved, nonce, *far, body(id));
             location.gateways.iter().filter_map(|to| send(to.control, &signal(to.id))).collect::<Vec<_>>()
         };
@@ -246,7 +254,11 @@ mod tests {
 
     fn allowed(plan: &vpn_peer::ConnectPlan, name: &str) -> Vec<String> {
         let Some(peer) = plan.wireguard.peers.get(&key(name)) else { return Vec::new() };
-        peer.allowed_ips.iter().filter(|prefix| !signal_id::is_control(prefix)).map(ToString::to_string).collect()
+        peer.allowed_ips
+            .iter()
+            .filter(|prefix| !signal_id::is_control(prefix))
+            .map(ToString::to_string)
+            .collect()
     }
 
     fn claim(by: &str, term: Term, members: &[&str], location: Far) -> Vec<u8> {
@@ -276,7 +288,8 @@ mod tests {
         assert!(!before.wireguard.peers.contains_key(&key("a3")), "no gateway");
         let mine: IpNet = IpAddr::V6(signal_id::control_address(&LAPTOP)).into();
         assert!(before.net.addresses.contains(&mine));
-        let sources: Vec<_> = before.net.routes.iter().map(|route| (route.destination, route.source)).collect();
+        let sources: Vec<_> =
+            before.net.routes.iter().map(|route| (route.destination, route.source)).collect();
         for (destination, source) in sources {
             let wanted = if signal_id::is_control(&destination) { mine.addr() } else { [10, 5, 0, 1].into() };
             assert_eq!(source, Some(wanted), "{destination}");
@@ -310,7 +323,10 @@ mod tests {
         let good = claim("a2", term, &["a3"], far);
         assert_eq!(follow.hears(control("a1").into(), &good, 0), Err("gateway"), "another's tunnel");
         assert_eq!(follow.hears(control("a3").into(), &claim("a3", term, &["a3"], far), 0), Err("gateway"));
-        assert_eq!(follow.hears(control("a2").into(), &claim("a2", term, &["a3"], far + 1), 0), Err("location"));
+        assert_eq!(
+            follow.hears(control("a2").into(), &claim("a2", term, &["a3"], far + 1), 0),
+            Err("location")
+        );
         let leap = claim("a2", Term::from_bits(u64::MAX), &["a3"], far);
         assert_eq!(follow.hears(control("a2").into(), &leap, 0), Err("leap"));
         assert_eq!(follow.hears(control("a2").into(), &good[..40], 0), Err("malformed"));
@@ -322,7 +338,9 @@ mod tests {
         let follow = Follow::new(&LAPTOP);
         let (_, plan) = plan(&follow, false);
         assert_eq!(plan.wireguard.peers.keys().collect::<Vec<_>>(), [&key("a1")]);
-        assert!(plan.wireguard.peers[&key("a1")].allowed_ips.iter().all(|prefix| !signal_id::is_control(prefix)));
+        assert!(
+            plan.wireguard.peers[&key("a1")].allowed_ips.iter().all(|prefix| !signal_id::is_control(prefix))
+        );
         assert!(plan.net.addresses.iter().all(|address| !signal_id::is_control(address)));
     }
 

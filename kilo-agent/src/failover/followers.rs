@@ -53,7 +53,9 @@ impl Followers {
         let Body::Claim { members, .. } = &signal.body else { return };
         if members.is_empty() {
             (follower.moved, follower.tries, follower.next) = (BTreeSet::new(), 0, None);
-        } else if let Some(lead) = lead.filter(|lead| lead.term() == follower.term && lead.term() == signal.term) {
+        } else if let Some(lead) =
+            lead.filter(|lead| lead.term() == follower.term && lead.term() == signal.term)
+        {
             // Nothing else is kept, whatever it says.
             follower.moved.extend(members.iter().filter(|member| lead.has(**member)));
         }
@@ -74,8 +76,10 @@ impl Followers {
     ) -> Vec<(Ipv6Addr, Signal)> {
         let mut signals = Vec::new();
         let lead = lead.filter(|lead| lead.term() > Term::NONE);
-        let led: Vec<NodeId> =
-            lead.iter().flat_map(|lead| lead.members().filter(|member| lead.is_followed_by(*member))).collect();
+        let led: Vec<NodeId> = lead
+            .iter()
+            .flat_map(|lead| lead.members().filter(|member| lead.is_followed_by(*member)))
+            .collect();
         let (term, shared) = lead.map_or((Term::NONE, Shared::Stay), |lead| (lead.term(), lead.shared()));
         for (control, follower) in &mut self.0 {
             if follower.term != term {
@@ -146,7 +150,9 @@ mod tests {
         followers.heard(LAPTOP, &moved(Term::NONE, &[]), Some(&lead), SEC);
         assert!(told(&mut followers, &lead, SEC).is_empty());
         let claims = told(&mut followers, &lead, SEC + BATCH);
-        assert!(matches!(&claims[..], [Signal { body: Body::Claim { members, .. }, .. }] if *members == [MEMBER]));
+        assert!(
+            matches!(&claims[..], [Signal { body: Body::Claim { members, .. }, .. }] if *members == [MEMBER])
+        );
         assert_eq!(followers.wake(), SEC + BATCH + 10 * MS, "it is repeated");
         // What was asked in another term, or of nodes nobody led, says nothing.
         followers.heard(LAPTOP, &moved(term.next(ME), &[MEMBER]), Some(&lead), SEC);

@@ -167,7 +167,10 @@ impl Site {
             .enumerate()
             .filter(|(at, _)| *at != index && mesh.fails_over(*at))
             .map(|(at, far)| {
-                (signal_id::location(&far.location), far_location(mesh, &facts.plan.wireguard, facts.state, at, far))
+                (
+                    signal_id::location(&far.location),
+                    far_location(mesh, &facts.plan.wireguard, facts.state, at, far),
+                )
             })
             .collect();
         let answers = |far: &(&Far, &FarLocation)| {

@@ -112,8 +112,22 @@ pub fn ready(snapshot: &Snapshot, now: i64) -> BTreeSet<&str> {
 
 /// The mesh as it is now.
 pub fn mesh(snapshot: &Snapshot, flags: &MeshFlags) -> Result<Mesh> {
-    let ready = ready(snapshot, Timestamp::now().0);
-    let nodes =
-        snapshot.nodes.iter().map(|known| &**known.node).filter(|node| ready.contains(node.name.as_str()));
-    Ok(Mesh::new(nodes, &snapshot.peers, granularity(snapshot, &flags.shape)?, flags.subnet))
+    mesh_at(snapshot, flags, Timestamp::now().0)
+}
+
+/// As [`mesh`], for who goes on when nothing is heard of the API server: then no heartbeat says who lives. Each is
+/// compared with the newest.
+pub fn mesh_as_told(snapshot: &Snapshot, flags: &MeshFlags) -> Result<Mesh> {
+    let newest = snapshot.nodes.iter().map(|node| node.last_seen).max();
+    let now = Timestamp::now().0;
+    mesh_at(snapshot, flags, newest.map_or(now, |newest| newest.min(now)))
+}
+
+fn mesh_at(snapshot: &Snapshot, flags: &MeshFlags, now: i64) -> Result<Mesh> {
+    let ready = ready(snapshot, now);
+    let (nodes, lost): (Vec<_>, Vec<_>) =
+        snapshot.nodes.iter().map(|known| known.node).partition(|node| ready.contains(node.name.as_str()));
+    let granularity = granularity(snapshot, &flags.shape)?;
+    let mesh = Mesh::new(nodes.into_iter().map(|node| &**node), &snapshot.peers, granularity, flags.subnet);
+    Ok(mesh.with_lost(lost))
 }

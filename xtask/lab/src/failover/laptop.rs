@@ -1,0 +1,10 @@
+//! A machine outside the cluster that follows gateways.
+
+use anyhow::Result;
+
+use crate::Lab;
+
+/// The laptop is a peer by `kgctl connect`.
+pub(super) fn connects(lab: &mut Lab) -> Result<()> {
+    lab.agents.connect_laptop(&lab.network, 1)
+}
