@@ -114,7 +114,7 @@ impl Node {
 
     /// The node's pod CIDRs, IPv4 first.
     pub fn pod_cidrs(&self) -> Vec<String> {
-        let v6 = self.dual_stack.then(|| format!("fd42:0:{}::/64", self.pod_prefix[2]));
+        let v6 = self.dual_stack.then(|| format!("fd42:0:{:x}::/64", self.pod_prefix[2]));
         std::iter::once(format!("{}/24", self.pod_address(0))).chain(v6).collect()
     }
 }

@@ -190,7 +190,13 @@ impl Source {
             );
         }
         if wanted.follows && !found.follows {
-            return self.annotate(&wanted.name, true).await.map(|()| Peer { follows: true, ..found });
+            match self.annotate(&wanted.name, true).await {
+                Ok(()) => return Ok(Peer { follows: matches!(self, Self::Kubernetes { .. }), ..found }),
+                Err(error) => tracing::warn!(
+                    "{}; until then this machine uses Kilo's leader of each location alone",
+                    error_chain(error.as_ref())
+                ),
+            }
         }
         Ok(found)
     }

@@ -218,6 +218,7 @@ pub const CASES: &[Case] = &[
     case("flood", UNLISTED, "nothing fails, and more small datagrams than leaders carry are sent between two locations (30 s; `--for`)", Limit::Switches(1), flood::overload),
     case("gateway-off", UNLISTED, "of two active leaders one loses power", Limit::OnlyIts(1000), breaking::power_off).p95(500).leaders(2).prepared(shares::all_reach_all),
     case("gateway-joins", UNLISTED, "a node is made an active leader beside the first", Limit::Lost(10), shares::joins).with_far_leader(),
+    case("kilo-leaves", UNLISTED, "two active leaders are asked for, and the last node with Kilo itself leaves", Limit::Lost(10), shares::kilo_leaves).leaders(2).with_far_leader().off(&["b2"]).prepared(shares::one_leads_beside_kilo),
     case("connect-leader-off", UNLISTED, "the leader loses power that a machine with `kgctl connect` uses", Limit::OnlyIts(1000), breaking::power_off).of_laptop(),
     case("connect-cluster-away", UNLISTED, "the same when the cluster has been away for a while (30 s; `--for`)", Limit::OnlyIts(1000), breaking::power_off_cluster_away).of_laptop(),
     case("connect-gateway-off", UNLISTED, "of two active leaders that one loses power which a machine with `kgctl connect` uses", Limit::OnlyIts(1000), breaking::power_off).leaders(2).of_laptop(),

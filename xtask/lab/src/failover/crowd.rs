@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use super::{
     breaking::{Broken, LEADER, STAND_BY},
     cases::Limit,
-    state,
+    flood, state,
 };
 use crate::{
     Lab, counters,
@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// Between two datagrams of each member: what is lost of a thousand a second is so many times as much.
-pub(super) const TICK: Duration = Duration::from_millis(5);
+pub(super) const TICK: Duration = Duration::from_millis(10);
 /// How long bytes are counted.
 const COUNTED: Duration = Duration::from_secs(15);
 /// How long a new active leader works before it takes its own nodes, and one that comes a minute after another.
@@ -110,7 +110,8 @@ fn carried(node: &Node) -> Result<[u64; 2]> {
 }
 
 /// Counts what each of so many gateways carries while all members send alike.
-fn shares(lab: &Lab, gateways: usize) -> Result<Broken> {
+fn shares(lab: &mut Lab, gateways: usize) -> Result<Broken> {
+    lab.caused(&[flood::OVERLOADED]);
     let used = uses(lab)?;
     let nodes: Vec<_> = lab.network.nodes.iter().take(gateways).collect();
     let before = nodes.iter().map(|node| carried(node)).collect::<Result<Vec<_>>>()?;
@@ -151,7 +152,7 @@ pub(super) fn four(lab: &mut Lab) -> Result<Broken> {
 }
 
 fn annotate(lab: &mut Lab, name: &str) -> Result<()> {
-    lab.caused(&[LEADS]);
+    lab.caused(&[LEADS, flood::OVERLOADED]);
     let path = lab.agents.cluster().join(format!("node-{name}.yaml"));
     if fs::read_to_string(&path)?.contains("gateway:") {
         return Ok(());
