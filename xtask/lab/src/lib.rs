@@ -335,7 +335,7 @@ fn down(name: &str) -> Result<()> {
     let shapes = Shape::ALL.map(|shape| Network::shaped(name, Underlay::default(), shape).spaces());
     let spaces: BTreeMap<String, Space> =
         shapes.into_iter().flatten().map(|space| (space.netns.clone(), space)).collect();
-    space::remove(spaces.into_values().into_iter().chain(nat::spaces(name)).chain(node_ports::spaces(name)))?;
+    space::remove(spaces.into_values().chain(nat::spaces(name)).chain(node_ports::spaces(name)))?;
     if directory.exists() {
         fs::remove_dir_all(&directory).with_context(|| directory.display().to_string())?;
     }

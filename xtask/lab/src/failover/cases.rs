@@ -138,7 +138,7 @@ impl Case {
     /// Each of twelve members sends alike; so many active leaders, each watched by a stand-by.
     const fn crowd(self, leaders: u8) -> Self {
         let stand_bys = if leaders > 3 { leaders } else { 3 };
-        Self { leaders, stand_bys, to: "pod-b1", shape: Shape::Crowd, ..self }
+        Self { leaders, stand_bys, to: "pod-b1", shape: Shape::Crowd, prepare: Some(crowd::at_home), ..self }
     }
 
     /// A machine that follows gateways (`kgctl connect`) talks to a node whose gateway fails, and to the other

@@ -1,6 +1,11 @@
 //! Twelve members of one location that all send alike, and their gateways.
 
-use std::{collections::BTreeMap, fs, thread::sleep, time::Duration};
+use std::{
+    collections::BTreeMap,
+    fs,
+    thread::sleep,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context as _, Result, ensure};
 
@@ -22,6 +27,8 @@ pub(super) const TICK: Duration = Duration::from_millis(10);
 const COUNTED: Duration = Duration::from_secs(15);
 /// How long a new active leader works before it takes its own nodes, and one that comes a minute after another.
 const TAKES: Duration = Duration::from_secs(150);
+/// How long four active leaders take until each has its own nodes, one a minute after the other.
+const AT_HOME: Duration = Duration::from_secs(300);
 /// What a member may lose when it is moved, of a thousand datagrams a second.
 const MOVED: u64 = 10;
 /// The third active leader.
@@ -36,11 +43,36 @@ pub(super) fn members(lab: &Lab) -> impl Iterator<Item = &Node> {
 pub(super) fn uses(lab: &Lab) -> Result<BTreeMap<String, String>> {
     let of = |node: &Node| {
         let status = counters::status(&node.space)?;
-        let leader = status.pointer("/failover/leader").and_then(|leader| leader.as_str());
+        let leader = status.pointer("/agent/failover/leader").and_then(|leader| leader.as_str());
         let leader = leader.with_context(|| format!("{} does not say whom it uses", node.name()))?;
         Ok((node.name().to_owned(), leader.to_owned()))
     };
     members(lab).map(of).collect()
+}
+
+/// Waits until each member uses the gateway that it is to use, if there are several.
+pub(super) fn at_home(lab: &mut Lab) -> Result<()> {
+    let began = Instant::now();
+    loop {
+        let status = counters::status(&lab.network.node(LEADER)?.space)?;
+        let text = |node: &serde_json::Value, key: &str| node.get(key)?.as_str().map(str::to_owned);
+        let nodes = status.get("nodes").and_then(|nodes| nodes.as_array()).context("no nodes")?;
+        let homes: BTreeMap<String, String> =
+            nodes.iter().filter_map(|node| Some((text(node, "name")?, text(node, "gateway")?))).collect();
+        let uses = uses(lab)?;
+        let away =
+            uses.iter().filter(|(node, gateway)| homes.get(*node).is_some_and(|home| home != *gateway));
+        let away = away.count();
+        if away == 0 {
+            return Ok(());
+        }
+        ensure!(
+            began.elapsed() < AT_HOME,
+            "{away} members do not use what they are to use after {} s",
+            AT_HOME.as_secs()
+        );
+        sleep(Duration::from_millis(500));
+    }
 }
 
 /// One flow of each member is judged by the gateway it used, and by whether it uses another now.
@@ -163,14 +195,14 @@ fn annotate(lab: &mut Lab, name: &str) -> Result<()> {
 
 /// Two of the annotated nodes lead.
 pub(super) fn two_lead(lab: &mut Lab) -> Result<()> {
-    annotate(lab, STAND_BY)
+    annotate(lab, STAND_BY)?;
+    at_home(lab)
 }
 
 /// A third one is annotated.
 pub(super) fn third_joins(lab: &mut Lab) -> Result<Broken> {
     annotate(lab, THIRD)?;
-    // Members say whom they use once a second.
-    sleep(Duration::from_secs(3));
+    at_home(lab)?;
     Ok(Broken::until("a3 leads beside a1 and a2 because its annotation says so", |lab| {
         for name in [STAND_BY, THIRD] {
             lab.agents.write_node(lab.network.node(name)?, &[])?;
