@@ -79,6 +79,9 @@ pub fn main(args: &LabArgs, options: &Options) -> Result<()> {
             crate::down(&args.name)?;
         }
         args.shape = shape;
+        // So that the first case finds what it wants.
+        args.kg_flags.retain(|flag| !flag.starts_with("--stand-bys=") && !flag.starts_with("--leaders="));
+        args.kg_flags.extend(choice.flags(shape));
         let before = runs.clone();
         let save = |new: &[Run]| {
             let all = [&before, new].concat();

@@ -38,8 +38,6 @@ const PATIENCE: Duration = Duration::from_secs(90);
 /// Longest wait until the leader of Kilo's rule leads, after a minute of health if need be, and each stand-by
 /// says that it could.
 const FIT: Duration = Duration::from_secs(150);
-/// The same where several active leaders take their nodes one after the other, a minute apart.
-const FIT_SEVERAL: Duration = Duration::from_secs(360);
 /// How long traffic is watched after the fault, so that a second change is seen, too.
 const AFTER: Duration = Duration::from_secs(2);
 
@@ -87,6 +85,13 @@ impl Choice<'_> {
             Self::All => true,
             Self::Named(ids) => ids.iter().any(|id| id == case.id),
         }
+    }
+
+    /// What agents are told for the first of these that has this shape.
+    fn flags(self, shape: Shape) -> Vec<String> {
+        let first = CASES.iter().find(|case| case.shape == shape && self.has(case));
+        let flags = first.map(|case| [("--stand-bys", case.stand_bys), ("--leaders", case.leaders)]);
+        flags.into_iter().flatten().map(|(flag, value)| format!("{flag}={value}")).collect()
     }
 
     /// Whether any of these has this shape.
@@ -153,7 +158,7 @@ fn one(lab: &mut Lab, case: &Case, keep: bool) -> Run {
 fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<(String, Figures, u64)> {
     lab.caused(&[CHANGE]);
     lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
-    state::begin_anew(lab, case, if case.shape == Shape::Crowd { FIT_SEVERAL } else { FIT })?;
+    state::begin_anew(lab, case, FIT)?;
     case.prepare.map_or(Ok(()), |prepare| prepare(lab))?;
     let used = (case.shape == Shape::Crowd).then(|| crowd::uses(lab)).transpose()?;
     let flows = Flows::start(lab, case)?;
