@@ -141,7 +141,7 @@ mod tests {
         lead.hears(MEMBER, (term, ME), 0);
         let mut followers = Followers::default();
         followers.are(&BTreeMap::from([(LAPTOP, 9)]), 0);
-        let mut told = |followers: &mut Followers, lead: &Lead, now| {
+        let told = |followers: &mut Followers, lead: &Lead, now| {
             let due = followers.due(sender, Some(lead), now, || 1);
             due.into_iter().map(|(_, signal)| signal).collect::<Vec<_>>()
         };
