@@ -12,9 +12,9 @@ use kilo_failover::{
     signal::{Body, Kind, MAX_MEMBERS, Shared},
 };
 
-/// A follower says that it is there so often.
-pub const HELLO: Micros = 10 * SEC;
-/// One that has missed three of them is away.
+use crate::far::HELLO;
+
+/// One that has missed three HELLOs is away.
 const COUNTS: Micros = 3 * HELLO + 5 * SEC;
 /// Claims wait so long for more members.
 const BATCH: Micros = 2 * MS;

@@ -15,8 +15,9 @@ use super::{Thread, micros};
 use crate::failover::{
     moved::Asked,
     report::unix_now,
-    site::{FarGateway, FarLocation, Site, is_news},
+    site::{Site, is_news},
 };
+use crate::far::{FarGateway, FarLocation};
 
 impl Thread {
     /// Which gateway of a far location answers probes through the own tunnel: who has what belongs to no member,

@@ -7,7 +7,10 @@ use kilo_core::topology::{Acting, ActingLocation, NodeId};
 use kilo_failover::{Agent, Given, Micros, Note, signal::Shared as SharedPrefixes};
 
 use super::{REPORT, SUCCESSION, Thread, micros};
-use crate::failover::{Dead, Report, StandBy, far_side, locked, site::Site};
+use crate::{
+    failover::{Dead, Report, StandBy, locked, site::Site},
+    far,
+};
 
 impl Thread {
     pub(super) fn note(&mut self, note: &Note) {
@@ -156,7 +159,7 @@ impl Thread {
         let mut acting = Acting { led: self.led.clone(), ..Acting::default() };
         let own = ActingLocation { leader: self.leader, members: BTreeMap::new() };
         acting.locations.insert(site.place.location, own);
-        acting.locations.extend(far_side::known(&self.fars));
+        acting.locations.extend(far::known(&self.fars));
         let leading = self.agent.as_ref().and(leads.then_some(term.bits()));
         let mut said = locked(&self.shared.said);
         if *said.acting != acting || said.leading != leading || !said.is_told {

@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use kilo_agent::failover::follow::{Act, Follow, HELLO};
+use kilo_agent::far::follow::{Act, Follow, HELLO};
 use kilo_common::signal::{LONGEST, PORT};
 use kilo_core::{
     signal_id,

@@ -21,11 +21,8 @@ use kilo_failover::{
     far::{self, Step},
 };
 
-pub use super::followers::HELLO;
-use super::{
-    far_side::{self, APART, PATIENCE},
-    site::{FarGateway, FarLocation, far_location},
-};
+pub use super::HELLO;
+use super::{APART, FarGateway, FarLocation, PATIENCE, far_location};
 
 /// What is to be done, one after the other.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,7 +61,7 @@ impl Follow {
 
     /// Who carries what, as far as it was claimed: for the next plan.
     pub fn acting(&self) -> Acting {
-        Acting { locations: far_side::known(&self.fars), ..Acting::default() }
+        Acting { locations: super::known(&self.fars), ..Acting::default() }
     }
 
     /// Takes over who is where, from a mesh with gateways and what was planned of it; `true`: there are other
@@ -83,7 +80,7 @@ impl Follow {
         };
         let before: Vec<Ipv6Addr> = self.gateways().map(|gateway| gateway.control).collect();
         self.locations = locations.map(of).collect();
-        far_side::locations_are(&mut self.fars, &self.locations);
+        super::locations_are(&mut self.fars, &self.locations);
         let named = mesh.segments.iter().flat_map(|segment| &segment.members);
         let named =
             named.filter_map(|member| Some((signal_id::node(&member.node.key?), member.name().to_owned())));
@@ -135,7 +132,7 @@ impl Follow {
             Kind::Claim | Kind::End if signal.sender == sender => {
                 let pair = self.locations.get(&far).zip(self.fars.get_mut(&far)).ok_or("gateway")?;
                 let (params, names) = (&self.params, &self.names);
-                let claimed = far_side::claimed(params, pair, (far, sender), &signal, names, self.me);
+                let claimed = super::claimed(params, pair, (far, sender), &signal, names, self.me);
                 Ok(claimed.step?.map_or_else(Vec::new, |step| self.moves(far, &step, now)))
             }
             _ => Err("gateway"),
@@ -155,7 +152,7 @@ impl Follow {
     fn moved(&self, far: Far, gateway: NodeId, members: &[NodeId], shared: bool) -> Vec<Act> {
         let Some(location) = self.locations.get(&far) else { return Vec::new() };
         let peer = location.gateways.iter().find(|known| known.id == gateway);
-        let prefixes = far_side::prefixes(location, members, shared);
+        let prefixes = super::prefixes(location, members, shared);
         let moves = peer.filter(|_| !prefixes.is_empty());
         moves.map(|peer| Act::Move(peer.key, prefixes)).into_iter().collect()
     }
