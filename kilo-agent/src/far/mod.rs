@@ -226,7 +226,7 @@ fn known_only(signal: &Signal, location: &FarLocation, names: &BTreeMap<NodeId, 
 
 #[cfg(test)]
 mod tests {
-    use kilo_common::signal::Shared;
+    use kilo_common::signal::{Kind, Shared};
 
     use super::*;
 
