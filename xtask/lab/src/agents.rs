@@ -374,7 +374,16 @@ impl Agents {
             "--private-key",
         ]);
         command.arg(key).args(["--wireguard", &self.wireguard, "--stand-bys", &stand_bys.to_string()]);
-        start_and_wait(command, &self.log("laptop"), "connected")
+        start_and_wait(command, &self.log("laptop"), "connected")?;
+        // Who does not know its key yet answers the next handshake, 5 s later.
+        let began = Instant::now();
+        while laptop.sh("wg show kilo-vpn latest-handshakes")?.lines().any(|line| line.ends_with("\t0")) {
+            if began.elapsed() > Duration::from_secs(30) {
+                bail!("the laptop has not shaken hands with every gateway within 30 s");
+            }
+            std::thread::sleep(Duration::from_millis(200));
+        }
+        Ok(())
     }
 
     /// `kgctl showconf peer laptop`, changed as the operator wants it, for `wg
