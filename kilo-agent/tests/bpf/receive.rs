@@ -99,17 +99,14 @@ fn wireguard_gets_nothing_from_an_address_that_is_reached_through_it() {
 fn a_sender_that_is_revoked_sends_no_transit() {
     let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
     let frame = steered(MEMBER, SELF, &udp(MEMBER_POD, REMOTE_POD, (1, 2), b"payload"));
-    let revokes: [(&str, fn(&mut Tables)); 2] = [
-        ("unknown_sender", |tables| drop(tables.node.remove(&MEMBER.into()))),
-        ("wrong_interface", |tables| {
-            tables.node.values_mut().for_each(|node| node.interfaces = [IFINDEX + 1, 0, 0, 0]);
-        }),
-    ];
-    for (reason, revoke) in revokes {
+    let none = [].into();
+    let elsewhere = NodeValue { interfaces: [IFINDEX + 1, 0, 0, 0], ..support::node(0) };
+    let revoked = [("unknown_sender", none), ("wrong_interface", [(MEMBER.into(), elsewhere)].into())];
+    for (reason, senders) in revoked {
         let mut tables = leader_tables();
         dataplane.write(&tables).unwrap();
         assert_eq!(run(&mut dataplane, "lan_ingress", &frame).counted, ["transit"]);
-        revoke(&mut tables);
+        tables.node = senders;
         dataplane.write(&tables).unwrap();
         let ran = run(&mut dataplane, "lan_ingress", &frame);
         assert_eq!((ran.verdict, &ran.counted[..]), (SHOT, &[reason][..]));
