@@ -18,6 +18,8 @@ use crate::far::HELLO;
 const COUNTS: Micros = 3 * HELLO + 5 * SEC;
 /// Claims wait so long for more members.
 const BATCH: Micros = 2 * MS;
+/// One is told everything again at most so often.
+const ANEW: Micros = SEC;
 
 /// What one of them knows.
 #[derive(Debug, Default)]
@@ -29,6 +31,10 @@ struct Follower {
     tries: u32,
     /// When it is claimed to next, while it does not know everything.
     next: Option<Micros>,
+    /// When it has asked for everything last.
+    began: Option<Micros>,
+    /// It knows all of these members: their number, and all ids together.
+    knows: Option<(usize, NodeId)>,
 }
 
 /// All of them, by control address.
@@ -52,7 +58,12 @@ impl Followers {
         follower.heard = now;
         let Body::Claim { members, .. } = &signal.body else { return };
         if members.is_empty() {
-            (follower.moved, follower.tries, follower.next) = (BTreeSet::new(), 0, None);
+            // However often it asks.
+            if follower.began.is_none_or(|began| now.saturating_sub(began) >= ANEW) {
+                let began = Some(now);
+                (follower.moved, follower.tries, follower.next) = (BTreeSet::new(), 0, None);
+                (follower.began, follower.knows) = (began, None);
+            }
         } else if let Some(lead) =
             lead.filter(|lead| lead.term() == follower.term && lead.term() == signal.term)
         {
@@ -80,16 +91,25 @@ impl Followers {
             .iter()
             .flat_map(|lead| lead.members().filter(|member| lead.is_followed_by(*member)))
             .collect();
+        // Which members these are: whom a follower knows is looked up once for each.
+        let stamp = (led.len(), led.iter().fold(0, |all, member| all ^ member));
         let (term, shared) = lead.map_or((Term::NONE, Shared::Stay), |lead| (lead.term(), lead.shared()));
         for (control, follower) in &mut self.0 {
             if follower.term != term {
                 *follower = Follower { heard: follower.heard, term, ..Follower::default() };
             }
+            let is_here = follower.heard + COUNTS > now;
+            if !is_here || led.is_empty() || follower.knows == Some(stamp) {
+                (follower.tries, follower.next) = (0, None);
+                continue;
+            }
+            if follower.next.is_some_and(|next| next > now) {
+                continue;
+            }
             let unknown: Vec<NodeId> =
                 led.iter().filter(|member| !follower.moved.contains(member)).copied().collect();
-            let is_here = follower.heard + COUNTS > now;
-            if unknown.is_empty() || !is_here {
-                (follower.tries, follower.next) = (0, None);
+            if unknown.is_empty() {
+                (follower.tries, follower.next, follower.knows) = (0, None, Some(stamp));
                 continue;
             }
             if *follower.next.get_or_insert(now + BATCH) > now {
@@ -131,6 +151,26 @@ mod tests {
     fn moved(term: Term, members: &[NodeId]) -> Signal {
         let body = Body::Claim { gateway: ME, shared: Shared::Stay, part: (0, 1), members: members.to_vec() };
         Signal { kind: Kind::Moved, nonce: 1, term, sender: 9, location: 7, body }
+    }
+
+    #[test]
+    fn who_asks_for_everything_again_and_again_is_told_once_a_second() {
+        let (sender, term) = (Sender { me: ME, location: 7 }, Term::NONE.next(ME));
+        let mut lead = Lead::new(sender, term, &[], 0);
+        lead.add([ME, MEMBER], 0);
+        lead.hears(MEMBER, (term, ME), 0);
+        let mut followers = Followers::default();
+        followers.are(&BTreeMap::from([(LAPTOP, 9)]), 0);
+        let mut told = 0;
+        for now in (SEC..2 * SEC).step_by(usize::try_from(3 * MS).unwrap_or(1)) {
+            followers.heard(LAPTOP, &moved(term, &[]), Some(&lead), now);
+            let claims = followers.due(sender, Some(&lead), now, || 1).len();
+            told += claims;
+            if claims > 0 {
+                followers.heard(LAPTOP, &moved(term, &[MEMBER]), Some(&lead), now);
+            }
+        }
+        assert_eq!(told, 1);
     }
 
     #[test]

@@ -214,8 +214,15 @@ impl Site {
 
 /// VPN peers of this host's device that follow claims.
 fn followers(mesh: &Mesh, plan: &HostPlan) -> BTreeMap<Ipv6Addr, NodeId> {
+    if !mesh.peers.iter().any(|peer| peer.follows) {
+        return BTreeMap::new();
+    }
     let keys = mesh.peers.iter().filter(|peer| peer.follows).map(|peer| peer.public_key);
-    let keys = keys.filter(|key| plan.wireguard.peers.contains_key(key));
+    // A Peer object with a node's key is refused, and the node is what it was.
+    let nodes =
+        mesh.segments.iter().flat_map(|segment| &segment.members).filter_map(|member| member.node.key);
+    let nodes: std::collections::BTreeSet<_> = nodes.collect();
+    let keys = keys.filter(|key| plan.wireguard.peers.contains_key(key) && !nodes.contains(key));
     keys.map(|key| (signal_id::control_address(&key), signal_id::node(&key))).collect()
 }
 

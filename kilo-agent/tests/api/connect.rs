@@ -21,7 +21,7 @@ use kilo_core::{
         key::{PublicKey, SecretKey},
     },
 };
-use kube::{Api, api::DeleteParams};
+use kube::{Api, Client, api::DeleteParams};
 use netns::{isolated, sh, succeeds};
 use nix::{
     sys::signal::{Signal, kill},
@@ -155,7 +155,7 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
         assert_eq!(mode & 0o777, 0o600, "the private key is nobody else's");
         let object = peers.get("laptop").await.unwrap();
         assert_eq!(object.spec.allowed_ips, ["10.10.10.10/32"]);
-        assert_eq!(follows(&object), Some("true"), "agents know that it follows gateways");
+        assert_eq!(follows(&object), None, "no location has gateways to follow");
         for prefix in ["10.1.0.2", "10.4.0.1", "10.42.1.0/24", "10.43.0.0/16"] {
             let route = sh(&format!("ip route show {prefix}"));
             assert!(route.contains("dev kilo0") && route.contains("src 10.10.10.10"), "{prefix}: {route:?}");
@@ -206,6 +206,21 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
     });
 }
 
+/// A node that can lead its location, and its fellow.
+async fn create_gateway(client: &Client, number: u8) {
+    let annotations = [
+        ("location", "one".to_owned()),
+        ("endpoint", format!("192.0.2.{number}:51820")),
+        ("internal-ip", format!("10.1.0.{number}/24")),
+        ("key", PublicKey([number; 32]).to_string()),
+        ("last-seen", (Timestamp::now().0 + 3600).to_string()),
+        ("signal", "1".to_owned()),
+    ];
+    let named = annotations.map(|(name, value)| (format!("kilo.squat.ai/{name}"), value));
+    let pairs: Vec<_> = named.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+    create_node(client, &format!("g{number}"), &pairs).await;
+}
+
 #[test]
 fn a_peer_made_by_somebody_else_is_used_and_stays() {
     isolated("a_peer_made_by_somebody_else_is_used_and_stays", || async {
@@ -213,6 +228,9 @@ fn a_peer_made_by_somebody_else_is_used_and_stays() {
         let Some(server) = ApiServer::start().await else { return };
         let client = server.client(ADMIN).await;
         apply_crds(&client).await;
+        for number in 1..=2u8 {
+            create_gateway(&client, number).await;
+        }
         let kubeconfig = server.kubeconfig(ADMIN, server.port());
         let peers: Api<Peer> = Api::all(client.clone());
         let key = SecretKey::from_bytes([0x50; 32]);

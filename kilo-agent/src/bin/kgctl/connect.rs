@@ -7,7 +7,7 @@ use std::{
     net::IpAddr,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, bail};
@@ -52,6 +52,8 @@ use crate::{
 };
 
 /// Label of Peer objects that go with the connection.
+/// When following gateways is tried again, which has failed.
+const AGAIN: Duration = Duration::from_secs(300);
 const MANAGED: (&str, &str) = ("app.kubernetes.io/managed-by", "kgctl-connect");
 
 #[derive(Args, Debug)]
@@ -189,16 +191,18 @@ impl Source {
                 wanted.name
             );
         }
-        if wanted.follows && !found.follows {
-            match self.annotate(&wanted.name, true).await {
-                Ok(()) => return Ok(Peer { follows: matches!(self, Self::Kubernetes { .. }), ..found }),
-                Err(error) => tracing::warn!(
-                    "{}; until then this machine uses Kilo's leader of each location alone",
-                    error_chain(error.as_ref())
-                ),
-            }
+        if wanted.follows == found.follows {
+            return Ok(found);
         }
-        Ok(found)
+        // What another run has left says what nodes send to: both ways it has to be what this machine does.
+        if let Err(error) = self.annotate(&wanted.name, wanted.follows).await {
+            tracing::warn!(
+                "{}; until then this machine and nodes may use different gateways",
+                error_chain(error.as_ref())
+            );
+            return Ok(found);
+        }
+        Ok(Peer { follows: wanted.follows && matches!(self, Self::Kubernetes { .. }), ..found })
     }
 
     /// Says in the Peer object whether this machine follows gateways.
@@ -279,18 +283,14 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         persistent_keepalive: args.persistent_keepalive.into(),
         preshared_key: None,
         public_key: key.public(),
-        follows: following::is_possible(),
+        follows: false,
     };
-    if !wanted.follows {
-        tracing::warn!(
-            "this machine has no IPv6, so it cannot follow gateways: it uses Kilo's leaders alone"
-        );
-    }
     let mut connection = Connection {
         net: Net::new()?,
         source,
         resolver: Resolver::waiting(),
         following: Following::new(&key.public()),
+        not_before: None,
         stand_bys: args.stand_bys.into(),
         options: Options {
             peer: name,
@@ -330,6 +330,8 @@ struct Connection {
     source: Source,
     resolver: Resolver,
     following: Following,
+    /// When following is tried again, which has failed.
+    not_before: Option<Instant>,
     stand_bys: usize,
     options: Options,
     interface: interface::Options,
@@ -377,6 +379,7 @@ impl Connection {
         let mut snapshots = self.source.watch();
         let mut ticks = tokio::time::interval(resync.max(Duration::from_millis(100)));
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        self.decide(&snapshots.borrow_and_update(), flags);
         let mut peer = self.source.ensure(&self.wanted).await?;
         let mut connected = false;
         loop {
@@ -386,6 +389,7 @@ impl Connection {
                 changed = snapshots.changed() => changed.context("the watches have ended")?,
             }
             if check_peer {
+                self.decide(&snapshots.borrow_and_update(), flags);
                 match self.source.ensure(&self.wanted).await {
                     Ok(found) => peer = found,
                     // The tunnels go on without the API server.
@@ -405,6 +409,24 @@ impl Connection {
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    /// Whether this machine follows gateways: where some location has several, and this machine can.
+    fn decide(&mut self, snapshot: &Snapshot, flags: &Flags) {
+        let has_several = source::mesh_as_told(snapshot, &flags.mesh).is_ok_and(|mesh| {
+            let mesh = mesh.with_acting(self.stand_bys, Arc::default());
+            mesh.gateways.iter().any(|gateways| gateways.order.len() > 1)
+        });
+        let is_due = self.not_before.is_none_or(|not_before| Instant::now() >= not_before);
+        let follows = has_several && is_due && following::is_possible(self.options.mtu);
+        if has_several && is_due && !follows && self.not_before.is_none() {
+            self.not_before = Some(Instant::now() + AGAIN);
+            tracing::warn!(
+                "this machine has no IPv6, or too small an MTU for it, so it cannot follow gateways: it uses Kilo's \
+                 leaders alone"
+            );
+        }
+        self.wanted.follows = follows;
     }
 
     /// Reads, plans, writes what differs; returns the number of writes.
@@ -442,9 +464,13 @@ impl Connection {
         let mut writes = usize::from(created);
         writes += interface.device.apply(&diff(&state, &wireguard, &self.key)).await?;
         writes += self.net.apply(&net, interface.index).await?;
-        if follows && let Err(error) = self.following.go_on(&mesh, &wireguard, &interface.device).await {
-            tracing::error!("{}; this machine uses Kilo's leaders alone", error_chain(error.as_ref()));
-            self.wanted.follows = false;
+        if follows && let Err(error) = self.following.go_on(&mesh, &wireguard, &interface.device) {
+            tracing::error!(
+                "{}; this machine uses Kilo's leaders alone, and tries again in {} s",
+                error_chain(error.as_ref()),
+                AGAIN.as_secs()
+            );
+            (self.wanted.follows, self.not_before) = (false, Some(Instant::now() + AGAIN));
             self.source.annotate(&self.wanted.name, false).await?;
         }
         Ok(writes)
@@ -453,9 +479,10 @@ impl Connection {
     /// The interface stays, and nobody follows gateways any more: it gets what a static configuration has.
     async fn leave_as_is(&mut self, flags: &Flags) -> Result<()> {
         self.wanted.follows = false;
-        self.source.annotate(&self.wanted.name, false).await?;
         let (snapshot, peer) = (Arc::clone(&self.source.watch().borrow()), self.wanted.clone());
-        self.sync(&snapshot, &peer, flags).await.map(drop)
+        // Also while the API server is away.
+        self.sync(&snapshot, &peer, flags).await?;
+        self.source.annotate(&self.wanted.name, false).await
     }
 
     /// Takes everything back; returns what could not be.
@@ -472,8 +499,10 @@ impl Connection {
         }
         if let Err(error) = self.source.release(&self.wanted).await {
             problems.push(format!(
-                "Peer {} stays, delete it with kubectl delete peer {0}: {}",
+                "Peer {} stays as it is; kubectl delete peer {0} if it is this machine's alone, else kubectl annotate \
+                 peer {0} {}-: {}",
                 self.wanted.name,
+                peer::FOLLOWS,
                 error_chain(error.as_ref())
             ));
         }

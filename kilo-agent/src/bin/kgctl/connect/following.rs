@@ -1,7 +1,9 @@
 //! Following gateways: a task that hears their claims beside everything that waits for the API server.
 
 use std::{
-    net::{IpAddr, Ipv6Addr, SocketAddr},
+    ffi::OsString,
+    net::{IpAddr, Ipv6Addr, SocketAddrV6},
+    os::fd::AsRawFd as _,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -15,6 +17,9 @@ use kilo_core::{
     wireguard::{WireguardPlan, key::PublicKey},
 };
 use kilo_host::wireguard::Device;
+use nix::sys::socket::{
+    AddressFamily, SockFlag, SockType, SockaddrIn6, bind, setsockopt, sockopt::BindToDevice,
+};
 use tokio::{
     net::UdpSocket,
     sync::Notify,
@@ -22,9 +27,25 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
-/// Whether this host has IPv6, which signals inside tunnels are.
-pub fn is_possible() -> bool {
-    std::fs::read_to_string("/proc/sys/net/ipv6/conf/all/disable_ipv6").is_ok_and(|off| off.trim() == "0")
+/// Whether an interface with this MTU has IPv6 here, which signals inside tunnels are.
+pub fn is_possible(mtu: u32) -> bool {
+    // RFC 8200, section 5.
+    const LEAST: u32 = 1280;
+    let is_on = |of| {
+        std::fs::read_to_string(format!("/proc/sys/net/ipv6/conf/{of}/disable_ipv6"))
+            .is_ok_and(|off| off.trim() == "0")
+    };
+    mtu >= LEAST && is_on("all") && is_on("default")
+}
+
+/// A socket that hears what WireGuard has decrypted, and nothing else: what it has not proves nothing of its sender.
+fn socket(control: Ipv6Addr, device: &str) -> Result<UdpSocket> {
+    let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
+    let socket = nix::sys::socket::socket(AddressFamily::Inet6, SockType::Datagram, flags, None)?;
+    // Before it has an address.
+    setsockopt(&socket, BindToDevice, &OsString::from(device))?;
+    bind(socket.as_raw_fd(), &SockaddrIn6::from(SocketAddrV6::new(control, PORT, 0, 0)))?;
+    Ok(UdpSocket::from_std(socket.into())?)
 }
 
 pub struct Following {
@@ -58,7 +79,7 @@ impl Following {
     }
 
     /// Goes on with what was planned and applied, on this device, which has the control address by now.
-    pub async fn go_on(&mut self, mesh: &Mesh, plan: &WireguardPlan, device: &Device) -> Result<()> {
+    pub fn go_on(&mut self, mesh: &Mesh, plan: &WireguardPlan, device: &Device) -> Result<()> {
         if self.shared.follow().locations_are(mesh, plan) {
             self.shared.changed.notify_one();
         }
@@ -67,11 +88,7 @@ impl Following {
             return Ok(());
         }
         self.stop();
-        let socket = UdpSocket::bind(SocketAddr::from((self.control, PORT))).await;
-        let socket = socket.context("hear what gateways claim")?;
-        // What WireGuard has not decrypted proves nothing of its sender.
-        socket.bind_device(Some(device.name().as_bytes())).context("hear the tunnels alone")?;
-        while socket.try_recv(&mut [0; LONGEST]).is_ok() {}
+        let socket = socket(self.control, device.name()).context("hear what gateways claim")?;
         let task = run(Arc::clone(&self.shared), socket, device.clone());
         self.task = Some((index, tokio::spawn(task)));
         Ok(())
