@@ -359,11 +359,11 @@ impl<B: Backend> Agent<B> {
     }
 
     /// Begins to look after pairs of locations that do not reach each other.
-    fn spawn_relays(&self, stop: &CancellationToken) -> Result<(), AgentError> {
+    fn spawn_relays(&mut self, stop: &CancellationToken) -> Result<(), AgentError> {
         if self.options.relay == Relay::Off {
             return Ok(());
         }
-        let tools = relay::tools(&self.dataplane, &self.options.bpffs)?;
+        let tools = relay::tools(&mut self.dataplane, &self.options.bpffs)?;
         let context = relay::Context {
             key: self.key,
             port: self.options.settings.port,

@@ -257,7 +257,7 @@ impl Failover {
     pub fn tell(
         &mut self,
         site: Site,
-        dataplane: &Dataplane,
+        dataplane: &mut Dataplane,
         bpffs: &Path,
         metrics: &FailoverMetrics,
     ) -> Result<(), DataplaneError> {

@@ -11,6 +11,8 @@ mod maps;
 pub mod monitor;
 pub mod nat;
 mod path_mtu;
+mod program_info;
+mod programs;
 pub mod realtime;
 pub mod relay;
 mod tcx;
@@ -25,8 +27,8 @@ use std::{
 };
 
 use aya::{
-    Ebpf,
     maps::{Array, Map, MapData, MapError, PerCpuArray},
+    programs::SchedClassifier,
 };
 use kilo_common::{
     counters::{Action, DropReason},
@@ -36,7 +38,7 @@ use kilo_common::{
 
 pub use attach::{Applied, Interfaces, detach_filters, interface_name, is_ours};
 pub use error::DataplaneError;
-pub use load::ends_with_the_container;
+pub use load::{PROGRAMS, ends_with_the_container};
 pub use path_mtu::PathMtus;
 
 use tokio::sync::Notify;
@@ -79,7 +81,7 @@ pub fn read_tables(bpffs: &Path) -> Result<Tables, DataplaneError> {
 /// When there is no data path here, or the map refuses the write.
 pub fn leave_for(bpffs: &Path, lasts: Duration) -> Result<(), DataplaneError> {
     let mut pinned = load::PinnedMaps::of(pin_directory(bpffs));
-    let mut map = Array::<_, Config>::try_from(load::Maps::get(&mut pinned, name::CONFIG)?)?;
+    let mut map = Array::<_, Config>::try_from(pinned.get(name::CONFIG)?)?;
     let seconds = u32::try_from(lasts.as_secs()).unwrap_or(u32::MAX);
     let config = map.get(&0, 0)?.left_until(nat::now().saturating_add(seconds));
     Ok(map.set(0, config, 0)?)
@@ -115,7 +117,8 @@ pub struct Counters {
 
 /// The loaded programs, their maps, and where they are attached.
 pub struct Dataplane {
-    bpf: Ebpf,
+    programs: programs::Programs,
+    maps: load::PinnedMaps,
     directory: PathBuf,
     /// What the maps hold: read once at start, kept by every write since.
     present: maps::Content,
@@ -123,8 +126,8 @@ pub struct Dataplane {
 }
 
 impl Dataplane {
-    /// Loads the programs. Maps pinned by an earlier agent are adopted with
-    /// their content; pins that do not fit are replaced.
+    /// Takes over the programs that an earlier agent of the same build has left, and loads the others.
+    /// Maps pinned by an earlier agent are adopted with their content; pins that do not fit are replaced.
     ///
     /// # Errors
     /// Says which capability, mount or kernel feature is missing.
@@ -145,16 +148,17 @@ impl Dataplane {
             .create(&directory)
             .map_err(|source| DataplaneError::Pin { path: directory.clone(), source })?;
         let adopted = directory.join(name::CONFIG).exists();
-        let mut bpf = load::load(&directory, debug).inspect_err(|_| {
+        let programs = programs::Programs::open(directory.clone(), debug).inspect_err(|_| {
             if !adopted {
                 // Nothing half set up stays behind; what another version runs stays.
                 let _ = std::fs::remove_dir_all(&directory);
                 let _ = std::fs::remove_dir(top_directory(bpffs));
             }
         })?;
-        let present = maps::read(&mut bpf)?;
+        let mut maps = load::PinnedMaps::of(directory.clone());
+        let present = maps::read(&mut maps)?;
         let attachments = attach::Attachments::new(mode, link_directory(bpffs));
-        Ok(Self { bpf, directory, present, attachments })
+        Ok(Self { programs, maps, directory, present, attachments })
     }
 
     /// Nodes that may send us steered packets, as the maps hold them.
@@ -178,7 +182,8 @@ impl Dataplane {
     /// # Errors
     /// When a map refuses a write (full, or gone).
     pub fn write(&mut self, desired: &Tables) -> Result<u64, DataplaneError> {
-        let maps::Applied { writes, excluded } = maps::apply(&mut self.bpf, &mut self.present, desired)?;
+        let maps::Applied { writes, excluded } =
+            maps::apply(&mut self.maps, &mut self.programs, &mut self.present, desired)?;
         // The programs ask the table of flows first: what was outside and is in
         // the mesh now would keep its translation for as long as it is used.
         if !excluded.is_empty() {
@@ -196,7 +201,7 @@ impl Dataplane {
     /// [`Applied`], and keeps none of the others from getting theirs.
     pub async fn attach(&mut self, net: &Net, interfaces: Interfaces<'_>) -> Result<Applied, DataplaneError> {
         let filters = net.bpf_filters(self.attachments.of_interest()).await?;
-        let applied = self.attachments.apply(&mut self.bpf, interfaces, &filters)?;
+        let applied = self.attachments.apply(&mut self.programs, interfaces, &filters)?;
         load::remove_other_layouts(&self.directory)?;
         Ok(applied)
     }
@@ -208,7 +213,7 @@ impl Dataplane {
     /// When filters cannot be listed, or a hook cannot be looked at.
     pub async fn is_attached(&self, net: &Net) -> Result<bool, DataplaneError> {
         let filters = net.bpf_filters(self.attachments.of_interest()).await?;
-        self.attachments.stand(&self.bpf, &filters)
+        self.attachments.stand(&self.programs, &filters)
     }
 
     /// Programs this process has attached, and where.
@@ -246,14 +251,31 @@ impl Dataplane {
     /// What reads and moves the words of `lead` and sends signals, independently of this handle.
     ///
     /// # Errors
-    /// When a program is not loaded, or the pinned map cannot be opened.
-    pub fn signals(&self) -> Result<lead::Signals, DataplaneError> {
-        lead::Signals::of(&self.bpf, &self.directory)
+    /// When a program cannot be loaded, or the pinned map cannot be opened.
+    pub fn signals(&mut self) -> Result<lead::Signals, DataplaneError> {
+        lead::Signals::of(&mut self.programs, &self.directory)
     }
 
-    /// The programs and maps, for tests that run single programs.
-    pub fn bpf_mut(&mut self) -> &mut Ebpf {
-        &mut self.bpf
+    /// Programs that this process has had the kernel load; the others were there.
+    pub const fn loaded(&self) -> usize {
+        self.programs.loaded()
+    }
+
+    /// One of [`PROGRAMS`], for tests that run single programs.
+    ///
+    /// # Errors
+    /// When the kernel refuses it.
+    pub fn program(&mut self, name: &str) -> Result<&mut SchedClassifier, DataplaneError> {
+        let name = PROGRAMS.into_iter().find(|program| *program == name);
+        self.programs.get(name.ok_or(DataplaneError::Object("program of that name"))?)
+    }
+
+    /// A pinned map, for tests that look into it.
+    ///
+    /// # Errors
+    /// When it is not there.
+    pub fn map(&mut self, name: &'static str) -> Result<&mut Map, DataplaneError> {
+        self.maps.get(name)
     }
 }
 
