@@ -337,7 +337,10 @@ impl<B: Backend> Agent<B> {
             self.metrics.reconciles.inc();
             match self.reconcile(&snapshot).await {
                 Ok(writes) => {
-                    self.state.applied = true;
+                    if !std::mem::replace(&mut self.state.applied, true) {
+                        // What was needed to list and to compute everything for the first time.
+                        kilo_host::memory::give_back();
+                    }
                     if self.publisher.is_settled() {
                         self.succeeded();
                     }

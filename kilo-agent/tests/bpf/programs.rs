@@ -138,3 +138,22 @@ fn where_others_may_write_nothing_is_taken_over() {
     nix::unistd::chown(&top, Some(65534.into()), None).unwrap();
     assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), AT_START, "somebody else's directory");
 }
+
+/// The types of the whole kernel are read for it, and each thread of the allocator's keeps what it has freed.
+#[test]
+fn what_was_needed_to_load_the_programs_is_given_back() {
+    netns::isolated("what_was_needed_to_load_the_programs_is_given_back", || async {
+        let held = || {
+            let status = fs::read_to_string("/proc/self/status").unwrap();
+            let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+            line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() / 1000
+        };
+        let before = held();
+        let open = || Dataplane::open(Path::new("/run/bpf"), false).unwrap();
+        let dataplane = tokio::task::spawn_blocking(open).await.unwrap();
+        assert_eq!(dataplane.loaded(), AT_START);
+        let grown = held().saturating_sub(before);
+        println!("{grown} MB more than before");
+        assert!(grown < 12, "{grown} MB more than before");
+    });
+}

@@ -110,6 +110,9 @@ impl Programs {
             let pinned = pinned.map_err(|source| DataplaneError::ProgramPin { program: name, source })?;
             self.held.insert(name, pinned);
         }
+        // The types of the whole kernel were in it, tens of megabytes.
+        drop(object);
+        crate::memory::give_back();
         Ok(())
     }
 

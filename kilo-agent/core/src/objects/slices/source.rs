@@ -119,7 +119,8 @@ impl Source {
 
     fn pause(&self, inputs: Inputs) -> Duration {
         let bytes = if inputs.against.is_some() { NODE_BYTES } else { ENTRY_BYTES };
-        let spread = time_to_list(inputs.nodes, bytes).min(MOST_SPREAD).mul_f64(inputs.chance.clamp(0.0, 1.0));
+        let spread =
+            time_to_list(inputs.nodes, bytes).min(MOST_SPREAD).mul_f64(inputs.chance.clamp(0.0, 1.0));
         match inputs.against {
             Some(reason) => reason.patience() + spread,
             None if self.was_in_use => AGAIN + spread,
