@@ -87,7 +87,7 @@ impl Host {
     }
 
     /// Hands connections to its loopback on to the API server.
-    pub async fn offer_api(&self, to: u16) {
+    pub fn offer_api(&self, to: u16) {
         let listen = || Listener::bind((Ipv4Addr::LOCALHOST, API_PORT)).unwrap();
         let listener = self.space.spawn(listen).join().unwrap().unwrap();
         listener.set_nonblocking(true).unwrap();
@@ -106,7 +106,8 @@ impl Host {
         let name = objects::name(self.number);
         let log = fs::File::create(format!("{LOGS}/{name}.log")).unwrap();
         let words = process::confined(kubeconfig);
-        self.space
+        let mut child = self
+            .space
             .command(&words[0])
             .args(&words[1..])
             .args(["--hostname", &name, "--wireguard", "userspace"])
@@ -118,6 +119,8 @@ impl Host {
             .stderr(log)
             .spawn()
             .unwrap();
+        // It ends with its namespace.
+        std::thread::spawn(move || child.wait());
     }
 
     /// One of its agent's metrics.

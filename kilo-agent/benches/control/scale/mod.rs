@@ -46,10 +46,10 @@ pub async fn measure(figures: &mut Figures) {
     create(&client, nodes).await;
     let hosts: Vec<Host> = (0..nodes).map(Host::create).collect();
     for host in &hosts {
-        host.offer_api(server.port()).await;
+        host.offer_api(server.port());
     }
     let kubeconfig = server.kubeconfig(ADMIN, host::API_PORT);
-    let mut probes = Probes::open(&hosts).await;
+    let mut probes = Probes::open(&hosts);
     println!("bench: {nodes} namespaces, {} ways to ask; flags {flags:?}; {}", probes.len(), load());
 
     let started = Instant::now();

@@ -61,7 +61,7 @@ fn asked_by(from: usize, nodes: usize) -> impl Iterator<Item = usize> {
 }
 
 impl Probes {
-    pub async fn open(hosts: &[Host]) -> Self {
+    pub fn open(hosts: &[Host]) -> Self {
         let nodes = hosts.len();
         let at = std::iter::repeat_with(AtomicU64::default).take(nodes * nodes).collect();
         let heard = Arc::new(Heard { start: Instant::now(), nodes, at });
