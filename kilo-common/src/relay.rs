@@ -14,6 +14,7 @@
 use crate::{
     counters::DropReason,
     siphash::{self, Key},
+    wire_enum::wire_enum,
 };
 
 /// First UDP port that a relay gives to a pair, host byte order.
@@ -30,34 +31,19 @@ const WORDS: usize = LENGTH / 8;
 const SENDER: usize = 3;
 const TAG: usize = 7;
 
-/// What a message says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[repr(u8)]
-pub enum Kind {
-    /// Asks a relay for a port that leads to `other`; sent to that port, it binds where it came from.
-    Ask = 1,
-    /// The relay's answer, to where its WireGuard knows the asker.
-    Offer = 2,
-    /// The relay tells the other end that somebody asks for it.
-    Invite = 3,
-    /// Asks the other end, by any way, whether that way works.
-    Try = 4,
-    /// The answer, by the same way.
-    Tried = 5,
-}
-
-impl Kind {
-    /// The kind with this number.
-    #[inline(always)]
-    pub const fn from_u8(kind: u8) -> Option<Self> {
-        Some(match kind {
-            1 => Self::Ask,
-            2 => Self::Offer,
-            3 => Self::Invite,
-            4 => Self::Try,
-            5 => Self::Tried,
-            _ => return None,
-        })
+wire_enum! {
+    /// What a message says.
+    pub enum Kind {
+        /// Asks a relay for a port that leads to `other`; sent to that port, it binds where it came from.
+        Ask = 1,
+        /// The relay's answer, to where its WireGuard knows the asker.
+        Offer = 2,
+        /// The relay tells the other end that somebody asks for it.
+        Invite = 3,
+        /// Asks the other end, by any way, whether that way works.
+        Try = 4,
+        /// The answer, by the same way.
+        Tried = 5,
     }
 }
 
@@ -257,15 +243,17 @@ pub enum Fate {
 
 /// A datagram as it arrives; ports in host byte order.
 #[derive(Clone, Copy, Debug)]
-pub struct Arrival<'a> {
+pub struct Arrival {
     /// Source address.
     pub source: [u64; 2],
     /// Address it was sent to.
     pub local: [u64; 2],
     /// Source port.
     pub source_port: u16,
+    /// Destination port.
+    pub port: u16,
     /// First bytes of what it bears.
-    pub first: &'a [u8; 8],
+    pub first: [u8; 8],
     /// A part of a datagram, whose other parts do not have the ports.
     pub is_fragment: bool,
 }
@@ -287,8 +275,8 @@ const fn halves(addr: &[u8; 16]) -> [u64; 2] {
 /// What becomes of a datagram to WireGuard's own port.
 #[inline(always)]
 #[must_use]
-pub const fn at_wireguard(arrival: &Arrival<'_>) -> Fate {
-    if !arrival.is_fragment && begins(arrival.first) { Fate::Hear } else { Fate::Stack }
+pub const fn at_wireguard(arrival: &Arrival) -> Fate {
+    if !arrival.is_fragment && begins(&arrival.first) { Fate::Hear } else { Fate::Stack }
 }
 
 /// What becomes of a datagram to a port that [`is_port`]; `entry` is what the relay knows of it.
@@ -296,9 +284,9 @@ pub const fn at_wireguard(arrival: &Arrival<'_>) -> Fate {
 /// Whether an address that is not bound is an own one, the caller has to know.
 #[inline(always)]
 #[must_use]
-pub const fn at_port(arrival: &Arrival<'_>, entry: Option<&Port>) -> Fate {
+pub const fn at_port(arrival: &Arrival, entry: Option<&Port>) -> Fate {
     let Some(entry) = entry else { return Fate::Stack };
-    let is_message = begins(arrival.first);
+    let is_message = begins(&arrival.first);
     // An end may be behind a NAT that has given it another port: its ASK says so.
     if is_message && arrival.first[2] == Kind::Ask as u8 && !arrival.is_fragment {
         return Fate::Hear;
@@ -309,7 +297,7 @@ pub const fn at_port(arrival: &Arrival<'_>, entry: Option<&Port>) -> Fate {
     if arrival.is_fragment {
         return Fate::Drop(DropReason::OuterFragment);
     }
-    let is_relayed = is_message || is_wireguard(arrival.first);
+    let is_relayed = is_message || is_wireguard(&arrival.first);
     let from = halves(&entry.from);
     let is_known = entry.from_port != 0
         && arrival.source[0] == from[0]

@@ -18,6 +18,7 @@ use crate::{
     lead::Term,
     maps::VXLAN_PORT,
     siphash::{self, Key},
+    wire_enum::wire_enum,
 };
 
 /// UDP port, host byte order: that of VXLAN, which every node takes in anyway.
@@ -36,68 +37,45 @@ pub const LONGEST: usize = HEADER + 16 + 8 * MAX_MEMBERS + TAG;
 const VERSION: u8 = 1;
 const MAGIC: [u8; 4] = *b"kgs1";
 
-/// What a signal says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[repr(u8)]
-pub enum Kind {
-    /// Asks a far leader's kernel to send it back.
-    Probe = 1,
-    /// The answer.
-    Reflected = 2,
-    /// Asks a member's kernel whether it is there.
-    Roll = 3,
-    /// The answer: the member's cookie and the gateway it uses.
-    Present = 4,
-    /// Asks a member to try the way through its leader.
-    Witness = 5,
-    /// The answer.
-    Verdict = 6,
-    /// Tells a member's kernel to use the sender from now on.
-    Announce = 7,
-    /// The answer of a kernel that does.
-    Follows = 8,
-    /// A member whose leader is silent asks to be led.
-    Adopt = 9,
-    /// A leader gives members away.
-    Handover = 10,
-    /// What a gateway knows, said to the other gateways of its location.
-    Hello = 11,
-    /// Tells a far leader that these members use the sender.
-    Claim = 12,
-    /// The answer: their prefixes are the sender's peer's.
-    Moved = 13,
-    /// The last thing a leader sends for members that it gives away, in band.
-    End = 14,
-    /// Asks a gateway to be ready for a planned change.
-    Prepare = 15,
-    /// The answer.
-    Ready = 16,
+wire_enum! {
+    /// What a signal says.
+    pub enum Kind {
+        /// Asks a far leader's kernel to send it back.
+        Probe = 1,
+        /// The answer.
+        Reflected = 2,
+        /// Asks a member's kernel whether it is there.
+        Roll = 3,
+        /// The answer: the member's cookie and the gateway it uses.
+        Present = 4,
+        /// Asks a member to try the way through its leader.
+        Witness = 5,
+        /// The answer.
+        Verdict = 6,
+        /// Tells a member's kernel to use the sender from now on.
+        Announce = 7,
+        /// The answer of a kernel that does.
+        Follows = 8,
+        /// A member whose leader is silent asks to be led.
+        Adopt = 9,
+        /// A leader gives members away.
+        Handover = 10,
+        /// What a gateway knows, said to the other gateways of its location.
+        Hello = 11,
+        /// Tells a far leader that these members use the sender.
+        Claim = 12,
+        /// The answer: their prefixes are the sender's peer's.
+        Moved = 13,
+        /// The last thing a leader sends for members that it gives away, in band.
+        End = 14,
+        /// Asks a gateway to be ready for a planned change.
+        Prepare = 15,
+        /// The answer.
+        Ready = 16,
+    }
 }
 
 impl Kind {
-    #[inline(always)]
-    const fn from_u8(kind: u8) -> Option<Self> {
-        Some(match kind {
-            1 => Self::Probe,
-            2 => Self::Reflected,
-            3 => Self::Roll,
-            4 => Self::Present,
-            5 => Self::Witness,
-            6 => Self::Verdict,
-            7 => Self::Announce,
-            8 => Self::Follows,
-            9 => Self::Adopt,
-            10 => Self::Handover,
-            11 => Self::Hello,
-            12 => Self::Claim,
-            13 => Self::Moved,
-            14 => Self::End,
-            15 => Self::Prepare,
-            16 => Self::Ready,
-            _ => return None,
-        })
-    }
-
     /// Whether a tag ends it. Probes prove nothing but that they came back, and
     /// what passes a tunnel was authenticated by WireGuard.
     #[inline(always)]

@@ -69,24 +69,12 @@ fn is_ours(config: &Config, port: u16) -> bool {
 fn is_for_relay<O: Ip, const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> u32 {
     let ctx = TcContext::new(skb);
     let Ok(ip) = O::read(&ctx, LINK) else { return 0 };
-    let udp = LINK + O::HEADER_LEN;
-    let Ok(ports) = ctx.load::<[u8; 4]>(udp) else { return 0 };
-    // What is shorter is neither WireGuard's nor a message.
-    let Ok(first) = ctx.load::<[u8; 8]>(udp + UDP_LEN) else { return 0 };
-    let [source_port, port] =
-        [u16::from_be_bytes([ports[0], ports[1]]), u16::from_be_bytes([ports[2], ports[3]])];
-    let arrival = Arrival {
-        source: O::mapped(ip.src()),
-        local: O::mapped(ip.dst()),
-        source_port,
-        first: &first,
-        is_fragment: ip.is_fragment(),
-    };
-    let (fate, is_bound_here) = if port == config.wireguard_port {
+    let Some(arrival) = arrival::<O, LINK>(&ctx, &ip) else { return 0 };
+    let (fate, is_bound_here) = if arrival.port == config.wireguard_port {
         (relay::at_wireguard(&arrival), false)
     } else {
         // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
-        let entry = unsafe { RELAY.get(&u32::from(port)) };
+        let entry = unsafe { RELAY.get(&u32::from(arrival.port)) };
         (relay::at_port(&arrival, entry), entry.is_some_and(|entry| entry.is_at(arrival.local)))
     };
     u32::from(fate != Fate::Stack && (is_bound_here || is_own(&ctx, &ip)))
@@ -143,41 +131,44 @@ pub fn arrived<O: Ip, const LINK: usize>(skb: *mut __sk_buff, config: &Config) -
 
 #[inline(always)]
 fn taken<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &O) -> Verdict {
-    let udp = LINK + O::HEADER_LEN;
-    let ports: [u8; 4] = ctx.load(udp).map_err(|_| DropReason::Truncated)?;
-    let [source_port, port] =
-        [u16::from_be_bytes([ports[0], ports[1]]), u16::from_be_bytes([ports[2], ports[3]])];
-    // What is shorter is neither WireGuard's nor a message.
-    let Ok(first) = ctx.load::<[u8; 8]>(udp + UDP_LEN) else { return Ok(Act::NEXT) };
-    let arrival = Arrival {
-        source: O::mapped(ip.src()),
-        local: O::mapped(ip.dst()),
-        source_port,
-        first: &first,
-        is_fragment: ip.is_fragment(),
-    };
-    if port == config.wireguard_port {
+    let Some(arrival) = arrival::<O, LINK>(ctx, ip) else { return Ok(Act::NEXT) };
+    if arrival.port == config.wireguard_port {
         return match relay::at_wireguard(&arrival) {
-            Fate::Hear => hear::<O, LINK>(ctx, &arrival, port),
+            Fate::Hear => hear::<O, LINK>(ctx, &arrival),
             _ => Ok(Act::NEXT),
         };
     }
-    let entry = RELAY.get_ptr_mut(&u32::from(port));
+    let entry = RELAY.get_ptr_mut(&u32::from(arrival.port));
     // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
     match relay::at_port(&arrival, entry.map(|entry| unsafe { &*entry })) {
         Fate::Stack => Ok(Act::NEXT),
-        Fate::Hear => hear::<O, LINK>(ctx, &arrival, port),
+        Fate::Hear => hear::<O, LINK>(ctx, &arrival),
         Fate::Drop(reason) => Err(reason),
         Fate::Forward => {
             let Some(entry) = entry else { return Ok(Act::NEXT) };
-            forward::<O, LINK>(ctx, ip, ports, entry)
+            forward::<O, LINK>(ctx, ip, &arrival, entry)
         }
     }
 }
 
+/// What arrives, with its first bytes; `None`: it is shorter than anything of WireGuard's, or than a message.
+#[inline(always)]
+fn arrival<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O) -> Option<Arrival> {
+    let udp = LINK + O::HEADER_LEN;
+    let [a, b, c, d] = ctx.load::<[u8; 4]>(udp).ok()?;
+    Some(Arrival {
+        source: O::mapped(ip.src()),
+        local: O::mapped(ip.dst()),
+        source_port: u16::from_be_bytes([a, b]),
+        port: u16::from_be_bytes([c, d]),
+        first: ctx.load(udp + UDP_LEN).ok()?,
+        is_fragment: ip.is_fragment(),
+    })
+}
+
 /// Gives the datagram the addresses and ports between the relay and the pair's other end, and sends it there.
 #[inline(always)]
-fn forward<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O, old: [u8; 4], port: *mut Port) -> Verdict {
+fn forward<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O, arrival: &Arrival, port: *mut Port) -> Verdict {
     const SOURCE_V4: usize = 12;
     const SOURCE_V6: usize = 8;
     if ip.ttl() <= 1 {
@@ -190,10 +181,9 @@ fn forward<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O, old: [u8; 4], port
     };
     let udp = LINK + O::HEADER_LEN;
     let (by, to) = (halves(&entry.by), halves(&entry.to));
-    let address =
-        add(difference_of_halves(O::mapped(ip.src()), by), difference_of_halves(O::mapped(ip.dst()), to));
-    let [[a, b], [c, d]] = [entry.by_port.to_be_bytes(), entry.to_port.to_be_bytes()];
-    let new = [a, b, c, d];
+    let address = add(difference_of_halves(arrival.source, by), difference_of_halves(arrival.local, to));
+    let old = port_bytes(arrival.source_port, arrival.port);
+    let new = port_bytes(entry.by_port, entry.to_port);
     let ports = add(!u32::from_ne_bytes(old), u32::from_ne_bytes(new));
     let failed = |_| DropReason::Rewrite;
     ip.lower_ttl(ctx, LINK)?;
@@ -222,6 +212,13 @@ fn forward<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O, old: [u8; 4], port
     Ok(Act::neighbour(ifindex))
 }
 
+/// Two ports as a UDP header has them.
+#[inline(always)]
+const fn port_bytes(source: u16, destination: u16) -> [u8; 4] {
+    let [[a, b], [c, d]] = [source.to_be_bytes(), destination.to_be_bytes()];
+    [a, b, c, d]
+}
+
 /// Gives a packet of a link without link-layer header the header that `bpf_redirect_neigh` expects.
 #[inline(always)]
 pub fn framed<I: Ip>(ctx: &TcContext) -> Result<(), DropReason> {
@@ -236,7 +233,7 @@ pub fn framed<I: Ip>(ctx: &TcContext) -> Result<(), DropReason> {
 
 /// Tells the agent of a message whose tag is right; the packet ends here.
 #[inline(always)]
-fn hear<O: Ip, const LINK: usize>(ctx: &TcContext, arrival: &Arrival<'_>, port: u16) -> Verdict {
+fn hear<O: Ip, const LINK: usize>(ctx: &TcContext, arrival: &Arrival) -> Verdict {
     let start = LINK + O::HEADER_LEN + UDP_LEN;
     let length: [u8; 2] = ctx.load(start - UDP_LEN + UDP_LENGTH).map_err(|_| DropReason::Malformed)?;
     if usize::from(u16::from_be_bytes(length)) != UDP_LEN + LENGTH || packet::gso_size(ctx) != 0 {
@@ -255,7 +252,7 @@ fn hear<O: Ip, const LINK: usize>(ctx: &TcContext, arrival: &Arrival<'_>, port: 
         (&raw mut (*record).local).write(octets(arrival.local));
         (&raw mut (*record).ifindex).write(packet::ifindex(ctx));
         (&raw mut (*record).source_port).write(arrival.source_port);
-        (&raw mut (*record).port).write(port);
+        (&raw mut (*record).port).write(arrival.port);
         bpf_skb_load_bytes(
             ctx.as_ptr().cast(),
             start as u32,

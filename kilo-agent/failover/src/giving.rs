@@ -337,8 +337,8 @@ mod tests {
     use super::*;
     use crate::bench::{BOOT, Bench, FAR, LEADER, ME, MEMBER};
 
-    #[test]
-    fn another_location_names_nobody_who_is_not_in_this_one() {
+    /// A stand-by that its leader has asked to be ready, and the term it asks a far leader about.
+    fn asks_a_far_leader() -> (Bench, Term) {
         let mut bench = Bench::new();
         let term = Term::from_bits(7 << 16);
         let out =
@@ -348,6 +348,12 @@ mod tests {
             _ => None,
         });
         let Some(term) = asked else { panic!("no far leader is asked: {out:?}") };
+        (bench, term)
+    }
+
+    #[test]
+    fn another_location_names_nobody_who_is_not_in_this_one() {
+        let (mut bench, term) = asks_a_far_leader();
         for members in [vec![], vec![LEADER, MEMBER, 77]] {
             let body = Body::Claim { gateway: ME, shared: Shared::Stay, part: (0, 1), members };
             bench.hears(FAR, Kind::Moved, 5, term, body);
@@ -358,15 +364,7 @@ mod tests {
 
     #[test]
     fn who_refuses_to_lead_never_says_that_it_does() {
-        let mut bench = Bench::new();
-        let term = Term::from_bits(7 << 16);
-        let out =
-            bench.hears(LEADER, Kind::Prepare, 1 << 20, term, Body::Change { cookie: BOOT, gateway: ME });
-        let asked = out.iter().find_map(|output| match output {
-            Output::Tunnel(FAR, Signal { kind: Kind::Claim, term, .. }) => Some(*term),
-            _ => None,
-        });
-        let Some(term) = asked else { panic!("no far leader is asked: {out:?}") };
+        let (mut bench, term) = asks_a_far_leader();
         let moved = |members| Body::Claim { gateway: ME, shared: Shared::Stay, part: (0, 1), members };
         bench.hears(FAR, Kind::Moved, 5, term, moved(vec![]));
         // Somebody leads in a later term meanwhile.

@@ -20,6 +20,7 @@ mod state;
 mod uninstall;
 
 use std::{
+    collections::BTreeMap,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
@@ -363,10 +364,13 @@ impl<B: Backend> Agent<B> {
 
     /// Begins to look after pairs of locations that do not reach each other.
     fn spawn_relays(&mut self, stop: &CancellationToken) -> Result<(), AgentError> {
+        let mut tools = relay::tools(&mut self.dataplane, &self.options.bpffs)?;
         if self.options.relay == Relay::Off {
+            // Pairs that an earlier agent has relayed for are not this one's.
+            tools.maps.write_ports(&BTreeMap::new())?;
+            tools.maps.write_keys(&BTreeMap::new())?;
             return Ok(());
         }
-        let tools = relay::tools(&mut self.dataplane, &self.options.bpffs)?;
         let context = relay::Context {
             key: self.key,
             port: self.options.settings.port,

@@ -312,6 +312,7 @@ impl Task {
         self.say();
         let device = self.context.view.borrow().device.clone();
         let (Some(device), Some((key, name))) = (device, self.leaders.nodes.get(&node)) else { return };
+        tracing::debug!(node = name, %to, "tunnel is moved to another endpoint");
         if let Err(error) = device.move_endpoint(*key, to).await {
             tracing::warn!(%error, node = name, %to, "failed to move a tunnel to another endpoint");
         }

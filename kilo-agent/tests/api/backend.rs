@@ -266,7 +266,6 @@ async fn a_handshake_is_written_beside_the_condition_and_not_over_a_later_one() 
     let key = PublicKey([9; 32]).to_string();
     let spec = json!({ "allowedIPs": ["10.5.0.1/32"], "publicKey": key });
     apply(&admin, &old_peer("laptop", &spec), false).await.unwrap();
-    tokio::time::sleep(Duration::from_secs(1)).await;
     let backends = [
         KubernetesBackend::start(server.client(AGENT).await, None, LABEL).await.unwrap(),
         KubernetesBackend::start(server.client(AGENT).await, None, LABEL).await.unwrap(),
@@ -330,7 +329,6 @@ async fn the_manifests_role_is_enough_and_a_missing_right_is_named() {
     assert!(!refused.is_temporary());
 
     let role = api::grant_agent(&admin).await;
-    tokio::time::sleep(Duration::from_secs(1)).await;
     let agent = server.client(AGENT).await;
     let backend = KubernetesBackend::start(agent.clone(), Some("rbac"), LABEL).await.unwrap();
     let mut snapshots = backend.watch();
@@ -346,7 +344,7 @@ async fn the_manifests_role_is_enough_and_a_missing_right_is_named() {
     let mut readonly = role.clone();
     readonly.data["rules"][0]["verbs"] = json!(["list", "watch"]);
     apply(&admin, &readonly, false).await.unwrap();
-    tokio::time::sleep(Duration::from_secs(1)).await;
+    api::until_may(&admin, AGENT, ("patch", "", "nodes"), ("", ""), false).await;
     until(&mut snapshots, SOON, |snapshot| snapshot.nodes["rbac"].endpoint.is_none()).await;
     let refused = backend.publish("rbac", &published()).await.unwrap_err().to_string();
     println!("no patch: {refused}");

@@ -155,7 +155,8 @@ fn an_agent_that_may_not_read_its_daemon_set_leaves_everything_in_place() {
         // As with Kilo's own roles.
         let bindings: Api<RoleBinding> = Api::namespaced(client.clone(), NAMESPACE);
         bindings.delete("kilo-agent", &DeleteParams::default()).await.unwrap();
-        tokio::time::sleep(Duration::from_secs(1)).await;
+        let user = format!("system:serviceaccount:{NAMESPACE}:kilo");
+        api::until_may(&client, &user, ("get", "apps", "daemonsets"), (NAMESPACE, "kilo"), false).await;
         let agent = start(&kubeconfig).await;
         let pins = sh(PINS);
         set_image(&daemon_sets, KILO).await;

@@ -29,7 +29,7 @@ use serde_json::json;
 
 use crate::{
     accounts::account,
-    api::{ADMIN, ApiServer, apply, apply_crds, create_node, manifest, until},
+    api::{ADMIN, ApiServer, apply, apply_crds, create_node, manifest, until, until_may},
 };
 
 const LABEL: &str = "topology.kubernetes.io/region";
@@ -288,7 +288,8 @@ async fn without_rights_or_crd_agents_read_nodes_as_before() {
     apply(&admin, &role, false).await.unwrap();
     create_node(&admin, "old-a", &[]).await;
     create_node(&admin, "old-b", &[]).await;
-    tokio::time::sleep(Duration::from_secs(1)).await;
+    let user = "system:serviceaccount:kube-system:kilo";
+    until_may(&admin, user, ("list", "kilo.squat.ai", "nodeslices"), ("", ""), false).await;
     let start = async || {
         let client = kubernetes::client(Some(&kubeconfig), None).await.unwrap();
         let from = NodesFrom::Slices { namespace: "kube-system".to_owned() };

@@ -47,7 +47,7 @@ fn tcp_and_echo_are_translated_with_their_own_checksums() {
     let mut segment = vec![0x13, 0x88, 0, 80];
     segment.extend([0; 8]);
     segment.extend([0x50, 2, 0xff, 0xff, 0, 0, 0, 0]);
-    let sum = transport_checksum(OWN_POD, OUTSIDE, 6, &segment);
+    let sum = transport_checksum(&OWN_POD, &OUTSIDE, 6, &segment);
     segment[16..18].copy_from_slice(&sum.to_be_bytes());
     for ip in [ipv4(OWN_POD, OUTSIDE, 6, 64, &segment), icmp(OWN_POD, OUTSIDE, 8, 77)] {
         let out = run(&mut dataplane, "uplink_egress", &ethernet(&ip));
@@ -163,7 +163,7 @@ fn udp_v6(src: [u8; 16], port: u16) -> Vec<u8> {
 fn tcp(src: [u8; 4], port: u16) -> Vec<u8> {
     let mut segment =
         [&port.to_be_bytes()[..], &[0, 80], &[0; 8], &[0x50, 2, 0xff, 0xff, 0, 0, 0, 0]].concat();
-    let sum = transport_checksum(src, OUTSIDE, 6, &segment);
+    let sum = transport_checksum(&src, &OUTSIDE, 6, &segment);
     segment[16..18].copy_from_slice(&sum.to_be_bytes());
     ipv4(src, OUTSIDE, 6, 64, &segment)
 }

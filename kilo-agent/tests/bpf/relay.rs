@@ -1,6 +1,6 @@
 //! Relays: what passes between the two ends of a pair, what an agent hears, and what strangers get.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, net::Ipv4Addr};
 
 use kilo_common::{
     maps::{CONFIG_NATIVE, CONFIG_RELAY},
@@ -16,7 +16,7 @@ use kilo_host::dataplane::{
 use crate::netns::{isolated, sh};
 use crate::support::{
     self, IFINDEX, MEMBER, MEMBER_POD, OWN_POD, SELF, leader_tables,
-    packet::{PASS, REDIRECT, Ran, SHOT, checksums_hold, ethernet, ipv4, run, udp},
+    packet::{PASS, REDIRECT, Ran, SHOT, checksums_hold, ethernet, ipv4, ipv6, run, udp, udp_v6},
 };
 
 const X: [u8; 4] = [203, 0, 113, 1];
@@ -31,16 +31,22 @@ const ID: u64 = 0x2222_2222_2222_2222;
 const KEY: [u64; 2] = [7, 9];
 const WIREGUARD: u16 = 51_820;
 
-fn mapped([a, b, c, d]: [u8; 4]) -> [u8; 16] {
-    [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, a, b, c, d]
+/// The same host's address in the other family.
+fn v6([a, b, c, d]: [u8; 4]) -> [u8; 16] {
+    [0x20, 1, 0x0d, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, a, b, c, d]
 }
 
-fn pair() -> BTreeMap<u16, Port> {
+/// An address as tables have it.
+fn mapped(addr: [u8; 4], is_v6: bool) -> [u8; 16] {
+    if is_v6 { v6(addr) } else { Ipv4Addr::from(addr).to_ipv6_mapped().octets() }
+}
+
+fn pair_by(is_v6: bool) -> BTreeMap<u16, Port> {
     let half = |from, from_port, to, to_port, by_port| Port {
-        from: mapped(from),
-        at: mapped(SELF),
-        to: mapped(to),
-        by: mapped(SELF),
+        from: mapped(from, is_v6),
+        at: mapped(SELF, is_v6),
+        to: mapped(to, is_v6),
+        by: mapped(SELF, is_v6),
         ifindex: IFINDEX,
         from_port,
         to_port,
@@ -50,11 +56,17 @@ fn pair() -> BTreeMap<u16, Port> {
     [(FOR_X, half(X, X_PORT, Y, Y_PORT, FOR_Y)), (FOR_Y, half(Y, Y_PORT, X, X_PORT, FOR_X))].into()
 }
 
+fn pair() -> BTreeMap<u16, Port> {
+    pair_by(false)
+}
+
 /// A host with the relay's address, which forwards what is for others. The programs run on its `lo`.
 fn forwards() {
     sh("ip link set lo up; ip address add 10.1.0.11/32 dev lo
+        ip address add 2001:db8::a01:b/128 dev lo nodad
         ip link add pods type veth peer name peer; ip link set pods up; ip link set peer up; ip address add 10.42.1.1/16 dev pods
-        sysctl -qw net.ipv4.conf.all.forwarding=1");
+        ip -6 route add default dev pods
+        sysctl -qw net.ipv4.conf.all.forwarding=1 net.ipv6.conf.all.forwarding=1");
 }
 
 struct Bench {
@@ -78,6 +90,12 @@ impl Bench {
 
     fn arrives(&mut self, from: ([u8; 4], u16), to: u16, data: &[u8]) -> Ran {
         run(&mut self.dataplane, "lan_ingress", &ethernet(&udp(from.0, SELF, (from.1, to), data)))
+    }
+
+    /// The same over IPv6, between the same hosts.
+    fn arrives_v6(&mut self, from: ([u8; 4], u16), to: u16, data: &[u8]) -> Ran {
+        let packet = udp_v6(v6(from.0), v6(SELF), (from.1, to), data);
+        run(&mut self.dataplane, "lan_ingress", &ethernet(&packet))
     }
 
     fn ports(&self) -> BTreeMap<u16, Port> {
@@ -124,6 +142,35 @@ fn each_end_reaches_the_other_and_both_see_the_relay_alone() {
             assert_eq!(&ip[28..], &bytes[..]);
         }
     }
+    assert!(bench.ports().values().all(|port| port.packets == 3));
+}
+
+#[test]
+fn over_ipv6_each_end_reaches_the_other_too() {
+    let Some(mut bench) = Bench::of(&pair_by(true)) else { return };
+    for (from, to, target, back) in
+        [((X, X_PORT), FOR_X, (Y, Y_PORT), FOR_Y), ((Y, Y_PORT), FOR_Y, (X, X_PORT), FOR_X)]
+    {
+        for length in [32, 92, 1300] {
+            let bytes = data(length);
+            let ran = bench.arrives_v6(from, to, &bytes);
+            assert_eq!((ran.verdict, &ran.counted[..]), (REDIRECT, &["relay"][..]));
+            let ip = &ran.bytes[14..];
+            assert!(checksums_hold(ip));
+            assert_eq!((&ip[8..24], &ip[24..40]), (&v6(SELF)[..], &v6(target.0)[..]));
+            assert_eq!((&ip[40..42], &ip[42..44]), (&back.to_be_bytes()[..], &target.1.to_be_bytes()[..]));
+            assert_eq!(ip[7], 63, "a hop");
+            assert_eq!(&ip[48..], &bytes[..]);
+        }
+    }
+    drops(&bench.arrives_v6((STRANGER, X_PORT), FOR_X, &data(100)), "relay_stranger");
+    drops(&bench.arrives_v6((X, X_PORT + 1), FOR_X, &data(100)), "relay_stranger");
+    drops(&bench.arrives_v6((X, X_PORT), FOR_X, b"GET / HTTP/1.1\r\n\r\n"), "relay_stranger");
+    let datagram = udp_v6(v6(X), v6(SELF), (X_PORT, FOR_X), &data(40));
+    let last = ethernet(&ipv6(v6(X), v6(SELF), 17, 1, &datagram[40..]));
+    assert_eq!(run(&mut bench.dataplane, "lan_ingress", &last).verdict, PASS, "its last hop");
+    // What is bound by one family is nobody's by the other.
+    assert_eq!(bench.arrives((X, X_PORT), FOR_X, &data(100)).verdict, PASS);
     assert!(bench.ports().values().all(|port| port.packets == 3));
 }
 
@@ -232,6 +279,26 @@ fn messages_with_the_right_tag_are_heard_and_others_are_counted() {
         let ran = bench.arrives((X, X_PORT), FOR_X, &message(Kind::Try).write(Key(KEY)));
         assert_eq!(ran.counted, ["relay"]);
         assert_eq!(bench.arrives((X, 51_820), WIREGUARD, &data(100)).verdict, PASS, "WireGuard's own");
+    });
+}
+
+#[test]
+fn messages_over_ipv6_are_heard_where_they_are_this_hosts() {
+    isolated("messages_over_ipv6_are_heard_where_they_are_this_hosts", || async {
+        forwards();
+        let Some(mut bench) = Bench::of(&pair_by(true)) else { return };
+        let ask = message(Kind::Ask).write(Key(KEY));
+        for port in [FOR_X, WIREGUARD] {
+            let ran = bench.arrives_v6((STRANGER, 7), port, &ask);
+            assert_eq!((ran.verdict, &ran.counted[..]), (SHOT, &["hear"][..]), "{port}");
+            let through = udp_v6(v6(STRANGER), v6(Y), (7, port), &ask);
+            let ran = run(&mut bench.dataplane, "lan_ingress", &ethernet(&through));
+            assert_eq!((ran.verdict, ran.counted), (PASS, vec![]), "for another host");
+        }
+        let mut forged = ask;
+        forged[40] ^= 1;
+        drops(&bench.arrives_v6((STRANGER, 7), WIREGUARD, &forged), "forged_signal");
+        assert_eq!(bench.heard().await, [FOR_X, WIREGUARD].map(|port| (message(Kind::Ask), 7, port)));
     });
 }
 

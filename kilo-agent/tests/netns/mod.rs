@@ -39,8 +39,9 @@ pub fn isolated<F: Future<Output = ()>>(test: &str, body: impl FnOnce() -> F) {
         return;
     }
     let name = own_name(test);
+    let mark = format!("{name} of {}", std::process::id());
     let mut child = Command::new(std::env::current_exe().unwrap());
-    child.args([&name, "--exact", "--nocapture", "--test-threads=1"]).env(INSIDE, "1").stdin(Stdio::null());
+    child.args([&name, "--exact", "--nocapture", "--test-threads=1"]).env(INSIDE, &mark).stdin(Stdio::null());
     // SAFETY: unshare and mount are plain system calls, nothing is allocated.
     unsafe { child.pre_exec(enter) };
     let child = match child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn() {
@@ -52,7 +53,7 @@ pub fn isolated<F: Future<Output = ()>>(test: &str, body: impl FnOnce() -> F) {
     };
     let space = space_of(child.id());
     let output = child.wait_with_output().unwrap();
-    end_all_in(&space);
+    end_all(&space, &format!("{INSIDE}={mark}"));
     let said = String::from_utf8_lossy(&output.stdout);
     print!("{said}");
     eprint!("{}", String::from_utf8_lossy(&output.stderr));
@@ -65,10 +66,17 @@ fn space_of(process: u32) -> PathBuf {
     fs::read_link(format!("/proc/{process}/ns/net")).unwrap()
 }
 
-/// Ends what is left in a test's namespace: a userspace WireGuard outlives its agent.
-fn end_all_in(space: &Path) {
+/// Ends what is left of a test: a userspace WireGuard outlives its agent, and what was started in a namespace that the
+/// test has made itself is known by its environment.
+fn end_all(space: &Path, mark: &str) {
     for process in fs::read_dir("/proc").unwrap().flatten() {
-        if fs::read_link(process.path().join("ns/net")).is_ok_and(|other| other == space)
+        let path = process.path();
+        let is_inside = fs::read_link(path.join("ns/net")).is_ok_and(|other| other == space);
+        let has_mark = || {
+            let environment = fs::read(path.join("environ")).unwrap_or_default();
+            environment.split(|byte| *byte == 0).any(|variable| variable == mark.as_bytes())
+        };
+        if (is_inside || has_mark())
             && let Some(id) = process.file_name().to_str().and_then(|id| id.parse().ok())
         {
             let _ = kill(Pid::from_raw(id), Signal::SIGKILL);

@@ -2,19 +2,19 @@
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use std::{fs, path::PathBuf, time::Duration};
+use std::{fs, path::PathBuf};
 
 use k8s_openapi::api::{
     authentication::v1::{TokenRequest, TokenRequestSpec},
     core::v1::ServiceAccount,
 };
 use kube::{
-    Api,
-    api::PostParams,
+    Api, Client,
+    api::{DynamicObject, PostParams},
     config::{AuthInfo, Kubeconfig, NamedAuthInfo},
 };
 
-use crate::api::{ADMIN, ApiServer, apply, manifest};
+use crate::api::{ADMIN, ApiServer, apply, manifest, until_may};
 
 /// Applies a role, its binding and its account, and returns a configuration
 /// with a token of that account, as a pod would have it.
@@ -34,6 +34,7 @@ pub async fn account(server: &ApiServer, file: &str, namespace: &str, account: &
             apply(&admin, &object, false).await.unwrap();
         }
     }
+    until_bound(&admin, &format!("system:serviceaccount:{namespace}:{account}"), file).await;
     token_of(server, namespace, account).await
 }
 
@@ -55,7 +56,34 @@ pub async fn token_of(server: &ApiServer, namespace: &str, account: &str) -> Pat
     }];
     let path = path.with_file_name(format!("{account}.kubeconfig"));
     fs::write(&path, serde_yaml_ng::to_string(&config).unwrap()).unwrap();
-    // The authorizer learns of new bindings by a watch.
-    tokio::time::sleep(Duration::from_secs(1)).await;
     path
+}
+
+/// Waits until the user may do what the first rule of each of the file's roles allows it.
+async fn until_bound(admin: &Client, user: &str, file: &str) {
+    let objects = manifest(file);
+    let kind = |object: &DynamicObject| object.types.as_ref().unwrap().kind.clone();
+    let (_, subject) = user.rsplit_once(':').unwrap();
+    let binds = |binding: &&DynamicObject| {
+        kind(binding).ends_with("RoleBinding")
+            && binding.data["subjects"].as_array().unwrap().iter().any(|one| one["name"] == subject)
+    };
+    for binding in objects.iter().filter(binds) {
+        let reference = &binding.data["roleRef"];
+        let role = objects.iter().find(|object| {
+            reference["kind"] == kind(object) && object.metadata.name.as_deref() == reference["name"].as_str()
+        });
+        if let Some(role) = role {
+            until_granted(admin, user, role, binding.metadata.namespace.as_deref().unwrap_or_default()).await;
+        }
+    }
+}
+
+/// Waits until the user may do what the first rule of a role allows.
+pub async fn until_granted(admin: &Client, user: &str, role: &DynamicObject, namespace: &str) {
+    let rules = role.data["rules"].as_array().unwrap();
+    let Some(rule) = rules.iter().find(|rule| rule["resources"].is_array()) else { return };
+    let first = |field: &str| rule[field][0].as_str().unwrap_or_default();
+    let what = (first("verbs"), first("apiGroups"), first("resources"));
+    until_may(admin, user, what, (namespace, first("resourceNames")), true).await;
 }

@@ -18,7 +18,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use k8s_openapi::api::core::v1 as core;
+use k8s_openapi::api::{
+    authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec},
+    core::v1 as core,
+};
 use kilo_agent::backend::kubernetes;
 use kilo_core::objects::Snapshot;
 use kube::{
@@ -366,7 +369,39 @@ pub async fn grant_agent(admin: &Client) -> DynamicObject {
         "subjects": [{ "apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": AGENT }],
     });
     apply(admin, &serde_json::from_value(binding).unwrap(), false).await.unwrap();
+    until_may(admin, AGENT, ("list", "", "nodes"), ("", ""), true).await;
     role
+}
+
+/// Waits until the authorizer, which learns of bindings by a watch, answers this for a user. `what` is a verb, an API
+/// group and a resource; `of` a namespace and an object's name, or empty.
+pub async fn until_may(admin: &Client, user: &str, what: (&str, &str, &str), of: (&str, &str), may: bool) {
+    let reviews: Api<SubjectAccessReview> = Api::all(admin.clone());
+    let some = |text: &str| (!text.is_empty()).then(|| text.to_owned());
+    let review = SubjectAccessReview {
+        spec: SubjectAccessReviewSpec {
+            user: Some(user.to_owned()),
+            resource_attributes: Some(ResourceAttributes {
+                verb: some(what.0),
+                group: some(what.1),
+                resource: some(what.2),
+                namespace: some(of.0),
+                name: some(of.1),
+                ..Default::default()
+            }),
+            ..Default::default()
+        },
+        ..Default::default()
+    };
+    let started = Instant::now();
+    loop {
+        let answer = reviews.create(&PostParams::default(), &review).await.unwrap();
+        if answer.status.unwrap().allowed == may {
+            return;
+        }
+        assert!(started.elapsed() < Duration::from_secs(20), "{user} may {what:?}: still {}", !may);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
 }
 
 /// Creates a node with a pod CIDR and these annotations.

@@ -40,20 +40,36 @@ pub fn ipv4(src: [u8; 4], dst: [u8; 4], protocol: u8, ttl: u8, payload: &[u8]) -
     [&header[..], payload].concat()
 }
 
-/// A UDP datagram with checksum; RFC 768: a sum of zero is sent as all ones.
+/// An IPv6 packet without extension headers.
+pub fn ipv6(src: [u8; 16], dst: [u8; 16], protocol: u8, hop_limit: u8, payload: &[u8]) -> Vec<u8> {
+    let [high, low] = u16::try_from(payload.len()).unwrap().to_be_bytes();
+    [&[0x60, 0, 0, 0, high, low, protocol, hop_limit][..], &src, &dst, payload].concat()
+}
+
+/// A UDP datagram with checksum.
 pub fn udp(src: [u8; 4], dst: [u8; 4], ports: (u16, u16), data: &[u8]) -> Vec<u8> {
-    let mut payload = Vec::new();
-    payload.extend(ports.0.to_be_bytes());
-    payload.extend(ports.1.to_be_bytes());
-    payload.extend(u16::try_from(8 + data.len()).unwrap().to_be_bytes());
-    payload.extend([0, 0]);
-    payload.extend(data);
-    let sum = match transport_checksum(src, dst, 17, &payload) {
+    ipv4(src, dst, 17, 64, &datagram(&src, &dst, ports, data))
+}
+
+/// The same over IPv6.
+pub fn udp_v6(src: [u8; 16], dst: [u8; 16], ports: (u16, u16), data: &[u8]) -> Vec<u8> {
+    ipv6(src, dst, 17, 64, &datagram(&src, &dst, ports, data))
+}
+
+/// A UDP header and its data; RFC 768: a sum of zero is sent as all ones.
+fn datagram(src: &[u8], dst: &[u8], ports: (u16, u16), data: &[u8]) -> Vec<u8> {
+    let mut datagram = Vec::new();
+    datagram.extend(ports.0.to_be_bytes());
+    datagram.extend(ports.1.to_be_bytes());
+    datagram.extend(u16::try_from(8 + data.len()).unwrap().to_be_bytes());
+    datagram.extend([0, 0]);
+    datagram.extend(data);
+    let sum = match transport_checksum(src, dst, 17, &datagram) {
         0 => 0xffff,
         sum => sum,
     };
-    payload[6..8].copy_from_slice(&sum.to_be_bytes());
-    ipv4(src, dst, 17, 64, &payload)
+    datagram[6..8].copy_from_slice(&sum.to_be_bytes());
+    datagram
 }
 
 /// An echo request (8) or reply (0).
@@ -69,7 +85,7 @@ pub fn icmp(src: [u8; 4], dst: [u8; 4], kind: u8, id: u16) -> Vec<u8> {
 /// Behind an Ethernet header; zero addresses are those of the loopback device.
 pub fn ethernet(ip: &[u8]) -> Vec<u8> {
     let mut frame = vec![0; 12];
-    frame.extend([8, 0]);
+    frame.extend(if ip[0] >> 4 == 6 { [0x86, 0xdd] } else { [8, 0] });
     frame.extend(ip);
     frame
 }
@@ -96,18 +112,20 @@ fn fold(sum: u32) -> u16 {
 }
 
 /// Checksum of a TCP or UDP segment whose field is zero.
-pub fn transport_checksum(src: [u8; 4], dst: [u8; 4], protocol: u8, segment: &[u8]) -> u16 {
-    let pseudo = sum(&src) + sum(&dst) + u32::from(protocol) + u32::try_from(segment.len()).unwrap();
+pub fn transport_checksum(src: &[u8], dst: &[u8], protocol: u8, segment: &[u8]) -> u16 {
+    let pseudo = sum(src) + sum(dst) + u32::from(protocol) + u32::try_from(segment.len()).unwrap();
     !fold(pseudo + sum(segment))
 }
 
-/// True when header and transport checksums of an IPv4 packet hold.
+/// True when the checksums of an IPv4 header and of what it carries hold, and that of UDP over IPv6.
 pub fn checksums_hold(ip: &[u8]) -> bool {
+    if ip[0] >> 4 == 6 {
+        return ip[6] == 17 && transport_checksum(&ip[8..24], &ip[24..40], 17, &ip[40..]) == 0;
+    }
     let header: [u8; 20] = ip[..20].try_into().unwrap();
-    let (src, dst) = (ip[12..16].try_into().unwrap(), ip[16..20].try_into().unwrap());
     let segment = &ip[20..];
     let transport = match ip[9] {
-        6 | 17 => transport_checksum(src, dst, ip[9], segment) == 0,
+        6 | 17 => transport_checksum(&ip[12..16], &ip[16..20], ip[9], segment) == 0,
         1 => fold(sum(segment)) == 0xffff,
         _ => true,
     };

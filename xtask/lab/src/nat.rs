@@ -6,10 +6,13 @@
 //!   y 192.168.2.2 ── nat-y 203.0.113.2:45002 ──┼── internet
 //!   z 203.0.113.3 ─────────────────────────────┘
 //! ```
+//!
+//! Both may be behind nat-x, and all of it may be IPv6: then NATs are firewalls, and x is `2001:db8:a1::2`.
 
 use std::{
     fs,
-    net::Ipv4Addr,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    path::Path,
     time::{Duration, Instant},
 };
 
@@ -46,7 +49,7 @@ pub fn run(lab: &mut Lab) -> Result<String> {
 fn try_it(lab: &Lab) -> Result<String> {
     let directory = lab.directory.join("nat");
     fs::create_dir_all(directory.join("logs"))?;
-    let network = build(&lab.name, &directory, [Kind::PortRestricted; 2], &["z"])?;
+    let network = build(&lab.name, &directory, Shape::default(), &["z"])?;
     let mut agents = lab.agents.for_another(&directory, &network)?;
     let behind_nat = [("persistent-keepalive", "5")];
     for node in &network.nodes {
@@ -82,57 +85,121 @@ fn meet(agents: &Agents, network: &Network) -> Result<String> {
     Ok(format!("(all pods meet after {:.1} s)", took.as_secs_f32()))
 }
 
-/// x and y behind NATs of these kinds, and leaders with public addresses.
-pub fn build(
-    lab: &str,
-    directory: &std::path::Path,
-    kinds: [Kind; 2],
-    public: &[&'static str],
-) -> Result<Network> {
+/// Where x and y are.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// What is in front of each.
+    pub kinds: [Kind; 2],
+    /// Both are behind the same, in networks that do not reach each other.
+    pub is_shared: bool,
+    /// Family of the nodes' addresses.
+    pub underlay: Underlay,
+}
+
+impl Default for Shape {
+    fn default() -> Self {
+        Self { kinds: [Kind::PortRestricted; 2], is_shared: false, underlay: Underlay::V4 }
+    }
+}
+
+impl Shape {
+    /// A place on the internet.
+    fn public(self, number: u8) -> IpAddr {
+        self.underlay.address(Ipv4Addr::new(203, 0, 113, number))
+    }
+
+    /// A place behind a NAT.
+    fn private(self, number: u8, host: u8) -> IpAddr {
+        match self.underlay {
+            Underlay::V4 => Ipv4Addr::new(192, 168, number, host).into(),
+            Underlay::V6 => {
+                Ipv6Addr::new(0x2001, 0xdb8, 0xa0 + u16::from(number), 0, 0, 0, 0, host.into()).into()
+            }
+        }
+    }
+
+    /// Number of the NAT in front of x, which is the first, or of y.
+    const fn nat(self, number: u8) -> u8 {
+        if self.is_shared { 1 } else { number }
+    }
+}
+
+const ENDS: [(&str, u8); 2] = [("x", 1), ("y", 2)];
+
+/// x and y as they are meant to be, and leaders with public addresses.
+pub fn build(lab: &str, directory: &Path, shape: Shape, public: &[&'static str]) -> Result<Network> {
     for space in spaces(lab) {
         Space::create(lab, &space.name)?;
     }
     let internet = planned(lab, "internet");
     internet.ip("link add inet type bridge\nlink set inet up\n")?;
     let mut nodes = Vec::new();
-    let behind = kinds.map(Some);
-    let ends = [("x", behind[0]), ("y", behind[1])];
-    let all = ends.into_iter().chain(public.iter().map(|name| (*name, None)));
-    for ((name, kind), number) in all.zip(1u8..) {
-        let public = Ipv4Addr::new(203, 0, 113, number);
-        let (private, gateway) = (Ipv4Addr::new(192, 168, number, 2), Ipv4Addr::new(192, 168, number, 1));
-        let mut node = Node {
-            space: planned(lab, name),
-            pod: planned(lab, &format!("pod-{name}")),
-            location: format!("site-{name}"),
-            lan: "inet".to_owned(),
-            gateway: gateway.into(),
-            private: if kind.is_none() { public.into() } else { private.into() },
-            public: kind.is_none().then_some(public.into()),
-            pod_prefix: [10, 42, number],
-            dual_stack: false,
-        };
-        let Some(kind) = kind else {
-            link(&node.space, "eth0", &internet, name)?;
-            node.space.ip(&format!("address add {public}/24 dev eth0\n"))?;
-            finish(&mut node, directory)?;
-            nodes.push(node);
-            continue;
-        };
-        let nat = planned(lab, &format!("nat-{name}"));
-        link(&nat, "wan", &internet, &nat.name)?;
-        nat.ip(&format!("address add {public}/24 dev wan\n"))?;
-        link(&node.space, "eth0", &nat, "lan")?;
-        nat.ip(&format!("address add {gateway}/24 dev lan\n"))?;
-        become_nat(lab, name, kind)?;
-        node.space.ip(&format!("address add {private}/24 dev eth0\nroute add default via {gateway}\n"))?;
+    for (name, number) in ENDS {
+        let nat = planned(lab, &format!("nat-{}", ENDS[usize::from(shape.nat(number)) - 1].0));
+        if shape.nat(number) == number {
+            link(&nat, "wan", &internet, &nat.name)?;
+            address(&nat, "wan", shape.public(number))?;
+        }
+        let (private, gateway) = (shape.private(number, 2), shape.private(number, 1));
+        let mut node = node(lab, name, private, gateway, None, number);
+        let lan = format!("lan-{name}");
+        link(&node.space, "eth0", &nat, &lan)?;
+        address(&nat, &lan, gateway)?;
+        address(&node.space, "eth0", private)?;
+        node.space.ip(&format!("route add default via {gateway}\n"))?;
         finish(&mut node, directory)?;
         nodes.push(node);
     }
-    Ok(Network { router: internet, nodes, ..Network::plan(lab, Underlay::V4) })
+    for (name, number) in public.iter().zip(3u8..) {
+        let public = shape.public(number);
+        let mut node = node(lab, name, public, shape.private(number, 1), Some(public), number);
+        link(&node.space, "eth0", &internet, name)?;
+        address(&node.space, "eth0", public)?;
+        finish(&mut node, directory)?;
+        nodes.push(node);
+    }
+    for (name, number) in ENDS.into_iter().filter(|(_, number)| shape.nat(*number) == *number) {
+        become_nat(lab, shape, name, number)?;
+    }
+    if shape.underlay == Underlay::V6 {
+        route_v6(lab, shape, public)?;
+    }
+    Ok(Network { router: internet, nodes, ..Network::plan(lab, shape.underlay) })
 }
 
-fn finish(node: &mut Node, directory: &std::path::Path) -> Result<()> {
+fn node(lab: &str, name: &str, private: IpAddr, gateway: IpAddr, public: Option<IpAddr>, number: u8) -> Node {
+    Node {
+        space: planned(lab, name),
+        pod: planned(lab, &format!("pod-{name}")),
+        location: format!("site-{name}"),
+        lan: "inet".to_owned(),
+        gateway,
+        private,
+        public,
+        pod_prefix: [10, 42, number],
+        dual_stack: false,
+    }
+}
+
+fn address(space: &Space, device: &str, address: IpAddr) -> Result<()> {
+    let length = if address.is_ipv4() { "24" } else { "64 nodad" };
+    space.ip(&format!("address add {address}/{length} dev {device}\n"))
+}
+
+/// Without translation everybody on the internet has to know the way.
+fn route_v6(lab: &str, shape: Shape, public: &[&str]) -> Result<()> {
+    for (name, number) in ENDS {
+        let gateway = shape.public(shape.nat(number));
+        let nats = ENDS.iter().filter(|(other, _)| *other != name).map(|(other, _)| format!("nat-{other}"));
+        for from in nats.chain(public.iter().map(|&name| name.to_owned())) {
+            let to = shape.private(number, 0);
+            planned(lab, &from).ip(&format!("route add {to}/64 via {gateway}\n"))?;
+        }
+    }
+    Ok(())
+}
+
+fn finish(node: &mut Node, directory: &Path) -> Result<()> {
     let name = node.name().to_owned();
     {
         node.space.hold(&directory.join(format!("logs/{name}-namespaces.log")))?;
@@ -173,53 +240,76 @@ impl Kind {
 }
 
 /// Whether the network between both NATs loses all that one sends to the other.
-pub fn block(lab: &str, is_blocked: bool) -> Result<()> {
-    let rules = "table ip between { }\ndelete table ip between\n";
-    let drop = "table ip between {\n chain out { type filter hook postrouting priority 200; \
-                oifname wan ip daddr 203.0.113.2 drop; }\n}\n";
-    let drop = if is_blocked { drop } else { "" };
-    planned(lab, "nat-x").sh(&format!("nft -f - <<'RULES'\n{rules}{drop}RULES"))?;
-    let drop = drop.replace("203.0.113.2", "203.0.113.1");
-    planned(lab, "nat-y").sh(&format!("nft -f - <<'RULES'\n{rules}{drop}RULES"))?;
+pub fn block(lab: &str, underlay: Underlay, is_blocked: bool) -> Result<()> {
+    let shape = Shape { underlay, ..Shape::default() };
+    for ((name, _), (_, other)) in ENDS.into_iter().zip([ENDS[1], ENDS[0]]) {
+        let to = match underlay {
+            Underlay::V4 => format!("ip daddr {}", shape.public(other)),
+            Underlay::V6 => format!("ip6 daddr {}/64", shape.private(other, 0)),
+        };
+        let drop = format!(
+            "table inet between {{\n chain out {{ type filter hook postrouting priority 200; \
+             oifname wan {to} drop; }}\n}}\n"
+        );
+        let rules = "table inet between { }\ndelete table inet between\n";
+        let drop = if is_blocked { &*drop } else { "" };
+        planned(lab, &format!("nat-{name}")).sh(&format!("nft -f - <<'RULES'\n{rules}{drop}RULES"))?;
+    }
     Ok(())
 }
 
-/// Makes the router in front of an end a NAT. What nobody asked for is
+/// Makes the router in front of an end a NAT, or with IPv6 a firewall. What nobody asked for is
 /// dropped before it is tracked, else it would block the mapping it wants to meet.
-fn become_nat(lab: &str, end: &str, kind: Kind) -> Result<()> {
-    let number = if end == "x" { 1u8 } else { 2 };
-    let (nat, port) = (planned(lab, &format!("nat-{end}")), 45_000 + u16::from(number));
-    let (public, private) = (Ipv4Addr::new(203, 0, 113, number), Ipv4Addr::new(192, 168, number, 2));
-    let out = match kind {
-        Kind::Symmetric => "oifname wan masquerade fully-random".to_owned(),
-        _ => format!("oifname wan udp sport 51820 snat to {public}:{port}\n oifname wan masquerade"),
-    };
-    let inward = match kind {
-        Kind::FullCone => format!("iifname wan udp dport {port} dnat to {private}:51820"),
-        Kind::AddressRestricted => {
-            format!("iifname wan ip saddr @asked udp dport {port} dnat to {private}:51820")
-        }
-        _ => String::new(),
-    };
-    nat.sh(&format!(
-        "echo 1 > /proc/sys/net/ipv4/ip_forward
-         nft -f - <<'RULES'
-         table ip nat-router {{ }}
-         delete table ip nat-router
-         table ip nat-router {{
-             set asked {{ type ipv4_addr; flags dynamic,timeout; timeout 180s; }}
+fn become_nat(lab: &str, shape: Shape, name: &str, number: u8) -> Result<()> {
+    let nat = planned(lab, &format!("nat-{name}"));
+    let behind = ENDS.into_iter().filter(|(_, end)| shape.nat(*end) == number);
+    let (mut inward, mut out) = (String::new(), String::new());
+    for (_, end) in behind.filter(|_| shape.underlay == Underlay::V4) {
+        let (public, private, port) = (shape.public(number), shape.private(end, 2), 45_000 + u16::from(end));
+        let kind = shape.kinds[usize::from(end) - 1];
+        out += &match kind {
+            Kind::Symmetric => format!("oifname wan ip saddr {private} masquerade fully-random\n"),
+            _ => format!("oifname wan ip saddr {private} udp sport 51820 snat to {public}:{port}\n"),
+        };
+        inward += &match kind {
+            Kind::FullCone => format!("iifname wan udp dport {port} dnat to {private}:51820\n"),
+            Kind::AddressRestricted => {
+                format!("iifname wan ip saddr @asked udp dport {port} dnat to {private}:51820\n")
+            }
+            _ => String::new(),
+        };
+    }
+    let translation = match shape.underlay {
+        Underlay::V6 => String::new(),
+        Underlay::V4 => format!(
+            "set asked {{ type ipv4_addr; flags dynamic,timeout; timeout 180s; }}
              chain prerouting {{
                  type nat hook prerouting priority -100;
                  {inward}
              }}
              chain postrouting {{
                  type nat hook postrouting priority 100;
-                 {out}
+                 {out} oifname wan masquerade
              }}
-             chain input {{ type filter hook input priority 0; iifname wan ct state new drop; }}
+             chain asks {{
+                 type filter hook forward priority -10;
+                 oifname wan update @asked {{ ip daddr }}
+             }}"
+        ),
+    };
+    let family = if shape.underlay == Underlay::V4 { "ip" } else { "ip6" };
+    nat.sh(&format!(
+        "echo 1 > /proc/sys/net/ipv4/ip_forward
+         echo 1 > /proc/sys/net/ipv6/conf/all/forwarding
+         nft -f - <<'RULES'
+         table {family} nat-router {{ }}
+         delete table {family} nat-router
+         table {family} nat-router {{
+             {translation}
+             chain input {{ type filter hook input priority 0; iifname wan ct state new meta l4proto udp drop; }}
              chain forward {{
                  type filter hook forward priority 0;
-                 oifname wan update @asked {{ ip daddr }}
+                 iifname \"lan-*\" oifname \"lan-*\" drop
                  iifname wan ct state new ct status dnat accept
                  iifname wan ct state new drop
              }}
@@ -234,6 +324,6 @@ fn link(space: &Space, device: &str, to: &Space, device_there: &str) -> Result<(
         "link add {device} type veth peer name {device_there} netns {}\nlink set {device} up\n",
         to.netns
     ))?;
-    let master = if device_there == "lan" { "" } else { " master inet" };
+    let master = if device_there.starts_with("lan-") { "" } else { " master inet" };
     to.ip(&format!("link set {device_there}{master} up\n"))
 }

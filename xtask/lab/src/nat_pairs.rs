@@ -3,106 +3,163 @@
 
 use std::{
     fs,
+    net::Ipv4Addr,
     path::{Path, PathBuf},
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, ensure};
-use clap::Args;
+use anyhow::{Context as _, Result, anyhow, ensure};
+use clap::{Args, ValueEnum};
 use nix::sys::signal::Signal;
 
 use super::{
     agents::Agents,
     cni, counters,
     faults::traffic::Traffic,
-    nat::{self, Kind},
-    network::Network,
-    probe, space,
+    nat::{self, Kind, Shape},
+    network::{Network, Node, Underlay},
+    probe,
+    space::{self, Space},
 };
 
 const LIMIT: Duration = Duration::from_secs(240);
+/// A pair has to have a way so long after its first attempt to shake hands.
+const CONNECTS: Duration = Duration::from_secs(20);
 /// A direct way is tried each minute, and then it has to be found.
 const RETURNS: Duration = Duration::from_secs(100);
 
 /// Options of `cargo xtask lab nat`.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// Only the relay under traffic, without the table of kinds.
-    #[arg(long)]
-    relay_only: bool,
-    /// Only the table of kinds.
-    #[arg(long, conflicts_with = "relay_only")]
-    table_only: bool,
-    /// Only two symmetric NATs.
-    #[arg(long, conflicts_with_all = ["relay_only", "table_only"])]
-    symmetric_only: bool,
+    /// What to try (default: everything).
+    #[arg(long, value_enum)]
+    part: Vec<Part>,
+}
+
+/// What can be tried by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Part {
+    /// Every pair of kinds of NATs.
+    Table,
+    /// Two symmetric NATs alone.
+    Symmetric,
+    /// Both ends behind one NAT, in networks that do not reach each other.
+    Hairpin,
+    /// Two relays under traffic: one's agent restarts, it dies, and the direct way works again.
+    Relay,
+    /// The same where all nodes have IPv6 alone.
+    RelayV6,
 }
 
 /// Runs all, and prints tables in Markdown.
 pub fn main(options: &Options, lab: &str, bin: &Path, wireguard: &str) -> Result<()> {
-    if options.symmetric_only {
-        println!("symmetric and symmetric: {}", pair(lab, bin, wireguard, [Kind::Symmetric; 2])?);
-        return Ok(());
-    }
-    if !options.relay_only {
-        println!("| | {} |\n|---|---|---|---|---|", Kind::ALL.map(Kind::name).join(" | "));
-        for (row, x) in Kind::ALL.into_iter().enumerate() {
-            let mut cells = Vec::new();
-            for (column, y) in Kind::ALL.into_iter().enumerate() {
-                cells.push(if column < row { String::new() } else { pair(lab, bin, wireguard, [x, y])? });
-            }
-            println!("| {} | {} |", x.name(), cells.join(" | "));
+    let all = [Part::Table, Part::Hairpin, Part::Relay, Part::RelayV6];
+    let bench = Bench { lab, bin, wireguard };
+    for part in if options.part.is_empty() { &all[..] } else { &options.part } {
+        match part {
+            Part::Table => table(bench)?,
+            Part::Symmetric => println!("symmetric and symmetric: {}", bench.pair([Kind::Symmetric; 2])?),
+            Part::Hairpin => hairpin(bench)?,
+            Part::Relay => bench.relay(Underlay::V4)?,
+            Part::RelayV6 => bench.relay(Underlay::V6)?,
         }
-    }
-    if !options.table_only {
-        let mut bench = Bench::up(lab, bin, wireguard, [Kind::PortRestricted; 2], &["z", "w"], true)?;
-        let result = under_traffic(&mut bench);
-        if result.is_err() {
-            bench.tell();
-        }
-        bench.down()?;
-        result?;
     }
     Ok(())
 }
 
-/// One pair of kinds: the way and the seconds from the start of both agents.
-fn pair(lab: &str, bin: &Path, wireguard: &str, kinds: [Kind; 2]) -> Result<String> {
-    let bench = Bench::up(lab, bin, wireguard, kinds, &["z"], false)?;
-    let found = bench.connects();
-    if found.is_err() {
-        bench.tell();
+fn table(bench: Bench<'_>) -> Result<()> {
+    println!("| | {} |\n|---|---|---|---|---|", Kind::ALL.map(Kind::name).join(" | "));
+    for (row, x) in Kind::ALL.into_iter().enumerate() {
+        let mut cells = Vec::new();
+        for (column, y) in Kind::ALL.into_iter().enumerate() {
+            cells.push(if column < row { String::new() } else { bench.pair([x, y])? });
+        }
+        println!("| {} | {} |", x.name(), cells.join(" | "));
     }
-    bench.down()?;
-    let (way, took) = found.with_context(|| kinds.map(Kind::name).join(" and "))?;
-    Ok(format!("{way}, {:.0} s", took.as_secs_f32()))
+    Ok(())
 }
 
-struct Bench {
+/// Two kinds of ends behind one NAT, which sends nothing back that goes to its own address.
+fn hairpin(bench: Bench<'_>) -> Result<()> {
+    for kind in [Kind::PortRestricted, Kind::Symmetric] {
+        let shape = Shape { kinds: [kind; 2], is_shared: true, ..Shape::default() };
+        let found = bench.with(shape, &["z", "w"], false, |mesh| {
+            let (way, took) = mesh.connects()?;
+            ensure!(way == "relayed", "nothing else leads from one to the other, so it cannot be {way}");
+            Ok(format!("{way}, {:.0} s; {}", took.as_secs_f32(), mesh.one_relay_a_packet()?))
+        })?;
+        println!("both ends behind one NAT, {}: {found}", kind.name());
+    }
+    Ok(())
+}
+
+/// What meshes are made with.
+#[derive(Clone, Copy)]
+struct Bench<'a> {
+    lab: &'a str,
+    bin: &'a Path,
+    wireguard: &'a str,
+}
+
+impl Bench<'_> {
+    /// One pair of kinds: the way, and the seconds it took.
+    fn pair(self, kinds: [Kind; 2]) -> Result<String> {
+        let shape = Shape { kinds, ..Shape::default() };
+        let (way, took) = self
+            .with(shape, &["z"], false, Mesh::connects)
+            .with_context(|| kinds.map(Kind::name).join(" and "))?;
+        Ok(format!("{way}, {:.0} s", took.as_secs_f32()))
+    }
+
+    fn relay(self, underlay: Underlay) -> Result<()> {
+        let shape = Shape { underlay, ..Shape::default() };
+        self.with(shape, &["z", "w"], true, under_traffic)
+    }
+
+    /// Builds a mesh, does something with it, and takes it down; what went wrong is told with its logs.
+    fn with<T>(
+        self,
+        shape: Shape,
+        public: &[&'static str],
+        is_blocked: bool,
+        what: impl FnOnce(&mut Mesh) -> Result<T>,
+    ) -> Result<T> {
+        let mut mesh = Mesh::up(self, shape, public, is_blocked)?;
+        let result = what(&mut mesh);
+        if result.is_err() {
+            mesh.tell();
+        }
+        mesh.down()?;
+        result
+    }
+}
+
+struct Mesh {
     lab: String,
+    underlay: Underlay,
     directory: PathBuf,
     network: Network,
     agents: Agents,
-    started: Instant,
+    /// Relays that nobody reaches.
+    cut_off: usize,
+    /// When x sent something to y for the first time.
+    attempt: JoinHandle<Result<Instant>>,
 }
 
-impl Bench {
-    fn up(
-        lab: &str,
-        bin: &Path,
-        wireguard: &str,
-        kinds: [Kind; 2],
-        public: &[&'static str],
-        is_blocked: bool,
-    ) -> Result<Self> {
+impl Mesh {
+    fn up(bench: Bench<'_>, shape: Shape, public: &[&'static str], is_blocked: bool) -> Result<Self> {
+        let Bench { lab, bin, wireguard } = bench;
         space::remove(nat::spaces(lab))?;
         let directory = std::env::temp_dir().join(format!("{lab}-nat"));
         if directory.exists() {
             fs::remove_dir_all(&directory)?;
         }
         fs::create_dir_all(directory.join("logs"))?;
-        let network = nat::build(lab, &directory, kinds, public)?;
-        nat::block(lab, is_blocked)?;
+        let network = nat::build(lab, &directory, shape, public)?;
+        if !shape.is_shared {
+            nat::block(lab, shape.underlay, is_blocked)?;
+        }
         let mut agents = Agents::prepare(bin, &directory, wireguard, &[], &network)?;
         for node in &network.nodes {
             let annotation =
@@ -110,26 +167,63 @@ impl Bench {
             agents.write_node(node, &[annotation])?;
         }
         // The public ones are there first: it is the pair's time that counts.
-        let started = Instant::now();
         for node in network.nodes.iter().rev() {
             agents.start(node)?;
         }
-        let bench = Self { lab: lab.to_owned(), directory, network, agents, started };
-        bench.agents.wait_until_ready(&bench.network, LIMIT)?;
-        for node in &bench.network.nodes {
+        let attempt = first_attempt(network.node("x")?.space.clone(), network.node("y")?.pod_ip());
+        let mesh = Self {
+            lab: lab.to_owned(),
+            underlay: shape.underlay,
+            directory,
+            network,
+            agents,
+            cut_off: 0,
+            attempt,
+        };
+        mesh.agents.wait_until_ready(&mesh.network, LIMIT)?;
+        for node in &mesh.network.nodes {
             cni::connect(node)?;
             probe::serve(&node.pod, node.pod_ip().into())?;
         }
-        Ok(bench)
+        Ok(mesh)
     }
 
-    /// Waits until pods of both ends meet; the way, and the time since the agents were started.
-    fn connects(&self) -> Result<(String, Duration)> {
+    /// Waits until pods of both ends meet; the way, and the time since the first attempt to shake hands.
+    fn connects(&mut self) -> Result<(String, Duration)> {
         let (x, y) = (self.network.node("x")?, self.network.node("y")?);
         probe::until_seen_as(&x.pod, y.pod_ip(), x.pod_ip(), LIMIT)?;
         probe::until_seen_as(&y.pod, x.pod_ip(), y.pod_ip(), LIMIT)?;
-        let took = self.started.elapsed();
-        Ok((self.way("x", Duration::from_secs(10))?, took))
+        let now = Instant::now();
+        let way = self.way("x", Duration::from_secs(10))?;
+        let attempt = std::mem::replace(&mut self.attempt, std::thread::spawn(|| Ok(Instant::now())));
+        let attempt =
+            attempt.join().map_err(|_| anyhow!("the thread that watches WireGuard has panicked"))??;
+        let took = now.saturating_duration_since(attempt);
+        ensure!(took <= CONNECTS, "{way} after {} s", took.as_secs());
+        Ok((way, took))
+    }
+
+    /// Both ends' packets pass one relay, and none passes two.
+    fn one_relay_a_packet(&self) -> Result<String> {
+        let relays: Vec<&str> =
+            self.network.nodes.iter().filter(|node| node.public.is_some()).map(Node::name).collect();
+        self.until("relayed", Duration::from_secs(10))?;
+        std::thread::sleep(Duration::from_secs(2));
+        let count = || relays.iter().map(|name| self.relayed(name)).collect::<Result<Vec<_>>>();
+        let (x, y) = (self.network.node("x")?, self.network.node("y")?);
+        let before = count()?;
+        let flow = Traffic::start_every(&x.pod, y.pod_ip().into(), Duration::from_millis(5));
+        std::thread::sleep(Duration::from_secs(3));
+        let figures = flow.finish()?;
+        let after = count()?;
+        let passed: Vec<u64> = after.iter().zip(&before).map(|(after, before)| after - before).collect();
+        // Questions, answers, a TCP stream both ways, and the pair's own messages.
+        let (used, idle) =
+            (passed.iter().max().copied().unwrap_or(0), passed.iter().min().copied().unwrap_or(0));
+        ensure!(used >= 2 * figures.sent, "{passed:?} packets relayed, of {} questions", figures.sent);
+        ensure!(idle * 20 <= used, "both relays relay: {passed:?}");
+        ensure!(figures.lost == 0, "{} of {} lost", figures.lost, figures.sent);
+        Ok(format!("{used} packets by one relay, {idle} by the other"))
     }
 
     /// How a node says that its tunnel to the other end is connected; those to leaders with public addresses
@@ -140,7 +234,7 @@ impl Bench {
             let metrics = counters::scrape(&self.network.node(of)?.space)?;
             let count =
                 |way: &str| metrics.get(&format!("kilo_tunnels{{way=\"{way}\"}}")).copied().unwrap_or(0);
-            let others = self.network.nodes.len() as u64 - 1;
+            let others = (self.network.nodes.len() - 1 - self.cut_off) as u64;
             match ["relayed", "punched"].into_iter().find(|way| count(way) > 0) {
                 Some(way) => return Ok(way.to_owned()),
                 None if count("direct") == others => return Ok("direct".to_owned()),
@@ -186,26 +280,25 @@ impl Bench {
 
 /// Two NATs between which nothing passes, with two relays offered: the relay's agent restarts, the relay dies, and
 /// the direct way works again.
-fn under_traffic(bench: &mut Bench) -> Result<()> {
-    let (way, took) = bench.connects()?;
+fn under_traffic(mesh: &mut Mesh) -> Result<()> {
+    let (way, took) = mesh.connects()?;
     ensure!(way == "relayed", "nothing passes between both, so the tunnel cannot be {way}");
-    println!("relayed {:.1} s after the agents' start", took.as_secs_f32());
-    bench.until("relayed", Duration::from_secs(10))?;
-    std::thread::sleep(Duration::from_secs(6));
-    let before = [bench.relayed("z")?, bench.relayed("w")?];
-    let (x, y) = (bench.network.node("x")?.clone(), bench.network.node("y")?.clone());
+    println!("relayed {:.1} s after the first attempt, {:?}", took.as_secs_f32(), mesh.underlay);
+    println!("{}", mesh.one_relay_a_packet()?);
+    let before = [mesh.relayed("z")?, mesh.relayed("w")?];
+    let (x, y) = (mesh.network.node("x")?.clone(), mesh.network.node("y")?.clone());
     let flow = Traffic::start(&x.pod, y.pod_ip().into());
     flow.settle(LIMIT)?;
-    let after = [bench.relayed("z")?, bench.relayed("w")?];
+    let after = [mesh.relayed("z")?, mesh.relayed("w")?];
     let used = usize::from(after[1] - before[1] > after[0] - before[0]);
     let sums = [after[0] - before[0], after[1] - before[1]];
     println!("packets of relays z and w: {sums:?}");
     let relay = ["z", "w"][used];
     // Its agent restarts: kernels go on.
-    bench.agents.stop(relay, Signal::SIGKILL)?;
+    mesh.agents.stop(relay, Signal::SIGKILL)?;
     std::thread::sleep(Duration::from_secs(1));
-    let node = bench.network.node(relay)?.clone();
-    bench.agents.start(&node)?;
+    let node = mesh.network.node(relay)?.clone();
+    mesh.agents.start(&node)?;
     std::thread::sleep(Duration::from_secs(5));
     let figures = flow.finish()?;
     println!(
@@ -214,16 +307,18 @@ fn under_traffic(bench: &mut Bench) -> Result<()> {
         figures.sent,
         figures.gap.as_millis()
     );
-    bench.until("relayed", Duration::from_secs(10))?;
+    ensure!(figures.lost == 0, "{} datagrams were lost while an agent restarted", figures.lost);
+    mesh.until("relayed", Duration::from_secs(10))?;
     std::thread::sleep(Duration::from_secs(6));
     // It is cut off whole.
     let flow = Traffic::start(&x.pod, y.pod_ip().into());
     flow.settle(LIMIT)?;
-    let before = [bench.relayed("z")?, bench.relayed("w")?];
+    let before = [mesh.relayed("z")?, mesh.relayed("w")?];
     std::thread::sleep(Duration::from_secs(1));
-    let after = [bench.relayed("z")?, bench.relayed("w")?];
+    let after = [mesh.relayed("z")?, mesh.relayed("w")?];
     let relay = ["z", "w"][usize::from(after[1] - before[1] > after[0] - before[0])];
-    bench.network.node(relay)?.space.ip("link set eth0 down\n")?;
+    mesh.network.node(relay)?.space.ip("link set eth0 down\n")?;
+    mesh.cut_off = 1;
     std::thread::sleep(Duration::from_secs(6));
     let figures = flow.finish()?;
     println!(
@@ -236,8 +331,10 @@ fn under_traffic(bench: &mut Bench) -> Result<()> {
     // The network between both NATs works again.
     let flow = Traffic::start(&x.pod, y.pod_ip().into());
     flow.settle(LIMIT)?;
-    nat::block(&bench.lab, false)?;
-    let took = bench.until("punched", RETURNS)?;
+    nat::block(&mesh.lab, mesh.underlay, false)?;
+    // Without translation it is where it says.
+    let way = if mesh.underlay == Underlay::V4 { "punched" } else { "direct" };
+    let took = mesh.until(way, RETURNS)?;
     std::thread::sleep(Duration::from_secs(3));
     let figures = flow.finish()?;
     println!(
@@ -247,6 +344,31 @@ fn under_traffic(bench: &mut Bench) -> Result<()> {
         figures.sent,
         figures.gap.as_millis()
     );
-    ensure!(figures.lost == 0, "{} datagrams were lost at the return", figures.lost);
+    ensure!(
+        figures.lost == 0,
+        "{} datagrams were lost at the return, of 1,000 a second: {:?}",
+        figures.lost,
+        figures.holes
+    );
     Ok(())
+}
+
+/// When the tunnel to the node with this pod is sent into for the first time.
+fn first_attempt(from: Space, pod: Ipv4Addr) -> JoinHandle<Result<Instant>> {
+    let prefix = format!("{}/24", Ipv4Addr::from_bits(pod.to_bits() & 0xffff_ff00));
+    std::thread::spawn(move || {
+        let started = Instant::now();
+        while started.elapsed() < LIMIT {
+            // Key, preshared key, endpoint, allowed IPs, handshake, bytes received, bytes sent, keepalive.
+            let dump = from.sh("wg show kilo0 dump").unwrap_or_default();
+            let mut peers = dump.lines().map(|line| line.split('\t').collect::<Vec<_>>());
+            if peers
+                .any(|peer| peer.get(3).is_some_and(|ips| ips.contains(&prefix)) && peer.get(6) != Some(&"0"))
+            {
+                return Ok(Instant::now());
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Err(anyhow!("nothing is sent to {prefix}"))
+    })
 }

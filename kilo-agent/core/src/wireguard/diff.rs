@@ -182,6 +182,13 @@ fn entry_bytes(net: &IpNet) -> usize {
     }
 }
 
+/// A change of one peer as a request; a peer that has gone meanwhile is not made anew.
+pub fn request_for_known(peer: PublicKey, update: PeerUpdate) -> SetRequest {
+    let mut request = request(&[Change::SetPeer(peer, update)]);
+    request.peers.iter_mut().for_each(|peer| peer.update_only = true);
+    request
+}
+
 /// Changes as one request; peers with many prefixes become several entries of
 /// the same key.
 pub fn request(changes: &[Change]) -> SetRequest {

@@ -144,8 +144,13 @@ impl Device {
         if changes.is_empty() {
             return Ok(0);
         }
+        self.configure(diff::request(changes), "configure").await?;
+        Ok(changes.len())
+    }
+
+    /// Sends a request; `doing` says what for, in an error.
+    async fn configure(&self, request: SetRequest, doing: &str) -> Result<(), WireguardError> {
         self.check().await?;
-        let request = diff::request(changes);
         let port = request.listen_port;
         let result = match self.backend {
             Backend::Kernel => {
@@ -155,15 +160,10 @@ impl Device {
             }
             Backend::Userspace => set(&self.name, request).await,
         };
-        match (result, port) {
-            (Ok(()), _) => Ok(changes.len()),
-            (Err(error), Some(port)) if error.kind() == io::ErrorKind::AddrInUse => {
-                Err(WireguardError::PortInUse(port))
-            }
-            (Err(source), _) => {
-                Err(WireguardError::device(format!("configure WireGuard device {}", self.name), source))
-            }
-        }
+        result.map_err(|source| match port {
+            Some(port) if source.kind() == io::ErrorKind::AddrInUse => WireguardError::PortInUse(port),
+            _ => WireguardError::device(format!("{doing} WireGuard device {}", self.name), source),
+        })
     }
 
     /// Gives prefixes to a peer that is there, from whoever has them, in one request and at once:
@@ -173,8 +173,7 @@ impl Device {
     /// What the device says, and that it does not answer.
     pub fn claim(&self, peer: PublicKey, prefixes: &[IpNet]) -> Result<(), WireguardError> {
         let update = diff::PeerUpdate { add_allowed_ips: prefixes.to_vec(), ..diff::PeerUpdate::default() };
-        let mut request = diff::request(&[Change::SetPeer(peer, update)]);
-        request.peers.iter_mut().for_each(|peer| peer.update_only = true);
+        let request = diff::request_for_known(peer, update);
         let result = match self.backend {
             // A device that has gone would be made anew.
             Backend::Kernel if nix::net::if_::if_nametoindex(&*self.name) != Ok(self.index) => {
@@ -195,21 +194,8 @@ impl Device {
     /// # Errors
     /// What the device says, and that it does not answer.
     pub async fn move_endpoint(&self, peer: PublicKey, to: SocketAddr) -> Result<(), WireguardError> {
-        self.check().await?;
         let update = diff::PeerUpdate { endpoint: Some(to), ..diff::PeerUpdate::default() };
-        let mut request = diff::request(&[Change::SetPeer(peer, update)]);
-        request.peers.iter_mut().for_each(|peer| peer.update_only = true);
-        let result = match self.backend {
-            Backend::Kernel => {
-                let name = interface_name(&self.name)?;
-                let update = kernel_update(&request);
-                blocking(move || update.apply(&name, control::Backend::Kernel)).await
-            }
-            Backend::Userspace => set(&self.name, request).await,
-        };
-        result.map_err(|source| {
-            WireguardError::device(format!("move the endpoint of a peer of {}", self.name), source)
-        })
+        self.configure(diff::request_for_known(peer, update), "move the endpoint of a peer of").await
     }
 
     /// Reads, compares, writes the difference; returns the number of changes.

@@ -101,6 +101,9 @@ async fn people_read_with_kgctls_role_and_peers_are_in_view_and_edit() {
         for object in objects {
             apply(&admin, &serde_json::from_value(object).unwrap(), false).await.unwrap();
         }
+        let is_role = |object: &DynamicObject| kind(object) == "ClusterRole" && name(object) == role;
+        let granted = manifest("kilo-kubeadm.yaml").into_iter().find(is_role).unwrap();
+        until_granted(&admin, &format!("system:serviceaccount:people:{role}"), &granted, "").await;
         client_of(&token_of(&server, "people", role).await).await
     };
 

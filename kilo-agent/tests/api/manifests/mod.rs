@@ -49,7 +49,7 @@ use kube::{
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 
-use crate::accounts::{account, token_of};
+use crate::accounts::{account, token_of, until_granted};
 use api::{ADMIN, ApiServer, apply, apply_crds, create_node, manifest};
 
 mod accounts;

@@ -17,7 +17,7 @@ use crate::{
     netns::isolated,
     support::{
         MEMBER, MEMBER_HOP, SELF,
-        packet::{checksums_hold, steered, udp},
+        packet::{checksums_hold, ethernet, steered, udp, udp_v6},
     },
 };
 
@@ -25,17 +25,8 @@ use crate::{
 const ELSEWHERE: u64 = 0x3333_3333_3333_3333;
 
 /// An IPv6 datagram between two control addresses, or from another address.
-fn udp_v6(src: [u8; 16], dst: [u8; 16], data: &[u8]) -> Vec<u8> {
-    let length = u16::try_from(8 + data.len()).unwrap();
-    let mut packet = vec![0x60, 0, 0, 0];
-    packet.extend(length.to_be_bytes());
-    packet.extend([17, 64]);
-    packet.extend(src);
-    packet.extend(dst);
-    packet
-        .extend([VXLAN_PORT.to_be_bytes(), VXLAN_PORT.to_be_bytes(), length.to_be_bytes(), [1, 2]].concat());
-    packet.extend(data);
-    packet
+fn signal_v6(src: [u8; 16], dst: [u8; 16], data: &[u8]) -> Vec<u8> {
+    udp_v6(src, dst, (VXLAN_PORT, VXLAN_PORT), data)
 }
 
 /// Waits for a packet to be counted: what a device gets is handled a little later.
@@ -73,7 +64,7 @@ fn a_claim_counts_from_a_gateways_own_address_in_the_tunnel_alone() {
         let pod = "fd42:3::2".parse::<std::net::Ipv6Addr>().unwrap().octets();
         for (number, claim) in (1..).zip(claims) {
             let bytes = written(claim);
-            tunnel.send(&udp_v6(control(ELSEWHERE), control(OWN), &bytes));
+            tunnel.send(&signal_v6(control(ELSEWHERE), control(OWN), &bytes));
             until("the claim", || world.counted(Action::Hear) == number);
             let item = ring.next().unwrap();
             let (head, said) = Heard::read(&item).unwrap();
@@ -81,18 +72,18 @@ fn a_claim_counts_from_a_gateways_own_address_in_the_tunnel_alone() {
             assert_eq!(said, bytes);
             drop(item);
             // Of a pod elsewhere, which WireGuard lets through as that.
-            tunnel.send(&udp_v6(pod, control(OWN), &bytes));
+            tunnel.send(&signal_v6(pod, control(OWN), &bytes));
             until("its refusal", || world.drops().get("unknown_signal") == Some(&number));
         }
         // As if it came from the network between the nodes: as it is, and steered by another node.
         let lan = LanSender::new();
         let mut frame = [NODE_MAC, LAN_MAC].concat();
         frame.extend([0x86, 0xdd]);
-        frame.extend(udp_v6(control(ELSEWHERE), control(OWN), &written(&all()[11])));
+        frame.extend(signal_v6(control(ELSEWHERE), control(OWN), &written(&all()[11])));
         lan.send(&frame);
         until("the refusal on the LAN", || world.drops().get("forged_signal") == Some(&1));
         let mut frame = [NODE_MAC, LAN_MAC].concat();
-        let inner = udp_v6(control(ELSEWHERE), control(OWN), &written(&all()[11]));
+        let inner = signal_v6(control(ELSEWHERE), control(OWN), &written(&all()[11]));
         frame.extend(&steered(MEMBER, SELF, &inner)[12..]);
         lan.send(&frame);
         until("that of a steered one", || world.drops().get("forged_signal") == Some(&2));
@@ -108,7 +99,7 @@ fn a_probe_through_the_tunnel_is_answered_into_the_tunnel() {
         world.attach(&["eth0"], &[]).await;
         let tunnel = opened();
         let probe = written(&signal(Kind::Probe, 0, Body::Empty));
-        tunnel.send(&udp_v6(control(ELSEWHERE), control(OWN), &probe));
+        tunnel.send(&signal_v6(control(ELSEWHERE), control(OWN), &probe));
         until("the answer", || world.counted(Action::Encrypt) > 0 || !world.drops().is_empty());
         assert_eq!(
             (world.counted(Action::Reflect), world.counted(Action::Encrypt)),
@@ -135,11 +126,11 @@ fn the_agent_sends_into_the_tunnel_to_the_lan_and_as_the_host_does() {
         world.attach(&["eth0"], &[]).await;
         let (tunnel, signals) = (opened(), world.signals());
         let bytes = written(&signal(Kind::Prepare, 1, Body::Change { cookie: COOKIE, gateway: OWN }));
-        signals.send(Way::Tunnel, &udp_v6(control(OWN), control(ELSEWHERE), &bytes)).unwrap();
+        signals.send(Way::Tunnel, &signal_v6(control(OWN), control(ELSEWHERE), &bytes)).unwrap();
         let sent = tunnel.sent(6, 17);
         assert_eq!(sent[48..], bytes);
         // Nobody else speaks as this gateway, and without the mark it is nobody's word.
-        assert!(signals.send(Way::Stack, &udp_v6(control(OWN), control(ELSEWHERE), &bytes)).is_err());
+        assert!(signals.send(Way::Stack, &signal_v6(control(OWN), control(ELSEWHERE), &bytes)).is_err());
         assert_eq!(world.drops().get("forged_signal"), Some(&1));
         // As a forwarded packet: this node leads, so by its own tunnel.
         signals.send(Way::Stack, &udp(SELF, FAR, (40_000, VXLAN_PORT), &bytes)).unwrap();

@@ -1,0 +1,314 @@
+//! A small world: two ends behind NATs, relays, and WireGuard as far as it matters.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    time::{Duration, Instant},
+};
+
+use kilo_common::relay::{Kind, Message, is_port};
+
+use super::super::*;
+
+pub(super) const X: NodeId = 11;
+pub(super) const Y: NodeId = 22;
+pub(super) const Z: [NodeId; 2] = [33, 44];
+pub(super) const WIREGUARD: u16 = 51_820;
+pub(super) const STEP: Duration = Duration::from_millis(100);
+
+pub(super) fn ip(id: NodeId) -> IpAddr {
+    Ipv4Addr::new(203, 0, 113, u8::try_from(id).unwrap()).into()
+}
+
+pub(super) fn place(id: NodeId) -> SocketAddr {
+    SocketAddr::new(ip(id), WIREGUARD)
+}
+
+/// One end's WireGuard towards the other.
+#[derive(Clone, Copy)]
+pub(super) struct Tunnel {
+    pub(super) endpoint: SocketAddr,
+    handshake: Option<Instant>,
+    sent: u64,
+    received: u64,
+    attempt: Option<Instant>,
+}
+
+pub(super) struct World {
+    pub(super) now: Instant,
+    /// Microseconds.
+    pub(super) wall: u64,
+    pub(super) clients: BTreeMap<NodeId, Client>,
+    pub(super) servers: BTreeMap<NodeId, Server>,
+    pub(super) tunnels: BTreeMap<NodeId, Tunnel>,
+    pub(super) queue: VecDeque<(NodeId, SocketAddr, Message)>,
+    /// X and Y reach each other without a relay.
+    pub(super) direct: bool,
+    /// Messages alone do: what else goes directly is lost.
+    pub(super) deceives: bool,
+    /// Both have the relays on.
+    pub(super) uses: bool,
+    /// Ports of both NATs depend on the destination by this.
+    pub(super) nat: u16,
+    pub(super) seed: u64,
+    /// Datagrams of data from X that Y did not get, and the longest time without one.
+    pub(super) lost: u64,
+    pub(super) gap: Duration,
+    pub(super) last: Instant,
+    pub(super) forwarded: u64,
+    pub(super) drops: f64,
+}
+
+pub(super) fn next(seed: &mut u64) -> u64 {
+    *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+    *seed >> 16 | 1
+}
+
+impl World {
+    pub(super) fn new(seed: u64) -> Self {
+        let start = Instant::now();
+        let tunnel =
+            |to| Tunnel { endpoint: place(to), handshake: None, sent: 0, received: 0, attempt: None };
+        Self {
+            now: start,
+            wall: 0,
+            clients: [X, Y].map(|id| (id, Client::new(id))).into(),
+            servers: Z.map(|id| (id, Server::default())).into(),
+            tunnels: [(X, tunnel(Y)), (Y, tunnel(X))].into(),
+            queue: VecDeque::new(),
+            direct: false,
+            deceives: false,
+            uses: true,
+            nat: 1,
+            seed,
+            lost: 0,
+            gap: Duration::ZERO,
+            last: start,
+            forwarded: 0,
+            drops: 0.0,
+        }
+    }
+
+    /// What a NAT makes of the source.
+    pub(super) fn source(&self, from: NodeId, to: SocketAddr) -> SocketAddr {
+        let by_destination = (to.port() ^ u16::try_from(from).unwrap()) % 5_000 + self.nat * 7;
+        SocketAddr::new(ip(from), if is_port(to.port()) { 40_000 + by_destination } else { WIREGUARD })
+    }
+
+    /// Who gets a datagram, and where it seems to come from.
+    pub(super) fn arrives(&mut self, from: NodeId, to: SocketAddr) -> Option<(NodeId, SocketAddr)> {
+        let source = self.source(from, to);
+        self.delivered(source, to, 0)
+    }
+
+    pub(super) fn delivered(
+        &mut self,
+        source: SocketAddr,
+        to: SocketAddr,
+        hops: u8,
+    ) -> Option<(NodeId, SocketAddr)> {
+        assert!(hops < 2, "a loop");
+        for relay in Z {
+            if ip(relay) == to.ip() {
+                let server = self.servers.get(&relay)?;
+                if to.port() == WIREGUARD {
+                    return Some((relay, source));
+                }
+                let table = server.table();
+                let port = table.get(&to.port())?;
+                let is_bound = port.from == mapped(source.ip()) && port.from_port == source.port();
+                if !is_bound || port.to_port == 0 {
+                    return None;
+                }
+                self.forwarded += 1;
+                let on = SocketAddr::new(IpAddr::from(port.to).to_canonical(), port.to_port);
+                return self.delivered(SocketAddr::new(ip(relay), port.by_port), on, hops + 1);
+            }
+        }
+        let from_relay = Z.iter().any(|relay| ip(*relay) == source.ip());
+        let end = [X, Y].into_iter().find(|end| ip(*end) == to.ip())?;
+        (from_relay || self.direct && to.port() == WIREGUARD).then_some((end, source))
+    }
+
+    pub(super) fn seen(&self, own: NodeId) -> Vec<Seen> {
+        let other = if own == X { Y } else { X };
+        let tunnel = &self.tunnels[&own];
+        let mut seen = vec![Seen {
+            id: other,
+            handshake_age: tunnel.handshake.map(|at| self.now - at),
+            sent: tunnel.sent,
+            received: tunnel.received,
+            endpoint: Some(tunnel.endpoint),
+            published: Some(SocketAddr::new(Ipv4Addr::new(10, 0, 0, 1).into(), WIREGUARD)),
+            places: vec![place(other)],
+            relays: false,
+        }];
+        seen.extend(Z.iter().filter(|relay| self.servers.contains_key(relay)).map(|relay| Seen {
+            id: *relay,
+            handshake_age: Some(Duration::from_secs(5)),
+            endpoint: Some(place(*relay)),
+            published: Some(place(*relay)),
+            relays: true,
+            ..Seen::default()
+        }));
+        seen
+    }
+
+    pub(super) fn take(&mut self, from: NodeId, outputs: Vec<Output>) {
+        for output in outputs {
+            match output {
+                Output::Send { to, message, .. } => self.queue.push_back((from, to, message)),
+                Output::Move { to, .. } => self.tunnels.get_mut(&from).unwrap().endpoint = to,
+            }
+        }
+    }
+
+    pub(super) fn message(&mut self, from: NodeId, to: SocketAddr, message: Message) {
+        let source = self.source(from, to);
+        let mut random = next(&mut self.seed);
+        let relay = Z.into_iter().find(|relay| ip(*relay) == to.ip());
+        if let Some(relay) = relay.filter(|_| message.kind == Kind::Ask) {
+            let now = self.now;
+            let heard = Heard { source, local: ip(relay), port: to.port(), ifindex: 2 };
+            let Some(server) = self.servers.get_mut(&relay) else { return };
+            if to.port() != WIREGUARD && !server.table().contains_key(&to.port()) {
+                // The program leaves it to the stack.
+                return;
+            }
+            let reachable = [X, Y].map(|end| (end, place(end))).into();
+            let mut seed = random;
+            let outputs = server.hear(
+                &message,
+                heard,
+                (relay, &reachable),
+                &mut |_| true,
+                &mut || next(&mut seed),
+                now,
+            );
+            self.take(relay, outputs);
+            return;
+        }
+        let from_relay = Z.contains(&from);
+        let arrived = if from_relay && self.servers.contains_key(&from) {
+            [X, Y].into_iter().find(|end| ip(*end) == to.ip()).map(|end| (end, place(from)))
+        } else if from_relay {
+            None
+        } else {
+            self.arrives(from, to)
+        };
+        if let Some((end, source)) = arrived
+            && self.clients.contains_key(&end)
+        {
+            let now = self.now;
+            random = next(&mut self.seed);
+            let outputs = self.clients.get_mut(&end).unwrap().hear(&message, source, random, now);
+            self.take(end, outputs);
+        }
+    }
+
+    /// Data from X to Y and back, or attempts to shake hands.
+    pub(super) fn traffic(&mut self, from: NodeId) {
+        let to = if from == X { Y } else { X };
+        let tunnel = self.tunnels[&from];
+        let fresh = tunnel.handshake.is_some_and(|at| self.now - at < Duration::from_secs(180));
+        let waits = tunnel.attempt.is_some_and(|at| self.now - at < Duration::from_secs(5));
+        if !fresh && waits {
+            return;
+        }
+        let is_lost = self.deceives && !is_port(tunnel.endpoint.port());
+        let arrived = self.arrives(from, tunnel.endpoint).filter(|(end, _)| *end == to && !is_lost);
+        let now = self.now;
+        let own = self.tunnels.get_mut(&from).unwrap();
+        own.sent += 148;
+        if !fresh {
+            own.attempt = Some(now);
+        }
+        let Some((_, source)) = arrived else {
+            self.lost += u64::from(from == X && fresh);
+            return;
+        };
+        let theirs = self.tunnels.get_mut(&to).unwrap();
+        theirs.endpoint = source;
+        theirs.received += 148;
+        if !fresh {
+            // Its answer comes back the same way.
+            theirs.handshake = Some(now);
+            let back = self.arrives(to, source).filter(|(end, _)| *end == from);
+            if back.is_some() {
+                let own = self.tunnels.get_mut(&from).unwrap();
+                (own.handshake, own.received) = (Some(now), own.received + 92);
+            }
+        } else if from == X {
+            self.gap = self.gap.max(self.now - self.last);
+            self.last = self.now;
+        }
+    }
+
+    pub(super) fn run(&mut self, time: Duration) {
+        let end = self.now + time;
+        while self.now < end {
+            self.now += STEP;
+            self.wall += 100_000;
+            for (id, tunnel) in &mut self.tunnels {
+                // WireGuard renews its keys.
+                if tunnel.handshake.is_some_and(|at| self.now - at > Duration::from_secs(120)) {
+                    tunnel.handshake = tunnel.handshake.filter(|_| *id > 0).map(|_| self.now);
+                }
+            }
+            self.traffic(X);
+            self.traffic(Y);
+            for end in [X, Y] {
+                let (seen, uses, now) = (self.seen(end), self.uses, self.now);
+                // Clocks are not equal.
+                let wall = self.wall + end * 86_400_000_000;
+                let client = self.clients.get_mut(&end).unwrap();
+                client.see(seen, uses, true, now);
+                let mut seed = self.seed;
+                let outputs = client.turn(now, wall, &mut || next(&mut seed));
+                self.seed = seed;
+                self.take(end, outputs);
+            }
+            for server in self.servers.values_mut() {
+                server.turn(&BTreeMap::new(), self.now);
+            }
+            for _ in 0..self.queue.len() {
+                let (from, to, message) = self.queue.pop_front().unwrap();
+                let dice = next(&mut self.seed) % 1000;
+                if dice as f64 >= self.drops * 1000.0 {
+                    self.message(from, to, message);
+                }
+            }
+        }
+    }
+
+    pub(super) fn connects(&mut self, most: Duration) -> Duration {
+        let began = self.now;
+        while self.now - began < most {
+            self.run(STEP);
+            if [X, Y].iter().all(|end| self.way(*end).is_some()) {
+                return self.now - began;
+            }
+        }
+        panic!("no way after {most:?}");
+    }
+
+    pub(super) fn way(&self, of: NodeId) -> Option<Way> {
+        let other = if of == X { Y } else { X };
+        self.clients[&of].ways().get(&other).copied()
+    }
+
+    pub(super) fn relay(&self, of: NodeId) -> NodeId {
+        match self.way(of) {
+            Some(Way::Relayed(relay)) => relay,
+            way => panic!("{way:?}"),
+        }
+    }
+
+    pub(super) fn begin_to_measure(&mut self) {
+        (self.lost, self.gap, self.last) = (0, Duration::ZERO, self.now);
+    }
+}
+
+pub(super) fn ask(sender: NodeId, other: NodeId) -> Message {
+    Message { kind: Kind::Ask, flags: 0, nonce: 5, sequence: 1, sender, other, token: 0, port: 0 }
+}
