@@ -105,6 +105,9 @@ maps! {
     PREFIX_V6 = "prefix_v6", LpmTrie<[u8; 16], PrefixValue>, size 262_144, pinned true, gauge true,
         holds "LPM prefix → hop id, flags",
         reason "as `prefix_v4`";
+    DIRECT_V4 = "direct_v4", Array<u32, u64>, size 65_536, pinned true, gauge false,
+        holds "IPv4 prefixes as long as the own pod CIDR, by their last 16 bits → what `prefix_v4` says",
+        reason "512 KiB from the start; prefixes with one place are told apart by the trie";
     HOP = "hop", Array<u32, Hop>, size 4_096, pinned true, gauge true,
         holds "id → kind, tunnel, interface, MTU, addresses",
         reason "208 KiB from the start; ids 0 to 3 are fixed, so 4,092 other nodes of one location. \
@@ -141,6 +144,10 @@ maps! {
     NAT_WORK = "nat_work", PerCpuArray<u32, ()>, size 1, pinned false, gauge false,
         holds "memory of the masquerading program, per CPU",
         reason "no state";
+    // As above.
+    LINK = "link", PerCpuArray<u32, ()>, size 256, pinned false, gauge false,
+        holds "link-layer addresses found in this tick of the kernel's clock, per CPU",
+        reason "no state; of several addresses with one place each is asked for anew";
     DEVICE = "device", Hash<u32, Device>, size 256, pinned true, gauge true,
         holds "interface → masquerade addresses",
         reason "interfaces with programs: uplinks, not pods'. One more: the change is refused as a whole";

@@ -47,6 +47,14 @@ pub const PREFIX_PODS_STEERED: u32 = 16;
 /// whoever sends it, is handed to the WireGuard device.
 pub const PREFIX_HOST_STEERED: u32 = 32;
 
+/// `PrefixValue::flags`, in `direct_v4` alone: the hop's node is known as a sender by the address and the
+/// interface of its entry in `hop`, and may send from here.
+pub const PREFIX_KNOWN_SENDER: u32 = 1 << 14;
+/// `PrefixValue::flags`, in `direct_v4` alone: no address here is one that masqueraded packets get.
+pub const PREFIX_NOT_TRANSLATED: u32 = 1 << 13;
+/// `PrefixValue::flags`, in `direct_v4` alone: nothing to this prefix is masqueraded.
+pub const PREFIX_NOT_MASQUERADED: u32 = 1 << 15;
+
 /// What a prefix leads to.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -419,8 +427,8 @@ pub struct Config {
     pub nat_port_max: u16,
     /// WireGuard's UDP port, host byte order.
     pub wireguard_port: u16,
-    /// Always zero.
-    pub pad: u16,
+    /// Bits behind the prefixes that `direct_v4` has ([`crate::direct`]); zero = it has none.
+    pub direct_shift: u16,
     /// Largest packet WireGuard carries, in bytes.
     pub kilo_mtu: u32,
     /// The VXLAN device; 0 = none.

@@ -156,7 +156,7 @@ pub fn validate<I: Ip>(
     let known = I::is_known_source(sender, inner.src());
     let found = destined::<I>(config, Some(sender), inner.dst());
     if !known {
-        forwarding::check_source(sender, I::prefix(inner.src()), found)?;
+        forwarding::check_source(sender, I::prefix(config, inner.src()), found)?;
     }
     let fits = || fits::<I>(ctx, offset, &inner, config.kilo_mtu);
     let disposition = forwarding::received(found, inner.ttl(), fits)?;
@@ -202,7 +202,7 @@ fn decapsulate<O: Ip, I: Ip, const GSO: bool>(ctx: &TcContext, overhead: usize) 
 /// Where a packet to this address goes on, as far as that says.
 #[inline(always)]
 pub fn destined<I: Ip>(config: &Config, sender: Option<&NodeValue>, dst: I::Addr) -> Option<Disposition> {
-    forwarding::disposition(config.flags, I::prefix(dst), sender, lead::is_mine)
+    forwarding::disposition(config.flags, I::prefix(config, dst), sender, lead::is_mine)
 }
 
 /// Sends the packet on, and counts it.

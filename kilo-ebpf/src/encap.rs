@@ -23,7 +23,7 @@ use kilo_common::{
 use crate::{
     cb,
     ip::Ip,
-    packet,
+    link, packet,
     ret::{Act, Verdict, from_code, to_code},
 };
 
@@ -44,11 +44,11 @@ const AF_INET6: u32 = 10;
 pub fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verdict {
     let skb = ctx.as_ptr().cast();
     match (hop.tunnel, hop.family) {
-        (TUNNEL_IPIP, FAMILY_V4) => ipip::<I>(ctx, config, hop, tos),
+        (TUNNEL_IPIP, FAMILY_V4) => from_code(ipip::<I>(skb, config, hop, tos)),
         (TUNNEL_NONE, FAMILY_V4) if !I::V6 => from_code(subprogram::<I, Plain>(skb, config, hop, tos)),
         (TUNNEL_NONE, FAMILY_V6) if I::V6 => from_code(subprogram::<I, Plain>(skb, config, hop, tos)),
         // A packet of the other family needs a next hop of its own; encapsulated it does without.
-        (TUNNEL_NONE, FAMILY_V4) => ipip::<I>(ctx, config, hop, tos),
+        (TUNNEL_NONE, FAMILY_V4) => from_code(ipip::<I>(skb, config, hop, tos)),
         (TUNNEL_NONE | TUNNEL_IPIP, FAMILY_V6) => from_code(subprogram::<I, IpipV6>(skb, config, hop, tos)),
         // A GSO packet that crosses a link whole would lose its segments'
         // outer UDP headers: the device cuts it first.
@@ -61,14 +61,21 @@ pub fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verd
     }
 }
 
-/// The way of nearly all packets; inline.
-#[inline(always)]
-fn ipip<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verdict {
-    let mut frame = [0; ETHERNET_LEN + IPIP_OVERHEAD];
-    ipip_frame(&mut frame, v4(&hop.local), v4(&hop.remote), &inner::<I>(ctx, tos, 0));
+/// So that it is written in words.
+#[repr(align(8))]
+struct Aligned<const N: usize>([u8; N]);
+
+/// The way of nearly all packets. A function of its own, because with those that its callers call else there is no
+/// room for its stack in theirs before Linux 6.3.
+#[inline(never)]
+fn ipip<I: Ip>(skb: *mut __sk_buff, config: &Config, hop: &Hop, tos: u8) -> i32 {
+    let ctx = &TcContext::new(skb);
+    let mut frame = Aligned([0; ETHERNET_LEN + IPIP_OVERHEAD]);
+    let frame = &mut frame.0;
+    ipip_frame(frame, v4(&hop.local), v4(&hop.remote), &inner::<I>(ctx, tos, 0));
     match push_header_room(ctx, IPIP_OVERHEAD, ENCAP_L3_IPV4) {
-        Ok(()) => transmit(ctx, hop, &frame),
-        Err(()) => from_code(subprogram::<I, ByDevice>(ctx.as_ptr().cast(), config, hop, tos)),
+        Ok(()) => to_code(transmit_v4(ctx, config, hop, frame, tos)),
+        Err(()) => subprogram::<I, ByDevice>(skb, config, hop, tos),
     }
 }
 
@@ -166,6 +173,27 @@ fn transmit<const N: usize>(ctx: &TcContext, hop: &Hop, frame: &[u8; N]) -> Verd
     // No explicit next hop: with a cold neighbour the queued packet would leave
     // malformed, through the device it came from.
     Ok(Act::neighbour(hop.ifindex))
+}
+
+/// As [`transmit`], with addresses of the link where they are known.
+#[inline(always)]
+fn transmit_v4<const N: usize>(
+    ctx: &TcContext,
+    config: &Config,
+    hop: &Hop,
+    frame: &mut [u8; N],
+    tos: u8,
+) -> Verdict {
+    let ends = [&hop.local, &hop.remote].map(|addr| packet::word(v4(addr)));
+    let Some(ends) = link::addresses(ctx, config, hop.ifindex, ends, tos) else {
+        return transmit(ctx, hop, frame);
+    };
+    // SAFETY: frames are longer than what they start with, and the stack's words are aligned.
+    unsafe { link::write(ends, frame.as_mut_ptr().cast()) };
+    change_head(ctx)?;
+    ctx.store(0, frame, 0).map_err(|_| DropReason::Encapsulation)?;
+    cb::sent(ctx);
+    Ok(Act::transmit(hop.ifindex))
 }
 
 struct Plain;

@@ -5,12 +5,13 @@ use aya_ebpf::{btf_maps::lpm_trie::Key, programs::TcContext};
 use kilo_common::{
     checksum,
     counters::DropReason,
+    direct::Place,
     maps::{CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, Config, Device, NodeValue, PrefixValue},
     packet::{IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, Ipv6, never_steered, never_steered_v6, protocol},
 };
 
 use crate::{
-    maps::{NODE_V4, NODE_V6, PREFIX_V4, PREFIX_V6},
+    maps::{DIRECT_V4, NODE_V4, NODE_V6, PREFIX_V4, PREFIX_V6},
     packet,
 };
 
@@ -53,7 +54,7 @@ pub trait Ip: Copy {
     fn lower_ttl(&self, ctx: &TcContext, offset: usize) -> Result<(), DropReason>;
 
     /// The longest prefix that holds this address.
-    fn prefix(addr: Self::Addr) -> Option<PrefixValue>;
+    fn prefix(config: &Config, addr: Self::Addr) -> Option<PrefixValue>;
     /// The node that sends from this outer address.
     fn sender(addr: Self::Addr) -> Option<&'static NodeValue>;
     /// True when the node is known to send from this address without a look at prefixes.
@@ -151,7 +152,10 @@ impl Ip for Ipv4 {
         unsafe { &mut *header.cast::<Ipv4Header>() }.lower_ttl().ok_or(DropReason::Malformed)
     }
     #[inline(always)]
-    fn prefix(addr: [u8; 4]) -> Option<PrefixValue> {
+    fn prefix(config: &Config, addr: [u8; 4]) -> Option<PrefixValue> {
+        if let Some(value) = direct(config, addr) {
+            return Some(value);
+        }
         PREFIX_V4.get(&Key::new(32, addr)).copied()
     }
     #[inline(always)]
@@ -188,6 +192,14 @@ impl Ip for Ipv4 {
     fn unmapped(addr: &[u8; 16]) -> [u8; 4] {
         [addr[12], addr[13], addr[14], addr[15]]
     }
+}
+
+/// What `direct_v4` says of an address; what it does not know, the trie does.
+#[inline(always)]
+pub fn direct(config: &Config, addr: [u8; 4]) -> Option<PrefixValue> {
+    let place = Place::of(addr, config.direct_shift);
+    // SAFETY: the entry is aligned to 8 bytes, and written at once.
+    place.read(unsafe { DIRECT_V4.get_ptr(place.index)?.read_volatile() })
 }
 
 /// An IPv6 header, its addresses as halves: sixteen bytes one by one would
@@ -328,7 +340,7 @@ impl Ip for V6 {
         ctx.store(offset + 7, &limit, 0).map_err(|_| DropReason::Rewrite)
     }
     #[inline(always)]
-    fn prefix(addr: [u64; 2]) -> Option<PrefixValue> {
+    fn prefix(_: &Config, addr: [u64; 2]) -> Option<PrefixValue> {
         PREFIX_V6.get(&Key::new(128, octets(addr))).copied()
     }
     #[inline(always)]

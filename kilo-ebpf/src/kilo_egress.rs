@@ -4,7 +4,7 @@ use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
 use kilo_common::{
     counters::{Action, DropReason},
     forwarding::{self, hop_id, is_gateway, routed, unrouted},
-    maps::{Config, PREFIX_VIA_WIREGUARD, PrefixValue},
+    maps::{Config, PREFIX_NOT_MASQUERADED, PREFIX_VIA_WIREGUARD, PrefixValue},
     packet::{Ipv4, protocol},
 };
 
@@ -45,13 +45,16 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     if I::never_steered(ip.dst()) || I::never_steered(ip.src()) {
         return Err(DropReason::NotUnicast);
     }
+    // Without an entry it is nobody's and routed nowhere, as hop 0 without flags is.
+    let to = I::prefix(config, ip.dst()).unwrap_or_default();
     // The gateway that gets it translates it.
-    if !cb::is_passed_on(ctx)
+    if to.flags & PREFIX_NOT_MASQUERADED == 0
+        && !cb::is_passed_on(ctx)
         && let Some(addr) = masquerade::egress(ctx, config, 0, &ip, Known::Rare)?
     {
         ip.set_src(addr);
     }
-    let Some(PrefixValue { hop: id, flags }) = routed(I::prefix(ip.dst())) else {
+    let Some(PrefixValue { hop: id, flags }) = routed(Some(to)) else {
         return unrouted(config.flags).map(next);
     };
     if flags & PREFIX_VIA_WIREGUARD != 0 && is_own_wireguard::<I>(ctx.as_ptr().cast(), config) {

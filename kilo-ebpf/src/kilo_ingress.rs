@@ -4,7 +4,7 @@ use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
     counters::Action,
     forwarding::{self, Ingress, routed},
-    maps::{CONFIG_OFFERED, Config},
+    maps::{CONFIG_OFFERED, Config, PREFIX_NOT_TRANSLATED},
     packet::{Ipv4, protocol},
 };
 
@@ -39,11 +39,17 @@ fn ingress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     {
         return from_code(signal::from_tunnel::<I>(ctx.as_ptr().cast(), config));
     }
-    let translated = masquerade::ingress(ctx, config, 0, &ip, false)?;
+    let mut value = I::prefix(config, ip.dst()).unwrap_or_default();
+    let translated = if value.flags & PREFIX_NOT_TRANSLATED != 0 {
+        None
+    } else {
+        masquerade::ingress(ctx, config, 0, &ip, false)?
+    };
     if let Some(addr) = translated {
         ip.set_dst(addr);
+        value = I::prefix(config, addr).unwrap_or_default();
     }
-    let to = || routed(I::prefix(ip.dst())).and_then(|to| hop(to.hop));
+    let to = || routed(Some(value)).and_then(|to| hop(to.hop));
     match forwarding::ingress(config.flags, to, ip.ttl(), |mtu| fits::<I>(ctx, 0, &ip, mtu)) {
         Ingress::Forward(hop) => {
             ip.lower_ttl(ctx, 0)?;

@@ -45,6 +45,7 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
     }
     match packet::family(ctx) {
         Family::V4 if let Some(done) = transit::forward(ctx, config) => done,
+        Family::V4 if let Some(done) = relay::forward_whole(ctx, config) => done,
         Family::V4 => match packet::protocol_v4(ctx) {
             protocol::TCP | protocol::UDP => match established::arriving(ctx, config)? {
                 Established::Done => Ok(Act::NEXT),
@@ -204,7 +205,7 @@ fn comes_from_inside<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config,
         && outer.header_len() == O::HEADER_LEN
         && !outer.is_fragment()
         && destination_port::<O, LINK>(ctx) == Some(config.wireguard_port)
-        && O::prefix(outer.src()).is_some_and(|value| value.flags & PREFIX_VIA_WIREGUARD != 0)
+        && O::prefix(config, outer.src()).is_some_and(|value| value.flags & PREFIX_VIA_WIREGUARD != 0)
 }
 
 /// UDP destination port behind an outer header without options, host byte order.
@@ -244,7 +245,7 @@ fn vxlan<O: Ip, const LINK: usize>(ctx: &TcContext, outer: &O) -> Family {
 /// A packet without outer header, where nodes of the location send such.
 #[inline(always)]
 fn plain<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict {
-    let source = || I::prefix(ip.src());
+    let source = || I::prefix(config, ip.src());
     let Some(source) = forwarding::plain_source(config.flags, source) else { return Ok(Act::NEXT) };
     let is_plain = |node: &&Hop| node.kind == HOP_KIND_NODE && node.tunnel == TUNNEL_NONE;
     let Some(node) = way(source.hop).filter(is_plain) else { return Ok(Act::NEXT) };

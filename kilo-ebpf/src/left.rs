@@ -72,7 +72,7 @@ fn other_agent<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config) -> u32 
 /// received on a device that the other agent may have taken down.
 #[inline(always)]
 fn is_elsewhere(ctx: &TcContext, config: &Config, inner: &Ipv4) -> bool {
-    if !is_of_mesh(Ipv4::prefix(inner.src())) {
+    if !is_of_mesh(Ipv4::prefix(config, inner.src())) {
         return false;
     }
     // SAFETY: plain integers, for which zero is a value.

@@ -53,6 +53,8 @@ mod lead;
 #[cfg(target_arch = "bpf")]
 mod left;
 #[cfg(target_arch = "bpf")]
+mod link;
+#[cfg(target_arch = "bpf")]
 mod maps;
 #[cfg(target_arch = "bpf")]
 mod masquerade;

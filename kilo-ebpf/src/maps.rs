@@ -18,6 +18,8 @@ use kilo_common::{
 pub static PREFIX_V4: LpmTrie<[u8; 4], PrefixValue, { map_table::PREFIX_V4.size as usize }> = LpmTrie::new();
 #[btf_map(name = "prefix_v6")]
 pub static PREFIX_V6: LpmTrie<[u8; 16], PrefixValue, { map_table::PREFIX_V6.size as usize }> = LpmTrie::new();
+#[btf_map(name = "direct_v4")]
+pub static DIRECT_V4: Array<u64, { map_table::DIRECT_V4.size as usize }> = Array::new();
 #[btf_map(name = "hop")]
 static HOP: Array<Hop, { map_table::HOP.size as usize }> = Array::new();
 #[btf_map(name = "lead")]

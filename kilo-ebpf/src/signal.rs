@@ -131,7 +131,7 @@ fn taken_from_tunnel<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict
     let header = header(ctx, start)?;
     let from_gateway = is_control::<I>(ip.src());
     // Of another location: what this one's nodes send comes by the network between them.
-    if !from_gateway && !I::prefix(ip.src()).is_some_and(|owner| is_remote(owner.hop)) {
+    if !from_gateway && !I::prefix(config, ip.src()).is_some_and(|owner| is_remote(owner.hop)) {
         return Err(DropReason::UnknownSignal);
     }
     let to_gateway = is_control::<I>(ip.dst());

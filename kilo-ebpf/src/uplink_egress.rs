@@ -90,7 +90,9 @@ pub fn l3_egress(ctx: &TcContext, config: &Config) -> Verdict {
 fn read_and_transmit<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, known: Known) -> Verdict {
     match I::read(ctx, LINK) {
         Ok(ip) => transmit::<I, LINK>(ctx, config, &ip, known),
-        Err(_) => unreadable::<I>(ctx.load(LINK + if I::V6 { DESTINATION_V6 } else { DESTINATION_V4 }).ok()),
+        Err(_) => {
+            unreadable::<I>(config, ctx.load(LINK + if I::V6 { DESTINATION_V6 } else { DESTINATION_V4 }).ok())
+        }
     }
 }
 
@@ -164,7 +166,7 @@ const GO_ON: Act = Act::NEXT;
 /// Keeps packets of the mesh from leaving in clear: drops them, or steers them.
 #[inline(always)]
 fn guard<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict {
-    match I::prefix(ip.dst()) {
+    match I::prefix(config, ip.dst()) {
         Some(value) if forwarding::is_guarded(value.flags) => {
             from_code(guarded::<I, LINK>(ctx.as_ptr().cast(), config, value.hop, value.flags))
         }
@@ -188,7 +190,7 @@ fn decide<I: Ip, const LINK: usize>(
     id: u32,
     flags: u32,
 ) -> Verdict {
-    let of_mesh = !I::is_private(config, ip.src()) && forwarding::is_of_mesh(I::prefix(ip.src()));
+    let of_mesh = !I::is_private(config, ip.src()) && forwarding::is_of_mesh(I::prefix(config, ip.src()));
     let own =
         !of_mesh && (wireguards::is_own(ctx, config, ip, LINK) || is_neighbour_discovery::<I, LINK>(ctx, ip));
     let on_link = || I::never_steered(ip.dst()) || I::never_steered(ip.src());
@@ -222,8 +224,8 @@ fn is_neighbour_discovery<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> 
 
 /// A packet with a header no program can read, to this destination.
 #[inline(always)]
-fn unreadable<I: Ip>(dst: Option<I::Addr>) -> Verdict {
-    match dst.and_then(I::prefix) {
+fn unreadable<I: Ip>(config: &Config, dst: Option<I::Addr>) -> Verdict {
+    match dst.and_then(|dst| I::prefix(config, dst)) {
         Some(value) if value.flags & PREFIX_NEVER_CLEAR != 0 => Err(DropReason::NotEncrypted),
         _ => Ok(Act::NEXT),
     }

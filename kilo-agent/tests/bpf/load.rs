@@ -50,13 +50,24 @@ fn a_file_system_that_we_mount_is_roots_alone() {
 }
 
 #[test]
-fn one_changed_prefix_is_one_write() {
+fn one_changed_prefix_is_one_write_and_one_of_its_place_in_the_array() {
     let Some(fs) = support::bpffs() else { return };
     let mut tables = support::leader_tables();
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.write(&tables).unwrap();
     tables.prefix.remove(&"10.42.9.0/24".parse().unwrap());
-    assert_eq!(dataplane.write(&tables).unwrap(), 1);
+    assert_eq!(dataplane.write(&tables).unwrap(), 2);
+    assert_eq!(dataplane.write(&tables).unwrap(), 0);
+    // The next agent finds both as they are.
+    drop(dataplane);
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    assert_eq!(dataplane.write(&tables).unwrap(), 0);
+    // A data path of before, which has no such array: everything else is adopted.
+    drop(dataplane);
+    std::fs::remove_file(pin_directory(fs.path()).join("direct_v4")).unwrap();
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    let places = tables.prefix.keys().filter(|prefix| prefix.addr().is_ipv4() && prefix.prefix_len() == 24);
+    assert_eq!(dataplane.write(&tables).unwrap(), places.count() as u64);
 }
 
 #[test]

@@ -7,10 +7,13 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use crate::support;
+use crate::{
+    netns::{isolated, sh},
+    support,
+};
 
 use kilo_common::maps::{HOP_LOCAL, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue};
-use kilo_core::plan::Tables;
+use kilo_core::plan::{Hop, Tables};
 use kilo_host::dataplane::Dataplane;
 use support::{
     MEMBER_POD, OWN_POD, REMOTE_POD, leader_tables, member_tables,
@@ -101,4 +104,71 @@ fn a_truncated_packet_is_dropped() {
         let ran = run(&mut dataplane, "kilo_egress", &whole[..length]);
         assert_eq!(outcome(&ran), (SHOT, &["truncated"][..]), "{length} bytes");
     }
+}
+
+/// Where a packet that is steered to the leader is sent to by itself; `None`: the kernel is to find it.
+fn sent_to(dataplane: &mut Dataplane) -> Option<[u8; 6]> {
+    let ran = run(dataplane, "kilo_egress", &udp(POD, REMOTE_POD, (1, 2), b"payload"));
+    assert_eq!(outcome(&ran), (REDIRECT, &["steer"][..]));
+    ran.bytes[..6].try_into().ok().filter(|mac| *mac != [0; 6])
+}
+
+/// Sends until a packet goes there; how many there were before.
+fn sends_to(dataplane: &mut Dataplane, wanted: Option<[u8; 6]>) -> usize {
+    let started = std::time::Instant::now();
+    let mut before = 0;
+    while sent_to(dataplane) != wanted {
+        before += 1;
+        assert!(started.elapsed().as_secs() < 5, "nothing is sent to {wanted:?}");
+    }
+    before
+}
+
+#[test]
+fn link_addresses_follow_the_kernels_neighbours_and_each_second_a_packet_asks_the_kernel() {
+    isolated(
+        "link_addresses_follow_the_kernels_neighbours_and_each_second_a_packet_asks_the_kernel",
+        async || {
+            sh("ip link add uplink index 77 type veth peer name peer; ip link set uplink up; ip link set peer up
+            ip address add 10.1.0.11/16 dev uplink; sysctl -qw net.ipv4.conf.all.forwarding=1");
+            let mut tables = member_tables();
+            let mut remote = None;
+            for hop in tables.hop.values_mut() {
+                if let Hop::Node { ifindex, remote: to, .. } = hop {
+                    *ifindex = 77;
+                    remote = Some(*to);
+                }
+            }
+            let remote = remote.unwrap();
+            let Some((_fs, mut dataplane)) = open(tables) else { return };
+            for _ in 0..20 {
+                assert_eq!(
+                    sent_to(&mut dataplane),
+                    None,
+                    "without an entry the kernel asks for the neighbour"
+                );
+            }
+            let entry = |mac: &str| {
+                sh(&format!("ip neighbour replace {remote} lladdr {mac} dev uplink nud reachable"))
+            };
+            entry("02:00:00:00:00:01");
+            sends_to(&mut dataplane, Some([2, 0, 0, 0, 0, 1]));
+            entry("02:00:00:00:00:02");
+            sends_to(&mut dataplane, Some([2, 0, 0, 0, 0, 2]));
+            // The kernel proves an entry by what it sends itself.
+            for _ in 0..2 {
+                sends_to(&mut dataplane, None);
+                sends_to(&mut dataplane, Some([2, 0, 0, 0, 0, 2]));
+            }
+            sh(&format!("ip neighbour del {remote} dev uplink"));
+            sends_to(&mut dataplane, None);
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            assert_eq!(sent_to(&mut dataplane), None);
+            entry("02:00:00:00:00:03");
+            sends_to(&mut dataplane, Some([2, 0, 0, 0, 0, 3]));
+            // Another way there: the hop still names this interface.
+            sh("ip link set uplink down");
+            sends_to(&mut dataplane, None);
+        },
+    );
 }

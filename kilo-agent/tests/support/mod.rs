@@ -136,7 +136,7 @@ pub fn leader_tables() -> Tables {
             nat_port_min: 32_768,
             nat_port_max: 60_999,
             wireguard_port: 51_820,
-            pad: 0,
+            direct_shift: 8,
             kilo_mtu: 1420,
             vxlan_ifindex: 0,
             ipip_ifindex: 0,

@@ -6,16 +6,16 @@ use aya_ebpf::{bindings::bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, programs::TcContex
 use kilo_common::{
     counters::{Action, DropReason},
     forwarding::{Disposition, disposition, is_gateway},
-    maps::Config,
+    maps::{Config, PREFIX_KNOWN_SENDER},
     packet::{ETHERNET_LEN, IPV4_LEN, Ipv4, Ipv4Header, never_steered, protocol},
 };
 
 use crate::{
     cb,
     gso::FIXED_GSO,
-    ip::Ip as _,
+    ip::{Ip as _, direct},
     lead,
-    maps::count_action,
+    maps::{count_action, hop},
     packet,
     ret::{Act, Verdict},
 };
@@ -60,13 +60,18 @@ pub fn forward(ctx: &TcContext, config: &Config) -> Option<Verdict> {
     if never_steered(src) || never_steered(dst) {
         return None;
     }
-    let sender = Ipv4::sender(outer.src.to_ne_bytes())?;
-    if !sender.may_send_from(src) || !sender.may_arrive_by(packet::ifindex(ctx)) {
-        return None;
-    }
-    if disposition(config.flags, Ipv4::prefix(dst), Some(sender), lead::is_mine) != Some(Disposition::Transit)
-    {
-        return None;
+    // No entry is as much as one that leads nowhere.
+    let destination = Ipv4::prefix(config, dst).unwrap_or_default();
+    let goes_on = |sender| {
+        disposition(config.flags, Some(destination), sender, lead::is_mine) == Some(Disposition::Transit)
+    };
+    // Where this gateway's own word says so, it goes to WireGuard whoever of them sends it.
+    if !(goes_on(None) && is_from_its_node(ctx, config, outer, src)) {
+        let sender = Ipv4::sender(outer.src.to_ne_bytes())?;
+        if !sender.may_send_from(src) || !sender.may_arrive_by(packet::ifindex(ctx)) || !goes_on(Some(sender))
+        {
+            return None;
+        }
     }
     inner.lower_ttl()?;
     cb::transit(ctx);
@@ -75,6 +80,20 @@ pub fn forward(ctx: &TcContext, config: &Config) -> Option<Verdict> {
     }
     count_action(Action::Transit);
     Some(Ok(Act::transmit(config.kilo_ifindex)))
+}
+
+/// True for a packet from the node that its inner source belongs to, by the interface that leads there,
+/// as far as that is known without a look at senders.
+#[inline(always)]
+fn is_from_its_node(ctx: &TcContext, config: &Config, outer: &Ipv4Header, src: [u8; 4]) -> bool {
+    direct(config, src)
+        .filter(|owner| owner.flags & PREFIX_KNOWN_SENDER != 0)
+        .and_then(|owner| hop(owner.hop))
+        .is_some_and(|hop| {
+            // SAFETY: the field is aligned to 4 bytes, and has 16.
+            let remote: u32 = unsafe { *hop.remote.as_ptr().cast() };
+            remote == outer.src && hop.ifindex == packet::ifindex(ctx)
+        })
 }
 
 /// The first two bytes, read at once.

@@ -13,7 +13,7 @@ use anyhow::{Context as _, Result, bail};
 
 use super::{
     frames::Wrap,
-    site::{PORT, Site, pods, private, public, remote_pods, remote_private},
+    site::{PORT, RELAY_PORTS, Site, pods, private, public, remote_pods, remote_private},
 };
 use crate::{
     confine,
@@ -34,6 +34,8 @@ pub struct Setup {
     pub remote_nodes: usize,
     /// Whether this node leads; else node 1 does.
     pub leads: bool,
+    /// Whether this node relays while it leads.
+    pub relays: bool,
     /// Value of `--tunnel`.
     pub wrap: Wrap,
     /// Value of `--masquerade`.
@@ -56,6 +58,9 @@ impl Setup {
             }
             if number == leader {
                 annotations += "    kilo.squat.ai/leader: \"\"\n";
+            }
+            if number == 0 && self.relays {
+                annotations += "    kilo.squat.ai/relay: \"true\"\n";
             }
             node(&format!("own-{number:05}"), &annotations, pods(number))
         });
@@ -159,6 +164,24 @@ fn writes(site: &Site, nodes: usize) -> Option<u64> {
     let writes =
         metrics.iter().filter(|(name, _)| name.starts_with("kilo_writes_total")).map(|(_, &count)| count);
     Some(writes.sum()).filter(|&count| seen && count > 0)
+}
+
+/// Gives the relay's programs a pair, as its agent does once both ends are bound: the leader elsewhere,
+/// and one more.
+pub fn bind_pair(site: &Site) -> Result<()> {
+    let ifindex: u32 = site.node.sh("cat /sys/class/net/eth0/ifindex")?.trim().parse().context("ifindex")?;
+    let mapped = |addr: std::net::Ipv4Addr| addr.to_ipv6_mapped().octets();
+    // `kilo_common::relay::Port`.
+    let mut port: Vec<u8> =
+        [public(0), private(0), public(1), private(0)].into_iter().flat_map(mapped).collect();
+    port.extend([0; 24]);
+    port.extend(ifindex.to_ne_bytes());
+    port.extend([PORT, PORT, RELAY_PORTS.1, 0, 0, 0].into_iter().flat_map(u16::to_ne_bytes));
+    let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!(" {byte:02x}")).collect::<String>();
+    let key = hex(&u32::from(RELAY_PORTS.0).to_ne_bytes());
+    let update =
+        format!("bpftool map update pinned /sys/fs/bpf/kilo/v*/relay key hex{key} value hex{}", hex(&port));
+    site.node.sh(&update).map(drop)
 }
 
 /// The counters of the data path that are not zero, for an error message.

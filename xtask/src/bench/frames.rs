@@ -28,6 +28,9 @@ const GSO_TCPV4: u8 = 1;
 /// Where a TCP header has its checksum.
 const TCP_CHECKSUM: usize = 16;
 
+/// How a datagram of WireGuard's that bears data begins.
+const TRANSPORT_DATA: [u8; 4] = [4, 0, 0, 0];
+
 /// How a packet between nodes of one location is wrapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Wrap {
@@ -55,6 +58,8 @@ impl Wrap {
 pub enum Load {
     /// A datagram with so many bytes.
     Udp(usize),
+    /// A datagram of WireGuard's that bears so many bytes of ciphertext.
+    Encrypted(usize),
     /// A segment of an established TCP connection with so many bytes.
     Tcp(usize),
     /// Many segments in one packet, as TCP hands them to its device (GSO) and as
@@ -66,7 +71,7 @@ impl Load {
     /// Bytes of payload.
     pub const fn payload(self) -> usize {
         match self {
-            Self::Udp(payload) | Self::Tcp(payload) => payload,
+            Self::Udp(payload) | Self::Encrypted(payload) | Self::Tcp(payload) => payload,
             Self::Gso => SEGMENTS * SEGMENT,
         }
     }
@@ -95,6 +100,12 @@ impl Flow {
         let payload = vec![0x55; self.load.payload()];
         let inner = match self.load {
             Load::Udp(_) => udp_packet(self.from, self.to, &payload),
+            // WireGuard's datagrams have a checksum.
+            Load::Encrypted(_) => sealed_udp_packet(
+                self.from,
+                self.to,
+                &[&TRANSPORT_DATA[..], &payload[TRANSPORT_DATA.len()..]].concat(),
+            ),
             Load::Tcp(_) => tcp_packet(self.from, self.to, &payload, false),
             Load::Gso => return self.gso(to, &payload),
         };
@@ -149,6 +160,16 @@ fn udp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8]) -> Vec
     datagram.extend([0, 0]);
     datagram.extend(payload);
     ipv4(from.0, to.0, PROTOCOL_UDP, &datagram)
+}
+
+/// As [`udp_packet`], with its checksum.
+fn sealed_udp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8]) -> Vec<u8> {
+    let mut packet = udp_packet(from, to, payload);
+    let (header, datagram) = packet.split_at_mut(IPV4);
+    let length = (datagram.len() as u16).to_be_bytes();
+    let sum = checksum(&[&header[12..], &[0, PROTOCOL_UDP], &length, datagram].concat());
+    datagram[6..8].copy_from_slice(&sum.to_be_bytes());
+    packet
 }
 
 /// A segment with data and nothing but ACK and PSH set (RFC 9293). With

@@ -34,6 +34,16 @@ enum Way {
     },
 }
 
+/// What the node is that is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Role {
+    Leader,
+    /// A leader that relays for two others.
+    Relay,
+    /// A node that does not lead.
+    Member,
+}
+
 impl Way {
     fn name(&self) -> String {
         let rules = |restore: &str| if restore == NFT { "nft" } else { "legacy" };
@@ -58,8 +68,21 @@ impl Way {
         }
     }
 
-    /// Sets the node up as a leader or as another node.
-    fn set_up(&self, site: &Site, leads: bool, kg: &Path) -> Result<()> {
+    /// What the node is in turn. Relays are the programs' alone, and cost the same with every tunnel.
+    fn roles(&self) -> &'static [Role] {
+        match self {
+            // There WireGuard is all there is.
+            Self::Wireguard => &[Role::Leader],
+            Self::Ours { wrap: Wrap::Ipip, masquerade: "ebpf", .. } => {
+                &[Role::Leader, Role::Relay, Role::Member]
+            }
+            _ => &[Role::Leader, Role::Member],
+        }
+    }
+
+    /// Sets the node up.
+    fn set_up(&self, site: &Site, role: Role, kg: &Path) -> Result<()> {
+        let leads = role != Role::Member;
         match *self {
             Self::Plain | Self::Wireguard => {
                 site.base_rules(NFT)?;
@@ -76,8 +99,10 @@ impl Way {
             }
             Self::Ours { wrap, nodes, remote: (remote_locations, remote_nodes), masquerade } => {
                 site.base_rules(NFT)?;
-                let setup = Setup { nodes, remote_locations, remote_nodes, leads, wrap, masquerade };
-                agent::set_up(site, &setup, kg)
+                let relays = role == Role::Relay;
+                let setup = Setup { nodes, remote_locations, remote_nodes, leads, relays, wrap, masquerade };
+                agent::set_up(site, &setup, kg)?;
+                if relays { agent::bind_pair(site) } else { Ok(()) }
             }
         }
     }
@@ -138,18 +163,19 @@ fn ways(large: bool) -> Vec<Way> {
 }
 
 fn measure(way: &Way, directory: &Path, kg: &Path, floor: &Floor, costs: &mut Vec<Cost>) -> Result<()> {
-    // There WireGuard is all there is.
-    let places: &[bool] = if matches!(way, Way::Wireguard) { &[true] } else { &[true, false] };
-    for &leads in places {
+    for &role in way.roles() {
         let name = way.name();
-        let site = Site::create(&directory.join(format!("{name}-{leads}")))?;
+        let site = Site::create(&directory.join(format!("{name}-{role:?}")))?;
         let mut bench = Bench::new(&site, &name, way.wrap(), floor);
-        way.set_up(&site, leads, kg)?;
+        way.set_up(&site, role, kg)?;
         site.fix_neighbours()?;
-        let measured = match way {
-            Way::Wireguard => site.handshake().and_then(|()| bench.wireguard()),
-            _ if leads => site.handshake().and_then(|()| bench.leader()),
-            _ => bench.member().and_then(|()| bench.masquerade()),
+        let measured = match role {
+            Role::Leader if matches!(way, Way::Wireguard) => {
+                site.handshake().and_then(|()| bench.wireguard())
+            }
+            Role::Leader => site.handshake().and_then(|()| bench.leader()),
+            Role::Relay => bench.relay(),
+            Role::Member => bench.member().and_then(|()| bench.masquerade()),
         };
         costs.append(&mut bench.costs);
         measured.with_context(|| agent::counts(&site))?;

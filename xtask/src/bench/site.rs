@@ -20,6 +20,8 @@ use crate::{
 
 /// Port of WireGuard on every node.
 pub const PORT: u16 = 51820;
+/// Ports of a relay: one that the leader elsewhere sends to, and the other end's.
+pub const RELAY_PORTS: (u16, u16) = (51_830, 51_831);
 /// An address outside of the mesh.
 pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 7);
 /// Public address of the first leader elsewhere; the others follow.
@@ -230,6 +232,11 @@ impl Site {
     /// The answer to a pod's packet whose source became the node's address.
     pub fn answer(&self, load: Load, port: u16) -> Vec<u8> {
         self.plain((OUTSIDE, 5000), (private(0), port), load)
+    }
+
+    /// What the leader elsewhere sends to a relay's port of a pair.
+    pub fn to_relay(&self, load: Load) -> Vec<u8> {
+        self.plain((public(0), PORT), (private(0), RELAY_PORTS.0), load)
     }
 
     fn plain(&self, from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), load: Load) -> Vec<u8> {

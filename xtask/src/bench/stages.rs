@@ -83,6 +83,8 @@ struct Stage {
     name: &'static str,
     entry: Entry,
     end: (&'static str, Direction),
+    /// Whether TCP is measured, too.
+    tcp: bool,
     /// Whether new flows are measured, too.
     new_flows: bool,
     /// Packets that come of a GSO packet.
@@ -91,7 +93,7 @@ struct Stage {
 
 impl Stage {
     const fn new(name: &'static str, entry: Entry, end: (&'static str, Direction)) -> Self {
-        Self { name, entry, end, new_flows: true, segments: 1 }
+        Self { name, entry, end, tcp: true, new_flows: true, segments: 1 }
     }
 }
 
@@ -151,6 +153,14 @@ impl<'a> Bench<'a> {
         self.stage(&Stage { new_flows: false, ..back }, answer)
     }
 
+    /// On a relay: from one end of a pair on to the other.
+    pub fn relay(&mut self) -> Result<()> {
+        let site = self.site;
+        let stage = Stage::new("relay", Entry::Lan(Wrap::None), (LAN, Direction::Egress));
+        let frame = move |load: Load, _| site.to_relay(Load::Encrypted(load.payload()));
+        self.stage(&Stage { tcp: false, new_flows: false, ..stage }, frame)
+    }
+
     /// From a socket of the node into its WireGuard device, and nothing else.
     pub fn wireguard(&mut self) -> Result<()> {
         let site = self.site;
@@ -174,9 +184,9 @@ impl<'a> Bench<'a> {
             self.add(stage.name, size.to_string(), spent);
         }
         let gso_packets = Train { arrive: stage.segments, ..GSO_PACKETS };
-        for (load, train, name) in
-            [(Load::Tcp(long - TCP_OVER_UDP), STANDING, "tcp-kb"), (Load::Gso, gso_packets, "tcp-super-kb")]
-        {
+        let tcp =
+            [(Load::Tcp(long - TCP_OVER_UDP), STANDING, "tcp-kb"), (Load::Gso, gso_packets, "tcp-super-kb")];
+        for (load, train, name) in tcp.into_iter().filter(|_| stage.tcp) {
             let spent = spent(self, load, train, &mut || frame(load, PORT))?;
             self.add(stage.name, name.to_owned(), spent / (load.payload() as f64 / 1024.0));
         }

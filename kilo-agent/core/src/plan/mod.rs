@@ -29,7 +29,10 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use kilo_common::maps::{CONFIG_GATEWAY, CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_NATIVE, Config};
+use kilo_common::{
+    direct,
+    maps::{CONFIG_GATEWAY, CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_NATIVE, Config},
+};
 
 use self::remote::Remote;
 use crate::{
@@ -174,7 +177,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         nat_port_min: NAT_PORTS.0,
         nat_port_max: NAT_PORTS.1,
         wireguard_port: inputs.settings.port,
-        pad: 0,
+        direct_shift: direct_shift(&own.member.node.pod_cidrs),
         kilo_mtu: inputs.mtu,
         vxlan_ifindex: inputs.links.vxlan.unwrap_or(0),
         ipip_ifindex: inputs.links.ipip.unwrap_or(0),
@@ -214,6 +217,12 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
             links.uplinks.keys().chain(&links.private).chain(&links.overlay_device).copied().collect()
         },
     })
+}
+
+/// Bits behind the first of the own pod CIDRs that is IPv4: all nodes of a cluster mostly have CIDRs of one length.
+fn direct_shift(pod_cidrs: &[ipnet::IpNet]) -> u16 {
+    let is_v4 = |cidr: &&ipnet::IpNet| cidr.addr().is_ipv4();
+    pod_cidrs.iter().find(is_v4).map_or(0, |cidr| direct::shift(cidr.prefix_len()))
 }
 
 /// This node's WireGuard address with the subnet's prefix length, if it leads, or acts as leader.

@@ -2,6 +2,7 @@
 //! that packets flow without the agent and the next agent takes over.
 
 mod attach;
+mod batch;
 pub mod decode;
 mod error;
 pub mod lead;
@@ -156,7 +157,7 @@ impl Dataplane {
             }
         })?;
         let mut maps = load::PinnedMaps::of(directory.clone());
-        let present = maps::read(&mut maps)?;
+        let present = maps::read_all(&mut maps)?;
         let attachments = attach::Attachments::new(mode, link_directory(bpffs));
         Ok(Self { programs, maps, directory, present, attachments })
     }

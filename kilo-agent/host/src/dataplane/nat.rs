@@ -6,7 +6,7 @@
 use std::{
     collections::BTreeSet,
     net::Ipv6Addr,
-    os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
+    os::fd::{AsFd as _, OwnedFd},
     path::Path,
     time::Duration,
 };
@@ -19,7 +19,7 @@ use kilo_common::{
     nat::{FRAGMENT_SECONDS, timeout::is_expired},
 };
 
-use super::{DataplaneError, open_pin};
+use super::{DataplaneError, batch, open_pin};
 
 /// Between two sweeps.
 pub const PERIOD: Duration = Duration::from_secs(30);
@@ -27,11 +27,6 @@ pub const PERIOD: Duration = Duration::from_secs(30);
 pub const BUSY_PERIOD: Duration = Duration::from_secs(5);
 /// How soon a flow that found no port, or no place in the table, starts a sweep.
 pub const PROMPT: Duration = Duration::from_secs(1);
-
-/// `bpf(2)` command `BPF_MAP_LOOKUP_BATCH` (include/uapi/linux/bpf.h).
-const LOOKUP_BATCH: nix::libc::c_long = 24;
-/// Entries a call; a bucket of the kernel's hash must fit.
-const BATCH: usize = 4_096;
 
 /// What one sweep found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -131,55 +126,9 @@ impl NatGc {
 
     /// All entries, some perhaps twice.
     fn read(&self) -> Result<Vec<(NatKey, NatValue)>, DataplaneError> {
-        let mut all = Vec::new();
-        let (mut keys, mut values) = (vec![NatKey::default(); BATCH], vec![NatValue::default(); BATCH]);
-        let mut position: Option<u32> = None;
-        loop {
-            let mut next = 0u32;
-            let mut attributes = BatchAttributes {
-                in_batch: position.as_ref().map_or(0, |position| std::ptr::from_ref(position) as u64),
-                out_batch: std::ptr::from_mut(&mut next) as u64,
-                keys: keys.as_mut_ptr() as u64,
-                values: values.as_mut_ptr() as u64,
-                count: u32::try_from(BATCH).unwrap_or(u32::MAX),
-                map: u32::try_from(self.fd.as_raw_fd()).unwrap_or(u32::MAX),
-                flags: [0; 2],
-            };
-            // SAFETY: the attributes are those of the command; the buffers have room for
-            // `count` entries of this map, whose layouts the pin was checked for.
-            let code = unsafe {
-                nix::libc::syscall(
-                    nix::libc::SYS_bpf,
-                    LOOKUP_BATCH,
-                    std::ptr::from_mut(&mut attributes),
-                    size_of::<BatchAttributes>(),
-                )
-            };
-            let error = std::io::Error::last_os_error();
-            let at_end = code < 0 && error.raw_os_error() == Some(nix::libc::ENOENT);
-            if code < 0 && !at_end {
-                return Err(DataplaneError::Sweep(error));
-            }
-            let count = attributes.count as usize;
-            all.extend(keys.iter().copied().zip(values.iter().copied()).take(count));
-            if at_end || count == 0 {
-                return Ok(all);
-            }
-            position = Some(next);
-        }
+        // SAFETY: the pin was checked for these layouts.
+        unsafe { batch::read(self.fd.as_fd()) }.map_err(DataplaneError::Sweep)
     }
-}
-
-/// `union bpf_attr`, the part of batch commands (include/uapi/linux/bpf.h).
-#[repr(C)]
-struct BatchAttributes {
-    in_batch: u64,
-    out_batch: u64,
-    keys: u64,
-    values: u64,
-    count: u32,
-    map: u32,
-    flags: [u64; 2],
 }
 
 /// Pure: entries that go at `now`. `entries` are sorted by key.

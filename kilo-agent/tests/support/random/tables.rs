@@ -203,6 +203,8 @@ impl Random {
             },
             ..Config::default()
         };
+        // Mostly /24, as pod CIDRs are; no draw of its own, so that the tables of the corpus stay.
+        tables.config.direct_shift = [8, 8, 16, 6, 0][tables.config.kilo_mtu as usize % 5];
         if one_v4 && tables.config.private_v4 != [0; 4] {
             tables.config.flags |= CONFIG_ONE_V4;
             for ifindex in [IFINDEX].iter().chain(&OTHER_UPLINKS) {

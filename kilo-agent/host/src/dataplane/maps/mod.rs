@@ -1,6 +1,7 @@
 //! Desired map content against what the maps hold: only differences are
 //! written, in an order in which no packet sees a prefix without its hop.
 
+mod direct;
 mod entries;
 mod form;
 
@@ -35,6 +36,7 @@ use super::{
 pub struct Content {
     prefix_v4: BTreeMap<Ipv4Net, PrefixValue>,
     prefix_v6: BTreeMap<Ipv6Net, PrefixValue>,
+    direct_v4: BTreeMap<u32, u64>,
     hop: BTreeMap<u32, Hop>,
     node_v4: BTreeMap<Ipv4Addr, NodeValue>,
     node_v6: BTreeMap<Ipv6Addr, NodeValue>,
@@ -76,6 +78,11 @@ impl Content {
 }
 
 /// Reads everything the maps hold.
+pub fn read_all(maps: &mut PinnedMaps) -> Result<Content, DataplaneError> {
+    Ok(Content { direct_v4: direct::read(maps)?, ..read(maps)? })
+}
+
+/// Reads what the maps say of tables: `direct_v4` says nothing that `prefix_v4` does not.
 pub fn read(maps: &mut PinnedMaps) -> Result<Content, DataplaneError> {
     let mut tables = Content {
         prefix_v4: read_trie(maps, name::PREFIX_V4)?,
@@ -133,6 +140,7 @@ pub fn apply(
         difference(&present.device, tables.device.iter().map(|(ifindex, device)| (*ifindex, *device)));
     let keys = difference(&present.signal_key, desired.signal_key());
     let prefixes_v4 = difference(&present.prefix_v4, desired.prefix_v4());
+    let direct_v4 = difference(&present.direct_v4, direct::words(tables).into_iter());
     let prefixes_v6 = difference(&present.prefix_v6, desired.prefix_v6());
     let of = |(prefix, value): (&Ipv6Net, &u32)| (*prefix, *value);
     let addrs = difference(&present.masq_addr, desired.masq_addr.iter().map(|(to, addr)| (*to, *addr)));
@@ -165,8 +173,12 @@ pub fn apply(
     writes += write_hash(maps, name::DEVICE, devices, &mut present.device, |key| key)?;
     writes += write_hash(maps, name::NODE_V4, nodes_v4, &mut present.node_v4, |addr| addr.octets())?;
     writes += write_hash(maps, name::NODE_V6, nodes_v6, &mut present.node_v6, |addr| addr.octets())?;
+    // The array forgets before a longer prefix is there, and learns of one when the trie knows it.
+    writes +=
+        direct::write(maps, direct_v4.remove.into_iter().map(|index| (index, 0)), &mut present.direct_v4)?;
     writes += write_trie(maps, name::PREFIX_V4, &prefixes_v4.write, &mut present.prefix_v4)?;
     writes += write_trie(maps, name::PREFIX_V6, &prefixes_v6.write, &mut present.prefix_v6)?;
+    writes += direct::write(maps, direct_v4.write, &mut present.direct_v4)?;
     writes += write_trie(maps, name::MASQ_SRC, &sources.write, &mut present.masq_src)?;
     if present.config != tables.config {
         Array::<_, Config>::try_from(maps.get(name::CONFIG)?)?.set(0, tables.config, 0)?;

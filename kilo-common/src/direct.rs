@@ -1,0 +1,92 @@
+//! Prefixes of one length in an array beside the trie: pod CIDRs mostly share theirs, and an array
+//! tells one from another at the same cost however many there are.
+//!
+//! A place holds one prefix, and only one within which no longer one lies: what is found here is what
+//! the trie would find. Everything else is left to the trie: other lengths, prefixes that hold longer
+//! ones, and all but the first of those with one place. A place is one word, so that it is written at
+//! once, and tells the length it was written for: what another agent has left is not found.
+
+use crate::{map_table::DIRECT_V4, maps::PrefixValue};
+
+/// Bit of a word's upper half: the place is taken.
+const TAKEN: u32 = 1 << 31;
+/// Where that half has the number of bits behind the prefix.
+const SHIFT: u32 = 16;
+
+const _: () = assert!(DIRECT_V4.size == 1 << 16 && size_of::<u64>() as u32 == DIRECT_V4.value);
+
+/// Where an address' prefix stands, and what tells that it is this one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Index into the array.
+    pub index: u32,
+    /// Upper half of the word.
+    key: u32,
+}
+
+impl Place {
+    /// Of the prefix of an IPv4 address that leaves so many bits; 1 to 31 of them.
+    #[inline(always)]
+    pub const fn of(addr: [u8; 4], shift: u16) -> Self {
+        let net = u32::from_be_bytes(addr) >> (shift as u32 & 31);
+        Self { index: net & (DIRECT_V4.size - 1), key: TAKEN | (shift as u32) << SHIFT | net >> 16 }
+    }
+
+    /// What a word of the array says of this prefix.
+    #[inline(always)]
+    pub const fn read(self, word: u64) -> Option<PrefixValue> {
+        if (word >> 32) as u32 == self.key {
+            Some(PrefixValue { hop: word as u16 as u32, flags: (word >> 16) as u16 as u32 })
+        } else {
+            None
+        }
+    }
+
+    /// The word that says this of the prefix; `None` when it has no room for it.
+    pub const fn word(self, value: PrefixValue) -> Option<u64> {
+        if value.hop > 0xffff || value.flags > 0xffff {
+            return None;
+        }
+        Some((self.key as u64) << 32 | (value.flags as u64) << 16 | value.hop as u64)
+    }
+}
+
+/// Bits behind prefixes of this length; 0 for one that the array is not for.
+pub const fn shift(length: u8) -> u16 {
+    if length == 0 || length >= 32 { 0 } else { 32 - length as u16 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_word_is_found_by_every_address_of_its_prefix_and_by_no_other(
+            addr: [u8; 4], other: [u8; 4], length in 1u8..32, of in 0u8..=32, hop: u16, flags: u16,
+        ) {
+            let value = PrefixValue { hop: hop.into(), flags: flags.into() };
+            let place = Place::of(addr, shift(length));
+            let word = place.word(value).expect("it has room");
+            let bits = |addr: [u8; 4]| u32::from_be_bytes(addr) >> (32 - length);
+            for near in [other, (u32::from_be_bytes(addr) ^ u32::from_be_bytes(other) >> length).to_be_bytes()] {
+                let found = Place::of(near, shift(length));
+                let same = bits(near) == bits(addr);
+                prop_assert_eq!(found.index == place.index && found.read(word).is_some(), same);
+                prop_assert!(!same || found.read(word) == Some(value));
+            }
+            // Words of another length are not found, nor is anything where no length is given.
+            let found = Place::of(addr, shift(of)).read(word);
+            prop_assert_eq!(found.is_some(), of == length);
+            prop_assert_eq!(place.read(0), None);
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_into_a_word_has_none() {
+        let place = Place::of([10, 0, 0, 0], shift(24));
+        assert_eq!(place.word(PrefixValue { hop: 0x1_0000, flags: 0 }), None);
+        assert_eq!(place.word(PrefixValue { hop: 0, flags: 0x1_0000 }), None);
+    }
+}

@@ -1,0 +1,125 @@
+//! Link-layer addresses of the next hop, by the kernel's routes and neighbours: so the header is written once, and
+//! the packet needs no second way through the kernel's routing. What was found counts for the same tick of the
+//! kernel's clock, a few milliseconds, and on one CPU.
+//!
+//! A neighbour's entry grows old while nobody sends by it, and the kernel proves it anew only by what it sends
+//! itself. So once a second a packet towards each address goes the kernel's own way, which also finds out
+//! that a router has another link-layer address; and so does every packet while there is no valid entry.
+
+use core::sync::atomic::AtomicU64;
+
+use aya_ebpf::{
+    EbpfContext as _,
+    bindings::{__sk_buff, BPF_FIB_LOOKUP_OUTPUT, bpf_fib_lookup},
+    btf_maps::PerCpuArray,
+    helpers::{bpf_fib_lookup as look_up, bpf_jiffies64},
+    macros::btf_map,
+    programs::TcContext,
+};
+use kilo_common::{
+    map_table,
+    maps::{CONFIG_MASQUERADE, Config},
+};
+
+use crate::masquerade::clock;
+
+/// `AF_INET`.
+const INET: u8 = 2;
+/// Destination and source in an Ethernet header, in pairs of bytes.
+pub type Ends = [u16; 6];
+
+/// A question for the kernel, its answer, and when it was given: tick, and the address above. On kernels where
+/// programs of one CPU interrupt each other there is no masquerading by programs, nor is this used.
+#[repr(C, align(8))]
+struct Link {
+    key: u64,
+    ifindex: u32,
+    ends: Ends,
+    route: [u64; 8],
+}
+
+const _: () = assert!(size_of::<bpf_fib_lookup>() == size_of::<[u64; 8]>());
+
+#[btf_map(name = "link")]
+static LINK: PerCpuArray<Link, { map_table::LINK.size as usize }> = PerCpuArray::new();
+
+/// The last packets that went the kernel's way, by the last bits of the address they went to: the second, and the
+/// address above. Two addresses with one place ask more often, and never less.
+static ASKED: [AtomicU64; map_table::LINK.size as usize] =
+    [const { AtomicU64::new(0) }; map_table::LINK.size as usize];
+
+/// Destination and source of a frame that leaves by this interface towards an IPv4 address; `None`: the kernel is to
+/// send it. Addresses are words as they lie in memory.
+#[inline(always)]
+pub fn addresses(
+    ctx: &TcContext,
+    config: &Config,
+    ifindex: u32,
+    [src, dst]: [u32; 2],
+    tos: u8,
+) -> Option<&'static Ends> {
+    if config.flags & CONFIG_MASQUERADE == 0 {
+        return None;
+    }
+    let place = u32::from_be(dst) & (map_table::LINK.size - 1);
+    // SAFETY: the entry is this CPU's own.
+    let link = unsafe { &mut *LINK.get_ptr_mut(place)? };
+    // SAFETY: a helper without arguments.
+    let tick = u64::from(dst) << 32 | unsafe { bpf_jiffies64() } & 0xffff_ffff;
+    if link.key == tick && link.ifindex == ifindex {
+        return Some(&link.ends);
+    }
+    if ask(ctx.as_ptr().cast(), link, ifindex, u64::from(dst) << 32 | u64::from(src), u32::from(tos)) == 0 {
+        return None;
+    }
+    (link.key, link.ifindex) = (tick, ifindex);
+    Some(&link.ends)
+}
+
+/// Asks the kernel, unless a packet is to go its way. A function of its own, with a stack of its own: there is no
+/// room for more in its callers before Linux 6.3.
+#[inline(never)]
+fn ask(skb: *mut __sk_buff, link: &mut Link, ifindex: u32, ends: u64, tos: u32) -> u32 {
+    let (src, dst) = (ends as u32, (ends >> 32) as u32);
+    link.key = 0;
+    let now = u64::from(dst) << 32 | u64::from(clock::glance());
+    // SAFETY: a word of this program's, read and written at once; the linker knows no atomic loads and stores.
+    unsafe {
+        let asked = ASKED[(u32::from_be(dst) & (map_table::LINK.size - 1)) as usize].as_ptr();
+        if asked.read_volatile() != now {
+            asked.write_volatile(now);
+            return 0;
+        }
+    }
+    let route: *mut bpf_fib_lookup = (&raw mut link.route).cast();
+    // SAFETY: the memory is this CPU's, has this size and is aligned, and the context is valid.
+    unsafe {
+        route.cast::<u64>().write(u64::from(INET));
+        (*route).ifindex = ifindex;
+        (*route).__bindgen_anon_2.tos = tos as u8;
+        (*route).__bindgen_anon_3.ipv4_src = src;
+        (*route).__bindgen_anon_4.ipv4_dst = dst;
+        let size = size_of::<bpf_fib_lookup>() as i32;
+        if look_up(skb.cast(), route, size, BPF_FIB_LOOKUP_OUTPUT) != 0 || (*route).ifindex != ifindex {
+            return 0;
+        }
+        let [a, b, c, d, e, f] = *(&raw const (*route).smac).cast::<Ends>();
+        link.ends = [d, e, f, a, b, c];
+        // Without a link layer there are no addresses.
+        u32::from(d | e | f != 0)
+    }
+}
+
+/// Writes them at the start of a frame.
+///
+/// # Safety
+/// There must be room for them.
+#[inline(always)]
+pub unsafe fn write(ends: &Ends, frame: *mut u16) {
+    let mut i = 0;
+    while i < ends.len() {
+        // SAFETY: as the caller promises. Word by word: all at once would be a call that copies bytes.
+        unsafe { frame.add(i).write_volatile(ends[i]) };
+        i += 1;
+    }
+}
