@@ -257,7 +257,7 @@ impl Failover {
     pub fn tell(
         &mut self,
         site: Site,
-        dataplane: &mut Dataplane,
+        dataplane: &Dataplane,
         bpffs: &Path,
         metrics: &FailoverMetrics,
     ) -> Result<(), DataplaneError> {

@@ -121,7 +121,7 @@ pub fn is_offered(mesh: &Mesh) -> bool {
 ///
 /// # Errors
 /// When a program is not loaded, or a pinned map cannot be opened.
-pub fn tools(dataplane: &mut Dataplane, bpffs: &Path) -> Result<task::Tools, DataplaneError> {
+pub fn tools(dataplane: &Dataplane, bpffs: &Path) -> Result<task::Tools, DataplaneError> {
     Ok(task::Tools {
         signals: dataplane.signals()?,
         maps: RelayMaps::open(bpffs)?,

@@ -66,7 +66,6 @@ fn table() -> Vec<Row> {
         row(DataplaneError::Pin { path: path(), source: cause() }),
         row(DataplaneError::Load(api().into())),
         row(DataplaneError::Attach { ifindex: 1, program: "a", source: api().into() }),
-        row(DataplaneError::ProgramPin { program: "a", source: api().into() }),
         row(DataplaneError::Query { interface: name(), program: "a", source: cause() }),
         row(DataplaneError::List(NetError::Socket(cause()))),
         row(DataplaneError::Map(MapError::SyscallError(call))),

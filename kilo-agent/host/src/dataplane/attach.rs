@@ -186,8 +186,6 @@ impl Attachments {
         fs::create_dir_all(&self.links)
             .map_err(|source| DataplaneError::Pin { path: self.links.clone(), source })?;
         let wanted = places(interfaces);
-        // Those that are missing at once. Which one the kernel refuses, each place says by itself.
-        let _ = programs.prepare(&wanted.iter().map(|place| place.program).collect::<Vec<_>>());
         let mut done = Applied::default();
         for place in &wanted {
             let before = self.attached.get(place).copied();
@@ -255,7 +253,7 @@ impl Attachments {
         place: &Place,
         filters: &[BpfFilter],
     ) -> Result<How, DataplaneError> {
-        let program = programs.get(place.program)?;
+        let program = programs.get_mut(place.program)?;
         let interface =
             place.interface().ok_or_else(|| place.error(io::Error::from_raw_os_error(nix::libc::ENODEV)))?;
         let pin = self.links.join(place.pin());
@@ -318,8 +316,7 @@ fn stands(
     how: How,
     filters: &[BpfFilter],
 ) -> Result<bool, DataplaneError> {
-    let program = programs.held(place.program).ok_or(DataplaneError::Object(place.program))?;
-    let own = program.info()?.id();
+    let own = programs.get(place.program)?.info()?.id();
     Ok(match how {
         How::Clsact => place.filter(filters).is_some_and(|filter| filter.program == own),
         How::Tcx => place.query()?.programs.contains(&own),

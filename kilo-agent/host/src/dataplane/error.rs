@@ -43,18 +43,6 @@ pub enum DataplaneError {
         #[source]
         source: std::io::Error,
     },
-    /// A program cannot be pinned.
-    #[error(
-        "BPF program {program} cannot be pinned: {}; the BPF file system must be writable for kg, and below it \
-         `kilo` hold nothing but pins of kg",
-        error_chain(source.as_ref())
-    )]
-    ProgramPin {
-        /// Program name.
-        program: &'static str,
-        /// What the kernel said.
-        source: Cause,
-    },
     /// The kernel refused the object.
     #[error(
         "the kernel does not load the BPF programs: {}; kg needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON, \
@@ -141,7 +129,7 @@ impl DataplaneError {
     pub const fn label(&self) -> &'static str {
         match self {
             Self::Bpffs { .. } => "bpffs",
-            Self::Absent { .. } | Self::Pin { .. } | Self::ProgramPin { .. } => "bpf_pin",
+            Self::Absent { .. } | Self::Pin { .. } => "bpf_pin",
             Self::Monitored => "monitored",
             Self::Load(_) => "bpf_load",
             Self::Object(_) => "bpf_object",

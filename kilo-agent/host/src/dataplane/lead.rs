@@ -82,8 +82,7 @@ impl std::fmt::Debug for Signals {
 }
 
 impl Signals {
-    pub(super) fn of(programs: &mut Programs, directory: &Path) -> Result<Self, DataplaneError> {
-        programs.prepare(&[INJECT, FOLLOW])?;
+    pub(super) fn of(programs: &Programs, directory: &Path) -> Result<Self, DataplaneError> {
         let lead = Array::try_from(Map::Array(super::open_pin(directory, name::LEAD)?))?;
         let (inject, follow) = (descriptor(programs.get(INJECT)?)?, descriptor(programs.get(FOLLOW)?)?);
         Ok(Self { inject, follow, lead })

@@ -23,17 +23,17 @@ use kilo_core::errors::error_chain;
 /// The programs as they are built.
 pub static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("KILO_EBPF_OBJECT"));
 
-/// Programs of the object.
+/// Programs of the object; those that the kernel verifies longest come first.
 pub const PROGRAMS: [&str; 9] = [
     "kilo_egress",
-    "kilo_ingress",
     "lan_ingress",
-    "tunnel_ingress",
     "uplink_egress",
-    "l3_ingress",
     "l3_egress",
-    INJECT,
+    "l3_ingress",
+    "kilo_ingress",
+    "tunnel_ingress",
     FOLLOW,
+    INJECT,
 ];
 /// Programs that are on no hook: the agent runs them.
 pub const INJECT: &str = "inject";

@@ -55,6 +55,21 @@ pub fn top_directory(bpffs: &Path) -> PathBuf {
     bpffs.join("kilo")
 }
 
+/// Mounts the BPF file system unless one is there, and makes our directory in it.
+///
+/// # Errors
+/// When the kernel refuses either.
+pub fn make_top_directory(bpffs: &Path) -> Result<(), DataplaneError> {
+    load::mount_bpffs(bpffs)?;
+    make_directory(&top_directory(bpffs))
+}
+
+/// One that only this user may look into, and those above it.
+fn make_directory(path: &Path) -> Result<(), DataplaneError> {
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path);
+    made.map_err(|source| DataplaneError::Pin { path: path.to_owned(), source })
+}
+
 /// Directory of our pins below a BPF file system: `kilo/v<layout>`.
 pub fn pin_directory(bpffs: &Path) -> PathBuf {
     top_directory(bpffs).join(format!("v{}", kilo_common::maps::LAYOUT_VERSION))
@@ -127,7 +142,7 @@ pub struct Dataplane {
 }
 
 impl Dataplane {
-    /// Takes over the programs that an earlier agent of the same build has left, and loads the others.
+    /// Takes over the programs that an earlier agent of the same build has left, or loads all of them.
     /// Maps pinned by an earlier agent are adopted with their content; pins that do not fit are replaced.
     ///
     /// # Errors
@@ -141,15 +156,11 @@ impl Dataplane {
     /// # Errors
     /// As [`Self::open`].
     pub fn open_with(bpffs: &Path, debug: bool, mode: AttachMode) -> Result<Self, DataplaneError> {
-        load::mount_bpffs(bpffs)?;
+        make_top_directory(bpffs)?;
         let directory = pin_directory(bpffs);
-        std::fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(&directory)
-            .map_err(|source| DataplaneError::Pin { path: directory.clone(), source })?;
+        make_directory(&directory)?;
         let adopted = directory.join(name::CONFIG).exists();
-        let programs = programs::Programs::open(directory.clone(), debug).inspect_err(|_| {
+        let programs = programs::Programs::open(&directory, debug).inspect_err(|_| {
             if !adopted {
                 // Nothing half set up stays behind; what another version runs stays.
                 let _ = std::fs::remove_dir_all(&directory);
@@ -184,7 +195,7 @@ impl Dataplane {
     /// When a map refuses a write (full, or gone).
     pub fn write(&mut self, desired: &Tables) -> Result<u64, DataplaneError> {
         let maps::Applied { writes, excluded } =
-            maps::apply(&mut self.maps, &mut self.programs, &mut self.present, desired)?;
+            maps::apply(&mut self.maps, &self.programs, &mut self.present, desired)?;
         // The programs ask the table of flows first: what was outside and is in
         // the mesh now would keep its translation for as long as it is used.
         if !excluded.is_empty() {
@@ -252,9 +263,9 @@ impl Dataplane {
     /// What reads and moves the words of `lead` and sends signals, independently of this handle.
     ///
     /// # Errors
-    /// When a program cannot be loaded, or the pinned map cannot be opened.
-    pub fn signals(&mut self) -> Result<lead::Signals, DataplaneError> {
-        lead::Signals::of(&mut self.programs, &self.directory)
+    /// When the pinned map cannot be opened.
+    pub fn signals(&self) -> Result<lead::Signals, DataplaneError> {
+        lead::Signals::of(&self.programs, &self.directory)
     }
 
     /// Programs that this process has had the kernel load; the others were there.
@@ -265,10 +276,10 @@ impl Dataplane {
     /// One of [`PROGRAMS`], for tests that run single programs.
     ///
     /// # Errors
-    /// When the kernel refuses it.
+    /// When there is none of that name.
     pub fn program(&mut self, name: &str) -> Result<&mut SchedClassifier, DataplaneError> {
         let name = PROGRAMS.into_iter().find(|program| *program == name);
-        self.programs.get(name.ok_or(DataplaneError::Object("program of that name"))?)
+        self.programs.get_mut(name.ok_or(DataplaneError::Object("program of that name"))?)
     }
 
     /// A pinned map, for tests that look into it.
@@ -350,12 +361,21 @@ pub fn remove(bpffs: &Path) -> Vec<DataplaneError> {
 /// Says what stays, and why.
 pub fn remove_pins(bpffs: &Path) -> Result<usize, DataplaneError> {
     let top = top_directory(bpffs);
-    let entries = |path: &Path| std::fs::read_dir(path).into_iter().flatten().flatten();
-    let pins = entries(&top).map(|directory| entries(&directory.path()).count()).sum();
+    let pins = count_pins(&top);
     match std::fs::remove_dir_all(&top) {
         Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
             Err(DataplaneError::Pin { path: top, source })
         }
         _ => Ok(pins),
     }
+}
+
+/// Pins in a directory, and in those below it.
+fn count_pins(directory: &Path) -> usize {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let count = |entry: std::fs::DirEntry| match entry.file_type() {
+        Ok(kind) if kind.is_dir() => count_pins(&entry.path()),
+        _ => 1,
+    };
+    entries.map(count).sum()
 }

@@ -118,8 +118,8 @@ impl World {
     }
 
     /// What reads the words of `lead` and sends signals.
-    pub fn signals(&mut self) -> Signals {
-        self.dataplane.as_mut().unwrap().signals().unwrap()
+    pub fn signals(&self) -> Signals {
+        self.dataplane.as_ref().unwrap().signals().unwrap()
     }
 
     /// The ring of what was heard.

@@ -72,11 +72,11 @@ impl Bench {
         Some(Self { fs, dataplane })
     }
 
-    fn signals(&mut self) -> Signals {
+    fn signals(&self) -> Signals {
         self.dataplane.signals().unwrap()
     }
 
-    fn word(&mut self) -> u64 {
+    fn word(&self) -> u64 {
         self.signals().words().unwrap()[1]
     }
 
@@ -473,7 +473,7 @@ fn a_relieved_leader_passes_on_what_it_does_not_lead_and_never_what_a_gateway_se
 
 #[test]
 fn the_own_agent_moves_the_word_by_the_same_rule() {
-    let Some(mut bench) = Bench::of(&with_keys(member_tables())) else { return };
+    let Some(bench) = Bench::of(&with_keys(member_tables())) else { return };
     let signals = bench.signals();
     let at = |term, hop| word(Term::from_bits(term), hop);
     assert_eq!(signals.words().unwrap(), [at(0, 4), at(0, 4)]);

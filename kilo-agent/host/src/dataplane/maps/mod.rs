@@ -125,7 +125,7 @@ pub struct Applied {
 /// Writes what differs and keeps `present` true.
 pub fn apply(
     maps: &mut PinnedMaps,
-    programs: &mut Programs,
+    programs: &Programs,
     present: &mut Content,
     tables: &Tables,
 ) -> Result<Applied, DataplaneError> {
