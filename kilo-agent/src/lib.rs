@@ -11,6 +11,7 @@ pub mod backend;
 pub mod cli;
 #[cfg(feature = "agent")]
 pub mod failover;
+pub mod far;
 pub mod flag_table;
 #[cfg(feature = "agent")]
 pub mod health;

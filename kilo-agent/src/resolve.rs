@@ -75,7 +75,11 @@ impl Resolver {
     /// Addresses of every name the mesh's endpoints use, as far as known now.
     pub async fn resolve(&mut self, mesh: &Mesh) -> BTreeMap<String, IpAddr> {
         let endpoints = mesh.segments.iter().map(|segment| &segment.endpoint);
+        let gateways = mesh.segments.iter().zip(&mesh.gateways).flat_map(|(segment, gateways)| {
+            gateways.order.iter().filter_map(|at| segment.members[*at].node.endpoint.as_ref())
+        });
         let names: BTreeSet<&str> = endpoints
+            .chain(gateways)
             .chain(mesh.peers.iter().filter_map(|peer| peer.endpoint.as_ref()))
             .filter_map(|endpoint| match &endpoint.host {
                 EndpointHost::Dns(name) => Some(name.as_str()),

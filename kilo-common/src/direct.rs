@@ -3,8 +3,9 @@
 //!
 //! A place holds one prefix, and only one within which no longer one lies: what is found here is what
 //! the trie would find. Everything else is left to the trie: other lengths, prefixes that hold longer
-//! ones, and all but the first of those with one place. A place is one word, so that it is written at
-//! once, and tells the length it was written for: what another agent has left is not found.
+//! ones, and all but the first of those with one place. A place is one word, and tells
+//! the length it was written for: what another agent has left is not found. Places that change or go are emptied
+//! before anything else is written, and filled after all of it: meanwhile the trie answers.
 
 use crate::{map_table::DIRECT_V4, maps::PrefixValue};
 

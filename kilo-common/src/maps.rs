@@ -55,6 +55,24 @@ pub const PREFIX_NOT_TRANSLATED: u32 = 1 << 13;
 /// `PrefixValue::flags`, in `direct_v4` alone: nothing to this prefix is masqueraded.
 pub const PREFIX_NOT_MASQUERADED: u32 = 1 << 15;
 
+// What the trie's entries say has other bits than what the array adds.
+const _: () = {
+    let says = [
+        PREFIX_ROUTE,
+        PREFIX_SOURCE,
+        PREFIX_VIA_WIREGUARD,
+        PREFIX_NEVER_CLEAR,
+        PREFIX_PODS_STEERED,
+        PREFIX_HOST_STEERED,
+    ];
+    let adds = PREFIX_KNOWN_SENDER | PREFIX_NOT_TRANSLATED | PREFIX_NOT_MASQUERADED;
+    let mut i = 0;
+    while i < says.len() {
+        assert!(says[i] & adds == 0);
+        i += 1;
+    }
+};
+
 /// What a prefix leads to.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -33,6 +33,8 @@ pub type Ends = [u16; 6];
 #[repr(C, align(8))]
 struct Link {
     key: u64,
+    /// Source address and type of service, by which routes may differ.
+    from: u64,
     ifindex: u32,
     ends: Ends,
     route: [u64; 8],
@@ -58,7 +60,9 @@ pub fn addresses(
     [src, dst]: [u32; 2],
     tos: u8,
 ) -> Option<&'static Ends> {
-    if config.flags & CONFIG_MASQUERADE == 0 {
+    // Before Linux 6.10 the helper knows no routes by mark.
+    // SAFETY: the context is valid for the whole program.
+    if config.flags & CONFIG_MASQUERADE == 0 || unsafe { (*ctx.skb.skb).mark } != 0 {
         return None;
     }
     let place = u32::from_be(dst) & (map_table::LINK.size - 1);
@@ -66,13 +70,15 @@ pub fn addresses(
     let link = unsafe { &mut *LINK.get_ptr_mut(place)? };
     // SAFETY: a helper without arguments.
     let tick = u64::from(dst) << 32 | unsafe { bpf_jiffies64() } & 0xffff_ffff;
-    if link.key == tick && link.ifindex == ifindex {
+    // Without the marks of congestion, by which nothing is routed.
+    let from = u64::from(tos & !3) << 32 | u64::from(src);
+    if link.key == tick && link.from == from && link.ifindex == ifindex {
         return Some(&link.ends);
     }
     if ask(ctx.as_ptr().cast(), link, ifindex, u64::from(dst) << 32 | u64::from(src), u32::from(tos)) == 0 {
         return None;
     }
-    (link.key, link.ifindex) = (tick, ifindex);
+    (link.key, link.from, link.ifindex) = (tick, from, ifindex);
     Some(&link.ends)
 }
 

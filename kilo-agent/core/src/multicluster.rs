@@ -236,6 +236,7 @@ pub fn wanted(from: &Cluster, to: &Cluster) -> Vec<Peer> {
                 persistent_keepalive: segment.persistent_keepalive,
                 preshared_key: None,
                 public_key: section.public_key,
+                follows: false,
             })
         })
         .collect();
@@ -352,6 +353,7 @@ mod tests {
             persistent_keepalive: 0,
             preshared_key: None,
             public_key: PublicKey([key; 32]),
+            follows: false,
         };
         Present { name: name.to_owned(), owner: owner.map(ToOwned::to_owned), peer: Some(peer) }
     }

@@ -11,9 +11,9 @@ use ipnet::IpNet;
 use crate::{
     flat_map::FlatSet,
     net::{MAIN_TABLE, NetPlan, Route},
-    showconf,
-    topology::{Mesh, Peer},
-    wireguard::{Endpoint, EndpointHost, WireguardPeer, WireguardPlan},
+    showconf, signal_id,
+    topology::{Member, Mesh, Peer, Segment, is_reached_from_anywhere},
+    wireguard::{Endpoint, EndpointHost, WireguardPeer, WireguardPlan, conf::PeerSection},
 };
 
 /// How this machine wants to be a peer.
@@ -51,15 +51,27 @@ pub fn addresses(peer: &Peer) -> BTreeSet<IpNet> {
 /// `resolved`: addresses of endpoints that are names.
 pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>) -> Option<ConnectPlan> {
     let own = mesh.peers.iter().find(|peer| peer.name == options.peer)?;
-    let mut sections = showconf::of_peer(mesh, &options.peer)?.peers;
-    // Services answer in every location: the first that can be reached has them.
-    if let Some(first) = sections.iter_mut().find(|section| section.endpoint.is_some()) {
-        first.allowed_ips.extend(options.more_prefixes.iter().map(IpNet::trunc));
+    let mut more: &[IpNet] = &options.more_prefixes;
+    let mut sections = Vec::new();
+    for (at, section) in showconf::of_peer(mesh, &options.peer)?.peers.into_iter().enumerate() {
+        // Services answer in every location: the first that can be reached has them.
+        let here = if section.endpoint.is_some() { std::mem::take(&mut more) } else { &[] };
+        let here = here.iter().map(IpNet::trunc);
+        match mesh.segments.get(at) {
+            Some(segment) if own.follows && mesh.fails_over(at) => {
+                sections.extend(of_gateways(mesh, at, segment, &section, here));
+            }
+            _ => sections.push(PeerSection {
+                allowed_ips: section.allowed_ips.into_iter().chain(here).collect(),
+                ..section
+            }),
+        }
     }
-    let addresses = addresses(own);
+    let control = own.follows.then(|| IpAddr::V6(signal_id::control_address(&own.public_key)));
+    let mut addresses = addresses(own);
     let mut plan = ConnectPlan {
         wireguard: WireguardPlan { listen_port: options.port, peers: BTreeMap::new() },
-        net: NetPlan { mtu: options.mtu, addresses: addresses.clone(), ..NetPlan::default() },
+        net: NetPlan { mtu: options.mtu, ..NetPlan::default() },
         unrouted: Vec::new(),
     };
     let endpoints: BTreeMap<_, _> = sections
@@ -74,7 +86,10 @@ pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>)
             section.allowed_ips.iter().map(IpNet::trunc).filter(|prefix| claimed.insert(*prefix)).collect();
         let endpoint = endpoints.get(&section.public_key).copied().flatten();
         for &prefix in &allowed_ips {
-            let source = addresses.iter().map(IpNet::addr).find(|ip| ip.is_ipv4() == prefix.addr().is_ipv4());
+            let source = match control {
+                Some(control) if signal_id::is_control(&prefix) => Some(control),
+                _ => addresses.iter().map(IpNet::addr).find(|ip| ip.is_ipv4() == prefix.addr().is_ipv4()),
+            };
             if source.is_none() {
                 // Without an address of that family nothing sent there comes back.
                 continue;
@@ -96,7 +111,46 @@ pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>)
         });
     }
     plan.net.routes = routes.into_iter().collect();
+    addresses.extend(control.map(IpNet::from));
+    plan.net.addresses = addresses;
     Some(plan)
+}
+
+/// All gateways of a location, each with what it carries now. `section`: what there would be of its leader alone;
+/// `more` goes where what belongs to no node goes.
+fn of_gateways(
+    mesh: &Mesh,
+    at: usize,
+    segment: &Segment,
+    section: &PeerSection,
+    more: impl Iterator<Item = IpNet>,
+) -> Vec<PeerSection> {
+    let gateways = mesh.gateways_of(at);
+    let said = mesh.acting.of(segment);
+    let mut carried = vec![Vec::new(); gateways.order.len()];
+    for prefix in &segment.reach {
+        carried[gateways.of_prefix(segment, said, prefix.member)].push(prefix.prefix);
+    }
+    carried[gateways.acting].extend(segment.allowed_location_ips.iter().map(IpNet::trunc).chain(more));
+    let members = gateways.order.iter().map(|index| &segment.members[*index]);
+    let sections = members.zip(carried).enumerate().filter_map(|(place, (member, mut allowed_ips))| {
+        let key = member.node.key?;
+        allowed_ips.push(IpAddr::V6(signal_id::control_address(&key)).into());
+        let endpoint = if place == 0 { section.endpoint.clone() } else { stand_bys_endpoint(mesh, member) };
+        Some(PeerSection { allowed_ips, endpoint, public_key: key, ..section.clone() })
+    });
+    sections.collect()
+}
+
+/// Where a stand-by is reached from outside: behind NAT where somebody sees it, else it has to be told.
+fn stand_bys_endpoint(mesh: &Mesh, member: &Member) -> Option<Endpoint> {
+    let node = &member.node;
+    if let Some(seen) = node.key.and_then(|key| mesh.discovered.get(&key)) {
+        return Some((*seen).into());
+    }
+    let is_outside = |ip| is_reached_from_anywhere(ip) || Some(ip) != member.private_ip();
+    let is_reached = |endpoint: &&Endpoint| node.endpoint_forced || endpoint.ip().is_none_or(is_outside);
+    node.endpoint.as_ref().filter(is_reached).cloned()
 }
 
 fn resolve(endpoint: &Endpoint, resolved: &BTreeMap<String, IpAddr>) -> Option<SocketAddr> {
@@ -135,6 +189,7 @@ mod tests {
             persistent_keepalive: 0,
             preshared_key: None,
             public_key: PublicKey([key; 32]),
+            follows: false,
         };
         let peers = [peer("laptop", 8, "10.5.0.1/32"), peer("phone", 9, "10.5.0.2/32")];
         let peers = peers.into_iter().map(|peer| (peer.name.clone(), peer)).collect();

@@ -343,6 +343,7 @@ mod tests {
                 persistent_keepalive: 0,
                 preshared_key: None,
                 public_key: key(number),
+                follows: false,
             };
             (name.to_owned(), peer)
         };

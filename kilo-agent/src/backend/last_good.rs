@@ -211,6 +211,7 @@ mod tests {
             persistent_keepalive: 10,
             preshared_key: Some(SecretKey::from_bytes([5; 32])),
             public_key: PublicKey([9; 32]),
+            follows: false,
         }
     }
 

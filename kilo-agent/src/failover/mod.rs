@@ -7,6 +7,7 @@
 //! ```
 
 mod far_side;
+mod followers;
 mod moved;
 mod order;
 pub mod packets;
@@ -162,7 +163,7 @@ impl Failover {
         let stand_bys = self.options.stand_bys;
         let mut mesh = mesh.with_acting(stand_bys, acting);
         if !is_told {
-            let before = site::acting_before(&mesh, state, far_side::SEED);
+            let before = site::acting_before(&mesh, state, crate::far::SEED);
             mesh = mesh.with_acting(stand_bys, Arc::new(before));
         }
         let mut acting = Acting::clone(&mesh.acting);

@@ -8,7 +8,7 @@ use kilo_failover::{
     signal::{Body, MAX_MEMBERS},
 };
 
-use super::site::FarLocation;
+use crate::far::FarLocation;
 
 /// Between two answers of a gateway that there is a way to: CLAIMs are repeated within 10 s.
 const ANSWERS: Micros = 30 * SEC;
@@ -103,9 +103,9 @@ mod tests {
         }
     }
 
-    fn gateway(id: NodeId) -> super::super::site::FarGateway {
+    fn gateway(id: NodeId) -> crate::far::FarGateway {
         let key = kilo_core::wireguard::key::PublicKey([1; 32]);
-        super::super::site::FarGateway { id, key, control: std::net::Ipv6Addr::LOCALHOST }
+        crate::far::FarGateway { id, key, control: std::net::Ipv6Addr::LOCALHOST }
     }
 
     #[test]

@@ -2,11 +2,10 @@
 //! other locations. Made by each reconcile, from the mesh and the plan.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     net::{IpAddr, Ipv6Addr},
 };
 
-use ipnet::IpNet;
 use kilo_common::{
     lead::{self, Term},
     maps::HOP_REMOTE,
@@ -21,6 +20,8 @@ use kilo_core::{
 use kilo_failover::{Cause, Far, NodeId, Place, Several};
 use kilo_host::{net::link_down::Needed, wireguard::Device};
 
+use crate::far::{FarLocation, far_location, held, id};
+
 /// Everything the thread needs to know.
 #[derive(Clone, Debug)]
 pub struct Site {
@@ -34,6 +35,8 @@ pub struct Site {
     pub nodes: BTreeMap<NodeId, Neighbour>,
     /// Other locations whose leaders know signals.
     pub fars: BTreeMap<Far, FarLocation>,
+    /// VPN peers that follow claims: control addresses, and ids.
+    pub followers: BTreeMap<Ipv6Addr, NodeId>,
     /// Names of all nodes, for people.
     pub names: BTreeMap<NodeId, String>,
     /// Kilo's leader.
@@ -59,38 +62,6 @@ pub struct Neighbour {
     pub key: siphash::Key,
     /// It may lead this node.
     pub is_gateway: bool,
-}
-
-/// Another location.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct FarLocation {
-    /// Address that path probes are sent to.
-    pub wireguard_ip: Option<IpAddr>,
-    /// Gateways in Kilo's order.
-    pub gateways: Vec<FarGateway>,
-    /// Index of the acting leader.
-    pub acting: usize,
-    /// Its active leaders, if it has several.
-    pub active: Vec<NodeId>,
-    /// Prefixes of each member.
-    pub members: BTreeMap<NodeId, Vec<IpNet>>,
-    /// Prefixes of no single member.
-    pub shared: Vec<IpNet>,
-    /// With which gateway the device has each member's prefixes.
-    pub held: BTreeMap<NodeId, NodeId>,
-    /// What the acting leader has written down.
-    pub written: Option<(Term, NodeId)>,
-}
-
-/// A gateway of another location.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FarGateway {
-    /// Its id.
-    pub id: NodeId,
-    /// Its key, the name of its peer.
-    pub key: PublicKey,
-    /// Its address inside tunnels.
-    pub control: Ipv6Addr,
 }
 
 /// What a site is made of.
@@ -119,10 +90,6 @@ const fn cause(leaving: Leaving) -> Cause {
         Leaving::Removed => Cause::Removed,
         Leaving::ShutsDown => Cause::ShutsDown,
     }
-}
-
-fn id(member: &Member) -> Option<NodeId> {
-    Some(signal_id::node(&member.node.key?))
 }
 
 impl Site {
@@ -164,7 +131,12 @@ impl Site {
             .iter()
             .enumerate()
             .filter(|(at, _)| *at != index && mesh.fails_over(*at))
-            .map(|(at, far)| (signal_id::location(&far.location), far_location(facts, at, far)))
+            .map(|(at, far)| {
+                (
+                    signal_id::location(&far.location),
+                    far_location(mesh, &facts.plan.wireguard, facts.state, at, far),
+                )
+            })
             .collect();
         let answers = |far: &(&Far, &FarLocation)| {
             far.1.wireguard_ip.is_some_and(|address| address.is_ipv4() == private.is_ipv4())
@@ -194,6 +166,7 @@ impl Site {
             control: signal_id::control_address(&key),
             nodes,
             fars,
+            followers: followers(mesh, facts.plan),
             names,
             leader,
             written: own.node.leading.map(Term::from_bits),
@@ -239,6 +212,13 @@ impl Site {
     }
 }
 
+/// VPN peers of this host's device that follow claims.
+fn followers(mesh: &Mesh, plan: &HostPlan) -> BTreeMap<Ipv6Addr, NodeId> {
+    let keys = mesh.peers.iter().filter(|peer| peer.follows).map(|peer| peer.public_key);
+    let keys = keys.filter(|key| plan.wireguard.peers.contains_key(key));
+    keys.map(|key| (signal_id::control_address(&key), signal_id::node(&key))).collect()
+}
+
 /// Several active leaders as failover knows them: by id.
 fn several(segment: &Segment, gateways: &Gateways) -> Option<Several> {
     let homes = gateways.homes.as_ref()?;
@@ -274,24 +254,6 @@ fn needed(facts: &Facts<'_>, endpoint: Option<IpAddr>) -> Vec<Needed> {
     [Some(kilo), uplink].into_iter().flatten().collect()
 }
 
-/// Prefixes of one member.
-fn prefixes(member: &Member) -> impl Iterator<Item = IpNet> + '_ {
-    member.node.pod_cidrs.iter().map(IpNet::trunc).chain(member.private_ip().map(IpNet::from))
-}
-
-/// With which of a location's gateways the device has each member's prefixes.
-fn held(segment: &Segment, gateways: &[usize], state: &DeviceState) -> BTreeMap<NodeId, NodeId> {
-    let of_gateways = || gateways.iter().filter_map(|at| segment.members[*at].node.key);
-    let held_by = |member: &Member| {
-        of_gateways().find(|key| {
-            let peer = state.peers.get(key);
-            peer.is_some_and(|peer| prefixes(member).any(|prefix| peer.allowed_ips.contains(&prefix)))
-        })
-    };
-    let members = segment.members.iter();
-    members.filter_map(|member| Some((id(member)?, signal_id::node(&held_by(member)?)))).collect()
-}
-
 /// Who acts as far as a device tells that an agent before this one has set up: nothing moves
 /// because an agent was restarted.
 pub fn acting_before(mesh: &Mesh, state: &DeviceState, term: Term) -> Acting {
@@ -306,39 +268,6 @@ pub fn acting_before(mesh: &Mesh, state: &DeviceState, term: Term) -> Acting {
         acting.locations.insert(signal_id::location(&segment.location), location);
     }
     acting
-}
-
-fn far_location(facts: &Facts<'_>, at: usize, segment: &Segment) -> FarLocation {
-    let gateways = facts.mesh.gateways_of(at);
-    let of_gateways: Vec<FarGateway> = gateways
-        .order
-        .iter()
-        .filter_map(|index| segment.members[*index].node.key)
-        .map(|key| FarGateway { id: signal_id::node(&key), key, control: signal_id::control_address(&key) })
-        .collect();
-    // What the plan gives to any of them: a prefix that two locations claim is one's.
-    let peers = of_gateways.iter().filter_map(|gateway| facts.plan.wireguard.peers.get(&gateway.key));
-    let planned = peers.flat_map(|peer| peer.allowed_ips.iter().copied());
-    // A gateway's control address stays its own, whatever else moves.
-    let planned: BTreeSet<IpNet> = planned.filter(|prefix| !signal_id::is_control(prefix)).collect();
-    let is_planned = |prefix: &IpNet| planned.contains(prefix);
-    let members = segment.members.iter();
-    let members =
-        members.filter_map(|member| Some((id(member)?, prefixes(member).filter(is_planned).collect())));
-    let members = members.collect();
-    let shared = segment.wireguard_ip.map(IpNet::from).into_iter();
-    let shared = shared.chain(segment.allowed_location_ips.iter().map(IpNet::trunc));
-    let acting = of_gateways.get(gateways.acting).map(|gateway| (gateways.term, gateway.id));
-    FarLocation {
-        wireguard_ip: segment.wireguard_ip,
-        acting: gateways.acting,
-        active: several(segment, &gateways).map_or_else(Vec::new, |several| several.active),
-        members,
-        shared: shared.filter(|prefix| planned.contains(prefix)).collect(),
-        held: held(segment, &gateways.order, facts.state),
-        written: acting.filter(|(term, _)| term.count() > 0),
-        gateways: of_gateways,
-    }
 }
 
 #[cfg(test)]

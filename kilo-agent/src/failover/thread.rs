@@ -25,7 +25,9 @@ use nix::{
 };
 
 use super::{
-    Shared, locked,
+    Shared,
+    followers::Followers,
+    locked,
     moved::Moved,
     report::{FailoverMetrics, Out},
     site::Site,
@@ -74,6 +76,7 @@ pub struct Thread {
     declared_dead: Option<(NodeId, Term)>,
     out: Out,
     moved: Moved,
+    followers: Followers,
     next_report: Micros,
 }
 
@@ -123,6 +126,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         declared_dead: None,
         out: Out::default(),
         moved: Moved::default(),
+        followers: Followers::default(),
         next_report: 0,
     };
     // What came before this agent.
@@ -138,7 +142,7 @@ impl Thread {
         let agent = self.agent.as_ref().map_or(Micros::MAX, Agent::wake);
         let later = self.later.iter().map(|(at, ..)| *at).min().unwrap_or(Micros::MAX);
         let fars = self.fars.values().map(far::Acting::wake).min().unwrap_or(Micros::MAX);
-        agent.min(later).min(fars)
+        agent.min(later).min(fars).min(self.followers.wake())
     }
 
     fn wait(&self) -> Ready {
@@ -183,6 +187,7 @@ impl Thread {
         }
         self.turn(&site, inputs);
         let now = micros();
+        self.tell_followers(&site, now);
         self.forget_seeds(now);
         self.far_wakes(now);
         self.out.expire(now, &self.metrics);
@@ -195,6 +200,7 @@ impl Thread {
     fn site_is(&mut self, site: &Arc<Site>) {
         let now = micros();
         self.fars_are(site, now);
+        self.followers.are(&site.followers, now);
         self.site = Some(Arc::clone(site));
         let takes_part = site.place.gateways.len() > 1 && site.place.nodes.contains(&site.place.me);
         match &mut self.agent {

@@ -333,6 +333,7 @@ mod tests {
             persistent_keepalive: 0,
             preshared_key: None,
             public_key: PublicKey([2; 32]),
+            follows: false,
         };
         let peers: BTreeMap<_, _> = (0..peers).map(|index| (format!("p{index}"), peer(index))).collect();
         Mesh::new(&nodes, &peers, Granularity::Location, "10.4.0.0/16".parse().unwrap())

@@ -78,6 +78,11 @@ fn refused(kubeconfig: &Path, arguments: &[&str]) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
+/// What a Peer says of following gateways.
+fn follows(object: &Peer) -> Option<&str> {
+    object.metadata.annotations.as_ref()?.get("kilo.squat.ai/follows-gateways").map(String::as_str)
+}
+
 /// What a clean machine has: no interface, no route, no process of ours.
 #[track_caller]
 fn nothing_left() {
@@ -150,6 +155,7 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
         assert_eq!(mode & 0o777, 0o600, "the private key is nobody else's");
         let object = peers.get("laptop").await.unwrap();
         assert_eq!(object.spec.allowed_ips, ["10.10.10.10/32"]);
+        assert_eq!(follows(&object), Some("true"), "agents know that it follows gateways");
         for prefix in ["10.1.0.2", "10.4.0.1", "10.42.1.0/24", "10.43.0.0/16"] {
             let route = sh(&format!("ip route show {prefix}"));
             assert!(route.contains("dev kilo0") && route.contains("src 10.10.10.10"), "{prefix}: {route:?}");
@@ -223,9 +229,27 @@ fn a_peer_made_by_somebody_else_is_used_and_stays() {
                 until("its address", || {
                     succeeds("ip link show wg7") && sh("ip -o -4 address show wg7").contains("10.5.0.7/32")
                 });
+                assert_eq!(follows(&peers.get("mine").await.unwrap()), Some("true"));
+                // Gateways claim to an address of its own, which only the tunnel has.
+                let control = kilo_core::signal_id::control_address(&key.public());
+                until("its control address", || {
+                    sh("ip -o -6 address show wg7").contains(&format!("{control}/128"))
+                });
+                until("its socket", || sh("ss -Hlnu sport = 51821").contains(&format!("[{control}]%wg7")));
                 assert!(running.signal(Signal::SIGINT));
                 until("the interface goes", || !succeeds("ip link show wg7"));
-                assert!(peers.get_opt("mine").await.unwrap().is_some(), "it is not ours to delete");
+                let left = peers.get_opt("mine").await.unwrap().expect("it is not ours to delete");
+                assert_eq!(follows(&left), None, "nobody follows any more");
+                // What stays in the kernel is what a static configuration has.
+                let mut running =
+                    Running(kgctl(&kubeconfig, &arguments).arg("--clean-up=false").spawn().unwrap());
+                until("its control address", || {
+                    succeeds("ip link show wg7") && sh("ip -o -6 address show wg7").contains("fd6b:")
+                });
+                assert!(running.signal(Signal::SIGINT));
+                assert!(!sh("ip -o -6 address show wg7").contains("fd6b:"));
+                assert_eq!(follows(&peers.get("mine").await.unwrap()), None);
+                sh("ip link delete wg7; ip route flush proto 107; ip -6 route flush proto 107");
                 peers.delete("mine", &DeleteParams::default()).await.unwrap();
             }
         }

@@ -4,6 +4,7 @@
 
 use std::{collections::BTreeSet, os::unix::fs::MetadataExt as _};
 
+use aya::maps::{Array, Map, MapData};
 use kilo_host::dataplane::{Dataplane, PROGRAMS, pin_directory};
 
 use crate::netns;
@@ -68,6 +69,33 @@ fn one_changed_prefix_is_one_write_and_one_of_its_place_in_the_array() {
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     let places = tables.prefix.keys().filter(|prefix| prefix.addr().is_ipv4() && prefix.prefix_len() == 24);
     assert_eq!(dataplane.write(&tables).unwrap(), places.count() as u64);
+}
+
+/// The array that is asked before the trie, as it is pinned.
+fn array(fs: &support::BpfFs) -> Array<MapData, u64> {
+    let data = MapData::from_pin(pin_directory(fs.path()).join("direct_v4")).unwrap();
+    Array::try_from(Map::Array(data)).unwrap()
+}
+
+/// An agent of before that version changes the trie and leaves the array; one that was ended has written half of it.
+#[test]
+fn what_another_agent_has_left_in_the_array_is_mended_by_the_next() {
+    let Some(fs) = support::bpffs() else { return };
+    let tables = support::leader_tables();
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    dataplane.write(&tables).unwrap();
+    drop(dataplane);
+    let all = |array: &Array<MapData, u64>| array.iter().map(Result::unwrap).collect::<Vec<_>>();
+    let mut left = array(&fs);
+    let right = all(&left);
+    let taken = right.iter().position(|word| *word != 0).unwrap();
+    for (place, word) in [(taken, right[taken] ^ 1), (taken + 1, right[taken]), (65_535, u64::MAX), (7, 1)] {
+        left.set(u32::try_from(place).unwrap(), word, 0).unwrap();
+    }
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    dataplane.write(&tables).unwrap();
+    assert_eq!(all(&left), right);
+    assert_eq!(dataplane.write(&tables).unwrap(), 0);
 }
 
 #[test]

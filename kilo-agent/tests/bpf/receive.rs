@@ -94,6 +94,25 @@ fn wireguard_gets_nothing_from_an_address_that_is_reached_through_it() {
     );
 }
 
+/// What the array says of a sender goes with the sender: with its entry, and with the interface it may come by.
+#[test]
+fn a_sender_that_is_revoked_sends_no_transit() {
+    let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
+    let frame = steered(MEMBER, SELF, &udp(MEMBER_POD, REMOTE_POD, (1, 2), b"payload"));
+    let none = [].into();
+    let elsewhere = NodeValue { interfaces: [IFINDEX + 1, 0, 0, 0], ..support::node(0) };
+    let revoked = [("unknown_sender", none), ("wrong_interface", [(MEMBER.into(), elsewhere)].into())];
+    for (reason, senders) in revoked {
+        let mut tables = leader_tables();
+        dataplane.write(&tables).unwrap();
+        assert_eq!(run(&mut dataplane, "lan_ingress", &frame).counted, ["transit"]);
+        tables.node = senders;
+        dataplane.write(&tables).unwrap();
+        let ran = run(&mut dataplane, "lan_ingress", &frame);
+        assert_eq!((ran.verdict, &ran.counted[..]), (SHOT, &[reason][..]));
+    }
+}
+
 #[test]
 fn a_leader_sends_transit_on_with_a_lower_ttl_and_a_right_checksum() {
     let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };

@@ -145,6 +145,49 @@ fn each_end_reaches_the_other_and_both_see_the_relay_alone() {
     assert!(bench.ports().values().all(|port| port.packets == 3));
 }
 
+/// Once the kernel knows the link's addresses, whole datagrams are sent by themselves, with the same bytes.
+#[test]
+fn the_fast_path_sends_what_the_kernels_way_sends() {
+    isolated("the_fast_path_sends_what_the_kernels_way_sends", || async {
+        const MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
+        forwards();
+        sh("ip link add uplink index 77 type veth peer name other; ip link set uplink up; ip link set other up
+            ip address add 203.0.113.3/24 dev uplink
+            ip neighbour replace 203.0.113.2 lladdr 02:00:00:00:00:09 dev uplink nud permanent");
+        let mut ports = pair();
+        ports.values_mut().for_each(|port| port.ifindex = 77);
+        let Some(mut bench) = Bench::of(&ports) else { return };
+        let started = std::time::Instant::now();
+        let (mut fast, mut slow) = (0, 0);
+        while fast < 20 || slow < 2 {
+            assert!(started.elapsed().as_secs() < 10, "{fast} fast, {slow} by the kernel");
+            for (length, has_sum) in [(32, true), (93, true), (1300, true), (93, false)] {
+                let bytes = data(length);
+                let mut packet = udp(X, SELF, (X_PORT, FOR_X), &bytes);
+                if !has_sum {
+                    packet[26..28].fill(0);
+                }
+                let ran = run(&mut bench.dataplane, "lan_ingress", &ethernet(&packet));
+                assert_eq!((ran.verdict, &ran.counted[..]), (REDIRECT, &["relay"][..]));
+                match <[u8; 6]>::try_from(&ran.bytes[..6]).unwrap() {
+                    MAC => fast += 1,
+                    _ => slow += 1,
+                }
+                let ip = &ran.bytes[14..];
+                assert!(if has_sum { checksums_hold(ip) } else { ip[26..28] == [0, 0] });
+                assert_eq!(kilo_common::checksum::header(ip[..20].try_into().unwrap()), 0);
+                assert_eq!((&ip[12..16], &ip[16..20], ip[8]), (&SELF[..], &Y[..], 63));
+                assert_eq!((&ip[20..22], &ip[22..24]), (&FOR_Y.to_be_bytes()[..], &Y_PORT.to_be_bytes()[..]));
+                assert_eq!(&ip[28..], &bytes[..]);
+            }
+        }
+        assert_eq!(bench.ports().values().map(|port| port.packets).sum::<u64>(), fast + slow);
+        // Strangers, and what is no WireGuard's, are refused by it as well.
+        drops(&bench.arrives((STRANGER, X_PORT), FOR_X, &data(100)), "relay_stranger");
+        drops(&bench.arrives((X, X_PORT), FOR_X, b"GET / HTTP/1.1\r\n\r\n"), "relay_stranger");
+    });
+}
+
 #[test]
 fn over_ipv6_each_end_reaches_the_other_too() {
     let Some(mut bench) = Bench::of(&pair_by(true)) else { return };

@@ -131,6 +131,7 @@ pub fn vpn_peers() -> impl Strategy<Value = BTreeMap<String, Peer>> {
                 persistent_keepalive: 0,
                 preshared_key: None,
                 public_key: PublicKey([key; 32]),
+                follows: false,
             });
             peers.map(|peer| (peer.name.clone(), peer)).collect()
         },

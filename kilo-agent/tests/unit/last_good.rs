@@ -34,6 +34,7 @@ fn why_a_file_is_ignored_quotes_no_key() {
         persistent_keepalive: 25,
         preshared_key: Some(secret),
         public_key: PublicKey([9; 32]),
+        follows: false,
     };
     LastGood::new(&path, "a").keep([node("a")].iter(), [].iter(), [peer].iter(), Instant::now()).unwrap();
     let text = fs::read_to_string(&path).unwrap();

@@ -65,6 +65,7 @@ fn peers() -> BTreeMap<String, Peer> {
         persistent_keepalive: 0,
         preshared_key: None,
         public_key: PublicKey([99; 32]),
+        follows: false,
     };
     BTreeMap::from([(laptop.name.clone(), laptop)])
 }
@@ -153,6 +154,30 @@ fn a_stand_by_holds_a_leaders_tables_and_leaves_vpn_peers_and_others_to_it() {
     assert!(stand_by.net.addresses.is_empty() && !leader.net.addresses.is_empty());
     let gateways = stand_by.tables.node.values().filter(|node| node.flags & NODE_GATEWAY != 0);
     assert_eq!(gateways.count(), 2);
+}
+
+#[test]
+fn a_vpn_peer_that_follows_is_held_by_all_gateways_and_reached_through_who_acts() {
+    let mut peers = peers();
+    peers.get_mut("laptop").unwrap().follows = true;
+    let laptop = PublicKey([99; 32]);
+    let control = IpNet::from(std::net::IpAddr::V6(signal_id::control_address(&laptop)));
+    let own: IpNet = "10.5.0.1/32".parse().unwrap();
+    for name in ["a1", "a2", "b1"] {
+        let plan = plan_with(name, Some(Acting::default()), &nodes(), &peers);
+        let peer = &plan.wireguard.peers[&laptop];
+        assert_eq!(peer.allowed_ips.iter().copied().collect::<Vec<_>>(), [own, control], "{name}");
+        // b has one node: there is nobody to follow.
+        let hop = if name == "b1" { HOP_REMOTE } else { HOP_ACTING };
+        assert_eq!(plan.tables.prefix[&own].hop, hop, "{name}");
+        assert!(!plan.tables.prefix.contains_key(&control), "{name}: nobody is routed to it");
+    }
+    // Nobody takes over from a leader that knows no signals, and without failover there is one.
+    let alone = plan_with("c1", Some(Acting::default()), &nodes(), &peers);
+    assert_eq!(alone.wireguard.peers[&laptop].allowed_ips.iter().copied().collect::<Vec<_>>(), [own]);
+    for name in ["a1", "a2", "b1"] {
+        assert_eq!(plan_with(name, None, &nodes(), &peers), plan_of(name, None), "{name} without failover");
+    }
 }
 
 #[test]

@@ -17,9 +17,9 @@ use kilo_common::{
 };
 use kilo_core::{
     plan::{Hop, HopIds, HostPlan, model::Packet},
-    signal_id,
-    topology::{Acting, ActingLocation, Mesh, Node, NodeId},
-    wireguard::key::PublicKey,
+    showconf, signal_id,
+    topology::{Acting, ActingLocation, Mesh, Node, NodeId, dot},
+    wireguard::key::{PublicKey, SecretKey},
 };
 
 use crate::plans;
@@ -186,6 +186,15 @@ fn one_leader_and_a_node_that_knows_no_several_are_planned_as_before() {
     let plans = |nodes: &[Node]| plans_with(STAND_BYS, nodes);
     let wanted = plans(&before);
     assert_eq!(plans(&nodes(1, 5, 2)), wanted, "--leaders=1");
+    // Byte for byte what a host's tables, device and routes are made of, and what kgctl prints.
+    let texts = |nodes: &[Node]| {
+        let mesh = mesh(nodes, Acting::default());
+        let key = SecretKey::from_bytes([1; 32]);
+        let confs = (0..mesh.segments.len()).map(|at| showconf::of_node(&mesh, at, key, 51820, 0).to_ini());
+        (format!("{:?}", plans(nodes)), confs.collect::<Vec<_>>(), dot(&mesh))
+    };
+    assert_eq!(texts(&nodes(1, 5, 2)), texts(&before), "--leaders=1");
+    assert_ne!(texts(&nodes(2, 5, 2)).2, texts(&before).2);
     let mut mixed = nodes(3, 5, 2);
     mixed[6].leaders = None;
     // Who would lead beside the leader is a stand-by.

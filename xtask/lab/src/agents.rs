@@ -342,6 +342,50 @@ impl Agents {
         self.configure_laptop(network, |peers| peers)
     }
 
+    /// Makes the laptop a peer by `kgctl connect`, which follows gateways, instead of what it was; one that runs
+    /// goes on.
+    pub fn connect_laptop(&self, network: &Network, stand_bys: u8) -> Result<()> {
+        const PID: &str = "/run/kgctl-connect.pid";
+        let laptop = &network.laptop;
+        if laptop.sh(&format!("kill -0 $(cat {PID})")).is_ok() {
+            return Ok(());
+        }
+        laptop.sh(
+            "test ! -e /run/kilo-vpn.pid || kill $(cat /run/kilo-vpn.pid); ip link delete kilo-vpn 2>/dev/null || true; \
+             for i in $(seq 100); do test -e /run/wireguard/kilo-vpn.sock || exit 0; sleep 0.1; done; exit 1",
+        )?;
+        let object = self.cluster().join("peer-laptop.yaml");
+        let follows = "  name: laptop\n  annotations: {kilo.squat.ai/follows-gateways: \"true\"}\n";
+        let yaml = fs::read_to_string(&object)?.replace("  name: laptop\n", follows);
+        self.write_object("peer-laptop.yaml", &yaml)?;
+        let key = self.directory.join("laptop.key");
+        run(Command::new("chmod").arg("600").arg(&key))?;
+        let script = format!("echo $$ > {PID}; exec \"$0\" \"$@\"");
+        let mut command = laptop.command("sh");
+        command.args(["-c", &script]).arg(self.program("kgctl"));
+        command.args(["--backend", "file", "--backend-dir"]).arg(self.cluster());
+        command.args([
+            "connect",
+            "laptop",
+            "--interface",
+            "kilo-vpn",
+            "--log-level",
+            "debug",
+            "--private-key",
+        ]);
+        command.arg(key).args(["--wireguard", &self.wireguard, "--stand-bys", &stand_bys.to_string()]);
+        start_and_wait(command, &self.log("laptop"), "connected")?;
+        // Who does not know its key yet answers the next handshake, 5 s later.
+        let began = Instant::now();
+        while laptop.sh("wg show kilo-vpn latest-handshakes")?.lines().any(|line| line.ends_with("\t0")) {
+            if began.elapsed() > Duration::from_secs(30) {
+                bail!("the laptop has not shaken hands with every gateway within 30 s");
+            }
+            std::thread::sleep(Duration::from_millis(200));
+        }
+        Ok(())
+    }
+
     /// `kgctl showconf peer laptop`, changed as the operator wants it, for `wg
     /// setconf`; with a route to each allowed IP.
     pub fn configure_laptop(&self, network: &Network, change: impl FnOnce(String) -> String) -> Result<()> {

@@ -4,7 +4,10 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
 
-use super::{checks, failover, faults, nat_pairs, network::Underlay, scenario::Scenario, topology::Topology};
+use super::{
+    checks, failover, faults, nat_pairs, network::Shape, network::Underlay, scenario::Scenario,
+    topology::Topology,
+};
 
 /// Options and subcommands of the lab.
 #[derive(Args, Clone, Debug)]
@@ -21,6 +24,9 @@ pub struct LabArgs {
     /// Family of the nodes' own addresses; pods have both.
     #[arg(long, value_enum, default_value = "v4", global = true)]
     pub(crate) underlay: Underlay,
+    /// Which nodes there are.
+    #[arg(skip)]
+    pub(crate) shape: Shape,
     /// What differs from the lab's own network.
     #[arg(long, value_enum, default_value = "plain", global = true)]
     pub(crate) topology: Topology,

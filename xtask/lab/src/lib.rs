@@ -60,8 +60,9 @@ pub use cilium::OBJECT as CILIUM_OBJECT;
 
 use agents::Agents;
 use args::LabCommand;
-use network::{Network, Node, Underlay};
+use network::{Network, Node, Shape, Underlay};
 use scenario::Scenario;
+use space::Space;
 use topology::Topology;
 
 use crate::report::TestOutcome;
@@ -331,8 +332,10 @@ fn directory(name: &str) -> PathBuf {
 fn down(name: &str) -> Result<()> {
     let directory = directory(name);
     // The plan names every namespace, so a lab that was only half built goes too.
-    let network = Network::plan(name, Underlay::default());
-    space::remove(network.spaces().into_iter().chain(nat::spaces(name)).chain(node_ports::spaces(name)))?;
+    let shapes = Shape::ALL.map(|shape| Network::shaped(name, Underlay::default(), shape).spaces());
+    let spaces: BTreeMap<String, Space> =
+        shapes.into_iter().flatten().map(|space| (space.netns.clone(), space)).collect();
+    space::remove(spaces.into_values().chain(nat::spaces(name)).chain(node_ports::spaces(name)))?;
     if directory.exists() {
         fs::remove_dir_all(&directory).with_context(|| directory.display().to_string())?;
     }
@@ -349,7 +352,7 @@ impl Lab {
         let own = args.topology.flags().iter().map(|&flag| flag.to_owned());
         let flags: Vec<_> = own.chain(args.kg_flags.iter().cloned()).collect();
         step("namespaces, links, addresses, NAT");
-        let mut network = Network::plan(&args.name, args.underlay);
+        let mut network = Network::shaped(&args.name, args.underlay, args.shape);
         network.build(&args.name, &logs)?;
         let native = args.kg_flags.iter().any(|flag| flag.starts_with("--encapsulate=") && flag != ALWAYS);
         args.topology.prepare(&mut network)?;
@@ -362,7 +365,7 @@ impl Lab {
             None => own_directory()?,
         };
         let mut agents = Agents::prepare(&bin, &directory, &args.wireguard, &flags, &network)?;
-        step("an agent on each of 5 nodes");
+        step(&format!("an agent on each of {} nodes", network.nodes.len()));
         for node in &network.nodes {
             agents.start(node)?;
         }

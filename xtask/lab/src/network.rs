@@ -114,20 +114,65 @@ impl Node {
 
     /// The node's pod CIDRs, IPv4 first.
     pub fn pod_cidrs(&self) -> Vec<String> {
-        let v6 = self.dual_stack.then(|| format!("fd42:0:{}::/64", self.pod_prefix[2]));
+        let v6 = self.dual_stack.then(|| format!("fd42:0:{:x}::/64", self.pod_prefix[2]));
         std::iter::once(format!("{}/24", self.pod_address(0))).chain(v6).collect()
     }
 }
 
-/// Name, location, bridge of its LAN, private and public address. A router
-/// stands between a3 and the other nodes of its location.
-const NODES: [(&str, &str, &str, Ipv4Addr, Option<Ipv4Addr>); 5] = [
-    ("a1", "site-a", "lan-a", Ipv4Addr::new(10, 1, 0, 11), Some(Ipv4Addr::new(192, 0, 2, 11))),
-    ("a2", "site-a", "lan-a", Ipv4Addr::new(10, 1, 0, 12), None),
-    ("a3", "site-a", "lan-c", Ipv4Addr::new(10, 1, 1, 13), None),
-    ("b1", "site-b", "lan-b", Ipv4Addr::new(10, 2, 0, 11), Some(Ipv4Addr::new(192, 0, 2, 21))),
-    ("b2", "site-b", "lan-b", Ipv4Addr::new(10, 2, 0, 12), None),
-];
+/// Which nodes there are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Shape {
+    /// Three and two, of which one each has a public address.
+    #[default]
+    Plain,
+    /// The same, and all have public addresses.
+    Public,
+    /// Four with public addresses and twelve without in one location, and one in the other.
+    Crowd,
+}
+
+/// Name, location, bridge of its LAN, private and public address.
+type Outline = (String, &'static str, &'static str, Ipv4Addr, Option<Ipv4Addr>);
+
+/// Members of [`Shape::Crowd`].
+pub const CROWD: u8 = 12;
+
+impl Shape {
+    /// Every shape.
+    pub const ALL: [Self; 3] = [Self::Plain, Self::Public, Self::Crowd];
+
+    /// The nodes, sorted by name. A router stands between a3 and the other nodes of its location.
+    fn nodes(self) -> Vec<Outline> {
+        let public = |host: u8| Some(Ipv4Addr::new(192, 0, 2, host));
+        let a = |host: u8| (format!("a{host}"), "site-a", "lan-a", Ipv4Addr::new(10, 1, 0, 10 + host));
+        let b = |host: u8| (format!("b{host}"), "site-b", "lan-b", Ipv4Addr::new(10, 2, 0, 10 + host));
+        let with = |(name, location, lan, private), public| (name, location, lan, private, public);
+        let a3 = || ("a3".to_owned(), "site-a", "lan-c", Ipv4Addr::new(10, 1, 1, 13));
+        match self {
+            Self::Plain => vec![
+                with(a(1), public(11)),
+                with(a(2), None),
+                with(a3(), None),
+                with(b(1), public(21)),
+                with(b(2), None),
+            ],
+            Self::Public => vec![
+                with(a(1), public(11)),
+                with(a(2), public(12)),
+                with(a3(), public(13)),
+                with(b(1), public(21)),
+                with(b(2), public(22)),
+            ],
+            Self::Crowd => {
+                let gateways = (1..=4).map(|host| with(a(host), public(10 + host)));
+                let members = (1..=CROWD).map(|member| {
+                    (format!("m{member:02}"), "site-a", "lan-a", Ipv4Addr::new(10, 1, 0, 100 + member), None)
+                });
+                gateways.chain([with(b(1), public(21))]).chain(members).collect()
+            }
+        }
+    }
+}
 
 /// Address of the outside host.
 pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 2);
@@ -167,6 +212,8 @@ pub struct Network {
     pub foreign_cni: bool,
     /// Leaders' private addresses are where WireGuard sends.
     pub private_endpoints: bool,
+    /// Which nodes there are.
+    pub shape: Shape,
 }
 
 impl Network {
@@ -208,7 +255,9 @@ impl Network {
 
     /// The address agents give a node in WireGuard's own network, which leaders have, by their location's name.
     pub fn wireguard_address(&self, node: &Node) -> Option<IpAddr> {
-        let mut leaders = self.nodes.iter().filter(|node| node.public.is_some()).zip(1..);
+        let mut locations = std::collections::BTreeSet::new();
+        let leaders = self.nodes.iter().filter(|node| node.public.is_some());
+        let mut leaders = leaders.filter(|node| locations.insert(&node.location)).zip(1..);
         let (_, number) = leaders.find(|(leader, _)| leader.name() == node.name())?;
         Some(Ipv4Addr::new(10, 4, 0, number).into())
     }
@@ -216,13 +265,19 @@ impl Network {
     /// Names the namespaces without creating them, so that a half-built lab
     /// can be taken down.
     pub fn plan(lab: &str, underlay: Underlay) -> Self {
+        Self::shaped(lab, underlay, Shape::Plain)
+    }
+
+    /// The same with other nodes.
+    pub fn shaped(lab: &str, underlay: Underlay, shape: Shape) -> Self {
         let space =
             |name: &str| Space { name: name.to_owned(), netns: format!("{lab}-{name}"), holder: None };
-        let nodes = NODES
-            .iter()
+        let nodes = shape
+            .nodes()
+            .into_iter()
             .zip(1u8..)
-            .map(|(&(name, location, lan, private, public), number)| Node {
-                space: space(name),
+            .map(|((name, location, lan, private, public), number)| Node {
+                space: space(&name),
                 pod: space(&format!("pod-{name}")),
                 location: location.to_owned(),
                 lan: lan.to_owned(),
@@ -246,6 +301,7 @@ impl Network {
             nodes,
             foreign_cni: false,
             private_endpoints: false,
+            shape,
         }
     }
 

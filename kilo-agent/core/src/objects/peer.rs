@@ -1,7 +1,7 @@
 //! The Peer custom resource, `peers.kilo.squat.ai/v1alpha1`.
 
 use ipnet::IpNet;
-use kube::{CustomResource, core::DynamicObject};
+use kube::{CustomResource, ResourceExt as _, core::DynamicObject};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -78,6 +78,10 @@ pub struct PeerStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub endpoint: Option<String>,
 }
+
+/// Annotation of a Peer, `true`: the machine holds all gateways of each location, and follows what they claim.
+/// `kgctl connect` writes it while it runs.
+pub const FOLLOWS: &str = "kilo.squat.ai/follows-gateways";
 
 /// Type of the condition that says whether leaders let the peer in.
 pub const READY: &str = "Ready";
@@ -190,6 +194,7 @@ pub fn from_object(object: &Peer) -> Result<objects::Peer, InvalidPeer> {
         persistent_keepalive,
         preshared_key,
         public_key: spec.public_key.parse().map_err(|_| InvalidPeer::Key("publicKey"))?,
+        follows: object.annotations().get(FOLLOWS).is_some_and(|value| value == "true"),
     })
 }
 
@@ -218,7 +223,7 @@ pub fn to_object(peer: &objects::Peer) -> Peer {
         },
         port: endpoint.port.into(),
     });
-    Peer::new(
+    let mut object = Peer::new(
         &peer.name,
         PeerSpec {
             allowed_ips: peer.allowed_ips.iter().map(ToString::to_string).collect(),
@@ -227,7 +232,11 @@ pub fn to_object(peer: &objects::Peer) -> Peer {
             preshared_key: peer.preshared_key.map(|key| key.reveal()),
             public_key: peer.public_key.to_string(),
         },
-    )
+    );
+    if peer.follows {
+        object.annotations_mut().insert(FOLLOWS.to_owned(), "true".to_owned());
+    }
+    object
 }
 
 #[cfg(test)]
@@ -286,6 +295,11 @@ mod tests {
     #[test]
     fn an_object_made_from_a_peer_is_read_back() {
         let peer = from_object(&valid()).unwrap();
-        assert_eq!(from_object(&to_object(&peer)), Ok(peer));
+        assert_eq!(from_object(&to_object(&peer)), Ok(peer.clone()));
+        let follows = objects::Peer { follows: true, ..peer };
+        assert_eq!(from_object(&to_object(&follows)), Ok(follows));
+        let mut other = valid();
+        other.annotations_mut().insert(FOLLOWS.to_owned(), "yes".to_owned());
+        assert!(from_object(&other).is_ok_and(|peer| !peer.follows));
     }
 }

@@ -97,4 +97,6 @@ pub struct Peer {
     pub preshared_key: Option<SecretKey>,
     /// Its public key.
     pub public_key: PublicKey,
+    /// It holds all gateways as peers, and moves prefixes as these claim them.
+    pub follows: bool,
 }

@@ -65,12 +65,7 @@ impl Remote {
             };
             let free = || segment.members.iter().filter(has).any(|member| own.host_speaks_freely(member));
             let said = mesh.acting.of(segment);
-            let gateway = |member: Option<u32>| match member.and_then(|at| segment.members.get(at as usize)) {
-                Some(Member { node, .. }) if gateways.order.len() > 1 => {
-                    node.key.map_or(gateways.acting, |key| gateways.of_member(said, signal_id::node(&key)))
-                }
-                _ => gateways.acting,
-            };
+            let gateway = |member| gateways.of_prefix(segment, said, member);
             claims.extend(segment.reach.iter().map(|&LocationPrefix { prefix, private, member }| {
                 let endpoint = endpoints.contains(&prefix);
                 // Addresses of WireGuard and of pods are the mesh's alone.

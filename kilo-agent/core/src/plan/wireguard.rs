@@ -14,6 +14,7 @@ use super::{
 };
 use crate::{
     signal_id,
+    topology::Peer,
     wireguard::{
         WireguardPeer, WireguardPlan,
         key::{PublicKey, SecretKey},
@@ -53,15 +54,17 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
         }));
     }
     first.push(wanted.len());
+    let fails_over = mesh.fails_over(own.index);
+    let follows = |peer: &Peer| fails_over && peer.follows;
     wanted.extend(mesh.peers.iter().map(|peer| Wanted {
-        // They know one key, that of Kilo's leader.
-        refused: Some(peer.public_key) == own_key || !own.leads,
+        // Who does not follow knows one key, that of Kilo's leader.
+        refused: Some(peer.public_key) == own_key || !(own.leads || follows(peer)),
         key: peer.public_key,
         endpoint: endpoint(inputs, &peer.public_key, peer.endpoint.as_ref(), peer.persistent_keepalive > 0),
         behind_nat: peer.persistent_keepalive > 0,
         preshared_key: peer.preshared_key,
-        control: None,
-        is_warm: false,
+        control: follows(peer).then(|| signal_id::control_address(&peer.public_key)),
+        is_warm: follows(peer) && !own.leads,
     }));
     let place_of = |claim: &PrefixClaim| match first.get(claim.owner) {
         Some(at) if claim.owner < mesh.segments.len() => at + claim.gateway,

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kilo_common::lead::Term;
 
-use super::{Homes, Node, Segment, homes::MOST_LEADERS, leader};
+use super::{Homes, Member, Node, Segment, homes::MOST_LEADERS, leader};
 use crate::{signal_id, wireguard::key::PublicKey};
 
 /// First 8 bytes of SHA-256 of a node's public key.
@@ -171,6 +171,21 @@ impl Gateways {
         let said = location.and_then(|location| location.members.get(&member));
         let said = said.filter(|(term, _)| *term > Term::NONE);
         said.and_then(|(_, id)| self.ids.iter().position(|gateway| gateway == id)).unwrap_or(self.acting)
+    }
+
+    /// Index in `order` of the gateway that has a prefix: of this member, or of the location as a whole.
+    pub(crate) fn of_prefix(
+        &self,
+        segment: &Segment,
+        said: Option<&ActingLocation>,
+        member: Option<u32>,
+    ) -> usize {
+        match member.and_then(|at| segment.members.get(at as usize)) {
+            Some(Member { node, .. }) if self.order.len() > 1 => {
+                node.key.map_or(self.acting, |key| self.of_member(said, signal_id::node(&key)))
+            }
+            _ => self.acting,
+        }
     }
 }
 

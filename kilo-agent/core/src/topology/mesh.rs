@@ -290,6 +290,15 @@ impl Mesh {
         !self.gateways.is_empty() && self.segments.get(segment).is_some_and(|segment| segment.is_capable())
     }
 
+    /// Whether what an owner of prefixes has is reached through whoever acts: a segment by its index, or from the
+    /// number of segments on a VPN peer.
+    pub fn follows(&self, owner: usize) -> bool {
+        match owner.checked_sub(self.segments.len()).and_then(|peer| self.peers.get(peer)) {
+            Some(peer) => peer.follows,
+            None => self.fails_over(owner),
+        }
+    }
+
     /// The nodes of each location, first those of this mesh in its order; and the group each node is in.
     fn groups<'a>(
         &'a self,

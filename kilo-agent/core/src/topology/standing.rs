@@ -109,6 +109,7 @@ mod tests {
             persistent_keepalive: 0,
             preshared_key: None,
             public_key: PublicKey([key; 32]),
+            follows: false,
         };
         (name.to_owned(), peer)
     }

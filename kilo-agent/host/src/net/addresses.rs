@@ -11,7 +11,7 @@ use rtnetlink::{
     packet_core::{NLM_F_CREATE, NLM_F_EXCL},
     packet_route::{
         AddressFamily, RouteNetlinkMessage,
-        address::{AddressAttribute, AddressMessage, AddressScope},
+        address::{AddressAttribute, AddressHeaderFlags, AddressMessage, AddressScope},
     },
 };
 
@@ -126,6 +126,10 @@ fn message(index: u32, net: IpNet) -> AddressMessage {
     message.header.prefix_len = net.prefix_len();
     message.header.scope = AddressScope::Universe;
     message.header.index = index;
+    if net.addr().is_ipv6() {
+        // A tunnel has no neighbours to ask, and no route may name an address that is still being checked.
+        message.header.flags = AddressHeaderFlags::Nodad;
+    }
     message.attributes.push(AddressAttribute::Local(net.addr()));
     message.attributes.push(AddressAttribute::Address(net.addr()));
     message

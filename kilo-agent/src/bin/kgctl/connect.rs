@@ -1,5 +1,7 @@
 //! `kgctl connect`: this machine as a peer, until it is told to stop.
 
+mod following;
+
 use std::{
     io::IsTerminal as _,
     net::IpAddr,
@@ -20,6 +22,7 @@ use kilo_core::{
     errors::error_chain,
     objects::{Snapshot, peer},
     settings::WireguardMode,
+    signal_id,
     topology::Peer,
     vpn_peer::{self, ConnectPlan, Options},
     wireguard::{diff, is_dns_name, key::SecretKey},
@@ -31,14 +34,15 @@ use kilo_host::{
     wireguard::private_key,
 };
 use kube::{
-    Api,
-    api::{DeleteParams, PostParams, Preconditions},
+    Api, ResourceExt as _,
+    api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions},
 };
 use tokio::{
     signal::unix::{SignalKind, signal},
     sync::watch::Receiver,
 };
 
+use self::following::Following;
 use crate::{
     cluster::Cluster,
     complete,
@@ -62,6 +66,9 @@ pub struct ConnectArgs {
     /// Address of this machine in the mesh, for a Peer that does not exist yet.
     #[arg(long, short, value_name = "CIDR", default_value = "10.10.10.10/32")]
     allowed_ip: IpNet,
+    /// Stand-bys of each location that are held as peers, as the agents' --stand-bys.
+    #[arg(long, default_value = "2", value_parser = clap::value_parser!(u8).range(0..=16))]
+    stand_bys: u8,
     /// More prefixes to reach through the cluster, services for example (repeatable).
     #[arg(long, value_name = "CIDR", value_delimiter = ',')]
     allowed_ips: Vec<IpNet>,
@@ -182,10 +189,33 @@ impl Source {
                 wanted.name
             );
         }
+        if wanted.follows && !found.follows {
+            match self.annotate(&wanted.name, true).await {
+                Ok(()) => return Ok(Peer { follows: matches!(self, Self::Kubernetes { .. }), ..found }),
+                Err(error) => tracing::warn!(
+                    "{}; until then this machine uses Kilo's leader of each location alone",
+                    error_chain(error.as_ref())
+                ),
+            }
+        }
         Ok(found)
     }
 
-    /// Deletes the Peer object if it was made here.
+    /// Says in the Peer object whether this machine follows gateways.
+    async fn annotate(&self, name: &str, follows: bool) -> Result<()> {
+        let Self::Kubernetes { cluster, peers, .. } = self else {
+            let said = if follows { "put in" } else { "remove" };
+            tracing::warn!("{said} the annotation {}=true of Peer {name} in the directory", peer::FOLLOWS);
+            return Ok(());
+        };
+        let patch =
+            serde_json::json!({"metadata": {"annotations": {peer::FOLLOWS: follows.then_some("true")}}});
+        let (parameters, patch) = (PatchParams::default(), Patch::Merge(&patch));
+        let patched = peers.patch_metadata(name, &parameters, &patch);
+        cluster.ask(Asked::new("patch", "peers"), patched).await.map(drop)
+    }
+
+    /// Deletes the Peer object if it was made here; else nobody follows any more.
     async fn release(&self, wanted: &Peer) -> Result<()> {
         let Self::Kubernetes { cluster, peers, .. } = self else { return Ok(()) };
         let read = cluster.ask(Asked::new("get", "peers"), peers.get_opt(&wanted.name)).await?;
@@ -198,6 +228,8 @@ impl Source {
             let preconditions = Preconditions { uid: object.metadata.uid, resource_version: None };
             let parameters = DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
             cluster.ask(Asked::new("delete", "peers"), peers.delete(&wanted.name, &parameters)).await?;
+        } else if object.annotations().contains_key(peer::FOLLOWS) {
+            self.annotate(&wanted.name, false).await?;
         }
         Ok(())
     }
@@ -247,11 +279,19 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         persistent_keepalive: args.persistent_keepalive.into(),
         preshared_key: None,
         public_key: key.public(),
+        follows: following::is_possible(),
     };
+    if !wanted.follows {
+        tracing::warn!(
+            "this machine has no IPv6, so it cannot follow gateways: it uses Kilo's leaders alone"
+        );
+    }
     let mut connection = Connection {
         net: Net::new()?,
         source,
         resolver: Resolver::waiting(),
+        following: Following::new(&key.public()),
+        stand_bys: args.stand_bys.into(),
         options: Options {
             peer: name,
             port: args.port,
@@ -277,6 +317,10 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         for problem in connection.clean_up().await {
             tracing::error!("{problem}");
         }
+    } else if connection.wanted.follows
+        && let Err(error) = connection.leave_as_is(flags).await
+    {
+        tracing::error!("{}", error_chain(error.as_ref()));
     }
     ended.map(|()| String::new())
 }
@@ -285,6 +329,8 @@ struct Connection {
     net: Net,
     source: Source,
     resolver: Resolver,
+    following: Following,
+    stand_bys: usize,
     options: Options,
     interface: interface::Options,
     wanted: Peer,
@@ -342,6 +388,7 @@ impl Connection {
             if check_peer {
                 match self.source.ensure(&self.wanted).await {
                     Ok(found) => peer = found,
+                    // The tunnels go on without the API server.
                     Err(error) => tracing::warn!("{}", error_chain(error.as_ref())),
                 }
             }
@@ -364,17 +411,27 @@ impl Connection {
     async fn sync(&mut self, snapshot: &Snapshot, peer: &Peer, flags: &Flags) -> Result<usize> {
         let mut snapshot = snapshot.clone();
         // Just made, it may not have come back yet.
-        Arc::make_mut(&mut snapshot.peers).entry(peer.name.clone()).or_insert_with(|| peer.clone());
-        let mesh = source::mesh(&snapshot, &flags.mesh)?;
-        let resolved: std::collections::BTreeMap<String, IpAddr> = self.resolver.resolve(&mesh).await;
-        let plan = vpn_peer::plan(&mesh, &self.options, &resolved).context("the Peer is not in the mesh")?;
-        let ConnectPlan { wireguard, net, unrouted } = plan;
-        if net.addresses.is_empty() {
+        let own = Arc::make_mut(&mut snapshot.peers).entry(peer.name.clone()).or_insert_with(|| peer.clone());
+        own.follows &= self.wanted.follows;
+        let follows = own.follows;
+        if vpn_peer::addresses(own).is_empty() {
             bail!(
-                "Peer {:?} has no address for this machine: none of its allowed IPs is a /32 or /128, or an \
-                 earlier peer has it",
+                "Peer {:?} has no address for this machine: none of its allowed IPs is a /32 or /128",
                 peer.name
             );
+        }
+        let mesh = source::mesh_as_told(&snapshot, &flags.mesh)?;
+        let mesh = mesh.with_acting(self.stand_bys, Arc::new(self.following.acting()));
+        let resolved: std::collections::BTreeMap<String, IpAddr> = self.resolver.resolve(&mesh).await;
+        let (interface, created) = Interface::ensure(&self.net, &self.interface, None).await?;
+        let state = interface.device.read().await?;
+        // Who carries what as it was claimed until now, after the device was read: what is claimed from here on is
+        // not moved back, because it does not differ from what was read.
+        let mesh = mesh.with_acting(self.stand_bys, Arc::new(self.following.acting()));
+        let plan = vpn_peer::plan(&mesh, &self.options, &resolved).context("the Peer is not in the mesh")?;
+        let ConnectPlan { wireguard, net, unrouted } = plan;
+        if net.addresses.iter().all(signal_id::is_control) {
+            bail!("Peer {:?} has no address for this machine: an earlier peer has it", peer.name);
         }
         if self.unrouted != unrouted {
             for prefix in &unrouted {
@@ -382,12 +439,23 @@ impl Connection {
             }
             self.unrouted = unrouted;
         }
-        let (interface, created) = Interface::ensure(&self.net, &self.interface, None).await?;
-        let state = interface.device.read().await?;
         let mut writes = usize::from(created);
         writes += interface.device.apply(&diff(&state, &wireguard, &self.key)).await?;
         writes += self.net.apply(&net, interface.index).await?;
+        if follows && let Err(error) = self.following.go_on(&mesh, &wireguard, &interface.device).await {
+            tracing::error!("{}; this machine uses Kilo's leaders alone", error_chain(error.as_ref()));
+            self.wanted.follows = false;
+            self.source.annotate(&self.wanted.name, false).await?;
+        }
         Ok(writes)
+    }
+
+    /// The interface stays, and nobody follows gateways any more: it gets what a static configuration has.
+    async fn leave_as_is(&mut self, flags: &Flags) -> Result<()> {
+        self.wanted.follows = false;
+        self.source.annotate(&self.wanted.name, false).await?;
+        let (snapshot, peer) = (Arc::clone(&self.source.watch().borrow()), self.wanted.clone());
+        self.sync(&snapshot, &peer, flags).await.map(drop)
     }
 
     /// Takes everything back; returns what could not be.

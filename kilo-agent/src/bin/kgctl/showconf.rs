@@ -158,6 +158,7 @@ fn as_peer(name: &str, section: PeerSection, output: Output) -> Result<String> {
         persistent_keepalive: section.persistent_keepalive,
         preshared_key: section.preshared_key,
         public_key: section.public_key,
+        follows: false,
     });
     match output {
         Output::Wireguard => Ok(Conf { interface: None, peers: vec![section] }.to_ini()),

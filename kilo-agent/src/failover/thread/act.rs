@@ -7,7 +7,7 @@ use kilo_common::{
     signal::{self, Body, Kind, LONGEST, PORT},
 };
 use kilo_core::topology::NodeId;
-use kilo_failover::{Input, Output, Signal, Way};
+use kilo_failover::{Agent, Input, Micros, Output, Signal, Way, gateway::Sender};
 use kilo_host::dataplane::lead::Way as Into;
 
 use super::{Thread, micros, source_port};
@@ -57,6 +57,15 @@ impl Thread {
                 let Some(to) = self.acting_of(far, location) else { return };
                 self.send_tunnel(IpAddr::V6(site.control), IpAddr::V6(to.control), &probe);
             }
+        }
+    }
+
+    /// Claims to VPN peers that follow what this node leads.
+    pub(super) fn tell_followers(&mut self, site: &Site, now: Micros) {
+        let sender = Sender { me: site.place.me, location: site.place.location };
+        let lead = self.agent.as_ref().and_then(Agent::lead);
+        for (to, signal) in self.followers.due(sender, lead, now, rand::random) {
+            self.send_tunnel(IpAddr::V6(site.control), IpAddr::V6(to), &signal);
         }
     }
 

@@ -15,8 +15,9 @@ use super::{Thread, micros};
 use crate::failover::{
     moved::Asked,
     report::unix_now,
-    site::{FarGateway, FarLocation, Site, is_news},
+    site::{Site, is_news},
 };
+use crate::far::{FarGateway, FarLocation};
 
 impl Thread {
     /// Which gateway of a far location answers probes through the own tunnel: who has what belongs to no member,
@@ -120,6 +121,10 @@ impl Thread {
                 self.out.answered(signal.nonce, at, &self.metrics);
                 self.fars.values_mut().for_each(|acting| acting.answered(signal.nonce));
                 inputs.push(Input::Answer { nonce: signal.nonce, at });
+            }
+            Kind::Moved if by_tunnel && site.followers.contains_key(&source) => {
+                let lead = self.agent.as_ref().and_then(Agent::lead);
+                self.followers.heard(source, signal, lead, micros());
             }
             Kind::Claim | Kind::End | Kind::Moved => {
                 let gateway = site.far_gateway(source).filter(|_| by_tunnel);

@@ -7,7 +7,10 @@ use kilo_core::topology::{Acting, ActingLocation, NodeId};
 use kilo_failover::{Agent, Given, Micros, Note, signal::Shared as SharedPrefixes};
 
 use super::{REPORT, SUCCESSION, Thread, micros};
-use crate::failover::{Dead, Report, StandBy, locked, site::Site};
+use crate::{
+    failover::{Dead, Report, StandBy, locked, site::Site},
+    far,
+};
 
 impl Thread {
     pub(super) fn note(&mut self, note: &Note) {
@@ -156,12 +159,7 @@ impl Thread {
         let mut acting = Acting { led: self.led.clone(), ..Acting::default() };
         let own = ActingLocation { leader: self.leader, members: BTreeMap::new() };
         acting.locations.insert(site.place.location, own);
-        for (far, known) in &self.fars {
-            let members =
-                known.owners().filter(|(_, (term, gateway))| *term > Term::NONE && *gateway != 0).collect();
-            let leader = Some(known.shared_since()).filter(|(term, _)| *term > Term::NONE);
-            acting.locations.insert(*far, ActingLocation { leader, members });
-        }
+        acting.locations.extend(far::known(&self.fars));
         let leading = self.agent.as_ref().and(leads.then_some(term.bits()));
         let mut said = locked(&self.shared.said);
         if *said.acting != acting || said.leading != leading || !said.is_told {

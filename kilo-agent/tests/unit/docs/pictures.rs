@@ -31,6 +31,7 @@ fn mesh(granularity: Granularity, with_laptop: bool) -> Mesh {
         persistent_keepalive: 10,
         preshared_key: None,
         public_key: PublicKey([9; 32]),
+        follows: false,
     };
     let peers: BTreeMap<_, _> = with_laptop.then(|| ("laptop".to_owned(), laptop)).into_iter().collect();
     Mesh::new(&nodes, &peers, granularity, "10.4.0.0/16".parse().unwrap())

@@ -6,9 +6,9 @@ use anyhow::Result;
 
 use super::{
     breaking::{self, Broken},
-    flaps, flood, forged, parts, shares,
+    crowd, flaps, flood, forged, laptop, parts, shares,
 };
-use crate::{Lab, faults::control_plane};
+use crate::{Lab, faults::control_plane, network::Shape};
 
 /// Instead of a line: several active leaders, and more packets than a leader carries, are not on that list.
 pub const UNLISTED: u8 = 0;
@@ -30,6 +30,8 @@ pub enum Limit {
     NoSwitch,
     /// Answers come again within so many milliseconds, and the second flow loses nothing.
     OnlyIts(u64),
+    /// About a third of the members move and lose 10 of 1,000 datagrams a second at most, the others nothing.
+    Third,
 }
 
 impl fmt::Display for Limit {
@@ -41,6 +43,7 @@ impl fmt::Display for Limit {
             Self::Undisturbed => write!(f, "nothing lost, no switch"),
             Self::NoSwitch => write!(f, "no switch"),
             Self::OnlyIts(most) => write!(f, "{most} ms; others 0 lost"),
+            Self::Third => write!(f, "a third moves, each 10 lost of 1,000/s; others 0 lost"),
         }
     }
 }
@@ -73,6 +76,8 @@ pub struct Case {
     pub prepare: Option<fn(&mut Lab) -> Result<()>>,
     /// Part of every test run.
     pub is_always: bool,
+    /// Which nodes there are.
+    pub shape: Shape,
     /// Makes the fault.
     pub inject: fn(&mut Lab) -> Result<Broken>,
 }
@@ -100,6 +105,7 @@ const fn case(
         p95: None,
         prepare,
         is_always: false,
+        shape: Shape::Plain,
         inject,
     }
 }
@@ -127,6 +133,19 @@ impl Case {
     /// One flow whose gateway fails, and one of a node that uses another.
     const fn leaders(self, leaders: u8) -> Self {
         Self { leaders, from: "pod-a3", to: "pod-b1", also: Some(("pod-a2", "pod-b1")), ..self }
+    }
+
+    /// Each of twelve members sends alike; so many active leaders, each watched by a stand-by.
+    const fn crowd(self, leaders: u8) -> Self {
+        let stand_bys = if leaders > 3 { leaders } else { 3 };
+        Self { leaders, stand_bys, to: "pod-b1", shape: Shape::Crowd, prepare: Some(crowd::at_home), ..self }
+    }
+
+    /// A machine that follows gateways (`kgctl connect`) talks to a node whose gateway fails, and to the other
+    /// location.
+    const fn of_laptop(self) -> Self {
+        let (from, to, also) = ("laptop", "pod-a3", Some(("laptop", "pod-b1")));
+        Self { from, to, also, shape: Shape::Public, prepare: Some(laptop::connects), ..self }
     }
 
     /// The far end is the other location's leader: two stand-bys behind NAT have no tunnel.
@@ -199,4 +218,14 @@ pub const CASES: &[Case] = &[
     case("flood", UNLISTED, "nothing fails, and more small datagrams than leaders carry are sent between two locations (30 s; `--for`)", Limit::Switches(1), flood::overload),
     case("gateway-off", UNLISTED, "of two active leaders one loses power", Limit::OnlyIts(1000), breaking::power_off).p95(500).leaders(2).prepared(shares::all_reach_all),
     case("gateway-joins", UNLISTED, "a node is made an active leader beside the first", Limit::Lost(10), shares::joins).with_far_leader(),
+    case("kilo-leaves", UNLISTED, "two active leaders are asked for, and the last node with Kilo itself leaves", Limit::Lost(10), shares::kilo_leaves).leaders(2).with_far_leader().off(&["b2"]).prepared(shares::one_leads_beside_kilo),
+    case("connect-leader-off", UNLISTED, "the leader loses power that a machine with `kgctl connect` uses", Limit::OnlyIts(1000), breaking::power_off).of_laptop(),
+    case("connect-cluster-away", UNLISTED, "the same when the cluster has been away for a while (30 s; `--for`)", Limit::OnlyIts(1000), breaking::power_off_cluster_away).of_laptop(),
+    case("connect-gateway-off", UNLISTED, "of two active leaders that one loses power which a machine with `kgctl connect` uses", Limit::OnlyIts(1000), breaking::power_off).leaders(2).of_laptop(),
+    case("crowd-one", UNLISTED, "12 members send alike by one leader: what it carries is counted", Limit::NoSwitch, crowd::one).crowd(1),
+    case("crowd-two", UNLISTED, "12 members send alike by two active leaders: bytes within 25 % of fair", Limit::NoSwitch, crowd::two).crowd(2),
+    case("crowd-three", UNLISTED, "12 members, three active leaders: bytes within 25 % of fair", Limit::NoSwitch, crowd::three).crowd(3),
+    case("crowd-four", UNLISTED, "12 members, four active leaders: bytes within 25 % of fair", Limit::NoSwitch, crowd::four).crowd(4),
+    case("crowd-off", UNLISTED, "12 members, of three active leaders one loses power", Limit::OnlyIts(1000), breaking::power_off).p95(500).crowd(3),
+    case("crowd-joins", UNLISTED, "12 members, a third active leader beside two", Limit::Third, crowd::third_joins).crowd(1).prepared(crowd::two_lead),
 ];

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 
 use super::{Choice, Run, breaking, cases, kept, rest, table};
-use crate::{Lab, LabArgs};
+use crate::{Lab, LabArgs, network::Shape};
 
 /// Its options.
 #[derive(Args, Clone, Debug)]
@@ -73,8 +73,25 @@ pub fn main(args: &LabArgs, options: &Options) -> Result<()> {
         (false, []) => Choice::All,
         (false, ids) => Choice::Named(ids),
     };
-    let save = |runs: &[Run]| options.json.as_ref().map_or(Ok(()), |path| crate::write_json(path, runs));
-    let runs = super::run(&mut Lab::up(&args, None)?, choice, options.runs, args.keep, save)?;
+    let mut runs = Vec::new();
+    for shape in Shape::ALL.into_iter().filter(|shape| choice.needs(*shape)) {
+        if !runs.is_empty() {
+            crate::down(&args.name)?;
+        }
+        args.shape = shape;
+        // So that the first case finds what it wants.
+        args.kg_flags.retain(|flag| !flag.starts_with("--stand-bys=") && !flag.starts_with("--leaders="));
+        args.kg_flags.extend(choice.flags(shape));
+        let before = runs.clone();
+        let save = |new: &[Run]| {
+            let all = [&before, new].concat();
+            options.json.as_ref().map_or(Ok(()), |path| crate::write_json(path, &all))
+        };
+        runs.extend(super::run(&mut Lab::up(&args, None)?, choice, options.runs, args.keep, save)?);
+        if args.keep && runs.iter().any(|run| run.problem.is_some()) {
+            break;
+        }
+    }
     if let Some(path) = &options.outcomes {
         crate::write_json(path, &super::outcomes(&runs, ""))?;
     }

@@ -15,6 +15,9 @@ use anyhow::{Result, anyhow};
 use super::breaking::{self, Broken, MEMBER};
 use crate::{Lab, space::Space};
 
+/// What an overloaded leader logs; also when the machine of the lab is.
+pub(super) const OVERLOADED: &str = "lose probes while packets come out of them";
+
 /// The other end.
 const OTHER: &str = "b2";
 /// UDP port of both ends.
@@ -62,7 +65,7 @@ fn flood(own: SocketAddr, other: SocketAddr, stop: &AtomicBool) -> std::io::Resu
 /// Floods the tunnel both ways for as long as cases last.
 pub(super) fn overload(lab: &mut Lab) -> Result<Broken> {
     // It is what agents are to say.
-    lab.caused(&["lose probes while packets come out of them"]);
+    lab.caused(&[OVERLOADED]);
     let stop = Arc::new(AtomicBool::new(false));
     let address =
         |name| Ok::<_, anyhow::Error>(SocketAddr::from((breaking::node(lab, name)?.pod_ip(), PORT)));

@@ -4,11 +4,13 @@
 mod breaking;
 mod cases;
 mod command;
+mod crowd;
 mod flaps;
 mod flood;
 mod forged;
 mod fresh;
 mod kept;
+mod laptop;
 mod parts;
 mod rest;
 mod shares;
@@ -23,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     Lab,
     faults::traffic::{Figures, Traffic},
+    network::{Node, Shape},
 };
 use crate::report::TestOutcome;
 use cases::{CASES, Case, Limit};
@@ -83,6 +86,18 @@ impl Choice<'_> {
             Self::Named(ids) => ids.iter().any(|id| id == case.id),
         }
     }
+
+    /// What agents are told for the first of these that has this shape.
+    fn flags(self, shape: Shape) -> Vec<String> {
+        let first = CASES.iter().find(|case| case.shape == shape && self.has(case));
+        let flags = first.map(|case| [("--stand-bys", case.stand_bys), ("--leaders", case.leaders)]);
+        flags.into_iter().flatten().map(|(flag, value)| format!("{flag}={value}")).collect()
+    }
+
+    /// Whether any of these has this shape.
+    fn needs(self, shape: Shape) -> bool {
+        CASES.iter().any(|case| case.shape == shape && self.has(case))
+    }
 }
 
 /// Runs each chosen case so many times; `save` gets all runs after each. `keep`: ends with the first that fails,
@@ -95,7 +110,8 @@ fn run(
     save: impl Fn(&[Run]) -> Result<()>,
 ) -> Result<Vec<Run>> {
     let mut all = Vec::new();
-    for case in CASES.iter().filter(|case| choice.has(case)) {
+    let shape = lab.network.shape;
+    for case in CASES.iter().filter(|case| case.shape == shape && choice.has(case)) {
         let before = all.len();
         for _ in 0..runs {
             all.push(one(lab, case, keep));
@@ -144,6 +160,7 @@ fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<(String, Figures, u64
     lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
     state::begin_anew(lab, case, FIT)?;
     case.prepare.map_or(Ok(()), |prepare| prepare(lab))?;
+    let used = (case.shape == Shape::Crowd).then(|| crowd::uses(lab)).transpose()?;
     let flows = Flows::start(lab, case)?;
     let broken = flows.settle().context("before the fault").and_then(|()| {
         let before = state::changes(lab);
@@ -151,7 +168,11 @@ fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<(String, Figures, u64
     });
     let settled = broken.is_ok().then(|| flows.settle().context("after the fault"));
     std::thread::sleep(AFTER);
-    let mut figures = flows.finish(case.limit);
+    let flows = flows.finish();
+    let mut figures = match &used {
+        Some(before) => flows.and_then(|flows| crowd::judge(case.limit, flows, before, &crowd::uses(lab)?)),
+        None => flows.and_then(|flows| sum(case.limit, flows)),
+    };
     let (before, mut broken) = broken?;
     if let (Ok(figures), Some(fresh)) = (&mut figures, broken.fresh.take()) {
         figures.gap = figures.gap.max(fresh.finish()?);
@@ -173,16 +194,24 @@ fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<(String, Figures, u64
     Ok((broken.said, figures?, switches))
 }
 
-/// The flows of a case.
-struct Flows(Vec<Traffic>);
+/// The flows of a case, by where they begin.
+struct Flows(Vec<(String, Traffic)>);
 
 impl Flows {
     fn start(lab: &Lab, case: &Case) -> Result<Self> {
+        let target = |to: &str| {
+            Ok::<_, anyhow::Error>(lab.network.node(to.trim_start_matches("pod-"))?.pod_ip().into())
+        };
+        if case.shape == Shape::Crowd {
+            let to = target(case.to)?;
+            let start =
+                |node: &Node| (node.name().to_owned(), Traffic::start_every(&node.pod, to, crowd::TICK));
+            return Ok(Self(crowd::members(lab).map(start).collect()));
+        }
         let start = |(from, to): (&str, &str)| {
             let space = lab.network.space(from)?;
-            let target = lab.network.node(to.trim_start_matches("pod-"))?.pod_ip().into();
             ensure!(to != from, "a flow has two ends");
-            Ok(Traffic::start(&space, target))
+            Ok((from.to_owned(), Traffic::start(&space, target(to)?)))
         };
         [Some((case.from, case.to)), case.also]
             .into_iter()
@@ -193,30 +222,34 @@ impl Flows {
     }
 
     fn settle(&self) -> Result<()> {
-        self.0.iter().try_for_each(|flow| flow.settle(PATIENCE))
+        self.0.iter().try_for_each(|(_, flow)| flow.settle(PATIENCE))
     }
 
-    /// What all of them sent and lost, and the longest interruption of any.
-    fn finish(self, limit: Limit) -> Result<Figures> {
-        let all: Vec<_> = self.0.into_iter().map(Traffic::finish).collect();
-        let mut all = all.into_iter();
-        let first = all.next().context("no flow")??;
-        all.try_fold(first, |sum, one| {
-            let one = one?;
-            if let Limit::OnlyIts(_) = limit {
-                ensure!(one.lost == 0, "{} datagrams of a node that uses another leader were lost", one.lost);
-                return Ok(sum);
-            }
-            Ok(Figures {
-                sent: sum.sent + one.sent,
-                lost: sum.lost + one.lost,
-                gap: sum.gap.max(one.gap),
-                holes: [sum.holes, one.holes].concat(),
-                stall: sum.stall.max(one.stall),
-                broken: sum.broken.or(one.broken),
-            })
-        })
+    /// What each of them sent and lost.
+    fn finish(self) -> Result<Vec<(String, Figures)>> {
+        let all: Vec<_> = self.0.into_iter().map(|(from, flow)| (from, flow.finish())).collect();
+        all.into_iter().map(|(from, figures)| Ok((from, figures?))).collect()
     }
+}
+
+/// What all flows sent and lost, and the longest interruption of any.
+fn sum(limit: Limit, flows: Vec<(String, Figures)>) -> Result<Figures> {
+    let mut all = flows.into_iter().map(|(_, figures)| figures);
+    let first = all.next().context("no flow")?;
+    all.try_fold(first, |sum, one| {
+        if let Limit::OnlyIts(_) = limit {
+            ensure!(one.lost == 0, "{} datagrams of a node that uses another leader were lost", one.lost);
+            return Ok(sum);
+        }
+        Ok(Figures {
+            sent: sum.sent + one.sent,
+            lost: sum.lost + one.lost,
+            gap: sum.gap.max(one.gap),
+            holes: [sum.holes, one.holes].concat(),
+            stall: sum.stall.max(one.stall),
+            broken: sum.broken.or(one.broken),
+        })
+    })
 }
 
 /// Why a run is not what is accepted.

@@ -1,14 +1,23 @@
 //! Several active leaders of one location.
 
-use std::{fs, time::Duration};
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
+use nix::sys::signal::Signal;
 
 use super::{
-    breaking::{Broken, MEMBER},
+    breaking::{Broken, MEMBER, STAND_BY},
     state,
 };
-use crate::{Lab, checks, faults::nodes, matrix, well::LEADS};
+use crate::{
+    Lab, checks,
+    faults::nodes,
+    matrix,
+    well::{LEADS, NO_ENDPOINT},
+};
 
 /// How long a new active leader works before it takes its own nodes, and a bit.
 const TAKES: Duration = Duration::from_secs(40);
@@ -37,4 +46,33 @@ pub(super) fn joins(lab: &mut Lab) -> Result<Broken> {
     nodes::put(&path, &text)?;
     state::acts(lab, MEMBER, TAKES)?;
     Ok(Broken::until("a3 leads itself because its annotation says so", move |_| nodes::put(&path, &before)))
+}
+
+/// The node that knows no failover, as Kilo itself does not.
+const KILO: &str = "b2";
+
+/// Beside a node with Kilo itself every location has one leader, and everybody reaches everybody.
+pub(super) fn one_leads_beside_kilo(lab: &mut Lab) -> Result<()> {
+    all_reach_all(lab)?;
+    for node in [STAND_BY, MEMBER] {
+        ensure!(state::role(lab, node) != "leader", "{node} leads beside a node with Kilo itself");
+    }
+    Ok(())
+}
+
+/// The last node with Kilo itself leaves: each gateway takes its own.
+pub(super) fn kilo_leaves(lab: &mut Lab) -> Result<Broken> {
+    lab.caused(&[LEADS, NO_ENDPOINT]);
+    let node = lab.network.node(KILO)?.clone();
+    lab.agents.stop(KILO, Signal::SIGTERM)?;
+    for file in [format!("node-{KILO}.yaml"), format!("{KILO}.kilo.yaml")] {
+        let _ = fs::remove_file(lab.agents.cluster().join(file));
+    }
+    let began = Instant::now();
+    state::acts(lab, STAND_BY, TAKES)?;
+    let said = format!("a2 leads itself {} s after b2 has left", began.elapsed().as_secs());
+    Ok(Broken::until(said, move |lab| {
+        lab.agents.write_node(&node, &[])?;
+        lab.agents.start(&node)
+    }))
 }

@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Result, bail, ensure};
 
 use super::{breaking, cases::Case};
-use crate::{Lab, counters, faults::nodes};
+use crate::{Lab, counters, faults::nodes, network::Shape};
 
 /// Nodes of the location whose leader fails.
 const LOCATION: &str = "site-a";
@@ -71,11 +71,15 @@ pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
     if lab.agents.set_own_flag(case.off, "--failover=off")
         || !lab.agents.has_flag(&flag)
         || !lab.agents.has_flag(&leaders)
-        || has_changed(lab)
+        || case.shape != Shape::Crowd && has_changed(lab)
     {
         lab.agents.set_flag("--stand-bys", &stand_bys.to_string());
         lab.agents.set_flag("--leaders", &case.leaders.to_string());
         breaking::reboot_all(lab)?;
+    }
+    if case.shape == Shape::Crowd {
+        // Several active leaders take their own in terms of their own: each case waits until they have.
+        return Ok(());
     }
     // Nobody can be fit whose tunnels end where nobody answers signals, or knows of stand-bys.
     let is_answered = ![breaking::FAR, LEADER].iter().any(|node| case.off.contains(node));

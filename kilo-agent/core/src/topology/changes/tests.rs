@@ -30,6 +30,7 @@ fn peer(name: &str, key: u8, allowed_ip: &str) -> Peer {
         persistent_keepalive: 0,
         preshared_key: None,
         public_key: PublicKey([key; 32]),
+        follows: false,
     }
 }
 

@@ -149,6 +149,12 @@ pub fn apply(
     let excluded = destinations.write.iter().filter(|(_, value)| *value == MASQ_EXCLUDE);
     let excluded = excluded.map(|(prefix, _)| *prefix).collect();
 
+    // The array is asked before every other table, and says what they say together: where it will say something else,
+    // or nothing, the trie answers until all of them are written, also when that fails or this process ends.
+    let changed =
+        direct_v4.write.iter().map(|(place, _)| *place).filter(|place| present.direct_v4.contains_key(place));
+    let outdated: Vec<_> = direct_v4.remove.iter().copied().chain(changed).map(|place| (place, 0)).collect();
+    writes += direct::write(maps, outdated, &mut present.direct_v4)?;
     let mut map_of_hops = Array::<_, Hop>::try_from(maps.get(name::HOP)?)?;
     for (id, hop) in hops.write {
         map_of_hops.set(id, hop, 0)?;
@@ -173,12 +179,8 @@ pub fn apply(
     writes += write_hash(maps, name::DEVICE, devices, &mut present.device, |key| key)?;
     writes += write_hash(maps, name::NODE_V4, nodes_v4, &mut present.node_v4, |addr| addr.octets())?;
     writes += write_hash(maps, name::NODE_V6, nodes_v6, &mut present.node_v6, |addr| addr.octets())?;
-    // The array forgets before a longer prefix is there, and learns of one when the trie knows it.
-    writes +=
-        direct::write(maps, direct_v4.remove.into_iter().map(|index| (index, 0)), &mut present.direct_v4)?;
     writes += write_trie(maps, name::PREFIX_V4, &prefixes_v4.write, &mut present.prefix_v4)?;
     writes += write_trie(maps, name::PREFIX_V6, &prefixes_v6.write, &mut present.prefix_v6)?;
-    writes += direct::write(maps, direct_v4.write, &mut present.direct_v4)?;
     writes += write_trie(maps, name::MASQ_SRC, &sources.write, &mut present.masq_src)?;
     if present.config != tables.config {
         Array::<_, Config>::try_from(maps.get(name::CONFIG)?)?.set(0, tables.config, 0)?;
@@ -196,6 +198,7 @@ pub fn apply(
         present.hop.remove(&id);
         writes += 1;
     }
+    writes += direct::write(maps, direct_v4.write, &mut present.direct_v4)?;
     Ok(Applied { writes, excluded })
 }
 

@@ -1,0 +1,178 @@
+//! VPN peers that follow gateways (`kgctl connect`): each gateway claims its members to them as it does to far
+//! leaders, and waits for none of them. One that has said nothing for a while is told nothing.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::Ipv6Addr,
+};
+
+use kilo_failover::{
+    MS, Micros, NodeId, SEC, Signal, Term,
+    gateway::{Lead, Sender},
+    signal::{Body, Kind, MAX_MEMBERS, Shared},
+};
+
+use crate::far::HELLO;
+
+/// One that has missed three HELLOs is away.
+const COUNTS: Micros = 3 * HELLO + 5 * SEC;
+/// Claims wait so long for more members.
+const BATCH: Micros = 2 * MS;
+
+/// What one of them knows.
+#[derive(Debug, Default)]
+struct Follower {
+    /// When it was heard last, or was first known of.
+    heard: Micros,
+    term: Term,
+    moved: BTreeSet<NodeId>,
+    tries: u32,
+    /// When it is claimed to next, while it does not know everything.
+    next: Option<Micros>,
+}
+
+/// All of them, by control address.
+#[derive(Debug, Default)]
+pub struct Followers(BTreeMap<Ipv6Addr, Follower>);
+
+impl Followers {
+    /// There are other VPN peers now.
+    pub fn are(&mut self, known: &BTreeMap<Ipv6Addr, NodeId>, now: Micros) {
+        self.0.retain(|control, _| known.contains_key(control));
+        for control in known.keys() {
+            // An agent that has just started has heard nobody yet.
+            self.0.entry(*control).or_insert_with(|| Follower { heard: now, ..Follower::default() });
+        }
+    }
+
+    /// MOVED of one of them: with members what it has moved, without any that it is there, and wants to be told
+    /// everything again.
+    pub fn heard(&mut self, control: Ipv6Addr, signal: &Signal, lead: Option<&Lead>, now: Micros) {
+        let Some(follower) = self.0.get_mut(&control) else { return };
+        follower.heard = now;
+        let Body::Claim { members, .. } = &signal.body else { return };
+        if members.is_empty() {
+            (follower.moved, follower.tries, follower.next) = (BTreeSet::new(), 0, None);
+        } else if let Some(lead) =
+            lead.filter(|lead| lead.term() == follower.term && lead.term() == signal.term)
+        {
+            // Nothing else is kept, whatever it says.
+            follower.moved.extend(members.iter().filter(|member| lead.has(**member)));
+        }
+    }
+
+    /// When it has to be woken.
+    pub fn wake(&self) -> Micros {
+        self.0.values().filter_map(|follower| follower.next).min().unwrap_or(Micros::MAX)
+    }
+
+    /// The claims that are due, and to whom.
+    pub fn due(
+        &mut self,
+        sender: Sender,
+        lead: Option<&Lead>,
+        now: Micros,
+        mut nonce: impl FnMut() -> u64,
+    ) -> Vec<(Ipv6Addr, Signal)> {
+        let mut signals = Vec::new();
+        let lead = lead.filter(|lead| lead.term() > Term::NONE);
+        let led: Vec<NodeId> = lead
+            .iter()
+            .flat_map(|lead| lead.members().filter(|member| lead.is_followed_by(*member)))
+            .collect();
+        let (term, shared) = lead.map_or((Term::NONE, Shared::Stay), |lead| (lead.term(), lead.shared()));
+        for (control, follower) in &mut self.0 {
+            if follower.term != term {
+                *follower = Follower { heard: follower.heard, term, ..Follower::default() };
+            }
+            let unknown: Vec<NodeId> =
+                led.iter().filter(|member| !follower.moved.contains(member)).copied().collect();
+            let is_here = follower.heard + COUNTS > now;
+            if unknown.is_empty() || !is_here {
+                (follower.tries, follower.next) = (0, None);
+                continue;
+            }
+            if *follower.next.get_or_insert(now + BATCH) > now {
+                continue;
+            }
+            follower.tries += 1;
+            follower.next = Some(now + pause(follower.tries));
+            let parts = unknown.chunks(MAX_MEMBERS);
+            let count = parts.len() as u16;
+            for (part, members) in parts.enumerate() {
+                let part = (part as u16, count);
+                let body = Body::Claim { gateway: sender.me, shared, part, members: members.to_vec() };
+                signals.push((*control, sender.signal(Kind::Claim, nonce(), term, body)));
+            }
+        }
+        signals
+    }
+}
+
+/// Until a claim is repeated: as to far leaders.
+const fn pause(tries: u32) -> Micros {
+    match tries {
+        1 => 10 * MS,
+        2 => 20 * MS,
+        3 => 50 * MS,
+        4..=10 => 100 * MS,
+        _ => SEC,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ME: NodeId = 1 << 48;
+    const MEMBER: NodeId = 2 << 48;
+    const LAPTOP: Ipv6Addr = Ipv6Addr::new(0xfd6b, 0x696c, 0x6f00, 0, 0, 0, 0, 9);
+
+    fn moved(term: Term, members: &[NodeId]) -> Signal {
+        let body = Body::Claim { gateway: ME, shared: Shared::Stay, part: (0, 1), members: members.to_vec() };
+        Signal { kind: Kind::Moved, nonce: 1, term, sender: 9, location: 7, body }
+    }
+
+    #[test]
+    fn who_is_there_is_told_until_it_has_moved_and_who_is_away_is_not() {
+        let (sender, term) = (Sender { me: ME, location: 7 }, Term::NONE.next(ME));
+        let mut lead = Lead::new(sender, term, &[], 0);
+        lead.add([ME, MEMBER], 0);
+        lead.hears(MEMBER, (term, ME), 0);
+        let mut followers = Followers::default();
+        followers.are(&BTreeMap::from([(LAPTOP, 9)]), 0);
+        let told = |followers: &mut Followers, lead: &Lead, now| {
+            let due = followers.due(sender, Some(lead), now, || 1);
+            due.into_iter().map(|(_, signal)| signal).collect::<Vec<_>>()
+        };
+        assert!(told(&mut followers, &lead, COUNTS).is_empty());
+        assert_eq!(followers.wake(), Micros::MAX, "it was never heard");
+        followers.heard(LAPTOP, &moved(Term::NONE, &[]), Some(&lead), SEC);
+        assert!(told(&mut followers, &lead, SEC).is_empty());
+        let claims = told(&mut followers, &lead, SEC + BATCH);
+        assert!(
+            matches!(&claims[..], [Signal { body: Body::Claim { members, .. }, .. }] if *members == [MEMBER])
+        );
+        assert_eq!(followers.wake(), SEC + BATCH + 10 * MS, "it is repeated");
+        // What was asked in another term, or of nodes nobody led, says nothing.
+        followers.heard(LAPTOP, &moved(term.next(ME), &[MEMBER]), Some(&lead), SEC);
+        followers.heard(LAPTOP, &moved(term, &[77]), Some(&lead), SEC);
+        assert_eq!(told(&mut followers, &lead, 2 * SEC).len(), 1);
+        followers.heard(LAPTOP, &moved(term, &[MEMBER]), Some(&lead), 2 * SEC);
+        assert!(told(&mut followers, &lead, 3 * SEC).is_empty());
+        assert_eq!(followers.wake(), Micros::MAX);
+        // Another one follows; then the laptop goes.
+        lead.hears(ME, (term, ME), 3 * SEC);
+        assert!(told(&mut followers, &lead, 3 * SEC).is_empty());
+        assert_eq!(told(&mut followers, &lead, 3 * SEC + BATCH).len(), 1);
+        assert!(told(&mut followers, &lead, 60 * SEC).is_empty());
+        assert_eq!(followers.wake(), Micros::MAX, "nobody is woken for who is away");
+        let next = term.next(ME);
+        let mut lead = Lead::new(sender, next, &[], 0);
+        lead.add([MEMBER], 0);
+        lead.hears(MEMBER, (next, ME), 0);
+        followers.heard(LAPTOP, &moved(Term::NONE, &[]), Some(&lead), 61 * SEC);
+        assert!(told(&mut followers, &lead, 61 * SEC).is_empty());
+        assert_eq!(told(&mut followers, &lead, 61 * SEC + BATCH)[0].term, next);
+    }
+}

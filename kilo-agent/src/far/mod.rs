@@ -1,0 +1,254 @@
+//! The far side of failover: who carries what of another location, as gateways claim it. Of agents, and of machines
+//! that hold all gateways as VPN peers ([`follow`]).
+
+pub mod follow;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, Ipv6Addr},
+};
+
+use ipnet::IpNet;
+use kilo_common::signal::Body;
+use kilo_core::{
+    signal_id,
+    topology::{ActingLocation, Member, Mesh, Segment},
+    wireguard::{DeviceState, WireguardPlan, key::PublicKey},
+};
+use kilo_failover::{
+    Far, MS, Micros, NodeId, Params, SEC, Signal, Term,
+    far::{Acting, Refused, Step},
+};
+
+/// Between the two probes of an old leader.
+pub const APART: Micros = 20 * MS;
+/// How long one waits for an answer.
+pub const PATIENCE: Micros = 200 * MS;
+/// The term of what the device had. Real ones are later, for they count from one above 16 bits.
+pub const SEED: Term = Term::from_bits(1);
+/// The term of what nobody claimed when others were claimed.
+pub const STAYS: Term = Term::from_bits(2);
+
+/// A VPN peer that follows says that it is there so often.
+pub const HELLO: Micros = 10 * SEC;
+
+/// Another location.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FarLocation {
+    /// Address that path probes are sent to.
+    pub wireguard_ip: Option<IpAddr>,
+    /// Gateways in Kilo's order.
+    pub gateways: Vec<FarGateway>,
+    /// Index of the acting leader.
+    pub acting: usize,
+    /// Its active leaders, if it has several.
+    pub active: Vec<NodeId>,
+    /// Prefixes of each member.
+    pub members: BTreeMap<NodeId, Vec<IpNet>>,
+    /// Prefixes of no single member.
+    pub shared: Vec<IpNet>,
+    /// With which gateway the device has each member's prefixes.
+    pub held: BTreeMap<NodeId, NodeId>,
+    /// What the acting leader has written down.
+    pub written: Option<(Term, NodeId)>,
+}
+
+/// A gateway of another location.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FarGateway {
+    /// Its id.
+    pub id: NodeId,
+    /// Its key, the name of its peer.
+    pub key: PublicKey,
+    /// Its address inside tunnels.
+    pub control: Ipv6Addr,
+}
+
+/// Prefixes of one member.
+fn prefixes_of(member: &Member) -> impl Iterator<Item = IpNet> + '_ {
+    member.node.pod_cidrs.iter().map(IpNet::trunc).chain(member.private_ip().map(IpNet::from))
+}
+
+/// A node's id.
+pub fn id(member: &Member) -> Option<NodeId> {
+    Some(signal_id::node(&member.node.key?))
+}
+
+/// With which of a location's gateways the device has each member's prefixes.
+pub fn held(segment: &Segment, gateways: &[usize], state: &DeviceState) -> BTreeMap<NodeId, NodeId> {
+    let of_gateways = || gateways.iter().filter_map(|at| segment.members[*at].node.key);
+    let held_by = |member: &Member| {
+        of_gateways().find(|key| {
+            let peer = state.peers.get(key);
+            peer.is_some_and(|peer| prefixes_of(member).any(|prefix| peer.allowed_ips.contains(&prefix)))
+        })
+    };
+    let members = segment.members.iter();
+    members.filter_map(|member| Some((id(member)?, signal_id::node(&held_by(member)?)))).collect()
+}
+
+/// One location as this host's device is to have it, and has it.
+pub fn far_location(
+    mesh: &Mesh,
+    plan: &WireguardPlan,
+    state: &DeviceState,
+    at: usize,
+    segment: &Segment,
+) -> FarLocation {
+    let gateways = mesh.gateways_of(at);
+    let of_gateways: Vec<FarGateway> = gateways
+        .order
+        .iter()
+        .filter_map(|index| segment.members[*index].node.key)
+        .map(|key| FarGateway { id: signal_id::node(&key), key, control: signal_id::control_address(&key) })
+        .collect();
+    // What the plan gives to any of them: a prefix that two locations claim is one's.
+    let peers = of_gateways.iter().filter_map(|gateway| plan.peers.get(&gateway.key));
+    let planned = peers.flat_map(|peer| peer.allowed_ips.iter().copied());
+    // A gateway's control address stays its own, whatever else moves.
+    let planned: BTreeSet<IpNet> = planned.filter(|prefix| !signal_id::is_control(prefix)).collect();
+    let is_planned = |prefix: &IpNet| planned.contains(prefix);
+    let members = segment.members.iter();
+    let members =
+        members.filter_map(|member| Some((id(member)?, prefixes_of(member).filter(is_planned).collect())));
+    let members = members.collect();
+    let shared = segment.wireguard_ip.map(IpNet::from).into_iter();
+    let shared = shared.chain(segment.allowed_location_ips.iter().map(IpNet::trunc));
+    let acting = of_gateways.get(gateways.acting).map(|gateway| (gateways.term, gateway.id));
+    let active = gateways.homes.iter().flat_map(|homes| &homes.active);
+    FarLocation {
+        wireguard_ip: segment.wireguard_ip,
+        acting: gateways.acting,
+        active: active.filter_map(|at| id(segment.members.get(*at)?)).collect(),
+        members,
+        shared: shared.filter(|prefix| planned.contains(prefix)).collect(),
+        held: held(segment, &gateways.order, state),
+        written: acting.filter(|(term, _)| term.count() > 0),
+        gateways: of_gateways,
+    }
+}
+
+/// Takes over which locations there are, and who is in them.
+pub fn locations_are(fars: &mut BTreeMap<Far, Acting>, locations: &BTreeMap<Far, FarLocation>) {
+    fars.retain(|far, _| locations.contains_key(far));
+    for (far, location) in locations {
+        let Some(leader) = location.gateways.get(location.acting).map(|gateway| gateway.id) else {
+            continue;
+        };
+        let acting = fars.entry(*far).or_insert_with(|| {
+            let mut acting = Acting::new([], leader);
+            for (member, gateway) in &location.held {
+                acting.seed(*member, (SEED, *gateway));
+            }
+            acting
+        });
+        let members: Vec<NodeId> = location.members.keys().copied().collect();
+        acting.members_are(&members);
+        let gateways: Vec<NodeId> = location.gateways.iter().map(|gateway| gateway.id).collect();
+        acting.gateways_are(&gateways);
+        acting.is_led_by(leader);
+        if let Some((term, gateway)) = location.written {
+            acting.was_written(term, gateway);
+        }
+    }
+}
+
+/// What a CLAIM or END comes to.
+pub struct Claimed {
+    /// How many nodes of another location it names.
+    pub foreign: usize,
+    /// What follows; `None`: nothing, since it names nobody else. An error is the reason why it counts nothing.
+    pub step: Result<Option<Step>, &'static str>,
+}
+
+/// CLAIM or END of a gateway, which WireGuard has proved it to be of. `names`: all nodes that are known.
+pub fn claimed(
+    params: &Params,
+    (location, acting): (&FarLocation, &mut Acting),
+    (far, from): (Far, NodeId),
+    signal: &Signal,
+    names: &BTreeMap<NodeId, String>,
+    me: NodeId,
+) -> Claimed {
+    if signal.location != far {
+        return Claimed { foreign: 0, step: Err("location") };
+    }
+    let names_any =
+        |signal: &Signal| !matches!(&signal.body, Body::Claim { members, .. } if members.is_empty());
+    // A node that joined a moment ago is claimed before its object is here.
+    let (known, foreign) = known_only(signal, location, names);
+    if foreign > 0 && !names_any(&known) {
+        return Claimed { foreign, step: Ok(None) };
+    }
+    let gateways: Vec<NodeId> = location.gateways.iter().map(|gateway| gateway.id).collect();
+    // The device has them where the last plan put them, and only who follows is to move.
+    if let Some(leader) = location.gateways.get(location.acting).filter(|_| names_any(signal)) {
+        acting.stay((STAYS, leader.id));
+    }
+    let step = acting.claimed(params, from, &known, &gateways, me).map(Some).map_err(|why| match why {
+        Refused::Kind | Refused::Gateway => "gateway",
+        Refused::Member => "member",
+        Refused::Leap => "leap",
+    });
+    Claimed { foreign, step }
+}
+
+/// What moves with these members, and with what belongs to none.
+pub fn prefixes(location: &FarLocation, members: &[NodeId], shared: bool) -> Vec<IpNet> {
+    let of_members = members.iter().filter_map(|member| location.members.get(member)).flatten();
+    of_members.chain(location.shared.iter().filter(|_| shared)).copied().collect()
+}
+
+/// What plans have to know of other locations.
+pub fn known(fars: &BTreeMap<Far, Acting>) -> BTreeMap<u64, ActingLocation> {
+    let of = |(far, known): (&Far, &Acting)| {
+        let members =
+            known.owners().filter(|(_, (term, gateway))| *term > Term::NONE && *gateway != 0).collect();
+        let leader = Some(known.shared_since()).filter(|(term, _)| *term > Term::NONE);
+        (*far, ActingLocation { leader, members })
+    };
+    fars.iter().map(of).collect()
+}
+
+/// The same without members that are not known here: the rest of them need not wait. And how many of those are
+/// known as nodes of another location, which nobody here may claim.
+fn known_only(signal: &Signal, location: &FarLocation, names: &BTreeMap<NodeId, String>) -> (Signal, usize) {
+    let mut signal = signal.clone();
+    let mut foreign = 0;
+    if let Body::Claim { members, .. } = &mut signal.body {
+        let is_foreign =
+            |member: &&NodeId| !location.members.contains_key(*member) && names.contains_key(*member);
+        foreign = members.iter().filter(is_foreign).count();
+        members.retain(|member| location.members.contains_key(member));
+    }
+    (signal, foreign)
+}
+
+#[cfg(test)]
+mod tests {
+    use kilo_common::signal::{Kind, Shared};
+
+    use super::*;
+
+    #[test]
+    fn nodes_of_another_location_are_counted_and_new_ones_are_not() {
+        const OWN: NodeId = 1;
+        const FOREIGN: NodeId = 2;
+        const NEW: NodeId = 3;
+        let location = FarLocation { members: BTreeMap::from([(OWN, Vec::new())]), ..FarLocation::default() };
+        let names = [OWN, FOREIGN].map(|id| (id, format!("n{id}"))).into();
+        for (claims, keeps, foreign) in [
+            (vec![OWN], vec![OWN], 0),
+            (vec![OWN, NEW], vec![OWN], 0),
+            (vec![FOREIGN, OWN], vec![OWN], 1),
+            (vec![FOREIGN, NEW], vec![], 1),
+        ] {
+            let body = Body::Claim { gateway: 9, shared: Shared::Stay, part: (0, 1), members: claims };
+            let signal =
+                Signal { kind: Kind::Claim, nonce: 1, term: Term::NONE, sender: 9, location: 7, body };
+            let (signal, counted) = known_only(&signal, &location, &names);
+            assert!(matches!(&signal.body, Body::Claim { members, .. } if *members == keeps));
+            assert_eq!(counted, foreign, "{keeps:?}");
+        }
+    }
+}
