@@ -2,8 +2,8 @@
 //! keeps the figures. Run it in network and mount namespaces of its own
 //! (`unshare --net --mount`). Argument: the file for the figures. Environment:
 //! `KILO_BENCH_NODES` (sizes, comma separated), `KILO_BENCH_REST` (seconds),
-//! `KILO_BENCH_LAUNCHER` (the program of `cargo xtask`, which confines the agent), `KILO_BENCH_PART=slices`
-//! (`cargo xtask bench slices`: that part alone).
+//! `KILO_BENCH_LAUNCHER` (the program of `cargo xtask`, which confines the agent), `KILO_BENCH_PART` (slices, scale or
+//! start: that part alone, as `cargo xtask bench slices` and so on want it).
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "fails as a test does")]
 
 #[path = "../../tests/support/api.rs"]
@@ -17,8 +17,10 @@ mod netns;
 mod objects;
 mod process;
 mod programs;
+mod scale;
 mod scenario;
 mod slices;
+mod start;
 #[path = "../../tests/support/mod.rs"]
 mod support;
 mod trace;
@@ -64,9 +66,11 @@ fn main() {
     let mut figures = Figures { path: path.unwrap_or_else(|| "/dev/null".into()), all: Vec::new() };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let _on_runtime = runtime.enter();
-    if std::env::var("KILO_BENCH_PART").is_ok_and(|part| part == "slices") {
-        runtime.block_on(slices::measure(&mut figures));
-        return;
+    match std::env::var("KILO_BENCH_PART").as_deref() {
+        Ok("slices") => return runtime.block_on(slices::measure(&mut figures)),
+        Ok("scale") => return runtime.block_on(scale::measure(&mut figures)),
+        Ok("start") => return start::measure(&mut figures),
+        _ => {}
     }
     let sizes = std::env::var("KILO_BENCH_NODES").unwrap_or_else(|_| "100,1000,10000".to_owned());
     let sizes: Vec<usize> = sizes.split(',').map(|size| size.parse().unwrap()).collect();

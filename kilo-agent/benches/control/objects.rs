@@ -27,6 +27,11 @@ pub fn pods(number: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 64 + (number / 256) as u8, (number % 256) as u8, 0)
 }
 
+/// The first address of its pods, which the bridge they are on has.
+pub fn gateway(number: usize) -> Ipv4Addr {
+    Ipv4Addr::from(u32::from(pods(number)) + 1)
+}
+
 /// A public key nobody has the private half of.
 pub fn key(number: usize) -> PublicKey {
     let mut bytes = [7; 32];
@@ -96,6 +101,14 @@ pub fn node(number: usize, now: i64) -> core::Node {
         },
     });
     serde_json::from_value(object).unwrap()
+}
+
+/// A Node object before an agent has run on the node.
+pub fn fresh_node(number: usize) -> core::Node {
+    let mut node = node(number, 0);
+    let is_given = |name: &str| !name.starts_with("kilo.squat.ai/") || name.ends_with("/location");
+    node.metadata.annotations.iter_mut().for_each(|annotations| annotations.retain(|name, _| is_given(name)));
+    node
 }
 
 /// A Peer object without endpoint.

@@ -2,8 +2,9 @@
 
 use std::{
     collections::BTreeMap,
+    ffi::OsString,
     fs,
-    path::Path,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
@@ -25,6 +26,18 @@ const LISTEN: &str = "127.0.0.1:1107";
 /// The empty directory that becomes the container's root.
 const ROOT: &str = "/tmp/container";
 
+/// Words that start it with the rights of its DaemonSet, as `cargo xtask confine` does, up to its kubeconfig.
+pub fn confined(kubeconfig: &Path) -> Vec<OsString> {
+    let launcher = std::env::var_os(LAUNCHER).expect("cargo xtask bench names the launcher");
+    let program = PathBuf::from(kg());
+    fs::create_dir_all(ROOT).unwrap();
+    let lent = [program.parent().unwrap(), kubeconfig.parent().unwrap()];
+    let mut words = vec![launcher, "confine".into(), "--root".into(), ROOT.into()];
+    words.extend(lent.into_iter().flat_map(|path| ["--lend".into(), path.into()]));
+    words.extend(["--".into(), program.into(), "--kubeconfig".into(), kubeconfig.into()]);
+    words
+}
+
 /// A running `kg`.
 pub struct Agent {
     child: Child,
@@ -37,16 +50,10 @@ impl Agent {
     /// Starts it confined as `cargo xtask confine` does, and waits until the launcher has become the agent.
     pub fn start(kubeconfig: &Path, hostname: &str) -> Self {
         let log = fs::OpenOptions::new().create(true).append(true).open("/tmp/kg.log").unwrap();
-        let launcher = std::env::var_os(LAUNCHER).expect("cargo xtask bench control names the launcher");
         let program = kg();
-        fs::create_dir_all(ROOT).unwrap();
-        let child = Command::new(launcher)
-            .args(["confine", "--root", ROOT, "--lend"])
-            .arg(Path::new(&program).parent().unwrap())
-            .arg("--lend")
-            .arg(kubeconfig.parent().unwrap())
-            .args(["--", &program, "--kubeconfig"])
-            .arg(kubeconfig)
+        let words = confined(kubeconfig);
+        let child = Command::new(&words[0])
+            .args(&words[1..])
             .args(["--hostname", hostname, "--listen", LISTEN, "--wireguard", "userspace"])
             .args(["--cni-path", "/run/kilo/10-kilo.conflist", "--internal-cidr", "10.201.0.0/16"])
             .stdin(Stdio::null())

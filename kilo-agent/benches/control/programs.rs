@@ -48,7 +48,7 @@ pub fn measure(figures: &mut Figures) {
 
 /// Nanoseconds of one run: the median of rounds.
 fn time(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> f64 {
-    let classifier: &SchedClassifier = dataplane.bpf_mut().program(program).unwrap().try_into().unwrap();
+    let classifier: &SchedClassifier = dataplane.program(program).unwrap();
     let mut times: Vec<u128> = (0..ROUNDS)
         .map(|_| {
             let mut options = TestRunOptions::new();

@@ -6,5 +6,6 @@ pub mod dataplane;
 pub mod firewall;
 pub mod interface;
 pub mod lock;
+pub mod memory;
 pub mod net;
 pub mod wireguard;

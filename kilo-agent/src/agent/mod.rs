@@ -21,7 +21,7 @@ mod uninstall;
 
 use std::{
     collections::BTreeMap,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -120,7 +120,7 @@ pub struct Options {
 pub struct Startup {
     resolver: Resolver,
     /// Programs that are being loaded.
-    loading: Option<JoinHandle<Result<Dataplane, DataplaneError>>>,
+    loading: Option<JoinHandle<Result<(Dataplane, Lock), AgentError>>>,
 }
 
 /// Begins what needs this host only, so that it is waited for together with the list of nodes:
@@ -131,8 +131,15 @@ pub fn begin(options: &Options) -> Startup {
     resolver.ask_own(&options.hostname);
     let adopts = dataplane::top_directory(&options.bpffs).exists();
     let (bpffs, debug, attach) = (options.bpffs.clone(), options.debug, options.attach);
-    let load = move || Dataplane::open_with(&bpffs, debug, attach);
+    let load = move || open(&bpffs, debug, attach);
     Startup { resolver, loading: adopts.then(|| tokio::task::spawn_blocking(load)) }
+}
+
+/// Opens the data path, once no other agent can be at its programs and maps.
+fn open(bpffs: &Path, debug: bool, attach: AttachMode) -> Result<(Dataplane, Lock), AgentError> {
+    dataplane::make_top_directory(bpffs)?;
+    let pins = lock::pins(&dataplane::top_directory(bpffs))?;
+    Ok((Dataplane::open_with(bpffs, debug, attach)?, pins))
 }
 
 /// Why a reconciliation is due.
@@ -201,9 +208,8 @@ impl<B: Backend> Agent<B> {
             Some(loading) => loading.await.ok(),
             None => None,
         };
-        let open = || Dataplane::open_with(&options.bpffs, options.debug, options.attach);
-        let dataplane = loaded.unwrap_or_else(open)?;
-        let pins = lock::pins(&dataplane::top_directory(&options.bpffs))?;
+        let open = || open(&options.bpffs, options.debug, options.attach);
+        let (dataplane, pins) = loaded.unwrap_or_else(open)?;
         metrics.set_counters(dataplane.counters()?);
         let host_changed = Arc::new(Notify::new());
         let path_mtus = dataplane.follow_path_mtus(Arc::clone(&host_changed))?;
@@ -338,7 +344,10 @@ impl<B: Backend> Agent<B> {
             self.metrics.reconciles.inc();
             match self.reconcile(&snapshot).await {
                 Ok(writes) => {
-                    self.state.applied = true;
+                    if !std::mem::replace(&mut self.state.applied, true) {
+                        // What was needed to list and to compute everything for the first time.
+                        kilo_host::memory::give_back();
+                    }
                     if self.publisher.is_settled() {
                         self.succeeded();
                     }

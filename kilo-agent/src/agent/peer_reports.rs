@@ -25,7 +25,7 @@ impl PeerReports {
         if self.task.is_some() || self.written.as_ref() == Some(&wanted) {
             return;
         }
-        let (backend, said) = (Arc::clone(backend), wanted.clone());
+        let (backend, said) = (Arc::clone(backend), differing(&wanted, self.written.as_ref()));
         let report = tokio::spawn(async move { backend.report_peers(&said).await });
         self.task = Some((wanted, AbortOnDropHandle::new(report)));
     }
@@ -44,5 +44,29 @@ impl PeerReports {
             Err(error) => tracing::error!(%error, "failed to write the status of peers"),
         }
         false
+    }
+}
+
+/// What is not written yet: of thousands of peers mostly one.
+fn differing(wanted: &PeerStandings, written: Option<&PeerStandings>) -> PeerStandings {
+    let is_written =
+        |name: &str, standing| written.is_some_and(|written| written.get(name) == Some(standing));
+    let differs = wanted.iter().filter(|(name, standing)| !is_written(name, *standing));
+    differs.map(|(name, standing)| (name.clone(), standing.clone())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kilo_core::topology::PeerStanding;
+
+    #[test]
+    fn only_what_is_new_or_other_than_written_is_reported() {
+        let all = |names: &[&str]| -> PeerStandings {
+            names.iter().map(|name| ((*name).to_owned(), PeerStanding::Accepted)).collect()
+        };
+        let written = all(&["a", "gone"]);
+        assert_eq!(differing(&all(&["a", "b"]), Some(&written)), all(&["b"]));
+        assert_eq!(differing(&all(&["a", "b"]), None), all(&["a", "b"]));
     }
 }

@@ -12,11 +12,16 @@ use std::{
     os::unix::fs::PermissionsExt as _,
     path::Path,
     process::{Child, Command},
+    sync::Arc,
     time::{Duration, Instant, SystemTime},
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_core::{plan::Tables, wireguard::key::PublicKey};
+use kilo_agent::backend::{
+    Backend as _,
+    kubernetes::{NodesFrom, StartupFallback},
+};
+use kilo_core::{objects::Snapshot, plan::Tables, topology::CheckedIn, wireguard::key::PublicKey};
 use kilo_host::dataplane::{BPFFS, read_tables};
 use kube::{
     Api, Client,
@@ -160,4 +165,26 @@ fn a_host_that_boots_while_the_api_server_is_away_has_everything_and_the_server_
         })
         .await;
     });
+}
+
+/// As after a power failure: nobody need wait for its turn to ask the API server.
+#[tokio::test]
+async fn an_agent_whose_turn_comes_later_works_with_the_last_good_topology_until_then() {
+    let Some(server) = ApiServer::start().await else { return };
+    let client = server.client(ADMIN).await;
+    apply_crds(&client).await;
+    create(&client, 1, "a").await;
+    let turn = Duration::from_secs(8);
+    let mut remembered = Snapshot::default();
+    remembered.nodes.insert(CheckedIn::default());
+    let started = Instant::now();
+    let (label, from) = ("topology.kubernetes.io/region", NodesFrom::Nodes);
+    let backend =
+        StartupFallback::start(client, "n1", label, from, turn, || Some(remembered.clone())).await.unwrap();
+    assert!(started.elapsed() < turn, "it works already");
+    let mut snapshots = backend.watch();
+    assert_eq!(**snapshots.borrow(), remembered);
+    let lists = |snapshot: &Arc<Snapshot>| snapshot.nodes.contains("n1");
+    tokio::time::timeout(Duration::from_secs(30), snapshots.wait_for(lists)).await.unwrap().unwrap();
+    assert!(started.elapsed() >= turn, "not before its turn");
 }

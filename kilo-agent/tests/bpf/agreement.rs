@@ -117,8 +117,7 @@ impl Bench {
         context[GSO_SIZE..GSO_SIZE + 4].copy_from_slice(&input.gso.to_ne_bytes());
         context[PRIORITY..PRIORITY + 4].copy_from_slice(&input.priority.to_ne_bytes());
         let mut left = [0; SK_BUFF];
-        let classifier: &SchedClassifier =
-            self.dataplane.bpf_mut().program(program).unwrap().try_into().unwrap();
+        let classifier: &SchedClassifier = self.dataplane.program(program).unwrap();
         let mut options = TestRunOptions::new();
         options.data_in = Some(&input.frame);
         options.ctx_in = Some(&context);

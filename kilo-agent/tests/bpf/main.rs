@@ -24,6 +24,7 @@ mod masquerade;
 mod masquerade_both;
 mod monitor;
 mod pods;
+mod programs;
 mod receive;
 mod relay;
 mod send;

@@ -274,7 +274,7 @@ fn a_full_table_of_flows_forgets_the_least_used_and_serves_new_and_forgotten_one
 
 /// Entries of the table of flows, and one of them removed if wanted.
 fn flows(world: &mut World, remove: Option<u8>) -> usize {
-    let map = world.dataplane.bpf_mut().map_mut("nat").unwrap();
+    let map = world.dataplane.map("nat").unwrap();
     let mut table = aya::maps::HashMap::<_, NatKey, NatValue>::try_from(map).unwrap();
     let keys: Vec<_> = table.keys().map(Result::unwrap).collect();
     if let Some(direction) = remove {
@@ -318,8 +318,7 @@ fn two_processors_that_see_a_flow_first_at_once_agree_on_its_port() {
         support::packet::run_uncounted(&mut world.dataplane, "uplink_egress", &frame);
     }
     let contested = flows_of(v4.pod);
-    let program: &SchedClassifier =
-        world.dataplane.bpf_mut().program("uplink_egress").unwrap().try_into().unwrap();
+    let program: &SchedClassifier = world.dataplane.program("uplink_egress").unwrap();
     let barrier = std::sync::Barrier::new(2);
     let ports: Vec<Vec<u16>> = std::thread::scope(|scope| {
         let workers = [0, 1].map(|_| {
@@ -345,7 +344,7 @@ fn two_processors_that_see_a_flow_first_at_once_agree_on_its_port() {
 
 /// When each half of the one flow there is had its last packet, the way out first.
 fn last_seen(world: &mut World) -> [u32; 2] {
-    let map = world.dataplane.bpf_mut().map_mut("nat").unwrap();
+    let map = world.dataplane.map("nat").unwrap();
     let table = aya::maps::HashMap::<_, NatKey, NatValue>::try_from(map).unwrap();
     let mut entries: Vec<_> = table.iter().map(Result::unwrap).collect();
     entries.sort_by_key(|(key, _)| key.direction);
@@ -374,7 +373,7 @@ fn the_collector_is_told_of_each_second_in_which_a_flow_that_stands_has_packets(
 
 /// Makes every flow one that had its last packet long ago.
 fn age(world: &mut World) {
-    let map = world.dataplane.bpf_mut().map_mut("nat").unwrap();
+    let map = world.dataplane.map("nat").unwrap();
     let mut table = aya::maps::HashMap::<_, NatKey, NatValue>::try_from(map).unwrap();
     let entries: Vec<_> = table.iter().map(Result::unwrap).collect();
     for (key, value) in entries {

@@ -64,7 +64,11 @@ fn a_second_agent_is_refused_with_any_state_directory_and_any_interface() {
         let _agent = running();
         let said = refused(&[], &[]);
         assert!(said.contains("kilo0 already runs on this node"), "{said}");
+        // What is missing is not put back by an agent that may not run.
+        sh("rm /sys/fs/bpf/kilo/v6/monitor; rm -r /sys/fs/bpf/kilo/v6/programs/*");
+        let pins = sh("ls -iR /sys/fs/bpf/kilo/v6");
         let said = refused(&[], &["--interface=kilo1", "--listen=:1108"]);
+        assert_eq!(sh("ls -iR /sys/fs/bpf/kilo/v6"), pins);
         assert!(said.contains("/sys/fs/bpf/kilo: another agent already runs"), "{said}");
         let elsewhere = "mount -t tmpfs state /var/lib/kilo && exec \"$@\"";
         let said = refused(&["unshare", "--mount", "sh", "-c", elsewhere, "sh"], &["--listen=:1108"]);

@@ -34,6 +34,8 @@ fn installed() -> Agent {
         assert!(started.elapsed() < LIMIT, "the agent is not ready within {LIMIT:?}");
         std::thread::sleep(Duration::from_millis(20));
     }
+    // The agent is ready sooner than the kernel has made sure of IPv6 addresses.
+    cluster::settle();
     agent
 }
 

@@ -147,7 +147,7 @@ fn run_once(
     packet: &[u8],
     control_block: &mut [u8; 20],
 ) -> (i32, Vec<u8>) {
-    let classifier: &SchedClassifier = dataplane.bpf_mut().program(program).unwrap().try_into().unwrap();
+    let classifier: &SchedClassifier = dataplane.program(program).unwrap();
     let mut out = vec![0; packet.len() + 256];
     let mut options = TestRunOptions::new();
     options.data_in = Some(packet);

@@ -10,8 +10,8 @@ mod frames;
 mod generator;
 mod guest;
 mod kernel_ways;
+mod single;
 mod site;
-mod slices;
 mod stages;
 
 use std::{
@@ -45,6 +45,10 @@ pub enum Part {
     Control,
     /// What many agents and the API server spend on knowing all nodes, by Nodes and by slices.
     Slices,
+    /// A mesh of hundreds of namespaces with real agents: start, rest, an API server that is away, a dead leader.
+    Scale,
+    /// What the start of the programs costs, and what each asks of the verifier.
+    Start,
 }
 
 /// Options of the benchmark.
@@ -65,6 +69,12 @@ pub struct BenchArgs {
     /// Write the figures of --only; the others keep theirs.
     #[arg(long)]
     update: bool,
+    /// scale: how many nodes, in 20 locations (default: 200).
+    #[arg(long)]
+    nodes: Option<u32>,
+    /// scale: seconds without API server (default: 600).
+    #[arg(long, value_name = "SECONDS")]
+    outage: Option<u32>,
     /// Leave out the mesh of 10,000 nodes.
     #[arg(long)]
     no_large: bool,
@@ -82,10 +92,7 @@ pub struct BenchArgs {
 impl BenchArgs {
     /// True when binaries must be built first.
     pub fn needs_build(&self) -> bool {
-        !matches!(self.part, Some(Part::Control | Part::Slices))
-            && !self.guest
-            && !self.last
-            && self.bin.is_none()
+        matches!(self.part, None | Some(Part::Data)) && !self.guest && !self.last && self.bin.is_none()
     }
 }
 
@@ -93,7 +100,7 @@ impl BenchArgs {
 pub fn main(args: &BenchArgs) -> Result<()> {
     match args.part {
         Some(Part::Control) => control::main(args),
-        Some(Part::Slices) => slices::main(args),
+        Some(part @ (Part::Slices | Part::Scale | Part::Start)) => single::main(part, args),
         // The one part does not keep the other from being told.
         None if args.only.is_empty() && !args.guest => match (data(args), control::main(args)) {
             (Err(data), Err(control)) => bail!("{data:#}\n{control:#}"),
@@ -105,7 +112,7 @@ pub fn main(args: &BenchArgs) -> Result<()> {
 
 /// True for figures that are not of the data path.
 fn is_of_control_plane(figure: &Figure) -> bool {
-    control::is_control(figure) || slices::is_slices(figure)
+    control::is_control(figure) || single::is_single(figure)
 }
 
 fn data(args: &BenchArgs) -> Result<()> {

@@ -8,17 +8,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use aya::{
-    Ebpf,
-    programs::{
-        Link as _, LinkOrder, SchedClassifier, TcAttachType,
-        links::{FdLink, PinnedLink},
-        tc::{NlOptions, SchedClassifierLink, TcAttachOptions, TcHandle, qdisc_add_clsact},
-    },
+use aya::programs::{
+    Link as _, LinkOrder, SchedClassifier, TcAttachType,
+    links::{FdLink, PinnedLink},
+    tc::{NlOptions, SchedClassifierLink, TcAttachOptions, TcHandle, qdisc_add_clsact},
 };
 use nix::net::if_::{if_indextoname, if_nameindex};
 
-use super::{DataplaneError, tcx};
+use super::{DataplaneError, programs::Programs, tcx};
 use crate::net::{NetError, filters::BpfFilter};
 use kilo_core::{
     errors::{Cause, error_chain},
@@ -170,9 +167,9 @@ impl Attachments {
     ///
     /// # Errors
     /// When a hook cannot be looked at: nothing is known of it then.
-    pub fn stand(&self, bpf: &Ebpf, filters: &[BpfFilter]) -> Result<bool, DataplaneError> {
+    pub fn stand(&self, programs: &Programs, filters: &[BpfFilter]) -> Result<bool, DataplaneError> {
         for (place, how) in &self.attached {
-            if !stands(bpf, place, *how, filters)? {
+            if !stands(programs, place, *how, filters)? {
                 return Ok(false);
             }
         }
@@ -182,7 +179,7 @@ impl Attachments {
     /// Attaches, replaces and detaches.
     pub fn apply(
         &mut self,
-        bpf: &mut Ebpf,
+        programs: &mut Programs,
         interfaces: Interfaces<'_>,
         filters: &[BpfFilter],
     ) -> Result<Applied, DataplaneError> {
@@ -192,10 +189,10 @@ impl Attachments {
         let mut done = Applied::default();
         for place in &wanted {
             let before = self.attached.get(place).copied();
-            let stands = before.map_or(Ok(false), |how| stands(bpf, place, how, filters));
-            match stands
-                .and_then(|stands| if stands { Ok(None) } else { self.attach(bpf, place, filters).map(Some) })
-            {
+            let stands = before.map_or(Ok(false), |how| stands(programs, place, how, filters));
+            match stands.and_then(|stands| {
+                if stands { Ok(None) } else { self.attach(programs, place, filters).map(Some) }
+            }) {
                 Ok(None) => {}
                 Ok(Some(how)) => {
                     self.attached.insert(*place, how);
@@ -250,9 +247,13 @@ impl Attachments {
         self.attached.iter().filter_map(attached).collect()
     }
 
-    fn attach(&self, bpf: &mut Ebpf, place: &Place, filters: &[BpfFilter]) -> Result<How, DataplaneError> {
-        let program: &mut SchedClassifier =
-            bpf.program_mut(place.program).ok_or(DataplaneError::Object(place.program))?.try_into()?;
+    fn attach(
+        &self,
+        programs: &mut Programs,
+        place: &Place,
+        filters: &[BpfFilter],
+    ) -> Result<How, DataplaneError> {
+        let program = programs.get_mut(place.program)?;
         let interface =
             place.interface().ok_or_else(|| place.error(io::Error::from_raw_os_error(nix::libc::ENODEV)))?;
         let pin = self.links.join(place.pin());
@@ -309,9 +310,13 @@ impl Attachments {
 }
 
 /// True while our program is really on the hook.
-fn stands(bpf: &Ebpf, place: &Place, how: How, filters: &[BpfFilter]) -> Result<bool, DataplaneError> {
-    let program = bpf.program(place.program).ok_or(DataplaneError::Object(place.program))?;
-    let own = program.info()?.id();
+fn stands(
+    programs: &Programs,
+    place: &Place,
+    how: How,
+    filters: &[BpfFilter],
+) -> Result<bool, DataplaneError> {
+    let own = programs.get(place.program)?.info()?.id();
     Ok(match how {
         How::Clsact => place.filter(filters).is_some_and(|filter| filter.program == own),
         How::Tcx => place.query()?.programs.contains(&own),

@@ -9,7 +9,6 @@ use std::{
 };
 
 use aya::{
-    Ebpf,
     maps::{Array, Map, MapData, RingBuf},
     programs::SchedClassifier,
 };
@@ -23,6 +22,7 @@ use nix::libc;
 use super::{
     DataplaneError,
     load::{FOLLOW, INJECT},
+    programs::Programs,
 };
 
 /// Bytes of an Ethernet header, which `BPF_PROG_TEST_RUN` takes off the front.
@@ -41,8 +41,8 @@ pub struct Swap {
 
 /// Moves the acting leader's word as the kernel's own rule does: never to an earlier term, and
 /// only from the word expected. Returns the word that stands then, perhaps somebody else's.
-pub(super) fn swap(bpf: &Ebpf, swap: Swap) -> Result<u64, DataplaneError> {
-    run_follow(&program(bpf, FOLLOW)?, swap)
+pub(super) fn swap(follow: &SchedClassifier, swap: Swap) -> Result<u64, DataplaneError> {
+    run_follow(&descriptor(follow)?, swap)
 }
 
 fn run_follow(program: &OwnedFd, swap: Swap) -> Result<u64, DataplaneError> {
@@ -82,9 +82,10 @@ impl std::fmt::Debug for Signals {
 }
 
 impl Signals {
-    pub(super) fn of(bpf: &Ebpf, directory: &Path) -> Result<Self, DataplaneError> {
+    pub(super) fn of(programs: &Programs, directory: &Path) -> Result<Self, DataplaneError> {
         let lead = Array::try_from(Map::Array(super::open_pin(directory, name::LEAD)?))?;
-        Ok(Self { inject: program(bpf, INJECT)?, follow: program(bpf, FOLLOW)?, lead })
+        let (inject, follow) = (descriptor(programs.get(INJECT)?)?, descriptor(programs.get(FOLLOW)?)?);
+        Ok(Self { inject, follow, lead })
     }
 
     /// What hops 2 (Kilo's leader) and 3 (the acting leader) lead to now ([`kilo_common::lead`]).
@@ -161,8 +162,7 @@ pub fn heard(bpffs: &Path) -> Result<RingBuf<MapData>, DataplaneError> {
     Ok(RingBuf::try_from(Map::RingBuf(data))?)
 }
 
-fn program(bpf: &Ebpf, name: &'static str) -> Result<OwnedFd, DataplaneError> {
-    let program: &SchedClassifier = bpf.program(name).ok_or(DataplaneError::Object(name))?.try_into()?;
+fn descriptor(program: &SchedClassifier) -> Result<OwnedFd, DataplaneError> {
     let failed = |source| DataplaneError::Run { source };
     program.fd()?.as_fd().try_clone_to_owned().map_err(failed)
 }

@@ -9,10 +9,9 @@ use std::{
 use aya::{
     Ebpf, EbpfError, EbpfLoader,
     maps::{Map, MapData, MapError, MapType},
-    programs::SchedClassifier,
 };
 use aya_log::EbpfLogger;
-use kilo_common::map_table::{self, Kind, MAPS, MapSpec};
+use kilo_common::map_table::{Kind, MAPS, MapSpec};
 use nix::{
     mount::{MsFlags, mount},
     sys::statfs::{BPF_FS_MAGIC, statfs},
@@ -21,19 +20,20 @@ use nix::{
 use super::DataplaneError;
 use kilo_core::errors::error_chain;
 
-static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("KILO_EBPF_OBJECT"));
+/// The programs as they are built.
+pub static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("KILO_EBPF_OBJECT"));
 
-/// Programs of the object.
+/// Programs of the object; those that the kernel verifies longest come first.
 pub const PROGRAMS: [&str; 9] = [
     "kilo_egress",
-    "kilo_ingress",
     "lan_ingress",
-    "tunnel_ingress",
     "uplink_egress",
-    "l3_ingress",
     "l3_egress",
-    INJECT,
+    "l3_ingress",
+    "kilo_ingress",
+    "tunnel_ingress",
     FOLLOW,
+    INJECT,
 ];
 /// Programs that are on no hook: the agent runs them.
 pub const INJECT: &str = "inject";
@@ -68,46 +68,23 @@ pub fn mount_bpffs(path: &Path) -> Result<(), DataplaneError> {
         .map_err(|errno| failed(errno.into()))
 }
 
-/// Loads the object with its maps pinned in `directory`.
-pub fn load(directory: &Path, debug: bool) -> Result<Ebpf, DataplaneError> {
-    match try_load(directory, debug) {
-        Err(error) if directory.join(map_table::CONFIG.name).exists() => {
-            // A pin of another shape under our own path: of no use to anybody.
-            let strays = remove_unfit(directory)?;
-            if strays == 0 {
-                return Err(error);
-            }
-            try_load(directory, debug)
-        }
-        other => other,
-    }
-}
-
-fn try_load(directory: &Path, debug: bool) -> Result<Ebpf, DataplaneError> {
+/// The object with its maps, which are pinned in `directory`; its programs are not loaded yet.
+pub fn object(directory: &Path, debug: bool) -> Result<Ebpf, DataplaneError> {
     if OBJECT.is_empty() {
         return Err(DataplaneError::Object("programs"));
     }
-    remove_unfit(directory)?;
     let level: u8 = if debug { aya_log::Level::Debug as u8 } else { 0 };
     let mut loader = EbpfLoader::new();
     for map in pinned() {
         loader.map_pin_path(map.name, directory.join(map.name));
     }
     loader.override_global(aya_log::LEVEL, &level, false);
-    let mut bpf = loader.load(OBJECT)?;
-    if debug {
-        forward_log(&mut bpf);
-    }
-    for program in PROGRAMS {
-        let program: &mut SchedClassifier =
-            bpf.program_mut(program).ok_or(DataplaneError::Object("program"))?.try_into()?;
-        program.load()?;
-    }
-    Ok(bpf)
+    Ok(loader.load(OBJECT)?)
 }
 
-/// Hands what the programs log to `tracing`; debugging only.
-fn forward_log(bpf: &mut Ebpf) {
+/// Hands what the programs log to `tracing`; debugging only. Their log is taken out of the object, so they must be
+/// loaded.
+pub fn forward_log(bpf: &mut Ebpf) {
     let logger = match EbpfLogger::init(bpf) {
         Ok(logger) => logger,
         Err(error) => {
@@ -147,10 +124,8 @@ pub fn remove_other_layouts(directory: &Path) -> Result<(), DataplaneError> {
     Ok(())
 }
 
-/// Removes pinned maps whose type or sizes are not those of this layout;
-/// returns how many.
-fn remove_unfit(directory: &Path) -> Result<usize, DataplaneError> {
-    let mut removed = 0;
+/// Removes pinned maps whose type or sizes are not those of this layout.
+pub fn remove_unfit(directory: &Path) -> Result<(), DataplaneError> {
     for map in pinned() {
         let path = directory.join(map.name);
         if !path.exists() || fits(map, &path)? {
@@ -158,9 +133,21 @@ fn remove_unfit(directory: &Path) -> Result<usize, DataplaneError> {
         }
         tracing::warn!(path = %path.display(), "replacing a pinned object of another version");
         std::fs::remove_file(&path).map_err(|source| DataplaneError::Pin { path, source })?;
-        removed += 1;
     }
-    Ok(removed)
+    Ok(())
+}
+
+/// The kernel's ids of the pinned maps, by name; `None` when one is not there.
+pub fn pinned_ids(directory: &Path) -> Result<Option<Vec<(&'static str, u32)>>, DataplaneError> {
+    let id = |map: &MapSpec| {
+        let path = directory.join(map.name);
+        if !path.exists() {
+            return Ok(None);
+        }
+        let info = MapData::from_pin(path).and_then(|data| data.info()).map_err(EbpfError::from)?;
+        Ok(Some((map.name, info.id())))
+    };
+    pinned().map(id).collect()
 }
 
 /// Without the right to look, nobody knows: an error, so that no pin is removed for it.
@@ -199,18 +186,6 @@ fn says_nothing_of_the_map(error: &MapError) -> bool {
         .any(|errno| ERRNOS.contains(&errno))
 }
 
-/// Maps by name: those of a loaded object, or pinned ones.
-pub trait Maps {
-    /// The map of that name.
-    fn get(&mut self, name: &'static str) -> Result<&mut Map, DataplaneError>;
-}
-
-impl Maps for Ebpf {
-    fn get(&mut self, name: &'static str) -> Result<&mut Map, DataplaneError> {
-        map(self, name)
-    }
-}
-
 /// The maps that are pinned in a directory, opened when they are asked for.
 pub struct PinnedMaps {
     directory: PathBuf,
@@ -222,10 +197,12 @@ impl PinnedMaps {
     pub const fn of(directory: PathBuf) -> Self {
         Self { directory, opened: BTreeMap::new() }
     }
-}
 
-impl Maps for PinnedMaps {
-    fn get(&mut self, name: &'static str) -> Result<&mut Map, DataplaneError> {
+    /// The map of that name.
+    ///
+    /// # Errors
+    /// When it is not there, or may not be opened.
+    pub fn get(&mut self, name: &'static str) -> Result<&mut Map, DataplaneError> {
         match self.opened.entry(name) {
             Entry::Occupied(entry) => Ok(entry.into_mut()),
             Entry::Vacant(entry) => {
@@ -234,11 +211,6 @@ impl Maps for PinnedMaps {
             }
         }
     }
-}
-
-/// The map of that name.
-pub fn map<'a>(bpf: &'a mut Ebpf, name: &'static str) -> Result<&'a mut Map, DataplaneError> {
-    bpf.map_mut(name).ok_or(DataplaneError::Object(name))
 }
 
 #[cfg(test)]

@@ -12,6 +12,8 @@ mod maps;
 pub mod monitor;
 pub mod nat;
 mod path_mtu;
+mod program_info;
+mod programs;
 pub mod realtime;
 pub mod relay;
 mod tcx;
@@ -26,8 +28,8 @@ use std::{
 };
 
 use aya::{
-    Ebpf,
     maps::{Array, Map, MapData, MapError, PerCpuArray},
+    programs::SchedClassifier,
 };
 use kilo_common::{
     counters::{Action, DropReason},
@@ -37,7 +39,7 @@ use kilo_common::{
 
 pub use attach::{Applied, Interfaces, detach_filters, interface_name, is_ours};
 pub use error::DataplaneError;
-pub use load::ends_with_the_container;
+pub use load::{PROGRAMS, ends_with_the_container};
 pub use path_mtu::PathMtus;
 
 use tokio::sync::Notify;
@@ -51,6 +53,21 @@ pub const BPFFS: &str = "/sys/fs/bpf";
 /// Directory of everything we pin below a BPF file system, whatever the version.
 pub fn top_directory(bpffs: &Path) -> PathBuf {
     bpffs.join("kilo")
+}
+
+/// Mounts the BPF file system unless one is there, and makes our directory in it.
+///
+/// # Errors
+/// When the kernel refuses either.
+pub fn make_top_directory(bpffs: &Path) -> Result<(), DataplaneError> {
+    load::mount_bpffs(bpffs)?;
+    make_directory(&top_directory(bpffs))
+}
+
+/// One that only this user may look into, and those above it.
+fn make_directory(path: &Path) -> Result<(), DataplaneError> {
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path);
+    made.map_err(|source| DataplaneError::Pin { path: path.to_owned(), source })
 }
 
 /// Directory of our pins below a BPF file system: `kilo/v<layout>`.
@@ -80,7 +97,7 @@ pub fn read_tables(bpffs: &Path) -> Result<Tables, DataplaneError> {
 /// When there is no data path here, or the map refuses the write.
 pub fn leave_for(bpffs: &Path, lasts: Duration) -> Result<(), DataplaneError> {
     let mut pinned = load::PinnedMaps::of(pin_directory(bpffs));
-    let mut map = Array::<_, Config>::try_from(load::Maps::get(&mut pinned, name::CONFIG)?)?;
+    let mut map = Array::<_, Config>::try_from(pinned.get(name::CONFIG)?)?;
     let seconds = u32::try_from(lasts.as_secs()).unwrap_or(u32::MAX);
     let config = map.get(&0, 0)?.left_until(nat::now().saturating_add(seconds));
     Ok(map.set(0, config, 0)?)
@@ -116,7 +133,8 @@ pub struct Counters {
 
 /// The loaded programs, their maps, and where they are attached.
 pub struct Dataplane {
-    bpf: Ebpf,
+    programs: programs::Programs,
+    maps: load::PinnedMaps,
     directory: PathBuf,
     /// What the maps hold: read once at start, kept by every write since.
     present: maps::Content,
@@ -124,8 +142,8 @@ pub struct Dataplane {
 }
 
 impl Dataplane {
-    /// Loads the programs. Maps pinned by an earlier agent are adopted with
-    /// their content; pins that do not fit are replaced.
+    /// Takes over the programs that an earlier agent of the same build has left, or loads all of them.
+    /// Maps pinned by an earlier agent are adopted with their content; pins that do not fit are replaced.
     ///
     /// # Errors
     /// Says which capability, mount or kernel feature is missing.
@@ -138,24 +156,21 @@ impl Dataplane {
     /// # Errors
     /// As [`Self::open`].
     pub fn open_with(bpffs: &Path, debug: bool, mode: AttachMode) -> Result<Self, DataplaneError> {
-        load::mount_bpffs(bpffs)?;
+        make_top_directory(bpffs)?;
         let directory = pin_directory(bpffs);
-        std::fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(&directory)
-            .map_err(|source| DataplaneError::Pin { path: directory.clone(), source })?;
+        make_directory(&directory)?;
         let adopted = directory.join(name::CONFIG).exists();
-        let mut bpf = load::load(&directory, debug).inspect_err(|_| {
+        let programs = programs::Programs::open(&directory, debug).inspect_err(|_| {
             if !adopted {
                 // Nothing half set up stays behind; what another version runs stays.
                 let _ = std::fs::remove_dir_all(&directory);
                 let _ = std::fs::remove_dir(top_directory(bpffs));
             }
         })?;
-        let present = maps::read_all(&mut bpf)?;
+        let mut maps = load::PinnedMaps::of(directory.clone());
+        let present = maps::read_all(&mut maps)?;
         let attachments = attach::Attachments::new(mode, link_directory(bpffs));
-        Ok(Self { bpf, directory, present, attachments })
+        Ok(Self { programs, maps, directory, present, attachments })
     }
 
     /// Nodes that may send us steered packets, as the maps hold them.
@@ -179,7 +194,8 @@ impl Dataplane {
     /// # Errors
     /// When a map refuses a write (full, or gone).
     pub fn write(&mut self, desired: &Tables) -> Result<u64, DataplaneError> {
-        let maps::Applied { writes, excluded } = maps::apply(&mut self.bpf, &mut self.present, desired)?;
+        let maps::Applied { writes, excluded } =
+            maps::apply(&mut self.maps, &self.programs, &mut self.present, desired)?;
         // The programs ask the table of flows first: what was outside and is in
         // the mesh now would keep its translation for as long as it is used.
         if !excluded.is_empty() {
@@ -197,7 +213,7 @@ impl Dataplane {
     /// [`Applied`], and keeps none of the others from getting theirs.
     pub async fn attach(&mut self, net: &Net, interfaces: Interfaces<'_>) -> Result<Applied, DataplaneError> {
         let filters = net.bpf_filters(self.attachments.of_interest()).await?;
-        let applied = self.attachments.apply(&mut self.bpf, interfaces, &filters)?;
+        let applied = self.attachments.apply(&mut self.programs, interfaces, &filters)?;
         load::remove_other_layouts(&self.directory)?;
         Ok(applied)
     }
@@ -209,7 +225,7 @@ impl Dataplane {
     /// When filters cannot be listed, or a hook cannot be looked at.
     pub async fn is_attached(&self, net: &Net) -> Result<bool, DataplaneError> {
         let filters = net.bpf_filters(self.attachments.of_interest()).await?;
-        self.attachments.stand(&self.bpf, &filters)
+        self.attachments.stand(&self.programs, &filters)
     }
 
     /// Programs this process has attached, and where.
@@ -247,14 +263,31 @@ impl Dataplane {
     /// What reads and moves the words of `lead` and sends signals, independently of this handle.
     ///
     /// # Errors
-    /// When a program is not loaded, or the pinned map cannot be opened.
+    /// When the pinned map cannot be opened.
     pub fn signals(&self) -> Result<lead::Signals, DataplaneError> {
-        lead::Signals::of(&self.bpf, &self.directory)
+        lead::Signals::of(&self.programs, &self.directory)
     }
 
-    /// The programs and maps, for tests that run single programs.
-    pub fn bpf_mut(&mut self) -> &mut Ebpf {
-        &mut self.bpf
+    /// Programs that this process has had the kernel load; the others were there.
+    pub const fn loaded(&self) -> usize {
+        self.programs.loaded()
+    }
+
+    /// One of [`PROGRAMS`], for tests that run single programs.
+    ///
+    /// # Errors
+    /// When there is none of that name.
+    pub fn program(&mut self, name: &str) -> Result<&mut SchedClassifier, DataplaneError> {
+        let name = PROGRAMS.into_iter().find(|program| *program == name);
+        self.programs.get_mut(name.ok_or(DataplaneError::Object("program of that name"))?)
+    }
+
+    /// A pinned map, for tests that look into it.
+    ///
+    /// # Errors
+    /// When it is not there.
+    pub fn map(&mut self, name: &'static str) -> Result<&mut Map, DataplaneError> {
+        self.maps.get(name)
     }
 }
 
@@ -328,12 +361,21 @@ pub fn remove(bpffs: &Path) -> Vec<DataplaneError> {
 /// Says what stays, and why.
 pub fn remove_pins(bpffs: &Path) -> Result<usize, DataplaneError> {
     let top = top_directory(bpffs);
-    let entries = |path: &Path| std::fs::read_dir(path).into_iter().flatten().flatten();
-    let pins = entries(&top).map(|directory| entries(&directory.path()).count()).sum();
+    let pins = count_pins(&top);
     match std::fs::remove_dir_all(&top) {
         Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
             Err(DataplaneError::Pin { path: top, source })
         }
         _ => Ok(pins),
     }
+}
+
+/// Pins in a directory, and in those below it.
+fn count_pins(directory: &Path) -> usize {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let count = |entry: std::fs::DirEntry| match entry.file_type() {
+        Ok(kind) if kind.is_dir() => count_pins(&entry.path()),
+        _ => 1,
+    };
+    entries.map(count).sum()
 }

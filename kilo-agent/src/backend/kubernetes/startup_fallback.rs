@@ -32,7 +32,7 @@ pub struct StartupFallback {
 
 impl StartupFallback {
     /// Waits until the server has listed everything; when it takes long and
-    /// something is remembered, that is the first snapshot.
+    /// something is remembered, that is the first snapshot. The server is asked after `spread`.
     ///
     /// # Errors
     /// When the server refuses before anything remembered is in use.
@@ -41,6 +41,7 @@ impl StartupFallback {
         hostname: &str,
         topology_label: &str,
         from: NodesFrom,
+        spread: Duration,
         remembered: impl FnOnce() -> Option<Snapshot>,
     ) -> Result<Self, BackendError> {
         let (sender, snapshots) = watch::channel(Arc::default());
@@ -49,6 +50,7 @@ impl StartupFallback {
         let (holder, own) = (Arc::clone(&connected), sender.clone());
         let (hostname, label) = (hostname.to_owned(), topology_label.to_owned());
         let connecting = async move {
+            tokio::time::sleep(spread).await;
             let Some(backend) = connect(client, (&hostname, &label, &from), answer).await else { return };
             let mut real = backend.watch();
             let _ = holder.set(backend);
@@ -69,7 +71,12 @@ impl StartupFallback {
             tracing::warn!(
                 nodes = remembered.nodes.len(),
                 peers = remembered.peers.len(),
-                "API server unreachable; working with the last good topology"
+                "{}; working with the last good topology",
+                if spread > WAIT {
+                    "all nodes may be booting, and ask the API server by turns"
+                } else {
+                    "API server unreachable"
+                }
             );
             // The server may have answered this very moment.
             sender.send_if_modified(|current| {

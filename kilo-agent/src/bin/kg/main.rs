@@ -35,7 +35,7 @@ use kilo_agent::{
 };
 use kilo_core::{
     errors::error_chain,
-    objects::Snapshot,
+    objects::{Snapshot, slices},
     settings::{Failover, Settings, Slices},
 };
 use kilo_host::{
@@ -44,6 +44,7 @@ use kilo_host::{
     interface, lock,
     wireguard::{private_key, userspace},
 };
+use nix::time::{ClockId, clock_gettime};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
@@ -52,6 +53,8 @@ use uninstall::{uninstall, uninstall_alone};
 
 /// Where the private key is.
 const KEY_PATH: &str = "/var/lib/kilo/key";
+/// A host that has been up for less may have booted together with all others.
+const BOOTS_WITHIN: Duration = Duration::from_mins(5);
 
 fn main() -> ExitCode {
     if let Some(tables) = kilo_agent::flag_table::if_asked(Cli::command) {
@@ -228,13 +231,20 @@ async fn serve(flags: Flags) -> Result<()> {
             let hostname = options.hostname.clone();
             let label = &flags.topology_label;
             let gate = gate(flags.page_access, &client)?;
-            let remembered = || last_good_topology(&hostname);
             let from = match flags.slices {
                 Slices::Auto => NodesFrom::Slices { namespace: kubernetes::own_namespace() },
                 Slices::Off => NodesFrom::Nodes,
             };
+            // After a power failure all agents start at once; what they work with meanwhile is the last good topology.
+            let booted = flags.slices == Slices::Auto && since_boot() < BOOTS_WITHIN;
+            let early = booted.then(|| last_good_topology(&hostname)).flatten();
+            let spread = early.as_ref().map_or(Duration::ZERO, |known| {
+                slices::start_spread(known.nodes.len(), rand::random_range(0.0..1.0))
+            });
+            let remembered = || early.or_else(|| last_good_topology(&hostname));
             let backend =
-                kubernetes::StartupFallback::start(client, &hostname, label, from, remembered).await?;
+                kubernetes::StartupFallback::start(client, &hostname, label, from, spread, remembered)
+                    .await?;
             work(flags, options, backend, startup, leaving, gate).await
         }
     }
@@ -286,6 +296,10 @@ async fn serve_webhook(args: WebhookArgs) -> Result<()> {
 }
 
 /// What an earlier agent left, for a start without API server.
+fn since_boot() -> Duration {
+    clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::MAX, Duration::from)
+}
+
 fn last_good_topology(hostname: &str) -> Option<Snapshot> {
     last_good::load(&last_good_path(), hostname).unwrap_or_else(|error| {
         tracing::warn!(path = %last_good_path().display(), %error, "ignoring the saved topology");

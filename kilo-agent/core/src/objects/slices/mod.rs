@@ -23,7 +23,7 @@ use super::{
 pub use election::{NO_WRITER, Observed, Renewals, poll_seconds, rank};
 pub use pack::{MOST_BYTES, MOST_NODES, Plan, plan};
 pub use set::{Incomplete, SliceSet};
-pub use source::{Chosen, Inputs, Reason, Source};
+pub use source::{Chosen, Inputs, Reason, Source, start_spread};
 
 /// The Lease of the agent that writes slices.
 pub const LEASE: &str = "kilo-node-slices";

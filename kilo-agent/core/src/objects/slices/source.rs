@@ -19,6 +19,8 @@ const NODE_BYTES: f64 = 7e3;
 const ENTRY_BYTES: f64 = 500.0;
 const EGRESS: f64 = 50e6;
 const MOST_SPREAD: Duration = Duration::from_mins(4);
+/// The same of agents that start: one that has not listed anything yet does not say that it lives.
+const MOST_SPREAD_OF_STARTS: Duration = Duration::from_mins(1);
 
 /// Where nodes are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,16 +118,26 @@ impl Source {
     }
 
     fn pause(&self, inputs: Inputs) -> Duration {
-        let nodes = f64::from(u32::try_from(inputs.nodes).unwrap_or(u32::MAX));
         let bytes = if inputs.against.is_some() { NODE_BYTES } else { ENTRY_BYTES };
-        let most = (nodes * nodes * bytes / EGRESS).min(MOST_SPREAD.as_secs_f64());
-        let spread = Duration::from_secs_f64(most * inputs.chance.clamp(0.0, 1.0));
+        let spread =
+            time_to_list(inputs.nodes, bytes).min(MOST_SPREAD).mul_f64(inputs.chance.clamp(0.0, 1.0));
         match inputs.against {
             Some(reason) => reason.patience() + spread,
             None if self.was_in_use => AGAIN + spread,
             None => spread,
         }
     }
+}
+
+/// How long the API server sends when each of so many agents lists all nodes.
+fn time_to_list(nodes: usize, bytes: f64) -> Duration {
+    let nodes = f64::from(u32::try_from(nodes).unwrap_or(u32::MAX));
+    Duration::from_secs_f64(nodes * nodes * bytes / EGRESS)
+}
+
+/// How long an agent waits before it lists slices when all others may start as well; `chance` is from 0 to 1.
+pub fn start_spread(nodes: usize, chance: f64) -> Duration {
+    time_to_list(nodes, ENTRY_BYTES).min(MOST_SPREAD_OF_STARTS).mul_f64(chance.clamp(0.0, 1.0))
 }
 
 #[cfg(test)]
@@ -199,5 +211,13 @@ mod tests {
             chance: 1.0,
         });
         assert_eq!(most, MOST_SPREAD);
+    }
+
+    #[test]
+    fn starts_of_a_large_mesh_are_spread_over_what_the_server_needs_and_a_minute_at_most() {
+        assert_eq!(start_spread(100, 1.0), Duration::from_millis(100));
+        assert_eq!(start_spread(1000, 0.5), Duration::from_secs(5));
+        assert_eq!(start_spread(5000, 1.0), Duration::from_mins(1));
+        assert_eq!(start_spread(usize::MAX, 0.0), Duration::ZERO);
     }
 }

@@ -6,10 +6,7 @@ use std::{
     os::fd::AsFd as _,
 };
 
-use aya::{
-    Ebpf,
-    maps::{Array, Map},
-};
+use aya::maps::{Array, Map};
 use ipnet::{IpNet, Ipv4Net};
 use kilo_common::{
     direct::{Place, shift},
@@ -21,7 +18,7 @@ use kilo_common::{
 };
 use kilo_core::tables::{Hop, Tables};
 
-use super::super::{DataplaneError, batch, load::map};
+use super::super::{DataplaneError, batch, load::PinnedMaps};
 
 /// The words that the tables give the array, by index.
 pub(super) fn words(tables: &Tables) -> Vec<(u32, u64)> {
@@ -115,8 +112,8 @@ fn is_known_sender(tables: &Tables, value: PrefixValue) -> bool {
 }
 
 /// Reads the places that are taken.
-pub(super) fn read(bpf: &mut Ebpf) -> Result<BTreeMap<u32, u64>, DataplaneError> {
-    let Map::Array(array) = map(bpf, name::DIRECT_V4)? else {
+pub(super) fn read(maps: &mut PinnedMaps) -> Result<BTreeMap<u32, u64>, DataplaneError> {
+    let Map::Array(array) = maps.get(name::DIRECT_V4)? else {
         return Err(DataplaneError::Object(name::DIRECT_V4));
     };
     // SAFETY: an array of words; a pin was checked for that.
@@ -126,11 +123,11 @@ pub(super) fn read(bpf: &mut Ebpf) -> Result<BTreeMap<u32, u64>, DataplaneError>
 
 /// Writes places; returns how many.
 pub(super) fn write(
-    bpf: &mut Ebpf,
+    maps: &mut PinnedMaps,
     words: impl IntoIterator<Item = (u32, u64)>,
     present: &mut BTreeMap<u32, u64>,
 ) -> Result<u64, DataplaneError> {
-    let mut array = Array::<_, u64>::try_from(map(bpf, name::DIRECT_V4)?)?;
+    let mut array = Array::<_, u64>::try_from(maps.get(name::DIRECT_V4)?)?;
     let mut writes = 0;
     for (index, word) in words {
         array.set(index, word, 0)?;

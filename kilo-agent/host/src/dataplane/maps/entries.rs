@@ -6,7 +6,7 @@ use std::{
 };
 
 use aya::{
-    Ebpf, Pod,
+    Pod,
     maps::{
         HashMap, MapData, MapError,
         lpm_trie::{Key as TrieKey, LpmTrie},
@@ -17,10 +17,7 @@ use kilo_common::maps::{MASQ_ADDR_INDEX_BITS, masq_addr_key};
 use kilo_core::flat_map::{Key, merge};
 
 use super::{
-    super::{
-        DataplaneError,
-        load::{Maps, map},
-    },
+    super::{DataplaneError, load::PinnedMaps},
     form::Towards,
 };
 
@@ -68,7 +65,7 @@ impl Prefix for Towards {
 }
 
 pub(super) fn read_trie<P: Prefix, V: Pod>(
-    maps: &mut impl Maps,
+    maps: &mut PinnedMaps,
     name: &'static str,
 ) -> Result<BTreeMap<P, V>, DataplaneError> {
     let trie = LpmTrie::<_, P::Octets, V>::try_from(maps.get(name)?)?;
@@ -81,7 +78,7 @@ pub(super) fn read_trie<P: Prefix, V: Pod>(
 }
 
 pub(super) fn read_hash<P: Pod, K: Ord, V: Pod>(
-    maps: &mut impl Maps,
+    maps: &mut PinnedMaps,
     name: &'static str,
     key: impl Fn(P) -> K,
 ) -> Result<BTreeMap<K, V>, DataplaneError> {
@@ -118,12 +115,12 @@ pub(super) fn difference<K: Key, V: PartialEq + Copy>(
 }
 
 pub(super) fn write_trie<P: Prefix, V: Pod>(
-    bpf: &mut Ebpf,
+    maps: &mut PinnedMaps,
     name: &'static str,
     entries: &[(P, V)],
     present: &mut BTreeMap<P, V>,
 ) -> Result<u64, DataplaneError> {
-    let mut trie: LpmTrie<&mut MapData, P::Octets, V> = map(bpf, name)?.try_into()?;
+    let mut trie: LpmTrie<&mut MapData, P::Octets, V> = maps.get(name)?.try_into()?;
     for (prefix, value) in entries {
         trie.insert(&prefix.key(), value, 0)?;
         present.insert(*prefix, *value);
@@ -132,12 +129,12 @@ pub(super) fn write_trie<P: Prefix, V: Pod>(
 }
 
 pub(super) fn remove_trie<P: Prefix, V: Pod>(
-    bpf: &mut Ebpf,
+    maps: &mut PinnedMaps,
     name: &'static str,
     prefixes: &[P],
     present: &mut BTreeMap<P, V>,
 ) -> Result<u64, DataplaneError> {
-    let mut trie: LpmTrie<&mut MapData, P::Octets, V> = map(bpf, name)?.try_into()?;
+    let mut trie: LpmTrie<&mut MapData, P::Octets, V> = maps.get(name)?.try_into()?;
     for prefix in prefixes {
         gone(trie.remove(&prefix.key()))?;
         present.remove(prefix);
@@ -146,13 +143,13 @@ pub(super) fn remove_trie<P: Prefix, V: Pod>(
 }
 
 pub(super) fn write_hash<K: Ord + Copy, P: Pod, V: Pod>(
-    bpf: &mut Ebpf,
+    maps: &mut PinnedMaps,
     name: &'static str,
     difference: Difference<K, V>,
     present: &mut BTreeMap<K, V>,
     raw: impl Fn(K) -> P,
 ) -> Result<u64, DataplaneError> {
-    let mut hash: HashMap<&mut MapData, P, V> = map(bpf, name)?.try_into()?;
+    let mut hash: HashMap<&mut MapData, P, V> = maps.get(name)?.try_into()?;
     let writes = difference.write.len() + difference.remove.len();
     for (key, value) in difference.write {
         hash.insert(raw(key), value, 0)?;

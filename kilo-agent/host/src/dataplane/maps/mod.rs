@@ -10,7 +10,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
-use aya::{Ebpf, maps::Array};
+use aya::maps::Array;
 use ipnet::{Ipv4Net, Ipv6Net};
 use kilo_common::{
     map_table::{MapSpec, name},
@@ -27,7 +27,8 @@ use self::{
 };
 use super::{
     DataplaneError, lead,
-    load::{Maps, map},
+    load::{FOLLOW, PinnedMaps},
+    programs::Programs,
 };
 
 /// Map content as the programs read it: each family in maps of its own.
@@ -76,13 +77,13 @@ impl Content {
     }
 }
 
-/// Reads everything the maps of a loaded object hold.
-pub fn read_all(bpf: &mut Ebpf) -> Result<Content, DataplaneError> {
-    Ok(Content { direct_v4: direct::read(bpf)?, ..read(bpf)? })
+/// Reads everything the maps hold.
+pub fn read_all(maps: &mut PinnedMaps) -> Result<Content, DataplaneError> {
+    Ok(Content { direct_v4: direct::read(maps)?, ..read(maps)? })
 }
 
 /// Reads what the maps say of tables: `direct_v4` says nothing that `prefix_v4` does not.
-pub fn read(maps: &mut impl Maps) -> Result<Content, DataplaneError> {
+pub fn read(maps: &mut PinnedMaps) -> Result<Content, DataplaneError> {
     let mut tables = Content {
         prefix_v4: read_trie(maps, name::PREFIX_V4)?,
         prefix_v6: read_trie(maps, name::PREFIX_V6)?,
@@ -108,7 +109,7 @@ pub fn read(maps: &mut impl Maps) -> Result<Content, DataplaneError> {
 }
 
 /// Both words.
-pub fn read_lead(maps: &mut impl Maps) -> Result<[u64; 2], DataplaneError> {
+pub fn read_lead(maps: &mut PinnedMaps) -> Result<[u64; 2], DataplaneError> {
     let lead = Array::<_, u64>::try_from(maps.get(name::LEAD)?)?;
     Ok([lead.get(&LEAD_KILO, 0)?, lead.get(&LEAD_ACTING, 0)?])
 }
@@ -122,7 +123,12 @@ pub struct Applied {
 }
 
 /// Writes what differs and keeps `present` true.
-pub fn apply(bpf: &mut Ebpf, present: &mut Content, tables: &Tables) -> Result<Applied, DataplaneError> {
+pub fn apply(
+    maps: &mut PinnedMaps,
+    programs: &Programs,
+    present: &mut Content,
+    tables: &Tables,
+) -> Result<Applied, DataplaneError> {
     let desired = Desired::new(tables);
     check_capacity(&desired)?;
     let mut writes = 0;
@@ -148,51 +154,51 @@ pub fn apply(bpf: &mut Ebpf, present: &mut Content, tables: &Tables) -> Result<A
     let changed =
         direct_v4.write.iter().map(|(place, _)| *place).filter(|place| present.direct_v4.contains_key(place));
     let outdated: Vec<_> = direct_v4.remove.iter().copied().chain(changed).map(|place| (place, 0)).collect();
-    writes += direct::write(bpf, outdated, &mut present.direct_v4)?;
-    let mut map_of_hops = Array::<_, Hop>::try_from(map(bpf, name::HOP)?)?;
+    writes += direct::write(maps, outdated, &mut present.direct_v4)?;
+    let mut map_of_hops = Array::<_, Hop>::try_from(maps.get(name::HOP)?)?;
     for (id, hop) in hops.write {
         map_of_hops.set(id, hop, 0)?;
         present.hop.insert(id, hop);
         writes += 1;
     }
-    present.lead = read_lead(bpf)?;
+    present.lead = read_lead(maps)?;
     if present.lead[0] != tables.lead[0] {
-        Array::<_, u64>::try_from(map(bpf, name::LEAD)?)?.set(LEAD_KILO, tables.lead[0], 0)?;
+        Array::<_, u64>::try_from(maps.get(name::LEAD)?)?.set(LEAD_KILO, tables.lead[0], 0)?;
         present.lead[0] = tables.lead[0];
         writes += 1;
     }
     if present.lead[1] != tables.lead[1] && !kilo_common::lead::is_later(present.lead[1], tables.lead[1]) {
         let swap = lead::Swap { current: present.lead[1], new: tables.lead[1] };
-        present.lead[1] = lead::swap(bpf, swap)?;
+        present.lead[1] = lead::swap(programs.get(FOLLOW)?, swap)?;
         writes += 1;
     }
-    writes += write_hash(bpf, name::SIGNAL_KEY, keys, &mut present.signal_key, |addr| addr.octets())?;
+    writes += write_hash(maps, name::SIGNAL_KEY, keys, &mut present.signal_key, |addr| addr.octets())?;
     // What must not be masqueraded is known before anything is.
-    writes += write_trie(bpf, name::MASQ_DST, &destinations.write, &mut present.masq_dst)?;
-    writes += write_trie(bpf, name::MASQ_ADDR, &addrs.write, &mut present.masq_addr)?;
-    writes += write_hash(bpf, name::DEVICE, devices, &mut present.device, |key| key)?;
-    writes += write_hash(bpf, name::NODE_V4, nodes_v4, &mut present.node_v4, |addr| addr.octets())?;
-    writes += write_hash(bpf, name::NODE_V6, nodes_v6, &mut present.node_v6, |addr| addr.octets())?;
-    writes += write_trie(bpf, name::PREFIX_V4, &prefixes_v4.write, &mut present.prefix_v4)?;
-    writes += write_trie(bpf, name::PREFIX_V6, &prefixes_v6.write, &mut present.prefix_v6)?;
-    writes += write_trie(bpf, name::MASQ_SRC, &sources.write, &mut present.masq_src)?;
+    writes += write_trie(maps, name::MASQ_DST, &destinations.write, &mut present.masq_dst)?;
+    writes += write_trie(maps, name::MASQ_ADDR, &addrs.write, &mut present.masq_addr)?;
+    writes += write_hash(maps, name::DEVICE, devices, &mut present.device, |key| key)?;
+    writes += write_hash(maps, name::NODE_V4, nodes_v4, &mut present.node_v4, |addr| addr.octets())?;
+    writes += write_hash(maps, name::NODE_V6, nodes_v6, &mut present.node_v6, |addr| addr.octets())?;
+    writes += write_trie(maps, name::PREFIX_V4, &prefixes_v4.write, &mut present.prefix_v4)?;
+    writes += write_trie(maps, name::PREFIX_V6, &prefixes_v6.write, &mut present.prefix_v6)?;
+    writes += write_trie(maps, name::MASQ_SRC, &sources.write, &mut present.masq_src)?;
     if present.config != tables.config {
-        Array::<_, Config>::try_from(map(bpf, name::CONFIG)?)?.set(0, tables.config, 0)?;
+        Array::<_, Config>::try_from(maps.get(name::CONFIG)?)?.set(0, tables.config, 0)?;
         present.config = tables.config;
         writes += 1;
     }
-    writes += remove_trie(bpf, name::PREFIX_V4, &prefixes_v4.remove, &mut present.prefix_v4)?;
-    writes += remove_trie(bpf, name::PREFIX_V6, &prefixes_v6.remove, &mut present.prefix_v6)?;
-    writes += remove_trie(bpf, name::MASQ_ADDR, &addrs.remove, &mut present.masq_addr)?;
-    writes += remove_trie(bpf, name::MASQ_SRC, &sources.remove, &mut present.masq_src)?;
-    writes += remove_trie(bpf, name::MASQ_DST, &destinations.remove, &mut present.masq_dst)?;
-    let mut map_of_hops = Array::<_, Hop>::try_from(map(bpf, name::HOP)?)?;
+    writes += remove_trie(maps, name::PREFIX_V4, &prefixes_v4.remove, &mut present.prefix_v4)?;
+    writes += remove_trie(maps, name::PREFIX_V6, &prefixes_v6.remove, &mut present.prefix_v6)?;
+    writes += remove_trie(maps, name::MASQ_ADDR, &addrs.remove, &mut present.masq_addr)?;
+    writes += remove_trie(maps, name::MASQ_SRC, &sources.remove, &mut present.masq_src)?;
+    writes += remove_trie(maps, name::MASQ_DST, &destinations.remove, &mut present.masq_dst)?;
+    let mut map_of_hops = Array::<_, Hop>::try_from(maps.get(name::HOP)?)?;
     for id in hops.remove {
         map_of_hops.set(id, Hop::default(), 0)?;
         present.hop.remove(&id);
         writes += 1;
     }
-    writes += direct::write(bpf, direct_v4.write, &mut present.direct_v4)?;
+    writes += direct::write(maps, direct_v4.write, &mut present.direct_v4)?;
     Ok(Applied { writes, excluded })
 }
 

@@ -43,7 +43,7 @@ fn is_translated(world: &mut World, packet: &[u8], side: &Side) {
 }
 
 fn table(world: &mut World) -> aya::maps::HashMap<&mut aya::maps::MapData, NatKey, InboundValue> {
-    world.dataplane.bpf_mut().map_mut("inbound").unwrap().try_into().unwrap()
+    world.dataplane.map("inbound").unwrap().try_into().unwrap()
 }
 
 /// Makes every flow from outside one that had its last packet so many seconds earlier, at the boot at most.

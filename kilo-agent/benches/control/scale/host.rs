@@ -1,0 +1,201 @@
+//! Nodes of the mesh: namespaces of the lab on bridges, one a location, that this namespace routes between.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    net::{Ipv4Addr, TcpListener as Listener},
+    os::linux::fs::MetadataExt as _,
+    path::Path,
+    process::Stdio,
+    time::{Duration, Instant},
+};
+
+use kilo_lab::{
+    counters,
+    space::{self, Space},
+};
+use tokio::net::{TcpListener, TcpStream};
+
+use crate::{
+    netns,
+    objects::{self, LOCATIONS},
+    process,
+};
+
+/// Where agents find the API server, on their own loopback.
+pub const API_PORT: u16 = 6443;
+/// Name of these namespaces, before the node's.
+const LAB: &str = "scale";
+const LOGS: &str = "/tmp/logs";
+
+/// File systems of this namespace alone, and a bridge a location. (Room for neighbours, which the kernel has once for
+/// the whole machine, was made by `cargo xtask`.)
+pub fn prepare_machine() {
+    netns::sh(&format!(
+        "mount -t tmpfs tmp /tmp; mount -t tmpfs run /run; mkdir -p /run/netns {LOGS}; ip link set lo up; \
+         sysctl -qw net.ipv4.ip_forward=1"
+    ));
+    for location in 0..LOCATIONS {
+        netns::sh(&format!(
+            "ip link add loc-{location} type bridge; ip link set loc-{location} up; \
+             ip address add {}/16 dev loc-{location}; ip address add {}/24 dev loc-{location}",
+            Ipv4Addr::new(10, 201 + location as u8, 255, 254),
+            router(location),
+        ));
+    }
+}
+
+fn router(location: usize) -> Ipv4Addr {
+    Ipv4Addr::new(198, 18, location as u8, 254)
+}
+
+/// One node.
+pub struct Host {
+    pub number: usize,
+    pub space: Space,
+}
+
+impl Host {
+    /// Its namespaces, an uplink with a private and a public address, and the bridge that pods would be on.
+    pub fn create(number: usize) -> Self {
+        let name = objects::name(number);
+        let mut space = Space::create(LAB, &name).unwrap();
+        space.hold(Path::new(&format!("{LOGS}/{name}.hold"))).unwrap();
+        let (location, place) = (number % LOCATIONS, number / LOCATIONS);
+        let netns = &space.netns;
+        netns::sh(&format!(
+            "ip link add n{number} type veth peer name eth0 netns {netns}; ip link set n{number} master loc-{location} up"
+        ));
+        let public = Ipv4Addr::new(198, 18, location as u8, place as u8 + 1);
+        space
+            .ip(&format!(
+                "address add {}/16 dev eth0\naddress add {public}/24 dev eth0\nlink set eth0 up\n\
+                 route add default via {}\nlink add kube-bridge type bridge\nlink set kube-bridge up\n\
+                 address add {}/24 dev kube-bridge\n",
+                objects::private(number),
+                router(location),
+                objects::gateway(number),
+            ))
+            .unwrap();
+        space.sh("sysctl -qw net.ipv4.ip_forward=1").unwrap();
+        Self { number, space }
+    }
+
+    /// Address of its bridge.
+    pub fn gateway(&self) -> Ipv4Addr {
+        objects::gateway(self.number)
+    }
+
+    /// Hands connections to its loopback on to the API server.
+    pub fn offer_api(&self, to: u16) {
+        let listen = || Listener::bind((Ipv4Addr::LOCALHOST, API_PORT)).unwrap();
+        let listener = self.space.spawn(listen).join().unwrap().unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let listener = TcpListener::from_std(listener).unwrap();
+        tokio::spawn(async move {
+            while let Ok((mut client, _)) = listener.accept().await {
+                tokio::spawn(async move {
+                    let Ok(mut server) = TcpStream::connect((Ipv4Addr::LOCALHOST, to)).await else { return };
+                    let _ = tokio::io::copy_bidirectional(&mut client, &mut server).await;
+                });
+            }
+        });
+    }
+
+    pub fn start_agent(&self, kubeconfig: &Path, flags: &[&str]) {
+        let name = objects::name(self.number);
+        let log = fs::File::create(format!("{LOGS}/{name}.log")).unwrap();
+        let words = process::confined(kubeconfig);
+        let mut child = self
+            .space
+            .command(&words[0])
+            .args(&words[1..])
+            .args(["--hostname", &name, "--wireguard", "userspace"])
+            .args(["--cni-path", "/run/kilo/10-kilo.conflist"])
+            .args(["--internal-cidr", &format!("10.{}.0.0/16", 201 + self.number % LOCATIONS)])
+            .args(flags)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().unwrap())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        // It ends with its namespace.
+        std::thread::spawn(move || child.wait());
+    }
+
+    /// One of its agent's metrics.
+    pub fn metric(&self, name: &str) -> Option<u64> {
+        counters::scrape(&self.space).ok()?.get(name).copied()
+    }
+
+    pub async fn until(&self, name: &str, value: u64, limit: Duration) {
+        let deadline = Instant::now() + limit;
+        while self.metric(name) != Some(value) {
+            assert!(Instant::now() < deadline, "{name} of node {} is {:?}", self.number, self.metric(name));
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// Its link goes, and every process.
+    pub fn lose_power(&self) {
+        netns::sh(&format!("ip link set n{} down", self.number));
+        space::kill_inside(std::slice::from_ref(&self.space));
+    }
+}
+
+/// What some processes use.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Used {
+    /// Time on a processor since they started.
+    pub ran: Duration,
+    /// Megabytes (10^6 bytes); what several share is counted in parts.
+    pub memory: f64,
+}
+
+/// What agents and the processes with the WireGuard devices use.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Usage {
+    pub agents: Used,
+    pub wireguard: Used,
+}
+
+pub fn usage(hosts: &[Host]) -> Usage {
+    let inode = |host: &Host| fs::metadata(host.space.path()).unwrap().st_ino();
+    let ours: BTreeMap<u64, usize> = hosts.iter().map(|host| (inode(host), host.number)).collect();
+    let mut usage = Usage::default();
+    for entry in fs::read_dir("/proc").unwrap().flatten() {
+        let path = entry.path();
+        let is_ours = fs::metadata(path.join("ns/net")).is_ok_and(|it| ours.contains_key(&it.st_ino()));
+        let is_kg = fs::read_to_string(path.join("comm")).is_ok_and(|comm| comm.trim() == "kg");
+        if !is_ours || !is_kg {
+            continue;
+        }
+        let Ok(words) = fs::read(path.join("cmdline")) else { continue };
+        let is_device = words.split(|byte| *byte == 0).any(|word| word == b"userspace-wireguard");
+        let used = if is_device { &mut usage.wireguard } else { &mut usage.agents };
+        used.ran += ran(&path);
+        used.memory += memory(&path);
+    }
+    usage
+}
+
+/// User and system time, which the kernel gives in hundredths of a second.
+fn ran(process: &Path) -> Duration {
+    let stat = fs::read_to_string(process.join("stat")).unwrap_or_default();
+    let fields: Vec<u64> = stat
+        .rsplit_once(") ")
+        .map(|(_, fields)| fields.split(' ').map(|field| field.parse().unwrap_or(0)).collect())
+        .unwrap_or_default();
+    Duration::from_millis(fields.get(11..13).map_or(0, |times| times.iter().sum::<u64>() * 10))
+}
+
+fn memory(process: &Path) -> f64 {
+    let text = fs::read_to_string(process.join("smaps_rollup")).unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("Pss:")).unwrap_or_default();
+    line.trim().trim_end_matches(" kB").parse::<f64>().unwrap_or(0.0) * 1024.0 / 1e6
+}
+
+/// Ends all of it.
+pub fn end(hosts: &[Host]) {
+    space::remove(hosts.iter().map(|host| host.space.clone())).unwrap();
+}

@@ -1,0 +1,145 @@
+//! Who reaches whom: one datagram from the bridge of each node to the bridges of all nodes of its location and of
+//! one node in each other, by turns, so that every node is asked from every location.
+
+use std::{
+    collections::BTreeSet,
+    net::{SocketAddr, UdpSocket as Socket},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use tokio::net::UdpSocket;
+
+use super::host::Host;
+use crate::objects::{self, LOCATIONS};
+
+const PORT: u16 = 7777;
+/// Between two looks at who has not been heard; what is lost is sent again.
+const PACE: Duration = Duration::from_millis(250);
+/// A datagram that takes longer than this is lost.
+const SLOWEST: Duration = Duration::from_secs(3);
+
+/// From one node to another.
+type Way = (usize, usize);
+
+pub struct Probes {
+    sockets: Vec<Arc<UdpSocket>>,
+    ways: BTreeSet<Way>,
+    heard: Arc<Heard>,
+}
+
+/// When a way has carried a datagram last: microseconds since the start, 0 = never.
+struct Heard {
+    start: Instant,
+    nodes: usize,
+    at: Vec<AtomicU64>,
+}
+
+impl Heard {
+    fn now(&self) -> u64 {
+        u64::try_from(self.start.elapsed().as_micros()).unwrap()
+    }
+
+    fn of(&self, (from, to): Way) -> &AtomicU64 {
+        &self.at[from * self.nodes + to]
+    }
+}
+
+/// The nodes that this one asks.
+fn asked_by(from: usize, nodes: usize) -> impl Iterator<Item = usize> {
+    let places = nodes / LOCATIONS;
+    (0..nodes).filter(move |to| {
+        let (location, place) = (to % LOCATIONS, to / LOCATIONS);
+        match location == from % LOCATIONS {
+            true => *to != from,
+            false => place == (from / LOCATIONS + from % LOCATIONS + location) % places,
+        }
+    })
+}
+
+impl Probes {
+    pub fn open(hosts: &[Host]) -> Self {
+        let nodes = hosts.len();
+        let at = std::iter::repeat_with(AtomicU64::default).take(nodes * nodes).collect();
+        let heard = Arc::new(Heard { start: Instant::now(), nodes, at });
+        let mut sockets = Vec::new();
+        for host in hosts {
+            let address = SocketAddr::from((host.gateway(), PORT));
+            let socket = host.space.spawn(move || Socket::bind(address).unwrap()).join().unwrap().unwrap();
+            socket.set_nonblocking(true).unwrap();
+            let socket = Arc::new(UdpSocket::from_std(socket).unwrap());
+            tokio::spawn(listen(Arc::clone(&socket), host.number, Arc::clone(&heard)));
+            sockets.push(socket);
+        }
+        let ways = (0..nodes).flat_map(|from| asked_by(from, nodes).map(move |to| (from, to))).collect();
+        Self { sockets, ways, heard }
+    }
+
+    pub fn len(&self) -> usize {
+        self.ways.len()
+    }
+
+    /// Nobody asks this node, and it asks nobody.
+    pub fn leave_out(&mut self, node: usize) {
+        self.ways.retain(|(from, to)| *from != node && *to != node);
+    }
+
+    fn send(&self, (from, to): Way) {
+        let text = u32::try_from(from).unwrap().to_be_bytes();
+        // As long as there is no route, this fails.
+        let _ = self.sockets[from].try_send_to(&text, (objects::gateway(to), PORT).into());
+    }
+
+    /// How long after `since` the last way carried its first datagram.
+    pub async fn until_all_answer(&mut self, since: Instant, limit: Duration) -> Duration {
+        let from = u64::try_from(since.duration_since(self.heard.start).as_micros()).unwrap().max(1);
+        let mut told = Instant::now();
+        let mut silent: Vec<Way> = self.ways.iter().copied().collect();
+        loop {
+            silent.retain(|way| self.heard.of(*way).load(Ordering::Relaxed) < from);
+            if silent.is_empty() {
+                return since.elapsed();
+            }
+            if told.elapsed() > Duration::from_secs(10) {
+                told = Instant::now();
+                println!(
+                    "bench:   {} ways are silent after {:.0} s",
+                    silent.len(),
+                    since.elapsed().as_secs_f64()
+                );
+            }
+            let few = &silent[..silent.len().min(20)];
+            assert!(since.elapsed() < limit, "{} ways are silent, such as {few:?}", silent.len());
+            silent.iter().for_each(|way| self.send(*way));
+            // Where most are silent, all of them each time would be most of the work.
+            tokio::time::sleep(PACE * (1 + u32::try_from(silent.len() / 1000).unwrap())).await;
+        }
+    }
+
+    /// The share of datagrams that did not arrive, on all ways every five seconds.
+    pub async fn lost_during(&self, time: Duration) -> f64 {
+        let until = Instant::now() + time;
+        let (mut sent, mut lost) = (0, 0);
+        while Instant::now() < until {
+            let from = self.heard.now();
+            self.ways.iter().for_each(|way| self.send(*way));
+            tokio::time::sleep(SLOWEST).await;
+            sent += self.ways.len();
+            lost +=
+                self.ways.iter().filter(|way| self.heard.of(**way).load(Ordering::Relaxed) < from).count();
+            tokio::time::sleep(Duration::from_secs(2)).await;
+        }
+        lost as f64 / sent as f64
+    }
+}
+
+async fn listen(socket: Arc<UdpSocket>, to: usize, heard: Arc<Heard>) {
+    let mut buffer = [0; 4];
+    while let Ok((4, _)) = socket.recv_from(&mut buffer).await {
+        let from = u32::from_be_bytes(buffer) as usize;
+        heard.of((from, to)).store(heard.now(), Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,83 @@
+//! What the kernel says of a program by its descriptor. (To ask for its maps, aya makes a
+//! descriptor of the program's id, which needs `CAP_SYS_ADMIN`; this needs no right.)
+
+use std::{
+    io,
+    os::fd::{AsRawFd as _, BorrowedFd},
+};
+
+/// Command and program type (include/uapi/linux/bpf.h).
+const BPF_OBJ_GET_INFO_BY_FD: nix::libc::c_long = 15;
+const BPF_PROG_TYPE_SCHED_CLS: u32 = 3;
+/// A program uses at most 64 maps (`MAX_USED_MAPS`, `include/linux/bpf_verifier.h`).
+const MOST_MAPS: usize = 64;
+
+/// `struct bpf_prog_info`, its beginning: kernels fill what there is room for.
+#[repr(C)]
+#[derive(Default)]
+struct Info {
+    kind: u32,
+    id: u32,
+    tag: [u8; 8],
+    jited_len: u32,
+    xlated_len: u32,
+    jited: u64,
+    xlated: u64,
+    load_time: u64,
+    created_by: u32,
+    map_count: u32,
+    map_ids: u64,
+}
+
+/// `union bpf_attr`, the part of `BPF_OBJ_GET_INFO_BY_FD`.
+#[repr(C)]
+struct Attributes {
+    fd: i32,
+    info_len: u32,
+    info: u64,
+}
+
+/// What tells one loaded program from another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Identity {
+    /// Hash of its instructions, in which maps count as zero.
+    pub tag: [u8; 8],
+    /// Ids of the maps it uses; until the next boot no two maps have the same.
+    pub maps: Vec<u32>,
+}
+
+/// Of the program behind a descriptor; `None` when it is one of another type.
+///
+/// # Errors
+/// What the kernel says, such as `EINVAL` for what is no program.
+pub fn identity(fd: BorrowedFd<'_>) -> io::Result<Option<Identity>> {
+    let mut maps = vec![0u32; MOST_MAPS];
+    let mut info = Info {
+        map_count: u32::try_from(MOST_MAPS).unwrap_or(0),
+        map_ids: maps.as_mut_ptr() as u64,
+        ..Info::default()
+    };
+    let mut attributes = Attributes {
+        fd: fd.as_raw_fd(),
+        info_len: u32::try_from(size_of::<Info>()).unwrap_or(0),
+        info: std::ptr::from_mut(&mut info) as u64,
+    };
+    // SAFETY: `info` is as long as the attributes say, and `maps` has room for `map_count` ids.
+    let code = unsafe {
+        nix::libc::syscall(
+            nix::libc::SYS_bpf,
+            BPF_OBJ_GET_INFO_BY_FD,
+            std::ptr::from_mut(&mut attributes),
+            size_of::<Attributes>(),
+        )
+    };
+    if code < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // A map's descriptor is answered, too, with less.
+    if info.kind != BPF_PROG_TYPE_SCHED_CLS || (attributes.info_len as usize) < size_of::<Info>() {
+        return Ok(None);
+    }
+    maps.truncate(info.map_count as usize);
+    Ok(Some(Identity { tag: info.tag, maps }))
+}

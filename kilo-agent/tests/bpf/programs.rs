@@ -1,0 +1,188 @@
+//! Programs that an earlier agent of the same build has pinned are taken over, and nothing else is.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    os::unix::fs::PermissionsExt as _,
+    path::{Path, PathBuf},
+};
+
+use kilo_host::dataplane::{Dataplane, PROGRAMS, pin_directory};
+
+use crate::{netns, support};
+
+/// Pins of programs by the name of the program.
+fn pins(bpffs: &Path) -> BTreeMap<String, PathBuf> {
+    let builds: Vec<_> =
+        fs::read_dir(pin_directory(bpffs).join("programs")).unwrap().map(|it| it.unwrap().path()).collect();
+    assert_eq!(builds.len(), 1, "programs of one build: {builds:?}");
+    let name = |path: &Path| {
+        let file = path.file_name().unwrap().to_string_lossy().into_owned();
+        file.split('-').next().unwrap().to_owned()
+    };
+    fs::read_dir(&builds[0])
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .map(|path| (name(&path), path))
+        .collect()
+}
+
+fn id(dataplane: &mut Dataplane, program: &str) -> u32 {
+    dataplane.program(program).unwrap().info().unwrap().id()
+}
+
+#[test]
+fn the_next_agent_of_the_same_build_takes_all_programs_over() {
+    let Some(fs) = support::bpffs() else { return };
+    let mut first = Dataplane::open(fs.path(), false).unwrap();
+    let ids = PROGRAMS.map(|program| id(&mut first, program));
+    assert_eq!((first.loaded(), pins(fs.path()).len()), (PROGRAMS.len(), PROGRAMS.len()));
+    drop(first);
+    let mut next = Dataplane::open(fs.path(), false).unwrap();
+    assert_eq!(PROGRAMS.map(|program| id(&mut next, program)), ids);
+    assert_eq!(next.loaded(), 0);
+    // They are the same programs with the same maps.
+    next.write(&support::leader_tables()).unwrap();
+    let frame = support::packet::steered([10, 1, 0, 99], support::SELF, &[0; 40]);
+    let ran = support::packet::run(&mut next, "lan_ingress", &frame);
+    assert!(ran.counted.contains(&"unknown_sender"), "{ran:?}");
+}
+
+/// A descriptor of a map's or program's id would need `CAP_SYS_ADMIN`.
+#[test]
+fn the_rights_of_the_daemonset_suffice_to_take_programs_over() {
+    let Some(fs) = support::bpffs() else { return };
+    let path = fs.path();
+    std::thread::scope(|scope| {
+        let start = || {
+            netns::take_the_rights_of_the_daemonset();
+            let first = Dataplane::open(path, false).unwrap().loaded();
+            (first, Dataplane::open(path, false).unwrap().loaded())
+        };
+        assert_eq!(scope.spawn(start).join().unwrap(), (PROGRAMS.len(), 0));
+    });
+}
+
+#[test]
+fn programs_with_a_log_are_not_taken_over_and_do_not_take_over() {
+    let Some(fs) = support::bpffs() else { return };
+    assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), PROGRAMS.len());
+    for _ in 0..2 {
+        let loaded = Dataplane::open(fs.path(), true).unwrap().loaded();
+        assert_eq!(loaded, PROGRAMS.len(), "nobody reads the log of an earlier agent's");
+    }
+    // The maps are the same: the first agent's programs are as good as they were.
+    assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), 0);
+}
+
+/// Its programs still write into the map that is gone.
+#[test]
+fn programs_with_another_map_than_the_pinned_one_are_loaded_anew() {
+    let (Some(fs), Some(elsewhere)) = (support::bpffs(), support::bpffs()) else { return };
+    for path in [fs.path(), elsewhere.path()] {
+        drop(Dataplane::open(path, false).unwrap());
+    }
+    // One of the same shape, and none that every program uses.
+    let map = aya::maps::MapData::from_pin(pin_directory(elsewhere.path()).join("inbound")).unwrap();
+    fs::remove_file(pin_directory(fs.path()).join("inbound")).unwrap();
+    map.pin(pin_directory(fs.path()).join("inbound")).unwrap();
+    let next = Dataplane::open(fs.path(), false).unwrap();
+    assert_eq!(next.loaded(), PROGRAMS.len());
+    assert_eq!(pins(fs.path()).len(), PROGRAMS.len(), "the stale ones are gone");
+    drop(next);
+    assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), 0);
+}
+
+#[test]
+fn a_pin_that_is_not_what_its_name_says_is_not_put_on_a_hook() {
+    let Some(fs) = support::bpffs() else { return };
+    let mut first = Dataplane::open(fs.path(), false).unwrap();
+    let former = id(&mut first, "kilo_ingress");
+    drop(first);
+    let there = pins(fs.path());
+    // Another program of ours; one of somebody else; a map.
+    fs::remove_file(&there["kilo_egress"]).unwrap();
+    fs::rename(&there["lan_ingress"], &there["kilo_egress"]).unwrap();
+    let _foreign = support::foreign::program(&there["lan_ingress"]);
+    fs::remove_file(&there["uplink_egress"]).unwrap();
+    let map = aya::maps::MapData::from_pin(pin_directory(fs.path()).join("count")).unwrap();
+    map.pin(&there["uplink_egress"]).unwrap();
+    let mut next = Dataplane::open(fs.path(), false).unwrap();
+    assert_eq!(next.loaded(), PROGRAMS.len());
+    assert_ne!(id(&mut next, "kilo_ingress"), former, "programs that were not loaded together are no set");
+    assert_eq!(pins(fs.path()).len(), PROGRAMS.len(), "the wrong ones are replaced");
+    let frame = support::packet::steered([10, 1, 0, 99], support::SELF, &[0; 40]);
+    next.write(&support::leader_tables()).unwrap();
+    let ran = support::packet::run(&mut next, "lan_ingress", &frame);
+    assert!(ran.counted.contains(&"unknown_sender"), "{ran:?}");
+    drop(next);
+    assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), 0, "and these are taken over");
+}
+
+#[test]
+fn where_others_may_write_nothing_is_taken_over() {
+    let Some(fs) = support::bpffs() else { return };
+    drop(Dataplane::open(fs.path(), false).unwrap());
+    let top = fs.path().join("kilo");
+    for (mode, loaded) in [(0o777, PROGRAMS.len()), (0o700, 0)] {
+        fs::set_permissions(&top, fs::Permissions::from_mode(mode)).unwrap();
+        assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), loaded, "{mode:o}");
+    }
+    nix::unistd::chown(&top, Some(65534.into()), None).unwrap();
+    assert_eq!(
+        Dataplane::open(fs.path(), false).unwrap().loaded(),
+        PROGRAMS.len(),
+        "somebody else's directory"
+    );
+}
+
+/// An agent that ends while it pins leaves some; those of one load alone share the maps that are not pinned.
+#[test]
+fn where_one_program_is_missing_all_are_loaded_anew() {
+    let Some(fs) = support::bpffs() else { return };
+    drop(Dataplane::open(fs.path(), false).unwrap());
+    fs::remove_file(&pins(fs.path())["inject"]).unwrap();
+    assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), PROGRAMS.len());
+    assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), 0);
+}
+
+/// Pins save the next agent's time. This one works without.
+#[test]
+fn programs_that_cannot_be_pinned_work_all_the_same() {
+    netns::isolated("programs_that_cannot_be_pinned_work_all_the_same", || async {
+        let path = Path::new("/run/bpf");
+        drop(Dataplane::open(path, false).unwrap());
+        // What is mounted can neither be removed nor hold a pin.
+        let programs = pin_directory(path).join("programs");
+        netns::sh(&format!("mount -t tmpfs tmpfs {}", programs.display()));
+        for _ in 0..2 {
+            let mut dataplane = Dataplane::open(path, false).unwrap();
+            assert_eq!(dataplane.loaded(), PROGRAMS.len());
+            dataplane.write(&support::leader_tables()).unwrap();
+            let frame = support::packet::steered([10, 1, 0, 99], support::SELF, &[0; 40]);
+            let ran = support::packet::run(&mut dataplane, "lan_ingress", &frame);
+            assert!(ran.counted.contains(&"unknown_sender"), "{ran:?}");
+        }
+    });
+}
+
+/// The types of the whole kernel are read for it, and each thread of the allocator's keeps what it has freed.
+#[test]
+fn what_was_needed_to_load_the_programs_is_given_back() {
+    netns::isolated("what_was_needed_to_load_the_programs_is_given_back", || async {
+        let held = || {
+            let status = fs::read_to_string("/proc/self/status").unwrap();
+            let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+            line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() / 1000
+        };
+        let before = held();
+        let open = || Dataplane::open(Path::new("/run/bpf"), false).unwrap();
+        let dataplane = tokio::task::spawn_blocking(open).await.unwrap();
+        assert_eq!(dataplane.loaded(), PROGRAMS.len());
+        let grown = held().saturating_sub(before);
+        println!("{grown} MB more than before");
+        assert!(grown < 12, "{grown} MB more than before");
+    });
+}

@@ -1,0 +1,110 @@
+//! Parts that kilo-agent/benches/control measures alone, each with tables of its own: `cargo xtask bench slices`,
+//! `scale` and `start`.
+
+use std::fs;
+
+use anyhow::{Context as _, Result, bail};
+
+use super::{BenchArgs, DOCUMENT, Part, control, document, figures::Figure, store};
+use crate::workspace_root;
+
+/// One of them.
+#[derive(Clone, Copy)]
+struct Single {
+    part: Part,
+    /// As the benchmark and its files call it.
+    name: &'static str,
+    /// Groups of figures, each a table, and what is said behind a number that names a column.
+    groups: &'static [(&'static str, &'static str)],
+    /// The tables stand between these two lines.
+    marks: document::Marks,
+}
+
+const ALL: [Single; 3] = [
+    Single {
+        part: Part::Slices,
+        name: "slices",
+        groups: &[("slices", "")],
+        marks: ("<!-- slices: made by cargo xtask bench slices -->", "<!-- /slices -->"),
+    },
+    Single {
+        part: Part::Scale,
+        name: "scale",
+        groups: &[("scale", "nodes")],
+        marks: ("<!-- scale: made by cargo xtask bench scale -->", "<!-- /scale -->"),
+    },
+    Single {
+        part: Part::Start,
+        name: "start",
+        groups: &[("start", ""), ("verifier", "")],
+        marks: ("<!-- start: made by cargo xtask bench start -->", "<!-- /start -->"),
+    },
+];
+
+impl Single {
+    fn has(&self, figure: &Figure) -> bool {
+        let group = figure.name.split('/').next();
+        self.groups.iter().any(|(name, _)| Some(*name) == group)
+    }
+}
+
+/// True for the figures of these parts.
+pub fn is_single(figure: &Figure) -> bool {
+    ALL.iter().any(|single| single.has(figure))
+}
+
+/// Measures, and keeps the figures.
+pub fn main(part: Part, args: &BenchArgs) -> Result<()> {
+    let single = ALL.into_iter().find(|single| single.part == part).context("no part of that name")?;
+    if args.check || !args.only.is_empty() {
+        bail!("bench {} compares nothing and has no parts: its figures are of this machine", single.name);
+    }
+    let results = workspace_root().join(format!("target/bench-{}.json", single.name));
+    if !args.last {
+        if part == Part::Scale {
+            make_room_for_neighbours()?;
+        }
+        let numbers = [("KILO_BENCH_NODES", args.nodes), ("KILO_BENCH_OUTAGE", args.outage)];
+        let numbers = numbers.map(|(name, number)| (name, number.map(|number| number.to_string())));
+        let mut variables = vec![("KILO_BENCH_PART", single.name)];
+        variables.extend(numbers.iter().filter_map(|(name, number)| Some((*name, number.as_deref()?))));
+        control::run(&results, &variables)?;
+    }
+    let figures = control::read(&results)?;
+    let document = workspace_root().join(DOCUMENT);
+    let text = fs::read_to_string(&document).context(DOCUMENT)?;
+    let table = |(group, what): &(&str, &str)| {
+        let columns = columns(&figures, group);
+        control::table(&figures, (group, what, &columns))
+    };
+    let tables = single.groups.iter().map(table).collect::<String>() + "\n";
+    fs::write(&document, document::between(&text, single.marks, &tables)?)?;
+    store(figures, |figure| !single.has(figure))
+}
+
+/// Namespaces share one table of neighbours, whose size only the machine's own namespace can set.
+fn make_room_for_neighbours() -> Result<()> {
+    const MOST: &str = "/proc/sys/net/ipv4/neigh/default/gc_thresh3";
+    const WANTED: u32 = 65_536;
+    let present = fs::read_to_string(MOST).context(MOST)?;
+    if present.trim().parse::<u32>().is_ok_and(|present| present >= WANTED) {
+        return Ok(());
+    }
+    println!("bench: {MOST} was {}, and is {WANTED} from now on", present.trim());
+    fs::write(MOST, WANTED.to_string()).context(MOST)
+}
+
+/// Columns of a group's table, in the order in which they were measured.
+fn columns<'a>(figures: &'a [Figure], group: &str) -> Vec<&'a str> {
+    let mut columns: Vec<&str> = Vec::new();
+    for figure in figures {
+        let mut parts = figure.name.split('/');
+        if parts.next() == Some(group)
+            && let Some(column) = parts.next()
+            && !columns.contains(&column)
+        {
+            columns.push(column);
+        }
+    }
+    columns
+}
