@@ -18,7 +18,8 @@ fn every_program_loads_with_room_to_spare() {
         let info = dataplane.program(name).unwrap().info().unwrap();
         let verified = info.verified_instruction_count().unwrap_or(0);
         println!("{name}: {verified} instructions verified");
-        assert!(verified < 200_000, "{name} needs {verified} of the verifier's million");
+        // Linux 6.1 asks for some sixth more than later ones.
+        assert!(verified < 250_000, "{name} needs {verified} of the verifier's million");
     }
 }
 
