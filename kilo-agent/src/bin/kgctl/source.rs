@@ -117,11 +117,13 @@ pub fn mesh(snapshot: &Snapshot, flags: &MeshFlags) -> Result<Mesh> {
 
 /// As [`mesh`], for who goes on when nothing is heard of the API server: then no heartbeat says who lives. Each is
 /// compared with the newest.
+#[cfg(target_os = "linux")]
 pub fn mesh_as_told(snapshot: &Snapshot, flags: &MeshFlags) -> Result<Mesh> {
     mesh_at(snapshot, flags, told_at(snapshot, Timestamp::now().0))
 }
 
 /// When the newest heartbeat was given, `now` at the latest.
+#[cfg(any(test, target_os = "linux"))]
 fn told_at(snapshot: &Snapshot, now: i64) -> i64 {
     snapshot.nodes.iter().map(|node| node.last_seen).max().map_or(now, |newest| newest.min(now))
 }
