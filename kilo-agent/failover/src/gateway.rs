@@ -229,14 +229,7 @@ impl Lead {
             self.claim(params, turn);
         }
         self.tries += 1;
-        self.next = turn.now
-            + match self.tries {
-                1 => 10 * MS,
-                2 => 20 * MS,
-                3 => 50 * MS,
-                4..=10 => 100 * MS,
-                _ => SEC,
-            };
+        self.next = turn.now + pause(self.tries);
         if self.tries == Self::TRIES && !silent.is_empty() {
             self.members.retain(|_, follows| *follows);
             return true;
@@ -290,6 +283,17 @@ pub fn ask(sender: Sender, member: NodeId, roll: &mut Roll, turn: &mut Turn<'_>)
     roll.asks(member, nonce);
     let body = Body::Word { cookie: 0, gateway: 0 };
     turn.push(Output::Lan(member, sender.signal(Kind::Roll, nonce, Term::NONE, body)));
+}
+
+/// How long a claim waits for its answer before it is repeated, by how often it was sent.
+pub const fn pause(tries: u32) -> Micros {
+    match tries {
+        1 => 10 * MS,
+        2 => 20 * MS,
+        3 => 50 * MS,
+        4..=10 => 100 * MS,
+        _ => SEC,
+    }
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::{
 
 use kilo_failover::{
     MS, Micros, NodeId, SEC, Signal, Term,
-    gateway::{Lead, Sender},
+    gateway::{Lead, Sender, pause},
     signal::{Body, Kind, MAX_MEMBERS, Shared},
 };
 
@@ -129,17 +129,6 @@ impl Followers {
     }
 }
 
-/// Until a claim is repeated: as to far leaders.
-const fn pause(tries: u32) -> Micros {
-    match tries {
-        1 => 10 * MS,
-        2 => 20 * MS,
-        3 => 50 * MS,
-        4..=10 => 100 * MS,
-        _ => SEC,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -153,14 +142,20 @@ mod tests {
         Signal { kind: Kind::Moved, nonce: 1, term, sender: 9, location: 7, body }
     }
 
-    #[test]
-    fn who_asks_for_everything_again_and_again_is_told_once_a_second() {
+    /// A gateway that leads one member besides itself, and one VPN peer that follows.
+    fn leads_a_member() -> (Sender, Term, Lead, Followers) {
         let (sender, term) = (Sender { me: ME, location: 7 }, Term::NONE.next(ME));
         let mut lead = Lead::new(sender, term, &[], 0);
         lead.add([ME, MEMBER], 0);
         lead.hears(MEMBER, (term, ME), 0);
         let mut followers = Followers::default();
         followers.are(&BTreeMap::from([(LAPTOP, 9)]), 0);
+        (sender, term, lead, followers)
+    }
+
+    #[test]
+    fn who_asks_for_everything_again_and_again_is_told_once_a_second() {
+        let (sender, term, lead, mut followers) = leads_a_member();
         let mut told = 0;
         for now in (SEC..2 * SEC).step_by(usize::try_from(3 * MS).unwrap_or(1)) {
             followers.heard(LAPTOP, &moved(term, &[]), Some(&lead), now);
@@ -175,12 +170,7 @@ mod tests {
 
     #[test]
     fn who_is_there_is_told_until_it_has_moved_and_who_is_away_is_not() {
-        let (sender, term) = (Sender { me: ME, location: 7 }, Term::NONE.next(ME));
-        let mut lead = Lead::new(sender, term, &[], 0);
-        lead.add([ME, MEMBER], 0);
-        lead.hears(MEMBER, (term, ME), 0);
-        let mut followers = Followers::default();
-        followers.are(&BTreeMap::from([(LAPTOP, 9)]), 0);
+        let (sender, term, mut lead, mut followers) = leads_a_member();
         let told = |followers: &mut Followers, lead: &Lead, now| {
             let due = followers.due(sender, Some(lead), now, || 1);
             due.into_iter().map(|(_, signal)| signal).collect::<Vec<_>>()

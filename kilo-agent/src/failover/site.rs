@@ -2,7 +2,7 @@
 //! other locations. Made by each reconcile, from the mesh and the plan.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv6Addr},
 };
 
@@ -221,7 +221,7 @@ fn followers(mesh: &Mesh, plan: &HostPlan) -> BTreeMap<Ipv6Addr, NodeId> {
     // A Peer object with a node's key is refused, and the node is what it was.
     let nodes =
         mesh.segments.iter().flat_map(|segment| &segment.members).filter_map(|member| member.node.key);
-    let nodes: std::collections::BTreeSet<_> = nodes.collect();
+    let nodes: BTreeSet<_> = nodes.collect();
     let keys = keys.filter(|key| plan.wireguard.peers.contains_key(key) && !nodes.contains(key));
     keys.map(|key| (signal_id::control_address(&key), signal_id::node(&key))).collect()
 }

@@ -27,7 +27,7 @@ use super::{APART, FarGateway, FarLocation, PATIENCE, far_location};
 /// What is to be done, one after the other.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Act {
-    /// This peer of the device gets these prefixes, from whoever has them. When it does not, nothing that
+    /// This peer of the device gets these prefixes from the peer that has them. When it does not, nothing that
     /// follows is done: the claim is repeated.
     Move(PublicKey, Vec<IpNet>),
     /// A datagram to a gateway's control address.
@@ -112,7 +112,7 @@ impl Follow {
         Signal { kind, nonce, term: Term::NONE, sender: self.me, location, body }
     }
 
-    /// A datagram that came out of the tunnel of whoever has this address.
+    /// A datagram that came out of the tunnel of the peer with this address.
     ///
     /// # Errors
     /// In a word why it counts nothing.

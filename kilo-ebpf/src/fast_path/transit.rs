@@ -65,7 +65,7 @@ pub fn forward(ctx: &TcContext, config: &Config) -> Option<Verdict> {
     let goes_on = |sender| {
         disposition(config.flags, Some(destination), sender, lead::is_mine) == Some(Disposition::Transit)
     };
-    // Where this gateway's own word says so, it goes to WireGuard whoever of them sends it.
+    // Where this gateway's own word says so, it goes to WireGuard, whichever node sends it.
     if !(goes_on(None) && is_from_its_node(ctx, config, outer, src)) {
         let sender = Ipv4::sender(outer.src.to_ne_bytes())?;
         if !sender.may_send_from(src) || !sender.may_arrive_by(packet::ifindex(ctx)) || !goes_on(Some(sender))

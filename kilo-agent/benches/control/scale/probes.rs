@@ -89,7 +89,7 @@ impl Probes {
 
     fn send(&self, (from, to): Way) {
         let text = u32::try_from(from).unwrap().to_be_bytes();
-        // As long as there is no route, this fails.
+        // It fails until the node has a route.
         let _ = self.sockets[from].try_send_to(&text, (objects::gateway(to), PORT).into());
     }
 

@@ -290,7 +290,7 @@ impl Mesh {
         !self.gateways.is_empty() && self.segments.get(segment).is_some_and(|segment| segment.is_capable())
     }
 
-    /// Whether what an owner of prefixes has is reached through whoever acts: a segment by its index, or from the
+    /// Whether what an owner of prefixes has is reached through the acting gateway: a segment by its index, or from the
     /// number of segments on a VPN peer.
     pub fn follows(&self, owner: usize) -> bool {
         match owner.checked_sub(self.segments.len()).and_then(|peer| self.peers.get(peer)) {

@@ -49,7 +49,7 @@ pub struct Identity {
 /// Of the program behind a descriptor; `None` when it is one of another type.
 ///
 /// # Errors
-/// What the kernel says, such as `EINVAL` for what is no program.
+/// What the kernel says, such as `EINVAL` for a descriptor of something else.
 pub fn identity(fd: BorrowedFd<'_>) -> io::Result<Option<Identity>> {
     let mut maps = vec![0u32; MOST_MAPS];
     let mut info = Info {

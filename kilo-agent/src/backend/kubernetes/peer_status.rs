@@ -78,7 +78,7 @@ pub async fn report(
     Ok(writes)
 }
 
-/// Those of these objects that are there: a few one by one (there is no right to get one), and of many all there are.
+/// Those of these objects that are there: a few one by one, by lists because agents may not `get` them; of many all there are.
 async fn present_objects(
     api: &Api<DynamicObject>,
     peers: &PeerStandings,

@@ -75,8 +75,8 @@ pub(super) fn at_home(lab: &mut Lab) -> Result<()> {
     }
 }
 
-/// One flow of each member is judged by the gateway it used, and by whether it uses another now.
-pub(super) fn judge(
+/// One flow of each member, held against the gateway it used and the one it uses now.
+pub(super) fn sum_up(
     limit: Limit,
     flows: Vec<(String, Figures)>,
     before: &BTreeMap<String, String>,

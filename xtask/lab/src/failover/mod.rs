@@ -170,7 +170,7 @@ fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<(String, Figures, u64
     std::thread::sleep(AFTER);
     let flows = flows.finish();
     let mut figures = match &used {
-        Some(before) => flows.and_then(|flows| crowd::judge(case.limit, flows, before, &crowd::uses(lab)?)),
+        Some(before) => flows.and_then(|flows| crowd::sum_up(case.limit, flows, before, &crowd::uses(lab)?)),
         None => flows.and_then(|flows| sum(case.limit, flows)),
     };
     let (before, mut broken) = broken?;
