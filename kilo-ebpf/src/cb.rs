@@ -16,6 +16,8 @@ use crate::maps::hop;
 const OURS: u32 = u32::from_be_bytes(*b"kilo");
 /// `lan_ingress` to `kilo_egress`: in transit, and checked.
 const TRANSIT: u32 = u32::from_be_bytes(*b"tran");
+/// `lan_ingress` to `kilo_ingress`: for one of this node's pods, and checked.
+const DELIVERED: u32 = u32::from_be_bytes(*b"dlvr");
 /// `lan_ingress` to `kilo_egress`: from a node that this gateway leads. It is for WireGuard,
 /// perhaps masqueraded.
 const LED: u32 = u32::from_be_bytes(*b"led ");
@@ -109,6 +111,19 @@ pub fn transit(ctx: &TcContext) {
 #[inline(always)]
 pub fn is_for_wireguard(ctx: &TcContext) -> bool {
     is(ctx, TRANSIT) && hop(HOP_REMOTE).is_some_and(|hop| hop.kind == HOP_KIND_WIREGUARD)
+}
+
+/// Says that the stack may have the packet: another node sent it from a prefix of its own to one of this node's
+/// pods, and it is neither a signal nor of a flow that is translated.
+#[inline(always)]
+pub fn delivered(ctx: &TcContext) {
+    set(ctx, DELIVERED);
+}
+
+/// True when [`delivered`] was said of this packet.
+#[inline(always)]
+pub fn is_delivered(ctx: &TcContext) -> bool {
+    is(ctx, DELIVERED)
 }
 
 /// Says that the packet is of a node that this gateway leads.

@@ -20,7 +20,7 @@ use crate::{
     },
     fast_path::{
         established::{self, Established},
-        transit,
+        steered as whole,
     },
     gso::{self, Cut},
     ip::{Ip, V6, halves},
@@ -44,7 +44,7 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
         return Ok(Act::NEXT);
     }
     match packet::family(ctx) {
-        Family::V4 if let Some(done) = transit::forward(ctx, config) => done,
+        Family::V4 if let Some(done) = whole::take(ctx, config) => done,
         Family::V4 if let Some(done) = relay::forward_whole(ctx, config) => done,
         Family::V4 => match packet::protocol_v4(ctx) {
             protocol::TCP | protocol::UDP => match established::arriving(ctx, config)? {
@@ -55,7 +55,7 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
                 }
                 Established::NoEntry if config.flags & CONFIG_NATIVE == 0 => Ok(Act::NEXT),
                 Established::NoEntry => from_code(plain_v4(ctx.as_ptr().cast(), config)),
-                Established::Unknown => taken_v4::<ETHERNET_LEN>(ctx, config),
+                Established::NotDue | Established::Unknown => taken_v4::<ETHERNET_LEN>(ctx, config),
             },
             _ => taken_v4::<ETHERNET_LEN>(ctx, config),
         },

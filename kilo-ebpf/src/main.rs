@@ -104,6 +104,10 @@ mod programs {
     /// Packets that WireGuard decrypted, or that `lan_ingress` decapsulated.
     #[classifier]
     pub fn kilo_ingress(ctx: TcContext) -> i32 {
+        if cb::is_delivered(&ctx) {
+            maps::count_action(Action::Decrypt);
+            return Act::NEXT.code();
+        }
         run(ctx, Hook::KiloIngress, ingress::kilo_ingress)
     }
 

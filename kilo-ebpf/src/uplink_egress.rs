@@ -63,6 +63,7 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Verdict {
             let known = match established::leaving(ctx, config)? {
                 Established::Done => return Ok(Act::NEXT),
                 Established::NoEntry => Known::New,
+                Established::NotDue => Known::NotDue,
                 Established::Unknown => Known::Nothing,
             };
             read_and_transmit::<Ipv4, ETHERNET_LEN>(ctx, config, known)
@@ -150,7 +151,9 @@ fn transmit<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I, 
     if verdict != GO_ON {
         return Ok(verdict);
     }
-    masquerade::egress(ctx, config, LINK, ip, known)?;
+    if known != Known::NotDue {
+        masquerade::egress(ctx, config, LINK, ip, known)?;
+    }
     Ok(Act::NEXT)
 }
 

@@ -11,7 +11,7 @@ use std::net::IpAddr;
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
 use kilo_common::{
     checksum,
-    maps::{CONFIG_ONE_V4, NAT_EGRESS, NAT_INGRESS, NatKey, NatValue},
+    maps::{CONFIG_ONE_V4, CONFIG_SEVERAL_V4, NAT_EGRESS, NAT_INGRESS, NatKey, NatValue},
 };
 use masquerade::{
     Side, World, addresses, echo, fragments, frame, ip, neighbour, ports, read, sides, tcp, transport, udp,
@@ -446,4 +446,53 @@ fn the_short_way_of_a_flow_that_stands_changes_packets_as_the_long_way_does() {
         }
         assert!(translated > 100 && changed > 20, "{translated} translated, {changed} ports changed");
     }
+}
+
+/// What the programs know of flows, without the times.
+fn entries(world: &mut World) -> Vec<(NatKey, NatValue)> {
+    let map = world.dataplane.map("nat").unwrap();
+    let table = aya::maps::HashMap::<_, NatKey, NatValue>::try_from(map).unwrap();
+    let mut entries: Vec<_> = table.iter().map(Result::unwrap).collect();
+    entries.iter_mut().for_each(|(_, value)| value.last_seen = 0);
+    entries.sort_unstable_by_key(|(key, _)| *key);
+    entries
+}
+
+#[test]
+fn the_short_way_of_a_new_flow_does_what_the_long_way_does() {
+    let mut random = StdRng::seed_from_u64(seed());
+    let [Side { pod, outside, .. }, _] = sides();
+    let (Some(mut short), Some(mut long)) = (World::new(), World::new()) else { return };
+    // Addresses of which there might be several are looked for.
+    long.tables.config.flags |= CONFIG_SEVERAL_V4;
+    long.dataplane.write(&long.tables).unwrap();
+    let mut counted = std::collections::BTreeMap::new();
+    for _ in 0..600 {
+        // Few of each, so that flows want the same ports; some sources and destinations stay as they are.
+        let (pod, outside) =
+            (neighbour(pod, random.random_range(2..8)), neighbour(outside, random.random_range(2..5)));
+        let outside = if random.random_range(0..9) == 0 { IpAddr::from([10, 42, 2, 7]) } else { outside };
+        let pod = if random.random_range(0..9) == 0 { IpAddr::from([10, 77, 2, 7]) } else { pod };
+        let port =
+            [5_000, 5_001, 5_002, 5_003, short.tables.config.wireguard_port][random.random_range(0..5)];
+        let flags = [2, 16, 17, 24, 20, 4][random.random_range(0..6)];
+        let mut packet = match random.random_range(0..3) {
+            0 => tcp(pod, outside, (port, 53), flags),
+            _ => udp(pod, outside, (port, 53), b"data"),
+        };
+        if random.random() && packet[9] == 17 {
+            packet[26..28].fill(0);
+        }
+        let [ran, wanted] = [&mut short, &mut long].map(|world| world.out(&packet));
+        assert_eq!(
+            (ran.verdict, &ran.bytes, &ran.counted),
+            (wanted.verdict, &wanted.bytes, &wanted.counted),
+            "{packet:?}"
+        );
+        for label in ran.counted {
+            *counted.entry(label).or_insert(0) += 1;
+        }
+        assert_eq!(entries(&mut short), entries(&mut long), "{packet:?}");
+    }
+    assert!(counted["masquerade"] > 300 && entries(&mut short).len() > 100, "{counted:?}");
 }

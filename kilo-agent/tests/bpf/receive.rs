@@ -9,8 +9,8 @@ use std::cell::RefCell;
 use kilo_common::{
     encap::{self, VXLAN_OVERHEAD},
     maps::{
-        CONFIG_NATIVE, CONFIG_ONE_V4, HOP_REMOTE, NODE_GATEWAY, NodeValue, PREFIX_ROUTE, PREFIX_SOURCE,
-        PREFIX_VIA_WIREGUARD, PrefixValue, VXLAN_PORT,
+        CONFIG_NATIVE, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_SEVERAL_V4, HOP_REMOTE, NODE_GATEWAY, NodeValue,
+        PREFIX_ROUTE, PREFIX_SOURCE, PREFIX_VIA_WIREGUARD, PrefixValue, VXLAN_PORT,
     },
     packet::ETHERNET_LEN,
 };
@@ -154,6 +154,37 @@ fn what_lan_ingress_has_checked_goes_to_wireguard_without_another_look_and_only_
     let mut tables = leader_tables();
     tables.hop.remove(&HOP_REMOTE);
     assert_eq!(then_egress(&tables, &own).unwrap(), ["steer"], "nor where WireGuard is not the way out");
+}
+
+/// `kilo_ingress` of tables that would send each packet on, after `lan_ingress` of these tables had `inner`.
+fn then_ingress(tables: &Tables, inner: &[u8]) -> Option<Vec<&'static str>> {
+    let mut control_block = [0; 20];
+    let (_fs, mut dataplane) = open(tables)?;
+    let ran = run_with(&mut dataplane, "lan_ingress", &steered(MEMBER, SELF, inner), &mut control_block);
+    assert_eq!(ran.counted, ["deliver"]);
+    // The kernel takes bytes 12 and 13 for the protocol, which begin the source.
+    let other = udp([8, 0, 1, 2], MEMBER_POD, (1, 2), b"payload");
+    Some(run_with(&mut dataplane, "kilo_ingress", &other, &mut control_block).counted)
+}
+
+#[test]
+fn what_lan_ingress_delivers_is_the_stacks_without_another_look_unless_there_is_something_to_find_out() {
+    let own = udp(MEMBER_POD, OWN_POD, (1, 2), b"payload");
+    let Some(counted) = then_ingress(&leader_tables(), &own) else { return };
+    assert_eq!(counted, ["decrypt"]);
+    let another_look: [fn(&mut Tables); 6] = [
+        |tables| tables.config.flags |= CONFIG_OFFERED,
+        |tables| tables.config.flags |= CONFIG_SEVERAL_V4,
+        |tables| tables.config.wireguard_v4 = OWN_POD,
+        |tables| tables.config.overlay_v4 = OWN_POD,
+        |tables| tables.config.direct_shift = 0,
+        |tables| tables.device.values_mut().for_each(|device| device.masq_v4 = [10, 42, 1, 254]),
+    ];
+    for (number, change) in another_look.into_iter().enumerate() {
+        let mut tables = leader_tables();
+        change(&mut tables);
+        assert_eq!(then_ingress(&tables, &own).unwrap(), ["forward"], "{number}");
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Established-flow fast path: whole IPv4 packets of TCP and UDP whose
 //! entry has had a packet in this second, be it of a masqueraded flow or of one that
 //! was opened from outside. It writes nothing but the packet, and knows neither
-//! sockets nor tables; all others take the slow path.
+//! sockets nor tables; new flows are [`opening`]'s, and all others take the slow path.
 
 use core::mem::offset_of;
 
@@ -25,6 +25,7 @@ use kilo_common::{
 };
 use network_types::{tcp::TcpHdr, udp::UdpHdr};
 
+use super::opening;
 use crate::{
     ip::Ip as _,
     maps::{INBOUND, NAT, count_action},
@@ -33,7 +34,7 @@ use crate::{
 };
 
 /// Where the transport header is.
-const TRANSPORT: usize = ETHERNET_LEN + IPV4_LEN;
+pub const TRANSPORT: usize = ETHERNET_LEN + IPV4_LEN;
 /// Bytes of ports, length and checksum of UDP; and of TCP up to its checksum.
 const UDP: usize = TRANSPORT + UdpHdr::LEN;
 const TCP: usize = TCP_CHECKSUM + 2;
@@ -44,9 +45,11 @@ const TCP_CHECKSUM: usize = TRANSPORT + offset_of!(TcpHdr, check);
 /// Where TCP has its flags.
 const TCP_FLAGS: usize = TRANSPORT + offset_of!(TcpHdr, _bitfield_1) + 1;
 /// Answer of [`translate`]: the packet is of no flow that has an entry.
-const NO_ENTRY: u32 = 2;
+pub const NO_ENTRY: u32 = 2;
+/// The same, and the tables say that it is not masqueraded.
+pub const NOT_DUE: u32 = 3;
 /// Answer of [`translate`]: it is of a flow from outside, and stays as it is.
-const STAYS: u32 = 3;
+const STAYS: u32 = 4;
 const _: () = assert!(DropReason::Rewrite.index() > STAYS);
 
 /// What became of a packet.
@@ -56,6 +59,8 @@ pub enum Established {
     Done,
     /// It has ports, and its flow no entry: neither of a masqueraded one nor of one from outside.
     NoEntry,
+    /// The same of a packet that leaves, and it is not masqueraded.
+    NotDue,
     /// The long way must tell.
     Unknown,
 }
@@ -96,6 +101,7 @@ fn established<const EGRESS: bool>(
         }
         STAYS => Ok(Established::Done),
         NO_ENTRY => Ok(Established::NoEntry),
+        NOT_DUE => Ok(Established::NotDue),
         NOTHING => Ok(Established::Unknown),
         _ => Err(DropReason::Rewrite),
     }
@@ -149,26 +155,38 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     } else {
         None
     };
-    let Some(entry) = entry else {
-        return if !EGRESS && usual {
-            NO_ENTRY
-        } else {
-            from_outside::<EGRESS>(ip, ports, is_tcp, tcp_flags)
-        };
+    let (new, new_port) = match entry {
+        Some(entry) => {
+            let new = (u64::from_le(halves(&entry.addr)[1]) >> 32) as u32;
+            // Another address than the interface has now; the host's own.
+            if if EGRESS { new != addr && !any } else { new == old } {
+                return NOTHING;
+            }
+            let state = State::of(entry);
+            let seen = state.tcp_flags();
+            if !state.is_of(clock::glance()) || is_tcp && merge_flags(seen, tcp_flags) != seen {
+                return NOTHING;
+            }
+            (new, state.port())
+        }
+        None if !EGRESS && usual => return NO_ENTRY,
+        None => {
+            let answer = from_outside::<EGRESS>(ip, ports, is_tcp, tcp_flags);
+            let is_plain = !any && config.flags & CONFIG_SEVERAL_V4 == 0;
+            if !EGRESS || answer != NO_ENTRY || !is_plain {
+                return answer;
+            }
+            match opening::open(skb, config, addr, u32::from(tcp_flags)) {
+                DONE => (addr, old_port),
+                answer => return answer,
+            }
+        }
     };
-    let new = (u64::from_le(halves(&entry.addr)[1]) >> 32) as u32;
-    // Another address than the interface has now; the host's own.
-    if if EGRESS { new != addr && !any } else { new == old } {
-        return NOTHING;
-    }
-    let state = State::of(entry);
-    if !state.is_of(clock::glance()) {
+    let start = ctx.data();
+    if start + if is_tcp { TCP } else { UDP } > ctx.data_end() {
         return NOTHING;
     }
     let (checksum, mangled, sealed) = if is_tcp {
-        if merge_flags(state.tcp_flags(), tcp_flags) != state.tcp_flags() {
-            return NOTHING;
-        }
         (TCP_CHECKSUM, 0, true)
     } else {
         // A UDP checksum of zero means that there is none.
@@ -177,7 +195,6 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
         (UDP_CHECKSUM, u64::from(BPF_F_MARK_MANGLED_0), sealed)
     };
     let start = if sealed {
-        let new_port = state.port();
         if old_port != new_port
             && ctx.l4_csum_replace(checksum, u64::from(old_port), u64::from(new_port), mangled | 2).is_err()
         {
@@ -203,7 +220,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     ip.checksum = checksum::update_word(ip.checksum, old, new);
     *(if EGRESS { &mut ip.src } else { &mut ip.dst }) = new;
     // SAFETY: as for the header.
-    unsafe { *((start + PORT[usize::from(EGRESS)]) as *mut u16) = state.port() };
+    unsafe { *((start + PORT[usize::from(EGRESS)]) as *mut u16) = new_port };
     DONE
 }
 
@@ -260,7 +277,7 @@ impl State {
 
 /// The key of a flow in words: field by field it would be written byte by byte.
 #[inline(always)]
-fn key(addrs: [u32; 2], ports: u32, protocol: u8, direction: u8) -> NatKey {
+pub fn key(addrs: [u32; 2], ports: u32, protocol: u8, direction: u8) -> NatKey {
     let [src, dst] = addrs.map(|addr| Ipv4::mapped(addr.to_ne_bytes()));
     let rest = u64::from(u32::from_le(ports)) | u64::from(protocol) << 32 | u64::from(direction) << 40;
     // SAFETY: 40 bytes of integers in the order of the fields.

@@ -2,4 +2,5 @@
 //! same result.
 
 pub mod established;
-pub mod transit;
+mod opening;
+pub mod steered;

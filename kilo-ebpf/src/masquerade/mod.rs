@@ -9,7 +9,7 @@ mod address;
 pub mod clock;
 mod inbound;
 mod parse;
-mod port;
+pub mod port;
 mod rewrite;
 pub mod work;
 
@@ -58,6 +58,8 @@ pub enum Known {
     Rare,
     /// There is no entry, nor was the flow opened from outside.
     New,
+    /// It stays as it is.
+    NotDue,
 }
 
 /// Translates the source if that is due; returns the new source. Of the node's own

@@ -272,37 +272,32 @@ fn claim_free(work: &Work) -> Claim {
 
 /// True when a socket of this host would receive this reply.
 #[inline(always)]
-fn host_uses(skb: *mut __sk_buff, reply: &NatKey) -> bool {
-    // SAFETY: plain integers, for which zero is a value.
-    let mut tuple: bpf_sock_tuple = unsafe { core::mem::zeroed() };
+pub fn host_uses(skb: *mut __sk_buff, reply: &NatKey) -> bool {
     let (sport, dport) = (u16::from_ne_bytes(reply.src_port), u16::from_ne_bytes(reply.dst_port));
     let v4 = |addr: &[u8; 16]| u32::from_ne_bytes([addr[12], addr[13], addr[14], addr[15]]);
-    let size = if is_v4(reply) {
-        tuple.__bindgen_anon_1.ipv4 = bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1 {
-            saddr: v4(&reply.src),
-            daddr: v4(&reply.dst),
-            sport,
-            dport,
-        };
-        size_of::<bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1>()
+    // Each written whole: zeroed before, it would be by a function that writes bytes.
+    if is_v4(reply) {
+        let (saddr, daddr) = (v4(&reply.src), v4(&reply.dst));
+        let tuple = bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1 { saddr, daddr, sport, dport };
+        has_socket(skb, reply.protocol, &tuple)
     } else {
-        tuple.__bindgen_anon_1.ipv6 = bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2 {
-            saddr: words(&reply.src),
-            daddr: words(&reply.dst),
-            sport,
-            dport,
-        };
-        size_of::<bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2>()
-    } as u32;
-    let (tcp, udp) = (reply.protocol == protocol::TCP, reply.protocol == protocol::UDP);
-    // SAFETY: context and tuple are valid, and a socket that is found is released.
+        let (saddr, daddr) = (words(&reply.src), words(&reply.dst));
+        let tuple = bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2 { saddr, daddr, sport, dport };
+        has_socket(skb, reply.protocol, &tuple)
+    }
+}
+
+/// `tuple` is one of the two that [`bpf_sock_tuple`] may hold, by which the kernel tells the family.
+#[inline(always)]
+fn has_socket<T>(skb: *mut __sk_buff, protocol: u8, tuple: &T) -> bool {
+    let tuple = (&raw const *tuple).cast_mut().cast::<bpf_sock_tuple>();
+    let size = size_of::<T>() as u32;
+    // SAFETY: context and tuple are valid for that size, and a socket that is found is released.
     unsafe {
-        let socket = if tcp {
-            bpf_sk_lookup_tcp(skb.cast(), &raw mut tuple, size, CURRENT_NETNS, 0)
-        } else if udp {
-            bpf_sk_lookup_udp(skb.cast(), &raw mut tuple, size, CURRENT_NETNS, 0)
-        } else {
-            return false;
+        let socket = match protocol {
+            protocol::TCP => bpf_sk_lookup_tcp(skb.cast(), tuple, size, CURRENT_NETNS, 0),
+            protocol::UDP => bpf_sk_lookup_udp(skb.cast(), tuple, size, CURRENT_NETNS, 0),
+            _ => return false,
         };
         if socket.is_null() {
             return false;

@@ -1,12 +1,14 @@
-//! Transit fast path, for what a leader carries most: whole IPv4 packets in IPv4 from
-//! a prefix of another node of the location to another location. What it does is
-//! what `lan_ingress` does, with fewer instructions; all others go through there.
+//! Fast path of steered packets, for what nodes take most: whole IPv4 packets in IPv4 from another node of the
+//! location, on a leader for another location, on every node for its own pods. What it does is what `lan_ingress`
+//! does, with fewer instructions; all others go through there.
 
 use aya_ebpf::{bindings::bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, programs::TcContext};
 use kilo_common::{
     counters::{Action, DropReason},
-    forwarding::{Disposition, disposition, is_gateway},
-    maps::{Config, PREFIX_KNOWN_SENDER},
+    forwarding::{Disposition, check_source, disposition},
+    maps::{
+        CONFIG_OFFERED, CONFIG_SEVERAL_V4, Config, NodeValue, PREFIX_KNOWN_SENDER, PREFIX_NOT_TRANSLATED,
+    },
     packet::{ETHERNET_LEN, IPV4_LEN, Ipv4, Ipv4Header, never_steered, protocol},
 };
 
@@ -18,6 +20,7 @@ use crate::{
     maps::{count_action, hop},
     packet,
     ret::{Act, Verdict},
+    signal,
 };
 
 const INNER: u32 = (ETHERNET_LEN + IPV4_LEN) as u32;
@@ -31,8 +34,8 @@ const PLAIN_AND_MARK: u16 = u16::from_ne_bytes([0xff, 1]);
 
 /// Ingress of an uplink; `None`: nothing is done, and `lan_ingress` must tell.
 #[inline(always)]
-pub fn forward(ctx: &TcContext, config: &Config) -> Option<Verdict> {
-    if !is_gateway(config.flags) || ctx.data() + ETHERNET_LEN + 2 * IPV4_LEN > ctx.data_end() {
+pub fn take(ctx: &TcContext, config: &Config) -> Option<Verdict> {
+    if ctx.data() + ETHERNET_LEN + 2 * IPV4_LEN > ctx.data_end() {
         return None;
     }
     // SAFETY: the bounds are checked, and programs may read packets at any address; the
@@ -62,24 +65,56 @@ pub fn forward(ctx: &TcContext, config: &Config) -> Option<Verdict> {
     }
     // No entry is as much as one that leads nowhere.
     let destination = Ipv4::prefix(config, dst).unwrap_or_default();
-    let goes_on = |sender| {
-        disposition(config.flags, Some(destination), sender, lead::is_mine) == Some(Disposition::Transit)
-    };
-    // Where this gateway's own word says so, it goes to WireGuard, whichever node sends it.
-    if !(goes_on(None) && is_from_its_node(ctx, config, outer, src)) {
+    let goes = |sender| disposition(config.flags, Some(destination), sender, lead::is_mine);
+    // Where it goes by this node's own tables and word, it goes whichever node sends it.
+    let mut found = goes(None);
+    let is_going = matches!(found, Some(Disposition::Deliver | Disposition::Transit));
+    if !(is_going && is_from_its_node(ctx, config, outer, src)) {
         let sender = Ipv4::sender(outer.src.to_ne_bytes())?;
-        if !sender.may_send_from(src) || !sender.may_arrive_by(packet::ifindex(ctx)) || !goes_on(Some(sender))
-        {
+        found = goes(Some(sender));
+        if !sender.may_arrive_by(packet::ifindex(ctx)) || !may_send(config, sender, src, found?) {
             return None;
         }
     }
-    inner.lower_ttl()?;
-    cb::transit(ctx);
+    let (action, received) = match found? {
+        Disposition::Transit => {
+            inner.lower_ttl()?;
+            cb::transit(ctx);
+            (Action::Transit, false)
+        }
+        // The stack expects what the node itself sent on the interface that leads there.
+        Disposition::Deliver if inner.src == outer.src => return None,
+        Disposition::Deliver => {
+            if is_stacks_alone(config, destination.flags, dst) {
+                cb::delivered(ctx);
+            }
+            (Action::Deliver, true)
+        }
+        _ => return None,
+    };
     if ctx.adjust_room(-(IPV4_LEN as i32), BPF_ADJ_ROOM_MAC, FIXED_GSO).is_err() {
         return Some(Err(DropReason::Encapsulation));
     }
-    count_action(Action::Transit);
-    Some(Ok(Act::transmit(config.kilo_ifindex)))
+    count_action(action);
+    Some(Ok(Act::redirect(config.kilo_ifindex, received)))
+}
+
+/// True when this node may send a packet from there.
+#[inline(always)]
+fn may_send(config: &Config, sender: &NodeValue, src: [u8; 4], found: Disposition) -> bool {
+    sender.may_send_from(src)
+        // From another of its prefixes, or a leader from another location.
+        || found == Disposition::Deliver
+            && check_source(sender, Ipv4::prefix(config, src), Some(found)).is_ok()
+}
+
+/// True for packets to this node's pods of which `kilo_ingress` has nothing to find out: they are no signals, nor
+/// answers to what is masqueraded, and no flows from outside are noted.
+#[inline(always)]
+fn is_stacks_alone(config: &Config, flags: u32, dst: [u8; 4]) -> bool {
+    flags & PREFIX_NOT_TRANSLATED != 0
+        && config.flags & (CONFIG_SEVERAL_V4 | CONFIG_OFFERED) == 0
+        && !signal::is_own::<Ipv4>(config, dst)
 }
 
 /// True for a packet from the node that its inner source belongs to, by the interface that leads there,
