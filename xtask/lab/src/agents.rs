@@ -39,9 +39,9 @@ pub struct Agents {
     laptop_key: String,
     /// Process ids by node.
     pids: std::collections::BTreeMap<String, u32>,
-    /// Nodes whose agents have a flag of their own, `--flag=value`, instead of everybody's.
+    /// Nodes whose agents have flags of their own, `--flag=value`, instead of everybody's.
     #[serde(skip)]
-    own_flags: std::collections::BTreeMap<String, String>,
+    own_flags: std::collections::BTreeMap<String, Vec<String>>,
 }
 
 impl Agents {
@@ -127,10 +127,11 @@ impl Agents {
         self.flags.push(format!("{flag}={value}"));
     }
 
-    /// Gives `--flag=value` to the agents of these nodes that are started from now on, instead of what all
-    /// have; `false`: they had it, and nobody else had one of their own.
-    pub fn set_own_flag(&mut self, nodes: &[&str], flag: &str) -> bool {
-        let wanted = nodes.iter().map(|node| ((*node).to_owned(), flag.to_owned())).collect();
+    /// Gives these flags, `--flag=value` each, to the agents of these nodes that are started from now on, instead
+    /// of what all have; `false`: they had them, and nobody else had any of their own.
+    pub fn set_own_flags(&mut self, nodes: &[&str], flags: &[&str]) -> bool {
+        let flags: Vec<_> = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        let wanted = nodes.iter().map(|node| ((*node).to_owned(), flags.clone())).collect();
         std::mem::replace(&mut self.own_flags, wanted) != self.own_flags
     }
 
@@ -201,9 +202,9 @@ impl Agents {
     fn spawn(&mut self, node: &Node, mut command: Command, cluster: &Path, flags: &[&str]) -> Result<()> {
         super::stop_if_interrupted()?;
         let log = OpenOptions::new().create(true).append(true).open(self.log(node.name()))?;
-        let own = self.own_flags.get(node.name());
+        let own = self.own_flags.get(node.name()).map_or(&[] as &[String], Vec::as_slice);
         let name_of = |flag: &str| flag.split('=').next().map(str::to_owned);
-        let is_replaced = |flag: &&String| own.is_some_and(|own| name_of(own) == name_of(flag));
+        let is_replaced = |flag: &&String| own.iter().any(|own| name_of(own) == name_of(flag));
         let child = command
             .args(["--backend", "file", "--backend-dir"])
             .arg(cluster)

@@ -10,6 +10,10 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
+use kilo_common::{
+    lead::{self, Term},
+    maps::{HOP_REMOTE, LEAD_ACTING, NODE_LED},
+};
 
 use super::{
     frames::Wrap,
@@ -36,6 +40,8 @@ pub struct Setup {
     pub leads: bool,
     /// Whether this node relays while it leads.
     pub relays: bool,
+    /// Active leaders of the location, each of which has its own members; `None`: without failover.
+    pub leaders: Option<u8>,
     /// Value of `--tunnel`.
     pub wrap: Wrap,
     /// Value of `--masquerade`.
@@ -43,15 +49,29 @@ pub struct Setup {
 }
 
 impl Setup {
+    /// The active leader beside the one of Kilo's rule: this node if it leads.
+    pub const fn second(&self) -> usize {
+        if self.leads { 0 } else { 3 }
+    }
+
     fn all(&self) -> usize {
         self.nodes + self.remote_locations * self.remote_nodes
     }
 
     /// Node objects as their agents leave them.
     fn objects(&self, remote_key: &str, now: u64) -> Vec<String> {
-        let leader = usize::from(!self.leads);
+        let has_several = self.leaders.is_some_and(|leaders| leaders > 1);
+        // Of several this node is not the one of Kilo's rule.
+        let leader = usize::from(!self.leads || has_several);
+        let knows = self.leaders.map(|leaders| {
+            format!("    kilo.squat.ai/signal: \"1\"\n    kilo.squat.ai/leaders: \"{leaders}\"\n")
+        });
+        let knows = knows.unwrap_or_default();
         let own = (0..self.nodes).map(|number| {
-            let mut annotations = "    kilo.squat.ai/location: own\n".to_owned();
+            let mut annotations = format!("    kilo.squat.ai/location: own\n{knows}");
+            if has_several && number == self.second() {
+                annotations += "    kilo.squat.ai/gateway: \"true\"\n";
+            }
             if number > 0 {
                 annotations +=
                     &checked_in(&format!("{}:{PORT}", private(number)), private(number), &key(number), now);
@@ -68,7 +88,7 @@ impl Setup {
             let location = number % self.remote_locations;
             let key = if number == 0 { remote_key.to_owned() } else { key(self.nodes + number) };
             let endpoint = format!("{}:{PORT}", public(location));
-            let mut annotations = format!("    kilo.squat.ai/location: remote-{location:03}\n");
+            let mut annotations = format!("    kilo.squat.ai/location: remote-{location:03}\n{knows}");
             annotations += &checked_in(&endpoint, remote_private(number), &key, now);
             if number < self.remote_locations {
                 annotations += "    kilo.squat.ai/leader: \"\"\n";
@@ -104,6 +124,7 @@ pub fn set_up(site: &Site, setup: &Setup, kg: &Path) -> Result<()> {
         "mkdir -p /var/lib/kilo && install -m 600 {} /var/lib/kilo/key",
         site.directory.join("node.key").display()
     ))?;
+    let failover = setup.leaders.map(|leaders| ["--failover=auto".to_owned(), format!("--leaders={leaders}")]);
     let log = site.directory.join("kg.log");
     let file = OpenOptions::new().create(true).append(true).open(&log)?;
     let mut child = site
@@ -115,6 +136,7 @@ pub fn set_up(site: &Site, setup: &Setup, kg: &Path) -> Result<()> {
         .args(["--hostname", "own-00000", "--internal-cidr", "10.1.0.0/16", "--resync-period", "5s"])
         .args(["--wireguard", "kernel"])
         .args(["--tunnel", setup.wrap.flag(), "--masquerade", setup.masquerade])
+        .args(failover.into_iter().flatten())
         .stdin(Stdio::null())
         .stdout(file.try_clone()?)
         .stderr(file)
@@ -164,6 +186,40 @@ fn writes(site: &Site, nodes: usize) -> Option<u64> {
     let writes =
         metrics.iter().filter(|(name, _)| name.starts_with("kilo_writes_total")).map(|(_, &count)| count);
     Some(writes.sum()).filter(|&count| seen && count > 0)
+}
+
+/// Gives the programs what the agents of several active leaders give them once each has its own: the second
+/// leader its own packets and those of one member, that member the word that names the second leader.
+pub fn give_its_own(site: &Site, setup: &Setup) -> Result<()> {
+    let maps = "/sys/fs/bpf/kilo/v*";
+    let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!(" {byte:02x}")).collect::<String>();
+    let write = |map: &str, key: &[u8], value: &[u8]| {
+        let (key, value) = (hex(key), hex(value));
+        site.node.sh(&format!("bpftool map update pinned {maps}/{map} key hex{key} value hex{value}")).map(drop)
+    };
+    // `kilo_common::maps::NodeValue`: hop id, flags.
+    let node = |number: usize| {
+        let key = private(number).octets();
+        let found = site.node.sh(&format!("bpftool -j map lookup pinned {maps}/node_v4 key hex{}", hex(&key)))?;
+        let found: serde_json::Value = serde_json::from_str(&found)?;
+        let bytes = found["value"].as_array().context("no node of that address")?;
+        let bytes = bytes.iter().map(|byte| {
+            let digits = byte.as_str().unwrap_or_default().trim_start_matches("0x");
+            u8::from_str_radix(digits, 16).context("a byte of node_v4")
+        });
+        Ok::<_, anyhow::Error>((key, bytes.collect::<Result<Vec<u8>>>()?))
+    };
+    let hop = if setup.leads {
+        let (key, mut value) = node(site.member)?;
+        *value.get_mut(4).context("flags of node_v4")? |= NODE_LED as u8;
+        write("node_v4", &key, &value)?;
+        HOP_REMOTE as u16
+    } else {
+        let (_, value) = node(setup.second())?;
+        u16::from_ne_bytes([value[0], value[1]])
+    };
+    let term = Term::NONE.next(1 << 48);
+    write("lead", &LEAD_ACTING.to_ne_bytes(), &lead::word(term, hop).to_ne_bytes())
 }
 
 /// Gives the relay's programs a pair, as its agent does once both ends are bound: the leader elsewhere,

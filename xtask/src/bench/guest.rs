@@ -31,6 +31,8 @@ enum Way {
         nodes: usize,
         remote: (usize, usize),
         masquerade: &'static str,
+        /// Active leaders, with failover.
+        leaders: Option<u8>,
     },
 }
 
@@ -52,10 +54,11 @@ impl Way {
             Self::Wireguard => "wireguard".to_owned(),
             Self::Masquerade(restore) => format!("iptables-{}", rules(restore)),
             Self::Kilo { nodes, restore } => format!("kilo-{nodes}-{}", rules(restore)),
-            Self::Ours { wrap, nodes, remote: (locations, each), masquerade } => {
+            Self::Ours { wrap, nodes, remote: (locations, each), masquerade, leaders } => {
                 let way = if *masquerade == "ebpf" { wrap.flag() } else { masquerade };
                 let all = if *locations == 1 { *nodes } else { nodes + locations * each };
-                format!("ours-{way}-{all}")
+                let leaders = leaders.map(|leaders| format!("-leaders-{leaders}")).unwrap_or_default();
+                format!("ours-{way}-{all}{leaders}")
             }
         }
     }
@@ -68,12 +71,17 @@ impl Way {
         }
     }
 
+    /// The other node: of several active leaders a member.
+    const fn member(&self) -> usize {
+        if let Self::Ours { leaders: Some(_), .. } = self { 2 } else { 1 }
+    }
+
     /// What the node is in turn. Relays are the programs' alone, and cost the same with every tunnel.
     fn roles(&self) -> &'static [Role] {
         match self {
             // There WireGuard is all there is.
             Self::Wireguard => &[Role::Leader],
-            Self::Ours { wrap: Wrap::Ipip, masquerade: "ebpf", .. } => {
+            Self::Ours { wrap: Wrap::Ipip, masquerade: "ebpf", leaders: None, .. } => {
                 &[Role::Leader, Role::Relay, Role::Member]
             }
             _ => &[Role::Leader, Role::Member],
@@ -97,12 +105,17 @@ impl Way {
                 site.base_rules(restore)?;
                 kernel_ways::kilo(site, nodes, leads, restore)
             }
-            Self::Ours { wrap, nodes, remote: (remote_locations, remote_nodes), masquerade } => {
+            Self::Ours { wrap, nodes, remote: (remote_locations, remote_nodes), masquerade, leaders } => {
                 site.base_rules(NFT)?;
                 let relays = role == Role::Relay;
-                let setup = Setup { nodes, remote_locations, remote_nodes, leads, relays, wrap, masquerade };
+                let setup =
+                    Setup { nodes, remote_locations, remote_nodes, leads, relays, leaders, wrap, masquerade };
                 agent::set_up(site, &setup, kg)?;
-                if relays { agent::bind_pair(site) } else { Ok(()) }
+                match leaders {
+                    Some(2..) => agent::give_its_own(site, &setup),
+                    _ if relays => agent::bind_pair(site),
+                    _ => Ok(()),
+                }
             }
         }
     }
@@ -114,7 +127,7 @@ pub fn main(directory: &Path, kg: &Path, json: &Path, only: &str, large: bool) -
     fs::write(json.with_extension("kernel"), fs::read("/proc/sys/kernel/osrelease")?)?;
     let mut costs = Vec::new();
     let floor = {
-        let site = Site::create(&directory.join("floor"))?;
+        let site = Site::create(&directory.join("floor"), 1)?;
         site.wireguard("0.0.0.0/0")?;
         floor(&site)?
     };
@@ -138,9 +151,18 @@ pub fn sort(costs: &mut [Cost]) {
 }
 
 fn ways(large: bool) -> Vec<Way> {
-    let ours = |wrap, nodes, remote| Way::Ours { wrap, nodes, remote, masquerade: "ebpf" };
+    let ours = |wrap, nodes, remote| Way::Ours { wrap, nodes, remote, masquerade: "ebpf", leaders: None };
+    let led_by = |leaders| Way::Ours {
+        wrap: Wrap::Ipip,
+        nodes: 5,
+        remote: (1, 1),
+        masquerade: "ebpf",
+        leaders: Some(leaders),
+    };
     let mut ways = vec![
         ours(Wrap::Ipip, 5, (1, 1)),
+        led_by(1),
+        led_by(2),
         Way::Plain,
         Way::Wireguard,
         Way::Masquerade(NFT),
@@ -149,7 +171,7 @@ fn ways(large: bool) -> Vec<Way> {
         ours(Wrap::Vxlan, 5, (1, 1)),
         ours(Wrap::None, 5, (1, 1)),
         ours(Wrap::Ipip, 100, (1, 1)),
-        Way::Ours { wrap: Wrap::Ipip, nodes: 5, remote: (1, 1), masquerade: "nftables" },
+        Way::Ours { wrap: Wrap::Ipip, nodes: 5, remote: (1, 1), masquerade: "nftables", leaders: None },
         Way::Kilo { nodes: 5, restore: LEGACY },
         Way::Kilo { nodes: 100, restore: LEGACY },
         ours(Wrap::Ipip, 1000, (1, 1)),
@@ -165,7 +187,7 @@ fn ways(large: bool) -> Vec<Way> {
 fn measure(way: &Way, directory: &Path, kg: &Path, floor: &Floor, costs: &mut Vec<Cost>) -> Result<()> {
     for &role in way.roles() {
         let name = way.name();
-        let site = Site::create(&directory.join(format!("{name}-{role:?}")))?;
+        let site = Site::create(&directory.join(format!("{name}-{role:?}")), way.member())?;
         let mut bench = Bench::new(&site, &name, way.wrap(), floor);
         way.set_up(&site, role, kg)?;
         site.fix_neighbours()?;

@@ -76,14 +76,16 @@ pub struct Site {
     pub directory: PathBuf,
     /// Public key of the leader of the first other location.
     pub remote_key: String,
+    /// The other node of the location whose packets come here, and to which they are sent.
+    pub member: usize,
 }
 
 /// Link-layer address of the node's `eth0` and of its end of the pod's link.
 pub const NODE_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0x11];
 
 impl Site {
-    /// Builds the namespaces: `eth0` to the network, `pod0` to a pod.
-    pub fn create(directory: &Path) -> Result<Self> {
+    /// Builds the namespaces: `eth0` to the network, `pod0` to a pod. `member`: number of the other node.
+    pub fn create(directory: &Path, member: usize) -> Result<Self> {
         fs::create_dir_all(directory)?;
         let around = Space::create("bench", "around")?;
         let mut node = Space::create("bench", "node")?;
@@ -110,12 +112,12 @@ impl Site {
              route add local 10.1.4.0/22 dev lo\nroute add {own}/32 dev lan\n\
              address add {}/32 dev lo\n\
              link add wg-remote type wireguard\nlink set wg-remote up\n\
-             link add lan-ipip type ipip local {node_1} remote {own}\nlink set lan-ipip up\n\
-             link add lan-vxlan type vxlan id {VXLAN_VNI} dstport {VXLAN_PORT} local {node_1} remote {own} dev lan\n\
+             link add lan-ipip type ipip local {member} remote {own}\nlink set lan-ipip up\n\
+             link add lan-vxlan type vxlan id {VXLAN_VNI} dstport {VXLAN_PORT} local {member} remote {own} dev lan\n\
              link set lan-vxlan up\n",
             public(0),
             own = private(0),
-            node_1 = private(1),
+            member = private(member),
         ))?;
         around.sh(&format!(
             "wg set wg-remote listen-port {PORT} private-key {} peer {} allowed-ips 0.0.0.0/0 endpoint {}:{PORT}",
@@ -126,7 +128,7 @@ impl Site {
         node.sh("echo 1 > /proc/sys/net/ipv4/ip_forward; echo 2097152 > /proc/sys/net/netfilter/nf_conntrack_max || true; \
                  for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 0 > $d; done; \
                  for n in default all eth0; do echo 1 > /proc/sys/net/ipv6/conf/$n/disable_ipv6; done")?;
-        Ok(Self { node, around, directory: directory.to_owned(), remote_key })
+        Ok(Self { node, around, directory: directory.to_owned(), remote_key, member })
     }
 
     /// What every node has, whoever routes: connection tracking, and a rule
@@ -195,11 +197,11 @@ impl Site {
     /// A packet from a pod of another node of the location to a pod elsewhere.
     pub fn outward(&self, wrap: Wrap, load: Load, port: u16) -> Vec<u8> {
         Flow {
-            from: (host(pods(1), 2), port),
+            from: (host(pods(self.member), 2), port),
             to: (host(remote_pods(0), 2), 5000),
             load,
             wrap,
-            nodes: (private(1), private(0)),
+            nodes: (private(self.member), private(0)),
         }
         .frame(NODE_MAC)
     }
@@ -211,7 +213,7 @@ impl Site {
             to: (host(pods(to), 2), port),
             load,
             wrap,
-            nodes: (private(1), private(0)),
+            nodes: (private(self.member), private(0)),
         }
         .frame(NODE_MAC)
     }

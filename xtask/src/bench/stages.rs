@@ -127,7 +127,7 @@ impl<'a> Bench<'a> {
         calm_workers()?;
         self.stage(&encrypted(Entry::Lan(wrap)), outward)?;
         let _handed = Handed::to_mesh(site)?;
-        let inward = move |load, port| site.inward(Wrap::None, 1, load, port);
+        let inward = move |load, port| site.inward(Wrap::None, site.member, load, port);
         self.stage(&Stage::new("transit-in", Entry::Decrypted, (LAN, Direction::Egress)), inward)
     }
 

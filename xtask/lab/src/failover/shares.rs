@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 
 use super::{
     breaking::{Broken, MEMBER, STAND_BY},
-    state,
+    flood, state,
 };
 use crate::{
     Lab, checks,
@@ -24,6 +24,8 @@ const TAKES: Duration = Duration::from_secs(40);
 
 /// While each node uses its own leader, everybody reaches everybody.
 pub(super) fn all_reach_all(lab: &mut Lab) -> Result<()> {
+    // Everybody asks everybody at once, of WireGuard in user space.
+    lab.caused(&[flood::OVERLOADED]);
     let mut matrix = matrix::run(&lab.network)?;
     // The VPN peer finds out that its leaders have booted when nobody has answered it for 15 s.
     for _ in 0..2 {

@@ -16,6 +16,8 @@ const LOCATION: &str = "site-a";
 const LEADER: &str = "a1";
 /// How long everybody has to be in their place before a case begins.
 const STEADY: Duration = Duration::from_secs(4);
+/// Flags of a node that knows no failover.
+const OFF: &[&str] = &["--failover=off", "--leaders=1"];
 const ROLE_LEADER: &str = "kilo_failover_role{role=\"leader\"}";
 const ROLE_STAND_BY: &str = "kilo_failover_role{role=\"stand-by\"}";
 const FIT: &str = "kilo_stand_by_fit";
@@ -68,7 +70,7 @@ pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
     let stand_bys = case.stand_bys;
     let flag = format!("--stand-bys={stand_bys}");
     let leaders = format!("--leaders={}", case.leaders);
-    if lab.agents.set_own_flag(case.off, "--failover=off")
+    if lab.agents.set_own_flags(case.off, OFF)
         || !lab.agents.has_flag(&flag)
         || !lab.agents.has_flag(&leaders)
         || case.shape != Shape::Crowd && has_changed(lab)
