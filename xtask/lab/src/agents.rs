@@ -376,13 +376,12 @@ impl Agents {
         ]);
         command.arg(key).args(["--wireguard", &self.wireguard, "--stand-bys", &stand_bys.to_string()]);
         start_and_wait(command, &self.log("laptop"), "connected")?;
-        // Who does not know its key yet answers the next handshake, 5 s later.
-        let began = Instant::now();
-        while laptop.sh("wg show kilo-vpn latest-handshakes")?.lines().any(|line| line.ends_with("\t0")) {
-            if began.elapsed() > Duration::from_secs(30) {
-                bail!("the laptop has not shaken hands with every gateway within 30 s");
-            }
-            std::thread::sleep(Duration::from_millis(200));
+        // From then on any gateway may fail.
+        let handshakes = laptop.sh("wg show kilo-vpn latest-handshakes")?;
+        if handshakes.lines().any(|line| line.ends_with("\t0")) {
+            bail!(
+                "the laptop says that it is connected, and has not shaken hands with every gateway:\n{handshakes}"
+            );
         }
         Ok(())
     }

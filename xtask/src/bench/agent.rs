@@ -124,7 +124,8 @@ pub fn set_up(site: &Site, setup: &Setup, kg: &Path) -> Result<()> {
         "mkdir -p /var/lib/kilo && install -m 600 {} /var/lib/kilo/key",
         site.directory.join("node.key").display()
     ))?;
-    let failover = setup.leaders.map(|leaders| ["--failover=auto".to_owned(), format!("--leaders={leaders}")]);
+    let failover =
+        setup.leaders.map(|leaders| ["--failover=auto".to_owned(), format!("--leaders={leaders}")]);
     let log = site.directory.join("kg.log");
     let file = OpenOptions::new().create(true).append(true).open(&log)?;
     let mut child = site
@@ -195,12 +196,15 @@ pub fn give_its_own(site: &Site, setup: &Setup) -> Result<()> {
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!(" {byte:02x}")).collect::<String>();
     let write = |map: &str, key: &[u8], value: &[u8]| {
         let (key, value) = (hex(key), hex(value));
-        site.node.sh(&format!("bpftool map update pinned {maps}/{map} key hex{key} value hex{value}")).map(drop)
+        site.node
+            .sh(&format!("bpftool map update pinned {maps}/{map} key hex{key} value hex{value}"))
+            .map(drop)
     };
     // `kilo_common::maps::NodeValue`: hop id, flags.
     let node = |number: usize| {
         let key = private(number).octets();
-        let found = site.node.sh(&format!("bpftool -j map lookup pinned {maps}/node_v4 key hex{}", hex(&key)))?;
+        let found =
+            site.node.sh(&format!("bpftool -j map lookup pinned {maps}/node_v4 key hex{}", hex(&key)))?;
         let found: serde_json::Value = serde_json::from_str(&found)?;
         let bytes = found["value"].as_array().context("no node of that address")?;
         let bytes = bytes.iter().map(|byte| {

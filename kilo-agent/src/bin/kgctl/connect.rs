@@ -1,6 +1,7 @@
 //! `kgctl connect`: this machine as a peer, until it is told to stop.
 
 mod following;
+mod greeting;
 
 use std::{
     io::IsTerminal as _,
@@ -25,7 +26,7 @@ use kilo_core::{
     signal_id,
     topology::Peer,
     vpn_peer::{self, ConnectPlan, Options},
-    wireguard::{diff, is_dns_name, key::SecretKey},
+    wireguard::{Change, WireguardPlan, diff, is_dns_name, key::SecretKey},
 };
 use kilo_host::{
     interface::{self, Interface},
@@ -42,7 +43,10 @@ use tokio::{
     sync::watch::Receiver,
 };
 
-use self::following::Following;
+use self::{
+    following::Following,
+    greeting::{Greeting, Next},
+};
 use crate::{
     cluster::Cluster,
     complete,
@@ -51,9 +55,9 @@ use crate::{
     source::{self, Flags},
 };
 
-/// Label of Peer objects that go with the connection.
 /// When following gateways is tried again, which has failed.
 const AGAIN: Duration = Duration::from_secs(300);
+/// Label of Peer objects that go with the connection.
 const MANAGED: (&str, &str) = ("app.kubernetes.io/managed-by", "kgctl-connect");
 
 #[derive(Args, Debug)]
@@ -302,6 +306,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         interface,
         wanted,
         key,
+        planned: WireguardPlan::default(),
         unrouted: Vec::new(),
         progress: Some(progress),
     };
@@ -337,6 +342,8 @@ struct Connection {
     interface: interface::Options,
     wanted: Peer,
     key: SecretKey,
+    /// What the device is to have.
+    planned: WireguardPlan,
     /// Prefixes without route, as last told.
     unrouted: Vec<IpNet>,
     /// Until it stands.
@@ -400,6 +407,9 @@ impl Connection {
             match self.sync(&snapshot, &peer, flags).await {
                 Ok(writes) if !connected => {
                     connected = true;
+                    if self.following.is_on() {
+                        self.greet(&snapshot, &peer, flags).await?;
+                    }
                     drop(self.progress.take());
                     tracing::info!(interface = self.interface.name, writes, "connected");
                 }
@@ -407,6 +417,34 @@ impl Connection {
                 Ok(writes) => tracing::info!(writes, "updated"),
                 Err(error) if connected => tracing::error!("{}; trying again", error_chain(error.as_ref())),
                 Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Waits until every gateway has answered, so that any of them may fail from then on.
+    async fn greet(&mut self, snapshot: &Snapshot, peer: &Peer, flags: &Flags) -> Result<()> {
+        let mut greeting = Greeting::new(Instant::now());
+        loop {
+            let (interface, _) = Interface::ensure(&self.net, &self.interface, None).await?;
+            let silent = greeting::silent(&self.planned, &interface.device.read().await?);
+            match greeting.next(silent, Instant::now()) {
+                Next::Wait => tokio::time::sleep(greeting::LOOK).await,
+                Next::Again(silent) => {
+                    let removed: Vec<_> = silent.into_iter().map(Change::RemovePeer).collect();
+                    interface.device.apply(&removed).await?;
+                    self.sync(snapshot, peer, flags).await?;
+                }
+                Next::Done(silent) => {
+                    for key in silent {
+                        tracing::warn!(
+                            gateway = self.following.name(&key),
+                            "this gateway has not answered: while it leads, nodes that use it are not reached from here"
+                        );
+                    }
+                    // Who did not know this machine has not heard that it is there.
+                    self.following.greet();
+                    return Ok(());
+                }
             }
         }
     }
@@ -473,6 +511,7 @@ impl Connection {
             (self.wanted.follows, self.not_before) = (false, Some(Instant::now() + AGAIN));
             self.source.annotate(&self.wanted.name, false).await?;
         }
+        self.planned = wireguard;
         Ok(writes)
     }
 

@@ -94,6 +94,21 @@ impl Following {
         Ok(())
     }
 
+    /// Whether claims are heard.
+    pub const fn is_on(&self) -> bool {
+        self.task.is_some()
+    }
+
+    /// Says to every gateway that this machine is there.
+    pub fn greet(&self) {
+        self.shared.changed.notify_one();
+    }
+
+    /// A gateway's name, for people.
+    pub fn name(&self, key: &PublicKey) -> String {
+        self.shared.follow().name(signal_id::node(key)).to_owned()
+    }
+
     fn stop(&mut self) {
         if let Some((_, task)) = self.task.take() {
             task.abort();

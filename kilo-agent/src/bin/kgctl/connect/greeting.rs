@@ -1,0 +1,91 @@
+//! The first handshakes with all gateways. One that does not know this machine's key yet says nothing, and WireGuard
+//! asks again 5 s later: a gateway that fails until then has no stand-by here.
+
+use std::time::{Duration, Instant};
+
+use kilo_core::wireguard::{DeviceState, WireguardPlan, key::PublicKey};
+
+/// Between two looks at the device.
+pub const LOOK: Duration = Duration::from_millis(100);
+/// A handshake that is not answered for so long begins anew, where WireGuard itself would wait for 5 s.
+const AGAIN: Duration = Duration::from_secs(1);
+/// Who has not answered by then may not be reached from here at all.
+const LIMIT: Duration = Duration::from_secs(8);
+
+/// What is to be done now.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Next {
+    /// To look again after [`LOOK`].
+    Wait,
+    /// These peers are to be made anew: then their handshakes begin at once.
+    Again(Vec<PublicKey>),
+    /// All have answered, but these.
+    Done(Vec<PublicKey>),
+}
+
+/// How far the first handshakes are.
+#[derive(Debug)]
+pub struct Greeting {
+    began: Instant,
+    asked: Instant,
+}
+
+impl Greeting {
+    /// The first handshakes begin now.
+    pub const fn new(now: Instant) -> Self {
+        Self { began: now, asked: now }
+    }
+
+    /// What follows of these, which have not answered.
+    pub fn next(&mut self, silent: Vec<PublicKey>, now: Instant) -> Next {
+        if silent.is_empty() || now.duration_since(self.began) >= LIMIT {
+            return Next::Done(silent);
+        }
+        if now.duration_since(self.asked) < AGAIN {
+            return Next::Wait;
+        }
+        self.asked = now;
+        Next::Again(silent)
+    }
+}
+
+/// Those that have an endpoint and have never shaken hands.
+pub fn silent(plan: &WireguardPlan, state: &DeviceState) -> Vec<PublicKey> {
+    let answered = |key| state.peers.get(key).is_some_and(|peer| peer.handshake_age.is_some());
+    let asked = plan.peers.iter().filter(|(key, peer)| peer.endpoint.is_some() && !answered(*key));
+    asked.map(|(key, _)| *key).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use kilo_core::wireguard::{PeerState, WireguardPeer};
+
+    use super::*;
+
+    const KEYS: [PublicKey; 3] = [PublicKey([1; 32]), PublicKey([2; 32]), PublicKey([3; 32])];
+
+    #[test]
+    fn who_does_not_answer_is_asked_each_second_and_given_up() {
+        let began = Instant::now();
+        let at = |ms| began + Duration::from_millis(ms);
+        let silent = || vec![KEYS[1]];
+        let mut greeting = Greeting::new(began);
+        assert_eq!(greeting.next(silent(), at(900)), Next::Wait);
+        assert_eq!(greeting.next(silent(), at(1000)), Next::Again(silent()));
+        assert_eq!(greeting.next(silent(), at(1900)), Next::Wait);
+        assert_eq!(greeting.next(silent(), at(2000)), Next::Again(silent()));
+        assert_eq!(greeting.next(Vec::new(), at(2100)), Next::Done(Vec::new()));
+        assert_eq!(greeting.next(silent(), at(8000)), Next::Done(silent()));
+    }
+
+    #[test]
+    fn who_has_no_endpoint_is_not_waited_for() {
+        let endpoint = "192.0.2.1:51820".parse().ok();
+        let peer = |endpoint| WireguardPeer { endpoint, ..WireguardPeer::default() };
+        let peers = KEYS.into_iter().zip([peer(endpoint), peer(endpoint), peer(None)]).collect();
+        let plan = WireguardPlan { listen_port: 51820, peers };
+        let answered = PeerState { handshake_age: Some(Duration::ZERO), ..PeerState::default() };
+        let state = DeviceState { peers: [(KEYS[0], answered)].into(), ..DeviceState::default() };
+        assert_eq!(silent(&plan, &state), [KEYS[1]]);
+    }
+}
