@@ -3,7 +3,6 @@
 pub mod access;
 pub mod drawing;
 mod graph;
-mod linger;
 pub mod page;
 mod places;
 mod respond;

@@ -1,6 +1,6 @@
 //! Accepting connections: HTTP/1.1, plain or over TLS, bounded in number and time.
 
-use std::{convert::Infallible, io, net::SocketAddr, pin::pin, time::Duration};
+use std::{convert::Infallible, future::poll_fn, io, net::SocketAddr, time::Duration};
 
 use http_body_util::combinators::UnsyncBoxBody;
 use hyper::{
@@ -11,14 +11,15 @@ use hyper::{
 };
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{
-    io::{AsyncRead, AsyncWrite},
-    net::TcpListener,
+    io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _},
+    net::{TcpListener, TcpStream},
     time::{sleep, timeout},
 };
+use tokio_io_timeout::TimeoutStream;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use super::{linger::Lingering, places::Places};
+use super::places::Places;
 
 /// A client that sends no request (or no TLS hello) for this long is hung up on.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -26,6 +27,12 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const LONGEST: Duration = Duration::from_secs(60);
 /// Requests under way then, or at a stop, get this long.
 const FAREWELL: Duration = Duration::from_secs(10);
+/// A client that takes nothing of an answer for this long is hung up on.
+const TAKES_WITHIN: Duration = Duration::from_secs(10);
+/// After the last answer a client may go on sending for this long ...
+const LINGER: Duration = Duration::from_secs(2);
+/// ... and so many bytes.
+const LINGER_BYTES: u64 = 32 << 20;
 /// Request line and headers together, in bytes.
 const LARGEST_HEAD: usize = 16 << 10;
 
@@ -56,7 +63,7 @@ pub async fn bind(listen: SocketAddr) -> io::Result<TcpListener> {
 /// Answers requests until `stop`; then those under way are finished.
 pub async fn serve<H, F>(listener: TcpListener, tls: Option<TlsAcceptor>, handle: H, stop: CancellationToken)
 where
-    H: Fn(Request<Incoming>) -> F + Clone + Send + 'static,
+    H: Fn(Request<Incoming>) -> F + Clone + Send + Unpin + 'static,
     F: Future<Output = Answer> + Send + 'static,
 {
     let mut places = Places::default();
@@ -77,7 +84,7 @@ where
         connections.spawn(async move {
             tokio::select! {
                 () = place.lost.cancelled() => tracing::debug!(%client, "HTTP connection closed to make room for other clients"),
-                () = welcome(Lingering::new(stream), tls, handle, stop) => {}
+                () = welcome(stream, tls, handle, stop) => {}
             }
         });
     }
@@ -86,11 +93,13 @@ where
     let _ = timeout(FAREWELL, connections.wait()).await;
 }
 
-async fn welcome<H, F>(stream: Lingering, tls: Option<TlsAcceptor>, handle: H, stop: CancellationToken)
+async fn welcome<H, F>(stream: TcpStream, tls: Option<TlsAcceptor>, handle: H, stop: CancellationToken)
 where
-    H: Fn(Request<Incoming>) -> F + Clone + Send + 'static,
+    H: Fn(Request<Incoming>) -> F + Clone + Send + Unpin + 'static,
     F: Future<Output = Answer> + Send + 'static,
 {
+    let mut stream = Box::pin(TimeoutStream::new(stream));
+    stream.as_mut().set_write_timeout_pinned(Some(TAKES_WITHIN));
     match tls {
         None => converse(stream, handle, stop).await,
         Some(tls) => match timeout(PATIENCE, tls.accept(stream)).await {
@@ -104,7 +113,7 @@ where
 async fn converse<S, H, F>(stream: S, handle: H, stop: CancellationToken)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    H: Fn(Request<Incoming>) -> F + Clone + Send + 'static,
+    H: Fn(Request<Incoming>) -> F + Clone + Send + Unpin + 'static,
     F: Future<Output = Answer> + Send + 'static,
 {
     let closing = Closing::default();
@@ -112,16 +121,15 @@ where
     let service = service_fn(move |mut request: Request<Incoming>| {
         request.extensions_mut().insert(closing.clone());
         let answer = handle(request);
-        async move { Ok::<_, Infallible>(answer.await) }
+        Box::pin(async move { Ok::<_, Infallible>(answer.await) })
     });
-    let connection = http1::Builder::new()
+    let mut connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(PATIENCE)
         .max_buf_size(LARGEST_HEAD)
         .serve_connection(TokioIo::new(stream), service);
-    let mut connection = pin!(connection);
     let ended = tokio::select! {
-        ended = &mut connection => Ok(ended),
+        ended = poll_fn(|context| connection.poll_without_shutdown(context)) => Ok(ended),
         () = async {
             tokio::select! {
                 () = stop.cancelled() => {}
@@ -129,13 +137,27 @@ where
             }
         } => {
             closes.0.cancel();
-            connection.as_mut().graceful_shutdown();
-            timeout(FAREWELL, connection).await
+            Pin::new(&mut connection).graceful_shutdown();
+            timeout(FAREWELL, poll_fn(|context| connection.poll_without_shutdown(context))).await
         }
     };
+    if ended.is_ok() {
+        hang_up(connection.into_parts().io.into_inner()).await;
+    }
     match ended {
         Ok(Ok(())) => {}
         Ok(Err(error)) => tracing::debug!(%error, "HTTP connection failed"),
         Err(_) => tracing::debug!("HTTP connection closed: client reads too slowly"),
     }
+}
+
+/// Closes a connection as HTTP wants it (RFC 9112, section 9.6): first the own direction, then what the
+/// client still sends is read and thrown away. A socket closed with unread data resets the connection, and
+/// the client may lose the answer that tells it what was wrong.
+async fn hang_up(mut stream: impl AsyncRead + AsyncWrite + Unpin) {
+    let rest = async {
+        stream.shutdown().await?;
+        tokio::io::copy(&mut stream.take(LINGER_BYTES), &mut tokio::io::sink()).await
+    };
+    let _ = timeout(LINGER, rest).await;
 }
