@@ -101,6 +101,24 @@ fn a_flow_that_stands_is_looked_at_where_others_offer_prefixes() {
 }
 
 #[test]
+fn a_new_flow_is_not_masqueraded_to_where_packets_must_be_encrypted() {
+    for one in [0, CONFIG_ONE_V4] {
+        let mut tables = leader_tables();
+        tables.config.private_v4 = PUBLIC;
+        tables.config.flags |= one;
+        // Whatever masquerading itself leaves out.
+        let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_NEVER_CLEAR;
+        tables.prefix.insert("198.51.100.0/24".parse().unwrap(), PrefixValue { hop: HOP_REMOTE, flags });
+        let Some((_fs, mut dataplane)) = open(&tables) else { return };
+        let packet = ethernet(&udp(OWN_POD, OUTSIDE, (1000, 53), b"question"));
+        for _ in 0..3 {
+            let ran = run(&mut dataplane, "uplink_egress", &packet);
+            assert_eq!(outcome(&ran), (SHOT, vec!["not_encrypted"]));
+        }
+    }
+}
+
+#[test]
 fn pods_packets_to_where_wireguard_itself_sends_are_encrypted_all_the_same() {
     let mut tables = leader_tables();
     let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_PODS_STEERED;

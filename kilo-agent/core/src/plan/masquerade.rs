@@ -92,9 +92,12 @@ fn addresses(links: &HostLinks, family: Family) -> BTreeSet<IpAddr> {
 }
 
 /// True when this private address is of that family, and what masqueraded
-/// packets get at every uplink.
+/// packets get at every uplink. Programs that look up no device then masquerade wherever
+/// they are attached: not beside an interface of an overlay, where nothing is masqueraded.
 fn is_one_address(links: &HostLinks, private: Option<IpAddr>, family: Family) -> bool {
-    private.filter(family).is_some_and(|private| {
+    let mut others = links.private.iter().chain(&links.overlay_device);
+    let is_masqueraded = others.all(|ifindex| links.uplinks.contains_key(ifindex));
+    private.filter(family).filter(|_| is_masqueraded).is_some_and(|private| {
         links.uplinks.values().all(|uplink| match private {
             IpAddr::V4(addr) => uplink.v4 == Some(addr),
             IpAddr::V6(addr) => uplink.v6 == Some(addr),
@@ -141,5 +144,20 @@ mod tests {
         ] {
             assert!(!is_one(&uplinks, private, IpAddr::is_ipv4), "{uplinks:?} {private}");
         }
+    }
+
+    #[test]
+    fn an_attached_interface_where_nothing_is_masqueraded_means_that_there_is_not_one_address() {
+        let addr: IpAddr = "10.1.0.11".parse().unwrap();
+        let uplink = Uplink { v4: Some("10.1.0.11".parse().unwrap()), v6: None };
+        let is_one = |private, overlay_device| {
+            let uplinks = [(2, uplink)].into();
+            let links = HostLinks { uplinks, private, overlay_device, ..HostLinks::default() };
+            is_one_address(&links, Some(addr), IpAddr::is_ipv4)
+        };
+        assert!(is_one(None, None));
+        assert!(is_one(Some(2), None));
+        assert!(!is_one(Some(2), Some(7)));
+        assert!(!is_one(Some(3), None));
     }
 }
