@@ -327,9 +327,17 @@ fn exchange_blocking(name: &str, request: &str) -> io::Result<()> {
     stream.write_all(request.as_bytes())?;
     let (mut answer, mut part) = (Vec::new(), [0; 256]);
     while !answer.ends_with(b"\n\n") {
-        match stream.read(&mut part)? {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            length => answer.extend_from_slice(&part[..length]),
+        match stream.read(&mut part) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(length) => answer.extend_from_slice(&part[..length]),
+            // How Linux says that the time of a socket is over.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                return Err(io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    "its process has not answered for 500 ms",
+                ));
+            }
+            Err(error) => return Err(error),
         }
     }
     let text = std::str::from_utf8(&answer).map_err(io::Error::other)?;

@@ -31,7 +31,8 @@ impl Thread {
             Note::Busy => {
                 tracing::warn!(
                     "the tunnels of this leader lose probes while packets come out of them: it carries more than it \
-                     can, and leads on; give it more CPU, or the location several leaders (--leaders)"
+                     can, or the network loses packets, and it leads on; give it more CPU, or the location several \
+                     leaders (--leaders)"
                 );
                 return;
             }

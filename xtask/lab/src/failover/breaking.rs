@@ -14,7 +14,7 @@ use nix::{
     unistd::Pid,
 };
 
-use super::{fresh::Fresh, state};
+use super::{flood::OVERLOADED, fresh::Fresh, state};
 use crate::{
     Lab,
     faults::{control_plane::REBOOT, nodes},
@@ -321,6 +321,8 @@ pub(super) fn loss(lab: &mut Lab) -> Result<Broken> {
              numgen random mod 100 < 5 counter name lost drop
          }}; }}'"
     ))?;
+    // Probes are lost as everything is.
+    lab.caused(&[OVERLOADED]);
     let busy = Busy::all();
     sleep(length());
     drop(busy);
