@@ -152,7 +152,7 @@ mod tests {
         let uplink = Uplink { v4: Some("10.1.0.11".parse().unwrap()), v6: None };
         let is_one = |private, overlay_device| {
             let uplinks = [(2, uplink)].into();
-            let links = HostLinks { uplinks, private, overlay_device, ..HostLinks::default() };
+            let links = HostLinks { private, uplinks, overlay_device, ..HostLinks::default() };
             is_one_address(&links, Some(addr), IpAddr::is_ipv4)
         };
         assert!(is_one(None, None));
