@@ -332,10 +332,8 @@ fn exchange_blocking(name: &str, request: &str) -> io::Result<()> {
             Ok(length) => answer.extend_from_slice(&part[..length]),
             // How Linux says that the time of a socket is over.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                return Err(io::Error::new(
-                    io::ErrorKind::TimedOut,
-                    "its process has not answered for 500 ms",
-                ));
+                let waited = format!("its process has not answered for {} ms", CLAIM_TIMEOUT.as_millis());
+                return Err(io::Error::new(io::ErrorKind::TimedOut, waited));
             }
             Err(error) => return Err(error),
         }
