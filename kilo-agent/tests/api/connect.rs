@@ -111,8 +111,10 @@ fn network() -> Running {
 /// The node's device knows the peer, as its agent would have told it.
 fn node_knows(key: PublicKey) {
     use std::io::{Read as _, Write as _};
-    let peer =
-        WireguardPeer { allowed_ips: ["10.10.10.10/32".parse().unwrap()].into(), ..WireguardPeer::default() };
+    let peer = WireguardPeer {
+        allowed_ips: ["10.10.10.10/32".parse().unwrap()].into_iter().collect(),
+        ..WireguardPeer::default()
+    };
     let plan = WireguardPlan { listen_port: 51820, peers: [(key, peer)].into() };
     let changes = diff(&DeviceState::default(), &plan, &NODE);
     let mut stream = std::os::unix::net::UnixStream::connect("/run/wireguard/wgb.sock").unwrap();

@@ -71,7 +71,7 @@ fn large_peers_moves_and_releases() {
         let mut plan =
             WireguardPlan { listen_port: 51820, peers: [(one, big), (two, WireguardPeer::default())].into() };
         for n in 0..150 {
-            let allowed_ips = [format!("172.16.{n}.0/24").parse().unwrap()].into();
+            let allowed_ips = [format!("172.16.{n}.0/24").parse().unwrap()].into_iter().collect();
             let peer = WireguardPeer { allowed_ips, ..WireguardPeer::default() };
             plan.peers.insert(secret(50 + n).public(), peer);
         }
@@ -140,8 +140,8 @@ fn a_change_of_allowed_ips_loses_no_packet_of_others() {
         while !ping.is_finished() {
             let peer = plan.peers.get_mut(&b.public()).unwrap();
             let net = all[changes % all.len()];
-            if !peer.allowed_ips.remove(&net) {
-                peer.allowed_ips.insert(net);
+            if peer.allowed_ips.remove(&net).is_none() {
+                peer.allowed_ips.extend([net]);
             }
             device.reconcile(&plan, &a).await.unwrap();
             changes += 1;

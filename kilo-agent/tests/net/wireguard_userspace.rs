@@ -155,7 +155,10 @@ fn two_devices_talk_roam_and_end() {
         let other = secret(3).public();
         let moved: ipnet::IpNet = "10.100.7.0/24".parse().unwrap();
         more.peers.get_mut(&b.public()).unwrap().allowed_ips.remove(&moved);
-        more.peers.insert(other, WireguardPeer { allowed_ips: [moved].into(), ..WireguardPeer::default() });
+        more.peers.insert(
+            other,
+            WireguardPeer { allowed_ips: std::iter::once(moved).collect(), ..WireguardPeer::default() },
+        );
         assert_eq!(device.reconcile(&more, &a).await.unwrap(), 1);
         more.peers.get_mut(&b.public()).unwrap().persistent_keepalive = 4;
         assert_eq!(device.reconcile(&more, &a).await.unwrap(), 1);

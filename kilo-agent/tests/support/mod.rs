@@ -116,11 +116,11 @@ pub fn leader_tables() -> Tables {
         lead: [word(Term::NONE, 2); 2],
         signal_key: BTreeMap::new(),
         node: BTreeMap::from([(MEMBER.into(), node(0))]),
-        masq_src: FlatMap::from([
+        masq_src: FlatMap::from_iter([
             ("10.42.1.0/24".parse().unwrap(), MASQ_SRC_ALWAYS),
             ("fd42:1::/64".parse().unwrap(), MASQ_SRC_ALWAYS),
         ]),
-        masq_dst: FlatMap::from([
+        masq_dst: FlatMap::from_iter([
             ("10.42.1.0/24".parse().unwrap(), MASQ_EXCLUDE),
             ("10.42.2.0/24".parse().unwrap(), MASQ_EXCLUDE),
             ("10.42.4.0/24".parse().unwrap(), MASQ_EXCLUDE),

@@ -112,10 +112,8 @@ impl Random {
 
     /// An address that packets are masqueraded from.
     fn pod(&mut self, tables: &Tables, v6: bool) -> Option<IpAddr> {
-        let sources = tables
-            .masq_src
-            .iter()
-            .filter(|(net, how)| net.addr().is_ipv6() == v6 && **how == MASQ_SRC_ALWAYS);
+        let sources =
+            tables.masq_src.iter().filter(|(net, how)| net.addr().is_ipv6() == v6 && *how == MASQ_SRC_ALWAYS);
         let sources: Vec<_> = sources.map(|(net, _)| *net).collect();
         if sources.is_empty() {
             return None;

@@ -195,7 +195,7 @@ proptest! {
             let (before, plan) = (plan(&mesh), plan(&with));
             prop_assert_eq!((&plan.wireguard, &plan.net.routes), (&before.wireguard, &before.net.routes));
             prop_assert_eq!((&plan.tables.hop, &plan.tables.node), (&before.tables.hop, &before.tables.node));
-            for (prefix, value) in before.tables.prefix.iter() {
+            for (prefix, value) in &before.tables.prefix {
                 prop_assert_eq!(plan.tables.prefix.get(prefix), Some(value));
             }
             prop_assert!(before.net.unreachable.is_subset(&plan.net.unreachable));

@@ -108,7 +108,7 @@ fn without_failover_nothing_of_it_is_planned() {
         let is_control = |net: &IpNet| net.to_string().starts_with("fd6b:");
         assert!(!plan.wireguard.peers.values().any(|peer| peer.allowed_ips.iter().any(is_control)));
         assert!(plan.wireguard.peers.values().all(|peer| peer.persistent_keepalive == 0));
-        assert!(plan.tables.prefix.values().all(|value| value.hop != HOP_ACTING));
+        assert!(plan.tables.prefix.iter().all(|(_, value)| value.hop != HOP_ACTING));
         assert_eq!(plan.tables.config.control, [0; 16]);
         assert_eq!(plan.tables.config.flags & CONFIG_GATEWAY != 0, name != "a2");
     }
@@ -170,7 +170,7 @@ fn a_vpn_peer_that_follows_is_held_by_all_gateways_and_reached_through_who_acts(
         // b has one node: there is nobody to follow.
         let hop = if name == "b1" { HOP_REMOTE } else { HOP_ACTING };
         assert_eq!(plan.tables.prefix[&own].hop, hop, "{name}");
-        assert!(!plan.tables.prefix.contains_key(&control), "{name}: nobody is routed to it");
+        assert!(!plan.tables.prefix.contains(&control), "{name}: nobody is routed to it");
     }
     // Nobody takes over from a leader that knows no signals, and without failover there is one.
     let alone = plan_with("c1", Some(Acting::default()), &nodes(), &peers);

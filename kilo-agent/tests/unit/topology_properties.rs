@@ -78,7 +78,7 @@ proptest! {
             for prefix in plan.tables.prefix.keys().chain(plan.tables.masq_src.keys()).chain(plan.tables.masq_dst.keys()) {
                 prop_assert_eq!(*prefix, prefix.trunc(), "the trie knows no host bits");
             }
-            for value in plan.tables.prefix.values().map(|value| value.hop) {
+            for value in plan.tables.prefix.iter().map(|(_, value)| value.hop) {
                 let remote_without_leader = value == kilo_common::maps::HOP_REMOTE;
                 prop_assert!(plan.tables.hop.contains_key(&value) || remote_without_leader || shares_an_address(&mesh, name));
             }
@@ -342,7 +342,7 @@ proptest! {
             prop_assert_eq!(old.wireguard, new.wireguard);
             let own = before.segments[before.find(&node.name).unwrap().0].wireguard_ip.map(IpNet::from);
             let without_wireguard_ip = |plan: &plan::Tables| {
-                plan.prefix.iter().filter(|(prefix, _)| Some(**prefix) != own).map(|(p, v)| (*p, *v)).collect::<Vec<_>>()
+                plan.prefix.iter().filter(|(prefix, _)| Some(*prefix) != own).copied().collect::<Vec<_>>()
             };
             prop_assert_eq!(without_wireguard_ip(&old.tables), without_wireguard_ip(&new.tables));
         }

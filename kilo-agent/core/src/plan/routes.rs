@@ -42,7 +42,7 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
     let mut prefixes = tables.prefix.iter().peekable();
     let route = |destination: IpNet| {
         while prefixes.next_if(|(prefix, _)| prefix.rank() < destination.rank()).is_some() {}
-        let value = prefixes.peek().filter(|(prefix, _)| **prefix == destination).map(|(_, value)| *value);
+        let value = prefixes.peek().filter(|(prefix, _)| *prefix == destination).map(|(_, value)| value);
         let mtu = value.and_then(|value| hop_mtu(tables, *value)).filter(|mtu| *mtu < inputs.mtu);
         let source = source.filter(|source| source.is_ipv4() == destination.addr().is_ipv4());
         let closed = value.is_some_and(|value| value.flags & PREFIX_NEVER_CLEAR != 0);

@@ -264,13 +264,11 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tab
 
 /// What is known of the node behind a hop as a sender, without its interfaces. The first of `cidrs` that
 /// is IPv4 and, with everything more specific in it, that node's goes along.
-pub fn sender(prefixes: &FlatMap<IpNet, PrefixValue>, hop: u32, flags: u32, cidrs: &[IpNet]) -> NodeValue {
+pub fn sender(table: &FlatMap<IpNet, PrefixValue>, hop: u32, flags: u32, cidrs: &[IpNet]) -> NodeValue {
     let is_whole = |cidr: &Ipv4Net| {
-        let Ok(last) = Ipv4Net::new(cidr.broadcast(), 32) else { return false };
-        // Prefixes are ordered by address, then length: within are the next ones.
-        let mut within = prefixes.range(IpNet::V4(*cidr)..=IpNet::V4(last));
-        prefixes.contains_key(&IpNet::V4(*cidr))
-            && within.all(|(_, value)| value.hop == hop && value.flags & PREFIX_SOURCE != 0)
+        let cidr = IpNet::V4(*cidr);
+        let mut within = prefixes::covered_by(table, cidr);
+        table.contains(&cidr) && within.all(|(_, value)| value.hop == hop && value.flags & PREFIX_SOURCE != 0)
     };
     let v4 = cidrs.iter().filter_map(|cidr| match cidr.trunc() {
         IpNet::V4(cidr) if cidr.prefix_len() > 0 => Some(cidr),
@@ -325,7 +323,7 @@ mod tests {
     /// The prefix a sender with this one and others in the table is known by.
     fn sources(others: &[(&str, u32, u32)]) -> ([u8; 4], [u8; 4]) {
         let cidr: IpNet = "10.42.1.0/24".parse().unwrap();
-        let mut prefixes = FlatMap::from([(cidr, PrefixValue { hop: NODE, flags: PREFIX_SOURCE })]);
+        let mut prefixes = FlatMap::from_iter([(cidr, PrefixValue { hop: NODE, flags: PREFIX_SOURCE })]);
         prefixes.extend(
             others
                 .iter()

@@ -35,7 +35,7 @@ impl<V> Table for FlatMap<IpNet, V> {
         self.get(prefix)
     }
     fn from(&self, prefix: IpNet) -> impl Iterator<Item = (&IpNet, &V)> {
-        self.range(prefix..)
+        self.since(&prefix).iter().map(|(prefix, value)| (prefix, value))
     }
 }
 

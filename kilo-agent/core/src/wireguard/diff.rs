@@ -4,13 +4,17 @@
 use std::{cell::LazyCell, collections::BTreeSet, net::SocketAddr, time::Duration};
 
 use ipnet::IpNet;
+use itertools::{
+    EitherOrBoth::{Both, Left, Right},
+    Itertools as _,
+};
 
 use super::{
     DeviceState, PeerState, WireguardPeer, WireguardPlan,
     key::{PublicKey, SecretKey},
     uapi::{SetPeer, SetRequest},
 };
-use crate::flat_map::{Key as _, merge};
+use crate::flat_map::Key as _;
 
 /// A peer with a keepalive shakes hands every two minutes; when that stopped
 /// for this long, the endpoint it was last seen at is no good any more.
@@ -140,13 +144,13 @@ fn update(
         && present.handshake_age.is_some_and(|age| age < ROAMING_TRUST);
     let mut claims = Vec::new();
     let order = |one: &&IpNet, other: &&IpNet| one.rank().cmp(&other.rank());
-    merge(present.allowed_ips.iter(), wanted.allowed_ips.iter(), order, |held, wanted| {
-        match (held, wanted) {
-            (None, Some(net)) if claimed.insert(*net) => claims.push(*net),
-            (Some(net), None) => unclaimed.push(*net),
-            _ => {}
+    for side in present.allowed_ips.iter().merge_join_by(&wanted.allowed_ips, order) {
+        match side {
+            Right(net) if claimed.insert(*net) => claims.push(*net),
+            Left(net) => unclaimed.push(*net),
+            Right(_) | Both(..) => {}
         }
-    });
+    }
     PeerUpdate {
         endpoint: wanted.endpoint.filter(|wanted| {
             !learnt && present.endpoint.is_none_or(|present| !same_endpoint(*wanted, present))

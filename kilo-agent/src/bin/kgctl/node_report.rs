@@ -83,12 +83,12 @@ fn of_tables(tables: &Tables) -> String {
         text.push('\n');
     }
     let mut text = format!("[config]\n{:?}\n\n[lead]\n{:?}\n\n", tables.config, tables.lead);
-    part(&mut text, "prefix", tables.prefix.iter());
+    part(&mut text, "prefix", tables.prefix.iter().copied());
     part(&mut text, "hop", tables.hop.iter());
     part(&mut text, "node", tables.node.iter());
     part(&mut text, "signal_key", tables.signal_key.iter());
-    part(&mut text, "masq_src", tables.masq_src.iter());
-    part(&mut text, "masq_dst", tables.masq_dst.iter());
+    part(&mut text, "masq_src", tables.masq_src.iter().copied());
+    part(&mut text, "masq_dst", tables.masq_dst.iter().copied());
     part(&mut text, "masq_addr", tables.masq_addr.iter());
     part(&mut text, "device", tables.device.iter());
     text

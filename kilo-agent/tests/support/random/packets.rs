@@ -130,7 +130,7 @@ impl Random {
     ) -> Option<IpAddr> {
         let of_family = tables.prefix.iter().filter(|(prefix, _)| prefix.addr().is_ipv6() == v6);
         let chosen = of_family.filter(|(prefix, value)| wanted(prefix, value)).choose(&mut self.0);
-        let chosen = *chosen?.0;
+        let chosen = chosen?.0;
         Some(self.host(chosen))
     }
 

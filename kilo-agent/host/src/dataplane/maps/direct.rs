@@ -54,9 +54,7 @@ pub(super) fn words(tables: &Tables) -> Vec<(u32, u64)> {
     words
 }
 
-fn v4<'a, V: 'a>(
-    entries: impl Iterator<Item = (&'a IpNet, &'a V)>,
-) -> impl Iterator<Item = (Ipv4Net, &'a V)> {
+fn v4<'a, V: 'a>(entries: impl Iterator<Item = &'a (IpNet, V)>) -> impl Iterator<Item = (Ipv4Net, &'a V)> {
     entries.map_while(|(prefix, value)| match prefix {
         IpNet::V4(prefix) => Some((*prefix, value)),
         // These come behind.

@@ -13,8 +13,12 @@ use aya::{
     },
 };
 use ipnet::{Ipv4Net, Ipv6Net};
+use itertools::{
+    EitherOrBoth::{Both, Left, Right},
+    Itertools as _,
+};
 use kilo_common::maps::{MASQ_ADDR_INDEX_BITS, masq_addr_key};
-use kilo_core::flat_map::{Key, merge};
+use kilo_core::flat_map::Key;
 
 use super::{
     super::{DataplaneError, load::PinnedMaps},
@@ -105,12 +109,13 @@ pub(super) fn difference<K: Key, V: PartialEq + Copy>(
     let (mut write, mut remove) = (Vec::new(), Vec::new());
     let present = present.iter().map(|(key, value)| (*key, *value));
     let order = |one: &(K, V), other: &(K, V)| one.0.rank().cmp(&other.0.rank());
-    merge(present, desired, order, |present, desired| match (present, desired) {
-        (Some((_, before)), Some((_, value))) if before == value => {}
-        (_, Some(entry)) => write.push(entry),
-        (Some((gone, _)), None) => remove.push(gone),
-        (None, None) => {}
-    });
+    for side in present.merge_join_by(desired, order) {
+        match side {
+            Both((_, before), (_, value)) if before == value => {}
+            Right(entry) | Both(_, entry) => write.push(entry),
+            Left((gone, _)) => remove.push(gone),
+        }
+    }
     Difference { write, remove }
 }
 

@@ -115,7 +115,7 @@ fn mapped(table: &FlatMap<IpNet, u32>) -> FlatMap<Ipv6Net, u32> {
         IpNet::V6(_) => None,
     });
     let v6 = || {
-        table.range(IpNet::V6(Ipv6Net::default())..).filter_map(|(prefix, value)| match prefix {
+        table.since(&IpNet::V6(Ipv6Net::default())).iter().filter_map(|(prefix, value)| match prefix {
             IpNet::V4(_) => None,
             IpNet::V6(v6) => Some((*v6, *value)),
         })

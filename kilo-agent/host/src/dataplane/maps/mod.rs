@@ -142,10 +142,9 @@ pub fn apply(
     let prefixes_v4 = difference(&present.prefix_v4, desired.prefix_v4());
     let direct_v4 = difference(&present.direct_v4, direct::words(tables).into_iter());
     let prefixes_v6 = difference(&present.prefix_v6, desired.prefix_v6());
-    let of = |(prefix, value): (&Ipv6Net, &u32)| (*prefix, *value);
     let addrs = difference(&present.masq_addr, desired.masq_addr.iter().map(|(to, addr)| (*to, *addr)));
-    let sources = difference(&present.masq_src, desired.masq_src.iter().map(of));
-    let destinations = difference(&present.masq_dst, desired.masq_dst.iter().map(of));
+    let sources = difference(&present.masq_src, desired.masq_src.iter().copied());
+    let destinations = difference(&present.masq_dst, desired.masq_dst.iter().copied());
     let excluded = destinations.write.iter().filter(|(_, value)| *value == MASQ_EXCLUDE);
     let excluded = excluded.map(|(prefix, _)| *prefix).collect();
 

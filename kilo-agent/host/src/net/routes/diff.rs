@@ -3,10 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use ipnet::IpNet;
+use itertools::{
+    EitherOrBoth::{Both, Left, Right},
+    Itertools as _,
+};
 
 use super::{super::PROTOCOL, UNREACHABLE_METRIC};
 use kilo_core::{
-    flat_map::{FlatSet, Key as _, merge},
+    flat_map::{FlatSet, Key as _},
     net::{MAIN_TABLE, Route},
 };
 
@@ -120,13 +124,13 @@ pub fn between(before: &FlatSet<Route>, wanted: &FlatSet<Route>, kilo: u32) -> C
     };
     let (mut gone, mut new) = (Vec::new(), Vec::new());
     let order = |one: &&Route, other: &&Route| one.rank().cmp(&other.rank());
-    merge(before.iter(), wanted.iter(), order, |before, wanted| match (before, wanted) {
-        (Some(_), Some(_)) => {}
-        (before, wanted) => {
-            gone.extend(before.into_iter().flat_map(Entry::of).map(found));
-            new.extend(wanted);
+    for side in before.iter().merge_join_by(wanted, order) {
+        match side {
+            Left(before) => gone.extend(Entry::of(before).map(found)),
+            Right(wanted) => new.push(wanted),
+            Both(..) => {}
         }
-    });
+    }
     diff(&gone, new, [], kilo)
 }
 
