@@ -118,8 +118,10 @@ fn run() -> Result<()> {
         Task::Docs => docs::build(),
         Task::Manifests => manifests::write(),
         Task::Lab(args) => {
-            if args.needs_build() {
+            if args.stands_up() {
                 apt::install(lab::PACKAGES)?;
+            }
+            if args.needs_build() {
                 build_all()?;
             }
             lab::main(args)

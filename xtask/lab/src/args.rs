@@ -134,20 +134,27 @@ pub(crate) enum LabCommand {
 }
 
 impl LabArgs {
-    /// True when binaries must be built first.
-    pub fn needs_build(&self) -> bool {
-        let builds = match &self.command {
+    /// True when a lab is put up, which takes Debian packages.
+    pub fn stands_up(&self) -> bool {
+        match &self.command {
             None
             | Some(
                 LabCommand::Test { .. }
                 | LabCommand::Nat(_)
                 | LabCommand::Faults { .. }
+                | LabCommand::Soak { .. }
                 | LabCommand::Scenario { .. },
             ) => true,
             Some(LabCommand::Failover(options)) => options.needs_lab(),
-            Some(_) => false,
-        };
-        builds && self.bin.is_none()
+            Some(
+                LabCommand::Exec { .. } | LabCommand::Status | LabCommand::Inject { .. } | LabCommand::Down,
+            ) => false,
+        }
+    }
+
+    /// True when binaries must be built first.
+    pub fn needs_build(&self) -> bool {
+        self.stands_up() && self.bin.is_none()
     }
 }
 
