@@ -107,6 +107,14 @@ impl Acting {
         self.owners.values_mut().filter(|known| known.0 == Term::NONE).for_each(|known| *known = owner);
     }
 
+    /// Nobody has claimed Kilo's leader since `term`, although another gateway leads: it has lost power, or the
+    /// others hear nothing of it. What it sends comes through its own tunnel.
+    pub fn stays_alone(&mut self, leader: NodeId, term: Term) {
+        if let Some(known) = self.owners.get_mut(&leader).filter(|known| known.0 < term) {
+            *known = (term, leader);
+        }
+    }
+
     /// Forgets everything of this term and earlier.
     pub fn forget(&mut self, term: Term) {
         self.owners.values_mut().filter(|owner| owner.0 <= term).for_each(|owner| *owner = (Term::NONE, 0));

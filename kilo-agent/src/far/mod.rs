@@ -183,6 +183,8 @@ pub fn claimed(
     let gateways: Vec<NodeId> = location.gateways.iter().map(|gateway| gateway.id).collect();
     // The device has them where the last plan put them, and only who follows is to move.
     if let Some(leader) = location.gateways.get(location.acting).filter(|_| names_any(signal)) {
+        let first = location.gateways.first().filter(|first| first.id != leader.id);
+        first.into_iter().for_each(|first| acting.stays_alone(first.id, STAYS));
         acting.stay((STAYS, leader.id));
     }
     let step = acting.claimed(params, from, &known, &gateways, me).map(Some).map_err(|why| match why {
@@ -229,6 +231,53 @@ mod tests {
     use kilo_common::signal::{Kind, Shared};
 
     use super::*;
+
+    /// `a1` leads by Kilo's rule, and `a2` since `a1` was cut off from the LAN; this agent was started after that.
+    #[test]
+    fn a_leader_that_its_location_has_lost_keeps_its_own_prefixes() {
+        const A1: NodeId = 1 << 48;
+        const A2: NodeId = 2 << 48;
+        const A3: NodeId = 3;
+        const FAR: Far = 7;
+        let gateway = |id| FarGateway {
+            id,
+            key: PublicKey([0; 32]),
+            control: signal_id::control_address(&PublicKey([0; 32])),
+        };
+        let term = Term::NONE.next(A2);
+        let location = FarLocation {
+            gateways: vec![gateway(A1), gateway(A2)],
+            acting: 1,
+            written: Some((term, A2)),
+            members: [A1, A2, A3].map(|id| (id, Vec::new())).into(),
+            ..FarLocation::default()
+        };
+        let names = [A1, A2, A3].map(|id| (id, format!("n{id}"))).into();
+        let claim = |members: &[NodeId]| {
+            let body =
+                Body::Claim { gateway: A2, shared: Shared::Move, part: (0, 1), members: members.to_vec() };
+            Signal { kind: Kind::Claim, nonce: 1, term, sender: A2, location: FAR, body }
+        };
+        for (seed, claimed_by_a2, owner) in [
+            (None, [A2, A3].as_slice(), A1),
+            (Some(A1), [A2, A3].as_slice(), A1),
+            (None, [A1, A2, A3].as_slice(), A2),
+            (Some(A1), [A1, A2, A3].as_slice(), A2),
+        ] {
+            let held = seed.map(|gateway| (A1, gateway)).into_iter().collect();
+            let locations = BTreeMap::from([(FAR, FarLocation { held, ..location.clone() })]);
+            let mut fars = BTreeMap::new();
+            locations_are(&mut fars, &locations);
+            let pair = (&locations[&FAR], fars.get_mut(&FAR).unwrap());
+            let step = claimed(&Params::default(), pair, (FAR, A2), &claim(claimed_by_a2), &names, 99).step;
+            assert!(step.unwrap().is_some());
+            // Whether or not the device had it before: that is forgotten after a while.
+            fars.values_mut().for_each(|acting| acting.forget(SEED));
+            let members = &known(&fars)[&FAR].members;
+            assert_eq!(members[&A1].1, owner, "{seed:?} {claimed_by_a2:?}");
+            assert_eq!((members[&A2].1, members[&A3].1), (A2, A2));
+        }
+    }
 
     #[test]
     fn nodes_of_another_location_are_counted_and_new_ones_are_not() {
