@@ -45,6 +45,9 @@ pub enum Writer {
 /// When the node's agent was heard last; 0: somebody says that it is dead.
 pub const LAST_SEEN: &str = "kilo.squat.ai/last-seen";
 
+/// This heartbeat, and when the next one comes.
+const HEARTBEAT: &str = "kilo.squat.ai/heartbeat";
+
 /// The longest pause between two heartbeats that is believed.
 const MOST_SECONDS: u16 = 600;
 
@@ -181,12 +184,12 @@ pub const ANNOTATIONS: [Annotation; 21] = [
         read: |value, node| node.last_seen = value.parse().unwrap_or(0),
     },
     Annotation {
-        name: "kilo.squat.ai/heartbeat",
+        name: HEARTBEAT,
         writer: Writer::Agent(|own| own.heartbeat.map(|seconds| format!("{}/{seconds}", own.last_seen))),
         example: "`1763866800/300`",
         meaning: "this `last-seen`, and after how many seconds it is renewed: 30, or 300 where \
                   [nobody needs it sooner](design/slices.md#heartbeats); with another `last-seen` it is of an agent \
-                  that has gone, and nothing is promised",
+                  that has gone: nothing is promised, and `signal`, `leading` and `leaders` do not count",
         remedy: AGENT,
         read: |value, node| node.node.heartbeat = value.heartbeat(node.last_seen),
     },
@@ -268,6 +271,24 @@ pub(super) fn read(present: &BTreeMap<String, String>, node: &mut CheckedIn, pro
             read(&mut Value { text, name, remedy, problems }, node);
         }
     }
+    let promise = present.get(HEARTBEAT).and_then(|text| promised(text));
+    if promise.is_some_and(|(seen, _)| !is_of_heartbeat(seen, node.last_seen)) {
+        // Whoever renews the heartbeat now knows none of these, and takes nothing back.
+        let Node { signal, leading, leaders, .. } = &mut node.node;
+        (*signal, *leading, *leaders) = (false, None, None);
+    }
+}
+
+/// A `last-seen`, and the seconds after which it is to be renewed; `None`: it is not written like that.
+fn promised(text: &str) -> Option<(i64, u16)> {
+    let (seen, seconds) = text.split_once('/')?;
+    Some((seen.parse().ok()?, seconds.parse().ok().filter(|seconds| *seconds > 0)?))
+}
+
+/// Whether what was written with the heartbeat `seen` is of the agent that renews it. Somebody may have set it to
+/// 0, which is nobody's promise.
+const fn is_of_heartbeat(seen: i64, last_seen: i64) -> bool {
+    seen == last_seen || last_seen == 0
 }
 
 /// The annotations that an agent wants of its node, by full name; `None` = must not be there.
@@ -317,7 +338,7 @@ const OURS_ALONE: [&str; 5] = [
     "kilo.squat.ai/leading",
     "kilo.squat.ai/leaders",
     "kilo.squat.ai/state",
-    "kilo.squat.ai/heartbeat",
+    HEARTBEAT,
 ];
 
 /// What a node says that an agent of Kilo's would not renew, to be removed when one comes next.
@@ -382,19 +403,16 @@ impl Value<'_> {
     }
 
     /// The promise that came with this heartbeat; one that came with another is void: an agent that knows
-    /// nothing of it has renewed the heartbeat since. Somebody may have set it to 0, which is nobody's promise.
+    /// nothing of it has renewed the heartbeat since.
     fn heartbeat(&mut self, last_seen: i64) -> Option<u16> {
-        let read = self.text.split_once('/').and_then(|(seen, seconds)| {
-            Some((seen.parse::<i64>().ok()?, seconds.parse::<u16>().ok().filter(|seconds| *seconds > 0)?))
-        });
-        let Some((seen, seconds)) = read else {
+        let Some((seen, seconds)) = promised(self.text) else {
             self.ignored(
                 &format!(" {:?} is ignored", excerpt(self.text)),
                 &"not a last-seen and seconds such as 1763866800/30",
             );
             return None;
         };
-        (seen == last_seen || last_seen == 0).then_some(seconds.min(MOST_SECONDS))
+        is_of_heartbeat(seen, last_seen).then_some(seconds.min(MOST_SECONDS))
     }
 
     /// A prefix that a node may have.

@@ -159,6 +159,31 @@ mod tests {
     }
 
     #[test]
+    fn what_an_agent_that_has_gone_said_of_failover_is_void_once_another_renews_heartbeats() {
+        let said = |last_seen: &str, heartbeat: Option<&str>| {
+            let mut object = core::Node::default();
+            let all = [
+                ("last-seen", last_seen),
+                ("signal", "1"),
+                ("leading", "65536"),
+                ("leaders", "2"),
+                ("heartbeat", heartbeat.unwrap_or_default()),
+            ];
+            let all = all.into_iter().filter(|(_, value)| !value.is_empty());
+            let all = all.map(|(name, value)| (format!("{PREFIX}{name}"), value.to_owned()));
+            object.metadata.annotations = Some(all.collect());
+            let node = from_object(&object, "region").0;
+            (node.signal, node.leading, node.leaders)
+        };
+        let counts = (true, Some(65_536), Some(2));
+        assert_eq!(said("1000", Some("1000/30")), counts);
+        assert_eq!(said("1030", Some("1000/30")), (false, None, None), "Kilo's own agent has taken over");
+        assert_eq!(said("0", Some("1000/30")), counts, "a stand-by has said that it is dead");
+        assert_eq!(said("1030", None), counts, "an agent of ours from before promises");
+        assert_eq!(said("1030", Some("rubbish")), counts, "which says nothing of who renews it");
+    }
+
+    #[test]
     fn every_platforms_control_plane_is_known_by_its_label() {
         let with = |label: &str| {
             let mut object = core::Node::default();
