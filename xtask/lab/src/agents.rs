@@ -27,6 +27,11 @@ use crate::confine;
 /// What an agent may take to stop, also on an emulated machine.
 const STOPS_WITHIN: Duration = Duration::from_secs(120);
 
+/// The laptop's Peer object.
+const LAPTOP_FILE: &str = "peer-laptop.yaml";
+/// Process id of the laptop's `kgctl connect`.
+const CONNECT: &str = "/run/kgctl-connect.pid";
+
 /// How the agents are run, and which run now.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Agents {
@@ -75,7 +80,7 @@ impl Agents {
             own_flags: std::collections::BTreeMap::new(),
         };
         network.nodes.iter().try_for_each(|node| agents.write_node(node, &[]))?;
-        agents.write_laptop(&[&format!("{LAPTOP}/32"), &format!("{LAPTOP6}/128")], None)?;
+        agents.write_object(LAPTOP_FILE, &agents.laptop(&own_addresses(), None))?;
         Ok(agents)
     }
 
@@ -100,13 +105,16 @@ impl Agents {
 
     /// Writes the laptop's Peer object.
     pub fn write_laptop(&self, allowed_ips: &[&str], preshared_key: Option<&str>) -> Result<()> {
+        self.write_object(LAPTOP_FILE, &self.laptop(allowed_ips, preshared_key))
+    }
+
+    fn laptop(&self, allowed_ips: &[impl std::fmt::Debug], preshared_key: Option<&str>) -> String {
         let preshared_key = preshared_key.map(|key| format!("  presharedKey: {key}\n")).unwrap_or_default();
-        let yaml = format!(
+        format!(
             "apiVersion: kilo.squat.ai/v1alpha1\nkind: Peer\nmetadata:\n  name: laptop\nspec:\n  \
              allowedIPs: {allowed_ips:?}\n  publicKey: {}\n{preshared_key}  persistentKeepalive: 5\n",
             self.laptop_key
-        );
-        self.write_object("peer-laptop.yaml", &yaml)
+        )
     }
 
     /// Complete at once, so that no agent reads half of it.
@@ -346,23 +354,35 @@ impl Agents {
     /// Makes the laptop a peer by `kgctl connect`, which follows gateways, instead of what it was; one that runs
     /// goes on.
     pub fn connect_laptop(&self, network: &Network, stand_bys: u8) -> Result<()> {
-        const PID: &str = "/run/kgctl-connect.pid";
         let laptop = &network.laptop;
-        if laptop.sh(&format!("kill -0 $(cat {PID})")).is_ok() {
+        if laptop.sh(&format!("kill -0 $(cat {CONNECT})")).is_ok() {
             return Ok(());
         }
         laptop.sh(
             "test ! -e /run/kilo-vpn.pid || kill $(cat /run/kilo-vpn.pid); ip link delete kilo-vpn 2>/dev/null || true; \
              for i in $(seq 100); do test -e /run/wireguard/kilo-vpn.sock || exit 0; sleep 0.1; done; exit 1",
         )?;
-        let object = self.cluster().join("peer-laptop.yaml");
+        self.begin_to_connect(network, stand_bys)?;
+        wait_for(&self.log("laptop"), "connected")?;
+        // From then on any gateway may fail.
+        let handshakes = laptop.sh("wg show kilo-vpn latest-handshakes")?;
+        if handshakes.lines().any(|line| line.ends_with("\t0")) {
+            bail!(
+                "the laptop says that it is connected, and has not shaken hands with every gateway:\n{handshakes}"
+            );
+        }
+        Ok(())
+    }
+
+    /// Makes the laptop's Peer and starts `kgctl connect`, which waits for nothing.
+    pub fn begin_to_connect(&self, network: &Network, stand_bys: u8) -> Result<()> {
         let follows = "  name: laptop\n  annotations: {kilo.squat.ai/follows-gateways: \"true\"}\n";
-        let yaml = fs::read_to_string(&object)?.replace("  name: laptop\n", follows);
-        self.write_object("peer-laptop.yaml", &yaml)?;
+        let yaml = self.laptop(&own_addresses(), None).replace("  name: laptop\n", follows);
+        self.write_object(LAPTOP_FILE, &yaml)?;
         let key = self.directory.join("laptop.key");
         run(Command::new("chmod").arg("600").arg(&key))?;
-        let script = format!("echo $$ > {PID}; exec \"$0\" \"$@\"");
-        let mut command = laptop.command("sh");
+        let script = format!("echo $$ > {CONNECT}; exec \"$0\" \"$@\"");
+        let mut command = network.laptop.command("sh");
         command.args(["-c", &script]).arg(self.program("kgctl"));
         command.args(["--backend", "file", "--backend-dir"]).arg(self.cluster());
         command.args([
@@ -375,15 +395,17 @@ impl Agents {
             "--private-key",
         ]);
         command.arg(key).args(["--wireguard", &self.wireguard, "--stand-bys", &stand_bys.to_string()]);
-        start_and_wait(command, &self.log("laptop"), "connected")?;
-        // From then on any gateway may fail.
-        let handshakes = laptop.sh("wg show kilo-vpn latest-handshakes")?;
-        if handshakes.lines().any(|line| line.ends_with("\t0")) {
-            bail!(
-                "the laptop says that it is connected, and has not shaken hands with every gateway:\n{handshakes}"
-            );
-        }
-        Ok(())
+        start_logged(command, &self.log("laptop"))
+    }
+
+    /// Ends `kgctl connect` on the laptop, and removes its Peer.
+    pub fn disconnect_laptop(&self, network: &Network) -> Result<()> {
+        network.laptop.sh(&format!(
+            "kill $(cat {CONNECT}); for i in $(seq 100); do kill -0 $(cat {CONNECT}) 2>/dev/null || exit 0; sleep 0.1; \
+             done; exit 1"
+        ))?;
+        let path = self.cluster().join(LAPTOP_FILE);
+        fs::remove_file(&path).with_context(|| path.display().to_string())
     }
 
     /// `kgctl showconf peer laptop`, changed as the operator wants it, for `wg
@@ -449,14 +471,30 @@ impl Agents {
     }
 }
 
+/// The laptop's addresses.
+fn own_addresses() -> [String; 2] {
+    [format!("{LAPTOP}/32"), format!("{LAPTOP6}/128")]
+}
+
 /// Starts a long-lived command and waits until it has printed `word`.
-fn start_and_wait(mut command: Command, log: &Path, word: &str) -> Result<()> {
+fn start_and_wait(command: Command, log: &Path, word: &str) -> Result<()> {
+    start_logged(command, log)?;
+    wait_for(log, word)
+}
+
+/// Starts a program that goes on.
+fn start_logged(mut command: Command, log: &Path) -> Result<()> {
     command
         .stdin(Stdio::null())
         .stdout(File::create(log)?)
         .stderr(OpenOptions::new().append(true).open(log)?)
         .process_group(0)
         .spawn()?;
+    Ok(())
+}
+
+/// Waits until a log says so.
+fn wait_for(log: &Path, word: &str) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(90);
     while Instant::now() < deadline {
         if fs::read_to_string(log)?.contains(word) {

@@ -13,7 +13,7 @@ pub mod confine;
 pub mod counters;
 mod external;
 mod fail_closed;
-mod failover;
+pub mod failover;
 pub mod faults;
 mod flannel;
 mod forward_policy;

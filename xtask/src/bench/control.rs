@@ -35,10 +35,13 @@ const MARKS: document::Marks = ("<!-- control: made by cargo xtask bench control
 
 /// What the benchmark writes.
 #[derive(Serialize, Deserialize)]
-struct Measured {
-    name: String,
-    unit: String,
-    value: f64,
+pub(super) struct Measured {
+    /// Group, column and row of a table: `control/100/stop`.
+    pub name: String,
+    /// What is counted.
+    pub unit: String,
+    /// What was measured.
+    pub value: f64,
 }
 
 /// True for the figures of this part.

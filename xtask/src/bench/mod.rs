@@ -7,6 +7,7 @@ mod control;
 mod document;
 mod figures;
 mod frames;
+mod gateways;
 mod generator;
 mod guest;
 mod kernel_ways;
@@ -49,6 +50,8 @@ pub enum Part {
     Scale,
     /// What the start of the programs costs, and what each asks of the verifier.
     Start,
+    /// What each of one to four active leaders encrypts while twelve members send alike, in the lab.
+    Gateways,
 }
 
 /// Options of the benchmark.
@@ -81,7 +84,7 @@ pub struct BenchArgs {
     /// Measure nothing, take what a run left in target/vm/bench.json or target/bench-control.json.
     #[arg(long)]
     last: bool,
-    /// Directory of the kg binary (default: a release build).
+    /// Directory of the kg binary, and of kgctl for gateways (default: a release build).
     #[arg(long)]
     bin: Option<PathBuf>,
     /// Measure here: this is the guest.
@@ -100,7 +103,7 @@ impl BenchArgs {
 pub fn main(args: &BenchArgs) -> Result<()> {
     match args.part {
         Some(Part::Control) => control::main(args),
-        Some(part @ (Part::Slices | Part::Scale | Part::Start)) => single::main(part, args),
+        Some(part @ (Part::Slices | Part::Scale | Part::Start | Part::Gateways)) => single::main(part, args),
         // The one part does not keep the other from being told.
         None if args.only.is_empty() && !args.guest => match (data(args), control::main(args)) {
             (Err(data), Err(control)) => bail!("{data:#}\n{control:#}"),

@@ -1,11 +1,11 @@
-//! Parts that kilo-agent/benches/control measures alone, each with tables of its own: `cargo xtask bench slices`,
-//! `scale` and `start`.
+//! Parts that are measured alone, each with tables of its own: `cargo xtask bench slices`, `scale` and `start` by
+//! kilo-agent/benches/control, `gateways` by the lab.
 
 use std::fs;
 
 use anyhow::{Context as _, Result, bail};
 
-use super::{BenchArgs, DOCUMENT, Part, control, document, figures::Figure, store};
+use super::{BenchArgs, DOCUMENT, Part, control, document, figures::Figure, gateways, store};
 use crate::workspace_root;
 
 /// One of them.
@@ -20,7 +20,7 @@ struct Single {
     marks: document::Marks,
 }
 
-const ALL: [Single; 3] = [
+const ALL: [Single; 4] = [
     Single {
         part: Part::Slices,
         name: "slices",
@@ -38,6 +38,12 @@ const ALL: [Single; 3] = [
         name: "start",
         groups: &[("start", ""), ("verifier", "")],
         marks: ("<!-- start: made by cargo xtask bench start -->", "<!-- /start -->"),
+    },
+    Single {
+        part: Part::Gateways,
+        name: "gateways",
+        groups: &[("gateways", "active")],
+        marks: ("<!-- gateways: made by cargo xtask bench gateways -->", "<!-- /gateways -->"),
     },
 ];
 
@@ -60,7 +66,9 @@ pub fn main(part: Part, args: &BenchArgs) -> Result<()> {
         bail!("bench {} compares nothing and has no parts: its figures are of this machine", single.name);
     }
     let results = workspace_root().join(format!("target/bench-{}.json", single.name));
-    if !args.last {
+    if part == Part::Gateways && !args.last {
+        gateways::measure(&results, args)?;
+    } else if !args.last {
         if part == Part::Scale {
             make_room_for_neighbours()?;
         }

@@ -14,7 +14,7 @@ use nix::{
     unistd::Pid,
 };
 
-use super::{flood::OVERLOADED, fresh::Fresh, state};
+use super::{crowd::Share, flood::OVERLOADED, fresh::Fresh, state};
 use crate::{
     Lab,
     faults::{control_plane::REBOOT, nodes},
@@ -65,26 +65,40 @@ type Mend = Box<dyn FnOnce(&mut Lab) -> Result<()>>;
 pub struct Broken {
     /// What was seen of it.
     pub said: String,
+    /// Whose failure it is.
+    pub of: &'static str,
     /// New flows, begun all the time since it was done.
     pub fresh: Option<Fresh>,
+    /// What each gateway carried.
+    pub shares: Vec<Share>,
     mend: Option<Mend>,
 }
 
 impl Broken {
     pub(super) fn done(said: impl Into<String>) -> Self {
-        Self { said: said.into(), fresh: None, mend: None }
+        Self { said: said.into(), of: LEADER, fresh: None, shares: Vec::new(), mend: None }
     }
 
     pub(super) fn until(
         said: impl Into<String>,
         mend: impl FnOnce(&mut Lab) -> Result<()> + 'static,
     ) -> Self {
-        Self { said: said.into(), fresh: None, mend: Some(Box::new(mend)) }
+        Self { mend: Some(Box::new(mend)), ..Self::done(said) }
+    }
+
+    /// The same with other words.
+    pub(super) fn saying(self, said: String) -> Self {
+        Self { said, ..self }
     }
 
     /// Begins new flows all the time, and has their outage counted, too.
     pub(super) fn with(self, fresh: Fresh) -> Self {
         Self { fresh: Some(fresh), ..self }
+    }
+
+    /// What each gateway carried meanwhile.
+    pub(super) fn with_shares(self, shares: Vec<Share>) -> Self {
+        Self { shares, ..self }
     }
 
     /// Takes it back.
@@ -136,8 +150,14 @@ pub fn reboot_all(lab: &mut Lab) -> Result<()> {
 }
 
 pub(super) fn power_off(lab: &mut Lab) -> Result<Broken> {
-    cut_power(lab, LEADER)?;
-    Ok(Broken::until("a1 has neither links nor processes", |lab| boot(lab, LEADER)))
+    node_off(lab, LEADER)
+}
+
+/// A node loses power.
+pub(super) fn node_off(lab: &mut Lab, name: &'static str) -> Result<Broken> {
+    cut_power(lab, name)?;
+    let said = format!("{name} has neither links nor processes");
+    Ok(Broken { of: name, ..Broken::until(said, move |lab| boot(lab, name)) })
 }
 
 pub(super) fn two_lose_power(lab: &mut Lab) -> Result<Broken> {

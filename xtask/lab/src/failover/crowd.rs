@@ -3,14 +3,16 @@
 use std::{
     collections::BTreeMap,
     fs,
+    sync::atomic::{AtomicUsize, Ordering},
     thread::sleep,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
 
 use super::{
-    breaking::{Broken, LEADER, STAND_BY},
+    breaking::{self, Broken, LEADER, STAND_BY},
     cases::Limit,
     flood, state,
 };
@@ -33,6 +35,10 @@ const AT_HOME: Duration = Duration::from_secs(300);
 const MOVED: u64 = 10;
 /// The third active leader.
 const THIRD: &str = "a3";
+/// Those that lose power in turn.
+const ACTIVE: [&str; 3] = [LEADER, STAND_BY, THIRD];
+/// How often one of them has lost power.
+static TURNS: AtomicUsize = AtomicUsize::new(0);
 
 /// The members, by name.
 pub(super) fn members(lab: &Lab) -> impl Iterator<Item = &Node> {
@@ -75,9 +81,10 @@ pub(super) fn at_home(lab: &mut Lab) -> Result<()> {
     }
 }
 
-/// One flow of each member, held against the gateway it used and the one it uses now.
+/// One flow of each member, held against the gateway it used and the one it uses now. `lost`: the gateway that
+/// failed.
 pub(super) fn sum_up(
-    limit: Limit,
+    (limit, lost): (Limit, &str),
     flows: Vec<(String, Figures)>,
     before: &BTreeMap<String, String>,
     after: &BTreeMap<String, String>,
@@ -94,7 +101,7 @@ pub(super) fn sum_up(
     let mut moved = 0;
     for (name, figures) in flows {
         let is_its = match limit {
-            Limit::OnlyIts(_) => before.get(&name).is_some_and(|gateway| gateway == LEADER),
+            Limit::OnlyIts(_) => before.get(&name).is_some_and(|gateway| gateway == lost),
             Limit::Third => before.get(&name) != after.get(&name),
             _ => true,
         };
@@ -124,21 +131,42 @@ pub(super) fn sum_up(
             let third = u64::from(CROWD / 3);
             ensure!(moved.abs_diff(third) <= 1, "{moved} of {CROWD} members moved instead of {third}");
         }
-        Limit::OnlyIts(_) => ensure!(moved > 0, "nobody used {LEADER}"),
+        Limit::OnlyIts(_) => ensure!(moved > 0, "nobody used {lost}"),
         _ => {}
     }
     Ok(sum)
 }
 
-/// Bytes and packets that a node's WireGuard has been given and has given.
-fn carried(node: &Node) -> Result<[u64; 2]> {
-    let sum = |what: &str| {
-        let text = node.space.sh(&format!(
-            "cd /sys/class/net/kilo0/statistics; echo $(($(cat tx_{what}) + $(cat rx_{what})))"
-        ))?;
-        Ok::<_, anyhow::Error>(text.trim().parse()?)
-    };
-    Ok([sum("bytes")?, sum("packets")?])
+/// What the WireGuard device of a gateway was given and gave while all members sent alike.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Share {
+    /// The gateway's name.
+    pub gateway: String,
+    /// How many members use it.
+    pub members: u64,
+    /// Packets a second that it was given to encrypt.
+    pub encrypted: u64,
+    /// Packets a second that it had decrypted.
+    pub decrypted: u64,
+    /// Bytes a second, both ways.
+    pub bytes: u64,
+}
+
+impl Share {
+    /// How many percent more or less than fair of the bytes each carried.
+    pub fn apart(shares: &[Self]) -> Vec<f64> {
+        let fair = shares.iter().map(|share| share.bytes).sum::<u64>() as f64 / shares.len() as f64;
+        shares.iter().map(|share| (share.bytes as f64 / fair - 1.0) * 100.0).collect()
+    }
+}
+
+/// Packets that a node's WireGuard was given and gave, and the bytes of both.
+fn carried(node: &Node) -> Result<[u64; 3]> {
+    let text =
+        node.space.sh("cd /sys/class/net/kilo0/statistics; cat tx_packets rx_packets tx_bytes rx_bytes")?;
+    let counts: Vec<u64> = text.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
+    let [sent, received, out, back] = counts[..] else { bail!("statistics of kilo0: {text}") };
+    Ok([sent, received, out + back])
 }
 
 /// Counts what each of so many gateways carries while all members send alike.
@@ -149,22 +177,30 @@ fn shares(lab: &mut Lab, gateways: usize) -> Result<Broken> {
     let before = nodes.iter().map(|node| carried(node)).collect::<Result<Vec<_>>>()?;
     sleep(COUNTED);
     let after = nodes.iter().map(|node| carried(node)).collect::<Result<Vec<_>>>()?;
-    let grown = |what: usize| {
-        let pairs = after.iter().zip(&before);
-        pairs.map(|(after, before)| after[what] - before[what]).collect::<Vec<_>>()
-    };
-    let (bytes, packets) = (grown(0), grown(1));
-    let fair = bytes.iter().sum::<u64>() as f64 / gateways as f64;
-    let parts = nodes.iter().enumerate().map(|(at, node)| {
-        let members = used.values().filter(|gateway| *gateway == node.name()).count();
-        let apart = (bytes[at] as f64 / fair - 1.0) * 100.0;
-        let each = packets[at] / COUNTED.as_secs();
-        format!("{} {members} members, {each} packets/s, {} kB, {apart:+.1} %", node.name(), bytes[at] / 1000)
+    let pairs = nodes.iter().zip(after.iter().zip(&before));
+    let shares = pairs.map(|(node, (after, before))| {
+        let [encrypted, decrypted, bytes] = [0, 1, 2].map(|at| (after[at] - before[at]) / COUNTED.as_secs());
+        let members = used.values().filter(|gateway| *gateway == node.name()).count() as u64;
+        Share { gateway: node.name().to_owned(), members, encrypted, decrypted, bytes }
+    });
+    let shares: Vec<_> = shares.collect();
+    let apart = Share::apart(&shares);
+    let parts = shares.iter().zip(&apart).map(|(share, apart)| {
+        let Share { gateway, members, encrypted, decrypted, bytes } = share;
+        format!(
+            "{gateway} {members} members, {encrypted} packets/s encrypted, {decrypted} decrypted, {} kB/s, {apart:+.1} %",
+            bytes / 1000
+        )
     });
     let said = parts.collect::<Vec<_>>().join("; ");
-    let is_fair = bytes.iter().all(|carried| (*carried as f64 - fair).abs() <= 0.25 * fair);
-    ensure!(is_fair, "bytes are not within 25 % of fair: {said}");
-    Ok(Broken::done(said))
+    ensure!(apart.iter().all(|apart| apart.abs() <= 25.0), "bytes are not within 25 % of fair: {said}");
+    Ok(Broken::done(said).with_shares(shares))
+}
+
+/// One of three active leaders loses power, another one with each run.
+pub(super) fn one_off(lab: &mut Lab) -> Result<Broken> {
+    let name = ACTIVE[TURNS.fetch_add(1, Ordering::Relaxed) % ACTIVE.len()];
+    breaking::node_off(lab, name)
 }
 
 pub(super) fn one(lab: &mut Lab) -> Result<Broken> {

@@ -1,12 +1,46 @@
 //! A machine outside the cluster that follows gateways.
 
+use std::{
+    sync::atomic::{AtomicUsize, Ordering},
+    thread::sleep,
+    time::Duration,
+};
+
 use anyhow::Result;
 
-use super::flood;
+use super::{
+    breaking::{self, Broken, LEADER, MEMBER},
+    flood,
+    fresh::Fresh,
+};
 use crate::Lab;
+
+/// How old a connection is when a gateway loses power, ms, by turns. From 5 s on every gateway has answered it.
+const AGES: [u64; 6] = [0, 200, 500, 1000, 2000, 4000];
+/// How often that has happened.
+static TURNS: AtomicUsize = AtomicUsize::new(0);
+/// How long agents take to forget a Peer.
+const FORGOTTEN: Duration = Duration::from_secs(3);
+/// How long a connection that begins is watched.
+const WATCHED: Duration = Duration::from_secs(8);
 
 /// The laptop is a peer by `kgctl connect`.
 pub(super) fn connects(lab: &mut Lab) -> Result<()> {
     lab.caused(&[flood::OVERLOADED]);
     lab.agents.connect_laptop(&lab.network, 1)
+}
+
+/// The laptop's Peer object is made, it begins to connect, and a moment later the leader loses power: for how long
+/// what it sends from then on gets no answer.
+pub(super) fn begins(lab: &mut Lab) -> Result<Broken> {
+    let age = AGES[TURNS.fetch_add(1, Ordering::Relaxed) % AGES.len()];
+    lab.agents.disconnect_laptop(&lab.network)?;
+    sleep(FORGOTTEN);
+    lab.agents.begin_to_connect(&lab.network, 1)?;
+    sleep(Duration::from_millis(age));
+    let broken = breaking::node_off(lab, LEADER)?;
+    let fresh = Fresh::start(&lab.network.laptop, lab.network.node(MEMBER)?.pod_ip().into());
+    sleep(WATCHED);
+    let said = format!("{}, and the connection is {age} ms old", broken.said);
+    Ok(broken.with(fresh).saying(said))
 }

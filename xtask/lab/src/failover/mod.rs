@@ -28,8 +28,10 @@ use super::{
     network::{Node, Shape},
 };
 use crate::report::TestOutcome;
+use breaking::{Broken, LEADER};
 use cases::{CASES, Case, Limit};
 pub use command::{Options, main};
+pub use crowd::Share;
 pub use kept::read as kept_runs;
 pub use table::of_line;
 
@@ -65,6 +67,9 @@ pub struct Run {
     pub problem: Option<String>,
     /// Wall time of the whole run, s.
     pub seconds: f64,
+    /// What each gateway carried, where that is counted.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub shares: Vec<Share>,
 }
 
 /// Which cases are run.
@@ -132,10 +137,10 @@ fn one(lab: &mut Lab, case: &Case, keep: bool) -> Run {
     let result = watch(lab, case, keep);
     let mut run = Run { id: case.id.to_owned(), ..Run::default() };
     match result {
-        Ok((injected, figures, switches)) => {
+        Ok(Watched { broken, figures, switches }) => {
             run.problem = missed(case, &figures, switches);
-            (run.injected, run.sent, run.lost, run.switches) =
-                (injected, figures.sent, figures.lost, switches);
+            (run.injected, run.shares) = (broken.said, broken.shares);
+            (run.sent, run.lost, run.switches) = (figures.sent, figures.lost, switches);
             run.gap_ms = figures.gap.as_millis() as u64;
             run.stall_ms = figures.stall.as_millis() as u64;
             if run.problem.is_some() {
@@ -155,7 +160,14 @@ fn one(lab: &mut Lab, case: &Case, keep: bool) -> Run {
     run
 }
 
-fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<(String, Figures, u64)> {
+/// What was seen of a fault.
+struct Watched {
+    broken: Broken,
+    figures: Figures,
+    switches: u64,
+}
+
+fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<Watched> {
     lab.caused(&[CHANGE]);
     lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
     state::begin_anew(lab, case, FIT)?;
@@ -169,8 +181,11 @@ fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<(String, Figures, u64
     let settled = broken.is_ok().then(|| flows.settle().context("after the fault"));
     std::thread::sleep(AFTER);
     let flows = flows.finish();
+    let of = broken.as_ref().map_or(LEADER, |(_, broken)| broken.of);
     let mut figures = match &used {
-        Some(before) => flows.and_then(|flows| crowd::sum_up(case.limit, flows, before, &crowd::uses(lab)?)),
+        Some(before) => {
+            flows.and_then(|flows| crowd::sum_up((case.limit, of), flows, before, &crowd::uses(lab)?))
+        }
         None => flows.and_then(|flows| sum(case.limit, flows)),
     };
     let (before, mut broken) = broken?;
@@ -183,7 +198,7 @@ fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<(String, Figures, u64
     if keep && (settled.as_ref().is_some_and(Result::is_err) || figures.as_ref().is_ok_and(fails)) {
         println!("failover {}: {}; kept as it is", case.id, broken.said);
         settled.transpose()?;
-        return Ok((broken.said, figures?, switches));
+        return Ok(Watched { broken, figures: figures?, switches });
     }
     // Hosts are mended whatever was seen.
     broken.mend(lab).context("mending")?;
@@ -191,7 +206,7 @@ fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<(String, Figures, u64
     clear?;
     lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
     lab.all_well()?;
-    Ok((broken.said, figures?, switches))
+    Ok(Watched { broken, figures: figures?, switches })
 }
 
 /// The flows of a case, by where they begin.
