@@ -10,7 +10,7 @@ use std::{
 use crate::metrics::Metrics;
 use kilo_core::{
     objects::ObjectRef,
-    plan::{self, Conflict},
+    plan::{self, Conflict, LeftOut},
     topology::PRIVATE_ENDPOINT_REMEDY,
     wireguard::Endpoint,
 };
@@ -27,8 +27,12 @@ pub struct LogLimiter {
     left_out: usize,
     /// Private addresses that several nodes claim.
     conflicts: Vec<Conflict>,
+    /// Addresses of WireGuard in others' prefixes.
+    endpoints: Vec<LeftOut>,
     /// The endpoint of this node that other locations may not reach.
     private_endpoint: Option<Endpoint>,
+    /// Locations whose stand-bys are too few, and why.
+    stand_bys: BTreeMap<String, String>,
     /// Interfaces without programs, and their link type.
     unknown_headers: BTreeMap<String, u16>,
     /// No interface leads out of the host.
@@ -98,6 +102,16 @@ impl LogLimiter {
         Some(text)
     }
 
+    /// Says once of which locations this agent was told too few stand-bys.
+    pub fn stand_bys(&mut self, warnings: BTreeMap<String, String>) {
+        for (location, warning) in &warnings {
+            if self.stand_bys.get(location) != Some(warning) {
+                tracing::warn!("{location}: {warning}");
+            }
+        }
+        self.stand_bys = warnings;
+    }
+
     /// Says once which interfaces get no programs because of their link type.
     pub fn unknown_headers(&mut self, interfaces: &BTreeMap<String, u16>, metrics: &Metrics) {
         for (interface, link_type) in interfaces {
@@ -144,6 +158,15 @@ impl LogLimiter {
         }
         self.conflicts = conflicts.to_vec();
         true
+    }
+
+    /// Says once which prefixes hold addresses that WireGuard itself sends to.
+    pub fn endpoints(&mut self, found: &[LeftOut], metrics: &Metrics) {
+        for one in found.iter().filter(|one| !self.endpoints.contains(one)) {
+            metrics.error("endpoint_inside");
+            tracing::warn!("{one}");
+        }
+        self.endpoints = found.to_vec();
     }
 
     /// Says what failed, unless it did for the same reason within the last minute.

@@ -87,6 +87,7 @@ impl<B: Backend> Agent<B> {
         self.report_successions(&mesh);
         self.observe(&mesh);
         self.warn_of_private_endpoint(&mesh);
+        self.warn_of_stand_bys(&mesh);
         self.show(&mesh, snapshot, &own, ready, &host.interface);
         let applied = self.put_right(&mesh, &own, host).await;
         if !asks_first {
@@ -151,6 +152,7 @@ impl<B: Backend> Agent<B> {
         if self.log_limiter.conflicts(&plan.conflicts, &self.metrics) {
             self.report_conflicts(&plan.conflicts);
         }
+        self.log_limiter.endpoints(&plan.left_out, &self.metrics);
         let decision = self.nat_decision(&plan.tables);
         let applied = self.apply(plan, host).await;
         self.tell_failover(site);
@@ -182,6 +184,15 @@ impl<B: Backend> Agent<B> {
         if let Some(text) = self.log_limiter.private_endpoint(warned) {
             self.report(EventReason::PrivateEndpoint, text);
         }
+    }
+
+    /// Of the own location, and of others that are led by whom this agent does not know as a stand-by.
+    fn warn_of_stand_bys(&mut self, mesh: &Mesh) {
+        let own = mesh.find(&self.options.hostname).map(|(at, _)| at);
+        let concerns = |at: &usize| Some(*at) == own || mesh.unforeseen(*at).is_some();
+        let warning = |at: usize| Some((mesh.segments[at].location.clone(), mesh.stand_by_warning(at)?));
+        let warnings = (0..mesh.segments.len()).filter(concerns).filter_map(warning).collect();
+        self.log_limiter.stand_bys(warnings);
     }
 
     /// Sets gauges.

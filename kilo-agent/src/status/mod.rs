@@ -364,6 +364,7 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: Granularity) -> Vec<
         location.endpoint = Some(segment.endpoint.to_string());
         location.wireguard_ip = segment.wireguard_ip;
         location.ready = segment.members.len();
+        location.warning = mesh.stand_by_warning(at);
     }
     for (segment, endpoint) in mesh.private_endpoints() {
         if let Some(location) = all.get_mut(&segment.location) {
@@ -434,8 +435,8 @@ impl Status {
         self.locations.iter().flat_map(of).collect()
     }
 
-    /// Takes over since when leaders are in office from an agent's view, where
-    /// both agree on the leader.
+    /// Takes over since when leaders are in office from an agent's view, where both agree on the leader, and what
+    /// that agent warns of: how many stand-bys there are is a flag of agents.
     pub fn remember_leaders(&mut self, seen: &Self) {
         for location in &mut self.locations {
             let same =
@@ -443,6 +444,9 @@ impl Status {
             if let Some(other) = seen.locations.iter().find(same) {
                 location.since = other.since;
                 location.changes = other.changes;
+                if location.warning.is_none() {
+                    location.warning.clone_from(&other.warning);
+                }
             }
         }
     }

@@ -42,6 +42,8 @@ pub struct Gateways {
     pub term: Term,
     /// Several active leaders, and which of them each member is to use; `None`: one leads all.
     pub homes: Option<Homes>,
+    /// Who acts is none of those that Kilo's order and the number of stand-bys name.
+    pub is_unforeseen: bool,
 }
 
 impl Segment {
@@ -116,15 +118,21 @@ impl Acting {
         let said =
             heard.into_iter().chain(written).filter(|said| said.0 > Term::NONE && place(said).is_some());
         let latest = latest(heard, said.collect());
-        if let Some(latest) = latest
-            && let Some(index) = place(&latest)
-            && !ids.contains(&latest.1)
-        {
+        let unforeseen =
+            latest.filter(|said| !ids.contains(&said.1)).and_then(|said| Some((place(&said)?, said.1)));
+        if let Some((index, id)) = unforeseen {
             order.push(index);
-            ids.push(latest.1);
+            ids.push(id);
         }
         let acting = latest.and_then(|(_, id)| ids.iter().position(|gateway| *gateway == id)).unwrap_or(0);
-        Gateways { order, ids, acting, term: latest.map_or(Term::NONE, |(term, _)| term), homes }
+        Gateways {
+            order,
+            ids,
+            acting,
+            term: latest.map_or(Term::NONE, |(term, _)| term),
+            homes,
+            is_unforeseen: unforeseen.is_some(),
+        }
     }
 
     /// Whether this node leads that one, whoever its own packets go to.

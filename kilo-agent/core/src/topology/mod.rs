@@ -17,6 +17,7 @@ mod mesh;
 pub mod prefixes;
 mod private_endpoint;
 mod segment;
+mod stand_bys;
 mod standing;
 mod tunnel_ends;
 

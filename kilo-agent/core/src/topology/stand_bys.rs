@@ -1,0 +1,114 @@
+//! Locations whose leaders nobody can replace in time, because agents were told of too few stand-bys.
+
+use super::{Member, Mesh, Segment};
+
+impl Mesh {
+    /// What an operator should know of the stand-bys of a segment by its index, as the agent that has planned this
+    /// mesh knows them; `None`: there is nothing to be said, or failover is off.
+    pub fn stand_by_warning(&self, at: usize) -> Option<String> {
+        let segment = self.segments.get(at).filter(|_| self.fails_over(at))?;
+        match self.unforeseen(at) {
+            Some(acting) => Some(format!(
+                "{} leads, and is none of the gateways that --stand-bys names here: other agents were told of more \
+                 stand-bys, and one that takes over is reached only once the API server has said so; give all agents, \
+                 and kgctl connect, the same --stand-bys",
+                acting.name()
+            )),
+            None if self.lacks_stand_bys(at, segment) => Some(if self.gateways_of(at).homes.is_some() {
+                "its active leaders have no stand-bys, so their nodes notice a failure by themselves, in 1 to 2 s: \
+                 give all agents --stand-bys=1 or more"
+                    .to_owned()
+            } else {
+                format!(
+                    "it has no stand-by, so nobody takes over from {} before that is declared dead: give all agents \
+                     --stand-bys=1 or more",
+                    segment.leading().map_or("its leader", Member::name)
+                )
+            }),
+            None => None,
+        }
+    }
+
+    /// Who acts for a location, and is none of those that this agent would have taken for its gateways.
+    pub fn unforeseen(&self, at: usize) -> Option<&Member> {
+        let gateways = self.gateways.get(at).filter(|gateways| gateways.is_unforeseen)?;
+        self.segments.get(at)?.members.get(*gateways.order.get(gateways.acting)?)
+    }
+
+    /// Whether there are nodes that could stand by, and none does.
+    fn lacks_stand_bys(&self, at: usize, segment: &Segment) -> bool {
+        let gateways = self.gateways_of(at);
+        let has_none = match &gateways.homes {
+            Some(homes) => homes.stand_bys.is_empty(),
+            None => gateways.order.len() < 2,
+        };
+        let could = |(at, member): (usize, &Member)| {
+            !gateways.order.contains(&at) && member.node.is_capable() && member.node.leaving.is_none()
+        };
+        has_none && segment.members.iter().enumerate().any(could)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::{collections::BTreeMap, sync::Arc};
+
+    use kilo_common::lead::Term;
+
+    use super::*;
+    use crate::{
+        settings::Granularity,
+        signal_id,
+        topology::{Acting, Node},
+        wireguard::key::PublicKey,
+    };
+
+    fn node(name: &str, leaders: Option<usize>) -> Node {
+        Node {
+            name: name.to_owned(),
+            location: "x".to_owned(),
+            endpoint: "192.0.2.1:51820".parse().ok(),
+            key: Some(PublicKey([name.as_bytes()[0]; 32])),
+            internal_ip: "10.0.0.1/24".parse().ok(),
+            signal: true,
+            leaders,
+            ..Node::default()
+        }
+    }
+
+    fn warning(nodes: &[Node], stand_bys: usize) -> Option<String> {
+        let mesh = Mesh::new(nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());
+        assert_eq!(mesh.stand_by_warning(0), None, "without failover");
+        mesh.with_acting(stand_bys, Arc::new(Acting::default())).stand_by_warning(0)
+    }
+
+    #[test]
+    fn a_location_without_stand_bys_is_warned_about_where_there_are_nodes() {
+        let one = ["a", "b", "c"].map(|name| node(name, None));
+        let said = warning(&one, 0).unwrap();
+        assert!(said.contains("nobody takes over from a ") && said.contains("--stand-bys=1"), "{said}");
+        assert_eq!(warning(&one, 1), None);
+        assert_eq!(warning(&one[..1], 0), None, "there is nobody else");
+        let mut kilos = one.clone();
+        (kilos[1].signal, kilos[2].signal) = (false, false);
+        assert_eq!(warning(&kilos, 0), None, "nobody else could");
+        let two = ["a", "b", "c"].map(|name| node(name, Some(2)));
+        let said = warning(&two, 0).unwrap();
+        assert!(said.contains("1 to 2 s"), "{said}");
+        assert_eq!(warning(&two, 1), None);
+        assert_eq!(warning(&two[..2], 0), None, "all are gateways");
+    }
+
+    #[test]
+    fn a_leader_whom_the_own_flag_does_not_name_is_warned_about() {
+        let mut nodes = ["a", "b", "c"].map(|name| node(name, None));
+        let term = |name: u8| Term::NONE.next(signal_id::node(&PublicKey([name; 32])));
+        nodes[2].leading = Some(term(b'c').bits());
+        let said = warning(&nodes, 1).unwrap();
+        assert!(said.starts_with("c leads") && said.contains("the same --stand-bys"), "{said}");
+        assert_eq!(warning(&nodes, 2), None, "it is one of two");
+        (nodes[1].leading, nodes[2].leading) = (Some(term(b'b').bits()), None);
+        assert_eq!(warning(&nodes, 1), None);
+    }
+}
