@@ -155,7 +155,7 @@ maps! {
         holds "ring: what routers say they carry towards nodes",
         reason "bytes: a page; what does not fit is lost, reports repeat themselves";
     SIGNAL_KEY = "signal_key", Hash<[u8; 16], SignalKey>, size 8_192, pinned true, gauge true,
-        holds "node's address → what its signals are checked with, both families",
+        holds "node's address → what its signals are checked with, both families; far gateways by their control addresses",
         reason "as `hop`, a private address and perhaps one in an overlay a node";
     SIGNAL = "signal", RingBuf<(), Heard>, size 65_536, pinned true, gauge false,
         holds "ring: signals for the agent",

@@ -356,12 +356,14 @@ pub const fn sender_id(control: &[u8; 16]) -> u64 {
     u64::from_be_bytes([a, b, c, d, e, f, g, h])
 }
 
-/// `SignalKey::flags`: that node may lead this one, so an ANNOUNCE of it is obeyed.
+/// `SignalKey::flags`: that node may lead this one, so an ANNOUNCE of it is obeyed; of another location's
+/// gateway, that its CLAIM and END are heard.
 pub const SIGNAL_GATEWAY: u32 = 1;
 
 /// What signals of one node of the location are checked with, by its private address
 /// (IPv4 as `::ffff:a.b.c.d`). A node that is sent to at an address in another CNI's
-/// overlay has a second entry for that.
+/// overlay has a second entry for that. Gateways of other locations are here by their control
+/// addresses, with id and flag alone: WireGuard has checked what they say.
 #[repr(C)]
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SignalKey {

@@ -148,7 +148,14 @@ fn taken_from_tunnel<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict
         }
         Taken::Agent => heard(ctx, Hook::KiloIngress, &octets(I::mapped(ip.src())), start, &header),
         Taken::Control if from_gateway && to_gateway => {
-            heard(ctx, Hook::KiloIngress, &octets(I::mapped(ip.src())), start, &header)
+            let source = octets(I::mapped(ip.src()));
+            // VPN peers have control addresses, too, and say MOVED alone.
+            if header.kind != Kind::Moved {
+                // SAFETY: as above.
+                let key = unsafe { SIGNAL_KEY.get(&source) }.ok_or(DropReason::UnknownSignal)?;
+                kernel::is_of_gateway(&header, key)?;
+            }
+            heard(ctx, Hook::KiloIngress, &source, start, &header)
         }
         _ => Err(DropReason::UnknownSignal),
     }

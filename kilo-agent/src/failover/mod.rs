@@ -211,7 +211,7 @@ impl Failover {
         Reporter(Arc::clone(&self.shared))
     }
 
-    /// What signals of the location's nodes are checked with.
+    /// What signals of the location's nodes are checked with, and on a gateway those of other locations' gateways.
     pub fn signal_keys(
         &mut self,
         mesh: &Mesh,
@@ -220,10 +220,11 @@ impl Failover {
         hops: &HopIds,
         held: &BTreeMap<IpAddr, SignalKey>,
     ) -> BTreeMap<IpAddr, SignalKey> {
-        let Some((index, _)) = mesh.find(node) else { return BTreeMap::new() };
+        let Some((index, position)) = mesh.find(node) else { return BTreeMap::new() };
         let segment = &mesh.segments[index];
         let gateways = mesh.gateways_of(index);
-        let mut entries = BTreeMap::new();
+        let mut entries =
+            if gateways.order.contains(&position) { far_gateways(mesh, index) } else { BTreeMap::new() };
         let mut known = std::mem::take(&mut self.keys);
         for (at, member) in segment.members.iter().enumerate() {
             let (Some(public), Some(address)) = (member.node.key, member.private_ip()) else { continue };
@@ -281,6 +282,21 @@ impl Failover {
     }
 }
 
+/// Gateways of other locations, by the addresses that they have in tunnels.
+fn far_gateways(mesh: &Mesh, own: usize) -> BTreeMap<IpAddr, SignalKey> {
+    let others = mesh.segments.iter().enumerate().filter(|(at, _)| *at != own && mesh.fails_over(*at));
+    let gateways = others.flat_map(|(at, segment)| {
+        let order = mesh.gateways_of(at).into_owned().order;
+        order.into_iter().filter_map(move |member| segment.members[member].node.key)
+    });
+    let entry = |key: PublicKey| {
+        let known =
+            SignalKey { sender: signal_id::node(&key), flags: SIGNAL_GATEWAY, ..SignalKey::default() };
+        (IpAddr::V6(signal_id::control_address(&key)), known)
+    };
+    gateways.map(entry).collect()
+}
+
 impl Shared {
     fn wake(&self) {
         // It is full only when nobody has read it: then the thread is woken anyway.
@@ -295,5 +311,45 @@ impl Drop for Failover {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use kilo_core::{objects::Node, settings::Granularity};
+
+    use super::*;
+
+    #[test]
+    fn a_claim_is_heard_of_gateways_of_other_locations_alone() {
+        let key = |name: &str| PublicKey([name.as_bytes()[1]; 32]);
+        let node = |location: &str, name: &str, signal| Node {
+            name: name.to_owned(),
+            location: location.to_owned(),
+            endpoint: "192.0.2.1:51820".parse().ok(),
+            key: Some(key(name)),
+            internal_ip: "10.1.0.1/24".parse().ok(),
+            signal,
+            ..Node::default()
+        };
+        let nodes = [
+            node("own", "a1", true),
+            node("own", "a2", true),
+            node("far", "b3", true),
+            node("far", "b4", true),
+            node("far", "b5", true),
+            // Its leader knows no signals.
+            node("kilo", "c6", false),
+        ];
+        let mesh = Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());
+        let mesh = mesh.with_acting(1, Arc::default());
+        let found = far_gateways(&mesh, mesh.find("a1").unwrap().0);
+        let wanted = ["b3", "b4"].map(|name| {
+            let (sender, flags) = (signal_id::node(&key(name)), SIGNAL_GATEWAY);
+            let address = IpAddr::V6(signal_id::control_address(&key(name)));
+            (address, SignalKey { sender, flags, ..SignalKey::default() })
+        });
+        assert_eq!(found, wanted.into());
     }
 }

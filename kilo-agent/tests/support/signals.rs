@@ -187,7 +187,12 @@ pub fn in_tunnel(tables: &Tables, input: &Input, ip: &Ip) -> Option<Wanted> {
             turned(input, 0, ip, start, &reflected(bytes))
         }
         Kind::Reflected => hears(),
-        Kind::Claim | Kind::Moved | Kind::End if control && is_control(ip.src) => hears(),
+        Kind::Moved if control && is_control(ip.src) => hears(),
+        Kind::Claim | Kind::End if control && is_control(ip.src) => match tables.signal_key.get(&ip.src) {
+            Some(key) if key.sender != header.sender => drops(DropReason::ForgedSignal),
+            Some(key) if key.flags & SIGNAL_GATEWAY != 0 => hears(),
+            _ => drops(DropReason::UnknownSignal),
+        },
         _ => drops(DropReason::UnknownSignal),
     })
 }

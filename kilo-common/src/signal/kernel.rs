@@ -72,6 +72,18 @@ pub const fn is_of(header: &Header, key: &SignalKey) -> Result<(), DropReason> {
     if header.sender == key.sender { Ok(()) } else { Err(DropReason::ForgedSignal) }
 }
 
+/// Whether a CLAIM or END that came through a tunnel is of the gateway of another location whose entry this is.
+///
+/// # Errors
+/// [`DropReason::ForgedSignal`] when it bears another id, and [`DropReason::UnknownSignal`] when that is no gateway.
+#[inline(always)]
+pub const fn is_of_gateway(header: &Header, key: &SignalKey) -> Result<(), DropReason> {
+    match is_of(header, key) {
+        Ok(()) if key.flags & SIGNAL_GATEWAY == 0 => Err(DropReason::UnknownSignal),
+        result => result,
+    }
+}
+
 /// Whether the tag is right.
 ///
 /// # Errors
@@ -239,6 +251,16 @@ mod tests {
         assert_eq!(offered(4, 2, &key), Err(DropReason::ForgedSignal));
         assert_eq!(offered(4, 3, &SignalKey { flags: 0, ..key }), Err(DropReason::ForgedSignal));
         assert_eq!(offered(4, 3, &SignalKey { hop: HOP_FIRST_NODE - 1, ..key }), Err(DropReason::NoHop));
+    }
+
+    #[test]
+    fn a_claim_counts_with_the_id_of_a_gateway() {
+        let bytes = written(&signal(Kind::Announce, 5, 3, 3, 4), [0; 2]);
+        let header = header(bytes.first_chunk().unwrap(), bytes.len()).unwrap();
+        let of = |sender, flags| is_of_gateway(&header, &SignalKey { sender, flags, ..SignalKey::default() });
+        assert_eq!(of(3, SIGNAL_GATEWAY), Ok(()));
+        assert_eq!(of(4, SIGNAL_GATEWAY), Err(DropReason::ForgedSignal));
+        assert_eq!(of(3, 0), Err(DropReason::UnknownSignal));
     }
 
     #[test]

@@ -6,12 +6,12 @@ use kilo_common::{
     counters::Action,
     event::Hook,
     lead::{Term, word},
-    maps::{Heard, VXLAN_PORT},
+    maps::{Heard, SIGNAL_GATEWAY, SignalKey, VXLAN_PORT},
     signal::{Body, Kind, parse},
 };
 use kilo_host::dataplane::lead::{Way, heard};
 
-use super::{COOKIE, FAR, OWN, all, control, signal, with_keys, written};
+use super::{COOKIE, FAR, OTHER, OWN, all, control, signal, with_keys, written};
 use crate::{
     links::host::{self, LAN_MAC, LanSender, NODE_MAC, Tun, World, udp_in_lan},
     netns::isolated,
@@ -23,6 +23,10 @@ use crate::{
 
 /// The address of a gateway elsewhere.
 const ELSEWHERE: u64 = 0x3333_3333_3333_3333;
+/// Those of a gateway whose id is another, of a node that is no gateway, and of a VPN peer.
+const IMPOSTOR: u64 = 0x4444_4444_4444_4444;
+const MEMBERS: u64 = 0x5555_5555_5555_5555;
+const FOLLOWER: u64 = 0x6666_6666_6666_6666;
 
 /// An IPv6 datagram between two control addresses, or from another address.
 fn signal_v6(src: [u8; 16], dst: [u8; 16], data: &[u8]) -> Vec<u8> {
@@ -56,6 +60,10 @@ fn a_claim_counts_from_a_gateways_own_address_in_the_tunnel_alone() {
     isolated("a_claim_counts_from_a_gateways_own_address_in_the_tunnel_alone", || async {
         let mut world = World::on_veth();
         world.tables = with_keys(world.tables.clone());
+        let known = |sender, flags| SignalKey { sender, flags, ..SignalKey::default() };
+        world.tables.signal_key.insert(control(ELSEWHERE).into(), known(OTHER, SIGNAL_GATEWAY));
+        world.tables.signal_key.insert(control(IMPOSTOR).into(), known(IMPOSTOR, SIGNAL_GATEWAY));
+        world.tables.signal_key.insert(control(MEMBERS).into(), known(OTHER, 0));
         world.attach(&["eth0"], &[]).await;
         let (tunnel, mut ring) = (opened(), world.ring());
         let claims = all();
@@ -75,18 +83,37 @@ fn a_claim_counts_from_a_gateways_own_address_in_the_tunnel_alone() {
             tunnel.send(&signal_v6(pod, control(OWN), &bytes));
             until("its refusal", || world.drops().get("unknown_signal") == Some(&number));
         }
+        // Of who follows claims, of one that is no gateway, and of a gateway that speaks for another. A VPN peer
+        // says MOVED alone.
+        let (mut heard, mut unknown, mut forged) = (3, 3, 0);
+        for claim in all().iter().filter(|it| matches!(it.kind, Kind::Claim | Kind::Moved | Kind::End)) {
+            for from in [FOLLOWER, MEMBERS, IMPOSTOR] {
+                tunnel.send(&signal_v6(control(from), control(OWN), &written(claim)));
+                match (claim.kind, from) {
+                    (Kind::Moved, _) => heard += 1,
+                    (_, IMPOSTOR) => forged += 1,
+                    _ => unknown += 1,
+                }
+                until("it is counted", || {
+                    let (counted, drops) = (world.counted(Action::Hear), world.drops());
+                    let dropped = |reason: &str| drops.get(reason).copied().unwrap_or(0);
+                    (counted, dropped("unknown_signal"), dropped("forged_signal")) == (heard, unknown, forged)
+                });
+            }
+        }
+        while ring.next().is_some() {}
         // As if it came from the network between the nodes: as it is, and steered by another node.
         let lan = LanSender::new();
         let mut frame = [NODE_MAC, LAN_MAC].concat();
         frame.extend([0x86, 0xdd]);
         frame.extend(signal_v6(control(ELSEWHERE), control(OWN), &written(&all()[11])));
         lan.send(&frame);
-        until("the refusal on the LAN", || world.drops().get("forged_signal") == Some(&1));
+        until("the refusal on the LAN", || world.drops().get("forged_signal") == Some(&(forged + 1)));
         let mut frame = [NODE_MAC, LAN_MAC].concat();
         let inner = signal_v6(control(ELSEWHERE), control(OWN), &written(&all()[11]));
         frame.extend(&steered(MEMBER, SELF, &inner)[12..]);
         lan.send(&frame);
-        until("that of a steered one", || world.drops().get("forged_signal") == Some(&2));
+        until("that of a steered one", || world.drops().get("forged_signal") == Some(&(forged + 2)));
         assert!(ring.next().is_none());
     });
 }
