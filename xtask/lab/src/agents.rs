@@ -400,8 +400,9 @@ impl Agents {
 
     /// Ends `kgctl connect` on the laptop, and removes its Peer.
     pub fn disconnect_laptop(&self, network: &Network) -> Result<()> {
+        // It is this process's child, so its number stays for a while.
         network.laptop.sh(&format!(
-            "kill $(cat {CONNECT}); for i in $(seq 100); do kill -0 $(cat {CONNECT}) 2>/dev/null || exit 0; sleep 0.1; \
+            "kill $(cat {CONNECT}); for i in $(seq 100); do ip link show kilo-vpn 2>/dev/null || exit 0; sleep 0.1; \
              done; exit 1"
         ))?;
         let path = self.cluster().join(LAPTOP_FILE);

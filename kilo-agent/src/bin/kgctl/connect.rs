@@ -4,6 +4,7 @@ mod following;
 mod greeting;
 
 use std::{
+    collections::BTreeMap,
     io::IsTerminal as _,
     net::IpAddr,
     path::{Path, PathBuf},
@@ -24,7 +25,7 @@ use kilo_core::{
     objects::{Snapshot, peer},
     settings::WireguardMode,
     signal_id,
-    topology::Peer,
+    topology::{Mesh, Peer},
     vpn_peer::{self, ConnectPlan, Options},
     wireguard::{Change, WireguardPlan, diff, is_dns_name, key::SecretKey},
 };
@@ -308,6 +309,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         key,
         planned: WireguardPlan::default(),
         unrouted: Vec::new(),
+        warned: BTreeMap::new(),
         progress: Some(progress),
     };
     connection.check_alone().await?;
@@ -346,6 +348,8 @@ struct Connection {
     planned: WireguardPlan,
     /// Prefixes without route, as last told.
     unrouted: Vec<IpNet>,
+    /// Locations that somebody leads whom this machine does not hold, as last told.
+    warned: BTreeMap<String, String>,
     /// Until it stands.
     progress: Option<Progress>,
 }
@@ -427,6 +431,9 @@ impl Connection {
         loop {
             let (interface, _) = Interface::ensure(&self.net, &self.interface, None).await?;
             let silent = greeting::silent(&self.planned, &interface.device.read().await?);
+            if greeting.is_answered(&silent) {
+                self.following.greet();
+            }
             match greeting.next(silent, Instant::now()) {
                 Next::Wait => tokio::time::sleep(greeting::LOOK).await,
                 Next::Again(silent) => {
@@ -441,8 +448,6 @@ impl Connection {
                             "this gateway has not answered: while it leads, nodes that use it are not reached from here"
                         );
                     }
-                    // Who did not know this machine has not heard that it is there.
-                    self.following.greet();
                     return Ok(());
                 }
             }
@@ -482,7 +487,7 @@ impl Connection {
         }
         let mesh = source::mesh_as_told(&snapshot, &flags.mesh)?;
         let mesh = mesh.with_acting(self.stand_bys, Arc::new(self.following.acting()));
-        let resolved: std::collections::BTreeMap<String, IpAddr> = self.resolver.resolve(&mesh).await;
+        let resolved: BTreeMap<String, IpAddr> = self.resolver.resolve(&mesh).await;
         let (interface, created) = Interface::ensure(&self.net, &self.interface, None).await?;
         let state = interface.device.read().await?;
         // Who carries what as it was claimed until now, after the device was read: what is claimed from here on is
@@ -512,7 +517,22 @@ impl Connection {
             self.source.annotate(&self.wanted.name, false).await?;
         }
         self.planned = wireguard;
+        self.warn_of_stand_bys(&mesh);
         Ok(writes)
+    }
+
+    /// Says once that agents were told of more stand-bys than this machine.
+    fn warn_of_stand_bys(&mut self, mesh: &Mesh) {
+        let is_led = |at: &usize| self.wanted.follows && mesh.unforeseen(*at).is_some();
+        let warning = |at: usize| Some((mesh.segments[at].location.clone(), mesh.stand_by_warning(at)?));
+        let warnings: BTreeMap<String, String> =
+            (0..mesh.segments.len()).filter(is_led).filter_map(warning).collect();
+        for (location, warning) in
+            warnings.iter().filter(|(location, _)| !self.warned.contains_key(*location))
+        {
+            tracing::warn!("{location}: {warning}");
+        }
+        self.warned = warnings;
     }
 
     /// The interface stays, and nobody follows gateways any more: it gets what a static configuration has.

@@ -56,7 +56,7 @@ pub(super) fn uses(lab: &Lab) -> Result<BTreeMap<String, String>> {
     members(lab).map(of).collect()
 }
 
-/// Waits until each member uses the gateway that it is to use, if there are several.
+/// Waits until each member uses the gateway that it is to use: where there are not several, who leads by Kilo's rule.
 pub(super) fn at_home(lab: &mut Lab) -> Result<()> {
     let began = Instant::now();
     loop {
@@ -66,8 +66,8 @@ pub(super) fn at_home(lab: &mut Lab) -> Result<()> {
         let homes: BTreeMap<String, String> =
             nodes.iter().filter_map(|node| Some((text(node, "name")?, text(node, "gateway")?))).collect();
         let uses = uses(lab)?;
-        let away =
-            uses.iter().filter(|(node, gateway)| homes.get(*node).is_some_and(|home| home != *gateway));
+        let home = |node: &str| homes.get(node).map_or(LEADER, String::as_str);
+        let away = uses.iter().filter(|(node, gateway)| home(node) != *gateway);
         let away = away.count();
         if away == 0 {
             return Ok(());

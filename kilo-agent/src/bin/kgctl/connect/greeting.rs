@@ -28,12 +28,22 @@ pub enum Next {
 pub struct Greeting {
     began: Instant,
     asked: Instant,
+    /// How many had not answered when last looked at.
+    silent: usize,
 }
 
 impl Greeting {
     /// The first handshakes begin now.
     pub const fn new(now: Instant) -> Self {
-        Self { began: now, asked: now }
+        Self { began: now, asked: now, silent: usize::MAX }
+    }
+
+    /// Whether anybody has answered since the last look, of whom these have not. Who answers now has heard nothing of
+    /// this machine so far, may lead already, and says so when it is greeted.
+    pub const fn is_answered(&mut self, silent: &[PublicKey]) -> bool {
+        let before = self.silent;
+        self.silent = silent.len();
+        silent.len() < before
     }
 
     /// What follows of these, which have not answered.
@@ -76,6 +86,14 @@ mod tests {
         assert_eq!(greeting.next(silent(), at(2000)), Next::Again(silent()));
         assert_eq!(greeting.next(Vec::new(), at(2100)), Next::Done(Vec::new()));
         assert_eq!(greeting.next(silent(), at(8000)), Next::Done(silent()));
+    }
+
+    #[test]
+    fn who_answers_is_greeted_at_once_whoever_else_is_silent() {
+        let mut greeting = Greeting::new(Instant::now());
+        let answered = [&KEYS[..], &KEYS, &KEYS[..1], &KEYS[..2], &KEYS[..2], &[]];
+        let greeted = answered.map(|silent| greeting.is_answered(silent));
+        assert_eq!(greeted, [true, false, true, false, false, true]);
     }
 
     #[test]
