@@ -199,6 +199,7 @@ fn shares(lab: &mut Lab, gateways: usize) -> Result<Broken> {
 
 /// One of three active leaders loses power, another one with each run.
 pub(super) fn one_off(lab: &mut Lab) -> Result<Broken> {
+    lab.caused(&[flood::OVERLOADED]);
     let name = ACTIVE[TURNS.fetch_add(1, Ordering::Relaxed) % ACTIVE.len()];
     breaking::node_off(lab, name)
 }

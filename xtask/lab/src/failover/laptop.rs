@@ -39,7 +39,12 @@ pub(super) fn begins(lab: &mut Lab) -> Result<Broken> {
     lab.agents.begin_to_connect(&lab.network, 1)?;
     sleep(Duration::from_millis(age));
     let broken = breaking::node_off(lab, LEADER)?;
-    let fresh = Fresh::start(&lab.network.laptop, lab.network.node(MEMBER)?.pod_ip().into());
+    let target = lab.network.node(MEMBER)?.pod_ip();
+    // What is sent before that leaves in clear, as from any machine that is not connected.
+    lab.network.laptop.sh(&format!(
+        "for i in $(seq 200); do ip route get {target} | grep -q kilo-vpn && exit 0; sleep 0.01; done; exit 1"
+    ))?;
+    let fresh = Fresh::start(&lab.network.laptop, target.into());
     sleep(WATCHED);
     let said = format!("{}, and the connection is {age} ms old", broken.said);
     Ok(broken.with(fresh).saying(said))
