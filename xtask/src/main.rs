@@ -1,5 +1,7 @@
 //! Build, lab and test commands of this repository: `cargo xtask --help`.
 
+#![deny(clippy::disallowed_methods)]
+
 mod apt;
 mod bench;
 mod build_ebpf;

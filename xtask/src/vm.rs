@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::{Arc, Mutex, PoisonError},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail};
@@ -17,6 +17,7 @@ use clap::Args;
 use crate::{
     apt::{self, Suites},
     command::{output, run},
+    lab::wait,
     workspace_root,
 };
 
@@ -261,9 +262,13 @@ $b umount /proc /sys /dev
 exec $b switch_root /new /bin/sh $s/command
 ";
 
+/// A word as a shell reads it back.
+pub fn quote(word: &str) -> String {
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
 /// The script the guest runs, in this directory and with this PATH.
 fn write_command(args: &VmArgs, shared: &Path) -> Result<()> {
-    let quote = |word: &str| format!("'{}'", word.replace('\'', r"'\''"));
     let words: Vec<_> = args.command.iter().map(|word| quote(word)).collect();
     let directory = std::env::current_dir()?;
     let path = std::env::var("PATH").unwrap_or_default();
@@ -330,18 +335,13 @@ fn boot(args: &VmArgs, kernel: &Kernel, initramfs: &Path, shared: &Path) -> Resu
             let _ = writeln!(std::io::stdout(), "{}", text.trim_end_matches('\r'));
         }
     });
-    let deadline = Instant::now() + Duration::from_secs(args.timeout);
-    loop {
-        let status = child.lock().unwrap_or_else(PoisonError::into_inner).try_wait()?;
-        if status.is_some() {
-            break;
-        }
-        if Instant::now() > deadline {
-            end(&child);
-            bail!("the guest did not finish within {} s", args.timeout);
-        }
-        std::thread::sleep(Duration::from_millis(50));
+    let ends = wait::until("the guest ends", Duration::from_secs(args.timeout), || {
+        Ok(child.lock().unwrap_or_else(PoisonError::into_inner).try_wait()?)
+    });
+    if ends.is_err() {
+        end(&child);
     }
+    ends?;
     let _ = reader.join();
     Ok(())
 }

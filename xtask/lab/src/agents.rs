@@ -2,6 +2,7 @@
 //! the laptop that joins as a peer.
 
 use std::{
+    fmt,
     fs::{self, File, OpenOptions},
     net::SocketAddr,
     os::unix::process::CommandExt as _,
@@ -21,6 +22,7 @@ use super::{
     counters,
     network::{LAPTOP, LAPTOP6, Network, Node},
     space::{Space, run},
+    wait,
 };
 use crate::confine;
 
@@ -236,20 +238,13 @@ impl Agents {
         kill(pid, signal).with_context(|| format!("agent of {node}"))?;
         // As supervisors do: one that stands still hears no other signal.
         let _ = kill(pid, Signal::SIGCONT);
-        let deadline = Instant::now() + STOPS_WITHIN;
-        while Instant::now() < deadline {
+        let what = format!("the agent of {node} ends after {signal}; see {}", self.log(node).display());
+        wait::until(&what, STOPS_WITHIN, || {
             // The lab started it, so it is a child to be waited for; after `--keep` it is not.
             let _ = nix::sys::wait::waitpid(pid, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
-            if kill(pid, None).is_err() {
-                return Ok(());
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        bail!(
-            "the agent of {node} did not end within {} s of {signal}; see {}",
-            STOPS_WITHIN.as_secs(),
-            self.log(node).display()
-        )
+            Ok(kill(pid, None).is_err())
+        })
+        .map(drop)
     }
 
     /// The node's agent has ended by itself.
@@ -261,7 +256,11 @@ impl Agents {
     pub fn wait_until_ready(&self, network: &Network, limit: Duration) -> Result<()> {
         let started = Instant::now();
         let mut shown = usize::MAX;
-        loop {
+        let logs = || {
+            let names = network.nodes.iter().map(Node::name);
+            names.map(|name| format!("{name}:\n{}", tail(&self.log(name)))).collect::<Vec<_>>().join("\n")
+        };
+        wait::until("the mesh stands", limit, || {
             let ready = network.nodes.iter().filter(|node| self.is_ready(node, network.nodes.len())).count();
             if ready != shown {
                 println!(
@@ -272,19 +271,11 @@ impl Agents {
                 shown = ready;
             }
             if ready == network.nodes.len() {
-                return Ok(());
+                return Ok(Ok(()));
             }
             self.all_run()?;
-            if started.elapsed() > limit {
-                let logs: Vec<_> = network
-                    .nodes
-                    .iter()
-                    .map(|node| format!("{}:\n{}", node.name(), tail(&self.log(node.name()))))
-                    .collect();
-                bail!("the mesh did not stand within {} s\n{}", limit.as_secs(), logs.join("\n"));
-            }
-            std::thread::sleep(Duration::from_millis(200));
-        }
+            Ok(Err(fmt::from_fn(|to| to.write_str(&logs()))))
+        })
     }
 
     /// Whether every agent sees every node.
@@ -496,14 +487,10 @@ fn start_logged(mut command: Command, log: &Path) -> Result<()> {
 
 /// Waits until a log says so.
 fn wait_for(log: &Path, word: &str) -> Result<()> {
-    let deadline = Instant::now() + Duration::from_secs(90);
-    while Instant::now() < deadline {
-        if fs::read_to_string(log)?.contains(word) {
-            return Ok(());
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    bail!("{}", tail(log))
+    wait::until(&format!("{word:?} in {}", log.display()), Duration::from_secs(90), || {
+        let there = fs::read_to_string(log)?.contains(word);
+        Ok(if there { Ok(()) } else { Err(fmt::from_fn(|to| to.write_str(&tail(log)))) })
+    })
 }
 
 /// The last lines of a log.
@@ -515,12 +502,9 @@ pub fn tail(log: &Path) -> String {
 
 /// Waits until the agent of a node answers its health check.
 pub fn wait_healthy(space: &Space, limit: Duration) -> Result<()> {
-    let deadline = Instant::now() + limit;
-    loop {
-        match counters::scrape(space) {
-            Ok(metrics) if metrics.get("kilo_reconciles_total").is_some_and(|&n| n > 0) => return Ok(()),
-            _ if Instant::now() > deadline => bail!("the agent of {} does not answer", space.name),
-            _ => std::thread::sleep(Duration::from_millis(100)),
-        }
-    }
+    wait::until(&format!("the agent of {} answers", space.name), limit, || {
+        let metrics = counters::scrape(space);
+        Ok(metrics.is_ok_and(|metrics| metrics.get("kilo_reconciles_total").is_some_and(|&n| n > 0)))
+    })
+    .map(drop)
 }

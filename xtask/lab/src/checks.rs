@@ -17,7 +17,7 @@ use super::{
     counters::{self, action, drops},
     external, fail_closed, forward_policy, granularity, matrix, nat,
     network::Node,
-    node_ports, offloads, path_mtu, pod_tunnels, printer, segments, services, vpn, well,
+    node_ports, offloads, path_mtu, pod_tunnels, printer, segments, services, vpn, wait, well,
 };
 use crate::report::TestOutcome;
 
@@ -317,11 +317,14 @@ fn quiet(lab: &mut Lab) -> Result<String> {
             .collect()
     };
     let before = read(lab)?;
-    std::thread::sleep(Duration::from_secs(12));
-    let after = read(lab)?;
+    // Of two that have begun since, one has ended.
+    let after = wait::until("every agent has reconciled twice", Duration::from_secs(60), || {
+        let after = read(lab)?;
+        let have = after.iter().zip(&before).all(|(after, before)| after.0 >= before.0 + 2);
+        Ok(have.then_some(after))
+    })?;
     let mut reconciles = 0;
     for (node, (before, after)) in lab.network.nodes.iter().zip(before.iter().zip(&after)) {
-        ensure!(after.0 > before.0, "{} did not reconcile", node.name());
         ensure!(after.1 == before.1, "{} wrote {} times", node.name(), after.1 - before.1);
         reconciles += after.0 - before.0;
     }
@@ -340,7 +343,9 @@ impl Traffic {
         let (from, to) = (lab.network.node("a2")?, lab.network.node("b2")?);
         let target = to.pod_ip().to_string();
         let server = quiet_child(to.pod.command("iperf3").args(["-s", "-1", "-p", "5201"]))?;
-        std::thread::sleep(Duration::from_millis(300));
+        wait::until("iperf3 listens", Duration::from_secs(10), || {
+            Ok(!to.pod.sh("ss -Hltn sport = :5201")?.trim().is_empty())
+        })?;
         // Modest rates: under emulation a flood measures the emulator's queues.
         let interval = "0.02";
         let count = (seconds * 50).to_string();
@@ -404,7 +409,7 @@ fn each_agent(lab: &mut Lab, signal: Signal, down_for: Duration) -> Result<Strin
     let traffic = Traffic::start(lab, 25)?;
     for name in &names {
         lab.agents.stop(name, signal)?;
-        std::thread::sleep(down_for);
+        wait::fault_lasts(down_for);
         let node = lab.network.node(name)?.clone();
         lab.agents.start(&node)?;
         agents::wait_healthy(&node.space, Duration::from_secs(120))?;

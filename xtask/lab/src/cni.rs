@@ -1,7 +1,7 @@
 //! Pods' interfaces as a cluster has them: the configuration of the manifests,
 //! completed by the agent, executed by Debian's CNI plugins.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use serde::Deserialize as _;
@@ -11,6 +11,7 @@ use super::{
     Lab, counters,
     network::Node,
     plugins::{self, Pod},
+    wait,
 };
 
 /// The node's configuration list, in its own /etc.
@@ -29,17 +30,11 @@ pub fn install(node: &Node) -> Result<()> {
 
 /// Makes the pod's interface, once the agent has written the node's pod CIDRs.
 pub fn connect(node: &Node) -> Result<()> {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    let list = loop {
+    let what = format!("the agent of {} writes its pod CIDR into {CONF}", node.name());
+    let list = wait::until(&what, Duration::from_secs(20), || {
         let list = node.space.sh(&format!("cat {CONF}"))?;
-        if list.contains("subnet") {
-            break list;
-        }
-        if Instant::now() > deadline {
-            bail!("the agent of {} has written no pod CIDR into {CONF}", node.name());
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    };
+        Ok(if list.contains("subnet") { Ok(list) } else { Err(list) })
+    })?;
     // The node has a /run of its own; this process sees the names of namespaces.
     let netns = format!("/proc/{}/root{}", std::process::id(), node.pod.path().display());
     let pod = Pod { id: &node.pod.name, netns: &netns, port_mappings: &[] };

@@ -3,13 +3,13 @@
 
 use std::{
     net::{Ipv4Addr, Ipv6Addr, UdpSocket},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
 
-use super::{Lab, counters, network::Node, probe};
+use super::{Lab, counters, network::Node, probe, wait};
 
 /// A node that does not lead, and one that does.
 const NODES: [&str; 2] = ["a2", "a1"];
@@ -82,15 +82,12 @@ fn delete_device(node: &Node) -> Result<()> {
     let before = index()?;
     // Without a second belt, so that the first one is seen to hold.
     node.space.sh("ip -4 route flush table main type unreachable proto 107 || true; ip link delete kilo0")?;
-    let began = Instant::now();
-    loop {
+    let what = format!("kilo0 of {} is made again", node.name());
+    wait::until(&what, Duration::from_secs(60), || {
         let now = index()?;
-        if !now.is_empty() && now != before {
-            return Ok(());
-        }
-        ensure!(began.elapsed() < Duration::from_secs(60), "{}: kilo0 is not made again", node.name());
-        std::thread::sleep(Duration::from_millis(10));
-    }
+        Ok(!now.is_empty() && now != before)
+    })
+    .map(drop)
 }
 
 /// Another program has WireGuard's port when the agent starts.
@@ -115,34 +112,23 @@ pub fn port_taken(lab: &mut Lab) -> Result<String> {
 
 /// Both families; the process of a device that was just deleted ends a moment later.
 fn take_port(limit: Duration) -> Result<[UdpSocket; 2]> {
-    let began = Instant::now();
-    loop {
-        let both = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, WIREGUARD_PORT)).and_then(|v4| {
+    wait::until(&format!("port {WIREGUARD_PORT} is free"), limit, || {
+        Ok(UdpSocket::bind((Ipv4Addr::UNSPECIFIED, WIREGUARD_PORT)).and_then(|v4| {
             let v6 = socket2::Socket::new(socket2::Domain::IPV6, socket2::Type::DGRAM, None)?;
             v6.set_only_v6(true)?;
             v6.bind(&std::net::SocketAddr::from((Ipv6Addr::UNSPECIFIED, WIREGUARD_PORT)).into())?;
             Ok([v4, v6.into()])
-        });
-        match both {
-            Ok(both) => return Ok(both),
-            Err(error) if began.elapsed() > limit => bail!("port {WIREGUARD_PORT}: {error}"),
-            Err(_) => std::thread::sleep(Duration::from_millis(50)),
-        }
-    }
+        }))
+    })
 }
 
 /// What does not need the port is there: routes that lead nowhere but to kilo0.
 fn put_right_but_wireguard(lab: &Lab, node: &Node) -> Result<()> {
     let target = lab.network.node(TARGET)?.pod_ip();
-    let began = Instant::now();
-    loop {
+    wait::until("routes are made", Duration::from_secs(30), || {
         let routes = node.space.sh("ip route show table main proto 107")?;
-        if routes.contains("unreachable") {
-            break;
-        }
-        ensure!(began.elapsed() < Duration::from_secs(30), "no routes are made:\n{routes}");
-        std::thread::sleep(Duration::from_millis(100));
-    }
+        Ok(if routes.contains("unreachable") { Ok(()) } else { Err(routes) })
+    })?;
     let way = node.space.sh(&format!("ip route get {target} 2>&1 || true"))?;
     ensure!(way.contains("kilo0") || way.contains("No route to host"), "{target}: {way}");
     match NODES.iter().position(|name| *name == node.name()) {

@@ -22,7 +22,7 @@ use super::{
     Lab,
     counters::{self, action},
     network::Network,
-    probe,
+    probe, wait,
     well::LEADS,
 };
 
@@ -90,10 +90,7 @@ fn alone_and_back(lab: &Lab) -> Result<String> {
         lab.agents.write_node(a3, annotations)?;
         let started = Instant::now();
         let has_address = || a3.space.sh("ip -o address show dev kilo0").map(|text| text.contains("10.4."));
-        while has_address()? != leads {
-            ensure!(started.elapsed() < LIMIT, "a3 leads: {leads} is wanted");
-            std::thread::sleep(Duration::from_millis(100));
-        }
+        wait::until(&format!("a3 leads: {leads}"), LIMIT, || Ok(has_address()? == leads))?;
         // The others begin when the agent of a3 has, and on an emulated kernel are long at work.
         let limit = started.elapsed() + RECONCILE;
         all_pods_meet(network)?;
@@ -173,7 +170,7 @@ impl Flow {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let connection = from.pod.spawn(move || converse(target.into(), &stopped));
-        std::thread::sleep(Duration::from_millis(500));
+        wait::time_passes(Duration::from_millis(500), "both have begun to talk before something changes");
         Ok(Self { started, ping, stop, connection })
     }
 
@@ -221,7 +218,7 @@ fn converse(target: IpAddr, stop: &AtomicBool) -> std::io::Result<Duration> {
             return Err(std::io::Error::other(format!("another answer: {answer:?}")));
         }
         longest = longest.max(asked.elapsed());
-        std::thread::sleep(Duration::from_millis(INTERVAL));
+        wait::pace(Duration::from_millis(INTERVAL));
     }
     Ok(longest)
 }

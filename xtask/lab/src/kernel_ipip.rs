@@ -17,7 +17,7 @@ use super::{
     checks::{self, Check},
     counters, matrix,
     network::{LAPTOP, Network, Node},
-    tunl0,
+    tunl0, wait,
 };
 
 /// Flags of the agents: what Kilo's nodes understand.
@@ -134,7 +134,7 @@ fn stay_in_the_mesh(said: &Path, marker: &Path, annotations: String) -> Result<(
     renew()?;
     std::thread::spawn(move || {
         for second in 1.. {
-            std::thread::sleep(Duration::from_secs(1));
+            wait::pace(Duration::from_secs(1));
             if !marker.exists() || (second % 10 == 0 && renew().is_err()) {
                 return;
             }

@@ -1,5 +1,7 @@
 //! `cargo xtask lab`: a mesh on this machine, with a real agent a node.
 
+#![deny(clippy::disallowed_methods)]
+
 pub mod agents;
 mod args;
 mod bulk;
@@ -40,6 +42,7 @@ pub mod space;
 mod topology;
 pub mod tunl0;
 mod vpn;
+pub mod wait;
 pub mod well;
 pub mod wire;
 
@@ -156,7 +159,7 @@ pub fn main(args: LabArgs) -> Result<()> {
         Some(LabCommand::Down) => down(&args.name),
         Some(LabCommand::Inject { ref space, ref rule, seconds }) => {
             let injected = rule.inject(&Lab::load(&args.name)?.network.space(space)?)?;
-            std::thread::sleep(Duration::from_secs(seconds));
+            wait::fault_lasts(Duration::from_secs(seconds));
             let (seen, dropped) = injected.hits()?;
             println!("{seen} packets matched, {dropped} of them dropped or late");
             Ok(())
@@ -261,7 +264,10 @@ fn take_over(name: &str) -> Result<Guard> {
         eprintln!("\nlab: interrupted, cleaning up");
         INTERRUPTED.store(true, Ordering::SeqCst);
         // What is being made right now must be there to be removed.
-        std::thread::sleep(Duration::from_millis(300));
+        wait::time_passes(
+            Duration::from_millis(300),
+            "another thread may be in the middle of making something",
+        );
         if let Err(error) = down(&on_signal) {
             eprintln!("lab: {error:#}");
         }

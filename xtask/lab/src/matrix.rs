@@ -11,6 +11,7 @@ use super::{
     network::{LAPTOP, LAPTOP6, Network, OUTSIDE, OUTSIDE6, ROUTER_OUTSIDE, ROUTER_OUTSIDE6, Underlay},
     probe::{self, Protocol},
     space::Space,
+    wait,
 };
 
 /// Longest wait for one answer; more than a WireGuard handshake takes.
@@ -243,7 +244,7 @@ pub fn settle(network: &Network, limit: Duration) -> Result<()> {
         if matrix.0 == matrix.1 || started.elapsed() > limit {
             return Ok(());
         }
-        std::thread::sleep(Duration::from_millis(300));
+        wait::pace(Duration::from_millis(300));
     }
 }
 

@@ -21,6 +21,7 @@ use super::{
     network::{Network, Node, Underlay},
     probe,
     space::{self, Space},
+    wait,
 };
 
 const LIMIT: Duration = Duration::from_secs(240);
@@ -208,12 +209,12 @@ impl Mesh {
         let relays: Vec<&str> =
             self.network.nodes.iter().filter(|node| node.public.is_some()).map(Node::name).collect();
         self.until("relayed", Duration::from_secs(10))?;
-        std::thread::sleep(Duration::from_secs(2));
+        wait::time_passes(Duration::from_secs(2), "the pair may still settle on one of two relays");
         let count = || relays.iter().map(|name| self.relayed(name)).collect::<Result<Vec<_>>>();
         let (x, y) = (self.network.node("x")?, self.network.node("y")?);
         let before = count()?;
         let flow = Traffic::start_every(&x.pod, y.pod_ip().into(), Duration::from_millis(5));
-        std::thread::sleep(Duration::from_secs(3));
+        wait::time_passes(Duration::from_secs(3), "packets are counted");
         let figures = flow.finish()?;
         let after = count()?;
         let passed: Vec<u64> = after.iter().zip(&before).map(|(after, before)| after - before).collect();
@@ -229,32 +230,24 @@ impl Mesh {
     /// How a node says that its tunnel to the other end is connected; those to leaders with public addresses
     /// are direct.
     fn way(&self, of: &str, limit: Duration) -> Result<String> {
-        let deadline = Instant::now() + limit;
-        loop {
+        wait::until(&format!("{of} says how its tunnel is connected"), limit, || {
             let metrics = counters::scrape(&self.network.node(of)?.space)?;
             let count =
                 |way: &str| metrics.get(&format!("kilo_tunnels{{way=\"{way}\"}}")).copied().unwrap_or(0);
             let others = (self.network.nodes.len() - 1 - self.cut_off) as u64;
-            match ["relayed", "punched"].into_iter().find(|way| count(way) > 0) {
-                Some(way) => return Ok(way.to_owned()),
-                None if count("direct") == others => return Ok("direct".to_owned()),
-                None => {}
-            }
-            ensure!(Instant::now() < deadline, "{of} does not say how its tunnel is connected");
-            std::thread::sleep(Duration::from_millis(200));
-        }
+            let way = ["relayed", "punched"].into_iter().find(|way| count(way) > 0);
+            Ok(way.or((count("direct") == others).then_some("direct")).map(str::to_owned))
+        })
     }
 
     fn until(&self, way: &str, limit: Duration) -> Result<Duration> {
         let began = Instant::now();
-        loop {
+        wait::until(&format!("both tunnels are {way}"), limit, || {
             let ways = [self.way("x", Duration::ZERO), self.way("y", Duration::ZERO)];
-            if ways.iter().all(|found| found.as_ref().is_ok_and(|found| found == way)) {
-                return Ok(began.elapsed());
-            }
-            ensure!(began.elapsed() < limit, "not {way} after {} s: {ways:?}", limit.as_secs());
-            std::thread::sleep(Duration::from_millis(300));
-        }
+            let all = ways.iter().all(|found| found.as_ref().is_ok_and(|found| found == way));
+            Ok(if all { Ok(()) } else { Err(format!("{ways:?}")) })
+        })?;
+        Ok(began.elapsed())
     }
 
     /// What a node's programs have sent on.
@@ -296,10 +289,11 @@ fn under_traffic(mesh: &mut Mesh) -> Result<()> {
     let relay = ["z", "w"][used];
     // Its agent restarts: kernels go on.
     mesh.agents.stop(relay, Signal::SIGKILL)?;
-    std::thread::sleep(Duration::from_secs(1));
+    wait::fault_lasts(Duration::from_secs(1));
     let node = mesh.network.node(relay)?.clone();
     mesh.agents.start(&node)?;
-    std::thread::sleep(Duration::from_secs(5));
+    super::agents::wait_healthy(&node.space, LIMIT)?;
+    wait::time_passes(Duration::from_secs(3), "what the new agent does meanwhile must lose nothing");
     let figures = flow.finish()?;
     println!(
         "the relay's agent killed and started again: {} of {} lost, {} ms without an answer",
@@ -309,17 +303,17 @@ fn under_traffic(mesh: &mut Mesh) -> Result<()> {
     );
     ensure!(figures.lost == 0, "{} datagrams were lost while an agent restarted", figures.lost);
     mesh.until("relayed", Duration::from_secs(10))?;
-    std::thread::sleep(Duration::from_secs(6));
+    wait::time_passes(Duration::from_secs(6), "devices settle for 5 s after an endpoint was moved");
     // It is cut off whole.
     let flow = Traffic::start(&x.pod, y.pod_ip().into());
     flow.settle(LIMIT)?;
     let before = [mesh.relayed("z")?, mesh.relayed("w")?];
-    std::thread::sleep(Duration::from_secs(1));
+    wait::time_passes(Duration::from_secs(1), "packets are counted");
     let after = [mesh.relayed("z")?, mesh.relayed("w")?];
     let relay = ["z", "w"][usize::from(after[1] - before[1] > after[0] - before[0])];
     mesh.network.node(relay)?.space.ip("link set eth0 down\n")?;
     mesh.cut_off = 1;
-    std::thread::sleep(Duration::from_secs(6));
+    wait::fault_lasts(Duration::from_secs(6));
     let figures = flow.finish()?;
     println!(
         "relay {relay} cut off: {} of {} lost, {} ms without an answer",
@@ -335,7 +329,7 @@ fn under_traffic(mesh: &mut Mesh) -> Result<()> {
     // Without translation it is where it says.
     let way = if mesh.underlay == Underlay::V4 { "punched" } else { "direct" };
     let took = mesh.until(way, RETURNS)?;
-    std::thread::sleep(Duration::from_secs(3));
+    wait::time_passes(Duration::from_secs(3), "what follows the change must lose nothing");
     let figures = flow.finish()?;
     println!(
         "direct again after {:.1} s: {} of {} lost, {} ms without an answer",
@@ -357,18 +351,14 @@ fn under_traffic(mesh: &mut Mesh) -> Result<()> {
 fn first_attempt(from: Space, pod: Ipv4Addr) -> JoinHandle<Result<Instant>> {
     let prefix = format!("{}/24", Ipv4Addr::from_bits(pod.to_bits() & 0xffff_ff00));
     std::thread::spawn(move || {
-        let started = Instant::now();
-        while started.elapsed() < LIMIT {
+        wait::until(&format!("something is sent to {prefix}"), LIMIT, || {
             // Key, preshared key, endpoint, allowed IPs, handshake, bytes received, bytes sent, keepalive.
             let dump = from.sh("wg show kilo0 dump").unwrap_or_default();
             let mut peers = dump.lines().map(|line| line.split('\t').collect::<Vec<_>>());
-            if peers
-                .any(|peer| peer.get(3).is_some_and(|ips| ips.contains(&prefix)) && peer.get(6) != Some(&"0"))
-            {
-                return Ok(Instant::now());
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        }
-        Err(anyhow!("nothing is sent to {prefix}"))
+            let sent = peers.any(|peer| {
+                peer.get(3).is_some_and(|ips| ips.contains(&prefix)) && peer.get(6) != Some(&"0")
+            });
+            Ok(sent.then(Instant::now))
+        })
     })
 }

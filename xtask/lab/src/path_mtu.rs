@@ -5,6 +5,7 @@ use std::{
     io::{BufRead as _, BufReader},
     net::IpAddr,
     process::Stdio,
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, ensure};
@@ -13,6 +14,7 @@ use super::{
     Lab, bulk,
     network::{Network, Node, OUTSIDE, OUTSIDE6, ROUTER_OUTSIDE, ROUTER_OUTSIDE6, Underlay},
     space::Space,
+    wait,
 };
 
 /// Bytes in front of a ping's payload: IP and ICMP header.
@@ -111,7 +113,7 @@ pub fn run(lab: &mut Lab) -> Result<String> {
         forget(network)?;
         // The agents follow the links, also back to those of the scenario before.
         if !scenario.links.is_empty() || was_small {
-            std::thread::sleep(std::time::Duration::from_millis(1500));
+            wait::time_passes(Duration::from_millis(1500), "agents follow links without a word");
         }
         was_small = !scenario.links.is_empty();
         probes += try_scenario(network, scenario).with_context(|| scenario.name.to_owned())?;
@@ -219,7 +221,7 @@ fn learns(space: &Space, target: IpAddr, headers: u32, fits: u32) -> Result<()> 
             match told(&text) {
                 Some(mtu) => size = size.min(mtu),
                 // The agent hears of a router inside the location before the sender does.
-                None if !passed => std::thread::sleep(std::time::Duration::from_millis(300)),
+                None if !passed => wait::pace(Duration::from_millis(300)),
                 None => {}
             }
             said = text;

@@ -13,6 +13,7 @@ use anyhow::{Context as _, Result, bail};
 use socket2::{Domain, Protocol as SocketProtocol, Socket, Type};
 
 use super::space::Space;
+use crate::wait;
 
 /// Port both servers listen on.
 pub const PORT: u16 = 7007;
@@ -122,18 +123,14 @@ pub fn until_seen_as(
     source: impl Into<IpAddr>,
     limit: Duration,
 ) -> Result<()> {
-    let (target, source, deadline) = (target.into(), source.into(), Instant::now() + limit);
-    loop {
-        let seen = from(space, target, Duration::from_secs(2));
-        if seen.as_ref().is_ok_and(|seen| *seen == source) {
-            return Ok(());
-        }
-        if Instant::now() > deadline {
-            let seen = seen.map_or_else(|error| format!("{error:#}"), |seen| format!("seen as {seen}"));
-            bail!("{} -> {target}, which is to see {source}: {seen}", space.name);
-        }
-        std::thread::sleep(Duration::from_millis(100));
-    }
+    let (target, source) = (target.into(), source.into());
+    wait::until(&format!("{} -> {target}, which is to see {source}", space.name), limit, || {
+        Ok(match from(space, target, Duration::from_secs(2)) {
+            Ok(seen) if seen == source => Ok(()),
+            Ok(seen) => Err(format!("seen as {seen}")),
+            Err(error) => Err(format!("{error:#}")),
+        })
+    })
 }
 
 fn pattern(length: usize) -> Vec<u8> {

@@ -21,6 +21,7 @@ use super::{
     Lab,
     counters::{self, action},
     network::Node,
+    wait,
 };
 
 /// Port of the receiver.
@@ -88,7 +89,7 @@ fn send(target: SocketAddr) -> Result<()> {
         let bytes: Vec<u8> = (0..BURST).flat_map(|i| datagram(call * BURST + i)).collect();
         let sent = socket.send(&bytes)?;
         ensure!(sent == bytes.len(), "only {sent} bytes were taken");
-        std::thread::sleep(PAUSE);
+        wait::pace(PAUSE);
     }
     Ok(())
 }

@@ -4,7 +4,7 @@
 use std::{
     fs,
     process::{Command, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, ensure};
@@ -14,6 +14,7 @@ use super::{
     network::{LAPTOP, LAPTOP6, OFFICE, OUTSIDE},
     probe,
     space::{Space, run},
+    wait,
 };
 
 /// Longest wait until something configured works; WireGuard tries handshakes
@@ -45,7 +46,7 @@ pub fn roams(lab: &mut Lab) -> Result<String> {
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()?;
-    std::thread::sleep(Duration::from_millis(1_500));
+    wait::time_passes(Duration::from_millis(1_500), "pings before the change are counted, too");
     router.sh(
         "ip address add 192.0.2.99/24 dev wan
          nft insert rule ip lab-nat postrouting oifname wan ip saddr 172.16.9.3 udp sport 1-65535 snat to 192.0.2.99:41000-41999",
@@ -64,12 +65,10 @@ pub fn roams(lab: &mut Lab) -> Result<String> {
     }
     let endpoints = a1.space.sh("wg show kilo0 endpoints")?;
     ensure!(endpoints.contains("192.0.2.99:41"), "a1 sees the laptop elsewhere:\n{endpoints}");
-    let started = Instant::now();
     let published = lab.agents.cluster().join("a1.kilo.yaml");
-    while !fs::read_to_string(&published)?.contains("192.0.2.99") {
-        ensure!(started.elapsed() < LIMIT, "a1 does not tell where it sees the laptop");
-        std::thread::sleep(Duration::from_millis(200));
-    }
+    wait::until("a1 tells where it sees the laptop", LIMIT, || {
+        Ok(fs::read_to_string(&published)?.contains("192.0.2.99"))
+    })?;
     Ok(format!("({received} of {PINGS} pings)"))
 }
 
@@ -89,11 +88,10 @@ fn needs_its_key(lab: &Lab) -> Result<()> {
     let target = network.node("b2")?.pod_ip();
     // The agents need no longer than they do for any change.
     for name in ["a1", "b1"] {
-        let (node, started) = (network.node(name)?, Instant::now());
-        while !node.space.sh("wg show kilo0 preshared-keys")?.contains(&key) {
-            ensure!(started.elapsed() < LIMIT, "{name} does not use the pre-shared key");
-            std::thread::sleep(Duration::from_millis(100));
-        }
+        let node = network.node(name)?;
+        wait::until(&format!("{name} uses the pre-shared key"), LIMIT, || {
+            Ok(node.space.sh("wg show kilo0 preshared-keys")?.contains(&key))
+        })?;
     }
     agents.configure_laptop(network, |peers| peers.replace(&key, &other))?;
     let wrong = probe::from(&network.laptop, target, Duration::from_secs(3));
@@ -124,11 +122,9 @@ fn leads_to_office(lab: &mut Lab) -> Result<String> {
     ensure!(probe::from(&b2.pod, OFFICE, Duration::from_secs(1)).is_err(), "the office is reached too early");
     write_laptop(lab, Some(OFFICES))?;
     for node in &network.nodes {
-        let started = Instant::now();
-        while !node.space.sh(&format!("ip route get {OFFICE}"))?.contains("dev kilo0") {
-            ensure!(started.elapsed() < LIMIT, "{} has no route to the office", node.name());
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        wait::until(&format!("{} has a route to the office", node.name()), LIMIT, || {
+            Ok(node.space.sh(&format!("ip route get {OFFICE}"))?.contains("dev kilo0"))
+        })?;
     }
     // Until now it was an address outside for everybody.
     let early = lab.in_clear_but(|address| address == OFFICE)?;

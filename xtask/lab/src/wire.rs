@@ -7,7 +7,7 @@ use std::{
     os::fd::AsRawFd as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, ensure};
@@ -19,6 +19,7 @@ use nix::{
 
 use super::space::Space;
 use crate::command::own_program;
+use crate::wait;
 
 /// Longest wait for both devices.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -46,12 +47,10 @@ pub fn start(first: (&Space, &str), second: (&Space, &str)) -> Result<()> {
     let mut command = Command::new(own_program()?);
     command.arg("wire").arg(first.0.path()).arg(first.1).arg(second.0.path()).arg(second.1);
     command.stdin(Stdio::null()).spawn().context("the wire's process")?;
-    let deadline = Instant::now() + PATIENCE;
     for (space, name) in [first, second] {
-        while space.ip(&format!("link show {name}\n")).is_err() {
-            ensure!(Instant::now() < deadline, "{name} did not appear in {}", space.name);
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        wait::until(&format!("{name} appears in {}", space.name), PATIENCE, || {
+            Ok(space.ip(&format!("link show {name}\n")).is_ok())
+        })?;
     }
     Ok(())
 }
@@ -95,7 +94,7 @@ fn carry(mut from: &File, mut to: &File) {
             Ok(length) => drop(to.write(&packet[..length])),
             // The device is there but down.
             Err(error) if error.raw_os_error() == Some(libc::EIO) => {
-                std::thread::sleep(Duration::from_millis(20));
+                wait::pace(Duration::from_millis(20));
             }
             Err(_) => return,
         }

@@ -5,7 +5,6 @@ use std::{
     fs::{self, OpenOptions},
     path::{Path, PathBuf},
     process::Stdio,
-    thread::sleep,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -21,7 +20,7 @@ use super::{
 };
 use crate::{
     confine,
-    lab::{agents::tail, counters},
+    lab::{agents::tail, counters, wait},
 };
 
 /// Node objects a file holds at most.
@@ -160,7 +159,7 @@ pub fn set_up(site: &Site, setup: &Setup, kg: &Path) -> Result<()> {
         if started.elapsed() > Duration::from_secs(600) {
             break Err(anyhow::anyhow!("kg does not see {} nodes", setup.all()));
         }
-        sleep(Duration::from_millis(200));
+        wait::pace(Duration::from_millis(200));
     };
     child.kill()?;
     child.wait()?;

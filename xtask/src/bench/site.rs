@@ -6,7 +6,6 @@ use std::{
     net::Ipv4Addr,
     path::{Path, PathBuf},
     process::Command,
-    thread::sleep,
     time::{Duration, Instant},
 };
 
@@ -15,7 +14,10 @@ use anyhow::{Context as _, Result, bail};
 use super::frames::{ETHERNET, Flow, Load, VXLAN_PORT, VXLAN_VNI, Wrap};
 use crate::{
     command::output,
-    lab::space::{self, Space},
+    lab::{
+        space::{self, Space},
+        wait,
+    },
 };
 
 /// Port of WireGuard on every node.
@@ -170,7 +172,7 @@ impl Site {
             if self.node.sh("wg show kilo0 transfer")?.lines().any(|line| !line.contains("\t0\t")) {
                 return Ok(());
             }
-            sleep(Duration::from_millis(100));
+            wait::pace(Duration::from_millis(100));
         }
         bail!("no handshake:\n{}", self.node.sh("wg show kilo0; ip route")?)
     }

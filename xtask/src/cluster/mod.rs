@@ -23,7 +23,14 @@ use anyhow::{Context as _, Result, bail};
 use clap::{Args, Subcommand};
 use serde::{Deserialize, Serialize};
 
-use crate::{apt, command::output, image, lab::space, report::TestOutcome, workspace_root};
+use crate::{
+    apt,
+    command::output,
+    image,
+    lab::{space, wait},
+    report::TestOutcome,
+    workspace_root,
+};
 use node::{Node, Parts};
 use release::Release;
 
@@ -248,7 +255,10 @@ fn take_over() -> Result<Guard> {
         eprintln!("\ncluster: interrupted, cleaning up");
         INTERRUPTED.store(true, Ordering::SeqCst);
         // What is being made right now must be there to be removed.
-        std::thread::sleep(Duration::from_millis(500));
+        wait::time_passes(
+            Duration::from_millis(500),
+            "another thread may be in the middle of making something",
+        );
         if let Err(error) = down() {
             eprintln!("cluster: {error:#}");
         }
@@ -290,17 +300,13 @@ fn stop_if_interrupted() -> Result<()> {
 
 /// Asks again and again until there is an answer.
 fn until<T>(what: &str, limit: Duration, mut ask: impl FnMut() -> Option<T>) -> Result<T> {
-    let deadline = Instant::now() + limit;
-    loop {
-        if let Some(answer) = ask() {
-            return Ok(answer);
+    wait::until(what, limit, || {
+        let answer = ask();
+        if answer.is_none() {
+            stop_if_interrupted()?;
         }
-        stop_if_interrupted()?;
-        if Instant::now() > deadline {
-            bail!("timed out after {} s: {what}", limit.as_secs());
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
+        Ok(answer)
+    })
 }
 
 /// What a cluster is made of.

@@ -7,13 +7,16 @@ use std::{
     os::unix::process::CommandExt as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail};
 
 use super::network::{self, NAME, Site};
-use crate::{command::output, lab::space::Space};
+use crate::{
+    command::output,
+    lab::{space::Space, wait},
+};
 
 const INIT: &str = include_str!("init.sh");
 const CGROUPS: &str = "/sys/fs/cgroup";
@@ -136,10 +139,7 @@ impl Node {
             let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
             let gone = || !Path::new(&format!("/proc/{pid}/ns/net")).exists();
             // Not `until`, which ends when all is to be taken down.
-            let deadline = Instant::now() + Duration::from_secs(20);
-            while !gone() && Instant::now() < deadline {
-                std::thread::sleep(Duration::from_millis(20));
-            }
+            let _ = wait::until("the namespace is gone", Duration::from_secs(20), || Ok(gone()));
             fs::remove_file(self.pid_file())?;
         }
         network::disconnect(self.name())?;
@@ -237,11 +237,9 @@ fn make_groups(name: &str) -> Result<Vec<PathBuf>> {
 
 /// Removes a group and all below it, as soon as they are empty.
 pub fn remove_groups(group: &Path) {
-    let deadline = Instant::now() + Duration::from_secs(5);
     for path in hierarchies().iter().map(|hierarchy| hierarchy.join(group)) {
-        while path.exists() && remove_tree(&path).is_err() && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(100));
-        }
+        let removed = || Ok(!path.exists() || remove_tree(&path).is_ok());
+        let _ = wait::until("the group is empty", Duration::from_secs(5), removed);
     }
 }
 

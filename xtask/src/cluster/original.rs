@@ -22,7 +22,7 @@ use crate::{
     apt,
     command::{run, show},
     image::{Architecture, PLUGINS, buildah::Buildah},
-    lab::tunl0,
+    lab::{tunl0, wait},
     workspace_root,
 };
 
@@ -184,9 +184,9 @@ fn attend(ended: &AtomicBool) {
     while !ended.load(Ordering::Relaxed) {
         if let Ok(carrying) = tunl0::attach("tunl0") {
             while !ended.load(Ordering::Relaxed) && !carrying.is_finished() {
-                std::thread::sleep(PAUSE);
+                wait::pace(PAUSE);
             }
         }
-        std::thread::sleep(PAUSE);
+        wait::pace(PAUSE);
     }
 }

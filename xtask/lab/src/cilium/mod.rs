@@ -10,7 +10,7 @@ use std::{
     fs,
     net::{IpAddr, Ipv4Addr, UdpSocket},
     path::PathBuf,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -29,6 +29,7 @@ use super::{
     network::{Network, Node},
     tunl0,
 };
+use crate::wait;
 use programs::Program;
 
 pub use programs::OBJECT;
@@ -260,11 +261,9 @@ fn try_the_firewall(network: &Network) -> Result<()> {
     let target = (to.private, programs::KILO_VXLAN_PORT);
     let sent = from.space.spawn(move || UdpSocket::bind("0.0.0.0:0")?.send_to(b"not yet", target)).join();
     sent.map_err(|_| anyhow::anyhow!("sender"))???;
-    let started = Instant::now();
-    while counted(to)?[programs::REFUSED] == 0 {
-        ensure!(started.elapsed() < Duration::from_secs(10), "the host firewall of a1 refuses nothing");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait::until("the host firewall of a1 refuses something", Duration::from_secs(10), || {
+        Ok(counted(to)?[programs::REFUSED] > 0)
+    })?;
     Ok(())
 }
 
@@ -429,12 +428,11 @@ fn uninstalled(lab: &mut Lab) -> Result<String> {
     // Cilium came first to one, the agent to the other.
     let names = ["a1", AGENT_FIRST[0]];
     checks::uninstall_from(lab, &names)?;
-    let started = Instant::now();
-    while let Err(others) = names.iter().try_for_each(|name| only_theirs(lab.network.node(name)?)) {
-        // The kernel frees a link some time after its last name is gone.
-        ensure!(started.elapsed() < Duration::from_secs(20), others);
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    // The kernel frees a link some time after its last name is gone.
+    wait::until("only Cilium's programs are left", Duration::from_secs(20), || {
+        let left = names.iter().try_for_each(|name| only_theirs(lab.network.node(name)?));
+        Ok(left.map_err(|others| format!("{others:#}")))
+    })?;
     Ok(String::new())
 }
 

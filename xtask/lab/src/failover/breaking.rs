@@ -4,7 +4,6 @@ use std::{
     fs,
     process::{Child, Command},
     sync::atomic::{AtomicU64, Ordering},
-    thread::sleep,
     time::Duration,
 };
 
@@ -20,6 +19,7 @@ use crate::{
     faults::{control_plane::REBOOT, nodes},
     network::Node,
     space::Space,
+    wait,
     well::{LEADS, NO_ENDPOINT},
 };
 
@@ -171,7 +171,7 @@ pub(super) fn two_lose_power(lab: &mut Lab) -> Result<Broken> {
 
 pub(super) fn power_off_with_dead_agent(lab: &mut Lab) -> Result<Broken> {
     lab.agents.stop(MEMBER, Signal::SIGKILL)?;
-    sleep(Duration::from_secs(1));
+    wait::fault_lasts(Duration::from_secs(1));
     cut_power(lab, LEADER)?;
     Ok(Broken::until("a1 has neither links nor processes, and a3 no agent", |lab| {
         boot(lab, LEADER)?;
@@ -185,7 +185,7 @@ pub(super) fn power_off_cluster_away(lab: &mut Lab) -> Result<Broken> {
     let away = there.with_file_name("cluster-away");
     lab.caused(&["cluster", "reading", "backend", "publish"]);
     fs::rename(&there, &away)?;
-    sleep(length());
+    wait::fault_lasts(length());
     cut_power(lab, LEADER)?;
     let said = format!("{} s without a cluster, then a1 without links and processes", length().as_secs());
     Ok(Broken::until(said, move |lab| {
@@ -245,10 +245,10 @@ pub(super) fn kilo0_down(lab: &mut Lab) -> Result<Broken> {
 /// The leader has lost power and is back, and its stand-by leads.
 pub(super) fn leader_was_away(lab: &mut Lab) -> Result<()> {
     cut_power(lab, LEADER)?;
-    sleep(Duration::from_secs(2));
+    wait::fault_lasts(Duration::from_secs(2));
     boot(lab, LEADER)?;
     // Until it has asked who leads it takes itself for the leader.
-    sleep(ASKED);
+    wait::time_passes(ASKED, "a node that boots asks who leads, and nothing shows that it has");
     state::acts(lab, STAND_BY, NOTICED)
 }
 
@@ -256,7 +256,7 @@ pub(super) fn leader_returns(lab: &mut Lab) -> Result<Broken> {
     let term = state::changes(lab);
     let took = state::leads_again(lab, RETURN)?;
     // The stand-by goes first, then everybody else.
-    sleep(FOLLOW);
+    wait::time_passes(FOLLOW, "changes of the leader are counted");
     Ok(Broken::done(format!(
         "a1 leads again after {} s, {} changes in all",
         took.as_secs(),
@@ -307,14 +307,14 @@ fn agent(lab: &Lab, name: &str) -> Result<Pid> {
 
 fn stand_still(agents: &[Pid], time: Duration) -> Result<()> {
     agents.iter().try_for_each(|agent| kill(*agent, Signal::SIGSTOP))?;
-    sleep(time);
+    wait::fault_lasts(time);
     agents.iter().try_for_each(|agent| kill(*agent, Signal::SIGCONT)).context("agents that stand still")
 }
 
 pub(super) fn agents_stopped(lab: &mut Lab) -> Result<Broken> {
     for name in [LEADER, STAND_BY, MEMBER, FAR] {
         stand_still(&[agent(lab, name)?], length())?;
-        sleep(AWAKE);
+        wait::time_passes(AWAKE, "what an agent does once it is awake must cost nothing");
     }
     Ok(Broken::done(format!("SIGSTOP and, {} s later, SIGCONT", length().as_secs())))
 }
@@ -323,7 +323,7 @@ pub(super) fn agents_stalled(lab: &mut Lab) -> Result<Broken> {
     let agents = nodes::names(lab).iter().map(|name| agent(lab, name)).collect::<Result<Vec<_>>>()?;
     for _ in 0..6 {
         stand_still(&agents, Duration::from_millis(200))?;
-        sleep(Duration::from_secs(5));
+        wait::pace(Duration::from_secs(5));
     }
     Ok(Broken::done("6 times 200 ms"))
 }
@@ -344,7 +344,7 @@ pub(super) fn loss(lab: &mut Lab) -> Result<Broken> {
     // Probes are lost as everything is.
     lab.caused(&[OVERLOADED]);
     let busy = Busy::all();
-    sleep(length());
+    wait::fault_lasts(length());
     drop(busy);
     let lost = crate::counters::nft(&router, "netdev silent lost");
     router.sh("nft delete table netdev silent")?;

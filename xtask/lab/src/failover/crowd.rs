@@ -4,8 +4,7 @@ use std::{
     collections::BTreeMap,
     fs,
     sync::atomic::{AtomicUsize, Ordering},
-    thread::sleep,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -20,6 +19,7 @@ use crate::{
     Lab, counters,
     faults::{nodes, traffic::Figures},
     network::{CROWD, Node},
+    wait,
     well::LEADS,
 };
 
@@ -58,8 +58,7 @@ pub(super) fn uses(lab: &Lab) -> Result<BTreeMap<String, String>> {
 
 /// Waits until each member uses the gateway that it is to use: where there are not several, who leads by Kilo's rule.
 pub(super) fn at_home(lab: &mut Lab) -> Result<()> {
-    let began = Instant::now();
-    loop {
+    wait::until("all members use what they are to use", AT_HOME, || {
         let status = counters::status(&lab.network.node(LEADER)?.space)?;
         let text = |node: &serde_json::Value, key: &str| node.get(key)?.as_str().map(str::to_owned);
         let nodes = status.get("nodes").and_then(|nodes| nodes.as_array()).context("no nodes")?;
@@ -69,16 +68,8 @@ pub(super) fn at_home(lab: &mut Lab) -> Result<()> {
         let home = |node: &str| homes.get(node).map_or(LEADER, String::as_str);
         let away = uses.iter().filter(|(node, gateway)| home(node) != *gateway);
         let away = away.count();
-        if away == 0 {
-            return Ok(());
-        }
-        ensure!(
-            began.elapsed() < AT_HOME,
-            "{away} members do not use what they are to use after {} s",
-            AT_HOME.as_secs()
-        );
-        sleep(Duration::from_millis(500));
-    }
+        Ok(if away == 0 { Ok(()) } else { Err(format!("{away} do not")) })
+    })
 }
 
 /// One flow of each member, held against the gateway it used and the one it uses now. `lost`: the gateway that
@@ -175,7 +166,7 @@ fn shares(lab: &mut Lab, gateways: usize) -> Result<Broken> {
     let used = uses(lab)?;
     let nodes: Vec<_> = lab.network.nodes.iter().take(gateways).collect();
     let before = nodes.iter().map(|node| carried(node)).collect::<Result<Vec<_>>>()?;
-    sleep(COUNTED);
+    wait::time_passes(COUNTED, "what gateways carry is counted");
     let after = nodes.iter().map(|node| carried(node)).collect::<Result<Vec<_>>>()?;
     let pairs = nodes.iter().zip(after.iter().zip(&before));
     let shares = pairs.map(|(node, (after, before))| {

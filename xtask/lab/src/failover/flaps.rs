@@ -1,14 +1,12 @@
 //! Hosts and links that come and go: they must not take leadership with them each time.
 
-use std::{
-    thread::sleep,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
 use super::breaking::{self, Broken, LEADER, STAND_BY};
 use crate::Lab;
+use crate::wait;
 
 /// How often, and how long each time takes, the second half of it whole.
 const TIMES: u32 = 20;
@@ -22,7 +20,8 @@ fn flap(
 ) -> Result<Broken> {
     let began = Instant::now();
     for time in 0..TIMES {
-        let until = |half: u32| sleep((EACH / 2 * (2 * time + half)).saturating_sub(began.elapsed()));
+        let until =
+            |half: u32| wait::fault_lasts((EACH / 2 * (2 * time + half)).saturating_sub(began.elapsed()));
         until(0);
         breaks(lab, time)?;
         until(1);

@@ -6,14 +6,14 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    thread::{JoinHandle, sleep},
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
 use anyhow::{Result, anyhow};
 
 use super::breaking::{self, Broken, MEMBER};
-use crate::{Lab, space::Space};
+use crate::{Lab, space::Space, wait};
 
 /// What an overloaded leader logs; also when the machine of the lab is.
 pub(super) const OVERLOADED: &str = "lose probes while packets come out of them";
@@ -57,7 +57,7 @@ fn flood(own: SocketAddr, other: SocketAddr, stop: &AtomicBool) -> std::io::Resu
             got += 1;
         }
         next += pause;
-        sleep(next.saturating_duration_since(Instant::now()));
+        wait::pace(next.saturating_duration_since(Instant::now()));
     }
     Ok((sent, got))
 }
@@ -74,7 +74,7 @@ pub(super) fn overload(lab: &mut Lab) -> Result<Broken> {
         let space = lab.network.space(&format!("pod-{name}"))?;
         Ok(End::start(&space, own, to, &stop))
     });
-    sleep(breaking::length());
+    wait::fault_lasts(breaking::length());
     stop.store(true, Ordering::Relaxed);
     let counts = ends.into_iter().map(|end: Result<End>| end?.finish()).collect::<Result<Vec<_>>>()?;
     // Frames came too fast for some of them to be looked at.

@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     net::{Ipv4Addr, SocketAddr},
     os::fd::AsRawFd as _,
-    thread::{JoinHandle, sleep},
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
@@ -20,6 +20,7 @@ use crate::{
     Lab, counters,
     network::{Node, Underlay},
     space::Space,
+    wait,
 };
 
 /// UDP port of signals, which VXLAN has, too.
@@ -51,7 +52,7 @@ fn record(
         let (mut seen, mut buffer, began) = (Recorded::new(), [0; 2048], Instant::now());
         while began.elapsed() < PATIENCE && seen.len() < kinds.len() {
             let Ok((length, Some(_))) = recvfrom::<LinkAddr>(socket.as_raw_fd(), &mut buffer) else {
-                sleep(Duration::from_millis(1));
+                wait::pace(Duration::from_millis(1));
                 continue;
             };
             // Ethernet, IPv4 without options, UDP.
@@ -93,7 +94,7 @@ fn send_all(space: &Space, to: Ipv4Addr, datagrams: Vec<Vec<u8>>) -> Result<()> 
         let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(255)))?;
         for datagram in datagrams {
             socket.send_to(&datagram, &SocketAddr::from((to, 0)).into())?;
-            sleep(Duration::from_millis(2));
+            wait::pace(Duration::from_millis(2));
         }
         Ok(())
     });
@@ -129,20 +130,12 @@ impl Attack<'_> {
     fn run(self) -> Result<String> {
         let (to, before) = (address(self.to)?, refused(self.to, self.why)?);
         send_all(self.by, to, vec![datagram(self.from, to, &self.signal); TIMES as usize])?;
-        let began = Instant::now();
-        loop {
+        let what = format!("{}: {TIMES} are refused as {}", self.what, self.why);
+        let count = wait::until(&what, Duration::from_secs(3), || {
             let count = refused(self.to, self.why)? - before;
-            if count >= TIMES {
-                return Ok(format!("{}: {count} as {}", self.what, self.why));
-            }
-            ensure!(
-                began.elapsed() < Duration::from_secs(3),
-                "{}: {count} of {TIMES} were refused as {}",
-                self.what,
-                self.why
-            );
-            sleep(Duration::from_millis(100));
-        }
+            Ok(if count >= TIMES { Ok(count) } else { Err(count) })
+        })?;
+        Ok(format!("{}: {count} as {}", self.what, self.why))
     }
 }
 
@@ -200,7 +193,7 @@ pub(super) fn repeat(lab: &mut Lab) -> Result<Broken> {
     let signal = recorded(listening, ANNOUNCE);
     moved.mend(lab)?;
     let signal = signal?;
-    sleep(Duration::from_secs(2));
+    wait::time_passes(Duration::from_secs(2), "who follows whom must be over before it is written down");
     let words = state::words(lab)?;
     // It is in every LAN.
     let by = &lab.network.router;

@@ -7,13 +7,13 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    thread::{JoinHandle, sleep},
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
 use anyhow::{Result, anyhow};
 
-use crate::{probe, space::Space};
+use crate::{probe, space::Space, wait};
 
 /// Between two flows.
 const EACH: Duration = Duration::from_millis(5);
@@ -72,7 +72,7 @@ fn begin(target: IpAddr, stop: &AtomicBool) -> Result<Duration> {
             }
             waiting.pop_front();
         }
-        sleep(EACH);
+        wait::pace(EACH);
     }
     let last = silent.map_or(Duration::ZERO, |silent| newest.duration_since(silent));
     Ok(longest.max(last))

@@ -28,6 +28,7 @@ use super::{
     network::{Node, Shape},
 };
 use crate::report::TestOutcome;
+use crate::wait;
 use breaking::{Broken, LEADER};
 use cases::{CASES, Case, Limit};
 pub use command::{Options, main};
@@ -179,7 +180,7 @@ fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<Watched> {
         Ok((before, (case.inject)(lab)?))
     });
     let settled = broken.is_ok().then(|| flows.settle().context("after the fault"));
-    std::thread::sleep(AFTER);
+    wait::time_passes(AFTER, "what follows the fault is counted, too");
     let flows = flows.finish();
     let of = broken.as_ref().map_or(LEADER, |(_, broken)| broken.of);
     let mut figures = match &used {

@@ -2,14 +2,13 @@
 
 use std::{
     fs,
-    thread::sleep,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result};
 
 use super::{breaking, state};
-use crate::{Lab, counters, faults::nodes};
+use crate::{Lab, counters, faults::nodes, wait};
 
 /// How long an agent may take to begin, and to be at rest.
 const BEGINS: Duration = Duration::from_secs(30);
@@ -57,9 +56,9 @@ pub fn measure(lab: &mut Lab, time: Duration) -> Result<()> {
     for mode in ["off", "auto"] {
         lab.agents.set_flag("--failover", mode);
         breaking::reboot_all(lab)?;
-        sleep(BEGINS);
+        wait::time_passes(BEGINS, "what a start costs is not counted");
         let (before, began) = (all(lab)?, Instant::now());
-        sleep(time);
+        wait::time_passes(time, "what agents cost is counted");
         let after = all(lab)?;
         let part = |time: Duration| 100.0 * time.as_secs_f64() / began.elapsed().as_secs_f64();
         for (name, (before, after)) in nodes::names(lab).iter().zip(before.iter().zip(&after)) {

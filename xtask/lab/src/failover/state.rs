@@ -5,10 +5,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 
 use super::{breaking, cases::Case};
-use crate::{Lab, counters, faults::nodes, network::Shape};
+use crate::{Lab, counters, faults::nodes, network::Shape, wait};
 
 /// Nodes of the location whose leader fails.
 const LOCATION: &str = "site-a";
@@ -88,30 +88,21 @@ pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
     let is_ready = |node: &String| {
         metric(lab, node, ROLE_STAND_BY) == Some(1) && (!is_answered || metric(lab, node, FIT) == Some(1))
     };
-    let (began, mut steady) = (Instant::now(), None);
-    loop {
+    let mut steady = None;
+    let what = format!("{LEADER} and {} lead, and all stand-bys could", breaking::FAR);
+    wait::until(&what, limit, || {
         // Two stand-bys behind NAT have no tunnel: in the other location nobody else may lead, either.
         let is_leader = |node| case.off.contains(node) || metric(lab, node, ROLE_LEADER) == Some(1);
         let leads = [LEADER, breaking::FAR].iter().all(is_leader);
         let ready = location(lab).iter().filter(|node| is_ready(node)).count();
-        if leads && ready == usize::from(stand_bys) {
-            // Of nodes that boot at once another one may be ready first, and lead a moment later.
-            let since: &mut Instant = steady.get_or_insert_with(Instant::now);
-            if since.elapsed() > STEADY {
-                return Ok(());
-            }
-        } else {
+        if !leads || ready != usize::from(stand_bys) {
             steady = None;
+            return Ok(Err(format!("they lead: {leads}; {ready} of {stand_bys} stand-bys could")));
         }
-        if began.elapsed() > limit {
-            bail!(
-                "{LEADER} and {} lead: {leads}; {ready} of {stand_bys} stand-bys could lead after {} s",
-                breaking::FAR,
-                limit.as_secs()
-            );
-        }
-        std::thread::sleep(Duration::from_millis(100));
-    }
+        // Of nodes that boot at once another one may be ready first, and lead a moment later.
+        let since: &mut Instant = steady.get_or_insert_with(Instant::now);
+        Ok(if since.elapsed() > STEADY { Ok(()) } else { Err("that is new".to_owned()) })
+    })
 }
 
 /// Whether anybody knows of a change of leader, in any location.
@@ -128,12 +119,5 @@ pub fn leads_again(lab: &Lab, limit: Duration) -> Result<Duration> {
 
 /// Waits until this node leads.
 pub fn acts(lab: &Lab, node: &str, limit: Duration) -> Result<()> {
-    let began = Instant::now();
-    while metric(lab, node, ROLE_LEADER) != Some(1) {
-        if began.elapsed() > limit {
-            bail!("{node} does not lead after {} s", limit.as_secs());
-        }
-        std::thread::sleep(Duration::from_millis(100));
-    }
-    Ok(())
+    wait::until(&format!("{node} leads"), limit, || Ok(metric(lab, node, ROLE_LEADER) == Some(1))).map(drop)
 }

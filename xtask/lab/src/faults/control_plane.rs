@@ -13,10 +13,10 @@ use nix::sys::signal::Signal;
 use super::{
     nodes::{leads, metric, names, stop_and_start},
     soak::reach,
-    until,
 };
 use crate::{
     Lab, agents, counters,
+    wait::{self, until},
     well::{LEADS, NO_NODE},
 };
 
@@ -61,7 +61,7 @@ pub(crate) fn upgrade(lab: &mut Lab) -> Result<String> {
     for node in &lab.network.nodes {
         node.space.sh(&format!("{AS_LAYOUT_2} <<'MAPS'{LAYOUT_2}\nMAPS"))?;
     }
-    std::thread::sleep(Duration::from_secs(1));
+    wait::fault_lasts(Duration::from_secs(1));
     for name in &all {
         let node = lab.network.node(name)?.clone();
         lab.agents.start(&node)?;
@@ -92,7 +92,7 @@ pub(super) fn cluster_away(lab: &mut Lab) -> Result<String> {
     let before = leaders(lab)?;
     let time = length(&AWAY);
     while_away(lab, |lab| {
-        std::thread::sleep(time);
+        wait::fault_lasts(time);
         ensure!(leaders(lab)? == before, "somebody else leads");
         lab.agents.all_run()
     })?;
@@ -109,8 +109,8 @@ pub(super) fn clock_is_wrong(lab: &mut Lab) -> Result<String> {
         lab.agents.start_at(&node, clock)?;
         agents::wait_healthy(&node.space, Duration::from_secs(30))?;
         lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
-        std::thread::sleep(Duration::from_secs(3));
-        ensure!(leads(lab, "a1")? && !leads(lab, "a2")?, "with its clock at {clock} s a1 no longer leads");
+        let what = format!("with its clock at {clock} s a1 leads");
+        wait::stays(&what, Duration::from_secs(3), || Ok(leads(lab, "a1")? && !leads(lab, "a2")?))?;
         let log = fs::read_to_string(lab.agents.log("a1"))?;
         let stamp = log.lines().rev().find_map(|line| line.split_once("\"timestamp\":\"")?.1.get(11..16));
         said.push(stamp.context("no time in the log")?.to_owned());
@@ -135,13 +135,13 @@ pub(super) fn leader_returns(lab: &mut Lab) -> Result<String> {
     lab.removes("a1");
     fs::rename(&file, &aside)?;
     let gone = until("a2 leads", Duration::from_secs(20), || leads(lab, "a2"));
-    std::thread::sleep(Duration::from_secs(8));
+    wait::fault_lasts(Duration::from_secs(8));
     fs::rename(&aside, &file)?;
     gone?;
     let took =
         until("a1 leads again", Duration::from_secs(20), || Ok(leads(lab, "a1")? && !leads(lab, "a2")?))?;
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
-    std::thread::sleep(Duration::from_secs(5));
+    wait::time_passes(Duration::from_secs(5), "changes of the leader are counted");
     let changed = changes(lab)? - before;
     ensure!(changed <= 2, "the leader changed {changed} times: it flaps");
     Ok(format!("a1 led again after {} ms, {changed} changes of the leader in all", took.as_millis()))
@@ -160,7 +160,7 @@ pub(super) fn location_dies(lab: &mut Lab) -> Result<String> {
     let gone = until("the location is declared dead", Duration::from_secs(150), || {
         Ok(metric(lab, "a2", "kilo_nodes")? == 3)
     });
-    std::thread::sleep(Duration::from_secs(1));
+    wait::fault_lasts(Duration::from_secs(1));
     lab.nothing_in_clear().context("since it is gone")?;
     let status = lab.agents.kgctl(&["status"]);
     for name in dead {
@@ -223,7 +223,7 @@ pub(super) fn on_their_own(lab: &mut Lab) -> Result<String> {
             ensure!(missing.is_empty(), "new flows fail after {} s: {missing:?}", began.elapsed().as_secs());
             looks += 1;
             asked += look.asked - look.missing.len();
-            std::thread::sleep(Duration::from_secs(1).saturating_sub(look.began.elapsed()));
+            wait::pace(Duration::from_secs(1).saturating_sub(look.began.elapsed()));
         }
         ensure!(lab.agents.all_run().is_err(), "the agent of a3 runs without a cluster");
         Ok(format!("for {} s; {looks} looks, {asked} new flows answered", time.as_secs()))

@@ -5,8 +5,14 @@ use std::{net::Ipv4Addr, time::Duration};
 use anyhow::{Context as _, Result, ensure};
 use socket2::{Domain, Protocol, Socket, Type};
 
-use super::{number, until};
-use crate::{Lab, counters, forward_policy, network::Node, services, space::Space};
+use super::number;
+use crate::{
+    Lab, counters, forward_policy,
+    network::Node,
+    services,
+    space::Space,
+    wait::{self, until},
+};
 
 /// Packets of each kind of abuse.
 const ABUSES: u64 = 50;
@@ -76,7 +82,7 @@ pub(super) fn rp_filter(lab: &mut Lab) -> Result<String> {
             node.space
                 .sh(&format!("for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo {value} > $d; done"))?;
         }
-        std::thread::sleep(Duration::from_secs(1));
+        wait::fault_lasts(Duration::from_secs(1));
     }
     Ok("a second each".to_owned())
 }

@@ -19,6 +19,7 @@ use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
 
 use crate::space::Space;
+use crate::wait;
 
 /// Marks what is to be late, and names the queue.
 const LATE: u16 = 1107;
@@ -230,7 +231,7 @@ fn hold(queue: &mut nfq::Queue, delay: Duration, stop: &AtomicBool) {
         if end {
             return;
         }
-        std::thread::sleep(TICK);
+        wait::pace(TICK);
     }
 }
 

@@ -7,10 +7,11 @@ use nix::sys::signal::Signal;
 
 use super::{
     injector::{Direction, Drop, Family, Rule},
-    number, until,
+    number,
 };
 use crate::{
     Lab, agents,
+    wait::{self, until},
     well::{DETACHED, LEADS},
 };
 
@@ -68,7 +69,7 @@ pub(super) fn renumbered(lab: &mut Lab) -> Result<String> {
 /// Another key, and then the first again, which peers outside the mesh know.
 pub(super) fn key_rotated(lab: &mut Lab) -> Result<String> {
     let first = rekey(lab, "mv /var/lib/kilo/key /var/lib/kilo/first")?;
-    std::thread::sleep(Duration::from_secs(1));
+    wait::fault_lasts(Duration::from_secs(1));
     let second = rekey(lab, "mv /var/lib/kilo/first /var/lib/kilo/key")?;
     Ok(format!("known to the other location after {} and {} ms", first.as_millis(), second.as_millis()))
 }
@@ -144,10 +145,10 @@ pub(super) fn roams(lab: &mut Lab) -> Result<String> {
     laptop.sh("ip address add 172.16.9.3/24 dev eth0 && ip route replace default via 172.16.9.1 src 172.16.9.3 && ip address del 172.16.9.2/24 dev eth0 && ip address add 172.16.9.3/24 dev eth0 2>/dev/null; ip route replace default via 172.16.9.1")?;
     // The router chooses ports by address, so that the mesh sees another endpoint, too.
     let endpoints = "wg show kilo0 endpoints";
-    std::thread::sleep(Duration::from_secs(3));
+    wait::fault_lasts(Duration::from_secs(3));
     let seen = lab.network.node("b1")?.space.sh(endpoints)?;
     laptop.sh("ip address add 172.16.9.2/24 dev eth0 && ip address del 172.16.9.3/24 dev eth0; ip address add 172.16.9.2/24 dev eth0 2>/dev/null; ip route replace default via 172.16.9.1")?;
-    std::thread::sleep(Duration::from_secs(2));
+    wait::fault_lasts(Duration::from_secs(2));
     let endpoint =
         seen.lines().find_map(|line| line.split_once('\t')?.1.strip_prefix("192.0.2.1:").map(str::to_owned));
     Ok(format!(
@@ -169,7 +170,7 @@ pub(super) fn address_changes(lab: &mut Lab) -> Result<String> {
         })
     };
     let result = moves(11, 13);
-    std::thread::sleep(Duration::from_secs(1));
+    wait::fault_lasts(Duration::from_secs(1));
     let back = moves(13, 11);
     // The laptop's configuration names the first address.
     Ok(format!(
@@ -183,7 +184,7 @@ pub(super) fn uplink_down(lab: &mut Lab) -> Result<String> {
     lab.caused(&[LEADS]);
     let node = lab.network.node("a1")?.space.clone();
     node.ip("link set eth1 down\n")?;
-    std::thread::sleep(Duration::from_secs(2));
+    wait::fault_lasts(Duration::from_secs(2));
     // The default route went with the link; what configures the host adds it again.
     node.ip("link set eth1 up\nroute replace default via 192.0.2.1\n")?;
     Ok("down for 2 s".to_owned())

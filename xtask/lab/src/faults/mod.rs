@@ -17,7 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use serde::{Deserialize, Serialize};
 
 use super::{Lab, network::Network, network::OUTSIDE, space::Space};
@@ -181,16 +181,6 @@ fn missed(goal: Goal, figures: &Figures) -> Option<String> {
         Goal::Within(most) => (gap > most).then(|| format!("{gap} ms without an answer instead of {most}")),
         Goal::Heals | Goal::HealsAnew => None,
     }
-}
-
-/// Polls until `done` says so.
-fn until(what: &str, limit: Duration, mut done: impl FnMut() -> Result<bool>) -> Result<Duration> {
-    let began = Instant::now();
-    while !done()? {
-        ensure!(began.elapsed() < limit, "{what}: not within {} s", limit.as_secs());
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    Ok(began.elapsed())
 }
 
 /// A number in a namespace's answer.

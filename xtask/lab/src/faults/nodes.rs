@@ -8,9 +8,9 @@ use nix::{
     unistd::Pid,
 };
 
-use super::until;
 use crate::{
     Lab, agents, counters,
+    wait::{self, until},
     well::{LEADS, NO_NODE},
 };
 
@@ -24,7 +24,7 @@ pub(crate) fn stop_and_start(lab: &mut Lab, names: &[String], signal: Signal, pa
     for name in names {
         lab.agents.stop(name, signal)?;
     }
-    std::thread::sleep(pause);
+    wait::fault_lasts(pause);
     for name in names {
         let node = lab.network.node(name)?.clone();
         lab.agents.start(&node)?;
@@ -59,7 +59,7 @@ pub(super) fn task_panics(lab: &mut Lab) -> Result<String> {
     ensure!(last.contains("panicked"), "/health does not say why: {last}");
     let took = until("the process ends", Duration::from_secs(20), || Ok(lab.agents.all_run().is_err()))?;
     lab.agents.forget("a1");
-    std::thread::sleep(Duration::from_secs(1));
+    wait::fault_lasts(Duration::from_secs(1));
     lab.agents.start(&node)?;
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
     Ok(format!("/health said 503 and why, the process ended {} ms later", took.as_millis()))
@@ -157,7 +157,7 @@ pub(super) fn rubbish(lab: &mut Lab) -> Result<String> {
     let before = metric(lab, "a2", ERRORS)?;
     with_file(lab, "node-a3.yaml", &text, |lab| {
         until("the rubbish is noticed", Duration::from_secs(10), || Ok(metric(lab, "a2", ERRORS)? > before))?;
-        std::thread::sleep(Duration::from_secs(1));
+        wait::fault_lasts(Duration::from_secs(1));
         Ok(())
     })?;
     Ok("3 annotations refused by name".to_owned())
@@ -173,7 +173,7 @@ pub(super) fn leader_moves(lab: &mut Lab) -> Result<String> {
     let text = annotated(lab, "a2", &[("leader", "true"), ("persistent-keepalive", "5")])?;
     let took = with_file(lab, "node-a2.yaml", &text, |lab| {
         let took = until("a2 leads", Duration::from_secs(20), || leads(lab, "a2"))?;
-        std::thread::sleep(Duration::from_secs(8));
+        wait::fault_lasts(Duration::from_secs(8));
         Ok(took)
     })?;
     let back = until("a1 leads again", Duration::from_secs(20), || Ok(!leads(lab, "a2")?))?;
@@ -206,7 +206,7 @@ pub(super) fn two_leaders(lab: &mut Lab) -> Result<String> {
         Ok(counters::drops(&metrics).get("not_for_us").copied().unwrap_or(0))
     };
     let (before, refused_before) = (packets(lab)?, refused(lab)?);
-    std::thread::sleep(Duration::from_secs(2));
+    wait::time_passes(Duration::from_secs(2), "packets are counted");
     let (steered, refused) = (packets(lab)? - before, refused(lab)? - refused_before);
     // 1,000 datagrams and at most 200 TCP segments a second, once each.
     ensure!(steered < 5000, "{steered} packets were steered for 2 s of traffic: they go round");
@@ -229,7 +229,7 @@ pub(super) fn location_gone(lab: &mut Lab) -> Result<String> {
         fs::remove_file(cluster.join(file))?;
     }
     let gone = until("site-b is gone", Duration::from_secs(20), || Ok(metric(lab, "a2", "kilo_nodes")? == 3));
-    std::thread::sleep(Duration::from_secs(1));
+    wait::fault_lasts(Duration::from_secs(1));
     let status = lab.agents.kgctl(&["status"]);
     for (file, text) in files.iter().zip(texts) {
         fs::write(cluster.join(file), text?)?;
@@ -266,7 +266,7 @@ pub(super) fn unresolvable(lab: &mut Lab) -> Result<String> {
         until("the peer is seen", Duration::from_secs(10), || {
             Ok(lab.network.node("a1")?.space.sh("wg show kilo0 allowed-ips")?.contains("10.5.0.77/32"))
         })?;
-        std::thread::sleep(Duration::from_secs(1));
+        wait::fault_lasts(Duration::from_secs(1));
         Ok(())
     })?;
     Ok("the peer is configured without its endpoint".to_owned())
@@ -279,7 +279,7 @@ pub(super) fn same_key(lab: &mut Lab) -> Result<String> {
         until("a peer is seen", Duration::from_secs(10), || {
             Ok(lab.network.node("a1")?.space.sh("wg show kilo0 allowed-ips")?.contains("10.5.0.78/32"))
         })?;
-        std::thread::sleep(Duration::from_secs(1));
+        wait::fault_lasts(Duration::from_secs(1));
         let laptop = lab.network.node("a1")?.space.sh("wg show kilo0 allowed-ips")?;
         ensure!(laptop.contains("10.5.0.1/32"), "the laptop lost its address:\n{laptop}");
         Ok(())
@@ -292,7 +292,7 @@ pub(super) fn peers_come(lab: &mut Lab) -> Result<String> {
     for number in 0..20 {
         let text = peer(&format!("p{number}"), &format!("10.5.1.{number}/32"), &key(10 + number), "");
         fs::write(lab.agents.cluster().join(format!("peer-p{number}.yaml")), text)?;
-        std::thread::sleep(Duration::from_millis(50));
+        wait::pace(Duration::from_millis(50));
     }
     let came =
         until("20 peers", Duration::from_secs(10), || Ok(shown(lab)?.matches("10.5.1.").count() == 20));

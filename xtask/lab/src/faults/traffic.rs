@@ -14,7 +14,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 
-use crate::{probe, space::Space};
+use crate::{probe, space::Space, wait};
 
 /// Between two datagrams.
 const TICK: Duration = Duration::from_millis(1);
@@ -70,18 +70,13 @@ impl Traffic {
 
     /// Waits until answers come as fast as datagrams leave.
     pub fn settle(&self, limit: Duration) -> Result<()> {
-        let deadline = Instant::now() + limit;
         let (time, sent) = (self.tick * 300, 300);
-        loop {
+        wait::until("half of the datagrams are answered", limit, || {
             let before = self.answered.load(Ordering::Relaxed);
-            std::thread::sleep(time);
-            if self.answered.load(Ordering::Relaxed) - before > sent / 2 {
-                return Ok(());
-            }
-            if Instant::now() > deadline {
-                bail!("no answers for {} s", limit.as_secs());
-            }
-        }
+            wait::time_passes(time, "answers are counted");
+            Ok(self.answered.load(Ordering::Relaxed) - before > sent / 2)
+        })
+        .map(drop)
     }
 
     /// Ends both and says what was lost.
@@ -132,7 +127,7 @@ fn stream(target: IpAddr, tick: Duration, stop: &AtomicBool, count: &AtomicU64) 
                 number += 1;
                 next += tick;
                 match next.checked_duration_since(Instant::now()) {
-                    Some(pause) => std::thread::sleep(pause),
+                    Some(pause) => wait::pace(pause),
                     // A machine that was busy is not made busier.
                     None => next = Instant::now(),
                 }
@@ -185,7 +180,7 @@ fn connection(target: IpAddr, stop: Arc<AtomicBool>) -> Result<Duration> {
             let bytes: Vec<u8> = (written..written + WRITE.1 as u64).map(probe::byte_at).collect();
             writer.write_all(&bytes)?;
             written += WRITE.1 as u64;
-            std::thread::sleep(WRITE.0);
+            wait::pace(WRITE.0);
         }
         writer.shutdown(std::net::Shutdown::Write)?;
         Ok(written)

@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use crate::{
     cluster::{Cluster, deploy, until},
-    lab::space::Space,
+    lab::{space::Space, wait},
     manifests::alerts,
     prometheus,
 };
@@ -49,8 +49,7 @@ pub fn prometheus(cluster: &Cluster) -> Result<String> {
             up.iter().filter_map(|series| Some(series["metric"]["instance"].as_str()?.to_owned())).collect();
         (seen == nodes && up.len() == nodes.len()).then_some(())
     })?;
-    // Two scrapes more make a rate.
-    std::thread::sleep(Duration::from_secs(5));
+    wait::time_passes(Duration::from_secs(5), "two scrapes more make a rate");
     let queries = dashboard()?;
     for query in &queries {
         let answer = result(&space, "query", query)?;

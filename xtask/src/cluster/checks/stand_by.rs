@@ -5,7 +5,10 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail};
 
 use super::{agents::metric, updates::Flows};
-use crate::cluster::{Cluster, deploy, node::Node, until};
+use crate::{
+    cluster::{Cluster, deploy, node::Node, until},
+    lab::wait,
+};
 
 /// Longest time without an answer that is accepted, and what is promised for nearly all.
 const ACCEPTED: Duration = Duration::from_secs(1);
@@ -36,7 +39,7 @@ fn cut_power(cluster: &Cluster) -> Result<String> {
     let took_over = until("the stand-by leads", Duration::from_secs(20), || {
         (metric(stand_by, "kilo_failover_role{role=\"leader\"}").ok()? == 1).then_some(())
     });
-    std::thread::sleep(Duration::from_secs(5));
+    wait::fault_lasts(Duration::from_secs(5));
     let measured = flows.measure();
     leader.start()?;
     let answers =

@@ -7,9 +7,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 
-use crate::{Lab, space};
+use crate::{Lab, space, wait};
 
 /// Idle threads and last connections take their time to go.
 const PATIENCE: Duration = Duration::from_secs(90);
@@ -46,7 +46,7 @@ impl Inventory {
         let deadline = Instant::now() + PATIENCE;
         let mut before = Self::taken(lab)?;
         loop {
-            std::thread::sleep(Duration::from_secs(3));
+            wait::time_passes(Duration::from_secs(3), "it is to stay the same for so long");
             let now = Self::taken(lab)?;
             if now.hosts == before.hosts && now.agents == before.agents || Instant::now() > deadline {
                 return Ok(now);
@@ -107,17 +107,10 @@ impl Inventory {
 /// # Errors
 /// What is left over.
 pub fn nothing(lab: &Lab, before: &Inventory, memory: u64) -> Result<()> {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
+    wait::until("nothing is left over, or gone", PATIENCE, || {
         let said = Inventory::taken(lab)?.more_than(before, memory);
-        if said.is_empty() {
-            return Ok(());
-        }
-        if Instant::now() > deadline {
-            bail!("left over, or gone:\n{}", said.join("\n"));
-        }
-        std::thread::sleep(Duration::from_secs(2));
-    }
+        Ok(if said.is_empty() { Ok(()) } else { Err(said.join("\n")) })
+    })
 }
 
 /// A process's program and arguments, without what differs each time.

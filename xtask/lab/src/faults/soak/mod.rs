@@ -14,11 +14,14 @@ use std::{
 
 use anyhow::{Result, bail, ensure};
 
-use super::{
-    list::{ByChance, FAULTS, Fault, is_named},
-    until,
+use super::list::{ByChance, FAULTS, Fault, is_named};
+use crate::{
+    Lab, agents, matrix,
+    report::TestOutcome,
+    stop_if_interrupted,
+    wait::{self, until},
+    well,
 };
-use crate::{Lab, agents, matrix, report::TestOutcome, stop_if_interrupted, well};
 use reach::Watch;
 use rng::Rng;
 
@@ -115,9 +118,9 @@ fn round(
         println!("soak: {:4} s  {}: {}", began.elapsed().as_secs(), kind.name, made.said);
         lab.caused(kind.causes);
         injected.push((id, made));
-        std::thread::sleep(rng.duration(LONGEST / 5));
+        wait::fault_lasts(rng.duration(LONGEST / 5));
     }
-    std::thread::sleep(rng.duration(LONGEST));
+    wait::fault_lasts(rng.duration(LONGEST));
     let mut names = Vec::new();
     // What was made last is mended first.
     while let Some((id, made)) = injected.pop() {

@@ -16,7 +16,7 @@ use anyhow::{Result, bail};
 use crate::{
     matrix::{self, Place},
     network::Network,
-    probe,
+    probe, wait,
 };
 
 /// Between two looks; an answer may take as long.
@@ -53,7 +53,7 @@ impl Watch {
                 let look = look(&network);
                 let next = look.began + SECOND;
                 seen.lock().unwrap_or_else(PoisonError::into_inner).push(look);
-                std::thread::sleep(next.saturating_duration_since(Instant::now()));
+                wait::pace(next.saturating_duration_since(Instant::now()));
             }
         });
         Self { stop, looks, thread }
@@ -80,7 +80,7 @@ impl Watch {
                 let missing = later.last().map(|look| look.missing.join(", ")).unwrap_or_default();
                 bail!("not everybody in reach within {} s: {missing}", limit.as_secs());
             }
-            std::thread::sleep(Duration::from_millis(100));
+            wait::pace(Duration::from_millis(100));
         }
     }
 
