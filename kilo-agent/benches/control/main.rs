@@ -24,6 +24,8 @@ mod start;
 #[path = "../../tests/support/mod.rs"]
 mod support;
 mod trace;
+#[path = "../../tests/support/wait.rs"]
+mod wait;
 
 use std::path::PathBuf;
 

@@ -7,6 +7,7 @@ use crate::api;
 use crate::front;
 use crate::netns;
 use crate::proxy;
+use crate::wait::task as wait;
 
 use std::{
     collections::BTreeMap,
@@ -49,15 +50,11 @@ pub(crate) async fn until(
     what: &str,
     wanted: impl Fn(&Annotations) -> bool,
 ) -> Annotations {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    loop {
+    wait::until(what, Duration::from_secs(20), async || {
         let annotations = nodes.get("n1").await.unwrap().metadata.annotations.unwrap_or_default();
-        if wanted(&annotations) {
-            return annotations;
-        }
-        assert!(Instant::now() < deadline, "{what} within 20 s: {annotations:?}");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+        if wanted(&annotations) { Ok(annotations) } else { Err(format!("{annotations:?}")) }
+    })
+    .await
 }
 
 pub(crate) fn kg(kubeconfig: &Path) -> Command {
@@ -85,15 +82,11 @@ pub(crate) fn make_host() {
 
 /// Waits until the command's output is as wanted.
 pub(crate) async fn until_said(command: &str, wanted: impl Fn(&str) -> bool) -> String {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    loop {
+    wait::until(command, Duration::from_secs(60), async || {
         let said = netns::sh(&format!("{command} 2>/dev/null || true"));
-        if wanted(&said) {
-            return said;
-        }
-        assert!(Instant::now() < deadline, "{command}: {said}");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+        if wanted(&said) { Ok(said) } else { Err(said) }
+    })
+    .await
 }
 
 pub(crate) fn peer(key: u8, allowed_ip: &str) -> DynamicObject {
@@ -106,14 +99,8 @@ pub(crate) fn peer(key: u8, allowed_ip: &str) -> DynamicObject {
 
 /// What the agent says of a peer, once it does.
 async fn peer_status(peers: &Api<Peer>, name: &str) -> PeerStatus {
-    let deadline = Instant::now() + Duration::from_secs(15);
-    loop {
-        if let Some(status) = peers.get(name).await.unwrap().status {
-            return status;
-        }
-        assert!(Instant::now() < deadline, "peer {name} has no status");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    let what = format!("peer {name} has a status");
+    wait::until(&what, Duration::from_secs(15), async || peers.get(name).await.unwrap().status).await
 }
 
 pub(crate) async fn annotate(nodes: &Api<core::Node>, node: &str, annotations: serde_json::Value) {
@@ -184,9 +171,10 @@ fn the_agents_annotations_come_and_go_on_a_real_api_server() {
         let mended = json!({"spec": {"endpoint": {"dnsOrIP": {"ip": "192.0.2.77"}}}});
         peers.patch("broken", &PatchParams::default(), &Patch::Merge(&mended)).await.unwrap();
         until_said(show, |peers| peers.contains("10.5.0.9")).await;
-        while peer_status(&peers, "broken").await.reason.is_some() {
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
+        wait::until("the mended peer is accepted", Duration::from_secs(20), async || {
+            peer_status(&peers, "broken").await.reason.is_none()
+        })
+        .await;
         peers.delete("broken", &DeleteParams::default()).await.unwrap();
         peers.delete("laptop", &DeleteParams::default()).await.unwrap();
         until_said(show, |peers| !peers.contains(&second)).await;
@@ -240,12 +228,8 @@ fn the_nodes_external_ip_is_the_endpoint_where_no_interface_is_public() {
         let kubeconfig = server.kubeconfig(api::AGENT, server.port());
         let agent = Agent(kg(&kubeconfig).spawn().unwrap());
         until(&nodes, "the interface's endpoint", at_endpoint("10.1.0.11:51820")).await;
-        let warning = || netns::sh("curl -s http://127.0.0.1:1107/status");
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while !warning().contains("10.1.0.11:51820 is private") {
-            assert!(Instant::now() < deadline, "{}", warning());
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
+        let warning = "curl -s http://127.0.0.1:1107/status";
+        until_said(warning, |status| status.contains("10.1.0.11:51820 is private")).await;
 
         let event = event_about_node(&client, "PrivateEndpoint").await;
         assert!(event.contains("10.1.0.11:51820") && event.contains("ExternalIP"), "{event}");
@@ -264,10 +248,7 @@ fn the_nodes_external_ip_is_the_endpoint_where_no_interface_is_public() {
         ]}});
         nodes.patch_status("n1", &PatchParams::default(), &Patch::Merge(&addresses)).await.unwrap();
         until(&nodes, "the external endpoint", at_endpoint("203.0.113.9:51820")).await;
-        while warning().contains("is private") {
-            assert!(Instant::now() < deadline + Duration::from_secs(10), "{}", warning());
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
+        until_said(warning, |status| !status.is_empty() && !status.contains("is private")).await;
         annotate(&nodes, "n1", json!({name("force-endpoint"): "198.51.100.4:51820"})).await;
         until(&nodes, "the forced endpoint", at_endpoint("198.51.100.4:51820")).await;
         annotate(&nodes, "n1", json!({name("force-endpoint"): null})).await;
@@ -288,14 +269,8 @@ async fn events_about_node(client: &Client, reason: &str) -> Vec<String> {
 }
 
 async fn event_about_node(client: &Client, reason: &str) -> String {
-    let deadline = Instant::now() + Duration::from_secs(15);
-    loop {
-        if let Some(text) = events_about_node(client, reason).await.pop() {
-            return text;
-        }
-        assert!(Instant::now() < deadline, "no Event {reason}");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    let what = format!("an Event {reason}");
+    wait::until(&what, Duration::from_secs(15), async || events_about_node(client, reason).await.pop()).await
 }
 
 /// Another node of the location `location`, alive now.
@@ -366,10 +341,11 @@ fn what_users_annotate_is_obeyed_and_taken_back() {
         reads("wireguard-ip", "10.4.0.1/16").await;
         // A location of its own, by annotation over label; then the server restarts.
         annotate(&nodes, "n1", json!({name("location"): "far"})).await;
-        until_said(peers, |said| said.contains(&PublicKey([2; 32]).to_string())).await;
+        let both = |said: &str| said.contains(&PublicKey([2; 32]).to_string()) && said.contains(&elsewhere);
+        until_said(peers, both).await;
         server.stop_api();
-        tokio::time::sleep(Duration::from_secs(2)).await;
-        until_said(peers, |said| said.contains(&elsewhere)).await;
+        let goes_on = async || netns::sh(peers).contains(&elsewhere);
+        wait::stays("without the API server the peers stay", Duration::from_secs(2), goes_on).await;
         server.start_api().await;
         apply(&client, &peer(9, "10.5.0.1/32"), false).await.unwrap();
         until_said(peers, |said| said.contains(&PublicKey([9; 32]).to_string())).await;
@@ -451,7 +427,7 @@ fn an_overloaded_api_server_is_asked_less_and_less_and_holds_up_nothing_on_the_h
         annotate(&nodes, "n1", json!({name("force-endpoint"): "192.0.2.99:9"})).await;
         apply(&client, &peer(9, "10.5.0.1/32"), false).await.unwrap();
         until_said("wg show kilo0", |said| said.contains(&PublicKey([9; 32]).to_string())).await;
-        tokio::time::sleep(Duration::from_secs(11)).await;
+        wait::time_passes(Duration::from_secs(11), "attempts are counted").await;
         let asked = front.asked();
         let patches = asked.iter().filter(|(_, what)| what.starts_with("PATCH")).count();
         println!("{patches} attempts in 11 s");
@@ -480,8 +456,9 @@ fn an_api_server_that_takes_requests_and_never_answers_holds_up_nothing_on_the_h
 
         // Another address is to be written, and the answer does not come.
         proxy.set(Mode::Silent);
+        let holds = proxy.holds_a_request();
         netns::sh("ip address add 192.0.2.12/32 dev eth0; ip address del 192.0.2.11/32 dev eth0");
-        tokio::time::sleep(Duration::from_millis(500)).await;
+        holds.await;
         netns::sh("ip route del 10.42.3.0/24");
         let started = Instant::now();
         until_said("ip route show 10.42.3.0/24", |route| route.contains("dev kilo0")).await;

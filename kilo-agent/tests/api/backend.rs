@@ -3,11 +3,12 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test's helpers fail as the test does")]
 
 use crate::api;
+use crate::wait::task as wait;
 
 use std::{
     collections::BTreeMap,
     sync::{Arc, Mutex},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use k8s_openapi::api::core::v1 as core;
@@ -31,7 +32,7 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-use api::{ADMIN, AGENT, ApiServer, NOBODY, apply, apply_crds, create_node, manifest, until};
+use api::{ADMIN, AGENT, ApiServer, NOBODY, apply, apply_crds, create_node, manifest, until, until_may};
 
 const LABEL: &str = "topology.kubernetes.io/region";
 const SOON: Duration = Duration::from_secs(5);
@@ -286,11 +287,10 @@ async fn a_handshake_is_written_beside_the_condition_and_not_over_a_later_one() 
     let wrote = [one.unwrap(), other.unwrap()];
     assert_eq!(wrote.iter().filter(|wrote| **wrote).count(), 1, "{wrote:?}");
     let written = if wrote[0] { late } else { early };
-    let deadline = Instant::now() + SOON;
-    while backends.iter().any(|backend| backend.said("laptop") != Some(Said { handshake: Some(written) })) {
-        assert!(Instant::now() < deadline, "{:?}", first.said("laptop"));
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    wait::until("both backends know what is written", SOON, async || {
+        backends.iter().all(|backend| backend.said("laptop") == Some(Said { handshake: Some(written) }))
+    })
+    .await;
 
     // The condition comes to it, and is not written again for its sake.
     let standings = BTreeMap::from([("laptop".to_owned(), PeerStanding::Accepted)]);
@@ -307,9 +307,10 @@ async fn a_handshake_is_written_beside_the_condition_and_not_over_a_later_one() 
 async fn apply_crds_served(client: &Client) {
     let peers: Api<DynamicObject> =
         Api::all_with(client.clone(), &kube::api::ApiResource::erase::<Peer>(&()));
-    while peers.list(&kube::api::ListParams::default()).await.is_err() {
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    wait::until("Peer objects are served", Duration::from_secs(20), async || {
+        peers.list(&kube::api::ListParams::default()).await.map(drop)
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -344,7 +345,7 @@ async fn the_manifests_role_is_enough_and_a_missing_right_is_named() {
     let mut readonly = role.clone();
     readonly.data["rules"][0]["verbs"] = json!(["list", "watch"]);
     apply(&admin, &readonly, false).await.unwrap();
-    api::until_may(&admin, AGENT, ("patch", "", "nodes"), ("", ""), false).await;
+    until_may(&admin, AGENT, ("patch", "", "nodes"), ("", ""), false).await;
     until(&mut snapshots, SOON, |snapshot| snapshot.nodes["rbac"].endpoint.is_none()).await;
     let refused = backend.publish("rbac", &published()).await.unwrap_err().to_string();
     println!("no patch: {refused}");
@@ -405,20 +406,24 @@ async fn each_right_that_is_missing_is_named_by_verb_and_resource() {
         (&all, &all, "cannot patch resource \\\"nodes\\\""),
     ] {
         apply(&admin, &serde_json::from_value(rules(nodes, peers)).unwrap(), false).await.unwrap();
-        tokio::time::sleep(Duration::from_millis(700)).await;
+        for verb in all {
+            for (group, resource, verbs) in [("", "nodes", nodes), ("kilo.squat.ai", "peers", peers)] {
+                until_may(&admin, AGENT, (verb, group, resource), ("", ""), verbs.contains(&verb)).await;
+            }
+        }
         let client = server.client(AGENT).await;
         let said = match KubernetesBackend::start(client, Some("rights"), LABEL).await {
             Err(refused) => format!("{:?}", refused.to_string()),
             Ok(backend) => {
-                let deadline = Instant::now() + SOON;
-                while !log.text().contains(wanted) && Instant::now() < deadline {
+                wait::until(&format!("the log says {wanted}"), SOON, async || {
                     if wanted.contains("patch") {
                         let refused = backend.publish("rights", &published()).await.unwrap_err();
                         tracing::warn!(reason = refused.to_string(), "publish");
                     }
-                    tokio::time::sleep(Duration::from_millis(100)).await;
-                }
-                log.text()
+                    let text = log.text();
+                    if text.contains(wanted) { Ok(text) } else { Err(text) }
+                })
+                .await
             }
         };
         assert!(said.contains(wanted), "nodes {nodes:?}, peers {peers:?}: {wanted} is not in {said}");

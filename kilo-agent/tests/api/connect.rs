@@ -4,13 +4,14 @@
 
 use crate::api;
 use crate::netns;
+use crate::wait::{task, until};
 
 use std::{
     collections::BTreeMap,
     os::unix::fs::PermissionsExt as _,
     path::Path,
     process::{Child, Command, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use kilo_agent::status::Timestamp;
@@ -31,6 +32,8 @@ use serde_json::json;
 
 use api::{ADMIN, ApiServer, apply, apply_crds, create_node};
 
+const LIMIT: Duration = Duration::from_secs(20);
+
 const NODE: SecretKey = SecretKey::from_bytes([0x48; 32]);
 
 /// Ends what a failed test leaves.
@@ -39,14 +42,7 @@ struct Running(Child);
 impl Running {
     fn signal(&mut self, signal: Signal) -> bool {
         kill(Pid::from_raw(self.0.id().try_into().unwrap()), signal).unwrap();
-        let deadline = Instant::now() + Duration::from_secs(20);
-        loop {
-            if let Some(status) = self.0.try_wait().unwrap() {
-                return status.success();
-            }
-            assert!(Instant::now() < deadline, "it does not end");
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        until("it ends", LIMIT, || self.0.try_wait().unwrap()).success()
     }
 }
 
@@ -64,14 +60,6 @@ fn kgctl(kubeconfig: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-fn until(what: &str, mut check: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !check() {
-        assert!(Instant::now() < deadline, "{what} within 20 s");
-        std::thread::sleep(Duration::from_millis(100));
-    }
-}
-
 fn refused(kubeconfig: &Path, arguments: &[&str]) -> String {
     let output = kgctl(kubeconfig, arguments).output().unwrap();
     assert!(!output.status.success(), "{arguments:?}");
@@ -86,9 +74,9 @@ fn follows(object: &Peer) -> Option<&str> {
 /// What a clean machine has: no interface, no route, no process of ours.
 #[track_caller]
 fn nothing_left() {
-    until("the interface goes", || !succeeds("ip link show kilo0"));
+    until("the interface goes", LIMIT, || !succeeds("ip link show kilo0"));
     assert_eq!(sh("ip route show proto 107; ip -6 route show proto 107; ip rule show priority 1107"), "");
-    until("the socket goes", || !Path::new("/run/wireguard/kilo0.sock").exists());
+    until("the socket goes", LIMIT, || !Path::new("/run/wireguard/kilo0.sock").exists());
 }
 
 /// A namespace `b` with a WireGuard device that is the leader of a location:
@@ -104,7 +92,7 @@ fn network() -> Running {
         .spawn()
         .unwrap();
     let running = Running(process);
-    until("the node's device", || Path::new("/run/wireguard/wgb.sock").exists());
+    until("the node's device", LIMIT, || Path::new("/run/wireguard/wgb.sock").exists());
     running
 }
 
@@ -149,10 +137,10 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
 
         let mut connected =
             Running(kgctl(&kubeconfig, &["laptop", "--allowed-ips", "10.43.0.0/16"]).spawn().unwrap());
-        until("the device has its peer", || {
+        until("the device has its peer", LIMIT, || {
             succeeds(&format!("wg show kilo0 allowed-ips | grep -q {}", NODE.public()))
         });
-        until("the route", || sh("ip route show 10.42.1.0/24").contains("dev kilo0"));
+        until("the route", LIMIT, || sh("ip route show 10.42.1.0/24").contains("dev kilo0"));
         let mode = std::fs::metadata("/var/lib/kilo/laptop.key").unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600, "the private key is nobody else's");
         let object = peers.get("laptop").await.unwrap();
@@ -165,7 +153,7 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
         assert!(sh("ip -o address show kilo0").contains("10.10.10.10/32"));
         assert!(sh("ip -o link show kilo0").contains("mtu 1420"));
         node_knows(object.spec.public_key.parse().unwrap());
-        until("a pod answers", || succeeds("ping -c 1 -W 1 10.42.1.1"));
+        until("a pod answers", LIMIT, || succeeds("ping -c 1 -W 1 10.42.1.1"));
 
         // Another one on the same machine would fight over routes.
         let said = refused(&kubeconfig, &["other"]);
@@ -182,20 +170,19 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
         far.insert("kilo.squat.ai/internal-ip", "10.9.0.9/24".to_owned());
         let pairs: Vec<_> = far.iter().map(|(name, value)| (*name, value.as_str())).collect();
         create_node(&client, "n9", &pairs).await;
-        until("the other location", || sh("ip route show 10.9.0.9").contains("kilo0"));
+        until("the other location", LIMIT, || sh("ip route show 10.9.0.9").contains("kilo0"));
         peers.delete("laptop", &DeleteParams::default()).await.unwrap();
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while peers.get_opt("laptop").await.unwrap().is_none() {
-            assert!(Instant::now() < deadline, "the Peer is not made again");
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
+        task::until("the Peer is made again", LIMIT, async || {
+            peers.get_opt("laptop").await.unwrap().is_some()
+        })
+        .await;
 
         // Killed hard: all stays, traffic too; a new start takes it over.
         connected.signal(Signal::SIGKILL);
         let index = sh("cat /sys/class/net/kilo0/ifindex 2>/dev/null || ip -o link show kilo0 | cut -d: -f1");
         assert!(succeeds("ping -c 1 -W 2 10.42.1.1"));
         drop(std::mem::replace(&mut connected.0, kgctl(&kubeconfig, &["laptop"]).spawn().unwrap()));
-        until("services are no longer routed", || sh("ip route show 10.43.0.0/16").is_empty());
+        until("services are no longer routed", LIMIT, || sh("ip route show 10.43.0.0/16").is_empty());
         assert_eq!(
             sh("cat /sys/class/net/kilo0/ifindex 2>/dev/null || ip -o link show kilo0 | cut -d: -f1"),
             index
@@ -246,24 +233,26 @@ fn a_peer_made_by_somebody_else_is_used_and_stays() {
             if name == "mine" {
                 let arguments = ["mine", "--private-key", "/var/lib/key", "--interface", "wg7"];
                 let mut running = Running(kgctl(&kubeconfig, &arguments).spawn().unwrap());
-                until("its address", || {
+                until("its address", LIMIT, || {
                     succeeds("ip link show wg7") && sh("ip -o -4 address show wg7").contains("10.5.0.7/32")
                 });
                 assert_eq!(follows(&peers.get("mine").await.unwrap()), Some("true"));
                 // Gateways claim to an address of its own, which only the tunnel has.
                 let control = kilo_core::signal_id::control_address(&key.public());
-                until("its control address", || {
+                until("its control address", LIMIT, || {
                     sh("ip -o -6 address show wg7").contains(&format!("{control}/128"))
                 });
-                until("its socket", || sh("ss -Hlnu sport = 51821").contains(&format!("[{control}]%wg7")));
+                until("its socket", LIMIT, || {
+                    sh("ss -Hlnu sport = 51821").contains(&format!("[{control}]%wg7"))
+                });
                 assert!(running.signal(Signal::SIGINT));
-                until("the interface goes", || !succeeds("ip link show wg7"));
+                until("the interface goes", LIMIT, || !succeeds("ip link show wg7"));
                 let left = peers.get_opt("mine").await.unwrap().expect("it is not ours to delete");
                 assert_eq!(follows(&left), None, "nobody follows any more");
                 // What stays in the kernel is what a static configuration has.
                 let mut running =
                     Running(kgctl(&kubeconfig, &arguments).arg("--clean-up=false").spawn().unwrap());
-                until("its control address", || {
+                until("its control address", LIMIT, || {
                     succeeds("ip link show wg7") && sh("ip -o -6 address show wg7").contains("fd6b:")
                 });
                 assert!(running.signal(Signal::SIGINT));

@@ -5,6 +5,7 @@
 use crate::api;
 use crate::front;
 use crate::proxy;
+use crate::wait::task as wait;
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -39,7 +40,7 @@ async fn backend_through(server: &ApiServer, proxy: &Proxy, node: &str) -> Kuber
 /// Watches end, and are taken up again at once.
 async fn break_connections(proxy: &Proxy) {
     proxy.set(Mode::Cut);
-    tokio::time::sleep(Duration::from_millis(100)).await;
+    wait::fault_lasts(Duration::from_millis(100)).await;
     proxy.set(Mode::Open);
 }
 
@@ -231,11 +232,8 @@ async fn one_list_without_half_of_the_nodes_removes_none_when_the_next_has_them(
     };
     front.set(Manner::Lying);
     break_connections(&proxy).await;
-    let deadline = std::time::Instant::now() + RECOVERED;
-    while !front.has_lied() {
-        assert!(std::time::Instant::now() < deadline, "not listed again");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    wait::until("the API server has been asked again, and has lied", RECOVERED, async || front.has_lied())
+        .await;
     touch(&client, "b", "after").await;
     let took = until(&mut snapshots, RECOVERED, |snapshot| snapshot.nodes["b"].location == "after").await;
     println!("the next list was there {took:?} after the wrong one");
@@ -267,7 +265,7 @@ async fn an_overloaded_server_is_named_left_alone_for_longer_and_longer_and_foun
     assert!(refused.is_temporary() && refused.to_string().contains("429"), "{refused}");
     let started = KubernetesBackend::start(through, Some("busy"), LABEL).await.err().unwrap();
     assert!(started.is_temporary() && started.to_string().contains("429"), "{started}");
-    tokio::time::sleep(Duration::from_secs(8)).await;
+    wait::time_passes(Duration::from_secs(8), "requests are counted").await;
     let asked: Vec<_> = front.asked().into_iter().filter(|(_, what)| what.contains("/nodes?")).collect();
     println!("{} requests for nodes in 8 s", asked.len());
     assert!((3..=12).contains(&asked.len()), "{asked:?}");

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use crate::api;
+use crate::wait::until;
 
 use std::{
     fs,
@@ -106,15 +107,10 @@ async fn contexts_users_and_impersonation_are_chosen_and_a_refusal_names_the_rol
     });
     apply(&client, &serde_json::from_value(binding).unwrap(), false).await.unwrap();
     // Authorisation follows a moment later.
-    let deadline = Instant::now() + Duration::from_secs(20);
-    loop {
+    until("the group has the right", Duration::from_secs(20), || {
         let (done, _, said) = kgctl(&[], &[&as_eve[..], &["--as-group=readers"]].concat());
-        if done {
-            break;
-        }
-        assert!(Instant::now() < deadline, "{said}");
-        thread::sleep(Duration::from_millis(100));
-    }
+        if done { Ok(()) } else { Err(said) }
+    });
     let (done, _, said) = kgctl(&[], &["graph", "--kubeconfig", config, "--context=good", "--as=eve"]);
     assert!(!done, "the group alone has the right: {said}");
 }

@@ -4,11 +4,12 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use crate::api;
+use crate::wait::task as wait;
 
 use std::{
     path::Path,
     process::{Child, Command, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use k8s_openapi::api::core::v1 as core;
@@ -24,6 +25,8 @@ use serde_json::json;
 
 use api::{ADMIN, ApiServer, apply_crds, create_node};
 
+const LIMIT: Duration = Duration::from_secs(60);
+
 const NAME: &str = "kilo-connectivity-test";
 const HEARTBEAT: &str = "kilo.squat.ai/connectivity-test-heartbeat";
 
@@ -33,7 +36,7 @@ fn control(client: &Client) {
     let pods: Api<core::Pod> = Api::namespaced(client.clone(), NAME);
     tokio::spawn(async move {
         loop {
-            tokio::time::sleep(Duration::from_millis(100)).await;
+            wait::pace(Duration::from_millis(100)).await;
             let Ok(Some(mut left)) = namespaces.get_opt(NAME).await else { continue };
             if left.metadata.deletion_timestamp.is_some() {
                 let _ = pods.delete_collection(&DeleteParams::default(), &ListParams::default()).await;
@@ -98,22 +101,11 @@ impl Drop for Run {
     }
 }
 
-async fn until<T>(what: &str, mut check: impl AsyncFnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    loop {
-        if let Some(found) = check().await {
-            return found;
-        }
-        assert!(Instant::now() < deadline, "{what}");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
-}
-
 /// The uid of the namespace, once it has the pod of a run.
 async fn begun(client: &Client, other_than: Option<&str>) -> String {
     let namespaces: Api<core::Namespace> = Api::all(client.clone());
     let pods: Api<core::Pod> = Api::namespaced(client.clone(), NAME);
-    until("a run has begun", async || {
+    wait::until("a run has begun", LIMIT, async || {
         let uid = namespaces.get_opt(NAME).await.unwrap()?.uid()?;
         let pods = pods.list(&ListParams::default()).await.ok()?;
         (other_than != Some(&uid) && !pods.items.is_empty()).then_some(uid)
@@ -133,7 +125,7 @@ async fn a_test_that_is_interrupted_takes_its_namespace_with_it() {
 
     let namespaces: Api<core::Namespace> = Api::all(client.clone());
     let run = Run::start(&kubeconfig);
-    until("a namespace", async || namespaces.get_opt(NAME).await.unwrap()).await;
+    wait::until("a namespace", LIMIT, async || namespaces.get_opt(NAME).await.unwrap()).await;
     run.signal(Signal::SIGTERM);
     let said = run.failure().await;
     assert!(said.contains("interrupted"), "{said}");
@@ -156,7 +148,8 @@ async fn of_two_tests_at_once_one_says_so_and_neither_touches_the_others_namespa
 
     let mut runs = vec![Run::start(&kubeconfig), Run::start(&kubeconfig)];
     let uid = begun(&client, None).await;
-    let late = until("one of two gives way", async || runs.iter_mut().position(Run::has_ended)).await;
+    let late =
+        wait::until("one of two gives way", LIMIT, async || runs.iter_mut().position(Run::has_ended)).await;
     let said = runs.remove(late).failure().await;
     assert!(said.contains("another connectivity-test is under way in this cluster, since "), "{said}");
     let mut first = runs.remove(0);

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use crate::api;
+use crate::wait::until;
 
 use std::{
     collections::BTreeMap,
@@ -62,15 +63,10 @@ async fn grant(client: &Client, role: &str) {
 
 /// Until it says these words: authorisation follows a moment later.
 fn until_said(kubeconfig: &Path, arguments: &[&str], words: &[&str]) -> String {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    loop {
+    until(&format!("{arguments:?} say {words:?}"), Duration::from_secs(20), || {
         let (_, _, said) = kgctl(kubeconfig, arguments);
-        if words.iter().all(|words| said.contains(words)) {
-            return said;
-        }
-        assert!(Instant::now() < deadline, "{words:?} are missing from {said}");
-        std::thread::sleep(Duration::from_millis(200));
-    }
+        if words.iter().all(|words| said.contains(words)) { Ok(said) } else { Err(said) }
+    })
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use crate::api;
+use crate::wait::task;
 
 use std::{
     path::Path,
@@ -74,8 +75,7 @@ async fn scripts_learn_from_status_whether_all_is_well_and_wait_until_it_is() {
         let kubeconfig = kubeconfig.clone();
         thread::spawn(move || kgctl(&kubeconfig, &["--wait", "--timeout=1m"]))
     };
-    tokio::time::sleep(Duration::from_secs(1)).await;
-    assert!(!waiting.is_finished());
+    task::stays("it waits for the node", Duration::from_secs(1), async || !waiting.is_finished()).await;
     let seen = json!({"metadata": {"annotations": {name("last-seen"): (now + 3600).to_string()}}});
     let nodes: Api<core::Node> = Api::all(client);
     nodes.patch("n2", &PatchParams::default(), &Patch::Merge(&seen)).await.unwrap();

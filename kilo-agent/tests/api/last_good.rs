@@ -5,6 +5,7 @@
 use crate::api;
 use crate::netns;
 use crate::proxy;
+use crate::wait::task::until;
 
 use std::{
     collections::BTreeMap,
@@ -71,15 +72,6 @@ async fn create(client: &Client, number: u8, location: &str) {
     nodes.create(&PostParams::default(), &node).await.unwrap();
 }
 
-async fn until(what: &str, limit: u64, mut reached: impl AsyncFnMut() -> bool) {
-    let started = Instant::now();
-    while !reached().await {
-        assert!(started.elapsed() < Duration::from_secs(limit), "not within {limit} s: {what}");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
-    println!("{what}: after {:?}", started.elapsed());
-}
-
 fn routed(prefix: &str) -> bool {
     netns::sh(&format!("ip route show {prefix}")).contains("dev kilo0")
 }
@@ -126,7 +118,7 @@ fn a_host_that_boots_while_the_api_server_is_away_has_everything_and_the_server_
         let kubeconfig = server.kubeconfig(ADMIN, proxy.port());
 
         let agent = Agent::start(&kubeconfig);
-        until("first start", 20, async || {
+        until("first start", Duration::from_secs(20), async || {
             ["10.42.2.0/24", "10.42.3.0/24", "10.5.0.1"].iter().all(|prefix| routed(prefix))
                 && fs::read_to_string(ON_DISK).is_ok_and(|text| text.contains("\"n3\""))
         })
@@ -146,7 +138,7 @@ fn a_host_that_boots_while_the_api_server_is_away_has_everything_and_the_server_
         let written = version().await;
 
         let _agent = Agent::start(&kubeconfig);
-        until("start without API server", 20, async || {
+        until("start without API server", Duration::from_secs(20), async || {
             netns::succeeds("ip link show kilo0") && routed("10.42.3.0/24") && routed("10.5.0.1")
         })
         .await;
@@ -158,9 +150,15 @@ fn a_host_that_boots_while_the_api_server_is_away_has_everything_and_the_server_
         assert_eq!(version().await, written, "nothing is published from the disk");
 
         proxy.set(Mode::Open);
-        until("the server rules again", 20, async || routed("10.42.4.0/24") && !routed("10.42.3.0/24")).await;
-        until("annotations are published again", 10, async || version().await != written).await;
-        until("what the server says is kept", 20, async || {
+        until("the server rules again", Duration::from_secs(20), async || {
+            routed("10.42.4.0/24") && !routed("10.42.3.0/24")
+        })
+        .await;
+        until("annotations are published again", Duration::from_secs(10), async || {
+            version().await != written
+        })
+        .await;
+        until("what the server says is kept", Duration::from_secs(20), async || {
             fs::read_to_string(ON_DISK).is_ok_and(|text| text.contains("\"n4\"") && !text.contains("\"n3\""))
         })
         .await;

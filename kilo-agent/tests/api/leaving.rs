@@ -2,12 +2,12 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use crate::{accounts, api, netns};
+use crate::{accounts, api, netns, scrape, wait::task as wait};
 
 use std::{
     path::{Path, PathBuf},
     process::{Child, Command},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Node, rbac::v1::RoleBinding};
@@ -88,14 +88,11 @@ async fn start(kubeconfig: &Path) -> Child {
     command.arg("--kubeconfig").arg(kubeconfig).args(["--hostname=n1", "--cni-path=/run/absent.conflist"]);
     command.args(["--failover=auto", "--leaders=2"]);
     let agent = command.spawn().unwrap();
-    let started = Instant::now();
-    let answers = "curl -fs http://127.0.0.1:1107/health > /dev/null && echo so || true";
-    while sh(answers).is_empty() || sh(PINS).matches("/links/").count() < 4 {
-        assert!(started.elapsed() < Duration::from_secs(20), "nothing is set up: {}", sh(PINS));
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-    // Rules are the last that is looked after.
-    tokio::time::sleep(Duration::from_millis(500)).await;
+    wait::until("the agent has put everything right", Duration::from_secs(20), async || {
+        let pins = sh(PINS);
+        if scrape::has_done(&[]) && pins.matches("/links/").count() >= 4 { Ok(()) } else { Err(pins) }
+    })
+    .await;
     agent
 }
 

@@ -7,6 +7,7 @@
     unused_imports,
     reason = "tests"
 )]
+#![deny(clippy::disallowed_methods)]
 
 #[path = "../support/accounts.rs"]
 mod accounts;
@@ -20,6 +21,10 @@ mod front;
 mod netns;
 #[path = "../support/proxy.rs"]
 mod proxy;
+#[path = "../support/scrape.rs"]
+mod scrape;
+#[path = "../support/wait.rs"]
+mod wait;
 
 mod agent;
 mod backend;

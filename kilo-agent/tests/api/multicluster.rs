@@ -5,12 +5,13 @@
 
 use crate::api;
 use crate::netns;
+use crate::wait::{task, until};
 
 use std::{
     collections::BTreeMap,
     path::PathBuf,
     process::{Child, Command},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use k8s_openapi::api::core::v1 as core;
@@ -29,6 +30,8 @@ use serde_json::{Value, json};
 
 use api::{ADMIN, ApiServer, apply, apply_crds};
 
+const LIMIT: Duration = Duration::from_secs(15);
+
 /// A cluster of one node `nN` with one pod in the namespace `pN`.
 struct Cluster {
     server: ApiServer,
@@ -45,14 +48,6 @@ impl Drop for Cluster {
         }
         // The userspace WireGuard process ends with its interface.
         succeeds(&format!("ip -n n{} link delete kilo0", self.number));
-    }
-}
-
-fn until(what: &str, mut check: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(15);
-    while !check() {
-        assert!(Instant::now() < deadline, "{what} within 15 s");
-        std::thread::sleep(Duration::from_millis(100));
     }
 }
 
@@ -78,7 +73,9 @@ impl Cluster {
         let mut cluster = Self { server, client, number, processes: Vec::new() };
         cluster.network();
         cluster.run();
-        until("the node's key", || cluster.kgctl(&["showconf", "node", &format!("n{number}")]).is_some());
+        until("the node's key", LIMIT, || {
+            cluster.kgctl(&["showconf", "node", &format!("n{number}")]).is_some()
+        });
         Some(cluster)
     }
 
@@ -271,11 +268,10 @@ async fn follows(one: &Cluster, two: &Cluster) {
 }
 
 async fn until_peers_rest(cluster: &Cluster) {
-    let deadline = Instant::now() + Duration::from_secs(30);
-    while cluster.peers().await.values().any(|(_, peer)| peer.status.is_none()) {
-        assert!(Instant::now() < deadline, "every Peer has a status");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    task::until("every Peer has a status", Duration::from_secs(30), async || {
+        cluster.peers().await.values().all(|(_, peer)| peer.status.is_some())
+    })
+    .await;
 }
 
 /// Overlapping ranges and keys in two places: refused with both objects named, nothing written.
@@ -319,7 +315,7 @@ async fn two_clusters() {
     for (here, there) in [(&one, &two), (&two, &one)] {
         let (n, far) = (here.number, there.number);
         let ping = format!("ip netns exec p{n} ping -c 1 -W 1 {}", pod(far));
-        until("the other cluster's pod answers", || succeeds(&ping));
+        until("the other cluster's pod answers", LIMIT, || succeeds(&ping));
         let answer = format!("cluster {far} saw {}", pod(n));
         assert_eq!(here.asks(&pod(far), 8080), answer, "pod to pod, not masqueraded");
         let cluster_ip = there.service("important-service", &pod(far), 8080).await;
@@ -334,6 +330,6 @@ async fn two_clusters() {
     assert!(success && said.matches(" deleted\n").count() == 2, "{said}");
     assert_eq!(two.peers().await.into_keys().collect::<Vec<_>>(), ["laptop"]);
     let ping = format!("ip netns exec p1 ping -c 1 -W 1 {}", pod(2));
-    until("the other cluster's pod is gone", || !succeeds(&ping));
+    until("the other cluster's pod is gone", LIMIT, || !succeeds(&ping));
     assert!(peer_cluster(&one, &two, &["--remove"]).1.contains("nothing to do"));
 }

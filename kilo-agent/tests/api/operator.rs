@@ -23,7 +23,10 @@ use crate::{
     agent::{Agent, annotate, create_member, kg, make_host, name, peer, until_said},
     api::{self, ADMIN, ApiServer, apply, apply_crds, create_node},
     netns,
+    wait::task,
 };
+
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// One server, one node `n1`, and its agent with the rights of the manifests.
 struct Site {
@@ -67,57 +70,43 @@ impl Site {
 
     /// Waits for an Event about a Node.
     async fn event(&self, node: &str, reason: &str, part: &str) {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        loop {
+        task::until(&format!("{reason} {part:?} about {node}"), LIMIT, async || {
             let events = self.events(node, node).await;
             if events.iter().any(|(other, text)| other == reason && text.contains(part)) {
-                return;
+                return Ok(());
             }
-            let log = std::fs::read_to_string(&self.log).unwrap();
-            assert!(Instant::now() < deadline, "no {reason} {part:?} about {node}: {events:#?}\n{log}");
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
+            Err(format!("{events:#?}\n{}", std::fs::read_to_string(&self.log).unwrap()))
+        })
+        .await;
     }
 
     /// Waits until the annotation `state` of a node is this.
     async fn state(&self, node: &str, wanted: impl Fn(&str) -> bool) {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        loop {
+        task::until(&format!("the annotation of {node} is as wanted"), LIMIT, async || {
             let node = self.nodes.get(node).await.unwrap();
             let state = node.annotations().get(&name("state")).cloned().unwrap_or_default();
-            if wanted(&state) {
-                return;
-            }
-            assert!(Instant::now() < deadline, "{state:?}");
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
+            if wanted(&state) { Ok(()) } else { Err(state) }
+        })
+        .await;
     }
 
     /// The last line of the log with this message.
     async fn line(&self, message: &str) -> Value {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        loop {
+        task::until(&format!("a line {message:?}"), LIMIT, async || {
             let log = std::fs::read_to_string(&self.log).unwrap();
             let mut lines = log.lines().rev().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-            if let Some(line) = lines.find(|line| field(line, "message") == message) {
-                return line;
-            }
-            assert!(Instant::now() < deadline, "no line {message:?}:\n{log}");
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
+            lines.find(|line| field(line, "message") == message).ok_or(log)
+        })
+        .await
     }
 
     /// Waits until a page of the agent is as wanted.
     async fn page(&self, path: &str, wanted: impl Fn(&str) -> bool) -> String {
-        let deadline = Instant::now() + Duration::from_secs(90);
-        loop {
+        task::until(&format!("{path} is as wanted"), Duration::from_secs(90), async || {
             let page = netns::sh(&format!("curl -s http://127.0.0.1:1107{path} || true"));
-            if wanted(&page) {
-                return page;
-            }
-            assert!(Instant::now() < deadline, "{path}: {page}");
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        }
+            if wanted(&page) { Ok(page) } else { Err(page) }
+        })
+        .await
     }
 }
 
@@ -232,8 +221,8 @@ fn a_peer_has_a_condition_to_wait_for() {
         site.line("mesh as this node sees it").await;
         apply(&site.client, &peer(9, "10.5.0.1/32"), false).await.unwrap();
         let kubeconfig = site.server.kubeconfig(ADMIN, site.server.port());
-        wait(&kubeconfig, "True").await;
         let peers: Api<Peer> = Api::all(site.client.clone());
+        until_ready(&peers, &kubeconfig, "True").await;
         let laptop = peers.get("laptop").await.unwrap();
         let uid = laptop.uid().unwrap();
         let accepted = laptop.status.unwrap().conditions.remove(0);
@@ -249,18 +238,22 @@ fn a_peer_has_a_condition_to_wait_for() {
         let key = site.nodes.get("n1").await.unwrap().annotations()[&name("key")].clone();
         let stolen = json!({"spec": {"publicKey": key}});
         peers.patch("laptop", &PatchParams::default(), &Patch::Merge(&stolen)).await.unwrap();
-        wait(&kubeconfig, "False").await;
+        until_ready(&peers, &kubeconfig, "False").await;
         let status = peers.get("laptop").await.unwrap().status.unwrap();
         assert!(!status.accepted);
         assert_eq!(status.conditions[0].reason, "KeyOfAnother");
         assert!(status.conditions[0].message.contains("belongs to location:"), "{:?}", status.conditions);
         assert_ne!(status.conditions[0].last_transition_time, "");
-        let deadline = Instant::now() + Duration::from_secs(20);
         // Their names are made by chance, and so is the order of the list.
-        while sorted(&site.events("laptop", &uid).await) != ["PeerAccepted", "PeerRefused"] {
-            assert!(Instant::now() < deadline, "{:#?}", site.events("laptop", &uid).await);
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
+        task::until("both Events", LIMIT, async || {
+            let events = site.events("laptop", &uid).await;
+            if sorted(&events) == ["PeerAccepted", "PeerRefused"] {
+                Ok(())
+            } else {
+                Err(format!("{events:#?}"))
+            }
+        })
+        .await;
         assert_eq!(field(&site.line("peer joined the mesh").await, "peer"), "laptop");
         assert!(field(&site.line("peer is not in the mesh").await, "why").contains("spec.publicKey"));
         peers.delete("laptop", &DeleteParams::default()).await.unwrap();
@@ -280,10 +273,16 @@ fn the_last_handshake_and_endpoint_of_a_peer_are_in_its_object() {
         let known = format!("wg show kilo0 peers | grep -q {}", secret.public());
         until_said(&format!("{known} && echo yes"), |said| said.contains("yes")).await;
         let peers: Api<Peer> = Api::all(site.client.clone());
-        // It is known, and away.
-        tokio::time::sleep(Duration::from_secs(7)).await;
-        let away = peers.get("laptop").await.unwrap().status.unwrap();
-        assert_eq!((away.last_handshake, away.endpoint), (None, None));
+        // Longer than the agent takes from one look at handshakes to the next.
+        task::stays(
+            "a peer that is known, and away, has shaken no hands",
+            Duration::from_secs(7),
+            async || {
+                let status = peers.get("laptop").await.unwrap().status.unwrap_or_default();
+                (status.last_handshake, status.endpoint) == (None, None)
+            },
+        )
+        .await;
 
         // It connects, from another network.
         netns::sh(
@@ -301,16 +300,14 @@ fn the_last_handshake_and_endpoint_of_a_peer_are_in_its_object() {
             "wg set wgb listen-port 40123 private-key /run/laptop.key peer {key} endpoint 198.51.100.1:51820 \
              persistent-keepalive 1 allowed-ips 10.4.0.0/16; ip -n b link set wgb up"
         ));
-        let deadline = Instant::now() + Duration::from_secs(60);
-        let written = loop {
+        let written = task::until("the handshake is in the object", LIMIT, async || {
             let laptop = peers.get("laptop").await.unwrap();
-            if laptop.status.as_ref().is_some_and(|status| status.last_handshake.is_some()) {
-                break laptop;
+            match laptop.status.as_ref().is_some_and(|status| status.last_handshake.is_some()) {
+                true => Ok(laptop),
+                false => Err(format!("{laptop:?}: {}", netns::sh("wg show kilo0; wg show wgb"))),
             }
-            let shown = netns::sh("wg show kilo0; wg show wgb");
-            assert!(Instant::now() < deadline, "{laptop:?}: {shown}");
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        };
+        })
+        .await;
         let status = written.status.clone().unwrap();
         let time: Timestamp = status.last_handshake.unwrap().parse().unwrap();
         assert!(Timestamp::now().0 - time.0 < 60, "{time}");
@@ -321,9 +318,12 @@ fn the_last_handshake_and_endpoint_of_a_peer_are_in_its_object() {
             table.contains("\"True\",\"Accepted\",\"") && table.contains("\"198.51.100.7:40123\""),
             "{table}"
         );
-        // Packets pass each second, and nothing is written.
-        tokio::time::sleep(Duration::from_secs(15)).await;
-        assert_eq!(peers.get("laptop").await.unwrap().resource_version(), written.resource_version());
+        task::stays(
+            "packets pass each second, and nothing is written",
+            Duration::from_secs(15),
+            async || peers.get("laptop").await.unwrap().resource_version() == written.resource_version(),
+        )
+        .await;
     });
 }
 
@@ -340,10 +340,16 @@ impl Site {
 }
 
 /// `kubectl wait`, or the same by hand.
-async fn wait(kubeconfig: &Path, status: &'static str) {
+async fn until_ready(peers: &Api<Peer>, kubeconfig: &Path, status: &'static str) {
     let Some(kubectl) = kubectl() else {
         println!("kilo-skip: there is no kubectl; `cargo xtask kube-tools` gets it");
-        tokio::time::sleep(Duration::from_secs(5)).await;
+        task::until(&format!("the condition is {status}"), Duration::from_secs(30), async || {
+            let peer = peers.get("laptop").await.unwrap();
+            peer.status.is_some_and(|said| {
+                said.conditions.iter().any(|one| one.type_ == "Ready" && one.status == status)
+            })
+        })
+        .await;
         return;
     };
     let (kubectl, kubeconfig) = (kubectl.display().to_string(), kubeconfig.display().to_string());

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
+use crate::wait::until;
 use crate::{accounts, api, netns};
 
 use std::{
@@ -10,7 +11,7 @@ use std::{
     net::TcpStream,
     path::Path,
     process::Command,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use k8s_openapi::api::core::v1 as core;
@@ -23,6 +24,8 @@ use serde_json::json;
 
 use api::{ADMIN, ApiServer, apply, apply_crds, create_node, manifest};
 
+const LIMIT: Duration = Duration::from_secs(20);
+
 /// Status code and the whole answer.
 fn get(path: &str, token: Option<&str>) -> (u16, String) {
     let Ok(mut stream) = TcpStream::connect("127.0.0.1:1107") else { return (0, String::new()) };
@@ -32,14 +35,6 @@ fn get(path: &str, token: Option<&str>) -> (u16, String) {
     stream.read_to_end(&mut bytes).unwrap();
     let text = String::from_utf8_lossy(&bytes).into_owned();
     (text.split(' ').nth(1).and_then(|code| code.parse().ok()).unwrap_or(0), text)
-}
-
-fn until(what: &str, mut check: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !check() {
-        assert!(Instant::now() < deadline, "{what} within 20 s");
-        std::thread::sleep(Duration::from_millis(200));
-    }
 }
 
 fn kgctl(arguments: &[&str]) -> (bool, String, String) {
@@ -76,7 +71,7 @@ fn the_page_wants_a_token_that_the_api_server_accepts() {
         let mut kg = Command::new(env!("CARGO_BIN_EXE_kg"));
         kg.arg("--kubeconfig").arg(&agents).args(["--hostname", "n1", "--page-access", "token"]);
         let _agent = netns::Agent(kg.spawn().unwrap());
-        until("health", || get("/health", None).0 == 200);
+        until("health", LIMIT, || get("/health", None).0 == 200);
         let viewer_config = accounts::token_of(&server, "default", "viewer").await;
         let viewer = token_in(&viewer_config);
 
@@ -95,7 +90,7 @@ fn the_page_wants_a_token_that_the_api_server_accepts() {
         });
         apply(&client, &serde_json::from_value(binding).unwrap(), false).await.unwrap();
         let nosy = token_in(&accounts::token_of(&server, "default", "nosy").await);
-        until("the viewer's right", || get("/status", Some(&viewer)).0 == 200);
+        until("the viewer's right", LIMIT, || get("/status", Some(&viewer)).0 == 200);
         for path in ["/", "/page/app.js", "/status", "/graph"] {
             assert_eq!(get(path, Some(&viewer)).0, 200, "{path}");
             let (code, text) = get(path, None);

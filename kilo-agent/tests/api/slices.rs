@@ -3,11 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use std::{
-    collections::BTreeMap,
-    path::PathBuf,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use k8s_openapi::api::{coordination::v1::Lease, core::v1 as core};
 use kilo_agent::backend::{
@@ -30,6 +26,7 @@ use serde_json::json;
 use crate::{
     accounts::account,
     api::{ADMIN, ApiServer, apply, apply_crds, create_node, manifest, until, until_may},
+    wait::task as wait,
 };
 
 const LABEL: &str = "topology.kubernetes.io/region";
@@ -125,18 +122,8 @@ fn report(backend: &KubernetesBackend) -> SlicesReport {
     backend.slices().unwrap()
 }
 
-async fn wait(what: &str, limit: Duration, is_so: impl AsyncFn() -> bool) -> Duration {
-    let started = Instant::now();
-    while !is_so().await {
-        assert!(started.elapsed() < limit, "{what}: not within {limit:?}");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-    println!("{what}: after {:?}", started.elapsed());
-    started.elapsed()
-}
-
 async fn read_slices(backends: &[&KubernetesBackend]) {
-    wait("all read slices", Duration::from_secs(30), async || {
+    wait::until("all read slices", Duration::from_secs(30), async || {
         backends.iter().all(|backend| report(backend).reads)
     })
     .await;
@@ -171,14 +158,18 @@ async fn one_agent_writes_what_the_others_read_and_a_dead_one_is_replaced() {
     // A change touches one slice, and is known soon; a heartbeat touches none.
     let before = report(&backends[&writer]).written;
     cluster.beat(&others[0], now() + 1, 300).await;
-    tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!(report(&backends[&writer]).written, before, "a heartbeat");
+    wait::stays("a heartbeat writes no slice", Duration::from_secs(2), async || {
+        report(&backends[&writer]).written == before
+    })
+    .await;
     cluster.annotate(&others[1], "leader", "true").await;
     let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes[&*others[1]].leader).await;
     println!("a change was known after {took:?}");
     assert!(took < Duration::from_secs(2), "{took:?}");
-    tokio::time::sleep(Duration::from_secs(1)).await;
-    assert_eq!(report(&backends[&writer]).written, before + 1, "one slice");
+    wait::stays("one slice is written", Duration::from_secs(1), async || {
+        report(&backends[&writer]).written == before + 1
+    })
+    .await;
 
     // Nodes that come and go, and the own one at once.
     cluster.create("n99", 99).await;
@@ -210,7 +201,7 @@ async fn slices_that_are_deleted_spoiled_or_forged_are_mended_and_take_no_node_a
     read_slices(&[&first, &second]).await;
     let complete = || [&first, &second].iter().all(|backend| backend.watch().borrow().nodes.len() == 45);
     let whole = async || {
-        wait("all slices are there and right", SOON, async || {
+        wait::until("all slices are there and right", SOON, async || {
             assert!(complete(), "a node was lost");
             let bad = [&first, &second].iter().any(|backend| report(backend).bad + report(backend).twice > 0);
             cluster.sliced().await == 45 && !bad
@@ -221,7 +212,8 @@ async fn slices_that_are_deleted_spoiled_or_forged_are_mended_and_take_no_node_a
     cluster.slices.delete(some, &DeleteParams::default()).await.unwrap();
     whole().await;
     cluster.slices.delete(INDEX, &DeleteParams::default()).await.unwrap();
-    wait("the index is back", SOON, async || cluster.slices.get_opt(INDEX).await.unwrap().is_some()).await;
+    wait::until("the index is back", SOON, async || cluster.slices.get_opt(INDEX).await.unwrap().is_some())
+        .await;
     whole().await;
     cluster.slices.delete_collection(&DeleteParams::default(), &ListParams::default()).await.unwrap();
     whole().await;
@@ -234,13 +226,13 @@ async fn slices_that_are_deleted_spoiled_or_forged_are_mended_and_take_no_node_a
     let ghost = Entry { name: "ghost".to_owned(), ..twice.clone() };
     slice.spec.nodes.extend([twice, ghost]);
     cluster.slices.replace(some, &PostParams::default(), &slice).await.unwrap();
-    wait("the lie is gone", SOON, async || {
+    wait::until("the lie is gone", SOON, async || {
         let slice = cluster.slices.get(some).await.unwrap();
         cluster.sliced().await == 45
             && slice.spec.nodes[0].annotations["key"] != PublicKey([99; 32]).to_string()
     })
     .await;
-    wait("and nobody believes it", SOON, async || {
+    wait::until("and nobody believes it", SOON, async || {
         let snapshot = second.watch().borrow().clone();
         let honest = |node: &&str| snapshot.nodes[node].key != Some(PublicKey([99; 32]));
         complete() && snapshot.nodes.names().all(|name| honest(&name)) && !snapshot.nodes.contains("ghost")
@@ -259,8 +251,10 @@ async fn a_node_of_kilos_own_sends_all_back_to_nodes_within_a_minute() {
     cluster.annotate("n04", "last-seen", &(now() + 7).to_string()).await;
     let mut snapshots = second.watch();
     until(&mut snapshots, SOON, |snapshot| snapshot.nodes["n04"].heartbeat.is_none()).await;
-    wait("all read Nodes", Duration::from_mins(1), async || !report(&first).reads && !report(&second).reads)
-        .await;
+    wait::until("all read Nodes", Duration::from_mins(1), async || {
+        !report(&first).reads && !report(&second).reads
+    })
+    .await;
     assert!(report(&second).against.unwrap().contains("Kilo's own agent"));
     until(&mut snapshots, SOON, |snapshot| snapshot.nodes["n03"].judged.is_none()).await;
     // Heartbeats are seen as they come.
@@ -307,7 +301,11 @@ async fn without_rights_or_crd_agents_read_nodes_as_before() {
         >(&()),
     );
     crds.delete("nodeslices.kilo.squat.ai", &DeleteParams::default()).await.unwrap();
-    tokio::time::sleep(Duration::from_secs(1)).await;
+    let slices: Api<NodeSlice> = Api::all(admin.clone());
+    wait::until("slices are no longer served", Duration::from_secs(20), async || {
+        slices.list(&ListParams::default()).await.is_err()
+    })
+    .await;
     let backend = start().await;
     assert_eq!(backend.watch().borrow().nodes.len(), 2);
     create_node(&admin, "old-c", &[]).await;
@@ -327,7 +325,7 @@ async fn a_dead_node_is_judged_by_the_writer_for_all() {
     let beat = async {
         loop {
             cluster.beat(&writer, now(), 30).await;
-            tokio::time::sleep(Duration::from_secs(2)).await;
+            wait::pace(Duration::from_secs(2)).await;
         }
     };
     let judged = until(&mut snapshots, Duration::from_secs(90), |snapshot| {
@@ -375,16 +373,17 @@ async fn slices_that_nobody_writes_or_that_deny_the_own_node_are_not_believed() 
     assert!(report(&backend).against.is_none());
     slice.spec.nodes[0].alive = false;
     write(&mut slice).await;
-    wait("the own node is said to be dead", SOON, async || says("do not follow the own node")).await;
+    wait::until("the own node is said to be dead", SOON, async || says("do not follow the own node")).await;
     slice.spec.nodes[0].alive = true;
     write(&mut slice).await;
-    wait("it lives again", SOON, async || report(&backend).against.is_none()).await;
+    wait::until("it lives again", SOON, async || report(&backend).against.is_none()).await;
     // An index that names nothing takes nobody along.
     index.spec.index.as_mut().unwrap().slices.clear();
     write(&mut index).await;
-    wait("no slice has the own node", SOON, async || says("do not follow the own node")).await;
-    tokio::time::sleep(Duration::from_secs(3)).await;
-    assert_eq!(backend.watch().borrow().nodes.len(), 5);
-    assert!(report(&backend).reads && !report(&backend).writes);
-    assert!(leases.get_opt(LEASE).await.unwrap().is_none());
+    wait::until("no slice has the own node", SOON, async || says("do not follow the own node")).await;
+    wait::stays("all nodes stay, and the agent writes nothing", Duration::from_secs(3), async || {
+        let (nodes, report) = (backend.watch().borrow().nodes.len(), report(&backend));
+        nodes == 5 && report.reads && !report.writes && leases.get_opt(LEASE).await.unwrap().is_none()
+    })
+    .await;
 }

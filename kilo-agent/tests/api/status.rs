@@ -4,13 +4,14 @@
 
 use crate::api;
 use crate::netns;
+use crate::wait::{task, until};
 
 use std::{
     io::{Read as _, Write as _},
     net::TcpStream,
     path::Path,
     process::Command,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use k8s_openapi::api::core::v1 as core;
@@ -23,6 +24,8 @@ use kube::{
 use serde_json::json;
 
 use api::{ADMIN, AGENT, ApiServer, apply, apply_crds, create_node, manifest};
+
+const LIMIT: Duration = Duration::from_secs(20);
 
 fn kgctl(kubeconfig: &Path, arguments: &[&str]) -> (bool, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kgctl"));
@@ -43,14 +46,6 @@ fn scrape() -> String {
     let mut text = String::new();
     stream.read_to_string(&mut text).unwrap();
     text
-}
-
-fn until(what: &str, mut check: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !check() {
-        assert!(Instant::now() < deadline, "{what} within 20 s");
-        std::thread::sleep(Duration::from_millis(200));
-    }
 }
 
 #[test]
@@ -131,8 +126,8 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
         kg.arg("--kubeconfig").arg(&kubeconfig).args(["--hostname", "n1", "--resync-period", "1s"]);
         let _agent = netns::Agent(kg.spawn().unwrap());
         let url = "--agent=http://127.0.0.1:1107";
-        until("the agent's answer", || kgctl(&kubeconfig, &[url]).0);
-        until("n1 leads by its public endpoint", || {
+        until("the agent's answer", LIMIT, || kgctl(&kubeconfig, &[url]).0);
+        until("n1 leads by its public endpoint", LIMIT, || {
             let found = status(&kubeconfig, &[url]);
             let location = found.locations.first();
             location.is_some_and(|location| {
@@ -141,7 +136,7 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
             })
         });
         // The view is there a moment before the device has its peers.
-        until("the device's peers", || {
+        until("the device's peers", LIMIT, || {
             let agent = status(&kubeconfig, &[url]).agent.unwrap();
             let names = agent.tunnels.iter().filter_map(|tunnel| tunnel.name.as_deref());
             let peers: Vec<_> = names.filter(|name| name.starts_with("peer:")).collect();
@@ -175,7 +170,7 @@ fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
         let nodes: Api<core::Node> = Api::all(client.clone());
         let ask = json!({"metadata": {"annotations": {name("leader"): ""}}});
         nodes.patch("n0", &PatchParams::default(), &Patch::Merge(&ask)).await.unwrap();
-        until("n0 leads because it asks", || {
+        until("n0 leads because it asks", LIMIT, || {
             let location = status(&kubeconfig, &[url]).locations.remove(0);
             location.leader.as_deref() == Some("n0")
                 && location.reason == Some(LeaderReason::Asks)
@@ -274,15 +269,10 @@ fn a_duplicate_address_is_an_event_of_the_node_with_the_rights_of_the_manifests(
 
             let events: Api<core::Event> = Api::namespaced(client.clone(), "default");
             let of_node = ListParams::default().fields("involvedObject.name=n1,reason=AddressConflict");
-            let deadline = Instant::now() + Duration::from_secs(30);
-            let found = loop {
-                let found = events.list(&of_node).await.unwrap().items;
-                if !found.is_empty() {
-                    break found;
-                }
-                assert!(Instant::now() < deadline, "an Event within 30 s");
-                tokio::time::sleep(Duration::from_millis(200)).await;
-            };
+            let found = task::until("an Event", Duration::from_secs(30), async || {
+                Some(events.list(&of_node).await.unwrap().items).filter(|found| !found.is_empty())
+            })
+            .await;
             let [event] = &found[..] else { panic!("one: {found:?}") };
             let text = event.message.as_deref().unwrap();
             assert_eq!(text, "n0, n1 claim the private address 10.1.0.11");
@@ -295,7 +285,7 @@ fn a_duplicate_address_is_an_event_of_the_node_with_the_rights_of_the_manifests(
             let nodes: Api<core::Node> = Api::all(client.clone());
             let moved = json!({"metadata": {"annotations": {name("internal-ip"): "10.1.0.10/24"}}});
             nodes.patch("n0", &PatchParams::default(), &Patch::Merge(&moved)).await.unwrap();
-            until("the conflict is over", || scrape().contains("kilo_address_conflicts 0"));
+            until("the conflict is over", LIMIT, || scrape().contains("kilo_address_conflicts 0"));
             assert_eq!(events.list(&of_node).await.unwrap().items.len(), 1);
         },
     );

@@ -13,9 +13,11 @@
 
 use crate::api;
 use crate::netns;
+use crate::wait::{pace, task, time_passes};
 
 use std::{
     collections::BTreeMap,
+    fmt,
     fs::{self, File},
     net::UdpSocket,
     path::PathBuf,
@@ -162,7 +164,7 @@ impl Stream {
                 };
                 // Without a way it is lost, too.
                 let _ = from.send_to(&(number as u64).to_be_bytes(), ECHO);
-                std::thread::sleep(Duration::from_millis(1));
+                pace(Duration::from_millis(1));
             }
         });
         let (ended, seen) = (Arc::clone(&stop), Arc::clone(&sent));
@@ -180,7 +182,7 @@ impl Stream {
     /// (sent, lost) since then; waits for what is under way.
     fn since(&self, since: Instant) -> (usize, usize) {
         let until = Instant::now();
-        std::thread::sleep(STRAGGLERS);
+        time_passes(STRAGGLERS, "answers may be under way");
         let sent = self.sent.lock().unwrap();
         let window = sent.iter().filter(|(at, _)| (since..until).contains(at));
         let answers: Vec<bool> = window.map(|(_, answered)| *answered).collect();
@@ -204,13 +206,16 @@ impl Drop for Stream {
 }
 
 async fn until(what: &str, limit: u64, mut reached: impl AsyncFnMut() -> bool) -> Duration {
-    let started = Instant::now();
-    while !reached().await {
-        assert!(started.elapsed() < Duration::from_secs(limit), "not within {limit} s: {what}\n{}", sh(LOGS));
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-    println!("{what}: after {:?}", started.elapsed());
-    started.elapsed()
+    let logs = || fmt::from_fn(|to| to.write_str(&sh(LOGS)));
+    let began = Instant::now();
+    task::until(
+        what,
+        Duration::from_secs(limit),
+        async || if reached().await { Ok(()) } else { Err(logs()) },
+    )
+    .await;
+    println!("{what}: after {:?}", began.elapsed());
+    began.elapsed()
 }
 
 /// What `wg` says in b1; empty while there is no device.
@@ -300,7 +305,7 @@ async fn joins(client: &Client, stream: &Stream) {
     sh(CUT);
     until("a second of datagrams passes through the mesh", 30, async || {
         let began = Instant::now();
-        tokio::time::sleep(Duration::from_secs(1)).await;
+        task::time_passes(Duration::from_secs(1), "datagrams are counted").await;
         matches!(stream.since(began), (100.., 0))
     })
     .await;

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use crate::api;
+use crate::wait::{task, time_passes, until};
 
 use std::{
     fs,
@@ -11,7 +12,7 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command},
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
@@ -28,6 +29,8 @@ use rustls::{
 use serde_json::json;
 
 use api::{ADMIN, ApiServer, apply_crds, certificates, free_port};
+
+const LIMIT: Duration = Duration::from_secs(20);
 
 /// A running webhook with a certificate of its own.
 struct Webhook {
@@ -57,7 +60,7 @@ impl Webhook {
             .spawn()
             .unwrap();
         let webhook = Self { process, directory, port, metrics };
-        until("the webhook listens", || TcpStream::connect(("127.0.0.1", metrics)).is_ok());
+        until("the webhook listens", LIMIT, || TcpStream::connect(("127.0.0.1", metrics)).is_ok());
         webhook
     }
 
@@ -98,14 +101,6 @@ impl Webhook {
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
         answer
-    }
-}
-
-fn until(what: &str, mut check: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !check() {
-        assert!(Instant::now() < deadline, "{what} within 20 s");
-        std::thread::sleep(Duration::from_millis(50));
     }
 }
 
@@ -166,16 +161,17 @@ async fn the_api_server_is_told_whom_to_admit_and_whom_to_deny() {
         .unwrap()
     };
     let nowhere = json!({"dnsOrIP": {}, "port": 51820});
-    let deadline = Instant::now() + Duration::from_secs(20);
     // The API server reads its webhooks' configuration every second or so.
-    let denied = loop {
+    let denied = task::until("the webhook is asked", LIMIT, async || {
         match peers.create(&PostParams::default(), &peer("denied", nowhere.clone())).await {
-            Err(error) => break error.to_string(),
-            Ok(_) => drop(peers.delete("denied", &DeleteParams::default()).await),
+            Err(error) => Some(error.to_string()),
+            Ok(_) => {
+                drop(peers.delete("denied", &DeleteParams::default()).await);
+                None
+            }
         }
-        assert!(Instant::now() < deadline, "the webhook is not asked");
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    };
+    })
+    .await;
     let words = "admission webhook \"peers.kilo.squat.ai\" denied the request: spec.endpoint.dnsOrIP: \"\" is neither";
     assert!(denied.contains(words), "{denied}");
     peers
@@ -260,12 +256,12 @@ fn a_new_certificate_is_used_without_a_restart_and_half_of_one_is_not() {
     let fresh = tempfile::tempdir().unwrap();
     certificates(fresh.path());
     fs::copy(fresh.path().join("server.key"), directory.join("server.key")).unwrap();
-    until("half a pair is noticed", || webhook.scrape().contains("errors_total 1"));
+    until("half a pair is noticed", LIMIT, || webhook.scrape().contains("errors_total 1"));
     assert!(webhook.say(&post(&good)).starts_with("HTTP/1.1 200"), "the old pair is still used");
     for name in ["server.crt", "ca.crt"] {
         fs::copy(fresh.path().join(name), directory.join(name)).unwrap();
     }
-    until("the new pair is used", || webhook.say(&post(&good)).starts_with("HTTP/1.1 200"));
+    until("the new pair is used", LIMIT, || webhook.say(&post(&good)).starts_with("HTTP/1.1 200"));
 }
 
 #[test]
@@ -279,17 +275,17 @@ fn a_review_under_way_is_answered_before_the_webhook_stops() {
     let (head, tail) = request.split_at(request.len() - 10);
     stream.write_all(head).unwrap();
     stream.flush().unwrap();
-    std::thread::sleep(Duration::from_millis(300));
+    time_passes(Duration::from_millis(300), "the webhook gives no sign that it has read the beginning");
     let process = nix::unistd::Pid::from_raw(webhook.process.id().try_into().unwrap());
     nix::sys::signal::kill(process, nix::sys::signal::Signal::SIGTERM).unwrap();
-    until("no new connections", || TcpStream::connect(("127.0.0.1", webhook.port)).is_err());
+    until("no new connections", LIMIT, || TcpStream::connect(("127.0.0.1", webhook.port)).is_err());
     stream.write_all(tail).unwrap();
     stream.flush().unwrap();
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
     let answer = String::from_utf8_lossy(&answer).into_owned();
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer:?}");
-    until("it ends", || webhook.process.try_wait().unwrap().is_some());
+    until("it ends", LIMIT, || webhook.process.try_wait().unwrap().is_some());
     assert!(webhook.process.wait().unwrap().success());
 }
 

@@ -5,6 +5,7 @@
 
 use crate::netns;
 use crate::support;
+use crate::wait::{pace, task as wait};
 
 use std::{
     collections::BTreeSet,
@@ -14,7 +15,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use aya::{
@@ -124,15 +125,12 @@ impl World {
         hook: TcAttachType,
         wanted: (usize, usize),
     ) {
-        let started = Instant::now();
-        while self.copies(program, interface, hook).await != wanted {
-            assert!(
-                started.elapsed() < Duration::from_secs(10),
-                "{program}: {:?} instead of {wanted:?} links and filters",
-                self.copies(program, interface, hook).await
-            );
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        let what = format!("{program} has {wanted:?} links and filters");
+        wait::until(&what, Duration::from_secs(10), async || {
+            let copies = self.copies(program, interface, hook).await;
+            if copies == wanted { Ok(()) } else { Err(format!("{copies:?}")) }
+        })
+        .await;
     }
 }
 
@@ -204,11 +202,11 @@ fn dropped(dataplane: &Dataplane) -> u64 {
 
 /// Waits until `value` returns what is wanted, at most ten seconds.
 async fn settles<T: PartialEq + std::fmt::Debug>(wanted: T, value: impl Fn() -> T) {
-    let started = Instant::now();
-    while value() != wanted && started.elapsed() < Duration::from_secs(10) {
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-    assert_eq!(value(), wanted);
+    wait::until(&format!("the value is {wanted:?}"), Duration::from_secs(10), async || {
+        let value = value();
+        if value == wanted { Ok(()) } else { Err(format!("{value:?}")) }
+    })
+    .await;
 }
 
 #[test]
@@ -291,11 +289,10 @@ fn what_somebody_removed_is_noticed_put_back_and_counted() {
             assert!(dataplane.is_attached(&world.net).await.unwrap());
             sh(&removal);
             // The kernel frees a link some time after its last name is gone.
-            let started = Instant::now();
-            while dataplane.is_attached(&world.net).await.unwrap() {
-                assert!(started.elapsed() < Duration::from_secs(10), "{removal} was not noticed");
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
+            wait::until(&format!("{removal} is noticed"), Duration::from_secs(10), async || {
+                !dataplane.is_attached(&world.net).await.unwrap()
+            })
+            .await;
             let attached = world.attach(&mut dataplane).await;
             let gone = if removal.contains("qdisc") { 2 } else { 1 };
             assert_eq!((attached.changes, attached.reattached), (gone, gone), "{removal}");
@@ -413,14 +410,14 @@ fn the_next_agent_takes_over_without_a_gap() {
                 while !stop.load(Ordering::Relaxed) {
                     sender.send(&frame);
                     sent += 1;
-                    std::thread::sleep(Duration::from_micros(50));
+                    pace(Duration::from_micros(50));
                 }
                 sent
             }
         });
         drop(first);
         for mode in [AttachMode::Tcx, AttachMode::Clsact, AttachMode::Clsact, AttachMode::Tcx] {
-            tokio::time::sleep(Duration::from_millis(100)).await;
+            wait::time_passes(Duration::from_millis(100), "packets are sent in it").await;
             world.start(mode).await;
         }
         // As after an upgrade to another map layout: the links stay, the maps are new.
@@ -428,7 +425,7 @@ fn the_next_agent_takes_over_without_a_gap() {
         fs::rename(&pins, pins.parent().unwrap().join("v0")).unwrap();
         let (upgraded, _) = world.start(AttachMode::Auto).await;
         let next_reader = upgraded.counters().unwrap();
-        tokio::time::sleep(Duration::from_millis(100)).await;
+        wait::time_passes(Duration::from_millis(100), "packets are sent in it").await;
         stop.store(true, Ordering::Relaxed);
         let sent = sending.join().unwrap();
         println!("{sent} packets in six agents' lives");

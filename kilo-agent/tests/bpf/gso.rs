@@ -7,6 +7,7 @@ use crate::{
     links::host::{World, heard, in_lan, index, lan},
     netns::{isolated, sh, succeeds},
     support::{self, MEMBER_POD, OUTSIDE, OWN_POD, SELF},
+    wait::pace,
 };
 
 use std::{
@@ -144,7 +145,7 @@ fn look(socket: &OwnedFd, largest: &Largest, stop: &AtomicBool) {
             if ends {
                 return;
             }
-            std::thread::sleep(Duration::from_micros(200));
+            pace(Duration::from_micros(200));
             continue;
         };
         let udp = match start[12..14] {

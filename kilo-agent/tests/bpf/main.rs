@@ -7,11 +7,14 @@
     unused_imports,
     reason = "tests"
 )]
+#![deny(clippy::disallowed_methods)]
 
 #[path = "../netns/mod.rs"]
 mod netns;
 #[path = "../support/mod.rs"]
 mod support;
+#[path = "../support/wait.rs"]
+mod wait;
 
 mod agreement;
 mod attach;

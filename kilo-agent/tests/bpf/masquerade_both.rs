@@ -5,8 +5,9 @@
 
 mod masquerade;
 use crate::support;
+use crate::wait::time_passes;
 
-use std::net::IpAddr;
+use std::{net::IpAddr, time::Duration};
 
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
 use kilo_common::{
@@ -293,7 +294,7 @@ fn a_flow_that_lost_one_half_gets_it_back_with_its_next_packet() {
         let port = read(&world.out(&there).bytes).ports.0;
         let here = udp(outside, public, (53, port), b"");
         // The other half is looked after once a second.
-        let next_second = || std::thread::sleep(std::time::Duration::from_millis(1100));
+        let next_second = || time_passes(Duration::from_millis(1100), "the programs' clock counts seconds");
         assert_eq!(flows(&mut world, Some(NAT_INGRESS)), 2);
         next_second();
         assert_eq!(read(&world.out(&there).bytes).ports.0, port, "the port stays");
@@ -367,7 +368,7 @@ fn the_collector_is_told_of_each_second_in_which_a_flow_that_stands_has_packets(
         let seen = last_seen(&mut world);
         assert!(seen[0] > before[0] && seen[1] > before[1], "{seen:?} after {before:?}");
         before = seen;
-        std::thread::sleep(std::time::Duration::from_millis(1100));
+        time_passes(Duration::from_millis(1100), "the programs' clock counts seconds");
     }
 }
 

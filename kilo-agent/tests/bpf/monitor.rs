@@ -3,12 +3,13 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use crate::support;
+use crate::wait::until;
 
 use std::{
     io::{BufRead as _, BufReader},
     path::Path,
     process::{Child, Command, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use kilo_common::{
@@ -126,12 +127,10 @@ fn there_is_one_listener_and_after_it_has_gone_another() {
     let mut killed = Monitor::open(fs.path(), &[], 1).unwrap();
     assert!(events(&mut killed).is_empty());
     std::mem::forget(killed);
-    let started = Instant::now();
-    while Monitor::open(fs.path(), &[], 1).is_err() {
-        assert!(started.elapsed() < Duration::from_secs(6), "a listener that was killed blocks others");
-        std::thread::sleep(Duration::from_millis(100));
-    }
-    assert!(started.elapsed() > Duration::from_secs(2), "a listener that lives keeps its place");
+    let took = until("a listener that was killed blocks nobody", Duration::from_secs(6), || {
+        Monitor::open(fs.path(), &[], 1).is_ok()
+    });
+    assert!(took > Duration::from_secs(2), "a listener that lives keeps its place");
 }
 
 #[test]
@@ -174,11 +173,10 @@ fn listen(arguments: &[&str], lines: usize) -> Option<(Vec<String>, String)> {
     let stdout = BufReader::new(child.0.stdout.take().unwrap());
     let reader =
         std::thread::spawn(move || stdout.lines().take(lines).map(Result::unwrap).collect::<Vec<_>>());
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !reader.is_finished() && Instant::now() < deadline {
+    until("the listener has seen enough", Duration::from_secs(20), || {
         drop_one(&mut dataplane);
-        std::thread::sleep(Duration::from_millis(20));
-    }
+        reader.is_finished()
+    });
     let shown = reader.join().unwrap();
     child.0.wait().unwrap();
     let mut summary = String::new();

@@ -5,17 +5,16 @@
 use std::{
     collections::BTreeMap,
     fs,
-    io::{Read as _, Write as _},
-    net::TcpStream,
     path::Path,
     process::Command,
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use kilo_core::wireguard::key::PublicKey;
 use kilo_host::dataplane;
 
-use crate::netns::sh;
+pub use crate::scrape::{has_done, metrics};
+use crate::{netns::sh, wait::until};
 
 const CLUSTER: &str = "/run/cluster";
 const BPFFS: &str = "/sys/fs/bpf";
@@ -49,14 +48,8 @@ pub fn kg(before: &[&str]) -> Command {
 
 /// Waits until the kernel has made sure of its IPv6 addresses.
 pub fn settle() {
-    let tentative = || !sh("ip -6 address show tentative").is_empty();
-    for _ in 0..100 {
-        if !tentative() {
-            return;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(100));
-    }
-    panic!("addresses are tentative for 10 s");
+    let tentative = || sh("ip -6 address show tentative");
+    until("no IPv6 address is tentative", Duration::from_secs(10), || tentative().is_empty());
 }
 
 /// What is on the host, by what shows it.
@@ -120,20 +113,6 @@ pub fn write_peer(allowed_ip: &str) {
             "kind: Peer\nmetadata: {{name: laptop}}\nspec: {{allowedIPs: [{allowed_ip}], publicKey: {key}}}\n"
         ),
     );
-}
-
-/// The metrics of the agent; empty while nobody answers.
-pub fn metrics() -> BTreeMap<String, u64> {
-    let mut text = String::new();
-    let asked = TcpStream::connect("127.0.0.1:1107").and_then(|mut stream| {
-        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: kg\r\nConnection: close\r\n\r\n")?;
-        stream.read_to_string(&mut text)
-    });
-    drop(asked);
-    text.lines()
-        .filter_map(|line| line.rsplit_once(' '))
-        .filter_map(|(name, value)| Some((name.to_owned(), value.parse().ok()?)))
-        .collect()
 }
 
 /// Sections that differ, each with both sides.

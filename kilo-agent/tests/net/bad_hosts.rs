@@ -4,14 +4,17 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use crate::netns;
+use crate::wait::until;
 
 use std::{
     fs,
     process::{Command, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use netns::{Agent, isolated, sh};
+
+const LIMIT: Duration = Duration::from_secs(20);
 
 const LOG: &str = "/run/kg.log";
 
@@ -52,16 +55,11 @@ fn status(arguments: &str) -> String {
 
 /// Waits until a text holds all of these.
 #[track_caller]
-fn until(what: &str, text: impl Fn() -> String, wanted: &[&str]) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    loop {
+fn until_says(what: &str, text: impl Fn() -> String, wanted: &[&str]) {
+    until(&format!("{what} says {wanted:?}"), LIMIT, || {
         let text = text();
-        if wanted.iter().all(|wanted| text.contains(wanted)) {
-            return;
-        }
-        assert!(Instant::now() < deadline, "{what} does not say {wanted:?}: {text}");
-        std::thread::sleep(Duration::from_millis(100));
-    }
+        if wanted.iter().all(|wanted| text.contains(wanted)) { Ok(()) } else { Err(text) }
+    });
 }
 
 fn log() -> String {
@@ -74,10 +72,10 @@ const PODS: &str = "spec: {podCIDRs: [10.42.1.0/24]}\n";
 fn a_node_without_pod_cidr_is_told_how_it_gets_one() {
     isolated("a_node_without_pod_cidr_is_told_how_it_gets_one", || async {
         let _agent = start("", &["--cni=false"]);
-        until("the log", log, &["no pod CIDR", "--allocate-node-cidrs"]);
+        until_says("the log", log, &["no pod CIDR", "--allocate-node-cidrs"]);
         assert!(log().trim_end().lines().last().unwrap().contains("--allocate-node-cidrs"), "{}", log());
-        until("the status", || status(""), &["no pod CIDR", "--allocate-node-cidrs"]);
-        until("the agent's status", || status("--agent"), &["no pod CIDR", "--allocate-node-cidrs"]);
+        until_says("the status", || status(""), &["no pod CIDR", "--allocate-node-cidrs"]);
+        until_says("the agent's status", || status("--agent"), &["no pod CIDR", "--allocate-node-cidrs"]);
     });
 }
 
@@ -93,14 +91,13 @@ fn another_cnis_file_in_front_of_ours_is_named_until_it_is_gone() {
         fs::write("/run/net.d/05-other.conflist", "{}").unwrap();
         let _agent = start(PODS, &["--cni-path", "/run/net.d/10-kilo.conflist"]);
         let told = ["/run/net.d/05-other.conflist", "remove it"];
-        until("the log", log, &told);
-        until("the agent's status", || status("--agent"), &["warning: ", told[0], told[1]]);
+        until_says("the log", log, &told);
+        until_says("the agent's status", || status("--agent"), &["warning: ", told[0], told[1]]);
         sh("rm /run/net.d/05-other.conflist");
-        let deadline = Instant::now() + Duration::from_secs(20);
-        while status("--agent").contains("05-other") {
-            assert!(Instant::now() < deadline, "{}", status("--agent"));
-            std::thread::sleep(Duration::from_millis(100));
-        }
+        until("the status no longer names it", LIMIT, || {
+            let said = status("--agent");
+            if said.contains("05-other") { Err(said) } else { Ok(()) }
+        });
         assert_eq!(log().matches("05-other").count(), 1, "it is said once: {}", log());
     });
 }
@@ -123,14 +120,10 @@ fn former_pod_cidrs_are_not_forgotten_before_the_bridge_has_left_them() {
         with("more-than-fifteen-characters");
         let _agent = start(PODS, &["--cni-path", path]);
         let failures = || log().matches("failed to take the former pod CIDRs off the bridge").count();
-        let deadline = Instant::now() + Duration::from_secs(20);
-        while failures() < 2 {
-            assert!(Instant::now() < deadline, "it is tried again: {}", log());
-            std::thread::sleep(Duration::from_millis(100));
-        }
+        until("it is tried again", LIMIT, || if failures() < 2 { Err(log()) } else { Ok(()) });
         assert!(cni().contains("10.42.9.0"), "{}", cni());
         with("br2");
-        until("the CNI configuration", cni, &["10.42.1.0"]);
+        until_says("the CNI configuration", cni, &["10.42.1.0"]);
         let left = sh("ip address show dev br1");
         assert!(!left.contains("10.42.9.1") && !cni().contains("10.42.9.0"), "{left}: {}", cni());
     });
@@ -142,7 +135,7 @@ fn a_node_whose_agent_has_never_run_leads_to_its_log() {
         let _agent = start(PODS, &["--cni=false"]);
         let other = "apiVersion: v1\nkind: Node\nmetadata: {name: n2}\nspec: {podCIDRs: [10.42.2.0/24]}\n";
         fs::write("/run/cluster/n2.yaml", other).unwrap();
-        until(
+        until_says(
             "the status",
             || status(""),
             &["n2", "its agent never checked in: the log of its pod says why"],
@@ -161,11 +154,11 @@ fn the_nodes_external_ip_is_the_endpoint_and_the_flag_switches_it_off() {
         let node = format!("{PODS}status:\n  addresses: [{{type: ExternalIP, address: 203.0.113.9}}]\n");
         let written = || fs::read_to_string("/run/cluster/n1.kilo.yaml").unwrap_or_default();
         let agent = start(&node, &["--cni=false"]);
-        until("the agent's file", written, &["203.0.113.9:51820"]);
+        until_says("the agent's file", written, &["203.0.113.9:51820"]);
         drop(agent);
         sh("umount /sys/fs/bpf /sys; umount /var/lib; ip link delete eth0");
         let _agent = start(&node, &["--cni=false", "--endpoint-from=interface"]);
-        until("the agent's file", written, &["10.1.0.11:51820"]);
+        until_says("the agent's file", written, &["10.1.0.11:51820"]);
     });
 }
 
@@ -184,13 +177,13 @@ fn a_part_that_fails_keeps_no_rules_of_the_firewall_from_being_written() {
         let rules = ["--masquerade=nftables", "--iptables-forward-rules"];
         let _agent = start(PODS, &["--cni-path", "/run/net.d/10-kilo.conflist", rules[0], rules[1]]);
         let ruleset = || sh("nft list ruleset; iptables-nft -S");
-        until("the ruleset", ruleset, &["table inet kilo", "10.42.1.0/24", "KILO-FORWARD"]);
-        until("the log", log, &["51820"]);
+        until_says("the ruleset", ruleset, &["table inet kilo", "10.42.1.0/24", "KILO-FORWARD"]);
+        until_says("the log", log, &["51820"]);
         // Somebody takes them away, and the device still cannot be set up.
         sh("nft delete table inet kilo");
-        until("the ruleset", ruleset, &["table inet kilo"]);
+        until_says("the ruleset", ruleset, &["table inet kilo"]);
         assert!(!cni().contains("10.42.1.0"), "no pod starts without the mesh: {}", cni());
         drop(taken);
-        until("the CNI configuration", cni, &["10.42.1.0"]);
+        until_says("the CNI configuration", cni, &["10.42.1.0"]);
     });
 }

@@ -5,17 +5,20 @@
 
 use crate::netns;
 use crate::plugins;
+use crate::wait::task::until;
 
 use std::{
     fs,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use serde_json::{Value, json};
 
 const KG: &str = env!("CARGO_BIN_EXE_kg");
+
+const LIMIT: Duration = Duration::from_secs(20);
 
 /// A document of a manifest.
 fn document(manifest: &str, kind: &str) -> Value {
@@ -114,14 +117,6 @@ impl Drop for Agent {
     }
 }
 
-async fn until(what: &str, wanted: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !wanted() {
-        assert!(Instant::now() < deadline, "{what}");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-}
-
 /// Addresses a plugin's result names, without their length.
 fn addresses(result: &Value) -> Vec<String> {
     let ips = result["ips"].as_array().unwrap();
@@ -162,14 +157,17 @@ fn pods_of_both_families_are_made_from_the_configuration_kg_completes() {
                 .spawn()
                 .unwrap(),
         );
-        until("the rubbish is named", || {
+        until("the rubbish is named", LIMIT, async || {
             let log = fs::read_to_string(&log).unwrap();
             log.contains("it has no list of plugins") && log.contains("10-kilo.conflist")
         })
         .await;
         assert_eq!(fs::read_to_string(&conf).unwrap(), "{\"plugins\": 3}");
         fs::copy(root.join("config/cni-conf.json"), &conf).unwrap();
-        until("kg writes the ranges", || fs::read_to_string(&conf).unwrap().contains("fd00:42:1::/64")).await;
+        until("kg writes the ranges", LIMIT, async || {
+            fs::read_to_string(&conf).unwrap().contains("fd00:42:1::/64")
+        })
+        .await;
         let list = fs::read_to_string(&conf).unwrap();
 
         netns::sh("ip netns add one; ip netns add two");

@@ -6,12 +6,10 @@
 use crate::{
     cluster,
     netns::{Agent, isolated, sh},
+    wait::{time_passes, until},
 };
 
-use std::{
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::{path::Path, time::Duration};
 
 use kilo_agent::agent;
 use kilo_core::settings::Masquerade;
@@ -38,12 +36,9 @@ fn agent_that_runs(flags: &[&str]) -> Agent {
     let mut command = cluster::kg(&[]);
     command.args(["--cni=true", "--cni-path=/run/absent.conflist"]).args(flags);
     let agent = Agent(command.spawn().unwrap());
-    let started = Instant::now();
-    while cluster::metrics().get("kilo_nodes") != Some(&3) || sh("ip route show 10.42.3.0/24").is_empty() {
-        assert!(started.elapsed() < LIMIT, "the agent is not ready within {LIMIT:?}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    std::thread::sleep(Duration::from_millis(500));
+    until("the agent has put everything right", LIMIT, || {
+        cluster::has_done(&[("kilo_nodes", 3)]) && !sh("ip route show 10.42.3.0/24").is_empty()
+    });
     agent
 }
 
@@ -96,7 +91,7 @@ fn seen_on_the_lan() -> (u64, u64) {
 
 fn grew_by(span: Duration) -> (u64, u64) {
     let before = seen_on_the_lan();
-    std::thread::sleep(span);
+    time_passes(span, "packets are counted");
     let after = seen_on_the_lan();
     (after.0 - before.0, after.1 - before.1)
 }

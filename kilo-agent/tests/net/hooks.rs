@@ -2,15 +2,11 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
+use crate::cluster;
 use crate::netns;
+use crate::wait::{stays, until};
 
-use std::{
-    fs,
-    io::{Read as _, Write as _},
-    net::TcpStream,
-    process::Command,
-    time::{Duration, Instant},
-};
+use std::{fs, process::Command, time::Duration};
 
 use netns::{Agent, isolated, sh, succeeds};
 
@@ -30,22 +26,8 @@ fn start(attach: &str) -> Agent {
     Agent(agent)
 }
 
-/// Waits until it is so; returns how long that took.
-fn until(what: &str, limit: Duration, is_so: impl Fn() -> bool) -> Duration {
-    let started = Instant::now();
-    while !is_so() {
-        assert!(started.elapsed() < limit, "{what} within {limit:?}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    started.elapsed()
-}
-
 fn metric(name: &str) -> Option<u64> {
-    let mut stream = TcpStream::connect("127.0.0.1:1107").ok()?;
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: kg\r\nConnection: close\r\n\r\n").ok()?;
-    let mut text = String::new();
-    stream.read_to_string(&mut text).ok()?;
-    text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok())
+    cluster::metrics().get(name).copied()
 }
 
 #[test]
@@ -62,7 +44,7 @@ fn a_tcx_link_that_somebody_removed_is_back_within_five_seconds_and_counted() {
             println!("kilo-skip: this kernel has no TCX");
             return;
         }
-        std::thread::sleep(Duration::from_secs(1));
+        until("the agent has put everything right", Duration::from_secs(20), || cluster::has_done(&[]));
         assert_eq!(metric("kilo_reattached_total"), Some(0));
         sh("rm /sys/fs/bpf/kilo/links/lan_ingress_*");
         let pinned = || succeeds("ls /sys/fs/bpf/kilo/links/lan_ingress_*");
@@ -78,7 +60,7 @@ fn a_filter_or_qdisc_that_somebody_removed_is_back_at_once_and_counted() {
         let ingress = || succeeds("tc filter show dev eth0 ingress | grep -q lan_ingress");
         let egress = || succeeds("tc filter show dev eth0 egress | grep -q uplink_egress");
         until("the filters are there", Duration::from_secs(20), || ingress() && egress());
-        std::thread::sleep(Duration::from_secs(1));
+        until("the agent has put everything right", Duration::from_secs(20), || cluster::has_done(&[]));
         sh("tc filter del dev eth0 ingress prio 27495");
         println!("filter back after {:?}", until("the filter is back", Duration::from_secs(2), ingress));
         until("it is counted", Duration::from_secs(1), || metric("kilo_reattached_total") == Some(1));
@@ -87,7 +69,8 @@ fn a_filter_or_qdisc_that_somebody_removed_is_back_at_once_and_counted() {
         println!("qdisc and filters back after {back:?}");
         until("they are counted", Duration::from_secs(1), || metric("kilo_reattached_total") == Some(3));
         let writes = metric("kilo_writes_total");
-        std::thread::sleep(Duration::from_secs(5));
-        assert_eq!(metric("kilo_writes_total"), writes, "looking at the hooks writes nothing");
+        stays("looking at the hooks writes nothing", Duration::from_secs(5), || {
+            metric("kilo_writes_total") == writes
+        });
     });
 }

@@ -7,15 +7,11 @@
 
 use crate::cluster;
 use crate::netns;
+use crate::wait::until;
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    process::Child,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, fs, process::Child, time::Duration};
 
-use cluster::{differences, host, kg, metrics, remove, write_node, write_peer};
+use cluster::{differences, host, kg, remove, write_node, write_peer};
 use netns::{isolated, sh};
 
 /// Most time for one step, on a slow machine.
@@ -43,32 +39,20 @@ const fn gauges(second: bool) -> [u64; 3] {
     if second { [0, 4, 0] } else { [1, 3, 1] }
 }
 
-fn until(what: &str, mut check: impl FnMut() -> bool) {
-    let started = Instant::now();
-    while !check() {
-        assert!(started.elapsed() < LIMIT, "{what} within {LIMIT:?}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
-
-fn is_ready(second: bool) -> bool {
-    let now = metrics();
-    ["kilo_leader", "kilo_nodes", "kilo_peers"].map(|name| now.get(name).copied()) == gauges(second).map(Some)
+fn has_done(second: bool) -> bool {
+    let [leads, nodes, peers] = gauges(second);
+    cluster::has_done(&[("kilo_leader", leads), ("kilo_nodes", nodes), ("kilo_peers", peers)])
 }
 
 /// Lets an agent run until it has done everything, and ends it.
 fn complete(second: bool, expected: Option<&BTreeMap<String, String>>) -> BTreeMap<String, String> {
     let mut agent = kg(&[]).spawn().unwrap();
-    until("the agent is ready", || is_ready(second));
-    match expected {
-        Some(expected) => {
-            let started = Instant::now();
-            while !differences(expected, &without_lock(host())).is_empty() && started.elapsed() < LIMIT {
-                std::thread::sleep(Duration::from_millis(50));
-            }
-        }
-        // What follows readiness: routes, rules of iptables.
-        None => std::thread::sleep(Duration::from_secs(1)),
+    until("the agent has done everything", LIMIT, || has_done(second));
+    if let Some(expected) = expected {
+        until("the host is as expected", LIMIT, || match differences(expected, &without_lock(host())) {
+            differing if differing.is_empty() => Ok(()),
+            differing => Err(differing),
+        });
     }
     cluster::settle();
     sh(&format!("kill -TERM {}", agent.id()));
@@ -92,19 +76,14 @@ fn killed_at(call: &str, number: usize, second: bool) -> bool {
     let before =
         ["strace", "-f", "-qqq", "--detach-on=execve", "-o", "/dev/null", "-e", &trace, "-e", &inject];
     let mut strace = kg(&before).spawn().unwrap();
-    let started = Instant::now();
-    loop {
-        if strace.try_wait().unwrap().is_some() {
-            return true;
-        }
-        if is_ready(second) || started.elapsed() > LIMIT {
-            std::thread::sleep(Duration::from_millis(300));
-            let ended = strace.try_wait().unwrap().is_some();
-            end(&mut strace);
-            return ended;
-        }
-        std::thread::sleep(Duration::from_millis(10));
+    let killed = until("the agent is killed or has done everything", LIMIT, || {
+        let killed = strace.try_wait().unwrap().is_some();
+        (killed || has_done(second)).then_some(killed)
+    });
+    if !killed {
+        end(&mut strace);
     }
+    killed
 }
 
 /// Ends what strace runs, and with it strace.

@@ -5,6 +5,7 @@
 
 use crate::cluster;
 use crate::netns;
+use crate::wait::{settled, until};
 
 use std::{
     collections::BTreeMap,
@@ -55,16 +56,15 @@ impl Agent {
 fn reconfigure(what: &str, [leads, nodes, peers]: [u64; 3], change: impl FnOnce()) {
     let before = metrics().get("kilo_writes_total").copied();
     change();
-    let started = Instant::now();
-    loop {
+    until(what, LIMIT, || {
         let now = metrics();
         let gauges = ["kilo_leader", "kilo_nodes", "kilo_peers"].map(|name| now.get(name).copied());
         if gauges == [leads, nodes, peers].map(Some) && now.get("kilo_writes_total").copied() > before {
-            return;
+            Ok(())
+        } else {
+            Err(format!("leads, nodes, peers are {gauges:?}"))
         }
-        assert!(started.elapsed() < LIMIT, "{what}: leads, nodes, peers are {gauges:?} within {LIMIT:?}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    });
 }
 
 /// Ten reconfigurations that end where they began.
@@ -90,9 +90,11 @@ fn two_hundred_reconfigurations_leave_nothing_over() {
         reconfigure("the agent starts", [1, 1, 0], || {});
         // What is made once and kept (threads, connections, hooks) is there after one round.
         round();
-        std::thread::sleep(Duration::from_secs(1));
         cluster::settle();
-        let (before, held, memory) = (host(), agent.held(), agent.memory());
+        let quiet = Duration::from_secs(1);
+        let (before, held) =
+            settled("what the agent has made and holds", LIMIT, quiet, || (host(), agent.held()));
+        let memory = agent.memory();
         let rounds = std::env::var("KILO_ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(ROUNDS);
         let started = Instant::now();
         for _ in 0..rounds {
@@ -106,12 +108,14 @@ fn two_hundred_reconfigurations_leave_nothing_over() {
                 .filter(|(kind, count)| *count > held.get(kind).copied().unwrap_or(0))
                 .collect::<Vec<_>>()
         };
-        let deadline = Instant::now() + LIMIT;
-        while (host() != before || !more().is_empty()) && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(500));
-        }
-        assert_eq!(differences(&before, &host()), "", "left over on the host");
-        assert_eq!(more(), [], "more than before: {held:?}");
+        until("nothing is left over", LIMIT, || {
+            let (left, more) = (differences(&before, &host()), more());
+            if left.is_empty() && more.is_empty() {
+                Ok(())
+            } else {
+                Err(format!("{left}{more:?} beyond {held:?}"))
+            }
+        });
         println!("own memory {memory} KiB before, {} KiB after", agent.memory());
         assert!(
             agent.memory() < memory + 8 * 1024,

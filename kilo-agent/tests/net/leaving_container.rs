@@ -6,13 +6,12 @@
 use crate::{
     cluster,
     netns::{Agent, isolated, sh, succeeds},
+    wait::until,
 };
 
-use std::{
-    collections::BTreeSet,
-    fs,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeSet, fs, time::Duration};
+
+const LIMIT: Duration = Duration::from_secs(20);
 
 /// What the outside host wrote down: whom it saw, datagram by datagram.
 const SEEN: &str = "/run/seen";
@@ -56,12 +55,9 @@ fn seen() -> Vec<String> {
     fs::read_to_string(SEEN).unwrap().lines().map(ToOwned::to_owned).collect()
 }
 
-fn until(what: &str, is_so: impl Fn() -> bool) {
-    let started = Instant::now();
-    while !is_so() {
-        assert!(started.elapsed() < Duration::from_secs(20), "{what}: {:?}", seen().last());
-        std::thread::sleep(Duration::from_millis(20));
-    }
+/// Whether it is so; where it is not, whom the outside host saw last.
+fn is_so(so: bool) -> Result<(), String> {
+    if so { Ok(()) } else { Err(format!("{:?}", seen().last())) }
 }
 
 /// An agent in a container of its own, and flows that it masquerades.
@@ -70,7 +66,7 @@ fn agent_and_flows() -> Agent {
     let agent = start();
     talk();
     let host = "10.1.0.11".to_owned();
-    until("answers", || seen().len() > 50 && fs::read_to_string(ECHOED).unwrap().len() > 20);
+    until("answers", LIMIT, || is_so(seen().len() > 50 && fs::read_to_string(ECHOED).unwrap().len() > 20));
     assert_eq!(seen().into_iter().collect::<BTreeSet<_>>(), BTreeSet::from([host]));
     agent
 }
@@ -80,8 +76,7 @@ fn start() -> Agent {
     let mut command = cluster::kg(&flags);
     command.args(["--cni=true", "--cni-path=/run/absent.conflist", "--iptables-forward-rules=false"]);
     let agent = Agent(command.spawn().unwrap());
-    until("the programs", || cluster::metrics().contains_key("kilo_nodes"));
-    std::thread::sleep(Duration::from_secs(1));
+    until("the agent has put everything right", LIMIT, || cluster::has_done(&[]));
     agent
 }
 
@@ -103,15 +98,15 @@ fn flows_go_on_with_the_hosts_address_when_pins_end_with_the_container() {
         let (before, echoed) = (seen().len(), fs::read_to_string(ECHOED).unwrap().len());
         assert!(end(&mut agent, "TERM"));
         assert!(succeeds("nft list table inet kilo | grep -q masquerade"));
-        until("the streams go on", || {
-            seen().len() > before + 100 && fs::read_to_string(ECHOED).unwrap().len() > echoed + 50
+        until("the streams go on", LIMIT, || {
+            is_so(seen().len() > before + 100 && fs::read_to_string(ECHOED).unwrap().len() > echoed + 50)
         });
         only_the_host_was_seen();
         let _next = start();
         assert!(!succeeds("nft list table inet kilo"), "the rules are still there beside the programs");
         let (before, echoed) = (seen().len(), fs::read_to_string(ECHOED).unwrap().len());
-        until("the streams go on with the next agent", || {
-            seen().len() > before + 100 && fs::read_to_string(ECHOED).unwrap().len() > echoed + 50
+        until("the streams go on with the next agent", LIMIT, || {
+            is_so(seen().len() > before + 100 && fs::read_to_string(ECHOED).unwrap().len() > echoed + 50)
         });
         only_the_host_was_seen();
         let echoed = fs::read_to_string(ECHOED).unwrap();
@@ -125,14 +120,14 @@ fn programs_of_a_killed_agent_outlive_its_container() {
         let mut agent = agent_and_flows();
         let (before, echoed) = (seen().len(), fs::read_to_string(ECHOED).unwrap().len());
         assert!(!end(&mut agent, "KILL"));
-        until("the streams go on", || {
-            seen().len() > before + 100 && fs::read_to_string(ECHOED).unwrap().len() > echoed + 50
+        until("the streams go on", LIMIT, || {
+            is_so(seen().len() > before + 100 && fs::read_to_string(ECHOED).unwrap().len() > echoed + 50)
         });
         only_the_host_was_seen();
         // Its maps are new: of the flow, too, which gets another port.
         let _next = start();
         let before = seen().len();
-        until("datagrams go on with the next agent", || seen().len() > before + 100);
+        until("datagrams go on with the next agent", LIMIT, || is_so(seen().len() > before + 100));
         only_the_host_was_seen();
     });
 }

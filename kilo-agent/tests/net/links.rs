@@ -4,26 +4,14 @@
 
 use crate::cluster;
 use crate::netns;
+use crate::wait::until;
 
-use std::{
-    fs,
-    time::{Duration, Instant},
-};
+use std::{fs, time::Duration};
 
 use cluster::metrics;
 use netns::{Agent, isolated, sh, succeeds};
 
 const LIMIT: Duration = Duration::from_secs(30);
-
-/// Waits until it is so.
-#[track_caller]
-fn until(what: &str, is_so: impl Fn() -> bool) {
-    let started = Instant::now();
-    while !is_so() {
-        assert!(started.elapsed() < LIMIT, "{what} within {LIMIT:?}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
 
 fn kg() -> Agent {
     let words = ["--backend", "file", "--backend-dir", "/run/cluster", "--hostname", "n1", "--cni=false"];
@@ -42,18 +30,18 @@ fn a_default_route_through_kilo0_does_not_lower_its_mtu() {
         // As DHCP clients make it: one without metric wins.
         sh("ip route del default; ip route add default via 10.1.0.1 dev eth0 metric 100");
         let _agent = kg();
-        until("kilo0 has the MTU of the uplink less the overhead", || mtu("kilo0") == Some(1420));
+        until("kilo0 has the MTU of the uplink less the overhead", LIMIT, || mtu("kilo0") == Some(1420));
         cluster::write_peer("0.0.0.0/0");
         let leads = || succeeds("ip route show default dev kilo0 | grep -q default");
-        until("the default route leads to the peer", leads);
+        until("the default route leads to the peer", LIMIT, leads);
         let reconciles = || metrics().get("kilo_reconciles_total").copied().unwrap_or(0);
         let before = reconciles();
         // Each that sees the new route once made the MTU smaller by the overhead.
-        until("it is reconciled several times", || reconciles() > before + 3);
+        until("it is reconciled several times", LIMIT, || reconciles() > before + 3);
         assert_eq!(mtu("kilo0"), Some(1420));
         // It still follows the uplink.
         sh("ip link set eth0 mtu 1400");
-        until("kilo0 follows the uplink", || mtu("kilo0") == Some(1320));
+        until("kilo0 follows the uplink", LIMIT, || mtu("kilo0") == Some(1320));
     });
 }
 
@@ -71,7 +59,7 @@ fn a_node_whose_address_is_on_loopback_gets_its_programs_on_unnumbered_uplinks()
             let direction = if program == "lan_ingress" { "ingress" } else { "egress" };
             succeeds(&format!("test -e {pin} || tc filter show dev {name} {direction} | grep -q {program}"))
         };
-        until("eth0 has the programs", || tcx("lan_ingress", "eth0") && tcx("uplink_egress", "eth0"));
+        until("eth0 has the programs", LIMIT, || tcx("lan_ingress", "eth0") && tcx("uplink_egress", "eth0"));
         assert!(!tcx("lan_ingress", "lo") && !tcx("uplink_egress", "lo"), "nothing arrives on loopback");
         let tables = kilo_host::dataplane::read_tables(std::path::Path::new("/sys/fs/bpf")).unwrap();
         assert_eq!(tables.device[&index("eth0")].masq_v4, [10, 1, 0, 11]);
@@ -82,6 +70,6 @@ fn a_node_whose_address_is_on_loopback_gets_its_programs_on_unnumbered_uplinks()
             succeeds(&format!("test -e /sys/fs/bpf/kilo/links/{program}_{} ", index("tun0")))
                 || succeeds(&format!("tc filter show dev tun0 {} | grep -q {program}", &program[3..]))
         };
-        until("tun0 has its programs", || pinned("l3_ingress") && pinned("l3_egress"));
+        until("tun0 has its programs", LIMIT, || pinned("l3_ingress") && pinned("l3_egress"));
     });
 }

@@ -5,6 +5,7 @@
 
 use crate::cluster;
 use crate::netns;
+use crate::wait::until;
 
 use std::{
     os::{
@@ -12,7 +13,7 @@ use std::{
         unix::net::{SocketAddr, UnixListener},
     },
     process::Output,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use cluster::{kg, metrics};
@@ -23,11 +24,7 @@ const LIMIT: Duration = Duration::from_secs(30);
 /// An agent that has applied everything once.
 fn running() -> Agent {
     let agent = Agent(kg(&[]).spawn().unwrap());
-    let started = Instant::now();
-    while metrics().get("kilo_nodes") != Some(&1) {
-        assert!(started.elapsed() < LIMIT, "the agent is not ready within {LIMIT:?}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    until("the agent has put everything right", LIMIT, || cluster::has_done(&[("kilo_nodes", 1)]));
     agent
 }
 
@@ -82,11 +79,7 @@ fn after_a_kill_the_next_agent_starts_and_a_stop_leaves_no_file() {
     isolated("after_a_kill_the_next_agent_starts_and_a_stop_leaves_no_file", || async {
         cluster::prepare();
         let mut killed = kg(&[]).spawn().unwrap();
-        let started = Instant::now();
-        while metrics().get("kilo_nodes") != Some(&1) {
-            assert!(started.elapsed() < LIMIT);
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        until("the agent has put everything right", LIMIT, || cluster::has_done(&[("kilo_nodes", 1)]));
         killed.kill().unwrap();
         killed.wait().unwrap();
         assert!(succeeds("ls /var/lib/kilo/*.lock"), "a killed agent leaves the file");

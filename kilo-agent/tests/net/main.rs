@@ -7,6 +7,7 @@
     unused_imports,
     reason = "tests"
 )]
+#![deny(clippy::disallowed_methods)]
 
 #[path = "../cluster/mod.rs"]
 mod cluster;
@@ -14,8 +15,12 @@ mod cluster;
 mod netns;
 #[path = "../../../xtask/lab/src/plugins.rs"]
 mod plugins;
+#[path = "../support/scrape.rs"]
+mod scrape;
 #[path = "../support/mod.rs"]
 mod support;
+#[path = "../support/wait.rs"]
+mod wait;
 
 mod apply;
 mod bad_hosts;

@@ -5,6 +5,7 @@
 
 use crate::netns;
 use crate::support::{self, seed::seed};
+use crate::wait::until;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -197,11 +198,7 @@ fn talk(from: &str, to: (&str, IpAddr), tcp: bool) -> Result<IpAddr, String> {
 /// Everything that must hold, whoever masquerades.
 fn check(who: &str) {
     let addr = |text: &str| text.parse::<IpAddr>().unwrap();
-    // Until neighbours are found.
-    let started = Instant::now();
-    while talk("lan", ("lan", addr("fd00:1::99")), true).is_err() {
-        assert!(started.elapsed() < LIMIT);
-    }
+    until("neighbours are found", LIMIT, || talk("lan", ("lan", addr("fd00:1::99")), true).is_ok());
     for (from, to, seen) in [
         ("a host of the network opens towards a pod", ("lan", "pod", "10.42.1.2"), "192.0.2.99"),
         ("the same over IPv6", ("lan", "pod", "fd42:1::2"), "fd00:1::99"),

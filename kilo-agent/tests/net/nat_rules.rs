@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use crate::netns;
+use crate::wait::{time_passes, until};
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,7 +18,7 @@ use kilo_host::firewall::{
     conntrack,
     nat_rules::{self, Decision, Interim, NatRules},
 };
-use netns::{isolated, sh};
+use netns::{isolated, sh, succeeds};
 
 /// A pod, an outside host, a node of the mesh, and this namespace between them.
 fn build() {
@@ -105,15 +106,17 @@ fn stream_begins() {
                   Proto => q(udp)) or die; while ($s->recv(my $d, 9)) { print $s->peerhost, qq(\\n) }";
     let client = "use IO::Socket::IP; my $s = IO::Socket::IP->new(PeerHost => q(10.42.2.2), PeerPort => 9, \
                   Proto => q(udp)) or die; while (1) { $s->send(q(x)); select undef, undef, undef, 0.02 }";
-    sh(&format!(
-        "ip netns exec outside perl -e '{server}' > /run/seen 2>&1 & sleep 0.3; \
-         ip netns exec pod perl -e '{client}' > /dev/null 2>&1 &"
-    ));
+    sh(&format!("ip netns exec outside perl -e '{server}' > /run/seen 2>&1 &"));
+    let listens = "ip netns exec outside ss -Hlun | grep -q '10.42.2.2:9 '";
+    until("the outside host listens", Duration::from_secs(10), || succeeds(listens));
+    sh(&format!("ip netns exec pod perl -e '{client}' > /dev/null 2>&1 &"));
+    let arrived = || !std::fs::read("/run/seen").unwrap().is_empty();
+    until("the first datagram arrives", Duration::from_secs(10), arrived);
 }
 
 /// Addresses seen since the last time; that file is emptied.
 fn seen_meanwhile() -> BTreeSet<String> {
-    std::thread::sleep(Duration::from_millis(300));
+    time_passes(Duration::from_millis(300), "15 datagrams are sent in it");
     let text = std::fs::read_to_string("/run/seen").unwrap();
     sh("truncate -s 0 /run/seen");
     // The writer goes on where it was: what was cut off reads as zeros.
@@ -153,7 +156,7 @@ fn a_flow_without_translation_is_kept_in_until_it_is_forgotten_and_then_translat
         assert_eq!(seen_meanwhile(), BTreeSet::from(["10.42.2.1".to_owned()]));
         assert_eq!(conntrack::forget(|_, to| to == outside, until).unwrap(), 0, "it is translated now");
         assert_eq!(seen("known", 3, false), "10.42.1.2", "towards the mesh nothing changes");
-        std::thread::sleep(lasts);
+        time_passes(lasts, "the kernel counts it from the rules' making on");
         assert_eq!(seen("outside", 2, false), "10.42.1.2", "after that time the rules do nothing");
     });
 }

@@ -3,13 +3,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use crate::netns;
+use crate::wait::until;
 
 use std::{
     fs,
     os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd},
     path::Path,
     process::{Child, Command},
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, SystemTime},
 };
 
 use kilo_common::maps::HOP_REMOTE;
@@ -17,6 +18,8 @@ use kilo_core::{plan::Hop, settings::Tunnel, wireguard::key::PublicKey};
 use kilo_host::dataplane::{BPFFS, read_tables};
 use netns::{isolated, sh, succeeds};
 use nix::libc;
+
+const LIMIT: Duration = Duration::from_secs(20);
 
 /// Ends the agent with the test.
 struct Agent(Child);
@@ -62,14 +65,6 @@ fn kg(compatibility: &str) -> Agent {
         .spawn()
         .unwrap();
     Agent(agent)
-}
-
-fn until(what: &str, is_so: impl Fn() -> bool) {
-    let started = Instant::now();
-    while !is_so() {
-        assert!(started.elapsed() < Duration::from_secs(20), "not within 20 s: {what}");
-        std::thread::sleep(Duration::from_millis(50));
-    }
 }
 
 fn hop() -> Option<Hop> {
@@ -119,9 +114,9 @@ fn what_a_member_steers_to_its_leader_leaves_by_flannels_vxlan() {
         let _agent = kg("flannel");
         // The way to the leader's overlay address appears later, as at boot.
         let private = |hop: &Hop| matches!(hop, Hop::Node { remote, .. } if remote.to_string() == "10.1.0.1");
-        until("the private address for the time being", || hop().as_ref().is_some_and(private));
+        until("the private address for the time being", LIMIT, || hop().as_ref().is_some_and(private));
         sh("ip route add 10.42.1.0/24 via 10.42.1.0 dev flannel.1 onlink");
-        until("the overlay's", || !hop().as_ref().is_some_and(private));
+        until("the overlay's", LIMIT, || !hop().as_ref().is_some_and(private));
         let expected = Hop::Node {
             tunnel: Tunnel::Ipip,
             ifindex: u32::try_from(number("flannel.1/ifindex")).unwrap(),
@@ -156,7 +151,7 @@ fn beside_cilium_a_node_publishes_its_overlay_address_and_takes_it_back_without(
         let written = || {
             fs::read_to_string(WRITTEN).is_ok_and(|text| text.contains("cni-compatibility-ip: 10.50.2.7/32"))
         };
-        until("the annotation", written);
+        until("the annotation", LIMIT, written);
         let expected = Hop::Node {
             tunnel: Tunnel::Ipip,
             ifindex: u32::try_from(number("cilium_host/ifindex")).unwrap(),
@@ -164,15 +159,15 @@ fn beside_cilium_a_node_publishes_its_overlay_address_and_takes_it_back_without(
             local: "10.1.0.2".parse().unwrap(),
             remote: "10.50.1.7".parse().unwrap(),
         };
-        until("the hop", || hop() == Some(expected));
+        until("the hop", LIMIT, || hop() == Some(expected));
         let attached = format!(
             "ls /sys/fs/bpf/kilo/links/lan_ingress_{} || tc filter show dev cilium_host ingress | grep lan_ingress",
             number("cilium_host/ifindex")
         );
-        until("the program that unwraps", || succeeds(&attached));
+        until("the program that unwraps", LIMIT, || succeeds(&attached));
         drop(agent);
         let _agent = kg("");
-        until("the annotation is gone", || !written());
-        until("private addresses", || hop().is_some_and(|hop| hop != expected));
+        until("the annotation is gone", LIMIT, || !written());
+        until("private addresses", LIMIT, || hop().is_some_and(|hop| hop != expected));
     });
 }

@@ -5,6 +5,7 @@
 
 use crate::cluster;
 use crate::netns;
+use crate::wait::until;
 
 use std::{
     fs::File,
@@ -143,11 +144,10 @@ fn a_forged_error_lowers_nothing_and_a_true_one_what_the_router_says() {
         assert_eq!(route(), before, "nothing has changed");
 
         let becomes = |mtu: &str| {
-            let until = Instant::now() + Duration::from_secs(30);
-            while !route().contains(mtu) {
-                assert!(Instant::now() < until, "{mtu}: {}", route());
-                std::thread::sleep(Duration::from_millis(20));
-            }
+            until(&format!("the route has {mtu}"), Duration::from_secs(30), || {
+                let route = route();
+                if route.contains(mtu) { Ok(()) } else { Err(route) }
+            });
         };
         // Now it is right that the path carries less, but not how much.
         sh("ip -n router link set far mtu 1360");

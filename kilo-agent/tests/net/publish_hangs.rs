@@ -31,6 +31,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     cluster,
     netns::{isolated, sh},
+    wait::task as wait,
 };
 
 const KEY: &str = "yAnz5TF+lXXJte14tji3zlMNq+hd2rYUIgJBgB3fBmk=";
@@ -118,12 +119,8 @@ fn options() -> agent::Options {
 
 /// How long it takes until the device has this prefix of a peer.
 async fn applied(prefix: &str) -> Duration {
-    let started = Instant::now();
-    while !kilo_has(prefix) {
-        assert!(started.elapsed() < Duration::from_secs(20), "{prefix} is not on the device");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    started.elapsed()
+    let what = format!("{prefix} is on the device");
+    wait::until(&what, Duration::from_secs(20), async || kilo_has(prefix)).await
 }
 
 fn kilo_has(prefix: &str) -> bool {
@@ -137,7 +134,7 @@ async fn changes_are_applied_at_once() {
         let prefix = format!("10.5.0.{change}/32");
         cluster::write_peer(&prefix);
         times.push(applied(&prefix).await);
-        tokio::time::sleep(Duration::from_millis(1100)).await;
+        wait::pace(Duration::from_millis(1100)).await;
     }
     times.sort();
     assert!(times[times.len() / 2] < AT_ONCE, "changes were applied after {times:?}");

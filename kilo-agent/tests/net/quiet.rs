@@ -4,11 +4,11 @@
 
 use crate::cluster;
 use crate::netns;
+use crate::wait::{self, stays, time_passes, until};
 
-use std::{
-    thread::sleep,
-    time::{Duration, Instant},
-};
+use std::time::Duration;
+
+const LIMIT: Duration = Duration::from_secs(60);
 
 fn reconciles() -> u64 {
     cluster::metrics().get("kilo_reconciles_total").copied().unwrap_or(0)
@@ -16,17 +16,8 @@ fn reconciles() -> u64 {
 
 /// Waits until there was no reconcile for a while.
 fn settled() -> u64 {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    let (mut count, mut since) = (reconciles(), Instant::now());
-    while count == 0 || since.elapsed() < Duration::from_millis(1500) {
-        assert!(Instant::now() < deadline, "reconciles do not end");
-        sleep(Duration::from_millis(100));
-        let now = reconciles();
-        if now != count {
-            (count, since) = (now, Instant::now());
-        }
-    }
-    count
+    until("the first reconcile", LIMIT, || reconciles() > 0);
+    wait::settled("the count of reconciles", LIMIT, Duration::from_millis(1500), reconciles)
 }
 
 fn nodes() -> Option<u64> {
@@ -43,17 +34,16 @@ fn a_heartbeat_of_another_node_causes_no_reconcile_and_a_change_of_it_does() {
         assert_eq!(nodes(), Some(2));
         for _ in 0..2 {
             // A second later it is another sign.
-            sleep(Duration::from_millis(1100));
+            time_passes(Duration::from_millis(1100), "heartbeats count seconds");
             cluster::write_node(12, "b", "10.42.12.0/24", false);
         }
-        sleep(Duration::from_millis(500));
         // The own heartbeat may have been due.
-        assert!(reconciles() <= before + 1, "{} after {before}", reconciles());
+        stays("no reconcile but for the own heartbeat", Duration::from_millis(500), || {
+            reconciles() <= before + 1
+        });
         cluster::write_node(12, "b", "10.42.112.0/24", false);
-        let deadline = Instant::now() + Duration::from_secs(20);
-        while !netns::sh("ip route show proto 107").contains("10.42.112.0/24") {
-            assert!(Instant::now() < deadline, "the change is not followed");
-            sleep(Duration::from_millis(50));
-        }
+        until("the change is followed", Duration::from_secs(20), || {
+            netns::sh("ip route show proto 107").contains("10.42.112.0/24")
+        });
     });
 }

@@ -4,6 +4,7 @@
 
 use crate::netns;
 use crate::support;
+use crate::wait::{task, until};
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -120,11 +121,10 @@ impl World {
             ours.map(|(label, count)| (label, count - before[label])).filter(|(_, more)| *more > 0).collect()
         };
         action();
-        let started = Instant::now();
-        while changed() != wanted && started.elapsed() < Duration::from_secs(5) {
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        assert_eq!(changed(), wanted);
+        until(&format!("counters grow by {wanted:?}"), Duration::from_secs(5), || {
+            let changed = changed();
+            if changed == wanted { Ok(()) } else { Err(format!("they grew by {changed:?}")) }
+        });
     }
 }
 
@@ -456,11 +456,8 @@ fn a_device_that_takes_no_program_stays_down_and_one_that_lost_it_goes_down() {
         assert_eq!(applied.failed.len(), 1, "{:?}", applied.failed);
         assert!(!is_up("kilo-vxlan"), "nothing comes in unseen");
         others.clear();
-        let started = Instant::now();
-        while !world.apply().await.failed.is_empty() {
-            assert!(started.elapsed() < Duration::from_secs(10));
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
+        task::until("nothing fails", Duration::from_secs(10), async || world.apply().await.failed.is_empty())
+            .await;
         assert!(is_up("kilo-vxlan"), "guarded again");
     });
 }

@@ -5,15 +5,11 @@
 
 use crate::cluster;
 use crate::netns;
+use crate::wait::until;
 
-use std::{
-    fs,
-    path::Path,
-    process::Command,
-    time::{Duration, Instant},
-};
+use std::{fs, path::Path, process::Command, time::Duration};
 
-use cluster::{kg, metrics};
+use cluster::kg;
 use netns::{Agent, isolated, sh};
 use serde_yaml_ng::Value;
 
@@ -29,12 +25,10 @@ fn installed() -> Agent {
     std::os::unix::fs::symlink(file, CONF).unwrap();
     cluster::write_node(2, "a", "10.42.2.0/24", false);
     let agent = Agent(kg(&[]).spawn().unwrap());
-    let started = Instant::now();
-    while metrics().get("kilo_nodes") != Some(&2) || sh("ip route show 10.42.2.0/24").is_empty() {
-        assert!(started.elapsed() < LIMIT, "the agent is not ready within {LIMIT:?}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    // The agent is ready sooner than the kernel has made sure of IPv6 addresses.
+    until("the agent has put everything right", LIMIT, || {
+        cluster::has_done(&[("kilo_nodes", 2)]) && !sh("ip route show 10.42.2.0/24").is_empty()
+    });
+    // The kernel has yet to make sure of IPv6 addresses.
     cluster::settle();
     agent
 }
@@ -126,13 +120,12 @@ fn the_interface_is_kept_on_request_with_its_peers() {
     isolated("the_interface_is_kept_on_request_with_its_peers", || async {
         let mut agent = installed();
         cluster::write_node(3, "b", "10.42.3.0/24", true);
-        let started = Instant::now();
         let peers =
             || sh("ip -o link show kilo0 | cut -d: -f1; wg show kilo0 allowed-ips; wg show kilo0 public-key");
-        while !peers().contains("10.42.3.0/24") {
-            assert!(started.elapsed() < LIMIT, "{}", peers());
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        until("the peer is on the device", LIMIT, || {
+            let peers = peers();
+            if peers.contains("10.42.3.0/24") { Ok(()) } else { Err(peers) }
+        });
         let before = peers();
         stop(&mut agent);
         let (done, said) = uninstall(&["--keep-interface"]);

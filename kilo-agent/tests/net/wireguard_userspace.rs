@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use crate::netns;
+use crate::wait::task as wait;
 
 use std::{
     fs,
@@ -25,6 +26,8 @@ use kilo_host::{
     },
 };
 use netns::{isolated, sh, succeeds};
+
+const LIMIT: Duration = Duration::from_secs(10);
 
 /// The agent's own program: `kg userspace-wireguard <interface>`.
 fn program() -> &'static Path {
@@ -73,14 +76,6 @@ fn plan(port: u16, peer: PublicKey, endpoint: &str, nets: &[&str], roams: bool) 
     WireguardPlan { listen_port: port, peers: [(peer, peer_plan)].into() }
 }
 
-async fn wait_for(what: &str, mut check: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !check() {
-        assert!(start.elapsed() < Duration::from_secs(10), "{what}");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-}
-
 fn network() {
     sh("ip link set lo up; mkdir -p /run/netns; ip netns add b; ip -n b link set lo up
         ip link add va type veth peer name vb netns b; ip link set va mtu 9000; ip -n b link set vb mtu 9000
@@ -111,7 +106,8 @@ fn two_devices_talk_roam_and_end() {
         ));
 
         sh(&format!("ip netns exec b {} userspace-wireguard wgb >/dev/null 2>&1 &", exe.display()));
-        wait_for("the second process", || UnixStream::connect(socket_path("wgb")).is_ok()).await;
+        wait::until("the second process", LIMIT, async || UnixStream::connect(socket_path("wgb")).is_ok())
+            .await;
 
         let (a, b) = (secret(1), secret(2));
         // B first: A's keepalive starts a handshake at once, and its next attempt is 5 s later.
@@ -195,12 +191,13 @@ fn two_devices_talk_roam_and_end() {
 
         // Deleting the interface ends the process; SIGTERM removes interface and socket.
         assert!(links::delete(net.rtnl(), made.index).await.unwrap());
-        wait_for("the socket of a deleted interface goes", || !socket_path("wga").exists()).await;
+        wait::until("the socket of a deleted interface goes", LIMIT, async || !socket_path("wga").exists())
+            .await;
         assert!(matches!(device.read().await, Err(WireguardError::Vanished(_))));
         let process = sh("ip netns pids b");
         sh(&format!("kill -TERM {process}"));
-        wait_for("the socket goes", || !socket_path("wgb").exists()).await;
-        wait_for("the interface goes", || !succeeds("ip -n b link show wgb")).await;
+        wait::until("the socket goes", LIMIT, async || !socket_path("wgb").exists()).await;
+        wait::until("the interface goes", LIMIT, async || !succeeds("ip -n b link show wgb")).await;
     });
 }
 
@@ -212,13 +209,13 @@ fn a_killed_process_leaves_nothing_in_the_way() {
         let exe = program();
         let net = Net::new().unwrap();
         let mut process = userspace::spawn_detached(exe, "wga").unwrap();
-        wait_for("the process", || UnixStream::connect(socket_path("wga")).is_ok()).await;
+        wait::until("the process", LIMIT, async || UnixStream::connect(socket_path("wga")).is_ok()).await;
         assert_eq!(fs::metadata(socket_path("wga")).unwrap().permissions().mode() & 0o777, 0o600);
         assert_eq!(sh(&format!("ps -o sid= -p {}", process.id())).trim(), process.id().to_string());
         // A second one refuses and says why.
         assert!(matches!(userspace::run("wga").await, Err(WireguardError::AlreadyRunning(_))));
         sh(&format!("kill -KILL {}", process.id()));
-        wait_for("its end", || process.has_ended()).await;
+        wait::until("its end", LIMIT, async || process.has_ended()).await;
         assert!(socket_path("wga").exists(), "the dead process could not remove its socket");
         let made = ensure_device_with(net.rtnl(), "wga", Mode::Userspace, true, exe).await.unwrap();
         assert!(made.created);
@@ -238,19 +235,19 @@ fn a_deleted_interface_is_made_again_while_its_process_still_ends() {
         let _cleanup = Cleanup;
         let net = Net::new().unwrap();
         let mut process = userspace::spawn_detached(program(), "wga").unwrap();
-        wait_for("the process", || UnixStream::connect(socket_path("wga")).is_ok()).await;
+        wait::until("the process", LIMIT, async || UnixStream::connect(socket_path("wga")).is_ok()).await;
         let mesh = plan(51820, secret(2).public(), "192.0.2.2:51820", &["10.9.0.2/32"], false);
         configure("wga", &mesh, &secret(1));
         // As on a machine so slow that it has not learnt of the deletion.
         sh(&format!("kill -STOP {}; ip link delete wga", process.id()));
         let goes_on = async {
-            tokio::time::sleep(Duration::from_millis(500)).await;
+            wait::fault_lasts(Duration::from_millis(500)).await;
             sh(&format!("kill -CONT {}", process.id()));
         };
         let made = ensure_device_with(net.rtnl(), "wga", Mode::Userspace, true, program());
         let (made, ()) = tokio::join!(made, goes_on);
         assert!(made.unwrap().created);
-        wait_for("its end", || process.has_ended()).await;
+        wait::until("its end", LIMIT, async || process.has_ended()).await;
         // Port and socket are the new one's.
         configure("wga", &mesh, &secret(1));
     });

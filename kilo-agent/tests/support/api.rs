@@ -3,7 +3,10 @@
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
+use crate::wait::task as wait;
+
 use std::{
+    fmt,
     fs::{self, File},
     io::Write as _,
     net::TcpListener,
@@ -153,21 +156,16 @@ impl ApiServer {
 
     async fn wait_until_ready(&self) {
         let client = self.client(ADMIN).await;
-        let deadline = Instant::now() + Duration::from_mins(2);
         // It is ready a moment before it has made the namespace that tests write to.
         for path in ["/readyz", "/api/v1/namespaces/default"] {
-            loop {
+            let logs =
+                || ["kube-apiserver.log", "etcd.log"].map(|log| self.last_lines(log)).join("\netcd:\n");
+            wait::until(&format!("the API server is ready ({path})"), Duration::from_mins(2), async || {
                 let request = hyper::http::Request::get(path).body(Vec::new()).unwrap();
-                match client.request_text(request).await {
-                    Ok(_) => break,
-                    Err(error) if Instant::now() > deadline => {
-                        let [server, store] =
-                            ["kube-apiserver.log", "etcd.log"].map(|log| self.last_lines(log));
-                        panic!("the API server is not ready ({path}): {error}\n{server}\netcd:\n{store}");
-                    }
-                    Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
-                }
-            }
+                let answered = client.request_text(request).await;
+                answered.map_err(|error| fmt::from_fn(move |to| write!(to, "{error}\n{}", logs())))
+            })
+            .await;
         }
     }
 
@@ -349,11 +347,10 @@ pub async fn apply_crds(client: &Client) {
         apply(client, &object, false).await.unwrap();
     }
     let peers: Api<kilo_core::objects::peer::Peer> = Api::all(client.clone());
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while let Err(error) = peers.list(&kube::api::ListParams::default()).await {
-        assert!(Instant::now() < deadline, "peers are not served: {error}");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    wait::until("peers are served", Duration::from_secs(20), async || {
+        peers.list(&kube::api::ListParams::default()).await.map(drop)
+    })
+    .await;
 }
 
 /// Gives the user [`AGENT`] the rights of the shipped ClusterRole, and no others; returns that role.
@@ -393,15 +390,11 @@ pub async fn until_may(admin: &Client, user: &str, what: (&str, &str, &str), of:
         },
         ..Default::default()
     };
-    let started = Instant::now();
-    loop {
-        let answer = reviews.create(&PostParams::default(), &review).await.unwrap();
-        if answer.status.unwrap().allowed == may {
-            return;
-        }
-        assert!(started.elapsed() < Duration::from_secs(20), "{user} may {what:?}: still {}", !may);
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    let verb = if may { "may" } else { "may not" };
+    wait::until(&format!("{user} {verb} {what:?}"), Duration::from_secs(20), async || {
+        reviews.create(&PostParams::default(), &review).await.unwrap().status.unwrap().allowed == may
+    })
+    .await;
 }
 
 /// Creates a node with a pod CIDR and these annotations.

@@ -3,6 +3,8 @@
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
+use crate::wait::task as wait;
+
 use std::{
     io::Write as _,
     path::{Path, PathBuf},
@@ -137,7 +139,7 @@ async fn answer(
     match step {
         Step::Refuse(code) => return Ok(status(code, code, "TooManyRequests")),
         Step::Gone => return Ok(status(200, 410, "Expired")),
-        Step::Wait(time) => tokio::time::sleep(time).await,
+        Step::Wait(time) => wait::pace(time).await,
         Step::Pass | Step::Halve => {}
     }
     let (mut parts, body) = request.into_parts();

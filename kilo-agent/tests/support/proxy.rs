@@ -2,6 +2,8 @@
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
+use std::time::Duration;
+
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{
@@ -26,6 +28,8 @@ pub enum Mode {
 pub struct Proxy {
     port: u16,
     mode: watch::Sender<Mode>,
+    /// How often clients said something while it was silent.
+    held: watch::Sender<u64>,
 }
 
 impl Proxy {
@@ -35,12 +39,14 @@ impl Proxy {
         let port = listener.local_addr().unwrap().port();
         let mode = watch::Sender::new(Mode::Open);
         let modes = mode.subscribe();
+        let held = watch::Sender::new(0);
+        let holds = held.clone();
         tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
-                tokio::spawn(serve(client, target, modes.clone()));
+                tokio::spawn(serve(client, target, modes.clone(), holds.clone()));
             }
         });
-        Self { port, mode }
+        Self { port, mode, held }
     }
 
     /// Where to connect to.
@@ -52,9 +58,19 @@ impl Proxy {
     pub fn set(&self, mode: Mode) {
         self.mode.send_replace(mode);
     }
+
+    /// Waits until a client says something that is held back.
+    pub fn holds_a_request(&self) -> impl Future<Output = ()> {
+        // From the call on, not from when it is awaited.
+        let mut held = self.held.subscribe();
+        async move {
+            let says = tokio::time::timeout(Duration::from_secs(20), held.changed()).await;
+            says.expect("no client said anything for 20 s").unwrap();
+        }
+    }
 }
 
-async fn serve(client: TcpStream, target: u16, modes: watch::Receiver<Mode>) {
+async fn serve(client: TcpStream, target: u16, modes: watch::Receiver<Mode>, held: watch::Sender<u64>) {
     let mut cut = modes.clone();
     if *cut.borrow() == Mode::Cut {
         return;
@@ -62,15 +78,23 @@ async fn serve(client: TcpStream, target: u16, modes: watch::Receiver<Mode>) {
     let Ok(server) = TcpStream::connect(("127.0.0.1", target)).await else { return };
     let ((from_client, to_client), (from_server, to_server)) = (client.into_split(), server.into_split());
     tokio::select! {
-        () = carry(from_client, to_server, modes.clone()) => {}
-        () = carry(from_server, to_client, modes) => {}
+        () = carry(from_client, to_server, modes.clone(), || held.send_modify(|count| *count += 1)) => {}
+        () = carry(from_server, to_client, modes, || {}) => {}
         _ = cut.wait_for(|mode| *mode == Mode::Cut) => {}
     }
 }
 
-async fn carry(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut modes: watch::Receiver<Mode>) {
+async fn carry(
+    mut from: OwnedReadHalf,
+    mut to: OwnedWriteHalf,
+    mut modes: watch::Receiver<Mode>,
+    on_silence: impl Fn(),
+) {
     let mut buffer = vec![0; 1 << 16];
     while let Ok(length @ 1..) = from.read(&mut buffer).await {
+        if *modes.borrow() == Mode::Silent {
+            on_silence();
+        }
         // Held back while silent; a connection that was silent once is of no use again.
         if modes.wait_for(|mode| *mode != Mode::Silent).await.is_err() {
             return;

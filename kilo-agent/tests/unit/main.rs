@@ -7,6 +7,7 @@
     unused_imports,
     reason = "tests"
 )]
+#![deny(clippy::disallowed_methods)]
 
 #[path = "../support/dot.rs"]
 mod dot;

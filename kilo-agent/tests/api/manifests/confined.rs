@@ -55,15 +55,14 @@ fn make_host() {
 
 /// Waits until the node leads its location.
 async fn leads(nodes: &Api<Node>) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    loop {
+    wait::until("the node leads its location", Duration::from_secs(20), async || {
         let annotations = nodes.get("n1").await.unwrap().metadata.annotations.unwrap_or_default();
-        if annotations.get("kilo.squat.ai/wireguard-ip").is_some_and(|ip| ip == "10.4.0.1/16") {
-            return;
+        match annotations.get("kilo.squat.ai/wireguard-ip").is_some_and(|ip| ip == "10.4.0.1/16") {
+            true => Ok(()),
+            false => Err(format!("{annotations:?}")),
         }
-        assert!(Instant::now() < deadline, "{annotations:?}");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    })
+    .await;
 }
 
 /// Runs the agent of a manifest on one node until the node leads its location.
@@ -83,9 +82,9 @@ async fn runs_confined(file: &str) {
     let has_wireguard = manifest(file).iter().any(|object| name(object) == "kilo-wireguard");
     let start = || Running(container(file, "kilo-wireguard", &kubeconfig).spawn().unwrap());
     let mut wireguard = has_wireguard.then(start);
-    while has_wireguard && !Path::new("/run/wireguard/kilo0.sock").exists() {
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    let socket = Path::new("/run/wireguard/kilo0.sock");
+    let starts = async || !has_wireguard || socket.exists();
+    wait::until("WireGuard's container has made the device", Duration::from_secs(20), starts).await;
     let agent = Running(container(file, "kilo", &kubeconfig).spawn().unwrap());
     leads(&Api::all(admin)).await;
     let status = fs::read_to_string(format!("/proc/{}/status", agent.0.id())).unwrap();
@@ -108,13 +107,9 @@ async fn runs_confined(file: &str) {
 
 /// Waits until the device has the peer, and the host a route to it.
 async fn is_configured() {
-    let deadline = Instant::now() + Duration::from_secs(40);
     let key = PublicKey([9; 32]);
     let there = format!("wg show kilo0 peers | grep -qF {key} && ip route show 10.5.0.1 | grep -q kilo0");
-    while !netns::succeeds(&there) {
-        assert!(Instant::now() < deadline, "`{there}` is not so");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    wait::until(&format!("`{there}`"), Duration::from_secs(40), async || netns::succeeds(&there)).await;
 }
 
 /// Every metric the dashboard asks for is one the agent has.

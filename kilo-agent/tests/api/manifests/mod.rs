@@ -13,7 +13,7 @@ use std::{
     io::{Read as _, Write as _},
     path::Path,
     process::{Child, Command},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use k8s_openapi::{
@@ -50,7 +50,10 @@ use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 
 use crate::accounts::{account, token_of, until_granted};
+use crate::wait::task as wait;
 use api::{ADMIN, ApiServer, apply, apply_crds, create_node, manifest};
+
+const LIMIT: Duration = Duration::from_secs(30);
 
 mod accounts;
 mod confined;
@@ -168,17 +171,15 @@ async fn every_object_of_every_manifest_is_accepted_as_it_is_written() {
 
 /// What the server serves, once this resource is among it.
 async fn served(client: &Client, plural: &str) -> Discovery {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    loop {
-        let discovery = Discovery::new(client.clone()).run().await;
+    // A group is announced a moment before it is served.
+    wait::until(&format!("{plural} are served"), Duration::from_secs(20), async || {
         let there = |group: &ApiGroup| group.recommended_resources().iter().any(|(r, _)| r.plural == plural);
-        match discovery {
-            Ok(discovery) if discovery.groups().any(there) => return discovery,
-            // A group is announced a moment before it is served.
-            other => assert!(Instant::now() < deadline, "{plural} are not served: {:?}", other.err()),
+        match Discovery::new(client.clone()).run().await {
+            Ok(discovery) if discovery.groups().any(there) => Ok(discovery),
+            other => Err(format!("{:?}", other.err())),
         }
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    })
+    .await
 }
 
 /// Read as the type of Kubernetes 1.33 and written again: fields it does not know are gone.
@@ -289,7 +290,6 @@ impl Drop for Running {
 
 /// The body of `http://HOST:PORT/path`, once it is answered with 200.
 async fn http_at(host: &str, port: u16, path: &str) -> String {
-    let deadline = Instant::now() + Duration::from_secs(20);
     let ask = || -> std::io::Result<String> {
         let mut stream = std::net::TcpStream::connect((host, port))?;
         write!(stream, "GET {path} HTTP/1.1\r\nHost: n1\r\nConnection: close\r\n\r\n")?;
@@ -297,14 +297,11 @@ async fn http_at(host: &str, port: u16, path: &str) -> String {
         stream.read_to_string(&mut answer)?;
         Ok(answer)
     };
-    loop {
+    wait::until(&format!("{path} is answered"), LIMIT, async || {
         let answer = ask().unwrap_or_else(|error| error.to_string());
-        if answer.starts_with("HTTP/1.1 200") {
-            return answer;
-        }
-        assert!(Instant::now() < deadline, "{path}: {answer}");
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    }
+        if answer.starts_with("HTTP/1.1 200") { Ok(answer) } else { Err(answer) }
+    })
+    .await
 }
 
 /// What the kubelet gives a container of this account.

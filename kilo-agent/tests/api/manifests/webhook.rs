@@ -40,15 +40,6 @@ fn served_certificate(port: u16) -> String {
     netns::sh(&format!("openssl s_client -connect 127.0.0.1:{port} </dev/null 2>/dev/null | openssl x509"))
 }
 
-/// Waits until it is so.
-async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(30);
-    while !is_so().await {
-        assert!(Instant::now() < deadline, "{what} within 30 s");
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    }
-}
-
 async fn webhook_refuses() {
     // No kube-proxy here: the Service's name leads to the containers' own ports.
     netns::sh(&format!(
@@ -90,14 +81,12 @@ async fn webhook_refuses() {
 
     // The schema lets this pass; and the server takes a moment to learn of the webhook.
     let bad = validated("bad", &json!({}));
-    let deadline = Instant::now() + Duration::from_secs(20);
-    let refusal = loop {
-        match apply(&admin, &bad, true).await {
-            Err(error) if error.to_string().contains("denied") => break error.to_string(),
-            other => assert!(Instant::now() < deadline, "the webhook is not asked: {other:?}"),
-        }
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    };
+    let refusal =
+        wait::until("the webhook is asked", LIMIT, async || match apply(&admin, &bad, true).await {
+            Err(error) if error.to_string().contains("denied") => Ok(error.to_string()),
+            other => Err(format!("{other:?}")),
+        })
+        .await;
     println!("{refusal}");
     assert!(refusal.contains("admission webhook \"peers.kilo.squat.ai\" denied"), "{refusal}");
     assert!(refusal.contains("dnsOrIP"), "{refusal}");
@@ -113,21 +102,21 @@ async fn webhook_refuses() {
     };
     make_due().await;
     // So late that no time is left to wait: the replicas take both steps one after the other.
-    until("a new certificate is in use", async || kept("tls.crt").await != first).await;
+    wait::until("a new certificate is in use", LIMIT, async || kept("tls.crt").await != first).await;
     let second = kept("tls.crt").await;
-    until("both replicas serve with it", async || {
+    wait::until("both replicas serve with it", LIMIT, async || {
         served_certificate(8443) == second && served_certificate(8444) == second
     })
     .await;
     assert_eq!(trusted().await, kept("ca.crt").await);
     assert_eq!(trusted().await.matches("BEGIN CERTIFICATE").count(), 2, "the former one is trusted, too");
     assert_eq!(kept("next.crt").await, "");
-    until("peers can be written", async || apply(&admin, &good, false).await.is_ok()).await;
+    wait::until("peers can be written", LIMIT, async || apply(&admin, &good, false).await.is_ok()).await;
     // Somebody takes the authority away (a manifest applied anew): it comes back.
     let mut object = hooks.get("peers.kilo.squat.ai").await.unwrap();
     object.webhooks.as_mut().unwrap()[0].client_config.ca_bundle = None;
     hooks.replace("peers.kilo.squat.ai", &PostParams::default(), &object).await.unwrap();
-    until("the authority is back", async || !trusted().await.is_empty()).await;
+    wait::until("the authority is back", LIMIT, async || !trusted().await.is_empty()).await;
     drop(replicas);
 }
 

@@ -31,6 +31,7 @@ use crate::support::{
     self, MEMBER, MEMBER_HOP, MEMBER_POD, REMOTE_POD, SELF, leader_tables, member_tables,
     packet::{PASS, REDIRECT, Ran, SHOT, checksums_hold, ethernet, run, run_with, steered, udp},
 };
+use crate::wait::until;
 
 /// Ids: this node's, the other's.
 const OWN: u64 = 0x1111_1111_1111_1111;
@@ -362,9 +363,7 @@ fn answers_wait_in_the_ring_until_it_fills_up() {
     // The other thread waits by then: who looks sees what is there, woken or not.
     let stat = format!("/proc/self/task/{}/stat", name.recv().unwrap());
     let sleeps = || std::fs::read_to_string(&stat).unwrap().contains(") S ");
-    while !sleeps() {
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    until("the other thread sleeps", Duration::from_secs(10), sleeps);
     let answer = written(&signal(Kind::Reflected, 0, Body::Empty));
     for _ in 0..20 {
         bench.lan(&answer);

@@ -19,7 +19,11 @@ use crate::{
         MEMBER, MEMBER_HOP, SELF,
         packet::{checksums_hold, ethernet, steered, udp, udp_v6},
     },
+    wait::until,
 };
+
+/// What a device gets is handled and counted a little later.
+const LIMIT: Duration = Duration::from_secs(10);
 
 /// The address of a gateway elsewhere.
 const ELSEWHERE: u64 = 0x3333_3333_3333_3333;
@@ -33,19 +37,12 @@ fn signal_v6(src: [u8; 16], dst: [u8; 16], data: &[u8]) -> Vec<u8> {
     udp_v6(src, dst, (VXLAN_PORT, VXLAN_PORT), data)
 }
 
-/// Waits for a packet to be counted: what a device gets is handled a little later.
-fn until(what: &str, is_so: impl Fn() -> bool) {
-    let started = std::time::Instant::now();
-    while !is_so() {
-        assert!(started.elapsed().as_secs() < 10, "not within 10 s: {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
 /// The WireGuard device's other end. A device sends nothing before the kernel has taken note of its carrier.
 fn opened() -> Tun {
     let tun = Tun::new("kilo0");
-    until("the carrier", || !sh_says("ip link show kilo0", &["qdisc noop", "state DOWN", "NO-CARRIER"]));
+    until("the carrier", LIMIT, || {
+        !sh_says("ip link show kilo0", &["qdisc noop", "state DOWN", "NO-CARRIER"])
+    });
     tun
 }
 
@@ -73,7 +70,7 @@ fn a_claim_counts_from_a_gateways_own_address_in_the_tunnel_alone() {
         for (number, claim) in (1..).zip(claims) {
             let bytes = written(claim);
             tunnel.send(&signal_v6(control(ELSEWHERE), control(OWN), &bytes));
-            until("the claim", || world.counted(Action::Hear) == number);
+            until("the claim", LIMIT, || world.counted(Action::Hear) == number);
             let item = ring.next().unwrap();
             let (head, said) = Heard::read(&item).unwrap();
             assert_eq!((head.hook, head.source), (Hook::KiloIngress as u32, control(ELSEWHERE)));
@@ -81,7 +78,7 @@ fn a_claim_counts_from_a_gateways_own_address_in_the_tunnel_alone() {
             drop(item);
             // Of a pod elsewhere, which WireGuard lets through as that.
             tunnel.send(&signal_v6(pod, control(OWN), &bytes));
-            until("its refusal", || world.drops().get("unknown_signal") == Some(&number));
+            until("its refusal", LIMIT, || world.drops().get("unknown_signal") == Some(&number));
         }
         // Of who follows claims, of one that is no gateway, and of a gateway that speaks for another. A VPN peer
         // says MOVED alone.
@@ -94,7 +91,7 @@ fn a_claim_counts_from_a_gateways_own_address_in_the_tunnel_alone() {
                     (_, IMPOSTOR) => forged += 1,
                     _ => unknown += 1,
                 }
-                until("it is counted", || {
+                until("it is counted", LIMIT, || {
                     let (counted, drops) = (world.counted(Action::Hear), world.drops());
                     let dropped = |reason: &str| drops.get(reason).copied().unwrap_or(0);
                     (counted, dropped("unknown_signal"), dropped("forged_signal")) == (heard, unknown, forged)
@@ -108,12 +105,12 @@ fn a_claim_counts_from_a_gateways_own_address_in_the_tunnel_alone() {
         frame.extend([0x86, 0xdd]);
         frame.extend(signal_v6(control(ELSEWHERE), control(OWN), &written(&all()[11])));
         lan.send(&frame);
-        until("the refusal on the LAN", || world.drops().get("forged_signal") == Some(&(forged + 1)));
+        until("the refusal on the LAN", LIMIT, || world.drops().get("forged_signal") == Some(&(forged + 1)));
         let mut frame = [NODE_MAC, LAN_MAC].concat();
         let inner = signal_v6(control(ELSEWHERE), control(OWN), &written(&all()[11]));
         frame.extend(&steered(MEMBER, SELF, &inner)[12..]);
         lan.send(&frame);
-        until("that of a steered one", || world.drops().get("forged_signal") == Some(&(forged + 2)));
+        until("that of a steered one", LIMIT, || world.drops().get("forged_signal") == Some(&(forged + 2)));
         assert!(ring.next().is_none());
     });
 }
@@ -127,7 +124,7 @@ fn a_probe_through_the_tunnel_is_answered_into_the_tunnel() {
         let tunnel = opened();
         let probe = written(&signal(Kind::Probe, 0, Body::Empty));
         tunnel.send(&signal_v6(control(ELSEWHERE), control(OWN), &probe));
-        until("the answer", || world.counted(Action::Encrypt) > 0 || !world.drops().is_empty());
+        until("the answer", LIMIT, || world.counted(Action::Encrypt) > 0 || !world.drops().is_empty());
         assert_eq!(
             (world.counted(Action::Reflect), world.counted(Action::Encrypt)),
             (1, 1),

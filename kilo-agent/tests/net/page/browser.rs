@@ -13,6 +13,8 @@ use std::{
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 use serde_json::{Value, json};
 
+use crate::wait::pace;
+
 /// The slowest answer on a machine that others use, too.
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -189,7 +191,7 @@ impl Browser {
                 let shown = text(&self.value("document.body.innerText.slice(0, 1500)"));
                 panic!("{expression} within {limit:?}; the page says:\n{shown}\n{:?}", self.complaints);
             }
-            std::thread::sleep(Duration::from_millis(50));
+            pace(Duration::from_millis(50));
         }
         started.elapsed()
     }

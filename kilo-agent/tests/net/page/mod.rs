@@ -29,7 +29,7 @@ use serde_json::json;
 use tokio::{runtime::Runtime, sync::watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::{cluster, netns::isolated};
+use crate::{cluster, netns::isolated, wait::until};
 
 /// What happens is on the page within this time.
 const PROMISED: Duration = Duration::from_secs(5);
@@ -66,20 +66,13 @@ impl Server {
             async move { report }
         }));
         let stop = CancellationToken::new();
-        let until = stop.clone();
+        let stopped = stop.clone();
         let address = address.parse().unwrap();
-        let started = Instant::now();
-        let listener = loop {
-            match runtime.block_on(http::bind(address)) {
-                Ok(listener) => break listener,
-                // The server before has yet to let go of it.
-                Err(error) => assert!(started.elapsed() < SOON, "{error}"),
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        };
+        // The server before has yet to let go of it.
+        let listener = until("the address is free", SOON, || runtime.block_on(http::bind(address)));
         let url = format!("http://{}/", listener.local_addr().unwrap());
         runtime.spawn(async move {
-            http::serve(listener, None, move |request| context.clone().answer(request), until).await;
+            http::serve(listener, None, move |request| context.clone().answer(request), stopped).await;
             drop(sender);
         });
         Self { url, report, stop, runtime: Some(runtime) }
@@ -349,11 +342,7 @@ fn killed() {
     cluster::write_node(2, "a", "10.42.2.0/24", false);
     cluster::write_node(3, "b", "10.42.3.0/24", false);
     let mut agent = cluster::kg(&[]).spawn().unwrap();
-    let started = Instant::now();
-    while cluster::metrics().get("kilo_nodes") != Some(&3) {
-        assert!(started.elapsed() < DRAWN, "the agent is not ready");
-        std::thread::sleep(Duration::from_millis(100));
-    }
+    until("the agent has put everything right", DRAWN, || cluster::has_done(&[("kilo_nodes", 3)]));
     let Some(mut browser) = Browser::start() else {
         let _ = agent.kill();
         let _ = agent.wait();
@@ -407,11 +396,7 @@ fn listeners_are_bounded_and_a_page_that_is_too_many_asks_instead() {
     browser.until(IS_DRAWN, DRAWN);
     assert!(browser.complaints.iter().all(|what| what.contains("503")), "{:?}", browser.complaints);
     held.clear();
-    let started = Instant::now();
-    while listen().1 != "HTTP/1.1 200" {
-        assert!(started.elapsed() < 2 * SOON, "places of listeners that have gone are free again");
-        std::thread::sleep(Duration::from_millis(200));
-    }
+    until("places of listeners that have gone are free again", 2 * SOON, || listen().1 == "HTTP/1.1 200");
     drop(runtime);
 }
 

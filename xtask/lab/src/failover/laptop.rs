@@ -2,7 +2,6 @@
 
 use std::{
     sync::atomic::{AtomicUsize, Ordering},
-    thread::sleep,
     time::Duration,
 };
 
@@ -13,7 +12,7 @@ use super::{
     flood,
     fresh::Fresh,
 };
-use crate::Lab;
+use crate::{Lab, wait};
 
 /// How old a connection is when a gateway loses power, ms, by turns. From 5 s on every gateway has answered it.
 const AGES: [u64; 6] = [0, 200, 500, 1000, 2000, 4000];
@@ -35,9 +34,9 @@ pub(super) fn connects(lab: &mut Lab) -> Result<()> {
 pub(super) fn begins(lab: &mut Lab) -> Result<Broken> {
     let age = AGES[TURNS.fetch_add(1, Ordering::Relaxed) % AGES.len()];
     lab.agents.disconnect_laptop(&lab.network)?;
-    sleep(FORGOTTEN);
+    wait::time_passes(FORGOTTEN, "agents forget a Peer that is gone, and nobody says when all have");
     lab.agents.begin_to_connect(&lab.network, 1)?;
-    sleep(Duration::from_millis(age));
+    wait::time_passes(Duration::from_millis(age), "the connection is to be so old");
     let broken = breaking::node_off(lab, LEADER)?;
     let target = lab.network.node(MEMBER)?.pod_ip();
     // What is sent before that leaves in clear, as from any machine that is not connected.
@@ -45,7 +44,7 @@ pub(super) fn begins(lab: &mut Lab) -> Result<Broken> {
         "for i in $(seq 200); do ip route get {target} | grep -q kilo-vpn && exit 0; sleep 0.01; done; exit 1"
     ))?;
     let fresh = Fresh::start(&lab.network.laptop, target.into());
-    sleep(WATCHED);
+    wait::time_passes(WATCHED, "what is lost meanwhile is counted");
     let said = format!("{}, and the connection is {age} ms old", broken.said);
     Ok(broken.with(fresh).saying(said))
 }

@@ -1,6 +1,6 @@
 //! Uplinks with several addresses, and several uplinks.
 
-use std::net::IpAddr;
+use std::{net::IpAddr, time::Duration};
 
 use kilo_common::maps::{
     CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, Device,
@@ -8,6 +8,7 @@ use kilo_common::maps::{
 
 use super::{Side, World, echo, frame, neighbour, ports, read, sides, tcp, udp};
 use crate::support::{IFINDEX, PUBLIC, PUBLIC_V6, packet::PASS};
+use crate::wait::time_passes;
 
 /// Another address of the uplink for each family, and the destination that wants it.
 fn other(side: &Side) -> (IpAddr, IpAddr) {
@@ -96,7 +97,7 @@ fn a_flow_keeps_its_address_while_the_uplink_has_it_and_no_longer() {
         assert_eq!(read(&world.out(&new).bytes).src, side.public, "a new one");
         world.tables.masq_addr.retain(|(_, to), _| *to != elsewhere);
         world.dataplane.write(&world.tables).unwrap();
-        std::thread::sleep(std::time::Duration::from_millis(1100));
+        time_passes(Duration::from_millis(1100), "a flow's address is looked up once a second");
         assert_eq!(read(&world.out(&packet).bytes).src, side.public, "the address is gone");
         world.tables.masq_addr = kept;
         world.dataplane.write(&world.tables).unwrap();

@@ -1,0 +1,88 @@
+//! Waiting in tests: as in the lab, but a test that waits in vain panics with the sentence that says so. What blocks
+//! its thread is here, what yields to other tasks in [`task`]. Nothing else in tests may sleep.
+#![allow(dead_code, unused_imports, reason = "each test program uses a part of this")]
+
+use std::time::Duration;
+
+pub use kilo_lab::wait::{Look, pace, time_passes};
+
+/// Waits until a look finds it; returns what it found: of a `bool`, how long that took.
+#[track_caller]
+pub fn until<L: Look>(what: &str, limit: Duration, mut look: impl FnMut() -> L) -> L::Found {
+    match kilo_lab::wait::until(what, limit, || Ok(look())) {
+        Ok(found) => found,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// Waits until a value has been the same for some time; returns it.
+#[track_caller]
+pub fn settled<T: PartialEq>(what: &str, limit: Duration, quiet: Duration, mut look: impl FnMut() -> T) -> T {
+    match kilo_lab::wait::settled(what, limit, quiet, || Ok(look())) {
+        Ok(value) => value,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// Looks for so long, and fails as soon as it is not so: for what must not happen.
+#[track_caller]
+pub fn stays(what: &str, time: Duration, mut is_so: impl FnMut() -> bool) {
+    if let Err(error) = kilo_lab::wait::stays(what, time, || Ok(is_so())) {
+        panic!("{error}");
+    }
+}
+
+/// The same for tasks that share their thread with others.
+pub mod task {
+    use std::{
+        ops::ControlFlow,
+        time::{Duration, Instant},
+    };
+
+    use kilo_lab::wait::{Look, Patience};
+
+    /// Waits until a look finds it; returns what it found: of a `bool`, how long that took.
+    pub async fn until<L: Look>(what: &str, limit: Duration, mut look: impl AsyncFnMut() -> L) -> L::Found {
+        let patience = Patience::new(what, limit);
+        loop {
+            match patience.judge(look().await) {
+                Ok(ControlFlow::Break(found)) => return found,
+                Ok(ControlFlow::Continue(pause)) => sleep(pause).await,
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+
+    /// Looks for so long, and fails as soon as it is not so: for what must not happen.
+    pub async fn stays(what: &str, time: Duration, mut is_so: impl AsyncFnMut() -> bool) {
+        let began = Instant::now();
+        loop {
+            let waited = began.elapsed();
+            assert!(is_so().await, "no longer so after {waited:?} of {time:?}: {what}");
+            if waited >= time {
+                return;
+            }
+            sleep(Duration::from_millis(100).min(time.saturating_sub(waited))).await;
+        }
+    }
+
+    /// A fault is there for so long before it is mended.
+    pub async fn fault_lasts(time: Duration) {
+        sleep(time).await;
+    }
+
+    /// Time that is itself what is needed, because a clock is read, traffic is counted or others have no sign to give.
+    pub async fn time_passes(time: Duration, _why: &str) {
+        sleep(time).await;
+    }
+
+    /// The pause between two of what is done again and again, such as heartbeats.
+    pub async fn pace(pause: Duration) {
+        sleep(pause).await;
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "all waiting of the tests goes through this module")]
+    async fn sleep(time: Duration) {
+        tokio::time::sleep(time).await;
+    }
+}
