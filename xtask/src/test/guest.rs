@@ -1,10 +1,14 @@
 //! The part `vm`: tests and labs on Debian's kernels, each in a virtual machine.
 
-use std::{ffi::OsStr, fs, time::Instant};
+use std::{
+    ffi::OsStr,
+    fs,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Context as _, Result};
 
-use super::{KERNEL_WIREGUARD, Part, TestBinary, outcome, read_outcomes_of, reader::Reader};
+use super::{KERNEL_WIREGUARD, Part, TestBinary, read_outcomes_of, reader::Reader};
 use crate::{
     command::own_program,
     report::TestOutcome,
@@ -55,21 +59,15 @@ fn is_wanted(kernel: Kernel, module: &str) -> bool {
         }
 }
 
-/// Runs these things on these kernels.
+/// Runs these things on these kernels, each of which is booted once.
 pub fn run(
     (kernels, what): (&[Kernel], OnKernel),
     binaries: &[TestBinary],
     tries: &mut SecondTries,
 ) -> Result<Vec<TestOutcome>> {
     let mut outcomes = Vec::new();
-    for &kernel in kernels.iter().filter(|_| what != OnKernel::Labs) {
-        outcomes.extend(tries.run(|names| run_modules(kernel, binaries, names))?);
-    }
-    // Labs last: the soak has ended then.
-    for &kernel in kernels.iter().filter(|_| what != OnKernel::Tests) {
-        for lab in labs_on(kernel) {
-            outcomes.extend(tries.run(|_| run_lab(kernel, lab))?);
-        }
+    for &kernel in kernels {
+        outcomes.extend(tries.run(|names| boot(kernel, what, binaries, names))?);
     }
     Ok(outcomes)
 }
@@ -100,49 +98,86 @@ pub fn count_elsewhere(outcomes: &mut [TestOutcome]) {
     }
 }
 
-/// The tests of these names, all when there are none, each module in a process of its own. What
-/// it prints goes to the console, and with the time since the boot to a file that is read afterwards.
-fn run_modules(kernel: Kernel, binaries: &[TestBinary], names: &[String]) -> Result<Vec<TestOutcome>> {
-    let shared = workspace_root().join(vm::SHARED).join("modules");
+/// Boots the kernel, and runs in it the tests and then the labs of these names, all when there are none. What the
+/// guest did not come to has failed.
+fn boot(
+    kernel: Kernel,
+    what: OnKernel,
+    binaries: &[TestBinary],
+    names: &[String],
+) -> Result<Vec<TestOutcome>> {
+    let shared = workspace_root().join(vm::SHARED).join("guest");
     let _ = fs::remove_dir_all(&shared);
     fs::create_dir_all(&shared).with_context(|| shared.display().to_string())?;
     let prefix = format!("{}: ", kernel.label());
-    let mut chosen = Vec::new();
-    let mut script = String::from(
-        "stamp() { while IFS= read -r line; do read -r up idle < /proc/uptime; printf '%s %s\\n' \"$up\" \"$line\"; done; }\n",
-    );
-    for binary in binaries.iter().filter(|binary| matches!(binary.part(), Part::Bpf | Part::Lab)) {
-        for module in binary.modules()?.into_iter().filter(|module| is_wanted(kernel, module)) {
-            let Some(filter) = filter(&binary.target, &module, &prefix, names) else { continue };
-            script += &format!(
-                "echo '== {module}'; cd {}; {{ echo; {} --test-threads=1 --nocapture {filter} 2>&1; \
-                 printf '\\nended %s\\n' $?; }} | stamp | tee {} | cut -d' ' -f2-\n",
-                workspace_root().join(super::package_of(binary)).display(),
-                binary.path.display(),
-                shared.join(&module).display(),
-            );
-            chosen.push((binary.target.as_str(), module));
-        }
+    let modules = if what == OnKernel::Labs { Vec::new() } else { modules(kernel, binaries, names)? };
+    let labs = labs_on(kernel).iter().filter(|lab| what != OnKernel::Tests && is_of(lab, &prefix, names));
+    let labs: Vec<_> = labs.map(|lab| LabRun::new(lab, &prefix, &shared)).collect();
+    let mut script = STAMP.to_owned();
+    script.extend(modules.iter().map(|module| module.line(&shared)));
+    for lab in &labs {
+        script += &lab.line()?;
     }
+    let timeout = u64::from(!modules.is_empty()) * 1800 + labs.len() as u64 * 1500;
     let ran = vm::execute(&vm::VmArgs {
         kernel: kernel.label().to_owned(),
         modules: None,
-        memory: 2048,
-        timeout: 1800,
+        memory: 3072,
+        timeout,
         icount: false,
         command: vec!["bash".to_owned(), "-c".to_owned(), script],
     });
     if let Err(error) = ran {
-        // The tests it did not come to have failed.
         println!("vm: {error:#}");
     }
-    let mut outcomes = Vec::new();
-    for (target, module) in chosen {
-        let log = fs::read_to_string(shared.join(&module)).unwrap_or_default();
-        outcomes.extend(read_log(target, &module, &log));
-    }
+    let mut outcomes: Vec<_> = modules.iter().flat_map(|module| module.outcomes(&shared)).collect();
     outcomes.iter_mut().for_each(|outcome| outcome.name.insert_str(0, &prefix));
+    outcomes.extend(labs.iter().flat_map(LabRun::outcomes));
     Ok(outcomes)
+}
+
+/// A shell's function that writes the time since the boot before each line.
+const STAMP: &str = "stamp() { while IFS= read -r line; do read -r up idle < /proc/uptime; \
+                     printf '%s %s\\n' \"$up\" \"$line\"; done; }\n";
+
+/// A module of tests, which runs in a process of its own.
+struct Module<'a> {
+    binary: &'a TestBinary,
+    name: String,
+    /// Arguments that choose its tests.
+    filter: String,
+}
+
+fn modules<'a>(kernel: Kernel, binaries: &'a [TestBinary], names: &[String]) -> Result<Vec<Module<'a>>> {
+    let prefix = format!("{}: ", kernel.label());
+    let mut chosen = Vec::new();
+    for binary in binaries.iter().filter(|binary| matches!(binary.part(), Part::Bpf | Part::Lab)) {
+        for name in binary.modules()?.into_iter().filter(|module| is_wanted(kernel, module)) {
+            let filter = filter(&binary.target, &name, &prefix, names);
+            chosen.extend(filter.map(|filter| Module { binary, name, filter }));
+        }
+    }
+    Ok(chosen)
+}
+
+impl Module<'_> {
+    /// What it prints goes to the console, and with the time since the boot to a file that is read afterwards.
+    fn line(&self, shared: &Path) -> String {
+        format!(
+            "echo '== {name}'; cd {}; {{ echo; {} --test-threads=1 --nocapture {} 2>&1; \
+             printf '\\nended %s\\n' $?; }} | stamp | tee {} | cut -d' ' -f2-\n",
+            workspace_root().join(super::package_of(self.binary)).display(),
+            self.binary.path.display(),
+            self.filter,
+            shared.join(&self.name).display(),
+            name = self.name,
+        )
+    }
+
+    fn outcomes(&self, shared: &Path) -> Vec<TestOutcome> {
+        let log = fs::read_to_string(shared.join(&self.name)).unwrap_or_default();
+        read_log(&self.binary.target, &self.name, &log)
+    }
 }
 
 /// Arguments that choose the module's tests among names with the prefix, all when there are no
@@ -182,44 +217,75 @@ fn read_log(target: &str, module: &str, log: &str) -> Vec<TestOutcome> {
     reader.end(code.as_deref() == Some("0"), module, &how)
 }
 
-/// A lab in a guest with that kernel.
-fn run_lab(kernel: Kernel, (name, arguments): &Lab) -> Result<Vec<TestOutcome>> {
-    let prefix = format!("{}: {name}", kernel.label());
-    println!("-- {prefix}a lab with kernel WireGuard");
-    let started = Instant::now();
-    let shared = workspace_root().join(vm::SHARED);
-    fs::create_dir_all(&shared)?;
-    let json = shared.join("outcomes.json");
-    let _ = fs::remove_file(&json);
-    let this = own_program()?;
-    let bin = this.parent().context("no directory")?;
-    let fixed: [&OsStr; 11] = [
-        this.as_os_str(),
-        "lab".as_ref(),
-        "test".as_ref(),
-        "--bin".as_ref(),
-        bin.as_os_str(),
-        "--wireguard".as_ref(),
-        "kernel".as_ref(),
-        "--prefix".as_ref(),
-        prefix.as_ref(),
-        "--json".as_ref(),
-        json.as_os_str(),
-    ];
-    let words = fixed.into_iter().chain(arguments.iter().map(OsStr::new));
-    let code = vm::execute(&vm::VmArgs {
-        kernel: kernel.label().to_owned(),
-        modules: None,
-        memory: 3072,
-        timeout: 1500,
-        icount: false,
-        command: words.map(|word| word.to_string_lossy().into_owned()).collect(),
-    })?;
-    let mut outcomes = read_outcomes_of(&json, Part::Vm)?;
-    if code != 0 && !outcomes.iter().any(|outcome| outcome.outcome == "failed") {
-        outcomes.push(outcome(Part::Vm, &format!("{prefix}the guest ends properly"), "failed", started));
+/// Whether one of these names is the lab's, or there are none. Names of tests begin with their program's.
+fn is_of(lab: &Lab, prefix: &str, names: &[String]) -> bool {
+    let own = |name: &String| {
+        let name = name.strip_prefix(prefix)?;
+        let is_test = ["bpf::", "net::"].iter().any(|program| name.starts_with(program));
+        (!is_test && name.starts_with(lab.0)).then_some(())
+    };
+    names.is_empty() || names.iter().any(|name| own(name).is_some())
+}
+
+/// A lab in the guest.
+struct LabRun {
+    arguments: &'static [&'static str],
+    /// What its outcomes' names begin with.
+    prefix: String,
+    outcomes: PathBuf,
+    code: PathBuf,
+}
+
+impl LabRun {
+    fn new((name, arguments): &'static Lab, prefix: &str, shared: &Path) -> Self {
+        let file = |end: &str| shared.join(format!("lab {name}{end}").replace([' ', ':'], "-"));
+        Self {
+            arguments,
+            prefix: format!("{prefix}{name}"),
+            outcomes: file("outcomes.json"),
+            code: file("code"),
+        }
     }
-    Ok(outcomes)
+
+    fn line(&self) -> Result<String> {
+        let this = own_program()?;
+        let bin = this.parent().context("no directory")?;
+        let fixed: [&OsStr; 11] = [
+            this.as_os_str(),
+            "lab".as_ref(),
+            "test".as_ref(),
+            "--bin".as_ref(),
+            bin.as_os_str(),
+            "--wireguard".as_ref(),
+            "kernel".as_ref(),
+            "--prefix".as_ref(),
+            self.prefix.as_ref(),
+            "--json".as_ref(),
+            self.outcomes.as_os_str(),
+        ];
+        let words = fixed.into_iter().chain(self.arguments.iter().map(OsStr::new));
+        let words: Vec<_> = words.map(|word| vm::quote(&word.to_string_lossy())).collect();
+        Ok(format!(
+            "echo '-- {}a lab with kernel WireGuard'; cd {}; {}; printf %s $? > {}\n",
+            self.prefix,
+            vm::quote(&workspace_root().to_string_lossy()),
+            words.join(" "),
+            vm::quote(&self.code.to_string_lossy()),
+        ))
+    }
+
+    fn outcomes(&self) -> Vec<TestOutcome> {
+        let code = fs::read_to_string(&self.code).ok();
+        let mut outcomes = read_outcomes_of(&self.outcomes, Part::Vm).unwrap_or_default();
+        let has_failed = outcomes.iter().any(|outcome| outcome.outcome == "failed");
+        if code.as_deref() != Some("0") && !has_failed {
+            let how = code.map_or("the guest ended before it".to_owned(), |code| format!("exit code {code}"));
+            println!("FAILED {}the lab does not end properly: {how}", self.prefix);
+            let name = format!("{}the lab ends properly", self.prefix);
+            outcomes.push(TestOutcome::new(Part::Vm.label(), &name, "failed", 0.0));
+        }
+        outcomes
+    }
 }
 
 #[cfg(test)]
@@ -265,5 +331,29 @@ mod tests {
         assert_eq!(chosen("bpf::b", &names).as_deref(), Some("b::"));
         assert_eq!(chosen("bpf::c", &names), None);
         assert_eq!(chosen("bpf::c", &[]).as_deref(), Some("c::"));
+        let labs = |names: &[String]| [("", &[][..]), VLAN].map(|lab| is_of(&lab, "6.1: ", names));
+        assert_eq!(labs(&names), [false; 2]);
+        assert_eq!(labs(&[]), [true; 2]);
+        let lab = "6.1: private network in a VLAN: the mesh comes up";
+        assert_eq!(labs(&[names[0].clone(), lab.to_owned()]), [true; 2]);
+        assert_eq!(labs(&["6.1: the mesh comes up".to_owned()]), [true, false]);
+    }
+
+    #[test]
+    fn a_lab_that_the_guest_did_not_come_to_has_failed() {
+        let shared = tempfile::tempdir().unwrap();
+        let lab = LabRun::new(&VLAN, "6.1: ", shared.path());
+        let name = "6.1: private network in a VLAN: the lab ends properly";
+        let said = |lab: &LabRun| -> Vec<_> {
+            lab.outcomes().into_iter().map(|outcome| (outcome.name, outcome.outcome)).collect()
+        };
+        assert_eq!(said(&lab), [(name.to_owned(), "failed".to_owned())]);
+        let passed = TestOutcome::new("lab", "6.1: it", "passed", 1.0);
+        fs::write(&lab.outcomes, serde_json::to_vec(&[passed]).unwrap()).unwrap();
+        fs::write(&lab.code, "0").unwrap();
+        assert_eq!(said(&lab), [("6.1: it".to_owned(), "passed".to_owned())]);
+        fs::write(&lab.code, "1").unwrap();
+        assert_eq!(said(&lab).len(), 2, "a failure that no outcome shows");
+        assert!(lab.line().unwrap().contains("'--checks=way' '--topology=vlan'"));
     }
 }
