@@ -3,18 +3,14 @@
 
 use core::mem::offset_of;
 
-use aya_ebpf::{
-    EbpfContext as _,
-    bindings::{__sk_buff, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC},
-    programs::TcContext,
-};
+use aya_ebpf::{EbpfContext as _, bindings::bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, programs::TcContext};
 use kilo_common::{
     counters::DropReason,
     ecn,
     encap::UDP_LEN,
     forwarding::{self, Disposition},
     maps::{Config, NODE_LED, NodeValue, VXLAN_PORT},
-    packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4},
+    packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4},
     signal::is_vxlan_or_signal,
 };
 use network_types::udp::UdpHdr;
@@ -29,6 +25,7 @@ use crate::{
     packet,
     ret::{Act, Verdict, from_code, to_code},
     signal,
+    subprogram::{Skb, subprogram},
 };
 
 /// Offset in a UDP header.
@@ -105,10 +102,11 @@ pub fn steered<O: Ip, I: Ip, const LINK: usize, const GSO: bool>(
     Ok(redirect(config, disposition))
 }
 
-/// [`steered`] as a function of its own for the verifier, with its own share of the stack.
+/// [`steered`] with a stack of its own. The verifier follows it from its callers, because it wants to see the bounds
+/// of `overhead`.
 #[inline(never)]
 pub fn steered_subprogram<O: Ip, I: Ip, const LINK: usize>(
-    skb: *mut __sk_buff,
+    skb: Skb,
     config: &Config,
     overhead: usize,
 ) -> i32 {
@@ -117,23 +115,43 @@ pub fn steered_subprogram<O: Ip, I: Ip, const LINK: usize>(
     to_code(outer.and_then(|outer| steered::<O, I, LINK, false>(&ctx, config, &outer, overhead)))
 }
 
-/// As [`steered_subprogram`], for GSO packets.
-#[inline(never)]
-pub fn gso_subprogram<O: Ip, I: Ip, const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> i32 {
+subprogram! {
+    /// As [`steered_subprogram`], for GSO packets.
+    pub fn gso_subprogram[O: Ip, I: Ip, const LINK: usize](config: &Config) -> i32 = take_gso;
+    by (LINK, O::V6, I::V6) => {
+        (0, false, false) => gso_l3_v4_v4[Ipv4, Ipv4, 0],
+        (0, false, true) => gso_l3_v4_v6[Ipv4, V6, 0],
+        (0, true, false) => gso_l3_v6_v4[V6, Ipv4, 0],
+        (0, true, true) => gso_l3_v6_v6[V6, V6, 0],
+        (_, false, false) => gso_v4_v4[Ipv4, Ipv4, ETHERNET_LEN],
+        (_, false, true) => gso_v4_v6[Ipv4, V6, ETHERNET_LEN],
+        (_, true, false) => gso_v6_v4[V6, Ipv4, ETHERNET_LEN],
+        (_, true, true) => gso_v6_v6[V6, V6, ETHERNET_LEN],
+    }
+}
+
+#[inline(always)]
+fn take_gso<O: Ip, I: Ip, const LINK: usize>(skb: Skb, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
     let outer = O::read(&ctx, LINK);
     to_code(outer.and_then(|outer| steered::<O, I, LINK, true>(&ctx, config, &outer, O::HEADER_LEN)))
 }
 
-/// Writes what the network between the nodes said of congestion into the packet at
-/// `offset`; `outer` is the outer header's type of service.
-#[inline(never)]
-fn take_over_ecn<I: Ip>(skb: *mut __sk_buff, offset: usize, outer: u32) -> i32 {
+subprogram! {
+    /// Writes what the network between the nodes said of congestion into the packet at
+    /// `offset`; `outer` is the outer header's type of service.
+    fn take_over_ecn[I: Ip](offset: usize, outer: u32) -> i32 = write_ecn;
+    by I::V6 => { false => decap_ecn_v4[Ipv4], true => decap_ecn_v6[V6] }
+}
+
+#[inline(always)]
+fn write_ecn<I: Ip>(skb: Skb, offset: usize, outer: u32) -> i32 {
     let ctx = TcContext::new(skb);
-    to_code(I::read(&ctx, offset).and_then(|inner| match ecn::decapsulated(outer as u8, inner.tos()) {
+    let tos = I::tos_at(&ctx, offset);
+    to_code(tos.and_then(|inner| match ecn::decapsulated(outer as u8, inner) {
         None => Err(DropReason::Congestion),
-        Some(tos) if tos == inner.tos() => Ok(Act::STACK),
-        Some(tos) => inner.set_tos(&ctx, offset, tos).map(|()| Act::STACK),
+        Some(tos) if tos == inner => Ok(Act::STACK),
+        Some(tos) => I::set_tos(&ctx, offset, tos).map(|()| Act::STACK),
     }))
 }
 

@@ -4,8 +4,8 @@
 use aya_ebpf::{
     EbpfContext as _,
     bindings::{
-        __sk_buff, BPF_F_TUNINFO_IPV6, BPF_F_ZERO_CSUM_TX, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC,
-        bpf_redir_neigh, bpf_redir_neigh__bindgen_ty_1, bpf_tunnel_key,
+        BPF_F_TUNINFO_IPV6, BPF_F_ZERO_CSUM_TX, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, bpf_redir_neigh,
+        bpf_redir_neigh__bindgen_ty_1, bpf_tunnel_key,
     },
     helpers::{bpf_get_hash_recalc, bpf_redirect_neigh, bpf_skb_change_head, bpf_skb_set_tunnel_key},
     programs::TcContext,
@@ -17,14 +17,16 @@ use kilo_common::{
         ipip_frame_v6, vxlan_ethernet, vxlan_frame, vxlan_frame_v6,
     },
     maps::{Config, FAMILY_V4, FAMILY_V6, Hop, TUNNEL_IPIP, TUNNEL_NONE, TUNNEL_VXLAN, VXLAN_VNI},
-    packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6},
+    packet::{ETHERNET_LEN, Ipv4},
 };
 
 use crate::{
     cb,
-    ip::Ip,
+    ip::{Ip, V6},
     link, packet,
     ret::{Act, Verdict, from_code, to_code},
+    subprogram::{Skb, subprogram},
+    words::Words,
 };
 
 /// `bpf_skb_adjust_room` flags (include/uapi/linux/bpf.h).
@@ -45,97 +47,95 @@ pub fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verd
     let skb = ctx.as_ptr().cast();
     match (hop.tunnel, hop.family) {
         (TUNNEL_IPIP, FAMILY_V4) => from_code(ipip::<I>(skb, config, hop, tos)),
-        (TUNNEL_NONE, FAMILY_V4) if !I::V6 => from_code(subprogram::<I, Plain>(skb, config, hop, tos)),
-        (TUNNEL_NONE, FAMILY_V6) if I::V6 => from_code(subprogram::<I, Plain>(skb, config, hop, tos)),
+        (TUNNEL_NONE, FAMILY_V4) if !I::V6 => from_code(plain::<I>(skb, hop)),
+        (TUNNEL_NONE, FAMILY_V6) if I::V6 => from_code(plain::<I>(skb, hop)),
         // A packet of the other family needs a next hop of its own; encapsulated it does without.
         (TUNNEL_NONE, FAMILY_V4) => from_code(ipip::<I>(skb, config, hop, tos)),
-        (TUNNEL_NONE | TUNNEL_IPIP, FAMILY_V6) => from_code(subprogram::<I, IpipV6>(skb, config, hop, tos)),
+        (TUNNEL_NONE | TUNNEL_IPIP, FAMILY_V6) => from_code(ipip_v6::<I>(skb, config, hop, tos)),
         // A GSO packet that crosses a link whole would lose its segments'
         // outer UDP headers: the device cuts it first.
         (TUNNEL_VXLAN, FAMILY_V4 | FAMILY_V6) if packet::gso_size(ctx) != 0 => {
-            from_code(subprogram::<I, ByDevice>(skb, config, hop, tos))
+            from_code(by_device::<I>(skb, config, hop, tos))
         }
-        (TUNNEL_VXLAN, FAMILY_V4) => from_code(subprogram::<I, Vxlan>(skb, config, hop, tos)),
-        (TUNNEL_VXLAN, FAMILY_V6) => from_code(subprogram::<I, VxlanV6>(skb, config, hop, tos)),
+        (TUNNEL_VXLAN, FAMILY_V4) => from_code(vxlan::<I>(skb, config, hop, tos)),
+        (TUNNEL_VXLAN, FAMILY_V6) => from_code(vxlan_v6::<I>(skb, config, hop, tos)),
         _ => Err(DropReason::NoHop),
     }
 }
 
-/// So that it is written in words.
-#[repr(align(8))]
-struct Aligned<const N: usize>([u8; N]);
+subprogram! {
+    /// The way of nearly all packets. A subprogram, because with those that its callers call else there is no
+    /// room for its stack in theirs before Linux 6.3.
+    fn ipip[I: Ip](config: &Config, hop: &Hop, tos: u8) -> i32 = send_ipip;
+    by I::V6 => { false => encap_ipip_v4[Ipv4], true => encap_ipip_v6[V6] }
+}
 
-/// The way of nearly all packets. A function of its own, because with those that its callers call else there is no
-/// room for its stack in theirs before Linux 6.3.
-#[inline(never)]
-fn ipip<I: Ip>(skb: *mut __sk_buff, config: &Config, hop: &Hop, tos: u8) -> i32 {
+#[inline(always)]
+fn send_ipip<I: Ip>(skb: Skb, config: &Config, hop: &Hop, tos: u8) -> i32 {
     let ctx = &TcContext::new(skb);
-    let mut frame = Aligned([0; ETHERNET_LEN + IPIP_OVERHEAD]);
-    let frame = &mut frame.0;
+    let mut frame = Words::<[u8; ETHERNET_LEN + IPIP_OVERHEAD], 5>::new();
+    let frame = frame.zero();
     ipip_frame(frame, v4(&hop.local), v4(&hop.remote), &inner::<I>(ctx, tos, 0));
     match push_header_room(ctx, IPIP_OVERHEAD, ENCAP_L3_IPV4) {
         Ok(()) => to_code(transmit_v4(ctx, config, hop, frame, tos)),
-        Err(()) => subprogram::<I, ByDevice>(skb, config, hop, tos),
+        Err(()) => by_device::<I>(skb, config, hop, tos),
     }
 }
 
-/// One of the other ways to send.
-trait Way {
-    /// `Ok(None)`: not like this, but a device may.
-    fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Result<Option<Act>, DropReason>;
+subprogram! {
+    /// As [`ipip`], between IPv6 addresses.
+    fn ipip_v6[I: Ip](config: &Config, hop: &Hop, tos: u8) -> i32 = send_ipip_v6;
+    by I::V6 => { false => encap_ipip6_v4[Ipv4], true => encap_ipip6_v6[V6] }
 }
 
-/// A function of its own for the verifier, with its own share of the stack.
-#[inline(never)]
-fn subprogram<I: Ip, W: Way>(skb: *mut __sk_buff, config: &Config, hop: &Hop, tos: u8) -> i32 {
-    let ctx = TcContext::new(skb);
-    match W::send::<I>(&ctx, config, hop, tos) {
-        Ok(Some(act)) => act.code(),
-        Ok(None) => subprogram::<I, ByDevice>(skb, config, hop, tos),
-        Err(reason) => to_code(Err(reason)),
+#[inline(always)]
+fn send_ipip_v6<I: Ip>(skb: Skb, config: &Config, hop: &Hop, tos: u8) -> i32 {
+    let ctx = &TcContext::new(skb);
+    let inner = inner::<I>(ctx, tos, 0);
+    if push_header_room(ctx, IPIP_OVERHEAD_V6, ENCAP_L3_IPV6).is_err() {
+        return by_device::<I>(skb, config, hop, tos);
     }
+    let mut frame = Words::<[u8; ETHERNET_LEN + IPIP_OVERHEAD_V6], 7>::new();
+    let frame = frame.zero();
+    ipip_frame_v6(frame, &hop.local, &hop.remote, &inner);
+    to_code(transmit(ctx, hop, frame))
 }
 
-struct IpipV6;
-impl Way for IpipV6 {
-    #[inline(always)]
-    fn send<I: Ip>(ctx: &TcContext, _: &Config, hop: &Hop, tos: u8) -> Result<Option<Act>, DropReason> {
-        let inner = inner::<I>(ctx, tos, 0);
-        if push_header_room(ctx, IPIP_OVERHEAD_V6, ENCAP_L3_IPV6).is_err() {
-            return Ok(None);
-        }
-        let mut frame = [0; ETHERNET_LEN + IPIP_OVERHEAD_V6];
-        ipip_frame_v6(&mut frame, &hop.local, &hop.remote, &inner);
-        transmit(ctx, hop, &frame).map(Some)
-    }
+subprogram! {
+    fn vxlan[I: Ip](config: &Config, hop: &Hop, tos: u8) -> i32 = send_vxlan;
+    by I::V6 => { false => encap_vxlan_v4[Ipv4], true => encap_vxlan_v6[V6] }
 }
 
-struct Vxlan;
-impl Way for Vxlan {
-    #[inline(always)]
-    fn send<I: Ip>(ctx: &TcContext, _: &Config, hop: &Hop, tos: u8) -> Result<Option<Act>, DropReason> {
-        let inner = inner::<I>(ctx, tos, flow_hash(ctx));
-        if push_header_room(ctx, VXLAN_OVERHEAD, ENCAP_L3_IPV4 | VXLAN_FLAGS).is_err() {
-            return Ok(None);
-        }
-        let mut frame = [0; ETHERNET_LEN + VXLAN_OVERHEAD];
-        vxlan_frame(&mut frame, v4(&hop.local), v4(&hop.remote), &inner);
-        transmit(ctx, hop, &frame).map(Some)
+#[inline(always)]
+fn send_vxlan<I: Ip>(skb: Skb, config: &Config, hop: &Hop, tos: u8) -> i32 {
+    let ctx = &TcContext::new(skb);
+    let inner = inner::<I>(ctx, tos, flow_hash(ctx));
+    if push_header_room(ctx, VXLAN_OVERHEAD, ENCAP_L3_IPV4 | VXLAN_FLAGS).is_err() {
+        return by_device::<I>(skb, config, hop, tos);
     }
+    let mut frame = Words::<[u8; ETHERNET_LEN + VXLAN_OVERHEAD], 8>::new();
+    let frame = frame.zero();
+    vxlan_frame(frame, v4(&hop.local), v4(&hop.remote), &inner);
+    to_code(transmit(ctx, hop, frame))
 }
 
-struct VxlanV6;
-impl Way for VxlanV6 {
-    #[inline(always)]
-    fn send<I: Ip>(ctx: &TcContext, _: &Config, hop: &Hop, tos: u8) -> Result<Option<Act>, DropReason> {
-        let inner = inner::<I>(ctx, tos, flow_hash(ctx));
-        if push_header_room(ctx, VXLAN_OVERHEAD_V6, ENCAP_L3_IPV6 | VXLAN_FLAGS).is_err() {
-            return Ok(None);
-        }
-        let mut frame = [0; ETHERNET_LEN + VXLAN_OVERHEAD_V6];
-        vxlan_frame_v6(&mut frame, &hop.local, &hop.remote, &inner);
-        transmit(ctx, hop, &frame).map(Some)
+subprogram! {
+    /// As [`vxlan`], between IPv6 addresses.
+    fn vxlan_v6[I: Ip](config: &Config, hop: &Hop, tos: u8) -> i32 = send_vxlan_v6;
+    by I::V6 => { false => encap_vxlan6_v4[Ipv4], true => encap_vxlan6_v6[V6] }
+}
+
+#[inline(always)]
+fn send_vxlan_v6<I: Ip>(skb: Skb, config: &Config, hop: &Hop, tos: u8) -> i32 {
+    let ctx = &TcContext::new(skb);
+    let inner = inner::<I>(ctx, tos, flow_hash(ctx));
+    if push_header_room(ctx, VXLAN_OVERHEAD_V6, ENCAP_L3_IPV6 | VXLAN_FLAGS).is_err() {
+        return by_device::<I>(skb, config, hop, tos);
     }
+    let mut frame = Words::<[u8; ETHERNET_LEN + VXLAN_OVERHEAD_V6], 11>::new();
+    let frame = frame.zero();
+    vxlan_frame_v6(frame, &hop.local, &hop.remote, &inner);
+    to_code(transmit(ctx, hop, frame))
 }
 
 #[inline(always)]
@@ -196,26 +196,31 @@ fn transmit_v4<const N: usize>(
     Ok(Act::transmit(hop.ifindex))
 }
 
-struct Plain;
-impl Way for Plain {
-    #[inline(always)]
-    fn send<I: Ip>(ctx: &TcContext, _: &Config, hop: &Hop, _: u8) -> Result<Option<Act>, DropReason> {
-        change_head(ctx)?;
-        let mut header = [0u8; ETHERNET_LEN];
-        [header[12], header[13]] = (if I::V6 { ETHERTYPE_IPV6 } else { ETHERTYPE_IPV4 }).to_be_bytes();
-        ctx.store(0, &header, 0).map_err(|_| DropReason::Encapsulation)?;
-        cb::sent(ctx);
-        // The inner destination is not on the link, so the next hop is named;
-        // the agent keeps that neighbour resolved.
-        let mut neighbour = bpf_redir_neigh {
-            nh_family: if I::V6 { AF_INET6 } else { AF_INET },
-            __bindgen_anon_1: bpf_redir_neigh__bindgen_ty_1 { ipv6_nh: words(&hop.remote) },
-        };
-        let size = size_of::<bpf_redir_neigh>() as i32;
-        // SAFETY: the parameters are a complete bpf_redir_neigh on the stack.
-        let returned = unsafe { bpf_redirect_neigh(hop.ifindex, &raw mut neighbour, size, 0) };
-        Ok(Some(Act::of(returned as i32)))
-    }
+subprogram! {
+    /// Without outer header.
+    fn plain[I: Ip](hop: &Hop) -> i32 = send_plain;
+    by I::V6 => { false => encap_plain_v4[Ipv4], true => encap_plain_v6[V6] }
+}
+
+#[inline(always)]
+fn send_plain<I: Ip>(skb: Skb, hop: &Hop) -> i32 {
+    to_code(next_hop::<I>(&TcContext::new(skb), hop))
+}
+
+#[inline(always)]
+fn next_hop<I: Ip>(ctx: &TcContext, hop: &Hop) -> Verdict {
+    change_head(ctx)?;
+    ctx.store(0, packet::ethernet(&mut Words::new(), I::V6), 0).map_err(|_| DropReason::Encapsulation)?;
+    cb::sent(ctx);
+    // The inner destination is not on the link, so the next hop is named;
+    // the agent keeps that neighbour resolved.
+    let mut neighbour = bpf_redir_neigh {
+        nh_family: if I::V6 { AF_INET6 } else { AF_INET },
+        __bindgen_anon_1: bpf_redir_neigh__bindgen_ty_1 { ipv6_nh: words(&hop.remote) },
+    };
+    let size = size_of::<bpf_redir_neigh>() as i32;
+    // SAFETY: the parameters are a complete bpf_redir_neigh on the stack.
+    Ok(Act::of(unsafe { bpf_redirect_neigh(hop.ifindex, &raw mut neighbour, size, 0) } as i32))
 }
 
 /// An address as the kernel's structures hold it; IPv4 is the first word.
@@ -225,18 +230,20 @@ fn words(addr: &[u8; 16]) -> [u32; 4] {
     [word(0), word(4), word(8), word(12)]
 }
 
-/// Lets a tunnel device write the outer header: IPIP where that is possible,
-/// else VXLAN, which every receiver takes, too.
-struct ByDevice;
-impl Way for ByDevice {
-    #[inline(always)]
-    fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Result<Option<Act>, DropReason> {
-        by_device::<I>(ctx, config, hop, tos).map(Some)
-    }
+subprogram! {
+    /// Lets a tunnel device write the outer header: IPIP where that is possible,
+    /// else VXLAN, which every receiver takes, too.
+    fn by_device[I: Ip](config: &Config, hop: &Hop, tos: u8) -> i32 = send_by_device;
+    by I::V6 => { false => encap_by_device_v4[Ipv4], true => encap_by_device_v6[V6] }
 }
 
 #[inline(always)]
-fn by_device<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verdict {
+fn send_by_device<I: Ip>(skb: Skb, config: &Config, hop: &Hop, tos: u8) -> i32 {
+    to_code(device::<I>(&TcContext::new(skb), config, hop, tos))
+}
+
+#[inline(always)]
+fn device<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verdict {
     let ipip = hop.tunnel != TUNNEL_VXLAN && hop.family == FAMILY_V4 && !I::V6 && config.ipip_ifindex != 0;
     let device = if ipip { config.ipip_ifindex } else { config.vxlan_ifindex };
     if device == 0 {
@@ -247,8 +254,8 @@ fn by_device<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Ver
         change_head(ctx)?;
         ctx.store(0, &vxlan_ethernet(I::V6), 0).map_err(|_| DropReason::Encapsulation)?;
     }
-    // SAFETY: plain integers, for which zero is a value.
-    let mut key: bpf_tunnel_key = unsafe { core::mem::zeroed() };
+    let mut key = Words::<bpf_tunnel_key, 6>::new();
+    let key = key.zero();
     key.tunnel_id = if ipip { 0 } else { VXLAN_VNI };
     key.tunnel_tos = tos;
     key.tunnel_ttl = OUTER_TTL;
@@ -264,7 +271,7 @@ fn by_device<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Ver
     }
     // SAFETY: the context is valid, the key complete.
     let set = unsafe {
-        bpf_skb_set_tunnel_key(ctx.as_ptr().cast(), &raw mut key, size_of::<bpf_tunnel_key>() as u32, flags)
+        bpf_skb_set_tunnel_key(ctx.as_ptr().cast(), key, size_of::<bpf_tunnel_key>() as u32, flags)
     };
     if set != 0 {
         return Err(DropReason::Encapsulation);

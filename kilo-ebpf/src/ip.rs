@@ -3,7 +3,6 @@
 
 use aya_ebpf::{btf_maps::lpm_trie::Key, programs::TcContext};
 use kilo_common::{
-    checksum,
     counters::DropReason,
     direct::Place,
     maps::{CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, Config, Device, NodeValue, PrefixValue},
@@ -13,7 +12,12 @@ use kilo_common::{
 use crate::{
     maps::{DIRECT_V4, NODE_V4, NODE_V6, PREFIX_V4, PREFIX_V6},
     packet,
+    words::WholeAddress,
 };
+
+/// Where an IPv4 header has its type of service and its checksum.
+const TOS: usize = 1;
+const CHECKSUM: usize = 10;
 
 /// A header of one family, and the tables that speak of its addresses.
 pub trait Ip: Copy {
@@ -42,8 +46,10 @@ pub trait Ip: Copy {
     fn header_len(&self) -> usize;
     /// True for parts of a fragmented packet.
     fn is_fragment(&self) -> bool;
-    /// Writes another type of service or traffic class than [`Self::tos`] into the packet.
-    fn set_tos(&self, ctx: &TcContext, offset: usize, tos: u8) -> Result<(), DropReason>;
+    /// Type of service or traffic class of the packet at `offset`, which may be anywhere.
+    fn tos_at(ctx: &TcContext, offset: usize) -> Result<u8, DropReason>;
+    /// Writes another one into the packet.
+    fn set_tos(ctx: &TcContext, offset: usize, tos: u8) -> Result<(), DropReason>;
     /// Where the UDP header is, if the packet that starts at `offset` has one: a datagram as a
     /// whole, or its first fragment.
     fn udp(&self, ctx: &TcContext, offset: usize) -> Option<usize>;
@@ -123,14 +129,15 @@ impl Ip for Ipv4 {
         Ipv4::is_fragment(self)
     }
     #[inline(always)]
-    fn set_tos(&self, ctx: &TcContext, offset: usize, tos: u8) -> Result<(), DropReason> {
-        let header = packet::bytes::<IPV4_LEN>(ctx, offset).ok_or(DropReason::Truncated)?;
-        // SAFETY: as in `lower_ttl`.
-        let header = unsafe { &mut *header.cast::<Ipv4Header>() };
-        let [old, new] = [header.tos, tos].map(|tos| u32::from_ne_bytes([0, tos, 0, 0]));
-        header.checksum = checksum::update_word(header.checksum, old, new);
-        header.tos = tos;
-        Ok(())
+    fn tos_at(ctx: &TcContext, offset: usize) -> Result<u8, DropReason> {
+        ctx.load(offset + TOS).map_err(|_| DropReason::Truncated)
+    }
+    #[inline(always)]
+    fn set_tos(ctx: &TcContext, offset: usize, tos: u8) -> Result<(), DropReason> {
+        let start: [u8; 2] = ctx.load(offset).map_err(|_| DropReason::Truncated)?;
+        let [old, new] = [start[TOS], tos].map(|tos| u64::from(u16::from_ne_bytes([start[0], tos])));
+        ctx.l3_csum_replace(offset + CHECKSUM, old, new, 2).map_err(|_| DropReason::Rewrite)?;
+        ctx.store(offset + TOS, &tos, 0).map_err(|_| DropReason::Rewrite)
     }
     #[inline(always)]
     fn udp(&self, _: &TcContext, offset: usize) -> Option<usize> {
@@ -304,7 +311,12 @@ impl Ip for V6 {
         self.next_header == protocol::FRAGMENT
     }
     #[inline(always)]
-    fn set_tos(&self, ctx: &TcContext, offset: usize, tos: u8) -> Result<(), DropReason> {
+    fn tos_at(ctx: &TcContext, offset: usize) -> Result<u8, DropReason> {
+        let [high, low]: [u8; 2] = ctx.load(offset).map_err(|_| DropReason::Truncated)?;
+        Ok(high << 4 | low >> 4)
+    }
+    #[inline(always)]
+    fn set_tos(ctx: &TcContext, offset: usize, tos: u8) -> Result<(), DropReason> {
         /// The kernel corrects a sum over the whole packet, which no header checksum keeps right.
         const RECOMPUTE_CSUM: u64 = 1;
         let start: [u8; 2] = ctx.load(offset).map_err(|_| DropReason::Truncated)?;
@@ -341,7 +353,7 @@ impl Ip for V6 {
     }
     #[inline(always)]
     fn prefix(_: &Config, addr: [u64; 2]) -> Option<PrefixValue> {
-        PREFIX_V6.get(&Key::new(128, octets(addr))).copied()
+        PREFIX_V6.get(WholeAddress::new(addr).key()).copied()
     }
     #[inline(always)]
     fn sender(addr: [u64; 2]) -> Option<&'static NodeValue> {

@@ -1,6 +1,6 @@
 //! Egress of the WireGuard device: steer to the leader, or let WireGuard encrypt.
 
-use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
+use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
     counters::{Action, DropReason},
     forwarding::{self, hop_id, is_gateway, routed, unrouted},
@@ -19,6 +19,7 @@ use crate::{
     packet::{self, Family},
     ret::{Act, Verdict, from_code},
     signal,
+    subprogram::{Skb, subprogram},
 };
 
 /// Egress of the WireGuard device; packets start with their IP header.
@@ -57,7 +58,7 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     let Some(PrefixValue { hop: id, flags }) = routed(Some(to)) else {
         return unrouted(config.flags).map(next);
     };
-    if flags & PREFIX_VIA_WIREGUARD != 0 && is_own_wireguard::<I>(ctx.as_ptr().cast(), config) {
+    if flags & PREFIX_VIA_WIREGUARD != 0 && is_own_wireguard::<I>(ctx.as_ptr().cast(), config) != 0 {
         return Err(DropReason::InsideTunnel);
     }
     let hop = hop(hop_id(id, || cb::is_led(ctx), word));
@@ -72,14 +73,19 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     }
 }
 
-/// True for what this gateway's own WireGuard sends. WireGuard in the kernel refuses to send by its own
-/// device; a program that does would build the tunnel to one gateway through another, and lose both at once.
-/// No masqueraded packet gets its port. A function of its own, with a stack of its own: with those of the
-/// functions that `kilo_egress` calls there is no room for more before Linux 6.3.
-#[inline(never)]
-fn is_own_wireguard<I: Ip>(skb: *mut __sk_buff, config: &Config) -> bool {
+subprogram! {
+    /// Not zero for what this gateway's own WireGuard sends. WireGuard in the kernel refuses to send by its own
+    /// device; a program that does would build the tunnel to one gateway through another, and lose both at once.
+    /// No masqueraded packet gets its port. With a stack of its own, because with those of the
+    /// functions that `kilo_egress` calls there is no room for more before Linux 6.3.
+    fn is_own_wireguard[I: Ip](config: &Config) -> u32 = look_for_wireguard;
+    by I::V6 => { false => own_wireguard_v4[Ipv4], true => own_wireguard_v6[V6] }
+}
+
+#[inline(always)]
+fn look_for_wireguard<I: Ip>(skb: Skb, config: &Config) -> u32 {
     let ctx = TcContext::new(skb);
-    is_gateway(config.flags)
+    let own = is_gateway(config.flags)
         && I::read(&ctx, 0).is_ok_and(|ip| {
             ip.protocol() == protocol::UDP
                 && ip.header_len() == I::HEADER_LEN
@@ -88,7 +94,8 @@ fn is_own_wireguard<I: Ip>(skb: *mut __sk_buff, config: &Config) -> bool {
         })
         && ctx
             .load::<[u8; 2]>(I::HEADER_LEN)
-            .is_ok_and(|port| u16::from_be_bytes(port) == config.wireguard_port)
+            .is_ok_and(|port| u16::from_be_bytes(port) == config.wireguard_port);
+    u32::from(own)
 }
 
 /// Counts a packet that goes on as it is.

@@ -1,6 +1,6 @@
 //! Ingress of uplinks: steered packets from other nodes, and replies to masqueraded flows.
 
-use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
+use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
     counters::DropReason,
     encap::{UDP_LEN, VXLAN_INNER, VXLAN_LEN, vxlan_header},
@@ -31,6 +31,7 @@ use crate::{
     relay,
     ret::{Act, Verdict, from_code, to_code},
     signal,
+    subprogram::{Skb, subprogram},
 };
 
 /// Ingress of an uplink; packets start with an Ethernet header.
@@ -40,7 +41,7 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
         return Ok(Act::NEXT);
     }
     // The program of the VLAN's own device gets it next, without the tag.
-    if packet::is_tagged(ctx) && packet::belongs_to_vlan(ctx.as_ptr().cast()) {
+    if packet::is_tagged(ctx) && packet::belongs_to_vlan(ctx) {
         return Ok(Act::NEXT);
     }
     match packet::family(ctx) {
@@ -55,11 +56,11 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
                 }
                 Established::NoEntry if config.flags & CONFIG_NATIVE == 0 => Ok(Act::NEXT),
                 Established::NoEntry => from_code(plain_v4(ctx.as_ptr().cast(), config)),
-                Established::NotDue | Established::Unknown => taken_v4::<ETHERNET_LEN>(ctx, config),
+                Established::NotDue | Established::Unknown => taken::<Ipv4, ETHERNET_LEN>(ctx, config),
             },
-            _ => taken_v4::<ETHERNET_LEN>(ctx, config),
+            _ => taken::<Ipv4, ETHERNET_LEN>(ctx, config),
         },
-        Family::V6 => taken_v6::<ETHERNET_LEN>(ctx, config),
+        Family::V6 => taken::<V6, ETHERNET_LEN>(ctx, config),
         Family::Other => Ok(Act::NEXT),
     }
 }
@@ -69,13 +70,13 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
 pub fn l3_ingress(ctx: &TcContext, config: &Config) -> Verdict {
     // Without link-layer address every packet is for this host.
     match packet::family(ctx) {
-        Family::V4 => taken_v4::<0>(ctx, config),
-        Family::V6 => taken_v6::<0>(ctx, config),
+        Family::V4 => taken::<Ipv4, 0>(ctx, config),
+        Family::V6 => taken::<V6, 0>(ctx, config),
         Family::Other => Ok(Act::NEXT),
     }
 }
 
-/// Answer of [`received_v4`] and [`received_v6`]: it is a signal. Its own function is called from here,
+/// Answer of [`receive`]: it is a signal. Its own function is called from here,
 /// because the stacks of functions that call each other add up.
 const SIGNAL: i32 = 1000;
 /// The same: it is a relay's, or a message about one.
@@ -84,37 +85,30 @@ const _: () = assert!(DropReason::from_index(SIGNAL as u32).is_none());
 const _: () = assert!(DropReason::from_index(RELAY as u32).is_none());
 
 #[inline(always)]
-fn taken_v4<const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdict {
+fn taken<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdict {
     let skb = ctx.as_ptr().cast();
-    from_code(match received_v4::<LINK>(skb, config) {
-        SIGNAL => signal::from_lan::<Ipv4, LINK>(skb, config),
-        RELAY => relay::arrived::<Ipv4, LINK>(skb, config),
+    from_code(match receive::<O, LINK>(skb, config) {
+        SIGNAL => signal::from_lan::<O, LINK>(skb, config),
+        RELAY => relay::arrived::<O, LINK>(skb, config),
         code => code,
     })
+}
+
+subprogram! {
+    /// `LINK` is the length of the link-layer header, which not every uplink has.
+    fn receive[O: Ip, const LINK: usize](config: &Config) -> i32 = receive_packet;
+    by (LINK, O::V6) => {
+        (0, false) => received_l3_v4[Ipv4, 0],
+        (0, true) => received_l3_v6[V6, 0],
+        (_, false) => received_v4[Ipv4, ETHERNET_LEN],
+        (_, true) => received_v6[V6, ETHERNET_LEN],
+    }
 }
 
 #[inline(always)]
-fn taken_v6<const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdict {
-    let skb = ctx.as_ptr().cast();
-    from_code(match received_v6::<LINK>(skb, config) {
-        SIGNAL => signal::from_lan::<V6, LINK>(skb, config),
-        RELAY => relay::arrived::<V6, LINK>(skb, config),
-        code => code,
-    })
-}
-
-/// A function of its own for the verifier, with a stack of its own; so below. `LINK` is
-/// the length of the link-layer header, which not every uplink has.
-#[inline(never)]
-fn received_v4<const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> i32 {
+fn receive_packet<O: Ip, const LINK: usize>(skb: Skb, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
-    to_code(received::<Ipv4, LINK>(&ctx, config))
-}
-
-#[inline(never)]
-fn received_v6<const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> i32 {
-    let ctx = TcContext::new(skb);
-    to_code(received::<V6, LINK>(&ctx, config))
+    to_code(received::<O, LINK>(&ctx, config))
 }
 
 #[inline(always)]
@@ -175,8 +169,12 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdi
                 }
                 Family::Other => {}
             },
-            protocol::ICMP if !O::V6 => mtu::learn_v4(skb, config, LINK + outer.header_len()),
-            protocol::ICMPV6 if O::V6 => mtu::learn_v6(skb, config, LINK + outer.header_len()),
+            protocol::ICMP if !O::V6 => {
+                mtu::learn_v4(skb, config, LINK + outer.header_len());
+            }
+            protocol::ICMPV6 if O::V6 => {
+                mtu::learn_v6::<LINK>(skb, config);
+            }
             _ => {}
         }
     }
@@ -289,8 +287,12 @@ fn sender_at(node: &Hop) -> Option<&'static NodeValue> {
     }
 }
 
-#[inline(never)]
-fn plain_v4(skb: *mut __sk_buff, config: &Config) -> i32 {
+subprogram! {
+    fn plain_v4(config: &Config) -> i32 = take_plain_v4 as received_plain_v4
+}
+
+#[inline(always)]
+fn take_plain_v4(skb: Skb, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
     let plain = |ip: Ipv4| plain::<Ipv4, ETHERNET_LEN>(&ctx, config, &ip);
     to_code(Ipv4::read(&ctx, ETHERNET_LEN).map_or(Ok(Act::NEXT), plain))

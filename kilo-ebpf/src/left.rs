@@ -2,10 +2,7 @@
 //! agent steers.
 
 use aya_ebpf::{
-    EbpfContext as _,
-    bindings::{__sk_buff, bpf_fib_lookup},
-    helpers::bpf_fib_lookup as look_up,
-    programs::TcContext,
+    EbpfContext as _, bindings::bpf_fib_lookup, helpers::bpf_fib_lookup as look_up, programs::TcContext,
 };
 use kilo_common::{
     event::Hook,
@@ -20,6 +17,8 @@ use crate::{
     maps::CONFIG,
     masquerade::clock,
     packet::{self, Family},
+    subprogram::{Skb, subprogram},
+    words::Words,
 };
 
 /// A second that has been.
@@ -44,10 +43,15 @@ pub fn is_over(ctx: &TcContext, config: &Config, hook: Hook) -> bool {
     }
 }
 
-/// Whether an IPIP packet shows that another agent steers, as Kilo's does through `tunl0`: from
-/// then on all programs of this host are over. A function of its own for the verifier.
-#[inline(never)]
-fn other_agent<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config) -> u32 {
+subprogram! {
+    /// Whether an IPIP packet shows that another agent steers, as Kilo's does through `tunl0`: from
+    /// then on all programs of this host are over.
+    fn other_agent[const EGRESS: bool](config: &Config) -> u32 = look_for_other_agent;
+    by EGRESS => { true => other_agent_egress[true], false => other_agent_ingress[false] }
+}
+
+#[inline(always)]
+fn look_for_other_agent<const EGRESS: bool>(skb: Skb, config: &Config) -> u32 {
     let ctx = TcContext::new(skb);
     if !matches!(packet::family(&ctx), Family::V4) || packet::protocol_v4(&ctx) != protocol::IPIP {
         return 0;
@@ -75,14 +79,14 @@ fn is_elsewhere(ctx: &TcContext, config: &Config, inner: &Ipv4) -> bool {
     if !is_of_mesh(Ipv4::prefix(config, inner.src())) {
         return false;
     }
-    // SAFETY: plain integers, for which zero is a value.
-    let mut route: bpf_fib_lookup = unsafe { core::mem::zeroed() };
+    let mut route = Words::<bpf_fib_lookup, 8>::new();
+    let route = route.zero();
     route.family = INET;
     route.ifindex = packet::ifindex(ctx);
     route.__bindgen_anon_3.ipv4_src = u32::from_ne_bytes(inner.dst());
     route.__bindgen_anon_4.ipv4_dst = u32::from_ne_bytes(inner.src());
     let size = size_of::<bpf_fib_lookup>() as i32;
     // SAFETY: the context is valid, and the structure has the size that is named.
-    let answer = unsafe { look_up(ctx.as_ptr().cast(), &raw mut route, size, 0) };
+    let answer = unsafe { look_up(ctx.as_ptr().cast(), route, size, 0) };
     answer >= 0 && route.ifindex != config.kilo_ifindex
 }

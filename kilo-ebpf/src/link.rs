@@ -10,7 +10,7 @@ use core::sync::atomic::AtomicU64;
 
 use aya_ebpf::{
     EbpfContext as _,
-    bindings::{__sk_buff, BPF_FIB_LOOKUP_OUTPUT, bpf_fib_lookup},
+    bindings::{BPF_FIB_LOOKUP_OUTPUT, bpf_fib_lookup},
     btf_maps::PerCpuArray,
     helpers::{bpf_fib_lookup as look_up, bpf_jiffies64},
     macros::btf_map,
@@ -21,7 +21,10 @@ use kilo_common::{
     maps::{CONFIG_MASQUERADE, Config},
 };
 
-use crate::masquerade::clock;
+use crate::{
+    masquerade::clock,
+    subprogram::{Skb, subprogram},
+};
 
 /// `AF_INET`.
 const INET: u8 = 2;
@@ -82,10 +85,13 @@ pub fn addresses(
     Some(&link.ends)
 }
 
-/// Asks the kernel, unless a packet is to go its way. A function of its own, with a stack of its own: there is no
-/// room for more in its callers before Linux 6.3.
-#[inline(never)]
-fn ask(skb: *mut __sk_buff, link: &mut Link, ifindex: u32, ends: u64, tos: u32) -> u32 {
+subprogram! {
+    /// Asks the kernel, unless a packet is to go its way.
+    fn ask(link: &mut Link, ifindex: u32, ends: u64, tos: u32) -> u32 = ask_kernel as link_ask
+}
+
+#[inline(always)]
+fn ask_kernel(skb: Skb, link: &mut Link, ifindex: u32, ends: u64, tos: u32) -> u32 {
     let (src, dst) = (ends as u32, (ends >> 32) as u32);
     link.key = 0;
     let now = u64::from(dst) << 32 | u64::from(clock::glance());

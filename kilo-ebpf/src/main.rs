@@ -73,11 +73,15 @@ mod ret;
 #[cfg(target_arch = "bpf")]
 mod signal;
 #[cfg(target_arch = "bpf")]
+mod subprogram;
+#[cfg(target_arch = "bpf")]
 mod tunnel_ingress;
 #[cfg(target_arch = "bpf")]
 mod uplink_egress;
 #[cfg(target_arch = "bpf")]
 mod wireguards;
+#[cfg(target_arch = "bpf")]
+mod words;
 
 #[cfg(target_arch = "bpf")]
 mod programs {

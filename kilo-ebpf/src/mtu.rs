@@ -4,11 +4,11 @@
 //! sender of its outer header. The agent is told, asks the path itself, and
 //! lowers the MTU of the routes that lead there; the stack then tells senders.
 
-use aya_ebpf::{bindings::__sk_buff, programs::TcContext};
+use aya_ebpf::programs::TcContext;
 use kilo_common::{
     encap::segment_len,
     maps::{Config, FAMILY_V4, FAMILY_V6, PathMtu},
-    packet::{Ipv4, protocol},
+    packet::{ETHERNET_LEN, IPV6_LEN, Ipv4, protocol},
     refused::{self, ERROR_V4, ERROR_V6},
 };
 
@@ -16,34 +16,46 @@ use crate::{
     ip::{Ip, V6},
     maps::PATH_MTU,
     packet,
+    subprogram::{Skb, subprogram},
 };
 
-/// Reads the ICMP error at `offset`; anything but one about a packet this node
-/// may have steered is ignored.
-#[inline(never)]
-pub fn learn_v4(skb: *mut __sk_buff, config: &Config, offset: usize) {
+subprogram! {
+    /// Reads the ICMP error at `offset`; anything but one about a packet this node
+    /// may have steered is ignored. Returns nothing of meaning.
+    pub fn learn_v4(config: &Config, offset: usize) -> u32 = read_error_v4 as mtu_learn_v4
+}
+subprogram! {
+    /// As [`learn_v4`], for ICMPv6 right behind an IPv6 header: at a constant offset, because the verifier wants to
+    /// see its bounds.
+    pub fn learn_v6[const LINK: usize](config: &Config) -> u32 = read_error_v6;
+    by LINK => { 0 => mtu_learn_l3_v6[0], _ => mtu_learn_v6[ETHERNET_LEN] }
+}
+
+#[inline(always)]
+fn read_error_v4(skb: Skb, config: &Config, offset: usize) -> u32 {
     let ctx = TcContext::new(skb);
-    let Ok(error) = ctx.load::<[u8; ERROR_V4]>(offset) else { return };
-    let Some(quoted) = refused::v4(&error) else { return };
+    let Ok(error) = ctx.load::<[u8; ERROR_V4]>(offset) else { return 0 };
+    let Some(quoted) = refused::v4(&error) else { return 0 };
     if quoted.local == config.private_v4 && Ipv4::sender(quoted.remote).is_some() {
         let mut remote = [0; 16];
         remote[..4].copy_from_slice(&quoted.remote);
         report(&PathMtu { remote, family: FAMILY_V4, size: quoted.size });
     }
+    0
 }
 
-/// As [`learn_v4`], for ICMPv6.
-#[inline(never)]
-pub fn learn_v6(skb: *mut __sk_buff, config: &Config, offset: usize) {
+#[inline(always)]
+fn read_error_v6<const LINK: usize>(skb: Skb, config: &Config) -> u32 {
     let ctx = TcContext::new(skb);
     // In the packet, not on the stack: with the callers' that would be too much before Linux 6.3.
-    let Some(error) = packet::bytes::<ERROR_V6>(&ctx, offset) else { return };
+    let Some(error) = packet::bytes::<ERROR_V6>(&ctx, LINK + IPV6_LEN) else { return 0 };
     // SAFETY: `bytes` checked the bounds, and nothing moves the packet meanwhile.
-    let Some(quoted) = refused::v6(unsafe { &*error }) else { return };
+    let Some(quoted) = refused::v6(unsafe { &*error }) else { return 0 };
     let [local, remote] = [quoted.local, quoted.remote].map(halves);
     if V6::is_private(config, local) && V6::sender(remote).is_some() {
         report(&PathMtu { remote: quoted.remote, family: FAMILY_V6, size: quoted.size });
     }
+    0
 }
 
 #[inline(always)]

@@ -2,6 +2,10 @@
 
 use core::ptr::read_volatile;
 
+use crate::{
+    subprogram::{Skb, subprogram},
+    words::Words,
+};
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, helpers::bpf_skb_vlan_pop, programs::TcContext};
 use kilo_common::packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, Ipv4Header};
 
@@ -52,11 +56,22 @@ pub fn is_tagged(ctx: &TcContext) -> bool {
 
 /// True when a tagged packet belongs to a VLAN. VLAN 0 is none: such a tag bears a
 /// priority only, and is removed, because it would stay with the packet on every other device.
-#[inline(never)]
-pub fn belongs_to_vlan(skb: *mut __sk_buff) -> bool {
+#[inline(always)]
+pub fn belongs_to_vlan(ctx: &TcContext) -> bool {
+    is_of_vlan(ctx.as_ptr().cast()) != 0
+}
+
+subprogram! {
+    fn is_of_vlan() -> u32 = look_at_vlan as packet_is_of_vlan
+}
+
+#[inline(always)]
+fn look_at_vlan(skb: Skb) -> u32 {
     const ID: u32 = 0xfff;
     // SAFETY: callers pass the context, which is valid for the whole program.
-    unsafe { (*skb).vlan_tci & ID != 0 || bpf_skb_vlan_pop(skb) != 0 || (*skb).vlan_present != 0 }
+    let belongs =
+        unsafe { (*skb).vlan_tci & ID != 0 || bpf_skb_vlan_pop(skb) != 0 || (*skb).vlan_present != 0 };
+    u32::from(belongs)
 }
 
 /// Index of the interface the program runs on.
@@ -121,6 +136,14 @@ pub fn protocol_v4(ctx: &TcContext) -> u8 {
     }
     // SAFETY: the bounds are checked, and programs may read packets at any address.
     unsafe { (*(start as *const Ipv4Header)).protocol }
+}
+
+/// An Ethernet header without addresses.
+#[inline(always)]
+pub fn ethernet(header: &mut Words<[u8; ETHERNET_LEN], 2>, v6: bool) -> &[u8; ETHERNET_LEN] {
+    let header = header.zero();
+    [header[12], header[13]] = (if v6 { ETHERTYPE_IPV6 } else { ETHERTYPE_IPV4 }).to_be_bytes();
+    header
 }
 
 /// An IPv4 address of a map value as one word, as it lies in memory.

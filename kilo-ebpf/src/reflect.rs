@@ -1,29 +1,38 @@
 //! Answers to a sender made of its own packet: "too big" in ICMP and ICMPv6.
 
 use aya_ebpf::{
-    EbpfContext as _,
-    bindings::{__sk_buff, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC},
-    helpers::bpf_skb_change_tail,
+    EbpfContext as _, bindings::bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, helpers::bpf_skb_change_tail,
     programs::TcContext,
 };
 use kilo_common::{
     counters::DropReason,
     event::Hook,
+    packet::ETHERNET_LEN,
     too_big::{self, QUOTED},
 };
 
 use crate::{
     packet,
     ret::{Act, dropped},
+    subprogram::{Skb, subprogram},
 };
 
-#[inline(never)]
-pub fn too_big_v4<const LINK: usize>(skb: *mut __sk_buff, mtu: u32) -> i32 {
+subprogram! {
+    pub fn too_big_v4[const LINK: usize](mtu: u32) -> i32 = answer_v4;
+    by LINK => { 0 => too_big_l3_v4[0], _ => too_big_v4_ethernet[ETHERNET_LEN] }
+}
+subprogram! {
+    pub fn too_big_v6[const LINK: usize](mtu: u32) -> i32 = answer_v6;
+    by LINK => { 0 => too_big_l3_v6[0], _ => too_big_v6_ethernet[ETHERNET_LEN] }
+}
+
+#[inline(always)]
+fn answer_v4<const LINK: usize>(skb: Skb, mtu: u32) -> i32 {
     answer::<_, LINK>(skb, |packet| too_big::v4(packet, mtu as u16))
 }
 
-#[inline(never)]
-pub fn too_big_v6<const LINK: usize>(skb: *mut __sk_buff, mtu: u32) -> i32 {
+#[inline(always)]
+fn answer_v6<const LINK: usize>(skb: Skb, mtu: u32) -> i32 {
     answer::<_, LINK>(skb, |packet| too_big::v6(packet, mtu))
 }
 
@@ -32,7 +41,7 @@ pub fn too_big_v6<const LINK: usize>(skb: *mut __sk_buff, mtu: u32) -> i32 {
 /// interface the packet was leaving by, as if the destination had sent it: it
 /// passes `rp_filter`, and netfilter translates it back for who was translated.
 #[inline(always)]
-fn answer<const N: usize, const LINK: usize>(skb: *mut __sk_buff, write: impl FnOnce(&mut [u8; N])) -> i32 {
+fn answer<const N: usize, const LINK: usize>(skb: Skb, write: impl FnOnce(&mut [u8; N])) -> i32 {
     let hook = if LINK == 0 { Hook::L3Egress } else { Hook::UplinkEgress };
     let shot = dropped(skb, DropReason::TooBig.index(), hook as u32);
     let ctx = TcContext::new(skb);

@@ -5,8 +5,8 @@
 use aya_ebpf::{
     EbpfContext as _,
     bindings::{
-        __sk_buff, BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, BPF_FIB_LKUP_RET_FWD_DISABLED,
-        BPF_FIB_LKUP_RET_NOT_FWDED, bpf_fib_lookup,
+        BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, BPF_FIB_LKUP_RET_FWD_DISABLED, BPF_FIB_LKUP_RET_NOT_FWDED,
+        bpf_fib_lookup,
     },
     helpers::{bpf_csum_update, bpf_fib_lookup as look_up, bpf_skb_change_head, bpf_skb_load_bytes},
     programs::TcContext,
@@ -16,17 +16,19 @@ use kilo_common::{
     counters::{Action, DropReason},
     encap::UDP_LEN,
     maps::{CONFIG_RELAY, Config},
-    packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, Ipv4, Ipv4Header, protocol},
+    packet::{ETHERNET_LEN, IPV4_LEN, Ipv4, Ipv4Header, protocol},
     relay::{self, Arrival, Fate, Heard, LENGTH, Port, Raw},
 };
 
 use crate::{
     cb,
-    ip::{Ip, halves, octets},
+    ip::{Ip, V6, halves, octets},
     link,
     maps::{RELAY, RELAY_HEARD, RELAY_KEY, count_action},
     packet,
     ret::{Act, Verdict, from_code, to_code},
+    subprogram::{Skb, subprogram},
+    words::Words,
 };
 
 /// Where UDP has its length and its checksum.
@@ -113,9 +115,12 @@ fn frame(ctx: &TcContext) -> Option<Frame<'_>> {
     })
 }
 
-/// A function of its own for the verifier, with its own share of the stack.
-#[inline(never)]
-fn whole(skb: *mut __sk_buff, config: &Config) -> i32 {
+subprogram! {
+    fn whole(config: &Config) -> i32 = relay_whole as relay_forward_whole
+}
+
+#[inline(always)]
+fn relay_whole(skb: Skb, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
     let Some(old) = frame(&ctx) else { return NOTHING };
     let ip = &*old.ip;
@@ -188,10 +193,20 @@ fn is_ours(config: &Config, port: u16) -> bool {
     port == config.wireguard_port || relay::is_port(port)
 }
 
-/// Not zero for a message or a datagram of a pair that is for this host itself: ports of pods, and of hosts
-/// behind this one, are their own.
-#[inline(never)]
-fn is_for_relay<O: Ip, const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> u32 {
+subprogram! {
+    /// Not zero for a message or a datagram of a pair that is for this host itself: ports of pods, and of hosts
+    /// behind this one, are their own.
+    fn is_for_relay[O: Ip, const LINK: usize](config: &Config) -> u32 = find_relay;
+    by (LINK, O::V6) => {
+        (0, false) => relay_concerns_l3_v4[Ipv4, 0],
+        (0, true) => relay_concerns_l3_v6[V6, 0],
+        (_, false) => relay_concerns_v4[Ipv4, ETHERNET_LEN],
+        (_, true) => relay_concerns_v6[V6, ETHERNET_LEN],
+    }
+}
+
+#[inline(always)]
+fn find_relay<O: Ip, const LINK: usize>(skb: Skb, config: &Config) -> u32 {
     let ctx = TcContext::new(skb);
     let Ok(ip) = O::read(&ctx, LINK) else { return 0 };
     let Some(arrival) = arrival::<O, LINK>(&ctx, &ip) else { return 0 };
@@ -210,8 +225,8 @@ fn is_for_relay<O: Ip, const LINK: usize>(skb: *mut __sk_buff, config: &Config) 
 fn is_own<O: Ip>(ctx: &TcContext, ip: &O) -> bool {
     const INET: u8 = 2;
     const INET6: u8 = 10;
-    // SAFETY: plain integers, for which zero is a value.
-    let mut route: bpf_fib_lookup = unsafe { core::mem::zeroed() };
+    let mut route = Words::<bpf_fib_lookup, 8>::new();
+    let route = route.zero();
     route.ifindex = packet::ifindex(ctx);
     let (source, destination) = (octets(O::mapped(ip.src())), octets(O::mapped(ip.dst())));
     if O::V6 {
@@ -225,7 +240,7 @@ fn is_own<O: Ip>(ctx: &TcContext, ip: &O) -> bool {
     }
     let size = size_of::<bpf_fib_lookup>() as i32;
     // SAFETY: the context is valid, and the structure has the size that is named.
-    let answer = unsafe { look_up(ctx.as_ptr().cast(), &raw mut route, size, 0) };
+    let answer = unsafe { look_up(ctx.as_ptr().cast(), route, size, 0) };
     answer == i64::from(BPF_FIB_LKUP_RET_NOT_FWDED) || answer == i64::from(BPF_FIB_LKUP_RET_FWD_DISABLED)
 }
 
@@ -246,10 +261,19 @@ fn destination_port<O: Ip, const LINK: usize>(ctx: &TcContext) -> Option<u16> {
     ctx.load::<[u8; 2]>(LINK + O::HEADER_LEN + 2).ok().map(u16::from_be_bytes)
 }
 
-/// A datagram of which [`concerns`] is true. A function of its own for the verifier, with its own
-/// share of the stack.
-#[inline(never)]
-pub fn arrived<O: Ip, const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> i32 {
+subprogram! {
+    /// A datagram of which [`concerns`] is true.
+    pub fn arrived[O: Ip, const LINK: usize](config: &Config) -> i32 = take_datagram;
+    by (LINK, O::V6) => {
+        (0, false) => relay_arrived_l3_v4[Ipv4, 0],
+        (0, true) => relay_arrived_l3_v6[V6, 0],
+        (_, false) => relay_arrived_v4[Ipv4, ETHERNET_LEN],
+        (_, true) => relay_arrived_v6[V6, ETHERNET_LEN],
+    }
+}
+
+#[inline(always)]
+fn take_datagram<O: Ip, const LINK: usize>(skb: Skb, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
     to_code(O::read(&ctx, LINK).and_then(|ip| taken::<O, LINK>(&ctx, config, &ip)))
 }
@@ -259,7 +283,7 @@ fn taken<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &O) -> 
     let Some(arrival) = arrival::<O, LINK>(ctx, ip) else { return Ok(Act::NEXT) };
     if arrival.port == config.wireguard_port {
         return match relay::at_wireguard(&arrival) {
-            Fate::Hear => hear::<O, LINK>(ctx, &arrival),
+            Fate::Hear => tell::<O, LINK>(ctx, &arrival),
             _ => Ok(Act::NEXT),
         };
     }
@@ -267,7 +291,7 @@ fn taken<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &O) -> 
     // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
     match relay::at_port(&arrival, entry.map(|entry| unsafe { &*entry })) {
         Fate::Stack => Ok(Act::NEXT),
-        Fate::Hear => hear::<O, LINK>(ctx, &arrival),
+        Fate::Hear => tell::<O, LINK>(ctx, &arrival),
         Fate::Drop(reason) => Err(reason),
         Fate::Forward => {
             let Some(entry) = entry else { return Ok(Act::NEXT) };
@@ -351,15 +375,29 @@ pub fn framed<I: Ip>(ctx: &TcContext) -> Result<(), DropReason> {
     if unsafe { bpf_skb_change_head(ctx.as_ptr().cast(), ETHERNET_LEN as u32, 0) } != 0 {
         return Err(DropReason::Encapsulation);
     }
-    let mut header = [0u8; ETHERNET_LEN];
-    [header[12], header[13]] = (if I::V6 { ETHERTYPE_IPV6 } else { ETHERTYPE_IPV4 }).to_be_bytes();
-    ctx.store(0, &header, 0).map_err(|_| DropReason::Encapsulation)
+    ctx.store(0, packet::ethernet(&mut Words::new(), I::V6), 0).map_err(|_| DropReason::Encapsulation)
 }
 
-/// Tells the agent of a message whose tag is right; the packet ends here.
 #[inline(always)]
-fn hear<O: Ip, const LINK: usize>(ctx: &TcContext, arrival: &Arrival) -> Verdict {
-    let start = LINK + O::HEADER_LEN + UDP_LEN;
+fn tell<O: Ip, const LINK: usize>(ctx: &TcContext, arrival: &Arrival) -> Verdict {
+    let ends = [arrival.source, arrival.local];
+    let ports = [arrival.source_port, arrival.port];
+    from_code(heard(ctx.as_ptr().cast(), &ends, &ports, LINK + O::HEADER_LEN + UDP_LEN))
+}
+
+subprogram! {
+    /// Tells the agent of the message at `start` if its tag is right; the packet ends here. Addresses and ports are
+    /// those it came from and to.
+    fn heard(ends: &[[u64; 2]; 2], ports: &[u16; 2], start: usize) -> i32 = hear_message as relay_message
+}
+
+#[inline(always)]
+fn hear_message(skb: Skb, ends: &[[u64; 2]; 2], ports: &[u16; 2], start: usize) -> i32 {
+    to_code(hear(&TcContext::new(skb), ends, ports, start))
+}
+
+#[inline(always)]
+fn hear(ctx: &TcContext, ends: &[[u64; 2]; 2], ports: &[u16; 2], start: usize) -> Verdict {
     let length: [u8; 2] = ctx.load(start - UDP_LEN + UDP_LENGTH).map_err(|_| DropReason::Malformed)?;
     if usize::from(u16::from_be_bytes(length)) != UDP_LEN + LENGTH || packet::gso_size(ctx) != 0 {
         return Err(DropReason::Malformed);
@@ -373,11 +411,11 @@ fn hear<O: Ip, const LINK: usize>(ctx: &TcContext, arrival: &Arrival) -> Verdict
     let record: *mut Heard = entry.as_mut_ptr();
     // SAFETY: the entry is ours until it is submitted, and the helper writes no more than there is room for.
     let copied = unsafe {
-        (&raw mut (*record).source).write(octets(arrival.source));
-        (&raw mut (*record).local).write(octets(arrival.local));
+        (&raw mut (*record).source).write(octets(ends[0]));
+        (&raw mut (*record).local).write(octets(ends[1]));
         (&raw mut (*record).ifindex).write(packet::ifindex(ctx));
-        (&raw mut (*record).source_port).write(arrival.source_port);
-        (&raw mut (*record).port).write(arrival.port);
+        (&raw mut (*record).source_port).write(ports[0]);
+        (&raw mut (*record).port).write(ports[1]);
         bpf_skb_load_bytes(
             ctx.as_ptr().cast(),
             start as u32,

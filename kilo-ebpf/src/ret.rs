@@ -1,8 +1,8 @@
 //! What programs return: one type in Rust, one number between BPF functions and to the kernel.
 
+use crate::subprogram::{Skb, subprogram};
 use aya_ebpf::{
     EbpfContext as _,
-    bindings::__sk_buff,
     helpers::{bpf_redirect, bpf_redirect_neigh},
     programs::TcContext,
 };
@@ -102,9 +102,13 @@ pub fn from_code(code: i32) -> Verdict {
     }
 }
 
-/// Apart, because what a log record takes of the stack adds up in its callers.
-#[inline(never)]
-pub fn dropped(skb: *mut __sk_buff, reason: u32, hook: u32) -> i32 {
+subprogram! {
+    /// Counts and reports a packet that ends; its stack is its own, because what a log record takes adds up in callers.
+    pub fn dropped(reason: u32, hook: u32) -> i32 = drop_packet as dropped_packet
+}
+
+#[inline(always)]
+fn drop_packet(skb: Skb, reason: u32, hook: u32) -> i32 {
     let ctx = TcContext::new(skb);
     maps::count(reason);
     monitor::report(&ctx, hook, reason);

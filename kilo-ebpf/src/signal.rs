@@ -5,7 +5,7 @@ use core::mem::offset_of;
 
 use aya_ebpf::{
     EbpfContext as _,
-    bindings::{__sk_buff, BPF_F_MARK_MANGLED_0, BPF_RB_AVAIL_DATA, BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEUP},
+    bindings::{BPF_F_MARK_MANGLED_0, BPF_RB_AVAIL_DATA, BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEUP},
     helpers::{bpf_ktime_get_ns, bpf_ringbuf_query, bpf_skb_load_bytes},
     programs::TcContext,
 };
@@ -20,7 +20,7 @@ use kilo_common::{
         CONFIG_GATEWAY, CONTROL_PREFIX, Config, FAMILY_V6, HOP_ACTING, HOP_REMOTE, Heard, SignalKey,
         sender_id,
     },
-    packet::{Ipv4, protocol},
+    packet::{ETHERNET_LEN, Ipv4, protocol},
     signal::{
         self, HEADER, Header, KERNEL, Kind, LONGEST,
         kernel::{self, Answer, KIND_AT, Raw, Taken},
@@ -31,16 +31,21 @@ use network_types::udp::UdpHdr;
 use crate::{
     cb,
     decap::{DESTINATION_PORT, sender_of},
-    ip::{Ip, halves, octets},
+    ip::{Ip, V6, halves, octets},
     lead,
     maps::{SIGNAL, SIGNAL_KEY, count_action, hop},
     packet, relay,
-    ret::{Act, Verdict, to_code},
+    ret::{Act, Verdict, from_code, to_code},
+    subprogram::{Skb, subprogram},
 };
 
 /// Where UDP has its length and its checksum.
 const UDP_LENGTH: usize = offset_of!(UdpHdr, len);
 const UDP_CHECKSUM: usize = offset_of!(UdpHdr, check);
+
+/// Where IP headers have their source, and right behind it their destination.
+const SOURCE_V4: usize = 12;
+const SOURCE_V6: usize = 8;
 
 /// First half of the control prefix, and the bits of it that count.
 const CONTROL: u64 = u64::from_ne_bytes([
@@ -76,59 +81,88 @@ pub fn is_signal<I: Ip>(ctx: &TcContext, offset: usize, ip: &I) -> bool {
         && ctx.load(udp + UDP_LEN).is_ok_and(|first| signal::begins(&first))
 }
 
-/// A signal from the network between the nodes, addressed to this one. A function of its own for the
-/// verifier, with its own share of the stack.
-#[inline(never)]
-pub fn from_lan<O: Ip, const LINK: usize>(skb: *mut __sk_buff, config: &Config) -> i32 {
-    let ctx = TcContext::new(skb);
-    to_code(O::read(&ctx, LINK).and_then(|ip| taken_from_lan::<O, LINK>(&ctx, config, &ip)))
+/// Answer of [`taken_from_lan`]: the kernel answers. The functions that do are called from where that is, because the
+/// stacks of functions that call each other add up.
+const ANSWER: i32 = 1003;
+const _: () = assert!(DropReason::from_index(ANSWER as u32).is_none());
+
+/// A signal from the network between the nodes, addressed to this one.
+#[inline(always)]
+pub fn from_lan<O: Ip, const LINK: usize>(skb: Skb, config: &Config) -> i32 {
+    match taken_from_lan::<O, LINK>(skb) {
+        ANSWER => match answer(skb, config, (LINK + O::HEADER_LEN + UDP_LEN) as u32, u32::from(O::V6)) {
+            ANSWER => answered::<O, LINK>(skb),
+            code => code,
+        },
+        code => code,
+    }
+}
+
+subprogram! {
+    fn taken_from_lan[O: Ip, const LINK: usize]() -> i32 = read_from_lan;
+    by (LINK, O::V6) => {
+        (0, false) => signal_l3_v4[Ipv4, 0],
+        (0, true) => signal_l3_v6[V6, 0],
+        (_, false) => signal_lan_v4[Ipv4, ETHERNET_LEN],
+        (_, true) => signal_lan_v6[V6, ETHERNET_LEN],
+    }
 }
 
 #[inline(always)]
-fn taken_from_lan<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &O) -> Verdict {
+fn read_from_lan<O: Ip, const LINK: usize>(skb: Skb) -> i32 {
+    let ctx = TcContext::new(skb);
+    to_code(O::read(&ctx, LINK).and_then(|ip| decide::<O, LINK>(&ctx, &ip)))
+}
+
+#[inline(always)]
+fn decide<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O) -> Verdict {
+    let skb = ctx.as_ptr().cast();
     sender_of::<O>(ctx, ip)?;
     let start = LINK + O::HEADER_LEN + UDP_LEN;
     let header = header(ctx, start)?;
     let address = octets(O::mapped(ip.src()));
-    let hook = if LINK == 0 { Hook::L3Ingress } else { Hook::LanIngress };
+    let hook = if LINK == 0 { Hook::L3Ingress } else { Hook::LanIngress } as u32;
     let taken = kernel::on_lan(header.kind);
     if taken == Taken::Reflect {
         rename(ctx, start)?;
-        return turn_back::<O, LINK>(ctx, ip);
+        return turn_back::<O, LINK>(ctx);
     }
     if header.kind == Kind::Reflected {
-        return heard(ctx, hook, &address, start, &header);
+        return from_code(heard(skb, &address, start, hook));
     }
     // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
     let key = unsafe { SIGNAL_KEY.get(&address) }.ok_or(DropReason::UnknownSignal)?;
     kernel::is_of(&header, key)?;
     match taken {
-        Taken::Answer => {
-            answer(ctx, config, start, &header, key)?;
-            turn_back::<O, LINK>(ctx, ip)
-        }
+        Taken::Answer => Ok(Act::of(ANSWER)),
         Taken::Agent => {
             if header.length == KERNEL {
-                let raw: Raw = ctx.load(start).map_err(|_| DropReason::Malformed)?;
-                kernel::authentic(&raw, key)?;
+                from_code(prove(skb, key, start))?;
             }
-            heard(ctx, hook, &address, start, &header)
+            from_code(heard(skb, &address, start, hook))
         }
         _ => Err(DropReason::UnknownSignal),
     }
 }
 
-/// A signal that came through a tunnel, addressed to this node.
-#[inline(never)]
-pub fn from_tunnel<I: Ip>(skb: *mut __sk_buff, config: &Config) -> i32 {
+subprogram! {
+    /// A signal that came through a tunnel, addressed to this node.
+    pub fn from_tunnel[I: Ip](config: &Config) -> i32 = read_from_tunnel;
+    by I::V6 => { false => signal_tunnel_v4[Ipv4], true => signal_tunnel_v6[V6] }
+}
+
+#[inline(always)]
+fn read_from_tunnel<I: Ip>(skb: Skb, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
     to_code(I::read(&ctx, 0).and_then(|ip| taken_from_tunnel::<I>(&ctx, config, &ip)))
 }
 
 #[inline(always)]
 fn taken_from_tunnel<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict {
+    let skb = ctx.as_ptr().cast();
     let start = I::HEADER_LEN + UDP_LEN;
     let header = header(ctx, start)?;
+    let (address, hook) = (octets(I::mapped(ip.src())), Hook::KiloIngress as u32);
     let from_gateway = is_control::<I>(ip.src());
     // Of another location: what this one's nodes send comes by the network between them.
     if !from_gateway && !I::prefix(config, ip.src()).is_some_and(|owner| is_remote(owner.hop)) {
@@ -146,16 +180,15 @@ fn taken_from_tunnel<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict
             count_action(Action::Reflect);
             Ok(Act::transmit(config.kilo_ifindex))
         }
-        Taken::Agent => heard(ctx, Hook::KiloIngress, &octets(I::mapped(ip.src())), start, &header),
+        Taken::Agent => from_code(heard(skb, &address, start, hook)),
         Taken::Control if from_gateway && to_gateway => {
-            let source = octets(I::mapped(ip.src()));
             // VPN peers have control addresses, too, and say MOVED alone.
             if header.kind != Kind::Moved {
-                // SAFETY: as above.
-                let key = unsafe { SIGNAL_KEY.get(&source) }.ok_or(DropReason::UnknownSignal)?;
+                // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
+                let key = unsafe { SIGNAL_KEY.get(&address) }.ok_or(DropReason::UnknownSignal)?;
                 kernel::is_of_gateway(&header, key)?;
             }
-            heard(ctx, Hook::KiloIngress, &source, start, &header)
+            from_code(heard(skb, &address, start, hook))
         }
         _ => Err(DropReason::UnknownSignal),
     }
@@ -199,9 +232,62 @@ fn rename(ctx: &TcContext, start: usize) -> Result<(), DropReason> {
         .map_err(|_| DropReason::Rewrite)
 }
 
-/// Writes the answer to ROLL or ANNOUNCE over it; this is where a kernel obeys.
+subprogram! {
+    /// Whether the tag of the signal at `start` is right, which is as long as those that the kernel answers.
+    fn prove(key: &SignalKey, start: usize) -> i32 = prove_signal as signal_prove
+}
+
 #[inline(always)]
-fn answer(
+fn prove_signal(skb: Skb, key: &SignalKey, start: usize) -> i32 {
+    let raw = TcContext::new(skb).load(start).map_err(|_| DropReason::Malformed);
+    to_code(raw.and_then(|raw| kernel::authentic(&raw, key)).map(|()| Act::STACK))
+}
+
+subprogram! {
+    /// Writes the answer to ROLL or ANNOUNCE, which is right behind its headers at `start`, over it; [`ANSWER`] then.
+    fn answer(config: &Config, start: u32, v6: u32) -> i32 = answer_signal as signal_answer
+}
+
+#[inline(always)]
+fn answer_signal(skb: Skb, config: &Config, start: u32, v6: u32) -> i32 {
+    let ctx = TcContext::new(skb);
+    let start = start as usize;
+    let written = header(&ctx, start).and_then(|header| {
+        let ip = start - UDP_LEN;
+        let source = if v6 == 0 {
+            ctx.load(ip - Ipv4::HEADER_LEN + SOURCE_V4).map(Ipv4::mapped)
+        } else {
+            ctx.load::<[u64; 2]>(ip - V6::HEADER_LEN + SOURCE_V6)
+        };
+        let source = octets(source.map_err(|_| DropReason::Malformed)?);
+        // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
+        let key = unsafe { SIGNAL_KEY.get(&source) }.ok_or(DropReason::UnknownSignal)?;
+        // Again, because the agent may have changed it meanwhile.
+        kernel::is_of(&header, key)?;
+        write_answer(&ctx, config, start, &header, key)
+    });
+    to_code(written.map(|()| Act::of(ANSWER)))
+}
+
+subprogram! {
+    /// Sends the answer back.
+    fn answered[O: Ip, const LINK: usize]() -> i32 = send_answer;
+    by (LINK, O::V6) => {
+        (0, false) => signal_answered_l3_v4[Ipv4, 0],
+        (0, true) => signal_answered_l3_v6[V6, 0],
+        (_, false) => signal_answered_v4[Ipv4, ETHERNET_LEN],
+        (_, true) => signal_answered_v6[V6, ETHERNET_LEN],
+    }
+}
+
+#[inline(always)]
+fn send_answer<O: Ip, const LINK: usize>(skb: Skb) -> i32 {
+    to_code(turn_back::<O, LINK>(&TcContext::new(skb)))
+}
+
+/// This is where a kernel obeys.
+#[inline(always)]
+fn write_answer(
     ctx: &TcContext,
     config: &Config,
     start: usize,
@@ -257,7 +343,7 @@ fn stands(own: u64) -> (Term, u64) {
 
 /// Sends a packet back to where it came from, by the interface it came in by.
 #[inline(always)]
-fn turn_back<I: Ip, const LINK: usize>(ctx: &TcContext, _: &I) -> Verdict {
+fn turn_back<I: Ip, const LINK: usize>(ctx: &TcContext) -> Verdict {
     turn_around::<I>(ctx, LINK)?;
     if LINK != 0 {
         let [to, from]: [[u8; 6]; 2] = ctx.load(0).map_err(|_| DropReason::Rewrite)?;
@@ -272,14 +358,12 @@ fn turn_back<I: Ip, const LINK: usize>(ctx: &TcContext, _: &I) -> Verdict {
 /// as a new flow has, and its answer is a signal to the same port as all others.
 #[inline(always)]
 fn turn_around<I: Ip>(ctx: &TcContext, offset: usize) -> Result<(), DropReason> {
-    const V4: usize = 12;
-    const V6: usize = 8;
     if I::V6 {
-        let [src, dst]: [[u64; 2]; 2] = ctx.load(offset + V6).map_err(|_| DropReason::Rewrite)?;
-        ctx.store(offset + V6, &[dst, src], 0).map_err(|_| DropReason::Rewrite)
+        let [src, dst]: [[u64; 2]; 2] = ctx.load(offset + SOURCE_V6).map_err(|_| DropReason::Rewrite)?;
+        ctx.store(offset + SOURCE_V6, &[dst, src], 0).map_err(|_| DropReason::Rewrite)
     } else {
-        let [src, dst]: [u32; 2] = ctx.load(offset + V4).map_err(|_| DropReason::Rewrite)?;
-        ctx.store(offset + V4, &[dst, src], 0).map_err(|_| DropReason::Rewrite)
+        let [src, dst]: [u32; 2] = ctx.load(offset + SOURCE_V4).map_err(|_| DropReason::Rewrite)?;
+        ctx.store(offset + SOURCE_V4, &[dst, src], 0).map_err(|_| DropReason::Rewrite)
     }
 }
 
@@ -299,11 +383,22 @@ fn opaque(mut number: u64) -> u64 {
     number
 }
 
+subprogram! {
+    /// Tells the agent of the signal at `start`, which came from there by that hook.
+    fn heard(source: &[u8; 16], start: usize, hook: u32) -> i32 = hear_signal as signal_heard
+}
+
+#[inline(always)]
+fn hear_signal(skb: Skb, source: &[u8; 16], start: usize, hook: u32) -> i32 {
+    let ctx = TcContext::new(skb);
+    to_code(header(&ctx, start).and_then(|header| hear(&ctx, hook, source, start, &header)))
+}
+
 /// Tells the agent; the packet ends here. Answers to what it has asked bear the time and are read when
 /// their time is over, or with what wakes it, and so is HELLO: most of its wake-ups would be for nothing. Anybody in another
 /// location can send such answers, so in a ring that fills up they wait no longer.
 #[inline(always)]
-fn heard(ctx: &TcContext, hook: Hook, source: &[u8; 16], start: usize, header: &Header) -> Verdict {
+fn hear(ctx: &TcContext, hook: u32, source: &[u8; 16], start: usize, header: &Header) -> Verdict {
     let can_wait = matches!(header.kind, Kind::Reflected | Kind::Present | Kind::Hello) && unread() < CROWDED;
     // The kernel's own choice wakes nobody while anything is unread.
     let wake = if can_wait { BPF_RB_NO_WAKEUP } else { BPF_RB_FORCE_WAKEUP };
@@ -327,7 +422,7 @@ fn unread() -> u64 {
 #[inline(always)]
 fn record<const N: usize>(
     ctx: &TcContext,
-    hook: Hook,
+    hook: u32,
     source: &[u8; 16],
     start: usize,
     length: usize,
@@ -352,7 +447,7 @@ fn record<const N: usize>(
             time: bpf_ktime_get_ns(),
             source: *source,
             length: length as u32,
-            hook: hook as u32,
+            hook,
         });
         bpf_skb_load_bytes(
             ctx.as_ptr().cast(),
@@ -371,9 +466,14 @@ fn record<const N: usize>(
     }
 }
 
-/// Sends a signal that the agent has written to a node of the location; it has no link-layer header yet.
-#[inline(never)]
-pub fn to_lan<I: Ip>(skb: *mut __sk_buff) -> i32 {
+subprogram! {
+    /// Sends a signal that the agent has written to a node of the location; it has no link-layer header yet.
+    pub fn to_lan[I: Ip]() -> i32 = write_to_lan;
+    by I::V6 => { false => signal_to_lan_v4[Ipv4], true => signal_to_lan_v6[V6] }
+}
+
+#[inline(always)]
+fn write_to_lan<I: Ip>(skb: Skb) -> i32 {
     let ctx = TcContext::new(skb);
     to_code(I::read(&ctx, 0).and_then(|ip| sent_to_lan(&ctx, &ip)))
 }

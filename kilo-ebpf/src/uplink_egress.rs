@@ -8,7 +8,7 @@
 
 use core::mem::offset_of;
 
-use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
+use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
     counters::DropReason,
     forwarding,
@@ -28,6 +28,7 @@ use crate::{
     packet::{self, Family},
     reflect,
     ret::{Act, Verdict, from_code, to_code},
+    subprogram::{Skb, subprogram},
     wireguards,
 };
 
@@ -177,9 +178,18 @@ fn guard<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> 
     }
 }
 
-/// A function of its own for the verifier, with a stack of its own.
-#[inline(never)]
-fn guarded<I: Ip, const LINK: usize>(skb: *mut __sk_buff, config: &Config, id: u32, flags: u32) -> i32 {
+subprogram! {
+    fn guarded[I: Ip, const LINK: usize](config: &Config, id: u32, flags: u32) -> i32 = look_at_guarded;
+    by (LINK, I::V6) => {
+        (0, false) => guarded_l3_v4[Ipv4, 0],
+        (0, true) => guarded_l3_v6[V6, 0],
+        (_, false) => guarded_v4[Ipv4, ETHERNET_LEN],
+        (_, true) => guarded_v6[V6, ETHERNET_LEN],
+    }
+}
+
+#[inline(always)]
+fn look_at_guarded<I: Ip, const LINK: usize>(skb: Skb, config: &Config, id: u32, flags: u32) -> i32 {
     let ctx = TcContext::new(skb);
     to_code(I::read(&ctx, LINK).and_then(|ip| decide::<I, LINK>(&ctx, config, &ip, id, flags)))
 }

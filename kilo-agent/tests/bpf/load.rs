@@ -18,8 +18,8 @@ fn every_program_loads_with_room_to_spare() {
         let info = dataplane.program(name).unwrap().info().unwrap();
         let verified = info.verified_instruction_count().unwrap_or(0);
         println!("{name}: {verified} instructions verified");
-        // Linux 6.1 asks for some sixth more than later ones.
-        assert!(verified < 250_000, "{name} needs {verified} of the verifier's million");
+        // All of them are what a first start waits for. Linux 6.1 asks for some sixth more than later ones.
+        assert!(verified < 80_000, "{name} has the verifier look at {verified} instructions");
     }
 }
 

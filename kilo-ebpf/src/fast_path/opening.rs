@@ -2,10 +2,7 @@
 //! interface with one masquerade address, whose port is free there. It writes the entries that
 //! `masquerade::port` writes; where anything is in the way, that does it.
 
-use aya_ebpf::{
-    bindings::{__sk_buff, BPF_NOEXIST},
-    programs::TcContext,
-};
+use aya_ebpf::{bindings::BPF_NOEXIST, programs::TcContext};
 use kilo_common::{
     forwarding::is_guarded,
     maps::{Config, NAT_EGRESS, NAT_INGRESS, NAT_SEEN, NatValue},
@@ -23,13 +20,18 @@ use crate::{
         port::host_uses,
         work::{copy, this_cpu},
     },
+    subprogram::{Skb, subprogram},
 };
 
-/// Writes both entries of a flow that has none and was not opened from outside, so that its packets get `addr` and
-/// keep their port: `DONE`. Else [`NOT_DUE`], or [`NO_ENTRY`]: the long way must find out what becomes of it.
-/// The caller has looked at the packet, which has ports. A function of its own, with a stack of its own.
-#[inline(never)]
-pub fn open(skb: *mut __sk_buff, config: &Config, addr: u32, tcp_flags: u32) -> u32 {
+subprogram! {
+    /// Writes both entries of a flow that has none and was not opened from outside, so that its packets get `addr` and
+    /// keep their port: `DONE`. Else [`NOT_DUE`], or [`NO_ENTRY`]: the long way must find out what becomes of it.
+    /// The caller has looked at the packet, which has ports.
+    pub fn open(config: &Config, addr: u32, tcp_flags: u32) -> u32 = open_flow as masquerade_open
+}
+
+#[inline(always)]
+fn open_flow(skb: Skb, config: &Config, addr: u32, tcp_flags: u32) -> u32 {
     let ctx = TcContext::new(skb);
     let start = ctx.data();
     if addr == 0 || start + TRANSPORT + size_of::<u32>() > ctx.data_end() {

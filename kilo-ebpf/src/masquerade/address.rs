@@ -1,41 +1,47 @@
 //! Which address a masqueraded packet gets, where an uplink has several: the agent
 //! has chosen for each destination, as the kernel would. And which addresses these are.
 
-use aya_ebpf::{bindings::__sk_buff, btf_maps::lpm_trie::Key, programs::TcContext};
-use kilo_common::maps::{Config, MASQ_ADDR_OWN, MasqAddr, masq_addr_key};
+use aya_ebpf::programs::TcContext;
+use kilo_common::maps::{Config, MASQ_ADDR_OWN, MasqAddr};
 
 use super::work::{Work, halves};
 use crate::{
     ip::{self, Ip, octets},
     maps::MASQ_ADDR,
     packet,
+    subprogram::{Skb, subprogram},
+    words::OnInterface,
 };
 
 #[inline(always)]
-fn find(ifindex: u32, addr: &[u8; 16]) -> Option<&'static MasqAddr> {
+fn find(ifindex: u32, addr: [u64; 2]) -> Option<&'static MasqAddr> {
     // Places for the whole key: the trie finds the longest prefix.
-    MASQ_ADDR.get(&Key::new(160, masq_addr_key(ifindex, addr)))
+    MASQ_ADDR.get(OnInterface::new(ifindex, addr).key())
 }
 
 /// True for an address that masqueraded packets get on some uplink, where there are
 /// several of them.
 #[inline(always)]
 pub fn is_own<I: Ip>(config: &Config, addr: I::Addr) -> bool {
-    config.flags & I::SEVERAL != 0 && find(MASQ_ADDR_OWN, &octets(I::mapped(addr))).is_some()
+    config.flags & I::SEVERAL != 0 && find(MASQ_ADDR_OWN, I::mapped(addr)).is_some()
 }
 
-/// Makes `work.addr` the address for the packet's destination, if that wants another
-/// than the interface's usual one.
-#[inline(never)]
-pub fn choose(skb: *mut __sk_buff, work: &mut Work) -> u32 {
-    let Some(found) = find(packet::ifindex(&TcContext::new(skb)), &work.key.dst) else { return 0 };
+subprogram! {
+    /// Makes `work.addr` the address for the packet's destination, if that wants another
+    /// than the interface's usual one.
+    pub fn choose(work: &mut Work) -> u32 = choose_address as masquerade_choose
+}
+
+#[inline(always)]
+fn choose_address(skb: Skb, work: &mut Work) -> u32 {
+    let Some(found) = find(packet::ifindex(&TcContext::new(skb)), halves(&work.key.dst)) else { return 0 };
     work.addr = octets(ip::halves(&found.addr));
     1
 }
 
 /// True for an address of the interface the packet leaves by.
 #[inline(always)]
-pub fn is_of(skb: *mut __sk_buff, addr: &[u8; 16]) -> bool {
-    find(MASQ_ADDR_OWN, &octets(halves(addr)))
+pub fn is_of(skb: Skb, addr: &[u8; 16]) -> bool {
+    find(MASQ_ADDR_OWN, halves(addr))
         .is_some_and(|found| found.ifindex == packet::ifindex(&TcContext::new(skb)))
 }

@@ -1,7 +1,7 @@
 //! Flows that were opened from outside: noted where they come in, so that their
 //! answers stay as they are. In a table of their own, which strangers may fill.
 
-use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
+use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
     maps::{Config, InboundValue, NAT_EGRESS, NAT_FRAGMENT_EGRESS, NAT_SEEN},
     nat::{FRAGMENT_SECONDS, inbound},
@@ -11,11 +11,12 @@ use super::{
     IPV6,
     clock::now,
     parse, translating_device,
-    work::{Found, Work, copy, this_cpu},
+    work::{Found, Work, put, this_cpu},
 };
 use crate::{
     ip::{Ip, octets},
     maps::INBOUND,
+    subprogram::{Skb, subprogram},
 };
 
 /// Notes the flow of a packet that comes in, if answers to it would be masqueraded.
@@ -35,9 +36,13 @@ pub fn arrived<I: Ip>(ctx: &TcContext, config: &Config, offset: usize, ip: &I) {
     }
 }
 
-/// The rest of [`arrived`], when the addresses of an answer stand in `this_cpu().key`.
-#[inline(never)]
-fn note(skb: *mut __sk_buff, offset: u32, flags: u32) -> u32 {
+subprogram! {
+    /// The rest of [`arrived`], when the addresses of an answer stand in `this_cpu().key`.
+    fn note(offset: u32, flags: u32) -> u32 = note_flow as masquerade_note
+}
+
+#[inline(always)]
+fn note_flow(skb: Skb, offset: u32, flags: u32) -> u32 {
     // As if it left: an echo request, and no reply, opens a flow.
     if parse::packet(skb, offset, flags & IPV6, u32::from(NAT_EGRESS)) != Found::Flow as u32 {
         return 0;
@@ -86,8 +91,8 @@ fn is_answer(work: &Work) -> bool {
 /// True when the packet that an error quotes, whose key is in `work`, opened such a flow.
 #[inline(always)]
 pub fn quotes(work: &mut Work) -> bool {
-    work.partner.src = copy(&work.key.dst);
-    work.partner.dst = copy(&work.key.src);
+    put(&mut work.partner.src, &work.key.dst);
+    put(&mut work.partner.dst, &work.key.src);
     work.partner.src_port = work.key.dst_port;
     work.partner.dst_port = work.key.src_port;
     work.partner.protocol = work.key.protocol;

@@ -13,12 +13,12 @@ pub mod port;
 mod rewrite;
 pub mod work;
 
-use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
+use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
     counters::{Action, DropReason},
     maps::{
         CONFIG_MASQUERADE, Config, DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, Device, MASQ_EXCLUDE,
-        NAT_EGRESS, NAT_FRAGMENT_EGRESS, NAT_FRAGMENT_INGRESS, NAT_INGRESS, NAT_SEEN, NatValue,
+        NAT_EGRESS, NAT_FRAGMENT_EGRESS, NAT_FRAGMENT_INGRESS, NAT_INGRESS, NAT_SEEN,
     },
     nat::{
         FRAGMENT_SECONDS,
@@ -29,11 +29,12 @@ use kilo_common::{
 };
 
 pub use self::inbound::arrived;
-use self::work::{Found, Work, copy, halves, this_cpu};
+use self::work::{Found, Work, halves, put, put_value, this_cpu};
 use crate::{
     ip::{Ip, octets},
     maps::{NAT, count_action, device},
     packet,
+    subprogram::{Skb, subprogram},
 };
 
 /// Answer of a part: the packet's own addresses stay.
@@ -166,10 +167,14 @@ fn is_hosts_alone<I: Ip>(ctx: &TcContext, config: &Config, offset: usize, ip: &I
     }
 }
 
-/// The egress of a packet whose addresses are in `this_cpu().key`, and which gets
-/// `this_cpu().addr`.
-#[inline(never)]
-fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -> u32 {
+subprogram! {
+    /// The egress of a packet whose addresses are in `this_cpu().key`, and which gets
+    /// `this_cpu().addr`.
+    fn egress_apart(config: &Config, offset: u32, flags: u32) -> u32 = translate_egress as masquerade_egress
+}
+
+#[inline(always)]
+fn translate_egress(skb: Skb, config: &Config, offset: u32, flags: u32) -> u32 {
     let own = flags & OWN != 0;
     let found = parse::packet(skb, offset, flags & IPV6, u32::from(NAT_EGRESS));
     let Some(work) = this_cpu() else { return NOTHING };
@@ -186,13 +191,13 @@ fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -
                 return NOTHING;
             }
             // The node's own error about an answer to a pod: what it quotes is of a flow.
-            work.addr = copy(&work.key.src);
+            put(&mut work.addr, &work.key.src);
         } else if found == Found::Error as u32 && work.addr_is_missing() {
             return DropReason::NatUnsupported.index();
         }
     }
-    work.old = copy(&work.key.src);
-    work.new = copy(&work.addr);
+    put(&mut work.old, &work.key.src);
+    put(&mut work.new, &work.addr);
     let payload = work.transport;
     match found {
         _ if found == Found::Flow as u32 => {}
@@ -200,7 +205,7 @@ fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -
             work.fragment_key(NAT_FRAGMENT_EGRESS);
             return match fragment(work) {
                 DONE => {
-                    work.addr = copy(&work.new);
+                    put(&mut work.addr, &work.new);
                     rewrite::packet(skb, offset, payload, flags & IPV6)
                 }
                 _ if inbound::is_fragment(work) => NOTHING,
@@ -208,7 +213,7 @@ fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -
             };
         }
         _ if found == Found::Error as u32 => {
-            work.outer = copy(&work.key.src);
+            put(&mut work.outer, &work.key.src);
             let answer = inside_error(skb, payload, flags & IPV6, u32::from(NAT_INGRESS));
             let Some(work) = this_cpu() else { return NOTHING };
             if halves(&work.addr) == halves(&work.outer) {
@@ -222,8 +227,8 @@ fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -
                     answer => answer,
                 };
             }
-            work.old = copy(&work.outer);
-            work.new = copy(&work.addr);
+            put(&mut work.old, &work.outer);
+            put(&mut work.new, &work.addr);
             return rewrite::packet(skb, offset, payload, flags & IPV6 | rewrite::ERROR);
         }
         _ if found == Found::EchoReply as u32 && inbound::answers(work) => return NOTHING,
@@ -241,20 +246,24 @@ fn egress_apart(skb: *mut __sk_buff, config: &Config, offset: u32, flags: u32) -
         return answer;
     }
     let Some(work) = this_cpu() else { return NOTHING };
-    work.new = copy(&work.addr);
+    put(&mut work.new, &work.addr);
     if work.fragmented() && !remember_fragment(work, NAT_FRAGMENT_EGRESS) {
         return DropReason::NatMapFull.index();
     }
     rewrite::packet(skb, offset, payload, flags & IPV6 | rewrite::FLOW)
 }
 
-/// The ingress of a packet whose addresses are in `this_cpu().key`; where it goes
-/// stands in `this_cpu().new` then.
-#[inline(never)]
-fn ingress_apart(skb: *mut __sk_buff, offset: u32, flags: u32) -> u32 {
+subprogram! {
+    /// The ingress of a packet whose addresses are in `this_cpu().key`; where it goes
+    /// stands in `this_cpu().new` then.
+    fn ingress_apart(offset: u32, flags: u32) -> u32 = translate_ingress as masquerade_ingress
+}
+
+#[inline(always)]
+fn translate_ingress(skb: Skb, offset: u32, flags: u32) -> u32 {
     let found = parse::packet(skb, offset, flags & IPV6, u32::from(NAT_INGRESS));
     let Some(work) = this_cpu() else { return NOTHING };
-    work.old = copy(&work.key.dst);
+    put(&mut work.old, &work.key.dst);
     let payload = work.transport;
     match found {
         _ if found == Found::Flow as u32 => {}
@@ -267,13 +276,13 @@ fn ingress_apart(skb: *mut __sk_buff, offset: u32, flags: u32) -> u32 {
             };
         }
         _ if found == Found::Error as u32 => {
-            work.outer = copy(&work.key.dst);
+            put(&mut work.outer, &work.key.dst);
             let answer = inside_error(skb, payload, flags & IPV6, u32::from(NAT_EGRESS));
             let Some(work) = this_cpu() else { return NOTHING };
             if answer != DONE || halves(&work.new) == halves(&work.outer) {
                 return answer;
             }
-            work.old = copy(&work.outer);
+            put(&mut work.old, &work.outer);
             return rewrite::packet(
                 skb,
                 offset,
@@ -298,13 +307,7 @@ fn ingress_apart(skb: *mut __sk_buff, offset: u32, flags: u32) -> u32 {
 /// Keeps what later fragments of this datagram become.
 #[inline(always)]
 fn remember_fragment(work: &mut Work, direction: u8) -> bool {
-    work.value = NatValue {
-        addr: copy(&work.new),
-        port: [0; 2],
-        tcp_flags: 0,
-        flags: NAT_SEEN,
-        last_seen: clock::now(),
-    };
+    put_value(&mut work.value, &work.new, [0; 2], [0, NAT_SEEN], clock::now());
     work.fragment_key(direction);
     NAT.insert(&work.partner, &work.value, 0).is_ok()
 }
@@ -318,7 +321,7 @@ fn fragment(work: &mut Work) -> u32 {
     if clock::now().saturating_sub(value.last_seen) > FRAGMENT_SECONDS {
         return NOTHING;
     }
-    work.new = copy(&value.addr);
+    put(&mut work.new, &value.addr);
     DONE
 }
 
@@ -327,7 +330,7 @@ fn fragment(work: &mut Work) -> u32 {
 /// what arrived here. `NOTHING` when it is of no flow; else `this_cpu().new`
 /// is the address it got.
 #[inline(always)]
-fn inside_error(skb: *mut __sk_buff, at: u32, v6: u32, direction: u32) -> u32 {
+fn inside_error(skb: Skb, at: u32, v6: u32, direction: u32) -> u32 {
     let inner = at + 8;
     if parse::inner(skb, inner, v6, direction) != Found::Flow as u32 {
         if let Some(work) = this_cpu() {
@@ -336,12 +339,22 @@ fn inside_error(skb: *mut __sk_buff, at: u32, v6: u32, direction: u32) -> u32 {
         }
         return NOTHING;
     }
+    change_inner(skb, at, v6, direction)
+}
+
+subprogram! {
+    /// As [`inside_error`], of a packet whose key is in `this_cpu()`.
+    fn change_inner(at: u32, v6: u32, direction: u32) -> u32 = change_inner_packet as masquerade_change_inner
+}
+
+#[inline(always)]
+fn change_inner_packet(skb: Skb, at: u32, v6: u32, direction: u32) -> u32 {
     let flags = inner_change(v6, direction);
     let Some(work) = this_cpu() else { return NOTHING };
     if flags == NOTHING {
         return NOTHING;
     }
-    let answer = rewrite::packet(skb, inner, work.transport, flags);
+    let answer = rewrite::packet(skb, at + 8, work.transport, flags);
     if answer != DONE {
         return answer;
     }
@@ -353,14 +366,14 @@ fn inside_error(skb: *mut __sk_buff, at: u32, v6: u32, direction: u32) -> u32 {
 
 /// Finds what the packet inside an error, whose key is in `this_cpu()`, is to
 /// become; returns the flags of [`rewrite::packet`], or `NOTHING`.
-#[inline(never)]
+#[inline(always)]
 fn inner_change(v6: u32, direction: u32) -> u32 {
     let Some(work) = this_cpu() else { return NOTHING };
     // Nothing of the inner packet has been rewritten yet: the entry is the
     // other direction's, with its ends swapped.
     let sent = direction == u32::from(NAT_EGRESS);
-    work.partner.src = copy(&work.key.dst);
-    work.partner.dst = copy(&work.key.src);
+    put(&mut work.partner.src, &work.key.dst);
+    put(&mut work.partner.dst, &work.key.src);
     work.partner.src_port = work.key.dst_port;
     work.partner.dst_port = work.key.src_port;
     work.partner.protocol = work.key.protocol;
@@ -368,13 +381,13 @@ fn inner_change(v6: u32, direction: u32) -> u32 {
     work.partner.pad = [0; 2];
     // SAFETY: entries are not freed while the program runs.
     let Some(value) = (unsafe { NAT.get(&work.partner) }) else { return NOTHING };
-    work.new = copy(&value.addr);
+    put(&mut work.new, &value.addr);
     work.new_port = value.port;
     if sent {
-        work.old = copy(&work.key.src);
+        put(&mut work.old, &work.key.src);
         work.old_port = work.key.src_port;
     } else {
-        work.old = copy(&work.key.dst);
+        put(&mut work.old, &work.key.dst);
         work.old_port = work.key.dst_port;
     }
     let Some(layout) = layout(work.key.protocol) else { return NOTHING };

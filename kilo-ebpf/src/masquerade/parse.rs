@@ -1,51 +1,67 @@
 //! Reading what identifies a packet's flow, into [`Work`](super::work::Work).
 
-use aya_ebpf::{bindings::__sk_buff, helpers::bpf_skb_load_bytes, programs::TcContext};
+use aya_ebpf::{helpers::bpf_skb_load_bytes, programs::TcContext};
 use kilo_common::{
     maps::{NAT_EGRESS, NAT_INGRESS},
     nat::{
-        flow::{is_error, mapped, ports},
+        flow::{is_error, ports},
         transport::{self, Part, Transport},
     },
     packet::{IPV4_LEN, Ipv4, protocol},
 };
 
 use super::work::{Found, this_cpu};
-use crate::ip::{V6, octets};
+use crate::{
+    ip::{Ip as _, V6, octets},
+    subprogram::{Skb, subprogram},
+};
 
 /// Reads the packet at `offset`, whose addresses stand in the key already.
 /// Answers a [`Found`].
 #[inline(always)]
-pub fn packet(skb: *mut __sk_buff, offset: u32, v6: u32, direction: u32) -> u32 {
+pub fn packet(skb: Skb, offset: u32, v6: u32, direction: u32) -> u32 {
     if v6 == 0 { packet_v4(skb, offset, direction) } else { packet_v6(skb, offset, direction) }
 }
 
 /// The same for a packet inside an ICMP error: its end may be cut off, and its
 /// addresses are read, too.
 #[inline(always)]
-pub fn inner(skb: *mut __sk_buff, offset: u32, v6: u32, direction: u32) -> u32 {
+pub fn inner(skb: Skb, offset: u32, v6: u32, direction: u32) -> u32 {
     if v6 == 0 { inner_v4(skb, offset, direction) } else { inner_v6(skb, offset, direction) }
 }
 
-#[inline(never)]
-fn packet_v4(skb: *mut __sk_buff, offset: u32, direction: u32) -> u32 {
+subprogram! {
+    fn packet_v4(offset: u32, direction: u32) -> u32 = read_packet_v4 as masquerade_parse_v4
+}
+subprogram! {
+    fn packet_v6(offset: u32, direction: u32) -> u32 = read_packet_v6 as masquerade_parse_v6
+}
+subprogram! {
+    fn inner_v4(offset: u32, direction: u32) -> u32 = read_inner_v4 as masquerade_parse_inner_v4
+}
+subprogram! {
+    fn inner_v6(offset: u32, direction: u32) -> u32 = read_inner_v6 as masquerade_parse_inner_v6
+}
+
+#[inline(always)]
+fn read_packet_v4(skb: Skb, offset: u32, direction: u32) -> u32 {
     read_v4(skb, offset, direction, false)
 }
 
-#[inline(never)]
-fn inner_v4(skb: *mut __sk_buff, offset: u32, direction: u32) -> u32 {
+#[inline(always)]
+fn read_inner_v4(skb: Skb, offset: u32, direction: u32) -> u32 {
     read_v4(skb, offset, direction, true)
 }
 
-#[inline(never)]
-fn packet_v6(skb: *mut __sk_buff, offset: u32, direction: u32) -> u32 {
+#[inline(always)]
+fn read_packet_v6(skb: Skb, offset: u32, direction: u32) -> u32 {
     let ctx = TcContext::new(skb);
     let Ok(next_header) = ctx.load::<u8>(offset as usize + 6) else { return Found::Unknown as u32 };
     walk_v6(&ctx, offset, direction, next_header)
 }
 
-#[inline(never)]
-fn inner_v6(skb: *mut __sk_buff, offset: u32, direction: u32) -> u32 {
+#[inline(always)]
+fn read_inner_v6(skb: Skb, offset: u32, direction: u32) -> u32 {
     let ctx = TcContext::new(skb);
     let (Ok(ip), Some(work)) = (V6::read_part(&ctx, offset as usize), this_cpu()) else {
         return Found::Unknown as u32;
@@ -56,7 +72,7 @@ fn inner_v6(skb: *mut __sk_buff, offset: u32, direction: u32) -> u32 {
 }
 
 #[inline(always)]
-fn read_v4(skb: *mut __sk_buff, offset: u32, direction: u32, inside: bool) -> u32 {
+fn read_v4(skb: Skb, offset: u32, direction: u32, inside: bool) -> u32 {
     let ctx = TcContext::new(skb);
     let Some(work) = this_cpu() else { return Found::Unknown as u32 };
     let (to, length) = ((&raw mut work.header).cast(), IPV4_LEN as u32);
@@ -69,8 +85,8 @@ fn read_v4(skb: *mut __sk_buff, offset: u32, direction: u32, inside: bool) -> u3
     let most = if inside { usize::from(u16::MAX) } else { usize::MAX };
     let Ok(ip) = Ipv4::parse(header, most) else { return Found::Unknown as u32 };
     if inside {
-        work.key.src = mapped(ip.src);
-        work.key.dst = mapped(ip.dst);
+        work.key.src = octets(Ipv4::mapped(ip.src));
+        work.key.dst = octets(Ipv4::mapped(ip.dst));
     }
     identify(&ctx, offset, direction, false, &transport::ipv4(&ip, [work.header[4], work.header[5]]))
 }

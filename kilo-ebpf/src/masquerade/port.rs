@@ -4,7 +4,7 @@ use core::ffi::c_void;
 
 use aya_ebpf::{
     bindings::{
-        __sk_buff, BPF_NOEXIST, bpf_sock_tuple, bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1,
+        BPF_NOEXIST, bpf_sock_tuple, bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1,
         bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2,
     },
     helpers::{bpf_loop, bpf_sk_lookup_tcp, bpf_sk_lookup_udp, bpf_sk_release},
@@ -24,9 +24,12 @@ use super::{
     CHOOSE, DONE, NEW, NOTHING, OWN, address,
     clock::now,
     inbound,
-    work::{Work, copy, halves, this_cpu},
+    work::{Work, halves, put, put_value, this_cpu},
 };
-use crate::maps::NAT;
+use crate::{
+    maps::NAT,
+    subprogram::{Skb, subprogram},
+};
 
 /// `bpf_sk_lookup_*`: the namespace of the device.
 const CURRENT_NETNS: u64 = u64::MAX;
@@ -41,7 +44,7 @@ pub fn touch(work: &mut Work) -> bool {
     // SAFETY: the entry is there; racing writes concern time and flags only.
     let entry = unsafe { &mut *entry };
     let first = note(entry, now(), work.tcp_flags as u8);
-    work.new = copy(&entry.addr);
+    put(&mut work.new, &entry.addr);
     work.new_port = entry.port;
     work.old_port = work.key.dst_port;
     if first {
@@ -76,13 +79,7 @@ fn restore_egress(work: &mut Work) {
     // Looked up also to keep both halves equally recent.
     // SAFETY: only its presence is asked.
     if unsafe { NAT.get(&work.partner) }.is_none() {
-        work.value = NatValue {
-            addr: copy(&work.key.dst),
-            port: work.key.dst_port,
-            tcp_flags: 0,
-            flags: 0,
-            last_seen: now(),
-        };
+        put_value(&mut work.value, &work.key.dst, work.key.dst_port, [0, 0], now());
         let _ = NAT.insert(&work.partner, &work.value, u64::from(BPF_NOEXIST));
     }
 }
@@ -105,22 +102,20 @@ pub fn is_contested(work: &mut Work) -> bool {
     }
 }
 
-/// Finds the port the source of the flow in `this_cpu().key` becomes, the one it
-/// has or a new one, and puts it into `new_port`; `NOTHING` when it is not to be
-/// translated. `flags`: [`OWN`] for the host's own flows, which are; [`NEW`]; [`CHOOSE`].
-/// The address it becomes stands in `addr` then.
-#[inline(never)]
-pub fn translation(skb: *mut __sk_buff, config: &Config, flags: u32) -> u32 {
+subprogram! {
+    /// Finds the port the source of the flow in `this_cpu().key` becomes, the one it
+    /// has or a new one, and puts it into `new_port`; `NOTHING` when it is not to be
+    /// translated. `flags`: [`OWN`] for the host's own flows, which are; [`NEW`]; [`CHOOSE`].
+    /// The address it becomes stands in `addr` then.
+    pub fn translation(config: &Config, flags: u32) -> u32 = translate as masquerade_translation
+}
+
+#[inline(always)]
+fn translate(skb: Skb, config: &Config, flags: u32) -> u32 {
     let Some(work) = this_cpu() else { return DropReason::NatMapFull.index() };
     let now = now();
     work.old_port = work.key.src_port;
-    work.back = NatValue {
-        addr: copy(&work.key.src),
-        port: work.key.src_port,
-        tcp_flags: 0,
-        flags: 0,
-        last_seen: now,
-    };
+    put_value(&mut work.back, &work.key.src, work.key.src_port, [0, 0], now);
     if flags & NEW == 0
         && let Some(entry) = NAT.get_ptr_mut(&work.key)
     {
@@ -131,7 +126,7 @@ pub fn translation(skb: *mut __sk_buff, config: &Config, flags: u32) -> u32 {
         let keeps = halves(&entry.addr) == halves(&work.addr)
             || flags & CHOOSE != 0 && address::is_of(skb, &entry.addr);
         if keeps {
-            work.addr = copy(&entry.addr);
+            put(&mut work.addr, &entry.addr);
             // A flow that is masqueraded stays so: the tables need not be asked.
             if !first {
                 return DONE;
@@ -158,13 +153,7 @@ pub fn translation(skb: *mut __sk_buff, config: &Config, flags: u32) -> u32 {
     if work.addr_is_missing() {
         return DropReason::NatUnsupported.index();
     }
-    work.value = NatValue {
-        addr: copy(&work.addr),
-        port: [0; 2],
-        tcp_flags: work.tcp_flags as u8,
-        flags: NAT_SEEN,
-        last_seen: now,
-    };
+    put_value(&mut work.value, &work.addr, [0; 2], [work.tcp_flags as u8, NAT_SEEN], now);
     let attempts = match layout(work.key.protocol) {
         Some(layout) if layout.port_changes => PORT_ATTEMPTS,
         _ => 1,
@@ -178,7 +167,7 @@ pub fn translation(skb: *mut __sk_buff, config: &Config, flags: u32) -> u32 {
 
 /// What an attempt needs to know, and its answer.
 struct Search<'a> {
-    skb: *mut __sk_buff,
+    skb: Skb,
     config: &'a Config,
     start: u32,
     answer: u32,
@@ -198,7 +187,7 @@ const TAKEN: u32 = 0;
 
 /// Tries one port.
 #[inline(always)]
-fn take(skb: *mut __sk_buff, config: &Config, attempt: u32, start: u32) -> u32 {
+fn take(skb: Skb, config: &Config, attempt: u32, start: u32) -> u32 {
     let Some(work) = this_cpu() else { return DropReason::NatMapFull.index() };
     let own = u16::from_be_bytes(work.key.src_port);
     let Some(candidate) = candidate_port(work.key.protocol, own, attempt, start, config) else {
@@ -272,7 +261,7 @@ fn claim_free(work: &Work) -> Claim {
 
 /// True when a socket of this host would receive this reply.
 #[inline(always)]
-pub fn host_uses(skb: *mut __sk_buff, reply: &NatKey) -> bool {
+pub fn host_uses(skb: Skb, reply: &NatKey) -> bool {
     let (sport, dport) = (u16::from_ne_bytes(reply.src_port), u16::from_ne_bytes(reply.dst_port));
     let v4 = |addr: &[u8; 16]| u32::from_ne_bytes([addr[12], addr[13], addr[14], addr[15]]);
     // Each written whole: zeroed before, it would be by a function that writes bytes.
@@ -289,7 +278,7 @@ pub fn host_uses(skb: *mut __sk_buff, reply: &NatKey) -> bool {
 
 /// `tuple` is one of the two that [`bpf_sock_tuple`] may hold, by which the kernel tells the family.
 #[inline(always)]
-fn has_socket<T>(skb: *mut __sk_buff, protocol: u8, tuple: &T) -> bool {
+fn has_socket<T>(skb: Skb, protocol: u8, tuple: &T) -> bool {
     let tuple = (&raw const *tuple).cast_mut().cast::<bpf_sock_tuple>();
     let size = size_of::<T>() as u32;
     // SAFETY: context and tuple are valid for that size, and a socket that is found is released.

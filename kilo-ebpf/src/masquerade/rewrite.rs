@@ -1,8 +1,9 @@
 //! Rewriting an address and a port through the kernel's helpers, which know
 //! about checksums left to the device.
 
+use crate::subprogram::{Skb, subprogram};
 use aya_ebpf::{
-    bindings::{__sk_buff, BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR},
+    bindings::{BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR},
     helpers::bpf_csum_update,
     programs::TcContext,
 };
@@ -22,10 +23,14 @@ pub const INNER: u32 = 32;
 /// The transport checksum is not in the packet, or left out.
 pub const UNSEALED: u32 = 64;
 
-/// Rewrites one end of the packet at `offset`, with its transport header at
-/// `payload`: from `this_cpu().old` and `old_port` to `new` and `new_port`.
-#[inline(never)]
-pub fn packet(skb: *mut __sk_buff, offset: u32, payload: u32, flags: u32) -> u32 {
+subprogram! {
+    /// Rewrites one end of the packet at `offset`, with its transport header at
+    /// `payload`: from `this_cpu().old` and `old_port` to `new` and `new_port`.
+    pub fn packet(offset: u32, payload: u32, flags: u32) -> u32 = rewritten as masquerade_rewrite
+}
+
+#[inline(always)]
+fn rewritten(skb: Skb, offset: u32, payload: u32, flags: u32) -> u32 {
     match rewrite(&TcContext::new(skb), offset as usize, payload as usize, flags) {
         Ok(()) => DONE,
         Err(_) => DropReason::Rewrite.index(),

@@ -1,9 +1,6 @@
 //! Memory of this CPU that the parts of masquerading share, beside the stack.
 
-use aya_ebpf::{
-    btf_maps::{PerCpuArray, lpm_trie::Key},
-    macros::btf_map,
-};
+use aya_ebpf::{btf_maps::PerCpuArray, macros::btf_map};
 use kilo_common::{
     checksum,
     maps::{NatKey, NatValue},
@@ -14,6 +11,7 @@ use kilo_common::{
 use crate::{
     ip::octets,
     maps::{MASQ_DST, MASQ_SRC},
+    words::WholeAddress,
 };
 
 /// What a packet turned out to be.
@@ -99,17 +97,42 @@ pub fn copy(addr: &[u8; 16]) -> [u8; 16] {
     octets(halves(addr))
 }
 
+/// Copies an address into a field of [`Work`], half by half: all at once would be a call that moves bytes.
+#[inline(always)]
+pub fn put(to: &mut [u8; 16], from: &[u8; 16]) {
+    let [first, second] = halves(from);
+    let to: *mut u64 = to.as_mut_ptr().cast();
+    // SAFETY: aligned, as said, and sixteen bytes.
+    unsafe {
+        to.write(first);
+        to.add(1).write(second);
+    }
+}
+
+/// Writes an entry, as [`put`] does.
+#[inline(always)]
+pub fn put_value(
+    to: &mut NatValue,
+    addr: &[u8; 16],
+    port: [u8; 2],
+    [tcp_flags, flags]: [u8; 2],
+    last_seen: u32,
+) {
+    put(&mut to.addr, addr);
+    (to.port, to.tcp_flags, to.flags, to.last_seen) = (port, tcp_flags, flags, last_seen);
+}
+
 impl Work {
     /// What `masq_dst` says of the packet's destination.
     #[inline(always)]
     pub fn destination(&self) -> u32 {
-        MASQ_DST.get(&Key::new(128, self.key.dst)).copied().unwrap_or(0)
+        MASQ_DST.get(WholeAddress::new(halves(&self.key.dst)).key()).copied().unwrap_or(0)
     }
 
     /// True when the tables say that the packet is masqueraded.
     #[inline(always)]
     pub fn is_due(&self) -> bool {
-        let source = MASQ_SRC.get(&Key::new(128, self.key.src)).copied().unwrap_or(0);
+        let source = MASQ_SRC.get(WholeAddress::new(halves(&self.key.src)).key()).copied().unwrap_or(0);
         is_masqueraded(Some(source), Some(self.destination()))
     }
 
@@ -128,8 +151,8 @@ impl Work {
     /// Puts the key of this datagram's fragments into `partner`.
     #[inline(always)]
     pub fn fragment_key(&mut self, direction: u8) {
-        self.partner.src = copy(&self.key.src);
-        self.partner.dst = copy(&self.key.dst);
+        put(&mut self.partner.src, &self.key.src);
+        put(&mut self.partner.dst, &self.key.dst);
         [
             self.partner.src_port[0],
             self.partner.src_port[1],

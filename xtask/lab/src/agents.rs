@@ -110,7 +110,7 @@ impl Agents {
         self.write_object(LAPTOP_FILE, &self.laptop(allowed_ips, preshared_key))
     }
 
-    fn laptop(&self, allowed_ips: &[impl std::fmt::Debug], preshared_key: Option<&str>) -> String {
+    fn laptop(&self, allowed_ips: &[impl fmt::Debug], preshared_key: Option<&str>) -> String {
         let preshared_key = preshared_key.map(|key| format!("  presharedKey: {key}\n")).unwrap_or_default();
         format!(
             "apiVersion: kilo.squat.ai/v1alpha1\nkind: Peer\nmetadata:\n  name: laptop\nspec:\n  \
