@@ -25,11 +25,11 @@ pub static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("KILO_EBPF_OBJECT"))
 
 /// Programs of the object; those that the kernel verifies longest come first.
 pub const PROGRAMS: [&str; 9] = [
-    "kilo_egress",
     "lan_ingress",
-    "uplink_egress",
-    "l3_egress",
     "l3_ingress",
+    "uplink_egress",
+    "kilo_egress",
+    "l3_egress",
     "kilo_ingress",
     "tunnel_ingress",
     FOLLOW,

@@ -29,8 +29,8 @@ use kilo_core::errors::{Cause, error_chain};
 
 /// Where programs are pinned, below the directory of the maps they use.
 const PINS: &str = "programs";
-/// The kernel verifies as many at once: with more threads the longest one alone decides how long it takes.
-const THREADS: usize = 2;
+/// The kernel verifies as many at once, on as many processors: with more the longest one alone decides how long it takes.
+const THREADS: usize = 4;
 
 /// All programs of the object.
 pub enum Programs {
@@ -217,7 +217,7 @@ fn identity(program: &SchedClassifier) -> Result<Identity, Cause> {
     Ok(program_info::identity(program.fd()?.as_fd())?.ok_or("it is no TC program")?)
 }
 
-/// Has the kernel verify all programs, [`THREADS`] at once.
+/// Has the kernel verify all programs, [`THREADS`] at once at most, and two at least.
 fn load_all(object: &mut Ebpf) -> Result<(), DataplaneError> {
     let place = |name: &str| PROGRAMS.iter().position(|program| *program == name);
     let mut programs: Vec<_> =
@@ -232,8 +232,9 @@ fn load_all(object: &mut Ebpf) -> Result<(), DataplaneError> {
         }
         Ok(())
     };
+    let processors = std::thread::available_parallelism().map_or(2, usize::from);
     std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(load)).collect();
+        let threads: Vec<_> = (0..processors.clamp(2, THREADS)).map(|_| scope.spawn(load)).collect();
         for thread in threads {
             thread.join().map_err(|_| DataplaneError::Object("program that a thread could load"))??;
         }
